@@ -1,0 +1,1 @@
+"""cupyattn: LLM attention on any DLPack tensors, with CUDA kernels loaded through CuPy."""

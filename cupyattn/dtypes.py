@@ -1,0 +1,116 @@
+"""One table of element types: name, DLPack code, C++ type, NumPy type, size.
+
+`parse` turns whatever a caller may use to name a dtype (string, NumPy, torch or JAX dtype object)
+into a row of the table without importing the framework it comes from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from .errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class DType:
+    """One element type. `code` and `bits` are DLPack's (DLDataTypeCode, bits per element)."""
+
+    name: str
+    code: int
+    bits: int
+    cpp: str
+    numpy: np.dtype
+
+    @property
+    def itemsize(self) -> int:
+        return self.bits // 8
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.name.startswith("float8")
+
+    @property
+    def is_float16(self) -> bool:
+        """True for the two 16-bit float types, which the matrix units take directly."""
+        return self.name in ("float16", "bfloat16")
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+_INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
+_FLOAT8_E4M3FN, _FLOAT8_E5M2 = 10, 12
+
+float16 = DType("float16", _FLOAT, 16, "half_t", np.dtype(np.float16))
+bfloat16 = DType("bfloat16", _BFLOAT, 16, "bfloat16_t", np.dtype(ml_dtypes.bfloat16))
+float32 = DType("float32", _FLOAT, 32, "float", np.dtype(np.float32))
+float8_e4m3fn = DType(
+    "float8_e4m3fn", _FLOAT8_E4M3FN, 8, "e4m3_t", np.dtype(ml_dtypes.float8_e4m3fn)
+)
+float8_e5m2 = DType("float8_e5m2", _FLOAT8_E5M2, 8, "e5m2_t", np.dtype(ml_dtypes.float8_e5m2))
+bool_ = DType("bool", _BOOL, 8, "bool", np.dtype(np.bool_))
+int8 = DType("int8", _INT, 8, "int8_t", np.dtype(np.int8))
+uint8 = DType("uint8", _UINT, 8, "uint8_t", np.dtype(np.uint8))
+int32 = DType("int32", _INT, 32, "int32_t", np.dtype(np.int32))
+int64 = DType("int64", _INT, 64, "int64_t", np.dtype(np.int64))
+
+ALL = (
+    float16,
+    bfloat16,
+    float32,
+    float8_e4m3fn,
+    float8_e5m2,
+    bool_,
+    int8,
+    uint8,
+    int32,
+    int64,
+)
+
+BY_NAME = {d.name: d for d in ALL}
+BY_DLPACK = {(d.code, d.bits): d for d in ALL}
+BY_NUMPY = {d.numpy: d for d in ALL}
+
+_ALIASES = {
+    "half": float16,
+    "fp16": float16,
+    "bf16": bfloat16,
+    "fp32": float32,
+    "float": float32,
+    "e4m3": float8_e4m3fn,
+    "fp8_e4m3": float8_e4m3fn,
+    "float8_e4m3": float8_e4m3fn,
+    "e5m2": float8_e5m2,
+    "fp8_e5m2": float8_e5m2,
+    "bool_": bool_,
+}
+
+
+def parse(x: object, name: str = "dtype") -> DType:
+    """The table row for a dtype named by string, NumPy, torch or JAX dtype object.
+
+    Raises ArgumentError naming the argument if the dtype is unknown.
+    """
+    if isinstance(x, DType):
+        return x
+    if isinstance(x, str):
+        key = x.removeprefix("torch.").removeprefix("jnp.")
+        found = BY_NAME.get(key) or _ALIASES.get(key)
+        if found is not None:
+            return found
+    elif type(x).__module__ == "torch":
+        found = BY_NAME.get(str(x).removeprefix("torch."))
+        if found is not None:
+            return found
+    else:
+        try:
+            found = BY_NUMPY.get(np.dtype(x))  # type: ignore[call-overload]
+        except TypeError:
+            found = None
+        if found is not None:
+            return found
+    known = ", ".join(BY_NAME)
+    raise ArgumentError(f"{name}: unknown dtype {x!r}; known dtypes are {known}")

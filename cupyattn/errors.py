@@ -1,0 +1,31 @@
+"""The exception family. Each error is also the standard kind a caller would expect to catch."""
+
+from __future__ import annotations
+
+
+class CupyAttnError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class ArgumentError(CupyAttnError, ValueError):
+    """An argument has the wrong shape, dtype, device, layout or value."""
+
+
+class UnsupportedError(CupyAttnError, NotImplementedError):
+    """The request is meaningful but this library, or this device, cannot serve it."""
+
+
+class PlanError(CupyAttnError, RuntimeError):
+    """`run` does not match what was planned, or nothing was planned."""
+
+
+class WorkspaceError(CupyAttnError, ValueError):
+    """A workspace is too small, misaligned or on another device."""
+
+
+class CompileError(CupyAttnError, RuntimeError):
+    """A kernel could not be compiled, or compiling is forbidden and the cache has no copy."""
+
+
+class DeviceError(CupyAttnError, RuntimeError):
+    """CuPy, the driver or the GPU needed for this call is missing."""

@@ -1,0 +1,65 @@
+"""Frozen descriptors of what is asked: everything about a call that a kernel is compiled for.
+
+No tiles, no devices, no lengths: those belong to the schedule and the launch layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import dtypes
+from .dtypes import DType
+from .errors import ArgumentError, UnsupportedError
+
+KV_LAYOUTS = ("NHD", "HND")
+POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """The compile-time facts of one attention call.
+
+    Head dims are per head and in elements. `aligned` says that every row of q, k, v and o starts on
+    a 16-byte boundary. Causality, windows, sinks, scales and LSE are run-time facts: they cost
+    nothing when off, so they do not multiply the number of kernels.
+    """
+
+    dtype_q: DType
+    dtype_kv: DType
+    dtype_o: DType
+    head_dim_qk: int
+    head_dim_vo: int
+    pos_encoding: str = "NONE"
+    soft_cap: bool = False
+    custom_mask: bool = False
+    aligned: bool = True
+
+    def check_supported(self) -> None:
+        """Raise UnsupportedError or ArgumentError unless the GPU kernels can serve this problem."""
+        if not self.dtype_q.is_float16:
+            remedy = "cast q to float16 or bfloat16"
+            raise UnsupportedError(
+                f"q: dtype {self.dtype_q} has no GPU kernel; {remedy} (CPU arrays take float32 too)"
+            )
+        if self.dtype_kv is not self.dtype_q and not self.dtype_kv.is_fp8:
+            raise ArgumentError(
+                f"k, v: dtype {self.dtype_kv} with q of dtype {self.dtype_q}; wanted the dtype of "
+                "q, float8_e4m3fn or float8_e5m2"
+            )
+        if not (self.dtype_o.is_float16 or self.dtype_o is dtypes.float32):
+            raise UnsupportedError(
+                f"o_dtype: {self.dtype_o} is not a supported output; use float16, bfloat16 or "
+                "float32"
+            )
+        for label, dim in (("qk", self.head_dim_qk), ("vo", self.head_dim_vo)):
+            if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
+                raise UnsupportedError(
+                    f"head_dim_{label}: {dim} is not supported; wanted a multiple of 8 from 8 to "
+                    f"{MAX_HEAD_DIM}"
+                )
+        if self.pos_encoding == "ROPE_LLAMA" and self.head_dim_qk % 16:
+            raise UnsupportedError(
+                f"pos_encoding_mode: ROPE_LLAMA rotates halves of the head dim in vectors of 8, so "
+                f"it needs head_dim_qk to be a multiple of 16, got {self.head_dim_qk}"
+            )
