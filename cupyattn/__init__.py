@@ -1,1 +1,52 @@
-"""cupyattn: LLM attention on any DLPack tensors, with CUDA kernels loaded through CuPy."""
+"""cupyattn: LLM attention on any DLPack tensors, with CUDA kernels loaded through CuPy.
+
+Names, arguments and semantics follow FlashInfer: `import cupyattn as flashinfer` ports a program.
+Importing this package imports none of CuPy, torch and JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+# Public name -> the module that defines it; modules load on first use.
+_EXPORTS = {
+    "single_decode_with_kv_cache": "decode",
+    "single_prefill_with_kv_cache": "prefill",
+    "single_prefill_with_kv_cache_return_lse": "prefill",
+    "packbits": "quantization",
+    "segment_packbits": "quantization",
+    "CupyAttnError": "errors",
+    "ArgumentError": "errors",
+    "UnsupportedError": "errors",
+    "PlanError": "errors",
+    "WorkspaceError": "errors",
+    "CompileError": "errors",
+    "DeviceError": "errors",
+}
+_MODULES = ("decode", "prefill", "quantization", "errors", "reference")
+
+__all__ = ["__version__", *_EXPORTS]
+
+if TYPE_CHECKING:
+    from .decode import single_decode_with_kv_cache as single_decode_with_kv_cache
+    from .prefill import single_prefill_with_kv_cache as single_prefill_with_kv_cache
+    from .quantization import packbits as packbits
+    from .quantization import segment_packbits as segment_packbits
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is not None:
+        value = getattr(importlib.import_module(f".{module}", __name__), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS, *_MODULES})

@@ -6,7 +6,7 @@ into a row of the table without importing the framework it comes from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
@@ -14,19 +14,22 @@ import numpy as np
 from .errors import ArgumentError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DType:
-    """One element type. `code` and `bits` are DLPack's (DLDataTypeCode, bits per element)."""
+    """One element type. `code` and `bits` are DLPack's (DLDataTypeCode, bits per element).
+
+    The rows of the table are the only instances: they compare and hash by identity.
+    """
 
     name: str
     code: int
     bits: int
     cpp: str
     numpy: np.dtype
+    itemsize: int = field(init=False)
 
-    @property
-    def itemsize(self) -> int:
-        return self.bits // 8
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "itemsize", self.bits // 8)
 
     @property
     def is_fp8(self) -> bool:
@@ -39,6 +42,9 @@ class DType:
 
     def __repr__(self) -> str:
         return self.name
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return parse, (self.name,)
 
 
 _INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6

@@ -21,7 +21,8 @@ class AttentionProblem:
     """The compile-time facts of one attention call.
 
     Head dims are per head and in elements. `aligned` says that every row of q, k, v and o starts on
-    a 16-byte boundary. Causality, windows, sinks, scales and LSE are run-time facts: they cost
+    a 16-byte boundary; `scale_first` that the logit scale is not one positive number for all heads, so
+    that it cannot be folded into the softmax. Causality, windows, sinks, scales and LSE are run-time facts: they cost
     nothing when off, so they do not multiply the number of kernels.
     """
 
@@ -33,6 +34,7 @@ class AttentionProblem:
     pos_encoding: str = "NONE"
     soft_cap: bool = False
     custom_mask: bool = False
+    scale_first: bool = False
     aligned: bool = True
 
     def check_supported(self) -> None:

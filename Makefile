@@ -1,0 +1,88 @@
+# The environment is set up on the first call and again whenever pyproject.toml changes. To use one of
+# your own, with nothing set up, name its interpreter: make test-gpu PY=python3
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+SANITIZERS ?= memcheck racecheck initcheck synccheck
+export CUPYATTN_CACHE_DIR ?= $(CURDIR)/.cupyattn-cache
+
+# CuPy comes for CUDA 13, or 12 where the driver is that old. Without a GPU it is still what compiles.
+DRIVER_CUDA := $(shell timeout 30 nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]*Version: *\([0-9]*\).*/\1/p' | head -n 1)
+CUDA ?= $(if $(filter 12,$(DRIVER_CUDA)),12,13)
+
+ifdef PY
+STAMP :=
+else
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.made-for-cuda$(CUDA)
+endif
+
+.PHONY: help
+help:
+	@echo 'make demo       the main job: prefill and decode, checked and timed (ARGS="--framework torch")'
+	@echo 'make test       lint, types, and every test that needs no GPU'
+	@echo 'make lint       ruff and mypy'
+	@echo 'make format     ruff, rewriting files'
+	@echo 'make test-gpu   the GPU suite'
+	@echo 'make test-slow  the tests marked slow'
+	@echo 'make sanitize   the GPU suite under compute-sanitizer (SANITIZERS="memcheck ...")'
+	@echo 'make bench      the benchmark CLI (ARGS="--op ... --case ...")'
+	@echo 'make wheel      dist/*.whl and dist/*.tar.gz'
+	@echo 'make clean      remove what was built; distclean also removes $(VENV)'
+	@echo 'variables: CUDA=12|13  PYTHON=python3  VENV=.venv  JOBS=2  ARGS=  PY=<your own interpreter>'
+
+# The default torch build for Linux x86-64 brings gigabytes of CUDA packages. Under the constraints pip
+# refuses it and takes the CPU build where an index has one; where none has, the torch tests skip.
+$(VENV)/.made-for-cuda$(CUDA): pyproject.toml tests/no-cuda-packages.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "cupyattn needs Python 3.10 or newer: make PYTHON=<one>")'
+	@echo "Setting up $(VENV) for CUDA $(CUDA) (once, a few minutes)"
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PY) -m pip install -q -e '.[cuda$(CUDA)x,test-core,bench,dev]'
+	$(PY) -m pip install -q -c tests/no-cuda-packages.txt 'cupyattn[test]' || \
+		echo 'NOTICE: no CPU build of torch was found; the tests that need torch will be skipped.'
+	@touch $@
+
+.PHONY: demo test lint format test-gpu test-slow sanitize bench wheel clean distclean
+demo: $(STAMP)
+	@$(PY) -m cupyattn demo $(ARGS)
+
+# JOBS processes share the cores: with BLAS threads on top they wait for each other, three times slower.
+test: export OMP_NUM_THREADS = 1
+test: lint
+	$(PY) -m pytest -m "not gpu and not slow" -n $(JOBS) --timeout 600 $(ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+test-gpu: $(STAMP)
+	$(PY) -m pytest -m gpu $(ARGS)
+
+test-slow: $(STAMP)
+	$(PY) -m pytest -m slow $(ARGS)
+
+sanitize: $(STAMP)
+	@set -e; for tool in $(SANITIZERS); do \
+		echo "compute-sanitizer --tool $$tool"; \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) -m pytest -m gpu $(ARGS); \
+	done
+
+bench: $(STAMP)
+	$(PY) -m benchmarks $(ARGS)
+
+wheel: $(STAMP)
+	$(PY) -m hatchling build
+
+clean:
+	rm -rf build dist .cupyattn-cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find cupyattn tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,1 @@
+"""Benchmarks of cupyattn beside its peers: `python -m benchmarks --help`."""

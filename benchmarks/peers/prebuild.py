@@ -1,0 +1,192 @@
+"""Compile ahead the FlashInfer modules that the chosen cases need, in parallel.
+
+    python -m benchmarks.peers.prebuild --case '4x4k*' --jobs 6    # beside other work
+    python -m benchmarks.peers.prebuild --pack modules.tar.xz      # to ship to another machine
+
+FlashInfer compiles a module at its first use, 8-130 s each. It takes a ready one from
+`flashinfer/data/aot/NAME/NAME.so` without looking at anything else, so libraries packed on one
+machine and unpacked there on another are used as they are. No GPU is needed: without one,
+FLASHINFER_CUDA_ARCH_LIST defaults to 9.0a. This file knows the generators of FlashInfer 0.7, which
+its public functions call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..candidate import Unsupported
+from ..cases import OPS, Case, select
+from ..timing import describe
+from . import _flashinfer
+
+_BACKENDS = {"flashinfer_fa2": "fa2", "flashinfer_fa3": "fa3"}
+_POSITION_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")  # FlashInfer's codes 0, 1, 2
+_LZMA_DICTIONARY = 256 << 20  # the modules repeat each other
+
+
+@dataclass(frozen=True)
+class Module:
+    """What one FlashInfer module is compiled for; q and o are bfloat16."""
+
+    kind: str  # single_prefill, batch_prefill, single_decode or quantization
+    backend: str = "fa2"
+    kv_dtype: str = "bfloat16"
+    head_dim_qk: int = 128
+    head_dim_vo: int = 128
+    position_mode: int = 0
+    window: bool = False
+    soft_cap: bool = False
+
+
+def modules(cases: Iterable[Case], backends: Iterable[str]) -> list[Module]:
+    """The distinct modules that the candidates of `_flashinfer` load, in the order of the cases."""
+    found: dict[Module, None] = {}
+    for case in cases:
+        for backend in backends:
+            try:
+                variants = _flashinfer.variants(case, backend)
+            except Unsupported:
+                continue
+            found |= dict.fromkeys(_module(case, backend, variant) for variant in variants)
+            if case.mask != "none":
+                found[Module("quantization")] = None  # packs a bool mask
+    return list(found)
+
+
+_KINDS = {
+    "single": "single_prefill",
+    "ragged": "batch_prefill",
+    "decode_tc": "single_prefill",
+    "decode_cc": "single_decode",
+    "paged_tc": "batch_prefill",
+}
+
+
+def _module(case: Case, backend: str, variant: str) -> Module:
+    return Module(
+        _KINDS[variant],
+        backend,
+        case.kv_dtype,
+        case.head_dim_qk,
+        case.head_dim_vo,
+        _POSITION_MODES.index(case.pos_encoding_mode),
+        case.window_left >= 0,
+        case.logits_soft_cap > 0,
+    )
+
+
+def _spec(module: Module) -> Any:
+    import torch
+    from flashinfer.jit import quantization  # type: ignore[import-not-found]
+    from flashinfer.jit.attention import modules as make  # type: ignore[import-not-found]
+
+    if module.kind == "quantization":
+        return quantization.gen_quantization_module()
+    q, kv = torch.bfloat16, getattr(torch, module.kv_dtype)
+    index = (torch.int32,) if module.kind == "batch_prefill" else ()
+    shape = (module.head_dim_qk, module.head_dim_vo, module.position_mode)
+    arguments = (q, kv, q, *index, *shape, module.window, module.soft_cap)
+    if module.kind == "single_decode":
+        return make.gen_single_decode_module(*arguments)
+    if module.kind == "single_prefill":
+        return make.gen_single_prefill_module(module.backend, *arguments, False)
+    # The fa2 wrappers load the variant for K and V of equal strides.
+    primary = module.backend == "fa2"
+    generate = make._gen_batch_prefill_primary_module if primary else make.gen_batch_prefill_module
+    return generate(module.backend, *arguments, False)
+
+
+def build(module: Module) -> dict[str, Any]:
+    """Compile a module unless a ready library is shipped: name, library, seconds, error or None."""
+    start = time.perf_counter()
+    entry: dict[str, Any] = {"module": module.__dict__, "name": "", "library": None, "error": None}
+    try:
+        spec = _spec(module)
+        entry["name"] = spec.name
+        if not spec.is_aot:
+            spec.build(need_lock=True)
+        entry |= {"library": str(spec.get_library_path()), "shipped": spec.is_aot}
+    except Exception as error:
+        entry["error"] = describe(error)
+    return entry | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def pack(entries: Iterable[dict[str, Any]], target: Path) -> None:
+    """Write the built libraries as NAME/NAME.so into a .tar.xz for flashinfer/data/aot."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "modules.tar"
+        with tarfile.open(plain, "w") as archive:
+            for entry in entries:
+                if entry["library"]:
+                    archive.add(entry["library"], f"{entry['name']}/{entry['name']}.so")
+        command = ["xz", "-c", "-T1", f"--lzma2=preset=9e,dict={_LZMA_DICTIONARY}", str(plain)]
+        with target.open("wb") as out:
+            subprocess.run(command, stdout=out, check=True)
+
+
+def _prepare(folder: str, packing: bool) -> None:
+    """Settings that FlashInfer and nvcc read; they must stand before FlashInfer is imported."""
+    import torch
+
+    os.environ.setdefault("MAX_JOBS", "3")
+    if packing:
+        # Uncompressed device code: xz finds what modules share, which compressed code hides.
+        flags = (os.environ.get("NVCC_APPEND_FLAGS", ""), "--compress-mode=none")
+        os.environ["NVCC_APPEND_FLAGS"] = " ".join(flags).strip()
+    if torch.cuda.is_available():
+        return
+    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    stub = Path(folder) / "libcuda.so"  # for the linker only; the real one comes with a driver
+    subprocess.run(
+        ["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(stub), "-x", "c", "/dev/null"],
+        check=True,
+    )
+    flags = (os.environ.get("FLASHINFER_EXTRA_LDFLAGS", ""), f"-L{folder}")
+    os.environ["FLASHINFER_EXTRA_LDFLAGS"] = " ".join(flags).strip()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build what the options choose. Returns 0, or 1 if a module could not be built."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.prebuild")
+    parser.add_argument("--op", default=",".join(OPS))
+    parser.add_argument("--case", default="*", help="globs of case names, by comma")
+    parser.add_argument("--peers", default=",".join(_BACKENDS))
+    parser.add_argument("--jobs", type=int, default=6, help="modules at once (default 6)")
+    parser.add_argument("--log", type=Path, help="write what was built, with seconds, as JSON")
+    parser.add_argument("--pack", type=Path, help="pack the libraries into this .tar.xz")
+    args = parser.parse_args(argv)
+    backends = [_BACKENDS[name] for name in args.peers.split(",") if name in _BACKENDS]
+    wanted = modules(select(args.op.split(","), args.case.split(",")), backends)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        _prepare(folder, args.pack is not None)
+        entries = []
+        with ThreadPoolExecutor(args.jobs) as pool:
+            for entry in pool.map(build, wanted):
+                entries.append(entry)
+                said = entry["error"] or ("shipped" if entry.get("shipped") else "built")
+                print(f"{entry['seconds']:7.1f} s  {entry['name']}  {said}", flush=True)
+    if args.log:
+        args.log.write_text(json.dumps(entries, indent=1))
+    if args.pack:
+        pack(entries, args.pack)
+    failed = sum(entry["error"] is not None for entry in entries)
+    seconds = time.perf_counter() - start
+    print(f"{len(entries) - failed} of {len(entries)} modules ready in {seconds:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+"""torch scaled_dot_product_attention, held to its cuDNN backend."""
+
+from __future__ import annotations
+
+from ..candidate import Candidate
+from ..cases import Case
+from ..inputs import Inputs
+from . import _sdpa
+
+
+def candidates(case: Case, inputs: Inputs) -> list[Candidate]:
+    return _sdpa.candidates("sdpa_cudnn", "CUDNN_ATTENTION", case, inputs)

@@ -1,0 +1,223 @@
+"""One process's share of a run: check and time case after case, saving after each.
+
+A failing implementation or case becomes a row with its error. What takes the whole process down (a
+lost CUDA context, a crash, a hang) is left to `cli.supervise`, which reads the progress file that
+this process keeps and starts another one without the culprit.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import machine, oracle, peers
+from .candidate import Candidate, Unsupported
+from .cases import Case, select
+from .inputs import make_inputs
+from .results import FILE_NAME, Results, bare_row, timed_row
+from .timing import Clock, ContextLost, Timing, describe, measure, measure_host
+
+CONTEXT_LOST = 75  # the exit status that asks for a fresh process
+PROGRESS_NAME = "progress.json"
+
+# How long a stage may go without progress before the supervisor ends the process, in seconds. The
+# first FlashInfer call of a kind compiles for minutes; ours compiles in two seconds.
+_STAGE_LIMITS = {"start": 120.0, "build": 240.0, "check": 240.0, "time": 60.0}
+_OUR_LIMIT = 60.0
+
+
+class Progress:
+    """The file that says what this process is doing, for whoever survives it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / PROGRESS_NAME
+
+    def note(self, stage: str, case: str = "", label: str = "") -> None:
+        """`stage` starts now; `label` is "peer" or "peer:variant"."""
+        limit = _STAGE_LIMITS[stage]
+        if label.partition(":")[0] == "ours":
+            limit = min(limit, _OUR_LIMIT)
+        entry = {"stage": stage, "case": case, "label": label, "until": time.time() + limit}
+        part = self._path.with_suffix(".part")
+        part.write_text(json.dumps(entry))
+        part.replace(self._path)
+
+
+@dataclass
+class _Checked:
+    candidate: Candidate
+    verdict: oracle.Verdict
+    repeatable: bool
+
+
+def run(args: Namespace) -> int:
+    """Work through the chosen cases until they or the seconds are over. Returns the exit status."""
+    progress = Progress(args.out)
+    progress.note("start")
+    results = Results(args.out / FILE_NAME)
+    clock = Clock()
+    if "header" not in results.data:
+        results.data["header"] = machine.header(args.commit)
+        results.data["ceilings"] = clock.ceilings()
+        results.save()
+    try:
+        for case in select(args.op, args.case):
+            if not results.finished(case):
+                _one_case(case, args, results, clock, progress)
+                results.save()
+    except ContextLost as error:
+        print(f"context lost: {error}", flush=True)
+        return CONTEXT_LOST
+    results.data["header"]["smi_at_end"] = _quietly(machine.smi)
+    results.save()
+    return 0
+
+
+def _one_case(
+    case: Case, args: Namespace, results: Results, clock: Clock, progress: Progress
+) -> None:
+    reason = results.why_lost(case, "*")
+    if time.time() > args.deadline:
+        reason = "the budget of seconds was spent"
+    if reason:
+        results.add_case(case, [bare_row(case, "*", "", "skipped", reason)])
+        return
+    start = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    try:
+        _check_and_time(case, args, results, clock, progress, rows)
+    except ContextLost:
+        raise
+    except Exception as error:
+        rows.append(bare_row(case, "*", "", "failed", describe(error)))
+        clock.check_alive()
+    seconds = time.perf_counter() - start
+    results.add_case(case, rows, seconds=seconds, smi=_quietly(machine.smi))
+    _release()
+    print(_line(case, results), flush=True)
+
+
+def _check_and_time(
+    case: Case,
+    args: Namespace,
+    results: Results,
+    clock: Clock,
+    progress: Progress,
+    rows: list[dict[str, Any]],
+) -> None:
+    progress.note("time", case.name, "*")
+    inputs = make_inputs(case)
+    expected = oracle.expect(case, inputs)
+    clock.wait()
+    offered = _offers(case, args.peers, inputs, results, clock, progress, rows)
+    checked = []
+    for candidate in offered:
+        progress.note("check", case.name, candidate.label)
+        try:
+            checked.append(_check(candidate, expected, clock))
+        except ContextLost:
+            raise
+        except Exception as error:
+            rows.append(_failed(case, candidate, describe(error)))
+            clock.check_alive()
+
+    progress.note("time", case.name, "*")
+    clock.preheat()
+    calls = [item.candidate.call for item in checked]
+    if case.op == "host":
+        timings = measure_host(calls, clock.wait, clock.check_alive, args.rounds)
+    else:
+        timings = measure(calls, clock, args.rounds, args.deadline)
+    ceilings = results.data["ceilings"]
+    for item, timing in zip(checked, timings, strict=True):
+        rows.append(_row(case, item, timing, ceilings))
+
+
+def _offers(
+    case: Case,
+    names: list[str],
+    inputs: Any,
+    results: Results,
+    clock: Clock,
+    progress: Progress,
+    rows: list[dict[str, Any]],
+) -> list[Candidate]:
+    offered: list[Candidate] = []
+    for name in names:
+        if reason := results.why_lost(case, name):
+            rows.append(bare_row(case, name, "", "failed", reason))
+            continue
+        progress.note("build", case.name, name)
+        try:
+            found = peers.candidates(name, case, inputs)
+            clock.wait()
+        except Unsupported as error:
+            rows.append(bare_row(case, name, "", "unsupported", str(error)))
+            continue
+        except ContextLost:
+            raise
+        except Exception as error:
+            rows.append(bare_row(case, name, "", "failed", describe(error)))
+            clock.check_alive()
+            continue
+        for candidate in found:
+            if reason := results.why_lost(case, candidate.label):
+                rows.append(_failed(case, candidate, reason))
+            else:
+                offered.append(candidate)
+    return offered
+
+
+def _check(candidate: Candidate, expected: list[oracle.Expected], clock: Clock) -> _Checked:
+    import torch
+
+    if candidate.buffer is not None:
+        candidate.buffer.fill_(float("nan"))
+    first = candidate.output(candidate.call()).clone()
+    clock.wait()
+    again = candidate.output(candidate.call())
+    clock.wait()
+    return _Checked(candidate, oracle.judge(expected, first), bool(torch.equal(first, again)))
+
+
+def _row(case: Case, item: _Checked, timing: Timing, ceilings: dict[str, float]) -> dict[str, Any]:
+    candidate = item.candidate
+    if timing.error is not None or not timing.samples:
+        return _failed(case, candidate, timing.error or "no sample before the deadline")
+    row = timed_row(
+        case, candidate.peer, candidate.variant, timing, item.verdict, item.repeatable, ceilings
+    )
+    return row | ({"note": candidate.note} if candidate.note else {})
+
+
+def _failed(case: Case, candidate: Candidate, reason: str) -> dict[str, Any]:
+    return bare_row(case, candidate.peer, candidate.variant, "failed", reason)
+
+
+def _line(case: Case, results: Results) -> str:
+    parts = []
+    for row in results.rows:
+        if row["case"] == case.name and row["status"] != "unsupported":
+            said = f"{row['us']:.1f}" if "us" in row else row["status"]
+            mark = " WRONG" if row["status"] == "wrong" else ""
+            parts.append(f"{row['peer']}:{row['variant']} {said}{mark}")
+    return f"{case.name}: " + ", ".join(parts)
+
+
+def _release() -> None:
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _quietly(read: Any) -> Any:
+    try:
+        return read()
+    except Exception as error:
+        return {"error": describe(error)}

@@ -1,0 +1,269 @@
+"""The array layer: views of any framework's arrays, its streams, and answers as its own arrays."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import dtypes
+from ._dlpack import Memory
+from ._readers import CPU, ArrayView, Device, cupy_module, cupy_stream, view
+from .dtypes import DType
+from .errors import ArgumentError
+
+__all__ = [
+    "CPU",
+    "ArrayView",
+    "Device",
+    "acquire",
+    "as_cupy",
+    "as_numpy",
+    "byte_range",
+    "current_stream",
+    "deliver",
+    "empty",
+    "first_overlap",
+    "from_numpy",
+    "overlap",
+    "release",
+    "same_device",
+    "to_host",
+    "view",
+]
+
+# --- streams ---
+
+
+def current_stream(v: ArrayView) -> int:
+    """The raw cudaStream_t on which v's framework works now, on v's device; v is a CUDA array.
+
+    JAX has no current stream, nor have unknown frameworks: for them it is CuPy's.
+    """
+    if v.framework == "torch":
+        return sys.modules["torch"]._C._cuda_getCurrentRawStream(v.device.index)
+    return cupy_stream(v.device.index)
+
+
+# Memory of JAX and unknown frameworks that a launch may still use, with the event that ends it.
+_IN_USE: deque[tuple[Any, Memory]] = deque()
+_IN_USE_LOCK = threading.Lock()
+
+
+def acquire(like: ArrayView, *views: ArrayView) -> None:
+    """Before a launch on like's stream: make it wait for views whose framework uses another one.
+
+    Costs nothing if all arrays are of one framework. Inside a CUDA graph capture it does nothing:
+    what a graph reads must be ready before each replay, and memory must outlive the graph.
+    """
+    foreign = [v for v in views if v.framework != like.framework]
+    if not foreign:
+        return
+    ours = current_stream(like)
+    with cupy_module().cuda.Device(like.device.index):
+        if not _is_capturing(ours):
+            for v in foreign:
+                _wait(ours, current_stream(v))
+
+
+def release(like: ArrayView, *views: ArrayView) -> None:
+    """After a launch on like's stream: nobody may reuse the views' memory before it is done.
+
+    torch and CuPy reuse memory in the order of their streams, so theirs is made to wait; JAX and
+    unknown frameworks do not know our stream, so their memory is kept until the launch is over.
+    Costs nothing if all arrays are torch's, or all CuPy's; does nothing inside a graph capture.
+    """
+    borrowed = [v for v in views if v.framework in ("jax", "dlpack")]
+    foreign = [v for v in views if v.framework != like.framework]
+    if not (borrowed or foreign):
+        return
+    ours = current_stream(like)
+    with cupy_module().cuda.Device(like.device.index):
+        if _is_capturing(ours):
+            return
+        for v in foreign:
+            _wait(current_stream(v), ours)
+        if borrowed:
+            _keep_until_done(_record(ours), [v._memory for v in borrowed])
+
+
+def _keep_until_done(event: Any, memories: list[Memory]) -> None:
+    with _IN_USE_LOCK:
+        while _IN_USE and _IN_USE[0][0].done:
+            _IN_USE.popleft()
+        _IN_USE.extend((event, memory) for memory in memories)
+
+
+def _is_capturing(stream: int) -> bool:
+    return cupy_module().cuda.runtime.streamIsCapturing(stream)
+
+
+def _record(stream: int) -> Any:
+    event = cupy_module().cuda.Event(disable_timing=True)
+    cupy_module().cuda.runtime.eventRecord(event.ptr, stream)
+    return event
+
+
+def _wait(stream: int, producer: int) -> None:
+    if stream != producer:
+        cupy_module().cuda.runtime.streamWaitEvent(stream, _record(producer).ptr)
+
+
+# --- arrays for answers ---
+
+
+def empty(shape: Sequence[int], dtype: DType, like: ArrayView) -> Any:
+    """An uninitialised C-contiguous array on like's device, to be passed through `deliver`.
+
+    torch and CuPy allocate their own, ordered on their current stream. JAX and unknown frameworks
+    cannot hand out writable memory: theirs is NumPy's on the CPU and CuPy's on a GPU.
+    """
+    if like.framework == "torch":
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype.name), device=like.owner.device)
+    if like.device.kind == "cpu":
+        return np.empty(shape, dtype.numpy)
+    cupy = cupy_module()
+    with cupy.cuda.Device(like.device.index):
+        return cupy.empty(shape, dtype.numpy)
+
+
+def deliver(x: Any, like: ArrayView) -> Any:
+    """What the caller gets for an array from `empty`: a JAX array for JAX, else x itself."""
+    if like.framework != "jax":
+        return x
+    if like.device.kind == "cpu":
+        return from_numpy(x, like)
+    from_dlpack = sys.modules["jax"].dlpack.from_dlpack
+    # CuPy orders JAX's stream behind the current stream of the current device.
+    with cupy_module().cuda.Device(like.device.index):
+        return from_dlpack(x)
+
+
+def from_numpy(a: np.ndarray, like: ArrayView) -> Any:
+    """A NumPy answer as an array of like's framework on like's device.
+
+    On the CPU it shares memory where the framework allows: torch always if `a` is writable with
+    positive strides, JAX if it is suitably aligned. JAX narrows int64 unless x64 is enabled.
+    """
+    if like.framework == "torch":
+        torch = sys.modules["torch"]
+        torch_dtype = getattr(torch, dtypes.BY_NUMPY[a.dtype].name)
+        if not a.flags.writeable or any(stride < 0 for stride in a.strides):
+            a = a.copy()
+        x = torch.from_numpy(a.view(_carrier(a.dtype))).view(torch_dtype)
+        return x.to(like.owner.device)
+    if like.device.kind == "cuda":
+        x = empty(a.shape, dtypes.BY_NUMPY[a.dtype], like)
+        x.set(np.ascontiguousarray(a))
+        return deliver(x, like)
+    if like.framework == "jax":
+        # An uncommitted array in, an uncommitted array out: it still mixes with other devices'.
+        return sys.modules["jax"].device_put(a, like.owner.device if like.owner.committed else None)
+    return a
+
+
+# --- host access and comparisons ---
+
+
+def _carrier(dtype: np.dtype) -> np.dtype:
+    """A plain NumPy dtype of the same size for the ml_dtypes, which other libraries do not know."""
+    return dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}")
+
+
+class _HostMemory:
+    """Lets NumPy adopt a view's memory and keep the view alive for as long as it does."""
+
+    def __init__(self, v: ArrayView) -> None:
+        self.view = v
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (v.ptr, v.readonly),
+            "shape": v.shape,
+            "strides": tuple(stride * v.dtype.itemsize for stride in v.strides),
+            "typestr": _carrier(v.dtype.numpy).str,
+        }
+
+
+def as_numpy(v: ArrayView) -> np.ndarray:
+    """The view's elements as a NumPy array (bf16 and fp8 as ml_dtypes), without a copy.
+
+    It is read-only if the view is. Raises ArgumentError for CUDA arrays: `to_host` copies those.
+    """
+    if v.device.kind != "cpu":
+        raise ArgumentError(f"an array on {v.device} cannot be read by the CPU; copy it to the CPU")
+    if v.framework == "numpy":
+        return v.owner.view(np.ndarray)
+    return np.asarray(_HostMemory(v)).view(v.dtype.numpy)
+
+
+def as_cupy(v: ArrayView, dtype: np.dtype | None = None) -> Any:
+    """The elements of a CUDA view as a CuPy array, without a copy; `dtype` reinterprets them."""
+    cupy = cupy_module()
+    low, high = byte_range(v)
+    memory = cupy.cuda.UnownedMemory(low, high - low, v, v.device.index)
+    pointer = cupy.cuda.MemoryPointer(memory, v.ptr - low)
+    strides = tuple(stride * v.dtype.itemsize for stride in v.strides)
+    return cupy.ndarray(v.shape, dtype or v.dtype.numpy, pointer, strides)
+
+
+def to_host(v: ArrayView) -> np.ndarray:
+    """The elements as a NumPy array: a view of CPU memory, or a copy once the GPU is done."""
+    if v.device.kind == "cpu":
+        return as_numpy(v)
+    if v.framework == "torch":
+        return as_numpy(view(v.owner.detach().cpu(), "a copy on the CPU"))
+    with cupy_module().cuda.Device(v.device.index):
+        return as_cupy(v, _carrier(v.dtype.numpy)).get().view(v.dtype.numpy)
+
+
+def same_device(**views: ArrayView | None) -> Device:
+    """The one device of all arrays (None is skipped); ArgumentError names two that differ."""
+    first = None
+    for name, v in views.items():
+        if v is None:
+            continue
+        if first is None:
+            first, device = name, v.device
+        elif v.device != device:
+            raise ArgumentError(
+                f"{name}: is on {v.device} but {first} is on {device}; move one of them, all "
+                "arrays of a call must be on one device"
+            )
+    if first is None:
+        raise ArgumentError("no array was given; wanted at least one")
+    return device
+
+
+def byte_range(v: ArrayView) -> tuple[int, int]:
+    """The addresses [low, high) that hold every element; low == high for an empty array."""
+    low = high = 0
+    for extent, stride in zip(v.shape, v.strides, strict=True):
+        if extent == 0:
+            return v.ptr, v.ptr
+        if stride >= 0:
+            high += (extent - 1) * stride
+        else:
+            low += (extent - 1) * stride
+    itemsize = v.dtype.itemsize
+    return v.ptr + low * itemsize, v.ptr + (high + 1) * itemsize
+
+
+def overlap(a: ArrayView, b: ArrayView) -> bool:
+    """True if the byte ranges of two arrays intersect, whether or not they share an element."""
+    return first_overlap(a, b) is not None
+
+
+def first_overlap(a: ArrayView, *others: ArrayView) -> int | None:
+    """The index of the first of `others` that overlaps a, or None."""
+    a_low, a_high = byte_range(a)
+    for index, b in enumerate(others):
+        b_low, b_high = byte_range(b)
+        if a_low < b_high and b_low < a_high and a_low < a_high and b_low < b_high:
+            if a.device == b.device:
+                return index
+    return None

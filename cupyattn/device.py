@@ -1,0 +1,97 @@
+"""What the library needs to know of a GPU: its architecture, and the limits planners divide by."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from .errors import ArgumentError, DeviceError, UnsupportedError
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+"""Every architecture kernels are built for, as NVRTC spells it."""
+
+# An "a" cubin runs on exactly its own capability, so 10.3 and 12.1 have no entry; the others run on
+# a higher minor too, but not across the desktop/Tegra divide, so neither do 8.7 and 8.8.
+_ARCH_OF_CAPABILITY = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (12, 0): "sm_120a",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProps:
+    """One GPU. Sizes are bytes; `max_smem_per_block` is the opt-in limit of one thread block."""
+
+    index: int
+    name: str
+    arch: str
+    num_sms: int
+    max_smem_per_block: int
+    smem_per_sm: int
+    l2_bytes: int
+
+
+def check_arch(arch: str) -> str:
+    """`arch` itself if kernels are built for it; UnsupportedError if not."""
+    if arch not in ARCHS:
+        near = f"; did you mean {arch}a?" if f"{arch}a" in ARCHS else ""
+        raise UnsupportedError(
+            f"arch: no kernels are built for {arch!r}; wanted one of {', '.join(ARCHS)}{near}"
+        )
+    return arch
+
+
+def arch_of_capability(major: int, minor: int, label: str = "the GPU") -> str:
+    """The architecture whose cubins run on compute capability `major.minor`.
+
+    `label` names the device in the message. Raises UnsupportedError if no cubin we build runs.
+    """
+    arch = _ARCH_OF_CAPABILITY.get((major, minor))
+    if arch is not None:
+        return arch
+    have = ", ".join(f"{a}.{b}" for a, b in _ARCH_OF_CAPABILITY)
+    if (major, minor) < (8, 0):
+        reason = "is older than 8.0 (Ampere), the oldest with the instructions the kernels use"
+    else:
+        reason = "runs none of the binaries that are built"
+    raise UnsupportedError(
+        f"device: {label} has compute capability {major}.{minor}, which {reason}; supported are "
+        f"{have}. Arrays on the CPU are served by the reference on any machine"
+    )
+
+
+@functools.cache
+def device_props(index: int) -> DeviceProps:
+    """The properties of CUDA device `index`, asked of the driver once per process.
+
+    Raises DeviceError if CuPy or the driver is missing, ArgumentError if there is no such device,
+    UnsupportedError if no kernels are built for it.
+    """
+    try:
+        from cupy.cuda import runtime
+    except ImportError as error:
+        raise DeviceError(
+            f"device: CuPy cannot be imported ({error}); install cupyattn[cuda12x] or "
+            "cupyattn[cuda13x]"
+        ) from error
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        raise DeviceError(f"device: the CUDA driver reports no usable GPU ({error})") from error
+    if not 0 <= index < count:
+        raise ArgumentError(f"device: got index {index}, and this machine has {count} GPU(s)")
+    raw = runtime.getDeviceProperties(index)
+    name = raw["name"].decode()
+    return DeviceProps(
+        index=index,
+        name=name,
+        arch=arch_of_capability(raw["major"], raw["minor"], f"GPU {index} ({name})"),
+        num_sms=raw["multiProcessorCount"],
+        max_smem_per_block=raw["sharedMemPerBlockOptin"],
+        smem_per_sm=raw["sharedMemPerMultiprocessor"],
+        l2_bytes=raw["l2CacheSize"],
+    )

@@ -1,0 +1,152 @@
+"""NVRTC: a program and an architecture in, a cubin and what ptxas said of it out. Needs no GPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from ..device import check_arch
+from ..errors import CompileError, CupyAttnError, DeviceError
+from .source import Program
+
+_OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v")
+
+_ENTRY = re.compile(r"Compiling entry function '([^']+)'")
+_USED = re.compile(r"Used (\d+) registers(.*)")
+_SMEM = re.compile(r"(\d+) bytes smem")
+_CMEM = re.compile(r"(\d+) bytes cmem")
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REMARK = re.compile(r"^.*(?:\(C\d{4}\)|\): warning\b|^ptxas warning\b).*$", re.MULTILINE)
+
+
+class NvrtcFailure(CupyAttnError):
+    """NVRTC refused the program; `str()` is its log. The caller turns it into a CompileError."""
+
+
+class Compiled(NamedTuple):
+    """A cubin, NVRTC's log of it, and the wall-clock seconds it took."""
+
+    cubin: bytes
+    log: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PtxasReport:
+    """What ptxas used, in bytes except `registers` (per thread). Frames and spills cover every
+    function of the program; `smem_bytes` is the static part; `warnings` are whole log lines."""
+
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    smem_bytes: int
+    cmem_bytes: int
+    warnings: tuple[str, ...]
+
+    @property
+    def spills(self) -> bool:
+        return bool(self.spill_store_bytes or self.spill_load_bytes)
+
+    @property
+    def lost_performance(self) -> tuple[str, ...]:
+        """The warnings by which ptxas admits a slow binary: C7508 (setmaxnreg ignored), C7510 and
+        its kin (wgmma serialised)."""
+        return tuple(line for line in self.warnings if "Performance Loss" in line)
+
+    def as_json(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> PtxasReport:
+        values = {field.name: data[field.name] for field in fields(cls)}
+        return cls(**{**values, "warnings": tuple(data["warnings"])})
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+    except ImportError as error:
+        raise DeviceError(
+            f"jit: CuPy cannot be imported ({error}); install cupyattn[cuda12x] or "
+            "cupyattn[cuda13x]"
+        ) from error
+    return nvrtc
+
+
+@functools.cache
+def nvrtc_version() -> str:
+    """The version of the NVRTC that loads here, as "13.0". The first call loads it (0.2 s).
+
+    Raises DeviceError without CuPy, CompileError without NVRTC.
+    """
+    nvrtc = _nvrtc()
+    try:
+        major, minor = nvrtc.getVersion()
+    except (ImportError, OSError, RuntimeError) as error:
+        raise CompileError(
+            f"jit: the NVRTC library cannot be loaded ({error}); it comes with cupyattn[cuda12x], "
+            "cupyattn[cuda13x] or the CUDA toolkit"
+        ) from error
+    return f"{major}.{minor}"
+
+
+def options(arch: str) -> tuple[str, ...]:
+    """The compiler options that are part of the cache key: all but the include folder."""
+    return (f"-arch={arch}", *_OPTIONS)
+
+
+def compile_cubin(program: Program, arch: str) -> Compiled:
+    """Compile `program` for `arch`.
+
+    Raises NvrtcFailure with the log if the program is refused, UnsupportedError for an architecture
+    no kernel is written for, CompileError if this NVRTC does not know the architecture.
+    """
+    check_arch(arch)
+    version = nvrtc_version()
+    nvrtc = _nvrtc()
+    if int(arch.removeprefix("sm_").removesuffix("a")) not in nvrtc.getSupportedArchs():
+        raise CompileError(
+            f"arch: NVRTC {version} does not know {arch}; install a newer CUDA "
+            "(12.8 or later for sm_100a and sm_120a)"
+        )
+    handle = nvrtc.createProgram(program.text, str(program.entry_path), (), ())
+    start = time.perf_counter()
+    try:
+        nvrtc.compileProgram(handle, (*options(arch), f"-I{program.root}"))
+        # CuPy drops the last byte of the image, and tools that read the ELF then call it invalid.
+        cubin = nvrtc.getCUBIN(handle) + b"\0"
+        return Compiled(cubin, nvrtc.getProgramLog(handle), time.perf_counter() - start)
+    except nvrtc.NVRTCError as error:
+        raise NvrtcFailure(nvrtc.getProgramLog(handle).strip() or str(error)) from None
+    finally:
+        nvrtc.destroyProgram(handle)
+
+
+def parse_log(log: str, symbol: str) -> PtxasReport:
+    """Read the `--ptxas-options=-v` log of a program whose kernel is `symbol`.
+
+    A log without the kernel's numbers gives zeros and a warning that says so, never silence.
+    """
+    frames = [tuple(map(int, match.groups())) for match in _FRAME.finditer(log)]
+    warnings = [line.strip() for line in _REMARK.findall(log)]
+    registers, rest = 0, ""
+    entry = next((match for match in _ENTRY.finditer(log) if match[1] == symbol), None)
+    used = _USED.search(log, entry.end()) if entry else None
+    if used is None or not frames:
+        warnings.append(f"warning: the ptxas report of {symbol} is not in the log")
+    else:
+        registers, rest = int(used[1]), used[2]
+    return PtxasReport(
+        registers=registers,
+        stack_bytes=max((frame[0] for frame in frames), default=0),
+        spill_store_bytes=sum(frame[1] for frame in frames),
+        spill_load_bytes=sum(frame[2] for frame in frames),
+        smem_bytes=sum(map(int, _SMEM.findall(rest))),
+        cmem_bytes=sum(map(int, _CMEM.findall(rest))),
+        warnings=tuple(warnings),
+    )

@@ -1,0 +1,68 @@
+"""The kernel instances worth compiling ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .. import dtypes, jit
+from ..problem import AttentionProblem
+from .packbits import CONFIG as PACKBITS_CONFIG
+from .tiles import DECODE, LARGE, SMALL, tile_config
+
+_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
+_OPTIONS: tuple[dict[str, object], ...] = (
+    {},
+    {"pos_encoding": "ROPE_LLAMA"},
+    {"pos_encoding": "ALIBI"},
+    {"soft_cap": True},
+    {"custom_mask": True},
+)
+LEVELS = ("standard", "full")
+
+# Shared memory per block: most of a big chip's, and all that the small ones have.
+SHARED_BYTES = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90a": 227 * 1024,
+    "sm_100a": 227 * 1024,
+    "sm_120a": 99 * 1024,
+}
+
+
+def problems(level: str) -> Iterator[AttentionProblem]:
+    """The problems of a level: "standard" one option at a time on the common head dims, "full" also
+    pairs of options, more head dims and unaligned rows."""
+    dims = _DIMS if level == "standard" else (*_DIMS, (80, 80), (96, 96), (112, 112), (72, 72))
+    for dtype in (dtypes.bfloat16, dtypes.float16):
+        for dtype_kv in (dtype, dtypes.float8_e4m3fn, dtypes.float8_e5m2):
+            for dim_qk, dim_vo in dims:
+                for options in _OPTIONS if level == "standard" else _pairs():
+                    if options.get("pos_encoding") == "ROPE_LLAMA" and dim_qk % 16:
+                        continue
+                    for aligned in (True,) if level == "standard" else (True, False):
+                        yield AttentionProblem(
+                            dtype,
+                            dtype_kv,
+                            dtype,
+                            dim_qk,
+                            dim_vo,
+                            aligned=aligned,
+                            **options,  # type: ignore[arg-type]
+                        )
+
+
+def _pairs() -> list[dict[str, object]]:
+    singles = (*_OPTIONS, {"scale_first": True})
+    merged = [a | b for i, a in enumerate(singles) for b in singles[i:]]
+    return [dict(items) for items in sorted({tuple(sorted(m.items())) for m in merged})]
+
+
+def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
+    """(entry name, Config) of every kernel of a level for an architecture, without duplicates."""
+    found: dict[tuple[str, jit.Config], None] = {("packbits", PACKBITS_CONFIG): None}
+    for problem in problems(level):
+        for rows in (DECODE, SMALL, LARGE):
+            tiles = tile_config(problem, rows, SHARED_BYTES[arch])
+            found[tiles.name, tiles.config] = None
+    return list(found)

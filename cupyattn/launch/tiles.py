@@ -1,0 +1,176 @@
+"""Tile configurations of the attention kernels, and the shared memory they need.
+
+`tile_config` is the one place that knows which tile serves which problem. The kernels assert that
+`kSharedBytes` equals the size of their own shared-memory struct, so this arithmetic cannot drift.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .. import jit
+from ..dtypes import DType
+from ..problem import AttentionProblem
+
+DECODE, SMALL, LARGE = "decode", "small", "large"
+DECODE_ROWS = 16
+
+_MASK_MAP_BYTES = 2 * 4096 // 8
+_PLACEHOLDER = 16
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """One kernel instance: entry name, its Config, and what a launch needs to know."""
+
+    name: str
+    config: jit.Config
+    tile_q: int
+    tile_kv: int
+    threads: int
+    shared_bytes: int
+
+
+def row_class(rows: int) -> str:
+    """The kernel family for this many packed query rows (query tokens times group size)."""
+    if rows <= DECODE_ROWS:
+        return DECODE
+    return SMALL if rows <= 64 else LARGE
+
+
+@lru_cache(maxsize=4096)
+def tile_config(problem: AttentionProblem, rows: str, max_shared_bytes: int) -> TileConfig:
+    """The tile configuration for a problem, a row class and a device's shared memory per block."""
+    if rows == DECODE:
+        return _choose_decode(problem, max_shared_bytes)
+    return _choose_prefill(problem, rows, max_shared_bytes)
+
+
+def _choose_prefill(problem: AttentionProblem, rows: str, max_shared_bytes: int) -> TileConfig:
+    # 32 rows a warp halve the shared-memory traffic of K and V, but O takes 32 x dim_vo registers
+    # a warp, and fp8 fragments need registers of their own: then a warp takes 16.
+    wide = rows == LARGE and problem.head_dim_vo <= 128 and not problem.dtype_kv.is_fp8
+    mma_q = 2 if wide else 1
+    q_in_registers = max(problem.head_dim_qk, problem.head_dim_vo) <= 64
+    for tile_kv in (64, 32, 16):
+        tiles = prefill_tiles(problem, mma_q, 4, tile_kv, 2, q_in_registers)
+        if tiles.shared_bytes <= max_shared_bytes:
+            return tiles
+    raise AssertionError(f"no prefill tile fits {max_shared_bytes} bytes of shared memory")
+
+
+def _choose_decode(problem: AttentionProblem, max_shared_bytes: int) -> TileConfig:
+    row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
+    # A stage of about 8 KB a warp, and as many stages as let two blocks share an SM.
+    keys = 16 if row_bytes > 256 else 32
+    q_in_registers = problem.head_dim_qk <= 192
+    best = decode_tiles(problem, 4, keys, 2, 2, q_in_registers)
+    for stages in range(3, 7):
+        more = decode_tiles(problem, 4, keys, stages, 2, q_in_registers)
+        if more.shared_bytes > max_shared_bytes // 2 - 1024:
+            break
+        best = more
+    return best
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def _tile_bytes(rows: int, head_dim: int, itemsize: int) -> int:
+    """SharedTile::kBytes: rows padded to an odd number of 16-byte chunks."""
+    columns = _round_up(head_dim, 32 if itemsize == 1 else 16)
+    return rows * (columns * itemsize // 16 | 1) * 16
+
+
+def _common(problem: AttentionProblem) -> dict[str, int | bool | DType]:
+    alibi = problem.pos_encoding == "ALIBI"
+    return {
+        "DTypeQ": problem.dtype_q,
+        "DTypeKV": problem.dtype_kv,
+        "DTypeO": problem.dtype_o,
+        "kHeadDimQK": problem.head_dim_qk,
+        "kHeadDimVO": problem.head_dim_vo,
+        "kRope": problem.pos_encoding == "ROPE_LLAMA",
+        "kAlibi": alibi,
+        "kSoftCap": problem.soft_cap,
+        "kTransformed": alibi or problem.soft_cap or problem.scale_first,
+        "kCustomMask": problem.custom_mask,
+        "kAligned": problem.aligned,
+    }
+
+
+def _widened_key_bytes(problem: AttentionProblem, rows: int) -> int:
+    """fp8 keys that are rotated get a 16-bit copy; otherwise the kernels keep a placeholder."""
+    if problem.dtype_kv.is_fp8 and problem.pos_encoding == "ROPE_LLAMA":
+        return _tile_bytes(rows, problem.head_dim_qk, 2)
+    return _PLACEHOLDER
+
+
+def prefill_tiles(
+    problem: AttentionProblem,
+    mma_q: int,
+    warps: int,
+    tile_kv: int,
+    min_blocks: int,
+    q_in_registers: bool,
+) -> TileConfig:
+    """A prefill instance: `warps` warps of 16 * mma_q query rows, tile_kv keys at a time."""
+    dim_qk, dim_vo = problem.head_dim_qk, problem.head_dim_vo
+    tile_q = 16 * mma_q * warps
+    itemsize = problem.dtype_kv.itemsize
+    shared = _round_up(
+        _tile_bytes(tile_q, dim_qk, 2)
+        + _tile_bytes(tile_kv, dim_qk, itemsize)
+        + _tile_bytes(tile_kv, dim_vo, itemsize)
+        + _widened_key_bytes(problem, tile_kv)
+        + (_MASK_MAP_BYTES if problem.custom_mask else 4)
+        + 4,
+        16,
+    )
+    config = _common(problem) | {
+        "kMmaQ": mma_q,
+        "kWarps": warps,
+        "kTileKV": tile_kv,
+        "kMinBlocks": min_blocks,
+        "kQInRegisters": q_in_registers,
+        "kSharedBytes": shared,
+    }
+    return TileConfig("prefill_sm80", jit.Config(config), tile_q, tile_kv, warps * 32, shared)
+
+
+def decode_tiles(
+    problem: AttentionProblem,
+    warps: int,
+    keys_per_warp: int,
+    stages: int,
+    min_blocks: int,
+    q_in_registers: bool,
+) -> TileConfig:
+    """A decode instance: 16 query rows; each warp streams keys_per_warp keys a stage."""
+    dim_qk, dim_vo = problem.head_dim_qk, problem.head_dim_vo
+    itemsize = problem.dtype_kv.itemsize
+    stage = _tile_bytes(keys_per_warp, dim_qk, itemsize)
+    stage += _tile_bytes(keys_per_warp, dim_vo, itemsize)
+    wide = _widened_key_bytes(problem, keys_per_warp)
+    states = warps * DECODE_ROWS * (dim_vo + 8 + 2) * 4
+    shared = _round_up(
+        _tile_bytes(DECODE_ROWS, dim_qk, 2)
+        + (warps * wide if wide > _PLACEHOLDER else wide)
+        + max(warps * stages * stage, states)
+        + 4,
+        16,
+    )
+    config = _common(problem) | {
+        "kWarps": warps,
+        "kKeysPerWarp": keys_per_warp,
+        "kStages": stages,
+        "kMinBlocks": min_blocks,
+        "kQInRegisters": q_in_registers,
+        "kSharedBytes": shared,
+    }
+    tile_kv = warps * keys_per_warp
+    return TileConfig(
+        "decode_sm80", jit.Config(config), DECODE_ROWS, tile_kv, warps * 32, shared
+    )

@@ -1,0 +1,178 @@
+"""Prefill and append attention: many query rows at the end of a KV cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from . import _options, _single
+from ._single import Extras, Options
+from .errors import ArgumentError
+from .problem import KV_LAYOUTS
+
+__all__ = ["single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"]
+
+# The positional order of older releases, after q, k, v.
+_OLD_ORDER = (
+    "custom_mask",
+    "packed_custom_mask",
+    "causal",
+    "kv_layout",
+    "pos_encoding_mode",
+    "use_fp16_qk_reduction",
+    "sm_scale",
+    "window_left",
+    "logits_soft_cap",
+    "rope_scale",
+    "rope_theta",
+)
+
+
+def _is_old_order(rest: tuple[Any, ...]) -> bool:
+    """True if the arguments after q, k, v can only be meant in the old order.
+
+    There, slots 0 and 1 are masks (bool or uint8 arrays), 2 is a bool and 3 a layout; in today's
+    order these are three scales (float arrays or numbers) and a dtype.
+    """
+    kinds = ("bool", "torch.bool", "uint8", "torch.uint8")
+    masks = any(str(getattr(x, "dtype", "")) in kinds for x in rest[:2])
+    return masks or (len(rest) > 2 and isinstance(rest[2], bool)) or rest[3:4] in (
+        tuple((layout,) for layout in KV_LAYOUTS)
+    )
+
+
+def _accepts_old_calls(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let calls in the old positional order, and with old argument names, through."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "allow_fp16_qk_reduction" in kwargs:
+            kwargs["use_fp16_qk_reduction"] = kwargs.pop("allow_fp16_qk_reduction")
+        if len(args) > 3 and _is_old_order(args[3:]):
+            if len(args) - 3 > len(_OLD_ORDER):
+                raise TypeError(f"{function.__name__}() takes at most {len(_OLD_ORDER) + 3} "
+                                f"positional arguments in the old order ({len(args)} given)")
+            named = dict(zip(_OLD_ORDER, args[3:], strict=False))
+            twice = sorted(named.keys() & kwargs.keys())
+            if twice:
+                raise TypeError(f"{function.__name__}() got multiple values for {twice[0]!r}")
+            return function(*args[:3], **named, **kwargs)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@_accepts_old_calls
+def single_prefill_with_kv_cache(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale_q: Any = None,
+    scale_k: Any = None,
+    scale_v: Any = None,
+    o_dtype: Any = None,
+    custom_mask: Any = None,
+    packed_custom_mask: Any = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: Any = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    *,
+    q_scale: float | None = None,
+    sinks: Any = None,
+    out: Any = None,
+    lse: Any = None,
+) -> Any:
+    """Attention of one request's new tokens, which end its KV cache.
+
+    q       [qo_len, num_qo_heads, head_dim_qk], float16 or bfloat16 (float32 on the CPU too).
+    k, v    [kv_len, num_kv_heads, head_dim] ("NHD") or [num_kv_heads, kv_len, head_dim] ("HND"),
+            dtype of q, float8_e4m3fn or float8_e5m2. num_kv_heads divides num_qo_heads; head dims
+            are multiples of 8 up to 256 and may differ between k and v. q is NHD in both layouts.
+    scale_q, scale_k, scale_v  a number, or float32 arrays [num_qo_heads], [num_kv_heads],
+            [num_kv_heads]: the first two multiply the logits, the last the output. They multiply
+            q_scale, k_scale and v_scale, which are numbers. Default 1.
+    o_dtype dtype of the output: float16, bfloat16 or float32; default that of q.
+    custom_mask         bool [qo_len, kv_len], True where a row sees a key. `causal` is then ignored.
+    packed_custom_mask  uint8 [>= ceil(qo_len * kv_len / 8)]: the same as little-endian bits
+            (`packbits(mask.flatten(), bitorder="little")`), without the packing; it wins over
+            custom_mask.
+    causal  row i sees keys up to i + kv_len - qo_len; rows that see none give 0.
+    pos_encoding_mode   "NONE", "ROPE_LLAMA" (row i at position i + kv_len - qo_len) or "ALIBI"
+            (bias slope * (key - i)).
+    use_fp16_qk_reduction, backend  accepted for compatibility; products accumulate in float32 and
+            the kernel is chosen by the device.
+    sm_scale            logit scale; default 1 / sqrt(head_dim_qk).
+    window_left         row i sees keys from i + kv_len - qo_len - window_left on; -1: all.
+    logits_soft_cap     c > 0: logits become c * tanh(logits / c). Default: off.
+    rope_scale, rope_theta  default 1 and 1e4.
+    kv_cache_sf         scale factors of 4-bit caches: not supported, must be None.
+    sinks               float32 [num_qo_heads]: extra natural-log logits in the denominator.
+    out, lse            arrays to write instead of new ones; lse float32, base 2.
+
+    Returns out [qo_len, num_qo_heads, head_dim_vo] in q's framework and device, or (out, lse
+    [qo_len, num_qo_heads]) if `return_lse`.
+
+    Raises ArgumentError for arguments that do not fit each other, UnsupportedError for dtypes and
+    head dims without a kernel, before anything is written. The old positional order (custom_mask,
+    packed_custom_mask, causal, kv_layout, ...) is recognised by the types of its arguments.
+    Semantics: FlashInfer's function of the same name.
+    """
+    if kv_cache_sf is not None:
+        raise ArgumentError("kv_cache_sf: 4-bit caches are not supported; pass None")
+    q_number, q_array = _number_or_array(scale_q, q_scale, "scale_q")
+    k_number, k_array = _number_or_array(scale_k, k_scale, "scale_k")
+    v_number, v_array = _number_or_array(scale_v, v_scale, "scale_v")
+    options = Options(
+        kv_layout,
+        causal,
+        pos_encoding_mode,
+        window_left,
+        logits_soft_cap,
+        sm_scale,
+        rope_scale,
+        rope_theta,
+        q_number,
+        k_number,
+        v_number,
+        o_dtype,
+    )
+    if custom_mask is packed_custom_mask is sinks is q_array is k_array is v_array is None:
+        extras = _single.NO_EXTRAS
+    else:
+        extras = Extras(
+            None if packed_custom_mask is not None else custom_mask,
+            packed_custom_mask,
+            sinks,
+            q_array,
+            k_array,
+            v_array,
+        )
+    return _single.run(q, k, v, options, extras, out, lse, return_lse, is_decode=False)
+
+
+def _number_or_array(scale: Any, factor: Any, name: str) -> tuple[Any, Any]:
+    """Split a scale that may be a number or a per-head array; numbers are multiplied together."""
+    if scale is None:
+        return factor, None
+    if getattr(scale, "ndim", 0) == 0:
+        number = _options.finite(scale, name, 1.0)
+        return (number if factor is None else number * _options.finite(factor, name, 1.0)), None
+    return factor, scale
+
+
+def single_prefill_with_kv_cache_return_lse(*args: Any, **kwargs: Any) -> Any:
+    """`single_prefill_with_kv_cache` that returns (out, lse) by default."""
+    kwargs.setdefault("return_lse", True)
+    return single_prefill_with_kv_cache(*args, **kwargs)

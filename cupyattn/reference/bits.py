@@ -1,0 +1,74 @@
+"""Boolean masks as bits. Attention reads little-endian bits: key j of row i is bit i*kv_len + j."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from ..errors import ArgumentError
+
+BitOrder = Literal["big", "little"]
+
+
+def packbits(x: np.ndarray, bitorder: BitOrder = "big") -> np.ndarray:
+    """uint8 [ceil(n/8)]: eight of x bool [n] to a byte, the last byte filled up with zeros.
+
+    bitorder "big": the first element is the byte's highest bit; "little": its lowest.
+    Raises ArgumentError for another bitorder, or x that is not bool and one-dimensional.
+    """
+    _check_bits(x, bitorder)
+    return np.packbits(x, bitorder=bitorder)
+
+
+def segment_packbits(
+    x: np.ndarray, indptr: np.ndarray, bitorder: BitOrder = "big"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pack each segment x[indptr[b]:indptr[b+1]] on its own, so that each starts on a byte.
+
+    x bool [n], indptr integer [B+1]. Returns (uint8 [new_indptr[-1]], new_indptr int32 [B+1]), the
+    new offsets in bytes. Raises ArgumentError if indptr is not a rising list of offsets into x.
+    """
+    _check_bits(x, bitorder)
+    indptr = np.asarray(indptr)
+    if indptr.ndim != 1 or indptr.size == 0 or not np.issubdtype(indptr.dtype, np.integer):
+        raise ArgumentError(
+            f"indptr: got {indptr.dtype} {list(indptr.shape)}; wanted integers [B+1]"
+        )
+    offsets = indptr.astype(np.int64)
+    lengths = np.diff(offsets)
+    if offsets[0] < 0 or offsets[-1] > x.size or (lengths < 0).any():
+        raise ArgumentError(
+            f"indptr: wanted offsets that never fall, from 0 to the {x.size} elements of x; got "
+            f"first {offsets[0]}, last {offsets[-1]}, smallest step {lengths.min(initial=0)}"
+        )
+    new_indptr = np.zeros(indptr.size, np.int64)
+    np.cumsum((lengths + 7) // 8, out=new_indptr[1:])
+    spread = np.zeros(8 * int(new_indptr[-1]), np.bool_)
+    shift = np.repeat(8 * new_indptr[:-1] - offsets[:-1], lengths)
+    spread[np.arange(offsets[0], offsets[-1]) + shift] = x[offsets[0] : offsets[-1]]
+    return np.packbits(spread, bitorder=bitorder), new_indptr.astype(np.int32)
+
+
+def unpack_mask(packed: np.ndarray, qo_len: int, kv_len: int) -> np.ndarray:
+    """bool [qo_len, kv_len] from the little-endian bits uint8 [>= ceil(qo_len*kv_len/8)].
+
+    Raises ArgumentError if `packed` has another dtype or rank, or is too short.
+    """
+    count = qo_len * kv_len
+    if packed.dtype != np.uint8 or packed.ndim != 1 or packed.size < (count + 7) // 8:
+        raise ArgumentError(
+            f"packed_custom_mask: got {packed.dtype} {list(packed.shape)}; wanted uint8 "
+            f"[{(count + 7) // 8}], the bits of a [{qo_len}, {kv_len}] mask (packbits, little)"
+        )
+    bits = np.unpackbits(packed, count=count, bitorder="little")
+    return bits.view(np.bool_).reshape(qo_len, kv_len)
+
+
+def _check_bits(x: np.ndarray, bitorder: str) -> None:
+    if bitorder not in ("big", "little"):
+        raise ArgumentError(f"bitorder: got {bitorder!r}; wanted 'big' or 'little'")
+    if x.ndim != 1 or x.dtype != np.bool_:
+        raise ArgumentError(
+            f"x: got {x.dtype} {list(x.shape)}; wanted bool [n]; flatten and compare with 0 first"
+        )

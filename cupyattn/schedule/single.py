@@ -1,0 +1,76 @@
+"""The plan of one request: tiles of query rows, and how often the keys of a tile are split.
+
+The kernels derive their tile and key range from the block index with the arithmetic of `key_span`
+and `tile_span` (kernels/cupyattn/attention/mask.cuh); the two are tested against each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# What a block pays besides its key tiles (filling the pipeline, writing, merging), in key tiles.
+_BLOCK_OVERHEAD_TILES = 2
+_MAX_WAVES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SinglePlan:
+    """How one request is cut: num_blocks = num_q_tiles * num_kv_heads * num_splits."""
+
+    num_q_tiles: int
+    num_splits: int
+    num_blocks: int
+
+
+def key_span(
+    first_token: int, last_token: int, qo_len: int, kv_len: int, causal: bool, window_left: int
+) -> tuple[int, int]:
+    """Keys [begin, end) that any of the query tokens first..last may see (custom masks aside)."""
+    offset = kv_len - qo_len
+    end = min(kv_len, last_token + offset + 1) if causal else kv_len
+    begin = max(0, first_token + offset - window_left) if window_left >= 0 else 0
+    return begin, max(begin, end)
+
+
+def tile_span(begin: int, end: int, tile_kv: int, split: int, num_splits: int) -> tuple[int, int]:
+    """Key tiles [first, last) of one split of the keys [begin, end)."""
+    first = begin // tile_kv
+    count = max(0, -(-max(end, 0) // tile_kv) - first)
+    return first + count * split // num_splits, first + count * (split + 1) // num_splits
+
+
+def plan_single(
+    qo_len: int,
+    kv_len: int,
+    group_size: int,
+    num_kv_heads: int,
+    tile_q: int,
+    tile_kv: int,
+    num_slots: int,
+    causal: bool,
+    window_left: int,
+) -> SinglePlan:
+    """Plan one request for a GPU that runs `num_slots` blocks at a time.
+
+    With fewer tiles than slots, keys are split so that the blocks fill one wave, or a few when that
+    divides better. Example: 8 KV heads, 264 slots, 2,048 key tiles: 33 splits make 264 blocks of
+    62 or 63 tiles each.
+    """
+    num_q_tiles = -(-qo_len * group_size // tile_q)
+    blocks = num_q_tiles * num_kv_heads
+    if blocks >= num_slots or kv_len <= tile_kv:
+        return SinglePlan(num_q_tiles, 1, blocks)
+    # The tile with the longest span bounds the time; without a window that is the last one.
+    last = qo_len - 1
+    first = max(0, (num_q_tiles - 1) * tile_q // group_size)
+    begin, end = key_span(first, last, qo_len, kv_len, causal, window_left)
+    tiles = -(-end // tile_kv) - begin // tile_kv
+    best, best_cost = 1, tiles + _BLOCK_OVERHEAD_TILES
+    for waves in range(1, _MAX_WAVES + 1):
+        splits = min(waves * num_slots // blocks, tiles)
+        if splits <= best:
+            continue
+        cost = waves * (-(-tiles // splits) + _BLOCK_OVERHEAD_TILES)
+        if cost < best_cost:
+            best, best_cost = splits, cost
+    return SinglePlan(num_q_tiles, best, blocks * best)

@@ -1,0 +1,299 @@
+// Decode attention on mma.sync: up to 16 packed query rows of one KV head against a long run of keys.
+// The keys of a block are dealt to its warps, each with a ring of stages of its own, so that nothing
+// but a warp barrier stands between a load and its use; the warps' states merge at the end.
+#pragma once
+
+#include "cupyattn/attention/mask.cuh"
+#include "cupyattn/attention/rope.cuh"
+#include "cupyattn/attention/softmax.cuh"
+#include "cupyattn/attention/state.cuh"
+#include "cupyattn/attention/variants.cuh"
+#include "cupyattn/common/math.cuh"
+#include "cupyattn/params/attention.cuh"
+#include "cupyattn/tile/fragments.cuh"
+#include "cupyattn/tile/shared_tile.cuh"
+
+namespace cupyattn {
+
+template <typename Config>
+struct DecodeSm80 {
+  using DTypeQ = typename Config::DTypeQ;
+  using DTypeKV = typename Config::DTypeKV;
+  using DTypeO = typename Config::DTypeO;
+  static constexpr int kHeadDimQK = Config::kHeadDimQK;
+  static constexpr int kHeadDimVO = Config::kHeadDimVO;
+  static constexpr int kWarps = Config::kWarps;
+  static constexpr int kThreads = kWarps * kWarpSize;
+  static constexpr int kTileQ = 16;
+  static constexpr int kKeys = Config::kKeysPerWarp;
+  static constexpr int kTileKV = kWarps * kKeys;
+  static constexpr int kStages = Config::kStages;
+  static constexpr bool kFp8 = is_fp8<DTypeKV>::value;
+  static constexpr bool kWidenKeys = kFp8 && Config::kRope;
+  static constexpr int kStepsQK = ceil_div(kHeadDimQK, 16);
+  static constexpr int kColumnGroups = ceil_div(kHeadDimVO, 16);
+
+  using QTile = SharedTile<DTypeQ, kTileQ, kHeadDimQK>;
+  using KSourceTile = SharedTile<DTypeKV, kKeys, kHeadDimQK>;
+  using KTile = typename conditional<kWidenKeys, SharedTile<DTypeQ, kKeys, kHeadDimQK>,
+                                     KSourceTile>::type;
+  using VTile = SharedTile<DTypeKV, kKeys, kHeadDimVO>;
+  using LogitsVariant =
+      typename Logits<Config::kTransformed, Config::kAlibi, Config::kSoftCap>::type;
+
+  struct Stage {
+    alignas(16) unsigned char k[KSourceTile::kBytes];
+    alignas(16) unsigned char v[VTile::kBytes];
+  };
+  struct WarpStates {
+    // Rows are padded so that neighbouring rows start in different banks.
+    float o[kWarps][kTileQ][kHeadDimVO + 8];
+    float row_max[kWarps][kTileQ];
+    float row_sum[kWarps][kTileQ];
+  };
+  struct SharedMemory {
+    alignas(16) unsigned char q[QTile::kBytes];
+    alignas(16) unsigned char k_wide[kWidenKeys ? kWarps * KTile::kBytes : 16];
+    union {
+      Stage ring[kWarps][kStages];
+      WarpStates states;
+    };
+    uint32_t flag;
+  };
+
+  static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
+                "the host's shared-memory arithmetic (launch/tiles.py) must agree");
+  static_assert(kStages >= 2, "one stage is loaded while another is used");
+  static_assert(kKeys % 16 == 0 && kKeys <= 64, "a warp takes 16, 32, 48 or 64 keys at a time");
+
+  const AttentionParams& params;
+  SharedMemory& shared;
+  const int thread, warp, lane;
+  TileOutput tile_output;
+
+  __device__ __forceinline__ DecodeSm80(const AttentionParams& params, SharedMemory& shared)
+      : params(params),
+        shared(shared),
+        thread(threadIdx.x),
+        warp(threadIdx.x / kWarpSize),
+        lane(threadIdx.x % kWarpSize) {
+    // Neighbouring blocks read neighbouring heads of the same keys.
+    int work = blockIdx.x;
+    tile_output.kv_head = work % params.num_kv_heads;
+    work /= params.num_kv_heads;
+    tile_output.split = work % params.num_splits;
+    tile_output.q_tile = work / params.num_splits;
+    tile_output.first_row = tile_output.q_tile * kTileQ;
+    tile_output.num_rows =
+        min_of(kTileQ, params.qo_len * params.group_size - tile_output.first_row);
+  }
+
+  __device__ __forceinline__ void load_q() {
+    const DTypeQ* first_head = static_cast<const DTypeQ*>(params.q) +
+                               tile_output.kv_head * params.group_size * params.q_stride_h;
+    copy_packed_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
+        shared.q, first_head, params.q_stride_n, params.q_stride_h, params.group_size,
+        tile_output.first_row, tile_output.num_rows, thread);
+  }
+
+  __device__ __forceinline__ void load_stage(Stage& stage, int first_key, RowSpan span) {
+    const DTypeKV* keys =
+        static_cast<const DTypeKV*>(params.k) + tile_output.kv_head * params.k_stride_h;
+    const DTypeKV* values =
+        static_cast<const DTypeKV*>(params.v) + tile_output.kv_head * params.v_stride_h;
+    copy_rows<KSourceTile, kHeadDimQK, Config::kAligned, kWarpSize>(
+        stage.k, keys, params.k_stride_n, first_key, span, lane);
+    copy_rows<VTile, kHeadDimVO, Config::kAligned, kWarpSize>(
+        stage.v, values, params.v_stride_n, first_key, span, lane);
+  }
+
+  __device__ __forceinline__ void prepare_q() {
+    if constexpr (Config::kRope) {
+      const int offset = params.kv_len - params.qo_len;
+      rotate_tile<QTile, kHeadDimQK, kThreads>(shared.q, params, thread, [&](int row) {
+        return (tile_output.first_row + row) / params.group_size + offset;
+      });
+      ptx::block_sync();
+    } else if constexpr (kFp8) {
+      permute_for_fp8_keys<QTile, kThreads>(shared.q, thread);
+      ptx::block_sync();
+    }
+  }
+
+  // Widens and rotates this warp's keys where the options ask for it; returns where they are.
+  __device__ __forceinline__ uint32_t prepare_k(Stage& stage, int first_key) {
+    unsigned char* keys = stage.k;
+    if constexpr (kWidenKeys) {
+      keys = shared.k_wide + warp * KTile::kBytes;
+      convert_tile<KSourceTile, KTile, kWarpSize>(stage.k, keys, lane);
+      ptx::warp_sync();
+    }
+    if constexpr (Config::kRope) {
+      rotate_tile<KTile, kHeadDimQK, kWarpSize>(keys, params, lane,
+                                                [&](int row) { return first_key + row; });
+      ptx::warp_sync();
+    }
+    return ptx::shared_address(keys);
+  }
+
+  __device__ __forceinline__ void run() {
+    const int group = params.group_size;
+    const int last_row = tile_output.first_row + tile_output.num_rows - 1;
+    const KeyRange range = KeyRange::of<Config::kCustomMask>(
+        params, tile_output.first_row / group, last_row / group);
+    const TileSpan tiles =
+        TileSpan::of(range, kTileKV, tile_output.split, params.num_splits);
+    const RowSpan span = range.span();
+    Stage* ring = shared.ring[warp];
+
+    // Fill the pipeline; Q travels with the first stage.
+    load_q();
+    int load_tile = tiles.begin;
+#pragma unroll
+    for (int stage = 0; stage < kStages - 1; ++stage, ++load_tile) {
+      if (load_tile < tiles.end) load_stage(ring[stage], load_tile * kTileKV + warp * kKeys, span);
+      ptx::cp_async_commit();
+    }
+    ptx::cp_async_wait_group<kStages - 2>();
+    ptx::block_sync();
+    prepare_q();
+    const uint32_t q_base = ptx::shared_address(shared.q);
+    uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][4];
+    if constexpr (Config::kQInRegisters) {
+#pragma unroll
+      for (int step = 0; step < kStepsQK; ++step) {
+        load_q_fragment<QTile>(q_registers[step], q_base, 0, step, lane);
+      }
+    }
+    const auto load_q_operand = [&](uint32_t(&a)[4], int, int step) {
+      if constexpr (Config::kQInRegisters) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = q_registers[step][i];
+      } else {
+        load_q_fragment<QTile>(a, q_base, 0, step, lane);
+      }
+    };
+
+    float o[1][2 * kColumnGroups][4] = {};
+    OnlineSoftmax<1> softmax(
+        LogitsVariant(params, 0, tile_output.kv_head * group, tile_output.kv_head)
+            .softmax_scale());
+    int stage = 0;
+    for (int tile = tiles.begin; tile < tiles.end; ++tile, ++load_tile) {
+      const int first_key = tile * kTileKV + warp * kKeys;
+      // This stage has landed, and the whole warp is done with the one before it.
+      ptx::cp_async_wait_group<kStages - 2>();
+      ptx::warp_sync();
+      const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
+      if (load_tile < tiles.end) {
+        load_stage(ring[free_stage], load_tile * kTileKV + warp * kKeys, span);
+      }
+      ptx::cp_async_commit();
+
+      const uint32_t k_base = prepare_k(ring[stage], first_key);
+      float s[1][kKeys / 8][4] = {};
+      multiply_qk<DTypeQ, KTile, kStepsQK, 1, kKeys>(s, load_q_operand, k_base, 0, lane);
+      transform_logits(s, first_key);
+      if (Config::kCustomMask || range.needs_mask(first_key, kKeys)) {
+        apply_mask<Config::kCustomMask>(s, params, tile_output.first_row, first_key, lane);
+      }
+      softmax.update(s, o);
+      uint32_t p[1][kKeys / 16][4];
+      convert_p<DTypeQ>(p, s);
+      multiply_pv<DTypeQ, VTile, kColumnGroups, 1, kKeys>(
+          o, p, ptx::shared_address(ring[stage].v), 0, lane);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    finish(softmax, o);
+  }
+
+  __device__ __forceinline__ void transform_logits(float (&s)[1][kKeys / 8][4], int first_key) {
+    if constexpr (Config::kTransformed) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = 8 * h + (lane >> 2);
+        const LogitsVariant logits(params, tile_output.token(params, row),
+                                   tile_output.head(params, row), tile_output.kv_head);
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            s[0][n][2 * h + e] =
+                logits(s[0][n][2 * h + e], first_key + 8 * n + 2 * (lane & 3) + e);
+          }
+        }
+      }
+    }
+  }
+
+  // Merges the warps' states, then writes the result, or this split's part of it.
+  __device__ __forceinline__ void finish(const OnlineSoftmax<1>& softmax,
+                                         float (&o)[1][2 * kColumnGroups][4]) {
+    // The ring is dead once every warp has left its loop; the states take its place.
+    ptx::cp_async_wait_group<0>();
+    ptx::block_sync();
+    WarpStates& states = shared.states;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = 8 * h + (lane >> 2);
+      const float sum = quad_sum(softmax.row_sum[0][h]);
+      if ((lane & 3) == 0) {
+        states.row_max[warp][row] = softmax.base2_max(0, h);
+        states.row_sum[warp][row] = sum;
+      }
+      store_output_row<float, kHeadDimVO, kFp8, true>(states.o[warp][row], o[0], h, 1.0f, lane);
+    }
+    ptx::block_sync();
+
+    const bool is_split = params.num_splits > 1;
+    constexpr int kVectors = kHeadDimVO / 4;
+    for (int index = thread; index < tile_output.num_rows * kVectors; index += kThreads) {
+      write_columns(states, index / kVectors, 4 * (index % kVectors), is_split);
+    }
+    if (is_split && arrive_last(params, tile_output, thread, &shared.flag)) {
+      merge_partials<DTypeO, kHeadDimVO, kTileQ, Config::kAligned>(params, tile_output, thread,
+                                                                   kThreads);
+    }
+  }
+
+  __device__ __forceinline__ void write_columns(const WarpStates& states, int row, int column,
+                                                bool is_split) {
+    RowState state{-ptx::infinity(), 0.0f};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) state.max = fmaxf(state.max, states.row_max[w][row]);
+    const float old_max = state.max;
+    float sum[4] = {};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float warp_max = states.row_max[w][row];
+      if (warp_max == -ptx::infinity()) continue;
+      const float weight = ptx::ex2_approx(warp_max - old_max);
+      state.sum += weight * states.row_sum[w][row];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] += weight * states.o[w][row][column + i];
+    }
+    const int head = tile_output.head(params, row);
+    const int token = tile_output.token(params, row);
+    if (is_split) {
+      const int64_t index = (static_cast<int64_t>(tile_output.slot(params)) * params.num_splits +
+                             tile_output.split) * kTileQ + row;
+      const float factor = state.normaliser(old_max);
+      float* out = params.partial_o + index * kHeadDimVO + column;
+      *reinterpret_cast<float4*>(out) =
+          make_float4(sum[0] * factor, sum[1] * factor, sum[2] * factor, sum[3] * factor);
+      if (column == 0) params.partial_lse[index] = state.lse();
+    } else {
+      state.add_sink(sink_of(params, head));
+      const float factor = state.normaliser(old_max) * output_scale_of(params, tile_output.kv_head);
+      DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
+                    head * params.o_stride_h + column;
+      store_pair<DTypeO, Config::kAligned>(out, sum[0] * factor, sum[1] * factor);
+      store_pair<DTypeO, Config::kAligned>(out + 2, sum[2] * factor, sum[3] * factor);
+      if (column == 0 && params.lse != nullptr) {
+        params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
+      }
+    }
+  }
+};
+
+}  // namespace cupyattn

@@ -1,0 +1,175 @@
+// Which keys a row may see. This header is the only place that knows causality, windows and custom
+// masks: `KeyLimits` for one token, `KeyRange` for all the tokens of a tile.
+//
+// Causality is aligned to the bottom right: row i of qo_len sees keys up to i + kv_len - qo_len.
+// A custom mask replaces causality; a window is applied to either.
+#pragma once
+
+#include "cupyattn/common/math.cuh"
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/params/attention.cuh"
+#include "cupyattn/ptx/math.cuh"
+#include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/tile/shared_tile.cuh"
+
+namespace cupyattn {
+
+// Keys [begin, end) that the token at `token` may see, custom mask aside.
+struct KeyLimits {
+  int begin, end;
+
+  template <bool kCustomMask>
+  static __device__ __forceinline__ KeyLimits of(const AttentionParams& params, int token) {
+    const int position = token + params.kv_len - params.qo_len;
+    KeyLimits limits{0, params.kv_len};
+    if (!kCustomMask && params.causal) limits.end = min_of(params.kv_len, position + 1);
+    if (params.window_left >= 0) limits.begin = max_of(0, position - params.window_left);
+    return limits;
+  }
+};
+
+// The union [begin, end) of the limits of tokens first..last, and their intersection [full_begin,
+// full_end): a block of keys inside the intersection needs no mask.
+struct KeyRange {
+  int begin, end, full_begin, full_end;
+
+  template <bool kCustomMask>
+  static __device__ __forceinline__ KeyRange of(const AttentionParams& params, int first, int last) {
+    const KeyLimits a = KeyLimits::of<kCustomMask>(params, first);
+    const KeyLimits b = KeyLimits::of<kCustomMask>(params, last);
+    return KeyRange{a.begin, b.end, b.begin, a.end};
+  }
+
+  // Nobody in the tile sees keys outside this span: they are read as zeros.
+  __device__ __forceinline__ RowSpan span() const { return RowSpan{begin, max_of(begin, end)}; }
+
+  __device__ __forceinline__ bool needs_mask(int key, int count) const {
+    return key < full_begin || key + count > full_end;
+  }
+};
+
+// The share of a block in the key tiles of its range: tiles [begin, end), split evenly.
+struct TileSpan {
+  int begin, end;
+
+  static __device__ __forceinline__ TileSpan of(const KeyRange& range, int keys_per_tile, int split,
+                                                int num_splits) {
+    const int first = range.begin / keys_per_tile;
+    const int64_t count = max_of(0, ceil_div(max_of(range.end, 0), keys_per_tile) - first);
+    return TileSpan{first + static_cast<int>(count * split / num_splits),
+                    first + static_cast<int>(count * (split + 1) / num_splits)};
+  }
+};
+
+// 64 bits of the mask row of `token` from key `key` on. Bits past the end of the buffer are 0.
+__device__ __forceinline__ uint64_t load_mask_bits(const AttentionParams& params, int token,
+                                                   int key) {
+  const int64_t bit = static_cast<int64_t>(token) * params.kv_len + key;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(params.mask);
+  const uintptr_t end = begin + params.mask_bytes;
+  const uintptr_t address = begin + (bit >> 3);
+  const uintptr_t first_word = address & ~static_cast<uintptr_t>(3);
+  const uint32_t shift = static_cast<uint32_t>(address & 3) * 8 + static_cast<uint32_t>(bit & 7);
+  uint32_t words[3];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    const uintptr_t word = first_word + 4 * i;
+    if (word >= begin && word + 4 <= end) {
+      words[i] = *reinterpret_cast<const uint32_t*>(word);
+    } else {
+      words[i] = 0;
+      for (int byte = 0; byte < 4; ++byte) {
+        if (word + byte >= begin && word + byte < end) {
+          words[i] |= static_cast<uint32_t>(*reinterpret_cast<const uint8_t*>(word + byte))
+                      << (8 * byte);
+        }
+      }
+    }
+  }
+  const uint32_t low = ptx::funnel_shift_right(words[0], words[1], shift);
+  const uint32_t high = ptx::funnel_shift_right(words[1], words[2], shift);
+  return (static_cast<uint64_t>(high) << 32) | low;
+}
+
+// Replaces the logits of invisible keys by -inf. The thread's accumulators are rows
+// first_row + 16 m + lane / 4 (+ 8) of the packed tile, keys first_key + 8 n + 2 (lane % 4) (+ 1).
+template <bool kCustomMask, int kMmaQ, int kTilesS>
+__device__ __forceinline__ void apply_mask(float (&s)[kMmaQ][kTilesS][4],
+                                           const AttentionParams& params, int first_row,
+                                           int first_key, int lane) {
+  static_assert(kTilesS <= 8, "load_mask_bits yields 64 keys");
+#pragma unroll
+  for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = first_row + 16 * m + 8 * h + (lane >> 2);
+      const int token = min_of(row / params.group_size, params.qo_len - 1);
+      const KeyLimits limits = KeyLimits::of<kCustomMask>(params, token);
+      uint64_t bits = ~0ull;
+      if constexpr (kCustomMask) bits = load_mask_bits(params, token, first_key);
+      bits >>= 2 * (lane & 3);
+      const int key = first_key + 2 * (lane & 3);
+#pragma unroll
+      for (int n = 0; n < kTilesS; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int offset = 8 * n + e;
+          const bool visible = key + offset >= limits.begin && key + offset < limits.end &&
+                               (!kCustomMask || ((bits >> offset) & 1));
+          if (!visible) s[m][n][2 * h + e] = -ptx::infinity();
+        }
+      }
+    }
+  }
+}
+
+// For a custom mask: which key tiles of a block's range hold any visible key, and which hold only
+// visible keys, found once at the start. Tiles past the capacity count as mixed.
+template <int kTileKV>
+struct MaskTileMap {
+  static constexpr int kCapacity = 4096;
+  static constexpr int kWords = kCapacity / 32;
+  uint32_t any[kWords];
+  uint32_t partial[kWords];
+
+  // Every thread of the block takes part; the caller synchronises before and after.
+  __device__ __forceinline__ void clear(int thread, int threads) {
+    for (int i = thread; i < kWords; i += threads) any[i] = partial[i] = 0;
+  }
+  __device__ __forceinline__ void scan(const AttentionParams& params, int first_token,
+                                       int last_token, TileSpan span, int thread, int threads) {
+    static_assert(kTileKV <= 64, "a tile's keys must fit load_mask_bits");
+    constexpr uint64_t kAll = ~0ull >> (64 - kTileKV);
+    const int tiles = min_of(span.end - span.begin, kCapacity);
+    const int64_t total = static_cast<int64_t>(tiles) * (last_token - first_token + 1);
+    for (int64_t i = thread; i < total; i += threads) {
+      const int tile = static_cast<int>(i % tiles);
+      const int token = first_token + static_cast<int>(i / tiles);
+      const int key = (span.begin + tile) * kTileKV;
+      uint64_t visible = load_mask_bits(params, token, key) & kAll;
+      if (key + kTileKV > params.kv_len) visible &= (1ull << (params.kv_len - key)) - 1;
+      if (visible != 0) ptx::atomic_or_shared(&any[tile / 32], 1u << (tile % 32));
+      if (visible != kAll) ptx::atomic_or_shared(&partial[tile / 32], 1u << (tile % 32));
+    }
+  }
+  // The first tile from `tile` on that is worth visiting, or span.end.
+  __device__ __forceinline__ int next(int tile, TileSpan span) const {
+    while (tile < span.end && tile - span.begin < kCapacity) {
+      const int index = tile - span.begin;
+      const uint32_t rest = any[index / 32] >> (index % 32);
+      if (rest != 0) return min_of(tile + __ffs(static_cast<int>(rest)) - 1, span.end);
+      tile += 32 - index % 32;
+    }
+    return min_of(tile, span.end);
+  }
+  __device__ __forceinline__ bool is_partial(int tile, TileSpan span) const {
+    const int index = tile - span.begin;
+    return index >= kCapacity || ((partial[index / 32] >> (index % 32)) & 1);
+  }
+};
+
+struct NoMaskTileMap {
+  uint32_t unused;
+};
+
+}  // namespace cupyattn

@@ -1,0 +1,100 @@
+// Rotary position embedding (arXiv 2104.09864), half-split pairs (i, i + D / 2), applied to tiles in
+// shared memory. Angles are kept in turns as 32-bit fractions: position * step wraps exactly at a
+// full turn, so there is no range reduction and no loss at long contexts.
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/params/attention.cuh"
+#include "cupyattn/ptx/convert.cuh"
+#include "cupyattn/ptx/math.cuh"
+#include "cupyattn/tile/shared_tile.cuh"
+
+namespace cupyattn {
+
+// The rotation by position * step turns / 2^32.
+__device__ __forceinline__ void rotation(uint32_t step, uint32_t position, float& cosine,
+                                         float& sine) {
+  constexpr float kRadians = 6.283185307179586f;
+  // Half a turn is added so that the float below, in [1, 2) - 1.5, is centred on the angle.
+  const uint32_t turns = position * step + 0x80000000u;
+  const float centred = __uint_as_float((turns >> 9) | 0x3f800000u) - 1.5f;
+  cosine = ptx::cos_approx(centred * kRadians);
+  sine = ptx::sin_approx(centred * kRadians);
+}
+
+// Rotates 8 pairs: elements [8 c, 8 c + 8) of one row against those half a head dim further on.
+template <typename T>
+__device__ __forceinline__ void rotate_chunks(Vector16& low, Vector16& high,
+                                              const uint32_t* rope_step, uint32_t position) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    float x[2], y[2], cosine[2], sine[2];
+    ptx::unpack_pair<T>(low.word[w], x[0], x[1]);
+    ptx::unpack_pair<T>(high.word[w], y[0], y[1]);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      rotation(rope_step[2 * w + e], position, cosine[e], sine[e]);
+    }
+    low.word[w] = ptx::pack_pair<T>(x[0] * cosine[0] - y[0] * sine[0],
+                                    x[1] * cosine[1] - y[1] * sine[1]);
+    high.word[w] = ptx::pack_pair<T>(y[0] * cosine[0] + x[0] * sine[0],
+                                     y[1] * cosine[1] + x[1] * sine[1]);
+  }
+}
+
+// Rotates the rows of a 16-bit tile in place; row r is at position `position_of(r)`.
+template <typename Tile, int kHeadDim, int kThreads, typename PositionOf>
+__device__ __forceinline__ void rotate_tile(unsigned char* tile, const AttentionParams& params,
+                                            int thread, PositionOf&& position_of) {
+  static_assert(kHeadDim % 16 == 0, "RoPE rotates whole 16-byte chunks against each other");
+  constexpr int kPairs = kHeadDim / 16;
+  for (int index = thread; index < Tile::kRows * kPairs; index += kThreads) {
+    const int row = index / kPairs;
+    const int chunk = index % kPairs;
+    unsigned char* low_address = tile + row * Tile::kRowBytes + chunk * 16;
+    unsigned char* high_address = low_address + kPairs * 16;
+    Vector16 low = *reinterpret_cast<Vector16*>(low_address);
+    Vector16 high = *reinterpret_cast<Vector16*>(high_address);
+    rotate_chunks<typename Tile::T>(low, high, params.rope_step + 8 * chunk,
+                                    static_cast<uint32_t>(position_of(row)));
+    *reinterpret_cast<Vector16*>(low_address) = low;
+    *reinterpret_cast<Vector16*>(high_address) = high;
+  }
+}
+
+// Converts a tile of fp8 rows to 16 bits; used where keys must be rotated before the product.
+template <typename Fp8Tile, typename Tile, int kThreads>
+__device__ __forceinline__ void convert_tile(const unsigned char* source, unsigned char* tile,
+                                             int thread) {
+  using Fp8 = typename Fp8Tile::T;
+  using T = typename Tile::T;
+  constexpr int kGroups = Tile::kColumns / 8;
+  for (int index = thread; index < Tile::kRows * kGroups; index += kThreads) {
+    const int row = index / kGroups;
+    const int group = index % kGroups;
+    const uint32_t* bytes =
+        reinterpret_cast<const uint32_t*>(source + row * Fp8Tile::kRowBytes + group * 8);
+    Vector16 out;
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      out.word[2 * w] = ptx::fp8_to_pair<T, Fp8>(bytes[w], ptx::kBytes01);
+      out.word[2 * w + 1] = ptx::fp8_to_pair<T, Fp8>(bytes[w], ptx::kBytes23);
+    }
+    *reinterpret_cast<Vector16*>(tile + row * Tile::kRowBytes + group * 16) = out;
+  }
+}
+
+// Reorders the columns of Q so that fragments of fp8 keys meet the right dims (see fragments.cuh).
+template <typename Tile, int kThreads>
+__device__ __forceinline__ void permute_for_fp8_keys(unsigned char* tile, int thread) {
+  constexpr int kGroups = Tile::kColumns / 16;
+  for (int index = thread; index < Tile::kRows * kGroups; index += kThreads) {
+    Vector16* pair = reinterpret_cast<Vector16*>(tile + (index / kGroups) * Tile::kRowBytes +
+                                                 (index % kGroups) * 32);
+    const Vector16 a = pair[0], b = pair[1];
+    pair[0] = Vector16{{a.word[0], a.word[2], b.word[0], b.word[2]}};
+    pair[1] = Vector16{{a.word[1], a.word[3], b.word[1], b.word[3]}};
+  }
+}
+
+}  // namespace cupyattn

@@ -1,0 +1,131 @@
+// Online softmax of the rows one thread holds in accumulator fragments: two rows (lane / 4 and
+// lane / 4 + 8) for each m-tile of 16.
+//
+// The running maximum is lazy: it moves only when some logit exceeds it by more than kSlack (base 2),
+// so P may reach 2^kSlack and O is rarely rescaled. The result is the same up to rounding, because
+// numerator and denominator share whatever maximum was used (fp16's largest P, 256, is far from its
+// limit).
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/ptx/convert.cuh"
+#include "cupyattn/ptx/math.cuh"
+#include "cupyattn/ptx/warp.cuh"
+
+namespace cupyattn {
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, ptx::shuffle_xor(x, 1));
+  return fmaxf(x, ptx::shuffle_xor(x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += ptx::shuffle_xor(x, 1);
+  return x + ptx::shuffle_xor(x, 2);
+}
+
+template <int kMmaQ>
+struct OnlineSoftmax {
+  static constexpr float kSlack = 8.0f;
+
+  float scale;            // of the logits given to `update`, to base 2
+  float row_max[kMmaQ][2];  // in the units of the logits; -inf while a row has seen no key
+  float row_sum[kMmaQ][2];  // this thread's part
+
+  __device__ __forceinline__ explicit OnlineSoftmax(float softmax_scale) : scale(softmax_scale) {
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        row_max[m][h] = -ptx::infinity();
+        row_sum[m][h] = 0.0f;
+      }
+    }
+  }
+
+  // Turns logits into probabilities in place, and rescales O when the maximum has to move.
+  template <int kTilesS, int kTilesO>
+  __device__ __forceinline__ void update(float (&s)[kMmaQ][kTilesS][4],
+                                         float (&o)[kMmaQ][kTilesO][4]) {
+    float tile_max[kMmaQ][2];
+    bool moves = false;
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float x = fmaxf(s[m][0][2 * h], s[m][0][2 * h + 1]);
+#pragma unroll
+        for (int n = 1; n < kTilesS; ++n) {
+          x = fmaxf(x, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+        }
+        tile_max[m][h] = x;
+        // Written so that an infinite row_max compares as "moves" exactly when a key was seen.
+        moves |= (x - kSlack / scale) > row_max[m][h];
+      }
+    }
+    if (ptx::warp_any(moves)) rescale(tile_max, o);
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float shift = row_max[m][h] == -ptx::infinity() ? 0.0f : -row_max[m][h] * scale;
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kTilesS; ++n) {
+#pragma unroll
+          for (int e = 2 * h; e < 2 * h + 2; ++e) {
+            s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], scale, shift));
+            sum += s[m][n][e];
+          }
+        }
+        row_sum[m][h] += sum;
+      }
+    }
+  }
+
+  template <int kTilesO>
+  __device__ __forceinline__ void rescale(const float (&tile_max)[kMmaQ][2],
+                                          float (&o)[kMmaQ][kTilesO][4]) {
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float old_max = row_max[m][h];
+        const float new_max = fmaxf(old_max, quad_max(tile_max[m][h]));
+        const float factor =
+            new_max == -ptx::infinity() ? 1.0f : ptx::ex2_approx((old_max - new_max) * scale);
+        row_max[m][h] = new_max;
+        row_sum[m][h] *= factor;
+#pragma unroll
+        for (int n = 0; n < kTilesO; ++n) {
+          o[m][n][2 * h] *= factor;
+          o[m][n][2 * h + 1] *= factor;
+        }
+      }
+    }
+  }
+
+  // The base-2 maximum of a row, -inf if it saw no key.
+  __device__ __forceinline__ float base2_max(int m, int h) const {
+    return row_max[m][h] == -ptx::infinity() ? row_max[m][h] : row_max[m][h] * scale;
+  }
+};
+
+// Probabilities (accumulator layout) as the A fragments of the second product: for 16-bit types the
+// two layouts agree, so this is only a conversion.
+template <typename T, int kMmaQ, int kTilesS>
+__device__ __forceinline__ void convert_p(uint32_t (&p)[kMmaQ][kTilesS / 2][4],
+                                          const float (&s)[kMmaQ][kTilesS][4]) {
+#pragma unroll
+  for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+    for (int k = 0; k < kTilesS / 2; ++k) {
+      p[m][k][0] = ptx::pack_pair<T>(s[m][2 * k][0], s[m][2 * k][1]);
+      p[m][k][1] = ptx::pack_pair<T>(s[m][2 * k][2], s[m][2 * k][3]);
+      p[m][k][2] = ptx::pack_pair<T>(s[m][2 * k + 1][0], s[m][2 * k + 1][1]);
+      p[m][k][3] = ptx::pack_pair<T>(s[m][2 * k + 1][2], s[m][2 * k + 1][3]);
+    }
+  }
+}
+
+}  // namespace cupyattn

@@ -1,0 +1,163 @@
+// The result of attention over some keys is a state (o, lse); states over disjoint keys merge
+// exactly. This header writes states: straight to the output, or, when the keys of a tile are split
+// over several blocks, as partial states that the last block to finish merges.
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/params/attention.cuh"
+#include "cupyattn/ptx/convert.cuh"
+#include "cupyattn/ptx/math.cuh"
+#include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/ptx/warp.cuh"
+
+namespace cupyattn {
+
+// One softmax row: sum of 2^(logit - max) over its keys.
+struct RowState {
+  float max, sum;
+
+  // A sink is one more logit that carries no value (arXiv 2309.17453); it is not scaled.
+  __device__ __forceinline__ void add_sink(float sink_base2) {
+    const float new_max = fmaxf(max, sink_base2);
+    if (new_max == -ptx::infinity()) return;
+    sum = sum * ptx::ex2_approx(max - new_max) + ptx::ex2_approx(sink_base2 - new_max);
+    max = new_max;
+  }
+  __device__ __forceinline__ float lse() const {
+    return sum == 0.0f ? -ptx::infinity() : max + log2f(sum);
+  }
+  // What numerators over `old_max` are multiplied by to become the output.
+  __device__ __forceinline__ float normaliser(float old_max) const {
+    if (sum == 0.0f || old_max == -ptx::infinity()) return 0.0f;
+    return ptx::ex2_approx(old_max - max) * ptx::rcp_approx(sum);
+  }
+};
+
+__device__ __forceinline__ float sink_of(const AttentionParams& params, int head) {
+  return params.sinks == nullptr ? -ptx::infinity() : params.sinks[head] * kLog2e;
+}
+
+__device__ __forceinline__ float output_scale_of(const AttentionParams& params, int kv_head) {
+  return params.scale_v == nullptr ? params.output_scale
+                                   : params.output_scale * params.scale_v[kv_head];
+}
+
+template <typename DTypeO>
+__device__ __forceinline__ void store_element(DTypeO* pointer, float value) {
+  if constexpr (is_same<DTypeO, float>::value) {
+    *pointer = value;
+  } else {
+    pointer->bits = static_cast<uint16_t>(ptx::pack_pair<DTypeO>(value, 0.0f) & 0xffffu);
+  }
+}
+
+// Two neighbouring elements; `kAligned` says that the row starts on a 16-byte boundary.
+template <typename DTypeO, bool kAligned>
+__device__ __forceinline__ void store_pair(DTypeO* pointer, float first, float second) {
+  if constexpr (!kAligned) {
+    store_element(pointer, first);
+    store_element(pointer + 1, second);
+  } else if constexpr (is_same<DTypeO, float>::value) {
+    *reinterpret_cast<float2*>(pointer) = make_float2(first, second);
+  } else {
+    *reinterpret_cast<uint32_t*>(pointer) = ptx::pack_pair<DTypeO>(first, second);
+  }
+}
+
+// Writes one row of accumulators, times `factor`. With fp8 values the columns of two neighbouring
+// n-tiles interleave (see fragments.cuh).
+template <typename DTypeO, int kHeadDim, bool kFp8Values, bool kAligned, int kTilesO>
+__device__ __forceinline__ void store_output_row(DTypeO* out, const float (&o)[kTilesO][4], int h,
+                                                 float factor, int lane) {
+  const int t = lane & 3;
+#pragma unroll
+  for (int n = 0; n < kTilesO; ++n) {
+    const int pair = n & 1;
+    const int column = kFp8Values ? 8 * (n - pair) + 4 * t + 2 * pair : 8 * n + 2 * t;
+    const float first = kFp8Values ? o[n - pair][2 * h + pair] : o[n][2 * h];
+    const float second = kFp8Values ? o[n - pair + 1][2 * h + pair] : o[n][2 * h + 1];
+    if (kHeadDim % 16 == 0 || column < kHeadDim) {
+      store_pair<DTypeO, kAligned>(out + column, first * factor, second * factor);
+    }
+  }
+}
+
+// Where the states of one tile of packed rows go. Row r is query token r / group, head r % group of
+// the KV head's group.
+struct TileOutput {
+  int kv_head, q_tile, split, first_row, num_rows;
+
+  __device__ __forceinline__ int slot(const AttentionParams& params) const {
+    return kv_head * params.num_q_tiles + q_tile;
+  }
+  __device__ __forceinline__ int head(const AttentionParams& params, int row) const {
+    return kv_head * params.group_size + (first_row + row) % params.group_size;
+  }
+  __device__ __forceinline__ int token(const AttentionParams& params, int row) const {
+    return (first_row + row) / params.group_size;
+  }
+};
+
+// Announces this block's partial states; true in exactly one block of the tile, the last one.
+__device__ __forceinline__ bool arrive_last(const AttentionParams& params, const TileOutput& tile,
+                                            int thread, uint32_t* shared_flag) {
+  ptx::device_fence();
+  ptx::block_sync();
+  if (thread == 0) {
+    const uint32_t last = static_cast<uint32_t>(params.num_splits - 1);
+    *shared_flag = ptx::atomic_inc_wrap(params.counters + tile.slot(params), last) == last;
+  }
+  ptx::block_sync();
+  const bool is_last = *shared_flag != 0;
+  if (is_last) ptx::device_fence();
+  return is_last;
+}
+
+// Merges the partial states of a tile into the output. Each thread takes four columns of one row.
+template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned>
+__device__ __forceinline__ void merge_partials(const AttentionParams& params,
+                                               const TileOutput& tile, int thread, int threads) {
+  constexpr int kVectors = kHeadDim / 4;
+  const int64_t base = static_cast<int64_t>(tile.slot(params)) * params.num_splits;
+  const float* lse = params.partial_lse + base * kTileRows;
+  const float* o = params.partial_o + base * kTileRows * kHeadDim;
+  for (int index = thread; index < tile.num_rows * kVectors; index += threads) {
+    const int row = index / kVectors;
+    const int column = 4 * (index % kVectors);
+    RowState state{-ptx::infinity(), 0.0f};
+#pragma unroll 8
+    for (int split = 0; split < params.num_splits; ++split) {
+      state.max = fmaxf(state.max, ptx::load_l2(lse + split * kTileRows + row));
+    }
+    const float partial_max = state.max;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (partial_max != -ptx::infinity()) {
+#pragma unroll 8
+      for (int split = 0; split < params.num_splits; ++split) {
+        const int64_t offset = static_cast<int64_t>(split) * kTileRows + row;
+        const float weight = ptx::ex2_approx(ptx::load_l2(lse + offset) - partial_max);
+        const float4 part =
+            ptx::load_l2(reinterpret_cast<const float4*>(o + offset * kHeadDim + column));
+        // An empty split has weight 0 and wrote zeros.
+        state.sum += weight;
+        sum.x += weight * part.x;
+        sum.y += weight * part.y;
+        sum.z += weight * part.z;
+        sum.w += weight * part.w;
+      }
+    }
+    const int head = tile.head(params, row);
+    const int token = tile.token(params, row);
+    state.add_sink(sink_of(params, head));
+    const float factor = state.normaliser(partial_max) * output_scale_of(params, tile.kv_head);
+    DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
+                  head * params.o_stride_h + column;
+    store_pair<DTypeO, kAligned>(out, sum.x * factor, sum.y * factor);
+    store_pair<DTypeO, kAligned>(out + 2, sum.z * factor, sum.w * factor);
+    if (column == 0 && params.lse != nullptr) {
+      params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
+    }
+  }
+}
+
+}  // namespace cupyattn

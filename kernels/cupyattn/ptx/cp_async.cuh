@@ -1,0 +1,31 @@
+// Asynchronous copies from global to shared memory.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+
+namespace cupyattn::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies 16 bytes, or writes 16 zero bytes when `valid` is false (the source is then never read).
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(destination),
+               "l"(source), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;\n" ::: "memory");
+}
+
+// Waits until at most kPending of this thread's most recent groups are still in flight.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait_group() {
+  static_assert(kPending >= 0, "the number of pending groups cannot be negative");
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
+}  // namespace cupyattn::ptx

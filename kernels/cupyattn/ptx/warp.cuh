@@ -1,0 +1,27 @@
+// Warp-wide and block-wide communication.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-shfl-sync
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+
+namespace cupyattn::ptx {
+
+constexpr uint32_t kFullWarp = 0xffffffffu;
+
+__device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
+  return __shfl_xor_sync(kFullWarp, value, lane_mask);
+}
+
+__device__ __forceinline__ bool warp_any(bool predicate) { return __any_sync(kFullWarp, predicate); }
+
+__device__ __forceinline__ uint32_t warp_ballot(bool predicate) {
+  return __ballot_sync(kFullWarp, predicate);
+}
+
+__device__ __forceinline__ void warp_sync() { __syncwarp(); }
+
+__device__ __forceinline__ void block_sync() { __syncthreads(); }
+
+__device__ __forceinline__ bool block_any(bool predicate) { return __syncthreads_or(predicate); }
+
+}  // namespace cupyattn::ptx

@@ -1,0 +1,166 @@
+// Fragments of the two matrix products, S = Q K^T and O += P V, for keys and values of 16 bits or
+// of fp8. fp8 bytes are converted in registers; which k-slot or column a byte lands in is chosen so
+// that no shuffle is needed:
+//   K: a lane's four bytes are dims 4t..4t+3 of a group of 16. They fill slots {2t, 2t+1, 2t+8,
+//      2t+9}, so Q's columns are permuted once in shared memory to match (permute_for_fp8_keys).
+//   V: a transposed load gives a lane two neighbouring columns of two keys. Even columns go to one
+//      n-tile, odd ones to the next, so a lane's outputs are columns 4t..4t+3 (output_column).
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/ptx/convert.cuh"
+#include "cupyattn/ptx/ldmatrix.cuh"
+#include "cupyattn/ptx/mma.cuh"
+#include "cupyattn/tile/shared_tile.cuh"
+
+namespace cupyattn {
+
+// The A fragments (16 rows x 16 columns at k-step `step`) of a tile of Q.
+template <typename QTile>
+__device__ __forceinline__ void load_q_fragment(uint32_t (&a)[4], uint32_t base, int row, int step,
+                                                int lane) {
+  ptx::ldmatrix_x4(a, QTile::address(base, row + (lane & 15), 2 * step + (lane >> 4)));
+}
+
+// The B fragments of 16 keys at k-step `step`: b[0..1] for keys 0-7, b[2..3] for keys 8-15.
+template <typename T, typename KTile>
+__device__ __forceinline__ void load_k_fragment(uint32_t (&b)[4], uint32_t base, int key, int step,
+                                                int lane) {
+  static_assert(sizeof(typename KTile::T) == 2, "fp8 keys come two k-steps at a time");
+  const int row = key + (lane & 7) + ((lane >> 4) << 3);
+  ptx::ldmatrix_x4(b, KTile::address(base, row, 2 * step + ((lane >> 3) & 1)));
+}
+
+// The same for fp8: k-steps `step` and `step + 1`.
+template <typename T, typename KTile>
+__device__ __forceinline__ void load_k_fragments_fp8(uint32_t (&b)[2][4], uint32_t base, int key,
+                                                     int step, int lane) {
+  using Fp8 = typename KTile::T;
+  uint32_t bytes[4];
+  ptx::ldmatrix_x4(bytes, KTile::address(base, key + (lane & 15), step + (lane >> 4)));
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      b[s][2 * half] = ptx::fp8_to_pair<T, Fp8>(bytes[2 * s + half], ptx::kBytes01);
+      b[s][2 * half + 1] = ptx::fp8_to_pair<T, Fp8>(bytes[2 * s + half], ptx::kBytes23);
+    }
+  }
+}
+
+// The B fragments of 16 keys x 16 columns of V: b[0..1] for one n-tile, b[2..3] for the next.
+template <typename T, typename VTile>
+__device__ __forceinline__ void load_v_fragment(uint32_t (&b)[4], uint32_t base, int key,
+                                                int column_group, int lane) {
+  static_assert(sizeof(typename VTile::T) == 2, "fp8 values come two column groups at a time");
+  ptx::ldmatrix_x4_trans(
+      b, VTile::address(base, key + (lane & 15), 2 * column_group + (lane >> 4)));
+}
+
+// The same for fp8: column groups `column_group` and `column_group + 1`.
+template <typename T, typename VTile>
+__device__ __forceinline__ void load_v_fragments_fp8(uint32_t (&b)[2][4], uint32_t base, int key,
+                                                     int column_group, int lane) {
+  using Fp8 = typename VTile::T;
+  uint32_t bytes[4];
+  ptx::ldmatrix_x4_trans(
+      bytes, VTile::address(base, key + (lane & 15), column_group + (lane >> 4)));
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t word = bytes[2 * group + half];
+      b[group][half] = ptx::fp8_to_pair<T, Fp8>(word, ptx::kBytes02);
+      b[group][2 + half] = ptx::fp8_to_pair<T, Fp8>(word, ptx::kBytes13);
+    }
+  }
+}
+
+// S[m][n] += Q K^T for kMmaQ x 16 query rows and kKeys keys. `load_q(a, m, step)` yields Q.
+template <typename T, typename KTile, int kSteps, int kMmaQ, int kKeys, typename LoadQ>
+__device__ __forceinline__ void multiply_qk(float (&s)[kMmaQ][kKeys / 8][4], LoadQ&& load_q,
+                                            uint32_t k_base, int first_key, int lane) {
+  if constexpr (!is_fp8<typename KTile::T>::value) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t a[kMmaQ][4];
+#pragma unroll
+      for (int m = 0; m < kMmaQ; ++m) load_q(a[m], m, step);
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        uint32_t b[4];
+        load_k_fragment<T, KTile>(b, k_base, first_key + 16 * n, step, lane);
+#pragma unroll
+        for (int m = 0; m < kMmaQ; ++m) {
+          ptx::mma_m16n8k16<T>(s[m][2 * n], a[m], b[0], b[1]);
+          ptx::mma_m16n8k16<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  } else {
+#pragma unroll
+    for (int step = 0; step < kSteps; step += 2) {
+      uint32_t a[2][kMmaQ][4];
+#pragma unroll
+      for (int m = 0; m < kMmaQ; ++m) {
+        load_q(a[0][m], m, step);
+        if (step + 1 < kSteps) load_q(a[1][m], m, step + 1);
+      }
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        uint32_t b[2][4];
+        load_k_fragments_fp8<T, KTile>(b, k_base, first_key + 16 * n, step, lane);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (step + half < kSteps) {
+#pragma unroll
+            for (int m = 0; m < kMmaQ; ++m) {
+              ptx::mma_m16n8k16<T>(s[m][2 * n], a[half][m], b[half][0], b[half][1]);
+              ptx::mma_m16n8k16<T>(s[m][2 * n + 1], a[half][m], b[half][2], b[half][3]);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// O[m][n] += P V for kKeys keys; P as A fragments, one per 16 keys.
+template <typename T, typename VTile, int kColumnGroups, int kMmaQ, int kKeys>
+__device__ __forceinline__ void multiply_pv(float (&o)[kMmaQ][2 * kColumnGroups][4],
+                                            const uint32_t (&p)[kMmaQ][kKeys / 16][4],
+                                            uint32_t v_base, int first_key, int lane) {
+#pragma unroll
+  for (int k = 0; k < kKeys / 16; ++k) {
+    if constexpr (!is_fp8<typename VTile::T>::value) {
+#pragma unroll
+      for (int group = 0; group < kColumnGroups; ++group) {
+        uint32_t b[4];
+        load_v_fragment<T, VTile>(b, v_base, first_key + 16 * k, group, lane);
+#pragma unroll
+        for (int m = 0; m < kMmaQ; ++m) {
+          ptx::mma_m16n8k16<T>(o[m][2 * group], p[m][k], b[0], b[1]);
+          ptx::mma_m16n8k16<T>(o[m][2 * group + 1], p[m][k], b[2], b[3]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int group = 0; group < kColumnGroups; group += 2) {
+        uint32_t b[2][4];
+        load_v_fragments_fp8<T, VTile>(b, v_base, first_key + 16 * k, group, lane);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (group + half < kColumnGroups) {
+#pragma unroll
+            for (int m = 0; m < kMmaQ; ++m) {
+              ptx::mma_m16n8k16<T>(o[m][2 * (group + half)], p[m][k], b[half][0], b[half][1]);
+              ptx::mma_m16n8k16<T>(o[m][2 * (group + half) + 1], p[m][k], b[half][2], b[half][3]);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace cupyattn

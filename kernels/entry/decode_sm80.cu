@@ -1,0 +1,31 @@
+// Decode attention for one request, portable tier (sm_80 and later).
+#include "cupyattn/attention/decode_sm80.cuh"
+
+#ifndef CUPYATTN_CONFIG
+struct Config {
+  using DTypeQ = bfloat16_t;
+  using DTypeKV = bfloat16_t;
+  using DTypeO = bfloat16_t;
+  static constexpr int kHeadDimQK = 128;
+  static constexpr int kHeadDimVO = 128;
+  static constexpr int kWarps = 4;
+  static constexpr int kKeysPerWarp = 16;
+  static constexpr int kStages = 3;
+  static constexpr int kMinBlocks = 2;
+  static constexpr bool kQInRegisters = true;
+  static constexpr bool kRope = false;
+  static constexpr bool kAlibi = false;
+  static constexpr bool kSoftCap = false;
+  static constexpr bool kTransformed = false;
+  static constexpr bool kCustomMask = false;
+  static constexpr bool kAligned = true;
+  static constexpr int kSharedBytes = 108832;
+};
+#endif
+
+extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, Config::kMinBlocks)
+    cupyattn_decode_sm80(const __grid_constant__ cupyattn::AttentionParams params) {
+  using Kernel = cupyattn::DecodeSm80<Config>;
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  Kernel(params, *reinterpret_cast<typename Kernel::SharedMemory*>(shared_bytes)).run();
+}

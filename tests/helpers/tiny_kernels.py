@@ -1,0 +1,62 @@
+"""A kernels folder of a few lines, so that tests of the JIT compile in milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FILES = {
+    "cupyattn/common/types.cuh": """\
+#pragma once
+namespace cupyattn {
+struct half_t { unsigned short bits; };
+struct bfloat16_t { unsigned short bits; };
+}
+""",
+    "cupyattn/tiny/scale.cuh": """\
+#pragma once
+#include "nested/add.cuh"
+__device__ inline float scaled(float x, int factor) { return plus_zero(x) * factor; }
+""",
+    "cupyattn/tiny/nested/add.cuh": """\
+#pragma once
+__device__ inline float plus_zero(float x) { return x + 0.0f; }
+""",
+    # out[i] = i * kScale, through dynamic shared memory of blockDim.x floats.
+    "entry/tiny.cu": """\
+#include "cupyattn/tiny/scale.cuh"
+
+#ifndef CUPYATTN_CONFIG
+struct Config { static constexpr int kScale = 1; };
+#endif
+
+extern "C" __global__ void cupyattn_tiny(float* out, int n) {
+  extern __shared__ float staged[];
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  staged[threadIdx.x] = scaled(float(i), Config::kScale);
+  __syncthreads();
+  if (i < n) out[i] = staged[threadIdx.x];
+}
+""",
+    "entry/broken.cu": """\
+extern "C" __global__ void cupyattn_broken(float* out) { out[0] = undeclared; }
+""",
+    # 1024 threads leave 64 registers each, for 256 values all loaded before any is used.
+    "entry/spilling.cu": """\
+extern "C" __global__ void __launch_bounds__(1024) cupyattn_spilling(volatile float* x) {
+  float held[256];
+#pragma unroll
+  for (int i = 0; i < 256; ++i) held[i] = x[i];
+#pragma unroll
+  for (int i = 0; i < 256; ++i) x[i] = held[255 - i] * held[i];
+}
+""",
+}
+
+
+def write(root: Path) -> Path:
+    """Write the folder's files below `root`; returns `root`."""
+    for name, text in FILES.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root

@@ -1,0 +1,166 @@
+"""What is shipped: a wheel that carries the kernels, stays small and works outside the checkout."""
+
+from __future__ import annotations
+
+import email
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from cupyattn import env
+
+pytest.importorskip("hatchling")
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ROOT / "kernels"
+
+# The answer is the mean of v: all keys are equal.
+CALL = """
+import sys
+import numpy as np
+import cupyattn
+from cupyattn import jit
+print(cupyattn.__file__)
+print(jit.kernels_dir())
+print(sorted({"cupy", "torch", "jax"} & set(sys.modules)))
+q, k = np.ones((4, 16), np.float32), np.ones((3, 2, 16), np.float32)
+v = np.repeat(np.float32([1, 2, 6]), 32).reshape(3, 2, 16)
+print(float(cupyattn.single_decode_with_kv_cache(q, k, v).mean()))
+"""
+
+COMPILE = """
+from cupyattn import jit
+from cupyattn.launch.instances import instances
+name, config = next(iter(instances("standard")))
+print(jit.build(name, config, "sm_80").path.stat().st_size)
+"""
+
+
+def build(kind: str, source: Path, folder: Path) -> Path:
+    """The one file that hatchling makes from `source`."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=300)
+    (made,) = folder.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but the wheel installed into it."""
+    folder = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target"]
+    command += [str(folder), str(wheel)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    return folder
+
+
+def run_outside(installed: Path, cwd: Path, *arguments: str) -> list[str]:
+    """Lines printed by Python, run in `cwd` with the installed wheel ahead of any other copy."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("CUPYATTN_", "PYTHON"))}
+    environment["PYTHONPATH"] = str(installed)
+    environment["CUPYATTN_CACHE_DIR"] = str(cwd / "cache")
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_wheel_carries_every_kernel_file(wheel: Path) -> None:
+    sources = {p.relative_to(KERNELS).as_posix(): p for p in KERNELS.rglob("*.cu*")}
+    assert any(name.startswith("entry/") for name in sources)
+    with zipfile.ZipFile(wheel) as archive:
+        for name, path in sources.items():
+            assert archive.read(f"cupyattn/_kernels/{name}") == path.read_bytes(), name
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0] for name in names} == {"cupyattn", f"{info_folder(wheel)}"}
+    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "cupyattn").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules
+
+
+def test_the_examples_of_the_readme_run() -> None:
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
+    assert examples
+    for example in examples:
+        exec(compile(example, "README.md", "exec"), {})
+
+
+def test_the_readme_names_every_variable() -> None:
+    rows = re.findall(r"^\| `(CUPYATTN_\w+)` ", (ROOT / "README.md").read_text("utf-8"), re.M)
+    assert rows == [variable.name for variable in env.ALL]
+
+
+def test_the_wheel_is_small(wheel: Path) -> None:
+    assert wheel.stat().st_size <= 500_000
+
+
+def info_folder(wheel: Path) -> str:
+    name, version, *_ = wheel.name.split("-")
+    return f"{name}-{version}.dist-info"
+
+
+def test_the_metadata(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = email.message_from_bytes(archive.read(f"{info_folder(wheel)}/METADATA"))
+        entry_points = archive.read(f"{info_folder(wheel)}/entry_points.txt").decode()
+        licence = archive.read(f"{info_folder(wheel)}/licenses/LICENSE").decode()
+    needs = [n for n in metadata.get_all("Requires-Dist", []) if "extra ==" not in n]
+    assert sorted(n.partition(">")[0] for n in needs) == ["ml-dtypes", "numpy"]
+    extras = set(metadata.get_all("Provides-Extra", []))
+    assert extras >= {"cuda12x", "cuda13x", "test", "bench", "dev"}
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-Expression"] == "Apache-2.0" and "Apache License" in licence
+    assert "cupyattn = cupyattn.cli:main" in entry_points
+
+
+def test_the_wheel_answers_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    package, kernels, frameworks, answer = run_outside(installed, tmp_path, "-c", CALL)
+    assert Path(package) == installed / "cupyattn" / "__init__.py"
+    assert Path(kernels) == installed / "cupyattn" / "_kernels"
+    assert frameworks == "[]"
+    assert float(answer) == 3.0
+
+
+def test_the_command_runs_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    lines = run_outside(installed, tmp_path, "-m", "cupyattn", "info")
+    assert any(str(installed / "cupyattn" / "_kernels") in line for line in lines)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="NVRTC is reached by CuPy")
+def test_the_wheel_compiles_its_kernels(installed: Path, tmp_path: Path) -> None:
+    (size,) = run_outside(installed, tmp_path, "-c", COMPILE)
+    assert int(size) > 0
+    assert list((tmp_path / "cache").rglob("*.cubin"))
+
+
+def test_the_source_archive_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    archive = build("sdist", ROOT, tmp_path / "sdist")
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    for name in ("Makefile", "LICENSE", "README.md", "kernels/entry", "tests/conftest.py"):
+        assert (source / name).exists(), name
+    again = build("wheel", source, tmp_path / "wheel")
+    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
+        assert sorted(first.namelist()) == sorted(second.namelist())
