@@ -101,7 +101,7 @@ def _names(kind: str, known: Sequence[str]) -> Any:
 def supervise(args: argparse.Namespace, given: Sequence[str]) -> int:
     """Run workers until one finishes; each that dies leaves its culprit in the `lost` list."""
     command = [sys.executable, "-m", "benchmarks", *given, "--worker"]
-    command += ["--deadline", repr(args.deadline)]
+    command += ["--deadline", repr(args.deadline), "--out", str(args.out.resolve())]
     root = Path(__file__).resolve().parent.parent
     for _ in range(_MAX_RESTARTS + 1):
         ended = _watch(command, root, args.out / PROGRESS_NAME, args.deadline + _GRACE_SECONDS)

@@ -63,6 +63,18 @@ def smi() -> dict[str, str]:
     return dict(zip(_SMI_FIELDS, (part.strip() for part in line.split(",")), strict=True))
 
 
+def gpu_state() -> dict[str, Any]:
+    """SM clock (MHz), power (mW) and temperature (°C) now, without starting a process."""
+    import torch
+
+    reads = {
+        "sm_mhz": torch.cuda.clock_rate,
+        "power_mw": torch.cuda.power_draw,
+        "celsius": torch.cuda.temperature,
+    }
+    return {name: _guarded(read) for name, read in reads.items()}
+
+
 def _run(command: list[str], env: dict[str, str] | None = None) -> str:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=30, check=True, env=env

@@ -73,7 +73,7 @@ def run(args: Namespace) -> int:
     except ContextLost as error:
         print(f"context lost: {error}", flush=True)
         return CONTEXT_LOST
-    results.data["header"]["smi_at_end"] = _quietly(machine.smi)
+    results.data["header"]["gpu_at_end"] = machine.gpu_state()
     results.save()
     return 0
 
@@ -89,15 +89,16 @@ def _one_case(
         return
     start = time.perf_counter()
     rows: list[dict[str, Any]] = []
+    facts: dict[str, Any] = {}
     try:
-        _check_and_time(case, args, results, clock, progress, rows)
+        facts = _check_and_time(case, args, results, clock, progress, rows)
     except ContextLost:
         raise
     except Exception as error:
         rows.append(bare_row(case, "*", "", "failed", describe(error)))
         clock.check_alive()
     seconds = time.perf_counter() - start
-    results.add_case(case, rows, seconds=seconds, smi=_quietly(machine.smi))
+    results.add_case(case, rows, seconds=seconds, **facts)
     _release()
     print(_line(case, results), flush=True)
 
@@ -109,7 +110,8 @@ def _check_and_time(
     clock: Clock,
     progress: Progress,
     rows: list[dict[str, Any]],
-) -> None:
+) -> dict[str, Any]:
+    """Append the rows of one case to `rows`; returns what the GPU was like right after timing."""
     progress.note("time", case.name, "*")
     inputs = make_inputs(case)
     expected = oracle.expect(case, inputs)
@@ -133,9 +135,11 @@ def _check_and_time(
         timings = measure_host(calls, clock.wait, clock.check_alive, args.rounds)
     else:
         timings = measure(calls, clock, args.rounds, args.deadline)
+    state = machine.gpu_state()
     ceilings = results.data["ceilings"]
     for item, timing in zip(checked, timings, strict=True):
         rows.append(_row(case, item, timing, ceilings))
+    return {"gpu": state}
 
 
 def _offers(
@@ -214,10 +218,3 @@ def _release() -> None:
 
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def _quietly(read: Any) -> Any:
-    try:
-        return read()
-    except Exception as error:
-        return {"error": describe(error)}

@@ -48,7 +48,7 @@ class Visibility:
         if self._is_causal:
             end = min(end, max(0, rows.stop + diagonal))
         if self.window_left >= 0:
-            first = min(end, max(0, rows.start + diagonal - self.window_left))
+            first = max(0, rows.start + diagonal - self.window_left)
         return slice(first, end)
 
     def tile(self, rows: slice, keys: slice) -> np.ndarray:

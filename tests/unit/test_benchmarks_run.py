@@ -147,7 +147,7 @@ def test_a_whole_run_of_one_case(case: Case, out: bool, tmp_path: Any, monkeypat
     for name in ("single_prefill_with_kv_cache", "single_decode_with_kv_cache"):
         monkeypatch.setattr(cupyattn, name, _serve, raising=False)
     monkeypatch.setattr(worker, "make_inputs", lambda asked: make_inputs(asked, "cpu"))
-    monkeypatch.setattr(worker.machine, "smi", dict)
+    monkeypatch.setattr(worker.machine, "gpu_state", dict)
     monkeypatch.delenv("CUPYATTN_BENCH_FA3", raising=False)
     clock: Any = FakeClock()
     results = Results(tmp_path / FILE_NAME)
@@ -178,7 +178,7 @@ def test_a_wrong_answer_and_a_spent_budget_are_recorded(tmp_path: Any, monkeypat
 
     monkeypatch.setattr(cupyattn, "single_prefill_with_kv_cache", forget_to_write, raising=False)
     monkeypatch.setattr(worker, "make_inputs", lambda asked: make_inputs(asked, "cpu"))
-    monkeypatch.setattr(worker.machine, "smi", dict)
+    monkeypatch.setattr(worker.machine, "gpu_state", dict)
     clock: Any = FakeClock()
     results = Results(tmp_path / FILE_NAME)
     results.data["ceilings"] = CEILINGS

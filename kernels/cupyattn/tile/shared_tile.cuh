@@ -66,7 +66,8 @@ __device__ __forceinline__ void copy_rows(unsigned char* tile, const typename Ti
     const int chunk = thread % Tile::kChunks;
     int row = thread / Tile::kChunks;
     const typename Tile::T* source = matrix + (first_row + row) * row_stride;
-#pragma unroll
+    // Element-wise copies are long already.
+#pragma unroll (kAligned ? Tile::kRows : 1)
     for (int i = 0; i < ceil_div(Tile::kRows, kStep); ++i) {
       if (Tile::kRows % kStep == 0 || row < Tile::kRows) {
         copy_chunk<Tile, kHeadDim, kAligned>(tile, row, chunk, source, span.contains(first_row + row));
