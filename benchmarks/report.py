@@ -44,7 +44,7 @@ def table(data: dict[str, Any]) -> str:
         "p90",
         "TFLOP/s",
         "GB/s",
-        "floor",
+        "of floor",
         "error",
         "",
     )

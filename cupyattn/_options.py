@@ -9,6 +9,7 @@ from .errors import ArgumentError
 from .problem import KV_LAYOUTS, POS_ENCODING_MODES
 
 _INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 def choice(value: object, allowed: tuple[str, ...], name: str) -> str:
@@ -30,20 +31,21 @@ def window_left(value: object) -> int:
     """A window: -1 for none, else the number of keys to the left of the row's own."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ArgumentError(f"window_left: got {value!r}; wanted an integer, -1 for no window")
-    if not -1 <= value <= _INT32_MAX:
+    window = int(value)
+    if not -1 <= window <= _INT32_MAX:
         raise ArgumentError(
-            f"window_left: got {value}; wanted -1 (no window) or 0 to {_INT32_MAX} keys"
+            f"window_left: got {window}; wanted -1 (no window) or 0 to {_INT32_MAX} keys"
         )
-    return int(value)
+    return window
 
 
 def finite(value: object, name: str, default: float) -> float:
-    """A finite float; None is the default."""
+    """A finite float that float32 can hold; None is the default."""
     if value is None:
         return default
     number = _real(value, name)
-    if not math.isfinite(number):
-        raise ArgumentError(f"{name}: got {value!r}; wanted a finite number")
+    if not abs(number) <= _FLOAT32_MAX:
+        raise ArgumentError(f"{name}: got {value!r}; wanted a finite number that fits float32")
     return number
 
 
@@ -73,12 +75,13 @@ def flag(value: object, name: str) -> bool:
 
 
 def _real(value: object, name: str) -> float:
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return float(value)
-    # One-element arrays of any framework, NumPy scalars of ml_dtypes.
-    if getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0:
+    # One-element arrays of any framework and NumPy scalars of ml_dtypes are numbers too.
+    if isinstance(value, Real) or getattr(value, "ndim", None) in (0, 1):
         try:
-            return float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+            if not isinstance(value, bool):
+                return float(value if isinstance(value, Real) else value.item())  # type: ignore[attr-defined]
+        except OverflowError:
+            return math.inf
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             pass
     raise ArgumentError(f"{name}: got {value!r}; wanted a number")

@@ -1,77 +1,27 @@
 """What single-request prefill and decode share: check, look up the launcher, launch.
 
 A call is described by its geometry (dtypes, head counts, strides, options) and its lengths. All
-checks that need only the geometry are made once; the result, an `_Entry`, is remembered, so that a
-call in a decoding loop pays for reading its arrays, checking their lengths, and the launch.
+checks that need only the geometry are made once (_geometry.py); the result, an `Entry`, is
+remembered, so that a call in a decoding loop pays for reading its arrays, checking their lengths,
+and the launch.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from . import _options, array, dtypes, reference
+from . import array, dtypes, reference
+from ._geometry import NO_EXTRAS, Entry, Extras, Options, is_reusable, make_entry
 from .array import ArrayView
-from .dtypes import DType
 from .errors import ArgumentError, UnsupportedError
-from .launch.attention import AttentionLauncher, AttentionOptions
 from .match import Dims, match, require_contiguous_last, require_dtype, require_output
-from .problem import AttentionProblem
 
 _MAX_LENGTH = 2**31 - 1 - 64
 _MAX_ENTRIES = 4096
 
-
-class Options(NamedTuple):
-    """The scalar arguments of a call, as given: the key of the launcher cache."""
-
-    kv_layout: str
-    causal: bool
-    pos_encoding_mode: str
-    window_left: int
-    logits_soft_cap: float | None
-    sm_scale: float | None
-    rope_scale: float | None
-    rope_theta: float | None
-    q_scale: float | None
-    k_scale: float | None
-    v_scale: float | None
-    o_dtype: object
-
-
-class Extras(NamedTuple):
-    """The optional arrays of a call, as given."""
-
-    custom_mask: Any = None
-    packed_custom_mask: Any = None
-    sinks: Any = None
-    scale_q: Any = None
-    scale_k: Any = None
-    scale_v: Any = None
-
-
-NO_EXTRAS = Extras()
-
-
-@dataclass(slots=True)
-class _Entry:
-    """What is known of every call with the same geometry."""
-
-    problem: AttentionProblem
-    options: AttentionOptions
-    num_qo_heads: int
-    num_kv_heads: int
-    kv_strides: tuple[int, int, int, int]
-    kv_axis: int
-    dtype_o: DType
-    checked: Options
-    launcher: AttentionLauncher | None
-
-
-_entries: dict[tuple[object, ...], _Entry] = {}
+_entries: dict[tuple[object, ...], Entry] = {}
 
 
 def run(
@@ -99,8 +49,7 @@ def run(
     has_scales = not (extras.scale_q is extras.scale_k is None)
     # Everything of k and v but the length, which changes from call to call.
     kept = slice(None, None, 2) if options.kv_layout == "HND" else slice(1, None)
-    qo_len = 1 if is_decode else vq.shape[0]
-    key = (
+    key: tuple[object, ...] = (
         is_decode,
         vq.shape[-2:],
         vq.strides,
@@ -123,15 +72,16 @@ def run(
     except TypeError:
         entry, key = None, ()
     if entry is None:
-        entry = _make_entry(vq, vk, vv, vout, options, pointers, has_mask, has_scales, is_decode)
-        if key:
+        entry = make_entry(vq, vk, vv, vout, options, pointers, has_mask, has_scales, is_decode)
+        if key and is_reusable(options, vq, vk, vv):
             if len(_entries) >= _MAX_ENTRIES:
                 _entries.clear()
             _entries[key] = entry
+    qo_len = 1 if is_decode else vq.shape[0]
     kv_len = vk.shape[entry.kv_axis]
     others = (vk, vv, vout, vlse)
     _check_call(vq, others, entry, qo_len, kv_len, is_decode)
-    views = _view_extras(extras, vq, entry, qo_len, kv_len)
+    views = _view_extras(extras, vq, vout, vlse, entry, qo_len, kv_len)
 
     # --- 2. Answer on the CPU ---
     if vq.device.kind == "cpu":
@@ -151,98 +101,10 @@ def run(
     return (out, array.deliver(lse, vq)) if return_lse else out
 
 
-def _make_entry(
-    vq: ArrayView,
-    vk: ArrayView,
-    vv: ArrayView,
-    vout: ArrayView | None,
-    given: Options,
-    pointers: int,
-    has_mask: bool,
-    has_scales: bool,
-    is_decode: bool,
-) -> _Entry:
-    layout = _options.kv_layout(given.kv_layout)
-    dims = Dims()
-    match(vq, "Hq Dqk" if is_decode else "Lq Hq Dqk", dims, "q")
-    match(vk, "Lkv Hkv Dqk" if layout == "NHD" else "Hkv Lkv Dqk", dims, "k")
-    match(vv, "Lkv Hkv Dvo" if layout == "NHD" else "Hkv Lkv Dvo", dims, "v")
-    for v, name in ((vq, "q"), (vk, "k"), (vv, "v")):
-        require_contiguous_last(v, name)
-    heads, kv_heads = dims["Hq"], dims["Hkv"]
-    if heads == 0 or kv_heads == 0 or heads % kv_heads:
-        raise ArgumentError(
-            f"q, k: {heads} query heads over {kv_heads} KV heads; wanted a positive multiple"
-        )
-    if vk.dtype is not vv.dtype:
-        raise ArgumentError(f"v: dtype is {vv.dtype} but k is {vk.dtype}; wanted the same")
-    dtype_o = vq.dtype if given.o_dtype is None else dtypes.parse(given.o_dtype, "o_dtype")
-    mode = _options.pos_encoding_mode(given.pos_encoding_mode)
-    options = _normalise(given, dims["Dqk"])
-    axis = 0 if layout == "NHD" else 1
-    kv_strides = (vk.strides[axis], vk.strides[1 - axis], vv.strides[axis], vv.strides[1 - axis])
-    problem = AttentionProblem(
-        dtype_q=vq.dtype,
-        dtype_kv=vk.dtype,
-        dtype_o=dtype_o,
-        head_dim_qk=dims["Dqk"],
-        head_dim_vo=dims["Dvo"],
-        pos_encoding=mode,
-        soft_cap=options.logits_soft_cap > 0.0,
-        custom_mask=has_mask,
-        scale_first=has_scales or options.sm_scale <= 0.0,
-        aligned=_is_aligned(vq, vk, vv, vout, pointers, dims["Dvo"], dtype_o),
-    )
-    launcher = None
-    if vq.device.kind == "cuda":
-        problem.check_supported()
-        launcher = AttentionLauncher(problem, options, heads, kv_heads, vq.device.index)
-    return _Entry(
-        problem, options, heads, kv_heads, kv_strides, axis, dtype_o, given, launcher
-    )
-
-
-def _normalise(given: Options, head_dim: int) -> AttentionOptions:
-    default = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    scale = _options.finite(given.sm_scale, "sm_scale", default)
-    scale *= _options.finite(given.q_scale, "q_scale", 1.0)
-    scale *= _options.finite(given.k_scale, "k_scale", 1.0)
-    return AttentionOptions(
-        causal=_options.flag(given.causal, "causal"),
-        window_left=_options.window_left(given.window_left),
-        sm_scale=scale,
-        output_scale=_options.finite(given.v_scale, "v_scale", 1.0),
-        logits_soft_cap=_options.soft_cap(given.logits_soft_cap),
-        rope_scale=_options.positive(given.rope_scale, "rope_scale", 1.0),
-        rope_theta=_options.positive(given.rope_theta, "rope_theta", 1e4),
-    )
-
-
-def _is_aligned(
-    vq: ArrayView,
-    vk: ArrayView,
-    vv: ArrayView,
-    vout: ArrayView | None,
-    pointers: int,
-    head_dim_vo: int,
-    dtype_o: DType,
-) -> bool:
-    """True if every row of q, k, v and o starts on a 16-byte boundary."""
-    offsets = pointers
-    for v in (vq, vk, vv, vout):
-        if v is not None:
-            for stride, extent in zip(v.strides[:-1], v.shape[:-1], strict=True):
-                if extent > 1:
-                    offsets |= stride * v.dtype.itemsize
-    if vout is None:
-        offsets |= head_dim_vo * dtype_o.itemsize
-    return offsets & 15 == 0
-
-
 def _check_call(
     vq: ArrayView,
     others: tuple[ArrayView | None, ...],
-    entry: _Entry,
+    entry: Entry,
     qo_len: int,
     kv_len: int,
     is_decode: bool,
@@ -284,7 +146,13 @@ def _check_call(
 
 
 def _view_extras(
-    extras: Extras, vq: ArrayView, entry: _Entry, qo_len: int, kv_len: int
+    extras: Extras,
+    vq: ArrayView,
+    vout: ArrayView | None,
+    vlse: ArrayView | None,
+    entry: Entry,
+    qo_len: int,
+    kv_len: int,
 ) -> dict[str, ArrayView]:
     """Views of the optional arrays, checked; absent ones are left out."""
     if extras is NO_EXTRAS:
@@ -311,6 +179,9 @@ def _view_extras(
             match(v, "H", Dims(H=heads.get(name, entry.num_kv_heads)), name)
             require_dtype(v, dtypes.float32, name)
             require_contiguous_last(v, name)
+    for target, name in ((vout, "out"), (vlse, "lse")):
+        if target is not None:
+            require_output(target, name, **views)
     return views
 
 
@@ -320,7 +191,7 @@ def _launch(
     vv: ArrayView,
     vout: ArrayView,
     vlse: ArrayView | None,
-    entry: _Entry,
+    entry: Entry,
     views: dict[str, ArrayView],
     qo_len: int,
     kv_len: int,
@@ -380,7 +251,7 @@ def _run_reference(
     vv: ArrayView,
     vout: ArrayView | None,
     vlse: ArrayView | None,
-    entry: _Entry,
+    entry: Entry,
     views: dict[str, ArrayView],
     is_decode: bool,
     return_lse: bool,

@@ -110,7 +110,8 @@ def _record(stream: int) -> Any:
 
 def _wait(stream: int, producer: int) -> None:
     if stream != producer:
-        cupy_module().cuda.runtime.streamWaitEvent(stream, _record(producer).ptr)
+        event = _record(producer)  # must outlive the call: destroying it frees the handle
+        cupy_module().cuda.runtime.streamWaitEvent(stream, event.ptr)
 
 
 # --- arrays for answers ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _single
-from ._single import Extras, Options
+from ._geometry import NO_EXTRAS, Extras, Options
 
 __all__ = ["single_decode_with_kv_cache"]
 
@@ -68,5 +68,5 @@ def single_decode_with_kv_cache(
         v_scale,
         None,
     )
-    extras = _single.NO_EXTRAS if sinks is None else Extras(sinks=sinks)
+    extras = NO_EXTRAS if sinks is None else Extras(sinks=sinks)
     return _single.run(q, k, v, options, extras, out, lse, return_lse, is_decode=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _options, _single
-from ._single import Extras, Options
+from ._geometry import NO_EXTRAS, Extras, Options
 from .errors import ArgumentError
 from .problem import KV_LAYOUTS
 
@@ -36,10 +36,10 @@ def _is_old_order(rest: tuple[Any, ...]) -> bool:
     order these are three scales (float arrays or numbers) and a dtype.
     """
     kinds = ("bool", "torch.bool", "uint8", "torch.uint8")
-    masks = any(str(getattr(x, "dtype", "")) in kinds for x in rest[:2])
-    return masks or (len(rest) > 2 and isinstance(rest[2], bool)) or rest[3:4] in (
-        tuple((layout,) for layout in KV_LAYOUTS)
-    )
+    if any(str(getattr(x, "dtype", "")) in kinds for x in rest[:2]):
+        return True
+    has_layout = any(isinstance(x, str) and x in KV_LAYOUTS for x in rest[3:4])
+    return has_layout or any(isinstance(x, bool) for x in rest[2:3])
 
 
 def _accepts_old_calls(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,8 +51,10 @@ def _accepts_old_calls(function: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["use_fp16_qk_reduction"] = kwargs.pop("allow_fp16_qk_reduction")
         if len(args) > 3 and _is_old_order(args[3:]):
             if len(args) - 3 > len(_OLD_ORDER):
-                raise TypeError(f"{function.__name__}() takes at most {len(_OLD_ORDER) + 3} "
-                                f"positional arguments in the old order ({len(args)} given)")
+                raise TypeError(
+                    f"{function.__name__}() takes at most {len(_OLD_ORDER) + 3} positional "
+                    f"arguments in the old order ({len(args)} given)"
+                )
             named = dict(zip(_OLD_ORDER, args[3:], strict=False))
             twice = sorted(named.keys() & kwargs.keys())
             if twice:
@@ -104,7 +106,7 @@ def single_prefill_with_kv_cache(
             [num_kv_heads]: the first two multiply the logits, the last the output. They multiply
             q_scale, k_scale and v_scale, which are numbers. Default 1.
     o_dtype dtype of the output: float16, bfloat16 or float32; default that of q.
-    custom_mask         bool [qo_len, kv_len], True where a row sees a key. `causal` is then ignored.
+    custom_mask         bool [qo_len, kv_len], True where a row sees a key; causal is then ignored.
     packed_custom_mask  uint8 [>= ceil(qo_len * kv_len / 8)]: the same as little-endian bits
             (`packbits(mask.flatten(), bitorder="little")`), without the packing; it wins over
             custom_mask.
@@ -149,7 +151,7 @@ def single_prefill_with_kv_cache(
         o_dtype,
     )
     if custom_mask is packed_custom_mask is sinks is q_array is k_array is v_array is None:
-        extras = _single.NO_EXTRAS
+        extras = NO_EXTRAS
     else:
         extras = Extras(
             None if packed_custom_mask is not None else custom_mask,

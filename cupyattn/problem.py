@@ -21,9 +21,9 @@ class AttentionProblem:
     """The compile-time facts of one attention call.
 
     Head dims are per head and in elements. `aligned` says that every row of q, k, v and o starts on
-    a 16-byte boundary; `scale_first` that the logit scale is not one positive number for all heads, so
-    that it cannot be folded into the softmax. Causality, windows, sinks, scales and LSE are run-time facts: they cost
-    nothing when off, so they do not multiply the number of kernels.
+    a 16-byte boundary; `scale_first` that the logit scale is not one positive number for all heads,
+    so that it cannot be folded into the softmax. Causality, windows, sinks, scales and LSE are
+    run-time facts: they cost nothing when off, so they do not multiply the number of kernels.
     """
 
     dtype_q: DType
@@ -37,12 +37,11 @@ class AttentionProblem:
     scale_first: bool = False
     aligned: bool = True
 
-    def check_supported(self) -> None:
-        """Raise UnsupportedError or ArgumentError unless the GPU kernels can serve this problem."""
-        if not self.dtype_q.is_float16:
-            remedy = "cast q to float16 or bfloat16"
+    def check_dtypes(self) -> None:
+        """Raise UnsupportedError or ArgumentError unless the dtypes make sense on any device."""
+        if not (self.dtype_q.is_float16 or self.dtype_q is dtypes.float32):
             raise UnsupportedError(
-                f"q: dtype {self.dtype_q} has no GPU kernel; {remedy} (CPU arrays take float32 too)"
+                f"q: dtype {self.dtype_q} is not supported; cast q to float16 or bfloat16"
             )
         if self.dtype_kv is not self.dtype_q and not self.dtype_kv.is_fp8:
             raise ArgumentError(
@@ -53,6 +52,15 @@ class AttentionProblem:
             raise UnsupportedError(
                 f"o_dtype: {self.dtype_o} is not a supported output; use float16, bfloat16 or "
                 "float32"
+            )
+
+    def check_supported(self) -> None:
+        """Raise UnsupportedError or ArgumentError unless the GPU kernels can serve this problem."""
+        self.check_dtypes()
+        if not self.dtype_q.is_float16:
+            remedy = "cast q to float16 or bfloat16"
+            raise UnsupportedError(
+                f"q: dtype {self.dtype_q} has no GPU kernel; {remedy} (CPU arrays take float32 too)"
             )
         for label, dim in (("qk", self.head_dim_qk), ("vo", self.head_dim_vo)):
             if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:

@@ -18,6 +18,7 @@ DECODE_ROWS = 16
 
 _MASK_MAP_BYTES = 2 * 4096 // 8
 _PLACEHOLDER = 16
+_WORK_BYTES = 20
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def _choose_prefill(problem: AttentionProblem, rows: str, max_shared_bytes: int)
     mma_q = 2 if wide else 1
     q_in_registers = max(problem.head_dim_qk, problem.head_dim_vo) <= 64
     for tile_kv in (64, 32, 16):
-        tiles = prefill_tiles(problem, mma_q, 4, tile_kv, 2, q_in_registers)
+        tiles = prefill_tiles(problem, mma_q, 4, tile_kv, 2, q_in_registers, False)
         if tiles.shared_bytes <= max_shared_bytes:
             return tiles
     raise AssertionError(f"no prefill tile fits {max_shared_bytes} bytes of shared memory")
@@ -93,12 +94,20 @@ def _common(problem: AttentionProblem) -> dict[str, int | bool | DType]:
         "kHeadDimQK": problem.head_dim_qk,
         "kHeadDimVO": problem.head_dim_vo,
         "kRope": problem.pos_encoding == "ROPE_LLAMA",
+        "kRotateKeys": problem.pos_encoding == "ROPE_LLAMA",
         "kAlibi": alibi,
         "kSoftCap": problem.soft_cap,
         "kTransformed": alibi or problem.soft_cap or problem.scale_first,
         "kCustomMask": problem.custom_mask,
         "kAligned": problem.aligned,
     }
+
+
+def _row_bytes(problem: AttentionProblem, tile_q: int) -> int:
+    """A tile of Q, what is known of its rows, and the RoPE steps."""
+    is_rotated = problem.pos_encoding == "ROPE_LLAMA"
+    rope = 4 * (problem.head_dim_qk // 2) if is_rotated else 4
+    return _tile_bytes(tile_q, problem.head_dim_qk, 2) + 16 * tile_q + rope
 
 
 def _widened_key_bytes(problem: AttentionProblem, rows: int) -> int:
@@ -115,17 +124,20 @@ def prefill_tiles(
     tile_kv: int,
     min_blocks: int,
     q_in_registers: bool,
+    pipelined: bool,
 ) -> TileConfig:
     """A prefill instance: `warps` warps of 16 * mma_q query rows, tile_kv keys at a time."""
+    buffers = 2 if pipelined else 1
     dim_qk, dim_vo = problem.head_dim_qk, problem.head_dim_vo
     tile_q = 16 * mma_q * warps
     itemsize = problem.dtype_kv.itemsize
     shared = _round_up(
-        _tile_bytes(tile_q, dim_qk, 2)
-        + _tile_bytes(tile_kv, dim_qk, itemsize)
-        + _tile_bytes(tile_kv, dim_vo, itemsize)
+        _row_bytes(problem, tile_q)
+        + buffers * _tile_bytes(tile_kv, dim_qk, itemsize)
+        + buffers * _tile_bytes(tile_kv, dim_vo, itemsize)
         + _widened_key_bytes(problem, tile_kv)
         + (_MASK_MAP_BYTES if problem.custom_mask else 4)
+        + _WORK_BYTES
         + 4,
         16,
     )
@@ -135,6 +147,7 @@ def prefill_tiles(
         "kTileKV": tile_kv,
         "kMinBlocks": min_blocks,
         "kQInRegisters": q_in_registers,
+        "kPipelined": pipelined,
         "kSharedBytes": shared,
     }
     return TileConfig("prefill_sm80", jit.Config(config), tile_q, tile_kv, warps * 32, shared)
@@ -156,7 +169,7 @@ def decode_tiles(
     wide = _widened_key_bytes(problem, keys_per_warp)
     states = warps * DECODE_ROWS * (dim_vo + 8 + 2) * 4
     shared = _round_up(
-        _tile_bytes(DECODE_ROWS, dim_qk, 2)
+        _row_bytes(problem, DECODE_ROWS)
         + (warps * wide if wide > _PLACEHOLDER else wide)
         + max(warps * stages * stage, states)
         + 4,

@@ -14,6 +14,7 @@ struct Config {
   static constexpr int kMinBlocks = 2;
   static constexpr bool kQInRegisters = true;
   static constexpr bool kRope = false;
+  static constexpr bool kRotateKeys = false;
   static constexpr bool kAlibi = false;
   static constexpr bool kSoftCap = false;
   static constexpr bool kTransformed = false;

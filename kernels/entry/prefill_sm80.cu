@@ -13,7 +13,9 @@ struct Config {
   static constexpr int kTileKV = 64;
   static constexpr int kMinBlocks = 2;
   static constexpr bool kQInRegisters = false;
+  static constexpr bool kPipelined = false;
   static constexpr bool kRope = false;
+  static constexpr bool kRotateKeys = false;
   static constexpr bool kAlibi = false;
   static constexpr bool kSoftCap = false;
   static constexpr bool kTransformed = false;

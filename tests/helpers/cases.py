@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -148,6 +149,15 @@ def low_precision(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(o, lse) in the kernels' precision; `order` is kv_tile, is_reversed of lowprec.attention."""
     return lowprec.attention(**arguments(case, inputs), o_dtype=case.out_dtype, **order)
+
+
+def logit_magnitude(case: Case) -> float:
+    """The largest base-2 magnitude, besides its own, that a logit of the case passes through."""
+    largest = case.logits_soft_cap or 0.0
+    if case.pos_encoding_mode == "ALIBI":
+        steepest = float(lowprec.alibi_slopes(case.num_qo_heads).max())
+        largest = max(largest, steepest * max(case.qo_len, case.kv_len))
+    return largest * math.log2(math.e)
 
 
 def element_strides(kind: str, shape: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,11 @@ import ml_dtypes
 import numpy as np
 
 # The GPU's exp2, log2 and division are approximations good to one or two float32 ulps, and its
-# matrix units truncate where NumPy rounds. The LSE sums one of each, at the size of the logits.
+# matrix units truncate where NumPy rounds. The LSE sums one of each, at the size of the logits: not
+# of the finished ones only, but of every float32 a logit passes through, for there it is rounded
+# too. A soft cap makes it cap * log2(e) * (1 - 2 / (1 + e^2x)), good to an ulp of the cap however
+# small the result; ALiBi adds slope * (the tile's first key - row) and slope * (key - first key),
+# which cancel where the bias is small.
 _LSE_FLOOR_ULPS = 8
 
 
@@ -29,12 +33,14 @@ def assert_close(
     what: object,
     *,
     p_dtype: np.dtype | None = None,
+    logit_magnitude: float = 0.0,
 ) -> None:
     """Fail unless out [Lq, Hq, D] and lse [Lq, Hq] are as good as the low-precision model.
 
     ref_*: the float64 answer; low_*: `lowprec.attention` on the same inputs; `what` names the case
     in the failure. lse None is not checked. p_dtype: dtype of the probabilities (q's); default
-    out's. NaN, -inf and +inf must stand exactly where the reference has them.
+    out's. logit_magnitude: `cases.logit_magnitude` of the case. NaN, -inf and +inf must stand
+    exactly where the reference has them.
 
     Output, row by row: max |out - ref| <= 2 max |low - ref| + floor, all three over the row's D
     elements. Rows, not the whole array: a row that averages 500 keys is 20 times smaller than one
@@ -43,14 +49,15 @@ def assert_close(
     neighbours, and each probability carries half an ulp of its own dtype that, with few keys, the
     model may by luck not show.
 
-    LSE, over the whole array: the same with a floor of 8 float32 ulps at max(1, |lse|).
+    LSE, over the whole array: the same with a floor of 8 float32 ulps at max(1, |lse|,
+    logit_magnitude).
     """
     magnitude = _largest(ref_o, axis=-1)
     floor = np.maximum(ulp(out.dtype, magnitude), ulp(p_dtype or out.dtype, magnitude))
     tolerance = 2 * _largest(_error(low_o, ref_o, f"{what}: model of o"), axis=-1) + floor
     _check(out, ref_o, low_o, tolerance[..., None], f"{what}: o")
     if lse is not None:
-        magnitude = np.maximum(1.0, _largest(ref_lse))
+        magnitude = np.maximum(max(1.0, logit_magnitude), _largest(ref_lse))
         floor = _LSE_FLOOR_ULPS * ulp(np.dtype(np.float32), magnitude)
         tolerance = 2 * _largest(_error(low_lse, ref_lse, f"{what}: model of lse")) + floor
         _check(lse, ref_lse, low_lse, tolerance, f"{what}: lse")

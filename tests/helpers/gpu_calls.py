@@ -79,7 +79,15 @@ class Call:
         lse = None if self.lse is None else self.lse.values()
         p_dtype = array.view(self.inputs["q"], "q").dtype.numpy
         compare.assert_close(
-            self.out.values(), lse, ref_o, ref_lse, low_o, low_lse, case, p_dtype=p_dtype
+            self.out.values(),
+            lse,
+            ref_o,
+            ref_lse,
+            low_o,
+            low_lse,
+            case,
+            p_dtype=p_dtype,
+            logit_magnitude=cases.logit_magnitude(case),
         )
         for name, poisoned in {**self.owned, "out": self.out, "lse": self.lse}.items():
             if poisoned is not None:

@@ -60,7 +60,7 @@ def attention(
             k32 = _rotate(k32, np.arange(kv_len), *turn)
         scale = np.float32(head_dim**-0.5 if sm_scale is None else sm_scale)
         scale = scale * _heads(scale_q, num_heads) * np.repeat(_heads(scale_k, num_kv_heads), group)
-        slopes = _slopes(num_heads) if pos_encoding_mode == "ALIBI" else None
+        slopes = alibi_slopes(num_heads) if pos_encoding_mode == "ALIBI" else None
         shape = (num_kv_heads, group * qo_len, head_dim)
         tiles = range(0, kv_len, kv_tile)
         state = _State(num_heads, qo_len, v.shape[2])
@@ -148,7 +148,7 @@ def _rotate(
     return turned.astype(dtype).astype(np.float32)
 
 
-def _slopes(num_heads: int) -> np.ndarray:
+def alibi_slopes(num_heads: int) -> np.ndarray:
     power = 1
     while power * 2 <= num_heads:
         power *= 2

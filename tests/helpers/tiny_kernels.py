@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
+
+import pytest
+
+from cupyattn import jit
+from cupyattn.jit import cache, module
 
 FILES = {
     "cupyattn/common/types.cuh": """\
@@ -60,3 +66,29 @@ def write(root: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return root
+
+
+def sandbox(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder's files, an empty cache and an empty temporary folder, all in use below `root`."""
+    write(root / "kernels")
+    (root / "tmp").mkdir()
+    monkeypatch.setenv("CUPYATTN_KERNELS_DIR", str(root / "kernels"))
+    monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(root / "cache"))
+    monkeypatch.setenv("TMPDIR", str(root / "tmp"))
+    monkeypatch.delenv("CUPYATTN_NO_COMPILE", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    for name in ("_swept", "_said"):
+        monkeypatch.setattr(cache, name, set())
+    monkeypatch.setattr(module, "_reported", set())
+    monkeypatch.setattr(module, "_kernels", {})
+    cache._private_folder.cache_clear()
+    return root
+
+
+def build(scale: int = 3) -> jit.Build:
+    return jit.build("tiny", {"kScale": scale}, "sm_80")
+
+
+def leftovers(folder: Path) -> list[str]:
+    """What compiles have left in the cache `folder` besides kernels."""
+    return sorted(path.name for path in (folder / ".work").iterdir())

@@ -23,7 +23,10 @@ _LAYERS = {
 _PUBLIC_API = 4  # every other module
 _SIBLINGS = {"schedule": "reference", "reference": "schedule"}
 _FRAMEWORKS = {"cupy", "cupyx", "cupy_backends", "torch", "jax", "jaxlib"}
-_MAY_USE_CUPY = {"array", "_readers", "device", "jit", "_wrapper", "cli", "demo", "integrations"}
+_MAY_USE_CUPY = {
+    *("array", "_readers", "device", "jit", "launch"),
+    *("_wrapper", "cli", "demo", "integrations"),
+}
 
 
 def _sources(folder: Path, *patterns: str) -> list[Path]:

@@ -28,7 +28,8 @@ def answers(case, **order):
 
 def compare(case, got, ref, low):
     p_dtype = dtypes.parse(case.dtype).numpy
-    assert_close(got[0], got[1], *ref, *low, what=case, p_dtype=p_dtype)
+    magnitude = cases.logit_magnitude(case)
+    assert_close(got[0], got[1], *ref, *low, what=case, p_dtype=p_dtype, logit_magnitude=magnitude)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -5,6 +5,7 @@
 
 #include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/rope.cuh"
+#include "cupyattn/attention/rows.cuh"
 #include "cupyattn/attention/softmax.cuh"
 #include "cupyattn/attention/state.cuh"
 #include "cupyattn/attention/variants.cuh"
@@ -29,7 +30,7 @@ struct DecodeSm80 {
   static constexpr int kTileKV = kWarps * kKeys;
   static constexpr int kStages = Config::kStages;
   static constexpr bool kFp8 = is_fp8<DTypeKV>::value;
-  static constexpr bool kWidenKeys = kFp8 && Config::kRope;
+  static constexpr bool kWidenKeys = kFp8 && Config::kRotateKeys;
   static constexpr int kStepsQK = ceil_div(kHeadDimQK, 16);
   static constexpr int kColumnGroups = ceil_div(kHeadDimVO, 16);
 
@@ -52,12 +53,14 @@ struct DecodeSm80 {
     float row_sum[kWarps][kTileQ];
   };
   struct SharedMemory {
+    alignas(16) RowInfo rows[kTileQ];
     alignas(16) unsigned char q[QTile::kBytes];
     alignas(16) unsigned char k_wide[kWidenKeys ? kWarps * KTile::kBytes : 16];
     union {
       Stage ring[kWarps][kStages];
       WarpStates states;
     };
+    typename conditional<Config::kRope, RopeSteps<kHeadDimQK>, NoRopeSteps>::type rope;
     uint32_t flag;
   };
 
@@ -69,7 +72,7 @@ struct DecodeSm80 {
   const AttentionParams& params;
   SharedMemory& shared;
   const int thread, warp, lane;
-  TileOutput tile_output;
+  TileWork work;
 
   __device__ __forceinline__ DecodeSm80(const AttentionParams& params, SharedMemory& shared)
       : params(params),
@@ -78,41 +81,41 @@ struct DecodeSm80 {
         warp(threadIdx.x / kWarpSize),
         lane(threadIdx.x % kWarpSize) {
     // Neighbouring blocks read neighbouring heads of the same keys.
-    int work = blockIdx.x;
-    tile_output.kv_head = work % params.num_kv_heads;
-    work /= params.num_kv_heads;
-    tile_output.split = work % params.num_splits;
-    tile_output.q_tile = work / params.num_splits;
-    tile_output.first_row = tile_output.q_tile * kTileQ;
-    tile_output.num_rows =
-        min_of(kTileQ, params.qo_len * params.group_size - tile_output.first_row);
+    int index = blockIdx.x;
+    work.kv_head = index % params.num_kv_heads;
+    index /= params.num_kv_heads;
+    work.split = index % params.num_splits;
+    work.q_tile = index / params.num_splits;
+    work.first_row = work.q_tile * kTileQ;
+    work.num_rows =
+        min_of(kTileQ, params.qo_len * params.group_size - work.first_row);
   }
 
+  // Describes the rows, then starts the copy of Q.
   __device__ __forceinline__ void load_q() {
-    const DTypeQ* first_head = static_cast<const DTypeQ*>(params.q) +
-                               tile_output.kv_head * params.group_size * params.q_stride_h;
-    copy_packed_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
-        shared.q, first_head, params.q_stride_n, params.q_stride_h, params.group_size,
-        tile_output.first_row, tile_output.num_rows, thread);
+    fill_rows<LogitsVariant>(shared.rows, kTileQ, params, work, thread, kThreads);
+    if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
+    ptx::block_sync();
+    copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
+        ptx::shared_address(shared.q), params, shared.rows, work.num_rows, thread);
   }
 
   __device__ __forceinline__ void load_stage(Stage& stage, int first_key, RowSpan span) {
     const DTypeKV* keys =
-        static_cast<const DTypeKV*>(params.k) + tile_output.kv_head * params.k_stride_h;
+        static_cast<const DTypeKV*>(params.k) + work.kv_head * params.k_stride_h;
     const DTypeKV* values =
-        static_cast<const DTypeKV*>(params.v) + tile_output.kv_head * params.v_stride_h;
+        static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h;
     copy_rows<KSourceTile, kHeadDimQK, Config::kAligned, kWarpSize>(
-        stage.k, keys, params.k_stride_n, first_key, span, lane);
+        ptx::shared_address(stage.k), keys, params.k_stride_n, first_key, span, lane);
     copy_rows<VTile, kHeadDimVO, Config::kAligned, kWarpSize>(
-        stage.v, values, params.v_stride_n, first_key, span, lane);
+        ptx::shared_address(stage.v), values, params.v_stride_n, first_key, span, lane);
   }
 
   __device__ __forceinline__ void prepare_q() {
     if constexpr (Config::kRope) {
       const int offset = params.kv_len - params.qo_len;
-      rotate_tile<QTile, kHeadDimQK, kThreads>(shared.q, params, thread, [&](int row) {
-        return (tile_output.first_row + row) / params.group_size + offset;
-      });
+      rotate_tile<QTile, kHeadDimQK, kThreads>(
+          shared.q, shared.rope, thread, [&](int row) { return shared.rows[row].token + offset; });
       ptx::block_sync();
     } else if constexpr (kFp8) {
       permute_for_fp8_keys<QTile, kThreads>(shared.q, thread);
@@ -128,8 +131,8 @@ struct DecodeSm80 {
       convert_tile<KSourceTile, KTile, kWarpSize>(stage.k, keys, lane);
       ptx::warp_sync();
     }
-    if constexpr (Config::kRope) {
-      rotate_tile<KTile, kHeadDimQK, kWarpSize>(keys, params, lane,
+    if constexpr (Config::kRotateKeys) {
+      rotate_tile<KTile, kHeadDimQK, kWarpSize>(keys, shared.rope, lane,
                                                 [&](int row) { return first_key + row; });
       ptx::warp_sync();
     }
@@ -138,11 +141,11 @@ struct DecodeSm80 {
 
   __device__ __forceinline__ void run() {
     const int group = params.group_size;
-    const int last_row = tile_output.first_row + tile_output.num_rows - 1;
+    const int last_row = work.first_row + work.num_rows - 1;
     const KeyRange range = KeyRange::of<Config::kCustomMask>(
-        params, tile_output.first_row / group, last_row / group);
+        params, work.first_row / group, last_row / group);
     const TileSpan tiles =
-        TileSpan::of(range, kTileKV, tile_output.split, params.num_splits);
+        TileSpan::of(range, kTileKV, work.split, params.num_splits);
     const RowSpan span = range.span();
     Stage* ring = shared.ring[warp];
 
@@ -175,9 +178,7 @@ struct DecodeSm80 {
     };
 
     float o[1][2 * kColumnGroups][4] = {};
-    OnlineSoftmax<1> softmax(
-        LogitsVariant(params, 0, tile_output.kv_head * group, tile_output.kv_head)
-            .softmax_scale());
+    OnlineSoftmax<1> softmax(LogitsVariant::softmax_scale(params));
     int stage = 0;
     for (int tile = tiles.begin; tile < tiles.end; ++tile, ++load_tile) {
       const int first_key = tile * kTileKV + warp * kKeys;
@@ -191,13 +192,14 @@ struct DecodeSm80 {
       ptx::cp_async_commit();
 
       const uint32_t k_base = prepare_k(ring[stage], first_key);
-      float s[1][kKeys / 8][4] = {};
+      float s[1][kKeys / 8][4];
       multiply_qk<DTypeQ, KTile, kStepsQK, 1, kKeys>(s, load_q_operand, k_base, 0, lane);
-      transform_logits(s, first_key);
+      LogitsVariant::apply(s, shared.rows, first_key, params, lane);
       if (Config::kCustomMask || range.needs_mask(first_key, kKeys)) {
-        apply_mask<Config::kCustomMask>(s, params, tile_output.first_row, first_key, lane);
+        apply_mask<Config::kCustomMask>(s, params, shared.rows, first_key, lane);
       }
-      softmax.update(s, o);
+      softmax.raise_max(s, o);
+      softmax.exponentiate(s);
       uint32_t p[1][kKeys / 16][4];
       convert_p<DTypeQ>(p, s);
       multiply_pv<DTypeQ, VTile, kColumnGroups, 1, kKeys>(
@@ -205,25 +207,6 @@ struct DecodeSm80 {
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     finish(softmax, o);
-  }
-
-  __device__ __forceinline__ void transform_logits(float (&s)[1][kKeys / 8][4], int first_key) {
-    if constexpr (Config::kTransformed) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = 8 * h + (lane >> 2);
-        const LogitsVariant logits(params, tile_output.token(params, row),
-                                   tile_output.head(params, row), tile_output.kv_head);
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            s[0][n][2 * h + e] =
-                logits(s[0][n][2 * h + e], first_key + 8 * n + 2 * (lane & 3) + e);
-          }
-        }
-      }
-    }
   }
 
   // Merges the warps' states, then writes the result, or this split's part of it.
@@ -247,12 +230,12 @@ struct DecodeSm80 {
 
     const bool is_split = params.num_splits > 1;
     constexpr int kVectors = kHeadDimVO / 4;
-    for (int index = thread; index < tile_output.num_rows * kVectors; index += kThreads) {
+    for (int index = thread; index < work.num_rows * kVectors; index += kThreads) {
       write_columns(states, index / kVectors, 4 * (index % kVectors), is_split);
     }
-    if (is_split && arrive_last(params, tile_output, thread, &shared.flag)) {
-      merge_partials<DTypeO, kHeadDimVO, kTileQ, Config::kAligned>(params, tile_output, thread,
-                                                                   kThreads);
+    if (is_split && arrive_last(params, work, thread, &shared.flag)) {
+      merge_partials<DTypeO, kHeadDimVO, kTileQ, Config::kAligned>(params, work, shared.rows,
+                                                                   thread, kThreads);
     }
   }
 
@@ -272,11 +255,11 @@ struct DecodeSm80 {
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum[i] += weight * states.o[w][row][column + i];
     }
-    const int head = tile_output.head(params, row);
-    const int token = tile_output.token(params, row);
+    const int head = shared.rows[row].head;
+    const int token = shared.rows[row].token;
     if (is_split) {
-      const int64_t index = (static_cast<int64_t>(tile_output.slot(params)) * params.num_splits +
-                             tile_output.split) * kTileQ + row;
+      const int64_t index = (static_cast<int64_t>(work.slot(params)) * params.num_splits +
+                             work.split) * kTileQ + row;
       const float factor = state.normaliser(old_max);
       float* out = params.partial_o + index * kHeadDimVO + column;
       *reinterpret_cast<float4*>(out) =
@@ -284,7 +267,7 @@ struct DecodeSm80 {
       if (column == 0) params.partial_lse[index] = state.lse();
     } else {
       state.add_sink(sink_of(params, head));
-      const float factor = state.normaliser(old_max) * output_scale_of(params, tile_output.kv_head);
+      const float factor = state.normaliser(old_max) * output_scale_of(params, work.kv_head);
       DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
                     head * params.o_stride_h + column;
       store_pair<DTypeO, Config::kAligned>(out, sum[0] * factor, sum[1] * factor);

@@ -5,6 +5,7 @@
 // A custom mask replaces causality; a window is applied to either.
 #pragma once
 
+#include "cupyattn/attention/variants.cuh"
 #include "cupyattn/common/math.cuh"
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/params/attention.cuh"
@@ -91,31 +92,32 @@ __device__ __forceinline__ uint64_t load_mask_bits(const AttentionParams& params
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
-// Replaces the logits of invisible keys by -inf. The thread's accumulators are rows
-// first_row + 16 m + lane / 4 (+ 8) of the packed tile, keys first_key + 8 n + 2 (lane % 4) (+ 1).
+// Replaces the logits of invisible keys by -inf. The thread's accumulators are rows lane / 4 + 16 m
+// (+ 8) of `rows`, keys first_key + 8 n + 2 (lane % 4) (+ 1).
 template <bool kCustomMask, int kMmaQ, int kTilesS>
 __device__ __forceinline__ void apply_mask(float (&s)[kMmaQ][kTilesS][4],
-                                           const AttentionParams& params, int first_row,
+                                           const AttentionParams& params, const RowInfo* rows,
                                            int first_key, int lane) {
   static_assert(kTilesS <= 8, "load_mask_bits yields 64 keys");
 #pragma unroll
   for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = first_row + 16 * m + 8 * h + (lane >> 2);
-      const int token = min_of(row / params.group_size, params.qo_len - 1);
+      const int token = rows[16 * m + 8 * h + (lane >> 2)].token;
       const KeyLimits limits = KeyLimits::of<kCustomMask>(params, token);
       uint64_t bits = ~0ull;
       if constexpr (kCustomMask) bits = load_mask_bits(params, token, first_key);
       bits >>= 2 * (lane & 3);
-      const int key = first_key + 2 * (lane & 3);
+      // Limits relative to the thread's first key: the loop compares with constants.
+      const int first = first_key + 2 * (lane & 3);
+      const int begin = limits.begin - first;
+      const int end = limits.end - first;
 #pragma unroll
       for (int n = 0; n < kTilesS; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int offset = 8 * n + e;
-          const bool visible = key + offset >= limits.begin && key + offset < limits.end &&
-                               (!kCustomMask || ((bits >> offset) & 1));
+          const int key = 8 * n + e;
+          const bool visible = key >= begin && key < end && (!kCustomMask || ((bits >> key) & 1));
           if (!visible) s[m][n][2 * h + e] = -ptx::infinity();
         }
       }

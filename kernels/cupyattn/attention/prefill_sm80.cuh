@@ -5,6 +5,7 @@
 
 #include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/rope.cuh"
+#include "cupyattn/attention/rows.cuh"
 #include "cupyattn/attention/softmax.cuh"
 #include "cupyattn/attention/state.cuh"
 #include "cupyattn/attention/variants.cuh"
@@ -28,10 +29,12 @@ struct PrefillSm80 {
   static constexpr int kTileKV = Config::kTileKV;
   static constexpr bool kFp8 = is_fp8<DTypeKV>::value;
   // Keys of fp8 that must be rotated are widened first; others stay fp8 up to the fragment.
-  static constexpr bool kWidenKeys = kFp8 && Config::kRope;
+  static constexpr bool kWidenKeys = kFp8 && Config::kRotateKeys;
   static constexpr int kStepsQK = ceil_div(kHeadDimQK, 16);
   static constexpr int kColumnGroups = ceil_div(kHeadDimVO, 16);
-  static constexpr int kTilesS = kTileKV / 8;
+  static constexpr int kBuffers = Config::kPipelined ? 2 : 1;
+  // Keys whose logits are held at a time.
+  static constexpr int kStep = kTileKV / kBuffers;
 
   using QTile = SharedTile<DTypeQ, kTileQ, kHeadDimQK>;
   using KSourceTile = SharedTile<DTypeKV, kTileKV, kHeadDimQK>;
@@ -42,72 +45,90 @@ struct PrefillSm80 {
       typename Logits<Config::kTransformed, Config::kAlibi, Config::kSoftCap>::type;
 
   struct SharedMemory {
+    alignas(16) RowInfo rows[kTileQ];
     alignas(16) unsigned char q[QTile::kBytes];
-    alignas(16) unsigned char k_source[KSourceTile::kBytes];
-    alignas(16) unsigned char v[VTile::kBytes];
+    alignas(16) unsigned char k_source[kBuffers][KSourceTile::kBytes];
+    alignas(16) unsigned char v[kBuffers][VTile::kBytes];
     alignas(16) unsigned char k_wide[kWidenKeys ? KTile::kBytes : 16];
     typename conditional<Config::kCustomMask, MaskTileMap<kTileKV>, NoMaskTileMap>::type mask_map;
+    typename conditional<Config::kRope, RopeSteps<kHeadDimQK>, NoRopeSteps>::type rope;
+    TileWork work;
     uint32_t flag;
   };
 
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/tiles.py) must agree");
-  static_assert(kTileKV % 16 == 0 && kTileKV <= 64, "a key tile is 16, 32, 48 or 64 keys");
+  static_assert(kStep % 16 == 0 && kTileKV <= 64, "products take 16 keys, mask words hold 64");
+  static_assert(!(kWidenKeys && Config::kPipelined), "widened keys have one buffer");
 
   const AttentionParams& params;
   SharedMemory& shared;
   const int thread, warp, lane;
-  TileOutput tile_output;
+  TileWork work;
+  KeyRange range;
+  TileSpan tiles;
   RowSpan span;
+  uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][kMmaQ][4];
+  float o[kMmaQ][2 * kColumnGroups][4] = {};
+  OnlineSoftmax<kMmaQ> softmax;
 
   __device__ __forceinline__ PrefillSm80(const AttentionParams& params, SharedMemory& shared)
       : params(params),
         shared(shared),
         thread(threadIdx.x),
         warp(threadIdx.x / kWarpSize),
-        lane(threadIdx.x % kWarpSize) {
+        lane(threadIdx.x % kWarpSize),
+        softmax(LogitsVariant::softmax_scale(params)) {
     // The longest causal tiles come first, so that short ones fill the end of the grid.
-    int work = blockIdx.x;
-    tile_output.split = work % params.num_splits;
-    work /= params.num_splits;
-    tile_output.kv_head = work % params.num_kv_heads;
-    tile_output.q_tile = params.num_q_tiles - 1 - work / params.num_kv_heads;
-    tile_output.first_row = tile_output.q_tile * kTileQ;
-    tile_output.num_rows =
-        min_of(kTileQ, params.qo_len * params.group_size - tile_output.first_row);
+    int index = blockIdx.x;
+    work.split = index % params.num_splits;
+    index /= params.num_splits;
+    work.kv_head = index % params.num_kv_heads;
+    work.q_tile = params.num_q_tiles - 1 - index / params.num_kv_heads;
+    work.first_row = work.q_tile * kTileQ;
+    work.num_rows =
+        min_of(kTileQ, params.qo_len * params.group_size - work.first_row);
+  }
+
+  // The loop over keys needs every register: what only the ends need waits in shared memory.
+  __device__ __forceinline__ void save_work() {
+    if (thread == 0) shared.work = work;
   }
 
   __device__ __forceinline__ int warp_row() const { return 16 * kMmaQ * warp; }
 
+  // Describes the rows, then starts the copy of Q.
   __device__ __forceinline__ void load_q() {
-    const DTypeQ* first_head = static_cast<const DTypeQ*>(params.q) +
-                               tile_output.kv_head * params.group_size * params.q_stride_h;
-    copy_packed_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
-        shared.q, first_head, params.q_stride_n, params.q_stride_h, params.group_size,
-        tile_output.first_row, tile_output.num_rows, thread);
+    save_work();
+    fill_rows<LogitsVariant>(shared.rows, kTileQ, params, work, thread, kThreads);
+    if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
+    ptx::block_sync();
+    copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
+        ptx::shared_address(shared.q), params, shared.rows, work.num_rows, thread);
   }
 
-  __device__ __forceinline__ void load_k(int tile) {
+  __device__ __forceinline__ void load_k(int tile, int buffer) {
     const DTypeKV* keys =
-        static_cast<const DTypeKV*>(params.k) + tile_output.kv_head * params.k_stride_h;
+        static_cast<const DTypeKV*>(params.k) + work.kv_head * params.k_stride_h;
     copy_rows<KSourceTile, kHeadDimQK, Config::kAligned, kThreads>(
-        shared.k_source, keys, params.k_stride_n, tile * kTileKV, span, thread);
+        ptx::shared_address(shared.k_source[0]) + buffer * KSourceTile::kBytes, keys,
+        params.k_stride_n, tile * kTileKV, span, thread);
   }
 
-  __device__ __forceinline__ void load_v(int tile) {
+  __device__ __forceinline__ void load_v(int tile, int buffer) {
     const DTypeKV* values =
-        static_cast<const DTypeKV*>(params.v) + tile_output.kv_head * params.v_stride_h;
+        static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h;
     copy_rows<VTile, kHeadDimVO, Config::kAligned, kThreads>(
-        shared.v, values, params.v_stride_n, tile * kTileKV, span, thread);
+        ptx::shared_address(shared.v[0]) + buffer * VTile::kBytes, values, params.v_stride_n,
+        tile * kTileKV, span, thread);
   }
 
   // Rotation and column order of Q, once it is in shared memory.
   __device__ __forceinline__ void prepare_q() {
     if constexpr (Config::kRope) {
       const int offset = params.kv_len - params.qo_len;
-      rotate_tile<QTile, kHeadDimQK, kThreads>(shared.q, params, thread, [&](int row) {
-        return (tile_output.first_row + row) / params.group_size + offset;
-      });
+      rotate_tile<QTile, kHeadDimQK, kThreads>(
+          shared.q, shared.rope, thread, [&](int row) { return shared.rows[row].token + offset; });
       ptx::block_sync();
     } else if constexpr (kFp8) {
       permute_for_fp8_keys<QTile, kThreads>(shared.q, thread);
@@ -115,28 +136,35 @@ struct PrefillSm80 {
     }
   }
 
-  __device__ __forceinline__ void prepare_k(int tile) {
+  __device__ __forceinline__ void prepare_k(int tile, int buffer) {
+    unsigned char* keys = shared.k_source[buffer];
     if constexpr (kWidenKeys) {
-      convert_tile<KSourceTile, KTile, kThreads>(shared.k_source, shared.k_wide, thread);
+      convert_tile<KSourceTile, KTile, kThreads>(keys, shared.k_wide, thread);
+      keys = shared.k_wide;
       ptx::block_sync();
     }
-    if constexpr (Config::kRope) {
-      unsigned char* keys = kWidenKeys ? shared.k_wide : shared.k_source;
-      rotate_tile<KTile, kHeadDimQK, kThreads>(keys, params, thread,
+    if constexpr (Config::kRotateKeys) {
+      rotate_tile<KTile, kHeadDimQK, kThreads>(keys, shared.rope, thread,
                                                [&](int row) { return tile * kTileKV + row; });
       ptx::block_sync();
     }
   }
 
-  __device__ __forceinline__ void run() {
-    const int group = params.group_size;
-    const int last_row = tile_output.first_row + tile_output.num_rows - 1;
-    const int first_token = tile_output.first_row / group;
-    const int last_token = last_row / group;
-    const KeyRange range = KeyRange::of<Config::kCustomMask>(params, first_token, last_token);
+  __device__ __forceinline__ uint32_t k_base(int buffer) const {
+    return kWidenKeys ? ptx::shared_address(shared.k_wide)
+                      : ptx::shared_address(shared.k_source[0]) + buffer * KTile::kBytes;
+  }
+  __device__ __forceinline__ uint32_t v_base(int buffer) const {
+    return ptx::shared_address(shared.v[0]) + buffer * VTile::kBytes;
+  }
 
-    const TileSpan tiles =
-        TileSpan::of(range, kTileKV, tile_output.split, params.num_splits);
+  // This block's range of keys and key tiles, the tiles that a custom mask leaves, and Q.
+  __device__ __forceinline__ void begin() {
+    const int last_row = work.first_row + work.num_rows - 1;
+    const int first_token = work.first_row / params.group_size;
+    const int last_token = last_row / params.group_size;
+    range = KeyRange::of<Config::kCustomMask>(params, first_token, last_token);
+    tiles = TileSpan::of(range, kTileKV, work.split, params.num_splits);
     span = range.span();
     load_q();
     if constexpr (Config::kCustomMask) {
@@ -145,30 +173,30 @@ struct PrefillSm80 {
       shared.mask_map.scan(params, first_token, last_token, tiles, thread, kThreads);
       ptx::block_sync();
     }
-    const auto next_tile = [&](int tile) {
-      if constexpr (Config::kCustomMask) return shared.mask_map.next(tile, tiles);
-      return tile;
-    };
-    int tile = next_tile(tiles.begin);
-    if (tile < tiles.end) load_k(tile);
-    ptx::cp_async_commit();
-    ptx::cp_async_wait_group<0>();
-    ptx::block_sync();
-    prepare_q();
+  }
 
-    const uint32_t q_base = ptx::shared_address(shared.q);
-    const uint32_t k_base = ptx::shared_address(kWidenKeys ? shared.k_wide : shared.k_source);
-    const uint32_t v_base = ptx::shared_address(shared.v);
-    uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][kMmaQ][4];
+  __device__ __forceinline__ int next_tile(int tile) const {
+    if constexpr (Config::kCustomMask) return shared.mask_map.next(tile, tiles);
+    return tile;
+  }
+
+  __device__ __forceinline__ void fill_q_registers() {
     if constexpr (Config::kQInRegisters) {
 #pragma unroll
       for (int step = 0; step < kStepsQK; ++step) {
 #pragma unroll
         for (int m = 0; m < kMmaQ; ++m) {
-          load_q_fragment<QTile>(q_registers[step][m], q_base, warp_row() + 16 * m, step, lane);
+          load_q_fragment<QTile>(q_registers[step][m], ptx::shared_address(shared.q),
+                                 warp_row() + 16 * m, step, lane);
         }
       }
     }
+  }
+
+  // Raw products of kStep keys from key `offset` of a tile on.
+  __device__ __forceinline__ void multiply_keys(float (&s)[kMmaQ][kStep / 8][4], int buffer,
+                                                int offset) {
+    const uint32_t q_base = ptx::shared_address(shared.q);
     const auto load_q_operand = [&](uint32_t(&a)[4], int m, int step) {
       if constexpr (Config::kQInRegisters) {
 #pragma unroll
@@ -177,72 +205,113 @@ struct PrefillSm80 {
         load_q_fragment<QTile>(a, q_base, warp_row() + 16 * m, step, lane);
       }
     };
+    multiply_qk<DTypeQ, KTile, kStepsQK, kMmaQ, kStep>(s, load_q_operand, k_base(buffer), offset,
+                                                       lane);
+  }
 
-    float o[kMmaQ][2 * kColumnGroups][4] = {};
-    OnlineSoftmax<kMmaQ> softmax(
-        LogitsVariant(params, 0, tile_output.kv_head * group, tile_output.kv_head)
-            .softmax_scale());
+  // From raw products to logits under the running maximum.
+  __device__ __forceinline__ void finish_logits(float (&s)[kMmaQ][kStep / 8][4], int tile,
+                                                int offset) {
+    const RowInfo* rows = shared.rows + warp_row();
+    const int first_key = tile * kTileKV + offset;
+    LogitsVariant::apply(s, rows, first_key, params, lane);
+    bool masked = range.needs_mask(first_key, kStep);
+    if constexpr (Config::kCustomMask) masked |= shared.mask_map.is_partial(tile, tiles);
+    if (masked) apply_mask<Config::kCustomMask>(s, params, rows, first_key, lane);
+    softmax.raise_max(s, o);
+  }
 
+  // O += P V for kStep keys from key `offset` of a tile on.
+  __device__ __forceinline__ void accumulate(float (&s)[kMmaQ][kStep / 8][4], int buffer,
+                                             int offset) {
+    uint32_t p[kMmaQ][kStep / 16][4];
+    softmax.exponentiate(s);
+    convert_p<DTypeQ>(p, s);
+    multiply_pv<DTypeQ, VTile, kColumnGroups, kMmaQ, kStep>(o, p, v_base(buffer), offset, lane);
+  }
+
+  __device__ __forceinline__ void run() {
+    begin();
+    int tile = next_tile(tiles.begin);
+    if (tile < tiles.end) load_k(tile, 0);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait_group<0>();
+    ptx::block_sync();
+    prepare_q();
+    fill_q_registers();
+    if constexpr (Config::kPipelined) {
+      loop_pipelined(tile);
+    } else {
+      loop_alternating(tile);
+    }
+    finish();
+  }
+
+  __device__ __forceinline__ void loop_alternating(int tile) {
     while (tile < tiles.end) {
       // K has landed; everybody is done with V of the last tile.
       ptx::cp_async_wait_group<0>();
       ptx::block_sync();
-      load_v(tile);
+      load_v(tile, 0);
       ptx::cp_async_commit();
-      prepare_k(tile);
+      prepare_k(tile, 0);
 
-      float s[kMmaQ][kTilesS][4] = {};
-      multiply_qk<DTypeQ, KTile, kStepsQK, kMmaQ, kTileKV>(s, load_q_operand, k_base, 0, lane);
-      transform_logits(s, tile * kTileKV);
-      bool masked = range.needs_mask(tile * kTileKV, kTileKV);
-      if constexpr (Config::kCustomMask) masked |= shared.mask_map.is_partial(tile, tiles);
-      if (masked) {
-        apply_mask<Config::kCustomMask>(s, params, tile_output.first_row + warp_row(),
-                                        tile * kTileKV, lane);
-      }
-      softmax.update(s, o);
-      uint32_t p[kMmaQ][kTileKV / 16][4];
-      convert_p<DTypeQ>(p, s);
+      float s[kMmaQ][kStep / 8][4];
+      multiply_keys(s, 0, 0);
+      finish_logits(s, tile, 0);
 
       // V has landed; everybody is done with K.
       const int next = next_tile(tile + 1);
       ptx::cp_async_wait_group<0>();
       ptx::block_sync();
-      if (next < tiles.end) load_k(next);
+      if (next < tiles.end) load_k(next, 0);
       ptx::cp_async_commit();
-      multiply_pv<DTypeQ, VTile, kColumnGroups, kMmaQ, kTileKV>(o, p, v_base, 0, lane);
+      accumulate(s, 0, 0);
       tile = next;
     }
-    finish(softmax, o);
   }
 
-  __device__ __forceinline__ void transform_logits(float (&s)[kMmaQ][kTilesS][4], int first_key) {
-    if constexpr (Config::kTransformed) {
-#pragma unroll
-      for (int m = 0; m < kMmaQ; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int row = warp_row() + 16 * m + 8 * h + (lane >> 2);
-          const LogitsVariant logits(params, tile_output.token(params, row),
-                                     tile_output.head(params, row), tile_output.kv_head);
-#pragma unroll
-          for (int n = 0; n < kTilesS; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const int key = first_key + 8 * n + 2 * (lane & 3) + e;
-              s[m][n][2 * h + e] = logits(s[m][n][2 * h + e], key);
-            }
-          }
-        }
-      }
+  __device__ __forceinline__ void loop_pipelined(int tile) {
+    if (tile >= tiles.end) return;
+    int buffer = 0;
+    load_v(tile, buffer);
+    ptx::cp_async_commit();
+    prepare_k(tile, buffer);
+    float first[kMmaQ][kStep / 8][4], second[kMmaQ][kStep / 8][4];
+    multiply_keys(first, buffer, 0);
+    finish_logits(first, tile, 0);
+    while (true) {
+      const int next = next_tile(tile + 1);
+      // V has landed; everybody is done with the other buffers.
+      ptx::cp_async_wait_group<0>();
+      ptx::block_sync();
+      if (next < tiles.end) load_k(next, buffer ^ 1);
+      ptx::cp_async_commit();
+      multiply_keys(second, buffer, kStep);
+      accumulate(first, buffer, 0);
+      finish_logits(second, tile, kStep);
+      if (next >= tiles.end) break;
+
+      // K of the next tile has landed.
+      ptx::cp_async_wait_group<0>();
+      ptx::block_sync();
+      load_v(next, buffer ^ 1);
+      ptx::cp_async_commit();
+      prepare_k(next, buffer ^ 1);
+      multiply_keys(first, buffer ^ 1, 0);
+      accumulate(second, buffer, kStep);
+      finish_logits(first, next, 0);
+      tile = next;
+      buffer ^= 1;
     }
+    accumulate(second, buffer, kStep);
   }
 
   // Normalises and writes this warp's rows; split tiles are merged by the last block to arrive.
-  __device__ __forceinline__ void finish(const OnlineSoftmax<kMmaQ>& softmax,
-                                         float (&o)[kMmaQ][2 * kColumnGroups][4]) {
+  __device__ __forceinline__ void finish() {
+    const TileWork work = shared.work;
     const bool is_split = params.num_splits > 1;
-    const float output_scale = output_scale_of(params, tile_output.kv_head);
+    const float output_scale = output_scale_of(params, work.kv_head);
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
@@ -250,13 +319,13 @@ struct PrefillSm80 {
         const int row = warp_row() + 16 * m + 8 * h + (lane >> 2);
         const float old_max = softmax.base2_max(m, h);
         RowState state{old_max, quad_sum(softmax.row_sum[m][h])};
-        if (row >= tile_output.num_rows) continue;
-        const int head = tile_output.head(params, row);
-        const int token = tile_output.token(params, row);
+        if (row >= work.num_rows) continue;
+        const int head = shared.rows[row].head;
+        const int token = shared.rows[row].token;
         if (is_split) {
           const int64_t index =
-              (static_cast<int64_t>(tile_output.slot(params)) * params.num_splits +
-               tile_output.split) * kTileQ + row;
+              (static_cast<int64_t>(work.slot(params)) * params.num_splits +
+               work.split) * kTileQ + row;
           const float factor = state.normaliser(old_max);
           store_row<float, true>(params.partial_o + index * kHeadDimVO, o[m], h, factor);
           if ((lane & 3) == 0) params.partial_lse[index] = state.lse();
@@ -272,9 +341,9 @@ struct PrefillSm80 {
         }
       }
     }
-    if (is_split && arrive_last(params, tile_output, thread, &shared.flag)) {
-      merge_partials<DTypeO, kHeadDimVO, kTileQ, Config::kAligned>(params, tile_output, thread,
-                                                                   kThreads);
+    if (is_split && arrive_last(params, work, thread, &shared.flag)) {
+      merge_partials<DTypeO, kHeadDimVO, kTileQ, Config::kAligned>(params, work, shared.rows,
+                                                                   thread, kThreads);
     }
   }
 

@@ -22,6 +22,21 @@ __device__ __forceinline__ void rotation(uint32_t step, uint32_t position, float
   sine = ptx::sin_approx(centred * kRadians);
 }
 
+// The angle steps of a head dim, in shared memory: parameters sit in constant memory, which serves
+// one address at a time.
+template <int kHeadDim>
+struct RopeSteps {
+  uint32_t step[kHeadDim / 2];
+
+  __device__ __forceinline__ void fill(const AttentionParams& params, int thread, int threads) {
+    for (int i = thread; i < kHeadDim / 2; i += threads) step[i] = params.rope_step[i];
+  }
+};
+
+struct NoRopeSteps {
+  uint32_t unused;
+};
+
 // Rotates 8 pairs: elements [8 c, 8 c + 8) of one row against those half a head dim further on.
 template <typename T>
 __device__ __forceinline__ void rotate_chunks(Vector16& low, Vector16& high,
@@ -44,7 +59,7 @@ __device__ __forceinline__ void rotate_chunks(Vector16& low, Vector16& high,
 
 // Rotates the rows of a 16-bit tile in place; row r is at position `position_of(r)`.
 template <typename Tile, int kHeadDim, int kThreads, typename PositionOf>
-__device__ __forceinline__ void rotate_tile(unsigned char* tile, const AttentionParams& params,
+__device__ __forceinline__ void rotate_tile(unsigned char* tile, const RopeSteps<kHeadDim>& steps,
                                             int thread, PositionOf&& position_of) {
   static_assert(kHeadDim % 16 == 0, "RoPE rotates whole 16-byte chunks against each other");
   constexpr int kPairs = kHeadDim / 16;
@@ -55,7 +70,7 @@ __device__ __forceinline__ void rotate_tile(unsigned char* tile, const Attention
     unsigned char* high_address = low_address + kPairs * 16;
     Vector16 low = *reinterpret_cast<Vector16*>(low_address);
     Vector16 high = *reinterpret_cast<Vector16*>(high_address);
-    rotate_chunks<typename Tile::T>(low, high, params.rope_step + 8 * chunk,
+    rotate_chunks<typename Tile::T>(low, high, steps.step + 8 * chunk,
                                     static_cast<uint32_t>(position_of(row)));
     *reinterpret_cast<Vector16*>(low_address) = low;
     *reinterpret_cast<Vector16*>(high_address) = high;

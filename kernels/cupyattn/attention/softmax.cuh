@@ -28,11 +28,13 @@ template <int kMmaQ>
 struct OnlineSoftmax {
   static constexpr float kSlack = 8.0f;
 
-  float scale;            // of the logits given to `update`, to base 2
+  float scale;              // of the logits given, to base 2
+  float slack;              // kSlack in the units of the logits
   float row_max[kMmaQ][2];  // in the units of the logits; -inf while a row has seen no key
   float row_sum[kMmaQ][2];  // this thread's part
 
-  __device__ __forceinline__ explicit OnlineSoftmax(float softmax_scale) : scale(softmax_scale) {
+  __device__ __forceinline__ explicit OnlineSoftmax(float softmax_scale)
+      : scale(softmax_scale), slack(kSlack / softmax_scale) {
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
@@ -43,10 +45,10 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns logits into probabilities in place, and rescales O when the maximum has to move.
+  // Moves the maximum if these logits ask for it, and rescales O to match.
   template <int kTilesS, int kTilesO>
-  __device__ __forceinline__ void update(float (&s)[kMmaQ][kTilesS][4],
-                                         float (&o)[kMmaQ][kTilesO][4]) {
+  __device__ __forceinline__ void raise_max(const float (&s)[kMmaQ][kTilesS][4],
+                                            float (&o)[kMmaQ][kTilesO][4]) {
     float tile_max[kMmaQ][2];
     bool moves = false;
 #pragma unroll
@@ -59,11 +61,16 @@ struct OnlineSoftmax {
           x = fmaxf(x, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
         }
         tile_max[m][h] = x;
-        // Written so that an infinite row_max compares as "moves" exactly when a key was seen.
-        moves |= (x - kSlack / scale) > row_max[m][h];
+        // Written so that a row that has seen nothing moves exactly when a key is seen.
+        moves |= (x - slack) > row_max[m][h];
       }
     }
     if (ptx::warp_any(moves)) rescale(tile_max, o);
+  }
+
+  // Turns logits into probabilities in place, under the present maximum.
+  template <int kTilesS>
+  __device__ __forceinline__ void exponentiate(float (&s)[kMmaQ][kTilesS][4]) {
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll

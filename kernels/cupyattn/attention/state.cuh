@@ -3,6 +3,7 @@
 // over several blocks, as partial states that the last block to finish merges.
 #pragma once
 
+#include "cupyattn/attention/rows.cuh"
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/params/attention.cuh"
 #include "cupyattn/ptx/convert.cuh"
@@ -82,30 +83,14 @@ __device__ __forceinline__ void store_output_row(DTypeO* out, const float (&o)[k
   }
 }
 
-// Where the states of one tile of packed rows go. Row r is query token r / group, head r % group of
-// the KV head's group.
-struct TileOutput {
-  int kv_head, q_tile, split, first_row, num_rows;
-
-  __device__ __forceinline__ int slot(const AttentionParams& params) const {
-    return kv_head * params.num_q_tiles + q_tile;
-  }
-  __device__ __forceinline__ int head(const AttentionParams& params, int row) const {
-    return kv_head * params.group_size + (first_row + row) % params.group_size;
-  }
-  __device__ __forceinline__ int token(const AttentionParams& params, int row) const {
-    return (first_row + row) / params.group_size;
-  }
-};
-
 // Announces this block's partial states; true in exactly one block of the tile, the last one.
-__device__ __forceinline__ bool arrive_last(const AttentionParams& params, const TileOutput& tile,
+__device__ __forceinline__ bool arrive_last(const AttentionParams& params, const TileWork& work,
                                             int thread, uint32_t* shared_flag) {
   ptx::device_fence();
   ptx::block_sync();
   if (thread == 0) {
     const uint32_t last = static_cast<uint32_t>(params.num_splits - 1);
-    *shared_flag = ptx::atomic_inc_wrap(params.counters + tile.slot(params), last) == last;
+    *shared_flag = ptx::atomic_inc_wrap(params.counters + work.slot(params), last) == last;
   }
   ptx::block_sync();
   const bool is_last = *shared_flag != 0;
@@ -116,12 +101,13 @@ __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const
 // Merges the partial states of a tile into the output. Each thread takes four columns of one row.
 template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned>
 __device__ __forceinline__ void merge_partials(const AttentionParams& params,
-                                               const TileOutput& tile, int thread, int threads) {
+                                               const TileWork& work, const RowInfo* rows,
+                                               int thread, int threads) {
   constexpr int kVectors = kHeadDim / 4;
-  const int64_t base = static_cast<int64_t>(tile.slot(params)) * params.num_splits;
+  const int64_t base = static_cast<int64_t>(work.slot(params)) * params.num_splits;
   const float* lse = params.partial_lse + base * kTileRows;
   const float* o = params.partial_o + base * kTileRows * kHeadDim;
-  for (int index = thread; index < tile.num_rows * kVectors; index += threads) {
+  for (int index = thread; index < work.num_rows * kVectors; index += threads) {
     const int row = index / kVectors;
     const int column = 4 * (index % kVectors);
     RowState state{-ptx::infinity(), 0.0f};
@@ -146,10 +132,10 @@ __device__ __forceinline__ void merge_partials(const AttentionParams& params,
         sum.w += weight * part.w;
       }
     }
-    const int head = tile.head(params, row);
-    const int token = tile.token(params, row);
+    const int head = rows[row].head;
+    const int token = rows[row].token;
     state.add_sink(sink_of(params, head));
-    const float factor = state.normaliser(partial_max) * output_scale_of(params, tile.kv_head);
+    const float factor = state.normaliser(partial_max) * output_scale_of(params, work.kv_head);
     DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
                   head * params.o_stride_h + column;
     store_pair<DTypeO, kAligned>(out, sum.x * factor, sum.y * factor);

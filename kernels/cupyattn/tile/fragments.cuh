@@ -76,7 +76,18 @@ __device__ __forceinline__ void load_v_fragments_fp8(uint32_t (&b)[2][4], uint32
   }
 }
 
-// S[m][n] += Q K^T for kMmaQ x 16 query rows and kKeys keys. `load_q(a, m, step)` yields Q.
+// `is_first` is a constant after unrolling: the first product needs no zeroed accumulators.
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1, bool is_first) {
+  if (is_first) {
+    ptx::mma_m16n8k16_first<T>(c, a, b0, b1);
+  } else {
+    ptx::mma_m16n8k16<T>(c, a, b0, b1);
+  }
+}
+
+// S[m][n] = Q K^T for kMmaQ x 16 query rows and kKeys keys. `load_q(a, m, step)` yields Q.
 template <typename T, typename KTile, int kSteps, int kMmaQ, int kKeys, typename LoadQ>
 __device__ __forceinline__ void multiply_qk(float (&s)[kMmaQ][kKeys / 8][4], LoadQ&& load_q,
                                             uint32_t k_base, int first_key, int lane) {
@@ -92,8 +103,8 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kMmaQ][kKeys / 8][4], Loa
         load_k_fragment<T, KTile>(b, k_base, first_key + 16 * n, step, lane);
 #pragma unroll
         for (int m = 0; m < kMmaQ; ++m) {
-          ptx::mma_m16n8k16<T>(s[m][2 * n], a[m], b[0], b[1]);
-          ptx::mma_m16n8k16<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
+          multiply_add<T>(s[m][2 * n], a[m], b[0], b[1], step == 0);
+          multiply_add<T>(s[m][2 * n + 1], a[m], b[2], b[3], step == 0);
         }
       }
     }
@@ -115,8 +126,9 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kMmaQ][kKeys / 8][4], Loa
           if (step + half < kSteps) {
 #pragma unroll
             for (int m = 0; m < kMmaQ; ++m) {
-              ptx::mma_m16n8k16<T>(s[m][2 * n], a[half][m], b[half][0], b[half][1]);
-              ptx::mma_m16n8k16<T>(s[m][2 * n + 1], a[half][m], b[half][2], b[half][3]);
+              multiply_add<T>(s[m][2 * n], a[half][m], b[half][0], b[half][1], step + half == 0);
+              multiply_add<T>(s[m][2 * n + 1], a[half][m], b[half][2], b[half][3],
+                              step + half == 0);
             }
           }
         }

@@ -25,23 +25,21 @@ struct SharedTile {
   }
 };
 
-// Copies one 16-byte chunk of a row of kHeadDim elements, or zeros where the row or the chunk does
-// not exist. Unaligned rows go element by element, synchronously.
+// Copies one 16-byte chunk of a row of kHeadDim elements to shared address `destination`, or zeros
+// where the row or the chunk does not exist. Unaligned rows go element by element, synchronously.
 template <typename Tile, int kHeadDim, bool kAligned>
-__device__ __forceinline__ void copy_chunk(unsigned char* tile, int row, int chunk,
+__device__ __forceinline__ void copy_chunk(uint32_t destination, int chunk,
                                            const typename Tile::T* source_row, bool row_exists) {
-  unsigned char* destination = tile + row * Tile::kRowBytes + chunk * 16;
   const int column = chunk * Tile::kElementsPerChunk;
   if constexpr (kAligned && kHeadDim % Tile::kElementsPerChunk == 0) {
-    ptx::cp_async_16(ptx::shared_address(destination), source_row + column,
-                     row_exists && column < kHeadDim);
+    ptx::cp_async_16(destination, source_row + column, row_exists && column < kHeadDim);
   } else {
     alignas(16) typename Tile::T elements[Tile::kElementsPerChunk];
 #pragma unroll
     for (int i = 0; i < Tile::kElementsPerChunk; ++i) {
       elements[i].bits = row_exists && column + i < kHeadDim ? source_row[column + i].bits : 0;
     }
-    *reinterpret_cast<Vector16*>(destination) = *reinterpret_cast<const Vector16*>(elements);
+    ptx::store_shared_16(destination, *reinterpret_cast<const Vector16*>(elements));
   }
 }
 
@@ -57,47 +55,33 @@ struct RowSpan {
 // Copies rows [first_row, first_row + kRows) of a strided matrix; rows outside `span` become zeros.
 // The kThreads threads share the work; consecutive threads copy consecutive chunks.
 template <typename Tile, int kHeadDim, bool kAligned, int kThreads>
-__device__ __forceinline__ void copy_rows(unsigned char* tile, const typename Tile::T* matrix,
+__device__ __forceinline__ void copy_rows(uint32_t tile, const typename Tile::T* matrix,
                                           int64_t row_stride, int first_row, RowSpan span,
                                           int thread) {
   if constexpr (kThreads % Tile::kChunks == 0) {
     // A thread keeps its chunk and walks down the rows: one 64-bit product for a whole tile.
     constexpr int kStep = kThreads / Tile::kChunks;
     const int chunk = thread % Tile::kChunks;
-    int row = thread / Tile::kChunks;
+    const int row = thread / Tile::kChunks;
+    const uint32_t destination = Tile::address(tile, row, chunk);
     const typename Tile::T* source = matrix + (first_row + row) * row_stride;
     // Element-wise copies are long already.
 #pragma unroll (kAligned ? Tile::kRows : 1)
-    for (int i = 0; i < ceil_div(Tile::kRows, kStep); ++i) {
-      if (Tile::kRows % kStep == 0 || row < Tile::kRows) {
-        copy_chunk<Tile, kHeadDim, kAligned>(tile, row, chunk, source, span.contains(first_row + row));
+    for (int step = 0; step < Tile::kRows; step += kStep) {
+      if (Tile::kRows % kStep == 0 || row + step < Tile::kRows) {
+        copy_chunk<Tile, kHeadDim, kAligned>(destination + step * Tile::kRowBytes, chunk, source,
+                                             span.contains(first_row + row + step));
       }
-      row += kStep;
       source += kStep * row_stride;
     }
   } else {
     for (int index = thread; index < Tile::kRows * Tile::kChunks; index += kThreads) {
       const int row = index / Tile::kChunks;
-      copy_chunk<Tile, kHeadDim, kAligned>(tile, row, index % Tile::kChunks,
+      const int chunk = index % Tile::kChunks;
+      copy_chunk<Tile, kHeadDim, kAligned>(Tile::address(tile, row, chunk), chunk,
                                            matrix + (first_row + row) * row_stride,
                                            span.contains(first_row + row));
     }
-  }
-}
-
-// Copies packed query rows: row r is query token r / group, head r % group of one KV head's group.
-template <typename Tile, int kHeadDim, bool kAligned, int kThreads>
-__device__ __forceinline__ void copy_packed_rows(unsigned char* tile,
-                                                 const typename Tile::T* first_head,
-                                                 int64_t stride_n, int64_t stride_h, int group,
-                                                 int first_row, int num_rows, int thread) {
-  for (int index = thread; index < Tile::kRows * Tile::kChunks; index += kThreads) {
-    const int row = index / Tile::kChunks;
-    const bool exists = row < num_rows;
-    const int packed_row = exists ? first_row + row : first_row;
-    const typename Tile::T* source =
-        first_head + (packed_row / group) * stride_n + (packed_row % group) * stride_h;
-    copy_chunk<Tile, kHeadDim, kAligned>(tile, row, index % Tile::kChunks, source, exists);
   }
 }
 
