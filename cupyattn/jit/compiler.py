@@ -12,7 +12,7 @@ from ..device import check_arch
 from ..errors import CompileError, CupyAttnError, DeviceError
 from .source import Program
 
-_OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v")
+_OPTIONS = ("-std=c++17", "--ptxas-options=-v")
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _USED = re.compile(r"Used (\d+) registers(.*)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,9 +11,14 @@ from ..array import ArrayView, empty, view
 from ..device import device_props
 from ..problem import AttentionProblem
 from ..schedule import SinglePlan, plan_single
-from . import params, scratch
+from . import params, rotate_keys, scratch
 from .enqueue import enqueue
 from .tiles import TileConfig, row_class, tile_config
+
+
+_LOG2_E = math.log2(math.e)
+# kSlack of kernels/cupyattn/attention/softmax.cuh.
+_SLACK = 8.0
 
 
 class LoadedKernel:
@@ -72,6 +78,9 @@ class AttentionLauncher:
         self.group_size = num_qo_heads // num_kv_heads
         self.device_index = device_index
         self.alibi_heads = 1 << (num_qo_heads.bit_length() - 1)
+        # Read by the kernels only if the scale is positive and shared by all heads.
+        self.softmax_scale = options.sm_scale * _LOG2_E
+        self.softmax_slack = _SLACK / self.softmax_scale if self.softmax_scale else 0.0
         self.rope_table = (
             params.rope_steps(problem.head_dim_qk, options.rope_scale, options.rope_theta)
             if problem.pos_encoding == "ROPE_LLAMA"
@@ -122,6 +131,12 @@ class AttentionLauncher:
     ) -> None:
         """Enqueue one call. `strides` are (token, head) pairs of q, k, v, o, lse in elements."""
         kernel, plan = self.plan(qo_len, kv_len)
+        if kernel.tiles.wants_rotated_keys and kv_len:
+            dim = self.problem.head_dim_qk
+            k = rotate_keys.launch(
+                k, strides[2:4], kv_len, self.num_kv_heads, dim, self.rope_table, q, stream
+            )
+            strides = (*strides[:2], self.num_kv_heads * dim, dim, *strides[4:])
         partial_o = partial_lse = counters = 0
         if plan.num_splits > 1:
             rows = plan.num_blocks * kernel.tiles.tile_q
@@ -161,6 +176,8 @@ class AttentionLauncher:
             options.sm_scale,
             options.logits_soft_cap,
             options.output_scale,
+            self.softmax_scale,
+            self.softmax_slack,
             self.alibi_heads,
         )
         if self.rope_table:

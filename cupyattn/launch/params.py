@@ -10,9 +10,12 @@ import numpy as np
 
 # kernels/cupyattn/params/attention.cuh, field by field: pointers, strides and mask_bytes, lengths,
 # flags and scales. The table of RoPE steps follows.
-ATTENTION = struct.Struct("<13Q 11q 8i 3f i")
+ATTENTION = struct.Struct("<13Q 11q 8i 5f i")
 MAX_ROPE_PAIRS = 128
 ATTENTION_BYTES = ATTENTION.size + 4 * MAX_ROPE_PAIRS
+
+# kernels/cupyattn/params/rotate_keys.cuh; the table of RoPE steps follows.
+ROTATE_KEYS = struct.Struct("<2Q 2q 2i")
 
 # kernels/cupyattn/params/packbits.cuh
 PACKBITS = struct.Struct("<4Q 4q 2i")

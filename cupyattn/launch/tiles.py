@@ -18,7 +18,7 @@ DECODE_ROWS = 16
 
 _MASK_MAP_BYTES = 2 * 4096 // 8
 _PLACEHOLDER = 16
-_WORK_BYTES = 20
+_WORK_BYTES = 20 + 16 + 8
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class TileConfig:
     tile_kv: int
     threads: int
     shared_bytes: int
+    wants_rotated_keys: bool = False
 
 
 def row_class(rows: int) -> str:
@@ -53,9 +54,14 @@ def _choose_prefill(problem: AttentionProblem, rows: str, max_shared_bytes: int)
     # a warp, and fp8 fragments need registers of their own: then a warp takes 16.
     wide = rows == LARGE and problem.head_dim_vo <= 128 and not problem.dtype_kv.is_fp8
     mma_q = 2 if wide else 1
-    q_in_registers = max(problem.head_dim_qk, problem.head_dim_vo) <= 64
+    # Every tile of query rows rotates the keys again, unless a pass of its own has done it; that
+    # pass takes keys as the 16-bit rows that it leaves.
+    rotates_keys = problem.pos_encoding == "ROPE_LLAMA" and not (
+        rows == LARGE and problem.aligned and problem.dtype_kv.is_float16
+    )
+    blocks = 3 if max(problem.head_dim_qk, problem.head_dim_vo) <= 64 else 2
     for tile_kv in (64, 32, 16):
-        tiles = prefill_tiles(problem, mma_q, 4, tile_kv, 2, q_in_registers, False)
+        tiles = prefill_tiles(problem, mma_q, 4, tile_kv, blocks, False, False, rotates_keys)
         if tiles.shared_bytes <= max_shared_bytes:
             return tiles
     raise AssertionError(f"no prefill tile fits {max_shared_bytes} bytes of shared memory")
@@ -85,7 +91,7 @@ def _tile_bytes(rows: int, head_dim: int, itemsize: int) -> int:
     return rows * (columns * itemsize // 16 | 1) * 16
 
 
-def _common(problem: AttentionProblem) -> dict[str, int | bool | DType]:
+def _common(problem: AttentionProblem, rotates_keys: bool) -> dict[str, int | bool | DType]:
     alibi = problem.pos_encoding == "ALIBI"
     return {
         "DTypeQ": problem.dtype_q,
@@ -94,7 +100,7 @@ def _common(problem: AttentionProblem) -> dict[str, int | bool | DType]:
         "kHeadDimQK": problem.head_dim_qk,
         "kHeadDimVO": problem.head_dim_vo,
         "kRope": problem.pos_encoding == "ROPE_LLAMA",
-        "kRotateKeys": problem.pos_encoding == "ROPE_LLAMA",
+        "kRotateKeys": rotates_keys,
         "kAlibi": alibi,
         "kSoftCap": problem.soft_cap,
         "kTransformed": alibi or problem.soft_cap or problem.scale_first,
@@ -110,9 +116,9 @@ def _row_bytes(problem: AttentionProblem, tile_q: int) -> int:
     return _tile_bytes(tile_q, problem.head_dim_qk, 2) + 16 * tile_q + rope
 
 
-def _widened_key_bytes(problem: AttentionProblem, rows: int) -> int:
+def _widened_key_bytes(problem: AttentionProblem, rows: int, rotates_keys: bool) -> int:
     """fp8 keys that are rotated get a 16-bit copy; otherwise the kernels keep a placeholder."""
-    if problem.dtype_kv.is_fp8 and problem.pos_encoding == "ROPE_LLAMA":
+    if problem.dtype_kv.is_fp8 and rotates_keys:
         return _tile_bytes(rows, problem.head_dim_qk, 2)
     return _PLACEHOLDER
 
@@ -125,8 +131,12 @@ def prefill_tiles(
     min_blocks: int,
     q_in_registers: bool,
     pipelined: bool,
+    rotates_keys: bool = False,
 ) -> TileConfig:
-    """A prefill instance: `warps` warps of 16 * mma_q query rows, tile_kv keys at a time."""
+    """A prefill instance: `warps` warps of 16 * mma_q query rows, tile_kv keys at a time.
+
+    Under RoPE, keys are rotated in the kernel (`rotates_keys`) or come rotated.
+    """
     buffers = 2 if pipelined else 1
     dim_qk, dim_vo = problem.head_dim_qk, problem.head_dim_vo
     tile_q = 16 * mma_q * warps
@@ -135,13 +145,13 @@ def prefill_tiles(
         _row_bytes(problem, tile_q)
         + buffers * _tile_bytes(tile_kv, dim_qk, itemsize)
         + buffers * _tile_bytes(tile_kv, dim_vo, itemsize)
-        + _widened_key_bytes(problem, tile_kv)
+        + _widened_key_bytes(problem, tile_kv, rotates_keys)
         + (_MASK_MAP_BYTES if problem.custom_mask else 4)
         + _WORK_BYTES
         + 4,
         16,
     )
-    config = _common(problem) | {
+    config = _common(problem, rotates_keys) | {
         "kMmaQ": mma_q,
         "kWarps": warps,
         "kTileKV": tile_kv,
@@ -150,7 +160,16 @@ def prefill_tiles(
         "kPipelined": pipelined,
         "kSharedBytes": shared,
     }
-    return TileConfig("prefill_sm80", jit.Config(config), tile_q, tile_kv, warps * 32, shared)
+    is_rotated = problem.pos_encoding == "ROPE_LLAMA"
+    return TileConfig(
+        "prefill_sm80",
+        jit.Config(config),
+        tile_q,
+        tile_kv,
+        warps * 32,
+        shared,
+        wants_rotated_keys=is_rotated and not rotates_keys,
+    )
 
 
 def decode_tiles(
@@ -166,7 +185,8 @@ def decode_tiles(
     itemsize = problem.dtype_kv.itemsize
     stage = _tile_bytes(keys_per_warp, dim_qk, itemsize)
     stage += _tile_bytes(keys_per_warp, dim_vo, itemsize)
-    wide = _widened_key_bytes(problem, keys_per_warp)
+    is_rotated = problem.pos_encoding == "ROPE_LLAMA"
+    wide = _widened_key_bytes(problem, keys_per_warp, is_rotated)
     states = warps * DECODE_ROWS * (dim_vo + 8 + 2) * 4
     shared = _round_up(
         _row_bytes(problem, DECODE_ROWS)
@@ -175,7 +195,7 @@ def decode_tiles(
         + 4,
         16,
     )
-    config = _common(problem) | {
+    config = _common(problem, is_rotated) | {
         "kWarps": warps,
         "kKeysPerWarp": keys_per_warp,
         "kStages": stages,

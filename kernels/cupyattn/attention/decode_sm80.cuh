@@ -160,12 +160,12 @@ struct DecodeSm80 {
     ptx::cp_async_wait_group<kStages - 2>();
     ptx::block_sync();
     prepare_q();
-    const uint32_t q_base = ptx::shared_address(shared.q);
+    const uint32_t q_lane = q_lane_address<QTile>(ptx::shared_address(shared.q), 0, lane);
     uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][4];
     if constexpr (Config::kQInRegisters) {
 #pragma unroll
       for (int step = 0; step < kStepsQK; ++step) {
-        load_q_fragment<QTile>(q_registers[step], q_base, 0, step, lane);
+        load_q_fragment<QTile>(q_registers[step], q_lane, 0, step);
       }
     }
     const auto load_q_operand = [&](uint32_t(&a)[4], int, int step) {
@@ -173,12 +173,14 @@ struct DecodeSm80 {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = q_registers[step][i];
       } else {
-        load_q_fragment<QTile>(a, q_base, 0, step, lane);
+        load_q_fragment<QTile>(a, q_lane, 0, step);
       }
     };
 
     float o[1][2 * kColumnGroups][4] = {};
-    OnlineSoftmax<1> softmax(LogitsVariant::softmax_scale(params));
+    OnlineSoftmax<1> softmax;
+    const float scale = LogitsVariant::softmax_scale(params);
+    const float slack = LogitsVariant::softmax_slack(params);
     int stage = 0;
     for (int tile = tiles.begin; tile < tiles.end; ++tile, ++load_tile) {
       const int first_key = tile * kTileKV + warp * kKeys;
@@ -191,19 +193,22 @@ struct DecodeSm80 {
       }
       ptx::cp_async_commit();
 
-      const uint32_t k_base = prepare_k(ring[stage], first_key);
+      const uint32_t k = k_lane_address<KTile>(prepare_k(ring[stage], first_key), lane);
       float s[1][kKeys / 8][4];
-      multiply_qk<DTypeQ, KTile, kStepsQK, 1, kKeys>(s, load_q_operand, k_base, 0, lane);
+      multiply_qk<DTypeQ, KTile, kStepsQK, 1, kKeys>(s, load_q_operand, k, 0);
       LogitsVariant::apply(s, shared.rows, first_key, params, lane);
       if (Config::kCustomMask || range.needs_mask(first_key, kKeys)) {
         apply_mask<Config::kCustomMask>(s, params, shared.rows, first_key, lane);
       }
-      softmax.raise_max(s, o);
-      softmax.exponentiate(s);
-      uint32_t p[1][kKeys / 16][4];
-      convert_p<DTypeQ>(p, s);
-      multiply_pv<DTypeQ, VTile, kColumnGroups, 1, kKeys>(
-          o, p, ptx::shared_address(ring[stage].v), 0, lane);
+      softmax.raise_max(s, o, scale, slack);
+      const uint32_t v_lane =
+          v_lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
+#pragma unroll
+      for (int k = 0; k < kKeys / 16; ++k) {
+        uint32_t p[1][4];
+        softmax.exponentiate<DTypeQ>(p, s, k, scale);
+        multiply_pv<DTypeQ, VTile, kColumnGroups, 1>(o, p, v_lane, 16 * k);
+      }
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     finish(softmax, o);
@@ -221,7 +226,7 @@ struct DecodeSm80 {
       const int row = 8 * h + (lane >> 2);
       const float sum = quad_sum(softmax.row_sum[0][h]);
       if ((lane & 3) == 0) {
-        states.row_max[warp][row] = softmax.base2_max(0, h);
+        states.row_max[warp][row] = softmax.base2_max(0, h, LogitsVariant::softmax_scale(params));
         states.row_sum[warp][row] = sum;
       }
       store_output_row<float, kHeadDimVO, kFp8, true>(states.o[warp][row], o[0], h, 1.0f, lane);

@@ -52,7 +52,10 @@ struct PrefillSm80 {
     alignas(16) unsigned char k_wide[kWidenKeys ? KTile::kBytes : 16];
     typename conditional<Config::kCustomMask, MaskTileMap<kTileKV>, NoMaskTileMap>::type mask_map;
     typename conditional<Config::kRope, RopeSteps<kHeadDimQK>, NoRopeSteps>::type rope;
+    // The loop over keys needs every register: what it rarely reads waits here.
     TileWork work;
+    KeyRange range;
+    TileSpan tiles;
     uint32_t flag;
   };
 
@@ -64,10 +67,7 @@ struct PrefillSm80 {
   const AttentionParams& params;
   SharedMemory& shared;
   const int thread, warp, lane;
-  TileWork work;
-  KeyRange range;
-  TileSpan tiles;
-  RowSpan span;
+  const uint32_t q_lane, k_lane, v_lane;
   uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][kMmaQ][4];
   float o[kMmaQ][2 * kColumnGroups][4] = {};
   OnlineSoftmax<kMmaQ> softmax;
@@ -78,49 +78,41 @@ struct PrefillSm80 {
         thread(threadIdx.x),
         warp(threadIdx.x / kWarpSize),
         lane(threadIdx.x % kWarpSize),
-        softmax(LogitsVariant::softmax_scale(params)) {
-    // The longest causal tiles come first, so that short ones fill the end of the grid.
+        q_lane(q_lane_address<QTile>(ptx::shared_address(shared.q), warp_row(), lane)),
+        k_lane(k_lane_address<KTile>(
+            kWidenKeys ? ptx::shared_address(shared.k_wide)
+                       : ptx::shared_address(shared.k_source[0]), lane)),
+        v_lane(v_lane_address<VTile>(ptx::shared_address(shared.v[0]), lane)) {}
+
+  // The longest causal tiles come first, so that short ones fill the end of the grid.
+  __device__ __forceinline__ TileWork choose_work() const {
+    TileWork work;
     int index = blockIdx.x;
     work.split = index % params.num_splits;
     index /= params.num_splits;
     work.kv_head = index % params.num_kv_heads;
     work.q_tile = params.num_q_tiles - 1 - index / params.num_kv_heads;
     work.first_row = work.q_tile * kTileQ;
-    work.num_rows =
-        min_of(kTileQ, params.qo_len * params.group_size - work.first_row);
-  }
-
-  // The loop over keys needs every register: what only the ends need waits in shared memory.
-  __device__ __forceinline__ void save_work() {
-    if (thread == 0) shared.work = work;
+    work.num_rows = min_of(kTileQ, params.qo_len * params.group_size - work.first_row);
+    return work;
   }
 
   __device__ __forceinline__ int warp_row() const { return 16 * kMmaQ * warp; }
 
-  // Describes the rows, then starts the copy of Q.
-  __device__ __forceinline__ void load_q() {
-    save_work();
-    fill_rows<LogitsVariant>(shared.rows, kTileQ, params, work, thread, kThreads);
-    if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
-    ptx::block_sync();
-    copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
-        ptx::shared_address(shared.q), params, shared.rows, work.num_rows, thread);
-  }
-
   __device__ __forceinline__ void load_k(int tile, int buffer) {
     const DTypeKV* keys =
-        static_cast<const DTypeKV*>(params.k) + work.kv_head * params.k_stride_h;
+        static_cast<const DTypeKV*>(params.k) + shared.work.kv_head * params.k_stride_h;
     copy_rows<KSourceTile, kHeadDimQK, Config::kAligned, kThreads>(
         ptx::shared_address(shared.k_source[0]) + buffer * KSourceTile::kBytes, keys,
-        params.k_stride_n, tile * kTileKV, span, thread);
+        params.k_stride_n, tile * kTileKV, shared.range.span(), thread);
   }
 
   __device__ __forceinline__ void load_v(int tile, int buffer) {
     const DTypeKV* values =
-        static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h;
+        static_cast<const DTypeKV*>(params.v) + shared.work.kv_head * params.v_stride_h;
     copy_rows<VTile, kHeadDimVO, Config::kAligned, kThreads>(
         ptx::shared_address(shared.v[0]) + buffer * VTile::kBytes, values, params.v_stride_n,
-        tile * kTileKV, span, thread);
+        tile * kTileKV, shared.range.span(), thread);
   }
 
   // Rotation and column order of Q, once it is in shared memory.
@@ -150,33 +142,33 @@ struct PrefillSm80 {
     }
   }
 
-  __device__ __forceinline__ uint32_t k_base(int buffer) const {
-    return kWidenKeys ? ptx::shared_address(shared.k_wide)
-                      : ptx::shared_address(shared.k_source[0]) + buffer * KTile::kBytes;
-  }
-  __device__ __forceinline__ uint32_t v_base(int buffer) const {
-    return ptx::shared_address(shared.v[0]) + buffer * VTile::kBytes;
-  }
-
-  // This block's range of keys and key tiles, the tiles that a custom mask leaves, and Q.
+  // This block's rows and range of keys; starts the copy of Q.
   __device__ __forceinline__ void begin() {
+    const TileWork work = choose_work();
     const int last_row = work.first_row + work.num_rows - 1;
     const int first_token = work.first_row / params.group_size;
     const int last_token = last_row / params.group_size;
-    range = KeyRange::of<Config::kCustomMask>(params, first_token, last_token);
-    tiles = TileSpan::of(range, kTileKV, work.split, params.num_splits);
-    span = range.span();
-    load_q();
+    const KeyRange range = KeyRange::of<Config::kCustomMask>(params, first_token, last_token);
+    const TileSpan tiles = TileSpan::of(range, kTileKV, work.split, params.num_splits);
+    if (thread == 0) {
+      shared.work = work;
+      shared.range = range;
+      shared.tiles = tiles;
+    }
+    fill_rows<LogitsVariant>(shared.rows, kTileQ, params, work, thread, kThreads);
+    if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
+    if constexpr (Config::kCustomMask) shared.mask_map.clear(thread, kThreads);
+    ptx::block_sync();
+    copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
+        ptx::shared_address(shared.q), params, shared.rows, work.num_rows, thread);
     if constexpr (Config::kCustomMask) {
-      shared.mask_map.clear(thread, kThreads);
-      ptx::block_sync();
       shared.mask_map.scan(params, first_token, last_token, tiles, thread, kThreads);
       ptx::block_sync();
     }
   }
 
   __device__ __forceinline__ int next_tile(int tile) const {
-    if constexpr (Config::kCustomMask) return shared.mask_map.next(tile, tiles);
+    if constexpr (Config::kCustomMask) return shared.mask_map.next(tile, shared.tiles);
     return tile;
   }
 
@@ -186,8 +178,7 @@ struct PrefillSm80 {
       for (int step = 0; step < kStepsQK; ++step) {
 #pragma unroll
         for (int m = 0; m < kMmaQ; ++m) {
-          load_q_fragment<QTile>(q_registers[step][m], ptx::shared_address(shared.q),
-                                 warp_row() + 16 * m, step, lane);
+          load_q_fragment<QTile>(q_registers[step][m], q_lane, 16 * m, step);
         }
       }
     }
@@ -196,17 +187,16 @@ struct PrefillSm80 {
   // Raw products of kStep keys from key `offset` of a tile on.
   __device__ __forceinline__ void multiply_keys(float (&s)[kMmaQ][kStep / 8][4], int buffer,
                                                 int offset) {
-    const uint32_t q_base = ptx::shared_address(shared.q);
     const auto load_q_operand = [&](uint32_t(&a)[4], int m, int step) {
       if constexpr (Config::kQInRegisters) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = q_registers[step][m][i];
       } else {
-        load_q_fragment<QTile>(a, q_base, warp_row() + 16 * m, step, lane);
+        load_q_fragment<QTile>(a, q_lane, 16 * m, step);
       }
     };
-    multiply_qk<DTypeQ, KTile, kStepsQK, kMmaQ, kStep>(s, load_q_operand, k_base(buffer), offset,
-                                                       lane);
+    multiply_qk<DTypeQ, KTile, kStepsQK, kMmaQ, kStep>(s, load_q_operand,
+                                                       k_lane + buffer * KTile::kBytes, offset);
   }
 
   // From raw products to logits under the running maximum.
@@ -215,25 +205,29 @@ struct PrefillSm80 {
     const RowInfo* rows = shared.rows + warp_row();
     const int first_key = tile * kTileKV + offset;
     LogitsVariant::apply(s, rows, first_key, params, lane);
-    bool masked = range.needs_mask(first_key, kStep);
-    if constexpr (Config::kCustomMask) masked |= shared.mask_map.is_partial(tile, tiles);
+    bool masked = shared.range.needs_mask(first_key, kStep);
+    if constexpr (Config::kCustomMask) masked |= shared.mask_map.is_partial(tile, shared.tiles);
     if (masked) apply_mask<Config::kCustomMask>(s, params, rows, first_key, lane);
-    softmax.raise_max(s, o);
+    softmax.raise_max(s, o, LogitsVariant::softmax_scale(params),
+                      LogitsVariant::softmax_slack(params));
   }
 
   // O += P V for kStep keys from key `offset` of a tile on.
   __device__ __forceinline__ void accumulate(float (&s)[kMmaQ][kStep / 8][4], int buffer,
                                              int offset) {
-    uint32_t p[kMmaQ][kStep / 16][4];
-    softmax.exponentiate(s);
-    convert_p<DTypeQ>(p, s);
-    multiply_pv<DTypeQ, VTile, kColumnGroups, kMmaQ, kStep>(o, p, v_base(buffer), offset, lane);
+#pragma unroll
+    for (int k = 0; k < kStep / 16; ++k) {
+      uint32_t p[kMmaQ][4];
+      softmax.template exponentiate<DTypeQ>(p, s, k, LogitsVariant::softmax_scale(params));
+      multiply_pv<DTypeQ, VTile, kColumnGroups, kMmaQ>(o, p, v_lane + buffer * VTile::kBytes,
+                                                       offset + 16 * k);
+    }
   }
 
   __device__ __forceinline__ void run() {
     begin();
-    int tile = next_tile(tiles.begin);
-    if (tile < tiles.end) load_k(tile, 0);
+    int tile = next_tile(shared.tiles.begin);
+    if (tile < shared.tiles.end) load_k(tile, 0);
     ptx::cp_async_commit();
     ptx::cp_async_wait_group<0>();
     ptx::block_sync();
@@ -248,7 +242,7 @@ struct PrefillSm80 {
   }
 
   __device__ __forceinline__ void loop_alternating(int tile) {
-    while (tile < tiles.end) {
+    while (tile < shared.tiles.end) {
       // K has landed; everybody is done with V of the last tile.
       ptx::cp_async_wait_group<0>();
       ptx::block_sync();
@@ -264,7 +258,7 @@ struct PrefillSm80 {
       const int next = next_tile(tile + 1);
       ptx::cp_async_wait_group<0>();
       ptx::block_sync();
-      if (next < tiles.end) load_k(next, 0);
+      if (next < shared.tiles.end) load_k(next, 0);
       ptx::cp_async_commit();
       accumulate(s, 0, 0);
       tile = next;
@@ -272,7 +266,7 @@ struct PrefillSm80 {
   }
 
   __device__ __forceinline__ void loop_pipelined(int tile) {
-    if (tile >= tiles.end) return;
+    if (tile >= shared.tiles.end) return;
     int buffer = 0;
     load_v(tile, buffer);
     ptx::cp_async_commit();
@@ -285,12 +279,12 @@ struct PrefillSm80 {
       // V has landed; everybody is done with the other buffers.
       ptx::cp_async_wait_group<0>();
       ptx::block_sync();
-      if (next < tiles.end) load_k(next, buffer ^ 1);
+      if (next < shared.tiles.end) load_k(next, buffer ^ 1);
       ptx::cp_async_commit();
       multiply_keys(second, buffer, kStep);
       accumulate(first, buffer, 0);
       finish_logits(second, tile, kStep);
-      if (next >= tiles.end) break;
+      if (next >= shared.tiles.end) break;
 
       // K of the next tile has landed.
       ptx::cp_async_wait_group<0>();
@@ -317,7 +311,7 @@ struct PrefillSm80 {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = warp_row() + 16 * m + 8 * h + (lane >> 2);
-        const float old_max = softmax.base2_max(m, h);
+        const float old_max = softmax.base2_max(m, h, LogitsVariant::softmax_scale(params));
         RowState state{old_max, quad_sum(softmax.row_sum[m][h])};
         if (row >= work.num_rows) continue;
         const int head = shared.rows[row].head;

@@ -24,17 +24,17 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + ptx::shuffle_xor(x, 2);
 }
 
+//
+// `scale` turns the logits given into base 2, `slack` is kSlack in their units. Both are arguments,
+// not members: as kernel parameters or constants they cost no registers.
+constexpr float kSlack = 8.0f;
+
 template <int kMmaQ>
 struct OnlineSoftmax {
-  static constexpr float kSlack = 8.0f;
-
-  float scale;              // of the logits given, to base 2
-  float slack;              // kSlack in the units of the logits
   float row_max[kMmaQ][2];  // in the units of the logits; -inf while a row has seen no key
   float row_sum[kMmaQ][2];  // this thread's part
 
-  __device__ __forceinline__ explicit OnlineSoftmax(float softmax_scale)
-      : scale(softmax_scale), slack(kSlack / softmax_scale) {
+  __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
@@ -48,7 +48,8 @@ struct OnlineSoftmax {
   // Moves the maximum if these logits ask for it, and rescales O to match.
   template <int kTilesS, int kTilesO>
   __device__ __forceinline__ void raise_max(const float (&s)[kMmaQ][kTilesS][4],
-                                            float (&o)[kMmaQ][kTilesO][4]) {
+                                            float (&o)[kMmaQ][kTilesO][4], float scale,
+                                            float slack) {
     float tile_max[kMmaQ][2];
     bool moves = false;
 #pragma unroll
@@ -65,34 +66,36 @@ struct OnlineSoftmax {
         moves |= (x - slack) > row_max[m][h];
       }
     }
-    if (ptx::warp_any(moves)) rescale(tile_max, o);
+    if (ptx::warp_any(moves)) rescale(tile_max, o, scale);
   }
 
-  // Turns logits into probabilities in place, under the present maximum.
-  template <int kTilesS>
-  __device__ __forceinline__ void exponentiate(float (&s)[kMmaQ][kTilesS][4]) {
+  // The probabilities of 16 keys (n-tiles 2 k and 2 k + 1 of the logits) under the present maximum,
+  // as A fragments of the second product: for 16-bit types the accumulator layout of S is already
+  // the layout of A.
+  template <typename T, int kTilesS>
+  __device__ __forceinline__ void exponentiate(uint32_t (&p)[kMmaQ][4],
+                                               const float (&s)[kMmaQ][kTilesS][4], int k,
+                                               float scale) {
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float shift = row_max[m][h] == -ptx::infinity() ? 0.0f : -row_max[m][h] * scale;
-        float sum = 0.0f;
 #pragma unroll
-        for (int n = 0; n < kTilesS; ++n) {
-#pragma unroll
-          for (int e = 2 * h; e < 2 * h + 2; ++e) {
-            s[m][n][e] = ptx::ex2_approx(fmaf(s[m][n][e], scale, shift));
-            sum += s[m][n][e];
-          }
+        for (int half = 0; half < 2; ++half) {
+          const float(&pair)[4] = s[m][2 * k + half];
+          const float first = ptx::ex2_approx(fmaf(pair[2 * h], scale, shift));
+          const float second = ptx::ex2_approx(fmaf(pair[2 * h + 1], scale, shift));
+          row_sum[m][h] += first + second;
+          p[m][2 * half + h] = ptx::pack_pair<T>(first, second);
         }
-        row_sum[m][h] += sum;
       }
     }
   }
 
   template <int kTilesO>
   __device__ __forceinline__ void rescale(const float (&tile_max)[kMmaQ][2],
-                                          float (&o)[kMmaQ][kTilesO][4]) {
+                                          float (&o)[kMmaQ][kTilesO][4], float scale) {
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
@@ -113,26 +116,9 @@ struct OnlineSoftmax {
   }
 
   // The base-2 maximum of a row, -inf if it saw no key.
-  __device__ __forceinline__ float base2_max(int m, int h) const {
+  __device__ __forceinline__ float base2_max(int m, int h, float scale) const {
     return row_max[m][h] == -ptx::infinity() ? row_max[m][h] : row_max[m][h] * scale;
   }
 };
-
-// Probabilities (accumulator layout) as the A fragments of the second product: for 16-bit types the
-// two layouts agree, so this is only a conversion.
-template <typename T, int kMmaQ, int kTilesS>
-__device__ __forceinline__ void convert_p(uint32_t (&p)[kMmaQ][kTilesS / 2][4],
-                                          const float (&s)[kMmaQ][kTilesS][4]) {
-#pragma unroll
-  for (int m = 0; m < kMmaQ; ++m) {
-#pragma unroll
-    for (int k = 0; k < kTilesS / 2; ++k) {
-      p[m][k][0] = ptx::pack_pair<T>(s[m][2 * k][0], s[m][2 * k][1]);
-      p[m][k][1] = ptx::pack_pair<T>(s[m][2 * k][2], s[m][2 * k][3]);
-      p[m][k][2] = ptx::pack_pair<T>(s[m][2 * k + 1][0], s[m][2 * k + 1][1]);
-      p[m][k][3] = ptx::pack_pair<T>(s[m][2 * k + 1][2], s[m][2 * k + 1][3]);
-    }
-  }
-}
 
 }  // namespace cupyattn

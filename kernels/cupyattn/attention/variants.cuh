@@ -5,6 +5,7 @@
 // that is exact only for one positive scale, so everything else goes through TransformedLogits.
 #pragma once
 
+#include "cupyattn/attention/softmax.cuh"
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/params/attention.cuh"
 #include "cupyattn/ptx/math.cuh"
@@ -34,7 +35,10 @@ struct PlainLogits {
     return RowInfo{token, head, 1.0f, 0.0f};
   }
   static __device__ __forceinline__ float softmax_scale(const AttentionParams& params) {
-    return params.sm_scale * kLog2e;
+    return params.softmax_scale;
+  }
+  static __device__ __forceinline__ float softmax_slack(const AttentionParams& params) {
+    return params.softmax_slack;
   }
   template <int kMmaQ, int kTilesS>
   static __device__ __forceinline__ void apply(float (&)[kMmaQ][kTilesS][4], const RowInfo*, int,
@@ -56,6 +60,7 @@ struct TransformedLogits {
     return RowInfo{token, head, scale * unit, slope * unit};
   }
   static __device__ __forceinline__ float softmax_scale(const AttentionParams&) { return 1.0f; }
+  static __device__ __forceinline__ float softmax_slack(const AttentionParams&) { return kSlack; }
 
   // The thread's accumulators are rows lane / 4 + 16 m (+ 8) of `rows`, keys first_key + 8 n +
   // 2 (lane % 4) (+ 1).

@@ -36,11 +36,13 @@ struct AttentionParams {
   float sm_scale;         // whole logit scale but for scale_q, scale_k
   float logits_soft_cap;  // read only by soft-cap kernels
   float output_scale;     // multiplies the output
+  float softmax_scale;    // sm_scale to base 2; read only where it is positive and the whole scale
+  float softmax_slack;    // 8 / softmax_scale
   int32_t alibi_heads;    // 2^floor(log2(num_qo_heads))
   uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };
 
-static_assert(sizeof(AttentionParams) == 104 + 88 + 48 + 4 * kMaxRopePairs,
+static_assert(sizeof(AttentionParams) == 104 + 88 + 56 + 4 * kMaxRopePairs,
               "AttentionParams and its mirror in launch/params.py must agree");
 
 }  // namespace cupyattn

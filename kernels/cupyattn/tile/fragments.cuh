@@ -15,29 +15,43 @@
 
 namespace cupyattn {
 
-// The A fragments (16 rows x 16 columns at k-step `step`) of a tile of Q.
+// Each lane's address of the first fragment of a tile; the others are constants away from it, which
+// the assembler folds into the load.
 template <typename QTile>
-__device__ __forceinline__ void load_q_fragment(uint32_t (&a)[4], uint32_t base, int row, int step,
-                                                int lane) {
-  ptx::ldmatrix_x4(a, QTile::address(base, row + (lane & 15), 2 * step + (lane >> 4)));
+__device__ __forceinline__ uint32_t q_lane_address(uint32_t tile, int first_row, int lane) {
+  return QTile::address(tile, first_row + (lane & 15), lane >> 4);
+}
+template <typename KTile>
+__device__ __forceinline__ uint32_t k_lane_address(uint32_t tile, int lane) {
+  return is_fp8<typename KTile::T>::value
+             ? KTile::address(tile, lane & 15, lane >> 4)
+             : KTile::address(tile, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+}
+template <typename VTile>
+__device__ __forceinline__ uint32_t v_lane_address(uint32_t tile, int lane) {
+  return VTile::address(tile, lane & 15, lane >> 4);
+}
+
+// The A fragment of 16 rows from row `row` of the warp's on, 16 columns at k-step `step`.
+template <typename QTile>
+__device__ __forceinline__ void load_q_fragment(uint32_t (&a)[4], uint32_t q, int row, int step) {
+  ptx::ldmatrix_x4(a, q + row * QTile::kRowBytes + step * 32);
 }
 
 // The B fragments of 16 keys at k-step `step`: b[0..1] for keys 0-7, b[2..3] for keys 8-15.
 template <typename T, typename KTile>
-__device__ __forceinline__ void load_k_fragment(uint32_t (&b)[4], uint32_t base, int key, int step,
-                                                int lane) {
+__device__ __forceinline__ void load_k_fragment(uint32_t (&b)[4], uint32_t k, int key, int step) {
   static_assert(sizeof(typename KTile::T) == 2, "fp8 keys come two k-steps at a time");
-  const int row = key + (lane & 7) + ((lane >> 4) << 3);
-  ptx::ldmatrix_x4(b, KTile::address(base, row, 2 * step + ((lane >> 3) & 1)));
+  ptx::ldmatrix_x4(b, k + key * KTile::kRowBytes + step * 32);
 }
 
 // The same for fp8: k-steps `step` and `step + 1`.
 template <typename T, typename KTile>
-__device__ __forceinline__ void load_k_fragments_fp8(uint32_t (&b)[2][4], uint32_t base, int key,
-                                                     int step, int lane) {
+__device__ __forceinline__ void load_k_fragments_fp8(uint32_t (&b)[2][4], uint32_t k, int key,
+                                                     int step) {
   using Fp8 = typename KTile::T;
   uint32_t bytes[4];
-  ptx::ldmatrix_x4(bytes, KTile::address(base, key + (lane & 15), step + (lane >> 4)));
+  ptx::ldmatrix_x4(bytes, k + key * KTile::kRowBytes + step * 16);
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
 #pragma unroll
@@ -50,28 +64,25 @@ __device__ __forceinline__ void load_k_fragments_fp8(uint32_t (&b)[2][4], uint32
 
 // The B fragments of 16 keys x 16 columns of V: b[0..1] for one n-tile, b[2..3] for the next.
 template <typename T, typename VTile>
-__device__ __forceinline__ void load_v_fragment(uint32_t (&b)[4], uint32_t base, int key,
-                                                int column_group, int lane) {
+__device__ __forceinline__ void load_v_fragment(uint32_t (&b)[4], uint32_t v, int key, int group) {
   static_assert(sizeof(typename VTile::T) == 2, "fp8 values come two column groups at a time");
-  ptx::ldmatrix_x4_trans(
-      b, VTile::address(base, key + (lane & 15), 2 * column_group + (lane >> 4)));
+  ptx::ldmatrix_x4_trans(b, v + key * VTile::kRowBytes + group * 32);
 }
 
-// The same for fp8: column groups `column_group` and `column_group + 1`.
+// The same for fp8: column groups `group` and `group + 1`.
 template <typename T, typename VTile>
-__device__ __forceinline__ void load_v_fragments_fp8(uint32_t (&b)[2][4], uint32_t base, int key,
-                                                     int column_group, int lane) {
+__device__ __forceinline__ void load_v_fragments_fp8(uint32_t (&b)[2][4], uint32_t v, int key,
+                                                     int group) {
   using Fp8 = typename VTile::T;
   uint32_t bytes[4];
-  ptx::ldmatrix_x4_trans(
-      bytes, VTile::address(base, key + (lane & 15), column_group + (lane >> 4)));
+  ptx::ldmatrix_x4_trans(bytes, v + key * VTile::kRowBytes + group * 16);
 #pragma unroll
-  for (int group = 0; group < 2; ++group) {
+  for (int g = 0; g < 2; ++g) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t word = bytes[2 * group + half];
-      b[group][half] = ptx::fp8_to_pair<T, Fp8>(word, ptx::kBytes02);
-      b[group][2 + half] = ptx::fp8_to_pair<T, Fp8>(word, ptx::kBytes13);
+      const uint32_t word = bytes[2 * g + half];
+      b[g][half] = ptx::fp8_to_pair<T, Fp8>(word, ptx::kBytes02);
+      b[g][2 + half] = ptx::fp8_to_pair<T, Fp8>(word, ptx::kBytes13);
     }
   }
 }
@@ -87,10 +98,11 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
   }
 }
 
-// S[m][n] = Q K^T for kMmaQ x 16 query rows and kKeys keys. `load_q(a, m, step)` yields Q.
+// S[m][n] = Q K^T for kMmaQ x 16 query rows and kKeys keys. `load_q(a, m, step)` yields Q; `k` and, below,
+// `v` are lane addresses.
 template <typename T, typename KTile, int kSteps, int kMmaQ, int kKeys, typename LoadQ>
 __device__ __forceinline__ void multiply_qk(float (&s)[kMmaQ][kKeys / 8][4], LoadQ&& load_q,
-                                            uint32_t k_base, int first_key, int lane) {
+                                            uint32_t k, int first_key) {
   if constexpr (!is_fp8<typename KTile::T>::value) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -100,7 +112,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kMmaQ][kKeys / 8][4], Loa
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
         uint32_t b[4];
-        load_k_fragment<T, KTile>(b, k_base, first_key + 16 * n, step, lane);
+        load_k_fragment<T, KTile>(b, k, first_key + 16 * n, step);
 #pragma unroll
         for (int m = 0; m < kMmaQ; ++m) {
           multiply_add<T>(s[m][2 * n], a[m], b[0], b[1], step == 0);
@@ -120,7 +132,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kMmaQ][kKeys / 8][4], Loa
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
         uint32_t b[2][4];
-        load_k_fragments_fp8<T, KTile>(b, k_base, first_key + 16 * n, step, lane);
+        load_k_fragments_fp8<T, KTile>(b, k, first_key + 16 * n, step);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (step + half < kSteps) {
@@ -137,37 +149,33 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kMmaQ][kKeys / 8][4], Loa
   }
 }
 
-// O[m][n] += P V for kKeys keys; P as A fragments, one per 16 keys.
-template <typename T, typename VTile, int kColumnGroups, int kMmaQ, int kKeys>
+// O[m][n] += P V for 16 keys from key `key` on.
+template <typename T, typename VTile, int kColumnGroups, int kMmaQ>
 __device__ __forceinline__ void multiply_pv(float (&o)[kMmaQ][2 * kColumnGroups][4],
-                                            const uint32_t (&p)[kMmaQ][kKeys / 16][4],
-                                            uint32_t v_base, int first_key, int lane) {
+                                            const uint32_t (&p)[kMmaQ][4], uint32_t v, int key) {
+  if constexpr (!is_fp8<typename VTile::T>::value) {
 #pragma unroll
-  for (int k = 0; k < kKeys / 16; ++k) {
-    if constexpr (!is_fp8<typename VTile::T>::value) {
+    for (int group = 0; group < kColumnGroups; ++group) {
+      uint32_t b[4];
+      load_v_fragment<T, VTile>(b, v, key, group);
 #pragma unroll
-      for (int group = 0; group < kColumnGroups; ++group) {
-        uint32_t b[4];
-        load_v_fragment<T, VTile>(b, v_base, first_key + 16 * k, group, lane);
-#pragma unroll
-        for (int m = 0; m < kMmaQ; ++m) {
-          ptx::mma_m16n8k16<T>(o[m][2 * group], p[m][k], b[0], b[1]);
-          ptx::mma_m16n8k16<T>(o[m][2 * group + 1], p[m][k], b[2], b[3]);
-        }
+      for (int m = 0; m < kMmaQ; ++m) {
+        ptx::mma_m16n8k16<T>(o[m][2 * group], p[m], b[0], b[1]);
+        ptx::mma_m16n8k16<T>(o[m][2 * group + 1], p[m], b[2], b[3]);
       }
-    } else {
+    }
+  } else {
 #pragma unroll
-      for (int group = 0; group < kColumnGroups; group += 2) {
-        uint32_t b[2][4];
-        load_v_fragments_fp8<T, VTile>(b, v_base, first_key + 16 * k, group, lane);
+    for (int group = 0; group < kColumnGroups; group += 2) {
+      uint32_t b[2][4];
+      load_v_fragments_fp8<T, VTile>(b, v, key, group);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (group + half < kColumnGroups) {
+      for (int half = 0; half < 2; ++half) {
+        if (group + half < kColumnGroups) {
 #pragma unroll
-            for (int m = 0; m < kMmaQ; ++m) {
-              ptx::mma_m16n8k16<T>(o[m][2 * (group + half)], p[m][k], b[half][0], b[half][1]);
-              ptx::mma_m16n8k16<T>(o[m][2 * (group + half) + 1], p[m][k], b[half][2], b[half][3]);
-            }
+          for (int m = 0; m < kMmaQ; ++m) {
+            ptx::mma_m16n8k16<T>(o[m][2 * (group + half)], p[m], b[half][0], b[half][1]);
+            ptx::mma_m16n8k16<T>(o[m][2 * (group + half) + 1], p[m], b[half][2], b[half][3]);
           }
         }
       }

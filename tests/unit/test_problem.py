@@ -1,0 +1,182 @@
+"""What the GPU kernels refuse, as far as it needs no GPU, and what a call remembers of another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn
+from cupyattn import _geometry, _single, array, dtypes
+from cupyattn.array import ArrayView, Device
+from cupyattn.errors import ArgumentError, UnsupportedError
+from cupyattn.problem import AttentionProblem
+
+HALF = dtypes.float16
+GOOD = AttentionProblem(HALF, HALF, HALF, 128, 128)
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "float32": (
+        {"dtype_q": dtypes.float32, "dtype_kv": dtypes.float32},
+        UnsupportedError,
+        r"q: dtype float32 has no GPU kernel; cast q to float16 or bfloat16",
+    ),
+    "fp8 q": ({"dtype_q": dtypes.float8_e4m3fn}, UnsupportedError, "q: dtype float8_e4m3fn"),
+    "mixed": ({"dtype_kv": dtypes.bfloat16}, ArgumentError, "k, v: dtype bfloat16 with q of"),
+    "integer cache": ({"dtype_kv": dtypes.int8}, ArgumentError, "k, v: dtype int8"),
+    "integer out": ({"dtype_o": dtypes.uint8}, UnsupportedError, "o_dtype: uint8"),
+    "fp8 out": ({"dtype_o": dtypes.float8_e5m2}, UnsupportedError, "o_dtype: float8_e5m2"),
+    "no dim": ({"head_dim_qk": 0}, UnsupportedError, "head_dim_qk: 0 is not supported; wanted a"),
+    "odd dim": ({"head_dim_qk": 100}, UnsupportedError, "head_dim_qk: 100 .* multiple of 8"),
+    "large dim": ({"head_dim_qk": 264}, UnsupportedError, "head_dim_qk: 264 .* from 8 to 256"),
+    "small value": ({"head_dim_vo": 4}, UnsupportedError, "head_dim_vo: 4 "),
+    "large value": ({"head_dim_vo": 512}, UnsupportedError, "head_dim_vo: 512 "),
+    "rope": (
+        {"head_dim_qk": 72, "pos_encoding": "ROPE_LLAMA"},
+        UnsupportedError,
+        "pos_encoding_mode: ROPE_LLAMA .* multiple of 16, got 72",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_the_kernels_refuse(changes: dict[str, Any], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        replace(GOOD, **changes).check_supported()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype_kv": dtypes.float8_e4m3fn},
+        {"dtype_q": dtypes.bfloat16, "dtype_kv": dtypes.float8_e5m2, "dtype_o": HALF},
+        {"dtype_o": dtypes.float32},
+        {"head_dim_qk": 192, "head_dim_vo": 128, "pos_encoding": "ROPE_LLAMA"},
+        {"head_dim_qk": 8, "head_dim_vo": 256, "pos_encoding": "ALIBI"},
+    ],
+)
+def test_what_the_kernels_take(changes: dict[str, Any]) -> None:
+    replace(GOOD, **changes).check_supported()
+
+
+def test_the_cpu_takes_what_only_the_gpu_refuses() -> None:
+    for dtype in (np.float16, np.float32):
+        q = np.ones((2, 1, 5), dtype)
+        assert cupyattn.single_prefill_with_kv_cache(q, q, q).shape == (2, 1, 5)
+
+
+# --- arrays on several devices, played with CPU memory that claims to be elsewhere ---
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> dict[str, Device]:
+    """Argument name -> the device that its array claims to be on."""
+    claims: dict[str, Device] = {}
+    real = array.view
+
+    def view(x: object, name: str) -> ArrayView:
+        v = real(x, name)
+        v.device = claims.get(name, v.device)
+        return v
+
+    monkeypatch.setattr(array, "view", view)
+    _single._entries.clear()
+    return claims
+
+
+def _call(**changes: Any) -> Any:
+    shapes = {"q": (4, 2, 16), "k": (6, 2, 16), "v": (6, 2, 16), "out": (4, 2, 16), "lse": (4, 2)}
+    arrays = {n: np.zeros(s, np.float32 if n == "lse" else np.float16) for n, s in shapes.items()}
+    arguments = arrays | changes
+    cupyattn.single_prefill_with_kv_cache(**arguments)
+
+
+@pytest.mark.parametrize(
+    "name", ["k", "v", "out", "lse", "custom_mask", "packed_custom_mask", "sinks", "scale_v"]
+)
+def test_mixed_devices_are_named(elsewhere: dict[str, Device], name: str) -> None:
+    extras = {
+        "custom_mask": np.ones((4, 6), bool),
+        "packed_custom_mask": np.ones(3, np.uint8),
+        "sinks": np.zeros(2, np.float32),
+        "scale_v": np.ones(2, np.float32),
+    }
+    changes = {name: extras[name]} if name in extras else {}
+    _call(**changes)
+    elsewhere[name] = Device("cuda", 1)
+    with pytest.raises(ArgumentError, match=f"{name}: is on cuda:1 but q is on cpu; move"):
+        _call(**changes)
+
+
+def test_gpu_arrays_meet_the_rules_of_the_gpu(elsewhere: dict[str, Device]) -> None:
+    elsewhere.update(dict.fromkeys(("q", "k", "v", "out", "lse"), Device("cuda", 0)))
+    single = {n: np.zeros((6, 2, 16), np.float32) for n in ("q", "k", "v", "out")}
+    with pytest.raises(UnsupportedError, match="q: dtype float32 has no GPU kernel"):
+        _call(**single)
+    odd = {n: np.zeros((6, 2, 20), np.float16) for n in ("q", "k")}
+    with pytest.raises(UnsupportedError, match="head_dim_qk: 20 is not supported"):
+        _call(**odd)
+
+
+# --- a call that looks like an earlier one is served by its entry ---
+
+
+def _entry(q: np.ndarray, k: np.ndarray, **scalars: Any) -> _geometry.Entry:
+    _single._entries.clear()
+    cupyattn.single_prefill_with_kv_cache(q, k, k, **scalars)
+    (entry,) = _single._entries.values()
+    return entry
+
+
+def test_an_entry_serves_every_length() -> None:
+    q, k = np.zeros((5, 4, 16), np.float16), np.zeros((9, 2, 16), np.float16)
+    entry = _entry(q, k)
+    for rows, keys in ((5, 9), (1, 9), (3, 1), (2, 7)):
+        cupyattn.single_prefill_with_kv_cache(q[:rows], k[:keys], k[:keys])
+    assert list(_single._entries.values()) == [entry]
+    cupyattn.single_prefill_with_kv_cache(q, k, k, causal=True)
+    cupyattn.single_prefill_with_kv_cache(q[:, :2], k, k)
+    assert len(_single._entries) == 3
+
+
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_alignment_does_not_depend_on_the_length(which: str) -> None:
+    """A single row may start on a boundary where the next does not."""
+    arrays = {"q": np.zeros((1, 2, 16), np.float16), "k": np.zeros((1, 2, 16), np.float16)}
+    assert _entry(**arrays).problem.aligned
+    rows = np.zeros(4 * 37, np.float16)
+    arrays[which] = np.lib.stride_tricks.as_strided(rows, (1, 2, 16), (74, 32, 2))
+    assert not _entry(**arrays).problem.aligned
+
+
+def test_a_scale_that_may_change_is_read_every_time() -> None:
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 3, 1, 16)).astype(np.float32)
+    scale = torch.tensor(0.5)
+    for value in (0.5, 2.0):
+        scale.fill_(value)
+        expected = cupyattn.single_prefill_with_kv_cache(q, k, k, sm_scale=value)
+        np.testing.assert_array_equal(
+            cupyattn.single_prefill_with_kv_cache(q, k, k, sm_scale=scale), expected
+        )
+
+
+def test_an_empty_cache_excuses_no_later_one() -> None:
+    q, k = np.zeros((2, 1, 16), np.float16), np.zeros((4, 1, 32), np.float16)[..., ::2]
+    _single._entries.clear()
+    cupyattn.single_prefill_with_kv_cache(q, k[:0], k[:0])
+    with pytest.raises(ArgumentError, match="k: the last dimension has stride 2"):
+        cupyattn.single_prefill_with_kv_cache(q, k, k)
+
+
+def test_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_single, "_MAX_ENTRIES", 5)
+    _single._entries.clear()
+    q = np.zeros((1, 1, 8), np.float16)
+    for window in range(12):
+        cupyattn.single_prefill_with_kv_cache(q, q, q, window_left=window)
+        assert len(_single._entries) <= 5
