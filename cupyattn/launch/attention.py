@@ -10,7 +10,7 @@ from .. import dtypes, jit
 from ..array import ArrayView, empty, view
 from ..device import device_props
 from ..problem import AttentionProblem
-from ..schedule import SinglePlan, plan_single
+from ..schedule import MAX_GRID_YZ, SinglePlan, plan_single
 from . import params, rotate_keys, scratch
 from .enqueue import enqueue
 from .tiles import TileConfig, row_class, tile_config
@@ -77,7 +77,6 @@ class AttentionLauncher:
         self.num_kv_heads = num_kv_heads
         self.group_size = num_qo_heads // num_kv_heads
         self.device_index = device_index
-        self.alibi_heads = 1 << (num_qo_heads.bit_length() - 1)
         # Read by the kernels only if the scale is positive and shared by all heads.
         self.softmax_scale = options.sm_scale * _LOG2_E
         self.softmax_slack = _SLACK / self.softmax_scale if self.softmax_scale else 0.0
@@ -147,48 +146,50 @@ class AttentionLauncher:
             counters, _owner = scratch.counters(q, plan.num_q_tiles * self.num_kv_heads)
         options = self.options
         arguments = params.launch_buffer
-        params.ATTENTION.pack_into(
-            arguments.buffer,
-            arguments.offset,
-            q.ptr,
-            k.ptr,
-            v.ptr,
-            o.ptr,
-            0 if lse is None else lse.ptr,
-            0 if mask is None else mask.ptr,
-            0 if sinks is None else sinks.ptr,
-            0 if scales[0] is None else scales[0].ptr,
-            0 if scales[1] is None else scales[1].ptr,
-            0 if scales[2] is None else scales[2].ptr,
-            partial_o,
-            partial_lse,
-            counters,
-            *strides,
-            0 if mask is None else mask.shape[0],
-            qo_len,
-            kv_len,
-            self.num_kv_heads,
-            self.group_size,
-            plan.num_q_tiles,
-            plan.num_splits,
-            options.causal,
-            options.window_left,
-            options.sm_scale,
-            options.logits_soft_cap,
-            options.output_scale,
-            self.softmax_scale,
-            self.softmax_slack,
-            self.alibi_heads,
-        )
         if self.rope_table:
             start = arguments.rope_offset
             arguments.buffer[start : start + len(self.rope_table)] = self.rope_table
-        enqueue(
-            kernel.function,
-            plan.num_blocks,
-            kernel.tiles.threads,
-            kernel.tiles.shared_bytes,
-            arguments,
-            self.device_index,
-            stream,
-        )
+        for first_q_tile in range(0, plan.num_q_tiles, MAX_GRID_YZ):
+            params.ATTENTION.pack_into(
+                arguments.buffer,
+                arguments.offset,
+                q.ptr,
+                k.ptr,
+                v.ptr,
+                o.ptr,
+                0 if lse is None else lse.ptr,
+                0 if mask is None else mask.ptr,
+                0 if sinks is None else sinks.ptr,
+                0 if scales[0] is None else scales[0].ptr,
+                0 if scales[1] is None else scales[1].ptr,
+                0 if scales[2] is None else scales[2].ptr,
+                partial_o,
+                partial_lse,
+                counters,
+                *strides,
+                0 if mask is None else mask.shape[0],
+                qo_len,
+                kv_len,
+                self.num_kv_heads,
+                self.group_size,
+                plan.num_q_tiles,
+                plan.num_splits,
+                options.causal,
+                options.window_left,
+                options.sm_scale,
+                options.logits_soft_cap,
+                options.output_scale,
+                self.softmax_scale,
+                self.softmax_slack,
+                first_q_tile,
+            )
+            q_tiles = min(plan.num_q_tiles - first_q_tile, MAX_GRID_YZ)
+            enqueue(
+                kernel.function,
+                (self.num_kv_heads, q_tiles, plan.num_splits),
+                kernel.tiles.threads,
+                kernel.tiles.shared_bytes,
+                arguments,
+                self.device_index,
+                stream,
+            )

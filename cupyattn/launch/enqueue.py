@@ -8,14 +8,14 @@ from .params import LaunchBuffer
 
 def enqueue(
     function: int,
-    num_blocks: int,
+    grid: tuple[int, int, int],
     threads: int,
     shared_bytes: int,
     arguments: LaunchBuffer,
     device_index: int,
     stream: int,
 ) -> None:
-    """Launch a one-dimensional grid with the struct in `arguments` on a raw stream."""
+    """Launch a grid with the struct in `arguments` on a raw stream."""
     from cupy.cuda import driver, runtime
 
     # The driver launches in the thread's current context, which a new thread does not have and
@@ -24,17 +24,17 @@ def enqueue(
         from cupy.cuda import Device
 
         with Device(device_index):
-            _launch(driver, function, num_blocks, threads, shared_bytes, arguments, stream)
+            _launch(driver, function, grid, threads, shared_bytes, arguments, stream)
     else:
         if not arguments.has_context:
             runtime.setDevice(device_index)
             arguments.has_context = True
-        _launch(driver, function, num_blocks, threads, shared_bytes, arguments, stream)
+        _launch(driver, function, grid, threads, shared_bytes, arguments, stream)
     if env.DEBUG.flag():
         runtime.streamSynchronize(stream)
 
 
-def _launch(driver, function, num_blocks, threads, shared_bytes, arguments, stream) -> None:  # type: ignore[no-untyped-def]
+def _launch(driver, function, grid, threads, shared_bytes, arguments, stream) -> None:  # type: ignore[no-untyped-def]
     driver.launchKernel(
-        function, num_blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments.address, 0
+        function, *grid, threads, 1, 1, shared_bytes, stream, arguments.address, 0
     )

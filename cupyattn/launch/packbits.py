@@ -47,7 +47,7 @@ def launch(
         little_endian,
     )
     blocks = -(-num_packed // _THREADS)
-    enqueue(kernel.function, blocks, _THREADS, 0, arguments, device, stream)
+    enqueue(kernel.function, (blocks, 1, 1), _THREADS, 0, arguments, device, stream)
 
 
 CONFIG = jit.Config({"kThreads": _THREADS})

@@ -44,5 +44,5 @@ def launch(
     start = arguments.offset + params.ROTATE_KEYS.size
     arguments.buffer[start : start + len(rope_table)] = rope_table
     blocks = -(-kv_len * num_kv_heads * (head_dim // 16) // _THREADS)
-    enqueue(kernel.function, blocks, _THREADS, 0, arguments, device, stream)
+    enqueue(kernel.function, (blocks, 1, 1), _THREADS, 0, arguments, device, stream)
     return rotated

@@ -1,5 +1,5 @@
 """Planners: functions of integers that decide who computes what. NumPy and nothing else."""
 
-from .single import SinglePlan, key_span, plan_single, tile_span
+from .single import MAX_GRID_YZ, SinglePlan, key_span, plan_single, tile_span
 
-__all__ = ["SinglePlan", "key_span", "plan_single", "tile_span"]
+__all__ = ["MAX_GRID_YZ", "SinglePlan", "key_span", "plan_single", "tile_span"]

@@ -22,6 +22,10 @@ class SinglePlan:
     num_blocks: int
 
 
+# The limit of a grid's second and third dimension.
+MAX_GRID_YZ = 65_535
+
+
 def key_span(
     first_token: int, last_token: int, qo_len: int, kv_len: int, causal: bool, window_left: int
 ) -> tuple[int, int]:
@@ -67,7 +71,7 @@ def plan_single(
     tiles = -(-end // tile_kv) - begin // tile_kv
     best, best_cost = 1, tiles + _BLOCK_OVERHEAD_TILES
     for waves in range(1, _MAX_WAVES + 1):
-        splits = min(waves * num_slots // blocks, tiles)
+        splits = min(waves * num_slots // blocks, tiles, MAX_GRID_YZ)
         if splits <= best:
             continue
         cost = waves * (-(-tiles // splits) + _BLOCK_OVERHEAD_TILES)

@@ -107,7 +107,19 @@ def random_case(seed: int) -> Case:
         strides=tuple(_weighted(rng, _STRIDES) for _ in "qkvo"),
         return_lse=bool(rng.random() < 0.8),
     )
-    return _bounded(case, rng)
+    return bounded(case, rng)
+
+
+def bounded(case: Case, rng: np.random.Generator) -> Case:
+    """The case, made smaller if its CPU answers would take long."""
+    while case.multiplies > _MAX_MULTIPLIES:
+        if case.num_kv_heads > 1:
+            case = replace(case, num_kv_heads=case.num_kv_heads - 1)
+        elif case.group > 4:
+            case = replace(case, group=_pick(rng, [g for g in _GROUPS if g < case.group]))
+        else:
+            case = replace(case, qo_len=_pick(rng, [n for n in _EDGES if n < case.qo_len]))
+    return case
 
 
 def make_inputs(case: Case) -> dict[str, Any]:
@@ -235,17 +247,6 @@ def _scale(rng: np.random.Generator, kind: str, num_heads: int) -> float | np.nd
         return None
     values = rng.uniform(0.5, 1.5, num_heads).astype(np.float32)
     return values if kind == "per_head" else float(values[0])
-
-
-def _bounded(case: Case, rng: np.random.Generator) -> Case:
-    while case.multiplies > _MAX_MULTIPLIES:
-        if case.num_kv_heads > 1:
-            case = replace(case, num_kv_heads=case.num_kv_heads - 1)
-        elif case.group > 4:
-            case = replace(case, group=_pick(rng, [g for g in _GROUPS if g < case.group]))
-        else:
-            case = replace(case, qo_len=_pick(rng, [n for n in _EDGES if n < case.qo_len]))
-    return case
 
 
 def _pick(rng: np.random.Generator, choices: Sequence[T]) -> T:

@@ -53,24 +53,37 @@ class Call:
         lse = poison.blank(shape[:2], np.dtype(np.float32), None, xp=xp)
         return cls(case, inputs, arrays, owned, out, lse if case.return_lse else None)
 
-    def run(self) -> None:
-        case, arrays = self.case, self.arrays
-        result = cupyattn.single_prefill_with_kv_cache(
-            **arrays,
-            o_dtype=case.o_dtype,
-            causal=case.causal,
-            kv_layout=case.kv_layout,
-            pos_encoding_mode=case.pos_encoding_mode,
-            sm_scale=case.sm_scale,
-            window_left=case.window_left,
-            logits_soft_cap=case.logits_soft_cap,
-            rope_scale=case.rope_scale,
-            rope_theta=case.rope_theta,
-            return_lse=case.return_lse,
-            out=self.out.array,
-            lse=None if self.lse is None else self.lse.array,
-        )
-        assert (result[0] if case.return_lse else result) is self.out.array
+    def run(self, *, is_decode: bool = False) -> None:
+        """Make the call; is_decode: through `single_decode_with_kv_cache`, for cases of one row."""
+        case = self.case
+        out = self.out.array
+        lse = None if self.lse is None else self.lse.array
+        options = {
+            "kv_layout": case.kv_layout,
+            "pos_encoding_mode": case.pos_encoding_mode,
+            "sm_scale": case.sm_scale,
+            "window_left": case.window_left,
+            "logits_soft_cap": case.logits_soft_cap,
+            "rope_scale": case.rope_scale,
+            "rope_theta": case.rope_theta,
+            "return_lse": case.return_lse,
+        }
+        if is_decode:
+            names = {"scale_q": "q_scale", "scale_k": "k_scale", "scale_v": "v_scale"}
+            arrays = {names.get(name, name): x for name, x in self.arrays.items()}
+            arrays["q"], out = arrays["q"][0], out[0]
+            lse = None if lse is None else lse[0]
+            result = cupyattn.single_decode_with_kv_cache(**arrays, **options, out=out, lse=lse)
+        else:
+            result = cupyattn.single_prefill_with_kv_cache(
+                **self.arrays,
+                **options,
+                o_dtype=case.o_dtype,
+                causal=case.causal,
+                out=out,
+                lse=lse,
+            )
+        assert (result[0] if case.return_lse else result) is out
 
     def check(self) -> None:
         case = self.case
@@ -93,13 +106,28 @@ class Call:
             if poisoned is not None:
                 poisoned.assert_intact(f"{case}: {name}")
 
+    def answers(self) -> list[np.ndarray]:
+        """Copies of what the call has written: out, and lse if there is one."""
+        return [p.values() for p in (self.out, self.lse) if p is not None]
+
+    def rerun(self, *, is_decode: bool = False) -> None:
+        """Call again on a blank output, and fail unless every bit comes out the same."""
+        first = self.answers()
+        for p in (self.out, self.lse):
+            if p is not None:
+                p.array[...] = 0
+        self.run(is_decode=is_decode)
+        for a, b in zip(first, self.answers(), strict=True):
+            compare.assert_bitwise_equal(a, b, self.case)
+
 
 def _embed(values: np.ndarray, kind: str, xp: ModuleType) -> poison.Poisoned:
     return poison.embed(values, cases.element_strides(kind, values.shape), xp=xp)
 
 
-def run_case(case: Case, xp: ModuleType) -> None:
-    """Prepare, run and check one case."""
+def run_case(case: Case, xp: ModuleType, *, is_decode: bool = False) -> None:
+    """Prepare, run, check against the float64 answer, and run again for the same bits."""
     call = Call.prepare(case, xp)
-    call.run()
+    call.run(is_decode=is_decode)
     call.check()
+    call.rerun(is_decode=is_decode)

@@ -180,3 +180,51 @@ def test_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for window in range(12):
         cupyattn.single_prefill_with_kv_cache(q, q, q, window_left=window)
         assert len(_single._entries) <= 5
+
+
+def _shifted(shape: tuple[int, ...]) -> np.ndarray:
+    """float16 zeros that start two bytes past a 16-byte boundary."""
+    room = np.zeros(int(np.prod(shape)) + 16, np.float16)
+    start = (-room.ctypes.data % 16) // 2 + 1
+    return room[start : start + int(np.prod(shape))].reshape(shape)
+
+
+LOOKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "custom mask": ({"custom_mask": np.ones((4, 6), bool)}, {"custom_mask": True}),
+    "packed mask": ({"packed_custom_mask": np.ones(3, np.uint8)}, {"custom_mask": True}),
+    "scale_q": ({"scale_q": np.ones(2, np.float32)}, {"scale_first": True}),
+    "scale_k": ({"scale_k": np.ones(2, np.float32)}, {"scale_first": True}),
+    "scale_v": ({"scale_v": np.ones(2, np.float32)}, {}),
+    "sinks": ({"sinks": np.ones(2, np.float32)}, {}),
+    "negative scale": ({"sm_scale": -1.0}, {"scale_first": True}),
+    "no scale": ({"sm_scale": 0.0}, {"scale_first": True}),
+    "negative k_scale": ({"k_scale": -1.0}, {"scale_first": True}),
+    "soft cap": ({"logits_soft_cap": 1.0}, {"soft_cap": True}),
+    "soft cap off": ({"logits_soft_cap": 0.0}, {}),
+    "alibi": ({"pos_encoding_mode": "ALIBI"}, {"pos_encoding": "ALIBI"}),
+    "run-time options": ({"causal": True, "window_left": 3, "v_scale": 2.0, "rope_theta": 9.0}, {}),
+    "shifted q": ({"q": _shifted((4, 2, 16))}, {"aligned": False}),
+    "shifted v": ({"v": _shifted((6, 2, 16))}, {"aligned": False}),
+    "shifted out": ({"out": _shifted((4, 2, 16))}, {"aligned": False}),
+    "strides of v": ({"v": np.zeros((6, 2, 19), np.float16)[..., :16]}, {"aligned": False}),
+    "strides of out": ({"out": np.zeros((4, 2, 19), np.float16)[..., :16]}, {"aligned": False}),
+    "narrow v": ({"v": np.zeros((6, 2, 12), np.float16)}, {"head_dim_vo": 12, "aligned": False}),
+    "o_dtype": ({"o_dtype": "float32"}, {"dtype_o": dtypes.float32}),
+}
+
+
+@pytest.mark.parametrize(("changes", "facts"), LOOKS.values(), ids=LOOKS)
+def test_the_problem_of_a_call(changes: dict[str, Any], facts: dict[str, Any]) -> None:
+    """The same with and without a similar call before it."""
+    call = cupyattn.single_prefill_with_kv_cache
+    shapes = {"q": (4, 2, 16), "k": (6, 2, 16), "v": (6, 2, 16)}
+    arrays = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
+    plain = AttentionProblem(HALF, HALF, HALF, 16, 16)
+    _single._entries.clear()
+    call(**arrays, out=np.zeros((4, 2, 16), np.float16))
+    call(**arrays)
+    before = list(_single._entries.values())
+    assert {entry.problem for entry in before} == {plain}
+    call(**arrays | changes)
+    new = [entry for entry in _single._entries.values() if entry not in before]
+    assert {entry.problem for entry in new or before} == {replace(plain, **facts)}

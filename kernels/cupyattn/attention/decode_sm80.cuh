@@ -81,11 +81,9 @@ struct DecodeSm80 {
         warp(threadIdx.x / kWarpSize),
         lane(threadIdx.x % kWarpSize) {
     // Neighbouring blocks read neighbouring heads of the same keys.
-    int index = blockIdx.x;
-    work.kv_head = index % params.num_kv_heads;
-    index /= params.num_kv_heads;
-    work.split = index % params.num_splits;
-    work.q_tile = index / params.num_splits;
+    work.kv_head = blockIdx.x;
+    work.q_tile = blockIdx.y;
+    work.split = blockIdx.z;
     work.first_row = work.q_tile * kTileQ;
     work.num_rows =
         min_of(kTileQ, params.qo_len * params.group_size - work.first_row);

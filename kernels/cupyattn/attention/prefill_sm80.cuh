@@ -87,11 +87,9 @@ struct PrefillSm80 {
   // The longest causal tiles come first, so that short ones fill the end of the grid.
   __device__ __forceinline__ TileWork choose_work() const {
     TileWork work;
-    int index = blockIdx.x;
-    work.split = index % params.num_splits;
-    index /= params.num_splits;
-    work.kv_head = index % params.num_kv_heads;
-    work.q_tile = params.num_q_tiles - 1 - index / params.num_kv_heads;
+    work.kv_head = blockIdx.x;
+    work.q_tile = params.num_q_tiles - 1 - (params.first_q_tile + blockIdx.y);
+    work.split = blockIdx.z;
     work.first_row = work.q_tile * kTileQ;
     work.num_rows = min_of(kTileQ, params.qo_len * params.group_size - work.first_row);
     return work;

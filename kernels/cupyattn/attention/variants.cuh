@@ -21,7 +21,9 @@ struct alignas(16) RowInfo {
 };
 
 // Press, Smith, Lewis 2021 (arXiv 2108.12409), section 3, for any number of heads.
-__device__ __forceinline__ float alibi_slope(int head, int power_of_two_heads) {
+__device__ __forceinline__ float alibi_slope(int head, int num_heads) {
+  int power_of_two_heads = 1;
+  while (2 * power_of_two_heads <= num_heads) power_of_two_heads *= 2;
   const float n = static_cast<float>(power_of_two_heads);
   const float exponent = head < power_of_two_heads
                              ? -8.0f * (head + 1) / n
@@ -56,7 +58,7 @@ struct TransformedLogits {
     float scale = params.sm_scale;
     if (params.scale_q != nullptr) scale *= params.scale_q[head];
     if (params.scale_k != nullptr) scale *= params.scale_k[kv_head];
-    const float slope = kAlibi ? alibi_slope(head, params.alibi_heads) : 0.0f;
+    const float slope = kAlibi ? alibi_slope(head, params.num_kv_heads * params.group_size) : 0.0f;
     return RowInfo{token, head, scale * unit, slope * unit};
   }
   static __device__ __forceinline__ float softmax_scale(const AttentionParams&) { return 1.0f; }

@@ -38,7 +38,7 @@ struct AttentionParams {
   float output_scale;     // multiplies the output
   float softmax_scale;    // sm_scale to base 2; read only where it is positive and the whole scale
   float softmax_slack;    // 8 / softmax_scale
-  int32_t alibi_heads;    // 2^floor(log2(num_qo_heads))
+  int32_t first_q_tile;   // of this launch: grids are limited, requests are not
   uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };
 
