@@ -18,7 +18,7 @@ DECODE_ROWS = 16
 
 _MASK_MAP_BYTES = 2 * 4096 // 8
 _PLACEHOLDER = 16
-_WORK_BYTES = 20 + 16 + 8
+_LOGIT_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _choose_prefill(problem: AttentionProblem, rows: str, max_shared_bytes: int)
     )
     blocks = 3 if max(problem.head_dim_qk, problem.head_dim_vo) <= 64 else 2
     for tile_kv in (64, 32, 16):
-        tiles = prefill_tiles(problem, mma_q, 4, tile_kv, blocks, False, False, rotates_keys)
+        tiles = prefill_tiles(problem, mma_q, 4, tile_kv, blocks, False, 16, rotates_keys)
         if tiles.shared_bytes <= max_shared_bytes:
             return tiles
     raise AssertionError(f"no prefill tile fits {max_shared_bytes} bytes of shared memory")
@@ -92,7 +92,6 @@ def _tile_bytes(rows: int, head_dim: int, itemsize: int) -> int:
 
 
 def _common(problem: AttentionProblem, rotates_keys: bool) -> dict[str, int | bool | DType]:
-    alibi = problem.pos_encoding == "ALIBI"
     return {
         "DTypeQ": problem.dtype_q,
         "DTypeKV": problem.dtype_kv,
@@ -101,19 +100,19 @@ def _common(problem: AttentionProblem, rotates_keys: bool) -> dict[str, int | bo
         "kHeadDimVO": problem.head_dim_vo,
         "kRope": problem.pos_encoding == "ROPE_LLAMA",
         "kRotateKeys": rotates_keys,
-        "kAlibi": alibi,
+        "kAlibi": problem.pos_encoding == "ALIBI",
         "kSoftCap": problem.soft_cap,
-        "kTransformed": alibi or problem.soft_cap or problem.scale_first,
+        "kRowScales": problem.scale_first,
         "kCustomMask": problem.custom_mask,
         "kAligned": problem.aligned,
     }
 
 
 def _row_bytes(problem: AttentionProblem, tile_q: int) -> int:
-    """A tile of Q, what is known of its rows, and the RoPE steps."""
+    """A tile of Q, what is known of its rows and logits, and the RoPE steps."""
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     rope = 4 * (problem.head_dim_qk // 2) if is_rotated else 4
-    return _tile_bytes(tile_q, problem.head_dim_qk, 2) + 16 * tile_q + rope
+    return _tile_bytes(tile_q, problem.head_dim_qk, 2) + 16 * tile_q + _LOGIT_BYTES + rope
 
 
 def _widened_key_bytes(problem: AttentionProblem, rows: int, rotates_keys: bool) -> int:
@@ -130,24 +129,22 @@ def prefill_tiles(
     tile_kv: int,
     min_blocks: int,
     q_in_registers: bool,
-    pipelined: bool,
+    keys_per_exp: int,
     rotates_keys: bool = False,
 ) -> TileConfig:
     """A prefill instance: `warps` warps of 16 * mma_q query rows, tile_kv keys at a time.
 
     Under RoPE, keys are rotated in the kernel (`rotates_keys`) or come rotated.
     """
-    buffers = 2 if pipelined else 1
     dim_qk, dim_vo = problem.head_dim_qk, problem.head_dim_vo
     tile_q = 16 * mma_q * warps
     itemsize = problem.dtype_kv.itemsize
     shared = _round_up(
         _row_bytes(problem, tile_q)
-        + buffers * _tile_bytes(tile_kv, dim_qk, itemsize)
-        + buffers * _tile_bytes(tile_kv, dim_vo, itemsize)
+        + _tile_bytes(tile_kv, dim_qk, itemsize)
+        + _tile_bytes(tile_kv, dim_vo, itemsize)
         + _widened_key_bytes(problem, tile_kv, rotates_keys)
         + (_MASK_MAP_BYTES if problem.custom_mask else 4)
-        + _WORK_BYTES
         + 4,
         16,
     )
@@ -157,7 +154,7 @@ def prefill_tiles(
         "kTileKV": tile_kv,
         "kMinBlocks": min_blocks,
         "kQInRegisters": q_in_registers,
-        "kPipelined": pipelined,
+        "kKeysPerExp": keys_per_exp,
         "kSharedBytes": shared,
     }
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"

@@ -17,7 +17,7 @@ struct Config {
   static constexpr bool kRotateKeys = false;
   static constexpr bool kAlibi = false;
   static constexpr bool kSoftCap = false;
-  static constexpr bool kTransformed = false;
+  static constexpr bool kRowScales = false;
   static constexpr bool kCustomMask = false;
   static constexpr bool kAligned = true;
   static constexpr int kSharedBytes = 108832;

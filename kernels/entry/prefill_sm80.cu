@@ -13,12 +13,12 @@ struct Config {
   static constexpr int kTileKV = 64;
   static constexpr int kMinBlocks = 2;
   static constexpr bool kQInRegisters = false;
-  static constexpr bool kPipelined = false;
+  static constexpr int kKeysPerExp = 16;
   static constexpr bool kRope = false;
   static constexpr bool kRotateKeys = false;
   static constexpr bool kAlibi = false;
   static constexpr bool kSoftCap = false;
-  static constexpr bool kTransformed = false;
+  static constexpr bool kRowScales = false;
   static constexpr bool kCustomMask = false;
   static constexpr bool kAligned = true;
   static constexpr int kSharedBytes = 69664;

@@ -2,8 +2,8 @@
 
 `make test` builds every standard instance for sm_80 and sm_90a, the smallest and the largest shared
 memory that a tile is chosen for; the other architectures get the instances of one query dtype, with
-a cache of the same and of one fp8 dtype, which between them use every tile and every option. That is
-about four minutes on two cores; the rest, some eight, is marked slow.
+a cache of the same and of one fp8 dtype, which between them use every tile and every option. That
+takes under four minutes on two cores; the rest, some three, is marked slow.
 """
 
 from __future__ import annotations

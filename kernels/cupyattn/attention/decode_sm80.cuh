@@ -39,8 +39,10 @@ struct DecodeSm80 {
   using KTile = typename conditional<kWidenKeys, SharedTile<DTypeQ, kKeys, kHeadDimQK>,
                                      KSourceTile>::type;
   using VTile = SharedTile<DTypeKV, kKeys, kHeadDimVO>;
+  using KCopier = RowCopier<KSourceTile, kHeadDimQK, Config::kAligned, kWarpSize>;
+  using VCopier = RowCopier<VTile, kHeadDimVO, Config::kAligned, kWarpSize>;
   using LogitsVariant =
-      typename Logits<Config::kTransformed, Config::kAlibi, Config::kSoftCap>::type;
+      typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
 
   struct Stage {
     alignas(16) unsigned char k[KSourceTile::kBytes];
@@ -54,6 +56,7 @@ struct DecodeSm80 {
   };
   struct SharedMemory {
     alignas(16) RowInfo rows[kTileQ];
+    LogitConstants logits;
     alignas(16) unsigned char q[QTile::kBytes];
     alignas(16) unsigned char k_wide[kWidenKeys ? kWarps * KTile::kBytes : 16];
     union {
@@ -92,21 +95,11 @@ struct DecodeSm80 {
   // Describes the rows, then starts the copy of Q.
   __device__ __forceinline__ void load_q() {
     fill_rows<LogitsVariant>(shared.rows, kTileQ, params, work, thread, kThreads);
+    if (thread == 0) shared.logits = LogitsVariant::make_constants(params);
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
     ptx::block_sync();
     copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
         ptx::shared_address(shared.q), params, shared.rows, work.num_rows, thread);
-  }
-
-  __device__ __forceinline__ void load_stage(Stage& stage, int first_key, RowSpan span) {
-    const DTypeKV* keys =
-        static_cast<const DTypeKV*>(params.k) + work.kv_head * params.k_stride_h;
-    const DTypeKV* values =
-        static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h;
-    copy_rows<KSourceTile, kHeadDimQK, Config::kAligned, kWarpSize>(
-        ptx::shared_address(stage.k), keys, params.k_stride_n, first_key, span, lane);
-    copy_rows<VTile, kHeadDimVO, Config::kAligned, kWarpSize>(
-        ptx::shared_address(stage.v), values, params.v_stride_n, first_key, span, lane);
   }
 
   __device__ __forceinline__ void prepare_q() {
@@ -115,7 +108,8 @@ struct DecodeSm80 {
       rotate_tile<QTile, kHeadDimQK, kThreads>(
           shared.q, shared.rope, thread, [&](int row) { return shared.rows[row].token + offset; });
       ptx::block_sync();
-    } else if constexpr (kFp8) {
+    }
+    if constexpr (kFp8 && !kWidenKeys) {
       permute_for_fp8_keys<QTile, kThreads>(shared.q, thread);
       ptx::block_sync();
     }
@@ -138,21 +132,31 @@ struct DecodeSm80 {
   }
 
   __device__ __forceinline__ void run() {
-    const int group = params.group_size;
-    const int last_row = work.first_row + work.num_rows - 1;
-    const KeyRange range = KeyRange::of<Config::kCustomMask>(
-        params, work.first_row / group, last_row / group);
-    const TileSpan tiles =
-        TileSpan::of(range, kTileKV, work.split, params.num_splits);
+    const KeyRange range =
+        KeyRange::of<Config::kCustomMask>(params, work.first_row, work.num_rows);
+    const TileSpan tiles = TileSpan::of(range, kTileKV, work.split, params.num_splits);
     const RowSpan span = range.span();
     Stage* ring = shared.ring[warp];
+    const int first_key = tiles.begin * kTileKV + warp * kKeys;
+    KCopier k_copier(static_cast<const DTypeKV*>(params.k) + work.kv_head * params.k_stride_h,
+                     params.k_stride_n, first_key, ptx::shared_address(ring[0].k), lane);
+    VCopier v_copier(static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h,
+                     params.v_stride_n, first_key, ptx::shared_address(ring[0].v), lane);
+    // Tiles come in order; the other warps' keys lie between two of this warp's.
+    const auto load_stage = [&](int stage, int tile) {
+      const int first_key = tile * kTileKV + warp * kKeys;
+      k_copier.copy(first_key, span, stage * sizeof(Stage));
+      k_copier.skip(kTileKV - kKeys);
+      v_copier.copy(first_key, span, stage * sizeof(Stage));
+      v_copier.skip(kTileKV - kKeys);
+    };
 
     // Fill the pipeline; Q travels with the first stage.
     load_q();
     int load_tile = tiles.begin;
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage, ++load_tile) {
-      if (load_tile < tiles.end) load_stage(ring[stage], load_tile * kTileKV + warp * kKeys, span);
+      if (load_tile < tiles.end) load_stage(stage, load_tile);
       ptx::cp_async_commit();
     }
     ptx::cp_async_wait_group<kStages - 2>();
@@ -186,15 +190,13 @@ struct DecodeSm80 {
       ptx::cp_async_wait_group<kStages - 2>();
       ptx::warp_sync();
       const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
-      if (load_tile < tiles.end) {
-        load_stage(ring[free_stage], load_tile * kTileKV + warp * kKeys, span);
-      }
+      if (load_tile < tiles.end) load_stage(free_stage, load_tile);
       ptx::cp_async_commit();
 
       const uint32_t k = k_lane_address<KTile>(prepare_k(ring[stage], first_key), lane);
       float s[1][kKeys / 8][4];
       multiply_qk<DTypeQ, KTile, kStepsQK, 1, kKeys>(s, load_q_operand, k, 0);
-      LogitsVariant::apply(s, shared.rows, first_key, params, lane);
+      LogitsVariant::apply(s, shared.rows, shared.logits, first_key, lane);
       if (Config::kCustomMask || range.needs_mask(first_key, kKeys)) {
         apply_mask<Config::kCustomMask>(s, params, shared.rows, first_key, lane);
       }

@@ -11,6 +11,7 @@
 #include "cupyattn/params/attention.cuh"
 #include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/ptx/warp.cuh"
 #include "cupyattn/tile/shared_tile.cuh"
 
 namespace cupyattn {
@@ -29,16 +30,20 @@ struct KeyLimits {
   }
 };
 
-// The union [begin, end) of the limits of tokens first..last, and their intersection [full_begin,
+// The union [begin, end) of the limits of a tile's tokens, and their intersection [full_begin,
 // full_end): a block of keys inside the intersection needs no mask.
 struct KeyRange {
   int begin, end, full_begin, full_end;
+  int first_token, last_token;
 
   template <bool kCustomMask>
-  static __device__ __forceinline__ KeyRange of(const AttentionParams& params, int first, int last) {
+  static __device__ __forceinline__ KeyRange of(const AttentionParams& params, int first_row,
+                                                int num_rows) {
+    const int first = ptx::warp_uniform(first_row / params.group_size);
+    const int last = ptx::warp_uniform((first_row + num_rows - 1) / params.group_size);
     const KeyLimits a = KeyLimits::of<kCustomMask>(params, first);
     const KeyLimits b = KeyLimits::of<kCustomMask>(params, last);
-    return KeyRange{a.begin, b.end, b.begin, a.end};
+    return KeyRange{a.begin, b.end, b.begin, a.end, first, last};
   }
 
   // Nobody in the tile sees keys outside this span: they are read as zeros.
@@ -56,9 +61,11 @@ struct TileSpan {
   static __device__ __forceinline__ TileSpan of(const KeyRange& range, int keys_per_tile, int split,
                                                 int num_splits) {
     const int first = range.begin / keys_per_tile;
-    const int64_t count = max_of(0, ceil_div(max_of(range.end, 0), keys_per_tile) - first);
-    return TileSpan{first + static_cast<int>(count * split / num_splits),
-                    first + static_cast<int>(count * (split + 1) / num_splits)};
+    const int count = max_of(0, ceil_div(max_of(range.end, 0), keys_per_tile) - first);
+    if (num_splits == 1) return TileSpan{first, first + count};
+    const int64_t product = static_cast<int64_t>(count) * split;
+    return TileSpan{ptx::warp_uniform(first + static_cast<int>(product / num_splits)),
+                    ptx::warp_uniform(first + static_cast<int>((product + count) / num_splits))};
   }
 };
 

@@ -32,43 +32,38 @@ struct PrefillSm80 {
   static constexpr bool kWidenKeys = kFp8 && Config::kRotateKeys;
   static constexpr int kStepsQK = ceil_div(kHeadDimQK, 16);
   static constexpr int kColumnGroups = ceil_div(kHeadDimVO, 16);
-  static constexpr int kBuffers = Config::kPipelined ? 2 : 1;
-  // Keys whose logits are held at a time.
-  static constexpr int kStep = kTileKV / kBuffers;
+  static constexpr int kTilesS = kTileKV / 8;
+  static constexpr int kExpGroup = Config::kKeysPerExp / 16;
 
   using QTile = SharedTile<DTypeQ, kTileQ, kHeadDimQK>;
   using KSourceTile = SharedTile<DTypeKV, kTileKV, kHeadDimQK>;
   using KTile = typename conditional<kWidenKeys, SharedTile<DTypeQ, kTileKV, kHeadDimQK>,
                                      KSourceTile>::type;
   using VTile = SharedTile<DTypeKV, kTileKV, kHeadDimVO>;
+  using KCopier = RowCopier<KSourceTile, kHeadDimQK, Config::kAligned, kThreads>;
+  using VCopier = RowCopier<VTile, kHeadDimVO, Config::kAligned, kThreads>;
   using LogitsVariant =
-      typename Logits<Config::kTransformed, Config::kAlibi, Config::kSoftCap>::type;
+      typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
 
   struct SharedMemory {
     alignas(16) RowInfo rows[kTileQ];
+    LogitConstants logits;
     alignas(16) unsigned char q[QTile::kBytes];
-    alignas(16) unsigned char k_source[kBuffers][KSourceTile::kBytes];
-    alignas(16) unsigned char v[kBuffers][VTile::kBytes];
+    alignas(16) unsigned char k_source[KSourceTile::kBytes];
+    alignas(16) unsigned char v[VTile::kBytes];
     alignas(16) unsigned char k_wide[kWidenKeys ? KTile::kBytes : 16];
     typename conditional<Config::kCustomMask, MaskTileMap<kTileKV>, NoMaskTileMap>::type mask_map;
     typename conditional<Config::kRope, RopeSteps<kHeadDimQK>, NoRopeSteps>::type rope;
-    // The loop over keys needs every register: what it rarely reads waits here.
-    TileWork work;
-    KeyRange range;
-    TileSpan tiles;
     uint32_t flag;
   };
 
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/tiles.py) must agree");
-  static_assert(kStep % 16 == 0 && kTileKV <= 64, "products take 16 keys, mask words hold 64");
-  static_assert(!(kWidenKeys && Config::kPipelined), "widened keys have one buffer");
+  static_assert(kTileKV % 16 == 0 && kTileKV <= 64, "products take 16 keys, mask words hold 64");
 
   const AttentionParams& params;
   SharedMemory& shared;
   const int thread, warp, lane;
-  const uint32_t q_lane, k_lane, v_lane;
-  uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][kMmaQ][4];
   float o[kMmaQ][2 * kColumnGroups][4] = {};
   OnlineSoftmax<kMmaQ> softmax;
 
@@ -77,12 +72,7 @@ struct PrefillSm80 {
         shared(shared),
         thread(threadIdx.x),
         warp(threadIdx.x / kWarpSize),
-        lane(threadIdx.x % kWarpSize),
-        q_lane(q_lane_address<QTile>(ptx::shared_address(shared.q), warp_row(), lane)),
-        k_lane(k_lane_address<KTile>(
-            kWidenKeys ? ptx::shared_address(shared.k_wide)
-                       : ptx::shared_address(shared.k_source[0]), lane)),
-        v_lane(v_lane_address<VTile>(ptx::shared_address(shared.v[0]), lane)) {}
+        lane(threadIdx.x % kWarpSize) {}
 
   // The longest causal tiles come first, so that short ones fill the end of the grid.
   __device__ __forceinline__ TileWork choose_work() const {
@@ -97,20 +87,20 @@ struct PrefillSm80 {
 
   __device__ __forceinline__ int warp_row() const { return 16 * kMmaQ * warp; }
 
-  __device__ __forceinline__ void load_k(int tile, int buffer) {
-    const DTypeKV* keys =
-        static_cast<const DTypeKV*>(params.k) + shared.work.kv_head * params.k_stride_h;
-    copy_rows<KSourceTile, kHeadDimQK, Config::kAligned, kThreads>(
-        ptx::shared_address(shared.k_source[0]) + buffer * KSourceTile::kBytes, keys,
-        params.k_stride_n, tile * kTileKV, shared.range.span(), thread);
-  }
-
-  __device__ __forceinline__ void load_v(int tile, int buffer) {
-    const DTypeKV* values =
-        static_cast<const DTypeKV*>(params.v) + shared.work.kv_head * params.v_stride_h;
-    copy_rows<VTile, kHeadDimVO, Config::kAligned, kThreads>(
-        ptx::shared_address(shared.v[0]) + buffer * VTile::kBytes, values, params.v_stride_n,
-        tile * kTileKV, shared.range.span(), thread);
+  // Describes the rows and starts the copy of Q; for a custom mask, finds the tiles to visit.
+  __device__ __forceinline__ void begin(const TileWork& work, const KeyRange& range,
+                                        TileSpan tiles) {
+    fill_rows<LogitsVariant>(shared.rows, kTileQ, params, work, thread, kThreads);
+    if (thread == 0) shared.logits = LogitsVariant::make_constants(params);
+    if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
+    if constexpr (Config::kCustomMask) shared.mask_map.clear(thread, kThreads);
+    ptx::block_sync();
+    copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
+        ptx::shared_address(shared.q), params, shared.rows, work.num_rows, thread);
+    if constexpr (Config::kCustomMask) {
+      shared.mask_map.scan(params, range.first_token, range.last_token, tiles, thread, kThreads);
+      ptx::block_sync();
+    }
   }
 
   // Rotation and column order of Q, once it is in shared memory.
@@ -120,14 +110,16 @@ struct PrefillSm80 {
       rotate_tile<QTile, kHeadDimQK, kThreads>(
           shared.q, shared.rope, thread, [&](int row) { return shared.rows[row].token + offset; });
       ptx::block_sync();
-    } else if constexpr (kFp8) {
+    }
+    if constexpr (kFp8 && !kWidenKeys) {
       permute_for_fp8_keys<QTile, kThreads>(shared.q, thread);
       ptx::block_sync();
     }
   }
 
-  __device__ __forceinline__ void prepare_k(int tile, int buffer) {
-    unsigned char* keys = shared.k_source[buffer];
+  // Widens and rotates the keys of a tile where the options ask for it.
+  __device__ __forceinline__ void prepare_k(int tile) {
+    unsigned char* keys = shared.k_source;
     if constexpr (kWidenKeys) {
       convert_tile<KSourceTile, KTile, kThreads>(keys, shared.k_wide, thread);
       keys = shared.k_wide;
@@ -140,168 +132,112 @@ struct PrefillSm80 {
     }
   }
 
-  // This block's rows and range of keys; starts the copy of Q.
-  __device__ __forceinline__ void begin() {
-    const TileWork work = choose_work();
-    const int last_row = work.first_row + work.num_rows - 1;
-    const int first_token = work.first_row / params.group_size;
-    const int last_token = last_row / params.group_size;
-    const KeyRange range = KeyRange::of<Config::kCustomMask>(params, first_token, last_token);
-    const TileSpan tiles = TileSpan::of(range, kTileKV, work.split, params.num_splits);
-    if (thread == 0) {
-      shared.work = work;
-      shared.range = range;
-      shared.tiles = tiles;
-    }
-    fill_rows<LogitsVariant>(shared.rows, kTileQ, params, work, thread, kThreads);
-    if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
-    if constexpr (Config::kCustomMask) shared.mask_map.clear(thread, kThreads);
-    ptx::block_sync();
-    copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
-        ptx::shared_address(shared.q), params, shared.rows, work.num_rows, thread);
-    if constexpr (Config::kCustomMask) {
-      shared.mask_map.scan(params, first_token, last_token, tiles, thread, kThreads);
-      ptx::block_sync();
-    }
-  }
-
-  __device__ __forceinline__ int next_tile(int tile) const {
-    if constexpr (Config::kCustomMask) return shared.mask_map.next(tile, shared.tiles);
+  __device__ __forceinline__ int next_tile(int tile, TileSpan tiles) const {
+    if constexpr (Config::kCustomMask) return shared.mask_map.next(tile, tiles);
     return tile;
   }
 
-  __device__ __forceinline__ void fill_q_registers() {
+  __device__ __forceinline__ bool needs_mask(int tile, const KeyRange& range,
+                                             TileSpan tiles) const {
+    if constexpr (Config::kCustomMask) {
+      if (shared.mask_map.is_partial(tile, tiles)) return true;
+    }
+    return range.needs_mask(tile * kTileKV, kTileKV);
+  }
+
+  __device__ __forceinline__ void run() {
+    const TileWork work = choose_work();
+    const KeyRange range =
+        KeyRange::of<Config::kCustomMask>(params, work.first_row, work.num_rows);
+    const TileSpan tiles = TileSpan::of(range, kTileKV, work.split, params.num_splits);
+    const RowSpan span = range.span();
+    begin(work, range, tiles);
+    int tile = next_tile(tiles.begin, tiles);
+    KCopier k_copier(static_cast<const DTypeKV*>(params.k) + work.kv_head * params.k_stride_h,
+                     params.k_stride_n, tile * kTileKV, ptx::shared_address(shared.k_source),
+                     thread);
+    VCopier v_copier(static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h,
+                     params.v_stride_n, tile * kTileKV, ptx::shared_address(shared.v), thread);
+    if (tile < tiles.end) k_copier.copy(tile * kTileKV, span, 0);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait_group<0>();
+    ptx::block_sync();
+    prepare_q();
+
+    const uint32_t q = q_lane_address<QTile>(ptx::shared_address(shared.q), warp_row(), lane);
+    const uint32_t k = k_lane_address<KTile>(
+        ptx::shared_address(kWidenKeys ? shared.k_wide : shared.k_source), lane);
+    const uint32_t v = v_lane_address<VTile>(ptx::shared_address(shared.v), lane);
+    uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][kMmaQ][4];
     if constexpr (Config::kQInRegisters) {
 #pragma unroll
       for (int step = 0; step < kStepsQK; ++step) {
 #pragma unroll
         for (int m = 0; m < kMmaQ; ++m) {
-          load_q_fragment<QTile>(q_registers[step][m], q_lane, 16 * m, step);
+          load_q_fragment<QTile>(q_registers[step][m], q, 16 * m, step);
         }
       }
     }
-  }
-
-  // Raw products of kStep keys from key `offset` of a tile on.
-  __device__ __forceinline__ void multiply_keys(float (&s)[kMmaQ][kStep / 8][4], int buffer,
-                                                int offset) {
-    const auto load_q_operand = [&](uint32_t(&a)[4], int m, int step) {
+    const auto load_q = [&](uint32_t(&a)[4], int m, int step) {
       if constexpr (Config::kQInRegisters) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = q_registers[step][m][i];
       } else {
-        load_q_fragment<QTile>(a, q_lane, 16 * m, step);
+        load_q_fragment<QTile>(a, q, 16 * m, step);
       }
     };
-    multiply_qk<DTypeQ, KTile, kStepsQK, kMmaQ, kStep>(s, load_q_operand,
-                                                       k_lane + buffer * KTile::kBytes, offset);
-  }
-
-  // From raw products to logits under the running maximum.
-  __device__ __forceinline__ void finish_logits(float (&s)[kMmaQ][kStep / 8][4], int tile,
-                                                int offset) {
+    const float scale = LogitsVariant::softmax_scale(params);
+    const float slack = LogitsVariant::softmax_slack(params);
     const RowInfo* rows = shared.rows + warp_row();
-    const int first_key = tile * kTileKV + offset;
-    LogitsVariant::apply(s, rows, first_key, params, lane);
-    bool masked = shared.range.needs_mask(first_key, kStep);
-    if constexpr (Config::kCustomMask) masked |= shared.mask_map.is_partial(tile, shared.tiles);
-    if (masked) apply_mask<Config::kCustomMask>(s, params, rows, first_key, lane);
-    softmax.raise_max(s, o, LogitsVariant::softmax_scale(params),
-                      LogitsVariant::softmax_slack(params));
-  }
 
-  // O += P V for kStep keys from key `offset` of a tile on.
-  __device__ __forceinline__ void accumulate(float (&s)[kMmaQ][kStep / 8][4], int buffer,
-                                             int offset) {
-#pragma unroll
-    for (int k = 0; k < kStep / 16; ++k) {
-      uint32_t p[kMmaQ][4];
-      softmax.template exponentiate<DTypeQ>(p, s, k, LogitsVariant::softmax_scale(params));
-      multiply_pv<DTypeQ, VTile, kColumnGroups, kMmaQ>(o, p, v_lane + buffer * VTile::kBytes,
-                                                       offset + 16 * k);
-    }
-  }
-
-  __device__ __forceinline__ void run() {
-    begin();
-    int tile = next_tile(shared.tiles.begin);
-    if (tile < shared.tiles.end) load_k(tile, 0);
-    ptx::cp_async_commit();
-    ptx::cp_async_wait_group<0>();
-    ptx::block_sync();
-    prepare_q();
-    fill_q_registers();
-    if constexpr (Config::kPipelined) {
-      loop_pipelined(tile);
-    } else {
-      loop_alternating(tile);
-    }
-    finish();
-  }
-
-  __device__ __forceinline__ void loop_alternating(int tile) {
-    while (tile < shared.tiles.end) {
+    while (tile < tiles.end) {
       // K has landed; everybody is done with V of the last tile.
       ptx::cp_async_wait_group<0>();
       ptx::block_sync();
-      load_v(tile, 0);
+      v_copier.copy(tile * kTileKV, span, 0);
       ptx::cp_async_commit();
-      prepare_k(tile, 0);
+      prepare_k(tile);
 
-      float s[kMmaQ][kStep / 8][4];
-      multiply_keys(s, 0, 0);
-      finish_logits(s, tile, 0);
+      // S = Q K^T, as logits under the running maximum.
+      float s[kMmaQ][kTilesS][4];
+      multiply_qk<DTypeQ, KTile, kStepsQK, kMmaQ, kTileKV>(s, load_q, k, 0);
+      LogitsVariant::apply(s, rows, shared.logits, tile * kTileKV, lane);
+      if (needs_mask(tile, range, tiles)) {
+        apply_mask<Config::kCustomMask>(s, params, rows, tile * kTileKV, lane);
+      }
+      softmax.raise_max(s, o, scale, slack);
 
       // V has landed; everybody is done with K.
-      const int next = next_tile(tile + 1);
+      const int next = next_tile(tile + 1, tiles);
+      if constexpr (Config::kCustomMask) {
+        k_copier.skip((next - tile - 1) * kTileKV);
+        v_copier.skip((next - tile - 1) * kTileKV);
+      }
       ptx::cp_async_wait_group<0>();
       ptx::block_sync();
-      if (next < shared.tiles.end) load_k(next, 0);
+      if (next < tiles.end) k_copier.copy(next * kTileKV, span, 0);
       ptx::cp_async_commit();
-      accumulate(s, 0, 0);
+
+      // O += P V; the exponentials of one group of keys run beside the products of the last.
+#pragma unroll
+      for (int first = 0; first < kTileKV / 16; first += kExpGroup) {
+        uint32_t p[kExpGroup][kMmaQ][4];
+#pragma unroll
+        for (int i = 0; i < kExpGroup; ++i) {
+          softmax.template exponentiate<DTypeQ>(p[i], s, first + i, scale);
+        }
+#pragma unroll
+        for (int i = 0; i < kExpGroup; ++i) {
+          multiply_pv<DTypeQ, VTile, kColumnGroups, kMmaQ>(o, p[i], v, 16 * (first + i));
+        }
+      }
       tile = next;
     }
-  }
-
-  __device__ __forceinline__ void loop_pipelined(int tile) {
-    if (tile >= shared.tiles.end) return;
-    int buffer = 0;
-    load_v(tile, buffer);
-    ptx::cp_async_commit();
-    prepare_k(tile, buffer);
-    float first[kMmaQ][kStep / 8][4], second[kMmaQ][kStep / 8][4];
-    multiply_keys(first, buffer, 0);
-    finish_logits(first, tile, 0);
-    while (true) {
-      const int next = next_tile(tile + 1);
-      // V has landed; everybody is done with the other buffers.
-      ptx::cp_async_wait_group<0>();
-      ptx::block_sync();
-      if (next < shared.tiles.end) load_k(next, buffer ^ 1);
-      ptx::cp_async_commit();
-      multiply_keys(second, buffer, kStep);
-      accumulate(first, buffer, 0);
-      finish_logits(second, tile, kStep);
-      if (next >= shared.tiles.end) break;
-
-      // K of the next tile has landed.
-      ptx::cp_async_wait_group<0>();
-      ptx::block_sync();
-      load_v(next, buffer ^ 1);
-      ptx::cp_async_commit();
-      prepare_k(next, buffer ^ 1);
-      multiply_keys(first, buffer ^ 1, 0);
-      accumulate(second, buffer, kStep);
-      finish_logits(first, next, 0);
-      tile = next;
-      buffer ^= 1;
-    }
-    accumulate(second, buffer, kStep);
+    finish(work);
   }
 
   // Normalises and writes this warp's rows; split tiles are merged by the last block to arrive.
-  __device__ __forceinline__ void finish() {
-    const TileWork work = shared.work;
+  __device__ __forceinline__ void finish(const TileWork& work) {
     const bool is_split = params.num_splits > 1;
     const float output_scale = output_scale_of(params, work.kv_head);
 #pragma unroll

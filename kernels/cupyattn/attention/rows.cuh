@@ -42,7 +42,8 @@ __device__ __forceinline__ void copy_query_rows(uint32_t tile, const AttentionPa
     const int row = index / Tile::kChunks;
     const int chunk = index % Tile::kChunks;
     const T* source = static_cast<const T*>(params.q) + rows[row].token * params.q_stride_n +
-                      rows[row].head * params.q_stride_h;
+                      rows[row].head * params.q_stride_h +
+                      chunk * Tile::kElementsPerChunk;
     copy_chunk<Tile, kHeadDim, kAligned>(Tile::address(tile, row, chunk), chunk, source,
                                          row < num_rows);
   }

@@ -20,6 +20,13 @@ struct alignas(16) RowInfo {
   float slope;  // ALiBi, in the units of the scaled product
 };
 
+// What a variant needs of a call, in shared memory: constants of a loop would cost registers.
+struct alignas(16) LogitConstants {
+  float scale;  // of the raw product, where all rows share it
+  float cap;
+  float c1, c3, c5, c7;  // the soft cap's polynomial, times the cap
+};
+
 // Press, Smith, Lewis 2021 (arXiv 2108.12409), section 3, for any number of heads.
 __device__ __forceinline__ float alibi_slope(int head, int num_heads) {
   int power_of_two_heads = 1;
@@ -42,24 +49,36 @@ struct PlainLogits {
   static __device__ __forceinline__ float softmax_slack(const AttentionParams& params) {
     return params.softmax_slack;
   }
+  static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams&) {
+    return LogitConstants{};
+  }
   template <int kMmaQ, int kTilesS>
-  static __device__ __forceinline__ void apply(float (&)[kMmaQ][kTilesS][4], const RowInfo*, int,
-                                               const AttentionParams&, int) {}
+  static __device__ __forceinline__ void apply(float (&)[kMmaQ][kTilesS][4], const RowInfo*,
+                                               const LogitConstants&, int, int) {}
 };
 
 // Scale (with the per-head scales of q and k), ALiBi, then the soft cap: the bias is added to the
-// scaled logit, so nothing is ever scaled twice.
-template <bool kAlibi, bool kSoftCap>
+// scaled logit, so nothing is ever scaled twice. The results are base-2 logits.
+template <bool kAlibi, bool kSoftCap, bool kRowScales>
 struct TransformedLogits {
+  // Without a cap, base-2 logits; with one, logits over the cap: the argument of tanh.
+  static __device__ __forceinline__ float unit(const AttentionParams& params) {
+    return kSoftCap ? ptx::rcp_approx(params.logits_soft_cap) : kLog2e;
+  }
+
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams& params, int token,
                                                      int head, int kv_head) {
-    // Base-2 logits; with a cap, logits over the cap: the argument of tanh.
-    const float unit = kSoftCap ? 1.0f / params.logits_soft_cap : kLog2e;
     float scale = params.sm_scale;
     if (params.scale_q != nullptr) scale *= params.scale_q[head];
     if (params.scale_k != nullptr) scale *= params.scale_k[kv_head];
-    const float slope = kAlibi ? alibi_slope(head, params.num_kv_heads * params.group_size) : 0.0f;
-    return RowInfo{token, head, scale * unit, slope * unit};
+    const int num_heads = params.num_kv_heads * params.group_size;
+    const float slope = kAlibi ? alibi_slope(head, num_heads) : 0.0f;
+    return RowInfo{token, head, scale * unit(params), slope * unit(params)};
+  }
+  static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams& params) {
+    const float cap = params.logits_soft_cap * kLog2e;
+    return LogitConstants{params.sm_scale * unit(params), cap,          cap * kTanh1,
+                          cap * kTanh3,                   cap * kTanh5, cap * kTanh7};
   }
   static __device__ __forceinline__ float softmax_scale(const AttentionParams&) { return 1.0f; }
   static __device__ __forceinline__ float softmax_slack(const AttentionParams&) { return kSlack; }
@@ -68,41 +87,45 @@ struct TransformedLogits {
   // 2 (lane % 4) (+ 1).
   template <int kMmaQ, int kTilesS>
   static __device__ __forceinline__ void apply(float (&s)[kMmaQ][kTilesS][4], const RowInfo* rows,
-                                               int first_key, const AttentionParams& params,
+                                               const LogitConstants& constants, int first_key,
                                                int lane) {
     float largest = 0.0f;
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const RowInfo row = rows[16 * m + 8 * h + (lane >> 2)];
+        const RowInfo& row = rows[16 * m + 8 * h + (lane >> 2)];
+        const float scale = kRowScales ? row.scale : constants.scale;
+        const float slope = kAlibi ? row.slope : 0.0f;
         const float bias =
-            row.slope * static_cast<float>(first_key + 2 * (lane & 3) - row.token);
+            kAlibi ? slope * static_cast<float>(first_key + 2 * (lane & 3) - row.token) : 0.0f;
 #pragma unroll
         for (int n = 0; n < kTilesS; ++n) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = s[m][n][2 * h + e];
-            x = kAlibi ? fmaf(x, row.scale, fmaf(row.slope, 8 * n + e, bias)) : x * row.scale;
+            x = kAlibi ? fmaf(x, scale, fmaf(slope, 8 * n + e, bias)) : x * scale;
             if (kSoftCap) largest = fmaxf(largest, fabsf(x));
           }
         }
       }
     }
     if constexpr (kSoftCap) {
-      const float cap = params.logits_soft_cap * kLog2e;
-      // Most logits are small beside the cap; special functions are the scarcest unit.
+      // Most logits are small beside the cap, and special functions are the scarcest unit.
       if (ptx::warp_any(!(largest <= kSmall))) {
+        const float cap = constants.cap;
         for_each(s, [&](float x) { return cap * tanh_exact(x); });
       } else {
-        for_each(s, [&](float x) { return cap * tanh_small(x); });
+        const float c1 = constants.c1, c3 = constants.c3, c5 = constants.c5, c7 = constants.c7;
+        for_each(s, [&](float x) {
+          const float x2 = x * x;
+          return x * fmaf(x2, fmaf(x2, fmaf(x2, c7, c5), c3), c1);
+        });
       }
     }
   }
 
  private:
-  static constexpr float kSmall = 0.4f;
-
   template <int kMmaQ, int kTilesS, typename Function>
   static __device__ __forceinline__ void for_each(float (&s)[kMmaQ][kTilesS][4],
                                                   Function&& function) {
@@ -118,23 +141,17 @@ struct TransformedLogits {
   static __device__ __forceinline__ float tanh_exact(float x) {
     return fmaf(-2.0f, ptx::rcp_approx(1.0f + ptx::ex2_approx(2.0f * kLog2e * x)), 1.0f);
   }
-  // An odd polynomial, within 2e-8 of tanh(x) for |x| <= kSmall (a float64 minimax fit).
-  static __device__ __forceinline__ float tanh_small(float x) {
-    const float x2 = x * x;
-    float p = fmaf(x2, kTanh9, kTanh7);
-    p = fmaf(x2, p, kTanh5);
-    p = fmaf(x2, p, kTanh3);
-    return fmaf(x * x2, p, x);
-  }
-  static constexpr float kTanh3 = -0.333332986f;
-  static constexpr float kTanh5 = 0.133312345f;
-  static constexpr float kTanh7 = -0.0535641424f;
-  static constexpr float kTanh9 = 0.0187512282f;
+  // The odd polynomial closest to tanh on |x| <= kSmall (a float64 minimax fit): within 5e-8.
+  static constexpr float kSmall = 0.4f;
+  static constexpr float kTanh1 = 0.9999995827674866f;
+  static constexpr float kTanh3 = -0.3332972526550293f;
+  static constexpr float kTanh5 = 0.13250567018985748f;
+  static constexpr float kTanh7 = -0.04682575538754463f;
 };
 
-template <bool kTransformed, bool kAlibi, bool kSoftCap>
+template <bool kAlibi, bool kSoftCap, bool kRowScales>
 struct Logits {
-  using type = TransformedLogits<kAlibi, kSoftCap>;
+  using type = TransformedLogits<kAlibi, kSoftCap, kRowScales>;
 };
 template <>
 struct Logits<false, false, false> {

@@ -12,6 +12,12 @@ __device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
   return __shfl_xor_sync(kFullWarp, value, lane_mask);
 }
 
+// A value that all lanes agree on, said so that the compiler knows it and can keep it in a uniform
+// register.
+__device__ __forceinline__ int warp_uniform(int value) {
+  return __shfl_sync(kFullWarp, value, 0);
+}
+
 __device__ __forceinline__ bool warp_any(bool predicate) { return __any_sync(kFullWarp, predicate); }
 
 __device__ __forceinline__ uint32_t warp_ballot(bool predicate) {

@@ -25,19 +25,21 @@ struct SharedTile {
   }
 };
 
-// Copies one 16-byte chunk of a row of kHeadDim elements to shared address `destination`, or zeros
-// where the row or the chunk does not exist. Unaligned rows go element by element, synchronously.
+// Copies 16-byte chunk number `chunk` of a row of kHeadDim elements, found at `source`, to shared
+// address `destination`; zeros where the row or the chunk does not exist. Unaligned rows go element
+// by element, synchronously.
 template <typename Tile, int kHeadDim, bool kAligned>
 __device__ __forceinline__ void copy_chunk(uint32_t destination, int chunk,
-                                           const typename Tile::T* source_row, bool row_exists) {
+                                           const typename Tile::T* source, bool row_exists) {
   const int column = chunk * Tile::kElementsPerChunk;
   if constexpr (kAligned && kHeadDim % Tile::kElementsPerChunk == 0) {
-    ptx::cp_async_16(destination, source_row + column, row_exists && column < kHeadDim);
+    const bool exists = Tile::kColumns == kHeadDim || column < kHeadDim;
+    ptx::cp_async_16(destination, source, row_exists && exists);
   } else {
     alignas(16) typename Tile::T elements[Tile::kElementsPerChunk];
 #pragma unroll
     for (int i = 0; i < Tile::kElementsPerChunk; ++i) {
-      elements[i].bits = row_exists && column + i < kHeadDim ? source_row[column + i].bits : 0;
+      elements[i].bits = row_exists && column + i < kHeadDim ? source[i].bits : 0;
     }
     ptx::store_shared_16(destination, *reinterpret_cast<const Vector16*>(elements));
   }
@@ -52,37 +54,72 @@ struct RowSpan {
   }
 };
 
-// Copies rows [first_row, first_row + kRows) of a strided matrix; rows outside `span` become zeros.
-// The kThreads threads share the work; consecutive threads copy consecutive chunks.
+// One thread's part of copying tile after tile of rows of a strided matrix. With a thread count that
+// is a multiple of the chunks of a row, a thread keeps its chunk and walks down the rows: its pointer
+// ends where the next tile begins, so the walk costs one 64-bit addition a row.
 template <typename Tile, int kHeadDim, bool kAligned, int kThreads>
-__device__ __forceinline__ void copy_rows(uint32_t tile, const typename Tile::T* matrix,
-                                          int64_t row_stride, int first_row, RowSpan span,
-                                          int thread) {
-  if constexpr (kThreads % Tile::kChunks == 0) {
-    // A thread keeps its chunk and walks down the rows: one 64-bit product for a whole tile.
-    constexpr int kStep = kThreads / Tile::kChunks;
-    const int chunk = thread % Tile::kChunks;
-    const int row = thread / Tile::kChunks;
-    const uint32_t destination = Tile::address(tile, row, chunk);
-    const typename Tile::T* source = matrix + (first_row + row) * row_stride;
-    // Element-wise copies are long already.
-#pragma unroll (kAligned ? Tile::kRows : 1)
-    for (int step = 0; step < Tile::kRows; step += kStep) {
-      if (Tile::kRows % kStep == 0 || row + step < Tile::kRows) {
-        copy_chunk<Tile, kHeadDim, kAligned>(destination + step * Tile::kRowBytes, chunk, source,
-                                             span.contains(first_row + row + step));
-      }
-      source += kStep * row_stride;
-    }
-  } else {
-    for (int index = thread; index < Tile::kRows * Tile::kChunks; index += kThreads) {
-      const int row = index / Tile::kChunks;
-      const int chunk = index % Tile::kChunks;
-      copy_chunk<Tile, kHeadDim, kAligned>(Tile::address(tile, row, chunk), chunk,
-                                           matrix + (first_row + row) * row_stride,
-                                           span.contains(first_row + row));
+struct RowCopier {
+  using T = typename Tile::T;
+  static constexpr bool kWalks =
+      kThreads % Tile::kChunks == 0 && Tile::kRows % (kThreads / Tile::kChunks) == 0;
+  static constexpr int kStep = kWalks ? kThreads / Tile::kChunks : Tile::kRows;
+
+  const T* source;  // of the next tile: this thread's first chunk if it walks, else the first row
+  int64_t row_stride;
+  uint32_t destination;
+  int thread;
+
+  // `matrix` is the first row of the matrix, `first_row` that of the first tile to copy, `tile` the
+  // shared address of the tile.
+  __device__ __forceinline__ RowCopier(const T* matrix, int64_t row_stride, int first_row,
+                                       uint32_t tile, int thread)
+      : source(matrix + first_row * row_stride), row_stride(row_stride), destination(tile),
+        thread(thread) {
+    if constexpr (kWalks) {
+      const int row = thread / Tile::kChunks;
+      const int chunk = thread % Tile::kChunks;
+      source += row * row_stride + chunk * Tile::kElementsPerChunk;
+      destination = Tile::address(tile, row, chunk);
     }
   }
-}
+
+  // Leaves out `rows` rows: the next tile starts that much further on.
+  __device__ __forceinline__ void skip(int rows) { source += rows * row_stride; }
+
+  // Starts the copy of the next tile, rows [first_row, first_row + kRows), to `tile_offset` bytes
+  // from the tile given; rows outside `span` become zeros.
+  __device__ __forceinline__ void copy(int first_row, RowSpan span, uint32_t tile_offset) {
+    if (first_row >= span.begin && first_row + Tile::kRows <= span.end) {
+      copy_if(tile_offset, [](int) { return true; });
+    } else {
+      copy_if(tile_offset, [&](int row) { return span.contains(first_row + row); });
+    }
+  }
+
+ private:
+  template <typename Exists>
+  __device__ __forceinline__ void copy_if(uint32_t tile_offset, Exists&& exists) {
+    if constexpr (kWalks) {
+      const int chunk = thread % Tile::kChunks;
+      const int row = thread / Tile::kChunks;
+      // Element-wise copies are long already.
+#pragma unroll (kAligned ? Tile::kRows : 1)
+      for (int step = 0; step < Tile::kRows; step += kStep) {
+        copy_chunk<Tile, kHeadDim, kAligned>(destination + tile_offset + step * Tile::kRowBytes,
+                                             chunk, source, exists(row + step));
+        source += kStep * row_stride;
+      }
+    } else {
+      for (int index = thread; index < Tile::kRows * Tile::kChunks; index += kThreads) {
+        const int row = index / Tile::kChunks;
+        const int chunk = index % Tile::kChunks;
+        copy_chunk<Tile, kHeadDim, kAligned>(
+            Tile::address(destination + tile_offset, row, chunk), chunk,
+            source + row * row_stride + chunk * Tile::kElementsPerChunk, exists(row));
+      }
+      source += Tile::kRows * row_stride;
+    }
+  }
+};
 
 }  // namespace cupyattn
