@@ -59,9 +59,11 @@ def _choose_prefill(problem: AttentionProblem, rows: str, max_shared_bytes: int)
     rotates_keys = problem.pos_encoding == "ROPE_LLAMA" and not (
         rows == LARGE and problem.aligned and problem.dtype_kv.is_float16
     )
-    blocks = 3 if max(problem.head_dim_qk, problem.head_dim_vo) <= 64 else 2
+    q_in_registers = max(problem.head_dim_qk, problem.head_dim_vo) <= 64
     for tile_kv in (64, 32, 16):
-        tiles = prefill_tiles(problem, mma_q, 4, tile_kv, blocks, False, 16, rotates_keys)
+        tiles = prefill_tiles(
+            problem, mma_q, 4, tile_kv, 2, q_in_registers, 16, rotates_keys=rotates_keys
+        )
         if tiles.shared_bytes <= max_shared_bytes:
             return tiles
     raise AssertionError(f"no prefill tile fits {max_shared_bytes} bytes of shared memory")
@@ -69,16 +71,23 @@ def _choose_prefill(problem: AttentionProblem, rows: str, max_shared_bytes: int)
 
 def _choose_decode(problem: AttentionProblem, max_shared_bytes: int) -> TileConfig:
     row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
-    # A stage of about 8 KB a warp, and as many stages as let two blocks share an SM.
-    keys = 16 if row_bytes > 256 else 32
     q_in_registers = problem.head_dim_qk <= 192
-    best = decode_tiles(problem, 4, keys, 2, 2, q_in_registers)
-    for stages in range(3, 7):
-        more = decode_tiles(problem, 4, keys, stages, 2, q_in_registers)
-        if more.shared_bytes > max_shared_bytes // 2 - 1024:
-            break
-        best = more
-    return best
+    # A stage of 8 to 16 KB a warp keeps enough bytes in flight; three stages of the larger kind
+    # fill an SM with one block, smaller ones let two blocks share it.
+    shapes = [(32, 1), (16, 1)] if row_bytes >= 512 else [(32, 2)]
+    if row_bytes > 768:
+        shapes = [(16, 1)]
+    for keys, blocks in (*shapes, (16, 2), (16, 1)):
+        budget = max_shared_bytes if blocks == 1 else max_shared_bytes // 2 - 1024
+        fitting = [
+            tiles
+            for stages in range(2, 5)
+            if (tiles := decode_tiles(problem, 4, keys, stages, blocks, q_in_registers))
+            and tiles.shared_bytes <= budget
+        ]
+        if len(fitting) >= 2 or (fitting and (keys, blocks) == (16, 1)):
+            return fitting[-1]
+    raise AssertionError(f"no decode tile fits {max_shared_bytes} bytes of shared memory")
 
 
 def _round_up(x: int, multiple: int) -> int:

@@ -315,6 +315,22 @@ def spread(x: np.ndarray, axis: int) -> Any:
     return view
 
 
+def test_more_row_tiles_than_a_grid_is_high() -> None:
+    """Rows that repeat, so that their answers do too."""
+    period, dim = 1000, 8
+    case = replace(gpu_cases.PLAIN, qo_len=period, kv_len=20, num_kv_heads=1, group=1)
+    case = replace(case, head_dim_qk=dim, head_dim_vo=dim)
+    inputs = cases.make_inputs(case)
+    count = 65_536 * 128 // period + 1
+    q = cupy.tile(raw(upload(inputs["q"], cupy)), (count, 1, 1)).view(case.out_dtype)
+    k, v = (upload(inputs[name], cupy) for name in "kv")
+    out = download(cupyattn.single_prefill_with_kv_cache(q, k, v)).reshape(count, period, 1, dim)
+    ref, low = cases.reference(case, inputs), cases.low_precision(case, inputs)
+    compare.assert_close(out[0], None, *ref, *low, what=case)
+    bits = out.view(np.uint16)
+    assert (bits == bits[0]).all(), "answers differ from one repetition to the next"
+
+
 def test_a_mask_of_more_bits_than_32_bits_count() -> None:
     """All but a few keys of the last rows are hidden, behind more than 2^31 bits."""
     qo_len, kv_len, dim = 4100, 2**19 + 7, 64

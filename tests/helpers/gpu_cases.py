@@ -187,6 +187,7 @@ STEADY = {
     "prefill": replace(PLAIN, causal=True),
     "decode": replace(PLAIN, **_LONG_DECODE, seed=2),
     "append": replace(PLAIN, **_LONG_DECODE | {"qo_len": 3}, seed=3, causal=True),
+    "rope": replace(PLAIN, pos_encoding_mode="ROPE_LLAMA", seed=6),
     "masked": replace(PLAIN, qo_len=40, kv_len=500, seed=4, mask_kind="packed"),
     "fp8 decode": replace(PLAIN, **_LONG_DECODE, seed=5, kv_dtype="float8_e4m3fn"),
 }

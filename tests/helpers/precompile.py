@@ -26,6 +26,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root), str(root / "tests")]
 
 from cupyattn import _single, jit
+from cupyattn.launch import rotate_keys
 from cupyattn.launch.instances import SHARED_BYTES
 from cupyattn.launch.packbits import CONFIG as PACKBITS_CONFIG
 from cupyattn.launch.tiles import row_class, tile_config
@@ -46,6 +47,9 @@ def record(case: Case, arch: str, *, is_decode: bool = False) -> list[Instance]:
         if rows:
             tiles = tile_config(entry.problem, row_class(rows), SHARED_BYTES[arch])
             found.append((tiles.name, tiles.config))
+            if tiles.wants_rotated_keys and case.kv_len:
+                config = rotate_keys.config(vk.dtype, entry.problem.head_dim_qk)
+                found.append(("rotate_keys", config))
         return (vout.owner, vlse and vlse.owner) if case.return_lse else vout.owner
 
     with mock.patch.object(_single, "_run_reference", recorder):

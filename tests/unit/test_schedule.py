@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyattn.reference.masks import Visibility
-from cupyattn.schedule import SinglePlan, key_span, plan_single, tile_span
+from cupyattn.schedule import MAX_GRID_YZ, SinglePlan, key_span, plan_single, tile_span
 
 _MAX_WAVES = 4
 
@@ -156,6 +156,11 @@ def test_the_documented_example() -> None:
     assert plan == SinglePlan(num_q_tiles=1, num_splits=33, num_blocks=264)
     sizes = {b - a for a, b in (tile_span(0, 2048 * 64, 64, s, 33) for s in range(33))}
     assert sizes == {62, 63}
+
+
+def test_splits_fit_a_dimension_of_the_grid() -> None:
+    plan = plan_single(1, 2**31 - 64, 1, 1, 16, 16, 200_000, False, -1)
+    assert 1 < plan.num_splits == plan.num_blocks <= MAX_GRID_YZ == 65_535
 
 
 @pytest.mark.parametrize("num_slots", [1, 132, 264, 528])

@@ -196,17 +196,18 @@ struct DecodeSm80 {
       const uint32_t k = k_lane_address<KTile>(prepare_k(ring[stage], first_key), lane);
       float s[1][kKeys / 8][4];
       multiply_qk<DTypeQ, KTile, kStepsQK, 1, kKeys>(s, load_q_operand, k, 0);
-      LogitsVariant::apply(s, shared.rows, shared.logits, first_key, lane);
+      const auto form =
+          LogitsVariant::apply(s, shared.rows, shared.logits, params, first_key, lane);
       if (Config::kCustomMask || range.needs_mask(first_key, kKeys)) {
         apply_mask<Config::kCustomMask>(s, params, shared.rows, first_key, lane);
       }
-      softmax.raise_max(s, o, scale, slack);
+      softmax.raise_max(s, o, form, scale, slack);
       const uint32_t v_lane =
           v_lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
 #pragma unroll
       for (int k = 0; k < kKeys / 16; ++k) {
         uint32_t p[1][4];
-        softmax.exponentiate<DTypeQ>(p, s, k, scale);
+        softmax.exponentiate<DTypeQ>(p, s, k, form, scale);
         multiply_pv<DTypeQ, VTile, kColumnGroups, 1>(o, p, v_lane, 16 * k);
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;

@@ -201,11 +201,12 @@ struct PrefillSm80 {
       // S = Q K^T, as logits under the running maximum.
       float s[kMmaQ][kTilesS][4];
       multiply_qk<DTypeQ, KTile, kStepsQK, kMmaQ, kTileKV>(s, load_q, k, 0);
-      LogitsVariant::apply(s, rows, shared.logits, tile * kTileKV, lane);
+      const auto form =
+          LogitsVariant::apply(s, rows, shared.logits, params, tile * kTileKV, lane);
       if (needs_mask(tile, range, tiles)) {
         apply_mask<Config::kCustomMask>(s, params, rows, tile * kTileKV, lane);
       }
-      softmax.raise_max(s, o, scale, slack);
+      softmax.raise_max(s, o, form, scale, slack);
 
       // V has landed; everybody is done with K.
       const int next = next_tile(tile + 1, tiles);
@@ -224,7 +225,7 @@ struct PrefillSm80 {
         uint32_t p[kExpGroup][kMmaQ][4];
 #pragma unroll
         for (int i = 0; i < kExpGroup; ++i) {
-          softmax.template exponentiate<DTypeQ>(p[i], s, first + i, scale);
+          softmax.template exponentiate<DTypeQ>(p[i], s, first + i, form, scale);
         }
 #pragma unroll
         for (int i = 0; i < kExpGroup; ++i) {

@@ -25,8 +25,8 @@ __device__ __forceinline__ float quad_sum(float x) {
 }
 
 //
-// `scale` turns the logits given into base 2, `slack` is kSlack in their units. Both are arguments,
-// not members: as kernel parameters or constants they cost no registers.
+// Logits come in a form (variants.cuh). `scale` turns its values into base 2, `slack` is kSlack in
+// their units. Both are arguments, not members: as parameters or constants they cost no registers.
 constexpr float kSlack = 8.0f;
 
 template <int kMmaQ>
@@ -46,10 +46,10 @@ struct OnlineSoftmax {
   }
 
   // Moves the maximum if these logits ask for it, and rescales O to match.
-  template <int kTilesS, int kTilesO>
+  template <int kTilesS, int kTilesO, typename Form>
   __device__ __forceinline__ void raise_max(const float (&s)[kMmaQ][kTilesS][4],
-                                            float (&o)[kMmaQ][kTilesO][4], float scale,
-                                            float slack) {
+                                            float (&o)[kMmaQ][kTilesO][4], const Form& form,
+                                            float scale, float slack) {
     float tile_max[kMmaQ][2];
     bool moves = false;
 #pragma unroll
@@ -61,6 +61,7 @@ struct OnlineSoftmax {
         for (int n = 1; n < kTilesS; ++n) {
           x = fmaxf(x, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
         }
+        x = form.value(x);
         tile_max[m][h] = x;
         // Written so that a row that has seen nothing moves exactly when a key is seen.
         moves |= (x - slack) > row_max[m][h];
@@ -72,10 +73,10 @@ struct OnlineSoftmax {
   // The probabilities of 16 keys (n-tiles 2 k and 2 k + 1 of the logits) under the present maximum,
   // as A fragments of the second product: for 16-bit types the accumulator layout of S is already
   // the layout of A.
-  template <typename T, int kTilesS>
+  template <typename T, int kTilesS, typename Form>
   __device__ __forceinline__ void exponentiate(uint32_t (&p)[kMmaQ][4],
                                                const float (&s)[kMmaQ][kTilesS][4], int k,
-                                               float scale) {
+                                               const Form& form, float scale) {
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
@@ -84,8 +85,8 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float(&pair)[4] = s[m][2 * k + half];
-          const float first = ptx::ex2_approx(fmaf(pair[2 * h], scale, shift));
-          const float second = ptx::ex2_approx(fmaf(pair[2 * h + 1], scale, shift));
+          const float first = ptx::ex2_approx(form.exponent(pair[2 * h], shift));
+          const float second = ptx::ex2_approx(form.exponent(pair[2 * h + 1], shift));
           row_sum[m][h] += first + second;
           p[m][2 * half + h] = ptx::pack_pair<T>(first, second);
         }

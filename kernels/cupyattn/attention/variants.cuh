@@ -38,27 +38,58 @@ __device__ __forceinline__ float alibi_slope(int head, int num_heads) {
   return exp2f(exponent);
 }
 
+// A variant leaves logits in some form and says, as a "form", how they become base-2 logits:
+//   value(x)         increases with x; maxima are kept in its units, which `scale` turns to base 2
+//   exponent(x, c)   value(x) * scale + c
+// so that the softmax can take a row's maximum early and do the rest beside matrix products.
+struct ScaledForm {
+  float scale;
+
+  __device__ __forceinline__ float value(float x) const { return x; }
+  __device__ __forceinline__ float exponent(float x, float c) const { return fmaf(x, scale, c); }
+};
+
+// x times an even polynomial: the soft cap of small logits, or (1, 0, 0, 0) of base-2 logits.
+struct PolynomialForm {
+  float c0, c2, c4, c6;
+  static constexpr float kSmall = 0.4f;
+
+  __device__ __forceinline__ float factor(float x) const {
+    // The bound is for masked logits: -inf has to come out as -inf.
+    const float x2 = fminf(x * x, kSmall * kSmall);
+    return fmaf(x2, fmaf(x2, fmaf(x2, c6, c4), c2), c0);
+  }
+  __device__ __forceinline__ float value(float x) const { return x * factor(x); }
+  __device__ __forceinline__ float exponent(float x, float c) const {
+    return fmaf(x, factor(x), c);
+  }
+};
+
 struct PlainLogits {
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token, int head,
                                                      int) {
     return RowInfo{token, head, 1.0f, 0.0f};
   }
+  static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams&) {
+    return LogitConstants{};
+  }
+  // Turns a maximum into base 2; 8 / scale, how far a logit may pass the running maximum.
   static __device__ __forceinline__ float softmax_scale(const AttentionParams& params) {
     return params.softmax_scale;
   }
   static __device__ __forceinline__ float softmax_slack(const AttentionParams& params) {
     return params.softmax_slack;
   }
-  static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams&) {
-    return LogitConstants{};
-  }
   template <int kMmaQ, int kTilesS>
-  static __device__ __forceinline__ void apply(float (&)[kMmaQ][kTilesS][4], const RowInfo*,
-                                               const LogitConstants&, int, int) {}
+  static __device__ __forceinline__ ScaledForm apply(float (&)[kMmaQ][kTilesS][4], const RowInfo*,
+                                                     const LogitConstants&,
+                                                     const AttentionParams& params, int, int) {
+    return ScaledForm{params.softmax_scale};
+  }
 };
 
 // Scale (with the per-head scales of q and k), ALiBi, then the soft cap: the bias is added to the
-// scaled logit, so nothing is ever scaled twice. The results are base-2 logits.
+// scaled logit, so nothing is ever scaled twice. Maxima are in base 2.
 template <bool kAlibi, bool kSoftCap, bool kRowScales>
 struct TransformedLogits {
   // Without a cap, base-2 logits; with one, logits over the cap: the argument of tanh.
@@ -86,9 +117,9 @@ struct TransformedLogits {
   // The thread's accumulators are rows lane / 4 + 16 m (+ 8) of `rows`, keys first_key + 8 n +
   // 2 (lane % 4) (+ 1).
   template <int kMmaQ, int kTilesS>
-  static __device__ __forceinline__ void apply(float (&s)[kMmaQ][kTilesS][4], const RowInfo* rows,
-                                               const LogitConstants& constants, int first_key,
-                                               int lane) {
+  static __device__ __forceinline__ auto apply(float (&s)[kMmaQ][kTilesS][4], const RowInfo* rows,
+                                               const LogitConstants& constants,
+                                               const AttentionParams&, int first_key, int lane) {
     float largest = 0.0f;
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
@@ -112,37 +143,34 @@ struct TransformedLogits {
     }
     if constexpr (kSoftCap) {
       // Most logits are small beside the cap, and special functions are the scarcest unit.
-      if (ptx::warp_any(!(largest <= kSmall))) {
-        const float cap = constants.cap;
-        for_each(s, [&](float x) { return cap * tanh_exact(x); });
-      } else {
-        const float c1 = constants.c1, c3 = constants.c3, c5 = constants.c5, c7 = constants.c7;
-        for_each(s, [&](float x) {
-          const float x2 = x * x;
-          return x * fmaf(x2, fmaf(x2, fmaf(x2, c7, c5), c3), c1);
-        });
+      if (ptx::warp_any(!(largest <= PolynomialForm::kSmall))) {
+        apply_tanh(s, constants.cap);
+        return PolynomialForm{1.0f, 0.0f, 0.0f, 0.0f};
       }
+      return PolynomialForm{constants.c1, constants.c3, constants.c5, constants.c7};
+    } else {
+      return ScaledForm{1.0f};
     }
   }
 
  private:
-  template <int kMmaQ, int kTilesS, typename Function>
-  static __device__ __forceinline__ void for_each(float (&s)[kMmaQ][kTilesS][4],
-                                                  Function&& function) {
+  // tanh(x) = 1 - 2 / (1 + e^2x)
+  template <int kMmaQ, int kTilesS>
+  static __device__ __forceinline__ void apply_tanh(float (&s)[kMmaQ][kTilesS][4], float cap) {
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int n = 0; n < kTilesS; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[m][n][e] = function(s[m][n][e]);
+        for (int e = 0; e < 4; ++e) {
+          const float power = ptx::ex2_approx(2.0f * kLog2e * s[m][n][e]);
+          s[m][n][e] = cap * fmaf(-2.0f, ptx::rcp_approx(1.0f + power), 1.0f);
+        }
       }
     }
   }
-  static __device__ __forceinline__ float tanh_exact(float x) {
-    return fmaf(-2.0f, ptx::rcp_approx(1.0f + ptx::ex2_approx(2.0f * kLog2e * x)), 1.0f);
-  }
-  // The odd polynomial closest to tanh on |x| <= kSmall (a float64 minimax fit): within 5e-8.
-  static constexpr float kSmall = 0.4f;
+  // The odd polynomial closest to tanh on |x| <= PolynomialForm::kSmall (a float64 minimax fit):
+  // within 5e-8.
   static constexpr float kTanh1 = 0.9999995827674866f;
   static constexpr float kTanh3 = -0.3332972526550293f;
   static constexpr float kTanh5 = 0.13250567018985748f;
