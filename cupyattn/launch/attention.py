@@ -11,7 +11,7 @@ from ..array import ArrayView, empty, view
 from ..device import device_props
 from ..problem import AttentionProblem
 from ..schedule import MAX_GRID_YZ, SinglePlan, plan_single
-from . import params, rotate_keys, scratch
+from . import merge_splits, params, rotate_keys, scratch
 from .enqueue import enqueue
 from .tiles import TileConfig, row_class, tile_config
 
@@ -189,6 +189,16 @@ class AttentionLauncher:
                 (self.num_kv_heads, q_tiles, plan.num_splits),
                 kernel.tiles.threads,
                 kernel.tiles.shared_bytes,
+                arguments,
+                self.device_index,
+                stream,
+            )
+        if plan.num_splits > 1 and kernel.tiles.name == "prefill_sm80":
+            merge_splits.launch(
+                self.problem,
+                kernel.tiles.tile_q,
+                qo_len * self.group_size,
+                self.num_kv_heads,
                 arguments,
                 self.device_index,
                 stream,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .. import dtypes, jit
 from ..problem import AttentionProblem
-from . import rotate_keys
+from . import merge_splits, rotate_keys
 from .packbits import CONFIG as PACKBITS_CONFIG
 from .tiles import DECODE, LARGE, SMALL, tile_config
 
@@ -66,6 +66,8 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
         for rows in (DECODE, SMALL, LARGE):
             tiles = tile_config(problem, rows, SHARED_BYTES[arch])
             found[tiles.name, tiles.config] = None
+            if tiles.name == "prefill_sm80":
+                found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
             if tiles.wants_rotated_keys:
                 config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk)
                 found["rotate_keys", config] = None

@@ -19,6 +19,7 @@ DECODE_ROWS = 16
 _MASK_MAP_BYTES = 2 * 4096 // 8
 _PLACEHOLDER = 16
 _LOGIT_BYTES = 32
+_RANGE_BYTES = (6 + 3) * 4
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,16 @@ def _choose_prefill(problem: AttentionProblem, rows: str, max_shared_bytes: int)
         rows == LARGE and problem.aligned and problem.dtype_kv.is_float16
     )
     q_in_registers = max(problem.head_dim_qk, problem.head_dim_vo) <= 64
-    for tile_kv in (64, 32, 16):
+    # What a logit goes through takes registers from the keys of a tile.
+    is_transformed = problem.soft_cap or problem.scale_first or problem.pos_encoding == "ALIBI"
+    shapes = [(64, 16), (32, 16), (16, 16)]
+    if mma_q == 2 and (is_transformed or problem.custom_mask):
+        shapes[0] = (48, 48)
+    if mma_q == 2 and problem.soft_cap and problem.head_dim_qk > 128:
+        shapes.pop(0)
+    for tile_kv, keys_per_exp in shapes:
         tiles = prefill_tiles(
-            problem, mma_q, 4, tile_kv, 2, q_in_registers, 16, rotates_keys=rotates_keys
+            problem, mma_q, 4, tile_kv, 2, q_in_registers, keys_per_exp, rotates_keys=rotates_keys
         )
         if tiles.shared_bytes <= max_shared_bytes:
             return tiles
@@ -74,11 +82,12 @@ def _choose_decode(problem: AttentionProblem, max_shared_bytes: int) -> TileConf
     q_in_registers = problem.head_dim_qk <= 192
     # A stage of 8 to 16 KB a warp keeps enough bytes in flight; three stages of the larger kind
     # fill an SM with one block, smaller ones let two blocks share it.
-    shapes = [(32, 1), (16, 1)] if row_bytes >= 512 else [(32, 2)]
+    shapes = [(32, 1), (16, 1)] if row_bytes >= 512 else [(32, 3), (32, 2)]
     if row_bytes > 768:
         shapes = [(16, 1)]
     for keys, blocks in (*shapes, (16, 2), (16, 1)):
-        budget = max_shared_bytes if blocks == 1 else max_shared_bytes // 2 - 1024
+        # A block takes 1 KB more than it asks for.
+        budget = (max_shared_bytes + 1024) // blocks - 1024
         fitting = [
             tiles
             for stages in range(2, 5)
@@ -121,7 +130,7 @@ def _row_bytes(problem: AttentionProblem, tile_q: int) -> int:
     """A tile of Q, what is known of its rows and logits, and the RoPE steps."""
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     rope = 4 * (problem.head_dim_qk // 2) if is_rotated else 4
-    return _tile_bytes(tile_q, problem.head_dim_qk, 2) + 16 * tile_q + _LOGIT_BYTES + rope
+    return _tile_bytes(tile_q, problem.head_dim_qk, 2) + (16 + 8) * tile_q + _LOGIT_BYTES + rope
 
 
 def _widened_key_bytes(problem: AttentionProblem, rows: int, rotates_keys: bool) -> int:
@@ -150,11 +159,11 @@ def prefill_tiles(
     itemsize = problem.dtype_kv.itemsize
     shared = _round_up(
         _row_bytes(problem, tile_q)
+        + _round_up(_RANGE_BYTES, 16)
         + _tile_bytes(tile_kv, dim_qk, itemsize)
         + _tile_bytes(tile_kv, dim_vo, itemsize)
         + _widened_key_bytes(problem, tile_kv, rotates_keys)
-        + (_MASK_MAP_BYTES if problem.custom_mask else 4)
-        + 4,
+        + (_MASK_MAP_BYTES if problem.custom_mask else 4),
         16,
     )
     config = _common(problem, rotates_keys) | {

@@ -37,10 +37,13 @@ def key_span(
 
 
 def tile_span(begin: int, end: int, tile_kv: int, split: int, num_splits: int) -> tuple[int, int]:
-    """Key tiles [first, last) of one split of the keys [begin, end)."""
-    first = begin // tile_kv
-    count = max(0, -(-max(end, 0) // tile_kv) - first)
-    return first + count * split // num_splits, first + count * (split + 1) // num_splits
+    """Key tiles [first, last) of one split of the keys [begin, end), counted from `begin`.
+
+    Tile t is the keys from begin + t * tile_kv on. (Under a custom mask tiles start at multiples of
+    tile_kv instead: round `begin` down to one.)
+    """
+    count = -(-max(0, end - begin) // tile_kv)
+    return count * split // num_splits, count * (split + 1) // num_splits
 
 
 def plan_single(
@@ -68,7 +71,7 @@ def plan_single(
     last = qo_len - 1
     first = max(0, (num_q_tiles - 1) * tile_q // group_size)
     begin, end = key_span(first, last, qo_len, kv_len, causal, window_left)
-    tiles = -(-end // tile_kv) - begin // tile_kv
+    tiles = -(-max(0, end - begin) // tile_kv)
     best, best_cost = 1, tiles + _BLOCK_OVERHEAD_TILES
     for waves in range(1, _MAX_WAVES + 1):
         splits = min(waves * num_slots // blocks, tiles, MAX_GRID_YZ)

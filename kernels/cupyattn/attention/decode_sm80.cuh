@@ -57,6 +57,7 @@ struct DecodeSm80 {
   struct SharedMemory {
     alignas(16) RowInfo rows[kTileQ];
     LogitConstants logits;
+    int64_t q_offset[kTileQ];
     alignas(16) unsigned char q[QTile::kBytes];
     alignas(16) unsigned char k_wide[kWidenKeys ? kWarps * KTile::kBytes : 16];
     union {
@@ -94,12 +95,12 @@ struct DecodeSm80 {
 
   // Describes the rows, then starts the copy of Q.
   __device__ __forceinline__ void load_q() {
-    fill_rows<LogitsVariant>(shared.rows, kTileQ, params, work, thread, kThreads);
+    fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, work, thread, kThreads);
     if (thread == 0) shared.logits = LogitsVariant::make_constants(params);
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
     ptx::block_sync();
     copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
-        ptx::shared_address(shared.q), params, shared.rows, work.num_rows, thread);
+        ptx::shared_address(shared.q), params, shared.q_offset, work.num_rows, thread);
   }
 
   __device__ __forceinline__ void prepare_q() {
@@ -134,20 +135,21 @@ struct DecodeSm80 {
   __device__ __forceinline__ void run() {
     const KeyRange range =
         KeyRange::of<Config::kCustomMask>(params, work.first_row, work.num_rows);
-    const TileSpan tiles = TileSpan::of(range, kTileKV, work.split, params.num_splits);
-    const RowSpan span = range.span();
+    const TileSpan tiles =
+        TileSpan::of<Config::kCustomMask>(range, kTileKV, work.split, params.num_splits);
     Stage* ring = shared.ring[warp];
-    const int first_key = tiles.begin * kTileKV + warp * kKeys;
+    const int warp_origin = tiles.origin + warp * kKeys;
+    const int first_key = warp_origin + tiles.begin * kTileKV;
     KCopier k_copier(static_cast<const DTypeKV*>(params.k) + work.kv_head * params.k_stride_h,
                      params.k_stride_n, first_key, ptx::shared_address(ring[0].k), lane);
     VCopier v_copier(static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h,
                      params.v_stride_n, first_key, ptx::shared_address(ring[0].v), lane);
     // Tiles come in order; the other warps' keys lie between two of this warp's.
     const auto load_stage = [&](int stage, int tile) {
-      const int first_key = tile * kTileKV + warp * kKeys;
-      k_copier.copy(first_key, span, stage * sizeof(Stage));
+      const int first_key = warp_origin + tile * kTileKV;
+      k_copier.copy(first_key, range.end, stage * sizeof(Stage));
       k_copier.skip(kTileKV - kKeys);
-      v_copier.copy(first_key, span, stage * sizeof(Stage));
+      v_copier.copy(first_key, range.end, stage * sizeof(Stage));
       v_copier.skip(kTileKV - kKeys);
     };
 
@@ -185,7 +187,7 @@ struct DecodeSm80 {
     const float slack = LogitsVariant::softmax_slack(params);
     int stage = 0;
     for (int tile = tiles.begin; tile < tiles.end; ++tile, ++load_tile) {
-      const int first_key = tile * kTileKV + warp * kKeys;
+      const int first_key = warp_origin + tile * kTileKV;
       // This stage has landed, and the whole warp is done with the one before it.
       ptx::cp_async_wait_group<kStages - 2>();
       ptx::warp_sync();
@@ -196,10 +198,12 @@ struct DecodeSm80 {
       const uint32_t k = k_lane_address<KTile>(prepare_k(ring[stage], first_key), lane);
       float s[1][kKeys / 8][4];
       multiply_qk<DTypeQ, KTile, kStepsQK, 1, kKeys>(s, load_q_operand, k, 0);
-      const auto form =
-          LogitsVariant::apply(s, shared.rows, shared.logits, params, first_key, lane);
-      if (Config::kCustomMask || range.needs_mask(first_key, kKeys)) {
-        apply_mask<Config::kCustomMask>(s, params, shared.rows, first_key, lane);
+      const bool is_masked = Config::kCustomMask || range.cuts(first_key, kKeys);
+      const auto form = LogitsVariant::apply(s, shared.rows, shared.logits, params, first_key,
+                                             lane, is_masked);
+      if (is_masked) {
+        apply_mask<Config::kCustomMask, decltype(form)>(s, params, range, true, shared.rows,
+                                                        first_key, lane);
       }
       softmax.raise_max(s, o, form, scale, slack);
       const uint32_t v_lane =
@@ -240,8 +244,11 @@ struct DecodeSm80 {
       write_columns(states, index / kVectors, 4 * (index % kVectors), is_split);
     }
     if (is_split && arrive_last(params, work, thread, &shared.flag)) {
-      merge_partials<DTypeO, kHeadDimVO, kTileQ, Config::kAligned>(params, work, shared.rows,
-                                                                   thread, kThreads);
+      for (int row = warp; row < work.num_rows; row += kWarps) {
+        merge_row<DTypeO, kHeadDimVO, kTileQ, Config::kAligned>(
+            params, work.slot(params), row, work.kv_head, shared.rows[row].token,
+            shared.rows[row].head, lane);
+      }
     }
   }
 
@@ -254,9 +261,9 @@ struct DecodeSm80 {
     float sum[4] = {};
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
+      if (states.row_sum[w][row] == 0.0f) continue;
       const float warp_max = states.row_max[w][row];
-      if (warp_max == -ptx::infinity()) continue;
-      const float weight = ptx::ex2_approx(warp_max - old_max);
+      const float weight = warp_max == old_max ? 1.0f : ptx::ex2_approx(warp_max - old_max);
       state.sum += weight * states.row_sum[w][row];
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum[i] += weight * states.o[w][row][column + i];

@@ -12,7 +12,6 @@
 #include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/memory.cuh"
 #include "cupyattn/ptx/warp.cuh"
-#include "cupyattn/tile/shared_tile.cuh"
 
 namespace cupyattn {
 
@@ -46,26 +45,31 @@ struct KeyRange {
     return KeyRange{a.begin, b.end, b.begin, a.end, first, last};
   }
 
-  // Nobody in the tile sees keys outside this span: they are read as zeros.
-  __device__ __forceinline__ RowSpan span() const { return RowSpan{begin, max_of(begin, end)}; }
-
-  __device__ __forceinline__ bool needs_mask(int key, int count) const {
-    return key < full_begin || key + count > full_end;
+  // Whether some token of the tile does not see all keys of a block of `count`.
+  __device__ __forceinline__ bool cuts(int key, int count) const {
+    return cuts_begin(key) || cuts_end(key, count);
+  }
+  __device__ __forceinline__ bool cuts_begin(int key) const { return key < full_begin; }
+  __device__ __forceinline__ bool cuts_end(int key, int count) const {
+    return key + count > full_end;
   }
 };
 
-// The share of a block in the key tiles of its range: tiles [begin, end), split evenly.
+// The share of a block in the key tiles of its range: tiles [begin, end), split evenly. Tile t is keys
+// origin + t * keys_per_tile and on. The first tile starts where the range does, but for custom
+// masks, whose tiles are the same for all rows.
 struct TileSpan {
-  int begin, end;
+  int origin, begin, end;
 
+  template <bool kCustomMask>
   static __device__ __forceinline__ TileSpan of(const KeyRange& range, int keys_per_tile, int split,
                                                 int num_splits) {
-    const int first = range.begin / keys_per_tile;
-    const int count = max_of(0, ceil_div(max_of(range.end, 0), keys_per_tile) - first);
-    if (num_splits == 1) return TileSpan{first, first + count};
+    const int origin = kCustomMask ? range.begin / keys_per_tile * keys_per_tile : range.begin;
+    const int count = ceil_div(max_of(range.end - origin, 0), keys_per_tile);
+    if (num_splits == 1) return TileSpan{origin, 0, count};
     const int64_t product = static_cast<int64_t>(count) * split;
-    return TileSpan{ptx::warp_uniform(first + static_cast<int>(product / num_splits)),
-                    ptx::warp_uniform(first + static_cast<int>((product + count) / num_splits))};
+    return TileSpan{origin, ptx::warp_uniform(static_cast<int>(product / num_splits)),
+                    ptx::warp_uniform(static_cast<int>((product + count) / num_splits))};
   }
 };
 
@@ -99,36 +103,53 @@ __device__ __forceinline__ uint64_t load_mask_bits(const AttentionParams& params
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
-// Replaces the logits of invisible keys by -inf. The thread's accumulators are rows lane / 4 + 16 m
-// (+ 8) of `rows`, keys first_key + 8 n + 2 (lane % 4) (+ 1).
-template <bool kCustomMask, int kMmaQ, int kTilesS>
-__device__ __forceinline__ void apply_mask(float (&s)[kMmaQ][kTilesS][4],
-                                           const AttentionParams& params, const RowInfo* rows,
-                                           int first_key, int lane) {
-  static_assert(kTilesS <= 8, "load_mask_bits yields 64 keys");
+// Sets the logits of hidden keys, which come in `Form`. The thread's accumulators are rows lane / 4 + 16 m (+ 8) of `rows`, keys
+// first_key + 8 n + 2 (lane % 4) (+ 1). `is_hidden_for(token)` gives a test of an offset from the
+// thread's first key, so that the inner loop compares with constants.
+template <typename Form, int kMmaQ, int kTilesS, typename HiddenFor>
+__device__ __forceinline__ void hide_logits(float (&s)[kMmaQ][kTilesS][4], const RowInfo* rows,
+                                            int lane, HiddenFor&& is_hidden_for) {
 #pragma unroll
   for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int token = rows[16 * m + 8 * h + (lane >> 2)].token;
-      const KeyLimits limits = KeyLimits::of<kCustomMask>(params, token);
-      uint64_t bits = ~0ull;
-      if constexpr (kCustomMask) bits = load_mask_bits(params, token, first_key);
-      bits >>= 2 * (lane & 3);
-      // Limits relative to the thread's first key: the loop compares with constants.
-      const int first = first_key + 2 * (lane & 3);
-      const int begin = limits.begin - first;
-      const int end = limits.end - first;
+      const auto is_hidden = is_hidden_for(rows[16 * m + 8 * h + (lane >> 2)].token);
 #pragma unroll
       for (int n = 0; n < kTilesS; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int key = 8 * n + e;
-          const bool visible = key >= begin && key < end && (!kCustomMask || ((bits >> key) & 1));
-          if (!visible) s[m][n][2 * h + e] = -ptx::infinity();
+          if (is_hidden(8 * n + e)) s[m][n][2 * h + e] = Form::hidden();
         }
       }
     }
+  }
+}
+
+// Hides the logits of invisible keys.
+template <bool kCustomMask, typename Form, int kMmaQ, int kTilesS>
+__device__ __forceinline__ void apply_mask(float (&s)[kMmaQ][kTilesS][4],
+                                           const AttentionParams& params, const KeyRange& range,
+                                           bool is_partial, const RowInfo* rows, int first_key,
+                                           int lane) {
+  static_assert(kTilesS <= 8, "load_mask_bits yields 64 keys");
+  const int first = first_key + 2 * (lane & 3);
+  if (range.cuts_end(first_key, 8 * kTilesS)) {
+    hide_logits<Form>(s, rows, lane, [&](int token) {
+      const int end = KeyLimits::of<kCustomMask>(params, token).end - first;
+      return [=](int offset) { return offset >= end; };
+    });
+  }
+  if (range.cuts_begin(first_key)) {
+    hide_logits<Form>(s, rows, lane, [&](int token) {
+      const int begin = KeyLimits::of<kCustomMask>(params, token).begin - first;
+      return [=](int offset) { return offset < begin; };
+    });
+  }
+  if (kCustomMask && is_partial) {
+    hide_logits<Form>(s, rows, lane, [&](int token) {
+      const uint64_t bits = load_mask_bits(params, token, first_key) >> (2 * (lane & 3));
+      return [=](int offset) { return !((bits >> offset) & 1); };
+    });
   }
 }
 
@@ -154,7 +175,7 @@ struct MaskTileMap {
     for (int64_t i = thread; i < total; i += threads) {
       const int tile = static_cast<int>(i % tiles);
       const int token = first_token + static_cast<int>(i / tiles);
-      const int key = (span.begin + tile) * kTileKV;
+      const int key = span.origin + (span.begin + tile) * kTileKV;
       uint64_t visible = load_mask_bits(params, token, key) & kAll;
       if (key + kTileKV > params.kv_len) visible &= (1ull << (params.kv_len - key)) - 1;
       if (visible != 0) ptx::atomic_or_shared(&any[tile / 32], 1u << (tile % 32));

@@ -48,13 +48,16 @@ struct PrefillSm80 {
   struct SharedMemory {
     alignas(16) RowInfo rows[kTileQ];
     LogitConstants logits;
+    int64_t q_offset[kTileQ];
+    // The loop over keys needs its registers for more than what it reads once a tile.
+    KeyRange range;
+    TileSpan tiles;
     alignas(16) unsigned char q[QTile::kBytes];
     alignas(16) unsigned char k_source[KSourceTile::kBytes];
     alignas(16) unsigned char v[VTile::kBytes];
     alignas(16) unsigned char k_wide[kWidenKeys ? KTile::kBytes : 16];
     typename conditional<Config::kCustomMask, MaskTileMap<kTileKV>, NoMaskTileMap>::type mask_map;
     typename conditional<Config::kRope, RopeSteps<kHeadDimQK>, NoRopeSteps>::type rope;
-    uint32_t flag;
   };
 
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
@@ -89,14 +92,14 @@ struct PrefillSm80 {
 
   // Describes the rows and starts the copy of Q; for a custom mask, finds the tiles to visit.
   __device__ __forceinline__ void begin(const TileWork& work, const KeyRange& range,
-                                        TileSpan tiles) {
-    fill_rows<LogitsVariant>(shared.rows, kTileQ, params, work, thread, kThreads);
+                                        const TileSpan& tiles) {
+    fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, work, thread, kThreads);
     if (thread == 0) shared.logits = LogitsVariant::make_constants(params);
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
     if constexpr (Config::kCustomMask) shared.mask_map.clear(thread, kThreads);
     ptx::block_sync();
     copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
-        ptx::shared_address(shared.q), params, shared.rows, work.num_rows, thread);
+        ptx::shared_address(shared.q), params, shared.q_offset, work.num_rows, thread);
     if constexpr (Config::kCustomMask) {
       shared.mask_map.scan(params, range.first_token, range.last_token, tiles, thread, kThreads);
       ptx::block_sync();
@@ -118,7 +121,7 @@ struct PrefillSm80 {
   }
 
   // Widens and rotates the keys of a tile where the options ask for it.
-  __device__ __forceinline__ void prepare_k(int tile) {
+  __device__ __forceinline__ void prepare_k(int first_key) {
     unsigned char* keys = shared.k_source;
     if constexpr (kWidenKeys) {
       convert_tile<KSourceTile, KTile, kThreads>(keys, shared.k_wide, thread);
@@ -127,38 +130,36 @@ struct PrefillSm80 {
     }
     if constexpr (Config::kRotateKeys) {
       rotate_tile<KTile, kHeadDimQK, kThreads>(keys, shared.rope, thread,
-                                               [&](int row) { return tile * kTileKV + row; });
+                                               [&](int row) { return first_key + row; });
       ptx::block_sync();
     }
   }
 
-  __device__ __forceinline__ int next_tile(int tile, TileSpan tiles) const {
+  __device__ __forceinline__ int next_tile(int tile, const TileSpan& tiles) const {
     if constexpr (Config::kCustomMask) return shared.mask_map.next(tile, tiles);
     return tile;
-  }
-
-  __device__ __forceinline__ bool needs_mask(int tile, const KeyRange& range,
-                                             TileSpan tiles) const {
-    if constexpr (Config::kCustomMask) {
-      if (shared.mask_map.is_partial(tile, tiles)) return true;
-    }
-    return range.needs_mask(tile * kTileKV, kTileKV);
   }
 
   __device__ __forceinline__ void run() {
     const TileWork work = choose_work();
     const KeyRange range =
         KeyRange::of<Config::kCustomMask>(params, work.first_row, work.num_rows);
-    const TileSpan tiles = TileSpan::of(range, kTileKV, work.split, params.num_splits);
-    const RowSpan span = range.span();
-    begin(work, range, tiles);
+    const TileSpan tiles =
+        TileSpan::of<Config::kCustomMask>(range, kTileKV, work.split, params.num_splits);
+    if (thread == 0) {
+      shared.range = range;
+      shared.tiles = tiles;
+    }
+    if constexpr (Config::kCustomMask) begin(work, range, tiles);
     int tile = next_tile(tiles.begin, tiles);
+    int first_key = tiles.origin + tile * kTileKV;
     KCopier k_copier(static_cast<const DTypeKV*>(params.k) + work.kv_head * params.k_stride_h,
-                     params.k_stride_n, tile * kTileKV, ptx::shared_address(shared.k_source),
-                     thread);
+                     params.k_stride_n, first_key, ptx::shared_address(shared.k_source), thread);
     VCopier v_copier(static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h,
-                     params.v_stride_n, tile * kTileKV, ptx::shared_address(shared.v), thread);
-    if (tile < tiles.end) k_copier.copy(tile * kTileKV, span, 0);
+                     params.v_stride_n, first_key, ptx::shared_address(shared.v), thread);
+    // Without a mask map to wait for, keys travel while the rows are described.
+    if (tile < tiles.end) k_copier.copy(first_key, range.end, 0);
+    if constexpr (!Config::kCustomMask) begin(work, range, tiles);
     ptx::cp_async_commit();
     ptx::cp_async_wait_group<0>();
     ptx::block_sync();
@@ -190,33 +191,38 @@ struct PrefillSm80 {
     const float slack = LogitsVariant::softmax_slack(params);
     const RowInfo* rows = shared.rows + warp_row();
 
-    while (tile < tiles.end) {
+    while (tile < shared.tiles.end) {
       // K has landed; everybody is done with V of the last tile.
       ptx::cp_async_wait_group<0>();
       ptx::block_sync();
-      v_copier.copy(tile * kTileKV, span, 0);
+      v_copier.copy(first_key, shared.range.end, 0);
       ptx::cp_async_commit();
-      prepare_k(tile);
+      prepare_k(first_key);
 
       // S = Q K^T, as logits under the running maximum.
       float s[kMmaQ][kTilesS][4];
       multiply_qk<DTypeQ, KTile, kStepsQK, kMmaQ, kTileKV>(s, load_q, k, 0);
+      bool is_partial = false;
+      if constexpr (Config::kCustomMask) is_partial = shared.mask_map.is_partial(tile, shared.tiles);
+      const bool is_masked = is_partial || shared.range.cuts(first_key, kTileKV);
       const auto form =
-          LogitsVariant::apply(s, rows, shared.logits, params, tile * kTileKV, lane);
-      if (needs_mask(tile, range, tiles)) {
-        apply_mask<Config::kCustomMask>(s, params, rows, tile * kTileKV, lane);
+          LogitsVariant::apply(s, rows, shared.logits, params, first_key, lane, is_masked);
+      if (is_masked) {
+        apply_mask<Config::kCustomMask, decltype(form)>(s, params, shared.range, is_partial, rows,
+                                                        first_key, lane);
       }
       softmax.raise_max(s, o, form, scale, slack);
 
       // V has landed; everybody is done with K.
-      const int next = next_tile(tile + 1, tiles);
+      const int next = next_tile(tile + 1, shared.tiles);
+      first_key += (next - tile) * kTileKV;
       if constexpr (Config::kCustomMask) {
         k_copier.skip((next - tile - 1) * kTileKV);
         v_copier.skip((next - tile - 1) * kTileKV);
       }
       ptx::cp_async_wait_group<0>();
       ptx::block_sync();
-      if (next < tiles.end) k_copier.copy(next * kTileKV, span, 0);
+      if (next < shared.tiles.end) k_copier.copy(first_key, shared.range.end, 0);
       ptx::cp_async_commit();
 
       // O += P V; the exponentials of one group of keys run beside the products of the last.
@@ -234,10 +240,10 @@ struct PrefillSm80 {
       }
       tile = next;
     }
-    finish(work);
+    finish(choose_work());
   }
 
-  // Normalises and writes this warp's rows; split tiles are merged by the last block to arrive.
+  // Normalises and writes this warp's rows, or, where the keys are split, its partial states.
   __device__ __forceinline__ void finish(const TileWork& work) {
     const bool is_split = params.num_splits > 1;
     const float output_scale = output_scale_of(params, work.kv_head);
@@ -248,38 +254,55 @@ struct PrefillSm80 {
         const int row = warp_row() + 16 * m + 8 * h + (lane >> 2);
         const float old_max = softmax.base2_max(m, h, LogitsVariant::softmax_scale(params));
         RowState state{old_max, quad_sum(softmax.row_sum[m][h])};
-        if (row >= work.num_rows) continue;
+        const bool exists = row < work.num_rows;
         const int head = shared.rows[row].head;
         const int token = shared.rows[row].token;
         if (is_split) {
           const int64_t index =
-              (static_cast<int64_t>(work.slot(params)) * params.num_splits +
-               work.split) * kTileQ + row;
-          const float factor = state.normaliser(old_max);
-          store_row<float, true>(params.partial_o + index * kHeadDimVO, o[m], h, factor);
-          if ((lane & 3) == 0) params.partial_lse[index] = state.lse();
-        } else {
-          state.add_sink(sink_of(params, head));
-          const float factor = state.normaliser(old_max) * output_scale;
+              (static_cast<int64_t>(work.slot(params)) * params.num_splits + work.split) * kTileQ +
+              row;
+          if (exists) {
+            store_output_row<float, kHeadDimVO, kFp8, true>(
+                params.partial_o + index * kHeadDimVO, o[m], h, state.normaliser(old_max), lane);
+            if ((lane & 3) == 0) params.partial_lse[index] = state.lse();
+          }
+          continue;
+        }
+        state.add_sink(sink_of(params, head));
+        const float factor = state.normaliser(old_max) * output_scale;
+        if constexpr (kStagesOutput) {
+          DTypeO* staged = reinterpret_cast<DTypeO*>(shared.q + row * QTile::kRowBytes);
+          store_output_row<DTypeO, kHeadDimVO, kFp8, true>(staged, o[m], h, factor, lane);
+        } else if (exists) {
           DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
                         head * params.o_stride_h;
-          store_row<DTypeO, Config::kAligned>(out, o[m], h, factor);
-          if (params.lse != nullptr && (lane & 3) == 0) {
-            params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
-          }
+          store_output_row<DTypeO, kHeadDimVO, kFp8, Config::kAligned>(out, o[m], h, factor, lane);
+        }
+        if (exists && params.lse != nullptr && (lane & 3) == 0) {
+          params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
         }
       }
     }
-    if (is_split && arrive_last(params, work, thread, &shared.flag)) {
-      merge_partials<DTypeO, kHeadDimVO, kTileQ, Config::kAligned>(params, work, shared.rows,
-                                                                   thread, kThreads);
-    }
+    if (kStagesOutput && !is_split) store_staged(work);
   }
 
-  template <typename T, bool kAligned>
-  __device__ __forceinline__ void store_row(T* out, const float (&o)[2 * kColumnGroups][4], int h,
-                                            float factor) {
-    store_output_row<T, kHeadDimVO, kFp8, kAligned>(out, o, h, factor, lane);
+  // Fragments hold 4 bytes of a row; through shared memory a lane stores 16. The rows of Q are this
+  // warp's own, and nobody reads them any more.
+  static constexpr bool kStagesOutput = Config::kAligned && sizeof(DTypeO) == 2 &&
+                                        round_up(kHeadDimVO, 16) <= QTile::kColumns;
+
+  __device__ __forceinline__ void store_staged(const TileWork& work) {
+    ptx::warp_sync();
+    constexpr int kChunks = kHeadDimVO / 8;
+    for (int index = lane; index < 16 * kMmaQ * kChunks; index += kWarpSize) {
+      const int row = warp_row() + index / kChunks;
+      const int chunk = index % kChunks;
+      if (row >= work.num_rows) break;
+      DTypeO* out = static_cast<DTypeO*>(params.o) + shared.rows[row].token * params.o_stride_n +
+                    shared.rows[row].head * params.o_stride_h;
+      reinterpret_cast<Vector16*>(out)[chunk] =
+          reinterpret_cast<const Vector16*>(shared.q + row * QTile::kRowBytes)[chunk];
+    }
   }
 };
 

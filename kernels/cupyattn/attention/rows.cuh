@@ -22,7 +22,7 @@ struct TileWork {
 
 // Rows past the last repeat it: their logits are computed and never stored.
 template <typename LogitsVariant>
-__device__ __forceinline__ void fill_rows(RowInfo* rows, int tile_rows,
+__device__ __forceinline__ void fill_rows(RowInfo* rows, int64_t* q_offset, int tile_rows,
                                           const AttentionParams& params, const TileWork& work,
                                           int thread, int threads) {
   for (int r = thread; r < tile_rows; r += threads) {
@@ -30,21 +30,22 @@ __device__ __forceinline__ void fill_rows(RowInfo* rows, int tile_rows,
     const int token = packed / params.group_size;
     const int head = work.kv_head * params.group_size + packed % params.group_size;
     rows[r] = LogitsVariant::make_row(params, token, head, work.kv_head);
+    q_offset[r] = token * params.q_stride_n + head * params.q_stride_h;
   }
 }
 
-// Copies the rows of Q; rows past the last become zeros.
+// Copies the rows of Q, found q_offset elements into it; rows past the last become zeros.
 template <typename Tile, int kHeadDim, bool kAligned, int kThreads>
 __device__ __forceinline__ void copy_query_rows(uint32_t tile, const AttentionParams& params,
-                                                const RowInfo* rows, int num_rows, int thread) {
-  using T = typename Tile::T;
+                                                const int64_t* q_offset, int num_rows,
+                                                int thread) {
+  const typename Tile::T* q = static_cast<const typename Tile::T*>(params.q);
+#pragma unroll 4
   for (int index = thread; index < Tile::kRows * Tile::kChunks; index += kThreads) {
     const int row = index / Tile::kChunks;
     const int chunk = index % Tile::kChunks;
-    const T* source = static_cast<const T*>(params.q) + rows[row].token * params.q_stride_n +
-                      rows[row].head * params.q_stride_h +
-                      chunk * Tile::kElementsPerChunk;
-    copy_chunk<Tile, kHeadDim, kAligned>(Tile::address(tile, row, chunk), chunk, source,
+    copy_chunk<Tile, kHeadDim, kAligned>(Tile::address(tile, row, chunk), chunk,
+                                         q + q_offset[row] + chunk * Tile::kElementsPerChunk,
                                          row < num_rows);
   }
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cupyattn/attention/rows.cuh"
+#include "cupyattn/common/math.cuh"
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/params/attention.cuh"
 #include "cupyattn/ptx/convert.cuh"
@@ -27,9 +28,11 @@ struct RowState {
   __device__ __forceinline__ float lse() const {
     return sum == 0.0f ? -ptx::infinity() : max + log2f(sum);
   }
-  // What numerators over `old_max` are multiplied by to become the output.
+  // What numerators over `old_max` are multiplied by to become the output. A row of NaN has seen
+  // keys though its maximum is -inf: its sum is NaN and stays so.
   __device__ __forceinline__ float normaliser(float old_max) const {
-    if (sum == 0.0f || old_max == -ptx::infinity()) return 0.0f;
+    if (sum == 0.0f || (old_max == -ptx::infinity() && sum == sum)) return 0.0f;
+    if (old_max == max) return ptx::rcp_approx(sum);
     return ptx::ex2_approx(old_max - max) * ptx::rcp_approx(sum);
   }
 };
@@ -98,51 +101,65 @@ __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const
   return is_last;
 }
 
-// Merges the partial states of a tile into the output. Each thread takes four columns of one row.
+// Merges the partial states of one packed row into the output; a whole warp takes part. A lane
+// holds kHeadDim / 32 columns, four at a time, and reads several splits before it uses the first.
 template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned>
-__device__ __forceinline__ void merge_partials(const AttentionParams& params,
-                                               const TileWork& work, const RowInfo* rows,
-                                               int thread, int threads) {
-  constexpr int kVectors = kHeadDim / 4;
-  const int64_t base = static_cast<int64_t>(work.slot(params)) * params.num_splits;
-  const float* lse = params.partial_lse + base * kTileRows;
-  const float* o = params.partial_o + base * kTileRows * kHeadDim;
-  for (int index = thread; index < work.num_rows * kVectors; index += threads) {
-    const int row = index / kVectors;
-    const int column = 4 * (index % kVectors);
-    RowState state{-ptx::infinity(), 0.0f};
-#pragma unroll 8
-    for (int split = 0; split < params.num_splits; ++split) {
-      state.max = fmaxf(state.max, ptx::load_l2(lse + split * kTileRows + row));
-    }
-    const float partial_max = state.max;
+__device__ __forceinline__ void merge_row(const AttentionParams& params, int slot, int row,
+                                          int kv_head, int token, int head, int lane) {
+  constexpr int kBatch = 8;
+  const int64_t base = static_cast<int64_t>(slot) * params.num_splits;
+  const float* lse = params.partial_lse + base * kTileRows + row;
+  const float* o = params.partial_o + (base * kTileRows + row) * kHeadDim;
+  const int64_t o_stride = static_cast<int64_t>(kTileRows) * kHeadDim;
+
+  float max = -ptx::infinity();
+  for (int split = lane; split < params.num_splits; split += kWarpSize) {
+    max = fmaxf(max, ptx::load_l2(lse + static_cast<int64_t>(split) * kTileRows));
+  }
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) max = fmaxf(max, ptx::shuffle_xor(max, mask));
+
+  RowState state{max, 0.0f};
+  for (int column = 4 * lane; column < round_up(kHeadDim, 4 * kWarpSize);
+       column += 4 * kWarpSize) {
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (partial_max != -ptx::infinity()) {
-#pragma unroll 8
-      for (int split = 0; split < params.num_splits; ++split) {
-        const int64_t offset = static_cast<int64_t>(split) * kTileRows + row;
-        const float weight = ptx::ex2_approx(ptx::load_l2(lse + offset) - partial_max);
-        const float4 part =
-            ptx::load_l2(reinterpret_cast<const float4*>(o + offset * kHeadDim + column));
-        // An empty split has weight 0 and wrote zeros.
-        state.sum += weight;
-        sum.x += weight * part.x;
-        sum.y += weight * part.y;
-        sum.z += weight * part.z;
-        sum.w += weight * part.w;
+    float weights = 0.0f;
+    for (int first = 0; first < params.num_splits; first += kBatch) {
+      float part_lse[kBatch];
+      float4 part[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int64_t split = first + i;
+        const bool exists = split < params.num_splits;
+        part_lse[i] = exists ? ptx::load_l2(lse + split * kTileRows) : -ptx::infinity();
+        part[i] = exists && column < kHeadDim
+                      ? ptx::load_l2(reinterpret_cast<const float4*>(o + split * o_stride + column))
+                      : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        // An empty split weighs nothing, even beside nothing else.
+        const float weight =
+            part_lse[i] == -ptx::infinity() ? 0.0f : ptx::ex2_approx(part_lse[i] - max);
+        weights += weight;
+        sum.x += weight * part[i].x;
+        sum.y += weight * part[i].y;
+        sum.z += weight * part[i].z;
+        sum.w += weight * part[i].w;
       }
     }
-    const int head = rows[row].head;
-    const int token = rows[row].token;
+    state = RowState{max, weights};
     state.add_sink(sink_of(params, head));
-    const float factor = state.normaliser(partial_max) * output_scale_of(params, work.kv_head);
-    DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
-                  head * params.o_stride_h + column;
-    store_pair<DTypeO, kAligned>(out, sum.x * factor, sum.y * factor);
-    store_pair<DTypeO, kAligned>(out + 2, sum.z * factor, sum.w * factor);
-    if (column == 0 && params.lse != nullptr) {
-      params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
+    if (column < kHeadDim) {
+      const float factor = state.normaliser(max) * output_scale_of(params, kv_head);
+      DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
+                    head * params.o_stride_h + column;
+      store_pair<DTypeO, kAligned>(out, sum.x * factor, sum.y * factor);
+      store_pair<DTypeO, kAligned>(out + 2, sum.z * factor, sum.w * factor);
     }
+  }
+  if (lane == 0 && params.lse != nullptr) {
+    params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
   }
 }
 

@@ -24,7 +24,7 @@ struct alignas(16) RowInfo {
 struct alignas(16) LogitConstants {
   float scale;  // of the raw product, where all rows share it
   float cap;
-  float c1, c3, c5, c7;  // the soft cap's polynomial, times the cap
+  float c0, c2, c4;  // the soft cap's polynomial, times the cap
 };
 
 // Press, Smith, Lewis 2021 (arXiv 2108.12409), section 3, for any number of heads.
@@ -39,27 +39,32 @@ __device__ __forceinline__ float alibi_slope(int head, int num_heads) {
 }
 
 // A variant leaves logits in some form and says, as a "form", how they become base-2 logits:
-//   value(x)         increases with x; maxima are kept in its units, which `scale` turns to base 2
-//   exponent(x, c)   value(x) * scale + c
+//   value(x)         increases with x; maxima are kept in its units, which a scale turns to base 2
+//   exponent(x, c)   value(x) times that scale, plus c
+//   hidden()         the logit of a key that is not seen: value -inf
 // so that the softmax can take a row's maximum early and do the rest beside matrix products.
 struct ScaledForm {
   float scale;
 
+  static __device__ __forceinline__ float hidden() { return -ptx::infinity(); }
   __device__ __forceinline__ float value(float x) const { return x; }
   __device__ __forceinline__ float exponent(float x, float c) const { return fmaf(x, scale, c); }
 };
 
-// x times an even polynomial: the soft cap of small logits, or (1, 0, 0, 0) of base-2 logits.
+// x times an even polynomial: the soft cap of small logits, or (1, 0, 0) of base-2 logits.
 struct PolynomialForm {
-  float c0, c2, c4, c6;
-  static constexpr float kSmall = 0.4f;
+  float c0, c2, c4;
+
+  // Not -inf, of which the polynomial would make NaN; nothing visible is this small.
+  static __device__ __forceinline__ float hidden() { return -1e18f; }
 
   __device__ __forceinline__ float factor(float x) const {
-    // The bound is for masked logits: -inf has to come out as -inf.
-    const float x2 = fminf(x * x, kSmall * kSmall);
-    return fmaf(x2, fmaf(x2, fmaf(x2, c6, c4), c2), c0);
+    const float x2 = x * x;
+    return fmaf(x2, fmaf(x2, c4, c2), c0);
   }
-  __device__ __forceinline__ float value(float x) const { return x * factor(x); }
+  __device__ __forceinline__ float value(float x) const {
+    return x <= hidden() ? -ptx::infinity() : x * factor(x);
+  }
   __device__ __forceinline__ float exponent(float x, float c) const {
     return fmaf(x, factor(x), c);
   }
@@ -83,7 +88,8 @@ struct PlainLogits {
   template <int kMmaQ, int kTilesS>
   static __device__ __forceinline__ ScaledForm apply(float (&)[kMmaQ][kTilesS][4], const RowInfo*,
                                                      const LogitConstants&,
-                                                     const AttentionParams& params, int, int) {
+                                                     const AttentionParams& params, int, int,
+                                                     bool) {
     return ScaledForm{params.softmax_scale};
   }
 };
@@ -92,9 +98,11 @@ struct PlainLogits {
 // scaled logit, so nothing is ever scaled twice. Maxima are in base 2.
 template <bool kAlibi, bool kSoftCap, bool kRowScales>
 struct TransformedLogits {
-  // Without a cap, base-2 logits; with one, logits over the cap: the argument of tanh.
+  // Without a cap, base-2 logits. With one, kTanhUnit times the argument of tanh: a unit in which
+  // 2, the largest argument of the polynomial, is the first number with the top exponent bit.
+  static constexpr float kTanhUnit = 8.0f;
   static __device__ __forceinline__ float unit(const AttentionParams& params) {
-    return kSoftCap ? ptx::rcp_approx(params.logits_soft_cap) : kLog2e;
+    return kSoftCap ? kTanhUnit * ptx::rcp_approx(params.logits_soft_cap) : kLog2e;
   }
 
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams& params, int token,
@@ -108,19 +116,22 @@ struct TransformedLogits {
   }
   static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams& params) {
     const float cap = params.logits_soft_cap * kLog2e;
-    return LogitConstants{params.sm_scale * unit(params), cap,          cap * kTanh1,
-                          cap * kTanh3,                   cap * kTanh5, cap * kTanh7};
+    constexpr float kInverse = 1.0f / kTanhUnit;
+    return LogitConstants{params.sm_scale * unit(params), cap, cap * kInverse * kTanh1,
+                          cap * kInverse * kInverse * kInverse * kTanh3,
+                          cap * kInverse * kInverse * kInverse * kInverse * kInverse * kTanh5};
   }
   static __device__ __forceinline__ float softmax_scale(const AttentionParams&) { return 1.0f; }
   static __device__ __forceinline__ float softmax_slack(const AttentionParams&) { return kSlack; }
 
   // The thread's accumulators are rows lane / 4 + 16 m (+ 8) of `rows`, keys first_key + 8 n +
-  // 2 (lane % 4) (+ 1).
+  // 2 (lane % 4) (+ 1). `is_masked`: some of the logits will be hidden.
   template <int kMmaQ, int kTilesS>
   static __device__ __forceinline__ auto apply(float (&s)[kMmaQ][kTilesS][4], const RowInfo* rows,
                                                const LogitConstants& constants,
-                                               const AttentionParams&, int first_key, int lane) {
-    float largest = 0.0f;
+                                               const AttentionParams&, int first_key, int lane,
+                                               bool is_masked) {
+    uint32_t all_bits = 0;
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
@@ -136,18 +147,19 @@ struct TransformedLogits {
           for (int e = 0; e < 2; ++e) {
             float& x = s[m][n][2 * h + e];
             x = kAlibi ? fmaf(x, scale, fmaf(slope, 8 * n + e, bias)) : x * scale;
-            if (kSoftCap) largest = fmaxf(largest, fabsf(x));
+            if (kSoftCap) all_bits |= __float_as_uint(x);
           }
         }
       }
     }
     if constexpr (kSoftCap) {
       // Most logits are small beside the cap, and special functions are the scarcest unit.
-      if (ptx::warp_any(!(largest <= PolynomialForm::kSmall))) {
+      constexpr uint32_t kTwoOrMore = 0x40000000u;
+      if (is_masked || ptx::warp_any(all_bits & kTwoOrMore)) {
         apply_tanh(s, constants.cap);
-        return PolynomialForm{1.0f, 0.0f, 0.0f, 0.0f};
+        return PolynomialForm{1.0f, 0.0f, 0.0f};
       }
-      return PolynomialForm{constants.c1, constants.c3, constants.c5, constants.c7};
+      return PolynomialForm{constants.c0, constants.c2, constants.c4};
     } else {
       return ScaledForm{1.0f};
     }
@@ -163,18 +175,16 @@ struct TransformedLogits {
       for (int n = 0; n < kTilesS; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float power = ptx::ex2_approx(2.0f * kLog2e * s[m][n][e]);
+          const float power = ptx::ex2_approx(2.0f * kLog2e / kTanhUnit * s[m][n][e]);
           s[m][n][e] = cap * fmaf(-2.0f, ptx::rcp_approx(1.0f + power), 1.0f);
         }
       }
     }
   }
-  // The odd polynomial closest to tanh on |x| <= PolynomialForm::kSmall (a float64 minimax fit):
-  // within 5e-8.
-  static constexpr float kTanh1 = 0.9999995827674866f;
-  static constexpr float kTanh3 = -0.3332972526550293f;
-  static constexpr float kTanh5 = 0.13250567018985748f;
-  static constexpr float kTanh7 = -0.04682575538754463f;
+  // The odd polynomial closest to tanh on |x| < 2 / kTanhUnit (a float64 minimax fit): within 1e-7.
+  static constexpr float kTanh1 = 0.9999986290931702f;
+  static constexpr float kTanh3 = -0.3331570029258728f;
+  static constexpr float kTanh5 = 0.1276223361492157f;
 };
 
 template <bool kAlibi, bool kSoftCap, bool kRowScales>

@@ -45,15 +45,6 @@ __device__ __forceinline__ void copy_chunk(uint32_t destination, int chunk,
   }
 }
 
-// Rows of a matrix that may be read: [begin, end).
-struct RowSpan {
-  int begin, end;
-
-  __device__ __forceinline__ bool contains(int row) const {
-    return static_cast<uint32_t>(row - begin) < static_cast<uint32_t>(end - begin);
-  }
-};
-
 // One thread's part of copying tile after tile of rows of a strided matrix. With a thread count that
 // is a multiple of the chunks of a row, a thread keeps its chunk and walks down the rows: its pointer
 // ends where the next tile begins, so the walk costs one 64-bit addition a row.
@@ -87,12 +78,12 @@ struct RowCopier {
   __device__ __forceinline__ void skip(int rows) { source += rows * row_stride; }
 
   // Starts the copy of the next tile, rows [first_row, first_row + kRows), to `tile_offset` bytes
-  // from the tile given; rows outside `span` become zeros.
-  __device__ __forceinline__ void copy(int first_row, RowSpan span, uint32_t tile_offset) {
-    if (first_row >= span.begin && first_row + Tile::kRows <= span.end) {
+  // from the tile given; rows from end_row on become zeros.
+  __device__ __forceinline__ void copy(int first_row, int end_row, uint32_t tile_offset) {
+    if (first_row + Tile::kRows <= end_row) {
       copy_if(tile_offset, [](int) { return true; });
     } else {
-      copy_if(tile_offset, [&](int row) { return span.contains(first_row + row); });
+      copy_if(tile_offset, [=](int row) { return first_row + row < end_row; });
     }
   }
 

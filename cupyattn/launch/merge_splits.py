@@ -1,0 +1,46 @@
+"""Launches the merge_splits kernel, after a prefill launch that split keys."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from .. import jit
+from ..device import device_props
+from ..problem import AttentionProblem
+from .enqueue import enqueue
+from .params import LaunchBuffer
+
+_WARPS = 4
+
+
+@lru_cache(maxsize=1024)
+def config(problem: AttentionProblem, tile_q: int) -> jit.Config:
+    """The kernel's Config for the partial states of a prefill tile of `tile_q` rows."""
+    return jit.Config(
+        {
+            "DTypeO": problem.dtype_o,
+            "kHeadDimVO": problem.head_dim_vo,
+            "kTileQ": tile_q,
+            "kWarps": _WARPS,
+            "kAligned": problem.aligned,
+        }
+    )
+
+
+def launch(
+    problem: AttentionProblem,
+    tile_q: int,
+    num_rows: int,
+    num_kv_heads: int,
+    arguments: LaunchBuffer,
+    device_index: int,
+    stream: int,
+) -> None:
+    """Enqueue the merge of `num_rows` packed rows a KV head; `arguments` are those of the prefill.
+
+    A launch splits only where tiles are few, so the grid is far from its limits.
+    """
+    arch = device_props(device_index).arch
+    kernel = jit.load("merge_splits", config(problem, tile_q), device_index, arch)
+    grid = (num_kv_heads, -(-num_rows // _WARPS), 1)
+    enqueue(kernel.function, grid, _WARPS * 32, 0, arguments, device_index, stream)
