@@ -16,6 +16,9 @@ from .launch.attention import AttentionLauncher, AttentionOptions
 from .match import Dims, match, require_contiguous_last
 from .problem import AttentionProblem
 
+# Lengths are 32-bit in the kernels, which look up to a tile beyond the end.
+MAX_LENGTH = 2**31 - 1 - 64
+
 
 class Options(NamedTuple):
     """The scalar arguments of a call, as given: the key of the launcher cache."""

@@ -110,7 +110,7 @@ _NUMPY_DTYPES: dict[Any, tuple[DType, int]] = {d.numpy: (d, d.itemsize - 1) for 
 _TORCH_DTYPES: dict[Any, tuple[DType, int]] = {}
 
 # Below this no allocator hands out memory: a smaller torch pointer is null, or null plus an offset.
-_LOWEST_ADDRESS = 1 << 40
+LOWEST_ADDRESS = 1 << 40
 
 # PyArrayInterface.data, what `__array_struct__` points to (numpy's array interface, C side).
 _ARRAY_STRUCT_DATA = 40
@@ -191,7 +191,7 @@ def _read_torch(x: Any, name: str) -> ArrayView:
         device = CPU
     else:
         raise ArgumentError(f"{name}: is on torch device {x.device}; move it to cpu or cuda")
-    if ptr < _LOWEST_ADDRESS or ptr & mask or x.requires_grad or x.is_neg():
+    if ptr < LOWEST_ADDRESS or ptr & mask or x.requires_grad or x.is_neg():
         _check_torch(x, name, ptr & mask)
     return ArrayView(ptr, shape, strides, dtype, device, "torch", False, x)
 

@@ -13,12 +13,21 @@ from typing import Any
 import numpy as np
 
 from . import array, dtypes, reference
-from ._geometry import NO_EXTRAS, Entry, Extras, Options, is_reusable, make_entry
+from ._geometry import (
+    MAX_LENGTH,
+    NO_EXTRAS,
+    Entry,
+    Extras,
+    Options,
+    is_reusable,
+    make_entry,
+)
+from ._repeat import remember, repeat
 from .array import ArrayView
 from .errors import ArgumentError, UnsupportedError
+from .launch import params, scratch
 from .match import Dims, match, require_contiguous_last, require_dtype, require_output
 
-_MAX_LENGTH = 2**31 - 1 - 64
 _MAX_ENTRIES = 4096
 
 _entries: dict[tuple[object, ...], Entry] = {}
@@ -28,7 +37,7 @@ def run(
     q: Any,
     k: Any,
     v: Any,
-    options: Options,
+    scalars: tuple[Any, ...],
     extras: Extras,
     out: Any,
     lse: Any,
@@ -37,9 +46,16 @@ def run(
 ) -> Any:
     """Attention of one request; q is [Hq, D] for decode, else [Lq, Hq, D].
 
-    Returns out, or (out, lse) if `return_lse`.
+    `scalars` are the fields of Options. Returns out, or (out, lse) if `return_lse`.
     """
+    is_plain = extras is NO_EXTRAS and lse is None and not return_lse
+    if is_plain:
+        answer = repeat(q, k, v, out, scalars, is_decode)
+        if answer is not None:
+            return answer
+
     # --- 1. Validate ---
+    options = Options(*scalars)
     view = array.view
     vq, vk, vv = view(q, "q"), view(k, "k"), view(v, "v")
     vout = None if out is None else view(out, "out")
@@ -89,6 +105,7 @@ def run(
 
     # --- 3. Launch on the caller's stream ---
     shape_o = (*vq.shape[:-1], entry.problem.head_dim_vo)
+    given_out = out
     if vout is None:
         out = array.empty(shape_o, entry.dtype_o, vq)
         vout = view(out, "out")
@@ -96,7 +113,11 @@ def run(
         lse = array.empty(shape_o[:-1], dtypes.float32, vq)
         vlse = view(lse, "lse")
     if qo_len:
-        _launch(vq, vk, vv, vout, vlse, entry, views, qo_len, kv_len, is_decode)
+        strides = _pack_strides(vq, vout, vlse, entry, is_decode)
+        _launch(vq, vk, vv, vout, vlse, entry, views, strides, qo_len, kv_len)
+        if is_plain:
+            given = (vq, vk, vv, vout)
+            remember(q, k, v, given_out, scalars, is_decode, entry, given, strides)
     out = array.deliver(out, vq)
     return (out, array.deliver(lse, vq)) if return_lse else out
 
@@ -120,9 +141,9 @@ def _check_call(
         raise ArgumentError(
             f"v: holds {vv.shape[entry.kv_axis]} tokens but k holds {kv_len}; wanted the same"
         )
-    if kv_len > _MAX_LENGTH or qo_len * (entry.num_qo_heads // entry.num_kv_heads) > _MAX_LENGTH:
+    if kv_len > MAX_LENGTH or qo_len * (entry.num_qo_heads // entry.num_kv_heads) > MAX_LENGTH:
         raise UnsupportedError(
-            f"q, k: {qo_len} query tokens over {kv_len} keys; at most {_MAX_LENGTH} keys and query "
+            f"q, k: {qo_len} query tokens over {kv_len} keys; at most {MAX_LENGTH} keys and query "
             "rows of one KV head are supported"
         )
     if vout is None and vlse is None:
@@ -193,9 +214,9 @@ def _launch(
     vlse: ArrayView | None,
     entry: Entry,
     views: dict[str, ArrayView],
+    strides: bytes,
     qo_len: int,
     kv_len: int,
-    is_decode: bool,
 ) -> None:
     stream = array.current_stream(vq)
     inputs = (vk, vv, *views.values())
@@ -203,37 +224,37 @@ def _launch(
     mask = views.get("packed_custom_mask")
     if entry.problem.custom_mask and mask is None:
         mask = _pack_mask(views["custom_mask"], vq, stream)
-    k_n, k_h, v_n, v_h = entry.kv_strides
+    optional = (vlse, mask, *(views.get(n) for n in ("sinks", "scale_q", "scale_k", "scale_v")))
+    assert entry.launcher is not None
+    entry.launcher.launch(
+        vq.ptr,
+        vk.ptr,
+        vv.ptr,
+        vout.ptr,
+        params.OPTIONAL.pack(*(0 if v is None else v.ptr for v in optional)),
+        strides,
+        0 if mask is None else mask.shape[0],
+        qo_len,
+        kv_len,
+        stream,
+        scratch.allocator(vq),
+    )
+    array.release(vq, vq, vout, *inputs)
+
+
+def _pack_strides(
+    vq: ArrayView, vout: ArrayView, vlse: ArrayView | None, entry: Entry, is_decode: bool
+) -> bytes:
     token = 0 if is_decode else 1
-    strides = (
+    return params.STRIDES.pack(
         vq.strides[0] * token,
         vq.strides[-2],
-        k_n,
-        k_h,
-        v_n,
-        v_h,
+        *entry.kv_strides,
         vout.strides[0] * token,
         vout.strides[-2],
         0 if vlse is None else vlse.strides[0] * token,
         0 if vlse is None else vlse.strides[-1],
     )
-    launcher = entry.launcher
-    assert launcher is not None
-    launcher.launch(
-        vq,
-        vk,
-        vv,
-        vout,
-        vlse,
-        mask,
-        views.get("sinks"),
-        (views.get("scale_q"), views.get("scale_k"), views.get("scale_v")),
-        strides,
-        qo_len,
-        kv_len,
-        stream,
-    )
-    array.release(vq, vq, vout, *inputs)
 
 
 def _pack_mask(mask: ArrayView, like: ArrayView, stream: int) -> ArrayView:

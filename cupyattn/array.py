@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from . import dtypes
 from ._dlpack import Memory
-from ._readers import CPU, ArrayView, Device, cupy_module, cupy_stream, view
+from ._readers import CPU, LOWEST_ADDRESS, ArrayView, Device, cupy_module, cupy_stream, view
 from .dtypes import DType
 from .errors import ArgumentError
 
 __all__ = [
     "CPU",
+    "LOWEST_ADDRESS",
     "ArrayView",
     "Device",
     "acquire",
+    "allocator",
     "as_cupy",
     "as_numpy",
     "byte_range",
@@ -32,6 +35,7 @@ __all__ = [
     "overlap",
     "release",
     "same_device",
+    "stream_reader",
     "to_host",
     "view",
 ]
@@ -44,9 +48,15 @@ def current_stream(v: ArrayView) -> int:
 
     JAX has no current stream, nor have unknown frameworks: for them it is CuPy's.
     """
+    return stream_reader(v)()
+
+
+def stream_reader(v: ArrayView) -> Callable[[], int]:
+    """`current_stream` of arrays like v as a function, which does not keep v."""
     if v.framework == "torch":
-        return sys.modules["torch"]._C._cuda_getCurrentRawStream(v.device.index)
-    return cupy_stream(v.device.index)
+        read = sys.modules["torch"]._C._cuda_getCurrentRawStream
+        return functools.partial(read, v.device.index)
+    return functools.partial(cupy_stream, v.device.index)
 
 
 # Memory of JAX and unknown frameworks that a launch may still use, with the event that ends it.
@@ -123,14 +133,24 @@ def empty(shape: Sequence[int], dtype: DType, like: ArrayView) -> Any:
     torch and CuPy allocate their own, ordered on their current stream. JAX and unknown frameworks
     cannot hand out writable memory: theirs is NumPy's on the CPU and CuPy's on a GPU.
     """
+    return allocator(dtype, like)(shape)
+
+
+def allocator(dtype: DType, like: ArrayView) -> Callable[[Sequence[int]], Any]:
+    """`empty` of a dtype as a function of the shape, which does not keep `like`."""
     if like.framework == "torch":
         torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, dtype.name), device=like.owner.device)
+        dtype_torch = getattr(torch, dtype.name)
+        return functools.partial(torch.empty, dtype=dtype_torch, device=like.owner.device)
     if like.device.kind == "cpu":
-        return np.empty(shape, dtype.numpy)
+        return functools.partial(np.empty, dtype=dtype.numpy)
+    return functools.partial(_empty_cupy, dtype.numpy, like.device.index)
+
+
+def _empty_cupy(dtype: np.dtype, device_index: int, shape: Sequence[int]) -> Any:
     cupy = cupy_module()
-    with cupy.cuda.Device(like.device.index):
-        return cupy.empty(shape, dtype.numpy)
+    with cupy.cuda.Device(device_index):
+        return cupy.empty(shape, dtype)
 
 
 def deliver(x: Any, like: ArrayView) -> Any:

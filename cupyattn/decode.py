@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _single
-from ._geometry import NO_EXTRAS, Extras, Options
+from ._geometry import NO_EXTRAS, Extras
 
 __all__ = ["single_decode_with_kv_cache"]
 
@@ -54,7 +54,7 @@ def single_decode_with_kv_cache(
     head dims without a kernel, before anything is written. Semantics: FlashInfer's function of the
     same name.
     """
-    options = Options(
+    scalars = (
         kv_layout,
         False,
         pos_encoding_mode,
@@ -69,4 +69,4 @@ def single_decode_with_kv_cache(
         None,
     )
     extras = NO_EXTRAS if sinks is None else Extras(sinks=sinks)
-    return _single.run(q, k, v, options, extras, out, lse, return_lse, is_decode=True)
+    return _single.run(q, k, v, scalars, extras, out, lse, return_lse, is_decode=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _options, _single
-from ._geometry import NO_EXTRAS, Extras, Options
+from ._geometry import NO_EXTRAS, Extras
 from .errors import ArgumentError
 from .problem import KV_LAYOUTS
 
@@ -133,10 +133,11 @@ def single_prefill_with_kv_cache(
     """
     if kv_cache_sf is not None:
         raise ArgumentError("kv_cache_sf: 4-bit caches are not supported; pass None")
-    q_number, q_array = _number_or_array(scale_q, q_scale, "scale_q")
-    k_number, k_array = _number_or_array(scale_k, k_scale, "scale_k")
-    v_number, v_array = _number_or_array(scale_v, v_scale, "scale_v")
-    options = Options(
+    if not (scale_q is scale_k is scale_v is None):
+        q_scale, scale_q = _number_or_array(scale_q, q_scale, "scale_q")
+        k_scale, scale_k = _number_or_array(scale_k, k_scale, "scale_k")
+        v_scale, scale_v = _number_or_array(scale_v, v_scale, "scale_v")
+    scalars = (
         kv_layout,
         causal,
         pos_encoding_mode,
@@ -145,23 +146,16 @@ def single_prefill_with_kv_cache(
         sm_scale,
         rope_scale,
         rope_theta,
-        q_number,
-        k_number,
-        v_number,
+        q_scale,
+        k_scale,
+        v_scale,
         o_dtype,
     )
-    if custom_mask is packed_custom_mask is sinks is q_array is k_array is v_array is None:
-        extras = NO_EXTRAS
-    else:
-        extras = Extras(
-            None if packed_custom_mask is not None else custom_mask,
-            packed_custom_mask,
-            sinks,
-            q_array,
-            k_array,
-            v_array,
-        )
-    return _single.run(q, k, v, options, extras, out, lse, return_lse, is_decode=False)
+    extras = NO_EXTRAS
+    if not (custom_mask is packed_custom_mask is sinks is scale_q is scale_k is scale_v is None):
+        mask = custom_mask if packed_custom_mask is None else None
+        extras = Extras(mask, packed_custom_mask, sinks, scale_q, scale_k, scale_v)
+    return _single.run(q, k, v, scalars, extras, out, lse, return_lse, is_decode=False)
 
 
 def _number_or_array(scale: Any, factor: Any, name: str) -> tuple[Any, Any]:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .. import dtypes, jit
-from ..array import ArrayView, empty, view
+from .. import jit
 from ..device import device_props
 from ..problem import AttentionProblem
 from ..schedule import MAX_GRID_YZ, SinglePlan, plan_single
 from . import merge_splits, params, rotate_keys, scratch
-from .enqueue import enqueue
+from .enqueue import Launch, enqueue
+from .scratch import Allocate
 from .tiles import TileConfig, row_class, tile_config
-
 
 _LOG2_E = math.log2(math.e)
 # kSlack of kernels/cupyattn/attention/softmax.cuh.
 _SLACK = 8.0
+# k's pair in params.STRIDES, after q's.
+_K_STRIDES = struct.Struct("<2q")
 
 
 class LoadedKernel:
@@ -61,6 +63,26 @@ class AttentionOptions:
     rope_theta: float
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedPlan:
+    """What all calls of one launcher that have the same plan share.
+
+    parts           launches, each with its share of the Params struct
+    rotates_keys    keys are to be rotated before
+    partial_bytes   scratch memory for partial O and, after `partial_o_bytes` of it, partial LSE;
+                    0 if the keys of no tile are split
+    num_counters    arrival counters, by which the last block of a tile knows to merge its splits
+    merge           the launch that does it instead
+    """
+
+    parts: tuple[tuple[Launch, bytes], ...]
+    rotates_keys: bool
+    partial_o_bytes: int = 0
+    partial_bytes: int = 0
+    num_counters: int = 0
+    merge: Launch | None = None
+
+
 class AttentionLauncher:
     """Serves every call of one problem, device and geometry; only lengths and pointers vary."""
 
@@ -77,129 +99,151 @@ class AttentionLauncher:
         self.num_kv_heads = num_kv_heads
         self.group_size = num_qo_heads // num_kv_heads
         self.device_index = device_index
-        # Read by the kernels only if the scale is positive and shared by all heads.
-        self.softmax_scale = options.sm_scale * _LOG2_E
-        self.softmax_slack = _SLACK / self.softmax_scale if self.softmax_scale else 0.0
         self.rope_table = (
             params.rope_steps(problem.head_dim_qk, options.rope_scale, options.rope_theta)
             if problem.pos_encoding == "ROPE_LLAMA"
             else b""
         )
-        self._plans: dict[tuple[int, int], tuple[LoadedKernel, SinglePlan]] = {}
+        self._plans: dict[tuple[int, int], PreparedPlan] = {}
 
-    def plan(self, qo_len: int, kv_len: int) -> tuple[LoadedKernel, SinglePlan]:
-        """The kernel and plan for these lengths; plans are remembered by the number of key tiles."""
+    def plan(self, qo_len: int, kv_len: int) -> PreparedPlan:
+        """The plan for these lengths; plans are remembered by the number of key tiles."""
         # 16 divides every key tile, so lengths that round up alike have the same tiles, but for
         # where a window begins.
         key = (qo_len, kv_len if self.options.window_left >= 0 else -(-kv_len // 16))
         found = self._plans.get(key)
         if found is None:
-            kernel = load_kernel(
-                self.problem, row_class(qo_len * self.group_size), self.device_index
-            )
-            plan = plan_single(
-                qo_len,
-                kv_len,
-                self.group_size,
-                self.num_kv_heads,
-                kernel.tiles.tile_q,
-                kernel.tiles.tile_kv,
-                kernel.num_slots,
-                self.options.causal and not self.problem.custom_mask,
-                self.options.window_left,
-            )
             if len(self._plans) > 4096:
                 self._plans.clear()
-            found = self._plans[key] = kernel, plan
+            found = self._plans[key] = self._prepare(qo_len, kv_len)
         return found
+
+    def _prepare(self, qo_len: int, kv_len: int) -> PreparedPlan:
+        kernel = load_kernel(self.problem, row_class(qo_len * self.group_size), self.device_index)
+        plan = plan_single(
+            qo_len,
+            kv_len,
+            self.group_size,
+            self.num_kv_heads,
+            kernel.tiles.tile_q,
+            kernel.tiles.tile_kv,
+            kernel.num_slots,
+            self.options.causal and not self.problem.custom_mask,
+            self.options.window_left,
+        )
+        tiles = kernel.tiles
+        starts = range(0, plan.num_q_tiles, MAX_GRID_YZ)
+        parts = tuple(self._part(kernel, plan, first_q_tile) for first_q_tile in starts)
+        if plan.num_splits == 1:
+            return PreparedPlan(parts, tiles.wants_rotated_keys)
+        num_counters, merge = plan.num_q_tiles * self.num_kv_heads, None
+        if tiles.name == "prefill_sm80":
+            rows, heads = qo_len * self.group_size, self.num_kv_heads
+            merge = merge_splits.prepare(self.problem, tiles.tile_q, rows, heads, self.device_index)
+            num_counters = 0
+        lse_bytes = 4 * plan.num_blocks * tiles.tile_q
+        o_bytes = lse_bytes * self.problem.head_dim_vo
+        return PreparedPlan(
+            parts, tiles.wants_rotated_keys, o_bytes, o_bytes + lse_bytes, num_counters, merge
+        )
+
+    def _part(
+        self, kernel: LoadedKernel, plan: SinglePlan, first_q_tile: int
+    ) -> tuple[Launch, bytes]:
+        options = self.options
+        # Read by the kernels only if the scale is positive and shared by all heads.
+        softmax_scale = options.sm_scale * _LOG2_E
+        constants = params.CONSTANTS.pack(
+            self.num_kv_heads,
+            self.group_size,
+            plan.num_q_tiles,
+            plan.num_splits,
+            options.causal,
+            options.window_left,
+            options.sm_scale,
+            options.logits_soft_cap,
+            options.output_scale,
+            softmax_scale,
+            _SLACK / softmax_scale if softmax_scale else 0.0,
+            first_q_tile,
+        )
+        num_q_tiles = min(plan.num_q_tiles - first_q_tile, MAX_GRID_YZ)
+        grid = (self.num_kv_heads, num_q_tiles, plan.num_splits)
+        launch = Launch(kernel.function, grid, kernel.tiles.threads, kernel.tiles.shared_bytes)
+        return launch, constants + self.rope_table
 
     def launch(
         self,
-        q: ArrayView,
-        k: ArrayView,
-        v: ArrayView,
-        o: ArrayView,
-        lse: ArrayView | None,
-        mask: ArrayView | None,
-        sinks: ArrayView | None,
-        scales: tuple[ArrayView | None, ArrayView | None, ArrayView | None],
-        strides: tuple[int, int, int, int, int, int, int, int, int, int],
+        q: int,
+        k: int,
+        v: int,
+        o: int,
+        optional: bytes,
+        strides: bytes,
+        mask_bytes: int,
         qo_len: int,
         kv_len: int,
         stream: int,
+        allocate: Allocate,
     ) -> None:
-        """Enqueue one call. `strides` are (token, head) pairs of q, k, v, o, lse in elements."""
-        kernel, plan = self.plan(qo_len, kv_len)
-        if kernel.tiles.wants_rotated_keys and kv_len:
-            dim = self.problem.head_dim_qk
-            k = rotate_keys.launch(
-                k, strides[2:4], kv_len, self.num_kv_heads, dim, self.rope_table, q, stream
-            )
-            strides = (*strides[:2], self.num_kv_heads * dim, dim, *strides[4:])
+        """Enqueue one call on arrays at these addresses.
+
+        `optional` and `strides` are params.OPTIONAL and params.STRIDES, packed. Scratch memory
+        comes from `allocate`.
+        """
+        plan = self.plan(qo_len, kv_len)
         partial_o = partial_lse = counters = 0
-        if plan.num_splits > 1:
-            rows = plan.num_blocks * kernel.tiles.tile_q
-            dim = self.problem.head_dim_vo
-            partials = empty((rows * (dim + 1),), dtypes.float32, q)
-            partial_o = view(partials, "scratch").ptr
-            partial_lse = partial_o + rows * dim * 4
-            counters, _owner = scratch.counters(q, plan.num_q_tiles * self.num_kv_heads)
-        options = self.options
-        arguments = params.launch_buffer
-        if self.rope_table:
-            start = arguments.rope_offset
-            arguments.buffer[start : start + len(self.rope_table)] = self.rope_table
-        for first_q_tile in range(0, plan.num_q_tiles, MAX_GRID_YZ):
+        # Owners of scratch memory (names that start with _) may go once everything is enqueued.
+        if plan.rotates_keys and kv_len:
+            k, strides, _rotated = self._rotate_keys(k, strides, kv_len, stream, allocate)
+        if plan.partial_bytes:
+            partial_o, _partials = allocate(plan.partial_bytes)
+            partial_lse = partial_o + plan.partial_o_bytes
+        if plan.num_counters:
+            counters, _zeros = scratch.counters(
+                plan.num_counters, self.device_index, stream, allocate
+            )
+        arguments = params.this_thread.launch_buffer
+        for launch, constants in plan.parts:
             params.ATTENTION.pack_into(
                 arguments.buffer,
                 arguments.offset,
-                q.ptr,
-                k.ptr,
-                v.ptr,
-                o.ptr,
-                0 if lse is None else lse.ptr,
-                0 if mask is None else mask.ptr,
-                0 if sinks is None else sinks.ptr,
-                0 if scales[0] is None else scales[0].ptr,
-                0 if scales[1] is None else scales[1].ptr,
-                0 if scales[2] is None else scales[2].ptr,
+                q,
+                k,
+                v,
+                o,
+                optional,
                 partial_o,
                 partial_lse,
                 counters,
-                *strides,
-                0 if mask is None else mask.shape[0],
+                strides,
+                mask_bytes,
                 qo_len,
                 kv_len,
-                self.num_kv_heads,
-                self.group_size,
-                plan.num_q_tiles,
-                plan.num_splits,
-                options.causal,
-                options.window_left,
-                options.sm_scale,
-                options.logits_soft_cap,
-                options.output_scale,
-                self.softmax_scale,
-                self.softmax_slack,
-                first_q_tile,
+                constants,
             )
-            q_tiles = min(plan.num_q_tiles - first_q_tile, MAX_GRID_YZ)
-            enqueue(
-                kernel.function,
-                (self.num_kv_heads, q_tiles, plan.num_splits),
-                kernel.tiles.threads,
-                kernel.tiles.shared_bytes,
-                arguments,
-                self.device_index,
-                stream,
-            )
-        if plan.num_splits > 1 and kernel.tiles.name == "prefill_sm80":
-            merge_splits.launch(
-                self.problem,
-                kernel.tiles.tile_q,
-                qo_len * self.group_size,
-                self.num_kv_heads,
-                arguments,
-                self.device_index,
-                stream,
-            )
+            enqueue(launch, arguments, self.device_index, stream)
+        if plan.merge is not None:
+            enqueue(plan.merge, arguments, self.device_index, stream)
+
+    def _rotate_keys(
+        self, k: int, strides: bytes, kv_len: int, stream: int, allocate: Allocate
+    ) -> tuple[int, bytes, object]:
+        """Keys rotated into scratch memory: their address, the strides with theirs, their owner."""
+        k_strides = _K_STRIDES.unpack_from(strides, _K_STRIDES.size)
+        dim = self.problem.head_dim_qk
+        rotated, owner = rotate_keys.launch(
+            k,
+            k_strides,
+            self.problem.dtype_kv,
+            kv_len,
+            self.num_kv_heads,
+            dim,
+            self.rope_table,
+            self.device_index,
+            stream,
+            allocate,
+        )
+        start, end = _K_STRIDES.size, 2 * _K_STRIDES.size
+        contiguous = _K_STRIDES.pack(self.num_kv_heads * dim, dim)
+        return rotated, strides[:start] + contiguous + strides[end:], owner

@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
+from typing import NamedTuple
+
 from .. import env
 from .params import LaunchBuffer
 
 
-def enqueue(
-    function: int,
-    grid: tuple[int, int, int],
-    threads: int,
-    shared_bytes: int,
-    arguments: LaunchBuffer,
-    device_index: int,
-    stream: int,
-) -> None:
-    """Launch a grid with the struct in `arguments` on a raw stream."""
-    from cupy.cuda import driver, runtime
+@functools.cache
+def cuda() -> SimpleNamespace:
+    """What a launch needs of CuPy, and whether to debug, looked up at the first launch only."""
+    from cupy.cuda import Device, alloc, driver, runtime
 
+    return SimpleNamespace(
+        Device=Device,
+        alloc=alloc,
+        get_device=runtime.getDevice,
+        is_capturing=runtime.streamIsCapturing,
+        is_debugging=env.DEBUG.flag(),
+        launch_kernel=driver.launchKernel,
+        runtime=runtime,
+    )
+
+
+class Launch(NamedTuple):
+    """A kernel's integer handle, and the shape of a launch of it."""
+
+    function: int
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+
+
+def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: int) -> None:
+    """Launch a grid with the struct in `arguments` on a raw stream."""
+    api = cuda()
     # The driver launches in the thread's current context, which a new thread does not have and
     # which may belong to another GPU.
-    if runtime.getDevice() != device_index:
-        from cupy.cuda import Device
-
-        with Device(device_index):
-            _launch(driver, function, grid, threads, shared_bytes, arguments, stream)
-    else:
-        if not arguments.has_context:
-            runtime.setDevice(device_index)
-            arguments.has_context = True
-        _launch(driver, function, grid, threads, shared_bytes, arguments, stream)
-    if env.DEBUG.flag():
-        runtime.streamSynchronize(stream)
-
-
-def _launch(driver, function, grid, threads, shared_bytes, arguments, stream) -> None:  # type: ignore[no-untyped-def]
-    driver.launchKernel(
-        function, *grid, threads, 1, 1, shared_bytes, stream, arguments.address, 0
-    )
+    if api.get_device() != device_index:
+        with api.Device(device_index):
+            enqueue(launch, arguments, device_index, stream)
+        return
+    if not arguments.has_context:
+        api.runtime.setDevice(device_index)
+        arguments.has_context = True
+    function, (x, y, z), threads, shared_bytes = launch
+    api.launch_kernel(function, x, y, z, threads, 1, 1, shared_bytes, stream, arguments.address, 0)
+    if api.is_debugging:
+        api.runtime.streamSynchronize(stream)

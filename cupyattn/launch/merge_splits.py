@@ -1,4 +1,4 @@
-"""Launches the merge_splits kernel, after a prefill launch that split keys."""
+"""The merge_splits kernel, launched after a prefill launch that split keys."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from functools import lru_cache
 from .. import jit
 from ..device import device_props
 from ..problem import AttentionProblem
-from .enqueue import enqueue
-from .params import LaunchBuffer
+from .enqueue import Launch
 
 _WARPS = 4
 
@@ -27,20 +26,14 @@ def config(problem: AttentionProblem, tile_q: int) -> jit.Config:
     )
 
 
-def launch(
-    problem: AttentionProblem,
-    tile_q: int,
-    num_rows: int,
-    num_kv_heads: int,
-    arguments: LaunchBuffer,
-    device_index: int,
-    stream: int,
-) -> None:
-    """Enqueue the merge of `num_rows` packed rows a KV head; `arguments` are those of the prefill.
+def prepare(
+    problem: AttentionProblem, tile_q: int, num_rows: int, num_kv_heads: int, device_index: int
+) -> Launch:
+    """The merge of `num_rows` packed rows a KV head; its arguments are those of the prefill.
 
     A launch splits only where tiles are few, so the grid is far from its limits.
     """
     arch = device_props(device_index).arch
     kernel = jit.load("merge_splits", config(problem, tile_q), device_index, arch)
     grid = (num_kv_heads, -(-num_rows // _WARPS), 1)
-    enqueue(kernel.function, grid, _WARPS * 32, 0, arguments, device_index, stream)
+    return Launch(kernel.function, grid, _WARPS * 32, 0)

@@ -6,7 +6,7 @@ from .. import jit
 from ..array import ArrayView
 from ..device import device_props
 from . import params
-from .enqueue import enqueue
+from .enqueue import Launch, enqueue
 
 _THREADS = 256
 
@@ -31,7 +31,7 @@ def launch(
         return
     device = bits.device.index
     kernel = jit.load("packbits", CONFIG, device, device_props(device).arch)
-    arguments = params.launch_buffer
+    arguments = params.this_thread.launch_buffer
     params.PACKBITS.pack_into(
         arguments.buffer,
         arguments.offset,
@@ -47,7 +47,7 @@ def launch(
         little_endian,
     )
     blocks = -(-num_packed // _THREADS)
-    enqueue(kernel.function, (blocks, 1, 1), _THREADS, 0, arguments, device, stream)
+    enqueue(Launch(kernel.function, (blocks, 1, 1), _THREADS, 0), arguments, device, stream)
 
 
 CONFIG = jit.Config({"kThreads": _THREADS})

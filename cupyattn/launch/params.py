@@ -8,14 +8,21 @@ import threading
 
 import numpy as np
 
-# kernels/cupyattn/params/attention.cuh, field by field: pointers, strides and mask_bytes, lengths,
-# flags and scales. The table of RoPE steps follows.
-ATTENTION = struct.Struct("<13Q 11q 8i 5f i")
 MAX_ROPE_PAIRS = 128
-ATTENTION_BYTES = ATTENTION.size + 4 * MAX_ROPE_PAIRS
 
-# kernels/cupyattn/params/rotate_keys.cuh; the table of RoPE steps follows.
-ROTATE_KEYS = struct.Struct("<2Q 2q 2i")
+# kernels/cupyattn/params/attention.cuh, field by field, in the parts that change together: what is
+# the same for many calls is packed once, and copied by each.
+OPTIONAL = struct.Struct("<6Q")  # lse, mask, sinks, scale_q, scale_k, scale_v
+STRIDES = struct.Struct("<10q")  # (token, head) of q, k, v, o, lse
+CONSTANTS = struct.Struct("<6i 5f i")  # num_kv_heads to first_q_tile; the RoPE steps follow
+# q, k, v, o; OPTIONAL; partial_o, partial_lse, counters; STRIDES; mask_bytes; lengths; the rest.
+ATTENTION = struct.Struct(
+    f"<4Q {OPTIONAL.size}s 3Q {STRIDES.size}s q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"
+)
+NO_OPTIONAL = bytes(OPTIONAL.size)
+
+# kernels/cupyattn/params/rotate_keys.cuh, the table of RoPE steps included.
+ROTATE_KEYS = struct.Struct(f"<2Q 2q 2i {4 * MAX_ROPE_PAIRS}s")
 
 # kernels/cupyattn/params/packbits.cuh
 PACKBITS = struct.Struct("<4Q 4q 2i")
@@ -24,22 +31,29 @@ _MAX_PARAMS_BYTES = 1024
 _PARAMS_OFFSET = 16
 
 
-class LaunchBuffer(threading.local):
+class LaunchBuffer:
     """One thread's launch arguments: the array of argument pointers (of one), then the struct.
 
     The driver copies the struct during the launch call, so a thread can reuse its buffer at once.
     """
 
+    __slots__ = ("_pinned", "address", "buffer", "has_context", "offset")
+
     def __init__(self) -> None:
-        self.buffer = (ctypes.c_char * (_PARAMS_OFFSET + _MAX_PARAMS_BYTES))()
-        self.address = ctypes.addressof(self.buffer)
-        struct.pack_into("<Q", self.buffer, 0, self.address + _PARAMS_OFFSET)
+        self.buffer = bytearray(_PARAMS_OFFSET + _MAX_PARAMS_BYTES)
+        self._pinned = (ctypes.c_char * len(self.buffer)).from_buffer(self.buffer)
+        self.address = ctypes.addressof(self._pinned)
         self.offset = _PARAMS_OFFSET
-        self.rope_offset = _PARAMS_OFFSET + ATTENTION.size
+        struct.pack_into("<Q", self.buffer, 0, self.address + _PARAMS_OFFSET)
         self.has_context = False
 
 
-launch_buffer = LaunchBuffer()
+class _ThisThread(threading.local):
+    def __init__(self) -> None:
+        self.launch_buffer = LaunchBuffer()
+
+
+this_thread = _ThisThread()
 
 
 def rope_steps(head_dim: int, rope_scale: float, rope_theta: float) -> bytes:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 from .. import jit
-from ..array import ArrayView, empty, view
 from ..device import device_props
 from ..dtypes import DType
 from . import params
-from .enqueue import enqueue
+from .enqueue import Launch, enqueue
+from .scratch import Allocate
 
 _THREADS = 256
 
@@ -21,28 +21,30 @@ def config(dtype: DType, head_dim: int) -> jit.Config:
 
 
 def launch(
-    k: ArrayView,
+    k: int,
     k_strides: tuple[int, int],
+    dtype: DType,
     kv_len: int,
     num_kv_heads: int,
     head_dim: int,
     rope_table: bytes,
-    like: ArrayView,
+    device_index: int,
     stream: int,
-) -> ArrayView:
-    """Enqueue the rotation of keys [kv_len, num_kv_heads, head_dim]; returns them, contiguous.
+    allocate: Allocate,
+) -> tuple[int, object]:
+    """Enqueue the rotation of keys [kv_len, num_kv_heads, head_dim] at address `k`.
 
-    `k_strides` are k's (token, head) strides in elements. The scratch is allocated as like's.
+    `k_strides` are k's (token, head) strides in elements. Returns the address of the rotated keys,
+    which are contiguous, and their owner.
     """
-    device = like.device.index
-    rotated = view(empty((kv_len, num_kv_heads, head_dim), k.dtype, like), "scratch")
-    kernel = jit.load("rotate_keys", config(k.dtype, head_dim), device, device_props(device).arch)
-    arguments = params.launch_buffer
+    rotated, owner = allocate(kv_len * num_kv_heads * head_dim * dtype.itemsize)
+    arch = device_props(device_index).arch
+    kernel = jit.load("rotate_keys", config(dtype, head_dim), device_index, arch)
+    arguments = params.this_thread.launch_buffer
     params.ROTATE_KEYS.pack_into(
-        arguments.buffer, arguments.offset, k.ptr, rotated.ptr, *k_strides, kv_len, num_kv_heads
+        arguments.buffer, arguments.offset, k, rotated, *k_strides, kv_len, num_kv_heads, rope_table
     )
-    start = arguments.offset + params.ROTATE_KEYS.size
-    arguments.buffer[start : start + len(rope_table)] = rope_table
     blocks = -(-kv_len * num_kv_heads * (head_dim // 16) // _THREADS)
-    enqueue(kernel.function, (blocks, 1, 1), _THREADS, 0, arguments, device, stream)
-    return rotated
+    grid = (blocks, 1, 1)
+    enqueue(Launch(kernel.function, grid, _THREADS, 0), arguments, device_index, stream)
+    return rotated, owner

@@ -1,48 +1,74 @@
-"""Scratch memory of split launches: the arrival counters."""
+"""Scratch memory of launches: bytes for one launch, and the arrival counters of split ones."""
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Callable
 
-from .. import dtypes
-from ..array import ArrayView, current_stream, empty, view
+from ..array import ArrayView
+from .enqueue import cuda
+
+Allocate = Callable[[int], tuple[int, object]]
 
 # A launch splits only while it has fewer tiles than the GPU has slots for blocks.
 _CAPACITY = 8192
-_counters: dict[tuple[int, int], object] = {}
+# (device, raw stream) -> address and owner.
+_counters: dict[tuple[int, int], tuple[int, object]] = {}
 _lock = threading.Lock()
 
 
-def counters(like: ArrayView, count: int) -> tuple[int, object]:
-    """The address of `count` zeroed uint32 counters for one launch on like's stream, and an owner.
+def allocator(like: ArrayView) -> Allocate:
+    """A function from a number of bytes to their address and their owner, on like's device.
+
+    The memory comes from like's framework, ordered on its current stream, so the owner may go as
+    soon as the launch is enqueued. The function does not keep `like`.
+    """
+    if like.framework == "torch":
+        torch, device = sys.modules["torch"], like.owner.device
+        empty, uint8 = torch.empty, torch.uint8
+
+        def allocate_torch(num_bytes: int) -> tuple[int, object]:
+            memory = empty(num_bytes, dtype=uint8, device=device)
+            return memory.data_ptr(), memory
+
+        return allocate_torch
+    index = like.device.index
+
+    def allocate_cupy(num_bytes: int) -> tuple[int, object]:
+        api = cuda()
+        if api.get_device() == index:
+            memory = api.alloc(num_bytes)
+        else:
+            with api.Device(index):
+                memory = api.alloc(num_bytes)
+        return memory.ptr, memory
+
+    return allocate_cupy
+
+
+def counters(count: int, device_index: int, stream: int, allocate: Allocate) -> tuple[int, object]:
+    """The address of `count` zeroed uint32 counters for one launch on a stream, and an owner.
 
     Kernels leave counters as they found them, so launches on one stream share an array: they are
     ordered. A graph being captured may be replayed on any stream, so it gets an array of its own,
     zeroed inside the graph.
     """
-    from cupy.cuda import runtime
-
-    device = like.device.index
-    stream = current_stream(like)
-    if count > _CAPACITY or runtime.streamIsCapturing(stream):
-        own = empty((count,), dtypes.int32, like)
-        address = view(own, "scratch").ptr
-        runtime.memsetAsync(address, 0, 4 * count, stream)
-        return address, own
-    found = _counters.get((device, stream))
-    if found is None:
-        found = _make(device, stream)
-    return found.data.ptr, found  # type: ignore[attr-defined]
+    api = cuda()
+    if count > _CAPACITY or api.is_capturing(stream):
+        address, owner = allocate(4 * count)
+        api.runtime.memsetAsync(address, 0, 4 * count, stream)
+        return address, owner
+    return _counters.get((device_index, stream)) or _make(device_index, stream)
 
 
-def _make(device: int, stream: int) -> object:
+def _make(device_index: int, stream: int) -> tuple[int, object]:
     import cupy
 
     with _lock:
-        if (device, stream) not in _counters:
-            with cupy.cuda.Device(device):
+        if (device_index, stream) not in _counters:
+            with cupy.cuda.Device(device_index):
                 made = cupy.zeros(_CAPACITY, cupy.uint32)
                 cupy.cuda.get_current_stream().synchronize()
-            _counters[device, stream] = made
-        return _counters[device, stream]
-
+            _counters[device_index, stream] = made.data.ptr, made
+        return _counters[device_index, stream]

@@ -81,20 +81,24 @@ def _choose_decode(problem: AttentionProblem, max_shared_bytes: int) -> TileConf
     row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
     q_in_registers = problem.head_dim_qk <= 192
     # A stage of 8 to 16 KB a warp keeps enough bytes in flight; three stages of the larger kind
-    # fill an SM with one block, smaller ones let two blocks share it.
-    shapes = [(32, 1), (16, 1)] if row_bytes >= 512 else [(32, 3), (32, 2)]
+    # fill an SM with one block, smaller ones let several blocks share it. Where shared memory is
+    # short, fewer warps make do.
     if row_bytes > 768:
-        shapes = [(16, 1)]
-    for keys, blocks in (*shapes, (16, 2), (16, 1)):
+        shapes = [(4, 16, 1)]
+    elif row_bytes >= 512:
+        shapes = [(4, 32, 1), (4, 16, 1)]
+    else:
+        shapes = [(4, 32, 3), (4, 32, 2), (4, 32, 1)]
+    for warps, keys, blocks in (*shapes, (4, 16, 1), (2, 16, 1), (1, 16, 1)):
         # A block takes 1 KB more than it asks for.
         budget = (max_shared_bytes + 1024) // blocks - 1024
         fitting = [
             tiles
             for stages in range(2, 5)
-            if (tiles := decode_tiles(problem, 4, keys, stages, blocks, q_in_registers))
+            if (tiles := decode_tiles(problem, warps, keys, stages, blocks, q_in_registers))
             and tiles.shared_bytes <= budget
         ]
-        if len(fitting) >= 2 or (fitting and (keys, blocks) == (16, 1)):
+        if fitting:
             return fitting[-1]
     raise AssertionError(f"no decode tile fits {max_shared_bytes} bytes of shared memory")
 
@@ -148,6 +152,7 @@ def prefill_tiles(
     min_blocks: int,
     q_in_registers: bool,
     keys_per_exp: int,
+    buffers: int = 1,
     rotates_keys: bool = False,
 ) -> TileConfig:
     """A prefill instance: `warps` warps of 16 * mma_q query rows, tile_kv keys at a time.
@@ -160,8 +165,8 @@ def prefill_tiles(
     shared = _round_up(
         _row_bytes(problem, tile_q)
         + _round_up(_RANGE_BYTES, 16)
-        + _tile_bytes(tile_kv, dim_qk, itemsize)
-        + _tile_bytes(tile_kv, dim_vo, itemsize)
+        + buffers * _tile_bytes(tile_kv, dim_qk, itemsize)
+        + buffers * _tile_bytes(tile_kv, dim_vo, itemsize)
         + _widened_key_bytes(problem, tile_kv, rotates_keys)
         + (_MASK_MAP_BYTES if problem.custom_mask else 4),
         16,
@@ -173,6 +178,7 @@ def prefill_tiles(
         "kMinBlocks": min_blocks,
         "kQInRegisters": q_in_registers,
         "kKeysPerExp": keys_per_exp,
+        "kBuffers": buffers,
         "kSharedBytes": shared,
     }
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"

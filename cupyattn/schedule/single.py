@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What a block pays besides its key tiles (filling the pipeline, writing, merging), in key tiles.
-_BLOCK_OVERHEAD_TILES = 2
+# In the time of a key tile: what a block pays besides its tiles (filling the pipeline, writing), and
+# what each partial state costs the merge.
+_BLOCK_OVERHEAD = 2.0
+_SPLIT_OVERHEAD = 1 / 16
 _MAX_WAVES = 4
 
 
@@ -72,12 +74,17 @@ def plan_single(
     first = max(0, (num_q_tiles - 1) * tile_q // group_size)
     begin, end = key_span(first, last, qo_len, kv_len, causal, window_left)
     tiles = -(-max(0, end - begin) // tile_kv)
-    best, best_cost = 1, tiles + _BLOCK_OVERHEAD_TILES
-    for waves in range(1, _MAX_WAVES + 1):
-        splits = min(waves * num_slots // blocks, tiles, MAX_GRID_YZ)
-        if splits <= best:
-            continue
-        cost = waves * (-(-tiles // splits) + _BLOCK_OVERHEAD_TILES)
+    best, best_cost = 1, tiles + _BLOCK_OVERHEAD
+    for splits in _candidates(tiles, blocks, num_slots):
+        waves = -(-blocks * splits // num_slots)
+        cost = waves * (-(-tiles // splits) + _BLOCK_OVERHEAD) + splits * _SPLIT_OVERHEAD
         if cost < best_cost:
             best, best_cost = splits, cost
     return SinglePlan(num_q_tiles, best, blocks * best)
+
+
+def _candidates(tiles: int, blocks: int, num_slots: int) -> list[int]:
+    """Numbers of splits worth a look: whole waves of blocks, and one to four tiles a block."""
+    whole_waves = [waves * num_slots // blocks for waves in range(1, _MAX_WAVES + 1)]
+    few_tiles = [-(-tiles // count) for count in range(1, 5)]
+    return [min(splits, tiles, MAX_GRID_YZ) for splits in whole_waves + few_tiles]

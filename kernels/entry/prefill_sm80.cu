@@ -14,6 +14,7 @@ struct Config {
   static constexpr int kMinBlocks = 2;
   static constexpr bool kQInRegisters = false;
   static constexpr int kKeysPerExp = 16;
+  static constexpr int kBuffers = 1;
   static constexpr bool kRope = false;
   static constexpr bool kRotateKeys = false;
   static constexpr bool kAlibi = false;

@@ -32,6 +32,8 @@ struct DecodeSm80 {
   static constexpr bool kFp8 = is_fp8<DTypeKV>::value;
   static constexpr bool kWidenKeys = kFp8 && Config::kRotateKeys;
   static constexpr int kStepsQK = ceil_div(kHeadDimQK, 16);
+  // fp8 converts to f16 in one instruction, and probabilities fit it whatever the type of q.
+  using DTypeP = typename conditional<kFp8, half_t, DTypeQ>::type;
   static constexpr int kColumnGroups = ceil_div(kHeadDimVO, 16);
 
   using QTile = SharedTile<DTypeQ, kTileQ, kHeadDimQK>;
@@ -211,8 +213,8 @@ struct DecodeSm80 {
 #pragma unroll
       for (int k = 0; k < kKeys / 16; ++k) {
         uint32_t p[1][4];
-        softmax.exponentiate<DTypeQ>(p, s, k, form, scale);
-        multiply_pv<DTypeQ, VTile, kColumnGroups, 1>(o, p, v_lane, 16 * k);
+        softmax.exponentiate<DTypeP>(p, s, k, form, scale);
+        multiply_pv<DTypeP, VTile, kColumnGroups, 1>(o, p, v_lane, 16 * k);
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }

@@ -1,6 +1,6 @@
 // Prefill and append attention on mma.sync: one block takes a tile of packed query rows of one KV
-// head and walks the key tiles it may see. K and V have one buffer each and load in turn: V of this
-// tile while S = Q K^T runs, K of the next while O += P V runs.
+// head and walks the key tiles it may see. With one buffer, K and V load in turn: V of this tile while
+// S = Q K^T runs, K of the next while O += P V runs. With two, both load a whole tile ahead.
 #pragma once
 
 #include "cupyattn/attention/mask.cuh"
@@ -31,8 +31,11 @@ struct PrefillSm80 {
   // Keys of fp8 that must be rotated are widened first; others stay fp8 up to the fragment.
   static constexpr bool kWidenKeys = kFp8 && Config::kRotateKeys;
   static constexpr int kStepsQK = ceil_div(kHeadDimQK, 16);
+  // fp8 converts to f16 in one instruction, and probabilities fit it whatever the type of q.
+  using DTypeP = typename conditional<kFp8, half_t, DTypeQ>::type;
   static constexpr int kColumnGroups = ceil_div(kHeadDimVO, 16);
   static constexpr int kTilesS = kTileKV / 8;
+  static constexpr int kBuffers = Config::kBuffers;
   static constexpr int kExpGroup = Config::kKeysPerExp / 16;
 
   using QTile = SharedTile<DTypeQ, kTileQ, kHeadDimQK>;
@@ -53,8 +56,8 @@ struct PrefillSm80 {
     KeyRange range;
     TileSpan tiles;
     alignas(16) unsigned char q[QTile::kBytes];
-    alignas(16) unsigned char k_source[KSourceTile::kBytes];
-    alignas(16) unsigned char v[VTile::kBytes];
+    alignas(16) unsigned char k_source[kBuffers][KSourceTile::kBytes];
+    alignas(16) unsigned char v[kBuffers][VTile::kBytes];
     alignas(16) unsigned char k_wide[kWidenKeys ? KTile::kBytes : 16];
     typename conditional<Config::kCustomMask, MaskTileMap<kTileKV>, NoMaskTileMap>::type mask_map;
     typename conditional<Config::kRope, RopeSteps<kHeadDimQK>, NoRopeSteps>::type rope;
@@ -62,6 +65,7 @@ struct PrefillSm80 {
 
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/tiles.py) must agree");
+  static_assert(kBuffers == 1 || (kBuffers == 2 && !kWidenKeys), "widened keys have one buffer");
   static_assert(kTileKV % 16 == 0 && kTileKV <= 64, "products take 16 keys, mask words hold 64");
 
   const AttentionParams& params;
@@ -121,8 +125,8 @@ struct PrefillSm80 {
   }
 
   // Widens and rotates the keys of a tile where the options ask for it.
-  __device__ __forceinline__ void prepare_k(int first_key) {
-    unsigned char* keys = shared.k_source;
+  __device__ __forceinline__ void prepare_k(int first_key, int buffer) {
+    unsigned char* keys = shared.k_source[buffer];
     if constexpr (kWidenKeys) {
       convert_tile<KSourceTile, KTile, kThreads>(keys, shared.k_wide, thread);
       keys = shared.k_wide;
@@ -158,7 +162,10 @@ struct PrefillSm80 {
     VCopier v_copier(static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h,
                      params.v_stride_n, first_key, ptx::shared_address(shared.v), thread);
     // Without a mask map to wait for, keys travel while the rows are described.
-    if (tile < tiles.end) k_copier.copy(first_key, range.end, 0);
+    if (tile < tiles.end) {
+      k_copier.copy(first_key, range.end, 0);
+      if constexpr (kBuffers == 2) v_copier.copy(first_key, range.end, 0);
+    }
     if constexpr (!Config::kCustomMask) begin(work, range, tiles);
     ptx::cp_async_commit();
     ptx::cp_async_wait_group<0>();
@@ -167,7 +174,7 @@ struct PrefillSm80 {
 
     const uint32_t q = q_lane_address<QTile>(ptx::shared_address(shared.q), warp_row(), lane);
     const uint32_t k = k_lane_address<KTile>(
-        ptx::shared_address(kWidenKeys ? shared.k_wide : shared.k_source), lane);
+        ptx::shared_address(kWidenKeys ? shared.k_wide : shared.k_source[0]), lane);
     const uint32_t v = v_lane_address<VTile>(ptx::shared_address(shared.v), lane);
     uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][kMmaQ][4];
     if constexpr (Config::kQInRegisters) {
@@ -191,17 +198,40 @@ struct PrefillSm80 {
     const float slack = LogitsVariant::softmax_slack(params);
     const RowInfo* rows = shared.rows + warp_row();
 
+    int buffer = 0;
+    // Starts the copies of the tile after `tile`; returns its number.
+    const auto advance = [&](int tile) {
+      const int next = next_tile(tile + 1, shared.tiles);
+      if constexpr (Config::kCustomMask) {
+        k_copier.skip((next - tile - 1) * kTileKV);
+        v_copier.skip((next - tile - 1) * kTileKV);
+      }
+      const int key = first_key + (next - tile) * kTileKV;
+      if (next < shared.tiles.end) {
+        k_copier.copy(key, shared.range.end, kBuffers == 2 ? (buffer ^ 1) * KSourceTile::kBytes : 0);
+        if constexpr (kBuffers == 2) {
+          v_copier.copy(key, shared.range.end, (buffer ^ 1) * VTile::kBytes);
+        }
+      }
+      ptx::cp_async_commit();
+      return next;
+    };
     while (tile < shared.tiles.end) {
-      // K has landed; everybody is done with V of the last tile.
+      // K has landed (with two buffers V too); everybody is done with the last tile.
+      int next = tile;
       ptx::cp_async_wait_group<0>();
       ptx::block_sync();
-      v_copier.copy(first_key, shared.range.end, 0);
-      ptx::cp_async_commit();
-      prepare_k(first_key);
+      if constexpr (kBuffers == 2) {
+        next = advance(tile);
+      } else {
+        v_copier.copy(first_key, shared.range.end, 0);
+        ptx::cp_async_commit();
+      }
+      prepare_k(first_key, buffer);
 
       // S = Q K^T, as logits under the running maximum.
       float s[kMmaQ][kTilesS][4];
-      multiply_qk<DTypeQ, KTile, kStepsQK, kMmaQ, kTileKV>(s, load_q, k, 0);
+      multiply_qk<DTypeQ, KTile, kStepsQK, kMmaQ, kTileKV>(s, load_q, k + buffer * KTile::kBytes, 0);
       bool is_partial = false;
       if constexpr (Config::kCustomMask) is_partial = shared.mask_map.is_partial(tile, shared.tiles);
       const bool is_masked = is_partial || shared.range.cuts(first_key, kTileKV);
@@ -213,17 +243,12 @@ struct PrefillSm80 {
       }
       softmax.raise_max(s, o, form, scale, slack);
 
-      // V has landed; everybody is done with K.
-      const int next = next_tile(tile + 1, shared.tiles);
-      first_key += (next - tile) * kTileKV;
-      if constexpr (Config::kCustomMask) {
-        k_copier.skip((next - tile - 1) * kTileKV);
-        v_copier.skip((next - tile - 1) * kTileKV);
+      if constexpr (kBuffers == 1) {
+        // V has landed; everybody is done with K.
+        ptx::cp_async_wait_group<0>();
+        ptx::block_sync();
+        next = advance(tile);
       }
-      ptx::cp_async_wait_group<0>();
-      ptx::block_sync();
-      if (next < shared.tiles.end) k_copier.copy(first_key, shared.range.end, 0);
-      ptx::cp_async_commit();
 
       // O += P V; the exponentials of one group of keys run beside the products of the last.
 #pragma unroll
@@ -231,14 +256,17 @@ struct PrefillSm80 {
         uint32_t p[kExpGroup][kMmaQ][4];
 #pragma unroll
         for (int i = 0; i < kExpGroup; ++i) {
-          softmax.template exponentiate<DTypeQ>(p[i], s, first + i, form, scale);
+          softmax.template exponentiate<DTypeP>(p[i], s, first + i, form, scale);
         }
 #pragma unroll
         for (int i = 0; i < kExpGroup; ++i) {
-          multiply_pv<DTypeQ, VTile, kColumnGroups, kMmaQ>(o, p[i], v, 16 * (first + i));
+          multiply_pv<DTypeP, VTile, kColumnGroups, kMmaQ>(o, p[i], v + buffer * VTile::kBytes,
+                                                           16 * (first + i));
         }
       }
+      first_key += (next - tile) * kTileKV;
       tile = next;
+      if constexpr (kBuffers == 2) buffer ^= 1;
     }
     finish(choose_work());
   }

@@ -92,8 +92,8 @@ __device__ __forceinline__ void convert_tile(const unsigned char* source, unsign
     Vector16 out;
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
-      out.word[2 * w] = ptx::fp8_to_pair<T, Fp8>(bytes[w], ptx::kBytes01);
-      out.word[2 * w + 1] = ptx::fp8_to_pair<T, Fp8>(bytes[w], ptx::kBytes23);
+      out.word[2 * w] = ptx::fp8_to_pair<T, Fp8, 0, 1>(bytes[w]);
+      out.word[2 * w + 1] = ptx::fp8_to_pair<T, Fp8, 2, 3>(bytes[w]);
     }
     *reinterpret_cast<Vector16*>(tile + row * Tile::kRowBytes + group * 16) = out;
   }

@@ -56,8 +56,8 @@ __device__ __forceinline__ void load_k_fragments_fp8(uint32_t (&b)[2][4], uint32
   for (int s = 0; s < 2; ++s) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      b[s][2 * half] = ptx::fp8_to_pair<T, Fp8>(bytes[2 * s + half], ptx::kBytes01);
-      b[s][2 * half + 1] = ptx::fp8_to_pair<T, Fp8>(bytes[2 * s + half], ptx::kBytes23);
+      b[s][2 * half] = ptx::fp8_to_pair<T, Fp8, 0, 1>(bytes[2 * s + half]);
+      b[s][2 * half + 1] = ptx::fp8_to_pair<T, Fp8, 2, 3>(bytes[2 * s + half]);
     }
   }
 }
@@ -81,8 +81,8 @@ __device__ __forceinline__ void load_v_fragments_fp8(uint32_t (&b)[2][4], uint32
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t word = bytes[2 * g + half];
-      b[g][half] = ptx::fp8_to_pair<T, Fp8>(word, ptx::kBytes02);
-      b[g][2 + half] = ptx::fp8_to_pair<T, Fp8>(word, ptx::kBytes13);
+      b[g][half] = ptx::fp8_to_pair<T, Fp8, 0, 2>(word);
+      b[g][2 + half] = ptx::fp8_to_pair<T, Fp8, 1, 3>(word);
     }
   }
 }

@@ -1,0 +1,175 @@
+"""A GPU that is not there: CPU arrays that claim to be on it, and a record of what is launched.
+
+Everything above the driver is real, except that kernels are not compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import _readers, _repeat, _single, array, dtypes, jit
+from cupyattn.launch import attention, enqueue, merge_splits, rotate_keys, scratch
+from cupyattn.launch.tiles import TileConfig, tile_config
+
+STREAM, COUNTERS, SLOTS, MAX_SHARED = 77, 3 << 40, 264, 227 * 1024
+HEADER = Path(__file__).parents[2] / "kernels/cupyattn/params/attention.cuh"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """One launch. `kernel` is the TileConfig of an attention kernel, the name of any other."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared_bytes: int
+    stream: int
+    params: bytes
+    device: int
+
+
+class Gpu:
+    """The driver and what else is asked about a GPU, recorded."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launched] = []
+        self.log: list[tuple[Any, ...]] = []
+        self.scratch: list[tuple[int, int]] = []
+        self.current, self.is_capturing = 0, False
+        self.api = SimpleNamespace(
+            Device=self._device,
+            alloc=self._alloc,
+            get_device=lambda: self.current,
+            is_capturing=lambda stream: self.is_capturing,
+            is_debugging=False,
+            launch_kernel=self._launch,
+            runtime=SimpleNamespace(
+                setDevice=lambda *a: self.log.append(("setDevice", *a)),
+                memsetAsync=lambda *a: self.log.append(("memset", *a)),
+            ),
+        )
+
+    def attentions(self) -> list[Launched]:
+        """The launches of attention kernels."""
+        return [launch for launch in self.launches if isinstance(launch.kernel, TileConfig)]
+
+    def _launch(self, function: Any, *rest: int) -> None:
+        *sizes, shared_bytes, stream, arguments, _ = rest
+        address = ctypes.c_uint64.from_address(arguments).value
+        self.launches.append(
+            Launched(
+                function,
+                tuple(sizes[:3]),
+                tuple(sizes[3:]),
+                shared_bytes,
+                stream,
+                ctypes.string_at(address, 760),
+                self.current,
+            )
+        )
+
+    @contextlib.contextmanager
+    def _device(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+    def _alloc(self, num_bytes: int) -> SimpleNamespace:
+        memory = np.empty(num_bytes, np.uint8)
+        return SimpleNamespace(ptr=memory.ctypes.data, memory=memory)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Put a GPU under the library."""
+    fake = Gpu()
+
+    def load_kernel(problem: Any, rows: str, device_index: int) -> SimpleNamespace:
+        tiles = tile_config(problem, rows, MAX_SHARED)
+        return SimpleNamespace(function=tiles, tiles=tiles, num_slots=SLOTS)
+
+    real_allocator = scratch.allocator
+
+    def allocator(like: array.ArrayView) -> scratch.Allocate:
+        real = real_allocator(like)
+
+        def allocate(num_bytes: int) -> tuple[int, object]:
+            address, owner = real(num_bytes)
+            fake.scratch.append((address, num_bytes))
+            return address, owner
+
+        return allocate
+
+    monkeypatch.setattr(attention, "load_kernel", load_kernel)
+    monkeypatch.setattr(enqueue, "cuda", lambda: fake.api)
+    monkeypatch.setattr(scratch, "cuda", lambda: fake.api)
+    monkeypatch.setattr(scratch, "allocator", allocator)
+    monkeypatch.setattr(scratch, "_make", lambda device, stream: (COUNTERS, None))
+    # torch gives its CPU tensors the index -1.
+    monkeypatch.setattr(_readers, "_CUDA", (array.Device("cuda", 0),) * 2)
+    props = SimpleNamespace(arch="sm_90a")
+    for module in (merge_splits, rotate_keys):
+        monkeypatch.setattr(module, "device_props", lambda index: props)
+    monkeypatch.setattr(jit, "load", lambda name, *_: SimpleNamespace(function=name))
+    return fake
+
+
+def forget() -> None:
+    """Forget every call."""
+    _single._entries.clear()
+    _repeat._known.clear()
+    _repeat._reader_of.clear()
+
+
+def maker(framework: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A function that makes a torch or CuPy array, of zeros, that claims to be on the GPU."""
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+        current = {0: STREAM}.__getitem__
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", current, raising=False)
+        return lambda *shape, dtype="bfloat16": torch.zeros(shape, dtype=getattr(torch, dtype))
+    cupy = pytest.importorskip("cupy")
+    stream = SimpleNamespace(ptr=STREAM)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda index: stream)
+
+    def make_cupy(*shape: int, dtype: str = "bfloat16") -> Any:
+        host = np.zeros(shape, dtypes.parse(dtype).numpy)
+        address, size = host.ctypes.data, max(1, host.nbytes)
+        memory = cupy.cuda.UnownedMemory(address, size, host, device_id=0)
+        return cupy.ndarray(shape, host.dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    monkeypatch.setattr(array, "_empty_cupy", lambda d, index, shape: make_cupy(*shape))
+    return make_cupy
+
+
+def fields() -> list[tuple[str, str]]:
+    """(format, name) of every field of the kernels' struct, as its header has them."""
+    body = HEADER.read_text().split("struct AttentionParams {")[1].split("};")[0]
+    formats = {"int64_t": "q", "int32_t": "i", "float": "f", "uint32_t": "128I"}
+    found = []
+    for kind, names in re.findall(r"^\s*(?:const )?(\w+\*?) ([^;/]*);", body, re.MULTILINE):
+        code = "Q" if kind.endswith("*") else formats[kind]
+        found += [(code, name.split("[")[0]) for name in names.split(", ")]
+    return found
+
+
+def unpack(raw: bytes) -> dict[str, Any]:
+    known = fields()
+    values = struct.unpack("<" + "".join(code for code, _ in known), raw)
+    named = dict(zip((name for _, name in known), values, strict=False))
+    return named | {"rope_step": values[len(known) - 1 :]}
+
+
+def pointer(x: Any) -> int:
+    return array.view(x, "x").ptr

@@ -1,0 +1,28 @@
+"""What tests of the launch path share: see helpers/fake_gpu.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A GPU that is not there, on a library that has never seen a call."""
+    from helpers import fake_gpu
+
+    fake_gpu.forget()
+    yield fake_gpu.pretend(monkeypatch)
+    fake_gpu.forget()
+
+
+@pytest.fixture(params=["torch", "cupy"])
+def make(
+    request: pytest.FixtureRequest, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """make(*shape, dtype="bfloat16"): an array on the GPU."""
+    from helpers import fake_gpu
+
+    return fake_gpu.maker(request.param, monkeypatch)
