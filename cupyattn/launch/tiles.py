@@ -20,6 +20,7 @@ _MASK_MAP_BYTES = 2 * 4096 // 8
 _PLACEHOLDER = 16
 _LOGIT_BYTES = 32
 _RANGE_BYTES = (6 + 3) * 4
+_BAD_KEYS_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def prefill_tiles(
     itemsize = problem.dtype_kv.itemsize
     shared = _round_up(
         _row_bytes(problem, tile_q)
-        + _round_up(_RANGE_BYTES, 16)
+        + _round_up(_RANGE_BYTES + _BAD_KEYS_BYTES, 16)
         + buffers * _tile_bytes(tile_kv, dim_qk, itemsize)
         + buffers * _tile_bytes(tile_kv, dim_vo, itemsize)
         + _widened_key_bytes(problem, tile_kv, rotates_keys)
@@ -211,6 +212,7 @@ def decode_tiles(
     states = warps * DECODE_ROWS * (dim_vo + 8 + 2) * 4
     shared = _round_up(
         _row_bytes(problem, DECODE_ROWS)
+        + _round_up(warps * _BAD_KEYS_BYTES, 16)
         + (warps * wide if wide > _PLACEHOLDER else wide)
         + max(warps * stages * stage, states)
         + 4,

@@ -148,8 +148,9 @@ def test_freed_memory_is_refused(gpu: Gpu, make: Callable) -> None:
         k.untyped_storage().resize_(0)
     else:
         cupy = pytest.importorskip("cupy")
-        freed = cupy.cuda.UnownedMemory(0, 1, None, device_id=0)
-        k = cupy.ndarray(k.shape, k.dtype, cupy.cuda.MemoryPointer(freed, k.data.ptr))
+        freed = type("Freed", (cupy.cuda.UnownedMemory,), {"ptr": 0})
+        memory = freed(k.data.ptr, k.nbytes, k, device_id=0)
+        k = cupy.ndarray(k.shape, k.dtype, cupy.cuda.MemoryPointer(memory, 0))
     with pytest.raises(ArgumentError, match=r"k: .* freed"):
         prefill(q, k, k)
 

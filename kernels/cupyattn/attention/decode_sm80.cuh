@@ -3,6 +3,7 @@
 // but a warp barrier stands between a load and its use; the warps' states merge at the end.
 #pragma once
 
+#include "cupyattn/attention/hidden_values.cuh"
 #include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/rope.cuh"
 #include "cupyattn/attention/rows.cuh"
@@ -60,6 +61,7 @@ struct DecodeSm80 {
     alignas(16) RowInfo rows[kTileQ];
     LogitConstants logits;
     int64_t q_offset[kTileQ];
+    BadKeys bad_keys[kWarps];
     alignas(16) unsigned char q[QTile::kBytes];
     alignas(16) unsigned char k_wide[kWidenKeys ? kWarps * KTile::kBytes : 16];
     union {
@@ -99,6 +101,7 @@ struct DecodeSm80 {
   __device__ __forceinline__ void load_q() {
     fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, work, thread, kThreads);
     if (thread == 0) shared.logits = LogitsVariant::make_constants(params);
+    if (lane == 0) shared.bad_keys[warp] = BadKeys{};
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
     ptx::block_sync();
     copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
@@ -208,6 +211,20 @@ struct DecodeSm80 {
                                                         first_key, lane);
       }
       softmax.raise_max(s, o, form, scale, slack);
+      if (is_masked &&
+          ptx::warp_any(clean_values<VTile, kWarpSize>(ring[stage].v, shared.bad_keys[warp], lane))) {
+        ptx::warp_sync();
+        const DTypeKV* values = static_cast<const DTypeKV*>(params.v) +
+                                work.kv_head * params.v_stride_h + first_key * params.v_stride_n;
+        for (int key = 0; key < kKeys; ++key) {
+          if ((shared.bad_keys[warp].word[key / 32] >> (key % 32)) & 1) {
+            add_bad_key<DTypeKV, kHeadDimVO>(o, s, softmax, form, scale, key,
+                                             values + key * params.v_stride_n, lane);
+          }
+        }
+        ptx::warp_sync();
+        if (lane == 0) shared.bad_keys[warp] = BadKeys{};
+      }
       const uint32_t v_lane =
           v_lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
 #pragma unroll

@@ -3,6 +3,7 @@
 // S = Q K^T runs, K of the next while O += P V runs. With two, both load a whole tile ahead.
 #pragma once
 
+#include "cupyattn/attention/hidden_values.cuh"
 #include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/rope.cuh"
 #include "cupyattn/attention/rows.cuh"
@@ -55,6 +56,7 @@ struct PrefillSm80 {
     // The loop over keys needs its registers for more than what it reads once a tile.
     KeyRange range;
     TileSpan tiles;
+    BadKeys bad_keys;
     alignas(16) unsigned char q[QTile::kBytes];
     alignas(16) unsigned char k_source[kBuffers][KSourceTile::kBytes];
     alignas(16) unsigned char v[kBuffers][VTile::kBytes];
@@ -98,7 +100,10 @@ struct PrefillSm80 {
   __device__ __forceinline__ void begin(const TileWork& work, const KeyRange& range,
                                         const TileSpan& tiles) {
     fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, work, thread, kThreads);
-    if (thread == 0) shared.logits = LogitsVariant::make_constants(params);
+    if (thread == 0) {
+      shared.logits = LogitsVariant::make_constants(params);
+      shared.bad_keys = BadKeys{};
+    }
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
     if constexpr (Config::kCustomMask) shared.mask_map.clear(thread, kThreads);
     ptx::block_sync();
@@ -142,6 +147,20 @@ struct PrefillSm80 {
   __device__ __forceinline__ int next_tile(int tile, const TileSpan& tiles) const {
     if constexpr (Config::kCustomMask) return shared.mask_map.next(tile, tiles);
     return tile;
+  }
+
+  // Gives the rows that see keys with values that are not finite what they miss.
+  template <typename Form>
+  __device__ __forceinline__ void add_bad_keys(const float (&s)[kMmaQ][kTilesS][4],
+                                               const Form& form, float scale, int first_key) {
+    const DTypeKV* values =
+        static_cast<const DTypeKV*>(params.v) + choose_work().kv_head * params.v_stride_h;
+    for (int key = 0; key < kTileKV; ++key) {
+      if ((shared.bad_keys.word[key / 32] >> (key % 32)) & 1) {
+        add_bad_key<DTypeKV, kHeadDimVO>(o, s, softmax, form, scale, key,
+                                         values + (first_key + key) * params.v_stride_n, lane);
+      }
+    }
   }
 
   __device__ __forceinline__ void run() {
@@ -230,6 +249,7 @@ struct PrefillSm80 {
       prepare_k(first_key, buffer);
 
       // S = Q K^T, as logits under the running maximum.
+      const int tile_key = first_key;
       float s[kMmaQ][kTilesS][4];
       multiply_qk<DTypeQ, KTile, kStepsQK, kMmaQ, kTileKV>(s, load_q, k + buffer * KTile::kBytes, 0);
       bool is_partial = false;
@@ -248,6 +268,16 @@ struct PrefillSm80 {
         ptx::cp_async_wait_group<0>();
         ptx::block_sync();
         next = advance(tile);
+      }
+
+      if (is_masked) {
+        const bool found =
+            clean_values<VTile, kThreads>(shared.v[buffer], shared.bad_keys, thread);
+        if (ptx::block_any(found)) {
+          add_bad_keys(s, form, scale, tile_key);
+          ptx::block_sync();
+          if (thread == 0) shared.bad_keys = BadKeys{};
+        }
       }
 
       // O += P V; the exponentials of one group of keys run beside the products of the last.

@@ -94,6 +94,14 @@ struct OnlineSoftmax {
     }
   }
 
+  // One probability under the present maximum.
+  template <typename Form>
+  __device__ __forceinline__ float probability(int m, int h, float logit, const Form& form,
+                                               float scale) const {
+    const float shift = row_max[m][h] == -ptx::infinity() ? 0.0f : -row_max[m][h] * scale;
+    return ptx::ex2_approx(form.exponent(logit, shift));
+  }
+
   template <int kTilesO>
   __device__ __forceinline__ void rescale(const float (&tile_max)[kMmaQ][2],
                                           float (&o)[kMmaQ][kTilesO][4], float scale) {

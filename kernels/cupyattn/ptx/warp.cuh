@@ -12,6 +12,10 @@ __device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
   return __shfl_xor_sync(kFullWarp, value, lane_mask);
 }
 
+__device__ __forceinline__ float shuffle(float value, int source_lane) {
+  return __shfl_sync(kFullWarp, value, source_lane);
+}
+
 // A value that all lanes agree on, said so that the compiler knows it and can keep it in a uniform
 // register.
 __device__ __forceinline__ int warp_uniform(int value) {

@@ -1,0 +1,131 @@
+// A key that a row does not see must not touch it, whatever its value holds; but in the product P V a
+// hidden NaN or infinity is 0 * NaN. So where a tile hides some keys from some rows, values that are
+// not finite are taken out of the tile in shared memory, and added by hand, from global memory, to
+// the rows that do see them. Finite values, the rule, cost one scan of such tiles.
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/ptx/convert.cuh"
+#include "cupyattn/ptx/math.cuh"
+#include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/ptx/warp.cuh"
+#include "cupyattn/tile/shared_tile.cuh"
+
+namespace cupyattn {
+
+// Exponent bits of every element in a word; an element with all of them set is not finite. (e4m3 has
+// no infinity, and one NaN: all seven bits.)
+template <typename T>
+struct ExponentBits;
+template <>
+struct ExponentBits<half_t> {
+  static constexpr uint32_t kMask = 0x7c007c00u, kOne = 0x04000400u, kSign = 0x80008000u;
+  static constexpr uint32_t kSpread = 0xffffu, kShift = 15;
+};
+template <>
+struct ExponentBits<bfloat16_t> {
+  static constexpr uint32_t kMask = 0x7f807f80u, kOne = 0x00800080u, kSign = 0x80008000u;
+  static constexpr uint32_t kSpread = 0xffffu, kShift = 15;
+};
+template <>
+struct ExponentBits<e5m2_t> {
+  static constexpr uint32_t kMask = 0x7c7c7c7cu, kOne = 0x04040404u, kSign = 0x80808080u;
+  static constexpr uint32_t kSpread = 0xffu, kShift = 7;
+};
+template <>
+struct ExponentBits<e4m3_t> {
+  static constexpr uint32_t kMask = 0x7f7f7f7fu, kOne = 0x01010101u, kSign = 0x80808080u;
+  static constexpr uint32_t kSpread = 0xffu, kShift = 7;
+};
+
+// All ones in the place of each element of `word` that is not finite: adding one to a full exponent
+// carries into the sign's place.
+template <typename T>
+__device__ __forceinline__ uint32_t not_finite(uint32_t word) {
+  using Bits = ExponentBits<T>;
+  const uint32_t carried = ((word & Bits::kMask) + Bits::kOne) & Bits::kSign;
+  return (carried >> Bits::kShift) * Bits::kSpread;
+}
+
+template <typename T>
+__device__ __forceinline__ float element_to_float(T element) {
+  float low, high;
+  if constexpr (is_fp8<T>::value) {
+    ptx::unpack_pair<half_t>(ptx::Fp8ToHalfPair<T, 0, 1>::convert(element.bits), low, high);
+  } else {
+    ptx::unpack_pair<T>(element.bits, low, high);
+  }
+  return low;
+}
+
+// The keys of a tile whose values were not finite, a bit each; zero between uses.
+struct BadKeys {
+  uint32_t word[2];
+};
+
+// Replaces what is not finite in a tile of V by zeros and marks its keys; true if this thread did.
+template <typename VTile, int kThreads>
+__device__ __forceinline__ bool clean_values(unsigned char* tile, BadKeys& bad, int thread) {
+  bool found = false;
+  for (int index = thread; index < VTile::kRows * VTile::kChunks; index += kThreads) {
+    const int row = index / VTile::kChunks;
+    Vector16* chunk = reinterpret_cast<Vector16*>(tile + row * VTile::kRowBytes +
+                                                  index % VTile::kChunks * 16);
+    const Vector16 values = *chunk;
+    Vector16 holes;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) holes.word[w] = not_finite<typename VTile::T>(values.word[w]);
+    if ((holes.word[0] | holes.word[1] | holes.word[2] | holes.word[3]) != 0) {
+      found = true;
+      ptx::atomic_or_shared(&bad.word[row / 32], 1u << (row % 32));
+#pragma unroll
+      for (int w = 0; w < 4; ++w) chunk->word[w] = values.word[w] & ~holes.word[w];
+    }
+  }
+  return found;
+}
+
+// O += P V for one bad key and the columns whose values are not finite, in rows that see the key.
+// `value_row` is the key's row of V in global memory.
+template <typename T, int kHeadDim, int kMmaQ, int kTilesS, int kTilesO, typename Softmax,
+          typename Form>
+__device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
+                                            const float (&s)[kMmaQ][kTilesS][4],
+                                            const Softmax& softmax, const Form& form, float scale,
+                                            int key, const T* value_row, int lane) {
+  float p[kMmaQ][2];
+#pragma unroll
+  for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // The logit is with one lane of the quad, in a register that only unrolled code can name.
+      float logit = form.hidden();
+#pragma unroll
+      for (int n = 0; n < kTilesS; ++n) {
+        if (n == key / 8) logit = key & 1 ? s[m][n][2 * h + 1] : s[m][n][2 * h];
+      }
+      p[m][h] = ptx::shuffle(softmax.probability(m, h, logit, form, scale),
+                             (lane & ~3) | ((key & 7) >> 1));
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kTilesO; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int t = lane & 3;
+      const int column = is_fp8<T>::value ? 8 * (n & ~1) + 4 * t + (n & 1) + 2 * e : 8 * n + 2 * t + e;
+      if (column >= kHeadDim) continue;
+      const T element = value_row[column];
+      if (not_finite<T>(element.bits) == 0) continue;
+#pragma unroll
+      for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (p[m][h] != 0.0f) o[m][n][2 * h + e] += p[m][h] * element_to_float(element);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace cupyattn
