@@ -151,8 +151,14 @@ def _compile(args: argparse.Namespace) -> int:
         return 2
     from .launch.instances import instances
 
-    unique = {(name, jit.Config(config)) for name, config in instances(args.level)}
-    tasks = [(*key, arch) for arch in dict.fromkeys(archs) for key in sorted(unique, key=str)]
+    # Tiles depend on a GPU's shared memory, so each architecture has instances of its own.
+    tasks = [
+        (*key, arch)
+        for arch in dict.fromkeys(archs)
+        for key in sorted(
+            {(name, jit.Config(config)) for name, config in instances(args.level, arch)}, key=str
+        )
+    ]
     start = time.perf_counter()
     outcomes = _run(tasks, folder, max(1, min(args.jobs, len(tasks))))
     _summarise(outcomes, archs, folder, time.perf_counter() - start)

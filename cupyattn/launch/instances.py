@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from .. import dtypes, jit
 from ..problem import AttentionProblem
@@ -11,7 +12,7 @@ from .packbits import CONFIG as PACKBITS_CONFIG
 from .tiles import DECODE, LARGE, SMALL, tile_config
 
 _DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
-_OPTIONS: tuple[dict[str, object], ...] = (
+_OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"pos_encoding": "ROPE_LLAMA"},
     {"pos_encoding": "ALIBI"},
@@ -49,11 +50,11 @@ def problems(level: str) -> Iterator[AttentionProblem]:
                             dim_qk,
                             dim_vo,
                             aligned=aligned,
-                            **options,  # type: ignore[arg-type]
+                            **options,
                         )
 
 
-def _pairs() -> list[dict[str, object]]:
+def _pairs() -> list[dict[str, Any]]:
     singles = (*_OPTIONS, {"scale_first": True})
     merged = [a | b for i, a in enumerate(singles) for b in singles[i:]]
     return [dict(items) for items in sorted({tuple(sorted(m.items())) for m in merged})]

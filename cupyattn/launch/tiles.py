@@ -227,6 +227,4 @@ def decode_tiles(
         "kSharedBytes": shared,
     }
     tile_kv = warps * keys_per_warp
-    return TileConfig(
-        "decode_sm80", jit.Config(config), DECODE_ROWS, tile_kv, warps * 32, shared
-    )
+    return TileConfig("decode_sm80", jit.Config(config), DECODE_ROWS, tile_kv, warps * 32, shared)

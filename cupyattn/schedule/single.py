@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# In the time of a key tile: what a block pays besides its tiles (filling the pipeline, writing), and
-# what each partial state costs the merge.
+# In the time of a key tile: what a block pays besides its tiles (filling the pipeline, writing),
+# and what each partial state costs the merge.
 _BLOCK_OVERHEAD = 2.0
 _SPLIT_OVERHEAD = 1 / 16
 _MAX_WAVES = 4

@@ -27,14 +27,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def instances(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
-    """What `cupyattn.launch.instances.instances(level)` answers during a test."""
+    """What `cupyattn.launch.instances.instances(level, arch)` answers during a test."""
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
     levels: dict[str, list] = {
         "standard": [("tiny", {"kScale": 1}), ("tiny", {"kScale": 2}), ("tiny", {"kScale": 1})],
         "full": [("spilling", {})],
     }
     fake = types.ModuleType("cupyattn.launch.instances")
-    fake.instances = levels.__getitem__  # type: ignore[attr-defined]
+    fake.instances = lambda level, arch: levels[level]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupyattn.launch.instances", fake)
     return levels
 
