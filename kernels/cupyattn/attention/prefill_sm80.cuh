@@ -149,10 +149,31 @@ struct PrefillSm80 {
     return tile;
   }
 
-  // Gives the rows that see keys with values that are not finite what they miss.
+  __device__ __forceinline__ bool is_partial(int tile) const {
+    if constexpr (Config::kCustomMask) return shared.mask_map.is_partial(tile, shared.tiles);
+    return false;
+  }
+
+  // Whether some key of a tile is hidden from some row.
+  __device__ __forceinline__ bool hides_keys(int tile, int first_key) const {
+    return is_partial(tile) || shared.range.cuts(first_key, kTileKV);
+  }
+
   template <typename Form>
-  __device__ __forceinline__ void add_bad_keys(const float (&s)[kMmaQ][kTilesS][4],
-                                               const Form& form, float scale, int first_key) {
+  __device__ __forceinline__ void hide_keys(float (&s)[kMmaQ][kTilesS][4], int tile,
+                                            int first_key) const {
+    apply_mask<Config::kCustomMask, Form>(s, params, shared.range, is_partial(tile),
+                                          shared.rows + warp_row(), first_key, lane);
+  }
+
+  // Takes values that are not finite out of a tile that hides keys, once it has landed, and gives
+  // the rows that see them what they would miss.
+  template <typename Form>
+  __device__ __forceinline__ void clean_hidden_values(const float (&s)[kMmaQ][kTilesS][4],
+                                                      const Form& form, float scale, int first_key,
+                                                      int buffer) {
+    const bool found = clean_values<VTile, kThreads>(shared.v[buffer], shared.bad_keys, thread);
+    if (!ptx::block_any(found)) return;
     const DTypeKV* values =
         static_cast<const DTypeKV*>(params.v) + choose_work().kv_head * params.v_stride_h;
     for (int key = 0; key < kTileKV; ++key) {
@@ -161,6 +182,98 @@ struct PrefillSm80 {
                                          values + (first_key + key) * params.v_stride_n, lane);
       }
     }
+    ptx::block_sync();
+    if (thread == 0) shared.bad_keys = BadKeys{};
+  }
+
+  // Where a block is in its keys, and what it needs to take the next step.
+  struct KeyLoop {
+    KCopier k_copier;
+    VCopier v_copier;
+    int tile, first_key, buffer;
+    uint32_t q, k, v;  // lane addresses
+    uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][kMmaQ][4];
+  };
+
+  // Starts the copies of the tile after this one; returns its number.
+  __device__ __forceinline__ int advance(KeyLoop& loop) const {
+    const int next = next_tile(loop.tile + 1, shared.tiles);
+    if constexpr (Config::kCustomMask) {
+      loop.k_copier.skip((next - loop.tile - 1) * kTileKV);
+      loop.v_copier.skip((next - loop.tile - 1) * kTileKV);
+    }
+    const int key = loop.first_key + (next - loop.tile) * kTileKV;
+    if (next < shared.tiles.end) {
+      const int other = kBuffers == 2 ? loop.buffer ^ 1 : 0;
+      loop.k_copier.copy(key, shared.range.end, other * KSourceTile::kBytes);
+      if constexpr (kBuffers == 2) {
+        loop.v_copier.copy(key, shared.range.end, other * VTile::kBytes);
+      }
+    }
+    ptx::cp_async_commit();
+    return next;
+  }
+
+  // One tile of keys. Tiles that hide keys from some rows have a copy of this to themselves: what
+  // they need would cost the others, nearly all, registers and instruction cache.
+  template <bool kHides>
+  __device__ __forceinline__ void visit(KeyLoop& loop) {
+    const int first_key = loop.first_key;
+    const float scale = LogitsVariant::softmax_scale(params);
+    // K has landed (with two buffers V too); everybody is done with the last tile.
+    int next = loop.tile;
+    ptx::cp_async_wait_group<0>();
+    ptx::block_sync();
+    if constexpr (kBuffers == 2) {
+      next = advance(loop);
+    } else {
+      loop.v_copier.copy(first_key, shared.range.end, 0);
+      ptx::cp_async_commit();
+    }
+    prepare_k(first_key, loop.buffer);
+
+    // S = Q K^T, as logits under the running maximum.
+    float s[kMmaQ][kTilesS][4];
+    const auto load_q = [&](uint32_t(&a)[4], int m, int step) {
+      if constexpr (Config::kQInRegisters) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = loop.q_registers[step][m][i];
+      } else {
+        load_q_fragment<QTile>(a, loop.q, 16 * m, step);
+      }
+    };
+    multiply_qk<DTypeQ, KTile, kStepsQK, kMmaQ, kTileKV>(
+        s, load_q, loop.k + loop.buffer * KTile::kBytes, 0);
+    const auto form = LogitsVariant::apply(s, shared.rows + warp_row(), shared.logits, params,
+                                           first_key, lane, kHides);
+    if constexpr (kHides) hide_keys<decltype(form)>(s, loop.tile, first_key);
+    softmax.raise_max(s, o, form, scale, LogitsVariant::softmax_slack(params));
+
+    if constexpr (kBuffers == 1) {
+      // V has landed; everybody is done with K.
+      ptx::cp_async_wait_group<0>();
+      ptx::block_sync();
+      next = advance(loop);
+    }
+    if constexpr (kHides) clean_hidden_values(s, form, scale, first_key, loop.buffer);
+
+    // O += P V; the exponentials of one group of keys run beside the products of the last.
+#pragma unroll
+    for (int first = 0; first < kTileKV / 16; first += kExpGroup) {
+      uint32_t p[kExpGroup][kMmaQ][4];
+#pragma unroll
+      for (int i = 0; i < kExpGroup; ++i) {
+        softmax.template exponentiate<DTypeP>(p[i], s, first + i, form, scale);
+      }
+#pragma unroll
+      for (int i = 0; i < kExpGroup; ++i) {
+        multiply_pv<DTypeP, VTile, kColumnGroups, kMmaQ>(
+            o, p[i], loop.v + loop.buffer * VTile::kBytes, 16 * (first + i));
+      }
+    }
+    loop.first_key += (next - loop.tile) * kTileKV;
+    loop.tile = next;
+    if constexpr (kBuffers == 2) loop.buffer ^= 1;
   }
 
   __device__ __forceinline__ void run() {
@@ -174,129 +287,47 @@ struct PrefillSm80 {
       shared.tiles = tiles;
     }
     if constexpr (Config::kCustomMask) begin(work, range, tiles);
-    int tile = next_tile(tiles.begin, tiles);
-    int first_key = tiles.origin + tile * kTileKV;
-    KCopier k_copier(static_cast<const DTypeKV*>(params.k) + work.kv_head * params.k_stride_h,
-                     params.k_stride_n, first_key, ptx::shared_address(shared.k_source), thread);
-    VCopier v_copier(static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h,
-                     params.v_stride_n, first_key, ptx::shared_address(shared.v), thread);
+    const int tile = next_tile(tiles.begin, tiles);
+    const int first_key = tiles.origin + tile * kTileKV;
+    const uint32_t k_tile =
+        ptx::shared_address(kWidenKeys ? shared.k_wide : shared.k_source[0]);
+    KeyLoop loop{
+        KCopier(static_cast<const DTypeKV*>(params.k) + work.kv_head * params.k_stride_h,
+                params.k_stride_n, first_key, ptx::shared_address(shared.k_source), thread),
+        VCopier(static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h,
+                params.v_stride_n, first_key, ptx::shared_address(shared.v), thread),
+        tile,
+        first_key,
+        0,
+        q_lane_address<QTile>(ptx::shared_address(shared.q), warp_row(), lane),
+        k_lane_address<KTile>(k_tile, lane),
+        v_lane_address<VTile>(ptx::shared_address(shared.v), lane),
+        {}};
     // Without a mask map to wait for, keys travel while the rows are described.
     if (tile < tiles.end) {
-      k_copier.copy(first_key, range.end, 0);
-      if constexpr (kBuffers == 2) v_copier.copy(first_key, range.end, 0);
+      loop.k_copier.copy(first_key, range.end, 0);
+      if constexpr (kBuffers == 2) loop.v_copier.copy(first_key, range.end, 0);
     }
     if constexpr (!Config::kCustomMask) begin(work, range, tiles);
     ptx::cp_async_commit();
     ptx::cp_async_wait_group<0>();
     ptx::block_sync();
     prepare_q();
-
-    const uint32_t q = q_lane_address<QTile>(ptx::shared_address(shared.q), warp_row(), lane);
-    const uint32_t k = k_lane_address<KTile>(
-        ptx::shared_address(kWidenKeys ? shared.k_wide : shared.k_source[0]), lane);
-    const uint32_t v = v_lane_address<VTile>(ptx::shared_address(shared.v), lane);
-    uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][kMmaQ][4];
     if constexpr (Config::kQInRegisters) {
 #pragma unroll
       for (int step = 0; step < kStepsQK; ++step) {
 #pragma unroll
         for (int m = 0; m < kMmaQ; ++m) {
-          load_q_fragment<QTile>(q_registers[step][m], q, 16 * m, step);
+          load_q_fragment<QTile>(loop.q_registers[step][m], loop.q, 16 * m, step);
         }
       }
     }
-    const auto load_q = [&](uint32_t(&a)[4], int m, int step) {
-      if constexpr (Config::kQInRegisters) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = q_registers[step][m][i];
+    while (loop.tile < shared.tiles.end) {
+      if (hides_keys(loop.tile, loop.first_key)) {
+        visit<true>(loop);
       } else {
-        load_q_fragment<QTile>(a, q, 16 * m, step);
+        visit<false>(loop);
       }
-    };
-    const float scale = LogitsVariant::softmax_scale(params);
-    const float slack = LogitsVariant::softmax_slack(params);
-    const RowInfo* rows = shared.rows + warp_row();
-
-    int buffer = 0;
-    // Starts the copies of the tile after `tile`; returns its number.
-    const auto advance = [&](int tile) {
-      const int next = next_tile(tile + 1, shared.tiles);
-      if constexpr (Config::kCustomMask) {
-        k_copier.skip((next - tile - 1) * kTileKV);
-        v_copier.skip((next - tile - 1) * kTileKV);
-      }
-      const int key = first_key + (next - tile) * kTileKV;
-      if (next < shared.tiles.end) {
-        k_copier.copy(key, shared.range.end, kBuffers == 2 ? (buffer ^ 1) * KSourceTile::kBytes : 0);
-        if constexpr (kBuffers == 2) {
-          v_copier.copy(key, shared.range.end, (buffer ^ 1) * VTile::kBytes);
-        }
-      }
-      ptx::cp_async_commit();
-      return next;
-    };
-    while (tile < shared.tiles.end) {
-      // K has landed (with two buffers V too); everybody is done with the last tile.
-      int next = tile;
-      ptx::cp_async_wait_group<0>();
-      ptx::block_sync();
-      if constexpr (kBuffers == 2) {
-        next = advance(tile);
-      } else {
-        v_copier.copy(first_key, shared.range.end, 0);
-        ptx::cp_async_commit();
-      }
-      prepare_k(first_key, buffer);
-
-      // S = Q K^T, as logits under the running maximum.
-      const int tile_key = first_key;
-      float s[kMmaQ][kTilesS][4];
-      multiply_qk<DTypeQ, KTile, kStepsQK, kMmaQ, kTileKV>(s, load_q, k + buffer * KTile::kBytes, 0);
-      bool is_partial = false;
-      if constexpr (Config::kCustomMask) is_partial = shared.mask_map.is_partial(tile, shared.tiles);
-      const bool is_masked = is_partial || shared.range.cuts(first_key, kTileKV);
-      const auto form =
-          LogitsVariant::apply(s, rows, shared.logits, params, first_key, lane, is_masked);
-      if (is_masked) {
-        apply_mask<Config::kCustomMask, decltype(form)>(s, params, shared.range, is_partial, rows,
-                                                        first_key, lane);
-      }
-      softmax.raise_max(s, o, form, scale, slack);
-
-      if constexpr (kBuffers == 1) {
-        // V has landed; everybody is done with K.
-        ptx::cp_async_wait_group<0>();
-        ptx::block_sync();
-        next = advance(tile);
-      }
-
-      if (is_masked) {
-        const bool found =
-            clean_values<VTile, kThreads>(shared.v[buffer], shared.bad_keys, thread);
-        if (ptx::block_any(found)) {
-          add_bad_keys(s, form, scale, tile_key);
-          ptx::block_sync();
-          if (thread == 0) shared.bad_keys = BadKeys{};
-        }
-      }
-
-      // O += P V; the exponentials of one group of keys run beside the products of the last.
-#pragma unroll
-      for (int first = 0; first < kTileKV / 16; first += kExpGroup) {
-        uint32_t p[kExpGroup][kMmaQ][4];
-#pragma unroll
-        for (int i = 0; i < kExpGroup; ++i) {
-          softmax.template exponentiate<DTypeP>(p[i], s, first + i, form, scale);
-        }
-#pragma unroll
-        for (int i = 0; i < kExpGroup; ++i) {
-          multiply_pv<DTypeP, VTile, kColumnGroups, kMmaQ>(o, p[i], v + buffer * VTile::kBytes,
-                                                           16 * (first + i));
-        }
-      }
-      first_key += (next - tile) * kTileKV;
-      tile = next;
-      if constexpr (kBuffers == 2) buffer ^= 1;
     }
     finish(choose_work());
   }
