@@ -102,7 +102,9 @@ __device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
       float logit = form.hidden();
 #pragma unroll
       for (int n = 0; n < kTilesS; ++n) {
-        if (n == key / 8) logit = key & 1 ? s[m][n][2 * h + 1] : s[m][n][2 * h];
+        // By value: a choice between the elements themselves would send S to local memory.
+        const float even = s[m][n][2 * h], odd = s[m][n][2 * h + 1];
+        if (n == key / 8) logit = key & 1 ? odd : even;
       }
       p[m][h] = ptx::shuffle(softmax.probability(m, h, logit, form, scale),
                              (lane & ~3) | ((key & 7) >> 1));
