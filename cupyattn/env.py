@@ -27,7 +27,9 @@ CACHE_DIR = Variable(
 NO_COMPILE = Variable(
     "CUPYATTN_NO_COMPILE", "0", "1: a kernel missing from the cache is an error, never a compile."
 )
-DEBUG = Variable("CUPYATTN_DEBUG", "0", "1: check plans and synchronise after every launch.")
+DEBUG = Variable(
+    "CUPYATTN_DEBUG", "0", "1: synchronise after every launch (read at the first one)."
+)
 KERNELS_DIR = Variable(
     "CUPYATTN_KERNELS_DIR", "", "Folder of the CUDA sources (default: the ones shipped)."
 )

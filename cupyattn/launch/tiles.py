@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .. import jit
-from ..dtypes import DType
+from ..dtypes import DType, bfloat16
 from ..problem import AttentionProblem
 
 DECODE, SMALL, LARGE = "decode", "small", "large"
@@ -19,7 +19,7 @@ DECODE_ROWS = 16
 _MASK_MAP_BYTES = 2 * 4096 // 8
 _PLACEHOLDER = 16
 _LOGIT_BYTES = 32
-_RANGE_BYTES = (6 + 3) * 4
+_RANGE_BYTES = (6 + 3 + 1) * 4
 _BAD_KEYS_BYTES = 8
 
 
@@ -52,44 +52,74 @@ def tile_config(problem: AttentionProblem, rows: str, max_shared_bytes: int) -> 
 
 
 def _choose_prefill(problem: AttentionProblem, rows: str, max_shared_bytes: int) -> TileConfig:
-    # 32 rows a warp halve the shared-memory traffic of K and V, but O takes 32 x dim_vo registers
-    # a warp, and fp8 fragments need registers of their own: then a warp takes 16.
-    wide = rows == LARGE and problem.head_dim_vo <= 128 and not problem.dtype_kv.is_fp8
-    mma_q = 2 if wide else 1
     # Every tile of query rows rotates the keys again, unless a pass of its own has done it; that
     # pass takes keys as the 16-bit rows that it leaves.
     rotates_keys = problem.pos_encoding == "ROPE_LLAMA" and not (
         rows == LARGE and problem.aligned and problem.dtype_kv.is_float16
     )
+    # 32 rows a warp halve the shared-memory traffic of K and V, but O takes 32 x dim_vo registers
+    # a warp, and fp8 fragments need registers of their own: then a warp takes 16.
+    wide = rows == LARGE and problem.head_dim_vo <= 128 and not problem.dtype_kv.is_fp8
+    mma_q = 2 if wide else 1
     q_in_registers = max(problem.head_dim_qk, problem.head_dim_vo) <= 64
-    # What a logit goes through takes registers from the keys of a tile.
-    is_transformed = problem.soft_cap or problem.scale_first or problem.pos_encoding == "ALIBI"
-    shapes = [(64, 16), (32, 16), (16, 16)]
-    if mma_q == 2 and (is_transformed or problem.custom_mask):
-        shapes[0] = (48, 48)
-    if mma_q == 2 and problem.soft_cap and problem.head_dim_qk > 128:
-        shapes.pop(0)
-    for tile_kv, keys_per_exp in shapes:
-        tiles = prefill_tiles(
-            problem, mma_q, 4, tile_kv, 2, q_in_registers, keys_per_exp, rotates_keys=rotates_keys
-        )
-        if tiles.shared_bytes <= max_shared_bytes:
-            return tiles
+    # Two blocks an SM with two buffers each, if they fit; past 128 columns one block of eight
+    # warps, which halves what comes from L2. A block takes 1 KB more than it asks for.
+    two_blocks = (max_shared_bytes + 1024) // 2 - 1024
+    can_double = not (problem.dtype_kv.is_fp8 and rotates_keys)
+    layouts = [(4, 2, 2, two_blocks), (4, 2, 1, two_blocks), (4, 2, 1, max_shared_bytes)]
+    if rows == LARGE and problem.head_dim_vo > 128:
+        layouts.insert(0, (8, 1, 2, max_shared_bytes))
+    for warps, blocks, buffers, budget in layouts:
+        if buffers == 2 and not can_double:
+            continue
+        shapes = _key_shapes(problem, buffers) if wide else [(64, 16), (32, 16), (16, 16)]
+        for tile_kv, keys_per_exp in shapes[:1] if budget == two_blocks else shapes:
+            tiles = prefill_tiles(
+                problem,
+                mma_q,
+                warps,
+                tile_kv,
+                blocks,
+                q_in_registers,
+                keys_per_exp,
+                buffers,
+                rotates_keys,
+            )
+            if tiles.shared_bytes <= budget:
+                return tiles
     raise AssertionError(f"no prefill tile fits {max_shared_bytes} bytes of shared memory")
+
+
+def _key_shapes(problem: AttentionProblem, buffers: int) -> list[tuple[int, int]]:
+    """(tile_kv, keys_per_exp) for warps of 32 rows, best first: the most keys without spills.
+
+    Found by compiling; tests/compile holds it to that. What a logit goes through, and a second
+    address for a single buffer, take registers from the keys.
+    """
+    is_transformed = problem.soft_cap or problem.scale_first or problem.pos_encoding == "ALIBI"
+    dim = max(problem.head_dim_qk, problem.head_dim_vo)
+    if dim > 128:
+        if is_transformed or problem.pos_encoding == "ROPE_LLAMA":
+            return [(32, 16), (16, 16)]
+        first = (48, 16) if problem.custom_mask else (64, 16)
+    elif is_transformed or (buffers == 1 and dim > 64):
+        first = (48, 48)
+    else:
+        first = (64, 16)
+    return [first, (32, 16), (16, 16)]
 
 
 def _choose_decode(problem: AttentionProblem, max_shared_bytes: int) -> TileConfig:
     row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
     q_in_registers = problem.head_dim_qk <= 192
-    # A stage of 8 to 16 KB a warp keeps enough bytes in flight; three stages of the larger kind
-    # fill an SM with one block, smaller ones let several blocks share it. Where shared memory is
-    # short, fewer warps make do.
+    # Three stages of 8 to 16 KB a warp keep enough bytes in flight and fill an SM with one block:
+    # fewer blocks, fewer partial states to merge. Where shared memory is short, fewer warps do.
     if row_bytes > 768:
         shapes = [(4, 16, 1)]
     elif row_bytes >= 512:
         shapes = [(4, 32, 1), (4, 16, 1)]
     else:
-        shapes = [(4, 32, 3), (4, 32, 2), (4, 32, 1)]
+        shapes = [(8, 32, 1), (4, 32, 1)]
     for warps, keys, blocks in (*shapes, (4, 16, 1), (2, 16, 1), (1, 16, 1)):
         # A block takes 1 KB more than it asks for.
         budget = (max_shared_bytes + 1024) // blocks - 1024
@@ -125,7 +155,9 @@ def _common(problem: AttentionProblem, rotates_keys: bool) -> dict[str, int | bo
         "kRotateKeys": rotates_keys,
         "kAlibi": problem.pos_encoding == "ALIBI",
         "kSoftCap": problem.soft_cap,
-        "kRowScales": problem.scale_first,
+        # Rows of bf16 that meet fp8 keys are scaled one by one (attention/fp8_query.cuh).
+        "kRowScales": problem.scale_first
+        or (problem.dtype_kv.is_fp8 and problem.dtype_q is bfloat16),
         "kCustomMask": problem.custom_mask,
         "kAligned": problem.aligned,
     }

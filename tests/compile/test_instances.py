@@ -1,9 +1,8 @@
-"""Compile gates: kernel instances build for every architecture, and none of them spills.
+"""Compile gates: kernel instances build for every architecture, and none touches local memory.
 
-`make test` builds every standard instance for sm_80 and sm_90a, the smallest and the largest shared
-memory that a tile is chosen for; the other architectures get the instances of one query dtype, with
-a cache of the same and of one fp8 dtype, which between them use every tile and every option. That
-takes under four minutes on two cores; the rest, some three, is marked slow.
+`make test` builds the instances of bfloat16 for every architecture, and those with an fp8 cache for
+one architecture of each size of shared memory; between them they use every tile and every option.
+That takes some four minutes on two cores; the other dtypes are marked slow.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from helpers import tiny_kernels
 
 from cupyattn import dtypes, jit
 from cupyattn.device import ARCHS
-from cupyattn.launch.instances import instances
+from cupyattn.jit import compiler
+from cupyattn.jit.source import Program
+from cupyattn.launch.instances import SHARED_BYTES, instances
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
 
-_WHOLE = ("sm_80", "sm_90a")
-_SAMPLED_Q = dtypes.bfloat16
-_SAMPLED_KV = (dtypes.bfloat16, dtypes.float8_e4m3fn)
+# Of each size of shared memory, and so of each set of tiles, one architecture.
+_BY_SHARED_BYTES = {SHARED_BYTES[arch]: arch for arch in ("sm_80", "sm_86", "sm_90a")}
 _MAX_REGISTERS = 255
 
 Instance = tuple[str, jit.Config]
@@ -43,8 +43,10 @@ def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
             if q is not None:
                 label += f" {q}-{kv} {config['kHeadDimQK']}-{config['kHeadDimVO']}"
             groups[label].append((name, config))
-            is_sampled = q is None or (q is _SAMPLED_Q and kv in _SAMPLED_KV)
-            slow[label] = not (arch in _WHOLE or is_sampled)
+            sampled_kv = [dtypes.bfloat16]
+            if arch in _BY_SHARED_BYTES.values():
+                sampled_kv.append(dtypes.float8_e4m3fn)
+            slow[label] = q is not None and not (q is dtypes.bfloat16 and kv in sampled_kv)
         found |= {label: (arch, group, slow[label]) for label, group in groups.items()}
     return found
 
@@ -58,11 +60,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
-def _faults(built: jit.Build) -> list[str]:
-    report = built.info.ptxas
+def _faults(report: compiler.PtxasReport) -> list[str]:
     faults = [f"warning: {line}" for line in report.warnings]
     if report.spills:
         faults.append(f"spills {report.spill_store_bytes} + {report.spill_load_bytes} bytes")
+    # An array with a run-time index lives in local memory, as slow as a spill, and is not one.
+    if report.stack_bytes:
+        faults.append(f"{report.stack_bytes} bytes of stack")
     if not 0 < report.registers <= _MAX_REGISTERS:
         faults.append(f"{report.registers} registers")
     return faults
@@ -75,7 +79,7 @@ def _build_all(arch: str, group: Sequence[Instance]) -> list[str]:
             warnings.simplefilter("ignore", RuntimeWarning)  # that it spills, said here below
             built = jit.build(name, config, arch)
         assert not built.info.cached, "two instances share a Config"
-        failures += [f"{name} {dict(config)}: {fault}" for fault in _faults(built)]
+        failures += [f"{name} {dict(config)}: {fault}" for fault in _faults(built.info.ptxas)]
     return failures
 
 
@@ -86,7 +90,7 @@ def _build_all(arch: str, group: Sequence[Instance]) -> list[str]:
         for label, (_, _, is_slow) in GROUPS.items()
     ],
 )
-def test_instances_compile_without_spills(
+def test_instances_stay_out_of_local_memory(
     label: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(cache))
@@ -96,27 +100,45 @@ def test_instances_compile_without_spills(
     assert not failures, "\n".join(failures)
 
 
-def test_the_default_run_has_every_option_and_tile_of_every_arch() -> None:
-    """What is slow varies dtypes only."""
+def _kinds(arch: str, *, fast: bool) -> set[object]:
+    """The instances of a run, dtypes aside."""
+    return {
+        (name, tuple((k, x) for k, x in config.items() if not k.startswith("DType")))
+        for other, group, is_slow in GROUPS.values()
+        for name, config in group
+        if other == arch and not (fast and is_slow)
+    }
+
+
+def test_the_default_run_has_every_option_and_tile() -> None:
+    """What is slow varies dtypes, or the architecture under the same tiles."""
     for arch in ARCHS:
+        assert _kinds(arch, fast=False) == _kinds(_BY_SHARED_BYTES[SHARED_BYTES[arch]], fast=True)
 
-        def kinds(fast: bool, arch: str = arch) -> set[object]:
-            return {
-                (name, tuple((k, x) for k, x in config.items() if not k.startswith("DType")))
-                for other, group, is_slow in GROUPS.values()
-                for name, config in group
-                if other == arch and not (fast and is_slow)
-            }
 
-        assert kinds(fast=True) == kinds(fast=False)
+class _Bare(Program):
+    """An entry file as it stands, with its own default Config."""
+
+    @property
+    def text(self) -> str:
+        return self.entry_path.read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in instances("standard", "sm_90a")}))
+def test_entry_files_are_whole_programs(name: str) -> None:
+    bare = _Bare.read(name, jit.Config({}))
+    report = compiler.parse_log(compiler.compile_cubin(bare, "sm_90a").log, bare.symbol)
+    assert _faults(report) == []
 
 
 def test_the_gate_sees_spills_and_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_kernels.sandbox(tmp_path, monkeypatch)
-    assert _faults(tiny_kernels.build()) == []
+    plain = tiny_kernels.build().info.ptxas
+    assert _faults(plain) == []
     with pytest.warns(RuntimeWarning, match="spills"):
-        spilling = jit.build("spilling", {}, "sm_80")
-    assert [fault.split()[0] for fault in _faults(spilling)] == ["spills"]
-    report = replace(tiny_kernels.build().info.ptxas, warnings=("(C7508)",), registers=256)
-    built = replace(spilling, info=replace(spilling.info, ptxas=report))
-    assert _faults(built) == ["warning: (C7508)", "256 registers"]
+        spilling = jit.build("spilling", {}, "sm_80").info.ptxas
+    assert _faults(spilling)[0].startswith("spills ")
+    indexing = jit.build("indexing", {}, "sm_80").info.ptxas
+    assert _faults(indexing) == ["256 bytes of stack"]
+    costly = replace(plain, warnings=("(C7508)",), registers=256)
+    assert _faults(costly) == ["warning: (C7508)", "256 registers"]

@@ -307,12 +307,13 @@ def spread(x: np.ndarray, axis: int) -> Any:
     step = step // 16 * 16
     size = step * (x.shape[axis] - 1) + x.shape[other] * x.shape[2]
     assert size > 1 << 31
-    memory = cupy.empty(size, x.dtype)
+    # As plain integers, and only then x's dtype: CuPy need not make arrays of fp8 itself.
+    memory = cupy.empty(size, f"int{8 * x.itemsize}")
     strides = [x.shape[2] * x.itemsize, x.shape[2] * x.itemsize, x.itemsize]
     strides[axis] = step * x.itemsize
     view = cupy.lib.stride_tricks.as_strided(memory, x.shape, strides)
-    raw(view)[...] = raw(upload(x, cupy))
-    return view
+    view[...] = raw(upload(x, cupy))
+    return view.view(x.dtype)
 
 
 def test_more_row_tiles_than_a_grid_is_high() -> None:

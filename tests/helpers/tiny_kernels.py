@@ -56,6 +56,15 @@ extern "C" __global__ void __launch_bounds__(1024) cupyattn_spilling(volatile fl
   for (int i = 0; i < 256; ++i) x[i] = held[255 - i] * held[i];
 }
 """,
+    # No register can be named by a number that only the run knows.
+    "entry/indexing.cu": """\
+extern "C" __global__ void cupyattn_indexing(volatile float* x, const int* index) {
+  float held[64];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) held[i] = x[i];
+  for (int i = 0; i < 64; ++i) x[i] = held[index[i]];
+}
+""",
 }
 
 

@@ -3,6 +3,7 @@
 // but a warp barrier stands between a load and its use; the warps' states merge at the end.
 #pragma once
 
+#include "cupyattn/attention/fp8_query.cuh"
 #include "cupyattn/attention/hidden_values.cuh"
 #include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/rope.cuh"
@@ -33,7 +34,8 @@ struct DecodeSm80 {
   static constexpr bool kFp8 = is_fp8<DTypeKV>::value;
   static constexpr bool kWidenKeys = kFp8 && Config::kRotateKeys;
   static constexpr int kStepsQK = ceil_div(kHeadDimQK, 16);
-  // fp8 converts to f16 in one instruction, and probabilities fit it whatever the type of q.
+  // The types of the two products: fp8 converts to f16 in one instruction, whatever the type of q.
+  using DTypeS = typename conditional<kFp8 && !kWidenKeys, half_t, DTypeQ>::type;
   using DTypeP = typename conditional<kFp8, half_t, DTypeQ>::type;
   static constexpr int kColumnGroups = ceil_div(kHeadDimVO, 16);
 
@@ -113,6 +115,11 @@ struct DecodeSm80 {
       const int offset = params.kv_len - params.qo_len;
       rotate_tile<QTile, kHeadDimQK, kThreads>(
           shared.q, shared.rope, thread, [&](int row) { return shared.rows[row].token + offset; });
+      ptx::block_sync();
+    }
+    if constexpr (!is_same<DTypeS, DTypeQ>::value) {
+      static_assert(Config::kRowScales, "a row of Q has a scale of its own");
+      scale_rows_to_half<QTile, Config::kWarps>(shared.q, shared.rows, warp, lane);
       ptx::block_sync();
     }
     if constexpr (kFp8 && !kWidenKeys) {
@@ -202,7 +209,7 @@ struct DecodeSm80 {
 
       const uint32_t k = k_lane_address<KTile>(prepare_k(ring[stage], first_key), lane);
       float s[1][kKeys / 8][4];
-      multiply_qk<DTypeQ, KTile, kStepsQK, 1, kKeys>(s, load_q_operand, k, 0);
+      multiply_qk<DTypeS, KTile, kStepsQK, 1, kKeys>(s, load_q_operand, k, 0);
       const bool is_masked = Config::kCustomMask || range.cuts(first_key, kKeys);
       const auto form = LogitsVariant::apply(s, shared.rows, shared.logits, params, first_key,
                                              lane, is_masked);
@@ -212,7 +219,8 @@ struct DecodeSm80 {
       }
       softmax.raise_max(s, o, form, scale, slack);
       if (is_masked &&
-          ptx::warp_any(clean_values<VTile, kWarpSize>(ring[stage].v, shared.bad_keys[warp], lane))) {
+          ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
+        clean_values<VTile, kWarpSize>(ring[stage].v, shared.bad_keys[warp], lane);
         ptx::warp_sync();
         const DTypeKV* values = static_cast<const DTypeKV*>(params.v) +
                                 work.kv_head * params.v_stride_h + first_key * params.v_stride_n;

@@ -63,10 +63,30 @@ struct BadKeys {
   uint32_t word[2];
 };
 
-// Replaces what is not finite in a tile of V by zeros and marks its keys; true if this thread did.
+// Whether this thread's share of a tile of V is all finite: cheap, since it nearly always is.
 template <typename VTile, int kThreads>
-__device__ __forceinline__ bool clean_values(unsigned char* tile, BadKeys& bad, int thread) {
-  bool found = false;
+__device__ __forceinline__ bool are_values_finite(const unsigned char* tile, int thread) {
+  using T = typename VTile::T;
+  uint32_t seen = 0;
+  for (int index = thread; index < VTile::kRows * VTile::kChunks; index += kThreads) {
+    const Vector16 values = *reinterpret_cast<const Vector16*>(
+        tile + index / VTile::kChunks * VTile::kRowBytes + index % VTile::kChunks * 16);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if constexpr (is_fp8<T>::value) {
+        seen |= not_finite<T>(values.word[w]);
+      } else {
+        // Zero times a value that is not finite is NaN, and a sum keeps it.
+        seen = ptx::multiply_add_pair<T>(values.word[w], 0u, seen);
+      }
+    }
+  }
+  return (seen & 0x7fff7fffu) == 0;
+}
+
+// Replaces what is not finite in a tile of V by zeros and marks its keys.
+template <typename VTile, int kThreads>
+__device__ __forceinline__ void clean_values(unsigned char* tile, BadKeys& bad, int thread) {
   for (int index = thread; index < VTile::kRows * VTile::kChunks; index += kThreads) {
     const int row = index / VTile::kChunks;
     Vector16* chunk = reinterpret_cast<Vector16*>(tile + row * VTile::kRowBytes +
@@ -76,13 +96,11 @@ __device__ __forceinline__ bool clean_values(unsigned char* tile, BadKeys& bad, 
 #pragma unroll
     for (int w = 0; w < 4; ++w) holes.word[w] = not_finite<typename VTile::T>(values.word[w]);
     if ((holes.word[0] | holes.word[1] | holes.word[2] | holes.word[3]) != 0) {
-      found = true;
       ptx::atomic_or_shared(&bad.word[row / 32], 1u << (row % 32));
 #pragma unroll
       for (int w = 0; w < 4; ++w) chunk->word[w] = values.word[w] & ~holes.word[w];
     }
   }
-  return found;
 }
 
 // O += P V for one bad key and the columns whose values are not finite, in rows that see the key.

@@ -3,6 +3,7 @@
 // S = Q K^T runs, K of the next while O += P V runs. With two, both load a whole tile ahead.
 #pragma once
 
+#include "cupyattn/attention/fp8_query.cuh"
 #include "cupyattn/attention/hidden_values.cuh"
 #include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/rope.cuh"
@@ -32,7 +33,8 @@ struct PrefillSm80 {
   // Keys of fp8 that must be rotated are widened first; others stay fp8 up to the fragment.
   static constexpr bool kWidenKeys = kFp8 && Config::kRotateKeys;
   static constexpr int kStepsQK = ceil_div(kHeadDimQK, 16);
-  // fp8 converts to f16 in one instruction, and probabilities fit it whatever the type of q.
+  // The types of the two products: fp8 converts to f16 in one instruction, whatever the type of q.
+  using DTypeS = typename conditional<kFp8 && !kWidenKeys, half_t, DTypeQ>::type;
   using DTypeP = typename conditional<kFp8, half_t, DTypeQ>::type;
   static constexpr int kColumnGroups = ceil_div(kHeadDimVO, 16);
   static constexpr int kTilesS = kTileKV / 8;
@@ -56,6 +58,7 @@ struct PrefillSm80 {
     // The loop over keys needs its registers for more than what it reads once a tile.
     KeyRange range;
     TileSpan tiles;
+    int end_key;
     BadKeys bad_keys;
     alignas(16) unsigned char q[QTile::kBytes];
     alignas(16) unsigned char k_source[kBuffers][KSourceTile::kBytes];
@@ -123,6 +126,11 @@ struct PrefillSm80 {
           shared.q, shared.rope, thread, [&](int row) { return shared.rows[row].token + offset; });
       ptx::block_sync();
     }
+    if constexpr (!is_same<DTypeS, DTypeQ>::value) {
+      static_assert(Config::kRowScales, "a row of Q has a scale of its own");
+      scale_rows_to_half<QTile, Config::kWarps>(shared.q, shared.rows, warp, lane);
+      ptx::block_sync();
+    }
     if constexpr (kFp8 && !kWidenKeys) {
       permute_for_fp8_keys<QTile, kThreads>(shared.q, thread);
       ptx::block_sync();
@@ -144,25 +152,33 @@ struct PrefillSm80 {
     }
   }
 
-  __device__ __forceinline__ int next_tile(int tile, const TileSpan& tiles) const {
-    if constexpr (Config::kCustomMask) return shared.mask_map.next(tile, tiles);
-    return tile;
+  // The first key of the first tile worth visiting from the one that starts at `key` on.
+  __device__ __forceinline__ int next_key(int key) const {
+    if constexpr (Config::kCustomMask) {
+      const TileSpan& tiles = shared.tiles;
+      return tiles.origin +
+             kTileKV * shared.mask_map.next((key - tiles.origin) / kTileKV, tiles);
+    }
+    return key;
   }
 
-  __device__ __forceinline__ bool is_partial(int tile) const {
-    if constexpr (Config::kCustomMask) return shared.mask_map.is_partial(tile, shared.tiles);
+  __device__ __forceinline__ bool is_partial(int first_key) const {
+    if constexpr (Config::kCustomMask) {
+      const TileSpan& tiles = shared.tiles;
+      return shared.mask_map.is_partial((first_key - tiles.origin) / kTileKV, tiles);
+    }
     return false;
   }
 
   // Whether some key of a tile is hidden from some row.
-  __device__ __forceinline__ bool hides_keys(int tile, int first_key) const {
-    return is_partial(tile) || shared.range.cuts(first_key, kTileKV);
+  __device__ __forceinline__ bool hides_keys(int first_key) const {
+    return is_partial(first_key) || shared.range.cuts(first_key, kTileKV);
   }
 
   template <typename Form>
-  __device__ __forceinline__ void hide_keys(float (&s)[kMmaQ][kTilesS][4], int tile,
+  __device__ __forceinline__ void hide_keys(float (&s)[kMmaQ][kTilesS][4],
                                             int first_key) const {
-    apply_mask<Config::kCustomMask, Form>(s, params, shared.range, is_partial(tile),
+    apply_mask<Config::kCustomMask, Form>(s, params, shared.range, is_partial(first_key),
                                           shared.rows + warp_row(), first_key, lane);
   }
 
@@ -172,8 +188,9 @@ struct PrefillSm80 {
   __device__ __forceinline__ void clean_hidden_values(const float (&s)[kMmaQ][kTilesS][4],
                                                       const Form& form, float scale, int first_key,
                                                       int buffer) {
-    const bool found = clean_values<VTile, kThreads>(shared.v[buffer], shared.bad_keys, thread);
-    if (!ptx::block_any(found)) return;
+    if (!ptx::block_any(!are_values_finite<VTile, kThreads>(shared.v[buffer], thread))) return;
+    clean_values<VTile, kThreads>(shared.v[buffer], shared.bad_keys, thread);
+    ptx::block_sync();
     const DTypeKV* values =
         static_cast<const DTypeKV*>(params.v) + choose_work().kv_head * params.v_stride_h;
     for (int key = 0; key < kTileKV; ++key) {
@@ -190,20 +207,19 @@ struct PrefillSm80 {
   struct KeyLoop {
     KCopier k_copier;
     VCopier v_copier;
-    int tile, first_key, buffer;
+    int first_key, buffer;
     uint32_t q, k, v;  // lane addresses
     uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][kMmaQ][4];
   };
 
-  // Starts the copies of the tile after this one; returns its number.
+  // Starts the copies of the tile after this one; returns its first key.
   __device__ __forceinline__ int advance(KeyLoop& loop) const {
-    const int next = next_tile(loop.tile + 1, shared.tiles);
+    const int key = next_key(loop.first_key + kTileKV);
     if constexpr (Config::kCustomMask) {
-      loop.k_copier.skip((next - loop.tile - 1) * kTileKV);
-      loop.v_copier.skip((next - loop.tile - 1) * kTileKV);
+      loop.k_copier.skip(key - loop.first_key - kTileKV);
+      loop.v_copier.skip(key - loop.first_key - kTileKV);
     }
-    const int key = loop.first_key + (next - loop.tile) * kTileKV;
-    if (next < shared.tiles.end) {
+    if (key < shared.end_key) {
       const int other = kBuffers == 2 ? loop.buffer ^ 1 : 0;
       loop.k_copier.copy(key, shared.range.end, other * KSourceTile::kBytes);
       if constexpr (kBuffers == 2) {
@@ -211,7 +227,7 @@ struct PrefillSm80 {
       }
     }
     ptx::cp_async_commit();
-    return next;
+    return key;
   }
 
   // One tile of keys. Tiles that hide keys from some rows have a copy of this to themselves: what
@@ -221,7 +237,7 @@ struct PrefillSm80 {
     const int first_key = loop.first_key;
     const float scale = LogitsVariant::softmax_scale(params);
     // K has landed (with two buffers V too); everybody is done with the last tile.
-    int next = loop.tile;
+    int next = first_key;
     ptx::cp_async_wait_group<0>();
     ptx::block_sync();
     if constexpr (kBuffers == 2) {
@@ -242,11 +258,11 @@ struct PrefillSm80 {
         load_q_fragment<QTile>(a, loop.q, 16 * m, step);
       }
     };
-    multiply_qk<DTypeQ, KTile, kStepsQK, kMmaQ, kTileKV>(
+    multiply_qk<DTypeS, KTile, kStepsQK, kMmaQ, kTileKV>(
         s, load_q, loop.k + loop.buffer * KTile::kBytes, 0);
     const auto form = LogitsVariant::apply(s, shared.rows + warp_row(), shared.logits, params,
                                            first_key, lane, kHides);
-    if constexpr (kHides) hide_keys<decltype(form)>(s, loop.tile, first_key);
+    if constexpr (kHides) hide_keys<decltype(form)>(s, first_key);
     softmax.raise_max(s, o, form, scale, LogitsVariant::softmax_slack(params));
 
     if constexpr (kBuffers == 1) {
@@ -271,8 +287,7 @@ struct PrefillSm80 {
             o, p[i], loop.v + loop.buffer * VTile::kBytes, 16 * (first + i));
       }
     }
-    loop.first_key += (next - loop.tile) * kTileKV;
-    loop.tile = next;
+    loop.first_key = next;
     if constexpr (kBuffers == 2) loop.buffer ^= 1;
   }
 
@@ -282,13 +297,14 @@ struct PrefillSm80 {
         KeyRange::of<Config::kCustomMask>(params, work.first_row, work.num_rows);
     const TileSpan tiles =
         TileSpan::of<Config::kCustomMask>(range, kTileKV, work.split, params.num_splits);
+    const int end_key = tiles.origin + tiles.end * kTileKV;
     if (thread == 0) {
       shared.range = range;
       shared.tiles = tiles;
+      shared.end_key = end_key;
     }
     if constexpr (Config::kCustomMask) begin(work, range, tiles);
-    const int tile = next_tile(tiles.begin, tiles);
-    const int first_key = tiles.origin + tile * kTileKV;
+    const int first_key = next_key(tiles.origin + tiles.begin * kTileKV);
     const uint32_t k_tile =
         ptx::shared_address(kWidenKeys ? shared.k_wide : shared.k_source[0]);
     KeyLoop loop{
@@ -296,7 +312,6 @@ struct PrefillSm80 {
                 params.k_stride_n, first_key, ptx::shared_address(shared.k_source), thread),
         VCopier(static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h,
                 params.v_stride_n, first_key, ptx::shared_address(shared.v), thread),
-        tile,
         first_key,
         0,
         q_lane_address<QTile>(ptx::shared_address(shared.q), warp_row(), lane),
@@ -304,7 +319,7 @@ struct PrefillSm80 {
         v_lane_address<VTile>(ptx::shared_address(shared.v), lane),
         {}};
     // Without a mask map to wait for, keys travel while the rows are described.
-    if (tile < tiles.end) {
+    if (first_key < end_key) {
       loop.k_copier.copy(first_key, range.end, 0);
       if constexpr (kBuffers == 2) loop.v_copier.copy(first_key, range.end, 0);
     }
@@ -322,8 +337,8 @@ struct PrefillSm80 {
         }
       }
     }
-    while (loop.tile < shared.tiles.end) {
-      if (hides_keys(loop.tile, loop.first_key)) {
+    while (loop.first_key < shared.end_key) {
+      if (hides_keys(loop.first_key)) {
         visit<true>(loop);
       } else {
         visit<false>(loop);

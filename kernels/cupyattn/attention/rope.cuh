@@ -99,17 +99,4 @@ __device__ __forceinline__ void convert_tile(const unsigned char* source, unsign
   }
 }
 
-// Reorders the columns of Q so that fragments of fp8 keys meet the right dims (see fragments.cuh).
-template <typename Tile, int kThreads>
-__device__ __forceinline__ void permute_for_fp8_keys(unsigned char* tile, int thread) {
-  constexpr int kGroups = Tile::kColumns / 16;
-  for (int index = thread; index < Tile::kRows * kGroups; index += kThreads) {
-    Vector16* pair = reinterpret_cast<Vector16*>(tile + (index / kGroups) * Tile::kRowBytes +
-                                                 (index % kGroups) * 32);
-    const Vector16 a = pair[0], b = pair[1];
-    pair[0] = Vector16{{a.word[0], a.word[2], b.word[0], b.word[2]}};
-    pair[1] = Vector16{{a.word[1], a.word[3], b.word[1], b.word[3]}};
-  }
-}
-
 }  // namespace cupyattn

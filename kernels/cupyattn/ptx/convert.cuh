@@ -45,6 +45,25 @@ __device__ __forceinline__ void unpack_pair<bfloat16_t>(uint32_t pair, float& lo
   high = __uint_as_float(pair & 0xffff0000u);
 }
 
+// a * b + c on pairs.
+template <typename T>
+__device__ __forceinline__ uint32_t multiply_add_pair(uint32_t a, uint32_t b, uint32_t c);
+
+template <>
+__device__ __forceinline__ uint32_t multiply_add_pair<half_t>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+template <>
+__device__ __forceinline__ uint32_t multiply_add_pair<bfloat16_t>(uint32_t a, uint32_t b,
+                                                                  uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
