@@ -43,7 +43,7 @@ def _jax():
 
 
 def _need_cupy_arrays_of(row: DType) -> None:
-    """Skip where this CuPy, with this NumPy, makes no array of the dtype (fp8, here and there)."""
+    """Skip where CuPy makes no array of the dtype: an fp8 one."""
     try:
         cupy.empty(1, row.numpy)
     except ValueError as error:

@@ -307,7 +307,7 @@ def spread(x: np.ndarray, axis: int) -> Any:
     step = step // 16 * 16
     size = step * (x.shape[axis] - 1) + x.shape[other] * x.shape[2]
     assert size > 1 << 31
-    # As plain integers, and only then x's dtype: CuPy need not make arrays of fp8 itself.
+    # As plain integers: CuPy refuses to make arrays of fp8, though it views memory as such.
     memory = cupy.empty(size, f"int{8 * x.itemsize}")
     strides = [x.shape[2] * x.itemsize, x.shape[2] * x.itemsize, x.itemsize]
     strides[axis] = step * x.itemsize

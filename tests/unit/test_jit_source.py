@@ -155,7 +155,9 @@ def test_include_in_a_line_comment_is_not_one(root: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nothing", "../entry/tiny", "Tiny", "", "tiny\n"])
 def test_unknown_kernel_lists_the_known(root: Path, name: str) -> None:
-    with pytest.raises(CompileError, match="the kernels there are broken, spilling, tiny"):
+    with pytest.raises(
+        CompileError, match="the kernels there are broken, indexing, spilling, tiny"
+    ):
         Program.read(name, jit.Config({}))
 
 

@@ -347,10 +347,17 @@ struct PrefillSm80 {
     finish(choose_work());
   }
 
+  // Fragments hold 4 bytes of a row; through shared memory a lane stores 16. The rows of Q are this
+  // warp's own, and nobody reads them any more.
+  static constexpr bool kStagesOutput = Config::kAligned && sizeof(DTypeO) == 2 &&
+                                        round_up(kHeadDimVO, 16) <= QTile::kColumns;
+
   // Normalises and writes this warp's rows, or, where the keys are split, its partial states.
   __device__ __forceinline__ void finish(const TileWork& work) {
     const bool is_split = params.num_splits > 1;
     const float output_scale = output_scale_of(params, work.kv_head);
+    // The warp's rows of Q are about to be overwritten.
+    if constexpr (kStagesOutput) ptx::warp_sync();
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
@@ -389,11 +396,6 @@ struct PrefillSm80 {
     }
     if (kStagesOutput && !is_split) store_staged(work);
   }
-
-  // Fragments hold 4 bytes of a row; through shared memory a lane stores 16. The rows of Q are this
-  // warp's own, and nobody reads them any more.
-  static constexpr bool kStagesOutput = Config::kAligned && sizeof(DTypeO) == 2 &&
-                                        round_up(kHeadDimVO, 16) <= QTile::kColumns;
 
   __device__ __forceinline__ void store_staged(const TileWork& work) {
     ptx::warp_sync();
