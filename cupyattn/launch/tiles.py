@@ -62,17 +62,17 @@ def _choose_prefill(problem: AttentionProblem, rows: str, max_shared_bytes: int)
     wide = rows == LARGE and problem.head_dim_vo <= 128 and not problem.dtype_kv.is_fp8
     mma_q = 2 if wide else 1
     q_in_registers = max(problem.head_dim_qk, problem.head_dim_vo) <= 64
-    # Two blocks an SM with two buffers each, if they fit; past 128 columns one block of eight
-    # warps, which halves what comes from L2. A block takes 1 KB more than it asks for.
+    # Two blocks an SM, if they fit; past 128 columns one block of eight warps, which halves what
+    # comes from L2. A block takes 1 KB more than it asks for. Warps of 16 rows gain from loading a
+    # whole tile ahead; warps of 32 want the registers and the power that a second buffer costs.
     two_blocks = (max_shared_bytes + 1024) // 2 - 1024
-    can_double = not (problem.dtype_kv.is_fp8 and rotates_keys)
-    layouts = [(4, 2, 2, two_blocks), (4, 2, 1, two_blocks), (4, 2, 1, max_shared_bytes)]
-    if rows == LARGE and problem.head_dim_vo > 128:
-        layouts.insert(0, (8, 1, 2, max_shared_bytes))
+    layouts = [(4, 2, 1, two_blocks), (4, 2, 1, max_shared_bytes)]
+    if not (wide or (problem.dtype_kv.is_fp8 and rotates_keys)):
+        layouts.insert(0, (4, 2, 2, two_blocks))
+        if rows == LARGE and problem.head_dim_vo > 128:
+            layouts.insert(0, (8, 1, 2, max_shared_bytes))
+    shapes = _key_shapes(problem) if wide else [(64, 16), (32, 16), (16, 16)]
     for warps, blocks, buffers, budget in layouts:
-        if buffers == 2 and not can_double:
-            continue
-        shapes = _key_shapes(problem, buffers) if wide else [(64, 16), (32, 16), (16, 16)]
         for tile_kv, keys_per_exp in shapes[:1] if budget == two_blocks else shapes:
             tiles = prefill_tiles(
                 problem,
@@ -90,22 +90,21 @@ def _choose_prefill(problem: AttentionProblem, rows: str, max_shared_bytes: int)
     raise AssertionError(f"no prefill tile fits {max_shared_bytes} bytes of shared memory")
 
 
-def _key_shapes(problem: AttentionProblem, buffers: int) -> list[tuple[int, int]]:
-    """(tile_kv, keys_per_exp) for warps of 32 rows, best first: the most keys without spills.
+def _key_shapes(problem: AttentionProblem) -> list[tuple[int, int]]:
+    """(tile_kv, keys_per_exp) for warps of 32 rows, best first: measured, and without spills.
 
-    Found by compiling; tests/compile holds it to that. What a logit goes through, and a second
-    address for a single buffer, take registers from the keys.
+    What a logit goes through takes registers from the keys; tests/compile holds this to zero spills.
     """
     is_transformed = problem.soft_cap or problem.scale_first or problem.pos_encoding == "ALIBI"
     dim = max(problem.head_dim_qk, problem.head_dim_vo)
-    if dim > 128:
-        if is_transformed or problem.pos_encoding == "ROPE_LLAMA":
-            return [(32, 16), (16, 16)]
-        first = (48, 16) if problem.custom_mask else (64, 16)
-    elif is_transformed or (buffers == 1 and dim > 64):
-        first = (48, 48)
-    else:
+    if dim <= 64:
         first = (64, 16)
+    elif dim <= 128:
+        first = (48, 48) if is_transformed or problem.custom_mask else (48, 16)
+    elif is_transformed or problem.pos_encoding == "ROPE_LLAMA":
+        first = (32, 16)
+    else:
+        first = (48, 16) if problem.custom_mask else (64, 16)
     return [first, (32, 16), (16, 16)]
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # In the time of a key tile: what a block pays besides its tiles (filling the pipeline, writing),
-# and what each partial state costs the merge.
+# what a merge costs at all, and for each partial state.
 _BLOCK_OVERHEAD = 2.0
+_MERGE_OVERHEAD = 3.0
 _SPLIT_OVERHEAD = 1 / 16
 _MAX_WAVES = 4
 
@@ -77,7 +78,8 @@ def plan_single(
     best, best_cost = 1, tiles + _BLOCK_OVERHEAD
     for splits in _candidates(tiles, blocks, num_slots):
         waves = -(-blocks * splits // num_slots)
-        cost = waves * (-(-tiles // splits) + _BLOCK_OVERHEAD) + splits * _SPLIT_OVERHEAD
+        cost = waves * (-(-tiles // splits) + _BLOCK_OVERHEAD) + _MERGE_OVERHEAD
+        cost += splits * _SPLIT_OVERHEAD
         if cost < best_cost:
             best, best_cost = splits, cost
     return SinglePlan(num_q_tiles, best, blocks * best)
