@@ -9,9 +9,9 @@ struct Config {
   static constexpr int kHeadDimQK = 128;
   static constexpr int kHeadDimVO = 128;
   static constexpr int kWarps = 4;
-  static constexpr int kKeysPerWarp = 16;
+  static constexpr int kKeysPerWarp = 32;
   static constexpr int kStages = 3;
-  static constexpr int kMinBlocks = 2;
+  static constexpr int kMinBlocks = 1;
   static constexpr bool kQInRegisters = true;
   static constexpr bool kRope = false;
   static constexpr bool kRotateKeys = false;
@@ -20,7 +20,7 @@ struct Config {
   static constexpr bool kRowScales = false;
   static constexpr bool kCustomMask = false;
   static constexpr bool kAligned = true;
-  static constexpr int kSharedBytes = 108832;
+  static constexpr int kSharedBytes = 213728;
 };
 #endif
 

@@ -10,7 +10,7 @@ struct Config {
   static constexpr int kHeadDimVO = 128;
   static constexpr int kMmaQ = 2;
   static constexpr int kWarps = 4;
-  static constexpr int kTileKV = 64;
+  static constexpr int kTileKV = 48;
   static constexpr int kMinBlocks = 2;
   static constexpr bool kQInRegisters = false;
   static constexpr int kKeysPerExp = 16;
@@ -22,7 +22,7 @@ struct Config {
   static constexpr bool kRowScales = false;
   static constexpr bool kCustomMask = false;
   static constexpr bool kAligned = true;
-  static constexpr int kSharedBytes = 69664;
+  static constexpr int kSharedBytes = 64112;
 };
 #endif
 

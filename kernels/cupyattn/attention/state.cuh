@@ -1,6 +1,6 @@
 // The result of attention over some keys is a state (o, lse); states over disjoint keys merge
-// exactly. This header writes states: straight to the output, or, when the keys of a tile are split
-// over several blocks, as partial states that the last block to finish merges.
+// exactly. This header normalises states, writes them, and merges the partial states of tiles whose
+// keys are split over several blocks.
 #pragma once
 
 #include "cupyattn/attention/rows.cuh"

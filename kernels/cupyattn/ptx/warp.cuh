@@ -28,10 +28,6 @@ __device__ __forceinline__ int warp_uniform(int value) {
 
 __device__ __forceinline__ bool warp_any(bool predicate) { return __any_sync(kFullWarp, predicate); }
 
-__device__ __forceinline__ uint32_t warp_ballot(bool predicate) {
-  return __ballot_sync(kFullWarp, predicate);
-}
-
 __device__ __forceinline__ void warp_sync() { __syncwarp(); }
 
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
