@@ -1,5 +1,5 @@
-// Merges the partial states that prefill_sm80 leaves where it splits the keys of a tile: one warp for
-// each packed row.
+// Merges the partial states that prefill_sm80 leaves where it splits the keys of a tile: one warp
+// for each packed row.
 #include "cupyattn/attention/state.cuh"
 
 #ifndef CUPYATTN_CONFIG

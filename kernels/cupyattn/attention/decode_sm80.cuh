@@ -1,6 +1,6 @@
-// Decode attention on mma.sync: up to 16 packed query rows of one KV head against a long run of keys.
-// The keys of a block are dealt to its warps, each with a ring of stages of its own, so that nothing
-// but a warp barrier stands between a load and its use; the warps' states merge at the end.
+// Decode attention on mma.sync: up to 16 packed query rows of one KV head against a long run of
+// keys. The keys of a block are dealt to its warps, each with a ring of stages of its own, so that
+// nothing but a warp barrier stands between a load and its use; the warps' states merge at the end.
 #pragma once
 
 #include "cupyattn/attention/fp8_query.cuh"
@@ -41,13 +41,12 @@ struct DecodeSm80 {
 
   using QTile = SharedTile<DTypeQ, kTileQ, kHeadDimQK>;
   using KSourceTile = SharedTile<DTypeKV, kKeys, kHeadDimQK>;
-  using KTile = typename conditional<kWidenKeys, SharedTile<DTypeQ, kKeys, kHeadDimQK>,
-                                     KSourceTile>::type;
+  using KTile =
+      typename conditional<kWidenKeys, SharedTile<DTypeQ, kKeys, kHeadDimQK>, KSourceTile>::type;
   using VTile = SharedTile<DTypeKV, kKeys, kHeadDimVO>;
   using KCopier = RowCopier<KSourceTile, kHeadDimQK, Config::kAligned, kWarpSize>;
   using VCopier = RowCopier<VTile, kHeadDimVO, Config::kAligned, kWarpSize>;
-  using LogitsVariant =
-      typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
+  using LogitsVariant = typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
 
   struct Stage {
     alignas(16) unsigned char k[KSourceTile::kBytes];
@@ -95,8 +94,7 @@ struct DecodeSm80 {
     work.q_tile = blockIdx.y;
     work.split = blockIdx.z;
     work.first_row = work.q_tile * kTileQ;
-    work.num_rows =
-        min_of(kTileQ, params.qo_len * params.group_size - work.first_row);
+    work.num_rows = min_of(kTileQ, params.qo_len * params.group_size - work.first_row);
   }
 
   // Describes the rows, then starts the copy of Q.
@@ -145,8 +143,7 @@ struct DecodeSm80 {
   }
 
   __device__ __forceinline__ void run() {
-    const KeyRange range =
-        KeyRange::of<Config::kCustomMask>(params, work.first_row, work.num_rows);
+    const KeyRange range = KeyRange::of<Config::kCustomMask>(params, work.first_row, work.num_rows);
     const TileSpan tiles =
         TileSpan::of<Config::kCustomMask>(range, kTileKV, work.split, params.num_splits);
     Stage* ring = shared.ring[warp];
@@ -184,7 +181,7 @@ struct DecodeSm80 {
         load_q_fragment<QTile>(q_registers[step], q_lane, 0, step);
       }
     }
-    const auto load_q_operand = [&](uint32_t(&a)[4], int, int step) {
+    const auto load_q_operand = [&](uint32_t (&a)[4], int, int step) {
       if constexpr (Config::kQInRegisters) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = q_registers[step][i];
@@ -211,15 +208,14 @@ struct DecodeSm80 {
       float s[1][kKeys / 8][4];
       multiply_qk<DTypeS, KTile, kStepsQK, 1, kKeys>(s, load_q_operand, k, 0);
       const bool is_masked = Config::kCustomMask || range.cuts(first_key, kKeys);
-      const auto form = LogitsVariant::apply(s, shared.rows, shared.logits, params, first_key,
-                                             lane, is_masked);
+      const auto form =
+          LogitsVariant::apply(s, shared.rows, shared.logits, params, first_key, lane, is_masked);
       if (is_masked) {
         apply_mask<Config::kCustomMask, decltype(form)>(s, params, range, true, shared.rows,
                                                         first_key, lane);
       }
       softmax.raise_max(s, o, form, scale, slack);
-      if (is_masked &&
-          ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
+      if (is_masked && ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
         clean_values<VTile, kWarpSize>(ring[stage].v, shared.bad_keys[warp], lane);
         ptx::warp_sync();
         const DTypeKV* values = static_cast<const DTypeKV*>(params.v) +
@@ -233,8 +229,7 @@ struct DecodeSm80 {
         ptx::warp_sync();
         if (lane == 0) shared.bad_keys[warp] = BadKeys{};
       }
-      const uint32_t v_lane =
-          v_lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
+      const uint32_t v_lane = v_lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
 #pragma unroll
       for (int k = 0; k < kKeys / 16; ++k) {
         uint32_t p[1][4];
@@ -298,8 +293,8 @@ struct DecodeSm80 {
     const int head = shared.rows[row].head;
     const int token = shared.rows[row].token;
     if (is_split) {
-      const int64_t index = (static_cast<int64_t>(work.slot(params)) * params.num_splits +
-                             work.split) * kTileQ + row;
+      const int64_t index =
+          (static_cast<int64_t>(work.slot(params)) * params.num_splits + work.split) * kTileQ + row;
       const float factor = state.normaliser(old_max);
       float* out = params.partial_o + index * kHeadDimVO + column;
       *reinterpret_cast<float4*>(out) =

@@ -1,7 +1,7 @@
-// What Q becomes, once in shared memory, to meet keys of fp8. Those convert to f16 in one instruction
-// and to bf16 in several, so bf16 rows of Q turn to f16: each times the power of two that puts its
-// largest element at the top of f16's range, which leaves all that matters of a row exact. The
-// row's logit scale takes the power back.
+// What Q becomes, once in shared memory, to meet keys of fp8. Those convert to f16 in one
+// instruction and to bf16 in several, so bf16 rows of Q turn to f16: each times the power of two
+// that puts its largest element at the top of f16's range, which leaves all that matters of a row
+// exact. The row's logit scale takes the power back.
 #pragma once
 
 #include "cupyattn/attention/variants.cuh"
@@ -28,8 +28,7 @@ __device__ __forceinline__ void scale_rows_to_half(unsigned char* tile, RowInfo*
     }
     const int exponent = static_cast<int>(ptx::warp_max(largest) >> 7);
     // Rows of zeros, and rows with a NaN or infinity, stay as they are.
-    const int shift =
-        exponent == 0 || exponent == 255 ? 0 : min_of(kTopExponent - exponent, 126);
+    const int shift = exponent == 0 || exponent == 255 ? 0 : min_of(kTopExponent - exponent, 126);
     const float factor = __uint_as_float(static_cast<uint32_t>(127 + shift) << 23);
     for (int w = lane; w < kWords; w += kWarpSize) {
       float low, high;

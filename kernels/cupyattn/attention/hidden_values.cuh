@@ -1,7 +1,7 @@
-// A key that a row does not see must not touch it, whatever its value holds; but in the product P V a
-// hidden NaN or infinity is 0 * NaN. So where a tile hides some keys from some rows, values that are
-// not finite are taken out of the tile in shared memory, and added by hand, from global memory, to
-// the rows that do see them. Finite values, the rule, cost one scan of such tiles.
+// A key that a row does not see must not touch it, whatever its value holds; but in the product P V
+// a hidden NaN or infinity is 0 * NaN. So where a tile hides some keys from some rows, values that
+// are not finite are taken out of the tile in shared memory, and added by hand, from global memory,
+// to the rows that do see them. Finite values, the rule, cost one scan of such tiles.
 #pragma once
 
 #include "cupyattn/common/types.cuh"
@@ -13,8 +13,8 @@
 
 namespace cupyattn {
 
-// Exponent bits of every element in a word; an element with all of them set is not finite. (e4m3 has
-// no infinity, and one NaN: all seven bits.)
+// Exponent bits of every element in a word; an element with all of them set is not finite. (e4m3
+// has no infinity, and one NaN: all seven bits.)
 template <typename T>
 struct ExponentBits;
 template <>
@@ -89,8 +89,8 @@ template <typename VTile, int kThreads>
 __device__ __forceinline__ void clean_values(unsigned char* tile, BadKeys& bad, int thread) {
   for (int index = thread; index < VTile::kRows * VTile::kChunks; index += kThreads) {
     const int row = index / VTile::kChunks;
-    Vector16* chunk = reinterpret_cast<Vector16*>(tile + row * VTile::kRowBytes +
-                                                  index % VTile::kChunks * 16);
+    Vector16* chunk =
+        reinterpret_cast<Vector16*>(tile + row * VTile::kRowBytes + index % VTile::kChunks * 16);
     const Vector16 values = *chunk;
     Vector16 holes;
 #pragma unroll
@@ -133,7 +133,8 @@ __device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int t = lane & 3;
-      const int column = is_fp8<T>::value ? 8 * (n & ~1) + 4 * t + (n & 1) + 2 * e : 8 * n + 2 * t + e;
+      const int column =
+          is_fp8<T>::value ? 8 * (n & ~1) + 4 * t + (n & 1) + 2 * e : 8 * n + 2 * t + e;
       if (column >= kHeadDim) continue;
       const T element = value_row[column];
       if (not_finite<T>(element.bits) == 0) continue;

@@ -55,9 +55,9 @@ struct KeyRange {
   }
 };
 
-// The share of a block in the key tiles of its range: tiles [begin, end), split evenly. Tile t is keys
-// origin + t * keys_per_tile and on. The first tile starts where the range does, but for custom
-// masks, whose tiles are the same for all rows.
+// The share of a block in the key tiles of its range: tiles [begin, end), split evenly. Tile t is
+// keys origin + t * keys_per_tile and on. The first tile starts where the range does, but for
+// custom masks, whose tiles are the same for all rows.
 struct TileSpan {
   int origin, begin, end;
 
@@ -103,9 +103,9 @@ __device__ __forceinline__ uint64_t load_mask_bits(const AttentionParams& params
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
-// Sets the logits of hidden keys, which come in `Form`. The thread's accumulators are rows lane / 4 + 16 m (+ 8) of `rows`, keys
-// first_key + 8 n + 2 (lane % 4) (+ 1). `is_hidden_for(token)` gives a test of an offset from the
-// thread's first key, so that the inner loop compares with constants.
+// Sets the logits of hidden keys, which come in `Form`. The thread's accumulators are rows lane / 4
+// + 16 m (+ 8) of `rows`, keys first_key + 8 n + 2 (lane % 4) (+ 1). `is_hidden_for(token)` gives a
+// test of an offset from the thread's first key, so that the inner loop compares with constants.
 template <typename Form, int kMmaQ, int kTilesS, typename HiddenFor>
 __device__ __forceinline__ void hide_logits(float (&s)[kMmaQ][kTilesS][4], const RowInfo* rows,
                                             int lane, HiddenFor&& is_hidden_for) {

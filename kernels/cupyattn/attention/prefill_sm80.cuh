@@ -1,6 +1,6 @@
 // Prefill and append attention on mma.sync: one block takes a tile of packed query rows of one KV
-// head and walks the key tiles it may see. With one buffer, K and V load in turn: V of this tile while
-// S = Q K^T runs, K of the next while O += P V runs. With two, both load a whole tile ahead.
+// head and walks the key tiles it may see. With one buffer, K and V load in turn: V of this tile
+// while S = Q K^T runs, K of the next while O += P V runs. With two, both load a whole tile ahead.
 #pragma once
 
 #include "cupyattn/attention/fp8_query.cuh"
@@ -43,13 +43,12 @@ struct PrefillSm80 {
 
   using QTile = SharedTile<DTypeQ, kTileQ, kHeadDimQK>;
   using KSourceTile = SharedTile<DTypeKV, kTileKV, kHeadDimQK>;
-  using KTile = typename conditional<kWidenKeys, SharedTile<DTypeQ, kTileKV, kHeadDimQK>,
-                                     KSourceTile>::type;
+  using KTile =
+      typename conditional<kWidenKeys, SharedTile<DTypeQ, kTileKV, kHeadDimQK>, KSourceTile>::type;
   using VTile = SharedTile<DTypeKV, kTileKV, kHeadDimVO>;
   using KCopier = RowCopier<KSourceTile, kHeadDimQK, Config::kAligned, kThreads>;
   using VCopier = RowCopier<VTile, kHeadDimVO, Config::kAligned, kThreads>;
-  using LogitsVariant =
-      typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
+  using LogitsVariant = typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
 
   struct SharedMemory {
     alignas(16) RowInfo rows[kTileQ];
@@ -156,8 +155,7 @@ struct PrefillSm80 {
   __device__ __forceinline__ int next_key(int key) const {
     if constexpr (Config::kCustomMask) {
       const TileSpan& tiles = shared.tiles;
-      return tiles.origin +
-             kTileKV * shared.mask_map.next((key - tiles.origin) / kTileKV, tiles);
+      return tiles.origin + kTileKV * shared.mask_map.next((key - tiles.origin) / kTileKV, tiles);
     }
     return key;
   }
@@ -176,8 +174,7 @@ struct PrefillSm80 {
   }
 
   template <typename Form>
-  __device__ __forceinline__ void hide_keys(float (&s)[kMmaQ][kTilesS][4],
-                                            int first_key) const {
+  __device__ __forceinline__ void hide_keys(float (&s)[kMmaQ][kTilesS][4], int first_key) const {
     apply_mask<Config::kCustomMask, Form>(s, params, shared.range, is_partial(first_key),
                                           shared.rows + warp_row(), first_key, lane);
   }
@@ -250,7 +247,7 @@ struct PrefillSm80 {
 
     // S = Q K^T, as logits under the running maximum.
     float s[kMmaQ][kTilesS][4];
-    const auto load_q = [&](uint32_t(&a)[4], int m, int step) {
+    const auto load_q = [&](uint32_t (&a)[4], int m, int step) {
       if constexpr (Config::kQInRegisters) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = loop.q_registers[step][m][i];
@@ -258,8 +255,8 @@ struct PrefillSm80 {
         load_q_fragment<QTile>(a, loop.q, 16 * m, step);
       }
     };
-    multiply_qk<DTypeS, KTile, kStepsQK, kMmaQ, kTileKV>(
-        s, load_q, loop.k + loop.buffer * KTile::kBytes, 0);
+    multiply_qk<DTypeS, KTile, kStepsQK, kMmaQ, kTileKV>(s, load_q,
+                                                         loop.k + loop.buffer * KTile::kBytes, 0);
     const auto form = LogitsVariant::apply(s, shared.rows + warp_row(), shared.logits, params,
                                            first_key, lane, kHides);
     if constexpr (kHides) hide_keys<decltype(form)>(s, first_key);
@@ -293,8 +290,7 @@ struct PrefillSm80 {
 
   __device__ __forceinline__ void run() {
     const TileWork work = choose_work();
-    const KeyRange range =
-        KeyRange::of<Config::kCustomMask>(params, work.first_row, work.num_rows);
+    const KeyRange range = KeyRange::of<Config::kCustomMask>(params, work.first_row, work.num_rows);
     const TileSpan tiles =
         TileSpan::of<Config::kCustomMask>(range, kTileKV, work.split, params.num_splits);
     const int end_key = tiles.origin + tiles.end * kTileKV;
@@ -305,8 +301,7 @@ struct PrefillSm80 {
     }
     if constexpr (Config::kCustomMask) begin(work, range, tiles);
     const int first_key = next_key(tiles.origin + tiles.begin * kTileKV);
-    const uint32_t k_tile =
-        ptx::shared_address(kWidenKeys ? shared.k_wide : shared.k_source[0]);
+    const uint32_t k_tile = ptx::shared_address(kWidenKeys ? shared.k_wide : shared.k_source[0]);
     KeyLoop loop{
         KCopier(static_cast<const DTypeKV*>(params.k) + work.kv_head * params.k_stride_h,
                 params.k_stride_n, first_key, ptx::shared_address(shared.k_source), thread),
@@ -349,8 +344,8 @@ struct PrefillSm80 {
 
   // Fragments hold 4 bytes of a row; through shared memory a lane stores 16. The rows of Q are this
   // warp's own, and nobody reads them any more.
-  static constexpr bool kStagesOutput = Config::kAligned && sizeof(DTypeO) == 2 &&
-                                        round_up(kHeadDimVO, 16) <= QTile::kColumns;
+  static constexpr bool kStagesOutput =
+      Config::kAligned && sizeof(DTypeO) == 2 && round_up(kHeadDimVO, 16) <= QTile::kColumns;
 
   // Normalises and writes this warp's rows, or, where the keys are split, its partial states.
   __device__ __forceinline__ void finish(const TileWork& work) {
@@ -385,8 +380,8 @@ struct PrefillSm80 {
           DTypeO* staged = reinterpret_cast<DTypeO*>(shared.q + row * QTile::kRowBytes);
           store_output_row<DTypeO, kHeadDimVO, kFp8, true>(staged, o[m], h, factor, lane);
         } else if (exists) {
-          DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
-                        head * params.o_stride_h;
+          DTypeO* out =
+              static_cast<DTypeO*>(params.o) + token * params.o_stride_n + head * params.o_stride_h;
           store_output_row<DTypeO, kHeadDimVO, kFp8, Config::kAligned>(out, o[m], h, factor, lane);
         }
         if (exists && params.lse != nullptr && (lane & 3) == 0) {

@@ -1,6 +1,6 @@
-// Rotary position embedding (arXiv 2104.09864), half-split pairs (i, i + D / 2), applied to tiles in
-// shared memory. Angles are kept in turns as 32-bit fractions: position * step wraps exactly at a
-// full turn, so there is no range reduction and no loss at long contexts.
+// Rotary position embedding (arXiv 2104.09864), half-split pairs (i, i + D / 2), applied to tiles
+// in shared memory. Angles are kept in turns as 32-bit fractions: position * step wraps exactly at
+// a full turn, so there is no range reduction and no loss at long contexts.
 #pragma once
 
 #include "cupyattn/common/types.cuh"
@@ -50,10 +50,10 @@ __device__ __forceinline__ void rotate_chunks(Vector16& low, Vector16& high,
     for (int e = 0; e < 2; ++e) {
       rotation(rope_step[2 * w + e], position, cosine[e], sine[e]);
     }
-    low.word[w] = ptx::pack_pair<T>(x[0] * cosine[0] - y[0] * sine[0],
-                                    x[1] * cosine[1] - y[1] * sine[1]);
-    high.word[w] = ptx::pack_pair<T>(y[0] * cosine[0] + x[0] * sine[0],
-                                     y[1] * cosine[1] + x[1] * sine[1]);
+    low.word[w] =
+        ptx::pack_pair<T>(x[0] * cosine[0] - y[0] * sine[0], x[1] * cosine[1] - y[1] * sine[1]);
+    high.word[w] =
+        ptx::pack_pair<T>(y[0] * cosine[0] + x[0] * sine[0], y[1] * cosine[1] + x[1] * sine[1]);
   }
 }
 

@@ -37,8 +37,7 @@ __device__ __forceinline__ void fill_rows(RowInfo* rows, int64_t* q_offset, int 
 // Copies the rows of Q, found q_offset elements into it; rows past the last become zeros.
 template <typename Tile, int kHeadDim, bool kAligned, int kThreads>
 __device__ __forceinline__ void copy_query_rows(uint32_t tile, const AttentionParams& params,
-                                                const int64_t* q_offset, int num_rows,
-                                                int thread) {
+                                                const int64_t* q_offset, int num_rows, int thread) {
   const typename Tile::T* q = static_cast<const typename Tile::T*>(params.q);
 #pragma unroll 4
   for (int index = thread; index < Tile::kRows * Tile::kChunks; index += kThreads) {

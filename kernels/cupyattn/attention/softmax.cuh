@@ -1,10 +1,10 @@
 // Online softmax of the rows one thread holds in accumulator fragments: two rows (lane / 4 and
 // lane / 4 + 8) for each m-tile of 16.
 //
-// The running maximum is lazy: it moves only when some logit exceeds it by more than kSlack (base 2),
-// so P may reach 2^kSlack and O is rarely rescaled. The result is the same up to rounding, because
-// numerator and denominator share whatever maximum was used (fp16's largest P, 256, is far from its
-// limit).
+// The running maximum is lazy: it moves only when some logit exceeds it by more than kSlack (base
+// 2), so P may reach 2^kSlack and O is rarely rescaled. The result is the same up to rounding,
+// because numerator and denominator share whatever maximum was used (fp16's largest P, 256, is far
+// from its limit).
 #pragma once
 
 #include "cupyattn/common/types.cuh"
@@ -84,7 +84,7 @@ struct OnlineSoftmax {
         const float shift = row_max[m][h] == -ptx::infinity() ? 0.0f : -row_max[m][h] * scale;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float(&pair)[4] = s[m][2 * k + half];
+          const float (&pair)[4] = s[m][2 * k + half];
           const float first = ptx::ex2_approx(form.exponent(pair[2 * h], shift));
           const float second = ptx::ex2_approx(form.exponent(pair[2 * h + 1], shift));
           row_sum[m][h] += first + second;

@@ -120,8 +120,7 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, int slo
   for (int mask = 16; mask > 0; mask /= 2) max = fmaxf(max, ptx::shuffle_xor(max, mask));
 
   RowState state{max, 0.0f};
-  for (int column = 4 * lane; column < round_up(kHeadDim, 4 * kWarpSize);
-       column += 4 * kWarpSize) {
+  for (int column = 4 * lane; column < round_up(kHeadDim, 4 * kWarpSize); column += 4 * kWarpSize) {
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float weights = 0.0f;
     for (int first = 0; first < params.num_splits; first += kBatch) {

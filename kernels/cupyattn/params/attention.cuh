@@ -27,7 +27,7 @@ struct AttentionParams {
   int64_t v_stride_n, v_stride_h;
   int64_t o_stride_n, o_stride_h;
   int64_t lse_stride_n, lse_stride_h;
-  int64_t mask_bytes;     // length of `mask`
+  int64_t mask_bytes;  // length of `mask`
   int32_t qo_len, kv_len;
   int32_t num_kv_heads, group_size;
   int32_t num_q_tiles, num_splits;

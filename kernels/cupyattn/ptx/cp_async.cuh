@@ -18,8 +18,8 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
 }
 
 __device__ __forceinline__ void store_shared_16(uint32_t destination, const Vector16& value) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(destination),
-               "r"(value.word[0]), "r"(value.word[1]), "r"(value.word[2]), "r"(value.word[3])
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(destination), "r"(value.word[0]),
+               "r"(value.word[1]), "r"(value.word[2]), "r"(value.word[3])
                : "memory");
 }
 

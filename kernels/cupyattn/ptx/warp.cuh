@@ -22,11 +22,11 @@ __device__ __forceinline__ uint32_t warp_max(uint32_t value) {
 
 // A value that all lanes agree on, said so that the compiler knows it and can keep it in a uniform
 // register.
-__device__ __forceinline__ int warp_uniform(int value) {
-  return __shfl_sync(kFullWarp, value, 0);
-}
+__device__ __forceinline__ int warp_uniform(int value) { return __shfl_sync(kFullWarp, value, 0); }
 
-__device__ __forceinline__ bool warp_any(bool predicate) { return __any_sync(kFullWarp, predicate); }
+__device__ __forceinline__ bool warp_any(bool predicate) {
+  return __any_sync(kFullWarp, predicate);
+}
 
 __device__ __forceinline__ void warp_sync() { __syncwarp(); }
 

@@ -98,8 +98,8 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
   }
 }
 
-// S[m][n] = Q K^T for kMmaQ x 16 query rows and kKeys keys. `load_q(a, m, step)` yields Q; `k` and, below,
-// `v` are lane addresses.
+// S[m][n] = Q K^T for kMmaQ x 16 query rows and kKeys keys. `load_q(a, m, step)` yields Q; `k` and,
+// below, `v` are lane addresses.
 template <typename T, typename KTile, int kSteps, int kMmaQ, int kKeys, typename LoadQ>
 __device__ __forceinline__ void multiply_qk(float (&s)[kMmaQ][kKeys / 8][4], LoadQ&& load_q,
                                             uint32_t k, int first_key) {

@@ -1,6 +1,6 @@
 // A tile of rows in shared memory. Rows are padded to an odd number of 16-byte chunks: eight
-// consecutive rows then start in eight different bank groups, so ldmatrix has no conflicts and every
-// address is a base plus a compile-time offset (a swizzle would need an XOR for each).
+// consecutive rows then start in eight different bank groups, so ldmatrix has no conflicts and
+// every address is a base plus a compile-time offset (a swizzle would need an XOR for each).
 #pragma once
 
 #include "cupyattn/common/math.cuh"
@@ -45,9 +45,9 @@ __device__ __forceinline__ void copy_chunk(uint32_t destination, int chunk,
   }
 }
 
-// One thread's part of copying tile after tile of rows of a strided matrix. With a thread count that
-// is a multiple of the chunks of a row, a thread keeps its chunk and walks down the rows: its pointer
-// ends where the next tile begins, so the walk costs one 64-bit addition a row.
+// One thread's part of copying tile after tile of rows of a strided matrix. With a thread count
+// that is a multiple of the chunks of a row, a thread keeps its chunk and walks down the rows: its
+// pointer ends where the next tile begins, so the walk costs one 64-bit addition a row.
 template <typename Tile, int kHeadDim, bool kAligned, int kThreads>
 struct RowCopier {
   using T = typename Tile::T;
@@ -64,7 +64,9 @@ struct RowCopier {
   // shared address of the tile.
   __device__ __forceinline__ RowCopier(const T* matrix, int64_t row_stride, int first_row,
                                        uint32_t tile, int thread)
-      : source(matrix + first_row * row_stride), row_stride(row_stride), destination(tile),
+      : source(matrix + first_row * row_stride),
+        row_stride(row_stride),
+        destination(tile),
         thread(thread) {
     if constexpr (kWalks) {
       const int row = thread / Tile::kChunks;
@@ -94,7 +96,7 @@ struct RowCopier {
       const int chunk = thread % Tile::kChunks;
       const int row = thread / Tile::kChunks;
       // Element-wise copies are long already.
-#pragma unroll (kAligned ? Tile::kRows : 1)
+#pragma unroll(kAligned ? Tile::kRows : 1)
       for (int step = 0; step < Tile::kRows; step += kStep) {
         copy_chunk<Tile, kHeadDim, kAligned>(destination + tile_offset + step * Tile::kRowBytes,
                                              chunk, source, exists(row + step));
