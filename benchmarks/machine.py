@@ -28,12 +28,25 @@ print((time.perf_counter() - t) * 1e3, *[m for m in ("cupy", "torch", "jax") if 
 """
 
 
+def _without_folders(arguments: list[str]) -> list[str]:
+    """The arguments but for the folder of results, which is nobody's business but this machine's."""
+    kept, skip = [], False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument == "--out":
+            skip = True
+        elif not argument.startswith("--out="):
+            kept.append(argument)
+    return kept
+
+
 def header(commit: str | None) -> dict[str, Any]:
     """Everything that names the machine and the software, each fact or the error that hid it."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or git_commit(),
-        "command": sys.argv,
+        "arguments": _without_folders(sys.argv[1:]),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": _guarded(_device),
