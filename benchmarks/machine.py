@@ -29,7 +29,7 @@ print((time.perf_counter() - t) * 1e3, *[m for m in ("cupy", "torch", "jax") if 
 
 
 def _without_folders(arguments: list[str]) -> list[str]:
-    """The arguments but for the folder of results, which is nobody's business but this machine's."""
+    """The arguments but for the folder of results, which concerns this machine alone."""
     kept, skip = [], False
     for argument in arguments:
         if skip:
