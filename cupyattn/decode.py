@@ -27,6 +27,7 @@ def single_decode_with_kv_cache(
     rope_theta: float | None = None,
     return_lse: bool = False,
     *,
+    enable_pdl: bool | None = None,
     sinks: Any = None,
     out: Any = None,
     lse: Any = None,
@@ -38,7 +39,8 @@ def single_decode_with_kv_cache(
             dtype of q, float8_e4m3fn or float8_e5m2. num_kv_heads divides num_qo_heads; head dims
             are multiples of 8 up to 256 and may differ between k and v.
     pos_encoding_mode  "NONE", "ROPE_LLAMA" (q at position kv_len - 1) or "ALIBI".
-    use_tensor_cores   accepted for compatibility; tensor cores are always used.
+    use_tensor_cores, enable_pdl  accepted for compatibility: tensor cores are always used, launches
+            are ordinary ones.
     q_scale, k_scale   multiply the logits; v_scale multiplies the output. Default 1.
     window_left        keys to the left of the last that are seen; -1: all.
     logits_soft_cap    c > 0: logits become c * tanh(logits / c). Default: off.

@@ -92,6 +92,7 @@ def single_prefill_with_kv_cache(
     v_scale: float | None = None,
     *,
     q_scale: float | None = None,
+    enable_pdl: bool | None = None,
     sinks: Any = None,
     out: Any = None,
     lse: Any = None,
@@ -113,8 +114,8 @@ def single_prefill_with_kv_cache(
     causal  row i sees keys up to i + kv_len - qo_len; rows that see none give 0.
     pos_encoding_mode   "NONE", "ROPE_LLAMA" (row i at position i + kv_len - qo_len) or "ALIBI"
             (bias slope * (key - i)).
-    use_fp16_qk_reduction, backend  accepted for compatibility; products accumulate in float32 and
-            the kernel is chosen by the device.
+    use_fp16_qk_reduction, backend, enable_pdl  accepted for compatibility: products accumulate in
+            float32, the kernel is chosen by the device, launches are ordinary ones.
     sm_scale            logit scale; default 1 / sqrt(head_dim_qk).
     window_left         row i sees keys from i + kv_len - qo_len - window_left on; -1: all.
     logits_soft_cap     c > 0: logits become c * tanh(logits / c). Default: off.

@@ -312,9 +312,16 @@ def test_todays_positional_order(arrays: SimpleNamespace) -> None:
 def test_arguments_kept_for_compatibility_change_nothing(arrays: SimpleNamespace) -> None:
     q, k, v = arrays.q, arrays.k, arrays.v
     plain = cupyattn.single_prefill_with_kv_cache(q, k, v)
-    kept = {"use_fp16_qk_reduction": True, "backend": "fa3", "kv_cache_sf": None}
+    kept = {
+        "use_fp16_qk_reduction": True,
+        "backend": "fa3",
+        "enable_pdl": True,
+        "kv_cache_sf": None,
+    }
     np.testing.assert_array_equal(cupyattn.single_prefill_with_kv_cache(q, k, v, **kept), plain)
-    token = cupyattn.single_decode_with_kv_cache(q[0], k, v, use_tensor_cores=True)
+    token = cupyattn.single_decode_with_kv_cache(
+        q[0], k, v, use_tensor_cores=True, enable_pdl=False
+    )
     np.testing.assert_array_equal(token, plain[0])
 
 
