@@ -84,7 +84,7 @@ def run(
     if batch.num_rows:
         scale_first = bool(arrays.keys() & {"scale_q", "scale_k"}) or sm_scale <= 0.0
         variant = Variant(_is_aligned(vq, keys, vout), scale_first)
-        strides = params.BATCH_STRIDES.pack(
+        strides = params.STRIDES.pack(
             *(vq.strides[0], vq.strides[1]),
             *keys.strides[:4],
             *(vout.strides[0], vout.strides[1]),

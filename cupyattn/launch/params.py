@@ -20,8 +20,6 @@ ATTENTION = struct.Struct(
     f"<4Q {OPTIONAL.size}s 3Q {STRIDES.size}s q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"
 )
 NO_OPTIONAL = bytes(OPTIONAL.size)
-# STRIDES, then those of a page of k and of v (0 for ragged keys); tokens are slots of a page.
-BATCH_STRIDES = struct.Struct("<12q")
 
 # kernels/cupyattn/params/rotate_keys.cuh, the table of RoPE steps included.
 ROTATE_KEYS = struct.Struct(f"<2Q 2q 2i {4 * MAX_ROPE_PAIRS}s")
