@@ -166,6 +166,8 @@ class AttentionLauncher:
             softmax_scale,
             _SLACK / softmax_scale if softmax_scale else 0.0,
             first_q_tile,
+            0,
+            0,
         )
         num_q_tiles = min(plan.num_q_tiles - first_q_tile, MAX_GRID_YZ)
         grid = (self.num_kv_heads, num_q_tiles, plan.num_splits)
@@ -216,6 +218,9 @@ class AttentionLauncher:
                 partial_o,
                 partial_lse,
                 counters,
+                0,
+                0,
+                0,
                 strides,
                 mask_bytes,
                 qo_len,

@@ -19,8 +19,10 @@ DECODE_ROWS = 16
 _MASK_MAP_BYTES = 2 * 4096 // 8
 _PLACEHOLDER = 16
 _LOGIT_BYTES = 32
+_WORK_BYTES = 56
 _RANGE_BYTES = (6 + 3 + 1) * 4
 _BAD_KEYS_BYTES = 8
+_NO_PAGES_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ def _common(problem: AttentionProblem, rotates_keys: bool) -> dict[str, int | bo
         or (problem.dtype_kv.is_fp8 and problem.dtype_q is bfloat16),
         "kCustomMask": problem.custom_mask,
         "kAligned": problem.aligned,
+        "kPaged": problem.paged,
     }
 
 
@@ -194,10 +197,11 @@ def prefill_tiles(
     itemsize = problem.dtype_kv.itemsize
     shared = _round_up(
         _row_bytes(problem, tile_q)
-        + _round_up(_RANGE_BYTES + _BAD_KEYS_BYTES, 16)
+        + _round_up(_WORK_BYTES + _RANGE_BYTES + _BAD_KEYS_BYTES, 16)
         + buffers * _tile_bytes(tile_kv, dim_qk, itemsize)
         + buffers * _tile_bytes(tile_kv, dim_vo, itemsize)
         + _widened_key_bytes(problem, tile_kv, rotates_keys)
+        + (2 * (2 * 8 + 4) * tile_kv if problem.paged else _NO_PAGES_BYTES)
         + (_MASK_MAP_BYTES if problem.custom_mask else 4),
         16,
     )
@@ -238,10 +242,11 @@ def decode_tiles(
     stage += _tile_bytes(keys_per_warp, dim_vo, itemsize)
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     wide = _widened_key_bytes(problem, keys_per_warp, is_rotated)
+    row_offsets = warps * keys_per_warp * 2 * 8 if problem.paged else _NO_PAGES_BYTES
     states = warps * DECODE_ROWS * (dim_vo + 8 + 2) * 4
     shared = _round_up(
         _row_bytes(problem, DECODE_ROWS)
-        + _round_up(warps * _BAD_KEYS_BYTES, 16)
+        + _round_up(warps * _BAD_KEYS_BYTES + row_offsets, 16)
         + (warps * wide if wide > _PLACEHOLDER else wide)
         + max(warps * stages * stage, states)
         + 4,

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from cupyattn import _readers, _repeat, _single, array, dtypes, jit
-from cupyattn.launch import attention, enqueue, merge_splits, rotate_keys, scratch
+from cupyattn.launch import attention, enqueue, merge_splits, params, rotate_keys, scratch
 from cupyattn.launch.tiles import TileConfig, tile_config
 
 STREAM, COUNTERS, SLOTS, MAX_SHARED = 77, 3 << 40, 264, 227 * 1024
@@ -74,7 +74,7 @@ class Gpu:
                 tuple(sizes[3:]),
                 shared_bytes,
                 stream,
-                ctypes.string_at(address, 760),
+                ctypes.string_at(address, params.ATTENTION.size),
                 self.current,
             )
         )
