@@ -14,7 +14,7 @@ from ..dtypes import DType, bfloat16
 from ..problem import AttentionProblem
 
 DECODE, SMALL, LARGE = "decode", "small", "large"
-DECODE_ROWS = 16
+DECODE_ROWS, SMALL_ROWS = 16, 64
 
 _MASK_MAP_BYTES = 2 * 4096 // 8
 _PLACEHOLDER = 16
@@ -42,23 +42,26 @@ def row_class(rows: int) -> str:
     """The kernel family for this many packed query rows (query tokens times group size)."""
     if rows <= DECODE_ROWS:
         return DECODE
-    return SMALL if rows <= 64 else LARGE
+    return SMALL if rows <= SMALL_ROWS else LARGE
 
 
 @lru_cache(maxsize=4096)
-def tile_config(problem: AttentionProblem, rows: str, max_shared_bytes: int) -> TileConfig:
+def tile_config(
+    problem: AttentionProblem, rows: str, max_shared_bytes: int, is_batch: bool = False
+) -> TileConfig:
     """The tile configuration for a problem, a row class and a device's shared memory per block."""
     if rows == DECODE:
         return _choose_decode(problem, max_shared_bytes)
-    return _choose_prefill(problem, rows, max_shared_bytes)
+    return _choose_prefill(problem, rows, max_shared_bytes, is_batch)
 
 
-def _choose_prefill(problem: AttentionProblem, rows: str, max_shared_bytes: int) -> TileConfig:
+def _choose_prefill(
+    problem: AttentionProblem, rows: str, max_shared_bytes: int, is_batch: bool
+) -> TileConfig:
     # Every tile of query rows rotates the keys again, unless a pass of its own has done it; that
-    # pass takes keys as the 16-bit rows that it leaves.
-    rotates_keys = problem.pos_encoding == "ROPE_LLAMA" and not (
-        rows == LARGE and problem.aligned and problem.dtype_kv.is_float16
-    )
+    # pass takes the keys of one request, as the 16-bit rows that it leaves.
+    is_rotated_ahead = rows == LARGE and problem.aligned and problem.dtype_kv.is_float16
+    rotates_keys = problem.pos_encoding == "ROPE_LLAMA" and (is_batch or not is_rotated_ahead)
     # 32 rows a warp halve the shared-memory traffic of K and V, but O takes 32 x dim_vo registers
     # a warp, and fp8 fragments need registers of their own: then a warp takes 16.
     wide = rows == LARGE and problem.head_dim_vo <= 128 and not problem.dtype_kv.is_fp8

@@ -18,10 +18,10 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32)
     cupyattn_merge_splits(const __grid_constant__ cupyattn::AttentionParams params) {
   using namespace cupyattn;
   const int lane = threadIdx.x % kWarpSize;
-  const int kv_head = blockIdx.x;
+  const int kv_head = blockIdx.y;
   constexpr int kTileQ = Config::kTileQ;
   // A block's rows are of one tile: kTileQ is a multiple of kWarps.
-  const int packed_row = blockIdx.y * Config::kWarps + threadIdx.x / kWarpSize;
+  const int packed_row = blockIdx.x * Config::kWarps + threadIdx.x / kWarpSize;
   const int tile = packed_row / kTileQ, row = packed_row % kTileQ;
   // A plan with room for more split tiles than it has marks the rest.
   const int item = params.work != nullptr ? params.merges[tile] : 0;
