@@ -181,7 +181,7 @@ class BatchWrapper:
         """What all plans of a wrapper in graph mode share; PlanError where this one does not."""
         self._buffers.check(batch, mask)
         if self._frozen is None:
-            return Capacity(batch.num_requests, batch.num_rows)
+            return self._capacity(batch, given.page_size)
         before, capacity, split_before = self._frozen
         _batch_geometry.require_frozen(before, given)
         if split != split_before:
@@ -196,6 +196,15 @@ class BatchWrapper:
                 "batch first"
             )
         return capacity
+
+    def _capacity(self, batch: Batch, page_size: int) -> Capacity:
+        ids = self._buffers.kv_indices
+        return Capacity(
+            num_requests=batch.num_requests,
+            num_rows=batch.num_rows,
+            max_qo_len=int(batch.requests.qo_len.max(initial=1)),
+            num_tokens=batch.num_keys if ids is None else ids.shape[0] * page_size,
+        )
 
     def _keep_on_cpu(self, plan: Plan) -> None:
         batch = plan.batch
@@ -353,7 +362,7 @@ class BatchWrapper:
         require_row_limit(batch, geometry.group_size)
         if given.device.kind == "cpu":
             return 0, 0
-        capacity = Capacity(batch.num_requests, batch.num_rows) if self._is_graph else None
+        capacity = self._capacity(batch, given.page_size) if self._is_graph else None
         plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
         if batch.num_rows == 0 and capacity is None:
             return 0, 0

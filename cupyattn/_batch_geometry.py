@@ -147,6 +147,7 @@ def _make(given: PlanOptions) -> Geometry:
         pos_encoding=_options.pos_encoding_mode(given.pos_encoding_mode),
         soft_cap=soft_cap > 0.0,
         custom_mask=given.custom_mask,
+        paged=given.page_size > 0,
     )
     problem.check_dtypes()
     if given.device.kind == "cuda":

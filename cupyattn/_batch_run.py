@@ -149,7 +149,7 @@ def _planned_dtype(v: ArrayView, wanted: DType, name: str, argument: str) -> Non
 
 def _read_scales(scales: Scales, geometry: Geometry) -> tuple[float, float, dict[str, ArrayView]]:
     """(logit scale, output scale, views of the scales by head)."""
-    if scales == NO_SCALES:
+    if scales is NO_SCALES:
         return geometry.options.sm_scale, 1.0, {}
     numbers, arrays = [], {}
     heads = (geometry.num_qo_heads, geometry.num_kv_heads, geometry.num_kv_heads)
