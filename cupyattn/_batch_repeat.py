@@ -32,13 +32,11 @@ class _Known:
     """What runs of one look share.
 
     v_offset   bytes from k to v, if they are one tensor
-    low_bits   bits of addresses that must be 0
     reach      (a, b) of q, k, v, out and lse: n rows (pages) lie within a * n + b bytes
     """
 
     variant: Variant
     v_offset: int
-    low_bits: int
     reach: tuple[int, ...]
     strides: bytes
     sm_scale: float
@@ -104,6 +102,7 @@ def repeat(
             sinks_look,
             scales,
             return_lse,
+            (q_ptr | k_ptr | v_ptr | o_ptr) & 15 == 0,
         )
         known = geometry.looks.get(look)
     except Exception:  # arguments raise what they like when they are read or hashed
@@ -120,7 +119,6 @@ def repeat(
         or not num_keys
         or num_keys <= batch.max_page
         or num_keys < batch.num_keys
-        or (q_ptr | k_ptr | v_ptr | o_ptr) & known.low_bits
         or min(q_ptr, k_ptr) < LOWEST_ADDRESS
         or (v_ptr < LOWEST_ADDRESS)
         or (sinks is not None and sinks_ptr < LOWEST_ADDRESS)
@@ -223,10 +221,11 @@ def remember(
     if len(looks) >= _MAX_LOOKS:
         looks.clear()
     _reader_of[type(q)] = read
-    looks[(*look, scales, return_lse)] = _Known(
+    pointers = [vq.ptr, keys.k.ptr, 0 if v is None else keys.v.ptr, 0 if out is None else vout.ptr]
+    is_aligned = not any(pointer & 15 for pointer in pointers)
+    looks[(*look, scales, return_lse, is_aligned)] = _Known(
         variant=variant,
         v_offset=keys.v.ptr - keys.k.ptr,
-        low_bits=15 if variant.aligned else 0,
         reach=tuple(number for pair in pairs for number in pair),
         strides=strides,
         sm_scale=factors[0],

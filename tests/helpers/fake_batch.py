@@ -32,6 +32,8 @@ class Stream:
         self.added = self.done = self.launches = 0
         self.copies: list[tuple[int, int, int]] = []
         self.waits = 0
+        # What a GPU's allocators give back in stream order, the host's do at once.
+        self.kept: list[Any] = []
 
     def add(self, job: Callable[[], None]) -> int:
         self.added += 1
@@ -75,6 +77,18 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(_wrapper, "_make_event", lambda: Event(stream))
     monkeypatch.setattr(_wrapper, "_alloc_pinned", _alloc)
     monkeypatch.setattr(array, "to_host", _to_host)
+    real_allocator = array.allocator
+
+    def allocator(dtype: Any, like: Any) -> Callable[..., Any]:
+        real = real_allocator(dtype, like)
+
+        def allocate(shape: Any) -> Any:
+            stream.kept.append(real(shape))
+            return stream.kept[-1]
+
+        return allocate
+
+    monkeypatch.setattr(array, "allocator", allocator)
     monkeypatch.setattr(packbits, "launch", lambda *a: _packbits(stream, *a))
     monkeypatch.setattr(batch.BatchLauncher, "launch", lambda *a: _launch(stream, *a))
     forget()

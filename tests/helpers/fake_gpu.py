@@ -152,7 +152,9 @@ def maker(framework: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
         memory = cupy.cuda.UnownedMemory(address, size, host, device_id=0)
         return cupy.ndarray(shape, host.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
-    monkeypatch.setattr(array, "_empty_cupy", lambda d, index, shape: make_cupy(*shape))
+    monkeypatch.setattr(
+        array, "_empty_cupy", lambda d, index, shape: make_cupy(*shape, dtype=d.name)
+    )
     return make_cupy
 
 
