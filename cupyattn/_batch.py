@@ -81,6 +81,9 @@ class BatchWrapper:
         _batch_geometry.backend(backend, jit_args)
         self._workspace = view_workspace(float_workspace_buffer)
         self._buffers = GraphBuffers(self._workspace, buffers if self._is_graph else {})
+        self._current_stream = (
+            array.stream_reader(self._workspace) if self._workspace.device.kind == "cuda" else int
+        )
         self._current: Plan | None = None
         self._frozen: tuple[PlanOptions, Capacity, tuple[int, bool]] | None = None
         # The variant of the last run that needed another than was planned, and of which geometry.
@@ -229,7 +232,8 @@ class BatchWrapper:
             return {}
         made = {v: self._schedule_variant(plan, v) for v in self._variants(plan.geometry)}
         for _, schedule in made.values():
-            require_workspace(self._workspace, schedule.workspace_bytes, "this plan")
+            if schedule.workspace_bytes:
+                require_workspace(self._workspace, schedule.workspace_bytes, "this plan")
         return made
 
     def _schedule_variant(
@@ -249,8 +253,9 @@ class BatchWrapper:
         """Bring schedules, page table and mask to the device: one copy, and what a graph reads."""
         batch, buffers = plan.batch, self._buffers
         on_device = batch.page_ids_device
-        same_device(self._workspace, kv_indices=on_device)
-        stream = array.current_stream(self._workspace)
+        if on_device is not None:
+            same_device(self._workspace, kv_indices=on_device)
+        stream = self._current_stream()
         refuse_capture(stream, "plan()", "call it before the capture, and between replays")
         # --- where things go: `inner` parts into memory of the wrapper's own, one after another ---
         usual = next(iter(made), None)
@@ -298,10 +303,10 @@ class BatchWrapper:
             assert packed is not None
             plan.mask_range = packed.ptr, packed.ptr + packed.shape[0]
             views.append(packed)
-        plan.views = tuple(views)
-        plan.is_uniform = plan.framework in ("torch", "cupy") and all(
-            v.framework == plan.framework for v in plan.views
-        )
+        plan.is_uniform = plan.framework in ("torch", "cupy")
+        if views:
+            plan.views = tuple(views)
+            plan.is_uniform &= all(v.framework == plan.framework for v in views)
 
     def _write(
         self, inner: list[np.ndarray], outer: list[tuple[np.ndarray, int]]
@@ -334,7 +339,7 @@ class BatchWrapper:
         found = plan.prepared.get(variant)
         if found is not None:
             return found
-        stream = array.current_stream(self._workspace)
+        stream = self._current_stream()
         refuse_capture(
             stream,
             "the first run with scales by head, or with arrays off 16-byte boundaries,",

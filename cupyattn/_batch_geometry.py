@@ -158,6 +158,8 @@ def _make(given: PlanOptions) -> Geometry:
 
 def count(value: Any, name: str) -> int:
     """A positive integer."""
+    if type(value) is int and value > 0:
+        return value
     try:
         number = operator.index(value)
     except TypeError:
@@ -172,6 +174,8 @@ def split_size(fixed_split_size: Any, disable_split_kv: Any, unit: int) -> tuple
 
     disable_split_kv wins over a fixed size.
     """
+    if fixed_split_size is None and disable_split_kv is False:
+        return 0, True
     may_split = not _options.flag(disable_split_kv, "disable_split_kv")
     if fixed_split_size is None or fixed_split_size == -1:
         return 0, may_split

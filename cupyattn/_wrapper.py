@@ -101,10 +101,11 @@ def int32_on_device(v: ArrayView, name: str) -> ArrayView:
 class _Block:
     """Pinned host memory and the event after which it may be written again."""
 
-    __slots__ = ("_memory", "event", "is_in_flight", "words")
+    __slots__ = ("_memory", "address", "event", "is_in_flight", "words")
 
     def __init__(self, num_words: int) -> None:
         self.words, self._memory = _alloc_pinned(num_words)
+        self.address = self.words.ctypes.data
         self.event = _make_event()
         self.is_in_flight = False
 
@@ -151,7 +152,7 @@ class Staging:
         """Enqueue copies out of the block that `block` returned last."""
         block = self._blocks[self._turn]
         assert block is not None
-        runtime, base = cuda().runtime, block.words.ctypes.data
+        runtime, base = cuda().runtime, block.address
         with on_device(self._device):
             block.is_in_flight = True
             try:
