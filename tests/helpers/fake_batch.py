@@ -244,3 +244,30 @@ def _scatter(address: int, values: np.ndarray, dtype: Any, rows: np.ndarray, ste
     where = _offsets(rows, step, *values.shape[1:])
     flat = memory(address, dtype.numpy, int(where.max(initial=0)) + 1)
     flat[where] = values.astype(dtype.numpy)
+
+
+class Device:
+    """Arrays on the GPU, by what is on the host."""
+
+    def __init__(self, make: Callable[..., Any], stream: Stream) -> None:
+        self.make, self.stream = make, stream
+
+    def put(self, a: np.ndarray) -> Any:
+        x = self.make(*a.shape, dtype=dtypes.BY_NUMPY[a.dtype].name)
+        if a.size:
+            memory(fake_gpu.pointer(x), a.dtype, *a.shape)[...] = a
+        self.stream.kept.append(x)
+        return x
+
+    def get(self, x: Any) -> np.ndarray:
+        self.stream.finish()
+        return np.array(array.to_host(array.view(x, "x")))
+
+    def workspace(self, size: int = 1 << 25) -> Any:
+        return self.make(size, dtype="uint8")
+
+
+def check(device: Device, got: Any, wanted: tuple[np.ndarray, np.ndarray]) -> None:
+    o, lse = (device.get(x) for x in got)
+    np.testing.assert_array_equal(o, wanted[0].astype(o.dtype))
+    np.testing.assert_allclose(lse, wanted[1].astype(np.float32), rtol=1e-6)

@@ -35,3 +35,11 @@ def stream(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     from helpers import fake_batch
 
     return fake_batch.pretend(gpu, monkeypatch)
+
+
+@pytest.fixture
+def device(make: Callable[..., Any], stream: Any) -> Any:
+    """Batches' arrays on the GPU."""
+    from helpers import fake_batch
+
+    return fake_batch.Device(make, stream)
