@@ -21,12 +21,13 @@ _WORDS = {
 
 class Keys(NamedTuple):
     """k and v without what their packing adds. `strides` are (token, head) of k and v, then those
-    of a page of k and v; `size` is the number of pages, or of rows."""
+    of a page of k and v; `size` is the number of pages, or of rows; `names` are k's and v's."""
 
     k: ArrayView
     v: ArrayView
     strides: tuple[int, int, int, int, int, int]
     size: int
+    names: tuple[str, str]
 
 
 def planned(geometry: Geometry) -> Dims:
@@ -82,7 +83,9 @@ def view_paged(cache: Any, geometry: Geometry) -> Keys:
         *(k.strides[slot], k.strides[head], v.strides[slot], v.strides[head]),
         *(k.strides[0], v.strides[0]),
     )
-    return Keys(k, v, strides, k.shape[0])
+    if names[0] == names[1]:
+        names = (names[0], f"{names[1]}[:, 1]")
+    return Keys(k, v, strides, k.shape[0], names)
 
 
 def view_ragged(k: Any, v: Any, geometry: Geometry) -> Keys:
@@ -97,7 +100,7 @@ def view_ragged(k: Any, v: Any, geometry: Geometry) -> Keys:
     vk, vv = views
     token, head = (0, 1) if layout == "NHD" else (1, 0)
     strides = (vk.strides[token], vk.strides[head], vv.strides[token], vv.strides[head], 0, 0)
-    return Keys(vk, vv, strides, vk.shape[token])
+    return Keys(vk, vv, strides, vk.shape[token], ("k", "v"))
 
 
 def _half(both: ArrayView, index: int) -> ArrayView:

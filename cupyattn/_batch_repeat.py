@@ -103,6 +103,7 @@ def repeat(
             scales,
             return_lse,
             (q_ptr | k_ptr | v_ptr | o_ptr) & 15 == 0,
+            plan.framework,
         )
         known = geometry.looks.get(look)
     except Exception:  # arguments raise what they like when they are read or hashed
@@ -223,7 +224,7 @@ def remember(
     _reader_of[type(q)] = read
     pointers = [vq.ptr, keys.k.ptr, 0 if v is None else keys.v.ptr, 0 if out is None else vout.ptr]
     is_aligned = not any(pointer & 15 for pointer in pointers)
-    looks[(*look, scales, return_lse, is_aligned)] = _Known(
+    looks[(*look, scales, return_lse, is_aligned, framework)] = _Known(
         variant=variant,
         v_offset=keys.v.ptr - keys.k.ptr,
         reach=tuple(number for pair in pairs for number in pair),

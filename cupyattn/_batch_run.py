@@ -61,10 +61,9 @@ def run(
     vsinks = None if sinks is None else array.view(sinks, "sinks")
     sm_scale, output_scale, arrays = _read_scales(scales, geometry)
     _check_extras(geometry, {"sinks": vsinks, **arrays})
-    same_device(
-        wrapper._workspace, q=vq, k=keys.k, v=keys.v, out=vout, lse=vlse, sinks=vsinks, **arrays
-    )
-    inputs = {"q": vq, "k": keys.k, "v": keys.v, "sinks": vsinks, **arrays}
+    k_name, v_name = keys.names
+    inputs = {"q": vq, k_name: keys.k, v_name: keys.v, "sinks": vsinks, **arrays}
+    same_device(wrapper._workspace, **inputs, out=vout, lse=vlse)
     _check_outputs(plan, vout, vlse, inputs)
 
     # --- 2. Answer on the CPU ---
@@ -120,8 +119,7 @@ def _check_arrays(plan: Plan, vq: ArrayView, keys: Keys) -> None:
             "qo_indptr, or requests times q_len_per_req)"
         )
     _planned_dtype(vq, problem.dtype_q, "q", "q_data_type")
-    names = ("paged_kv_cache", "paged_kv_cache") if geometry.page_size else ("k", "v")
-    for x, name in zip((keys.k, keys.v), names, strict=True):
+    for x, name in zip((keys.k, keys.v), keys.names, strict=True):
         _planned_dtype(x, problem.dtype_kv, name, "kv_data_type")
     if geometry.page_size:
         if batch.max_page >= keys.size:

@@ -177,6 +177,8 @@ class DeviceWords:
     def __init__(self, like: ArrayView) -> None:
         self._like = like
         self.view: ArrayView | None = None
+        # Launches on any stream may still read what was outgrown; sizes double, so it is little.
+        self._outgrown: list[ArrayView] = []
 
     @property
     def size(self) -> int:
@@ -187,12 +189,10 @@ class DeviceWords:
         return 0 if self.view is None else self.view.ptr
 
     def reserve(self, num_words: int, exactly: bool = False) -> int:
-        """The address of at least `num_words` words; the memory moves if it has to grow.
-
-        What was there may still be read by launches on the framework's current stream: it is
-        given back in that stream's order.
-        """
+        """The address of at least `num_words` words; the memory moves if it has to grow."""
         if num_words > self.size:
+            if self.view is not None:
+                self._outgrown.append(self.view)
             size = num_words if exactly else max(_MIN_WORDS, 2 * num_words)
             self.view = array.view(array.empty((size,), dtypes.int32, self._like), "int workspace")
         return self.address

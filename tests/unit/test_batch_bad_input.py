@@ -195,7 +195,7 @@ RUN = [
     ran("lse heads", "lse: shape is [5, 2]; wanted [5, 4]", lse=of("float", 5, 2)),
     ran("lse dtype", "lse: dtype is float16; wanted float32", lse=of("half", 5, 4)),
     ran("out is q", "out: overlaps q", out=lambda a: a["q"]),
-    ran("out in the cache", "out: overlaps k",
+    ran("out in the cache", "out: overlaps paged_kv_cache",
         out=lambda a: a["paged_kv_cache"].reshape(-1)[: 5 * HQ * D].reshape(5, HQ, D)),
     ran("lse in out", "out: overlaps lse",
         lse=lambda a: a["out"].reshape(-1)[:40].view(np.float32).reshape(5, 4)),
