@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         for case in select(args.op, args.case):
             work = f"{case.flops / 1e9:12.1f} GFLOP {case.bytes / 1e6:10.1f} MB"
-            print(f"{case.op:8}{case.name:28}{work}")
+            print(f"{case.op:14}{case.name:28}{work}")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     if args.worker:
