@@ -200,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     backends = [_BACKENDS[name] for name in args.peers.split(",") if name in _BACKENDS]
     wanted = modules(select(args.op.split(","), args.case.split(",")), backends)
+    wanted.sort(key=lambda module: module.backend != "fa3")  # the slow ones first
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         _prepare(folder, args.pack is not None)
