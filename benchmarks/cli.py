@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from . import report
-from .cases import OPS, select
+from .batch.case import BatchCase
+from .cases import BY_NAME, OPS, select
 from .peers import IMPLEMENTATIONS
 from .results import FILE_NAME, Results
 from .worker import PROGRESS_NAME
@@ -140,8 +141,10 @@ def _record_loss(out: Path, ended: str) -> str | None:
     if not progress.get("case"):
         return None
     results = Results(out / FILE_NAME)
-    # A library that cannot even be set up would fail in every case alike.
-    everywhere = progress["stage"] == "build"
+    # A library that cannot even be set up would fail in every case alike; but to build a batch's
+    # candidate is to plan it, and that is of the case.
+    batch = isinstance(BY_NAME.get(progress["case"]), BatchCase)
+    everywhere = progress["stage"] == "build" and not batch
     results.data["lost"].append(
         {
             "case": "*" if everywhere else progress["case"],

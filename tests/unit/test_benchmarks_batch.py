@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from argparse import Namespace
@@ -14,7 +15,7 @@ import pytest
 from helpers.fake_batches import LIBRARY, FakeDecode, as_float64, fa3, single_prefill, xqa
 
 import cupyattn
-from benchmarks import peers, report, timing, worker
+from benchmarks import cli, peers, report, timing, worker
 from benchmarks.batch.case import BatchCase
 from benchmarks.batch.cases import BATCH_CASES, zipf_lengths
 from benchmarks.batch.tables import page_tables
@@ -263,6 +264,15 @@ def test_report_divides_a_case_by_the_one_it_is_held_against(on_cpu: Any, tmp_pa
     text = report.write(tmp_path / FILE_NAME, tmp_path)
     lines = [line.split() for line in text.splitlines()]
     assert ["long", "ours:decode", "short", "1.00"] in lines
+
+
+def test_a_plan_that_ends_the_process_is_lost_in_its_case_alone(tmp_path: Any) -> None:
+    progress = {"stage": "build", "case": "decode_skew", "label": "ours"}
+    (tmp_path / worker.PROGRESS_NAME).write_text(json.dumps(progress))
+    cli._record_loss(tmp_path, "exit status 75")
+    results = Results(tmp_path / FILE_NAME)
+    assert results.why_lost(BY_NAME["decode_skew"], "ours")
+    assert not results.why_lost(BY_NAME["decode_64x8k"], "ours")
 
 
 def test_prebuild_knows_the_modules_of_batches() -> None:
