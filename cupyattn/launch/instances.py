@@ -10,7 +10,7 @@ from .. import dtypes, jit
 from ..problem import AttentionProblem
 from . import merge_splits, rotate_keys
 from .packbits import CONFIG as PACKBITS_CONFIG
-from .tiles import DECODE, LARGE, SMALL, tile_config
+from .tiles import ROW_CLASSES, tile_config
 
 _DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 _OPTIONS: tuple[dict[str, Any], ...] = (
@@ -67,7 +67,7 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
     """(entry name, Config) of every kernel of a level for an architecture, without duplicates."""
     found: dict[tuple[str, jit.Config], None] = {("packbits", PACKBITS_CONFIG): None}
     for problem in problems(level):
-        for rows, is_batch in product((DECODE, SMALL, LARGE), (False, True)):
+        for rows, is_batch in product(ROW_CLASSES, (False, True)):
             if problem.paged and not is_batch:
                 continue
             tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch)

@@ -14,7 +14,7 @@ MAX_ROPE_PAIRS = 128
 # the same for many calls is packed once, and copied by each.
 OPTIONAL = struct.Struct("<6Q")  # lse, mask, sinks, scale_q, scale_k, scale_v
 STRIDES = struct.Struct("<12q")  # (token, head) of q, k, v, o, lse; page of k, v
-CONSTANTS = struct.Struct("<6i 5f 3i")  # num_kv_heads to num_work; the RoPE steps follow
+CONSTANTS = struct.Struct("<6i 5f 2i I i 4x")  # num_kv_heads to page_shift; the RoPE steps follow
 # q, k, v, o; OPTIONAL; partial_o, partial_lse, counters; work, merges, kv_indices; STRIDES;
 # mask_bytes; lengths; the rest.
 ATTENTION = struct.Struct(
@@ -55,6 +55,15 @@ class _ThisThread(threading.local):
 
 
 this_thread = _ThisThread()
+
+
+def divisor(d: int) -> tuple[int, int]:
+    """(magic, shift) with n // d == (2 * n * magic >> 32) >> shift for 0 <= n < 2^31.
+
+    Granlund and Montgomery 1994, "Division by invariant integers using multiplication".
+    """
+    shift = (d - 1).bit_length()
+    return 2 ** (31 + shift) // d + 1, shift
 
 
 def rope_steps(head_dim: int, rope_scale: float, rope_theta: float) -> bytes:
