@@ -1,0 +1,91 @@
+// Copies rows into a paged cache: a group of threads takes one head of one token.
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/page/page_table.cuh"
+#include "cupyattn/params/append_paged_kv_cache.cuh"
+#include "cupyattn/ptx/convert_fp8.cuh"
+#include "cupyattn/ptx/memory.cuh"
+
+namespace cupyattn {
+
+// Elements that one instruction loads or stores.
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) Elements {
+  T x[kCount];
+};
+
+template <typename To, typename From, int kCount>
+__device__ __forceinline__ Elements<To, kCount> convert(const Elements<From, kCount>& from,
+                                                        float scale) {
+  if constexpr (is_same<To, From>::value) {
+    return from;
+  } else {
+    static_assert(is_fp8<To>::value && !is_fp8<From>::value, "only wider types become fp8");
+    float value[kCount + 1];
+    value[kCount] = 0.0f;  // the partner of a single element
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) value[i] = ptx::to_float(from.x[i]);
+    if (scale != 1.0f) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) value[i] = ptx::divide_rn(value[i], scale);
+    }
+    Elements<To, kCount> to;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      const uint32_t pair = ptx::floats_to_fp8_pair<To>(value[i], value[i + 1]);
+      to.x[i].bits = static_cast<uint8_t>(pair);
+      if constexpr (kCount > 1) to.x[i + 1].bits = static_cast<uint8_t>(pair >> 8);
+    }
+    return to;
+  }
+}
+
+// 64-bit divisions cost several times what 32-bit ones do, and few calls need them.
+__device__ __forceinline__ int64_t divide(int64_t a, int32_t b) {
+  if (a >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
+}
+
+template <typename Config>
+__device__ __forceinline__ void append_rows(const AppendPagedKvCacheParams& params,
+                                            const AppendedRows& rows) {
+  using DType = typename Config::DType;
+  using DTypeCache = typename Config::DTypeCache;
+  constexpr int kCount = Config::kAligned ? 16 / static_cast<int>(sizeof(DType)) : 1;
+  using From = Elements<DType, kCount>;
+  using To = Elements<DTypeCache, kCount>;
+
+  const int lane = threadIdx.x & ((1 << params.lane_bits) - 1);
+  const int64_t rows_per_block = Config::kThreads >> params.lane_bits;
+  const int64_t num_rows = params.nnz * params.num_kv_heads;
+  int64_t row = blockIdx.x * rows_per_block + (threadIdx.x >> params.lane_bits);
+  for (; row < num_rows; row += gridDim.x * rows_per_block) {
+    const int64_t token = divide(row, params.num_kv_heads);
+    const int64_t head = row - token * params.num_kv_heads;
+
+    // Find the slot; a token without one is left out.
+    const int32_t request = params.batch_indices[token];
+    const Slot slot = find_slot(params.table, request, params.positions[token]);
+    if (slot.page < 0) {
+      const bool is_first = head == 0 && lane == 0 && blockIdx.y == 0;
+      if (params.num_refused != nullptr && request >= 0 && is_first) {
+        ptx::atomic_add(params.num_refused, 1u);
+      }
+      continue;
+    }
+
+    // Copy the row.
+    const From* source =
+        reinterpret_cast<const From*>(static_cast<const DType*>(rows.source) +
+                                      token * rows.source_stride_n + head * rows.source_stride_h);
+    To* target = reinterpret_cast<To*>(
+        static_cast<DTypeCache*>(rows.cache) + slot.page * rows.cache_stride_page +
+        slot.offset * rows.cache_stride_n + head * rows.cache_stride_h);
+    for (int chunk = lane; chunk < rows.head_dim / kCount; chunk += 1 << params.lane_bits) {
+      target[chunk] = convert<DTypeCache>(source[chunk], rows.scale);
+    }
+  }
+}
+
+}  // namespace cupyattn
