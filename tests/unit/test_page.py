@@ -37,9 +37,8 @@ def ints(*x: int) -> np.ndarray:
 @pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES)
 def test_every_dtype(framework: str, dtype: str, cache_dtype: str) -> None:
     scales = (0.3, 17.0) if dtype != cache_dtype else (None, None)
-    append = Append.prepare(
-        replace(PLAIN, dtype=dtype, cache_dtype=cache_dtype, scales=scales), module(framework)
-    )
+    case = replace(PLAIN, dtype=dtype, cache_dtype=cache_dtype, scales=scales)
+    append = Append.prepare(case, module(framework), device="cpu")
     append.run()
     append.check()
 
