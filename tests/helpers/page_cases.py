@@ -129,6 +129,15 @@ def rounded(x: np.ndarray, scale: float, dtype: np.dtype) -> np.ndarray:
     return bits.view(dtype)
 
 
+def all_roundings() -> np.ndarray:
+    """Every upper half of a float32 with lower halves around each way to round: all fp8 boundaries
+    of both formats are there, from either side, and all values of bfloat16."""
+    low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    high = np.arange(2**16, dtype=np.uint32) << 16
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    return np.concatenate([(high[:, None] | low).reshape(-1).view(np.float32), halves])
+
+
 def special(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Any bits at all for a tenth of the elements, of every magnitude for the others."""
     kind = dtypes.parse(dtype).numpy

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import host_kernels
+from helpers.page_cases import all_roundings
 
-from cupyattn import dtypes, jit, reference
+from cupyattn import dtypes, reference
 from cupyattn.dtypes import DType
 
 FP8 = pytest.mark.parametrize("row", [dtypes.float8_e4m3fn, dtypes.float8_e5m2], ids=repr)
 
-# The CUDA names the header uses. What holds PTX is never called, so it is never emitted.
 SOURCE = """
-#define __device__
-#define __forceinline__ inline
-static unsigned __float_as_uint(float x) { unsigned u; __builtin_memcpy(&u, &x, 4); return u; }
-static float __uint_as_float(unsigned u) { float x; __builtin_memcpy(&x, &u, 4); return x; }
-static float __fdiv_rn(float a, float b) { return a / b; }
-static unsigned __byte_perm(unsigned, unsigned, unsigned) { return 0; }
 #include "cupyattn/ptx/convert_fp8.cuh"
 template <typename T>
 static void convert(const float* x, unsigned char* y, long n) {
@@ -39,15 +31,6 @@ void float8_e4m3fn(const float* x, unsigned char* y, long n) { convert<e4m3_t>(x
 void float8_e5m2(const float* x, unsigned char* y, long n) { convert<e5m2_t>(x, y, n); }
 }
 """
-
-
-def floats() -> np.ndarray:
-    """Every upper half of a float32 with lower halves around each way to round: all fp8 boundaries
-    of both formats are there, from either side, and all values of bfloat16."""
-    low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
-    high = np.arange(2**16, dtype=np.uint32) << 16
-    halves = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
-    return np.concatenate([(high[:, None] | low).reshape(-1).view(np.float32), halves])
 
 
 def nearest(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -65,24 +48,14 @@ def nearest(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def portable(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def portable() -> Any:
     """The header's functions for architectures without the instruction, built for the host."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    folder = tmp_path_factory.mktemp("fp8")
-    (folder / "fp8.cpp").write_text(SOURCE)
-    command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-I", jit.kernels_dir()]
-    done = subprocess.run(
-        [*command, folder / "fp8.cpp", "-o", folder / "fp8.so"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(Path(folder) / "fp8.so"))
+    return host_kernels.build(host_kernels.PRELUDE + SOURCE)
 
 
 @FP8
 def test_the_reference_rounds_to_nearest(row: DType) -> None:
-    x = floats()
+    x = all_roundings()
     got = reference.to_fp8(x, 1.0, row.numpy).view(np.uint8)
     np.testing.assert_array_equal(got, nearest(x, row.numpy))
     is_small = np.abs(x) <= float(ml_dtypes.finfo(row.numpy).max)
@@ -91,7 +64,7 @@ def test_the_reference_rounds_to_nearest(row: DType) -> None:
 
 @FP8
 def test_the_portable_path_of_the_kernels(row: DType, portable: Any) -> None:
-    x = floats()
+    x = all_roundings()
     got = np.empty(x.size, np.uint8)
     convert = getattr(portable, row.name)
     convert.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
