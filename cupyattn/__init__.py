@@ -29,7 +29,7 @@ _EXPORTS = {
     "CompileError": "errors",
     "DeviceError": "errors",
 }
-_MODULES = ("decode", "prefill", "page", "quantization", "errors", "reference")
+_MODULES = ("decode", "prefill", "page", "paging", "quantization", "errors", "reference")
 
 __all__ = ["__version__", *_EXPORTS]
 
