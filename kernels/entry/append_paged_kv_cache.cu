@@ -12,8 +12,7 @@ struct Config {
 #endif
 
 // Grid: blocks of rows (a head of a token each) × {K, V}.
-extern "C" __global__ void __launch_bounds__(Config::kThreads)
-    cupyattn_append_paged_kv_cache(
-        const __grid_constant__ cupyattn::AppendPagedKvCacheParams params) {
+extern "C" __global__ void __launch_bounds__(Config::kThreads) cupyattn_append_paged_kv_cache(
+    const __grid_constant__ cupyattn::AppendPagedKvCacheParams params) {
   cupyattn::append_rows<Config>(params, params.rows[blockIdx.y]);
 }

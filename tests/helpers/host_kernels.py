@@ -20,7 +20,7 @@ import pytest
 from cupyattn import jit
 from cupyattn.jit.source import Program
 
-# The twin of ptx/convert.cuh: the one conversion that these kernels take from it.
+# The twin of ptx/convert.cuh: what these kernels take from it.
 _CONVERT = """#pragma once
 #include "cupyattn/common/types.cuh"
 namespace cupyattn::ptx {
@@ -29,6 +29,13 @@ inline float half_to_float(uint32_t bits) {
   _Float16 x;
   __builtin_memcpy(&x, &low, 2);
   return x;
+}
+template <typename T> void unpack_pair(uint32_t pair, float& low, float& high);
+template <> inline void unpack_pair<half_t>(uint32_t pair, float& low, float& high) {
+  low = half_to_float(pair), high = half_to_float(pair >> 16);
+}
+template <> inline void unpack_pair<bfloat16_t>(uint32_t pair, float& low, float& high) {
+  low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
 }
 }
 """

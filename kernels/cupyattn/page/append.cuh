@@ -9,35 +9,57 @@
 
 namespace cupyattn {
 
-// Elements that one instruction loads or stores.
+// Elements that one instruction stores.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount) Elements {
   T x[kCount];
 };
 
-template <typename To, typename From, int kCount>
-__device__ __forceinline__ Elements<To, kCount> convert(const Elements<From, kCount>& from,
-                                                        float scale) {
+// All 16 bytes at once: the compiler does not join loads of single elements.
+template <typename T, int kCount>
+__device__ __forceinline__ void load_floats(const T* source, float (&value)[kCount]) {
+  if constexpr (kCount == 1) {
+    value[0] = ptx::to_float(*source);
+  } else {
+    static_assert(kCount * sizeof(T) == sizeof(Vector16), "a vector is 16 bytes");
+    const Vector16 vector = *reinterpret_cast<const Vector16*>(source);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if constexpr (sizeof(T) == 4) {
+        value[w] = __uint_as_float(vector.word[w]);
+      } else {
+        ptx::unpack_pair<T>(vector.word[w], value[2 * w], value[2 * w + 1]);
+      }
+    }
+  }
+}
+
+// Stores kCount elements from `source` at `target`, x / scale if they become fp8.
+template <int kCount, typename To, typename From>
+__device__ __forceinline__ void store_elements(To* target, const From* source, float scale) {
+  using Stored = Elements<To, kCount>;
   if constexpr (is_same<To, From>::value) {
-    return from;
+    *reinterpret_cast<Stored*>(target) = *reinterpret_cast<const Stored*>(source);
   } else {
     static_assert(is_fp8<To>::value && !is_fp8<From>::value, "only wider types become fp8");
-    float value[kCount + 1];
-    value[kCount] = 0.0f;  // the partner of a single element
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) value[i] = ptx::to_float(from.x[i]);
+    float value[kCount];
+    load_floats(source, value);
     if (scale != 1.0f) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) value[i] = ptx::divide_rn(value[i], scale);
     }
-    Elements<To, kCount> to;
+    Stored stored;
+    if constexpr (kCount == 1) {
+      stored.x[0].bits = static_cast<uint8_t>(ptx::floats_to_fp8_pair<To>(value[0], 0.0f));
+    } else {
 #pragma unroll
-    for (int i = 0; i < kCount; i += 2) {
-      const uint32_t pair = ptx::floats_to_fp8_pair<To>(value[i], value[i + 1]);
-      to.x[i].bits = static_cast<uint8_t>(pair);
-      if constexpr (kCount > 1) to.x[i + 1].bits = static_cast<uint8_t>(pair >> 8);
+      for (int i = 0; i < kCount; i += 2) {
+        const uint32_t pair = ptx::floats_to_fp8_pair<To>(value[i], value[i + 1]);
+        stored.x[i].bits = static_cast<uint8_t>(pair);
+        stored.x[i + 1].bits = static_cast<uint8_t>(pair >> 8);
+      }
     }
-    return to;
+    *reinterpret_cast<Stored*>(target) = stored;
   }
 }
 
@@ -53,8 +75,6 @@ __device__ __forceinline__ void append_rows(const AppendPagedKvCacheParams& para
   using DType = typename Config::DType;
   using DTypeCache = typename Config::DTypeCache;
   constexpr int kCount = Config::kAligned ? 16 / static_cast<int>(sizeof(DType)) : 1;
-  using From = Elements<DType, kCount>;
-  using To = Elements<DTypeCache, kCount>;
 
   const int lane = threadIdx.x & ((1 << params.lane_bits) - 1);
   const int64_t rows_per_block = Config::kThreads >> params.lane_bits;
@@ -76,14 +96,13 @@ __device__ __forceinline__ void append_rows(const AppendPagedKvCacheParams& para
     }
 
     // Copy the row.
-    const From* source =
-        reinterpret_cast<const From*>(static_cast<const DType*>(rows.source) +
-                                      token * rows.source_stride_n + head * rows.source_stride_h);
-    To* target = reinterpret_cast<To*>(
-        static_cast<DTypeCache*>(rows.cache) + slot.page * rows.cache_stride_page +
-        slot.offset * rows.cache_stride_n + head * rows.cache_stride_h);
-    for (int chunk = lane; chunk < rows.head_dim / kCount; chunk += 1 << params.lane_bits) {
-      target[chunk] = convert<DTypeCache>(source[chunk], rows.scale);
+    const DType* source = static_cast<const DType*>(rows.source) + token * rows.source_stride_n +
+                          head * rows.source_stride_h;
+    DTypeCache* target = static_cast<DTypeCache*>(rows.cache) + slot.page * rows.cache_stride_page +
+                         slot.offset * rows.cache_stride_n + head * rows.cache_stride_h;
+    const int64_t stride = kCount << params.lane_bits;
+    for (int64_t i = kCount * lane; i < rows.head_dim; i += stride) {
+      store_elements<kCount>(target + i, source + i, rows.scale);
     }
   }
 }
