@@ -76,6 +76,15 @@ def test_long_indices_and_lists_are_taken() -> None:
     append.check()
 
 
+def test_keys_and_cache_of_different_frameworks() -> None:
+    append = Append.prepare(PLAIN, module("torch"), device="cpu")
+    names = ("batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len")
+    given = {name: make("jax", append.arguments[name].numpy()) for name in names}
+    k, v = (make("jax", x) for x in append.new)
+    append.run(append_key=k, append_value=v, **given)
+    append.check()
+
+
 def test_no_work() -> None:
     for lengths in ((), ((3, 0),)):
         append = Append.prepare(replace(PLAIN, lengths=lengths), np)
