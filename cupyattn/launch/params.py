@@ -73,3 +73,16 @@ def rope_steps(head_dim: int, rope_scale: float, rope_theta: float) -> bytes:
     fraction = np.mod(radians / (2.0 * np.pi), 1.0)
     steps = np.round(fraction * 2.0**32).astype(np.uint64) & np.uint64(0xFFFFFFFF)
     return steps.astype("<u4").tobytes()
+
+
+# kernels/cupyattn/params/append_paged_kv_cache.cuh: the rows of K and of V, then the rest.
+APPENDED_ROWS = struct.Struct("<2Q 5q i f")  # source, cache, strides, head_dim, scale
+APPEND_PAGED_KV_CACHE = struct.Struct(
+    f"<{APPENDED_ROWS.size}s {APPENDED_ROWS.size}s 4Q 2q 2i Q q 2i"
+)
+
+# kernels/cupyattn/params/get_batch_indices_positions.cuh
+GET_BATCH_INDICES_POSITIONS = struct.Struct("<4Q 2q")
+
+# kernels/cupyattn/params/get_seq_lens.cuh
+GET_SEQ_LENS = struct.Struct("<3Q 2q")
