@@ -21,6 +21,9 @@ _EXPORTS = {
     "fast_decode_plan": "decode",
     "BatchPrefillWithPagedKVCacheWrapper": "prefill",
     "BatchPrefillWithRaggedKVCacheWrapper": "prefill",
+    "append_paged_kv_cache": "page",
+    "get_batch_indices_positions": "page",
+    "get_seq_lens": "page",
     "packbits": "quantization",
     "segment_packbits": "quantization",
     "CupyAttnError": "errors",
@@ -31,7 +34,7 @@ _EXPORTS = {
     "CompileError": "errors",
     "DeviceError": "errors",
 }
-_MODULES = ("decode", "prefill", "quantization", "errors", "reference")
+_MODULES = ("decode", "prefill", "page", "paging", "quantization", "errors", "reference")
 
 __all__ = ["__version__", *_EXPORTS]
 
@@ -44,6 +47,9 @@ if TYPE_CHECKING:
     )
     from .decode import fast_decode_plan as fast_decode_plan
     from .decode import single_decode_with_kv_cache as single_decode_with_kv_cache
+    from .page import append_paged_kv_cache as append_paged_kv_cache
+    from .page import get_batch_indices_positions as get_batch_indices_positions
+    from .page import get_seq_lens as get_seq_lens
     from .prefill import (
         BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper,
     )

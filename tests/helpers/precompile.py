@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 from cupyattn import _single, jit
 from cupyattn.launch import rotate_keys
-from cupyattn.launch.instances import SHARED_BYTES
+from cupyattn.launch.instances import SHARED_BYTES, page_instances
 from cupyattn.launch.packbits import CONFIG as PACKBITS_CONFIG
 from cupyattn.launch.tiles import row_class, tile_config
 from helpers import gpu_cases
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     start = time.perf_counter()
-    jobs = [(*instance, args.arch) for instance in instances(args.arch)]
+    jobs = [(*instance, args.arch) for instance in (*instances(args.arch), *page_instances())]
     print(f"{len(jobs)} kernels, found in {time.perf_counter() - start:.0f} s", flush=True)
     # NVRTC compiles one program at a time in a process; fork after CuPy is loaded is unsafe.
     context = multiprocessing.get_context("spawn")

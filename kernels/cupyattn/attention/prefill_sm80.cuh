@@ -285,10 +285,12 @@ struct PrefillSm80 {
     };
     multiply_qk<DTypeS, KTile, kStepsQK, kMmaQ, kTileKV>(s, load_q,
                                                          loop.k + loop.buffer * KTile::kBytes, 0);
-    const auto form = LogitsVariant::apply(s, shared.rows + warp_row(), shared.logits, params,
-                                           first_key, lane, kHides);
+    const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows + warp_row(),
+                                           shared.logits, params, first_key, lane, kHides);
     if constexpr (kHides) hide_keys<decltype(form)>(s, first_key);
-    softmax.raise_max(s, o, form, scale, LogitsVariant::softmax_slack(params));
+    if (!form.keeps_max()) {
+      softmax.raise_max(s, o, form, scale, LogitsVariant::softmax_slack(params));
+    }
 
     if constexpr (kBuffers == 1) {
       // V has landed; everybody is done with K.

@@ -106,7 +106,7 @@ __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const
 template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned>
 __device__ __forceinline__ void merge_row(const AttentionParams& params, const TileWork& work,
                                           int row, int64_t token, int head, int lane) {
-  constexpr int kBatch = 8;
+  constexpr int kBatch = 16;
   const int64_t base = work.state(params);
   const float* lse = params.partial_lse + base * kTileRows + row;
   const float* o = params.partial_o + (base * kTileRows + row) * kHeadDim;
