@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import batch_cases, batches, compare, lowprec, poison
+from helpers import batch_calls, batches, compare, lowprec, poison
 from helpers.batch_cases import NUM_CASES, random_case
 from helpers.gpu_calls import download, raw, upload
 
@@ -47,7 +47,7 @@ def test_random_batches(first: int) -> None:
     for seed in range(first, first + BLOCK):
         xp = framework(seed // 3)
         try:
-            batch_cases.run_case(random_case(seed), xp, workspace(xp))
+            batch_calls.run_case(random_case(seed), xp, workspace(xp))
         except AssertionError as error:
             failures.append(f"seed {seed}: {error}")
     assert not failures, f"{len(failures)} of {BLOCK} failed:\n" + "\n".join(failures[:5])

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from helpers import batch_cases
+from helpers import batch_calls
 from helpers.batch_cases import NUM_CASES, PROBLEMS, random_case
 
 WORKSPACE = np.zeros(64, np.uint8)
@@ -15,7 +15,7 @@ WORKSPACE = np.zeros(64, np.uint8)
 @pytest.mark.parametrize("first", range(0, 80, 20))
 def test_random_batches_on_the_cpu(first: int) -> None:
     for seed in range(first, first + 20):
-        batch_cases.run_case(random_case(seed), np, WORKSPACE)
+        batch_calls.run_case(random_case(seed), np, WORKSPACE)
 
 
 def test_a_wrong_page_is_found() -> None:
@@ -24,7 +24,7 @@ def test_a_wrong_page_is_found() -> None:
         for c in map(random_case, range(NUM_CASES))
         if c.wrapper == "decode" and len(c.kv_len) > 2 and min(c.kv_len) > 64 and c.window_left < 0
     )
-    call = batch_cases.Call(case, np, WORKSPACE)
+    call = batch_calls.Call(case, np, WORKSPACE)
     call.table[1] = call.table[2] if case.page_size < 65 else call.table[0]
     call.plan()
     with pytest.raises(AssertionError):
