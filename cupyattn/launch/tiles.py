@@ -126,14 +126,15 @@ def _choose_verify(problem: AttentionProblem, max_shared_bytes: int) -> TileConf
 def _choose_decode(problem: AttentionProblem, max_shared_bytes: int) -> TileConfig:
     row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
     q_in_registers = problem.head_dim_qk <= 192
-    # Three stages of 8 to 16 KB a warp keep enough bytes in flight and fill an SM with one block:
-    # fewer blocks, fewer partial states to merge. Where shared memory is short, fewer warps do.
+    # One request has few blocks, so one that fills an SM leaves the fewest partial states to merge:
+    # three stages of 8 to 16 KB a warp. A batch has many, and two an SM fill each other's starts and
+    # ends. Where shared memory is short, fewer warps do.
     if row_bytes > 768:
         shapes = [(4, 16, 1)]
     elif row_bytes >= 512:
-        shapes = [(4, 32, 1), (4, 16, 1)]
+        shapes = [(4, 16, 2)] if problem.paged else [(4, 32, 1), (4, 16, 1)]
     else:
-        shapes = [(8, 32, 1), (4, 32, 1)]
+        shapes = [(4, 32, 2)] if problem.paged else [(8, 32, 1), (4, 32, 1)]
     for warps, keys, blocks in (*shapes, (4, 16, 1), (2, 16, 1), (1, 16, 1)):
         # A block takes 1 KB more than it asks for.
         budget = (max_shared_bytes + 1024) // blocks - 1024

@@ -177,11 +177,12 @@ def maker(framework: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
 def fields() -> list[tuple[str, str]]:
     """(format, name) of every field of the kernels' struct, as its header has them."""
     body = HEADER.read_text().split("struct AttentionParams {")[1].split("};")[0]
-    formats = {"int64_t": "q", "int32_t": "i", "float": "f", "uint32_t": "128I"}
+    formats = {"int64_t": "q", "int32_t": "i", "float": "f", "uint32_t": "I"}
     found = []
     for kind, names in re.findall(r"^\s*(?:const )?(\w+\*?) ([^;/]*);", body, re.MULTILINE):
-        code = "Q" if kind.endswith("*") else formats[kind]
-        found += [(code, name.split("[")[0]) for name in names.split(", ")]
+        for name in names.split(", "):
+            code = "Q" if kind.endswith("*") else formats[kind]
+            found.append(("128" + code if "[" in name else code, name.split("[")[0]))
     return found
 
 

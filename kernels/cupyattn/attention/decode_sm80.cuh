@@ -124,11 +124,11 @@ struct DecodeSm80 {
     }
     if constexpr (!is_same<DTypeS, DTypeQ>::value) {
       static_assert(Config::kRowScales, "a row of Q has a scale of its own");
-      scale_rows_to_half<QTile, Config::kWarps>(shared.q, shared.rows, warp, lane);
+      scale_rows_to_half<QTile, Config::kWarps>(shared.q, shared.rows, work.num_rows, warp, lane);
       ptx::block_sync();
     }
     if constexpr (kFp8 && !kWidenKeys) {
-      permute_for_fp8_keys<QTile, kThreads>(shared.q, thread);
+      permute_for_fp8_keys<QTile, kThreads>(shared.q, work.num_rows, thread);
       ptx::block_sync();
     }
   }
@@ -191,7 +191,7 @@ struct DecodeSm80 {
 #pragma unroll
       for (int stage = 0; stage < kStages; ++stage) pages[stage] = find_page(tiles.begin + stage);
     }
-    load_q();
+    if constexpr (kPaged) load_q();
     int load_tile = tiles.begin;
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage, ++load_tile) {
@@ -200,6 +200,8 @@ struct DecodeSm80 {
         // The next tile's offsets take the place of these.
         if constexpr (kPaged) ptx::warp_sync();
       }
+      // While pages are looked up, or the first keys travel, Q is found.
+      if (!kPaged && stage == 0) load_q();
       ptx::cp_async_commit();
     }
     int next_page = pages[kPaged ? kStages - 1 : 0];

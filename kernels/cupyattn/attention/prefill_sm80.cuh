@@ -123,11 +123,12 @@ struct PrefillSm80 {
     }
     if constexpr (!is_same<DTypeS, DTypeQ>::value) {
       static_assert(Config::kRowScales, "a row of Q has a scale of its own");
-      scale_rows_to_half<QTile, Config::kWarps>(shared.q, shared.rows, warp, lane);
+      scale_rows_to_half<QTile, Config::kWarps>(shared.q, shared.rows, shared.work.tile.num_rows,
+                                                warp, lane);
       ptx::block_sync();
     }
     if constexpr (kFp8 && !kWidenKeys) {
-      permute_for_fp8_keys<QTile, kThreads>(shared.q, thread);
+      permute_for_fp8_keys<QTile, kThreads>(shared.q, shared.work.tile.num_rows, thread);
       ptx::block_sync();
     }
   }
