@@ -270,7 +270,7 @@ class BatchWrapper:
                 inner.append(ids)
         inner += plan.mask.device_indptrs(batch)
         block, copies, places = self._write(inner, outer)
-        base = self._words.reserve(block, exactly=self._is_graph)
+        base = self._reserve(block, batch)
         if block:
             copies.insert(0, (0, block, base))
         if copies:
@@ -307,6 +307,21 @@ class BatchWrapper:
         if views:
             plan.views = tuple(views)
             plan.is_uniform &= all(v.framework == plan.framework for v in views)
+
+    def _reserve(self, num_words: int, batch: Batch) -> int:
+        """The address of the wrapper's own words, which in graph mode never moves."""
+        if not self._is_graph:
+            return self._words.reserve(num_words)
+        if self._words.size:
+            if num_words > self._words.size:
+                raise PlanError(
+                    f"plan: it takes {4 * num_words} bytes and the first plan of this wrapper had "
+                    f"{4 * self._words.size}, where a captured graph reads; use another wrapper"
+                )
+            return self._words.address
+        # A mask may come packed now, and as bools later.
+        spare = 8 * (batch.num_requests + 3) if self._buffers.mask is not None else 0
+        return self._words.reserve(num_words + spare, exactly=True)
 
     def _write(
         self, inner: list[np.ndarray], outer: list[tuple[np.ndarray, int]]

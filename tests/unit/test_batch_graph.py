@@ -106,6 +106,28 @@ FROZEN: dict[str, dict[str, Any]] = {
 }
 
 
+def test_masks_may_come_packed_first_and_as_bools_later(device: Device) -> None:
+    b = batches.make([3, 2], [9, 8], 4)
+    buffers = {
+        "custom_mask_buf": device.put(np.zeros(40, np.uint8)),
+        "mask_indptr_buf": device.put(np.zeros(3, np.int32)),
+    }
+    w = graph_wrapper(device, 2, 20, "prefill", **buffers)
+    masks = b.masks()
+    flat = np.concatenate([m.ravel() for m in masks])
+    bits = batches.offsets([m.size for m in masks])
+    packed, _ = cupyattn.reference.segment_packbits(flat, bits, "little")
+    q, cache = device.put(b.q), device.put(b.one_tensor())
+    addresses = set()
+    for given in ({"packed_custom_mask": packed}, {"custom_mask": flat}):
+        mask = {n: device.put(x) for n, x in given.items()}
+        w.plan(b.qo_indptr, *b.table, HQ, HKV, D, 4, **mask)
+        got = device.get(w.run(q, cache))
+        np.testing.assert_array_equal(got, b.expected(masks)[0].astype(np.float16))
+        addresses.add(w._words.address)
+    assert len(addresses) == 1
+
+
 @pytest.mark.parametrize("words", FROZEN)
 def test_what_a_graph_keeps_is_named(device: Device, words: str) -> None:
     w = graph_wrapper(device, 3, 20, "decode")
