@@ -26,8 +26,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
     use_cuda_graph  runs are going to be captured. The next two are needed then, on the device,
             int32; plan() fills them, and may be called between replays with other lengths and
             masks. The number of requests, heads, dims, dtypes and options are those of the first
-            plan, which must have the most query rows; k and v of the captured run must have room
-            for the longest keys.
+            plan, which must have the most query rows (under fixed_split_size the most keys too); k
+            and v of the captured run must have room for the most keys.
     qo_indptr_buf [B + 1], kv_indptr_buf [B + 1].
     custom_mask_buf, mask_indptr_buf  uint8 [max bytes of a packed mask] and int32 [B + 1]: given if
             and only if the graph is to read a mask. (qk_indptr_buf is the second's older name.)

@@ -182,8 +182,8 @@ def _compute(
     for q_start, qo_len, kv_start, kv_len, mask_start in sorted(requests):
         mask = None
         if problem.custom_mask:
-            assert pointers[1] and mask_start + -(-qo_len * kv_len // 8) <= mask_bytes
             size = -(-qo_len * kv_len // 8)
+            assert not size or (pointers[1] and mask_start + size <= mask_bytes)
             bits = memory(pointers[1] + mask_start, np.dtype(np.uint8), size)
             mask = reference.unpack_mask(bits, qo_len, kv_len)
         rows = np.arange(q_start, q_start + qo_len)

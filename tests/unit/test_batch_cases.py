@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from helpers import batch_calls
+from helpers import batch_calls, fake_batch, fake_gpu
 from helpers.batch_cases import NUM_CASES, PROBLEMS, random_case
 
 WORKSPACE = np.zeros(64, np.uint8)
@@ -46,3 +46,18 @@ def test_cases_repeat_and_cover() -> None:
     assert sum(not case.qo_len for case in cases) > 20  # no requests
     assert sum(bool(case.kv_len) and not any(case.kv_len) for case in cases) > 20
     assert sum(max(case.kv_len, default=0) > 1000 for case in cases) > 200
+
+
+@pytest.mark.parametrize("first", range(100, 500, 40))
+def test_random_batches_through_the_launcher(
+    first: int, stream: fake_batch.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU that is not there: what launches are told is what the kernels would compute."""
+    torch = pytest.importorskip("torch")
+    make = fake_gpu.maker("torch", monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
+    monkeypatch.setattr(stream, "add", lambda job: job() or 0)
+    workspace = make(64 << 20, dtype="uint8")
+    for seed in range(first, first + 40):
+        batch_calls.run_case(random_case(seed), torch, workspace)
+    assert stream.launches > 20
