@@ -78,6 +78,11 @@ def _choose_prefill(
         if rows == LARGE and problem.head_dim_vo > 128:
             layouts.insert(0, (8, 1, 2, max_shared_bytes))
     shapes = _key_shapes(problem) if wide else [(64, 16), (32, 16), (16, 16)]
+    is_square = problem.head_dim_qk == problem.head_dim_vo
+    if layouts[0][0] == 8 and is_square and not (_is_transformed(problem) or problem.custom_mask):
+        # Warps of 16 rows are bound by what they read of shared memory. Q stays in registers where
+        # fewer keys make room for it without spills.
+        q_in_registers, shapes = True, [(48, 16), (32, 16), (16, 16)]
     for warps, blocks, buffers, budget in layouts:
         for tile_kv, keys_per_exp in shapes[:1] if budget == two_blocks else shapes:
             tiles = prefill_tiles(
@@ -96,12 +101,17 @@ def _choose_prefill(
     raise AssertionError(f"no prefill tile fits {max_shared_bytes} bytes of shared memory")
 
 
+def _is_transformed(problem: AttentionProblem) -> bool:
+    """True if more than one scale stands between the product and the softmax."""
+    return problem.soft_cap or problem.scale_first or problem.pos_encoding == "ALIBI"
+
+
 def _key_shapes(problem: AttentionProblem) -> list[tuple[int, int]]:
     """(tile_kv, keys_per_exp) for warps of 32 rows, best first: measured, and without spills.
 
     What a logit goes through takes registers from the keys; tests/compile allows no spills.
     """
-    is_transformed = problem.soft_cap or problem.scale_first or problem.pos_encoding == "ALIBI"
+    is_transformed = _is_transformed(problem)
     dim = max(problem.head_dim_qk, problem.head_dim_vo)
     if dim <= 64:
         first = (64, 16)
@@ -127,8 +137,8 @@ def _choose_decode(problem: AttentionProblem, max_shared_bytes: int) -> TileConf
     row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
     q_in_registers = problem.head_dim_qk <= 192
     # One request has few blocks, so one that fills an SM leaves the fewest partial states to merge:
-    # three stages of 8 to 16 KB a warp. A batch has many, and two an SM fill each other's starts and
-    # ends. Where shared memory is short, fewer warps do.
+    # three stages of 8 to 16 KB a warp. A batch has many, and two an SM fill each other's starts
+    # and ends. Where shared memory is short, fewer warps do.
     if row_bytes > 768:
         shapes = [(4, 16, 1)]
     elif row_bytes >= 512:
