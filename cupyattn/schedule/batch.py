@@ -227,6 +227,8 @@ def _splits(
     if not splitting.may_split or len(key_tiles) == 0:
         return None
     longest = int(key_tiles.max())
+    if longest <= 1:
+        return None
     if splitting.tokens:
         chunk = max(1, splitting.tokens // shape.tile_kv)
     else:
