@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from .problem import AttentionProblem
 
 # Lengths are 32-bit in the kernels, which look up to a tile beyond the end.
 MAX_LENGTH = 2**31 - 1 - 64
+_INT32_MAX = 2**31 - 1
 
 
 class Options(NamedTuple):
@@ -152,11 +154,22 @@ def _is_aligned(
     dtype_o: DType,
 ) -> bool:
     """True if every row of q, k, v and o starts on a 16-byte boundary, however many there are."""
-    offsets = pointers
-    for v in (vq, vk, vv, vout):
-        if v is not None:
-            for stride in v.strides[:-1]:
-                offsets |= stride * v.dtype.itemsize
+    views = (vq, vk, vv, vout)
+    strides = [(v.strides[:-1], v.dtype) for v in views if v is not None]
     if vout is None:
-        offsets |= head_dim_vo * dtype_o.itemsize
+        strides.append(((head_dim_vo,), dtype_o))
+    return are_rows_aligned(pointers, strides)
+
+
+def are_rows_aligned(pointers: int, strides: Iterable[tuple[Sequence[int], DType]]) -> bool:
+    """True if all these addresses (or-ed together) and strides are multiples of 16 bytes.
+
+    Strides that 32 bits cannot hold count as unaligned: the kernels for aligned rows multiply them.
+    """
+    offsets = pointers
+    for elements, dtype in strides:
+        for stride in elements:
+            if abs(stride) > _INT32_MAX:
+                return False
+            offsets |= stride * dtype.itemsize
     return offsets & 15 == 0

@@ -110,12 +110,11 @@ def _key_shapes(problem: AttentionProblem) -> list[tuple[int, int]]:
 
     What a logit goes through takes registers from the keys; tests/compile allows no spills.
     """
-    is_transformed = _is_transformed(problem)
     dim = max(problem.head_dim_qk, problem.head_dim_vo)
     if dim <= 64:
         first = (64, 16)
     elif dim <= 128:
-        first = (48, 48) if is_transformed or problem.custom_mask else (48, 16)
+        first = (32, 32) if problem.soft_cap and problem.paged else (48, 48)
     else:
         first = (32, 16)
     return [first, (32, 16), (16, 16)]

@@ -269,7 +269,8 @@ struct PrefillSm80 {
     if constexpr (kBuffers == 2) {
       next = advance(loop);
     } else {
-      copy_values(loop, first_key, shared.range.end, loop.place, 0);
+      // A tile that hides no keys has them all.
+      copy_values(loop, first_key, kHides ? shared.range.end : first_key + kTileKV, loop.place, 0);
       ptx::cp_async_commit();
     }
     prepare_k(first_key, loop.buffer);
@@ -354,9 +355,9 @@ struct PrefillSm80 {
         first_key,
         0,
         0,
-        q_lane_address<QTile>(ptx::shared_address(shared.q), warp_row(), lane),
+        lane_address<QTile>(ptx::shared_address(shared.q), lane, warp_row()),
         k_lane_address<KTile>(k_tile, lane),
-        v_lane_address<VTile>(ptx::shared_address(shared.v), lane),
+        lane_address<VTile>(ptx::shared_address(shared.v), lane),
         {}};
     if constexpr (kPaged) begin_pages(work.request, range.end, first_key);
     if constexpr (kPaged && Config::kCustomMask) ptx::block_sync();
