@@ -19,7 +19,6 @@ from .problem import AttentionProblem
 
 # Lengths are 32-bit in the kernels, which look up to a tile beyond the end.
 MAX_LENGTH = 2**31 - 1 - 64
-_INT32_MAX = 2**31 - 1
 
 
 class Options(NamedTuple):
@@ -162,14 +161,9 @@ def _is_aligned(
 
 
 def are_rows_aligned(pointers: int, strides: Iterable[tuple[Sequence[int], DType]]) -> bool:
-    """True if all these addresses (or-ed together) and strides are multiples of 16 bytes.
-
-    Strides that 32 bits cannot hold count as unaligned: the kernels for aligned rows multiply them.
-    """
+    """True if all these addresses (or-ed together) and strides are multiples of 16 bytes."""
     offsets = pointers
     for elements, dtype in strides:
         for stride in elements:
-            if abs(stride) > _INT32_MAX:
-                return False
             offsets |= stride * dtype.itemsize
     return offsets & 15 == 0

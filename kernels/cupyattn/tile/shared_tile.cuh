@@ -118,17 +118,6 @@ struct RowCopier {
   }
 
  private:
-  // `rows` (a constant) from `source`. The stride of aligned rows fits 32 bits, so this is one
-  // multiplication and addition.
-  __device__ __forceinline__ const T* further(int rows) const {
-    if constexpr (kAligned) {
-      const int64_t bytes =
-          static_cast<int64_t>(static_cast<int>(row_stride)) * (rows * static_cast<int>(sizeof(T)));
-      return reinterpret_cast<const T*>(reinterpret_cast<const char*>(source) + bytes);
-    }
-    return source + rows * row_stride;
-  }
-
   template <typename Exists>
   __device__ __forceinline__ void copy_if(uint32_t tile_offset, const int64_t* offsets,
                                           Exists&& exists) {
@@ -138,11 +127,11 @@ struct RowCopier {
       // Element-wise copies are long already.
 #pragma unroll(kAligned ? Tile::kRows : 1)
       for (int step = 0; step < Tile::kRows; step += kStep) {
-        const T* chunk_source = kGathered ? source + offsets[row + step] : further(step);
+        const T* chunk_source = kGathered ? source + offsets[row + step] : source;
         copy_chunk<Tile, kHeadDim, kAligned>(Tile::descend(destination + tile_offset, step), chunk,
                                              chunk_source, exists(row + step));
+        if constexpr (!kGathered) source += kStep * row_stride;
       }
-      if constexpr (!kGathered) source = further(Tile::kRows);
     } else {
       for (int index = thread; index < Tile::kRows * Tile::kChunks; index += kThreads) {
         const int row = index / Tile::kChunks;
