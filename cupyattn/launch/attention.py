@@ -48,8 +48,9 @@ def load_kernel(
     problem: AttentionProblem, rows: str, device_index: int, is_batch: bool = False
 ) -> LoadedKernel:
     """The kernel for a problem and a row class on a device, compiled on first use."""
-    max_shared = device_props(device_index).max_smem_per_block
-    return LoadedKernel(tile_config(problem, rows, max_shared, is_batch), device_index)
+    props = device_props(device_index)
+    tiles = tile_config(problem, rows, props.max_smem_per_block, is_batch, props.arch)
+    return LoadedKernel(tiles, device_index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
         for rows, is_batch in product(ROW_CLASSES, (False, True)):
             if problem.paged and not is_batch:
                 continue
-            tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch)
+            tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch, arch)
             found[tiles.name, tiles.config] = None
             if tiles.name == "prefill_sm80":
                 found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None

@@ -45,23 +45,30 @@ def row_class(rows: int) -> str:
 
 @lru_cache(maxsize=4096)
 def tile_config(
-    problem: AttentionProblem, rows: str, max_shared_bytes: int, is_batch: bool = False
+    problem: AttentionProblem,
+    rows: str,
+    max_shared_bytes: int,
+    is_batch: bool = False,
+    arch: str = "sm_90a",
 ) -> TileConfig:
-    """The tile configuration for a problem, a row class and a device's shared memory per block."""
+    """The tile configuration for a problem and a row class on a device of an architecture, with so
+    much shared memory per block."""
     if rows == DECODE:
         return _choose_decode(problem, max_shared_bytes)
     if rows == VERIFY and (tiles := _choose_verify(problem, max_shared_bytes)):
         return tiles
-    return _choose_prefill(problem, rows, max_shared_bytes, is_batch)
+    return _choose_prefill(problem, rows, max_shared_bytes, is_batch, arch)
 
 
 def _choose_prefill(
-    problem: AttentionProblem, rows: str, max_shared_bytes: int, is_batch: bool
+    problem: AttentionProblem, rows: str, max_shared_bytes: int, is_batch: bool, arch: str
 ) -> TileConfig:
     # Every tile of query rows rotates the keys again, unless a pass of its own has done it; that
     # pass takes the keys of one request, as the 16-bit rows that it leaves.
     is_rotated_ahead = rows == LARGE and problem.aligned and problem.dtype_kv.is_float16
     rotates_keys = problem.pos_encoding == "ROPE_LLAMA" and (is_batch or not is_rotated_ahead)
+    # What was tuned on sm_90, to the last register; elsewhere, and with pages, it would spill.
+    is_measured = arch == "sm_90a" and not problem.paged
     # 32 rows a warp halve the shared-memory traffic of K and V, but O takes 32 x dim_vo registers
     # a warp, and fp8 fragments need registers of their own: then a warp takes 16.
     wide = rows == LARGE and problem.head_dim_vo <= 128 and not problem.dtype_kv.is_fp8
@@ -73,17 +80,18 @@ def _choose_prefill(
     # the power that a second buffer costs.
     two_blocks = (max_shared_bytes + 1024) // 2 - 1024
     layouts = [(4, 2, 1, two_blocks), (4, 2, 1, max_shared_bytes)]
-    loads_ahead = not wide or (problem.soft_cap and not problem.paged)
+    loads_ahead = not wide or (problem.soft_cap and is_measured)
     if loads_ahead and not (problem.dtype_kv.is_fp8 and rotates_keys):
         layouts.insert(0, (4, 2, 2, two_blocks))
         if not wide and rows == LARGE and problem.head_dim_vo > 128:
             layouts.insert(0, (8, 1, 2, max_shared_bytes))
-    shapes = _key_shapes(problem) if wide else [(64, 16), (32, 16), (16, 16)]
+    shapes = _key_shapes(problem, wide, arch)
+    is_plain = not (_is_transformed(problem) or problem.custom_mask)
     is_square = problem.head_dim_qk == problem.head_dim_vo
-    if layouts[0][0] == 8 and is_square and not (_is_transformed(problem) or problem.custom_mask):
+    if layouts[0][0] == 8 and is_measured and is_plain and is_square:
         # Warps of 16 rows are bound by what they read of shared memory. Q stays in registers where
         # fewer keys make room for it without spills.
-        q_in_registers, shapes = True, [(48, 16), (32, 16), (16, 16)]
+        q_in_registers, shapes = True, [(48, 16)]
     for warps, blocks, buffers, budget in layouts:
         for tile_kv, keys_per_exp in shapes[:1] if budget == two_blocks else shapes:
             tiles = prefill_tiles(
@@ -107,20 +115,24 @@ def _is_transformed(problem: AttentionProblem) -> bool:
     return problem.soft_cap or problem.scale_first or problem.pos_encoding == "ALIBI"
 
 
-def _key_shapes(problem: AttentionProblem) -> list[tuple[int, int]]:
-    """(tile_kv, keys_per_exp) for warps of 32 rows, best first: measured, and without spills.
+def _key_shapes(problem: AttentionProblem, wide: bool, arch: str) -> list[tuple[int, int]]:
+    """(tile_kv, keys_per_exp), best first: measured on sm_90a, and without spills everywhere.
 
-    What a logit goes through takes registers from the keys; tests/compile allows no spills.
+    What a logit goes through takes registers from the keys, and which schedules fit into 255 of
+    them differs by architecture; tests/compile allows no spills.
     """
     dim = max(problem.head_dim_qk, problem.head_dim_vo)
-    if dim <= 64:
+    is_blackwell = arch in ("sm_100a", "sm_120a")
+    if not wide:
+        first = (16, 16) if is_blackwell and problem.custom_mask and dim > 128 else (64, 16)
+    elif dim <= 64:
         first = (64, 16)
-    elif dim <= 128 and problem.soft_cap:
-        first = (32, 32) if problem.paged else (48, 16)
-    elif dim <= 128:
-        first = (48, 48)
+    elif dim > 128:
+        first = (16, 16) if is_blackwell and _is_transformed(problem) else (32, 16)
+    elif is_blackwell or (problem.soft_cap and (problem.paged or arch != "sm_90a")):
+        first = (32, 32)
     else:
-        first = (32, 16)
+        first = (48, 16) if problem.soft_cap else (48, 48)
     return [first, (32, 16), (16, 16)]
 
 

@@ -234,7 +234,7 @@ def test_a_fixed_split_makes_answers_independent_of_the_batch(
 
     alone = [answers([i])[0] for i in range(len(lengths))]
     everyone = list(range(len(lengths)))
-    for chosen in (everyone, everyone[::-1], [4, 4, 4, 0], everyone * 20):
+    for chosen in (everyone, everyone[::-1], [4, 4, 4, 0], everyone * 5):
         for index, got in zip(chosen, answers(chosen), strict=True):
             for a, x in zip(alone[index], got, strict=True):
                 compare.assert_bitwise_equal(a, x, f"request {index} in {chosen[:9]}")

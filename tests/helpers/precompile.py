@@ -48,7 +48,7 @@ def record(case: Case, arch: str, *, is_decode: bool = False) -> list[Instance]:
         entry.problem.check_supported()
         rows = (1 if is_decode else vq.shape[0]) * entry.num_qo_heads // entry.num_kv_heads
         if rows:
-            tiles = tile_config(entry.problem, row_class(rows), SHARED_BYTES[arch])
+            tiles = tile_config(entry.problem, row_class(rows), SHARED_BYTES[arch], arch=arch)
             found.append((tiles.name, tiles.config))
             if tiles.wants_rotated_keys and case.kv_len:
                 config = rotate_keys.config(vk.dtype, entry.problem.head_dim_qk)
@@ -88,7 +88,7 @@ def batch_instances(arch: str) -> list[Instance]:
         )
         run = replace(guess, aligned=wanted.is_aligned, scale_first=wanted.scale_first)
         for problem, rows in product((guess, run), {n * case.group for n in case.qo_len if n}):
-            tiles = tile_config(problem, row_class(rows), SHARED_BYTES[arch], True)
+            tiles = tile_config(problem, row_class(rows), SHARED_BYTES[arch], True, arch)
             found[tiles.name, tiles.config] = None
             if tiles.name == "prefill_sm80":
                 found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
