@@ -24,9 +24,10 @@ from ..schedule.batch import (
     limits,
     plan_batch,
 )
+from ..schedule.cover import check_cover
 from . import merge_splits, params
 from .attention import LOG2_E, SLACK, AttentionOptions, LoadedKernel, load_kernel
-from .enqueue import Launch, enqueue
+from .enqueue import Launch, cuda, enqueue
 from .tiles import MOST_ROWS, ROW_CLASSES, row_class
 
 _WORDS = 12
@@ -38,9 +39,9 @@ class Capacity:
     """What a captured graph freezes.
 
     num_requests, num_rows  the most requests and query tokens of any later plan
-    num_tokens              the most keys; matters only where the size of splits is fixed
     max_qo_len              query tokens of one request, as the first plan has them: they choose the
-                            tile, and later plans may have more
+                            tile, and later plans may have more (but not under a fixed split)
+    num_tokens              the most keys; matters only where the size of splits is fixed
     """
 
     num_requests: int
@@ -146,19 +147,19 @@ class BatchLauncher:
     def _plan(
         self, requests: BatchRequests, kernel: LoadedKernel, splitting: Splitting
     ) -> BatchPlan:
-        return plan_batch(
-            requests,
-            self.group_size,
-            self.num_kv_heads,
-            self._shape(kernel),
-            self._masking,
-            splitting,
+        shape = self._shape(kernel)
+        plan = plan_batch(
+            requests, self.group_size, self.num_kv_heads, shape, self._masking, splitting
         )
+        if cuda().is_debugging:
+            check_cover(plan, requests, self.group_size, shape.tile_q)
+        return plan
 
     def _limits(self, kernel: LoadedKernel, splitting: Splitting, capacity: Capacity) -> Limits:
         return limits(
             capacity.num_requests,
             capacity.num_rows,
+            capacity.max_qo_len,
             capacity.num_tokens,
             self.group_size,
             self.num_kv_heads,

@@ -144,6 +144,7 @@ def plan_batch(
 def limits(
     num_requests: int,
     num_rows: int,
+    max_qo_len: int,
     num_tokens: int,
     group_size: int,
     num_kv_heads: int,
@@ -152,15 +153,16 @@ def limits(
 ) -> Limits:
     """Limits of any plan of so many requests, query rows (tokens) and keys.
 
-    num_tokens matters only where the size of splits is fixed.
+    The longest query and num_tokens matter only where the size of splits is fixed.
     """
     num_tiles = num_requests + num_rows * group_size // shape.tile_q
     if not splitting.may_split:
         return Limits(num_tiles, 0, 0)
     if splitting.tokens:
-        more = num_tokens * -(-num_tiles // max(1, num_requests)) // splitting.tokens
+        chunk_tokens = max(1, splitting.tokens // shape.tile_kv) * shape.tile_kv
+        more = -(-max_qo_len * group_size // shape.tile_q) * (num_tokens // chunk_tokens + 1)
     else:
-        more = _MAX_WAVES * shape.num_slots // num_kv_heads
+        more = _MAX_WAVES * max(1, shape.num_slots // num_kv_heads)
     return Limits(num_tiles + more, min(num_tiles, more), min(num_tiles, more) + more)
 
 
@@ -254,11 +256,15 @@ def _best_chunk(key_tiles: np.ndarray, longest: int, num_kv_heads: int, shape: T
             num_items = num_tiles * parts
             done = -(-num_items // items_per_wave) * (longest / parts + _BLOCK_OVERHEAD)
         else:
-            num_items = int(_ceil(key_tiles, chunk).sum()) if chunk < longest else num_tiles
+            parts_of = _ceil(key_tiles, chunk)
+            num_items = int(parts_of.sum())
+            # The short ones fill gaps, but long ones come in whole waves.
+            long = key_tiles > chunk / 2
+            num_long = parts_of[long].sum()
+            mean = key_tiles[long].sum() / num_long
+            waves = -(-num_long // items_per_wave)
             work = (total + num_items * _BLOCK_OVERHEAD) / items_per_wave
-            # Longest first, the short ones fill the end, if there are any to come.
-            last = key_tiles.min() if num_items >= 2 * items_per_wave else chunk
-            done = max(work + 0.5 * min(chunk, last), chunk + _BLOCK_OVERHEAD)
+            done = max(work, waves * (mean + _BLOCK_OVERHEAD))
         if chunk >= longest:
             return done
         return done + _MERGE_OVERHEAD + shape.state_cost * num_items / items_per_wave

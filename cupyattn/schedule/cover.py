@@ -1,0 +1,43 @@
+"""A check of work lists: every tile of query rows is there, and its keys are dealt out once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import PlanError
+from .batch import WORK_FIELDS, BatchPlan, BatchRequests
+
+
+def check_cover(plan: BatchPlan, requests: BatchRequests, group_size: int, tile_q: int) -> None:
+    """Raise PlanError unless a plan's items cover the requests' rows and keys exactly once.
+
+    The keys of a tile are covered if its splits are 0, 1, ... num_splits - 1: the kernels deal key
+    tiles to splits evenly (schedule.single.tile_span). Partial states must not overlap.
+    """
+    column = {name: plan.items[:, i].astype(np.int64) for i, name in enumerate(WORK_FIELDS)}
+    has_rows = requests.qo_len > 0
+    num_tiles = -(-requests.qo_len[has_rows] * group_size // tile_q)
+    wanted = {
+        (int(q_start), tile * tile_q)
+        for q_start, count in zip(requests.q_start[has_rows], num_tiles, strict=True)
+        for tile in range(count)
+    }
+    found: dict[tuple[int, int], list[int]] = {}
+    for index, tile in enumerate(zip(column["q_start"], column["first_row"], strict=True)):
+        found.setdefault((int(tile[0]), int(tile[1])), []).append(index)
+    if found.keys() != wanted:
+        raise PlanError(f"plan: tiles of rows {sorted(found.keys() ^ wanted)[:4]} are not covered")
+    states = np.zeros(plan.num_states, np.int64)
+    merged = {int(column["split_tile"][i]): int(i) for i in plan.merges}
+    for tile, items in found.items():
+        count = len(items)
+        splits = sorted(int(column["split"][i]) for i in items)
+        if splits != list(range(count)) or set(column["num_splits"][items]) != {count}:
+            raise PlanError(f"plan: the keys of tile {tile} are not covered once: splits {splits}")
+        if count > 1:
+            first = int(column["first_state"][items[0]])
+            states[first : first + count] += 1
+            if merged.get(int(column["split_tile"][items[0]])) not in items:
+                raise PlanError(f"plan: no merge of tile {tile}")
+    if not (states == 1).all():
+        raise PlanError("plan: partial states overlap, or some are nobody's")

@@ -1,0 +1,211 @@
+"""The planner of batches: work is covered once, balanced, and within what graphs freeze."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupyattn.errors import PlanError
+from cupyattn.reference.masks import Visibility
+from cupyattn.schedule import key_span, tile_span
+from cupyattn.schedule.batch import (
+    WORK_FIELDS,
+    BatchPlan,
+    BatchRequests,
+    Masking,
+    Splitting,
+    TileShape,
+    check_limits,
+    limits,
+    plan_batch,
+)
+from cupyattn.schedule.cover import check_cover
+
+
+@dataclass(frozen=True)
+class Batch:
+    lengths: tuple[tuple[int, int], ...]  # (qo_len, kv_len) of each request
+    group_size: int
+    num_kv_heads: int
+    shape: TileShape
+    masking: Masking
+    splitting: Splitting
+
+    def requests(self) -> BatchRequests:
+        pairs = np.array(self.lengths, np.int64).reshape(-1, 2)
+        qo_len, kv_len = pairs[:, 0].copy(), pairs[:, 1].copy()
+        return BatchRequests(
+            qo_len, kv_len, np.cumsum(qo_len) - qo_len, np.cumsum(kv_len) - kv_len, kv_len * 3
+        )
+
+    def plan(self) -> BatchPlan:
+        return plan_batch(
+            self.requests(),
+            self.group_size,
+            self.num_kv_heads,
+            self.shape,
+            self.masking,
+            self.splitting,
+        )
+
+
+def batches(longest_q: int = 40, longest_kv: int = 300, most: int = 9) -> st.SearchStrategy[Batch]:
+    length = st.tuples(st.integers(0, longest_q), st.integers(0, longest_kv))
+    splitting = st.one_of(
+        st.just(Splitting()),
+        st.just(Splitting(may_split=False)),
+        st.builds(Splitting, st.just(True), st.integers(1, 200)),
+    )
+    return st.builds(
+        Batch,
+        st.lists(length, max_size=most).map(tuple),
+        st.integers(1, 9),
+        st.integers(1, 8),
+        st.builds(
+            TileShape,
+            st.sampled_from((16, 32, 64, 128)),
+            st.sampled_from((16, 48, 64)),
+            st.integers(1, 300),
+            st.sampled_from((0.0, 0.25, 4.0)),
+        ),
+        st.builds(Masking, st.booleans(), st.one_of(st.just(-1), st.integers(0, 350))),
+        splitting,
+    )
+
+
+def column(plan: BatchPlan, name: str) -> np.ndarray:
+    return plan.items[:, WORK_FIELDS.index(name)]
+
+
+def covered(batch: Batch, plan: BatchPlan) -> list[np.ndarray]:
+    """How often each (token, head of a group, key) of each request is somebody's work."""
+    shape, group = batch.shape, batch.group_size
+    counts = [np.zeros((qo * group, kv), int) for qo, kv in batch.lengths]
+    starts = {int(s): b for b, s in enumerate(batch.requests().q_start) if batch.lengths[b][0]}
+    for item in plan.items:
+        field = dict(zip(WORK_FIELDS, map(int, item), strict=True))
+        qo_len, kv_len = field["qo_len"], field["kv_len"]
+        request = starts[field["q_start"]]
+        assert (qo_len, kv_len) == batch.lengths[request]
+        first, end = field["first_row"], min(field["first_row"] + shape.tile_q, qo_len * group)
+        masking = batch.masking
+        begin, stop = key_span(
+            first // group,
+            (end - 1) // group,
+            qo_len,
+            kv_len,
+            masking.causal,
+            masking.window_left,
+        )
+        tiles = tile_span(begin, stop, shape.tile_kv, field["split"], field["num_splits"])
+        from_key = begin + tiles[0] * shape.tile_kv
+        to_key = min(begin + tiles[1] * shape.tile_kv, stop)
+        counts[request][first:end, from_key:to_key] += 1
+    return counts
+
+
+@settings(max_examples=300)
+@given(batches())
+def test_every_visible_key_of_every_row_is_covered_once(batch: Batch) -> None:
+    plan = batch.plan()
+    check_cover(plan, batch.requests(), batch.group_size, batch.shape.tile_q)
+    masking = batch.masking
+    for (qo, kv), count in zip(batch.lengths, covered(batch, plan), strict=True):
+        seen = Visibility(qo, kv, masking.causal, masking.window_left).dense()
+        rows = np.repeat(seen, batch.group_size, axis=0)
+        assert (count[rows] == 1).all() and count.max(initial=0) <= 1
+
+
+@settings(max_examples=300)
+@given(batches(longest_q=300, longest_kv=20_000, most=40))
+def test_limits_hold_whatever_the_lengths(batch: Batch) -> None:
+    plan = batch.plan()
+    most = limits(
+        len(batch.lengths),
+        sum(qo for qo, _ in batch.lengths),
+        max((qo for qo, _ in batch.lengths), default=0),
+        sum(kv for _, kv in batch.lengths),
+        batch.group_size,
+        batch.num_kv_heads,
+        batch.shape,
+        batch.splitting,
+    )
+    check_limits(plan, most)
+    assert column(plan, "num_splits").max(initial=1) == 1 or batch.splitting.may_split
+
+
+def finish(plan: BatchPlan, batch: Batch) -> tuple[float, float]:
+    """When the last block is done, blocks being dealt in order to what is free; and the ideal."""
+    tiles = -(-column(plan, "kv_len").astype(np.int64) // batch.shape.tile_kv)
+    parts = -(-tiles // column(plan, "num_splits"))
+    slots = [0.0] * batch.shape.num_slots
+    for cost in np.repeat(parts, batch.num_kv_heads):
+        heapq.heapreplace(slots, slots[0] + float(cost) + 2.0)
+    whole = {(int(q), int(t)) for q, t in zip(column(plan, "q_start"), tiles, strict=True)}
+    total = sum(t for _, t in whole) * batch.num_kv_heads
+    return max(slots), total / batch.shape.num_slots
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.one_of(st.integers(1, 4_000), st.just(131_072)), min_size=1, max_size=80),
+    st.sampled_from((1, 2, 8, 32)),
+)
+def test_one_long_request_does_not_set_the_time_of_a_decode(lengths: list[int], heads: int) -> None:
+    shape = TileShape(16, 64, 264, 0.25)
+    batch = Batch(
+        tuple((1, kv) for kv in lengths), 4, heads, shape, Masking(False, -1), Splitting()
+    )
+    last, ideal = finish(batch.plan(), batch)
+    assert last <= 1.5 * ideal + 30
+
+
+def test_unequal_requests_of_a_decode_come_longest_first() -> None:
+    shape = TileShape(16, 64, 264)
+    batch = Batch(((1, 5), (1, 900), (1, 70)), 1, 1, shape, Masking(False, -1), Splitting(False))
+    assert column(batch.plan(), "kv_len").tolist() == [900, 70, 5]
+
+
+def test_a_window_shortens_the_work() -> None:
+    shape = TileShape(16, 64, 264)
+    plain = Batch(((1, 32_768),) * 64, 4, 8, shape, Masking(False, 1023), Splitting())
+    short = replace(plain, lengths=((1, 1024),) * 64)
+    assert len(plain.plan().items) == len(short.plan().items)
+
+
+def test_a_fixed_split_depends_on_the_request_alone() -> None:
+    shape = TileShape(64, 64, 264)
+    lone = Batch(((3, 1000),), 4, 2, shape, Masking(True, -1), Splitting(True, 128))
+    among = replace(lone, lengths=((3, 1000), (3, 17), (3, 130_000)))
+    splits = {int(kv): int(n) for *_, kv, n in among.plan().items[:, [0, 3, 6]]}
+    assert splits[1000] == int(column(lone.plan(), "num_splits")[0]) == 8
+    assert splits[17] == 1
+
+
+def test_mask_starts_keep_64_bits() -> None:
+    requests = BatchRequests(*(np.array([x]) for x in (1, 5, 0, 0)), np.array([2**40 + 3]))
+    plan = plan_batch(requests, 1, 1, TileShape(16, 64, 4), Masking(False, -1), Splitting())
+    assert plan.items[0, 8:10].view(np.int64)[0] == 2**40 + 3
+
+
+def broken(plan: BatchPlan, name: str) -> BatchPlan:
+    items = plan.items.copy()
+    items[0, WORK_FIELDS.index(name)] += 1
+    return replace(plan, items=items)
+
+
+@pytest.mark.parametrize("name", ["q_start", "first_row", "split", "num_splits", "first_state"])
+def test_the_cover_check_finds_what_is_wrong(name: str) -> None:
+    shape = TileShape(16, 64, 264)
+    batch = Batch(((20, 500), (4, 3000)), 2, 1, shape, Masking(False, -1), Splitting(True, 256))
+    plan = batch.plan()
+    check_cover(plan, batch.requests(), 2, 16)
+    with pytest.raises(PlanError):
+        check_cover(broken(plan, name), batch.requests(), 2, 16)
+    with pytest.raises(PlanError):
+        check_cover(replace(plan, items=plan.items[1:]), batch.requests(), 2, 16)
