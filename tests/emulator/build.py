@@ -1,0 +1,185 @@
+"""Builds kernels for the host: an entry file unchanged, its Config, and the emulator's runtime.
+
+A kernel becomes a shared library, kept by the hash of all that goes into it in `host/` below the
+kernel cache. In `ptx/` the twins beside this file are found first: that is the whole switch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cupyattn.jit import Config, cache
+from cupyattn.jit.source import Program
+
+HERE = Path(__file__).resolve().parent
+_INCLUDE, _RUNTIME = HERE / "include", HERE / "runtime"
+
+_COMMON = (
+    *("-std=c++20", "-fPIC", "-g", "-fno-exceptions", "-fno-rtti", "-fno-extern-tls-init"),
+    *("-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter"),
+    # Positions in a kernel are 32-bit ints by design; comparing them with sizeof is fine.
+    *("-Wno-sign-compare", "-Wno-attributes", "-Wno-maybe-uninitialized"),
+)
+# As the kernels are held to it: bool and enum loads, shifts, overflows, bounds, alignment.
+_UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize=vptr,object-size")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How kernels are built: flags of the kernel and of the runtime, and the size of a stack."""
+
+    kernel: tuple[str, ...]
+    runtime: tuple[str, ...] = ("-O2",)
+    link: tuple[str, ...] = ()
+    stack_bytes: int = 128 * 1024
+    is_checked: bool = False
+
+
+MODES = {
+    "plain": Mode(("-O2",)),
+    # Every load and store goes through runtime/hooks.cpp, and so does undefined behaviour. Local
+    # variables start as garbage that is the same every time.
+    "checked": Mode(
+        ("-O1", "-fsanitize=thread", *_UNDEFINED, "-ftrivial-auto-var-init=pattern"),
+        is_checked=True,
+    ),
+    "asan": Mode(
+        ("-O1", "-fsanitize=address", "-fno-omit-frame-pointer"),
+        ("-O1", "-fsanitize=address"),
+        ("-fsanitize=address",),
+        stack_bytes=512 * 1024,
+    ),
+    "ubsan": Mode(
+        ("-O1", *_UNDEFINED, "-fno-sanitize-recover=all"),
+        link=("-fsanitize=undefined",),
+        stack_bytes=256 * 1024,
+    ),
+    "coverage": Mode(("-O0", "--coverage"), link=("--coverage",), stack_bytes=512 * 1024),
+    "debug": Mode(("-O0",), ("-O0",), stack_bytes=512 * 1024),
+}
+
+_FOOTER = """
+template <typename Params>
+void emulator_call(void (*kernel)(Params), const void* params) {{
+  kernel(*static_cast<const Params*>(params));
+}}
+extern "C" void emulator_call_kernel(const void* params) {{ emulator_call(&{symbol}, params); }}
+extern "C" const char* emulator_kernel_name() {{ return "{name}"; }}
+"""
+
+
+class BuildError(Exception):
+    """The compiler refused a kernel; the text is what it said."""
+
+
+def build(name: str, config: Config, mode: str = "plain", arch: int = 900) -> Path:
+    """The shared library of a kernel; `arch` is what the kernel sees as __CUDA_ARCH__."""
+    return build_program(Program.read(name, config), mode, arch)
+
+
+def build_program(program: Program, mode: str, arch: int = 900) -> Path:
+    flags = (*_COMMON, *MODES[mode].kernel, f"-D__CUDA_ARCH__={arch}")
+    parts = [*flags, program.name, program.config.text, str(program.root)]
+    parts += [part for pair in sorted(program.includes.items()) for part in pair]
+    digest = _digest([*parts, _runtime_digest(mode)])
+    path = folder() / f"{program.name}.{mode}.{digest}" / "kernel.so"
+    return _once(path, lambda scratch: _compile(program, mode, flags, scratch))
+
+
+def folder() -> Path:
+    """Where libraries are kept."""
+    return cache.folders()[0] / "host"
+
+
+def _compile(program: Program, mode: str, flags: Sequence[str], scratch: Path) -> None:
+    entry = program.entry_path
+    source = scratch / "kernel.cpp"
+    source.write_text(
+        f'#define CUPYATTN_CONFIG\n#include "cupyattn/common/types.cuh"\n\n{program.config.text}\n'
+        f'#line 1 "{entry}"\n{program.includes[f"entry/{program.name}.cu"]}'
+        f'#line 1 "emulator"\n{_FOOTER.format(symbol=program.symbol, name=program.name)}',
+        encoding="utf-8",
+    )
+    include = ("-include", "emulator/cuda.h", f"-I{_INCLUDE}", f"-I{program.root}")
+    objects = scratch / "kernel.o"
+    _run(["g++", *flags, *include, "-c", str(source), "-o", str(objects)])
+    _link(mode, [objects, *_runtime(mode)], scratch)
+
+
+def _link(mode: str, objects: Iterable[Path], scratch: Path) -> None:
+    names = map(str, objects)
+    link = ("-Wl,-Bsymbolic", *MODES[mode].link)
+    _run(["g++", "-shared", *link, *names, "-o", str(scratch / "kernel.so")])
+
+
+@functools.cache
+def _runtime_digest(mode: str) -> str:
+    files = sorted([*_RUNTIME.iterdir(), *(p for p in _INCLUDE.rglob("*") if p.is_file())])
+    texts = [part for path in files for part in (path.name, path.read_text(encoding="utf-8"))]
+    return _digest([compiler_version(), repr(MODES[mode]), *_COMMON, *texts])
+
+
+@functools.cache
+def _runtime(mode: str) -> tuple[Path, ...]:
+    """The runtime's objects, in the folder of the hash of its sources."""
+    place = folder() / f"runtime.{mode}.{_runtime_digest(mode)}"
+    sources = sorted(_RUNTIME.glob("*.cpp"))
+    made = _once(place / "machine.o", lambda scratch: _compile_runtime(mode, sources, scratch))
+    return tuple(made.with_name(f"{source.stem}.o") for source in sources)
+
+
+def _compile_runtime(mode: str, sources: Sequence[Path], scratch: Path) -> None:
+    chosen = MODES[mode]
+    facts = (
+        f"-DEMULATOR_STACK_BYTES={chosen.stack_bytes}",
+        f"-DEMULATOR_CHECKED={int(chosen.is_checked)}",
+    )
+    for source in sources:
+        target = str(scratch / f"{source.stem}.o")
+        include = f"-I{_INCLUDE}"
+        _run(["g++", *_COMMON, *chosen.runtime, *facts, include, "-c", str(source), "-o", target])
+
+
+def _once(path: Path, make: object) -> Path:
+    """`path`, after `make(scratch)` has filled its folder, unless it has been there before."""
+    if path.exists():
+        return path
+    place = path.parent
+    place.parent.mkdir(parents=True, exist_ok=True)
+    lock = place.with_suffix(".lock")
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
+                inner = Path(scratch) / "made"
+                inner.mkdir()
+                make(inner)  # type: ignore[operator]
+                os.rename(inner, place)
+    lock.unlink(missing_ok=True)
+    return path
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr[-6000:]}")
+
+
+@functools.cache
+def compiler_version() -> str:
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _digest(parts: Iterable[str]) -> str:
+    hasher = hashlib.sha256()
+    for part in parts:
+        hasher.update(b"%d:" % len(part.encode()) + part.encode())
+    return hasher.hexdigest()[:24]
