@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cupyattn.jit import Config, cache
-from cupyattn.jit.source import Program
+from cupyattn.jit.source import Program, kernels_dir
 
 HERE = Path(__file__).resolve().parent
 _INCLUDE, _RUNTIME = HERE / "include", HERE / "runtime"
@@ -80,18 +80,42 @@ class BuildError(Exception):
     """The compiler refused a kernel; the text is what it said."""
 
 
-def build(name: str, config: Config, mode: str = "plain", arch: int = 900) -> Path:
-    """The shared library of a kernel; `arch` is what the kernel sees as __CUDA_ARCH__."""
-    return build_program(Program.read(name, config), mode, arch)
+@dataclass(frozen=True)
+class Source:
+    """A kernel to build: `text` is its own file, `path` where that is, `others` all it includes."""
+
+    name: str
+    path: Path
+    text: str
+    root: Path
+    others: tuple[str, ...]
+    config: Config | None = None
+
+    @classmethod
+    def of_kernel(cls, name: str, config: Config) -> Source:
+        program = Program.read(name, config)
+        own = f"entry/{name}.cu"
+        others = tuple(x for pair in sorted(program.includes.items()) for x in pair)
+        path, text = program.entry_path, program.includes[own]
+        return cls(name, path, text, program.root, others, config)
+
+    @classmethod
+    def of_file(cls, path: Path) -> Source:
+        """A file outside the kernels' folder, without a Config; it may include any of them."""
+        root = kernels_dir()
+        headers = sorted((root / "cupyattn").rglob("*.cuh"))
+        others = tuple(header.read_text(encoding="utf-8") for header in headers)
+        return cls(path.stem, path, path.read_text(encoding="utf-8"), root, others)
 
 
-def build_program(program: Program, mode: str, arch: int = 900) -> Path:
+def build(source: Source, mode: str = "plain", arch: int = 900) -> Path:
+    """The shared library of a kernel; `arch` is what it sees as __CUDA_ARCH__."""
     flags = (*_COMMON, *MODES[mode].kernel, f"-D__CUDA_ARCH__={arch}")
-    parts = [*flags, program.name, program.config.text, str(program.root)]
-    parts += [part for pair in sorted(program.includes.items()) for part in pair]
-    digest = _digest([*parts, _runtime_digest(mode)])
-    path = folder() / f"{program.name}.{mode}.{digest}" / "kernel.so"
-    return _once(path, lambda scratch: _compile(program, mode, flags, scratch))
+    config = "" if source.config is None else source.config.text
+    parts = [*flags, source.name, config, str(source.path), str(source.root), source.text]
+    digest = _digest([*parts, *source.others, _runtime_digest(mode)])
+    path = folder() / f"{source.name}.{mode}.{digest}" / "kernel.so"
+    return _once(path, lambda scratch: _compile(source, mode, flags, scratch))
 
 
 def folder() -> Path:
@@ -99,19 +123,19 @@ def folder() -> Path:
     return cache.folders()[0] / "host"
 
 
-def _compile(program: Program, mode: str, flags: Sequence[str], scratch: Path) -> None:
-    entry = program.entry_path
-    source = scratch / "kernel.cpp"
-    source.write_text(
-        f'#define CUPYATTN_CONFIG\n#include "cupyattn/common/types.cuh"\n\n{program.config.text}\n'
-        f'#line 1 "{entry}"\n{program.includes[f"entry/{program.name}.cu"]}'
-        f'#line 1 "emulator"\n{_FOOTER.format(symbol=program.symbol, name=program.name)}',
-        encoding="utf-8",
-    )
-    include = ("-include", "emulator/cuda.h", f"-I{_INCLUDE}", f"-I{program.root}")
-    objects = scratch / "kernel.o"
-    _run(["g++", *flags, *include, "-c", str(source), "-o", str(objects)])
-    _link(mode, [objects, *_runtime(mode)], scratch)
+def _compile(source: Source, mode: str, flags: Sequence[str], scratch: Path) -> None:
+    head = ""
+    if source.config is not None:
+        head = '#define CUPYATTN_CONFIG\n#include "cupyattn/common/types.cuh"\n\n'
+        head += source.config.text
+    foot = _FOOTER.format(symbol=f"cupyattn_{source.name}", name=source.name)
+    text = f'{head}\n#line 1 "{source.path}"\n{source.text}\n#line 1 "emulator"\n{foot}'
+    unit, compiled = scratch / "kernel.cpp", scratch / "kernel.o"
+    unit.write_text(text, encoding="utf-8")
+    include = ("-include", "emulator/cuda.h", f"-I{_INCLUDE}", f"-I{source.root}")
+    _run(["g++", *flags, *include, "-c", str(unit), "-o", str(compiled)])
+    _link(mode, [compiled, *_runtime(mode)], scratch)
+    compiled.unlink()
 
 
 def _link(mode: str, objects: Iterable[Path], scratch: Path) -> None:

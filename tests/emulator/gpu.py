@@ -103,7 +103,8 @@ class EmulatedGpu:
     # --- the driver ---
 
     def load(self, name: str, config: jit.Config, index: int, arch: str) -> SimpleNamespace:
-        kernel = library.load(build.build(name, config, self.mode, self.arch), name)
+        source = build.Source.of_kernel(name, config)
+        kernel = library.load(build.build(source, self.mode, self.arch), name)
         return SimpleNamespace(function=kernel, set_shared_memory=lambda num_bytes: None)
 
     def launch(self, kernel: library.Library, *rest: int) -> None:

@@ -67,6 +67,10 @@ const char* base_name(const char* path) {
   return slash == nullptr ? path : slash + 1;
 }
 
+bool is_same_place(const Where& a, const Where& b) {
+  return a.line() == b.line() && a.column() == b.column() && a.file_name() == b.file_name();
+}
+
 [[noreturn]] void fail_stuck() {
   char text[1500];
   int length = 0, shown = 0, first = -1;
@@ -75,8 +79,7 @@ const char* base_name(const char* path) {
     if (thread.index >= machine.num_threads) break;
     const bool is_same =
         previous != nullptr && previous->state == thread.state &&
-        (thread.state == State::over || (previous->where.line() == thread.where.line() &&
-                                         previous->where.file_name() == thread.where.file_name()));
+        (thread.state == State::over || is_same_place(previous->where, thread.where));
     previous = &thread;
     if (is_same) continue;
     if (thread.state != State::over && first < 0) first = thread.index;
@@ -227,9 +230,7 @@ void meet_warp(Collective collective, void* arguments, Where where, void* code) 
   if (warp.arrived == 0) {
     warp.collective = collective;
     warp.where = where;
-  } else if (warp.collective != collective || warp.where.line() != where.line() ||
-             warp.where.column() != where.column() ||
-             warp.where.file_name() != where.file_name()) {
+  } else if (warp.collective != collective || !is_same_place(warp.where, where)) {
     fail(code, "lanes of a warp have parted: this one is at %s:%u, lanes %#x wait at %s:%u",
          base_name(where.file_name()), where.line(), warp.arrived,
          base_name(warp.where.file_name()), warp.where.line());
@@ -285,11 +286,11 @@ bool meet_block(int index, int num_threads, bool predicate, bool only_arrives, W
          barrier.expected);
   }
   if (warp.barrier_lanes == 0) {
-    warp.where = where;
-  } else if (warp.where.line() != where.line() || warp.where.file_name() != where.file_name()) {
+    warp.barrier_where = where;
+  } else if (!is_same_place(warp.barrier_where, where)) {
     fail(code, "lanes of a warp have come to different barriers: %s:%u and %s:%u",
-         base_name(where.file_name()), where.line(), base_name(warp.where.file_name()),
-         warp.where.line());
+         base_name(where.file_name()), where.line(), base_name(warp.barrier_where.file_name()),
+         warp.barrier_where.line());
   }
   warp.barrier_lanes = (warp.barrier_lanes + 1) % kLanes;
   barrier.any |= predicate;

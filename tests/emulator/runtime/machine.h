@@ -62,7 +62,8 @@ struct Warp {
   Collective collective = nullptr;
   Where where;
   void* arguments[kLanes];
-  int barrier_lanes = 0;  // that have come to the barrier of `where`
+  int barrier_lanes = 0;  // that have come to the barrier of `barrier_where`
+  Where barrier_where;
   // Happens-before. clock[w] of another warp: its accesses before that time are visible here. Its
   // own clock counts its synchronisations.
   uint32_t clock[kMaxWarps];
