@@ -68,7 +68,8 @@ const char* base_name(const char* path) {
 }
 
 bool is_same_place(const Where& a, const Where& b) {
-  return a.line() == b.line() && a.column() == b.column() && a.file_name() == b.file_name();
+  return a.line() == b.line() && a.column() == b.column() && a.file_name() == b.file_name() &&
+         a.function_name() == b.function_name();
 }
 
 [[noreturn]] void fail_stuck() {
