@@ -16,8 +16,9 @@ class Candidate:
     """One way of calling one implementation.
 
     `call()` enqueues the whole case (all requests) and returns the library's own answer;
-    `output(answer)` views that as a torch tensor [batch, q_len, Hq, head_dim_vo]. `buffer`, if any,
-    is the tensor that `call` writes into: it is poisoned before the check.
+    `output(answer)` views that as a torch tensor [batch, q_len, Hq, head_dim_vo] or, where requests
+    differ in length, [1, rows of all requests, Hq, head_dim_vo]. `buffer`, if any, is the tensor
+    that `call` writes into: it is poisoned before the check.
     """
 
     peer: str

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from . import report
-from .cases import OPS, select
+from .batch.case import BatchCase
+from .cases import BY_NAME, OPS, select
 from .peers import IMPLEMENTATIONS
 from .results import FILE_NAME, Results
 from .worker import PROGRESS_NAME
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         for case in select(args.op, args.case):
             work = f"{case.flops / 1e9:12.1f} GFLOP {case.bytes / 1e6:10.1f} MB"
-            print(f"{case.op:8}{case.name:28}{work}")
+            print(f"{case.op:14}{case.name:28}{work}")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     if args.worker:
@@ -140,8 +141,10 @@ def _record_loss(out: Path, ended: str) -> str | None:
     if not progress.get("case"):
         return None
     results = Results(out / FILE_NAME)
-    # A library that cannot even be set up would fail in every case alike.
-    everywhere = progress["stage"] == "build"
+    # A library that cannot even be set up would fail in every case alike; but to build a batch's
+    # candidate is to plan it, and that is of the case.
+    batch = isinstance(BY_NAME.get(progress["case"]), BatchCase)
+    everywhere = progress["stage"] == "build" and not batch
     results.data["lost"].append(
         {
             "case": "*" if everywhere else progress["case"],

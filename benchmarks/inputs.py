@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from .cases import Case
+from .case import Case
 
 
 @dataclass
@@ -39,11 +39,12 @@ def make_inputs(case: Case, device: str = "cuda") -> Inputs:
     v = normal(case.kv_len, case.num_kv_heads, case.head_dim_vo).to(kv_dtype)
     if case.mask == "none":
         return Inputs(q, k, v)
-    mask = _causal_mask(case, device)
+    mask = causal_mask(case, device)
     return Inputs(q, k, v, mask, pack_little(mask.reshape(case.batch, -1)))
 
 
-def _causal_mask(case: Case, device: str) -> Any:
+def causal_mask(case: Case, device: str) -> Any:
+    """bool [batch, q_len, kv_len], bottom-right aligned."""
     import torch
 
     rows = torch.arange(case.q_len, device=device)[:, None] + (case.kv_len - case.q_len)

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from .cases import Case
+from .case import Case
 from .inputs import Inputs
 
 # ‖error‖ / ‖reference‖ over the sampled rows. A bfloat16 answer from float32 accumulation is near

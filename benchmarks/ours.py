@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from .candidate import Candidate
-from .cases import Case
+from .case import Case
 from .inputs import Inputs
 
 NAME = "ours"
@@ -35,7 +35,7 @@ def candidates(case: Case, inputs: Inputs) -> list[Candidate]:
         if out is not None:
             return out
         answers = answer if isinstance(answer, list) else [answer]
-        tensors = [_to_torch(a, case.framework) for a in answers]
+        tensors = [to_torch(a, case.framework) for a in answers]
         return torch.stack([t.view(case.q_len, case.num_qo_heads, -1) for t in tensors])
 
     variant = "single" if case.batch == 1 else f"single_x{case.batch}"
@@ -50,8 +50,8 @@ def _arguments(case: Case, inputs: Inputs, b: int, out: Any) -> tuple[list[Any],
     o = None if out is None else out[b]
     if case.api == "decode":
         q, o = q[0], None if o is None else o[0]
-    wrap = _wrapper(case.framework)
-    named: dict[str, Any] = _options(case)
+    wrap = wrap_for(case.framework)
+    named: dict[str, Any] = options(case)
     if inputs.mask is not None:
         if case.mask == "bool":
             named["custom_mask"] = wrap(inputs.mask[b])
@@ -62,7 +62,8 @@ def _arguments(case: Case, inputs: Inputs, b: int, out: Any) -> tuple[list[Any],
     return [wrap(q), wrap(k), wrap(v)], named
 
 
-def _options(case: Case) -> dict[str, Any]:
+def options(case: Case) -> dict[str, Any]:
+    """The options of a case as arguments of the single-request functions."""
     named: dict[str, Any] = {}
     if case.api == "prefill" and case.causal:
         named["causal"] = True
@@ -77,7 +78,8 @@ def _options(case: Case) -> dict[str, Any]:
     return named
 
 
-def _wrapper(framework: str) -> Callable[[Any], Any]:
+def wrap_for(framework: str) -> Callable[[Any], Any]:
+    """How a torch tensor becomes an array of the framework."""
     if framework == "torch":
         return lambda x: x
     import cupy  # type: ignore[import-not-found]
@@ -85,7 +87,8 @@ def _wrapper(framework: str) -> Callable[[Any], Any]:
     return cupy.from_dlpack
 
 
-def _to_torch(array: Any, framework: str) -> Any:
+def to_torch(array: Any, framework: str) -> Any:
+    """The way back, for bfloat16 answers."""
     import torch
 
     if framework == "torch":

@@ -14,7 +14,18 @@ from .timing import describe
 
 TABLE_NAME = "table.txt"
 CHART_NAME = "chart.png"
-_COLORS = ("#d62728", "#1f77b4", "#2ca02c", "#98df8a", "#9467bd", "#c5b0d5")
+_COLORS = (
+    "#d62728", "#ff9896", "#1f77b4", "#2ca02c", "#98df8a", "#bcbd22", "#9467bd", "#c5b0d5",
+)  # fmt: skip
+_PANELS = (  # op, title, what the bars are
+    ("prefill", "Prefill, TFLOP/s", "tflops"),
+    ("decode", "Decode and append, GB/s", "gbps"),
+    ("batch_decode", "Decode of batches, GB/s", "gbps"),
+    ("append", "Append to paged caches, TFLOP/s", "tflops"),
+    ("ragged", "Ragged prefill, TFLOP/s", "tflops"),
+    ("host", "Host time of one call, µs (less is better)", "us"),
+    ("host_batch", "Host time of one plan() or run(), µs (less is better)", "us"),
+)
 
 
 def write(source: Path, folder: Path) -> str:
@@ -53,6 +64,8 @@ def table(data: dict[str, Any]) -> str:
     goals = [line for case in data.get("cases", {}).items() for line in _goals(*case)]
     if goals:
         parts.append(_align([("case", "goal", "measured", "met"), *goals]))
+    if ratios := _ratios(data):
+        parts.append(_align([("case", "implementation", "times as long as", ""), *ratios]))
     for lost in data.get("lost", ()):
         parts.append("lost: {case} {label} in {stage}: {reason}".format(**lost))
     return "\n\n".join(parts) + "\n"
@@ -114,6 +127,23 @@ def _goals(name: str, case: dict[str, Any]) -> list[tuple[str, ...]]:
     return lines
 
 
+def _ratios(data: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Each correct row of a case that is held against another, over that row in the other."""
+    us = {
+        (row["case"], row["peer"], row["variant"]): row["us"]
+        for row in data.get("rows", ())
+        if row["status"] == "timed"
+    }
+    lines: list[tuple[str, ...]] = []
+    for name, case in data.get("cases", {}).items():
+        other = case.get("against")
+        for (timed, peer, variant), value in us.items():
+            if other and timed == name and (other, peer, variant) in us:
+                ratio = value / us[other, peer, variant]
+                lines.append((name, f"{peer}:{variant}", other, f"{ratio:.2f}"))
+    return lines
+
+
 def _align(lines: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     left = (0, 1, len(widths) - 1)
@@ -127,17 +157,13 @@ def _align(lines: Sequence[Sequence[str]]) -> str:
 
 
 def chart(data: dict[str, Any], path: Path) -> None:
-    """Bars of TFLOP/s (prefill), GB/s (decode) and host µs, the fastest variant of each peer.
+    """A panel of bars for each op, with the fastest variant of each implementation.
 
     Raises ImportError without matplotlib; draws nothing if nothing was timed.
     """
     panels = [
-        (title, key, bars, ceiling)
-        for op, title, key, ceiling in (
-            ("prefill", "Prefill, TFLOP/s", "tflops", data.get("ceilings", {}).get("tflops")),
-            ("decode", "Decode and append, GB/s", "gbps", data.get("ceilings", {}).get("gbps")),
-            ("host", "Host time of one call, µs (less is better)", "us", None),
-        )
+        (title, key, bars, data.get("ceilings", {}).get(key))
+        for op, title, key in _PANELS
         if (bars := _bars(data.get("rows", ()), op, key))
     ]
     if not panels:
@@ -174,8 +200,11 @@ def _bars(rows: Sequence[dict[str, Any]], op: str, key: str) -> dict[str, dict[s
 
 def _draw(axis: Any, title: str, bars: dict[str, dict[str, float]], ceiling: float | None) -> None:
     width = 0.8 / len(IMPLEMENTATIONS)
+    middle = (len(IMPLEMENTATIONS) - 1) / 2
     for i, (name, color) in enumerate(zip(IMPLEMENTATIONS, _COLORS, strict=True)):
-        places = [n + (i - 2.5) * width for n, values in enumerate(bars.values()) if name in values]
+        places = [
+            n + (i - middle) * width for n, values in enumerate(bars.values()) if name in values
+        ]
         heights = [values[name] for values in bars.values() if name in values]
         if heights:
             axis.bar(places, heights, width, label=name, color=color)

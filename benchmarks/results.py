@@ -17,8 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .cases import Case
+from .cases import AnyCase
 from .oracle import Verdict
+from .peers import OURS
 from .timing import Timing
 
 FILE_NAME = "results.json"
@@ -38,17 +39,17 @@ class Results:
         rows: list[dict[str, Any]] = self.data["rows"]
         return rows
 
-    def finished(self, case: Case) -> bool:
+    def finished(self, case: AnyCase) -> bool:
         return case.name in self.data["cases"]
 
-    def why_lost(self, case: Case, label: str) -> str | None:
+    def why_lost(self, case: AnyCase, label: str) -> str | None:
         """The reason why an implementation ("peer" or "peer:variant") must not run again."""
         for entry in self.data["lost"]:
             if entry["case"] in (case.name, "*") and entry["label"] == label:
                 return f"took the process down in {entry['stage']}: {entry['reason']}"
         return None
 
-    def add_case(self, case: Case, rows: list[dict[str, Any]], **facts: Any) -> None:
+    def add_case(self, case: AnyCase, rows: list[dict[str, Any]], **facts: Any) -> None:
         """Store a case's rows and its summary; best peer over ours goes into our rows too."""
         summary = asdict(case) | summarise(case, rows) | facts
         for row in rows:
@@ -64,7 +65,9 @@ class Results:
         part.replace(self.path)
 
 
-def bare_row(case: Case, peer: str, variant: str, status: str, reason: str = "") -> dict[str, Any]:
+def bare_row(
+    case: AnyCase, peer: str, variant: str, status: str, reason: str = ""
+) -> dict[str, Any]:
     """A row with no time: why it failed, was not supported or was skipped."""
     row: dict[str, Any] = {
         "case": case.name, "op": case.op, "peer": peer, "variant": variant, "status": status,
@@ -73,7 +76,7 @@ def bare_row(case: Case, peer: str, variant: str, status: str, reason: str = "")
 
 
 def timed_row(
-    case: Case,
+    case: AnyCase,
     peer: str,
     variant: str,
     timing: Timing,
@@ -95,7 +98,7 @@ def timed_row(
     }
     if not verdict.ok:
         row["reason"] = f"relative error {verdict.relative:.2e}"
-    if case.op != "host":
+    if not case.is_host:
         floor = case.floor_us(ceilings["tflops"], ceilings["gbps"])
         row |= {
             "tflops": case.quoted_flops / us / 1e6,
@@ -106,11 +109,11 @@ def timed_row(
     return row
 
 
-def summarise(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(case: AnyCase, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Ours against the best correct peer, and against each goal of the case."""
     timed = [row for row in rows if row["status"] == "timed"]
     ours = _fastest(timed, lambda peer: peer == "ours")
-    best = _fastest(timed, lambda peer: peer != "ours")
+    best = _fastest(timed, lambda peer: peer not in OURS)
     goals = []
     for peer, factor in case.goals:
         row = _fastest(timed, lambda name, wanted=peer: name == wanted)  # type: ignore[misc]

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from . import machine, oracle, peers
+from .batch.case import BatchCase
+from .batch.inputs import make_batch_inputs
+from .batch.oracle import expect_batch
 from .candidate import Candidate, Unsupported
-from .cases import Case, select
+from .cases import AnyCase, select
 from .inputs import make_inputs
 from .results import FILE_NAME, Results, bare_row, timed_row
 from .timing import Clock, ContextLost, Timing, describe, measure, measure_host
@@ -40,7 +43,7 @@ class Progress:
     def note(self, stage: str, case: str = "", label: str = "") -> None:
         """`stage` starts now; `label` is "peer" or "peer:variant"."""
         limit = _STAGE_LIMITS[stage]
-        if label.partition(":")[0] == "ours":
+        if label.partition(":")[0] in peers.OURS:
             limit = min(limit, _OUR_LIMIT)
         entry = {"stage": stage, "case": case, "label": label, "until": time.time() + limit}
         part = self._path.with_suffix(".part")
@@ -79,7 +82,7 @@ def run(args: Namespace) -> int:
 
 
 def _one_case(
-    case: Case, args: Namespace, results: Results, clock: Clock, progress: Progress
+    case: AnyCase, args: Namespace, results: Results, clock: Clock, progress: Progress
 ) -> None:
     reason = results.why_lost(case, "*")
     if time.time() > args.deadline:
@@ -104,7 +107,7 @@ def _one_case(
 
 
 def _check_and_time(
-    case: Case,
+    case: AnyCase,
     args: Namespace,
     results: Results,
     clock: Clock,
@@ -113,8 +116,7 @@ def _check_and_time(
 ) -> dict[str, Any]:
     """Append the rows of one case to `rows`; returns what the GPU was like right after timing."""
     progress.note("time", case.name, "*")
-    inputs = make_inputs(case)
-    expected = oracle.expect(case, inputs)
+    inputs, expected = _problem(case)
     clock.wait()
     offered = _offers(case, args.peers, inputs, results, clock, progress, rows)
     checked = []
@@ -131,7 +133,7 @@ def _check_and_time(
     progress.note("time", case.name, "*")
     clock.preheat()
     calls = [item.candidate.call for item in checked]
-    if case.op == "host":
+    if case.is_host:
         timings = measure_host(calls, clock.wait, clock.check_alive, args.rounds)
     else:
         timings = measure(calls, clock, args.rounds, args.deadline)
@@ -142,8 +144,16 @@ def _check_and_time(
     return {"gpu": state}
 
 
+def _problem(case: AnyCase) -> tuple[Any, list[oracle.Expected]]:
+    if isinstance(case, BatchCase):
+        batch = make_batch_inputs(case)
+        return batch, expect_batch(case, batch)
+    inputs = make_inputs(case)
+    return inputs, oracle.expect(case, inputs)
+
+
 def _offers(
-    case: Case,
+    case: AnyCase,
     names: list[str],
     inputs: Any,
     results: Results,
@@ -153,6 +163,8 @@ def _offers(
 ) -> list[Candidate]:
     offered: list[Candidate] = []
     for name in names:
+        if name not in peers.offering(case):
+            continue
         if reason := results.why_lost(case, name):
             rows.append(bare_row(case, name, "", "failed", reason))
             continue
@@ -189,7 +201,9 @@ def _check(candidate: Candidate, expected: list[oracle.Expected], clock: Clock) 
     return _Checked(candidate, oracle.judge(expected, first), bool(torch.equal(first, again)))
 
 
-def _row(case: Case, item: _Checked, timing: Timing, ceilings: dict[str, float]) -> dict[str, Any]:
+def _row(
+    case: AnyCase, item: _Checked, timing: Timing, ceilings: dict[str, float]
+) -> dict[str, Any]:
     candidate = item.candidate
     if timing.error is not None or not timing.samples:
         return _failed(case, candidate, timing.error or "no sample before the deadline")
@@ -199,11 +213,11 @@ def _row(case: Case, item: _Checked, timing: Timing, ceilings: dict[str, float])
     return row | ({"note": candidate.note} if candidate.note else {})
 
 
-def _failed(case: Case, candidate: Candidate, reason: str) -> dict[str, Any]:
+def _failed(case: AnyCase, candidate: Candidate, reason: str) -> dict[str, Any]:
     return bare_row(case, candidate.peer, candidate.variant, "failed", reason)
 
 
-def _line(case: Case, results: Results) -> str:
+def _line(case: AnyCase, results: Results) -> str:
     parts = []
     for row in results.rows:
         if row["case"] == case.name and row["status"] != "unsupported":

@@ -254,6 +254,8 @@ def _pack_strides(
         vout.strides[-2],
         0 if vlse is None else vlse.strides[0] * token,
         0 if vlse is None else vlse.strides[-1],
+        0,
+        0,
     )
 
 

@@ -22,7 +22,8 @@ class AttentionProblem:
 
     Head dims are per head and in elements. `aligned` says that every row of q, k, v and o starts on
     a 16-byte boundary; `scale_first` that the logit scale is not one positive number for all heads,
-    so that it cannot be folded into the softmax. Causality, windows, sinks, scales and LSE are
+    so that it cannot be folded into the softmax; `paged` that keys are found through a page table.
+    Causality, windows, sinks, scales and LSE are
     run-time facts: they cost nothing when off, so they do not multiply the number of kernels.
     """
 
@@ -36,6 +37,7 @@ class AttentionProblem:
     custom_mask: bool = False
     scale_first: bool = False
     aligned: bool = True
+    paged: bool = False
 
     def check_dtypes(self) -> None:
         """Raise UnsupportedError or ArgumentError unless the dtypes make sense on any device."""

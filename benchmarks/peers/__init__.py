@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
+from ..batch.case import BatchCase
 from ..candidate import Candidate
-from ..cases import Case
-from ..inputs import Inputs
+from ..cases import AnyCase
 
-PEERS = ("fa3", "flashinfer_fa2", "flashinfer_fa3", "sdpa_flash", "sdpa_cudnn")
-IMPLEMENTATIONS = ("ours", *PEERS)
+PEERS = ("fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa", "sdpa_flash", "sdpa_cudnn")
+OURS = ("ours", "ours_single")
+IMPLEMENTATIONS = (*OURS, *PEERS)
+
+_SINGLE = ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3", "sdpa_flash", "sdpa_cudnn")
+_BATCH = {
+    "batch_decode": ("ours", "fa3", "flashinfer_fa2", "flashinfer_xqa"),
+    "append": ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
+    "ragged": ("ours", "ours_single", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
+    "host_batch": ("ours", "flashinfer_fa2"),
+}
 
 
-def candidates(name: str, case: Case, inputs: Inputs) -> list[Candidate]:
+def offering(case: AnyCase) -> tuple[str, ...]:
+    """The implementations that a case is meant for; others have no row in it."""
+    return _BATCH[case.op] if isinstance(case, BatchCase) else _SINGLE
+
+
+def candidates(name: str, case: AnyCase, inputs: Any) -> list[Candidate]:
     """What one implementation offers for a case.
 
     Raises Unsupported with the reason if it cannot serve the case, ImportError or OSError if the
     library is not there.
     """
+    if isinstance(case, BatchCase):
+        return _of_batch(name, case, inputs)
     module = ".ours" if name == "ours" else f".peers.{name}"
     found: list[Candidate] = import_module(module, "benchmarks").candidates(case, inputs)
     return found
+
+
+def _of_batch(name: str, case: BatchCase, inputs: Any) -> list[Candidate]:
+    library, _, backend = name.partition("_")
+    if library == "flashinfer" and backend != "xqa":
+        flashinfer = import_module(".batch.peer_flashinfer", "benchmarks")
+        return list(flashinfer.candidates(backend, case, inputs))
+    module = name if name in OURS else f"peer_{backend or library}"
+    return list(import_module(f".batch.{module}", "benchmarks").candidates(case, inputs))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..candidate import Candidate, Unsupported
-from ..cases import Case
+from ..case import Case
 from ..inputs import Inputs
 
 _WORKSPACE_BYTES = 384 << 20

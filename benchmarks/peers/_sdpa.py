@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..candidate import Candidate, Unsupported
-from ..cases import Case
+from ..case import Case
 from ..inputs import Inputs
 
 

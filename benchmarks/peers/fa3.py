@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from ..candidate import Candidate, Unsupported
-from ..cases import Case
+from ..case import Case
 from ..inputs import Inputs
 
 NAME = "fa3"
@@ -23,7 +23,7 @@ def candidates(case: Case, inputs: Inputs) -> list[Candidate]:
         raise Unsupported("FlashAttention-3 takes no fp8 KV with a 16-bit q")
     if case.framework != "torch":
         raise Unsupported("takes torch tensors only")
-    forward = _forward()
+    fwd = forward()
     options: dict[str, Any] = {
         "softmax_scale": 1.0 / math.sqrt(case.head_dim_qk),
         "is_causal": case.causal,
@@ -33,13 +33,14 @@ def candidates(case: Case, inputs: Inputs) -> list[Candidate]:
         options |= {"window_size_left": case.window_left, "window_size_right": 0}
 
     def call() -> Any:
-        return forward(inputs.q, inputs.k, inputs.v, **options)
+        return fwd(inputs.q, inputs.k, inputs.v, **options)
 
     return [Candidate(NAME, "fwd", call, lambda answer: answer[0])]
 
 
 @functools.cache
-def _forward() -> Any:
+def forward() -> Any:
+    """The op, loaded once. Raises Unsupported where no library is named."""
     import torch
 
     path = os.environ.get(LIBRARY_VARIABLE)

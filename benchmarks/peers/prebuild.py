@@ -26,12 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..batch import peer_flashinfer, peer_xqa
+from ..batch.case import BatchCase
 from ..candidate import Unsupported
-from ..cases import OPS, Case, select
+from ..cases import OPS, AnyCase, select
 from ..timing import describe
-from . import _flashinfer
+from . import _flashinfer, offering
 
-_BACKENDS = {"flashinfer_fa2": "fa2", "flashinfer_fa3": "fa3"}
+_BACKENDS = {"flashinfer_fa2": "fa2", "flashinfer_fa3": "fa3", "flashinfer_xqa": "xqa"}
 _POSITION_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")  # FlashInfer's codes 0, 1, 2
 _LZMA_DICTIONARY = 256 << 20  # the modules repeat each other
 _LZMA_TUNING = "lc=0,lp=2,pb=4,nice=273"  # for instructions of 16 bytes
@@ -41,7 +43,7 @@ _LZMA_TUNING = "lc=0,lp=2,pb=4,nice=273"  # for instructions of 16 bytes
 class Module:
     """What one FlashInfer module is compiled for; q and o are bfloat16."""
 
-    kind: str  # single_prefill, batch_prefill, single_decode or quantization
+    kind: str  # single_ or batch_prefill, single_ or batch_decode, xqa, quantization
     backend: str = "fa2"
     kv_dtype: str = "bfloat16"
     head_dim_qk: int = 128
@@ -49,15 +51,19 @@ class Module:
     position_mode: int = 0
     window: bool = False
     soft_cap: bool = False
+    page_size: int = 0  # of XQA alone, as is the number of query heads a KV head
+    group: int = 0
 
 
-def modules(cases: Iterable[Case], backends: Iterable[str]) -> list[Module]:
-    """The distinct modules that the candidates of `_flashinfer` load, in the order of the cases."""
+def modules(cases: Iterable[AnyCase], backends: Iterable[str]) -> list[Module]:
+    """The distinct modules that FlashInfer's candidates load, in the order of the cases."""
     found: dict[Module, None] = {}
     for case in cases:
         for backend in backends:
+            if f"flashinfer_{backend}" not in offering(case):
+                continue
             try:
-                variants = _flashinfer.variants(case, backend)
+                variants = _variants(case, backend)
             except Unsupported:
                 continue
             found |= dict.fromkeys(_module(case, backend, variant) for variant in variants)
@@ -66,16 +72,30 @@ def modules(cases: Iterable[Case], backends: Iterable[str]) -> list[Module]:
     return list(found)
 
 
+def _variants(case: AnyCase, backend: str) -> list[str]:
+    if not isinstance(case, BatchCase):
+        return _flashinfer.variants(case, backend)
+    if backend != "xqa":
+        return peer_flashinfer.variants(case, backend)
+    peer_xqa.check(case)
+    return ["xqa"]
+
+
 _KINDS = {
     "single": "single_prefill",
     "ragged": "batch_prefill",
     "decode_tc": "single_prefill",
     "decode_cc": "single_decode",
     "paged_tc": "batch_prefill",
+    "tc": "batch_prefill",
+    "cc": "batch_decode",
+    "paged": "batch_prefill",
+    "xqa": "xqa",
 }
 
 
-def _module(case: Case, backend: str, variant: str) -> Module:
+def _module(case: AnyCase, backend: str, variant: str) -> Module:
+    xqa = isinstance(case, BatchCase) and variant == "xqa"
     return Module(
         _KINDS[variant],
         backend,
@@ -85,6 +105,8 @@ def _module(case: Case, backend: str, variant: str) -> Module:
         _POSITION_MODES.index(case.pos_encoding_mode),
         case.window_left >= 0,
         case.logits_soft_cap > 0,
+        case.page_size if xqa else 0,
+        case.num_qo_heads // case.num_kv_heads if xqa else 0,
     )
 
 
@@ -96,11 +118,18 @@ def _spec(module: Module) -> Any:
     if module.kind == "quantization":
         return quantization.gen_quantization_module()
     q, kv = torch.bfloat16, getattr(torch, module.kv_dtype)
-    index = (torch.int32,) if module.kind == "batch_prefill" else ()
+    if module.kind == "xqa":
+        from flashinfer.jit.xqa import gen_xqa_module  # type: ignore[import-not-found]
+
+        pages = (module.page_size, module.head_dim_qk, module.group)
+        return gen_xqa_module(q, kv, *pages, module.window, q)
+    index = (torch.int32,) if module.kind.startswith("batch_") else ()
     shape = (module.head_dim_qk, module.head_dim_vo, module.position_mode)
     arguments = (q, kv, q, *index, *shape, module.window, module.soft_cap)
     if module.kind == "single_decode":
         return make.gen_single_decode_module(*arguments)
+    if module.kind == "batch_decode":
+        return make.gen_batch_decode_module(*arguments)
     if module.kind == "single_prefill":
         return make.gen_single_prefill_module(module.backend, *arguments, False)
     # The fa2 wrappers load the variant for K and V of equal strides.
@@ -171,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     backends = [_BACKENDS[name] for name in args.peers.split(",") if name in _BACKENDS]
     wanted = modules(select(args.op.split(","), args.case.split(",")), backends)
+    wanted.sort(key=lambda module: module.backend != "fa3")  # the slow ones first
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         _prepare(folder, args.pack is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..candidate import Candidate
-from ..cases import Case
+from ..case import Case
 from ..inputs import Inputs
 from . import _sdpa
 

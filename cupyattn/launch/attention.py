@@ -16,9 +16,9 @@ from .enqueue import Launch, enqueue
 from .scratch import Allocate
 from .tiles import TileConfig, row_class, tile_config
 
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 # kSlack of kernels/cupyattn/attention/softmax.cuh.
-_SLACK = 8.0
+SLACK = 8.0
 # k's pair in params.STRIDES, after q's.
 _K_STRIDES = struct.Struct("<2q")
 
@@ -44,10 +44,12 @@ class LoadedKernel:
 
 
 @lru_cache(maxsize=4096)
-def load_kernel(problem: AttentionProblem, rows: str, device_index: int) -> LoadedKernel:
+def load_kernel(
+    problem: AttentionProblem, rows: str, device_index: int, is_batch: bool = False
+) -> LoadedKernel:
     """The kernel for a problem and a row class on a device, compiled on first use."""
     max_shared = device_props(device_index).max_smem_per_block
-    return LoadedKernel(tile_config(problem, rows, max_shared), device_index)
+    return LoadedKernel(tile_config(problem, rows, max_shared, is_batch), device_index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ class AttentionLauncher:
     ) -> tuple[Launch, bytes]:
         options = self.options
         # Read by the kernels only if the scale is positive and shared by all heads.
-        softmax_scale = options.sm_scale * _LOG2_E
+        softmax_scale = options.sm_scale * LOG2_E
         constants = params.CONSTANTS.pack(
             self.num_kv_heads,
             self.group_size,
@@ -164,8 +166,10 @@ class AttentionLauncher:
             options.logits_soft_cap,
             options.output_scale,
             softmax_scale,
-            _SLACK / softmax_scale if softmax_scale else 0.0,
+            SLACK / softmax_scale if softmax_scale else 0.0,
             first_q_tile,
+            0,
+            0,
         )
         num_q_tiles = min(plan.num_q_tiles - first_q_tile, MAX_GRID_YZ)
         grid = (self.num_kv_heads, num_q_tiles, plan.num_splits)
@@ -216,6 +220,9 @@ class AttentionLauncher:
                 partial_o,
                 partial_lse,
                 counters,
+                0,
+                0,
+                0,
                 strides,
                 mask_bytes,
                 qo_len,

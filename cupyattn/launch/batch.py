@@ -1,35 +1,80 @@
-"""Launches the attention kernels of a batch from a work list in device memory."""
+"""Launches the attention kernels of a batch from a work list in device memory.
+
+Requests whose rows fill a tile of another height are another launch: at most three, and for most
+batches one. Each has a plan of its own, and a share of the words and of the workspace.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from ..problem import AttentionProblem
-from ..schedule.batch import BatchRequests
-from .attention import AttentionOptions
+from ..schedule import MAX_GRID_YZ
+from ..schedule.batch import (
+    BatchPlan,
+    BatchRequests,
+    Limits,
+    Masking,
+    Splitting,
+    TileShape,
+    check_limits,
+    limits,
+    plan_batch,
+)
+from . import merge_splits, params
+from .attention import LOG2_E, SLACK, AttentionOptions, LoadedKernel, load_kernel
+from .enqueue import Launch, enqueue
+from .tiles import DECODE, DECODE_ROWS, LARGE, SMALL, SMALL_ROWS, row_class
+
+_WORDS = 12
+_ITEM_BYTES = 4 * _WORDS
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a captured graph freezes: no later plan may have more requests or query rows."""
+    """What a captured graph freezes.
+
+    num_requests, num_rows  the most requests and query tokens of any later plan
+    num_tokens              the most keys; matters only where the size of splits is fixed
+    max_qo_len              query tokens of one request, as the first plan has them: they choose the
+                            tile, and later plans may have more
+    """
 
     num_requests: int
     num_rows: int
+    max_qo_len: int
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One row class of a schedule. Positions are bytes into the words and the workspace."""
+
+    launches: tuple[tuple[Launch, int], ...]  # and the first item of each
+    merge: Launch | None
+    items: int
+    merges: int
+    counters: int
+    partial_o: int
+    partial_lse: int
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:
     """One plan, ready for launches.
 
-    words            int32 [n]: work list, merge list and zeroed counters, to be copied to device
+    words            int32 [n]: work lists, merge lists and zeroed counters, to be copied to device
                      memory as they are, on a 16-byte boundary
     workspace_bytes  scratch for partial states (16-byte aligned), 0 if no keys are split
     """
 
     words: np.ndarray
     workspace_bytes: int
+    parts: tuple[_Part, ...]
 
 
 class BatchLauncher:
@@ -45,7 +90,20 @@ class BatchLauncher:
         device_index: int,
     ) -> None:
         """page_size: tokens of a page, or 0 for ragged keys."""
-        raise NotImplementedError
+        self.problem = problem
+        self.options = options
+        self.num_kv_heads = num_kv_heads
+        self.group_size = num_qo_heads // num_kv_heads
+        self.page_size = page_size
+        self.device_index = device_index
+        self._masking = Masking(
+            options.causal and not problem.custom_mask, options.window_left, problem.custom_mask
+        )
+        self._rope_table = (
+            params.rope_steps(problem.head_dim_qk, options.rope_scale, options.rope_theta)
+            if problem.pos_encoding == "ROPE_LLAMA"
+            else b""
+        )
 
     def schedule(
         self,
@@ -57,9 +115,101 @@ class BatchLauncher:
     ) -> BatchSchedule:
         """Plan on the host. split_tokens > 0: every request is split into parts of this many keys.
 
-        With a capacity, `words` and `workspace_bytes` have the same size for every plan that fits.
+        With a capacity, `words` and `workspace_bytes` have the same size for every plan that fits;
+        a plan that does not is a PlanError.
         """
-        raise NotImplementedError
+        splitting = Splitting(may_split, split_tokens)
+        if capacity is not None:
+            kernel = self._kernel(row_class(capacity.max_qo_len * self.group_size))
+            most = self._limits(kernel, splitting, capacity)
+            plan = self._plan(requests, kernel, splitting)
+            check_limits(plan, most)
+            return self._lay_out([(kernel, plan, most)])
+        laid = []
+        for rows, chosen in _classes(requests, self.group_size):
+            kernel = self._kernel(rows)
+            plan = self._plan(chosen, kernel, splitting)
+            if len(plan.items):
+                exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
+                laid.append((kernel, plan, exact))
+        return self._lay_out(laid)
+
+    def _kernel(self, rows: str) -> LoadedKernel:
+        return load_kernel(self.problem, rows, self.device_index, True)
+
+    def _shape(self, kernel: LoadedKernel) -> TileShape:
+        return TileShape(kernel.tiles.tile_q, kernel.tiles.tile_kv, kernel.num_slots)
+
+    def _plan(
+        self, requests: BatchRequests, kernel: LoadedKernel, splitting: Splitting
+    ) -> BatchPlan:
+        return plan_batch(
+            requests,
+            self.group_size,
+            self.num_kv_heads,
+            self._shape(kernel),
+            self._masking,
+            splitting,
+        )
+
+    def _limits(self, kernel: LoadedKernel, splitting: Splitting, capacity: Capacity) -> Limits:
+        return limits(
+            capacity.num_requests,
+            capacity.num_rows,
+            capacity.num_tokens,
+            self.group_size,
+            self.num_kv_heads,
+            self._shape(kernel),
+            splitting,
+        )
+
+    def _lay_out(self, laid: list[tuple[LoadedKernel, BatchPlan, Limits]]) -> BatchSchedule:
+        parts, words_bytes, workspace_bytes = [], 0, 0
+        for kernel, _, room in laid:
+            part, words_bytes, workspace_bytes = self._part(
+                kernel, room, words_bytes, workspace_bytes
+            )
+            parts.append(part)
+        words = np.zeros(words_bytes // 4, np.int32)
+        for part, (_, plan, room) in zip(parts, laid, strict=True):
+            items = words[part.items // 4 :][: plan.items.size]
+            items.reshape(-1, _WORDS)[...] = plan.items
+            merges = words[part.merges // 4 :][: room.num_split_tiles]
+            merges[: len(plan.merges)] = plan.merges
+            merges[len(plan.merges) :] = -1
+        return BatchSchedule(words, workspace_bytes, tuple(parts))
+
+    def _part(
+        self, kernel: LoadedKernel, room: Limits, words_bytes: int, workspace_bytes: int
+    ) -> tuple[_Part, int, int]:
+        """The part, and where the next one begins in the words and in the workspace."""
+        tiles, heads = kernel.tiles, self.num_kv_heads
+        launches = tuple(
+            (
+                Launch(
+                    kernel.function,
+                    (heads, min(room.num_items - first, MAX_GRID_YZ), 1),
+                    tiles.threads,
+                    tiles.shared_bytes,
+                ),
+                first,
+            )
+            for first in range(0, room.num_items, MAX_GRID_YZ)
+        )
+        merge, num_counters = None, room.num_split_tiles * heads
+        if tiles.name == "prefill_sm80":
+            num_counters = 0
+            if room.num_split_tiles:
+                rows = room.num_split_tiles * tiles.tile_q
+                merge = merge_splits.prepare(
+                    self.problem, tiles.tile_q, rows, heads, self.device_index
+                )
+        merges = words_bytes + room.num_items * _ITEM_BYTES
+        counters = merges + 4 * room.num_split_tiles
+        lse_bytes = 4 * room.num_states * heads * tiles.tile_q
+        partial_lse = workspace_bytes + lse_bytes * self.problem.head_dim_vo
+        part = _Part(launches, merge, words_bytes, merges, counters, workspace_bytes, partial_lse)
+        return part, _round_up(counters + 4 * num_counters), _round_up(partial_lse + lse_bytes)
 
     def launch(
         self,
@@ -78,5 +228,83 @@ class BatchLauncher:
         sm_scale: float,
         stream: int,
     ) -> None:
-        """Enqueue one run on arrays at these addresses."""
-        raise NotImplementedError
+        """Enqueue one run on arrays at these addresses.
+
+        `optional` and `strides` are params.OPTIONAL and params.STRIDES, packed. The scales are
+        those of the options times what the run adds to them.
+        """
+        arguments = params.this_thread.launch_buffer
+        for part in schedule.parts:
+            for launch, first_item in part.launches:
+                params.ATTENTION.pack_into(
+                    arguments.buffer,
+                    arguments.offset,
+                    q,
+                    k,
+                    v,
+                    o,
+                    optional,
+                    workspace + part.partial_o,
+                    workspace + part.partial_lse,
+                    words + part.counters,
+                    words + part.items,
+                    words + part.merges,
+                    kv_indices,
+                    strides,
+                    mask_bytes,
+                    0,
+                    0,
+                    self._constants(first_item, sm_scale, output_scale),
+                )
+                enqueue(launch, arguments, self.device_index, stream)
+            if part.merge is not None:
+                enqueue(part.merge, arguments, self.device_index, stream)
+
+    @lru_cache(maxsize=64)  # noqa: B019 (launchers are few, and kept)
+    def _constants(self, first_item: int, sm_scale: float, output_scale: float) -> bytes:
+        options = self.options
+        softmax_scale = sm_scale * LOG2_E
+        return (
+            params.CONSTANTS.pack(
+                self.num_kv_heads,
+                self.group_size,
+                0,
+                1,
+                options.causal,
+                options.window_left,
+                sm_scale,
+                options.logits_soft_cap,
+                output_scale,
+                softmax_scale,
+                SLACK / softmax_scale if softmax_scale else 0.0,
+                first_item,
+                self.page_size,
+                0,
+            )
+            + self._rope_table
+        )
+
+
+def _classes(requests: BatchRequests, group_size: int) -> list[tuple[str, BatchRequests]]:
+    """The requests of each row class, the largest tiles first."""
+    if len(requests.qo_len) == 0:
+        return []
+    least, most = (row_class(int(f(requests.qo_len)) * group_size) for f in (np.min, np.max))
+    if least == most:
+        return [(most, requests)]
+    rows = requests.qo_len * group_size
+    bounds = {
+        LARGE: (SMALL_ROWS, math.inf),
+        SMALL: (DECODE_ROWS, SMALL_ROWS),
+        DECODE: (0, DECODE_ROWS),
+    }
+    found = []
+    for name, (above, up_to) in bounds.items():
+        chosen = np.flatnonzero((rows > above) & (rows <= up_to))
+        if len(chosen):
+            found.append((name, requests.select(chosen)))
+    return found
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16

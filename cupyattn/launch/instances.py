@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from .. import dtypes, jit
@@ -42,7 +43,8 @@ def problems(level: str) -> Iterator[AttentionProblem]:
                 for options in _OPTIONS if level == "standard" else _pairs():
                     if options.get("pos_encoding") == "ROPE_LLAMA" and dim_qk % 16:
                         continue
-                    for aligned in (True,) if level == "standard" else (True, False):
+                    alignments = (True,) if level == "standard" else (True, False)
+                    for aligned, paged in product(alignments, (False, True)):
                         yield AttentionProblem(
                             dtype,
                             dtype_kv,
@@ -50,6 +52,7 @@ def problems(level: str) -> Iterator[AttentionProblem]:
                             dim_qk,
                             dim_vo,
                             aligned=aligned,
+                            paged=paged,
                             **options,
                         )
 
@@ -64,8 +67,10 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
     """(entry name, Config) of every kernel of a level for an architecture, without duplicates."""
     found: dict[tuple[str, jit.Config], None] = {("packbits", PACKBITS_CONFIG): None}
     for problem in problems(level):
-        for rows in (DECODE, SMALL, LARGE):
-            tiles = tile_config(problem, rows, SHARED_BYTES[arch])
+        for rows, is_batch in product((DECODE, SMALL, LARGE), (False, True)):
+            if problem.paged and not is_batch:
+                continue
+            tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch)
             found[tiles.name, tiles.config] = None
             if tiles.name == "prefill_sm80":
                 found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None

@@ -29,11 +29,8 @@ def config(problem: AttentionProblem, tile_q: int) -> jit.Config:
 def prepare(
     problem: AttentionProblem, tile_q: int, num_rows: int, num_kv_heads: int, device_index: int
 ) -> Launch:
-    """The merge of `num_rows` packed rows a KV head; its arguments are those of the prefill.
-
-    A launch splits only where tiles are few, so the grid is far from its limits.
-    """
+    """The merge of `num_rows` packed rows a KV head; its arguments are those of the prefill."""
     arch = device_props(device_index).arch
     kernel = jit.load("merge_splits", config(problem, tile_q), device_index, arch)
-    grid = (num_kv_heads, -(-num_rows // _WARPS), 1)
+    grid = (-(-num_rows // _WARPS), num_kv_heads, 1)
     return Launch(kernel.function, grid, _WARPS * 32, 0)

@@ -13,11 +13,12 @@ MAX_ROPE_PAIRS = 128
 # kernels/cupyattn/params/attention.cuh, field by field, in the parts that change together: what is
 # the same for many calls is packed once, and copied by each.
 OPTIONAL = struct.Struct("<6Q")  # lse, mask, sinks, scale_q, scale_k, scale_v
-STRIDES = struct.Struct("<10q")  # (token, head) of q, k, v, o, lse
-CONSTANTS = struct.Struct("<6i 5f i")  # num_kv_heads to first_q_tile; the RoPE steps follow
-# q, k, v, o; OPTIONAL; partial_o, partial_lse, counters; STRIDES; mask_bytes; lengths; the rest.
+STRIDES = struct.Struct("<12q")  # (token, head) of q, k, v, o, lse; page of k, v
+CONSTANTS = struct.Struct("<6i 5f 3i")  # num_kv_heads to num_work; the RoPE steps follow
+# q, k, v, o; OPTIONAL; partial_o, partial_lse, counters; work, merges, kv_indices; STRIDES;
+# mask_bytes; lengths; the rest.
 ATTENTION = struct.Struct(
-    f"<4Q {OPTIONAL.size}s 3Q {STRIDES.size}s q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"
+    f"<4Q {OPTIONAL.size}s 6Q {STRIDES.size}s q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"
 )
 NO_OPTIONAL = bytes(OPTIONAL.size)
 

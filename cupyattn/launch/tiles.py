@@ -14,13 +14,15 @@ from ..dtypes import DType, bfloat16
 from ..problem import AttentionProblem
 
 DECODE, SMALL, LARGE = "decode", "small", "large"
-DECODE_ROWS = 16
+DECODE_ROWS, SMALL_ROWS = 16, 64
 
 _MASK_MAP_BYTES = 2 * 4096 // 8
 _PLACEHOLDER = 16
 _LOGIT_BYTES = 32
+_WORK_BYTES = 56
 _RANGE_BYTES = (6 + 3 + 1) * 4
 _BAD_KEYS_BYTES = 8
+_NO_PAGES_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,26 @@ def row_class(rows: int) -> str:
     """The kernel family for this many packed query rows (query tokens times group size)."""
     if rows <= DECODE_ROWS:
         return DECODE
-    return SMALL if rows <= 64 else LARGE
+    return SMALL if rows <= SMALL_ROWS else LARGE
 
 
 @lru_cache(maxsize=4096)
-def tile_config(problem: AttentionProblem, rows: str, max_shared_bytes: int) -> TileConfig:
+def tile_config(
+    problem: AttentionProblem, rows: str, max_shared_bytes: int, is_batch: bool = False
+) -> TileConfig:
     """The tile configuration for a problem, a row class and a device's shared memory per block."""
     if rows == DECODE:
         return _choose_decode(problem, max_shared_bytes)
-    return _choose_prefill(problem, rows, max_shared_bytes)
+    return _choose_prefill(problem, rows, max_shared_bytes, is_batch)
 
 
-def _choose_prefill(problem: AttentionProblem, rows: str, max_shared_bytes: int) -> TileConfig:
+def _choose_prefill(
+    problem: AttentionProblem, rows: str, max_shared_bytes: int, is_batch: bool
+) -> TileConfig:
     # Every tile of query rows rotates the keys again, unless a pass of its own has done it; that
-    # pass takes keys as the 16-bit rows that it leaves.
-    rotates_keys = problem.pos_encoding == "ROPE_LLAMA" and not (
-        rows == LARGE and problem.aligned and problem.dtype_kv.is_float16
-    )
+    # pass takes the keys of one request, as the 16-bit rows that it leaves.
+    is_rotated_ahead = rows == LARGE and problem.aligned and problem.dtype_kv.is_float16
+    rotates_keys = problem.pos_encoding == "ROPE_LLAMA" and (is_batch or not is_rotated_ahead)
     # 32 rows a warp halve the shared-memory traffic of K and V, but O takes 32 x dim_vo registers
     # a warp, and fp8 fragments need registers of their own: then a warp takes 16.
     wide = rows == LARGE and problem.head_dim_vo <= 128 and not problem.dtype_kv.is_fp8
@@ -157,6 +162,7 @@ def _common(problem: AttentionProblem, rotates_keys: bool) -> dict[str, int | bo
         or (problem.dtype_kv.is_fp8 and problem.dtype_q is bfloat16),
         "kCustomMask": problem.custom_mask,
         "kAligned": problem.aligned,
+        "kPaged": problem.paged,
     }
 
 
@@ -194,10 +200,11 @@ def prefill_tiles(
     itemsize = problem.dtype_kv.itemsize
     shared = _round_up(
         _row_bytes(problem, tile_q)
-        + _round_up(_RANGE_BYTES + _BAD_KEYS_BYTES, 16)
+        + _round_up(_WORK_BYTES + _RANGE_BYTES + _BAD_KEYS_BYTES, 16)
         + buffers * _tile_bytes(tile_kv, dim_qk, itemsize)
         + buffers * _tile_bytes(tile_kv, dim_vo, itemsize)
         + _widened_key_bytes(problem, tile_kv, rotates_keys)
+        + (2 * (2 * 8 + 4) * tile_kv if problem.paged else _NO_PAGES_BYTES)
         + (_MASK_MAP_BYTES if problem.custom_mask else 4),
         16,
     )
@@ -238,10 +245,11 @@ def decode_tiles(
     stage += _tile_bytes(keys_per_warp, dim_vo, itemsize)
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     wide = _widened_key_bytes(problem, keys_per_warp, is_rotated)
+    row_offsets = warps * keys_per_warp * 2 * 8 if problem.paged else _NO_PAGES_BYTES
     states = warps * DECODE_ROWS * (dim_vo + 8 + 2) * 4
     shared = _round_up(
         _row_bytes(problem, DECODE_ROWS)
-        + _round_up(warps * _BAD_KEYS_BYTES, 16)
+        + _round_up(warps * _BAD_KEYS_BYTES + row_offsets, 16)
         + (warps * wide if wide > _PLACEHOLDER else wide)
         + max(warps * stages * stage, states)
         + 4,

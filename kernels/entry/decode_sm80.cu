@@ -1,4 +1,4 @@
-// Decode attention for one request, portable tier (sm_80 and later).
+// Decode attention, portable tier (sm_80 and later).
 #include "cupyattn/attention/decode_sm80.cuh"
 
 #ifndef CUPYATTN_CONFIG
@@ -20,6 +20,7 @@ struct Config {
   static constexpr bool kRowScales = false;
   static constexpr bool kCustomMask = false;
   static constexpr bool kAligned = true;
+  static constexpr bool kPaged = false;
   static constexpr int kSharedBytes = 213728;
 };
 #endif

@@ -12,16 +12,26 @@ struct Config {
 };
 #endif
 
+static_assert(Config::kTileQ % Config::kWarps == 0, "a block merges rows of one tile");
+
 extern "C" __global__ void __launch_bounds__(Config::kWarps * 32)
     cupyattn_merge_splits(const __grid_constant__ cupyattn::AttentionParams params) {
   using namespace cupyattn;
   const int lane = threadIdx.x % kWarpSize;
-  const int kv_head = blockIdx.x;
-  const int packed_row = blockIdx.y * Config::kWarps + threadIdx.x / kWarpSize;
-  if (packed_row >= params.qo_len * params.group_size) return;
-  const int slot = kv_head * params.num_q_tiles + packed_row / Config::kTileQ;
-  const int token = packed_row / params.group_size;
-  const int head = kv_head * params.group_size + packed_row % params.group_size;
-  merge_row<typename Config::DTypeO, Config::kHeadDimVO, Config::kTileQ, Config::kAligned>(
-      params, slot, packed_row % Config::kTileQ, kv_head, token, head, lane);
+  const int kv_head = blockIdx.y;
+  constexpr int kTileQ = Config::kTileQ;
+  // A block's rows are of one tile: kTileQ is a multiple of kWarps.
+  const int packed_row = blockIdx.x * Config::kWarps + threadIdx.x / kWarpSize;
+  const int tile = packed_row / kTileQ, row = packed_row % kTileQ;
+  // A plan with room for more split tiles than it has marks the rest.
+  const int item = params.work != nullptr ? params.merges[tile] : 0;
+  if (item < 0) return;
+  const BlockWork work = params.work != nullptr
+                             ? BlockWork::of_item(params, item, kv_head, kTileQ)
+                             : BlockWork::of_tile(params, tile, kv_head, 0, kTileQ);
+  if (row >= work.tile.num_rows) return;
+  const int packed = work.tile.first_row + row;
+  const int head = kv_head * params.group_size + packed % params.group_size;
+  merge_row<typename Config::DTypeO, Config::kHeadDimVO, kTileQ, Config::kAligned>(
+      params, work.tile, row, work.request.q_start + packed / params.group_size, head, lane);
 }

@@ -1,4 +1,4 @@
-// Prefill and append attention for one request, portable tier (sm_80 and later).
+// Prefill and append attention, portable tier (sm_80 and later).
 #include "cupyattn/attention/prefill_sm80.cuh"
 
 #ifndef CUPYATTN_CONFIG
@@ -22,6 +22,7 @@ struct Config {
   static constexpr bool kRowScales = false;
   static constexpr bool kCustomMask = false;
   static constexpr bool kAligned = true;
+  static constexpr bool kPaged = false;
   static constexpr int kSharedBytes = 64112;
 };
 #endif

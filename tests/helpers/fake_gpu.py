@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from cupyattn import _readers, _repeat, _single, array, dtypes, jit
-from cupyattn.launch import attention, enqueue, merge_splits, rotate_keys, scratch
+from cupyattn.launch import attention, batch, enqueue, merge_splits, params, rotate_keys, scratch
 from cupyattn.launch.tiles import TileConfig, tile_config
 
 STREAM, COUNTERS, SLOTS, MAX_SHARED = 77, 3 << 40, 264, 227 * 1024
@@ -74,7 +74,7 @@ class Gpu:
                 tuple(sizes[3:]),
                 shared_bytes,
                 stream,
-                ctypes.string_at(address, 760),
+                ctypes.string_at(address, params.ATTENTION.size),
                 self.current,
             )
         )
@@ -94,8 +94,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """Put a GPU under the library."""
     fake = Gpu()
 
-    def load_kernel(problem: Any, rows: str, device_index: int) -> SimpleNamespace:
-        tiles = tile_config(problem, rows, MAX_SHARED)
+    def load_kernel(
+        problem: Any, rows: str, device_index: int, is_batch: bool = False
+    ) -> SimpleNamespace:
+        tiles = tile_config(problem, rows, MAX_SHARED, is_batch)
         return SimpleNamespace(function=tiles, tiles=tiles, num_slots=SLOTS)
 
     real_allocator = scratch.allocator
@@ -110,7 +112,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
         return allocate
 
-    monkeypatch.setattr(attention, "load_kernel", load_kernel)
+    for module in (attention, batch):
+        monkeypatch.setattr(module, "load_kernel", load_kernel)
     monkeypatch.setattr(enqueue, "cuda", lambda: fake.api)
     monkeypatch.setattr(scratch, "cuda", lambda: fake.api)
     monkeypatch.setattr(scratch, "allocator", allocator)

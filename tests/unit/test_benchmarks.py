@@ -94,10 +94,11 @@ def test_floor_is_the_larger_of_work_and_traffic() -> None:
 def test_the_table_of_cases_is_sound() -> None:
     assert len(BY_NAME) == len(CASES)
     for case in CASES:
-        assert case.op in OPS and case.api in ("prefill", "decode")
+        assert case.op in OPS
         assert case.num_qo_heads % case.num_kv_heads == 0
         assert all(peer in IMPLEMENTATIONS for peer, _ in case.goals)
-        assert case.api == "prefill" or (case.q_len == 1 and not case.causal)
+        if isinstance(case, Case):
+            assert case.api == "prefill" or (case.q_len == 1 and not case.causal)
         assert case.pairs > 0
 
 

@@ -5,12 +5,14 @@
 
 #include "cupyattn/attention/fp8_query.cuh"
 #include "cupyattn/attention/hidden_values.cuh"
+#include "cupyattn/attention/key_rows.cuh"
 #include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/rope.cuh"
 #include "cupyattn/attention/rows.cuh"
 #include "cupyattn/attention/softmax.cuh"
 #include "cupyattn/attention/state.cuh"
 #include "cupyattn/attention/variants.cuh"
+#include "cupyattn/attention/work.cuh"
 #include "cupyattn/common/math.cuh"
 #include "cupyattn/params/attention.cuh"
 #include "cupyattn/tile/fragments.cuh"
@@ -31,6 +33,7 @@ struct DecodeSm80 {
   static constexpr int kKeys = Config::kKeysPerWarp;
   static constexpr int kTileKV = kWarps * kKeys;
   static constexpr int kStages = Config::kStages;
+  static constexpr bool kPaged = Config::kPaged;
   static constexpr bool kFp8 = is_fp8<DTypeKV>::value;
   static constexpr bool kWidenKeys = kFp8 && Config::kRotateKeys;
   static constexpr int kStepsQK = ceil_div(kHeadDimQK, 16);
@@ -44,8 +47,8 @@ struct DecodeSm80 {
   using KTile =
       typename conditional<kWidenKeys, SharedTile<DTypeQ, kKeys, kHeadDimQK>, KSourceTile>::type;
   using VTile = SharedTile<DTypeKV, kKeys, kHeadDimVO>;
-  using KCopier = RowCopier<KSourceTile, kHeadDimQK, Config::kAligned, kWarpSize>;
-  using VCopier = RowCopier<VTile, kHeadDimVO, Config::kAligned, kWarpSize>;
+  using KCopier = RowCopier<KSourceTile, kHeadDimQK, Config::kAligned, kWarpSize, kPaged>;
+  using VCopier = RowCopier<VTile, kHeadDimVO, Config::kAligned, kWarpSize, kPaged>;
   using LogitsVariant = typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
 
   struct Stage {
@@ -63,6 +66,7 @@ struct DecodeSm80 {
     LogitConstants logits;
     int64_t q_offset[kTileQ];
     BadKeys bad_keys[kWarps];
+    typename conditional<kPaged, RowOffsets<kKeys>[kWarps], NoPagedTiles>::type pages;
     alignas(16) unsigned char q[QTile::kBytes];
     alignas(16) unsigned char k_wide[kWidenKeys ? kWarps * KTile::kBytes : 16];
     union {
@@ -76,30 +80,32 @@ struct DecodeSm80 {
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/tiles.py) must agree");
   static_assert(kStages >= 2, "one stage is loaded while another is used");
+  static_assert(!kPaged || kKeys <= kWarpSize, "a lane looks up one key's page");
   static_assert(kKeys % 16 == 0 && kKeys <= 64, "a warp takes 16, 32, 48 or 64 keys at a time");
 
   const AttentionParams& params;
   SharedMemory& shared;
   const int thread, warp, lane;
-  TileWork work;
+  const Request request;
+  const TileWork work;
 
   __device__ __forceinline__ DecodeSm80(const AttentionParams& params, SharedMemory& shared)
+      : DecodeSm80(params, shared, BlockWork::of(params, kTileQ)) {}
+
+  __device__ __forceinline__ DecodeSm80(const AttentionParams& params, SharedMemory& shared,
+                                        const BlockWork& block)
       : params(params),
         shared(shared),
         thread(threadIdx.x),
         warp(threadIdx.x / kWarpSize),
-        lane(threadIdx.x % kWarpSize) {
-    // Neighbouring blocks read neighbouring heads of the same keys.
-    work.kv_head = blockIdx.x;
-    work.q_tile = blockIdx.y;
-    work.split = blockIdx.z;
-    work.first_row = work.q_tile * kTileQ;
-    work.num_rows = min_of(kTileQ, params.qo_len * params.group_size - work.first_row);
-  }
+        lane(threadIdx.x % kWarpSize),
+        request(block.request),
+        work(block.tile) {}
 
   // Describes the rows, then starts the copy of Q.
   __device__ __forceinline__ void load_q() {
-    fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, work, thread, kThreads);
+    fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, request, work, thread,
+                             kThreads);
     if (thread == 0) shared.logits = LogitsVariant::make_constants(params);
     if (lane == 0) shared.bad_keys[warp] = BadKeys{};
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
@@ -110,7 +116,7 @@ struct DecodeSm80 {
 
   __device__ __forceinline__ void prepare_q() {
     if constexpr (Config::kRope) {
-      const int offset = params.kv_len - params.qo_len;
+      const int offset = request.kv_len - request.qo_len;
       rotate_tile<QTile, kHeadDimQK, kThreads>(
           shared.q, shared.rope, thread, [&](int row) { return shared.rows[row].token + offset; });
       ptx::block_sync();
@@ -143,33 +149,59 @@ struct DecodeSm80 {
   }
 
   __device__ __forceinline__ void run() {
-    const KeyRange range = KeyRange::of<Config::kCustomMask>(params, work.first_row, work.num_rows);
-    const TileSpan tiles =
-        TileSpan::of<Config::kCustomMask>(range, kTileKV, work.split, params.num_splits);
+    if (work.num_rows <= 0) return;
+    const KeyRange range = KeyRange::of<Config::kCustomMask>(params, BlockWork{request, work});
+    const TileSpan tiles = TileSpan::of<Config::kCustomMask>(range, kTileKV, work);
     Stage* ring = shared.ring[warp];
     const int warp_origin = tiles.origin + warp * kKeys;
-    const int first_key = warp_origin + tiles.begin * kTileKV;
+    const int64_t first_row =
+        static_cast<int64_t>(request.kv_start) + warp_origin + tiles.begin * kTileKV;
     KCopier k_copier(static_cast<const DTypeKV*>(params.k) + work.kv_head * params.k_stride_h,
-                     params.k_stride_n, first_key, ptx::shared_address(ring[0].k), lane);
+                     params.k_stride_n, first_row, ptx::shared_address(ring[0].k), lane);
     VCopier v_copier(static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h,
-                     params.v_stride_n, first_key, ptx::shared_address(ring[0].v), lane);
+                     params.v_stride_n, first_row, ptx::shared_address(ring[0].v), lane);
+    // Paged keys: a lane knows the page of one key of the tile that is loaded next.
+    const auto find_page = [&](int tile) {
+      const int key = warp_origin + tile * kTileKV + lane;
+      return lane < kKeys && key < range.end
+                 ? params.kv_indices[request.kv_start + key / params.page_size]
+                 : 0;
+    };
     // Tiles come in order; the other warps' keys lie between two of this warp's.
-    const auto load_stage = [&](int stage, int tile) {
+    const auto load_stage = [&](int stage, int tile, [[maybe_unused]] int page) {
       const int first_key = warp_origin + tile * kTileKV;
-      k_copier.copy(first_key, range.end, stage * sizeof(Stage));
+      const int64_t *k_rows = nullptr, *v_rows = nullptr;
+      if constexpr (kPaged) {
+        RowOffsets<kKeys>& rows = shared.pages[warp];
+        if (lane < kKeys) rows.set(params, lane, first_key + lane, page);
+        ptx::warp_sync();
+        k_rows = rows.k;
+        v_rows = rows.v;
+      }
+      k_copier.copy(first_key, range.end, stage * sizeof(Stage), k_rows);
       k_copier.skip(kTileKV - kKeys);
-      v_copier.copy(first_key, range.end, stage * sizeof(Stage));
+      v_copier.copy(first_key, range.end, stage * sizeof(Stage), v_rows);
       v_copier.skip(kTileKV - kKeys);
     };
 
     // Fill the pipeline; Q travels with the first stage.
+    int pages[kPaged ? kStages : 1] = {};
+    if constexpr (kPaged) {
+#pragma unroll
+      for (int stage = 0; stage < kStages; ++stage) pages[stage] = find_page(tiles.begin + stage);
+    }
     load_q();
     int load_tile = tiles.begin;
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage, ++load_tile) {
-      if (load_tile < tiles.end) load_stage(stage, load_tile);
+      if (load_tile < tiles.end) {
+        load_stage(stage, load_tile, pages[kPaged ? stage : 0]);
+        // The next tile's offsets take the place of these.
+        if constexpr (kPaged) ptx::warp_sync();
+      }
       ptx::cp_async_commit();
     }
+    int next_page = pages[kPaged ? kStages - 1 : 0];
     ptx::cp_async_wait_group<kStages - 2>();
     ptx::block_sync();
     prepare_q();
@@ -201,8 +233,9 @@ struct DecodeSm80 {
       ptx::cp_async_wait_group<kStages - 2>();
       ptx::warp_sync();
       const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
-      if (load_tile < tiles.end) load_stage(free_stage, load_tile);
+      if (load_tile < tiles.end) load_stage(free_stage, load_tile, next_page);
       ptx::cp_async_commit();
+      if constexpr (kPaged) next_page = find_page(load_tile + 1);
 
       const uint32_t k = k_lane_address<KTile>(prepare_k(ring[stage], first_key), lane);
       float s[1][kKeys / 8][4];
@@ -211,19 +244,20 @@ struct DecodeSm80 {
       const auto form =
           LogitsVariant::apply(s, shared.rows, shared.logits, params, first_key, lane, is_masked);
       if (is_masked) {
-        apply_mask<Config::kCustomMask, decltype(form)>(s, params, range, true, shared.rows,
-                                                        first_key, lane);
+        apply_mask<Config::kCustomMask, decltype(form)>(s, params, request, range, true,
+                                                        shared.rows, first_key, lane);
       }
       softmax.raise_max(s, o, form, scale, slack);
       if (is_masked && ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
         clean_values<VTile, kWarpSize>(ring[stage].v, shared.bad_keys[warp], lane);
         ptx::warp_sync();
-        const DTypeKV* values = static_cast<const DTypeKV*>(params.v) +
-                                work.kv_head * params.v_stride_h + first_key * params.v_stride_n;
+        const DTypeKV* values =
+            static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h;
         for (int key = 0; key < kKeys; ++key) {
           if ((shared.bad_keys[warp].word[key / 32] >> (key % 32)) & 1) {
-            add_bad_key<DTypeKV, kHeadDimVO>(o, s, softmax, form, scale, key,
-                                             values + key * params.v_stride_n, lane);
+            add_bad_key<DTypeKV, kHeadDimVO>(
+                o, s, softmax, form, scale, key,
+                values + value_row<kPaged>(params, request, first_key + key), lane);
           }
         }
         ptx::warp_sync();
@@ -260,7 +294,7 @@ struct DecodeSm80 {
     }
     ptx::block_sync();
 
-    const bool is_split = params.num_splits > 1;
+    const bool is_split = work.num_splits > 1;
     constexpr int kVectors = kHeadDimVO / 4;
     for (int index = thread; index < work.num_rows * kVectors; index += kThreads) {
       write_columns(states, index / kVectors, 4 * (index % kVectors), is_split);
@@ -268,8 +302,8 @@ struct DecodeSm80 {
     if (is_split && arrive_last(params, work, thread, &shared.flag)) {
       for (int row = warp; row < work.num_rows; row += kWarps) {
         merge_row<DTypeO, kHeadDimVO, kTileQ, Config::kAligned>(
-            params, work.slot(params), row, work.kv_head, shared.rows[row].token,
-            shared.rows[row].head, lane);
+            params, work, row, request.q_start + shared.rows[row].token, shared.rows[row].head,
+            lane);
       }
     }
   }
@@ -291,10 +325,9 @@ struct DecodeSm80 {
       for (int i = 0; i < 4; ++i) sum[i] += weight * states.o[w][row][column + i];
     }
     const int head = shared.rows[row].head;
-    const int token = shared.rows[row].token;
+    const int token = request.q_start + shared.rows[row].token;
     if (is_split) {
-      const int64_t index =
-          (static_cast<int64_t>(work.slot(params)) * params.num_splits + work.split) * kTileQ + row;
+      const int64_t index = (work.state(params) + work.split) * kTileQ + row;
       const float factor = state.normaliser(old_max);
       float* out = params.partial_o + index * kHeadDimVO + column;
       *reinterpret_cast<float4*>(out) =

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cupyattn/attention/variants.cuh"
+#include "cupyattn/attention/work.cuh"
 #include "cupyattn/common/math.cuh"
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/params/attention.cuh"
@@ -20,10 +21,11 @@ struct KeyLimits {
   int begin, end;
 
   template <bool kCustomMask>
-  static __device__ __forceinline__ KeyLimits of(const AttentionParams& params, int token) {
-    const int position = token + params.kv_len - params.qo_len;
-    KeyLimits limits{0, params.kv_len};
-    if (!kCustomMask && params.causal) limits.end = min_of(params.kv_len, position + 1);
+  static __device__ __forceinline__ KeyLimits of(const AttentionParams& params,
+                                                 const Request& request, int token) {
+    const int position = token + request.kv_len - request.qo_len;
+    KeyLimits limits{0, request.kv_len};
+    if (!kCustomMask && params.causal) limits.end = min_of(request.kv_len, position + 1);
     if (params.window_left >= 0) limits.begin = max_of(0, position - params.window_left);
     return limits;
   }
@@ -36,12 +38,14 @@ struct KeyRange {
   int first_token, last_token;
 
   template <bool kCustomMask>
-  static __device__ __forceinline__ KeyRange of(const AttentionParams& params, int first_row,
-                                                int num_rows) {
+  static __device__ __forceinline__ KeyRange of(const AttentionParams& params,
+                                                const BlockWork& work) {
+    const int first_row = work.tile.first_row;
+    const int last_row = first_row + work.tile.num_rows - 1;
     const int first = ptx::warp_uniform(first_row / params.group_size);
-    const int last = ptx::warp_uniform((first_row + num_rows - 1) / params.group_size);
-    const KeyLimits a = KeyLimits::of<kCustomMask>(params, first);
-    const KeyLimits b = KeyLimits::of<kCustomMask>(params, last);
+    const int last = ptx::warp_uniform(last_row / params.group_size);
+    const KeyLimits a = KeyLimits::of<kCustomMask>(params, work.request, first);
+    const KeyLimits b = KeyLimits::of<kCustomMask>(params, work.request, last);
     return KeyRange{a.begin, b.end, b.begin, a.end, first, last};
   }
 
@@ -62,24 +66,24 @@ struct TileSpan {
   int origin, begin, end;
 
   template <bool kCustomMask>
-  static __device__ __forceinline__ TileSpan of(const KeyRange& range, int keys_per_tile, int split,
-                                                int num_splits) {
+  static __device__ __forceinline__ TileSpan of(const KeyRange& range, int keys_per_tile,
+                                                const TileWork& work) {
     const int origin = kCustomMask ? range.begin / keys_per_tile * keys_per_tile : range.begin;
     const int count = ceil_div(max_of(range.end - origin, 0), keys_per_tile);
-    if (num_splits == 1) return TileSpan{origin, 0, count};
-    const int64_t product = static_cast<int64_t>(count) * split;
-    return TileSpan{origin, ptx::warp_uniform(static_cast<int>(product / num_splits)),
-                    ptx::warp_uniform(static_cast<int>((product + count) / num_splits))};
+    if (work.num_splits == 1) return TileSpan{origin, 0, count};
+    const int64_t product = static_cast<int64_t>(count) * work.split;
+    return TileSpan{origin, ptx::warp_uniform(static_cast<int>(product / work.num_splits)),
+                    ptx::warp_uniform(static_cast<int>((product + count) / work.num_splits))};
   }
 };
 
 // 64 bits of the mask row of `token` from key `key` on. Bits past the end of the buffer are 0.
-__device__ __forceinline__ uint64_t load_mask_bits(const AttentionParams& params, int token,
-                                                   int key) {
-  const int64_t bit = static_cast<int64_t>(token) * params.kv_len + key;
+__device__ __forceinline__ uint64_t load_mask_bits(const AttentionParams& params,
+                                                   const Request& request, int token, int key) {
+  const int64_t bit = static_cast<int64_t>(token) * request.kv_len + key;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(params.mask);
   const uintptr_t end = begin + params.mask_bytes;
-  const uintptr_t address = begin + (bit >> 3);
+  const uintptr_t address = begin + request.mask_start + (bit >> 3);
   const uintptr_t first_word = address & ~static_cast<uintptr_t>(3);
   const uint32_t shift = static_cast<uint32_t>(address & 3) * 8 + static_cast<uint32_t>(bit & 7);
   uint32_t words[3];
@@ -128,26 +132,26 @@ __device__ __forceinline__ void hide_logits(float (&s)[kMmaQ][kTilesS][4], const
 // Hides the logits of invisible keys.
 template <bool kCustomMask, typename Form, int kMmaQ, int kTilesS>
 __device__ __forceinline__ void apply_mask(float (&s)[kMmaQ][kTilesS][4],
-                                           const AttentionParams& params, const KeyRange& range,
-                                           bool is_partial, const RowInfo* rows, int first_key,
-                                           int lane) {
+                                           const AttentionParams& params, const Request& request,
+                                           const KeyRange& range, bool is_partial,
+                                           const RowInfo* rows, int first_key, int lane) {
   static_assert(kTilesS <= 8, "load_mask_bits yields 64 keys");
   const int first = first_key + 2 * (lane & 3);
   if (range.cuts_end(first_key, 8 * kTilesS)) {
     hide_logits<Form>(s, rows, lane, [&](int token) {
-      const int end = KeyLimits::of<kCustomMask>(params, token).end - first;
+      const int end = KeyLimits::of<kCustomMask>(params, request, token).end - first;
       return [=](int offset) { return offset >= end; };
     });
   }
   if (range.cuts_begin(first_key)) {
     hide_logits<Form>(s, rows, lane, [&](int token) {
-      const int begin = KeyLimits::of<kCustomMask>(params, token).begin - first;
+      const int begin = KeyLimits::of<kCustomMask>(params, request, token).begin - first;
       return [=](int offset) { return offset < begin; };
     });
   }
   if (kCustomMask && is_partial) {
     hide_logits<Form>(s, rows, lane, [&](int token) {
-      const uint64_t bits = load_mask_bits(params, token, first_key) >> (2 * (lane & 3));
+      const uint64_t bits = load_mask_bits(params, request, token, first_key) >> (2 * (lane & 3));
       return [=](int offset) { return !((bits >> offset) & 1); };
     });
   }
@@ -166,8 +170,9 @@ struct MaskTileMap {
   __device__ __forceinline__ void clear(int thread, int threads) {
     for (int i = thread; i < kWords; i += threads) any[i] = partial[i] = 0;
   }
-  __device__ __forceinline__ void scan(const AttentionParams& params, int first_token,
-                                       int last_token, TileSpan span, int thread, int threads) {
+  __device__ __forceinline__ void scan(const AttentionParams& params, const Request& request,
+                                       int first_token, int last_token, TileSpan span, int thread,
+                                       int threads) {
     static_assert(kTileKV <= 64, "a tile's keys must fit load_mask_bits");
     constexpr uint64_t kAll = ~0ull >> (64 - kTileKV);
     const int tiles = min_of(span.end - span.begin, kCapacity);
@@ -176,8 +181,8 @@ struct MaskTileMap {
       const int tile = static_cast<int>(i % tiles);
       const int token = first_token + static_cast<int>(i / tiles);
       const int key = span.origin + (span.begin + tile) * kTileKV;
-      uint64_t visible = load_mask_bits(params, token, key) & kAll;
-      if (key + kTileKV > params.kv_len) visible &= (1ull << (params.kv_len - key)) - 1;
+      uint64_t visible = load_mask_bits(params, request, token, key) & kAll;
+      if (key + kTileKV > request.kv_len) visible &= (1ull << (request.kv_len - key)) - 1;
       if (visible != 0) ptx::atomic_or_shared(&any[tile / 32], 1u << (tile % 32));
       if (visible != kAll) ptx::atomic_or_shared(&partial[tile / 32], 1u << (tile % 32));
     }

@@ -5,12 +5,14 @@
 
 #include "cupyattn/attention/fp8_query.cuh"
 #include "cupyattn/attention/hidden_values.cuh"
+#include "cupyattn/attention/key_rows.cuh"
 #include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/rope.cuh"
 #include "cupyattn/attention/rows.cuh"
 #include "cupyattn/attention/softmax.cuh"
 #include "cupyattn/attention/state.cuh"
 #include "cupyattn/attention/variants.cuh"
+#include "cupyattn/attention/work.cuh"
 #include "cupyattn/common/math.cuh"
 #include "cupyattn/params/attention.cuh"
 #include "cupyattn/tile/fragments.cuh"
@@ -40,14 +42,15 @@ struct PrefillSm80 {
   static constexpr int kTilesS = kTileKV / 8;
   static constexpr int kBuffers = Config::kBuffers;
   static constexpr int kExpGroup = Config::kKeysPerExp / 16;
+  static constexpr bool kPaged = Config::kPaged;
 
   using QTile = SharedTile<DTypeQ, kTileQ, kHeadDimQK>;
   using KSourceTile = SharedTile<DTypeKV, kTileKV, kHeadDimQK>;
   using KTile =
       typename conditional<kWidenKeys, SharedTile<DTypeQ, kTileKV, kHeadDimQK>, KSourceTile>::type;
   using VTile = SharedTile<DTypeKV, kTileKV, kHeadDimVO>;
-  using KCopier = RowCopier<KSourceTile, kHeadDimQK, Config::kAligned, kThreads>;
-  using VCopier = RowCopier<VTile, kHeadDimVO, Config::kAligned, kThreads>;
+  using KCopier = RowCopier<KSourceTile, kHeadDimQK, Config::kAligned, kThreads, kPaged>;
+  using VCopier = RowCopier<VTile, kHeadDimVO, Config::kAligned, kThreads, kPaged>;
   using LogitsVariant = typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
 
   struct SharedMemory {
@@ -55,6 +58,7 @@ struct PrefillSm80 {
     LogitConstants logits;
     int64_t q_offset[kTileQ];
     // The loop over keys needs its registers for more than what it reads once a tile.
+    alignas(16) BlockWork work;
     KeyRange range;
     TileSpan tiles;
     int end_key;
@@ -63,6 +67,7 @@ struct PrefillSm80 {
     alignas(16) unsigned char k_source[kBuffers][KSourceTile::kBytes];
     alignas(16) unsigned char v[kBuffers][VTile::kBytes];
     alignas(16) unsigned char k_wide[kWidenKeys ? KTile::kBytes : 16];
+    typename conditional<kPaged, PagedTiles<kTileKV>, NoPagedTiles>::type pages;
     typename conditional<Config::kCustomMask, MaskTileMap<kTileKV>, NoMaskTileMap>::type mask_map;
     typename conditional<Config::kRope, RopeSteps<kHeadDimQK>, NoRopeSteps>::type rope;
   };
@@ -85,23 +90,13 @@ struct PrefillSm80 {
         warp(threadIdx.x / kWarpSize),
         lane(threadIdx.x % kWarpSize) {}
 
-  // The longest causal tiles come first, so that short ones fill the end of the grid.
-  __device__ __forceinline__ TileWork choose_work() const {
-    TileWork work;
-    work.kv_head = blockIdx.x;
-    work.q_tile = params.num_q_tiles - 1 - (params.first_q_tile + blockIdx.y);
-    work.split = blockIdx.z;
-    work.first_row = work.q_tile * kTileQ;
-    work.num_rows = min_of(kTileQ, params.qo_len * params.group_size - work.first_row);
-    return work;
-  }
-
   __device__ __forceinline__ int warp_row() const { return 16 * kMmaQ * warp; }
 
   // Describes the rows and starts the copy of Q; for a custom mask, finds the tiles to visit.
-  __device__ __forceinline__ void begin(const TileWork& work, const KeyRange& range,
+  __device__ __forceinline__ void begin(const BlockWork& work, const KeyRange& range,
                                         const TileSpan& tiles) {
-    fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, work, thread, kThreads);
+    fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, work.request, work.tile,
+                             thread, kThreads);
     if (thread == 0) {
       shared.logits = LogitsVariant::make_constants(params);
       shared.bad_keys = BadKeys{};
@@ -110,9 +105,10 @@ struct PrefillSm80 {
     if constexpr (Config::kCustomMask) shared.mask_map.clear(thread, kThreads);
     ptx::block_sync();
     copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
-        ptx::shared_address(shared.q), params, shared.q_offset, work.num_rows, thread);
+        ptx::shared_address(shared.q), params, shared.q_offset, work.tile.num_rows, thread);
     if constexpr (Config::kCustomMask) {
-      shared.mask_map.scan(params, range.first_token, range.last_token, tiles, thread, kThreads);
+      shared.mask_map.scan(params, work.request, range.first_token, range.last_token, tiles, thread,
+                           kThreads);
       ptx::block_sync();
     }
   }
@@ -120,7 +116,7 @@ struct PrefillSm80 {
   // Rotation and column order of Q, once it is in shared memory.
   __device__ __forceinline__ void prepare_q() {
     if constexpr (Config::kRope) {
-      const int offset = params.kv_len - params.qo_len;
+      const int offset = shared.work.request.kv_len - shared.work.request.qo_len;
       rotate_tile<QTile, kHeadDimQK, kThreads>(
           shared.q, shared.rope, thread, [&](int row) { return shared.rows[row].token + offset; });
       ptx::block_sync();
@@ -175,8 +171,9 @@ struct PrefillSm80 {
 
   template <typename Form>
   __device__ __forceinline__ void hide_keys(float (&s)[kMmaQ][kTilesS][4], int first_key) const {
-    apply_mask<Config::kCustomMask, Form>(s, params, shared.range, is_partial(first_key),
-                                          shared.rows + warp_row(), first_key, lane);
+    apply_mask<Config::kCustomMask, Form>(s, params, shared.work.request, shared.range,
+                                          is_partial(first_key), shared.rows + warp_row(),
+                                          first_key, lane);
   }
 
   // Takes values that are not finite out of a tile that hides keys, once it has landed, and gives
@@ -188,12 +185,14 @@ struct PrefillSm80 {
     if (!ptx::block_any(!are_values_finite<VTile, kThreads>(shared.v[buffer], thread))) return;
     clean_values<VTile, kThreads>(shared.v[buffer], shared.bad_keys, thread);
     ptx::block_sync();
+    const BlockWork& work = shared.work;
     const DTypeKV* values =
-        static_cast<const DTypeKV*>(params.v) + choose_work().kv_head * params.v_stride_h;
+        static_cast<const DTypeKV*>(params.v) + work.tile.kv_head * params.v_stride_h;
     for (int key = 0; key < kTileKV; ++key) {
       if ((shared.bad_keys.word[key / 32] >> (key % 32)) & 1) {
-        add_bad_key<DTypeKV, kHeadDimVO>(o, s, softmax, form, scale, key,
-                                         values + (first_key + key) * params.v_stride_n, lane);
+        add_bad_key<DTypeKV, kHeadDimVO>(
+            o, s, softmax, form, scale, key,
+            values + value_row<kPaged>(params, work.request, first_key + key), lane);
       }
     }
     ptx::block_sync();
@@ -205,9 +204,37 @@ struct PrefillSm80 {
     KCopier k_copier;
     VCopier v_copier;
     int first_key, buffer;
+    int place;         // of this tile's rows in shared.pages; the next tile's are in the other
     uint32_t q, k, v;  // lane addresses
     uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][kMmaQ][4];
   };
+
+  __device__ __forceinline__ void copy_keys(KeyLoop& loop, int first_key, int end, int place,
+                                            int buffer) const {
+    const int64_t* rows = nullptr;
+    if constexpr (kPaged) rows = shared.pages.rows[place].k;
+    loop.k_copier.copy(first_key, end, buffer * KSourceTile::kBytes, rows);
+  }
+  __device__ __forceinline__ void copy_values(KeyLoop& loop, int first_key, int end, int place,
+                                              int buffer) const {
+    const int64_t* rows = nullptr;
+    if constexpr (kPaged) rows = shared.pages.rows[place].v;
+    loop.v_copier.copy(first_key, end, buffer * VTile::kBytes, rows);
+  }
+
+  // Paged keys: the tile kBuffers ahead of this one gets its rows' offsets, before the barrier that
+  // comes before its copy, and the tile after that its pages.
+  __device__ __forceinline__ void advance_pages(const KeyLoop& loop) {
+    int key = loop.first_key;
+#pragma unroll
+    for (int i = 0; i < kBuffers; ++i) key = next_key(key + kTileKV);
+    const int place = (loop.place + kBuffers) & 1;
+    shared.pages.publish(params, key, place, thread);
+    fetch_pages(next_key(key + kTileKV), place ^ 1);
+  }
+  __device__ __forceinline__ void fetch_pages(int first_key, int place) {
+    shared.pages.fetch(params, shared.work.request, first_key, shared.range.end, place, thread);
+  }
 
   // Starts the copies of the tile after this one; returns its first key.
   __device__ __forceinline__ int advance(KeyLoop& loop) const {
@@ -218,9 +245,9 @@ struct PrefillSm80 {
     }
     if (key < shared.end_key) {
       const int other = kBuffers == 2 ? loop.buffer ^ 1 : 0;
-      loop.k_copier.copy(key, shared.range.end, other * KSourceTile::kBytes);
+      copy_keys(loop, key, shared.range.end, loop.place ^ 1, other);
       if constexpr (kBuffers == 2) {
-        loop.v_copier.copy(key, shared.range.end, other * VTile::kBytes);
+        copy_values(loop, key, shared.range.end, loop.place ^ 1, other);
       }
     }
     ptx::cp_async_commit();
@@ -237,10 +264,11 @@ struct PrefillSm80 {
     int next = first_key;
     ptx::cp_async_wait_group<0>();
     ptx::block_sync();
+    if constexpr (kPaged) advance_pages(loop);
     if constexpr (kBuffers == 2) {
       next = advance(loop);
     } else {
-      loop.v_copier.copy(first_key, shared.range.end, 0);
+      copy_values(loop, first_key, shared.range.end, loop.place, 0);
       ptx::cp_async_commit();
     }
     prepare_k(first_key, loop.buffer);
@@ -286,15 +314,27 @@ struct PrefillSm80 {
     }
     loop.first_key = next;
     if constexpr (kBuffers == 2) loop.buffer ^= 1;
+    if constexpr (kPaged) loop.place ^= 1;
+  }
+
+  // The first tiles' rows, before the barrier that comes before their copies.
+  __device__ __forceinline__ void begin_pages(const Request& request, int end_key, int first_key) {
+    int key = first_key;
+#pragma unroll
+    for (int place = 0; place < kBuffers; ++place) {
+      shared.pages.look_up(params, request, key, end_key, place, thread);
+      key = next_key(key + kTileKV);
+    }
   }
 
   __device__ __forceinline__ void run() {
-    const TileWork work = choose_work();
-    const KeyRange range = KeyRange::of<Config::kCustomMask>(params, work.first_row, work.num_rows);
-    const TileSpan tiles =
-        TileSpan::of<Config::kCustomMask>(range, kTileKV, work.split, params.num_splits);
+    const BlockWork work = BlockWork::of(params, kTileQ);
+    if (work.tile.num_rows <= 0) return;
+    const KeyRange range = KeyRange::of<Config::kCustomMask>(params, work);
+    const TileSpan tiles = TileSpan::of<Config::kCustomMask>(range, kTileKV, work.tile);
     const int end_key = tiles.origin + tiles.end * kTileKV;
     if (thread == 0) {
+      shared.work = work;
       shared.range = range;
       shared.tiles = tiles;
       shared.end_key = end_key;
@@ -302,23 +342,32 @@ struct PrefillSm80 {
     if constexpr (Config::kCustomMask) begin(work, range, tiles);
     const int first_key = next_key(tiles.origin + tiles.begin * kTileKV);
     const uint32_t k_tile = ptx::shared_address(kWidenKeys ? shared.k_wide : shared.k_source[0]);
+    const int64_t first_row = static_cast<int64_t>(work.request.kv_start) + first_key;
     KeyLoop loop{
-        KCopier(static_cast<const DTypeKV*>(params.k) + work.kv_head * params.k_stride_h,
-                params.k_stride_n, first_key, ptx::shared_address(shared.k_source), thread),
-        VCopier(static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h,
-                params.v_stride_n, first_key, ptx::shared_address(shared.v), thread),
+        KCopier(static_cast<const DTypeKV*>(params.k) + work.tile.kv_head * params.k_stride_h,
+                params.k_stride_n, first_row, ptx::shared_address(shared.k_source), thread),
+        VCopier(static_cast<const DTypeKV*>(params.v) + work.tile.kv_head * params.v_stride_h,
+                params.v_stride_n, first_row, ptx::shared_address(shared.v), thread),
         first_key,
+        0,
         0,
         q_lane_address<QTile>(ptx::shared_address(shared.q), warp_row(), lane),
         k_lane_address<KTile>(k_tile, lane),
         v_lane_address<VTile>(ptx::shared_address(shared.v), lane),
         {}};
-    // Without a mask map to wait for, keys travel while the rows are described.
-    if (first_key < end_key) {
-      loop.k_copier.copy(first_key, range.end, 0);
-      if constexpr (kBuffers == 2) loop.v_copier.copy(first_key, range.end, 0);
-    }
+    if constexpr (kPaged) begin_pages(work.request, range.end, first_key);
+    if constexpr (kPaged && Config::kCustomMask) ptx::block_sync();
+    // With nothing to look up first, keys travel while the rows are described.
+    constexpr bool kCopiesFirst = !kPaged || Config::kCustomMask;
+    if constexpr (kCopiesFirst) copy_first(loop, range, end_key);
     if constexpr (!Config::kCustomMask) begin(work, range, tiles);
+    if constexpr (!kCopiesFirst) copy_first(loop, range, end_key);
+    if constexpr (kPaged) {
+      int key = first_key;
+#pragma unroll
+      for (int i = 0; i < kBuffers; ++i) key = next_key(key + kTileKV);
+      fetch_pages(key, kBuffers & 1);
+    }
     ptx::cp_async_commit();
     ptx::cp_async_wait_group<0>();
     ptx::block_sync();
@@ -339,7 +388,13 @@ struct PrefillSm80 {
         visit<false>(loop);
       }
     }
-    finish(choose_work());
+    finish();
+  }
+
+  __device__ __forceinline__ void copy_first(KeyLoop& loop, const KeyRange& range, int end_key) {
+    if (loop.first_key >= end_key) return;
+    copy_keys(loop, loop.first_key, range.end, 0, 0);
+    if constexpr (kBuffers == 2) copy_values(loop, loop.first_key, range.end, 0, 0);
   }
 
   // Fragments hold 4 bytes of a row; through shared memory a lane stores 16. The rows of Q are this
@@ -348,8 +403,10 @@ struct PrefillSm80 {
       Config::kAligned && sizeof(DTypeO) == 2 && round_up(kHeadDimVO, 16) <= QTile::kColumns;
 
   // Normalises and writes this warp's rows, or, where the keys are split, its partial states.
-  __device__ __forceinline__ void finish(const TileWork& work) {
-    const bool is_split = params.num_splits > 1;
+  __device__ __forceinline__ void finish() {
+    const TileWork& work = shared.work.tile;
+    const int q_start = shared.work.request.q_start;
+    const bool is_split = work.num_splits > 1;
     const float output_scale = output_scale_of(params, work.kv_head);
     // The warp's rows of Q are about to be overwritten.
     if constexpr (kStagesOutput) ptx::warp_sync();
@@ -362,11 +419,9 @@ struct PrefillSm80 {
         RowState state{old_max, quad_sum(softmax.row_sum[m][h])};
         const bool exists = row < work.num_rows;
         const int head = shared.rows[row].head;
-        const int token = shared.rows[row].token;
+        const int token = q_start + shared.rows[row].token;
         if (is_split) {
-          const int64_t index =
-              (static_cast<int64_t>(work.slot(params)) * params.num_splits + work.split) * kTileQ +
-              row;
+          const int64_t index = (work.state(params) + work.split) * kTileQ + row;
           if (exists) {
             store_output_row<float, kHeadDimVO, kFp8, true>(
                 params.partial_o + index * kHeadDimVO, o[m], h, state.normaliser(old_max), lane);
@@ -389,17 +444,18 @@ struct PrefillSm80 {
         }
       }
     }
-    if (kStagesOutput && !is_split) store_staged(work);
+    if (kStagesOutput && !is_split) store_staged(work, q_start);
   }
 
-  __device__ __forceinline__ void store_staged(const TileWork& work) {
+  __device__ __forceinline__ void store_staged(const TileWork& work, int q_start) {
     ptx::warp_sync();
     constexpr int kChunks = kHeadDimVO / 8;
     for (int index = lane; index < 16 * kMmaQ * kChunks; index += kWarpSize) {
       const int row = warp_row() + index / kChunks;
       const int chunk = index % kChunks;
       if (row >= work.num_rows) break;
-      DTypeO* out = static_cast<DTypeO*>(params.o) + shared.rows[row].token * params.o_stride_n +
+      DTypeO* out = static_cast<DTypeO*>(params.o) +
+                    (q_start + shared.rows[row].token) * params.o_stride_n +
                     shared.rows[row].head * params.o_stride_h;
       reinterpret_cast<Vector16*>(out)[chunk] =
           reinterpret_cast<const Vector16*>(shared.q + row * QTile::kRowBytes)[chunk];

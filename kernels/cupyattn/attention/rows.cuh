@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cupyattn/attention/variants.cuh"
+#include "cupyattn/attention/work.cuh"
 #include "cupyattn/common/math.cuh"
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/params/attention.cuh"
@@ -10,27 +11,18 @@
 
 namespace cupyattn {
 
-// One tile of packed rows and its place in the launch. Row r is query token r / group, head
-// r % group of the KV head's group.
-struct TileWork {
-  int kv_head, q_tile, split, first_row, num_rows;
-
-  __device__ __forceinline__ int slot(const AttentionParams& params) const {
-    return kv_head * params.num_q_tiles + q_tile;
-  }
-};
-
 // Rows past the last repeat it: their logits are computed and never stored.
 template <typename LogitsVariant>
 __device__ __forceinline__ void fill_rows(RowInfo* rows, int64_t* q_offset, int tile_rows,
-                                          const AttentionParams& params, const TileWork& work,
-                                          int thread, int threads) {
+                                          const AttentionParams& params, const Request& request,
+                                          const TileWork& work, int thread, int threads) {
   for (int r = thread; r < tile_rows; r += threads) {
     const int packed = work.first_row + min_of(r, work.num_rows - 1);
     const int token = packed / params.group_size;
     const int head = work.kv_head * params.group_size + packed % params.group_size;
     rows[r] = LogitsVariant::make_row(params, token, head, work.kv_head);
-    q_offset[r] = token * params.q_stride_n + head * params.q_stride_h;
+    q_offset[r] = (static_cast<int64_t>(request.q_start) + token) * params.q_stride_n +
+                  head * params.q_stride_h;
   }
 }
 

@@ -92,8 +92,8 @@ __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const
   ptx::device_fence();
   ptx::block_sync();
   if (thread == 0) {
-    const uint32_t last = static_cast<uint32_t>(params.num_splits - 1);
-    *shared_flag = ptx::atomic_inc_wrap(params.counters + work.slot(params), last) == last;
+    const uint32_t last = static_cast<uint32_t>(work.num_splits - 1);
+    *shared_flag = ptx::atomic_inc_wrap(params.counters + work.counter(params), last) == last;
   }
   ptx::block_sync();
   const bool is_last = *shared_flag != 0;
@@ -104,16 +104,16 @@ __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const
 // Merges the partial states of one packed row into the output; a whole warp takes part. A lane
 // holds kHeadDim / 32 columns, four at a time, and reads several splits before it uses the first.
 template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned>
-__device__ __forceinline__ void merge_row(const AttentionParams& params, int slot, int row,
-                                          int kv_head, int token, int head, int lane) {
+__device__ __forceinline__ void merge_row(const AttentionParams& params, const TileWork& work,
+                                          int row, int64_t token, int head, int lane) {
   constexpr int kBatch = 8;
-  const int64_t base = static_cast<int64_t>(slot) * params.num_splits;
+  const int64_t base = work.state(params);
   const float* lse = params.partial_lse + base * kTileRows + row;
   const float* o = params.partial_o + (base * kTileRows + row) * kHeadDim;
   const int64_t o_stride = static_cast<int64_t>(kTileRows) * kHeadDim;
 
   float max = -ptx::infinity();
-  for (int split = lane; split < params.num_splits; split += kWarpSize) {
+  for (int split = lane; split < work.num_splits; split += kWarpSize) {
     max = fmaxf(max, ptx::load_l2(lse + static_cast<int64_t>(split) * kTileRows));
   }
 #pragma unroll
@@ -123,13 +123,13 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, int slo
   for (int column = 4 * lane; column < round_up(kHeadDim, 4 * kWarpSize); column += 4 * kWarpSize) {
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float weights = 0.0f;
-    for (int first = 0; first < params.num_splits; first += kBatch) {
+    for (int first = 0; first < work.num_splits; first += kBatch) {
       float part_lse[kBatch];
       float4 part[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int64_t split = first + i;
-        const bool exists = split < params.num_splits;
+        const bool exists = split < work.num_splits;
         part_lse[i] = exists ? ptx::load_l2(lse + split * kTileRows) : -ptx::infinity();
         part[i] = exists && column < kHeadDim
                       ? ptx::load_l2(reinterpret_cast<const float4*>(o + split * o_stride + column))
@@ -150,7 +150,7 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, int slo
     state = RowState{max, weights};
     state.add_sink(sink_of(params, head));
     if (column < kHeadDim) {
-      const float factor = state.normaliser(max) * output_scale_of(params, kv_head);
+      const float factor = state.normaliser(max) * output_scale_of(params, work.kv_head);
       DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
                     head * params.o_stride_h + column;
       store_pair<DTypeO, kAligned>(out, sum.x * factor, sum.y * factor);

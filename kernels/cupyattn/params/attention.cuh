@@ -8,27 +8,49 @@ namespace cupyattn {
 
 constexpr int kMaxRopePairs = 128;
 
+// One block's share of a batch, for every KV head: a tile of packed query rows of one request, and
+// one of the parts its keys are split in. schedule/batch.py lays it out. All zeros is no work.
+struct alignas(16) WorkItem {
+  int32_t q_start;      // the request's first row of q, o and lse
+  int32_t qo_len;       // its query tokens
+  int32_t kv_start;     // paged: its first entry of kv_indices; else its first row of k and v
+  int32_t kv_len;       // its keys
+  int32_t first_row;    // of the tile, in packed rows
+  int32_t split;        // 0 .. num_splits - 1
+  int32_t num_splits;   // 1: the block writes the result itself
+  int32_t first_state;  // partial states of the split tiles before this one, of one KV head
+  int64_t mask_start;   // the request's first byte of `mask`
+  int32_t split_tile;   // index of this tile among those that are split
+  int32_t padding;
+};
+
+static_assert(sizeof(WorkItem) == 48, "schedule/batch.py lays out 12 words an item");
+
 struct AttentionParams {
-  const void* q;         // [qo_len, num_qo_heads, head_dim_qk]
-  const void* k;         // [kv_len, num_kv_heads, head_dim_qk]
-  const void* v;         // [kv_len, num_kv_heads, head_dim_vo]
-  void* o;               // [qo_len, num_qo_heads, head_dim_vo]
-  float* lse;            // [qo_len, num_qo_heads], base 2; may be nullptr
-  const uint8_t* mask;   // bit (q * kv_len + k), little endian; read only by custom-mask kernels
-  const float* sinks;    // [num_qo_heads], natural-log logits; may be nullptr
-  const float* scale_q;  // [num_qo_heads]; may be nullptr, as may the next two
-  const float* scale_k;  // [num_kv_heads]
-  const float* scale_v;  // [num_kv_heads]
-  float* partial_o;      // [num_kv_heads * num_q_tiles, num_splits, rows of a tile, head_dim_vo]
-  float* partial_lse;    // [num_kv_heads * num_q_tiles, num_splits, rows of a tile]
-  uint32_t* counters;    // [num_kv_heads * num_q_tiles], zero before and after the launch
+  const void* q;          // [qo_len, num_qo_heads, head_dim_qk]
+  const void* k;          // [kv_len, num_kv_heads, head_dim_qk], or pages of page_size such rows
+  const void* v;          // [kv_len, num_kv_heads, head_dim_vo], likewise
+  void* o;                // [qo_len, num_qo_heads, head_dim_vo]
+  float* lse;             // [qo_len, num_qo_heads], base 2; may be nullptr
+  const uint8_t* mask;    // bit (q * kv_len + k), little endian; read only by custom-mask kernels
+  const float* sinks;     // [num_qo_heads], natural-log logits; may be nullptr
+  const float* scale_q;   // [num_qo_heads]; may be nullptr, as may the next two
+  const float* scale_k;   // [num_kv_heads]
+  const float* scale_v;   // [num_kv_heads]
+  float* partial_o;       // [split tiles, num_kv_heads, num_splits, rows of a tile, head_dim_vo]
+  float* partial_lse;     // [split tiles, num_kv_heads, num_splits, rows of a tile]
+  uint32_t* counters;     // [split tiles, num_kv_heads], zero before and after the launch
+  const WorkItem* work;   // [num_work]; nullptr: one request, and the grid says who does what
+  const int32_t* merges;  // [split tiles], an item of each in `work`
+  const int32_t* kv_indices;  // pages of all requests, one after another; read by paged kernels
   int64_t q_stride_n, q_stride_h;
   int64_t k_stride_n, k_stride_h;
   int64_t v_stride_n, v_stride_h;
   int64_t o_stride_n, o_stride_h;
   int64_t lse_stride_n, lse_stride_h;
-  int64_t mask_bytes;  // length of `mask`
-  int32_t qo_len, kv_len;
+  int64_t k_stride_page, v_stride_page;
+  int64_t mask_bytes;      // length of `mask`
+  int32_t qo_len, kv_len;  // of the one request, where there is no work list
   int32_t num_kv_heads, group_size;
   int32_t num_q_tiles, num_splits;
   int32_t causal;         // 0 or 1
@@ -38,11 +60,13 @@ struct AttentionParams {
   float output_scale;     // multiplies the output
   float softmax_scale;    // sm_scale to base 2; read only where it is positive and the whole scale
   float softmax_slack;    // 8 / softmax_scale
-  int32_t first_q_tile;   // of this launch: grids are limited, requests are not
+  int32_t first_q_tile;   // (or item) of this launch: grids are limited, requests are not
+  int32_t page_size;      // read by paged kernels
+  int32_t num_work;       // items in `work`
   uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };
 
-static_assert(sizeof(AttentionParams) == 104 + 88 + 56 + 4 * kMaxRopePairs,
+static_assert(sizeof(AttentionParams) == 128 + 104 + 64 + 4 * kMaxRopePairs,
               "AttentionParams and its mirror in launch/params.py must agree");
 
 }  // namespace cupyattn

@@ -45,72 +45,87 @@ __device__ __forceinline__ void copy_chunk(uint32_t destination, int chunk,
   }
 }
 
-// One thread's part of copying tile after tile of rows of a strided matrix. With a thread count
-// that is a multiple of the chunks of a row, a thread keeps its chunk and walks down the rows: its
-// pointer ends where the next tile begins, so the walk costs one 64-bit addition a row.
-template <typename Tile, int kHeadDim, bool kAligned, int kThreads>
+// One thread's part of copying tile after tile of rows of a matrix. With a thread count that is a
+// multiple of the chunks of a row, a thread keeps its chunk and walks down the rows. Rows that are
+// a stride apart are walked by the pointer, which ends where the next tile begins, so the walk
+// costs one 64-bit addition a row; gathered rows are found by their offsets.
+template <typename Tile, int kHeadDim, bool kAligned, int kThreads, bool kGathered = false>
 struct RowCopier {
   using T = typename Tile::T;
   static constexpr bool kWalks =
       kThreads % Tile::kChunks == 0 && Tile::kRows % (kThreads / Tile::kChunks) == 0;
   static constexpr int kStep = kWalks ? kThreads / Tile::kChunks : Tile::kRows;
 
-  const T* source;  // of the next tile: this thread's first chunk if it walks, else the first row
+  // This thread's first chunk if it walks, else a whole row: the next tile's first, or, gathered,
+  // the one at offset 0.
+  const T* source;
   int64_t row_stride;
   uint32_t destination;
   int thread;
 
-  // `matrix` is the first row of the matrix, `first_row` that of the first tile to copy, `tile` the
-  // shared address of the tile.
-  __device__ __forceinline__ RowCopier(const T* matrix, int64_t row_stride, int first_row,
+  // `matrix` is the first row of the matrix (or what offsets count from), `first_row` that of the
+  // first tile to copy, `tile` the shared address of the tile.
+  __device__ __forceinline__ RowCopier(const T* matrix, int64_t row_stride, int64_t first_row,
                                        uint32_t tile, int thread)
-      : source(matrix + first_row * row_stride),
+      : source(kGathered ? matrix : matrix + first_row * row_stride),
         row_stride(row_stride),
         destination(tile),
         thread(thread) {
     if constexpr (kWalks) {
       const int row = thread / Tile::kChunks;
       const int chunk = thread % Tile::kChunks;
-      source += row * row_stride + chunk * Tile::kElementsPerChunk;
+      source += (kGathered ? 0 : row * row_stride) + chunk * Tile::kElementsPerChunk;
       destination = Tile::address(tile, row, chunk);
     }
   }
 
   // Leaves out `rows` rows: the next tile starts that much further on.
-  __device__ __forceinline__ void skip(int rows) { source += rows * row_stride; }
+  __device__ __forceinline__ void skip(int rows) {
+    if constexpr (!kGathered) source += rows * row_stride;
+  }
 
   // Starts the copy of the next tile, rows [first_row, first_row + kRows), to `tile_offset` bytes
-  // from the tile given; rows from end_row on become zeros.
-  __device__ __forceinline__ void copy(int first_row, int end_row, uint32_t tile_offset) {
+  // from the tile given; rows from end_row on become zeros. `offsets`: of gathered rows.
+  __device__ __forceinline__ void copy(int first_row, int end_row, uint32_t tile_offset,
+                                       const int64_t* offsets = nullptr) {
     if (first_row + Tile::kRows <= end_row) {
-      copy_if(tile_offset, [](int) { return true; });
+      copy_if(tile_offset, offsets, [](int) { return true; });
     } else {
-      copy_if(tile_offset, [=](int row) { return first_row + row < end_row; });
+      copy_if(tile_offset, offsets, [=](int row) { return first_row + row < end_row; });
     }
   }
 
  private:
   template <typename Exists>
-  __device__ __forceinline__ void copy_if(uint32_t tile_offset, Exists&& exists) {
+  __device__ __forceinline__ void copy_if(uint32_t tile_offset, const int64_t* offsets,
+                                          Exists&& exists) {
     if constexpr (kWalks) {
       const int chunk = thread % Tile::kChunks;
       const int row = thread / Tile::kChunks;
       // Element-wise copies are long already.
 #pragma unroll(kAligned ? Tile::kRows : 1)
       for (int step = 0; step < Tile::kRows; step += kStep) {
+        const T* chunk_source = source;
+        if constexpr (kGathered) chunk_source += offsets[row + step];
         copy_chunk<Tile, kHeadDim, kAligned>(destination + tile_offset + step * Tile::kRowBytes,
-                                             chunk, source, exists(row + step));
-        source += kStep * row_stride;
+                                             chunk, chunk_source, exists(row + step));
+        if constexpr (!kGathered) source += kStep * row_stride;
       }
     } else {
       for (int index = thread; index < Tile::kRows * Tile::kChunks; index += kThreads) {
         const int row = index / Tile::kChunks;
         const int chunk = index % Tile::kChunks;
-        copy_chunk<Tile, kHeadDim, kAligned>(
-            Tile::address(destination + tile_offset, row, chunk), chunk,
-            source + row * row_stride + chunk * Tile::kElementsPerChunk, exists(row));
+        const T* row_source = source;
+        if constexpr (kGathered) {
+          row_source += offsets[row];
+        } else {
+          row_source += row * row_stride;
+        }
+        copy_chunk<Tile, kHeadDim, kAligned>(Tile::address(destination + tile_offset, row, chunk),
+                                             chunk, row_source + chunk * Tile::kElementsPerChunk,
+                                             exists(row));
       }
-      source += Tile::kRows * row_stride;
+      if constexpr (!kGathered) source += Tile::kRows * row_stride;
     }
   }
 };

@@ -1,0 +1,135 @@
+"""One batch of requests as data. Its counts are sums of those of its requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ..case import Case
+
+
+@dataclass(frozen=True)
+class BatchCase:
+    """One batch.
+
+    `api` names the wrapper that serves it: "decode" (paged KV, one query row a request), "paged"
+    (prefill over paged KV) or "ragged" (prefill over contiguous KV). `requests` are groups of
+    equal ones, (how many, query rows, keys). `mask` "packed" gives the causal mask as bits in
+    place of the flag. The report divides the time of this case by that of the one `against` names.
+
+    For host cases: `timed` is "run" or "plan"; `framework` and `out` say whose arrays ours is
+    called with, and whether it gets `out=`; `arrays` says what plan() gets its tables as, "numpy",
+    "torch_cpu" or "device" (arrays of the framework on the GPU).
+    """
+
+    name: str
+    op: str
+    api: str
+    requests: tuple[tuple[int, int, int], ...]
+    page_size: int = 16
+    num_qo_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim_qk: int = 128
+    head_dim_vo: int = 128
+    causal: bool = False
+    pos_encoding_mode: str = "NONE"
+    logits_soft_cap: float = 0.0
+    window_left: int = -1
+    mask: str = "none"
+    kv_dtype: str = "bfloat16"
+    against: str = ""
+    timed: str = "run"
+    framework: str = "torch"
+    out: bool = True
+    arrays: str = "device"
+    goals: tuple[tuple[str, float], ...] = ()
+    host_goal_us: float | None = None
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the host's part of a call is timed, and not the device's."""
+        return self.op == "host_batch"
+
+    @property
+    def is_paged(self) -> bool:
+        return self.api != "ragged"
+
+    @property
+    def is_plain(self) -> bool:
+        """No option beyond causality."""
+        return self.groups[0].is_plain
+
+    @property
+    def batch(self) -> int:
+        return sum(count for count, _, _ in self.requests)
+
+    @property
+    def q_lens(self) -> list[int]:
+        return [q_len for count, q_len, _ in self.requests for _ in range(count)]
+
+    @property
+    def kv_lens(self) -> list[int]:
+        return [kv_len for count, _, kv_len in self.requests for _ in range(count)]
+
+    @property
+    def q_offsets(self) -> list[int]:
+        """First query row of each request, and their number."""
+        return [0, *accumulate(self.q_lens)]
+
+    @property
+    def kv_offsets(self) -> list[int]:
+        """First key of each request where keys are ragged, and their number."""
+        return [0, *accumulate(self.kv_lens)]
+
+    @property
+    def groups(self) -> list[Case]:
+        """Each group of equal requests as a case of its own."""
+        return [self._group(*group) for group in self.requests]
+
+    def request(self, b: int) -> Case:
+        """Request `b` alone."""
+        return self._group(1, self.q_lens[b], self.kv_lens[b])
+
+    def _group(self, count: int, q_len: int, kv_len: int) -> Case:
+        return Case(
+            self.name,
+            self.op,
+            "decode" if self.api == "decode" else "prefill",
+            q_len,
+            kv_len,
+            count,
+            self.num_qo_heads,
+            self.num_kv_heads,
+            self.head_dim_qk,
+            self.head_dim_vo,
+            self.causal,
+            self.pos_encoding_mode,
+            self.logits_soft_cap,
+            self.window_left,
+            self.mask,
+            self.kv_dtype,
+        )
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query row, key) pairs of one head, all requests."""
+        return sum(group.batch * group.pairs for group in self.groups)
+
+    @property
+    def flops(self) -> int:
+        """Exact FLOP of the two matrix products over visible pairs, all heads and requests."""
+        return sum(group.flops for group in self.groups)
+
+    @property
+    def quoted_flops(self) -> int:
+        """FLOP in FlashAttention's convention, request by request."""
+        return sum(group.quoted_flops for group in self.groups)
+
+    @property
+    def bytes(self) -> int:
+        """Least device traffic: q, o, masks, each visible key and value once; no tables."""
+        return sum(group.bytes for group in self.groups)
+
+    def floor_us(self, tflops: float, gbps: float) -> float:
+        """No kernel is faster than this on a device of these two measured ceilings."""
+        return max(self.flops / tflops / 1e6, self.bytes / gbps / 1e3)

@@ -1,0 +1,105 @@
+"""The batches that are measured, most wanted first within each op."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from .case import BatchCase
+
+_FA2 = "flashinfer_fa2"
+_FA3 = "fa3"
+_HOST_RUN_US = {"torch": 12.0, "cupy": 10.0}
+
+
+def zipf_lengths(count: int, total: int) -> list[int]:
+    """`count` lengths proportional to 1, 1/2, 1/3, …, `total` in all; longest first."""
+    harmonic = sum(1 / rank for rank in range(1, count + 1))
+    ends = [0.0]
+    for rank in range(1, count + 1):
+        ends.append(ends[-1] + total / harmonic / rank)
+    edges = [round(end) for end in ends]
+    return [stop - start for start, stop in pairwise(edges)]
+
+
+def _decode(label: str, *requests: tuple[int, int], **more: object) -> BatchCase:
+    options: dict[str, object] = {"goals": ((_FA2, 1.0), (_FA3, 0.95))}
+    groups = tuple((count, 1, kv_len) for count, kv_len in requests)
+    return BatchCase(f"decode_{label}", "batch_decode", "decode", groups, **(options | more))  # type: ignore[arg-type]
+
+
+def _append(label: str, count: int, q_len: int, kv_len: int, page_size: int = 16) -> BatchCase:
+    return BatchCase(
+        f"append_{label}", "append", "paged", ((count, q_len, kv_len),), page_size, causal=True,
+        goals=((_FA2, 1.0),),
+    )  # fmt: skip
+
+
+def _ragged(label: str, *requests: tuple[int, int], **more: object) -> BatchCase:
+    options: dict[str, object] = {"causal": True, "page_size": 0, "goals": ((_FA2, 1.0),)}
+    groups = tuple((count, length, length) for count, length in requests)
+    return BatchCase(f"ragged_{label}", "ragged", "ragged", groups, **(options | more))  # type: ignore[arg-type]
+
+
+def _option(label: str, factor: float, **more: object) -> BatchCase:
+    return _ragged(f"4x4k_{label}", (4, 4096), goals=((_FA2, factor),), **more)
+
+
+def _host_plan(api: str, count: int, arrays: str) -> BatchCase:
+    """1,024 keys a request; a decode's row a request, or 16 new rows."""
+    group = (count, 1 if api == "decode" else 16, 1024)
+    return BatchCase(
+        f"plan_{api}_{count}_{arrays}", "host_batch", api, (group,), timed="plan", arrays=arrays,
+        causal=api != "decode", page_size=0 if api == "ragged" else 16, goals=((_FA2, 1.0),),
+    )  # fmt: skip
+
+
+def _host_run(api: str, framework: str, out: bool) -> BatchCase:
+    group = (8, 1 if api == "decode" else 16, 128)
+    return BatchCase(
+        f"run_{api}_{framework}_{'out' if out else 'alloc'}", "host_batch", api, (group,),
+        framework=framework, out=out, causal=api != "decode",
+        page_size=0 if api == "ragged" else 16,
+        host_goal_us=_HOST_RUN_US[framework] if out else None,
+    )  # fmt: skip
+
+
+_WIDE_64 = {"num_qo_heads": 64, "head_dim_qk": 64, "head_dim_vo": 64}
+_WIDE_256 = {"num_qo_heads": 16, "num_kv_heads": 4, "head_dim_qk": 256, "head_dim_vo": 256}
+
+BATCH_CASES: tuple[BatchCase, ...] = (
+    _decode("64x8k", (64, 8192)),
+    _decode("256x2k", (256, 2048)),
+    _decode("64x8k_p1", (64, 8192), page_size=1),
+    _decode("64x8k_p64", (64, 8192), page_size=64),
+    _decode("8x8k", (8, 8192)),
+    _decode("64x1k", (64, 1024)),
+    _decode("1x128k", (1, 131072)),
+    _decode("skew", (1, 131072), (63, 512)),
+    _decode("64x8k_fp8", (64, 8192), kv_dtype="float8_e4m3fn", goals=((_FA2, 1.3),)),
+    _decode("64x4k_mha", (64, 4096), num_kv_heads=32),
+    _decode("64x8k_h64_d64", (64, 8192), **_WIDE_64),
+    _decode("64x32k_w1023", (64, 32768), window_left=1023, against="decode_64x1k"),
+    _append("8x512_8k", 8, 512, 8192),
+    _append("1x2k_32k", 1, 2048, 32768),
+    _append("64x8_4k", 64, 8, 4096),
+    _append("8x512_8k_p64", 8, 512, 8192, 64),
+    _append("8x512_8k_p1", 8, 512, 8192, 1),
+    _ragged("4x4k", (4, 4096)),
+    _ragged("zipf_16k", *((1, length) for length in zipf_lengths(16, 16384))),
+    _ragged("16x1k", (16, 1024)),
+    _ragged("32x512", (32, 512)),
+    _option("mask_bits", 4.0, causal=False, mask="packed"),
+    _option("alibi", 2.0, pos_encoding_mode="ALIBI"),
+    _option("rope", 1.0, pos_encoding_mode="ROPE_LLAMA"),
+    _option("softcap", 1.0, logits_soft_cap=30.0),
+    _option("window1023", 1.0, window_left=1023),
+    _option("d256", 0.95, **_WIDE_256),
+    _option("d64", 0.95, head_dim_qk=64, head_dim_vo=64),
+    *(_host_plan("decode", count, arrays)
+      for count in (64, 256, 1024) for arrays in ("numpy", "torch_cpu", "device")),
+    *(_host_plan(api, 256, arrays)
+      for api in ("paged", "ragged") for arrays in ("numpy", "torch_cpu", "device")),
+    *(_host_run(api, framework, out)
+      for api in ("decode", "paged", "ragged") for framework in ("torch", "cupy")
+      for out in (True, False)),
+)  # fmt: skip

@@ -1,0 +1,51 @@
+"""FlashAttention-3 over batches: ragged by cumulative lengths, paged by a padded page table."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..candidate import Candidate, Unsupported
+from ..peers.fa3 import NAME, forward
+from .case import BatchCase
+from .inputs import BatchInputs
+
+
+def candidates(case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
+    """One call; decode has one query row a request and split keys."""
+    if case.pos_encoding_mode != "NONE" or case.mask != "none" or case.logits_soft_cap:
+        raise Unsupported("FlashAttention-3 as built has no such option")
+    if case.kv_dtype != "bfloat16":
+        raise Unsupported("FlashAttention-3 takes no fp8 KV with a 16-bit q")
+    fwd = forward()
+    q, options = inputs.q, _options(case, inputs)
+    if case.api == "decode":
+        q = q[:, None]
+    shape = (1, -1, case.num_qo_heads, case.head_dim_vo)
+
+    def call() -> Any:
+        return fwd(q, inputs.k, inputs.v, **options)
+
+    return [Candidate(NAME, "fwd", call, lambda answer: answer[0].view(shape))]
+
+
+def _options(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
+    import torch
+
+    def on_device(table: Any) -> Any:
+        return torch.from_numpy(table).to(inputs.q.device)
+
+    options: dict[str, Any] = {
+        "softmax_scale": 1.0 / math.sqrt(case.head_dim_qk),
+        "is_causal": case.causal,
+        "num_splits": 0,
+    }
+    if case.window_left >= 0:
+        options |= {"window_size_left": case.window_left, "window_size_right": 0}
+    if case.api != "decode":
+        options |= {"cu_seqlens_q": on_device(inputs.qo_indptr), "max_seqlen_q": max(case.q_lens)}
+    if inputs.tables is None:
+        lengths = {"cu_seqlens_k": on_device(inputs.kv_indptr), "max_seqlen_k": max(case.kv_lens)}
+        return options | lengths
+    table, lengths = inputs.tables.block_table(), inputs.tables.kv_lens
+    return options | {"page_table": on_device(table), "seqused_k": on_device(lengths)}

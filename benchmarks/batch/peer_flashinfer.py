@@ -1,0 +1,64 @@
+"""FlashInfer's batch wrappers, backends "fa2" and "fa3".
+
+Signatures are those of FlashInfer 0.7. `plan` is outside the timed call unless it is what is timed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ..candidate import Candidate, Unsupported
+from .case import BatchCase
+from .inputs import BatchInputs
+from .wrappers import bind, empty_output
+
+
+def variants(case: BatchCase, backend: str) -> list[str]:
+    """The calls that serve a case: tc and cc (decode with and without tensor cores), paged, ragged.
+
+    Raises Unsupported with the reason if there is none.
+    """
+    if case.framework != "torch":
+        raise Unsupported("takes torch tensors only")
+    if case.arrays == "numpy":
+        raise Unsupported("plan() takes torch tensors only")
+    if case.api == "decode":
+        if backend == "fa3":
+            raise Unsupported("FlashInfer decodes batches with fa2 or XQA on this device")
+        return ["tc", "cc"]
+    if backend == "fa3" and not case.is_plain:
+        raise Unsupported("not built: two minutes a module, and measured in the prefill cases")
+    return [case.api]
+
+
+def candidates(backend: str, case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
+    """A candidate for each variant; one that cannot be set up is offered as a call that raises."""
+    found = []
+    for variant in variants(case, backend):
+        try:
+            found.append(_candidate(backend, variant, case, inputs))
+        except Exception as error:
+            call = functools.partial(_raise, error)
+            found.append(Candidate(f"flashinfer_{backend}", variant, call, lambda answer: answer))
+    return found
+
+
+def _candidate(backend: str, variant: str, case: BatchCase, inputs: BatchInputs) -> Candidate:
+    import flashinfer  # type: ignore[import-not-found]
+    import torch
+
+    constructor: dict[str, Any] = {"backend": backend}
+    if case.api == "decode":
+        constructor["use_tensor_cores"] = variant == "tc"
+    mask = {}
+    if inputs.masks is not None:
+        # As bool: plan() computes byte offsets only when it packs the mask itself.
+        mask["custom_mask"] = torch.cat([mask.reshape(-1) for mask in inputs.masks])
+    out = empty_output(case, inputs)
+    calls = bind(flashinfer, "flashinfer", case, inputs, lambda x: x, out, mask, **constructor)
+    return calls.candidate(f"flashinfer_{backend}", variant, case, lambda answer: answer[None], out)
+
+
+def _raise(error: Exception) -> Any:
+    raise error

@@ -1,0 +1,109 @@
+"""The batch wrappers as FlashInfer names them, called alike for ours and for the peer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..candidate import Candidate
+from .case import BatchCase
+from .inputs import BatchInputs
+
+_CLASSES = {
+    "decode": "BatchDecodeWithPagedKVCacheWrapper",
+    "paged": "BatchPrefillWithPagedKVCacheWrapper",
+    "ragged": "BatchPrefillWithRaggedKVCacheWrapper",
+}
+_WORKSPACE_BYTES = 384 << 20
+
+Wrap = Callable[[Any], Any]  # a torch tensor as an array of the caller's framework
+
+
+@dataclass
+class Calls:
+    """A wrapper's two steps, bound to a case."""
+
+    plan: Callable[[], Any]
+    run: Callable[[], Any]
+
+    def candidate(
+        self, peer: str, variant: str, case: BatchCase, output: Wrap, buffer: Any = None
+    ) -> Candidate:
+        """What is timed: plan() where the case says so, else run() after a plan() made here."""
+        if case.timed == "plan":
+            return Candidate(peer, variant, self.plan, lambda _: output(self.run()), buffer)
+        self.plan()
+        return Candidate(peer, variant, self.run, output, buffer)
+
+
+def bind(
+    library: Any,
+    owner: str,
+    case: BatchCase,
+    inputs: BatchInputs,
+    wrap: Wrap,
+    out: Any,
+    mask: dict[str, Any],
+    **constructor: Any,
+) -> Calls:
+    """`library`'s wrapper for a case; `mask` goes to plan(), `constructor` to the class."""
+    space = wrap(workspace(owner, str(inputs.q.device)))
+    wrapper = getattr(library, _CLASSES[case.api])(space, kv_layout="NHD", **constructor)
+    options = {**_options(case), **mask, "q_data_type": "bfloat16", "kv_data_type": case.kv_dtype}
+    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim_qk)
+    tables = [as_array(table, case, inputs, wrap) for table in _tables(case, inputs)]
+    if case.is_paged:
+        plan = functools.partial(wrapper.plan, *tables, *heads, case.page_size, **options)
+    else:
+        shape = {"head_dim_vo": case.head_dim_vo}
+        plan = functools.partial(wrapper.plan, *tables, *heads, **shape, **options)
+    q, k, v = wrap(inputs.q), wrap(inputs.k), wrap(inputs.v)
+    keys = ((k, v),) if case.is_paged else (k, v)
+    named = {} if out is None else {"out": wrap(out)}
+    return Calls(plan, functools.partial(wrapper.run, q, *keys, **named))
+
+
+def empty_output(case: BatchCase, inputs: BatchInputs) -> Any:
+    """A tensor for `out=`, or None where the case wants none given."""
+    shape = (case.q_offsets[-1], case.num_qo_heads, case.head_dim_vo)
+    return inputs.q.new_empty(shape) if case.out else None
+
+
+def as_array(table: Any, case: BatchCase, inputs: BatchInputs, wrap: Wrap) -> Any:
+    """An int32 NumPy table in the form that the case gives to plan()."""
+    import torch
+
+    if case.arrays == "numpy":
+        return table
+    host = torch.from_numpy(table)
+    return host if case.arrays == "torch_cpu" else wrap(host.to(inputs.q.device))
+
+
+@functools.cache
+def workspace(owner: str, device: str) -> Any:
+    """One workspace an owner: nobody finds what another left in it. Zeros, as XQA asks."""
+    import torch
+
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def _tables(case: BatchCase, inputs: BatchInputs) -> list[Any]:
+    """The tables that plan() takes first, in its order."""
+    if inputs.tables is None:
+        return [inputs.qo_indptr, inputs.kv_indptr]
+    tables = inputs.tables
+    paged = [tables.indptr, tables.indices, tables.last_page_len]
+    return paged if case.api == "decode" else [inputs.qo_indptr, *paged]
+
+
+def _options(case: BatchCase) -> dict[str, Any]:
+    options: dict[str, Any] = {} if case.api == "decode" else {"causal": case.causal}
+    if case.pos_encoding_mode != "NONE":
+        options["pos_encoding_mode"] = case.pos_encoding_mode
+    if case.logits_soft_cap:
+        options["logits_soft_cap"] = case.logits_soft_cap
+    if case.window_left >= 0:
+        options["window_left"] = case.window_left
+    return options

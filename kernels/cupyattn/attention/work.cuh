@@ -1,0 +1,68 @@
+// What a block does: which request it serves, which tile of its packed query rows, which part of
+// its keys. A batch has a work list; a single request has only the block index.
+#pragma once
+
+#include "cupyattn/common/math.cuh"
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/params/attention.cuh"
+#include "cupyattn/ptx/warp.cuh"
+
+namespace cupyattn {
+
+// The lengths of a request, and where its parts begin (see WorkItem).
+struct Request {
+  int q_start, qo_len, kv_start, kv_len;
+  int64_t mask_start;
+};
+
+// One tile of packed rows and its place in the launch. Row r is query token r / group, head
+// r % group of the KV head's group.
+struct TileWork {
+  int kv_head, first_row, num_rows, split, num_splits, first_state, split_tile;
+
+  // The first partial state of this tile.
+  __device__ __forceinline__ int64_t state(const AttentionParams& params) const {
+    return static_cast<int64_t>(first_state) * params.num_kv_heads + kv_head * num_splits;
+  }
+  __device__ __forceinline__ int64_t counter(const AttentionParams& params) const {
+    return static_cast<int64_t>(split_tile) * params.num_kv_heads + kv_head;
+  }
+};
+
+struct BlockWork {
+  Request request;
+  TileWork tile;
+
+  static __device__ __forceinline__ BlockWork of_item(const AttentionParams& params, int index,
+                                                      int kv_head, int tile_rows) {
+    const WorkItem item = params.work[index];
+    const int first_row = ptx::warp_uniform(item.first_row);
+    const int qo_len = ptx::warp_uniform(item.qo_len);
+    return BlockWork{
+        Request{ptx::warp_uniform(item.q_start), qo_len, ptx::warp_uniform(item.kv_start),
+                ptx::warp_uniform(item.kv_len), item.mask_start},
+        TileWork{kv_head, first_row, min_of(tile_rows, qo_len * params.group_size - first_row),
+                 ptx::warp_uniform(item.split), ptx::warp_uniform(item.num_splits),
+                 item.first_state, item.split_tile}};
+  }
+
+  static __device__ __forceinline__ BlockWork of_tile(const AttentionParams& params, int q_tile,
+                                                      int kv_head, int split, int tile_rows) {
+    const int first_row = q_tile * tile_rows;
+    return BlockWork{Request{0, params.qo_len, 0, params.kv_len, 0},
+                     TileWork{kv_head, first_row,
+                              min_of(tile_rows, params.qo_len * params.group_size - first_row),
+                              split, params.num_splits, q_tile * params.num_splits, q_tile}};
+  }
+
+  // Blocks of one item, or tile, are neighbours: they read neighbouring heads of the same keys. The
+  // longest causal tiles come first (a work list has its own order), so that short ones fill the
+  // end of the grid.
+  static __device__ __forceinline__ BlockWork of(const AttentionParams& params, int tile_rows) {
+    const int index = params.first_q_tile + blockIdx.y;
+    if (params.work != nullptr) return of_item(params, index, blockIdx.x, tile_rows);
+    return of_tile(params, params.num_q_tiles - 1 - index, blockIdx.x, blockIdx.z, tile_rows);
+  }
+};
+
+}  // namespace cupyattn

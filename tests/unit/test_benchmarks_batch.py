@@ -1,0 +1,297 @@
+"""Batch cases of the benchmark CLI without a GPU: counts, tables, inputs, oracle, a whole run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import Namespace
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.fake_batches import LIBRARY, FakeDecode, as_float64, fa3, single_prefill, xqa
+
+import cupyattn
+from benchmarks import cli, peers, report, timing, worker
+from benchmarks.batch.case import BatchCase
+from benchmarks.batch.cases import BATCH_CASES, zipf_lengths
+from benchmarks.batch.tables import page_tables
+from benchmarks.cases import BY_NAME, select
+from benchmarks.peers import prebuild
+from benchmarks.results import FILE_NAME, Results
+from cupyattn.reference import attention
+
+CEILINGS = {"tflops": 800.0, "gbps": 4000.0}
+PAGED = BatchCase(
+    "paged", "append", "paged", ((2, 3, 9), (1, 5, 21)), 4, 4, 2, 16, 16, causal=True
+)  # fmt: skip
+DECODE = replace(
+    PAGED, name="decode", op="batch_decode", api="decode", causal=False,
+    requests=((1, 1, 40), (3, 1, 7)),
+)  # fmt: skip
+RAGGED = replace(
+    PAGED, name="ragged", op="ragged", api="ragged", requests=((1, 20, 20), (2, 7, 7)), page_size=0
+)
+VARIETY = [
+    PAGED,
+    replace(PAGED, page_size=1, window_left=4),
+    DECODE,
+    replace(DECODE, page_size=1, window_left=5),
+    replace(DECODE, page_size=16, kv_dtype="float8_e4m3fn"),
+    RAGGED,
+    replace(RAGGED, pos_encoding_mode="ROPE_LLAMA", logits_soft_cap=3.0),
+    replace(RAGGED, pos_encoding_mode="ALIBI", window_left=6),
+    replace(RAGGED, causal=False, mask="packed"),
+]
+
+
+def _ids(case: BatchCase) -> str:
+    options = f"{case.mask}{case.pos_encoding_mode}w{case.window_left}{case.kv_dtype}"
+    return f"{case.api}_p{case.page_size}{options}"
+
+
+@pytest.mark.parametrize("case", VARIETY, ids=_ids)
+def test_counts_are_sums_over_requests(case: BatchCase) -> None:
+    assert case.batch == len(case.q_lens) == len(case.kv_lens)
+    assert (case.q_offsets[-1], case.kv_offsets[-1]) == (sum(case.q_lens), sum(case.kv_lens))
+    alone = [case.request(b) for b in range(case.batch)]
+    for count in ("pairs", "flops", "quoted_flops", "bytes"):
+        assert getattr(case, count) == sum(getattr(one, count) for one in alone), count
+    floors = case.flops / 800e12 * 1e6, case.bytes / 4000e9 * 1e6
+    assert case.floor_us(800, 4000) == pytest.approx(max(floors))
+
+
+def test_counts_follow_published_figures() -> None:
+    # Figures of another script, from times and rates: bytes of decodes, FLOP of prefills.
+    assert BY_NAME["decode_64x8k"].bytes / 489.3 / 1e3 == pytest.approx(4391, rel=1e-3)
+    assert BY_NAME["decode_skew"].bytes / 182.5 / 1e3 == pytest.approx(3666, rel=4e-3)
+    assert BY_NAME["ragged_zipf_16k"].flops / 559.8 / 1e6 == pytest.approx(545, rel=1e-3)
+    assert BY_NAME["append_8x512_8k"].quoted_flops / 844.7 / 1e6 == pytest.approx(631, rel=1e-3)
+    window, short = BY_NAME["decode_64x32k_w1023"], BY_NAME["decode_64x1k"]
+    assert (window.bytes, window.flops) == (short.bytes, short.flops)
+
+
+def test_the_list_of_batches_is_sound() -> None:
+    for case in BATCH_CASES:
+        assert case.op in peers._BATCH and case.api in ("decode", "paged", "ragged")
+        assert case.is_host == (case.op == "host_batch") and case.timed in ("run", "plan")
+        assert case.is_paged == (case.page_size > 0)
+        assert not case.against or BY_NAME[case.against].op == case.op
+        assert case.api != "decode" or set(case.q_lens) == {1}
+        assert all(q <= kv for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
+    assert {case.name for case in select(["ragged"], ["*_rope"])} == {"ragged_4x4k_rope"}
+
+
+def test_zipf_lengths_add_up() -> None:
+    lengths = zipf_lengths(16, 16384)
+    assert sum(lengths) == 16384 and len(lengths) == 16 and lengths[0] == 4846
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("kv_lens", [[1], [5, 16, 33, 1], [64] * 40])
+def test_page_tables_are_valid_and_scattered(kv_lens: list[int], page_size: int) -> None:
+    tables = page_tables(kv_lens, page_size, seed=1)
+    counts = np.diff(tables.indptr)
+    np.testing.assert_array_equal((counts - 1) * page_size + tables.last_page_len, kv_lens)
+    assert tables.last_page_len.min() >= 1 and tables.last_page_len.max() <= page_size
+    for table in (tables.indptr, tables.indices, tables.last_page_len, tables.kv_lens):
+        assert table.dtype == np.int32
+    every = np.concatenate([tables.indices, tables.unowned])
+    np.testing.assert_array_equal(np.sort(every), np.arange(tables.num_pages))
+    assert len(tables.unowned) >= 8 and not np.any(np.diff(tables.indices) == 1)
+    block_table = tables.block_table()
+    for b, count in enumerate(counts):
+        np.testing.assert_array_equal(block_table[b, :count], tables.pages(b))
+        assert set(block_table[b]) <= set(tables.pages(b))
+    again = page_tables(kv_lens, page_size, seed=1)
+    np.testing.assert_array_equal(again.indices, tables.indices)
+
+
+def _reference(case: BatchCase, inputs: Any) -> Any:
+    """[1, rows, Hq, D] by `cupyattn.reference`; keys are gathered token by token."""
+    import torch
+
+    answers = []
+    for b in range(case.batch):
+        rows = slice(case.q_offsets[b], case.q_offsets[b + 1])
+        if inputs.tables is None:
+            keys = slice(case.kv_offsets[b], case.kv_offsets[b + 1])
+            k, v = as_float64(inputs.k[keys]), as_float64(inputs.v[keys])
+        else:
+            pages = inputs.tables.pages(b)
+            places = [(pages[n // case.page_size], n % case.page_size)
+                      for n in range(case.kv_lens[b])]  # fmt: skip
+            k, v = (np.stack([as_float64(pool[place]) for place in places])
+                    for pool in (inputs.k, inputs.v))  # fmt: skip
+        mask = None if inputs.masks is None else inputs.masks[b].numpy()
+        answer, _ = attention(
+            as_float64(inputs.q[rows]), k, v, causal=case.causal, window_left=case.window_left,
+            mask=mask, logits_soft_cap=case.logits_soft_cap,
+            pos_encoding_mode=case.pos_encoding_mode,
+        )  # fmt: skip
+        answers.append(answer)
+    return torch.from_numpy(np.concatenate(answers))[None]
+
+
+@pytest.mark.parametrize("case", VARIETY, ids=_ids)
+def test_inputs_and_oracle_agree_with_the_reference(case: BatchCase) -> None:
+    torch = pytest.importorskip("torch")
+    from benchmarks import oracle
+    from benchmarks.batch.inputs import make_batch_inputs
+    from benchmarks.batch.oracle import expect_batch
+
+    inputs = make_batch_inputs(case, "cpu")
+    if inputs.tables is not None:
+        assert inputs.k.float()[torch.from_numpy(inputs.tables.unowned)].isnan().all()
+        owned = case.kv_offsets[-1] * case.num_kv_heads * case.head_dim_qk
+        assert int((~inputs.k.float().isnan()).sum()) == owned
+    wanted = _reference(case, inputs)
+    expected = expect_batch(case, inputs)
+    assert len(expected) == case.batch
+    for item in expected:
+        np.testing.assert_allclose(item.answer, wanted[0, item.rows], rtol=1e-9)
+    assert oracle.judge(expected, wanted).ok
+    assert not oracle.judge(expected, wanted * 1.01).ok
+    assert not oracle.judge(expected, wanted.roll(1, dims=1)).ok
+
+
+class FakeClock:
+    """Says 100 µs of every call, which it makes."""
+
+    def visit(self, call: Any, calls: int) -> list[float]:
+        return [float(call() is not None) * 100 for _ in range(calls)]
+
+    def read(self, visit: list[float]) -> list[float]:
+        return visit
+
+    def wait(self) -> None: ...
+
+    def check_alive(self) -> None: ...
+
+    def preheat(self) -> None: ...
+
+
+@pytest.fixture
+def on_cpu(tmp_path: Any, monkeypatch: Any) -> Any:
+    """A runner of one case with every implementation served by the reference: rows by label."""
+    pytest.importorskip("torch")
+    from benchmarks.batch import peer_fa3, wrappers
+    from benchmarks.batch.inputs import make_batch_inputs
+
+    decode = SimpleNamespace(trtllm_batch_decode_with_kv_cache=xqa)
+    flashinfer = SimpleNamespace(**LIBRARY, decode=decode)
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
+    for name, fake in LIBRARY.items():
+        monkeypatch.setattr(cupyattn, name, fake, raising=False)
+    monkeypatch.setattr(cupyattn, "single_prefill_with_kv_cache", single_prefill, raising=False)
+    monkeypatch.setattr(peer_fa3, "forward", lambda: fa3)
+    monkeypatch.setattr(timing, "HOST_CALLS", 2)
+    monkeypatch.setattr(wrappers, "_WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(worker, "make_batch_inputs", lambda case: make_batch_inputs(case, "cpu"))
+    monkeypatch.setattr(worker.machine, "gpu_state", dict)
+    results = Results(tmp_path / FILE_NAME)
+    results.data["ceilings"] = CEILINGS
+    args = Namespace(peers=list(peers.IMPLEMENTATIONS), rounds=1, deadline=time.time() + 60)
+    clock: Any = FakeClock()
+
+    def run(case: BatchCase) -> dict[str, Any]:
+        worker._one_case(case, args, results, clock, worker.Progress(tmp_path))
+        results.save()
+        return {
+            f"{row['peer']}:{row['variant']}": row
+            for row in results.rows
+            if row["case"] == case.name
+        }
+
+    return run
+
+
+@pytest.mark.parametrize("case", VARIETY, ids=_ids)
+def test_a_whole_run_of_one_batch(case: BatchCase, on_cpu: Any) -> None:
+    """Every implementation is given all that the case asks for, checked and timed."""
+    rows = on_cpu(case)
+    serving = {f"ours:{case.api}"}
+    serving |= {"flashinfer_fa2:tc", "flashinfer_fa2:cc"} if case.api == "decode" else {
+        f"flashinfer_fa2:{case.api}"
+    }  # fmt: skip
+    if case.api == "ragged":
+        serving.add("ours_single:x3")
+    if case.op != "batch_decode" and case.is_plain:
+        serving.add(f"flashinfer_fa3:{case.api}")
+    simple = case.pos_encoding_mode == "NONE" and case.mask == "none" and not case.logits_soft_cap
+    if simple and case.kv_dtype == "bfloat16":
+        serving.add("fa3:fwd")
+    assert {label for label, row in rows.items() if row["status"] == "timed"} == serving, rows
+    others = [row for label, row in rows.items() if label not in serving]
+    assert {row["status"] for row in others} <= {"unsupported"}
+    assert all(row["repeatable"] and row["relative_error"] < 4e-3 for label, row in rows.items()
+               if label in serving)  # fmt: skip
+    assert rows[f"ours:{case.api}"]["best_peer_over_ours"] == 1.0
+
+
+def test_xqa_is_given_scattered_pages_and_a_window(on_cpu: Any) -> None:
+    rows = on_cpu(replace(DECODE, page_size=16, window_left=5))
+    assert rows["flashinfer_xqa:xqa"]["status"] == "timed", rows["flashinfer_xqa:xqa"]
+
+
+@pytest.mark.parametrize("timed", ["plan", "run"])
+@pytest.mark.parametrize("arrays", ["numpy", "torch_cpu", "device"])
+@pytest.mark.parametrize("case", [DECODE, PAGED, RAGGED], ids=_ids)
+def test_host_times_of_plan_and_run(case: BatchCase, arrays: str, timed: str, on_cpu: Any) -> None:
+    rows = on_cpu(replace(case, op="host_batch", arrays=arrays, timed=timed, out=timed == "plan"))
+    assert rows[f"ours:{case.api}"]["status"] == "timed", rows
+    assert "gbps" not in rows[f"ours:{case.api}"]
+    peer = [row["status"] for label, row in rows.items() if label.startswith("flashinfer_fa2")]
+    assert set(peer) == ({"unsupported"} if arrays == "numpy" else {"timed"})
+
+
+def test_missing_wrappers_and_wrong_answers_are_rows(on_cpu: Any, monkeypatch: Any) -> None:
+    monkeypatch.delattr(cupyattn, "BatchPrefillWithRaggedKVCacheWrapper")
+    rows = on_cpu(RAGGED)
+    assert rows["ours:"]["status"] == "failed"
+    assert rows["ours_single:x3"]["status"] == "timed"
+    monkeypatch.setattr(FakeDecode, "run", lambda self, q, cache, out: out, raising=False)
+    assert on_cpu(DECODE)["ours:decode"]["status"] == "wrong"
+
+
+def test_report_divides_a_case_by_the_one_it_is_held_against(on_cpu: Any, tmp_path: Any) -> None:
+    on_cpu(replace(DECODE, name="short"))
+    on_cpu(replace(DECODE, name="long", window_left=3, against="short"))
+    text = report.write(tmp_path / FILE_NAME, tmp_path)
+    lines = [line.split() for line in text.splitlines()]
+    assert ["long", "ours:decode", "short", "1.00"] in lines
+
+
+def test_a_plan_that_ends_the_process_is_lost_in_its_case_alone(tmp_path: Any) -> None:
+    progress = {"stage": "build", "case": "decode_skew", "label": "ours"}
+    (tmp_path / worker.PROGRESS_NAME).write_text(json.dumps(progress))
+    cli._record_loss(tmp_path, "exit status 75")
+    results = Results(tmp_path / FILE_NAME)
+    assert results.why_lost(BY_NAME["decode_skew"], "ours")
+    assert not results.why_lost(BY_NAME["decode_64x8k"], "ours")
+
+
+def test_prebuild_knows_the_modules_of_batches() -> None:
+    def of(pattern: str, *backends: str) -> list[prebuild.Module]:
+        ops = ["batch_decode", "append", "ragged", "host_batch"]
+        return prebuild.modules(select(ops, [pattern]), backends)
+
+    prefill, decode = prebuild.Module("batch_prefill"), prebuild.Module("batch_decode")
+    assert of("decode_64x8k", "fa2", "fa3") == [prefill, decode]
+    fp8 = {"kv_dtype": "float8_e4m3fn"}
+    assert of("decode_64x8k_fp8", "fa2", "xqa") == [replace(prefill, **fp8), replace(decode, **fp8)]
+    window = {"window": True}
+    assert of("decode_*_w1023", "fa2") == [replace(prefill, **window), replace(decode, **window)]
+    assert of("append_*", "fa2") == [prefill]
+    assert of("append_*", "fa2", "fa3") == [prefill, replace(prefill, backend="fa3")]
+    assert of("ragged_4x4k_alibi", "fa2", "fa3") == [replace(prefill, position_mode=2)]
+    assert set(of("ragged_4x4k_mask_bits", "fa2")) == {prefill, prebuild.Module("quantization")}
+    xqa = of("decode_64x8k*", "xqa")
+    assert [(m.page_size, m.head_dim_qk, m.group) for m in xqa] == [
+        (16, 128, 4), (64, 128, 4), (16, 64, 8),
+    ]  # fmt: skip
+    assert of("run_*_torch_out", "fa2") == [prefill, decode]
