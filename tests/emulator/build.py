@@ -23,13 +23,16 @@ HERE = Path(__file__).resolve().parent
 _INCLUDE, _RUNTIME = HERE / "include", HERE / "runtime"
 
 _COMMON = (
-    *("-std=c++20", "-fPIC", "-g", "-fno-exceptions", "-fno-rtti", "-fno-extern-tls-init"),
+    *("-std=c++20", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-extern-tls-init"),
     *("-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter"),
     # Positions in a kernel are 32-bit ints by design; comparing them with sizeof is fine.
     *("-Wno-sign-compare", "-Wno-attributes", "-Wno-maybe-uninitialized"),
 )
-# As the kernels are held to it: bool and enum loads, shifts, overflows, bounds, alignment.
 _UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize=vptr,object-size")
+# The kinds that cost little to compile; the hooks check pointers themselves.
+_ARITHMETIC = (
+    "-fsanitize=shift,signed-integer-overflow,integer-divide-by-zero,bounds,bool,alignment",
+)
 
 
 @dataclass(frozen=True)
@@ -37,33 +40,33 @@ class Mode:
     """How kernels are built: flags of the kernel and of the runtime, and the size of a stack."""
 
     kernel: tuple[str, ...]
-    runtime: tuple[str, ...] = ("-O2",)
+    runtime: tuple[str, ...] = ("-O2", "-g1")
     link: tuple[str, ...] = ()
     stack_bytes: int = 128 * 1024
     is_checked: bool = False
 
 
 MODES = {
-    "plain": Mode(("-O2",)),
+    "plain": Mode(("-O2", "-g1")),
     # Every load and store goes through runtime/hooks.cpp, and so does undefined behaviour. Local
     # variables start as garbage that is the same every time.
     "checked": Mode(
-        ("-O1", "-fsanitize=thread", *_UNDEFINED, "-ftrivial-auto-var-init=pattern"),
+        ("-O1", "-g1", "-fsanitize=thread", *_ARITHMETIC, "-ftrivial-auto-var-init=pattern"),
         is_checked=True,
     ),
     "asan": Mode(
-        ("-O1", "-fsanitize=address", "-fno-omit-frame-pointer"),
-        ("-O1", "-fsanitize=address"),
+        ("-O1", "-g1", "-fsanitize=address", "-fno-omit-frame-pointer"),
+        ("-O1", "-g1", "-fsanitize=address"),
         ("-fsanitize=address",),
         stack_bytes=512 * 1024,
     ),
     "ubsan": Mode(
-        ("-O1", *_UNDEFINED, "-fno-sanitize-recover=all"),
+        ("-O1", "-g1", *_UNDEFINED, "-fno-sanitize-recover=all"),
         link=("-fsanitize=undefined",),
         stack_bytes=256 * 1024,
     ),
     "coverage": Mode(("-O0", "--coverage"), link=("--coverage",), stack_bytes=512 * 1024),
-    "debug": Mode(("-O0",), ("-O0",), stack_bytes=512 * 1024),
+    "debug": Mode(("-O0", "-g"), ("-O0", "-g"), stack_bytes=512 * 1024),
 }
 
 _FOOTER = """

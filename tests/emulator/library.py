@@ -109,28 +109,16 @@ def source_lines(library: Path, code_offset: int) -> list[str]:
     """The place in the kernel of an address in its library, then the places it was inlined into."""
     if not code_offset:
         return []
-    command = ["addr2line", "-e", str(library), "-i", "-f", "-C", hex(code_offset)]
+    command = ["addr2line", "-e", str(library), "-i", hex(code_offset)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except OSError as error:
         return [f"offset {code_offset:#x}; addr2line could not be run: {error}"]
-    text = done.stdout.splitlines()
     found = []
-    for function, place in zip(text[::2], text[1::2], strict=False):
+    for place in done.stdout.splitlines():
         # The twins of ptx/ are not where a mistake is.
-        if "/emulator/include/" in place or place.startswith("emulator:"):
-            continue
-        path, _, line = place.partition(":")
-        short = path.rpartition("/kernels/")[2] if "/kernels/" in path else path
-        found.append(f"{short}:{line.split()[0] if line else '?'} in {_shorten(function)}")
+        if "/emulator/include/" not in place and not place.rpartition("/")[2].startswith("emulator:"):
+            path, _, line = place.partition(":")
+            short = path.rpartition("/kernels/")[2] if "/kernels/" in path else path
+            found.append(f"{short}:{line.split()[0] if line else '?'}")
     return found
-
-
-def _shorten(function: str) -> str:
-    """A function's name without template arguments and parameters."""
-    depth, kept = 0, []
-    for character in function:
-        depth += (character in "<(") - (character in ">)")
-        if depth == 0 and character not in ">)":
-            kept.append(character)
-    return "".join(kept).removeprefix("void ").strip() or function

@@ -1,0 +1,109 @@
+"""Runs calls on the emulated GPU: a case in, NumPy answers out, compared with the reference.
+
+    answer = run.single(case)                  # through cupyattn's public functions
+    answer = run.batch(batch)                  # through BatchLauncher, as the wrappers use it
+    answer.check()
+
+Inputs are read-only and set into poison (helpers/poison.py); a failure prints the first wrong
+coordinate. By hand, for one case of the GPU suite:
+
+    python -m tests.emulator.run "causal, prefill"
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from helpers import cases, compare, gpu_cases
+from helpers.cases import Case
+from helpers.gpu_calls import Call
+
+from . import gpu as gpus
+from .gpu import Launched
+
+
+@dataclass
+class Answer:
+    """A call that has run, and the launches it took."""
+
+    call: Call
+    launches: list[Launched]
+    seconds: float
+
+    def check(self) -> None:
+        """Fail unless the output is as good as the model in low precision, and nothing else moved."""
+        self.call.check()
+
+    def bits(self) -> list[np.ndarray]:
+        """out, and lse if there is one, as integers."""
+        return [x.view(f"u{x.dtype.itemsize}") for x in self.call.answers()]
+
+
+def single(
+    case: Case, *, is_decode: bool = False, spoil: dict[str, Any] | None = None, **facts: Any
+) -> Answer:
+    """One request through `single_prefill_with_kv_cache`, or `single_decode_with_kv_cache`.
+
+    spoil: input -> [(index, value)] to set first. facts: of the EmulatedGpu.
+    """
+    with gpus.plugged_in(**facts) as gpu:
+        call = Call.prepare(case, np)
+        for name, changes in (spoil or {}).items():
+            for index, value in changes:
+                call.inputs[name][index] = value
+                call.arrays[name][index] = value
+        for array in call.arrays.values():
+            if isinstance(array, np.ndarray):
+                array.flags.writeable = False
+        start = time.perf_counter()
+        call.run(is_decode=is_decode)
+        return Answer(call, gpu.launches, time.perf_counter() - start)
+
+
+def small(case: Case, qo_len: int = 70, kv_len: int = 150) -> Case:
+    """The case with lengths that take well under a second."""
+    from dataclasses import replace
+
+    shorter = replace(case, qo_len=min(case.qo_len, qo_len), kv_len=min(case.kv_len, kv_len))
+    return replace(shorter, num_kv_heads=min(case.num_kv_heads, 2))
+
+
+def compare_rows(
+    out: np.ndarray, lse: np.ndarray, arguments: dict[str, Any], what: str, magnitude: float
+) -> None:
+    """Compare one request's output with both models of it; `arguments` as the reference takes."""
+    from cupyattn.reference import attention as exact
+    from helpers import lowprec
+
+    reference = exact(**arguments)
+    low = lowprec.attention(**arguments, o_dtype=out.dtype)
+    compare.assert_close(
+        out,
+        lse,
+        *reference,
+        *low,
+        what=what,
+        p_dtype=arguments["q"].dtype,
+        logit_magnitude=magnitude,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run one case of the GPU suite on the host.")
+    parser.add_argument("name", choices=[*gpu_cases.ALONE], metavar="name", help="of gpu_cases.ALONE")
+    parser.add_argument("--mode", default="checked", help="of build.MODES; debug for gdb")
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    answer = single(small(gpu_cases.ALONE[chosen.name]), mode=chosen.mode, seed=chosen.seed)
+    print(f"{answer.seconds:.2f} s", *answer.launches, sep="\n")
+    answer.check()
+    print("as good as the low-precision model")
+
+
+if __name__ == "__main__":
+    main()
