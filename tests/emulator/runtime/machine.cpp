@@ -1,7 +1,6 @@
 // Runs launches: starts blocks, switches between their threads, and notices when none can go on.
 #include "machine.h"
 
-#include <dlfcn.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -202,15 +201,6 @@ void run_block(uint32_t index) {
 }
 
 }  // namespace
-
-uint64_t code_offset(const void* code) {
-  Dl_info info;
-  if (code == nullptr || dladdr(reinterpret_cast<void*>(&emulator_call_kernel), &info) == 0) {
-    return 0;
-  }
-  // The return address is that of the next instruction, maybe of the next line.
-  return reinterpret_cast<uint64_t>(code) - reinterpret_cast<uint64_t>(info.dli_fbase) - 1;
-}
 
 void fail(void* code, const char* format, ...) {
   va_list arguments;

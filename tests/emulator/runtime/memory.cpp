@@ -53,6 +53,7 @@ struct Segment {
   uintptr_t begin, end;
 };
 std::vector<Segment> segments;
+uintptr_t module_base = 0;
 
 int find_module(dl_phdr_info* info, size_t, void*) {
   const uintptr_t inside = reinterpret_cast<uintptr_t>(&emulator_call_kernel);
@@ -65,6 +66,7 @@ int find_module(dl_phdr_info* info, size_t, void*) {
     }
   }
   if (!is_ours) return 0;
+  module_base = info->dlpi_addr;
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     const ElfW(Phdr)& header = info->dlpi_phdr[i];
     if (header.p_type == PT_LOAD) {
@@ -117,6 +119,11 @@ void find_segments() {
     shadow.written_by_code.resize(shared_window.bytes);
     shadow.read_by_code.resize(shared_window.bytes);
   }
+}
+
+// A return address is that of the next instruction, which may be of the next line: one less.
+uint64_t code_offset(const void* code) {
+  return code == nullptr ? 0 : reinterpret_cast<uintptr_t>(code) - module_base - 1;
 }
 
 bool is_module_data(uintptr_t address) {
