@@ -116,9 +116,9 @@ def build(source: Source, mode: str = "plain", arch: int = 900) -> Path:
     flags = (*_COMMON, *MODES[mode].kernel, f"-D__CUDA_ARCH__={arch}")
     config = "" if source.config is None else source.config.text
     parts = [*flags, source.name, config, str(source.path), str(source.root), source.text]
-    digest = _digest([*parts, *source.others, _runtime_digest(mode)])
+    digest = digest_of([*parts, *source.others, _runtime_digest(mode)])
     path = folder() / f"{source.name}.{mode}.{digest}" / "kernel.so"
-    return _once(path, lambda scratch: _compile(source, mode, flags, scratch))
+    return once(path, lambda scratch: _compile(source, mode, flags, scratch))
 
 
 def folder() -> Path:
@@ -151,7 +151,7 @@ def _link(mode: str, objects: Iterable[Path], scratch: Path) -> None:
 def _runtime_digest(mode: str) -> str:
     files = sorted([*_RUNTIME.iterdir(), *(p for p in _INCLUDE.rglob("*") if p.is_file())])
     texts = [part for path in files for part in (path.name, path.read_text(encoding="utf-8"))]
-    return _digest([compiler_version(), repr(MODES[mode]), *_COMMON, *texts])
+    return digest_of([compiler_version(), repr(MODES[mode]), *_COMMON, *texts])
 
 
 @functools.cache
@@ -159,7 +159,7 @@ def _runtime(mode: str) -> tuple[Path, ...]:
     """The runtime's objects, in the folder of the hash of its sources."""
     place = folder() / f"runtime.{mode}.{_runtime_digest(mode)}"
     sources = sorted(_RUNTIME.glob("*.cpp"))
-    made = _once(place / "machine.o", lambda scratch: _compile_runtime(mode, sources, scratch))
+    made = once(place / "machine.o", lambda scratch: _compile_runtime(mode, sources, scratch))
     return tuple(made.with_name(f"{source.stem}.o") for source in sources)
 
 
@@ -175,7 +175,7 @@ def _compile_runtime(mode: str, sources: Sequence[Path], scratch: Path) -> None:
         _run(["g++", *_COMMON, *chosen.runtime, *facts, include, "-c", str(source), "-o", target])
 
 
-def _once(path: Path, make: object) -> Path:
+def once(path: Path, make: object) -> Path:
     """`path`, after `make(scratch)` has filled its folder, unless it has been there before."""
     if path.exists():
         return path
@@ -205,7 +205,7 @@ def compiler_version() -> str:
     return subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def _digest(parts: Iterable[str]) -> str:
+def digest_of(parts: Iterable[str]) -> str:
     hasher = hashlib.sha256()
     for part in parts:
         hasher.update(b"%d:" % len(part.encode()) + part.encode())
