@@ -87,6 +87,17 @@ class EmulatedGpu:
                 merged.append(range_)
         return merged
 
+    def guards(self) -> list[Range]:
+        """The rest of the memory that arrays here are parts of."""
+        ranges, found = self.ranges(), []
+        for low, high in sorted({_whole(owner) for _, owner in self._memory.values()}):
+            for r in ranges:
+                if low < r.end and r.begin < high:
+                    found.append(Range(low, max(low, r.begin), False))
+                    low = min(r.end, high)
+            found.append(Range(low, high, False))
+        return [r for r in found if r.begin < r.end]
+
     def allocate(self, num_bytes: int) -> tuple[int, Any]:
         """Memory of its own between guards, full of NaN: its address and owner."""
         owner = np.full(num_bytes + 2 * _GUARD + 16, _GUARD_BYTE, np.uint8)
@@ -111,7 +122,8 @@ class EmulatedGpu:
         x, y, z, threads, threads_y, threads_z, shared_bytes, _stream, arguments, _ = rest
         params = ctypes.c_uint64.from_address(arguments).value
         block = (threads, threads_y, threads_z)
-        kernel.launch(params, (x, y, z), block, shared_bytes, self.ranges(), self.seed)
+        guards = self.guards() if self.mode == "asan" else ()
+        kernel.launch(params, (x, y, z), block, shared_bytes, self.ranges(), self.seed, guards)
         self.launches.append(Launched(kernel.name, (x, y, z), block))
 
     def read(self, x: np.ndarray, name: str) -> ArrayView:
@@ -203,6 +215,13 @@ def replace(patch: pytest.MonkeyPatch, original: Any, replacement: Any) -> None:
                     patch.setattr(module, name, replacement)
                     found += 1
     assert found, f"{original} is nowhere in the library"
+
+
+def _whole(x: np.ndarray) -> tuple[int, int]:
+    """The addresses of the memory that an array is a part of."""
+    while isinstance(x.base, np.ndarray):
+        x = x.base
+    return x.ctypes.data, x.ctypes.data + x.nbytes
 
 
 def _to_host(v: ArrayView) -> np.ndarray:

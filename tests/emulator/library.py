@@ -30,6 +30,8 @@ class _Request(ctypes.Structure):
         ("shared_bytes", ctypes.c_uint32),
         ("num_ranges", ctypes.c_uint32),
         ("ranges", ctypes.POINTER(_Range)),
+        ("guards", ctypes.POINTER(_Range)),
+        ("num_guards", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
     ]
 
@@ -69,21 +71,22 @@ class Library:
         shared_bytes: int,
         ranges: Sequence[Range],
         seed: int = 0,
+        guards: Sequence[Range] = (),
     ) -> None:
         """Run a whole launch. `params` is the address of the kernel's struct; `ranges` are apart.
 
-        seed: 0 runs blocks, warps and lanes in order, any other in one of many orders.
+        seed: 0 runs blocks, warps and lanes in order, any other in one of many orders. guards: what
+        is poison to a kernel built for AddressSanitizer.
         """
-        array = (_Range * max(1, len(ranges)))(
-            *((r.begin, r.end, r.is_writable) for r in sorted(ranges))
-        )
         request = _Request(
             params,
             (ctypes.c_uint32 * 3)(*grid),
             (ctypes.c_uint32 * 3)(*block),
             shared_bytes,
             len(ranges),
-            array,
+            _pack(ranges),
+            _pack(guards),
+            len(guards),
             seed,
         )
         report = _Report()
@@ -98,6 +101,11 @@ class Library:
         lines += [f"  {'the other' if i == 0 else 'by way of'} at {x}" for i, x in enumerate(other)]
         lines.append(f"  ({self.path}, seed {seed})")
         return "\n".join(lines)
+
+
+def _pack(ranges: Sequence[Range]) -> ctypes.Array[_Range]:
+    rows = ((r.begin, r.end, r.is_writable) for r in sorted(ranges))
+    return (_Range * max(1, len(ranges)))(*rows)
 
 
 @functools.cache

@@ -83,7 +83,10 @@ def run(name: str, mode: str = "checked", seed: int = 0) -> tuple[np.ndarray, np
     ranges = [Range(a.ctypes.data, a.ctypes.data + a.nbytes, writable) for a, writable in arrays]
     params = struct.pack("<QQii", x.ctypes.data, out.ctypes.data, CASES[name], 0)
     buffer = np.frombuffer(params, np.uint8)
-    kernel.launch(buffer.ctypes.data, (1, 1, 1), (128, 1, 1), 4096, ranges, seed)
+    low, (inner, outer), high = memory.ctypes.data, ranges, memory.ctypes.data + memory.nbytes
+    gaps = ((low, inner.begin), (inner.end, outer.begin), (outer.end, high))
+    guards = [Range(*gap, False) for gap in gaps]
+    kernel.launch(buffer.ctypes.data, (1, 1, 1), (128, 1, 1), 4096, ranges, seed, guards)
     return values, out
 
 

@@ -185,6 +185,20 @@ void run_block(uint32_t index) {
   switch_fiber(machine.main, first->fiber, false);
 }
 
+void poison_guards([[maybe_unused]] bool is_poison) {
+#if defined(__SANITIZE_ADDRESS__)
+  for (uint64_t i = 0; i < machine.request.num_guards; ++i) {
+    const Range& guard = machine.request.guards[i];
+    const void* begin = reinterpret_cast<const void*>(guard.begin);
+    if (is_poison) {
+      __asan_poison_memory_region(begin, guard.end - guard.begin);
+    } else {
+      __asan_unpoison_memory_region(begin, guard.end - guard.begin);
+    }
+  }
+#endif
+}
+
 [[noreturn]] void fail_v(void* code, uint64_t other, const char* format, va_list arguments) {
   Report& report = *machine.report;
   vsnprintf(report.message, sizeof report.message, format, arguments);
@@ -328,9 +342,11 @@ extern "C" __attribute__((visibility("default"))) int emulator_launch(
   if (request->seed != 0) {
     for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[next_random() % i]);
   }
+  poison_guards(true);
   for (const uint32_t block : order) {
     run_block(block);
-    if (machine.has_failed) return 1;
+    if (machine.has_failed) break;
   }
-  return 0;
+  poison_guards(false);
+  return machine.has_failed ? 1 : 0;
 }

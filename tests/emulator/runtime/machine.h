@@ -30,6 +30,8 @@ struct LaunchRequest {
   uint32_t shared_bytes;
   uint32_t num_ranges;
   const Range* ranges;
+  const Range* guards;  // memory around those that nothing else lies in
+  uint64_t num_guards;
   uint64_t seed;  // 0: blocks, warps and lanes in order
 };
 
