@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +21,8 @@ from helpers.cases import Case
 from . import gpu as gpus
 from .gpu import STREAM, EmulatedGpu, Launched
 from .run import compare_rows
+
+Spoilt = tuple[int, str, Any, float]
 
 _HEADS = ("sinks", "scale_q", "scale_k", "scale_v")
 
@@ -105,20 +108,25 @@ def random_batch(seed: int, base: Case, page_size: int | None = None) -> Batch:
     )
 
 
-def run(batch: Batch, **facts: Any) -> BatchAnswer:
-    """Plan and launch a batch on an EmulatedGpu of these facts."""
+def run(batch: Batch, spoil: Sequence[Spoilt] = (), **facts: Any) -> BatchAnswer:
+    """Plan and launch a batch on an EmulatedGpu of these facts.
+
+    spoil: (request, name, index, value), to be set in that request's inputs.
+    """
     facts.setdefault("num_sms", 16)
     with gpus.plugged_in(**facts) as gpu:
-        return _run(batch, gpu)
+        return _run(batch, spoil, gpu)
 
 
-def _run(batch: Batch, gpu: EmulatedGpu) -> BatchAnswer:
+def _run(batch: Batch, spoil: Sequence[Spoilt], gpu: EmulatedGpu) -> BatchAnswer:
     case = batch.case
     rng = np.random.default_rng((case.seed, 7))
     made = [
         cases.make_inputs(replace(case, seed=1000 * case.seed + i, qo_len=q, kv_len=kv))
         for i, (q, kv) in enumerate(zip(batch.qo_lens, batch.kv_lens, strict=True))
     ]
+    for request, name, index, value in spoil:
+        made[request][name][index] = value
     heads = {name: made[0][name] for name in _HEADS}
     for one in made:
         one.update(heads)  # what belongs to heads is the batch's

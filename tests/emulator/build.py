@@ -118,7 +118,9 @@ def build(source: Source, mode: str = "plain", arch: int = 900) -> Path:
     parts = [*flags, source.name, config, str(source.path), str(source.root), source.text]
     digest = digest_of([*parts, *source.others, _runtime_digest(mode)])
     path = folder() / f"{source.name}.{mode}.{digest}" / "kernel.so"
-    return once(path, lambda scratch: _compile(source, mode, flags, scratch))
+    # gcov's files are named after the object: a name of its own keeps kernels apart.
+    unit = f"{source.name}.{digest}"
+    return once(path, lambda scratch: _compile(source, mode, flags, scratch, unit))
 
 
 def folder() -> Path:
@@ -126,14 +128,16 @@ def folder() -> Path:
     return cache.folders()[0] / "host"
 
 
-def _compile(source: Source, mode: str, flags: Sequence[str], scratch: Path) -> None:
+def _compile(
+    source: Source, mode: str, flags: Sequence[str], scratch: Path, name: str
+) -> None:
     head = ""
     if source.config is not None:
         head = '#define CUPYATTN_CONFIG\n#include "cupyattn/common/types.cuh"\n\n'
         head += source.config.text
     foot = _FOOTER.format(symbol=f"cupyattn_{source.name}", name=source.name)
     text = f'{head}\n#line 1 "{source.path}"\n{source.text}\n#line 1 "emulator"\n{foot}'
-    unit, compiled = scratch / "kernel.cpp", scratch / "kernel.o"
+    unit, compiled = scratch / "kernel.cpp", scratch / f"{name}.o"
     unit.write_text(text, encoding="utf-8")
     include = ("-include", "emulator/cuda.h", f"-I{_INCLUDE}", f"-I{source.root}")
     _run(["g++", *flags, *include, "-c", str(unit), "-o", str(compiled)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from helpers import gpu_cases
@@ -74,3 +75,15 @@ def test_spare_items_of_a_graph_do_nothing(page_size: int) -> None:
     case = replace(SMALL, num_kv_heads=1, group=4)
     batch = Batch(case, (3, 1), (300, 90), page_size, is_captured=True)
     assert check(batch, num_sms=16).num_items > 2
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("qo_lens", [(1, 3), (40, 20)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("page_size", [0, 16], ids=["ragged", "paged"])
+def test_hidden_values_do_not_contaminate(
+    page_size: int, qo_lens: tuple[int, int], value: float
+) -> None:
+    """A window hides the first key from all rows, causality the last from all but one."""
+    case = replace(SMALL, num_kv_heads=2, group=2, causal=True, window_left=70, sm_scale=0.05)
+    spoil = [(1, "v", (119, 1, 3), value), (1, "v", (0, 0), value), (0, "v", (81, 0, 0), value)]
+    batches.run(Batch(case, qo_lens, (90, 120), page_size), spoil).check()

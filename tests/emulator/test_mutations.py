@@ -31,28 +31,30 @@ _STEEP = {"sm_scale": 2.0}
 
 
 def _single(*changes: dict, facts: dict | None = None, base: object = _PREFILL) -> Callable:
-    def catch() -> None:
+    def catch(**more: object) -> None:
         for change in changes or ({},):
-            run.single(replace(base, **change), **(facts or {})).check()  # type: ignore[type-var]
+            chosen = {**(facts or {}), **more}
+            run.single(replace(base, **change), **chosen).check()  # type: ignore[type-var]
 
     return catch
 
 
 def _batch(qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], page_size: int) -> Callable:
-    return lambda: batches.run(Batch(_PREFILL, qo_lens, kv_lens, page_size)).check()
+    batch = Batch(_PREFILL, qo_lens, kv_lens, page_size)
+    return lambda **facts: batches.run(batch, **facts).check()
 
 
-def _bad_values() -> None:
+def _bad_values(**facts: object) -> None:
     for base in (_PREFILL, replace(_DECODE, qo_len=5)):
         case = replace(base, causal=True, sm_scale=0.05)
         spoil = {"v": [((case.kv_len - 2, 0, 5), np.inf), ((case.kv_len - 3, 1, 6), np.nan)]}
-        run.single(case, spoil=spoil).check()
+        run.single(case, spoil=spoil, **facts).check()
 
 
-def _packbits() -> None:
+def _packbits(**facts: object) -> None:
     bits = np.random.default_rng(0).random(999) < 0.5
     cuts = np.array([0, 3, 100, 108, 999])
-    with gpu.plugged_in():
+    with gpu.plugged_in(**facts):
         got = cupyattn.packbits(bits, "little")
         np.testing.assert_array_equal(got, np.packbits(bits, bitorder="little"))
         parts, _ = cupyattn.segment_packbits(bits, cuts)
@@ -60,7 +62,7 @@ def _packbits() -> None:
         np.testing.assert_array_equal(parts, np.concatenate(pieces))
 
 
-CATCHERS: dict[str, Callable[[], None]] = {
+CATCHERS: dict[str, Callable[..., None]] = {
     "prefill": _single(),
     "causal": _single({"causal": True}),
     # The first token's last key lies beside the end of a tile of 64 keys.
