@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from helpers import cases, poison
+from helpers.cases import Case
 
 from cupyattn import dtypes
 from cupyattn.launch import params
@@ -15,8 +17,6 @@ from cupyattn.launch.attention import AttentionOptions
 from cupyattn.launch.batch import BatchLauncher, Capacity
 from cupyattn.problem import AttentionProblem
 from cupyattn.schedule.batch import BatchRequests
-from helpers import cases, poison
-from helpers.cases import Case
 
 from . import gpu as gpus
 from .gpu import STREAM, EmulatedGpu, Launched
@@ -81,7 +81,9 @@ def random_batch(seed: int, base: Case, page_size: int | None = None) -> Batch:
     rng = np.random.default_rng((seed, 6))
     count = int(rng.integers(1, 7))
     longest = int(rng.choice((1, 4, 20, 70)))
-    qo_lens = tuple(int(x) for x in rng.integers(0 if rng.random() < 0.3 else 1, longest + 1, count))
+    qo_lens = tuple(
+        int(x) for x in rng.integers(0 if rng.random() < 0.3 else 1, longest + 1, count)
+    )
     edges = (0, 1, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 100, 150, 257)
     kv_lens = tuple(int(rng.choice(edges)) for _ in range(count))
     if rng.random() < 0.5:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
-import os
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -128,9 +127,7 @@ def folder() -> Path:
     return cache.folders()[0] / "host"
 
 
-def _compile(
-    source: Source, mode: str, flags: Sequence[str], scratch: Path, name: str
-) -> None:
+def _compile(source: Source, mode: str, flags: Sequence[str], scratch: Path, name: str) -> None:
     head = ""
     if source.config is not None:
         head = '#define CUPYATTN_CONFIG\n#include "cupyattn/common/types.cuh"\n\n'
@@ -193,7 +190,7 @@ def once(path: Path, make: object) -> Path:
                 inner = Path(scratch) / "made"
                 inner.mkdir()
                 make(inner)  # type: ignore[operator]
-                os.rename(inner, place)
+                inner.rename(place)
     lock.unlink(missing_ok=True)
     return path
 

@@ -241,6 +241,10 @@ def _forget_calls() -> None:
 
     _single._entries.clear()
     _repeat._known.clear()
-    caches: list[Callable[..., Any]] = [attention.load_kernel, merge_splits.config, tiles.tile_config]
+    caches: list[Callable[..., Any]] = [
+        attention.load_kernel,
+        merge_splits.config,
+        tiles.tile_config,
+    ]
     for cached in caches:
         cached.cache_clear()  # type: ignore[attr-defined]

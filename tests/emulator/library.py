@@ -1,4 +1,4 @@
-"""One kernel built for the host: loads its library, launches it, and tells what went wrong where."""
+"""A kernel built for the host: loads its library, launches it, tells what went wrong and where."""
 
 from __future__ import annotations
 
@@ -125,7 +125,9 @@ def source_lines(library: Path, code_offset: int) -> list[str]:
     found = []
     for place in done.stdout.splitlines():
         # The twins of ptx/ are not where a mistake is.
-        if "/emulator/include/" not in place and not place.rpartition("/")[2].startswith("emulator:"):
+        if "/emulator/include/" not in place and not place.rpartition("/")[2].startswith(
+            "emulator:"
+        ):
             path, _, line = place.partition(":")
             short = path.rpartition("/kernels/")[2] if "/kernels/" in path else path
             found.append(f"{short}:{line.split()[0] if line else '?'}")

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from helpers import cases, compare, gpu_cases
+from helpers import compare, gpu_cases
 from helpers.cases import Case
 from helpers.gpu_calls import Call
 
@@ -36,7 +35,7 @@ class Answer:
     seconds: float
 
     def check(self) -> None:
-        """Fail unless the output is as good as the model in low precision, and nothing else moved."""
+        """Fail unless the output is as good as the low-precision model, and nothing else moved."""
         self.call.check()
 
     def bits(self) -> list[np.ndarray]:
@@ -77,8 +76,9 @@ def compare_rows(
     out: np.ndarray, lse: np.ndarray, arguments: dict[str, Any], what: str, magnitude: float
 ) -> None:
     """Compare one request's output with both models of it; `arguments` as the reference takes."""
-    from cupyattn.reference import attention as exact
     from helpers import lowprec
+
+    from cupyattn.reference import attention as exact
 
     reference = exact(**arguments)
     low = lowprec.attention(**arguments, o_dtype=out.dtype)
@@ -95,7 +95,9 @@ def compare_rows(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run one case of the GPU suite on the host.")
-    parser.add_argument("name", choices=[*gpu_cases.ALONE], metavar="name", help="of gpu_cases.ALONE")
+    parser.add_argument(
+        "name", choices=[*gpu_cases.ALONE], metavar="name", help="of gpu_cases.ALONE"
+    )
     parser.add_argument("--mode", default="checked", help="of build.MODES; debug for gdb")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()

@@ -21,7 +21,9 @@ def run(mode: str, *names: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
     environment["OMP_NUM_THREADS"] = "1"
     if mode == "asan":
-        find = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True)
+        find = subprocess.run(
+            ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True
+        )
         environment["LD_PRELOAD"] = find.stdout.strip()
         # Python keeps memory to its end, and fibers leave their stacks as they are.
         environment["ASAN_OPTIONS"] = "detect_leaks=0:detect_stack_use_after_return=0"

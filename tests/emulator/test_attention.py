@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-import cupyattn
-from cupyattn.jit import kernels_dir
 from helpers import compare, gpu_cases
 from helpers.cases import Case
 from helpers.gpu_cases import CLASSES, ProblemClass
+
+import cupyattn
+from cupyattn.jit import kernels_dir
 
 from . import gpu, run
 
@@ -207,7 +207,9 @@ def test_packbits(bitorder: str) -> None:
             np.testing.assert_array_equal(packed, np.packbits(bits, bitorder=bitorder))
             cuts = np.sort(rng.integers(0, count + 1, 9)).astype(np.int32)
             parts, new = cupyattn.segment_packbits(bits, cuts, bitorder)
-            pieces = [np.packbits(bits[a:b], bitorder=bitorder) for a, b in itertools.pairwise(cuts)]
+            pieces = [
+                np.packbits(bits[a:b], bitorder=bitorder) for a, b in itertools.pairwise(cuts)
+            ]
             np.testing.assert_array_equal(parts, np.concatenate(pieces))
             assert new.tolist() == [0, *np.cumsum([len(piece) for piece in pieces])]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from helpers import gpu_cases
 from helpers.cases import Case
 

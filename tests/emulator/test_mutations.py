@@ -1,7 +1,8 @@
-"""Mistakes sown in a copy of the kernels (mutations.py): the emulator must catch every one."""
+"""Mistakes sown in a copy of the kernels (mutations_of_*.py): the emulator must catch every one."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,16 +10,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import gpu_cases
 
 import cupyattn
 from cupyattn import env
 from cupyattn.jit import kernels_dir
-from helpers import gpu_cases
 
 from . import batches, build, gpu, run
 from .batches import Batch
 from .library import EmulatorError
-from .mutations import MUTATIONS, Mutation
+from .mutation import Mutation
+from .mutations_of_order import ORDER
+from .mutations_of_values import VALUES
+
+MUTATIONS = (*ORDER, *VALUES)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -58,7 +63,7 @@ def _packbits(**facts: object) -> None:
         got = cupyattn.packbits(bits, "little")
         np.testing.assert_array_equal(got, np.packbits(bits, bitorder="little"))
         parts, _ = cupyattn.segment_packbits(bits, cuts)
-        pieces = [np.packbits(bits[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        pieces = [np.packbits(bits[a:b]) for a, b in itertools.pairwise(cuts)]
         np.testing.assert_array_equal(parts, np.concatenate(pieces))
 
 

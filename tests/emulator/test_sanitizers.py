@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
-
 from helpers import gpu_cases
 
 from . import sanitized
 
 # Every family of code once; the slow suite has all.
-NAMES = ("causal, prefill", "packed mask, prefill", "e4m3 cache, rope, one row", "unaligned, append")
+NAMES = (
+    "causal, prefill",
+    "packed mask, prefill",
+    "e4m3 cache, rope, one row",
+    "unaligned, append",
+)
 MISTAKES = {
     "asan": {
         "past_the_array": "use-after-poison|heap-buffer-overflow",

@@ -127,6 +127,8 @@ void thread_main() {
   __builtin_unreachable();
 }
 
+}  // namespace
+
 void stop(State state, Where where, void* code) {
   Thread& self = *machine.current;
   self.state = state;
@@ -142,6 +144,8 @@ void wake(Warp& warp, uint32_t lanes) {
     if ((lanes >> lane) & 1) machine.threads[warp.index * kLanes + lane].state = State::ready;
   }
 }
+
+namespace {
 
 void make_stacks(int count) {
   const size_t old = machine.threads.size();
@@ -166,6 +170,7 @@ void run_block(uint32_t index) {
   blockIdx.z = index / request.grid[0] / request.grid[1];
   begin_shared_memory();
   begin_copies();
+  begin_hopper();
   for (Barrier& barrier : machine.barriers) barrier = Barrier{};
   for (int w = 0; w < machine.num_warps; ++w) {
     Warp& warp = machine.warps[w];

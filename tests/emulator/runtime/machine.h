@@ -104,6 +104,13 @@ extern Machine machine;
     __attribute__((format(printf, 3, 4)));
 uint64_t code_offset(const void* code);
 
+// Gives way to other threads until somebody wakes this one.
+void stop(State state, Where where, void* code);
+void wake(Warp& warp, uint32_t lanes);
+
+// --- hopper.cpp ---
+void begin_hopper();
+
 // --- memory.cpp ---
 struct SharedWindow {
   unsigned char* begin = nullptr;
@@ -118,6 +125,7 @@ void read_shared(uint32_t offset, int num_bytes, bool is_warps, void* code);
 void write_shared(uint32_t offset, int num_bytes, bool is_atomic, void* code);
 void start_copy(uint32_t offset, int num_bytes, void* code);
 void land_copy(uint32_t offset, int num_bytes, void* code);
+void land_shared_copy(uint32_t offset, int num_bytes, void* code);
 void check_shared(uint32_t offset, int num_bytes, int alignment, void* code);
 // A thread's copies in flight are forgotten when a block begins.
 void begin_copies();

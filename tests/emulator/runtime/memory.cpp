@@ -242,6 +242,17 @@ void land_copy(uint32_t offset, int num_bytes, void* code) {
   write_shared(offset, num_bytes, false, code);
 }
 
+// A copy that any thread may wait for was ordered when it started; it lands in that thread's name.
+void land_shared_copy(uint32_t offset, int num_bytes, void* code) {
+  const int thread = machine.current->index, warp = thread / kLanes;
+  for (uint32_t i = offset; i < offset + num_bytes; ++i) {
+    shadow.copying[i] = 0;
+    if (!EMULATOR_CHECKED) continue;
+    shadow.written[i] = machine.warps[warp].clock[warp] << kWriteClockShift | thread;
+    shadow.written_by_code[i] = static_cast<uint32_t>(code_offset(code));
+  }
+}
+
 void check_global(const void* pointer, size_t num_bytes, bool is_write, void* code) {
   static const Range* last = nullptr;
   const uint64_t begin = reinterpret_cast<uint64_t>(pointer), end = begin + num_bytes;
