@@ -16,6 +16,14 @@ _EXPORTS = {
     "single_decode_with_kv_cache": "decode",
     "single_prefill_with_kv_cache": "prefill",
     "single_prefill_with_kv_cache_return_lse": "prefill",
+    "BatchDecodeWithPagedKVCacheWrapper": "decode",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": "decode",
+    "fast_decode_plan": "decode",
+    "BatchPrefillWithPagedKVCacheWrapper": "prefill",
+    "BatchPrefillWithRaggedKVCacheWrapper": "prefill",
+    "append_paged_kv_cache": "page",
+    "get_batch_indices_positions": "page",
+    "get_seq_lens": "page",
     "packbits": "quantization",
     "segment_packbits": "quantization",
     "CupyAttnError": "errors",
@@ -26,12 +34,28 @@ _EXPORTS = {
     "CompileError": "errors",
     "DeviceError": "errors",
 }
-_MODULES = ("decode", "prefill", "quantization", "errors", "reference")
+_MODULES = ("decode", "prefill", "page", "paging", "quantization", "errors", "reference")
 
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
+    from .decode import (
+        BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper,
+    )
+    from .decode import (
+        CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    )
+    from .decode import fast_decode_plan as fast_decode_plan
     from .decode import single_decode_with_kv_cache as single_decode_with_kv_cache
+    from .page import append_paged_kv_cache as append_paged_kv_cache
+    from .page import get_batch_indices_positions as get_batch_indices_positions
+    from .page import get_seq_lens as get_seq_lens
+    from .prefill import (
+        BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper,
+    )
+    from .prefill import (
+        BatchPrefillWithRaggedKVCacheWrapper as BatchPrefillWithRaggedKVCacheWrapper,
+    )
     from .prefill import single_prefill_with_kv_cache as single_prefill_with_kv_cache
     from .quantization import packbits as packbits
     from .quantization import segment_packbits as segment_packbits

@@ -5,9 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from . import _single
+from ._batch_decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+)
 from ._geometry import NO_EXTRAS, Extras
 
-__all__ = ["single_decode_with_kv_cache"]
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
+    "single_decode_with_kv_cache",
+]
 
 
 def single_decode_with_kv_cache(

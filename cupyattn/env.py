@@ -28,7 +28,9 @@ NO_COMPILE = Variable(
     "CUPYATTN_NO_COMPILE", "0", "1: a kernel missing from the cache is an error, never a compile."
 )
 DEBUG = Variable(
-    "CUPYATTN_DEBUG", "0", "1: synchronise after every launch (read at the first one)."
+    "CUPYATTN_DEBUG",
+    "0",
+    "1: synchronise after every launch, and check ids of pages on a GPU (read at the first one).",
 )
 KERNELS_DIR = Variable(
     "CUPYATTN_KERNELS_DIR", "", "Folder of the CUDA sources (default: the ones shipped)."

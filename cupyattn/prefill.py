@@ -7,11 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _options, _single
+from ._batch_paged import BatchPrefillWithPagedKVCacheWrapper
+from ._batch_ragged import BatchPrefillWithRaggedKVCacheWrapper
 from ._geometry import NO_EXTRAS, Extras
 from .errors import ArgumentError
 from .problem import KV_LAYOUTS
 
-__all__ = ["single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"]
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]
 
 # The positional order of older releases, after q, k, v.
 _OLD_ORDER = (

@@ -170,6 +170,7 @@ class AttentionLauncher:
             first_q_tile,
             0,
             0,
+            0,
         )
         num_q_tiles = min(plan.num_q_tiles - first_q_tile, MAX_GRID_YZ)
         grid = (self.num_kv_heads, num_q_tiles, plan.num_splits)

@@ -6,7 +6,6 @@ batches one. Each has a plan of its own, and a share of the words and of the wor
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,7 +27,7 @@ from ..schedule.batch import (
 from . import merge_splits, params
 from .attention import LOG2_E, SLACK, AttentionOptions, LoadedKernel, load_kernel
 from .enqueue import Launch, enqueue
-from .tiles import DECODE, DECODE_ROWS, LARGE, SMALL, SMALL_ROWS, row_class
+from .tiles import MOST_ROWS, ROW_CLASSES, row_class
 
 _WORDS = 12
 _ITEM_BYTES = 4 * _WORDS
@@ -99,6 +98,7 @@ class BatchLauncher:
         self._masking = Masking(
             options.causal and not problem.custom_mask, options.window_left, problem.custom_mask
         )
+        self._page_divisor = params.divisor(max(1, page_size))
         self._rope_table = (
             params.rope_steps(problem.head_dim_qk, options.rope_scale, options.rope_theta)
             if problem.pos_encoding == "ROPE_LLAMA"
@@ -279,7 +279,7 @@ class BatchLauncher:
                 SLACK / softmax_scale if softmax_scale else 0.0,
                 first_item,
                 self.page_size,
-                0,
+                *self._page_divisor,
             )
             + self._rope_table
         )
@@ -293,16 +293,12 @@ def _classes(requests: BatchRequests, group_size: int) -> list[tuple[str, BatchR
     if least == most:
         return [(most, requests)]
     rows = requests.qo_len * group_size
-    bounds = {
-        LARGE: (SMALL_ROWS, math.inf),
-        SMALL: (DECODE_ROWS, SMALL_ROWS),
-        DECODE: (0, DECODE_ROWS),
-    }
-    found = []
-    for name, (above, up_to) in bounds.items():
+    found, up_to = [], rows.max()
+    for name, above in zip(reversed(ROW_CLASSES), (*reversed(MOST_ROWS.values()), 0), strict=True):
         chosen = np.flatnonzero((rows > above) & (rows <= up_to))
         if len(chosen):
             found.append((name, requests.select(chosen)))
+        up_to = above
     return found
 
 

@@ -8,9 +8,15 @@ from typing import Any
 
 from .. import dtypes, jit
 from ..problem import AttentionProblem
-from . import merge_splits, rotate_keys
+from . import (
+    append_paged_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+    merge_splits,
+    rotate_keys,
+)
 from .packbits import CONFIG as PACKBITS_CONFIG
-from .tiles import DECODE, LARGE, SMALL, tile_config
+from .tiles import ROW_CLASSES, tile_config
 
 _DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 _OPTIONS: tuple[dict[str, Any], ...] = (
@@ -66,8 +72,9 @@ def _pairs() -> list[dict[str, Any]]:
 def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
     """(entry name, Config) of every kernel of a level for an architecture, without duplicates."""
     found: dict[tuple[str, jit.Config], None] = {("packbits", PACKBITS_CONFIG): None}
+    found |= dict.fromkeys(page_instances())
     for problem in problems(level):
-        for rows, is_batch in product((DECODE, SMALL, LARGE), (False, True)):
+        for rows, is_batch in product(ROW_CLASSES, (False, True)):
             if problem.paged and not is_batch:
                 continue
             tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch)
@@ -78,3 +85,13 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
                 config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk)
                 found["rotate_keys", config] = None
     return list(found)
+
+
+def page_instances() -> list[tuple[str, jit.Config]]:
+    """The kernels of page operations, the same for every level and architecture."""
+    appends = [("append_paged_kv_cache", x) for x in append_paged_kv_cache.configs()]
+    return [
+        *appends,
+        ("get_batch_indices_positions", get_batch_indices_positions.CONFIG),
+        ("get_seq_lens", get_seq_lens.CONFIG),
+    ]

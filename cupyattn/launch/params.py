@@ -14,7 +14,7 @@ MAX_ROPE_PAIRS = 128
 # the same for many calls is packed once, and copied by each.
 OPTIONAL = struct.Struct("<6Q")  # lse, mask, sinks, scale_q, scale_k, scale_v
 STRIDES = struct.Struct("<12q")  # (token, head) of q, k, v, o, lse; page of k, v
-CONSTANTS = struct.Struct("<6i 5f 3i")  # num_kv_heads to num_work; the RoPE steps follow
+CONSTANTS = struct.Struct("<6i 5f 2i I i 4x")  # num_kv_heads to page_shift; the RoPE steps follow
 # q, k, v, o; OPTIONAL; partial_o, partial_lse, counters; work, merges, kv_indices; STRIDES;
 # mask_bytes; lengths; the rest.
 ATTENTION = struct.Struct(
@@ -57,6 +57,15 @@ class _ThisThread(threading.local):
 this_thread = _ThisThread()
 
 
+def divisor(d: int) -> tuple[int, int]:
+    """(magic, shift) with n // d == (2 * n * magic >> 32) >> shift for 0 <= n < 2^31.
+
+    Granlund and Montgomery 1994, "Division by invariant integers using multiplication".
+    """
+    shift = (d - 1).bit_length()
+    return 2 ** (31 + shift) // d + 1, shift
+
+
 def rope_steps(head_dim: int, rope_scale: float, rope_theta: float) -> bytes:
     """Turns per position of each rotated pair, as 32-bit fractions (arXiv 2104.09864)."""
     pairs = np.arange(head_dim // 2, dtype=np.float64)
@@ -64,3 +73,16 @@ def rope_steps(head_dim: int, rope_scale: float, rope_theta: float) -> bytes:
     fraction = np.mod(radians / (2.0 * np.pi), 1.0)
     steps = np.round(fraction * 2.0**32).astype(np.uint64) & np.uint64(0xFFFFFFFF)
     return steps.astype("<u4").tobytes()
+
+
+# kernels/cupyattn/params/append_paged_kv_cache.cuh: the rows of K and of V, then the rest.
+APPENDED_ROWS = struct.Struct("<2Q 5q i f")  # source, cache, strides, head_dim, scale
+APPEND_PAGED_KV_CACHE = struct.Struct(
+    f"<{APPENDED_ROWS.size}s {APPENDED_ROWS.size}s 4Q 2q 2i Q q 2i"
+)
+
+# kernels/cupyattn/params/get_batch_indices_positions.cuh
+GET_BATCH_INDICES_POSITIONS = struct.Struct("<4Q 2q")
+
+# kernels/cupyattn/params/get_seq_lens.cuh
+GET_SEQ_LENS = struct.Struct("<3Q 2q")

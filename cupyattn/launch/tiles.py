@@ -13,8 +13,9 @@ from .. import jit
 from ..dtypes import DType, bfloat16
 from ..problem import AttentionProblem
 
-DECODE, SMALL, LARGE = "decode", "small", "large"
-DECODE_ROWS, SMALL_ROWS = 16, 64
+# Row classes, and the most packed query rows of each but the last.
+DECODE, VERIFY, SMALL, LARGE = ROW_CLASSES = "decode", "verify", "small", "large"
+MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
 
 _MASK_MAP_BYTES = 2 * 4096 // 8
 _PLACEHOLDER = 16
@@ -40,9 +41,7 @@ class TileConfig:
 
 def row_class(rows: int) -> str:
     """The kernel family for this many packed query rows (query tokens times group size)."""
-    if rows <= DECODE_ROWS:
-        return DECODE
-    return SMALL if rows <= SMALL_ROWS else LARGE
+    return next((name for name, most in MOST_ROWS.items() if rows <= most), LARGE)
 
 
 @lru_cache(maxsize=4096)
@@ -52,6 +51,8 @@ def tile_config(
     """The tile configuration for a problem, a row class and a device's shared memory per block."""
     if rows == DECODE:
         return _choose_decode(problem, max_shared_bytes)
+    if rows == VERIFY and (tiles := _choose_verify(problem, max_shared_bytes)):
+        return tiles
     return _choose_prefill(problem, rows, max_shared_bytes, is_batch)
 
 
@@ -111,17 +112,29 @@ def _key_shapes(problem: AttentionProblem) -> list[tuple[int, int]]:
     return [first, (32, 16), (16, 16)]
 
 
+def _choose_verify(problem: AttentionProblem, max_shared_bytes: int) -> TileConfig | None:
+    """Twice the rows of decode, where O of 32 rows fits a warp's registers."""
+    if max(problem.head_dim_qk, problem.head_dim_vo) > 128:
+        return None
+    for keys, stages, blocks in ((16, 3, 2), (16, 2, 2), (16, 2, 1)):
+        tiles = decode_tiles(problem, 4, keys, stages, blocks, False, mma_q=2)
+        if tiles.shared_bytes <= (max_shared_bytes + 1024) // blocks - 1024:
+            return tiles
+    return None
+
+
 def _choose_decode(problem: AttentionProblem, max_shared_bytes: int) -> TileConfig:
     row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
     q_in_registers = problem.head_dim_qk <= 192
-    # Three stages of 8 to 16 KB a warp keep enough bytes in flight and fill an SM with one block:
-    # fewer blocks, fewer partial states to merge. Where shared memory is short, fewer warps do.
+    # One request has few blocks, so one that fills an SM leaves the fewest partial states to merge:
+    # three stages of 8 to 16 KB a warp. A batch has many, and two an SM fill each other's starts and
+    # ends. Where shared memory is short, fewer warps do.
     if row_bytes > 768:
         shapes = [(4, 16, 1)]
     elif row_bytes >= 512:
-        shapes = [(4, 32, 1), (4, 16, 1)]
+        shapes = [(4, 16, 2)] if problem.paged else [(4, 32, 1), (4, 16, 1)]
     else:
-        shapes = [(8, 32, 1), (4, 32, 1)]
+        shapes = [(4, 32, 2)] if problem.paged else [(8, 32, 1), (4, 32, 1)]
     for warps, keys, blocks in (*shapes, (4, 16, 1), (2, 16, 1), (1, 16, 1)):
         # A block takes 1 KB more than it asks for.
         budget = (max_shared_bytes + 1024) // blocks - 1024
@@ -237,8 +250,10 @@ def decode_tiles(
     stages: int,
     min_blocks: int,
     q_in_registers: bool,
+    mma_q: int = 1,
 ) -> TileConfig:
-    """A decode instance: 16 query rows; each warp streams keys_per_warp keys a stage."""
+    """A decode instance: 16 * mma_q query rows; each warp streams keys_per_warp keys a stage."""
+    tile_q = 16 * mma_q
     dim_qk, dim_vo = problem.head_dim_qk, problem.head_dim_vo
     itemsize = problem.dtype_kv.itemsize
     stage = _tile_bytes(keys_per_warp, dim_qk, itemsize)
@@ -246,9 +261,9 @@ def decode_tiles(
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     wide = _widened_key_bytes(problem, keys_per_warp, is_rotated)
     row_offsets = warps * keys_per_warp * 2 * 8 if problem.paged else _NO_PAGES_BYTES
-    states = warps * DECODE_ROWS * (dim_vo + 8 + 2) * 4
+    states = warps * tile_q * (dim_vo + 8 + 2) * 4
     shared = _round_up(
-        _row_bytes(problem, DECODE_ROWS)
+        _row_bytes(problem, tile_q)
         + _round_up(warps * _BAD_KEYS_BYTES + row_offsets, 16)
         + (warps * wide if wide > _PLACEHOLDER else wide)
         + max(warps * stages * stage, states)
@@ -256,6 +271,7 @@ def decode_tiles(
         16,
     )
     config = _common(problem, is_rotated) | {
+        "kMmaQ": mma_q,
         "kWarps": warps,
         "kKeysPerWarp": keys_per_warp,
         "kStages": stages,
@@ -264,4 +280,4 @@ def decode_tiles(
         "kSharedBytes": shared,
     }
     tile_kv = warps * keys_per_warp
-    return TileConfig("decode_sm80", jit.Config(config), DECODE_ROWS, tile_kv, warps * 32, shared)
+    return TileConfig("decode_sm80", jit.Config(config), tile_q, tile_kv, warps * 32, shared)

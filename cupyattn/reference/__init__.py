@@ -6,6 +6,7 @@ from .attention import attention
 from .bits import packbits, segment_packbits, unpack_mask
 from .masks import Visibility
 from .merge import merge_state, merge_states
+from .pages import store_rows, to_fp8
 from .positions import alibi_slopes, rope
 
 __all__ = [
@@ -17,5 +18,7 @@ __all__ = [
     "packbits",
     "rope",
     "segment_packbits",
+    "store_rows",
+    "to_fp8",
     "unpack_mask",
 ]

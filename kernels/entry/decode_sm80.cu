@@ -8,6 +8,7 @@ struct Config {
   using DTypeO = bfloat16_t;
   static constexpr int kHeadDimQK = 128;
   static constexpr int kHeadDimVO = 128;
+  static constexpr int kMmaQ = 1;
   static constexpr int kWarps = 4;
   static constexpr int kKeysPerWarp = 32;
   static constexpr int kStages = 3;

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import re
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cupyattn
 from cupyattn import _readers, _repeat, _single, array, dtypes, jit
-from cupyattn.launch import attention, batch, enqueue, merge_splits, params, rotate_keys, scratch
+from cupyattn.launch import (
+    append_paged_kv_cache,
+    attention,
+    batch,
+    enqueue,
+    get_batch_indices_positions,
+    get_seq_lens,
+    merge_splits,
+    params,
+    rotate_keys,
+    scratch,
+)
 from cupyattn.launch.tiles import TileConfig, tile_config
 
 STREAM, COUNTERS, SLOTS, MAX_SHARED = 77, 3 << 40, 264, 227 * 1024
@@ -115,13 +128,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     for module in (attention, batch):
         monkeypatch.setattr(module, "load_kernel", load_kernel)
     monkeypatch.setattr(enqueue, "cuda", lambda: fake.api)
+    monkeypatch.setattr(append_paged_kv_cache, "cuda", lambda: fake.api)
     monkeypatch.setattr(scratch, "cuda", lambda: fake.api)
     monkeypatch.setattr(scratch, "allocator", allocator)
     monkeypatch.setattr(scratch, "_make", lambda device, stream: (COUNTERS, None))
     # torch gives its CPU tensors the index -1.
     monkeypatch.setattr(_readers, "_CUDA", (array.Device("cuda", 0),) * 2)
     props = SimpleNamespace(arch="sm_90a")
-    for module in (merge_splits, rotate_keys):
+    paging = (append_paged_kv_cache, get_batch_indices_positions, get_seq_lens)
+    for module in (merge_splits, rotate_keys, *paging):
         monkeypatch.setattr(module, "device_props", lambda index: props)
     monkeypatch.setattr(jit, "load", lambda name, *_: SimpleNamespace(function=name))
     return fake
@@ -152,18 +167,22 @@ def maker(framework: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
         memory = cupy.cuda.UnownedMemory(address, size, host, device_id=0)
         return cupy.ndarray(shape, host.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
-    monkeypatch.setattr(array, "_empty_cupy", lambda d, index, shape: make_cupy(*shape))
+    def empty(dtype: np.dtype, index: int, shape: tuple[int, ...]) -> Any:
+        return make_cupy(*shape, dtype=dtype.name)
+
+    monkeypatch.setattr(array, "_empty_cupy", empty)
     return make_cupy
 
 
 def fields() -> list[tuple[str, str]]:
     """(format, name) of every field of the kernels' struct, as its header has them."""
     body = HEADER.read_text().split("struct AttentionParams {")[1].split("};")[0]
-    formats = {"int64_t": "q", "int32_t": "i", "float": "f", "uint32_t": "128I"}
+    formats = {"int64_t": "q", "int32_t": "i", "float": "f", "uint32_t": "I"}
     found = []
     for kind, names in re.findall(r"^\s*(?:const )?(\w+\*?) ([^;/]*);", body, re.MULTILINE):
-        code = "Q" if kind.endswith("*") else formats[kind]
-        found += [(code, name.split("[")[0]) for name in names.split(", ")]
+        for name in names.split(", "):
+            code = "Q" if kind.endswith("*") else formats[kind]
+            found.append(("128" + code if "[" in name else code, name.split("[")[0]))
     return found
 
 
@@ -176,3 +195,20 @@ def unpack(raw: bytes) -> dict[str, Any]:
 
 def pointer(x: Any) -> int:
     return array.view(x, "x").ptr
+
+
+def count_functions(call: Callable[[], Any]) -> int:
+    """The functions of the library written in Python that a call runs."""
+    package = str(Path(cupyattn.__file__).parent)
+    counted = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal counted
+        counted += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return counted

@@ -15,6 +15,8 @@ import time
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,12 +27,13 @@ if __name__ == "__main__":
     root = Path(__file__).parents[2]
     sys.path[:0] = [str(root), str(root / "tests")]
 
-from cupyattn import _single, jit
-from cupyattn.launch import rotate_keys
-from cupyattn.launch.instances import SHARED_BYTES
+from cupyattn import _single, dtypes, jit
+from cupyattn.launch import merge_splits, rotate_keys
+from cupyattn.launch.instances import SHARED_BYTES, page_instances
 from cupyattn.launch.packbits import CONFIG as PACKBITS_CONFIG
 from cupyattn.launch.tiles import row_class, tile_config
-from helpers import gpu_cases
+from cupyattn.problem import AttentionProblem
+from helpers import batch_cases, gpu_cases
 from helpers.cases import Case
 from helpers.gpu_calls import Call
 
@@ -67,6 +70,31 @@ def instances(arch: str, calls: Iterable[tuple[Case, bool]] | None = None) -> li
     return list(found)
 
 
+def batch_instances(arch: str) -> list[Instance]:
+    """Every kernel of the random batches, once: those that plans foresee, and those of the runs."""
+    found: dict[Instance, None] = {}
+    for case in map(batch_cases.random_case, range(batch_cases.NUM_CASES)):
+        wanted = case.problem
+        guess = AttentionProblem(
+            dtype_q=dtypes.parse(wanted.dtype),
+            dtype_kv=dtypes.parse(wanted.kv_dtype),
+            dtype_o=dtypes.parse(wanted.o_dtype or wanted.dtype),
+            head_dim_qk=wanted.dims[0],
+            head_dim_vo=wanted.dims[1],
+            pos_encoding=wanted.pos_encoding_mode,
+            soft_cap=wanted.is_capped,
+            custom_mask=wanted.is_masked,
+            paged=case.page_size > 0,
+        )
+        run = replace(guess, aligned=wanted.is_aligned, scale_first=wanted.scale_first)
+        for problem, rows in product((guess, run), {n * case.group for n in case.qo_len if n}):
+            tiles = tile_config(problem, row_class(rows), SHARED_BYTES[arch], True)
+            found[tiles.name, tiles.config] = None
+            if tiles.name == "prefill_sm80":
+                found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
+    return list(found)
+
+
 def _build(job: tuple[str, jit.Config, str]) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # spills are the compile gates' business
@@ -79,7 +107,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     start = time.perf_counter()
-    jobs = [(*instance, args.arch) for instance in instances(args.arch)]
+    all_of = (*instances(args.arch), *batch_instances(args.arch), *page_instances())
+    jobs = [(*instance, args.arch) for instance in all_of]
     print(f"{len(jobs)} kernels, found in {time.perf_counter() - start:.0f} s", flush=True)
     # NVRTC compiles one program at a time in a process; fork after CuPy is loaded is unsafe.
     context = multiprocessing.get_context("spawn")

@@ -11,11 +11,12 @@ import pytest
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A GPU that is not there, on a library that has never seen a call."""
-    from helpers import fake_gpu
+    from helpers import fake_batch, fake_gpu
 
     fake_gpu.forget()
     yield fake_gpu.pretend(monkeypatch)
     fake_gpu.forget()
+    fake_batch.forget()
 
 
 @pytest.fixture(params=["torch", "cupy"])
@@ -26,3 +27,19 @@ def make(
     from helpers import fake_gpu
 
     return fake_gpu.maker(request.param, monkeypatch)
+
+
+@pytest.fixture
+def stream(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The GPU's stream: it computes batches, but only once it is waited for."""
+    from helpers import fake_batch
+
+    return fake_batch.pretend(gpu, monkeypatch)
+
+
+@pytest.fixture
+def device(make: Callable[..., Any], stream: Any) -> Any:
+    """Batches' arrays on the GPU."""
+    from helpers import fake_batch
+
+    return fake_batch.Device(make, stream)

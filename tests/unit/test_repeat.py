@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.fake_gpu import Gpu, Launched, pointer, unpack
+from helpers.fake_gpu import Gpu, Launched, count_functions, pointer, unpack
 
 import cupyattn
 from cupyattn import _repeat, _single
@@ -173,23 +171,6 @@ def test_lengths_beyond_int32_are_refused(gpu: Gpu, make: Callable) -> None:
 
 
 # --- what it costs ---
-
-
-def count_functions(call: Callable[[], Any]) -> int:
-    """The functions of the library written in Python that a call runs."""
-    package = str(Path(cupyattn.__file__).parent)
-    counted = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal counted
-        counted += event == "call" and frame.f_code.co_filename.startswith(package)
-
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return counted
 
 
 def test_a_call_runs_few_functions(gpu: Gpu, make: Callable) -> None:

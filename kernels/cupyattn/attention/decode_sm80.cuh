@@ -1,4 +1,4 @@
-// Decode attention on mma.sync: up to 16 packed query rows of one KV head against a long run of
+// Decode attention on mma.sync: 16 or 32 packed query rows of one KV head against a long run of
 // keys. The keys of a block are dealt to its warps, each with a ring of stages of its own, so that
 // nothing but a warp barrier stands between a load and its use; the warps' states merge at the end.
 #pragma once
@@ -29,7 +29,8 @@ struct DecodeSm80 {
   static constexpr int kHeadDimVO = Config::kHeadDimVO;
   static constexpr int kWarps = Config::kWarps;
   static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kTileQ = 16;
+  static constexpr int kMmaQ = Config::kMmaQ;
+  static constexpr int kTileQ = 16 * kMmaQ;
   static constexpr int kKeys = Config::kKeysPerWarp;
   static constexpr int kTileKV = kWarps * kKeys;
   static constexpr int kStages = Config::kStages;
@@ -123,11 +124,11 @@ struct DecodeSm80 {
     }
     if constexpr (!is_same<DTypeS, DTypeQ>::value) {
       static_assert(Config::kRowScales, "a row of Q has a scale of its own");
-      scale_rows_to_half<QTile, Config::kWarps>(shared.q, shared.rows, warp, lane);
+      scale_rows_to_half<QTile, Config::kWarps>(shared.q, shared.rows, work.num_rows, warp, lane);
       ptx::block_sync();
     }
     if constexpr (kFp8 && !kWidenKeys) {
-      permute_for_fp8_keys<QTile, kThreads>(shared.q, thread);
+      permute_for_fp8_keys<QTile, kThreads>(shared.q, work.num_rows, thread);
       ptx::block_sync();
     }
   }
@@ -164,7 +165,7 @@ struct DecodeSm80 {
     const auto find_page = [&](int tile) {
       const int key = warp_origin + tile * kTileKV + lane;
       return lane < kKeys && key < range.end
-                 ? params.kv_indices[request.kv_start + key / params.page_size]
+                 ? params.kv_indices[request.kv_start + PageSlot::of(params, key).page]
                  : 0;
     };
     // Tiles come in order; the other warps' keys lie between two of this warp's.
@@ -190,7 +191,7 @@ struct DecodeSm80 {
 #pragma unroll
       for (int stage = 0; stage < kStages; ++stage) pages[stage] = find_page(tiles.begin + stage);
     }
-    load_q();
+    if constexpr (kPaged) load_q();
     int load_tile = tiles.begin;
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage, ++load_tile) {
@@ -199,6 +200,8 @@ struct DecodeSm80 {
         // The next tile's offsets take the place of these.
         if constexpr (kPaged) ptx::warp_sync();
       }
+      // While pages are looked up, or the first keys travel, Q is found.
+      if (!kPaged && stage == 0) load_q();
       ptx::cp_async_commit();
     }
     int next_page = pages[kPaged ? kStages - 1 : 0];
@@ -206,24 +209,27 @@ struct DecodeSm80 {
     ptx::block_sync();
     prepare_q();
     const uint32_t q_lane = q_lane_address<QTile>(ptx::shared_address(shared.q), 0, lane);
-    uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][4];
+    uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][kMmaQ][4];
     if constexpr (Config::kQInRegisters) {
 #pragma unroll
       for (int step = 0; step < kStepsQK; ++step) {
-        load_q_fragment<QTile>(q_registers[step], q_lane, 0, step);
+#pragma unroll
+        for (int m = 0; m < kMmaQ; ++m) {
+          load_q_fragment<QTile>(q_registers[step][m], q_lane, 16 * m, step);
+        }
       }
     }
-    const auto load_q_operand = [&](uint32_t (&a)[4], int, int step) {
+    const auto load_q_operand = [&](uint32_t (&a)[4], int m, int step) {
       if constexpr (Config::kQInRegisters) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = q_registers[step][i];
+        for (int i = 0; i < 4; ++i) a[i] = q_registers[step][m][i];
       } else {
-        load_q_fragment<QTile>(a, q_lane, 0, step);
+        load_q_fragment<QTile>(a, q_lane, 16 * m, step);
       }
     };
 
-    float o[1][2 * kColumnGroups][4] = {};
-    OnlineSoftmax<1> softmax;
+    float o[kMmaQ][2 * kColumnGroups][4] = {};
+    OnlineSoftmax<kMmaQ> softmax;
     const float scale = LogitsVariant::softmax_scale(params);
     const float slack = LogitsVariant::softmax_slack(params);
     int stage = 0;
@@ -238,16 +244,16 @@ struct DecodeSm80 {
       if constexpr (kPaged) next_page = find_page(load_tile + 1);
 
       const uint32_t k = k_lane_address<KTile>(prepare_k(ring[stage], first_key), lane);
-      float s[1][kKeys / 8][4];
-      multiply_qk<DTypeS, KTile, kStepsQK, 1, kKeys>(s, load_q_operand, k, 0);
+      float s[kMmaQ][kKeys / 8][4];
+      multiply_qk<DTypeS, KTile, kStepsQK, kMmaQ, kKeys>(s, load_q_operand, k, 0);
       const bool is_masked = Config::kCustomMask || range.cuts(first_key, kKeys);
-      const auto form =
-          LogitsVariant::apply(s, shared.rows, shared.logits, params, first_key, lane, is_masked);
+      const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows, shared.logits, params,
+                                             first_key, lane, is_masked);
       if (is_masked) {
         apply_mask<Config::kCustomMask, decltype(form)>(s, params, request, range, true,
                                                         shared.rows, first_key, lane);
       }
-      softmax.raise_max(s, o, form, scale, slack);
+      if (!form.keeps_max()) softmax.raise_max(s, o, form, scale, slack);
       if (is_masked && ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
         clean_values<VTile, kWarpSize>(ring[stage].v, shared.bad_keys[warp], lane);
         ptx::warp_sync();
@@ -266,9 +272,9 @@ struct DecodeSm80 {
       const uint32_t v_lane = v_lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
 #pragma unroll
       for (int k = 0; k < kKeys / 16; ++k) {
-        uint32_t p[1][4];
-        softmax.exponentiate<DTypeP>(p, s, k, form, scale);
-        multiply_pv<DTypeP, VTile, kColumnGroups, 1>(o, p, v_lane, 16 * k);
+        uint32_t p[kMmaQ][4];
+        softmax.template exponentiate<DTypeP>(p, s, k, form, scale);
+        multiply_pv<DTypeP, VTile, kColumnGroups, kMmaQ>(o, p, v_lane, 16 * k);
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
@@ -276,21 +282,24 @@ struct DecodeSm80 {
   }
 
   // Merges the warps' states, then writes the result, or this split's part of it.
-  __device__ __forceinline__ void finish(const OnlineSoftmax<1>& softmax,
-                                         float (&o)[1][2 * kColumnGroups][4]) {
+  __device__ __forceinline__ void finish(const OnlineSoftmax<kMmaQ>& softmax,
+                                         float (&o)[kMmaQ][2 * kColumnGroups][4]) {
     // The ring is dead once every warp has left its loop; the states take its place.
     ptx::cp_async_wait_group<0>();
     ptx::block_sync();
     WarpStates& states = shared.states;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = 8 * h + (lane >> 2);
-      const float sum = quad_sum(softmax.row_sum[0][h]);
-      if ((lane & 3) == 0) {
-        states.row_max[warp][row] = softmax.base2_max(0, h, LogitsVariant::softmax_scale(params));
-        states.row_sum[warp][row] = sum;
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = 16 * m + 8 * h + (lane >> 2);
+        const float sum = quad_sum(softmax.row_sum[m][h]);
+        if ((lane & 3) == 0) {
+          states.row_max[warp][row] = softmax.base2_max(m, h, LogitsVariant::softmax_scale(params));
+          states.row_sum[warp][row] = sum;
+        }
+        store_output_row<float, kHeadDimVO, kFp8, true>(states.o[warp][row], o[m], h, 1.0f, lane);
       }
-      store_output_row<float, kHeadDimVO, kFp8, true>(states.o[warp][row], o[0], h, 1.0f, lane);
     }
     ptx::block_sync();
 

@@ -13,13 +13,14 @@
 
 namespace cupyattn {
 
-// Converts a tile of bf16 rows to f16 in place; whole warps take rows.
+// Converts a tile of bf16 rows to f16 in place; whole warps take rows. Rows from num_rows on are
+// zeros in either type.
 template <typename Tile, int kWarps>
-__device__ __forceinline__ void scale_rows_to_half(unsigned char* tile, RowInfo* rows, int warp,
-                                                   int lane) {
+__device__ __forceinline__ void scale_rows_to_half(unsigned char* tile, RowInfo* rows, int num_rows,
+                                                   int warp, int lane) {
   constexpr int kWords = Tile::kColumns / 2;
   constexpr int kTopExponent = 127 + 14;  // of 2^14, biased
-  for (int row = warp; row < Tile::kRows; row += kWarps) {
+  for (int row = warp; row < num_rows; row += kWarps) {
     uint32_t* words = reinterpret_cast<uint32_t*>(tile + row * Tile::kRowBytes);
     uint32_t largest = 0;
     for (int w = lane; w < kWords; w += kWarpSize) {
@@ -41,9 +42,10 @@ __device__ __forceinline__ void scale_rows_to_half(unsigned char* tile, RowInfo*
 
 // Reorders the columns of Q so that fragments of fp8 keys meet the right dims (see fragments.cuh).
 template <typename Tile, int kThreads>
-__device__ __forceinline__ void permute_for_fp8_keys(unsigned char* tile, int thread) {
+__device__ __forceinline__ void permute_for_fp8_keys(unsigned char* tile, int num_rows,
+                                                     int thread) {
   constexpr int kGroups = Tile::kColumns / 16;
-  for (int index = thread; index < Tile::kRows * kGroups; index += kThreads) {
+  for (int index = thread; index < num_rows * kGroups; index += kThreads) {
     Vector16* pair = reinterpret_cast<Vector16*>(tile + (index / kGroups) * Tile::kRowBytes +
                                                  (index % kGroups) * 32);
     const Vector16 a = pair[0], b = pair[1];

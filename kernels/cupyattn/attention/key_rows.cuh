@@ -7,8 +7,21 @@
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/params/attention.cuh"
 #include "cupyattn/ptx/cp_async.cuh"
+#include "cupyattn/ptx/math.cuh"
 
 namespace cupyattn {
+
+// Where in its request's table a key's page is, and where in the page the key.
+struct PageSlot {
+  int page, slot;
+
+  static __device__ __forceinline__ PageSlot of(const AttentionParams& params, int key) {
+    const int page =
+        static_cast<int>(ptx::multiply_high(2u * static_cast<uint32_t>(key), params.page_magic) >>
+                         params.page_shift);
+    return PageSlot{page, key - page * params.page_size};
+  }
+};
 
 // Elements from the start of the cache to the row of a key, head aside.
 __device__ __forceinline__ int64_t paged_row(int page, int slot, int64_t stride_page,
@@ -21,8 +34,9 @@ template <bool kPaged>
 __device__ __forceinline__ int64_t value_row(const AttentionParams& params, const Request& request,
                                              int key) {
   if constexpr (kPaged) {
-    const int page = params.kv_indices[request.kv_start + key / params.page_size];
-    return paged_row(page, key % params.page_size, params.v_stride_page, params.v_stride_n);
+    const PageSlot at = PageSlot::of(params, key);
+    const int page = params.kv_indices[request.kv_start + at.page];
+    return paged_row(page, at.slot, params.v_stride_page, params.v_stride_n);
   } else {
     return (static_cast<int64_t>(request.kv_start) + key) * params.v_stride_n;
   }
@@ -34,7 +48,7 @@ struct RowOffsets {
   int64_t k[kTileKV], v[kTileKV];
 
   __device__ __forceinline__ void set(const AttentionParams& params, int row, int key, int page) {
-    const int slot = key % params.page_size;
+    const int slot = PageSlot::of(params, key).slot;
     k[row] = paged_row(page, slot, params.k_stride_page, params.k_stride_n);
     v[row] = paged_row(page, slot, params.v_stride_page, params.v_stride_n);
   }
@@ -53,7 +67,8 @@ struct PagedTiles {
     if (thread >= kTileKV) return;
     const int key = first_key + thread;
     ptx::cp_async_4(ptx::shared_address(&page[place][thread]),
-                    params.kv_indices + request.kv_start + key / params.page_size, key < end_key);
+                    params.kv_indices + request.kv_start + PageSlot::of(params, key).page,
+                    key < end_key);
   }
   __device__ __forceinline__ void publish(const AttentionParams& params, int first_key, int place,
                                           int thread) {
@@ -66,7 +81,7 @@ struct PagedTiles {
     if (thread >= kTileKV) return;
     const int key = first_key + thread;
     const int found =
-        key < end_key ? params.kv_indices[request.kv_start + key / params.page_size] : 0;
+        key < end_key ? params.kv_indices[request.kv_start + PageSlot::of(params, key).page] : 0;
     rows[place].set(params, thread, key, found);
   }
 };

@@ -123,11 +123,12 @@ struct PrefillSm80 {
     }
     if constexpr (!is_same<DTypeS, DTypeQ>::value) {
       static_assert(Config::kRowScales, "a row of Q has a scale of its own");
-      scale_rows_to_half<QTile, Config::kWarps>(shared.q, shared.rows, warp, lane);
+      scale_rows_to_half<QTile, Config::kWarps>(shared.q, shared.rows, shared.work.tile.num_rows,
+                                                warp, lane);
       ptx::block_sync();
     }
     if constexpr (kFp8 && !kWidenKeys) {
-      permute_for_fp8_keys<QTile, kThreads>(shared.q, thread);
+      permute_for_fp8_keys<QTile, kThreads>(shared.q, shared.work.tile.num_rows, thread);
       ptx::block_sync();
     }
   }
@@ -285,10 +286,12 @@ struct PrefillSm80 {
     };
     multiply_qk<DTypeS, KTile, kStepsQK, kMmaQ, kTileKV>(s, load_q,
                                                          loop.k + loop.buffer * KTile::kBytes, 0);
-    const auto form = LogitsVariant::apply(s, shared.rows + warp_row(), shared.logits, params,
-                                           first_key, lane, kHides);
+    const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows + warp_row(),
+                                           shared.logits, params, first_key, lane, kHides);
     if constexpr (kHides) hide_keys<decltype(form)>(s, first_key);
-    softmax.raise_max(s, o, form, scale, LogitsVariant::softmax_slack(params));
+    if (!form.keeps_max()) {
+      softmax.raise_max(s, o, form, scale, LogitsVariant::softmax_slack(params));
+    }
 
     if constexpr (kBuffers == 1) {
       // V has landed; everybody is done with K.

@@ -102,27 +102,21 @@ __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const
 }
 
 // Merges the partial states of one packed row into the output; a whole warp takes part. A lane
-// holds kHeadDim / 32 columns, four at a time, and reads several splits before it uses the first.
+// holds kHeadDim / 32 columns, four at a time, and reads many splits before it uses the first: what
+// a merge takes is round trips to L2.
 template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned>
 __device__ __forceinline__ void merge_row(const AttentionParams& params, const TileWork& work,
                                           int row, int64_t token, int head, int lane) {
-  constexpr int kBatch = 8;
+  constexpr int kBatch = 16;
   const int64_t base = work.state(params);
   const float* lse = params.partial_lse + base * kTileRows + row;
   const float* o = params.partial_o + (base * kTileRows + row) * kHeadDim;
   const int64_t o_stride = static_cast<int64_t>(kTileRows) * kHeadDim;
 
-  float max = -ptx::infinity();
-  for (int split = lane; split < work.num_splits; split += kWarpSize) {
-    max = fmaxf(max, ptx::load_l2(lse + static_cast<int64_t>(split) * kTileRows));
-  }
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) max = fmaxf(max, ptx::shuffle_xor(max, mask));
-
-  RowState state{max, 0.0f};
+  RowState state{-ptx::infinity(), 0.0f};
   for (int column = 4 * lane; column < round_up(kHeadDim, 4 * kWarpSize); column += 4 * kWarpSize) {
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float weights = 0.0f;
+    float max = -ptx::infinity(), weights = 0.0f;
     for (int first = 0; first < work.num_splits; first += kBatch) {
       float part_lse[kBatch];
       float4 part[kBatch];
@@ -135,6 +129,12 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, const T
                       ? ptx::load_l2(reinterpret_cast<const float4*>(o + split * o_stride + column))
                       : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
+      const float old_max = max;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) max = fmaxf(max, part_lse[i]);
+      const float factor = old_max == max ? 1.0f : ptx::ex2_approx(old_max - max);
+      weights *= factor;
+      sum = make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         // An empty split weighs nothing, even beside nothing else.

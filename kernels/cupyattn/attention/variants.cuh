@@ -25,6 +25,8 @@ struct alignas(16) LogitConstants {
   float scale;  // of the raw product, where all rows share it
   float cap;
   float c0, c2, c4;  // the soft cap's polynomial, times the cap
+  float limit;       // raw products up to here are within the polynomial's range
+  float inverse;     // a bound of a base-2 logit, times this, bounds the raw product
 };
 
 // Press, Smith, Lewis 2021 (arXiv 2108.12409), section 3, for any number of heads.
@@ -42,19 +44,46 @@ __device__ __forceinline__ float alibi_slope(int head, int num_heads) {
 //   value(x)         increases with x; maxima are kept in its units, which a scale turns to base 2
 //   exponent(x, c)   value(x) times that scale, plus c
 //   hidden()         the logit of a key that is not seen: value -inf
+//   keeps_max()      whether no maximum can move, because the variant has looked already
 // so that the softmax can take a row's maximum early and do the rest beside matrix products.
 struct ScaledForm {
   float scale;
 
   static __device__ __forceinline__ float hidden() { return -ptx::infinity(); }
+  static constexpr __device__ __forceinline__ bool keeps_max() { return false; }
   __device__ __forceinline__ float value(float x) const { return x; }
   __device__ __forceinline__ float exponent(float x, float c) const { return fmaf(x, scale, c); }
 };
 
+// The odd polynomial closest to tanh on |x| < kTanhRange (a float64 minimax fit): within 1e-7.
+constexpr float kTanhRange = 0.25f;
+constexpr float kTanh1 = 0.9999986290931702f;
+constexpr float kTanh3 = -0.3331570029258728f;
+constexpr float kTanh5 = 0.1276223361492157f;
+
+// Logits of `unit` raw products become base-2 logits under a cap: tanh(x) = 1 - 2 / (1 + e^2x).
+template <int kMmaQ, int kTilesS>
+__device__ __forceinline__ void apply_tanh(float (&s)[kMmaQ][kTilesS][4], float cap, float unit) {
+  const float twice = 2.0f * kLog2e * unit;
+#pragma unroll
+  for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+    for (int n = 0; n < kTilesS; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float power = ptx::ex2_approx(twice * s[m][n][e]);
+        s[m][n][e] = cap * fmaf(-2.0f, ptx::rcp_approx(1.0f + power), 1.0f);
+      }
+    }
+  }
+}
+
 // x times an even polynomial: the soft cap of small logits, or (1, 0, 0) of base-2 logits.
 struct PolynomialForm {
   float c0, c2, c4;
+  bool is_settled;
 
+  __device__ __forceinline__ bool keeps_max() const { return is_settled; }
   // Not -inf, of which the polynomial would make NaN; nothing visible is this small.
   static __device__ __forceinline__ float hidden() { return -1e18f; }
 
@@ -86,7 +115,8 @@ struct PlainLogits {
     return params.softmax_slack;
   }
   template <int kMmaQ, int kTilesS>
-  static __device__ __forceinline__ ScaledForm apply(float (&)[kMmaQ][kTilesS][4], const RowInfo*,
+  static __device__ __forceinline__ ScaledForm apply(float (&)[kMmaQ][kTilesS][4],
+                                                     const float (&)[kMmaQ][2], const RowInfo*,
                                                      const LogitConstants&,
                                                      const AttentionParams& params, int, int,
                                                      bool) {
@@ -100,7 +130,7 @@ template <bool kAlibi, bool kSoftCap, bool kRowScales>
 struct TransformedLogits {
   // Without a cap, base-2 logits. With one, kTanhUnit times the argument of tanh: a unit in which
   // 2, the largest argument of the polynomial, is the first number with the top exponent bit.
-  static constexpr float kTanhUnit = 8.0f;
+  static constexpr float kTanhUnit = 2.0f / kTanhRange;
   static __device__ __forceinline__ float unit(const AttentionParams& params) {
     return kSoftCap ? kTanhUnit * ptx::rcp_approx(params.logits_soft_cap) : kLog2e;
   }
@@ -127,7 +157,8 @@ struct TransformedLogits {
   // The thread's accumulators are rows lane / 4 + 16 m (+ 8) of `rows`, keys first_key + 8 n +
   // 2 (lane % 4) (+ 1). `is_masked`: some of the logits will be hidden.
   template <int kMmaQ, int kTilesS>
-  static __device__ __forceinline__ auto apply(float (&s)[kMmaQ][kTilesS][4], const RowInfo* rows,
+  static __device__ __forceinline__ auto apply(float (&s)[kMmaQ][kTilesS][4],
+                                               const float (&)[kMmaQ][2], const RowInfo* rows,
                                                const LogitConstants& constants,
                                                const AttentionParams&, int first_key, int lane,
                                                bool is_masked) {
@@ -156,35 +187,74 @@ struct TransformedLogits {
       // Most logits are small beside the cap, and special functions are the scarcest unit.
       constexpr uint32_t kTwoOrMore = 0x40000000u;
       if (is_masked || ptx::warp_any(all_bits & kTwoOrMore)) {
-        apply_tanh(s, constants.cap);
-        return PolynomialForm{1.0f, 0.0f, 0.0f};
+        apply_tanh(s, constants.cap, 1.0f / kTanhUnit);
+        return PolynomialForm{1.0f, 0.0f, 0.0f, false};
       }
-      return PolynomialForm{constants.c0, constants.c2, constants.c4};
+      return PolynomialForm{constants.c0, constants.c2, constants.c4, false};
     } else {
       return ScaledForm{1.0f};
     }
   }
+};
+
+// The soft cap of logits that share one positive scale. The raw product takes the scale, the cap
+// and base 2 in one polynomial; one comparison a logit finds out whether all of them are small
+// enough for it and, at once, that no row's maximum moves. That is so for nearly every tile.
+struct CappedLogits {
+  static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token, int head,
+                                                     int) {
+    return RowInfo{token, head, 1.0f, 0.0f};
+  }
+  static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams& params) {
+    const float cap = params.logits_soft_cap * kLog2e;
+    const float unit = params.sm_scale / params.logits_soft_cap;
+    const float cube = unit * unit * unit;
+    const float c4 = cap * cube * unit * unit * kTanh5;
+    // A cap so small that the polynomial leaves float32's range makes no use of it.
+    const float limit = c4 < ptx::infinity() ? kTanhRange / unit : -1.0f;
+    return LogitConstants{unit, cap,   cap * unit * kTanh1,        cap * cube * kTanh3,
+                          c4,   limit, 1.0f / params.softmax_scale};
+  }
+  static __device__ __forceinline__ float softmax_scale(const AttentionParams&) { return 1.0f; }
+  static __device__ __forceinline__ float softmax_slack(const AttentionParams&) { return kSlack; }
+
+  template <int kMmaQ, int kTilesS>
+  static __device__ __forceinline__ PolynomialForm
+  apply(float (&s)[kMmaQ][kTilesS][4], const float (&row_max)[kMmaQ][2], const RowInfo*,
+        const LogitConstants& constants, const AttentionParams&, int, int, bool is_masked) {
+    // The cap makes logits smaller, so what bounds the product bounds the logit.
+    if (!is_masked && !exceeds(s, [&](int m, int h) {
+          return fminf((row_max[m][h] + kSlack) * constants.inverse, constants.limit);
+        })) {
+      return PolynomialForm{constants.c0, constants.c2, constants.c4, true};
+    }
+    if (is_masked || exceeds(s, [&](int, int) { return constants.limit; })) {
+      apply_tanh(s, constants.cap, constants.scale);
+      return PolynomialForm{1.0f, 0.0f, 0.0f, false};
+    }
+    return PolynomialForm{constants.c0, constants.c2, constants.c4, false};
+  }
 
  private:
-  // tanh(x) = 1 - 2 / (1 + e^2x)
-  template <int kMmaQ, int kTilesS>
-  static __device__ __forceinline__ void apply_tanh(float (&s)[kMmaQ][kTilesS][4], float cap) {
+  // Whether some lane of the warp has a logit whose magnitude exceeds its row's bound.
+  template <int kMmaQ, int kTilesS, typename BoundOf>
+  static __device__ __forceinline__ bool exceeds(const float (&s)[kMmaQ][kTilesS][4],
+                                                 BoundOf&& bound_of) {
+    bool found = false;
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
-      for (int n = 0; n < kTilesS; ++n) {
+      for (int h = 0; h < 2; ++h) {
+        const float bound = bound_of(m, h);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float power = ptx::ex2_approx(2.0f * kLog2e / kTanhUnit * s[m][n][e]);
-          s[m][n][e] = cap * fmaf(-2.0f, ptx::rcp_approx(1.0f + power), 1.0f);
+        for (int n = 0; n < kTilesS; ++n) {
+          found |= fabsf(s[m][n][2 * h]) > bound;
+          found |= fabsf(s[m][n][2 * h + 1]) > bound;
         }
       }
     }
+    return ptx::warp_any(found);
   }
-  // The odd polynomial closest to tanh on |x| < 2 / kTanhUnit (a float64 minimax fit): within 1e-7.
-  static constexpr float kTanh1 = 0.9999986290931702f;
-  static constexpr float kTanh3 = -0.3331570029258728f;
-  static constexpr float kTanh5 = 0.1276223361492157f;
 };
 
 template <bool kAlibi, bool kSoftCap, bool kRowScales>
@@ -194,6 +264,10 @@ struct Logits {
 template <>
 struct Logits<false, false, false> {
   using type = PlainLogits;
+};
+template <>
+struct Logits<false, true, false> {
+  using type = CappedLogits;
 };
 
 }  // namespace cupyattn

@@ -61,12 +61,14 @@ struct AttentionParams {
   float softmax_scale;    // sm_scale to base 2; read only where it is positive and the whole scale
   float softmax_slack;    // 8 / softmax_scale
   int32_t first_q_tile;   // (or item) of this launch: grids are limited, requests are not
-  int32_t page_size;      // read by paged kernels
-  int32_t num_work;       // items in `work`
+  int32_t page_size;      // read by paged kernels, as are the next two
+  uint32_t page_magic;    // n / page_size is the high half of 2 n * page_magic, >> page_shift
+  int32_t page_shift;
+  int32_t padding;
   uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };
 
-static_assert(sizeof(AttentionParams) == 128 + 104 + 64 + 4 * kMaxRopePairs,
+static_assert(sizeof(AttentionParams) == 128 + 104 + 72 + 4 * kMaxRopePairs,
               "AttentionParams and its mirror in launch/params.py must agree");
 
 }  // namespace cupyattn

@@ -2,6 +2,8 @@
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
 #pragma once
 
+#include "cupyattn/common/types.cuh"
+
 namespace cupyattn::ptx {
 
 __device__ __forceinline__ float ex2_approx(float x) {
@@ -27,6 +29,8 @@ __device__ __forceinline__ float cos_approx(float x) {
   asm("cos.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
+
+__device__ __forceinline__ uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 

@@ -13,6 +13,10 @@ __device__ __forceinline__ uint32_t atomic_inc_wrap(uint32_t* counter, uint32_t 
   return atomicInc(counter, last);
 }
 
+__device__ __forceinline__ void atomic_add(uint32_t* counter, uint32_t addend) {
+  atomicAdd(counter, addend);
+}
+
 __device__ __forceinline__ void atomic_or_shared(uint32_t* word, uint32_t bits) {
   atomicOr(word, bits);
 }

@@ -1,0 +1,198 @@
+"""What the plan/run wrappers share: their workspace, and how a plan gets to the device.
+
+A plan is written into pinned host memory and copied from there while the host goes on. There are
+two such blocks, used in turn, and each has an event that says when the last copy out of it is over:
+planning again while an earlier plan is still on its way waits for that, and overwrites nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import array, dtypes
+from .array import ArrayView
+from .errors import ArgumentError, PlanError, WorkspaceError
+from .launch.enqueue import cuda
+
+_HOST_TO_DEVICE = 1
+_DEVICE_TO_DEVICE = 3
+_MIN_WORDS = 4096
+
+# (offset, size) of int32 words in the block, and the address they go to.
+Copy = tuple[int, int, int]
+
+
+def view_workspace(x: Any, name: str = "float_workspace_buffer") -> ArrayView:
+    """The view of a float workspace, checked: contiguous, writable, on a 16-byte boundary."""
+    v = array.view(x, name)
+    if v.readonly:
+        raise WorkspaceError(
+            f"{name}: it cannot be written (JAX arrays never can); pass a CuPy, torch or NumPy "
+            "array of bytes"
+        )
+    low, high = array.byte_range(v)
+    if low != v.ptr or high - low != math.prod(v.shape) * v.dtype.itemsize:
+        raise WorkspaceError(
+            f"{name}: shape {list(v.shape)} with strides {list(v.strides)} is not contiguous; pass "
+            "a flat array of bytes"
+        )
+    if v.ptr & 15:
+        raise WorkspaceError(
+            f"{name}: its address is {v.ptr & 15} bytes past a 16-byte boundary; pass a whole "
+            "allocation, or a slice that starts at a multiple of 16 bytes"
+        )
+    return v
+
+
+def require_workspace(v: ArrayView, need: int, what: str) -> None:
+    """WorkspaceError unless the float workspace has `need` bytes."""
+    have = math.prod(v.shape) * v.dtype.itemsize
+    if need > have:
+        raise WorkspaceError(
+            f"float_workspace_buffer: {what} needs {need} bytes and it has {have}; pass a larger "
+            "one (workspace_size() of the same arguments tells), or disable_split_kv=True"
+        )
+
+
+def same_device(workspace: ArrayView, **views: ArrayView | None) -> None:
+    """ArgumentError unless all arrays are where the float workspace is."""
+    for name, v in views.items():
+        if v is not None and v.device != workspace.device:
+            raise ArgumentError(
+                f"{name}: is on {v.device} but float_workspace_buffer is on {workspace.device}; "
+                "move one of them"
+            )
+
+
+def refuse_capture(stream: int, what: str, remedy: str) -> None:
+    """PlanError if the stream is being captured: what it copies would be copied by each replay."""
+    if cuda().is_capturing(stream):
+        raise PlanError(f"{what} cannot be part of a CUDA graph; {remedy}")
+
+
+def on_device(index: int) -> contextlib.AbstractContextManager[Any]:
+    """CUDA calls inside go to device `index`."""
+    api = cuda()
+    return contextlib.nullcontext() if api.get_device() == index else api.Device(index)
+
+
+def copy_on_device(target: int, source: int, num_bytes: int, device: int, stream: int) -> None:
+    """Enqueue a copy between two addresses on one device."""
+    if num_bytes and target != source:
+        with on_device(device):
+            cuda().runtime.memcpyAsync(target, source, num_bytes, _DEVICE_TO_DEVICE, stream)
+
+
+def int32_on_device(v: ArrayView, name: str) -> ArrayView:
+    """A contiguous int32 view of a 1-D integer array on the GPU, converted if it is int64."""
+    if v.dtype is dtypes.int32:
+        return v
+    if v.framework == "torch":
+        return array.view(v.owner.int(), name)
+    with on_device(v.device.index):
+        return array.view(array.as_cupy(v).astype(np.int32), name)
+
+
+class _Block:
+    """Pinned host memory and the event after which it may be written again."""
+
+    __slots__ = ("_memory", "address", "event", "is_in_flight", "words")
+
+    def __init__(self, num_words: int) -> None:
+        self.words, self._memory = _alloc_pinned(num_words)
+        self.address = self.words.ctypes.data
+        self.event = _make_event()
+        self.is_in_flight = False
+
+    def wait(self) -> None:
+        if self.is_in_flight:
+            self.event.synchronize()
+            self.is_in_flight = False
+
+
+def _alloc_pinned(num_words: int) -> tuple[np.ndarray, object]:
+    from cupy.cuda import alloc_pinned_memory
+
+    memory = alloc_pinned_memory(4 * num_words)
+    return np.frombuffer(memory, np.int32, num_words), memory
+
+
+def _make_event() -> Any:
+    from cupy.cuda import Event
+
+    return Event(disable_timing=True)
+
+
+class Staging:
+    """Two pinned blocks, used in turn, out of which plans are copied to one device."""
+
+    def __init__(self, device_index: int) -> None:
+        self._device = device_index
+        self._blocks: list[_Block | None] = [None, None]
+        self._turn = 0
+
+    def block(self, num_words: int) -> np.ndarray:
+        """int32 [>= num_words] of pinned memory that no copy is reading any more."""
+        self._turn = 1 - self._turn
+        block = self._blocks[self._turn]
+        if block is not None:
+            block.wait()
+        if block is None or block.words.size < num_words:
+            size = max(_MIN_WORDS, 1 << (num_words - 1).bit_length())
+            with on_device(self._device):
+                block = self._blocks[self._turn] = _Block(size)
+        return block.words
+
+    def send(self, copies: Sequence[Copy], stream: int) -> None:
+        """Enqueue copies out of the block that `block` returned last."""
+        block = self._blocks[self._turn]
+        assert block is not None
+        runtime, base = cuda().runtime, block.address
+        with on_device(self._device):
+            block.is_in_flight = True
+            try:
+                for offset, size, target in copies:
+                    if size:
+                        source = base + 4 * offset
+                        runtime.memcpyAsync(target, source, 4 * size, _HOST_TO_DEVICE, stream)
+            finally:
+                runtime.eventRecord(block.event.ptr, stream)
+
+    def __del__(self) -> None:
+        # The pool may hand pinned memory out again at once.
+        for block in getattr(self, "_blocks", ()):
+            if block is not None:
+                with contextlib.suppress(Exception):
+                    block.wait()
+
+
+class DeviceWords:
+    """int32 words on the device of a workspace, in memory of its framework."""
+
+    def __init__(self, like: ArrayView) -> None:
+        self._like = like
+        self.view: ArrayView | None = None
+        # Launches on any stream may still read what was outgrown; sizes double, so it is little.
+        self._outgrown: list[ArrayView] = []
+
+    @property
+    def size(self) -> int:
+        return 0 if self.view is None else self.view.shape[0]
+
+    @property
+    def address(self) -> int:
+        return 0 if self.view is None else self.view.ptr
+
+    def reserve(self, num_words: int, exactly: bool = False) -> int:
+        """The address of at least `num_words` words; the memory moves if it has to grow."""
+        if num_words > self.size:
+            if self.view is not None:
+                self._outgrown.append(self.view)
+            size = num_words if exactly else max(_MIN_WORDS, 2 * num_words)
+            self.view = array.view(array.empty((size,), dtypes.int32, self._like), "int workspace")
+        return self.address

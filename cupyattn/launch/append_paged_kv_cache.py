@@ -1,0 +1,148 @@
+"""Launches the append_paged_kv_cache kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from .. import dtypes, jit
+from ..array import ArrayView
+from ..device import device_props
+from ..dtypes import DType
+from . import params, scratch
+from .enqueue import Launch, cuda, enqueue
+
+_THREADS = 256
+_MAX_BLOCKS = 2**31 - 1
+_MAX_LANE_BITS = 5
+_DEVICE_TO_HOST = 2
+# What a kernel that converts nothing takes elements of a size for: bytes are bytes.
+_COPIED = {1: dtypes.uint8, 2: dtypes.float16, 4: dtypes.float32}
+
+
+class Rows(NamedTuple):
+    """Keys, or values, and the cache they go to. Strides are in elements."""
+
+    source: int
+    cache: int
+    source_strides: tuple[int, int]  # token, head
+    cache_strides: tuple[int, int, int]  # page, slot, head
+    head_dim: int
+    scale: float
+
+
+class PageTable(NamedTuple):
+    """The page table of a batch, and the pool that its pages are in."""
+
+    kv_indices: ArrayView
+    kv_indptr: ArrayView
+    num_pages: int
+    page_size: int
+
+
+@lru_cache(maxsize=256)
+def config(dtype: DType, dtype_cache: DType, is_aligned: bool) -> jit.Config:
+    """The kernel's Config; fp8 caches convert wider types."""
+    if dtype is dtype_cache:
+        dtype = dtype_cache = _COPIED[dtype.itemsize]
+    values: dict[str, int | bool | DType] = {"DType": dtype, "DTypeCache": dtype_cache}
+    return jit.Config({**values, "kAligned": is_aligned, "kThreads": _THREADS})
+
+
+def configs() -> Iterator[jit.Config]:
+    """Every Config there is."""
+    wide = (dtypes.float16, dtypes.bfloat16, dtypes.float32)
+    pairs = [(copied, copied) for copied in _COPIED.values()]
+    pairs += [(x, fp8) for x in wide for fp8 in (dtypes.float8_e4m3fn, dtypes.float8_e5m2)]
+    for dtype, dtype_cache in pairs:
+        for is_aligned in (True, False):
+            yield config(dtype, dtype_cache, is_aligned)
+
+
+def launch(
+    k: Rows,
+    v: Rows,
+    dtype: DType,
+    dtype_cache: DType,
+    num_kv_heads: int,
+    batch_indices: ArrayView,
+    positions: ArrayView,
+    table: PageTable,
+    device: int,
+    stream: int,
+    allocate: scratch.Allocate,
+) -> int:
+    """Enqueue the copy of every token of `batch_indices`; index arrays are contiguous int32.
+
+    Returns 0, or under CUPYATTN_DEBUG waits and returns the number of tokens that had no slot.
+    """
+    nnz = batch_indices.shape[0]
+    is_aligned = all(_is_aligned(rows, dtype, dtype_cache) for rows in (k, v))
+    chosen = config(dtype, dtype_cache, is_aligned)
+    kernel = jit.load("append_paged_kv_cache", chosen, device, device_props(device).arch)
+    chunks = max(k.head_dim, v.head_dim) // (16 // dtype.itemsize if is_aligned else 1)
+    lane_bits = min((chunks - 1).bit_length(), _MAX_LANE_BITS)
+    refused = _Refused(stream, allocate) if cuda().is_debugging else None
+    arguments = params.this_thread.launch_buffer
+    params.APPEND_PAGED_KV_CACHE.pack_into(
+        arguments.buffer,
+        arguments.offset,
+        _pack(k),
+        _pack(v),
+        batch_indices.ptr,
+        positions.ptr,
+        table.kv_indices.ptr,
+        table.kv_indptr.ptr,
+        table.kv_indices.shape[0],
+        table.num_pages,
+        table.kv_indptr.shape[0] - 1,
+        table.page_size,
+        0 if refused is None else refused.address,
+        nnz,
+        num_kv_heads,
+        lane_bits,
+    )
+    # The kernel walks on with rows beyond the last block.
+    blocks = min(-(-nnz * num_kv_heads // (_THREADS >> lane_bits)), _MAX_BLOCKS)
+    enqueue(Launch(kernel.function, (blocks, 2, 1), _THREADS, 0), arguments, device, stream)
+    return 0 if refused is None else refused.read()
+
+
+class _Refused:
+    """A counter in device memory, zeroed on a stream."""
+
+    def __init__(self, stream: int, allocate: scratch.Allocate) -> None:
+        self.address, self._owner = allocate(4)
+        cuda().runtime.memsetAsync(self.address, 0, 4, stream)
+
+    def read(self) -> int:
+        """The count, once launches have been waited for."""
+        host = bytearray(4)
+        buffer = (ctypes.c_char * 4).from_buffer(host)
+        cuda().runtime.memcpy(ctypes.addressof(buffer), self.address, 4, _DEVICE_TO_HOST)
+        return int.from_bytes(host, "little")
+
+
+def _pack(rows: Rows) -> bytes:
+    return params.APPENDED_ROWS.pack(
+        rows.source,
+        rows.cache,
+        *rows.source_strides,
+        *rows.cache_strides,
+        rows.head_dim,
+        rows.scale,
+    )
+
+
+def _is_aligned(rows: Rows, dtype: DType, dtype_cache: DType) -> bool:
+    """True if every row can be read 16 bytes at a time, and written as many elements at a time."""
+    count = 16 // dtype.itemsize
+    source = rows.source
+    for stride in (*rows.source_strides, rows.head_dim):
+        source |= stride * dtype.itemsize
+    cache = rows.cache
+    for stride in rows.cache_strides:
+        cache |= stride * dtype_cache.itemsize
+    return source % 16 == 0 and cache % (count * dtype_cache.itemsize) == 0

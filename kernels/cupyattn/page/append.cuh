@@ -1,0 +1,110 @@
+// Copies rows into a paged cache: a group of threads takes one head of one token.
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/page/page_table.cuh"
+#include "cupyattn/params/append_paged_kv_cache.cuh"
+#include "cupyattn/ptx/convert_fp8.cuh"
+#include "cupyattn/ptx/memory.cuh"
+
+namespace cupyattn {
+
+// Elements that one instruction stores.
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) Elements {
+  T x[kCount];
+};
+
+// All 16 bytes at once: the compiler does not join loads of single elements.
+template <typename T, int kCount>
+__device__ __forceinline__ void load_floats(const T* source, float (&value)[kCount]) {
+  if constexpr (kCount == 1) {
+    value[0] = ptx::to_float(*source);
+  } else {
+    static_assert(kCount * sizeof(T) == sizeof(Vector16), "a vector is 16 bytes");
+    const Vector16 vector = *reinterpret_cast<const Vector16*>(source);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if constexpr (sizeof(T) == 4) {
+        value[w] = __uint_as_float(vector.word[w]);
+      } else {
+        ptx::unpack_pair<T>(vector.word[w], value[2 * w], value[2 * w + 1]);
+      }
+    }
+  }
+}
+
+// Stores kCount elements from `source` at `target`, x / scale if they become fp8.
+template <int kCount, typename To, typename From>
+__device__ __forceinline__ void store_elements(To* target, const From* source, float scale) {
+  using Stored = Elements<To, kCount>;
+  if constexpr (is_same<To, From>::value) {
+    *reinterpret_cast<Stored*>(target) = *reinterpret_cast<const Stored*>(source);
+  } else {
+    static_assert(is_fp8<To>::value && !is_fp8<From>::value, "only wider types become fp8");
+    float value[kCount];
+    load_floats(source, value);
+    if (scale != 1.0f) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) value[i] = ptx::divide_rn(value[i], scale);
+    }
+    Stored stored;
+    if constexpr (kCount == 1) {
+      stored.x[0].bits = static_cast<uint8_t>(ptx::floats_to_fp8_pair<To>(value[0], 0.0f));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 2) {
+        const uint32_t pair = ptx::floats_to_fp8_pair<To>(value[i], value[i + 1]);
+        stored.x[i].bits = static_cast<uint8_t>(pair);
+        stored.x[i + 1].bits = static_cast<uint8_t>(pair >> 8);
+      }
+    }
+    *reinterpret_cast<Stored*>(target) = stored;
+  }
+}
+
+// 64-bit divisions cost several times what 32-bit ones do, and few calls need them.
+__device__ __forceinline__ int64_t divide(int64_t a, int32_t b) {
+  if (a >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
+}
+
+template <typename Config>
+__device__ __forceinline__ void append_rows(const AppendPagedKvCacheParams& params,
+                                            const AppendedRows& rows) {
+  using DType = typename Config::DType;
+  using DTypeCache = typename Config::DTypeCache;
+  constexpr int kCount = Config::kAligned ? 16 / static_cast<int>(sizeof(DType)) : 1;
+
+  const int lane = threadIdx.x & ((1 << params.lane_bits) - 1);
+  const int64_t rows_per_block = Config::kThreads >> params.lane_bits;
+  const int64_t num_rows = params.nnz * params.num_kv_heads;
+  int64_t row = blockIdx.x * rows_per_block + (threadIdx.x >> params.lane_bits);
+  for (; row < num_rows; row += gridDim.x * rows_per_block) {
+    const int64_t token = divide(row, params.num_kv_heads);
+    const int64_t head = row - token * params.num_kv_heads;
+
+    // Find the slot; a token without one is left out.
+    const int32_t request = params.batch_indices[token];
+    const Slot slot = find_slot(params.table, request, params.positions[token]);
+    if (slot.page < 0) {
+      const bool is_first = head == 0 && lane == 0 && blockIdx.y == 0;
+      if (params.num_refused != nullptr && request >= 0 && is_first) {
+        ptx::atomic_add(params.num_refused, 1u);
+      }
+      continue;
+    }
+
+    // Copy the row.
+    const DType* source = static_cast<const DType*>(rows.source) + token * rows.source_stride_n +
+                          head * rows.source_stride_h;
+    DTypeCache* target = static_cast<DTypeCache*>(rows.cache) + slot.page * rows.cache_stride_page +
+                         slot.offset * rows.cache_stride_n + head * rows.cache_stride_h;
+    const int64_t stride = kCount << params.lane_bits;
+    for (int64_t i = kCount * lane; i < rows.head_dim; i += stride) {
+      store_elements<kCount>(target + i, source + i, rows.scale);
+    }
+  }
+}
+
+}  // namespace cupyattn

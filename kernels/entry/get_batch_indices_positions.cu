@@ -1,0 +1,33 @@
+// The request and the position of every new token; the tokens of a request are its last.
+#include "cupyattn/params/get_batch_indices_positions.cuh"
+
+#ifndef CUPYATTN_CONFIG
+struct Config {
+  static constexpr int kThreads = 256;
+};
+#endif
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads) cupyattn_get_batch_indices_positions(
+    const __grid_constant__ cupyattn::GetBatchIndicesPositionsParams params) {
+  using namespace cupyattn;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * Config::kThreads + threadIdx.x;
+  if (token >= params.nnz) return;
+
+  // The last request that starts at or before the token: one that is empty starts where its
+  // successor does, so the search passes it by.
+  int64_t low = 0, high = params.batch_size;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (params.append_indptr[middle] <= token ? low : high) = middle;
+  }
+  int32_t request = -1, position = 0;
+  if (params.batch_size > 0 && params.append_indptr[low] <= token) {
+    const int64_t end = params.append_indptr[low + 1];
+    if (token < end) {
+      request = static_cast<int32_t>(low);
+      position = static_cast<int32_t>(token - end + params.seq_lens[low]);
+    }
+  }
+  params.batch_indices[token] = request;
+  params.positions[token] = position;
+}

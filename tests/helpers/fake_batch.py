@@ -1,0 +1,273 @@
+"""A GPU that is not there, for batches: it copies and computes in stream order, when it gets to it.
+
+Copies and launches are put off until somebody waits, so that whatever is overwritten too early
+shows. A launch reads the work list, the page table and the mask at the addresses that it is told,
+and computes with the reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import _batch_geometry, _batch_repeat, _wrapper, array, dtypes, reference
+from cupyattn.launch import batch, packbits, params
+from cupyattn.schedule.batch import WORK_FIELDS
+
+from . import fake_gpu
+
+PINNED = 1 << 44  # no address of the host's
+
+
+class Stream:
+    """Work in order; `limit` keeps that many jobs waiting while others are added."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[tuple[int, Callable[[], None]]] = deque()
+        self.added = self.done = self.launches = 0
+        self.copies: list[tuple[int, int, int]] = []
+        self.waits = 0
+        # What a GPU's allocators give back in stream order, the host's do at once.
+        self.kept: list[Any] = []
+
+    def add(self, job: Callable[[], None]) -> int:
+        self.added += 1
+        self.jobs.append((self.added, job))
+        return self.added
+
+    def finish(self, upto: int | None = None) -> None:
+        while self.jobs and (upto is None or self.jobs[0][0] <= upto):
+            self.done, job = self.jobs.popleft()
+            job()
+
+
+class Event:
+    """An event of the fake stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self.place = stream, 0
+        self.ptr = self
+
+    def synchronize(self) -> None:
+        self._stream.waits += self._stream.done < self.place
+        self._stream.finish(self.place)
+
+
+def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """Let batches run on the fake GPU; call `finish` before reading an answer."""
+    stream = Stream()
+
+    def memcpy(target: int, source: int, size: int, kind: int, raw: int) -> None:
+        assert raw == fake_gpu.STREAM
+        stream.copies.append((target, size, kind))
+        stream.add(lambda: ctypes.memmove(target, source, size))
+
+    def record(event: Event, raw: int) -> None:
+        event.place = stream.add(lambda: None)
+
+    gpu.api.runtime.memcpyAsync = memcpy
+    gpu.api.runtime.eventRecord = record
+    for module in (_wrapper, _batch_module()):
+        monkeypatch.setattr(module, "cuda", lambda: gpu.api)
+    monkeypatch.setattr(_wrapper, "_make_event", lambda: Event(stream))
+    monkeypatch.setattr(_wrapper, "_alloc_pinned", _alloc)
+    monkeypatch.setattr(array, "to_host", _to_host)
+    real_allocator = array.allocator
+
+    def allocator(dtype: Any, like: Any) -> Callable[..., Any]:
+        real = real_allocator(dtype, like)
+
+        def allocate(shape: Any) -> Any:
+            stream.kept.append(real(shape))
+            return stream.kept[-1]
+
+        return allocate
+
+    monkeypatch.setattr(array, "allocator", allocator)
+    monkeypatch.setattr(packbits, "launch", lambda *a: _packbits(stream, *a))
+    monkeypatch.setattr(batch.BatchLauncher, "launch", lambda *a: _launch(stream, *a))
+    forget()
+    return stream
+
+
+def forget() -> None:
+    _batch_geometry._known.clear()
+    _batch_repeat._reader_of.clear()
+
+
+def _batch_module() -> Any:
+    from cupyattn import _batch
+
+    return _batch
+
+
+def _alloc(num_words: int) -> tuple[np.ndarray, object]:
+    words = np.full(num_words, -1, np.int32)
+    return words, words
+
+
+def memory(address: int, dtype: np.dtype, *shape: int) -> np.ndarray:
+    """What is at an address, as an array without a copy."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = (ctypes.c_char * size).from_address(address)
+    return np.frombuffer(raw, dtype).reshape(shape)
+
+
+def _to_host(v: array.ArrayView) -> np.ndarray:
+    return array.as_numpy(
+        array.ArrayView(v.ptr, v.shape, v.strides, v.dtype, array.CPU, "", v.readonly, v.owner)
+    )
+
+
+def _packbits(stream: Stream, bits: Any, packed: Any, begins: Any, starts: Any, *_: Any) -> None:
+    def job() -> None:
+        values = memory(bits.ptr, np.dtype(bool), bits.shape[0])
+        out = memory(packed.ptr, np.dtype(np.uint8), packed.shape[0])
+        edges = (memory(x.ptr, np.dtype(np.int64), x.shape[0]) for x in (begins, starts))
+        begin, start = edges
+        for i in range(len(begin) - 1):
+            own = np.packbits(values[begin[i] : begin[i + 1]], bitorder="little")
+            out[start[i] : start[i] + own.size] = own
+
+    stream.add(job)
+
+
+def _launch(stream: Stream, launcher: Any, schedule: Any, *args: Any) -> None:
+    assert args[-1] == fake_gpu.STREAM
+    stream.launches += 1
+    stream.add(lambda: _compute(launcher, schedule, *args))
+
+
+def _compute(
+    launcher: Any,
+    schedule: Any,
+    words: int,
+    workspace: int,
+    q: int,
+    k: int,
+    v: int,
+    o: int,
+    optional: bytes,
+    strides: bytes,
+    kv_indices: int,
+    mask_bytes: int,
+    output_scale: float,
+    sm_scale: float,
+    raw: int,
+) -> None:
+    assert words % 16 == 0 and workspace % 16 == 0
+    on_device = memory(words, np.dtype(np.int32), schedule.words.size)
+    steps = params.STRIDES.unpack(strides)
+    pointers = params.OPTIONAL.unpack(optional)
+    problem = launcher.problem
+    group, kv_heads = launcher.group_size, launcher.num_kv_heads
+    heads = group * kv_heads
+    per_head = [
+        None if not p else memory(p, np.dtype(np.float32), n)
+        for p, n in zip(pointers[2:], (heads, heads, kv_heads, kv_heads), strict=True)
+    ]
+    requests = set()
+    for part in schedule.parts:
+        count = (part.merges - part.items) // (4 * len(WORK_FIELDS))
+        table = on_device[part.items // 4 :][: count * len(WORK_FIELDS)].reshape(count, -1)
+        for row in table.tolist():
+            if row[6]:
+                start = row[8] % 2**32 + (row[9] << 32)
+                requests.add((row[0], row[1], row[2], row[3], start))
+    for q_start, qo_len, kv_start, kv_len, mask_start in sorted(requests):
+        mask = None
+        if problem.custom_mask:
+            size = -(-qo_len * kv_len // 8)
+            assert not size or (pointers[1] and mask_start + size <= mask_bytes)
+            bits = memory(pointers[1] + mask_start, np.dtype(np.uint8), size)
+            mask = reference.unpack_mask(bits, qo_len, kv_len)
+        rows = np.arange(q_start, q_start + qo_len)
+        own_q = _gather(q, problem.dtype_q, rows * steps[0], steps[1], heads, problem.head_dim_qk)
+        keys = np.arange(kv_len)
+        if launcher.page_size:
+            ids = memory(kv_indices, np.dtype(np.int32), kv_start + -(-kv_len // _size(launcher)))
+            pages = ids[kv_start:].astype(np.int64)[keys // launcher.page_size]
+            slots = keys % launcher.page_size
+        else:
+            pages, slots = np.zeros(kv_len, np.int64), keys + kv_start
+        own_k, own_v = (
+            _gather(x, problem.dtype_kv, pages * page + slots * slot, head, kv_heads, dim)
+            for x, page, slot, head, dim in (
+                (k, steps[10], steps[2], steps[3], problem.head_dim_qk),
+                (v, steps[11], steps[4], steps[5], problem.head_dim_vo),
+            )
+        )
+        options = launcher.options
+        answer, sums = reference.attention(
+            own_q,
+            own_k,
+            own_v,
+            causal=options.causal,
+            window_left=options.window_left,
+            mask=mask,
+            logits_soft_cap=options.logits_soft_cap,
+            sm_scale=sm_scale,
+            pos_encoding_mode=problem.pos_encoding,
+            rope_scale=options.rope_scale,
+            rope_theta=options.rope_theta,
+            sinks=per_head[0],
+            scale_q=per_head[1],
+            scale_k=per_head[2],
+            scale_v=per_head[3],
+        )
+        _scatter(o, answer * output_scale, problem.dtype_o, rows * steps[6], steps[7])
+        if pointers[0]:
+            _scatter(pointers[0], sums[..., None], dtypes.float32, rows * steps[8], steps[9])
+
+
+def _size(launcher: Any) -> int:
+    return launcher.page_size
+
+
+def _offsets(rows: np.ndarray, step: int, heads: int, dim: int) -> np.ndarray:
+    return rows[:, None, None] + np.arange(heads)[:, None] * step + np.arange(dim)
+
+
+def _gather(
+    address: int, dtype: Any, rows: np.ndarray, step: int, heads: int, dim: int
+) -> np.ndarray:
+    where = _offsets(rows, step, heads, dim)
+    return memory(address, dtype.numpy, int(where.max(initial=0)) + 1)[where]
+
+
+def _scatter(address: int, values: np.ndarray, dtype: Any, rows: np.ndarray, step: int) -> None:
+    where = _offsets(rows, step, *values.shape[1:])
+    flat = memory(address, dtype.numpy, int(where.max(initial=0)) + 1)
+    flat[where] = values.astype(dtype.numpy)
+
+
+class Device:
+    """Arrays on the GPU, by what is on the host."""
+
+    def __init__(self, make: Callable[..., Any], stream: Stream) -> None:
+        self.make, self.stream = make, stream
+
+    def put(self, a: np.ndarray) -> Any:
+        x = self.make(*a.shape, dtype=dtypes.BY_NUMPY[a.dtype].name)
+        if a.size:
+            memory(fake_gpu.pointer(x), a.dtype, *a.shape)[...] = a
+        self.stream.kept.append(x)
+        return x
+
+    def get(self, x: Any) -> np.ndarray:
+        self.stream.finish()
+        return np.array(array.to_host(array.view(x, "x")))
+
+    def workspace(self, size: int = 1 << 25) -> Any:
+        return self.make(size, dtype="uint8")
+
+
+def check(device: Device, got: Any, wanted: tuple[np.ndarray, np.ndarray]) -> None:
+    o, lse = (device.get(x) for x in got)
+    np.testing.assert_array_equal(o, wanted[0].astype(o.dtype))
+    np.testing.assert_allclose(lse, wanted[1].astype(np.float32), rtol=1e-6)

@@ -1,0 +1,196 @@
+"""Random appends to poisoned paged caches, and what must be in the caches afterwards, by loops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import cupyattn
+from cupyattn import dtypes
+
+from . import poison
+
+WIDE = ("float16", "bfloat16", "float32")
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+DTYPES = [(x, x) for x in (*WIDE, *FP8)] + [(x, fp8) for x in WIDE for fp8 in FP8]
+
+
+@dataclass(frozen=True)
+class AppendCase:
+    """`form` is "array", "pair", or "no page axis"; `strides` "packed", "gaps" or "unaligned"."""
+
+    dtype: str = "bfloat16"
+    cache_dtype: str = "bfloat16"
+    num_kv_heads: int = 2
+    head_dims: tuple[int, int] = (64, 64)
+    page_size: int = 4
+    kv_layout: str = "NHD"
+    form: str = "array"
+    strides: str = "packed"
+    scales: tuple[float | None, float | None] = (None, None)
+    lengths: tuple[tuple[int, int], ...] = ((5, 3), (0, 7), (9, 0), (2, 1))  # before, appended
+    seed: int = 0
+
+
+@dataclass
+class Append:
+    """A prepared call. `new` are the keys and values in NumPy, `caches` their poisoned pools."""
+
+    case: AppendCase
+    new: list[np.ndarray]
+    caches: list[poison.Poisoned]
+    arguments: dict[str, Any]
+    slots: list[tuple[int, int, int]]  # (row, page, offset)
+    inputs: list[poison.Poisoned] = field(default_factory=list)
+
+    @classmethod
+    def prepare(cls, case: AppendCase, xp: ModuleType, device: str = "cuda") -> Append:
+        rng = np.random.default_rng(case.seed)
+        where = {"xp": xp, "device": device}
+        pg, heads = case.page_size, case.num_kv_heads
+        indptr, indices, last, num_pages = _page_table(case, rng)
+        batch, positions, slots = [], [], []
+        for b, (before, count) in enumerate(case.lengths):
+            for position in range(before, before + count):
+                slots.append((len(batch), indices[indptr[b] + position // pg], position % pg))
+                batch.append(b)
+                positions.append(position)
+                if rng.random() < 0.2:  # a row that is skipped, whatever its position
+                    batch.append(-int(rng.integers(1, 9)))
+                    positions.append(int(rng.integers(-9, 2**31)))
+        new = [special(rng, (len(batch), heads, dim), case.dtype) for dim in case.head_dims]
+        cache_dtype = dtypes.parse(case.cache_dtype).numpy
+        caches = _blank_caches(case, num_pages, cache_dtype, where)
+        inputs = [poison.embed(x, _strides(case.strides, x.shape), **where) for x in new]
+        names = ("append_key", "append_value", "batch_indices", "positions")
+        values = [p.array for p in inputs] + [_upload(x, where) for x in (batch, positions)]
+        arguments = dict(zip(names, values, strict=True))
+        arguments["paged_kv_cache"] = tuple(c.array for c in caches)
+        if case.form == "array":
+            arguments["paged_kv_cache"] = caches[0].array
+        tables = {"kv_indices": indices, "kv_indptr": indptr, "kv_last_page_len": last}
+        arguments |= {name: _upload(x, where) for name, x in tables.items()}
+        arguments |= {"kv_layout": case.kv_layout}
+        names = ("k_scale", "v_scale")
+        arguments |= {n: x for n, x in zip(names, case.scales, strict=True) if x is not None}
+        return cls(case, new, caches, arguments, slots, inputs)
+
+    def run(self, **changes: Any) -> None:
+        assert cupyattn.append_paged_kv_cache(**(self.arguments | changes)) is None
+
+    def check(self) -> None:
+        """Every bit of the caches, and of all around them, is as it must be."""
+        for index, (got, wanted) in enumerate(zip(self._parts(), self.expected(), strict=True)):
+            bits = np.dtype(f"u{got.dtype.itemsize}")
+            differs = got.view(bits) != wanted.view(bits)
+            if differs.any():
+                place = tuple(int(i) for i in np.argwhere(differs)[0])
+                raise AssertionError(
+                    f"{self.case}: {'KV'[index]} at [page, slot, head, dim] {place} is "
+                    f"{got[place]} ({int(got.view(bits)[place]):#x}), wanted {wanted[place]}"
+                    f" ({int(wanted.view(bits)[place]):#x}); {differs.sum()} differ"
+                )
+        for what, p in [*(("cache", c) for c in self.caches), *(("input", x) for x in self.inputs)]:
+            p.assert_intact(f"{self.case}: {what}")
+
+    def expected(self) -> list[np.ndarray]:
+        """K and V [P, page_size, Hkv, D]: poison but for the rows that were appended."""
+        found = []
+        for part, x, scale in zip(self._parts(), self.new, self.case.scales, strict=True):
+            bits = np.dtype(f"u{part.dtype.itemsize}")
+            cache = np.full(part.shape, poison._pattern(part.dtype)).view(part.dtype)
+            stored = x if x.dtype == part.dtype else rounded(x, scale or 1.0, part.dtype)
+            for row, page, offset in self.slots:
+                cache.view(bits)[page, offset] = stored.view(bits)[row]
+            found.append(cache)
+        return found
+
+    def _parts(self) -> list[np.ndarray]:
+        values = [c.values() for c in self.caches]
+        if self.case.form == "array":
+            values = [values[0][:, 0], values[0][:, 1]]
+        if self.case.form == "no page axis":
+            return [np.ascontiguousarray(x[:, None]) for x in values]
+        axes = (0, 1, 2, 3) if self.case.kv_layout == "NHD" else (0, 2, 1, 3)
+        return [np.ascontiguousarray(x.transpose(axes)) for x in values]
+
+
+def rounded(x: np.ndarray, scale: float, dtype: np.dtype) -> np.ndarray:
+    """What ml_dtypes makes of x / scale, with overflow saturated and every NaN 0x7f."""
+    with np.errstate(all="ignore"):
+        quotient = x.astype(np.float32) / np.float32(scale)
+    top = np.float32(ml_dtypes.finfo(dtype).max)
+    found = np.minimum(np.maximum(quotient, -top), top).astype(dtype)
+    bits = np.where(np.isnan(quotient), np.uint8(0x7F), found.view(np.uint8))
+    return bits.view(dtype)
+
+
+def all_roundings() -> np.ndarray:
+    """Every upper half of a float32 with lower halves around each way to round: all fp8 boundaries
+    of both formats are there, from either side, and all values of bfloat16."""
+    low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    high = np.arange(2**16, dtype=np.uint32) << 16
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    return np.concatenate([(high[:, None] | low).reshape(-1).view(np.float32), halves])
+
+
+def special(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Any bits at all for a tenth of the elements, of every magnitude for the others."""
+    kind = dtypes.parse(dtype).numpy
+    with np.errstate(all="ignore"):
+        x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-18, 18, shape)).astype(kind)
+    bits = np.dtype(f"u{kind.itemsize}")
+    wild = rng.integers(0, 2 ** (8 * kind.itemsize), shape, dtype=np.uint64).astype(bits)
+    return np.where(rng.random(shape) < 0.1, wild, x.view(bits)).view(kind)
+
+
+def _page_table(
+    case: AppendCase, rng: np.random.Generator
+) -> tuple[list[int], list[int], list[int], int]:
+    lengths = [before + count for before, count in case.lengths]
+    counts = [-(-n // case.page_size) for n in lengths]
+    indptr = [0, *np.cumsum(counts).tolist()]
+    num_pages = indptr[-1] + 3
+    indices = rng.permutation(num_pages)[: indptr[-1] + 1].tolist()
+    pairs = zip(lengths, counts, strict=True)
+    last = [n - max(count - 1, 0) * case.page_size for n, count in pairs]
+    return indptr, indices, last, num_pages
+
+
+def _blank_caches(
+    case: AppendCase, num_pages: int, dtype: np.dtype, where: dict[str, Any]
+) -> list[poison.Poisoned]:
+    pg, heads = case.page_size, case.num_kv_heads
+    inner = (pg, heads) if case.kv_layout == "NHD" else (heads, pg)
+    shapes = [(num_pages, *inner, dim) for dim in case.head_dims]
+    if case.form == "array":
+        shapes = [(num_pages, 2, *inner, case.head_dims[0])]
+    if case.form == "no page axis":
+        assert pg == 1
+        shapes = [(num_pages, heads, dim) for dim in case.head_dims]
+    # K's and V's own gaps, so that strides must not be mixed up.
+    kinds = (case.strides, "packed" if case.strides == "unaligned" else case.strides)
+    return [
+        poison.blank(shape, dtype, _strides(kind, shape, extra), **where)
+        for extra, (shape, kind) in enumerate(zip(shapes, kinds, strict=False))
+    ]
+
+
+def _strides(kind: str, shape: tuple[int, ...], extra: int = 0) -> tuple[int, ...] | None:
+    """Strides in elements: gaps of multiples of 16 elements, or of one element, after each row."""
+    if kind == "packed":
+        return None
+    strides, reach = [1], shape[-1]
+    for extent in reversed(shape[:-1]):
+        reach += 16 * (1 + extra) if kind == "gaps" else 1
+        strides.append(reach)
+        reach *= extent
+    return tuple(reversed(strides))
+
+
+def _upload(x: list[int], where: dict[str, Any]) -> Any:
+    return poison.embed(np.array(x, np.int32), **where).array

@@ -1,0 +1,272 @@
+"""The batch wrappers on a GPU that is not there: plans reach it, runs answer, the short way too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import batches, fake_batch
+from helpers.batches import HKV, HQ, D
+from helpers.fake_batch import Device, check
+from helpers.fake_gpu import pointer
+
+import cupyattn
+from cupyattn import _batch_run, array
+from cupyattn.errors import ArgumentError, PlanError, WorkspaceError
+
+LENGTHS = ([3, 0, 5, 1], [17, 4, 11, 0])
+
+
+@pytest.fixture
+def no_general_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the run went the general way")
+
+    return lambda: monkeypatch.setattr(_batch_run, "_check_arrays", refuse)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", ["one", "pair"])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_paged(device: Device, layout: str, form: str, page_size: int, no_general_way: Any) -> None:
+    w = cupyattn.BatchPrefillWithPagedKVCacheWrapper(device.workspace(), layout)
+    for seed in range(3):
+        b = batches.make(*LENGTHS, page_size, seed=seed)
+        w.plan(b.qo_indptr, *b.table, HQ, HKV, D, page_size, causal=True)
+        q, cache = device.put(b.q), device.put(b.one_tensor(layout))
+        if form == "pair":
+            cache = tuple(device.put(batches.as_layout(x, layout)) for x in b.cache)
+        for _ in range(2):
+            check(device, w.run(q, cache, return_lse=True), b.expected(causal=True))
+            out = device.put(np.zeros_like(b.q))
+            assert w.run(q, cache, out=out) is out
+            np.testing.assert_array_equal(
+                device.get(out), b.expected(causal=True)[0].astype(np.float16)
+            )
+            if not seed:
+                continue
+            no_general_way()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_ragged(device: Device, layout: str) -> None:
+    w = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(device.workspace(), layout)
+    for seed in range(2):
+        b = batches.make(*LENGTHS, seed=seed)
+        w.plan(b.qo_indptr, b.kv_indptr, HQ, HKV, D, causal=True)
+        k, v = b.ragged()
+        if layout == "HND":
+            k, v = (np.ascontiguousarray(x.swapaxes(0, 1)) for x in (k, v))
+        for _ in range(2):
+            got = w.run(device.put(b.q), device.put(k), device.put(v), return_lse=True)
+            check(device, got, b.expected(causal=True))
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("where", ["host", "device", "ids on the device"])
+def test_decode(device: Device, q_len: int, where: str) -> None:
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
+    for seed, page_size in ((0, 4), (1, 4), (2, 1)):
+        b = batches.make([q_len] * 3, [9, 0, 30], page_size, seed=seed)
+        table = list(b.table)
+        if where == "device":
+            table = [device.put(x) for x in table]
+        elif where == "ids on the device":
+            table[1] = device.put(table[1])
+        w.plan(*table, HQ, HKV, D, page_size, q_len_per_req=q_len)
+        for _ in range(2):
+            got = w.run(device.put(b.q), device.put(b.one_tensor()), return_lse=True)
+            check(device, got, b.expected(causal=True))
+
+
+@pytest.mark.parametrize("form", ["bool", "packed"])
+def test_masks(device: Device, form: str) -> None:
+    w = cupyattn.BatchPrefillWithPagedKVCacheWrapper(device.workspace())
+    b = batches.make(*LENGTHS, 4)
+    q, cache = device.put(b.q), device.put(b.one_tensor())
+    for seed in range(2):
+        masks = b.masks(seed)
+        flat = np.concatenate([m.ravel() for m in masks])
+        given = {"custom_mask": device.put(flat)}
+        if form == "packed":
+            bits = batches.offsets([m.size for m in masks])
+            packed, _ = cupyattn.reference.segment_packbits(flat, bits, "little")
+            given = {"packed_custom_mask": device.put(packed)}
+        w.plan(b.qo_indptr, *b.table, HQ, HKV, D, 4, **given)
+        for _ in range(2):
+            check(device, w.run(q, cache, return_lse=True), b.expected(masks))
+    w.plan(b.qo_indptr, *b.table, HQ, HKV, D, 4)
+    check(device, w.run(q, cache, return_lse=True), b.expected())
+
+
+def test_scales_sinks_and_a_second_variant(device: Device) -> None:
+    w = cupyattn.BatchPrefillWithPagedKVCacheWrapper(device.workspace())
+    b = batches.make(*LENGTHS, 4)
+    sinks = np.array([1, -1, 0, 2], np.float32)
+    by_head = {"k_scale": np.array([0.5, 2], np.float32), "v_scale": np.array([3, -1], np.float32)}
+    q, cache = device.put(b.q), device.put(b.one_tensor())
+    for _ in range(2):
+        w.plan(b.qo_indptr, *b.table, HQ, HKV, D, 4)
+        for _ in range(2):
+            got = w.run(q, cache, sinks=device.put(sinks), k_scale=0.5, return_lse=True)
+            check(device, got, b.expected(sinks=sinks, scale_k=0.5))
+            arrays = {n: device.put(x) for n, x in by_head.items()}
+            got = w.run(q, cache, return_lse=True, **arrays)
+            wanted = b.expected(scale_k=by_head["k_scale"], scale_v=by_head["v_scale"])
+            check(device, got, wanted)
+            got = w.run(q, cache, return_lse=True, q_scale=-1.0)
+            check(device, got, b.expected(scale_q=-1.0))
+
+
+def test_rows_off_16_byte_boundaries(device: Device) -> None:
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
+    b = batches.make([1, 1], [9, 30], 4)
+    flat = device.put(np.zeros(b.q.size + 1, np.float16))
+    shifted = flat[1:].reshape(b.q.shape)
+    fake_batch.memory(pointer(shifted), np.dtype(np.float16), *b.q.shape)[...] = b.q
+    cache = device.put(b.one_tensor())
+    for _ in range(2):
+        w.plan(*b.table, HQ, HKV, D, 4)
+        for q in (shifted, device.put(b.q), shifted):
+            check(device, w.run(q, cache, return_lse=True), b.expected())
+    variants = {v.aligned for v in w._current.prepared}
+    assert variants == {True, False}
+
+
+def test_forward_changes_the_plan(device: Device) -> None:
+    w = cupyattn.BatchPrefillWithPagedKVCacheWrapper(device.workspace())
+    b = batches.make(*LENGTHS, 4)
+    q, cache = device.put(b.q), device.put(b.one_tensor())
+    w.begin_forward(b.qo_indptr, *b.table, HQ, HKV, D, 4)
+    check(device, w.forward_return_lse(q, cache), b.expected())
+    for _ in range(2):
+        got = w.forward_return_lse(q, cache, causal=True, logits_soft_cap=3.0)
+        check(device, got, b.expected(causal=True, logits_soft_cap=3.0))
+    w.end_forward()
+
+
+def test_nothing_to_do(device: Device) -> None:
+    w = cupyattn.BatchPrefillWithPagedKVCacheWrapper(device.workspace(16))
+    for lengths in (([], []), ([0, 0], [3, 0])):
+        b = batches.make(*lengths, 4)
+        w.plan(b.qo_indptr, *b.table, HQ, HKV, D, 4)
+        out, lse = w.run(device.put(b.q), device.put(b.one_tensor()), return_lse=True)
+        assert tuple(out.shape) == (0, HQ, D) and tuple(lse.shape) == (0, HQ)
+    assert device.stream.launches == 0
+    b = batches.make([2, 1], [0, 0], 4)
+    w.plan(b.qo_indptr, *b.table, HQ, HKV, D, 4)
+    got = w.run(device.put(b.q), device.put(b.one_tensor()), return_lse=True)
+    check(device, got, b.expected())
+
+
+# --- what a plan costs the device, and what it may not touch ---
+
+
+def test_a_plan_is_one_copy(device: Device) -> None:
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
+    b = batches.make([1] * 5, [40, 3, 0, 7, 200], 4)
+    for _ in range(3):
+        device.stream.copies.clear()
+        w.plan(*b.table, HQ, HKV, D, 4)
+        ((target, size, kind),) = device.stream.copies
+        assert kind == 1 and target == w._words.address and size <= 4 * w._words.size
+    before = w._words.address
+    long = batches.make([1] * 400, [9] * 400, 4)
+    w.plan(*long.table, HQ, HKV, D, 4)
+    got = w.run(device.put(long.q), device.put(long.one_tensor()), return_lse=True)
+    check(device, got, long.expected())
+    assert w._words.address != before
+
+
+def test_replanning_overwrites_no_copy_in_flight(device: Device) -> None:
+    """Many plans and runs before the device does anything; each run answers for its own plan."""
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
+    rng = np.random.default_rng(0)
+    waiting = []
+    for step in range(60):
+        kv_len = [int(n) for n in rng.integers(0, 40, 4)]
+        b = batches.make([1] * 4, kv_len, 4, seed=step)
+        w.plan(*b.table, HQ, HKV, D, 4)
+        got = w.run(device.put(b.q), device.put(b.one_tensor()), return_lse=True)
+        waiting.append((got, b))
+    assert device.stream.waits >= 50  # the third plan waits for the first
+    for got, b in waiting:
+        check(device, got, b.expected())
+
+
+def test_two_plans_may_be_in_flight(device: Device) -> None:
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
+    b = batches.make([1] * 4, [9, 8, 7, 6], 4)
+    for _ in range(2):
+        w.plan(*b.table, HQ, HKV, D, 4)
+    assert device.stream.waits == 0
+    w.plan(*b.table, HQ, HKV, D, 4)
+    assert device.stream.waits == 1
+
+
+def test_a_bad_plan_leaves_the_last_one(device: Device) -> None:
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
+    b = batches.make([1] * 4, [9, 8, 7, 6], 4)
+    w.plan(*b.table, HQ, HKV, D, 4)
+    device.stream.copies.clear()
+    bad = b.indices.copy()
+    bad[2] = -1
+    with pytest.raises(ArgumentError, match="indices: entry 2 is page -1"):
+        w.plan(b.indptr, bad, b.last_page_len, HQ, HKV, D, 4)
+    with pytest.raises(ArgumentError, match="num_kv_heads"):
+        w.plan(*b.table, HQ, 3, D, 4)
+    assert not device.stream.copies
+    got = w.run(device.put(b.q), device.put(b.one_tensor()), return_lse=True)
+    check(device, got, b.expected())
+
+
+# --- workspaces ---
+
+
+def test_the_workspace_must_do(device: Device) -> None:
+    b = batches.make([1], [100_000], 16, spare_pages=0)
+    wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper
+    w = wrapper(device.workspace(1600))
+    float_bytes, int_bytes = w.workspace_size(*b.table, HQ, HKV, D, 16)
+    assert float_bytes > 1600 and int_bytes > 4 * b.indptr[-1]
+    with pytest.raises(WorkspaceError, match=rf"needs {float_bytes} bytes and it has 1600"):
+        w.plan(*b.table, HQ, HKV, D, 16)
+    with pytest.raises(PlanError, match=r"before plan\(\)"):
+        w.run(device.put(b.q), device.put(b.one_tensor()))
+    w.plan(*b.table, HQ, HKV, D, 16, disable_split_kv=True)
+    w.reset_workspace_buffer(device.workspace(float_bytes), device.workspace(8))
+    w.plan(*b.table, HQ, HKV, D, 16)
+    with pytest.raises(WorkspaceError, match=f"needs {float_bytes} bytes"):
+        w.reset_workspace_buffer(device.workspace(1600))
+    with pytest.raises(WorkspaceError, match="16-byte boundary"):
+        wrapper(device.workspace(1600)[8:])
+    with pytest.raises(ArgumentError, match="float_workspace_buffer: is numpy's on cpu"):
+        w.reset_workspace_buffer(np.zeros(64, np.uint8))
+
+
+def test_debugging_reads_page_ids_on_the_device(device: Device, gpu: Any) -> None:
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
+    b = batches.make([1] * 3, [9, 8, 7], 4)
+    ids = b.indices.copy()
+    ids[1] = -3
+    w.plan(b.indptr, device.put(ids), b.last_page_len, HQ, HKV, D, 4)
+    gpu.api.is_debugging = True
+    with pytest.raises(ArgumentError, match="indices: entry 1 is page -3"):
+        w.plan(b.indptr, device.put(ids), b.last_page_len, HQ, HKV, D, 4)
+
+
+def test_fast_decode_plan_reads_nothing_from_the_device(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
+    b = batches.make([1] * 3, [9, 8, 7], 1)
+    table = [device.put(x) for x in b.table]
+    with monkeypatch.context() as patch:
+        patch.setattr(array, "to_host", None)
+        cupyattn.fast_decode_plan(
+            w, *table, HQ, HKV, D, 1, "NONE", global_override_indptr_cpu=b.indptr
+        )
+    got = w.run(device.put(b.q), device.put(b.one_tensor()), return_lse=True)
+    check(device, got, b.expected())
