@@ -18,6 +18,10 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
+import cupyattn
+
 from . import build
 from .sanitized import TESTS
 
@@ -26,28 +30,36 @@ WANTED = 0.95
 
 def run_cases() -> None:
     """The cases, in a process that gcov's counters are written by."""
-    from helpers import gpu_cases
+    from helpers import batch_cases, gpu_cases, page_faults
+    from helpers.page_cases import Append
 
-    from . import batches, run, test_attention, test_batch, test_mutations
+    from . import gpu, run, test_attention, test_batch, test_mutations
 
-    for case in gpu_cases.ALONE.values():
-        run.single(run.small(case), mode="coverage").check()
+    facts = {"mode": "coverage"}
+    for case in (*gpu_cases.ALONE.values(), replace(gpu_cases.ALONE["alibi, prefill"], group=3)):
+        run.single(run.small(case), **facts).check()
     for name in ("e4m3 cache, prefill", "e4m3 cache, one row"):
-        run.single(run.small(gpu_cases.ALONE[name]), mode="coverage", arch=800).check()
+        run.single(run.small(gpu_cases.ALONE[name]), arch=800, **facts).check()
     for shape in ("split prefill", "split decode"):
         case = replace(test_attention.SMALL, **test_attention.SHAPES[shape], has_sinks=True)
-        run.single(case, mode="coverage", num_sms=16).check()
-    for name in test_batch.CLASSES:
-        for page_size in (0, 16):
-            for seed in (0, 1, 2):
-                batch = batches.random_batch(seed, test_batch.base(name), page_size)
-                batches.run(batch, mode="coverage").check()
+        run.single(case, num_sms=16, **facts).check()
+    for seed in range(60):
+        run.batch(batch_cases.random_case(seed), **facts).check()
     spoil = [(0, "v", (29, 0, 3), float("nan")), (0, "v", (29, 1, 62), float("nan"))]
     for dtype in ("bfloat16", "float8_e4m3fn"):
-        case = replace(test_batch.SMALL, kv_dtype=dtype, causal=True, num_kv_heads=2, group=1)
+        problem = replace(test_batch.BASE.problem, kv_dtype=dtype)
         for qo_len in (5, 20):
-            batch = batches.Batch(case, (qo_len,), (30,), 16)
-            batches.run(batch, spoil, mode="coverage").check()
+            case = replace(test_batch.BASE, problem=problem, qo_len=(qo_len,), kv_len=(30,))
+            run.batch(case, spoil, **facts).check()
+    for seed in range(40):
+        with gpu.plugged_in(arch=(900, 800)[seed % 2], **facts):
+            append = Append.prepare(page_faults.random_case(seed), np)
+            append.run()
+            append.check()
+    with gpu.plugged_in(**facts):
+        table = np.array([0, 2, 2, 3], np.int32)
+        lengths = cupyattn.get_seq_lens(table, np.array([1, 0, 3], np.int32), 4)
+        cupyattn.get_batch_indices_positions(np.array([0, 2, 2, 5], np.int32), lengths, 7)
     for name in ("bad values", "packbits", "sparse mask"):
         test_mutations.CATCHERS[name](mode="coverage")
 

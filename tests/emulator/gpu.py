@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import _readers, array, device, jit
+from cupyattn import _readers, _wrapper, array, device, jit
 from cupyattn.array import ArrayView, Device
 from cupyattn.launch import attention, enqueue, scratch
 from cupyattn.launch.tiles import TileConfig
@@ -134,6 +134,10 @@ class EmulatedGpu:
         self.register(low, high - low, x, not v.readonly)
         return v
 
+    def narrow(self, v: ArrayView, name: str) -> ArrayView:
+        """The int32 copy of an array of integers."""
+        return self.read(_from_numpy(self, v.owner.astype(np.int32), v), name)
+
     def api(self) -> SimpleNamespace:
         """What launch/enqueue.py asks CuPy for."""
         return SimpleNamespace(
@@ -147,9 +151,13 @@ class EmulatedGpu:
             launch_kernel=self.launch,
             runtime=SimpleNamespace(
                 setDevice=lambda index: None,
+                eventRecord=lambda event, stream: None,
+                memcpy=_copy,
+                memcpyAsync=_copy,
                 memsetAsync=lambda address, value, size, stream: ctypes.memset(
                     address, value, size
                 ),
+                streamSynchronize=lambda stream: None,
             ),
         )
 
@@ -197,6 +205,9 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         replace(patch, _readers.cupy_stream, lambda index: STREAM)
         replace(patch, array._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype))
         patch.setitem(_readers._READERS, np.ndarray, gpu.read)
+        replace(patch, _wrapper._alloc_pinned, _alloc_pinned)
+        replace(patch, _wrapper._make_event, _make_event)
+        replace(patch, _wrapper.int32_on_device, lambda v, name: gpu.narrow(v, name))
         patch.setattr(array, "to_host", _to_host)
         patch.setattr(array, "from_numpy", functools.partial(_from_numpy, gpu))
         yield gpu
@@ -224,6 +235,19 @@ def _whole(x: np.ndarray) -> tuple[int, int]:
     return x.ctypes.data, x.ctypes.data + x.nbytes
 
 
+def _copy(target: int, source: int, num_bytes: int, *rest: int) -> None:
+    ctypes.memmove(target, source, num_bytes)
+
+
+def _alloc_pinned(num_words: int) -> tuple[np.ndarray, object]:
+    words = np.full(num_words, -1, np.int32)
+    return words, words
+
+
+def _make_event() -> SimpleNamespace:
+    return SimpleNamespace(ptr=0, synchronize=lambda: None)
+
+
 def _to_host(v: ArrayView) -> np.ndarray:
     return v.owner
 
@@ -236,11 +260,13 @@ def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.nda
 
 def _forget_calls() -> None:
     """What the library remembers of calls holds kernels and addresses of another device."""
-    from cupyattn import _repeat, _single
+    from cupyattn import _batch_geometry, _batch_repeat, _repeat, _single
     from cupyattn.launch import merge_splits, tiles
 
     _single._entries.clear()
     _repeat._known.clear()
+    _batch_geometry._known.clear()
+    _batch_repeat._reader_of.clear()
     caches: list[Callable[..., Any]] = [
         attention.load_kernel,
         merge_splits.config,

@@ -1,29 +1,32 @@
 """Runs calls on the emulated GPU: a case in, NumPy answers out, compared with the reference.
 
-    answer = run.single(case)                  # through cupyattn's public functions
-    answer = run.batch(batch)                  # through BatchLauncher, as the wrappers use it
-    answer.check()
+    run.single(case).check()    # through cupyattn's functions of one request
+    run.batch(case).check()     # through its wrappers
 
 Inputs are read-only and set into poison (helpers/poison.py); a failure prints the first wrong
 coordinate. By hand, for one case of the GPU suite:
 
-    python -m tests.emulator.run "causal, prefill"
+    PYTHONPATH=.:tests python -m emulator.run "causal, prefill"
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from helpers import compare, gpu_cases
+from helpers import batch_calls, batch_cases, gpu_cases
 from helpers.cases import Case
 from helpers.gpu_calls import Call
 
 from . import gpu as gpus
 from .gpu import Launched
+
+# (request, "k" or "v", index, value)
+Spoilt = tuple[int, str, Any, float]
 
 
 @dataclass
@@ -66,31 +69,48 @@ def single(
 
 def small(case: Case, qo_len: int = 70, kv_len: int = 150) -> Case:
     """The case with lengths that take well under a second."""
-    from dataclasses import replace
-
     shorter = replace(case, qo_len=min(case.qo_len, qo_len), kv_len=min(case.kv_len, kv_len))
     return replace(shorter, num_kv_heads=min(case.num_kv_heads, 2))
 
 
-def compare_rows(
-    out: np.ndarray, lse: np.ndarray, arguments: dict[str, Any], what: str, magnitude: float
-) -> None:
-    """Compare one request's output with both models of it; `arguments` as the reference takes."""
-    from helpers import lowprec
+class _BatchCall(batch_calls.Call):
+    """A batch with some values of its keys changed before they are placed."""
 
-    from cupyattn.reference import attention as exact
+    def __init__(self, case: batch_cases.Case, spoil: Sequence[Spoilt], workspace: Any) -> None:
+        self._spoil = spoil
+        super().__init__(case, np, workspace)
 
-    reference = exact(**arguments)
-    low = lowprec.attention(**arguments, o_dtype=out.dtype)
-    compare.assert_close(
-        out,
-        lse,
-        *reference,
-        *low,
-        what=what,
-        p_dtype=arguments["q"].dtype,
-        logit_magnitude=magnitude,
-    )
+    def _place_keys(self) -> None:
+        for request, name, index, value in self._spoil:
+            self.keys[request]["kv".index(name)][index] = value
+        super()._place_keys()
+
+
+@dataclass
+class BatchAnswer:
+    """A batch that has run, and the launches it took."""
+
+    call: batch_calls.Call
+    out: np.ndarray
+    lse: np.ndarray
+    launches: list[Launched]
+
+    def check(self) -> None:
+        """As Answer.check."""
+        self.call.check(self.out, self.lse)
+
+
+def batch(case: batch_cases.Case, spoil: Sequence[Spoilt] = (), **facts: Any) -> BatchAnswer:
+    """A batch through its wrapper. spoil: (request, "k" or "v", index, value)."""
+    facts.setdefault("num_sms", 16)
+    with gpus.plugged_in(**facts) as gpu:
+        workspace = gpu.empty((16 << 20,), np.dtype(np.uint8))
+        call = _BatchCall(case, spoil, workspace)
+        for array in (call.device_q, *(call.cache if type(call.cache) is tuple else [call.cache])):
+            array.flags.writeable = False
+        call.plan()
+        out, lse = call.run()
+        return BatchAnswer(call, out, lse, gpu.launches)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import pytest
 from helpers import compare, gpu_cases
 from helpers.cases import Case
 from helpers.gpu_cases import CLASSES, ProblemClass
+from helpers.page_cases import Append, AppendCase
 
 import cupyattn
 from cupyattn.jit import kernels_dir
@@ -220,4 +221,10 @@ def test_every_entry_file_runs() -> None:
     for changes in ({"mask_kind": "bool"}, rope, SHAPES["split prefill"], SHAPES["decode"]):
         answer = check(replace(SMALL, **changes), num_sms=16)
         seen |= {launch.name for launch in answer.launches}
+    with gpu.plugged_in() as emulated:
+        append = Append.prepare(AppendCase(), np)
+        append.run()
+        lengths = cupyattn.get_seq_lens(*(np.array(x, np.int32) for x in ([0, 2], [3])), 4)
+        cupyattn.get_batch_indices_positions(np.array([0, 5], np.int32), lengths, 5)
+        seen |= {launch.name for launch in emulated.launches}
     assert seen == {path.stem for path in (kernels_dir() / "entry").glob("*.cu")}

@@ -1,4 +1,4 @@
-"""Batches on the host: ragged and paged keys, splits by plan or by size, graphs' spare items."""
+"""Batches through the public wrappers on the host: ragged and paged keys, splits, every option."""
 
 from __future__ import annotations
 
@@ -7,82 +7,107 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import gpu_cases
-from helpers.cases import Case
+from helpers import batch_cases, compare
+from helpers.batch_cases import PROBLEMS, Case, Problem
 
-from . import batches
-from .batches import Batch
+import cupyattn
 
-SMALL = replace(gpu_cases.PLAIN, head_dim_qk=64, head_dim_vo=64, strides=("packed",) * 4)
-HALF = {"dtype": "float16", "kv_dtype": "float16"}
-CLASSES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "float16": HALF,
-    "dim 128": {"head_dim_qk": 128, "head_dim_vo": 128},
-    "dims 192, 128": {"head_dim_qk": 192, "head_dim_vo": 128},
-    "dims 24, 40": {"head_dim_qk": 24, "head_dim_vo": 40},
-    "rope": {"pos_encoding_mode": "ROPE_LLAMA"},
-    "alibi": {"pos_encoding_mode": "ALIBI"},
-    "soft cap": {"logits_soft_cap": 5.0},
-    "mask": {"mask_kind": "packed"},
-    "scales": {"scale_q": "per_head", "scale_k": "per_head", "scale_v": "per_head"},
-    "e4m3": {"kv_dtype": "float8_e4m3fn"},
-    "e5m2, rope": {**HALF, "kv_dtype": "float8_e5m2", "pos_encoding_mode": "ROPE_LLAMA"},
-    "float32 output": {"o_dtype": "float32"},
-}
+from . import gpu, run
+
+COUNT = len(PROBLEMS)
+BASE = Case(
+    seed=1,
+    wrapper="paged",
+    problem=Problem("bfloat16", "bfloat16", (64, 64)),
+    qo_len=(40, 3),
+    kv_len=(600, 500),
+    page_size=16,
+    num_kv_heads=2,
+    group=4,
+    kv_layout="NHD",
+    causal=True,
+    window_left=-1,
+    sm_scale=None,
+    has_sinks=False,
+    scale_v="none",
+    is_pair=True,
+    is_packed=False,
+    ids_on_device=False,
+    table_dtype="int32",
+    split=(None, False),
+    is_padded=False,
+    with_out=True,
+)
+RAGGED: dict[str, Any] = {"wrapper": "ragged", "page_size": 0}
+KINDS = {"ragged": RAGGED, "paged": {}}
 
 
-def base(name: str) -> Case:
-    return replace(SMALL, **CLASSES[name])
-
-
-def check(batch: Batch, **facts: Any) -> batches.BatchAnswer:
-    answer = batches.run(batch, **facts)
-    answer.check()
-    return answer
-
-
-@pytest.mark.parametrize("is_paged", [False, True], ids=["ragged", "paged"])
-@pytest.mark.parametrize("name", CLASSES)
-def test_random_batches(name: str, is_paged: bool) -> None:
-    pages = (1, 3, 16, 64)
-    for seed in range(6):
-        size = pages[seed % 4] if is_paged else 0
-        check(batches.random_batch(seed, base(name), size), seed=seed % 3)
+@pytest.mark.parametrize("index", range(COUNT))
+def test_random_batches(index: int) -> None:
+    for seed in range(index, index + 6 * COUNT, COUNT):
+        run.batch(batch_cases.random_case(seed), seed=seed % 3).check()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 300, 10))
+@pytest.mark.parametrize("first", range(6 * COUNT, 30 * COUNT, COUNT))
 def test_many_random_batches(first: int) -> None:
-    names = [*CLASSES]
-    for seed in range(first, first + 10):
-        check(batches.random_batch(seed, base(names[seed % len(names)])), seed=seed % 3)
+    for seed in range(first, first + COUNT):
+        run.batch(batch_cases.random_case(seed), seed=seed % 3, num_sms=8 + seed % 30).check()
 
 
-@pytest.mark.parametrize("page_size", [0, 16], ids=["ragged", "paged"])
-@pytest.mark.parametrize(("qo_lens", "merges"), [((1, 2), False), ((40, 3), True)])
-def test_splits_of_a_batch(qo_lens: tuple[int, ...], merges: bool, page_size: int) -> None:
-    case = replace(SMALL, num_kv_heads=2, group=4, causal=True)
-    batch = Batch(case, qo_lens, (600, 500), page_size, split_tokens=130)
-    answer = check(batch)
-    assert answer.num_merges > 0
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("qo_len", "merges"), [((1, 2), False), ((40, 33), True)])
+def test_splits(qo_len: tuple[int, ...], merges: bool, kind: str) -> None:
+    size = 130 if kind == "ragged" else 8  # tokens or pages
+    case = replace(BASE, qo_len=qo_len, split=(size, False), **KINDS[kind])
+    answer = run.batch(case)
+    answer.check()
     assert ("merge_splits" in {launch.name for launch in answer.launches}) == merges
 
 
-@pytest.mark.parametrize("page_size", [0, 16], ids=["ragged", "paged"])
-def test_spare_items_of_a_graph_do_nothing(page_size: int) -> None:
-    case = replace(SMALL, num_kv_heads=1, group=4)
-    batch = Batch(case, (3, 1), (300, 90), page_size, is_captured=True)
-    assert check(batch, num_sms=16).num_items > 2
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_of_threads_changes_no_bit(kind: str) -> None:
+    answers = [run.batch(replace(BASE, **KINDS[kind]), seed=seed) for seed in range(4)]
+    for answer in answers[1:]:
+        compare.assert_bitwise_equal(answers[0].out, answer.out, kind)
+        compare.assert_bitwise_equal(answers[0].lse, answer.lse, kind)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("qo_lens", [(1, 3), (40, 20)], ids=["decode", "prefill"])
-@pytest.mark.parametrize("page_size", [0, 16], ids=["ragged", "paged"])
-def test_hidden_values_do_not_contaminate(
-    page_size: int, qo_lens: tuple[int, int], value: float
-) -> None:
+@pytest.mark.parametrize("qo_len", [(1, 3), (40, 20)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_values_do_not_contaminate(kind: str, qo_len: tuple[int, int], value: float) -> None:
     """A window hides the first key from all rows, causality the last from all but one."""
-    case = replace(SMALL, num_kv_heads=2, group=2, causal=True, window_left=70, sm_scale=0.05)
+    case = replace(BASE, qo_len=qo_len, kv_len=(90, 120), window_left=70, sm_scale=0.05)
     spoil = [(1, "v", (119, 1, 3), value), (1, "v", (0, 0), value), (0, "v", (81, 0, 0), value)]
-    batches.run(Batch(case, qo_lens, (90, 120), page_size), spoil).check()
+    run.batch(replace(case, **KINDS[kind]), spoil).check()
+
+
+def test_a_wrapper_for_graphs() -> None:
+    """Its work list has room for batches that need more: what is spare does nothing."""
+    rng = np.random.default_rng(0)
+    heads, dim, page, pages = 4, 64, 16, 40
+    with gpu.plugged_in(num_sms=16) as emulated:
+        pool = rng.standard_normal((pages, 2, page, 2, dim)).astype(np.float16)
+        buffers = [np.zeros(n, np.int32) for n in (6, 64, 5)]
+        wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper(
+            emulated.empty((16 << 20,), np.dtype(np.uint8)),
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=buffers[0],
+            paged_kv_indices_buffer=buffers[1],
+            paged_kv_last_page_len_buffer=buffers[2],
+        )
+        for lengths in ((300, 1, 90, 0, 17), (5, 5, 5, 5, 5)):
+            counts = [-(-n // page) for n in lengths]
+            indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+            ids = rng.permutation(pages)[: indptr[-1]].astype(np.int32)
+            last = np.array([(n - 1) % page + 1 if n else 0 for n in lengths], np.int32)
+            q = rng.standard_normal((5, heads, dim)).astype(np.float16)
+            wrapper.plan(indptr, ids, last, heads, 2, dim, page, q_data_type="float16")
+            out, lse = wrapper.run(q, pool, return_lse=True)
+            for i, n in enumerate(lengths):
+                own = pool[ids[indptr[i] : indptr[i + 1]]]
+                k, v = (own[:, j].reshape(-1, 2, dim)[:n] for j in (0, 1))
+                expected, expected_lse = cupyattn.reference.attention(q[i : i + 1], k, v)
+                np.testing.assert_allclose(out[i : i + 1].astype(np.float64), expected, atol=2e-3)
+                np.testing.assert_allclose(lse[i : i + 1], expected_lse, atol=1e-3)

@@ -16,8 +16,7 @@ import cupyattn
 from cupyattn import env
 from cupyattn.jit import kernels_dir
 
-from . import batches, build, gpu, run
-from .batches import Batch
+from . import build, gpu, run, test_batch
 from .library import EmulatorError
 from .mutation import Mutation
 from .mutations_of_order import ORDER
@@ -44,9 +43,9 @@ def _single(*changes: dict, facts: dict | None = None, base: object = _PREFILL) 
     return catch
 
 
-def _batch(qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], page_size: int) -> Callable:
-    batch = Batch(_PREFILL, qo_lens, kv_lens, page_size)
-    return lambda **facts: batches.run(batch, **facts).check()
+def _batch(qo_len: tuple[int, ...], kv_len: tuple[int, ...]) -> Callable:
+    case = replace(test_batch.BASE, qo_len=qo_len, kv_len=kv_len)
+    return lambda **facts: run.batch(case, **facts).check()
 
 
 def _bad_values(**facts: object) -> None:
@@ -102,8 +101,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "alibi": _single({"pos_encoding_mode": "ALIBI"}),
     "soft cap": _single({"logits_soft_cap": 1.0}),
     "packbits": _packbits,
-    "paged prefill": _batch((40, 70), (150, 90), 16),
-    "paged decode": _batch((1, 3), (600, 150), 16),
+    "paged prefill": _batch((40, 70), (150, 90)),
+    "paged decode": _batch((1, 3), (600, 150)),
 }
 
 

@@ -81,4 +81,24 @@ __device__ __forceinline__ uint32_t e4m3_pair_to_half_pair(uint32_t bytes) {
   return pair;
 }
 
+// Two floats to two fp8, saturated; a NaN has the sign it likes. From sm_89 on.
+#if __CUDA_ARCH__ >= 890
+template <typename Fp8>
+__device__ __forceinline__ uint16_t cvt_rn_satfinite_fp8x2(float high, float low);
+
+template <>
+__device__ __forceinline__ uint16_t cvt_rn_satfinite_fp8x2<e4m3_t>(float high, float low) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+template <>
+__device__ __forceinline__ uint16_t cvt_rn_satfinite_fp8x2<e5m2_t>(float high, float low) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;\n" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+#endif
+
 }  // namespace cupyattn::ptx

@@ -345,6 +345,11 @@ uint32_t atomic_inc_wrap(uint32_t* counter, uint32_t last) {
   return old;
 }
 
+void atomic_add(uint32_t* counter, uint32_t addend) {
+  check_global(counter, 4, true, EMULATOR_CALLER);
+  *counter += addend;
+}
+
 float load_l2(const float* pointer) {
   check_global(pointer, 4, false, EMULATOR_CALLER);
   return *pointer;

@@ -47,6 +47,7 @@ void named_barrier_arrive(int barrier, int num_threads, Where where);
 
 // --- global memory ---
 uint32_t atomic_inc_wrap(uint32_t* counter, uint32_t last);
+void atomic_add(uint32_t* counter, uint32_t addend);
 float load_l2(const float* pointer);
 Floats4 load_l2_16(const void* pointer);
 

@@ -62,4 +62,10 @@ inline uint32_t e4m3_pair_to_half_pair(uint32_t pair) {
   return convert(pair & 0xffu) | convert((pair >> 8) & 0xffu) << 16;
 }
 
+template <typename Fp8>
+inline uint16_t cvt_rn_satfinite_fp8x2(float high, float low) {
+  const emulator::FloatFormat& format = is_same<Fp8, e4m3_t>::value ? emulator::kE4m3 : emulator::kE5m2;
+  return static_cast<uint16_t>(emulator::encode(high, format) << 8 | emulator::encode(low, format));
+}
+
 }  // namespace cupyattn::ptx

@@ -2,6 +2,8 @@
 // than these functions.
 #pragma once
 
+#include "cupyattn/common/types.cuh"
+
 namespace cupyattn::ptx {
 
 inline float flush_denormal(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
@@ -17,6 +19,10 @@ inline float rcp_approx(float x) {
 inline float sin_approx(float x) { return sinf(flush_denormal(x)); }
 
 inline float cos_approx(float x) { return cosf(flush_denormal(x)); }
+
+inline uint32_t multiply_high(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
 
 inline float infinity() { return INFINITY; }
 
