@@ -51,8 +51,8 @@ ORDER = (
     Mutation(
         "no barrier after Q is permuted",
         PREFILL,
-        f"permute_for_fp8_keys<QTile, kThreads>(shared.q, thread);\n      {SYNC}",
-        "permute_for_fp8_keys<QTile, kThreads>(shared.q, thread);\n",
+        f"(shared.q, shared.work.tile.num_rows, thread);\n      {SYNC}",
+        "(shared.q, shared.work.tile.num_rows, thread);\n",
         "fp8",
     ),
     Mutation(

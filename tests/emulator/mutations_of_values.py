@@ -272,9 +272,23 @@ VALUES = (
     Mutation(
         "the soft cap's polynomial past its range",
         VARIANTS,
+        "? kTanhRange / unit : -1.0f",
+        "? 4.0f * kTanhRange / unit : -1.0f",
+        "soft cap",
+    ),
+    Mutation(
+        "a maximum that moves is said to stay",
+        VARIANTS,
+        "(row_max[m][h] + kSlack) * constants.inverse",
+        "(row_max[m][h] + 8.0f * kSlack) * constants.inverse",
+        "large soft cap",
+    ),
+    Mutation(
+        "the polynomial past its range, beside ALiBi",
+        VARIANTS,
         "constexpr uint32_t kTwoOrMore = 0x40000000u;",
         "constexpr uint32_t kTwoOrMore = 0x80000000u & 0x7fffffffu;",
-        "soft cap",
+        "soft cap of alibi",
     ),
     # --- addresses ---
     Mutation(
@@ -301,15 +315,15 @@ VALUES = (
     Mutation(
         "the slot of another page",
         PAGES,
-        "const int slot = key % params.page_size;",
-        "const int slot = (key + 1) % params.page_size;",
+        "const int slot = PageSlot::of(params, key).slot;",
+        "const int slot = PageSlot::of(params, key + 1).slot;",
         "paged prefill",
     ),
     Mutation(
         "the page after the right one",
         PAGES,
-        "request.kv_start + key / params.page_size] : 0;",
-        "request.kv_start + key / params.page_size + 1] : 0;",
+        "request.kv_start + PageSlot::of(params, key).page] : 0;",
+        "request.kv_start + PageSlot::of(params, key).page + 1] : 0;",
         "paged prefill",
     ),
     Mutation(
@@ -325,6 +339,27 @@ VALUES = (
         "const int token = request.q_start + shared.rows[row].token;",
         "const int token = shared.rows[row].token;",
         "paged decode",
+    ),
+    Mutation(
+        "half of a page's number",
+        PAGES,
+        "2u * static_cast<uint32_t>(key), params.page_magic",
+        "static_cast<uint32_t>(key), params.page_magic",
+        "odd pages",
+    ),
+    Mutation(
+        "a token past the pool is written",
+        "cupyattn/page/page_table.cuh",
+        "if (page < 0 || page >= table.num_pages) return kNone;",
+        "if (page < 0 || page > table.num_pages) return kNone;",
+        "append",
+    ),
+    Mutation(
+        "the offset in a page of another position",
+        "cupyattn/page/page_table.cuh",
+        "return {page, position % table.page_size};",
+        "return {page, (position + 1) % table.page_size};",
+        "append",
     ),
     # --- packbits ---
     Mutation(

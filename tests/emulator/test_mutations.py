@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import gpu_cases
+from helpers import gpu_cases, page_faults
+from helpers.page_cases import Append
+from helpers.page_faults import STRAY
 
 import cupyattn
 from cupyattn import env
@@ -43,9 +45,19 @@ def _single(*changes: dict, facts: dict | None = None, base: object = _PREFILL) 
     return catch
 
 
-def _batch(qo_len: tuple[int, ...], kv_len: tuple[int, ...]) -> Callable:
-    case = replace(test_batch.BASE, qo_len=qo_len, kv_len=kv_len)
-    return lambda **facts: run.batch(case, **facts).check()
+def _batch(
+    qo_len: tuple[int, ...], kv_len: tuple[int, ...], page_size: int = 16, num_sms: int = 16
+) -> Callable:
+    case = replace(test_batch.BASE, qo_len=qo_len, kv_len=kv_len, page_size=page_size)
+    return lambda **facts: run.batch(case, num_sms=num_sms, **facts).check()
+
+
+def _append(**facts: object) -> None:
+    with gpu.plugged_in(**facts):
+        append = Append.prepare(STRAY, np)
+        page_faults.spoil(append)
+        append.run()
+        append.check()
 
 
 def _bad_values(**facts: object) -> None:
@@ -78,7 +90,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     # Some of the seeds hide tile 31, the last of a word, and show tile 32.
     "sparse mask": _single(
         *({"mask_kind": "packed", "mask_pattern": "tiles", "seed": n} for n in range(6)),
-        base=replace(_PREFILL, qo_len=5, kv_len=2900, group=4),
+        base=replace(_PREFILL, qo_len=9, kv_len=2900, group=4),
         facts={"num_sms": 1},
     ),
     # Two buffers, no tile cut: no barrier stands between the last read of Q and the output.
@@ -99,10 +111,21 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "no keys": _single({"kv_len": 0}),
     "bad values": _bad_values,
     "alibi": _single({"pos_encoding_mode": "ALIBI"}),
-    "soft cap": _single({"logits_soft_cap": 1.0}),
+    # Logits that the polynomial would still take, were its range four times what it is.
+    "soft cap": _single({"logits_soft_cap": 4.5, "kv_len": 192}),
+    # Logits that grow from tile to tile by more than a float16 holds.
+    "large soft cap": _single(
+        {"logits_soft_cap": 500.0, "sm_scale": 3.0, "kv_len": 192},
+        base=replace(_PREFILL, dtype="float16", kv_dtype="float16"),
+    ),
+    "soft cap of alibi": _single(
+        {"logits_soft_cap": 1.0, "kv_len": 192, "pos_encoding_mode": "ALIBI"}
+    ),
     "packbits": _packbits,
     "paged prefill": _batch((40, 70), (150, 90)),
-    "paged decode": _batch((1, 3), (600, 150)),
+    "paged decode": _batch((1, 3), (600, 150), num_sms=1),
+    "odd pages": _batch((40, 1), (150, 90), page_size=3),
+    "append": _append,
 }
 
 
