@@ -23,7 +23,6 @@ _LOGIT_BYTES = 32
 _WORK_BYTES = 56
 _RANGE_BYTES = (6 + 3 + 1) * 4
 _BAD_KEYS_BYTES = 8
-_NO_PAGES_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,11 @@ def _choose_prefill(
         if rows == LARGE and problem.head_dim_vo > 128:
             layouts.insert(0, (8, 1, 2, max_shared_bytes))
     shapes = _key_shapes(problem) if wide else [(64, 16), (32, 16), (16, 16)]
+    is_square = problem.head_dim_qk == problem.head_dim_vo
+    if layouts[0][0] == 8 and is_square and not (_is_transformed(problem) or problem.custom_mask):
+        # Warps of 16 rows are bound by what they read of shared memory. Q stays in registers where
+        # fewer keys make room for it without spills.
+        q_in_registers, shapes = True, [(48, 16), (32, 16), (16, 16)]
     for warps, blocks, buffers, budget in layouts:
         for tile_kv, keys_per_exp in shapes[:1] if budget == two_blocks else shapes:
             tiles = prefill_tiles(
@@ -96,12 +100,17 @@ def _choose_prefill(
     raise AssertionError(f"no prefill tile fits {max_shared_bytes} bytes of shared memory")
 
 
+def _is_transformed(problem: AttentionProblem) -> bool:
+    """True if more than one scale stands between the product and the softmax."""
+    return problem.soft_cap or problem.scale_first or problem.pos_encoding == "ALIBI"
+
+
 def _key_shapes(problem: AttentionProblem) -> list[tuple[int, int]]:
     """(tile_kv, keys_per_exp) for warps of 32 rows, best first: measured, and without spills.
 
     What a logit goes through takes registers from the keys; tests/compile allows no spills.
     """
-    is_transformed = problem.soft_cap or problem.scale_first or problem.pos_encoding == "ALIBI"
+    is_transformed = _is_transformed(problem)
     dim = max(problem.head_dim_qk, problem.head_dim_vo)
     if dim <= 64:
         first = (64, 16)
@@ -127,8 +136,8 @@ def _choose_decode(problem: AttentionProblem, max_shared_bytes: int) -> TileConf
     row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
     q_in_registers = problem.head_dim_qk <= 192
     # One request has few blocks, so one that fills an SM leaves the fewest partial states to merge:
-    # three stages of 8 to 16 KB a warp. A batch has many, and two an SM fill each other's starts and
-    # ends. Where shared memory is short, fewer warps do.
+    # three stages of 8 to 16 KB a warp. A batch has many, and two an SM fill each other's starts
+    # and ends. Where shared memory is short, fewer warps do.
     if row_bytes > 768:
         shapes = [(4, 16, 1)]
     elif row_bytes >= 512:
@@ -153,10 +162,29 @@ def _round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def _tile_bytes(rows: int, head_dim: int, itemsize: int) -> int:
-    """SharedTile::kBytes: rows padded to an odd number of 16-byte chunks."""
-    columns = _round_up(head_dim, 32 if itemsize == 1 else 16)
-    return rows * (columns * itemsize // 16 | 1) * 16
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """Bytes of a struct's member and its alignment."""
+
+    size: int
+    align: int = 4
+
+
+def _struct(*fields: _Field) -> _Field:
+    """A C++ struct of these members."""
+    offset = 0
+    for field in fields:
+        offset = _round_up(offset, field.align) + field.size
+    align = max(field.align for field in fields)
+    return _Field(_round_up(offset, align), align)
+
+
+def _tile(rows: int, head_dim: int, itemsize: int, count: int = 1) -> _Field:
+    """`count` tiles (SharedTile): rows of whole 128-byte lines are swizzled, others padded."""
+    chunks = _round_up(head_dim, 32 if itemsize == 1 else 16) * itemsize // 16
+    if chunks % 8 == 0:
+        return _Field(count * rows * chunks * 16, 128)
+    return _Field(count * rows * (chunks | 1) * 16, 16)
 
 
 def _common(problem: AttentionProblem, rotates_keys: bool) -> dict[str, int | bool | DType]:
@@ -179,18 +207,22 @@ def _common(problem: AttentionProblem, rotates_keys: bool) -> dict[str, int | bo
     }
 
 
-def _row_bytes(problem: AttentionProblem, tile_q: int) -> int:
-    """A tile of Q, what is known of its rows and logits, and the RoPE steps."""
+def _rows(tile_q: int) -> tuple[_Field, ...]:
+    """What is known of the rows of Q and their logits."""
+    return _Field(16 * tile_q, 16), _Field(_LOGIT_BYTES, 16), _Field(8 * tile_q, 8)
+
+
+def _rope_steps(problem: AttentionProblem) -> _Field:
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
-    rope = 4 * (problem.head_dim_qk // 2) if is_rotated else 4
-    return _tile_bytes(tile_q, problem.head_dim_qk, 2) + (16 + 8) * tile_q + _LOGIT_BYTES + rope
+    return _Field(4 * (problem.head_dim_qk // 2) if is_rotated else 4)
 
 
-def _widened_key_bytes(problem: AttentionProblem, rows: int, rotates_keys: bool) -> int:
+def _widened_keys(problem: AttentionProblem, rows: int, rotates_keys: bool, count: int) -> _Field:
     """fp8 keys that are rotated get a 16-bit copy; otherwise the kernels keep a placeholder."""
     if problem.dtype_kv.is_fp8 and rotates_keys:
-        return _tile_bytes(rows, problem.head_dim_qk, 2)
-    return _PLACEHOLDER
+        return _tile(rows, problem.head_dim_qk, 2, count)
+    itemsize = problem.dtype_kv.itemsize
+    return _Field(_PLACEHOLDER, _tile(rows, problem.head_dim_qk, itemsize).align)
 
 
 def prefill_tiles(
@@ -211,16 +243,20 @@ def prefill_tiles(
     dim_qk, dim_vo = problem.head_dim_qk, problem.head_dim_vo
     tile_q = 16 * mma_q * warps
     itemsize = problem.dtype_kv.itemsize
-    shared = _round_up(
-        _row_bytes(problem, tile_q)
-        + _round_up(_WORK_BYTES + _RANGE_BYTES + _BAD_KEYS_BYTES, 16)
-        + buffers * _tile_bytes(tile_kv, dim_qk, itemsize)
-        + buffers * _tile_bytes(tile_kv, dim_vo, itemsize)
-        + _widened_key_bytes(problem, tile_kv, rotates_keys)
-        + (2 * (2 * 8 + 4) * tile_kv if problem.paged else _NO_PAGES_BYTES)
-        + (_MASK_MAP_BYTES if problem.custom_mask else 4),
-        16,
-    )
+    no_pages, no_mask = _Field(8, 8), _Field(4)
+    shared = _struct(
+        *_rows(tile_q),
+        _Field(_WORK_BYTES, 16),
+        _Field(_RANGE_BYTES),
+        _Field(_BAD_KEYS_BYTES),
+        _tile(tile_q, dim_qk, 2),
+        _tile(tile_kv, dim_qk, itemsize, buffers),
+        _tile(tile_kv, dim_vo, itemsize, buffers),
+        _widened_keys(problem, tile_kv, rotates_keys, 1),
+        _Field(2 * (2 * 8 + 4) * tile_kv, 8) if problem.paged else no_pages,
+        _Field(_MASK_MAP_BYTES) if problem.custom_mask else no_mask,
+        _rope_steps(problem),
+    ).size
     config = _common(problem, rotates_keys) | {
         "kMmaQ": mma_q,
         "kWarps": warps,
@@ -256,20 +292,20 @@ def decode_tiles(
     tile_q = 16 * mma_q
     dim_qk, dim_vo = problem.head_dim_qk, problem.head_dim_vo
     itemsize = problem.dtype_kv.itemsize
-    stage = _tile_bytes(keys_per_warp, dim_qk, itemsize)
-    stage += _tile_bytes(keys_per_warp, dim_vo, itemsize)
-    is_rotated = problem.pos_encoding == "ROPE_LLAMA"
-    wide = _widened_key_bytes(problem, keys_per_warp, is_rotated)
-    row_offsets = warps * keys_per_warp * 2 * 8 if problem.paged else _NO_PAGES_BYTES
+    stage = _struct(_tile(keys_per_warp, dim_qk, itemsize), _tile(keys_per_warp, dim_vo, itemsize))
     states = warps * tile_q * (dim_vo + 8 + 2) * 4
-    shared = _round_up(
-        _row_bytes(problem, tile_q)
-        + _round_up(warps * _BAD_KEYS_BYTES + row_offsets, 16)
-        + (warps * wide if wide > _PLACEHOLDER else wide)
-        + max(warps * stages * stage, states)
-        + 4,
-        16,
-    )
+    is_rotated = problem.pos_encoding == "ROPE_LLAMA"
+    no_pages = _Field(8, 8)
+    shared = _struct(
+        *_rows(tile_q),
+        _Field(warps * _BAD_KEYS_BYTES),
+        _Field(warps * keys_per_warp * 2 * 8, 8) if problem.paged else no_pages,
+        _tile(tile_q, dim_qk, 2),
+        _widened_keys(problem, keys_per_warp, is_rotated, warps),
+        _Field(max(warps * stages * stage.size, states), stage.align),
+        _rope_steps(problem),
+        _Field(4),
+    ).size
     config = _common(problem, is_rotated) | {
         "kMmaQ": mma_q,
         "kWarps": warps,

@@ -38,6 +38,8 @@ _MERGE_OVERHEAD = 3.0
 _MAX_WAVES = 4
 # A split that gains less than this is not worth its merge.
 _WORTHWHILE = 0.95
+# Tiles whose longest is at most this many times their mean are planned as if all were as long.
+_EVEN = 1.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,16 @@ class BatchRequests:
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """What a plan must know of a kernel: its tiles, and how many of its blocks run at a time."""
+    """What a plan must know of a kernel.
+
+    num_slots   blocks that run at a time
+    state_cost  what writing and merging one partial state costs, in the time of a key tile
+    """
 
     tile_q: int
     tile_kv: int
     num_slots: int
+    state_cost: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,57 +227,67 @@ def _splits(
     if not splitting.may_split or len(key_tiles) == 0:
         return None
     longest = int(key_tiles.max())
+    if longest <= 1:
+        return None
     if splitting.tokens:
         chunk = max(1, splitting.tokens // shape.tile_kv)
     else:
-        chunk = _best_chunk(key_tiles, longest, num_kv_heads, shape.num_slots)
+        chunk = _best_chunk(key_tiles, longest, num_kv_heads, shape)
     if chunk >= longest:
         return None
     return np.maximum(-(-key_tiles // chunk), 1)
 
 
-def _best_chunk(key_tiles: np.ndarray, longest: int, num_kv_heads: int, num_slots: int) -> int:
+def _best_chunk(key_tiles: np.ndarray, longest: int, num_kv_heads: int, shape: TileShape) -> int:
     """The most key tiles of one block, by an estimate of when the last block is done.
 
     Example: 64 requests, one of 1,024 key tiles and the others of 4, 8 heads, 264 slots: unsplit
     the long one takes 1,024 tiles' time, in parts of 39 all slots are busy to the end.
     """
-    total = int(key_tiles.sum()) * num_kv_heads
-    num_tiles = len(key_tiles)
-    is_uniform = longest * num_tiles * num_kv_heads == total
-    ideal = total / num_slots + _BLOCK_OVERHEAD
+    items_per_wave = max(1, shape.num_slots // num_kv_heads)
+    total, num_tiles = int(key_tiles.sum()), len(key_tiles)
+    is_even = longest * num_tiles <= _EVEN * total
 
-    def time(chunk: int, blocks: int) -> float:
-        if is_uniform:
-            per_tile = blocks // (num_tiles * num_kv_heads)
-            rounds = -(-blocks // num_slots)
-            return rounds * (-(-longest // per_tile) + _BLOCK_OVERHEAD)
-        work = (total + blocks * _BLOCK_OVERHEAD) / num_slots
-        return max(work + 0.5 * chunk, chunk + _BLOCK_OVERHEAD)
+    def time(chunk: int) -> float:
+        if is_even:
+            parts = -(-longest // chunk)
+            num_items = num_tiles * parts
+            done = -(-num_items // items_per_wave) * (longest / parts + _BLOCK_OVERHEAD)
+        else:
+            num_items = int(_ceil(key_tiles, chunk).sum()) if chunk < longest else num_tiles
+            work = (total + num_items * _BLOCK_OVERHEAD) / items_per_wave
+            # Longest first, the short ones fill the end, if there are any to come.
+            last = key_tiles.min() if num_items >= 2 * items_per_wave else chunk
+            done = max(work + 0.5 * min(chunk, last), chunk + _BLOCK_OVERHEAD)
+        if chunk >= longest:
+            return done
+        return done + _MERGE_OVERHEAD + shape.state_cost * num_items / items_per_wave
 
-    best, best_time = longest, time(longest, num_tiles * num_kv_heads)
-    if best_time * _WORTHWHILE <= ideal:
+    best, best_time = longest, time(longest) * _WORTHWHILE
+    if best_time <= total / items_per_wave + _BLOCK_OVERHEAD:
         return longest
-    best_time *= _WORTHWHILE
-    for chunk in _candidates(total, num_tiles, longest, num_kv_heads, num_slots, is_uniform):
-        splits = np.maximum(np.ceil(key_tiles * (1.0 / chunk)), 1.0)
-        estimate = time(chunk, int(splits.sum()) * num_kv_heads) + _MERGE_OVERHEAD
+    for chunk in _candidates(total, num_tiles, longest, items_per_wave, is_even):
+        estimate = time(chunk)
         if estimate < best_time:
             best, best_time = chunk, estimate
     return best
 
 
+def _ceil(key_tiles: np.ndarray, chunk: int) -> np.ndarray:
+    """How many parts of at most `chunk` tiles each has; float, for integers divide slowly."""
+    return np.maximum(np.ceil(key_tiles * (1.0 / chunk)), 1.0)
+
+
 def _candidates(
-    total: int, num_tiles: int, longest: int, num_kv_heads: int, num_slots: int, is_uniform: bool
+    total: int, num_tiles: int, longest: int, items_per_wave: int, is_even: bool
 ) -> list[int]:
     """Sizes of parts worth a look. None makes more than _MAX_WAVES more waves of blocks."""
-    if is_uniform:
-        blocks = num_tiles * num_kv_heads
-        parts = {max(1, waves * num_slots // blocks) for waves in range(1, _MAX_WAVES + 1)}
-        chunks = {-(-longest // part) for part in parts}
+    if is_even:
+        parts = {waves * items_per_wave // num_tiles for waves in range(1, _MAX_WAVES + 1)}
+        chunks = {-(-longest // part) for part in parts if part > 1}
     else:
-        chunks = {-(-total // (num_slots * waves)) for waves in range(1, _MAX_WAVES + 1)}
-    least = -(-total // (num_slots * _MAX_WAVES))
+        chunks = {-(-total // (items_per_wave * waves)) for waves in range(1, _MAX_WAVES + 1)}
+    least = -(-total // (items_per_wave * _MAX_WAVES))
     return sorted(chunk for chunk in chunks if least <= chunk < longest)
 
 

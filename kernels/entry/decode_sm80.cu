@@ -29,6 +29,6 @@ struct Config {
 extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, Config::kMinBlocks)
     cupyattn_decode_sm80(const __grid_constant__ cupyattn::AttentionParams params) {
   using Kernel = cupyattn::DecodeSm80<Config>;
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
   Kernel(params, *reinterpret_cast<typename Kernel::SharedMemory*>(shared_bytes)).run();
 }

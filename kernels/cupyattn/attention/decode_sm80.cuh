@@ -53,8 +53,8 @@ struct DecodeSm80 {
   using LogitsVariant = typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
 
   struct Stage {
-    alignas(16) unsigned char k[KSourceTile::kBytes];
-    alignas(16) unsigned char v[VTile::kBytes];
+    alignas(KSourceTile::kAlign) unsigned char k[KSourceTile::kBytes];
+    alignas(VTile::kAlign) unsigned char v[VTile::kBytes];
   };
   struct WarpStates {
     // Rows are padded so that neighbouring rows start in different banks.
@@ -68,8 +68,8 @@ struct DecodeSm80 {
     int64_t q_offset[kTileQ];
     BadKeys bad_keys[kWarps];
     typename conditional<kPaged, RowOffsets<kKeys>[kWarps], NoPagedTiles>::type pages;
-    alignas(16) unsigned char q[QTile::kBytes];
-    alignas(16) unsigned char k_wide[kWidenKeys ? kWarps * KTile::kBytes : 16];
+    alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
+    alignas(KTile::kAlign) unsigned char k_wide[kWidenKeys ? kWarps * KTile::kBytes : 16];
     union {
       Stage ring[kWarps][kStages];
       WarpStates states;
@@ -298,7 +298,9 @@ struct DecodeSm80 {
           states.row_max[warp][row] = softmax.base2_max(m, h, LogitsVariant::softmax_scale(params));
           states.row_sum[warp][row] = sum;
         }
-        store_output_row<float, kHeadDimVO, kFp8, true>(states.o[warp][row], o[m], h, 1.0f, lane);
+        float* out = states.o[warp][row];
+        store_output_row<float, kHeadDimVO, kFp8, true>([&](int column) { return out + column; },
+                                                        o[m], h, 1.0f, lane);
       }
     }
     ptx::block_sync();

@@ -46,11 +46,12 @@ __device__ __forceinline__ void permute_for_fp8_keys(unsigned char* tile, int nu
                                                      int thread) {
   constexpr int kGroups = Tile::kColumns / 16;
   for (int index = thread; index < num_rows * kGroups; index += kThreads) {
-    Vector16* pair = reinterpret_cast<Vector16*>(tile + (index / kGroups) * Tile::kRowBytes +
-                                                 (index % kGroups) * 32);
-    const Vector16 a = pair[0], b = pair[1];
-    pair[0] = Vector16{{a.word[0], a.word[2], b.word[0], b.word[2]}};
-    pair[1] = Vector16{{a.word[1], a.word[3], b.word[1], b.word[3]}};
+    const int row = index / kGroups, chunk = index % kGroups * 2;
+    Vector16* first = reinterpret_cast<Vector16*>(tile + Tile::offset(row, chunk));
+    Vector16* second = reinterpret_cast<Vector16*>(tile + Tile::offset(row, chunk + 1));
+    const Vector16 a = *first, b = *second;
+    *first = Vector16{{a.word[0], a.word[2], b.word[0], b.word[2]}};
+    *second = Vector16{{a.word[1], a.word[3], b.word[1], b.word[3]}};
   }
 }
 

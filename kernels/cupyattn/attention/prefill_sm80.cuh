@@ -63,10 +63,10 @@ struct PrefillSm80 {
     TileSpan tiles;
     int end_key;
     BadKeys bad_keys;
-    alignas(16) unsigned char q[QTile::kBytes];
-    alignas(16) unsigned char k_source[kBuffers][KSourceTile::kBytes];
-    alignas(16) unsigned char v[kBuffers][VTile::kBytes];
-    alignas(16) unsigned char k_wide[kWidenKeys ? KTile::kBytes : 16];
+    alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
+    alignas(KSourceTile::kAlign) unsigned char k_source[kBuffers][KSourceTile::kBytes];
+    alignas(VTile::kAlign) unsigned char v[kBuffers][VTile::kBytes];
+    alignas(KTile::kAlign) unsigned char k_wide[kWidenKeys ? KTile::kBytes : 16];
     typename conditional<kPaged, PagedTiles<kTileKV>, NoPagedTiles>::type pages;
     typename conditional<Config::kCustomMask, MaskTileMap<kTileKV>, NoMaskTileMap>::type mask_map;
     typename conditional<Config::kRope, RopeSteps<kHeadDimQK>, NoRopeSteps>::type rope;
@@ -426,8 +426,9 @@ struct PrefillSm80 {
         if (is_split) {
           const int64_t index = (work.state(params) + work.split) * kTileQ + row;
           if (exists) {
+            float* out = params.partial_o + index * kHeadDimVO;
             store_output_row<float, kHeadDimVO, kFp8, true>(
-                params.partial_o + index * kHeadDimVO, o[m], h, state.normaliser(old_max), lane);
+                [&](int column) { return out + column; }, o[m], h, state.normaliser(old_max), lane);
             if ((lane & 3) == 0) params.partial_lse[index] = state.lse();
           }
           continue;
@@ -435,12 +436,16 @@ struct PrefillSm80 {
         state.add_sink(sink_of(params, head));
         const float factor = state.normaliser(old_max) * output_scale;
         if constexpr (kStagesOutput) {
-          DTypeO* staged = reinterpret_cast<DTypeO*>(shared.q + row * QTile::kRowBytes);
+          const auto staged = [&](int column) {
+            return reinterpret_cast<DTypeO*>(shared.q + QTile::offset(row, column / 8)) +
+                   column % 8;
+          };
           store_output_row<DTypeO, kHeadDimVO, kFp8, true>(staged, o[m], h, factor, lane);
         } else if (exists) {
           DTypeO* out =
               static_cast<DTypeO*>(params.o) + token * params.o_stride_n + head * params.o_stride_h;
-          store_output_row<DTypeO, kHeadDimVO, kFp8, Config::kAligned>(out, o[m], h, factor, lane);
+          store_output_row<DTypeO, kHeadDimVO, kFp8, Config::kAligned>(
+              [&](int column) { return out + column; }, o[m], h, factor, lane);
         }
         if (exists && params.lse != nullptr && (lane & 3) == 0) {
           params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
@@ -461,7 +466,7 @@ struct PrefillSm80 {
                     (q_start + shared.rows[row].token) * params.o_stride_n +
                     shared.rows[row].head * params.o_stride_h;
       reinterpret_cast<Vector16*>(out)[chunk] =
-          reinterpret_cast<const Vector16*>(shared.q + row * QTile::kRowBytes)[chunk];
+          *reinterpret_cast<const Vector16*>(shared.q + QTile::offset(row, chunk));
     }
   }
 };

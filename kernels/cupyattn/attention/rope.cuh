@@ -67,8 +67,8 @@ __device__ __forceinline__ void rotate_tile(unsigned char* tile, const RopeSteps
   for (int index = thread; index < Tile::kRows * kPairs; index += kThreads) {
     const int row = index / kPairs;
     const int chunk = index % kPairs;
-    unsigned char* low_address = tile + row * Tile::kRowBytes + chunk * 16;
-    unsigned char* high_address = low_address + kPairs * 16;
+    unsigned char* low_address = tile + Tile::offset(row, chunk);
+    unsigned char* high_address = tile + Tile::offset(row, chunk + kPairs);
     Vector16 low = *reinterpret_cast<Vector16*>(low_address);
     Vector16 high = *reinterpret_cast<Vector16*>(high_address);
     rotate_chunks<typename Tile::T>(low, high, steps.step + 8 * chunk,
@@ -89,14 +89,14 @@ __device__ __forceinline__ void convert_tile(const unsigned char* source, unsign
     const int row = index / kGroups;
     const int group = index % kGroups;
     const uint32_t* bytes =
-        reinterpret_cast<const uint32_t*>(source + row * Fp8Tile::kRowBytes + group * 8);
+        reinterpret_cast<const uint32_t*>(source + Fp8Tile::offset(row, group / 2) + group % 2 * 8);
     Vector16 out;
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
       out.word[2 * w] = ptx::fp8_to_pair<T, Fp8, 0, 1>(bytes[w]);
       out.word[2 * w + 1] = ptx::fp8_to_pair<T, Fp8, 2, 3>(bytes[w]);
     }
-    *reinterpret_cast<Vector16*>(tile + row * Tile::kRowBytes + group * 16) = out;
+    *reinterpret_cast<Vector16*>(tile + Tile::offset(row, group)) = out;
   }
 }
 

@@ -68,10 +68,10 @@ __device__ __forceinline__ void store_pair(DTypeO* pointer, float first, float s
   }
 }
 
-// Writes one row of accumulators, times `factor`. With fp8 values the columns of two neighbouring
-// n-tiles interleave (see fragments.cuh).
-template <typename DTypeO, int kHeadDim, bool kFp8Values, bool kAligned, int kTilesO>
-__device__ __forceinline__ void store_output_row(DTypeO* out, const float (&o)[kTilesO][4], int h,
+// Writes one row of accumulators, times `factor`; `at(column)` is where an even column goes. With
+// fp8 values the columns of two neighbouring n-tiles interleave (see fragments.cuh).
+template <typename DTypeO, int kHeadDim, bool kFp8Values, bool kAligned, int kTilesO, typename At>
+__device__ __forceinline__ void store_output_row(At&& at, const float (&o)[kTilesO][4], int h,
                                                  float factor, int lane) {
   const int t = lane & 3;
 #pragma unroll
@@ -81,7 +81,7 @@ __device__ __forceinline__ void store_output_row(DTypeO* out, const float (&o)[k
     const float first = kFp8Values ? o[n - pair][2 * h + pair] : o[n][2 * h];
     const float second = kFp8Values ? o[n - pair + 1][2 * h + pair] : o[n][2 * h + 1];
     if (kHeadDim % 16 == 0 || column < kHeadDim) {
-      store_pair<DTypeO, kAligned>(out + column, first * factor, second * factor);
+      store_pair<DTypeO, kAligned>(at(column), first * factor, second * factor);
     }
   }
 }

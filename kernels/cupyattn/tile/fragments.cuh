@@ -16,8 +16,7 @@
 
 namespace cupyattn {
 
-// Each lane's address of the first fragment of a tile; the others are constants away from it, which
-// the assembler folds into the load.
+// Each lane's address of the first fragment of a tile; the others are found by SharedTile::advance.
 template <typename QTile>
 __device__ __forceinline__ uint32_t q_lane_address(uint32_t tile, int first_row, int lane) {
   return QTile::address(tile, first_row + (lane & 15), lane >> 4);
@@ -36,14 +35,14 @@ __device__ __forceinline__ uint32_t v_lane_address(uint32_t tile, int lane) {
 // The A fragment of 16 rows from row `row` of the warp's on, 16 columns at k-step `step`.
 template <typename QTile>
 __device__ __forceinline__ void load_q_fragment(uint32_t (&a)[4], uint32_t q, int row, int step) {
-  ptx::ldmatrix_x4(a, q + row * QTile::kRowBytes + step * 32);
+  ptx::ldmatrix_x4(a, QTile::advance(q, row, 2 * step));
 }
 
 // The B fragments of 16 keys at k-step `step`: b[0..1] for keys 0-7, b[2..3] for keys 8-15.
 template <typename T, typename KTile>
 __device__ __forceinline__ void load_k_fragment(uint32_t (&b)[4], uint32_t k, int key, int step) {
   static_assert(sizeof(typename KTile::T) == 2, "fp8 keys come two k-steps at a time");
-  ptx::ldmatrix_x4(b, k + key * KTile::kRowBytes + step * 32);
+  ptx::ldmatrix_x4(b, KTile::advance(k, key, 2 * step));
 }
 
 // The same for fp8: k-steps `step` and `step + 1`.
@@ -52,7 +51,7 @@ __device__ __forceinline__ void load_k_fragments_fp8(uint32_t (&b)[2][4], uint32
                                                      int step) {
   using Fp8 = typename KTile::T;
   uint32_t bytes[4];
-  ptx::ldmatrix_x4(bytes, k + key * KTile::kRowBytes + step * 16);
+  ptx::ldmatrix_x4(bytes, KTile::advance(k, key, step));
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
 #pragma unroll
@@ -67,7 +66,7 @@ __device__ __forceinline__ void load_k_fragments_fp8(uint32_t (&b)[2][4], uint32
 template <typename T, typename VTile>
 __device__ __forceinline__ void load_v_fragment(uint32_t (&b)[4], uint32_t v, int key, int group) {
   static_assert(sizeof(typename VTile::T) == 2, "fp8 values come two column groups at a time");
-  ptx::ldmatrix_x4_trans(b, v + key * VTile::kRowBytes + group * 32);
+  ptx::ldmatrix_x4_trans(b, VTile::advance(v, key, 2 * group));
 }
 
 // The same for fp8: column groups `group` and `group + 1`.
@@ -76,7 +75,7 @@ __device__ __forceinline__ void load_v_fragments_fp8(uint32_t (&b)[2][4], uint32
                                                      int group) {
   using Fp8 = typename VTile::T;
   uint32_t bytes[4];
-  ptx::ldmatrix_x4_trans(bytes, v + key * VTile::kRowBytes + group * 16);
+  ptx::ldmatrix_x4_trans(bytes, VTile::advance(v, key, group));
 #pragma unroll
   for (int g = 0; g < 2; ++g) {
 #pragma unroll

@@ -1,6 +1,8 @@
-// A tile of rows in shared memory. Rows are padded to an odd number of 16-byte chunks: eight
-// consecutive rows then start in eight different bank groups, so ldmatrix has no conflicts and
-// every address is a base plus a compile-time offset (a swizzle would need an XOR for each).
+// A tile of rows in shared memory, in 16-byte chunks. Eight consecutive rows must start in eight
+// different bank groups, or ldmatrix has conflicts. Rows of whole 128-byte lines keep their lines
+// and swap chunks within them by an XOR with the row: were they padded instead, each line of global
+// memory would straddle two lines here, and half of L2's sectors would be sent twice. Other rows
+// are padded to an odd number of chunks.
 #pragma once
 
 #include "cupyattn/common/math.cuh"
@@ -17,11 +19,30 @@ struct SharedTile {
   // Fragments take 16 elements of 16 bits, or two 16-byte chunks of fp8, at a time.
   static constexpr int kColumns = round_up(kHeadDim, is_fp8<T>::value ? 32 : 16);
   static constexpr int kChunks = kColumns / kElementsPerChunk;
-  static constexpr int kRowBytes = (kChunks | 1) * 16;
+  static constexpr bool kSwizzled = kChunks % 8 == 0;
+  static constexpr int kAlign = kSwizzled ? 128 : 16;
+  static constexpr int kRowBytes = (kSwizzled ? kChunks : kChunks | 1) * 16;
   static constexpr int kBytes = kRows * kRowBytes;
 
+  // Bytes from the start of the tile, which is aligned to kAlign.
+  static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
+    return row * kRowBytes + (kSwizzled ? chunk ^ (row & 7) : chunk) * 16;
+  }
   static __device__ __forceinline__ uint32_t address(uint32_t base, int row, int chunk) {
-    return base + row * kRowBytes + chunk * 16;
+    return base + offset(row, chunk);
+  }
+  // From the address of chunk 0 or 1 of a row to `chunks` (even) further on, `rows` (a multiple of
+  // 8) further down. Both are constants, so this is an immediate and, swizzled, one XOR.
+  static __device__ __forceinline__ uint32_t advance(uint32_t address, int rows, int chunks) {
+    if constexpr (kSwizzled) {
+      return (address ^ ((chunks & 7) * 16)) + (chunks / 8) * 128 + rows * kRowBytes;
+    }
+    return address + chunks * 16 + rows * kRowBytes;
+  }
+  // From the address of a chunk to the same chunk `rows` further down, where the bits of `rows` are
+  // none of the row's.
+  static __device__ __forceinline__ uint32_t descend(uint32_t address, int rows) {
+    return (kSwizzled ? address ^ ((rows & 7) * 16) : address) + rows * kRowBytes;
   }
 };
 
@@ -55,6 +76,7 @@ struct RowCopier {
   static constexpr bool kWalks =
       kThreads % Tile::kChunks == 0 && Tile::kRows % (kThreads / Tile::kChunks) == 0;
   static constexpr int kStep = kWalks ? kThreads / Tile::kChunks : Tile::kRows;
+  static_assert(!kWalks || (kStep & (kStep - 1)) == 0, "Tile::descend needs bits of its own");
 
   // This thread's first chunk if it walks, else a whole row: the next tile's first, or, gathered,
   // the one at offset 0.
@@ -107,8 +129,8 @@ struct RowCopier {
       for (int step = 0; step < Tile::kRows; step += kStep) {
         const T* chunk_source = source;
         if constexpr (kGathered) chunk_source += offsets[row + step];
-        copy_chunk<Tile, kHeadDim, kAligned>(destination + tile_offset + step * Tile::kRowBytes,
-                                             chunk, chunk_source, exists(row + step));
+        copy_chunk<Tile, kHeadDim, kAligned>(Tile::descend(destination + tile_offset, step), chunk,
+                                             chunk_source, exists(row + step));
         if constexpr (!kGathered) source += kStep * row_stride;
       }
     } else {
