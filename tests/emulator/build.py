@@ -11,7 +11,7 @@ import functools
 import hashlib
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,22 +176,21 @@ def _compile_runtime(mode: str, sources: Sequence[Path], scratch: Path) -> None:
         _run(["g++", *_COMMON, *chosen.runtime, *facts, include, "-c", str(source), "-o", target])
 
 
-def once(path: Path, make: object) -> Path:
+def once(path: Path, make: Callable[[Path], None]) -> Path:
     """`path`, after `make(scratch)` has filled its folder, unless it has been there before."""
     if path.exists():
         return path
     place = path.parent
     place.parent.mkdir(parents=True, exist_ok=True)
-    lock = place.with_suffix(".lock")
-    with lock.open("w") as file:
+    # Locks stay: removing one would let a third process lock another file of the same name.
+    with place.with_name(f"{place.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
                 inner = Path(scratch) / "made"
                 inner.mkdir()
-                make(inner)  # type: ignore[operator]
+                make(inner)
                 inner.rename(place)
-    lock.unlink(missing_ok=True)
     return path
 
 

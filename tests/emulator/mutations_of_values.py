@@ -108,8 +108,8 @@ VALUES = (
     Mutation(
         "V is not transposed",
         FRAGMENTS,
-        "ptx::ldmatrix_x4_trans(b, v",
-        "ptx::ldmatrix_x4(b, v",
+        "ptx::ldmatrix_x4_trans(b, V",
+        "ptx::ldmatrix_x4(b, V",
         "prefill",
     ),
     Mutation(
