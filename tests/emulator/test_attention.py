@@ -195,6 +195,15 @@ def test_hidden_values_of_other_dtypes(shape: str, kv_dtype: str) -> None:
     run.single(case, spoil={"v": [((last, 0, 3), np.nan), ((last, 1, 62), np.nan)]}).check()
 
 
+# --- what it takes ---
+
+
+def test_a_causal_prefill_takes_little() -> None:
+    """Two heads, 256 x 256, D 64: 0.02 s on a desk; half a second is what a suite can bear."""
+    case = replace(SMALL, qo_len=256, kv_len=256, num_kv_heads=2, group=1, causal=True)
+    assert min(run.single(case, mode="plain").seconds for _ in range(3)) <= 0.5
+
+
 # --- the other kernels, and that there are no more ---
 
 

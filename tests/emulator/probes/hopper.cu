@@ -57,16 +57,15 @@ void product(const Params& params, unsigned char* shared) {
   const uint32_t base = ptx::shared_address(shared) >> 4;
   float d[128];
   for (int i = 0; i < n / 2; ++i) d[i] = 1.0f;
-  const emulator::WarpgroupProduct wanted{
-      n,
-      d,
-      descriptor(params.low_a, params.high_a) + base,
-      nullptr,
-      descriptor(params.low_b, params.high_b) + base,
-      params.b != 0,
-      params.c != 0,
-      (params.d & 1) != 0,
-      (params.d & 2) != 0};
+  const emulator::WarpgroupProduct wanted{n,
+                                          d,
+                                          descriptor(params.low_a, params.high_a) + base,
+                                          nullptr,
+                                          descriptor(params.low_b, params.high_b) + base,
+                                          params.b != 0,
+                                          params.c != 0,
+                                          (params.d & 1) != 0,
+                                          (params.d & 2) != 0};
   emulator::warpgroup_multiply(wanted, Where::current());
   for (int i = 0; i < n / 2; ++i) params.out[threadIdx.x * (n / 2) + i] = d[i];
 }
@@ -114,15 +113,9 @@ void pipeline(const Params& params, unsigned char* shared) {
       const auto operand = [k](const void* matrix) {
         return (ptx::shared_address(matrix) + 2u * k) >> 4 | 64ull << 32 | 1ull << 62;
       };
-      const emulator::WarpgroupProduct wanted{16 * 2,
-                                              d,
-                                              operand(ring.a[stage]),
-                                              nullptr,
-                                              operand(ring.b[stage]),
-                                              true,
-                                              tile + k == 0,
-                                              true,
-                                              true};
+      const emulator::WarpgroupProduct wanted{
+          16 * 2, d,   operand(ring.a[stage]), nullptr, operand(ring.b[stage]), true, tile + k == 0,
+          true,   true};
       emulator::warpgroup_multiply(wanted, Where::current());
     }
     if (params.b == 4 && tile == 0) continue;

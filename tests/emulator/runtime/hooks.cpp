@@ -9,8 +9,8 @@
 namespace emulator {
 namespace {
 
-__attribute__((noinline)) void check_elsewhere(uintptr_t address, size_t num_bytes, size_t alignment,
-                                               bool is_write, void* code) {
+__attribute__((noinline)) void check_elsewhere(uintptr_t address, size_t num_bytes,
+                                               size_t alignment, bool is_write, void* code) {
   if (machine.current == nullptr) return;
   const uintptr_t shared = reinterpret_cast<uintptr_t>(shared_window.begin);
   if (address - shared < shared_window.bytes) {
@@ -42,13 +42,13 @@ inline void check(void* pointer, size_t num_bytes, size_t alignment, bool is_wri
 }  // namespace
 }  // namespace emulator
 
-#define ACCESS(name, size, alignment, is_write)                            \
-  extern "C" void __tsan_##name(void* pointer) {                           \
-    emulator::check(pointer, size, alignment, is_write, EMULATOR_CALLER);  \
+#define ACCESS(name, size, alignment, is_write)                           \
+  extern "C" void __tsan_##name(void* pointer) {                          \
+    emulator::check(pointer, size, alignment, is_write, EMULATOR_CALLER); \
   }
-#define ACCESSES(size)                      \
-  ACCESS(read##size, size, size, false)     \
-  ACCESS(write##size, size, size, true)     \
+#define ACCESSES(size)                         \
+  ACCESS(read##size, size, size, false)        \
+  ACCESS(write##size, size, size, true)        \
   ACCESS(unaligned_read##size, size, 1, false) \
   ACCESS(unaligned_write##size, size, 1, true)
 ACCESSES(1)
@@ -70,8 +70,8 @@ void __tsan_func_exit() {}
 }
 
 // Handlers get a description that begins with the place in the source; the code address says more.
-#define UNDEFINED(name, what)                                    \
-  extern "C" void __ubsan_handle_##name() {                      \
+#define UNDEFINED(name, what)                                      \
+  extern "C" void __ubsan_handle_##name() {                        \
     emulator::fail(EMULATOR_CALLER, "undefined behaviour: " what); \
   }
 UNDEFINED(type_mismatch_v1, "a null or misaligned pointer, or one past its object")

@@ -88,11 +88,10 @@ bool is_same_place(const Where& a, const Where& b) {
       length += snprintf(text + length, sizeof text - length, "\n  from thread %d on: has returned",
                          thread.index);
     } else {
-      length += snprintf(text + length, sizeof text - length, "\n  from thread %d on: %s at %s:%u",
-                         thread.index,
-                         thread.state == State::waits_for_warp ? "waits for its warp"
-                                                               : "waits for a barrier",
-                         base_name(thread.where.file_name()), thread.where.line());
+      length += snprintf(
+          text + length, sizeof text - length, "\n  from thread %d on: %s at %s:%u", thread.index,
+          thread.state == State::waits_for_warp ? "waits for its warp" : "waits for a barrier",
+          base_name(thread.where.file_name()), thread.where.line());
     }
   }
   machine.current = &machine.threads[first];
@@ -155,9 +154,9 @@ void make_stacks(int count) {
     Thread& thread = machine.threads[i];
     thread.index = static_cast<int>(i);
     thread.fiber.stack_bytes = kStackBytes;
-    thread.fiber.stack = static_cast<char*>(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
-                                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
-                                                 0));
+    thread.fiber.stack =
+        static_cast<char*>(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     // The lowest page catches a stack that is too short.
     mprotect(thread.fiber.stack, 4096, PROT_NONE);
   }

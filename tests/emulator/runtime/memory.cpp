@@ -59,7 +59,7 @@ int find_module(dl_phdr_info* info, size_t, void*) {
   const uintptr_t inside = reinterpret_cast<uintptr_t>(&emulator_call_kernel);
   bool is_ours = false;
   for (int i = 0; i < info->dlpi_phnum; ++i) {
-    const ElfW(Phdr)& header = info->dlpi_phdr[i];
+    const ElfW(Phdr) & header = info->dlpi_phdr[i];
     const uintptr_t begin = info->dlpi_addr + header.p_vaddr;
     if (header.p_type == PT_LOAD && inside >= begin && inside < begin + header.p_memsz) {
       is_ours = true;
@@ -68,7 +68,7 @@ int find_module(dl_phdr_info* info, size_t, void*) {
   if (!is_ours) return 0;
   module_base = info->dlpi_addr;
   for (int i = 0; i < info->dlpi_phnum; ++i) {
-    const ElfW(Phdr)& header = info->dlpi_phdr[i];
+    const ElfW(Phdr) & header = info->dlpi_phdr[i];
     if (header.p_type == PT_LOAD) {
       const uintptr_t begin = info->dlpi_addr + header.p_vaddr;
       segments.push_back({begin, begin + header.p_memsz});
@@ -199,8 +199,7 @@ void write_shared(uint32_t offset, int num_bytes, bool is_atomic, void* code) {
   const int thread = machine.current->index, warp = thread / kLanes;
   const uint32_t lane = thread % kLanes;
   const uint32_t* clock = machine.warps[warp].clock;
-  const uint32_t record =
-      clock[warp] << kWriteClockShift | (is_atomic ? kAtomicBit : 0) | thread;
+  const uint32_t record = clock[warp] << kWriteClockShift | (is_atomic ? kAtomicBit : 0) | thread;
   const uint32_t place = static_cast<uint32_t>(code_offset(code));
   uint32_t checked = 0;
   for (uint32_t i = offset; i < offset + num_bytes; ++i) {
@@ -267,9 +266,8 @@ void check_global(const void* pointer, size_t num_bytes, bool is_write, void* co
   }
   const char* verb = is_write ? "writes" : "reads";
   if (found >= range_end || begin < found->begin || end > found->end) {
-    const long long past = found < range_end && begin >= found->end
-                               ? static_cast<long long>(begin - found->end)
-                               : -1;
+    const long long past =
+        found < range_end && begin >= found->end ? static_cast<long long>(begin - found->end) : -1;
     fail(code, "%s %zu bytes of global memory at %#llx, which is no array of this call%s%lld", verb,
          num_bytes, static_cast<unsigned long long>(begin),
          past < 0 ? "; wanted addresses inside one; code " : "; bytes past the one before: ", past);

@@ -2,10 +2,10 @@
 // in shared memory, tensor copies, products of a warpgroup. Twins of ptx/ for them are one line
 // each over these functions.
 //
-// Not shown: whether fence.proxy.async is where it must be (generic writes are visible to copies and
-// products at once), bank conflicts, an operand overwritten between a product and its wait (it is
-// read when the product is issued), and races inside a warp whose lanes arrive at a barrier apart
-// (time is kept a warp).
+// Not shown: whether fence.proxy.async is where it must be (generic writes are visible to copies
+// and products at once), bank conflicts, an operand overwritten between a product and its wait (it
+// is read when the product is issued), and races inside a warp whose lanes arrive at a barrier
+// apart (time is kept a warp).
 #pragma once
 
 #include <stddef.h>

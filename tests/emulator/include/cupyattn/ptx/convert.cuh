@@ -64,7 +64,8 @@ inline uint32_t e4m3_pair_to_half_pair(uint32_t pair) {
 
 template <typename Fp8>
 inline uint16_t cvt_rn_satfinite_fp8x2(float high, float low) {
-  const emulator::FloatFormat& format = is_same<Fp8, e4m3_t>::value ? emulator::kE4m3 : emulator::kE5m2;
+  const emulator::FloatFormat& format =
+      is_same<Fp8, e4m3_t>::value ? emulator::kE4m3 : emulator::kE5m2;
   return static_cast<uint16_t>(emulator::encode(high, format) << 8 | emulator::encode(low, format));
 }
 
