@@ -64,9 +64,9 @@ def _of_class(chosen: ProblemClass, seed: int) -> Case:
     return replace(case, qo_len=min(case.qo_len, rows), group=min(case.group, 8))
 
 
-# Every third class in the ordinary suite; the slow one has all.
-FEW = CLASSES[::3]
-PER_CLASS = 12
+# Every fourth class in the ordinary suite; the slow one has all.
+FEW = CLASSES[::4]
+PER_CLASS = 14
 
 
 @pytest.mark.parametrize("index", range(len(FEW)))

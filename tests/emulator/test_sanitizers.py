@@ -9,7 +9,6 @@ from . import sanitized
 
 # Every family of code once; the slow suite has all.
 NAMES = (
-    "causal, prefill",
     "packed mask, prefill",
     "e4m3 cache, rope, one row",
     "unaligned, append",

@@ -352,5 +352,10 @@ extern "C" __attribute__((visibility("default"))) int emulator_launch(
     if (machine.has_failed) break;
   }
   poison_guards(false);
+  end_shared_memory();
+  for (const Thread& thread : machine.threads) {
+    munmap(thread.fiber.stack, thread.fiber.stack_bytes);
+  }
+  machine.threads.clear();
   return machine.has_failed ? 1 : 0;
 }

@@ -119,6 +119,8 @@ struct SharedWindow {
 extern SharedWindow shared_window;
 void find_segments();
 void begin_shared_memory();
+// Between launches a library holds little: a test process has hundreds of them.
+void end_shared_memory();
 void check_global(const void* pointer, size_t num_bytes, bool is_write, void* code);
 // An access by the present thread; by the whole warp, if `is_warps`.
 void read_shared(uint32_t offset, int num_bytes, bool is_warps, void* code);

@@ -110,9 +110,10 @@ void check_copying(const char* verb, uint32_t offset, int num_bytes, void* code)
 }  // namespace
 
 void find_segments() {
-  if (shared_window.bytes != 0) return;
-  shared_bytes[0] = 0;  // thread-local storage is made when it is first touched
-  dl_iterate_phdr(find_module, nullptr);
+  if (shared_window.bytes == 0) {
+    shared_bytes[0] = 0;  // thread-local storage is made when it is first touched
+    dl_iterate_phdr(find_module, nullptr);
+  }
   shadow.copying.resize(shared_window.bytes);
   if (EMULATOR_CHECKED) {
     shadow.written.resize(shared_window.bytes);
@@ -125,6 +126,8 @@ void find_segments() {
 uint64_t code_offset(const void* code) {
   return code == nullptr ? 0 : reinterpret_cast<uintptr_t>(code) - module_base - 1;
 }
+
+void end_shared_memory() { shadow = Shadow{}; }
 
 bool is_module_data(uintptr_t address) {
   return std::any_of(segments.begin(), segments.end(), [=](const Segment& segment) {
