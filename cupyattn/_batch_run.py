@@ -12,6 +12,7 @@ from ._batch_geometry import Geometry, Variant
 from ._batch_keys import Keys, planned, view_paged, view_ragged
 from ._batch_repeat import remember, repeat
 from ._batch_requests import Batch
+from ._geometry import are_rows_aligned
 from ._wrapper import same_device
 from .array import ArrayView
 from .dtypes import DType
@@ -202,13 +203,9 @@ def _check_outputs(
 def _is_aligned(vq: ArrayView, keys: Keys, vout: ArrayView) -> bool:
     """True if every row of q, k, v and o starts on a 16-byte boundary."""
     k, v = keys.k, keys.v
-    offsets = vq.ptr | k.ptr | v.ptr | vout.ptr
-    for x in (vq, vout):
-        for stride in x.strides[:2]:
-            offsets |= stride * x.dtype.itemsize
-    for stride in keys.strides:
-        offsets |= stride * k.dtype.itemsize
-    return offsets & 15 == 0
+    strides = [(x.strides[:2], x.dtype) for x in (vq, vout)]
+    strides.append((keys.strides, k.dtype))
+    return are_rows_aligned(vq.ptr | k.ptr | v.ptr | vout.ptr, strides)
 
 
 def _launch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -152,11 +153,17 @@ def _is_aligned(
     dtype_o: DType,
 ) -> bool:
     """True if every row of q, k, v and o starts on a 16-byte boundary, however many there are."""
-    offsets = pointers
-    for v in (vq, vk, vv, vout):
-        if v is not None:
-            for stride in v.strides[:-1]:
-                offsets |= stride * v.dtype.itemsize
+    views = (vq, vk, vv, vout)
+    strides = [(v.strides[:-1], v.dtype) for v in views if v is not None]
     if vout is None:
-        offsets |= head_dim_vo * dtype_o.itemsize
+        strides.append(((head_dim_vo,), dtype_o))
+    return are_rows_aligned(pointers, strides)
+
+
+def are_rows_aligned(pointers: int, strides: Iterable[tuple[Sequence[int], DType]]) -> bool:
+    """True if all these addresses (or-ed together) and strides are multiples of 16 bytes."""
+    offsets = pointers
+    for elements, dtype in strides:
+        for stride in elements:
+            offsets |= stride * dtype.itemsize
     return offsets & 15 == 0

@@ -68,13 +68,15 @@ def _choose_prefill(
     mma_q = 2 if wide else 1
     q_in_registers = max(problem.head_dim_qk, problem.head_dim_vo) <= 64
     # Two blocks an SM, if they fit; past 128 columns one block of eight warps, which halves what
-    # comes from L2. A block takes 1 KB more than it asks for. Warps of 16 rows gain from loading a
-    # whole tile ahead; warps of 32 want the registers and the power that a second buffer costs.
+    # comes from L2. A block takes 1 KB more than it asks for. Warps of 16 rows, and the long way of
+    # a capped logit, gain from loading a whole tile ahead; other warps of 32 want the registers and
+    # the power that a second buffer costs.
     two_blocks = (max_shared_bytes + 1024) // 2 - 1024
     layouts = [(4, 2, 1, two_blocks), (4, 2, 1, max_shared_bytes)]
-    if not (wide or (problem.dtype_kv.is_fp8 and rotates_keys)):
+    loads_ahead = not wide or (problem.soft_cap and not problem.paged)
+    if loads_ahead and not (problem.dtype_kv.is_fp8 and rotates_keys):
         layouts.insert(0, (4, 2, 2, two_blocks))
-        if rows == LARGE and problem.head_dim_vo > 128:
+        if not wide and rows == LARGE and problem.head_dim_vo > 128:
             layouts.insert(0, (8, 1, 2, max_shared_bytes))
     shapes = _key_shapes(problem) if wide else [(64, 16), (32, 16), (16, 16)]
     is_square = problem.head_dim_qk == problem.head_dim_vo
@@ -110,12 +112,13 @@ def _key_shapes(problem: AttentionProblem) -> list[tuple[int, int]]:
 
     What a logit goes through takes registers from the keys; tests/compile allows no spills.
     """
-    is_transformed = _is_transformed(problem)
     dim = max(problem.head_dim_qk, problem.head_dim_vo)
     if dim <= 64:
         first = (64, 16)
+    elif dim <= 128 and problem.soft_cap:
+        first = (32, 32) if problem.paged else (48, 16)
     elif dim <= 128:
-        first = (48, 48) if is_transformed or problem.custom_mask else (48, 16)
+        first = (48, 48)
     else:
         first = (32, 16)
     return [first, (32, 16), (16, 16)]

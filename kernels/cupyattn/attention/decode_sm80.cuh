@@ -208,7 +208,7 @@ struct DecodeSm80 {
     ptx::cp_async_wait_group<kStages - 2>();
     ptx::block_sync();
     prepare_q();
-    const uint32_t q_lane = q_lane_address<QTile>(ptx::shared_address(shared.q), 0, lane);
+    const uint32_t q_lane = lane_address<QTile>(ptx::shared_address(shared.q), lane);
     uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][kMmaQ][4];
     if constexpr (Config::kQInRegisters) {
 #pragma unroll
@@ -269,7 +269,7 @@ struct DecodeSm80 {
         ptx::warp_sync();
         if (lane == 0) shared.bad_keys[warp] = BadKeys{};
       }
-      const uint32_t v_lane = v_lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
+      const uint32_t v_lane = lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
 #pragma unroll
       for (int k = 0; k < kKeys / 16; ++k) {
         uint32_t p[kMmaQ][4];

@@ -17,19 +17,15 @@
 namespace cupyattn {
 
 // Each lane's address of the first fragment of a tile; the others are found by SharedTile::advance.
-template <typename QTile>
-__device__ __forceinline__ uint32_t q_lane_address(uint32_t tile, int first_row, int lane) {
-  return QTile::address(tile, first_row + (lane & 15), lane >> 4);
+// For keys of 16 bits the two k-halves of 8 keys must come in neighbouring registers.
+template <typename Tile>
+__device__ __forceinline__ uint32_t lane_address(uint32_t tile, int lane, int first_row = 0) {
+  return tile + first_row * Tile::kRowBytes + Tile::offset(lane & 15, lane >> 4);
 }
 template <typename KTile>
 __device__ __forceinline__ uint32_t k_lane_address(uint32_t tile, int lane) {
-  return is_fp8<typename KTile::T>::value
-             ? KTile::address(tile, lane & 15, lane >> 4)
-             : KTile::address(tile, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
-}
-template <typename VTile>
-__device__ __forceinline__ uint32_t v_lane_address(uint32_t tile, int lane) {
-  return VTile::address(tile, lane & 15, lane >> 4);
+  if constexpr (is_fp8<typename KTile::T>::value) return lane_address<KTile>(tile, lane);
+  return KTile::address(tile, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
 }
 
 // The A fragment of 16 rows from row `row` of the warp's on, 16 columns at k-step `step`.

@@ -127,8 +127,7 @@ struct RowCopier {
       // Element-wise copies are long already.
 #pragma unroll(kAligned ? Tile::kRows : 1)
       for (int step = 0; step < Tile::kRows; step += kStep) {
-        const T* chunk_source = source;
-        if constexpr (kGathered) chunk_source += offsets[row + step];
+        const T* chunk_source = kGathered ? source + offsets[row + step] : source;
         copy_chunk<Tile, kHeadDim, kAligned>(Tile::descend(destination + tile_offset, step), chunk,
                                              chunk_source, exists(row + step));
         if constexpr (!kGathered) source += kStep * row_stride;
