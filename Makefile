@@ -29,6 +29,8 @@ help:
 	@echo 'make format     ruff, rewriting files'
 	@echo 'make test-gpu   the GPU suite'
 	@echo 'make test-slow  the tests marked slow'
+	@echo 'make test-emulator       the kernels on the host, as make test has them; -slow: the long rest'
+	@echo 'make coverage-kernels    line coverage of kernels/ on the host'
 	@echo 'make sanitize   the GPU suite under compute-sanitizer (SANITIZERS="memcheck ...")'
 	@echo 'make bench      the benchmark CLI (ARGS="--op ... --case ...")'
 	@echo 'make wheel      dist/*.whl and dist/*.tar.gz'
@@ -39,6 +41,7 @@ help:
 # refuses it and takes the CPU build where an index has one; where none has, the torch tests skip.
 $(VENV)/.made-for-cuda$(CUDA): pyproject.toml tests/no-cuda-packages.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "cupyattn needs Python 3.10 or newer: make PYTHON=<one>")'
+	@if [ -L $(VENV) ]; then echo '$(VENV) is a link, and what it leads to is not cleared from here: make PY=$(VENV)/bin/python'; exit 1; fi
 	@echo "Setting up $(VENV) for CUDA $(CUDA) (once, a few minutes)"
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PY) -m pip install -q -e '.[cuda$(CUDA)x,test-core,bench,dev]' $(NVRTC)
@@ -47,6 +50,7 @@ $(VENV)/.made-for-cuda$(CUDA): pyproject.toml tests/no-cuda-packages.txt
 	@touch $@
 
 .PHONY: demo test lint format test-gpu test-slow sanitize bench wheel clean distclean
+.PHONY: test-emulator test-emulator-slow coverage-kernels
 demo: $(STAMP)
 	@$(PY) -m cupyattn demo $(ARGS)
 
@@ -69,6 +73,17 @@ test-gpu: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PY) -m pytest -m slow $(ARGS)
+
+test-emulator test-emulator-slow coverage-kernels: export OMP_NUM_THREADS = 1
+test-emulator: $(STAMP)
+	$(PY) -m pytest tests/emulator -m "not slow" -n $(JOBS) --dist worksteal $(ARGS)
+
+test-emulator-slow: $(STAMP)
+	$(PY) -m pytest tests/emulator -m slow -n $(JOBS) --dist worksteal $(ARGS)
+
+coverage-kernels: export PYTHONPATH = .:tests
+coverage-kernels: $(STAMP)
+	$(PY) -m emulator.coverage
 
 sanitize: $(STAMP)
 	@set -e; for tool in $(SANITIZERS); do \

@@ -10,6 +10,7 @@ struct Config {
 extern "C" __global__ void __launch_bounds__(Config::kThreads) cupyattn_get_batch_indices_positions(
     const __grid_constant__ cupyattn::GetBatchIndicesPositionsParams params) {
   using namespace cupyattn;
+  using cupyattn::int64_t;  // hosts have another one
   const int64_t token = static_cast<int64_t>(blockIdx.x) * Config::kThreads + threadIdx.x;
   if (token >= params.nnz) return;
 

@@ -11,6 +11,7 @@ struct Config {
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
     cupyattn_get_seq_lens(const __grid_constant__ cupyattn::GetSeqLensParams params) {
   using namespace cupyattn;
+  using cupyattn::int64_t;  // hosts have another one
   const int64_t request = static_cast<int64_t>(blockIdx.x) * Config::kThreads + threadIdx.x;
   if (request >= params.batch_size) return;
   const int64_t num_pages =

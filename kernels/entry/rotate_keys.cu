@@ -15,9 +15,10 @@ struct Config {
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
     cupyattn_rotate_keys(const __grid_constant__ cupyattn::RotateKeysParams params) {
   using namespace cupyattn;
+  using cupyattn::int64_t;  // hosts have another one
   using DType = typename Config::DType;
   constexpr int kPairs = Config::kHeadDim / 16;  // chunks of 8 elements against their partners
-  __shared__ alignas(16) uint32_t step[Config::kHeadDim / 2];
+  __shared__ __align__(16) uint32_t step[Config::kHeadDim / 2];
   for (int i = threadIdx.x; i < Config::kHeadDim / 2; i += Config::kThreads) {
     step[i] = params.rope_step[i];
   }

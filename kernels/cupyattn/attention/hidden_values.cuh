@@ -6,6 +6,7 @@
 
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/ptx/convert.cuh"
+#include "cupyattn/ptx/fp8.cuh"
 #include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/memory.cuh"
 #include "cupyattn/ptx/warp.cuh"

@@ -6,6 +6,7 @@
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/params/attention.cuh"
 #include "cupyattn/ptx/convert.cuh"
+#include "cupyattn/ptx/fp8.cuh"
 #include "cupyattn/ptx/math.cuh"
 #include "cupyattn/tile/shared_tile.cuh"
 

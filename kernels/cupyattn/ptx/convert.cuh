@@ -64,55 +64,41 @@ __device__ __forceinline__ uint32_t multiply_add_pair<bfloat16_t>(uint32_t a, ui
   return d;
 }
 
+__device__ __forceinline__ uint32_t multiply_half_pair(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.f16x2 %0, %1, %2;\n" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
 
-// Bytes kLow and kHigh of a register of four fp8 values, as an f16 pair; exact, NaN included.
-// e5m2 is the upper byte of an f16.
-template <typename Fp8, int kLow, int kHigh>
-struct Fp8ToHalfPair {
-  static __device__ __forceinline__ uint32_t convert(uint32_t bytes) {
-    return permute_bytes(bytes, 0u, 0x0404u | (kLow << 4) | (kHigh << 12));
-  }
-};
-
-template <int kLow, int kHigh>
-struct Fp8ToHalfPair<e4m3_t, kLow, kHigh> {
-  static __device__ __forceinline__ uint32_t convert(uint32_t bytes) {
-#if __CUDA_ARCH__ >= 890
-    uint32_t pair;
-    const uint32_t packed =
-        kLow == 0 && kHigh == 1 ? bytes : permute_bytes(bytes, 0u, 0x4400u | (kHigh << 4) | kLow);
-    asm("{.reg .b16 p; cvt.u16.u32 p, %1; cvt.rn.f16x2.e4m3x2 %0, p;}\n"
-        : "=r"(pair)
-        : "r"(packed));
-    return pair;
-#else
-    // e4m3 placed in the f16 exponent field is 2^8 too small; the product restores it exactly, also
-    // for subnormals. The one NaN encoding (all ones) is put back by hand.
-    const uint32_t spread = permute_bytes(bytes, 0u, 0x4040u | (kHigh << 8) | kLow);
-    const uint32_t placed = ((spread & 0x00800080u) << 8) | ((spread & 0x007f007fu) << 7);
-    uint32_t scaled;
-    asm("mul.rn.f16x2 %0, %1, %2;\n" : "=r"(scaled) : "r"(placed), "r"(0x5c005c00u));
-    if ((spread & 0x7fu) == 0x7fu) scaled |= 0x00007fffu;
-    if ((spread & 0x7f0000u) == 0x7f0000u) scaled |= 0x7fff0000u;
-    return scaled;
-#endif
-  }
-};
-
-// The same as a pair of T.
-template <typename T, typename Fp8, int kLow, int kHigh>
-__device__ __forceinline__ uint32_t fp8_to_pair(uint32_t bytes) {
-  const uint32_t half_pair = Fp8ToHalfPair<Fp8, kLow, kHigh>::convert(bytes);
-  if constexpr (is_same<T, half_t>::value) {
-    return half_pair;
-  } else {
-    float low, high;
-    unpack_pair<half_t>(half_pair, low, high);
-    return pack_pair<T>(low, high);
-  }
+// Two e4m3 values in the low 16 bits, as an f16 pair; exact, NaN included. From sm_89 on.
+__device__ __forceinline__ uint32_t e4m3_pair_to_half_pair(uint32_t bytes) {
+  uint32_t pair;
+  asm("{.reg .b16 p; cvt.u16.u32 p, %1; cvt.rn.f16x2.e4m3x2 %0, p;}\n" : "=r"(pair) : "r"(bytes));
+  return pair;
 }
+
+// Two floats to two fp8, saturated; a NaN has the sign it likes. From sm_89 on.
+#if __CUDA_ARCH__ >= 890
+template <typename Fp8>
+__device__ __forceinline__ uint16_t cvt_rn_satfinite_fp8x2(float high, float low);
+
+template <>
+__device__ __forceinline__ uint16_t cvt_rn_satfinite_fp8x2<e4m3_t>(float high, float low) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+template <>
+__device__ __forceinline__ uint16_t cvt_rn_satfinite_fp8x2<e5m2_t>(float high, float low) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;\n" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+#endif
 
 }  // namespace cupyattn::ptx

@@ -1,5 +1,5 @@
-// Single elements: floats to float32, and float32 to fp8.
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
+// Single elements: floats to float32, and float32 to fp8, by an instruction where there is one. No
+// asm here, so that both ways run on a host too.
 #pragma once
 
 #include "cupyattn/common/types.cuh"
@@ -61,25 +61,6 @@ __device__ __forceinline__ uint32_t float_to_fp8_portable(float x) {
   if (magnitude > 0x7f800000u) return kFp8NaN;
   return round_to_fp8<Fp8>(magnitude) | ((bits >> 24) & 0x80u);
 }
-
-#if __CUDA_ARCH__ >= 890
-template <typename Fp8>
-__device__ __forceinline__ uint16_t cvt_rn_satfinite_fp8x2(float high, float low);
-
-template <>
-__device__ __forceinline__ uint16_t cvt_rn_satfinite_fp8x2<e4m3_t>(float high, float low) {
-  uint16_t pair;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-template <>
-__device__ __forceinline__ uint16_t cvt_rn_satfinite_fp8x2<e5m2_t>(float high, float low) {
-  uint16_t pair;
-  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;\n" : "=h"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-#endif
 
 // Two floats to two fp8, `low` in the low byte: to nearest, ties to even, what is too large to the
 // largest finite value of its sign. Every NaN becomes 0x7f, on all architectures.

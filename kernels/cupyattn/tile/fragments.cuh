@@ -9,6 +9,7 @@
 
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/ptx/convert.cuh"
+#include "cupyattn/ptx/fp8.cuh"
 #include "cupyattn/ptx/ldmatrix.cuh"
 #include "cupyattn/ptx/mma.cuh"
 #include "cupyattn/tile/shared_tile.cuh"

@@ -1,0 +1,276 @@
+"""A GPU made of the host: while it is plugged in, NumPy arrays are on it and kernels run there.
+
+    with gpu.plugged_in(mode="checked") as emulated:
+        out = cupyattn.single_prefill_with_kv_cache(q, k, v, causal=True)
+
+All above the driver is the library's own: checks, plans, Params structs, launch code. Replaced are
+the compiler (build.py), the driver's launch, and what is asked about the device. A kernel may touch
+only the arrays of the call it serves; those that are read-only in NumPy it may not write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import _readers, _wrapper, array, device, jit
+from cupyattn.array import ArrayView, Device
+from cupyattn.launch import attention, enqueue, scratch
+from cupyattn.launch.tiles import TileConfig
+
+from . import build, library
+from .library import Range
+
+MAX_SHARED = 227 * 1024
+STREAM = 7
+# Bytes around what is allocated for a kernel: not its own, and no numbers.
+_GUARD = 256
+_GUARD_BYTE = 0xFF
+
+
+@dataclass(frozen=True)
+class Launched:
+    """One launch that has run."""
+
+    name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+
+
+@dataclass
+class EmulatedGpu:
+    """The driver's side of the library.
+
+    num_sms, blocks_per_sm   decide when planners split keys
+    seed                     0, or one of many orders of blocks, warps and lanes
+    """
+
+    mode: str = "checked"
+    num_sms: int = 4
+    blocks_per_sm: int = 1
+    seed: int = 0
+    arch: int = 900
+    launches: list[Launched] = field(default_factory=list)
+    _memory: dict[int, tuple[Range, Any]] = field(default_factory=dict)
+
+    def register(self, begin: int, num_bytes: int, owner: Any, is_writable: bool = True) -> None:
+        """Let kernels touch `num_bytes` bytes from `begin` on, until `forget`."""
+        if num_bytes:
+            known = self._memory.get(begin)
+            if known is not None and known[0].end >= begin + num_bytes:
+                if known[0].is_writable or not is_writable:
+                    return
+            self._memory[begin] = Range(begin, begin + num_bytes, is_writable), owner
+
+    def forget(self) -> None:
+        """Forget all memory: what the next call does not name, its kernels may not touch."""
+        self._memory.clear()
+
+    def ranges(self) -> list[Range]:
+        """What kernels may touch, overlaps merged, in order."""
+        merged: list[Range] = []
+        for range_, _ in sorted(self._memory.values(), key=lambda pair: pair[0]):
+            last = merged[-1] if merged else None
+            if last is not None and range_.begin < last.end:
+                is_writable = last.is_writable or range_.is_writable
+                merged[-1] = Range(last.begin, max(last.end, range_.end), is_writable)
+            else:
+                merged.append(range_)
+        return merged
+
+    def guards(self) -> list[Range]:
+        """The rest of the memory that arrays here are parts of."""
+        ranges, found = self.ranges(), []
+        for low, high in sorted({_whole(owner) for _, owner in self._memory.values()}):
+            for r in ranges:
+                if low < r.end and r.begin < high:
+                    found.append(Range(low, max(low, r.begin), False))
+                    low = min(r.end, high)
+            found.append(Range(low, high, False))
+        return [r for r in found if r.begin < r.end]
+
+    def allocate(self, num_bytes: int) -> tuple[int, Any]:
+        """Memory of its own between guards, full of NaN: its address and owner."""
+        owner = np.full(num_bytes + 2 * _GUARD + 16, _GUARD_BYTE, np.uint8)
+        address = -(-(owner.ctypes.data + _GUARD) // 16) * 16
+        self.register(address, num_bytes, owner)
+        return address, owner
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        """An array of such memory."""
+        count = int(np.prod(shape, dtype=np.int64))
+        address, owner = self.allocate(count * dtype.itemsize)
+        return np.ndarray(tuple(shape), dtype, owner, address - owner.ctypes.data)
+
+    # --- the driver ---
+
+    def load(self, name: str, config: jit.Config, index: int, arch: str) -> SimpleNamespace:
+        source = build.Source.of_kernel(name, config)
+        kernel = library.load(build.build(source, self.mode, self.arch), name)
+        return SimpleNamespace(function=kernel, set_shared_memory=lambda num_bytes: None)
+
+    def launch(self, kernel: library.Library, *rest: int) -> None:
+        x, y, z, threads, threads_y, threads_z, shared_bytes, _stream, arguments, _ = rest
+        params = ctypes.c_uint64.from_address(arguments).value
+        block = (threads, threads_y, threads_z)
+        guards = self.guards() if self.mode == "asan" else ()
+        kernel.launch(params, (x, y, z), block, shared_bytes, self.ranges(), self.seed, guards)
+        self.launches.append(Launched(kernel.name, (x, y, z), block))
+
+    def read(self, x: np.ndarray, name: str) -> ArrayView:
+        """The view of a NumPy array, which is on this GPU."""
+        v = _readers._read_numpy(x, name)
+        v.device = Device("cuda", 0)
+        low, high = array.byte_range(v)
+        self.register(low, high - low, x, not v.readonly)
+        return v
+
+    def narrow(self, v: ArrayView, name: str) -> ArrayView:
+        """The int32 copy of an array of integers."""
+        return self.read(_from_numpy(self, v.owner.astype(np.int32), v), name)
+
+    def api(self) -> SimpleNamespace:
+        """What launch/enqueue.py asks CuPy for."""
+        return SimpleNamespace(
+            Device=lambda index: contextlib.nullcontext(),
+            alloc=lambda num_bytes: SimpleNamespace(
+                **dict(zip(("ptr", "memory"), self.allocate(num_bytes), strict=True))
+            ),
+            get_device=lambda: 0,
+            is_capturing=lambda stream: False,
+            is_debugging=False,
+            launch_kernel=self.launch,
+            runtime=SimpleNamespace(
+                setDevice=lambda index: None,
+                eventRecord=lambda event, stream: None,
+                memcpy=_copy,
+                memcpyAsync=_copy,
+                memsetAsync=lambda address, value, size, stream: ctypes.memset(
+                    address, value, size
+                ),
+                streamSynchronize=lambda stream: None,
+            ),
+        )
+
+    def props(self, index: int = 0) -> device.DeviceProps:
+        return device.DeviceProps(
+            index=0,
+            name="the host",
+            arch="sm_90a",
+            num_sms=self.num_sms,
+            max_smem_per_block=MAX_SHARED,
+            smem_per_sm=MAX_SHARED + 1024,
+            l2_bytes=1 << 20,
+        )
+
+
+@contextlib.contextmanager
+def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
+    """The library runs on an EmulatedGpu of these facts."""
+    gpu = EmulatedGpu(**facts)
+    counters: dict[str, Any] = {}
+
+    class Loaded:
+        """attention.LoadedKernel, with the occupancy that the GPU is said to have."""
+
+        def __init__(self, tiles: TileConfig, index: int) -> None:
+            self.function = jit.load(tiles.name, tiles.config, index, "sm_90a").function
+            self.num_slots = gpu.num_sms * gpu.blocks_per_sm
+            self.tiles = tiles
+
+    def make_counters(index: int, stream: int) -> tuple[int, Any]:
+        if not counters:
+            counters["owner"] = np.zeros(scratch._CAPACITY, np.uint32)
+        owner = counters["owner"]
+        gpu.register(owner.ctypes.data, owner.nbytes, owner)
+        return owner.ctypes.data, owner
+
+    api = gpu.api()
+    with pytest.MonkeyPatch.context() as patch:
+        _forget_calls()
+        replace(patch, jit.load, gpu.load)
+        replace(patch, device.device_props, gpu.props)
+        replace(patch, enqueue.cuda, lambda: api)
+        replace(patch, attention.LoadedKernel, Loaded)
+        replace(patch, scratch._make, make_counters)
+        replace(patch, _readers.cupy_stream, lambda index: STREAM)
+        replace(patch, array._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype))
+        patch.setitem(_readers._READERS, np.ndarray, gpu.read)
+        replace(patch, _wrapper._alloc_pinned, _alloc_pinned)
+        replace(patch, _wrapper._make_event, _make_event)
+        replace(patch, _wrapper.int32_on_device, lambda v, name: gpu.narrow(v, name))
+        patch.setattr(array, "to_host", _to_host)
+        patch.setattr(array, "from_numpy", functools.partial(_from_numpy, gpu))
+        yield gpu
+        if counters:
+            assert not counters["owner"].any(), "a launch left arrival counters that are not zero"
+    _forget_calls()
+
+
+def replace(patch: pytest.MonkeyPatch, original: Any, replacement: Any) -> None:
+    """Put `replacement` wherever a module of the library holds `original`, by whatever name."""
+    found = 0
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "cupyattn":
+            for name, value in list(vars(module).items()):
+                if value is original:
+                    patch.setattr(module, name, replacement)
+                    found += 1
+    assert found, f"{original} is nowhere in the library"
+
+
+def _whole(x: np.ndarray) -> tuple[int, int]:
+    """The addresses of the memory that an array is a part of."""
+    while isinstance(x.base, np.ndarray):
+        x = x.base
+    return x.ctypes.data, x.ctypes.data + x.nbytes
+
+
+def _copy(target: int, source: int, num_bytes: int, *rest: int) -> None:
+    ctypes.memmove(target, source, num_bytes)
+
+
+def _alloc_pinned(num_words: int) -> tuple[np.ndarray, object]:
+    words = np.full(num_words, -1, np.int32)
+    return words, words
+
+
+def _make_event() -> SimpleNamespace:
+    return SimpleNamespace(ptr=0, synchronize=lambda: None)
+
+
+def _to_host(v: ArrayView) -> np.ndarray:
+    return v.owner
+
+
+def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.ndarray:
+    x = gpu.empty(values.shape, values.dtype)
+    x[...] = values
+    return x
+
+
+def _forget_calls() -> None:
+    """What the library remembers of calls holds kernels and addresses of another device."""
+    from cupyattn import _batch_geometry, _batch_repeat, _repeat, _single
+    from cupyattn.launch import merge_splits, tiles
+
+    _single._entries.clear()
+    _repeat._known.clear()
+    _batch_geometry._known.clear()
+    _batch_repeat._reader_of.clear()
+    caches: list[Callable[..., Any]] = [
+        attention.load_kernel,
+        merge_splits.config,
+        tiles.tile_config,
+    ]
+    for cached in caches:
+        cached.cache_clear()  # type: ignore[attr-defined]

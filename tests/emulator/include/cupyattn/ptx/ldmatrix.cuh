@@ -1,0 +1,21 @@
+// Host twin of kernels/cupyattn/ptx/ldmatrix.cuh.
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "emulator/device.h"
+
+namespace cupyattn::ptx {
+
+__forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address,
+                                 emulator::Where where = emulator::Where::current()) {
+  const emulator::Words4 loaded = emulator::ldmatrix_x4(address, false, where);
+  for (int i = 0; i < 4; ++i) fragment[i] = loaded.word[i];
+}
+
+__forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address,
+                                       emulator::Where where = emulator::Where::current()) {
+  const emulator::Words4 loaded = emulator::ldmatrix_x4(address, true, where);
+  for (int i = 0; i < 4; ++i) fragment[i] = loaded.word[i];
+}
+
+}  // namespace cupyattn::ptx

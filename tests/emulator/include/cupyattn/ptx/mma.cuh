@@ -1,0 +1,28 @@
+// Host twin of kernels/cupyattn/ptx/mma.cuh.
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "emulator/device.h"
+
+namespace cupyattn::ptx {
+
+template <typename T>
+__forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                  emulator::Where where = emulator::Where::current()) {
+  constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>::value;
+  static_assert(kIsBfloat16 || is_same<T, half_t>::value, "inputs are f16 or bf16");
+  const emulator::Floats4 sum = emulator::mma_m16n8k16(emulator::Floats4{{c[0], c[1], c[2], c[3]}},
+                                                       emulator::Words4{{a[0], a[1], a[2], a[3]}},
+                                                       b0, b1, kIsBfloat16, where);
+  for (int i = 0; i < 4; ++i) c[i] = sum.value[i];
+}
+
+template <typename T>
+__forceinline__ void mma_m16n8k16_first(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                        uint32_t b1,
+                                        emulator::Where where = emulator::Where::current()) {
+  for (int i = 0; i < 4; ++i) c[i] = 0.0f;
+  mma_m16n8k16<T>(c, a, b0, b1, where);
+}
+
+}  // namespace cupyattn::ptx

@@ -1,0 +1,41 @@
+// Host twin of kernels/cupyattn/ptx/warp.cuh.
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "emulator/device.h"
+
+namespace cupyattn::ptx {
+
+using emulator::Where;
+
+constexpr uint32_t kFullWarp = 0xffffffffu;
+
+__forceinline__ float shuffle_xor(float value, int lane_mask, Where where = Where::current()) {
+  return emulator::shuffle_xor(value, lane_mask, where);
+}
+
+__forceinline__ float shuffle(float value, int source_lane, Where where = Where::current()) {
+  return emulator::shuffle(value, source_lane, where);
+}
+
+__forceinline__ uint32_t warp_max(uint32_t value, Where where = Where::current()) {
+  return emulator::warp_max(value, where);
+}
+
+__forceinline__ int warp_uniform(int value, Where where = Where::current()) {
+  return emulator::shuffle_int(value, 0, where);
+}
+
+__forceinline__ bool warp_any(bool predicate, Where where = Where::current()) {
+  return emulator::warp_any(predicate, where);
+}
+
+__forceinline__ void warp_sync(Where where = Where::current()) { emulator::warp_sync(where); }
+
+__forceinline__ void block_sync(Where where = Where::current()) { emulator::block_sync(where); }
+
+__forceinline__ bool block_any(bool predicate, Where where = Where::current()) {
+  return emulator::block_any(predicate, where);
+}
+
+}  // namespace cupyattn::ptx

@@ -1,0 +1,297 @@
+// Barriers in shared memory, tensor copies and warpgroup products (emulator/hopper.h).
+#include "emulator/hopper.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <map>
+
+#include "emulator/numbers.h"
+#include "machine.h"
+
+namespace emulator {
+
+namespace {
+
+struct Arrived {
+  uint32_t offset;
+  std::vector<unsigned char> bytes;
+};
+
+struct MBarrier {
+  int count = 0, pending = 0;
+  int64_t expected_bytes = 0;  // less those that have come
+  uint32_t phase = 0;
+  std::vector<Arrived> copies;  // in flight; they land when somebody waits
+  uint32_t waiting[kMaxWarps] = {};
+  uint32_t clock[kMaxWarps] = {};
+};
+std::map<uint32_t, MBarrier> barriers;
+
+MBarrier& find(uint32_t address, void* code) {
+  check_shared(address, 8, 8, code);
+  const auto found = barriers.find(address);
+  if (found == barriers.end()) fail(code, "the mbarrier at %u was not initialised", address);
+  return found->second;
+}
+
+void finish_phase(MBarrier& barrier) {
+  if (barrier.pending != 0 || barrier.expected_bytes != 0) return;
+  barrier.pending = barrier.count;
+  barrier.phase ^= 1;
+  for (int w = 0; w < machine.num_warps; ++w) {
+    if (barrier.waiting[w] != 0) wake(machine.warps[w], barrier.waiting[w]);
+    barrier.waiting[w] = 0;
+  }
+}
+
+void arrive(MBarrier& barrier, int num_bytes, void* code) {
+  if (barrier.pending == 0) fail(code, "more arrivals than the mbarrier's %d", barrier.count);
+  Warp& warp = machine.warp();
+  ++warp.clock[warp.index];
+  for (int w = 0; w < machine.num_warps; ++w) {
+    barrier.clock[w] = std::max(barrier.clock[w], warp.clock[w]);
+  }
+  barrier.expected_bytes += num_bytes;
+  --barrier.pending;
+  finish_phase(barrier);
+}
+
+// The latest time at which copies may land: somebody needs them.
+void land_copies(MBarrier& barrier, void* code) {
+  for (const Arrived& copy : barrier.copies) {
+    const int size = static_cast<int>(copy.bytes.size());
+    land_shared_copy(copy.offset, size, code);
+    memcpy(shared_window.begin + copy.offset, copy.bytes.data(), size);
+    barrier.expected_bytes -= size;
+  }
+  const bool had_copies = !barrier.copies.empty();
+  barrier.copies.clear();
+  if (had_copies) {
+    // Whoever waits sees what was copied: the copy's time is the present one of this warp.
+    Warp& warp = machine.warp();
+    barrier.clock[warp.index] = std::max(barrier.clock[warp.index], ++warp.clock[warp.index]);
+    finish_phase(barrier);
+  }
+}
+
+}  // namespace
+
+void mbarrier_init(uint32_t address, int count) {
+  check_shared(address, 8, 8, EMULATOR_CALLER);
+  write_shared(address, 8, true, EMULATOR_CALLER);
+  MBarrier& barrier = barriers[address] = MBarrier{};
+  barrier.count = barrier.pending = count;
+}
+
+void mbarrier_arrive(uint32_t address) {
+  arrive(find(address, EMULATOR_CALLER), 0, EMULATOR_CALLER);
+}
+
+void mbarrier_arrive_expect_tx(uint32_t address, int num_bytes) {
+  arrive(find(address, EMULATOR_CALLER), num_bytes, EMULATOR_CALLER);
+}
+
+void mbarrier_expect_tx(uint32_t address, int num_bytes) {
+  find(address, EMULATOR_CALLER).expected_bytes += num_bytes;
+}
+
+void mbarrier_wait_parity(uint32_t address, int parity, Where where) {
+  MBarrier& barrier = find(address, EMULATOR_CALLER);
+  land_copies(barrier, EMULATOR_CALLER);
+  while (barrier.phase == static_cast<uint32_t>(parity)) {
+    barrier.waiting[machine.current->index / kLanes] |= 1u << machine.lane();
+    stop(State::waits_for_block, where, EMULATOR_CALLER);
+    land_copies(barrier, EMULATOR_CALLER);
+  }
+  Warp& warp = machine.warp();
+  for (int w = 0; w < machine.num_warps; ++w) {
+    if (w != warp.index) warp.clock[w] = std::max(warp.clock[w], barrier.clock[w]);
+  }
+}
+
+void tensor_copy(uint32_t destination, const TensorMap& map, const int (&coordinates)[5],
+                 uint32_t address) {
+  void* code = EMULATOR_CALLER;
+  MBarrier& barrier = find(address, code);
+  uint32_t count = 1;
+  for (uint32_t i = 0; i < map.rank; ++i) count *= map.box[i];
+  const uint32_t row_bytes = map.box[0] * map.element_bytes;
+  const uint32_t span = 16u << static_cast<uint32_t>(map.swizzle);
+  const uint32_t num_bytes = count * map.element_bytes;
+  if (map.swizzle != Swizzle::none && (row_bytes > span || destination % (8 * span) != 0)) {
+    fail(code, "a box with rows of %u bytes goes to %u; wanted at most %u, on a multiple of %u",
+         row_bytes, destination, span, 8 * span);
+  }
+  if (row_bytes % 16 != 0 || destination % 128 != 0) {
+    fail(code, "misaligned: a box with rows of %u bytes goes to %u", row_bytes, destination);
+  }
+  check_shared(destination, static_cast<int>(num_bytes), 16, code);
+  Arrived copy{destination, std::vector<unsigned char>(num_bytes)};
+  for (uint32_t index = 0; index < count; ++index) {
+    uint64_t source = map.address;
+    bool exists = true;
+    uint32_t rest = index;
+    for (uint32_t i = 0; i < map.rank; ++i) {
+      const int64_t at = coordinates[i] + static_cast<int64_t>(rest % map.box[i]);
+      rest /= map.box[i];
+      exists = exists && at >= 0 && at < map.dims[i];
+      source += at * (i == 0 ? map.element_bytes : map.strides[i - 1]);
+    }
+    if (!exists) continue;
+    const void* element = reinterpret_cast<const void*>(source);
+    check_global(element, map.element_bytes, false, code);
+    const uint32_t target = swizzled(destination + index * map.element_bytes, map.swizzle);
+    memcpy(&copy.bytes[target - destination], element, map.element_bytes);
+  }
+  start_copy(destination, static_cast<int>(num_bytes), code);
+  barrier.copies.push_back(copy);
+  // A thread that waits already is one that needs it.
+  for (int w = 0; w < machine.num_warps; ++w) {
+    if (barrier.waiting[w] != 0) wake(machine.warps[w], barrier.waiting[w]);
+    barrier.waiting[w] = 0;
+  }
+}
+
+// --- wgmma ---
+
+MatrixDescriptor MatrixDescriptor::decode(uint64_t bits) {
+  const auto field = [bits](int shift) {
+    return static_cast<uint32_t>(bits >> shift & 0x3fff) << 4;
+  };
+  constexpr Swizzle kLayouts[] = {Swizzle::none, Swizzle::bytes_128, Swizzle::bytes_64,
+                                  Swizzle::bytes_32};
+  return {field(0), field(16), field(32), kLayouts[bits >> 62]};
+}
+
+// K-major: rows of the pattern are 8 of M or N, groups of 8 a stride apart; without a swizzle the
+// two 16-byte halves of k are the leading distance apart. MN-major: rows are of k, 8 and then a
+// stride; a row's end goes on a leading distance further. (cute, mma_traits_sm90_gmma.hpp)
+uint32_t MatrixDescriptor::element(int outer, int k, bool is_k_major) const {
+  const uint32_t span = 16u << static_cast<uint32_t>(swizzle);
+  const int in_row = static_cast<int>(span / 2);
+  uint32_t offset;
+  if (is_k_major) {
+    const uint32_t along = swizzle == Swizzle::none ? k / 8 * leading + k % 8 * 2 : k * 2;
+    offset = outer / 8 * stride + outer % 8 * span + along;
+  } else if (swizzle == Swizzle::none) {
+    offset = outer / 8 * stride + k / 8 * leading + k % 8 * span + outer % 8 * 2;
+  } else {
+    offset = outer / in_row * leading + k / 8 * stride + k % 8 * span + outer % in_row * 2;
+  }
+  return swizzled(start + offset, swizzle);
+}
+
+namespace {
+
+constexpr int kGroupThreads = 128, kRows = 64, kDepth = 16;
+
+struct Group {
+  int arrived = 0;
+  Where where;
+  const WarpgroupProduct* products[kGroupThreads];
+  uint32_t waiting[kGroupThreads / kLanes] = {};
+};
+Group groups[kMaxThreads / kGroupThreads];
+
+float load(const MatrixDescriptor& matrix, int outer, int k, bool is_k_major,
+           const FloatFormat& format, void* code) {
+  const uint32_t address = matrix.element(outer, k, is_k_major);
+  check_shared(address, 2, 2, code);
+  read_shared(address, 2, true, code);
+  uint16_t bits;
+  memcpy(&bits, shared_window.begin + address, 2);
+  return decode(bits, format);
+}
+
+void multiply(const Group& group, void* code) {
+  const WarpgroupProduct& first = *group.products[0];
+  const FloatFormat& format = first.is_bfloat16 ? kBfloat16 : kHalf;
+  float a[kRows][kDepth], b[kDepth][256];
+  if (first.a == nullptr) {
+    const MatrixDescriptor matrix = MatrixDescriptor::decode(first.a_descriptor);
+    for (int row = 0; row < kRows; ++row) {
+      for (int k = 0; k < kDepth; ++k) {
+        a[row][k] = load(matrix, row, k, first.is_a_k_major, format, code);
+      }
+    }
+  } else {
+    for (int thread = 0; thread < kGroupThreads; ++thread) {
+      const int lane = thread % kLanes;
+      for (int i = 0; i < 4; ++i) {
+        const int row = thread / kLanes * 16 + lane / 4 + 8 * (i % 2);
+        const int column = 2 * (lane % 4) + 8 * (i / 2);
+        const uint32_t pair = group.products[thread]->a[i];
+        a[row][column] = decode(pair & 0xffff, format);
+        a[row][column + 1] = decode(pair >> 16, format);
+      }
+    }
+  }
+  const MatrixDescriptor matrix = MatrixDescriptor::decode(first.b_descriptor);
+  for (int column = 0; column < first.n; ++column) {
+    for (int k = 0; k < kDepth; ++k) {
+      b[k][column] = load(matrix, column, k, first.is_b_k_major, format, code);
+    }
+  }
+  for (int thread = 0; thread < kGroupThreads; ++thread) {
+    const int lane = thread % kLanes;
+    for (int i = 0; i < first.n / 2; ++i) {
+      const int row = thread / kLanes * 16 + lane / 4 + 8 * (i / 2 % 2);
+      const int column = i / 4 * 8 + 2 * (lane % 4) + i % 2;
+      float sum = first.is_first ? 0.0f : group.products[thread]->d[i];
+      for (int k = 0; k < kDepth; ++k) sum += a[row][k] * b[k][column];
+      group.products[thread]->d[i] = sum;
+    }
+  }
+}
+
+}  // namespace
+
+void warpgroup_multiply(const WarpgroupProduct& product, Where where) {
+  void* code = EMULATOR_CALLER;
+  const int thread = machine.current->index;
+  Group& group = groups[thread / kGroupThreads];
+  if (product.n < 8 || product.n > 256 || product.n % 8 != 0) {
+    fail(code, "a product of %d columns; wanted a multiple of 8 up to 256", product.n);
+  }
+  if (group.arrived == 0) group.where = where;
+  if (group.where.line() != where.line() || group.where.file_name() != where.file_name()) {
+    fail(code, "threads of a warpgroup have parted: lines %u and %u", where.line(),
+         group.where.line());
+  }
+  const WarpgroupProduct*& first = group.products[0];
+  group.products[thread % kGroupThreads] = &product;
+  if (++group.arrived < kGroupThreads) {
+    group.waiting[thread % kGroupThreads / kLanes] |= 1u << machine.lane();
+    stop(State::waits_for_block, where, code);
+    return;
+  }
+  for (const WarpgroupProduct* other : group.products) {
+    if (other->b_descriptor != first->b_descriptor || other->n != first->n ||
+        (other->a == nullptr && other->a_descriptor != first->a_descriptor)) {
+      fail(code, "threads of a warpgroup give different descriptors");
+    }
+  }
+  multiply(group, code);
+  group.arrived = 0;
+  for (int w = 0; w < kGroupThreads / kLanes; ++w) {
+    const int index = thread / kGroupThreads * (kGroupThreads / kLanes) + w;
+    if (group.waiting[w] != 0) wake(machine.warps[index], group.waiting[w]);
+    group.waiting[w] = 0;
+  }
+}
+
+void set_max_registers(int count, Where where) {
+  if (count % 8 != 0 || count < 24 || count > 256) {
+    fail(EMULATOR_CALLER, "setmaxnreg %d; wanted a multiple of 8 from 24 to 256", count);
+  }
+  // Every warp executes it as one.
+  warp_any(true, where);
+}
+
+void begin_hopper() {
+  barriers.clear();
+  for (Group& group : groups) group = Group{};
+}
+
+}  // namespace emulator

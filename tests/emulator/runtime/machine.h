@@ -1,0 +1,138 @@
+// The machine that runs a launch: blocks one after another, their threads as fibers, and the state
+// that warps and blocks share. One launch at a time, on the system thread that asks for it.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <vector>
+
+#include "emulator/device.h"
+#include "fiber.h"
+
+namespace emulator {
+
+constexpr int kLanes = 32;
+constexpr int kMaxThreads = 1024;
+constexpr int kMaxWarps = kMaxThreads / kLanes;
+constexpr int kNumBarriers = 16;
+constexpr int kMaxSharedBytes = 227 * 1024;
+
+// A stretch of global memory that the kernel may touch. The launcher sorts them by address.
+struct Range {
+  uint64_t begin, end;
+  uint64_t is_writable;
+};
+
+struct LaunchRequest {
+  const void* params;
+  uint32_t grid[3], block[3];
+  uint32_t shared_bytes;
+  uint32_t num_ranges;
+  const Range* ranges;
+  const Range* guards;  // memory around those that nothing else lies in
+  uint64_t num_guards;
+  uint64_t seed;  // 0: blocks, warps and lanes in order
+};
+
+// What went wrong, and where: `code_offset` is an address in this library, for addr2line.
+struct Report {
+  char message[2048];
+  uint64_t code_offset, other_code_offset;  // 0: none
+  uint32_t block[3];
+  int32_t thread;  // -1: no single one
+};
+
+enum class State : uint8_t { ready, waits_for_warp, waits_for_block, over };
+
+struct Thread {
+  Fiber fiber;
+  State state = State::over;
+  int index = 0;
+  Where where;  // of what it waits for
+  void* code = nullptr;
+};
+
+// What the lanes of a warp do together, once all have come. `arguments[lane]` are in and out.
+struct Warp;
+using Collective = void (*)(Warp& warp);
+
+struct Warp {
+  int index = 0;
+  uint32_t ready = 0;  // lanes that can run
+  uint32_t arrived = 0;
+  Collective collective = nullptr;
+  Where where;
+  void* arguments[kLanes];
+  int barrier_lanes = 0;  // that have come to the barrier of `barrier_where`
+  Where barrier_where;
+  // Happens-before. clock[w] of another warp: its accesses before that time are visible here. Its
+  // own clock counts its synchronisations.
+  uint32_t clock[kMaxWarps];
+};
+
+struct Barrier {
+  int expected = 0, arrived = 0;
+  bool any = false, result = false;
+  uint32_t waiting[kMaxWarps] = {};  // lanes
+  bool joins[kMaxWarps] = {};
+};
+
+struct Machine {
+  LaunchRequest request;
+  Report* report = nullptr;
+  const char* kernel = "";
+  int num_threads = 0, num_warps = 0;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  Barrier barriers[kNumBarriers];
+  Thread* current = nullptr;
+  Fiber main;
+  int num_over = 0;
+  bool has_failed = false;
+  uint64_t random = 0;
+
+  Warp& warp() { return warps[current->index / kLanes]; }
+  int lane() const { return current->index % kLanes; }
+};
+
+extern Machine machine;
+
+// Ends the launch with a message; `code` is the return address of who is to blame.
+[[noreturn]] void fail(void* code, const char* format, ...) __attribute__((format(printf, 2, 3)));
+[[noreturn]] void fail_with(void* code, uint64_t other_code_offset, const char* format, ...)
+    __attribute__((format(printf, 3, 4)));
+uint64_t code_offset(const void* code);
+
+// Gives way to other threads until somebody wakes this one.
+void stop(State state, Where where, void* code);
+void wake(Warp& warp, uint32_t lanes);
+
+// --- hopper.cpp ---
+void begin_hopper();
+
+// --- memory.cpp ---
+struct SharedWindow {
+  unsigned char* begin = nullptr;
+  size_t bytes = 0;
+};
+extern SharedWindow shared_window;
+void find_segments();
+void begin_shared_memory();
+// Between launches a library holds little: a test process has hundreds of them.
+void end_shared_memory();
+void check_global(const void* pointer, size_t num_bytes, bool is_write, void* code);
+// An access by the present thread; by the whole warp, if `is_warps`.
+void read_shared(uint32_t offset, int num_bytes, bool is_warps, void* code);
+void write_shared(uint32_t offset, int num_bytes, bool is_atomic, void* code);
+void start_copy(uint32_t offset, int num_bytes, void* code);
+void land_copy(uint32_t offset, int num_bytes, void* code);
+void land_shared_copy(uint32_t offset, int num_bytes, void* code);
+void check_shared(uint32_t offset, int num_bytes, int alignment, void* code);
+// A thread's copies in flight are forgotten when a block begins.
+void begin_copies();
+bool is_module_data(uintptr_t address);
+
+}  // namespace emulator
+
+#define EMULATOR_CALLER __builtin_return_address(0)

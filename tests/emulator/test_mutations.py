@@ -1,0 +1,169 @@
+"""Mistakes sown in a copy of the kernels (mutations_of_*.py): the emulator must catch every one."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import gpu_cases, page_faults
+from helpers.page_cases import Append
+from helpers.page_faults import STRAY
+
+import cupyattn
+from cupyattn import env
+from cupyattn.jit import kernels_dir
+
+from . import build, gpu, run, test_batch
+from .library import EmulatorError
+from .mutation import Mutation
+from .mutations_of_order import ORDER
+from .mutations_of_values import VALUES
+
+MUTATIONS = (*ORDER, *VALUES)
+
+_PREFILL = replace(
+    gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
+)
+_DECODE = replace(_PREFILL, qo_len=2, kv_len=700)
+_SPLIT = {"num_kv_heads": 2, "group": 2}
+_FP8 = {"kv_dtype": "float8_e4m3fn"}
+_ROPE = {"pos_encoding_mode": "ROPE_LLAMA"}
+_STEEP = {"sm_scale": 2.0}
+
+
+def _single(*changes: dict, facts: dict | None = None, base: object = _PREFILL) -> Callable:
+    def catch(**more: object) -> None:
+        for change in changes or ({},):
+            chosen = {**(facts or {}), **more}
+            run.single(replace(base, **change), **chosen).check()  # type: ignore[type-var]
+
+    return catch
+
+
+def _batch(
+    qo_len: tuple[int, ...], kv_len: tuple[int, ...], page_size: int = 16, num_sms: int = 16
+) -> Callable:
+    case = replace(test_batch.BASE, qo_len=qo_len, kv_len=kv_len, page_size=page_size)
+    return lambda **facts: run.batch(case, num_sms=num_sms, **facts).check()
+
+
+def _append(**facts: object) -> None:
+    with gpu.plugged_in(**facts):
+        append = Append.prepare(STRAY, np)
+        page_faults.spoil(append)
+        append.run()
+        append.check()
+
+
+def _bad_values(**facts: object) -> None:
+    for base in (_PREFILL, replace(_DECODE, qo_len=5)):
+        case = replace(base, causal=True, sm_scale=0.05)
+        spoil = {"v": [((case.kv_len - 2, 0, 5), np.inf), ((case.kv_len - 3, 1, 6), np.nan)]}
+        run.single(case, spoil=spoil, **facts).check()
+
+
+def _packbits(**facts: object) -> None:
+    bits = np.random.default_rng(0).random(999) < 0.5
+    cuts = np.array([0, 3, 100, 108, 999])
+    with gpu.plugged_in(**facts):
+        got = cupyattn.packbits(bits, "little")
+        np.testing.assert_array_equal(got, np.packbits(bits, bitorder="little"))
+        parts, _ = cupyattn.segment_packbits(bits, cuts)
+        pieces = [np.packbits(bits[a:b]) for a, b in itertools.pairwise(cuts)]
+        np.testing.assert_array_equal(parts, np.concatenate(pieces))
+
+
+CATCHERS: dict[str, Callable[..., None]] = {
+    "prefill": _single(),
+    "causal": _single({"causal": True}),
+    # The first token's last key lies beside the end of a tile of 64 keys.
+    "causal edges": _single(*({"causal": True, "qo_len": n, "kv_len": 81} for n in (18, 19, 20))),
+    "window": _single({"window_left": 20}),
+    # The last token's first key lies beside the start of a tile.
+    "window edges": _single(*({"window_left": 20, "qo_len": n} for n in (1, 2, 3, 65, 66, 67))),
+    "mask": _single({"mask_kind": "packed", "kv_len": 149}),
+    # Some of the seeds hide tile 31, the last of a word, and show tile 32.
+    "sparse mask": _single(
+        *({"mask_kind": "packed", "mask_pattern": "tiles", "seed": n} for n in range(6)),
+        base=replace(_PREFILL, qo_len=9, kv_len=2900, group=4),
+        facts={"num_sms": 1},
+    ),
+    # Two buffers, no tile cut: no barrier stands between the last read of Q and the output.
+    "few rows of 128": _single(
+        {"head_dim_qk": 128, "head_dim_vo": 128, "qo_len": 20, "kv_len": 128}
+    ),
+    "rope in the block": _single(_ROPE, base=replace(_PREFILL, qo_len=20)),
+    "rope ahead": _single(_ROPE),
+    "fp8": _single(_FP8),
+    "fp8 by shifts": _single(_FP8, facts={"arch": 800}),
+    "steep": _single(_STEEP),
+    "steep decode": _single(_STEEP, base=_DECODE),
+    "decode": _single(base=_DECODE),
+    # 8 tiles in 3 parts.
+    "split decode": _single({"kv_len": 1900}, facts={"num_sms": 6}, base=_DECODE),
+    "split prefill": _single({"kv_len": 700, "qo_len": 20}, facts={"num_sms": 20}),
+    "sinks": _single({"has_sinks": True}),
+    "no keys": _single({"kv_len": 0}),
+    "bad values": _bad_values,
+    "alibi": _single({"pos_encoding_mode": "ALIBI"}),
+    # Logits that the polynomial would still take, were its range four times what it is.
+    "soft cap": _single({"logits_soft_cap": 4.5, "kv_len": 192}),
+    # Logits that grow from tile to tile by more than a float16 holds.
+    "large soft cap": _single(
+        {"logits_soft_cap": 500.0, "sm_scale": 3.0, "kv_len": 192},
+        base=replace(_PREFILL, dtype="float16", kv_dtype="float16"),
+    ),
+    "soft cap of alibi": _single(
+        {"logits_soft_cap": 1.0, "kv_len": 192, "pos_encoding_mode": "ALIBI"}
+    ),
+    "packbits": _packbits,
+    "paged prefill": _batch((40, 70), (150, 90)),
+    "paged decode": _batch((1, 3), (600, 150), num_sms=1),
+    "odd pages": _batch((40, 1), (150, 90), page_size=3),
+    "append": _append,
+}
+
+
+def mutant(mutation: Mutation) -> Path:
+    """A copy of the kernels with the mistake in, in a place of its own."""
+    source = kernels_dir()
+    text = (source / mutation.file).read_text(encoding="utf-8")
+    changed = text.replace(mutation.old, mutation.new)
+    files = sorted(path for path in source.rglob("*.cu*"))
+    digest = build.digest_of([changed, mutation.file, *(p.read_text("utf-8") for p in files)])
+    place = build.folder() / f"mutant.{digest}"
+
+    def make(scratch: Path) -> None:
+        for path in files:
+            (scratch / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, scratch / path.relative_to(source))
+        (scratch / mutation.file).write_text(changed, encoding="utf-8")
+        (scratch / "mutant").write_text(mutation.name, encoding="utf-8")
+
+    build.once(place / "mutant", make)
+    return place
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+def test_a_mistake_is_caught(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (kernels_dir() / mutation.file).read_text(encoding="utf-8")
+    assert text.count(mutation.old) == 1, "the list of mutations does not fit the kernels"
+    monkeypatch.setenv(env.KERNELS_DIR.name, str(mutant(mutation)))
+    with pytest.raises((AssertionError, EmulatorError)):
+        CATCHERS[mutation.catcher]()
+
+
+@pytest.mark.parametrize("name", CATCHERS)
+def test_the_kernels_as_they_are_pass(name: str) -> None:
+    """What catches a mistake must pass without it."""
+    CATCHERS[name]()
+
+
+def test_there_are_enough_mutations() -> None:
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 20
+    assert {mutation.catcher for mutation in MUTATIONS} == set(CATCHERS)

@@ -1,0 +1,55 @@
+"""The kernels in builds for AddressSanitizer and UndefinedBehaviorSanitizer, the compiler's own."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import gpu_cases
+
+from . import sanitized
+
+# Every family of code once; the slow suite has all.
+NAMES = (
+    "packed mask, prefill",
+    "e4m3 cache, rope, one row",
+    "unaligned, append",
+)
+MISTAKES = {
+    "asan": {
+        "past_the_array": "use-after-poison|heap-buffer-overflow",
+        "before_the_array": "use-after-poison|heap-buffer-overflow",
+        "writes_past_the_array": "use-after-poison|heap-buffer-overflow",
+        "index_past_a_local_array": "stack-buffer-overflow",
+    },
+    "ubsan": {
+        "shift_too_far": "shift exponent",
+        "overflowing_sum": "signed integer overflow",
+        "index_past_a_local_array": "out of bounds",
+        "misaligned_global_vector": "misaligned address",
+    },
+}
+
+
+@pytest.mark.parametrize("mode", MISTAKES)
+def test_cases_are_clean(mode: str) -> None:
+    done = sanitized.run(mode, *NAMES, "mistakes/fine_exchange", "mistakes/fine_copy")
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.stdout.count("passed") == len(NAMES) + 2
+
+
+@pytest.mark.parametrize("mode", MISTAKES)
+def test_mistakes_are_found(mode: str) -> None:
+    import re
+
+    for name, message in MISTAKES[mode].items():
+        done = sanitized.run(mode, f"mistakes/{name}")
+        text = done.stdout + done.stderr
+        assert done.returncode != 0 and re.search(message, text), f"{name}: {text[-3000:]}"
+        assert "mistakes.cu" in text, text[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MISTAKES)
+def test_every_case_is_clean(mode: str) -> None:
+    names = [name for name in gpu_cases.ALONE if not name.endswith("append")]
+    done = sanitized.run(mode, *names)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
