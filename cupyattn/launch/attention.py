@@ -172,6 +172,7 @@ class AttentionLauncher:
             0,
             0,
             0,
+            *params.divisor(self.group_size),
         )
         num_q_tiles = min(plan.num_q_tiles - first_q_tile, MAX_GRID_YZ)
         grid = (self.num_kv_heads, num_q_tiles, plan.num_splits)

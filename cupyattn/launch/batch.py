@@ -284,6 +284,7 @@ class BatchLauncher:
                 first_item,
                 self.page_size,
                 *self._page_divisor,
+                *params.divisor(self.group_size),
             )
             + self._rope_table
         )

@@ -14,7 +14,7 @@ MAX_ROPE_PAIRS = 128
 # the same for many calls is packed once, and copied by each.
 OPTIONAL = struct.Struct("<6Q")  # lse, mask, sinks, scale_q, scale_k, scale_v
 STRIDES = struct.Struct("<12q")  # (token, head) of q, k, v, o, lse; page of k, v
-CONSTANTS = struct.Struct("<6i 5f 2i I i 4x")  # num_kv_heads to page_shift; the RoPE steps follow
+CONSTANTS = struct.Struct("<6i 5f 2i I i I i 4x")  # num_kv_heads to group_shift; RoPE follows
 # q, k, v, o; OPTIONAL; partial_o, partial_lse, counters; work, merges, kv_indices; STRIDES;
 # mask_bytes; lengths; the rest.
 ATTENTION = struct.Struct(

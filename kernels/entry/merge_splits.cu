@@ -30,8 +30,8 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32)
                              ? BlockWork::of_item(params, item, kv_head, kTileQ)
                              : BlockWork::of_tile(params, tile, kv_head, 0, kTileQ);
   if (row >= work.tile.num_rows) return;
-  const int packed = work.tile.first_row + row;
-  const int head = kv_head * params.group_size + packed % params.group_size;
+  const PackedRow packed = PackedRow::of(params, work.tile.first_row + row);
+  const int head = kv_head * params.group_size + packed.group_head;
   merge_row<typename Config::DTypeO, Config::kHeadDimVO, kTileQ, Config::kAligned>(
-      params, work.tile, row, work.request.q_start + packed / params.group_size, head, lane);
+      params, work.tile, row, work.request.q_start + packed.token, head, lane);
 }

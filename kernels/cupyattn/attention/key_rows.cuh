@@ -7,7 +7,6 @@
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/params/attention.cuh"
 #include "cupyattn/ptx/cp_async.cuh"
-#include "cupyattn/ptx/math.cuh"
 
 namespace cupyattn {
 
@@ -16,9 +15,7 @@ struct PageSlot {
   int page, slot;
 
   static __device__ __forceinline__ PageSlot of(const AttentionParams& params, int key) {
-    const int page =
-        static_cast<int>(ptx::multiply_high(2u * static_cast<uint32_t>(key), params.page_magic) >>
-                         params.page_shift);
+    const int page = divide(key, params.page_magic, params.page_shift);
     return PageSlot{page, key - page * params.page_size};
   }
 };

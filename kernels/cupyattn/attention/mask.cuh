@@ -42,8 +42,8 @@ struct KeyRange {
                                                 const BlockWork& work) {
     const int first_row = work.tile.first_row;
     const int last_row = first_row + work.tile.num_rows - 1;
-    const int first = ptx::warp_uniform(first_row / params.group_size);
-    const int last = ptx::warp_uniform(last_row / params.group_size);
+    const int first = ptx::warp_uniform(PackedRow::of(params, first_row).token);
+    const int last = ptx::warp_uniform(PackedRow::of(params, last_row).token);
     const KeyLimits a = KeyLimits::of<kCustomMask>(params, work.request, first);
     const KeyLimits b = KeyLimits::of<kCustomMask>(params, work.request, last);
     return KeyRange{a.begin, b.end, b.begin, a.end, first, last};

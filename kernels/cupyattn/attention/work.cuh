@@ -5,9 +5,26 @@
 #include "cupyattn/common/math.cuh"
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/params/attention.cuh"
+#include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/warp.cuh"
 
 namespace cupyattn {
+
+// n / d for 0 <= n < 2^31, by the numbers that launch/params.py finds for d: divisions are dozens
+// of instructions that depend on each other, at the start of every block.
+__device__ __forceinline__ int divide(int n, uint32_t magic, int shift) {
+  return static_cast<int>(ptx::multiply_high(2u * static_cast<uint32_t>(n), magic) >> shift);
+}
+
+// Of a packed row: the query token, and the head within the KV head's group.
+struct PackedRow {
+  int token, group_head;
+
+  static __device__ __forceinline__ PackedRow of(const AttentionParams& params, int row) {
+    const int token = divide(row, params.group_magic, params.group_shift);
+    return PackedRow{token, row - token * params.group_size};
+  }
+};
 
 // The lengths of a request, and where its parts begin (see WorkItem).
 struct Request {

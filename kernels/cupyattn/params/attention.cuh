@@ -64,11 +64,13 @@ struct AttentionParams {
   int32_t page_size;      // read by paged kernels, as are the next two
   uint32_t page_magic;    // n / page_size is the high half of 2 n * page_magic, >> page_shift
   int32_t page_shift;
+  uint32_t group_magic;  // the same for n / group_size
+  int32_t group_shift;
   int32_t padding;
   uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };
 
-static_assert(sizeof(AttentionParams) == 128 + 104 + 72 + 4 * kMaxRopePairs,
+static_assert(sizeof(AttentionParams) == 128 + 104 + 80 + 4 * kMaxRopePairs,
               "AttentionParams and its mirror in launch/params.py must agree");
 
 }  // namespace cupyattn

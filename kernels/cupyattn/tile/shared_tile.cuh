@@ -124,10 +124,18 @@ struct RowCopier {
     if constexpr (kWalks) {
       const int chunk = thread % Tile::kChunks;
       const int row = thread / Tile::kChunks;
+      // All offsets are read before the first copy: between a load of shared memory and a copy into
+      // it the assembler puts three loads that do nothing.
+      constexpr int kGatheredRows = kGathered ? Tile::kRows / kStep : 1;
+      const T* gathered[kGatheredRows];
+      if constexpr (kGathered) {
+#pragma unroll
+        for (int i = 0; i < kGatheredRows; ++i) gathered[i] = source + offsets[row + i * kStep];
+      }
       // Element-wise copies are long already.
 #pragma unroll(kAligned ? Tile::kRows : 1)
       for (int step = 0; step < Tile::kRows; step += kStep) {
-        const T* chunk_source = kGathered ? source + offsets[row + step] : source;
+        const T* chunk_source = kGathered ? gathered[step / kStep] : source;
         copy_chunk<Tile, kHeadDim, kAligned>(Tile::descend(destination + tile_offset, step), chunk,
                                              chunk_source, exists(row + step));
         if constexpr (!kGathered) source += kStep * row_stride;
