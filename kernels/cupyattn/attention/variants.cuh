@@ -245,12 +245,13 @@ struct CappedLogits {
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float bound = bound_of(m, h);
+        // Rows of maxima are independent; comparisons of each logit would wait for one another.
+        float largest = fmaxf(fabsf(s[m][0][2 * h]), fabsf(s[m][0][2 * h + 1]));
 #pragma unroll
-        for (int n = 0; n < kTilesS; ++n) {
-          found |= fabsf(s[m][n][2 * h]) > bound;
-          found |= fabsf(s[m][n][2 * h + 1]) > bound;
+        for (int n = 1; n < kTilesS; ++n) {
+          largest = fmaxf(largest, fmaxf(fabsf(s[m][n][2 * h]), fabsf(s[m][n][2 * h + 1])));
         }
+        found |= largest > bound_of(m, h);
       }
     }
     return ptx::warp_any(found);
