@@ -37,29 +37,25 @@ def best_chunk(work: Work, items_per_wave: int, state_cost: float) -> int:
     """
     _, longest, total, count = work
     is_even = longest * count <= _EVEN * total
-    ideal = total / items_per_wave + _BLOCK_OVERHEAD
-    if is_even:
-        unsplit, _ = _time_of_even(work, longest, items_per_wave)
-    else:
-        (unsplit,), _ = _times_of_uneven(work, [longest], items_per_wave)
-    best, best_time = longest, unsplit * _WORTHWHILE
-    if best_time <= ideal:
-        return longest
     chunks = _candidates(total, count, longest, items_per_wave, is_even)
     if not chunks:
         return longest
+    chunks.append(longest)
     if is_even:
-        pairs = [_time_of_even(work, chunk, items_per_wave) for chunk in chunks]
+        estimates = [_time_of_even(work, chunk, items_per_wave) for chunk in chunks]
     else:
-        pairs = list(zip(*_times_of_uneven(work, chunks, items_per_wave), strict=True))
-    for chunk, (done, num_items) in zip(chunks, pairs, strict=True):
+        estimates = _times_of_uneven(work, chunks, items_per_wave)
+    best, best_time = longest, estimates.pop()[0] * _WORTHWHILE
+    if best_time <= total / items_per_wave + _BLOCK_OVERHEAD:
+        return longest
+    for chunk, (done, num_items) in zip(chunks, estimates, strict=False):
         estimate = done + _MERGE_OVERHEAD + state_cost * num_items / items_per_wave
         if estimate < best_time:
             best, best_time = chunk, estimate
     return best
 
 
-def _time_of_even(work: Work, chunk: int, items_per_wave: int) -> tuple[float, int]:
+def _time_of_even(work: Work, chunk: int, items_per_wave: int) -> tuple[float, float]:
     """When all blocks are done if keys are split after `chunk` tiles, and how many they are."""
     parts = -(-work.longest // chunk)
     num_items = work.count * parts
@@ -69,7 +65,7 @@ def _time_of_even(work: Work, chunk: int, items_per_wave: int) -> tuple[float, i
 
 def _times_of_uneven(
     work: Work, chunks: list[int], items_per_wave: int
-) -> tuple[list[float], list[float]]:
+) -> list[tuple[float, float]]:
     """The same for several sizes at once. Float, for integers divide slowly."""
     key_tiles = work.array()
     sizes = np.array(chunks, np.float64)[:, None]
@@ -82,7 +78,7 @@ def _times_of_uneven(
     waves = np.ceil(num_long / items_per_wave)
     busy = (work.total + num_items * _BLOCK_OVERHEAD) / items_per_wave
     done = np.maximum(busy, waves * (mean + _BLOCK_OVERHEAD))
-    return done.tolist(), num_items.tolist()
+    return list(zip(done.tolist(), num_items.tolist(), strict=True))
 
 
 def _candidates(
