@@ -223,9 +223,9 @@ class BatchLauncher:
         if tiles.name == "prefill_sm80":
             num_counters = 0
             if room.num_split_tiles:
-                rows = room.num_split_tiles * tiles.tile_q
+                num_rows = room.num_split_tiles * tiles.tile_q
                 merge = merge_splits.prepare(
-                    self.problem, tiles.tile_q, rows, heads, self.device_index
+                    self.problem, tiles.tile_q, num_rows, heads, self.device_index
                 )
         merges = words_bytes + room.num_items * _ITEM_BYTES
         counters = merges + 4 * room.num_split_tiles

@@ -23,10 +23,10 @@ class Work(NamedTuple):
     key_tiles: np.ndarray | None
     longest: int
     total: int
-    count: int
+    num_tiles: int
 
     def array(self) -> np.ndarray:
-        return np.full(self.count, self.longest) if self.key_tiles is None else self.key_tiles
+        return np.full(self.num_tiles, self.longest) if self.key_tiles is None else self.key_tiles
 
 
 def best_chunk(work: Work, items_per_wave: int, state_cost: float) -> int:
@@ -35,9 +35,9 @@ def best_chunk(work: Work, items_per_wave: int, state_cost: float) -> int:
     Example: 64 requests, one of 1,024 key tiles and the others of 4, 8 heads, 264 slots: unsplit
     the long one takes 1,024 tiles' time, in parts of 39 all slots are busy to the end.
     """
-    _, longest, total, count = work
-    is_even = longest * count <= _EVEN * total
-    chunks = _candidates(total, count, longest, items_per_wave, is_even)
+    _, longest, total, num_tiles = work
+    is_even = longest * num_tiles <= _EVEN * total
+    chunks = _candidates(total, num_tiles, longest, items_per_wave, is_even)
     if not chunks:
         return longest
     chunks.append(longest)
@@ -58,7 +58,7 @@ def best_chunk(work: Work, items_per_wave: int, state_cost: float) -> int:
 def _time_of_even(work: Work, chunk: int, items_per_wave: int) -> tuple[float, float]:
     """When all blocks are done if keys are split after `chunk` tiles, and how many they are."""
     parts = -(-work.longest // chunk)
-    num_items = work.count * parts
+    num_items = work.num_tiles * parts
     done = -(-num_items // items_per_wave) * (work.longest / parts + _BLOCK_OVERHEAD)
     return done, num_items
 
