@@ -22,9 +22,15 @@ if TYPE_CHECKING:
     from ._batch_keys import Keys
 
 _MAX_LOOKS = 1024
+# Shape and look of an array that is not given.
+_ABSENT: Any = ((None, None), None)
 
 _reader_of: dict[type, _Read] = {}
 _pack_optional = params.OPTIONAL.pack
+_ADDRESSES: dict[str, Callable[[Any], int]] = {
+    "torch": lambda x: x.data_ptr(),
+    "cupy": lambda x: x.data.ptr,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +38,23 @@ class _Known:
     """What runs of one look share.
 
     v_offset   bytes from k to v, if they are one tensor
-    reach      (a, b) of q, k, v, out and lse: n rows (pages) lie within a * n + b bytes
+    reach      (a, b) of q, k and v: n rows (pages) lie within a * n + b bytes
+    reach_out, reach_lse  those of the answers
+    address    the address of an array that `empty` has made
     """
 
     variant: Variant
     v_offset: int
     reach: tuple[int, ...]
+    reach_out: tuple[int, int]
+    reach_lse: tuple[int, int]
     strides: bytes
     sm_scale: float
     output_scale: float
     row_shape: tuple[int, int]
     empty: Callable[[tuple[int, ...]], Any]
     empty_lse: Callable[[tuple[int, ...]], Any]
+    address: Callable[[Any], int]
     current_stream: Callable[[], int]
 
 
@@ -66,46 +77,38 @@ def repeat(
     geometry, batch = plan.geometry, plan.batch
     axis = geometry.kv_axis
     v_ptr = o_ptr = lse_ptr = sinks_ptr = 0
-    v_look = o_look = lse_look = sinks_look = None
+    v_read = o_read = lse_read = sinks_read = _ABSENT
     num_rows = batch.num_rows
     try:
         q_ptr, q_shape, q_look = read(q)
         k_ptr, k_shape, k_look = read(k)
         num_keys = k_shape[axis]
         if v is not None:
-            v_ptr, v_shape, v_look = read(v)
-            v_look = v_look, v_shape[2:], v_shape[1 - axis]
-            if v_shape[axis] != num_keys:
+            v_ptr, *v_read = read(v)
+            if v_read[0][axis] != num_keys:
                 return None
         if out is not None:
-            o_ptr, o_shape, o_look = read(out)
-            o_look = o_look, o_shape[1:]
-            if o_shape[0] != num_rows:
+            o_ptr, *o_read = read(out)
+            if o_read[0][0] != num_rows:
                 return None
         if lse is not None:
-            lse_ptr, lse_shape, lse_look = read(lse)
-            lse_look = lse_look, lse_shape[1:]
-            if lse_shape[0] != num_rows:
+            lse_ptr, *lse_read = read(lse)
+            if lse_read[0][0] != num_rows:
                 return None
         if sinks is not None:
-            sinks_ptr, sinks_shape, sinks_look = read(sinks)
-            sinks_look = sinks_look, sinks_shape
-        look = (
-            q_look,
-            q_shape[1:],
-            k_look,
-            k_shape[2:],
-            k_shape[1 - axis],
-            v_look,
-            o_look,
-            lse_look,
-            sinks_look,
-            scales,
-            return_lse,
-            (q_ptr | k_ptr | v_ptr | o_ptr) & 15 == 0,
-            plan.framework,
+            sinks_ptr, *sinks_read = read(sinks)
+        is_aligned = (q_ptr | k_ptr | v_ptr | o_ptr) & 15 == 0
+        seen = (
+            *(q_shape, q_look, k_shape, k_look, *v_read, *o_read, *lse_read, *sinks_read),
+            *(return_lse, is_aligned, plan.framework),
         )
-        known = geometry.looks.get(look)
+        # Most runs look like the last one, to the last length, and comparing is cheaper than
+        # hashing. Scales must be the same object: an array of one number may equal a number.
+        last_scales, last_seen, known = geometry.last_run
+        if scales is not last_scales or seen != last_seen:
+            known = geometry.looks.get(_look(seen, scales, axis))
+            if known is not None:
+                geometry.last_run = scales, seen, known
     except Exception:  # arguments raise what they like when they are read or hashed
         return None
     if known is None:
@@ -120,42 +123,43 @@ def repeat(
         or not num_keys
         or num_keys <= batch.max_page
         or num_keys < batch.num_keys
-        or min(q_ptr, k_ptr) < LOWEST_ADDRESS
-        or (v_ptr < LOWEST_ADDRESS)
+        or q_ptr < LOWEST_ADDRESS
+        or k_ptr < LOWEST_ADDRESS
+        or v_ptr < LOWEST_ADDRESS
         or (sinks is not None and sinks_ptr < LOWEST_ADDRESS)
     ):
         return None
+    mask_ptr, mask_end = plan.mask_range
     if out is not None or lse is not None:
-        q_n, q_0, k_n, k_0, v_n, v_0, o_n, o_0, lse_n, lse_0 = known.reach
-        inputs = (
-            (q_ptr, q_ptr + q_n * num_rows + q_0),
-            (k_ptr, k_ptr + k_n * num_keys + k_0),
-            (v_ptr, v_ptr + v_n * num_keys + v_0),
-            (sinks_ptr, sinks_ptr + 4 * known.row_shape[0]),
-            plan.mask_range,
-            (lse_ptr, lse_ptr + lse_n * num_rows + lse_0),
-        )
+        # The two answers, the sinks and the mask, then q, k and v: nothing may meet an answer.
+        o_end = lse_end = 0
         if out is not None:
-            end = o_ptr + o_n * num_rows + o_0
-            if o_ptr < LOWEST_ADDRESS:
-                return None
-            for low, high in inputs:
-                if low < end and o_ptr < high:
-                    return None
+            a, b = known.reach_out
+            o_end = o_ptr + a * num_rows + b
         if lse is not None:
-            end = lse_ptr + lse_n * num_rows + lse_0
-            if lse_ptr < LOWEST_ADDRESS:
+            a, b = known.reach_lse
+            lse_end = lse_ptr + a * num_rows + b
+            if lse_ptr < LOWEST_ADDRESS or (lse_ptr < o_end and o_ptr < lse_end):
                 return None
-            for low, high in inputs[:-1]:
-                if low < end and lse_ptr < high:
-                    return None
+        if out is not None and o_ptr < LOWEST_ADDRESS:
+            return None
+        sinks_end = sinks_ptr + 4 * known.row_shape[0]
+        q_n, q_0, k_n, k_0, v_n, v_0 = known.reach
+        for low, high in ((o_ptr, o_end), (lse_ptr, lse_end)):
+            if (
+                (q_ptr < high and low < q_ptr + q_n * num_rows + q_0)
+                or (k_ptr < high and low < k_ptr + k_n * num_keys + k_0)
+                or (v_ptr < high and low < v_ptr + v_n * num_keys + v_0)
+                or (mask_ptr < high and low < mask_end)
+                or (sinks_ptr < high and low < sinks_end)
+            ):
+                return None
     if out is None:
         out = known.empty((num_rows, *known.row_shape))
-        o_ptr = read(out)[0]
+        o_ptr = known.address(out)
     if return_lse and lse is None:
         lse = known.empty_lse((num_rows, known.row_shape[0]))
-        lse_ptr = read(lse)[0]
-    mask_ptr, mask_end = plan.mask_range
+        lse_ptr = known.address(lse)
     if lse_ptr or sinks_ptr or mask_ptr:
         optional = _pack_optional(lse_ptr, mask_ptr, sinks_ptr, 0, 0, 0)
     else:
@@ -177,6 +181,18 @@ def repeat(
         known.current_stream(),
     )
     return (out, lse) if return_lse else out
+
+
+def _look(seen: tuple[Any, ...], scales: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
+    """What of a run decides whether it passes the checks, besides addresses and lengths.
+
+    seen: shape and look of q, k, v, out, lse and sinks, and the rest.
+    """
+    q_shape, q, k_shape, k, v_shape, v, o_shape, o, lse_shape, lse, *sinks_and_rest = seen
+    return (
+        *(q_shape[1:], q, k_shape[1 - axis], k_shape[2:], k, v_shape[1 - axis], v_shape[2:], v),
+        *(o_shape[1:], o, lse_shape[1:], lse, *sinks_and_rest, scales),
+    )
 
 
 def remember(
@@ -213,26 +229,28 @@ def remember(
     if pairs[3][1] > 0 or pairs[4][1] > 0:
         return  # rows reach into the next, and may share elements from some length on
     q, k, v, out, lse, sinks = given
-    shape = tuple(k.shape)
-    look = [read(q)[2], q.shape[1:], read(k)[2], k.shape[2:], shape[1 - axis]]
-    look.append(None if v is None else (read(v)[2], v.shape[2:], v.shape[1 - axis]))
-    look += [None if x is None else (read(x)[2], x.shape[1:]) for x in (out, lse)]
-    look.append(None if sinks is None else (read(sinks)[2], sinks.shape))
+    seen: list[Any] = []
+    for x in (q, k, v, out, lse, sinks):
+        seen += _ABSENT if x is None else read(x)[1:]
     looks = plan.geometry.looks
     if len(looks) >= _MAX_LOOKS:
         looks.clear()
     _reader_of[type(q)] = read
     pointers = [vq.ptr, keys.k.ptr, 0 if v is None else keys.v.ptr, 0 if out is None else vout.ptr]
     is_aligned = not any(pointer & 15 for pointer in pointers)
-    looks[(*look, scales, return_lse, is_aligned, framework)] = _Known(
+    seen += return_lse, is_aligned, framework
+    looks[_look(tuple(seen), scales, axis)] = _Known(
         variant=variant,
         v_offset=keys.v.ptr - keys.k.ptr,
-        reach=tuple(number for pair in pairs for number in pair),
+        reach=tuple(number for pair in pairs[:3] for number in pair),
+        reach_out=pairs[3],
+        reach_lse=pairs[4],
         strides=strides,
         sm_scale=factors[0],
         output_scale=factors[1],
         row_shape=(plan.geometry.num_qo_heads, plan.geometry.problem.head_dim_vo),
         empty=array.allocator(plan.geometry.problem.dtype_o, vq),
         empty_lse=array.allocator(dtypes.float32, vq),
+        address=_ADDRESSES[framework],
         current_stream=array.stream_reader(vq),
     )

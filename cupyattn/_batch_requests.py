@@ -137,8 +137,11 @@ def read_paged(
     """
     known = None if isinstance(rows, int) else rows[1].size
     kv_indptr, num_pages, fewest = read_indptr(kv_indptr, names.indptr, known)
-    count = num_pages.size
-    qo_indptr, qo_len = uniform_rows(count, rows) if isinstance(rows, int) else rows
+    count, uniform = num_pages.size, -1
+    if isinstance(rows, int):
+        uniform = rows
+        rows = uniform_rows(count, rows)
+    qo_indptr, qo_len = rows
     last, last_device, kv_len = None, None, num_pages
     if page_size == 1 and type(last_page_len) is not np.ndarray:
         last_device = array.view(last_page_len, names.last_page_len)
@@ -154,7 +157,7 @@ def read_paged(
         raise UnsupportedError(
             f"{names.indptr}: a request has {kv_len.max()} keys; at most {MAX_LENGTH} are supported"
         )
-    requests = BatchRequests(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1])
+    requests = BatchRequests(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1], None, uniform)
     batch = Batch(requests, int(qo_indptr[-1]), 0, qo_indptr, kv_indptr, last, last_device)
     _read_page_ids(batch, kv_indices, names, is_bounded)
     return batch

@@ -152,16 +152,20 @@ class Staging:
         """Enqueue copies out of the block that `block` returned last."""
         block = self._blocks[self._turn]
         assert block is not None
-        runtime, base = cuda().runtime, block.address
-        with on_device(self._device):
-            block.is_in_flight = True
-            try:
-                for offset, size, target in copies:
-                    if size:
-                        source = base + 4 * offset
-                        runtime.memcpyAsync(target, source, 4 * size, _HOST_TO_DEVICE, stream)
-            finally:
-                runtime.eventRecord(block.event.ptr, stream)
+        api = cuda()
+        if api.get_device() != self._device:
+            with api.Device(self._device):
+                self.send(copies, stream)
+            return
+        runtime, base = api.runtime, block.address
+        block.is_in_flight = True
+        try:
+            for offset, size, target in copies:
+                if size:
+                    source = base + 4 * offset
+                    runtime.memcpyAsync(target, source, 4 * size, _HOST_TO_DEVICE, stream)
+        finally:
+            runtime.eventRecord(block.event.ptr, stream)
 
     def __del__(self) -> None:
         # The pool may hand pinned memory out again at once.

@@ -7,7 +7,6 @@ batches one. Each has a plan of its own, and a share of the words and of the wor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -32,6 +31,7 @@ from .tiles import MOST_ROWS, ROW_CLASSES, row_class
 
 _WORDS = 12
 _ITEM_BYTES = 4 * _WORDS
+_MAX_KNOWN = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class _Part:
     partial_lse: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchSchedule:
-    """One plan, ready for launches.
+    """One plan, ready for launches; nobody changes it.
 
     words            int32 [n]: work lists, merge lists and zeroed counters, to be copied to device
                      memory as they are, on a 16-byte boundary
@@ -105,6 +105,11 @@ class BatchLauncher:
             if problem.pos_encoding == "ROPE_LLAMA"
             else b""
         )
+        # What is the same for many plans: kernels with what a plan must know of them, by row class,
+        # and parts by what decides them.
+        self._kernels: dict[str, tuple[LoadedKernel, TileShape]] = {}
+        self._parts: dict[tuple[object, ...], tuple[_Part, int, int]] = {}
+        self._packed: dict[tuple[int, float, float], bytes] = {}
 
     def schedule(
         self,
@@ -121,33 +126,33 @@ class BatchLauncher:
         """
         splitting = Splitting(may_split, split_tokens)
         if capacity is not None:
-            kernel = self._kernel(row_class(capacity.max_qo_len * self.group_size))
-            most = self._limits(kernel, splitting, capacity)
-            plan = self._plan(requests, kernel, splitting)
+            rows = row_class(capacity.max_qo_len * self.group_size)
+            most = self._limits(self._kernel(rows)[1], splitting, capacity)
+            plan = self._plan(requests, rows, splitting)
             check_limits(plan, most)
-            return self._lay_out([(kernel, plan, most)])
+            return self._lay_out([(rows, plan, most)])
         laid = []
         for rows, chosen in _classes(requests, self.group_size):
-            kernel = self._kernel(rows)
-            plan = self._plan(chosen, kernel, splitting)
+            plan = self._plan(chosen, rows, splitting)
             if len(plan.items):
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
-                laid.append((kernel, plan, exact))
+                laid.append((rows, plan, exact))
         return self._lay_out(laid)
 
-    def _kernel(self, rows: str) -> LoadedKernel:
-        return load_kernel(self.problem, rows, self.device_index, True)
+    def _kernel(self, rows: str) -> tuple[LoadedKernel, TileShape]:
+        found = self._kernels.get(rows)
+        if found is None:
+            kernel = load_kernel(self.problem, rows, self.device_index, True)
+            tiles = kernel.tiles
+            # A state of decode has few rows of its tile and is merged by the block that is last.
+            # One of prefill has 64 KB, and a launch merges them (measured).
+            cost = 0.25 if tiles.name == "decode_sm80" else 4.0
+            shape = TileShape(tiles.tile_q, tiles.tile_kv, kernel.num_slots, cost)
+            found = self._kernels[rows] = kernel, shape
+        return found
 
-    def _shape(self, kernel: LoadedKernel) -> TileShape:
-        # A state of decode has few rows of its tile and is merged by the block that is last. One of
-        # prefill has 64 KB, and a launch merges them (measured).
-        cost = 0.25 if kernel.tiles.name == "decode_sm80" else 4.0
-        return TileShape(kernel.tiles.tile_q, kernel.tiles.tile_kv, kernel.num_slots, cost)
-
-    def _plan(
-        self, requests: BatchRequests, kernel: LoadedKernel, splitting: Splitting
-    ) -> BatchPlan:
-        shape = self._shape(kernel)
+    def _plan(self, requests: BatchRequests, rows: str, splitting: Splitting) -> BatchPlan:
+        shape = self._kernel(rows)[1]
         plan = plan_batch(
             requests, self.group_size, self.num_kv_heads, shape, self._masking, splitting
         )
@@ -155,7 +160,7 @@ class BatchLauncher:
             check_cover(plan, requests, self.group_size, shape.tile_q)
         return plan
 
-    def _limits(self, kernel: LoadedKernel, splitting: Splitting, capacity: Capacity) -> Limits:
+    def _limits(self, shape: TileShape, splitting: Splitting, capacity: Capacity) -> Limits:
         return limits(
             capacity.num_requests,
             capacity.num_rows,
@@ -163,17 +168,19 @@ class BatchLauncher:
             capacity.num_tokens,
             self.group_size,
             self.num_kv_heads,
-            self._shape(kernel),
+            shape,
             splitting,
         )
 
-    def _lay_out(self, laid: list[tuple[LoadedKernel, BatchPlan, Limits]]) -> BatchSchedule:
+    def _lay_out(self, laid: list[tuple[str, BatchPlan, Limits]]) -> BatchSchedule:
         parts, words_bytes, workspace_bytes = [], 0, 0
-        for kernel, _, room in laid:
+        for rows, _, room in laid:
             part, words_bytes, workspace_bytes = self._part(
-                kernel, room, words_bytes, workspace_bytes
+                rows, room, words_bytes, workspace_bytes
             )
             parts.append(part)
+        if len(laid) == 1 and words_bytes == laid[0][1].items.nbytes:
+            return BatchSchedule(laid[0][1].items.reshape(-1), workspace_bytes, tuple(parts))
         words = np.zeros(words_bytes // 4, np.int32)
         for part, (_, plan, room) in zip(parts, laid, strict=True):
             items = words[part.items // 4 :][: plan.items.size]
@@ -184,9 +191,21 @@ class BatchLauncher:
         return BatchSchedule(words, workspace_bytes, tuple(parts))
 
     def _part(
-        self, kernel: LoadedKernel, room: Limits, words_bytes: int, workspace_bytes: int
+        self, rows: str, room: Limits, words_bytes: int, workspace_bytes: int
     ) -> tuple[_Part, int, int]:
         """The part, and where the next one begins in the words and in the workspace."""
+        key = rows, room, words_bytes, workspace_bytes
+        found = self._parts.get(key)
+        if found is None:
+            if len(self._parts) >= _MAX_KNOWN:
+                self._parts.clear()
+            found = self._parts[key] = self._make_part(*key)
+        return found
+
+    def _make_part(
+        self, rows: str, room: Limits, words_bytes: int, workspace_bytes: int
+    ) -> tuple[_Part, int, int]:
+        kernel, _ = self._kernel(rows)
         tiles, heads = kernel.tiles, self.num_kv_heads
         launches = tuple(
             (
@@ -204,9 +223,9 @@ class BatchLauncher:
         if tiles.name == "prefill_sm80":
             num_counters = 0
             if room.num_split_tiles:
-                rows = room.num_split_tiles * tiles.tile_q
+                num_rows = room.num_split_tiles * tiles.tile_q
                 merge = merge_splits.prepare(
-                    self.problem, tiles.tile_q, rows, heads, self.device_index
+                    self.problem, tiles.tile_q, num_rows, heads, self.device_index
                 )
         merges = words_bytes + room.num_items * _ITEM_BYTES
         counters = merges + 4 * room.num_split_tiles
@@ -240,6 +259,7 @@ class BatchLauncher:
         arguments = params.this_thread.launch_buffer
         for part in schedule.parts:
             for launch, first_item in part.launches:
+                key = first_item, sm_scale, output_scale
                 params.ATTENTION.pack_into(
                     arguments.buffer,
                     arguments.offset,
@@ -258,17 +278,17 @@ class BatchLauncher:
                     mask_bytes,
                     0,
                     0,
-                    self._constants(first_item, sm_scale, output_scale),
+                    self._packed.get(key) or self._constants(*key),
                 )
                 enqueue(launch, arguments, self.device_index, stream)
             if part.merge is not None:
                 enqueue(part.merge, arguments, self.device_index, stream)
 
-    @lru_cache(maxsize=64)  # noqa: B019 (launchers are few, and kept)
     def _constants(self, first_item: int, sm_scale: float, output_scale: float) -> bytes:
+        """What is the same for all runs with these scales."""
         options = self.options
         softmax_scale = sm_scale * LOG2_E
-        return (
+        packed = (
             params.CONSTANTS.pack(
                 self.num_kv_heads,
                 self.group_size,
@@ -288,15 +308,20 @@ class BatchLauncher:
             )
             + self._rope_table
         )
+        if len(self._packed) >= _MAX_KNOWN:
+            self._packed.clear()
+        self._packed[first_item, sm_scale, output_scale] = packed
+        return packed
 
 
 def _classes(requests: BatchRequests, group_size: int) -> list[tuple[str, BatchRequests]]:
     """The requests of each row class, the largest tiles first."""
     if len(requests.qo_len) == 0:
         return []
-    least, most = (row_class(int(f(requests.qo_len)) * group_size) for f in (np.min, np.max))
-    if least == most:
-        return [(most, requests)]
+    least, most = requests.qo_range()
+    name = row_class(most * group_size)
+    if least == most or row_class(least * group_size) == name:
+        return [(name, requests)]
     rows = requests.qo_len * group_size
     found, up_to = [], rows.max()
     for name, above in zip(reversed(ROW_CLASSES), (*reversed(MOST_ROWS.values()), 0), strict=True):

@@ -40,7 +40,10 @@ class TileConfig:
 
 def row_class(rows: int) -> str:
     """The kernel family for this many packed query rows (query tokens times group size)."""
-    return next((name for name, most in MOST_ROWS.items() if rows <= most), LARGE)
+    for name, most in MOST_ROWS.items():
+        if rows <= most:
+            return name
+    return LARGE
 
 
 @lru_cache(maxsize=4096)

@@ -9,10 +9,13 @@ leave it waiting for a few long ones. The kernels derive an item's keys with the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import PlanError
+from .balance import MAX_WAVES, Work, best_chunk
 
 # kernels/cupyattn/params/attention.cuh, struct WorkItem: int32 words of an item.
 WORK_FIELDS = (
@@ -29,26 +32,23 @@ WORK_FIELDS = (
     "split_tile",
     "padding",
 )
-_SPLIT, _NUM_SPLITS, _FIRST_STATE, _SPLIT_TILE = 5, 6, 7, 10
-
-# In the time of a key tile: what a block pays besides its tiles, and what a merge costs at all.
-_BLOCK_OVERHEAD = 2.0
-_MERGE_OVERHEAD = 3.0
-# Splits make at most this many waves of blocks more: it bounds the list of a captured graph.
-_MAX_WAVES = 4
-# A split that gains less than this is not worth its merge.
-_WORTHWHILE = 0.95
-# Tiles whose longest is at most this many times their mean are planned as if all were as long.
-_EVEN = 1.15
+_FIRST_ROW, _SPLIT, _NUM_SPLITS, _FIRST_STATE, _SPLIT_TILE = 4, 5, 6, 7, 10
+_NO_MERGES = np.zeros(0, np.int32)
+# Batches of more requests are not worth keeping a table for.
+_MOST_REMEMBERED = 4096
+# Half the time of the methods on short arrays.
+_least, _most = np.minimum.reduce, np.maximum.reduce
 
 
-@dataclass(frozen=True, slots=True)
+# Made for every plan, and dear when frozen: nobody changes one.
+@dataclass(slots=True)
 class BatchRequests:
     """The lengths of a batch's requests and where their parts begin: int64 NumPy arrays [B].
 
     q_start     first row of q, o and lse
     kv_start    paged: first entry of kv_indices; ragged: first row of k and v
     mask_start  first byte of the packed mask, or None without one
+    uniform     the length of all of qo_len, if q_start counts in steps of it; else -1
     """
 
     qo_len: np.ndarray
@@ -56,6 +56,15 @@ class BatchRequests:
     q_start: np.ndarray
     kv_start: np.ndarray
     mask_start: np.ndarray | None = None
+    uniform: int = -1
+
+    def qo_range(self) -> tuple[int, int]:
+        """The least and the most of qo_len; (0, 0) for no requests."""
+        if self.uniform >= 0:
+            return self.uniform, self.uniform
+        if not self.qo_len.size:
+            return 0, 0
+        return int(np.minimum.reduce(self.qo_len)), int(np.maximum.reduce(self.qo_len))
 
     def select(self, chosen: np.ndarray) -> BatchRequests:
         """The requests at these indices."""
@@ -92,15 +101,14 @@ class Masking:
     has_mask: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Splitting:
+class Splitting(NamedTuple):
     """How keys may be split: by balance, not at all, or every so many tokens (tokens > 0)."""
 
     may_split: bool = True
     tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchPlan:
     """A work list.
 
@@ -114,8 +122,7 @@ class BatchPlan:
     num_states: int
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """The most that any plan for a captured graph may have."""
 
     num_items: int
@@ -132,13 +139,16 @@ def plan_batch(
     splitting: Splitting,
 ) -> BatchPlan:
     """Plan the requests of a batch that share a kernel. Those without query rows get no work."""
-    rows = requests.qo_len * group_size
-    num_tiles = -(-rows // shape.tile_q)
-    order = _longest_first(requests, num_tiles, masking)
-    tiles = _tiles(num_tiles, order, shape.tile_q)
-    key_tiles = _key_tiles(requests, tiles, group_size, shape, masking)
-    splits = _splits(key_tiles, num_kv_heads, shape, splitting)
-    return _build(requests, tiles, splits)
+    least, most = requests.qo_range()
+    if least > 0 and most * group_size <= shape.tile_q:
+        tiles = _Tiles(_longest_first(requests, masking), None)
+    else:
+        num_tiles = -(-(requests.qo_len * group_size) // shape.tile_q)
+        tiles = _tiles(num_tiles, _longest_first(requests, masking), shape.tile_q)
+    if not splitting.may_split or not len(requests.qo_len):
+        return _build(requests, tiles, None)
+    work = _work(requests, tiles, group_size, shape, masking)
+    return _build(requests, tiles, _splits(work, num_kv_heads, shape, splitting))
 
 
 def limits(
@@ -162,165 +172,169 @@ def limits(
         chunk_tokens = max(1, splitting.tokens // shape.tile_kv) * shape.tile_kv
         more = -(-max_qo_len * group_size // shape.tile_q) * (num_tokens // chunk_tokens + 1)
     else:
-        more = _MAX_WAVES * max(1, shape.num_slots // num_kv_heads)
+        more = MAX_WAVES * max(1, shape.num_slots // num_kv_heads)
     return Limits(num_tiles + more, min(num_tiles, more), min(num_tiles, more) + more)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Tiles of query rows, in the order of the list: the request and first row of each."""
+class _Tiles(NamedTuple):
+    """Tiles of query rows, in the order of the list: the request and first row of each.
 
-    request: np.ndarray
-    first_row: np.ndarray
+    Without `request` every request is a tile, and without `first_row` all begin at row 0.
+    """
+
+    request: np.ndarray | None
+    first_row: np.ndarray | None
 
 
-def _longest_first(requests: BatchRequests, num_tiles: np.ndarray, masking: Masking) -> np.ndarray:
-    """Requests with rows, those with the most keys in sight first.
+def _longest_first(requests: BatchRequests, masking: Masking) -> np.ndarray | None:
+    """Requests by the keys in sight, those with the most first; None if all see as many.
 
     Tiles of a request stay together, because they share keys in L2.
     """
     keys = requests.kv_len
     if masking.window_left >= 0:
         keys = np.minimum(keys, requests.qo_len + masking.window_left)
-    if len(keys) and keys.min() == keys.max():
-        order = np.arange(len(keys))
-    else:
-        order = np.argsort(-keys, kind="stable")
-    return order if num_tiles.all() else order[num_tiles[order] > 0]
+    if not keys.size or (keys[0] == keys[-1] and _least(keys) == _most(keys)):
+        return None
+    # A sort of numbers is faster than one of indices: keys in the high half, downwards, and the
+    # index in the low one.
+    packed = np.arange(keys.size) - (keys << 32)
+    packed.sort()
+    return packed & 0xFFFFFFFF
 
 
-def _tiles(num_tiles: np.ndarray, order: np.ndarray, tile_q: int) -> _Tiles:
-    """The last tile of each request, which sees the most keys, comes first."""
+def _tiles(num_tiles: np.ndarray, order: np.ndarray | None, tile_q: int) -> _Tiles:
+    """Of requests with rows, the last tile, which sees the most keys, comes first."""
+    if order is None:
+        order = np.arange(num_tiles.size)
     counts = num_tiles[order]
-    if len(counts) == 0 or counts.max() == 1:
-        return _Tiles(order, np.zeros(len(order), np.int64))
+    if counts.size == 0:
+        return _Tiles(order, None)
+    if _least(counts) == 0:
+        order, counts = order[counts > 0], counts[counts > 0]
     ends = np.cumsum(counts)
-    index = np.repeat(ends, counts) - 1 - np.arange(ends[-1])
+    total = int(ends[-1]) if ends.size else 0
+    if total == counts.size:
+        return _Tiles(order, None)
+    index = np.repeat(ends, counts) - np.arange(1, total + 1)
     return _Tiles(np.repeat(order, counts), index * tile_q)
 
 
-def _key_tiles(
+def _work(
     requests: BatchRequests,
     tiles: _Tiles,
     group_size: int,
     shape: TileShape,
     masking: Masking,
-) -> np.ndarray:
+) -> Work:
     """How many key tiles each tile of rows visits (under a custom mask: at most)."""
-    qo_len, kv_len = requests.qo_len[tiles.request], requests.kv_len[tiles.request]
+    request, first_row = tiles
+    kv_len = requests.kv_len if request is None else requests.kv_len[request]
+    if first_row is None and masking.window_left < 0:
+        # The last row of a request sees all its keys.
+        if request is None:
+            longest = -(-int(kv_len[0]) // shape.tile_kv)
+            return Work(None, longest, longest * kv_len.size, kv_len.size)
+        spans = kv_len
+    else:
+        spans = _spans(requests, tiles, kv_len, group_size, shape, masking)
+    key_tiles = (spans + (shape.tile_kv - 1)) // shape.tile_kv
+    longest = int(_most(key_tiles)) if key_tiles.size else 0
+    return Work(key_tiles, longest, int(np.add.reduce(key_tiles)), key_tiles.size)
+
+
+def _spans(
+    requests: BatchRequests,
+    tiles: _Tiles,
+    kv_len: np.ndarray,
+    group_size: int,
+    shape: TileShape,
+    masking: Masking,
+) -> np.ndarray:
+    """The keys from the first to the last that any row of a tile sees."""
+    qo_len = requests.qo_len if tiles.request is None else requests.qo_len[tiles.request]
+    first_row = 0 if tiles.first_row is None else tiles.first_row
     begin: np.ndarray | int = 0
     end = kv_len
     if masking.causal:
-        last_row = tiles.first_row + (shape.tile_q - 1)
+        last_row = first_row + (shape.tile_q - 1)
         last = np.minimum(last_row // group_size, qo_len - 1)
         end = np.minimum(kv_len, last + (kv_len - qo_len + 1))
     if masking.window_left >= 0:
-        first = tiles.first_row // group_size
+        first = first_row // group_size
         begin = np.maximum(first + (kv_len - qo_len - masking.window_left), 0)
         if masking.has_mask:
             begin = begin // shape.tile_kv * shape.tile_kv
-    return -(-np.maximum(end - begin, 0) // shape.tile_kv)
+    return np.maximum(end - begin, 0)
 
 
 def _splits(
-    key_tiles: np.ndarray, num_kv_heads: int, shape: TileShape, splitting: Splitting
+    work: Work, num_kv_heads: int, shape: TileShape, splitting: Splitting
 ) -> np.ndarray | None:
     """In how many parts each tile's keys are split; None: none is."""
-    if not splitting.may_split or len(key_tiles) == 0:
-        return None
-    longest = int(key_tiles.max())
-    if longest <= 1:
+    if work.longest <= 1:
         return None
     if splitting.tokens:
         chunk = max(1, splitting.tokens // shape.tile_kv)
     else:
-        chunk = _best_chunk(key_tiles, longest, num_kv_heads, shape)
-    if chunk >= longest:
+        chunk = best_chunk(work, max(1, shape.num_slots // num_kv_heads), shape.state_cost)
+    if chunk >= work.longest:
         return None
-    return np.maximum(-(-key_tiles // chunk), 1)
+    return np.maximum(-(-work.array() // chunk), 1)
 
 
-def _best_chunk(key_tiles: np.ndarray, longest: int, num_kv_heads: int, shape: TileShape) -> int:
-    """The most key tiles of one block, by an estimate of when the last block is done.
-
-    Example: 64 requests, one of 1,024 key tiles and the others of 4, 8 heads, 264 slots: unsplit
-    the long one takes 1,024 tiles' time, in parts of 39 all slots are busy to the end.
-    """
-    items_per_wave = max(1, shape.num_slots // num_kv_heads)
-    total, num_tiles = int(key_tiles.sum()), len(key_tiles)
-    is_even = longest * num_tiles <= _EVEN * total
-
-    def time(chunk: int) -> float:
-        if is_even:
-            parts = -(-longest // chunk)
-            num_items = num_tiles * parts
-            done = -(-num_items // items_per_wave) * (longest / parts + _BLOCK_OVERHEAD)
-        else:
-            parts_of = _ceil(key_tiles, chunk)
-            num_items = int(parts_of.sum())
-            # The short ones fill gaps, but long ones come in whole waves.
-            long = key_tiles > chunk / 2
-            num_long = parts_of[long].sum()
-            mean = key_tiles[long].sum() / num_long
-            waves = -(-num_long // items_per_wave)
-            work = (total + num_items * _BLOCK_OVERHEAD) / items_per_wave
-            done = max(work, waves * (mean + _BLOCK_OVERHEAD))
-        if chunk >= longest:
-            return done
-        return done + _MERGE_OVERHEAD + shape.state_cost * num_items / items_per_wave
-
-    best, best_time = longest, time(longest) * _WORTHWHILE
-    if best_time <= total / items_per_wave + _BLOCK_OVERHEAD:
-        return longest
-    for chunk in _candidates(total, num_tiles, longest, items_per_wave, is_even):
-        estimate = time(chunk)
-        if estimate < best_time:
-            best, best_time = chunk, estimate
-    return best
+@lru_cache(maxsize=64)
+def _uniform_rows(num_requests: int, qo_len: int) -> np.ndarray:
+    """Items of requests with equally many rows: all but what their keys decide."""
+    table = np.zeros((num_requests, len(WORK_FIELDS)), np.int32)
+    table[:, 0] = np.arange(num_requests) * qo_len
+    table[:, 1] = qo_len
+    table[:, _NUM_SPLITS] = 1
+    return table
 
 
-def _ceil(key_tiles: np.ndarray, chunk: int) -> np.ndarray:
-    """How many parts of at most `chunk` tiles each has; float, for integers divide slowly."""
-    return np.maximum(np.ceil(key_tiles * (1.0 / chunk)), 1.0)
-
-
-def _candidates(
-    total: int, num_tiles: int, longest: int, items_per_wave: int, is_even: bool
-) -> list[int]:
-    """Sizes of parts worth a look. None makes more than _MAX_WAVES more waves of blocks."""
-    if is_even:
-        parts = {waves * items_per_wave // num_tiles for waves in range(1, _MAX_WAVES + 1)}
-        chunks = {-(-longest // part) for part in parts if part > 1}
+def _table(requests: BatchRequests, tiles: _Tiles) -> np.ndarray:
+    """Items whose keys are not split."""
+    request, first_row = tiles
+    count = requests.qo_len.size
+    if requests.uniform >= 0 and count <= _MOST_REMEMBERED:
+        rows = _uniform_rows(count, requests.uniform)
+        table = rows.copy() if request is None else rows.take(request, axis=0)
+        column, fields = 2, [requests.kv_start, requests.kv_len]
     else:
-        chunks = {-(-total // (items_per_wave * waves)) for waves in range(1, _MAX_WAVES + 1)}
-    least = -(-total // (items_per_wave * _MAX_WAVES))
-    return sorted(chunk for chunk in chunks if least <= chunk < longest)
+        count = count if request is None else request.size
+        table = np.zeros((count, len(WORK_FIELDS)), np.int32)
+        table[:, _NUM_SPLITS] = 1
+        column = 0
+        fields = [requests.q_start, requests.qo_len, requests.kv_start, requests.kv_len]
+    for values in fields:
+        table[:, column] = values if request is None else values[request]
+        column += 1
+    if first_row is not None:
+        table[:, _FIRST_ROW] = first_row
+    if requests.mask_start is not None:
+        starts = requests.mask_start if request is None else requests.mask_start[request]
+        starts = np.ascontiguousarray(starts, np.int64)
+        table[:, 8:10] = starts.view(np.int32).reshape(-1, 2)
+    return table
 
 
 def _build(requests: BatchRequests, tiles: _Tiles, splits: np.ndarray | None) -> BatchPlan:
-    table = np.zeros((len(tiles.request), len(WORK_FIELDS)), np.int32)
-    fields = requests.q_start, requests.qo_len, requests.kv_start, requests.kv_len
-    for column, values in enumerate(fields):
-        table[:, column] = values[tiles.request]
-    table[:, 4] = tiles.first_row
-    table[:, _NUM_SPLITS] = 1
-    if requests.mask_start is not None:
-        starts = requests.mask_start[tiles.request].astype(np.int64, copy=False)
-        table[:, 8:10] = starts.view(np.int32).reshape(-1, 2)
+    table = _table(requests, tiles)
     if splits is None:
-        return BatchPlan(table, np.zeros(0, np.int32), 0)
+        return BatchPlan(table, _NO_MERGES, 0)
     is_split = splits > 1
-    table[:, _NUM_SPLITS] = splits
-    states = np.where(is_split, splits, 0)
+    starts = np.cumsum(splits) - splits
+    states = splits * is_split
     state_ends = np.cumsum(states)
+    table[:, _NUM_SPLITS] = splits
     table[:, _FIRST_STATE] = state_ends - states
-    split_tiles = np.cumsum(is_split)
-    table[:, _SPLIT_TILE] = split_tiles - is_split
-    ends = np.cumsum(splits)
+    table[:, _SPLIT_TILE] = np.cumsum(is_split) - is_split
+    table[:, _SPLIT] = starts
     items = np.repeat(table, splits, axis=0)
-    items[:, _SPLIT] = np.arange(ends[-1]) - np.repeat(ends - splits, splits)
-    merges = (ends - splits)[is_split].astype(np.int32)
-    return BatchPlan(items, merges, int(state_ends[-1]))
+    split = items[:, _SPLIT]
+    np.subtract(np.arange(len(items), dtype=np.int32), split, out=split)
+    return BatchPlan(items, starts[is_split].astype(np.int32), int(state_ends[-1]))
 
 
 def check_limits(plan: BatchPlan, limits: Limits) -> None:

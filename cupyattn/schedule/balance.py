@@ -1,0 +1,94 @@
+"""How long the keys of one block of a batch may be: an estimate of when the last block is done."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+# In the time of a key tile: what a block pays besides its tiles, and what a merge costs at all.
+_BLOCK_OVERHEAD = 2.0
+_MERGE_OVERHEAD = 3.0
+# Splits make at most this many waves of blocks more: it bounds the list of a captured graph.
+MAX_WAVES = 4
+# A split that gains less than this is not worth its merge.
+_WORTHWHILE = 0.95
+# Tiles whose longest is at most this many times their mean are planned as if all were as long.
+_EVEN = 1.15
+
+
+class Work(NamedTuple):
+    """Key tiles that each tile of rows visits: None if all visit `longest`."""
+
+    key_tiles: np.ndarray | None
+    longest: int
+    total: int
+    num_tiles: int
+
+    def array(self) -> np.ndarray:
+        return np.full(self.num_tiles, self.longest) if self.key_tiles is None else self.key_tiles
+
+
+def best_chunk(work: Work, items_per_wave: int, state_cost: float) -> int:
+    """The most key tiles of one block, by an estimate of when the last block is done.
+
+    Example: 64 requests, one of 1,024 key tiles and the others of 4, 8 heads, 264 slots: unsplit
+    the long one takes 1,024 tiles' time, in parts of 39 all slots are busy to the end.
+    """
+    _, longest, total, num_tiles = work
+    is_even = longest * num_tiles <= _EVEN * total
+    chunks = _candidates(total, num_tiles, longest, items_per_wave, is_even)
+    if not chunks:
+        return longest
+    chunks.append(longest)
+    if is_even:
+        estimates = [_time_of_even(work, chunk, items_per_wave) for chunk in chunks]
+    else:
+        estimates = _times_of_uneven(work, chunks, items_per_wave)
+    best, best_time = longest, estimates.pop()[0] * _WORTHWHILE
+    if best_time <= total / items_per_wave + _BLOCK_OVERHEAD:
+        return longest
+    for chunk, (done, num_items) in zip(chunks, estimates, strict=False):
+        estimate = done + _MERGE_OVERHEAD + state_cost * num_items / items_per_wave
+        if estimate < best_time:
+            best, best_time = chunk, estimate
+    return best
+
+
+def _time_of_even(work: Work, chunk: int, items_per_wave: int) -> tuple[float, float]:
+    """When all blocks are done if keys are split after `chunk` tiles, and how many they are."""
+    parts = -(-work.longest // chunk)
+    num_items = work.num_tiles * parts
+    done = -(-num_items // items_per_wave) * (work.longest / parts + _BLOCK_OVERHEAD)
+    return done, num_items
+
+
+def _times_of_uneven(
+    work: Work, chunks: list[int], items_per_wave: int
+) -> list[tuple[float, float]]:
+    """The same for several sizes at once. Float, for integers divide slowly."""
+    key_tiles = work.array()
+    sizes = np.array(chunks, np.float64)[:, None]
+    parts = np.maximum(np.ceil(key_tiles * (1.0 / sizes)), 1.0)
+    num_items = np.add.reduce(parts, axis=1)
+    # The short ones fill gaps, but long ones come in whole waves.
+    is_long = key_tiles > 0.5 * sizes
+    num_long = np.add.reduce(parts * is_long, axis=1)
+    mean = np.add.reduce(key_tiles * is_long, axis=1) / num_long
+    waves = np.ceil(num_long / items_per_wave)
+    busy = (work.total + num_items * _BLOCK_OVERHEAD) / items_per_wave
+    done = np.maximum(busy, waves * (mean + _BLOCK_OVERHEAD))
+    return list(zip(done.tolist(), num_items.tolist(), strict=True))
+
+
+def _candidates(
+    total: int, num_tiles: int, longest: int, items_per_wave: int, is_even: bool
+) -> list[int]:
+    """Sizes of parts worth a look. None makes more than MAX_WAVES more waves of blocks."""
+    if is_even:
+        parts = {waves * items_per_wave // num_tiles for waves in range(1, MAX_WAVES + 1)}
+        chunks = {-(-longest // part) for part in parts if part > 1}
+    else:
+        chunks = {-(-total // (items_per_wave * waves)) for waves in range(1, MAX_WAVES + 1)}
+    least = -(-total // (items_per_wave * MAX_WAVES))
+    return sorted(chunk for chunk in chunks if least <= chunk < longest)
