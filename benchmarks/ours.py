@@ -7,6 +7,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from .candidate import Candidate
 from .case import Case
 from .inputs import Inputs
@@ -15,7 +17,7 @@ NAME = "ours"
 
 
 def candidates(case: Case, inputs: Inputs) -> list[Candidate]:
-    """One candidate: a call per request, back to back; its variant says how it was called."""
+    """A call per request, back to back, and for many requests of a prefill one call for all."""
     import torch
 
     cupyattn: Any = import_module("cupyattn")
@@ -42,7 +44,44 @@ def candidates(case: Case, inputs: Inputs) -> list[Candidate]:
     if case.op == "host":
         variant = "out" if case.out else "alloc"
     call = calls[0] if case.batch == 1 else lambda: [one() for one in calls]
-    return [Candidate(NAME, variant, call, output, buffer=out)]
+    found = [Candidate(NAME, variant, call, output, buffer=out)]
+    if case.op == "prefill" and case.batch > 1:
+        found.append(_ragged(cupyattn, case, inputs))
+    return found
+
+
+def _ragged(cupyattn: Any, case: Case, inputs: Inputs) -> Candidate:
+    """The requests in one call of the batch wrapper; planning is outside, as its users keep it."""
+    import torch
+
+    device = inputs.q.device
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
+    wrapper = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(workspace)
+    starts = np.arange(case.batch + 1, dtype=np.int32)
+    masks: dict[str, Any] = {}
+    if inputs.mask is not None and case.mask == "bool":
+        masks["custom_mask"] = inputs.mask.reshape(-1)
+    elif inputs.mask is not None:
+        masks["packed_custom_mask"] = torch.cat([inputs.packed[b] for b in range(case.batch)])
+    wrapper.plan(
+        starts * case.q_len,
+        starts * case.kv_len,
+        case.num_qo_heads,
+        case.num_kv_heads,
+        case.head_dim_qk,
+        head_dim_vo=case.head_dim_vo,
+        q_data_type=inputs.q.dtype,
+        kv_data_type=inputs.k.dtype,
+        **masks,
+        **options(case),
+    )
+    q, k, v = (x.flatten(0, 1) for x in (inputs.q, inputs.k, inputs.v))
+    shape = (case.batch, case.q_len, case.num_qo_heads, case.head_dim_vo)
+    out = torch.empty(shape, dtype=inputs.q.dtype, device=device)
+    flat = out.flatten(0, 1)
+    return Candidate(
+        NAME, "ragged", lambda: wrapper.run(q, k, v, out=flat), lambda _: out, buffer=out
+    )
 
 
 def _arguments(case: Case, inputs: Inputs, b: int, out: Any) -> tuple[list[Any], dict[str, Any]]:

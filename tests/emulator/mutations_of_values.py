@@ -342,9 +342,9 @@ VALUES = (
     ),
     Mutation(
         "half of a page's number",
-        PAGES,
-        "2u * static_cast<uint32_t>(key), params.page_magic",
-        "static_cast<uint32_t>(key), params.page_magic",
+        "cupyattn/attention/work.cuh",
+        "multiply_high(2u * static_cast<uint32_t>(n), magic)",
+        "multiply_high(static_cast<uint32_t>(n), magic)",
         "odd pages",
     ),
     Mutation(
