@@ -71,7 +71,7 @@ def _choose_prefill(
     is_rotated_ahead = rows == LARGE and problem.aligned and problem.dtype_kv.is_float16
     rotates_keys = problem.pos_encoding == "ROPE_LLAMA" and (is_batch or not is_rotated_ahead)
     # What was tuned on sm_90, to the last register; elsewhere, and with pages, it would spill.
-    is_measured = arch == "sm_90a" and not problem.paged
+    is_measured = arch == "sm_90a" and not problem.paged and problem.dtype_kv.is_float16
     # 32 rows a warp halve the shared-memory traffic of K and V, but O takes 32 x dim_vo registers
     # a warp, and fp8 fragments need registers of their own: then a warp takes 16.
     wide = rows == LARGE and problem.head_dim_vo <= 128 and not problem.dtype_kv.is_fp8
@@ -128,6 +128,8 @@ def _key_shapes(problem: AttentionProblem, wide: bool, arch: str) -> list[tuple[
     is_blackwell = arch in ("sm_100a", "sm_120a")
     if not wide:
         first = (16, 16) if is_blackwell and problem.custom_mask and dim > 128 else (64, 16)
+        if problem.dtype_kv.is_fp8 and dim > 128 and arch != "sm_90a":
+            first = (32, 16)
     elif dim <= 64:
         first = (64, 16)
     elif dim > 128:
