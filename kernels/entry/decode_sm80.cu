@@ -22,7 +22,7 @@ struct Config {
   static constexpr bool kCustomMask = false;
   static constexpr bool kAligned = true;
   static constexpr bool kPaged = false;
-  static constexpr int kSharedBytes = 213728;
+  static constexpr int kSharedBytes = 201472;
 };
 #endif
 

@@ -13,7 +13,7 @@ struct Config {
   static constexpr int kTileKV = 48;
   static constexpr int kMinBlocks = 2;
   static constexpr bool kQInRegisters = false;
-  static constexpr int kKeysPerExp = 16;
+  static constexpr int kKeysPerExp = 48;
   static constexpr int kBuffers = 1;
   static constexpr bool kRope = false;
   static constexpr bool kRotateKeys = false;
@@ -23,7 +23,7 @@ struct Config {
   static constexpr bool kCustomMask = false;
   static constexpr bool kAligned = true;
   static constexpr bool kPaged = false;
-  static constexpr int kSharedBytes = 64112;
+  static constexpr int kSharedBytes = 60800;
 };
 #endif
 

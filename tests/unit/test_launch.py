@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.fake_gpu import COUNTERS, STREAM, Gpu, fields, pointer, unpack
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cupyattn
 from cupyattn.launch import params
@@ -40,6 +42,7 @@ def test_the_struct_of_a_decode_call(gpu: Gpu, make: Callable) -> None:
         expected |= {"k_stride_n": 128, "k_stride_h": 64, "v_stride_n": 256, "v_stride_h": 128}
         expected |= {"qo_len": 1, "kv_len": 2048, "num_kv_heads": 2, "group_size": 4}
         expected |= {"num_q_tiles": 1, "num_splits": splits, "window_left": 1500}
+        expected |= {"group_magic": 2**31 + 1, "group_shift": 2}  # n // 4
         expected |= {"sm_scale": 0.5, "output_scale": 2.0, "rope_step": (0,) * 128}
         got = unpack(launch.params)
         assert got.pop("softmax_scale") == pytest.approx(0.5 * np.log2(np.e))
@@ -155,3 +158,11 @@ def test_threads_have_buffers_and_contexts_of_their_own(gpu: Gpu, make: Callable
         thread.join()
     assert gpu.log == [("setDevice", 0)] * 2
     assert len(set(buffers)) == 2 and len(gpu.launches) == 4
+
+
+@given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
+def test_divisions_by_multiplication_are_exact(divisor: int, n: int) -> None:
+    magic, shift = params.divisor(divisor)
+    assert magic < 2**32
+    for x in (n, n // divisor * divisor, max(0, n // divisor * divisor - 1)):
+        assert (2 * x * magic >> 32) >> shift == x // divisor
