@@ -1,8 +1,8 @@
 """The plan of one request: tiles of query rows, and how often the keys of a tile are split.
 
 The kernels derive their tile and key range from the block index with the arithmetic of `key_span`
-and `tile_span` (kernels/cupyattn/attention/mask.cuh). A change to either needs the other: the GPU
-tests compare results with the reference, no test compares the two arithmetics alone.
+and `tile_span` (kernels/cupyattn/attention/mask.cuh). A change to either needs the other: the
+emulator and the GPU tests find out by results, no test compares the two arithmetics alone.
 """
 
 from __future__ import annotations

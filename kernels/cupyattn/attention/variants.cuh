@@ -198,8 +198,8 @@ struct TransformedLogits {
 };
 
 // The soft cap of logits that share one positive scale. The raw product takes the scale, the cap
-// and base 2 in one polynomial; one comparison a logit finds out whether all of them are small
-// enough for it and, at once, that no row's maximum moves. That is so for nearly every tile.
+// and base 2 in one polynomial; the largest magnitude of a row tells whether all of them are small
+// enough for it and, at once, that the row's maximum stays. That is so for nearly every tile.
 struct CappedLogits {
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token, int head,
                                                      int) {
