@@ -240,9 +240,13 @@ class BatchWrapper:
         self, plan: Plan, variant: Variant
     ) -> tuple[BatchLauncher, BatchSchedule]:
         launcher = plan.geometry.launcher(variant)
+        batch = plan.batch
+        if batch.levels is not None:
+            schedule = launcher.schedule_levels(batch.requests, batch.levels, plan.capacity)
+            return launcher, schedule
         split_tokens, may_split = plan.split
         schedule = launcher.schedule(
-            plan.batch.requests,
+            batch.requests,
             split_tokens=split_tokens,
             may_split=may_split,
             capacity=plan.capacity,

@@ -14,6 +14,7 @@ from .array import ArrayView
 from .errors import ArgumentError, UnsupportedError
 from .match import require_contiguous_last
 from .schedule.batch import BatchRequests
+from .schedule.levels import Levels
 
 # Half the time of the methods on short arrays.
 _least, _most = np.minimum.reduce, np.maximum.reduce
@@ -44,6 +45,7 @@ class Batch:
     page_ids_device   the caller's ids on the GPU, or None
     max_page          the largest id in use, -1 if none is or it is not known
     mask_indptr       int64 [B + 1] in bytes of the packed mask, None without one
+    levels, parts     of a cascade: what its requests are, and the batch of each level
     """
 
     requests: BatchRequests
@@ -57,6 +59,8 @@ class Batch:
     page_ids_device: ArrayView | None = None
     max_page: int = -1
     mask_indptr: np.ndarray | None = None
+    levels: Levels | None = None
+    parts: tuple[Batch, ...] = ()
 
     @property
     def num_requests(self) -> int:
@@ -113,11 +117,11 @@ def uniform_rows(num_requests: int, qo_len: int) -> tuple[np.ndarray, np.ndarray
     return indptr, lengths
 
 
-def read_rows(qo_indptr: Any) -> tuple[np.ndarray, np.ndarray]:
+def read_rows(qo_indptr: Any, name: str = "qo_indptr") -> tuple[np.ndarray, np.ndarray]:
     """(qo_indptr [B + 1], qo_len [B])."""
-    indptr, lengths, _ = read_indptr(qo_indptr, "qo_indptr")
+    indptr, lengths, _ = read_indptr(qo_indptr, name)
     if indptr[0]:
-        raise ArgumentError(f"qo_indptr: the first offset is {indptr[0]}; wanted 0")
+        raise ArgumentError(f"{name}: the first offset is {indptr[0]}; wanted 0")
     return indptr, lengths
 
 

@@ -6,6 +6,7 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 from .. import jit
 from ..device import device_props
@@ -14,7 +15,7 @@ from ..schedule import MAX_GRID_YZ, SinglePlan, plan_single
 from . import merge_splits, params, rotate_keys, scratch
 from .enqueue import Launch, enqueue
 from .scratch import Allocate
-from .tiles import TileConfig, row_class, tile_config
+from .tiles import MixedConfig, TileConfig, mixed_config, row_class, tile_config
 
 LOG2_E = math.log2(math.e)
 # kSlack of kernels/cupyattn/attention/softmax.cuh.
@@ -23,12 +24,15 @@ SLACK = 8.0
 _K_STRIDES = struct.Struct("<2q")
 
 
-class LoadedKernel:
+_Tiles = TypeVar("_Tiles", TileConfig, MixedConfig)
+
+
+class LoadedKernel(Generic[_Tiles]):
     """A kernel on a device, with the number of its blocks that run at a time."""
 
     __slots__ = ("function", "num_slots", "tiles")
 
-    def __init__(self, tiles: TileConfig, device_index: int) -> None:
+    def __init__(self, tiles: _Tiles, device_index: int) -> None:
         from cupy.cuda import Device, driver
 
         props = device_props(device_index)
@@ -40,17 +44,27 @@ class LoadedKernel:
             )
         self.function = kernel.function
         self.num_slots = max(1, blocks) * props.num_sms
-        self.tiles = tiles
+        self.tiles: _Tiles = tiles
 
 
 @lru_cache(maxsize=4096)
 def load_kernel(
     problem: AttentionProblem, rows: str, device_index: int, is_batch: bool = False
-) -> LoadedKernel:
+) -> LoadedKernel[TileConfig]:
     """The kernel for a problem and a row class on a device, compiled on first use."""
     props = device_props(device_index)
     tiles = tile_config(problem, rows, props.max_smem_per_block, is_batch, props.arch)
     return LoadedKernel(tiles, device_index)
+
+
+@lru_cache(maxsize=1024)
+def load_mixed(
+    problem: AttentionProblem, large: str, small: str, device_index: int
+) -> LoadedKernel[MixedConfig] | None:
+    """The kernel for two row classes at once, compiled on first use; None if there is none."""
+    props = device_props(device_index)
+    tiles = mixed_config(problem, large, small, props.max_smem_per_block, props.arch)
+    return None if tiles is None else LoadedKernel(tiles, device_index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +165,7 @@ class AttentionLauncher:
         )
 
     def _part(
-        self, kernel: LoadedKernel, plan: SinglePlan, first_q_tile: int
+        self, kernel: LoadedKernel[TileConfig], plan: SinglePlan, first_q_tile: int
     ) -> tuple[Launch, bytes]:
         options = self.options
         # Read by the kernels only if the scale is positive and shared by all heads.
@@ -223,6 +237,7 @@ class AttentionLauncher:
                 partial_o,
                 partial_lse,
                 counters,
+                0,
                 0,
                 0,
                 0,

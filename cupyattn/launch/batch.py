@@ -1,12 +1,15 @@
 """Launches the attention kernels of a batch from a work list in device memory.
 
-Requests whose rows fill a tile of another height are another launch: at most three, and for most
-batches one. Each has a plan of its own, and a share of the words and of the workspace.
+Requests of few query rows and of many share a launch whose blocks are of two kinds, where there is
+such a kernel; else each row class has one of its own. Each launch has a plan of its own, and a
+share of the words and of the workspace. The levels of a cascade leave states, which one more
+launch merges.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,14 +27,19 @@ from ..schedule.batch import (
     plan_batch,
 )
 from ..schedule.cover import check_cover
-from . import merge_splits, params
-from .attention import LOG2_E, SLACK, AttentionOptions, LoadedKernel, load_kernel
+from ..schedule.levels import Levels, level_limits, level_tables, require_room
+from ..schedule.mixed import MixedPlan, combine, plan_mixed, state_offsets
+from . import merge_levels, merge_splits, params
+from .attention import LOG2_E, SLACK, AttentionOptions, LoadedKernel, load_kernel, load_mixed
 from .enqueue import Launch, cuda, enqueue
-from .tiles import MOST_ROWS, ROW_CLASSES, row_class
+from .tiles import DECODE, MOST_ROWS, ROW_CLASSES, VERIFY, TileConfig, row_class
 
 _WORDS = 12
 _ITEM_BYTES = 4 * _WORDS
 _MAX_KNOWN = 1024
+_NO_MERGES = np.zeros(0, np.int32)
+# A cascade without keys is nothing but its merge.
+_NO_LAUNCHES: tuple[tuple[Launch | None, int], ...] = ((None, 0),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +50,72 @@ class Capacity:
     max_qo_len              query tokens of one request, as the first plan has them: they choose the
                             tile, and later plans may have more (but not under a fixed split)
     num_tokens              the most keys; matters only where the size of splits is fixed
+    levels                  of a cascade: the requests and the query tokens of the longest of each
     """
 
     num_requests: int
     num_rows: int
     max_qo_len: int
     num_tokens: int = 0
+    levels: tuple[tuple[int, int], ...] = ()
+
+
+# A row class, or the two of a mixed kernel: prefill's, then decode's.
+_Rows = str | tuple[str, str]
+
+
+class _Kernel(NamedTuple):
+    """A kernel, and what a plan must know of each kind of its tiles."""
+
+    loaded: LoadedKernel[Any]
+    kinds: tuple[TileConfig, ...]
+    shapes: tuple[TileShape, ...]
+
+
+class _Room(NamedTuple):
+    """What a kernel's share of a schedule takes.
+
+    merges       int32 words
+    split_tiles  of prefill, which merge_splits merges
+    counters     split tiles of decode
+    state_rows   rows of the states of one KV head
+    levels       (tokens, levels) for merge_levels, or (0, 0)
+    """
+
+    items: int
+    merges: int = 0
+    split_tiles: int = 0
+    counters: int = 0
+    state_rows: int = 0
+    levels: tuple[int, int] = (0, 0)
+
+
+class _Share(NamedTuple):
+    """What one kernel has to do; arrays as long as its room, or shorter."""
+
+    rows: _Rows
+    room: _Room
+    items: np.ndarray
+    merges: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One row class of a schedule. Positions are bytes into the words and the workspace."""
+    """One kernel of a schedule. Positions are bytes into the words and the workspace.
 
-    launches: tuple[tuple[Launch, int], ...]  # and the first item of each
+    launches  each with its first item
+    merge     what merges states afterwards: the splits of a prefill, or the levels of a cascade
+    merges    what it reads: an item of each split tile, or the tables of (tokens, levels)
+    """
+
+    launches: tuple[tuple[Launch, int], ...]
     merge: Launch | None
     items: int
     merges: int
     counters: int
     partial_o: int
     partial_lse: int
+    levels: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True)
@@ -70,11 +125,13 @@ class BatchSchedule:
     words            int32 [n]: work lists, merge lists and zeroed counters, to be copied to device
                      memory as they are, on a 16-byte boundary
     workspace_bytes  scratch for partial states (16-byte aligned), 0 if no keys are split
+    positions        bytes into the words, where the positions of rows are; -1 without any
     """
 
     words: np.ndarray
     workspace_bytes: int
     parts: tuple[_Part, ...]
+    positions: int = -1
 
 
 class BatchLauncher:
@@ -105,9 +162,8 @@ class BatchLauncher:
             if problem.pos_encoding == "ROPE_LLAMA"
             else b""
         )
-        # What is the same for many plans: kernels with what a plan must know of them, by row class,
-        # and parts by what decides them.
-        self._kernels: dict[str, tuple[LoadedKernel, TileShape]] = {}
+        # What is the same for many plans: kernels, and parts by what decides them.
+        self._kernels: dict[_Rows, _Kernel | None] = {}
         self._parts: dict[tuple[object, ...], tuple[_Part, int, int]] = {}
         self._packed: dict[tuple[int, float, float], bytes] = {}
 
@@ -127,38 +183,168 @@ class BatchLauncher:
         splitting = Splitting(may_split, split_tokens)
         if capacity is not None:
             rows = row_class(capacity.max_qo_len * self.group_size)
-            most = self._limits(self._kernel(rows)[1], splitting, capacity)
             plan = self._plan(requests, rows, splitting)
+            most = self._limits(self._kernel(rows).shapes[0], splitting, capacity)
             check_limits(plan, most)
-            return self._lay_out([(rows, plan, most)])
-        laid = []
-        for rows, chosen in _classes(requests, self.group_size):
+            return self._lay_out([self._share(rows, plan, most)])
+        classes = _classes(requests, self.group_size)
+        mixed = self._mixed_rows(requests.qo_len) if len(classes) > 1 else None
+        if mixed is not None:
+            return self._lay_out([self._share_mixed(mixed, requests, splitting)])
+        shares = []
+        for rows, chosen in classes:
             plan = self._plan(chosen, rows, splitting)
             if len(plan.items):
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
-                laid.append((rows, plan, exact))
-        return self._lay_out(laid)
+                shares.append(self._share(rows, plan, exact))
+        return self._lay_out(shares)
 
-    def _kernel(self, rows: str) -> tuple[LoadedKernel, TileShape]:
-        found = self._kernels.get(rows)
-        if found is None:
-            kernel = load_kernel(self.problem, rows, self.device_index, True)
-            tiles = kernel.tiles
-            # A state of decode has few rows of its tile and is merged by the block that is last.
-            # One of prefill has 64 KB, and a launch merges them (measured).
-            cost = 0.25 if tiles.name == "decode_sm80" else 4.0
-            shape = TileShape(tiles.tile_q, tiles.tile_kv, kernel.num_slots, cost)
-            found = self._kernels[rows] = kernel, shape
+    def schedule_levels(
+        self, requests: BatchRequests, levels: Levels, capacity: Capacity | None = None
+    ) -> BatchSchedule:
+        """Plan the requests of all levels of a cascade, each of which has rows and keys.
+
+        With a capacity as in schedule().
+        """
+        rows, kernel = self._level_rows(requests, capacity)
+        kinds = self._deal_out(requests, kernel)
+        plan = self._plan_mixed(kernel, [x for _, x in kinds], Splitting(), leaves_states=True)
+        tile_rows = [tiles.tile_q for tiles in kernel.kinds]
+        items, _ = combine(plan, tile_rows)
+        _, state_rows = state_offsets(plan.parts, tile_rows)
+        num_rows = levels.num_rows if capacity is None else capacity.num_rows
+        about = [(*k, part, n) for k, part, n in zip(kinds, plan.parts, tile_rows, strict=True)]
+        tables = level_tables(levels, about, self.group_size, num_rows)
+        room = _Room(
+            len(items),
+            sum(table.size for table in tables),
+            state_rows=state_rows,
+            levels=(num_rows, levels.num_levels),
+        )
+        if capacity is not None:
+            most = level_limits(
+                capacity.levels,
+                num_rows,
+                self.group_size,
+                tile_rows,
+                max(1, kernel.loaded.num_slots // self.num_kv_heads),
+            )
+            require_room((room.items, room.merges, room.state_rows), most)
+            room = room._replace(**most._asdict())
+        merges = np.concatenate([table.reshape(-1) for table in tables])
+        return self._lay_out([_Share(rows, room, items, merges)], levels.positions)
+
+    def _level_rows(
+        self, requests: BatchRequests, capacity: Capacity | None
+    ) -> tuple[_Rows, _Kernel]:
+        """The kernel of a cascade: one of both kinds, if its levels have them."""
+        lengths = requests.qo_len
+        if capacity is not None:
+            lengths = np.array([longest for _, longest in capacity.levels])
+        # Tiles of prefill serve requests of few rows too.
+        most = row_class(int(lengths.max(initial=1)) * self.group_size)
+        rows = self._mixed_rows(lengths) or most
+        return rows, self._kernel(rows)
+
+    def _kernel(self, rows: _Rows) -> _Kernel:
+        found = self._find_kernel(rows)
+        assert found is not None, rows
         return found
 
+    def _find_kernel(self, rows: _Rows) -> _Kernel | None:
+        """None if there is no kernel of these two kinds."""
+        if rows in self._kernels:
+            return self._kernels[rows]
+        found = None
+        if isinstance(rows, str):
+            single = load_kernel(self.problem, rows, self.device_index, True)
+            found = _kernel_of(single, (single.tiles,))
+        elif (mixed := load_mixed(self.problem, *rows, self.device_index)) is not None:
+            found = _kernel_of(mixed, (mixed.tiles.prefill, mixed.tiles.decode))
+        self._kernels[rows] = found
+        return found
+
+    def _mixed_rows(self, lengths: np.ndarray) -> tuple[str, str] | None:
+        """The row classes of a mixed kernel for requests of so many query tokens.
+
+        None if all are of one kind, or there is no such kernel.
+        """
+        rows = lengths * self.group_size
+        small = rows[rows <= MOST_ROWS[VERIFY]]
+        if len(small) in (0, len(rows)):
+            return None
+        large = row_class(int(rows.max()))
+        for name in dict.fromkeys((row_class(int(small.max())), DECODE)):
+            if self._find_kernel((large, name)) is not None:
+                return large, name
+        return None
+
     def _plan(self, requests: BatchRequests, rows: str, splitting: Splitting) -> BatchPlan:
-        shape = self._kernel(rows)[1]
+        shape = self._kernel(rows).shapes[0]
         plan = plan_batch(
             requests, self.group_size, self.num_kv_heads, shape, self._masking, splitting
         )
         if cuda().is_debugging:
             check_cover(plan, requests, self.group_size, shape.tile_q)
         return plan
+
+    def _deal_out(
+        self, requests: BatchRequests, kernel: _Kernel
+    ) -> list[tuple[np.ndarray, BatchRequests]]:
+        """The requests of each kind of a kernel, and which they are."""
+        if len(kernel.kinds) == 1:
+            return [(np.arange(len(requests.qo_len)), requests)]
+        is_small = requests.qo_len * self.group_size <= kernel.kinds[1].tile_q
+        chosen = [np.flatnonzero(~is_small), np.flatnonzero(is_small)]
+        return [(x, requests.select(x)) for x in chosen]
+
+    def _plan_mixed(
+        self,
+        kernel: _Kernel,
+        kinds: list[BatchRequests],
+        splitting: Splitting,
+        leaves_states: bool = False,
+    ) -> MixedPlan:
+        plan = plan_mixed(
+            list(zip(kinds, kernel.shapes, strict=True)),
+            self.group_size,
+            self.num_kv_heads,
+            kernel.loaded.num_slots,
+            self._masking,
+            splitting,
+            leaves_states,
+        )
+        if cuda().is_debugging:
+            for part, requests, shape in zip(plan.parts, kinds, kernel.shapes, strict=True):
+                check_cover(part, requests, self.group_size, shape.tile_q)
+        return plan
+
+    def _share_mixed(
+        self, rows: tuple[str, str], requests: BatchRequests, splitting: Splitting
+    ) -> _Share:
+        kernel = self._kernel(rows)
+        kinds = [chosen for _, chosen in self._deal_out(requests, kernel)]
+        plan = self._plan_mixed(kernel, kinds, splitting)
+        tile_rows = [tiles.tile_q for tiles in kernel.kinds]
+        items, (of_prefill, of_decode) = combine(plan, tile_rows)
+        _, state_rows = state_offsets(plan.parts, tile_rows)
+        split_tiles = len(of_prefill)
+        room = _Room(len(items), split_tiles, split_tiles, len(of_decode), state_rows)
+        return _Share(rows, room, items, of_prefill)
+
+    def _share(self, rows: str, plan: BatchPlan, most: Limits) -> _Share:
+        """With room for the most that may come."""
+        tiles = self._kernel(rows).kinds[0]
+        split_tiles, counters = most.num_split_tiles, 0
+        if tiles.name == "decode_sm80":
+            split_tiles, counters = 0, split_tiles
+        merges = _NO_MERGES
+        if split_tiles:
+            merges = np.full(split_tiles, -1, np.int32)
+            merges[: len(plan.merges)] = plan.merges
+        state_rows = most.num_states * tiles.tile_q
+        room = _Room(most.num_items, split_tiles, split_tiles, counters, state_rows)
+        return _Share(rows, room, plan.items, merges)
 
     def _limits(self, shape: TileShape, splitting: Splitting, capacity: Capacity) -> Limits:
         return limits(
@@ -172,26 +358,27 @@ class BatchLauncher:
             splitting,
         )
 
-    def _lay_out(self, laid: list[tuple[str, BatchPlan, Limits]]) -> BatchSchedule:
+    def _lay_out(self, shares: list[_Share], positions: np.ndarray | None = None) -> BatchSchedule:
         parts, words_bytes, workspace_bytes = [], 0, 0
-        for rows, _, room in laid:
+        for share in shares:
             part, words_bytes, workspace_bytes = self._part(
-                rows, room, words_bytes, workspace_bytes
+                share.rows, share.room, words_bytes, workspace_bytes
             )
             parts.append(part)
-        if len(laid) == 1 and words_bytes == laid[0][1].items.nbytes:
-            return BatchSchedule(laid[0][1].items.reshape(-1), workspace_bytes, tuple(parts))
-        words = np.zeros(words_bytes // 4, np.int32)
-        for part, (_, plan, room) in zip(parts, laid, strict=True):
-            items = words[part.items // 4 :][: plan.items.size]
-            items.reshape(-1, _WORDS)[...] = plan.items
-            merges = words[part.merges // 4 :][: room.num_split_tiles]
-            merges[: len(plan.merges)] = plan.merges
-            merges[len(plan.merges) :] = -1
-        return BatchSchedule(words, workspace_bytes, tuple(parts))
+        if len(shares) == 1 and words_bytes == shares[0].items.nbytes and positions is None:
+            return BatchSchedule(shares[0].items.reshape(-1), workspace_bytes, tuple(parts))
+        num_positions = 0 if positions is None else shares[0].room.levels[0]
+        words = np.zeros(words_bytes // 4 + num_positions, np.int32)
+        for part, share in zip(parts, shares, strict=True):
+            for begin, values in ((part.items, share.items), (part.merges, share.merges)):
+                words[begin // 4 :][: values.size] = values.reshape(-1)
+        if positions is None:
+            return BatchSchedule(words, workspace_bytes, tuple(parts))
+        words[words_bytes // 4 :][: positions.size] = positions
+        return BatchSchedule(words, workspace_bytes, tuple(parts), words_bytes)
 
     def _part(
-        self, rows: str, room: Limits, words_bytes: int, workspace_bytes: int
+        self, rows: _Rows, room: _Room, words_bytes: int, workspace_bytes: int
     ) -> tuple[_Part, int, int]:
         """The part, and where the next one begins in the words and in the workspace."""
         key = rows, room, words_bytes, workspace_bytes
@@ -203,36 +390,46 @@ class BatchLauncher:
         return found
 
     def _make_part(
-        self, rows: str, room: Limits, words_bytes: int, workspace_bytes: int
+        self, rows: _Rows, room: _Room, words_bytes: int, workspace_bytes: int
     ) -> tuple[_Part, int, int]:
-        kernel, _ = self._kernel(rows)
-        tiles, heads = kernel.tiles, self.num_kv_heads
+        kernel, heads = self._kernel(rows), self.num_kv_heads
+        tiles = kernel.loaded.tiles
         launches = tuple(
             (
                 Launch(
-                    kernel.function,
-                    (heads, min(room.num_items - first, MAX_GRID_YZ), 1),
+                    kernel.loaded.function,
+                    (heads, min(room.items - first, MAX_GRID_YZ), 1),
                     tiles.threads,
                     tiles.shared_bytes,
                 ),
                 first,
             )
-            for first in range(0, room.num_items, MAX_GRID_YZ)
+            for first in range(0, room.items, MAX_GRID_YZ)
         )
-        merge, num_counters = None, room.num_split_tiles * heads
-        if tiles.name == "prefill_sm80":
-            num_counters = 0
-            if room.num_split_tiles:
-                num_rows = room.num_split_tiles * tiles.tile_q
-                merge = merge_splits.prepare(
-                    self.problem, tiles.tile_q, num_rows, heads, self.device_index
-                )
-        merges = words_bytes + room.num_items * _ITEM_BYTES
-        counters = merges + 4 * room.num_split_tiles
-        lse_bytes = 4 * room.num_states * heads * tiles.tile_q
+        merge = None
+        if room.split_tiles:
+            tile_q = kernel.kinds[0].tile_q
+            num_rows = room.split_tiles * tile_q
+            merge = merge_splits.prepare(self.problem, tile_q, num_rows, heads, self.device_index)
+        elif room.levels[0]:
+            num_heads = heads * self.group_size
+            merge = merge_levels.prepare(self.problem, room.levels[0], num_heads, self.device_index)
+        merges = words_bytes + room.items * _ITEM_BYTES
+        counters = merges + 4 * room.merges
+        lse_bytes = 4 * room.state_rows * heads
         partial_lse = workspace_bytes + lse_bytes * self.problem.head_dim_vo
-        part = _Part(launches, merge, words_bytes, merges, counters, workspace_bytes, partial_lse)
-        return part, _round_up(counters + 4 * num_counters), _round_up(partial_lse + lse_bytes)
+        part = _Part(
+            launches,
+            merge,
+            words_bytes,
+            merges,
+            counters,
+            workspace_bytes,
+            partial_lse,
+            room.levels,
+        )
+        end = counters + 4 * room.counters * heads
+        return part, _round_up(end), _round_up(partial_lse + lse_bytes)
 
     def launch(
         self,
@@ -257,8 +454,9 @@ class BatchLauncher:
         those of the options times what the run adds to them.
         """
         arguments = params.this_thread.launch_buffer
+        positions = 0 if schedule.positions < 0 else words + schedule.positions
         for part in schedule.parts:
-            for launch, first_item in part.launches:
+            for launch, first_item in part.launches or _NO_LAUNCHES:
                 key = first_item, sm_scale, output_scale
                 params.ATTENTION.pack_into(
                     arguments.buffer,
@@ -274,13 +472,14 @@ class BatchLauncher:
                     words + part.items,
                     words + part.merges,
                     kv_indices,
+                    positions,
                     strides,
                     mask_bytes,
-                    0,
-                    0,
+                    *part.levels,
                     self._packed.get(key) or self._constants(*key),
                 )
-                enqueue(launch, arguments, self.device_index, stream)
+                if launch is not None:
+                    enqueue(launch, arguments, self.device_index, stream)
             if part.merge is not None:
                 enqueue(part.merge, arguments, self.device_index, stream)
 
@@ -330,6 +529,17 @@ def _classes(requests: BatchRequests, group_size: int) -> list[tuple[str, BatchR
             found.append((name, requests.select(chosen)))
         up_to = above
     return found
+
+
+def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...]) -> _Kernel:
+    # A state of decode has few rows of its tile and is merged by the block that is last. One of
+    # prefill has 64 KB, and a launch merges them (measured).
+    costs = (0.25 if tiles.name == "decode_sm80" else 4.0 for tiles in kinds)
+    shapes = tuple(
+        TileShape(tiles.tile_q, tiles.tile_kv, loaded.num_slots, cost)
+        for tiles, cost in zip(kinds, costs, strict=True)
+    )
+    return _Kernel(loaded, kinds, shapes)
 
 
 def _round_up(num_bytes: int) -> int:

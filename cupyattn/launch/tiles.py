@@ -20,9 +20,12 @@ MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
 _MASK_MAP_BYTES = 2 * 4096 // 8
 _PLACEHOLDER = 16
 _LOGIT_BYTES = 32
-_WORK_BYTES = 56
+_WORK_BYTES = 64
+_ROW_BYTES = 20
 _RANGE_BYTES = (6 + 3 + 1) * 4
 _BAD_KEYS_BYTES = 8
+# Both kinds of a mixed kernel have these, on every architecture.
+_MIXED_WARPS = 4
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,51 @@ def row_class(rows: int) -> str:
     return LARGE
 
 
+@dataclass(frozen=True)
+class MixedConfig:
+    """An instance whose blocks are of prefill or of decode, by the rows of their request."""
+
+    name: str
+    config: jit.Config
+    prefill: TileConfig
+    decode: TileConfig
+    threads: int
+    shared_bytes: int
+
+
+@lru_cache(maxsize=1024)
+def mixed_config(
+    problem: AttentionProblem, large: str, small: str, max_shared_bytes: int, arch: str = "sm_90a"
+) -> MixedConfig | None:
+    """One kernel for the row classes `large` (of prefill) and `small` (of decode) of a batch.
+
+    None if there is none: blocks must have as many warps, and a mask is not shared out.
+    """
+    if problem.custom_mask:
+        return None
+    prefill = _choose_prefill(problem, large, max_shared_bytes, True, arch, most_warps=_MIXED_WARPS)
+    decode = _choose_verify(problem, max_shared_bytes) if small == VERIFY else None
+    if small == DECODE:
+        decode = _choose_decode(problem, max_shared_bytes, is_mixed=True)
+    warps = _MIXED_WARPS
+    if decode is None or {prefill.threads, decode.threads} != {32 * warps}:
+        return None
+    both = prefill.config, decode.config
+    config = {name: both[0][name] for name in _common(problem, False)}
+    config["kRotateKeys"] = both[0]["kRotateKeys"] or both[1]["kRotateKeys"]
+    config |= {"kWarps": warps, "kMinBlocks": min(_blocks(x) for x in both)}
+    for kind, own in zip(("Prefill", "Decode"), both, strict=True):
+        config |= {f"k{kind}{name[1:]}": own[name] for name in own if name not in config}
+    shared_bytes = max(prefill.shared_bytes, decode.shared_bytes)
+    return MixedConfig("mixed_sm80", jit.Config(config), prefill, decode, 32 * warps, shared_bytes)
+
+
+def _blocks(config: jit.Config) -> int:
+    blocks = config["kMinBlocks"]
+    assert isinstance(blocks, int)
+    return blocks
+
+
 @lru_cache(maxsize=4096)
 def tile_config(
     problem: AttentionProblem,
@@ -64,7 +112,12 @@ def tile_config(
 
 
 def _choose_prefill(
-    problem: AttentionProblem, rows: str, max_shared_bytes: int, is_batch: bool, arch: str
+    problem: AttentionProblem,
+    rows: str,
+    max_shared_bytes: int,
+    is_batch: bool,
+    arch: str,
+    most_warps: int = 8,
 ) -> TileConfig:
     # Every tile of query rows rotates the keys again, unless a pass of its own has done it; that
     # pass takes the keys of one request, as the 16-bit rows that it leaves.
@@ -86,7 +139,7 @@ def _choose_prefill(
     loads_ahead = not wide or (problem.soft_cap and is_measured)
     if loads_ahead and not (problem.dtype_kv.is_fp8 and rotates_keys):
         layouts.insert(0, (4, 2, 2, two_blocks))
-        if not wide and rows == LARGE and problem.head_dim_vo > 128:
+        if not wide and rows == LARGE and problem.head_dim_vo > 128 and most_warps >= 8:
             layouts.insert(0, (8, 1, 2, max_shared_bytes))
     shapes = _key_shapes(problem, wide, arch)
     is_plain = not (_is_transformed(problem) or problem.custom_mask)
@@ -152,18 +205,21 @@ def _choose_verify(problem: AttentionProblem, max_shared_bytes: int) -> TileConf
     return None
 
 
-def _choose_decode(problem: AttentionProblem, max_shared_bytes: int) -> TileConfig:
+def _choose_decode(
+    problem: AttentionProblem, max_shared_bytes: int, is_mixed: bool = False
+) -> TileConfig:
     row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
     q_in_registers = problem.head_dim_qk <= 192
     # One request has few blocks, so one that fills an SM leaves the fewest partial states to merge:
     # three stages of 8 to 16 KB a warp. A batch has many, and two an SM fill each other's starts
     # and ends. Where shared memory is short, fewer warps do.
+    shares_sm = problem.paged or is_mixed
     if row_bytes > 768:
         shapes = [(4, 16, 1)]
     elif row_bytes >= 512:
-        shapes = [(4, 16, 2)] if problem.paged else [(4, 32, 1), (4, 16, 1)]
+        shapes = [(4, 16, 2)] if shares_sm else [(4, 32, 1), (4, 16, 1)]
     else:
-        shapes = [(4, 32, 2)] if problem.paged else [(8, 32, 1), (4, 32, 1)]
+        shapes = [(4, 32, 2)] if shares_sm else [(8, 32, 1), (4, 32, 1)]
     for warps, keys, blocks in (*shapes, (4, 16, 1), (2, 16, 1), (1, 16, 1)):
         # A block takes 1 KB more than it asks for.
         budget = (max_shared_bytes + 1024) // blocks - 1024
@@ -229,7 +285,7 @@ def _common(problem: AttentionProblem, rotates_keys: bool) -> dict[str, int | bo
 
 def _rows(tile_q: int) -> tuple[_Field, ...]:
     """What is known of the rows of Q and their logits."""
-    return _Field(16 * tile_q, 16), _Field(_LOGIT_BYTES, 16), _Field(8 * tile_q, 8)
+    return _Field(_ROW_BYTES * tile_q, 16), _Field(_LOGIT_BYTES, 16), _Field(8 * tile_q, 8)
 
 
 def _rope_steps(problem: AttentionProblem) -> _Field:

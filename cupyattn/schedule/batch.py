@@ -30,9 +30,9 @@ WORK_FIELDS = (
     "mask_start_low",
     "mask_start_high",
     "split_tile",
-    "padding",
+    "key_offset",
 )
-_FIRST_ROW, _SPLIT, _NUM_SPLITS, _FIRST_STATE, _SPLIT_TILE = 4, 5, 6, 7, 10
+_FIRST_ROW, _SPLIT, _NUM_SPLITS, _FIRST_STATE, _SPLIT_TILE, _KEY_OFFSET = 4, 5, 6, 7, 10, 11
 _NO_MERGES = np.zeros(0, np.int32)
 # Batches of more requests are not worth keeping a table for.
 _MOST_REMEMBERED = 4096
@@ -49,6 +49,7 @@ class BatchRequests:
     kv_start    paged: first entry of kv_indices; ragged: first row of k and v
     mask_start  first byte of the packed mask, or None without one
     uniform     the length of all of qo_len, if q_start counts in steps of it; else -1
+    key_offset  place of each one's first key where positions of rows count; None if all are 0
     """
 
     qo_len: np.ndarray
@@ -57,6 +58,7 @@ class BatchRequests:
     kv_start: np.ndarray
     mask_start: np.ndarray | None = None
     uniform: int = -1
+    key_offset: np.ndarray | None = None
 
     def qo_range(self) -> tuple[int, int]:
         """The least and the most of qo_len; (0, 0) for no requests."""
@@ -68,13 +70,15 @@ class BatchRequests:
 
     def select(self, chosen: np.ndarray) -> BatchRequests:
         """The requests at these indices."""
-        mask_start = None if self.mask_start is None else self.mask_start[chosen]
+        optional = self.mask_start, self.key_offset
+        mask_start, key_offset = (None if x is None else x[chosen] for x in optional)
         return BatchRequests(
             self.qo_len[chosen],
             self.kv_len[chosen],
             self.q_start[chosen],
             self.kv_start[chosen],
             mask_start,
+            key_offset=key_offset,
         )
 
 
@@ -115,11 +119,14 @@ class BatchPlan:
     items       int32 [num_items, 12], fields WORK_FIELDS
     merges      int32 [num_split_tiles]: the first item of each tile whose keys are split
     num_states  partial states of one KV head
+    tiles       int64 [num_tiles, 4], if every tile leaves states: its request, its first row, its
+                first state and how many they are
     """
 
     items: np.ndarray
     merges: np.ndarray
     num_states: int
+    tiles: np.ndarray | None = None
 
 
 class Limits(NamedTuple):
@@ -139,16 +146,22 @@ def plan_batch(
     splitting: Splitting,
 ) -> BatchPlan:
     """Plan the requests of a batch that share a kernel. Those without query rows get no work."""
+    tiles = make_tiles(requests, group_size, shape, masking)
+    if not splitting.may_split or not len(requests.qo_len):
+        return build(requests, tiles, None)
+    work = count_work(requests, tiles, group_size, shape, masking)
+    return build(requests, tiles, _splits(work, num_kv_heads, shape, splitting))
+
+
+def make_tiles(
+    requests: BatchRequests, group_size: int, shape: TileShape, masking: Masking
+) -> Tiles:
+    """The tiles of query rows of all requests."""
     least, most = requests.qo_range()
     if least > 0 and most * group_size <= shape.tile_q:
-        tiles = _Tiles(_longest_first(requests, masking), None)
-    else:
-        num_tiles = -(-(requests.qo_len * group_size) // shape.tile_q)
-        tiles = _tiles(num_tiles, _longest_first(requests, masking), shape.tile_q)
-    if not splitting.may_split or not len(requests.qo_len):
-        return _build(requests, tiles, None)
-    work = _work(requests, tiles, group_size, shape, masking)
-    return _build(requests, tiles, _splits(work, num_kv_heads, shape, splitting))
+        return Tiles(_longest_first(requests, masking), None)
+    num_tiles = -(-(requests.qo_len * group_size) // shape.tile_q)
+    return _tiles(num_tiles, _longest_first(requests, masking), shape.tile_q)
 
 
 def limits(
@@ -176,7 +189,7 @@ def limits(
     return Limits(num_tiles + more, min(num_tiles, more), min(num_tiles, more) + more)
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """Tiles of query rows, in the order of the list: the request and first row of each.
 
     Without `request` every request is a tile, and without `first_row` all begin at row 0.
@@ -203,26 +216,26 @@ def _longest_first(requests: BatchRequests, masking: Masking) -> np.ndarray | No
     return packed & 0xFFFFFFFF
 
 
-def _tiles(num_tiles: np.ndarray, order: np.ndarray | None, tile_q: int) -> _Tiles:
+def _tiles(num_tiles: np.ndarray, order: np.ndarray | None, tile_q: int) -> Tiles:
     """Of requests with rows, the last tile, which sees the most keys, comes first."""
     if order is None:
         order = np.arange(num_tiles.size)
     counts = num_tiles[order]
     if counts.size == 0:
-        return _Tiles(order, None)
+        return Tiles(order, None)
     if _least(counts) == 0:
         order, counts = order[counts > 0], counts[counts > 0]
     ends = np.cumsum(counts)
     total = int(ends[-1]) if ends.size else 0
     if total == counts.size:
-        return _Tiles(order, None)
+        return Tiles(order, None)
     index = np.repeat(ends, counts) - np.arange(1, total + 1)
-    return _Tiles(np.repeat(order, counts), index * tile_q)
+    return Tiles(np.repeat(order, counts), index * tile_q)
 
 
-def _work(
+def count_work(
     requests: BatchRequests,
-    tiles: _Tiles,
+    tiles: Tiles,
     group_size: int,
     shape: TileShape,
     masking: Masking,
@@ -245,7 +258,7 @@ def _work(
 
 def _spans(
     requests: BatchRequests,
-    tiles: _Tiles,
+    tiles: Tiles,
     kv_len: np.ndarray,
     group_size: int,
     shape: TileShape,
@@ -278,6 +291,11 @@ def _splits(
         chunk = max(1, splitting.tokens // shape.tile_kv)
     else:
         chunk = best_chunk(work, max(1, shape.num_slots // num_kv_heads), shape.state_cost)
+    return split_after(work, chunk)
+
+
+def split_after(work: Work, chunk: int) -> np.ndarray | None:
+    """In how many parts each tile's keys are split, if after `chunk` key tiles; None: none is."""
     if chunk >= work.longest:
         return None
     return np.maximum(-(-work.array() // chunk), 1)
@@ -293,7 +311,7 @@ def _uniform_rows(num_requests: int, qo_len: int) -> np.ndarray:
     return table
 
 
-def _table(requests: BatchRequests, tiles: _Tiles) -> np.ndarray:
+def _table(requests: BatchRequests, tiles: Tiles) -> np.ndarray:
     """Items whose keys are not split."""
     request, first_row = tiles
     count = requests.qo_len.size
@@ -316,10 +334,14 @@ def _table(requests: BatchRequests, tiles: _Tiles) -> np.ndarray:
         starts = requests.mask_start if request is None else requests.mask_start[request]
         starts = np.ascontiguousarray(starts, np.int64)
         table[:, 8:10] = starts.view(np.int32).reshape(-1, 2)
+    if requests.key_offset is not None:
+        offsets = requests.key_offset
+        table[:, _KEY_OFFSET] = offsets if request is None else offsets[request]
     return table
 
 
-def _build(requests: BatchRequests, tiles: _Tiles, splits: np.ndarray | None) -> BatchPlan:
+def build(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | None) -> BatchPlan:
+    """The work list of tiles whose keys are split in so many parts."""
     table = _table(requests, tiles)
     if splits is None:
         return BatchPlan(table, _NO_MERGES, 0)
@@ -335,6 +357,26 @@ def _build(requests: BatchRequests, tiles: _Tiles, splits: np.ndarray | None) ->
     split = items[:, _SPLIT]
     np.subtract(np.arange(len(items), dtype=np.int32), split, out=split)
     return BatchPlan(items, starts[is_split].astype(np.int32), int(state_ends[-1]))
+
+
+def build_states(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | None) -> BatchPlan:
+    """The same, but every tile leaves states, and none is merged with only its own."""
+    table = _table(requests, tiles)
+    count = len(table)
+    if splits is None:
+        splits = np.ones(count, np.int64)
+    ends = np.cumsum(splits)
+    starts = ends - splits
+    table[:, _NUM_SPLITS] = splits
+    table[:, _FIRST_STATE] = starts
+    table[:, _SPLIT_TILE] = -1
+    items = np.repeat(table, splits, axis=0)
+    items[:, _SPLIT] = np.arange(len(items)) - np.repeat(starts, splits)
+    about = np.zeros((count, 4), np.int64)
+    about[:, 0] = np.arange(count) if tiles.request is None else tiles.request
+    about[:, 1] = 0 if tiles.first_row is None else tiles.first_row
+    about[:, 2], about[:, 3] = starts, splits
+    return BatchPlan(items, _NO_MERGES, int(ends[-1]) if count else 0, about)
 
 
 def check_limits(plan: BatchPlan, limits: Limits) -> None:

@@ -12,19 +12,22 @@ def check_cover(plan: BatchPlan, requests: BatchRequests, group_size: int, tile_
     """Raise PlanError unless a plan's items cover the requests' rows and keys exactly once.
 
     The keys of a tile are covered if its splits are 0, 1, ... num_splits - 1: the kernels deal key
-    tiles to splits evenly (schedule.single.tile_span). Partial states must not overlap.
+    tiles to splits evenly (schedule.single.tile_span). Partial states must not overlap. Requests
+    that share rows must differ in where their keys begin.
     """
     column = {name: plan.items[:, i].astype(np.int64) for i, name in enumerate(WORK_FIELDS)}
     has_rows = requests.qo_len > 0
     num_tiles = -(-requests.qo_len[has_rows] * group_size // tile_q)
+    begins = requests.q_start[has_rows], requests.kv_start[has_rows]
     wanted = {
-        (int(q_start), tile * tile_q)
-        for q_start, count in zip(requests.q_start[has_rows], num_tiles, strict=True)
+        (int(q_start), int(kv_start), tile * tile_q)
+        for q_start, kv_start, count in zip(*begins, num_tiles, strict=True)
         for tile in range(count)
     }
-    found: dict[tuple[int, int], list[int]] = {}
-    for index, tile in enumerate(zip(column["q_start"], column["first_row"], strict=True)):
-        found.setdefault((int(tile[0]), int(tile[1])), []).append(index)
+    found: dict[tuple[int, int, int], list[int]] = {}
+    places = column["q_start"], column["kv_start"], column["first_row"]
+    for index, (q_start, kv_start, row) in enumerate(zip(*places, strict=True)):
+        found.setdefault((int(q_start), int(kv_start), int(row)), []).append(index)
     if found.keys() != wanted:
         raise PlanError(f"plan: tiles of rows {sorted(found.keys() ^ wanted)[:4]} are not covered")
     states = np.zeros(plan.num_states, np.int64)
@@ -34,10 +37,11 @@ def check_cover(plan: BatchPlan, requests: BatchRequests, group_size: int, tile_
         splits = sorted(int(column["split"][i]) for i in items)
         if splits != list(range(count)) or set(column["num_splits"][items]) != {count}:
             raise PlanError(f"plan: the keys of tile {tile} are not covered once: splits {splits}")
-        if count > 1:
+        leaves_state = int(column["split_tile"][items[0]]) < 0
+        if count > 1 or leaves_state:
             first = int(column["first_state"][items[0]])
             states[first : first + count] += 1
-            if merged.get(int(column["split_tile"][items[0]])) not in items:
+            if not leaves_state and merged.get(int(column["split_tile"][items[0]])) not in items:
                 raise PlanError(f"plan: no merge of tile {tile}")
     if not (states == 1).all():
         raise PlanError("plan: partial states overlap, or some are nobody's")

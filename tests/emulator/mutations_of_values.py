@@ -29,9 +29,9 @@ VALUES = (
     ),
     Mutation(
         "causality aligned to the top left",
-        MASK,
-        "token + request.kv_len - request.qo_len",
-        "token",
+        WORK,
+        "return token + kv_len - qo_len;",
+        "return token;",
         "causal",
     ),
     Mutation(
@@ -251,8 +251,8 @@ VALUES = (
     Mutation(
         "queries at the position of their token",
         PREFILL,
-        "return shared.rows[row].token + offset;",
-        "return shared.rows[row].token + 0 * offset;",
+        "return shared.rows[row].position;",
+        "return shared.rows[row].token;",
         "rope in the block",
     ),
     Mutation(

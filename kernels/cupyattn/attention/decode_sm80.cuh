@@ -117,9 +117,8 @@ struct DecodeSm80 {
 
   __device__ __forceinline__ void prepare_q() {
     if constexpr (Config::kRope) {
-      const int offset = request.kv_len - request.qo_len;
-      rotate_tile<QTile, kHeadDimQK, kThreads>(
-          shared.q, shared.rope, thread, [&](int row) { return shared.rows[row].token + offset; });
+      rotate_tile<QTile, kHeadDimQK, kThreads>(shared.q, shared.rope, thread,
+                                               [&](int row) { return shared.rows[row].position; });
       ptx::block_sync();
     }
     if constexpr (!is_same<DTypeS, DTypeQ>::value) {
@@ -305,12 +304,13 @@ struct DecodeSm80 {
     }
     ptx::block_sync();
 
-    const bool is_split = work.num_splits > 1;
+    const bool leaves_state = work.leaves_state();
     constexpr int kVectors = kHeadDimVO / 4;
     for (int index = thread; index < work.num_rows * kVectors; index += kThreads) {
-      write_columns(states, index / kVectors, 4 * (index % kVectors), is_split);
+      write_columns(states, index / kVectors, 4 * (index % kVectors), leaves_state);
     }
-    if (is_split && arrive_last(params, work, thread, &shared.flag)) {
+    const bool merges = work.num_splits > 1 && work.split_tile >= 0;
+    if (merges && arrive_last(params, work, thread, &shared.flag)) {
       for (int row = warp; row < work.num_rows; row += kWarps) {
         merge_row<DTypeO, kHeadDimVO, kTileQ, Config::kAligned>(
             params, work, row, request.q_start + shared.rows[row].token, shared.rows[row].head,
@@ -320,7 +320,7 @@ struct DecodeSm80 {
   }
 
   __device__ __forceinline__ void write_columns(const WarpStates& states, int row, int column,
-                                                bool is_split) {
+                                                bool leaves_state) {
     RowState state{-ptx::infinity(), 0.0f};
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) state.max = fmaxf(state.max, states.row_max[w][row]);
@@ -337,7 +337,7 @@ struct DecodeSm80 {
     }
     const int head = shared.rows[row].head;
     const int token = request.q_start + shared.rows[row].token;
-    if (is_split) {
+    if (leaves_state) {
       const int64_t index = (work.state(params) + work.split) * kTileQ + row;
       const float factor = state.normaliser(old_max);
       float* out = params.partial_o + index * kHeadDimVO + column;

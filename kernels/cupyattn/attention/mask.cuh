@@ -16,18 +16,38 @@
 
 namespace cupyattn {
 
-// Keys [begin, end) that the token at `token` may see, custom mask aside.
+// Keys [begin, end) that the token at `position` may see, custom mask aside.
 struct KeyLimits {
   int begin, end;
 
   template <bool kCustomMask>
   static __device__ __forceinline__ KeyLimits of(const AttentionParams& params,
-                                                 const Request& request, int token) {
-    const int position = token + request.kv_len - request.qo_len;
+                                                 const Request& request, int position) {
     KeyLimits limits{0, request.kv_len};
     if (!kCustomMask && params.causal) limits.end = min_of(request.kv_len, position + 1);
     if (params.window_left >= 0) limits.begin = max_of(0, position - params.window_left);
     return limits;
+  }
+};
+
+// The least and the greatest position of tokens [first, last]; the whole warp asks. Rows that share
+// a prefix are of many requests, and their positions in no order.
+struct PositionSpan {
+  int low, high;
+
+  static __device__ __forceinline__ PositionSpan of(const AttentionParams& params,
+                                                    const Request& request, int first, int last) {
+    if (params.positions == nullptr) {
+      return PositionSpan{request.position(params, first), request.position(params, last)};
+    }
+    int low = 0x7fffffff, high = -low;
+    for (int token = first + static_cast<int>(threadIdx.x) % kWarpSize; token <= last;
+         token += kWarpSize) {
+      const int position = request.position(params, token);
+      low = min_of(low, position);
+      high = max_of(high, position);
+    }
+    return PositionSpan{ptx::warp_min(low), ptx::warp_max(high)};
   }
 };
 
@@ -44,8 +64,9 @@ struct KeyRange {
     const int last_row = first_row + work.tile.num_rows - 1;
     const int first = ptx::warp_uniform(PackedRow::of(params, first_row).token);
     const int last = ptx::warp_uniform(PackedRow::of(params, last_row).token);
-    const KeyLimits a = KeyLimits::of<kCustomMask>(params, work.request, first);
-    const KeyLimits b = KeyLimits::of<kCustomMask>(params, work.request, last);
+    const PositionSpan span = PositionSpan::of(params, work.request, first, last);
+    const KeyLimits a = KeyLimits::of<kCustomMask>(params, work.request, span.low);
+    const KeyLimits b = KeyLimits::of<kCustomMask>(params, work.request, span.high);
     return KeyRange{a.begin, b.end, b.begin, a.end, first, last};
   }
 
@@ -108,7 +129,7 @@ __device__ __forceinline__ uint64_t load_mask_bits(const AttentionParams& params
 }
 
 // Sets the logits of hidden keys, which come in `Form`. The thread's accumulators are rows lane / 4
-// + 16 m (+ 8) of `rows`, keys first_key + 8 n + 2 (lane % 4) (+ 1). `is_hidden_for(token)` gives a
+// + 16 m (+ 8) of `rows`, keys first_key + 8 n + 2 (lane % 4) (+ 1). `is_hidden_for(row)` gives a
 // test of an offset from the thread's first key, so that the inner loop compares with constants.
 template <typename Form, int kMmaQ, int kTilesS, typename HiddenFor>
 __device__ __forceinline__ void hide_logits(float (&s)[kMmaQ][kTilesS][4], const RowInfo* rows,
@@ -117,7 +138,7 @@ __device__ __forceinline__ void hide_logits(float (&s)[kMmaQ][kTilesS][4], const
   for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const auto is_hidden = is_hidden_for(rows[16 * m + 8 * h + (lane >> 2)].token);
+      const auto is_hidden = is_hidden_for(rows[16 * m + 8 * h + (lane >> 2)]);
 #pragma unroll
       for (int n = 0; n < kTilesS; ++n) {
 #pragma unroll
@@ -138,20 +159,21 @@ __device__ __forceinline__ void apply_mask(float (&s)[kMmaQ][kTilesS][4],
   static_assert(kTilesS <= 8, "load_mask_bits yields 64 keys");
   const int first = first_key + 2 * (lane & 3);
   if (range.cuts_end(first_key, 8 * kTilesS)) {
-    hide_logits<Form>(s, rows, lane, [&](int token) {
-      const int end = KeyLimits::of<kCustomMask>(params, request, token).end - first;
+    hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
+      const int end = KeyLimits::of<kCustomMask>(params, request, row.position).end - first;
       return [=](int offset) { return offset >= end; };
     });
   }
   if (range.cuts_begin(first_key)) {
-    hide_logits<Form>(s, rows, lane, [&](int token) {
-      const int begin = KeyLimits::of<kCustomMask>(params, request, token).begin - first;
+    hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
+      const int begin = KeyLimits::of<kCustomMask>(params, request, row.position).begin - first;
       return [=](int offset) { return offset < begin; };
     });
   }
   if (kCustomMask && is_partial) {
-    hide_logits<Form>(s, rows, lane, [&](int token) {
-      const uint64_t bits = load_mask_bits(params, request, token, first_key) >> (2 * (lane & 3));
+    hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
+      const uint64_t bits =
+          load_mask_bits(params, request, row.token, first_key) >> (2 * (lane & 3));
       return [=](int offset) { return !((bits >> offset) & 1); };
     });
   }

@@ -116,9 +116,8 @@ struct PrefillSm80 {
   // Rotation and column order of Q, once it is in shared memory.
   __device__ __forceinline__ void prepare_q() {
     if constexpr (Config::kRope) {
-      const int offset = shared.work.request.kv_len - shared.work.request.qo_len;
-      rotate_tile<QTile, kHeadDimQK, kThreads>(
-          shared.q, shared.rope, thread, [&](int row) { return shared.rows[row].token + offset; });
+      rotate_tile<QTile, kHeadDimQK, kThreads>(shared.q, shared.rope, thread,
+                                               [&](int row) { return shared.rows[row].position; });
       ptx::block_sync();
     }
     if constexpr (!is_same<DTypeS, DTypeQ>::value) {
@@ -412,7 +411,7 @@ struct PrefillSm80 {
   __device__ __forceinline__ void finish() {
     const TileWork& work = shared.work.tile;
     const int q_start = shared.work.request.q_start;
-    const bool is_split = work.num_splits > 1;
+    const bool leaves_state = work.leaves_state();
     const float output_scale = output_scale_of(params, work.kv_head);
     // The warp's rows of Q are about to be overwritten.
     if constexpr (kStagesOutput) ptx::warp_sync();
@@ -426,7 +425,7 @@ struct PrefillSm80 {
         const bool exists = row < work.num_rows;
         const int head = shared.rows[row].head;
         const int token = q_start + shared.rows[row].token;
-        if (is_split) {
+        if (leaves_state) {
           const int64_t index = (work.state(params) + work.split) * kTileQ + row;
           if (exists) {
             float* out = params.partial_o + index * kHeadDimVO;
@@ -455,7 +454,7 @@ struct PrefillSm80 {
         }
       }
     }
-    if (kStagesOutput && !is_split) store_staged(work, q_start);
+    if (kStagesOutput && !leaves_state) store_staged(work, q_start);
   }
 
   __device__ __forceinline__ void store_staged(const TileWork& work, int q_start) {

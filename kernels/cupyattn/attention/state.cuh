@@ -101,32 +101,30 @@ __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const
   return is_last;
 }
 
-// Merges the partial states of one packed row into the output; a whole warp takes part. A lane
-// holds kHeadDim / 32 columns, four at a time, and reads many splits before it uses the first: what
-// a merge takes is round trips to L2.
-template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned>
-__device__ __forceinline__ void merge_row(const AttentionParams& params, const TileWork& work,
-                                          int row, int64_t token, int head, int lane) {
-  constexpr int kBatch = 16;
-  const int64_t base = work.state(params);
-  const float* lse = params.partial_lse + base * kTileRows + row;
-  const float* o = params.partial_o + (base * kTileRows + row) * kHeadDim;
-  const int64_t o_stride = static_cast<int64_t>(kTileRows) * kHeadDim;
+// Four columns of a row, as a lane merges them from partial states. It reads many states before it
+// uses the first: what a merge takes is round trips to L2.
+struct MergedColumns {
+  float4 sum;
+  float max, weights;
 
-  RowState state{-ptx::infinity(), 0.0f};
-  for (int column = 4 * lane; column < round_up(kHeadDim, 4 * kWarpSize); column += 4 * kWarpSize) {
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float max = -ptx::infinity(), weights = 0.0f;
-    for (int first = 0; first < work.num_splits; first += kBatch) {
+  static __device__ __forceinline__ MergedColumns empty() {
+    return MergedColumns{make_float4(0.0f, 0.0f, 0.0f, 0.0f), -ptx::infinity(), 0.0f};
+  }
+
+  // Adds `count` states, `lse_stride` and `o_stride` elements apart; the columns count from `o`.
+  __device__ __forceinline__ void add(const float* lse, const float* o, int count,
+                                      int64_t lse_stride, int64_t o_stride, bool has_columns) {
+    constexpr int kBatch = 16;
+    for (int first = 0; first < count; first += kBatch) {
       float part_lse[kBatch];
       float4 part[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int64_t split = first + i;
-        const bool exists = split < work.num_splits;
-        part_lse[i] = exists ? ptx::load_l2(lse + split * kTileRows) : -ptx::infinity();
-        part[i] = exists && column < kHeadDim
-                      ? ptx::load_l2(reinterpret_cast<const float4*>(o + split * o_stride + column))
+        const bool exists = split < count;
+        part_lse[i] = exists ? ptx::load_l2(lse + split * lse_stride) : -ptx::infinity();
+        part[i] = exists && has_columns
+                      ? ptx::load_l2(reinterpret_cast<const float4*>(o + split * o_stride))
                       : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
       const float old_max = max;
@@ -147,19 +145,47 @@ __device__ __forceinline__ void merge_row(const AttentionParams& params, const T
         sum.w += weight * part[i].w;
       }
     }
-    state = RowState{max, weights};
+  }
+};
+
+// Merges the states of one row and writes the answer; a whole warp takes part. A lane holds
+// kHeadDim / 32 columns, four at a time. `add_states(columns, column, has_columns)` adds the states
+// of the lane's columns from `column` on.
+template <typename DTypeO, int kHeadDim, bool kAligned, typename AddStates>
+__device__ __forceinline__ void merge_columns(const AttentionParams& params, int64_t token,
+                                              int head, int kv_head, int lane,
+                                              AddStates&& add_states) {
+  RowState state{-ptx::infinity(), 0.0f};
+  for (int column = 4 * lane; column < round_up(kHeadDim, 4 * kWarpSize); column += 4 * kWarpSize) {
+    MergedColumns columns = MergedColumns::empty();
+    add_states(columns, column, column < kHeadDim);
+    state = RowState{columns.max, columns.weights};
     state.add_sink(sink_of(params, head));
     if (column < kHeadDim) {
-      const float factor = state.normaliser(max) * output_scale_of(params, work.kv_head);
+      const float factor = state.normaliser(columns.max) * output_scale_of(params, kv_head);
       DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
                     head * params.o_stride_h + column;
-      store_pair<DTypeO, kAligned>(out, sum.x * factor, sum.y * factor);
-      store_pair<DTypeO, kAligned>(out + 2, sum.z * factor, sum.w * factor);
+      store_pair<DTypeO, kAligned>(out, columns.sum.x * factor, columns.sum.y * factor);
+      store_pair<DTypeO, kAligned>(out + 2, columns.sum.z * factor, columns.sum.w * factor);
     }
   }
   if (lane == 0 && params.lse != nullptr) {
     params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
   }
+}
+
+// The splits of one packed row of a tile.
+template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned>
+__device__ __forceinline__ void merge_row(const AttentionParams& params, const TileWork& work,
+                                          int row, int64_t token, int head, int lane) {
+  const int64_t first = work.state(params) * kTileRows + row;
+  merge_columns<DTypeO, kHeadDim, kAligned>(
+      params, token, head, work.kv_head, lane,
+      [&](MergedColumns& columns, int column, bool has_columns) {
+        columns.add(params.partial_lse + first, params.partial_o + first * kHeadDim + column,
+                    work.num_splits, kTileRows, static_cast<int64_t>(kTileRows) * kHeadDim,
+                    has_columns);
+      });
 }
 
 }  // namespace cupyattn

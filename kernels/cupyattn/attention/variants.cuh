@@ -14,8 +14,8 @@
 namespace cupyattn {
 
 // What a variant remembers of a query row.
-struct alignas(16) RowInfo {
-  int token, head;
+struct RowInfo {
+  int token, position, head;
   float scale;  // of the raw product
   float slope;  // ALiBi, in the units of the scaled product
 };
@@ -100,9 +100,9 @@ struct PolynomialForm {
 };
 
 struct PlainLogits {
-  static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token, int head,
-                                                     int) {
-    return RowInfo{token, head, 1.0f, 0.0f};
+  static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
+                                                     int position, int head, int) {
+    return RowInfo{token, position, head, 1.0f, 0.0f};
   }
   static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams&) {
     return LogitConstants{};
@@ -136,13 +136,13 @@ struct TransformedLogits {
   }
 
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams& params, int token,
-                                                     int head, int kv_head) {
+                                                     int position, int head, int kv_head) {
     float scale = params.sm_scale;
     if (params.scale_q != nullptr) scale *= params.scale_q[head];
     if (params.scale_k != nullptr) scale *= params.scale_k[kv_head];
     const int num_heads = params.num_kv_heads * params.group_size;
     const float slope = kAlibi ? alibi_slope(head, num_heads) : 0.0f;
-    return RowInfo{token, head, scale * unit(params), slope * unit(params)};
+    return RowInfo{token, position, head, scale * unit(params), slope * unit(params)};
   }
   static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams& params) {
     const float cap = params.logits_soft_cap * kLog2e;
@@ -160,8 +160,8 @@ struct TransformedLogits {
   static __device__ __forceinline__ auto apply(float (&s)[kMmaQ][kTilesS][4],
                                                const float (&)[kMmaQ][2], const RowInfo* rows,
                                                const LogitConstants& constants,
-                                               const AttentionParams&, int first_key, int lane,
-                                               bool is_masked) {
+                                               const AttentionParams& params, int first_key,
+                                               int lane, bool is_masked) {
     uint32_t all_bits = 0;
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
@@ -170,8 +170,10 @@ struct TransformedLogits {
         const RowInfo& row = rows[16 * m + 8 * h + (lane >> 2)];
         const float scale = kRowScales ? row.scale : constants.scale;
         const float slope = kAlibi ? row.slope : 0.0f;
+        // A constant of the row, and the same for all its keys, wherever they are.
+        const int origin = params.positions == nullptr ? row.token : row.position;
         const float bias =
-            kAlibi ? slope * static_cast<float>(first_key + 2 * (lane & 3) - row.token) : 0.0f;
+            kAlibi ? slope * static_cast<float>(first_key + 2 * (lane & 3) - origin) : 0.0f;
 #pragma unroll
         for (int n = 0; n < kTilesS; ++n) {
 #pragma unroll
@@ -201,9 +203,9 @@ struct TransformedLogits {
 // and base 2 in one polynomial; the largest magnitude of a row tells whether all of them are small
 // enough for it and, at once, that the row's maximum stays. That is so for nearly every tile.
 struct CappedLogits {
-  static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token, int head,
-                                                     int) {
-    return RowInfo{token, head, 1.0f, 0.0f};
+  static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
+                                                     int position, int head, int) {
+    return RowInfo{token, position, head, 1.0f, 0.0f};
   }
   static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams& params) {
     const float cap = params.logits_soft_cap * kLog2e;

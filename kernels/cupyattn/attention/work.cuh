@@ -28,8 +28,14 @@ struct PackedRow {
 
 // The lengths of a request, and where its parts begin (see WorkItem).
 struct Request {
-  int q_start, qo_len, kv_start, kv_len;
+  int q_start, qo_len, kv_start, kv_len, key_offset;
   int64_t mask_start;
+
+  // Where a query token is among the request's keys: those up to `position` are not ahead of it.
+  __device__ __forceinline__ int position(const AttentionParams& params, int token) const {
+    if (params.positions == nullptr) return token + kv_len - qo_len;
+    return params.positions[q_start + token] - key_offset;
+  }
 };
 
 // One tile of packed rows and its place in the launch. Row r is query token r / group, head
@@ -37,6 +43,8 @@ struct Request {
 struct TileWork {
   int kv_head, first_row, num_rows, split, num_splits, first_state, split_tile;
 
+  // Whether the block leaves a state, to be merged with others, instead of an answer.
+  __device__ __forceinline__ bool leaves_state() const { return num_splits > 1 || split_tile < 0; }
   // The first partial state of this tile.
   __device__ __forceinline__ int64_t state(const AttentionParams& params) const {
     return static_cast<int64_t>(first_state) * params.num_kv_heads + kv_head * num_splits;
@@ -57,7 +65,7 @@ struct BlockWork {
     const int qo_len = ptx::warp_uniform(item.qo_len);
     return BlockWork{
         Request{ptx::warp_uniform(item.q_start), qo_len, ptx::warp_uniform(item.kv_start),
-                ptx::warp_uniform(item.kv_len), item.mask_start},
+                ptx::warp_uniform(item.kv_len), item.key_offset, item.mask_start},
         TileWork{kv_head, first_row, min_of(tile_rows, qo_len * params.group_size - first_row),
                  ptx::warp_uniform(item.split), ptx::warp_uniform(item.num_splits),
                  item.first_state, item.split_tile}};
@@ -66,7 +74,7 @@ struct BlockWork {
   static __device__ __forceinline__ BlockWork of_tile(const AttentionParams& params, int q_tile,
                                                       int kv_head, int split, int tile_rows) {
     const int first_row = q_tile * tile_rows;
-    return BlockWork{Request{0, params.qo_len, 0, params.kv_len, 0},
+    return BlockWork{Request{0, params.qo_len, 0, params.kv_len, 0, 0},
                      TileWork{kv_head, first_row,
                               min_of(tile_rows, params.qo_len * params.group_size - first_row),
                               split, params.num_splits, q_tile * params.num_splits, q_tile}};

@@ -20,8 +20,9 @@ struct alignas(16) WorkItem {
   int32_t num_splits;   // 1: the block writes the result itself
   int32_t first_state;  // partial states of the split tiles before this one, of one KV head
   int64_t mask_start;   // the request's first byte of `mask`
-  int32_t split_tile;   // index of this tile among those that are split
-  int32_t padding;
+  int32_t split_tile;  // index of this tile among those that are split; -1: other tiles have states
+                       // of its rows too, and a launch merges all
+  int32_t key_offset;  // place of the first key where `positions` count; 0 without them
 };
 
 static_assert(sizeof(WorkItem) == 48, "schedule/batch.py lays out 12 words an item");
@@ -41,8 +42,9 @@ struct AttentionParams {
   float* partial_lse;     // [split tiles, num_kv_heads, num_splits, rows of a tile]
   uint32_t* counters;     // [split tiles, num_kv_heads], zero before and after the launch
   const WorkItem* work;   // [num_work]; nullptr: one request, and the grid says who does what
-  const int32_t* merges;  // [split tiles], an item of each in `work`
+  const int32_t* merges;  // [split tiles], an item of each in `work`; or see merge_levels.cuh
   const int32_t* kv_indices;  // pages of all requests, one after another; read by paged kernels
+  const int32_t* positions;   // [rows of q]; nullptr: a request's rows are the last of its keys
   int64_t q_stride_n, q_stride_h;
   int64_t k_stride_n, k_stride_h;
   int64_t v_stride_n, v_stride_h;
@@ -70,7 +72,7 @@ struct AttentionParams {
   uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };
 
-static_assert(sizeof(AttentionParams) == 128 + 104 + 80 + 4 * kMaxRopePairs,
+static_assert(sizeof(AttentionParams) == 136 + 104 + 80 + 4 * kMaxRopePairs,
               "AttentionParams and its mirror in launch/params.py must agree");
 
 }  // namespace cupyattn

@@ -20,6 +20,10 @@ __device__ __forceinline__ uint32_t warp_max(uint32_t value) {
   return __reduce_max_sync(kFullWarp, value);
 }
 
+__device__ __forceinline__ int warp_max(int value) { return __reduce_max_sync(kFullWarp, value); }
+
+__device__ __forceinline__ int warp_min(int value) { return __reduce_min_sync(kFullWarp, value); }
+
 // A value that all lanes agree on, said so that the compiler knows it and can keep it in a uniform
 // register.
 __device__ __forceinline__ int warp_uniform(int value) { return __shfl_sync(kFullWarp, value, 0); }

@@ -22,6 +22,15 @@ __forceinline__ uint32_t warp_max(uint32_t value, Where where = Where::current()
   return emulator::warp_max(value, where);
 }
 
+__forceinline__ int warp_max(int value, Where where = Where::current()) {
+  constexpr uint32_t kSign = 0x80000000u;
+  return static_cast<int>(emulator::warp_max(static_cast<uint32_t>(value) ^ kSign, where) ^ kSign);
+}
+
+__forceinline__ int warp_min(int value, Where where = Where::current()) {
+  return ~warp_max(~value, where);
+}
+
 __forceinline__ int warp_uniform(int value, Where where = Where::current()) {
   return emulator::shuffle_int(value, 0, where);
 }

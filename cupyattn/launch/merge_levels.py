@@ -1,0 +1,35 @@
+"""The merge_levels kernel, launched after the attention of a cascade."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from .. import jit
+from ..device import device_props
+from ..problem import AttentionProblem
+from .enqueue import Launch
+
+_WARPS = 4
+
+
+@lru_cache(maxsize=1024)
+def config(problem: AttentionProblem) -> jit.Config:
+    """The kernel's Config."""
+    return jit.Config(
+        {
+            "DTypeO": problem.dtype_o,
+            "kHeadDimVO": problem.head_dim_vo,
+            "kWarps": _WARPS,
+            "kAligned": problem.aligned,
+        }
+    )
+
+
+def prepare(
+    problem: AttentionProblem, num_tokens: int, num_qo_heads: int, device_index: int
+) -> Launch:
+    """The merge of `num_tokens` query tokens; its arguments are those of the attention."""
+    arch = device_props(device_index).arch
+    kernel = jit.load("merge_levels", config(problem), device_index, arch)
+    grid = (num_tokens, -(-num_qo_heads // _WARPS), 1)
+    return Launch(kernel.function, grid, _WARPS * 32, 0)

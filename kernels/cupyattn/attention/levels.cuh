@@ -1,0 +1,69 @@
+// States of rows whose keys lie in several places, the levels of a cascade: which tiles hold them.
+// schedule/levels.py lays these tables out.
+#pragma once
+
+#include "cupyattn/attention/state.cuh"
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/params/attention.cuh"
+
+namespace cupyattn {
+
+// For a query token and a level: the tile of its first head's row, and the row in it. A group's
+// other rows follow, and may reach into the tiles after it.
+struct LevelRow {
+  static constexpr int kNoKeys = -1;   // the level has no keys for this token
+  static constexpr int kNoToken = -2;  // q is shorter than this
+  int32_t tile, row;
+};
+
+struct alignas(16) LevelTile {
+  int32_t first_state;  // in states of tile_rows rows, of one KV head
+  int32_t num_splits, tile_rows, padding;
+};
+
+// params.merges: LevelRow [qo_len tokens, kv_len levels], then LevelTile [tiles].
+struct LevelTables {
+  const LevelRow* rows;
+  const LevelTile* tiles;
+
+  static __device__ __forceinline__ LevelTables of(const AttentionParams& params) {
+    const LevelRow* rows = reinterpret_cast<const LevelRow*>(params.merges);
+    const int64_t num_rows = static_cast<int64_t>(params.qo_len) * params.kv_len;
+    return LevelTables{rows,
+                       reinterpret_cast<const LevelTile*>(rows + round_up(num_rows, int64_t{2}))};
+  }
+};
+
+// The states of one row of q over all levels become its answer; a whole warp takes part.
+template <typename DTypeO, int kHeadDim, bool kAligned>
+__device__ __forceinline__ void merge_levels(const AttentionParams& params, int token, int head,
+                                             int lane) {
+  const LevelTables tables = LevelTables::of(params);
+  const int num_levels = params.kv_len;
+  const LevelRow* rows = tables.rows + static_cast<int64_t>(token) * num_levels;
+  if (rows[0].tile == LevelRow::kNoToken) return;
+  const int kv_head = divide(head, params.group_magic, params.group_shift);
+  const int group_head = head - kv_head * params.group_size;
+  merge_columns<DTypeO, kHeadDim, kAligned>(
+      params, token, head, kv_head, lane,
+      [&](MergedColumns& columns, int column, bool has_columns) {
+        for (int level = 0; level < num_levels; ++level) {
+          const LevelRow at = rows[level];
+          if (at.tile < 0) continue;
+          LevelTile tile = tables.tiles[at.tile];
+          int row = at.row + group_head;
+          if (row >= tile.tile_rows) {
+            tile = tables.tiles[at.tile + row / tile.tile_rows];
+            row %= tile.tile_rows;
+          }
+          const int64_t state = static_cast<int64_t>(tile.first_state) * params.num_kv_heads +
+                                static_cast<int64_t>(kv_head) * tile.num_splits;
+          const int64_t first = state * tile.tile_rows + row;
+          columns.add(params.partial_lse + first, params.partial_o + first * kHeadDim + column,
+                      tile.num_splits, tile.tile_rows,
+                      static_cast<int64_t>(tile.tile_rows) * kHeadDim, has_columns);
+        }
+      });
+}
+
+}  // namespace cupyattn

@@ -1,0 +1,66 @@
+// Prefill and decode in one launch, portable tier (sm_80 and later): each block is of the one kind
+// or the other, by the rows of its request. Those of prefill keep the matrix units busy and those
+// of decode the memory, so an SM that holds one of each has little to wait for.
+#include "cupyattn/attention/decode_sm80.cuh"
+#include "cupyattn/attention/prefill_sm80.cuh"
+
+#ifndef CUPYATTN_CONFIG
+struct Config {
+  using DTypeQ = bfloat16_t;
+  using DTypeKV = bfloat16_t;
+  using DTypeO = bfloat16_t;
+  static constexpr int kHeadDimQK = 128;
+  static constexpr int kHeadDimVO = 128;
+  static constexpr int kWarps = 4;
+  static constexpr int kMinBlocks = 2;
+  static constexpr bool kRope = false;
+  static constexpr bool kRotateKeys = false;
+  static constexpr bool kAlibi = false;
+  static constexpr bool kSoftCap = false;
+  static constexpr bool kRowScales = false;
+  static constexpr bool kCustomMask = false;
+  static constexpr bool kAligned = true;
+  static constexpr bool kPaged = true;
+  static constexpr int kPrefillMmaQ = 2;
+  static constexpr int kPrefillTileKV = 48;
+  static constexpr bool kPrefillQInRegisters = false;
+  static constexpr int kPrefillKeysPerExp = 48;
+  static constexpr int kPrefillBuffers = 1;
+  static constexpr int kPrefillSharedBytes = 63104;
+  static constexpr int kDecodeMmaQ = 1;
+  static constexpr int kDecodeKeysPerWarp = 16;
+  static constexpr int kDecodeStages = 3;
+  static constexpr bool kDecodeQInRegisters = true;
+  static constexpr int kDecodeSharedBytes = 104320;
+};
+#endif
+
+struct PrefillConfig : Config {
+  static constexpr int kMmaQ = Config::kPrefillMmaQ;
+  static constexpr int kTileKV = Config::kPrefillTileKV;
+  static constexpr bool kQInRegisters = Config::kPrefillQInRegisters;
+  static constexpr int kKeysPerExp = Config::kPrefillKeysPerExp;
+  static constexpr int kBuffers = Config::kPrefillBuffers;
+  static constexpr int kSharedBytes = Config::kPrefillSharedBytes;
+};
+
+struct DecodeConfig : Config {
+  static constexpr int kMmaQ = Config::kDecodeMmaQ;
+  static constexpr int kKeysPerWarp = Config::kDecodeKeysPerWarp;
+  static constexpr int kStages = Config::kDecodeStages;
+  static constexpr bool kQInRegisters = Config::kDecodeQInRegisters;
+  static constexpr int kSharedBytes = Config::kDecodeSharedBytes;
+};
+
+extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, Config::kMinBlocks)
+    cupyattn_mixed_sm80(const __grid_constant__ cupyattn::AttentionParams params) {
+  using Prefill = cupyattn::PrefillSm80<PrefillConfig>;
+  using Decode = cupyattn::DecodeSm80<DecodeConfig>;
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  const int qo_len = params.work[params.first_q_tile + blockIdx.y].qo_len;
+  if (qo_len * params.group_size <= Decode::kTileQ) {
+    Decode(params, *reinterpret_cast<typename Decode::SharedMemory*>(shared_bytes)).run();
+  } else {
+    Prefill(params, *reinterpret_cast<typename Prefill::SharedMemory*>(shared_bytes)).run();
+  }
+}
