@@ -21,6 +21,8 @@ _EXPORTS = {
     "fast_decode_plan": "decode",
     "BatchPrefillWithPagedKVCacheWrapper": "prefill",
     "BatchPrefillWithRaggedKVCacheWrapper": "prefill",
+    "BatchAttention": "attention",
+    "MultiLevelCascadeAttentionWrapper": "cascade",
     "append_paged_kv_cache": "page",
     "get_batch_indices_positions": "page",
     "get_seq_lens": "page",
@@ -34,7 +36,10 @@ _EXPORTS = {
     "CompileError": "errors",
     "DeviceError": "errors",
 }
-_MODULES = ("decode", "prefill", "page", "paging", "quantization", "errors", "reference")
+_MODULES = (
+    *("attention", "cascade", "decode", "prefill", "page", "paging", "quantization", "errors"),
+    "reference",
+)
 
 __all__ = ["__version__", *_EXPORTS]
 

@@ -265,7 +265,7 @@ class BatchWrapper:
         usual = next(iter(made), None)
         inner: list[np.ndarray] = [] if usual is None else [made[usual][1].words]
         outer = [(made[v][1].words, self._variant_words[v].address) for v in made if v != usual]
-        outer += buffers.host_parts(batch, plan.mask)
+        outer += self._host_parts(plan)
         ids = None if batch.page_ids is None else batch.page_ids[: batch.num_page_ids]
         if ids is not None and ids.size:
             if buffers.kv_indices is not None:
@@ -311,6 +311,10 @@ class BatchWrapper:
         if views:
             plan.views = tuple(views)
             plan.is_uniform &= all(v.framework == plan.framework for v in views)
+
+    def _host_parts(self, plan: Plan) -> list[tuple[np.ndarray, int]]:
+        """(values, address) of what plan() writes from the host into the caller's buffers."""
+        return self._buffers.host_parts(plan.batch, plan.mask)
 
     def _reserve(self, num_words: int, batch: Batch) -> int:
         """The address of the wrapper's own words, which in graph mode never moves."""

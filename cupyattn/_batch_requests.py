@@ -158,13 +158,47 @@ def read_paged(
         kv_len = _page_lengths(num_pages, fewest, last, page_size, names.last_page_len)
     total = int(kv_indptr[-1]) * page_size
     if total > MAX_LENGTH and kv_len.max() > MAX_LENGTH:
-        raise UnsupportedError(
-            f"{names.indptr}: a request has {kv_len.max()} keys; at most {MAX_LENGTH} are supported"
-        )
+        raise _too_many_keys(names.indptr, kv_len)
     requests = BatchRequests(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1], None, uniform)
     batch = Batch(requests, int(qo_indptr[-1]), 0, qo_indptr, kv_indptr, last, last_device)
     _read_page_ids(batch, kv_indices, names, is_bounded)
     return batch
+
+
+def read_paged_lengths(
+    rows: tuple[np.ndarray, np.ndarray],
+    kv_indptr: Any,
+    kv_indices: Any,
+    kv_len: Any,
+    page_size: int,
+    names: PageNames,
+    is_bounded: bool,
+) -> Batch:
+    """The same from the number of keys of each request, which may leave pages unused."""
+    qo_indptr, qo_len = rows
+    kv_indptr, num_pages, _ = read_indptr(kv_indptr, names.indptr, qo_len.size)
+    lengths = host_integers(kv_len, names.last_page_len)
+    if lengths.size != qo_len.size:
+        raise _wrong_count(names.last_page_len, lengths.shape, qo_len.size)
+    is_wrong = (lengths < 0) | (lengths > num_pages * page_size)
+    if is_wrong.any():
+        at = int(np.argmax(is_wrong))
+        raise ArgumentError(
+            f"{names.last_page_len}: request {at} has {lengths[at]} keys in {num_pages[at]} pages "
+            f"of {page_size}; wanted 0 to {num_pages[at] * page_size}"
+        )
+    if lengths.size and lengths.max() > MAX_LENGTH:
+        raise _too_many_keys(names.last_page_len, lengths)
+    requests = BatchRequests(qo_len, lengths, qo_indptr[:-1], kv_indptr[:-1])
+    batch = Batch(requests, int(qo_indptr[-1]), 0, qo_indptr, kv_indptr)
+    _read_page_ids(batch, kv_indices, names, is_bounded)
+    return batch
+
+
+def _too_many_keys(name: str, kv_len: np.ndarray) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name}: a request has {kv_len.max()} keys; at most {MAX_LENGTH} are supported"
+    )
 
 
 def _page_lengths(

@@ -8,6 +8,7 @@ import numpy as np
 
 from . import _options, array, dtypes, reference
 from ._batch import BatchWrapper, Plan
+from ._batch_cascade_cpu import attend_levels
 from ._batch_geometry import Geometry, Variant
 from ._batch_keys import Keys, planned, view_paged, view_ragged
 from ._batch_repeat import remember, repeat
@@ -263,7 +264,7 @@ def _run_reference(
     o = np.zeros((batch.num_rows, geometry.num_qo_heads, problem.head_dim_vo))
     lse = np.full(o.shape[:-1], -np.inf)
     scales: dict[str, Any] = {name: array.as_numpy(x) for name, x in arrays.items()}
-    for index in range(batch.num_requests):
+    for index in range(0 if batch.parts else batch.num_requests):
         begin, kv_len = int(lengths.q_start[index]), int(lengths.kv_len[index])
         rows = slice(begin, begin + int(lengths.qo_len[index]))
         k_own, v_own = (_keys_of(x, batch, index, kv_len) for x in (k, v))
@@ -282,6 +283,9 @@ def _run_reference(
             sinks=None if vsinks is None else array.as_numpy(vsinks),
             **scales,
         )
+    if batch.parts:
+        sinks = None if vsinks is None else array.as_numpy(vsinks)
+        o, lse = attend_levels(plan.geometry, batch, (q, k, v), sm_scale, sinks, scales)
     with np.errstate(over="ignore", invalid="ignore"):
         answers = (o * output_scale).astype(problem.dtype_o.numpy), lse.astype(np.float32)
     results = []

@@ -42,11 +42,12 @@ def read_levels(
     return tuple(parts)
 
 
-def join_levels(parts: tuple[Batch, ...], has_positions: bool) -> Batch:
+def join_levels(parts: tuple[Batch, ...], causal: bool, is_relative: bool) -> Batch:
     """One batch of the requests of all levels that have rows and keys; page ids are the caller's.
 
-    has_positions: something depends on where among its keys a row is.
+    is_relative: more than causality depends on where among its keys a row is.
     """
+    has_positions = causal or is_relative
     last = parts[-1]
     ids_before = np.cumsum([0, *(part.num_page_ids for part in parts)])
     if ids_before[-1] > MAX_LENGTH:
@@ -68,7 +69,7 @@ def join_levels(parts: tuple[Batch, ...], has_positions: bool) -> Batch:
     requests = BatchRequests(
         qo_len, kv_len, q_start, kv_start, key_offset=None if offsets is None else key_offset
     )
-    positions = None if offsets is None else _positions(last, offsets[-1])
+    positions = None if offsets is None else _positions(last, offsets[-1], causal)
     return Batch(
         requests,
         num_rows=last.num_rows,
@@ -105,15 +106,18 @@ def _key_offsets(parts: tuple[Batch, ...]) -> list[np.ndarray]:
     return offsets
 
 
-def _positions(last: Batch, key_offset: np.ndarray) -> np.ndarray:
+def _positions(last: Batch, key_offset: np.ndarray, causal: bool) -> np.ndarray:
     """The place of every row among its keys: the rows of a request are the last of its keys.
 
-    A request with more rows than keys of its own keeps all rows past the keys that it shares.
+    If causal, all rows stay behind the keys that they share, of which they see all.
     """
     own = last.requests
     token = np.arange(last.num_rows) - np.repeat(own.q_start, own.qo_len)
     first = np.repeat(key_offset + own.kv_len - own.qo_len, own.qo_len)
-    return np.maximum(first + token, np.repeat(key_offset, own.qo_len) - 1).astype(np.int32)
+    positions = first + token
+    if causal:
+        positions = np.maximum(positions, np.repeat(key_offset, own.qo_len) - 1)
+    return positions.astype(np.int32)
 
 
 def join_ids_on_host(parts: tuple[Batch, ...]) -> np.ndarray:
@@ -145,11 +149,19 @@ def join_ids_on_device(parts: tuple[Batch, ...], workspace: ArrayView, stream: i
     return joined
 
 
-def flatten(parts: tuple[Batch, ...], page_size: int) -> tuple[BatchRequests, np.ndarray] | None:
+def flatten(
+    parts: tuple[Batch, ...], page_size: int, causal: bool
+) -> tuple[BatchRequests, np.ndarray] | None:
     """The last level's requests over the pages of all levels, and where in the joined ids each of
-    these pages is; None if the levels do not nest, or a shared part ends within a page."""
+    these pages is.
+
+    None if that is another question: the levels do not nest, a shared part ends within a page, or
+    causality would reach into shared keys.
+    """
     last = parts[-1].requests
     has_rows = last.qo_len > 0
+    if causal and (last.qo_len > last.kv_len).any():
+        return None
     first_row = np.where(has_rows, last.q_start, 0)
     begins, counts, before = [], [], 0
     for part in parts:

@@ -147,6 +147,16 @@ def allocator(dtype: DType, like: ArrayView) -> Callable[[Sequence[int]], Any]:
     return functools.partial(_empty_cupy, dtype.numpy, like.device.index)
 
 
+def empty_on(framework: str, device: Device, shape: Sequence[int], dtype: DType) -> Any:
+    """The same of a framework by name: torch, which must be imported, or else CuPy or NumPy."""
+    if framework == "torch":
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype.name), device=str(device))
+    if device.kind == "cpu":
+        return np.empty(shape, dtype.numpy)
+    return _empty_cupy(dtype.numpy, device.index, shape)
+
+
 def _empty_cupy(dtype: np.dtype, device_index: int, shape: Sequence[int]) -> Any:
     cupy = cupy_module()
     with cupy.cuda.Device(device_index):

@@ -28,7 +28,7 @@ from ..schedule.batch import (
 )
 from ..schedule.cover import check_cover
 from ..schedule.levels import Levels, level_limits, level_tables, require_room
-from ..schedule.mixed import MixedPlan, combine, plan_mixed, state_offsets
+from ..schedule.mixed import MixedPlan, combine, estimate, plan_mixed, state_offsets
 from . import merge_levels, merge_splits, params
 from .attention import LOG2_E, SLACK, AttentionOptions, LoadedKernel, load_kernel, load_mixed
 from .enqueue import Launch, cuda, enqueue
@@ -233,6 +233,26 @@ class BatchLauncher:
             room = room._replace(**most._asdict())
         merges = np.concatenate([table.reshape(-1) for table in tables])
         return self._lay_out([_Share(rows, room, items, merges)], levels.positions)
+
+    def gains_by_levels(self, requests: BatchRequests, flat: BatchRequests) -> bool:
+        """Whether a cascade of `requests` is done sooner than its rows one by one, as `flat`."""
+        rows, kernel = self._level_rows(requests, None)
+        kinds = [x for _, x in self._deal_out(requests, kernel)]
+        shared = self._estimate(kernel, kinds, leaves_states=True)
+        rows = self._mixed_rows(flat.qo_len) or row_class(flat.qo_range()[1] * self.group_size)
+        kernel = self._kernel(rows)
+        kinds = [x for _, x in self._deal_out(flat, kernel)]
+        return shared < self._estimate(kernel, kinds, leaves_states=False)
+
+    def _estimate(self, kernel: _Kernel, kinds: list[BatchRequests], leaves_states: bool) -> float:
+        return estimate(
+            list(zip(kinds, kernel.shapes, strict=True)),
+            self.group_size,
+            self.num_kv_heads,
+            kernel.loaded.num_slots,
+            self._masking,
+            leaves_states,
+        )
 
     def _level_rows(
         self, requests: BatchRequests, capacity: Capacity | None

@@ -35,6 +35,7 @@ def attention(
     scale_k: float | np.ndarray | None = None,
     scale_v: float | np.ndarray | None = None,
     kv_layout: str = "NHD",
+    alibi_start: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention with every option of the library, freely combined.
 
@@ -47,7 +48,7 @@ def attention(
                  two multiply the logits (before the soft cap), the last the output.
     pos_encoding_mode   "ROPE_LLAMA" rotates q row i to position i + kv_len - qo_len and key j to
                  j, see `rope`; "ALIBI" adds slope * (j - i) to the scaled logit, i counted from
-                 the first row of q.
+                 the first row of q, which is alibi_start.
     logits_soft_cap     c > 0: logit -> c * tanh(logit / c), after scale and ALiBi, before masking.
                  sm_scale enters once, with ALiBi too. 0 or None: off.
     sinks        [num_qo_heads] natural-log logits that join the softmax's denominator and the LSE
@@ -72,6 +73,7 @@ def attention(
         * _finite("sm_scale", sm_scale, 1.0 / math.sqrt(head_dim_qk)),
         value_scale=_per_head("scale_v", scale_v, num_kv_heads),
         slopes=_slopes(pos_encoding_mode, num_qo_heads),
+        alibi_start=alibi_start,
         rope_scale=_positive("rope_scale", rope_scale, 1.0),
         rope_theta=_positive("rope_theta", rope_theta, 1e4),
         is_rotated=pos_encoding_mode == "ROPE_LLAMA",
@@ -95,6 +97,7 @@ class _Variant:
     scale: np.ndarray  # [num_qo_heads], of the logits
     value_scale: np.ndarray  # [num_kv_heads]
     slopes: np.ndarray  # [num_qo_heads], 0 without ALiBi
+    alibi_start: int
     rope_scale: float
     rope_theta: float
     is_rotated: bool
@@ -127,7 +130,7 @@ def _attend_kv_head(
         logits = _logits(q_head[rows], k_head[keys])
         if variant.slopes.any():
             distance = np.arange(keys.start, keys.stop) - np.arange(rows.start, rows.stop)[:, None]
-            logits += variant.slopes[heads, None, None] * distance
+            logits += variant.slopes[heads, None, None] * (distance - variant.alibi_start)
         if variant.soft_cap:
             logits /= variant.soft_cap
             np.tanh(logits, out=logits)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 # In the time of a key tile: what a block pays besides its tiles, and what a merge costs at all.
-_BLOCK_OVERHEAD = 2.0
-_MERGE_OVERHEAD = 3.0
+BLOCK_OVERHEAD = 2.0
+MERGE_OVERHEAD = 3.0
 # Splits make at most this many waves of blocks more: it bounds the list of a captured graph.
 MAX_WAVES = 4
 # A split that gains less than this is not worth its merge.
@@ -46,10 +46,10 @@ def best_chunk(work: Work, items_per_wave: int, state_cost: float) -> int:
     else:
         estimates = _times_of_uneven(work, chunks, items_per_wave)
     best, best_time = longest, estimates.pop()[0] * _WORTHWHILE
-    if best_time <= total / items_per_wave + _BLOCK_OVERHEAD:
+    if best_time <= total / items_per_wave + BLOCK_OVERHEAD:
         return longest
     for chunk, (done, num_items) in zip(chunks, estimates, strict=False):
-        estimate = done + _MERGE_OVERHEAD + state_cost * num_items / items_per_wave
+        estimate = done + MERGE_OVERHEAD + state_cost * num_items / items_per_wave
         if estimate < best_time:
             best, best_time = chunk, estimate
     return best
@@ -59,7 +59,7 @@ def _time_of_even(work: Work, chunk: int, items_per_wave: int) -> tuple[float, f
     """When all blocks are done if keys are split after `chunk` tiles, and how many they are."""
     parts = -(-work.longest // chunk)
     num_items = work.num_tiles * parts
-    done = -(-num_items // items_per_wave) * (work.longest / parts + _BLOCK_OVERHEAD)
+    done = -(-num_items // items_per_wave) * (work.longest / parts + BLOCK_OVERHEAD)
     return done, num_items
 
 
@@ -76,8 +76,8 @@ def _times_of_uneven(
     num_long = np.add.reduce(parts * is_long, axis=1)
     mean = np.add.reduce(key_tiles * is_long, axis=1) / num_long
     waves = np.ceil(num_long / items_per_wave)
-    busy = (work.total + num_items * _BLOCK_OVERHEAD) / items_per_wave
-    done = np.maximum(busy, waves * (mean + _BLOCK_OVERHEAD))
+    busy = (work.total + num_items * BLOCK_OVERHEAD) / items_per_wave
+    done = np.maximum(busy, waves * (mean + BLOCK_OVERHEAD))
     return list(zip(done.tolist(), num_items.tolist(), strict=True))
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .balance import Work, best_chunk
+from .balance import BLOCK_OVERHEAD, MERGE_OVERHEAD, Work, best_chunk
 from .batch import (
     WORK_FIELDS,
     BatchPlan,
@@ -99,6 +99,39 @@ def _deal(parts: Sequence[BatchPlan], works: Sequence[Work]) -> np.ndarray:
         ends = np.cumsum(np.maximum(size, 1e-3))
         places.append((ends - 0.5 * size) / ends[-1] if len(ends) else ends)
     return np.argsort(np.concatenate(places), kind="stable")
+
+
+def estimate(
+    kinds: Sequence[tuple[BatchRequests, TileShape]],
+    group_size: int,
+    num_kv_heads: int,
+    num_slots: int,
+    masking: Masking,
+    leaves_states: bool,
+) -> float:
+    """When such a plan's launches are done, in the time of a key tile."""
+    tiles = [make_tiles(x, group_size, shape, masking) for x, shape in kinds]
+    works = [
+        count_work(x, t, group_size, shape, masking)
+        for (x, shape), t in zip(kinds, tiles, strict=True)
+    ]
+    shapes = [shape for _, shape in kinds]
+    chunks = _chunks(works, shapes, num_kv_heads, num_slots, Splitting())
+    per_wave = max(1, num_slots // num_kv_heads)
+    sizes, merged = [], 0.0
+    for work, chunk, shape in zip(works, chunks, shapes, strict=True):
+        parts = None if chunk == 0 else split_after(work, chunk)
+        if parts is None:
+            parts = np.ones(work.num_tiles, np.int64)
+        sizes.append(np.repeat(work.array() / parts, parts) + BLOCK_OVERHEAD)
+        is_merged = parts > (0 if leaves_states else 1)
+        merged += shape.state_cost * int((parts * is_merged).sum())
+    longest_first = np.sort(np.concatenate(sizes))[::-1]
+    # Waves of blocks that are as long as their longest, or all slots busy to the end.
+    waves = float(longest_first[::per_wave].sum())
+    busy = float(longest_first.sum()) / per_wave
+    launch = MERGE_OVERHEAD if leaves_states or merged else 0.0
+    return max(busy, min(waves, busy + float(longest_first[0]))) + launch + merged / per_wave
 
 
 def state_offsets(parts: Sequence[BatchPlan], tile_rows: Sequence[int]) -> tuple[list[int], int]:

@@ -37,6 +37,7 @@ def attention(
     scale_k: float | np.ndarray | None = None,
     scale_v: float | np.ndarray | None = None,
     kv_layout: str = "NHD",
+    alibi_start: int = 0,
     o_dtype: np.dtype | None = None,
     kv_tile: int = 64,
     is_reversed: bool = False,
@@ -71,7 +72,9 @@ def attention(
             s = q32.reshape(shape) @ k32[:, keys].swapaxes(1, 2)
             s = s.reshape(num_heads, qo_len, -1) * scale[:, None, None]
             if slopes is not None:
-                distance = np.arange(keys.start, keys.stop) - np.arange(qo_len)[:, None]
+                distance = (
+                    np.arange(keys.start, keys.stop) - np.arange(qo_len)[:, None] - alibi_start
+                )
                 s = s + slopes[:, None, None] * distance.astype(np.float32)
             if logits_soft_cap:
                 cap = np.float32(logits_soft_cap)

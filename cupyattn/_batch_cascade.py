@@ -1,0 +1,296 @@
+"""Cascade attention: requests that share keys with others, level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from . import _batch_geometry, array, dtypes
+from ._batch import BatchWrapper, Plan
+from ._batch_geometry import Geometry, PlanOptions
+from ._batch_graph import GraphBuffers
+from ._batch_mask import NO_MASK, Mask
+from ._batch_requests import Batch
+from ._batch_run import NO_SCALES, Scales, run
+from ._cascade_levels import (
+    flatten,
+    join_ids_on_device,
+    join_ids_on_host,
+    join_levels,
+    read_levels,
+)
+from ._wrapper import refuse_capture
+from .errors import ArgumentError, PlanError, UnsupportedError
+from .launch.batch import Capacity
+
+_BUFFERS = (
+    "qo_indptr_buf_arr",
+    "paged_kv_indptr_buf_arr",
+    "paged_kv_indices_buf_arr",
+    "paged_kv_last_page_len_buf_arr",
+)
+
+
+class MultiLevelCascadeAttentionWrapper(BatchWrapper):
+    """Attention of a batch whose requests share keys, level by level: plan() once, run() per layer.
+
+    Level 0 is shared most widely, the last level is each request's own; a row sees the keys of its
+    request at level 0, then those at level 1, and so on, as if they were one sequence. All levels
+    are one launch, in which tiles of shared keys serve the rows of all requests that share them;
+    a second one merges the states of the levels. Where that would take longer than attending to
+    the same keys request by request, by an estimate, plan() chooses the latter.
+
+    num_levels  1 or more.
+    float_workspace_buffer  contiguous bytes of any dtype on the device of the arrays to come, from
+            a 16-byte boundary on. It decides the device: on the CPU, the reference answers.
+    kv_layout   "NHD" or "HND": pages [page_size, num_kv_heads, head_dim], or heads first.
+    use_cuda_graph  runs are going to be captured. The next four are needed then: lists of int32
+            arrays on the device, one a level, of the sizes [B + 1], [B + 1], [max pages] and [B] of
+            that level. plan() fills them, and may be called between replays with other lengths and
+            page tables. The first plan must have the most query rows; sharing is then not weighed.
+
+    Raises WorkspaceError for a bad workspace, ArgumentError for the rest. Semantics: FlashInfer's
+    class of the same name, but for RoPE, ALiBi and windows: there each level counts positions from
+    0, here they count through all levels.
+    """
+
+    def __init__(
+        self,
+        num_levels: int,
+        float_workspace_buffer: Any = None,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: Sequence[Any] | None = None,
+        paged_kv_indptr_buf_arr: Sequence[Any] | None = None,
+        paged_kv_indices_buf_arr: Sequence[Any] | None = None,
+        paged_kv_last_page_len_buf_arr: Sequence[Any] | None = None,
+        *,
+        workspace_buffer: Any = None,
+    ) -> None:
+        self._num_levels = _batch_geometry.count(num_levels, "num_levels")
+        workspace = workspace_buffer if float_workspace_buffer is None else float_workspace_buffer
+        super().__init__(workspace, kv_layout, use_cuda_graph, {}, "auto", None)
+        self._level_buffers: list[GraphBuffers] = []
+        if self._is_graph:
+            arrays = (
+                qo_indptr_buf_arr,
+                paged_kv_indptr_buf_arr,
+                paged_kv_indices_buf_arr,
+                paged_kv_last_page_len_buf_arr,
+            )
+            self._keep_buffers(arrays)
+
+    def _keep_buffers(self, arrays: tuple[Sequence[Any] | None, ...]) -> None:
+        for given, name in zip(arrays, _BUFFERS, strict=True):
+            if not isinstance(given, (list, tuple)) or len(given) != self._num_levels:
+                raise ArgumentError(
+                    f"{name}: use_cuda_graph=True needs a list of {self._num_levels} int32 arrays, "
+                    f"one a level, got {given if given is None else len(given)}"
+                )
+        for level in zip(*arrays, strict=True):  # type: ignore[arg-type]
+            names = [name.removesuffix("_arr") for name in _BUFFERS]
+            buffers = dict(zip(names, level, strict=True))
+            self._level_buffers.append(GraphBuffers(self._workspace, buffers))
+        # The kernels read the ids of all levels in one piece.
+        sizes = [x.kv_indices.shape[0] for x in self._level_buffers if x.kv_indices is not None]
+        joined = array.empty((max(1, sum(sizes)),), dtypes.int32, self._workspace)
+        self._buffers = GraphBuffers(self._workspace, {"paged_kv_indices_buf": joined})
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Any, int_workspace_buffers: Any = None
+    ) -> None:
+        """Use another float workspace, on the same device; the plan stays.
+
+        int_workspace_buffers is accepted for compatibility: the wrapper's own grows as it must.
+        Raises WorkspaceError if the new one is misaligned, or too small for the plan.
+        """
+        super().reset_workspace_buffer(float_workspace_buffer)
+
+    def plan(
+        self,
+        qo_indptr_arr: Sequence[Any],
+        paged_kv_indptr_arr: Sequence[Any],
+        paged_kv_indices_arr: Sequence[Any],
+        paged_kv_last_page_len: Sequence[Any],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        *,
+        allow_fp16_qk_reduction: bool = False,
+    ) -> None:
+        """Schedule the batch that the next runs are for.
+
+        Lists of one array a level, int32 or int64, on the host or on the device:
+        qo_indptr_arr           [B + 1] from 0 on: request b of the level has rows indptr[b] to
+                indptr[b + 1] of q. All levels end at the same row.
+        paged_kv_indptr_arr     [B + 1], paged_kv_indices_arr [>= indptr[B]] and
+        paged_kv_last_page_len  [B]: the pages of each request of the level, as in
+                BatchPrefillWithPagedKVCacheWrapper. Offsets and lengths on a device cost a copy
+                that waits for it each; ids on a device are copied there, and waited for only where
+                the levels are not kept.
+        num_qo_heads, num_kv_heads, head_dim, page_size  of the arrays that run() is going to get.
+        causal                  rows of a request of the last level see of its keys those up to i +
+                kv_len - qo_len; keys that are shared are seen by all.
+        Other options as in single_prefill_with_kv_cache; window_left, RoPE and ALiBi go by the
+        positions of keys through all levels, and then every level must refine the one before.
+
+        Raises ArgumentError, UnsupportedError, WorkspaceError (naming the bytes it needs) or
+        PlanError (naming what a captured graph keeps); the last plan then stays in force.
+        """
+        page_size = _batch_geometry.count(page_size, "page_size")
+        arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
+        parts = read_levels(arrays, self._num_levels, page_size, self._is_debugging())
+        given = PlanOptions(
+            self._kv_layout,
+            self._workspace.device,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            None,
+            page_size,
+            q_data_type,
+            kv_data_type,
+            None,
+            False,
+            causal,
+            pos_encoding_mode,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+            rope_scale,
+            rope_theta,
+        )
+        geometry = _batch_geometry.find_geometry(given)
+        options = geometry.options
+        is_relative = options.window_left >= 0 or geometry.problem.pos_encoding != "NONE"
+        own = parts[-1].requests
+        if options.causal and is_relative and (own.qo_len > own.kv_len)[own.qo_len > 0].any():
+            at = int(np.argmax((own.qo_len > own.kv_len) & (own.qo_len > 0)))
+            raise UnsupportedError(
+                f"qo_indptr_arr[{self._num_levels - 1}]: request {at} has {own.qo_len[at]} rows "
+                f"and {own.kv_len[at]} keys of its own; where positions count (window_left, RoPE, "
+                "ALiBi), a causal request needs at least as many keys as rows in the last level"
+            )
+        batch = join_levels(parts, options.causal, is_relative)
+        self._install(given, self._choose(geometry, batch), NO_MASK, (0, True))
+
+    begin_forward = plan
+
+    def _choose(self, geometry: Geometry, batch: Batch) -> Batch:
+        """The batch with its page ids: as it is, or, where that is faster, without sharing."""
+        parts = batch.parts
+        if self._workspace.device.kind == "cpu":
+            batch.page_ids = join_ids_on_host(parts)
+            return batch
+        # ALiBi counts from another row in a cascade, which a cap, and the LSE, would show.
+        may_flatten = geometry.problem.pos_encoding != "ALIBI" and not self._is_graph
+        if may_flatten and batch.num_rows:
+            flat = flatten(parts, geometry.page_size, geometry.options.causal)
+            launcher = geometry.launcher(geometry.usual_variant)
+            if flat is not None and batch.levels is not None:
+                requests, pages = flat
+                if not launcher.gains_by_levels(batch.requests, requests):
+                    ids = join_ids_on_host(parts)[pages]
+                    return replace(
+                        batch,
+                        requests=requests,
+                        kv_indptr=np.array([0, len(ids)]),
+                        page_ids=ids,
+                        levels=None,
+                    )
+        if self._is_probe or any(part.page_ids is not None for part in parts):
+            batch.page_ids = join_ids_on_host(parts)
+            return batch
+        stream = self._current_stream()
+        refuse_capture(stream, "plan()", "call it before the capture, and between replays")
+        batch.page_ids_device = join_ids_on_device(parts, self._workspace, stream)
+        return batch
+
+    def _freeze(
+        self, given: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
+    ) -> Capacity:
+        for buffers, part in zip(self._level_buffers, batch.parts, strict=True):
+            buffers.check(part, mask)
+        if self._frozen is None:
+            return self._capacity(batch, given.page_size)
+        before, capacity, _ = self._frozen
+        _batch_geometry.require_frozen(before, given)
+        if batch.num_rows > capacity.num_rows:
+            raise PlanError(
+                f"qo_indptr_arr: {batch.num_rows} query rows, but the first plan of this wrapper "
+                f"had {capacity.num_rows}, and a captured graph has room for no more; plan the "
+                "largest batch first"
+            )
+        return capacity
+
+    def _capacity(self, batch: Batch, page_size: int) -> Capacity:
+        levels = tuple(
+            (part.num_requests, int(part.requests.qo_len.max(initial=1))) for part in batch.parts
+        )
+        return Capacity(
+            num_requests=sum(count for count, _ in levels),
+            num_rows=batch.num_rows,
+            max_qo_len=max(longest for _, longest in levels),
+            levels=levels,
+        )
+
+    def _host_parts(self, plan: Plan) -> list[tuple[np.ndarray, int]]:
+        parts = []
+        for buffers, part in zip(self._level_buffers, plan.batch.parts, strict=False):
+            parts += buffers.host_parts(part, NO_MASK)
+            if part.page_ids is not None and buffers.kv_indices is not None:
+                parts.append((part.page_ids[: part.num_page_ids], buffers.kv_indices.ptr))
+        return parts
+
+    def run(
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        *,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+        sinks: Any = None,
+    ) -> Any:
+        """Attention of the planned batch.
+
+        q       [rows, num_qo_heads, head_dim], as every qo_indptr deals them out.
+        paged_kv_cache  the pool of all levels: [num_pages, 2, page_size, num_kv_heads, head_dim]
+                ("NHD") or [num_pages, 2, num_kv_heads, page_size, head_dim] ("HND"), or a pair (K,
+                V) without the 2.
+        k_scale, v_scale, out, lse, sinks   as in BatchPrefillWithPagedKVCacheWrapper; sinks count
+                once, not in every level.
+
+        Returns out [rows, num_qo_heads, head_dim] in q's framework and device, or (out, lse [rows,
+        num_qo_heads], base 2) if `return_lse`. It never waits for the device. Raises ArgumentError
+        for arrays that do not fit the plan, PlanError without a plan, before anything is written.
+        """
+        scales = NO_SCALES
+        if k_scale is not None or v_scale is not None:
+            scales = Scales(None, k_scale, v_scale)
+        k, v = paged_kv_cache, None
+        if isinstance(paged_kv_cache, (tuple, list)) and len(paged_kv_cache) == 2:
+            k, v = paged_kv_cache
+        return run(self, q, k, v, out, lse, sinks, scales, return_lse)
+
+    forward = run
+
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
+        """run() that returns (out, lse)."""
+        return self.run(*args, **{**kwargs, "return_lse": True})

@@ -1,0 +1,271 @@
+"""Seeded random cascades through the public API, on poisoned arrays, and what they must answer.
+
+The answer is that of attention over the keys of all levels as one sequence, request by request.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+import cupyattn
+from cupyattn import dtypes, reference
+
+from . import compare, lowprec, poison
+from .batch_calls import offsets
+from .batch_cases import PROBLEMS, Problem, pick
+from .gpu_calls import download, raw, upload
+
+NUM_CASES = 1200
+_PROBLEMS = [x for x in PROBLEMS if not x.is_masked and x.dims[0] == x.dims[1] and not x.o_dtype]
+_PAGE_SIZES = (1, 2, 4, 16, 16, 16, 64)
+_CAP = 20.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """levels: for each, the rows and the keys of its requests, widest level first."""
+
+    seed: int
+    problem: Problem
+    levels: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    page_size: int
+    num_kv_heads: int
+    group: int
+    kv_layout: str
+    causal: bool
+    window_left: int
+    has_sinks: bool
+    has_scales: bool
+    is_pair: bool
+    ids_on_device: bool
+    with_out: bool
+
+    @property
+    def num_qo_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+
+def random_case(seed: int) -> Case:
+    """The same case for the same seed."""
+    rng = np.random.default_rng((seed, 91))
+    problem = _PROBLEMS[seed % len(_PROBLEMS)]
+    page_size = pick(rng, _PAGE_SIZES)
+    num_requests = pick(rng, (0, 1, 2, 3, 5, 9, 20)) if seed % 30 else 0
+    q_choices = pick(rng, ((1,), (1,), (1, 2, 4), (0, 1, 3, 17, 40)))
+    rows = [int(rng.choice(q_choices)) for _ in range(num_requests)]
+    keys = [int(rng.choice((0, 1, 7, 16, 33, 100, 260))) for _ in rows]
+    causal = bool(rng.random() < 0.5)
+    window_left = pick(rng, (-1, -1, 0, 30, 150))
+    if causal and (window_left >= 0 or problem.pos_encoding_mode != "NONE"):
+        keys = [max(k, q) for q, k in zip(rows, keys, strict=True)]
+    levels = [(tuple(rows), tuple(keys))]
+    is_whole = bool(rng.random() < 0.6)  # shared parts end with their pages, so a flat plan exists
+    for _ in range(pick(rng, (0, 1, 1, 1, 2))):
+        shared_rows, shared_keys = _group(rng, levels[0][0])
+        if is_whole:
+            shared_keys = [-(-n // page_size) * page_size for n in shared_keys]
+        levels.insert(0, (tuple(shared_rows), tuple(shared_keys)))
+    return Case(
+        seed,
+        problem,
+        tuple(levels),
+        page_size,
+        num_kv_heads=pick(rng, (1, 2, 3)),
+        group=pick(rng, (1, 2, 4, 5, 8)),
+        kv_layout=pick(rng, ("NHD", "HND")),
+        causal=causal,
+        window_left=window_left,
+        has_sinks=bool(rng.random() < 0.3),
+        has_scales=bool(rng.random() < 0.3),
+        is_pair=bool(rng.random() < 0.5),
+        ids_on_device=bool(rng.random() < 0.5),
+        with_out=bool(rng.random() < 0.6),
+    )
+
+
+def _group(rng: np.random.Generator, rows: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Neighbouring requests that share keys: the rows and the keys of each group."""
+    grouped, keys = [], []
+    at = 0
+    while at < len(rows):
+        size = pick(rng, (1, 2, 4, 30))
+        grouped.append(sum(rows[at : at + size]))
+        keys.append(int(rng.choice((0, 5, 64, 65, 129, 300, 700))))
+        at += size
+    return grouped, keys
+
+
+class Call:
+    """A case with its arrays on the device, and what must stay untouched."""
+
+    def __init__(self, case: Case, xp: ModuleType) -> None:
+        self.case, self.xp = case, xp
+        self.rng = np.random.default_rng((case.seed, 92))
+        self.q = self._values(sum(case.levels[-1][0]), case.num_qo_heads)
+        self.keys = [
+            [
+                (self._values(n, case.num_kv_heads, True), self._values(n, case.num_kv_heads, True))
+                for n in keys
+            ]
+            for _, keys in case.levels
+        ]
+        self.extras: dict[str, Any] = {}
+        if case.has_sinks:
+            self.extras["sinks"] = self.rng.normal(0, 2, case.num_qo_heads).astype(np.float32)
+        if case.problem.scale_first:
+            scales = self.rng.uniform(0.3, 1.5, case.num_kv_heads).astype(np.float32)
+            self.extras["k_scale"] = -0.6 if case.num_kv_heads == 1 else scales
+        if case.has_scales:
+            self.extras["v_scale"] = 0.7
+        self._place_keys()
+        gap = 3 if not case.problem.is_aligned else 16
+        strides = self._strides(self.q.shape, gap)
+        self.device_q = poison.embed(self.q, strides, xp=xp)
+        self.out = poison.blank(self.q.shape, self.q.dtype, strides, xp=xp)
+        self.lse = poison.blank(self.q.shape[:2], np.dtype(np.float32), xp=xp)
+        self.given = {
+            name: upload(x, xp) if isinstance(x, np.ndarray) else x
+            for name, x in self.extras.items()
+        }
+
+    def _values(self, rows: int, heads: int, is_kv: bool = False) -> np.ndarray:
+        problem = self.case.problem
+        kind = dtypes.parse(problem.kv_dtype if is_kv else problem.dtype).numpy
+        values = self.rng.standard_normal((rows, heads, problem.dims[0]))
+        return values.astype(np.float32).astype(kind)
+
+    def _strides(self, shape: tuple[int, ...], gap: int) -> tuple[int, ...]:
+        pitch = shape[2] + gap
+        return (pitch * shape[1] + 48, pitch, 1)
+
+    def _place_keys(self) -> None:
+        case, size = self.case, self.case.page_size
+        counts = [[-(-n // size) for n in keys] for _, keys in case.levels]
+        total = sum(map(sum, counts)) + 3
+        order = self.rng.permutation(total)
+        self.tables, at = [], 0
+        kind = dtypes.parse(case.problem.kv_dtype).numpy
+        shape = (total, size, case.num_kv_heads, case.problem.dims[0])
+        pools = [np.full(shape, np.nan, np.float32).astype(kind) for _ in range(2)]
+        for (_, keys), pages, pairs in zip(case.levels, counts, self.keys, strict=True):
+            indptr = offsets(pages)
+            ids = order[at : at + sum(pages)]
+            at += sum(pages)
+            for request, pair in enumerate(pairs):
+                own = ids[indptr[request] : indptr[request + 1]]
+                tokens = np.arange(keys[request])
+                for pool, values in zip(pools, pair, strict=True):
+                    pool[own[tokens // size], tokens % size] = values
+            last = np.array([(n - 1) % size + 1 if n else -9 for n in keys], np.int32)
+            ids = np.append(ids, [2**31 - 1, -(2**31)]).astype(np.int32)
+            self.tables.append((indptr.astype(np.int32), ids, last))
+        if case.kv_layout == "HND":
+            pools = [pool.swapaxes(1, 2) for pool in pools]
+        if case.is_pair:
+            self.cache: Any = tuple(upload(np.ascontiguousarray(x), self.xp) for x in pools)
+        else:
+            self.cache = upload(np.stack(pools, axis=1), self.xp)
+
+    def plan_arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        case = self.case
+        problem = case.problem
+        indptr, ids, last = (list(x) for x in zip(*self.tables, strict=True))
+        if case.ids_on_device:
+            ids = [upload(x, self.xp) for x in ids]
+        rows = [offsets(rows).astype(np.int32) for rows, _ in case.levels]
+        sizes = [case.num_qo_heads, case.num_kv_heads, problem.dims[0], case.page_size]
+        options = {
+            "causal": case.causal,
+            "window_left": case.window_left,
+            "pos_encoding_mode": problem.pos_encoding_mode,
+            "logits_soft_cap": _CAP if problem.is_capped else None,
+            "q_data_type": problem.dtype,
+            "kv_data_type": problem.kv_dtype,
+        }
+        return [rows, indptr, ids, last, *sizes], options
+
+    def run(self, wrapper: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of (out, lse)."""
+        outputs = {"out": self.out.array, "lse": self.lse.array} if self.case.with_out else {}
+        q = self.device_q.array
+        got = wrapper.run(q, self.cache, return_lse=True, **self.given, **outputs)
+        if self.case.with_out:
+            assert got[0] is self.out.array and got[1] is self.lse.array
+            return self.out.values(), self.lse.values()
+        return download(got[0]), download(got[1])
+
+    def check(self, out: np.ndarray, lse: np.ndarray) -> None:
+        ref, low = self.expected()
+        case = self.case
+        magnitude = _CAP * math.log2(math.e) if case.problem.is_capped else 0.0
+        if case.problem.pos_encoding_mode == "ALIBI":
+            slope = float(lowprec.alibi_slopes(case.num_qo_heads).max())
+            magnitude = max(magnitude, slope * 2048 * math.log2(math.e))
+        compare.assert_close(
+            out, lse, *ref, *low, case, p_dtype=self.q.dtype, logit_magnitude=magnitude
+        )
+        for name in ("device_q", "out", "lse"):
+            getattr(self, name).assert_intact(f"{case}: {name}")
+
+    def expected(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """(o, lse) of all rows in float64, and in the kernels' precision."""
+        case, problem = self.case, self.case.problem
+        heads, dim = case.num_qo_heads, problem.dims[1]
+        found = [
+            [np.zeros((len(self.q), heads, dim)), np.zeros((len(self.q), heads))] for _ in range(2)
+        ]
+        indptrs = [offsets(rows) for rows, _ in case.levels]
+        for request, qo_len in enumerate(case.levels[-1][0]):
+            if not qo_len:
+                continue
+            rows = slice(indptrs[-1][request], indptrs[-1][request + 1])
+            places = [int(np.searchsorted(x, rows.start, side="right")) - 1 for x in indptrs[:-1]]
+            pairs = [self.keys[i][n] for i, n in enumerate([*places, request])]
+            k, v = (np.concatenate([pair[i] for pair in pairs]) for i in (0, 1))
+            own, mask = len(pairs[-1][0]), None
+            if case.causal and own < qo_len:
+                shown = np.maximum(np.arange(qo_len) + own - qo_len, -1) + len(k) - own
+                mask = np.arange(len(k)) <= shown[:, None]
+            arguments: dict[str, Any] = {
+                "q": self.q[rows],
+                "k": k,
+                "v": v,
+                "causal": case.causal,
+                "window_left": case.window_left,
+                "mask": mask,
+                "logits_soft_cap": _CAP if problem.is_capped else 0.0,
+                "pos_encoding_mode": problem.pos_encoding_mode,
+                "sinks": self.extras.get("sinks"),
+                "alibi_start": len(k) - qo_len,
+                **{f"scale_{n}": self.extras.get(f"{n}_scale") for n in "kv"},
+            }
+            answers = (
+                reference.attention(**arguments),
+                lowprec.attention(**arguments, o_dtype=self.q.dtype),
+            )
+            for arrays, answer in zip(found, answers, strict=True):
+                for target, x in zip(arrays, answer, strict=True):
+                    target[rows] = x
+        return found[0], found[1]
+
+
+def run_case(case: Case, xp: ModuleType, workspace: Any) -> Any:
+    """Plan, run, check against float64, and run again for the same bits; returns the wrapper."""
+    call = Call(case, xp)
+    wrapper = cupyattn.MultiLevelCascadeAttentionWrapper(
+        len(case.levels), workspace, case.kv_layout
+    )
+    arguments, options = call.plan_arguments()
+    wrapper.plan(*arguments, **options)
+    first = call.run(wrapper)
+    call.check(*first)
+    if case.with_out:
+        raw(call.out.array)[...] = 0
+    for a, b in zip(first, call.run(wrapper), strict=True):
+        compare.assert_bitwise_equal(a, b, case)
+    return wrapper
