@@ -63,6 +63,10 @@ class Case:
             and self.mask == "none"
         )
 
+    @property
+    def kv_itemsize(self) -> int:
+        return _KV_BYTES[self.kv_dtype]
+
     def visible_keys(self, row: int) -> tuple[int, int]:
         """First and past-the-last key that query row `row` sees (bottom-right aligned)."""
         diagonal = row + self.kv_len - self.q_len
@@ -100,7 +104,7 @@ class Case:
         keys = self.kv_len - first_key
         width = self.head_dim_qk + self.head_dim_vo
         q_and_o = self.q_len * self.num_qo_heads * width * _BF16_BYTES
-        kv = keys * self.num_kv_heads * width * _KV_BYTES[self.kv_dtype]
+        kv = keys * self.num_kv_heads * width * self.kv_itemsize
         cells = self.q_len * self.kv_len
         mask = {"none": 0, "bool": cells, "packed": -(-cells // 8)}[self.mask]
         return self.batch * (q_and_o + kv + mask)

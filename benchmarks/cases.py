@@ -12,7 +12,10 @@ from .case import Case
 
 AnyCase = Case | BatchCase
 
-OPS = ("prefill", "decode", "host", "batch_decode", "append", "ragged", "host_batch")
+OPS = (
+    *("prefill", "decode", "host", "batch_decode", "append", "ragged", "cascade", "mixed"),
+    "host_batch",
+)
 
 _FA2 = "flashinfer_fa2"
 

@@ -23,6 +23,8 @@ _PANELS = (  # op, title, what the bars are
     ("batch_decode", "Decode of batches, GB/s", "gbps"),
     ("append", "Append to paged caches, TFLOP/s", "tflops"),
     ("ragged", "Ragged prefill, TFLOP/s", "tflops"),
+    ("cascade", "Cascades, GB/s", "gbps"),
+    ("mixed", "Chunks beside decodes, TFLOP/s", "tflops"),
     ("host", "Host time of one call, µs (less is better)", "us"),
     ("host_batch", "Host time of one plan() or run(), µs (less is better)", "us"),
 )

@@ -13,8 +13,9 @@ class BatchCase:
     """One batch.
 
     `api` names the wrapper that serves it: "decode" (paged KV, one query row a request), "paged"
-    (prefill over paged KV) or "ragged" (prefill over contiguous KV). `requests` are groups of
-    equal ones, (how many, query rows, keys). `mask` "packed" gives the causal mask as bits in
+    (prefill over paged KV), "ragged" (prefill over contiguous KV), "cascade" (decode rows whose
+    first `shared` keys are the same pages) or "mixed" (long chunks beside decodes, paged).
+    `requests` are groups of equal ones, (how many, query rows, keys). `mask` "packed" gives the causal mask as bits in
     place of the flag. The report divides the time of this case by that of the one `against` names.
 
     For host cases: `timed` is "run" or "plan"; `framework` and `out` say whose arrays ours is
@@ -37,6 +38,7 @@ class BatchCase:
     window_left: int = -1
     mask: str = "none"
     kv_dtype: str = "bfloat16"
+    shared: int = 0
     against: str = ""
     timed: str = "run"
     framework: str = "torch"
@@ -94,7 +96,7 @@ class BatchCase:
         return Case(
             self.name,
             self.op,
-            "decode" if self.api == "decode" else "prefill",
+            "decode" if self.api in ("decode", "cascade") else "prefill",
             q_len,
             kv_len,
             count,
@@ -128,7 +130,9 @@ class BatchCase:
     @property
     def bytes(self) -> int:
         """Least device traffic: q, o, masks, each visible key and value once; no tables."""
-        return sum(group.bytes for group in self.groups)
+        one = self.request(0)
+        row = self.num_kv_heads * (self.head_dim_qk + self.head_dim_vo) * one.kv_itemsize
+        return sum(group.bytes for group in self.groups) - (self.batch - 1) * self.shared * row
 
     def floor_us(self, tflops: float, gbps: float) -> float:
         """No kernel is faster than this on a device of these two measured ceilings."""

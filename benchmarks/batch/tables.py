@@ -41,19 +41,29 @@ class PageTables:
         return table
 
 
-def page_tables(kv_lens: Sequence[int], page_size: int, seed: int) -> PageTables:
-    """Tables for requests of these lengths, each at least 1. No page follows its predecessor."""
+def page_tables(
+    kv_lens: Sequence[int], page_size: int, seed: int, shared: int = 0
+) -> PageTables:
+    """Tables for requests of these lengths, each at least 1. No page follows its predecessor.
+
+    The first `shared` keys of all requests, whole pages, are the same ones.
+    """
     lengths = np.asarray(kv_lens, np.int64)
     counts = -(-lengths // page_size)
     indptr = np.concatenate(([0], np.cumsum(counts)))
-    owned = int(indptr[-1])
+    same = shared // page_size
+    owned = int(indptr[-1]) - (len(counts) - 1) * same
     num_pages = owned + max(_LEAST_SPARE, owned // _SPARE_FRACTION)
     order = _scattered(num_pages, np.random.default_rng(seed))
+    ids = order[:owned]
+    if same:
+        own = np.split(ids[same:], np.cumsum(counts - same)[:-1])
+        ids = np.concatenate([part for pages in own for part in (order[:same], pages)])
     return PageTables(
         page_size,
         lengths.astype(np.int32),
         indptr.astype(np.int32),
-        order[:owned].astype(np.int32),
+        ids.astype(np.int32),
         (lengths - (counts - 1) * page_size).astype(np.int32),
         num_pages,
         np.sort(order[owned:]),

@@ -18,6 +18,8 @@ _BATCH = {
     "batch_decode": ("ours", "fa3", "flashinfer_fa2", "flashinfer_xqa"),
     "append": ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
     "ragged": ("ours", "ours_single", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
+    "cascade": ("ours", "flashinfer_fa2"),
+    "mixed": ("ours", "fa3", "flashinfer_fa2"),
     "host_batch": ("ours", "flashinfer_fa2"),
 }
 
