@@ -19,7 +19,8 @@ class Case:
     `api` is the public function that serves it: "prefill" takes q [q_len, Hq, D], "decode" takes
     q [Hq, D]. `mask` gives the causal mask as a custom mask ("bool" or "packed") in place of the
     flag. `framework` and `out` matter to host cases: whose arrays ours is called with, and whether
-    it gets `out=`. `goals` are (peer, factor): ours should take at most 1/factor of its time.
+    it gets `out=`. `goals` are (peer or peer:variant, factor): ours should take at most 1/factor
+    of its time.
     """
 
     name: str

@@ -16,6 +16,7 @@ TABLE_NAME = "table.txt"
 CHART_NAME = "chart.png"
 _COLORS = (
     "#d62728", "#ff9896", "#1f77b4", "#2ca02c", "#98df8a", "#bcbd22", "#9467bd", "#c5b0d5",
+    "#e377c2",
 )  # fmt: skip
 _PANELS = (  # op, title, what the bars are
     ("prefill", "Prefill, TFLOP/s", "tflops"),

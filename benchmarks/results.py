@@ -116,7 +116,9 @@ def summarise(case: AnyCase, rows: list[dict[str, Any]]) -> dict[str, Any]:
     best = _fastest(timed, lambda peer: peer not in OURS)
     goals = []
     for peer, factor in case.goals:
-        row = _fastest(timed, lambda name, wanted=peer: name == wanted)  # type: ignore[misc]
+        name, _, variant = peer.partition(":")
+        meant = [row for row in timed if variant in ("", row["variant"])]
+        row = _fastest(meant, lambda found, wanted=name: found == wanted)  # type: ignore[misc]
         ratio = row["us"] / ours["us"] if row and ours else None
         met = None if ratio is None else ratio >= factor
         goals.append({"peer": peer, "factor": factor, "ratio": ratio, "met": met})

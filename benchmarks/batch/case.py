@@ -15,8 +15,9 @@ class BatchCase:
     `api` names the wrapper that serves it: "decode" (paged KV, one query row a request), "paged"
     (prefill over paged KV), "ragged" (prefill over contiguous KV), "cascade" (decode rows whose
     first `shared` keys are the same pages) or "mixed" (long chunks beside decodes, paged).
-    `requests` are groups of equal ones, (how many, query rows, keys). `mask` "packed" gives the causal mask as bits in
-    place of the flag. The report divides the time of this case by that of the one `against` names.
+    `requests` are groups of equal ones, (how many, query rows, keys). `mask` "packed" gives the
+    causal mask as bits in place of the flag. The report divides the time of this case by that of
+    the one `against` names.
 
     For host cases: `timed` is "run" or "plan"; `framework` and `out` say whose arrays ours is
     called with, and whether it gets `out=`; `arrays` says what plan() gets its tables as, "numpy",

@@ -8,6 +8,7 @@ from .case import BatchCase
 
 _FA2 = "flashinfer_fa2"
 _FA3 = "fa3"
+_APART = "ours_apart"
 _HOST_RUN_US = {"torch": 12.0, "cupy": 10.0}
 
 
@@ -44,8 +45,9 @@ def _option(label: str, factor: float, **more: object) -> BatchCase:
     return _ragged(f"4x4k_{label}", (4, 4096), goals=((_FA2, factor),), **more)
 
 
-def _cascade(label: str, count: int, shared: int, own: int, *goals: tuple[str, float],
-             **more: object) -> BatchCase:
+def _cascade(
+    label: str, count: int, shared: int, own: int, *goals: tuple[str, float], **more: object
+) -> BatchCase:
     group = (count, 1, shared + own)
     return BatchCase(f"cascade_{label}", "cascade", "cascade", (group,), shared=shared,
                      goals=goals, **more)  # type: ignore[arg-type]  # fmt: skip
@@ -102,13 +104,13 @@ BATCH_CASES: tuple[BatchCase, ...] = (
     _option("window1023", 1.0, window_left=1023),
     _option("d256", 0.95, **_WIDE_256),
     _option("d64", 0.95, head_dim_qk=64, head_dim_vo=64),
-    _cascade("64x8k_256", 64, 8192, 256, ("flashinfer_fa2:multilevel", 4.0)),
-    _cascade("256x32k_256", 256, 32768, 256, ("flashinfer_fa2:multilevel", 2.5)),
+    _cascade("64x8k_256", 64, 8192, 256, ("flashinfer_fa2:multilevel", 4.0), (_APART, 1.0)),
+    _cascade("256x32k_256", 256, 32768, 256, ("flashinfer_fa2:multilevel", 2.5), (_APART, 1.0)),
     _cascade("16x2k_512", 16, 2048, 512, ("flashinfer_fa2:flat", 1.0)),
-    _cascade("8x4k_128_h8_1", 8, 4096, 128, ("ours:flat", 0.98), num_qo_heads=8, num_kv_heads=1),
+    _cascade("8x4k_128_h8_1", 8, 4096, 128, (_APART, 0.98), num_qo_heads=8, num_kv_heads=1),
     BatchCase(
         "mixed_1x2k_8k_63x1_4k", "mixed", "mixed", ((1, 2048, 8192), (63, 1, 4096)), causal=True,
-        goals=(("ours:apart", 1 / 0.92), ("flashinfer_fa2:holistic", 1.0), (_FA3, 1.0)),
+        goals=((_APART, 1 / 0.92), ("flashinfer_fa2:holistic", 1.0), (_FA3, 1.0)),
     ),
     *(_host_plan("decode", count, arrays)
       for count in (64, 256, 1024) for arrays in ("numpy", "torch_cpu", "device")),

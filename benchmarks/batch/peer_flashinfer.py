@@ -11,11 +11,13 @@ from typing import Any
 from ..candidate import Candidate, Unsupported
 from .case import BatchCase
 from .inputs import BatchInputs
+from .several import VARIANTS, bind_several
 from .wrappers import bind, empty_output
 
 
 def variants(case: BatchCase, backend: str) -> list[str]:
-    """The calls that serve a case: tc and cc (decode with and without tensor cores), paged, ragged.
+    """The calls that serve a case: tc and cc (decode with and without tensor cores), paged,
+    ragged; multilevel and flat; holistic and apart.
 
     Raises Unsupported with the reason if there is none.
     """
@@ -23,6 +25,9 @@ def variants(case: BatchCase, backend: str) -> list[str]:
         raise Unsupported("takes torch tensors only")
     if case.arrays == "numpy":
         raise Unsupported("plan() takes torch tensors only")
+    if case.api in VARIANTS:
+        # It has no decode of its own beside chunks that is not "apart".
+        return list(VARIANTS[case.api])
     if case.api == "decode":
         if backend == "fa3":
             raise Unsupported("FlashInfer decodes batches with fa2 or XQA on this device")
@@ -48,6 +53,10 @@ def _candidate(backend: str, variant: str, case: BatchCase, inputs: BatchInputs)
     import flashinfer  # type: ignore[import-not-found]
     import torch
 
+    out = empty_output(case, inputs)
+    if case.api in VARIANTS:
+        calls = bind_several(variant, flashinfer, "flashinfer", case, inputs, lambda x: x, out)
+        return calls.candidate(f"flashinfer_{backend}", variant, case, _first_output, None)
     constructor: dict[str, Any] = {"backend": backend}
     if case.api == "decode":
         constructor["use_tensor_cores"] = variant == "tc"
@@ -55,9 +64,12 @@ def _candidate(backend: str, variant: str, case: BatchCase, inputs: BatchInputs)
     if inputs.masks is not None:
         # As bool: plan() computes byte offsets only when it packs the mask itself.
         mask["custom_mask"] = torch.cat([mask.reshape(-1) for mask in inputs.masks])
-    out = empty_output(case, inputs)
     calls = bind(flashinfer, "flashinfer", case, inputs, lambda x: x, out, mask, **constructor)
     return calls.candidate(f"flashinfer_{backend}", variant, case, lambda answer: answer[None], out)
+
+
+def _first_output(answer: Any) -> Any:
+    return (answer[0] if isinstance(answer, tuple) else answer)[None]
 
 
 def _raise(error: Exception) -> Any:

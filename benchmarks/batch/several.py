@@ -6,6 +6,7 @@ Names and arguments are FlashInfer's, so ours and the peer are called by the sam
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def _multilevel(
     sizes = (case.num_qo_heads, case.num_kv_heads, case.head_dim_qk, case.page_size)
     q, cache = wrap(inputs.q), (wrap(inputs.k), wrap(inputs.v))
     # FlashInfer's run() takes no out.
-    named = {} if out is None or owner != "ours" else {"out": wrap(out)}
+    named = {} if out is None or owner == "flashinfer" else {"out": wrap(out)}
     return Calls(
         lambda: wrapper.plan(*arrays, *sizes, q_data_type="bfloat16", kv_data_type=case.kv_dtype),
         lambda: wrapper.run(q, cache, **named),
@@ -139,8 +140,6 @@ _BINDS: dict[str, Bind] = {
 
 
 def _like(case: BatchCase, api: str) -> BatchCase:
-    from dataclasses import replace
-
     return replace(case, api=api)
 
 

@@ -41,9 +41,7 @@ class PageTables:
         return table
 
 
-def page_tables(
-    kv_lens: Sequence[int], page_size: int, seed: int, shared: int = 0
-) -> PageTables:
+def page_tables(kv_lens: Sequence[int], page_size: int, seed: int, shared: int = 0) -> PageTables:
     """Tables for requests of these lengths, each at least 1. No page follows its predecessor.
 
     The first `shared` keys of all requests, whole pages, are the same ones.

@@ -10,7 +10,7 @@ from ..candidate import Candidate
 from ..cases import AnyCase
 
 PEERS = ("fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa", "sdpa_flash", "sdpa_cudnn")
-OURS = ("ours", "ours_single")
+OURS = ("ours", "ours_single", "ours_apart")
 IMPLEMENTATIONS = (*OURS, *PEERS)
 
 _SINGLE = ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3", "sdpa_flash", "sdpa_cudnn")
@@ -18,8 +18,8 @@ _BATCH = {
     "batch_decode": ("ours", "fa3", "flashinfer_fa2", "flashinfer_xqa"),
     "append": ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
     "ragged": ("ours", "ours_single", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
-    "cascade": ("ours", "flashinfer_fa2"),
-    "mixed": ("ours", "fa3", "flashinfer_fa2"),
+    "cascade": ("ours", "ours_apart", "flashinfer_fa2"),
+    "mixed": ("ours", "ours_apart", "fa3", "flashinfer_fa2"),
     "host_batch": ("ours", "flashinfer_fa2"),
 }
 

@@ -28,7 +28,7 @@ from ..schedule.batch import (
 )
 from ..schedule.cover import check_cover
 from ..schedule.levels import Levels, level_limits, level_tables, require_room
-from ..schedule.mixed import MixedPlan, combine, estimate, plan_mixed, state_offsets
+from ..schedule.mixed import Device, MixedPlan, combine, estimate, plan_mixed, state_offsets
 from . import merge_levels, merge_splits, params
 from .attention import LOG2_E, SLACK, AttentionOptions, LoadedKernel, load_kernel, load_mixed
 from .enqueue import Launch, cuda, enqueue
@@ -210,7 +210,7 @@ class BatchLauncher:
         kinds = self._deal_out(requests, kernel)
         plan = self._plan_mixed(kernel, [x for _, x in kinds], Splitting(), leaves_states=True)
         tile_rows = [tiles.tile_q for tiles in kernel.kinds]
-        items, _ = combine(plan, tile_rows)
+        items, _ = combine(plan.parts, tile_rows)
         _, state_rows = state_offsets(plan.parts, tile_rows)
         num_rows = levels.num_rows if capacity is None else capacity.num_rows
         about = [(*k, part, n) for k, part, n in zip(kinds, plan.parts, tile_rows, strict=True)]
@@ -248,8 +248,7 @@ class BatchLauncher:
         return estimate(
             list(zip(kinds, kernel.shapes, strict=True)),
             self.group_size,
-            self.num_kv_heads,
-            kernel.loaded.num_slots,
+            Device(kernel.loaded.num_slots, self.num_kv_heads),
             self._masking,
             leaves_states,
         )
@@ -328,8 +327,7 @@ class BatchLauncher:
         plan = plan_mixed(
             list(zip(kinds, kernel.shapes, strict=True)),
             self.group_size,
-            self.num_kv_heads,
-            kernel.loaded.num_slots,
+            Device(kernel.loaded.num_slots, self.num_kv_heads),
             self._masking,
             splitting,
             leaves_states,
@@ -346,7 +344,7 @@ class BatchLauncher:
         kinds = [chosen for _, chosen in self._deal_out(requests, kernel)]
         plan = self._plan_mixed(kernel, kinds, splitting)
         tile_rows = [tiles.tile_q for tiles in kernel.kinds]
-        items, (of_prefill, of_decode) = combine(plan, tile_rows)
+        items, (of_prefill, of_decode) = combine(plan.parts, tile_rows)
         _, state_rows = state_offsets(plan.parts, tile_rows)
         split_tiles = len(of_prefill)
         room = _Room(len(items), split_tiles, split_tiles, len(of_decode), state_rows)

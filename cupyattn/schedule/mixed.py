@@ -1,8 +1,9 @@
-"""The plan of a batch whose requests are of two kinds, few query rows and many, for one launch.
+"""The plan of a batch whose requests are of two kinds, many query rows and few, for one launch.
 
 Blocks of prefill are bound by the matrix units and those of decode by memory, and a key tile of
-either takes about as long: 2 us of a slot on an H200. So both are cut alike, and the list deals
-them out in proportion: whatever runs at a time is of both kinds, until the end of both.
+either takes about as long: 2 us of a slot on an H200. Those of prefill are the longer ones and come
+first; those of decode fill what they leave. (Dealing both out evenly was slower: what runs beside
+decode loses its keys from L2.)
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .balance import BLOCK_OVERHEAD, MERGE_OVERHEAD, Work, best_chunk
+from .balance import BLOCK_OVERHEAD, MAX_WAVES, MERGE_OVERHEAD, Work
 from .batch import (
     WORK_FIELDS,
     BatchPlan,
     BatchRequests,
     Masking,
     Splitting,
+    Tiles,
     TileShape,
     build,
     build_states,
@@ -27,111 +29,137 @@ from .batch import (
     split_after,
 )
 
-_NUM_SPLITS, _FIRST_STATE = WORK_FIELDS.index("num_splits"), WORK_FIELDS.index("first_state")
+_FIRST_STATE = WORK_FIELDS.index("first_state")
+# Parts of keys that are tried: as many as fill so many waves of blocks.
+_WAVES = (1.0, 1.4, 2.0, 3.0, MAX_WAVES)
+# Waves after which a launch is as long as all slots are busy.
+_MANY_WAVES = 16
+
+Kinds = Sequence[tuple[BatchRequests, TileShape]]
 
 
 class MixedPlan(NamedTuple):
-    """parts: a plan of each kind. order: their items, one plan after another, as they are dealt."""
+    """A plan of each kind, in the order that their items are dealt, and when all are done in the
+    time of a key tile, merges included."""
 
     parts: tuple[BatchPlan, ...]
-    order: np.ndarray
+    time: float
+
+
+class Device(NamedTuple):
+    """slots: blocks that run at a time. items: how many items these are, a block a KV head."""
+
+    slots: int
+    num_kv_heads: int
+
+    @property
+    def items(self) -> int:
+        return max(1, self.slots // self.num_kv_heads)
 
 
 def plan_mixed(
-    kinds: Sequence[tuple[BatchRequests, TileShape]],
+    kinds: Kinds,
     group_size: int,
-    num_kv_heads: int,
-    num_slots: int,
+    device: Device,
     masking: Masking,
     splitting: Splitting,
     leaves_states: bool = False,
 ) -> MixedPlan:
     """Plan requests of several kinds together. `leaves_states`: tiles leave all results as states
     to be merged."""
-    tiles = [make_tiles(x, group_size, shape, masking) for x, shape in kinds]
-    works = [
-        count_work(x, t, group_size, shape, masking)
-        for (x, shape), t in zip(kinds, tiles, strict=True)
-    ]
-    chunks = _chunks(works, [shape for _, shape in kinds], num_kv_heads, num_slots, splitting)
+    tiles, works = _count(kinds, group_size, masking)
+    shapes = [shape for _, shape in kinds]
+    time, splits = _choose(works, shapes, device, splitting, leaves_states)
     make = build_states if leaves_states else build
-    parts = tuple(
-        make(x, t, None if chunk == 0 else split_after(work, chunk))
-        for (x, _), t, work, chunk in zip(kinds, tiles, works, chunks, strict=True)
-    )
-    return MixedPlan(parts, _deal(parts, works))
-
-
-def _chunks(
-    works: list[Work],
-    shapes: list[TileShape],
-    num_kv_heads: int,
-    num_slots: int,
-    splitting: Splitting,
-) -> list[int]:
-    """Key tiles of a split of each kind, 0 for no splits."""
-    if not splitting.may_split:
-        return [0] * len(works)
-    if splitting.tokens:
-        return [max(1, splitting.tokens // shape.tile_kv) for shape in shapes]
-    longest = max((work.longest for work in works), default=0)
-    total = sum(work.total for work in works)
-    if longest <= 1:
-        return [0] * len(works)
-    union = Work(
-        np.concatenate([work.array() for work in works]),
-        longest,
-        total,
-        sum(work.num_tiles for work in works),
-    )
-    costs = [shape.state_cost * work.total for shape, work in zip(shapes, works, strict=True)]
-    chunk = best_chunk(union, max(1, num_slots // num_kv_heads), sum(costs) / total)
-    return [chunk] * len(works)
-
-
-def _deal(parts: Sequence[BatchPlan], works: Sequence[Work]) -> np.ndarray:
-    """The order that spreads every kind evenly over the launch, each in its own order."""
-    places = []
-    for part, work in zip(parts, works, strict=True):
-        splits = part.items[:, _NUM_SPLITS]
-        is_first = part.items[:, WORK_FIELDS.index("split")] == 0
-        size = np.repeat(work.array(), splits[is_first]) / splits if len(splits) else splits
-        ends = np.cumsum(np.maximum(size, 1e-3))
-        places.append((ends - 0.5 * size) / ends[-1] if len(ends) else ends)
-    return np.argsort(np.concatenate(places), kind="stable")
+    parts = tuple(make(x, t, s) for (x, _), t, s in zip(kinds, tiles, splits, strict=True))
+    return MixedPlan(parts, time)
 
 
 def estimate(
-    kinds: Sequence[tuple[BatchRequests, TileShape]],
-    group_size: int,
-    num_kv_heads: int,
-    num_slots: int,
-    masking: Masking,
-    leaves_states: bool,
+    kinds: Kinds, group_size: int, device: Device, masking: Masking, leaves_states: bool
 ) -> float:
-    """When such a plan's launches are done, in the time of a key tile."""
+    """`time` of such a plan."""
+    _, works = _count(kinds, group_size, masking)
+    shapes = [shape for _, shape in kinds]
+    return _choose(works, shapes, device, Splitting(), leaves_states)[0]
+
+
+def _count(kinds: Kinds, group_size: int, masking: Masking) -> tuple[list[Tiles], list[Work]]:
     tiles = [make_tiles(x, group_size, shape, masking) for x, shape in kinds]
     works = [
         count_work(x, t, group_size, shape, masking)
         for (x, shape), t in zip(kinds, tiles, strict=True)
     ]
-    shapes = [shape for _, shape in kinds]
-    chunks = _chunks(works, shapes, num_kv_heads, num_slots, Splitting())
-    per_wave = max(1, num_slots // num_kv_heads)
-    sizes, merged = [], 0.0
-    for work, chunk, shape in zip(works, chunks, shapes, strict=True):
-        parts = None if chunk == 0 else split_after(work, chunk)
+    return tiles, works
+
+
+def _choose(
+    works: list[Work],
+    shapes: list[TileShape],
+    device: Device,
+    splitting: Splitting,
+    leaves_states: bool,
+) -> tuple[float, list[np.ndarray | None]]:
+    """The soonest end, and in how many parts the keys of each kind's tiles are split for it."""
+    longest = max((work.longest for work in works), default=0)
+    if not splitting.may_split:
+        candidates = [[longest] * len(works)]
+    elif splitting.tokens:
+        candidates = [[max(1, splitting.tokens // shape.tile_kv) for shape in shapes]]
+    else:
+        total = sum(work.total for work in works)
+        least = -(-total // (device.items * MAX_WAVES))
+        sizes = {-(-total // int(device.items * waves)) for waves in _WAVES}
+        sizes = {size for size in sizes if max(1, least) <= size < longest}
+        candidates = [[longest] * len(works)]
+        for size in sorted(sizes, reverse=True):
+            # Decode with what is best for prefill, or as it is.
+            candidates += [[size] * len(works), [size, *(longest for _ in works[1:])]]
+    best: tuple[float, list[np.ndarray | None]] = (np.inf, [None] * len(works))
+    for chunks in candidates:
+        splits = [split_after(work, chunk) for work, chunk in zip(works, chunks, strict=True)]
+        time = _time(works, shapes, device, splits, leaves_states)
+        if time < best[0]:
+            best = time, splits
+    return best
+
+
+def _time(
+    works: list[Work],
+    shapes: list[TileShape],
+    device: Device,
+    splits: list[np.ndarray | None],
+    leaves_states: bool,
+) -> float:
+    sizes, num_states, state_cost = [], 0, 0.0
+    for work, shape, parts in zip(works, shapes, splits, strict=True):
+        tiles = work.array()
         if parts is None:
-            parts = np.ones(work.num_tiles, np.int64)
-        sizes.append(np.repeat(work.array() / parts, parts) + BLOCK_OVERHEAD)
-        is_merged = parts > (0 if leaves_states else 1)
-        merged += shape.state_cost * int((parts * is_merged).sum())
+            sizes.append(tiles + BLOCK_OVERHEAD)
+            states = work.num_tiles if leaves_states else 0
+        else:
+            sizes.append(np.repeat(tiles / parts + BLOCK_OVERHEAD, parts))
+            states = int(np.add.reduce(parts if leaves_states else parts * (parts > 1)))
+        num_states += states
+        state_cost += states * shape.state_cost
     longest_first = np.sort(np.concatenate(sizes))[::-1]
-    # Waves of blocks that are as long as their longest, or all slots busy to the end.
-    waves = float(longest_first[::per_wave].sum())
-    busy = float(longest_first.sum()) / per_wave
-    launch = MERGE_OVERHEAD if leaves_states or merged else 0.0
-    return max(busy, min(waves, busy + float(longest_first[0]))) + launch + merged / per_wave
+    if not longest_first.size:
+        return 0.0
+    done = _makespan(longest_first, device.items) + state_cost / device.items
+    return done + (MERGE_OVERHEAD if leaves_states or num_states else 0.0)
+
+
+def _makespan(longest_first: np.ndarray, slots: int) -> float:
+    """When blocks are done that are dealt to whatever slot is free, a wave at a time."""
+    busy = float(np.add.reduce(longest_first)) / slots
+    if longest_first.size > _MANY_WAVES * slots:
+        return busy + 0.5 * float(longest_first[-1])
+    ends = np.zeros(slots)
+    for begin in range(0, longest_first.size, slots):
+        wave = longest_first[begin : begin + slots]
+        ends.sort()
+        ends[: wave.size] += wave
+    return float(ends.max())
 
 
 def state_offsets(parts: Sequence[BatchPlan], tile_rows: Sequence[int]) -> tuple[list[int], int]:
@@ -143,15 +171,13 @@ def state_offsets(parts: Sequence[BatchPlan], tile_rows: Sequence[int]) -> tuple
     return offsets, num_rows
 
 
-def combine(plan: MixedPlan, tile_rows: Sequence[int]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The items in the order they are dealt, and the merges of each kind among them."""
-    offsets, _ = state_offsets(plan.parts, tile_rows)
-    items = np.concatenate([part.items for part in plan.parts])
-    items[:, _FIRST_STATE] += np.repeat(offsets, [len(part.items) for part in plan.parts])
-    place = np.empty(len(plan.order), np.int32)
-    place[plan.order] = np.arange(len(plan.order), dtype=np.int32)
-    merges, begin = [], 0
-    for part in plan.parts:
-        merges.append(place[begin + part.merges])
-        begin += len(part.items)
-    return items[plan.order], merges
+def combine(
+    parts: Sequence[BatchPlan], tile_rows: Sequence[int]
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The items of all kinds, one after another, and the merges of each among them."""
+    offsets, _ = state_offsets(parts, tile_rows)
+    counts = [len(part.items) for part in parts]
+    items = np.concatenate([part.items for part in parts])
+    items[:, _FIRST_STATE] += np.repeat(offsets, counts)
+    begins = np.cumsum([0, *counts])
+    return items, [part.merges + begin for part, begin in zip(parts, begins[:-1], strict=True)]

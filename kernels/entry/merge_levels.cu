@@ -10,7 +10,8 @@ struct Config {
 };
 #endif
 
-extern "C" __global__ void __launch_bounds__(Config::kWarps * 32)
+// Six blocks an SM: else registers are saved for more, by waiting for each load.
+extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, 6)
     cupyattn_merge_levels(const __grid_constant__ cupyattn::AttentionParams params) {
   using namespace cupyattn;
   const int num_heads = params.num_kv_heads * params.group_size;

@@ -14,7 +14,8 @@ struct Config {
 
 static_assert(Config::kTileQ % Config::kWarps == 0, "a block merges rows of one tile");
 
-extern "C" __global__ void __launch_bounds__(Config::kWarps * 32)
+// Six blocks an SM: else registers are saved for more, by waiting for each load.
+extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, 6)
     cupyattn_merge_splits(const __grid_constant__ cupyattn::AttentionParams params) {
   using namespace cupyattn;
   const int lane = threadIdx.x % kWarpSize;

@@ -34,35 +34,46 @@ struct LevelTables {
   }
 };
 
+// The most levels: a lane looks one up.
+constexpr int kMaxLevels = kWarpSize;
+
 // The states of one row of q over all levels become its answer; a whole warp takes part.
 template <typename DTypeO, int kHeadDim, bool kAligned>
 __device__ __forceinline__ void merge_levels(const AttentionParams& params, int token, int head,
                                              int lane) {
   const LevelTables tables = LevelTables::of(params);
   const int num_levels = params.kv_len;
-  const LevelRow* rows = tables.rows + static_cast<int64_t>(token) * num_levels;
-  if (rows[0].tile == LevelRow::kNoToken) return;
+  LevelRow at{LevelRow::kNoKeys, 0};
+  if (lane < num_levels) at = tables.rows[static_cast<int64_t>(token) * num_levels + lane];
+  if (ptx::shuffle(at.tile, 0) == LevelRow::kNoToken) return;
   const int kv_head = divide(head, params.group_magic, params.group_shift);
-  const int group_head = head - kv_head * params.group_size;
-  merge_columns<DTypeO, kHeadDim, kAligned>(
-      params, token, head, kv_head, lane,
-      [&](MergedColumns& columns, int column, bool has_columns) {
+  LevelTile tile{0, 0, 1, 0};
+  int row = at.row + head - kv_head * params.group_size;
+  if (at.tile >= 0) {
+    tile = tables.tiles[at.tile];
+    if (row >= tile.tile_rows) {
+      tile = tables.tiles[at.tile + row / tile.tile_rows];
+      row %= tile.tile_rows;
+    }
+  }
+  const int first =
+      (tile.first_state * params.num_kv_heads + kv_head * tile.num_splits) * tile.tile_rows + row;
+  int num_states = 0;
+  for (int level = 0; level < num_levels; ++level) {
+    num_states += ptx::shuffle(tile.num_splits, level);
+  }
+  merge_states<DTypeO, kHeadDim, kAligned>(
+      params, token, head, kv_head, num_states, lane, [&](int state) {
+        int place = 0, begin = 0;
         for (int level = 0; level < num_levels; ++level) {
-          const LevelRow at = rows[level];
-          if (at.tile < 0) continue;
-          LevelTile tile = tables.tiles[at.tile];
-          int row = at.row + group_head;
-          if (row >= tile.tile_rows) {
-            tile = tables.tiles[at.tile + row / tile.tile_rows];
-            row %= tile.tile_rows;
-          }
-          const int64_t state = static_cast<int64_t>(tile.first_state) * params.num_kv_heads +
-                                static_cast<int64_t>(kv_head) * tile.num_splits;
-          const int64_t first = state * tile.tile_rows + row;
-          columns.add(params.partial_lse + first, params.partial_o + first * kHeadDim + column,
-                      tile.num_splits, tile.tile_rows,
-                      static_cast<int64_t>(tile.tile_rows) * kHeadDim, has_columns);
+          const int of_level = state - begin;
+          const int count = ptx::shuffle(tile.num_splits, level);
+          const int at_level = ptx::shuffle(first, level);
+          const int step = ptx::shuffle(tile.tile_rows, level);
+          if (of_level >= 0 && of_level < count) place = at_level + of_level * step;
+          begin += count;
         }
+        return place;
       });
 }
 

@@ -37,6 +37,31 @@ struct RowState {
   }
 };
 
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int lane_mask = 1; lane_mask < kWarpSize; lane_mask *= 2) {
+    x = fmaxf(x, ptx::shuffle_xor(x, lane_mask));
+  }
+  return x;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int lane_mask = 1; lane_mask < kWarpSize; lane_mask *= 2) {
+    x += ptx::shuffle_xor(x, lane_mask);
+  }
+  return x;
+}
+
+__device__ __forceinline__ void scale_by(float4& x, float factor) {
+  x = make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
+}
+
+__device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float factor) {
+  sum = make_float4(fmaf(x.x, factor, sum.x), fmaf(x.y, factor, sum.y), fmaf(x.z, factor, sum.z),
+                    fmaf(x.w, factor, sum.w));
+}
+
 __device__ __forceinline__ float sink_of(const AttentionParams& params, int head) {
   return params.sinks == nullptr ? -ptx::infinity() : params.sinks[head] * kLog2e;
 }
@@ -101,73 +126,65 @@ __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const
   return is_last;
 }
 
-// Four columns of a row, as a lane merges them from partial states. It reads many states before it
-// uses the first: what a merge takes is round trips to L2.
-struct MergedColumns {
-  float4 sum;
-  float max, weights;
-
-  static __device__ __forceinline__ MergedColumns empty() {
-    return MergedColumns{make_float4(0.0f, 0.0f, 0.0f, 0.0f), -ptx::infinity(), 0.0f};
-  }
-
-  // Adds `count` states, `lse_stride` and `o_stride` elements apart; the columns count from `o`.
-  __device__ __forceinline__ void add(const float* lse, const float* o, int count,
-                                      int64_t lse_stride, int64_t o_stride, bool has_columns) {
-    constexpr int kBatch = 16;
-    for (int first = 0; first < count; first += kBatch) {
-      float part_lse[kBatch];
-      float4 part[kBatch];
+// Merges the states of one row and writes the answer; a whole warp takes part. `row_of(i)`, which
+// all lanes call together, is where state i is, in rows of partial_o. A lane weighs one state of
+// each 32, and holds the row's columns 4 * lane (+ 128) and on; it reads many states before it uses
+// the first: what a merge takes is round trips to L2.
+template <typename DTypeO, int kHeadDim, bool kAligned, typename RowOf>
+__device__ __forceinline__ void merge_states(const AttentionParams& params, int64_t token, int head,
+                                             int kv_head, int num_states, int lane,
+                                             RowOf&& row_of) {
+  constexpr int kVectors = ceil_div(kHeadDim, 4 * kWarpSize);
+  constexpr int kBatch = 16 / kVectors;
+  float4 sum[kVectors];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int64_t split = first + i;
-        const bool exists = split < count;
-        part_lse[i] = exists ? ptx::load_l2(lse + split * lse_stride) : -ptx::infinity();
-        part[i] = exists && has_columns
-                      ? ptx::load_l2(reinterpret_cast<const float4*>(o + split * o_stride))
-                      : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      }
-      const float old_max = max;
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) max = fmaxf(max, part_lse[i]);
-      const float factor = old_max == max ? 1.0f : ptx::ex2_approx(old_max - max);
-      weights *= factor;
-      sum = make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        // An empty split weighs nothing, even beside nothing else.
-        const float weight =
-            part_lse[i] == -ptx::infinity() ? 0.0f : ptx::ex2_approx(part_lse[i] - max);
-        weights += weight;
-        sum.x += weight * part[i].x;
-        sum.y += weight * part[i].y;
-        sum.z += weight * part[i].z;
-        sum.w += weight * part[i].w;
-      }
-    }
-  }
-};
-
-// Merges the states of one row and writes the answer; a whole warp takes part. A lane holds
-// kHeadDim / 32 columns, four at a time. `add_states(columns, column, has_columns)` adds the states
-// of the lane's columns from `column` on.
-template <typename DTypeO, int kHeadDim, bool kAligned, typename AddStates>
-__device__ __forceinline__ void merge_columns(const AttentionParams& params, int64_t token,
-                                              int head, int kv_head, int lane,
-                                              AddStates&& add_states) {
+  for (int i = 0; i < kVectors; ++i) sum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   RowState state{-ptx::infinity(), 0.0f};
-  for (int column = 4 * lane; column < round_up(kHeadDim, 4 * kWarpSize); column += 4 * kWarpSize) {
-    MergedColumns columns = MergedColumns::empty();
-    add_states(columns, column, column < kHeadDim);
-    state = RowState{columns.max, columns.weights};
-    state.add_sink(sink_of(params, head));
-    if (column < kHeadDim) {
-      const float factor = state.normaliser(columns.max) * output_scale_of(params, kv_head);
-      DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
-                    head * params.o_stride_h + column;
-      store_pair<DTypeO, kAligned>(out, columns.sum.x * factor, columns.sum.y * factor);
-      store_pair<DTypeO, kAligned>(out + 2, columns.sum.z * factor, columns.sum.w * factor);
+  for (int first = 0; first < num_states; first += kWarpSize) {
+    const int count = min_of(num_states - first, kWarpSize);
+    const int found = row_of(first + lane);
+    const int row = lane < count ? found : 0;
+    const float lse = lane < count ? ptx::load_l2(params.partial_lse + row) : -ptx::infinity();
+    const float old_max = state.max;
+    state.max = fmaxf(old_max, warp_max(lse));
+    const float factor = old_max == state.max ? 1.0f : ptx::ex2_approx(old_max - state.max);
+    // An empty state weighs nothing, even beside nothing else.
+    const float weight = lse == -ptx::infinity() ? 0.0f : ptx::ex2_approx(lse - state.max);
+    state.sum = state.sum * factor + warp_sum(weight);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) scale_by(sum[i], factor);
+    for (int begin = 0; begin < count; begin += kBatch) {
+      float4 part[kBatch][kVectors];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const int64_t place = ptx::shuffle(row, (begin + k) % kWarpSize);
+        const float* o = params.partial_o + place * kHeadDim + 4 * lane;
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          const bool exists = begin + k < count && 4 * (lane + kWarpSize * i) < kHeadDim;
+          part[k][i] = exists ? ptx::load_l2(reinterpret_cast<const float4*>(o) + kWarpSize * i)
+                              : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const float w = ptx::shuffle(weight, (begin + k) % kWarpSize);
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) add_scaled(sum[i], part[k][i], w);
+      }
     }
+  }
+  const float old_max = state.max;
+  state.add_sink(sink_of(params, head));
+  const float factor = state.normaliser(old_max) * output_scale_of(params, kv_head);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int column = 4 * (lane + kWarpSize * i);
+    if (column >= kHeadDim) continue;
+    DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
+                  head * params.o_stride_h + column;
+    store_pair<DTypeO, kAligned>(out, sum[i].x * factor, sum[i].y * factor);
+    store_pair<DTypeO, kAligned>(out + 2, sum[i].z * factor, sum[i].w * factor);
   }
   if (lane == 0 && params.lse != nullptr) {
     params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
@@ -178,14 +195,9 @@ __device__ __forceinline__ void merge_columns(const AttentionParams& params, int
 template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned>
 __device__ __forceinline__ void merge_row(const AttentionParams& params, const TileWork& work,
                                           int row, int64_t token, int head, int lane) {
-  const int64_t first = work.state(params) * kTileRows + row;
-  merge_columns<DTypeO, kHeadDim, kAligned>(
-      params, token, head, work.kv_head, lane,
-      [&](MergedColumns& columns, int column, bool has_columns) {
-        columns.add(params.partial_lse + first, params.partial_o + first * kHeadDim + column,
-                    work.num_splits, kTileRows, static_cast<int64_t>(kTileRows) * kHeadDim,
-                    has_columns);
-      });
+  const int first = static_cast<int>(work.state(params) * kTileRows + row);
+  merge_states<DTypeO, kHeadDim, kAligned>(params, token, head, work.kv_head, work.num_splits, lane,
+                                           [=](int i) { return first + i * kTileRows; });
 }
 
 }  // namespace cupyattn

@@ -18,6 +18,10 @@ __forceinline__ float shuffle(float value, int source_lane, Where where = Where:
   return emulator::shuffle(value, source_lane, where);
 }
 
+__forceinline__ int shuffle(int value, int source_lane, Where where = Where::current()) {
+  return emulator::shuffle_int(value, source_lane, where);
+}
+
 __forceinline__ uint32_t warp_max(uint32_t value, Where where = Where::current()) {
   return emulator::warp_max(value, where);
 }
