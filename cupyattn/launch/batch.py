@@ -8,7 +8,7 @@ launch merges.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,6 +70,18 @@ class _Kernel(NamedTuple):
     loaded: LoadedKernel[Any]
     kinds: tuple[TileConfig, ...]
     shapes: tuple[TileShape, ...]
+
+
+class _Group(NamedTuple):
+    """A kernel and the requests of each kind of its tiles: which they are, and they."""
+
+    rows: _Rows
+    kernel: _Kernel
+    dealt: list[tuple[np.ndarray, BatchRequests]]
+
+    @property
+    def kinds(self) -> list[tuple[BatchRequests, TileShape]]:
+        return [(x, s) for (_, x), s in zip(self.dealt, self.kernel.shapes, strict=True)]
 
 
 class _Room(NamedTuple):
@@ -206,64 +218,66 @@ class BatchLauncher:
 
         With a capacity as in schedule().
         """
-        rows, kernel = self._level_rows(requests, capacity)
-        kinds = self._deal_out(requests, kernel)
-        plan = self._plan_mixed(kernel, [x for _, x in kinds], Splitting(), leaves_states=True)
-        tile_rows = [tiles.tile_q for tiles in kernel.kinds]
-        items, _ = combine(plan.parts, tile_rows)
-        _, state_rows = state_offsets(plan.parts, tile_rows)
+        groups = self._level_groups(requests, capacity)
+        plans = [self._plan_group(group, Splitting(), leaves_states=True) for group in groups]
+        parts = [part for plan in plans for part in plan.parts]
+        dealt = [kind for group in groups for kind in group.dealt]
+        tile_rows = [tiles.tile_q for group in groups for tiles in group.kernel.kinds]
+        offsets, state_rows = state_offsets(parts, tile_rows)
         num_rows = levels.num_rows if capacity is None else capacity.num_rows
-        about = [(*k, part, n) for k, part, n in zip(kinds, plan.parts, tile_rows, strict=True)]
-        tables = level_tables(levels, about, self.group_size, num_rows)
-        room = _Room(
-            len(items),
-            sum(table.size for table in tables),
-            state_rows=state_rows,
-            levels=(num_rows, levels.num_levels),
-        )
+        about = [(*x, part, n) for x, part, n in zip(dealt, parts, tile_rows, strict=True)]
+        tables = level_tables(levels, about, offsets, self.group_size, num_rows)
+        lists, begin = [], 0
+        for plan in plans:
+            end = begin + len(plan.parts)
+            lists.append(combine(plan.parts, offsets[begin:end])[0])
+            begin = end
+        rooms = [_Room(len(items)) for items in lists]
+        words = sum(table.size for table in tables)
         if capacity is not None:
-            most = level_limits(
-                capacity.levels,
-                num_rows,
-                self.group_size,
-                tile_rows,
-                max(1, kernel.loaded.num_slots // self.num_kv_heads),
-            )
-            require_room((room.items, room.merges, room.state_rows), most)
-            room = room._replace(**most._asdict())
+            slots = max(group.kernel.loaded.num_slots for group in groups)
+            per_wave = max(1, slots // self.num_kv_heads)
+            most = level_limits(capacity.levels, num_rows, self.group_size, tile_rows, per_wave)
+            require_room((max(map(len, lists)), words, state_rows), most)
+            rooms = [_Room(most.items) for _ in lists]
+            words, state_rows = most.merges, most.state_rows
+        sizes = num_rows, levels.num_levels
+        rooms[-1] = rooms[-1]._replace(merges=words, state_rows=state_rows, levels=sizes)
+        shares = [
+            _Share(group.rows, room, items, _NO_MERGES)
+            for group, room, items in zip(groups, rooms, lists, strict=True)
+        ]
         merges = np.concatenate([table.reshape(-1) for table in tables])
-        return self._lay_out([_Share(rows, room, items, merges)], levels.positions)
+        shares[-1] = shares[-1]._replace(merges=merges)
+        return self._lay_out(shares, levels.positions)
 
     def gains_by_levels(self, requests: BatchRequests, flat: BatchRequests) -> bool:
         """Whether a cascade of `requests` is done sooner than its rows one by one, as `flat`."""
-        rows, kernel = self._level_rows(requests, None)
-        kinds = [x for _, x in self._deal_out(requests, kernel)]
-        shared = self._estimate(kernel, kinds, leaves_states=True)
-        rows = self._mixed_rows(flat.qo_len) or row_class(flat.qo_range()[1] * self.group_size)
-        kernel = self._kernel(rows)
-        kinds = [x for _, x in self._deal_out(flat, kernel)]
-        return shared < self._estimate(kernel, kinds, leaves_states=False)
-
-    def _estimate(self, kernel: _Kernel, kinds: list[BatchRequests], leaves_states: bool) -> float:
-        return estimate(
-            list(zip(kinds, kernel.shapes, strict=True)),
-            self.group_size,
-            Device(kernel.loaded.num_slots, self.num_kv_heads),
-            self._masking,
-            leaves_states,
+        shared, alone = (
+            sum(
+                estimate(
+                    group.kinds,
+                    self.group_size,
+                    Device(group.kernel.loaded.num_slots, self.num_kv_heads),
+                    self._masking,
+                    is_shared,
+                )
+                for group in self._level_groups(x, None)
+            )
+            for x, is_shared in ((requests, True), (flat, False))
         )
+        return shared < alone
 
-    def _level_rows(
-        self, requests: BatchRequests, capacity: Capacity | None
-    ) -> tuple[_Rows, _Kernel]:
-        """The kernel of a cascade: one of both kinds, if its levels have them."""
+    def _level_groups(self, requests: BatchRequests, capacity: Capacity | None) -> list[_Group]:
+        """What a cascade launches: a kernel of both kinds of tiles, or of the only kind it has."""
         lengths = requests.qo_len
         if capacity is not None:
             lengths = np.array([longest for _, longest in capacity.levels])
         # Tiles of prefill serve requests of few rows too.
         most = row_class(int(lengths.max(initial=1)) * self.group_size)
         rows = self._mixed_rows(lengths) or most
-        return rows, self._kernel(rows)
+        kernel = self._kernel(rows)
+        return [_Group(rows, kernel, self._deal_out(requests, kernel))]
 
     def _kernel(self, rows: _Rows) -> _Kernel:
         found = self._find_kernel(rows)
@@ -317,23 +331,16 @@ class BatchLauncher:
         chosen = [np.flatnonzero(~is_small), np.flatnonzero(is_small)]
         return [(x, requests.select(x)) for x in chosen]
 
-    def _plan_mixed(
-        self,
-        kernel: _Kernel,
-        kinds: list[BatchRequests],
-        splitting: Splitting,
-        leaves_states: bool = False,
+    def _plan_group(
+        self, group: _Group, splitting: Splitting, leaves_states: bool = False
     ) -> MixedPlan:
+        slots = group.kernel.loaded.num_slots
+        device = Device(slots, self.num_kv_heads)
         plan = plan_mixed(
-            list(zip(kinds, kernel.shapes, strict=True)),
-            self.group_size,
-            Device(kernel.loaded.num_slots, self.num_kv_heads),
-            self._masking,
-            splitting,
-            leaves_states,
+            group.kinds, self.group_size, device, self._masking, splitting, leaves_states
         )
         if cuda().is_debugging:
-            for part, requests, shape in zip(plan.parts, kinds, kernel.shapes, strict=True):
+            for part, (requests, shape) in zip(plan.parts, group.kinds, strict=True):
                 check_cover(part, requests, self.group_size, shape.tile_q)
         return plan
 
@@ -341,11 +348,10 @@ class BatchLauncher:
         self, rows: tuple[str, str], requests: BatchRequests, splitting: Splitting
     ) -> _Share:
         kernel = self._kernel(rows)
-        kinds = [chosen for _, chosen in self._deal_out(requests, kernel)]
-        plan = self._plan_mixed(kernel, kinds, splitting)
+        plan = self._plan_group(_Group(rows, kernel, self._deal_out(requests, kernel)), splitting)
         tile_rows = [tiles.tile_q for tiles in kernel.kinds]
-        items, (of_prefill, of_decode) = combine(plan.parts, tile_rows)
-        _, state_rows = state_offsets(plan.parts, tile_rows)
+        offsets, state_rows = state_offsets(plan.parts, tile_rows)
+        items, (of_prefill, of_decode) = combine(plan.parts, offsets)
         split_tiles = len(of_prefill)
         room = _Room(len(items), split_tiles, split_tiles, len(of_decode), state_rows)
         return _Share(rows, room, items, of_prefill)
@@ -383,6 +389,13 @@ class BatchLauncher:
                 share.rows, share.room, words_bytes, workspace_bytes
             )
             parts.append(part)
+        if positions is not None or (shares[-1:] and shares[-1].room.levels[0]):
+            # Kernels of a cascade leave their states in one place.
+            last = parts[-1]
+            parts = [
+                replace(part, partial_o=last.partial_o, partial_lse=last.partial_lse)
+                for part in parts
+            ]
         if len(shares) == 1 and words_bytes == shares[0].items.nbytes and positions is None:
             return BatchSchedule(shares[0].items.reshape(-1), workspace_bytes, tuple(parts))
         num_positions = 0 if positions is None else shares[0].room.levels[0]

@@ -16,7 +16,6 @@ import numpy as np
 from ..errors import PlanError
 from .balance import MAX_WAVES
 from .batch import BatchPlan, BatchRequests
-from .mixed import state_offsets
 
 _NO_KEYS, _NO_TOKEN = -1, -2
 
@@ -40,13 +39,14 @@ class Levels:
 def level_tables(
     levels: Levels,
     kinds: Sequence[tuple[np.ndarray, BatchRequests, BatchPlan, int]],
+    offsets: Sequence[int],
     group_size: int,
     max_rows: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(words of rows [max_rows, num_levels, 2] and padding, tiles [num_tiles, 4]), int32.
 
     kinds: of each kind of tiles the indices of its requests in the batch, the requests, their plan
-    and the rows of a tile.
+    and the rows of a tile. offsets: where its states begin (mixed.state_offsets).
     """
     # Tiles begin on a 16-byte boundary.
     num_words = 2 * max_rows * levels.num_levels
@@ -54,7 +54,6 @@ def level_tables(
     rows = words[:num_words].reshape(max_rows, levels.num_levels, 2)
     rows[: levels.num_rows] = _NO_KEYS, 0
     rows[levels.num_rows :] = _NO_TOKEN, 0
-    offsets, _ = state_offsets([plan for *_, plan, _ in kinds], [x for *_, x in kinds])
     tables, num_tiles = [], 0
     for (chosen, requests, plan, tile_rows), offset in zip(kinds, offsets, strict=True):
         counts = -(-requests.qo_len * group_size // tile_rows)

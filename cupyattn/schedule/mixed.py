@@ -172,10 +172,12 @@ def state_offsets(parts: Sequence[BatchPlan], tile_rows: Sequence[int]) -> tuple
 
 
 def combine(
-    parts: Sequence[BatchPlan], tile_rows: Sequence[int]
+    parts: Sequence[BatchPlan], offsets: Sequence[int]
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The items of all kinds, one after another, and the merges of each among them."""
-    offsets, _ = state_offsets(parts, tile_rows)
+    """The items of all kinds, one after another, and the merges of each among them.
+
+    offsets: where the states of each begin (state_offsets).
+    """
     counts = [len(part.items) for part in parts]
     items = np.concatenate([part.items for part in parts])
     items[:, _FIRST_STATE] += np.repeat(offsets, counts)

@@ -76,7 +76,9 @@ def test_counts_follow_published_figures() -> None:
 
 def test_the_list_of_batches_is_sound() -> None:
     for case in BATCH_CASES:
-        assert case.op in peers._BATCH and case.api in ("decode", "paged", "ragged")
+        assert case.op in peers._BATCH and case.api in (
+            *("decode", "paged", "ragged", "cascade", "mixed"),
+        )
         assert case.is_host == (case.op == "host_batch") and case.timed in ("run", "plan")
         assert case.is_paged == (case.page_size > 0)
         assert not case.against or BY_NAME[case.against].op == case.op
