@@ -389,7 +389,7 @@ class BatchLauncher:
                 share.rows, share.room, words_bytes, workspace_bytes
             )
             parts.append(part)
-        if positions is not None or (shares[-1:] and shares[-1].room.levels[0]):
+        if shares and shares[-1].room.levels[0]:
             # Kernels of a cascade leave their states in one place.
             last = parts[-1]
             parts = [
