@@ -5,7 +5,6 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 ARGS ?=
-SANITIZERS ?= memcheck racecheck initcheck synccheck
 export CUPYATTN_CACHE_DIR ?= $(CURDIR)/.cupyattn-cache
 
 # CuPy comes for CUDA 13, or 12 where the driver is that old. Without a GPU it is still what compiles.
@@ -31,7 +30,7 @@ help:
 	@echo 'make test-slow  the tests marked slow'
 	@echo 'make test-emulator       the kernels on the host, as make test has them; -slow: the long rest'
 	@echo 'make coverage-kernels    line coverage of kernels/ on the host'
-	@echo 'make sanitize   the GPU suite under compute-sanitizer (SANITIZERS="memcheck ...")'
+	@echo 'make sanitize   the GPU suite under compute-sanitizer (ARGS="racecheck:attention --share 0.3")'
 	@echo 'make bench      the benchmark CLI (ARGS="--op ... --case ...")'
 	@echo 'make wheel      dist/*.whl and dist/*.tar.gz'
 	@echo 'make clean      remove what was built; distclean also removes $(VENV)'
@@ -86,10 +85,7 @@ coverage-kernels: $(STAMP)
 	$(PY) -m emulator.coverage
 
 sanitize: $(STAMP)
-	@set -e; for tool in $(SANITIZERS); do \
-		echo "compute-sanitizer --tool $$tool"; \
-		compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) -m pytest -m gpu $(ARGS); \
-	done
+	$(PY) tests/helpers/sanitize.py --jobs $(JOBS) $(ARGS)
 
 bench: $(STAMP)
 	$(PY) -m benchmarks $(ARGS)

@@ -49,6 +49,7 @@ class Plan:
     framework   the workspace's
     is_uniform  it is torch or CuPy, and that of all views
     mask_range  addresses of the packed mask's first byte and past its last; (0, 0) without one
+    last_run    the last run that went the short way, see _batch_repeat.py
     """
 
     geometry: Geometry
@@ -62,6 +63,7 @@ class Plan:
     mask_range: tuple[int, int] = (0, 0)
     is_uniform: bool = False
     prepared: dict[Variant, Prepared] = field(default_factory=dict)
+    last_run: Any = field(default=None, init=False)
 
 
 class BatchWrapper:

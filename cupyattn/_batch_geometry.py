@@ -58,7 +58,6 @@ class Geometry:
 
     kv_axis  the axis of a cache along which its size may change: pages, or rows of ragged keys
     looks    those of the runs so far, see _batch_repeat.py
-    last_run the last run that `looks` knew: its scales, what was seen of it, and what is known
     """
 
     given: PlanOptions
@@ -70,7 +69,6 @@ class Geometry:
     kv_axis: int
     launchers: dict[Variant, BatchLauncher] = field(default_factory=dict)
     looks: dict[tuple[object, ...], Any] = field(default_factory=dict)
-    last_run: tuple[Any, Any, Any] = (None, None, None)
 
     @property
     def group_size(self) -> int:

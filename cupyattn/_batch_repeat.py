@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import array, dtypes
 from ._batch_geometry import Variant
 from ._repeat import _READERS, _reach, _Read
 from .array import LOWEST_ADDRESS, ArrayView
 from .launch import params
+from .launch.bound import BoundRun
 
 if TYPE_CHECKING:
-    from ._batch import Plan
+    from ._batch import Plan, Prepared
     from ._batch_keys import Keys
 
 _MAX_LOOKS = 1024
-# Shape and look of an array that is not given.
-_ABSENT: Any = ((None, None), None)
+# The shape of an array that is not given.
+_NO_SHAPE: Any = (None, None)
 
 _reader_of: dict[type, _Read] = {}
 _pack_optional = params.OPTIONAL.pack
@@ -38,24 +39,38 @@ class _Known:
     """What runs of one look share.
 
     v_offset   bytes from k to v, if they are one tensor
-    reach      (a, b) of q, k and v: n rows (pages) lie within a * n + b bytes
-    reach_out, reach_lse  those of the answers
+    reach      (a, b) of q, k, v, out and lse: n rows (pages) lie within a * n + b bytes
     address    the address of an array that `empty` has made
     """
 
     variant: Variant
     v_offset: int
-    reach: tuple[int, ...]
-    reach_out: tuple[int, int]
-    reach_lse: tuple[int, int]
+    reach: tuple[tuple[int, int], ...]
     strides: bytes
-    sm_scale: float
-    output_scale: float
+    factors: tuple[float, float]
     row_shape: tuple[int, int]
     empty: Callable[[tuple[int, ...]], Any]
     empty_lse: Callable[[tuple[int, ...]], Any]
     address: Callable[[Any], int]
     current_stream: Callable[[], int]
+
+
+class _LastRun(NamedTuple):
+    """A run of a plan. One of which the same is seen has passed all checks but those of addresses.
+
+    sizes  bytes within which q, k, v, out and lse lie
+    """
+
+    seen: tuple[Any, ...]
+    scales: tuple[Any, ...]
+    workspace: int
+    known: _Known
+    sizes: tuple[int, ...]
+    bound: BoundRun
+
+    def has_scales(self, scales: tuple[Any, ...]) -> bool:
+        """Whether they are the same numbers; an array of one number may equal a number."""
+        return [*map(type, scales)] == [*map(type, self.scales)] and scales == self.scales
 
 
 def repeat(
@@ -74,124 +89,140 @@ def repeat(
     read = _reader_of.get(type(q))
     if read is None or not plan.is_uniform:
         return None
-    geometry, batch = plan.geometry, plan.batch
-    axis = geometry.kv_axis
     v_ptr = o_ptr = lse_ptr = sinks_ptr = 0
-    v_read = o_read = lse_read = sinks_read = _ABSENT
-    num_rows = batch.num_rows
+    v_shape = o_shape = lse_shape = sinks_shape = _NO_SHAPE
+    v_look = o_look = lse_look = sinks_look = None
     try:
         q_ptr, q_shape, q_look = read(q)
         k_ptr, k_shape, k_look = read(k)
-        num_keys = k_shape[axis]
         if v is not None:
-            v_ptr, *v_read = read(v)
-            if v_read[0][axis] != num_keys:
-                return None
+            v_ptr, v_shape, v_look = read(v)
         if out is not None:
-            o_ptr, *o_read = read(out)
-            if o_read[0][0] != num_rows:
-                return None
+            o_ptr, o_shape, o_look = read(out)
         if lse is not None:
-            lse_ptr, *lse_read = read(lse)
-            if lse_read[0][0] != num_rows:
-                return None
+            lse_ptr, lse_shape, lse_look = read(lse)
         if sinks is not None:
-            sinks_ptr, *sinks_read = read(sinks)
+            sinks_ptr, sinks_shape, sinks_look = read(sinks)
         is_aligned = (q_ptr | k_ptr | v_ptr | o_ptr) & 15 == 0
         seen = (
-            *(q_shape, q_look, k_shape, k_look, *v_read, *o_read, *lse_read, *sinks_read),
-            *(return_lse, is_aligned, plan.framework),
-        )
-        # Most runs look like the last one, to the last length, and comparing is cheaper than
-        # hashing. Scales must be the same object: an array of one number may equal a number.
-        last_scales, last_seen, known = geometry.last_run
-        if scales is not last_scales or seen != last_seen:
-            known = geometry.looks.get(_look(seen, scales, axis))
-            if known is not None:
-                geometry.last_run = scales, seen, known
+            q_shape, q_look, k_shape, k_look, v_shape, v_look, o_shape, o_look,
+            lse_shape, lse_look, sinks_shape, sinks_look, return_lse, is_aligned,
+        )  # fmt: skip
+        last = plan.last_run
+        if (
+            last is None
+            or seen != last.seen
+            or workspace != last.workspace
+            or not (scales is last.scales or last.has_scales(scales))
+        ):
+            last = _find(plan, workspace, seen, scales)
+            if last is None:
+                return None
     except Exception:  # arguments raise what they like when they are read or hashed
         return None
-    if known is None:
-        return None
+    known = last.known
     if v is None:
         v_ptr = k_ptr + known.v_offset
-    prepared = plan.prepared.get(known.variant)
-    if (
-        prepared is None
-        or q_shape[0] != num_rows
-        or not num_rows
-        or not num_keys
-        or num_keys <= batch.max_page
-        or num_keys < batch.num_keys
-        or q_ptr < LOWEST_ADDRESS
-        or k_ptr < LOWEST_ADDRESS
-        or v_ptr < LOWEST_ADDRESS
-        or (sinks is not None and sinks_ptr < LOWEST_ADDRESS)
-    ):
+    if q_ptr < LOWEST_ADDRESS or k_ptr < LOWEST_ADDRESS or v_ptr < LOWEST_ADDRESS:
+        return None
+    if sinks is not None and sinks_ptr < LOWEST_ADDRESS:
         return None
     mask_ptr, mask_end = plan.mask_range
     if out is not None or lse is not None:
         # The two answers, the sinks and the mask, then q, k and v: nothing may meet an answer.
-        o_end = lse_end = 0
-        if out is not None:
-            a, b = known.reach_out
-            o_end = o_ptr + a * num_rows + b
+        q_size, k_size, v_size, o_size, lse_size = last.sizes
+        answers = () if out is None else ((o_ptr, o_size),)
         if lse is not None:
-            a, b = known.reach_lse
-            lse_end = lse_ptr + a * num_rows + b
-            if lse_ptr < LOWEST_ADDRESS or (lse_ptr < o_end and o_ptr < lse_end):
+            if lse_ptr < o_ptr + o_size and o_ptr < lse_ptr + lse_size:
                 return None
-        if out is not None and o_ptr < LOWEST_ADDRESS:
-            return None
+            answers = (*answers, (lse_ptr, lse_size))
         sinks_end = sinks_ptr + 4 * known.row_shape[0]
-        q_n, q_0, k_n, k_0, v_n, v_0 = known.reach
-        for low, high in ((o_ptr, o_end), (lse_ptr, lse_end)):
+        for low, size in answers:
+            high = low + size
             if (
-                (q_ptr < high and low < q_ptr + q_n * num_rows + q_0)
-                or (k_ptr < high and low < k_ptr + k_n * num_keys + k_0)
-                or (v_ptr < high and low < v_ptr + v_n * num_keys + v_0)
+                low < LOWEST_ADDRESS
+                or (q_ptr < high and low < q_ptr + q_size)
+                or (k_ptr < high and low < k_ptr + k_size)
+                or (v_ptr < high and low < v_ptr + v_size)
                 or (mask_ptr < high and low < mask_end)
                 or (sinks_ptr < high and low < sinks_end)
             ):
                 return None
     if out is None:
-        out = known.empty((num_rows, *known.row_shape))
+        out = known.empty((plan.batch.num_rows, *known.row_shape))
         o_ptr = known.address(out)
     if return_lse and lse is None:
-        lse = known.empty_lse((num_rows, known.row_shape[0]))
+        lse = known.empty_lse((plan.batch.num_rows, known.row_shape[0]))
         lse_ptr = known.address(lse)
     if lse_ptr or sinks_ptr or mask_ptr:
         optional = _pack_optional(lse_ptr, mask_ptr, sinks_ptr, 0, 0, 0)
     else:
         optional = params.NO_OPTIONAL
-    prepared.launcher.launch(
-        prepared.schedule,
-        prepared.words,
-        workspace,
-        q_ptr,
-        k_ptr,
-        v_ptr,
-        o_ptr,
-        optional,
-        known.strides,
-        plan.page_ids,
-        mask_end - mask_ptr,
-        known.output_scale,
-        known.sm_scale,
-        known.current_stream(),
-    )
+    last.bound.launch(q_ptr, k_ptr, v_ptr, o_ptr, optional, known.current_stream())
     return (out, lse) if return_lse else out
 
 
-def _look(seen: tuple[Any, ...], scales: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
+def _find(
+    plan: Plan, workspace: int, seen: tuple[Any, ...], scales: tuple[Any, ...]
+) -> _LastRun | None:
+    """A run of this plan that looks like an earlier one, which it becomes from now on."""
+    geometry, batch = plan.geometry, plan.batch
+    axis = geometry.kv_axis
+    known = geometry.looks.get(_look(plan, seen, scales))
+    prepared = None if known is None else plan.prepared.get(known.variant)
+    q_shape, _, k_shape, _, v_shape, _, o_shape, _, lse_shape, *_ = seen
+    num_rows, num_keys = batch.num_rows, k_shape[axis]
+    if (
+        known is None
+        or prepared is None
+        or q_shape[0] != num_rows
+        or v_shape[axis] not in (num_keys, None)
+        or o_shape[0] not in (num_rows, None)
+        or lse_shape[0] not in (num_rows, None)
+        or not num_rows
+        or not num_keys
+        or num_keys <= batch.max_page
+        or num_keys < batch.num_keys
+    ):
+        return None
+    (q_n, q_0), (k_n, k_0), (v_n, v_0), (o_n, o_0), (lse_n, lse_0) = known.reach
+    sizes = (
+        *(q_n * num_rows + q_0, k_n * num_keys + k_0, v_n * num_keys + v_0),
+        *(o_n * num_rows + o_0, lse_n * num_rows + lse_0),
+    )
+    bound = bind(plan, prepared, workspace, known.strides, known.factors)
+    # Another thread may be doing the same.
+    found = plan.last_run = _LastRun(seen, scales, workspace, known, sizes, bound)
+    return found
+
+
+def bind(
+    plan: Plan, prepared: Prepared, workspace: int, strides: bytes, factors: tuple[float, float]
+) -> BoundRun:
+    """What runs of a plan enqueue; factors: (scale of the logits, scale of the output)."""
+    mask_ptr, mask_end = plan.mask_range
+    return prepared.launcher.bind(
+        prepared.schedule,
+        prepared.words,
+        workspace,
+        strides,
+        plan.page_ids,
+        mask_end - mask_ptr,
+        factors[1],
+        factors[0],
+    )
+
+
+def _look(plan: Plan, seen: tuple[Any, ...], scales: tuple[Any, ...]) -> tuple[Any, ...]:
     """What of a run decides whether it passes the checks, besides addresses and lengths.
 
     seen: shape and look of q, k, v, out, lse and sinks, and the rest.
     """
+    axis = plan.geometry.kv_axis
     q_shape, q, k_shape, k, v_shape, v, o_shape, o, lse_shape, lse, *sinks_and_rest = seen
     return (
         *(q_shape[1:], q, k_shape[1 - axis], k_shape[2:], k, v_shape[1 - axis], v_shape[2:], v),
-        *(o_shape[1:], o, lse_shape[1:], lse, *sinks_and_rest, scales),
+        *(o_shape[1:], o, lse_shape[1:], lse, *sinks_and_rest, scales, plan.framework),
     )
 
 
@@ -231,23 +262,20 @@ def remember(
     q, k, v, out, lse, sinks = given
     seen: list[Any] = []
     for x in (q, k, v, out, lse, sinks):
-        seen += _ABSENT if x is None else read(x)[1:]
+        seen += (_NO_SHAPE, None) if x is None else read(x)[1:]
     looks = plan.geometry.looks
     if len(looks) >= _MAX_LOOKS:
         looks.clear()
     _reader_of[type(q)] = read
     pointers = [vq.ptr, keys.k.ptr, 0 if v is None else keys.v.ptr, 0 if out is None else vout.ptr]
     is_aligned = not any(pointer & 15 for pointer in pointers)
-    seen += return_lse, is_aligned, framework
-    looks[_look(tuple(seen), scales, axis)] = _Known(
+    seen += return_lse, is_aligned
+    looks[_look(plan, tuple(seen), scales)] = _Known(
         variant=variant,
         v_offset=keys.v.ptr - keys.k.ptr,
-        reach=tuple(number for pair in pairs[:3] for number in pair),
-        reach_out=pairs[3],
-        reach_lse=pairs[4],
+        reach=tuple(pairs),
         strides=strides,
-        sm_scale=factors[0],
-        output_scale=factors[1],
+        factors=factors,
         row_shape=(plan.geometry.num_qo_heads, plan.geometry.problem.head_dim_vo),
         empty=array.allocator(plan.geometry.problem.dtype_o, vq),
         empty_lse=array.allocator(dtypes.float32, vq),

@@ -11,7 +11,7 @@ from ._batch import BatchWrapper, Plan
 from ._batch_cascade_cpu import attend_levels
 from ._batch_geometry import Geometry, Variant
 from ._batch_keys import Keys, planned, view_paged, view_ragged
-from ._batch_repeat import remember, repeat
+from ._batch_repeat import bind, remember, repeat
 from ._batch_requests import Batch
 from ._geometry import are_rows_aligned
 from ._wrapper import same_device
@@ -45,7 +45,7 @@ def run(
     return_lse: bool,
 ) -> Any:
     """The answer of a batch: out, or (out, lse). For one tensor of pages v is None."""
-    plan = wrapper._require_plan()
+    plan = wrapper._current or wrapper._require_plan()
     answer = repeat(plan, wrapper._workspace.ptr, q, k, v, out, lse, sinks, scales, return_lse)
     if answer is not None:
         return answer
@@ -228,22 +228,9 @@ def _launch(
     mask = plan.mask.view
     optional = [extras.get("lse"), mask]
     optional += [extras.get(n) for n in ("sinks", "scale_q", "scale_k", "scale_v")]
-    prepared.launcher.launch(
-        prepared.schedule,
-        prepared.words,
-        wrapper._workspace.ptr,
-        vq.ptr,
-        keys.k.ptr,
-        keys.v.ptr,
-        vout.ptr,
-        params.OPTIONAL.pack(*(0 if v is None else v.ptr for v in optional)),
-        strides,
-        plan.page_ids,
-        0 if mask is None else mask.shape[0],
-        factors[1],
-        factors[0],
-        stream,
-    )
+    addresses = params.OPTIONAL.pack(*(0 if v is None else v.ptr for v in optional))
+    bound = bind(plan, prepared, wrapper._workspace.ptr, strides, factors)
+    bound.launch(vq.ptr, keys.k.ptr, keys.v.ptr, vout.ptr, addresses, stream)
     array.release(vq, vq, *used)
 
 

@@ -31,7 +31,8 @@ from ..schedule.levels import Levels, level_limits, level_tables, require_room
 from ..schedule.mixed import Device, MixedPlan, combine, estimate, plan_mixed, state_offsets
 from . import merge_levels, merge_splits, params
 from .attention import LOG2_E, SLACK, AttentionOptions, LoadedKernel, load_kernel, load_mixed
-from .enqueue import Launch, cuda, enqueue
+from .bound import BoundRun
+from .enqueue import Launch, cuda
 from .tiles import DECODE, MOST_ROWS, ROW_CLASSES, VERIFY, TileConfig, row_class
 
 _WORDS = 12
@@ -462,41 +463,28 @@ class BatchLauncher:
         end = counters + 4 * room.counters * heads
         return part, _round_up(end), _round_up(partial_lse + lse_bytes)
 
-    def launch(
+    def bind(
         self,
         schedule: BatchSchedule,
         words: int,
         workspace: int,
-        q: int,
-        k: int,
-        v: int,
-        o: int,
-        optional: bytes,
         strides: bytes,
         kv_indices: int,
         mask_bytes: int,
         output_scale: float,
         sm_scale: float,
-        stream: int,
-    ) -> None:
-        """Enqueue one run on arrays at these addresses.
+    ) -> BoundRun:
+        """What runs on arrays of these strides enqueue, as long as nothing else moves either.
 
-        `optional` and `strides` are params.OPTIONAL and params.STRIDES, packed. The scales are
-        those of the options times what the run adds to them.
+        `strides` are params.STRIDES, packed. The scales are those of the options times what the run
+        adds to them.
         """
-        arguments = params.this_thread.launch_buffer
+        steps: list[tuple[Launch, bytes]] = []
         positions = 0 if schedule.positions < 0 else words + schedule.positions
         for part in schedule.parts:
             for launch, first_item in part.launches or _NO_LAUNCHES:
                 key = first_item, sm_scale, output_scale
-                params.ATTENTION.pack_into(
-                    arguments.buffer,
-                    arguments.offset,
-                    q,
-                    k,
-                    v,
-                    o,
-                    optional,
+                planned = params.PLANNED.pack(
                     workspace + part.partial_o,
                     workspace + part.partial_lse,
                     words + part.counters,
@@ -510,9 +498,10 @@ class BatchLauncher:
                     self._packed.get(key) or self._constants(*key),
                 )
                 if launch is not None:
-                    enqueue(launch, arguments, self.device_index, stream)
+                    steps.append((launch, planned))
             if part.merge is not None:
-                enqueue(part.merge, arguments, self.device_index, stream)
+                steps.append((part.merge, planned))
+        return BoundRun(tuple(steps), self.device_index)
 
     def _constants(self, first_item: int, sm_scale: float, output_scale: float) -> bytes:
         """What is the same for all runs with these scales."""

@@ -21,6 +21,11 @@ ATTENTION = struct.Struct(
     f"<4Q {OPTIONAL.size}s 7Q {STRIDES.size}s q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"
 )
 NO_OPTIONAL = bytes(OPTIONAL.size)
+# The same struct where a run fills in what its plan does not decide: q, k, v, o; OPTIONAL; PLANNED.
+PLANNED = struct.Struct(
+    f"<7Q {STRIDES.size}s q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"  # from partial_o on
+)
+RUN = struct.Struct(f"<4Q {OPTIONAL.size}s {PLANNED.size}s")
 
 # kernels/cupyattn/params/rotate_keys.cuh, the table of RoPE steps included.
 ROTATE_KEYS = struct.Struct(f"<2Q 2q 2i {4 * MAX_ROPE_PAIRS}s")

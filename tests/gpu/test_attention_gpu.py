@@ -13,6 +13,7 @@ import pytest
 from helpers import cases, compare, gpu_cases, poison
 from helpers.cases import Case
 from helpers.gpu_calls import Call, download, raw, run_case, upload
+from helpers.share import some
 
 import cupyattn
 
@@ -52,23 +53,23 @@ def run_all(made: list[tuple[Case, bool]]) -> None:
 
 @blocks(gpu_cases.NUM_CLASSED)
 def test_random_options_of_few_kernels(first: int) -> None:
-    run_all([(gpu_cases.classed(seed), False) for seed in range(first, first + BLOCK)])
+    run_all([(gpu_cases.classed(seed), False) for seed in range(first, first + some(BLOCK))])
 
 
 @blocks(gpu_cases.NUM_FREE)
 def test_random_everything(first: int) -> None:
-    run_all([(gpu_cases.free(seed), False) for seed in range(first, first + BLOCK)])
+    run_all([(gpu_cases.free(seed), False) for seed in range(first, first + some(BLOCK))])
 
 
 @blocks(gpu_cases.NUM_DECODE)
 def test_random_decode(first: int) -> None:
-    last = min(first + BLOCK, gpu_cases.NUM_DECODE)
+    last = min(first + some(BLOCK), gpu_cases.NUM_DECODE)
     run_all([(gpu_cases.decode(seed), True) for seed in range(first, last)])
 
 
 @blocks(gpu_cases.NUM_SPLIT)
 def test_random_splits(first: int) -> None:
-    last = min(first + BLOCK, gpu_cases.NUM_SPLIT)
+    last = min(first + some(BLOCK), gpu_cases.NUM_SPLIT)
     run_all([(gpu_cases.split(seed), False) for seed in range(first, last)])
 
 
@@ -229,7 +230,7 @@ def test_visible_nan_shows(which: str, family: str) -> None:
 
 def test_a_decode_loop_reads_no_further_than_the_cache_is_filled() -> None:
     """The cache grows by a token a step, through tile edges; what is not yet written is NaN."""
-    heads, kv_heads, dim, steps = 8, 2, 128, 300
+    heads, kv_heads, dim, steps = 8, 2, 128, some(300)
     rng = np.random.default_rng(0)
     bf16 = np.dtype(gpu_cases.PLAIN.out_dtype)
     tokens = rng.standard_normal((2, steps, kv_heads, dim)).astype(bf16)

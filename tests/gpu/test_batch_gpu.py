@@ -10,6 +10,7 @@ import pytest
 from helpers import batch_calls, batches, compare, lowprec, poison
 from helpers.batch_cases import NUM_CASES, random_case
 from helpers.gpu_calls import download, raw, upload
+from helpers.share import some
 
 import cupyattn
 from cupyattn.errors import ArgumentError, UnsupportedError, WorkspaceError
@@ -44,7 +45,7 @@ def workspace(xp: ModuleType, size: int = 128 << 20) -> Any:
 @pytest.mark.parametrize("first", range(0, NUM_CASES, BLOCK))
 def test_random_batches(first: int) -> None:
     failures = []
-    for seed in range(first, first + BLOCK):
+    for seed in range(first, first + some(BLOCK)):
         xp = framework(seed // 3)
         try:
             batch_calls.run_case(random_case(seed), xp, workspace(xp))
@@ -135,6 +136,7 @@ def test_jax_queries_over_a_jax_cache() -> None:
     check(tuple(host), b)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["one", "pair"])
 @pytest.mark.parametrize("q_len", [1, 40])
@@ -196,7 +198,7 @@ def test_runs_repeat_bit_for_bit(q_len: int) -> None:
     w.plan(b.qo_indptr, *b.table, 8, 2, 128, 16, causal=True)
     q, cache = upload(b.q, cupy), upload(b.one_tensor(), cupy)
     first = [download(x) for x in w.run(q, cache, return_lse=True)]
-    for _ in range(100):
+    for _ in range(some(100)):
         for a, x in zip(first, w.run(q, cache, return_lse=True), strict=True):
             compare.assert_bitwise_equal(a, download(x), "a repeated run")
 

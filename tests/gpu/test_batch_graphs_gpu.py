@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import batches, compare
 from helpers.gpu_calls import download, raw, upload
+from helpers.share import some
 
 import cupyattn
 
@@ -112,12 +113,12 @@ def test_replays_follow_the_plans(torch: Any, name: str, kind: str) -> None:
     run = lambda: graph_wrapper.run(q, cache, out=out, lse=lse, return_lse=True)  # noqa: E731
     run()
     replay = capture(torch, xp, run)
-    for step in range(100):
+    for step in range(some(100)):
         table: list[Any] = random_table(rng, count)
         if step % 2:
             table[1] = upload(table[1], xp)
         plan(graph_wrapper, table)
-        for _ in range(10):
+        for _ in range(some(10)):
             raw(out)[...] = 0
             replay()
         plan(eager, table)
@@ -176,7 +177,7 @@ def test_masks_change_between_replays(torch: Any) -> None:
     plan()
     graph_wrapper.run(q, cache, out=out)
     replay = capture(torch, torch, lambda: graph_wrapper.run(q, cache, out=out))
-    for step in range(60):
+    for step in range(some(60)):
         plan()
         replay()
         same(out, eager.run(q, cache), step)
@@ -195,7 +196,7 @@ def test_ragged_lengths_change_between_replays(torch: Any) -> None:
     w.plan(batches.offsets([50] * 4), batches.offsets([700] * 4), *sizes, causal=True)
     w.run(q, k, v, out=out)
     replay = capture(torch, torch, lambda: w.run(q, k, v, out=out))
-    for step in range(60):
+    for step in range(some(60)):
         qo_len = rng.multinomial(int(rng.integers(0, most_rows)), [0.25] * 4)
         kv_len = rng.multinomial(int(rng.integers(0, most_keys)), [0.25] * 4)
         indptr = batches.offsets(list(qo_len)), batches.offsets(list(kv_len))
@@ -227,7 +228,7 @@ def test_plans_against_runs_in_flight(torch: Any, count: int, ids: str) -> None:
         wanted.append(w.run(q, cache).clone())
     chunk = 50
     outs = torch.empty((chunk, *q.shape), dtype=q.dtype, device=q.device)
-    for first in range(0, count, chunk):
+    for first in range(0, some(count), chunk):
         order = rng.integers(0, len(tables), chunk)
         if first % 1000 == 0:
             torch.cuda._sleep(_WAIT)
@@ -249,7 +250,7 @@ def test_two_wrappers_on_two_streams(torch: Any) -> None:
         wrappers[0].plan(*table, *SIZES)
         wanted.append(wrappers[0].run(q, cache).clone())
     torch.cuda.synchronize()
-    for round_ in range(40):
+    for round_ in range(some(40)):
         outs = []
         for stream, wrapper in zip(streams, wrappers, strict=True):
             with torch.cuda.stream(stream):
@@ -304,7 +305,7 @@ def test_many_layers_share_a_plan(torch: Any) -> None:
     forward()
     replay = capture(torch, torch, forward)
     eager = cupyattn.BatchDecodeWithPagedKVCacheWrapper(scratch(torch))
-    for step in range(50):
+    for step in range(some(50)):
         table = random_table(rng, 8)
         w.plan(*table, *SIZES)
         replay()

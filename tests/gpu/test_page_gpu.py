@@ -12,6 +12,7 @@ from helpers import page_cases, poison
 from helpers.gpu_calls import download, raw, upload
 from helpers.page_cases import DTYPES, Append, AppendCase
 from helpers.page_faults import STRAY, random_case, spoil
+from helpers.share import some
 
 import cupyattn
 from cupyattn import dtypes, paging
@@ -76,7 +77,7 @@ def test_every_form(xp: ModuleType, page_size: int, form: str, kv_layout: str) -
 
 @pytest.mark.parametrize("first", range(0, NUM_RANDOM, PER_TEST))
 def test_random_appends(torch: Any, first: int) -> None:
-    for seed in range(first, first + PER_TEST):
+    for seed in range(first, first + some(PER_TEST)):
         run_and_check(random_case(seed), (cupy, torch)[seed % 2])
 
 
@@ -160,6 +161,7 @@ def test_int64_indices_are_refused(xp: ModuleType) -> None:
 # --- far offsets ---
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16"])
 def test_a_cache_of_more_elements_than_31_bits_count(dtype: str) -> None:
     page_size, heads, dim = 16, 8, 128
@@ -186,6 +188,7 @@ def test_a_cache_of_more_elements_than_31_bits_count(dtype: str) -> None:
     assert not any(bool(pool[i : i + 4096].any()) for i in range(0, num_pages, 4096))
 
 
+@pytest.mark.large
 def test_more_rows_than_32_bits_count() -> None:
     heads = 2**20
     nnz = 2**32 // heads + 3

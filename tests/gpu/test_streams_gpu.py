@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers import cases, compare, gpu_cases
 from helpers.gpu_calls import Call, download, raw, upload
+from helpers.share import some
 
 import cupyattn
 
@@ -108,7 +109,7 @@ def test_interleaved_streams_share_no_scratch(torch: Any, name: str) -> None:
     streams = [torch.cuda.Stream() for _ in calls]
     wanted = expected(calls[0], calls[0].inputs)
     torch.cuda.synchronize()
-    for _ in range(60):
+    for _ in range(some(60)):
         for call, stream in zip(calls, streams, strict=True):
             with torch.cuda.stream(stream):
                 call.run()
@@ -196,7 +197,7 @@ def test_torch_graph_replays_beside_eager_calls(torch: Any, name: str) -> None:
     with torch.cuda.graph(graph):
         captured.run()
     side = torch.cuda.Stream()
-    for _ in range(50):
+    for _ in range(some(50)):
         with torch.cuda.stream(side):
             graph.replay()
         eager.run()
@@ -275,6 +276,7 @@ def test_a_decode_loop_over_growing_lengths() -> None:
         compare.assert_close(*host, *ref, *low, what=case, p_dtype=bf16)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("far", ["token", "head"])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
@@ -316,6 +318,7 @@ def spread(x: np.ndarray, axis: int) -> Any:
     return view.view(x.dtype)
 
 
+@pytest.mark.large
 def test_more_row_tiles_than_a_grid_is_high() -> None:
     """Rows that repeat, so that their answers do too."""
     period, dim = 1000, 8
@@ -332,6 +335,7 @@ def test_more_row_tiles_than_a_grid_is_high() -> None:
     assert (bits == bits[0]).all(), "answers differ from one repetition to the next"
 
 
+@pytest.mark.large
 def test_a_mask_of_more_bits_than_32_bits_count() -> None:
     """All but a few keys of the last rows are hidden, behind more than 2^31 bits."""
     qo_len, kv_len, dim = 4100, 2**19 + 7, 64

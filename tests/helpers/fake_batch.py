@@ -90,7 +90,7 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
 
     monkeypatch.setattr(array, "allocator", allocator)
     monkeypatch.setattr(packbits, "launch", lambda *a: _packbits(stream, *a))
-    monkeypatch.setattr(batch.BatchLauncher, "launch", lambda *a: _launch(stream, *a))
+    monkeypatch.setattr(batch.BatchLauncher, "bind", lambda *a: BoundRun(stream, *a))
     forget()
     return stream
 
@@ -137,10 +137,17 @@ def _packbits(stream: Stream, bits: Any, packed: Any, begins: Any, starts: Any, 
     stream.add(job)
 
 
-def _launch(stream: Stream, launcher: Any, schedule: Any, *args: Any) -> None:
-    assert args[-1] == fake_gpu.STREAM
-    stream.launches += 1
-    stream.add(lambda: _compute(launcher, schedule, *args))
+class BoundRun:
+    """A run that computes with the reference, when the stream gets to it."""
+
+    def __init__(self, stream: Stream, *plan: Any) -> None:
+        self._stream, self._plan = stream, plan
+
+    def launch(self, *args: Any) -> None:
+        *arrays, raw = args
+        assert raw == fake_gpu.STREAM
+        self._stream.launches += 1
+        self._stream.add(lambda: _compute(*self._plan, *arrays))
 
 
 def _compute(
@@ -148,17 +155,16 @@ def _compute(
     schedule: Any,
     words: int,
     workspace: int,
-    q: int,
-    k: int,
-    v: int,
-    o: int,
-    optional: bytes,
     strides: bytes,
     kv_indices: int,
     mask_bytes: int,
     output_scale: float,
     sm_scale: float,
-    raw: int,
+    q: int,
+    k: int,
+    v: int,
+    o: int,
+    optional: bytes,
 ) -> None:
     assert words % 16 == 0 and workspace % 16 == 0
     on_device = memory(words, np.dtype(np.int32), schedule.words.size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -94,23 +93,6 @@ def test_the_event_is_recorded_though_a_copy_fails(
 
 
 # --- what it costs ---
-
-
-def test_a_run_runs_few_functions(device: fake_batch.Device) -> None:
-    """The general way runs many times as many."""
-    b = batches.make([1, 1], [9, 30], 4)
-    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
-    w.plan(*b.table, HQ, HKV, D, 4)
-    q, cache, out = device.put(b.q), device.put(b.one_tensor()), device.put(b.q)
-    pair = cache[:, 0], cache[:, 1]
-    calls: list[Callable[[], Any]] = [
-        lambda: w.run(q, cache, out=out),
-        lambda: w.run(q, pair, out=out),
-        lambda: w.run(q, cache, out=out, k_scale=0.5),
-    ]
-    for call in calls:
-        assert count_functions(call) > 30
-        assert count_functions(call) <= 10
 
 
 def test_a_plan_reads_no_request_by_itself(device: fake_batch.Device) -> None:
