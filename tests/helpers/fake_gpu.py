@@ -28,6 +28,7 @@ from cupyattn.launch import (
     enqueue,
     get_batch_indices_positions,
     get_seq_lens,
+    merge_levels,
     merge_splits,
     params,
     rotate_keys,
@@ -127,6 +128,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     for module in (attention, batch):
         monkeypatch.setattr(module, "load_kernel", load_kernel)
+    # Its kernels are of one kind each; those of two run in the emulator.
+    monkeypatch.setattr(batch, "load_mixed", lambda *_: None)
     monkeypatch.setattr(enqueue, "cuda", lambda: fake.api)
     monkeypatch.setattr(append_paged_kv_cache, "cuda", lambda: fake.api)
     monkeypatch.setattr(scratch, "cuda", lambda: fake.api)
@@ -136,7 +139,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(_readers, "_CUDA", (array.Device("cuda", 0),) * 2)
     props = SimpleNamespace(arch="sm_90a")
     paging = (append_paged_kv_cache, get_batch_indices_positions, get_seq_lens)
-    for module in (merge_splits, rotate_keys, *paging):
+    for module in (merge_levels, merge_splits, rotate_keys, *paging):
         monkeypatch.setattr(module, "device_props", lambda index: props)
     monkeypatch.setattr(jit, "load", lambda name, *_: SimpleNamespace(function=name))
     return fake
