@@ -288,10 +288,11 @@ class BatchWrapper:
             plan.prepared[variant] = Prepared(launcher, schedule, words, self._words.view)
         views = []
         if on_device is not None:
-            array.acquire(self._workspace, on_device)
             held = int32_on_device(on_device, "kv_indices")
+            array.acquire(self._workspace, held)
             if buffers.kv_indices is not None:
                 buffers.copy_page_ids(held, batch.num_page_ids, stream)
+                array.release(self._workspace, held)
             else:
                 plan.page_ids = held.ptr
                 views.append(held)

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import _batch_geometry, array, dtypes
 from ._batch import BatchWrapper, Plan
-from ._batch_geometry import Geometry, PlanOptions
+from ._batch_geometry import Geometry, PlanOptions, Variant
 from ._batch_graph import GraphBuffers
 from ._batch_mask import NO_MASK, Mask
 from ._batch_requests import Batch
@@ -22,9 +22,9 @@ from ._cascade_levels import (
     join_levels,
     read_levels,
 )
-from ._wrapper import refuse_capture
+from ._wrapper import copy_on_device, refuse_capture, same_device
 from .errors import ArgumentError, PlanError, UnsupportedError
-from .launch.batch import Capacity
+from .launch.batch import BatchLauncher, BatchSchedule, Capacity
 
 _BUFFERS = (
     "qo_indptr_buf_arr",
@@ -151,6 +151,8 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper):
         Raises ArgumentError, UnsupportedError, WorkspaceError (naming the bytes it needs) or
         PlanError (naming what a captured graph keeps); the last plan then stays in force.
         """
+        if self._workspace.device.kind == "cuda" and not self._is_probe:
+            self._refuse_capture()
         page_size = _batch_geometry.count(page_size, "page_size")
         arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
         parts = read_levels(arrays, self._num_levels, page_size, self._is_debugging())
@@ -185,6 +187,9 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper):
                 f"and {own.kv_len[at]} keys of its own; where positions count (window_left, RoPE, "
                 "ALiBi), a causal request needs at least as many keys as rows in the last level"
             )
+        for level, part in enumerate(parts):
+            name = f"paged_kv_indices_arr[{level}]"
+            same_device(self._workspace, **{name: part.page_ids_device})
         batch = join_levels(parts, options.causal, is_relative)
         self._install(given, self._choose(geometry, batch), NO_MASK, (0, True))
 
@@ -216,9 +221,12 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper):
             batch.page_ids = join_ids_on_host(parts)
             return batch
         stream = self._current_stream()
-        refuse_capture(stream, "plan()", "call it before the capture, and between replays")
         batch.page_ids_device = join_ids_on_device(parts, self._workspace, stream)
         return batch
+
+    def _refuse_capture(self) -> None:
+        stream = self._current_stream()
+        refuse_capture(stream, "plan()", "call it before the capture, and between replays")
 
     def _freeze(
         self, given: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
@@ -249,12 +257,29 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper):
         )
 
     def _host_parts(self, plan: Plan) -> list[tuple[np.ndarray, int]]:
-        parts = []
+        parts, ids, end = [], plan.batch.page_ids, 0
         for buffers, part in zip(self._level_buffers, plan.batch.parts, strict=False):
             parts += buffers.host_parts(part, NO_MASK)
-            if part.page_ids is not None and buffers.kv_indices is not None:
-                parts.append((part.page_ids[: part.num_page_ids], buffers.kv_indices.ptr))
+            begin, end = end, end + part.num_page_ids
+            if ids is not None and buffers.kv_indices is not None:
+                parts.append((ids[begin:end], buffers.kv_indices.ptr))
         return parts
+
+    def _upload(self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]]) -> None:
+        super()._upload(plan, made)
+        # What came from the device goes to the caller's buffers from there.
+        joined, stream, before = plan.batch.page_ids_device, self._current_stream(), 0
+        for buffers, part in zip(self._level_buffers, plan.batch.parts, strict=False):
+            if joined is not None and buffers.kv_indices is not None:
+                target, size = buffers.kv_indices.ptr, 4 * part.num_page_ids
+                copy_on_device(target, joined.ptr + before, size, joined.device.index, stream)
+                before += size
+            buffers.copy_last_page_len(part, stream)
+
+    def _keep_on_cpu(self, plan: Plan) -> None:
+        super()._keep_on_cpu(plan)
+        for buffers, part in zip(self._level_buffers, plan.batch.parts, strict=False):
+            buffers.fill_on_cpu(part, NO_MASK)
 
     def run(
         self,

@@ -9,7 +9,7 @@ import numpy as np
 from . import array, dtypes
 from ._batch_mask import Mask
 from ._batch_requests import Batch
-from ._wrapper import copy_on_device, same_device
+from ._wrapper import copy_on_device, int32_on_device, same_device
 from .array import ArrayView
 from .errors import ArgumentError, PlanError
 from .match import require_contiguous_last, require_dtype
@@ -148,8 +148,11 @@ class GraphBuffers:
 
     def copy_last_page_len(self, batch: Batch, stream: int) -> None:
         v, target = batch.last_page_len_device, self._views.get("last_page_len")
-        if v is not None and target is not None and v.dtype is dtypes.int32:
-            copy_on_device(target.ptr, v.ptr, 4 * batch.num_requests, v.device.index, stream)
+        if v is not None and target is not None:
+            held = int32_on_device(v, self._names["last_page_len"])
+            array.acquire(target, held)
+            copy_on_device(target.ptr, held.ptr, 4 * batch.num_requests, v.device.index, stream)
+            array.release(target, held)
 
     def fill_on_cpu(self, batch: Batch, mask: Mask) -> None:
         values = {

@@ -38,6 +38,7 @@ class BatchAttention(BatchWrapper):
         self._kv_layout = _options.kv_layout(kv_layout)
         self._device = _parse_device(device)
         self._current: Plan | None = None
+        self._is_graph = self._is_probe = False
         self._outgrown: list[ArrayView] = []
 
     def plan(
@@ -78,8 +79,11 @@ class BatchAttention(BatchWrapper):
             raise UnsupportedError("use_profiler: kernels are not instrumented; pass False")
         page_size = _batch_geometry.count(page_size, "page_size")
         if not hasattr(self, "_workspace"):
-            workspace = _make_workspace(self._device, kv_indices, kv_indptr, qo_indptr, kv_len_arr)
+            is_probe = self._is_probe
+            tables = (kv_indices, kv_indptr, qo_indptr, kv_len_arr)
+            workspace = _make_workspace(self._device, tables)
             super().__init__(workspace, self._kv_layout, False, {}, "auto", None)
+            self._is_probe = is_probe
         arrays = kv_indptr, kv_indices, kv_len_arr
         is_debugging = self._is_debugging()
         batch = read_paged_lengths(read_rows(qo_indptr), *arrays, page_size, _NAMES, is_debugging)
@@ -176,9 +180,10 @@ def _parse_device(device: Any) -> Device:
     return Device("cuda", int(index) if index else -1)
 
 
-def _make_workspace(device: Device, *arrays: Any) -> Any:
-    """On the device, in the framework of the arrays: torch's if one is, else CuPy's or NumPy's."""
-    views = [array.view(x, "plan()") for x in arrays]
+def _make_workspace(device: Device, tables: tuple[Any, ...]) -> Any:
+    """On the device, in the framework of the tables: torch's if one is, else CuPy's or NumPy's."""
+    names = ("kv_indices", "kv_indptr", "qo_indptr", "kv_len_arr")
+    views = [array.view(x, name) for x, name in zip(tables, names, strict=True)]
     if device.kind == "cuda" and device.index < 0:
         on_gpu = [v.device for v in views if v.device.kind == "cuda"]
         device = on_gpu[0] if on_gpu else Device("cuda", cuda().get_device())

@@ -10,7 +10,7 @@ import numpy as np
 from . import array, dtypes
 from ._batch_requests import Batch, PageNames, read_paged, read_rows
 from ._geometry import MAX_LENGTH
-from ._wrapper import copy_on_device, int32_on_device, same_device
+from ._wrapper import copy_on_device, int32_on_device
 from .array import ArrayView
 from .errors import ArgumentError, UnsupportedError
 from .schedule.batch import BatchRequests
@@ -45,7 +45,8 @@ def read_levels(
 def join_levels(parts: tuple[Batch, ...], causal: bool, is_relative: bool) -> Batch:
     """One batch of the requests of all levels that have rows and keys; page ids are the caller's.
 
-    is_relative: more than causality depends on where among its keys a row is.
+    is_relative: more than causality depends on where among its keys a row is, and so every level
+    has to be a refinement of the one before.
     """
     has_positions = causal or is_relative
     last = parts[-1]
@@ -55,7 +56,9 @@ def join_levels(parts: tuple[Batch, ...], causal: bool, is_relative: bool) -> Ba
             f"paged_kv_indptr_arr: {ids_before[-1]} pages in all; at most {MAX_LENGTH} are "
             "supported"
         )
-    offsets = _key_offsets(parts) if has_positions else None
+    offsets = None
+    if has_positions:
+        offsets = _key_offsets(parts) if is_relative else _offsets_behind(parts)
     fields: list[list[np.ndarray]] = [[], [], [], [], [], []]
     for level, (part, before) in enumerate(zip(parts, ids_before[:-1], strict=True)):
         own = part.requests
@@ -66,9 +69,9 @@ def join_levels(parts: tuple[Batch, ...], causal: bool, is_relative: bool) -> Ba
         for field, value in zip(fields, values, strict=True):
             field.append(value[keep])
     qo_len, kv_len, q_start, kv_start, level_of, key_offset = map(np.concatenate, fields)
-    requests = BatchRequests(
-        qo_len, kv_len, q_start, kv_start, key_offset=None if offsets is None else key_offset
-    )
+    requests = BatchRequests(qo_len, kv_len, q_start, kv_start)
+    if offsets is not None:
+        requests.key_offset, requests.is_shared = key_offset, level_of < len(parts) - 1
     positions = None if offsets is None else _positions(last, offsets[-1], causal)
     return Batch(
         requests,
@@ -106,6 +109,21 @@ def _key_offsets(parts: tuple[Batch, ...]) -> list[np.ndarray]:
     return offsets
 
 
+def _offsets_behind(parts: tuple[Batch, ...]) -> list[np.ndarray]:
+    """Offsets that put all rows behind the keys they share, whichever the levels are.
+
+    Enough for causality alone: the keys of the last level begin at 0.
+    """
+    *shared, last = (part.requests.kv_len for part in parts)
+    longest = last.max(initial=0) + max((x.max(initial=0) for x in shared), default=0)
+    if longest > MAX_LENGTH:
+        raise UnsupportedError(
+            f"paged_kv_indptr_arr: requests of two levels have {longest} keys; a causal cascade "
+            f"supports at most {MAX_LENGTH}"
+        )
+    return [*(-x for x in shared), np.zeros_like(last)]
+
+
 def _positions(last: Batch, key_offset: np.ndarray, causal: bool) -> np.ndarray:
     """The place of every row among its keys: the rows of a request are the last of its keys.
 
@@ -140,11 +158,11 @@ def join_ids_on_device(parts: tuple[Batch, ...], workspace: ArrayView, stream: i
     for part in parts:
         ids = part.page_ids_device
         assert ids is not None
-        same_device(workspace, paged_kv_indices_arr=ids)
-        array.acquire(workspace, ids)
         held = int32_on_device(ids, "paged_kv_indices_arr")
+        array.acquire(workspace, held)
         size = 4 * part.num_page_ids
         copy_on_device(address, held.ptr, size, held.device.index, stream)
+        array.release(workspace, held)
         address += size
     return joined
 
@@ -155,8 +173,8 @@ def flatten(
     """The last level's requests over the pages of all levels, and where in the joined ids each of
     these pages is.
 
-    None if that is another question: the levels do not nest, a shared part ends within a page, or
-    causality would reach into shared keys.
+    None if that is another question: the levels do not nest, a shared part ends within a page,
+    causality would reach into shared keys, or a row has more keys than a request may have.
     """
     last = parts[-1].requests
     has_rows = last.qo_len > 0
@@ -187,5 +205,7 @@ def flatten(
     shared_pages = np.sum(counts[:-1], axis=0) if len(counts) > 1 else 0
     own_first = np.concatenate([[0], ends])[:: len(parts)][: last.qo_len.size]
     kv_len = np.where(has_rows, last.kv_len + shared_pages * page_size, 0)
+    if kv_len.max(initial=0) > MAX_LENGTH:
+        return None
     requests = BatchRequests(last.qo_len, kv_len, last.q_start, own_first)
     return requests, np.repeat(starts, lengths) + within

@@ -50,6 +50,7 @@ class BatchRequests:
     mask_start  first byte of the packed mask, or None without one
     uniform     the length of all of qo_len, if q_start counts in steps of it; else -1
     key_offset  place of each one's first key where positions of rows count; None if all are 0
+    is_shared   bool: rows are behind all these keys, which causality hides from none; None if not
     """
 
     qo_len: np.ndarray
@@ -59,6 +60,7 @@ class BatchRequests:
     mask_start: np.ndarray | None = None
     uniform: int = -1
     key_offset: np.ndarray | None = None
+    is_shared: np.ndarray | None = None
 
     def qo_range(self) -> tuple[int, int]:
         """The least and the most of qo_len; (0, 0) for no requests."""
@@ -70,8 +72,8 @@ class BatchRequests:
 
     def select(self, chosen: np.ndarray) -> BatchRequests:
         """The requests at these indices."""
-        optional = self.mask_start, self.key_offset
-        mask_start, key_offset = (None if x is None else x[chosen] for x in optional)
+        optional = self.mask_start, self.key_offset, self.is_shared
+        mask_start, key_offset, is_shared = (None if x is None else x[chosen] for x in optional)
         return BatchRequests(
             self.qo_len[chosen],
             self.kv_len[chosen],
@@ -79,6 +81,7 @@ class BatchRequests:
             self.kv_start[chosen],
             mask_start,
             key_offset=key_offset,
+            is_shared=is_shared,
         )
 
 
@@ -264,18 +267,25 @@ def _spans(
     shape: TileShape,
     masking: Masking,
 ) -> np.ndarray:
-    """The keys from the first to the last that any row of a tile sees."""
+    """The keys from the first to the last that any row of a tile sees; of shared ones at most."""
     qo_len = requests.qo_len if tiles.request is None else requests.qo_len[tiles.request]
     first_row = 0 if tiles.first_row is None else tiles.first_row
+    is_shared = requests.is_shared
+    if is_shared is not None and tiles.request is not None:
+        is_shared = is_shared[tiles.request]
     begin: np.ndarray | int = 0
     end = kv_len
     if masking.causal:
         last_row = first_row + (shape.tile_q - 1)
         last = np.minimum(last_row // group_size, qo_len - 1)
         end = np.minimum(kv_len, last + (kv_len - qo_len + 1))
+        if is_shared is not None:
+            end = np.where(is_shared, kv_len, end)
     if masking.window_left >= 0:
         first = first_row // group_size
         begin = np.maximum(first + (kv_len - qo_len - masking.window_left), 0)
+        if is_shared is not None:
+            begin = np.where(is_shared, np.maximum(kv_len - masking.window_left, 0), begin)
         if masking.has_mask:
             begin = begin // shape.tile_kv * shape.tile_kv
     return np.maximum(end - begin, 0)
