@@ -20,7 +20,27 @@ _NAMES = PageNames("kv_indptr", "kv_indices", "kv_len_arr")
 _FIRST_WORKSPACE_BYTES = 32 << 20
 
 
-class BatchAttention(BatchWrapper):
+class OwnWorkspace(BatchWrapper):
+    """A batch wrapper whose float workspace is its own, and becomes larger as plans need it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._outgrown: list[ArrayView] = []
+
+    def _schedule_variant(
+        self, plan: Plan, variant: Variant
+    ) -> tuple[BatchLauncher, BatchSchedule]:
+        launcher, schedule = super()._schedule_variant(plan, variant)
+        need, have = schedule.workspace_bytes, self._workspace.shape[0]
+        if need > have and not self._is_probe:
+            # Launches on any stream may still use what was outgrown; sizes double, so it is little.
+            self._outgrown.append(self._workspace)
+            larger = array.empty((max(need, 2 * have),), dtypes.uint8, self._workspace)
+            self._workspace = view_workspace(larger)
+        return launcher, schedule
+
+
+class BatchAttention(OwnWorkspace):
     """Attention of a batch in which some requests bring long chunks and others one token.
 
     kv_layout   "NHD" or "HND": pages [page_size, num_kv_heads, head_dim], or heads first.
@@ -39,7 +59,6 @@ class BatchAttention(BatchWrapper):
         self._device = _parse_device(device)
         self._current: Plan | None = None
         self._is_graph = self._is_probe = False
-        self._outgrown: list[ArrayView] = []
 
     def plan(
         self,
@@ -108,18 +127,6 @@ class BatchAttention(BatchWrapper):
             None,
         )
         self._install(given, batch, NO_MASK, (0, True))
-
-    def _schedule_variant(
-        self, plan: Plan, variant: Variant
-    ) -> tuple[BatchLauncher, BatchSchedule]:
-        launcher, schedule = super()._schedule_variant(plan, variant)
-        need, have = schedule.workspace_bytes, self._workspace.shape[0]
-        if need > have and not self._is_probe:
-            # Launches on any stream may still use what was outgrown; sizes double, so it is little.
-            self._outgrown.append(self._workspace)
-            larger = array.empty((max(need, 2 * have),), dtypes.uint8, self._workspace)
-            self._workspace = view_workspace(larger)
-        return launcher, schedule
 
     def run(
         self,
