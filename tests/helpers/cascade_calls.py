@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -26,13 +27,17 @@ _PAGE_SIZES = (1, 2, 4, 16, 16, 16, 64)
 _CAP = 20.0
 
 
+# The rows and the keys of its requests.
+Level = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class Case:
     """levels: for each, the rows and the keys of its requests, widest level first."""
 
     seed: int
     problem: Problem
-    levels: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    levels: tuple[Level, ...]
     page_size: int
     num_kv_heads: int
     group: int
@@ -44,6 +49,7 @@ class Case:
     is_pair: bool
     ids_on_device: bool
     with_out: bool
+    table_dtype: str = "int32"
 
     @property
     def num_qo_heads(self) -> int:
@@ -70,6 +76,9 @@ def random_case(seed: int) -> Case:
         if is_whole:
             shared_keys = [-(-n // page_size) * page_size for n in shared_keys]
         levels.insert(0, (tuple(shared_rows), tuple(shared_keys)))
+    is_relative = window_left >= 0 or problem.pos_encoding_mode != "NONE"
+    if len(levels) > 1 and not is_relative and rng.random() < 0.15:
+        levels[0] = _shifted(rng, levels[0])
     return Case(
         seed,
         problem,
@@ -85,6 +94,7 @@ def random_case(seed: int) -> Case:
         is_pair=bool(rng.random() < 0.5),
         ids_on_device=bool(rng.random() < 0.5),
         with_out=bool(rng.random() < 0.6),
+        table_dtype=pick(rng, ("int32", "int32", "int64")),
     )
 
 
@@ -98,6 +108,13 @@ def _group(rng: np.random.Generator, rows: tuple[int, ...]) -> tuple[list[int], 
         keys.append(int(rng.choice((0, 5, 64, 65, 129, 300, 700))))
         at += size
     return grouped, keys
+
+
+def _shifted(rng: np.random.Generator, level: Level) -> Level:
+    """As many requests, which begin and end at any rows: inside those of the other levels too."""
+    rows, keys = level
+    cuts = np.sort(rng.integers(0, sum(rows) + 1, max(0, len(rows) - 1)))
+    return tuple(np.diff(cuts, prepend=0, append=sum(rows)).tolist())[: len(rows)], keys
 
 
 class Call:
@@ -163,7 +180,8 @@ class Call:
                     pool[own[tokens // size], tokens % size] = values
             last = np.array([(n - 1) % size + 1 if n else -9 for n in keys], np.int32)
             ids = np.append(ids, [2**31 - 1, -(2**31)]).astype(np.int32)
-            self.tables.append((indptr.astype(np.int32), ids, last))
+            table = indptr, ids, last
+            self.tables.append([x.astype(case.table_dtype) for x in table])
         if case.kv_layout == "HND":
             pools = [pool.swapaxes(1, 2) for pool in pools]
         if case.is_pair:
@@ -177,7 +195,7 @@ class Call:
         indptr, ids, last = (list(x) for x in zip(*self.tables, strict=True))
         if case.ids_on_device:
             ids = [upload(x, self.xp) for x in ids]
-        rows = [offsets(rows).astype(np.int32) for rows, _ in case.levels]
+        rows = [offsets(rows).astype(case.table_dtype) for rows, _ in case.levels]
         sizes = [case.num_qo_heads, case.num_kv_heads, problem.dims[0], case.page_size]
         options = {
             "causal": case.causal,
@@ -189,11 +207,37 @@ class Call:
         }
         return [rows, indptr, ids, last, *sizes], options
 
+    def flat_table(self) -> list[np.ndarray] | None:
+        """qo_indptr, page indptr, ids, last_page_len and kv_len of the requests of the last level
+        over the pages of all levels; None if pages do not say that."""
+        case = self.case
+        indptrs = [offsets(rows) for rows, _ in case.levels]
+        ids: list[np.ndarray] = []
+        lengths, pages = [], []
+        for request, (begin, end) in enumerate(pairwise(indptrs[-1].tolist())):
+            places = [int(np.searchsorted(x, begin, side="right")) - 1 for x in indptrs[:-1]]
+            chain = [*enumerate(places), (len(places), request)] if begin < end else []
+            counts = [case.levels[level][1][place] for level, place in chain]
+            is_nested = all(indptrs[level][place + 1] >= end for level, place in chain)
+            is_cut = any(n % case.page_size for n in counts[:-1])
+            if is_cut or not is_nested or (case.causal and chain and counts[-1] < end - begin):
+                return None
+            own = [self.tables[i][1][slice(*self.tables[i][0][n : n + 2])] for i, n in chain]
+            ids += own
+            pages.append(sum(map(len, own)))
+            lengths.append(sum(counts))
+        last = [(n - 1) % case.page_size + 1 if n else 0 for n in lengths]
+        table = [indptrs[-1], offsets(pages), np.concatenate([*ids, [2**31 - 1]])]
+        return [x.astype(np.int32) for x in (*table, np.array(last), np.array(lengths))]
+
     def run(self, wrapper: Any) -> tuple[np.ndarray, np.ndarray]:
         """Copies of (out, lse)."""
-        outputs = {"out": self.out.array, "lse": self.lse.array} if self.case.with_out else {}
-        q = self.device_q.array
-        got = wrapper.run(q, self.cache, return_lse=True, **self.given, **outputs)
+        outputs: dict[str, Any] = {}
+        if self.case.with_out:
+            outputs |= {"out": self.out.array, "lse": self.lse.array}
+        if not isinstance(wrapper, cupyattn.BatchAttention):
+            outputs["return_lse"] = True
+        got = wrapper.run(self.device_q.array, self.cache, **self.given, **outputs)
         if self.case.with_out:
             assert got[0] is self.out.array and got[1] is self.lse.array
             return self.out.values(), self.lse.values()
@@ -220,12 +264,12 @@ class Call:
             [np.zeros((len(self.q), heads, dim)), np.zeros((len(self.q), heads))] for _ in range(2)
         ]
         indptrs = [offsets(rows) for rows, _ in case.levels]
-        for request, qo_len in enumerate(case.levels[-1][0]):
-            if not qo_len:
-                continue
-            rows = slice(indptrs[-1][request], indptrs[-1][request + 1])
-            places = [int(np.searchsorted(x, rows.start, side="right")) - 1 for x in indptrs[:-1]]
-            pairs = [self.keys[i][n] for i, n in enumerate([*places, request])]
+        cuts = np.unique(np.concatenate(indptrs)).tolist()
+        for begin, end in pairwise(cuts):
+            places = [int(np.searchsorted(x, begin, side="right")) - 1 for x in indptrs]
+            first, qo_len = int(indptrs[-1][places[-1]]), case.levels[-1][0][places[-1]]
+            rows, own_rows = slice(first, first + qo_len), slice(begin - first, end - first)
+            pairs = [self.keys[i][n] for i, n in enumerate(places)]
             k, v = (np.concatenate([pair[i] for pair in pairs]) for i in (0, 1))
             own, mask = len(pairs[-1][0]), None
             if case.causal and own < qo_len:
@@ -250,7 +294,7 @@ class Call:
             )
             for arrays, answer in zip(found, answers, strict=True):
                 for target, x in zip(arrays, answer, strict=True):
-                    target[rows] = x
+                    target[begin:end] = x[own_rows]
         return found[0], found[1]
 
 

@@ -9,15 +9,16 @@ built is what the same calls ask for on a GPU, where arrays are aligned alike.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import sys
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,12 +29,18 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root), str(root / "tests")]
 
 from cupyattn import _single, dtypes, jit
-from cupyattn.launch import merge_splits, rotate_keys
+from cupyattn._cascade_levels import flatten, join_levels, read_levels
+from cupyattn.launch import batch, merge_levels, merge_splits, rotate_keys
+from cupyattn.launch.attention import AttentionOptions
+from cupyattn.launch.enqueue import Launch
 from cupyattn.launch.instances import SHARED_BYTES, page_instances
 from cupyattn.launch.packbits import CONFIG as PACKBITS_CONFIG
-from cupyattn.launch.tiles import row_class, tile_config
+from cupyattn.launch.tiles import MixedConfig, TileConfig, mixed_config, row_class, tile_config
 from cupyattn.problem import AttentionProblem
-from helpers import batch_cases, gpu_cases
+from cupyattn.schedule.batch import BatchRequests
+from helpers import batch_cases, cascade_calls, gpu_cases, mixed_calls
+from helpers.batch_calls import offsets
+from helpers.batch_cases import Problem
 from helpers.cases import Case
 from helpers.gpu_calls import Call
 
@@ -70,11 +77,55 @@ def instances(arch: str, calls: Iterable[tuple[Case, bool]] | None = None) -> li
     return list(found)
 
 
-def batch_instances(arch: str) -> list[Instance]:
-    """Every kernel of the random batches, once: those that plans foresee, and those of the runs."""
-    found: dict[Instance, None] = {}
-    for case in map(batch_cases.random_case, range(batch_cases.NUM_CASES)):
-        wanted = case.problem
+class Recorder:
+    """Stands in for what loads kernels for batches; keeps what would be loaded."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+        self.found: dict[Instance, None] = {}
+
+    def add(self, tiles: TileConfig | MixedConfig, problem: AttentionProblem) -> SimpleNamespace:
+        """Also the merge of its splits, which there may be on a GPU of another size."""
+        self.found[tiles.name, tiles.config] = None
+        prefill = tiles.prefill if isinstance(tiles, MixedConfig) else tiles
+        if prefill.name == "prefill_sm80":
+            self.found["merge_splits", merge_splits.config(problem, prefill.tile_q)] = None
+        return SimpleNamespace(function=None, tiles=tiles, num_slots=264)
+
+    def load_kernel(
+        self, problem: AttentionProblem, rows: str, index: int, is_batch: bool
+    ) -> SimpleNamespace:
+        tiles = tile_config(problem, rows, SHARED_BYTES[self.arch], is_batch, self.arch)
+        return self.add(tiles, problem)
+
+    def load_mixed(
+        self, problem: AttentionProblem, large: str, small: str, index: int
+    ) -> SimpleNamespace | None:
+        tiles = mixed_config(problem, large, small, SHARED_BYTES[self.arch], self.arch)
+        return None if tiles is None else self.add(tiles, problem)
+
+    def merge_levels(self, problem: AttentionProblem, *_: Any) -> Launch:
+        self.found["merge_levels", merge_levels.config(problem)] = None
+        return Launch(None, (1, 1, 1), 32, 0)
+
+    @contextlib.contextmanager
+    def plugged_in(self) -> Iterator[None]:
+        """batch.py asks the recorder."""
+        api, launch = SimpleNamespace(is_debugging=False), Launch(None, (1, 1, 1), 32, 0)
+        with contextlib.ExitStack() as stack:
+            for target, name, stand_in in (
+                (batch, "load_kernel", self.load_kernel),
+                (batch, "load_mixed", self.load_mixed),
+                (batch, "cuda", lambda: api),
+                (batch.merge_levels, "prepare", self.merge_levels),
+                (batch.merge_splits, "prepare", lambda *_: launch),
+            ):
+                stack.enter_context(mock.patch.object(target, name, stand_in))
+            yield
+
+    def schedule(self, wanted: Problem, page_size: int, plan: Callable[..., object], case: Any,
+                 **options: Any) -> None:  # fmt: skip
+        """Let `plan` use launchers of the problem that plan() foresees, and of the run's."""
         guess = AttentionProblem(
             dtype_q=dtypes.parse(wanted.dtype),
             dtype_kv=dtypes.parse(wanted.kv_dtype),
@@ -84,15 +135,56 @@ def batch_instances(arch: str) -> list[Instance]:
             pos_encoding=wanted.pos_encoding_mode,
             soft_cap=wanted.is_capped,
             custom_mask=wanted.is_masked,
-            paged=case.page_size > 0,
+            paged=page_size > 0,
         )
         run = replace(guess, aligned=wanted.is_aligned, scale_first=wanted.scale_first)
-        for problem, rows in product((guess, run), {n * case.group for n in case.qo_len if n}):
-            tiles = tile_config(problem, row_class(rows), SHARED_BYTES[arch], True, arch)
-            found[tiles.name, tiles.config] = None
-            if tiles.name == "prefill_sm80":
-                found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
-    return list(found)
+        numbers = AttentionOptions(case.causal, case.window_left, 1.0, 1.0, 0.0, 1.0, 1e4)
+        for problem in (guess, run):
+            heads = case.num_qo_heads, case.num_kv_heads
+            plan(batch.BatchLauncher(problem, numbers, *heads, page_size, 0))
+
+
+def batch_instances(arch: str) -> list[Instance]:
+    """Every kernel of the random batches, once: those that plans foresee, and those of the runs."""
+    recorder = Recorder(arch)
+    mixed = map(mixed_calls.random_case, range(mixed_calls.NUM_CASES))
+    with recorder.plugged_in():
+        for case in (*map(batch_cases.random_case, range(batch_cases.NUM_CASES)), *mixed):
+            lengths = [np.array(x, np.int64) for x in (case.qo_len, case.kv_len)]
+            starts = (np.cumsum(x) - x for x in lengths)
+            requests = BatchRequests(*lengths, *starts)
+            recorder.schedule(
+                case.problem, case.page_size, lambda to, x=requests: to.schedule(x), case
+            )
+    return list(recorder.found)
+
+
+def cascade_instances(arch: str) -> list[Instance]:
+    """Every kernel of the random cascades, once, by levels and without them."""
+    recorder = Recorder(arch)
+    with recorder.plugged_in():
+        for case in map(cascade_calls.random_case, range(cascade_calls.NUM_CASES)):
+            lists: list[list[np.ndarray]] = [[], [], [], []]
+            for rows, keys in case.levels:
+                counts = -(-np.array(keys, np.int64) // case.page_size)
+                ids, last = np.zeros(counts.sum(), np.int32), np.full(len(counts), case.page_size)
+                for kind, x in zip(lists, (offsets(rows), offsets(counts), ids, last), strict=True):
+                    kind.append(x)
+            parts = read_levels(lists, len(case.levels), case.page_size, False)
+            is_relative = case.window_left >= 0 or case.problem.pos_encoding_mode != "NONE"
+            joined = join_levels(parts, case.causal, is_relative)
+            if not joined.num_rows or joined.levels is None:
+                continue
+            flat = flatten(parts, case.page_size, case.causal)
+            arguments = joined.requests, joined.levels
+            recorder.schedule(
+                case.problem, case.page_size, lambda to, x=arguments: to.schedule_levels(*x), case
+            )
+            if flat is not None:
+                recorder.schedule(
+                    case.problem, case.page_size, lambda to, x=flat[0]: to.schedule(x), case
+                )
+    return list(recorder.found)
 
 
 def _build(job: tuple[str, jit.Config, str]) -> bool:
@@ -107,8 +199,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     start = time.perf_counter()
-    all_of = (*instances(args.arch), *batch_instances(args.arch), *page_instances())
-    jobs = [(*instance, args.arch) for instance in all_of]
+    found = dict.fromkeys(instances(args.arch)) | dict.fromkeys(batch_instances(args.arch))
+    found |= dict.fromkeys((*cascade_instances(args.arch), *page_instances()))
+    jobs = [(*instance, args.arch) for instance in found]
     print(f"{len(jobs)} kernels, found in {time.perf_counter() - start:.0f} s", flush=True)
     # NVRTC compiles one program at a time in a process; fork after CuPy is loaded is unsafe.
     context = multiprocessing.get_context("spawn")
