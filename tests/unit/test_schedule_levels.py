@@ -1,0 +1,382 @@
+"""Plans of mixed batches and of cascades: rows meet their keys once, states do not overlap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupyattn._cascade_levels import flatten, join_levels, read_levels
+from cupyattn.errors import ArgumentError, PlanError
+from cupyattn.schedule import tile_span
+from cupyattn.schedule.batch import (
+    WORK_FIELDS,
+    BatchRequests,
+    Masking,
+    Splitting,
+    TileShape,
+)
+from cupyattn.schedule.cover import check_cover
+from cupyattn.schedule.levels import Levels, level_limits, level_tables, require_room
+from cupyattn.schedule.mixed import MixedPlan, combine, estimate, plan_mixed, state_offsets
+
+_SHAPES = (
+    (TileShape(128, 48, 264, 4.0), TileShape(16, 128, 264, 0.25)),
+    (TileShape(64, 64, 20, 4.0), TileShape(32, 64, 20, 0.25)),
+    (TileShape(64, 32, 7, 4.0), TileShape(16, 16, 7, 0.25)),
+    (TileShape(16, 64, 40, 0.25),),
+    (TileShape(128, 48, 3, 4.0),),
+)
+Kinds = list[tuple[np.ndarray, BatchRequests]]
+
+
+@dataclass(frozen=True)
+class Cascade:
+    """levels: for each, (rows, keys) of its requests."""
+
+    levels: tuple[tuple[tuple[int, int], ...], ...]
+    group_size: int
+    num_kv_heads: int
+    shapes: tuple[TileShape, ...]
+    masking: Masking
+
+    def join(self) -> tuple[BatchRequests, Levels]:
+        lists: list[list[np.ndarray]] = [[], [], [], []]
+        for level in self.levels:
+            rows, keys = np.array(level, np.int64).reshape(-1, 2).T
+            table = offsets(rows), offsets(keys), np.zeros(keys.sum(), np.int32), np.ones_like(keys)
+            for kind, x in zip(lists, table, strict=True):
+                kind.append(x)
+        parts = read_levels(lists, len(self.levels), 1, False)
+        joined = join_levels(parts, self.masking.causal, self.masking.window_left >= 0)
+        assert joined.levels is not None
+        return joined.requests, joined.levels
+
+    def deal_out(self, requests: BatchRequests) -> Kinds:
+        """As BatchLauncher does."""
+        if len(self.shapes) == 1:
+            return [(np.arange(len(requests.qo_len)), requests)]
+        is_small = requests.qo_len * self.group_size <= self.shapes[1].tile_q
+        return [
+            (x, requests.select(x)) for x in (np.flatnonzero(~is_small), np.flatnonzero(is_small))
+        ]
+
+    def plan(self, kinds: Kinds, splitting: Splitting, leaves_states: bool) -> MixedPlan:
+        return plan_mixed(
+            [(x, shape) for (_, x), shape in zip(kinds, self.shapes, strict=True)],
+            self.group_size,
+            self.num_kv_heads,
+            self.shapes[0].num_slots,
+            self.masking,
+            splitting,
+            leaves_states,
+        )
+
+
+def offsets(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+@st.composite
+def cascades(draw: st.DrawFn, most: int = 6, longest_q: int = 30, longest_kv: int = 200) -> Cascade:
+    """Levels that nest; without a window, some that do not."""
+    pair = st.tuples(st.integers(0, longest_q), st.integers(0, longest_kv))
+    levels = [draw(st.lists(pair, max_size=most))]
+    causal, window = draw(st.booleans()), draw(st.sampled_from((-1, -1, 0, 20, 300)))
+    if causal and window >= 0:
+        levels[0] = [(rows, max(rows, keys)) for rows, keys in levels[0]]
+    total = sum(rows for rows, _ in levels[0])
+    for _ in range(draw(st.integers(0, 2))):
+        edges = sorted({0, total, *offsets(np.array([n for n, _ in levels[0]], int)).tolist()})
+        if window < 0 and draw(st.booleans()):
+            edges = list(range(total + 1))
+        cuts = sorted(draw(st.sets(st.sampled_from(edges), max_size=4)) | {0, total})
+        keys = [draw(st.integers(0, longest_kv)) for _ in cuts[1:]]
+        levels.insert(0, list(zip(np.diff(cuts).tolist(), keys, strict=True)))
+    return Cascade(
+        tuple(map(tuple, levels)),
+        draw(st.integers(1, 9)),
+        draw(st.integers(1, 4)),
+        draw(st.sampled_from(_SHAPES)),
+        Masking(causal, window),
+    )
+
+
+def fields(items: np.ndarray) -> list[dict[str, int]]:
+    return [dict(zip(WORK_FIELDS, row, strict=True)) for row in items.tolist()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(cascades())
+def test_the_tables_lead_every_row_to_states_of_all_its_keys(cascade: Cascade) -> None:
+    requests, levels = cascade.join()
+    group, masking = cascade.group_size, cascade.masking
+    kinds = cascade.deal_out(requests)
+    plan = cascade.plan(kinds, Splitting(), leaves_states=True)
+    tile_rows = [shape.tile_q for shape in cascade.shapes]
+    items, merges = combine(plan, tile_rows)
+    assert not any(len(x) for x in merges)
+    _, state_rows = state_offsets(plan.parts, tile_rows)
+    about = [(*k, part, n) for k, part, n in zip(kinds, plan.parts, tile_rows, strict=True)]
+    spare = 3
+    words, tiles = level_tables(levels, about, group, levels.num_rows + spare)
+    count = 2 * (levels.num_rows + spare) * levels.num_levels
+    assert len(words) % 4 == 0 and len(words) - count < 4
+    rows = words[:count].reshape(-1, levels.num_levels, 2)
+    assert (rows[levels.num_rows :, :, 0] == -2).all()
+    # What the blocks write, by the place of a state's first row.
+    written: dict[int, tuple[int, int, range]] = {}  # request, first row, keys
+    taken = np.zeros(state_rows, int)
+    identity = {
+        (int(q), int(kv)): i
+        for i, (q, kv) in enumerate(zip(requests.q_start, requests.kv_start, strict=True))
+    }
+    for item in fields(items):
+        assert item["split_tile"] == -1
+        request = identity[item["q_start"], item["kv_start"]]
+        is_small = len(tile_rows) > 1 and item["qo_len"] * group <= tile_rows[1]
+        shape = cascade.shapes[int(is_small)]
+        place = (item["first_state"] + item["split"]) * shape.tile_q
+        taken[place : place + shape.tile_q] += 1
+        last_row = min(item["first_row"] + shape.tile_q, item["qo_len"] * group) - 1
+        seen = [limits_of(requests, levels, masking, request, token)
+                for token in range(item["first_row"] // group, last_row // group + 1)]  # fmt: skip
+        begin, end = min(x.start for x in seen), max(x.stop for x in seen)
+        first, last = tile_span(
+            begin, max(begin, end), shape.tile_kv, item["split"], item["num_splits"]
+        )
+        keys = range(begin + first * shape.tile_kv, min(begin + last * shape.tile_kv, end))
+        written[place] = request, item["first_row"], keys
+    assert taken.max(initial=0) <= 1
+    # What the merge reads for each row.
+    for index in range(len(requests.qo_len)):
+        for token in range(int(requests.qo_len[index])):
+            place = rows[int(requests.q_start[index]) + token, levels.level[index]]
+            wanted = limits_of(requests, levels, masking, index, token)
+            for head in range(group):
+                check_row(place, head, token * group + head, index, wanted, tiles, written)
+    # Rows that a level has no keys for.
+    has_keys = np.zeros(rows.shape[:2], bool)
+    for begin, qo_len, level in zip(requests.q_start, requests.qo_len, levels.level, strict=True):
+        has_keys[begin : begin + qo_len, level] = True
+    assert (rows[: levels.num_rows, :, 0] == -1).tolist() == (~has_keys[: levels.num_rows]).tolist()
+
+
+def limits_of(
+    requests: BatchRequests, levels: Levels, masking: Masking, index: int, token: int
+) -> range:
+    """The keys of a request that a token sees, as the kernels find them (mask.cuh)."""
+    qo_len, kv_len = int(requests.qo_len[index]), int(requests.kv_len[index])
+    position = token + kv_len - qo_len
+    if levels.positions is not None:
+        assert requests.key_offset is not None
+        place = levels.positions[int(requests.q_start[index]) + token]
+        position = int(place) - int(requests.key_offset[index])
+    end = min(kv_len, position + 1) if masking.causal else kv_len
+    begin = max(0, position - masking.window_left) if masking.window_left >= 0 else 0
+    return range(begin, end)
+
+
+def check_row(
+    place: np.ndarray,
+    head: int,
+    packed: int,
+    request: int,
+    wanted: range,
+    tiles: np.ndarray,
+    written: dict[int, tuple[int, int, range]],
+) -> None:
+    """As levels.cuh reads: the states of one row hold its keys once each."""
+    tile, row = int(place[0]), int(place[1]) + head
+    first_state, splits, tile_rows, _ = tiles[tile].tolist()
+    if row >= tile_rows:
+        first_state, splits, tile_rows, _ = tiles[tile + row // tile_rows].tolist()
+        row %= tile_rows
+    count = np.zeros(max(0, wanted.stop), int)
+    for split in range(splits):
+        owner, first_row, keys = written[(first_state + split) * tile_rows]
+        assert owner == request and first_row + row == packed
+        count[keys.start : keys.stop] += 1
+    assert (count[wanted.start : wanted.stop] == 1).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(cascades())
+def test_positions_count_through_all_levels(cascade: Cascade) -> None:
+    """What a row sees is what it would see of its keys as one sequence."""
+    requests, levels = cascade.join()
+    masking = cascade.masking
+    cuts = [offsets(np.array([rows for rows, _ in level], int)) for level in cascade.levels]
+    for row in range(levels.num_rows):
+        places = [int(np.searchsorted(x, row, side="right")) - 1 for x in cuts]
+        keys = [level[place][1] for level, place in zip(cascade.levels, places, strict=True)]
+        own_rows, own = cascade.levels[-1][places[-1]][0], keys[-1]
+        total, token = sum(keys), row - int(cuts[-1][places[-1]])
+        position = total - own_rows + token
+        end = total
+        if masking.causal:
+            position = max(position, total - own - 1)
+            end = min(total, position + 1)
+        begin = max(0, position - masking.window_left) if masking.window_left >= 0 else 0
+        for level, place in enumerate(places):
+            before = sum(keys[:level])
+            wanted = range(max(begin - before, 0), max(0, min(end - before, keys[level])))
+            mine = np.flatnonzero(
+                (levels.level == level) & (requests.q_start == cuts[level][place])
+            )
+            if keys[level] == 0:
+                assert not len(mine)
+                continue
+            (index,) = mine.tolist()
+            seen = limits_of(requests, levels, masking, index, row - int(cuts[level][place]))
+            assert list(seen) == list(wanted)
+
+
+@settings(max_examples=300, deadline=None)
+@given(cascades(most=12, longest_q=80, longest_kv=20_000), st.data())
+def test_plans_that_fit_a_graph_have_room(cascade: Cascade, data: st.DataObject) -> None:
+    """The limits are those of the first plan, whatever the lengths of the later ones."""
+    requests, levels = cascade.join()
+    capacity = [
+        (
+            len(level) + data.draw(st.integers(0, 3)),
+            max((rows for rows, _ in level), default=0) + data.draw(st.sampled_from((0, 1, 50))),
+        )
+        for level in cascade.levels
+    ]
+    num_rows = levels.num_rows + data.draw(st.sampled_from((0, 1, 100)))
+    tile_rows = [shape.tile_q for shape in cascade.shapes]
+    per_wave = max(1, cascade.shapes[0].num_slots // cascade.num_kv_heads)
+    most = level_limits(capacity, num_rows, cascade.group_size, tile_rows, per_wave)
+    kinds = cascade.deal_out(requests)
+    plan = cascade.plan(kinds, Splitting(), leaves_states=True)
+    items, _ = combine(plan, tile_rows)
+    _, state_rows = state_offsets(plan.parts, tile_rows)
+    about = [(*k, part, n) for k, part, n in zip(kinds, plan.parts, tile_rows, strict=True)]
+    tables = level_tables(levels, about, cascade.group_size, num_rows)
+    require_room((len(items), sum(x.size for x in tables), state_rows), most)
+
+
+def test_too_large_a_plan_is_said() -> None:
+    most = level_limits([(1, 4), (4, 1)], 4, 4, [128, 16], 10)
+    with pytest.raises(PlanError, match="blocks, but the captured graph has room for"):
+        require_room((10_000, 1, 1), most)
+    with pytest.raises(PlanError, match="words of merge tables"):
+        require_room((1, 10_000_000, 1), most)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    cascades(longest_kv=3000),
+    st.sampled_from((Splitting(), Splitting(False), Splitting(True, 100))),
+    st.booleans(),
+)
+def test_mixed_plans(cascade: Cascade, splitting: Splitting, leaves_states: bool) -> None:
+    """Both kinds are covered, each in its own order; states and merges survive the deal."""
+    rows, keys = np.array(cascade.levels[-1], np.int64).reshape(-1, 2).T
+    requests = BatchRequests(rows, keys, offsets(rows)[:-1], offsets(keys)[:-1])
+    kinds = cascade.deal_out(requests)
+    plan = cascade.plan(kinds, splitting, leaves_states)
+    tile_rows = [shape.tile_q for shape in cascade.shapes]
+    for part, (_, own), count in zip(plan.parts, kinds, tile_rows, strict=True):
+        check_cover(part, own, cascade.group_size, count)
+    sizes = [len(part.items) for part in plan.parts]
+    assert sorted(plan.order.tolist()) == list(range(sum(sizes)))
+    kind_of = np.repeat(np.arange(len(sizes)), sizes)
+    for kind in range(len(sizes)):
+        own_order = plan.order[kind_of[plan.order] == kind]
+        assert (np.diff(own_order) > 0).all()
+    items, merges = combine(plan, tile_rows)
+    _, state_rows = state_offsets(plan.parts, tile_rows)
+    taken = np.zeros(state_rows, int)
+    for item, kind in zip(fields(items), kind_of[plan.order], strict=True):
+        if item["num_splits"] > 1 or leaves_states:
+            begin = (item["first_state"] + item["split"]) * tile_rows[kind]
+            taken[begin : begin + tile_rows[kind]] += 1
+    assert taken.max(initial=0) <= 1
+    for kind, firsts in enumerate(merges):
+        for tile, first in enumerate(firsts.tolist()):
+            item = fields(items[first : first + 1])[0]
+            assert (item["split"], item["split_tile"]) == (0, tile)
+            assert kind_of[plan.order][first] == kind and item["num_splits"] > 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(cascades(longest_kv=20_000), st.booleans())
+def test_estimates_are_finite(cascade: Cascade, leaves_states: bool) -> None:
+    requests, _ = cascade.join()
+    kinds = [(x, s) for (_, x), s in zip(cascade.deal_out(requests), cascade.shapes, strict=True)]
+    options = cascade.group_size, cascade.num_kv_heads, cascade.shapes[0].num_slots
+    time = estimate(kinds, *options, cascade.masking, leaves_states)
+    assert np.isfinite(time) and time >= 0 and (time > 0) == bool(len(requests.qo_len))
+
+
+def test_causality_hides_no_shared_keys_from_the_estimate() -> None:
+    """More rows than shared keys: bottom-right they would see none, and cost nothing."""
+    shapes = _SHAPES[0][:1]
+    own = tuple((512, 512) for _ in range(16))
+    plain, causal = (
+        Cascade((((8192, 2048),), own), 4, 8, shapes, Masking(is_causal, -1))
+        for is_causal in (False, True)
+    )
+    times = []
+    for cascade in (plain, causal):
+        requests, _ = cascade.join()
+        times.append(estimate([(requests, shapes[0])], 4, 8, 264, cascade.masking, True))
+    assert times[1] >= 0.9 * times[0]
+
+
+# --- the flat batch ---
+
+
+@settings(max_examples=200, deadline=None)
+@given(cascades(), st.sampled_from((1, 4, 16)))
+def test_a_flat_batch_has_the_pages_of_all_levels(cascade: Cascade, page_size: int) -> None:
+    lists: list[list[np.ndarray]] = [[], [], [], []]
+    ids, chains = 0, []
+    for level in cascade.levels:
+        rows, keys = np.array(level, np.int64).reshape(-1, 2).T
+        counts = -(-keys // page_size)
+        own = np.arange(ids, ids + counts.sum())
+        ids += int(counts.sum())
+        chains.append(np.split(own, np.cumsum(counts)[:-1]) if len(counts) else [])
+        last = np.where(keys > 0, (keys - 1) % page_size + 1, 0)
+        for kind, x in zip(lists, (offsets(rows), offsets(counts), own, last), strict=True):
+            kind.append(x)
+    parts = read_levels(lists, len(cascade.levels), page_size, False)
+    if not parts[0].num_rows:
+        return
+    flat = flatten(parts, page_size, cascade.masking.causal)
+    cuts = lists[0]
+    is_nested = all(np.isin(x, cuts[-1]).all() for x in cuts)
+    is_whole = all(
+        keys % page_size == 0 for level in cascade.levels[:-1] for rows, keys in level if rows
+    )
+    sees_all = not cascade.masking.causal or all(rows <= keys for rows, keys in cascade.levels[-1])
+    assert (flat is not None) == (is_nested and is_whole and sees_all)
+    if flat is None:
+        return
+    requests, pages = flat
+    for request, (rows, keys) in enumerate(cascade.levels[-1]):
+        begin = int(requests.kv_start[request])
+        if not rows:
+            assert requests.kv_len[request] == 0
+            continue
+        row = cuts[-1][request]
+        places = [int(np.searchsorted(x, row, side="right")) - 1 for x in cuts[:-1]]
+        shared = sum(level[p][1] for level, p in zip(cascade.levels, places, strict=False))
+        assert requests.kv_len[request] == shared + keys
+        own = [chain[p] for chain, p in zip(chains, [*places, request], strict=True)]
+        wanted = np.concatenate(own)
+        assert pages[begin : begin + len(wanted)].tolist() == wanted.tolist()
+
+
+def test_levels_must_refine_only_where_positions_count() -> None:
+    levels = (((2, 8), (3, 4)), ((3, 5), (2, 6)))
+    shapes = _SHAPES[0]
+    Cascade(levels, 2, 1, shapes, Masking(True, -1)).join()
+    with pytest.raises(ArgumentError, match=r"qo_indptr_arr\[1\]: rows of one request"):
+        Cascade(levels, 2, 1, shapes, Masking(True, 5)).join()
