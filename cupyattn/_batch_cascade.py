@@ -25,6 +25,7 @@ from ._cascade_levels import (
 from ._wrapper import copy_on_device, refuse_capture, same_device
 from .errors import ArgumentError, PlanError, UnsupportedError
 from .launch.batch import BatchLauncher, BatchSchedule, Capacity
+from .schedule.levels import MAX_LEVELS
 
 _BUFFERS = (
     "qo_indptr_buf_arr",
@@ -43,7 +44,7 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper):
     a second one merges the states of the levels. Where that would take longer than attending to
     the same keys request by request, by an estimate, plan() chooses the latter.
 
-    num_levels  1 or more.
+    num_levels  1 to 32.
     float_workspace_buffer  contiguous bytes of any dtype on the device of the arrays to come, from
             a 16-byte boundary on. It decides the device: on the CPU, the reference answers.
     kv_layout   "NHD" or "HND": pages [page_size, num_kv_heads, head_dim], or heads first.
@@ -52,9 +53,9 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper):
             that level. plan() fills them, and may be called between replays with other lengths and
             page tables. The first plan must have the most query rows; sharing is then not weighed.
 
-    Raises WorkspaceError for a bad workspace, ArgumentError for the rest. Semantics: FlashInfer's
-    class of the same name, but for RoPE, ALiBi and windows: there each level counts positions from
-    0, here they count through all levels.
+    Raises WorkspaceError for a bad workspace, UnsupportedError for more levels, ArgumentError for
+    the rest. Semantics: FlashInfer's class of the same name, but for RoPE, ALiBi and windows: there
+    each level counts positions from 0, here they count through all levels.
     """
 
     def __init__(
@@ -71,6 +72,10 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper):
         workspace_buffer: Any = None,
     ) -> None:
         self._num_levels = _batch_geometry.count(num_levels, "num_levels")
+        if self._num_levels > MAX_LEVELS:
+            raise UnsupportedError(
+                f"num_levels: got {num_levels}; at most {MAX_LEVELS} are supported"
+            )
         workspace = workspace_buffer if float_workspace_buffer is None else float_workspace_buffer
         super().__init__(workspace, kv_layout, use_cuda_graph, {}, "auto", None)
         self._level_buffers: list[GraphBuffers] = []

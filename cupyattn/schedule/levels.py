@@ -18,6 +18,8 @@ from .balance import MAX_WAVES
 from .batch import BatchPlan, BatchRequests
 
 _NO_KEYS, _NO_TOKEN = -1, -2
+# kMaxLevels of levels.cuh.
+MAX_LEVELS = 32
 
 
 @dataclass(slots=True)

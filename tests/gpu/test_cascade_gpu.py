@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import batches, cascade_calls, compare, mixed_calls
 from helpers.gpu_calls import download, raw, upload
+from helpers.share import some
 
 import cupyattn
 from cupyattn import _batch_mixed
@@ -32,7 +33,7 @@ def force(monkeypatch: pytest.MonkeyPatch, is_shared: bool) -> None:
 @pytest.mark.parametrize("first", range(0, cascade_calls.NUM_CASES, BLOCK))
 def test_random_cascades(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = []
-    for seed in range(first, first + BLOCK):
+    for seed in range(first, first + some(BLOCK)):
         xp = framework(seed // 4)
         with monkeypatch.context() as patch:
             if seed % 3:
@@ -47,7 +48,7 @@ def test_random_cascades(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("first", range(0, mixed_calls.NUM_CASES, BLOCK))
 def test_random_mixed_batches(first: int) -> None:
     failures = []
-    for seed in range(first, first + BLOCK):
+    for seed in range(first, first + some(BLOCK)):
         try:
             mixed_calls.run_case(mixed_calls.random_case(seed), framework(seed // 4))
         except AssertionError as error:
@@ -61,7 +62,7 @@ def test_random_mixed_batches(first: int) -> None:
 def test_four_ways_to_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cascade by levels, without levels, the paged wrapper and BatchAttention."""
     count = seed = 0
-    while count < 100:
+    while count < some(100):
         case = cascade_calls.random_case(seed)
         xp = framework(seed)
         seed += 1
@@ -199,7 +200,7 @@ def test_replays_follow_the_plans(name: str, kind: str) -> None:
     plan(random_tables(rng, rows, True), rows)
     run()
     replay = capture(torch, xp, run)
-    for step in range(60):
+    for step in range(some(60)):
         dealt = rows
         if step % 4 == 3 and len(rows) == 2:  # as many requests, which share the rows otherwise
             cuts = np.sort(rng.integers(0, count + 1, len(rows[1]) - 1))
@@ -270,7 +271,7 @@ def test_graphs_follow_rows_that_become_fewer() -> None:
     plan(rows)
     captured.run(q, cache, out=out)
     replay = capture(torch, torch, lambda: captured.run(q, cache, out=out))
-    for step in range(30):
+    for step in range(some(30)):
         counts = rng.integers(0, 11, 4).tolist()
         dealt = [sum(counts)], counts
         plan(dealt)
@@ -297,7 +298,7 @@ def test_plans_against_runs_in_flight() -> None:
     for arguments in lists:
         w.plan(indptrs, *arguments, *SIZES)
         wanted.append(w.run(q, cache).clone())
-    for _ in range(10):
+    for _ in range(some(10)):
         torch.cuda._sleep(10_000_000)
         order = rng.integers(0, len(lists), 20).tolist()
         outs = []

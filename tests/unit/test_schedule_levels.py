@@ -21,7 +21,7 @@ from cupyattn.schedule.batch import (
 )
 from cupyattn.schedule.cover import check_cover
 from cupyattn.schedule.levels import Levels, level_limits, level_tables, require_room
-from cupyattn.schedule.mixed import MixedPlan, combine, estimate, plan_mixed, state_offsets
+from cupyattn.schedule.mixed import Device, MixedPlan, combine, estimate, plan_mixed, state_offsets
 
 _SHAPES = (
     (TileShape(128, 48, 264, 4.0), TileShape(16, 128, 264, 0.25)),
@@ -42,6 +42,14 @@ class Cascade:
     num_kv_heads: int
     shapes: tuple[TileShape, ...]
     masking: Masking
+
+    @property
+    def device(self) -> Device:
+        return Device(self.shapes[0].num_slots, self.num_kv_heads)
+
+    @property
+    def tile_rows(self) -> list[int]:
+        return [shape.tile_q for shape in self.shapes]
 
     def join(self) -> tuple[BatchRequests, Levels]:
         lists: list[list[np.ndarray]] = [[], [], [], []]
@@ -68,8 +76,7 @@ class Cascade:
         return plan_mixed(
             [(x, shape) for (_, x), shape in zip(kinds, self.shapes, strict=True)],
             self.group_size,
-            self.num_kv_heads,
-            self.shapes[0].num_slots,
+            self.device,
             self.masking,
             splitting,
             leaves_states,
@@ -116,13 +123,13 @@ def test_the_tables_lead_every_row_to_states_of_all_its_keys(cascade: Cascade) -
     group, masking = cascade.group_size, cascade.masking
     kinds = cascade.deal_out(requests)
     plan = cascade.plan(kinds, Splitting(), leaves_states=True)
-    tile_rows = [shape.tile_q for shape in cascade.shapes]
-    items, merges = combine(plan, tile_rows)
+    tile_rows = cascade.tile_rows
+    offsets_of, state_rows = state_offsets(plan.parts, tile_rows)
+    items, merges = combine(plan.parts, offsets_of)
     assert not any(len(x) for x in merges)
-    _, state_rows = state_offsets(plan.parts, tile_rows)
     about = [(*k, part, n) for k, part, n in zip(kinds, plan.parts, tile_rows, strict=True)]
     spare = 3
-    words, tiles = level_tables(levels, about, group, levels.num_rows + spare)
+    words, tiles = level_tables(levels, about, offsets_of, group, levels.num_rows + spare)
     count = 2 * (levels.num_rows + spare) * levels.num_levels
     assert len(words) % 4 == 0 and len(words) - count < 4
     rows = words[:count].reshape(-1, levels.num_levels, 2)
@@ -248,15 +255,14 @@ def test_plans_that_fit_a_graph_have_room(cascade: Cascade, data: st.DataObject)
         for level in cascade.levels
     ]
     num_rows = levels.num_rows + data.draw(st.sampled_from((0, 1, 100)))
-    tile_rows = [shape.tile_q for shape in cascade.shapes]
-    per_wave = max(1, cascade.shapes[0].num_slots // cascade.num_kv_heads)
+    tile_rows, per_wave = cascade.tile_rows, cascade.device.items
     most = level_limits(capacity, num_rows, cascade.group_size, tile_rows, per_wave)
     kinds = cascade.deal_out(requests)
     plan = cascade.plan(kinds, Splitting(), leaves_states=True)
-    items, _ = combine(plan, tile_rows)
-    _, state_rows = state_offsets(plan.parts, tile_rows)
+    offsets_of, state_rows = state_offsets(plan.parts, tile_rows)
+    items, _ = combine(plan.parts, offsets_of)
     about = [(*k, part, n) for k, part, n in zip(kinds, plan.parts, tile_rows, strict=True)]
-    tables = level_tables(levels, about, cascade.group_size, num_rows)
+    tables = level_tables(levels, about, offsets_of, cascade.group_size, num_rows)
     require_room((len(items), sum(x.size for x in tables), state_rows), most)
 
 
@@ -275,24 +281,20 @@ def test_too_large_a_plan_is_said() -> None:
     st.booleans(),
 )
 def test_mixed_plans(cascade: Cascade, splitting: Splitting, leaves_states: bool) -> None:
-    """Both kinds are covered, each in its own order; states and merges survive the deal."""
+    """Both kinds are covered; states and merges survive that they share a list."""
     rows, keys = np.array(cascade.levels[-1], np.int64).reshape(-1, 2).T
     requests = BatchRequests(rows, keys, offsets(rows)[:-1], offsets(keys)[:-1])
     kinds = cascade.deal_out(requests)
     plan = cascade.plan(kinds, splitting, leaves_states)
-    tile_rows = [shape.tile_q for shape in cascade.shapes]
+    tile_rows = cascade.tile_rows
     for part, (_, own), count in zip(plan.parts, kinds, tile_rows, strict=True):
         check_cover(part, own, cascade.group_size, count)
+    offsets_of, state_rows = state_offsets(plan.parts, tile_rows)
+    items, merges = combine(plan.parts, offsets_of)
     sizes = [len(part.items) for part in plan.parts]
-    assert sorted(plan.order.tolist()) == list(range(sum(sizes)))
     kind_of = np.repeat(np.arange(len(sizes)), sizes)
-    for kind in range(len(sizes)):
-        own_order = plan.order[kind_of[plan.order] == kind]
-        assert (np.diff(own_order) > 0).all()
-    items, merges = combine(plan, tile_rows)
-    _, state_rows = state_offsets(plan.parts, tile_rows)
     taken = np.zeros(state_rows, int)
-    for item, kind in zip(fields(items), kind_of[plan.order], strict=True):
+    for item, kind in zip(fields(items), kind_of, strict=True):
         if item["num_splits"] > 1 or leaves_states:
             begin = (item["first_state"] + item["split"]) * tile_rows[kind]
             taken[begin : begin + tile_rows[kind]] += 1
@@ -301,7 +303,9 @@ def test_mixed_plans(cascade: Cascade, splitting: Splitting, leaves_states: bool
         for tile, first in enumerate(firsts.tolist()):
             item = fields(items[first : first + 1])[0]
             assert (item["split"], item["split_tile"]) == (0, tile)
-            assert kind_of[plan.order][first] == kind and item["num_splits"] > 1
+            assert kind_of[first] == kind and item["num_splits"] > 1
+    if splitting == Splitting():
+        assert plan.time <= cascade.plan(kinds, Splitting(False), leaves_states).time
 
 
 @settings(max_examples=200, deadline=None)
@@ -309,8 +313,10 @@ def test_mixed_plans(cascade: Cascade, splitting: Splitting, leaves_states: bool
 def test_estimates_are_finite(cascade: Cascade, leaves_states: bool) -> None:
     requests, _ = cascade.join()
     kinds = [(x, s) for (_, x), s in zip(cascade.deal_out(requests), cascade.shapes, strict=True)]
-    options = cascade.group_size, cascade.num_kv_heads, cascade.shapes[0].num_slots
-    time = estimate(kinds, *options, cascade.masking, leaves_states)
+    device = cascade.device
+    time = estimate(kinds, cascade.group_size, device, cascade.masking, leaves_states)
+    dealt = cascade.deal_out(requests)
+    assert time == cascade.plan(dealt, Splitting(), leaves_states).time
     assert np.isfinite(time) and time >= 0 and (time > 0) == bool(len(requests.qo_len))
 
 
@@ -325,7 +331,7 @@ def test_causality_hides_no_shared_keys_from_the_estimate() -> None:
     times = []
     for cascade in (plain, causal):
         requests, _ = cascade.join()
-        times.append(estimate([(requests, shapes[0])], 4, 8, 264, cascade.masking, True))
+        times.append(estimate([(requests, shapes[0])], 4, Device(264, 8), cascade.masking, True))
     assert times[1] >= 0.9 * times[0]
 
 
