@@ -10,6 +10,7 @@ import pytest
 from helpers import batch_calls, batches, compare, lowprec, poison
 from helpers.batch_cases import NUM_CASES, random_case
 from helpers.gpu_calls import download, raw, upload
+from helpers.on_gpu import framework, workspace
 from helpers.share import some
 
 import cupyattn
@@ -21,25 +22,6 @@ pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
 BLOCK = 100
-_workspaces: dict[str, Any] = {}
-
-
-def framework(index: int) -> ModuleType:
-    """CuPy and torch in turn; CuPy alone where torch is missing."""
-    try:
-        import torch
-    except ImportError:
-        return cupy
-    return torch if index % 2 and torch.cuda.is_available() else cupy
-
-
-def workspace(xp: ModuleType, size: int = 128 << 20) -> Any:
-    """One for all wrappers of the suite: their launches follow each other on one stream."""
-    key = f"{xp.__name__} {size}"
-    if key not in _workspaces:
-        where = {"device": "cuda"} if xp.__name__ == "torch" else {}
-        _workspaces[key] = xp.full((size,), 255, dtype=xp.uint8, **where)
-    return _workspaces[key]
 
 
 @pytest.mark.parametrize("first", range(0, NUM_CASES, BLOCK))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import batches, compare
-from helpers.gpu_calls import download, raw, upload
+from helpers import batches
+from helpers.gpu_calls import raw, upload
+from helpers.on_gpu import capture, ints, same, scratch
 from helpers.share import some
 
 import cupyattn
@@ -29,15 +29,6 @@ def torch() -> Any:
     if not torch.cuda.is_available():
         pytest.skip("torch is here without CUDA")
     return torch
-
-
-def ints(xp: Any, count: int) -> Any:
-    return upload(np.zeros(count, np.int32), xp)
-
-
-def scratch(xp: Any, size: int = 128 << 20) -> Any:
-    where = {"device": "cuda"} if xp.__name__ == "torch" else {}
-    return xp.zeros((size,), dtype=xp.uint8, **where)
 
 
 def pool(xp: Any, seed: int = 0) -> Any:
@@ -64,10 +55,6 @@ def random_table(rng: np.random.Generator, count: int, longest: int = 1500) -> l
 def queries(xp: Any, rows: int, seed: int = 1) -> Any:
     rng = np.random.default_rng(seed)
     return upload(rng.standard_normal((rows, HEADS, DIM)).astype(np.float16), xp)
-
-
-def same(got: Any, wanted: Any, what: object) -> None:
-    compare.assert_bitwise_equal(download(got), download(wanted), what)
 
 
 # --- graphs: 200 plans of five kinds, ten replays each ---
@@ -125,23 +112,6 @@ def test_replays_follow_the_plans(torch: Any, name: str, kind: str) -> None:
         wanted = eager.run(q, cache, return_lse=True)
         same(out, wanted[0], (kind, step))
         same(lse, wanted[1], (kind, step))
-
-
-def capture(torch: Any, xp: Any, run: Callable[[], Any]) -> Callable[[], None]:
-    """A replay on the current stream of what `run` launches."""
-    if xp is torch:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return graph.replay
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        run()
-        captured = stream.end_capture()
-    return lambda: captured.launch(cupy.cuda.get_current_stream())
 
 
 def test_masks_change_between_replays(torch: Any) -> None:

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 from helpers import batches, cascade_calls, compare, mixed_calls
 from helpers.gpu_calls import download, raw, upload
+from helpers.on_gpu import capture, framework, ints, same, scratch, workspace
 from helpers.share import some
 
 import cupyattn
 from cupyattn import _batch_mixed
 from cupyattn.launch.batch import BatchLauncher
-
-from .test_batch_gpu import framework, workspace
-from .test_batch_graphs_gpu import capture, ints, same, scratch
 
 pytestmark = pytest.mark.gpu
 
