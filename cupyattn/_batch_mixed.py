@@ -12,6 +12,7 @@ from ._batch_requests import PageNames, read_paged_lengths, read_rows
 from ._batch_run import NO_SCALES, Scales, run
 from ._wrapper import view_workspace
 from .array import ArrayView, Device
+from .device import device_props
 from .errors import ArgumentError, PlanError, UnsupportedError
 from .launch.batch import BatchLauncher, BatchSchedule
 from .launch.enqueue import cuda
@@ -92,7 +93,8 @@ class BatchAttention(OwnWorkspace):
         sm_scale    default 1 / sqrt(head_dim_qk). logits_soft_cap: default none.
         use_profiler must be False.
 
-        Raises ArgumentError or UnsupportedError; the last plan then stays in force.
+        Raises ArgumentError or UnsupportedError, and the first plan DeviceError without a GPU; the
+        last plan then stays in force.
         """
         if use_profiler:
             raise UnsupportedError("use_profiler: kernels are not instrumented; pass False")
@@ -191,6 +193,8 @@ def _make_workspace(device: Device, tables: tuple[Any, ...]) -> Any:
     """On the device, in the framework of the tables: torch's if one is, else CuPy's or NumPy's."""
     names = ("kv_indices", "kv_indptr", "qo_indptr", "kv_len_arr")
     views = [array.view(x, name) for x, name in zip(tables, names, strict=True)]
+    if device.kind == "cuda":
+        device_props(max(0, device.index))  # or it says what is missing
     if device.kind == "cuda" and device.index < 0:
         on_gpu = [v.device for v in views if v.device.kind == "cuda"]
         device = on_gpu[0] if on_gpu else Device("cuda", cuda().get_device())

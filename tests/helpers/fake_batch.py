@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import _batch_geometry, _batch_repeat, _wrapper, array, dtypes, reference
+from cupyattn import (
+    _batch_geometry,
+    _batch_graph,
+    _batch_repeat,
+    _cascade_levels,
+    _wrapper,
+    array,
+    dtypes,
+    reference,
+)
 from cupyattn.launch import batch, packbits, params
 from cupyattn.schedule.batch import WORK_FIELDS
 
@@ -89,6 +98,8 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
         return allocate
 
     monkeypatch.setattr(array, "allocator", allocator)
+    for module in (_batch_module(), _batch_graph, _cascade_levels):
+        monkeypatch.setattr(module, "int32_on_device", _narrow)
     monkeypatch.setattr(packbits, "launch", lambda *a: _packbits(stream, *a))
     monkeypatch.setattr(batch.BatchLauncher, "bind", lambda *a: BoundRun(stream, *a))
     forget()
@@ -122,6 +133,14 @@ def _to_host(v: array.ArrayView) -> np.ndarray:
     return array.as_numpy(
         array.ArrayView(v.ptr, v.shape, v.strides, v.dtype, array.CPU, "", v.readonly, v.owner)
     )
+
+
+def _narrow(v: array.ArrayView, name: str) -> array.ArrayView:
+    if v.dtype is dtypes.int32:
+        return v
+    x = array.view(array.empty(v.shape, dtypes.int32, v), name)
+    memory(x.ptr, np.dtype(np.int32), *v.shape)[...] = _to_host(v)
+    return x
 
 
 def _packbits(stream: Stream, bits: Any, packed: Any, begins: Any, starts: Any, *_: Any) -> None:
@@ -177,15 +196,12 @@ def _compute(
         None if not p else memory(p, np.dtype(np.float32), n)
         for p, n in zip(pointers[2:], (heads, heads, kv_heads, kv_heads), strict=True)
     ]
-    requests = set()
-    for part in schedule.parts:
-        count = (part.merges - part.items) // (4 * len(WORK_FIELDS))
-        table = on_device[part.items // 4 :][: count * len(WORK_FIELDS)].reshape(count, -1)
-        for row in table.tolist():
-            if row[6]:
-                start = row[8] % 2**32 + (row[9] << 32)
-                requests.add((row[0], row[1], row[2], row[3], start))
-    for q_start, qo_len, kv_start, kv_len, mask_start in sorted(requests):
+    options = launcher.options
+    answers: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    sinks = per_head[0]
+    is_cascade = schedule.parts and schedule.parts[-1].levels[0] > 0
+    for request in _requests(schedule, on_device):
+        q_start, qo_len, kv_start, kv_len, mask_start, key_offset = request
         mask = None
         if problem.custom_mask:
             size = -(-qo_len * kv_len // 8)
@@ -208,27 +224,73 @@ def _compute(
                 (v, steps[11], steps[4], steps[5], problem.head_dim_vo),
             )
         )
-        options = launcher.options
-        answer, sums = reference.attention(
+        sees: dict[str, Any] = {"causal": options.causal, "window_left": options.window_left}
+        if schedule.positions >= 0:
+            assert problem.pos_encoding == "NONE"
+            places = on_device[schedule.positions // 4 :][rows, None] - key_offset
+            mask = (keys <= places) | (not options.causal)
+            mask &= (keys >= places - options.window_left) | (options.window_left < 0)
+            sees = {}
+        answer = reference.attention(
             own_q,
             own_k,
             own_v,
-            causal=options.causal,
-            window_left=options.window_left,
+            **sees,
             mask=mask,
             logits_soft_cap=options.logits_soft_cap,
             sm_scale=sm_scale,
             pos_encoding_mode=problem.pos_encoding,
             rope_scale=options.rope_scale,
             rope_theta=options.rope_theta,
-            sinks=per_head[0],
+            sinks=None if is_cascade else sinks,
             scale_q=per_head[1],
             scale_k=per_head[2],
             scale_v=per_head[3],
         )
-        _scatter(o, answer * output_scale, problem.dtype_o, rows * steps[6], steps[7])
+        for index, row in enumerate(rows.tolist()):
+            state = tuple(x[index : index + 1] for x in answer)
+            answers[row] = reference.merge_state(*answers[row], *state) if row in answers else state
+    if is_cascade:
+        _finish_levels(answers, schedule.parts[-1], on_device, sinks, (heads, problem.head_dim_vo))
+    for row, (value, total) in answers.items():
+        place = np.array([row])
+        _scatter(o, value * output_scale, problem.dtype_o, place * steps[6], steps[7])
         if pointers[0]:
-            _scatter(pointers[0], sums[..., None], dtypes.float32, rows * steps[8], steps[9])
+            _scatter(pointers[0], total[..., None], dtypes.float32, place * steps[8], steps[9])
+
+
+def _requests(schedule: Any, on_device: np.ndarray) -> list[tuple[int, ...]]:
+    """q_start, qo_len, kv_start, kv_len, mask_start and key_offset of each."""
+    found = set()
+    for part in schedule.parts:
+        count = (part.merges - part.items) // (4 * len(WORK_FIELDS))
+        table = on_device[part.items // 4 :][: count * len(WORK_FIELDS)].reshape(count, -1)
+        for row in table.tolist():
+            if row[6]:
+                found.add((*row[:4], row[8] % 2**32 + (row[9] << 32), row[11]))
+    return sorted(found)
+
+
+def _finish_levels(
+    answers: dict[int, tuple[np.ndarray, np.ndarray]],
+    part: Any,
+    on_device: np.ndarray,
+    sinks: np.ndarray | None,
+    shape: tuple[int, int],
+) -> None:
+    """Sinks, and rows without keys, as merge_levels has them."""
+    rows, levels = part.levels
+    table = on_device[part.merges // 4 :][: 2 * rows * levels].reshape(rows, levels, 2)
+    log2_e = np.log2(np.e)
+    sink = np.full(shape[0], -np.inf) if sinks is None else sinks.astype(np.float64) * log2_e
+    empty = np.zeros((1, *shape)), sink[None]
+    for row in range(rows):
+        if table[row, 0, 0] == -2:
+            assert row not in answers
+        else:
+            assert (row in answers) == bool((table[row, :, 0] >= 0).any())
+            state = answers.get(row, (np.zeros((1, *shape)), np.full((1, shape[0]), -np.inf)))
+            answers[row] = reference.merge_state(*state, *empty)
 
 
 def _size(launcher: Any) -> int:

@@ -34,7 +34,7 @@ from cupyattn.launch import (
     rotate_keys,
     scratch,
 )
-from cupyattn.launch.tiles import TileConfig, tile_config
+from cupyattn.launch.tiles import TileConfig, mixed_config, tile_config
 
 STREAM, COUNTERS, SLOTS, MAX_SHARED = 77, 3 << 40, 264, 227 * 1024
 HEADER = Path(__file__).parents[2] / "kernels/cupyattn/params/attention.cuh"
@@ -114,6 +114,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         tiles = tile_config(problem, rows, MAX_SHARED, is_batch)
         return SimpleNamespace(function=tiles, tiles=tiles, num_slots=SLOTS)
 
+    def load_mixed(
+        problem: Any, large: str, small: str, device_index: int
+    ) -> SimpleNamespace | None:
+        tiles = mixed_config(problem, large, small, MAX_SHARED)
+        return tiles and SimpleNamespace(function=tiles, tiles=tiles, num_slots=SLOTS)
+
     real_allocator = scratch.allocator
 
     def allocator(like: array.ArrayView) -> scratch.Allocate:
@@ -128,8 +134,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     for module in (attention, batch):
         monkeypatch.setattr(module, "load_kernel", load_kernel)
-    # Its kernels are of one kind each; those of two run in the emulator.
-    monkeypatch.setattr(batch, "load_mixed", lambda *_: None)
+        monkeypatch.setattr(module, "load_mixed", load_mixed)
     monkeypatch.setattr(enqueue, "cuda", lambda: fake.api)
     monkeypatch.setattr(append_paged_kv_cache, "cuda", lambda: fake.api)
     monkeypatch.setattr(scratch, "cuda", lambda: fake.api)
