@@ -13,7 +13,7 @@ import multiprocessing
 import sys
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -33,7 +33,7 @@ from cupyattn.launch.instances import SHARED_BYTES, page_instances
 from cupyattn.launch.packbits import CONFIG as PACKBITS_CONFIG
 from cupyattn.launch.tiles import row_class, tile_config
 from cupyattn.problem import AttentionProblem
-from helpers import batch_cases, gpu_cases
+from helpers import batch_cases, gpu_cases, item_cases, verify_cases
 from helpers.cases import Case
 from helpers.gpu_calls import Call
 
@@ -70,10 +70,16 @@ def instances(arch: str, calls: Iterable[tuple[Case, bool]] | None = None) -> li
     return list(found)
 
 
-def batch_instances(arch: str) -> list[Instance]:
+def random_batches() -> Iterator[batch_cases.Case]:
+    """Every random batch of the suite."""
+    for cases in (batch_cases, verify_cases, item_cases):
+        yield from map(cases.random_case, range(cases.NUM_CASES))
+
+
+def batch_instances(arch: str, cases: Iterable[batch_cases.Case] | None = None) -> list[Instance]:
     """Every kernel of the random batches, once: those that plans foresee, and those of the runs."""
     found: dict[Instance, None] = {}
-    for case in map(batch_cases.random_case, range(batch_cases.NUM_CASES)):
+    for case in cases if cases is not None else random_batches():
         wanted = case.problem
         guess = AttentionProblem(
             dtype_q=dtypes.parse(wanted.dtype),
@@ -83,10 +89,13 @@ def batch_instances(arch: str) -> list[Instance]:
             head_dim_vo=wanted.dims[1],
             pos_encoding=wanted.pos_encoding_mode,
             soft_cap=wanted.is_capped,
-            custom_mask=wanted.is_masked,
+            custom_mask=wanted.is_masked or case.has_items,
+            mask_form="runs" if case.has_items else "whole",
             paged=case.page_size > 0,
         )
         run = replace(guess, aligned=wanted.is_aligned, scale_first=wanted.scale_first)
+        if case.tree:
+            run = replace(run, custom_mask=True, mask_form="rows")
         for problem, rows in product((guess, run), {n * case.group for n in case.qo_len if n}):
             tiles = tile_config(problem, row_class(rows), SHARED_BYTES[arch], True, arch)
             found[tiles.name, tiles.config] = None
