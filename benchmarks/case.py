@@ -77,7 +77,7 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """Visible (query row, key) pairs of one head of one request."""
+        """Visible (query row, key) pairs of one head of one request; of a tree as of a chain."""
         return sum(stop - start for start, stop in map(self.visible_keys, range(self.q_len)))
 
     @property
@@ -107,8 +107,8 @@ class Case:
         q_and_o = self.q_len * self.num_qo_heads * width * _BF16_BYTES
         kv = keys * self.num_kv_heads * width * self.kv_itemsize
         cells = self.q_len * self.kv_len
-        mask = {"none": 0, "bool": cells, "packed": -(-cells // 8)}[self.mask]
-        return self.batch * (q_and_o + kv + mask)
+        mask = {"none": 0, "bool": cells, "packed": -(-cells // 8), "tree": 4 * self.q_len}
+        return self.batch * (q_and_o + kv + mask[self.mask])
 
     def floor_us(self, tflops: float, gbps: float) -> float:
         """No kernel is faster than this on a device of these two measured ceilings."""

@@ -13,8 +13,8 @@ from .case import Case
 AnyCase = Case | BatchCase
 
 OPS = (
-    *("prefill", "decode", "host", "batch_decode", "append", "ragged", "cascade", "mixed"),
-    "host_batch",
+    *("prefill", "decode", "host", "batch_decode", "append", "verify", "ragged", "cascade"),
+    *("mixed", "host_batch"),
 )
 
 _FA2 = "flashinfer_fa2"

@@ -23,6 +23,7 @@ _PANELS = (  # op, title, what the bars are
     ("decode", "Decode and append, GB/s", "gbps"),
     ("batch_decode", "Decode of batches, GB/s", "gbps"),
     ("append", "Append to paged caches, TFLOP/s", "tflops"),
+    ("verify", "Verification of draft tokens, GB/s", "gbps"),
     ("ragged", "Ragged prefill, TFLOP/s", "tflops"),
     ("cascade", "Cascades, GB/s", "gbps"),
     ("mixed", "Chunks beside decodes, TFLOP/s", "tflops"),

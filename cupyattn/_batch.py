@@ -13,6 +13,7 @@ from ._batch_geometry import Geometry, PlanOptions, Variant, find_geometry
 from ._batch_graph import GraphBuffers
 from ._batch_mask import NO_MASK, Mask
 from ._batch_requests import Batch, require_row_limit
+from ._row_mask import NO_BITS, MaskBits
 from ._wrapper import (
     Copy,
     DeviceWords,
@@ -48,7 +49,7 @@ class Plan:
     views       arrays of the caller that launches read besides those of the run
     framework   the workspace's
     is_uniform  it is torch or CuPy, and that of all views
-    mask_range  addresses of the packed mask's first byte and past its last; (0, 0) without one
+    bits        the mask on the device
     last_run    the last run that went the short way, see _batch_repeat.py
     """
 
@@ -60,7 +61,7 @@ class Plan:
     framework: str
     page_ids: int = 0
     views: tuple[ArrayView, ...] = ()
-    mask_range: tuple[int, int] = (0, 0)
+    bits: MaskBits = NO_BITS
     is_uniform: bool = False
     prepared: dict[Variant, Prepared] = field(default_factory=dict)
     last_run: Any = field(default=None, init=False)
@@ -91,6 +92,7 @@ class BatchWrapper:
         # The variant of the last run that needed another than was planned, and of which geometry.
         self._preferred: tuple[Geometry, Variant] | None = None
         self._words = DeviceWords(self._workspace)
+        self._mask_words = DeviceWords(self._workspace)  # packed masks of bools, of runs
         # Graph mode: words of the other variants that were ever run, which stay where they are.
         self._variant_words: dict[Variant, DeviceWords] = {}
         self._staging: Staging | None = None
@@ -274,7 +276,7 @@ class BatchWrapper:
                 outer.append((ids, buffers.kv_indices.ptr))
             else:
                 inner.append(ids)
-        inner += plan.mask.device_indptrs(batch)
+        inner += plan.mask.device_parts(batch)
         block, copies, places = self._write(inner, outer)
         base = self._reserve(block, batch)
         if block:
@@ -302,14 +304,12 @@ class BatchWrapper:
             plan.page_ids = buffers.kv_indices.ptr
         buffers.copy_last_page_len(batch, stream)
         if plan.mask is not NO_MASK:
-            indptrs = [base + 4 * place for place in places[-2:]]
-            plan.mask = plan.mask.packed_on_device(
-                batch, self._workspace, buffers.mask, indptrs, stream
+            parts = [base + 4 * place for place in places[-2:]]
+            plan.mask, plan.bits = plan.mask.on_device(
+                batch, self._workspace, buffers.mask, parts, stream
             )
-            packed = plan.mask.view
-            assert packed is not None
-            plan.mask_range = packed.ptr, packed.ptr + packed.shape[0]
-            views.append(packed)
+            if plan.mask.view is not None:
+                views.append(plan.mask.view)
         plan.is_uniform = plan.framework in ("torch", "cupy")
         if views:
             plan.views = tuple(views)
@@ -368,7 +368,7 @@ class BatchWrapper:
         stream = self._current_stream()
         refuse_capture(
             stream,
-            "the first run with scales by head, or with arrays off 16-byte boundaries,",
+            "the first run with a mask, scales by head, or arrays off 16-byte boundaries,",
             "make one such run before the capture",
         )
         launcher, schedule = self._schedule_variant(plan, variant)
@@ -398,7 +398,7 @@ class BatchWrapper:
         if batch.num_rows == 0 and capacity is None:
             return 0, 0
         _, schedule = self._schedule_variant(plan, self._variants(geometry)[0])
-        parts = [schedule.words.size, *(part.size for part in mask.device_indptrs(batch))]
+        parts = [schedule.words.size, *(part.size for part in mask.device_parts(batch))]
         if batch.page_ids is not None and self._buffers.kv_indices is None:
             parts.append(batch.num_page_ids)
         return schedule.workspace_bytes, sum(-(-size // 4) * 16 for size in parts)

@@ -109,7 +109,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         num_qo_heads, num_kv_heads, head_dim, page_size  of the arrays that run() is going to get.
         q_data_type, kv_data_type, o_data_type  default float16, that of q, that of q; data_type
                 sets the first two.
-        q_len_per_req   query rows of each request, the last tokens of it; causal among themselves.
+        q_len_per_req   query rows of each request, the last tokens of it; causal among themselves,
+                unless a run brings a mask.
         fixed_split_size  pages after which keys are split, whatever else is in the batch: a
                 request's answer is then the same, bit for bit, in every batch. Default: as many
                 splits as keep the device busy. disable_split_kv: never split; it wins.
@@ -184,6 +185,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         q_len_per_req: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Any = None,
+        mask: Any = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -196,12 +198,19 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
                 an array on a GPU is waited for. Also by position, followed by return_lse.
         out, lse   arrays to write instead of new ones; lse float32, base 2.
         sinks   float32 [num_qo_heads]: extra natural-log logits in the denominator.
+        mask    which of a request's q = q_len_per_req own tokens each of them sees (a tree of draft
+                tokens, say), in place of causality; all earlier keys are visible, and a window
+                holds besides. Bools [B, q, q] or [B * q, q], or bits, the first token's the lowest,
+                1 where it is seen: integers [B * q] or [B, q] of 32 or 64 bits, or words of any
+                size behind such axes: uint16 [B, q, 2 * ceil(q / 32)] (xqa's), uint8 [B * q,
+                ceil(q / 8)]. Bits past q mean nothing. A captured run reads it where it is; bools
+                are first packed into memory of the wrapper's own.
         window_left, q_len_per_req  if given, must be the plan's. enable_pdl is accepted for
-                compatibility; the last two arguments must be None.
+                compatibility; skip_softmax_threshold_scale_factor and kv_cache_sf must be None.
 
         Returns out [rows, num_qo_heads, head_dim] in q's framework and device, or (out, lse [rows,
         num_qo_heads]) if `return_lse`. It never waits for the device; it allocates its answers
-        only. The first run with scales by head, or with arrays off 16-byte boundaries, schedules
+        only. The first run with a mask, scales by head, or arrays off 16-byte boundaries schedules
         the batch anew. Raises ArgumentError for arrays that do not fit the plan, PlanError without
         a plan, before anything is written.
         """
@@ -230,7 +239,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         k, v = paged_kv_cache, None
         if isinstance(paged_kv_cache, (tuple, list)) and len(paged_kv_cache) == 2:
             k, v = paged_kv_cache
-        return run(self, q, k, v, out, lse, sinks, scales, return_lse)
+        return run(self, q, k, v, out, lse, sinks, scales, return_lse, mask)
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
         """run() that returns (out, lse)."""

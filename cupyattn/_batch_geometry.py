@@ -43,13 +43,16 @@ class PlanOptions(NamedTuple):
     sm_scale: float | None
     rope_scale: float | None
     rope_theta: float | None
+    # custom_mask is true and the mask is runs of keys (_item_runs.py): always causal.
+    key_runs: bool = False
 
 
 class Variant(NamedTuple):
-    """What a run decides about the kernel; see AttentionProblem."""
+    """What a run decides about the kernel; see AttentionProblem. A run may bring a mask."""
 
     aligned: bool
     scale_first: bool
+    has_mask: bool = False
 
 
 @dataclass(slots=True)
@@ -82,9 +85,17 @@ class Geometry:
     def launcher(self, variant: Variant) -> BatchLauncher:
         found = self.launchers.get(variant)
         if found is None:
+            aligned, scale_first, has_mask = variant
+            options = replace(self.options, causal=False) if has_mask else self.options
             found = self.launchers[variant] = BatchLauncher(
-                replace(self.problem, aligned=variant.aligned, scale_first=variant.scale_first),
-                self.options,
+                replace(
+                    self.problem,
+                    aligned=aligned,
+                    scale_first=scale_first,
+                    custom_mask=self.problem.custom_mask or has_mask,
+                    mask_form="rows" if has_mask else self.problem.mask_form,
+                ),
+                options,
                 self.num_qo_heads,
                 self.num_kv_heads,
                 self.page_size,
@@ -105,7 +116,7 @@ def find_geometry(given: PlanOptions) -> Geometry:
     if found is None:
         found = _make(given)
         # A tensor given for a scale may change its value.
-        if all(x is None or isinstance(x, (str, int, float, np.generic)) for x in given[-4:]):
+        if all(x is None or isinstance(x, (str, int, float, np.generic)) for x in given[-5:]):
             if len(_known) >= _MAX_KNOWN:
                 _known.clear()
             _known[given] = found
@@ -127,8 +138,10 @@ def _make(given: PlanOptions) -> Geometry:
     kv = given.kv_data_type
     soft_cap = _options.soft_cap(given.logits_soft_cap)
     sm_scale = _options.finite(given.sm_scale, "sm_scale", 1.0 / math.sqrt(dim_qk))
+    is_causal = _options.flag(given.causal, "causal") and not given.custom_mask
+    is_causal |= given.key_runs
     options = AttentionOptions(
-        causal=_options.flag(given.causal, "causal"),
+        causal=is_causal,
         window_left=_options.window_left(given.window_left),
         sm_scale=sm_scale,
         output_scale=1.0,
@@ -147,6 +160,7 @@ def _make(given: PlanOptions) -> Geometry:
         pos_encoding=_options.pos_encoding_mode(given.pos_encoding_mode),
         soft_cap=soft_cap > 0.0,
         custom_mask=given.custom_mask,
+        mask_form="runs" if given.key_runs else "whole",
         paged=given.page_size > 0,
     )
     problem.check_dtypes()

@@ -1,4 +1,4 @@
-"""Custom masks of a batch: bools or bits of all requests, one after another."""
+"""Custom masks of a batch: bools or bits of all requests, one after another; or runs of keys."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from . import array, dtypes, reference
+from . import _item_runs, array, dtypes, reference
 from ._batch_requests import Batch
+from ._row_mask import MaskBits
 from ._wrapper import copy_on_device, same_device
 from .array import ArrayView
 from .errors import ArgumentError
@@ -19,12 +20,13 @@ from .match import Dims, match, require_contiguous_last, require_dtype
 class Mask:
     """view: the caller's mask, then the packed bits on the device; None without a mask.
 
-    bits: the packed mask on the CPU.
+    bits: the packed mask on the CPU. runs: instead of all these, _item_runs.read_runs.
     """
 
     view: ArrayView | None = None
     is_packed: bool = False
     bits: np.ndarray | None = None
+    runs: np.ndarray | None = None
 
     def check(self, batch: Batch, workspace: ArrayView) -> None:
         """ArgumentError unless the mask has a bit for every row and key of the batch."""
@@ -57,6 +59,10 @@ class Mask:
 
     def of_request(self, batch: Batch, index: int) -> np.ndarray | None:
         """On the CPU: bool [qo_len, kv_len] of one request."""
+        if self.runs is not None:
+            begin, qo_len = int(batch.qo_indptr[index]), int(batch.requests.qo_len[index])
+            own = self.runs[begin : begin + qo_len]
+            return _item_runs.visible(own, qo_len, int(batch.requests.kv_len[index]))
         if self.bits is None or batch.mask_indptr is None:
             return None
         lengths = batch.requests
@@ -66,8 +72,11 @@ class Mask:
         begin = int((lengths.qo_len[:index] * lengths.kv_len[:index]).sum())
         return self.bits[begin : begin + qo_len * kv_len].reshape(qo_len, kv_len)
 
-    def device_indptrs(self, batch: Batch) -> list[np.ndarray]:
-        """What packing on the device needs there: offsets in bools and in bytes, as int32 words."""
+    def device_parts(self, batch: Batch) -> list[np.ndarray]:
+        """What a plan brings to the device, as int32 words: the runs, or what packing needs there,
+        offsets in bools and in bytes."""
+        if self.runs is not None:
+            return [self.runs.reshape(-1)]
         if self.view is None or self.is_packed or batch.mask_indptr is None:
             return []
         lengths = batch.requests
@@ -75,27 +84,39 @@ class Mask:
         np.cumsum(lengths.qo_len * lengths.kv_len, out=begins[1:])
         return [begins.view(np.int32), batch.mask_indptr.view(np.int32)]
 
-    def packed_on_device(
+    def on_device(
+        self,
+        batch: Batch,
+        workspace: ArrayView,
+        buffer: ArrayView | None,
+        parts: list[int],
+        stream: int,
+    ) -> tuple[Mask, MaskBits]:
+        """The mask as kernels read it: runs, or bits in `buffer`, or the caller's own if they are
+        packed, or new memory. `parts` ends with the addresses of `device_parts`.
+        """
+        if self.runs is not None:
+            return self, MaskBits(parts[-1], 0, self.runs.nbytes)
+        packed = self._packed_on_device(batch, workspace, buffer, parts, stream)
+        return Mask(packed, is_packed=True), MaskBits(packed.ptr, 0, packed.shape[0])
+
+    def _packed_on_device(
         self,
         batch: Batch,
         workspace: ArrayView,
         buffer: ArrayView | None,
         indptrs: list[int],
         stream: int,
-    ) -> Mask:
-        """The mask as bits: in `buffer`, or the caller's own if they are packed, or new memory.
-
-        `indptrs` are the addresses of `device_indptrs`.
-        """
+    ) -> ArrayView:
         v = self.view
         assert v is not None and batch.mask_indptr is not None
         num_bytes = int(batch.mask_indptr[-1])
         array.acquire(workspace, v)
         if self.is_packed:
             if buffer is None:
-                return self
+                return v
             copy_on_device(buffer.ptr, v.ptr, num_bytes, v.device.index, stream)
-            return Mask(buffer, is_packed=True)
+            return buffer
         from .launch import packbits
 
         packed = buffer
@@ -107,14 +128,21 @@ class Mask:
         )
         packbits.launch(v, target, begins, starts, True, stream)
         array.release(workspace, v)
-        return Mask(packed, is_packed=True)
+        return packed
 
 
 NO_MASK = Mask()
 
 
-def read_mask(custom_mask: Any, packed_custom_mask: Any) -> Mask:
+def read_mask(custom_mask: Any, packed_custom_mask: Any, runs: np.ndarray | None = None) -> Mask:
     """The mask of a plan, of which the packed one wins."""
+    if runs is not None:
+        if custom_mask is packed_custom_mask is None:
+            return Mask(runs=runs)
+        raise ArgumentError(
+            "custom_mask, prefix_len_ptr: both a mask and multi-item scoring, which says what rows "
+            "see; pass one of them"
+        )
     if packed_custom_mask is not None:
         return Mask(array.view(packed_custom_mask, "packed_custom_mask"), is_packed=True)
     if custom_mask is not None:

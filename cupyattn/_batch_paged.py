@@ -7,14 +7,14 @@ from typing import Any
 from . import _batch_geometry
 from ._batch import BatchWrapper
 from ._batch_geometry import PlanOptions
-from ._batch_mask import read_mask
+from ._batch_mask import NO_MASK, read_mask
 from ._batch_old import accepts_old_plans, check_run, read_scales
 from ._batch_requests import PageNames, read_paged, read_rows, with_mask
 from ._batch_run import NO_SCALES, Scales, run
+from ._item_runs import read_runs
 
 _NAMES = PageNames("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 _OLD_RUN = ("k_scale", "v_scale", "return_lse")
-SCORING = "multi-item scoring is not supported"
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
@@ -132,21 +132,21 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         fixed_split_size        pages after which keys are split, whatever else is in the batch: a
                 request's answer is then the same, bit for bit, in every batch. Default: as many
                 splits as keep the device busy. disable_split_kv: never split; it wins.
-        Other options as in single_prefill_with_kv_cache. Of what follows non_blocking, up to
-        max_item_len_ptr must be left alone (multi-item scoring), and the rest is accepted for
-        compatibility. Older names and the older order without head_dim_vo are understood;
-        data_type sets q's and the cache's.
+        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr  multi-item
+                scoring: a request's keys are a prefix, then items with a delimiter ahead of each
+                (and often one at the end). Rows of an item see the prefix and their item up to
+                themselves; delimiters see the prefix and are seen by nobody; the prefix is causal.
+                Integers [B], the length of the prefix; [B * token_pos_in_items_len], what place
+                each key behind it has in its item, from 1 on, 0 for delimiters; and [B], the
+                longest item, which is not needed. The first two are needed on the host; causal is
+                implied, a mask is refused.
+        Other options as in single_prefill_with_kv_cache; the rest is accepted for compatibility.
+        Older names and the older order without head_dim_vo are understood; data_type sets q's and
+        the cache's.
 
         Raises ArgumentError, UnsupportedError, WorkspaceError (naming the bytes it needs) or
         PlanError (naming what a captured graph keeps); the last plan then stays in force.
         """
-        _batch_geometry.refuse(
-            SCORING,
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            token_pos_in_items_len=token_pos_in_items_len or None,
-            max_item_len_ptr=max_item_len_ptr,
-        )
         page_size = _batch_geometry.count(page_size, "page_size")
         batch = read_paged(
             read_rows(qo_indptr),
@@ -157,7 +157,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             _NAMES,
             self._is_debugging(),
         )
-        mask = read_mask(custom_mask, packed_custom_mask)
+        runs = read_runs(
+            batch, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
+        )
+        mask = read_mask(custom_mask, packed_custom_mask, runs)
         if mask.view is not None:
             batch = with_mask(batch)
         given = PlanOptions(
@@ -171,7 +174,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             q_data_type,
             kv_data_type,
             o_data_type,
-            mask.view is not None,
+            mask is not NO_MASK,
             causal,
             pos_encoding_mode,
             window_left,
@@ -179,6 +182,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             sm_scale,
             rope_scale,
             rope_theta,
+            runs is not None,
         )
         split = _batch_geometry.split_size(fixed_split_size, disable_split_kv, page_size)
         self._install(given, batch, mask, split)

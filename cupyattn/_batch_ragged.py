@@ -7,11 +7,11 @@ from typing import Any
 from . import _batch_geometry
 from ._batch import BatchWrapper
 from ._batch_geometry import PlanOptions
-from ._batch_mask import read_mask
+from ._batch_mask import NO_MASK, read_mask
 from ._batch_old import accepts_old_plans, check_run, read_scales
-from ._batch_paged import SCORING
 from ._batch_requests import read_ragged, read_rows, with_mask
 from ._batch_run import NO_SCALES, Scales, run
+from ._item_runs import read_runs
 
 _OLD_RUN = ("return_lse",)
 
@@ -116,28 +116,31 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         fixed_split_size        keys after which a request is split, whatever else is in the batch:
                 its answer is then the same, bit for bit, in every batch. Default: as many splits as
                 keep the device busy. disable_split_kv: never split; it wins.
-        Other options as in single_prefill_with_kv_cache. Of what follows non_blocking, up to
-        max_item_len_ptr must be left alone (multi-item scoring), v_indptr and o_indptr too, and the
-        rest is accepted for compatibility. Older names and the older order without head_dim_vo are
-        understood; data_type sets q's and the cache's.
+        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr  multi-item
+                scoring: a request's keys are a prefix, then items with a delimiter ahead of each
+                (and often one at the end). Rows of an item see the prefix and their item up to
+                themselves; delimiters see the prefix and are seen by nobody; the prefix is causal.
+                Integers [B], the length of the prefix; [B * token_pos_in_items_len], what place
+                each key behind it has in its item, from 1 on, 0 for delimiters; and [B], the
+                longest item, which is not needed. The first two are needed on the host; causal is
+                implied, a mask is refused.
+        Other options as in single_prefill_with_kv_cache. v_indptr and o_indptr must be left alone;
+        the rest is accepted for compatibility. Older names and the older order without head_dim_vo
+        are understood; data_type sets q's and the cache's.
 
         Raises ArgumentError, UnsupportedError, WorkspaceError (naming the bytes it needs) or
         PlanError (naming what a captured graph keeps); the last plan then stays in force.
         """
-        _batch_geometry.refuse(
-            SCORING,
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            token_pos_in_items_len=token_pos_in_items_len or None,
-            max_item_len_ptr=max_item_len_ptr,
-        )
         _batch_geometry.refuse(
             "values and answers are where keys and queries are",
             v_indptr=v_indptr,
             o_indptr=o_indptr,
         )
         batch = read_ragged(read_rows(qo_indptr), kv_indptr)
-        mask = read_mask(custom_mask, packed_custom_mask)
+        runs = read_runs(
+            batch, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
+        )
+        mask = read_mask(custom_mask, packed_custom_mask, runs)
         if mask.view is not None:
             batch = with_mask(batch)
         given = PlanOptions(
@@ -151,7 +154,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             q_data_type,
             kv_data_type,
             o_data_type,
-            mask.view is not None,
+            mask is not NO_MASK,
             causal,
             pos_encoding_mode,
             window_left,
@@ -159,6 +162,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             sm_scale,
             rope_scale,
             rope_theta,
+            runs is not None,
         )
         split = _batch_geometry.split_size(fixed_split_size, disable_split_kv, 1)
         self._install(given, batch, mask, split)

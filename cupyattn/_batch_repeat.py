@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from . import array, dtypes
 from ._batch_geometry import Variant
@@ -21,6 +21,9 @@ from .launch.bound import BoundRun
 if TYPE_CHECKING:
     from ._batch import Plan, Prepared
     from ._batch_keys import Keys
+    from ._row_mask import MaskBits
+
+_Maybe: TypeAlias = "ArrayView | None"
 
 _MAX_LOOKS = 1024
 # The shape of an array that is not given.
@@ -40,6 +43,7 @@ class _Known:
 
     v_offset   bytes from k to v, if they are one tensor
     reach      (a, b) of q, k, v, out and lse: n rows (pages) lie within a * n + b bytes
+    bits       the mask of the run, which may be at another address
     address    the address of an array that `empty` has made
     """
 
@@ -47,6 +51,7 @@ class _Known:
     v_offset: int
     reach: tuple[tuple[int, int], ...]
     strides: bytes
+    bits: MaskBits | None
     factors: tuple[float, float]
     row_shape: tuple[int, int]
     empty: Callable[[tuple[int, ...]], Any]
@@ -58,7 +63,7 @@ class _Known:
 class _LastRun(NamedTuple):
     """A run of a plan. One of which the same is seen has passed all checks but those of addresses.
 
-    sizes  bytes within which q, k, v, out and lse lie
+    sizes  bytes within which q, k, v, out, lse and the mask lie
     """
 
     seen: tuple[Any, ...]
@@ -82,6 +87,7 @@ def repeat(
     out: Any,
     lse: Any,
     sinks: Any,
+    mask: Any,
     scales: tuple[Any, ...],
     return_lse: bool,
 ) -> Any:
@@ -90,8 +96,9 @@ def repeat(
     if read is None or not plan.is_uniform:
         return None
     v_ptr = o_ptr = lse_ptr = sinks_ptr = 0
-    v_shape = o_shape = lse_shape = sinks_shape = _NO_SHAPE
-    v_look = o_look = lse_look = sinks_look = None
+    v_shape = o_shape = lse_shape = sinks_shape = mask_shape = _NO_SHAPE
+    v_look = o_look = lse_look = sinks_look = mask_look = None
+    mask_ptr = plan.bits.address
     try:
         q_ptr, q_shape, q_look = read(q)
         k_ptr, k_shape, k_look = read(k)
@@ -103,10 +110,13 @@ def repeat(
             lse_ptr, lse_shape, lse_look = read(lse)
         if sinks is not None:
             sinks_ptr, sinks_shape, sinks_look = read(sinks)
+        if mask is not None:
+            mask_ptr, mask_shape, mask_look = read(mask)
         is_aligned = (q_ptr | k_ptr | v_ptr | o_ptr) & 15 == 0
         seen = (
             q_shape, q_look, k_shape, k_look, v_shape, v_look, o_shape, o_look,
-            lse_shape, lse_look, sinks_shape, sinks_look, return_lse, is_aligned,
+            lse_shape, lse_look, sinks_shape, sinks_look, mask_shape, mask_look,
+            return_lse, is_aligned,
         )  # fmt: skip
         last = plan.last_run
         if (
@@ -127,10 +137,11 @@ def repeat(
         return None
     if sinks is not None and sinks_ptr < LOWEST_ADDRESS:
         return None
-    mask_ptr, mask_end = plan.mask_range
+    if mask is not None and mask_ptr < LOWEST_ADDRESS:
+        return None
     if out is not None or lse is not None:
         # The two answers, the sinks and the mask, then q, k and v: nothing may meet an answer.
-        q_size, k_size, v_size, o_size, lse_size = last.sizes
+        q_size, k_size, v_size, o_size, lse_size, mask_size = last.sizes
         answers = () if out is None else ((o_ptr, o_size),)
         if lse is not None:
             if lse_ptr < o_ptr + o_size and o_ptr < lse_ptr + lse_size:
@@ -144,7 +155,7 @@ def repeat(
                 or (q_ptr < high and low < q_ptr + q_size)
                 or (k_ptr < high and low < k_ptr + k_size)
                 or (v_ptr < high and low < v_ptr + v_size)
-                or (mask_ptr < high and low < mask_end)
+                or (mask_ptr < high and low < mask_ptr + mask_size)
                 or (sinks_ptr < high and low < sinks_end)
             ):
                 return None
@@ -185,29 +196,35 @@ def _find(
         or num_keys < batch.num_keys
     ):
         return None
+    bits = known.bits or plan.bits
     (q_n, q_0), (k_n, k_0), (v_n, v_0), (o_n, o_0), (lse_n, lse_0) = known.reach
     sizes = (
         *(q_n * num_rows + q_0, k_n * num_keys + k_0, v_n * num_keys + v_0),
-        *(o_n * num_rows + o_0, lse_n * num_rows + lse_0),
+        *(o_n * num_rows + o_0, lse_n * num_rows + lse_0, bits.num_bytes),
     )
-    bound = bind(plan, prepared, workspace, known.strides, known.factors)
+    bound = bind(plan, prepared, workspace, known.strides, known.factors, bits)
     # Another thread may be doing the same.
     found = plan.last_run = _LastRun(seen, scales, workspace, known, sizes, bound)
     return found
 
 
 def bind(
-    plan: Plan, prepared: Prepared, workspace: int, strides: bytes, factors: tuple[float, float]
+    plan: Plan,
+    prepared: Prepared,
+    workspace: int,
+    strides: bytes,
+    factors: tuple[float, float],
+    bits: MaskBits,
 ) -> BoundRun:
     """What runs of a plan enqueue; factors: (scale of the logits, scale of the output)."""
-    mask_ptr, mask_end = plan.mask_range
     return prepared.launcher.bind(
         prepared.schedule,
         prepared.words,
         workspace,
         strides,
         plan.page_ids,
-        mask_end - mask_ptr,
+        bits.num_bytes,
+        bits.row_bytes,
         factors[1],
         factors[0],
     )
@@ -216,20 +233,23 @@ def bind(
 def _look(plan: Plan, seen: tuple[Any, ...], scales: tuple[Any, ...]) -> tuple[Any, ...]:
     """What of a run decides whether it passes the checks, besides addresses and lengths.
 
-    seen: shape and look of q, k, v, out, lse and sinks, and the rest.
+    seen: shape and look of q, k, v, out, lse, sinks and mask, and the rest.
     """
-    axis = plan.geometry.kv_axis
+    axis, batch = plan.geometry.kv_axis, plan.batch
     q_shape, q, k_shape, k, v_shape, v, o_shape, o, lse_shape, lse, *sinks_and_rest = seen
+    # A mask fits so many rows, which are not counted otherwise.
+    rows = None if sinks_and_rest[2] is _NO_SHAPE else (batch.num_rows, batch.requests.uniform)
     return (
         *(q_shape[1:], q, k_shape[1 - axis], k_shape[2:], k, v_shape[1 - axis], v_shape[2:], v),
-        *(o_shape[1:], o, lse_shape[1:], lse, *sinks_and_rest, scales, plan.framework),
+        *(o_shape[1:], o, lse_shape[1:], lse, *sinks_and_rest, rows, scales, plan.framework),
     )
 
 
 def remember(
     plan: Plan,
     given: tuple[Any, ...],
-    views: tuple[ArrayView, Keys, ArrayView, ArrayView | None, ArrayView | None],
+    views: tuple[ArrayView, Keys, ArrayView, _Maybe, _Maybe, _Maybe],
+    bits: MaskBits,
     scales: tuple[Any, ...],
     return_lse: bool,
     variant: Variant,
@@ -238,13 +258,13 @@ def remember(
 ) -> None:
     """Let runs like this one, which has passed every check, go the short way from now on.
 
-    given: q, k, v, out, lse and sinks as the caller gave them; views: q, keys, out, lse and sinks,
-    the answers among them made here if they were not given.
+    given: q, k, v, out, lse, sinks and mask as the caller gave them; views: q, keys, out, lse,
+    sinks and mask, the answers among them made here if they were not given.
     """
-    vq, keys, vout, vlse, vsinks = views
+    vq, keys, vout, vlse, vsinks, vmask = views
     read = _READERS.get(vq.framework)
     numbers = all(x is None or isinstance(x, (int, float)) for x in scales)
-    used = [x for x in (vq, keys.k, keys.v, vout, vlse, vsinks) if x is not None]
+    used = [x for x in (vq, keys.k, keys.v, vout, vlse, vsinks, vmask) if x is not None]
     framework = plan.framework
     if read is None or not numbers or any(x.framework != framework for x in used):
         return
@@ -259,9 +279,9 @@ def remember(
     pairs.append((0, 0) if vlse is None else _reach(vlse, 0))
     if pairs[3][1] > 0 or pairs[4][1] > 0:
         return  # rows reach into the next, and may share elements from some length on
-    q, k, v, out, lse, sinks = given
+    q, _, v, out, *_ = given
     seen: list[Any] = []
-    for x in (q, k, v, out, lse, sinks):
+    for x in given:
         seen += (_NO_SHAPE, None) if x is None else read(x)[1:]
     looks = plan.geometry.looks
     if len(looks) >= _MAX_LOOKS:
@@ -272,6 +292,7 @@ def remember(
     seen += return_lse, is_aligned
     looks[_look(plan, tuple(seen), scales)] = _Known(
         variant=variant,
+        bits=None if vmask is None else bits,
         v_offset=keys.v.ptr - keys.k.ptr,
         reach=tuple(pairs),
         strides=strides,

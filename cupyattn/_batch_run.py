@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from . import _options, array, dtypes, reference
+from . import _options, _row_mask, array, dtypes, reference
 from ._batch import BatchWrapper, Plan
 from ._batch_cascade_cpu import attend_levels
 from ._batch_geometry import Geometry, Variant
@@ -14,12 +14,15 @@ from ._batch_keys import Keys, planned, view_paged, view_ragged
 from ._batch_repeat import bind, remember, repeat
 from ._batch_requests import Batch
 from ._geometry import are_rows_aligned
-from ._wrapper import same_device
+from ._row_mask import MaskBits
+from ._wrapper import refuse_capture, same_device
 from .array import ArrayView
 from .dtypes import DType
 from .errors import ArgumentError
 from .launch import params
 from .match import Dims, match, require_contiguous_last, require_dtype, require_output
+
+_Maybe: TypeAlias = "ArrayView | None"
 
 
 class Scales(NamedTuple):
@@ -43,10 +46,16 @@ def run(
     sinks: Any,
     scales: Scales,
     return_lse: bool,
+    mask: Any = None,
 ) -> Any:
-    """The answer of a batch: out, or (out, lse). For one tensor of pages v is None."""
+    """The answer of a batch: out, or (out, lse). For one tensor of pages v is None.
+
+    mask: over the query tokens of requests that have equally many (_row_mask.py).
+    """
     plan = wrapper._current or wrapper._require_plan()
-    answer = repeat(plan, wrapper._workspace.ptr, q, k, v, out, lse, sinks, scales, return_lse)
+    answer = repeat(
+        plan, wrapper._workspace.ptr, q, k, v, out, lse, sinks, mask, scales, return_lse
+    )
     if answer is not None:
         return answer
 
@@ -61,16 +70,19 @@ def run(
     vout = None if out is None else array.view(out, "out")
     vlse = None if lse is None else array.view(lse, "lse")
     vsinks = None if sinks is None else array.view(sinks, "sinks")
+    vmask = None
+    if mask is not None:
+        vmask = _row_mask.view_row_mask(mask, batch.num_rows, batch.requests.uniform)
     sm_scale, output_scale, arrays = _read_scales(scales, geometry)
     _check_extras(geometry, {"sinks": vsinks, **arrays})
     k_name, v_name = keys.names
-    inputs = {"q": vq, k_name: keys.k, v_name: keys.v, "sinks": vsinks, **arrays}
+    inputs = {"q": vq, k_name: keys.k, v_name: keys.v, "sinks": vsinks, "mask": vmask, **arrays}
     same_device(wrapper._workspace, **inputs, out=vout, lse=vlse)
     _check_outputs(plan, vout, vlse, inputs)
 
     # --- 2. Answer on the CPU ---
     if vq.device.kind == "cpu":
-        given = vq, keys, vout, vlse, vsinks
+        given = vq, keys, vout, vlse, vsinks, vmask
         return _run_reference(plan, given, sm_scale, output_scale, arrays, return_lse)
 
     # --- 3. Launch on the caller's stream ---
@@ -84,7 +96,7 @@ def run(
         vlse = array.view(lse, "lse")
     if batch.num_rows:
         scale_first = bool(arrays.keys() & {"scale_q", "scale_k"}) or sm_scale <= 0.0
-        variant = Variant(_is_aligned(vq, keys, vout), scale_first)
+        variant = Variant(_is_aligned(vq, keys, vout), scale_first, vmask is not None)
         strides = params.STRIDES.pack(
             *(vq.strides[0], vq.strides[1]),
             *keys.strides[:4],
@@ -92,14 +104,15 @@ def run(
             *((0, 0) if vlse is None else vlse.strides),
             *keys.strides[4:],
         )
-        extras = {"lse": vlse, "sinks": vsinks, **arrays}
+        extras = {"lse": vlse, "sinks": vsinks, "mask": vmask, **arrays}
         factors = sm_scale, output_scale
-        _launch(wrapper, plan, variant, vq, keys, vout, extras, strides, factors)
-        if not arrays and plan.is_uniform:
+        bits = _launch(wrapper, plan, variant, vq, keys, vout, extras, strides, factors)
+        if not arrays and plan.is_uniform and (vmask is None or bits.address == vmask.ptr):
             remember(
                 plan,
-                (q, k, v, given_out, given_lse, sinks),
-                (vq, keys, vout, vlse, vsinks),
+                (q, k, v, given_out, given_lse, sinks, mask),
+                (vq, keys, vout, vlse, vsinks, vmask),
+                bits,
                 scales,
                 return_lse,
                 variant,
@@ -197,7 +210,7 @@ def _check_outputs(
             raise ArgumentError(f"{name}: dtype is {v.dtype}; wanted {dtype}")
         if name == "out":
             require_contiguous_last(v, name)
-        others = {"mask": plan.mask.view, **inputs}
+        others = {**inputs, "mask": inputs["mask"] or plan.mask.view}
         require_output(v, name, **others, lse=vlse if name == "out" else None)
 
 
@@ -219,30 +232,46 @@ def _launch(
     extras: dict[str, ArrayView | None],
     strides: bytes,
     factors: tuple[float, float],
-) -> None:
+) -> MaskBits:
+    """Enqueue the run; returns where the bits of its mask are."""
     prepared = wrapper._prepare(plan, variant)
     stream = array.current_stream(vq)
     inputs = [v for v in extras.values() if v is not None]
     used = (keys.k, keys.v, vout, wrapper._workspace, *plan.views, *inputs)
     array.acquire(vq, *used)
-    mask = plan.mask.view
-    optional = [extras.get("lse"), mask]
-    optional += [extras.get(n) for n in ("sinks", "scale_q", "scale_k", "scale_v")]
-    addresses = params.OPTIONAL.pack(*(0 if v is None else v.ptr for v in optional))
-    bound = bind(plan, prepared, wrapper._workspace.ptr, strides, factors)
+    bits = _mask_bits(wrapper, plan, extras.get("mask"), stream)
+    lse, *others = (extras.get(n) for n in ("lse", "sinks", "scale_q", "scale_k", "scale_v"))
+    optional = [0 if v is None else v.ptr for v in others]
+    addresses = params.OPTIONAL.pack(0 if lse is None else lse.ptr, bits.address, *optional)
+    bound = bind(plan, prepared, wrapper._workspace.ptr, strides, factors, bits)
     bound.launch(vq.ptr, keys.k.ptr, keys.v.ptr, vout.ptr, addresses, stream)
     array.release(vq, vq, *used)
+    return bits
+
+
+def _mask_bits(wrapper: BatchWrapper, plan: Plan, vmask: ArrayView | None, stream: int) -> MaskBits:
+    """The bits of the run's mask, or of the plan's. Bools are packed into the wrapper's memory."""
+    if vmask is None:
+        return plan.bits
+    num_rows, q_len = plan.batch.num_rows, plan.batch.requests.uniform
+    if vmask.dtype is not dtypes.bool_:
+        return _row_mask.bits_of(vmask, num_rows)
+    num_words = -(-_row_mask.num_packed_bytes(num_rows, q_len) // 4)
+    if num_words > wrapper._mask_words.size:
+        refuse_capture(stream, "the first run with a mask of bools", "make one before the capture")
+    address = wrapper._mask_words.reserve(num_words)
+    return _row_mask.pack(vmask, num_rows, q_len, address, stream)
 
 
 def _run_reference(
     plan: Plan,
-    given: tuple[ArrayView, Keys, ArrayView | None, ArrayView | None, ArrayView | None],
+    given: tuple[ArrayView, Keys, _Maybe, _Maybe, _Maybe, _Maybe],
     sm_scale: float,
     output_scale: float,
     arrays: dict[str, ArrayView],
     return_lse: bool,
 ) -> Any:
-    vq, keys, vout, vlse, vsinks = given
+    vq, keys, vout, vlse, vsinks, vmask = given
     geometry, batch = plan.geometry, plan.batch
     problem, options, lengths = geometry.problem, geometry.options, batch.requests
     q, k, v = (array.as_numpy(x) for x in (vq, keys.k, keys.v))
@@ -251,17 +280,23 @@ def _run_reference(
     o = np.zeros((batch.num_rows, geometry.num_qo_heads, problem.head_dim_vo))
     lse = np.full(o.shape[:-1], -np.inf)
     scales: dict[str, Any] = {name: array.as_numpy(x) for name, x in arrays.items()}
+    seen = None
+    if vmask is not None:
+        seen = _row_mask.visible(vmask, batch.num_rows, batch.requests.uniform)
     for index in range(0 if batch.parts else batch.num_requests):
         begin, kv_len = int(lengths.q_start[index]), int(lengths.kv_len[index])
         rows = slice(begin, begin + int(lengths.qo_len[index]))
         k_own, v_own = (_keys_of(x, batch, index, kv_len) for x in (k, v))
+        mask = plan.mask.of_request(batch, index)
+        if seen is not None:
+            mask = _row_mask.with_earlier_keys(seen[rows], kv_len)
         o[rows], lse[rows] = reference.attention(
             q[rows],
             k_own,
             v_own,
             causal=options.causal,
             window_left=options.window_left,
-            mask=plan.mask.of_request(batch, index),
+            mask=mask,
             logits_soft_cap=options.logits_soft_cap,
             sm_scale=sm_scale,
             pos_encoding_mode=problem.pos_encoding,

@@ -104,7 +104,7 @@ def make_entry(
         raise ArgumentError(f"v: dtype is {vv.dtype} but k is {vk.dtype}; wanted the same")
     dtype_o = vq.dtype if given.o_dtype is None else dtypes.parse(given.o_dtype, "o_dtype")
     mode = _options.pos_encoding_mode(given.pos_encoding_mode)
-    options = _normalise(given, dims["Dqk"])
+    options = _normalise(given, dims["Dqk"], has_mask)
     axis = 0 if layout == "NHD" else 1
     kv_strides = (vk.strides[axis], vk.strides[1 - axis], vv.strides[axis], vv.strides[1 - axis])
     problem = AttentionProblem(
@@ -127,13 +127,13 @@ def make_entry(
     return Entry(problem, options, heads, kv_heads, kv_strides, axis, dtype_o, given, launcher)
 
 
-def _normalise(given: Options, head_dim: int) -> AttentionOptions:
+def _normalise(given: Options, head_dim: int, has_mask: bool) -> AttentionOptions:
     default = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
     scale = _options.finite(given.sm_scale, "sm_scale", default)
     scale *= _options.finite(given.q_scale, "q_scale", 1.0)
     scale = _options.finite(scale * _options.finite(given.k_scale, "k_scale", 1.0), "sm_scale", 1.0)
     return AttentionOptions(
-        causal=_options.flag(given.causal, "causal"),
+        causal=_options.flag(given.causal, "causal") and not has_mask,
         window_left=_options.window_left(given.window_left),
         sm_scale=scale,
         output_scale=_options.finite(given.v_scale, "v_scale", 1.0),

@@ -101,6 +101,19 @@ def require_contiguous_last(v: ArrayView, name: str) -> None:
         )
 
 
+def require_contiguous(v: ArrayView, name: str) -> None:
+    """ArgumentError unless v is row-major without gaps."""
+    step = 1
+    for extent, stride in zip(reversed(v.shape), reversed(v.strides), strict=True):
+        if extent > 1 and stride != step and 0 not in v.shape:
+            remedy = _CONTIGUOUS.get(v.framework, "a row-major copy of {}").format(name)
+            raise ArgumentError(
+                f"{name}: shape {list(v.shape)} has strides {list(v.strides)}, in elements; wanted "
+                f"rows one after another, pass {remedy}"
+            )
+        step *= extent
+
+
 def require_output(v: ArrayView, name: str, /, **others: ArrayView | None) -> None:
     """ArgumentError unless v may be written: not read-only, no address twice, clear of `others`.
 

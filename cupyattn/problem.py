@@ -13,6 +13,8 @@ from .errors import ArgumentError, UnsupportedError
 
 KV_LAYOUTS = ("NHD", "HND")
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
+# Of a custom mask, in the order of kernels/cupyattn/attention/mask.cuh.
+MASK_FORMS = ("whole", "rows", "runs")
 MAX_HEAD_DIM = 256
 
 
@@ -22,7 +24,8 @@ class AttentionProblem:
 
     Head dims are per head and in elements. `aligned` says that every row of q, k, v and o starts on
     a 16-byte boundary; `scale_first` that the logit scale is not one positive number for all heads,
-    so that it cannot be folded into the softmax; `paged` that keys are found through a page table.
+    so that it cannot be folded into the softmax; `paged` that keys are found through a page table;
+    `mask_form` what a custom mask holds: bits of all keys, of a request's last keys, or runs.
     Causality, windows, sinks, scales and LSE are
     run-time facts: they cost nothing when off, so they do not multiply the number of kernels.
     """
@@ -35,6 +38,7 @@ class AttentionProblem:
     pos_encoding: str = "NONE"
     soft_cap: bool = False
     custom_mask: bool = False
+    mask_form: str = "whole"
     scale_first: bool = False
     aligned: bool = True
     paged: bool = False

@@ -14,10 +14,11 @@ class BatchCase:
 
     `api` names the wrapper that serves it: "decode" (paged KV, one query row a request), "paged"
     (prefill over paged KV), "ragged" (prefill over contiguous KV), "cascade" (decode rows whose
-    first `shared` keys are the same pages) or "mixed" (long chunks beside decodes, paged).
-    `requests` are groups of equal ones, (how many, query rows, keys). `mask` "packed" gives the
-    causal mask as bits in place of the flag. The report divides the time of this case by that of
-    the one `against` names.
+    first `shared` keys are the same pages), "mixed" (long chunks beside decodes, paged) or "verify"
+    (decode with equally many rows a request; FlashInfer's is "paged"). `requests` are groups of
+    equal ones, (how many, query rows, keys). `mask` "packed" gives the causal mask as bits in place
+    of the flag, "tree" lets a query row see all earlier keys and its ancestors in a binary tree of
+    the rows. The report divides the time of this case by that of the one `against` names.
 
     For host cases: `timed` is "run" or "plan"; `framework` and `out` say whose arrays ours is
     called with, and whether it gets `out=`; `arrays` says what plan() gets its tables as, "numpy",

@@ -52,6 +52,15 @@ def _cascade(
                      goals=goals, **more)  # type: ignore[arg-type]  # fmt: skip
 
 
+def _verify(q_len: int, mask: str = "none") -> BatchCase:
+    """Draft tokens of 32 requests, in a chain or a tree; ideally as fast as one token."""
+    name = f"verify_32x8k_q{q_len}" + ("_tree" if mask == "tree" else "")
+    return BatchCase(
+        name, "verify", "verify", ((32, q_len, 8192),), causal=mask == "none", mask=mask,
+        against="verify_32x8k_q1" if q_len > 1 else "", goals=((_FA2, 1.0),),
+    )  # fmt: skip
+
+
 def _host_plan(api: str, count: int, arrays: str) -> BatchCase:
     """1,024 keys a request; a decode's row a request, or 16 new rows."""
     group = (count, 1 if api == "decode" else 16, 1024)
@@ -92,6 +101,11 @@ BATCH_CASES: tuple[BatchCase, ...] = (
     _append("64x8_4k", 64, 8, 4096),
     _append("8x512_8k_p64", 8, 512, 8192, 64),
     _append("8x512_8k_p1", 8, 512, 8192, 1),
+    _verify(1),
+    _verify(4),
+    _verify(8),
+    _verify(4, "tree"),
+    _verify(8, "tree"),
     _ragged("4x4k", (4, 4096)),
     _ragged("zipf_16k", *((1, length) for length in zipf_lengths(16, 16384))),
     _ragged("16x1k", (16, 1024)),

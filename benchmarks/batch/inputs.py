@@ -19,7 +19,8 @@ class BatchInputs:
     [pages, page_size, Hkv, D] where `tables` are given, else [keys, Hkv, D].
 
     Offsets are int32 NumPy arrays. `masks` are bool [q_len, kv_len] of each request; `packed` are
-    their bits, every request padded to a byte, with `packed_offsets` in bytes.
+    their bits, every request padded to a byte, with `packed_offsets` in bytes, or `tree` those of
+    the last q_len keys, int32 [rows].
     """
 
     q: Any
@@ -31,14 +32,17 @@ class BatchInputs:
     masks: list[Any] | None = None
     packed: Any = None
     packed_offsets: list[int] | None = None
+    tree: Any = None
 
     def request(self, b: int) -> Inputs:
         """One request on its own, with a batch axis of 1; paged keys are gathered."""
         rows = slice(int(self.qo_indptr[b]), int(self.qo_indptr[b + 1]))
         inputs = Inputs(self.q[None, rows], *self._keys(b))
-        if self.masks is not None and self.packed_offsets is not None:
+        if self.masks is not None:
+            inputs = replace(inputs, mask=self.masks[b][None])
+        if self.packed_offsets is not None:
             bits = slice(self.packed_offsets[b], self.packed_offsets[b + 1])
-            inputs = replace(inputs, mask=self.masks[b][None], packed=self.packed[None, bits])
+            inputs = replace(inputs, packed=self.packed[None, bits])
         return inputs
 
     def _keys(self, b: int) -> list[Any]:
@@ -80,12 +84,41 @@ def make_batch_inputs(case: BatchCase, device: str = "cuda") -> BatchInputs:
         np.array(case.kv_offsets, np.int32),
         tables,
     )
-    if case.mask != "none":
+    if case.mask == "tree":
+        trees = [binary_tree(rows, device) for rows in case.q_lens]
+        inputs.masks = [_with_earlier(x, n) for x, n in zip(trees, case.kv_lens, strict=True)]
+        inputs.tree = torch.cat([_words(tree) for tree in trees])
+    elif case.mask != "none":
         inputs.masks = [causal_mask(case.request(b), device)[0] for b in range(case.batch)]
         packed = [pack_little(mask.reshape(1, -1))[0] for mask in inputs.masks]
         inputs.packed = torch.cat(packed)
         inputs.packed_offsets = [0, *np.cumsum([len(bits) for bits in packed]).tolist()]
     return inputs
+
+
+def binary_tree(rows: int, device: str) -> Any:
+    """bool [rows, rows]: row i sees itself and what row (i - 1) // 2 sees."""
+    import torch
+
+    tree = torch.eye(rows, dtype=torch.bool)
+    for row in range(1, rows):
+        tree[row] |= tree[(row - 1) // 2]
+    return tree.to(device)
+
+
+def _with_earlier(tree: Any, kv_len: int) -> Any:
+    """bool [rows, kv_len] with all earlier keys."""
+    import torch
+
+    return torch.cat([tree.new_ones((len(tree), kv_len - len(tree))), tree], dim=1)
+
+
+def _words(tree: Any) -> Any:
+    """int32 [rows] from bool [rows, rows], up to 31 of them."""
+    import torch
+
+    bits = 2 ** torch.arange(tree.shape[1], device=tree.device)
+    return (tree * bits).sum(1).to(torch.int32)
 
 
 def _poison(pool: Any, tables: PageTables) -> None:

@@ -6,6 +6,7 @@ Signatures are those of FlashInfer 0.7. `plan` is outside the timed call unless 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from ..candidate import Candidate, Unsupported
@@ -34,12 +35,15 @@ def variants(case: BatchCase, backend: str) -> list[str]:
         return ["tc", "cc"]
     if backend == "fa3" and not case.is_plain:
         raise Unsupported("not built: two minutes a module, and measured in the prefill cases")
-    return [case.api]
+    return ["paged" if case.api == "verify" else case.api]
 
 
 def candidates(backend: str, case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
     """A candidate for each variant; one that cannot be set up is offered as a call that raises."""
     found = []
+    if case.api == "verify":
+        # Its decode wrapper takes no mask.
+        case = replace(case, api="paged")
     for variant in variants(case, backend):
         try:
             found.append(_candidate(backend, variant, case, inputs))

@@ -15,6 +15,7 @@ _CLASSES = {
     "decode": "BatchDecodeWithPagedKVCacheWrapper",
     "paged": "BatchPrefillWithPagedKVCacheWrapper",
     "ragged": "BatchPrefillWithRaggedKVCacheWrapper",
+    "verify": "BatchDecodeWithPagedKVCacheWrapper",
 }
 _WORKSPACE_BYTES = 384 << 20
 
@@ -62,6 +63,8 @@ def bind(
     q, k, v = wrap(inputs.q), wrap(inputs.k), wrap(inputs.v)
     keys = ((k, v),) if case.is_paged else (k, v)
     named = {} if out is None else {"out": wrap(out)}
+    if case.api == "verify" and inputs.tree is not None:
+        named["mask"] = wrap(inputs.tree)
     return Calls(plan, functools.partial(wrapper.run, q, *keys, **named))
 
 
@@ -95,11 +98,15 @@ def _tables(case: BatchCase, inputs: BatchInputs) -> list[Any]:
         return [inputs.qo_indptr, inputs.kv_indptr]
     tables = inputs.tables
     paged = [tables.indptr, tables.indices, tables.last_page_len]
-    return paged if case.api == "decode" else [inputs.qo_indptr, *paged]
+    return paged if case.api in ("decode", "verify") else [inputs.qo_indptr, *paged]
 
 
 def _options(case: BatchCase) -> dict[str, Any]:
-    options: dict[str, Any] = {} if case.api == "decode" else {"causal": case.causal}
+    options: dict[str, Any] = {}
+    if case.api == "verify":
+        options["q_len_per_req"] = case.q_lens[0]
+    elif case.api != "decode":
+        options["causal"] = case.causal
     if case.pos_encoding_mode != "NONE":
         options["pos_encoding_mode"] = case.pos_encoding_mode
     if case.logits_soft_cap:

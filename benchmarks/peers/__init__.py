@@ -17,6 +17,7 @@ _SINGLE = ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3", "sdpa_flash", "sdp
 _BATCH = {
     "batch_decode": ("ours", "fa3", "flashinfer_fa2", "flashinfer_xqa"),
     "append": ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
+    "verify": ("ours", "fa3", "flashinfer_fa2"),
     "ragged": ("ours", "ours_single", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
     "cascade": ("ours", "ours_apart", "flashinfer_fa2"),
     "mixed": ("ours", "ours_apart", "fa3", "flashinfer_fa2"),

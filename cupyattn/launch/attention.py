@@ -69,7 +69,10 @@ def load_mixed(
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """The run-time facts of a call that are numbers. Scales are positive or negative, finite."""
+    """The run-time facts of a call that are numbers. Scales are positive or negative, finite.
+
+    causal  holds besides a mask: false where a mask of the caller's replaces it
+    """
 
     causal: bool
     window_left: int
@@ -145,7 +148,7 @@ class AttentionLauncher:
             kernel.tiles.tile_q,
             kernel.tiles.tile_kv,
             kernel.num_slots,
-            self.options.causal and not self.problem.custom_mask,
+            self.options.causal,
             self.options.window_left,
         )
         tiles = kernel.tiles
@@ -243,6 +246,7 @@ class AttentionLauncher:
                 0,
                 strides,
                 mask_bytes,
+                0,
                 qo_len,
                 kv_len,
                 constants,

@@ -166,9 +166,7 @@ class BatchLauncher:
         self.group_size = num_qo_heads // num_kv_heads
         self.page_size = page_size
         self.device_index = device_index
-        self._masking = Masking(
-            options.causal and not problem.custom_mask, options.window_left, problem.custom_mask
-        )
+        self._masking = Masking(options.causal, options.window_left, problem.custom_mask)
         self._page_divisor = params.divisor(max(1, page_size))
         self._rope_table = (
             params.rope_steps(problem.head_dim_qk, options.rope_scale, options.rope_theta)
@@ -471,13 +469,15 @@ class BatchLauncher:
         strides: bytes,
         kv_indices: int,
         mask_bytes: int,
+        mask_row_bytes: int,
         output_scale: float,
         sm_scale: float,
     ) -> BoundRun:
         """What runs on arrays of these strides enqueue, as long as nothing else moves either.
 
-        `strides` are params.STRIDES, packed. The scales are those of the options times what the run
-        adds to them.
+        `strides` are params.STRIDES, packed. The mask has mask_bytes bytes, in rows of
+        mask_row_bytes (mask.cuh). The scales are those of the options times what the run adds to
+        them.
         """
         steps: list[tuple[Launch, bytes]] = []
         positions = 0 if schedule.positions < 0 else words + schedule.positions
@@ -494,6 +494,7 @@ class BatchLauncher:
                     positions,
                     strides,
                     mask_bytes,
+                    mask_row_bytes,
                     *part.levels,
                     self._packed.get(key) or self._constants(*key),
                 )

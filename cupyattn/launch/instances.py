@@ -26,6 +26,8 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"soft_cap": True},
     {"custom_mask": True},
 )
+_ROWS = {"custom_mask": True, "mask_form": "rows"}
+_RUNS = {"custom_mask": True, "mask_form": "runs"}
 LEVELS = ("standard", "full")
 
 # Shared memory per block: most of a big chip's, and all that the small ones have.
@@ -41,16 +43,21 @@ SHARED_BYTES = {
 
 def problems(level: str) -> Iterator[AttentionProblem]:
     """The problems of a level: "standard" one option at a time on the common head dims, "full" also
-    pairs of options, more head dims and unaligned rows."""
+    pairs of options, more head dims and unaligned rows. Masks of rows are over pages, masks of runs
+    for head dim 128."""
     dims = _DIMS if level == "standard" else (*_DIMS, (80, 80), (96, 96), (112, 112), (72, 72))
     for dtype in (dtypes.bfloat16, dtypes.float16):
         for dtype_kv in (dtype, dtypes.float8_e4m3fn, dtypes.float8_e5m2):
             for dim_qk, dim_vo in dims:
-                for options in _OPTIONS if level == "standard" else _pairs():
+                for options in (*(_OPTIONS if level == "standard" else _pairs()), _ROWS, _RUNS):
                     if options.get("pos_encoding") == "ROPE_LLAMA" and dim_qk % 16:
+                        continue
+                    if options is _RUNS and not dim_qk == dim_vo == 128:
                         continue
                     alignments = (True,) if level == "standard" else (True, False)
                     for aligned, paged in product(alignments, (False, True)):
+                        if options is _ROWS and not paged:
+                            continue
                         yield AttentionProblem(
                             dtype,
                             dtype_kv,

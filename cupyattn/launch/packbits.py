@@ -18,10 +18,11 @@ def launch(
     packed_indptr: ArrayView | None,
     little_endian: bool,
     stream: int,
+    num_segments: int = 1,
 ) -> None:
     """Enqueue: bits [n], or [rows, columns] with any row stride, of one byte each -> packed uint8.
 
-    The indptrs are int64, or both None.
+    The indptrs are int64, or both None: then there are num_segments of equal length.
     """
     num_packed = packed.shape[0]
     row_length = bits.shape[-1]
@@ -43,7 +44,7 @@ def launch(
         num_packed,
         row_length,
         row_stride,
-        0 if bit_indptr is None else bit_indptr.shape[0] - 1,
+        num_segments if bit_indptr is None else bit_indptr.shape[0] - 1,
         little_endian,
     )
     blocks = -(-num_packed // _THREADS)

@@ -16,14 +16,14 @@ OPTIONAL = struct.Struct("<6Q")  # lse, mask, sinks, scale_q, scale_k, scale_v
 STRIDES = struct.Struct("<12q")  # (token, head) of q, k, v, o, lse; page of k, v
 CONSTANTS = struct.Struct("<6i 5f 2i I i I i 4x")  # num_kv_heads to group_shift; RoPE follows
 # q, k, v, o; OPTIONAL; partial_o, partial_lse, counters; work, merges, kv_indices, positions;
-# STRIDES; mask_bytes; lengths; the rest.
+# STRIDES; mask_bytes, mask_row_bytes; lengths; the rest.
 ATTENTION = struct.Struct(
-    f"<4Q {OPTIONAL.size}s 7Q {STRIDES.size}s q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"
+    f"<4Q {OPTIONAL.size}s 7Q {STRIDES.size}s 2q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"
 )
 NO_OPTIONAL = bytes(OPTIONAL.size)
 # The same struct where a run fills in what its plan does not decide: q, k, v, o; OPTIONAL; PLANNED.
 PLANNED = struct.Struct(
-    f"<7Q {STRIDES.size}s q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"  # from partial_o on
+    f"<7Q {STRIDES.size}s 2q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"  # from partial_o on
 )
 RUN = struct.Struct(f"<4Q {OPTIONAL.size}s {PLANNED.size}s")
 

@@ -11,13 +11,13 @@ from functools import lru_cache
 
 from .. import jit
 from ..dtypes import DType, bfloat16
-from ..problem import AttentionProblem
+from ..problem import MASK_FORMS, AttentionProblem
 
 # Row classes, and the most packed query rows of each but the last.
 DECODE, VERIFY, SMALL, LARGE = ROW_CLASSES = "decode", "verify", "small", "large"
 MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
 
-_MASK_MAP_BYTES = 2 * 4096 // 8
+_MASK_MAP_BYTES = 4 + 2 * 4096 // 8
 _PLACEHOLDER = 16
 _LOGIT_BYTES = 32
 _WORK_BYTES = 64
@@ -196,10 +196,13 @@ def _key_shapes(problem: AttentionProblem, wide: bool, arch: str) -> list[tuple[
 
 def _choose_verify(problem: AttentionProblem, max_shared_bytes: int) -> TileConfig | None:
     """Twice the rows of decode, where O of 32 rows fits a warp's registers."""
-    if max(problem.head_dim_qk, problem.head_dim_vo) > 128:
-        return None
-    for keys, stages, blocks in ((16, 3, 2), (16, 2, 2), (16, 2, 1)):
-        tiles = decode_tiles(problem, 4, keys, stages, blocks, False, mma_q=2)
+    dim = max(problem.head_dim_qk, problem.head_dim_vo)
+    # Q is read again for each tile: twice the bytes of 16 keys, if they have so few (measured).
+    is_short = dim <= 64 or (problem.dtype_kv.is_fp8 and problem.paged)
+    for keys, stages, blocks in ((32, 3, 2), (32, 2, 2), (16, 3, 2), (16, 2, 2), (16, 2, 1)):
+        if dim > 128 or (keys == 32 and not is_short):
+            continue
+        tiles = decode_tiles(problem, 4, keys, stages, blocks, dim <= 64 and keys == 32, mma_q=2)
         if tiles.shared_bytes <= (max_shared_bytes + 1024) // blocks - 1024:
             return tiles
     return None
@@ -278,6 +281,7 @@ def _common(problem: AttentionProblem, rotates_keys: bool) -> dict[str, int | bo
         "kRowScales": problem.scale_first
         or (problem.dtype_kv.is_fp8 and problem.dtype_q is bfloat16),
         "kCustomMask": problem.custom_mask,
+        "kMaskForm": MASK_FORMS.index(problem.mask_form),
         "kAligned": problem.aligned,
         "kPaged": problem.paged,
     }

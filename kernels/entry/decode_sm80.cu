@@ -20,6 +20,7 @@ struct Config {
   static constexpr bool kSoftCap = false;
   static constexpr bool kRowScales = false;
   static constexpr bool kCustomMask = false;
+  static constexpr int kMaskForm = 0;
   static constexpr bool kAligned = true;
   static constexpr bool kPaged = false;
   static constexpr int kSharedBytes = 201472;

@@ -19,6 +19,7 @@ struct Config {
   static constexpr bool kSoftCap = false;
   static constexpr bool kRowScales = false;
   static constexpr bool kCustomMask = false;
+  static constexpr int kMaskForm = 0;
   static constexpr bool kAligned = true;
   static constexpr bool kPaged = true;
   static constexpr int kPrefillMmaQ = 2;

@@ -14,9 +14,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads)
   if (index >= params.num_packed) return;
 
   // Find the segment of this byte, then the bits it holds.
-  int64_t first = 8 * index;
-  int64_t end = params.num_bits;
-  if (params.packed_indptr != nullptr) {
+  int64_t first, end;
+  if (params.packed_indptr == nullptr) {
+    const int64_t length = params.num_bits / params.num_segments;
+    const int64_t bytes = params.num_packed / params.num_segments;
+    const int64_t segment = index / bytes;
+    first = segment * length + 8 * (index - segment * bytes);
+    end = (segment + 1) * length;
+  } else {
     int low = 0, high = params.num_segments;
     while (high - low > 1) {
       const int middle = (low + high) / 2;

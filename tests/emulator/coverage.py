@@ -60,7 +60,7 @@ def run_cases() -> None:
         table = np.array([0, 2, 2, 3], np.int32)
         lengths = cupyattn.get_seq_lens(table, np.array([1, 0, 3], np.int32), 4)
         cupyattn.get_batch_indices_positions(np.array([0, 2, 2, 5], np.int32), lengths, 7)
-    for name in ("bad values", "packbits", "sparse mask"):
+    for name in ("bad values", "packbits", "sparse mask", "verify", "verify many", "items"):
         test_mutations.CATCHERS[name](mode="coverage")
 
 

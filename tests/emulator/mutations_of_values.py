@@ -6,7 +6,6 @@ from .mutation import (
     BAD,
     DECODE,
     FRAGMENTS,
-    MASK,
     PAGES,
     PREFILL,
     ROPE,
@@ -19,84 +18,6 @@ from .mutation import (
 )
 
 VALUES = (
-    # --- which keys a row sees ---
-    Mutation(
-        "causality off by one",
-        MASK,
-        "min_of(request.kv_len, position + 1)",
-        "min_of(request.kv_len, position)",
-        "causal",
-    ),
-    Mutation(
-        "causality aligned to the top left",
-        WORK,
-        "return token + kv_len - qo_len;",
-        "return token;",
-        "causal",
-    ),
-    Mutation(
-        "window off by one",
-        MASK,
-        "position - params.window_left)",
-        "position - params.window_left + 1)",
-        "window",
-    ),
-    Mutation(
-        "a tile one key past the last full one is not masked",
-        MASK,
-        "key + count > full_end",
-        "key + count > full_end + 1",
-        "causal edges",
-    ),
-    Mutation(
-        "a tile one key before the first full one is not masked",
-        MASK,
-        "key < full_begin",
-        "key + 1 < full_begin",
-        "window edges",
-    ),
-    Mutation(
-        "the union of limits for their intersection",
-        MASK,
-        "KeyRange{a.begin, b.end, b.begin, a.end",
-        "KeyRange{a.begin, b.end, a.begin, b.end",
-        "causal",
-    ),
-    Mutation(
-        "the last tiles of a split are lost",
-        MASK,
-        "(product + count) / work.num_splits",
-        "product / work.num_splits + count / work.num_splits",
-        "split decode",
-    ),
-    Mutation(
-        "mask bits of another key",
-        MASK,
-        ">> (2 * (lane & 3));\n      return [=](int offset)",
-        ">> (lane & 3);\n      return [=](int offset)",
-        "mask",
-    ),
-    Mutation(
-        "mask rows start on bytes",
-        MASK,
-        "+ static_cast<uint32_t>(bit & 7)",
-        "",
-        "mask",
-    ),
-    Mutation(
-        "tiles that hide some keys count as full",
-        MASK,
-        "if (visible != kAll)",
-        "if (visible == 0)",
-        "mask",
-    ),
-    Mutation(
-        "the walk over empty tiles leaves some out",
-        MASK,
-        "tile += 32 - index % 32;",
-        "tile += 33 - index % 32;",
-        "sparse mask",
-    ),
     # --- fragments ---
     Mutation(
         "halves of a K fragment swapped",

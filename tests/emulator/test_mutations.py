@@ -23,8 +23,9 @@ from .library import EmulatorError
 from .mutation import Mutation
 from .mutations_of_order import ORDER
 from .mutations_of_values import VALUES
+from .mutations_of_visibility import VISIBILITY
 
-MUTATIONS = (*ORDER, *VALUES)
+MUTATIONS = (*ORDER, *VALUES, *VISIBILITY)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -50,6 +51,22 @@ def _batch(
 ) -> Callable:
     case = replace(test_batch.BASE, qo_len=qo_len, kv_len=kv_len, page_size=page_size)
     return lambda **facts: run.batch(case, num_sms=num_sms, **facts).check()
+
+
+def _verify(q_len: int, kv_len: tuple[int, ...], **facts: object) -> None:
+    case = replace(
+        test_batch.BASE,
+        wrapper="decode",
+        qo_len=(q_len,) * len(kv_len),
+        kv_len=kv_len,
+        tree="bool3",
+    )
+    run.batch(case, num_sms=1, **facts).check()
+
+
+def _items(**facts: object) -> None:
+    case = replace(test_batch.BASE, qo_len=(3, 70), kv_len=(90, 150), has_items=True)
+    run.batch(case, **facts).check()
 
 
 def _append(**facts: object) -> None:
@@ -125,6 +142,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "paged prefill": _batch((40, 70), (150, 90)),
     "paged decode": _batch((1, 3), (600, 150), num_sms=1),
     "odd pages": _batch((40, 1), (150, 90), page_size=3),
+    "verify": lambda **facts: _verify(3, (600, 150), **facts),
+    "verify many": lambda **facts: _verify(30, (150, 401), **facts),
+    "items": _items,
     "append": _append,
 }
 

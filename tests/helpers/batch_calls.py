@@ -11,7 +11,7 @@ import numpy as np
 import cupyattn
 from cupyattn import dtypes, reference
 
-from . import compare, lowprec, poison
+from . import compare, item_cases, lowprec, poison, verify_cases
 from .batch_cases import Case, pick
 from .gpu_calls import download, raw, upload
 
@@ -53,6 +53,12 @@ class Call:
         }
         if self.sinks is not None:
             self.extras["sinks"] = upload(self.sinks, xp)
+        if case.tree:
+            self._add_tree()
+        self.items: dict[str, Any] = {}
+        if case.has_items:
+            arguments, self.masks = item_cases.random_items(case)
+            self.items = {n: x if n.endswith("_len") else upload(x, xp) for n, x in arguments}
         classes = {
             "decode": cupyattn.BatchDecodeWithPagedKVCacheWrapper,
             "paged": cupyattn.BatchPrefillWithPagedKVCacheWrapper,
@@ -70,6 +76,17 @@ class Call:
     def _mask(self, qo_len: int, kv_len: int) -> np.ndarray:
         density = pick(self.rng, (0.02, 0.3, 0.7))
         return self.rng.random((qo_len, kv_len)) < density
+
+    def _add_tree(self) -> None:
+        """A mask that the run brings, of each request's last keys."""
+        q_len, rng = self.case.qo_len[0], np.random.default_rng((self.case.seed, 81))
+        rows = verify_cases.random_tree(rng, len(self.case.qo_len), q_len)
+        self.extras["mask"] = upload(verify_cases.in_form(rows, self.case.tree, rng), self.xp)
+        self.masks = []
+        for index, kv_len in enumerate(self.case.kv_len):
+            mask = np.ones((q_len, max(q_len, kv_len)), bool)
+            mask[:, mask.shape[1] - q_len :] = rows[index * q_len : (index + 1) * q_len]
+            self.masks.append(mask[:, mask.shape[1] - kv_len :])
 
     def _scales(self) -> dict[str, Any]:
         case, rng = self.case, self.rng
@@ -178,7 +195,9 @@ class Call:
         else:
             on_host.insert(0, self.qo_indptr.astype(kind))
             options |= {"causal": case.causal, "head_dim_vo": problem.dims[1]}
-            if self.masks is not None:
+            if self.items:
+                options |= self.items
+            elif self.masks is not None:
                 options |= self._mask_arguments()
         self.wrapper.plan(*on_host, *sizes, **options | changes)
 

@@ -80,6 +80,8 @@ class Case:
     split: tuple[int | None, bool]  # fixed_split_size, disable_split_kv
     is_padded: bool
     with_out: bool
+    tree: str = ""  # the form of the run's mask, see verify_cases.py
+    has_items: bool = False  # multi-item scoring, see item_cases.py
 
     @property
     def num_qo_heads(self) -> int:

@@ -100,7 +100,7 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(array, "allocator", allocator)
     for module in (_batch_module(), _batch_graph, _cascade_levels):
         monkeypatch.setattr(module, "int32_on_device", _narrow)
-    monkeypatch.setattr(packbits, "launch", lambda *a: _packbits(stream, *a))
+    monkeypatch.setattr(packbits, "launch", lambda *a, **named: _packbits(stream, *a, **named))
     monkeypatch.setattr(batch.BatchLauncher, "bind", lambda *a: BoundRun(stream, *a))
     forget()
     return stream
@@ -143,10 +143,22 @@ def _narrow(v: array.ArrayView, name: str) -> array.ArrayView:
     return x
 
 
-def _packbits(stream: Stream, bits: Any, packed: Any, begins: Any, starts: Any, *_: Any) -> None:
+def _packbits(
+    stream: Stream,
+    bits: Any,
+    packed: Any,
+    begins: Any,
+    starts: Any,
+    *_: Any,
+    num_segments: int = 1,
+) -> None:
     def job() -> None:
         values = memory(bits.ptr, np.dtype(bool), bits.shape[0])
         out = memory(packed.ptr, np.dtype(np.uint8), packed.shape[0])
+        if begins is None:
+            rows = values.reshape(num_segments, -1)
+            out[...] = np.packbits(rows, axis=1, bitorder="little").ravel()
+            return
         edges = (memory(x.ptr, np.dtype(np.int64), x.shape[0]) for x in (begins, starts))
         begin, start = edges
         for i in range(len(begin) - 1):
@@ -177,6 +189,7 @@ def _compute(
     strides: bytes,
     kv_indices: int,
     mask_bytes: int,
+    mask_row_bytes: int,
     output_scale: float,
     sm_scale: float,
     q: int,
@@ -203,7 +216,21 @@ def _compute(
     for request in _requests(schedule, on_device):
         q_start, qo_len, kv_start, kv_len, mask_start, key_offset = request
         mask = None
-        if problem.custom_mask:
+        position = np.arange(qo_len)[:, None] + kv_len - qo_len
+        if problem.custom_mask and problem.mask_form == "runs":
+            end = q_start + qo_len
+            assert pointers[1] and 8 * end <= mask_bytes and launcher.options.causal
+            runs = memory(pointers[1], np.dtype(np.int32), end, 2)[q_start:, :, None]
+            keys = np.arange(kv_len)
+            mask = ((keys < runs[:, 0]) | (keys >= runs[:, 1])) & (keys <= position)
+        elif problem.custom_mask and problem.mask_form == "rows":
+            end = (q_start + qo_len) * mask_row_bytes
+            assert pointers[1] and end <= mask_bytes
+            bits = memory(pointers[1], np.dtype(np.uint8), end).reshape(-1, mask_row_bytes)
+            own = np.unpackbits(bits[q_start:], axis=1, count=qo_len, bitorder="little")
+            mask = np.ones((qo_len, kv_len), bool)
+            mask[:, max(0, kv_len - qo_len) :] = own[:, max(0, qo_len - kv_len) :]
+        elif problem.custom_mask:
             size = -(-qo_len * kv_len // 8)
             assert not size or (pointers[1] and mask_start + size <= mask_bytes)
             bits = memory(pointers[1] + mask_start, np.dtype(np.uint8), size)

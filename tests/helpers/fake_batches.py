@@ -29,16 +29,19 @@ class FakeWrapper:
         self.page_size = arrays.pop() if self.paged else 0
         self.num_qo_heads, self.num_kv_heads, self.head_dim = arrays[-3:]
         arrays = [np.asarray(table) for table in arrays[:-3]]
-        self.qo_indptr = arrays.pop(0) if self.ragged_q else np.arange(len(arrays[0]))
+        q_len = named.pop("q_len_per_req", 1)
+        self.qo_indptr = arrays.pop(0) if self.ragged_q else q_len * np.arange(len(arrays[0]))
+        named |= {"causal": True} if q_len > 1 else {}
         self.tables = arrays
         assert named.pop("q_data_type") == "bfloat16"
         named.pop("kv_data_type"), named.pop("head_dim_vo", None)
         self.named = named
 
-    def run(self, q: Any, *cache: Any, out: Any = None) -> Any:
+    def run(self, q: Any, *cache: Any, out: Any = None, mask: Any = None) -> Any:
         import torch
 
         named = dict(self.named)
+        tree = mask
         packed, mask = named.pop("packed_custom_mask", None), named.pop("custom_mask", None)
         bits = bytes_done = 0
         answers = []
@@ -53,6 +56,10 @@ class FakeWrapper:
             if mask is not None:
                 named["mask"] = mask.numpy()[bits : bits + cells].reshape(shape)
                 bits += cells
+            if tree is not None:
+                bits_of = tree.numpy()[start:stop, None] >> np.arange(stop - start)
+                ones = np.ones((stop - start, len(k) - (stop - start)), bool)
+                named["mask"] = np.concatenate([ones, bits_of % 2 == 1], axis=1)
             answers.append(attention(as_float64(q[start:stop]), k, v, **named)[0])
         result = torch.from_numpy(np.concatenate(answers)).to(torch.bfloat16)
         return result if out is None else out.copy_(result)

@@ -38,7 +38,7 @@ from cupyattn.launch.packbits import CONFIG as PACKBITS_CONFIG
 from cupyattn.launch.tiles import MixedConfig, TileConfig, mixed_config, row_class, tile_config
 from cupyattn.problem import AttentionProblem
 from cupyattn.schedule.batch import BatchRequests
-from helpers import batch_cases, cascade_calls, gpu_cases, mixed_calls
+from helpers import batch_cases, cascade_calls, gpu_cases, item_cases, mixed_calls, verify_cases
 from helpers.batch_calls import offsets
 from helpers.batch_cases import Problem
 from helpers.cases import Case
@@ -126,6 +126,7 @@ class Recorder:
     def schedule(self, wanted: Problem, page_size: int, plan: Callable[..., object], case: Any,
                  **options: Any) -> None:  # fmt: skip
         """Let `plan` use launchers of the problem that plan() foresees, and of the run's."""
+        has_items = getattr(case, "has_items", False)
         guess = AttentionProblem(
             dtype_q=dtypes.parse(wanted.dtype),
             dtype_kv=dtypes.parse(wanted.kv_dtype),
@@ -134,22 +135,30 @@ class Recorder:
             head_dim_vo=wanted.dims[1],
             pos_encoding=wanted.pos_encoding_mode,
             soft_cap=wanted.is_capped,
-            custom_mask=wanted.is_masked,
+            custom_mask=wanted.is_masked or has_items,
+            mask_form="runs" if has_items else "whole",
             paged=page_size > 0,
         )
         run = replace(guess, aligned=wanted.is_aligned, scale_first=wanted.scale_first)
+        if getattr(case, "tree", ""):
+            run = replace(run, custom_mask=True, mask_form="rows")
         numbers = AttentionOptions(case.causal, case.window_left, 1.0, 1.0, 0.0, 1.0, 1e4)
         for problem in (guess, run):
             heads = case.num_qo_heads, case.num_kv_heads
             plan(batch.BatchLauncher(problem, numbers, *heads, page_size, 0))
 
 
-def batch_instances(arch: str) -> list[Instance]:
+def random_batches() -> Iterator[Any]:
+    """Every random batch of the suite."""
+    for cases in (batch_cases, verify_cases, item_cases, mixed_calls):
+        yield from map(cases.random_case, range(cases.NUM_CASES))
+
+
+def batch_instances(arch: str, cases: Iterable[Any] | None = None) -> list[Instance]:
     """Every kernel of the random batches, once: those that plans foresee, and those of the runs."""
     recorder = Recorder(arch)
-    mixed = map(mixed_calls.random_case, range(mixed_calls.NUM_CASES))
     with recorder.plugged_in():
-        for case in (*map(batch_cases.random_case, range(batch_cases.NUM_CASES)), *mixed):
+        for case in random_batches() if cases is None else cases:
             lengths = [np.array(x, np.int64) for x in (case.qo_len, case.kv_len)]
             starts = (np.cumsum(x) - x for x in lengths)
             requests = BatchRequests(*lengths, *starts)

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Racecheck takes longer than the others together, and slows down whatever runs beside it.
-TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")
 # Processes that share the tests of a file, the longest files first.
 PARTS = {
     "attention": 4,

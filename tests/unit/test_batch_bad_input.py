@@ -60,6 +60,12 @@ def misaligned(num_bytes: int) -> np.ndarray:
     return x[(-x.ctypes.data % 16) + 8 :][:num_bytes]
 
 
+def items(**changes: Any) -> dict[str, Any]:
+    """Multi-item scoring of the good call: prefixes of 3, 4 and 0 keys, 10 places each."""
+    named = {"prefix_len_ptr": ints(3, 4, 0), "token_pos_in_items_ptr": of("int32", 30)}
+    return named | {"token_pos_in_items_len": 10} | changes
+
+
 POOL = (8, 2, PAGE, HKV, D)
 
 MAKE = [
@@ -148,15 +154,40 @@ PLAN = [
             packed_custom_mask=of("uint8", 3)),
     planned("packed of bools", "packed_custom_mask: dtype is bool | wanted uint8",
             packed_custom_mask=of("bool", 4)),
-    planned("items", "prefix_len_ptr: multi-item scoring", UnsupportedError,
-            prefix_len_ptr=ints(1)),
-    planned("positions", "token_pos_in_items_len: multi-item", UnsupportedError,
+    planned("items without places", "token_pos_in_items_ptr: None, but prefix_len_ptr is given",
+            prefix_len_ptr=ints(1, 1, 1)),
+    planned("places without a prefix", "prefix_len_ptr: None, but token_pos_in_items_ptr is given",
+            token_pos_in_items_ptr=ints(0)),
+    planned("only their number", "prefix_len_ptr: None, but token_pos_in_items_len is given",
             token_pos_in_items_len=3),
+    planned("two prefixes", "prefix_len_ptr: shape is [2]; wanted [3]",
+            **items(prefix_len_ptr=ints(1, 1))),
+    planned("a float prefix", "prefix_len_ptr: got float32 [3]; wanted integers",
+            **items(prefix_len_ptr=of("float", 3))),
+    planned("a negative prefix", "prefix_len_ptr: holds -1 to 4; wanted 0 to 2147483647",
+            **items(prefix_len_ptr=ints(4, -1, 0))),
+    planned("a table of prefixes", "prefix_len_ptr: got int32 [3, 1]",
+            **items(prefix_len_ptr=of("int32", 3, 1))),
+    planned("a negative place", "token_pos_in_items_ptr: holds -7 to 0",
+            **items(token_pos_in_items_ptr=ints(*[0] * 29, -7))),
+    planned("too few places", "token_pos_in_items_len: 5 places a request, but request 0 has 6 keys"
+            " | prefix of 3", **items(token_pos_in_items_len=5)),
+    planned("places end", "token_pos_in_items_len: got 11, for 30 places and 3 requests",
+            **items(token_pos_in_items_len=11)),
+    planned("no number of places", "token_pos_in_items_len: got 0, for 30 places",
+            **items(token_pos_in_items_len=0)),
+    planned("half a place", "token_pos_in_items_len: got 9.5", **items(token_pos_in_items_len=9.5)),
+    planned("longest items of two", "max_item_len_ptr: shape is [2]; wanted [3]",
+            **items(max_item_len_ptr=ints(1, 1))),
+    planned("items and a mask", "custom_mask, prefix_len_ptr: both",
+            **items(custom_mask=of("bool", 27))),
     ragged_planned("falling keys", "kv_indptr: falls from 9 to 8", kv_indptr=ints(0, 9, 8, 8)),
     ragged_planned("fewer keys", "kv_indptr: holds 3 offsets; wanted 4", kv_indptr=ints(0, 9, 13)),
     ragged_planned("values elsewhere", "v_indptr | pass None", UnsupportedError, v_indptr=ints(0)),
-    ragged_planned("longest item", "max_item_len_ptr: multi-item", UnsupportedError,
+    ragged_planned("longest item", "prefix_len_ptr: None, but max_item_len_ptr is given",
                    max_item_len_ptr=ints(0)),
+    ragged_planned("too few places", "token_pos_in_items_len: 4 places a request",
+                   **items(token_pos_in_items_len=4)),
     decode_planned("falling", "indptr: falls from 3 to 2", indptr=ints(0, 3, 2, 4)),
     decode_planned("fewer", "last_page_len: shape is [2]; wanted [3]", last_page_len=ints(1, 1)),
     decode_planned("no rows", "q_len_per_req: got 0", q_len_per_req=0),
@@ -215,6 +246,21 @@ RUN = [
     ragged_ran("heads first", "k: dimension 1 | num_kv_heads", k=of("half", HKV, 13, D)),
     ragged_ran("o_scale", "o_scale: not supported", UnsupportedError, o_scale=2.0),
     decode_ran("rows", "q: holds 5 rows; the plan has 3", q=of("half", 5, HQ, D)),
+    decode_ran("a mask of another q", "mask: bool of shape [3, 2, 2]; wanted [3, 1, 1] or [3, 1]",
+               mask=of("bool", 3, 2, 2)),
+    decode_ran("a mask of fewer requests", "mask: bool of shape [2, 1, 1]; wanted [3, 1, 1]",
+               mask=of("bool", 2, 1, 1)),
+    decode_ran("fewer words", "mask: uint32 of shape [2]; wanted [3, 1], 1 bits a row",
+               mask=of("uint32", 2)),
+    decode_ran("no words", "mask: int64 of shape [3, 1, 0]", mask=of("int64", 3, 1, 0)),
+    decode_ran("a flat mask of bools", "mask: bool of shape [3]; wanted", mask=of("bool", 3)),
+    decode_ran("a mask of numbers", "mask: dtype is float16; wanted bool or uint8 or uint16",
+               mask=of("half", 3)),
+    decode_ran("a strided mask", "mask: shape [3] has strides [2], in elements; wanted rows one",
+               mask=of("int32", 6)[::2]),
+    decode_ran("a list for a mask", "mask: got list, which is not an array", mask=[1, 1, 1]),
+    decode_ran("out is the mask", "out: overlaps mask",
+               mask=lambda a: a["out"].reshape(-1)[:6].view(np.uint32)),
     decode_ran("q_len", "q_len_per_req: run() got 2 and the plan says 1", PlanError,
                q_len_per_req=2),
 ]  # fmt: skip

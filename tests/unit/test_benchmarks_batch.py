@@ -35,6 +35,7 @@ DECODE = replace(
 RAGGED = replace(
     PAGED, name="ragged", op="ragged", api="ragged", requests=((1, 20, 20), (2, 7, 7)), page_size=0
 )
+VERIFY = replace(PAGED, name="verify", op="verify", api="verify", requests=((3, 5, 20),))
 VARIETY = [
     PAGED,
     replace(PAGED, page_size=1, window_left=4),
@@ -45,6 +46,8 @@ VARIETY = [
     replace(RAGGED, pos_encoding_mode="ROPE_LLAMA", logits_soft_cap=3.0),
     replace(RAGGED, pos_encoding_mode="ALIBI", window_left=6),
     replace(RAGGED, causal=False, mask="packed"),
+    VERIFY,
+    replace(VERIFY, causal=False, mask="tree"),
 ]
 
 
@@ -77,7 +80,7 @@ def test_counts_follow_published_figures() -> None:
 def test_the_list_of_batches_is_sound() -> None:
     for case in BATCH_CASES:
         assert case.op in peers._BATCH and case.api in (
-            *("decode", "paged", "ragged", "cascade", "mixed"),
+            *("decode", "paged", "ragged", "cascade", "mixed", "verify"),
         )
         assert case.is_host == (case.op == "host_batch") and case.timed in ("run", "plan")
         assert case.is_paged == (case.page_size > 0)
@@ -218,11 +221,11 @@ def test_a_whole_run_of_one_batch(case: BatchCase, on_cpu: Any) -> None:
     rows = on_cpu(case)
     serving = {f"ours:{case.api}"}
     serving |= {"flashinfer_fa2:tc", "flashinfer_fa2:cc"} if case.api == "decode" else {
-        f"flashinfer_fa2:{case.api}"
+        f"flashinfer_fa2:{'paged' if case.api == 'verify' else case.api}"
     }  # fmt: skip
     if case.api == "ragged":
         serving.add("ours_single:x3")
-    if case.op != "batch_decode" and case.is_plain:
+    if case.op not in ("batch_decode", "verify") and case.is_plain:
         serving.add(f"flashinfer_fa3:{case.api}")
     simple = case.pos_encoding_mode == "NONE" and case.mask == "none" and not case.logits_soft_cap
     if simple and case.kv_dtype == "bfloat16":

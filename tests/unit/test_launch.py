@@ -73,7 +73,7 @@ def test_the_struct_of_a_prefill_call_with_everything(gpu: Gpu, make: Callable) 
     strides |= {"k_stride_n": 64, "k_stride_h": 32000, "v_stride_n": 64, "v_stride_h": 32000}
     strides |= {"lse_stride_n": 4, "lse_stride_h": 1}
     assert {n: got[n] for n in strides} == strides
-    facts = {"mask_bytes": 18751, "qo_len": 300, "kv_len": 500, "causal": 1, "window_left": -1}
+    facts = {"mask_bytes": 18751, "qo_len": 300, "kv_len": 500, "causal": 0, "window_left": -1}
     facts |= {"logits_soft_cap": 3.0, "sm_scale": 0.125}
     assert {n: got[n] for n in facts} == facts
 

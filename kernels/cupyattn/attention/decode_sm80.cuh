@@ -50,6 +50,7 @@ struct DecodeSm80 {
   using VTile = SharedTile<DTypeKV, kKeys, kHeadDimVO>;
   using KCopier = RowCopier<KSourceTile, kHeadDimQK, Config::kAligned, kWarpSize, kPaged>;
   using VCopier = RowCopier<VTile, kHeadDimVO, Config::kAligned, kWarpSize, kPaged>;
+  using Mask = typename MaskOf<Config::kCustomMask, Config::kMaskForm>::type;
   using LogitsVariant = typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
 
   struct Stage {
@@ -150,7 +151,7 @@ struct DecodeSm80 {
 
   __device__ __forceinline__ void run() {
     if (work.num_rows <= 0) return;
-    const KeyRange range = KeyRange::of<Config::kCustomMask>(params, BlockWork{request, work});
+    const KeyRange range = KeyRange::of(params, BlockWork{request, work});
     const TileSpan tiles = TileSpan::of<Config::kCustomMask>(range, kTileKV, work);
     Stage* ring = shared.ring[warp];
     const int warp_origin = tiles.origin + warp * kKeys;
@@ -245,12 +246,16 @@ struct DecodeSm80 {
       const uint32_t k = k_lane_address<KTile>(prepare_k(ring[stage], first_key), lane);
       float s[kMmaQ][kKeys / 8][4];
       multiply_qk<DTypeS, KTile, kStepsQK, kMmaQ, kKeys>(s, load_q_operand, k, 0);
-      const bool is_masked = Config::kCustomMask || range.cuts(first_key, kKeys);
+      bool is_partial = Config::kCustomMask;
+      if constexpr (is_same<Mask, RowMask>::value) {
+        is_partial = first_key + kKeys > Mask::first_key(request);
+      }
+      const bool is_masked = is_partial || range.cuts(first_key, kKeys);
       const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows, shared.logits, params,
                                              first_key, lane, is_masked);
       if (is_masked) {
-        apply_mask<Config::kCustomMask, decltype(form)>(s, params, request, range, true,
-                                                        shared.rows, first_key, lane);
+        apply_mask<Mask, decltype(form)>(s, params, request, range, is_partial, shared.rows,
+                                         first_key, lane);
       }
       if (!form.keeps_max()) softmax.raise_max(s, o, form, scale, slack);
       if (is_masked && ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {

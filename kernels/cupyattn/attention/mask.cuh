@@ -2,7 +2,11 @@
 // masks: `KeyLimits` for one token, `KeyRange` for all the tokens of a tile.
 //
 // Causality is aligned to the bottom right: row i of qo_len sees keys up to i + kv_len - qo_len.
-// A custom mask replaces causality; a window is applied to either.
+// A custom mask holds besides causality and window. It is one of three forms, Config::kMaskForm:
+//   WholeMask  bit token * kv_len + key, little-endian, from the request's byte `mask_start` on
+//   RowMask    a row of bits for each row of q, of the last qo_len keys only, those of the query
+//              tokens: bit key - (kv_len - qo_len); all earlier keys are visible
+//   RunMask    a KeyRun for each row of q: no bits, so that sequences may be long
 #pragma once
 
 #include "cupyattn/attention/variants.cuh"
@@ -20,11 +24,10 @@ namespace cupyattn {
 struct KeyLimits {
   int begin, end;
 
-  template <bool kCustomMask>
   static __device__ __forceinline__ KeyLimits of(const AttentionParams& params,
                                                  const Request& request, int position) {
     KeyLimits limits{0, request.kv_len};
-    if (!kCustomMask && params.causal) limits.end = min_of(request.kv_len, position + 1);
+    if (params.causal) limits.end = min_of(request.kv_len, position + 1);
     if (params.window_left >= 0) limits.begin = max_of(0, position - params.window_left);
     return limits;
   }
@@ -57,7 +60,6 @@ struct KeyRange {
   int begin, end, full_begin, full_end;
   int first_token, last_token;
 
-  template <bool kCustomMask>
   static __device__ __forceinline__ KeyRange of(const AttentionParams& params,
                                                 const BlockWork& work) {
     const int first_row = work.tile.first_row;
@@ -65,8 +67,8 @@ struct KeyRange {
     const int first = ptx::warp_uniform(PackedRow::of(params, first_row).token);
     const int last = ptx::warp_uniform(PackedRow::of(params, last_row).token);
     const PositionSpan span = PositionSpan::of(params, work.request, first, last);
-    const KeyLimits a = KeyLimits::of<kCustomMask>(params, work.request, span.low);
-    const KeyLimits b = KeyLimits::of<kCustomMask>(params, work.request, span.high);
+    const KeyLimits a = KeyLimits::of(params, work.request, span.low);
+    const KeyLimits b = KeyLimits::of(params, work.request, span.high);
     return KeyRange{a.begin, b.end, b.begin, a.end, first, last};
   }
 
@@ -98,13 +100,17 @@ struct TileSpan {
   }
 };
 
-// 64 bits of the mask row of `token` from key `key` on. Bits past the end of the buffer are 0.
-__device__ __forceinline__ uint64_t load_mask_bits(const AttentionParams& params,
-                                                   const Request& request, int token, int key) {
-  const int64_t bit = static_cast<int64_t>(token) * request.kv_len + key;
+// 64 bits of which the lowest `count` are 1: none if it is negative, all if it is large.
+__device__ __forceinline__ uint64_t low_bits(int count) {
+  return count >= 64 ? ~0ull : (1ull << max_of(count, 0)) - 1;
+}
+
+// 64 bits of `mask` from `bit` on, counted from byte `start`; those outside of the buffer are 0.
+__device__ __forceinline__ uint64_t load_bits(const AttentionParams& params, int64_t start,
+                                              int64_t bit) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(params.mask);
   const uintptr_t end = begin + params.mask_bytes;
-  const uintptr_t address = begin + request.mask_start + (bit >> 3);
+  const uintptr_t address = begin + start + (bit >> 3);
   const uintptr_t first_word = address & ~static_cast<uintptr_t>(3);
   const uint32_t shift = static_cast<uint32_t>(address & 3) * 8 + static_cast<uint32_t>(bit & 7);
   uint32_t words[3];
@@ -127,6 +133,56 @@ __device__ __forceinline__ uint64_t load_mask_bits(const AttentionParams& params
   const uint32_t high = ptx::funnel_shift_right(words[1], words[2], shift);
   return (static_cast<uint64_t>(high) << 32) | low;
 }
+
+// What a mask says: 64 bits of what `token` sees from key `key` on, where those past the last key
+// mean nothing; and the first key that any row may not see.
+struct WholeMask {
+  static __device__ __forceinline__ uint64_t bits(const AttentionParams& params,
+                                                  const Request& request, int token, int key) {
+    const int64_t bit = static_cast<int64_t>(token) * request.kv_len + key;
+    return load_bits(params, request.mask_start, bit);
+  }
+  static __device__ __forceinline__ int first_key(const Request&) { return 0; }
+};
+struct RowMask {
+  static __device__ __forceinline__ uint64_t bits(const AttentionParams& params,
+                                                  const Request& request, int token, int key) {
+    const int64_t row = static_cast<int64_t>(request.q_start) + token;
+    // Ahead of the row's bits for keys ahead of the mask, which are set below.
+    const int bit = key - first_key(request);
+    return load_bits(params, row * params.mask_row_bytes, bit) | low_bits(-bit);
+  }
+  static __device__ __forceinline__ int first_key(const Request& request) {
+    return request.kv_len - request.qo_len;
+  }
+};
+struct RunMask {
+  static __device__ __forceinline__ uint64_t bits(const AttentionParams& params,
+                                                  const Request& request, int token, int key) {
+    const KeyRun run = reinterpret_cast<const KeyRun*>(params.mask)[request.q_start + token];
+    return low_bits(run.prefix - key) | ~low_bits(run.start - key);
+  }
+  static __device__ __forceinline__ int first_key(const Request&) { return 0; }
+};
+struct NoMask {};
+
+template <bool kCustomMask, int kForm>
+struct MaskOf {
+  static_assert(!kCustomMask && kForm == 0, "masks are whole, rows or runs");
+  using type = NoMask;
+};
+template <>
+struct MaskOf<true, 0> {
+  using type = WholeMask;
+};
+template <>
+struct MaskOf<true, 1> {
+  using type = RowMask;
+};
+template <>
+struct MaskOf<true, 2> {
+  using type = RunMask;
+};
 
 // Sets the logits of hidden keys, which come in `Form`. The thread's accumulators are rows lane / 4
 // + 16 m (+ 8) of `rows`, keys first_key + 8 n + 2 (lane % 4) (+ 1). `is_hidden_for(row)` gives a
@@ -151,29 +207,29 @@ __device__ __forceinline__ void hide_logits(float (&s)[kMmaQ][kTilesS][4], const
 }
 
 // Hides the logits of invisible keys.
-template <bool kCustomMask, typename Form, int kMmaQ, int kTilesS>
+template <typename Mask, typename Form, int kMmaQ, int kTilesS>
 __device__ __forceinline__ void apply_mask(float (&s)[kMmaQ][kTilesS][4],
                                            const AttentionParams& params, const Request& request,
                                            const KeyRange& range, bool is_partial,
                                            const RowInfo* rows, int first_key, int lane) {
-  static_assert(kTilesS <= 8, "load_mask_bits yields 64 keys");
   const int first = first_key + 2 * (lane & 3);
   if (range.cuts_end(first_key, 8 * kTilesS)) {
     hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
-      const int end = KeyLimits::of<kCustomMask>(params, request, row.position).end - first;
+      const int end = KeyLimits::of(params, request, row.position).end - first;
       return [=](int offset) { return offset >= end; };
     });
   }
   if (range.cuts_begin(first_key)) {
     hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
-      const int begin = KeyLimits::of<kCustomMask>(params, request, row.position).begin - first;
+      const int begin = KeyLimits::of(params, request, row.position).begin - first;
       return [=](int offset) { return offset < begin; };
     });
   }
-  if (kCustomMask && is_partial) {
+  if constexpr (!is_same<Mask, NoMask>::value) {
+    static_assert(kTilesS <= 8, "masks yield 64 bits at a time");
+    if (!is_partial) return;
     hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
-      const uint64_t bits =
-          load_mask_bits(params, request, row.token, first_key) >> (2 * (lane & 3));
+      const uint64_t bits = Mask::bits(params, request, row.token, first_key) >> (2 * (lane & 3));
       return [=](int offset) { return !((bits >> offset) & 1); };
     });
   }
@@ -185,6 +241,7 @@ template <int kTileKV>
 struct MaskTileMap {
   static constexpr int kCapacity = 4096;
   static constexpr int kWords = kCapacity / 32;
+  int first;  // the first tile that the mask reaches: those before hide nothing
   uint32_t any[kWords];
   uint32_t partial[kWords];
 
@@ -192,35 +249,41 @@ struct MaskTileMap {
   __device__ __forceinline__ void clear(int thread, int threads) {
     for (int i = thread; i < kWords; i += threads) any[i] = partial[i] = 0;
   }
+  template <typename Mask>
   __device__ __forceinline__ void scan(const AttentionParams& params, const Request& request,
                                        int first_token, int last_token, TileSpan span, int thread,
                                        int threads) {
-    static_assert(kTileKV <= 64, "a tile's keys must fit load_mask_bits");
+    static_assert(kTileKV <= 64, "masks yield 64 bits at a time");
     constexpr uint64_t kAll = ~0ull >> (64 - kTileKV);
-    const int tiles = min_of(span.end - span.begin, kCapacity);
+    const int ahead = max_of(Mask::first_key(request) - span.origin, 0);
+    const int first_tile = min_of(max_of(span.begin, ahead / kTileKV), span.end);
+    if (thread == 0) first = first_tile;
+    const int tiles = min_of(span.end - first_tile, kCapacity);
     const int64_t total = static_cast<int64_t>(tiles) * (last_token - first_token + 1);
     for (int64_t i = thread; i < total; i += threads) {
       const int tile = static_cast<int>(i % tiles);
       const int token = first_token + static_cast<int>(i / tiles);
-      const int key = span.origin + (span.begin + tile) * kTileKV;
-      uint64_t visible = load_mask_bits(params, request, token, key) & kAll;
-      if (key + kTileKV > request.kv_len) visible &= (1ull << (request.kv_len - key)) - 1;
+      const int key = span.origin + (first_tile + tile) * kTileKV;
+      uint64_t visible = Mask::bits(params, request, token, key) & kAll;
+      if (key + kTileKV > request.kv_len) visible &= low_bits(request.kv_len - key);
       if (visible != 0) ptx::atomic_or_shared(&any[tile / 32], 1u << (tile % 32));
       if (visible != kAll) ptx::atomic_or_shared(&partial[tile / 32], 1u << (tile % 32));
     }
   }
   // The first tile from `tile` on that is worth visiting, or span.end.
   __device__ __forceinline__ int next(int tile, TileSpan span) const {
-    while (tile < span.end && tile - span.begin < kCapacity) {
-      const int index = tile - span.begin;
+    if (tile < first) return tile;
+    while (tile < span.end && tile - first < kCapacity) {
+      const int index = tile - first;
       const uint32_t rest = any[index / 32] >> (index % 32);
       if (rest != 0) return min_of(tile + __ffs(static_cast<int>(rest)) - 1, span.end);
       tile += 32 - index % 32;
     }
     return min_of(tile, span.end);
   }
-  __device__ __forceinline__ bool is_partial(int tile, TileSpan span) const {
-    const int index = tile - span.begin;
+  __device__ __forceinline__ bool is_partial(int tile) const {
+    const int index = tile - first;
+    if (index < 0) return false;
     return index >= kCapacity || ((partial[index / 32] >> (index % 32)) & 1);
   }
 };

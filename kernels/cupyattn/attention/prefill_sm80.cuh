@@ -51,6 +51,7 @@ struct PrefillSm80 {
   using VTile = SharedTile<DTypeKV, kTileKV, kHeadDimVO>;
   using KCopier = RowCopier<KSourceTile, kHeadDimQK, Config::kAligned, kThreads, kPaged>;
   using VCopier = RowCopier<VTile, kHeadDimVO, Config::kAligned, kThreads, kPaged>;
+  using Mask = typename MaskOf<Config::kCustomMask, Config::kMaskForm>::type;
   using LogitsVariant = typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
 
   struct SharedMemory {
@@ -107,8 +108,8 @@ struct PrefillSm80 {
     copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
         ptx::shared_address(shared.q), params, shared.q_offset, work.tile.num_rows, thread);
     if constexpr (Config::kCustomMask) {
-      shared.mask_map.scan(params, work.request, range.first_token, range.last_token, tiles, thread,
-                           kThreads);
+      shared.mask_map.template scan<Mask>(params, work.request, range.first_token, range.last_token,
+                                          tiles, thread, kThreads);
       ptx::block_sync();
     }
   }
@@ -159,7 +160,7 @@ struct PrefillSm80 {
   __device__ __forceinline__ bool is_partial(int first_key) const {
     if constexpr (Config::kCustomMask) {
       const TileSpan& tiles = shared.tiles;
-      return shared.mask_map.is_partial((first_key - tiles.origin) / kTileKV, tiles);
+      return shared.mask_map.is_partial((first_key - tiles.origin) / kTileKV);
     }
     return false;
   }
@@ -171,9 +172,8 @@ struct PrefillSm80 {
 
   template <typename Form>
   __device__ __forceinline__ void hide_keys(float (&s)[kMmaQ][kTilesS][4], int first_key) const {
-    apply_mask<Config::kCustomMask, Form>(s, params, shared.work.request, shared.range,
-                                          is_partial(first_key), shared.rows + warp_row(),
-                                          first_key, lane);
+    apply_mask<Mask, Form>(s, params, shared.work.request, shared.range, is_partial(first_key),
+                           shared.rows + warp_row(), first_key, lane);
   }
 
   // Takes values that are not finite out of a tile that hides keys, once it has landed, and gives
@@ -335,7 +335,7 @@ struct PrefillSm80 {
   __device__ __forceinline__ void run() {
     const BlockWork work = BlockWork::of(params, kTileQ);
     if (work.tile.num_rows <= 0) return;
-    const KeyRange range = KeyRange::of<Config::kCustomMask>(params, work);
+    const KeyRange range = KeyRange::of(params, work);
     const TileSpan tiles = TileSpan::of<Config::kCustomMask>(range, kTileKV, work.tile);
     const int end_key = tiles.origin + tiles.end * kTileKV;
     if (thread == 0) {

@@ -8,6 +8,12 @@ namespace cupyattn {
 
 constexpr int kMaxRopePairs = 128;
 
+// What a row of q sees where AttentionParams::mask holds runs: keys [0, prefix) and from `start`
+// on.
+struct KeyRun {
+  int32_t prefix, start;
+};
+
 // One block's share of a batch, for every KV head: a tile of packed query rows of one request, and
 // one of the parts its keys are split in. schedule/batch.py lays it out. All zeros is no work.
 struct alignas(16) WorkItem {
@@ -33,7 +39,7 @@ struct AttentionParams {
   const void* v;          // [kv_len, num_kv_heads, head_dim_vo], likewise
   void* o;                // [qo_len, num_qo_heads, head_dim_vo]
   float* lse;             // [qo_len, num_qo_heads], base 2; may be nullptr
-  const uint8_t* mask;    // bit (q * kv_len + k), little endian; read only by custom-mask kernels
+  const uint8_t* mask;    // see mask.cuh; read only by custom-mask kernels
   const float* sinks;     // [num_qo_heads], natural-log logits; may be nullptr
   const float* scale_q;   // [num_qo_heads]; may be nullptr, as may the next two
   const float* scale_k;   // [num_kv_heads]
@@ -52,10 +58,11 @@ struct AttentionParams {
   int64_t lse_stride_n, lse_stride_h;
   int64_t k_stride_page, v_stride_page;
   int64_t mask_bytes;      // length of `mask`
+  int64_t mask_row_bytes;  // of one of its rows, where it has any
   int32_t qo_len, kv_len;  // of the one request, where there is no work list
   int32_t num_kv_heads, group_size;
   int32_t num_q_tiles, num_splits;
-  int32_t causal;         // 0 or 1
+  int32_t causal;         // 0 or 1; holds besides a mask
   int32_t window_left;    // negative: no window
   float sm_scale;         // whole logit scale but for scale_q, scale_k
   float logits_soft_cap;  // read only by soft-cap kernels
@@ -72,7 +79,7 @@ struct AttentionParams {
   uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };
 
-static_assert(sizeof(AttentionParams) == 136 + 104 + 80 + 4 * kMaxRopePairs,
+static_assert(sizeof(AttentionParams) == 136 + 104 + 88 + 4 * kMaxRopePairs,
               "AttentionParams and its mirror in launch/params.py must agree");
 
 }  // namespace cupyattn

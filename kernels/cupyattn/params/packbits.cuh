@@ -8,8 +8,8 @@ namespace cupyattn {
 struct PackbitsParams {
   const uint8_t* bits;           // [num_bits] in rows, one byte each, any nonzero value is a 1
   uint8_t* packed;               // [packed_indptr[num_segments]]
-  const int64_t* bit_indptr;     // [num_segments + 1] into `bits`; nullptr: one segment
-  const int64_t* packed_indptr;  // [num_segments + 1] into `packed`; nullptr: one segment
+  const int64_t* bit_indptr;     // [num_segments + 1] into `bits`; nullptr: segments of one length
+  const int64_t* packed_indptr;  // [num_segments + 1] into `packed`; nullptr likewise
   int64_t num_bits;
   int64_t num_packed;
   int64_t row_length;  // bit i is at (i / row_length) * row_stride + i % row_length

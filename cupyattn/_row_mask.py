@@ -1,0 +1,111 @@
+"""Masks over the last keys of each request, those of its query tokens: bits for each row of q.
+
+What verification of draft tokens needs: which of a request's q query tokens each of them sees,
+along a tree. All earlier keys are visible, so a row has q bits, however long the request is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import array, dtypes
+from .array import ArrayView
+from .dtypes import DType
+from .errors import ArgumentError
+from .match import require_contiguous, require_dtype
+
+_WORDS = (
+    *(dtypes.uint8, dtypes.uint16, dtypes.uint32, dtypes.uint64),
+    *(dtypes.int32, dtypes.int64),
+)
+
+
+class MaskBits(NamedTuple):
+    """A mask as a launch takes it: `num_bytes` from `address` on, in rows of `row_bytes`.
+
+    row_bytes 0: no rows of bits, but the mask of a plan.
+    """
+
+    address: int
+    row_bytes: int
+    num_bytes: int
+
+
+NO_BITS = MaskBits(0, 0, 0)
+
+
+def view_row_mask(mask: Any, num_rows: int, q_len: int, name: str = "mask") -> ArrayView:
+    """The checked view of a mask for `num_rows` rows of q, q_len of each request (q_len > 0).
+
+    Bools [B, q, q] or [B * q, q], or bits in words of any size, the lowest bit of the first word
+    for the first of the q keys: [B, q] or [B * q], or with an axis of words behind. Bits past q
+    mean nothing. Raises ArgumentError.
+    """
+    v = array.view(mask, name)
+    require_dtype(v, (dtypes.bool_, *_WORDS), name)
+    shape = tuple(v.shape)
+    count = num_rows // q_len
+    leads = (num_rows,), (count, q_len)
+    if v.dtype is dtypes.bool_:
+        fits = shape[:-1] in leads and shape[-1] == q_len
+        wanted = f"[{count}, {q_len}, {q_len}] or [{num_rows}, {q_len}]"
+    else:
+        words = 1 if shape in leads else shape[-1] if shape[:-1] in leads else 0
+        fits = words * v.dtype.bits >= q_len
+        least = -(-q_len // v.dtype.bits)
+        axes = [count, q_len] if least == 1 else [count, q_len, least]
+        wanted = f"{axes}, {q_len} bits a row"
+    if not fits:
+        raise ArgumentError(
+            f"{name}: {v.dtype} of shape {list(shape)}; wanted {wanted}, for {count} requests of "
+            f"{q_len} query tokens"
+        )
+    require_contiguous(v, name)
+    return v
+
+
+def bits_of(v: ArrayView, num_rows: int) -> MaskBits:
+    """A checked mask of words, where it is."""
+    num_bytes = math.prod(v.shape) * v.dtype.itemsize
+    return MaskBits(v.ptr, num_bytes // max(1, num_rows), num_bytes)
+
+
+def num_packed_bytes(num_rows: int, q_len: int) -> int:
+    """What `pack` writes."""
+    return num_rows * -(-q_len // 8)
+
+
+def pack(v: ArrayView, num_rows: int, q_len: int, address: int, stream: int) -> MaskBits:
+    """Enqueue the packing of a checked mask of bools into bytes from `address` on."""
+    from .launch import packbits
+
+    num_bytes = num_packed_bytes(num_rows, q_len)
+    bools = _flat(v, v.ptr, num_rows * q_len, dtypes.bool_)
+    packed = _flat(v, address, num_bytes, dtypes.uint8)
+    packbits.launch(bools, packed, None, None, True, stream, num_segments=num_rows)
+    return MaskBits(address, -(-q_len // 8), num_bytes)
+
+
+def _flat(like: ArrayView, address: int, size: int, dtype: DType) -> ArrayView:
+    return ArrayView(address, (size,), (1,), dtype, like.device, like.framework, False, like.owner)
+
+
+def visible(v: ArrayView, num_rows: int, q_len: int) -> np.ndarray:
+    """On the CPU: bool [num_rows, q_len]."""
+    row = math.prod(v.shape) // max(1, num_rows)
+    rows = np.ascontiguousarray(array.as_numpy(v)).reshape(num_rows, row)
+    if v.dtype is dtypes.bool_:
+        return rows
+    return np.unpackbits(rows.view(np.uint8), axis=1, count=q_len, bitorder="little").view(np.bool_)
+
+
+def with_earlier_keys(rows: np.ndarray, kv_len: int) -> np.ndarray:
+    """On the CPU: bool [q_len, kv_len] from one request's rows [q_len, q_len]."""
+    q_len = rows.shape[-1]
+    mask = np.ones((q_len, kv_len), np.bool_)
+    own = min(q_len, kv_len)
+    mask[:, kv_len - own :] = rows[:, q_len - own :]
+    return mask
