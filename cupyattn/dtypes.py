@@ -60,6 +60,7 @@ float8_e5m2 = DType("float8_e5m2", _FLOAT8_E5M2, 8, "e5m2_t", np.dtype(ml_dtypes
 bool_ = DType("bool", _BOOL, 8, "bool", np.dtype(np.bool_))
 int8 = DType("int8", _INT, 8, "int8_t", np.dtype(np.int8))
 uint8 = DType("uint8", _UINT, 8, "uint8_t", np.dtype(np.uint8))
+uint32 = DType("uint32", _UINT, 32, "uint32_t", np.dtype(np.uint32))
 int32 = DType("int32", _INT, 32, "int32_t", np.dtype(np.int32))
 int64 = DType("int64", _INT, 64, "int64_t", np.dtype(np.int64))
 
@@ -72,6 +73,7 @@ ALL = (
     bool_,
     int8,
     uint8,
+    uint32,
     int32,
     int64,
 )

@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root), str(root / "tests")]
 
 from cupyattn import _single, dtypes, jit
-from cupyattn.launch import merge_splits, rotate_keys
+from cupyattn.launch import merge_splits, plan_batch, rotate_keys
 from cupyattn.launch.instances import SHARED_BYTES, page_instances
 from cupyattn.launch.packbits import CONFIG as PACKBITS_CONFIG
 from cupyattn.launch.tiles import row_class, tile_config
@@ -64,7 +64,10 @@ def record(case: Case, arch: str, *, is_decode: bool = False) -> list[Instance]:
 
 def instances(arch: str, calls: Iterable[tuple[Case, bool]] | None = None) -> list[Instance]:
     """Every kernel of the suite, once."""
-    found: dict[Instance, None] = {("packbits", PACKBITS_CONFIG): None}
+    found: dict[Instance, None] = {
+        ("packbits", PACKBITS_CONFIG): None,
+        ("plan_batch", plan_batch.CONFIG): None,
+    }
     for case, is_decode in calls if calls is not None else gpu_cases.all_cases():
         found |= dict.fromkeys(record(case, arch, is_decode=is_decode))
     return list(found)

@@ -1,0 +1,441 @@
+// The plan of a batch whose lengths the host does not know: the work list that schedule/batch.py
+// lays out, written by one block. Sizes of parts are judged as schedule/balance.py does, one warp
+// for each; tiles are then ordered by the length of their parts, longest first, in buckets.
+//
+// Nothing here trusts what it reads: lengths and offsets are cut to what the arrays hold, and a
+// list that would be longer than there is room for ends early.
+#pragma once
+
+#include "cupyattn/common/math.cuh"
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/params/plan_batch.cuh"
+#include "cupyattn/ptx/math.cuh"
+#include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/ptx/warp.cuh"
+
+namespace cupyattn {
+
+__device__ __forceinline__ int64_t load_index(const void* data, const IndexFormat& format,
+                                              int index) {
+  const int64_t place = index * format.stride;
+  if (format.kind == IndexKind::kInt64) return static_cast<const int64_t*>(data)[place];
+  if (format.kind == IndexKind::kUint32) return static_cast<const uint32_t*>(data)[place];
+  return static_cast<const int32_t*>(data)[place];
+}
+
+// The same in tokens.
+__device__ __forceinline__ int64_t load_offset(const void* data, const IndexFormat& format,
+                                               int index) {
+  const int64_t offset = load_index(data, format, index);
+  return format.unit == 1 ? offset : offset / format.unit;
+}
+
+__device__ __forceinline__ int clamp(int64_t x, int64_t most) {
+  return static_cast<int>(min_of(max_of<int64_t>(x, 0), most));
+}
+
+struct PlannedRequest {
+  int q_start, qo_len, kv_start, kv_len;
+
+  static __device__ __forceinline__ PlannedRequest of(const PlanBatchParams& params, int index) {
+    int64_t q_start = static_cast<int64_t>(index) * params.qo_len;
+    if (params.qo_offsets != nullptr) {
+      q_start = load_offset(params.qo_offsets, params.qo_offsets_format, index);
+    }
+    q_start = clamp(q_start, params.num_rows);
+    int64_t qo_len = params.qo_len;
+    if (params.qo_lens != nullptr) {
+      qo_len = load_index(params.qo_lens, params.qo_lens_format, index);
+    } else if (qo_len < 0) {
+      const int64_t end = load_offset(params.qo_offsets, params.qo_offsets_format, index + 1);
+      qo_len = clamp(end, params.num_rows) - q_start;
+    }
+    int64_t kv_start = static_cast<int64_t>(index) * params.kv_step, room = params.max_kv_len;
+    if (params.kv_offsets != nullptr) {
+      kv_start = clamp(load_offset(params.kv_offsets, params.kv_offsets_format, index), room);
+      room -= kv_start;
+    }
+    PlannedRequest request;
+    request.q_start = static_cast<int>(q_start);
+    request.qo_len = clamp(qo_len, params.num_rows - q_start);
+    request.kv_start = static_cast<int>(kv_start);
+    request.kv_len = clamp(load_index(params.kv_lens, params.kv_lens_format, index), room);
+    return request;
+  }
+
+  __device__ __forceinline__ int num_tiles(const PlanBatchParams& params) const {
+    return ceil_div(qo_len * params.group_size, params.tile_q);
+  }
+
+  // How many tiles of keys the tile of rows from first_row on visits: KeyRange and TileSpan of
+  // attention/mask.cuh.
+  __device__ __forceinline__ int key_tiles(const PlanBatchParams& params, int first_row) const {
+    const int last_row = min_of(first_row + params.tile_q, qo_len * params.group_size) - 1;
+    const int offset = kv_len - qo_len;
+    int begin = 0, end = kv_len;
+    if (params.causal) end = min_of(kv_len, last_row / params.group_size + offset + 1);
+    if (params.window_left >= 0) {
+      begin = max_of(0, first_row / params.group_size + offset - params.window_left);
+    }
+    return ceil_div(max_of(end - begin, 0), params.tile_kv);
+  }
+};
+
+template <typename Config>
+struct PlanBatch {
+  static constexpr int kThreads = Config::kThreads;
+  static constexpr int kWarps = kThreads / kWarpSize;
+  static constexpr int kBuckets = 128;
+  // Requests of one bucket count on different words, or their atomics would wait for each other.
+  static constexpr int kLanesApart = 8;
+  // As in schedule/balance.py.
+  static constexpr int kMaxWaves = 4;
+  static constexpr float kBlockOverhead = 2.0f, kMergeOverhead = 3.0f, kWorthwhile = 0.95f;
+  // The sizes of parts that are judged: each warp has one; the last leaves all tiles whole.
+  static constexpr int kSizes = 16;
+  static constexpr int kSplitsBits = 20;
+  static constexpr int kSplitsMask = (1 << kSplitsBits) - 1;
+
+  struct SharedMemory {
+    WorkItem tile[kThreads];  // tiles of rows, with their first parts
+    int tile_end[kThreads];   // items up to the end of each
+    uint32_t bucket[kBuckets * kLanesApart];
+    int warp_sum[kWarps];
+    uint32_t most[3][kWarps], sum[3][kWarps];
+    float time[kSizes];
+    int size[kSizes];
+    // Of each request, num_requests of: its tiles; key tiles of its first and last tile together;
+    // then the requests in order; where in the order the tiles of each end.
+    int requests[1];
+  };
+
+  static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
+                "the host's shared-memory arithmetic (launch/plan_batch.py) must agree");
+  static_assert(kWarps == kSizes, "a warp judges one size");
+  static_assert(kBuckets * kLanesApart % kThreads == 0, "threads share the buckets");
+
+  const PlanBatchParams& params;
+  SharedMemory& shared;
+  const int thread, warp, lane;
+  int *const num_tiles, *const both_ends, *const order, *const tiles_end;
+
+  // What all threads know of the batch.
+  struct Totals {
+    int tiles, most_tiles;    // of rows: of all requests, of one
+    int longest2, shortest2;  // twice the key tiles of a tile: the mean of a request's
+    float key_tiles;          // of all tiles
+    float bound;              // the same, were all tiles of a request its longest
+  };
+
+  __device__ __forceinline__ PlanBatch(const PlanBatchParams& params, SharedMemory& shared)
+      : params(params),
+        shared(shared),
+        thread(threadIdx.x),
+        warp(threadIdx.x / kWarpSize),
+        lane(threadIdx.x % kWarpSize),
+        num_tiles(shared.requests),
+        both_ends(num_tiles + params.num_requests),
+        order(both_ends + params.num_requests),
+        tiles_end(order + params.num_requests) {}
+
+  __device__ __forceinline__ void run() {
+    clear();
+    const Totals totals = read_requests();
+    const int size = params.max_more > 0 && totals.bound > 0.0f ? choose_size(totals) : kNoSplit;
+    const bool is_sorted = totals.longest2 > totals.shortest2;
+    if (is_sorted) sort(totals, size);
+    // Tile t of the list is request t's, or that of place t in the order.
+    const bool is_one_each = totals.most_tiles <= 1 && totals.tiles == params.num_requests;
+    if (!is_one_each) count_tiles(is_sorted);
+    write_items(min_of(totals.tiles, params.max_tiles), size, is_sorted, is_one_each);
+  }
+
+ private:
+  static constexpr int kNoSplit = 0x7fffffff;
+
+  // Everything that needs no lengths.
+  __device__ __forceinline__ void clear() {
+    for (int i = thread; i < params.num_counters; i += kThreads) params.counters[i] = 0;
+    for (int i = thread; i < kBuckets * kLanesApart; i += kThreads) shared.bucket[i] = 0;
+    const int num_qo_heads = params.num_kv_heads * params.group_size;
+    repeat(params.scale_q, params.scales, num_qo_heads);
+    repeat(params.scale_k, params.scales + num_qo_heads, params.num_kv_heads);
+    repeat(params.scale_v, params.scales + num_qo_heads + params.num_kv_heads, params.num_kv_heads);
+  }
+
+  __device__ __forceinline__ void repeat(const float* scale, float* out, int count) {
+    if (scale == nullptr) return;
+    for (int i = thread; i < count; i += kThreads) out[i] = *scale;
+  }
+
+  __device__ __forceinline__ Totals read_requests() {
+    uint32_t tiles = 0, twice = 0, bound = 0;
+    uint32_t longest = 0, most_tiles = 0, longest2 = 0, inverse = 0;
+    for (int index = thread; index < params.num_requests; index += kThreads) {
+      const PlannedRequest request = PlannedRequest::of(params, index);
+      const int count = request.num_tiles(params);
+      int ends = 0;
+      if (count > 0) {
+        const uint32_t first = request.key_tiles(params, 0);
+        const uint32_t last = request.key_tiles(params, (count - 1) * params.tile_q);
+        ends = static_cast<int>(first + last);
+        inverse = max_of(inverse, kNoSplit - first - last);
+        // Under a window the tiles between may see more than either end.
+        longest = params.window_left < 0 ? max_of(first, last) : longest_tile(request);
+        twice += count * ends;
+        bound += count * longest;
+      }
+      num_tiles[index] = count;
+      both_ends[index] = ends;
+      tiles += count;
+      most_tiles = max_of(most_tiles, static_cast<uint32_t>(count));
+      longest2 = max_of(longest2, static_cast<uint32_t>(ends));
+    }
+    const uint32_t sums[3] = {tiles, twice, bound}, maxima[3] = {most_tiles, longest2, inverse};
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const uint32_t sum = ptx::warp_sum(sums[i]), most = ptx::warp_max(maxima[i]);
+      if (lane == 0) {
+        shared.sum[i][warp] = sum;
+        shared.most[i][warp] = most;
+      }
+    }
+    ptx::block_sync();
+    uint32_t sum[3], most[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      sum[i] = ptx::warp_sum(lane < kWarps ? shared.sum[i][lane] : 0);
+      most[i] = ptx::warp_max(lane < kWarps ? shared.most[i][lane] : 0);
+    }
+    return Totals{static_cast<int>(sum[0]),          static_cast<int>(most[0]),
+                  static_cast<int>(most[1]),         static_cast<int>(kNoSplit - most[2]),
+                  0.5f * static_cast<float>(sum[1]), static_cast<float>(sum[2])};
+  }
+
+  // The most key tiles that any tile of rows can visit under a window.
+  __device__ __forceinline__ uint32_t longest_tile(const PlannedRequest& request) const {
+    const int tokens = params.causal ? (params.tile_q - 1) / params.group_size + 2 : request.qo_len;
+    const int64_t keys = static_cast<int64_t>(min_of(tokens, request.qo_len)) + params.window_left;
+    return ceil_div(clamp(keys, request.kv_len), params.tile_kv);
+  }
+
+  // The most key tiles of one part, by an estimate of when the last block is done.
+  __device__ __forceinline__ int choose_size(const Totals& totals) {
+    // Rounded up, since sums of floats are not exact: parts must not outgrow the list.
+    const int least = static_cast<int>(totals.bound * 1.0001f / params.max_more) + 1;
+    const int longest = (totals.longest2 + 1) / 2;
+    const int size = size_to_judge(totals, longest, least);
+    const float time = time_of(totals, size, size < longest);
+    if (lane == 0) {
+      shared.time[warp] = time;
+      shared.size[warp] = size;
+    }
+    ptx::block_sync();
+    int best = kSizes - 1;
+    float best_time = shared.time[best] * kWorthwhile;
+    const float ideal = totals.key_tiles / params.items_per_wave + kBlockOverhead;
+    if (best_time <= ideal) return kNoSplit;
+    for (int i = 0; i < kSizes - 1; ++i) {
+      if (shared.time[i] < best_time) {
+        best = i;
+        best_time = shared.time[i];
+      }
+    }
+    return best == kSizes - 1 ? kNoSplit : shared.size[best];
+  }
+
+  // Parts that fill whole waves: if all tiles are alike, if all but the parts' ends are, and with
+  // room for half a part, or a whole one, at the end of each tile.
+  __device__ __forceinline__ int size_to_judge(const Totals& totals, int longest, int least) const {
+    if (warp == kSizes - 1) return longest;
+    const int slots = params.items_per_wave * (warp % kMaxWaves + 1);
+    const int kind = warp / kMaxWaves;
+    const float rest = slots - 0.5f * (kind - 1) * totals.tiles;
+    int size = longest;
+    if (kind == 0) {
+      const int parts = slots / totals.tiles;
+      if (parts > 1) size = ceil_div(longest, parts);
+    } else if (rest > 0.0f) {
+      size = static_cast<int>(totals.key_tiles / rest) + 1;
+    }
+    return min_of(max_of(size, least), longest);
+  }
+
+  // When the last block is done, in the time of a key tile, were keys split after `size` tiles.
+  __device__ __forceinline__ float time_of(const Totals& totals, int size, bool is_split) const {
+    const float inverse = 1.0f / size;
+    float items = 0.0f, long_items = 0.0f, long_tiles = 0.0f;
+    for (int index = lane; index < params.num_requests; index += kWarpSize) {
+      const float count = static_cast<float>(num_tiles[index]);
+      const float keys = 0.5f * both_ends[index];
+      const float parts = count * fmaxf(ceilf(keys * inverse), 1.0f);
+      // The short ones fill gaps, but long ones come in whole waves.
+      const bool is_long = 2.0f * keys > size;
+      items += parts;
+      long_items += is_long ? parts : 0.0f;
+      long_tiles += is_long ? count * keys : 0.0f;
+    }
+#pragma unroll
+    for (int step = kWarpSize / 2; step > 0; step /= 2) {
+      items += ptx::shuffle_xor(items, step);
+      long_items += ptx::shuffle_xor(long_items, step);
+      long_tiles += ptx::shuffle_xor(long_tiles, step);
+    }
+    const float a_wave = 1.0f / params.items_per_wave;
+    const float busy = (totals.key_tiles + items * kBlockOverhead) * a_wave;
+    const float mean = long_items > 0.0f ? long_tiles / long_items : 0.0f;
+    const float done = fmaxf(busy, ceilf(long_items * a_wave) * (mean + kBlockOverhead));
+    return is_split ? done + kMergeOverhead + params.state_cost * items * a_wave : done;
+  }
+
+  __device__ __forceinline__ int bucket_of(int index, int size, float scale) const {
+    // Twice the length of a part.
+    const float keys = static_cast<float>(both_ends[index]);
+    const float part = 2.0f * size < keys ? keys / ceilf(0.5f * keys / size) : keys;
+    const int place = min_of(static_cast<int>(part * scale), kBuckets - 1);
+    return (kBuckets - 1 - place) * kLanesApart + lane % kLanesApart;
+  }
+
+  // Requests by the length of their parts, those with the longest first.
+  __device__ __forceinline__ void sort(const Totals& totals, int size) {
+    const float most = fminf(static_cast<float>(totals.longest2), 2.0f * size);
+    const float scale = (kBuckets - 0.5f) / most;
+    // `tiles_end` keeps the place in the bucket for now.
+    for (int index = thread; index < params.num_requests; index += kThreads) {
+      const int bucket = bucket_of(index, size, scale);
+      tiles_end[index] = static_cast<int>(ptx::atomic_add_shared(&shared.bucket[bucket], 1));
+    }
+    ptx::block_sync();
+    constexpr int kEach = kBuckets * kLanesApart / kThreads;
+    int counts[kEach], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      counts[i] = static_cast<int>(shared.bucket[kEach * thread + i]);
+      sum += counts[i];
+    }
+    int total;
+    int start = scan(sum, total);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      shared.bucket[kEach * thread + i] = start;
+      start += counts[i];
+    }
+    ptx::block_sync();
+    for (int index = thread; index < params.num_requests; index += kThreads) {
+      const int bucket = bucket_of(index, size, scale);
+      order[static_cast<int>(shared.bucket[bucket]) + tiles_end[index]] = index;
+    }
+    ptx::block_sync();
+  }
+
+  // The sum of all earlier threads' values, and of all. The caller synchronises before the next.
+  __device__ __forceinline__ int scan(int value, int& total) {
+    int inclusive = value;
+#pragma unroll
+    for (int step = 1; step < kWarpSize; step *= 2) {
+      const int below = ptx::shuffle(inclusive, lane - step);
+      if (lane >= step) inclusive += below;
+    }
+    if (lane == kWarpSize - 1) shared.warp_sum[warp] = inclusive;
+    ptx::block_sync();
+    const int sum = lane < kWarps ? shared.warp_sum[lane] : 0;
+    total = static_cast<int>(ptx::warp_sum(static_cast<uint32_t>(sum)));
+    const int before =
+        static_cast<int>(ptx::warp_sum(static_cast<uint32_t>(lane < warp ? sum : 0)));
+    return before + inclusive - value;
+  }
+
+  // tiles_end: where the tiles of each place in the order end.
+  __device__ __forceinline__ void count_tiles(bool is_sorted) {
+    int before = 0;
+    for (int base = 0; base < params.num_requests; base += kThreads) {
+      const int index = base + thread;
+      const bool exists = index < params.num_requests;
+      const int count = exists ? num_tiles[is_sorted ? order[index] : index] : 0;
+      int total;
+      const int start = before + scan(count, total);
+      if (exists) tiles_end[index] = start + count;
+      before += total;
+      ptx::block_sync();
+    }
+  }
+
+  // The first index whose end is beyond `x`.
+  static __device__ __forceinline__ int find(const int* ends, int count, int x) {
+    int low = 0, high = count - 1;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (ends[middle] > x) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
+  }
+
+  __device__ __forceinline__ void write_items(int tiles, int size, bool is_sorted,
+                                              bool is_one_each) {
+    int items = 0, split_tiles = 0;
+    for (int base = 0; base < tiles; base += kThreads) {
+      const int tile = base + thread;
+      WorkItem item{};
+      if (tile < tiles) item = item_of(tile, size, is_sorted, is_one_each);
+      const int splits = item.num_splits;
+      const int is_split = splits > 1 ? 1 : 0;
+      int total;
+      const int before = scan(splits | is_split << kSplitsBits, total);
+      const int start = before & kSplitsMask;
+      item.split_tile = split_tiles + (before >> kSplitsBits);
+      // Of the items before this tile's, those of split tiles.
+      item.first_state = items + start - (tile - item.split_tile);
+      if (is_split && item.split_tile < params.num_merges) {
+        params.merges[item.split_tile] = items + start;
+      }
+      shared.tile[thread] = item;
+      shared.tile_end[thread] = start + splits;
+      ptx::block_sync();
+      spread(items, total & kSplitsMask, min_of(tiles - base, kThreads));
+      items += total & kSplitsMask;
+      split_tiles += total >> kSplitsBits;
+      ptx::block_sync();
+    }
+    for (int i = items + thread; i < params.max_items; i += kThreads) params.items[i] = WorkItem{};
+    for (int i = split_tiles + thread; i < params.num_merges; i += kThreads) {
+      params.merges[i] = -1;
+    }
+  }
+
+  // The first part of a tile of rows. Of a request's tiles the last one, which sees the most keys,
+  // comes first.
+  __device__ __forceinline__ WorkItem item_of(int tile, int size, bool is_sorted,
+                                              bool is_one_each) const {
+    const int place = is_one_each ? tile : find(tiles_end, params.num_requests, tile);
+    const int index = is_sorted ? order[place] : place;
+    const PlannedRequest request = PlannedRequest::of(params, index);
+    const int row_tile = is_one_each ? 0 : tiles_end[place] - 1 - tile;
+    WorkItem item{};
+    item.q_start = request.q_start;
+    item.qo_len = request.qo_len;
+    item.kv_start = request.kv_start;
+    item.kv_len = request.kv_len;
+    item.first_row = row_tile * params.tile_q;
+    item.num_splits = 1;
+    if (size != kNoSplit) {
+      item.num_splits = max_of(ceil_div(request.key_tiles(params, item.first_row), size), 1);
+    }
+    return item;
+  }
+
+  // Writes all parts of the tiles in shared memory, `count` items from `first` on.
+  __device__ __forceinline__ void spread(int first, int count, int tiles) {
+    for (int i = thread; i < count; i += kThreads) {
+      const int tile = count == tiles ? i : find(shared.tile_end, tiles, i);
+      WorkItem item = shared.tile[tile];
+      item.split = i - (tile == 0 ? 0 : shared.tile_end[tile - 1]);
+      if (first + i < params.max_items) params.items[first + i] = item;
+    }
+  }
+};
+
+}  // namespace cupyattn
