@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import dtypes, jit
 from ..device import device_props
@@ -156,6 +156,17 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     )
 
 
+def pack(
+    plan: DevicePlan,
+    workspace: int,
+    indices: tuple[int, int, int, int],
+    scales: tuple[int, int, int],
+) -> bytes:
+    """The kernel's struct. Lengths and offsets (as in `Lengths.formats`) and scales of q, k and v
+    are at these addresses, 0 for none."""
+    return PARAMS.pack(*_fields(plan, workspace, indices, scales))
+
+
 def launch(
     plan: DevicePlan,
     workspace: int,
@@ -164,12 +175,20 @@ def launch(
     device: int,
     stream: int,
 ) -> None:
-    """Enqueue the planner: lengths and offsets (as in `Lengths.formats`) and scales of q, k and v
-    are at these addresses, 0 for none."""
+    """Enqueue the planner; see `pack`."""
     arguments = params.this_thread.launch_buffer
-    PARAMS.pack_into(
-        arguments.buffer,
-        arguments.offset,
+    fields = _fields(plan, workspace, indices, scales)
+    PARAMS.pack_into(arguments.buffer, arguments.offset, *fields)
+    enqueue(plan.planner, arguments, device, stream)
+
+
+def _fields(
+    plan: DevicePlan,
+    workspace: int,
+    indices: tuple[int, int, int, int],
+    scales: tuple[int, int, int],
+) -> tuple[Any, ...]:
+    return (
         *indices,
         *scales,
         workspace + plan.items,
@@ -178,4 +197,3 @@ def launch(
         workspace + plan.scales[0],
         plan.constants,
     )
-    enqueue(plan.planner, arguments, device, stream)
