@@ -13,6 +13,7 @@ from . import (
     get_batch_indices_positions,
     get_seq_lens,
     merge_splits,
+    pad_lse,
     plan_batch,
     rotate_keys,
 )
@@ -74,6 +75,7 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
     """(entry name, Config) of every kernel of a level for an architecture, without duplicates."""
     found: dict[tuple[str, jit.Config], None] = {
         ("packbits", PACKBITS_CONFIG): None,
+        ("pad_lse", pad_lse.CONFIG): None,
         ("plan_batch", plan_batch.CONFIG): None,
     }
     found |= dict.fromkeys(page_instances())

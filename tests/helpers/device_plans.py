@@ -223,3 +223,32 @@ def ideal(batch: Batch) -> float:
     share = total * batch.kv_heads / batch.shape.num_slots
     waves = tiles * batch.kv_heads / batch.shape.num_slots + 5
     return min(2.0 * share, share + longest) + _OVERHEAD * waves + 2.0 + 8.0
+
+
+def random_batch(seed: int) -> Batch:
+    """The same batch for the same seed."""
+    rng = np.random.default_rng((seed, 93))
+    count = int(rng.integers(0, 200))
+    is_decode = seed % 2 == 0
+    kv_len = rng.integers(0, 5000, count)
+    if count and rng.random() < 0.5:
+        kv_len[rng.integers(count)] = 100_000
+    if rng.random() < 0.2:
+        kv_len[:] = 3000
+    qo_len = rng.integers(0, 60, count) * (rng.random(count) < 0.9)
+    if is_decode:
+        qo_len[:] = rng.integers(1, 5)
+    tile_q = (16, 32, 64, 128)[int(rng.integers(4))]
+    return Batch(
+        tuple(qo_len.tolist()),
+        tuple(kv_len.tolist()),
+        "uniform" if is_decode else ("steps", "lens")[int(rng.integers(2))],
+        int(rng.integers(1, 9)),
+        (1, 2, 8)[int(rng.integers(3))],
+        TileShape(tile_q, (16, 48, 64)[int(rng.integers(3))], 264, 4.0 if tile_q > 32 else 0.25),
+        bool(rng.random() < 0.7),
+        (-1, -1, 0, 500)[int(rng.integers(4))],
+        is_ragged=not is_decode and bool(rng.random() < 0.5),
+        dtype=("int32", "uint32", "int64")[int(rng.integers(3))],
+        unit=1 if is_decode else (1, 96)[int(rng.integers(2))],
+    )

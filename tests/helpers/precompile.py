@@ -28,12 +28,12 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root), str(root / "tests")]
 
 from cupyattn import _single, dtypes, jit
-from cupyattn.launch import merge_splits, plan_batch, rotate_keys
+from cupyattn.launch import merge_splits, pad_lse, plan_batch, rotate_keys
 from cupyattn.launch.instances import SHARED_BYTES, page_instances
 from cupyattn.launch.packbits import CONFIG as PACKBITS_CONFIG
 from cupyattn.launch.tiles import row_class, tile_config
 from cupyattn.problem import AttentionProblem
-from helpers import batch_cases, gpu_cases
+from helpers import batch_cases, gpu_cases, unplanned_cases
 from helpers.cases import Case
 from helpers.gpu_calls import Call
 
@@ -64,10 +64,7 @@ def record(case: Case, arch: str, *, is_decode: bool = False) -> list[Instance]:
 
 def instances(arch: str, calls: Iterable[tuple[Case, bool]] | None = None) -> list[Instance]:
     """Every kernel of the suite, once."""
-    found: dict[Instance, None] = {
-        ("packbits", PACKBITS_CONFIG): None,
-        ("plan_batch", plan_batch.CONFIG): None,
-    }
+    found: dict[Instance, None] = {("packbits", PACKBITS_CONFIG): None}
     for case, is_decode in calls if calls is not None else gpu_cases.all_cases():
         found |= dict.fromkeys(record(case, arch, is_decode=is_decode))
     return list(found)
@@ -98,6 +95,32 @@ def batch_instances(arch: str) -> list[Instance]:
     return list(found)
 
 
+def unplanned_instances(arch: str) -> list[Instance]:
+    """Every kernel of the random calls without a plan, once."""
+    found: dict[Instance, None] = {
+        ("plan_batch", plan_batch.CONFIG): None,
+        ("pad_lse", pad_lse.CONFIG): None,
+    }
+    for case in map(unplanned_cases.random_case, range(unplanned_cases.NUM_CASES)):
+        wanted = case.problem
+        problem = AttentionProblem(
+            dtype_q=dtypes.parse(wanted.dtype),
+            dtype_kv=dtypes.parse(wanted.kv_dtype),
+            dtype_o=dtypes.parse(wanted.dtype),
+            head_dim_qk=wanted.dims[0],
+            head_dim_vo=wanted.dims[1],
+            paged=case.page_size > 0,
+            aligned=wanted.is_aligned,
+            scale_first=case.has_array_logit_scale,
+        )
+        rows = row_class(max((1, *case.qo_len)) * case.group)
+        tiles = tile_config(problem, rows, SHARED_BYTES[arch], True, arch)
+        found[tiles.name, tiles.config] = None
+        if tiles.name == "prefill_sm80":
+            found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
+    return list(found)
+
+
 def _build(job: tuple[str, jit.Config, str]) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # spills are the compile gates' business
@@ -110,7 +133,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     start = time.perf_counter()
-    all_of = (*instances(args.arch), *batch_instances(args.arch), *page_instances())
+    all_of = (*instances(args.arch), *batch_instances(args.arch))
+    all_of += (*unplanned_instances(args.arch), *page_instances())
     jobs = [(*instance, args.arch) for instance in all_of]
     print(f"{len(jobs)} kernels, found in {time.perf_counter() - start:.0f} s", flush=True)
     # NVRTC compiles one program at a time in a process; fork after CuPy is loaded is unsafe.
