@@ -370,6 +370,7 @@ def _lengths(
         max_kv_len=room,
         likely_kv_len=likely,
         formats=tuple(formats),  # type: ignore[arg-type]
+        is_ragged=not (indices.qo_lens is indices.qo_offsets is indices.kv_offsets is None),
     )
 
 

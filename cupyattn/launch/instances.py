@@ -76,7 +76,7 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
     found: dict[tuple[str, jit.Config], None] = {
         ("packbits", PACKBITS_CONFIG): None,
         ("pad_lse", pad_lse.CONFIG): None,
-        ("plan_batch", plan_batch.CONFIG): None,
+        **dict.fromkeys(("plan_batch", config) for config in plan_batch.CONFIGS),
     }
     found |= dict.fromkeys(page_instances())
     for problem in problems(level):

@@ -17,13 +17,17 @@ from .enqueue import Launch, enqueue
 from .tiles import row_class
 
 _THREADS = 512
-_SHARED_BYTES = 31_312
+_SHARED_BYTES = 29_264
 _BYTES_A_REQUEST = 16
-CONFIG = jit.Config({"kThreads": _THREADS, "kSharedBytes": _SHARED_BYTES})
+# Rows and pages by steps, or by lengths and offsets too.
+UNIFORM, RAGGED = CONFIGS = tuple(
+    jit.Config({"kRagged": is_ragged, "kThreads": _THREADS, "kSharedBytes": _SHARED_BYTES})
+    for is_ragged in (False, True)
+)
 
 # kernels/cupyattn/params/plan_batch.cuh: the pointers, then what is the same for many plans.
 _FORMAT = struct.Struct("<q 2i")
-_CONSTANTS = struct.Struct(f"<{4 * _FORMAT.size}s 17i f")
+_CONSTANTS = struct.Struct(f"<{4 * _FORMAT.size}s 11i 2I 9i f 4x")
 PARAMS = struct.Struct(f"<11Q {_CONSTANTS.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
 INDEX_DTYPES: tuple[DType, ...] = tuple(_KINDS)
@@ -51,6 +55,7 @@ class Lengths(NamedTuple):
     max_kv_len     keys that a request has room for; with offsets of keys, rows of k
     likely_kv_len  the most keys of one, as the caller says: it bounds splits
     formats        of qo_lens, kv_lens, qo_offsets and kv_offsets
+    is_ragged      there are others of those than kv_lens
     """
 
     num_requests: int
@@ -61,6 +66,7 @@ class Lengths(NamedTuple):
     max_kv_len: int
     likely_kv_len: int
     formats: tuple[IndexFormat, IndexFormat, IndexFormat, IndexFormat]
+    is_ragged: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
             f"seq_lens: {lengths.num_requests} requests; at most {most} in one call are supported "
             "on this GPU, pass the batch in parts"
         )
-    kernel = jit.load("plan_batch", CONFIG, device, props.arch)
+    kernel = jit.load("plan_batch", RAGGED if lengths.is_ragged else UNIFORM, device, props.arch)
     kernel.set_shared_memory(shared_bytes)
     rows = row_class(lengths.max_qo_len * launcher.group_size)
     tiles, shape = launcher.tiles(rows)
@@ -122,6 +128,8 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     partials = -(-(scale_v + 4 * launcher.num_kv_heads) // 16) * 16
     # A window that no request outgrows is none.
     window = masking.window_left if masking.window_left < lengths.max_kv_len else -1
+    tile_kv_magic, tile_kv_shift = params.divisor(shape.tile_kv)
+    group_magic, group_shift = params.divisor(launcher.group_size)
     constants = _CONSTANTS.pack(
         b"".join(layout.pack() for layout in lengths.formats),
         lengths.num_requests,
@@ -132,7 +140,12 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         launcher.group_size,
         launcher.num_kv_heads,
         shape.tile_q,
+        shape.tile_q.bit_length() - 1,
         shape.tile_kv,
+        tile_kv_shift,
+        tile_kv_magic,
+        group_magic,
+        group_shift,
         masking.causal,
         window,
         space.items_per_wave,

@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads)
   const int64_t token = index / params.num_heads, head = index % params.num_heads;
   if (token >= params.max_qo_len) return;
   for (int b = blockIdx.y; b < params.plan.num_requests; b += gridDim.y) {
-    const PlannedRequest request = PlannedRequest::of(params.plan, b);
+    const PlannedRequest request = PlannedRequest::of<true>(params.plan, b);
     float lse = -ptx::infinity();
     if (token < request.qo_len) {
       lse = params.rows[(request.q_start + token) * params.num_heads + head] * (1.0f / kLog2e);

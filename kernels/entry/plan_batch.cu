@@ -3,8 +3,9 @@
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
+  static constexpr bool kRagged = true;
   static constexpr int kThreads = 512;
-  static constexpr int kSharedBytes = 31312;
+  static constexpr int kSharedBytes = 29264;
 };
 #endif
 

@@ -130,13 +130,13 @@ def test_more_requests_than_threads(emulated: gpu.EmulatedGpu) -> None:
 
 
 def test_lists_are_longest_first(emulated: gpu.EmulatedGpu) -> None:
-    """Within an 128th of the longest part."""
+    """Within a 64th of the longest part."""
     rng = np.random.default_rng(1)
     kv_len = tuple(rng.integers(0, 30_000, 200).tolist())
     batch = Batch((1,) * 200, kv_len, kv_heads=8, shape=TileShape(16, 64, 264, 0.25))
     items = check(emulated, batch).plan().items
     parts = -(-items[:, 3] // 64) / items[:, 6]
-    assert (parts[1:] <= parts[:-1] + parts.max() / 100 + 1).all()
+    assert (parts[1:] <= parts[:-1] + parts.max() / 60 + 1).all()
 
 
 def test_alike_requests_keep_their_order(emulated: gpu.EmulatedGpu) -> None:
@@ -196,7 +196,7 @@ def test_absurd_offsets_stay_in_bounds(emulated: gpu.EmulatedGpu, seed: int, for
 
 def test_too_many_requests(emulated: gpu.EmulatedGpu) -> None:
     batch = Batch((1,) * 13_000, (1,) * 13_000)
-    with pytest.raises(UnsupportedError, match="at most 12571 in one call"):
+    with pytest.raises(UnsupportedError, match="at most 12699 in one call"):
         plan_batch.prepare(batch.launcher(), batch.arrays()[1])
 
 

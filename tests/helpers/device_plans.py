@@ -126,6 +126,7 @@ class Batch:
             max_kv_len=self.room,
             likely_kv_len=self.likely_kv_len or self.room,
             formats=tuple(formats),  # type: ignore[arg-type]
+            is_ragged=not (given[0] is given[2] is given[3] is None),
         )
         return arrays, lengths
 

@@ -7,9 +7,9 @@
 namespace cupyattn {
 
 struct PadLseParams {
-  PlanBatchParams plan;  // where the rows of each request are
-  const float* rows;     // [num_rows, num_heads], base 2
-  float* padded;         // [num_requests, max_qo_len, num_heads], natural log
+  PlanBatchParams plan;                        // where the rows of each request are
+  const float* rows;                           // [num_rows, num_heads], base 2
+  float* padded;                               // [num_requests, max_qo_len, num_heads], natural log
   int64_t stride_request, stride_n, stride_h;  // of `padded`, in elements
   int32_t num_heads, max_qo_len;
 };

@@ -2,13 +2,16 @@
 // lays out, written by one block. Sizes of parts are judged as schedule/balance.py does, one warp
 // for each; tiles are then ordered by the length of their parts, longest first, in buckets.
 //
-// Nothing here trusts what it reads: requests are cut to what the arrays hold, and a
-// list that would be longer than there is room for ends early.
+// What counts is the time of a block that is alone: loops are not unrolled, for instructions that
+// are not in a cache are what costs most, and a batch of few requests takes few barriers.
+// Nothing here trusts what it reads: requests are cut to what the arrays hold, and a list that
+// would be longer than there is room for ends early.
 #pragma once
 
 #include "cupyattn/common/math.cuh"
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/params/plan_batch.cuh"
+#include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/memory.cuh"
 #include "cupyattn/ptx/warp.cuh"
 #include "cupyattn/schedule/planned_request.cuh"
@@ -17,16 +20,20 @@ namespace cupyattn {
 
 template <typename Config>
 struct PlanBatch {
+  static constexpr bool kRagged = Config::kRagged;
   static constexpr int kThreads = Config::kThreads;
   static constexpr int kWarps = kThreads / kWarpSize;
-  static constexpr int kBuckets = 128;
+  static constexpr int kBuckets = 64;
   // Requests of one bucket count on different words, or their atomics would wait for each other.
   static constexpr int kLanesApart = 8;
   // As in schedule/balance.py.
   static constexpr int kMaxWaves = 4;
   static constexpr float kBlockOverhead = 2.0f, kMergeOverhead = 3.0f, kWorthwhile = 0.95f;
+  // Tiles that are this short beside everybody's share balance by themselves.
+  static constexpr float kShort = 0.1f;
   // The sizes of parts that are judged: each warp has one; the last leaves all tiles whole.
   static constexpr int kSizes = 16;
+  static constexpr int kNoSplit = 0x7fffffff;
   static constexpr int kSplitsBits = 20;
   static constexpr int kSplitsMask = (1 << kSplitsBits) - 1;
 
@@ -46,7 +53,7 @@ struct PlanBatch {
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/plan_batch.py) must agree");
   static_assert(kWarps == kSizes, "a warp judges one size");
-  static_assert(kBuckets * kLanesApart % kThreads == 0, "threads share the buckets");
+  static_assert(kBuckets * kLanesApart == kThreads, "a thread scans one bucket");
 
   const PlanBatchParams& params;
   SharedMemory& shared;
@@ -73,69 +80,55 @@ struct PlanBatch {
         tiles_end(order + params.num_requests) {}
 
   __device__ __forceinline__ void run() {
-    clear();
     const Totals totals = read_requests();
-    const int size = params.max_more > 0 && totals.bound > 0.0f ? choose_size(totals) : kNoSplit;
+    const int size = choose_size(totals);
     const bool is_sorted = totals.longest2 > totals.shortest2;
     if (is_sorted) sort(totals, size);
     // Tile t of the list is request t's, or that of place t in the order.
     const bool is_one_each = totals.most_tiles <= 1 && totals.tiles == params.num_requests;
     if (!is_one_each) count_tiles(is_sorted);
     write_items(min_of(totals.tiles, params.max_tiles), size, is_sorted, is_one_each);
+    write_rest();
   }
 
  private:
-  static constexpr int kNoSplit = 0x7fffffff;
-
-  // Everything that needs no lengths.
-  __device__ __forceinline__ void clear() {
-    for (int i = thread; i < params.num_counters; i += kThreads) params.counters[i] = 0;
-    for (int i = thread; i < kBuckets * kLanesApart; i += kThreads) shared.bucket[i] = 0;
-    const int num_qo_heads = params.num_kv_heads * params.group_size;
-    repeat(params.scale_q, params.scales, num_qo_heads);
-    repeat(params.scale_k, params.scales + num_qo_heads, params.num_kv_heads);
-    repeat(params.scale_v, params.scales + num_qo_heads + params.num_kv_heads, params.num_kv_heads);
-  }
-
-  __device__ __forceinline__ void repeat(const float* scale, float* out, int count) {
-    if (scale == nullptr) return;
-    for (int i = thread; i < count; i += kThreads) out[i] = *scale;
-  }
-
   __device__ __forceinline__ Totals read_requests() {
     uint32_t tiles = 0, twice = 0, bound = 0;
-    uint32_t longest = 0, most_tiles = 0, longest2 = 0, inverse = 0;
+    uint32_t most_tiles = 0, longest2 = 0, inverse = 0;
+    shared.bucket[thread] = 0;
+#pragma unroll 1
     for (int index = thread; index < params.num_requests; index += kThreads) {
-      const PlannedRequest request = PlannedRequest::of(params, index);
+      const PlannedRequest request = PlannedRequest::of<kRagged>(params, index);
       const int count = request.num_tiles(params);
-      int ends = 0;
+      uint32_t ends = 0;
       if (count > 0) {
-        const uint32_t first = request.key_tiles(params, 0);
-        const uint32_t last = request.key_tiles(params, (count - 1) * params.tile_q);
-        ends = static_cast<int>(first + last);
-        inverse = max_of(inverse, kNoSplit - first - last);
+        const uint32_t last = request.key_tiles(params, (count - 1) << params.tile_q_shift);
+        const uint32_t first = count == 1 ? last : request.key_tiles(params, 0);
+        ends = first + last;
+        inverse = max_of(inverse, kNoSplit - ends);
         // Under a window the tiles between may see more than either end.
-        longest = params.window_left < 0 ? max_of(first, last) : longest_tile(request);
+        const bool is_bounded = count == 1 || params.window_left < 0;
+        bound += count * (is_bounded ? max_of(first, last) : longest_tile(request));
         twice += count * ends;
-        bound += count * longest;
       }
       num_tiles[index] = count;
-      both_ends[index] = ends;
+      both_ends[index] = static_cast<int>(ends);
       tiles += count;
       most_tiles = max_of(most_tiles, static_cast<uint32_t>(count));
-      longest2 = max_of(longest2, static_cast<uint32_t>(ends));
+      longest2 = max_of(longest2, ends);
     }
     const uint32_t sums[3] = {tiles, twice, bound}, maxima[3] = {most_tiles, longest2, inverse};
+    uint32_t sum[3], most[3];
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-      const uint32_t sum = ptx::warp_sum(sums[i]), most = ptx::warp_max(maxima[i]);
+      sum[i] = ptx::warp_sum(sums[i]);
+      most[i] = ptx::warp_max(maxima[i]);
       if (lane == 0) {
-        shared.sum[i][warp] = sum;
-        shared.most[i][warp] = most;
+        shared.sum[i][warp] = sum[i];
+        shared.most[i][warp] = most[i];
       }
     }
     ptx::block_sync();
-    uint32_t sum[3], most[3];
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
       sum[i] = ptx::warp_sum(lane < kWarps ? shared.sum[i][lane] : 0);
@@ -148,34 +141,37 @@ struct PlanBatch {
 
   // The most key tiles that any tile of rows can visit under a window.
   __device__ __forceinline__ uint32_t longest_tile(const PlannedRequest& request) const {
-    const int tokens = params.causal ? (params.tile_q - 1) / params.group_size + 2 : request.qo_len;
+    const int tokens = params.causal ? params.tile_q + 1 : request.qo_len;
     const int64_t keys = static_cast<int64_t>(min_of(tokens, request.qo_len)) + params.window_left;
-    return ceil_div(clamp(keys, request.kv_len), params.tile_kv);
+    return PlannedRequest::divide_up(params, clamp(keys, request.kv_len));
   }
 
   // The most key tiles of one part, by an estimate of when the last block is done.
   __device__ __forceinline__ int choose_size(const Totals& totals) {
-    // Rounded up, since sums of floats are not exact: parts must not outgrow the list.
-    const int least = static_cast<int>(totals.bound * 1.0001f / params.max_more) + 1;
     const int longest = (totals.longest2 + 1) / 2;
+    const float a_wave = ptx::rcp_approx(static_cast<float>(params.items_per_wave));
+    const float share = totals.key_tiles * a_wave;
+    if (params.max_more == 0 || longest <= 1 || longest <= kShort * share) return kNoSplit;
+    // Rounded up, since sums of floats are not exact: parts must not outgrow the list.
+    const int least = static_cast<int>(totals.bound * 1.0001f *
+                                       ptx::rcp_approx(static_cast<float>(params.max_more))) +
+                      1;
     const int size = size_to_judge(totals, longest, least);
-    const float time = time_of(totals, size, size < longest);
+    const float time = time_of(totals, size, size < longest, a_wave);
     if (lane == 0) {
       shared.time[warp] = time;
       shared.size[warp] = size;
     }
     ptx::block_sync();
-    int best = kSizes - 1;
-    float best_time = shared.time[best] * kWorthwhile;
-    const float ideal = totals.key_tiles / params.items_per_wave + kBlockOverhead;
-    if (best_time <= ideal) return kNoSplit;
-    for (int i = 0; i < kSizes - 1; ++i) {
-      if (shared.time[i] < best_time) {
-        best = i;
-        best_time = shared.time[i];
-      }
-    }
-    return best == kSizes - 1 ? kNoSplit : shared.size[best];
+    // The first of the best, by one warp's lanes; times are positive, so their bits compare.
+    const float whole = shared.time[kSizes - 1] * kWorthwhile;
+    if (whole <= share + kBlockOverhead) return kNoSplit;
+    const int index = lane % kSizes;
+    const uint32_t bits = __float_as_uint(index == kSizes - 1 ? whole : shared.time[index]);
+    const uint32_t best = ~ptx::warp_max(~bits);
+    const uint32_t place = ptx::warp_max(bits == best ? kSizes - 1 - index : 0);
+    // Of equal times that of whole tiles, whose place is 0, comes last.
+    return place == 0 ? kNoSplit : shared.size[kSizes - 1 - place];
   }
 
   // Parts that fill whole waves: if all tiles are alike, if all but the parts' ends are, and with
@@ -187,18 +183,20 @@ struct PlanBatch {
     const float rest = slots - 0.5f * (kind - 1) * totals.tiles;
     int size = longest;
     if (kind == 0) {
-      const int parts = slots / totals.tiles;
-      if (parts > 1) size = ceil_div(longest, parts);
+      const float parts = floorf(slots * ptx::rcp_approx(static_cast<float>(totals.tiles)) + 1e-3f);
+      if (parts > 1.0f) size = static_cast<int>(ceilf(longest * ptx::rcp_approx(parts)));
     } else if (rest > 0.0f) {
-      size = static_cast<int>(totals.key_tiles / rest) + 1;
+      size = static_cast<int>(fminf(totals.key_tiles * ptx::rcp_approx(rest), longest)) + 1;
     }
     return min_of(max_of(size, least), longest);
   }
 
   // When the last block is done, in the time of a key tile, were keys split after `size` tiles.
-  __device__ __forceinline__ float time_of(const Totals& totals, int size, bool is_split) const {
-    const float inverse = 1.0f / size;
+  __device__ __forceinline__ float time_of(const Totals& totals, int size, bool is_split,
+                                           float a_wave) const {
+    const float inverse = ptx::rcp_approx(static_cast<float>(size));
     float items = 0.0f, long_items = 0.0f, long_tiles = 0.0f;
+#pragma unroll 1
     for (int index = lane; index < params.num_requests; index += kWarpSize) {
       const float count = static_cast<float>(num_tiles[index]);
       const float keys = 0.5f * both_ends[index];
@@ -215,17 +213,17 @@ struct PlanBatch {
       long_items += ptx::shuffle_xor(long_items, step);
       long_tiles += ptx::shuffle_xor(long_tiles, step);
     }
-    const float a_wave = 1.0f / params.items_per_wave;
     const float busy = (totals.key_tiles + items * kBlockOverhead) * a_wave;
-    const float mean = long_items > 0.0f ? long_tiles / long_items : 0.0f;
+    const float mean = long_items > 0.0f ? long_tiles * ptx::rcp_approx(long_items) : 0.0f;
     const float done = fmaxf(busy, ceilf(long_items * a_wave) * (mean + kBlockOverhead));
     return is_split ? done + kMergeOverhead + params.state_cost * items * a_wave : done;
   }
 
-  __device__ __forceinline__ int bucket_of(int index, int size, float scale) const {
+  __device__ __forceinline__ int bucket_of(int index, float most, float scale) const {
     // Twice the length of a part.
     const float keys = static_cast<float>(both_ends[index]);
-    const float part = 2.0f * size < keys ? keys / ceilf(0.5f * keys / size) : keys;
+    const float parts = ceilf(keys * ptx::rcp_approx(most));
+    const float part = most < keys ? keys * ptx::rcp_approx(parts) : keys;
     const int place = min_of(static_cast<int>(part * scale), kBuckets - 1);
     return (kBuckets - 1 - place) * kLanesApart + lane % kLanesApart;
   }
@@ -233,30 +231,21 @@ struct PlanBatch {
   // Requests by the length of their parts, those with the longest first.
   __device__ __forceinline__ void sort(const Totals& totals, int size) {
     const float most = fminf(static_cast<float>(totals.longest2), 2.0f * size);
-    const float scale = (kBuckets - 0.5f) / most;
+    const float scale = (kBuckets - 0.5f) * ptx::rcp_approx(most);
     // `tiles_end` keeps the place in the bucket for now.
+#pragma unroll 1
     for (int index = thread; index < params.num_requests; index += kThreads) {
-      const int bucket = bucket_of(index, size, scale);
+      const int bucket = bucket_of(index, most, scale);
       tiles_end[index] = static_cast<int>(ptx::atomic_add_shared(&shared.bucket[bucket], 1));
     }
     ptx::block_sync();
-    constexpr int kEach = kBuckets * kLanesApart / kThreads;
-    int counts[kEach], sum = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      counts[i] = static_cast<int>(shared.bucket[kEach * thread + i]);
-      sum += counts[i];
-    }
     int total;
-    int start = scan(sum, total);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      shared.bucket[kEach * thread + i] = start;
-      start += counts[i];
-    }
+    const int start = scan(static_cast<int>(shared.bucket[thread]), total);
+    shared.bucket[thread] = start;
     ptx::block_sync();
+#pragma unroll 1
     for (int index = thread; index < params.num_requests; index += kThreads) {
-      const int bucket = bucket_of(index, size, scale);
+      const int bucket = bucket_of(index, most, scale);
       order[static_cast<int>(shared.bucket[bucket]) + tiles_end[index]] = index;
     }
     ptx::block_sync();
@@ -274,14 +263,14 @@ struct PlanBatch {
     ptx::block_sync();
     const int sum = lane < kWarps ? shared.warp_sum[lane] : 0;
     total = static_cast<int>(ptx::warp_sum(static_cast<uint32_t>(sum)));
-    const int before =
-        static_cast<int>(ptx::warp_sum(static_cast<uint32_t>(lane < warp ? sum : 0)));
-    return before + inclusive - value;
+    const int before = lane < warp ? sum : 0;
+    return static_cast<int>(ptx::warp_sum(static_cast<uint32_t>(before))) + inclusive - value;
   }
 
   // tiles_end: where the tiles of each place in the order end.
   __device__ __forceinline__ void count_tiles(bool is_sorted) {
     int before = 0;
+#pragma unroll 1
     for (int base = 0; base < params.num_requests; base += kThreads) {
       const int index = base + thread;
       const bool exists = index < params.num_requests;
@@ -297,6 +286,7 @@ struct PlanBatch {
   // The first index whose end is beyond `x`.
   static __device__ __forceinline__ int find(const int* ends, int count, int x) {
     int low = 0, high = count - 1;
+#pragma unroll 1
     while (low < high) {
       const int middle = (low + high) / 2;
       if (ends[middle] > x) {
@@ -311,10 +301,16 @@ struct PlanBatch {
   __device__ __forceinline__ void write_items(int tiles, int size, bool is_sorted,
                                               bool is_one_each) {
     int items = 0, split_tiles = 0;
+#pragma unroll 1
     for (int base = 0; base < tiles; base += kThreads) {
       const int tile = base + thread;
       WorkItem item{};
       if (tile < tiles) item = item_of(tile, size, is_sorted, is_one_each);
+      if (size == kNoSplit) {
+        if (tile < tiles) params.items[tile] = item;
+        items = min_of(base + kThreads, tiles);
+        continue;
+      }
       const int splits = item.num_splits;
       const int is_split = splits > 1 ? 1 : 0;
       int total;
@@ -334,10 +330,10 @@ struct PlanBatch {
       split_tiles += total >> kSplitsBits;
       ptx::block_sync();
     }
+#pragma unroll 1
     for (int i = items + thread; i < params.max_items; i += kThreads) params.items[i] = WorkItem{};
-    for (int i = split_tiles + thread; i < params.num_merges; i += kThreads) {
-      params.merges[i] = -1;
-    }
+#pragma unroll 1
+    for (int i = split_tiles + thread; i < params.num_merges; i += kThreads) params.merges[i] = -1;
   }
 
   // The first part of a tile of rows. Of a request's tiles the last one, which sees the most keys,
@@ -346,29 +342,47 @@ struct PlanBatch {
                                               bool is_one_each) const {
     const int place = is_one_each ? tile : find(tiles_end, params.num_requests, tile);
     const int index = is_sorted ? order[place] : place;
-    const PlannedRequest request = PlannedRequest::of(params, index);
+    const PlannedRequest request = PlannedRequest::of<kRagged>(params, index);
     const int row_tile = is_one_each ? 0 : tiles_end[place] - 1 - tile;
     WorkItem item{};
     item.q_start = request.q_start;
     item.qo_len = request.qo_len;
     item.kv_start = request.kv_start;
     item.kv_len = request.kv_len;
-    item.first_row = row_tile * params.tile_q;
+    item.first_row = row_tile << params.tile_q_shift;
     item.num_splits = 1;
     if (size != kNoSplit) {
-      item.num_splits = max_of(ceil_div(request.key_tiles(params, item.first_row), size), 1);
+      const int keys = request.key_tiles(params, item.first_row);
+      item.num_splits = max_of(ceil_div(keys, size), 1);
     }
     return item;
   }
 
   // Writes all parts of the tiles in shared memory, `count` items from `first` on.
   __device__ __forceinline__ void spread(int first, int count, int tiles) {
+#pragma unroll 1
     for (int i = thread; i < count; i += kThreads) {
-      const int tile = count == tiles ? i : find(shared.tile_end, tiles, i);
+      const int tile = find(shared.tile_end, tiles, i);
       WorkItem item = shared.tile[tile];
-      item.split = i - (tile == 0 ? 0 : shared.tile_end[tile - 1]);
+      item.split = i - (shared.tile_end[tile] - item.num_splits);
       if (first + i < params.max_items) params.items[first + i] = item;
     }
+  }
+
+  // What needs no lengths; last, for the others wait for memory that is read first.
+  __device__ __forceinline__ void write_rest() {
+#pragma unroll 1
+    for (int i = thread; i < params.num_counters; i += kThreads) params.counters[i] = 0;
+    const int num_qo_heads = params.num_kv_heads * params.group_size;
+    repeat(params.scale_q, params.scales, num_qo_heads);
+    repeat(params.scale_k, params.scales + num_qo_heads, params.num_kv_heads);
+    repeat(params.scale_v, params.scales + num_qo_heads + params.num_kv_heads, params.num_kv_heads);
+  }
+
+  __device__ __forceinline__ void repeat(const float* scale, float* out, int count) {
+    if (scale == nullptr) return;
+#pragma unroll 1
+    for (int i = thread; i < count; i += kThreads) out[i] = *scale;
   }
 };
 
