@@ -17,7 +17,7 @@ from . import _unplanned_debug, _unplanned_reference, array, dtypes
 from ._batch_geometry import Variant
 from ._geometry import are_rows_aligned
 from ._unplanned_check import Arrays, Call, Options, check
-from ._unplanned_repeat import remember, repeat
+from ._unplanned_repeat import remember
 from ._unplanned_views import merge_leading
 from ._wrapper import view_workspace
 from .array import ArrayView
@@ -46,6 +46,7 @@ class Prepared:
     strides: bytes
     sm_scale: float
     output_scale: float
+    has_scales: bool
 
     def launch(
         self,
@@ -55,20 +56,31 @@ class Prepared:
         v: int,
         o: int,
         lse: int,
-        sinks: int,
         block_tables: int,
-        indices: tuple[int, int, int, int],
-        scales: tuple[int, int, int],
+        kv_lens: int,
+        others: tuple[int, ...],
+        scale_places: tuple[int, int, int],
         stream: int,
     ) -> None:
-        """Enqueue the planner and all behind it, on arrays at these addresses, 0 for none."""
+        """Enqueue the planner and all behind it, on arrays at these addresses, 0 for none.
+
+        others: from qo_lens on as in Arrays; scale_places: of the scales of q, k and v among them.
+        """
         plan, device = self.plan, self.launcher.device_index
+        qo_lens, qo_offsets, kv_offsets, _, _, sinks, *_ = others
+        indices = qo_lens, kv_lens, qo_offsets, kv_offsets
+        scales = repeated = (0, 0, 0)
+        if self.has_scales:
+            scale_q, scale_k, scale_v = scale_places
+            scales = others[scale_q], others[scale_k], others[scale_v]
+            at_q, at_k, at_v = plan.scales
+            repeated = (
+                workspace + at_q if scales[0] else 0,
+                workspace + at_k if scales[1] else 0,
+                workspace + at_v if scales[2] else 0,
+            )
         plan_batch.launch(plan, workspace, indices, scales, device, stream)
         rows = lse if self.padding is None else workspace + self.lse_rows
-        repeated = [
-            workspace + place if scale else 0
-            for place, scale in zip(plan.scales, scales, strict=True)
-        ]
         self.launcher.launch(
             plan.schedule,
             workspace,
@@ -89,13 +101,15 @@ class Prepared:
             pad_lse.launch(self.padding, plan, workspace, indices, rows, lse, device, stream)
 
 
-def run(arrays: Arrays, options: Options) -> Any:
-    """The answer of a call: out, or (out, lse) if `return_lse`."""
-    answer = repeat(arrays, options)
-    if answer is not None:
-        return answer
+def run(
+    usual: tuple[Any, ...], more: tuple[Any, ...] | None, rest: tuple[Any, ...], options: Options
+) -> Any:
+    """The answer of a call that goes the general way: out, or (out, lse) if `return_lse`.
 
+    usual, more, rest: as in _unplanned_repeat.py; options: what rest comes to.
+    """
     # --- 1. Validate ---
+    arrays = Arrays(*usual, *(more or ()))
     call = check(arrays, options)
     vq = call.q
     vworkspace = _view_workspace(arrays.workspace, call)
@@ -118,9 +132,9 @@ def run(arrays: Arrays, options: Options) -> Any:
         if cuda().is_debugging:
             _unplanned_debug.check_values(call, options.names)
         prepared = _prepare(call)
-        _launch(call, prepared, vworkspace, arrays)
+        _launch(call, prepared, vworkspace)
         if call.scales.is_constant and not cuda().is_debugging:
-            remember(arrays, options, call, prepared)
+            remember(usual, more, rest, arrays, call, prepared)
     out = array.deliver(out, vq)
     return (out, array.deliver(lse, vq)) if call.return_lse else out
 
@@ -149,8 +163,8 @@ def _prepare(call: Call) -> Prepared:
     strides.append((keys.strides, keys.k.dtype))
     is_aligned = are_rows_aligned(vq.ptr | keys.k.ptr | keys.v.ptr | vout.ptr, strides)
     scales = call.scales
-    has_scales = not (scales.views[0] is scales.views[1] is None)
-    launcher = call.geometry.launcher(Variant(is_aligned, has_scales or scales.logits <= 0.0))
+    is_scaled = not (scales.views[0] is scales.views[1] is None)
+    launcher = call.geometry.launcher(Variant(is_aligned, is_scaled or scales.logits <= 0.0))
     plan = _plan(launcher, call.lengths)
     padding, lse_rows, num_bytes = None, 0, plan.num_bytes
     lse_strides = (0, 0) if vlse is None else vlse.strides[-2:]
@@ -162,7 +176,15 @@ def _prepare(call: Call) -> Prepared:
         *vq.strides[:2], *keys.strides[:4], *vout.strides[:2], *lse_strides, *keys.strides[4:]
     )
     return Prepared(
-        launcher, plan, padding, lse_rows, num_bytes, packed, scales.logits, scales.output
+        launcher,
+        plan,
+        padding,
+        lse_rows,
+        num_bytes,
+        packed,
+        scales.logits,
+        scales.output,
+        has_scales=is_scaled or scales.views[2] is not None,
     )
 
 
@@ -171,8 +193,8 @@ def _plan(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     return plan_batch.prepare(launcher, lengths)
 
 
-def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None, arrays: Arrays) -> None:
-    vq, vout = call.q, call.out
+def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> None:
+    vq, vout, indices = call.q, call.out, call.indices
     assert vout is not None
     stream = array.current_stream(vq)
     owner: object = None
@@ -187,10 +209,9 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None, arrays
                 "pass a larger one"
             )
     inputs = (call.keys.k, call.keys.v, call.block_tables, call.sinks, vworkspace, call.lse)
-    used = [v for v in (*inputs, *call.indices, *call.scales.views) if v is not None]
+    used = [v for v in (*inputs, *indices, *call.scales.views) if v is not None]
     array.acquire(vq, vout, *used)
-    qo_lens, kv_lens, qo_offsets, kv_offsets, *_ = map(_address, call.indices)
-    scale_q, scale_k, scale_v = map(_address, call.scales.views)
+    others = (indices.qo_lens, indices.qo_offsets, indices.kv_offsets, None, None, call.sinks)
     prepared.launch(
         workspace,
         vq.ptr,
@@ -198,10 +219,10 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None, arrays
         call.keys.v.ptr,
         vout.ptr,
         _address(call.lse),
-        _address(call.sinks),
         _address(call.block_tables),
-        (qo_lens, kv_lens, qo_offsets, kv_offsets),
-        (scale_q, scale_k, scale_v),
+        indices.kv_lens.ptr,
+        tuple(map(_address, (*others, *call.scales.views, None))),
+        (6, 7, 8),
         stream,
     )
     array.release(vq, vq, vout, *used)

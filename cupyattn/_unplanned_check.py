@@ -44,6 +44,8 @@ class Arrays(NamedTuple):
     workspace: Any
     block_tables: Any
     kv_lens: Any
+    out: Any
+    lse: Any
     qo_lens: Any = None
     qo_offsets: Any = None
     kv_offsets: Any = None
@@ -53,12 +55,12 @@ class Arrays(NamedTuple):
     scale_q: Any = None
     scale_k: Any = None
     scale_v: Any = None
-    out: Any = None
-    lse: Any = None
 
 
-# Where the scales are in Arrays; one past its end there is none.
-_SCALE_Q, _SCALE_K, _SCALE_V, _NO_SCALE = 12, 13, 14, 17
+# Of Arrays, those that nearly every call has; and where the scales are among the others, -1 for
+# none.
+NUM_USUAL = 8
+_SCALE_Q, _SCALE_K, _SCALE_V, _NO_SCALE = 6, 7, 8, -1
 _DOUBLES = "batch_offsets_o", "batch_offsets_v"
 
 
@@ -112,7 +114,7 @@ class Indices(NamedTuple):
 class Scales(NamedTuple):
     """Numbers for logits and output; views of what is in device memory, of q, k and v.
 
-    places       of those in Arrays
+    places       of those among the unusual ones of Arrays
     is_constant  whether the numbers are those of all calls that look like this one
     """
 
@@ -239,9 +241,11 @@ def _scales(arrays: Arrays, options: Options, vq: ArrayView, keys: Keys) -> Scal
     names = options.names
     places = _SCALE_Q, _SCALE_K, _SCALE_V
     found = [
-        None if arrays[place] is None else view_scale(arrays[place], name)
-        for place, name in zip(
-            places, (names.sm_scale, names.k_scale, names.output_scale), strict=True
+        None if x is None else view_scale(x, name)
+        for x, name in (
+            (arrays.scale_q, names.sm_scale),
+            (arrays.scale_k, names.k_scale),
+            (arrays.scale_v, names.output_scale),
         )
     ]
     logits = _options.finite(options.sm_scale, names.sm_scale, 1.0)

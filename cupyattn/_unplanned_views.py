@@ -188,8 +188,17 @@ def view_sinks(x: Any, num_heads: int) -> ArrayView:
 
 def number_or_array(scale: Any) -> tuple[Any, Any]:
     """A scale as (number, array of one element or None)."""
+    if type(scale) is float:
+        return scale, None
     if scale is None:
         return 1.0, None
     if isinstance(scale, (int, float, np.generic)) or not hasattr(scale, "shape"):
         return scale, None
     return 1.0, scale
+
+
+def bucket(length: Any) -> Any:
+    """A bound of lengths as the next power of two, so that calls of growing requests look alike."""
+    if type(length) is int and length > 0:
+        return 1 << (length - 1).bit_length()
+    return length

@@ -6,8 +6,9 @@ from typing import Any
 
 from . import _options
 from ._unplanned import run
-from ._unplanned_check import Arrays, Options
-from ._unplanned_views import Names, number_or_array
+from ._unplanned_check import Options
+from ._unplanned_repeat import repeat
+from ._unplanned_views import Names, bucket, number_or_array
 from .errors import ArgumentError, UnsupportedError
 
 __all__ = ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"]
@@ -67,43 +68,43 @@ def cudnn_batch_decode_with_kv_cache(
     `trtllm_batch_decode_with_kv_cache`. Semantics: FlashInfer's function of the same name, which
     has no LSE.
     """
+    sm_scale, scale_q = number_or_array(scale)
+    usual = q, k_cache, v_cache, workspace_buffer, block_tables, actual_seq_lens_kv, out, lse
+    more = None
+    if not (batch_offsets_q is batch_offsets_o is scale_q is None):
+        more = None, batch_offsets_q, None, batch_offsets_o, None, None, scale_q, None, None
+    has_key_offsets = not (batch_offsets_k is batch_offsets_v is None)
+    rest = _options_of_decode, bucket(max_sequence_kv), sm_scale, return_lse, has_key_offsets
+    answer = repeat(usual, more, rest)
+    if answer is not None:
+        return answer
+    return run(usual, more, rest, _options_of_decode(block_tables, *rest[1:]))
+
+
+def _options_of_decode(
+    block_tables: Any, max_kv_len: Any, sm_scale: Any, return_lse: Any, has_key_offsets: bool
+) -> Options:
     if block_tables is None:
         raise ArgumentError("block_tables: got None; wanted the pages of each request, [B, n]")
-    if batch_offsets_k is not None or batch_offsets_v is not None:
-        raise UnsupportedError(
-            "batch_offsets_k, batch_offsets_v: keys of pages have none; pass None"
-        )
-    sm_scale, scale_q = number_or_array(scale)
-    arrays = Arrays(
-        q,
-        k_cache,
-        v_cache,
-        workspace_buffer,
-        block_tables,
-        actual_seq_lens_kv,
-        None,
-        batch_offsets_q,
-        None,
-        batch_offsets_o,
-        None,
-        None,
-        scale_q,
-        None,
-        None,
-        out,
-        lse,
-    )
-    options = Options(
+    _refuse_key_offsets(has_key_offsets)
+    return Options(
         _NAMES,
         "HND",
-        max_kv_len=max_sequence_kv,
+        max_kv_len=max_kv_len,
         sm_scale=sm_scale,
         causal=False,
         in_elements=True,
         from_host=True,
         return_lse=return_lse,
     )
-    return run(arrays, options)
+
+
+def _refuse_key_offsets(are_given: bool) -> None:
+    if are_given:
+        raise UnsupportedError(
+            "batch_offsets_k, batch_offsets_v: keys of pages have none; pass None, or rows without "
+            "block_tables"
+        )
 
 
 def cudnn_batch_prefill_with_kv_cache(
@@ -164,64 +165,70 @@ def cudnn_batch_prefill_with_kv_cache(
     num_qo_heads] in natural log, -inf where a request has no row or a row sees no key. Errors as in
     `trtllm_batch_decode_with_kv_cache`. Semantics: FlashInfer's function of the same name.
     """
-    _options.choice(batch_offsets_units, ("elements", "tokens"), "batch_offsets_units")
-    if actual_seq_lens_q is None:
+    logits, scale_q = number_or_array(scale)
+    factor_q, also_q = number_or_array(q_scale)
+    factor_k, scale_k = number_or_array(k_scale)
+    output_scale, scale_v = number_or_array(v_scale)
+    more = (
+        *(actual_seq_lens_q, batch_offsets_q, batch_offsets_k, batch_offsets_o, batch_offsets_v),
+        *(None, also_q if scale_q is None else scale_q, scale_k, scale_v),
+    )
+    usual = q, k_cache, v_cache, workspace_buffer, block_tables, actual_seq_lens_kv, out, lse
+    rest = (
+        _options_of_prefill,
+        *(max_token_per_sequence, bucket(max_sequence_kv), causal, return_lse, o_data_type),
+        *(logits, factor_q, factor_k, output_scale, batch_offsets_units),
+        *(batch_offsets_stats, not (scale_q is None or also_q is None)),
+    )
+    answer = repeat(usual, more, rest)
+    if answer is None:
+        answer = run(usual, more, rest, _options_of_prefill(block_tables, more, *rest[1:]))
+    return answer if return_lse else (answer, None)
+
+
+def _options_of_prefill(
+    block_tables: Any,
+    more: tuple[Any, ...],
+    max_q_len: Any,
+    max_kv_len: Any,
+    causal: Any,
+    return_lse: Any,
+    o_dtype: Any,
+    logits: Any,
+    factor_q: Any,
+    factor_k: Any,
+    output_scale: Any,
+    units: Any,
+    stats: Any,
+    has_two_arrays: bool,
+) -> Options:
+    _options.choice(units, ("elements", "tokens"), "batch_offsets_units")
+    if more[0] is None:
         raise ArgumentError("actual_seq_lens_q: got None; wanted the rows of each request, [B]")
-    if batch_offsets_stats is not None:
+    if stats is not None:
         raise UnsupportedError(
             "batch_offsets_stats: the LSE is padded to max_token_per_sequence rows a request; "
             "pass None"
         )
-    if block_tables is not None and not (batch_offsets_k is batch_offsets_v is None):
-        raise UnsupportedError(
-            "batch_offsets_k, batch_offsets_v: keys of pages have none; pass None, or rows without "
-            "block_tables"
-        )
-    (scale, scale_q), (factor_q, array_q) = number_or_array(scale), number_or_array(q_scale)
-    if array_q is not None:
-        if scale_q is not None:
-            raise UnsupportedError("scale, q_scale: one of them may be an array; pass a number")
-        scale_q = array_q
-    factor_k, scale_k = number_or_array(k_scale)
-    output_scale, scale_v = number_or_array(v_scale)
-    for name, factor in (("scale", scale), ("q_scale", factor_q), ("k_scale", factor_k)):
-        _options.finite(factor, name, 1.0)
-    arrays = Arrays(
-        q,
-        k_cache,
-        v_cache,
-        workspace_buffer,
-        block_tables,
-        actual_seq_lens_kv,
-        actual_seq_lens_q,
-        batch_offsets_q,
-        batch_offsets_k,
-        batch_offsets_o,
-        batch_offsets_v,
-        None,
-        scale_q,
-        scale_k,
-        scale_v,
-        out,
-        lse,
-    )
-    options = Options(
+    if has_two_arrays:
+        raise UnsupportedError("scale, q_scale: one of them may be an array; pass a number")
+    if block_tables is not None:
+        _refuse_key_offsets(not (more[2] is more[4] is None))
+    sm_scale = 1.0
+    for name, factor in (("scale", logits), ("q_scale", factor_q), ("k_scale", factor_k)):
+        sm_scale *= _options.finite(factor, name, 1.0)
+    return Options(
         _NAMES,
         "NHD" if block_tables is None else "HND",
-        (3,),
-        0,
-        max_token_per_sequence,
-        max_sequence_kv,
-        scale * factor_q * factor_k,
-        None,
-        output_scale,
-        -1,
-        causal,
-        o_data_type,
-        batch_offsets_units == "elements",
-        True,
-        True,
-        return_lse,
+        q_len=0,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        sm_scale=sm_scale,
+        output_scale=output_scale,
+        causal=causal,
+        o_dtype=o_dtype,
+        in_elements=units == "elements",
+        from_host=True,
+        pads_lse=True,
+        return_lse=return_lse,
     )
-    answer = run(arrays, options)
-    return answer if return_lse else (answer, None)

@@ -6,9 +6,10 @@ from typing import Any
 
 from . import _batch_geometry, _options
 from ._unplanned import run
-from ._unplanned_check import Arrays, Options
-from ._unplanned_views import Names, number_or_array
-from .errors import ArgumentError
+from ._unplanned_check import Options, whole
+from ._unplanned_repeat import repeat
+from ._unplanned_views import Names, bucket, number_or_array
+from .errors import ArgumentError, UnsupportedError
 
 __all__ = [
     "trtllm_batch_context_with_kv_cache",
@@ -17,6 +18,7 @@ __all__ = [
 ]
 
 _BACKENDS = "auto", "xqa", "trtllm-gen"
+_MANY_ROWS = 65
 _ONE = Names("query", "kv_cache", "kv_cache[:, 1]")
 _PAIR = Names("query", "kv_cache[0]", "kv_cache[1]")
 
@@ -96,34 +98,18 @@ def trtllm_batch_decode_with_kv_cache(
     are. Semantics: FlashInfer's function of the same name, which on Hopper has no LSE, no
     cum_seq_lens_q, and pages of 16 to 128 only.
     """
-    _options.choice(backend, _BACKENDS, "backend")
-    _refuse_unknown(
-        o_sf_scale,
-        o_sf_vec_size,
-        skip_softmax_threshold_scale_factor,
-        kv_cache_sf,
-        uses_shared_paged_kv_idx,
+    refused = (
+        *(o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, kv_cache_sf),
+        *(mask, bmm1_scale_log2, enable_block_sparse_attention, uses_shared_paged_kv_idx),
     )
-    _batch_geometry.refuse(
-        "is not supported",
-        mask=mask,
-        bmm1_scale_log2=bmm1_scale_log2,
-        enable_block_sparse_attention=enable_block_sparse_attention,
-    )
-    _options.finite(o_scale, "o_scale", 1.0)
-    return _decode(
-        query,
-        kv_cache,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        cum_seq_lens_q,
-        sinks,
-        out,
-        lse,
-        bmm1_scale,
-        bmm2_scale,
-        (kv_layout, q_len_per_req, max_q_len, max_seq_len, window_left, out_dtype, return_lse),
+    return _attend(
+        (query, kv_cache, workspace_buffer, block_tables, seq_lens, out, lse),
+        (cum_seq_lens_q, sinks, bmm1_scale, bmm2_scale),
+        (
+            _options_of_decode,
+            *(kv_layout, q_len_per_req, max_q_len, bucket(max_seq_len), window_left, out_dtype),
+            *(return_lse, o_scale, backend, refused),
+        ),
     )
 
 
@@ -155,21 +141,15 @@ def xqa_batch_decode_with_kv_cache(
     q_cu_seq_lens is that function's cum_seq_lens_q. Nothing in workspace_buffer needs to be zero.
     Semantics: FlashInfer's function of the same name, which has no LSE.
     """
-    _batch_geometry.refuse("is not supported", mask=mask, kv_cache_sf=kv_cache_sf)
-    _options.finite(o_scale, "o_scale", 1.0)
-    return _decode(
-        query,
-        kv_cache,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        q_cu_seq_lens,
-        sinks,
-        out,
-        lse,
-        bmm1_scale,
-        bmm2_scale,
-        (kv_layout, q_len_per_req, None, max_seq_len, window_left, None, return_lse),
+    refused = None, None, None, kv_cache_sf, mask, None, False, True
+    return _attend(
+        (query, kv_cache, workspace_buffer, block_tables, seq_lens, out, lse),
+        (q_cu_seq_lens, sinks, bmm1_scale, bmm2_scale),
+        (
+            _options_of_decode,
+            *(kv_layout, q_len_per_req, None, bucket(max_seq_len), window_left, None),
+            *(return_lse, o_scale, "auto", refused),
+        ),
     )
 
 
@@ -217,118 +197,131 @@ def trtllm_batch_context_with_kv_cache(
     run on Hopper, nor with a window where it is not causal: here a row's window ends at its own
     position plus what follows.
     """
-    _refuse_unknown(
-        o_sf_scale,
-        o_sf_vec_size,
-        skip_softmax_threshold_scale_factor,
-        kv_cache_sf,
-        uses_shared_paged_kv_idx,
+    refused = (
+        *(o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, kv_cache_sf),
+        *(None, None, False, uses_shared_paged_kv_idx),
     )
-    shape = getattr(block_tables, "shape", None)
+    if type(max_q_len) is int and max_q_len > _MANY_ROWS:
+        max_q_len = _MANY_ROWS  # beyond that one kernel serves all
+    return _attend(
+        (query, kv_cache, workspace_buffer, block_tables, seq_lens, out, lse),
+        (cum_seq_lens_q, sinks, bmm1_scale, bmm2_scale),
+        (
+            _options_of_context,
+            *(kv_layout, max_q_len, bucket(max_kv_len), window_left, out_dtype, return_lse),
+            *(causal, batch_size, refused),
+        ),
+    )
+
+
+def _attend(arrays: tuple[Any, ...], optional: tuple[Any, ...], rest: tuple[Any, ...]) -> Any:
+    """rest: what makes Options of the other arguments, and these."""
+    query, kv_cache, workspace, block_tables, seq_lens, out, lse = arrays
+    offsets, sinks, bmm1_scale, bmm2_scale = optional
+    k, v = kv_cache, None
+    if isinstance(kv_cache, (tuple, list)) and len(kv_cache) == 2:
+        k, v = kv_cache
+    sm_scale, scale_q = number_or_array(bmm1_scale)
+    output_scale, scale_v = number_or_array(bmm2_scale)
+    usual = query, k, v, workspace, block_tables, seq_lens, out, lse
+    more = None
+    if not (offsets is sinks is scale_q is scale_v is None):
+        more = None, offsets, None, None, None, sinks, scale_q, None, scale_v
+    rest = (*rest, sm_scale, output_scale)
+    answer = repeat(usual, more, rest)
+    if answer is not None:
+        return answer
+    if v is None and isinstance(kv_cache, (tuple, list)):
+        raise ArgumentError(f"kv_cache: got {len(kv_cache)} arrays; wanted two, (K, V)")
+    options = rest[0](usual, offsets is not None, *rest[1:])
+    return run(usual, more, rest, options)
+
+
+def _options_of_decode(
+    usual: tuple[Any, ...],
+    has_offsets: bool,
+    kv_layout: Any,
+    q_len: Any,
+    max_q_len: Any,
+    max_kv_len: Any,
+    window_left: Any,
+    o_dtype: Any,
+    return_lse: Any,
+    o_scale: Any,
+    backend: Any,
+    refused: tuple[Any, ...],
+    sm_scale: Any,
+    output_scale: Any,
+) -> Options:
+    _options.choice(backend, _BACKENDS, "backend")
+    _refuse(refused)
+    _options.finite(o_scale, "o_scale", 1.0)
+    if has_offsets:
+        q_len = 0
+    elif q_len is None:
+        q_len = 1
+    else:
+        q_len = whole(q_len, "q_len_per_req")
+    return Options(
+        _ONE if usual[2] is None else _PAIR,
+        kv_layout,
+        q_len=q_len,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        sm_scale=sm_scale,
+        output_scale=output_scale,
+        window_left=window_left,
+        causal=q_len != 1,
+        o_dtype=o_dtype,
+        return_lse=return_lse,
+    )
+
+
+def _options_of_context(
+    usual: tuple[Any, ...],
+    has_offsets: bool,
+    kv_layout: Any,
+    max_q_len: Any,
+    max_kv_len: Any,
+    window_left: Any,
+    o_dtype: Any,
+    return_lse: Any,
+    causal: Any,
+    batch_size: Any,
+    refused: tuple[Any, ...],
+    sm_scale: Any,
+    output_scale: Any,
+) -> Options:
+    _refuse(refused)
+    shape = getattr(usual[4], "shape", None)
     if shape and len(shape) == 2 and batch_size != shape[0]:
         raise ArgumentError(
             f"batch_size: got {batch_size!r}; block_tables has {shape[0]} rows, wanted as many"
         )
-    return _decode(
-        query,
-        kv_cache,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        cum_seq_lens_q,
-        sinks,
-        out,
-        lse,
-        bmm1_scale,
-        bmm2_scale,
-        (kv_layout, None, max_q_len, max_kv_len, window_left, out_dtype, return_lse),
-        causal,
-    )
-
-
-def _decode(
-    query: Any,
-    kv_cache: Any,
-    workspace: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    offsets: Any,
-    sinks: Any,
-    out: Any,
-    lse: Any,
-    bmm1_scale: Any,
-    bmm2_scale: Any,
-    rest: tuple[Any, ...],
-    causal: Any = None,
-) -> Any:
-    kv_layout, q_len, max_q_len, max_kv_len, window_left, o_dtype, return_lse = rest
-    k, v, names = kv_cache, None, _ONE
-    if isinstance(kv_cache, (tuple, list)):
-        if len(kv_cache) != 2:
-            raise ArgumentError(f"kv_cache: got {len(kv_cache)} arrays; wanted two, (K, V)")
-        k, v = kv_cache
-        names = _PAIR
-    sm_scale, scale_q = number_or_array(bmm1_scale)
-    output_scale, scale_v = number_or_array(bmm2_scale)
-    if offsets is not None or causal is not None:
-        q_len = 0
-    elif q_len is None:
-        q_len = 1
-    elif q_len == 0:
-        raise ArgumentError("q_len_per_req: got 0; wanted 1 or more rows of each request")
-    arrays = Arrays(
-        query,
-        k,
-        v,
-        workspace,
-        block_tables,
-        seq_lens,
-        None,
-        offsets,
-        None,
-        None,
-        None,
-        sinks,
-        scale_q,
-        None,
-        scale_v,
-        out,
-        lse,
-    )
-    options = Options(
-        names,
+    return Options(
+        (_ONE if usual[2] is None else _PAIR)._replace(max_kv_len="max_kv_len"),
         kv_layout,
-        (3,),
-        q_len,
-        max_q_len,
-        max_kv_len,
-        sm_scale,
-        None,
-        output_scale,
-        window_left,
-        q_len != 1 if causal is None else causal,
-        o_dtype,
+        q_len=0,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        sm_scale=sm_scale,
+        output_scale=output_scale,
+        window_left=window_left,
+        causal=causal,
+        o_dtype=o_dtype,
         return_lse=return_lse,
     )
-    return run(arrays, options)
 
 
-def _refuse_unknown(
-    o_sf_scale: Any,
-    o_sf_vec_size: Any,
-    skip_softmax_threshold_scale_factor: Any,
-    kv_cache_sf: Any,
-    uses_shared_paged_kv_idx: Any,
-) -> None:
-    """UnsupportedError for 4-bit caches and answers, and what goes with them."""
-    given = o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, kv_cache_sf
-    if given != (None, None, None, None):
-        _batch_geometry.refuse(
-            "is not supported",
-            o_sf_scale=o_sf_scale,
-            o_sf_vec_size=o_sf_vec_size,
-            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-            kv_cache_sf=kv_cache_sf,
+def _refuse(given: tuple[Any, ...]) -> None:
+    """UnsupportedError for what there is no kernel for."""
+    names = (
+        *("o_sf_scale", "o_sf_vec_size", "skip_softmax_threshold_scale_factor", "kv_cache_sf"),
+        *("mask", "bmm1_scale_log2", "enable_block_sparse_attention"),
+    )
+    *others, is_shared = given
+    _batch_geometry.refuse("is not supported", **dict(zip(names, others, strict=True)))
+    if is_shared is not True:
+        raise UnsupportedError(
+            "uses_shared_paged_kv_idx: K and V share the ids of their pages; pass True"
         )
-    if uses_shared_paged_kv_idx is not True:
-        _batch_geometry.refuse("pages of K and V share their ids", uses_shared_paged_kv_idx=False)

@@ -9,9 +9,9 @@ from typing import Any
 
 from . import _batch_geometry
 from ._unplanned import run
-from ._unplanned_check import Arrays, Options
+from ._unplanned_check import Options, whole
+from ._unplanned_repeat import repeat
 from ._unplanned_views import Names, number_or_array
-from .errors import ArgumentError
 
 __all__ = ["xqa"]
 
@@ -92,57 +92,58 @@ def xqa(
     Semantics: FlashInfer's function of the same name, which has no LSE, pages of 16 to 128, and
     groups of up to 32 rows; without `output`, the short form of its documentation.
     """
-    _batch_geometry.refuse(
-        "is not supported", mask=mask, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache
-    )
     sm_scale, scale_q = number_or_array(q_scale)
     kv_number, scale_k = number_or_array(kv_scale)
-    arrays = Arrays(
-        q,
-        k_cache,
-        v_cache,
-        workspace_buffer,
-        page_table,
-        seq_lens,
-        None,
-        q_cu_seq_lens,
-        None,
-        None,
-        None,
-        sinks,
-        scale_q,
-        scale_k,
-        None,
-        output,
-        lse,
+    usual = q, k_cache, v_cache, workspace_buffer, page_table, seq_lens, output, lse
+    more = None
+    if not (q_cu_seq_lens is sinks is scale_q is scale_k is None):
+        more = None, q_cu_seq_lens, None, None, None, sinks, scale_q, scale_k, None
+    rest = (
+        xqa,
+        *(sm_scale, kv_number, rcp_out_scale, sliding_win_size, kv_layout, q_seq_len, return_lse),
+        *(num_kv_heads, page_size, head_dim, mask, k_sf_cache, v_sf_cache),
     )
-    options = Options(
-        _NAMES,
-        kv_layout,
-        (3, 4, 5),
-        q_seq_len if q_cu_seq_lens is None else 0,
-        q_seq_len,
-        None,
-        sm_scale,
-        kv_number,
-        rcp_out_scale,
-        _window(sliding_win_size),
-        q_seq_len != 1,
-        None,
-        return_lse=return_lse,
-        extents=(num_kv_heads, page_size, head_dim),
-    )
-    answer = run(arrays, options)
+    answer = repeat(usual, more, rest)
+    if answer is None:
+        answer = run(usual, more, rest, _options(q_cu_seq_lens is not None, *rest[1:]))
     return answer if return_lse or output is None else None
 
 
-def _window(sliding_win_size: Any) -> Any:
-    """window_left, which does not count a row's own key."""
-    if isinstance(sliding_win_size, int) and sliding_win_size < 0:
-        raise ArgumentError(
-            f"sliding_win_size: got {sliding_win_size}; wanted how many keys a row sees, or 0: all"
-        )
-    return sliding_win_size - 1
+def _options(
+    has_offsets: bool,
+    sm_scale: Any,
+    kv_scale: Any,
+    output_scale: Any,
+    sliding_win_size: Any,
+    kv_layout: Any,
+    q_len: Any,
+    return_lse: Any,
+    num_kv_heads: Any,
+    page_size: Any,
+    head_dim: Any,
+    mask: Any,
+    k_sf_cache: Any,
+    v_sf_cache: Any,
+) -> Options:
+    _batch_geometry.refuse(
+        "is not supported", mask=mask, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache
+    )
+    q_len = whole(q_len, "q_seq_len")
+    return Options(
+        _NAMES,
+        kv_layout,
+        (3, 4, 5),
+        0 if has_offsets else q_len,
+        q_len,
+        sm_scale=sm_scale,
+        kv_scale=kv_scale,
+        output_scale=output_scale,
+        # That does not count a row's own key.
+        window_left=whole(sliding_win_size, "sliding_win_size", 0) - 1,
+        causal=q_len != 1,
+        return_lse=return_lse,
+        extents=(num_kv_heads, page_size, head_dim),
+    )
 
 
 class _Callable(ModuleType):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .. import dtypes, jit
 from ..device import device_props
@@ -177,7 +177,15 @@ def pack(
 ) -> bytes:
     """The kernel's struct. Lengths and offsets (as in `Lengths.formats`) and scales of q, k and v
     are at these addresses, 0 for none."""
-    return PARAMS.pack(*_fields(plan, workspace, indices, scales))
+    return PARAMS.pack(
+        *indices,
+        *scales,
+        workspace + plan.items,
+        workspace + plan.merges,
+        workspace + plan.counters,
+        workspace + plan.scales[0],
+        plan.constants,
+    )
 
 
 def launch(
@@ -190,18 +198,9 @@ def launch(
 ) -> None:
     """Enqueue the planner; see `pack`."""
     arguments = params.this_thread.launch_buffer
-    fields = _fields(plan, workspace, indices, scales)
-    PARAMS.pack_into(arguments.buffer, arguments.offset, *fields)
-    enqueue(plan.planner, arguments, device, stream)
-
-
-def _fields(
-    plan: DevicePlan,
-    workspace: int,
-    indices: tuple[int, int, int, int],
-    scales: tuple[int, int, int],
-) -> tuple[Any, ...]:
-    return (
+    PARAMS.pack_into(
+        arguments.buffer,
+        arguments.offset,
         *indices,
         *scales,
         workspace + plan.items,
@@ -210,3 +209,4 @@ def _fields(
         workspace + plan.scales[0],
         plan.constants,
     )
+    enqueue(plan.planner, arguments, device, stream)

@@ -36,6 +36,9 @@ struct PlanBatch {
   static constexpr int kNoSplit = 0x7fffffff;
   static constexpr int kSplitsBits = 20;
   static constexpr int kSplitsMask = (1 << kSplitsBits) - 1;
+  // Words of an item are written 16 bytes at a time; which of them is `split`.
+  static constexpr int kChunks = sizeof(WorkItem) / sizeof(Vector16);
+  static constexpr int kSplitChunk = 1, kSplitWord = 1;
 
   struct SharedMemory {
     WorkItem tile[kThreads];  // tiles of rows, with their first parts
@@ -45,8 +48,9 @@ struct PlanBatch {
     uint32_t most[3][kWarps], sum[3][kWarps];
     float time[kSizes];
     int size[kSizes];
-    // Of each request, num_requests of: its tiles; key tiles of its first and last tile together;
-    // then the requests in order; where in the order the tiles of each end.
+    // Of each request, num_requests of: its tiles, or its keys where all have as many tiles; key
+    // tiles of its first and last tile together; then the requests in order; where in the order the
+    // tiles of each end.
     int requests[1];
   };
 
@@ -58,7 +62,7 @@ struct PlanBatch {
   const PlanBatchParams& params;
   SharedMemory& shared;
   const int thread, warp, lane;
-  int *const num_tiles, *const both_ends, *const order, *const tiles_end;
+  int *const lengths, *const both_ends, *const order, *const tiles_end;
 
   // What all threads know of the batch.
   struct Totals {
@@ -74,8 +78,8 @@ struct PlanBatch {
         thread(threadIdx.x),
         warp(threadIdx.x / kWarpSize),
         lane(threadIdx.x % kWarpSize),
-        num_tiles(shared.requests),
-        both_ends(num_tiles + params.num_requests),
+        lengths(shared.requests),
+        both_ends(lengths + params.num_requests),
         order(both_ends + params.num_requests),
         tiles_end(order + params.num_requests) {}
 
@@ -86,7 +90,7 @@ struct PlanBatch {
     if (is_sorted) sort(totals, size);
     // Tile t of the list is request t's, or that of place t in the order.
     const bool is_one_each = totals.most_tiles <= 1 && totals.tiles == params.num_requests;
-    if (!is_one_each) count_tiles(is_sorted);
+    if (!is_one_each) count_tiles(totals, is_sorted);
     write_items(min_of(totals.tiles, params.max_tiles), size, is_sorted, is_one_each);
     write_rest();
   }
@@ -111,7 +115,7 @@ struct PlanBatch {
         bound += count * (is_bounded ? max_of(first, last) : longest_tile(request));
         twice += count * ends;
       }
-      num_tiles[index] = count;
+      lengths[index] = kRagged ? count : request.kv_len;
       both_ends[index] = static_cast<int>(ends);
       tiles += count;
       most_tiles = max_of(most_tiles, static_cast<uint32_t>(count));
@@ -137,6 +141,11 @@ struct PlanBatch {
     return Totals{static_cast<int>(sum[0]),          static_cast<int>(most[0]),
                   static_cast<int>(most[1]),         static_cast<int>(kNoSplit - most[2]),
                   0.5f * static_cast<float>(sum[1]), static_cast<float>(sum[2])};
+  }
+
+  // A request's tiles of rows.
+  __device__ __forceinline__ int num_tiles(const Totals& totals, int index) const {
+    return kRagged ? lengths[index] : totals.most_tiles;
   }
 
   // The most key tiles that any tile of rows can visit under a window.
@@ -198,7 +207,7 @@ struct PlanBatch {
     float items = 0.0f, long_items = 0.0f, long_tiles = 0.0f;
 #pragma unroll 1
     for (int index = lane; index < params.num_requests; index += kWarpSize) {
-      const float count = static_cast<float>(num_tiles[index]);
+      const float count = static_cast<float>(num_tiles(totals, index));
       const float keys = 0.5f * both_ends[index];
       const float parts = count * fmaxf(ceilf(keys * inverse), 1.0f);
       // The short ones fill gaps, but long ones come in whole waves.
@@ -268,13 +277,13 @@ struct PlanBatch {
   }
 
   // tiles_end: where the tiles of each place in the order end.
-  __device__ __forceinline__ void count_tiles(bool is_sorted) {
+  __device__ __forceinline__ void count_tiles(const Totals& totals, bool is_sorted) {
     int before = 0;
 #pragma unroll 1
     for (int base = 0; base < params.num_requests; base += kThreads) {
       const int index = base + thread;
       const bool exists = index < params.num_requests;
-      const int count = exists ? num_tiles[is_sorted ? order[index] : index] : 0;
+      const int count = exists ? num_tiles(totals, is_sorted ? order[index] : index) : 0;
       int total;
       const int start = before + scan(count, total);
       if (exists) tiles_end[index] = start + count;
@@ -306,32 +315,32 @@ struct PlanBatch {
       const int tile = base + thread;
       WorkItem item{};
       if (tile < tiles) item = item_of(tile, size, is_sorted, is_one_each);
-      if (size == kNoSplit) {
-        if (tile < tiles) params.items[tile] = item;
-        items = min_of(base + kThreads, tiles);
-        continue;
-      }
-      const int splits = item.num_splits;
-      const int is_split = splits > 1 ? 1 : 0;
-      int total;
-      const int before = scan(splits | is_split << kSplitsBits, total);
-      const int start = before & kSplitsMask;
-      item.split_tile = split_tiles + (before >> kSplitsBits);
-      // Of the items before this tile's, those of split tiles.
-      item.first_state = items + start - (tile - item.split_tile);
-      if (is_split && item.split_tile < params.num_merges) {
-        params.merges[item.split_tile] = items + start;
-      }
       shared.tile[thread] = item;
-      shared.tile_end[thread] = start + splits;
+      int count = min_of(tiles - base, kThreads), total = count, start = thread;
+      if (size != kNoSplit) {
+        const int splits = item.num_splits;
+        const int is_split = splits > 1 ? 1 : 0;
+        const int before = scan(splits | is_split << kSplitsBits, total);
+        start = before & kSplitsMask;
+        const int split_tile = split_tiles + (before >> kSplitsBits);
+        shared.tile[thread].split_tile = split_tile;
+        // Of the items before this tile's, those of split tiles.
+        shared.tile[thread].first_state = items + start - (tile - split_tile);
+        shared.tile_end[thread] = start + splits;
+        if (is_split && split_tile < params.num_merges) params.merges[split_tile] = items + start;
+        split_tiles += total >> kSplitsBits;
+      }
       ptx::block_sync();
-      spread(items, total & kSplitsMask, min_of(tiles - base, kThreads));
+      spread(items, total & kSplitsMask, count);
       items += total & kSplitsMask;
-      split_tiles += total >> kSplitsBits;
       ptx::block_sync();
     }
+    const Vector16 zeros{};
+    Vector16* chunks = reinterpret_cast<Vector16*>(params.items);
 #pragma unroll 1
-    for (int i = items + thread; i < params.max_items; i += kThreads) params.items[i] = WorkItem{};
+    for (int i = kChunks * items + thread; i < kChunks * params.max_items; i += kThreads) {
+      chunks[i] = zeros;
+    }
 #pragma unroll 1
     for (int i = split_tiles + thread; i < params.num_merges; i += kThreads) params.merges[i] = -1;
   }
@@ -342,7 +351,12 @@ struct PlanBatch {
                                               bool is_one_each) const {
     const int place = is_one_each ? tile : find(tiles_end, params.num_requests, tile);
     const int index = is_sorted ? order[place] : place;
-    const PlannedRequest request = PlannedRequest::of<kRagged>(params, index);
+    PlannedRequest request;
+    if constexpr (kRagged) {
+      request = PlannedRequest::of<true>(params, index);
+    } else {
+      request = PlannedRequest::by_steps(params, index, lengths[index]);
+    }
     const int row_tile = is_one_each ? 0 : tiles_end[place] - 1 - tile;
     WorkItem item{};
     item.q_start = request.q_start;
@@ -358,14 +372,20 @@ struct PlanBatch {
     return item;
   }
 
-  // Writes all parts of the tiles in shared memory, `count` items from `first` on.
+  // Writes all parts of `tiles` tiles in shared memory, `count` items from `first` on; neighbours
+  // write neighbouring words, for a block alone is slow to write.
   __device__ __forceinline__ void spread(int first, int count, int tiles) {
+    Vector16* chunks = reinterpret_cast<Vector16*>(params.items + first);
+    const int room = kChunks * min_of(count, params.max_items - first);
 #pragma unroll 1
-    for (int i = thread; i < count; i += kThreads) {
-      const int tile = find(shared.tile_end, tiles, i);
-      WorkItem item = shared.tile[tile];
-      item.split = i - (shared.tile_end[tile] - item.num_splits);
-      if (first + i < params.max_items) params.items[first + i] = item;
+    for (int i = thread; i < room; i += kThreads) {
+      const int item = i / kChunks, part = i % kChunks;
+      const int tile = count == tiles ? item : find(shared.tile_end, tiles, item);
+      Vector16 chunk = reinterpret_cast<const Vector16*>(shared.tile + tile)[part];
+      if (part == kSplitChunk && count != tiles) {
+        chunk.word[kSplitWord] = item - (shared.tile_end[tile] - shared.tile[tile].num_splits);
+      }
+      chunks[i] = chunk;
     }
   }
 

@@ -32,14 +32,16 @@ __device__ __forceinline__ int clamp(int64_t x, int64_t most) {
 struct PlannedRequest {
   int q_start, qo_len, kv_start, kv_len;
 
+  static __device__ __forceinline__ PlannedRequest by_steps(const PlanBatchParams& params,
+                                                            int index, int kv_len) {
+    return PlannedRequest{index * params.qo_len, params.qo_len, index * params.kv_step, kv_len};
+  }
+
   // kRagged: there may be offsets, and lengths of q; else rows and pages go by steps.
   template <bool kRagged>
   static __device__ __forceinline__ PlannedRequest of(const PlanBatchParams& params, int index) {
-    PlannedRequest request;
+    PlannedRequest request = by_steps(params, index, 0);
     int room = params.max_kv_len;
-    request.q_start = index * params.qo_len;
-    request.qo_len = params.qo_len;
-    request.kv_start = index * params.kv_step;
     if constexpr (kRagged) {
       int64_t q_start = 0, qo_len = params.qo_len;
       if (params.qo_offsets != nullptr) {
