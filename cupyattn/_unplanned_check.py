@@ -312,7 +312,9 @@ def _geometry(
 def whole(value: Any, name: str, least: int = 1) -> int:
     """An integer of the host's: an array of the device would have to be waited for."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise ArgumentError(f"{name}: got {value!r}; wanted an integer, {least} or more")
+        # Nor may the message wait for it.
+        got = f"an array, {type(value).__name__}" if hasattr(value, "shape") else repr(value)
+        raise ArgumentError(f"{name}: got {got}; wanted an integer, {least} or more")
     return int(value)
 
 

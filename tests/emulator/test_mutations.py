@@ -18,13 +18,14 @@ import cupyattn
 from cupyattn import env
 from cupyattn.jit import kernels_dir
 
-from . import build, gpu, run, test_batch
+from . import build, gpu, run, test_batch, test_plan_batch, test_unplanned
 from .library import EmulatorError
 from .mutation import Mutation
 from .mutations_of_order import ORDER
+from .mutations_of_plans import PLANS
 from .mutations_of_values import VALUES
 
-MUTATIONS = (*ORDER, *VALUES)
+MUTATIONS = (*ORDER, *PLANS, *VALUES)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -78,6 +79,39 @@ def _packbits(**facts: object) -> None:
         np.testing.assert_array_equal(parts, np.concatenate(pieces))
 
 
+def _plans(*batches: test_plan_batch.Batch) -> Callable:
+    def catch(**facts: object) -> None:
+        with gpu.plugged_in(**facts) as emulated:
+            for batch in batches:
+                test_plan_batch.check(emulated, batch)
+
+    return catch
+
+
+def _absurd_offsets(**facts: object) -> None:
+    with gpu.plugged_in(**facts) as emulated:
+        for seed in range(8):
+            for form in ("steps", "lens"):
+                test_plan_batch.test_absurd_offsets_stay_in_bounds(emulated, seed, form)
+
+
+def _padded_lse(**facts: object) -> None:
+    case = replace(
+        test_unplanned.BASE,
+        entry="cudnn_batch_prefill_with_kv_cache",
+        form="lens",
+        qo_len=(3, 0, 40),
+        kv_layout="HND",
+    )
+    test_unplanned.run(case, **facts)
+
+
+_SPLIT_PLAN = test_plan_batch.Batch((1,) * 5, (300, 5, 0, 7000, 90))
+_RAGGED_PLAN = test_plan_batch.Batch(
+    (3, 0, 70, 1), (300, 7, 3000, 1), "lens", is_ragged=True, unit=100
+)
+
+
 CATCHERS: dict[str, Callable[..., None]] = {
     "prefill": _single(),
     "causal": _single({"causal": True}),
@@ -126,6 +160,17 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "paged decode": _batch((1, 3), (600, 150), num_sms=1),
     "odd pages": _batch((40, 1), (150, 90), page_size=3),
     "append": _append,
+    "device plans": _plans(
+        _SPLIT_PLAN,
+        replace(_SPLIT_PLAN, shape=replace(_SPLIT_PLAN.shape, tile_q=64, state_cost=4.0)),
+        _RAGGED_PLAN,
+    ),
+    # More than a block has threads, some of them split.
+    "many requests": _plans(
+        replace(_SPLIT_PLAN, qo_len=(1,) * 600, kv_len=(100_000,) + (300,) * 599)
+    ),
+    "absurd offsets": _absurd_offsets,
+    "padded lse": _padded_lse,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import dtypes
+from cupyattn.errors import PlanError
 from cupyattn.launch import plan_batch
 from cupyattn.launch.attention import AttentionOptions
 from cupyattn.launch.batch import BatchLauncher, BatchSchedule
@@ -173,7 +174,10 @@ def make(batch: Batch, run: Run) -> Made:
 def check(batch: Batch, made: Made) -> None:
     """Every row with every key once, and nobody's work much longer than it need be."""
     plan, requests = made.plan(), batch.requests()
-    check_cover(plan, requests, batch.group, batch.shape.tile_q)
+    try:
+        check_cover(plan, requests, batch.group, batch.shape.tile_q)
+    except PlanError as error:
+        raise AssertionError(f"{batch}: {error}") from error
     column = {name: plan.items[:, i] for i, name in enumerate(WORK_FIELDS)}
     by_start = {int(q): i for i, q in enumerate(requests.q_start) if requests.qo_len[i]}
     for q, *row in plan.items[:, :4].tolist():
