@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import _unplanned_debug, _unplanned_reference, array, dtypes
@@ -24,10 +24,13 @@ from .array import ArrayView
 from .errors import WorkspaceError
 from .launch import pad_lse, params, plan_batch, scratch
 from .launch.batch import BatchLauncher
+from .launch.bound import BoundRun
 from .launch.enqueue import cuda
 from .launch.pad_lse import Padding
 from .launch.plan_batch import DevicePlan, Lengths
 from .match import require_output
+
+_MAX_BOUND = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class Prepared:
 
     padding    turns rows of LSE, `lse_rows` bytes into the workspace, into the caller's; or None
     num_bytes  of the workspace
+    bound      what a workspace and a page table at these addresses make of the launches
     """
 
     launcher: BatchLauncher
@@ -47,6 +51,7 @@ class Prepared:
     sm_scale: float
     output_scale: float
     has_scales: bool
+    bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
 
     def launch(
         self,
@@ -67,6 +72,8 @@ class Prepared:
         others: from qo_lens on as in Arrays; scale_places: of the scales of q, k and v among them.
         """
         plan, device = self.plan, self.launcher.device_index
+        bound = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
+        planned, attention = bound
         qo_lens, qo_offsets, kv_offsets, _, _, sinks, *_ = others
         indices = qo_lens, kv_lens, qo_offsets, kv_offsets
         scales = repeated = (0, 0, 0)
@@ -79,26 +86,28 @@ class Prepared:
                 workspace + at_k if scales[1] else 0,
                 workspace + at_v if scales[2] else 0,
             )
-        plan_batch.launch(plan, workspace, indices, scales, device, stream)
+        plan_batch.launch(plan, planned, indices, scales, device, stream)
         rows = lse if self.padding is None else workspace + self.lse_rows
-        self.launcher.launch(
+        attention.launch(q, k, v, o, params.OPTIONAL.pack(rows, 0, sinks, *repeated), stream)
+        if self.padding is not None:
+            pad_lse.launch(self.padding, planned, indices, rows, lse, device, stream)
+
+    def _bind(self, workspace: int, block_tables: int) -> tuple[bytes, BoundRun]:
+        plan = self.plan
+        attention = self.launcher.bind(
             plan.schedule,
             workspace,
             workspace + plan.partials,
-            q,
-            k,
-            v,
-            o,
-            params.OPTIONAL.pack(rows, 0, sinks, *repeated),
             self.strides,
             block_tables,
             0,
             self.output_scale,
             self.sm_scale,
-            stream,
         )
-        if self.padding is not None:
-            pad_lse.launch(self.padding, plan, workspace, indices, rows, lse, device, stream)
+        if len(self.bound) >= _MAX_BOUND:
+            self.bound.clear()
+        found = self.bound[workspace, block_tables] = plan_batch.bind(plan, workspace), attention
+        return found
 
 
 def run(

@@ -11,12 +11,11 @@ from ..device import device_props
 from ..schedule import MAX_GRID_YZ
 from . import params, plan_batch
 from .enqueue import Launch, enqueue
-from .plan_batch import DevicePlan
 
 _THREADS = 256
 CONFIG = jit.Config({"kThreads": _THREADS})
 # kernels/cupyattn/params/pad_lse.cuh
-_PARAMS = struct.Struct(f"<{plan_batch.PARAMS.size}s 2Q 3q 2i")
+_PARAMS = struct.Struct(f"<4Q 24x {plan_batch.PARAMS.size - 56}s 2Q 3q 2i")
 
 
 class Padding(NamedTuple):
@@ -41,20 +40,20 @@ def prepare(padded: ArrayView, device: int) -> Padding:
 
 def launch(
     padding: Padding,
-    plan: DevicePlan,
-    workspace: int,
+    planned: bytes,
     indices: tuple[int, int, int, int],
     rows: int,
     padded: int,
     device: int,
     stream: int,
 ) -> None:
-    """Enqueue it on `rows` [num_rows, num_heads]; plan and indices as the planner has them."""
+    """Enqueue it on `rows` [num_rows, num_heads]; `planned` and indices are the planner's."""
     arguments = params.this_thread.launch_buffer
     _PARAMS.pack_into(
         arguments.buffer,
         arguments.offset,
-        plan_batch.pack(plan, workspace, indices, (0, 0, 0)),
+        *indices,
+        planned,
         rows,
         padded,
         *padding.strides,

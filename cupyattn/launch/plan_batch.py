@@ -25,10 +25,11 @@ UNIFORM, RAGGED = CONFIGS = tuple(
     for is_ragged in (False, True)
 )
 
-# kernels/cupyattn/params/plan_batch.cuh: the pointers, then what is the same for many plans.
+# kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
 _FORMAT = struct.Struct("<q 2i")
 _CONSTANTS = struct.Struct(f"<{4 * _FORMAT.size}s 11i 2I 9i f 4x")
-PARAMS = struct.Struct(f"<11Q {_CONSTANTS.size}s")
+_PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
+PARAMS = struct.Struct(f"<7Q {_PLANNED.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
 INDEX_DTYPES: tuple[DType, ...] = tuple(_KINDS)
 
@@ -169,17 +170,9 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     )
 
 
-def pack(
-    plan: DevicePlan,
-    workspace: int,
-    indices: tuple[int, int, int, int],
-    scales: tuple[int, int, int],
-) -> bytes:
-    """The kernel's struct. Lengths and offsets (as in `Lengths.formats`) and scales of q, k and v
-    are at these addresses, 0 for none."""
-    return PARAMS.pack(
-        *indices,
-        *scales,
+def bind(plan: DevicePlan, workspace: int) -> bytes:
+    """The kernel's struct from `items` on, packed: all that a workspace at this address decides."""
+    return _PLANNED.pack(
         workspace + plan.items,
         workspace + plan.merges,
         workspace + plan.counters,
@@ -190,23 +183,14 @@ def pack(
 
 def launch(
     plan: DevicePlan,
-    workspace: int,
+    planned: bytes,
     indices: tuple[int, int, int, int],
     scales: tuple[int, int, int],
     device: int,
     stream: int,
 ) -> None:
-    """Enqueue the planner; see `pack`."""
+    """Enqueue the planner; `planned` is from `bind`. Lengths and offsets (as in `Lengths.formats`)
+    and scales of q, k and v are at these addresses, 0 for none."""
     arguments = params.this_thread.launch_buffer
-    PARAMS.pack_into(
-        arguments.buffer,
-        arguments.offset,
-        *indices,
-        *scales,
-        workspace + plan.items,
-        workspace + plan.merges,
-        workspace + plan.counters,
-        workspace + plan.scales[0],
-        plan.constants,
-    )
+    PARAMS.pack_into(arguments.buffer, arguments.offset, *indices, *scales, planned)
     enqueue(plan.planner, arguments, device, stream)

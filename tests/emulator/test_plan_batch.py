@@ -42,8 +42,9 @@ def run_on(emulated: gpu.EmulatedGpu, batch: Batch, scales: list[Any] | None = N
             if x is not None and x.size:
                 emulated.register(x.ctypes.data, x.nbytes, x, False)
             pointers.append(0 if x is None else x.ctypes.data)
+        planned = plan_batch.bind(prepared, address)
         plan_batch.launch(
-            prepared, address, tuple(pointers[:4]), tuple(pointers[4:]), 0, gpu.STREAM
+            prepared, planned, tuple(pointers[:4]), tuple(pointers[4:]), 0, gpu.STREAM
         )
         return words
 
@@ -218,7 +219,8 @@ def test_scales_are_repeated_for_each_head(emulated: gpu.EmulatedGpu) -> None:
                     emulated.register(x.ctypes.data, x.nbytes, x, False)
             pointers = tuple(0 if x is None else x.ctypes.data for x in scales)
             lengths = arrays[1].ctypes.data
-            plan_batch.launch(prepared, address, (0, lengths, 0, 0), pointers, 0, gpu.STREAM)
+            planned = plan_batch.bind(prepared, address)
+            plan_batch.launch(prepared, planned, (0, lengths, 0, 0), pointers, 0, gpu.STREAM)
             pairs = zip(prepared.scales, (6, 2, 2), strict=True)
             found.append([words[at // 4 :][:n] for at, n in pairs])
             return words

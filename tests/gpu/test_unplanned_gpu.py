@@ -73,7 +73,8 @@ def run_planner(prepared: plan_batch.DevicePlan, arrays: list[Any]) -> np.ndarra
     held = [None if x is None else cupy.asarray(x) for x in arrays]
     pointers = [0 if x is None else x.data.ptr for x in held]
     stream = cupy.cuda.get_current_stream().ptr
-    plan_batch.launch(prepared, words.data.ptr, tuple(pointers), (0, 0, 0), 0, stream)  # type: ignore[arg-type]
+    planned = plan_batch.bind(prepared, words.data.ptr)
+    plan_batch.launch(prepared, planned, tuple(pointers), (0, 0, 0), 0, stream)  # type: ignore[arg-type]
     return words.get()
 
 
