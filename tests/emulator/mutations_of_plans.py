@@ -35,7 +35,7 @@ PLANS = (
         _PLAN,
         "order[static_cast<int>(shared.bucket[bucket]) + tiles_end[index]] = index;",
         "order[static_cast<int>(shared.bucket[bucket])] = index;",
-        "device plans",
+        "many requests",
     ),
     Mutation(
         "states of whole tiles are counted too",

@@ -163,6 +163,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "device plans": _plans(
         _SPLIT_PLAN,
         replace(_SPLIT_PLAN, shape=replace(_SPLIT_PLAN.shape, tile_q=64, state_cost=4.0)),
+        # A whole tile that is longer than the parts of others.
+        test_plan_batch.Batch((1,) * 6, (323, 142, 1081, 165, 5397, 4252)),
         _RAGGED_PLAN,
     ),
     # More than a block has threads, some of them split.
