@@ -98,8 +98,8 @@ def batch_instances(arch: str) -> list[Instance]:
 def unplanned_instances(arch: str) -> list[Instance]:
     """Every kernel of the random calls without a plan, once."""
     found: dict[Instance, None] = {
-        ("plan_batch", plan_batch.CONFIG): None,
         ("pad_lse", pad_lse.CONFIG): None,
+        **dict.fromkeys(("plan_batch", config) for config in plan_batch.CONFIGS),
     }
     for case in map(unplanned_cases.random_case, range(unplanned_cases.NUM_CASES)):
         wanted = case.problem
