@@ -23,6 +23,11 @@ _EXPORTS = {
     "BatchPrefillWithRaggedKVCacheWrapper": "prefill",
     "BatchAttention": "attention",
     "MultiLevelCascadeAttentionWrapper": "cascade",
+    "trtllm_batch_decode_with_kv_cache": "trtllm",
+    "trtllm_batch_context_with_kv_cache": "trtllm",
+    "xqa_batch_decode_with_kv_cache": "trtllm",
+    "cudnn_batch_decode_with_kv_cache": "cudnn",
+    "cudnn_batch_prefill_with_kv_cache": "cudnn",
     "append_paged_kv_cache": "page",
     "get_batch_indices_positions": "page",
     "get_seq_lens": "page",
@@ -36,14 +41,19 @@ _EXPORTS = {
     "CompileError": "errors",
     "DeviceError": "errors",
 }
+# `xqa` is a module that can be called.
 _MODULES = (
-    *("attention", "cascade", "decode", "prefill", "page", "paging", "quantization", "errors"),
+    *("attention", "cascade", "decode", "prefill", "trtllm", "xqa", "cudnn", "page", "paging"),
+    *("quantization", "errors"),
     "reference",
 )
 
-__all__ = ["__version__", *_EXPORTS]
+__all__ = ["__version__", *_EXPORTS, "xqa"]
 
 if TYPE_CHECKING:
+    from . import xqa as xqa
+    from .cudnn import cudnn_batch_decode_with_kv_cache as cudnn_batch_decode_with_kv_cache
+    from .cudnn import cudnn_batch_prefill_with_kv_cache as cudnn_batch_prefill_with_kv_cache
     from .decode import (
         BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper,
     )
@@ -64,6 +74,9 @@ if TYPE_CHECKING:
     from .prefill import single_prefill_with_kv_cache as single_prefill_with_kv_cache
     from .quantization import packbits as packbits
     from .quantization import segment_packbits as segment_packbits
+    from .trtllm import trtllm_batch_context_with_kv_cache as trtllm_batch_context_with_kv_cache
+    from .trtllm import trtllm_batch_decode_with_kv_cache as trtllm_batch_decode_with_kv_cache
+    from .trtllm import xqa_batch_decode_with_kv_cache as xqa_batch_decode_with_kv_cache
 
 
 def __getattr__(name: str) -> Any:

@@ -67,7 +67,7 @@ def view_paged(cache: Any, geometry: Geometry) -> Keys:
                 "dimensions (4 for pages of one token), or a pair (K, V)"
             )
         names = ("paged_kv_cache", "paged_kv_cache")
-        k, v = _half(both, 0), _half(both, 1)
+        k, v = half(both, 0), half(both, 1)
     dims = planned(geometry)
     k, v = (_with_pages(x, name, geometry) for x, name in zip((k, v), names, strict=True))
     words = _WORDS[geometry.given.kv_layout]
@@ -103,8 +103,8 @@ def view_ragged(k: Any, v: Any, geometry: Geometry) -> Keys:
     return Keys(vk, vv, strides, vk.shape[token], ("k", "v"))
 
 
-def _half(both: ArrayView, index: int) -> ArrayView:
-    """K or V of a tensor that holds both along its second axis."""
+def half(both: ArrayView, index: int) -> ArrayView:
+    """K or V of a tensor that holds both, or one for both, along its second axis."""
     offset = index * both.strides[1] * both.dtype.itemsize
     return _reshaped(
         both,

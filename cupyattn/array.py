@@ -26,6 +26,7 @@ __all__ = [
     "allocator",
     "as_cupy",
     "as_numpy",
+    "as_strided",
     "byte_range",
     "current_stream",
     "deliver",
@@ -230,6 +231,17 @@ def as_numpy(v: ArrayView) -> np.ndarray:
     if v.framework == "numpy":
         return v.owner.view(np.ndarray)
     return np.asarray(_HostMemory(v)).view(v.dtype.numpy)
+
+
+def as_strided(v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> ArrayView:
+    """The memory of v seen with another shape and strides (in elements), which must fit it."""
+    made = ArrayView(v.ptr, shape, strides, v.dtype, v.device, v.framework, v.readonly, v.owner)
+    if v.framework == "numpy":
+        owner = np.asarray(_HostMemory(made)).view(v.dtype.numpy)
+        return ArrayView(v.ptr, shape, strides, v.dtype, v.device, "numpy", v.readonly, owner)
+    if v.framework in ("jax", "dlpack"):
+        made._memory = v._memory
+    return made
 
 
 def as_cupy(v: ArrayView, dtype: np.dtype | None = None) -> Any:

@@ -11,12 +11,17 @@ from ._batch_decode import (
     fast_decode_plan,
 )
 from ._geometry import NO_EXTRAS, Extras
+from .cudnn import cudnn_batch_decode_with_kv_cache
+from .trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "cudnn_batch_decode_with_kv_cache",
     "fast_decode_plan",
     "single_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache",
 ]
 
 

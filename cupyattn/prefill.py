@@ -10,14 +10,18 @@ from . import _options, _single
 from ._batch_paged import BatchPrefillWithPagedKVCacheWrapper
 from ._batch_ragged import BatchPrefillWithRaggedKVCacheWrapper
 from ._geometry import NO_EXTRAS, Extras
+from .cudnn import cudnn_batch_prefill_with_kv_cache
 from .errors import ArgumentError
 from .problem import KV_LAYOUTS
+from .trtllm import trtllm_batch_context_with_kv_cache
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "cudnn_batch_prefill_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_context_with_kv_cache",
 ]
 
 # The positional order of older releases, after q, k, v.

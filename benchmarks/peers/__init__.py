@@ -10,12 +10,12 @@ from ..candidate import Candidate
 from ..cases import AnyCase
 
 PEERS = ("fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa", "sdpa_flash", "sdpa_cudnn")
-OURS = ("ours", "ours_single", "ours_apart")
+OURS = ("ours", "ours_single", "ours_apart", "ours_trtllm")
 IMPLEMENTATIONS = (*OURS, *PEERS)
 
 _SINGLE = ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3", "sdpa_flash", "sdpa_cudnn")
 _BATCH = {
-    "batch_decode": ("ours", "fa3", "flashinfer_fa2", "flashinfer_xqa"),
+    "batch_decode": ("ours", "ours_trtllm", "fa3", "flashinfer_fa2", "flashinfer_xqa"),
     "append": ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
     "verify": ("ours", "fa3", "flashinfer_fa2"),
     "ragged": ("ours", "ours_single", "fa3", "flashinfer_fa2", "flashinfer_fa3"),

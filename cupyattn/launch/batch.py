@@ -166,7 +166,7 @@ class BatchLauncher:
         self.group_size = num_qo_heads // num_kv_heads
         self.page_size = page_size
         self.device_index = device_index
-        self._masking = Masking(options.causal, options.window_left, problem.custom_mask)
+        self.masking = Masking(options.causal, options.window_left, problem.custom_mask)
         self._page_divisor = params.divisor(max(1, page_size))
         self._rope_table = (
             params.rope_steps(problem.head_dim_qk, options.rope_scale, options.rope_theta)
@@ -209,6 +209,16 @@ class BatchLauncher:
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
                 shares.append(self._share(rows, plan, exact))
         return self._lay_out(shares)
+
+    def tiles(self, rows: str) -> tuple[TileConfig, TileShape]:
+        """The tiles of a row class, and what a plan must know of them."""
+        kernel = self._kernel(rows)
+        return kernel.kinds[0], kernel.shapes[0]
+
+    def reserve(self, rows: str, most: Limits) -> tuple[BatchSchedule, int]:
+        """A schedule whose words the device will write, and how many bytes they take."""
+        part, words_bytes, workspace_bytes = self._part(rows, self._room(rows, most), 0, 0)
+        return BatchSchedule(_NO_MERGES, workspace_bytes, (part,)), words_bytes
 
     def schedule_levels(
         self, requests: BatchRequests, levels: Levels, capacity: Capacity | None = None
@@ -258,7 +268,7 @@ class BatchLauncher:
                     group.kinds,
                     self.group_size,
                     Device(group.kernel.loaded.num_slots, self.num_kv_heads),
-                    self._masking,
+                    self.masking,
                     is_shared,
                 )
                 for group in self._level_groups(x, None)
@@ -314,7 +324,7 @@ class BatchLauncher:
     def _plan(self, requests: BatchRequests, rows: str, splitting: Splitting) -> BatchPlan:
         shape = self._kernel(rows).shapes[0]
         plan = plan_batch(
-            requests, self.group_size, self.num_kv_heads, shape, self._masking, splitting
+            requests, self.group_size, self.num_kv_heads, shape, self.masking, splitting
         )
         if cuda().is_debugging:
             check_cover(plan, requests, self.group_size, shape.tile_q)
@@ -336,7 +346,7 @@ class BatchLauncher:
         slots = group.kernel.loaded.num_slots
         device = Device(slots, self.num_kv_heads)
         plan = plan_mixed(
-            group.kinds, self.group_size, device, self._masking, splitting, leaves_states
+            group.kinds, self.group_size, device, self.masking, splitting, leaves_states
         )
         if cuda().is_debugging:
             for part, (requests, shape) in zip(plan.parts, group.kinds, strict=True):
@@ -357,17 +367,20 @@ class BatchLauncher:
 
     def _share(self, rows: str, plan: BatchPlan, most: Limits) -> _Share:
         """With room for the most that may come."""
+        room = self._room(rows, most)
+        merges = _NO_MERGES
+        if room.merges:
+            merges = np.full(room.merges, -1, np.int32)
+            merges[: len(plan.merges)] = plan.merges
+        return _Share(rows, room, plan.items, merges)
+
+    def _room(self, rows: str, most: Limits) -> _Room:
         tiles = self._kernel(rows).kinds[0]
         split_tiles, counters = most.num_split_tiles, 0
         if tiles.name == "decode_sm80":
             split_tiles, counters = 0, split_tiles
-        merges = _NO_MERGES
-        if split_tiles:
-            merges = np.full(split_tiles, -1, np.int32)
-            merges[: len(plan.merges)] = plan.merges
         state_rows = most.num_states * tiles.tile_q
-        room = _Room(most.num_items, split_tiles, split_tiles, counters, state_rows)
-        return _Share(rows, room, plan.items, merges)
+        return _Room(most.num_items, split_tiles, split_tiles, counters, state_rows)
 
     def _limits(self, shape: TileShape, splitting: Splitting, capacity: Capacity) -> Limits:
         return limits(

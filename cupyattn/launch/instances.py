@@ -13,6 +13,8 @@ from . import (
     get_batch_indices_positions,
     get_seq_lens,
     merge_splits,
+    pad_lse,
+    plan_batch,
     rotate_keys,
 )
 from .packbits import CONFIG as PACKBITS_CONFIG
@@ -78,7 +80,11 @@ def _pairs() -> list[dict[str, Any]]:
 
 def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
     """(entry name, Config) of every kernel of a level for an architecture, without duplicates."""
-    found: dict[tuple[str, jit.Config], None] = {("packbits", PACKBITS_CONFIG): None}
+    found: dict[tuple[str, jit.Config], None] = {
+        ("packbits", PACKBITS_CONFIG): None,
+        ("pad_lse", pad_lse.CONFIG): None,
+        **dict.fromkeys(("plan_batch", config) for config in plan_batch.CONFIGS),
+    }
     found |= dict.fromkeys(page_instances())
     for problem in problems(level):
         for rows, is_batch in product(ROW_CLASSES, (False, True)):

@@ -30,10 +30,18 @@ WANTED = 0.95
 
 def run_cases() -> None:
     """The cases, in a process that gcov's counters are written by."""
-    from helpers import batch_cases, gpu_cases, page_faults
+    from helpers import batch_cases, device_plans, gpu_cases, page_faults, unplanned_cases
     from helpers.page_cases import Append
 
-    from . import gpu, run, test_attention, test_batch, test_mutations
+    from . import (
+        gpu,
+        run,
+        test_attention,
+        test_batch,
+        test_mutations,
+        test_plan_batch,
+        test_unplanned,
+    )
 
     facts = {"mode": "coverage"}
     for case in (*gpu_cases.ALONE.values(), replace(gpu_cases.ALONE["alibi, prefill"], group=3)):
@@ -60,7 +68,16 @@ def run_cases() -> None:
         table = np.array([0, 2, 2, 3], np.int32)
         lengths = cupyattn.get_seq_lens(table, np.array([1, 0, 3], np.int32), 4)
         cupyattn.get_batch_indices_positions(np.array([0, 2, 2, 5], np.int32), lengths, 7)
-    for name in ("bad values", "packbits", "sparse mask", "verify", "verify many", "items"):
+    for seed in range(40):
+        test_unplanned.run(unplanned_cases.random_case(seed), **facts)
+    for seed in range(20):
+        with gpu.plugged_in(**facts) as emulated:
+            test_plan_batch.check(emulated, device_plans.random_batch(seed))
+    names = (
+        *("bad values", "packbits", "sparse mask", "verify", "verify many", "items"),
+        *("device plans", "many requests"),
+    )
+    for name in names:
         test_mutations.CATCHERS[name](mode="coverage")
 
 

@@ -260,7 +260,7 @@ def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.nda
 
 def _forget_calls() -> None:
     """What the library remembers of calls holds kernels and addresses of another device."""
-    from cupyattn import _batch_geometry, _batch_repeat, _repeat, _single
+    from cupyattn import _batch_geometry, _batch_repeat, _repeat, _single, _unplanned
     from cupyattn.launch import merge_splits, tiles
 
     _single._entries.clear()
@@ -271,6 +271,7 @@ def _forget_calls() -> None:
         attention.load_kernel,
         merge_splits.config,
         tiles.tile_config,
+        _unplanned._plan,
     ]
     for cached in caches:
         cached.cache_clear()  # type: ignore[attr-defined]

@@ -18,14 +18,15 @@ import cupyattn
 from cupyattn import env
 from cupyattn.jit import kernels_dir
 
-from . import build, gpu, run, test_batch
+from . import build, gpu, run, test_batch, test_plan_batch, test_unplanned
 from .library import EmulatorError
 from .mutation import Mutation
 from .mutations_of_order import ORDER
+from .mutations_of_plans import PLANS
 from .mutations_of_values import VALUES
 from .mutations_of_visibility import VISIBILITY
 
-MUTATIONS = (*ORDER, *VALUES, *VISIBILITY)
+MUTATIONS = (*ORDER, *PLANS, *VALUES, *VISIBILITY)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -95,6 +96,39 @@ def _packbits(**facts: object) -> None:
         np.testing.assert_array_equal(parts, np.concatenate(pieces))
 
 
+def _plans(*batches: test_plan_batch.Batch) -> Callable:
+    def catch(**facts: object) -> None:
+        with gpu.plugged_in(**facts) as emulated:
+            for batch in batches:
+                test_plan_batch.check(emulated, batch)
+
+    return catch
+
+
+def _absurd_offsets(**facts: object) -> None:
+    with gpu.plugged_in(**facts) as emulated:
+        for seed in range(8):
+            for form in ("steps", "lens"):
+                test_plan_batch.test_absurd_offsets_stay_in_bounds(emulated, seed, form)
+
+
+def _padded_lse(**facts: object) -> None:
+    case = replace(
+        test_unplanned.BASE,
+        entry="cudnn_batch_prefill_with_kv_cache",
+        form="lens",
+        qo_len=(3, 0, 40),
+        kv_layout="HND",
+    )
+    test_unplanned.run(case, **facts)
+
+
+_SPLIT_PLAN = test_plan_batch.Batch((1,) * 5, (300, 5, 0, 7000, 90))
+_RAGGED_PLAN = test_plan_batch.Batch(
+    (3, 0, 70, 1), (300, 7, 3000, 1), "lens", is_ragged=True, unit=100
+)
+
+
 CATCHERS: dict[str, Callable[..., None]] = {
     "prefill": _single(),
     "causal": _single({"causal": True}),
@@ -146,6 +180,19 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "verify many": lambda **facts: _verify(30, (150, 401), **facts),
     "items": _items,
     "append": _append,
+    "device plans": _plans(
+        _SPLIT_PLAN,
+        replace(_SPLIT_PLAN, shape=replace(_SPLIT_PLAN.shape, tile_q=64, state_cost=4.0)),
+        # A whole tile that is longer than the parts of others.
+        test_plan_batch.Batch((1,) * 6, (323, 142, 1081, 165, 5397, 4252)),
+        _RAGGED_PLAN,
+    ),
+    # More than a block has threads, some of them split.
+    "many requests": _plans(
+        replace(_SPLIT_PLAN, qo_len=(1,) * 600, kv_len=(100_000,) + (300,) * 599)
+    ),
+    "absurd offsets": _absurd_offsets,
+    "padded lse": _padded_lse,
 }
 
 

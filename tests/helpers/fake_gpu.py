@@ -20,7 +20,16 @@ import numpy as np
 import pytest
 
 import cupyattn
-from cupyattn import _readers, _repeat, _single, array, dtypes, jit
+from cupyattn import (
+    _readers,
+    _repeat,
+    _single,
+    _unplanned,
+    _unplanned_repeat,
+    array,
+    dtypes,
+    jit,
+)
 from cupyattn.launch import (
     append_paged_kv_cache,
     attention,
@@ -30,7 +39,9 @@ from cupyattn.launch import (
     get_seq_lens,
     merge_levels,
     merge_splits,
+    pad_lse,
     params,
+    plan_batch,
     rotate_keys,
     scratch,
 )
@@ -142,11 +153,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(scratch, "_make", lambda device, stream: (COUNTERS, None))
     # torch gives its CPU tensors the index -1.
     monkeypatch.setattr(_readers, "_CUDA", (array.Device("cuda", 0),) * 2)
-    props = SimpleNamespace(arch="sm_90a")
+    props = SimpleNamespace(arch="sm_90a", max_smem_per_block=MAX_SHARED)
     paging = (append_paged_kv_cache, get_batch_indices_positions, get_seq_lens)
-    for module in (merge_levels, merge_splits, rotate_keys, *paging):
+    for module in (merge_levels, merge_splits, pad_lse, plan_batch, rotate_keys, *paging):
         monkeypatch.setattr(module, "device_props", lambda index: props)
-    monkeypatch.setattr(jit, "load", lambda name, *_: SimpleNamespace(function=name))
+    loaded = {"set_shared_memory": lambda num_bytes: None}
+    monkeypatch.setattr(jit, "load", lambda name, *_: SimpleNamespace(function=name, **loaded))
     return fake
 
 
@@ -155,6 +167,10 @@ def forget() -> None:
     _single._entries.clear()
     _repeat._known.clear()
     _repeat._reader_of.clear()
+    _unplanned._plan.cache_clear()
+    _unplanned_repeat._known.clear()
+    _unplanned_repeat._reader_of.clear()
+    _unplanned_repeat._last[0] = None, None
 
 
 def maker(framework: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 from cupyattn import _single, dtypes, jit
 from cupyattn._cascade_levels import flatten, join_levels, read_levels
-from cupyattn.launch import batch, merge_levels, merge_splits, rotate_keys
+from cupyattn.launch import batch, merge_levels, merge_splits, pad_lse, plan_batch, rotate_keys
 from cupyattn.launch.attention import AttentionOptions
 from cupyattn.launch.enqueue import Launch
 from cupyattn.launch.instances import SHARED_BYTES, page_instances
@@ -38,7 +38,15 @@ from cupyattn.launch.packbits import CONFIG as PACKBITS_CONFIG
 from cupyattn.launch.tiles import MixedConfig, TileConfig, mixed_config, row_class, tile_config
 from cupyattn.problem import AttentionProblem
 from cupyattn.schedule.batch import BatchRequests
-from helpers import batch_cases, cascade_calls, gpu_cases, item_cases, mixed_calls, verify_cases
+from helpers import (
+    batch_cases,
+    cascade_calls,
+    gpu_cases,
+    item_cases,
+    mixed_calls,
+    unplanned_cases,
+    verify_cases,
+)
 from helpers.batch_calls import offsets
 from helpers.batch_cases import Problem
 from helpers.cases import Case
@@ -194,6 +202,32 @@ def cascade_instances(arch: str) -> list[Instance]:
                     case.problem, case.page_size, lambda to, x=flat[0]: to.schedule(x), case
                 )
     return list(recorder.found)
+
+
+def unplanned_instances(arch: str) -> list[Instance]:
+    """Every kernel of the random calls without a plan, once."""
+    found: dict[Instance, None] = {
+        ("pad_lse", pad_lse.CONFIG): None,
+        **dict.fromkeys(("plan_batch", config) for config in plan_batch.CONFIGS),
+    }
+    for case in map(unplanned_cases.random_case, range(unplanned_cases.NUM_CASES)):
+        wanted = case.problem
+        problem = AttentionProblem(
+            dtype_q=dtypes.parse(wanted.dtype),
+            dtype_kv=dtypes.parse(wanted.kv_dtype),
+            dtype_o=dtypes.parse(wanted.dtype),
+            head_dim_qk=wanted.dims[0],
+            head_dim_vo=wanted.dims[1],
+            paged=case.page_size > 0,
+            aligned=wanted.is_aligned,
+            scale_first=case.has_array_logit_scale,
+        )
+        rows = row_class(max((1, *case.qo_len)) * case.group)
+        tiles = tile_config(problem, rows, SHARED_BYTES[arch], True, arch)
+        found[tiles.name, tiles.config] = None
+        if tiles.name == "prefill_sm80":
+            found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
+    return list(found)
 
 
 def _build(job: tuple[str, jit.Config, str]) -> bool:

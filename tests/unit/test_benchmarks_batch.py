@@ -225,6 +225,8 @@ def test_a_whole_run_of_one_batch(case: BatchCase, on_cpu: Any) -> None:
     }  # fmt: skip
     if case.api == "ragged":
         serving.add("ours_single:x3")
+    if case.api == "decode":
+        serving.add("ours_trtllm:trtllm")
     if case.op not in ("batch_decode", "verify") and case.is_plain:
         serving.add(f"flashinfer_fa3:{case.api}")
     simple = case.pos_encoding_mode == "NONE" and case.mask == "none" and not case.logits_soft_cap

@@ -17,6 +17,11 @@ __device__ __forceinline__ void atomic_add(uint32_t* counter, uint32_t addend) {
   atomicAdd(counter, addend);
 }
 
+// Returns the old value.
+__device__ __forceinline__ uint32_t atomic_add_shared(uint32_t* word, uint32_t addend) {
+  return atomicAdd(word, addend);
+}
+
 __device__ __forceinline__ void atomic_or_shared(uint32_t* word, uint32_t bits) {
   atomicOr(word, bits);
 }

@@ -20,6 +20,10 @@ __device__ __forceinline__ int shuffle(int value, int source_lane) {
   return __shfl_sync(kFullWarp, value, source_lane);
 }
 
+__device__ __forceinline__ uint32_t warp_sum(uint32_t value) {
+  return __reduce_add_sync(kFullWarp, value);
+}
+
 __device__ __forceinline__ uint32_t warp_max(uint32_t value) {
   return __reduce_max_sync(kFullWarp, value);
 }

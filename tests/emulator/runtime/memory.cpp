@@ -304,6 +304,15 @@ void atomic_or_shared(uint32_t* word, uint32_t bits) {
   *word |= bits;
 }
 
+uint32_t atomic_add_shared(uint32_t* word, uint32_t addend) {
+  const uint32_t offset = shared_address(word);
+  check_shared(offset, 4, 4, EMULATOR_CALLER);
+  write_shared(offset, 4, true, EMULATOR_CALLER);
+  const uint32_t old = *word;
+  *word += addend;
+  return old;
+}
+
 void cp_async(uint32_t destination, const void* source, int num_bytes, bool is_valid) {
   check_shared(destination, num_bytes, num_bytes, EMULATOR_CALLER);
   Copy copy{destination, num_bytes, {}};

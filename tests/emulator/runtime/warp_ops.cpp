@@ -127,6 +127,12 @@ void run_max(Warp& warp) {
   for (int lane = 0; lane < kLanes; ++lane) argument<Exchange>(warp, lane).result = largest;
 }
 
+void run_sum(Warp& warp) {
+  uint32_t sum = 0;
+  for (int lane = 0; lane < kLanes; ++lane) sum += argument<Exchange>(warp, lane).value;
+  for (int lane = 0; lane < kLanes; ++lane) argument<Exchange>(warp, lane).result = sum;
+}
+
 void run_any(Warp& warp) {
   uint32_t any = 0;
   for (int lane = 0; lane < kLanes; ++lane) any |= argument<Exchange>(warp, lane).value;
@@ -171,6 +177,10 @@ float shuffle_xor(float value, int lane_mask, Where where) {
 int shuffle_int(int value, int source_lane, Where where) {
   const uint32_t bits = static_cast<uint32_t>(value);
   return static_cast<int>(exchange(run_shuffle, bits, source_lane, where, EMULATOR_CALLER));
+}
+
+uint32_t warp_sum(uint32_t value, Where where) {
+  return exchange(run_sum, value, 0, where, EMULATOR_CALLER);
 }
 
 uint32_t warp_max(uint32_t value, Where where) {

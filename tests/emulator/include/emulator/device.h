@@ -22,6 +22,7 @@ struct Floats4 {
 uint32_t shared_address(const void* pointer);
 void store_shared_16(uint32_t destination, Words4 value);
 void atomic_or_shared(uint32_t* word, uint32_t bits);
+uint32_t atomic_add_shared(uint32_t* word, uint32_t addend);
 Words4 ldmatrix_x4(uint32_t address, bool is_transposed, Where where);
 
 // --- asynchronous copies: data lands at the wait of the thread that started them ---
@@ -34,6 +35,7 @@ Floats4 mma_m16n8k16(Floats4 c, Words4 a, uint32_t b0, uint32_t b1, bool is_bflo
 float shuffle(float value, int source_lane, Where where);
 float shuffle_xor(float value, int lane_mask, Where where);
 int shuffle_int(int value, int source_lane, Where where);
+uint32_t warp_sum(uint32_t value, Where where);
 uint32_t warp_max(uint32_t value, Where where);
 bool warp_any(bool predicate, Where where);
 void warp_sync(Where where);

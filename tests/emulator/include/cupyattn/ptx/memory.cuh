@@ -17,6 +17,10 @@ __forceinline__ void atomic_add(uint32_t* counter, uint32_t addend) {
   emulator::atomic_add(counter, addend);
 }
 
+__forceinline__ uint32_t atomic_add_shared(uint32_t* word, uint32_t addend) {
+  return emulator::atomic_add_shared(word, addend);
+}
+
 __forceinline__ void atomic_or_shared(uint32_t* word, uint32_t bits) {
   emulator::atomic_or_shared(word, bits);
 }

@@ -22,6 +22,10 @@ __forceinline__ int shuffle(int value, int source_lane, Where where = Where::cur
   return emulator::shuffle_int(value, source_lane, where);
 }
 
+__forceinline__ uint32_t warp_sum(uint32_t value, Where where = Where::current()) {
+  return emulator::warp_sum(value, where);
+}
+
 __forceinline__ uint32_t warp_max(uint32_t value, Where where = Where::current()) {
   return emulator::warp_max(value, where);
 }

@@ -1,0 +1,63 @@
+"""Launches the pad_lse kernel, behind attention whose LSE is wanted request by request."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from .. import jit
+from ..array import ArrayView
+from ..device import device_props
+from ..schedule import MAX_GRID_YZ
+from . import params, plan_batch
+from .enqueue import Launch, enqueue
+
+_THREADS = 256
+CONFIG = jit.Config({"kThreads": _THREADS})
+# kernels/cupyattn/params/pad_lse.cuh
+_PARAMS = struct.Struct(f"<4Q 24x {plan_batch.PARAMS.size - 56}s 2Q 3q 2i")
+
+
+class Padding(NamedTuple):
+    """A launch, and what of its arguments is the same for many."""
+
+    launch: Launch
+    strides: tuple[int, int, int]
+    num_heads: int
+    max_qo_len: int
+
+
+def prepare(padded: ArrayView, device: int) -> Padding:
+    """Make ready to write `padded` [num_requests, max_qo_len, num_heads]."""
+    num_requests, most, num_heads = padded.shape
+    kernel = jit.load("pad_lse", CONFIG, device, device_props(device).arch)
+    grid = (-(-most * num_heads // _THREADS), max(1, min(num_requests, MAX_GRID_YZ)), 1)
+    request, token, head = padded.strides
+    return Padding(
+        Launch(kernel.function, grid, _THREADS, 0), (request, token, head), num_heads, most
+    )
+
+
+def launch(
+    padding: Padding,
+    planned: bytes,
+    indices: tuple[int, int, int, int],
+    rows: int,
+    padded: int,
+    device: int,
+    stream: int,
+) -> None:
+    """Enqueue it on `rows` [num_rows, num_heads]; `planned` and indices are the planner's."""
+    arguments = params.this_thread.launch_buffer
+    _PARAMS.pack_into(
+        arguments.buffer,
+        arguments.offset,
+        *indices,
+        planned,
+        rows,
+        padded,
+        *padding.strides,
+        padding.num_heads,
+        padding.max_qo_len,
+    )
+    enqueue(padding.launch, arguments, device, stream)

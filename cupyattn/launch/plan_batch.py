@@ -1,0 +1,196 @@
+"""Launches the plan_batch kernel: the work list of a batch whose lengths are in device memory."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .. import dtypes, jit
+from ..device import device_props
+from ..dtypes import DType
+from ..errors import UnsupportedError
+from ..schedule.device import room
+from . import params
+from .batch import BatchLauncher, BatchSchedule
+from .enqueue import Launch, enqueue
+from .tiles import row_class
+
+_THREADS = 512
+_SHARED_BYTES = 29_264
+_BYTES_A_REQUEST = 16
+# Rows and pages by steps, or by lengths and offsets too.
+UNIFORM, RAGGED = CONFIGS = tuple(
+    jit.Config({"kRagged": is_ragged, "kThreads": _THREADS, "kSharedBytes": _SHARED_BYTES})
+    for is_ragged in (False, True)
+)
+
+# kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
+_FORMAT = struct.Struct("<q 2i")
+_CONSTANTS = struct.Struct(f"<{4 * _FORMAT.size}s 11i 2I 9i f 4x")
+_PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
+PARAMS = struct.Struct(f"<7Q {_PLANNED.size}s")
+_KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
+INDEX_DTYPES: tuple[DType, ...] = tuple(_KINDS)
+
+
+class IndexFormat(NamedTuple):
+    """How lengths or offsets lie in device memory: elements between two of them, their dtype, and
+    what one token counts."""
+
+    stride: int = 1
+    dtype: DType = dtypes.int32
+    unit: int = 1
+
+    def pack(self) -> bytes:
+        return _FORMAT.pack(self.stride, _KINDS[self.dtype], self.unit)
+
+
+class Lengths(NamedTuple):
+    """What the host knows of a batch's lengths.
+
+    num_requests, num_rows  requests, and rows of q
+    qo_len         query tokens of every request; -1: they are given, or steps of the offsets
+    max_qo_len     the most of one, which chooses the kernel; larger ones are served too
+    kv_step        from a request's kv_start to the next one's: entries of a row of the page table
+    max_kv_len     keys that a request has room for; with offsets of keys, rows of k
+    likely_kv_len  the most keys of one, as the caller says: it bounds splits
+    formats        of qo_lens, kv_lens, qo_offsets and kv_offsets
+    is_ragged      there are others of those than kv_lens
+    """
+
+    num_requests: int
+    num_rows: int
+    qo_len: int
+    max_qo_len: int
+    kv_step: int
+    max_kv_len: int
+    likely_kv_len: int
+    formats: tuple[IndexFormat, IndexFormat, IndexFormat, IndexFormat]
+    is_ragged: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """All that launches of one geometry and batch size share. Positions are bytes.
+
+    planner    the launch that writes the work list
+    schedule   the launches behind it; its words are on the device only
+    scales     where scales of the device are repeated for each head, in the workspace
+    partials   where partial states begin
+    num_bytes  of the workspace
+    """
+
+    planner: Launch
+    schedule: BatchSchedule
+    items: int
+    merges: int
+    counters: int
+    scales: tuple[int, int, int]
+    partials: int
+    num_bytes: int
+    constants: bytes
+
+
+def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
+    """Make ready for launches; UnsupportedError if a block cannot plan so many requests."""
+    device = launcher.device_index
+    props = device_props(device)
+    shared_bytes = _SHARED_BYTES + _BYTES_A_REQUEST * lengths.num_requests
+    if shared_bytes > props.max_smem_per_block:
+        most = (props.max_smem_per_block - _SHARED_BYTES) // _BYTES_A_REQUEST
+        raise UnsupportedError(
+            f"seq_lens: {lengths.num_requests} requests; at most {most} in one call are supported "
+            "on this GPU, pass the batch in parts"
+        )
+    kernel = jit.load("plan_batch", RAGGED if lengths.is_ragged else UNIFORM, device, props.arch)
+    kernel.set_shared_memory(shared_bytes)
+    rows = row_class(lengths.max_qo_len * launcher.group_size)
+    tiles, shape = launcher.tiles(rows)
+    masking = launcher.masking
+    space = room(
+        lengths.num_requests,
+        lengths.num_rows,
+        lengths.qo_len,
+        lengths.max_kv_len,
+        lengths.likely_kv_len,
+        launcher.group_size,
+        launcher.num_kv_heads,
+        shape,
+        masking,
+        merges_last=tiles.name == "prefill_sm80",
+    )
+    limits = space.limits()
+    schedule, words_bytes = launcher.reserve(rows, limits)
+    part = schedule.parts[0]
+    num_heads = launcher.num_kv_heads * launcher.group_size
+    scale_k = words_bytes + 4 * num_heads
+    scale_v = scale_k + 4 * launcher.num_kv_heads
+    partials = -(-(scale_v + 4 * launcher.num_kv_heads) // 16) * 16
+    # A window that no request outgrows is none.
+    window = masking.window_left if masking.window_left < lengths.max_kv_len else -1
+    tile_kv_magic, tile_kv_shift = params.divisor(shape.tile_kv)
+    group_magic, group_shift = params.divisor(launcher.group_size)
+    constants = _CONSTANTS.pack(
+        b"".join(layout.pack() for layout in lengths.formats),
+        lengths.num_requests,
+        lengths.qo_len,
+        lengths.num_rows,
+        lengths.kv_step,
+        lengths.max_kv_len,
+        launcher.group_size,
+        launcher.num_kv_heads,
+        shape.tile_q,
+        shape.tile_q.bit_length() - 1,
+        shape.tile_kv,
+        tile_kv_shift,
+        tile_kv_magic,
+        group_magic,
+        group_shift,
+        masking.causal,
+        window,
+        space.items_per_wave,
+        space.num_tiles,
+        space.num_more,
+        limits.num_items,
+        (part.counters - part.merges) // 4,
+        (words_bytes - part.counters) // 4,
+        shape.state_cost,
+    )
+    return DevicePlan(
+        Launch(kernel.function, (1, 1, 1), _THREADS, shared_bytes),
+        schedule,
+        part.items,
+        part.merges,
+        part.counters,
+        (words_bytes, scale_k, scale_v),
+        partials,
+        partials + schedule.workspace_bytes,
+        constants,
+    )
+
+
+def bind(plan: DevicePlan, workspace: int) -> bytes:
+    """The kernel's struct from `items` on, packed: all that a workspace at this address decides."""
+    return _PLANNED.pack(
+        workspace + plan.items,
+        workspace + plan.merges,
+        workspace + plan.counters,
+        workspace + plan.scales[0],
+        plan.constants,
+    )
+
+
+def launch(
+    plan: DevicePlan,
+    planned: bytes,
+    indices: tuple[int, int, int, int],
+    scales: tuple[int, int, int],
+    device: int,
+    stream: int,
+) -> None:
+    """Enqueue the planner; `planned` is from `bind`. Lengths and offsets (as in `Lengths.formats`)
+    and scales of q, k and v are at these addresses, 0 for none."""
+    arguments = params.this_thread.launch_buffer
+    PARAMS.pack_into(arguments.buffer, arguments.offset, *indices, *scales, planned)
+    enqueue(plan.planner, arguments, device, stream)

@@ -1,0 +1,153 @@
+"""XQA's call: decode over a page table that stays on the device. The module itself can be called,
+so that `cupyattn.xqa(...)` and `from cupyattn.xqa import xqa` both work."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from . import _batch_geometry
+from ._unplanned import run
+from ._unplanned_check import Options, whole
+from ._unplanned_repeat import repeat
+from ._unplanned_views import Names, number_or_array
+
+__all__ = ["xqa"]
+
+_NAMES = Names(
+    "q",
+    "k_cache",
+    "v_cache",
+    block_tables="page_table",
+    qo_offsets="q_cu_seq_lens",
+    sm_scale="q_scale",
+    k_scale="kv_scale",
+    output_scale="rcp_out_scale",
+    q_len="q_seq_len",
+    max_q_len="q_seq_len",
+    out="output",
+)
+
+
+def xqa(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    page_table: Any,
+    seq_lens: Any,
+    output: Any = None,
+    workspace_buffer: Any = None,
+    semaphores: Any = None,
+    num_kv_heads: int | None = None,
+    page_size: int | None = None,
+    sinks: Any = None,
+    q_scale: Any = 1.0,
+    kv_scale: Any = 1.0,
+    sliding_win_size: int = 0,
+    kv_layout: str = "NHD",
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+    rcp_out_scale: float = 1.0,
+    q_seq_len: int = 1,
+    mask: Any = None,
+    *,
+    q_cu_seq_lens: Any = None,
+    k_sf_cache: Any = None,
+    v_sf_cache: Any = None,
+    head_dim: int | None = None,
+    lse: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of a batch's last tokens over paged keys, in XQA's terms; page table and lengths
+    stay on the device, so that a CUDA graph may capture the call and follow their changes.
+
+    q       [B, 1, num_qo_heads, head_dim], or [B, 1, q_seq_len, num_qo_heads, head_dim]: the last
+            tokens of each request, causal among themselves; float16 or bfloat16 (on the CPU
+            float32 too). Also [rows, num_qo_heads, head_dim], and with q_cu_seq_lens (int32,
+            uint32 or int64 [B + 1], the first row of each request and their number) so many rows
+            of each, q_seq_len at most.
+    k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim] ("NHD") or [num_pages,
+            num_kv_heads, page_size, head_dim] ("HND"), dtype of q, float8_e4m3fn or float8_e5m2.
+            Two arrays [num_pages, 2, ...] have keys at 0 of the first, values at 1 of the second.
+    page_table   int32 [B, max_pages]; entries past a request's last page may hold anything.
+    seq_lens   int32, uint32 or int64 [B] or [B, 1]: keys of each request, the new tokens among
+            them. Lengths beyond the table are cut to it.
+    output  the array to write, in q's shape, float16, bfloat16 or float32; default: a new one.
+    workspace_buffer   bytes on a 16-byte boundary, whatever they hold; None: memory for this call.
+    semaphores, sm_count, enable_pdl   accepted for compatibility; semaphores are left alone.
+    num_kv_heads, page_size, head_dim   if given, must be those of the arrays.
+    sinks   float32 [num_kv_heads, group] or [num_qo_heads]: extra natural-log logits in the
+            denominator.
+    q_scale, kv_scale   logits are q·k * q_scale / sqrt(head_dim), and where the caches are fp8
+            times kv_scale, as is the output. Numbers, or float32 arrays of one element, read on
+            the device without waiting.
+    sliding_win_size   keys that a row sees, its own among them; 0: all.
+    rcp_out_scale   multiplies the output.
+    mask, k_sf_cache, v_sf_cache   must be None.
+    lse, return_lse  also give the LSE, float32 in q's shape without head_dim, base 2.
+
+    Returns None where `output` is given, else the output; (output, lse) if `return_lse`. Nothing is
+    copied to the host and nothing waits. Errors as in `trtllm_batch_decode_with_kv_cache`.
+    Semantics: FlashInfer's function of the same name, which has no LSE, pages of 16 to 128, and
+    groups of up to 32 rows; without `output`, the short form of its documentation.
+    """
+    sm_scale, scale_q = number_or_array(q_scale)
+    kv_number, scale_k = number_or_array(kv_scale)
+    usual = q, k_cache, v_cache, workspace_buffer, page_table, seq_lens, output, lse
+    more = None
+    if not (q_cu_seq_lens is sinks is scale_q is scale_k is None):
+        more = None, q_cu_seq_lens, None, None, None, sinks, scale_q, scale_k, None
+    rest = (
+        xqa,
+        *(sm_scale, kv_number, rcp_out_scale, sliding_win_size, kv_layout, q_seq_len, return_lse),
+        *(num_kv_heads, page_size, head_dim, mask, k_sf_cache, v_sf_cache),
+    )
+    answer = repeat(usual, more, rest)
+    if answer is None:
+        answer = run(usual, more, rest, _options(q_cu_seq_lens is not None, *rest[1:]))
+    return answer if return_lse or output is None else None
+
+
+def _options(
+    has_offsets: bool,
+    sm_scale: Any,
+    kv_scale: Any,
+    output_scale: Any,
+    sliding_win_size: Any,
+    kv_layout: Any,
+    q_len: Any,
+    return_lse: Any,
+    num_kv_heads: Any,
+    page_size: Any,
+    head_dim: Any,
+    mask: Any,
+    k_sf_cache: Any,
+    v_sf_cache: Any,
+) -> Options:
+    _batch_geometry.refuse(
+        "is not supported", mask=mask, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache
+    )
+    q_len = whole(q_len, "q_seq_len")
+    return Options(
+        _NAMES,
+        kv_layout,
+        (3, 4, 5),
+        0 if has_offsets else q_len,
+        q_len,
+        sm_scale=sm_scale,
+        kv_scale=kv_scale,
+        output_scale=output_scale,
+        # That does not count a row's own key.
+        window_left=whole(sliding_win_size, "sliding_win_size", 0) - 1,
+        causal=q_len != 1,
+        return_lse=return_lse,
+        extents=(num_kv_heads, page_size, head_dim),
+    )
+
+
+class _Callable(ModuleType):
+    __call__ = staticmethod(xqa)
+
+
+sys.modules[__name__].__class__ = _Callable

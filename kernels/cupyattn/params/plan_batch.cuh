@@ -1,0 +1,53 @@
+// The argument of the plan_batch kernel, passed by value. launch/plan_batch.py packs it.
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/params/attention.cuh"
+
+namespace cupyattn {
+
+enum class IndexKind : int32_t { kInt32 = 0, kUint32 = 1, kInt64 = 2 };
+
+// How lengths, or offsets, lie in device memory.
+struct IndexFormat {
+  int64_t stride;  // elements
+  IndexKind kind;
+  int32_t unit;  // what one token counts
+};
+
+struct PlanBatchParams {
+  const void* qo_lens;     // [num_requests]; nullptr: all are `qo_len`, or steps of qo_offsets
+  const void* kv_lens;     // [num_requests]
+  const void* qo_offsets;  // [num_requests + 1 where lengths are steps]; nullptr: steps of `qo_len`
+  const void* kv_offsets;  // [num_requests]; nullptr: steps of kv_step
+  const float* scale_q;    // one number; may be nullptr, as may the next two
+  const float* scale_k;
+  const float* scale_v;
+  WorkItem* items;     // [max_items]
+  int32_t* merges;     // [num_merges]: the first item of each split tile, then -1
+  uint32_t* counters;  // [num_counters], zeroed
+  float* scales;       // [num_qo_heads + 2 * num_kv_heads]: scale_q, scale_k, scale_v, repeated
+  IndexFormat qo_lens_format, kv_lens_format, qo_offsets_format, kv_offsets_format;
+  int32_t num_requests;
+  int32_t qo_len;      // of every request; negative: steps of qo_offsets
+  int32_t num_rows;    // rows of q: no request has more, or lies outside
+  int32_t kv_step;     // from a request's kv_start to the next one's
+  int32_t max_kv_len;  // keys a request has room for; with kv_offsets, rows of k
+  int32_t group_size, num_kv_heads;
+  int32_t tile_q, tile_q_shift;
+  int32_t tile_kv, tile_kv_shift;
+  uint32_t tile_kv_magic, group_magic;  // for divisions, see attention/work.cuh
+  int32_t group_shift;
+  int32_t causal, window_left;  // as in AttentionParams
+  int32_t items_per_wave;       // that run at a time
+  int32_t max_tiles;            // of rows
+  int32_t max_more;             // items that splitting may add
+  int32_t max_items, num_merges, num_counters;
+  float state_cost;  // of writing and merging a partial state, in the time of a key tile
+  int32_t padding;
+};
+
+static_assert(sizeof(PlanBatchParams) == 88 + 64 + 96,
+              "PlanBatchParams and its mirror in launch/plan_batch.py must agree");
+
+}  // namespace cupyattn

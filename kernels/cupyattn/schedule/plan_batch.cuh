@@ -1,0 +1,409 @@
+// The plan of a batch whose lengths the host does not know: the work list that schedule/batch.py
+// lays out, written by one block. Sizes of parts are judged as schedule/balance.py does, one warp
+// for each; tiles are then ordered by the length of their parts, longest first, in buckets.
+//
+// What counts is the time of a block that is alone: loops are not unrolled, for instructions that
+// are not in a cache are what costs most, and a batch of few requests takes few barriers.
+// Nothing here trusts what it reads: requests are cut to what the arrays hold, and a list that
+// would be longer than there is room for ends early.
+#pragma once
+
+#include "cupyattn/common/math.cuh"
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/params/plan_batch.cuh"
+#include "cupyattn/ptx/math.cuh"
+#include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/ptx/warp.cuh"
+#include "cupyattn/schedule/planned_request.cuh"
+
+namespace cupyattn {
+
+template <typename Config>
+struct PlanBatch {
+  static constexpr bool kRagged = Config::kRagged;
+  static constexpr int kThreads = Config::kThreads;
+  static constexpr int kWarps = kThreads / kWarpSize;
+  static constexpr int kBuckets = 64;
+  // Requests of one bucket count on different words, or their atomics would wait for each other.
+  static constexpr int kLanesApart = 8;
+  // As in schedule/balance.py.
+  static constexpr int kMaxWaves = 4;
+  static constexpr float kBlockOverhead = 2.0f, kMergeOverhead = 3.0f, kWorthwhile = 0.95f;
+  // Tiles that are this short beside everybody's share balance by themselves.
+  static constexpr float kShort = 0.1f;
+  // The sizes of parts that are judged: each warp has one; the last leaves all tiles whole.
+  static constexpr int kSizes = 16;
+  static constexpr int kNoSplit = 0x7fffffff;
+  static constexpr int kSplitsBits = 20;
+  static constexpr int kSplitsMask = (1 << kSplitsBits) - 1;
+  // Words of an item are written 16 bytes at a time; which of them is `split`.
+  static constexpr int kChunks = sizeof(WorkItem) / sizeof(Vector16);
+  static constexpr int kSplitChunk = 1, kSplitWord = 1;
+
+  struct SharedMemory {
+    WorkItem tile[kThreads];  // tiles of rows, with their first parts
+    int tile_end[kThreads];   // items up to the end of each
+    uint32_t bucket[kBuckets * kLanesApart];
+    int warp_sum[kWarps];
+    uint32_t most[3][kWarps], sum[3][kWarps];
+    float time[kSizes];
+    int size[kSizes];
+    // Of each request, num_requests of: its tiles, or its keys where all have as many tiles; key
+    // tiles of its first and last tile together; then the requests in order; where in the order the
+    // tiles of each end.
+    int requests[1];
+  };
+
+  static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
+                "the host's shared-memory arithmetic (launch/plan_batch.py) must agree");
+  static_assert(kWarps == kSizes, "a warp judges one size");
+  static_assert(kBuckets * kLanesApart == kThreads, "a thread scans one bucket");
+
+  const PlanBatchParams& params;
+  SharedMemory& shared;
+  const int thread, warp, lane;
+  int *const lengths, *const both_ends, *const order, *const tiles_end;
+
+  // What all threads know of the batch.
+  struct Totals {
+    int tiles, most_tiles;    // of rows: of all requests, of one
+    int longest2, shortest2;  // twice the key tiles of a tile: the mean of a request's
+    float key_tiles;          // of all tiles
+    float bound;              // the same, were all tiles of a request its longest
+  };
+
+  __device__ __forceinline__ PlanBatch(const PlanBatchParams& params, SharedMemory& shared)
+      : params(params),
+        shared(shared),
+        thread(threadIdx.x),
+        warp(threadIdx.x / kWarpSize),
+        lane(threadIdx.x % kWarpSize),
+        lengths(shared.requests),
+        both_ends(lengths + params.num_requests),
+        order(both_ends + params.num_requests),
+        tiles_end(order + params.num_requests) {}
+
+  __device__ __forceinline__ void run() {
+    const Totals totals = read_requests();
+    const int size = choose_size(totals);
+    const bool is_sorted = totals.longest2 > totals.shortest2;
+    if (is_sorted) sort(totals, size);
+    // Tile t of the list is request t's, or that of place t in the order.
+    const bool is_one_each = totals.most_tiles <= 1 && totals.tiles == params.num_requests;
+    if (!is_one_each) count_tiles(totals, is_sorted);
+    write_items(min_of(totals.tiles, params.max_tiles), size, is_sorted, is_one_each);
+    write_rest();
+  }
+
+ private:
+  __device__ __forceinline__ Totals read_requests() {
+    uint32_t tiles = 0, twice = 0, bound = 0;
+    uint32_t most_tiles = 0, longest2 = 0, inverse = 0;
+    shared.bucket[thread] = 0;
+#pragma unroll 1
+    for (int index = thread; index < params.num_requests; index += kThreads) {
+      const PlannedRequest request = PlannedRequest::of<kRagged>(params, index);
+      const int count = request.num_tiles(params);
+      uint32_t ends = 0;
+      if (count > 0) {
+        const uint32_t last = request.key_tiles(params, (count - 1) << params.tile_q_shift);
+        const uint32_t first = count == 1 ? last : request.key_tiles(params, 0);
+        ends = first + last;
+        inverse = max_of(inverse, kNoSplit - ends);
+        // Under a window the tiles between may see more than either end.
+        const bool is_bounded = count == 1 || params.window_left < 0;
+        bound += count * (is_bounded ? max_of(first, last) : longest_tile(request));
+        twice += count * ends;
+      }
+      lengths[index] = kRagged ? count : request.kv_len;
+      both_ends[index] = static_cast<int>(ends);
+      tiles += count;
+      most_tiles = max_of(most_tiles, static_cast<uint32_t>(count));
+      longest2 = max_of(longest2, ends);
+    }
+    const uint32_t sums[3] = {tiles, twice, bound}, maxima[3] = {most_tiles, longest2, inverse};
+    uint32_t sum[3], most[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      sum[i] = ptx::warp_sum(sums[i]);
+      most[i] = ptx::warp_max(maxima[i]);
+      if (lane == 0) {
+        shared.sum[i][warp] = sum[i];
+        shared.most[i][warp] = most[i];
+      }
+    }
+    ptx::block_sync();
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      sum[i] = ptx::warp_sum(lane < kWarps ? shared.sum[i][lane] : 0);
+      most[i] = ptx::warp_max(lane < kWarps ? shared.most[i][lane] : 0);
+    }
+    return Totals{static_cast<int>(sum[0]),          static_cast<int>(most[0]),
+                  static_cast<int>(most[1]),         static_cast<int>(kNoSplit - most[2]),
+                  0.5f * static_cast<float>(sum[1]), static_cast<float>(sum[2])};
+  }
+
+  // A request's tiles of rows.
+  __device__ __forceinline__ int num_tiles(const Totals& totals, int index) const {
+    return kRagged ? lengths[index] : totals.most_tiles;
+  }
+
+  // The most key tiles that any tile of rows can visit under a window.
+  __device__ __forceinline__ uint32_t longest_tile(const PlannedRequest& request) const {
+    const int tokens = params.causal ? params.tile_q + 1 : request.qo_len;
+    const int64_t keys = static_cast<int64_t>(min_of(tokens, request.qo_len)) + params.window_left;
+    return PlannedRequest::divide_up(params, clamp(keys, request.kv_len));
+  }
+
+  // The most key tiles of one part, by an estimate of when the last block is done.
+  __device__ __forceinline__ int choose_size(const Totals& totals) {
+    const int longest = (totals.longest2 + 1) / 2;
+    const float a_wave = ptx::rcp_approx(static_cast<float>(params.items_per_wave));
+    const float share = totals.key_tiles * a_wave;
+    if (params.max_more == 0 || longest <= 1 || longest <= kShort * share) return kNoSplit;
+    // Rounded up, since sums of floats are not exact: parts must not outgrow the list.
+    const int least = static_cast<int>(totals.bound * 1.0001f *
+                                       ptx::rcp_approx(static_cast<float>(params.max_more))) +
+                      1;
+    const int size = size_to_judge(totals, longest, least);
+    const float time = time_of(totals, size, size < longest, a_wave);
+    if (lane == 0) {
+      shared.time[warp] = time;
+      shared.size[warp] = size;
+    }
+    ptx::block_sync();
+    // The first of the best, by one warp's lanes; times are positive, so their bits compare.
+    const float whole = shared.time[kSizes - 1] * kWorthwhile;
+    if (whole <= share + kBlockOverhead) return kNoSplit;
+    const int index = lane % kSizes;
+    const uint32_t bits = __float_as_uint(index == kSizes - 1 ? whole : shared.time[index]);
+    const uint32_t best = ~ptx::warp_max(~bits);
+    const uint32_t place = ptx::warp_max(bits == best ? kSizes - 1 - index : 0);
+    // Of equal times that of whole tiles, whose place is 0, comes last.
+    return place == 0 ? kNoSplit : shared.size[kSizes - 1 - place];
+  }
+
+  // Parts that fill whole waves: if all tiles are alike, if all but the parts' ends are, and with
+  // room for half a part, or a whole one, at the end of each tile.
+  __device__ __forceinline__ int size_to_judge(const Totals& totals, int longest, int least) const {
+    if (warp == kSizes - 1) return longest;
+    const int slots = params.items_per_wave * (warp % kMaxWaves + 1);
+    const int kind = warp / kMaxWaves;
+    const float rest = slots - 0.5f * (kind - 1) * totals.tiles;
+    int size = longest;
+    if (kind == 0) {
+      const float parts = floorf(slots * ptx::rcp_approx(static_cast<float>(totals.tiles)) + 1e-3f);
+      if (parts > 1.0f) size = static_cast<int>(ceilf(longest * ptx::rcp_approx(parts)));
+    } else if (rest > 0.0f) {
+      size = static_cast<int>(fminf(totals.key_tiles * ptx::rcp_approx(rest), longest)) + 1;
+    }
+    return min_of(max_of(size, least), longest);
+  }
+
+  // When the last block is done, in the time of a key tile, were keys split after `size` tiles.
+  __device__ __forceinline__ float time_of(const Totals& totals, int size, bool is_split,
+                                           float a_wave) const {
+    const float inverse = ptx::rcp_approx(static_cast<float>(size));
+    float items = 0.0f, long_items = 0.0f, long_tiles = 0.0f;
+#pragma unroll 1
+    for (int index = lane; index < params.num_requests; index += kWarpSize) {
+      const float count = static_cast<float>(num_tiles(totals, index));
+      const float keys = 0.5f * both_ends[index];
+      const float parts = count * fmaxf(ceilf(keys * inverse), 1.0f);
+      // The short ones fill gaps, but long ones come in whole waves.
+      const bool is_long = 2.0f * keys > size;
+      items += parts;
+      long_items += is_long ? parts : 0.0f;
+      long_tiles += is_long ? count * keys : 0.0f;
+    }
+#pragma unroll
+    for (int step = kWarpSize / 2; step > 0; step /= 2) {
+      items += ptx::shuffle_xor(items, step);
+      long_items += ptx::shuffle_xor(long_items, step);
+      long_tiles += ptx::shuffle_xor(long_tiles, step);
+    }
+    const float busy = (totals.key_tiles + items * kBlockOverhead) * a_wave;
+    const float mean = long_items > 0.0f ? long_tiles * ptx::rcp_approx(long_items) : 0.0f;
+    const float done = fmaxf(busy, ceilf(long_items * a_wave) * (mean + kBlockOverhead));
+    return is_split ? done + kMergeOverhead + params.state_cost * items * a_wave : done;
+  }
+
+  __device__ __forceinline__ int bucket_of(int index, float most, float scale) const {
+    // Twice the length of a part.
+    const float keys = static_cast<float>(both_ends[index]);
+    const float parts = ceilf(keys * ptx::rcp_approx(most));
+    const float part = most < keys ? keys * ptx::rcp_approx(parts) : keys;
+    const int place = min_of(static_cast<int>(part * scale), kBuckets - 1);
+    return (kBuckets - 1 - place) * kLanesApart + lane % kLanesApart;
+  }
+
+  // Requests by the length of their parts, those with the longest first.
+  __device__ __forceinline__ void sort(const Totals& totals, int size) {
+    const float most = fminf(static_cast<float>(totals.longest2), 2.0f * size);
+    const float scale = (kBuckets - 0.5f) * ptx::rcp_approx(most);
+    // `tiles_end` keeps the place in the bucket for now.
+#pragma unroll 1
+    for (int index = thread; index < params.num_requests; index += kThreads) {
+      const int bucket = bucket_of(index, most, scale);
+      tiles_end[index] = static_cast<int>(ptx::atomic_add_shared(&shared.bucket[bucket], 1));
+    }
+    ptx::block_sync();
+    int total;
+    const int start = scan(static_cast<int>(shared.bucket[thread]), total);
+    shared.bucket[thread] = start;
+    ptx::block_sync();
+#pragma unroll 1
+    for (int index = thread; index < params.num_requests; index += kThreads) {
+      const int bucket = bucket_of(index, most, scale);
+      order[static_cast<int>(shared.bucket[bucket]) + tiles_end[index]] = index;
+    }
+    ptx::block_sync();
+  }
+
+  // The sum of all earlier threads' values, and of all. The caller synchronises before the next.
+  __device__ __forceinline__ int scan(int value, int& total) {
+    int inclusive = value;
+#pragma unroll
+    for (int step = 1; step < kWarpSize; step *= 2) {
+      const int below = ptx::shuffle(inclusive, lane - step);
+      if (lane >= step) inclusive += below;
+    }
+    if (lane == kWarpSize - 1) shared.warp_sum[warp] = inclusive;
+    ptx::block_sync();
+    const int sum = lane < kWarps ? shared.warp_sum[lane] : 0;
+    total = static_cast<int>(ptx::warp_sum(static_cast<uint32_t>(sum)));
+    const int before = lane < warp ? sum : 0;
+    return static_cast<int>(ptx::warp_sum(static_cast<uint32_t>(before))) + inclusive - value;
+  }
+
+  // tiles_end: where the tiles of each place in the order end.
+  __device__ __forceinline__ void count_tiles(const Totals& totals, bool is_sorted) {
+    int before = 0;
+#pragma unroll 1
+    for (int base = 0; base < params.num_requests; base += kThreads) {
+      const int index = base + thread;
+      const bool exists = index < params.num_requests;
+      const int count = exists ? num_tiles(totals, is_sorted ? order[index] : index) : 0;
+      int total;
+      const int start = before + scan(count, total);
+      if (exists) tiles_end[index] = start + count;
+      before += total;
+      ptx::block_sync();
+    }
+  }
+
+  // The first index whose end is beyond `x`.
+  static __device__ __forceinline__ int find(const int* ends, int count, int x) {
+    int low = 0, high = count - 1;
+#pragma unroll 1
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (ends[middle] > x) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
+  }
+
+  __device__ __forceinline__ void write_items(int tiles, int size, bool is_sorted,
+                                              bool is_one_each) {
+    int items = 0, split_tiles = 0;
+#pragma unroll 1
+    for (int base = 0; base < tiles; base += kThreads) {
+      const int tile = base + thread;
+      WorkItem item{};
+      if (tile < tiles) item = item_of(tile, size, is_sorted, is_one_each);
+      shared.tile[thread] = item;
+      int count = min_of(tiles - base, kThreads), total = count, start = thread;
+      if (size != kNoSplit) {
+        const int splits = item.num_splits;
+        const int is_split = splits > 1 ? 1 : 0;
+        const int before = scan(splits | is_split << kSplitsBits, total);
+        start = before & kSplitsMask;
+        const int split_tile = split_tiles + (before >> kSplitsBits);
+        shared.tile[thread].split_tile = split_tile;
+        // Of the items before this tile's, those of split tiles.
+        shared.tile[thread].first_state = items + start - (tile - split_tile);
+        shared.tile_end[thread] = start + splits;
+        if (is_split && split_tile < params.num_merges) params.merges[split_tile] = items + start;
+        split_tiles += total >> kSplitsBits;
+      }
+      ptx::block_sync();
+      spread(items, total & kSplitsMask, count);
+      items += total & kSplitsMask;
+      ptx::block_sync();
+    }
+    const Vector16 zeros{};
+    Vector16* chunks = reinterpret_cast<Vector16*>(params.items);
+#pragma unroll 1
+    for (int i = kChunks * items + thread; i < kChunks * params.max_items; i += kThreads) {
+      chunks[i] = zeros;
+    }
+#pragma unroll 1
+    for (int i = split_tiles + thread; i < params.num_merges; i += kThreads) params.merges[i] = -1;
+  }
+
+  // The first part of a tile of rows. Of a request's tiles the last one, which sees the most keys,
+  // comes first.
+  __device__ __forceinline__ WorkItem item_of(int tile, int size, bool is_sorted,
+                                              bool is_one_each) const {
+    const int place = is_one_each ? tile : find(tiles_end, params.num_requests, tile);
+    const int index = is_sorted ? order[place] : place;
+    PlannedRequest request;
+    if constexpr (kRagged) {
+      request = PlannedRequest::of<true>(params, index);
+    } else {
+      request = PlannedRequest::by_steps(params, index, lengths[index]);
+    }
+    const int row_tile = is_one_each ? 0 : tiles_end[place] - 1 - tile;
+    WorkItem item{};
+    item.q_start = request.q_start;
+    item.qo_len = request.qo_len;
+    item.kv_start = request.kv_start;
+    item.kv_len = request.kv_len;
+    item.first_row = row_tile << params.tile_q_shift;
+    item.num_splits = 1;
+    if (size != kNoSplit) {
+      const int keys = request.key_tiles(params, item.first_row);
+      item.num_splits = max_of(ceil_div(keys, size), 1);
+    }
+    return item;
+  }
+
+  // Writes all parts of `tiles` tiles in shared memory, `count` items from `first` on; neighbours
+  // write neighbouring words, for a block alone is slow to write.
+  __device__ __forceinline__ void spread(int first, int count, int tiles) {
+    Vector16* chunks = reinterpret_cast<Vector16*>(params.items + first);
+    const int room = kChunks * min_of(count, params.max_items - first);
+#pragma unroll 1
+    for (int i = thread; i < room; i += kThreads) {
+      const int item = i / kChunks, part = i % kChunks;
+      const int tile = count == tiles ? item : find(shared.tile_end, tiles, item);
+      Vector16 chunk = reinterpret_cast<const Vector16*>(shared.tile + tile)[part];
+      if (part == kSplitChunk && count != tiles) {
+        chunk.word[kSplitWord] = item - (shared.tile_end[tile] - shared.tile[tile].num_splits);
+      }
+      chunks[i] = chunk;
+    }
+  }
+
+  // What needs no lengths; last, for the others wait for memory that is read first.
+  __device__ __forceinline__ void write_rest() {
+#pragma unroll 1
+    for (int i = thread; i < params.num_counters; i += kThreads) params.counters[i] = 0;
+    const int num_qo_heads = params.num_kv_heads * params.group_size;
+    repeat(params.scale_q, params.scales, num_qo_heads);
+    repeat(params.scale_k, params.scales + num_qo_heads, params.num_kv_heads);
+    repeat(params.scale_v, params.scales + num_qo_heads + params.num_kv_heads, params.num_kv_heads);
+  }
+
+  __device__ __forceinline__ void repeat(const float* scale, float* out, int count) {
+    if (scale == nullptr) return;
+#pragma unroll 1
+    for (int i = thread; i < count; i += kThreads) out[i] = *scale;
+  }
+};
+
+}  // namespace cupyattn

@@ -1,0 +1,95 @@
+// The lengths of one request of a batch, read where they are in device memory. Nothing here trusts
+// them: rows and keys are cut to what the arrays hold.
+#pragma once
+
+#include "cupyattn/attention/work.cuh"
+#include "cupyattn/common/math.cuh"
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/params/plan_batch.cuh"
+
+namespace cupyattn {
+
+__device__ __forceinline__ int64_t load_index(const void* data, const IndexFormat& format,
+                                              int index) {
+  const int64_t place = index * format.stride;
+  if (format.kind == IndexKind::kInt64) return static_cast<const int64_t*>(data)[place];
+  const int32_t word = static_cast<const int32_t*>(data)[place];
+  return format.kind == IndexKind::kInt32 ? word
+                                          : static_cast<int64_t>(static_cast<uint32_t>(word));
+}
+
+// The same in tokens.
+__device__ __forceinline__ int64_t load_offset(const void* data, const IndexFormat& format,
+                                               int index) {
+  const int64_t offset = load_index(data, format, index);
+  return format.unit == 1 ? offset : offset / format.unit;
+}
+
+__device__ __forceinline__ int clamp(int64_t x, int64_t most) {
+  return static_cast<int>(min_of(max_of<int64_t>(x, 0), most));
+}
+
+struct PlannedRequest {
+  int q_start, qo_len, kv_start, kv_len;
+
+  static __device__ __forceinline__ PlannedRequest by_steps(const PlanBatchParams& params,
+                                                            int index, int kv_len) {
+    return PlannedRequest{index * params.qo_len, params.qo_len, index * params.kv_step, kv_len};
+  }
+
+  // kRagged: there may be offsets, and lengths of q; else rows and pages go by steps.
+  template <bool kRagged>
+  static __device__ __forceinline__ PlannedRequest of(const PlanBatchParams& params, int index) {
+    PlannedRequest request = by_steps(params, index, 0);
+    int room = params.max_kv_len;
+    if constexpr (kRagged) {
+      int64_t q_start = 0, qo_len = params.qo_len;
+      if (params.qo_offsets != nullptr) {
+        q_start = load_offset(params.qo_offsets, params.qo_offsets_format, index);
+      } else if (params.qo_len > 0) {
+        q_start = request.q_start;
+      }
+      request.q_start = clamp(q_start, params.num_rows);
+      if (params.qo_lens != nullptr) {
+        qo_len = load_index(params.qo_lens, params.qo_lens_format, index);
+      } else if (params.qo_len < 0) {
+        const int64_t end = load_offset(params.qo_offsets, params.qo_offsets_format, index + 1);
+        qo_len = clamp(end, params.num_rows) - request.q_start;
+      }
+      request.qo_len = clamp(qo_len, params.num_rows - request.q_start);
+      if (params.kv_offsets != nullptr) {
+        const int64_t begin = load_offset(params.kv_offsets, params.kv_offsets_format, index);
+        request.kv_start = clamp(begin, room);
+        room -= request.kv_start;
+      }
+    }
+    request.kv_len = clamp(load_index(params.kv_lens, params.kv_lens_format, index), room);
+    return request;
+  }
+
+  __device__ __forceinline__ int num_tiles(const PlanBatchParams& params) const {
+    return (qo_len * params.group_size + params.tile_q - 1) >> params.tile_q_shift;
+  }
+
+  // How many tiles of keys the tile of rows from first_row on visits: KeyRange and TileSpan of
+  // attention/mask.cuh.
+  __device__ __forceinline__ int key_tiles(const PlanBatchParams& params, int first_row) const {
+    const auto token = [&](int row) { return divide(row, params.group_magic, params.group_shift); };
+    const int offset = kv_len - qo_len;
+    int begin = 0, end = kv_len;
+    if (params.causal) {
+      const int last = min_of(first_row + params.tile_q, qo_len * params.group_size) - 1;
+      end = min_of(kv_len, token(last) + offset + 1);
+    }
+    if (params.window_left >= 0) {
+      begin = max_of(0, token(first_row) + offset - params.window_left);
+    }
+    return divide_up(params, max_of(end - begin, 0));
+  }
+
+  static __device__ __forceinline__ int divide_up(const PlanBatchParams& params, int keys) {
+    return divide(keys + params.tile_kv - 1, params.tile_kv_magic, params.tile_kv_shift);
+  }
+};
+
+}  // namespace cupyattn

@@ -1,0 +1,17 @@
+// Plans a batch whose lengths are in device memory: one block writes the work list.
+#include "cupyattn/schedule/plan_batch.cuh"
+
+#ifndef CUPYATTN_CONFIG
+struct Config {
+  static constexpr bool kRagged = true;
+  static constexpr int kThreads = 512;
+  static constexpr int kSharedBytes = 29264;
+};
+#endif
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
+    cupyattn_plan_batch(const __grid_constant__ cupyattn::PlanBatchParams params) {
+  using Kernel = cupyattn::PlanBatch<Config>;
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  Kernel(params, *reinterpret_cast<typename Kernel::SharedMemory*>(shared_bytes)).run();
+}

@@ -1,0 +1,232 @@
+"""The planner on the host: its lists cover every row and key once, balance, and stay in bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import device_plans
+from helpers.device_plans import Batch, Made
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cupyattn.errors import UnsupportedError
+from cupyattn.launch import plan_batch
+from cupyattn.schedule.batch import TileShape
+
+from . import gpu
+
+_FILL = 0x5A5A5A5A
+_fixture = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Iterator[gpu.EmulatedGpu]:
+    with gpu.plugged_in() as found:
+        yield found
+
+
+def run_on(emulated: gpu.EmulatedGpu, batch: Batch, scales: list[Any] | None = None) -> Made:
+    """The plan, made among memory that the kernel may not touch."""
+
+    def run(prepared: plan_batch.DevicePlan, arrays: list[Any]) -> np.ndarray:
+        emulated.forget()
+        address, owner = emulated.allocate(prepared.partials)
+        words = np.ndarray(prepared.partials // 4, np.int32, owner, address - owner.ctypes.data)
+        words[...] = _FILL
+        pointers = []
+        for x in (*arrays, *(scales or [None] * 3)):
+            if x is not None and x.size:
+                emulated.register(x.ctypes.data, x.nbytes, x, False)
+            pointers.append(0 if x is None else x.ctypes.data)
+        planned = plan_batch.bind(prepared, address)
+        plan_batch.launch(
+            prepared, planned, tuple(pointers[:4]), tuple(pointers[4:]), 0, gpu.STREAM
+        )
+        return words
+
+    return device_plans.make(batch, run)
+
+
+def check(emulated: gpu.EmulatedGpu, batch: Batch) -> Made:
+    made = run_on(emulated, batch)
+    device_plans.check(batch, made)
+    return made
+
+
+shapes = st.builds(
+    TileShape,
+    st.sampled_from((16, 32, 64, 128)),
+    st.sampled_from((16, 48, 64)),
+    st.integers(1, 300),
+    st.sampled_from((0.0, 0.25, 4.0)),
+)
+
+
+@st.composite
+def decodes(draw: st.DrawFn) -> Batch:
+    """Requests of one length of q each: many lengths of keys, a few of them long."""
+    length = st.one_of(st.integers(0, 4000), st.sampled_from((0, 1, 64, 4096, 100_000)))
+    kv_len = draw(st.lists(length, max_size=70))
+    qo_len = draw(st.sampled_from((1, 1, 1, 2, 4, 40)))
+    return Batch(
+        (qo_len,) * len(kv_len),
+        tuple(kv_len),
+        "uniform",
+        draw(st.integers(1, 9)),
+        draw(st.sampled_from((1, 2, 8, 32))),
+        draw(shapes),
+        draw(st.booleans()),
+        draw(st.sampled_from((-1, -1, 0, 100, 3000))),
+        likely_kv_len=draw(st.sampled_from((0, 0, 100, 10**6))),
+        dtype=draw(st.sampled_from(("int32", "uint32", "int64"))),
+    )
+
+
+@st.composite
+def prefills(draw: st.DrawFn) -> Batch:
+    """Requests of any lengths, given in every form."""
+    pair = st.tuples(
+        st.one_of(st.integers(0, 40), st.integers(0, 400)),
+        st.one_of(st.integers(0, 600), st.just(20_000)),
+    )
+    lengths = draw(st.lists(pair, max_size=20))
+    return Batch(
+        tuple(q for q, _ in lengths),
+        tuple(kv for _, kv in lengths),
+        draw(st.sampled_from(("steps", "lens", "lens"))),
+        draw(st.integers(1, 9)),
+        draw(st.sampled_from((1, 2, 8))),
+        draw(shapes),
+        draw(st.booleans()),
+        draw(st.sampled_from((-1, -1, 0, 100, 3000))),
+        is_ragged=draw(st.booleans()),
+        dtype=draw(st.sampled_from(("int32", "uint32", "int64"))),
+        unit=draw(st.sampled_from((1, 1, 96, 1024))),
+    )
+
+
+@_fixture
+@given(st.one_of(decodes(), prefills()))
+def test_work_is_covered_once_and_balanced(emulated: gpu.EmulatedGpu, batch: Batch) -> None:
+    emulated.seed = len(batch.kv_len) % 3
+    check(emulated, batch)
+    emulated.seed = 0
+
+
+def test_more_requests_than_threads(emulated: gpu.EmulatedGpu) -> None:
+    rng = np.random.default_rng(0)
+    count = 1300
+    kv_len = rng.integers(0, 3000, count)
+    kv_len[700] = 1_000_000
+    shape = TileShape(16, 64, 264, 0.25)
+    batch = Batch((1,) * count, tuple(kv_len.tolist()), kv_heads=8, shape=shape)
+    made = check(emulated, batch)
+    assert made.plan().num_states > 5
+    qo_len = tuple(rng.integers(0, 30, count).tolist())
+    check(emulated, replace(batch, qo_len=qo_len, form="steps"))
+
+
+def test_lists_are_longest_first(emulated: gpu.EmulatedGpu) -> None:
+    """Within a 64th of the longest part."""
+    rng = np.random.default_rng(1)
+    kv_len = tuple(rng.integers(0, 30_000, 200).tolist())
+    batch = Batch((1,) * 200, kv_len, kv_heads=8, shape=TileShape(16, 64, 264, 0.25))
+    items = check(emulated, batch).plan().items
+    parts = -(-items[:, 3] // 64) / items[:, 6]
+    assert (parts[1:] <= parts[:-1] + parts.max() / 60 + 1).all()
+
+
+def test_alike_requests_keep_their_order(emulated: gpu.EmulatedGpu) -> None:
+    batch = Batch((1,) * 300, (500,) * 300, kv_heads=8, shape=TileShape(16, 64, 264, 0.25))
+    items = check(emulated, batch).plan().items
+    assert items[:, 0].tolist() == list(range(300)) and (items[:, 6] == 1).all()
+
+
+def test_one_long_request_is_spread(emulated: gpu.EmulatedGpu) -> None:
+    shape = TileShape(16, 64, 264, 0.25)
+    batch = Batch((1,) * 64, (131_072,) + (512,) * 63, kv_heads=8, shape=shape)
+    items = check(emulated, batch).plan().items
+    assert items[items[:, 0] == 0, 6].min() >= 20
+
+
+# --- what is not lengths ---
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64"])
+def test_absurd_lengths_are_cut(emulated: gpu.EmulatedGpu, dtype: str) -> None:
+    kind = np.iinfo(dtype)
+    kv_len = (kind.max, kind.min, 900, 0, kind.max - 5, 901)
+    batch = Batch((1,) * 6, kv_len, max_kv_len=900, dtype=dtype)
+    items = check(emulated, batch).plan().items
+    wanted = [900, 0, 900, 0, 900, 900]
+    assert [int(items[items[:, 0] == i, 3][0]) for i in range(6)] == wanted
+
+
+@pytest.mark.parametrize("form", ["steps", "lens"])
+@pytest.mark.parametrize("seed", range(8))
+def test_absurd_offsets_stay_in_bounds(emulated: gpu.EmulatedGpu, seed: int, form: str) -> None:
+    """Rows of q, keys and the list itself: nothing outside, whatever is in device memory."""
+    rng = np.random.default_rng(seed)
+    count, dtype = 40, ("int32", "int64")[seed % 2]
+    batch = Batch((9,) * count, (700,) * count, form, is_ragged=True, dtype=dtype)
+    arrays, lengths = batch.arrays()
+    kind = np.iinfo(dtype)
+    for x in arrays:
+        if x is not None:
+            x[...] = rng.integers(kind.min, kind.max, x.shape, dtype, endpoint=True)
+            near = rng.random(x.shape) < 0.7
+            x[near] = rng.integers(-5, lengths.max_kv_len + 5, int(near.sum()))
+    wrong = replace(batch)
+    object.__setattr__(wrong, "arrays", lambda: (arrays, lengths))
+    made = run_on(emulated, wrong)
+    used = made.items[made.items[:, 6] > 0]
+    q_start, qo_len, kv_start, kv_len = used[:, :4].T.astype(np.int64)
+    assert (used[:, :8] >= 0).all()
+    assert (q_start + qo_len <= lengths.num_rows).all()
+    assert (kv_start + kv_len <= lengths.max_kv_len).all()
+    assert (used[:, 5] < used[:, 6]).all()
+    limit = made.prepared.schedule.workspace_bytes // (4 * 65 * 16 * batch.kv_heads)
+    split = used[used[:, 6] > 1]
+    assert (split[:, 7] + split[:, 6] <= limit).all()
+    assert (split[:, 10] < max(len(made.merges), len(made.counters) // batch.kv_heads)).all()
+
+
+def test_too_many_requests(emulated: gpu.EmulatedGpu) -> None:
+    batch = Batch((1,) * 13_000, (1,) * 13_000)
+    with pytest.raises(UnsupportedError, match="at most 12699 in one call"):
+        plan_batch.prepare(batch.launcher(), batch.arrays()[1])
+
+
+def test_scales_are_repeated_for_each_head(emulated: gpu.EmulatedGpu) -> None:
+    batch = Batch((1,) * 3, (5, 6, 7), group=3, kv_heads=2)
+    found = []
+
+    for given_scales in ((0.5, None, 2.0), (None, 3.0, None)):
+        scales = [None if x is None else np.array([x], np.float32) for x in given_scales]
+
+        def run(prepared: Any, arrays: list[Any], scales: list[Any] = scales) -> np.ndarray:
+            emulated.forget()
+            address, owner = emulated.allocate(prepared.partials)
+            words = np.ndarray(prepared.partials // 4, np.int32, owner, address - owner.ctypes.data)
+            words[...] = _FILL
+            emulated.register(arrays[1].ctypes.data, arrays[1].nbytes, arrays[1], False)
+            for x in scales:
+                if x is not None:
+                    emulated.register(x.ctypes.data, x.nbytes, x, False)
+            pointers = tuple(0 if x is None else x.ctypes.data for x in scales)
+            lengths = arrays[1].ctypes.data
+            planned = plan_batch.bind(prepared, address)
+            plan_batch.launch(prepared, planned, (0, lengths, 0, 0), pointers, 0, gpu.STREAM)
+            pairs = zip(prepared.scales, (6, 2, 2), strict=True)
+            found.append([words[at // 4 :][:n] for at, n in pairs])
+            return words
+
+        device_plans.make(batch, run)
+    fill = np.int32(_FILL)
+    (q, k, v), (q2, k2, v2) = found
+    assert (q.view("f4") == 0.5).all() and (k == fill).all() and (v.view("f4") == 2.0).all()
+    assert (q2 == fill).all() and (k2.view("f4") == 3.0).all() and (v2 == fill).all()

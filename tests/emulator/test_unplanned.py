@@ -1,0 +1,63 @@
+"""The entry points without a plan, kernels and all, on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import unplanned_calls
+from helpers.unplanned_cases import ENTRIES, PROBLEMS, Case, Problem, random_case
+
+from . import gpu
+
+COUNT = len(PROBLEMS)
+BASE = Case(
+    seed=1,
+    entry="trtllm_batch_decode_with_kv_cache",
+    problem=Problem("float16", "float16", (64, 64)),
+    qo_len=(1, 1, 1),
+    kv_len=(600, 0, 33),
+    page_size=16,
+    num_kv_heads=2,
+    group=4,
+    form="uniform",
+)
+
+
+def run(case: Case, **facts: Any) -> gpu.EmulatedGpu:
+    facts.setdefault("num_sms", 16)
+    with gpu.plugged_in(**facts) as emulated:
+        workspace = emulated.empty((16 << 20,), np.dtype(np.uint8))
+        unplanned_calls.run_case(case, np, workspace)
+    return emulated
+
+
+@pytest.mark.parametrize("index", range(COUNT))
+def test_random_calls(index: int) -> None:
+    for seed in range(index, index + 8 * COUNT, COUNT):
+        run(random_case(seed), seed=seed % 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(8 * COUNT, 60 * COUNT, COUNT))
+def test_many_random_calls(first: int) -> None:
+    for seed in range(first, first + COUNT):
+        run(random_case(seed), seed=seed % 3, num_sms=8 + seed % 30)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_each_entry_point(entry: str) -> None:
+    form = {"trtllm_batch_context_with_kv_cache": "steps"}.get(entry, "uniform")
+    case = replace(BASE, entry=entry, form=form)
+    if entry.startswith("cudnn"):
+        case = replace(case, kv_layout="HND")
+    if entry == "cudnn_batch_prefill_with_kv_cache":
+        case = replace(case, form="lens", qo_len=(3, 0, 40))
+    run(case)
+
+
+def test_a_decode_is_two_launches() -> None:
+    names = [launch.name for launch in run(BASE).launches]
+    assert names == ["plan_batch", "decode_sm80"] * 2

@@ -1,0 +1,306 @@
+"""Entry points without a plan on the GPU: random calls, graphs, and nothing that waits."""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import compare, device_plans, unplanned_calls
+from helpers.device_plans import Batch
+from helpers.gpu_calls import download, raw, upload
+from helpers.unplanned_cases import ENTRIES, NUM_CASES, PROBLEMS, random_case
+
+import cupyattn
+from cupyattn import _unplanned_repeat
+from cupyattn.errors import ArgumentError, WorkspaceError
+from cupyattn.launch import enqueue, plan_batch
+from cupyattn.schedule.batch import TileShape
+
+pytestmark = pytest.mark.gpu
+
+cupy = pytest.importorskip("cupy")
+
+BLOCK = 100
+HEADS, KV_HEADS, DIM, PAGE, POOL, WIDTH = 8, 2, 64, 16, 400, 130
+_workspaces: dict[str, Any] = {}
+
+
+def framework(index: int) -> ModuleType:
+    """CuPy and torch in turn; CuPy alone where torch is missing."""
+    try:
+        import torch
+    except ImportError:
+        return cupy
+    return torch if index % 2 and torch.cuda.is_available() else cupy
+
+
+def workspace(xp: ModuleType, size: int = 128 << 20) -> Any:
+    key = f"{xp.__name__} {size}"
+    if key not in _workspaces:
+        where = {"device": "cuda"} if xp.__name__ == "torch" else {}
+        _workspaces[key] = xp.full((size,), 255, dtype=xp.uint8, **where)
+    return _workspaces[key]
+
+
+@pytest.fixture
+def torch() -> Any:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch is here without CUDA")
+    return torch
+
+
+@pytest.mark.parametrize("first", range(0, NUM_CASES, BLOCK))
+def test_random_calls(first: int) -> None:
+    failures = []
+    for seed in range(first, first + BLOCK):
+        xp = framework(seed // len(PROBLEMS))
+        try:
+            unplanned_calls.run_case(random_case(seed), xp, workspace(xp))
+        except AssertionError as error:
+            failures.append(f"seed {seed}: {error}")
+    assert not failures, f"{len(failures)} of {BLOCK} failed:\n" + "\n".join(failures[:5])
+
+
+# --- the planner alone ---
+
+
+def run_planner(prepared: plan_batch.DevicePlan, arrays: list[Any]) -> np.ndarray:
+    words = cupy.full(prepared.partials // 4, 0x5A5A5A5A, np.int32)
+    held = [None if x is None else cupy.asarray(x) for x in arrays]
+    pointers = [0 if x is None else x.data.ptr for x in held]
+    stream = cupy.cuda.get_current_stream().ptr
+    planned = plan_batch.bind(prepared, words.data.ptr)
+    plan_batch.launch(prepared, planned, tuple(pointers), (0, 0, 0), 0, stream)  # type: ignore[arg-type]
+    return words.get()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_plans_cover_all_work_once_and_balance_it(seed: int) -> None:
+    batch = device_plans.random_batch(seed)
+    device_plans.check(batch, device_plans.make(batch, run_planner))
+
+
+def test_plans_of_thousands() -> None:
+    rng = np.random.default_rng(3)
+    for count in (1024, 3000, 12_000):
+        kv_len = rng.integers(0, 5000, count)
+        kv_len[count // 2] = 1_000_000
+        batch = Batch(
+            (1,) * count, tuple(kv_len.tolist()), kv_heads=8, shape=TileShape(16, 64, 264, 0.25)
+        )
+        device_plans.check(batch, device_plans.make(batch, run_planner))
+
+
+# --- graphs ---
+
+
+class Model:
+    """One layer: arrays whose addresses stay, and lengths and pages that change."""
+
+    def __init__(self, xp: ModuleType, entry: str, count: int = 5, seed: int = 0) -> None:
+        self.xp, self.entry, self.count = xp, entry, count
+        self.rng = np.random.default_rng(seed)
+        self.is_ragged = "context" in entry or "prefill" in entry
+        self.rows = 40 if self.is_ragged else count
+        values = self.rng.standard_normal((POOL, 2, KV_HEADS, PAGE, DIM)).astype(np.float16)
+        self.cache = upload(values, xp)
+        self.q = upload(self._queries(), xp)
+        self.out, self.lse = upload(self._queries(), xp), self._blank_lse()
+        self.table = upload(np.zeros((count, WIDTH), np.int32), xp)
+        self.lens = upload(np.zeros(count, np.int32), xp)
+        self.q_lens = upload(np.zeros(count, np.int32), xp)
+        self.offsets = upload(np.zeros(count + 1, np.int32), xp)
+        self.scale = upload(np.ones(1, np.float32), xp)
+        self.change()
+
+    def _queries(self) -> np.ndarray:
+        return self.rng.standard_normal((self.rows, HEADS, DIM)).astype(np.float16)
+
+    def _blank_lse(self) -> Any:
+        is_padded = self.entry.startswith("cudnn_batch_prefill")
+        shape = (self.count, self.rows, HEADS) if is_padded else (self.rows, HEADS)
+        return upload(np.zeros(shape, np.float32), self.xp)
+
+    def change(self) -> None:
+        """Other lengths, pages and scales, in place; what is unused is absurd."""
+        rng = self.rng
+        lens = rng.integers(0, WIDTH * PAGE, self.count) * (rng.random(self.count) < 0.9)
+        table = rng.integers(0, POOL, (self.count, WIDTH))
+        for row, n in zip(table, lens, strict=True):
+            row[-(-int(n) // PAGE) :] = 2**31 - 1
+        q_lens = rng.multinomial(self.rows - int(rng.integers(0, 5)), np.ones(5) / 5)
+        ends = np.concatenate([[0], np.cumsum(q_lens)])
+        for target, values in (
+            (self.table, table),
+            (self.lens, lens),
+            (self.q_lens, q_lens[: self.count]),
+            (self.offsets, ends[: self.count + 1]),
+            (self.scale, rng.uniform(0.05, 0.3, 1).astype(np.float32)),
+        ):
+            kind = np.float32 if target is self.scale else np.int32
+            target[...] = upload(np.asarray(values, kind), self.xp)
+
+    def call(self, out: Any, lse: Any) -> Any:
+        function: Any = getattr(cupyattn, self.entry)
+        named: dict[str, Any] = {"out": out, "lse": lse, "return_lse": True}
+        k, v = self.cache[:, 0], self.cache[:, 1]
+        space, longest = workspace(self.xp), WIDTH * PAGE
+        if self.entry == "xqa":
+            named["output"] = named.pop("out")[:, None]
+            named |= {"workspace_buffer": space, "kv_layout": "HND", "q_scale": self.scale}
+            named["lse"] = named["lse"][:, None]
+            return function(self.q[:, None], k, v, self.table, self.lens, **named)
+        if self.entry.startswith("cudnn"):
+            named |= {"max_sequence_kv": longest, "actual_seq_lens_kv": self.lens}
+            named["block_tables"] = self.table
+            if self.is_ragged:
+                named |= {"actual_seq_lens_q": self.q_lens, "batch_offsets_q": self.offsets}
+                named |= {"batch_offsets_units": "tokens", "causal": True}
+                named["max_token_per_sequence"] = self.rows
+            return function(self.q, k, v, self.scale, space, **named)
+        head = self.q, self.cache, space, self.table, self.lens
+        if self.is_ragged:
+            rest = 40, longest, self.scale, 1.0, self.count, self.offsets, None
+            return function(*head, *rest, **named)
+        return function(*head, longest, self.scale, **named | {"kv_layout": "HND"})
+
+
+def capture(torch: Any, xp: ModuleType, run: Any) -> Any:
+    """A replay on the current stream of what `run` launches."""
+    if xp is torch:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph.replay
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        run()
+        captured = stream.end_capture()
+    return lambda: captured.launch(cupy.cuda.get_current_stream())
+
+
+@pytest.mark.parametrize(("entry", "name"), itertools.product(ENTRIES, ("torch", "cupy")))
+def test_replays_follow_lengths_and_pages(torch: Any, entry: str, name: str) -> None:
+    """Each replay as an eager call on new arrays answers, bit for bit."""
+    xp = torch if name == "torch" else cupy
+    model = Model(xp, entry)
+    model.call(model.out, model.lse)
+    replay = capture(torch, xp, lambda: model.call(model.out, model.lse))
+    for step in range(30):
+        model.change()
+        raw(model.out)[...] = 0
+        raw(model.lse)[...] = 0
+        replay()
+        wanted = upload(np.zeros((model.rows, HEADS, DIM), np.float16), xp), model._blank_lse()
+        model.call(*wanted)
+        for got, want in zip((model.out, model.lse), wanted, strict=True):
+            compare.assert_bitwise_equal(download(got), download(want), (entry, step))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_nothing_waits(torch: Any, entry: str) -> None:
+    """torch raises at the first call that synchronises, in first calls and in repeated ones."""
+    model = Model(torch, entry)
+    model.call(model.out, model.lse)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            model.call(model.out, model.lse)
+        model.call(torch.empty_like(model.out), torch.empty_like(model.lse))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # A kernel that spins holds the stream: calls return all the same.
+    event = torch.cuda.Event()
+    torch.cuda._sleep(200_000_000)
+    for _ in range(20):
+        model.call(model.out, model.lse)
+    event.record()
+    assert not event.query()
+    torch.cuda.synchronize()
+
+
+def test_lengths_on_the_host(torch: Any) -> None:
+    """cuDNN's calls take them there, but not into a graph."""
+    model = Model(torch, "cudnn_batch_prefill_with_kv_cache")
+    wanted = [download(x) for x in model.call(model.out, model.lse)]
+    for name in ("lens", "q_lens", "offsets"):
+        setattr(model, name, getattr(model, name).cpu())
+    for got, want in zip(model.call(model.out, model.lse), wanted, strict=True):
+        compare.assert_bitwise_equal(download(got), want, "lengths on the host")
+
+
+def test_layers_that_share_a_workspace(torch: Any) -> None:
+    """Launches of one stream follow each other: the next plan does not overtake this one's."""
+    models = [Model(torch, ENTRIES[0], seed=seed) for seed in range(4)]
+    wanted = []
+    for model in models:
+        model.call(model.out, model.lse)
+        wanted.append(download(model.out))
+    for model in models:
+        raw(model.out)[...] = 0
+    for _ in range(50):
+        for model in models:
+            model.call(model.out, model.lse)
+    for model, want in zip(models, wanted, strict=True):
+        compare.assert_bitwise_equal(download(model.out), want, "layers")
+
+
+def test_too_small_a_workspace_says_what_it_needs() -> None:
+    model = Model(cupy, ENTRIES[0])
+    model.call(model.out, model.lse)
+    for size in (0, 1024):
+        space = cupy.zeros(size, np.uint8)
+        with pytest.raises(WorkspaceError, match=f"needs .* bytes and it has {size}"):
+            cupyattn.trtllm_batch_decode_with_kv_cache(
+                model.q, model.cache, space, model.table, model.lens, 500
+            )
+
+
+def test_debug_reads_what_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enqueue.cuda(), "is_debugging", True)
+    monkeypatch.setattr(_unplanned_repeat, "_reader_of", {})
+    model = Model(cupy, ENTRIES[0])
+    model.call(model.out, model.lse)
+    model.lens[1] = WIDTH * PAGE + 1
+    with pytest.raises(ArgumentError, match="seq_lens: request 1"):
+        model.call(model.out, model.lse)
+    model.lens[1] = 20
+    model.table[1, 1] = POOL
+    with pytest.raises(ArgumentError, match=f"block_tables: request 1 has page {POOL}"):
+        model.call(model.out, model.lse)
+
+
+def test_absurd_lengths_read_nothing_outside(torch: Any) -> None:
+    """They are cut to the table; run under compute-sanitizer this would show."""
+    model = Model(torch, ENTRIES[0])
+    model.table[...] = torch.arange(WIDTH, device="cuda", dtype=torch.int32)
+    model.lens[...] = upload(np.array([2**31 - 1, -(2**31), 5, -1, WIDTH * PAGE], np.int32), torch)
+    out, _ = (download(x) for x in model.call(model.out, model.lse))
+    model.lens[...] = upload(np.array([WIDTH * PAGE, 0, 5, 0, WIDTH * PAGE], np.int32), torch)
+    wanted, _ = (download(x) for x in model.call(model.out, model.lse))
+    compare.assert_bitwise_equal(out, wanted, "absurd lengths")
+
+
+def test_jax_arrays() -> None:
+    """They cannot be written, so the workspace is CuPy's, or none."""
+    jax = pytest.importorskip("jax")
+    model = Model(cupy, ENTRIES[0])
+    wanted = download(model.call(model.out, model.lse)[0])
+    arrays = [jax.dlpack.from_dlpack(x) for x in (model.q, model.cache, model.table, model.lens)]
+    q, cache, table, lens = arrays
+    scale = float(model.scale[0])
+    for space in (workspace(cupy), None):
+        out = cupyattn.trtllm_batch_decode_with_kv_cache(
+            q, cache, space, table, lens, 2000, bmm1_scale=scale
+        )
+        assert isinstance(out, jax.Array)
+        error = np.abs(np.asarray(out).astype(np.float32) - wanted.astype(np.float32)).max()
+        assert error < 2e-3

@@ -1,0 +1,333 @@
+"""What calls without a plan launch, on a GPU that is not there, and who goes the short way."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from helpers import fake_gpu
+from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer, unpack
+
+import cupyattn
+from cupyattn import _unplanned, _unplanned_repeat
+from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError, WorkspaceError
+from cupyattn.launch import plan_batch
+from cupyattn.schedule.batch import Masking, TileShape
+from cupyattn.schedule.device import room
+
+B, HQ, HKV, D, PAGES, PAGE, WIDTH = 5, 8, 2, 64, 30, 16, 9
+PLANNER = plan_batch.PARAMS.size
+Make = Callable[..., Any]
+
+
+def no_general_way(*_: object) -> None:
+    raise AssertionError("the call went the general way")
+
+
+class Calls:
+    """The arrays of calls that look alike: different ones for each `seed`."""
+
+    def __init__(self, make: Make, entry: str, **changes: Any) -> None:
+        self.make, self.entry, self.changes = make, entry, changes
+        self.space = make(1 << 22, dtype="uint8")
+
+    def arguments(self) -> dict[str, Any]:
+        make, rows = self.make, B
+        table, lens = make(B, WIDTH, dtype="int32"), make(B, dtype="int32")
+        if self.entry.startswith("cudnn"):
+            k, v = make(PAGES, HKV, PAGE, D), make(PAGES, HKV, PAGE, D)
+            named = {"q": make(rows, HQ, D), "k_cache": k, "v_cache": v, "scale": 0.1}
+            named |= {"workspace_buffer": self.space, "block_tables": table}
+            named |= {"max_sequence_kv": 100, "actual_seq_lens_kv": lens, "out": make(rows, HQ, D)}
+            if "prefill" in self.entry:
+                named |= {"max_token_per_sequence": 3, "causal": True, "return_lse": True}
+                named |= {"actual_seq_lens_q": make(B, dtype="int32")}
+                named |= {"batch_offsets_q": make(B + 1, dtype="int32")}
+        elif self.entry == "xqa":
+            k, v = make(PAGES, PAGE, HKV, D), make(PAGES, PAGE, HKV, D)
+            named = {"q": make(B, 1, HQ, D), "k_cache": k, "v_cache": v, "page_table": table}
+            named |= {"seq_lens": lens, "output": make(B, 1, HQ, D)}
+            named |= {"workspace_buffer": self.space}
+        else:
+            named = {"query": make(rows, HQ, D), "kv_cache": make(PAGES, 2, HKV, PAGE, D)}
+            named |= {"workspace_buffer": self.space, "block_tables": table, "seq_lens": lens}
+            named |= {"bmm1_scale": 0.1, "out": make(rows, HQ, D), "kv_layout": "HND"}
+            if "context" in self.entry:
+                named |= {"max_q_len": 4, "max_kv_len": 99, "batch_size": B, "bmm2_scale": 2.0}
+                named |= {"cum_seq_lens_q": make(B + 1, dtype="int32"), "cum_seq_lens_kv": None}
+            else:
+                named["max_seq_len"] = 100
+        return named | {name: x(make) if callable(x) else x for name, x in self.changes.items()}
+
+    def __call__(self, arguments: dict[str, Any]) -> Any:
+        return getattr(cupyattn, self.entry)(**arguments)
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "decode": ("trtllm_batch_decode_with_kv_cache", {}),
+    "decode, pair": (
+        "trtllm_batch_decode_with_kv_cache",
+        {"kv_cache": lambda make: (make(PAGES, HKV, PAGE, D), make(PAGES, HKV, PAGE, D))},
+    ),
+    "decode, array scales": (
+        "trtllm_batch_decode_with_kv_cache",
+        {
+            "bmm1_scale": lambda make: make(1, dtype="float32"),
+            "bmm2_scale": lambda make: make(1, dtype="float32"),
+        },
+    ),
+    "decode, sinks, window, lse": (
+        "trtllm_batch_decode_with_kv_cache",
+        {
+            "sinks": lambda make: make(HQ, dtype="float32"),
+            "lse": lambda make: make(B, HQ, dtype="float32"),
+            "window_left": 7,
+            "return_lse": True,
+        },
+    ),
+    "decode, one array for both": (
+        "trtllm_batch_decode_with_kv_cache",
+        {"kv_cache": lambda make: make(PAGES, 1, HKV, PAGE, D)},
+    ),
+    "xqa decode": ("xqa_batch_decode_with_kv_cache", {}),
+    "context": ("trtllm_batch_context_with_kv_cache", {}),
+    "xqa": ("xqa", {}),
+    "xqa, two of both": (
+        "xqa",
+        {
+            "k_cache": lambda make: make(PAGES, 2, PAGE, HKV, D),
+            "v_cache": lambda make: make(PAGES, 2, PAGE, HKV, D),
+        },
+    ),
+    "xqa, fp8": (
+        "xqa",
+        {
+            "k_cache": lambda make: make(PAGES, PAGE, HKV, D, dtype="float8_e4m3fn"),
+            "v_cache": lambda make: make(PAGES, PAGE, HKV, D, dtype="float8_e4m3fn"),
+            "kv_scale": lambda make: make(1, dtype="float32"),
+        },
+    ),
+    "xqa, a scale without effect": ("xqa", {"kv_scale": lambda make: make(1, dtype="float32")}),
+    "cudnn decode": ("cudnn_batch_decode_with_kv_cache", {}),
+    "cudnn prefill": ("cudnn_batch_prefill_with_kv_cache", {}),
+    "cudnn prefill, ragged": (
+        "cudnn_batch_prefill_with_kv_cache",
+        {
+            "block_tables": None,
+            "k_cache": lambda make: make(90, HKV, D),
+            "v_cache": lambda make: make(90, HKV, D),
+            "batch_offsets_k": lambda make: make(B, dtype="int32"),
+            "batch_offsets_v": lambda make: make(B, dtype="int32"),
+            "batch_offsets_units": "tokens",
+            "lse": lambda make: make(B, 3, HQ, dtype="float32"),
+        },
+    ),
+}
+
+
+def facts(launch: Launched) -> tuple[Any, ...]:
+    sizes = {"plan_batch": PLANNER, "pad_lse": PLANNER + 48}
+    size = sizes.get(launch.kernel) if isinstance(launch.kernel, str) else None
+    return launch.kernel, launch.grid, launch.block, launch.shared_bytes, launch.params[:size]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_calls_that_look_alike_go_the_short_way(
+    gpu: Gpu, make: Make, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And launch what the general way launches, to the last byte."""
+    entry, changes = VARIANTS[variant]
+    if "fp8" in variant and not hasattr(make(1), "untyped_storage"):
+        pytest.skip("CuPy has no fp8 of its own")
+    calls = Calls(make, entry, **changes)
+    calls(calls.arguments())
+    later = [calls.arguments() for _ in range(3)]
+    gpu.launches.clear()
+    monkeypatch.setattr(_unplanned, "check", no_general_way)
+    for arguments in later:
+        answer = calls(arguments)
+    short = [facts(launch) for launch in gpu.launches]
+    monkeypatch.undo()
+    # undo() has also put back what makes the GPU.
+    del answer
+    assert len(short) == 3 * (3 if entry.endswith("prefill_with_kv_cache") else 2)
+    assert len({*short}) == len(short)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_ways_launch_the_same(
+    gpu: Gpu, make: Make, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry, changes = VARIANTS[variant]
+    calls = Calls(make, entry, **changes)
+    if "lse" not in changes:
+        calls.changes = {**changes, "return_lse": False}
+    calls(calls.arguments())
+    arguments = calls.arguments()
+    gpu.launches.clear()
+    calls(arguments)
+    short = [facts(launch) for launch in gpu.launches]
+    fake_gpu.forget()
+    gpu.launches.clear()
+    calls(arguments)
+    assert short == [facts(launch) for launch in gpu.launches]
+    assert {launch.stream for launch in gpu.launches} == {STREAM}
+
+
+def test_the_short_way_is_short(gpu: Gpu, make: Make) -> None:
+    calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
+    arguments = calls.arguments()
+    calls(arguments)
+    assert count_functions(lambda: calls(arguments)) <= 30
+
+
+def test_growing_requests_look_alike(gpu: Gpu, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
+    arguments = calls.arguments()
+    calls(arguments | {"max_seq_len": 70})
+    known = len(_unplanned_repeat._known)
+    for longest in (71, 100, 128):
+        calls(arguments | {"max_seq_len": longest})
+    assert len(_unplanned_repeat._known) == known
+    calls(arguments | {"max_seq_len": 129})
+    assert len(_unplanned_repeat._known) == known + 1
+
+
+def test_answers_are_made_on_the_short_way_too(gpu: Gpu, make: Make) -> None:
+    calls = Calls(make, "trtllm_batch_decode_with_kv_cache", out=None, return_lse=True)
+    for _ in range(2):
+        arguments = calls.arguments()
+        out, lse = calls(arguments)
+        assert tuple(out.shape) == (B, HQ, D) and tuple(lse.shape) == (B, HQ)
+        got = unpack(gpu.attentions()[-1].params)
+        assert (got["o"], got["lse"]) == (pointer(out), pointer(lse))
+
+
+def test_what_the_kernels_are_told(gpu: Gpu, make: Make) -> None:
+    calls = Calls(make, "trtllm_batch_decode_with_kv_cache", window_left=40)
+    arguments = calls.arguments()
+    calls(arguments)
+    planner, attention = gpu.launches
+    space = pointer(calls.space)
+    pointers = struct.unpack_from("<11Q", planner.params)
+    assert pointers[:7] == (0, pointer(arguments["seq_lens"]), 0, 0, 0, 0, 0)
+    assert (planner.kernel, planner.grid, planner.block) == ("plan_batch", (1, 1, 1), (512, 1, 1))
+    got = unpack(attention.params)
+    assert got["work"] == pointers[7] == space
+    assert (got["merges"], got["counters"]) == pointers[8:10]
+    assert got["kv_indices"] == pointer(arguments["block_tables"])
+    cache = pointer(arguments["kv_cache"])
+    assert (got["k"], got["v"]) == (cache, cache + 2 * HKV * PAGE * D)
+    assert space < got["counters"] <= pointers[10] < got["partial_o"] <= got["partial_lse"]
+    assert (got["causal"], got["window_left"], got["page_size"]) == (0, 40, PAGE)
+    assert attention.grid[0] == HKV and attention.kernel.name == "decode_sm80"
+
+
+# --- bad calls, after good ones ---
+
+BAD: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "out: overlaps query": lambda a: {"out": a["query"]},
+    "out: overlaps kv_cache": lambda a: {
+        "out": a["kv_cache"].reshape(-1)[: B * HQ * D].reshape(B, HQ, D)
+    },
+    "out: overlaps kv_cache in memory": lambda a: {
+        "out": a["kv_cache"].reshape(-1)[-B * HQ * D :].reshape(B, HQ, D)
+    },
+    "seq_lens: shape is": lambda a: {"seq_lens": a["seq_lens"][:3]},
+    "block_tables: shape": lambda a: {"block_tables": a["block_tables"][0]},
+    "query: holds": lambda a: {"query": a["query"][:3]},
+    "query: got list": lambda a: {"query": [1.0]},
+    "seq_lens: got list": lambda a: {"seq_lens": [1] * B},
+    "workspace_buffer: this call needs": lambda a: {"workspace_buffer": a["workspace_buffer"][:64]},
+    "workspace_buffer: its address": lambda a: {"workspace_buffer": a["workspace_buffer"][8:]},
+    "window_left": lambda a: {"window_left": -2},
+    "o_sf_scale": lambda a: {"o_sf_scale": a["seq_lens"]},
+    "unknown dtype": lambda a: {"out_dtype": {}},
+    "max_seq_len: got": lambda a: {"max_seq_len": a["seq_lens"]},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_call_is_refused_after_good_ones(gpu: Gpu, make: Make, message: str) -> None:
+    calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
+    arguments = calls.arguments()
+    for _ in range(2):
+        calls(arguments)
+    gpu.launches.clear()
+    with pytest.raises(CupyAttnError) as caught:
+        calls(arguments | BAD[message](arguments))
+    assert message in str(caught.value) and not gpu.launches
+
+
+def test_a_workspace_that_holds_other_arrays(gpu: Gpu, make: Make) -> None:
+    calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
+    arguments = calls.arguments()
+    calls(arguments)
+    for name in ("out", "block_tables", "query"):
+        held = arguments[name]
+        size = held.nbytes if hasattr(held, "nbytes") else held.numel() * held.element_size()
+        inside = calls.space[1024 : 1024 + size].view(held.dtype).reshape(held.shape)
+        with pytest.raises(ArgumentError, match="overlaps"):
+            calls(arguments | {name: inside})
+
+
+def test_a_workspace_that_is_too_small(gpu: Gpu, make: Make) -> None:
+    calls = Calls(make, "trtllm_batch_decode_with_kv_cache", max_seq_len=144)
+    calls.space = make(4096, dtype="uint8")
+    with pytest.raises(WorkspaceError, match=r"needs \d+ bytes and it has 4096") as caught:
+        calls(calls.arguments())
+    need = int(str(caught.value).split(" needs ")[1].split()[0])
+    calls.space = make(need, dtype="uint8")
+    calls(calls.arguments())
+    assert len(gpu.launches) == 2
+
+
+def test_no_workspace_is_memory_for_one_call(gpu: Gpu, make: Make) -> None:
+    calls = Calls(make, "xqa", workspace_buffer=None)
+    for _ in range(2):
+        calls(calls.arguments())
+    assert len(gpu.launches) == 4 and len(gpu.scratch) == 2
+
+
+def test_lengths_on_the_host_are_cudnns(gpu: Gpu, make: Make) -> None:
+    import numpy as np
+
+    lens = np.zeros(B, np.int32)
+    calls = Calls(make, "trtllm_batch_decode_with_kv_cache", seq_lens=lens)
+    with pytest.raises(ArgumentError, match="seq_lens: is on cpu"):
+        calls(calls.arguments())
+
+
+def test_fp8_queries_have_no_kernel(gpu: Gpu, make: Make) -> None:
+    if not hasattr(make(1), "untyped_storage"):
+        pytest.skip("CuPy has no fp8 of its own")
+    calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
+    calls.changes = {"query": lambda make: make(B, HQ, D, dtype="float8_e4m3fn")}
+    with pytest.raises(UnsupportedError, match="q: dtype float8_e4m3fn"):
+        calls(calls.arguments())
+
+
+# --- the room of plans ---
+
+SHAPE = TileShape(16, 64, 264, 0.25)
+
+
+def test_room_for_decodes() -> None:
+    plain = room(64, 64, 1, 131_072, 131_072, 4, 8, SHAPE, Masking(False, -1), merges_last=False)
+    assert plain == (64, 4 * 33, 33)
+    assert plain.limits() == (64 + 132, 64, 64 + 132)
+    short = room(64, 64, 1, 131_072, 64, 4, 8, SHAPE, Masking(False, -1), merges_last=False)
+    assert short == (64, 0, 33)
+    window = room(1, 1, 1, 131_072, 131_072, 4, 8, SHAPE, Masking(False, 63), merges_last=False)
+    assert window.num_more == 0
+
+
+def test_room_for_prefills() -> None:
+    shape = TileShape(128, 48, 264, 4.0)
+    masking = Masking(True, -1)
+    few = room(2, 300, -1, 8192, 8192, 4, 8, shape, masking, merges_last=True)
+    assert few == (2 + 9, 132, 33)
+    many = room(8, 4096, -1, 8192, 8192, 4, 8, shape, masking, merges_last=True)
+    assert many == (8 + 128, 0, 33)
