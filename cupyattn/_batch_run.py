@@ -229,7 +229,7 @@ def _launch(
     optional = [extras.get("lse"), mask]
     optional += [extras.get(n) for n in ("sinks", "scale_q", "scale_k", "scale_v")]
     addresses = params.OPTIONAL.pack(*(0 if v is None else v.ptr for v in optional))
-    bound = bind(plan, prepared, wrapper._workspace.ptr, strides, factors)
+    bound = bind(plan, prepared, wrapper._workspace.ptr, strides, keys.size, factors)
     bound.launch(vq.ptr, keys.k.ptr, keys.v.ptr, vout.ptr, addresses, stream)
     array.release(vq, vq, *used)
 

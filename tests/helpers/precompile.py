@@ -90,7 +90,7 @@ def batch_instances(arch: str) -> list[Instance]:
         for problem, rows in product((guess, run), {n * case.group for n in case.qo_len if n}):
             tiles = tile_config(problem, row_class(rows), SHARED_BYTES[arch], True, arch)
             found[tiles.name, tiles.config] = None
-            if tiles.name == "prefill_sm80":
+            if not tiles.merges_itself:
                 found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
     return list(found)
 
