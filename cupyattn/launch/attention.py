@@ -159,9 +159,12 @@ class AttentionLauncher:
             self.options.window_left,
         )
         tiles = kernel.tiles
-        section = tiles_sm90.heads_per_section(
-            self.problem, self.num_kv_heads, kv_len, device_props(self.device_index).l2_bytes
-        )
+        section = 1
+        if tiles.is_sm90:
+            l2_bytes = device_props(self.device_index).l2_bytes
+            section = tiles_sm90.heads_per_section(
+                self.problem, self.num_kv_heads, kv_len, l2_bytes
+            )
         starts = range(0, plan.num_q_tiles, plan.num_q_tiles if tiles.is_sm90 else MAX_GRID_YZ)
         parts = tuple(self._part(kernel, plan, first_q_tile) for first_q_tile in starts)
         if plan.num_splits == 1:

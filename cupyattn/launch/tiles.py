@@ -98,14 +98,25 @@ def tile_config(
     """The tile configuration for a problem and a row class on a device of an architecture, with so
     much shared memory per block. The page size is looked at where it decides how keys are copied.
     """
-    if rows == DECODE:
-        return _choose_decode(problem, max_shared_bytes)
-    if rows == VERIFY and (tiles := _choose_verify(problem, max_shared_bytes)):
-        return tiles
     if arch == "sm_90a" and rows == LARGE:
         chosen = tiles_sm90.choose(problem, max_shared_bytes, page_size)
         if chosen is not None:
             return chosen
+    return portable_config(problem, rows, max_shared_bytes, is_batch, arch)
+
+
+def portable_config(
+    problem: AttentionProblem,
+    rows: str,
+    max_shared_bytes: int,
+    is_batch: bool = False,
+    arch: str = "sm_90a",
+) -> TileConfig:
+    """The same of the kernels that run on every architecture."""
+    if rows == DECODE:
+        return _choose_decode(problem, max_shared_bytes)
+    if rows == VERIFY and (tiles := _choose_verify(problem, max_shared_bytes)):
+        return tiles
     return _choose_prefill(problem, rows, max_shared_bytes, is_batch, arch)
 
 

@@ -88,7 +88,9 @@ def batch_instances(arch: str) -> list[Instance]:
         )
         run = replace(guess, aligned=wanted.is_aligned, scale_first=wanted.scale_first)
         for problem, rows in product((guess, run), {n * case.group for n in case.qo_len if n}):
-            tiles = tile_config(problem, row_class(rows), SHARED_BYTES[arch], True, arch)
+            tiles = tile_config(
+                problem, row_class(rows), SHARED_BYTES[arch], True, arch, case.page_size
+            )
             found[tiles.name, tiles.config] = None
             if not tiles.merges_itself:
                 found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
