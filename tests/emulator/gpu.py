@@ -25,7 +25,7 @@ import pytest
 
 from cupyattn import _readers, _wrapper, array, device, jit
 from cupyattn.array import ArrayView, Device
-from cupyattn.launch import attention, enqueue, scratch, tensor_map
+from cupyattn.launch import attention, enqueue, scratch, tensor_map, tiles_sm90
 from cupyattn.launch.tiles import TileConfig
 
 from . import build, library
@@ -53,6 +53,7 @@ class EmulatedGpu:
 
     num_sms, blocks_per_sm   decide when planners split keys
     seed                     0, or one of many orders of blocks, warps and lanes
+    is_portable              the kernels of one architecture stay out of it
     """
 
     mode: str = "checked"
@@ -60,6 +61,7 @@ class EmulatedGpu:
     blocks_per_sm: int = 1
     seed: int = 0
     arch: int = 900
+    is_portable: bool = False
     launches: list[Launched] = field(default_factory=list)
     _memory: dict[int, tuple[Range, Any]] = field(default_factory=dict)
 
@@ -204,6 +206,8 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         replace(patch, attention.LoadedKernel, Loaded)
         replace(patch, scratch._make, make_counters)
         replace(patch, tensor_map.encode, encode_tensor_map)
+        if gpu.is_portable:
+            patch.setattr(tiles_sm90, "choose", lambda *_: None)
         replace(patch, _readers.cupy_stream, lambda index: STREAM)
         replace(patch, array._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype))
         patch.setitem(_readers._READERS, np.ndarray, gpu.read)

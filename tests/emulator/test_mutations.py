@@ -21,10 +21,11 @@ from cupyattn.jit import kernels_dir
 from . import build, gpu, run, test_batch
 from .library import EmulatorError
 from .mutation import Mutation
+from .mutations_of_hopper import HOPPER
 from .mutations_of_order import ORDER
 from .mutations_of_values import VALUES
 
-MUTATIONS = (*ORDER, *VALUES)
+MUTATIONS = (*ORDER, *VALUES, *HOPPER)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -126,7 +127,17 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "paged decode": _batch((1, 3), (600, 150), num_sms=1),
     "odd pages": _batch((40, 1), (150, 90), page_size=3),
     "append": _append,
+    # The kernels of Hopper; all others above are the portable ones.
+    "hopper causal": _single({"causal": True, "qo_len": 80, "kv_len": 300, "group": 4}),
+    "hopper odd groups": _single({"group": 3, "kv_len": 300}),
+    "hopper steep": _single(_STEEP | {"kv_len": 400}),
+    "hopper pages": _batch((40, 70), (300, 90), num_sms=3),
+    "hopper bad values": _bad_values,
 }
+
+
+def _catch(name: str) -> None:
+    CATCHERS[name](is_portable=not name.startswith("hopper"))
 
 
 def mutant(mutation: Mutation) -> Path:
@@ -155,13 +166,13 @@ def test_a_mistake_is_caught(mutation: Mutation, monkeypatch: pytest.MonkeyPatch
     assert text.count(mutation.old) == 1, "the list of mutations does not fit the kernels"
     monkeypatch.setenv(env.KERNELS_DIR.name, str(mutant(mutation)))
     with pytest.raises((AssertionError, EmulatorError)):
-        CATCHERS[mutation.catcher]()
+        _catch(mutation.catcher)
 
 
 @pytest.mark.parametrize("name", CATCHERS)
 def test_the_kernels_as_they_are_pass(name: str) -> None:
     """What catches a mistake must pass without it."""
-    CATCHERS[name]()
+    _catch(name)
 
 
 def test_there_are_enough_mutations() -> None:
