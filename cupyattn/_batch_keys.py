@@ -21,7 +21,8 @@ _WORDS = {
 
 class Keys(NamedTuple):
     """k and v without what their packing adds. `strides` are (token, head) of k and v, then those
-    of a page of k and v; `size` is the number of pages, or of rows; `names` are k's and v's."""
+    of a page of k and v; `size` is the number of pages, or of rows that both have; `names` are k's
+    and v's."""
 
     k: ArrayView
     v: ArrayView
@@ -100,7 +101,7 @@ def view_ragged(k: Any, v: Any, geometry: Geometry) -> Keys:
     vk, vv = views
     token, head = (0, 1) if layout == "NHD" else (1, 0)
     strides = (vk.strides[token], vk.strides[head], vv.strides[token], vv.strides[head], 0, 0)
-    return Keys(vk, vv, strides, vk.shape[token], ("k", "v"))
+    return Keys(vk, vv, strides, min(vk.shape[token], vv.shape[token]), ("k", "v"))
 
 
 def half(both: ArrayView, index: int) -> ArrayView:

@@ -202,7 +202,7 @@ def _find(
         *(q_n * num_rows + q_0, k_n * num_keys + k_0, v_n * num_keys + v_0),
         *(o_n * num_rows + o_0, lse_n * num_rows + lse_0, bits.num_bytes),
     )
-    bound = bind(plan, prepared, workspace, known.strides, known.factors, bits)
+    bound = bind(plan, prepared, workspace, known.strides, num_keys, known.factors, bits)
     # Another thread may be doing the same.
     found = plan.last_run = _LastRun(seen, scales, workspace, known, sizes, bound)
     return found
@@ -213,15 +213,18 @@ def bind(
     prepared: Prepared,
     workspace: int,
     strides: bytes,
+    num_keys: int,
     factors: tuple[float, float],
     bits: MaskBits,
 ) -> BoundRun:
-    """What runs of a plan enqueue; factors: (scale of the logits, scale of the output)."""
+    """What runs of a plan enqueue on k and v of so many rows, or pages; factors: (scale of the
+    logits, scale of the output)."""
     return prepared.launcher.bind(
         prepared.schedule,
         prepared.words,
         workspace,
         strides,
+        num_keys,
         plan.page_ids,
         bits.num_bytes,
         bits.row_bytes,

@@ -243,7 +243,7 @@ def _launch(
     lse, *others = (extras.get(n) for n in ("lse", "sinks", "scale_q", "scale_k", "scale_v"))
     optional = [0 if v is None else v.ptr for v in others]
     addresses = params.OPTIONAL.pack(0 if lse is None else lse.ptr, bits.address, *optional)
-    bound = bind(plan, prepared, wrapper._workspace.ptr, strides, factors, bits)
+    bound = bind(plan, prepared, wrapper._workspace.ptr, strides, keys.size, factors, bits)
     bound.launch(vq.ptr, keys.k.ptr, keys.v.ptr, vout.ptr, addresses, stream)
     array.release(vq, vq, *used)
     return bits

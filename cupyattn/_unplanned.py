@@ -39,6 +39,7 @@ class Prepared:
 
     padding    turns rows of LSE, `lse_rows` bytes into the workspace, into the caller's; or None
     num_bytes  of the workspace
+    num_keys   rows that k and v hold, or pages
     bound      what a workspace and a page table at these addresses make of the launches
     """
 
@@ -48,6 +49,7 @@ class Prepared:
     lse_rows: int
     num_bytes: int
     strides: bytes
+    num_keys: int
     sm_scale: float
     output_scale: float
     has_scales: bool
@@ -99,7 +101,9 @@ class Prepared:
             workspace,
             workspace + plan.partials,
             self.strides,
+            self.num_keys,
             block_tables,
+            0,
             0,
             self.output_scale,
             self.sm_scale,
@@ -191,6 +195,7 @@ def _prepare(call: Call) -> Prepared:
         lse_rows,
         num_bytes,
         packed,
+        keys.size,
         scales.logits,
         scales.output,
         has_scales=is_scaled or scales.views[2] is not None,

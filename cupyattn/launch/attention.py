@@ -12,10 +12,11 @@ from .. import jit
 from ..device import device_props
 from ..problem import AttentionProblem
 from ..schedule import MAX_GRID_YZ, SinglePlan, plan_single
-from . import merge_splits, params, rotate_keys, scratch
+from . import maps_sm90, merge_splits, params, rotate_keys, scratch, tiles_sm90
 from .enqueue import Launch, enqueue
 from .scratch import Allocate
-from .tiles import MixedConfig, TileConfig, mixed_config, row_class, tile_config
+from .tile_config import TileConfig
+from .tiles import MixedConfig, mixed_config, row_class, tile_config
 
 LOG2_E = math.log2(math.e)
 # kSlack of kernels/cupyattn/attention/softmax.cuh.
@@ -49,11 +50,15 @@ class LoadedKernel(Generic[_Tiles]):
 
 @lru_cache(maxsize=4096)
 def load_kernel(
-    problem: AttentionProblem, rows: str, device_index: int, is_batch: bool = False
+    problem: AttentionProblem,
+    rows: str,
+    device_index: int,
+    is_batch: bool = False,
+    page_size: int = 0,
 ) -> LoadedKernel[TileConfig]:
     """The kernel for a problem and a row class on a device, compiled on first use."""
     props = device_props(device_index)
-    tiles = tile_config(problem, rows, props.max_smem_per_block, is_batch, props.arch)
+    tiles = tile_config(problem, rows, props.max_smem_per_block, is_batch, props.arch, page_size)
     return LoadedKernel(tiles, device_index)
 
 
@@ -91,15 +96,18 @@ class PreparedPlan:
     rotates_keys    keys are to be rotated before
     partial_bytes   scratch memory for partial O and, after `partial_o_bytes` of it, partial LSE;
                     0 if the keys of no tile are split
-    num_counters    arrival counters, by which the last block of a tile knows to merge its splits
+    num_counters    arrival counters, by which the last block of a tile knows to merge its splits,
+                    or persistent blocks share out their work
     merge           the launch that does it instead
     """
 
     parts: tuple[tuple[Launch, bytes], ...]
+    tiles: TileConfig
     rotates_keys: bool
     partial_o_bytes: int = 0
     partial_bytes: int = 0
     num_counters: int = 0
+    heads_per_section: int = 1
     merge: Launch | None = None
 
 
@@ -125,6 +133,8 @@ class AttentionLauncher:
             else b""
         )
         self._plans: dict[tuple[int, int], PreparedPlan] = {}
+        self._heads = maps_sm90.Heads(problem, num_kv_heads, self.group_size, 0)
+        self._maps: dict[tuple[int, int, bytes], maps_sm90.Maps] = {}
 
     def plan(self, qo_len: int, kv_len: int) -> PreparedPlan:
         """The plan for these lengths; plans are remembered by the number of key tiles."""
@@ -152,19 +162,38 @@ class AttentionLauncher:
             self.options.window_left,
         )
         tiles = kernel.tiles
-        starts = range(0, plan.num_q_tiles, MAX_GRID_YZ)
+        section = 1
+        if tiles.is_sm90:
+            l2_bytes = device_props(self.device_index).l2_bytes
+            section = tiles_sm90.heads_per_section(
+                self.problem, self.num_kv_heads, kv_len, l2_bytes
+            )
+        starts = range(0, plan.num_q_tiles, plan.num_q_tiles if tiles.is_sm90 else MAX_GRID_YZ)
         parts = tuple(self._part(kernel, plan, first_q_tile) for first_q_tile in starts)
         if plan.num_splits == 1:
-            return PreparedPlan(parts, tiles.wants_rotated_keys)
+            return PreparedPlan(
+                parts,
+                tiles,
+                tiles.wants_rotated_keys,
+                num_counters=tiles.num_counters,
+                heads_per_section=section,
+            )
         num_counters, merge = plan.num_q_tiles * self.num_kv_heads, None
-        if tiles.name == "prefill_sm80":
+        if not tiles.merges_itself:
             rows, heads = qo_len * self.group_size, self.num_kv_heads
             merge = merge_splits.prepare(self.problem, tiles.tile_q, rows, heads, self.device_index)
-            num_counters = 0
+            num_counters = tiles.num_counters
         lse_bytes = 4 * plan.num_blocks * tiles.tile_q
         o_bytes = lse_bytes * self.problem.head_dim_vo
         return PreparedPlan(
-            parts, tiles.wants_rotated_keys, o_bytes, o_bytes + lse_bytes, num_counters, merge
+            parts,
+            tiles,
+            tiles.wants_rotated_keys,
+            o_bytes,
+            o_bytes + lse_bytes,
+            num_counters,
+            section,
+            merge,
         )
 
     def _part(
@@ -191,9 +220,14 @@ class AttentionLauncher:
             0,
             *params.divisor(self.group_size),
         )
-        num_q_tiles = min(plan.num_q_tiles - first_q_tile, MAX_GRID_YZ)
-        grid = (self.num_kv_heads, num_q_tiles, plan.num_splits)
-        launch = Launch(kernel.function, grid, kernel.tiles.threads, kernel.tiles.shared_bytes)
+        tiles, num_items = kernel.tiles, 0
+        grid = self.num_kv_heads, plan.num_q_tiles - first_q_tile, plan.num_splits
+        if tiles.is_sm90:
+            num_items = grid[1] * grid[2]
+            grid = min(plan.num_blocks, kernel.num_slots), 1, 1
+        else:
+            grid = grid[0], min(grid[1], MAX_GRID_YZ), grid[2]
+        launch = Launch(kernel.function, grid, tiles.threads, tiles.shared_bytes, num_items)
         return launch, constants + self.rope_table
 
     def launch(
@@ -251,9 +285,24 @@ class AttentionLauncher:
                 kv_len,
                 constants,
             )
+            if launch.num_items:
+                self._maps_of(plan, launch, strides, kv_len).pack(arguments, q, k, v)
             enqueue(launch, arguments, self.device_index, stream)
         if plan.merge is not None:
             enqueue(plan.merge, arguments, self.device_index, stream)
+
+    def _maps_of(
+        self, plan: PreparedPlan, launch: Launch, strides: bytes, kv_len: int
+    ) -> maps_sm90.Maps:
+        key = launch.num_items, kv_len, strides
+        found = self._maps.get(key)
+        if found is None:
+            if len(self._maps) > 256:
+                self._maps.clear()
+            found = self._maps[key] = maps_sm90.Maps(
+                self._heads, plan.tiles, launch.num_items, plan.heads_per_section, strides, kv_len
+            )
+        return found
 
     def _rotate_keys(
         self, k: int, strides: bytes, kv_len: int, stream: int, allocate: Allocate

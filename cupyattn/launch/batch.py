@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..device import device_props
 from ..problem import AttentionProblem
 from ..schedule import MAX_GRID_YZ
 from ..schedule.batch import (
@@ -29,11 +30,12 @@ from ..schedule.batch import (
 from ..schedule.cover import check_cover
 from ..schedule.levels import Levels, level_limits, level_tables, require_room
 from ..schedule.mixed import Device, MixedPlan, combine, estimate, plan_mixed, state_offsets
-from . import merge_levels, merge_splits, params
+from . import maps_sm90, merge_levels, merge_splits, params, tiles_sm90
 from .attention import LOG2_E, SLACK, AttentionOptions, LoadedKernel, load_kernel, load_mixed
 from .bound import BoundRun
 from .enqueue import Launch, cuda
-from .tiles import DECODE, MOST_ROWS, ROW_CLASSES, VERIFY, TileConfig, row_class
+from .tile_config import TileConfig
+from .tiles import DECODE, LARGE, MOST_ROWS, ROW_CLASSES, SMALL, VERIFY, row_class
 
 _WORDS = 12
 _ITEM_BYTES = 4 * _WORDS
@@ -90,7 +92,7 @@ class _Room(NamedTuple):
 
     merges       int32 words
     split_tiles  of prefill, which merge_splits merges
-    counters     split tiles of decode
+    counters     split tiles of decode, for each KV head, or one by which blocks share out work
     state_rows   rows of the states of one KV head
     levels       (tokens, levels) for merge_levels, or (0, 0)
     """
@@ -117,6 +119,7 @@ class _Part:
     """One kernel of a schedule. Positions are bytes into the words and the workspace.
 
     launches  each with its first item
+    tiles     of the kernel, where its blocks are persistent
     merge     what merges states afterwards: the splits of a prefill, or the levels of a cascade
     merges    what it reads: an item of each split tile, or the tables of (tokens, levels)
     """
@@ -129,6 +132,7 @@ class _Part:
     partial_o: int
     partial_lse: int
     levels: tuple[int, int] = (0, 0)
+    tiles: TileConfig | None = None
 
 
 @dataclass(slots=True)
@@ -139,12 +143,14 @@ class BatchSchedule:
                      memory as they are, on a 16-byte boundary
     workspace_bytes  scratch for partial states (16-byte aligned), 0 if no keys are split
     positions        bytes into the words, where the positions of rows are; -1 without any
+    longest          the most keys of a request
     """
 
     words: np.ndarray
     workspace_bytes: int
     parts: tuple[_Part, ...]
     positions: int = -1
+    longest: int = 0
 
 
 class BatchLauncher:
@@ -177,6 +183,7 @@ class BatchLauncher:
         self._kernels: dict[_Rows, _Kernel | None] = {}
         self._parts: dict[tuple[object, ...], tuple[_Part, int, int]] = {}
         self._packed: dict[tuple[int, float, float], bytes] = {}
+        self._heads = maps_sm90.Heads(problem, num_kv_heads, self.group_size, page_size)
 
     def schedule(
         self,
@@ -197,7 +204,7 @@ class BatchLauncher:
             plan = self._plan(requests, rows, splitting)
             most = self._limits(self._kernel(rows).shapes[0], splitting, capacity)
             check_limits(plan, most)
-            return self._lay_out([self._share(rows, plan, most)])
+            return self._of_requests([self._share(rows, plan, most)], requests)
         classes = _classes(requests, self.group_size)
         mixed = self._mixed_rows(requests.qo_len) if len(classes) > 1 else None
         if mixed is not None:
@@ -208,7 +215,13 @@ class BatchLauncher:
             if len(plan.items):
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
                 shares.append(self._share(rows, plan, exact))
-        return self._lay_out(shares)
+        return self._of_requests(shares, requests)
+
+    def _of_requests(self, shares: list[_Share], requests: BatchRequests) -> BatchSchedule:
+        schedule = self._lay_out(shares)
+        if any(part.tiles is not None for part in schedule.parts):
+            schedule.longest = int(requests.kv_len.max(initial=0))
+        return schedule
 
     def tiles(self, rows: str) -> tuple[TileConfig, TileShape]:
         """The tiles of a row class, and what a plan must know of them."""
@@ -282,11 +295,24 @@ class BatchLauncher:
         lengths = requests.qo_len
         if capacity is not None:
             lengths = np.array([longest for _, longest in capacity.levels])
+        rows, chosen = lengths * self.group_size, np.arange(len(requests.qo_len))
+        is_large, groups = rows > MOST_ROWS[SMALL], []
+        if is_large.any() and self._kernel(LARGE).kinds[0].is_sm90:
+            # Its blocks are like those of no other kernel, which serves the rest.
+            of_large = requests.qo_len * self.group_size > MOST_ROWS[SMALL]
+            groups = [self._group(LARGE, requests, np.flatnonzero(of_large))]
+            if is_large.all():
+                return groups
+            rows, chosen = rows[~is_large], np.flatnonzero(~of_large)
         # Tiles of prefill serve requests of few rows too.
-        most = row_class(int(lengths.max(initial=1)) * self.group_size)
-        rows = self._mixed_rows(lengths) or most
+        name = self._mixed_rows(rows // self.group_size) or row_class(int(rows.max(initial=1)))
+        return [*groups, self._group(name, requests, chosen)]
+
+    def _group(self, rows: _Rows, requests: BatchRequests, chosen: np.ndarray) -> _Group:
+        """The requests at these indices."""
         kernel = self._kernel(rows)
-        return [_Group(rows, kernel, self._deal_out(requests, kernel))]
+        dealt = self._deal_out(requests.select(chosen), kernel)
+        return _Group(rows, kernel, [(chosen[x], own) for x, own in dealt])
 
     def _kernel(self, rows: _Rows) -> _Kernel:
         found = self._find_kernel(rows)
@@ -299,7 +325,7 @@ class BatchLauncher:
             return self._kernels[rows]
         found = None
         if isinstance(rows, str):
-            single = load_kernel(self.problem, rows, self.device_index, True)
+            single = load_kernel(self.problem, rows, self.device_index, True, self.page_size)
             found = _kernel_of(single, (single.tiles,))
         elif (mixed := load_mixed(self.problem, *rows, self.device_index)) is not None:
             found = _kernel_of(mixed, (mixed.tiles.prefill, mixed.tiles.decode))
@@ -316,6 +342,8 @@ class BatchLauncher:
         if len(small) in (0, len(rows)):
             return None
         large = row_class(int(rows.max()))
+        if self._kernel(large).kinds[0].is_sm90:
+            return None
         for name in dict.fromkeys((row_class(int(small.max())), DECODE)):
             if self._find_kernel((large, name)) is not None:
                 return large, name
@@ -377,7 +405,7 @@ class BatchLauncher:
     def _room(self, rows: str, most: Limits) -> _Room:
         tiles = self._kernel(rows).kinds[0]
         split_tiles, counters = most.num_split_tiles, 0
-        if tiles.name == "decode_sm80":
+        if tiles.merges_itself:
             split_tiles, counters = 0, split_tiles
         state_rows = most.num_states * tiles.tile_q
         return _Room(most.num_items, split_tiles, split_tiles, counters, state_rows)
@@ -437,18 +465,18 @@ class BatchLauncher:
     ) -> tuple[_Part, int, int]:
         kernel, heads = self._kernel(rows), self.num_kv_heads
         tiles = kernel.loaded.tiles
-        launches = tuple(
-            (
-                Launch(
-                    kernel.loaded.function,
-                    (heads, min(room.items - first, MAX_GRID_YZ), 1),
-                    tiles.threads,
-                    tiles.shared_bytes,
-                ),
-                first,
+        persistent = kernel.kinds[0] if kernel.kinds[0].is_sm90 else None
+        function, size = kernel.loaded.function, (tiles.threads, tiles.shared_bytes)
+        launches: tuple[tuple[Launch, int], ...]
+        if persistent is not None:
+            blocks = min(room.items * heads, kernel.loaded.num_slots)
+            launches = ((Launch(function, (blocks, 1, 1), *size, room.items), 0),)
+            launches = launches if blocks else ()
+        else:
+            launches = tuple(
+                (Launch(function, (heads, min(room.items - first, MAX_GRID_YZ), 1), *size), first)
+                for first in range(0, room.items, MAX_GRID_YZ)
             )
-            for first in range(0, room.items, MAX_GRID_YZ)
-        )
         merge = None
         if room.split_tiles:
             tile_q = kernel.kinds[0].tile_q
@@ -470,8 +498,10 @@ class BatchLauncher:
             workspace_bytes,
             partial_lse,
             room.levels,
+            persistent,
         )
-        end = counters + 4 * room.counters * heads
+        num_counters = room.counters * heads if persistent is None else 1
+        end = counters + 4 * num_counters
         return part, _round_up(end), _round_up(partial_lse + lse_bytes)
 
     def bind(
@@ -480,6 +510,7 @@ class BatchLauncher:
         words: int,
         workspace: int,
         strides: bytes,
+        num_keys: int,
         kv_indices: int,
         mask_bytes: int,
         mask_row_bytes: int,
@@ -488,11 +519,11 @@ class BatchLauncher:
     ) -> BoundRun:
         """What runs on arrays of these strides enqueue, as long as nothing else moves either.
 
-        `strides` are params.STRIDES, packed. The mask has mask_bytes bytes, in rows of
-        mask_row_bytes (mask.cuh). The scales are those of the options times what the run adds to
-        them.
+        `strides` are params.STRIDES, packed. num_keys: rows that k and v hold, or pages. The mask
+        has mask_bytes bytes, in rows of mask_row_bytes (mask.cuh). The scales are those of the
+        options times what the run adds to them.
         """
-        steps: list[tuple[Launch, bytes]] = []
+        steps: list[tuple[Launch, bytes, maps_sm90.Maps | None]] = []
         positions = 0 if schedule.positions < 0 else words + schedule.positions
         for part in schedule.parts:
             for launch, first_item in part.launches or _NO_LAUNCHES:
@@ -512,10 +543,20 @@ class BatchLauncher:
                     self._packed.get(key) or self._constants(*key),
                 )
                 if launch is not None:
-                    steps.append((launch, planned))
+                    maps = None
+                    if part.tiles is not None:
+                        section = self._heads_per_section(schedule.longest)
+                        maps = maps_sm90.Maps(
+                            self._heads, part.tiles, launch.num_items, section, strides, num_keys
+                        )
+                    steps.append((launch, planned, maps))
             if part.merge is not None:
-                steps.append((part.merge, planned))
+                steps.append((part.merge, planned, None))
         return BoundRun(tuple(steps), self.device_index)
+
+    def _heads_per_section(self, longest: int) -> int:
+        l2_bytes = device_props(self.device_index).l2_bytes
+        return tiles_sm90.heads_per_section(self.problem, self.num_kv_heads, longest, l2_bytes)
 
     def _constants(self, first_item: int, sm_scale: float, output_scale: float) -> bytes:
         """What is the same for all runs with these scales."""
@@ -568,7 +609,7 @@ def _classes(requests: BatchRequests, group_size: int) -> list[tuple[str, BatchR
 def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...]) -> _Kernel:
     # A state of decode has few rows of its tile and is merged by the block that is last. One of
     # prefill has 64 KB, and a launch merges them (measured).
-    costs = (0.25 if tiles.name == "decode_sm80" else 4.0 for tiles in kinds)
+    costs = (0.25 if tiles.merges_itself else 4.0 for tiles in kinds)
     shapes = tuple(
         TileShape(tiles.tile_q, tiles.tile_kv, loaded.num_slots, cost)
         for tiles, cost in zip(kinds, costs, strict=True)

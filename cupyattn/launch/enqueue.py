@@ -33,6 +33,7 @@ class Launch(NamedTuple):
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
+    num_items: int = 0  # of persistent blocks
 
 
 def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: int) -> None:
@@ -47,7 +48,7 @@ def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: 
     if not arguments.has_context:
         api.runtime.setDevice(device_index)
         arguments.has_context = True
-    function, (x, y, z), threads, shared_bytes = launch
+    function, (x, y, z), threads, shared_bytes, _ = launch
     api.launch_kernel(function, x, y, z, threads, 1, 1, shared_bytes, stream, arguments.address, 0)
     if api.is_debugging:
         api.runtime.streamSynchronize(stream)

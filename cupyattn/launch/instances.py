@@ -92,7 +92,7 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
                 continue
             tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch, arch)
             found[tiles.name, tiles.config] = None
-            if tiles.name == "prefill_sm80":
+            if not tiles.merges_itself:
                 found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
             if tiles.wants_rotated_keys:
                 config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk)

@@ -27,14 +27,19 @@ PLANNED = struct.Struct(
 )
 RUN = struct.Struct(f"<4Q {OPTIONAL.size}s {PLANNED.size}s")
 
+# kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_section,
+# box_rows, has_query_boxes; where pages and heads are in the maps of k and v; maps of q, k and v.
+PREFILL_SM90 = struct.Struct("<8i 32x 384s")
+
 # kernels/cupyattn/params/rotate_keys.cuh, the table of RoPE steps included.
 ROTATE_KEYS = struct.Struct(f"<2Q 2q 2i {4 * MAX_ROPE_PAIRS}s")
 
 # kernels/cupyattn/params/packbits.cuh
 PACKBITS = struct.Struct("<4Q 4q 2i")
 
-_MAX_PARAMS_BYTES = 1024
-_PARAMS_OFFSET = 16
+_MAX_PARAMS_BYTES = 1344
+# Tensor maps lie on multiples of this within a struct, and the struct likewise.
+_ALIGN = 64
 
 
 class LaunchBuffer:
@@ -46,11 +51,11 @@ class LaunchBuffer:
     __slots__ = ("_pinned", "address", "buffer", "has_context", "offset")
 
     def __init__(self) -> None:
-        self.buffer = bytearray(_PARAMS_OFFSET + _MAX_PARAMS_BYTES)
+        self.buffer = bytearray(2 * _ALIGN + _MAX_PARAMS_BYTES)
         self._pinned = (ctypes.c_char * len(self.buffer)).from_buffer(self.buffer)
         self.address = ctypes.addressof(self._pinned)
-        self.offset = _PARAMS_OFFSET
-        struct.pack_into("<Q", self.buffer, 0, self.address + _PARAMS_OFFSET)
+        self.offset = _ALIGN + -self.address % _ALIGN
+        struct.pack_into("<Q", self.buffer, 0, self.address + self.offset)
         self.has_context = False
 
 

@@ -12,6 +12,11 @@ from functools import lru_cache
 from .. import jit
 from ..dtypes import DType, bfloat16
 from ..problem import MASK_FORMS, AttentionProblem
+from . import tiles_sm90
+from .tile_config import Field as _Field
+from .tile_config import TileConfig
+from .tile_config import round_up as _round_up
+from .tile_config import struct_of as _struct
 
 # Row classes, and the most packed query rows of each but the last.
 DECODE, VERIFY, SMALL, LARGE = ROW_CLASSES = "decode", "verify", "small", "large"
@@ -26,19 +31,6 @@ _RANGE_BYTES = (6 + 3 + 1) * 4
 _BAD_KEYS_BYTES = 8
 # Both kinds of a mixed kernel have these, on every architecture.
 _MIXED_WARPS = 4
-
-
-@dataclass(frozen=True)
-class TileConfig:
-    """One kernel instance: entry name, its Config, and what a launch needs to know."""
-
-    name: str
-    config: jit.Config
-    tile_q: int
-    tile_kv: int
-    threads: int
-    shared_bytes: int
-    wants_rotated_keys: bool = False
 
 
 def row_class(rows: int) -> str:
@@ -101,9 +93,26 @@ def tile_config(
     max_shared_bytes: int,
     is_batch: bool = False,
     arch: str = "sm_90a",
+    page_size: int = 0,
 ) -> TileConfig:
     """The tile configuration for a problem and a row class on a device of an architecture, with so
-    much shared memory per block."""
+    much shared memory per block. The page size is looked at where it decides how keys are copied.
+    """
+    if arch == "sm_90a" and rows == LARGE:
+        chosen = tiles_sm90.choose(problem, max_shared_bytes, page_size)
+        if chosen is not None:
+            return chosen
+    return portable_config(problem, rows, max_shared_bytes, is_batch, arch)
+
+
+def portable_config(
+    problem: AttentionProblem,
+    rows: str,
+    max_shared_bytes: int,
+    is_batch: bool = False,
+    arch: str = "sm_90a",
+) -> TileConfig:
+    """The same of the kernels that run on every architecture."""
     if rows == DECODE:
         return _choose_decode(problem, max_shared_bytes)
     if rows == VERIFY and (tiles := _choose_verify(problem, max_shared_bytes)):
@@ -235,27 +244,6 @@ def _choose_decode(
         if fitting:
             return fitting[-1]
     raise AssertionError(f"no decode tile fits {max_shared_bytes} bytes of shared memory")
-
-
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """Bytes of a struct's member and its alignment."""
-
-    size: int
-    align: int = 4
-
-
-def _struct(*fields: _Field) -> _Field:
-    """A C++ struct of these members."""
-    offset = 0
-    for field in fields:
-        offset = _round_up(offset, field.align) + field.size
-    align = max(field.align for field in fields)
-    return _Field(_round_up(offset, align), align)
 
 
 def _tile(rows: int, head_dim: int, itemsize: int, count: int = 1) -> _Field:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ import pytest
 
 from cupyattn import _readers, _wrapper, array, device, jit
 from cupyattn.array import ArrayView, Device
-from cupyattn.launch import attention, enqueue, scratch
+from cupyattn.launch import attention, enqueue, scratch, tensor_map, tiles_sm90
 from cupyattn.launch.tiles import TileConfig
 
 from . import build, library
@@ -52,6 +53,7 @@ class EmulatedGpu:
 
     num_sms, blocks_per_sm   decide when planners split keys
     seed                     0, or one of many orders of blocks, warps and lanes
+    is_portable              the kernels of one architecture stay out of it
     """
 
     mode: str = "checked"
@@ -59,6 +61,7 @@ class EmulatedGpu:
     blocks_per_sm: int = 1
     seed: int = 0
     arch: int = 900
+    is_portable: bool = False
     launches: list[Launched] = field(default_factory=list)
     _memory: dict[int, tuple[Range, Any]] = field(default_factory=dict)
 
@@ -202,6 +205,9 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         replace(patch, enqueue.cuda, lambda: api)
         replace(patch, attention.LoadedKernel, Loaded)
         replace(patch, scratch._make, make_counters)
+        replace(patch, tensor_map.encode, encode_tensor_map)
+        if gpu.is_portable:
+            patch.setattr(tiles_sm90, "choose", lambda *_: None)
         replace(patch, _readers.cupy_stream, lambda index: STREAM)
         replace(patch, array._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype))
         patch.setitem(_readers._READERS, np.ndarray, gpu.read)
@@ -214,6 +220,19 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         if counters:
             assert not counters["owner"].any(), "a launch left arrival counters that are not zero"
     _forget_calls()
+
+
+def encode_tensor_map(
+    address: int, dims: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> bytes:
+    """emulator/hopper.h, TensorMap, of elements of two bytes and swizzled lines of 128."""
+
+    def five(numbers: Sequence[int]) -> tuple[int, ...]:
+        return (*numbers, *[0] * (5 - len(numbers)))
+
+    return struct.pack(
+        "<5Q 10I 3I 36x", address, *five(strides)[:4], *five(dims), *five(box), len(dims), 2, 3
+    )
 
 
 def replace(patch: pytest.MonkeyPatch, original: Any, replacement: Any) -> None:

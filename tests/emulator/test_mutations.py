@@ -21,12 +21,13 @@ from cupyattn.jit import kernels_dir
 from . import build, gpu, run, test_batch, test_plan_batch, test_unplanned
 from .library import EmulatorError
 from .mutation import Mutation
+from .mutations_of_hopper import HOPPER
 from .mutations_of_order import ORDER
 from .mutations_of_plans import PLANS
 from .mutations_of_values import VALUES
 from .mutations_of_visibility import VISIBILITY
 
-MUTATIONS = (*ORDER, *PLANS, *VALUES, *VISIBILITY)
+MUTATIONS = (*ORDER, *PLANS, *VALUES, *VISIBILITY, *HOPPER)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -193,7 +194,17 @@ CATCHERS: dict[str, Callable[..., None]] = {
     ),
     "absurd offsets": _absurd_offsets,
     "padded lse": _padded_lse,
+    # The kernels of Hopper; all others above are the portable ones.
+    "hopper causal": _single({"causal": True, "qo_len": 80, "kv_len": 300, "group": 4}),
+    "hopper odd groups": _single({"group": 3, "kv_len": 300}),
+    "hopper steep": _single(_STEEP | {"kv_len": 400}),
+    "hopper pages": _batch((40, 70), (300, 90), num_sms=3),
+    "hopper bad values": _bad_values,
 }
+
+
+def _catch(name: str) -> None:
+    CATCHERS[name](is_portable=not name.startswith("hopper"))
 
 
 def mutant(mutation: Mutation) -> Path:
@@ -222,13 +233,13 @@ def test_a_mistake_is_caught(mutation: Mutation, monkeypatch: pytest.MonkeyPatch
     assert text.count(mutation.old) == 1, "the list of mutations does not fit the kernels"
     monkeypatch.setenv(env.KERNELS_DIR.name, str(mutant(mutation)))
     with pytest.raises((AssertionError, EmulatorError)):
-        CATCHERS[mutation.catcher]()
+        _catch(mutation.catcher)
 
 
 @pytest.mark.parametrize("name", CATCHERS)
 def test_the_kernels_as_they_are_pass(name: str) -> None:
     """What catches a mistake must pass without it."""
-    CATCHERS[name]()
+    _catch(name)
 
 
 def test_there_are_enough_mutations() -> None:

@@ -187,6 +187,7 @@ def _compute(
     words: int,
     workspace: int,
     strides: bytes,
+    num_keys: int,
     kv_indices: int,
     mask_bytes: int,
     mask_row_bytes: int,
@@ -244,6 +245,7 @@ def _compute(
             slots = keys % launcher.page_size
         else:
             pages, slots = np.zeros(kv_len, np.int64), keys + kv_start
+        assert kv_len == 0 or (pages if launcher.page_size else slots).max() < num_keys
         own_k, own_v = (
             _gather(x, problem.dtype_kv, pages * page + slots * slot, head, kv_heads, dim)
             for x, page, slot, head, dim in (

@@ -45,7 +45,8 @@ from cupyattn.launch import (
     rotate_keys,
     scratch,
 )
-from cupyattn.launch.tiles import TileConfig, mixed_config, tile_config
+from cupyattn.launch.tile_config import TileConfig
+from cupyattn.launch.tiles import mixed_config, portable_config
 
 STREAM, COUNTERS, SLOTS, MAX_SHARED = 77, 3 << 40, 264, 227 * 1024
 HEADER = Path(__file__).parents[2] / "kernels/cupyattn/params/attention.cuh"
@@ -120,9 +121,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     fake = Gpu()
 
     def load_kernel(
-        problem: Any, rows: str, device_index: int, is_batch: bool = False
+        problem: Any, rows: str, device_index: int, is_batch: bool = False, page_size: int = 0
     ) -> SimpleNamespace:
-        tiles = tile_config(problem, rows, MAX_SHARED, is_batch)
+        tiles = portable_config(problem, rows, MAX_SHARED, is_batch)
         return SimpleNamespace(function=tiles, tiles=tiles, num_slots=SLOTS)
 
     def load_mixed(

@@ -96,14 +96,20 @@ class Recorder:
         """Also the merge of its splits, which there may be on a GPU of another size."""
         self.found[tiles.name, tiles.config] = None
         prefill = tiles.prefill if isinstance(tiles, MixedConfig) else tiles
-        if prefill.name == "prefill_sm80":
+        if not prefill.merges_itself:
             self.found["merge_splits", merge_splits.config(problem, prefill.tile_q)] = None
         return SimpleNamespace(function=None, tiles=tiles, num_slots=264)
 
     def load_kernel(
-        self, problem: AttentionProblem, rows: str, index: int, is_batch: bool
+        self,
+        problem: AttentionProblem,
+        rows: str,
+        index: int,
+        is_batch: bool,
+        page_size: int = 0,
     ) -> SimpleNamespace:
-        tiles = tile_config(problem, rows, SHARED_BYTES[self.arch], is_batch, self.arch)
+        most = SHARED_BYTES[self.arch]
+        tiles = tile_config(problem, rows, most, is_batch, self.arch, page_size)
         return self.add(tiles, problem)
 
     def load_mixed(
@@ -223,9 +229,9 @@ def unplanned_instances(arch: str) -> list[Instance]:
             scale_first=case.has_array_logit_scale,
         )
         rows = row_class(max((1, *case.qo_len)) * case.group)
-        tiles = tile_config(problem, rows, SHARED_BYTES[arch], True, arch)
+        tiles = tile_config(problem, rows, SHARED_BYTES[arch], True, arch, case.page_size)
         found[tiles.name, tiles.config] = None
-        if tiles.name == "prefill_sm80":
+        if not tiles.merges_itself:
             found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
     return list(found)
 

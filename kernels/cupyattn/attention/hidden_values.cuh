@@ -104,6 +104,33 @@ __device__ __forceinline__ void clean_values(unsigned char* tile, BadKeys& bad, 
   }
 }
 
+// O += P V for one bad key and the columns whose values are not finite, given the key's
+// probabilities.
+template <typename T, int kHeadDim, int kMmaQ, int kTilesO>
+__device__ __forceinline__ void add_bad_values(float (&o)[kMmaQ][kTilesO][4],
+                                               const float (&p)[kMmaQ][2], const T* value_row,
+                                               int lane) {
+#pragma unroll
+  for (int n = 0; n < kTilesO; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int t = lane & 3;
+      const int column =
+          is_fp8<T>::value ? 8 * (n & ~1) + 4 * t + (n & 1) + 2 * e : 8 * n + 2 * t + e;
+      if (column >= kHeadDim) continue;
+      const T element = value_row[column];
+      if (not_finite<T>(element.bits) == 0) continue;
+#pragma unroll
+      for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (p[m][h] != 0.0f) o[m][n][2 * h + e] += p[m][h] * element_to_float(element);
+        }
+      }
+    }
+  }
+}
+
 // O += P V for one bad key and the columns whose values are not finite, in rows that see the key.
 // `value_row` is the key's row of V in global memory.
 template <typename T, int kHeadDim, int kMmaQ, int kTilesS, int kTilesO, typename Softmax,
@@ -129,25 +156,32 @@ __device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
                              (lane & ~3) | ((key & 7) >> 1));
     }
   }
+  add_bad_values<T, kHeadDim>(o, p, value_row, lane);
+}
+
+// The same with probabilities as fragments: `p[i]` is of keys 16 i and on, in pairs of type P.
+template <typename T, typename P, int kHeadDim, int kMmaQ, int kSteps, int kTilesO>
+__device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
+                                            const uint32_t (&p)[kSteps][kMmaQ][4], int key,
+                                            const T* value_row, int lane) {
+  float of_key[kMmaQ][2];
 #pragma unroll
-  for (int n = 0; n < kTilesO; ++n) {
+  for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int t = lane & 3;
-      const int column =
-          is_fp8<T>::value ? 8 * (n & ~1) + 4 * t + (n & 1) + 2 * e : 8 * n + 2 * t + e;
-      if (column >= kHeadDim) continue;
-      const T element = value_row[column];
-      if (not_finite<T>(element.bits) == 0) continue;
+    for (int h = 0; h < 2; ++h) {
+      float pair = 0.0f;
 #pragma unroll
-      for (int m = 0; m < kMmaQ; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          if (p[m][h] != 0.0f) o[m][n][2 * h + e] += p[m][h] * element_to_float(element);
-        }
+      for (int n = 0; n < 2 * kSteps; ++n) {
+        const uint32_t bits = p[n / 2][m][2 * (n % 2) + h];
+        if (n == key / 8) pair = __uint_as_float(bits);
       }
+      float even, odd;
+      ptx::unpack_pair<P>(__float_as_uint(ptx::shuffle(pair, (lane & ~3) | ((key & 7) >> 1))), even,
+                          odd);
+      of_key[m][h] = key & 1 ? odd : even;
     }
   }
+  add_bad_values<T, kHeadDim>(o, of_key, value_row, lane);
 }
 
 }  // namespace cupyattn

@@ -51,6 +51,13 @@ struct OnlineSoftmax {
                                             float (&o)[kMmaQ][kTilesO][4], const Form& form,
                                             float scale, float slack) {
     float tile_max[kMmaQ][2];
+    if (exceeds_max(s, form, slack, tile_max)) rescale(tile_max, o, scale);
+  }
+
+  // Whether some logit of the warp asks for the maximum to move; finds this thread's maxima.
+  template <int kTilesS, typename Form>
+  __device__ __forceinline__ bool exceeds_max(const float (&s)[kMmaQ][kTilesS][4], const Form& form,
+                                              float slack, float (&tile_max)[kMmaQ][2]) const {
     bool moves = false;
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
@@ -67,7 +74,7 @@ struct OnlineSoftmax {
         moves |= (x - slack) > row_max[m][h];
       }
     }
-    if (ptx::warp_any(moves)) rescale(tile_max, o, scale);
+    return ptx::warp_any(moves);
   }
 
   // The probabilities of 16 keys (n-tiles 2 k and 2 k + 1 of the logits) under the present maximum,
@@ -94,6 +101,98 @@ struct OnlineSoftmax {
     }
   }
 
+  // All probabilities of a tile, as fragments, and the maximum moved if they ask for it. Nobody
+  // looks for the logits' maxima, but in the first tile: that a row's must move shows in the sum of
+  // what comes out, and then the logits are still there.
+  template <typename T, bool kIsFirst, int kSteps, int kTilesS, int kTilesO, typename Form>
+  __device__ __forceinline__ void exponentiate_or_raise(uint32_t (&p)[kSteps][kMmaQ][4],
+                                                        const float (&s)[kMmaQ][kTilesS][4],
+                                                        float (&o)[kMmaQ][kTilesO][4],
+                                                        const Form& form, float scale) {
+    float tile_sum[kMmaQ][2] = {};
+    if constexpr (kIsFirst) {
+      raise_where_asked<kIsFirst>(s, o, tile_sum, form, scale);
+      exponentiate_all<T>(p, s, form, scale, tile_sum);
+    } else {
+      exponentiate_all<T>(p, s, form, scale, tile_sum);
+      bool moves = false;
+#pragma unroll
+      for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) moves |= asks_for_more(m, h, tile_sum[m][h]);
+      }
+      if (ptx::warp_any(moves)) {
+        raise_where_asked<kIsFirst>(s, o, tile_sum, form, scale);
+        exponentiate_all<T>(p, s, form, scale, tile_sum);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) row_sum[m][h] += tile_sum[m][h];
+    }
+  }
+
+  // Each row by its own logits alone: its bits do not depend on the rows beside it.
+  template <bool kIsFirst, int kTilesS, int kTilesO, typename Form>
+  __device__ __forceinline__ void raise_where_asked(const float (&s)[kMmaQ][kTilesS][4],
+                                                    float (&o)[kMmaQ][kTilesO][4],
+                                                    const float (&tile_sum)[kMmaQ][2],
+                                                    const Form& form, float scale) {
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float largest = s[m][0][2 * h];
+#pragma unroll
+        for (int n = 0; n < kTilesS; ++n) {
+          largest = fmaxf(largest, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+        }
+        const bool row_moves = kIsFirst || asks_for_more(m, h, quad_max(tile_sum[m][h]));
+        const float value = row_moves ? form.value(largest) : -ptx::infinity();
+        const float factor = raise_row(m, h, value, scale);
+        if constexpr (!kIsFirst) {
+#pragma unroll
+          for (int n = 0; n < kTilesO; ++n) {
+            o[m][n][2 * h] *= factor;
+            o[m][n][2 * h + 1] *= factor;
+          }
+        }
+      }
+    }
+  }
+
+  // Whether the maximum of a row must move, given its thread's sum of a tile: no probability
+  // exceeds 2^kSlack. A row without a maximum has to find one.
+  __device__ __forceinline__ bool asks_for_more(int m, int h, float tile_sum) const {
+    constexpr float kLimit = 256.0f;
+    static_assert(kSlack == 8.0f, "the limit is 2^kSlack");
+    return tile_sum > kLimit || row_max[m][h] == -ptx::infinity();
+  }
+
+  template <typename T, int kSteps, int kTilesS, typename Form>
+  __device__ __forceinline__ void exponentiate_all(uint32_t (&p)[kSteps][kMmaQ][4],
+                                                   const float (&s)[kMmaQ][kTilesS][4],
+                                                   const Form& form, float scale,
+                                                   float (&tile_sum)[kMmaQ][2]) const {
+    static_assert(kTilesS == 2 * kSteps, "fragments take two n-tiles");
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float shift = row_max[m][h] == -ptx::infinity() ? 0.0f : -row_max[m][h] * scale;
+        tile_sum[m][h] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kTilesS; ++n) {
+          const float first = ptx::ex2_approx(form.exponent(s[m][n][2 * h], shift));
+          const float second = ptx::ex2_approx(form.exponent(s[m][n][2 * h + 1], shift));
+          tile_sum[m][h] += first + second;
+          p[n / 2][m][2 * (n % 2) + h] = ptx::pack_pair<T>(first, second);
+        }
+      }
+    }
+  }
+
   // One probability under the present maximum.
   template <typename Form>
   __device__ __forceinline__ float probability(int m, int h, float logit, const Form& form,
@@ -109,12 +208,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float old_max = row_max[m][h];
-        const float new_max = fmaxf(old_max, quad_max(tile_max[m][h]));
-        const float factor =
-            new_max == -ptx::infinity() ? 1.0f : ptx::ex2_approx((old_max - new_max) * scale);
-        row_max[m][h] = new_max;
-        row_sum[m][h] *= factor;
+        const float factor = raise_row(m, h, tile_max[m][h], scale);
 #pragma unroll
         for (int n = 0; n < kTilesO; ++n) {
           o[m][n][2 * h] *= factor;
@@ -122,6 +216,17 @@ struct OnlineSoftmax {
         }
       }
     }
+  }
+
+  // Raises one row's maximum, with its sum; returns the factor for the rest.
+  __device__ __forceinline__ float raise_row(int m, int h, float tile_max, float scale) {
+    const float old_max = row_max[m][h];
+    const float new_max = fmaxf(old_max, quad_max(tile_max));
+    const float factor =
+        new_max == -ptx::infinity() ? 1.0f : ptx::ex2_approx((old_max - new_max) * scale);
+    row_max[m][h] = new_max;
+    row_sum[m][h] *= factor;
+    return factor;
   }
 
   // The base-2 maximum of a row, -inf if it saw no key.

@@ -111,6 +111,44 @@ __device__ __forceinline__ void store_output_row(At&& at, const float (&o)[kTile
   }
 }
 
+// The same for 16-bit outputs on 16-byte boundaries, 16 bytes a lane: the lanes of a quad exchange
+// what they have of four neighbouring n-tiles, so that each gets one whole. All lanes take part.
+template <typename DTypeO, int kHeadDim, int kTilesO>
+__device__ __forceinline__ void store_output_vectors(DTypeO* row, const float (&o)[kTilesO][4],
+                                                     int h, float factor, bool exists, int lane) {
+  static_assert(kHeadDim % 32 == 0 && kTilesO == kHeadDim / 8, "n-tiles come in fours");
+  const auto exchange = [](uint32_t word, int mask) {
+    return __float_as_uint(ptx::shuffle_xor(__uint_as_float(word), mask));
+  };
+  const bool is_odd = (lane & 1) != 0, is_upper = (lane & 2) != 0;
+#pragma unroll
+  for (int n = 0; n < kTilesO; n += 4) {
+    uint32_t own[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      own[i] = ptx::pack_pair<DTypeO>(o[n + i][2 * h] * factor, o[n + i][2 * h + 1] * factor);
+    }
+    // Between even and odd lanes, then between the halves of the quad.
+    uint32_t pair[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t kept = is_odd ? own[2 * i + 1] : own[2 * i];
+      const uint32_t got = exchange(is_odd ? own[2 * i] : own[2 * i + 1], 1);
+      pair[i][0] = is_odd ? got : kept;
+      pair[i][1] = is_odd ? kept : got;
+    }
+    Vector16 whole;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t kept = is_upper ? pair[1][i] : pair[0][i];
+      const uint32_t got = exchange(is_upper ? pair[0][i] : pair[1][i], 2);
+      whole.word[i] = is_upper ? got : kept;
+      whole.word[2 + i] = is_upper ? kept : got;
+    }
+    if (exists) *reinterpret_cast<Vector16*>(row + 8 * (n + (lane & 3))) = whole;
+  }
+}
+
 // Announces this block's partial states; true in exactly one block of the tile, the last one.
 __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const TileWork& work,
                                             int thread, uint32_t* shared_flag) {

@@ -1,0 +1,87 @@
+"""What prefill_sm90 is told besides the struct of all attention kernels: mostly tensor maps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..problem import AttentionProblem
+from . import params, tensor_map
+from .tile_config import TileConfig
+
+_MAX_KNOWN = 256
+# Rows of q are copied in boxes only where all of a box are the tile's own, so no bound is needed.
+_NO_BOUND = 2**31 - 1
+_MAX_BOX = 256
+
+
+class Heads(NamedTuple):
+    """What a launcher knows of its arrays. page_size: tokens of a page, or 0 for ragged rows."""
+
+    problem: AttentionProblem
+    num_kv_heads: int
+    group_size: int
+    page_size: int
+
+
+class Maps:
+    """The maps of q, k and v of some strides and sizes, remembered by their addresses."""
+
+    __slots__ = ("_head", "_heads", "_known", "_size", "_strides", "_tiles")
+
+    def __init__(
+        self,
+        heads: Heads,
+        tiles: TileConfig,
+        num_items: int,
+        heads_per_section: int,
+        strides: bytes,
+        size: int,
+    ) -> None:
+        """strides: params.STRIDES, packed. size: rows of k and v, or pages, that may be read."""
+        self._heads = heads
+        self._tiles = tiles
+        self._head = num_items, heads_per_section
+        self._strides = params.STRIDES.unpack(strides)
+        self._size = size
+        self._known: dict[tuple[int, int, int], bytes] = {}
+
+    def pack(self, arguments: params.LaunchBuffer, q: int, k: int, v: int) -> None:
+        """Write what follows params.ATTENTION for arrays at these addresses."""
+        key = q, k, v
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            found = self._known[key] = self._make(q, k, v)
+        begin = arguments.offset + params.ATTENTION.size
+        arguments.buffer[begin : begin + len(found)] = found
+
+    def _make(self, q: int, k: int, v: int) -> bytes:
+        problem, num_kv_heads, group, page_size = self._heads
+        q_row, q_head, k_row, k_head, v_row, v_head, *_, k_page, v_page = self._strides
+        tokens = self._tiles.tile_q // group
+        has_boxes = tokens * group == self._tiles.tile_q and max(group, tokens) <= _MAX_BOX
+        maps = [
+            tensor_map.of_rows(
+                q,
+                (problem.head_dim_qk, num_kv_heads * group, _NO_BOUND, 1),
+                (q_head, q_row, 0),
+                (group, tokens, 1) if has_boxes else (1, 1, 1),
+            )
+        ]
+        rows = tensor_map.box_rows(page_size, self._tiles.tile_kv)
+        units: list[int] = []
+        for address, dim, strides in (
+            (k, problem.head_dim_qk, (k_row, k_head, k_page)),
+            (v, problem.head_dim_vo, (v_row, v_head, v_page)),
+        ):
+            if page_size:
+                sizes = page_size, num_kv_heads, self._size
+                made, where = tensor_map.of_pages(address, dim, sizes, strides, rows)
+            else:
+                dims = dim, self._size, num_kv_heads, 1
+                made, where = tensor_map.of_rows(address, dims, strides, (rows, 1, 1)), (0, 0)
+            maps.append(made)
+            units += where
+        head = *self._head, rows, int(has_boxes)
+        return params.PREFILL_SM90.pack(*head, *units, b"".join(maps))

@@ -1,0 +1,113 @@
+"""Tensor maps: rows of q, k or v as the copy engine of sm_90 sees them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import Any
+
+from ..errors import DeviceError, UnsupportedError
+
+BYTES = 128
+_MAX_COORDINATE = 2**31 - 1
+# Rows of the pattern in which lines are swizzled; a copy brings whole patterns.
+_PATTERN_ROWS = 8
+# Columns of 16 bits of a panel (kernels/cupyattn/tile/warpgroup_tile.cuh).
+_PANEL = 64
+
+# cuda.h: CU_TENSOR_MAP_DATA_TYPE_UINT16 (bits move as they are), INTERLEAVE_NONE, SWIZZLE_128B,
+# L2_PROMOTION_L2_256B, FLOAT_OOB_FILL_NONE (zeros).
+_UINT16, _NO_INTERLEAVE, _SWIZZLE_128, _PROMOTION_256, _ZEROS = 1, 0, 3, 3, 0
+
+
+def box_rows(page_size: int, tile_kv: int) -> int:
+    """Keys that one copy brings: a tile, or of pages what divides both. 0: pages are unsuitable."""
+    rows = math.gcd(page_size, tile_kv) if page_size else tile_kv
+    return rows if rows % _PATTERN_ROWS == 0 else 0
+
+
+def of_rows(
+    address: int,
+    dims: tuple[int, int, int, int],
+    strides: tuple[int, int, int],
+    box: tuple[int, int, int],
+) -> bytes:
+    """The map of a tensor of 16-bit elements, copied in panels of rows; innermost dimension first.
+
+    strides  in elements, of all dimensions but the innermost: multiples of 8
+    box      what one copy brings of these dimensions
+    """
+    # A dimension without entries, or with one, has no stride to speak of.
+    sizes = tuple(max(1, n) for n in dims)
+    in_bytes = tuple(
+        2 * stride if n > 1 else 16 for n, stride in zip(sizes[1:], strides, strict=True)
+    )
+    return encode(address, sizes, in_bytes, (min(_PANEL, sizes[0]), *box))
+
+
+def of_pages(
+    address: int,
+    head_dim: int,
+    sizes: tuple[int, int, int],
+    strides: tuple[int, int, int],
+    rows: int,
+) -> tuple[bytes, tuple[int, int]]:
+    """The map of pages of rows of 16-bit elements, and how far it is from a page to the next, and
+    from a head to the next, along its last dimension: the driver allows five, and this takes six.
+
+    sizes    rows of a page (a multiple of 8), heads, pages
+    strides  in elements, of a row, a head and a page: multiples of 8
+    rows     of one copy
+    """
+    page_rows, num_heads, num_pages = sizes
+    row, head, page = strides
+    head, page = head if num_heads > 1 else 0, page if num_pages > 1 else 0
+    unit = math.gcd(head, page) or 8
+    by_page, by_head = page // unit, head // unit
+    count = max(0, num_pages - 1) * by_page + (num_heads - 1) * by_head + 1
+    if count > _MAX_COORDINATE:
+        raise UnsupportedError(
+            f"paged_kv_cache: strides of {page} elements a page and {head} a head, over "
+            f"{num_pages} pages, are beyond the copy engine's coordinates; use a contiguous cache"
+        )
+    panels = head_dim // _PANEL
+    dims = _PANEL, _PATTERN_ROWS, panels, page_rows // _PATTERN_ROWS, count
+    in_bytes = 2 * row, 2 * _PANEL, 2 * _PATTERN_ROWS * row, 2 * unit
+    box = _PANEL, _PATTERN_ROWS, panels, rows // _PATTERN_ROWS, 1
+    return encode(address, dims, in_bytes, box), (by_page, by_head)
+
+
+def encode(
+    address: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> bytes:
+    """The driver's CUtensorMap: dimensions innermost first, strides in bytes of all but that."""
+    rank = len(dims)
+    memory = ctypes.create_string_buffer(BYTES + 64)
+    target = -(-ctypes.addressof(memory) // 64) * 64
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(target),
+        _UINT16,
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*dims),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*(1,) * rank),
+        _NO_INTERLEAVE,
+        _SWIZZLE_128,
+        _PROMOTION_256,
+        _ZEROS,
+    )
+    if status:
+        raise DeviceError(
+            f"q, k, v: the driver refuses a tensor map (error {status}) of dimensions {dims}, "
+            f"strides {strides} bytes, boxes {box} at {address:#x}"
+        )
+    return ctypes.string_at(target, BYTES)
+
+
+@functools.cache
+def _driver() -> Any:
+    """The CUDA driver, which CuPy has loaded but whose tensor maps it does not offer."""
+    return ctypes.CDLL("libcuda.so.1")

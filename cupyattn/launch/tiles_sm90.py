@@ -1,0 +1,109 @@
+"""Tile configurations of prefill_sm90, and what it serves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .. import jit
+from ..dtypes import DType
+from ..problem import AttentionProblem
+from . import tensor_map
+from .tile_config import Field, TileConfig, round_up, struct_of
+
+_PATTERN_BYTES = 1024
+_ITEM_BYTES = 104
+_ROW_BYTES = 20
+_ITEMS = 2
+# The rest is left to q, o, and what comes next.
+_SHARE_OF_L2 = 0.6
+
+
+class _Shape(NamedTuple):
+    """Warpgroups that multiply, keys of a tile, stages of K and V, tiles of Q in shared memory."""
+
+    consumers: int
+    tile_kv: int
+    stages: int = 2
+    query_slots: int = 2
+    takes_turns: bool = True
+
+
+# By head dims of q, k and of v, o. Registers hold O, the logits of a tile and its probabilities;
+# shared memory holds the rest.
+_SHAPES = {
+    (64, 64): _Shape(3, 128),
+    (96, 96): _Shape(2, 128),
+    (128, 128): _Shape(2, 128),
+    (192, 128): _Shape(2, 128, query_slots=1),
+    (256, 256): _Shape(2, 80, query_slots=1),
+}
+# Registers of a thread that loads, and of one that multiplies, by the number of consumers.
+_REGISTERS = {2: (56, 224), 3: (32, 160)}
+
+
+def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
+    """The instance for a problem, or None: the portable kernel serves it."""
+    shape = _SHAPES.get((problem.head_dim_qk, problem.head_dim_vo))
+    if (
+        shape is None
+        or not problem.aligned
+        or problem.dtype_q is not problem.dtype_kv
+        or problem.custom_mask
+        or problem.pos_encoding == "ROPE_LLAMA"
+        or (problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv))
+        or (problem.paged and (problem.head_dim_qk % 64 or problem.head_dim_vo % 64))
+    ):
+        return None
+    tiles = make(problem, shape)
+    return tiles if tiles.shared_bytes <= max_shared_bytes else None
+
+
+def heads_per_section(
+    problem: AttentionProblem, num_kv_heads: int, kv_len: int, l2_bytes: int
+) -> int:
+    """How many KV heads' items come one after another: their keys and values stay in L2."""
+    head_bytes = 2 * kv_len * (problem.head_dim_qk + problem.head_dim_vo)
+    fitting = int(_SHARE_OF_L2 * l2_bytes) // max(1, head_bytes)
+    return max(1, min(num_kv_heads, 1 << max(0, fitting.bit_length() - 1)))
+
+
+def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
+    consumers, tile_kv, stages, slots, _ = shape
+    tile_q = 64 * consumers
+    load, multiply = _REGISTERS[consumers]
+    shared = struct_of(
+        _panels(tile_q, problem.head_dim_qk, slots),
+        _panels(tile_kv, problem.head_dim_qk, stages),
+        _panels(tile_kv, problem.head_dim_vo, stages),
+        Field(_ROW_BYTES * tile_q, 16),
+        Field(32, 16),
+        Field(_ITEMS * _ITEM_BYTES, 8),
+        Field(stages * 4 * -(-tile_kv // 32)),
+        Field(8 * (2 * _ITEMS + 2 * slots + 5 * stages), 8),
+    ).size
+    config: dict[str, int | bool | DType] = {
+        "DTypeQ": problem.dtype_q,
+        "DTypeKV": problem.dtype_kv,
+        "DTypeO": problem.dtype_o,
+        "kHeadDimQK": problem.head_dim_qk,
+        "kHeadDimVO": problem.head_dim_vo,
+        "kConsumers": consumers,
+        "kTileKV": tile_kv,
+        "kStages": stages,
+        "kQuerySlots": slots,
+        "kLoadRegisters": load,
+        "kMultiplyRegisters": multiply,
+        "kTakesTurns": shape.takes_turns,
+        "kAlibi": problem.pos_encoding == "ALIBI",
+        "kSoftCap": problem.soft_cap,
+        "kRowScales": problem.scale_first,
+        "kPaged": problem.paged,
+        "kSharedBytes": shared,
+    }
+    threads = 128 * (1 + consumers)
+    return TileConfig("prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared)
+
+
+def _panels(rows: int, head_dim: int, count: int) -> Field:
+    """`count` tiles (PanelTile) of 16-bit elements."""
+    return Field(count * rows * 2 * round_up(head_dim, 64), _PATTERN_BYTES)

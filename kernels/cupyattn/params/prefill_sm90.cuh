@@ -1,0 +1,31 @@
+// The argument of prefill_sm90: that of all attention kernels, and what only this one needs.
+#pragma once
+
+#include "cupyattn/params/attention.cuh"
+#include "cupyattn/params/tensor_map.cuh"
+
+namespace cupyattn {
+
+// How far it is from a page to the next, and from a head to the next, along the last dimension of a
+// map of pages.
+struct PageUnits {
+  int32_t page, head;
+};
+
+struct PrefillSm90Params {
+  AttentionParams attention;
+  int32_t num_items;          // tiles times splits, or the length of the work list
+  int32_t heads_per_section;  // KV heads whose items come one after another, as L2 likes
+  int32_t box_rows;           // keys that one tensor copy brings
+  int32_t has_query_boxes;    // whether a tile of rows of Q is one copy
+  PageUnits k_units, v_units;
+  // [rows, num_qo_heads, head_dim]
+  alignas(64) TensorMap q;
+  // [num_kv_heads, rows, head_dim]; of pages: [pages and heads, page_size / 8, head_dim / 64, 8, 64]
+  TensorMap k, v;
+};
+
+static_assert(sizeof(PrefillSm90Params) == 896 + 384,
+              "PrefillSm90Params and its mirror in launch/params.py must agree");
+
+}  // namespace cupyattn

@@ -1,0 +1,53 @@
+// Barriers in shared memory that count arrivals and bytes, and barriers of some of a block's warps.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+
+namespace cupyattn::ptx {
+
+// A phase ends when `count` arrivals have come, and all bytes that were expected.
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int num_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier),
+               "r"(num_bytes)
+               : "memory");
+}
+
+// Returns once the phase of this parity (0 for the first) is over.
+__device__ __forceinline__ void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra done;\n"
+      "bra again;\n"
+      "done:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// bar.sync and bar.arrive of `num_threads` threads, whole warps, on barriers 1 to 15.
+__device__ __forceinline__ void named_barrier_sync(int barrier, int num_threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int num_threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+
+}  // namespace cupyattn::ptx

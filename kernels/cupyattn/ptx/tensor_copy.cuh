@@ -1,0 +1,39 @@
+// Copies of boxes of a tensor by the copy engine, and its view of shared memory.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/params/tensor_map.cuh"
+
+namespace cupyattn::ptx {
+
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];\n" ::"l"(&map) : "memory");
+}
+
+// What lies outside of the tensor is zeros. All bytes of the box are counted by `barrier`.
+__device__ __forceinline__ void tensor_copy_4d(uint32_t destination, const TensorMap& map, int x,
+                                               int y, int z, int w, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];\n" ::"r"(destination),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void tensor_copy_5d(uint32_t destination, const TensorMap& map, int x,
+                                               int y, int z, int w, int u, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];\n" ::"r"(destination),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(u), "r"(barrier)
+      : "memory");
+}
+
+// Ordinary writes of this thread to shared memory come before what the copy engine and the matrix
+// units do later.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+}  // namespace cupyattn::ptx

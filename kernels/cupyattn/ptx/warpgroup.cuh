@@ -1,0 +1,137 @@
+// What four warps do together: products of a warpgroup, and the registers each of its threads has.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+
+namespace cupyattn::ptx {
+
+template <int kCount>
+__device__ __forceinline__ void set_max_registers_down() {
+  static_assert(kCount % 8 == 0 && kCount >= 24 && kCount <= 256, "what setmaxnreg takes");
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kCount));
+}
+
+template <int kCount>
+__device__ __forceinline__ void set_max_registers_up() {
+  static_assert(kCount % 8 == 0 && kCount >= 24 && kCount <= 256, "what setmaxnreg takes");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kCount));
+}
+
+// Before the first product, and where accumulators or an A fragment were written in between.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
+}
+
+// Waits until at most kPending groups of products are in flight.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  static_assert(kPending >= 0 && kPending <= 7, "what wgmma.wait_group takes");
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+
+// To the compiler a product is over when it is issued: after the wait for it, this tells that its
+// accumulators change here.
+template <int kCount>
+__device__ __forceinline__ void wgmma_results(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// 64 x kN x 16. A thread's d[i] is row 16 warp + lane / 4 (+ 8 if i % 4 > 1), column 8 (i / 4) +
+// 2 (lane % 4) + i % 2.
+template <int kN>
+struct Wgmma;
+
+#define CUPYATTN_OUTS8(i)                                                             \
+  "+f"(d[8 * (i)]), "+f"(d[8 * (i) + 1]), "+f"(d[8 * (i) + 2]), "+f"(d[8 * (i) + 3]), \
+      "+f"(d[8 * (i) + 4]), "+f"(d[8 * (i) + 5]), "+f"(d[8 * (i) + 6]), "+f"(d[8 * (i) + 7])
+#define CUPYATTN_OUTS32(i)                                                           \
+  CUPYATTN_OUTS8(4 * (i)), CUPYATTN_OUTS8(4 * (i) + 1), CUPYATTN_OUTS8(4 * (i) + 2), \
+      CUPYATTN_OUTS8(4 * (i) + 3)
+#define CUPYATTN_NAMES8(a, b, c, d, e, f, g, h) \
+  "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
+#define CUPYATTN_NAMES32                                                   \
+  CUPYATTN_NAMES8(0, 1, 2, 3, 4, 5, 6, 7)                                  \
+  ", " CUPYATTN_NAMES8(8, 9, 10, 11, 12, 13, 14, 15) ", " CUPYATTN_NAMES8( \
+      16, 17, 18, 19, 20, 21, 22, 23) ", " CUPYATTN_NAMES8(24, 25, 26, 27, 28, 29, 30, 31)
+#define CUPYATTN_NAMES40 CUPYATTN_NAMES32 ", " CUPYATTN_NAMES8(32, 33, 34, 35, 36, 37, 38, 39)
+#define CUPYATTN_NAMES48 CUPYATTN_NAMES40 ", " CUPYATTN_NAMES8(40, 41, 42, 43, 44, 45, 46, 47)
+#define CUPYATTN_NAMES56 CUPYATTN_NAMES48 ", " CUPYATTN_NAMES8(48, 49, 50, 51, 52, 53, 54, 55)
+#define CUPYATTN_NAMES64 CUPYATTN_NAMES56 ", " CUPYATTN_NAMES8(56, 57, 58, 59, 60, 61, 62, 63)
+#define CUPYATTN_NAMES72 CUPYATTN_NAMES64 ", " CUPYATTN_NAMES8(64, 65, 66, 67, 68, 69, 70, 71)
+#define CUPYATTN_NAMES80 CUPYATTN_NAMES72 ", " CUPYATTN_NAMES8(72, 73, 74, 75, 76, 77, 78, 79)
+#define CUPYATTN_NAMES88 CUPYATTN_NAMES80 ", " CUPYATTN_NAMES8(80, 81, 82, 83, 84, 85, 86, 87)
+#define CUPYATTN_NAMES96 CUPYATTN_NAMES88 ", " CUPYATTN_NAMES8(88, 89, 90, 91, 92, 93, 94, 95)
+#define CUPYATTN_NAMES128                                                                         \
+  CUPYATTN_NAMES96 ", " CUPYATTN_NAMES8(96, 97, 98, 99, 100, 101, 102, 103) ", " CUPYATTN_NAMES8( \
+      104, 105, 106, 107, 108, 109, 110,                                                          \
+      111) ", " CUPYATTN_NAMES8(112, 113, 114, 115, 116, 117, 118,                                \
+                                119) ", " CUPYATTN_NAMES8(120, 121, 122, 123, 124, 125, 126, 127)
+
+#define CUPYATTN_OUT32 CUPYATTN_OUTS32(0)
+#define CUPYATTN_OUT40 CUPYATTN_OUTS32(0), CUPYATTN_OUTS8(4)
+#define CUPYATTN_OUT48 CUPYATTN_OUT40, CUPYATTN_OUTS8(5)
+#define CUPYATTN_OUT56 CUPYATTN_OUT48, CUPYATTN_OUTS8(6)
+#define CUPYATTN_OUT64 CUPYATTN_OUTS32(0), CUPYATTN_OUTS32(1)
+#define CUPYATTN_OUT72 CUPYATTN_OUT64, CUPYATTN_OUTS8(8)
+#define CUPYATTN_OUT80 CUPYATTN_OUT72, CUPYATTN_OUTS8(9)
+#define CUPYATTN_OUT88 CUPYATTN_OUT80, CUPYATTN_OUTS8(10)
+#define CUPYATTN_OUT96 CUPYATTN_OUT64, CUPYATTN_OUTS32(2)
+#define CUPYATTN_OUT128 CUPYATTN_OUT96, CUPYATTN_OUTS32(3)
+
+// The last operands' names follow those of the COUNT accumulators.
+#define CUPYATTN_WGMMA_SS(TYPE, N, COUNT, A, B, P)                                                \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
+               "k16.f32." TYPE "." TYPE " {" CUPYATTN_NAMES##COUNT "}, " A ", " B                 \
+                                                                   ", p, 1, 1, 0, 0;\n}\n"        \
+               : CUPYATTN_OUT##COUNT                                                              \
+               : "l"(a), "l"(b), "r"(adds))
+#define CUPYATTN_WGMMA_RS(TYPE, N, COUNT, A, B)                                               \
+  asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
+               "k16.f32." TYPE "." TYPE " {" CUPYATTN_NAMES##COUNT "}, {" A "}, " B           \
+                                                                   ", p, 1, 1, 1;\n}\n"       \
+               : CUPYATTN_OUT##COUNT                                                          \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+// multiply_ss: d = A B, or d += A B if `adds` is 1; both by descriptors, K-major.
+// multiply_rs: d += A B; A a fragment of 16-bit pairs, B by descriptor, MN-major.
+#define CUPYATTN_WGMMA(N, COUNT, R0, R1, R2, R3, R4)                                              \
+  template <>                                                                                     \
+  struct Wgmma<N> {                                                                               \
+    template <typename T>                                                                         \
+    static __device__ __forceinline__ void multiply_ss(float (&d)[N / 2], uint64_t a, uint64_t b, \
+                                                       int adds) {                                \
+      if constexpr (is_same<T, half_t>::value) {                                                  \
+        CUPYATTN_WGMMA_SS("f16", N, COUNT, "%" #R0, "%" #R1, "%" #R2);                            \
+      } else {                                                                                    \
+        CUPYATTN_WGMMA_SS("bf16", N, COUNT, "%" #R0, "%" #R1, "%" #R2);                           \
+      }                                                                                           \
+    }                                                                                             \
+    template <typename T>                                                                         \
+    static __device__ __forceinline__ void multiply_rs(float (&d)[N / 2], const uint32_t (&a)[4], \
+                                                       uint64_t b) {                              \
+      if constexpr (is_same<T, half_t>::value) {                                                  \
+        CUPYATTN_WGMMA_RS("f16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4);       \
+      } else {                                                                                    \
+        CUPYATTN_WGMMA_RS("bf16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4);      \
+      }                                                                                           \
+    }                                                                                             \
+  }
+
+CUPYATTN_WGMMA(64, 32, 32, 33, 34, 35, 36);
+CUPYATTN_WGMMA(80, 40, 40, 41, 42, 43, 44);
+CUPYATTN_WGMMA(96, 48, 48, 49, 50, 51, 52);
+CUPYATTN_WGMMA(112, 56, 56, 57, 58, 59, 60);
+CUPYATTN_WGMMA(128, 64, 64, 65, 66, 67, 68);
+CUPYATTN_WGMMA(144, 72, 72, 73, 74, 75, 76);
+CUPYATTN_WGMMA(160, 80, 80, 81, 82, 83, 84);
+CUPYATTN_WGMMA(176, 88, 88, 89, 90, 91, 92);
+CUPYATTN_WGMMA(192, 96, 96, 97, 98, 99, 100);
+CUPYATTN_WGMMA(256, 128, 128, 129, 130, 131, 132);
+
+}  // namespace cupyattn::ptx

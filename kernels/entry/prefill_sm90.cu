@@ -1,0 +1,31 @@
+// Prefill and append attention for Hopper (sm_90a).
+#include "cupyattn/attention/prefill_sm90.cuh"
+
+#ifndef CUPYATTN_CONFIG
+struct Config {
+  using DTypeQ = bfloat16_t;
+  using DTypeKV = bfloat16_t;
+  using DTypeO = bfloat16_t;
+  static constexpr int kHeadDimQK = 128;
+  static constexpr int kHeadDimVO = 128;
+  static constexpr int kConsumers = 2;
+  static constexpr int kTileKV = 128;
+  static constexpr int kStages = 2;
+  static constexpr int kQuerySlots = 2;
+  static constexpr int kLoadRegisters = 56;
+  static constexpr int kMultiplyRegisters = 224;
+  static constexpr bool kTakesTurns = true;
+  static constexpr bool kAlibi = false;
+  static constexpr bool kSoftCap = false;
+  static constexpr bool kRowScales = false;
+  static constexpr bool kPaged = false;
+  static constexpr int kSharedBytes = 201728;
+};
+#endif
+
+extern "C" __global__ void __launch_bounds__((1 + Config::kConsumers) * 128, 1)
+    cupyattn_prefill_sm90(const __grid_constant__ cupyattn::PrefillSm90Params params) {
+  using Kernel = cupyattn::PrefillSm90<Config>;
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  Kernel(params, *reinterpret_cast<typename Kernel::SharedMemory*>(shared_bytes)).run();
+}

@@ -1,0 +1,38 @@
+// Host twin of kernels/cupyattn/ptx/mbarrier.cuh.
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "emulator/hopper.h"
+
+namespace cupyattn::ptx {
+
+using emulator::Where;
+
+__forceinline__ void mbarrier_init(uint32_t barrier, int count) {
+  emulator::mbarrier_init(barrier, count);
+}
+
+inline void fence_mbarrier_init() {}
+
+__forceinline__ void mbarrier_arrive(uint32_t barrier) { emulator::mbarrier_arrive(barrier); }
+
+__forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int num_bytes) {
+  emulator::mbarrier_arrive_expect_tx(barrier, num_bytes);
+}
+
+__forceinline__ void mbarrier_wait_parity(uint32_t barrier, uint32_t parity,
+                                          Where where = Where::current()) {
+  emulator::mbarrier_wait_parity(barrier, static_cast<int>(parity), where);
+}
+
+__forceinline__ void named_barrier_sync(int barrier, int num_threads,
+                                        Where where = Where::current()) {
+  emulator::named_barrier_sync(barrier, num_threads, where);
+}
+
+__forceinline__ void named_barrier_arrive(int barrier, int num_threads,
+                                          Where where = Where::current()) {
+  emulator::named_barrier_arrive(barrier, num_threads, where);
+}
+
+}  // namespace cupyattn::ptx

@@ -1,0 +1,27 @@
+// Host twin of kernels/cupyattn/ptx/tensor_copy.cuh: a map is what emulator/hopper.h says.
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/params/tensor_map.cuh"
+#include "emulator/hopper.h"
+
+namespace cupyattn::ptx {
+
+inline void prefetch_tensor_map(const TensorMap&) {}
+
+__forceinline__ void tensor_copy_4d(uint32_t destination, const TensorMap& map, int x, int y, int z,
+                                    int w, uint32_t barrier) {
+  static_assert(sizeof(TensorMap) == sizeof(emulator::TensorMap));
+  emulator::tensor_copy(destination, reinterpret_cast<const emulator::TensorMap&>(map),
+                        {x, y, z, w, 0}, barrier);
+}
+
+__forceinline__ void tensor_copy_5d(uint32_t destination, const TensorMap& map, int x, int y, int z,
+                                    int w, int u, uint32_t barrier) {
+  emulator::tensor_copy(destination, reinterpret_cast<const emulator::TensorMap&>(map),
+                        {x, y, z, w, u}, barrier);
+}
+
+inline void fence_proxy_async() {}
+
+}  // namespace cupyattn::ptx

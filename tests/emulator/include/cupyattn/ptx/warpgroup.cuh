@@ -1,0 +1,71 @@
+// Host twin of kernels/cupyattn/ptx/warpgroup.cuh: a product is over when it is issued.
+#pragma once
+
+#include "cupyattn/common/types.cuh"
+#include "emulator/hopper.h"
+
+namespace cupyattn::ptx {
+
+using emulator::Where;
+
+template <int kCount>
+__forceinline__ void set_max_registers_down(Where where = Where::current()) {
+  emulator::set_max_registers(kCount, where);
+}
+
+template <int kCount>
+__forceinline__ void set_max_registers_up(Where where = Where::current()) {
+  emulator::set_max_registers(kCount, where);
+}
+
+inline void wgmma_fence() {}
+
+inline void wgmma_commit() {}
+
+// All lanes of a warp meet here.
+template <int kPending>
+__forceinline__ void wgmma_wait(Where where = Where::current()) {
+  emulator::warp_sync(where);
+}
+
+template <int kCount>
+inline void wgmma_results(float (&)[kCount]) {}
+
+template <int kN>
+struct Wgmma {
+  static_assert(kN % 8 == 0 && kN <= 256, "what wgmma takes");
+
+  template <typename T>
+  static __forceinline__ void multiply_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int adds,
+                                          Where where = Where::current()) {
+    constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>::value;
+    emulator::warpgroup_multiply({.n = kN,
+                                  .d = d,
+                                  .a_descriptor = a,
+                                  .a = nullptr,
+                                  .b_descriptor = b,
+                                  .is_bfloat16 = kIsBfloat16,
+                                  .is_first = adds == 0,
+                                  .is_a_k_major = true,
+                                  .is_b_k_major = true},
+                                 where);
+  }
+
+  template <typename T>
+  static __forceinline__ void multiply_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b,
+                                          Where where = Where::current()) {
+    constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>::value;
+    emulator::warpgroup_multiply({.n = kN,
+                                  .d = d,
+                                  .a_descriptor = 0,
+                                  .a = a,
+                                  .b_descriptor = b,
+                                  .is_bfloat16 = kIsBfloat16,
+                                  .is_first = false,
+                                  .is_a_k_major = true,
+                                  .is_b_k_major = false},
+                                 where);
+  }
+};
+
+}  // namespace cupyattn::ptx

@@ -1,0 +1,97 @@
+"""Mistakes in prefill_sm90: phases, operands, and what its warps tell each other."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+KERNEL = "cupyattn/attention/prefill_sm90.cuh"
+CONSUMER = "cupyattn/attention/consumer_sm90.cuh"
+SOFTMAX = "cupyattn/attention/softmax.cuh"
+STATE = "cupyattn/attention/state.cuh"
+TILE = "cupyattn/tile/warpgroup_tile.cuh"
+
+HOPPER = (
+    Mutation(
+        "values are not waited for",
+        CONSUMER,
+        """      multiply_keys(s);
+      Kernel::wait(shared.full_v[v.stage], v.parity);
+      multiply_values();
+      pass_turn();
+      ptx::wgmma_wait<1>();
+      take_results(s);
+      release_keys(tile == item.tiles.begin);
+      // A warp""".replace("\n      ", "\n    "),
+        """      multiply_keys(s);
+      multiply_values();
+      pass_turn();
+      ptx::wgmma_wait<1>();
+      take_results(s);
+      release_keys(tile == item.tiles.begin);
+      // A warp""".replace("\n      ", "\n    "),
+        "hopper causal",
+    ),
+    Mutation(
+        "the place of keys is not waited for",
+        KERNEL,
+        "      wait(empty, parity ^ 1);\n      if (lane == 0) {",
+        "      if (lane == 0) {",
+        "hopper causal",
+    ),
+    Mutation(
+        "the counter of items does not return to zero",
+        KERNEL,
+        "ptx::atomic_inc_wrap(params.counters, num_items - 1)",
+        "ptx::atomic_inc_wrap(params.counters, num_items)",
+        "hopper causal",
+    ),
+    Mutation(
+        "rows of Q of a later tile",
+        KERNEL,
+        "PackedRow::of(params, work.first_row + r)",
+        "PackedRow::of(params, r)",
+        "hopper odd groups",
+    ),
+    Mutation(
+        "a row too many of a partial tile",
+        KERNEL,
+        "ptx::cp_async_16(tile + QTile::offset(r, chunk), source, r < work.num_rows);",
+        "ptx::cp_async_16(tile + QTile::offset(r, chunk), source, r <= work.num_rows);",
+        "hopper odd groups",
+    ),
+    Mutation(
+        "groups of rows of pages without their panels",
+        TILE,
+        "kByPatterns ? kPanels * kPatternBytes : kPatternBytes",
+        "kByPatterns ? kPatternBytes : kPatternBytes",
+        "hopper pages",
+    ),
+    Mutation(
+        "the maximum never moves",
+        SOFTMAX,
+        "return tile_sum > kLimit || row_max[m][h] == -ptx::infinity();",
+        "return row_max[m][h] == -ptx::infinity();",
+        "hopper steep",
+    ),
+    Mutation(
+        "halves of a quad exchanged the wrong way",
+        STATE,
+        "whole.word[i] = is_upper ? got : kept;",
+        "whole.word[i] = is_upper ? kept : got;",
+        "hopper causal",
+    ),
+    Mutation(
+        "what is not finite stays",
+        KERNEL,
+        "chunk.word[w] = values.word[w] & ~holes.word[w];",
+        "chunk.word[w] = values.word[w];",
+        "hopper bad values",
+    ),
+    Mutation(
+        "bad keys are not added",
+        KERNEL,
+        "if (key < num_keys) ptx::atomic_or_shared",
+        "if (key < 0) ptx::atomic_or_shared",
+        "hopper bad values",
+    ),
+)

@@ -1,0 +1,106 @@
+"""prefill_sm90 on the host: what it serves, and what stays with the portable kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers import gpu_cases
+from helpers.cases import Case
+
+from . import run, test_batch
+
+BASE = replace(
+    gpu_cases.PLAIN, qo_len=80, kv_len=300, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
+)
+CAUSAL = replace(BASE, causal=True)
+
+
+def check(case: Case, name: str = "prefill_sm90", **facts: object) -> run.Answer:
+    answer = run.single(case, **facts)
+    assert answer.launches[0].name == name
+    answer.check()
+    return answer
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
+    case = replace(CAUSAL, dtype=dtype, kv_dtype=dtype, head_dim_qk=dims[0], head_dim_vo=dims[1])
+    check(case)
+
+
+# Whole tiles of rows come in boxes where groups divide them, and are gathered elsewhere.
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 40])
+def test_groups(group: int) -> None:
+    check(replace(CAUSAL, group=group, qo_len=400 // group + 3))
+
+
+@pytest.mark.parametrize("kv_len", [0, 1, 127, 128, 129, 256, 385])
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths(kv_len: int, causal: bool) -> None:
+    check(replace(BASE, kv_len=kv_len, causal=causal))
+
+
+@pytest.mark.parametrize("window_left", [0, 20, 127, 128, 200])
+def test_windows(window_left: int) -> None:
+    check(replace(BASE, window_left=window_left))
+    check(replace(CAUSAL, window_left=window_left, qo_len=200, kv_len=500))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logits_soft_cap": 5.0},
+        {"pos_encoding_mode": "ALIBI"},
+        {"has_sinks": True},
+        {"scale_q": "vector", "scale_k": "vector", "scale_v": "vector"},
+        {"sm_scale": 3.0},
+        {"o_dtype": "float32"},
+        {"kv_layout": "HND"},
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, object]) -> None:
+    check(replace(CAUSAL, **options))  # type: ignore[arg-type]
+
+
+def test_splits() -> None:
+    answer = check(replace(BASE, kv_len=900, group=1), num_sms=20)
+    assert answer.launches[-1].name == "merge_splits"
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 50])
+def test_bits_do_not_depend_on_the_order(num_sms: int) -> None:
+    bits = [
+        check(replace(CAUSAL, qo_len=200), seed=seed, num_sms=num_sms).bits() for seed in (0, 5)
+    ]
+    for first, second in zip(*bits, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 48, 64, 256])
+def test_pages(page_size: int) -> None:
+    case = replace(test_batch.BASE, qo_len=(70, 90), kv_len=(300, 95), page_size=page_size)
+    answer = run.batch(case, num_sms=3)
+    assert answer.launches[0].name == "prefill_sm90"
+    answer.check()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim_qk": 80, "head_dim_vo": 80},
+        {"kv_dtype": "float8_e4m3fn"},
+        {"mask_kind": "packed"},
+        {"pos_encoding_mode": "ROPE_LLAMA"},
+        {"qo_len": 20},
+    ],
+    ids=str,
+)
+def test_the_portable_kernel_serves_the_rest(changes: dict[str, object]) -> None:
+    case = replace(BASE, **changes)  # type: ignore[arg-type]
+    answer = run.single(case)
+    assert "prefill_sm90" not in {launch.name for launch in answer.launches}
+    answer.check()
