@@ -18,13 +18,14 @@ import cupyattn
 from cupyattn import env
 from cupyattn.jit import kernels_dir
 
-from . import build, gpu, run, test_batch
+from . import build, gpu, run, test_batch, test_cascade
 from .library import EmulatorError
 from .mutation import Mutation
+from .mutations_of_levels import LEVELS
 from .mutations_of_order import ORDER
 from .mutations_of_values import VALUES
 
-MUTATIONS = (*ORDER, *VALUES)
+MUTATIONS = (*ORDER, *VALUES, *LEVELS)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -50,6 +51,11 @@ def _batch(
 ) -> Callable:
     case = replace(test_batch.BASE, qo_len=qo_len, kv_len=kv_len, page_size=page_size)
     return lambda **facts: run.batch(case, num_sms=num_sms, **facts).check()
+
+
+def _cascade(num_sms: int = 16, **changes: object) -> Callable:
+    case = replace(test_cascade.BASE, **changes)  # type: ignore[arg-type]
+    return lambda **facts: test_cascade.run_case(case, num_sms=num_sms, **facts)
 
 
 def _append(**facts: object) -> None:
@@ -126,6 +132,17 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "paged decode": _batch((1, 3), (600, 150), num_sms=1),
     "odd pages": _batch((40, 1), (150, 90), page_size=3),
     "append": _append,
+    # Rows of a group that lie in two tiles; heads that do not fill a block.
+    "cascade": _cascade(group=5),
+    "split cascade": _cascade(64, levels=(((3,), (900,)), ((1, 2), (500, 7)))),
+    "cascade of three levels": _cascade(
+        levels=(((5,), (70,)), ((2, 3), (150, 0)), ((1, 1, 3), (20, 5, 40)))
+    ),
+    # Rows whose own keys are of very different numbers: places in no order.
+    "cascade of few rows": _cascade(
+        levels=(((3,), (90,)), ((1, 1, 1), (40, 200, 7))), window_left=50
+    ),
+    "cascade in a graph": test_cascade.run_graph,
 }
 
 
