@@ -280,7 +280,7 @@ def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.nda
 def _forget_calls() -> None:
     """What the library remembers of calls holds kernels and addresses of another device."""
     from cupyattn import _batch_geometry, _batch_repeat, _repeat, _single, _unplanned
-    from cupyattn.launch import merge_splits, tiles
+    from cupyattn.launch import merge_levels, merge_splits, tiles
 
     _single._entries.clear()
     _repeat._known.clear()
@@ -288,7 +288,10 @@ def _forget_calls() -> None:
     _batch_repeat._reader_of.clear()
     caches: list[Callable[..., Any]] = [
         attention.load_kernel,
+        attention.load_mixed,
+        merge_levels.config,
         merge_splits.config,
+        tiles.mixed_config,
         tiles.tile_config,
         _unplanned._plan,
     ]

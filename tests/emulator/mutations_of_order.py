@@ -79,8 +79,8 @@ ORDER = (
     Mutation(
         "warps' states are merged before they are there",
         DECODE,
-        f"{SYNC}\n    const bool is_split",
-        "const bool is_split",
+        f"{SYNC}\n    const bool leaves_state",
+        "const bool leaves_state",
         "decode",
     ),
     Mutation(

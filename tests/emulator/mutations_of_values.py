@@ -114,8 +114,8 @@ VALUES = (
     Mutation(
         "splits are merged by the wrong weights",
         STATE,
-        "ptx::ex2_approx(part_lse[i] - max)",
-        "ptx::ex2_approx(max - part_lse[i])",
+        "ptx::ex2_approx(lse - state.max)",
+        "ptx::ex2_approx(state.max - lse)",
         "split prefill",
     ),
     Mutation(

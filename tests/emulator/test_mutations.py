@@ -18,16 +18,17 @@ import cupyattn
 from cupyattn import env
 from cupyattn.jit import kernels_dir
 
-from . import build, gpu, run, test_batch, test_plan_batch, test_unplanned
+from . import build, gpu, run, test_batch, test_cascade, test_plan_batch, test_unplanned
 from .library import EmulatorError
 from .mutation import Mutation
 from .mutations_of_hopper import HOPPER
+from .mutations_of_levels import LEVELS
 from .mutations_of_order import ORDER
 from .mutations_of_plans import PLANS
 from .mutations_of_values import VALUES
 from .mutations_of_visibility import VISIBILITY
 
-MUTATIONS = (*ORDER, *PLANS, *VALUES, *VISIBILITY, *HOPPER)
+MUTATIONS = (*ORDER, *PLANS, *VALUES, *VISIBILITY, *LEVELS, *HOPPER)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -69,6 +70,11 @@ def _verify(q_len: int, kv_len: tuple[int, ...], **facts: object) -> None:
 def _items(**facts: object) -> None:
     case = replace(test_batch.BASE, qo_len=(3, 70), kv_len=(90, 150), has_items=True)
     run.batch(case, **facts).check()
+
+
+def _cascade(num_sms: int = 16, **changes: object) -> Callable:
+    case = replace(test_cascade.BASE, **changes)  # type: ignore[arg-type]
+    return lambda **facts: test_cascade.run_case(case, num_sms=num_sms, **facts)
 
 
 def _append(**facts: object) -> None:
@@ -194,6 +200,17 @@ CATCHERS: dict[str, Callable[..., None]] = {
     ),
     "absurd offsets": _absurd_offsets,
     "padded lse": _padded_lse,
+    # Rows of a group that lie in two tiles; heads that do not fill a block.
+    "cascade": _cascade(group=5),
+    "split cascade": _cascade(64, levels=(((3,), (900,)), ((1, 2), (500, 7)))),
+    "cascade of three levels": _cascade(
+        levels=(((5,), (70,)), ((2, 3), (150, 0)), ((1, 1, 3), (20, 5, 40)))
+    ),
+    # Rows whose own keys are of very different numbers: places in no order.
+    "cascade of few rows": _cascade(
+        levels=(((3,), (90,)), ((1, 1, 1), (40, 200, 7))), window_left=50
+    ),
+    "cascade in a graph": test_cascade.run_graph,
     # The kernels of Hopper; all others above are the portable ones.
     "hopper causal": _single({"causal": True, "qo_len": 80, "kv_len": 300, "group": 4}),
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
