@@ -20,6 +20,7 @@ from ._version import __version__
 from .device import ARCHS, check_arch, device_props
 from .errors import CupyAttnError, UnsupportedError
 from .jit import cache
+from .launch import tiles_sm90
 
 _MIB = 2**20
 
@@ -71,6 +72,7 @@ def info_lines() -> list[str]:
     lines = [f"cupyattn     {__version__}"]
     lines += [f"Python       {platform.python_version()}, {platform.system()} {platform.machine()}"]
     lines += _gpu_lines()
+    lines += [f"prefill      {tiles_sm90.summary()}"]
     lines += [f"NVRTC        {_nvrtc()}"]
     try:
         lines += [f"kernels      {jit.kernels_dir()}"]

@@ -87,10 +87,10 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
     }
     found |= dict.fromkeys(page_instances())
     for problem in problems(level):
-        for rows, is_batch in product(ROW_CLASSES, (False, True)):
-            if problem.paged and not is_batch:
-                continue
-            tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch, arch)
+        # Which kernel serves pages depends on their size.
+        kinds = product((True,), (1, 16)) if problem.paged else product((False, True), (0,))
+        for rows, (is_batch, page_size) in product(ROW_CLASSES, list(kinds)):
+            tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch, arch, page_size)
             found[tiles.name, tiles.config] = None
             if not tiles.merges_itself:
                 found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None

@@ -58,6 +58,15 @@ def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> 
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
+def summary() -> str:
+    """What runs on Hopper's own units, in a line."""
+    dims = ", ".join(f"{qk}" if qk == vo else f"{qk}/{vo}" for qk, vo in _SHAPES)
+    return (
+        f"on sm_90 by wgmma for head dims {dims} of 16-bit keys, without RoPE and custom masks; "
+        "portable otherwise"
+    )
+
+
 def heads_per_section(
     problem: AttentionProblem, num_kv_heads: int, kv_len: int, l2_bytes: int
 ) -> int:
