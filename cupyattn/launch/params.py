@@ -29,7 +29,7 @@ RUN = struct.Struct(f"<4Q {OPTIONAL.size}s {PLANNED.size}s")
 
 # kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_section,
 # box_rows, has_query_boxes; where pages and heads are in the maps of k and v; maps of q, k and v.
-PREFILL_SM90 = struct.Struct("<8i 32x 384s")
+PREFILL_SM90 = struct.Struct(f"<8i {-(ATTENTION.size + 32) % 64}x 384s")
 
 # kernels/cupyattn/params/rotate_keys.cuh, the table of RoPE steps included.
 ROTATE_KEYS = struct.Struct(f"<2Q 2q 2i {4 * MAX_ROPE_PAIRS}s")
