@@ -12,13 +12,14 @@ from . import (
     append_paged_kv_cache,
     get_batch_indices_positions,
     get_seq_lens,
+    merge_levels,
     merge_splits,
     pad_lse,
     plan_batch,
     rotate_keys,
 )
 from .packbits import CONFIG as PACKBITS_CONFIG
-from .tiles import ROW_CLASSES, tile_config
+from .tiles import DECODE, LARGE, ROW_CLASSES, SMALL, VERIFY, mixed_config, tile_config
 
 _DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 _OPTIONS: tuple[dict[str, Any], ...] = (
@@ -30,6 +31,8 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 )
 _ROWS = {"custom_mask": True, "mask_form": "rows"}
 _RUNS = {"custom_mask": True, "mask_form": "runs"}
+# Row classes that meet in one launch.
+_MIXES = ((LARGE, DECODE), (SMALL, DECODE), (LARGE, VERIFY))
 LEVELS = ("standard", "full")
 
 # Shared memory per block: most of a big chip's, and all that the small ones have.
@@ -97,6 +100,20 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
             if tiles.wants_rotated_keys:
                 config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk)
                 found["rotate_keys", config] = None
+        if problem.paged:
+            found |= dict.fromkeys(mixed_instances(problem, arch))
+    return list(found)
+
+
+def mixed_instances(problem: AttentionProblem, arch: str) -> list[tuple[str, jit.Config]]:
+    """The kernels of mixed batches and of cascades over pages, without duplicates."""
+    found: dict[tuple[str, jit.Config], None] = {}
+    for large, small in _MIXES:
+        tiles = mixed_config(problem, large, small, SHARED_BYTES[arch], arch)
+        if tiles is not None:
+            found[tiles.name, tiles.config] = None
+    if found:
+        found["merge_levels", merge_levels.config(problem)] = None
     return list(found)
 
 

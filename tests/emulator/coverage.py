@@ -30,7 +30,14 @@ WANTED = 0.95
 
 def run_cases() -> None:
     """The cases, in a process that gcov's counters are written by."""
-    from helpers import batch_cases, device_plans, gpu_cases, page_faults, unplanned_cases
+    from helpers import (
+        batch_cases,
+        cascade_calls,
+        device_plans,
+        gpu_cases,
+        page_faults,
+        unplanned_cases,
+    )
     from helpers.page_cases import Append
 
     from . import (
@@ -38,6 +45,7 @@ def run_cases() -> None:
         run,
         test_attention,
         test_batch,
+        test_cascade,
         test_mutations,
         test_plan_batch,
         test_unplanned,
@@ -53,6 +61,8 @@ def run_cases() -> None:
         run.single(case, num_sms=16, **facts).check()
     for seed in range(60):
         run.batch(batch_cases.random_case(seed), **facts).check()
+    for seed in range(12):
+        test_cascade.run_case(cascade_calls.random_case(seed), **facts)
     spoil = [(0, "v", (29, 0, 3), float("nan")), (0, "v", (29, 1, 62), float("nan"))]
     for dtype in ("bfloat16", "float8_e4m3fn"):
         problem = replace(test_batch.BASE.problem, kv_dtype=dtype)

@@ -17,7 +17,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def run(mode: str, *names: str) -> subprocess.CompletedProcess[str]:
-    """Run cases of gpu_cases.ALONE, or mistakes/<name>, under a sanitizer."""
+    """Run cases of gpu_cases.ALONE, a cascade, or mistakes/<name>, under a sanitizer."""
     environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
     environment["OMP_NUM_THREADS"] = "1"
     if mode == "asan":
@@ -36,11 +36,13 @@ def main(mode: str, *names: str) -> None:
     from helpers import gpu_cases
 
     from . import run as cases
-    from . import test_mistakes
+    from . import test_cascade, test_mistakes
 
     for name in names:
         if name.startswith("mistakes/"):
             test_mistakes.run(name.removeprefix("mistakes/"), mode)
+        elif name == "cascade":
+            test_cascade.run_case(test_cascade.BASE, mode=mode)
         else:
             cases.single(cases.small(gpu_cases.ALONE[name]), mode=mode).check()
         print(name, "passed", flush=True)

@@ -12,6 +12,7 @@ NAMES = (
     "packed mask, prefill",
     "e4m3 cache, rope, one row",
     "unaligned, append",
+    "cascade",
 )
 MISTAKES = {
     "asan": {
