@@ -161,9 +161,10 @@ def _is_aligned(
 
 
 def are_rows_aligned(pointers: int, strides: Iterable[tuple[Sequence[int], DType]]) -> bool:
-    """True if all these addresses (or-ed together) and strides are multiples of 16 bytes."""
+    """True if all these addresses (or-ed together) and strides are multiples of 16 bytes, and no
+    stride is negative, which neither vectors nor copy engines are made for."""
     offsets = pointers
     for elements, dtype in strides:
         for stride in elements:
             offsets |= stride * dtype.itemsize
-    return offsets & 15 == 0
+    return offsets & 15 == 0 <= offsets

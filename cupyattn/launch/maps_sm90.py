@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from . import params, tensor_map
 from .tile_config import TileConfig
@@ -61,26 +62,30 @@ class Maps:
         q_row, q_head, k_row, k_head, v_row, v_head, *_, k_page, v_page = self._strides
         tokens = self._tiles.tile_q // group
         has_boxes = tokens * group == self._tiles.tile_q and max(group, tokens) <= _MAX_BOX
-        maps = [
-            tensor_map.of_rows(
-                q,
-                (problem.head_dim_qk, num_kv_heads * group, _NO_BOUND, 1),
-                (q_head, q_row, 0),
-                (group, tokens, 1) if has_boxes else (1, 1, 1),
-            )
-        ]
+        # A map has no strides of 0, of which arrays that repeat themselves are made.
+        has_boxes = has_boxes and q_head > 0 and q_row > 0
+        dims = (num_kv_heads * group, _NO_BOUND, 1) if has_boxes else (1, 1, 1)
+        box = (group, tokens, 1) if has_boxes else (1, 1, 1)
+        maps = [tensor_map.of_rows(q, (problem.head_dim_qk, *dims), (q_head, q_row, 0), box)]
         rows = tensor_map.box_rows(page_size, self._tiles.tile_kv)
         units: list[int] = []
         for address, dim, strides in (
             (k, problem.head_dim_qk, (k_row, k_head, k_page)),
             (v, problem.head_dim_vo, (v_row, v_head, v_page)),
         ):
+            if strides[0] <= 0 and (page_size or self._size) > 1:
+                raise UnsupportedError(
+                    "k, v: rows that are all the same one have no kernel on sm_90; copy them"
+                )
             if page_size:
                 sizes = page_size, num_kv_heads, self._size
                 made, where = tensor_map.of_pages(address, dim, sizes, strides, rows)
             else:
-                dims = dim, self._size, num_kv_heads, 1
-                made, where = tensor_map.of_rows(address, dims, strides, (rows, 1, 1)), (0, 0)
+                num_heads = num_kv_heads if strides[1] else 1
+                made = tensor_map.of_rows(
+                    address, (dim, self._size, num_heads, 1), strides, (rows, 1, 1)
+                )
+                where = 0, int(num_heads > 1)
             maps.append(made)
             units += where
         head = *self._head, rows, int(has_boxes)

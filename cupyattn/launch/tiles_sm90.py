@@ -19,31 +19,43 @@ _SHARE_OF_L2 = 0.6
 
 
 class _Shape(NamedTuple):
-    """Warpgroups that multiply, keys of a tile, stages of K and V, tiles of Q in shared memory."""
+    """Warpgroups that multiply, keys of a tile, stages of K and V, tiles of Q in shared memory,
+    whether the warpgroups take turns, and the registers of a thread that loads and of one that
+    multiplies."""
 
     consumers: int
     tile_kv: int
     stages: int = 2
     query_slots: int = 2
     takes_turns: bool = True
+    registers: tuple[int, int] = (56, 224)
 
 
+# What there is for four warpgroups.
+_OF_THREE = 32, 160
 # By head dims of q, k and of v, o. Registers hold O, the logits of a tile and its probabilities;
 # shared memory holds the rest.
 _SHAPES = {
-    (64, 64): _Shape(3, 128),
+    (64, 64): _Shape(3, 128, registers=_OF_THREE),
     (96, 96): _Shape(2, 128),
     (128, 128): _Shape(2, 128),
     (192, 128): _Shape(2, 128, query_slots=1),
     (256, 256): _Shape(2, 80, query_slots=1),
 }
-# Registers of a thread that loads, and of one that multiplies, by the number of consumers.
-_REGISTERS = {2: (56, 224), 3: (32, 160)}
+# The soft cap takes registers from the keys.
+_CAPPED_SHAPES = {
+    (64, 64): _Shape(3, 80, registers=_OF_THREE),
+    (96, 96): _Shape(2, 112),
+    (128, 128): _Shape(2, 112),
+    (192, 128): _Shape(2, 112, query_slots=1),
+    (256, 256): _Shape(2, 64, query_slots=1, registers=(40, 232)),
+}
 
 
 def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
     """The instance for a problem, or None: the portable kernel serves it."""
-    shape = _SHAPES.get((problem.head_dim_qk, problem.head_dim_vo))
+    shapes = _CAPPED_SHAPES if problem.soft_cap else _SHAPES
+    shape = shapes.get((problem.head_dim_qk, problem.head_dim_vo))
     if (
         shape is None
         or not problem.aligned
@@ -77,9 +89,8 @@ def heads_per_section(
 
 
 def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
-    consumers, tile_kv, stages, slots, _ = shape
+    consumers, tile_kv, stages, slots, _, (load, multiply) = shape
     tile_q = 64 * consumers
-    load, multiply = _REGISTERS[consumers]
     shared = struct_of(
         _panels(tile_q, problem.head_dim_qk, slots),
         _panels(tile_kv, problem.head_dim_qk, stages),

@@ -19,7 +19,7 @@ struct Config {
   static constexpr bool kSoftCap = false;
   static constexpr bool kRowScales = false;
   static constexpr bool kPaged = false;
-  static constexpr int kSharedBytes = 201728;
+  static constexpr int kSharedBytes = 199680;
 };
 #endif
 

@@ -140,7 +140,8 @@ def test_splits_are_made_and_merged(shape: str, causal: bool) -> None:
     for num_sms in (6, 16):
         answer = check(case, num_sms=num_sms, blocks_per_sm=2)
         names = [launch.name for launch in answer.launches]
-        assert answer.launches[0].grid[2] > 1
+        is_persistent = names == ["prefill_sm90", "merge_splits"]
+        assert is_persistent or answer.launches[0].grid[2] > 1
         assert ("merge_splits" in names) == (shape == "split prefill")
 
 

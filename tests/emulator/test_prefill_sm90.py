@@ -9,7 +9,10 @@ import pytest
 from helpers import gpu_cases
 from helpers.cases import Case
 
-from . import run, test_batch
+import cupyattn
+from cupyattn.errors import UnsupportedError
+
+from . import gpu, run, test_batch
 
 BASE = replace(
     gpu_cases.PLAIN, qo_len=80, kv_len=300, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -104,3 +107,19 @@ def test_the_portable_kernel_serves_the_rest(changes: dict[str, object]) -> None
     answer = run.single(case)
     assert "prefill_sm90" not in {launch.name for launch in answer.launches}
     answer.check()
+
+
+def test_heads_that_share_their_keys() -> None:
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((80, 4, 64)).astype(np.float16)
+    k, v = (rng.standard_normal((300, 1, 64)).astype(np.float16) for _ in "kv")
+    shared = [np.broadcast_to(x, (300, 2, 64)) for x in (k, v)]
+    with gpu.plugged_in() as emulated:
+        got = cupyattn.single_prefill_with_kv_cache(q, *shared, causal=True)
+        copied = (np.ascontiguousarray(x) for x in shared)
+        wanted = cupyattn.single_prefill_with_kv_cache(q, *copied, causal=True)
+    assert {launch.name for launch in emulated.launches} == {"prefill_sm90"}
+    np.testing.assert_array_equal(got, wanted)
+    same = np.broadcast_to(k[:1], (300, 2, 64))
+    with gpu.plugged_in(), pytest.raises(UnsupportedError, match="copy them"):
+        cupyattn.single_prefill_with_kv_cache(q, same, same)

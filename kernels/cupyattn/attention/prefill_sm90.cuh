@@ -308,7 +308,7 @@ struct PrefillSm90 {
 #pragma unroll
         for (int panel = 0; panel < Tile::kPanels; ++panel) {
           ptx::tensor_copy_4d(destination + panel * Tile::kPanelBytes, map, 64 * panel,
-                              request.kv_start + first_key, kv_head, 0, lands);
+                              request.kv_start + first_key, kv_head * units.head, 0, lands);
         }
       }
       ptx::warp_sync();

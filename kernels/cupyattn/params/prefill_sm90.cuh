@@ -7,7 +7,7 @@
 namespace cupyattn {
 
 // How far it is from a page to the next, and from a head to the next, along the last dimension of a
-// map of pages.
+// map of pages, or that of heads: 0 where heads share their keys.
 struct PageUnits {
   int32_t page, head;
 };
