@@ -30,6 +30,7 @@ PARTS = {
     "batch": 4,
     "batch_graphs": 4,
     "streams": 3,
+    "verify": 2,
     "page": 2,
     "array": 1,
     "bad_input": 1,

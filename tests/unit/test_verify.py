@@ -40,6 +40,7 @@ def test_the_cases_cover_forms_classes_and_options() -> None:
     assert {case.problem.kv_dtype for case in cases} >= {"bfloat16", "float8_e4m3fn"}
     items = [item_cases.random_case(seed) for seed in range(item_cases.NUM_CASES)]
     assert {case.wrapper for case in items} == {"paged", "ragged"}
+    assert verify_cases.NUM_CASES == item_cases.NUM_CASES
 
 
 def masks_of(b: batches.Batch, rows: np.ndarray) -> list[np.ndarray]:
