@@ -438,7 +438,7 @@ class BatchLauncher:
             ]
         if len(shares) == 1 and words_bytes == shares[0].items.nbytes and positions is None:
             return BatchSchedule(shares[0].items.reshape(-1), workspace_bytes, tuple(parts))
-        num_positions = 0 if positions is None else shares[0].room.levels[0]
+        num_positions = 0 if positions is None else shares[-1].room.levels[0]
         words = np.zeros(words_bytes // 4 + num_positions, np.int32)
         for part, share in zip(parts, shares, strict=True):
             for begin, values in ((part.items, share.items), (part.merges, share.merges)):

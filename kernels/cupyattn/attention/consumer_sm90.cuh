@@ -237,13 +237,13 @@ struct PrefillSm90Consumer {
     const Request& request = item.work.request;
     if (item.range.cuts_end(first_key, kTileKV)) {
       hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
-        const int end = KeyLimits::of<false>(params, request, row.position).end - first;
+        const int end = KeyLimits::of(params, request, row.position).end - first;
         return [=](int offset) { return offset >= end; };
       });
     }
     if (item.range.cuts_begin(first_key)) {
       hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
-        const int begin = KeyLimits::of<false>(params, request, row.position).begin - first;
+        const int begin = KeyLimits::of(params, request, row.position).begin - first;
         return [=](int offset) { return offset < begin; };
       });
     }

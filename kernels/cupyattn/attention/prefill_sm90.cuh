@@ -194,7 +194,7 @@ struct PrefillSm90 {
       item.work = BlockWork::of_tile(params, params.num_q_tiles - 1 - tile, kv_head,
                                      place - tile * params.num_splits, kTileQ);
     }
-    item.range = KeyRange::of<false>(params, item.work);
+    item.range = KeyRange::of(params, item.work);
     // Boxes of pages start where pages do.
     item.tiles = TileSpan::of<kPaged>(item.range, kTileKV, item.work.tile);
     item.exists = 1;
