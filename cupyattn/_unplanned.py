@@ -73,24 +73,28 @@ class Prepared:
 
         others: from qo_lens on as in Arrays; scale_places: of the scales of q, k and v among them.
         """
-        plan, device = self.plan, self.launcher.device_index
         bound = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
         planned, attention = bound
-        qo_lens, qo_offsets, kv_offsets, _, _, sinks, *_ = others
-        indices = qo_lens, kv_lens, qo_offsets, kv_offsets
-        scales = repeated = (0, 0, 0)
+        plan, device = self.plan, attention.device_index
+        scales, sinks, optional = (0, 0, 0), others[5], params.NO_OPTIONAL
+        indices = others[0], kv_lens, others[1], others[2]
+        rows = lse if self.padding is None else workspace + self.lse_rows
         if self.has_scales:
             scale_q, scale_k, scale_v = scale_places
             scales = others[scale_q], others[scale_k], others[scale_v]
             at_q, at_k, at_v = plan.scales
-            repeated = (
+            optional = params.OPTIONAL.pack(
+                rows,
+                0,
+                sinks,
                 workspace + at_q if scales[0] else 0,
                 workspace + at_k if scales[1] else 0,
                 workspace + at_v if scales[2] else 0,
             )
+        elif rows or sinks:
+            optional = params.OPTIONAL.pack(rows, 0, sinks, 0, 0, 0)
         plan_batch.launch(plan, planned, indices, scales, device, stream)
-        rows = lse if self.padding is None else workspace + self.lse_rows
-        attention.launch(q, k, v, o, params.OPTIONAL.pack(rows, 0, sinks, *repeated), stream)
+        attention.launch(q, k, v, o, optional, stream)
         if self.padding is not None:
             pad_lse.launch(self.padding, planned, indices, rows, lse, device, stream)
 

@@ -11,6 +11,7 @@ from . import _options, array, dtypes
 from ._batch_geometry import Geometry, PlanOptions, find_geometry
 from ._batch_keys import Keys
 from ._geometry import MAX_LENGTH
+from ._unplanned_scales import Scales, view_scales
 from ._unplanned_views import (
     Names,
     merge_leading,
@@ -18,7 +19,6 @@ from ._unplanned_views import (
     view_index,
     view_ragged_keys,
     view_rows,
-    view_scale,
     view_sinks,
     view_table,
 )
@@ -57,10 +57,6 @@ class Arrays(NamedTuple):
     scale_v: Any = None
 
 
-# Of Arrays, those that nearly every call has; and where the scales are among the others, -1 for
-# none.
-NUM_USUAL = 8
-_SCALE_Q, _SCALE_K, _SCALE_V, _NO_SCALE = 6, 7, 8, -1
 _DOUBLES = "batch_offsets_o", "batch_offsets_v"
 
 
@@ -111,20 +107,6 @@ class Indices(NamedTuple):
     v_offsets: ArrayView | None
 
 
-class Scales(NamedTuple):
-    """Numbers for logits and output; views of what is in device memory, of q, k and v.
-
-    places       of those among the unusual ones of Arrays
-    is_constant  whether the numbers are those of all calls that look like this one
-    """
-
-    logits: float
-    output: float
-    views: tuple[ArrayView | None, ...]
-    places: tuple[int, int, int]
-    is_constant: bool
-
-
 @dataclass(slots=True)
 class Call:
     """A checked call. Views of q, out and lse have their leading axes merged.
@@ -165,7 +147,13 @@ def check(arrays: Arrays, options: Options) -> Call:
         table = view_table(arrays.block_tables, names.block_tables)
     _check_extents(options, dims)
     indices = _indices(arrays, options, table, vq)
-    scales = _scales(arrays, options, vq, keys)
+    scales = view_scales(
+        (arrays.scale_q, arrays.scale_k, arrays.scale_v),
+        (options.sm_scale, options.kv_scale, options.output_scale),
+        (names.sm_scale, names.k_scale, names.output_scale),
+        vq.shape[2],
+        keys.k.dtype.is_fp8,
+    )
     vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(given_q.shape),))
     geometry = _geometry(options, layout, vq, keys, vout, dims, scales.logits)
     call = Call(
@@ -234,42 +222,6 @@ def _indices(arrays: Arrays, options: Options, table: ArrayView | None, vq: Arra
                 (arrays.v_offsets, _DOUBLES[1], either),
             )
         )  # type: ignore[arg-type]
-    )
-
-
-def _scales(arrays: Arrays, options: Options, vq: ArrayView, keys: Keys) -> Scales:
-    names = options.names
-    places = _SCALE_Q, _SCALE_K, _SCALE_V
-    found = [
-        None if x is None else view_scale(x, name)
-        for x, name in (
-            (arrays.scale_q, names.sm_scale),
-            (arrays.scale_k, names.k_scale),
-            (arrays.scale_v, names.output_scale),
-        )
-    ]
-    logits = _options.finite(options.sm_scale, names.sm_scale, 1.0)
-    output = _options.finite(options.output_scale, names.output_scale, 1.0)
-    if options.kv_scale is not None:
-        logits /= math.sqrt(max(1, vq.shape[2]))
-        kv_scale = _options.finite(options.kv_scale, names.k_scale, 1.0)
-        if keys.k.dtype.is_fp8:
-            logits, output = logits * kv_scale, output * kv_scale
-            places, found[2] = (_SCALE_Q, _SCALE_K, _SCALE_K), found[1]
-        else:
-            places, found[1] = (_SCALE_Q, _NO_SCALE, _NO_SCALE), None
-    # What is in the host's memory is read, for that waits for nothing.
-    on_host = [v is not None and v.device.kind == "cpu" for v in found]
-    numbers = [
-        float(array.as_numpy(v).ravel()[0]) if is_host and v is not None else 1.0
-        for v, is_host in zip(found, on_host, strict=True)
-    ]
-    return Scales(
-        _options.finite(logits * numbers[0] * numbers[1], names.sm_scale, 1.0),
-        _options.finite(output * numbers[2], names.output_scale, 1.0),
-        tuple(None if is_host else v for v, is_host in zip(found, on_host, strict=True)),
-        places,
-        not any(on_host),
     )
 
 

@@ -114,26 +114,39 @@ def repeat(usual: tuple[Any, ...], more: tuple[Any, ...] | None, rest: tuple[Any
         return None
     # What is written meets nothing else: the workspace, then the answers.
     q_size, k_size, v_size, space_size, table_size, lens_size, out_size, lse_size = known.extents
-    written = [(space_ptr, space_ptr + space_size)]
-    if out is not None:
-        written.append((out_ptr, out_ptr + out_size))
-    if lse is not None:
-        written.append((lse_ptr, lse_ptr + lse_size))
-        if lse_ptr < out_ptr + out_size and out_ptr < lse_ptr + lse_size:
-            return None
-    for low, high in written:
+    q_end, k_end, v_end = q_ptr + q_size, k_ptr + k_size, v_ptr + v_size
+    table_end, lens_end = table_ptr + table_size, lens_ptr + lens_size
+    space_end = space_ptr + space_size
+    if (
+        space_ptr < LOWEST_ADDRESS
+        or (q_ptr < space_end and space_ptr < q_end)
+        or (k_ptr < space_end and space_ptr < k_end)
+        or (v_ptr < space_end and space_ptr < v_end)
+        or (table_ptr < space_end and space_ptr < table_end)
+        or (lens_ptr < space_end and space_ptr < lens_end)
+    ):
+        return None
+    written = [(space_ptr, space_end)]
+    for given, low, size in ((out, out_ptr, out_size), (lse, lse_ptr, lse_size)):
+        if given is None:
+            continue
+        high = low + size
         if (
             low < LOWEST_ADDRESS
-            or (q_ptr < high and low < q_ptr + q_size)
-            or (k_ptr < high and low < k_ptr + k_size)
-            or (v_ptr < high and low < v_ptr + v_size)
-            or (table_ptr < high and low < table_ptr + table_size)
-            or (lens_ptr < high and low < lens_ptr + lens_size)
-            or (low != space_ptr and space_ptr < high and low < space_ptr + space_size)
+            or (q_ptr < high and low < q_end)
+            or (k_ptr < high and low < k_end)
+            or (v_ptr < high and low < v_end)
+            or (table_ptr < high and low < table_end)
+            or (lens_ptr < high and low < lens_end)
+            or (space_ptr < high and low < space_end)
         ):
             return None
-        if more is not None:
-            for pointer, size in zip(others, known.more_extents, strict=False):
+        written.append((low, high))
+    if lse is not None and lse_ptr < out_ptr + out_size and out_ptr < lse_ptr + lse_size:
+        return None
+    if more is not None:
+        for pointer, size in zip(others, known.more_extents, strict=False):
+            for low, high in written:
                 if pointer < high and low < pointer + size:
                     return None
     if out is None:

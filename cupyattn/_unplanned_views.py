@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from . import array, dtypes
 from ._batch_keys import Keys, half
 from ._wrapper import refuse_capture
 from .array import ArrayView
-from .dtypes import DType
 from .errors import ArgumentError, UnsupportedError
 from .launch.plan_batch import INDEX_DTYPES
 from .match import Dims, match, require_contiguous_last, require_dtype
@@ -161,17 +158,6 @@ def view_index(
     return array.as_strided(v, (size,), (steps[0] if steps else 1,))
 
 
-def view_scale(x: Any, name: str, dtype: DType = dtypes.float32) -> ArrayView:
-    """One number in memory."""
-    v = array.view(x, name)
-    if math.prod(v.shape) != 1:
-        raise ArgumentError(
-            f"{name}: shape is {list(v.shape)}; wanted a number, or an array of one element"
-        )
-    require_dtype(v, dtype, name)
-    return v
-
-
 def view_sinks(x: Any, num_heads: int) -> ArrayView:
     """float32, one for each query head, in one axis or [num_kv_heads, group]."""
     v = array.view(x, "sinks")
@@ -184,17 +170,6 @@ def view_sinks(x: Any, num_heads: int) -> ArrayView:
     if high - low != 4 * num_heads or low != v.ptr:
         raise ArgumentError("sinks: is not contiguous; pass a contiguous array")
     return array.as_strided(v, (num_heads,), (1,))
-
-
-def number_or_array(scale: Any) -> tuple[Any, Any]:
-    """A scale as (number, array of one element or None)."""
-    if type(scale) is float:
-        return scale, None
-    if scale is None:
-        return 1.0, None
-    if isinstance(scale, (int, float, np.generic)) or not hasattr(scale, "shape"):
-        return scale, None
-    return 1.0, scale
 
 
 def bucket(length: Any) -> Any:

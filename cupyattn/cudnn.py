@@ -8,7 +8,8 @@ from . import _options
 from ._unplanned import run
 from ._unplanned_check import Options
 from ._unplanned_repeat import repeat
-from ._unplanned_views import Names, bucket, number_or_array
+from ._unplanned_scales import number_or_array
+from ._unplanned_views import Names, bucket
 from .errors import ArgumentError, UnsupportedError
 
 __all__ = ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"]

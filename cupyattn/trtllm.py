@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from . import _batch_geometry, _options
 from ._unplanned import run
 from ._unplanned_check import Options, whole
 from ._unplanned_repeat import repeat
-from ._unplanned_views import Names, bucket, number_or_array
+from ._unplanned_scales import number_or_array
+from ._unplanned_views import Names, bucket
 from .errors import ArgumentError, UnsupportedError
 
 __all__ = [
@@ -99,17 +101,27 @@ def trtllm_batch_decode_with_kv_cache(
     cum_seq_lens_q, and pages of 16 to 128 only.
     """
     refused = (
-        *(o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, kv_cache_sf),
-        *(mask, bmm1_scale_log2, enable_block_sparse_attention, uses_shared_paged_kv_idx),
-    )
+        o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, kv_cache_sf,
+        mask, bmm1_scale_log2, enable_block_sparse_attention, uses_shared_paged_kv_idx,
+    )  # fmt: skip
+    rest = (
+        kv_layout, q_len_per_req, max_q_len, bucket(max_seq_len), window_left, out_dtype,
+        return_lse, o_scale, backend, refused,
+    )  # fmt: skip
     return _attend(
-        (query, kv_cache, workspace_buffer, block_tables, seq_lens, out, lse),
-        (cum_seq_lens_q, sinks, bmm1_scale, bmm2_scale),
-        (
-            _options_of_decode,
-            *(kv_layout, q_len_per_req, max_q_len, bucket(max_seq_len), window_left, out_dtype),
-            *(return_lse, o_scale, backend, refused),
-        ),
+        query,
+        kv_cache,
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        out,
+        lse,
+        cum_seq_lens_q,
+        sinks,
+        bmm1_scale,
+        bmm2_scale,
+        _options_of_decode,
+        rest,
     )
 
 
@@ -142,14 +154,24 @@ def xqa_batch_decode_with_kv_cache(
     Semantics: FlashInfer's function of the same name, which has no LSE.
     """
     refused = None, None, None, kv_cache_sf, mask, None, False, True
+    rest = (
+        *(kv_layout, q_len_per_req, None, bucket(max_seq_len), window_left, None),
+        *(return_lse, o_scale, "auto", refused),
+    )
     return _attend(
-        (query, kv_cache, workspace_buffer, block_tables, seq_lens, out, lse),
-        (q_cu_seq_lens, sinks, bmm1_scale, bmm2_scale),
-        (
-            _options_of_decode,
-            *(kv_layout, q_len_per_req, None, bucket(max_seq_len), window_left, None),
-            *(return_lse, o_scale, "auto", refused),
-        ),
+        query,
+        kv_cache,
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        out,
+        lse,
+        q_cu_seq_lens,
+        sinks,
+        bmm1_scale,
+        bmm2_scale,
+        _options_of_decode,
+        rest,
     )
 
 
@@ -203,21 +225,43 @@ def trtllm_batch_context_with_kv_cache(
     )
     if type(max_q_len) is int and max_q_len > _MANY_ROWS:
         max_q_len = _MANY_ROWS  # beyond that one kernel serves all
+    rest = (
+        *(kv_layout, max_q_len, bucket(max_kv_len), window_left, out_dtype, return_lse),
+        *(causal, batch_size, refused),
+    )
     return _attend(
-        (query, kv_cache, workspace_buffer, block_tables, seq_lens, out, lse),
-        (cum_seq_lens_q, sinks, bmm1_scale, bmm2_scale),
-        (
-            _options_of_context,
-            *(kv_layout, max_q_len, bucket(max_kv_len), window_left, out_dtype, return_lse),
-            *(causal, batch_size, refused),
-        ),
+        query,
+        kv_cache,
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        out,
+        lse,
+        cum_seq_lens_q,
+        sinks,
+        bmm1_scale,
+        bmm2_scale,
+        _options_of_context,
+        rest,
     )
 
 
-def _attend(arrays: tuple[Any, ...], optional: tuple[Any, ...], rest: tuple[Any, ...]) -> Any:
-    """rest: what makes Options of the other arguments, and these."""
-    query, kv_cache, workspace, block_tables, seq_lens, out, lse = arrays
-    offsets, sinks, bmm1_scale, bmm2_scale = optional
+def _attend(
+    query: Any,
+    kv_cache: Any,
+    workspace: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    out: Any,
+    lse: Any,
+    offsets: Any,
+    sinks: Any,
+    bmm1_scale: Any,
+    bmm2_scale: Any,
+    options_of: Callable[..., Options],
+    rest: tuple[Any, ...],
+) -> Any:
+    """options_of makes Options of `rest`, all other arguments, and the scales."""
     k, v = kv_cache, None
     if isinstance(kv_cache, (tuple, list)) and len(kv_cache) == 2:
         k, v = kv_cache
@@ -227,14 +271,14 @@ def _attend(arrays: tuple[Any, ...], optional: tuple[Any, ...], rest: tuple[Any,
     more = None
     if not (offsets is sinks is scale_q is scale_v is None):
         more = None, offsets, None, None, None, sinks, scale_q, None, scale_v
-    rest = (*rest, sm_scale, output_scale)
-    answer = repeat(usual, more, rest)
+    given = options_of, rest, sm_scale, output_scale
+    answer = repeat(usual, more, given)
     if answer is not None:
         return answer
     if v is None and isinstance(kv_cache, (tuple, list)):
         raise ArgumentError(f"kv_cache: got {len(kv_cache)} arrays; wanted two, (K, V)")
-    options = rest[0](usual, offsets is not None, *rest[1:])
-    return run(usual, more, rest, options)
+    options = options_of(usual, offsets is not None, *rest, sm_scale, output_scale)
+    return run(usual, more, given, options)
 
 
 def _options_of_decode(

@@ -11,7 +11,8 @@ from . import _batch_geometry
 from ._unplanned import run
 from ._unplanned_check import Options, whole
 from ._unplanned_repeat import repeat
-from ._unplanned_views import Names, number_or_array
+from ._unplanned_scales import number_or_array
+from ._unplanned_views import Names
 
 __all__ = ["xqa"]
 
