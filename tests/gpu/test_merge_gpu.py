@@ -13,6 +13,7 @@ import pytest
 from helpers import compare
 from helpers.gpu_calls import download, raw, upload
 from helpers.merge_cases import FORMS, WIDE, MergeCall, MergeCase, random_case
+from helpers.share import some
 
 import cupyattn
 
@@ -48,7 +49,7 @@ def run_and_check(case: MergeCase, xp: ModuleType) -> None:
 @pytest.mark.parametrize("first", range(0, NUM_RANDOM, PER_TEST))
 def test_random_merges(torch: Any, first: int) -> None:
     failures = []
-    for seed in range(first, first + PER_TEST):
+    for seed in range(first, first + some(PER_TEST)):
         try:
             run_and_check(random_case(seed), (cupy, torch)[seed // 4 % 2])
         except AssertionError as error:
@@ -97,6 +98,7 @@ def test_rows_with_bad_offsets_are_nan(xp: ModuleType) -> None:
     assert (got_v[5] == 0).all() and (got_s[5] == -np.inf).all()
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("form", FORMS)
 def test_offsets_beyond_31_bits(form: str) -> None:
     """Rows, states or heads as far apart as 2^31 elements and more."""
