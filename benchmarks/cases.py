@@ -9,12 +9,13 @@ from fnmatch import fnmatchcase
 from .batch.case import BatchCase
 from .batch.cases import BATCH_CASES
 from .case import Case
+from .merge.case import MERGE_CASES, MergeCase
 
-AnyCase = Case | BatchCase
+AnyCase = Case | BatchCase | MergeCase
 
 OPS = (
     *("prefill", "decode", "host", "batch_decode", "append", "verify", "ragged", "cascade"),
-    *("mixed", "host_batch"),
+    *("mixed", "host_batch", "merge", "host_merge"),
 )
 
 _FA2 = "flashinfer_fa2"
@@ -87,6 +88,7 @@ CASES: tuple[AnyCase, ...] = (
     _host("prefill", "torch", False),
     _host("prefill", "cupy", False),
     *BATCH_CASES,
+    *MERGE_CASES,
 )  # fmt: skip
 
 BY_NAME = {case.name: case for case in CASES}

@@ -27,8 +27,10 @@ _PANELS = (  # op, title, what the bars are
     ("ragged", "Ragged prefill, TFLOP/s", "tflops"),
     ("cascade", "Cascades, GB/s", "gbps"),
     ("mixed", "Chunks beside decodes, TFLOP/s", "tflops"),
+    ("merge", "Merging states, GB/s", "gbps"),
     ("host", "Host time of one call, µs (less is better)", "us"),
     ("host_batch", "Host time of one plan() or run(), µs (less is better)", "us"),
+    ("host_merge", "Host time of one merge, µs (less is better)", "us"),
 )
 
 

@@ -22,6 +22,8 @@ from .batch.oracle import expect_batch
 from .candidate import Candidate, Unsupported
 from .cases import AnyCase, select
 from .inputs import make_inputs
+from .merge.candidates import expect_merge, make_merge_inputs
+from .merge.case import MergeCase
 from .results import FILE_NAME, Results, bare_row, timed_row
 from .timing import Clock, ContextLost, Timing, describe, measure, measure_host
 
@@ -148,6 +150,9 @@ def _problem(case: AnyCase) -> tuple[Any, list[oracle.Expected]]:
     if isinstance(case, BatchCase):
         batch = make_batch_inputs(case)
         return batch, expect_batch(case, batch)
+    if isinstance(case, MergeCase):
+        states = make_merge_inputs(case)
+        return states, expect_merge(case, states)
     inputs = make_inputs(case)
     return inputs, oracle.expect(case, inputs)
 

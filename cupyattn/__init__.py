@@ -28,6 +28,11 @@ _EXPORTS = {
     "xqa_batch_decode_with_kv_cache": "trtllm",
     "cudnn_batch_decode_with_kv_cache": "cudnn",
     "cudnn_batch_prefill_with_kv_cache": "cudnn",
+    "merge_state": "cascade",
+    "merge_state_in_place": "cascade",
+    "merge_states": "cascade",
+    "variable_length_merge_states": "cascade",
+    "BatchAttentionWithAttentionSinkWrapper": "attention",
     "append_paged_kv_cache": "page",
     "get_batch_indices_positions": "page",
     "get_seq_lens": "page",
@@ -52,6 +57,13 @@ __all__ = ["__version__", *_EXPORTS, "xqa"]
 
 if TYPE_CHECKING:
     from . import xqa as xqa
+    from .attention import (
+        BatchAttentionWithAttentionSinkWrapper as BatchAttentionWithAttentionSinkWrapper,
+    )
+    from .cascade import merge_state as merge_state
+    from .cascade import merge_state_in_place as merge_state_in_place
+    from .cascade import merge_states as merge_states
+    from .cascade import variable_length_merge_states as variable_length_merge_states
     from .cudnn import cudnn_batch_decode_with_kv_cache as cudnn_batch_decode_with_kv_cache
     from .cudnn import cudnn_batch_prefill_with_kv_cache as cudnn_batch_prefill_with_kv_cache
     from .decode import (

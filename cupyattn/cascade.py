@@ -1,7 +1,104 @@
-"""Keys that requests share, and the states of attention over parts of the keys."""
+"""Keys that requests share, and the states (v, s) of attention over parts of the keys.
+
+v is the output over some keys, s its LSE; states over disjoint keys merge exactly.
+"""
 
 from __future__ import annotations
 
-from ._batch_cascade import MultiLevelCascadeAttentionWrapper
+from typing import Any
 
-__all__ = ["MultiLevelCascadeAttentionWrapper"]
+from . import _merge
+from ._batch_cascade import MultiLevelCascadeAttentionWrapper
+from ._merge_repeat import repeat
+
+__all__ = [
+    "MultiLevelCascadeAttentionWrapper",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "variable_length_merge_states",
+]
+
+
+def merge_state(
+    v_a: Any,
+    s_a: Any,
+    v_b: Any,
+    s_b: Any,
+    *,
+    out: Any = None,
+    lse: Any = None,
+    lse_base_on_e: bool = False,
+) -> tuple[Any, Any]:
+    """The attention state over the keys of two states, which have none in common.
+
+    v_a, v_b   [n, H, D] of one dtype, float16, bfloat16 or float32: outputs of attention.
+    s_a, s_b   [n, H] of one dtype, float32, float16 or bfloat16: their LSE. A state with s = -inf
+            saw no key: it adds nothing, whatever its v holds. Two of them give v = 0, s = -inf.
+    out, lse   arrays to write instead of new ones: [n, H, D] of any of the three dtypes, and
+            float32 [n, H]. They overlap no input.
+    lse_base_on_e   s and the answer's are natural logarithms; by default they have base 2, as
+            attention returns them.
+
+    With w = 2^s the answer is v = (w_a v_a + w_b v_b) / (w_a + w_b), s = log2(w_a + w_b), computed
+    in float32. Arrays have any strides but for a contiguous last dimension of v and out.
+
+    Returns (v [n, H, D] of v_a's dtype, s float32 [n, H]) in v_a's framework and device. Raises
+    ArgumentError for other shapes, dtypes and devices, UnsupportedError for 2^31 rows (n * H) or
+    more, before anything is written. Semantics: FlashInfer's merge_state; arXiv 2501.01005, 2.2.
+    """
+    if out is lse is None:
+        arrays: tuple[Any, ...] = v_a, v_b, s_a, s_b
+    else:
+        arrays = v_a, v_b, s_a, s_b, out, lse
+    answer = repeat(False, arrays, lse_base_on_e)
+    return _merge.run(_merge.PAIR, arrays, lse_base_on_e) if answer is None else answer
+
+
+def merge_state_in_place(
+    v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None, *, lse_base_on_e: bool = False
+) -> None:
+    """`merge_state` of (v, s) and (v_other, s_other), written to v and s.
+
+    v, v_other [n, H, D], s and s_other float32 [n, H]; mask bool or uint8 [n]: rows where it is 0
+    stay as they are. v and s overlap nothing else.
+
+    Raises as `merge_state`, also for arrays that cannot be written. Semantics: FlashInfer's
+    merge_state_in_place, which leaves an s of another dtype as it was.
+    """
+    arrays: tuple[Any, ...] = v, v_other, s, s_other
+    if mask is not None:
+        arrays = (*arrays, None, None, None, mask)
+    if repeat(True, arrays, lse_base_on_e) is None:
+        _merge.run(_merge.IN_PLACE, arrays, lse_base_on_e)
+
+
+def merge_states(
+    v: Any, s: Any, *, out: Any = None, lse: Any = None, lse_base_on_e: bool = False
+) -> tuple[Any, Any]:
+    """The states over the keys of m states each: v [n, m, H, D], s [n, m, H].
+
+    m = 0 gives v = 0 and s = -inf, m = 1 a copy. The rest as in `merge_state`.
+
+    Returns (v [n, H, D], s float32 [n, H]). Semantics: FlashInfer's merge_states.
+    """
+    arrays = v, None, s, None, out, lse
+    answer = repeat(False, arrays, lse_base_on_e)
+    return _merge.run(_merge.STATES, arrays, lse_base_on_e) if answer is None else answer
+
+
+def variable_length_merge_states(
+    v: Any, s: Any, indptr: Any, *, out: Any = None, lse: Any = None, lse_base_on_e: bool = False
+) -> tuple[Any, Any]:
+    """The states over the keys of any number of states each.
+
+    v [num_states, H, D], s [num_states, H]; indptr int32 [n + 1] (on the CPU int64 too): row i is
+    merged of states indptr[i] to indptr[i + 1], without the last. The rest as in `merge_state`.
+
+    Returns (v [n, H, D], s float32 [n, H]). Offsets that fall, or leave the states, raise
+    ArgumentError on the CPU; on a GPU the host does not know them: their rows come out as NaN, and
+    raise under CUPYATTN_DEBUG=1. Semantics: FlashInfer's C++ VariableLengthMergeStates.
+    """
+    arrays = v, None, s, None, out, lse, indptr
+    answer = repeat(False, arrays, lse_base_on_e)
+    return _merge.run(_merge.SEGMENTS, arrays, lse_base_on_e) if answer is None else answer

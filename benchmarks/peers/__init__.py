@@ -8,12 +8,14 @@ from typing import Any
 from ..batch.case import BatchCase
 from ..candidate import Candidate
 from ..cases import AnyCase
+from ..merge.case import MergeCase
 
 PEERS = ("fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa", "sdpa_flash", "sdpa_cudnn")
 OURS = ("ours", "ours_single", "ours_apart", "ours_trtllm")
 IMPLEMENTATIONS = (*OURS, *PEERS)
 
 _SINGLE = ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3", "sdpa_flash", "sdpa_cudnn")
+_MERGE = ("ours", "flashinfer_fa2")
 _BATCH = {
     "batch_decode": ("ours", "ours_trtllm", "fa3", "flashinfer_fa2", "flashinfer_xqa"),
     "append": ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
@@ -27,6 +29,8 @@ _BATCH = {
 
 def offering(case: AnyCase) -> tuple[str, ...]:
     """The implementations that a case is meant for; others have no row in it."""
+    if isinstance(case, MergeCase):
+        return _MERGE
     return _BATCH[case.op] if isinstance(case, BatchCase) else _SINGLE
 
 
@@ -38,6 +42,9 @@ def candidates(name: str, case: AnyCase, inputs: Any) -> list[Candidate]:
     """
     if isinstance(case, BatchCase):
         return _of_batch(name, case, inputs)
+    if isinstance(case, MergeCase):
+        merge = import_module(".merge.candidates", "benchmarks")
+        return list(merge.candidates(name, case, inputs))
     module = ".ours" if name == "ours" else f".peers.{name}"
     found: list[Candidate] = import_module(module, "benchmarks").candidates(case, inputs)
     return found

@@ -29,7 +29,9 @@ from typing import Any
 from ..batch import peer_flashinfer, peer_xqa
 from ..batch.case import BatchCase
 from ..candidate import Unsupported
+from ..case import Case
 from ..cases import OPS, AnyCase, select
+from ..merge.case import MergeCase
 from ..timing import describe
 from . import _flashinfer, offering
 
@@ -43,7 +45,7 @@ _LZMA_TUNING = "lc=0,lp=2,pb=4,nice=273"  # for instructions of 16 bytes
 class Module:
     """What one FlashInfer module is compiled for; q and o are bfloat16."""
 
-    kind: str  # single_ or batch_prefill, single_ or batch_decode, xqa, quantization
+    kind: str  # single_ or batch_prefill, single_ or batch_decode, xqa, quantization, cascade
     backend: str = "fa2"
     kv_dtype: str = "bfloat16"
     head_dim_qk: int = 128
@@ -62,6 +64,9 @@ def modules(cases: Iterable[AnyCase], backends: Iterable[str]) -> list[Module]:
         for backend in backends:
             if f"flashinfer_{backend}" not in offering(case):
                 continue
+            if isinstance(case, MergeCase):
+                found[Module("cascade")] = None
+                continue
             try:
                 variants = _variants(case, backend)
             except Unsupported:
@@ -74,7 +79,7 @@ def modules(cases: Iterable[AnyCase], backends: Iterable[str]) -> list[Module]:
     return list(found)
 
 
-def _variants(case: AnyCase, backend: str) -> list[str]:
+def _variants(case: Case | BatchCase, backend: str) -> list[str]:
     if not isinstance(case, BatchCase):
         return _flashinfer.variants(case, backend)
     if backend != "xqa":
@@ -100,7 +105,7 @@ _KINDS = {
 }
 
 
-def _module(case: AnyCase, backend: str, variant: str) -> Module:
+def _module(case: Case | BatchCase, backend: str, variant: str) -> Module:
     xqa = isinstance(case, BatchCase) and variant == "xqa"
     return Module(
         _KINDS[variant],
@@ -121,6 +126,10 @@ def _spec(module: Module) -> Any:
     from flashinfer.jit import quantization  # type: ignore[import-not-found]
     from flashinfer.jit.attention import modules as make  # type: ignore[import-not-found]
 
+    if module.kind == "cascade":
+        from flashinfer.jit.cascade import gen_cascade_module  # type: ignore[import-not-found]
+
+        return gen_cascade_module()
     if module.kind == "quantization":
         return quantization.gen_quantization_module()
     q, kv = torch.bfloat16, getattr(torch, module.kv_dtype)

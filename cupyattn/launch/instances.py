@@ -14,6 +14,7 @@ from . import (
     get_seq_lens,
     merge_levels,
     merge_splits,
+    merge_states,
     pad_lse,
     plan_batch,
     rotate_keys,
@@ -89,6 +90,7 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
         **dict.fromkeys(("plan_batch", config) for config in plan_batch.CONFIGS),
     }
     found |= dict.fromkeys(page_instances())
+    found |= dict.fromkeys(("merge_states", config) for config in merge_states.configs())
     for problem in problems(level):
         # Which kernel serves pages depends on their size.
         kinds = product((True,), (1, 16)) if problem.paged else product((False, True), (0,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .attention import attention
 from .bits import packbits, segment_packbits, unpack_mask
 from .masks import Visibility
-from .merge import merge_state, merge_states
+from .merge import merge_state, merge_states, variable_length_merge_states
 from .pages import store_rows, to_fp8
 from .positions import alibi_slopes, rope
 
@@ -21,4 +21,5 @@ __all__ = [
     "store_rows",
     "to_fp8",
     "unpack_mask",
+    "variable_length_merge_states",
 ]

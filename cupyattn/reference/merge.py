@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from ..errors import ArgumentError
@@ -35,10 +37,27 @@ def merge_states(v: np.ndarray, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     logits = s.astype(np.float64)
     top = logits.max(axis=1, initial=-np.inf)
     top = np.where(top == -np.inf, 0.0, top)
-    weights = np.exp2(logits - top[:, None])
-    total = weights.sum(axis=1)
     is_empty = logits == -np.inf
     with np.errstate(divide="ignore", invalid="ignore"):
+        weights = np.exp2(logits - top[:, None])
+        total = weights.sum(axis=1)
         parts = np.where(is_empty[..., None], 0.0, v.astype(np.float64)) * weights[..., None]
         merged = np.where(total[..., None] == 0, 0.0, parts.sum(axis=1) / total[..., None])
         return merged, top + np.log2(total)
+
+
+def variable_length_merge_states(
+    v: np.ndarray, s: np.ndarray, indptr: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The states over parts indptr[i] to indptr[i + 1], without the last, for each row i.
+
+    v [num_states, H, D], s [num_states, H], indptr [n + 1], never falling, within the states ->
+    [n, H, D], [n, H], float64.
+    """
+    merged_v, merged_s = (
+        np.zeros((len(indptr) - 1, *v.shape[1:])),
+        np.zeros((len(indptr) - 1, v.shape[1])),
+    )
+    for row, (begin, end) in enumerate(itertools.pairwise(indptr)):
+        merged_v[row], merged_s[row] = merge_states(v[None, begin:end], s[None, begin:end])
+    return merged_v, merged_s

@@ -38,6 +38,8 @@ def run_cases() -> None:
         page_faults,
         unplanned_cases,
     )
+    from helpers.merge_cases import MergeCall
+    from helpers.merge_cases import random_case as random_merge
     from helpers.page_cases import Append
 
     from . import (
@@ -74,6 +76,11 @@ def run_cases() -> None:
             append = Append.prepare(page_faults.random_case(seed), np)
             append.run()
             append.check()
+    for seed in range(40):
+        with gpu.plugged_in(**facts):
+            call = MergeCall.prepare(random_merge(seed), np)
+            call.run()
+            call.check()
     with gpu.plugged_in(**facts):
         table = np.array([0, 2, 2, 3], np.int32)
         lengths = cupyattn.get_seq_lens(table, np.array([1, 0, 3], np.int32), 4)

@@ -18,17 +18,18 @@ import cupyattn
 from cupyattn import env
 from cupyattn.jit import kernels_dir
 
-from . import build, gpu, run, test_batch, test_cascade, test_plan_batch, test_unplanned
+from . import build, gpu, run, test_batch, test_cascade, test_merge, test_plan_batch, test_unplanned
 from .library import EmulatorError
 from .mutation import Mutation
 from .mutations_of_hopper import HOPPER
 from .mutations_of_levels import LEVELS
+from .mutations_of_merges import MERGES
 from .mutations_of_order import ORDER
 from .mutations_of_plans import PLANS
 from .mutations_of_values import VALUES
 from .mutations_of_visibility import VISIBILITY
 
-MUTATIONS = (*ORDER, *PLANS, *VALUES, *VISIBILITY, *LEVELS, *HOPPER)
+MUTATIONS = (*ORDER, *PLANS, *VALUES, *VISIBILITY, *LEVELS, *HOPPER, *MERGES)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -83,6 +84,20 @@ def _append(**facts: object) -> None:
         page_faults.spoil(append)
         append.run()
         append.check()
+
+
+def _merge(*changes: dict) -> Callable:
+    def catch(**facts: object) -> None:
+        with gpu.plugged_in(**facts) as emulated:
+            for change in changes:
+                test_merge.run_and_check(replace(test_merge.PLAIN, **change), emulated)
+
+    return catch
+
+
+def _merge_bad_offsets(**facts: object) -> None:
+    with gpu.plugged_in(**facts) as emulated:
+        test_merge.test_rows_with_bad_offsets_are_nan(emulated)
 
 
 def _bad_values(**facts: object) -> None:
@@ -217,6 +232,14 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper steep": _single(_STEEP | {"kv_len": 400}),
     "hopper pages": _batch((40, 70), (300, 90), num_sms=3),
     "hopper bad values": _bad_values,
+    "merge pairs": _merge({}, {"strides": "unaligned", "empty": 0.9}),
+    "merge long rows": _merge({"head_dim": 264}),
+    "merge two states": _merge({"form": "states", "num_states": 2}),
+    "merge states": _merge({"form": "states", "num_states": 9}),
+    "merge natural logarithms": _merge({"base_on_e": True}),
+    "merge in place": _merge({"form": "in place", "has_mask": True}),
+    "merge segments": _merge({"form": "segments", "num_states": (2, 0, 5, 1, 3)}),
+    "merge bad offsets": _merge_bad_offsets,
 }
 
 

@@ -21,6 +21,8 @@ import pytest
 
 import cupyattn
 from cupyattn import (
+    _merge,
+    _merge_repeat,
     _readers,
     _repeat,
     _single,
@@ -39,6 +41,7 @@ from cupyattn.launch import (
     get_seq_lens,
     merge_levels,
     merge_splits,
+    merge_states,
     pad_lse,
     params,
     plan_batch,
@@ -148,7 +151,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setattr(module, "load_kernel", load_kernel)
         monkeypatch.setattr(module, "load_mixed", load_mixed)
     monkeypatch.setattr(enqueue, "cuda", lambda: fake.api)
-    monkeypatch.setattr(append_paged_kv_cache, "cuda", lambda: fake.api)
+    for module in (append_paged_kv_cache, _merge):
+        monkeypatch.setattr(module, "cuda", lambda: fake.api)
     monkeypatch.setattr(scratch, "cuda", lambda: fake.api)
     monkeypatch.setattr(scratch, "allocator", allocator)
     monkeypatch.setattr(scratch, "_make", lambda device, stream: (COUNTERS, None))
@@ -156,7 +160,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(_readers, "_CUDA", (array.Device("cuda", 0),) * 2)
     props = SimpleNamespace(arch="sm_90a", max_smem_per_block=MAX_SHARED)
     paging = (append_paged_kv_cache, get_batch_indices_positions, get_seq_lens)
-    for module in (merge_levels, merge_splits, pad_lse, plan_batch, rotate_keys, *paging):
+    for module in (
+        merge_levels,
+        merge_splits,
+        merge_states,
+        pad_lse,
+        plan_batch,
+        rotate_keys,
+        *paging,
+    ):
         monkeypatch.setattr(module, "device_props", lambda index: props)
     loaded = {"set_shared_memory": lambda num_bytes: None}
     monkeypatch.setattr(jit, "load", lambda name, *_: SimpleNamespace(function=name, **loaded))
@@ -172,6 +184,7 @@ def forget() -> None:
     _unplanned_repeat._known.clear()
     _unplanned_repeat._reader_of.clear()
     _unplanned_repeat._last[0] = None, None
+    _merge_repeat.forget()
 
 
 def maker(framework: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:

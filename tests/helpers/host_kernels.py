@@ -30,6 +30,7 @@ inline float half_to_float(uint32_t bits) {
   __builtin_memcpy(&x, &low, 2);
   return x;
 }
+template <typename T> uint32_t pack_pair(float low, float high);  // no kernel here uses it
 template <typename T> void unpack_pair(uint32_t pair, float& low, float& high);
 template <> inline void unpack_pair<half_t>(uint32_t pair, float& low, float& high) {
   low = half_to_float(pair), high = half_to_float(pair >> 16);

@@ -32,12 +32,14 @@ PARTS = {
     "streams": 3,
     "verify": 2,
     "page": 2,
+    "merge": 1,
+    "sinks": 1,
     "array": 1,
     "bad_input": 1,
     "jit": 1,
 }
 # Those of its tests that are marked large: a process under the sanitizer gives no memory back.
-LARGE_PARTS = {"batch": 2, "streams": 4, "page": 1}
+LARGE_PARTS = {"batch": 2, "streams": 4, "page": 1, "merge": 1}
 _REPORTS = 99  # the exit status if there are any
 _NO_REPORT = re.compile(r"^========= (COMPUTE-SANITIZER|.*SUMMARY:)")
 _ADDRESS = re.compile(r"0x\w+")

@@ -6,6 +6,7 @@
 #include "cupyattn/params/append_paged_kv_cache.cuh"
 #include "cupyattn/ptx/convert_fp8.cuh"
 #include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/tile/elements.cuh"
 
 namespace cupyattn {
 
@@ -19,18 +20,9 @@ struct alignas(sizeof(T) * kCount) Elements {
 template <typename T, int kCount>
 __device__ __forceinline__ void load_floats(const T* source, float (&value)[kCount]) {
   if constexpr (kCount == 1) {
-    value[0] = ptx::to_float(*source);
+    to_floats<T>(*source, value);
   } else {
-    static_assert(kCount * sizeof(T) == sizeof(Vector16), "a vector is 16 bytes");
-    const Vector16 vector = *reinterpret_cast<const Vector16*>(source);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      if constexpr (sizeof(T) == 4) {
-        value[w] = __uint_as_float(vector.word[w]);
-      } else {
-        ptx::unpack_pair<T>(vector.word[w], value[2 * w], value[2 * w + 1]);
-      }
-    }
+    to_floats<T>(*reinterpret_cast<const Vector16*>(source), value);
   }
 }
 

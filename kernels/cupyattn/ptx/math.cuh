@@ -34,4 +34,6 @@ __device__ __forceinline__ uint32_t multiply_high(uint32_t a, uint32_t b) { retu
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
+__device__ __forceinline__ float nan() { return __int_as_float(0x7fffffff); }
+
 }  // namespace cupyattn::ptx

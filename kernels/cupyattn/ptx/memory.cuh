@@ -30,6 +30,15 @@ __device__ __forceinline__ float load_l2(const float* pointer) { return __ldcg(p
 
 __device__ __forceinline__ float4 load_l2(const float4* pointer) { return __ldcg(pointer); }
 
+// Past L1. Volatile, so that several loads stay together, ahead of what uses the first.
+__device__ __forceinline__ Vector16 load_no_allocate(const Vector16* pointer) {
+  Vector16 x;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(x.word[0]), "=r"(x.word[1]), "=r"(x.word[2]), "=r"(x.word[3])
+               : "l"(pointer));
+  return x;
+}
+
 __device__ __forceinline__ uint32_t funnel_shift_right(uint32_t low, uint32_t high,
                                                        uint32_t shift) {
   return __funnelshift_r(low, high, shift);

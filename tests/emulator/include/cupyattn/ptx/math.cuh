@@ -26,4 +26,6 @@ inline uint32_t multiply_high(uint32_t a, uint32_t b) {
 
 inline float infinity() { return INFINITY; }
 
+inline float nan() { return NAN; }
+
 }  // namespace cupyattn::ptx

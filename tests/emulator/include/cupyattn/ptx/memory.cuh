@@ -32,6 +32,8 @@ __forceinline__ float4 load_l2(const float4* pointer) {
   return float4{loaded.value[0], loaded.value[1], loaded.value[2], loaded.value[3]};
 }
 
+__forceinline__ Vector16 load_no_allocate(const Vector16* pointer) { return *pointer; }
+
 inline uint32_t funnel_shift_right(uint32_t low, uint32_t high, uint32_t shift) {
   const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
   return static_cast<uint32_t>(both >> (shift & 31u));

@@ -1,0 +1,1 @@
+"""Merging attention states: pairs, and states of a row."""

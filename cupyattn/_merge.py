@@ -1,0 +1,214 @@
+"""The calls behind cascade.py's merge functions: checks, then a launch, or an answer on the CPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _options, array, dtypes, reference
+from ._merge_repeat import remember
+from .array import ArrayView
+from .errors import ArgumentError, UnsupportedError
+from .launch.enqueue import cuda
+from .launch.merge_states import MAX_COUNT, States, prepare
+from .match import Dims, match, require_contiguous_last, require_dtype, require_output
+
+_FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call, in the order that the kernel has their addresses."""
+
+    v_a: Any
+    v_b: Any
+    s_a: Any
+    s_b: Any
+    out: Any = None
+    lse: Any = None
+    indptr: Any = None
+    mask: Any = None
+
+
+class Form(NamedTuple):
+    """A function: its arguments' names, and their dimensions before those of a head."""
+
+    names: Arrays
+    dims: str
+    is_in_place: bool = False
+
+
+PAIR = Form(Arrays("v_a", "v_b", "s_a", "s_b", "out", "lse"), "n")
+IN_PLACE = Form(Arrays("v", "v_other", "s", "s_other", mask="mask"), "n", is_in_place=True)
+STATES = Form(Arrays("v", None, "s", None, "out", "lse"), "n m")
+SEGMENTS = Form(Arrays("v", None, "s", None, "out", "lse", "indptr"), "num_states")
+
+
+def run(form: Form, given: tuple[Any, ...], lse_base_on_e: Any) -> Any:
+    """(v, s) of a call with these `Arrays`, as far as they are given; in place None."""
+    # --- 1. Validate ---
+    base_on_e = _options.flag(lse_base_on_e, "lse_base_on_e")
+    views = Arrays(
+        *(
+            None if x is None and name not in _REQUIRED else array.view(x, name)
+            for x, name in zip(Arrays(*given), form.names, strict=True)
+        )
+    )
+    n, dims = _check_inputs(form, views)
+    _check_outputs(form, views, (n, dims["H"], dims["D"]))
+
+    # --- 2. Answer on the CPU ---
+    if views.v_a.device.kind == "cpu":
+        return _run_reference(form, views, base_on_e)
+
+    # --- 3. Launch on the caller's stream ---
+    return _run_on_gpu(form, given, views, (n, dims["H"], dims["D"]), base_on_e)
+
+
+_REQUIRED = ("v_a", "v_b", "s_a", "s_b", "v", "s", "v_other", "s_other", "indptr")
+
+
+def _check_inputs(form: Form, views: Arrays) -> tuple[int, Dims]:
+    """The number of rows n, and the other extents."""
+    names, dims = form.names, Dims()
+    for v, name in ((views.v_a, names.v_a), (views.v_b, names.v_b)):
+        if v is not None:
+            match(v, f"{form.dims} H D", dims, name)
+            require_dtype(v, _FLOATS, name)
+            require_contiguous_last(v, name)
+    for s, name in ((views.s_a, names.s_a), (views.s_b, names.s_b)):
+        if s is not None:
+            match(s, f"{form.dims} H", dims, name)
+            # In place a cast s would be updated in place of the caller's.
+            require_dtype(s, dtypes.float32 if form.is_in_place else _FLOATS, name)
+    for a, b in (("v_a", "v_b"), ("s_a", "s_b")):
+        first, second = getattr(views, a), getattr(views, b)
+        if second is not None and second.dtype is not first.dtype:
+            raise ArgumentError(
+                f"{getattr(names, b)}: dtype is {second.dtype} but {getattr(names, a)} is "
+                f"{first.dtype}; wanted the same"
+            )
+    if dims["D"] == 0:
+        raise ArgumentError(f"{names.v_a}: the head dim is 0; wanted 1 or more")
+    inputs = {x: v for x, v in zip(names, views, strict=True) if x is not None}
+    device = array.same_device(**inputs)
+    if views.mask is not None:
+        match(views.mask, "n", dims, "mask")
+        require_dtype(views.mask, (dtypes.bool_, dtypes.uint8), "mask")
+        require_contiguous_last(views.mask, "mask")
+    if views.indptr is None:
+        return dims["n"], dims
+    match(views.indptr, "offsets", dims, "indptr")
+    is_cpu = device.kind == "cpu"
+    require_dtype(views.indptr, (dtypes.int32, dtypes.int64) if is_cpu else dtypes.int32, "indptr")
+    require_contiguous_last(views.indptr, "indptr")
+    if is_cpu or cuda().is_debugging:
+        offsets = array.to_host(views.indptr).astype(np.int64)
+        if (np.diff(offsets, prepend=0, append=dims["num_states"]) < 0).any():
+            raise ArgumentError(
+                "indptr: wanted offsets that never fall, within the "
+                f"{dims['num_states']} states of v"
+            )
+    if dims["offsets"] == 0:
+        raise ArgumentError("indptr: has no offsets; wanted n + 1 of them for n rows")
+    return dims["offsets"] - 1, dims
+
+
+def _check_outputs(form: Form, views: Arrays, shape: tuple[int, int, int]) -> None:
+    names = form.names
+    others = {x: v for x, v in zip(names, views, strict=True) if x is not None}
+    if form.is_in_place:
+        for name in (names.v_a, names.s_a):
+            require_output(others.pop(name), name, **others)
+        return
+    out, lse = others.pop("out"), others.pop("lse")
+    for v, name, wanted, allowed in (
+        (lse, "lse", shape[:2], dtypes.float32),
+        (out, "out", shape, _FLOATS),
+    ):
+        if v is None:
+            continue
+        if tuple(v.shape) != wanted:
+            raise ArgumentError(f"{name}: shape is {list(v.shape)}; wanted {list(wanted)}")
+        require_dtype(v, allowed, name)
+        if name == "out":
+            require_contiguous_last(v, name)
+        require_output(v, name, **others)
+        others[name] = v
+
+
+def _run_on_gpu(
+    form: Form, given: tuple[Any, ...], views: Arrays, shape: tuple[int, int, int], base_on_e: bool
+) -> Any:
+    v_a, v_b, s_a, s_b, vout, vlse, indptr, mask = views
+    if form.is_in_place:
+        vout, vlse = v_a, s_a
+    num_states = 2 if v_b is not None else v_a.shape[1 if indptr is None else 0]
+    per_row = num_states if indptr is None else 0
+    if max(shape[0] * shape[1], per_row, shape[2]) > MAX_COUNT:
+        raise UnsupportedError(
+            f"{form.names.v_a}: {shape[0]} x {shape[1]} rows of {shape[2]} elements and {per_row} "
+            f"states; a call takes up to {MAX_COUNT} of each; merge parts of the rows"
+        )
+    out = array.empty(shape, v_a.dtype, v_a) if vout is None else vout.owner
+    lse = array.empty(shape[:2], dtypes.float32, v_a) if vlse is None else vlse.owner
+    if 0 not in shape:
+        vout = array.view(out, "out") if vout is None else vout
+        vlse = array.view(lse, "lse") if vlse is None else vlse
+        states = [_states(form, v, s) for v, s in ((v_a, s_a), (v_b, s_b)) if v is not None]
+        second = None if v_b is None else states[1]
+        options = {"has_offsets": indptr is not None, "base_on_e": base_on_e}
+        merge = prepare(states[0], second, vout, vlse, num_states, **options)
+        placed = Arrays(v_a, v_b, s_a, s_b, vout, vlse, indptr, mask)
+        used = [x for x in placed if x is not None]
+        array.acquire(v_a, *used)
+        pointers = [0 if x is None else x.ptr for x in placed]
+        merge.enqueue(*pointers, array.current_stream(v_a))  # type: ignore[call-arg]
+        array.release(v_a, *used)
+        if indptr is None or not cuda().is_debugging:
+            remember(form.is_in_place, given, placed, base_on_e, merge)
+    if form.is_in_place:
+        return None
+    return tuple(
+        x if view is not None else array.deliver(x, v_a)
+        for x, view in ((out, views.out), (lse, views.lse))
+    )
+
+
+def _states(form: Form, v: ArrayView, s: ArrayView) -> States:
+    def three(x: ArrayView) -> tuple[int, int, int]:
+        if form is STATES:
+            return x.strides[0], x.strides[1], x.strides[2]
+        if form is SEGMENTS:
+            return 0, x.strides[0], x.strides[1]
+        return x.strides[0], 0, x.strides[1]
+
+    return States(v, s, three(v), three(s))
+
+
+def _run_reference(form: Form, views: Arrays, base_on_e: bool) -> Any:
+    unit = math.log2(math.e) if base_on_e else 1.0
+    v_a, v_b, s_a, s_b, *_, indptr, mask = (None if x is None else array.as_numpy(x) for x in views)
+    assert v_a is not None and s_a is not None
+    s_a = s_a.astype(np.float64) * unit
+    if v_b is not None:
+        assert s_b is not None
+        v, s = reference.merge_state(v_a, s_a, v_b, s_b.astype(np.float64) * unit)
+    elif indptr is None:
+        v, s = reference.merge_states(v_a, s_a)
+    else:
+        v, s = reference.variable_length_merge_states(v_a, s_a, indptr)
+    answers = []
+    targets = (views.v_a, views.s_a) if form.is_in_place else (views.out, views.lse)
+    for value, target, dtype in ((v, targets[0], v_a.dtype), (s / unit, targets[1], np.float32)):
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounded = value.astype(dtype if target is None else target.dtype.numpy)
+        if target is None:
+            answers.append(array.from_numpy(rounded, views.v_a))
+        else:
+            written = array.as_numpy(target)
+            rows = slice(None) if mask is None else mask.astype(bool)
+            written[rows] = rounded[rows]
+            answers.append(target.owner)
+    return None if form.is_in_place else tuple(answers)

@@ -1,0 +1,155 @@
+"""Launches the merge_states kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+from .. import dtypes, jit
+from ..array import ArrayView
+from ..device import device_props
+from ..dtypes import DType
+from . import params
+from .enqueue import Launch, enqueue
+
+# Rows, their elements and their states are counted in 32 bits, up to a chunk a lane beyond the end.
+MAX_COUNT = 2**31 - 4096
+_THREADS = 256
+_MAX_LANE_BITS = 5
+
+
+class States(NamedTuple):
+    """Views of states and their LSE, and strides of both: row, state of a row, head."""
+
+    v: ArrayView
+    s: ArrayView
+    v_strides: tuple[int, int, int]
+    s_strides: tuple[int, int, int]
+
+
+class Merge(NamedTuple):
+    """A merge of arrays of one look, wherever they are: what `params.MERGE_LOOK` packs."""
+
+    launch: Launch
+    look: bytes
+    device_index: int
+
+    def enqueue(
+        self,
+        v_a: int,
+        v_b: int,
+        s_a: int,
+        s_b: int,
+        out: int,
+        lse: int,
+        indptr: int,
+        mask: int,
+        stream: int,
+    ) -> None:
+        """Launch on arrays at these addresses, 0 for those that are not there."""
+        arguments = params.this_thread.launch_buffer
+        params.MERGE_STATES.pack_into(
+            arguments.buffer,
+            arguments.offset,
+            v_a,
+            v_b,
+            s_a,
+            s_b,
+            out,
+            lse,
+            indptr,
+            mask,
+            self.look,
+        )
+        enqueue(self.launch, arguments, self.device_index, stream)
+
+
+@lru_cache(maxsize=256)
+def config(
+    dtype: DType,
+    dtype_s: DType,
+    dtype_o: DType,
+    *,
+    is_pair: bool,
+    is_aligned: bool,
+    is_one_chunk: bool,
+) -> jit.Config:
+    """The kernel's Config; `is_one_chunk`: a row has no more chunks than it gets threads."""
+    types: dict[str, int | bool | DType] = {"DType": dtype, "DTypeS": dtype_s, "DTypeO": dtype_o}
+    flags = {"kPairs": is_pair, "kAligned": is_aligned, "kOneChunk": is_one_chunk}
+    return jit.Config({**types, **flags, "kThreads": _THREADS})
+
+
+def configs() -> Iterator[jit.Config]:
+    """Those of calls that convert nothing."""
+    kinds = list(product((True, False), ((True, True), (True, False), (False, False))))
+    for dtype in (dtypes.bfloat16, dtypes.float16, dtypes.float32):
+        for is_pair, (is_aligned, is_one_chunk) in kinds:
+            yield config(
+                dtype,
+                dtypes.float32,
+                dtype,
+                is_pair=is_pair,
+                is_aligned=is_aligned,
+                is_one_chunk=is_one_chunk,
+            )
+
+
+def prepare(
+    states: States,
+    others: States | None,
+    out: ArrayView,
+    lse: ArrayView,
+    num_states: int,
+    *,
+    has_offsets: bool,
+    base_on_e: bool,
+) -> Merge:
+    """The merge of `num_states` states a row (with indptr: of all rows), or of pairs with `others`.
+
+    out [n, H, D] has a contiguous last dimension, lse is [n, H]; none of n, H and D is 0.
+    """
+    n, num_heads, head_dim = out.shape
+    second = states if others is None else others
+    # Two states of one array are a pair as well.
+    is_pair = others is not None or (num_states == 2 and not has_offsets)
+    is_aligned = all(_is_aligned(x, head_dim) for x in (states.v, second.v, out))
+    chunks = -(-head_dim // (16 // states.v.dtype.itemsize if is_aligned else 1))
+    lane_bits = min((chunks - 1).bit_length(), _MAX_LANE_BITS)
+    device = out.device.index
+    chosen = config(
+        states.v.dtype,
+        states.s.dtype,
+        out.dtype,
+        is_pair=is_pair,
+        is_aligned=is_aligned,
+        is_one_chunk=is_aligned and chunks <= 2**lane_bits,
+    )
+    kernel = jit.load("merge_states", chosen, device, device_props(device).arch)
+    num_rows = n * num_heads
+    look = params.MERGE_LOOK.pack(
+        num_rows,
+        head_dim,
+        lane_bits,
+        *((math.log2(math.e), math.log(2.0)) if base_on_e else (1.0, 1.0)),
+        num_heads,
+        *params.divisor(num_heads),
+        num_states,
+        *(*states.v_strides, *second.v_strides, *states.s_strides, *second.s_strides),
+        *(out.strides[0], out.strides[1], *lse.strides),
+    )
+    blocks = -(-num_rows // (_THREADS >> lane_bits))
+    return Merge(Launch(kernel.function, (blocks, 1, 1), _THREADS, 0), look, device)
+
+
+def _is_aligned(v: ArrayView | None, head_dim: int) -> bool:
+    """True if all rows are whole chunks of 16 bytes, on 16-byte boundaries."""
+    if v is None:
+        return True
+    offsets = v.ptr
+    for stride in (*v.strides[:-1], head_dim):
+        offsets |= stride * v.dtype.itemsize
+    return offsets & 15 == 0

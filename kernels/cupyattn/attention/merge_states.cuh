@@ -1,0 +1,162 @@
+// Merges states (v, s): v is the output of attention over some keys, s its LSE. What comes out is
+// the state over all these keys.
+#pragma once
+
+#include "cupyattn/common/math.cuh"
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/params/merge_states.cuh"
+#include "cupyattn/ptx/math.cuh"
+#include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/ptx/warp.cuh"
+#include "cupyattn/tile/elements.cuh"
+
+namespace cupyattn {
+
+// Where a row is among [n, num_heads] of them.
+struct MergedRow {
+  uint32_t index, n, head;
+
+  __device__ __forceinline__ MergedRow(const MergeStatesParams& params, uint32_t row) : index(row) {
+    n = ptx::multiply_high(2 * row, params.heads_magic) >> params.heads_shift;
+    head = row - n * params.num_heads;
+  }
+};
+
+// The states that become one row. A pair's have a pointer each, into two arrays or into one; others
+// are walked to from the first.
+template <typename Config>
+struct RowStates {
+  using DType = typename Config::DType;
+  using DTypeS = typename Config::DTypeS;
+  static constexpr int kArrays = Config::kPairs ? 2 : 1;
+
+  const DType* v[kArrays];
+  const DTypeS* s[kArrays];
+  int32_t count;
+  bool is_valid;  // false where the offsets of a row fall, or leave the states
+
+  __device__ __forceinline__ RowStates(const MergeStatesParams& params, const MergedRow& row) {
+    int64_t first = 0;
+    count = Config::kPairs ? 2 : static_cast<int32_t>(params.num_states);
+    is_valid = true;
+    if (!Config::kPairs && params.indptr != nullptr) {
+      first = params.indptr[row.n];
+      const int64_t end = params.indptr[row.n + 1];
+      is_valid = 0 <= first && first <= end && end <= params.num_states;
+      count = is_valid ? static_cast<int32_t>(end - first) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kArrays; ++i) {
+      const int array = Config::kPairs && params.v[1] != nullptr ? i : 0;
+      const StateStrides& of_v = params.v_strides[i];
+      const StateStrides& of_s = params.s_strides[i];
+      const int64_t state = Config::kPairs ? i : first;
+      v[i] = static_cast<const DType*>(params.v[array]) + row.n * of_v.n + state * of_v.m +
+             row.head * of_v.h;
+      s[i] = static_cast<const DTypeS*>(params.s[array]) + row.n * of_s.n + state * of_s.m +
+             row.head * of_s.h;
+    }
+  }
+};
+
+template <typename Config>
+struct StateMerger {
+  using DType = typename Config::DType;
+  using DTypeO = typename Config::DTypeO;
+  using Chunk = typename conditional<Config::kAligned, Vector16, DType>::type;
+  static constexpr bool kPairs = Config::kPairs;
+  static constexpr int kCount = static_cast<int>(sizeof(Chunk) / sizeof(DType));
+  // What a merge takes is round trips to memory: the loads of this many states are in flight.
+  static constexpr int kBatch = kPairs ? 2 : 4;
+
+  const MergeStatesParams& params;
+
+  __device__ __forceinline__ void run() const {
+    const int lane = threadIdx.x & ((1 << params.lane_bits) - 1);
+    const uint32_t thread = blockIdx.x * static_cast<uint32_t>(Config::kThreads) + threadIdx.x;
+    const MergedRow row(params, thread >> params.lane_bits);
+    const bool is_merged = row.index < static_cast<uint32_t>(params.num_rows) &&
+                           (params.mask == nullptr || params.mask[row.n] != 0);
+    float lse = 0.0f;
+    if (is_merged) lse = merge(row, lane);
+    // In place: other lanes may still have to read what is overwritten here.
+    ptx::warp_sync();
+    if (is_merged && lane == 0) {
+      params.lse[row.n * params.lse_stride_n + row.head * params.lse_stride_h] = lse;
+    }
+  }
+
+  // Writes a lane's columns of a row. Returns the LSE; lanes without columns do not know it.
+  __device__ __forceinline__ float merge(const MergedRow& row, int lane) const {
+    const RowStates<Config> states(params, row);
+    DTypeO* out = static_cast<DTypeO*>(params.out) + row.n * params.out_stride_n +
+                  row.head * params.out_stride_h;
+    float max = 0.0f, sum = 0.0f;
+    for (int column = kCount * lane; column < params.head_dim;
+         column += kCount << params.lane_bits) {
+      float merged[kCount] = {};
+      max = -ptx::infinity();
+      sum = states.is_valid ? 0.0f : ptx::nan();
+      RowStates<Config> next = states;
+      while (next.count > 0) add(next, column, merged, max, sum);
+      const float factor = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) merged[c] *= factor;
+      store_floats(out + column, merged);
+      if constexpr (Config::kOneChunk) break;
+    }
+    return sum == 0.0f ? -ptx::infinity() : max + log2f(sum) * params.from_base2;
+  }
+
+  // Adds the next kBatch states to sums over weights 2^(s - max).
+  __device__ __forceinline__ void add(RowStates<Config>& next, int column, float (&merged)[kCount],
+                                      float& max, float& sum) const {
+    float s[kBatch];
+    Chunk v[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int at = kPairs ? i : 0;
+      const bool exists = kPairs || i < next.count;
+      s[i] = exists ? ptx::to_float(*next.s[at]) : -ptx::infinity();
+      v[i] = exists ? load(next.v[at] + column) : Chunk{};
+      if constexpr (!kPairs) {
+        next.v[0] += params.v_strides[0].m;
+        next.s[0] += params.s_strides[0].m;
+      }
+    }
+    next.count -= kBatch;
+
+    const float old_max = max;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) max = fmaxf(max, s[i]);
+    if constexpr (!kPairs) {
+      const float factor =
+          old_max == max ? 1.0f : ptx::ex2_approx((old_max - max) * params.to_base2);
+      sum *= factor;
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) merged[c] *= factor;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      // An empty state weighs nothing, whatever its v holds, even beside nothing else.
+      const bool is_empty = s[i] == -ptx::infinity();
+      const float weight = is_empty ? 0.0f : ptx::ex2_approx((s[i] - max) * params.to_base2);
+      sum += weight;
+      float value[kCount];
+      to_floats<DType>(is_empty ? Chunk{} : v[i], value);
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) merged[c] += weight * value[c];
+    }
+  }
+
+  // Values are read once: in L1 they would only drive out LSE, which many lanes read.
+  static __device__ __forceinline__ Chunk load(const DType* source) {
+    if constexpr (Config::kAligned) {
+      return ptx::load_no_allocate(reinterpret_cast<const Vector16*>(source));
+    } else {
+      return *source;
+    }
+  }
+};
+
+}  // namespace cupyattn
