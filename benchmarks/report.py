@@ -15,8 +15,8 @@ from .timing import describe
 TABLE_NAME = "table.txt"
 CHART_NAME = "chart.png"
 _COLORS = (
-    "#d62728", "#ff9896", "#1f77b4", "#2ca02c", "#98df8a", "#bcbd22", "#9467bd", "#c5b0d5",
-    "#e377c2",
+    "#d62728", "#ff9896", "#e377c2", "#f7b6d2", "#1f77b4", "#2ca02c", "#98df8a", "#bcbd22",
+    "#9467bd", "#c5b0d5", "#8c564b", "#c49c94",
 )  # fmt: skip
 _PANELS = (  # op, title, what the bars are
     ("prefill", "Prefill, TFLOP/s", "tflops"),
@@ -207,7 +207,7 @@ def _bars(rows: Sequence[dict[str, Any]], op: str, key: str) -> dict[str, dict[s
 def _draw(axis: Any, title: str, bars: dict[str, dict[str, float]], ceiling: float | None) -> None:
     width = 0.8 / len(IMPLEMENTATIONS)
     middle = (len(IMPLEMENTATIONS) - 1) / 2
-    for i, (name, color) in enumerate(zip(IMPLEMENTATIONS, _COLORS, strict=True)):
+    for i, (name, color) in enumerate(zip(IMPLEMENTATIONS, _COLORS, strict=False)):
         places = [
             n + (i - middle) * width for n, values in enumerate(bars.values()) if name in values
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ from . import _batch_geometry, _options, array
 from ._batch_geometry import Geometry, PlanOptions, Variant, find_geometry
 from ._batch_graph import GraphBuffers
 from ._batch_mask import NO_MASK, Mask
+from ._batch_plan import Plan, Prepared
 from ._batch_requests import Batch, require_row_limit
-from ._row_mask import NO_BITS, MaskBits
 from ._wrapper import (
     Copy,
     DeviceWords,
@@ -24,47 +24,9 @@ from ._wrapper import (
     same_device,
     view_workspace,
 )
-from .array import ArrayView
 from .errors import ArgumentError, PlanError
 from .launch.batch import BatchLauncher, BatchSchedule, Capacity
 from .launch.enqueue import cuda
-
-
-@dataclass(slots=True)
-class Prepared:
-    """One variant of a plan on the device: `words` is where its schedule is."""
-
-    launcher: BatchLauncher
-    schedule: BatchSchedule
-    words: int
-    owner: object
-
-
-@dataclass(slots=True)
-class Plan:
-    """What a run needs of the last plan().
-
-    split       (keys of a split or 0, whether keys may be split)
-    page_ids    address of the page table on the device, 0 for ragged keys and on the CPU
-    views       arrays of the caller that launches read besides those of the run
-    framework   the workspace's
-    is_uniform  it is torch or CuPy, and that of all views
-    bits        the mask on the device
-    last_run    the last run that went the short way, see _batch_repeat.py
-    """
-
-    geometry: Geometry
-    batch: Batch
-    split: tuple[int, bool]
-    capacity: Capacity | None
-    mask: Mask
-    framework: str
-    page_ids: int = 0
-    views: tuple[ArrayView, ...] = ()
-    bits: MaskBits = NO_BITS
-    is_uniform: bool = False
-    prepared: dict[Variant, Prepared] = field(default_factory=dict)
-    last_run: Any = field(default=None, init=False)
 
 
 class BatchWrapper:

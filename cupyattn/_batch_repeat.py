@@ -19,8 +19,8 @@ from .launch import params
 from .launch.bound import BoundRun
 
 if TYPE_CHECKING:
-    from ._batch import Plan, Prepared
     from ._batch_keys import Keys
+    from ._batch_plan import Plan, Prepared
     from ._row_mask import MaskBits
 
 _Maybe: TypeAlias = "ArrayView | None"

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from . import _options, _row_mask, array, dtypes, reference
-from ._batch import BatchWrapper, Plan
+from ._batch import BatchWrapper
 from ._batch_cascade_cpu import attend_levels
 from ._batch_geometry import Geometry, Variant
 from ._batch_keys import Keys, planned, view_paged, view_ragged
+from ._batch_plan import Plan
 from ._batch_repeat import bind, remember, repeat
 from ._batch_requests import Batch
 from ._geometry import are_rows_aligned

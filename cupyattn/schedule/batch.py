@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import PlanError
-from .balance import MAX_WAVES, Work, best_chunk
+from .balance import Work, best_chunk
 
 # kernels/cupyattn/params/attention.cuh, struct WorkItem: int32 words of an item.
 WORK_FIELDS = (
@@ -132,14 +131,6 @@ class BatchPlan:
     tiles: np.ndarray | None = None
 
 
-class Limits(NamedTuple):
-    """The most that any plan for a captured graph may have."""
-
-    num_items: int
-    num_split_tiles: int
-    num_states: int
-
-
 def plan_batch(
     requests: BatchRequests,
     group_size: int,
@@ -165,31 +156,6 @@ def make_tiles(
         return Tiles(_longest_first(requests, masking), None)
     num_tiles = -(-(requests.qo_len * group_size) // shape.tile_q)
     return _tiles(num_tiles, _longest_first(requests, masking), shape.tile_q)
-
-
-def limits(
-    num_requests: int,
-    num_rows: int,
-    max_qo_len: int,
-    num_tokens: int,
-    group_size: int,
-    num_kv_heads: int,
-    shape: TileShape,
-    splitting: Splitting,
-) -> Limits:
-    """Limits of any plan of so many requests, query rows (tokens) and keys.
-
-    The longest query and num_tokens matter only where the size of splits is fixed.
-    """
-    num_tiles = num_requests + num_rows * group_size // shape.tile_q
-    if not splitting.may_split:
-        return Limits(num_tiles, 0, 0)
-    if splitting.tokens:
-        chunk_tokens = max(1, splitting.tokens // shape.tile_kv) * shape.tile_kv
-        more = -(-max_qo_len * group_size // shape.tile_q) * (num_tokens // chunk_tokens + 1)
-    else:
-        more = MAX_WAVES * max(1, shape.num_slots // num_kv_heads)
-    return Limits(num_tiles + more, min(num_tiles, more), min(num_tiles, more) + more)
 
 
 class Tiles(NamedTuple):
@@ -387,17 +353,3 @@ def build_states(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | Non
     about[:, 1] = 0 if tiles.first_row is None else tiles.first_row
     about[:, 2], about[:, 3] = starts, splits
     return BatchPlan(items, _NO_MERGES, int(ends[-1]) if count else 0, about)
-
-
-def check_limits(plan: BatchPlan, limits: Limits) -> None:
-    """Raise PlanError if a plan is larger than a captured graph has room for."""
-    for name, have, most in (
-        ("blocks", len(plan.items), limits.num_items),
-        ("split tiles", len(plan.merges), limits.num_split_tiles),
-        ("partial states", plan.num_states, limits.num_states),
-    ):
-        if have > most:
-            raise PlanError(
-                f"plan: {have} {name}, but the captured graph has room for {most}; plan at first "
-                "with the largest batch, or capture again"
-            )

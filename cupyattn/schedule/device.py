@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .balance import MAX_WAVES
-from .batch import Limits, Masking, TileShape
+from .batch import Masking, TileShape
+from .limits import Limits
 
 # The planner sums key tiles in 32 bits.
 _MOST_KEY_TILES = 2**30

@@ -35,7 +35,7 @@ from cupyattn import (
 from cupyattn.launch import (
     append_paged_kv_cache,
     attention,
-    batch,
+    batch_kernels,
     enqueue,
     get_batch_indices_positions,
     get_seq_lens,
@@ -147,7 +147,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
         return allocate
 
-    for module in (attention, batch):
+    for module in (attention, batch_kernels):
         monkeypatch.setattr(module, "load_kernel", load_kernel)
         monkeypatch.setattr(module, "load_mixed", load_mixed)
     monkeypatch.setattr(enqueue, "cuda", lambda: fake.api)

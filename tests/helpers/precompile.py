@@ -30,7 +30,15 @@ if __name__ == "__main__":
 
 from cupyattn import _single, dtypes, jit
 from cupyattn._cascade_levels import flatten, join_levels, read_levels
-from cupyattn.launch import batch, merge_levels, merge_splits, pad_lse, plan_batch, rotate_keys
+from cupyattn.launch import (
+    batch,
+    batch_kernels,
+    merge_levels,
+    merge_splits,
+    pad_lse,
+    plan_batch,
+    rotate_keys,
+)
 from cupyattn.launch.attention import AttentionOptions
 from cupyattn.launch.enqueue import Launch
 from cupyattn.launch.instances import SHARED_BYTES, page_instances
@@ -128,11 +136,11 @@ class Recorder:
         api, launch = SimpleNamespace(is_debugging=False), Launch(None, (1, 1, 1), 32, 0)
         with contextlib.ExitStack() as stack:
             for target, name, stand_in in (
-                (batch, "load_kernel", self.load_kernel),
-                (batch, "load_mixed", self.load_mixed),
+                (batch_kernels, "load_kernel", self.load_kernel),
+                (batch_kernels, "load_mixed", self.load_mixed),
                 (batch, "cuda", lambda: api),
-                (batch.merge_levels, "prepare", self.merge_levels),
-                (batch.merge_splits, "prepare", lambda *_: launch),
+                (merge_levels, "prepare", self.merge_levels),
+                (merge_splits, "prepare", lambda *_: launch),
             ):
                 stack.enter_context(mock.patch.object(target, name, stand_in))
             yield

@@ -20,11 +20,10 @@ from cupyattn.schedule.batch import (
     Masking,
     Splitting,
     TileShape,
-    check_limits,
-    limits,
     plan_batch,
 )
 from cupyattn.schedule.cover import check_cover
+from cupyattn.schedule.limits import check_limits, limits
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,129 @@
+"""Which kernels serve a batch: one a row class, or one whose blocks are of two kinds."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..problem import AttentionProblem
+from ..schedule.batch import BatchRequests, TileShape
+from .attention import LoadedKernel, load_kernel, load_mixed
+from .tile_config import TileConfig
+from .tiles import DECODE, MOST_ROWS, ROW_CLASSES, VERIFY, row_class
+
+# A row class, or the two of a mixed kernel: prefill's, then decode's.
+Rows = str | tuple[str, str]
+
+
+class Kernel(NamedTuple):
+    """A kernel, and what a plan must know of each kind of its tiles."""
+
+    loaded: LoadedKernel[Any]
+    kinds: tuple[TileConfig, ...]
+    shapes: tuple[TileShape, ...]
+
+
+class Group(NamedTuple):
+    """A kernel and the requests of each kind of its tiles: which they are, and they."""
+
+    rows: Rows
+    kernel: Kernel
+    dealt: list[tuple[np.ndarray, BatchRequests]]
+
+    @property
+    def kinds(self) -> list[tuple[BatchRequests, TileShape]]:
+        return [(x, s) for (_, x), s in zip(self.dealt, self.kernel.shapes, strict=True)]
+
+
+class Kernels:
+    """The kernels of one problem, page size and device, and who is served by which."""
+
+    def __init__(
+        self, problem: AttentionProblem, group_size: int, page_size: int, device_index: int
+    ) -> None:
+        self._problem = problem
+        self._group_size = group_size
+        self._page_size = page_size
+        self._device_index = device_index
+        self._known: dict[Rows, Kernel | None] = {}
+
+    def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> Group:
+        """The requests at these indices."""
+        kernel = self.get(rows)
+        dealt = self.deal_out(requests.select(chosen), kernel)
+        return Group(rows, kernel, [(chosen[x], own) for x, own in dealt])
+
+    def get(self, rows: Rows) -> Kernel:
+        found = self.find(rows)
+        assert found is not None, rows
+        return found
+
+    def find(self, rows: Rows) -> Kernel | None:
+        """None if there is no kernel of these two kinds."""
+        if rows in self._known:
+            return self._known[rows]
+        found = None
+        if isinstance(rows, str):
+            single = load_kernel(self._problem, rows, self._device_index, True, self._page_size)
+            found = _kernel_of(single, (single.tiles,))
+        elif (mixed := load_mixed(self._problem, *rows, self._device_index)) is not None:
+            found = _kernel_of(mixed, (mixed.tiles.prefill, mixed.tiles.decode))
+        self._known[rows] = found
+        return found
+
+    def mixed_rows(self, lengths: np.ndarray) -> tuple[str, str] | None:
+        """The row classes of a mixed kernel for requests of so many query tokens.
+
+        None if all are of one kind, or there is no such kernel.
+        """
+        rows = lengths * self._group_size
+        small = rows[rows <= MOST_ROWS[VERIFY]]
+        if len(small) in (0, len(rows)):
+            return None
+        large = row_class(int(rows.max()))
+        if self.get(large).kinds[0].is_sm90:
+            return None
+        for name in dict.fromkeys((row_class(int(small.max())), DECODE)):
+            if self.find((large, name)) is not None:
+                return large, name
+        return None
+
+    def deal_out(
+        self, requests: BatchRequests, kernel: Kernel
+    ) -> list[tuple[np.ndarray, BatchRequests]]:
+        """The requests of each kind of a kernel, and which they are."""
+        if len(kernel.kinds) == 1:
+            return [(np.arange(len(requests.qo_len)), requests)]
+        is_small = requests.qo_len * self._group_size <= kernel.kinds[1].tile_q
+        chosen = [np.flatnonzero(~is_small), np.flatnonzero(is_small)]
+        return [(x, requests.select(x)) for x in chosen]
+
+
+def classes(requests: BatchRequests, group_size: int) -> list[tuple[str, BatchRequests]]:
+    """The requests of each row class, the largest tiles first."""
+    if len(requests.qo_len) == 0:
+        return []
+    least, most = requests.qo_range()
+    name = row_class(most * group_size)
+    if least == most or row_class(least * group_size) == name:
+        return [(name, requests)]
+    rows = requests.qo_len * group_size
+    found, up_to = [], rows.max()
+    for name, above in zip(reversed(ROW_CLASSES), (*reversed(MOST_ROWS.values()), 0), strict=True):
+        chosen = np.flatnonzero((rows > above) & (rows <= up_to))
+        if len(chosen):
+            found.append((name, requests.select(chosen)))
+        up_to = above
+    return found
+
+
+def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...]) -> Kernel:
+    # A state of decode has few rows of its tile and is merged by the block that is last. One of
+    # prefill has 64 KB, and a launch merges them (measured).
+    costs = (0.25 if tiles.merges_itself else 4.0 for tiles in kinds)
+    shapes = tuple(
+        TileShape(tiles.tile_q, tiles.tile_kv, loaded.num_slots, cost)
+        for tiles, cost in zip(kinds, costs, strict=True)
+    )
+    return Kernel(loaded, kinds, shapes)

@@ -1,0 +1,193 @@
+"""Where the parts of a schedule are: in the words that go to the device, and in the workspace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ..problem import AttentionProblem
+from ..schedule import MAX_GRID_YZ
+from ..schedule.batch import WORK_FIELDS
+from . import merge_levels, merge_splits
+from .batch_kernels import Kernels, Rows
+from .enqueue import Launch
+from .tile_config import TileConfig
+
+_ITEM_BYTES = 4 * len(WORK_FIELDS)
+_MAX_KNOWN = 1024
+
+
+class Room(NamedTuple):
+    """What a kernel's share of a schedule takes.
+
+    merges       int32 words
+    split_tiles  of prefill, which merge_splits merges
+    counters     split tiles of decode, for each KV head, or one by which blocks share out work
+    state_rows   rows of the states of one KV head
+    levels       (tokens, levels) for merge_levels, or (0, 0)
+    """
+
+    items: int
+    merges: int = 0
+    split_tiles: int = 0
+    counters: int = 0
+    state_rows: int = 0
+    levels: tuple[int, int] = (0, 0)
+
+
+class Share(NamedTuple):
+    """What one kernel has to do; arrays as long as its room, or shorter."""
+
+    rows: Rows
+    room: Room
+    items: np.ndarray
+    merges: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One kernel of a schedule. Positions are bytes into the words and the workspace.
+
+    launches  each with its first item
+    tiles     of the kernel, where its blocks are persistent
+    merge     what merges states afterwards: the splits of a prefill, or the levels of a cascade
+    merges    what it reads: an item of each split tile, or the tables of (tokens, levels)
+    """
+
+    launches: tuple[tuple[Launch, int], ...]
+    merge: Launch | None
+    items: int
+    merges: int
+    counters: int
+    partial_o: int
+    partial_lse: int
+    levels: tuple[int, int] = (0, 0)
+    tiles: TileConfig | None = None
+
+
+@dataclass(slots=True)
+class BatchSchedule:
+    """One plan, ready for launches; nobody changes it.
+
+    words            int32 [n]: work lists, merge lists and zeroed counters, to be copied to device
+                     memory as they are, on a 16-byte boundary
+    workspace_bytes  scratch for partial states (16-byte aligned), 0 if no keys are split
+    positions        bytes into the words, where the positions of rows are; -1 without any
+    longest          the most keys of a request
+    """
+
+    words: np.ndarray
+    workspace_bytes: int
+    parts: tuple[Part, ...]
+    positions: int = -1
+    longest: int = 0
+
+
+class Layout:
+    """Lays out the schedules of one problem, device and geometry."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        problem: AttentionProblem,
+        num_kv_heads: int,
+        group_size: int,
+        device_index: int,
+    ) -> None:
+        self._kernels = kernels
+        self._problem = problem
+        self._num_kv_heads = num_kv_heads
+        self._group_size = group_size
+        self._device_index = device_index
+        # Parts by what decides them: many plans have the same.
+        self._parts: dict[tuple[object, ...], tuple[Part, int, int]] = {}
+
+    def lay_out(self, shares: list[Share], positions: np.ndarray | None = None) -> BatchSchedule:
+        parts, words_bytes, workspace_bytes = [], 0, 0
+        for share in shares:
+            part, words_bytes, workspace_bytes = self.part(
+                share.rows, share.room, words_bytes, workspace_bytes
+            )
+            parts.append(part)
+        if shares and shares[-1].room.levels[0]:
+            # Kernels of a cascade leave their states in one place.
+            last = parts[-1]
+            parts = [
+                replace(part, partial_o=last.partial_o, partial_lse=last.partial_lse)
+                for part in parts
+            ]
+        if len(shares) == 1 and words_bytes == shares[0].items.nbytes and positions is None:
+            return BatchSchedule(shares[0].items.reshape(-1), workspace_bytes, tuple(parts))
+        num_positions = 0 if positions is None else shares[-1].room.levels[0]
+        words = np.zeros(words_bytes // 4 + num_positions, np.int32)
+        for part, share in zip(parts, shares, strict=True):
+            for begin, values in ((part.items, share.items), (part.merges, share.merges)):
+                words[begin // 4 :][: values.size] = values.reshape(-1)
+        if positions is None:
+            return BatchSchedule(words, workspace_bytes, tuple(parts))
+        words[words_bytes // 4 :][: positions.size] = positions
+        return BatchSchedule(words, workspace_bytes, tuple(parts), words_bytes)
+
+    def part(
+        self, rows: Rows, room: Room, words_bytes: int, workspace_bytes: int
+    ) -> tuple[Part, int, int]:
+        """The part, and where the next one begins in the words and in the workspace."""
+        key = rows, room, words_bytes, workspace_bytes
+        found = self._parts.get(key)
+        if found is None:
+            if len(self._parts) >= _MAX_KNOWN:
+                self._parts.clear()
+            found = self._parts[key] = self._make_part(*key)
+        return found
+
+    def _make_part(
+        self, rows: Rows, room: Room, words_bytes: int, workspace_bytes: int
+    ) -> tuple[Part, int, int]:
+        kernel, heads = self._kernels.get(rows), self._num_kv_heads
+        tiles = kernel.loaded.tiles
+        persistent = kernel.kinds[0] if kernel.kinds[0].is_sm90 else None
+        function, size = kernel.loaded.function, (tiles.threads, tiles.shared_bytes)
+        launches: tuple[tuple[Launch, int], ...]
+        if persistent is not None:
+            blocks = min(room.items * heads, kernel.loaded.num_slots)
+            launches = ((Launch(function, (blocks, 1, 1), *size, room.items), 0),)
+            launches = launches if blocks else ()
+        else:
+            launches = tuple(
+                (Launch(function, (heads, min(room.items - first, MAX_GRID_YZ), 1), *size), first)
+                for first in range(0, room.items, MAX_GRID_YZ)
+            )
+        merge = None
+        if room.split_tiles:
+            tile_q = kernel.kinds[0].tile_q
+            num_rows = room.split_tiles * tile_q
+            merge = merge_splits.prepare(self._problem, tile_q, num_rows, heads, self._device_index)
+        elif room.levels[0]:
+            num_heads = heads * self._group_size
+            merge = merge_levels.prepare(
+                self._problem, room.levels[0], num_heads, self._device_index
+            )
+        merges = words_bytes + room.items * _ITEM_BYTES
+        counters = merges + 4 * room.merges
+        lse_bytes = 4 * room.state_rows * heads
+        partial_lse = workspace_bytes + lse_bytes * self._problem.head_dim_vo
+        part = Part(
+            launches,
+            merge,
+            words_bytes,
+            merges,
+            counters,
+            workspace_bytes,
+            partial_lse,
+            room.levels,
+            persistent,
+        )
+        num_counters = room.counters * heads if persistent is None else 1
+        end = counters + 4 * num_counters
+        return part, _round_up(end), _round_up(partial_lse + lse_bytes)
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16
