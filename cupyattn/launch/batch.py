@@ -23,7 +23,7 @@ from ..schedule.batch import (
     plan_batch,
 )
 from ..schedule.cover import check_cover
-from ..schedule.levels import Levels, level_limits, level_tables, require_room
+from ..schedule.levels import MOST, Levels, Served, level_limits, level_tables, require_room
 from ..schedule.limits import Limits, check_limits, limits
 from ..schedule.mixed import Device, MixedPlan, combine, estimate, plan_mixed, state_offsets
 from . import maps_sm90, params, tiles_sm90
@@ -164,7 +164,8 @@ class BatchLauncher:
         if capacity is not None:
             slots = max(group.kernel.loaded.num_slots for group in groups)
             per_wave = max(1, slots // self.num_kv_heads)
-            most = level_limits(capacity.levels, num_rows, self.group_size, tile_rows, per_wave)
+            served = self._served(groups)
+            most = level_limits(capacity.levels, num_rows, self.group_size, served, per_wave)
             require_room((max(map(len, lists)), words, state_rows), most)
             rooms = [Room(most.items) for _ in lists]
             words, state_rows = most.merges, most.state_rows
@@ -207,13 +208,26 @@ class BatchLauncher:
             of_large = requests.qo_len * self.group_size > MOST_ROWS[SMALL]
             groups = [self._kernels.group(LARGE, requests, np.flatnonzero(of_large))]
             if is_large.all():
-                return groups
-            rows, chosen = rows[~is_large], np.flatnonzero(~of_large)
+                if capacity is None:
+                    return groups
+                rows = np.array([MOST_ROWS[SMALL]])  # of a later plan
+            else:
+                rows = rows[~is_large]
+            chosen = np.flatnonzero(~of_large)
         # Tiles of prefill serve requests of few rows too.
         name = self._kernels.mixed_rows(rows // self.group_size) or row_class(
             int(rows.max(initial=1))
         )
         return [*groups, self._kernels.group(name, requests, chosen)]
+
+    def _served(self, groups: list[Group]) -> list[Served]:
+        """What each kind of tiles of a cascade serves, whatever comes."""
+        *large, rest = groups
+        if not large:
+            return rest.served(MOST)
+        (tiles,) = large[0].kernel.kinds
+        edge = MOST_ROWS[SMALL]
+        return [Served(tiles.tile_q, edge, MOST), *rest.served(edge)]
 
     def _plan(self, requests: BatchRequests, rows: str, splitting: Splitting) -> BatchPlan:
         shape = self._kernels.get(rows).shapes[0]

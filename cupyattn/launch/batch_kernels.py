@@ -8,6 +8,7 @@ import numpy as np
 
 from ..problem import AttentionProblem
 from ..schedule.batch import BatchRequests, TileShape
+from ..schedule.levels import Served
 from .attention import LoadedKernel, load_kernel, load_mixed
 from .tile_config import TileConfig
 from .tiles import DECODE, MOST_ROWS, ROW_CLASSES, VERIFY, row_class
@@ -34,6 +35,13 @@ class Group(NamedTuple):
     @property
     def kinds(self) -> list[tuple[BatchRequests, TileShape]]:
         return [(x, s) for (_, x), s in zip(self.dealt, self.kernel.shapes, strict=True)]
+
+    def served(self, most: int) -> list[Served]:
+        """What each kind serves of requests of up to `most` rows."""
+        tiles = [kind.tile_q for kind in self.kernel.kinds]
+        if len(tiles) == 1:
+            return [Served(tiles[0], 0, most)]
+        return [Served(tiles[0], tiles[1], most), Served(tiles[1], 0, tiles[1])]
 
 
 class Kernels:

@@ -20,6 +20,8 @@ from .batch import BatchPlan, BatchRequests
 _NO_KEYS, _NO_TOKEN = -1, -2
 # kMaxLevels of levels.cuh.
 MAX_LEVELS = 32
+# Rows without a bound.
+MOST = 2**62
 
 
 @dataclass(slots=True)
@@ -80,26 +82,37 @@ class LevelLimits(NamedTuple):
     state_rows: int
 
 
+class Served(NamedTuple):
+    """Tiles of so many rows are for requests of more rows than `above`, and of `most` at most."""
+
+    tile_rows: int
+    above: int
+    most: int
+
+
 def level_limits(
     levels: Sequence[tuple[int, int]],
     num_rows: int,
     group_size: int,
-    tile_rows: Sequence[int],
+    kinds: Sequence[Served],
     items_per_wave: int,
 ) -> LevelLimits:
     """Limits of any plan of these levels, (requests, query tokens of the longest) each.
 
-    tile_rows  of each kind of tiles, the larger one first
+    kinds  of tiles; every number of rows is served by one
     """
     more = MAX_WAVES * items_per_wave
-    num_tiles, state_rows = 0, max(tile_rows)
+    num_tiles, state_rows = 0, max(kind.tile_rows for kind in kinds)
     for num_requests, longest in levels:
-        tile = min((n for n in tile_rows if longest * group_size <= n), default=tile_rows[0])
+        rows = longest * group_size
+        usable = [kind for kind in kinds if kind.above < rows] or kinds[-1:]
         tiles = num_requests
-        if longest * group_size > tile:
-            tiles += num_rows * group_size // tile
+        for tile_rows, _, most in usable:
+            # Those past the first of each request.
+            each = -(-min(most, rows) // tile_rows) - 1
+            tiles += max(0, min(num_requests * each, num_rows * group_size // tile_rows))
         num_tiles += tiles
-        state_rows += (tiles + more) * tile
+        state_rows += (tiles + more) * max(kind.tile_rows for kind in usable)
     merges = 2 * num_rows * len(levels)
     return LevelLimits(num_tiles + more, merges + merges % 4 + 4 * num_tiles, state_rows)
 

@@ -63,7 +63,8 @@ def test_many_random_cascades(first: int) -> None:
 
 
 def test_levels_are_one_launch_of_both_kinds_and_a_merge() -> None:
-    assert run_case(BASE) == ["mixed_sm80", "merge_levels"] * 2
+    assert run_case(BASE, is_portable=True) == ["mixed_sm80", "merge_levels"] * 2
+    assert run_case(BASE) == ["prefill_sm90", "mixed_sm80", "merge_levels"] * 2
 
 
 @pytest.mark.parametrize("causal", [True, False])

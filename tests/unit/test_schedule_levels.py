@@ -20,7 +20,14 @@ from cupyattn.schedule.batch import (
     TileShape,
 )
 from cupyattn.schedule.cover import check_cover
-from cupyattn.schedule.levels import Levels, level_limits, level_tables, require_room
+from cupyattn.schedule.levels import (
+    MOST,
+    Levels,
+    Served,
+    level_limits,
+    level_tables,
+    require_room,
+)
 from cupyattn.schedule.mixed import Device, MixedPlan, combine, estimate, plan_mixed, state_offsets
 
 _SHAPES = (
@@ -42,6 +49,7 @@ class Cascade:
     num_kv_heads: int
     shapes: tuple[TileShape, ...]
     masking: Masking
+    most_tiles: int = 1  # of a request of the second kind
 
     @property
     def device(self) -> Device:
@@ -64,13 +72,19 @@ class Cascade:
         return joined.requests, joined.levels
 
     def deal_out(self, requests: BatchRequests) -> Kinds:
-        """As BatchLauncher does."""
+        """As BatchLauncher does: the first kind serves what the second does not."""
         if len(self.shapes) == 1:
             return [(np.arange(len(requests.qo_len)), requests)]
-        is_small = requests.qo_len * self.group_size <= self.shapes[1].tile_q
+        is_small = requests.qo_len * self.group_size <= self.shapes[1].tile_q * self.most_tiles
         return [
             (x, requests.select(x)) for x in (np.flatnonzero(~is_small), np.flatnonzero(is_small))
         ]
+
+    def served(self) -> list[Served]:
+        if len(self.shapes) == 1:
+            return [Served(self.tile_rows[0], 0, MOST)]
+        edge = self.tile_rows[1] * self.most_tiles
+        return [Served(self.tile_rows[0], edge, MOST), Served(self.tile_rows[1], 0, edge)]
 
     def plan(self, kinds: Kinds, splitting: Splitting, leaves_states: bool) -> MixedPlan:
         return plan_mixed(
@@ -109,6 +123,7 @@ def cascades(draw: st.DrawFn, most: int = 6, longest_q: int = 30, longest_kv: in
         draw(st.integers(1, 4)),
         draw(st.sampled_from(_SHAPES)),
         Masking(causal, window),
+        draw(st.sampled_from((1, 1, 4))),
     )
 
 
@@ -144,7 +159,8 @@ def test_the_tables_lead_every_row_to_states_of_all_its_keys(cascade: Cascade) -
     for item in fields(items):
         assert item["split_tile"] == -1
         request = identity[item["q_start"], item["kv_start"]]
-        is_small = len(tile_rows) > 1 and item["qo_len"] * group <= tile_rows[1]
+        served = cascade.served()[-1]
+        is_small = len(tile_rows) > 1 and item["qo_len"] * group <= served.most
         shape = cascade.shapes[int(is_small)]
         place = (item["first_state"] + item["split"]) * shape.tile_q
         taken[place : place + shape.tile_q] += 1
@@ -256,7 +272,7 @@ def test_plans_that_fit_a_graph_have_room(cascade: Cascade, data: st.DataObject)
     ]
     num_rows = levels.num_rows + data.draw(st.sampled_from((0, 1, 100)))
     tile_rows, per_wave = cascade.tile_rows, cascade.device.items
-    most = level_limits(capacity, num_rows, cascade.group_size, tile_rows, per_wave)
+    most = level_limits(capacity, num_rows, cascade.group_size, cascade.served(), per_wave)
     kinds = cascade.deal_out(requests)
     plan = cascade.plan(kinds, Splitting(), leaves_states=True)
     offsets_of, state_rows = state_offsets(plan.parts, tile_rows)
@@ -267,7 +283,8 @@ def test_plans_that_fit_a_graph_have_room(cascade: Cascade, data: st.DataObject)
 
 
 def test_too_large_a_plan_is_said() -> None:
-    most = level_limits([(1, 4), (4, 1)], 4, 4, [128, 16], 10)
+    kinds = [Served(128, 16, MOST), Served(16, 0, 16)]
+    most = level_limits([(1, 4), (4, 1)], 4, 4, kinds, 10)
     with pytest.raises(PlanError, match="blocks, but the captured graph has room for"):
         require_room((10_000, 1, 1), most)
     with pytest.raises(PlanError, match="words of merge tables"):

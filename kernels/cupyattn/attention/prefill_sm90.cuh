@@ -156,14 +156,17 @@ struct PrefillSm90 {
     for (int index = blockIdx.x;;) {
       const bool exists = index < num_items;
       const Item item = exists ? item_of(index) : Item{};
-      wait(shared.empty_item[place.stage], place.parity ^ 1);
-      if (lane == 0) {
-        shared.items[place.stage] = item;
-        arrive(shared.full_item[place.stage]);
+      // Items of zeros, as a captured graph has them to spare, are nobody's business.
+      if (!exists || item.work.tile.num_rows > 0) {
+        wait(shared.empty_item[place.stage], place.parity ^ 1);
+        if (lane == 0) {
+          shared.items[place.stage] = item;
+          arrive(shared.full_item[place.stage]);
+        }
+        ptx::warp_sync();
+        if (!exists) return;
+        place.advance();
       }
-      ptx::warp_sync();
-      if (!exists) return;
-      place.advance();
       index = next_index(num_items, lane);
     }
   }
@@ -186,7 +189,7 @@ struct PrefillSm90 {
     const int rest = index - section * per_section;
     const int place = rest / heads;
     const int kv_head = first_head + rest - place * heads;
-    Item item;
+    Item item{};
     if (params.work != nullptr) {
       item.work = BlockWork::of_item(params, place, kv_head, kTileQ);
     } else {
@@ -194,10 +197,11 @@ struct PrefillSm90 {
       item.work = BlockWork::of_tile(params, params.num_q_tiles - 1 - tile, kv_head,
                                      place - tile * params.num_splits, kTileQ);
     }
+    item.exists = 1;
+    if (item.work.tile.num_rows <= 0) return item;
     item.range = KeyRange::of(params, item.work);
     // Boxes of pages start where pages do.
     item.tiles = TileSpan::of<kPaged>(item.range, kTileKV, item.work.tile);
-    item.exists = 1;
     return item;
   }
 
