@@ -23,7 +23,7 @@ struct Config {
   static constexpr int kMaskForm = 0;
   static constexpr bool kAligned = true;
   static constexpr bool kPaged = false;
-  static constexpr int kSharedBytes = 201472;
+  static constexpr int kSharedBytes = 201600;
 };
 #endif
 

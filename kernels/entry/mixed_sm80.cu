@@ -27,12 +27,12 @@ struct Config {
   static constexpr bool kPrefillQInRegisters = false;
   static constexpr int kPrefillKeysPerExp = 48;
   static constexpr int kPrefillBuffers = 1;
-  static constexpr int kPrefillSharedBytes = 63104;
+  static constexpr int kPrefillSharedBytes = 63232;
   static constexpr int kDecodeMmaQ = 1;
   static constexpr int kDecodeKeysPerWarp = 16;
   static constexpr int kDecodeStages = 3;
   static constexpr bool kDecodeQInRegisters = true;
-  static constexpr int kDecodeSharedBytes = 104320;
+  static constexpr int kDecodeSharedBytes = 104192;
 };
 #endif
 

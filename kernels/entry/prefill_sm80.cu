@@ -24,7 +24,7 @@ struct Config {
   static constexpr int kMaskForm = 0;
   static constexpr bool kAligned = true;
   static constexpr bool kPaged = false;
-  static constexpr int kSharedBytes = 60800;
+  static constexpr int kSharedBytes = 61312;
 };
 #endif
 
