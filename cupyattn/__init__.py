@@ -23,6 +23,9 @@ _EXPORTS = {
     "BatchPrefillWithRaggedKVCacheWrapper": "prefill",
     "BatchAttention": "attention",
     "MultiLevelCascadeAttentionWrapper": "cascade",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper": "cascade",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper": "cascade",
+    "batch_decode_with_shared_prefix_padded_kv_cache": "cascade",
     "trtllm_batch_decode_with_kv_cache": "trtllm",
     "trtllm_batch_context_with_kv_cache": "trtllm",
     "xqa_batch_decode_with_kv_cache": "trtllm",
@@ -57,8 +60,19 @@ __all__ = ["__version__", *_EXPORTS, "xqa"]
 
 if TYPE_CHECKING:
     from . import xqa as xqa
+    from .attention import BatchAttention as BatchAttention
     from .attention import (
         BatchAttentionWithAttentionSinkWrapper as BatchAttentionWithAttentionSinkWrapper,
+    )
+    from .cascade import (
+        BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
+    )
+    from .cascade import (
+        BatchPrefillWithSharedPrefixPagedKVCacheWrapper as BatchPrefillWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
+    )
+    from .cascade import MultiLevelCascadeAttentionWrapper as MultiLevelCascadeAttentionWrapper
+    from .cascade import (
+        batch_decode_with_shared_prefix_padded_kv_cache as batch_decode_with_shared_prefix_padded_kv_cache,  # noqa: E501
     )
     from .cascade import merge_state as merge_state
     from .cascade import merge_state_in_place as merge_state_in_place

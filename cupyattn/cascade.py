@@ -10,9 +10,17 @@ from typing import Any
 from . import _merge
 from ._batch_cascade import MultiLevelCascadeAttentionWrapper
 from ._merge_repeat import repeat
+from ._shared_prefix import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+)
+from ._shared_prefix_padded import batch_decode_with_shared_prefix_padded_kv_cache
 
 __all__ = [
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
+    "batch_decode_with_shared_prefix_padded_kv_cache",
     "merge_state",
     "merge_state_in_place",
     "merge_states",

@@ -52,6 +52,7 @@ from helpers import (
     gpu_cases,
     item_cases,
     mixed_calls,
+    shared_calls,
     unplanned_cases,
     verify_cases,
 )
@@ -218,6 +219,22 @@ def cascade_instances(arch: str) -> list[Instance]:
     return list(recorder.found)
 
 
+def shared_instances(arch: str) -> list[Instance]:
+    """Every kernel of the random calls with a shared prefix but its merge, once."""
+    recorder = Recorder(arch)
+    with recorder.plugged_in():
+        for case in map(shared_calls.random_case, range(shared_calls.NUM_CASES)):
+            lengths = [np.array(x, np.int64) for x in (case.qo_len, case.kv_len)]
+            requests = BatchRequests(*lengths, *(np.cumsum(x) - x for x in lengths))
+            wanted = Problem(case.dtype, case.kv_dtype, (case.head_dim,) * 2)
+            recorder.schedule(wanted, case.page_size, lambda to, x=requests: to.schedule(x), case)
+            q = dtypes.parse(case.dtype)
+            alone = AttentionProblem(q, dtypes.parse(case.kv_dtype), q, *wanted.dims)
+            rows = row_class(sum(case.qo_len) * case.group)
+            recorder.add(tile_config(alone, rows, SHARED_BYTES[arch], arch=arch), alone)
+    return list(recorder.found)
+
+
 def unplanned_instances(arch: str) -> list[Instance]:
     """Every kernel of the random calls without a plan, once."""
     found: dict[Instance, None] = {
@@ -256,8 +273,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     start = time.perf_counter()
-    found = dict.fromkeys(instances(args.arch)) | dict.fromkeys(batch_instances(args.arch))
-    found |= dict.fromkeys((*cascade_instances(args.arch), *page_instances()))
+    kinds = (instances, batch_instances, cascade_instances, shared_instances, unplanned_instances)
+    found = dict.fromkeys(instance for kind in kinds for instance in kind(args.arch))
+    found |= dict.fromkeys(page_instances())
     jobs = [(*instance, args.arch) for instance in found]
     print(f"{len(jobs)} kernels, found in {time.perf_counter() - start:.0f} s", flush=True)
     # NVRTC compiles one program at a time in a process; fork after CuPy is loaded is unsafe.

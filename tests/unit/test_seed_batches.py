@@ -216,3 +216,111 @@ def test_batch_prefill_with_data_type() -> None:
     )
     o = prefill_wrapper.run(q, kv_cache)
     assert o.shape == torch.Size([512, 8, 16])
+
+
+def test_batch_decode_with_shared_prefix() -> None:
+    num_layers = 2
+    num_qo_heads = 16
+    num_kv_heads = 2
+    head_dim = 16
+    max_num_pages = 128
+    page_size = 16
+    # allocate 16MB workspace buffer
+    workspace_buffer = torch.empty(16 * 1024 * 1024, dtype=torch.uint8)
+    wrapper = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace_buffer, "NHD")
+    batch_size = 7
+    shared_prefix_len = 8192
+    unique_kv_page_indices = torch.arange(max_num_pages).int()
+    unique_kv_page_indptr = torch.tensor([0, 17, 29, 44, 48, 66, 100, 128], dtype=torch.int32)
+    # 1 <= kv_last_page_len <= page_size
+    unique_kv_last_page_len = torch.tensor([1, 7, 14, 4, 3, 1, 16], dtype=torch.int32)
+    unique_kv_data_at_layer = [
+        torch.randn(max_num_pages, 2, page_size, num_kv_heads, head_dim, dtype=torch.float16)
+        for _ in range(num_layers)
+    ]
+    shared_k_data_at_layer = [
+        torch.randn(shared_prefix_len, num_kv_heads, head_dim, dtype=torch.float16)
+        for _ in range(num_layers)
+    ]
+    shared_v_data_at_layer = [
+        torch.randn(shared_prefix_len, num_kv_heads, head_dim, dtype=torch.float16)
+        for _ in range(num_layers)
+    ]
+    # create auxiliary data structures for batch decode attention
+    wrapper.begin_forward(
+        unique_kv_page_indptr,
+        unique_kv_page_indices,
+        unique_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        data_type=torch.float16,
+    )
+    outputs = []
+    for i in range(num_layers):
+        q = torch.randn(batch_size, num_qo_heads, head_dim).half()
+        k_shared = shared_k_data_at_layer[i]
+        v_shared = shared_v_data_at_layer[i]
+        unique_kv_data = unique_kv_data_at_layer[i]
+        # compute batch decode attention, reuse auxiliary data structures for all layers
+        o = wrapper.forward(q, k_shared, v_shared, unique_kv_data)
+        outputs.append(o)
+    # clear auxiliary data structures
+    wrapper.end_forward()
+    assert outputs[0].shape == torch.Size([7, 16, 16])
+
+
+def test_batch_prefill_with_shared_prefix() -> None:
+    num_layers = 2
+    num_qo_heads = 8
+    num_kv_heads = 2
+    head_dim = 16
+    max_num_pages = 128
+    page_size = 16
+    # allocate 16MB workspace buffer
+    workspace_buffer = torch.empty(16 * 1024 * 1024, dtype=torch.uint8)
+    prefill_wrapper = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(
+        workspace_buffer, "NHD"
+    )
+    shared_prefix_len = 1024
+    nnz_qo = 100
+    qo_indptr = torch.tensor([0, 33, 44, 55, 66, 77, 88, nnz_qo], dtype=torch.int32)
+    paged_kv_indices = torch.arange(max_num_pages).int()
+    paged_kv_indptr = torch.tensor([0, 17, 29, 44, 48, 66, 100, 128], dtype=torch.int32)
+    # 1 <= paged_kv_last_page_len <= page_size
+    paged_kv_last_page_len = torch.tensor([1, 7, 14, 4, 3, 1, 16], dtype=torch.int32)
+    kv_data_at_layer = [
+        torch.randn(max_num_pages, 2, page_size, num_kv_heads, head_dim, dtype=torch.float16)
+        for _ in range(num_layers)
+    ]
+    shared_k_data_at_layer = [
+        torch.randn(shared_prefix_len, num_kv_heads, head_dim, dtype=torch.float16)
+        for _ in range(num_layers)
+    ]
+    shared_v_data_at_layer = [
+        torch.randn(shared_prefix_len, num_kv_heads, head_dim, dtype=torch.float16)
+        for _ in range(num_layers)
+    ]
+    # create auxiliary data structures for batch prefill attention
+    prefill_wrapper.begin_forward(
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+    )
+    outputs = []
+    for i in range(num_layers):
+        q = torch.randn(nnz_qo, num_qo_heads, head_dim).half()
+        kv_data = kv_data_at_layer[i]
+        k_shared = shared_k_data_at_layer[i]
+        v_shared = shared_v_data_at_layer[i]
+        # compute batch prefill attention, reuse auxiliary data structures
+        o = prefill_wrapper.forward(q, k_shared, v_shared, kv_data, causal=True)
+        outputs.append(o)
+    # clear auxiliary data structures
+    prefill_wrapper.end_forward()
+    assert outputs[0].shape == torch.Size([100, 8, 16])
