@@ -59,9 +59,10 @@ def mixed_config(
 ) -> MixedConfig | None:
     """One kernel for the row classes `large` (of prefill) and `small` (of decode) of a batch.
 
-    None if there is none: blocks must have as many warps, and a mask is not shared out.
+    None if there is none: blocks must have as many warps, and a mask is not shared out. Twice the
+    rows of decode, beside what more than one scale does to a logit, would spill on old chips.
     """
-    if problem.custom_mask:
+    if problem.custom_mask or (small == VERIFY and _is_transformed(problem)):
         return None
     prefill = _choose_prefill(problem, large, max_shared_bytes, True, arch, most_warps=_MIXED_WARPS)
     decode = _choose_verify(problem, max_shared_bytes) if small == VERIFY else None
