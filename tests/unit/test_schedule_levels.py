@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
+from helpers.level_plans import SHAPES, Cascade, cascades, offsets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupyattn._cascade_levels import flatten, join_levels, read_levels
+from cupyattn._cascade_levels import flatten, read_levels
 from cupyattn.errors import ArgumentError, PlanError
 from cupyattn.schedule import tile_span
-from cupyattn.schedule.batch import (
-    WORK_FIELDS,
-    BatchRequests,
-    Masking,
-    Splitting,
-    TileShape,
-)
+from cupyattn.schedule.batch import WORK_FIELDS, BatchRequests, Masking, Splitting
 from cupyattn.schedule.cover import check_cover
 from cupyattn.schedule.levels import (
     MOST,
@@ -28,103 +21,7 @@ from cupyattn.schedule.levels import (
     level_tables,
     require_room,
 )
-from cupyattn.schedule.mixed import Device, MixedPlan, combine, estimate, plan_mixed, state_offsets
-
-_SHAPES = (
-    (TileShape(128, 48, 264, 4.0), TileShape(16, 128, 264, 0.25)),
-    (TileShape(64, 64, 20, 4.0), TileShape(32, 64, 20, 0.25)),
-    (TileShape(64, 32, 7, 4.0), TileShape(16, 16, 7, 0.25)),
-    (TileShape(16, 64, 40, 0.25),),
-    (TileShape(128, 48, 3, 4.0),),
-)
-Kinds = list[tuple[np.ndarray, BatchRequests]]
-
-
-@dataclass(frozen=True)
-class Cascade:
-    """levels: for each, (rows, keys) of its requests."""
-
-    levels: tuple[tuple[tuple[int, int], ...], ...]
-    group_size: int
-    num_kv_heads: int
-    shapes: tuple[TileShape, ...]
-    masking: Masking
-    most_tiles: int = 1  # of a request of the second kind
-
-    @property
-    def device(self) -> Device:
-        return Device(self.shapes[0].num_slots, self.num_kv_heads)
-
-    @property
-    def tile_rows(self) -> list[int]:
-        return [shape.tile_q for shape in self.shapes]
-
-    def join(self) -> tuple[BatchRequests, Levels]:
-        lists: list[list[np.ndarray]] = [[], [], [], []]
-        for level in self.levels:
-            rows, keys = np.array(level, np.int64).reshape(-1, 2).T
-            table = offsets(rows), offsets(keys), np.zeros(keys.sum(), np.int32), np.ones_like(keys)
-            for kind, x in zip(lists, table, strict=True):
-                kind.append(x)
-        parts = read_levels(lists, len(self.levels), 1, False)
-        joined = join_levels(parts, self.masking.causal, self.masking.window_left >= 0)
-        assert joined.levels is not None
-        return joined.requests, joined.levels
-
-    def deal_out(self, requests: BatchRequests) -> Kinds:
-        """As BatchLauncher does: the first kind serves what the second does not."""
-        if len(self.shapes) == 1:
-            return [(np.arange(len(requests.qo_len)), requests)]
-        is_small = requests.qo_len * self.group_size <= self.shapes[1].tile_q * self.most_tiles
-        return [
-            (x, requests.select(x)) for x in (np.flatnonzero(~is_small), np.flatnonzero(is_small))
-        ]
-
-    def served(self) -> list[Served]:
-        if len(self.shapes) == 1:
-            return [Served(self.tile_rows[0], 0, MOST)]
-        edge = self.tile_rows[1] * self.most_tiles
-        return [Served(self.tile_rows[0], edge, MOST), Served(self.tile_rows[1], 0, edge)]
-
-    def plan(self, kinds: Kinds, splitting: Splitting, leaves_states: bool) -> MixedPlan:
-        return plan_mixed(
-            [(x, shape) for (_, x), shape in zip(kinds, self.shapes, strict=True)],
-            self.group_size,
-            self.device,
-            self.masking,
-            splitting,
-            leaves_states,
-        )
-
-
-def offsets(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths)])
-
-
-@st.composite
-def cascades(draw: st.DrawFn, most: int = 6, longest_q: int = 30, longest_kv: int = 200) -> Cascade:
-    """Levels that nest; without a window, some that do not."""
-    pair = st.tuples(st.integers(0, longest_q), st.integers(0, longest_kv))
-    levels = [draw(st.lists(pair, max_size=most))]
-    causal, window = draw(st.booleans()), draw(st.sampled_from((-1, -1, 0, 20, 300)))
-    if causal and window >= 0:
-        levels[0] = [(rows, max(rows, keys)) for rows, keys in levels[0]]
-    total = sum(rows for rows, _ in levels[0])
-    for _ in range(draw(st.integers(0, 2))):
-        edges = sorted({0, total, *offsets(np.array([n for n, _ in levels[0]], int)).tolist()})
-        if window < 0 and draw(st.booleans()):
-            edges = list(range(total + 1))
-        cuts = sorted(draw(st.sets(st.sampled_from(edges), max_size=4)) | {0, total})
-        keys = [draw(st.integers(0, longest_kv)) for _ in cuts[1:]]
-        levels.insert(0, list(zip(np.diff(cuts).tolist(), keys, strict=True)))
-    return Cascade(
-        tuple(map(tuple, levels)),
-        draw(st.integers(1, 9)),
-        draw(st.integers(1, 4)),
-        draw(st.sampled_from(_SHAPES)),
-        Masking(causal, window),
-        draw(st.sampled_from((1, 1, 4))),
-    )
+from cupyattn.schedule.mixed import Device, combine, estimate, state_offsets
 
 
 def fields(items: np.ndarray) -> list[dict[str, int]]:
@@ -339,7 +236,7 @@ def test_estimates_are_finite(cascade: Cascade, leaves_states: bool) -> None:
 
 def test_causality_hides_no_shared_keys_from_the_estimate() -> None:
     """More rows than shared keys: bottom-right they would see none, and cost nothing."""
-    shapes = _SHAPES[0][:1]
+    shapes = SHAPES[0][:1]
     own = tuple((512, 512) for _ in range(16))
     plain, causal = (
         Cascade((((8192, 2048),), own), 4, 8, shapes, Masking(is_causal, -1))
@@ -399,7 +296,7 @@ def test_a_flat_batch_has_the_pages_of_all_levels(cascade: Cascade, page_size: i
 
 def test_levels_must_refine_only_where_positions_count() -> None:
     levels = (((2, 8), (3, 4)), ((3, 5), (2, 6)))
-    shapes = _SHAPES[0]
+    shapes = SHAPES[0]
     Cascade(levels, 2, 1, shapes, Masking(True, -1)).join()
     with pytest.raises(ArgumentError, match=r"qo_indptr_arr\[1\]: rows of one request"):
         Cascade(levels, 2, 1, shapes, Masking(True, 5)).join()
