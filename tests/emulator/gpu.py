@@ -279,7 +279,15 @@ def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.nda
 
 def _forget_calls() -> None:
     """What the library remembers of calls holds kernels and addresses of another device."""
-    from cupyattn import _batch_geometry, _batch_repeat, _merge_repeat, _repeat, _single, _unplanned
+    from cupyattn import (
+        _batch_geometry,
+        _batch_repeat,
+        _merge_repeat,
+        _repeat,
+        _shared_prefix_padded,
+        _single,
+        _unplanned,
+    )
     from cupyattn.launch import merge_levels, merge_splits, tiles
 
     _single._entries.clear()
@@ -287,6 +295,7 @@ def _forget_calls() -> None:
     _batch_geometry._known.clear()
     _batch_repeat._reader_of.clear()
     _merge_repeat.forget()
+    _shared_prefix_padded._padded.clear()
     caches: list[Callable[..., Any]] = [
         attention.load_kernel,
         attention.load_mixed,

@@ -20,6 +20,7 @@ from cupyattn import (
     _batch_graph,
     _batch_repeat,
     _cascade_levels,
+    _shared_prefix_padded,
     _wrapper,
     array,
     dtypes,
@@ -109,6 +110,7 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
 def forget() -> None:
     _batch_geometry._known.clear()
     _batch_repeat._reader_of.clear()
+    _shared_prefix_padded._padded.clear()
 
 
 def _batch_module() -> Any:

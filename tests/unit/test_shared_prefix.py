@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from helpers import batches, shared_calls
+from helpers import batches, fake_batch, shared_calls
 from helpers.batches import HKV, HQ, D
 from helpers.fake_batch import Device
 
@@ -125,7 +125,7 @@ def test_a_workspace_may_be_replaced() -> None:
 
 def test_padded_calls_plan_when_something_changes() -> None:
     """One wrapper a stream, for calls of any lengths and scales."""
-    _shared_prefix_padded._padded.clear()
+    fake_batch.forget()
     rng = np.random.default_rng(0)
     plans = []
     for count, length, sm_scale in (
@@ -148,7 +148,6 @@ def test_padded_calls_plan_when_something_changes() -> None:
         (padded,) = _shared_prefix_padded._padded.values()
         plans.append(padded._wrapper._current)
     assert plans[0] is plans[1] and len({id(plan) for plan in plans}) == 4
-    _shared_prefix_padded._padded.clear()
 
 
 def test_padded_calls_refuse_a_capture(device: Device, gpu: Any) -> None:

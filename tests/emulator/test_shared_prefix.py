@@ -1,0 +1,31 @@
+"""A shared prefix on the host: two attentions, and the merge of their states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers import shared_calls
+
+from . import gpu
+
+
+@pytest.mark.parametrize("first", range(0, 9, 3))
+def test_random_calls(first: int) -> None:
+    """Decode, prefill and padded keys."""
+    for seed in range(first, first + 3):
+        with gpu.plugged_in(num_sms=8 + seed, seed=seed % 3) as emulated:
+            workspace = emulated.empty((16 << 20,), np.dtype(np.uint8))
+            shared_calls.run_case(shared_calls.random_case(seed), np, workspace)
+
+
+def test_three_launches() -> None:
+    case = replace(
+        shared_calls.random_case(0), qo_len=(1, 1), kv_len=(40, 7), shared_len=100, dtype="float16"
+    )
+    with gpu.plugged_in(is_portable=True) as emulated:
+        workspace = emulated.empty((16 << 20,), np.dtype(np.uint8))
+        shared_calls.run_case(case, np, workspace)
+    names = [launch.name for launch in emulated.launches]
+    assert names == [*["decode_sm80"] * 2, "merge_states"] * 2
