@@ -164,7 +164,7 @@ def _run_on_gpu(
         used = [x for x in placed if x is not None]
         array.acquire(v_a, *used)
         pointers = [0 if x is None else x.ptr for x in placed]
-        merge.enqueue(*pointers, array.current_stream(v_a))  # type: ignore[call-arg]
+        merge.enqueue(array.current_stream(v_a), *pointers)
         array.release(v_a, *used)
         if indptr is None or not cuda().is_debugging:
             remember(form.is_in_place, given, placed, base_on_e, merge)

@@ -123,7 +123,7 @@ def repeat(is_in_place: bool, given: _Given, base_on_e: Any) -> Any:
         else:
             answer_lse = known.new_lse()
             lse = known.address(answer_lse)
-    known.merge.enqueue(v_a, v_b, s_a, s_b, out, lse, indptr, mask, known.current_stream())
+    known.merge.enqueue(known.current_stream(), v_a, v_b, s_a, s_b, out, lse, indptr, mask)
     return answer_out, answer_lse
 
 

@@ -39,6 +39,7 @@ class Merge(NamedTuple):
 
     def enqueue(
         self,
+        stream: int,
         v_a: int,
         v_b: int,
         s_a: int,
@@ -47,7 +48,6 @@ class Merge(NamedTuple):
         lse: int,
         indptr: int,
         mask: int,
-        stream: int,
     ) -> None:
         """Launch on arrays at these addresses, 0 for those that are not there."""
         arguments = params.this_thread.launch_buffer
