@@ -55,6 +55,8 @@ struct PrefillSm90 {
     TileSpan tiles;
     int exists;
 
+    // Lists of a captured graph have more items than there is work.
+    __device__ __forceinline__ bool is_spare() const { return exists && work.tile.num_rows <= 0; }
     __device__ __forceinline__ int first_key(int tile) const {
       return tiles.origin + tile * kTileKV;
     }
@@ -156,6 +158,10 @@ struct PrefillSm90 {
     for (int index = blockIdx.x;;) {
       const bool exists = index < num_items;
       const Item item = exists ? item_of(index) : Item{};
+      if (item.is_spare()) {
+        index = next_index(num_items, lane);
+        continue;
+      }
       wait(shared.empty_item[place.stage], place.parity ^ 1);
       if (lane == 0) {
         shared.items[place.stage] = item;
@@ -186,7 +192,7 @@ struct PrefillSm90 {
     const int rest = index - section * per_section;
     const int place = rest / heads;
     const int kv_head = first_head + rest - place * heads;
-    Item item;
+    Item item{};
     if (params.work != nullptr) {
       item.work = BlockWork::of_item(params, place, kv_head, kTileQ);
     } else {
@@ -194,10 +200,11 @@ struct PrefillSm90 {
       item.work = BlockWork::of_tile(params, params.num_q_tiles - 1 - tile, kv_head,
                                      place - tile * params.num_splits, kTileQ);
     }
+    item.exists = 1;
+    if (item.is_spare()) return item;
     item.range = KeyRange::of(params, item.work);
     // Boxes of pages start where pages do.
     item.tiles = TileSpan::of<kPaged>(item.range, kTileKV, item.work.tile);
-    item.exists = 1;
     return item;
   }
 
