@@ -133,10 +133,11 @@ class BatchLauncher:
         kernel = self._kernels.get(rows)
         return kernel.kinds[0], kernel.shapes[0]
 
-    def reserve(self, rows: str, most: Limits) -> tuple[BatchSchedule, int]:
+    def reserve(self, rows: str, most: Limits, longest: int) -> tuple[BatchSchedule, int]:
         """A schedule whose words the device will write, and how many bytes they take."""
         part, words_bytes, workspace_bytes = self._layout.part(rows, self._room(rows, most), 0, 0)
-        return BatchSchedule(_NO_MERGES, workspace_bytes, (part,)), words_bytes
+        schedule = BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=longest)
+        return schedule, words_bytes
 
     def schedule_levels(
         self, requests: BatchRequests, levels: Levels, capacity: Capacity | None = None

@@ -27,7 +27,7 @@ UNIFORM, RAGGED = CONFIGS = tuple(
 
 # kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
 _FORMAT = struct.Struct("<q 2i")
-_CONSTANTS = struct.Struct(f"<{4 * _FORMAT.size}s 11i 2I 9i f 4x")
+_CONSTANTS = struct.Struct(f"<{4 * _FORMAT.size}s 11i 3I 9i f")
 _PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
 PARAMS = struct.Struct(f"<7Q {_PLANNED.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
@@ -118,10 +118,10 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         launcher.num_kv_heads,
         shape,
         masking,
-        merges_last=tiles.name == "prefill_sm80",
+        merges_last=not tiles.merges_itself,
     )
     limits = space.limits()
-    schedule, words_bytes = launcher.reserve(rows, limits)
+    schedule, words_bytes = launcher.reserve(rows, limits, lengths.likely_kv_len)
     part = schedule.parts[0]
     num_heads = launcher.num_kv_heads * launcher.group_size
     scale_k = words_bytes + 4 * num_heads
@@ -129,6 +129,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     partials = -(-(scale_v + 4 * launcher.num_kv_heads) // 16) * 16
     # A window that no request outgrows is none.
     window = masking.window_left if masking.window_left < lengths.max_kv_len else -1
+    tile_q_magic, tile_q_shift = params.divisor(shape.tile_q)
     tile_kv_magic, tile_kv_shift = params.divisor(shape.tile_kv)
     group_magic, group_shift = params.divisor(launcher.group_size)
     constants = _CONSTANTS.pack(
@@ -141,9 +142,10 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         launcher.group_size,
         launcher.num_kv_heads,
         shape.tile_q,
-        shape.tile_q.bit_length() - 1,
+        tile_q_shift,
         shape.tile_kv,
         tile_kv_shift,
+        tile_q_magic,
         tile_kv_magic,
         group_magic,
         group_shift,

@@ -7,6 +7,7 @@ from .mutation import Mutation
 _PLAN = "cupyattn/schedule/plan_batch.cuh"
 _REQUEST = "cupyattn/schedule/planned_request.cuh"
 _PAD = "entry/pad_lse.cu"
+_HOPPER = "cupyattn/attention/prefill_sm90.cuh"
 
 PLANS = (
     Mutation(
@@ -95,6 +96,21 @@ PLANS = (
         _REQUEST,
         "return format.unit == 1 ? offset : offset / format.unit;",
         "return offset;",
+        "device plans",
+    ),
+    Mutation(
+        "spare items are worked on",
+        _HOPPER,
+        "exists && work.tile.num_rows <= 0",
+        "false",
+        "hopper device plans",
+    ),
+    Mutation(
+        "tiles of a power of two of rows",
+        _REQUEST,
+        "divide(qo_len * params.group_size + params.tile_q - 1, params.tile_q_magic,\n"
+        "                  params.tile_q_shift)",
+        "(qo_len * params.group_size + params.tile_q - 1) >> (31 - __builtin_clz(params.tile_q))",
         "device plans",
     ),
     Mutation("LSE of another request", _PAD, "request.q_start + token", "token", "padded lse"),

@@ -145,6 +145,12 @@ def _padded_lse(**facts: object) -> None:
     test_unplanned.run(case, **facts)
 
 
+def _hopper_plans(**facts: object) -> None:
+    entry = "trtllm_batch_context_with_kv_cache"
+    case = replace(test_unplanned.BASE, entry=entry, form="steps", qo_len=(90, 0, 3))
+    test_unplanned.run(case, **facts)
+
+
 _SPLIT_PLAN = test_plan_batch.Batch((1,) * 5, (300, 5, 0, 7000, 90))
 _RAGGED_PLAN = test_plan_batch.Batch(
     (3, 0, 70, 1), (300, 7, 3000, 1), "lens", is_ragged=True, unit=100
@@ -208,6 +214,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
         # A whole tile that is longer than the parts of others.
         test_plan_batch.Batch((1,) * 6, (323, 142, 1081, 165, 5397, 4252)),
         _RAGGED_PLAN,
+        replace(_RAGGED_PLAN, shape=replace(_RAGGED_PLAN.shape, tile_q=192, state_cost=4.0)),
     ),
     # More than a block has threads, some of them split.
     "many requests": _plans(
@@ -240,6 +247,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "merge in place": _merge({"form": "in place", "has_mask": True}),
     "merge segments": _merge({"form": "segments", "num_states": (2, 0, 5, 1, 3)}),
     "merge bad offsets": _merge_bad_offsets,
+    "hopper device plans": _hopper_plans,
 }
 
 

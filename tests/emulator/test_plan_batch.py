@@ -59,7 +59,7 @@ def check(emulated: gpu.EmulatedGpu, batch: Batch) -> Made:
 
 shapes = st.builds(
     TileShape,
-    st.sampled_from((16, 32, 64, 128)),
+    st.sampled_from((16, 32, 64, 128, 192)),
     st.sampled_from((16, 48, 64)),
     st.integers(1, 300),
     st.sampled_from((0.0, 0.25, 4.0)),

@@ -41,16 +41,15 @@ class Launcher(BatchLauncher):
         problem = AttentionProblem(_FLOAT, _FLOAT, _FLOAT, 64, 64, paged=True)
         super().__init__(problem, options, group * kv_heads, kv_heads, 16, 0)
         # Prefill's are merged by a list of split tiles, decode's by counters.
-        name = "prefill_sm80" if shape.tile_q > 32 else "decode_sm80"
-        self._tiles: Any = SimpleNamespace(name=name), shape
+        self._tiles: Any = SimpleNamespace(merges_itself=shape.tile_q <= 32), shape
 
     def tiles(self, rows: str) -> Any:
         return self._tiles
 
-    def reserve(self, rows: str, most: Limits) -> tuple[BatchSchedule, int]:
+    def reserve(self, rows: str, most: Limits, longest: int) -> tuple[BatchSchedule, int]:
         tiles, shape = self._tiles
         split, heads = most.num_split_tiles, self.num_kv_heads
-        merges = split if tiles.name == "prefill_sm80" else 0
+        merges = 0 if tiles.merges_itself else split
         counters = 0 if merges else split * heads
         bounds = np.cumsum([0, 48 * most.num_items, 4 * merges, 4 * counters]).tolist()
         states = 4 * 65 * most.num_states * heads * shape.tile_q
@@ -244,7 +243,7 @@ def random_batch(seed: int) -> Batch:
     qo_len = rng.integers(0, 60, count) * (rng.random(count) < 0.9)
     if is_decode:
         qo_len[:] = rng.integers(1, 5)
-    tile_q = (16, 32, 64, 128)[int(rng.integers(4))]
+    tile_q = (16, 32, 64, 128, 192)[int(rng.integers(5))]
     return Batch(
         tuple(qo_len.tolist()),
         tuple(kv_len.tolist()),

@@ -36,7 +36,7 @@ struct PlanBatchParams {
   int32_t group_size, num_kv_heads;
   int32_t tile_q, tile_q_shift;
   int32_t tile_kv, tile_kv_shift;
-  uint32_t tile_kv_magic, group_magic;  // for divisions, see attention/work.cuh
+  uint32_t tile_q_magic, tile_kv_magic, group_magic;  // for divisions, see attention/work.cuh
   int32_t group_shift;
   int32_t causal, window_left;  // as in AttentionParams
   int32_t items_per_wave;       // that run at a time
@@ -44,7 +44,6 @@ struct PlanBatchParams {
   int32_t max_more;             // items that splitting may add
   int32_t max_items, num_merges, num_counters;
   float state_cost;  // of writing and merging a partial state, in the time of a key tile
-  int32_t padding;
 };
 
 static_assert(sizeof(PlanBatchParams) == 88 + 64 + 96,

@@ -106,7 +106,7 @@ struct PlanBatch {
       const int count = request.num_tiles(params);
       uint32_t ends = 0;
       if (count > 0) {
-        const uint32_t last = request.key_tiles(params, (count - 1) << params.tile_q_shift);
+        const uint32_t last = request.key_tiles(params, (count - 1) * params.tile_q);
         const uint32_t first = count == 1 ? last : request.key_tiles(params, 0);
         ends = first + last;
         inverse = max_of(inverse, kNoSplit - ends);
@@ -363,7 +363,7 @@ struct PlanBatch {
     item.qo_len = request.qo_len;
     item.kv_start = request.kv_start;
     item.kv_len = request.kv_len;
-    item.first_row = row_tile << params.tile_q_shift;
+    item.first_row = row_tile * params.tile_q;
     item.num_splits = 1;
     if (size != kNoSplit) {
       const int keys = request.key_tiles(params, item.first_row);

@@ -68,7 +68,8 @@ struct PlannedRequest {
   }
 
   __device__ __forceinline__ int num_tiles(const PlanBatchParams& params) const {
-    return (qo_len * params.group_size + params.tile_q - 1) >> params.tile_q_shift;
+    return divide(qo_len * params.group_size + params.tile_q - 1, params.tile_q_magic,
+                  params.tile_q_shift);
   }
 
   // How many tiles of keys the tile of rows from first_row on visits: KeyRange and TileSpan of
