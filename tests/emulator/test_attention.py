@@ -27,7 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "prefill": {},
     "few rows": {"qo_len": 9},
     "decode": {"qo_len": 3, "group": 4},
-    "split prefill": {"qo_len": 20, "num_kv_heads": 1, "kv_len": 500},
+    "split prefill": {"qo_len": 20, "num_kv_heads": 1, "kv_len": 1600},
     "split decode": {"qo_len": 2, "num_kv_heads": 1, "kv_len": 1900},
 }
 
