@@ -13,9 +13,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _unplanned_debug, _unplanned_reference, array, dtypes
+from . import _row_mask, _unplanned_debug, _unplanned_reference, array, dtypes
 from ._batch_geometry import Variant
 from ._geometry import are_rows_aligned
+from ._row_mask import NO_BITS, MaskBits
 from ._unplanned_check import Arrays, Call, Options, check
 from ._unplanned_repeat import remember
 from ._unplanned_views import merge_leading
@@ -38,6 +39,8 @@ class Prepared:
     """What launches of calls that look alike share.
 
     padding    turns rows of LSE, `lse_rows` bytes into the workspace, into the caller's; or None
+    mask       how bits lie in the caller's memory; if it has bools, `mask.address` bytes into the
+               workspace, where they are packed first
     num_bytes  of the workspace
     num_keys   rows that k and v hold, or pages
     bound      what a workspace and a page table at these addresses make of the launches
@@ -47,6 +50,7 @@ class Prepared:
     plan: DevicePlan
     padding: Padding | None
     lse_rows: int
+    mask: MaskBits
     num_bytes: int
     strides: bytes
     num_keys: int
@@ -76,7 +80,7 @@ class Prepared:
         bound = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
         planned, attention = bound
         plan, device = self.plan, attention.device_index
-        scales, sinks, optional = (0, 0, 0), others[5], params.NO_OPTIONAL
+        scales, sinks, mask, optional = (0, 0, 0), others[5], others[9], params.NO_OPTIONAL
         indices = others[0], kv_lens, others[1], others[2]
         rows = lse if self.padding is None else workspace + self.lse_rows
         if self.has_scales:
@@ -85,14 +89,14 @@ class Prepared:
             at_q, at_k, at_v = plan.scales
             optional = params.OPTIONAL.pack(
                 rows,
-                0,
+                mask,
                 sinks,
                 workspace + at_q if scales[0] else 0,
                 workspace + at_k if scales[1] else 0,
                 workspace + at_v if scales[2] else 0,
             )
-        elif rows or sinks:
-            optional = params.OPTIONAL.pack(rows, 0, sinks, 0, 0, 0)
+        elif rows or sinks or mask:
+            optional = params.OPTIONAL.pack(rows, mask, sinks, 0, 0, 0)
         plan_batch.launch(plan, planned, indices, scales, device, stream)
         attention.launch(q, k, v, o, optional, stream)
         if self.padding is not None:
@@ -107,8 +111,8 @@ class Prepared:
             self.strides,
             self.num_keys,
             block_tables,
-            0,
-            0,
+            self.mask.num_bytes,
+            self.mask.row_bytes,
             self.output_scale,
             self.sm_scale,
         )
@@ -150,7 +154,7 @@ def run(
             _unplanned_debug.check_values(call, options.names)
         prepared = _prepare(call)
         _launch(call, prepared, vworkspace)
-        if call.scales.is_constant and not cuda().is_debugging:
+        if call.scales.is_constant and not _is_of_bools(call) and not cuda().is_debugging:
             remember(usual, more, rest, arrays, call, prepared)
     out = array.deliver(out, vq)
     return (out, array.deliver(lse, vq)) if call.return_lse else out
@@ -168,6 +172,7 @@ def _view_workspace(x: Any, call: Call) -> ArrayView | None:
             "k": call.keys.k,
             "v": call.keys.v,
             "block_tables": call.block_tables,
+            "mask": call.mask,
         }
         require_output(v, "workspace_buffer", **others, out=call.out, lse=call.lse)
     return v
@@ -181,7 +186,9 @@ def _prepare(call: Call) -> Prepared:
     is_aligned = are_rows_aligned(vq.ptr | keys.k.ptr | keys.v.ptr | vout.ptr, strides)
     scales = call.scales
     is_scaled = not (scales.views[0] is scales.views[1] is None)
-    launcher = call.geometry.launcher(Variant(is_aligned, is_scaled or scales.logits <= 0.0))
+    scale_first = is_scaled or scales.logits <= 0.0
+    variant = Variant(is_aligned, scale_first, call.mask is not None)
+    launcher = call.geometry.launcher(variant)
     plan = _plan(launcher, call.lengths)
     padding, lse_rows, num_bytes = None, 0, plan.num_bytes
     lse_strides = (0, 0) if vlse is None else vlse.strides[-2:]
@@ -189,6 +196,13 @@ def _prepare(call: Call) -> Prepared:
         padding = pad_lse.prepare(vlse, launcher.device_index)
         lse_rows, lse_strides = num_bytes, (vq.shape[1], 1)
         num_bytes += 4 * vq.shape[0] * vq.shape[1]
+    mask = NO_BITS
+    if call.mask is not None:
+        mask = _row_mask.bits_of(call.mask, vq.shape[0])
+        if _is_of_bools(call):
+            packed_bytes = _row_mask.num_packed_bytes(vq.shape[0], call.lengths.qo_len)
+            mask = MaskBits(num_bytes, packed_bytes // vq.shape[0], packed_bytes)
+            num_bytes += packed_bytes
     packed = params.STRIDES.pack(
         *vq.strides[:2], *keys.strides[:4], *vout.strides[:2], *lse_strides, *keys.strides[4:]
     )
@@ -197,6 +211,7 @@ def _prepare(call: Call) -> Prepared:
         plan,
         padding,
         lse_rows,
+        mask,
         num_bytes,
         packed,
         keys.size,
@@ -226,9 +241,14 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
                 f"workspace_buffer: this call needs {prepared.num_bytes} bytes and it has {have}; "
                 "pass a larger one"
             )
-    inputs = (call.keys.k, call.keys.v, call.block_tables, call.sinks, vworkspace, call.lse)
-    used = [v for v in (*inputs, *indices, *call.scales.views) if v is not None]
+    inputs = (call.keys.k, call.keys.v, call.block_tables, call.sinks, call.mask, vworkspace)
+    used = [v for v in (*inputs, call.lse, *indices, *call.scales.views) if v is not None]
     array.acquire(vq, vout, *used)
+    mask = _address(call.mask)
+    if _is_of_bools(call):
+        assert call.mask is not None
+        mask = workspace + prepared.mask.address
+        _row_mask.pack(call.mask, vq.shape[0], call.lengths.qo_len, mask, stream)
     others = (indices.qo_lens, indices.qo_offsets, indices.kv_offsets, None, None, call.sinks)
     prepared.launch(
         workspace,
@@ -239,12 +259,16 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
         _address(call.lse),
         _address(call.block_tables),
         indices.kv_lens.ptr,
-        tuple(map(_address, (*others, *call.scales.views, None))),
+        (*map(_address, (*others, *call.scales.views)), mask, 0),
         (6, 7, 8),
         stream,
     )
     array.release(vq, vq, vout, *used)
     del owner  # memory for one call may go once everything is enqueued
+
+
+def _is_of_bools(call: Call) -> bool:
+    return call.mask is not None and call.mask.dtype is dtypes.bool_
 
 
 def _address(v: ArrayView | None) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from . import _options, array, dtypes
+from . import _options, _row_mask, array, dtypes
 from ._batch_geometry import Geometry, PlanOptions, find_geometry
 from ._batch_keys import Keys
 from ._geometry import MAX_LENGTH
@@ -36,6 +36,7 @@ class Arrays(NamedTuple):
     o_offsets, v_offsets  must say the same as those of q and k, which are read in their place
     scale_q, scale_k, scale_v  one number each in memory: the first two multiply the logits, the
                  last the output
+    mask         over the query tokens of requests that have equally many (_row_mask.py)
     """
 
     q: Any
@@ -55,6 +56,7 @@ class Arrays(NamedTuple):
     scale_q: Any = None
     scale_k: Any = None
     scale_v: Any = None
+    mask: Any = None
 
 
 _DOUBLES = "batch_offsets_o", "batch_offsets_v"
@@ -119,6 +121,7 @@ class Call:
     block_tables: ArrayView | None
     indices: Indices
     sinks: ArrayView | None
+    mask: ArrayView | None
     scales: Scales
     out: ArrayView | None
     lse: ArrayView | None
@@ -162,6 +165,7 @@ def check(arrays: Arrays, options: Options) -> Call:
         block_tables=table,
         indices=indices,
         sinks=None if arrays.sinks is None else view_sinks(arrays.sinks, vq.shape[1]),
+        mask=None,
         scales=scales,
         out=vout,
         lse=None if arrays.lse is None else array.view(arrays.lse, "lse"),
@@ -175,6 +179,8 @@ def check(arrays: Arrays, options: Options) -> Call:
         pads_lse=options.pads_lse,
         return_lse=_options.flag(options.return_lse, "return_lse"),
     )
+    if arrays.mask is not None:
+        call.mask = _view_mask(arrays.mask, call.lengths, names)
     if options.pads_lse:
         most = whole(options.max_q_len, names.max_q_len)
         call.lse_shape = call.lengths.num_requests, most, vq.shape[1]
@@ -332,6 +338,15 @@ def _lengths(
     )
 
 
+def _view_mask(mask: Any, lengths: Lengths, names: Names) -> ArrayView:
+    if lengths.qo_len < 1:
+        raise UnsupportedError(
+            f"mask: together with {names.qo_offsets} is not supported; pass {names.q_len}, as many "
+            "rows of each request"
+        )
+    return _row_mask.view_row_mask(mask, lengths.num_rows, lengths.qo_len)
+
+
 def _check_places(call: Call, names: Names) -> None:
     """Where arrays are, and whether the answers may be written."""
     inputs = {
@@ -340,6 +355,7 @@ def _check_places(call: Call, names: Names) -> None:
         names.v: call.keys.v,
         names.block_tables: call.block_tables,
         "sinks": call.sinks,
+        "mask": call.mask,
         names.sm_scale: call.scales.views[0],
         names.k_scale: call.scales.views[1],
         names.output_scale: call.scales.views[2],

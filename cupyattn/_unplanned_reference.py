@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import array, reference
+from . import _row_mask, array, reference
 from ._unplanned_check import Arrays, Call
 from ._unplanned_views import Names
 from .array import ArrayView
@@ -112,13 +112,17 @@ def answer(call: Call, arrays: Arrays, names: Names) -> Any:
     lse = np.full(q.shape[:2], -np.inf)
     padded = np.full(call.lse_shape if call.pads_lse else (0, 0, 0), -np.inf)
     owned = np.zeros(len(q), np.bool_)
+    seen = None
+    if call.mask is not None:
+        seen = _row_mask.visible(call.mask, len(q), call.lengths.qo_len)
     for index, request in enumerate(requests):
         rows = slice(request.q_start, request.q_start + request.qo_len)
         o[rows], lse[rows] = reference.attention(
             q[rows],
             *(_keys_of(x, table, index, request) for x in (k, v)),
-            causal=geometry.options.causal,
+            causal=geometry.options.causal and seen is None,
             window_left=geometry.options.window_left,
+            mask=None if seen is None else _row_mask.with_earlier_keys(seen[rows], request.kv_len),
             sm_scale=call.scales.logits,
             sinks=None if call.sinks is None else array.as_numpy(call.sinks),
         )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MAX_KNOWN = 4096
 # Addresses of what is not usual, where there is nothing of it: the last stands for no array.
-_NO_MORE: tuple[int, ...] = (0,) * 10
+_NO_MORE: tuple[int, ...] = (0,) * 11
 
 
 def _read_torch_integers(x: Any) -> tuple[int, Any, tuple[object, ...]]:

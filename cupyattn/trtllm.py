@@ -88,9 +88,11 @@ def trtllm_batch_decode_with_kv_cache(
             number, in its place; max_q_len is then the most rows of one.
     o_scale, enable_pdl, backend, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode
             accepted for compatibility; they change nothing here.
-    mask, o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, kv_cache_sf,
-    bmm1_scale_log2   must be None; enable_block_sparse_attention False, uses_shared_paged_kv_idx
-            True.
+    mask    over the query tokens of each request, in place of causality: bools [B, q_len_per_req,
+            q_len_per_req], or their bits, lowest first, in words of any size with an axis of words
+            behind (uint16 [B, q, 2 * ceil(q / 32)], say). Earlier keys are visible.
+    o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, kv_cache_sf, bmm1_scale_log2
+            must be None; enable_block_sparse_attention False, uses_shared_paged_kv_idx True.
 
     Returns out [rows, num_qo_heads, head_dim] in query's framework and device, or (out, lse) if
     `return_lse`. Nothing is copied to the host and nothing waits. Rows of no request are not
@@ -102,7 +104,7 @@ def trtllm_batch_decode_with_kv_cache(
     """
     refused = (
         o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, kv_cache_sf,
-        mask, bmm1_scale_log2, enable_block_sparse_attention, uses_shared_paged_kv_idx,
+        bmm1_scale_log2, enable_block_sparse_attention, uses_shared_paged_kv_idx,
     )  # fmt: skip
     rest = (
         kv_layout, q_len_per_req, max_q_len, bucket(max_seq_len), window_left, out_dtype,
@@ -118,6 +120,7 @@ def trtllm_batch_decode_with_kv_cache(
         lse,
         cum_seq_lens_q,
         sinks,
+        mask,
         bmm1_scale,
         bmm2_scale,
         _options_of_decode,
@@ -153,7 +156,7 @@ def xqa_batch_decode_with_kv_cache(
     q_cu_seq_lens is that function's cum_seq_lens_q. Nothing in workspace_buffer needs to be zero.
     Semantics: FlashInfer's function of the same name, which has no LSE.
     """
-    refused = None, None, None, kv_cache_sf, mask, None, False, True
+    refused = None, None, None, kv_cache_sf, None, False, True
     rest = (
         *(kv_layout, q_len_per_req, None, bucket(max_seq_len), window_left, None),
         *(return_lse, o_scale, "auto", refused),
@@ -168,6 +171,7 @@ def xqa_batch_decode_with_kv_cache(
         lse,
         q_cu_seq_lens,
         sinks,
+        mask,
         bmm1_scale,
         bmm2_scale,
         _options_of_decode,
@@ -221,7 +225,7 @@ def trtllm_batch_context_with_kv_cache(
     """
     refused = (
         *(o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, kv_cache_sf),
-        *(None, None, False, uses_shared_paged_kv_idx),
+        *(None, False, uses_shared_paged_kv_idx),
     )
     if type(max_q_len) is int and max_q_len > _MANY_ROWS:
         max_q_len = _MANY_ROWS  # beyond that one kernel serves all
@@ -239,6 +243,7 @@ def trtllm_batch_context_with_kv_cache(
         lse,
         cum_seq_lens_q,
         sinks,
+        None,
         bmm1_scale,
         bmm2_scale,
         _options_of_context,
@@ -256,6 +261,7 @@ def _attend(
     lse: Any,
     offsets: Any,
     sinks: Any,
+    mask: Any,
     bmm1_scale: Any,
     bmm2_scale: Any,
     options_of: Callable[..., Options],
@@ -269,8 +275,8 @@ def _attend(
     output_scale, scale_v = number_or_array(bmm2_scale)
     usual = query, k, v, workspace, block_tables, seq_lens, out, lse
     more = None
-    if not (offsets is sinks is scale_q is scale_v is None):
-        more = None, offsets, None, None, None, sinks, scale_q, None, scale_v
+    if not (offsets is sinks is scale_q is scale_v is mask is None):
+        more = None, offsets, None, None, None, sinks, scale_q, None, scale_v, mask
     given = options_of, rest, sm_scale, output_scale
     answer = repeat(usual, more, given)
     if answer is not None:
@@ -361,7 +367,7 @@ def _refuse(given: tuple[Any, ...]) -> None:
     """UnsupportedError for what there is no kernel for."""
     names = (
         *("o_sf_scale", "o_sf_vec_size", "skip_softmax_threshold_scale_factor", "kv_cache_sf"),
-        *("mask", "bmm1_scale_log2", "enable_block_sparse_attention"),
+        *("bmm1_scale_log2", "enable_block_sparse_attention"),
     )
     *others, is_shared = given
     _batch_geometry.refuse("is not supported", **dict(zip(names, others, strict=True)))

@@ -85,7 +85,10 @@ def xqa(
             the device without waiting.
     sliding_win_size   keys that a row sees, its own among them; 0: all.
     rcp_out_scale   multiplies the output.
-    mask, k_sf_cache, v_sf_cache   must be None.
+    mask    over the last q_seq_len keys of each request, those of its query tokens, in place of
+            causality: uint16 [B, q_seq_len, 2 * ceil(q_seq_len / 32)], lowest bits first, words of
+            other sizes, or bools [B, q_seq_len, q_seq_len]. Earlier keys are visible.
+    k_sf_cache, v_sf_cache   must be None.
     lse, return_lse  also give the LSE, float32 in q's shape without head_dim, base 2.
 
     Returns None where `output` is given, else the output; (output, lse) if `return_lse`. Nothing is
@@ -97,12 +100,12 @@ def xqa(
     kv_number, scale_k = number_or_array(kv_scale)
     usual = q, k_cache, v_cache, workspace_buffer, page_table, seq_lens, output, lse
     more = None
-    if not (q_cu_seq_lens is sinks is scale_q is scale_k is None):
-        more = None, q_cu_seq_lens, None, None, None, sinks, scale_q, scale_k, None
+    if not (q_cu_seq_lens is sinks is scale_q is scale_k is mask is None):
+        more = None, q_cu_seq_lens, None, None, None, sinks, scale_q, scale_k, None, mask
     rest = (
         xqa,
         *(sm_scale, kv_number, rcp_out_scale, sliding_win_size, kv_layout, q_seq_len, return_lse),
-        *(num_kv_heads, page_size, head_dim, mask, k_sf_cache, v_sf_cache),
+        *(num_kv_heads, page_size, head_dim, k_sf_cache, v_sf_cache),
     )
     answer = repeat(usual, more, rest)
     if answer is None:
@@ -122,13 +125,10 @@ def _options(
     num_kv_heads: Any,
     page_size: Any,
     head_dim: Any,
-    mask: Any,
     k_sf_cache: Any,
     v_sf_cache: Any,
 ) -> Options:
-    _batch_geometry.refuse(
-        "is not supported", mask=mask, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache
-    )
+    _batch_geometry.refuse("is not supported", k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
     q_len = whole(q_len, "q_seq_len")
     return Options(
         _NAMES,

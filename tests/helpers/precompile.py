@@ -252,6 +252,8 @@ def unplanned_instances(arch: str) -> list[Instance]:
             paged=case.page_size > 0,
             aligned=wanted.is_aligned,
             scale_first=case.has_array_logit_scale,
+            custom_mask=bool(case.tree),
+            mask_form="rows" if case.tree else "whole",
         )
         rows = row_class(max((1, *case.qo_len)) * case.group)
         tiles = tile_config(problem, rows, SHARED_BYTES[arch], True, arch, case.page_size)

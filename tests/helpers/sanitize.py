@@ -30,6 +30,8 @@ PARTS = {
     "batch": 4,
     "batch_graphs": 4,
     "streams": 3,
+    "cascade": 4,
+    "unplanned": 2,
     "verify": 2,
     "page": 2,
     "merge": 1,

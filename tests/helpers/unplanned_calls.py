@@ -11,7 +11,7 @@ import numpy as np
 import cupyattn
 from cupyattn import dtypes, reference
 
-from . import compare, lowprec, poison
+from . import compare, lowprec, poison, verify_cases
 from .batch_calls import offsets
 from .gpu_calls import download, raw
 from .unplanned_cases import Case
@@ -37,6 +37,7 @@ class Call:
         ]
         if case.cache == "same":
             self.keys = [[k, k] for k, _ in self.keys]
+        self.rows_seen = self._add_tree() if case.tree and rows else None
         self.device_q = self._embed("q", self.q)
         self.kv_lens = self._index("kv_lens", case.kv_len)
         self.table = self._place_keys() if case.page_size else self._place_rows()
@@ -72,6 +73,14 @@ class Call:
         for extent in shape[-2:0:-1]:
             strides.append(strides[-1] * max(extent, 1) + gap)
         return tuple(reversed(strides[: len(shape)]))
+
+    def _add_tree(self) -> np.ndarray:
+        case, rng = self.case, np.random.default_rng((self.case.seed, 95))
+        rows = verify_cases.random_tree(rng, len(case.qo_len), case.qo_len[0])
+        held = verify_cases.in_form(rows, case.tree, rng)
+        placed = poison.embed(held, xp=self.xp)
+        self.mask = self.owned["mask"] = placed
+        return rows
 
     def _embed(self, name: str, values: np.ndarray, strides: Any = None) -> Any:
         placed = poison.embed(values, strides or self._strides(values.shape), xp=self.xp)
@@ -159,6 +168,8 @@ class Call:
                 named["lse"] = self.lse.array
         if case.has_sinks:
             named["sinks"] = poison.embed(self.sinks, xp=self.xp).array
+        if self.rows_seen is not None:
+            named["mask"] = self.mask.array
         longest = max((1, *case.kv_len))
         cache = self.cache[0] if len(self.cache) == 1 else tuple(self.cache)
         space = self.workspace if case.has_workspace else None
@@ -304,7 +315,8 @@ class Call:
                 "q": self.q[rows],
                 "k": k,
                 "v": v,
-                "causal": case.causal,
+                "causal": case.causal and self.rows_seen is None,
+                "mask": self._mask_of(rows, len(k)),
                 "window_left": case.window_left,
                 "sm_scale": self.sm_scale * self.factor,
                 "sinks": self.sinks,
@@ -319,6 +331,16 @@ class Call:
                     values.append(x)
         ref, low = ([np.concatenate(x) for x in lists] for lists in answers)
         return ref, low
+
+    def _mask_of(self, rows: slice, kv_len: int) -> np.ndarray | None:
+        """Whether the rows of a request see its keys."""
+        if self.rows_seen is None:
+            return None
+        own = self.rows_seen[rows]
+        mask = np.ones((len(own), kv_len), bool)
+        count = min(len(own), kv_len)
+        mask[:, kv_len - count :] = own[:, len(own) - count :]
+        return mask
 
 
 def run_case(case: Case, xp: ModuleType, workspace: Any) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .batch_cases import pick
+from .verify_cases import FORMS
 
 NUM_CASES = 1600
 ENTRIES = (
@@ -56,6 +57,7 @@ class Case:
     spare_rows  rows of q that no request has, behind the others (with offsets)
     v_scale     "number", "array" or "none"
     cache       "one" tensor of both, a "pair", or "same" for keys that are values too
+    tree        the form of a mask over the rows of each request (verify_cases.py); "": none
     """
 
     seed: int
@@ -81,6 +83,7 @@ class Case:
     with_out: bool = True
     with_lse: bool = True
     has_workspace: bool = True
+    tree: str = ""
 
     @property
     def num_qo_heads(self) -> int:
@@ -150,7 +153,13 @@ def random_case(seed: int) -> Case:
         with_out=bool(rng.random() < 0.7),
         with_lse=bool(rng.random() < 0.6),
         has_workspace=bool(rng.random() < 0.9),
+        tree=_tree(seed) if is_decode and not is_cudnn and form == "uniform" else "",
     )
+
+
+def _tree(seed: int) -> str:
+    rng = np.random.default_rng((seed, 94))
+    return pick(rng, FORMS) if seed % len(PROBLEMS) < 2 and rng.random() < 0.5 else ""
 
 
 def _multiplies(qo_len: list[int], kv_len: list[int]) -> int:

@@ -324,3 +324,21 @@ def test_batch_prefill_with_shared_prefix() -> None:
     # clear auxiliary data structures
     prefill_wrapper.end_forward()
     assert outputs[0].shape == torch.Size([100, 8, 16])
+
+
+def test_xqa() -> None:
+    batch_size = 8
+    num_qo_heads = 8
+    num_kv_heads = 2
+    head_dim = 16
+    page_size = 16
+    max_seq_len = 256
+    q = torch.randn(batch_size, num_qo_heads, head_dim).half()
+    k_cache = torch.randn(128, 2, page_size, num_kv_heads, head_dim).half()
+    v_cache = k_cache.clone()
+    page_table = torch.randint(0, 128, (batch_size, max_seq_len // page_size + 1)).int()
+    seq_lens = torch.randint(100, max_seq_len, (batch_size,)).int()
+    output = flashinfer.xqa(
+        q, k_cache, v_cache, page_table, seq_lens, head_dim=head_dim, page_size=page_size
+    )
+    assert output.shape == q.shape and output.dtype is torch.float16

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import poison, unplanned_calls
 from helpers.unplanned_cases import ENTRIES, random_case
+from helpers.verify_cases import FORMS
 
 import cupyattn as flashinfer
 from cupyattn import reference
@@ -44,6 +45,7 @@ def test_the_random_cases_have_every_form() -> None:
         "has_workspace": {True, False},
         "has_sinks": {True, False},
         "with_out": {True, False},
+        "tree": {"", *FORMS},
     }.items():
         assert {getattr(case, name) for case in cases} == values, name
     assert any(case.page_size == 0 for case in cases) and any(not case.kv_len for case in cases)

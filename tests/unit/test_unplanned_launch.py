@@ -13,7 +13,7 @@ from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer, un
 import cupyattn
 from cupyattn import _unplanned, _unplanned_repeat
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError, WorkspaceError
-from cupyattn.launch import plan_batch
+from cupyattn.launch import packbits, plan_batch
 from cupyattn.schedule.batch import Masking, TileShape
 from cupyattn.schedule.device import room
 
@@ -90,6 +90,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "decode, one array for both": (
         "trtllm_batch_decode_with_kv_cache",
         {"kv_cache": lambda make: make(PAGES, 1, HKV, PAGE, D)},
+    ),
+    "decode, mask": (
+        "trtllm_batch_decode_with_kv_cache",
+        {
+            "query": lambda make: make(2 * B, HQ, D),
+            "out": lambda make: make(2 * B, HQ, D),
+            "q_len_per_req": 2,
+            "mask": lambda make: make(B, 2, dtype="uint8"),
+        },
     ),
     "xqa decode": ("xqa_batch_decode_with_kv_cache", {}),
     "context": ("trtllm_batch_context_with_kv_cache", {}),
@@ -223,6 +232,28 @@ def test_what_the_kernels_are_told(gpu: Gpu, make: Make) -> None:
     assert space < got["counters"] <= pointers[10] < got["partial_o"] <= got["partial_lse"]
     assert (got["causal"], got["window_left"], got["page_size"]) == (0, 40, PAGE)
     assert attention.grid[0] == HKV and attention.kernel.name == "decode_sm80"
+
+
+def test_a_mask_replaces_causality(gpu: Gpu, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits are read where they are; bools are packed into the workspace, at every call."""
+    packed: list[Any] = []
+    monkeypatch.setattr(packbits, "launch", lambda *args, **_: packed.append(args[1]))
+    entry, changes = VARIANTS["decode, mask"]
+    calls = Calls(make, entry, **changes)
+    for dtype, row_bytes in (("uint8", 1), ("int32", 4), ("bool", 1)):
+        shape = (B, 2, 2) if dtype == "bool" else (B, 2)
+        arguments = calls.arguments() | {"mask": make(*shape, dtype=dtype)}
+        for _ in range(2):
+            packed.clear()
+            calls(arguments)
+            got = unpack(gpu.launches[-1].params)
+            assert (got["causal"], got["mask_row_bytes"]) == (0, row_bytes)
+            assert got["mask_bytes"] == 2 * B * row_bytes
+            if dtype == "bool":
+                assert [x.ptr for x in packed] == [got["mask"]]
+                assert got["mask"] >= pointer(calls.space) and got["mask"] >= got["partial_lse"]
+            else:
+                assert not packed and got["mask"] == pointer(arguments["mask"])
 
 
 # --- bad calls, after good ones ---
