@@ -151,7 +151,7 @@ def _choose_prefill(
         layouts.insert(0, (4, 2, 2, two_blocks))
         if not wide and rows == LARGE and problem.head_dim_vo > 128 and most_warps >= 8:
             layouts.insert(0, (8, 1, 2, max_shared_bytes))
-    shapes = _key_shapes(problem, wide, arch)
+    shapes = _key_shapes(problem, wide, arch, is_mixed=most_warps < 8)
     is_plain = not (_is_transformed(problem) or problem.custom_mask)
     is_square = problem.head_dim_qk == problem.head_dim_vo
     if layouts[0][0] == 8 and is_measured and is_plain and is_square:
@@ -181,7 +181,9 @@ def _is_transformed(problem: AttentionProblem) -> bool:
     return problem.soft_cap or problem.scale_first or problem.pos_encoding == "ALIBI"
 
 
-def _key_shapes(problem: AttentionProblem, wide: bool, arch: str) -> list[tuple[int, int]]:
+def _key_shapes(
+    problem: AttentionProblem, wide: bool, arch: str, is_mixed: bool
+) -> list[tuple[int, int]]:
     """(tile_kv, keys_per_exp), best first: measured on sm_90a, and without spills everywhere.
 
     What a logit goes through takes registers from the keys, and which schedules fit into 255 of
@@ -197,7 +199,11 @@ def _key_shapes(problem: AttentionProblem, wide: bool, arch: str) -> list[tuple[
         first = (64, 16)
     elif dim > 128:
         first = (16, 16) if is_blackwell and _is_transformed(problem) else (32, 16)
-    elif is_blackwell or (problem.soft_cap and (problem.paged or arch != "sm_90a")):
+    elif (
+        is_blackwell
+        or (problem.soft_cap and (problem.paged or arch != "sm_90a"))
+        or (is_mixed and _is_transformed(problem))
+    ):
         first = (32, 32)
     else:
         first = (48, 16) if problem.soft_cap else (48, 48)
