@@ -64,7 +64,7 @@ HOPPER = (
         TILE,
         "kByPatterns ? kPanels * kPatternBytes : kPatternBytes",
         "kByPatterns ? kPatternBytes : kPatternBytes",
-        "hopper pages",
+        "hopper wide pages",
     ),
     Mutation(
         "the maximum never moves",

@@ -101,8 +101,8 @@ PLANS = (
     Mutation(
         "spare items are worked on",
         _HOPPER,
-        "exists && work.tile.num_rows <= 0",
-        "false",
+        "if (item.work.tile.num_rows <= 0) return item;",
+        "",
         "hopper device plans",
     ),
     Mutation(

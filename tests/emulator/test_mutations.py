@@ -51,9 +51,16 @@ def _single(*changes: dict, facts: dict | None = None, base: object = _PREFILL) 
 
 
 def _batch(
-    qo_len: tuple[int, ...], kv_len: tuple[int, ...], page_size: int = 16, num_sms: int = 16
+    qo_len: tuple[int, ...],
+    kv_len: tuple[int, ...],
+    page_size: int = 16,
+    num_sms: int = 16,
+    dim: int = 64,
 ) -> Callable:
-    case = replace(test_batch.BASE, qo_len=qo_len, kv_len=kv_len, page_size=page_size)
+    problem = replace(test_batch.BASE.problem, dims=(dim, dim))
+    case = replace(
+        test_batch.BASE, problem=problem, qo_len=qo_len, kv_len=kv_len, page_size=page_size
+    )
     return lambda **facts: run.batch(case, num_sms=num_sms, **facts).check()
 
 
@@ -238,6 +245,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
     "hopper steep": _single(_STEEP | {"kv_len": 400}),
     "hopper pages": _batch((40, 70), (300, 90), num_sms=3),
+    # Rows of more than one panel.
+    "hopper wide pages": _batch((40, 70), (300, 90), num_sms=3, dim=128),
     "hopper bad values": _bad_values,
     "merge pairs": _merge({}, {"strides": "unaligned", "empty": 0.9}),
     "merge long rows": _merge({"head_dim": 264}),
