@@ -26,7 +26,7 @@ _MASK_MAP_BYTES = 4 + 2 * 4096 // 8
 _PLACEHOLDER = 16
 _LOGIT_BYTES = 32
 _WORK_BYTES = 64
-_ROW_BYTES = 20
+_ROW_BYTES = 24
 _RANGE_BYTES = (6 + 3 + 1) * 4
 _BAD_KEYS_BYTES = 8
 # Both kinds of a mixed kernel have these, on every architecture.
@@ -154,7 +154,7 @@ def _choose_prefill(
     shapes = _key_shapes(problem, wide, arch, is_mixed=most_warps < 8)
     is_plain = not (_is_transformed(problem) or problem.custom_mask)
     is_square = problem.head_dim_qk == problem.head_dim_vo
-    if layouts[0][0] == 8 and is_measured and is_plain and is_square:
+    if layouts[0][0] == 8 and is_measured and is_plain and is_square and not rotates_keys:
         # Warps of 16 rows are bound by what they read of shared memory. Q stays in registers where
         # fewer keys make room for it without spills.
         q_in_registers, shapes = True, [(48, 16)]

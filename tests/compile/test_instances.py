@@ -1,9 +1,8 @@
 """Compile gates: kernel instances build for every architecture, and none touches local memory.
 
-`make test` builds the instances of bfloat16 for sm_90a, and for the other architectures those of
-head dim 128; with a cache of e4m3, those of head dim 128 for sm_90a and sm_80; of mixed kernels,
-which are two in one, fewer. So each architecture has every kernel and option. That takes four
-minutes on two cores; the rest is marked slow.
+`make test` builds the instances of bfloat16 for sm_90a, with a cache of e4m3 those of head dim 128;
+for the other architectures those of bfloat16 and head dim 128, with masks for sm_80 alone; of mixed
+kernels, which are two in one, fewer. The rest is marked slow.
 """
 
 from __future__ import annotations
@@ -38,14 +37,12 @@ def _is_sampled(arch: str, name: str, config: jit.Config) -> bool:
         # Two kernels in one: all mixes of rows once, elsewhere the commonest alone.
         is_common = config["kDecodeMmaQ"] == 1 and config["kPrefillMmaQ"] == 1 + (dims[1] <= 128)
         is_sm90 = arch == "sm_90a"
-        return (
-            kv is dtypes.bfloat16
-            and (is_usual or is_sm90)
-            and (is_common or (is_usual and is_sm90))
-        )
-    return (kv is dtypes.bfloat16 and (is_usual or arch == "sm_90a")) or (
-        kv is dtypes.float8_e4m3fn and is_usual and arch in ("sm_90a", "sm_80")
-    )
+        is_here = is_sm90 or (is_usual and arch == "sm_80")
+        return kv is dtypes.bfloat16 and is_here and (is_common or (is_usual and is_sm90))
+    if arch == "sm_90a":
+        return kv is dtypes.bfloat16 or (kv is dtypes.float8_e4m3fn and is_usual)
+    has_mask = config.get("kCustomMask", False)
+    return kv is dtypes.bfloat16 and is_usual and (arch == "sm_80" or not has_mask)
 
 
 def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
@@ -59,6 +56,8 @@ def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
             label = f"{arch} {name}"
             if q is not None:
                 label += f" {q}-{kv} {config['kHeadDimQK']}-{config['kHeadDimVO']}"
+            if config.get("kCustomMask"):
+                label += " masks"
             if name == "mixed_sm80":
                 label += f" {config['kPrefillMmaQ']}-{config['kDecodeMmaQ']}"
             groups[label].append((name, config))

@@ -14,21 +14,8 @@ HOPPER = (
     Mutation(
         "values are not waited for",
         CONSUMER,
-        """      multiply_keys(s);
-      Kernel::wait(shared.full_v[v.stage], v.parity);
-      multiply_values();
-      pass_turn();
-      ptx::wgmma_wait<1>();
-      take_results(s);
-      release_keys(tile == item.tiles.begin);
-      // A warp""".replace("\n      ", "\n    "),
-        """      multiply_keys(s);
-      multiply_values();
-      pass_turn();
-      ptx::wgmma_wait<1>();
-      take_results(s);
-      release_keys(tile == item.tiles.begin);
-      // A warp""".replace("\n      ", "\n    "),
+        "Kernel::wait(shared.full_v[v.stage], v.parity);\n    multiply_values();\n    pass_turn();",
+        "multiply_values();\n    pass_turn();",
         "hopper causal",
     ),
     Mutation(

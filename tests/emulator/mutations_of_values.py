@@ -79,8 +79,8 @@ VALUES = (
     Mutation(
         "O is not rescaled",
         SOFTMAX,
-        "o[m][n][2 * h + 1] *= factor;",
-        "",
+        "o[m][n][2 * h] *= factor;\n          o[m][n][2 * h + 1] *= factor;",
+        "o[m][n][2 * h] *= factor;",
         "steep",
     ),
     Mutation(
@@ -157,8 +157,8 @@ VALUES = (
     Mutation(
         "the probability of another key",
         BAD,
-        "(lane & ~3) | ((key & 7) >> 1)",
-        "(lane & ~3) | (key & 3)",
+        "form, scale),\n                             (lane & ~3) | ((key & 7) >> 1)",
+        "form, scale),\n                             (lane & ~3) | (key & 3)",
         "bad values",
     ),
     # --- what a logit goes through ---

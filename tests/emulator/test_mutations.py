@@ -243,7 +243,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     # The kernels of Hopper; all others above are the portable ones.
     "hopper causal": _single({"causal": True, "qo_len": 80, "kv_len": 300, "group": 4}),
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
-    "hopper steep": _single(_STEEP | {"kv_len": 400}),
+    # So steep that even bfloat16 has no room for what passes the first tile's maximum.
+    "hopper steep": _single({"sm_scale": 16.0, "kv_len": 700}),
     "hopper pages": _batch((40, 70), (300, 90), num_sms=3),
     # Rows of more than one panel.
     "hopper wide pages": _batch((40, 70), (300, 90), num_sms=3, dim=128),
