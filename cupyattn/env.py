@@ -32,8 +32,13 @@ DEBUG = Variable(
     "0",
     "1: synchronise after every launch, and check ids of pages on a GPU (read at the first one).",
 )
+PORTABLE = Variable(
+    "CUPYATTN_PORTABLE",
+    "0",
+    "1: only kernels that run on every architecture, none of Hopper's own (read at the first one).",
+)
 KERNELS_DIR = Variable(
     "CUPYATTN_KERNELS_DIR", "", "Folder of the CUDA sources (default: the ones shipped)."
 )
 
-ALL = (CACHE_DIR, NO_COMPILE, DEBUG, KERNELS_DIR)
+ALL = (CACHE_DIR, NO_COMPILE, DEBUG, PORTABLE, KERNELS_DIR)

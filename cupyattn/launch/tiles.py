@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .. import jit
+from .. import env, jit
 from ..dtypes import DType, bfloat16
 from ..problem import MASK_FORMS, AttentionProblem
 from . import tiles_sm90
@@ -26,7 +26,7 @@ _MASK_MAP_BYTES = 4 + 2 * 4096 // 8
 _PLACEHOLDER = 16
 _LOGIT_BYTES = 32
 _WORK_BYTES = 64
-_ROW_BYTES = 24
+_ROW_BYTES = 20
 _RANGE_BYTES = (6 + 3 + 1) * 4
 _BAD_KEYS_BYTES = 8
 # Both kinds of a mixed kernel have these, on every architecture.
@@ -99,7 +99,7 @@ def tile_config(
     """The tile configuration for a problem and a row class on a device of an architecture, with so
     much shared memory per block. The page size is looked at where it decides how keys are copied.
     """
-    if arch == "sm_90a" and rows == LARGE:
+    if arch == "sm_90a" and rows == LARGE and not env.PORTABLE.flag():
         chosen = tiles_sm90.choose(problem, max_shared_bytes, page_size)
         if chosen is not None:
             return chosen
@@ -203,6 +203,7 @@ def _key_shapes(
         is_blackwell
         or (problem.soft_cap and (problem.paged or arch != "sm_90a"))
         or (is_mixed and _is_transformed(problem))
+        or (problem.pos_encoding == "ALIBI" and problem.paged and arch == "sm_90a")
     ):
         first = (32, 32)
     else:

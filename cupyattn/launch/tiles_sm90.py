@@ -12,7 +12,7 @@ from .tile_config import Field, TileConfig, round_up, struct_of
 
 _PATTERN_BYTES = 1024
 _ITEM_BYTES = 104
-_ROW_BYTES = 24
+_ROW_BYTES = 20
 _ITEMS = 2
 # The rest is left to q, o, and what comes next.
 _SHARE_OF_L2 = 0.6

@@ -129,8 +129,8 @@ def _kinds(arch: str, *, fast: bool) -> set[object]:
 
 
 def test_the_default_run_has_every_kernel_and_option() -> None:
-    """What is slow varies dtypes and head dims."""
-    for arch in ARCHS:
+    """What is slow varies dtypes and head dims; elsewhere masks and mixes are slow too."""
+    for arch in ("sm_90a", "sm_80"):
         assert _kinds(arch, fast=False) == _kinds(arch, fast=True)
 
 

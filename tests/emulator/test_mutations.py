@@ -245,7 +245,6 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
     # So steep that even bfloat16 has no room for what passes the first tile's maximum.
     "hopper steep": _single({"sm_scale": 16.0, "kv_len": 700}),
-    "hopper pages": _batch((40, 70), (300, 90), num_sms=3),
     # Rows of more than one panel.
     "hopper wide pages": _batch((40, 70), (300, 90), num_sms=3, dim=128),
     "hopper bad values": _bad_values,

@@ -16,7 +16,6 @@ namespace cupyattn {
 // What a variant remembers of a query row.
 struct RowInfo {
   int token, position, head;
-  int origin;   // what ALiBi counts keys from
   float scale;  // of the raw product
   float slope;  // ALiBi, in the units of the scaled product
 };
@@ -103,7 +102,7 @@ struct PolynomialForm {
 struct PlainLogits {
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
                                                      int position, int head, int) {
-    return RowInfo{token, position, head, token, 1.0f, 0.0f};
+    return RowInfo{token, position, head, 1.0f, 0.0f};
   }
   static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams&) {
     return LogitConstants{};
@@ -143,9 +142,7 @@ struct TransformedLogits {
     if (params.scale_k != nullptr) scale *= params.scale_k[kv_head];
     const int num_heads = params.num_kv_heads * params.group_size;
     const float slope = kAlibi ? alibi_slope(head, num_heads) : 0.0f;
-    // A constant of the row changes nothing, if it is the same for all its keys, wherever they are.
-    const int origin = params.positions == nullptr ? token : position;
-    return RowInfo{token, position, head, origin, scale * unit(params), slope * unit(params)};
+    return RowInfo{token, position, head, scale * unit(params), slope * unit(params)};
   }
   static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams& params) {
     const float cap = params.logits_soft_cap * kLog2e;
@@ -173,8 +170,10 @@ struct TransformedLogits {
         const RowInfo& row = rows[16 * m + 8 * h + (lane >> 2)];
         const float scale = kRowScales ? row.scale : constants.scale;
         const float slope = kAlibi ? row.slope : 0.0f;
+        // A constant of the row, and the same for all its keys, wherever they are.
+        const int origin = params.positions == nullptr ? row.token : row.position;
         const float bias =
-            kAlibi ? slope * static_cast<float>(first_key + 2 * (lane & 3) - row.origin) : 0.0f;
+            kAlibi ? slope * static_cast<float>(first_key + 2 * (lane & 3) - origin) : 0.0f;
 #pragma unroll
         for (int n = 0; n < kTilesS; ++n) {
 #pragma unroll
@@ -206,7 +205,7 @@ struct TransformedLogits {
 struct CappedLogits {
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
                                                      int position, int head, int) {
-    return RowInfo{token, position, head, token, 1.0f, 0.0f};
+    return RowInfo{token, position, head, 1.0f, 0.0f};
   }
   static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams& params) {
     const float cap = params.logits_soft_cap * kLog2e;
