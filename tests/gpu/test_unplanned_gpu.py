@@ -11,6 +11,7 @@ import pytest
 from helpers import compare, device_plans, unplanned_calls
 from helpers.device_plans import Batch
 from helpers.gpu_calls import download, raw, upload
+from helpers.on_gpu import capture, framework, workspace
 from helpers.unplanned_cases import ENTRIES, NUM_CASES, PROBLEMS, random_case
 
 import cupyattn
@@ -25,24 +26,6 @@ cupy = pytest.importorskip("cupy")
 
 BLOCK = 100
 HEADS, KV_HEADS, DIM, PAGE, POOL, WIDTH = 8, 2, 64, 16, 400, 130
-_workspaces: dict[str, Any] = {}
-
-
-def framework(index: int) -> ModuleType:
-    """CuPy and torch in turn; CuPy alone where torch is missing."""
-    try:
-        import torch
-    except ImportError:
-        return cupy
-    return torch if index % 2 and torch.cuda.is_available() else cupy
-
-
-def workspace(xp: ModuleType, size: int = 128 << 20) -> Any:
-    key = f"{xp.__name__} {size}"
-    if key not in _workspaces:
-        where = {"device": "cuda"} if xp.__name__ == "torch" else {}
-        _workspaces[key] = xp.full((size,), 255, dtype=xp.uint8, **where)
-    return _workspaces[key]
 
 
 @pytest.fixture
@@ -167,23 +150,6 @@ class Model:
             rest = 40, longest, self.scale, 1.0, self.count, self.offsets, None
             return function(*head, *rest, **named)
         return function(*head, longest, self.scale, **named | {"kv_layout": "HND"})
-
-
-def capture(torch: Any, xp: ModuleType, run: Any) -> Any:
-    """A replay on the current stream of what `run` launches."""
-    if xp is torch:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return graph.replay
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        run()
-        captured = stream.end_capture()
-    return lambda: captured.launch(cupy.cuda.get_current_stream())
 
 
 @pytest.mark.parametrize(("entry", "name"), itertools.product(ENTRIES, ("torch", "cupy")))
