@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutation import Mutation
 
 KERNEL = "cupyattn/attention/prefill_sm90.cuh"
+PRODUCER = "cupyattn/attention/producer_sm90.cuh"
 CONSUMER = "cupyattn/attention/consumer_sm90.cuh"
 SOFTMAX = "cupyattn/attention/softmax.cuh"
 STATE = "cupyattn/attention/state.cuh"
@@ -20,8 +21,8 @@ HOPPER = (
     ),
     Mutation(
         "the place of keys is not waited for",
-        KERNEL,
-        "      wait(empty, parity ^ 1);\n      if (lane == 0) {",
+        PRODUCER,
+        "      Kernel::wait(empty, parity ^ 1);\n      if (lane == 0) {",
         "      if (lane == 0) {",
         "hopper causal",
     ),
@@ -34,14 +35,14 @@ HOPPER = (
     ),
     Mutation(
         "rows of Q of a later tile",
-        KERNEL,
+        PRODUCER,
         "PackedRow::of(params, work.first_row + r)",
         "PackedRow::of(params, r)",
         "hopper odd groups",
     ),
     Mutation(
         "a row too many of a partial tile",
-        KERNEL,
+        PRODUCER,
         "ptx::cp_async_16(tile + QTile::offset(r, chunk), source, r < work.num_rows);",
         "ptx::cp_async_16(tile + QTile::offset(r, chunk), source, r <= work.num_rows);",
         "hopper odd groups",
@@ -69,14 +70,14 @@ HOPPER = (
     ),
     Mutation(
         "what is not finite stays",
-        KERNEL,
+        PRODUCER,
         "chunk.word[w] = values.word[w] & ~holes.word[w];",
         "chunk.word[w] = values.word[w];",
         "hopper bad values",
     ),
     Mutation(
         "bad keys are not added",
-        KERNEL,
+        PRODUCER,
         "if (key < num_keys) ptx::atomic_or_shared",
         "if (key < 0) ptx::atomic_or_shared",
         "hopper bad values",
