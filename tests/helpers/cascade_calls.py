@@ -288,14 +288,24 @@ class Call:
                 "alibi_start": len(k) - qo_len,
                 **{f"scale_{n}": self.extras.get(f"{n}_scale") for n in "kv"},
             }
-            answers = (
-                reference.attention(**arguments),
-                lowprec.attention(**arguments, o_dtype=self.q.dtype),
-            )
+            ref = reference.attention(**arguments)
+            arguments["o_dtype"] = self.q.dtype
+            low = lowprec.attention(**arguments)
+            if problem.pos_encoding_mode == "ROPE_LLAMA":
+                # Each level counts positions from its own first key, and so rounds otherwise.
+                moved = lowprec.attention(**arguments, rope_start=own - len(k))
+                low = [_worse(*three) for three in zip(ref, low, moved, strict=True)]
+            answers = ref, low
             for arrays, answer in zip(found, answers, strict=True):
                 for target, x in zip(arrays, answer, strict=True):
                     target[begin:end] = x[own_rows]
         return found[0], found[1]
+
+
+def _worse(ref: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of each pair of elements the one that is further from the reference."""
+    with np.errstate(invalid="ignore"):
+        return np.where(np.abs(b - ref) > np.abs(a - ref), b, a)
 
 
 def run_case(case: Case, xp: ModuleType, workspace: Any) -> Any:

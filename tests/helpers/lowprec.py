@@ -38,6 +38,7 @@ def attention(
     scale_v: float | np.ndarray | None = None,
     kv_layout: str = "NHD",
     alibi_start: int = 0,
+    rope_start: int = 0,
     o_dtype: np.dtype | None = None,
     kv_tile: int = 64,
     is_reversed: bool = False,
@@ -45,7 +46,8 @@ def attention(
     """Arguments and shapes of `cupyattn.reference.attention`.
 
     Returns (o [Lq, Hq, Dvo] of `o_dtype`, default q's; lse float32 [Lq, Hq], base 2). `kv_tile` and
-    `is_reversed` choose other, equally honest, orders of the keys.
+    `is_reversed` choose other, equally honest, orders of the keys; `rope_start`, the position of
+    the first key, another rounding of what is rotated.
     """
     if kv_layout == "NHD":
         k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
@@ -57,8 +59,8 @@ def attention(
         k32, v32 = k.astype(np.float32), v.astype(np.float32)
         if pos_encoding_mode == "ROPE_LLAMA":
             turn = (np.float32(rope_scale or 1.0), np.float32(rope_theta or 1e4), q.dtype)
-            q32 = _rotate(q32, np.arange(qo_len) + kv_len - qo_len, *turn)
-            k32 = _rotate(k32, np.arange(kv_len), *turn)
+            q32 = _rotate(q32, rope_start + np.arange(qo_len) + kv_len - qo_len, *turn)
+            k32 = _rotate(k32, rope_start + np.arange(kv_len), *turn)
         scale = np.float32(head_dim**-0.5 if sm_scale is None else sm_scale)
         scale = scale * _heads(scale_q, num_heads) * np.repeat(_heads(scale_k, num_kv_heads), group)
         slopes = alibi_slopes(num_heads) if pos_encoding_mode == "ALIBI" else None
