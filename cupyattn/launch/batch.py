@@ -163,10 +163,8 @@ class BatchLauncher:
         rooms = [Room(len(items)) for items in lists]
         words = sum(table.size for table in tables)
         if capacity is not None:
-            slots = max(group.kernel.loaded.num_slots for group in groups)
-            per_wave = max(1, slots // self.num_kv_heads)
-            served = self._served(groups)
-            most = level_limits(capacity.levels, num_rows, self.group_size, served, per_wave)
+            served = zip(map(self._items_at_a_time, groups), self._served(groups), strict=True)
+            most = level_limits(capacity.levels, num_rows, self.group_size, [*served])
             require_room((max(map(len, lists)), words, state_rows), most)
             rooms = [Room(most.items) for _ in lists]
             words, state_rows = most.merges, most.state_rows
@@ -221,14 +219,17 @@ class BatchLauncher:
         )
         return [*groups, self._kernels.group(name, requests, chosen)]
 
-    def _served(self, groups: list[Group]) -> list[Served]:
-        """What each kind of tiles of a cascade serves, whatever comes."""
+    def _served(self, groups: list[Group]) -> list[list[Served]]:
+        """What each kind of tiles of each kernel of a cascade serves, whatever comes."""
         *large, rest = groups
         if not large:
-            return rest.served(MOST)
+            return [rest.served(MOST)]
         (tiles,) = large[0].kernel.kinds
         edge = MOST_ROWS[SMALL]
-        return [Served(tiles.tile_q, edge, MOST), *rest.served(edge)]
+        return [[Served(tiles.tile_q, edge, MOST)], rest.served(edge)]
+
+    def _items_at_a_time(self, group: Group) -> int:
+        return Device(group.kernel.loaded.num_slots, self.num_kv_heads).items
 
     def _plan(self, requests: BatchRequests, rows: str, splitting: Splitting) -> BatchPlan:
         shape = self._kernels.get(rows).shapes[0]

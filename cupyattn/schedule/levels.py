@@ -94,14 +94,14 @@ def level_limits(
     levels: Sequence[tuple[int, int]],
     num_rows: int,
     group_size: int,
-    kinds: Sequence[Served],
-    items_per_wave: int,
+    kernels: Sequence[tuple[int, Sequence[Served]]],
 ) -> LevelLimits:
     """Limits of any plan of these levels, (requests, query tokens of the longest) each.
 
-    kinds  of tiles; every number of rows is served by one
+    kernels  of each the items that run at a time and its kinds of tiles; every number of rows is
+             served by one kind
     """
-    more = MAX_WAVES * items_per_wave
+    kinds = [kind for _, of_kernel in kernels for kind in of_kernel]
     num_tiles, state_rows = 0, max(kind.tile_rows for kind in kinds)
     for num_requests, longest in levels:
         rows = longest * group_size
@@ -112,7 +112,11 @@ def level_limits(
             each = -(-min(most, rows) // tile_rows) - 1
             tiles += max(0, min(num_requests * each, num_rows * group_size // tile_rows))
         num_tiles += tiles
-        state_rows += (tiles + more) * max(kind.tile_rows for kind in usable)
+        state_rows += tiles * max(kind.tile_rows for kind in usable)
+    # What splits add, to all levels together.
+    for items, of_kernel in kernels:
+        state_rows += MAX_WAVES * items * max(kind.tile_rows for kind in of_kernel)
+    more = MAX_WAVES * max(items for items, _ in kernels)
     merges = 2 * num_rows * len(levels)
     return LevelLimits(num_tiles + more, merges + merges % 4 + 4 * num_tiles, state_rows)
 

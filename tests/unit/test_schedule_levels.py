@@ -168,8 +168,8 @@ def test_plans_that_fit_a_graph_have_room(cascade: Cascade, data: st.DataObject)
         for level in cascade.levels
     ]
     num_rows = levels.num_rows + data.draw(st.sampled_from((0, 1, 100)))
-    tile_rows, per_wave = cascade.tile_rows, cascade.device.items
-    most = level_limits(capacity, num_rows, cascade.group_size, cascade.served(), per_wave)
+    tile_rows, kernel = cascade.tile_rows, (cascade.device.items, cascade.served())
+    most = level_limits(capacity, num_rows, cascade.group_size, [kernel])
     kinds = cascade.deal_out(requests)
     plan = cascade.plan(kinds, Splitting(), leaves_states=True)
     offsets_of, state_rows = state_offsets(plan.parts, tile_rows)
@@ -181,7 +181,7 @@ def test_plans_that_fit_a_graph_have_room(cascade: Cascade, data: st.DataObject)
 
 def test_too_large_a_plan_is_said() -> None:
     kinds = [Served(128, 16, MOST), Served(16, 0, 16)]
-    most = level_limits([(1, 4), (4, 1)], 4, 4, kinds, 10)
+    most = level_limits([(1, 4), (4, 1)], 4, 4, [(10, kinds)])
     with pytest.raises(PlanError, match="blocks, but the captured graph has room for"):
         require_room((10_000, 1, 1), most)
     with pytest.raises(PlanError, match="words of merge tables"):
