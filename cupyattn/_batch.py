@@ -25,7 +25,8 @@ from ._wrapper import (
     view_workspace,
 )
 from .errors import ArgumentError, PlanError
-from .launch.batch import BatchLauncher, BatchSchedule, Capacity
+from .launch.batch import BatchLauncher
+from .launch.batch_layout import BatchSchedule, Capacity
 from .launch.enqueue import cuda
 
 

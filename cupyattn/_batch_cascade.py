@@ -24,7 +24,8 @@ from ._cascade_levels import (
 )
 from ._wrapper import copy_on_device, refuse_capture, same_device
 from .errors import ArgumentError, PlanError, UnsupportedError
-from .launch.batch import BatchLauncher, BatchSchedule, Capacity
+from .launch.batch import BatchLauncher
+from .launch.batch_layout import BatchSchedule, Capacity
 from .schedule.levels import MAX_LEVELS
 
 _BUFFERS = (

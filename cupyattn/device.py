@@ -35,6 +35,11 @@ class DeviceProps:
     l2_bytes: int
 
 
+def overlaps_launches(arch: str) -> bool:
+    """Whether a launch may begin while the one before it is running."""
+    return int(arch.removeprefix("sm_").rstrip("a")) >= 90
+
+
 def check_arch(arch: str) -> str:
     """`arch` itself if kernels are built for it; UnsupportedError if not."""
     if arch not in ARCHS:

@@ -8,7 +8,8 @@ launch merges.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,15 +23,16 @@ from ..schedule.batch import (
     TileShape,
     plan_batch,
 )
+from ..schedule.beside import persistent_blocks
 from ..schedule.cover import check_cover
 from ..schedule.levels import MOST, Levels, Served, level_limits, level_tables, require_room
 from ..schedule.limits import Limits, check_limits, limits
-from ..schedule.mixed import Device, MixedPlan, combine, estimate, plan_mixed, state_offsets
+from ..schedule.mixed import Device, Kinds, MixedPlan, combine, estimate, plan_mixed, state_offsets
 from . import maps_sm90, params, tiles_sm90
 from .attention import LOG2_E, SLACK, AttentionOptions
-from .batch_kernels import Group, Kernels, classes
-from .batch_layout import BatchSchedule, Layout, Room, Share
-from .bound import BoundRun
+from .batch_kernels import Group, Kernel, Kernels, classes
+from .batch_layout import BatchSchedule, Capacity, Layout, Room, Share
+from .bound import BoundRun, Step, in_order
 from .enqueue import Launch, cuda
 from .tile_config import TileConfig
 from .tiles import LARGE, MOST_ROWS, SMALL, row_class
@@ -39,24 +41,6 @@ _MAX_KNOWN = 1024
 _NO_MERGES = np.zeros(0, np.int32)
 # A cascade without keys is nothing but its merge.
 _NO_LAUNCHES: tuple[tuple[Launch | None, int], ...] = ((None, 0),)
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """What a captured graph freezes.
-
-    num_requests, num_rows  the most requests and query tokens of any later plan
-    max_qo_len              query tokens of one request, as the first plan has them: they choose the
-                            tile, and later plans may have more (but not under a fixed split)
-    num_tokens              the most keys; matters only where the size of splits is fixed
-    levels                  of a cascade: the requests and the query tokens of the longest of each
-    """
-
-    num_requests: int
-    num_rows: int
-    max_qo_len: int
-    num_tokens: int = 0
-    levels: tuple[tuple[int, int], ...] = ()
 
 
 class BatchLauncher:
@@ -114,12 +98,16 @@ class BatchLauncher:
         mixed = self._kernels.mixed_rows(requests.qo_len) if len(found) > 1 else None
         if mixed is not None:
             return self._layout.lay_out([self._share_mixed(mixed, requests, splitting)])
+        kernels = [self._kernels.get(rows) for rows, _ in found]
+        kinds = [[(x, y.shapes[0])] for (_, x), y in zip(found, kernels, strict=True)]
+        slots = self._blocks_of_first(kernels, kinds)
         shares = []
         for rows, chosen in found:
-            plan = self._plan(chosen, rows, splitting)
+            plan = self._plan(chosen, rows, splitting, slots)
             if len(plan.items):
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
-                shares.append(self._share(rows, plan, exact))
+                shares.append(self._share(rows, plan, exact, slots))
+            slots = 0
         return self._of_requests(shares, requests)
 
     def _of_requests(self, shares: list[Share], requests: BatchRequests) -> BatchSchedule:
@@ -147,7 +135,13 @@ class BatchLauncher:
         With a capacity as in schedule().
         """
         groups = self._level_groups(requests, capacity)
-        plans = [self._plan_group(group, Splitting(), leaves_states=True) for group in groups]
+        slots = [0] * len(groups)
+        if capacity is None:
+            slots[0] = self._blocks_of_first([x.kernel for x in groups], [x.kinds for x in groups])
+        plans = [
+            self._plan_group(group, Splitting(), True, blocks)
+            for group, blocks in zip(groups, slots, strict=True)
+        ]
         parts = [part for plan in plans for part in plan.parts]
         dealt = [kind for group in groups for kind in group.dealt]
         tile_rows = [tiles.tile_q for group in groups for tiles in group.kernel.kinds]
@@ -160,7 +154,7 @@ class BatchLauncher:
             end = begin + len(plan.parts)
             lists.append(combine(plan.parts, offsets[begin:end])[0])
             begin = end
-        rooms = [Room(len(items)) for items in lists]
+        rooms = [Room(len(x), slots=blocks) for x, blocks in zip(lists, slots, strict=True)]
         words = sum(table.size for table in tables)
         if capacity is not None:
             served = zip(map(self._items_at_a_time, groups), self._served(groups), strict=True)
@@ -231,8 +225,20 @@ class BatchLauncher:
     def _items_at_a_time(self, group: Group) -> int:
         return Device(group.kernel.loaded.num_slots, self.num_kv_heads).items
 
-    def _plan(self, requests: BatchRequests, rows: str, splitting: Splitting) -> BatchPlan:
+    def _blocks_of_first(self, kernels: Sequence[Kernel], kinds: Sequence[Kinds]) -> int:
+        """Of persistent blocks that others run beside; 0: as many as there can be."""
+        if len(kernels) < 2 or not kernels[0].kinds[0].is_sm90:
+            return 0
+        head_dims = self.problem.head_dim_qk + self.problem.head_dim_vo
+        itemsize = self.problem.dtype_kv.itemsize
+        return persistent_blocks(kinds, self.group_size, self.masking, head_dims, itemsize)
+
+    def _plan(
+        self, requests: BatchRequests, rows: str, splitting: Splitting, slots: int = 0
+    ) -> BatchPlan:
         shape = self._kernels.get(rows).shapes[0]
+        if slots:
+            shape = replace(shape, num_slots=slots)
         plan = plan_batch(
             requests, self.group_size, self.num_kv_heads, shape, self.masking, splitting
         )
@@ -241,10 +247,10 @@ class BatchLauncher:
         return plan
 
     def _plan_group(
-        self, group: Group, splitting: Splitting, leaves_states: bool = False
+        self, group: Group, splitting: Splitting, leaves_states: bool = False, slots: int = 0
     ) -> MixedPlan:
-        slots = group.kernel.loaded.num_slots
-        device = Device(slots, self.num_kv_heads)
+        """slots: blocks that run at a time; 0: as many as the kernel has."""
+        device = Device(slots or group.kernel.loaded.num_slots, self.num_kv_heads)
         plan = plan_mixed(
             group.kinds, self.group_size, device, self.masking, splitting, leaves_states
         )
@@ -267,9 +273,9 @@ class BatchLauncher:
         room = Room(len(items), split_tiles, split_tiles, len(of_decode), state_rows)
         return Share(rows, room, items, of_prefill)
 
-    def _share(self, rows: str, plan: BatchPlan, most: Limits) -> Share:
+    def _share(self, rows: str, plan: BatchPlan, most: Limits, slots: int = 0) -> Share:
         """With room for the most that may come."""
-        room = self._room(rows, most)
+        room = self._room(rows, most)._replace(slots=slots)
         merges = _NO_MERGES
         if room.merges:
             merges = np.full(room.merges, -1, np.int32)
@@ -315,7 +321,8 @@ class BatchLauncher:
         has mask_bytes bytes, in rows of mask_row_bytes (mask.cuh). The scales are those of the
         options times what the run adds to them.
         """
-        steps: list[tuple[Launch, bytes, maps_sm90.Maps | None]] = []
+        steps: list[Step] = []
+        merges: list[Step] = []
         positions = 0 if schedule.positions < 0 else words + schedule.positions
         for part in schedule.parts:
             for launch, first_item in part.launches or _NO_LAUNCHES:
@@ -343,8 +350,8 @@ class BatchLauncher:
                         )
                     steps.append((launch, planned, maps))
             if part.merge is not None:
-                steps.append((part.merge, planned, None))
-        return BoundRun(tuple(steps), self.device_index)
+                merges.append((part.merge, planned, None))
+        return BoundRun(in_order(steps, merges), self.device_index)
 
     def _heads_per_section(self, longest: int) -> int:
         l2_bytes = device_props(self.device_index).l2_bytes

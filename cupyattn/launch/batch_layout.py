@@ -19,6 +19,24 @@ _ITEM_BYTES = 4 * len(WORK_FIELDS)
 _MAX_KNOWN = 1024
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a captured graph freezes.
+
+    num_requests, num_rows  the most requests and query tokens of any later plan
+    max_qo_len              query tokens of one request, as the first plan has them: they choose the
+                            tile, and later plans may have more (but not under a fixed split)
+    num_tokens              the most keys; matters only where the size of splits is fixed
+    levels                  of a cascade: the requests and the query tokens of the longest of each
+    """
+
+    num_requests: int
+    num_rows: int
+    max_qo_len: int
+    num_tokens: int = 0
+    levels: tuple[tuple[int, int], ...] = ()
+
+
 class Room(NamedTuple):
     """What a kernel's share of a schedule takes.
 
@@ -27,6 +45,7 @@ class Room(NamedTuple):
     counters     split tiles of decode, for each KV head, or one by which blocks share out work
     state_rows   rows of the states of one KV head
     levels       (tokens, levels) for merge_levels, or (0, 0)
+    slots        of persistent blocks: as many as the kernel has if 0
     """
 
     items: int
@@ -35,6 +54,7 @@ class Room(NamedTuple):
     counters: int = 0
     state_rows: int = 0
     levels: tuple[int, int] = (0, 0)
+    slots: int = 0
 
 
 class Share(NamedTuple):
@@ -151,7 +171,7 @@ class Layout:
         function, size = kernel.loaded.function, (tiles.threads, tiles.shared_bytes)
         launches: tuple[tuple[Launch, int], ...]
         if persistent is not None:
-            blocks = min(room.items * heads, kernel.loaded.num_slots)
+            blocks = min(room.items * heads, room.slots or kernel.loaded.num_slots)
             launches = ((Launch(function, (blocks, 1, 1), *size, room.items), 0),)
             launches = launches if blocks else ()
         else:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from . import params
 from .enqueue import Launch, enqueue
 from .maps_sm90 import Maps
 
+# A launch with its params.PLANNED, packed, and what prefill_sm90 needs.
+Step = tuple[Launch, bytes, Maps | None]
+
+
+def in_order(kernels: Iterable[Step], merges: Iterable[Step]) -> tuple[Step, ...]:
+    """Nothing but merges needs what another launch leaves: what follows persistent blocks begins
+    beside them."""
+    steps: list[Step] = []
+    is_beside = False
+    for launch, planned, maps in kernels:
+        steps.append((launch._replace(begins_early=is_beside), planned, maps))
+        is_beside |= maps is not None
+    return (*steps, *merges)
+
 
 class BoundRun(NamedTuple):
-    """The launches of a plan, each with its params.PLANNED, packed, and what prefill_sm90 needs."""
+    """The launches of a plan."""
 
-    steps: tuple[tuple[Launch, bytes, Maps | None], ...]
+    steps: tuple[Step, ...]
     device_index: int
 
     def launch(self, q: int, k: int, v: int, o: int, optional: bytes, stream: int) -> None:

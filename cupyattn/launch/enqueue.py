@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from .. import env
+from .early import launch_early
 from .params import LaunchBuffer
 
 
@@ -21,19 +22,25 @@ def cuda() -> SimpleNamespace:
         get_device=runtime.getDevice,
         is_capturing=runtime.streamIsCapturing,
         is_debugging=env.DEBUG.flag(),
+        launch_early=launch_early,
         launch_kernel=driver.launchKernel,
         runtime=runtime,
     )
 
 
 class Launch(NamedTuple):
-    """A kernel's integer handle, and the shape of a launch of it."""
+    """A kernel's integer handle, and the shape of a launch of it.
+
+    num_items     of persistent blocks
+    begins_early  on SMs that the launch before it leaves free (early.py)
+    """
 
     function: int
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
-    num_items: int = 0  # of persistent blocks
+    num_items: int = 0
+    begins_early: bool = False
 
 
 def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: int) -> None:
@@ -48,7 +55,8 @@ def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: 
     if not arguments.has_context:
         api.runtime.setDevice(device_index)
         arguments.has_context = True
-    function, (x, y, z), threads, shared_bytes, _ = launch
-    api.launch_kernel(function, x, y, z, threads, 1, 1, shared_bytes, stream, arguments.address, 0)
+    function, (x, y, z), threads, shared_bytes, _, begins_early = launch
+    call = api.launch_early if begins_early else api.launch_kernel
+    call(function, x, y, z, threads, 1, 1, shared_bytes, stream, arguments.address, 0)
     if api.is_debugging:
         api.runtime.streamSynchronize(stream)

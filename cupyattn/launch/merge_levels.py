@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from .. import jit
-from ..device import device_props
+from ..device import device_props, overlaps_launches
 from ..problem import AttentionProblem
 from .enqueue import Launch
 
@@ -32,4 +32,5 @@ def prepare(
     arch = device_props(device_index).arch
     kernel = jit.load("merge_levels", config(problem), device_index, arch)
     grid = (num_tokens, -(-num_qo_heads // _WARPS), 1)
-    return Launch(kernel.function, grid, _WARPS * 32, 0)
+    early = overlaps_launches(arch)
+    return Launch(kernel.function, grid, _WARPS * 32, 0, begins_early=early)

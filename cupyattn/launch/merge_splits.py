@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from .. import jit
-from ..device import device_props
+from ..device import device_props, overlaps_launches
 from ..problem import AttentionProblem
 from .enqueue import Launch
 
@@ -33,4 +33,5 @@ def prepare(
     arch = device_props(device_index).arch
     kernel = jit.load("merge_splits", config(problem, tile_q), device_index, arch)
     grid = (-(-num_rows // _WARPS), num_kv_heads, 1)
-    return Launch(kernel.function, grid, _WARPS * 32, 0)
+    early = overlaps_launches(arch)
+    return Launch(kernel.function, grid, _WARPS * 32, 0, begins_early=early)

@@ -1,6 +1,7 @@
 // Merges the partial states that prefill_sm80 leaves where it splits the keys of a tile: one warp
 // for each packed row.
 #include "cupyattn/attention/state.cuh"
+#include "cupyattn/common/launch_order.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
@@ -18,6 +19,7 @@ static_assert(Config::kTileQ % Config::kWarps == 0, "a block merges rows of one 
 extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, 6)
     cupyattn_merge_splits(const __grid_constant__ cupyattn::AttentionParams params) {
   using namespace cupyattn;
+  await_previous_launch();
   const int lane = threadIdx.x % kWarpSize;
   const int kv_head = blockIdx.y;
   constexpr int kTileQ = Config::kTileQ;

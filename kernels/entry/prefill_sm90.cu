@@ -1,5 +1,6 @@
 // Prefill and append attention for Hopper (sm_90a).
 #include "cupyattn/attention/prefill_sm90.cuh"
+#include "cupyattn/common/launch_order.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
@@ -27,5 +28,6 @@ extern "C" __global__ void __launch_bounds__((1 + Config::kConsumers) * 128, 1)
     cupyattn_prefill_sm90(const __grid_constant__ cupyattn::PrefillSm90Params params) {
   using Kernel = cupyattn::PrefillSm90<Config>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  cupyattn::let_next_launch_begin();
   Kernel(params, *reinterpret_cast<typename Kernel::SharedMemory*>(shared_bytes)).run();
 }

@@ -151,6 +151,7 @@ class EmulatedGpu:
             get_device=lambda: 0,
             is_capturing=lambda stream: False,
             is_debugging=False,
+            launch_early=self.launch,
             launch_kernel=self.launch,
             runtime=SimpleNamespace(
                 setDevice=lambda index: None,

@@ -82,6 +82,7 @@ class Gpu:
             get_device=lambda: self.current,
             is_capturing=lambda stream: self.is_capturing,
             is_debugging=False,
+            launch_early=self._launch,
             launch_kernel=self._launch,
             runtime=SimpleNamespace(
                 setDevice=lambda *a: self.log.append(("setDevice", *a)),
