@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 from .. import jit
 from ..dtypes import DType
-from ..problem import AttentionProblem
+from ..problem import MASK_FORMS, AttentionProblem
 from . import tensor_map
 from .tile_config import Field, TileConfig, round_up, struct_of
 
 _PATTERN_BYTES = 1024
 _ITEM_BYTES = 104
+# With what fills it up to a multiple of 8.
+_MASK_MAP_BYTES = 8 + 2 * 4096 // 8
 _ROW_BYTES = 20
 _ITEMS = 2
 # The rest is left to q, o, and what comes next.
@@ -50,17 +52,28 @@ _CAPPED_SHAPES = {
     (192, 128): _Shape(2, 112, query_slots=1),
     (256, 256): _Shape(2, 64, query_slots=1, registers=(40, 232)),
 }
+# A mask is looked through by a warp that loads. What registers it takes, three warpgroups lack.
+_MASKED_SHAPES = {
+    (64, 64): _Shape(3, 112, registers=(56, 152)),
+    (96, 96): _Shape(2, 128),
+    (128, 128): _Shape(2, 128),
+    (192, 128): _Shape(2, 128, query_slots=1),
+}
+_CAPPED_MASKED_SHAPES = {
+    (64, 64): _Shape(3, 80, registers=(56, 152)),
+    (96, 96): _Shape(2, 112),
+    (128, 128): _Shape(2, 112),
+    (192, 128): _Shape(2, 112, query_slots=1),
+}
 
 
 def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
     """The instance for a problem, or None: the portable kernel serves it."""
-    shapes = _CAPPED_SHAPES if problem.soft_cap else _SHAPES
-    shape = shapes.get((problem.head_dim_qk, problem.head_dim_vo))
+    shape = _shapes(problem).get((problem.head_dim_qk, problem.head_dim_vo))
     if (
         shape is None
         or not problem.aligned
         or problem.dtype_q is not problem.dtype_kv
-        or problem.custom_mask
         or problem.pos_encoding == "ROPE_LLAMA"
         or (problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv))
         or (problem.paged and (problem.head_dim_qk % 64 or problem.head_dim_vo % 64))
@@ -70,12 +83,21 @@ def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> 
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
+def _shapes(problem: AttentionProblem) -> dict[tuple[int, int], _Shape]:
+    is_alibi = problem.pos_encoding == "ALIBI"
+    if problem.custom_mask and problem.soft_cap and problem.scale_first and is_alibi:
+        return {}  # spills
+    if problem.soft_cap:
+        return _CAPPED_MASKED_SHAPES if problem.custom_mask else _CAPPED_SHAPES
+    return _MASKED_SHAPES if problem.custom_mask else _SHAPES
+
+
 def summary() -> str:
     """What runs on Hopper's own units, in a line."""
     dims = ", ".join(f"{qk}" if qk == vo else f"{qk}/{vo}" for qk, vo in _SHAPES)
     return (
-        f"on sm_90 by wgmma for head dims {dims} of 16-bit keys, without RoPE and custom masks; "
-        "portable otherwise"
+        f"on sm_90 by wgmma for head dims {dims} of 16-bit keys, without RoPE, and with a custom "
+        "mask up to 192/128; portable otherwise"
     )
 
 
@@ -97,8 +119,9 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         _panels(tile_kv, problem.head_dim_vo, stages),
         Field(_ROW_BYTES * tile_q, 16),
         Field(32, 16),
-        Field(_ITEMS * _ITEM_BYTES, 8),
+        Field(_ITEMS * (_ITEM_BYTES + _MASK_MAP_BYTES * problem.custom_mask), 8),
         Field(stages * 4 * -(-tile_kv // 32)),
+        _row_bits(problem, tile_q, stages),
         Field(8 * (2 * _ITEMS + 2 * slots + 5 * stages), 8),
     ).size
     config: dict[str, int | bool | DType] = {
@@ -117,11 +140,20 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kAlibi": problem.pos_encoding == "ALIBI",
         "kSoftCap": problem.soft_cap,
         "kRowScales": problem.scale_first,
+        "kCustomMask": problem.custom_mask,
+        "kMaskForm": MASK_FORMS.index(problem.mask_form),
         "kPaged": problem.paged,
         "kSharedBytes": shared,
     }
     threads = 128 * (1 + consumers)
     return TileConfig("prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared)
+
+
+def _row_bits(problem: AttentionProblem, tile_q: int, stages: int) -> Field:
+    """Of a mask: 16 bytes a row of each stage, and a barrier a stage."""
+    if not problem.custom_mask:
+        return Field(4)
+    return struct_of(Field(stages * 16 * tile_q, 16), Field(8 * stages, 8))
 
 
 def _panels(rows: int, head_dim: int, count: int) -> Field:

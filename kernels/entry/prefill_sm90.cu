@@ -19,6 +19,8 @@ struct Config {
   static constexpr bool kAlibi = false;
   static constexpr bool kSoftCap = false;
   static constexpr bool kRowScales = false;
+  static constexpr bool kCustomMask = false;
+  static constexpr int kMaskForm = 0;
   static constexpr bool kPaged = false;
   static constexpr int kSharedBytes = 199680;
 };

@@ -8,6 +8,7 @@ KERNEL = "cupyattn/attention/prefill_sm90.cuh"
 PRODUCER = "cupyattn/attention/producer_sm90.cuh"
 CONSUMER = "cupyattn/attention/consumer_sm90.cuh"
 SOFTMAX = "cupyattn/attention/softmax.cuh"
+MASK = "cupyattn/attention/mask_sm90.cuh"
 STATE = "cupyattn/attention/state.cuh"
 TILE = "cupyattn/tile/warpgroup_tile.cuh"
 
@@ -81,5 +82,33 @@ HOPPER = (
         "if (key < num_keys) ptx::atomic_or_shared",
         "if (key < 0) ptx::atomic_or_shared",
         "hopper bad values",
+    ),
+    Mutation(
+        "tiles that a mask hides in part are not waited for",
+        CONSUMER,
+        "Kernel::wait(shared.row_bits.full[v.stage], v.parity);",
+        "",
+        "hopper mask",
+    ),
+    Mutation(
+        "bits of rows come before their place is free",
+        PRODUCER,
+        "Kernel::wait(shared.empty_v[v.stage], v.parity ^ 1);\n#pragma unroll",
+        "#pragma unroll",
+        "hopper mask",
+    ),
+    Mutation(
+        "hidden tiles are skipped one too far",
+        MASK,
+        "return tile - __clz(static_cast<int>(rest));",
+        "return tile - __clz(static_cast<int>(rest)) - 1;",
+        "hopper mask",
+    ),
+    Mutation(
+        "tiles that hide some keys count as full on Hopper",
+        MASK,
+        "all[w] &= bits[w];",
+        "all[w] = bits[w];",
+        "hopper mask",
     ),
 )

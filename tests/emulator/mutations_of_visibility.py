@@ -87,8 +87,8 @@ VISIBILITY = (
     Mutation(
         "rows of a mask count from the request on",
         MASK,
-        "row * params.mask_row_bytes, bit)",
-        "token * params.mask_row_bytes, bit)",
+        "return 8 * row * params.mask_row_bytes",
+        "return 8 * static_cast<int64_t>(token) * params.mask_row_bytes",
         "verify",
     ),
     Mutation(
@@ -101,8 +101,8 @@ VISIBILITY = (
     Mutation(
         "keys ahead of a mask take the bits before its row",
         MASK,
-        "mask_row_bytes, bit) | low_bits(-bit);",
-        "mask_row_bytes, bit);",
+        "bits[i] |= low_bits(ahead - 32 * i);",
+        "bits[i] |= ahead > 32 * i + 31 ? ~0u : 0u;",
         "verify",
     ),
     Mutation(

@@ -248,6 +248,10 @@ CATCHERS: dict[str, Callable[..., None]] = {
     # Rows of more than one panel.
     "hopper wide pages": _batch((40, 70), (300, 90), num_sms=3, dim=128),
     "hopper bad values": _bad_values,
+    "hopper mask": _single(
+        {"mask_kind": "packed", "kv_len": 700},
+        *({"mask_kind": "packed", "mask_pattern": x, "kv_len": 900} for x in ("tiles", "causal")),
+    ),
     "merge pairs": _merge({}, {"strides": "unaligned", "empty": 0.9}),
     "merge long rows": _merge({"head_dim": 264}),
     "merge two states": _merge({"form": "states", "num_states": 2}),

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from helpers import gpu_cases
 from helpers.cases import Case
+from helpers.verify_cases import FORMS
 
 import cupyattn
 from cupyattn.errors import UnsupportedError
 
-from . import gpu, run, test_batch
+from . import gpu, run, test_batch, test_unplanned
 
 BASE = replace(
     gpu_cases.PLAIN, qo_len=80, kv_len=300, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -91,12 +92,43 @@ def test_pages(page_size: int) -> None:
     answer.check()
 
 
+# 400 keys: four tiles of 112, some of which a mask of tiles hides.
+@pytest.mark.parametrize("pattern", ["random", "tiles", "causal", "sparse"])
+def test_masks(pattern: str) -> None:
+    masked = replace(BASE, mask_kind="packed", mask_pattern=pattern, kv_len=400)
+    check(masked)
+    check(replace(masked, causal=True, window_left=150, qo_len=130, group=1))
+    check(replace(masked, logits_soft_cap=5.0, kv_len=161))
+
+
+def test_keys_hidden_by_a_mask_do_not_contaminate() -> None:
+    case = replace(BASE, mask_kind="packed", mask_pattern="causal", kv_len=300)
+    answer = run.single(case, spoil={"v": [((290, 1, 3), np.inf), ((40, 0, 60), np.nan)]})
+    answer.check()
+
+
+@pytest.mark.parametrize("tree", FORMS[::3])
+def test_masks_of_rows(tree: str) -> None:
+    case = replace(test_unplanned.BASE, qo_len=(20, 20), kv_len=(500, 90), tree=tree)
+    emulated = test_unplanned.run(case)
+    assert "prefill_sm90" in {launch.name for launch in emulated.launches}
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_masks_of_items(page_size: int) -> None:
+    wrapper = "paged" if page_size else "ragged"
+    case = replace(test_batch.BASE, wrapper=wrapper, page_size=page_size, has_items=True)
+    answer = run.batch(replace(case, qo_len=(200, 90), kv_len=(600, 95)), num_sms=3)
+    assert answer.launches[0].name == "prefill_sm90"
+    answer.check()
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"head_dim_qk": 80, "head_dim_vo": 80},
         {"kv_dtype": "float8_e4m3fn"},
-        {"mask_kind": "packed"},
+        {"mask_kind": "packed", "head_dim_qk": 256, "head_dim_vo": 256},
         {"pos_encoding_mode": "ROPE_LLAMA"},
         {"qo_len": 20},
     ],

@@ -5,6 +5,7 @@
 #include "cupyattn/attention/hidden_values.cuh"
 #include "cupyattn/attention/key_rows.cuh"
 #include "cupyattn/attention/mask.cuh"
+#include "cupyattn/attention/mask_sm90.cuh"
 #include "cupyattn/attention/ring.cuh"
 #include "cupyattn/attention/softmax.cuh"
 #include "cupyattn/attention/state.cuh"
@@ -80,7 +81,7 @@ struct PrefillSm90Consumer {
       if (has_keys) {
         int tile = item.tiles.end - 1;
         visit_first(item, tile, next);
-        while (--tile >= item.tiles.begin) visit(item, tile);
+        while ((tile = item.before(tile)) >= item.tiles.begin) visit(item, tile);
         rest = kValues;
       } else {
         start(item, next);
@@ -233,6 +234,11 @@ struct PrefillSm90Consumer {
   template <typename Form>
   __device__ __forceinline__ void hide_keys(float (&s)[1][kTilesS][4], const Item& item,
                                             const RowInfo* rows, int first_key) const {
+    if constexpr (Kernel::kMasked) {
+      Kernel::wait(shared.row_bits.full[v.stage], v.parity);
+      hide_by_bits<Form>(s, rows, shared.row_bits.of[v.stage], item.range.first_token, lane);
+      return;
+    }
     const int first = first_key + 2 * (lane & 3);
     const Request& request = item.work.request;
     if (item.range.cuts_end(first_key, kTileKV)) {

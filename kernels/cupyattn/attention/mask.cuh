@@ -100,24 +100,26 @@ struct TileSpan {
   }
 };
 
-// 64 bits of which the lowest `count` are 1: none if it is negative, all if it is large.
-__device__ __forceinline__ uint64_t low_bits(int count) {
-  return count >= 64 ? ~0ull : (1ull << max_of(count, 0)) - 1;
+// Bits of which the lowest `count` are 1: none if it is negative, all if it is large.
+__device__ __forceinline__ uint32_t low_bits(int count) {
+  return count >= 32 ? ~0u : (1u << max_of(count, 0)) - 1;
 }
 
-// 64 bits of `mask` from `bit` on, counted from byte `start`; those outside of the buffer are 0.
-__device__ __forceinline__ uint64_t load_bits(const AttentionParams& params, int64_t start,
-                                              int64_t bit) {
+// `kWords` words of `mask` from `bit` on, counted from byte `start`; bits outside of the buffer are
+// 0. They are known to be in it, with the whole words that hold them, if `kIsInside`.
+template <int kWords, bool kIsInside = false>
+__device__ __forceinline__ void load_bits(uint32_t (&bits)[kWords], const AttentionParams& params,
+                                          int64_t start, int64_t bit) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(params.mask);
   const uintptr_t end = begin + params.mask_bytes;
   const uintptr_t address = begin + start + (bit >> 3);
   const uintptr_t first_word = address & ~static_cast<uintptr_t>(3);
   const uint32_t shift = static_cast<uint32_t>(address & 3) * 8 + static_cast<uint32_t>(bit & 7);
-  uint32_t words[3];
+  uint32_t words[kWords + 1];
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < kWords + 1; ++i) {
     const uintptr_t word = first_word + 4 * i;
-    if (word >= begin && word + 4 <= end) {
+    if (kIsInside || (word >= begin && word + 4 <= end)) {
       words[i] = *reinterpret_cast<const uint32_t*>(word);
     } else {
       words[i] = 0;
@@ -129,42 +131,102 @@ __device__ __forceinline__ uint64_t load_bits(const AttentionParams& params, int
       }
     }
   }
-  const uint32_t low = ptx::funnel_shift_right(words[0], words[1], shift);
-  const uint32_t high = ptx::funnel_shift_right(words[1], words[2], shift);
-  return (static_cast<uint64_t>(high) << 32) | low;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    bits[i] = ptx::funnel_shift_right(words[i], words[i + 1], shift);
+  }
 }
 
-// What a mask says: 64 bits of what `token` sees from key `key` on, where those past the last key
-// mean nothing; and the first key that any row may not see.
+// Whether what is read for `kWords` words from bit `first` on, for as many from `last` on, and for
+// what is between lies in the buffer.
+template <int kWords>
+__device__ __forceinline__ bool are_bits_inside(const AttentionParams& params, int64_t start,
+                                                int64_t first, int64_t last) {
+  return start + (first >> 3) >= 3 && start + (last >> 3) + 4 * kWords + 4 <= params.mask_bytes;
+}
+
+// What a mask says:
+//   load       what `token` sees from key `key` on, where bits of keys past the last mean nothing
+//   is_inside  whether load() for tokens [first, last] may be told that it reads inside the buffer
+//   first_key  the first key that any row may not see
 struct WholeMask {
-  static __device__ __forceinline__ uint64_t bits(const AttentionParams& params,
-                                                  const Request& request, int token, int key) {
-    const int64_t bit = static_cast<int64_t>(token) * request.kv_len + key;
-    return load_bits(params, request.mask_start, bit);
+  template <bool kIsInside = false, int kWords>
+  static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
+                                              const AttentionParams& params, const Request& request,
+                                              int token, int key) {
+    load_bits<kWords, kIsInside>(bits, params, request.mask_start, bit_of(request, token, key));
+  }
+  template <int kWords>
+  static __device__ __forceinline__ bool is_inside(const AttentionParams& params,
+                                                   const Request& request, int first, int last,
+                                                   int key) {
+    return are_bits_inside<kWords>(params, request.mask_start, bit_of(request, first, key),
+                                   bit_of(request, last, key));
   }
   static __device__ __forceinline__ int first_key(const Request&) { return 0; }
+
+ private:
+  static __device__ __forceinline__ int64_t bit_of(const Request& request, int token, int key) {
+    return static_cast<int64_t>(token) * request.kv_len + key;
+  }
 };
 struct RowMask {
-  static __device__ __forceinline__ uint64_t bits(const AttentionParams& params,
-                                                  const Request& request, int token, int key) {
-    const int64_t row = static_cast<int64_t>(request.q_start) + token;
-    // Ahead of the row's bits for keys ahead of the mask, which are set below.
-    const int bit = key - first_key(request);
-    return load_bits(params, row * params.mask_row_bytes, bit) | low_bits(-bit);
+  template <bool kIsInside = false, int kWords>
+  static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
+                                              const AttentionParams& params, const Request& request,
+                                              int token, int key) {
+    load_bits<kWords, kIsInside>(bits, params, 0, bit_of(params, request, token, key));
+    // Ahead of the row's bits for keys ahead of the mask, which are set here.
+    const int ahead = first_key(request) - key;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) bits[i] |= low_bits(ahead - 32 * i);
+  }
+  template <int kWords>
+  static __device__ __forceinline__ bool is_inside(const AttentionParams& params,
+                                                   const Request& request, int first, int last,
+                                                   int key) {
+    return are_bits_inside<kWords>(params, 0, bit_of(params, request, first, key),
+                                   bit_of(params, request, last, key));
   }
   static __device__ __forceinline__ int first_key(const Request& request) {
     return request.kv_len - request.qo_len;
   }
+
+ private:
+  static __device__ __forceinline__ int64_t bit_of(const AttentionParams& params,
+                                                   const Request& request, int token, int key) {
+    const int64_t row = static_cast<int64_t>(request.q_start) + token;
+    return 8 * row * params.mask_row_bytes + (key - first_key(request));
+  }
 };
 struct RunMask {
-  static __device__ __forceinline__ uint64_t bits(const AttentionParams& params,
-                                                  const Request& request, int token, int key) {
+  template <bool kIsInside = false, int kWords>
+  static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
+                                              const AttentionParams& params, const Request& request,
+                                              int token, int key) {
     const KeyRun run = reinterpret_cast<const KeyRun*>(params.mask)[request.q_start + token];
-    return low_bits(run.prefix - key) | ~low_bits(run.start - key);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      bits[i] = low_bits(run.prefix - key - 32 * i) | ~low_bits(run.start - key - 32 * i);
+    }
+  }
+  template <int kWords>
+  static __device__ __forceinline__ bool is_inside(const AttentionParams&, const Request&, int, int,
+                                                   int) {
+    return true;
   }
   static __device__ __forceinline__ int first_key(const Request&) { return 0; }
 };
 struct NoMask {};
+
+// The same of 64 keys as one number.
+template <typename Mask>
+__device__ __forceinline__ uint64_t load_visible(const AttentionParams& params,
+                                                 const Request& request, int token, int key) {
+  uint32_t bits[2];
+  Mask::load(bits, params, request, token, key);
+  return (static_cast<uint64_t>(bits[1]) << 32) | bits[0];
+}
 
 template <bool kCustomMask, int kForm>
 struct MaskOf {
@@ -226,10 +288,11 @@ __device__ __forceinline__ void apply_mask(float (&s)[kMmaQ][kTilesS][4],
     });
   }
   if constexpr (!is_same<Mask, NoMask>::value) {
-    static_assert(kTilesS <= 8, "masks yield 64 bits at a time");
+    static_assert(kTilesS <= 8, "64 bits hold what a row sees of a tile");
     if (!is_partial) return;
     hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
-      const uint64_t bits = Mask::bits(params, request, row.token, first_key) >> (2 * (lane & 3));
+      const uint64_t bits =
+          load_visible<Mask>(params, request, row.token, first_key) >> (2 * (lane & 3));
       return [=](int offset) { return !((bits >> offset) & 1); };
     });
   }
@@ -253,7 +316,7 @@ struct MaskTileMap {
   __device__ __forceinline__ void scan(const AttentionParams& params, const Request& request,
                                        int first_token, int last_token, TileSpan span, int thread,
                                        int threads) {
-    static_assert(kTileKV <= 64, "masks yield 64 bits at a time");
+    static_assert(kTileKV <= 64, "64 bits hold what a row sees of a tile");
     constexpr uint64_t kAll = ~0ull >> (64 - kTileKV);
     const int ahead = max_of(Mask::first_key(request) - span.origin, 0);
     const int first_tile = min_of(max_of(span.begin, ahead / kTileKV), span.end);
@@ -264,8 +327,8 @@ struct MaskTileMap {
       const int tile = static_cast<int>(i % tiles);
       const int token = first_token + static_cast<int>(i / tiles);
       const int key = span.origin + (first_tile + tile) * kTileKV;
-      uint64_t visible = Mask::bits(params, request, token, key) & kAll;
-      if (key + kTileKV > request.kv_len) visible &= low_bits(request.kv_len - key);
+      uint64_t visible = load_visible<Mask>(params, request, token, key) & kAll;
+      if (key + kTileKV > request.kv_len) visible &= (1ull << (request.kv_len - key)) - 1;
       if (visible != 0) ptx::atomic_or_shared(&any[tile / 32], 1u << (tile % 32));
       if (visible != kAll) ptx::atomic_or_shared(&partial[tile / 32], 1u << (tile % 32));
     }

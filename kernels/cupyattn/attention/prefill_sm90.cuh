@@ -7,6 +7,7 @@
 
 #include "cupyattn/attention/consumer_sm90.cuh"
 #include "cupyattn/attention/mask.cuh"
+#include "cupyattn/attention/mask_sm90.cuh"
 #include "cupyattn/attention/producer_sm90.cuh"
 #include "cupyattn/attention/ring.cuh"
 #include "cupyattn/attention/variants.cuh"
@@ -45,9 +46,12 @@ struct PrefillSm90 {
   using KTile = PanelTile<DTypeKV, kTileKV, kHeadDimQK, kPaged>;
   using VTile = PanelTile<DTypeKV, kTileKV, kHeadDimVO, kPaged>;
   using LogitsVariant = typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
+  using Mask = typename MaskOf<Config::kCustomMask, Config::kMaskForm>::type;
+  static constexpr bool kMasked = Config::kCustomMask;
+  using KeyTiles = typename conditional<kMasked, KeyTileMap<kTileKV>, AllKeyTiles>::type;
 
-  // What a block does next, for all its warps. The last one does not exist.
-  struct Item {
+  // What a block does next. The last one does not exist.
+  struct ItemFacts {
     BlockWork work;
     KeyRange range;
     TileSpan tiles;
@@ -56,8 +60,11 @@ struct PrefillSm90 {
     __device__ __forceinline__ int first_key(int tile) const {
       return tiles.origin + tile * kTileKV;
     }
+  };
+  // The same for all its warps, with the tiles of keys that a mask leaves.
+  struct Item : ItemFacts, KeyTiles {
     __device__ __forceinline__ bool hides_keys(int tile) const {
-      return range.cuts(first_key(tile), kTileKV);
+      return this->range.cuts(this->first_key(tile), kTileKV) || this->is_mixed(tile);
     }
   };
 
@@ -70,6 +77,7 @@ struct PrefillSm90 {
     alignas(8) Item items[kItems];
     // Bits of the keys of a stage of V whose values were not finite.
     uint32_t bad_keys[kStages][ceil_div(kTileKV, 32)];
+    typename conditional<kMasked, RowBits<kTileQ, kStages>, NoRowBits>::type row_bits;
     alignas(8) uint64_t full_item[kItems], empty_item[kItems];
     // Values of tiles that hide keys land at `raw_v`; what is not finite is taken out of them.
     uint64_t full_q[kSlots], empty_q[kSlots];
@@ -128,6 +136,7 @@ struct PrefillSm90 {
       init(shared.empty_q[slot], 4 * kConsumers);
     }
     for (int stage = 0; stage < kStages; ++stage) {
+      if constexpr (kMasked) init(shared.row_bits.full[stage], 2);
       init(shared.full_k[stage], 1);
       init(shared.raw_v[stage], 1);
       init(shared.full_v[stage], 1);
@@ -153,12 +162,19 @@ struct PrefillSm90 {
     const int num_items = all_params.num_items * params.num_kv_heads;
     for (int index = blockIdx.x;;) {
       const bool exists = index < num_items;
-      const Item item = exists ? item_of(index) : Item{};
+      ItemFacts item = exists ? item_of(index) : ItemFacts{};
       // Items of zeros, as a captured graph has them to spare, are nobody's business.
       if (!exists || item.work.tile.num_rows > 0) {
+        Item& published = shared.items[place.stage];
         wait(shared.empty_item[place.stage], place.parity ^ 1);
+        if constexpr (kMasked) {
+          if (exists) {
+            item.tiles = published.template scan<Mask>(params, item.work.request, item.range,
+                                                       item.tiles, lane);
+          }
+        }
         if (lane == 0) {
-          shared.items[place.stage] = item;
+          static_cast<ItemFacts&>(published) = item;
           arrive(shared.full_item[place.stage]);
         }
         ptx::warp_sync();
@@ -179,7 +195,7 @@ struct PrefillSm90 {
 
   // Sections of heads come one after another, so that their keys stay in L2; within one, heads of
   // an item are neighbours.
-  __device__ __forceinline__ Item item_of(int index) const {
+  __device__ __forceinline__ ItemFacts item_of(int index) const {
     const int per_section = all_params.num_items * all_params.heads_per_section;
     const int section = index / per_section;
     const int first_head = section * all_params.heads_per_section;
@@ -187,7 +203,7 @@ struct PrefillSm90 {
     const int rest = index - section * per_section;
     const int place = rest / heads;
     const int kv_head = first_head + rest - place * heads;
-    Item item{};
+    ItemFacts item{};
     if (params.work != nullptr) {
       item.work = BlockWork::of_item(params, place, kv_head, kTileQ);
     } else {
@@ -199,7 +215,7 @@ struct PrefillSm90 {
     if (item.work.tile.num_rows <= 0) return item;
     item.range = KeyRange::of(params, item.work);
     // Boxes of pages start where pages do.
-    item.tiles = TileSpan::of<kPaged>(item.range, kTileKV, item.work.tile);
+    item.tiles = TileSpan::of < kPaged || kMasked > (item.range, kTileKV, item.work.tile);
     return item;
   }
 

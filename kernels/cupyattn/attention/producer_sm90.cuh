@@ -4,6 +4,7 @@
 
 #include "cupyattn/attention/hidden_values.cuh"
 #include "cupyattn/attention/key_rows.cuh"
+#include "cupyattn/attention/mask_sm90.cuh"
 #include "cupyattn/attention/ring.cuh"
 #include "cupyattn/attention/work.cuh"
 #include "cupyattn/common/math.cuh"
@@ -58,7 +59,8 @@ struct PrefillSm90Producer {
       if (!item.exists) return;
       const TileSpan tiles = item.tiles;
       // From the last tile, which causality cuts, to the first. V comes one tile behind K.
-      for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+      int last = -1;
+      for (int tile = tiles.end - 1; tile >= tiles.begin; tile = item.before(tile)) {
         copy_tile<KTile>(all_params.k, all_params.k_units, shared.k[k.stage],
                          shared.empty_k[k.stage], shared.full_k[k.stage], k.parity, item, tile,
                          lane);
@@ -66,8 +68,9 @@ struct PrefillSm90Producer {
         if (tile + 1 == tiles.end) {
           copy_queries(q, item, lane);
         } else {
-          copy_values(v, item, tile + 1, lane);
+          copy_values(v, item, last, lane);
         }
+        last = tile;
       }
       if (tiles.begin < tiles.end) copy_values(v, item, tiles.begin, lane);
       kernel.release_item(place, lane);
@@ -181,7 +184,8 @@ struct PrefillSm90Producer {
     for (;;) {
       const Item& item = kernel.await_item(place);
       if (!item.exists) return;
-      for (int tile = item.tiles.end - 1; tile >= item.tiles.begin; --tile) {
+      for (int tile = item.tiles.end - 1; tile >= item.tiles.begin; tile = item.before(tile)) {
+        if constexpr (Kernel::kMasked) leave_row_bits(item, tile, v, thread);
         if (item.hides_keys(tile)) {
           Kernel::wait(shared.raw_v[v.stage], (raw_parities >> v.stage) & 1);
           raw_parities ^= 1u << v.stage;
@@ -191,6 +195,31 @@ struct PrefillSm90Producer {
       }
       kernel.release_item(place, thread % kWarpSize);
     }
+  }
+
+  // Leaves what rows see of a tile that hides keys, once the last tile of its stage is over.
+  __device__ __forceinline__ void leave_row_bits(const Item& item, int tile,
+                                                 const RingPlace<kStages>& v, int thread) {
+    constexpr int kRowsEach = ceil_div(kTileQ, kCleaners);
+    const int num_tokens = item.range.last_token - item.range.first_token + 1;
+    const bool hides = item.hides_keys(tile);
+    Vector16 bits[kRowsEach];
+#pragma unroll
+    for (int i = 0; i < kRowsEach; ++i) {
+      const int token = thread + i * kCleaners;
+      if (hides && token < num_tokens) {
+        bits[i] = visible_keys<typename Kernel::Mask, kTileKV>(
+            params, item.work.request, item.range.first_token + token, item.first_key(tile));
+      }
+    }
+    Kernel::wait(shared.empty_v[v.stage], v.parity ^ 1);
+#pragma unroll
+    for (int i = 0; i < kRowsEach; ++i) {
+      const int token = thread + i * kCleaners;
+      if (hides && token < num_tokens) shared.row_bits.of[v.stage][token] = bits[i];
+    }
+    ptx::warp_sync();
+    if (thread % kWarpSize == 0) Kernel::arrive(shared.row_bits.full[v.stage]);
   }
 
   // A tile that hides keys from some row has landed: takes out what is not finite, since it would
