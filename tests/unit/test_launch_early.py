@@ -1,0 +1,81 @@
+"""Launches that begin beside the one before: which they are, and what the driver is told."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cupyattn.errors import DeviceError
+from cupyattn.launch import early, enqueue, params
+from cupyattn.launch.bound import in_order
+from cupyattn.launch.enqueue import Launch
+
+
+def launch(name: int, **options: Any) -> Launch:
+    return Launch(name, (3, 2, 1), 128, 1000, **options)
+
+
+def test_what_follows_persistent_blocks_begins_beside_them() -> None:
+    maps: Any = object()
+    merge = launch(9, begins_early=True)
+    steps = in_order([(launch(1), b"", maps), (launch(2), b"", None)], [(merge, b"", None)])
+    assert [(x.function, x.begins_early) for x, *_ in steps] == [(1, False), (2, True), (9, True)]
+    assert steps[0][2] is maps
+
+
+def test_other_launches_follow_each_other() -> None:
+    steps = in_order([(launch(1), b"", None), (launch(2), b"", None)], [])
+    assert [x.begins_early for x, *_ in steps] == [False, False]
+
+
+@pytest.mark.parametrize("begins_early", [True, False])
+def test_the_launch_says_how_it_begins(begins_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, tuple[int, ...]]] = []
+    api = SimpleNamespace(
+        get_device=lambda: 0,
+        is_debugging=False,
+        launch_early=lambda *a: calls.append(("early", a)),
+        launch_kernel=lambda *a: calls.append(("kernel", a)),
+        runtime=SimpleNamespace(setDevice=lambda index: None),
+    )
+    monkeypatch.setattr(enqueue, "cuda", lambda: api)
+    arguments = params.LaunchBuffer()
+    enqueue.enqueue(launch(7, begins_early=begins_early), arguments, 0, 55)
+    wanted = 7, 3, 2, 1, 128, 1, 1, 1000, 55, arguments.address, 0
+    assert calls == [("early" if begins_early else "kernel", wanted)]
+
+
+def test_the_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The structs of cuda.h, field by field."""
+
+    class Attribute(ctypes.Structure):
+        _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16))
+
+    class Config(ctypes.Structure):
+        _fields_ = (
+            ("grid", ctypes.c_uint * 3),
+            ("block", ctypes.c_uint * 3),
+            ("shared", ctypes.c_uint),
+            ("stream", ctypes.c_void_p),
+            ("attributes", ctypes.POINTER(Attribute)),
+            ("count", ctypes.c_uint),
+        )
+
+    seen: list[Any] = []
+
+    def driver(config: int, function: int, arguments: int, extra: int) -> int:
+        c = Config.from_address(config)
+        first = c.attributes[0]
+        seen.append((*c.grid, *c.block, c.shared, c.stream, c.count, first.id, *first.value[:2]))
+        seen.append((function, arguments, extra))
+        return len(seen) // 4
+
+    monkeypatch.setattr(early, "_launch_kernel", lambda: driver)
+    given = 11, 3, 2, 1, 128, 1, 1, 1000, 55, 77, 0
+    early.launch_early(*given)
+    assert seen == [(3, 2, 1, 128, 1, 1, 1000, 55, 1, 6, 1, 0), (11, 77, 0)]
+    with pytest.raises(DeviceError, match=r"a launch of \(3, 2, 1\) blocks \(error 1\)"):
+        early.launch_early(*given)
