@@ -74,9 +74,10 @@ class Kernels:
         found = None
         if isinstance(rows, str):
             single = load_kernel(self._problem, rows, self._device_index, True, self._page_size)
-            found = _kernel_of(single, (single.tiles,))
+            found = _kernel_of(single, (single.tiles,), self._group_size)
         elif (mixed := load_mixed(self._problem, *rows, self._device_index)) is not None:
-            found = _kernel_of(mixed, (mixed.tiles.prefill, mixed.tiles.decode))
+            kinds = mixed.tiles.prefill, mixed.tiles.decode
+            found = _kernel_of(mixed, kinds, self._group_size)
         self._known[rows] = found
         return found
 
@@ -126,12 +127,14 @@ def classes(requests: BatchRequests, group_size: int) -> list[tuple[str, BatchRe
     return found
 
 
-def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...]) -> Kernel:
-    # A state of decode has few rows of its tile and is merged by the block that is last. One of
-    # prefill has 64 KB, and a launch merges them (measured).
-    costs = (0.25 if tiles.merges_itself else 4.0 for tiles in kinds)
+def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...], group_size: int) -> Kernel:
+    # A state of decode has few rows of its tile and is merged by the block that is last, whose
+    # warps take a row each, 0.15 us a state. One of prefill has 64 KB, and a launch merges them
+    # (measured).
+    of_decode = 0.25, 0.25 * -(-group_size // (loaded.tiles.threads // 32))
+    costs = (of_decode if tiles.merges_itself else (4.0, 0.0) for tiles in kinds)
     shapes = tuple(
-        TileShape(tiles.tile_q, tiles.tile_kv, loaded.num_slots, cost)
+        TileShape(tiles.tile_q, tiles.tile_kv, loaded.num_slots, *cost)
         for tiles, cost in zip(kinds, costs, strict=True)
     )
     return Kernel(loaded, kinds, shapes)

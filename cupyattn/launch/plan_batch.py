@@ -27,7 +27,7 @@ UNIFORM, RAGGED = CONFIGS = tuple(
 
 # kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
 _FORMAT = struct.Struct("<q 2i")
-_CONSTANTS = struct.Struct(f"<{4 * _FORMAT.size}s 11i 3I 9i f")
+_CONSTANTS = struct.Struct(f"<{4 * _FORMAT.size}s 11i 3I 9i 2f 4x")
 _PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
 PARAMS = struct.Struct(f"<7Q {_PLANNED.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
@@ -158,6 +158,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         (part.counters - part.merges) // 4,
         (words_bytes - part.counters) // 4,
         shape.state_cost,
+        shape.part_cost,
     )
     return DevicePlan(
         Launch(kernel.function, (1, 1, 1), _THREADS, shared_bytes),

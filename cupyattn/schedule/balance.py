@@ -29,15 +29,15 @@ class Work(NamedTuple):
         return np.full(self.num_tiles, self.longest) if self.key_tiles is None else self.key_tiles
 
 
-def best_chunk(work: Work, items_per_wave: int, state_cost: float) -> int:
-    """The most key tiles of one block, by an estimate of when the last block is done.
+def best_chunk(work: Work, items_per_wave: int, state_cost: float, least: int = 1) -> int:
+    """The most key tiles of one block, `least` or more, by an estimate of when the last is done.
 
     Example: 64 requests, one of 1,024 key tiles and the others of 4, 8 heads, 264 slots: unsplit
     the long one takes 1,024 tiles' time, in parts of 39 all slots are busy to the end.
     """
     _, longest, total, num_tiles = work
     is_even = longest * num_tiles <= _EVEN * total
-    chunks = _candidates(total, num_tiles, longest, items_per_wave, is_even)
+    chunks = _candidates(total, num_tiles, longest, items_per_wave, is_even, least)
     if not chunks:
         return longest
     chunks.append(longest)
@@ -82,7 +82,7 @@ def _times_of_uneven(
 
 
 def _candidates(
-    total: int, num_tiles: int, longest: int, items_per_wave: int, is_even: bool
+    total: int, num_tiles: int, longest: int, items_per_wave: int, is_even: bool, least: int
 ) -> list[int]:
     """Sizes of parts worth a look. None makes more than MAX_WAVES more waves of blocks."""
     if is_even:
@@ -90,5 +90,6 @@ def _candidates(
         chunks = {-(-longest // part) for part in parts if part > 1}
     else:
         chunks = {-(-total // (items_per_wave * waves)) for waves in range(1, MAX_WAVES + 1)}
-    least = -(-total // (items_per_wave * MAX_WAVES))
-    return sorted(chunk for chunk in chunks if least <= chunk < longest)
+    fewest = -(-total // (items_per_wave * MAX_WAVES))
+    found = {max(chunk, least) for chunk in chunks if chunk >= fewest}
+    return sorted(chunk for chunk in found if chunk < longest)

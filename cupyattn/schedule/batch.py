@@ -8,6 +8,7 @@ leave it waiting for a few long ones. The kernels derive an item's keys with the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -90,12 +91,20 @@ class TileShape:
 
     num_slots   blocks that run at a time
     state_cost  what writing and merging one partial state costs, in the time of a key tile
+    part_cost   what a part adds to a merge that one block does at the end, in the time that a key
+                tile takes where few blocks run
     """
 
     tile_q: int
     tile_kv: int
     num_slots: int
     state_cost: float = 0.0
+    part_cost: float = 0.0
+
+    def least_part(self, key_tiles: int) -> int:
+        """The fewest of these key tiles that are worth a part: n / size + part_cost * size, the
+        time of a part and of the merge, is least at parts of sqrt(n * part_cost)."""
+        return math.ceil(math.sqrt(key_tiles * self.part_cost)) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +275,8 @@ def _splits(
     if splitting.tokens:
         chunk = max(1, splitting.tokens // shape.tile_kv)
     else:
-        chunk = best_chunk(work, max(1, shape.num_slots // num_kv_heads), shape.state_cost)
+        per_wave, least = max(1, shape.num_slots // num_kv_heads), shape.least_part(work.longest)
+        chunk = best_chunk(work, per_wave, shape.state_cost, least)
     return split_after(work, chunk)
 
 

@@ -117,6 +117,11 @@ def _choose(
             candidates += [[size] * len(works), [size, *(longest for _ in works[1:])]]
     best: tuple[float, list[np.ndarray | None]] = (np.inf, [None] * len(works))
     for chunks in candidates:
+        if not splitting.tokens:
+            chunks = [
+                max(chunk, shape.least_part(work.longest))
+                for chunk, work, shape in zip(chunks, works, shapes, strict=True)
+            ]
         splits = [split_after(work, chunk) for work, chunk in zip(works, chunks, strict=True)]
         time = _time(works, shapes, device, splits, leaves_states)
         if time < best[0]:

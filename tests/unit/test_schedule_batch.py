@@ -164,6 +164,14 @@ def test_one_long_request_does_not_set_the_time_of_a_decode(lengths: list[int], 
     assert last <= 1.5 * ideal + 30
 
 
+def test_what_one_block_merges_has_few_parts() -> None:
+    """One KV head: as many parts as fill the GPU would take longer to merge than to make."""
+    shape = TileShape(16, 64, 264, 0.25)
+    batch = Batch(((1, 8192),), 8, 1, shape, Masking(False, -1), Splitting())
+    assert len(batch.plan().items) == 128
+    assert len(replace(batch, shape=replace(shape, part_cost=0.5)).plan().items) == 16
+
+
 def test_unequal_requests_of_a_decode_come_longest_first() -> None:
     shape = TileShape(16, 64, 264)
     batch = Batch(((1, 5), (1, 900), (1, 70)), 1, 1, shape, Masking(False, -1), Splitting(False))

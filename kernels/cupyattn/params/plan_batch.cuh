@@ -43,10 +43,11 @@ struct PlanBatchParams {
   int32_t max_tiles;            // of rows
   int32_t max_more;             // items that splitting may add
   int32_t max_items, num_merges, num_counters;
-  float state_cost;  // of writing and merging a partial state, in the time of a key tile
+  float state_cost, part_cost;  // as in schedule/batch.py, TileShape
+  int32_t padding;
 };
 
-static_assert(sizeof(PlanBatchParams) == 88 + 64 + 96,
+static_assert(sizeof(PlanBatchParams) == 88 + 64 + 104,
               "PlanBatchParams and its mirror in launch/plan_batch.py must agree");
 
 }  // namespace cupyattn

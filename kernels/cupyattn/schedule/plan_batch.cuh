@@ -162,9 +162,11 @@ struct PlanBatch {
     const float share = totals.key_tiles * a_wave;
     if (params.max_more == 0 || longest <= 1 || longest <= kShort * share) return kNoSplit;
     // Rounded up, since sums of floats are not exact: parts must not outgrow the list.
-    const int least = static_cast<int>(totals.bound * 1.0001f *
-                                       ptx::rcp_approx(static_cast<float>(params.max_more))) +
-                      1;
+    const int fewest = static_cast<int>(totals.bound * 1.0001f *
+                                        ptx::rcp_approx(static_cast<float>(params.max_more))) +
+                       1;
+    const int least = max_of(
+        fewest, static_cast<int>(ceilf(sqrtf(static_cast<float>(longest) * params.part_cost))));
     const int size = size_to_judge(totals, longest, least);
     const float time = time_of(totals, size, size < longest, a_wave);
     if (lane == 0) {
