@@ -8,6 +8,7 @@ from .case import BatchCase
 
 _FA2 = "flashinfer_fa2"
 _FA3 = "fa3"
+_FLASHINFER_FA3 = "flashinfer_fa3"
 _APART = "ours_apart"
 
 
@@ -27,10 +28,13 @@ def _decode(label: str, *requests: tuple[int, int], **more: object) -> BatchCase
     return BatchCase(f"decode_{label}", "batch_decode", "decode", groups, **(options | more))  # type: ignore[arg-type]
 
 
-def _append(label: str, count: int, q_len: int, kv_len: int, page_size: int = 16) -> BatchCase:
+def _append(
+    label: str, count: int, q_len: int, kv_len: int, page_size: int = 16,
+    goals: tuple[tuple[str, float], ...] = ((_FA3, 0.97),),
+) -> BatchCase:  # fmt: skip
     return BatchCase(
         f"append_{label}", "append", "paged", ((count, q_len, kv_len),), page_size, causal=True,
-        goals=((_FA2, 1.0),),
+        goals=((_FA2, 1.0), *goals),
     )  # fmt: skip
 
 
@@ -40,8 +44,8 @@ def _ragged(label: str, *requests: tuple[int, int], **more: object) -> BatchCase
     return BatchCase(f"ragged_{label}", "ragged", "ragged", groups, **(options | more))  # type: ignore[arg-type]
 
 
-def _option(label: str, factor: float, **more: object) -> BatchCase:
-    return _ragged(f"4x4k_{label}", (4, 4096), goals=((_FA2, factor),), **more)
+def _option(label: str, *goals: tuple[str, float], **more: object) -> BatchCase:
+    return _ragged(f"4x4k_{label}", (4, 4096), goals=goals, **more)
 
 
 def _cascade(
@@ -98,25 +102,26 @@ BATCH_CASES: tuple[BatchCase, ...] = (
     _decode("64x32k_w1023", (64, 32768), window_left=1023, against="decode_64x1k"),
     _append("8x512_8k", 8, 512, 8192),
     _append("1x2k_32k", 1, 2048, 32768),
-    _append("64x8_4k", 64, 8, 4096),
+    _append("64x8_4k", 64, 8, 4096, goals=((_FA3, 1.0),)),
     _append("8x512_8k_p64", 8, 512, 8192, 64),
-    _append("8x512_8k_p1", 8, 512, 8192, 1),
+    _append("8x512_8k_p1", 8, 512, 8192, 1, goals=((_FA3, 1.0), (_FLASHINFER_FA3, 1.0))),
     _verify(1),
     _verify(4),
     _verify(8),
     _verify(4, "tree"),
     _verify(8, "tree"),
-    _ragged("4x4k", (4, 4096)),
-    _ragged("zipf_16k", *((1, length) for length in zipf_lengths(16, 16384))),
-    _ragged("16x1k", (16, 1024)),
-    _ragged("32x512", (32, 512)),
-    _option("mask_bits", 4.0, causal=False, mask="packed"),
-    _option("alibi", 2.0, pos_encoding_mode="ALIBI"),
-    _option("rope", 1.0, pos_encoding_mode="ROPE_LLAMA"),
-    _option("softcap", 1.0, logits_soft_cap=30.0),
-    _option("window1023", 1.0, window_left=1023),
-    _option("d256", 0.95, **_WIDE_256),
-    _option("d64", 0.95, head_dim_qk=64, head_dim_vo=64),
+    _ragged("4x4k", (4, 4096), goals=((_FA2, 1.0), (_FA3, 0.97))),
+    _ragged("zipf_16k", *((1, length) for length in zipf_lengths(16, 16384)),
+            goals=((_FA2, 1.0), (_FA3, 1.0))),
+    _ragged("16x1k", (16, 1024), goals=((_FA2, 1.0), (_FA3, 1.0))),
+    _ragged("32x512", (32, 512), goals=((_FA2, 1.0), (_FA3, 1.05))),
+    _option("mask_bits", (_FA2, 4.0), causal=False, mask="packed", against="ragged_4x4k"),
+    _option("alibi", (_FA2, 2.0), pos_encoding_mode="ALIBI", against="ragged_4x4k"),
+    _option("rope", (_FA2, 1.4), pos_encoding_mode="ROPE_LLAMA", against="ragged_4x4k"),
+    _option("softcap", (_FA2, 1.0), logits_soft_cap=30.0, against="ragged_4x4k"),
+    _option("window1023", (_FA2, 1.0), (_FA3, 0.97), window_left=1023),
+    _option("d256", (_FA2, 0.95), (_FA3, 0.93), **_WIDE_256),
+    _option("d64", (_FA2, 0.95), (_FA3, 0.95), head_dim_qk=64, head_dim_vo=64),
     _cascade("64x8k_256", 64, 8192, 256, ("flashinfer_fa2:multilevel", 4.0), (_APART, 1.0)),
     _cascade("256x32k_256", 256, 32768, 256, ("flashinfer_fa2:multilevel", 2.5), (_APART, 1.0)),
     _cascade("16x2k_512", 16, 2048, 512, ("flashinfer_fa2:flat", 1.0)),
