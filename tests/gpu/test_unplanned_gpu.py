@@ -152,7 +152,7 @@ class Model:
         return function(*head, longest, self.scale, **named | {"kv_layout": "HND"})
 
 
-@pytest.mark.parametrize(("entry", "name"), itertools.product(ENTRIES, ("torch", "cupy")))
+@pytest.mark.parametrize(("entry", "name"), [*itertools.product(ENTRIES, ("torch", "cupy"))])
 def test_replays_follow_lengths_and_pages(torch: Any, entry: str, name: str) -> None:
     """Each replay as an eager call on new arrays answers, bit for bit."""
     xp = torch if name == "torch" else cupy
