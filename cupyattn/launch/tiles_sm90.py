@@ -22,15 +22,16 @@ _SHARE_OF_L2 = 0.6
 
 class _Shape(NamedTuple):
     """Warpgroups that multiply, keys of a tile, stages of K and V, tiles of Q in shared memory,
-    whether the warpgroups take turns, and the registers of a thread that loads and of one that
-    multiplies."""
+    whether the warpgroups take turns, the registers of a thread that loads and of one that
+    multiplies, and whether they have room for the probabilities of two tiles."""
 
     consumers: int
     tile_kv: int
     stages: int = 2
     query_slots: int = 2
     takes_turns: bool = True
-    registers: tuple[int, int] = (56, 224)
+    registers: tuple[int, int] = (40, 232)
+    overlaps: bool = True
 
 
 # What there is for four warpgroups.
@@ -38,7 +39,7 @@ _OF_THREE = 32, 160
 # By head dims of q, k and of v, o. Registers hold O, the logits of a tile and its probabilities;
 # shared memory holds the rest.
 _SHAPES = {
-    (64, 64): _Shape(3, 128, registers=_OF_THREE),
+    (64, 64): _Shape(3, 128, registers=_OF_THREE, overlaps=False),
     (96, 96): _Shape(2, 128),
     (128, 128): _Shape(2, 128),
     (192, 128): _Shape(2, 128, query_slots=1),
@@ -46,24 +47,25 @@ _SHAPES = {
 }
 # The soft cap takes registers from the keys.
 _CAPPED_SHAPES = {
-    (64, 64): _Shape(3, 80, registers=_OF_THREE),
-    (96, 96): _Shape(2, 112),
-    (128, 128): _Shape(2, 112),
-    (192, 128): _Shape(2, 112, query_slots=1),
-    (256, 256): _Shape(2, 64, query_slots=1, registers=(40, 232)),
+    (64, 64): _Shape(3, 80, registers=_OF_THREE, overlaps=False),
+    (96, 96): _Shape(2, 112, overlaps=False),
+    (128, 128): _Shape(2, 112, overlaps=False),
+    (192, 128): _Shape(2, 112, query_slots=1, overlaps=False),
+    (256, 256): _Shape(2, 64, query_slots=1, overlaps=False),
 }
-# A mask is looked through by a warp that loads. What registers it takes, three warpgroups lack.
+# A mask is looked through by a warp that loads. What registers it takes, others lack.
+_OF_MASKS = 72, 216
 _MASKED_SHAPES = {
-    (64, 64): _Shape(3, 112, registers=(56, 152)),
-    (96, 96): _Shape(2, 128),
-    (128, 128): _Shape(2, 128),
-    (192, 128): _Shape(2, 128, query_slots=1),
+    (64, 64): _Shape(3, 112, registers=(56, 152), overlaps=False),
+    (96, 96): _Shape(2, 128, registers=_OF_MASKS, overlaps=False),
+    (128, 128): _Shape(2, 128, registers=_OF_MASKS, overlaps=False),
+    (192, 128): _Shape(2, 128, query_slots=1, registers=(56, 224), overlaps=False),
 }
 _CAPPED_MASKED_SHAPES = {
-    (64, 64): _Shape(3, 80, registers=(56, 152)),
-    (96, 96): _Shape(2, 112),
-    (128, 128): _Shape(2, 112),
-    (192, 128): _Shape(2, 112, query_slots=1),
+    (64, 64): _Shape(3, 80, registers=(56, 152), overlaps=False),
+    (96, 96): _Shape(2, 112, registers=_OF_MASKS, overlaps=False),
+    (128, 128): _Shape(2, 96, registers=_OF_MASKS, overlaps=False),
+    (192, 128): _Shape(2, 96, query_slots=1, registers=_OF_MASKS, overlaps=False),
 }
 
 
@@ -111,7 +113,7 @@ def heads_per_section(
 
 
 def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
-    consumers, tile_kv, stages, slots, _, (load, multiply) = shape
+    consumers, tile_kv, stages, slots, _, (load, multiply), _ = shape
     tile_q = 64 * consumers
     shared = struct_of(
         _panels(tile_q, problem.head_dim_qk, slots),
@@ -137,6 +139,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kLoadRegisters": load,
         "kMultiplyRegisters": multiply,
         "kTakesTurns": shape.takes_turns,
+        "kOverlaps": shape.overlaps,
         "kAlibi": problem.pos_encoding == "ALIBI",
         "kSoftCap": problem.soft_cap,
         "kRowScales": problem.scale_first,

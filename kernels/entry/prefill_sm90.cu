@@ -13,9 +13,10 @@ struct Config {
   static constexpr int kTileKV = 128;
   static constexpr int kStages = 2;
   static constexpr int kQuerySlots = 2;
-  static constexpr int kLoadRegisters = 56;
-  static constexpr int kMultiplyRegisters = 224;
+  static constexpr int kLoadRegisters = 40;
+  static constexpr int kMultiplyRegisters = 232;
   static constexpr bool kTakesTurns = true;
+  static constexpr bool kOverlaps = true;
   static constexpr bool kAlibi = false;
   static constexpr bool kSoftCap = false;
   static constexpr bool kRowScales = false;

@@ -63,6 +63,20 @@ HOPPER = (
         "hopper steep",
     ),
     Mutation(
+        "O keeps the scale of a maximum that has moved",
+        CONSUMER,
+        "if (probabilities.raised) {",
+        "if (false) {",
+        "hopper steep",
+    ),
+    Mutation(
+        "hidden keys that are not finite are nobody's",
+        CONSUMER,
+        "if (hidden_key >= 0) settle_hidden_keys();",
+        "",
+        "hopper bad values",
+    ),
+    Mutation(
         "halves of a quad exchanged the wrong way",
         STATE,
         "whole.word[i] = is_upper ? got : kept;",
@@ -86,7 +100,7 @@ HOPPER = (
     Mutation(
         "tiles that a mask hides in part are not waited for",
         CONSUMER,
-        "Kernel::wait(shared.row_bits.full[v.stage], v.parity);",
+        "Kernel::wait(shared.row_bits.full[values.stage], values.parity);",
         "",
         "hopper mask",
     ),

@@ -41,7 +41,20 @@ struct PrefillSm90Consumer {
   static constexpr int kSlots = Kernel::kSlots;
   static constexpr int kItems = Kernel::kItems;
   static constexpr bool kPaged = Kernel::kPaged;
+  static constexpr bool kOverlaps = Config::kOverlaps;
   static constexpr int kWarpgroup = Kernel::kWarpgroup;
+
+  // Of a tile; and what O is to be multiplied by before, if it is.
+  struct Probabilities {
+    uint32_t p[kTileKV / 16][1][4];
+    float factors[1][2];
+    bool raised;
+  };
+  // Of an item that is over but for O: its place, and what a thread's two rows are multiplied by.
+  struct Output {
+    int place;
+    float factors[2];
+  };
 
   const Kernel& kernel;
   const AttentionParams& params;
@@ -54,6 +67,10 @@ struct PrefillSm90Consumer {
   // What is still to be done for the present item: its last values to be multiplied, and, or
   // only, O to be written.
   enum Rest { kNothing, kOutput, kValues } rest = kNothing;
+  // Of the item: the tile that is its last, and where its tiles of keys begin and hide none.
+  int last_tile, origin, full_begin, full_end;
+  int position[2];      // of the thread's rows
+  int hidden_key = -1;  // the first key of the last tile, if it hid some
   float o[1][kHeadDimVO / 8][4];
   uint32_t p[kTileKV / 16][1][4];
   Softmax softmax;
@@ -73,22 +90,39 @@ struct PrefillSm90Consumer {
     if (group == kConsumers - 1) pass_turn();
     ptx::warp_sync();
     RingPlace<kItems> next;
+    const Item* item = nullptr;
+    int tile = 0;
+    last_tile = 0;
     for (;;) {
-      const Item& item = kernel.await_item(next);
-      const bool has_keys = item.exists && item.tiles.begin < item.tiles.end;
+      if (hidden_key >= 0) settle_hidden_keys();
+      if (tile > last_tile) {
+        do {
+          tile = item->before(tile);
+          visit(*item, tile);
+        } while (tile > last_tile && hidden_key < 0);
+        continue;
+      }
+      item = &kernel.await_item(next);
+      const bool has_keys = item->exists && item->tiles.begin < item->tiles.end;
       if (!has_keys || rest == kOutput) complete();
-      if (!item.exists) return;
+      if (!item->exists) return;
       if (has_keys) {
-        int tile = item.tiles.end - 1;
-        visit_first(item, tile, next);
-        while ((tile = item.before(tile)) >= item.tiles.begin) visit(item, tile);
+        tile = ptx::warp_uniform(item->tiles.end) - 1;
+        visit_first(*item, tile, next);
         rest = kValues;
       } else {
-        start(item, next);
+        start(*item, next);
+        tile = last_tile;
+        clear_output();
         rest = kOutput;
       }
       next.advance();
     }
+  }
+
+  static __device__ __forceinline__ RingPlace<kStages> after(RingPlace<kStages> place) {
+    place.advance();
+    return place;
   }
 
   // Groups take turns at issuing products, so that they are not at their softmax together.
@@ -109,33 +143,52 @@ struct PrefillSm90Consumer {
     if (rest == kValues) {
       Kernel::wait(shared.full_v[v.stage], v.parity);
       multiply_values();
-      ptx::wgmma_wait<0>();
-      take_results(o);
-      release_values();
+      await_output();
     }
-    finish();
+    write(conclude());
     rest = kNothing;
   }
 
   // Turns to an item: describes this warp's rows; those past the last repeat it.
   __device__ __forceinline__ void start(const Item& item, const RingPlace<kItems>& next) {
     place = next;
+    last_tile = ptx::warp_uniform(item.tiles.begin);
+    origin = ptx::warp_uniform(item.tiles.origin);
+    full_begin = ptx::warp_uniform(item.range.full_begin);
+    full_end = ptx::warp_uniform(item.range.full_end);
     softmax = Softmax();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      position[h] = item.work.request.position(params, token_of(item, own_row(h)).token);
+    }
+    if constexpr (LogitsVariant::kReadsRows || Kernel::kMasked) describe_rows(item);
+  }
+
+  // The row of an item's tile that a thread's accumulators of either half are.
+  __device__ __forceinline__ int own_row(int h) const { return warp_row() + 8 * h + (lane >> 2); }
+  // Rows past the last repeat it.
+  __device__ __forceinline__ PackedRow token_of(const Item& item, int row) const {
+    const TileWork& work = item.work.tile;
+    return PackedRow::of(params, work.first_row + min_of(row, work.num_rows - 1));
+  }
+  __device__ __forceinline__ void describe_rows(const Item& item) {
+    const int r = warp_row() + (lane & 15);
+    const PackedRow row = token_of(item, r);
+    const int kv_head = item.work.tile.kv_head;
+    ptx::warp_sync();
+    if (lane < 16) {
+      shared.rows[r] =
+          LogitsVariant::make_row(params, row.token, item.work.request.position(params, row.token),
+                                  kv_head * params.group_size + row.group_head, kv_head);
+    }
+    ptx::warp_sync();
+  }
+  __device__ __forceinline__ void clear_output() {
 #pragma unroll
     for (int n = 0; n < kHeadDimVO / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) o[0][n][e] = 0.0f;
     }
-    const TileWork& work = item.work.tile;
-    const int r = warp_row() + (lane & 15);
-    const PackedRow row = PackedRow::of(params, work.first_row + min_of(r, work.num_rows - 1));
-    ptx::warp_sync();
-    if (lane < 16) {
-      shared.rows[r] =
-          LogitsVariant::make_row(params, row.token, item.work.request.position(params, row.token),
-                                  work.kv_head * params.group_size + row.group_head, work.kv_head);
-    }
-    ptx::warp_sync();
   }
 
   __device__ __forceinline__ void multiply_values() {
@@ -143,6 +196,12 @@ struct PrefillSm90Consumer {
     ptx::wgmma_fence();
     issue_pv<DTypeQ, VTile, kHeadDimVO>(o, p, operand_at<VTile>(address));
     ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void await_output() {
+    ptx::wgmma_wait<0>();
+    take_results(o);
+    release_values();
   }
 
   // After the last keys of an item Q is free too.
@@ -169,149 +228,235 @@ struct PrefillSm90Consumer {
     ptx::wgmma_commit();
   }
 
-  // The first tile of an item: its logits beside the last values of the item before.
+  // The first tile of an item: its logits beside the last values of the item before, of which
+  // everything but O is settled meanwhile.
   __device__ __forceinline__ void visit_first(const Item& item, int tile,
                                               const RingPlace<kItems>& next) {
     float s[1][kTilesS][4];
+    Probabilities probabilities;
     Kernel::wait(shared.full_q[queries.stage], queries.parity);
     slot = queries.stage;
     queries.advance();
+    multiply_keys(s);
     if (rest == kValues) {
-      multiply_keys(s);
+      const Output output = conclude();
+      start(item, next);
       Kernel::wait(shared.full_v[v.stage], v.parity);
       multiply_values();
       pass_turn();
       ptx::wgmma_wait<1>();
       take_results(s);
-      release_keys(tile == item.tiles.begin);
-      ptx::wgmma_wait<0>();
-      take_results(o);
-      release_values();
-      finish();
+      release_keys(tile == last_tile);
+      if constexpr (kOverlaps) exponentiate<true>(probabilities, s, item, tile, after(v));
+      await_output();
+      write(output);
+      if constexpr (!kOverlaps) exponentiate<true>(probabilities, s, item, tile, v);
     } else {
-      multiply_keys(s);
       pass_turn();
+      start(item, next);
       ptx::wgmma_wait<0>();
       take_results(s);
-      release_keys(tile == item.tiles.begin);
+      release_keys(tile == last_tile);
+      exponentiate<true>(probabilities, s, item, tile, v);
     }
-    start(item, next);
-    exponentiate<true>(s, item, tile);
+    clear_output();
+    take(probabilities);
   }
 
-  // Any other tile: its logits beside the values of the tile before, then its probabilities.
+  // Any other tile: its logits beside the values of the tile before, then its probabilities, if
+  // registers allow while the values are still being multiplied.
   __device__ __forceinline__ void visit(const Item& item, int tile) {
     float s[1][kTilesS][4];
+    Probabilities probabilities;
     multiply_keys(s);
     Kernel::wait(shared.full_v[v.stage], v.parity);
     multiply_values();
     pass_turn();
     ptx::wgmma_wait<1>();
     take_results(s);
-    release_keys(tile == item.tiles.begin);
-    // A warp gets here when nearly all products have been taken up: little is left to wait for.
-    ptx::wgmma_wait<0>();
-    take_results(o);
-    release_values();
-    exponentiate<false>(s, item, tile);
+    release_keys(tile == last_tile);
+    const RingPlace<kStages> values = after(v);
+    if constexpr (!kOverlaps) await_output();
+    exponentiate<false>(probabilities, s, item, tile, values);
+    if constexpr (kOverlaps) await_output();
+    if (probabilities.raised) {
+#pragma unroll
+      for (int n = 0; n < kHeadDimVO / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[0][n][e] *= probabilities.factors[0][e / 2];
+      }
+    }
+    take(probabilities);
   }
 
-  // Turns products into probabilities, and raises the maximum where they ask for it.
+  // Turns products of a tile, whose values are at `values`, into probabilities, and raises the
+  // maximum where they ask for it.
   template <bool kIsFirst>
-  __device__ __forceinline__ void exponentiate(float (&s)[1][kTilesS][4], const Item& item,
-                                               int tile) {
-    const int first_key = item.first_key(tile);
+  __device__ __forceinline__ void exponentiate(Probabilities& to, float (&s)[1][kTilesS][4],
+                                               const Item& item, int tile,
+                                               const RingPlace<kStages>& values) {
+    const int first_key = origin + tile * kTileKV;
     const float scale = LogitsVariant::softmax_scale(params);
     const RowInfo* rows = shared.rows + warp_row();
-    const bool hides = item.hides_keys(tile);
+    bool hides = first_key < full_begin || first_key + kTileKV > full_end;
+    if constexpr (Kernel::kMasked) hides = hides || item.is_mixed(tile);
     const auto form = LogitsVariant::apply(s, softmax.row_max, rows, shared.logits, params,
                                            first_key, lane, hides);
-    if (hides) hide_keys<decltype(form)>(s, item, rows, first_key);
-    softmax.template exponentiate_or_raise<DTypeQ, kIsFirst>(p, s, o, form, scale);
-    if (hides) add_bad_keys(item, first_key);
+    if (hides) hide_keys<decltype(form)>(s, item, first_key, values);
+    to.raised =
+        softmax.template exponentiate_or_raise<DTypeQ, kIsFirst>(to.p, s, to.factors, form, scale);
+    hidden_key = hides ? first_key : -1;
+  }
+
+  // Products read `p` until they are over: beside them, the next ones are written elsewhere.
+  __device__ __forceinline__ void take(const Probabilities& from) {
+#pragma unroll
+    for (int i = 0; i < kTileKV / 16; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        p[i][0][e] = kOverlaps ? ptx::wgmma_input(from.p[i][0][e]) : from.p[i][0][e];
+      }
+    }
   }
 
   template <typename Form>
   __device__ __forceinline__ void hide_keys(float (&s)[1][kTilesS][4], const Item& item,
-                                            const RowInfo* rows, int first_key) const {
+                                            int first_key, const RingPlace<kStages>& values) const {
     if constexpr (Kernel::kMasked) {
-      Kernel::wait(shared.row_bits.full[v.stage], v.parity);
-      hide_by_bits<Form>(s, rows, shared.row_bits.of[v.stage], item.range.first_token, lane);
+      const RowInfo* rows = shared.rows + warp_row();
+      Kernel::wait(shared.row_bits.full[values.stage], values.parity);
+      hide_by_bits<Form>(s, rows, shared.row_bits.of[values.stage], item.range.first_token, lane);
       return;
     }
     const int first = first_key + 2 * (lane & 3);
     const Request& request = item.work.request;
-    if (item.range.cuts_end(first_key, kTileKV)) {
-      hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
-        const int end = KeyLimits::of(params, request, row.position).end - first;
-        return [=](int offset) { return offset >= end; };
-      });
+    const bool cuts_begin = first_key < full_begin;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const KeyLimits limits = KeyLimits::of(params, request, position[h]);
+      hide_row<Form>(s, h, [=](int offset) { return offset >= limits.end - first; });
+      if (cuts_begin) {
+        hide_row<Form>(s, h, [=](int offset) { return offset < limits.begin - first; });
+      }
     }
-    if (item.range.cuts_begin(first_key)) {
-      hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
-        const int begin = KeyLimits::of(params, request, row.position).begin - first;
-        return [=](int offset) { return offset < begin; };
-      });
+  }
+  template <typename Form, typename IsHidden>
+  static __device__ __forceinline__ void hide_row(float (&s)[1][kTilesS][4], int h,
+                                                  IsHidden&& is_hidden) {
+#pragma unroll
+    for (int n = 0; n < kTilesS; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (is_hidden(8 * n + e)) s[0][n][2 * h + e] = Form::hidden();
+      }
     }
   }
 
   // Values that are not finite were taken out of a tile that hides keys: rows that see them get
-  // them here.
-  __device__ __forceinline__ void add_bad_keys(const Item& item, int first_key) {
+  // them here, before the others are multiplied.
+  __device__ __forceinline__ void settle_hidden_keys() {
+    constexpr int kWords = ceil_div(kTileKV, 32);
     Kernel::wait(shared.full_v[v.stage], v.parity);
+    uint32_t any = 0;
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) any |= shared.bad_keys[v.stage][word];
+    if (any != 0) add_bad_keys();
+    hidden_key = -1;
+  }
+  __device__ __forceinline__ void add_bad_keys() {
+    const Item& item = shared.items[place.stage];
     for (int word = 0; word < ceil_div(kTileKV, 32); ++word) {
       for (uint32_t bits = shared.bad_keys[v.stage][word]; bits != 0; bits &= bits - 1) {
         const int key = 32 * word + __ffs(static_cast<int>(bits)) - 1;
         const DTypeKV* values = static_cast<const DTypeKV*>(params.v) +
                                 item.work.tile.kv_head * params.v_stride_h +
-                                value_row<kPaged>(params, item.work.request, first_key + key);
+                                value_row<kPaged>(params, item.work.request, hidden_key + key);
         add_bad_key<DTypeKV, DTypeQ, kHeadDimVO>(o, p, key, values, lane);
       }
     }
   }
 
-  // Normalises and writes this warp's rows, or, where the keys are split, its partial states, and
-  // is done with the present item.
-  __device__ __forceinline__ void finish() {
-    const Item& item = shared.items[place.stage];
+  // Where a row of an item is: in q and o, and, if it leaves a state, among the states.
+  struct RowPlace {
+    bool exists;
+    int head;
+    int64_t token;
+    int64_t state;
+  };
+  __device__ __forceinline__ RowPlace row_place(const Item& item, int h) const {
     const TileWork& work = item.work.tile;
-    const int q_start = item.work.request.q_start;
-    const bool leaves_state = work.leaves_state();
-    const float output_scale = output_scale_of(params, work.kv_head);
+    const int r = own_row(h);
+    const PackedRow row = PackedRow::of(params, work.first_row + r);
+    return RowPlace{r < work.num_rows, work.kv_head * params.group_size + row.group_head,
+                    item.work.request.q_start + row.token,
+                    (work.state(params) + work.split) * kTileQ + r};
+  }
+
+  // Settles what does not need O of the present item, whose keys have all been seen: the rows'
+  // normalisers and, if anybody wants them, their log-sum-exps.
+  __device__ __forceinline__ Output conclude() {
+    const Item& item = shared.items[place.stage];
+    const bool leaves_state = item.work.tile.leaves_state();
+    const float output_scale =
+        leaves_state ? 1.0f : output_scale_of(params, item.work.tile.kv_head);
+    Output output{place.stage};
+    float sums[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sums[h] = quad_sum(softmax.row_sum[0][h]);
+    if (!leaves_state && params.sinks == nullptr && params.lse == nullptr) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        // A row that has seen no key has the sum 0.
+        output.factors[h] = sums[h] == 0.0f ? 0.0f : ptx::rcp_approx(sums[h]) * output_scale;
+      }
+      return output;
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = warp_row() + 8 * h + (lane >> 2);
+      const RowPlace row = row_place(item, h);
       const float old_max = softmax.base2_max(0, h, LogitsVariant::softmax_scale(params));
-      RowState state{old_max, quad_sum(softmax.row_sum[0][h])};
-      const bool exists = row < work.num_rows;
+      RowState state{old_max, sums[h]};
+      if (!leaves_state && row.exists) state.add_sink(sink_of(params, row.head));
+      output.factors[h] = state.normaliser(old_max) * output_scale;
+      if (!row.exists || (lane & 3) != 0) continue;
       if (leaves_state) {
-        const int64_t index = (work.state(params) + work.split) * kTileQ + row;
-        if (exists) {
-          float* out = params.partial_o + index * kHeadDimVO;
-          store_output_row<float, kHeadDimVO, false, true>(
-              [&](int column) { return out + column; }, o[0], h, state.normaliser(old_max), lane);
-          if ((lane & 3) == 0) params.partial_lse[index] = state.lse();
+        params.partial_lse[row.state] = state.lse();
+      } else if (params.lse != nullptr) {
+        params.lse[row.token * params.lse_stride_n + row.head * params.lse_stride_h] = state.lse();
+      }
+    }
+    return output;
+  }
+
+  // Normalises and writes this warp's rows of an item, and is done with it.
+  __device__ __forceinline__ void write(const Output& output) {
+    const Item& item = shared.items[output.place];
+    if (item.work.tile.leaves_state()) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const RowPlace row = row_place(item, h);
+        float* out = params.partial_o + row.state * kHeadDimVO;
+        if (!row.exists) continue;
+        store_output_row<float, kHeadDimVO, false, true>([&](int column) { return out + column; },
+                                                         o[0], h, output.factors[h], lane);
+      }
+    } else {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const RowPlace row = row_place(item, h);
+        DTypeO* out = static_cast<DTypeO*>(params.o) + row.token * params.o_stride_n +
+                      row.head * params.o_stride_h;
+        if constexpr (sizeof(DTypeO) == 2) {
+          store_output_vectors<DTypeO, kHeadDimVO>(out, o[0], h, output.factors[h], row.exists,
+                                                   lane);
+        } else if (row.exists) {
+          store_output_row<DTypeO, kHeadDimVO, false, true>(
+              [&](int column) { return out + column; }, o[0], h, output.factors[h], lane);
         }
-        continue;
-      }
-      const int head = shared.rows[row].head;
-      const int64_t token = q_start + shared.rows[row].token;
-      state.add_sink(sink_of(params, head));
-      const float factor = state.normaliser(old_max) * output_scale;
-      DTypeO* out =
-          static_cast<DTypeO*>(params.o) + token * params.o_stride_n + head * params.o_stride_h;
-      if constexpr (sizeof(DTypeO) == 2) {
-        store_output_vectors<DTypeO, kHeadDimVO>(out, o[0], h, factor, exists, lane);
-      } else if (exists) {
-        store_output_row<DTypeO, kHeadDimVO, false, true>([&](int column) { return out + column; },
-                                                          o[0], h, factor, lane);
-      }
-      if (exists && params.lse != nullptr && (lane & 3) == 0) {
-        params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
       }
     }
     ptx::warp_sync();
-    if (lane == 0) Kernel::arrive(shared.empty_item[place.stage]);
+    if (lane == 0) Kernel::arrive(shared.empty_item[output.place]);
   }
 };
 

@@ -154,10 +154,12 @@ struct PrefillSm90 {
     ptx::mbarrier_arrive(ptx::shared_address(&barrier));
   }
 
-  // --- Warp 1: what to do next ---
+  // --- Warp 1: what to do next, and its rows of Q ---
 
   __device__ __forceinline__ void publish_items() {
+    const PrefillSm90Producer<PrefillSm90> producer(*this);
     RingPlace<kItems> place;
+    RingPlace<kSlots> q;
     const int lane = threadIdx.x % kWarpSize;
     const int num_items = all_params.num_items * params.num_kv_heads;
     for (int index = blockIdx.x;;) {
@@ -179,6 +181,8 @@ struct PrefillSm90 {
         }
         ptx::warp_sync();
         if (!exists) return;
+        // As early as there is a place, and not behind the keys of the item before.
+        if (published.tiles.begin < published.tiles.end) producer.copy_queries(q, published, lane);
         place.advance();
       }
       index = next_index(num_items, lane);

@@ -52,27 +52,27 @@ struct PrefillSm90Producer {
   __device__ __forceinline__ void copy_tiles() {
     RingPlace<kItems> place;
     RingPlace<kStages> k, v;
-    RingPlace<kSlots> q;
     const int lane = threadIdx.x % kWarpSize;
     for (;;) {
       const Item& item = kernel.await_item(place);
       if (!item.exists) return;
       const TileSpan tiles = item.tiles;
-      // From the last tile, which causality cuts, to the first. V comes one tile behind K.
-      int last = -1;
+      // From the last tile, which causality cuts, to the first. V comes one tile behind K, but for
+      // that of the last tile, which is to be looked through.
+      int behind = -1;
       for (int tile = tiles.end - 1; tile >= tiles.begin; tile = item.before(tile)) {
         copy_tile<KTile>(all_params.k, all_params.k_units, shared.k[k.stage],
                          shared.empty_k[k.stage], shared.full_k[k.stage], k.parity, item, tile,
                          lane);
         k.advance();
         if (tile + 1 == tiles.end) {
-          copy_queries(q, item, lane);
-        } else {
-          copy_values(v, item, last, lane);
+          copy_values(v, item, tile, lane);
+          continue;
         }
-        last = tile;
+        if (behind >= 0) copy_values(v, item, behind, lane);
+        behind = tile;
       }
-      if (tiles.begin < tiles.end) copy_values(v, item, tiles.begin, lane);
+      if (behind >= 0) copy_values(v, item, behind, lane);
       kernel.release_item(place, lane);
     }
   }

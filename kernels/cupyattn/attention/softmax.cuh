@@ -101,28 +101,30 @@ struct OnlineSoftmax {
     }
   }
 
-  // All probabilities of a tile, as fragments, and the maximum moved if they ask for it. Nobody
-  // looks for the logits' maxima, but in the first tile: that a row's must move shows in the sum of
-  // what comes out, and then the logits are still there.
-  template <typename T, bool kIsFirst, int kSteps, int kTilesS, int kTilesO, typename Form>
-  __device__ __forceinline__ void exponentiate_or_raise(uint32_t (&p)[kSteps][kMmaQ][4],
+  // All probabilities of a tile, as fragments, and the maximum moved if they ask for it: whether it
+  // has, and then `factors` are what O is to be multiplied by. Nobody looks for the logits' maxima,
+  // but in the first tile: that a row's must move shows in the sum of what comes out, and then the
+  // logits are still there.
+  template <typename T, bool kIsFirst, int kSteps, int kTilesS, typename Form>
+  __device__ __forceinline__ bool exponentiate_or_raise(uint32_t (&p)[kSteps][kMmaQ][4],
                                                         const float (&s)[kMmaQ][kTilesS][4],
-                                                        float (&o)[kMmaQ][kTilesO][4],
+                                                        float (&factors)[kMmaQ][2],
                                                         const Form& form, float scale) {
     float tile_sum[kMmaQ][2] = {};
+    bool moves = false;
     if constexpr (kIsFirst) {
-      raise_where_asked<kIsFirst>(s, o, tile_sum, form, scale);
+      raise_where_asked<kIsFirst>(s, factors, tile_sum, form, scale);
       exponentiate_all<T>(p, s, form, scale, tile_sum);
     } else {
       exponentiate_all<T>(p, s, form, scale, tile_sum);
-      bool moves = false;
 #pragma unroll
       for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) moves |= asks_for_more(m, h, tile_sum[m][h]);
       }
-      if (ptx::warp_any(moves)) {
-        raise_where_asked<kIsFirst>(s, o, tile_sum, form, scale);
+      moves = ptx::warp_any(moves);
+      if (moves) {
+        raise_where_asked<kIsFirst>(s, factors, tile_sum, form, scale);
         exponentiate_all<T>(p, s, form, scale, tile_sum);
       }
     }
@@ -131,12 +133,13 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) row_sum[m][h] += tile_sum[m][h];
     }
+    return moves;
   }
 
   // Each row by its own logits alone: its bits do not depend on the rows beside it.
-  template <bool kIsFirst, int kTilesS, int kTilesO, typename Form>
+  template <bool kIsFirst, int kTilesS, typename Form>
   __device__ __forceinline__ void raise_where_asked(const float (&s)[kMmaQ][kTilesS][4],
-                                                    float (&o)[kMmaQ][kTilesO][4],
+                                                    float (&factors)[kMmaQ][2],
                                                     const float (&tile_sum)[kMmaQ][2],
                                                     const Form& form, float scale) {
 #pragma unroll
@@ -150,14 +153,7 @@ struct OnlineSoftmax {
         }
         const bool row_moves = kIsFirst || asks_for_more(m, h, quad_max(tile_sum[m][h]));
         const float value = row_moves ? form.value(largest) : -ptx::infinity();
-        const float factor = raise_row(m, h, value, scale);
-        if constexpr (!kIsFirst) {
-#pragma unroll
-          for (int n = 0; n < kTilesO; ++n) {
-            o[m][n][2 * h] *= factor;
-            o[m][n][2 * h + 1] *= factor;
-          }
-        }
+        factors[m][h] = raise_row(m, h, value, scale);
       }
     }
   }

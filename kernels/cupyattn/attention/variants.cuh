@@ -100,6 +100,7 @@ struct PolynomialForm {
 };
 
 struct PlainLogits {
+  static constexpr bool kReadsRows = false;
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
                                                      int position, int head, int) {
     return RowInfo{token, position, head, 1.0f, 0.0f};
@@ -131,6 +132,7 @@ struct TransformedLogits {
   // Without a cap, base-2 logits. With one, kTanhUnit times the argument of tanh: a unit in which
   // 2, the largest argument of the polynomial, is the first number with the top exponent bit.
   static constexpr float kTanhUnit = 2.0f / kTanhRange;
+  static constexpr bool kReadsRows = true;
   static __device__ __forceinline__ float unit(const AttentionParams& params) {
     return kSoftCap ? kTanhUnit * ptx::rcp_approx(params.logits_soft_cap) : kLog2e;
   }
@@ -203,6 +205,7 @@ struct TransformedLogits {
 // and base 2 in one polynomial; the largest magnitude of a row tells whether all of them are small
 // enough for it and, at once, that the row's maximum stays. That is so for nearly every tile.
 struct CappedLogits {
+  static constexpr bool kReadsRows = false;
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
                                                      int position, int head, int) {
     return RowInfo{token, position, head, 1.0f, 0.0f};

@@ -42,6 +42,14 @@ __device__ __forceinline__ void wgmma_results(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Products read their A fragment until they are over, and the compiler writes the next one's into
+// registers that they still read, unless it is a copy made after the wait.
+__device__ __forceinline__ uint32_t wgmma_input(uint32_t fragment) {
+  uint32_t copy;
+  asm volatile("mov.b32 %0, %1;\n" : "=r"(copy) : "r"(fragment));
+  return copy;
+}
+
 // 64 x kN x 16. A thread's d[i] is row 16 warp + lane / 4 (+ 8 if i % 4 > 1), column 8 (i / 4) +
 // 2 (lane % 4) + i % 2.
 template <int kN>

@@ -31,6 +31,8 @@ __forceinline__ void wgmma_wait(Where where = Where::current()) {
 template <int kCount>
 inline void wgmma_results(float (&)[kCount]) {}
 
+inline uint32_t wgmma_input(uint32_t fragment) { return fragment; }
+
 template <int kN>
 struct Wgmma {
   static_assert(kN % 8 == 0 && kN <= 256, "what wgmma takes");
