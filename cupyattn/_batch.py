@@ -55,6 +55,7 @@ class BatchWrapper:
         # The variant of the last run that needed another than was planned, and of which geometry.
         self._preferred: tuple[Geometry, Variant] | None = None
         self._words = DeviceWords(self._workspace)
+        self._rotated = DeviceWords(self._workspace)  # keys, where a plan rotates them ahead
         self._mask_words = DeviceWords(self._workspace)  # packed masks of bools, of runs
         # Graph mode: words of the other variants that were ever run, which stay where they are.
         self._variant_words: dict[Variant, DeviceWords] = {}
@@ -250,7 +251,9 @@ class BatchWrapper:
         # --- what a launch is told ---
         for variant, (launcher, schedule) in made.items():
             words = base if variant == usual else self._variant_words[variant].address
-            plan.prepared[variant] = Prepared(launcher, schedule, words, self._words.view)
+            rotated = self._reserve_rotated(schedule)
+            owner = self._words.view, self._rotated.view
+            plan.prepared[variant] = Prepared(launcher, schedule, words, owner, rotated)
         views = []
         if on_device is not None:
             held = int32_on_device(on_device, "kv_indices")
@@ -345,8 +348,15 @@ class BatchWrapper:
         if self._is_graph:
             self._variant_words[variant] = words
         self._preferred = plan.geometry, variant
-        found = plan.prepared[variant] = Prepared(launcher, schedule, address, words.view)
+        rotated = self._reserve_rotated(schedule)
+        owner = words.view, self._rotated.view
+        found = plan.prepared[variant] = Prepared(launcher, schedule, address, owner, rotated)
         return found
+
+    def _reserve_rotated(self, schedule: BatchSchedule) -> int:
+        """The address of memory for the keys that a schedule rotates ahead, 0 for none."""
+        num_words = -(-schedule.rotated_bytes // 4)
+        return self._rotated.reserve(num_words, exactly=True) if num_words else 0
 
     def _sizes(
         self, given: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
@@ -364,7 +374,8 @@ class BatchWrapper:
         parts = [schedule.words.size, *(part.size for part in mask.device_parts(batch))]
         if batch.page_ids is not None and self._buffers.kv_indices is None:
             parts.append(batch.num_page_ids)
-        return schedule.workspace_bytes, sum(-(-size // 4) * 16 for size in parts)
+        num_bytes = schedule.rotated_bytes + sum(-(-size // 4) * 16 for size in parts)
+        return schedule.workspace_bytes, num_bytes
 
     def _is_debugging(self) -> bool:
         """CUPYATTN_DEBUG=1: ids of pages on the GPU are read and checked too."""

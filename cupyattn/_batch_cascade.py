@@ -255,10 +255,12 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper):
         levels = tuple(
             (part.num_requests, int(part.requests.qo_len.max(initial=1))) for part in batch.parts
         )
+        ids = self._buffers.kv_indices
         return Capacity(
             num_requests=sum(count for count, _ in levels),
             num_rows=batch.num_rows,
             max_qo_len=max(longest for _, longest in levels),
+            num_tokens=0 if ids is None else ids.shape[0] * page_size,
             levels=levels,
         )
 

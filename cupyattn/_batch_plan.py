@@ -16,12 +16,14 @@ from .launch.batch_layout import BatchSchedule, Capacity
 
 @dataclass(slots=True)
 class Prepared:
-    """One variant of a plan on the device: `words` is where its schedule is."""
+    """One variant of a plan on the device: `words` is where its schedule is, `rotated` memory for
+    the keys that it rotates ahead."""
 
     launcher: BatchLauncher
     schedule: BatchSchedule
     words: int
     owner: object
+    rotated: int = 0
 
 
 @dataclass(slots=True)

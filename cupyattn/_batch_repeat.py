@@ -230,6 +230,7 @@ def bind(
         bits.row_bytes,
         factors[1],
         factors[0],
+        prepared.rotated,
     )
 
 

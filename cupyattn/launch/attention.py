@@ -132,6 +132,9 @@ class AttentionLauncher:
             if problem.pos_encoding == "ROPE_LLAMA"
             else b""
         )
+        self._keys = rotate_keys.Keys(
+            problem.dtype_kv, num_kv_heads, problem.head_dim_qk, 0, self.rope_table, device_index
+        )
         self._plans: dict[tuple[int, int], PreparedPlan] = {}
         self._heads = maps_sm90.Heads(problem, num_kv_heads, self.group_size, 0)
         self._maps: dict[tuple[int, int, bytes], maps_sm90.Maps] = {}
@@ -308,20 +311,8 @@ class AttentionLauncher:
         self, k: int, strides: bytes, kv_len: int, stream: int, allocate: Allocate
     ) -> tuple[int, bytes, object]:
         """Keys rotated into scratch memory: their address, the strides with theirs, their owner."""
-        k_strides = _K_STRIDES.unpack_from(strides, _K_STRIDES.size)
-        dim = self.problem.head_dim_qk
-        rotated, owner = rotate_keys.launch(
-            k,
-            k_strides,
-            self.problem.dtype_kv,
-            kv_len,
-            self.num_kv_heads,
-            dim,
-            self.rope_table,
-            self.device_index,
-            stream,
-            allocate,
-        )
         start, end = _K_STRIDES.size, 2 * _K_STRIDES.size
-        contiguous = _K_STRIDES.pack(self.num_kv_heads * dim, dim)
+        k_strides = _K_STRIDES.unpack_from(strides, start)
+        rotated, owner = rotate_keys.launch(self._keys, k, k_strides, kv_len, stream, allocate)
+        contiguous = _K_STRIDES.pack(*self._keys.strides[:2])
         return rotated, strides[:start] + contiguous + strides[end:], owner

@@ -28,7 +28,7 @@ from ..schedule.cover import check_cover
 from ..schedule.levels import MOST, Levels, Served, level_limits, level_tables, require_room
 from ..schedule.limits import Limits, check_limits, limits
 from ..schedule.mixed import Device, Kinds, MixedPlan, combine, estimate, plan_mixed, state_offsets
-from . import maps_sm90, params, tiles_sm90
+from . import maps_sm90, params, rotate_batch, rotate_keys, tiles_sm90
 from .attention import LOG2_E, SLACK, AttentionOptions
 from .batch_kernels import Group, Kernel, Kernels, classes
 from .batch_layout import BatchSchedule, Capacity, Layout, Room, Share
@@ -69,6 +69,8 @@ class BatchLauncher:
             if problem.pos_encoding == "ROPE_LLAMA"
             else b""
         )
+        of_keys = problem.dtype_kv, num_kv_heads, problem.head_dim_qk, page_size
+        self._keys = rotate_keys.Keys(*of_keys, self._rope_table, device_index)
         self._kernels = Kernels(problem, self.group_size, page_size, device_index)
         self._layout = Layout(self._kernels, problem, num_kv_heads, self.group_size, device_index)
         self._packed: dict[tuple[int, float, float], bytes] = {}
@@ -93,7 +95,7 @@ class BatchLauncher:
             plan = self._plan(requests, rows, splitting)
             most = self._limits(self._kernels.get(rows).shapes[0], splitting, capacity)
             check_limits(plan, most)
-            return self._of_requests([self._share(rows, plan, most)], requests)
+            return self._of_requests([self._share(rows, plan, most)], requests, capacity)
         found = classes(requests, self.group_size)
         mixed = self._kernels.mixed_rows(requests.qo_len) if len(found) > 1 else None
         if mixed is not None:
@@ -110,11 +112,13 @@ class BatchLauncher:
             slots = 0
         return self._of_requests(shares, requests)
 
-    def _of_requests(self, shares: list[Share], requests: BatchRequests) -> BatchSchedule:
+    def _of_requests(
+        self, shares: list[Share], requests: BatchRequests, capacity: Capacity | None = None
+    ) -> BatchSchedule:
         schedule = self._layout.lay_out(shares)
         if any(part.tiles is not None for part in schedule.parts):
             schedule.longest = int(requests.kv_len.max(initial=0))
-        return schedule
+        return rotate_batch.make_room(schedule, requests, self._keys, capacity)
 
     def tiles(self, rows: str) -> tuple[TileConfig, TileShape]:
         """The tiles of a row class, and what a plan must know of them."""
@@ -170,7 +174,8 @@ class BatchLauncher:
         ]
         merges = np.concatenate([table.reshape(-1) for table in tables])
         shares[-1] = shares[-1]._replace(merges=merges)
-        return self._layout.lay_out(shares, levels.positions)
+        made = self._layout.lay_out(shares, levels.positions)
+        return rotate_batch.make_room(made, requests, self._keys, capacity)
 
     def gains_by_levels(self, requests: BatchRequests, flat: BatchRequests) -> bool:
         """Whether a cascade of `requests` is done sooner than its rows one by one, as `flat`."""
@@ -314,15 +319,17 @@ class BatchLauncher:
         mask_row_bytes: int,
         output_scale: float,
         sm_scale: float,
+        rotated: int = 0,
     ) -> BoundRun:
         """What runs on arrays of these strides enqueue, as long as nothing else moves either.
 
         `strides` are params.STRIDES, packed. num_keys: rows that k and v hold, or pages. The mask
         has mask_bytes bytes, in rows of mask_row_bytes (mask.cuh). The scales are those of the
-        options times what the run adds to them.
+        options times what the run adds to them. rotated: room for schedule.rotated_bytes.
         """
         steps: list[Step] = []
         merges: list[Step] = []
+        rotation = None
         positions = 0 if schedule.positions < 0 else words + schedule.positions
         for part in schedule.parts:
             for launch, first_item in part.launches or _NO_LAUNCHES:
@@ -344,14 +351,20 @@ class BatchLauncher:
                 if launch is not None:
                     maps = None
                     if part.tiles is not None:
-                        section = self._heads_per_section(schedule.longest)
+                        section, keys = self._heads_per_section(schedule.longest), None
+                        if part.tiles.wants_rotated_keys:
+                            keys = self._keys.strides, schedule.rotated
+                            to = rotate_keys.Where(rotated, schedule.rotated)
+                            of_keys = self._keys, strides, kv_indices, self.group_size
+                            rotation = rotate_batch.of_part(part, words, *of_keys, to)
                         maps = maps_sm90.Maps(
-                            self._heads, part.tiles, launch.num_items, section, strides, num_keys
-                        )
+                            self._heads, part.tiles, launch.num_items, section, strides, num_keys,
+                            keys,
+                        )  # fmt: skip
                     steps.append((launch, planned, maps))
             if part.merge is not None:
                 merges.append((part.merge, planned, None))
-        return BoundRun(in_order(steps, merges), self.device_index)
+        return BoundRun(in_order(steps, merges), self.device_index, rotation)
 
     def _heads_per_section(self, longest: int) -> int:
         l2_bytes = device_props(self.device_index).l2_bytes

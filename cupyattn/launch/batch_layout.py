@@ -26,7 +26,8 @@ class Capacity:
     num_requests, num_rows  the most requests and query tokens of any later plan
     max_qo_len              query tokens of one request, as the first plan has them: they choose the
                             tile, and later plans may have more (but not under a fixed split)
-    num_tokens              the most keys; matters only where the size of splits is fixed
+    num_tokens              the most keys; matters where the size of splits is fixed, or keys are
+                            rotated ahead
     levels                  of a cascade: the requests and the query tokens of the longest of each
     """
 
@@ -96,6 +97,8 @@ class BatchSchedule:
     workspace_bytes  scratch for partial states (16-byte aligned), 0 if no keys are split
     positions        bytes into the words, where the positions of rows are; -1 without any
     longest          the most keys of a request
+    rotated          rows of k, or pages, that are rotated ahead of the launches, and the bytes that
+                     takes; 0 if none are
     """
 
     words: np.ndarray
@@ -103,6 +106,8 @@ class BatchSchedule:
     parts: tuple[Part, ...]
     positions: int = -1
     longest: int = 0
+    rotated: int = 0
+    rotated_bytes: int = 0
 
 
 class Layout:

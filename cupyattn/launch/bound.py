@@ -8,6 +8,7 @@ from typing import NamedTuple
 from . import params
 from .enqueue import Launch, enqueue
 from .maps_sm90 import Maps
+from .rotate_keys import Rotation
 
 # A launch with its params.PLANNED, packed, and what prefill_sm90 needs.
 Step = tuple[Launch, bytes, Maps | None]
@@ -25,16 +26,24 @@ def in_order(kernels: Iterable[Step], merges: Iterable[Step]) -> tuple[Step, ...
 
 
 class BoundRun(NamedTuple):
-    """The launches of a plan."""
+    """The launches of a plan.
+
+    rotation  keys are rotated first; prefill_sm90 reads them where it leaves them
+    """
 
     steps: tuple[Step, ...]
     device_index: int
+    rotation: Rotation | None = None
 
     def launch(self, q: int, k: int, v: int, o: int, optional: bytes, stream: int) -> None:
         """Enqueue one run on arrays at these addresses; `optional` is params.OPTIONAL, packed."""
         arguments = params.this_thread.launch_buffer
+        keys = k
+        if self.rotation is not None:
+            self.rotation.launch(k, self.device_index, stream)
+            keys = self.rotation.to.address
         for launch, planned, maps in self.steps:
             params.RUN.pack_into(arguments.buffer, arguments.offset, q, k, v, o, optional, planned)
             if maps is not None:
-                maps.pack(arguments, q, k, v)
+                maps.pack(arguments, q, keys, v)
             enqueue(launch, arguments, self.device_index, stream)

@@ -100,7 +100,7 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
             if not tiles.merges_itself:
                 found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
             if tiles.wants_rotated_keys:
-                config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk)
+                config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk, problem.paged)
                 found["rotate_keys", config] = None
         if problem.paged:
             found |= dict.fromkeys(mixed_instances(problem, arch))

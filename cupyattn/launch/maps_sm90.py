@@ -27,7 +27,7 @@ class Heads(NamedTuple):
 class Maps:
     """The maps of q, k and v of some strides and sizes, remembered by their addresses."""
 
-    __slots__ = ("_head", "_heads", "_known", "_size", "_strides", "_tiles")
+    __slots__ = ("_head", "_heads", "_keys", "_known", "_queries", "_tiles", "_values")
 
     def __init__(
         self,
@@ -37,13 +37,20 @@ class Maps:
         heads_per_section: int,
         strides: bytes,
         size: int,
+        rotated: tuple[tuple[int, int, int], int] | None = None,
     ) -> None:
-        """strides: params.STRIDES, packed. size: rows of k and v, or pages, that may be read."""
+        """strides: params.STRIDES, packed. size: rows of k and v, or pages, that may be read.
+        rotated: the (token, head, page) strides and the size of k, if they are others.
+        """
         self._heads = heads
         self._tiles = tiles
         self._head = num_items, heads_per_section
-        self._strides = params.STRIDES.unpack(strides)
-        self._size = size
+        q_row, q_head, k_row, k_head, v_row, v_head, *_, k_page, v_page = params.STRIDES.unpack(
+            strides
+        )
+        self._queries = q_row, q_head
+        self._keys = rotated or ((k_row, k_head, k_page), size)
+        self._values = (v_row, v_head, v_page), size
         self._known: dict[tuple[int, int, int], bytes] = {}
 
     def pack(self, arguments: params.LaunchBuffer, q: int, k: int, v: int) -> None:
@@ -59,7 +66,7 @@ class Maps:
 
     def _make(self, q: int, k: int, v: int) -> bytes:
         problem, num_kv_heads, group, page_size = self._heads
-        q_row, q_head, k_row, k_head, v_row, v_head, *_, k_page, v_page = self._strides
+        q_row, q_head = self._queries
         tokens = self._tiles.tile_q // group
         has_boxes = tokens * group == self._tiles.tile_q and max(group, tokens) <= _MAX_BOX
         # A map has no strides of 0, of which arrays that repeat themselves are made.
@@ -69,22 +76,20 @@ class Maps:
         maps = [tensor_map.of_rows(q, (problem.head_dim_qk, *dims), (q_head, q_row, 0), box)]
         rows = tensor_map.box_rows(page_size, self._tiles.tile_kv)
         units: list[int] = []
-        for address, dim, strides in (
-            (k, problem.head_dim_qk, (k_row, k_head, k_page)),
-            (v, problem.head_dim_vo, (v_row, v_head, v_page)),
+        for address, dim, (strides, size) in (
+            (k, problem.head_dim_qk, self._keys),
+            (v, problem.head_dim_vo, self._values),
         ):
-            if strides[0] <= 0 and (page_size or self._size) > 1:
+            if strides[0] <= 0 and (page_size or size) > 1:
                 raise UnsupportedError(
                     "k, v: rows that are all the same one have no kernel on sm_90; copy them"
                 )
             if page_size:
-                sizes = page_size, num_kv_heads, self._size
+                sizes = page_size, num_kv_heads, size
                 made, where = tensor_map.of_pages(address, dim, sizes, strides, rows)
             else:
                 num_heads = num_kv_heads if strides[1] else 1
-                made = tensor_map.of_rows(
-                    address, (dim, self._size, num_heads, 1), strides, (rows, 1, 1)
-                )
+                made = tensor_map.of_rows(address, (dim, size, num_heads, 1), strides, (rows, 1, 1))
                 where = 0, int(num_heads > 1)
             maps.append(made)
             units += where

@@ -31,8 +31,9 @@ RUN = struct.Struct(f"<4Q {OPTIONAL.size}s {PLANNED.size}s")
 # box_rows, has_query_boxes; where pages and heads are in the maps of k and v; maps of q, k and v.
 PREFILL_SM90 = struct.Struct(f"<8i {-(ATTENTION.size + 32) % 64}x 384s")
 
-# kernels/cupyattn/params/rotate_keys.cuh, the table of RoPE steps included.
-ROTATE_KEYS = struct.Struct(f"<2Q 2q 2i {4 * MAX_ROPE_PAIRS}s")
+# kernels/cupyattn/params/rotate_keys.cuh: k, and the rest, with the table of RoPE steps.
+ROTATION = struct.Struct(f"<3Q 3q 5i I 2i {4 * MAX_ROPE_PAIRS}s")
+ROTATE_KEYS = struct.Struct(f"<Q {ROTATION.size}s")
 
 # kernels/cupyattn/params/packbits.cuh
 PACKBITS = struct.Struct("<4Q 4q 2i")

@@ -71,12 +71,12 @@ _CAPPED_MASKED_SHAPES = {
 
 def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
     """The instance for a problem, or None: the portable kernel serves it."""
-    shape = _shapes(problem).get((problem.head_dim_qk, problem.head_dim_vo))
+    shape = _shape(problem)
     if (
         shape is None
         or not problem.aligned
         or problem.dtype_q is not problem.dtype_kv
-        or problem.pos_encoding == "ROPE_LLAMA"
+        or _spills(problem)
         or (problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv))
         or (problem.paged and (problem.head_dim_qk % 64 or problem.head_dim_vo % 64))
     ):
@@ -85,21 +85,30 @@ def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> 
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
-def _shapes(problem: AttentionProblem) -> dict[tuple[int, int], _Shape]:
-    is_alibi = problem.pos_encoding == "ALIBI"
-    if problem.custom_mask and problem.soft_cap and problem.scale_first and is_alibi:
-        return {}  # spills
-    if problem.soft_cap:
-        return _CAPPED_MASKED_SHAPES if problem.custom_mask else _CAPPED_SHAPES
-    return _MASKED_SHAPES if problem.custom_mask else _SHAPES
+def _shape(problem: AttentionProblem) -> _Shape | None:
+    if problem.custom_mask:
+        shapes = _CAPPED_MASKED_SHAPES if problem.soft_cap else _MASKED_SHAPES
+    else:
+        shapes = _CAPPED_SHAPES if problem.soft_cap else _SHAPES
+    shape = shapes.get((problem.head_dim_qk, problem.head_dim_vo))
+    if shape and problem.pos_encoding == "ROPE_LLAMA" and problem.head_dim_qk > 192:
+        # Angles take the shared memory of some keys.
+        return shape._replace(tile_kv=64)
+    return shape
+
+
+def _spills(problem: AttentionProblem) -> bool:
+    """Whether the registers do not hold it, whatever the shape."""
+    is_transformed = problem.soft_cap and problem.scale_first and problem.pos_encoding == "ALIBI"
+    return problem.custom_mask and is_transformed
 
 
 def summary() -> str:
     """What runs on Hopper's own units, in a line."""
     dims = ", ".join(f"{qk}" if qk == vo else f"{qk}/{vo}" for qk, vo in _SHAPES)
     return (
-        f"on sm_90 by wgmma for head dims {dims} of 16-bit keys, without RoPE, and with a custom "
-        "mask up to 192/128; portable otherwise"
+        f"on sm_90 by wgmma for head dims {dims} of 16-bit keys, and with a custom mask up to "
+        "192/128; portable otherwise"
     )
 
 
@@ -115,6 +124,7 @@ def heads_per_section(
 def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     consumers, tile_kv, stages, slots, _, (load, multiply), _ = shape
     tile_q = 64 * consumers
+    is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     shared = struct_of(
         _panels(tile_q, problem.head_dim_qk, slots),
         _panels(tile_kv, problem.head_dim_qk, stages),
@@ -124,6 +134,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         Field(_ITEMS * (_ITEM_BYTES + _MASK_MAP_BYTES * problem.custom_mask), 8),
         Field(stages * 4 * -(-tile_kv // 32)),
         _row_bits(problem, tile_q, stages),
+        Field(2 * problem.head_dim_qk if is_rotated else 4),
         Field(8 * (2 * _ITEMS + 2 * slots + 5 * stages), 8),
     ).size
     config: dict[str, int | bool | DType] = {
@@ -140,6 +151,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kMultiplyRegisters": multiply,
         "kTakesTurns": shape.takes_turns,
         "kOverlaps": shape.overlaps,
+        "kRope": is_rotated,
         "kAlibi": problem.pos_encoding == "ALIBI",
         "kSoftCap": problem.soft_cap,
         "kRowScales": problem.scale_first,
@@ -149,7 +161,9 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kSharedBytes": shared,
     }
     threads = 128 * (1 + consumers)
-    return TileConfig("prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared)
+    return TileConfig(
+        "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated
+    )
 
 
 def _row_bits(problem: AttentionProblem, tile_q: int, stages: int) -> Field:

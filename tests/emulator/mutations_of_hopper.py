@@ -125,4 +125,25 @@ HOPPER = (
         "all[w] = bits[w];",
         "hopper mask",
     ),
+    Mutation(
+        "rotated pages are looked up in the table",
+        PRODUCER,
+        "(kInOrder ? entry : params.kv_indices[entry])",
+        "params.kv_indices[entry]",
+        "hopper rope",
+    ),
+    Mutation(
+        "each warpgroup rotates the rows of the first",
+        CONSUMER,
+        "shared.q[slot], 64 * group, shared.rope,",
+        "shared.q[slot], 0, shared.rope,",
+        "hopper rope",
+    ),
+    Mutation(
+        "every tile of rows rotates the same share of the keys",
+        "entry/rotate_keys.cu",
+        "share = item.first_row / params.tile_rows;",
+        "share = 0;",
+        "hopper rope",
+    ),
 )

@@ -179,8 +179,8 @@ VALUES = (
     Mutation(
         "keys are rotated one position too far",
         "entry/rotate_keys.cu",
-        "static_cast<uint32_t>(token));",
-        "static_cast<uint32_t>(token) + 1);",
+        "static_cast<uint32_t>(key));",
+        "static_cast<uint32_t>(key) + 1);",
         "rope ahead",
     ),
     Mutation(

@@ -134,6 +134,12 @@ def _plans(*batches: test_plan_batch.Batch) -> Callable:
     return catch
 
 
+def _hopper_rope(**facts: object) -> None:
+    problem = replace(test_batch.BASE.problem, pos_encoding_mode="ROPE_LLAMA")
+    case = replace(test_batch.BASE, problem=problem, qo_len=(60, 70), kv_len=(300, 90))
+    run.batch(case, num_sms=3, **facts).check()
+
+
 def _absurd_offsets(**facts: object) -> None:
     with gpu.plugged_in(**facts) as emulated:
         for seed in range(8):
@@ -248,6 +254,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     # Rows of more than one panel.
     "hopper wide pages": _batch((40, 70), (300, 90), num_sms=3, dim=128),
     "hopper bad values": _bad_values,
+    "hopper rope": _hopper_rope,
     "hopper mask": _single(
         {"mask_kind": "packed", "kv_len": 700},
         *({"mask_kind": "packed", "mask_pattern": x, "kv_len": 900} for x in ("tiles", "causal")),

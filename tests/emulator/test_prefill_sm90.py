@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import gpu_cases
+from helpers import batch_cases, gpu_cases
 from helpers.cases import Case
 from helpers.verify_cases import FORMS
 
@@ -126,10 +126,37 @@ def test_masks_of_items(page_size: int) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
+        {"causal": True, "group": 3, "num_kv_heads": 5},
+        {"head_dim_qk": 192, "head_dim_vo": 128, "window_left": 100, "rope_scale": 8.0},
+        {"mask_kind": "packed", "mask_pattern": "tiles", "rope_theta": 5e5},
+    ],
+    ids=str,
+)
+def test_rope(changes: dict[str, object]) -> None:
+    answer = run.single(replace(BASE, pos_encoding_mode="ROPE_LLAMA", **changes))  # type: ignore[arg-type]
+    assert [launch.name for launch in answer.launches] == ["rotate_keys", "prefill_sm90"]
+    answer.check()
+
+
+# Keys of requests of few rows, and of none, are not rotated ahead.
+@pytest.mark.parametrize("kind", test_batch.KINDS)
+@pytest.mark.parametrize("split", [(None, False), (8, False)])
+def test_rope_of_batches(kind: str, split: tuple[int | None, bool]) -> None:
+    problem = batch_cases.Problem("float16", "float16", (64, 64), pos_encoding_mode="ROPE_LLAMA")
+    lengths = {"qo_len": (200, 3, 0, 90), "kv_len": (500, 300, 7, 95)}
+    case = replace(test_batch.BASE, problem=problem, **lengths, **test_batch.KINDS[kind])  # type: ignore[arg-type]
+    size = split[0] and (128 if kind == "ragged" else split[0])
+    answer = run.batch(replace(case, split=(size, False)), num_sms=3)
+    assert [launch.name for launch in answer.launches[:2]] == ["rotate_keys", "prefill_sm90"]
+    answer.check()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
         {"head_dim_qk": 80, "head_dim_vo": 80},
         {"kv_dtype": "float8_e4m3fn"},
         {"mask_kind": "packed", "head_dim_qk": 256, "head_dim_vo": 256},
-        {"pos_encoding_mode": "ROPE_LLAMA"},
         {"qo_len": 20},
     ],
     ids=str,

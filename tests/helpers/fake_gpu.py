@@ -159,7 +159,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(scratch, "_make", lambda device, stream: (COUNTERS, None))
     # torch gives its CPU tensors the index -1.
     monkeypatch.setattr(_readers, "_CUDA", (array.Device("cuda", 0),) * 2)
-    props = SimpleNamespace(arch="sm_90a", max_smem_per_block=MAX_SHARED)
+    props = SimpleNamespace(arch="sm_90a", max_smem_per_block=MAX_SHARED, num_sms=132)
     paging = (append_paged_kv_cache, get_batch_indices_positions, get_seq_lens)
     for module in (
         merge_levels,

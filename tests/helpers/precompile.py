@@ -75,7 +75,7 @@ def record(case: Case, arch: str, *, is_decode: bool = False) -> list[Instance]:
             tiles = tile_config(entry.problem, row_class(rows), SHARED_BYTES[arch], arch=arch)
             found.append((tiles.name, tiles.config))
             if tiles.wants_rotated_keys and case.kv_len:
-                config = rotate_keys.config(vk.dtype, entry.problem.head_dim_qk)
+                config = rotate_keys.config(vk.dtype, entry.problem.head_dim_qk, False)
                 found.append(("rotate_keys", config))
         return (vout.owner, vlse and vlse.owner) if case.return_lse else vout.owner
 
@@ -105,6 +105,11 @@ class Recorder:
         """Also the merge of its splits, which there may be on a GPU of another size."""
         self.found[tiles.name, tiles.config] = None
         prefill = tiles.prefill if isinstance(tiles, MixedConfig) else tiles
+        if prefill.wants_rotated_keys:
+            dim = problem.head_dim_qk
+            self.found["rotate_keys", rotate_keys.config(problem.dtype_kv, dim, problem.paged)] = (
+                None
+            )
         if not prefill.merges_itself:
             self.found["merge_splits", merge_splits.config(problem, prefill.tile_q)] = None
         return SimpleNamespace(function=None, tiles=tiles, num_slots=264)

@@ -87,4 +87,4 @@ def test_recorded_kernels_build(monkeypatch: pytest.MonkeyPatch, tmp_path) -> No
     assert jit.build(*found[0], "sm_90a").path.is_relative_to(tmp_path)
     assert precompile.record(gpu_cases.ALONE["no rows, prefill"], "sm_90a") == []
     found = precompile.record(gpu_cases.STEADY["rope"], "sm_90a")
-    assert [name for name, _ in found] == ["prefill_sm80", "rotate_keys"]
+    assert [name for name, _ in found] == ["prefill_sm90", "rotate_keys"]

@@ -82,20 +82,20 @@ def test_rotated_keys_take_the_place_of_the_keys(gpu: Gpu, make: Callable) -> No
     q, k, v = make(1000, 4, 64), make(2, 1000, 64), make(2, 1000, 64)
     for _ in range(2):
         prefill(q, k, v, kv_layout="HND", pos_encoding_mode="ROPE_LLAMA", out=make(1000, 4, 64))
-    layout = struct.Struct("<2Q 2q 2i 128I")
+    layout = struct.Struct("<4Q 3q 5i I 2i 128I")
     # The other half of the scratch memory is for partial answers.
     kernels = gpu.launches[::3], gpu.launches[1::3], gpu.launches[2::3]
     for rotate, attend, merge, memory in zip(*kernels, gpu.scratch[::2], strict=True):
         assert (rotate.kernel, merge.kernel) == ("rotate_keys", "merge_splits")
         assert merge.params == attend.params
         given = layout.unpack_from(rotate.params)
-        assert given[:6] == (pointer(k), memory[0], 64, 64000, 1000, 2)
+        assert given[:9] == (pointer(k), 0, 0, memory[0], 64, 64000, 0, 1000, 2)
         assert memory[1] == 1000 * 2 * 64 * 2
         got = unpack(attend.params)
         assert (got["k"], got["k_stride_n"], got["k_stride_h"]) == (memory[0], 128, 64)
         assert (got["v"], got["v_stride_n"], got["q_stride_n"]) == (pointer(v), 64, 256)
-        assert got["rope_step"][0] == given[6] == round(2**32 / (2 * np.pi))
-        assert got["rope_step"] == given[6:]
+        assert got["rope_step"][0] == given[15] == round(2**32 / (2 * np.pi))
+        assert got["rope_step"] == given[15:]
 
 
 def test_more_tiles_than_a_grid_takes(gpu: Gpu, make: Callable) -> None:

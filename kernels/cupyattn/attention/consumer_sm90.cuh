@@ -7,12 +7,14 @@
 #include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/mask_sm90.cuh"
 #include "cupyattn/attention/ring.cuh"
+#include "cupyattn/attention/rope.cuh"
 #include "cupyattn/attention/softmax.cuh"
 #include "cupyattn/attention/state.cuh"
 #include "cupyattn/attention/work.cuh"
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/ptx/cp_async.cuh"
 #include "cupyattn/ptx/mbarrier.cuh"
+#include "cupyattn/ptx/tensor_copy.cuh"
 #include "cupyattn/ptx/warp.cuh"
 #include "cupyattn/tile/warpgroup_tile.cuh"
 
@@ -228,6 +230,18 @@ struct PrefillSm90Consumer {
     ptx::wgmma_commit();
   }
 
+  // Keys come rotated; each warpgroup rotates its rows of Q where they have landed.
+  __device__ __forceinline__ void rotate_queries(const Item& item) const {
+    const TileWork& work = item.work.tile;
+    rotate_rows<QTile, kHeadDimQK, 64, kWarpgroup>(
+        shared.q[slot], 64 * group, shared.rope, threadIdx.x % kWarpgroup, [&](int r) {
+          const int row = work.first_row + min_of(r, work.num_rows - 1);
+          return item.work.request.position(params, PackedRow::of(params, row).token);
+        });
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(Kernel::kRotated + group, kWarpgroup);
+  }
+
   // The first tile of an item: its logits beside the last values of the item before, of which
   // everything but O is settled meanwhile.
   __device__ __forceinline__ void visit_first(const Item& item, int tile,
@@ -237,6 +251,7 @@ struct PrefillSm90Consumer {
     Kernel::wait(shared.full_q[queries.stage], queries.parity);
     slot = queries.stage;
     queries.advance();
+    if constexpr (Kernel::kRope) rotate_queries(item);
     multiply_keys(s);
     if (rest == kValues) {
       const Output output = conclude();

@@ -10,6 +10,7 @@
 #include "cupyattn/attention/mask_sm90.cuh"
 #include "cupyattn/attention/producer_sm90.cuh"
 #include "cupyattn/attention/ring.cuh"
+#include "cupyattn/attention/rope.cuh"
 #include "cupyattn/attention/variants.cuh"
 #include "cupyattn/attention/work.cuh"
 #include "cupyattn/common/math.cuh"
@@ -48,6 +49,7 @@ struct PrefillSm90 {
   using LogitsVariant = typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
   using Mask = typename MaskOf<Config::kCustomMask, Config::kMaskForm>::type;
   static constexpr bool kMasked = Config::kCustomMask;
+  static constexpr bool kRope = Config::kRope;
   using KeyTiles = typename conditional<kMasked, KeyTileMap<kTileKV>, AllKeyTiles>::type;
 
   // What a block does next. The last one does not exist.
@@ -78,13 +80,14 @@ struct PrefillSm90 {
     // Bits of the keys of a stage of V whose values were not finite.
     uint32_t bad_keys[kStages][ceil_div(kTileKV, 32)];
     typename conditional<kMasked, RowBits<kTileQ, kStages>, NoRowBits>::type row_bits;
+    typename conditional<kRope, RopeSteps<kHeadDimQK>, NoRopeSteps>::type rope;
     alignas(8) uint64_t full_item[kItems], empty_item[kItems];
     // Values of tiles that hide keys land at `raw_v`; what is not finite is taken out of them.
     uint64_t full_q[kSlots], empty_q[kSlots];
     uint64_t full_k[kStages], empty_k[kStages], raw_v[kStages], full_v[kStages], empty_v[kStages];
   };
 
-  enum NamedBarrier { kTurn = 1, kCleaned = kTurn + kConsumers };
+  enum NamedBarrier { kTurn = 1, kCleaned = kTurn + kConsumers, kRotated };
 
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/tiles.py) must agree");
@@ -100,6 +103,7 @@ struct PrefillSm90 {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) init_barriers();
+    if constexpr (kRope) shared.rope.fill(params, threadIdx.x, kWarpgroup * (1 + kConsumers));
     ptx::block_sync();
     // By the block's index, so that the compiler knows it is the same for a whole warp.
     const int warpgroup = ptx::warp_uniform(threadIdx.x / kWarpgroup);
@@ -164,21 +168,17 @@ struct PrefillSm90 {
     const int num_items = all_params.num_items * params.num_kv_heads;
     for (int index = blockIdx.x;;) {
       const bool exists = index < num_items;
-      ItemFacts item = exists ? item_of(index) : ItemFacts{};
+      const ItemFacts item = exists ? item_of(index) : ItemFacts{};
       // Items of zeros, as a captured graph has them to spare, are nobody's business.
       if (!exists || item.work.tile.num_rows > 0) {
         Item& published = shared.items[place.stage];
         wait(shared.empty_item[place.stage], place.parity ^ 1);
+        if (lane == 0) static_cast<ItemFacts&>(published) = item;
         if constexpr (kMasked) {
-          if (exists) {
-            item.tiles = published.template scan<Mask>(params, item.work.request, item.range,
-                                                       item.tiles, lane);
-          }
+          ptx::warp_sync();
+          if (exists) leave_hidden_tiles_out(published, lane);
         }
-        if (lane == 0) {
-          static_cast<ItemFacts&>(published) = item;
-          arrive(shared.full_item[place.stage]);
-        }
+        if (lane == 0) arrive(shared.full_item[place.stage]);
         ptx::warp_sync();
         if (!exists) return;
         // As early as there is a place, and not behind the keys of the item before.
@@ -187,6 +187,13 @@ struct PrefillSm90 {
       }
       index = next_index(num_items, lane);
     }
+  }
+
+  __device__ __forceinline__ void leave_hidden_tiles_out(Item& item, int lane) const {
+    const TileSpan tiles =
+        item.template scan<Mask>(params, item.work.request, item.range, item.tiles, lane);
+    ptx::warp_sync();
+    if (lane == 0) item.tiles = tiles;
   }
 
   // A block begins with the item of its own index and takes the next that nobody has. As many as

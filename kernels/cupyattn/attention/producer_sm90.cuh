@@ -61,9 +61,9 @@ struct PrefillSm90Producer {
       // that of the last tile, which is to be looked through.
       int behind = -1;
       for (int tile = tiles.end - 1; tile >= tiles.begin; tile = item.before(tile)) {
-        copy_tile<KTile>(all_params.k, all_params.k_units, shared.k[k.stage],
-                         shared.empty_k[k.stage], shared.full_k[k.stage], k.parity, item, tile,
-                         lane);
+        copy_tile<KTile, Kernel::kRope>(all_params.k, all_params.k_units, shared.k[k.stage],
+                                        shared.empty_k[k.stage], shared.full_k[k.stage], k.parity,
+                                        item, tile, lane);
         k.advance();
         if (tile + 1 == tiles.end) {
           copy_values(v, item, tile, lane);
@@ -127,8 +127,9 @@ struct PrefillSm90Producer {
     v.advance();
   }
 
-  // Copies a tile once its place is free. What no key has is zeros, or another request's.
-  template <typename Tile>
+  // Copies a tile once its place is free. What no key has is zeros, or another request's. Pages of
+  // rotated keys lie in the order of the table.
+  template <typename Tile, bool kInOrder = false>
   __device__ __forceinline__ void copy_tile(const TensorMap& map, const PageUnits& units,
                                             unsigned char* place, uint64_t& empty, uint64_t& full,
                                             uint32_t parity, const Item& item, int tile,
@@ -158,7 +159,8 @@ struct PrefillSm90Producer {
         // Looked up before the wait; a box of a page that is none is zeros.
         int page = -1;
         if (row < kTileKV && key < item.range.end) {
-          page = params.kv_indices[request.kv_start + at.page] * units.page + kv_head * units.head;
+          const int entry = request.kv_start + at.page;
+          page = (kInOrder ? entry : params.kv_indices[entry]) * units.page + kv_head * units.head;
         }
         if (!is_free) {
           Kernel::wait(empty, parity ^ 1);

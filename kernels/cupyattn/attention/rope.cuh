@@ -38,44 +38,64 @@ struct NoRopeSteps {
   uint32_t unused;
 };
 
-// Rotates 8 pairs: elements [8 c, 8 c + 8) of one row against those half a head dim further on.
-template <typename T>
-__device__ __forceinline__ void rotate_chunks(Vector16& low, Vector16& high,
+// The rotation of two neighbouring pairs.
+struct RotationOf2 {
+  float cosine[2], sine[2];
+
+  __device__ __forceinline__ RotationOf2(const uint32_t* rope_step, uint32_t position) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) rotation(rope_step[e], position, cosine[e], sine[e]);
+  }
+  // Elements of a row, and those half a head dim further on.
+  template <typename T>
+  __device__ __forceinline__ void apply(uint32_t& low, uint32_t& high) const {
+    float x[2], y[2];
+    ptx::unpack_pair<T>(low, x[0], x[1]);
+    ptx::unpack_pair<T>(high, y[0], y[1]);
+    low = ptx::pack_pair<T>(x[0] * cosine[0] - y[0] * sine[0], x[1] * cosine[1] - y[1] * sine[1]);
+    high = ptx::pack_pair<T>(y[0] * cosine[0] + x[0] * sine[0], y[1] * cosine[1] + x[1] * sine[1]);
+  }
+};
+
+// Rotates 8 pairs of each of some rows at one position: elements [8 c, 8 c + 8) against those half
+// a head dim further on.
+template <typename T, int kRows>
+__device__ __forceinline__ void rotate_chunks(Vector16 (&low)[kRows], Vector16 (&high)[kRows],
                                               const uint32_t* rope_step, uint32_t position) {
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    float x[2], y[2], cosine[2], sine[2];
-    ptx::unpack_pair<T>(low.word[w], x[0], x[1]);
-    ptx::unpack_pair<T>(high.word[w], y[0], y[1]);
+    const RotationOf2 rotation(rope_step + 2 * w, position);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      rotation(rope_step[2 * w + e], position, cosine[e], sine[e]);
-    }
-    low.word[w] =
-        ptx::pack_pair<T>(x[0] * cosine[0] - y[0] * sine[0], x[1] * cosine[1] - y[1] * sine[1]);
-    high.word[w] =
-        ptx::pack_pair<T>(y[0] * cosine[0] + x[0] * sine[0], y[1] * cosine[1] + x[1] * sine[1]);
+    for (int r = 0; r < kRows; ++r) rotation.apply<T>(low[r].word[w], high[r].word[w]);
   }
 }
 
-// Rotates the rows of a 16-bit tile in place; row r is at position `position_of(r)`.
+// Rotates kRows rows of a 16-bit tile in place, from `first_row` on; row r is at position
+// `position_of(r)`.
+template <typename Tile, int kHeadDim, int kRows, int kThreads, typename PositionOf>
+__device__ __forceinline__ void rotate_rows(unsigned char* tile, int first_row,
+                                            const RopeSteps<kHeadDim>& steps, int thread,
+                                            PositionOf&& position_of) {
+  static_assert(kHeadDim % 16 == 0, "RoPE rotates whole 16-byte chunks against each other");
+  constexpr int kPairs = kHeadDim / 16;
+  for (int index = thread; index < kRows * kPairs; index += kThreads) {
+    const int row = first_row + index / kPairs;
+    const int chunk = index % kPairs;
+    Vector16& low_chunk = *reinterpret_cast<Vector16*>(tile + Tile::offset(row, chunk));
+    Vector16& high_chunk = *reinterpret_cast<Vector16*>(tile + Tile::offset(row, chunk + kPairs));
+    Vector16 low[1] = {low_chunk}, high[1] = {high_chunk};
+    rotate_chunks<typename Tile::T>(low, high, steps.step + 8 * chunk,
+                                    static_cast<uint32_t>(position_of(row)));
+    low_chunk = low[0];
+    high_chunk = high[0];
+  }
+}
+
+// All rows of a tile.
 template <typename Tile, int kHeadDim, int kThreads, typename PositionOf>
 __device__ __forceinline__ void rotate_tile(unsigned char* tile, const RopeSteps<kHeadDim>& steps,
                                             int thread, PositionOf&& position_of) {
-  static_assert(kHeadDim % 16 == 0, "RoPE rotates whole 16-byte chunks against each other");
-  constexpr int kPairs = kHeadDim / 16;
-  for (int index = thread; index < Tile::kRows * kPairs; index += kThreads) {
-    const int row = index / kPairs;
-    const int chunk = index % kPairs;
-    unsigned char* low_address = tile + Tile::offset(row, chunk);
-    unsigned char* high_address = tile + Tile::offset(row, chunk + kPairs);
-    Vector16 low = *reinterpret_cast<Vector16*>(low_address);
-    Vector16 high = *reinterpret_cast<Vector16*>(high_address);
-    rotate_chunks<typename Tile::T>(low, high, steps.step + 8 * chunk,
-                                    static_cast<uint32_t>(position_of(row)));
-    *reinterpret_cast<Vector16*>(low_address) = low;
-    *reinterpret_cast<Vector16*>(high_address) = high;
-  }
+  rotate_rows<Tile, kHeadDim, Tile::kRows, kThreads>(tile, 0, steps, thread, position_of);
 }
 
 // Converts a tile of fp8 rows to 16 bits; used where keys must be rotated before the product.

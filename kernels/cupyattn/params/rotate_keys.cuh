@@ -7,14 +7,24 @@
 namespace cupyattn {
 
 struct RotateKeysParams {
-  const void* k;  // [kv_len, num_kv_heads, head_dim], rows on 16-byte boundaries
-  void* rotated;  // the same, contiguous
-  int64_t k_stride_n, k_stride_h;
-  int32_t kv_len, num_kv_heads;
+  const void* k;  // [rows, num_kv_heads, head_dim] or pages of such rows, on 16-byte boundaries
+  const WorkItem* work;  // nullptr: one request, of which each block takes an equal share
+  const int32_t* kv_indices;
+  // The same, contiguous. Pages are those of kv_indices, in its order.
+  void* rotated;
+  int64_t k_stride_n, k_stride_h, k_stride_page;
+  int32_t kv_len;  // of the one request
+  int32_t num_kv_heads;
+  int32_t group_size;
+  int32_t tile_rows;  // packed rows of an item
+  int32_t page_size;
+  uint32_t page_magic;  // as in AttentionParams
+  int32_t page_shift;
+  int32_t padding;
   uint32_t rope_step[kMaxRopePairs];  // as in AttentionParams
 };
 
-static_assert(sizeof(RotateKeysParams) == 40 + 4 * kMaxRopePairs,
+static_assert(sizeof(RotateKeysParams) == 88 + 4 * kMaxRopePairs,
               "RotateKeysParams and its mirror in launch/params.py must agree");
 
 }  // namespace cupyattn
