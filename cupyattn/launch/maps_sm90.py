@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ..errors import UnsupportedError
@@ -9,10 +10,14 @@ from ..problem import AttentionProblem
 from . import params, tensor_map
 from .tile_config import TileConfig
 
+# params/prefill_sm90.cuh, PageUnits.
+PageUnits = tuple[int, int, int, int]
+
 _MAX_KNOWN = 256
 # Rows of q are copied in boxes only where all of a box are the tile's own, so no bound is needed.
 _NO_BOUND = 2**31 - 1
 _MAX_BOX = 256
+_MOST_UNIT = 1 << 24
 
 
 class Heads(NamedTuple):
@@ -69,29 +74,49 @@ class Maps:
         q_row, q_head = self._queries
         tokens = self._tiles.tile_q // group
         has_boxes = tokens * group == self._tiles.tile_q and max(group, tokens) <= _MAX_BOX
-        # A map has no strides of 0, of which arrays that repeat themselves are made.
-        has_boxes = has_boxes and q_head > 0 and q_row > 0
         dims = (num_kv_heads * group, _NO_BOUND, 1) if has_boxes else (1, 1, 1)
         box = (group, tokens, 1) if has_boxes else (1, 1, 1)
         maps = [tensor_map.of_rows(q, (problem.head_dim_qk, *dims), (q_head, q_row, 0), box)]
-        rows = tensor_map.box_rows(page_size, self._tiles.tile_kv)
+        gathers = self._tiles.config["kGathers"]
+        rows = 0 if gathers else tensor_map.box_rows(page_size, self._tiles.tile_kv)
         units: list[int] = []
         for address, dim, (strides, size) in (
             (k, problem.head_dim_qk, self._keys),
             (v, problem.head_dim_vo, self._values),
         ):
-            if strides[0] <= 0 and (page_size or size) > 1:
-                raise UnsupportedError(
-                    "k, v: rows that are all the same one have no kernel on sm_90; copy them"
-                )
-            if page_size:
-                sizes = page_size, num_kv_heads, size
-                made, where = tensor_map.of_pages(address, dim, sizes, strides, rows)
+            if rows:
+                made, where = self._in_boxes(address, dim, strides, size, rows)
             else:
-                num_heads = num_kv_heads if strides[1] else 1
-                made = tensor_map.of_rows(address, (dim, size, num_heads, 1), strides, (rows, 1, 1))
-                where = 0, int(num_heads > 1)
+                made, where = self._gathered(strides, size)
             maps.append(made)
             units += where
         head = *self._head, rows, int(has_boxes)
         return params.PREFILL_SM90.pack(*head, *units, b"".join(maps))
+
+    def _in_boxes(
+        self, address: int, dim: int, strides: tuple[int, int, int], size: int, rows: int
+    ) -> tuple[bytes, PageUnits]:
+        """The map of k or v, copied in boxes of rows."""
+        problem, num_kv_heads, _, page_size = self._heads
+        itemsize = problem.dtype_kv.itemsize
+        if page_size:
+            sizes = page_size, num_kv_heads, size
+            made, (page, head) = tensor_map.of_pages(address, dim, sizes, strides, rows, itemsize)
+            return made, (page, head, 0, 0)
+        dims = dim, size, num_kv_heads, 1
+        made = tensor_map.of_rows(address, dims, strides, (rows, 1, 1), itemsize)
+        return made, (0, 1, 0, 0)
+
+    def _gathered(self, strides: tuple[int, int, int], size: int) -> tuple[bytes, PageUnits]:
+        """No map, but where the rows of pages are."""
+        page_size, (row, _, page) = self._heads.page_size, strides
+        page, row = page if size > 1 else 0, row if page_size > 1 else 0
+        unit = math.gcd(page, row, _MOST_UNIT)
+        last = max(0, size - 1) * page + (page_size - 1) * row
+        if last // unit > _NO_BOUND:
+            raise UnsupportedError(
+                f"paged_kv_cache: strides of {page} elements a page and {row} a row, over {size} "
+                f"pages, are more units of {unit} than 32 bits count; use a contiguous cache"
+            )
+        in_bytes = unit * self._heads.problem.dtype_kv.itemsize
+        return bytes(tensor_map.BYTES), (page // unit, 0, row // unit, in_bytes)

@@ -16,9 +16,12 @@ _PATTERN_ROWS = 8
 # Columns of 16 bits of a panel (kernels/cupyattn/tile/warpgroup_tile.cuh).
 _PANEL = 64
 
-# cuda.h: CU_TENSOR_MAP_DATA_TYPE_UINT16 (bits move as they are), INTERLEAVE_NONE, SWIZZLE_128B,
+# cuda.h: CU_TENSOR_MAP_DATA_TYPE_UINT8 and UINT16 (bits move as they are), INTERLEAVE_NONE,
 # L2_PROMOTION_L2_256B, FLOAT_OOB_FILL_NONE (zeros).
-_UINT16, _NO_INTERLEAVE, _SWIZZLE_128, _PROMOTION_256, _ZEROS = 1, 0, 3, 3, 0
+_UINTS = {1: 0, 2: 1}
+_NO_INTERLEAVE, _PROMOTION_256, _ZEROS = 0, 3, 0
+# SWIZZLE_NONE and SWIZZLE_128B: bytes land row by row, elements of 16 bits as they are multiplied.
+_SWIZZLES = {1: 0, 2: 3}
 
 
 def box_rows(page_size: int, tile_kv: int) -> int:
@@ -32,18 +35,21 @@ def of_rows(
     dims: tuple[int, int, int, int],
     strides: tuple[int, int, int],
     box: tuple[int, int, int],
+    itemsize: int = 2,
 ) -> bytes:
-    """The map of a tensor of 16-bit elements, copied in panels of rows; innermost dimension first.
+    """The map of a tensor, innermost dimension first, copied in rows of 8-bit elements or in panels
+    of rows of 16-bit ones.
 
-    strides  in elements, of all dimensions but the innermost: multiples of 8
+    strides  in elements, of all dimensions but the innermost: multiples of 16 bytes
     box      what one copy brings of these dimensions
     """
     # A dimension without entries, or with one, has no stride to speak of.
     sizes = tuple(max(1, n) for n in dims)
     in_bytes = tuple(
-        2 * stride if n > 1 else 16 for n, stride in zip(sizes[1:], strides, strict=True)
+        itemsize * stride if n > 1 else 16 for n, stride in zip(sizes[1:], strides, strict=True)
     )
-    return encode(address, sizes, in_bytes, (min(_PANEL, sizes[0]), *box))
+    columns = min(_PANEL, sizes[0]) if itemsize == 2 else sizes[0]
+    return encode(address, sizes, in_bytes, (columns, *box), itemsize)
 
 
 def of_pages(
@@ -52,12 +58,14 @@ def of_pages(
     sizes: tuple[int, int, int],
     strides: tuple[int, int, int],
     rows: int,
+    itemsize: int = 2,
 ) -> tuple[bytes, tuple[int, int]]:
-    """The map of pages of rows of 16-bit elements, and how far it is from a page to the next, and
-    from a head to the next, along its last dimension: the driver allows five, and this takes six.
+    """The map of pages of rows, and how far it is from a page to the next, and from a head to the
+    next, along its last dimension: the driver allows five, and rows of whole panels, all of which
+    one copy brings, take six.
 
     sizes    rows of a page (a multiple of 8), heads, pages
-    strides  in elements, of a row, a head and a page: multiples of 8
+    strides  in elements, of a row, a head and a page: multiples of 16 bytes
     rows     of one copy
     """
     page_rows, num_heads, num_pages = sizes
@@ -71,15 +79,24 @@ def of_pages(
             f"paged_kv_cache: strides of {page} elements a page and {head} a head, over "
             f"{num_pages} pages, are beyond the copy engine's coordinates; use a contiguous cache"
         )
+    if itemsize == 1:
+        of_bytes = of_rows(
+            address, (head_dim, page_rows, count, 1), (row, unit, 0), (rows, 1, 1), itemsize
+        )
+        return of_bytes, (by_page, by_head)
     panels = head_dim // _PANEL
     dims = _PANEL, _PATTERN_ROWS, panels, page_rows // _PATTERN_ROWS, count
     in_bytes = 2 * row, 2 * _PANEL, 2 * _PATTERN_ROWS * row, 2 * unit
     box = _PANEL, _PATTERN_ROWS, panels, rows // _PATTERN_ROWS, 1
-    return encode(address, dims, in_bytes, box), (by_page, by_head)
+    return encode(address, dims, in_bytes, box, itemsize), (by_page, by_head)
 
 
 def encode(
-    address: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    address: int,
+    dims: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    itemsize: int,
 ) -> bytes:
     """The driver's CUtensorMap: dimensions innermost first, strides in bytes of all but that."""
     rank = len(dims)
@@ -87,7 +104,7 @@ def encode(
     target = -(-ctypes.addressof(memory) // 64) * 64
     status = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(target),
-        _UINT16,
+        _UINTS[itemsize],
         rank,
         ctypes.c_void_p(address),
         (ctypes.c_uint64 * rank)(*dims),
@@ -95,7 +112,7 @@ def encode(
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*(1,) * rank),
         _NO_INTERLEAVE,
-        _SWIZZLE_128,
+        _SWIZZLES[itemsize],
         _PROMOTION_256,
         _ZEROS,
     )

@@ -23,7 +23,8 @@ _SHARE_OF_L2 = 0.6
 class _Shape(NamedTuple):
     """Warpgroups that multiply, keys of a tile, stages of K and V, tiles of Q in shared memory,
     whether the warpgroups take turns, the registers of a thread that loads and of one that
-    multiplies, and whether they have room for the probabilities of two tiles."""
+    multiplies, whether they have room for the probabilities of two tiles, places where tiles of fp8
+    land, and the warps that convert them: a warpgroup, or two of those that load."""
 
     consumers: int
     tile_kv: int
@@ -32,6 +33,8 @@ class _Shape(NamedTuple):
     takes_turns: bool = True
     registers: tuple[int, int] = (40, 232)
     overlaps: bool = True
+    landings: int = 0
+    converters: int = 0
 
 
 # What there is for four warpgroups.
@@ -67,26 +70,52 @@ _CAPPED_MASKED_SHAPES = {
     (128, 128): _Shape(2, 96, registers=_OF_MASKS, overlaps=False),
     (192, 128): _Shape(2, 96, query_slots=1, registers=_OF_MASKS, overlaps=False),
 }
+# With a warpgroup that turns fp8 into the type of q, and room where it lands.
+_CONVERTING = _Shape(2, 128, registers=(40, 216), overlaps=False, landings=1, converters=4)
+_FP8_SHAPES = {
+    (64, 64): _CONVERTING,
+    (96, 96): _CONVERTING,
+    (128, 128): _CONVERTING,
+    (192, 128): _CONVERTING._replace(tile_kv=96, query_slots=1, registers=(48, 208)),
+    (256, 256): _Shape(
+        2, 64, query_slots=1, registers=(56, 224), overlaps=False, landings=1, converters=2
+    ),
+}
+# There are no registers for wide rows.
+_CAPPED_FP8_SHAPES = {
+    dims: shape._replace(tile_kv=96) for dims, shape in _FP8_SHAPES.items() if max(dims) < 256
+}
 
 
 def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
     """The instance for a problem, or None: the portable kernel serves it."""
     shape = _shape(problem)
-    if (
-        shape is None
-        or not problem.aligned
-        or problem.dtype_q is not problem.dtype_kv
-        or _spills(problem)
-        or (problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv))
-        or (problem.paged and (problem.head_dim_qk % 64 or problem.head_dim_vo % 64))
-    ):
+    if shape is None or not problem.aligned or _spills(problem):
         return None
-    tiles = make(problem, shape)
+        return None
+    # A box has whole panels.
+    has_boxes = tensor_map.box_rows(page_size, shape.tile_kv) and (
+        shape.landings or not (problem.head_dim_qk % 64 or problem.head_dim_vo % 64)
+    )
+    gathers = problem.paged and not has_boxes
+    # Rotated keys are elsewhere, and known by their map. Warps that convert do not gather.
+    if gathers and (problem.pos_encoding == "ROPE_LLAMA" or shape.converters == 2):
+        return None
+    if gathers and shape.landings:
+        shape = shape._replace(query_slots=1, registers=(48, 208), landings=2)
+    elif gathers and shape.registers == _OF_THREE:
+        # To gather takes more registers than three warpgroups leave.
+        shape = shape._replace(consumers=2, registers=(40, 232))
+    tiles = make(problem, shape, gathers)
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
 def _shape(problem: AttentionProblem) -> _Shape | None:
-    if problem.custom_mask:
+    if problem.dtype_kv.is_fp8:
+        if problem.custom_mask or problem.pos_encoding == "ROPE_LLAMA":
+            return None
+        shapes = _CAPPED_FP8_SHAPES if problem.soft_cap else _FP8_SHAPES
+    elif problem.custom_mask:
         shapes = _CAPPED_MASKED_SHAPES if problem.soft_cap else _MASKED_SHAPES
     else:
         shapes = _CAPPED_SHAPES if problem.soft_cap else _SHAPES
@@ -107,8 +136,9 @@ def summary() -> str:
     """What runs on Hopper's own units, in a line."""
     dims = ", ".join(f"{qk}" if qk == vo else f"{qk}/{vo}" for qk, vo in _SHAPES)
     return (
-        f"on sm_90 by wgmma for head dims {dims} of 16-bit keys, and with a custom mask up to "
-        "192/128; portable otherwise"
+        f"on sm_90 by wgmma for head dims {dims}; with a custom mask up to 192/128; over fp8 keys "
+        "without masks; with RoPE over 16-bit keys, in pages of 8 keys or a multiple; otherwise "
+        "portable"
     )
 
 
@@ -116,16 +146,21 @@ def heads_per_section(
     problem: AttentionProblem, num_kv_heads: int, kv_len: int, l2_bytes: int
 ) -> int:
     """How many KV heads' items come one after another: their keys and values stay in L2."""
-    head_bytes = 2 * kv_len * (problem.head_dim_qk + problem.head_dim_vo)
+    row_bytes = problem.dtype_kv.itemsize * (problem.head_dim_qk + problem.head_dim_vo)
+    head_bytes = kv_len * row_bytes
     fitting = int(_SHARE_OF_L2 * l2_bytes) // max(1, head_bytes)
     return max(1, min(num_kv_heads, 1 << max(0, fitting.bit_length() - 1)))
 
 
-def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
-    consumers, tile_kv, stages, slots, _, (load, multiply), _ = shape
+def make(problem: AttentionProblem, shape: _Shape, gathers: bool = False) -> TileConfig:
+    """gathers: keys come row by row, from pages that no box of a tensor copy fits."""
+    consumers, tile_kv, stages, slots, _, (load, multiply), _, places, converters = shape
     tile_q = 64 * consumers
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
+    dims = (problem.head_dim_qk, problem.head_dim_vo) if places else ()
+    landings = [Field(places * tile_kv * dim, 128) for dim in dims]
     shared = struct_of(
+        *landings,
         _panels(tile_q, problem.head_dim_qk, slots),
         _panels(tile_kv, problem.head_dim_qk, stages),
         _panels(tile_kv, problem.head_dim_vo, stages),
@@ -135,7 +170,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         Field(stages * 4 * -(-tile_kv // 32)),
         _row_bits(problem, tile_q, stages),
         Field(2 * problem.head_dim_qk if is_rotated else 4),
-        Field(8 * (2 * _ITEMS + 2 * slots + 5 * stages), 8),
+        Field(8 * (2 * _ITEMS + 2 * slots + 5 * stages + 4 * (places or stages)), 8),
     ).size
     config: dict[str, int | bool | DType] = {
         "DTypeQ": problem.dtype_q,
@@ -147,6 +182,8 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kTileKV": tile_kv,
         "kStages": stages,
         "kQuerySlots": slots,
+        "kLandings": places,
+        "kConverters": converters,
         "kLoadRegisters": load,
         "kMultiplyRegisters": multiply,
         "kTakesTurns": shape.takes_turns,
@@ -158,9 +195,10 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kCustomMask": problem.custom_mask,
         "kMaskForm": MASK_FORMS.index(problem.mask_form),
         "kPaged": problem.paged,
+        "kGathers": gathers,
         "kSharedBytes": shared,
     }
-    threads = 128 * (1 + consumers)
+    threads = 128 * (1 + consumers + converters // 4)
     return TileConfig(
         "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated
     )

@@ -13,6 +13,8 @@ struct Config {
   static constexpr int kTileKV = 128;
   static constexpr int kStages = 2;
   static constexpr int kQuerySlots = 2;
+  static constexpr int kLandings = 0;
+  static constexpr int kConverters = 0;
   static constexpr int kLoadRegisters = 40;
   static constexpr int kMultiplyRegisters = 232;
   static constexpr bool kTakesTurns = true;
@@ -24,11 +26,12 @@ struct Config {
   static constexpr bool kCustomMask = false;
   static constexpr int kMaskForm = 0;
   static constexpr bool kPaged = false;
+  static constexpr bool kGathers = false;
   static constexpr int kSharedBytes = 199680;
 };
 #endif
 
-extern "C" __global__ void __launch_bounds__((1 + Config::kConsumers) * 128, 1)
+extern "C" __global__ void __launch_bounds__(cupyattn::PrefillSm90<Config>::kThreads, 1)
     cupyattn_prefill_sm90(const __grid_constant__ cupyattn::PrefillSm90Params params) {
   using Kernel = cupyattn::PrefillSm90<Config>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];

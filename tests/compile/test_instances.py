@@ -1,8 +1,8 @@
 """Compile gates: kernel instances build for every architecture, and none touches local memory.
 
-`make test` builds the instances of bfloat16 for sm_90a, with a cache of e4m3 those of head dim 128;
-for the other architectures those of bfloat16 and head dim 128, with masks for sm_80 alone; of mixed
-kernels, which are two in one, fewer. The rest is marked slow.
+`make test` builds the instances of bfloat16 for sm_90a, with a cache of e4m3, or rows that are
+gathered, those of head dim 128; for the other architectures those of bfloat16 and head dim 128,
+with masks for sm_80 alone; of mixed kernels, which are two in one, fewer. The rest is marked slow.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def _is_sampled(arch: str, name: str, config: jit.Config) -> bool:
         is_sm90 = arch == "sm_90a"
         is_here = is_sm90 or (is_usual and arch == "sm_80")
         return kv is dtypes.bfloat16 and is_here and (is_common or (is_usual and is_sm90))
+    if config.get("kGathers") and not is_usual:
+        return False
     if arch == "sm_90a":
         return kv is dtypes.bfloat16 or (kv is dtypes.float8_e4m3fn and is_usual)
     has_mask = config.get("kCustomMask", False)
@@ -58,6 +60,8 @@ def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
                 label += f" {q}-{kv} {config['kHeadDimQK']}-{config['kHeadDimVO']}"
             if config.get("kCustomMask"):
                 label += " masks"
+            if config.get("kGathers"):
+                label += " gathered"
             if name == "mixed_sm80":
                 label += f" {config['kPrefillMmaQ']}-{config['kDecodeMmaQ']}"
             groups[label].append((name, config))

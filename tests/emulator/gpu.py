@@ -224,15 +224,26 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
 
 
 def encode_tensor_map(
-    address: int, dims: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    address: int,
+    dims: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    itemsize: int,
 ) -> bytes:
-    """emulator/hopper.h, TensorMap, of elements of two bytes and swizzled lines of 128."""
+    """emulator/hopper.h, TensorMap: elements of two bytes in swizzled lines of 128, or bytes."""
 
     def five(numbers: Sequence[int]) -> tuple[int, ...]:
         return (*numbers, *[0] * (5 - len(numbers)))
 
     return struct.pack(
-        "<5Q 10I 3I 36x", address, *five(strides)[:4], *five(dims), *five(box), len(dims), 2, 3
+        "<5Q 10I 3I 36x",
+        address,
+        *five(strides)[:4],
+        *five(dims),
+        *five(box),
+        len(dims),
+        itemsize,
+        3 * (itemsize == 2),
     )
 
 

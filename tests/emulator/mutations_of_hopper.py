@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from .mutation import Mutation
+from .mutation import BAD, Mutation
 
 KERNEL = "cupyattn/attention/prefill_sm90.cuh"
 PRODUCER = "cupyattn/attention/producer_sm90.cuh"
+CONVERTER = "cupyattn/attention/converter_sm90.cuh"
 CONSUMER = "cupyattn/attention/consumer_sm90.cuh"
 SOFTMAX = "cupyattn/attention/softmax.cuh"
 MASK = "cupyattn/attention/mask_sm90.cuh"
@@ -23,7 +24,7 @@ HOPPER = (
     Mutation(
         "the place of keys is not waited for",
         PRODUCER,
-        "      Kernel::wait(empty, parity ^ 1);\n      if (lane == 0) {",
+        "      Kernel::wait(place.empty, place.parity ^ 1);\n      if (lane == 0) {",
         "      if (lane == 0) {",
         "hopper causal",
     ),
@@ -85,17 +86,31 @@ HOPPER = (
     ),
     Mutation(
         "what is not finite stays",
-        PRODUCER,
+        BAD,
         "chunk.word[w] = values.word[w] & ~holes.word[w];",
         "chunk.word[w] = values.word[w];",
         "hopper bad values",
     ),
     Mutation(
         "bad keys are not added",
-        PRODUCER,
+        BAD,
         "if (key < num_keys) ptx::atomic_or_shared",
         "if (key < 0) ptx::atomic_or_shared",
         "hopper bad values",
+    ),
+    Mutation(
+        "rows are gathered from the start of their page",
+        PRODUCER,
+        "pages[0] * units.page + slot * units.row",
+        "pages[0] * units.page",
+        "hopper small pages",
+    ),
+    Mutation(
+        "keys are converted before their place is free",
+        CONVERTER,
+        "    Kernel::wait(shared.empty_k[k.stage], k.parity ^ 1);\n",
+        "",
+        "hopper fp8",
     ),
     Mutation(
         "tiles that a mask hides in part are not waited for",

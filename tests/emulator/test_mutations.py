@@ -253,6 +253,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper steep": _single({"sm_scale": 16.0, "kv_len": 700}),
     # Rows of more than one panel.
     "hopper wide pages": _batch((40, 70), (300, 90), num_sms=3, dim=128),
+    "hopper small pages": _batch((40, 70), (300, 90), page_size=3, num_sms=3),
+    "hopper fp8": _single({"kv_dtype": "float8_e4m3fn", "kv_len": 500}),
     "hopper bad values": _bad_values,
     "hopper rope": _hopper_rope,
     "hopper mask": _single(

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import batch_cases, gpu_cases
+from helpers import gpu_cases
+from helpers.batch_cases import Case as BatchCase
+from helpers.batch_cases import Problem
 from helpers.cases import Case
 from helpers.verify_cases import FORMS
 
 import cupyattn
-from cupyattn.errors import UnsupportedError
 
 from . import gpu, run, test_batch, test_unplanned
 
@@ -84,9 +85,10 @@ def test_bits_do_not_depend_on_the_order(num_sms: int) -> None:
         np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 48, 64, 256])
-def test_pages(page_size: int) -> None:
-    case = replace(test_batch.BASE, qo_len=(70, 90), kv_len=(300, 95), page_size=page_size)
+PAGED = replace(test_batch.BASE, qo_len=(70, 90), kv_len=(300, 95), causal=True)
+
+
+def check_batch(case: BatchCase) -> None:
     answer = run.batch(case, num_sms=3)
     assert answer.launches[0].name == "prefill_sm90"
     answer.check()
@@ -123,6 +125,62 @@ def test_masks_of_items(page_size: int) -> None:
     answer.check()
 
 
+# Boxes bring pages that hold whole patterns of eight rows; others are gathered.
+@pytest.mark.parametrize("page_size", [1, 3, 8, 20, 48, 256])
+def test_pages(page_size: int) -> None:
+    check_batch(replace(PAGED, page_size=page_size))
+
+
+@pytest.mark.parametrize(
+    ("dims", "page_size"),
+    [((96, 96), 16), ((128, 128), 1), ((128, 128), 16), ((192, 128), 2), ((256, 256), 4)],
+)
+def test_dims_over_pages(dims: tuple[int, int], page_size: int) -> None:
+    problem = Problem("float16", "float16", dims)
+    check_batch(replace(PAGED, problem=problem, page_size=page_size, window_left=150))
+
+
+def test_masks_over_small_pages() -> None:
+    case = replace(test_batch.BASE, qo_len=(200, 90), kv_len=(600, 95), page_size=2)
+    check_batch(replace(case, has_items=True))
+
+
+FP8 = replace(CAUSAL, kv_dtype="float8_e4m3fn", scale_k="vector", scale_v="scalar")
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "kv_dtype"),
+    [
+        ((64, 64), "float16", "float8_e4m3fn"),
+        ((64, 64), "bfloat16", "float8_e5m2"),
+        ((96, 96), "float16", "float8_e5m2"),
+        ((128, 128), "bfloat16", "float8_e4m3fn"),
+        ((192, 128), "float16", "float8_e4m3fn"),
+        ((256, 256), "bfloat16", "float8_e4m3fn"),
+    ],
+)
+def test_fp8(dims: tuple[int, int], dtype: str, kv_dtype: str) -> None:
+    case = replace(FP8, dtype=dtype, kv_dtype=kv_dtype, head_dim_qk=dims[0], head_dim_vo=dims[1])
+    check(case)
+    if dims != (256, 256):
+        check(replace(case, kv_len=500, window_left=130, logits_soft_cap=5.0))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_hidden_fp8_values_do_not_contaminate(value: float) -> None:
+    case = replace(CAUSAL, kv_dtype="float8_e5m2")
+    answer = run.single(case, spoil={"v": [((290, 1, 3), value), ((40, 0, 60), value)]})
+    assert answer.launches[0].name == "prefill_sm90"
+    answer.check()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_fp8_over_pages(dim: int, page_size: int) -> None:
+    problem = Problem("bfloat16", "float8_e4m3fn", (dim, dim))
+    check_batch(replace(PAGED, problem=problem, page_size=page_size, window_left=150))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -142,7 +200,7 @@ def test_rope(changes: dict[str, object]) -> None:
 @pytest.mark.parametrize("kind", test_batch.KINDS)
 @pytest.mark.parametrize("split", [(None, False), (8, False)])
 def test_rope_of_batches(kind: str, split: tuple[int | None, bool]) -> None:
-    problem = batch_cases.Problem("float16", "float16", (64, 64), pos_encoding_mode="ROPE_LLAMA")
+    problem = Problem("float16", "float16", (64, 64), pos_encoding_mode="ROPE_LLAMA")
     lengths = {"qo_len": (200, 3, 0, 90), "kv_len": (500, 300, 7, 95)}
     case = replace(test_batch.BASE, problem=problem, **lengths, **test_batch.KINDS[kind])  # type: ignore[arg-type]
     size = split[0] and (128 if kind == "ragged" else split[0])
@@ -155,8 +213,9 @@ def test_rope_of_batches(kind: str, split: tuple[int | None, bool]) -> None:
     "changes",
     [
         {"head_dim_qk": 80, "head_dim_vo": 80},
-        {"kv_dtype": "float8_e4m3fn"},
         {"mask_kind": "packed", "head_dim_qk": 256, "head_dim_vo": 256},
+        {"mask_kind": "packed", "kv_dtype": "float8_e4m3fn"},
+        {"pos_encoding_mode": "ROPE_LLAMA", "kv_dtype": "float8_e4m3fn"},
         {"qo_len": 20},
     ],
     ids=str,
@@ -179,6 +238,14 @@ def test_heads_that_share_their_keys() -> None:
         wanted = cupyattn.single_prefill_with_kv_cache(q, *copied, causal=True)
     assert {launch.name for launch in emulated.launches} == {"prefill_sm90"}
     np.testing.assert_array_equal(got, wanted)
-    same = np.broadcast_to(k[:1], (300, 2, 64))
-    with gpu.plugged_in(), pytest.raises(UnsupportedError, match="copy them"):
-        cupyattn.single_prefill_with_kv_cache(q, same, same)
+
+
+def test_rows_that_are_all_the_same_one() -> None:
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, 4, 64)).astype(np.float16) for _ in "qk")
+    with gpu.plugged_in() as emulated:
+        got = cupyattn.single_prefill_with_kv_cache(
+            np.broadcast_to(q, (80, 4, 64)), *[np.broadcast_to(k[:, :2], (300, 2, 64))] * 2
+        )
+    assert {launch.name for launch in emulated.launches} == {"prefill_sm90"}
+    np.testing.assert_allclose(got, np.broadcast_to(k[:, [0, 0, 1, 1]], got.shape), rtol=1e-3)

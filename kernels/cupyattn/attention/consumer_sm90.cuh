@@ -195,6 +195,7 @@ struct PrefillSm90Consumer {
 
   __device__ __forceinline__ void multiply_values() {
     const uint32_t address = ptx::shared_address(shared.v[v.stage]);
+    if constexpr (Kernel::kIsGathered) ptx::fence_proxy_async();
     ptx::wgmma_fence();
     issue_pv<DTypeQ, VTile, kHeadDimVO>(o, p, operand_at<VTile>(address));
     ptx::wgmma_commit();
@@ -224,6 +225,7 @@ struct PrefillSm90Consumer {
     const uint32_t rows = ptx::shared_address(shared.q[slot]) + 64 * group * QTile::kRowBytes;
     const uint32_t keys = ptx::shared_address(shared.k[k.stage]);
     Kernel::wait(shared.full_k[k.stage], k.parity);
+    if constexpr (Kernel::kIsGathered) ptx::fence_proxy_async();
     await_turn();
     ptx::wgmma_fence();
     issue_qk<DTypeQ, QTile, KTile, kHeadDimQK>(s, operand_at<QTile>(rows), operand_at<KTile>(keys));

@@ -104,9 +104,23 @@ __device__ __forceinline__ void clean_values(unsigned char* tile, BadKeys& bad, 
   }
 }
 
+// The same of a chunk of a key's values, among those of which `num_keys` are to be marked.
+template <typename T>
+__device__ __forceinline__ void take_out_bad(Vector16& chunk, uint32_t* bad_keys, int key,
+                                             int num_keys) {
+  const Vector16 values = chunk;
+  Vector16 holes;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) holes.word[w] = not_finite<T>(values.word[w]);
+  if ((holes.word[0] | holes.word[1] | holes.word[2] | holes.word[3]) == 0) return;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) chunk.word[w] = values.word[w] & ~holes.word[w];
+  if (key < num_keys) ptx::atomic_or_shared(&bad_keys[key / 32], 1u << (key % 32));
+}
+
 // O += P V for one bad key and the columns whose values are not finite, given the key's
-// probabilities.
-template <typename T, int kHeadDim, int kMmaQ, int kTilesO>
+// probabilities. kInterleaves: columns are where fp8 fragments leave them (see fragments.cuh).
+template <typename T, int kHeadDim, bool kInterleaves, int kMmaQ, int kTilesO>
 __device__ __forceinline__ void add_bad_values(float (&o)[kMmaQ][kTilesO][4],
                                                const float (&p)[kMmaQ][2], const T* value_row,
                                                int lane) {
@@ -115,8 +129,7 @@ __device__ __forceinline__ void add_bad_values(float (&o)[kMmaQ][kTilesO][4],
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int t = lane & 3;
-      const int column =
-          is_fp8<T>::value ? 8 * (n & ~1) + 4 * t + (n & 1) + 2 * e : 8 * n + 2 * t + e;
+      const int column = kInterleaves ? 8 * (n & ~1) + 4 * t + (n & 1) + 2 * e : 8 * n + 2 * t + e;
       if (column >= kHeadDim) continue;
       const T element = value_row[column];
       if (not_finite<T>(element.bits) == 0) continue;
@@ -156,7 +169,7 @@ __device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
                              (lane & ~3) | ((key & 7) >> 1));
     }
   }
-  add_bad_values<T, kHeadDim>(o, p, value_row, lane);
+  add_bad_values<T, kHeadDim, is_fp8<T>::value>(o, p, value_row, lane);
 }
 
 // The same with probabilities as fragments: `p[i]` is of keys 16 i and on, in pairs of type P.
@@ -181,7 +194,7 @@ __device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
       of_key[m][h] = key & 1 ? odd : even;
     }
   }
-  add_bad_values<T, kHeadDim>(o, of_key, value_row, lane);
+  add_bad_values<T, kHeadDim, false>(o, of_key, value_row, lane);
 }
 
 }  // namespace cupyattn

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cupyattn/attention/consumer_sm90.cuh"
+#include "cupyattn/attention/converter_sm90.cuh"
 #include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/mask_sm90.cuh"
 #include "cupyattn/attention/producer_sm90.cuh"
@@ -38,14 +39,32 @@ struct PrefillSm90 {
   static constexpr int kStages = Config::kStages;
   static constexpr int kSlots = Config::kQuerySlots;
   static constexpr bool kPaged = Config::kPaged;
+  // Pages that no box fits come row by row.
+  static constexpr bool kGathers = Config::kGathers;
+  // fp8 keys and values land apart, and others turn them into the type of q: a warpgroup of their
+  // own, or, where registers forbid one, warps 2 and 3.
+  static constexpr bool kConverts = is_fp8<DTypeKV>::value;
+  static constexpr int kConverters = kConverts ? Config::kConverters : 0;
+  static constexpr bool kConvertsApart = kConverters == 4;
+  // Boxes of pages bring all panels at once.
+  static constexpr bool kByPatterns = kPaged && !kGathers && !kConverts;
+  // Ordinary copies fill the tiles that are multiplied.
+  static constexpr bool kIsGathered = kGathers && !kConverts;
   static constexpr int kWarpgroup = 4 * kWarpSize;
+  static constexpr int kThreads = (1 + kConsumers + (kConvertsApart ? 1 : 0)) * kWarpgroup;
   // The present item and the next. More would be taken early, and the last blocks end late.
   static constexpr int kItems = 2;
   static constexpr int kCleaners = 2 * kWarpSize;
 
   using QTile = PanelTile<DTypeQ, kTileQ, kHeadDimQK>;
-  using KTile = PanelTile<DTypeKV, kTileKV, kHeadDimQK, kPaged>;
-  using VTile = PanelTile<DTypeKV, kTileKV, kHeadDimVO, kPaged>;
+  using KTile = PanelTile<DTypeQ, kTileKV, kHeadDimQK, kByPatterns>;
+  using VTile = PanelTile<DTypeQ, kTileKV, kHeadDimVO, kByPatterns>;
+  // As keys and values land, and in how many places.
+  template <typename Tile, int kHeadDim>
+  using Landing = typename conditional<kConverts, RowTile<DTypeKV, kTileKV, kHeadDim>, Tile>::type;
+  using KLanding = Landing<KTile, kHeadDimQK>;
+  using VLanding = Landing<VTile, kHeadDimVO>;
+  static constexpr int kLandings = kConverts ? Config::kLandings : kStages;
   using LogitsVariant = typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
   using Mask = typename MaskOf<Config::kCustomMask, Config::kMaskForm>::type;
   static constexpr bool kMasked = Config::kCustomMask;
@@ -70,7 +89,13 @@ struct PrefillSm90 {
     }
   };
 
-  struct SharedMemory {
+  struct LandingPlaces {
+    alignas(KLanding::kAlign) unsigned char landing_k[kLandings][KLanding::kBytes];
+    alignas(VLanding::kAlign) unsigned char landing_v[kLandings][VLanding::kBytes];
+  };
+  struct NoLandingPlaces {};
+
+  struct SharedMemory : conditional<kConverts, LandingPlaces, NoLandingPlaces>::type {
     alignas(QTile::kAlign) unsigned char q[kSlots][QTile::kBytes];
     alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];
     alignas(VTile::kAlign) unsigned char v[kStages][VTile::kBytes];
@@ -85,6 +110,8 @@ struct PrefillSm90 {
     // Values of tiles that hide keys land at `raw_v`; what is not finite is taken out of them.
     uint64_t full_q[kSlots], empty_q[kSlots];
     uint64_t full_k[kStages], empty_k[kStages], raw_v[kStages], full_v[kStages], empty_v[kStages];
+    // Where keys and values land apart.
+    uint64_t landed_k[kLandings], taken_k[kLandings], landed_v[kLandings], taken_v[kLandings];
   };
 
   enum NamedBarrier { kTurn = 1, kCleaned = kTurn + kConsumers, kRotated };
@@ -92,7 +119,11 @@ struct PrefillSm90 {
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/tiles.py) must agree");
   static_assert(kHeadDimVO % 32 == 0, "rows of O are stored by vectors of whole quads");
-  static_assert(is_same<DTypeQ, DTypeKV>::value, "both operands of a product have one type");
+  static_assert(!kGathers || !kRope, "rotated keys are found by their map");
+  static_assert(!kConverts || kConvertsApart || (kConverters == 2 && !kGathers),
+                "warps 2 and 3 either gather or convert");
+  static_assert(is_same<DTypeQ, DTypeKV>::value || kConverts,
+                "both operands of a product have one type");
 
   const PrefillSm90Params& all_params;
   const AttentionParams& params;
@@ -103,7 +134,7 @@ struct PrefillSm90 {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) init_barriers();
-    if constexpr (kRope) shared.rope.fill(params, threadIdx.x, kWarpgroup * (1 + kConsumers));
+    if constexpr (kRope) shared.rope.fill(params, threadIdx.x, kThreads);
     ptx::block_sync();
     // By the block's index, so that the compiler knows it is the same for a whole warp.
     const int warpgroup = ptx::warp_uniform(threadIdx.x / kWarpgroup);
@@ -114,9 +145,14 @@ struct PrefillSm90 {
         PrefillSm90Producer<PrefillSm90>(*this).copy_tiles();
       } else if (warp == 1) {
         publish_items();
-      } else {
-        PrefillSm90Producer<PrefillSm90>(*this).clean_all_values();
+      } else if constexpr (kGathers || !kConverts) {
+        PrefillSm90Producer<PrefillSm90>(*this).bring_values();
+      } else if constexpr (!kConvertsApart) {
+        PrefillSm90Converter<PrefillSm90>(*this).run();
       }
+    } else if (kConvertsApart && warpgroup > kConsumers) {
+      ptx::set_max_registers_down<Config::kLoadRegisters>();
+      if constexpr (kConvertsApart) PrefillSm90Converter<PrefillSm90>(*this).run();
     } else {
       ptx::set_max_registers_up<Config::kMultiplyRegisters>();
       PrefillSm90Consumer<PrefillSm90>(*this, warpgroup - 1).run();
@@ -125,27 +161,40 @@ struct PrefillSm90 {
 
   __device__ __forceinline__ void init_barriers() {
     ptx::prefetch_tensor_map(all_params.q);
-    ptx::prefetch_tensor_map(all_params.k);
-    ptx::prefetch_tensor_map(all_params.v);
+    if constexpr (!kGathers) {
+      ptx::prefetch_tensor_map(all_params.k);
+      ptx::prefetch_tensor_map(all_params.v);
+    }
     const auto init = [](uint64_t& barrier, int count) {
       ptx::mbarrier_init(ptx::shared_address(&barrier), count);
     };
     for (int place = 0; place < kItems; ++place) {
       init(shared.full_item[place], 1);
-      // The warp that copies, those that clean, those that multiply.
-      init(shared.empty_item[place], 1 + 2 + 4 * kConsumers);
+      // The warp that copies, those that see to values, those that multiply, those that convert.
+      init(shared.empty_item[place],
+           1 + (kGathers || !kConverts ? 2 : 0) + 4 * kConsumers + kConverters);
     }
     for (int slot = 0; slot < kSlots; ++slot) {
       init(shared.full_q[slot], 1);
       init(shared.empty_q[slot], 4 * kConsumers);
     }
+    // A box is one arrival, rows are as many as there are threads that gather.
+    constexpr int kOfK = kGathers ? kWarpSize : 1, kOfV = kGathers ? kCleaners : 1;
     for (int stage = 0; stage < kStages; ++stage) {
       if constexpr (kMasked) init(shared.row_bits.full[stage], 2);
-      init(shared.full_k[stage], 1);
+      init(shared.full_k[stage], kConverts ? kConverters : kOfK);
       init(shared.raw_v[stage], 1);
-      init(shared.full_v[stage], 1);
+      init(shared.full_v[stage], kConverts ? kConverters : kOfV);
       init(shared.empty_k[stage], 4 * kConsumers);
       init(shared.empty_v[stage], 4 * kConsumers);
+    }
+    if constexpr (kConverts) {
+      for (int place = 0; place < kLandings; ++place) {
+        init(shared.landed_k[place], kOfK);
+        init(shared.landed_v[place], kOfV);
+        init(shared.taken_k[place], kConverters);
+        init(shared.taken_v[place], kConverters);
+      }
     }
     shared.logits = LogitsVariant::make_constants(params);
     ptx::fence_mbarrier_init();
@@ -226,8 +275,25 @@ struct PrefillSm90 {
     if (item.work.tile.num_rows <= 0) return item;
     item.range = KeyRange::of(params, item.work);
     // Boxes of pages start where pages do.
-    item.tiles = TileSpan::of < kPaged || kMasked > (item.range, kTileKV, item.work.tile);
+    item.tiles =
+        TileSpan::of < (kPaged && !kGathers) || kMasked > (item.range, kTileKV, item.work.tile);
     return item;
+  }
+
+  // Keys and values of an item in the order in which they are wanted, from the last tile, which
+  // causality cuts, to the first. V comes one tile behind K, but for that of the last tile, which
+  // is to be looked through. (Either is in the code once.)
+  template <typename Keys, typename Values>
+  static __device__ __forceinline__ void for_tiles(const Item& item, Keys&& keys, Values&& values) {
+    const TileSpan tiles = item.tiles;
+    for (int tile = tiles.end - 1, behind = -1;; tile = item.before(tile)) {
+      const bool is_tile = tile >= tiles.begin, is_last = is_tile && tile + 1 == tiles.end;
+      if (is_tile) keys(tile);
+      const int wanted = is_last ? tile : behind;
+      if (wanted >= 0) values(wanted);
+      if (!is_tile) break;
+      behind = is_last ? -1 : tile;
+    }
   }
 
   // The next item, and whether there is one.

@@ -26,15 +26,19 @@ struct PrefillSm90Producer {
   using QTile = typename Kernel::QTile;
   using KTile = typename Kernel::KTile;
   using VTile = typename Kernel::VTile;
+  using KLanding = typename Kernel::KLanding;
+  using VLanding = typename Kernel::VLanding;
   using Item = typename Kernel::Item;
   using SharedMemory = typename Kernel::SharedMemory;
   static constexpr int kTileQ = Kernel::kTileQ;
   static constexpr int kTileKV = Kernel::kTileKV;
-  static constexpr int kStages = Kernel::kStages;
+  static constexpr int kLandings = Kernel::kLandings;
   static constexpr int kSlots = Kernel::kSlots;
   static constexpr int kItems = Kernel::kItems;
   static constexpr int kCleaners = Kernel::kCleaners;
   static constexpr bool kPaged = Kernel::kPaged;
+  static constexpr bool kGathers = Kernel::kGathers;
+  static constexpr bool kConverts = Kernel::kConverts;
 
   const Kernel& kernel;
   const PrefillSm90Params& all_params;
@@ -51,28 +55,16 @@ struct PrefillSm90Producer {
 
   __device__ __forceinline__ void copy_tiles() {
     RingPlace<kItems> place;
-    RingPlace<kStages> k, v;
+    RingPlace<kLandings> k, v;
     const int lane = threadIdx.x % kWarpSize;
     for (;;) {
       const Item& item = kernel.await_item(place);
       if (!item.exists) return;
-      const TileSpan tiles = item.tiles;
-      // From the last tile, which causality cuts, to the first. V comes one tile behind K, but for
-      // that of the last tile, which is to be looked through.
-      int behind = -1;
-      for (int tile = tiles.end - 1; tile >= tiles.begin; tile = item.before(tile)) {
-        copy_tile<KTile, Kernel::kRope>(all_params.k, all_params.k_units, shared.k[k.stage],
-                                        shared.empty_k[k.stage], shared.full_k[k.stage], k.parity,
-                                        item, tile, lane);
-        k.advance();
-        if (tile + 1 == tiles.end) {
-          copy_values(v, item, tile, lane);
-          continue;
-        }
-        if (behind >= 0) copy_values(v, item, behind, lane);
-        behind = tile;
-      }
-      if (behind >= 0) copy_values(v, item, behind, lane);
+      Kernel::for_tiles(
+          item, [&](int tile) { copy_keys(k, item, tile, lane); },
+          [&](int tile) {
+            if constexpr (!kGathers) copy_values(v, item, tile, lane);
+          });
       kernel.release_item(place, lane);
     }
   }
@@ -119,28 +111,69 @@ struct PrefillSm90Producer {
     q.advance();
   }
 
-  __device__ __forceinline__ void copy_values(RingPlace<kStages>& v, const Item& item, int tile,
+  // --- Keys and values, where they land ---
+
+  // Where a tile lands, who says that the place is free, and who is told that it is full.
+  struct Place {
+    unsigned char* bytes;
+    uint64_t &empty, &full;
+    uint32_t parity;
+  };
+
+  __device__ __forceinline__ Place place_of_keys(const RingPlace<kLandings>& k) const {
+    if constexpr (kConverts) {
+      return Place{shared.landing_k[k.stage], shared.taken_k[k.stage], shared.landed_k[k.stage],
+                   k.parity};
+    } else {
+      return Place{shared.k[k.stage], shared.empty_k[k.stage], shared.full_k[k.stage], k.parity};
+    }
+  }
+  __device__ __forceinline__ Place place_of_values(const RingPlace<kLandings>& v,
+                                                   bool hides) const {
+    if constexpr (kConverts) {
+      return Place{shared.landing_v[v.stage], shared.taken_v[v.stage], shared.landed_v[v.stage],
+                   v.parity};
+    } else {
+      uint64_t& full = hides && !kGathers ? shared.raw_v[v.stage] : shared.full_v[v.stage];
+      return Place{shared.v[v.stage], shared.empty_v[v.stage], full, v.parity};
+    }
+  }
+
+  __device__ __forceinline__ void copy_keys(RingPlace<kLandings>& k, const Item& item, int tile,
+                                            int lane) const {
+    const Place place = place_of_keys(k);
+    if constexpr (kGathers) {
+      const DTypeKV* const keys =
+          static_cast<const DTypeKV*>(params.k) + item.work.tile.kv_head * params.k_stride_h;
+      gather_rows<KLanding, 1>(keys, all_params.k_units, place, item, tile, 0, lane);
+      ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&place.full));
+    } else {
+      copy_boxes<KLanding, Kernel::kRope>(all_params.k, all_params.k_units, place, item, tile,
+                                          lane);
+    }
+    k.advance();
+  }
+
+  __device__ __forceinline__ void copy_values(RingPlace<kLandings>& v, const Item& item, int tile,
                                               int lane) const {
-    uint64_t& lands = item.hides_keys(tile) ? shared.raw_v[v.stage] : shared.full_v[v.stage];
-    copy_tile<VTile>(all_params.v, all_params.v_units, shared.v[v.stage], shared.empty_v[v.stage],
-                     lands, v.parity, item, tile, lane);
+    copy_boxes<VLanding, false>(all_params.v, all_params.v_units,
+                                place_of_values(v, item.hides_keys(tile)), item, tile, lane);
     v.advance();
   }
 
   // Copies a tile once its place is free. What no key has is zeros, or another request's. Pages of
   // rotated keys lie in the order of the table.
-  template <typename Tile, bool kInOrder = false>
-  __device__ __forceinline__ void copy_tile(const TensorMap& map, const PageUnits& units,
-                                            unsigned char* place, uint64_t& empty, uint64_t& full,
-                                            uint32_t parity, const Item& item, int tile,
-                                            int lane) const {
+  template <typename Tile, bool kInOrder>
+  __device__ __forceinline__ void copy_boxes(const TensorMap& map, const PageUnits& units,
+                                             const Place& place, const Item& item, int tile,
+                                             int lane) const {
     const Request& request = item.work.request;
     const int kv_head = item.work.tile.kv_head;
     const int first_key = item.first_key(tile);
-    const uint32_t destination = ptx::shared_address(place);
-    const uint32_t lands = ptx::shared_address(&full);
+    const uint32_t destination = ptx::shared_address(place.bytes);
+    const uint32_t lands = ptx::shared_address(&place.full);
     if constexpr (!kPaged) {
-      Kernel::wait(empty, parity ^ 1);
+      Kernel::wait(place.empty, place.parity ^ 1);
       if (lane == 0) {
         ptx::mbarrier_arrive_expect_tx(lands, Tile::kBytes);
 #pragma unroll
@@ -163,45 +196,124 @@ struct PrefillSm90Producer {
           page = (kInOrder ? entry : params.kv_indices[entry]) * units.page + kv_head * units.head;
         }
         if (!is_free) {
-          Kernel::wait(empty, parity ^ 1);
+          Kernel::wait(place.empty, place.parity ^ 1);
           if (lane == 0) ptx::mbarrier_arrive_expect_tx(lands, Tile::kBytes);
           ptx::warp_sync();
           is_free = true;
         }
         if (row < kTileKV) {
-          ptx::tensor_copy_5d(destination + row * Tile::kPanels * Tile::kRowBytes, map, 0, 0, 0,
-                              at.slot / 8, page, lands);
+          if constexpr (kConverts) {
+            ptx::tensor_copy_4d(destination + row * Tile::kRowBytes, map, 0, at.slot, page, 0,
+                                lands);
+          } else {
+            ptx::tensor_copy_5d(destination + row * Tile::kPanels * Tile::kRowBytes, map, 0, 0, 0,
+                                at.slot / 8, page, lands);
+          }
         }
       }
     }
   }
 
-  // --- Warps 2 and 3: values that are not finite ---
+  // Gathers a warp's share of a tile of `rows`, one head's, once its place is free, from pages of
+  // any size: eight lanes to a row, whose page one lane has looked up ahead of the wait. What no
+  // key has is zeros.
+  template <typename Tile, int kWarps>
+  __device__ __forceinline__ void gather_rows(const DTypeKV* rows, const PageUnits& units,
+                                              const Place& place, const Item& item, int tile,
+                                              int warp, int lane) const {
+    constexpr int kRows = kTileKV / kWarps;
+    constexpr int kBatches = ceil_div(kRows, kWarpSize);
+    static_assert(kRows % 8 == 0, "a warp has whole groups of rows");
+    const int first_key = item.first_key(tile) + warp * kRows;
+    int pages[kBatches];
+#pragma unroll
+    for (int batch = 0; batch < kBatches; ++batch) {
+      const int row = batch * kWarpSize + lane, key = first_key + row;
+      pages[batch] = -1;
+      if (row < kRows && key < item.range.end) {
+        pages[batch] =
+            params.kv_indices[item.work.request.kv_start + PageSlot::of(params, key).page];
+      }
+    }
+    Kernel::wait(place.empty, place.parity ^ 1);
+    const int row = lane / 8, chunk = lane % 8;
+    const uint64_t source = reinterpret_cast<uintptr_t>(rows) + 16 * chunk;
+    const uint32_t destination =
+        ptx::shared_address(place.bytes) + warp * (kRows / 8 * Tile::kGroupBytes);
+    const uint32_t to[2] = {destination + Tile::offset(row, chunk),
+                            destination + Tile::offset(row + 4, chunk)};
+    // Rolled where it can be: all this code is in nobody's cache.
+#pragma unroll(kRows % kWarpSize == 0 ? 1 : kBatches)
+    for (int begin = 0; begin < kRows; begin += kWarpSize) {
+      const int slot = PageSlot::of(params, first_key + begin + lane).slot;
+      const int own = pages[0] < 0 ? -1 : pages[0] * units.page + slot * units.row;
+#pragma unroll
+      for (int batch = 1; batch < kBatches; ++batch) pages[batch - 1] = pages[batch];
+#pragma unroll
+      for (int first = 0; first < kWarpSize; first += 4) {
+        if (kRows % kWarpSize != 0 && begin + first >= kRows) break;
+        const int unit = ptx::shuffle(own, first + row);
+        const uint64_t from =
+            source + static_cast<uint64_t>(static_cast<uint32_t>(unit)) * units.bytes;
+        const uint32_t group = to[first / 4 % 2] + (begin + first) / 8 * Tile::kGroupBytes;
+#pragma unroll
+        for (int c = 0; c < Tile::kPlaces; c += 8) {
+          if (Tile::kPlaces % 8 != 0 && c + chunk >= Tile::kPlaces) continue;
+          const bool exists = Tile::kChunks % 8 == 0 || c + chunk < Tile::kChunks;
+          ptx::cp_async_16(group + c / 8 * Tile::kPanelBytes,
+                           reinterpret_cast<const void*>(from + 16 * c), exists && unit != -1);
+        }
+      }
+    }
+  }
 
-  __device__ __forceinline__ void clean_all_values() {
+  // --- Warps 2 and 3: values that are gathered, and those that are not finite ---
+
+  __device__ __forceinline__ void bring_values() {
     RingPlace<kItems> place;
-    RingPlace<kStages> v;
+    RingPlace<kLandings> v;
     uint32_t raw_parities = 0;  // a bit a stage
     const int thread = threadIdx.x - 2 * kWarpSize;
+    const int warp = ptx::warp_uniform(thread / kWarpSize), lane = thread % kWarpSize;
     for (;;) {
       const Item& item = kernel.await_item(place);
       if (!item.exists) return;
       for (int tile = item.tiles.end - 1; tile >= item.tiles.begin; tile = item.before(tile)) {
+        const bool is_cleaned = !kConverts && item.hides_keys(tile);
+        if constexpr (kGathers) {
+          const Place at = place_of_values(v, false);
+          const DTypeKV* const values =
+              static_cast<const DTypeKV*>(params.v) + item.work.tile.kv_head * params.v_stride_h;
+          gather_rows<VLanding, kCleaners / kWarpSize>(values, all_params.v_units, at, item, tile,
+                                                       warp, lane);
+          if (is_cleaned) {
+            ptx::cp_async_commit();
+          } else {
+            ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&at.full));
+          }
+        }
         if constexpr (Kernel::kMasked) leave_row_bits(item, tile, v, thread);
-        if (item.hides_keys(tile)) {
+        if (is_cleaned && kGathers) {
+          ptx::cp_async_wait_group<0>();
+        } else if (is_cleaned) {
           Kernel::wait(shared.raw_v[v.stage], (raw_parities >> v.stage) & 1);
           raw_parities ^= 1u << v.stage;
-          clean_values(v.stage, item.range.end - item.first_key(tile), thread);
+        }
+        if constexpr (!kConverts) {
+          if (is_cleaned) {
+            clean_values(v.stage, item.range.end - item.first_key(tile), thread);
+            if (kGathers || thread == 0) Kernel::arrive(shared.full_v[v.stage]);
+          }
         }
         v.advance();
       }
-      kernel.release_item(place, thread % kWarpSize);
+      kernel.release_item(place, lane);
     }
   }
 
   // Leaves what rows see of a tile that hides keys, once the last tile of its stage is over.
   __device__ __forceinline__ void leave_row_bits(const Item& item, int tile,
-                                                 const RingPlace<kStages>& v, int thread) {
+                                                 const RingPlace<kLandings>& v, int thread) {
     constexpr int kRowsEach = ceil_div(kTileQ, kCleaners);
     const int num_tokens = item.range.last_token - item.range.first_token + 1;
     const bool hides = item.hides_keys(tile);
@@ -225,7 +337,7 @@ struct PrefillSm90Producer {
   }
 
   // A tile that hides keys from some row has landed: takes out what is not finite, since it would
-  // be NaN times zero there, marks whose it was of the first `num_keys`, and hands the tile on.
+  // be NaN times zero there, marks whose it was of the first `num_keys`.
   __device__ __forceinline__ void clean_values(int stage, int num_keys, int thread) {
     constexpr int kWords = ceil_div(kTileKV, 32);
     constexpr int kChunks = VTile::kBytes / (16 * kCleaners);
@@ -249,23 +361,12 @@ struct PrefillSm90Producer {
       if (((seen[0] | seen[1] | seen[2] | seen[3]) & 0x7fff7fffu) == 0) continue;
 #pragma unroll 1
       for (int index = first; index < first + kBatch * kCleaners; index += kCleaners) {
-        clean_chunk(chunks[index], shared.bad_keys[stage], VTile::row_at(16 * index), num_keys);
+        take_out_bad<DTypeKV>(chunks[index], shared.bad_keys[stage], VTile::row_at(16 * index),
+                              num_keys);
       }
     }
     ptx::fence_proxy_async();
     ptx::named_barrier_sync(Kernel::kCleaned, kCleaners);
-    if (thread == 0) Kernel::arrive(shared.full_v[stage]);
-  }
-  static __device__ __forceinline__ void clean_chunk(Vector16& chunk, uint32_t* bad_keys, int key,
-                                                     int num_keys) {
-    const Vector16 values = chunk;
-    Vector16 holes;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) holes.word[w] = not_finite<DTypeKV>(values.word[w]);
-    if ((holes.word[0] | holes.word[1] | holes.word[2] | holes.word[3]) == 0) return;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) chunk.word[w] = values.word[w] & ~holes.word[w];
-    if (key < num_keys) ptx::atomic_or_shared(&bad_keys[key / 32], 1u << (key % 32));
   }
 };
 

@@ -7,9 +7,11 @@
 namespace cupyattn {
 
 // How far it is from a page to the next, and from a head to the next, along the last dimension of a
-// map of pages, or that of heads: 0 where heads share their keys.
+// map of pages, or that of heads. Where rows are gathered: from a
+// page, and from a row of one head, to the next, in units of so many bytes.
 struct PageUnits {
-  int32_t page, head;
+  int32_t page, head, row;
+  uint32_t bytes;
 };
 
 struct PrefillSm90Params {

@@ -81,6 +81,15 @@ __device__ __forceinline__ uint32_t e4m3_pair_to_half_pair(uint32_t bytes) {
   return pair;
 }
 
+// The same of the high 16 bits.
+__device__ __forceinline__ uint32_t e4m3_high_pair_to_half_pair(uint32_t bytes) {
+  uint32_t pair;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}\n"
+      : "=r"(pair)
+      : "r"(bytes));
+  return pair;
+}
+
 // Two floats to two fp8, saturated; a NaN has the sign it likes. From sm_89 on.
 #if __CUDA_ARCH__ >= 890
 template <typename Fp8>

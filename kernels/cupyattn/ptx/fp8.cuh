@@ -20,6 +20,7 @@ template <int kLow, int kHigh>
 struct Fp8ToHalfPair<e4m3_t, kLow, kHigh> {
   static __device__ __forceinline__ uint32_t convert(uint32_t bytes) {
 #if __CUDA_ARCH__ >= 890
+    if constexpr (kLow == 2 && kHigh == 3) return e4m3_high_pair_to_half_pair(bytes);
     const uint32_t packed =
         kLow == 0 && kHigh == 1 ? bytes : permute_bytes(bytes, 0u, 0x4400u | (kHigh << 4) | kLow);
     return e4m3_pair_to_half_pair(packed);

@@ -20,6 +20,8 @@ struct PanelTile {
   static constexpr int kPanels = ceil_div(kHeadDim, 64);
   static constexpr int kBytes = kPanels * kRows * kRowBytes;
   static constexpr int kChunks = kHeadDim / 8;
+  // With those that no row has, but the last panel.
+  static constexpr int kPlaces = 8 * kPanels;
   static constexpr int kAlign = kPatternBytes;
   // From a panel to the next, and from eight rows to the next eight.
   static constexpr int kPanelBytes = kByPatterns ? kPatternBytes : kRows * kRowBytes;
@@ -35,6 +37,27 @@ struct PanelTile {
   static __device__ __forceinline__ int row_at(int offset) {
     if constexpr (kByPatterns) return offset / kGroupBytes * 8 + offset / kRowBytes % 8;
     return offset / kRowBytes % kRows;
+  }
+};
+
+// Rows of bytes one after another: what is yet to become elements of panels.
+template <typename Element, int kRowsInTile, int kHeadDim>
+struct RowTile {
+  using T = Element;
+  static constexpr int kRows = kRowsInTile;
+  static constexpr int kRowBytes = kHeadDim * sizeof(Element);
+  static constexpr int kBytes = kRows * kRowBytes;
+  static constexpr int kPanels = 1;
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kPlaces = kChunks;
+  static constexpr int kAlign = 128;
+  // From eight chunks of a row to the next, and from eight rows.
+  static constexpr int kPanelBytes = 128;
+  static constexpr int kGroupBytes = 8 * kRowBytes;
+  static_assert(kRows % 8 == 0 && kRowBytes % 16 == 0, "rows come in groups, and in whole chunks");
+
+  static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
+    return row * kRowBytes + chunk * 16;
   }
 };
 

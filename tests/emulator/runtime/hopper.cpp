@@ -16,11 +16,13 @@ namespace {
 struct Arrived {
   uint32_t offset;
   std::vector<unsigned char> bytes;
+  bool is_counted;  // by the bytes that the barrier expects
 };
 
 struct MBarrier {
   int count = 0, pending = 0;
   int64_t expected_bytes = 0;  // less those that have come
+  int late_arrivals = 0;       // when `copies` land
   uint32_t phase = 0;
   std::vector<Arrived> copies;  // in flight; they land when somebody waits
   uint32_t waiting[kMaxWarps] = {};
@@ -35,23 +37,33 @@ MBarrier& find(uint32_t address, void* code) {
   return found->second;
 }
 
-void finish_phase(MBarrier& barrier) {
-  if (barrier.pending != 0 || barrier.expected_bytes != 0) return;
-  barrier.pending = barrier.count;
-  barrier.phase ^= 1;
+// A thread that waits already is one that needs what has come.
+void wake_all(MBarrier& barrier) {
   for (int w = 0; w < machine.num_warps; ++w) {
     if (barrier.waiting[w] != 0) wake(machine.warps[w], barrier.waiting[w]);
     barrier.waiting[w] = 0;
   }
 }
 
-void arrive(MBarrier& barrier, int num_bytes, void* code) {
-  if (barrier.pending == 0) fail(code, "more arrivals than the mbarrier's %d", barrier.count);
+void finish_phase(MBarrier& barrier) {
+  if (barrier.pending != 0 || barrier.expected_bytes != 0) return;
+  barrier.pending = barrier.count;
+  barrier.phase ^= 1;
+  wake_all(barrier);
+}
+
+// Whoever waits for the barrier sees what the present warp has done.
+void set_time(MBarrier& barrier) {
   Warp& warp = machine.warp();
   ++warp.clock[warp.index];
   for (int w = 0; w < machine.num_warps; ++w) {
     barrier.clock[w] = std::max(barrier.clock[w], warp.clock[w]);
   }
+}
+
+void arrive(MBarrier& barrier, int num_bytes, void* code) {
+  if (barrier.pending == 0) fail(code, "more arrivals than the mbarrier's %d", barrier.count);
+  set_time(barrier);
   barrier.expected_bytes += num_bytes;
   --barrier.pending;
   finish_phase(barrier);
@@ -63,10 +75,15 @@ void land_copies(MBarrier& barrier, void* code) {
     const int size = static_cast<int>(copy.bytes.size());
     land_shared_copy(copy.offset, size, code);
     memcpy(shared_window.begin + copy.offset, copy.bytes.data(), size);
-    barrier.expected_bytes -= size;
+    if (copy.is_counted) barrier.expected_bytes -= size;
   }
-  const bool had_copies = !barrier.copies.empty();
+  const bool had_copies = !barrier.copies.empty() || barrier.late_arrivals != 0;
   barrier.copies.clear();
+  if (barrier.late_arrivals > barrier.pending) {
+    fail(code, "more arrivals than the mbarrier's %d", barrier.count);
+  }
+  barrier.pending -= barrier.late_arrivals;
+  barrier.late_arrivals = 0;
   if (had_copies) {
     // Whoever waits sees what was copied: the copy's time is the present one of this warp.
     Warp& warp = machine.warp();
@@ -127,7 +144,7 @@ void tensor_copy(uint32_t destination, const TensorMap& map, const int (&coordin
     fail(code, "misaligned: a box with rows of %u bytes goes to %u", row_bytes, destination);
   }
   check_shared(destination, static_cast<int>(num_bytes), 16, code);
-  Arrived copy{destination, std::vector<unsigned char>(num_bytes)};
+  Arrived copy{destination, std::vector<unsigned char>(num_bytes), true};
   for (uint32_t index = 0; index < count; ++index) {
     uint64_t source = map.address;
     bool exists = true;
@@ -146,11 +163,19 @@ void tensor_copy(uint32_t destination, const TensorMap& map, const int (&coordin
   }
   start_copy(destination, static_cast<int>(num_bytes), code);
   barrier.copies.push_back(copy);
-  // A thread that waits already is one that needs it.
-  for (int w = 0; w < machine.num_warps; ++w) {
-    if (barrier.waiting[w] != 0) wake(machine.warps[w], barrier.waiting[w]);
-    barrier.waiting[w] = 0;
+  wake_all(barrier);
+}
+
+void cp_async_mbarrier_arrive_noinc(uint32_t address) {
+  MBarrier& barrier = find(address, EMULATOR_CALLER);
+  for (const Copy& copy : take_copies()) {
+    const unsigned char* end = copy.bytes + copy.num_bytes;
+    barrier.copies.push_back(
+        Arrived{copy.offset, std::vector<unsigned char>(copy.bytes, end), false});
   }
+  set_time(barrier);
+  ++barrier.late_arrivals;
+  wake_all(barrier);
 }
 
 // --- wgmma ---

@@ -129,6 +129,13 @@ void start_copy(uint32_t offset, int num_bytes, void* code);
 void land_copy(uint32_t offset, int num_bytes, void* code);
 void land_shared_copy(uint32_t offset, int num_bytes, void* code);
 void check_shared(uint32_t offset, int num_bytes, int alignment, void* code);
+// A copy by cp.async. Those of this thread in flight become the caller's to land.
+struct Copy {
+  uint32_t offset;
+  int num_bytes;
+  unsigned char bytes[16];
+};
+std::vector<Copy> take_copies();
 // A thread's copies in flight are forgotten when a block begins.
 void begin_copies();
 bool is_module_data(uintptr_t address);

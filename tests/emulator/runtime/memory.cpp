@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "emulator/cuda.h"
 #include "machine.h"
@@ -37,11 +38,6 @@ struct Shadow {
 };
 Shadow shadow;
 
-struct Copy {
-  uint32_t offset;
-  int num_bytes;
-  unsigned char bytes[16];
-};
 struct Copies {
   std::vector<Copy> started;
   std::vector<size_t> groups;  // the end of each in `started`
@@ -346,6 +342,12 @@ void cp_async_wait_group(int pending) {
   own.started.erase(own.started.begin(), own.started.begin() + count);
   own.groups.erase(own.groups.begin(), own.groups.begin() + landed);
   for (size_t& end : own.groups) end -= count;
+}
+
+std::vector<Copy> take_copies() {
+  Copies& own = copies[machine.current->index];
+  own.groups.clear();
+  return std::exchange(own.started, {});
 }
 
 uint32_t atomic_inc_wrap(uint32_t* counter, uint32_t last) {

@@ -21,6 +21,9 @@ namespace emulator {
 void mbarrier_init(uint32_t barrier, int count);
 void mbarrier_arrive(uint32_t barrier);
 void mbarrier_arrive_expect_tx(uint32_t barrier, int num_bytes);
+// Arrives when the copies that this thread has started have landed: when somebody waits, not
+// before.
+void cp_async_mbarrier_arrive_noinc(uint32_t barrier);
 void mbarrier_expect_tx(uint32_t barrier, int num_bytes);
 // try_wait in a loop: returns once the phase of this parity (0 for the first) is over. What tensor
 // copies bring is in shared memory from then on, and not before.

@@ -62,6 +62,10 @@ inline uint32_t e4m3_pair_to_half_pair(uint32_t pair) {
   return convert(pair & 0xffu) | convert((pair >> 8) & 0xffu) << 16;
 }
 
+inline uint32_t e4m3_high_pair_to_half_pair(uint32_t pairs) {
+  return e4m3_pair_to_half_pair(pairs >> 16);
+}
+
 template <typename Fp8>
 inline uint16_t cvt_rn_satfinite_fp8x2(float high, float low) {
   const emulator::FloatFormat& format =

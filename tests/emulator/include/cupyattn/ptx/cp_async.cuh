@@ -3,6 +3,7 @@
 
 #include "cupyattn/common/types.cuh"
 #include "emulator/device.h"
+#include "emulator/hopper.h"
 
 namespace cupyattn::ptx {
 
@@ -26,6 +27,10 @@ __forceinline__ void cp_async_commit() { emulator::cp_async_commit(); }
 template <int kPending>
 __forceinline__ void cp_async_wait_group() {
   emulator::cp_async_wait_group(kPending);
+}
+
+__forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
+  emulator::cp_async_mbarrier_arrive_noinc(barrier);
 }
 
 }  // namespace cupyattn::ptx
