@@ -289,7 +289,7 @@ class AttentionLauncher:
                 constants,
             )
             if launch.num_items:
-                self._maps_of(plan, launch, strides, kv_len).pack(arguments, q, k, v)
+                self._maps_of(plan, launch, strides, kv_len).pack(arguments, q, k, v, o)
             enqueue(launch, arguments, self.device_index, stream)
         if plan.merge is not None:
             enqueue(plan.merge, arguments, self.device_index, stream)

@@ -45,5 +45,5 @@ class BoundRun(NamedTuple):
         for launch, planned, maps in self.steps:
             params.RUN.pack_into(arguments.buffer, arguments.offset, q, k, v, o, optional, planned)
             if maps is not None:
-                maps.pack(arguments, q, keys, v)
+                maps.pack(arguments, q, keys, v, o)
             enqueue(launch, arguments, self.device_index, stream)

@@ -30,9 +30,9 @@ class Heads(NamedTuple):
 
 
 class Maps:
-    """The maps of q, k and v of some strides and sizes, remembered by their addresses."""
+    """The maps of q, k, v and o of some strides and sizes, remembered by their addresses."""
 
-    __slots__ = ("_head", "_heads", "_keys", "_known", "_queries", "_tiles", "_values")
+    __slots__ = ("_head", "_heads", "_keys", "_known", "_outputs", "_queries", "_tiles", "_values")
 
     def __init__(
         self,
@@ -50,33 +50,32 @@ class Maps:
         self._heads = heads
         self._tiles = tiles
         self._head = num_items, heads_per_section
-        q_row, q_head, k_row, k_head, v_row, v_head, *_, k_page, v_page = params.STRIDES.unpack(
+        q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, *_ = params.STRIDES.unpack(
             strides
         )
-        self._queries = q_row, q_head
+        k_page, v_page = params.STRIDES.unpack(strides)[-2:]
+        self._queries = q_head, q_row
         self._keys = rotated or ((k_row, k_head, k_page), size)
         self._values = (v_row, v_head, v_page), size
-        self._known: dict[tuple[int, int, int], bytes] = {}
+        self._outputs = o_head, o_row
+        self._known: dict[tuple[int, int, int, int], bytes] = {}
 
-    def pack(self, arguments: params.LaunchBuffer, q: int, k: int, v: int) -> None:
+    def pack(self, arguments: params.LaunchBuffer, q: int, k: int, v: int, o: int) -> None:
         """Write what follows params.ATTENTION for arrays at these addresses."""
-        key = q, k, v
+        key = q, k, v, o
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            found = self._known[key] = self._make(q, k, v)
+            found = self._known[key] = self._make(q, k, v, o)
         begin = arguments.offset + params.ATTENTION.size
         arguments.buffer[begin : begin + len(found)] = found
 
-    def _make(self, q: int, k: int, v: int) -> bytes:
-        problem, num_kv_heads, group, page_size = self._heads
-        q_row, q_head = self._queries
-        tokens = self._tiles.tile_q // group
-        has_boxes = tokens * group == self._tiles.tile_q and max(group, tokens) <= _MAX_BOX
-        dims = (num_kv_heads * group, _NO_BOUND, 1) if has_boxes else (1, 1, 1)
-        box = (group, tokens, 1) if has_boxes else (1, 1, 1)
-        maps = [tensor_map.of_rows(q, (problem.head_dim_qk, *dims), (q_head, q_row, 0), box)]
+    def _make(self, q: int, k: int, v: int, o: int) -> bytes:
+        problem, page_size = self._heads.problem, self._heads.page_size
+        has_query_boxes, query_map = self._row_boxes(q, problem.head_dim_qk, self._queries)
+        has_output_boxes, output_map = self._row_boxes(o, problem.head_dim_vo, self._outputs)
+        maps = [query_map]
         gathers = self._tiles.config["kGathers"]
         rows = 0 if gathers else tensor_map.box_rows(page_size, self._tiles.tile_kv)
         units: list[int] = []
@@ -90,8 +89,9 @@ class Maps:
                 made, where = self._gathered(strides, size)
             maps.append(made)
             units += where
-        head = *self._head, rows, int(has_boxes)
-        return params.PREFILL_SM90.pack(*head, *units, b"".join(maps))
+        head = *self._head, rows, has_query_boxes
+        maps.append(output_map)
+        return params.PREFILL_SM90.pack(*head, *units, has_output_boxes, b"".join(maps))
 
     def _in_boxes(
         self, address: int, dim: int, strides: tuple[int, int, int], size: int, rows: int
@@ -120,3 +120,14 @@ class Maps:
             )
         in_bytes = unit * self._heads.problem.dtype_kv.itemsize
         return bytes(tensor_map.BYTES), (page // unit, 0, row // unit, in_bytes)
+
+    def _row_boxes(self, address: int, dim: int, strides: tuple[int, int]) -> tuple[bool, bytes]:
+        """Whether a tile of rows of q or o is one box, and their map. strides: of a head, a row."""
+        _, num_kv_heads, group, _ = self._heads
+        tokens = self._tiles.tile_q // group
+        has_boxes = tokens * group == self._tiles.tile_q and max(group, tokens) <= _MAX_BOX
+        # A map has no strides of 0, of which arrays that repeat themselves are made.
+        has_boxes = has_boxes and min(strides) > 0
+        dims = (num_kv_heads * group, _NO_BOUND, 1) if has_boxes else (1, 1, 1)
+        box = (group, tokens, 1) if has_boxes else (1, 1, 1)
+        return has_boxes, tensor_map.of_rows(address, (dim, *dims), (*strides, 0), box)

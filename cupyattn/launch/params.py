@@ -28,8 +28,8 @@ PLANNED = struct.Struct(
 RUN = struct.Struct(f"<4Q {OPTIONAL.size}s {PLANNED.size}s")
 
 # kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_section,
-# box_rows, has_query_boxes; PageUnits of k and v; maps of q, k and v.
-PREFILL_SM90 = struct.Struct(f"<12i {-(ATTENTION.size + 48) % 64}x 384s")
+# box_rows, has_query_boxes; PageUnits of k and v; has_output_boxes; maps of q, k, v and o.
+PREFILL_SM90 = struct.Struct(f"<13i {-(ATTENTION.size + 52) % 64}x 512s")
 
 # kernels/cupyattn/params/rotate_keys.cuh: k, and the rest, with the table of RoPE steps.
 ROTATION = struct.Struct(f"<3Q 3q 5i I 2i {4 * MAX_ROPE_PAIRS}s")
@@ -38,7 +38,7 @@ ROTATE_KEYS = struct.Struct(f"<Q {ROTATION.size}s")
 # kernels/cupyattn/params/packbits.cuh
 PACKBITS = struct.Struct("<4Q 4q 2i")
 
-_MAX_PARAMS_BYTES = 1344
+_MAX_PARAMS_BYTES = 1472
 # Tensor maps lie on multiples of this within a struct, and the struct likewise.
 _ALIGN = 64
 

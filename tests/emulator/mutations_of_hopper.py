@@ -78,6 +78,20 @@ HOPPER = (
         "hopper bad values",
     ),
     Mutation(
+        "rows of Q come into a place that O has not left",
+        KERNEL,
+        "            if (lane == 0) ptx::bulk_wait_read();",
+        "",
+        "hopper wide pages",
+    ),
+    Mutation(
+        "O leaves from another item's place",
+        KERNEL,
+        "stored = stored + 1 == kSlots ? 0 : stored + 1;",
+        "",
+        "hopper wide pages",
+    ),
+    Mutation(
         "halves of a quad exchanged the wrong way",
         STATE,
         "whole.word[i] = is_upper ? got : kept;",

@@ -251,8 +251,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
     # So steep that even bfloat16 has no room for what passes the first tile's maximum.
     "hopper steep": _single({"sm_scale": 16.0, "kv_len": 700}),
-    # Rows of more than one panel.
-    "hopper wide pages": _batch((40, 70), (300, 90), num_sms=3, dim=128),
+    # Rows of more than one panel; a block has several whole tiles, one after another.
+    "hopper wide pages": _batch((40, 130), (300, 150), num_sms=1, dim=128),
     "hopper small pages": _batch((40, 70), (300, 90), page_size=3, num_sms=3),
     "hopper fp8": _single({"kv_dtype": "float8_e4m3fn", "kv_len": 500}),
     "hopper bad values": _bad_values,

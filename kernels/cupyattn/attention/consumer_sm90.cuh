@@ -12,6 +12,7 @@
 #include "cupyattn/attention/state.cuh"
 #include "cupyattn/attention/work.cuh"
 #include "cupyattn/common/types.cuh"
+#include "cupyattn/ptx/convert.cuh"
 #include "cupyattn/ptx/cp_async.cuh"
 #include "cupyattn/ptx/mbarrier.cuh"
 #include "cupyattn/ptx/tensor_copy.cuh"
@@ -52,9 +53,10 @@ struct PrefillSm90Consumer {
     float factors[1][2];
     bool raised;
   };
-  // Of an item that is over but for O: its place, and what a thread's two rows are multiplied by.
+  // Of an item that is over but for O: its place, that of its rows of Q, and what a thread's two
+  // rows are multiplied by.
   struct Output {
-    int place;
+    int place, slot;
     float factors[2];
   };
 
@@ -65,7 +67,7 @@ struct PrefillSm90Consumer {
   RingPlace<kStages> k, v;
   RingPlace<kSlots> queries;  // of the next item
   RingPlace<kItems> place;    // of the present item, as is `slot`
-  int slot;
+  int slot = 0;
   // What is still to be done for the present item: its last values to be multiplied, and, or
   // only, O to be written.
   enum Rest { kNothing, kOutput, kValues } rest = kNothing;
@@ -105,7 +107,7 @@ struct PrefillSm90Consumer {
         continue;
       }
       item = &kernel.await_item(next);
-      const bool has_keys = item->exists && item->tiles.begin < item->tiles.end;
+      const bool has_keys = item->exists && item->has_keys();
       if (!has_keys || rest == kOutput) complete();
       if (!item->exists) return;
       if (has_keys) {
@@ -146,8 +148,12 @@ struct PrefillSm90Consumer {
       Kernel::wait(shared.full_v[v.stage], v.parity);
       multiply_values();
       await_output();
+      // Nobody of the warpgroup reads Q any more, and O may take its place.
+      if constexpr (Kernel::kStagesOutput) {
+        ptx::named_barrier_sync(Kernel::kDone + group, kWarpgroup);
+      }
     }
-    write(conclude());
+    write(conclude(slot));
     rest = kNothing;
   }
 
@@ -251,12 +257,13 @@ struct PrefillSm90Consumer {
     float s[1][kTilesS][4];
     Probabilities probabilities;
     Kernel::wait(shared.full_q[queries.stage], queries.parity);
+    const int last_slot = slot;
     slot = queries.stage;
     queries.advance();
     if constexpr (Kernel::kRope) rotate_queries(item);
     multiply_keys(s);
     if (rest == kValues) {
-      const Output output = conclude();
+      const Output output = conclude(last_slot);
       start(item, next);
       Kernel::wait(shared.full_v[v.stage], v.parity);
       multiply_values();
@@ -331,7 +338,7 @@ struct PrefillSm90Consumer {
     for (int i = 0; i < kTileKV / 16; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        p[i][0][e] = kOverlaps ? ptx::wgmma_input(from.p[i][0][e]) : from.p[i][0][e];
+        p[i][0][e] = kOverlaps ? ptx::opaque_copy(from.p[i][0][e]) : from.p[i][0][e];
       }
     }
   }
@@ -411,12 +418,12 @@ struct PrefillSm90Consumer {
 
   // Settles what does not need O of the present item, whose keys have all been seen: the rows'
   // normalisers and, if anybody wants them, their log-sum-exps.
-  __device__ __forceinline__ Output conclude() {
+  __device__ __forceinline__ Output conclude(int its_slot) {
     const Item& item = shared.items[place.stage];
     const bool leaves_state = item.work.tile.leaves_state();
     const float output_scale =
         leaves_state ? 1.0f : output_scale_of(params, item.work.tile.kv_head);
-    Output output{place.stage};
+    Output output{place.stage, its_slot};
     float sums[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) sums[h] = quad_sum(softmax.row_sum[0][h]);
@@ -448,7 +455,9 @@ struct PrefillSm90Consumer {
   // Normalises and writes this warp's rows of an item, and is done with it.
   __device__ __forceinline__ void write(const Output& output) {
     const Item& item = shared.items[output.place];
-    if (item.work.tile.leaves_state()) {
+    if (kernel.leaves_in_a_box(item)) {
+      stage(output);
+    } else if (item.work.tile.leaves_state()) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const RowPlace row = row_place(item, h);
@@ -474,6 +483,29 @@ struct PrefillSm90Consumer {
     }
     ptx::warp_sync();
     if (lane == 0) Kernel::arrive(shared.empty_item[output.place]);
+  }
+
+  // Leaves this warp's rows in the place of theirs of Q, as a box of O lies there. The other
+  // groups' rows may still be read.
+  __device__ __forceinline__ void stage(const Output& output) {
+    if constexpr (Kernel::kStagesOutput) {
+      static_assert(QTile::kRowBytes == 128 && QTile::kGroupBytes == 8 * 128, "bits do not carry");
+      unsigned char* tile = shared.q[output.slot];
+      // A chunk further is a bit of the offset. All offsets at once would be kept, and spill.
+      const uint32_t first = ptx::opaque_copy(QTile::offset(own_row(0), 0) + 4 * (lane & 3));
+#pragma unroll
+      for (int n = 0; n < kHeadDimVO / 8; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint32_t offset =
+              (first ^ (n % 8 * 16)) + n / 8 * QTile::kPanelBytes + h * QTile::kGroupBytes;
+          const float factor = output.factors[h];
+          *reinterpret_cast<uint32_t*>(tile + offset) =
+              ptx::pack_pair<DTypeO>(o[0][n][2 * h] * factor, o[0][n][2 * h + 1] * factor);
+        }
+      }
+      ptx::fence_proxy_async();
+    }
   }
 };
 

@@ -50,11 +50,15 @@ struct PrefillSm90 {
   static constexpr bool kByPatterns = kPaged && !kGathers && !kConverts;
   // Ordinary copies fill the tiles that are multiplied.
   static constexpr bool kIsGathered = kGathers && !kConverts;
+  static constexpr bool kTakesTurns = Config::kTakesTurns;
   static constexpr int kWarpgroup = 4 * kWarpSize;
   static constexpr int kThreads = (1 + kConsumers + (kConvertsApart ? 1 : 0)) * kWarpgroup;
   // The present item and the next. More would be taken early, and the last blocks end late.
   static constexpr int kItems = 2;
   static constexpr int kCleaners = 2 * kWarpSize;
+  // Whether O may leave through the place of its own rows of Q.
+  static constexpr bool kStagesOutput = kSlots > 1 && kTakesTurns &&
+                                        sizeof(DTypeO) == 2 && kHeadDimQK == kHeadDimVO;
 
   using QTile = PanelTile<DTypeQ, kTileQ, kHeadDimQK>;
   using KTile = PanelTile<DTypeQ, kTileKV, kHeadDimQK, kByPatterns>;
@@ -78,6 +82,7 @@ struct PrefillSm90 {
     TileSpan tiles;
     int exists;
 
+    __device__ __forceinline__ bool has_keys() const { return tiles.begin < tiles.end; }
     __device__ __forceinline__ int first_key(int tile) const {
       return tiles.origin + tile * kTileKV;
     }
@@ -114,7 +119,12 @@ struct PrefillSm90 {
     uint64_t landed_k[kLandings], taken_k[kLandings], landed_v[kLandings], taken_v[kLandings];
   };
 
-  enum NamedBarrier { kTurn = 1, kCleaned = kTurn + kConsumers, kRotated };
+  enum NamedBarrier {
+    kTurn = 1,
+    kCleaned = kTurn + kConsumers,
+    kRotated,
+    kDone = kRotated + kConsumers
+  };
 
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/tiles.py) must agree");
@@ -165,6 +175,7 @@ struct PrefillSm90 {
       ptx::prefetch_tensor_map(all_params.k);
       ptx::prefetch_tensor_map(all_params.v);
     }
+    ptx::prefetch_tensor_map(all_params.o);
     const auto init = [](uint64_t& barrier, int count) {
       ptx::mbarrier_init(ptx::shared_address(&barrier), count);
     };
@@ -207,12 +218,14 @@ struct PrefillSm90 {
     ptx::mbarrier_arrive(ptx::shared_address(&barrier));
   }
 
-  // --- Warp 1: what to do next, and its rows of Q ---
+  // --- Warp 1: what to do next, its rows of Q, and O of what is over ---
 
   __device__ __forceinline__ void publish_items() {
     const PrefillSm90Producer<PrefillSm90> producer(*this);
     RingPlace<kItems> place;
     RingPlace<kSlots> q;
+    int stored = 0;  // the place of Q of the next item whose O leaves
+    int published = 0;
     const int lane = threadIdx.x % kWarpSize;
     const int num_items = all_params.num_items * params.num_kv_heads;
     for (int index = blockIdx.x;;) {
@@ -220,22 +233,65 @@ struct PrefillSm90 {
       const ItemFacts item = exists ? item_of(index) : ItemFacts{};
       // Items of zeros, as a captured graph has them to spare, are nobody's business.
       if (!exists || item.work.tile.num_rows > 0) {
-        Item& published = shared.items[place.stage];
+        Item& next = shared.items[place.stage];
         wait(shared.empty_item[place.stage], place.parity ^ 1);
-        if (lane == 0) static_cast<ItemFacts&>(published) = item;
+        if (published >= kItems) store_output(shared.items[place.stage], stored, lane);
+        ptx::warp_sync();
+        if (lane == 0) static_cast<ItemFacts&>(next) = item;
         if constexpr (kMasked) {
           ptx::warp_sync();
-          if (exists) leave_hidden_tiles_out(published, lane);
+          if (exists) leave_hidden_tiles_out(next, lane);
         }
         if (lane == 0) arrive(shared.full_item[place.stage]);
         ptx::warp_sync();
-        if (!exists) return;
+        if (!exists) break;
         // As early as there is a place, and not behind the keys of the item before.
-        if (published.tiles.begin < published.tiles.end) producer.copy_queries(q, published, lane);
+        if (next.has_keys()) {
+          if constexpr (kStagesOutput) {
+            if (lane == 0) ptx::bulk_wait_read();
+            ptx::warp_sync();
+          }
+          producer.copy_queries(q, next, lane);
+        }
         place.advance();
+        ++published;
       }
       index = next_index(num_items, lane);
     }
+    if constexpr (kStagesOutput) {
+      static_assert(kItems == 2, "one item is left");
+      place.advance();
+      if (published > 0) {
+        wait(shared.empty_item[place.stage], place.parity ^ 1);
+        store_output(shared.items[place.stage], stored, lane);
+        if (lane == 0) ptx::bulk_wait_read();
+      }
+    }
+  }
+
+  // O of an item that is over, from the place of its rows of Q, `stored`.
+  __device__ __forceinline__ void store_output(const Item& item, int& stored, int lane) const {
+    if constexpr (kStagesOutput) {
+      if (!item.has_keys()) return;
+      if (lane == 0 && leaves_in_a_box(item)) {
+        const TileWork& work = item.work.tile;
+        const int token = item.work.request.q_start + PackedRow::of(params, work.first_row).token;
+        const uint32_t tile = ptx::shared_address(shared.q[stored]);
+#pragma unroll
+        for (int panel = 0; panel < QTile::kPanels; ++panel) {
+          ptx::tensor_store_4d(all_params.o, 64 * panel, work.kv_head * params.group_size, token, 0,
+                               tile + panel * QTile::kPanelBytes);
+        }
+        ptx::bulk_commit();
+      }
+      stored = stored + 1 == kSlots ? 0 : stored + 1;
+    }
+  }
+  // Whether O of an item is one box: a whole tile of answers.
+  __device__ __forceinline__ bool leaves_in_a_box(const Item& item) const {
+    const TileWork& work = item.work.tile;
+    return kStagesOutput && all_params.has_output_boxes && item.has_keys() &&
+           work.num_rows == kTileQ && !work.leaves_state();
   }
 
   __device__ __forceinline__ void leave_hidden_tiles_out(Item& item, int lane) const {

@@ -21,13 +21,17 @@ struct PrefillSm90Params {
   int32_t box_rows;           // keys that one tensor copy brings
   int32_t has_query_boxes;    // whether a tile of rows of Q is one copy
   PageUnits k_units, v_units;
+  int32_t has_output_boxes;  // the same of O
   // [rows, num_qo_heads, head_dim]
   alignas(64) TensorMap q;
-  // [num_kv_heads, rows, head_dim]; of pages: [pages and heads, page_size / 8, head_dim / 64, 8, 64]
+  // [num_kv_heads, rows, head_dim]; of pages: [pages and heads, page_size / 8, head_dim / 64, 8,
+  // 64]
   TensorMap k, v;
+  // As q.
+  TensorMap o;
 };
 
-static_assert(sizeof(PrefillSm90Params) == 896 + 384,
+static_assert(sizeof(PrefillSm90Params) == 896 + 512,
               "PrefillSm90Params and its mirror in launch/params.py must agree");
 
 }  // namespace cupyattn

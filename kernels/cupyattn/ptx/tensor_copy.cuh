@@ -30,6 +30,23 @@ __device__ __forceinline__ void tensor_copy_5d(uint32_t destination, const Tenso
       : "memory");
 }
 
+// The other way. What lies outside of the tensor is not written.
+__device__ __forceinline__ void tensor_store_4d(const TensorMap& map, int x, int y, int z, int w,
+                                                uint32_t source) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];\n" ::"l"(
+          &map),
+      "r"(x), "r"(y), "r"(z), "r"(w), "r"(source)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+}
+// Waits until shared memory has been read by all of this thread's stores.
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
+}
+
 // Ordinary writes of this thread to shared memory come before what the copy engine and the matrix
 // units do later.
 __device__ __forceinline__ void fence_proxy_async() {

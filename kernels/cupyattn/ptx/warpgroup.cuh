@@ -42,11 +42,11 @@ __device__ __forceinline__ void wgmma_results(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Products read their A fragment until they are over, and the compiler writes the next one's into
-// registers that they still read, unless it is a copy made after the wait.
-__device__ __forceinline__ uint32_t wgmma_input(uint32_t fragment) {
+// A copy that the compiler makes here, not earlier, and does not see through. Products read their A
+// fragment until they are over: the next one's must not come into the same registers before.
+__device__ __forceinline__ uint32_t opaque_copy(uint32_t value) {
   uint32_t copy;
-  asm volatile("mov.b32 %0, %1;\n" : "=r"(copy) : "r"(fragment));
+  asm volatile("mov.b32 %0, %1;\n" : "=r"(copy) : "r"(value));
   return copy;
 }
 

@@ -30,6 +30,15 @@ struct MBarrier {
 };
 std::map<uint32_t, MBarrier> barriers;
 
+// Stores in flight: they read shared memory when their thread waits.
+struct Store {
+  int thread;
+  uint32_t source, num_bytes;
+  TensorMap map;
+  int coordinates[5];
+};
+std::vector<Store> stores;
+
 MBarrier& find(uint32_t address, void* code) {
   check_shared(address, 8, 8, code);
   const auto found = barriers.find(address);
@@ -127,40 +136,55 @@ void mbarrier_wait_parity(uint32_t address, int parity, Where where) {
   }
 }
 
-void tensor_copy(uint32_t destination, const TensorMap& map, const int (&coordinates)[5],
-                 uint32_t address) {
-  void* code = EMULATOR_CALLER;
-  MBarrier& barrier = find(address, code);
+// The bytes of a box: fails unless shared memory from `place` on may hold it.
+static uint32_t check_box(uint32_t place, const TensorMap& map, void* code) {
   uint32_t count = 1;
   for (uint32_t i = 0; i < map.rank; ++i) count *= map.box[i];
   const uint32_t row_bytes = map.box[0] * map.element_bytes;
   const uint32_t span = 16u << static_cast<uint32_t>(map.swizzle);
   const uint32_t num_bytes = count * map.element_bytes;
-  if (map.swizzle != Swizzle::none && (row_bytes > span || destination % (8 * span) != 0)) {
+  if (map.swizzle != Swizzle::none && (row_bytes > span || place % (8 * span) != 0)) {
     fail(code, "a box with rows of %u bytes goes to %u; wanted at most %u, on a multiple of %u",
-         row_bytes, destination, span, 8 * span);
+         row_bytes, place, span, 8 * span);
   }
-  if (row_bytes % 16 != 0 || destination % 128 != 0) {
-    fail(code, "misaligned: a box with rows of %u bytes goes to %u", row_bytes, destination);
+  if (row_bytes % 16 != 0 || place % 128 != 0) {
+    fail(code, "misaligned: a box with rows of %u bytes goes to %u", row_bytes, place);
   }
-  check_shared(destination, static_cast<int>(num_bytes), 16, code);
-  Arrived copy{destination, std::vector<unsigned char>(num_bytes), true};
-  for (uint32_t index = 0; index < count; ++index) {
-    uint64_t source = map.address;
+  check_shared(place, static_cast<int>(num_bytes), 16, code);
+  return num_bytes;
+}
+
+// Calls body(address, offset in the box as it lies in shared memory) for each element that is in
+// the tensor.
+template <typename Body>
+static void each_element(uint32_t place, const TensorMap& map, const int (&coordinates)[5],
+                         uint32_t num_bytes, Body&& body) {
+  for (uint32_t index = 0; index < num_bytes / map.element_bytes; ++index) {
+    uint64_t address = map.address;
     bool exists = true;
     uint32_t rest = index;
     for (uint32_t i = 0; i < map.rank; ++i) {
       const int64_t at = coordinates[i] + static_cast<int64_t>(rest % map.box[i]);
       rest /= map.box[i];
       exists = exists && at >= 0 && at < map.dims[i];
-      source += at * (i == 0 ? map.element_bytes : map.strides[i - 1]);
+      address += at * (i == 0 ? map.element_bytes : map.strides[i - 1]);
     }
     if (!exists) continue;
-    const void* element = reinterpret_cast<const void*>(source);
-    check_global(element, map.element_bytes, false, code);
-    const uint32_t target = swizzled(destination + index * map.element_bytes, map.swizzle);
-    memcpy(&copy.bytes[target - destination], element, map.element_bytes);
+    body(reinterpret_cast<void*>(address),
+         swizzled(place + index * map.element_bytes, map.swizzle) - place);
   }
+}
+
+void tensor_copy(uint32_t destination, const TensorMap& map, const int (&coordinates)[5],
+                 uint32_t address) {
+  void* code = EMULATOR_CALLER;
+  MBarrier& barrier = find(address, code);
+  const uint32_t num_bytes = check_box(destination, map, code);
+  Arrived copy{destination, std::vector<unsigned char>(num_bytes), true};
+  each_element(destination, map, coordinates, num_bytes, [&](void* element, uint32_t offset) {
+    check_global(element, map.element_bytes, false, code);
+    memcpy(&copy.bytes[offset], element, map.element_bytes);
+  });
   start_copy(destination, static_cast<int>(num_bytes), code);
   barrier.copies.push_back(copy);
   wake_all(barrier);
@@ -176,6 +200,33 @@ void cp_async_mbarrier_arrive_noinc(uint32_t address) {
   set_time(barrier);
   ++barrier.late_arrivals;
   wake_all(barrier);
+}
+
+void tensor_store(uint32_t source, const TensorMap& map, const int (&coordinates)[5]) {
+  void* code = EMULATOR_CALLER;
+  const uint32_t num_bytes = check_box(source, map, code);
+  read_shared(source, static_cast<int>(num_bytes), false, code);
+  Store store{machine.current->index, source, num_bytes, map, {}};
+  for (int i = 0; i < 5; ++i) store.coordinates[i] = coordinates[i];
+  stores.push_back(store);
+}
+
+// The latest time at which a store may read: its thread needs the place.
+void bulk_wait_read() {
+  void* code = EMULATOR_CALLER;
+  for (const Store& store : stores) {
+    if (store.thread != machine.current->index) continue;
+    const unsigned char* bytes = shared_window.begin + store.source;
+    each_element(store.source, store.map, store.coordinates, store.num_bytes,
+                 [&](void* element, uint32_t offset) {
+                   check_global(element, store.map.element_bytes, true, code);
+                   memcpy(element, bytes + offset, store.map.element_bytes);
+                 });
+  }
+  const int thread = machine.current->index;
+  stores.erase(std::remove_if(stores.begin(), stores.end(),
+                              [=](const Store& store) { return store.thread == thread; }),
+               stores.end());
 }
 
 // --- wgmma ---
@@ -316,6 +367,7 @@ void set_max_registers(int count, Where where) {
 
 void begin_hopper() {
   barriers.clear();
+  stores.clear();
   for (Group& group : groups) group = Group{};
 }
 

@@ -52,6 +52,9 @@ constexpr uint32_t swizzled(uint32_t address, Swizzle swizzle) {
 // Starts the copy of the box at `coordinates` (innermost first; outside of the tensor: zeros).
 void tensor_copy(uint32_t destination, const TensorMap& map, const int (&coordinates)[5],
                  uint32_t barrier);
+// Starts the copy of shared memory to such a box; this thread's are over when it has waited.
+void tensor_store(uint32_t source, const TensorMap& map, const int (&coordinates)[5]);
+void bulk_wait_read();
 
 // --- wgmma: 128 threads ---
 

@@ -22,6 +22,14 @@ __forceinline__ void tensor_copy_5d(uint32_t destination, const TensorMap& map, 
                         {x, y, z, w, u}, barrier);
 }
 
+__forceinline__ void tensor_store_4d(const TensorMap& map, int x, int y, int z, int w,
+                                     uint32_t source) {
+  emulator::tensor_store(source, reinterpret_cast<const emulator::TensorMap&>(map),
+                         {x, y, z, w, 0});
+}
+inline void bulk_commit() {}
+__forceinline__ void bulk_wait_read() { emulator::bulk_wait_read(); }
+
 inline void fence_proxy_async() {}
 
 }  // namespace cupyattn::ptx

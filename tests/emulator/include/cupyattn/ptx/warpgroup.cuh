@@ -31,7 +31,7 @@ __forceinline__ void wgmma_wait(Where where = Where::current()) {
 template <int kCount>
 inline void wgmma_results(float (&)[kCount]) {}
 
-inline uint32_t wgmma_input(uint32_t fragment) { return fragment; }
+inline uint32_t opaque_copy(uint32_t value) { return value; }
 
 template <int kN>
 struct Wgmma {
