@@ -157,8 +157,8 @@ HOPPER = (
     Mutation(
         "rotated pages are looked up in the table",
         PRODUCER,
-        "(kInOrder ? entry : params.kv_indices[entry])",
-        "params.kv_indices[entry]",
+        "if (kInOrder && page >= 0) page = request.kv_start + at.page;",
+        "",
         "hopper rope",
     ),
     Mutation(

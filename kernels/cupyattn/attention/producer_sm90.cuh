@@ -39,6 +39,7 @@ struct PrefillSm90Producer {
   static constexpr bool kPaged = Kernel::kPaged;
   static constexpr bool kGathers = Kernel::kGathers;
   static constexpr bool kConverts = Kernel::kConverts;
+  static_assert(kTileKV <= 8 * kWarpSize, "a lane has one box of eight rows or more");
 
   const Kernel& kernel;
   const PrefillSm90Params& all_params;
@@ -53,6 +54,18 @@ struct PrefillSm90Producer {
 
   // --- Warp 0: copies ---
 
+  // Of this lane's box: the page that it is in, or is a part of, in the tile that K was copied of
+  // last, in the one before it and, looked up ahead, in the next; -1 is none.
+  struct PagesOfBoxes {
+    int tile = -1, present = -1, behind = -1, next = -1;
+  };
+
+  __device__ __forceinline__ int page_of_box(const Item& item, int tile, int lane) const {
+    const int row = lane * all_params.box_rows, key = item.first_key(tile) + row;
+    if (tile < item.tiles.begin || row >= kTileKV || key >= item.range.end) return -1;
+    return params.kv_indices[item.work.request.kv_start + PageSlot::of(params, key).page];
+  }
+
   __device__ __forceinline__ void copy_tiles() {
     RingPlace<kItems> place;
     RingPlace<kLandings> k, v;
@@ -60,10 +73,23 @@ struct PrefillSm90Producer {
     for (;;) {
       const Item& item = kernel.await_item(place);
       if (!item.exists) return;
+      PagesOfBoxes pages;
+      if constexpr (kPaged && !kGathers) pages.next = page_of_box(item, item.tiles.end - 1, lane);
       Kernel::for_tiles(
-          item, [&](int tile) { copy_keys(k, item, tile, lane); },
+          item,
           [&](int tile) {
-            if constexpr (!kGathers) copy_values(v, item, tile, lane);
+            if constexpr (kPaged && !kGathers) {
+              pages.behind = pages.present;
+              pages.present = pages.next;
+              pages.tile = tile;
+              pages.next = page_of_box(item, item.before(tile), lane);
+            }
+            copy_keys(k, item, tile, pages.present, lane);
+          },
+          [&](int tile) {
+            if constexpr (!kGathers) {
+              copy_values(v, item, tile, tile == pages.tile ? pages.present : pages.behind, lane);
+            }
           });
       kernel.release_item(place, lane);
     }
@@ -140,7 +166,7 @@ struct PrefillSm90Producer {
   }
 
   __device__ __forceinline__ void copy_keys(RingPlace<kLandings>& k, const Item& item, int tile,
-                                            int lane) const {
+                                            int page, int lane) const {
     const Place place = place_of_keys(k);
     if constexpr (kGathers) {
       const DTypeKV* const keys =
@@ -148,16 +174,16 @@ struct PrefillSm90Producer {
       gather_rows<KLanding, 1>(keys, all_params.k_units, place, item, tile, 0, lane);
       ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&place.full));
     } else {
-      copy_boxes<KLanding, Kernel::kRope>(all_params.k, all_params.k_units, place, item, tile,
+      copy_boxes<KLanding, Kernel::kRope>(all_params.k, all_params.k_units, place, item, tile, page,
                                           lane);
     }
     k.advance();
   }
 
   __device__ __forceinline__ void copy_values(RingPlace<kLandings>& v, const Item& item, int tile,
-                                              int lane) const {
+                                              int page, int lane) const {
     copy_boxes<VLanding, false>(all_params.v, all_params.v_units,
-                                place_of_values(v, item.hides_keys(tile)), item, tile, lane);
+                                place_of_values(v, item.hides_keys(tile)), item, tile, page, lane);
     v.advance();
   }
 
@@ -166,7 +192,7 @@ struct PrefillSm90Producer {
   template <typename Tile, bool kInOrder>
   __device__ __forceinline__ void copy_boxes(const TensorMap& map, const PageUnits& units,
                                              const Place& place, const Item& item, int tile,
-                                             int lane) const {
+                                             int page, int lane) const {
     const Request& request = item.work.request;
     const int kv_head = item.work.tile.kv_head;
     const int first_key = item.first_key(tile);
@@ -184,31 +210,21 @@ struct PrefillSm90Producer {
       }
       ptx::warp_sync();
     } else {
-      const int box_rows = all_params.box_rows;
-      bool is_free = false;
-      for (int row = lane * box_rows; ptx::warp_any(row < kTileKV); row += kWarpSize * box_rows) {
-        const int key = first_key + row;
-        const PageSlot at = PageSlot::of(params, key);
-        // Looked up before the wait; a box of a page that is none is zeros.
-        int page = -1;
-        if (row < kTileKV && key < item.range.end) {
-          const int entry = request.kv_start + at.page;
-          page = (kInOrder ? entry : params.kv_indices[entry]) * units.page + kv_head * units.head;
-        }
-        if (!is_free) {
-          Kernel::wait(place.empty, place.parity ^ 1);
-          if (lane == 0) ptx::mbarrier_arrive_expect_tx(lands, Tile::kBytes);
-          ptx::warp_sync();
-          is_free = true;
-        }
-        if (row < kTileKV) {
-          if constexpr (kConverts) {
-            ptx::tensor_copy_4d(destination + row * Tile::kRowBytes, map, 0, at.slot, page, 0,
-                                lands);
-          } else {
-            ptx::tensor_copy_5d(destination + row * Tile::kPanels * Tile::kRowBytes, map, 0, 0, 0,
-                                at.slot / 8, page, lands);
-          }
+      const int row = lane * all_params.box_rows;
+      const PageSlot at = PageSlot::of(params, first_key + row);
+      if (kInOrder && page >= 0) page = request.kv_start + at.page;
+      // A box of a page that is none is zeros.
+      const int place_of_page = page < 0 ? -1 : page * units.page + kv_head * units.head;
+      Kernel::wait(place.empty, place.parity ^ 1);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(lands, Tile::kBytes);
+      ptx::warp_sync();
+      if (row < kTileKV) {
+        if constexpr (kConverts) {
+          ptx::tensor_copy_4d(destination + row * Tile::kRowBytes, map, 0, at.slot, place_of_page,
+                              0, lands);
+        } else {
+          ptx::tensor_copy_5d(destination + row * Tile::kPanels * Tile::kRowBytes, map, 0, 0, 0,
+                              at.slot / 8, place_of_page, lands);
         }
       }
     }
