@@ -107,7 +107,8 @@ def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> 
     if gathers and (problem.pos_encoding == "ROPE_LLAMA" or shape.converters == 2):
         return None
     if gathers and shape.landings:
-        shape = shape._replace(query_slots=1, registers=(48, 208), landings=2)
+        # Rows that are gathered take longer to land: more is under way, in a place of Q if need be.
+        shape = shape._replace(query_slots=1, registers=(48, 208), landings=shape.query_slots)
     elif gathers and shape.registers == _OF_THREE:
         # To gather takes more registers than three warpgroups leave.
         shape = shape._replace(consumers=2, registers=(40, 232))

@@ -190,7 +190,7 @@ struct PrefillSm90 {
       init(shared.empty_q[slot], 4 * kConsumers);
     }
     // A box is one arrival, rows are as many as there are threads that gather.
-    constexpr int kOfK = kGathers ? kWarpSize : 1, kOfV = kGathers ? kCleaners : 1;
+    constexpr int kOfK = kGathers ? kWarpSize + kCleaners : 1, kOfV = kGathers ? kCleaners : 1;
     for (int stage = 0; stage < kStages; ++stage) {
       if constexpr (kMasked) init(shared.row_bits.full[stage], 2);
       init(shared.full_k[stage], kConverts ? kConverters : kOfK);

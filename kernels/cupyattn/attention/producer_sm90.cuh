@@ -39,6 +39,8 @@ struct PrefillSm90Producer {
   static constexpr bool kPaged = Kernel::kPaged;
   static constexpr bool kGathers = Kernel::kGathers;
   static constexpr bool kConverts = Kernel::kConverts;
+  // Rows of K that warps 2 and 3 gather each, besides half of V: then warp 0 has as much to do.
+  static constexpr int kShareOfKeys = kTileKV / 64 * 8;
   static_assert(kTileKV <= 8 * kWarpSize, "a lane has one box of eight rows or more");
 
   const Kernel& kernel;
@@ -169,15 +171,21 @@ struct PrefillSm90Producer {
                                             int page, int lane) const {
     const Place place = place_of_keys(k);
     if constexpr (kGathers) {
-      const DTypeKV* const keys =
-          static_cast<const DTypeKV*>(params.k) + item.work.tile.kv_head * params.k_stride_h;
-      gather_rows<KLanding, 1>(keys, all_params.k_units, place, item, tile, 0, lane);
-      ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&place.full));
+      gather_keys<kTileKV - 2 * kShareOfKeys>(place, item, tile, 0, lane);
     } else {
       copy_boxes<KLanding, Kernel::kRope>(all_params.k, all_params.k_units, place, item, tile, page,
                                           lane);
     }
     k.advance();
+  }
+
+  template <int kRows>
+  __device__ __forceinline__ void gather_keys(const Place& place, const Item& item, int tile,
+                                              int first_row, int lane) const {
+    const DTypeKV* const keys =
+        static_cast<const DTypeKV*>(params.k) + item.work.tile.kv_head * params.k_stride_h;
+    gather_rows<KLanding, kRows>(keys, all_params.k_units, place, item, tile, first_row, lane);
+    ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&place.full));
   }
 
   __device__ __forceinline__ void copy_values(RingPlace<kLandings>& v, const Item& item, int tile,
@@ -230,17 +238,16 @@ struct PrefillSm90Producer {
     }
   }
 
-  // Gathers a warp's share of a tile of `rows`, one head's, once its place is free, from pages of
-  // any size: eight lanes to a row, whose page one lane has looked up ahead of the wait. What no
+  // Gathers kRows of a tile of `rows`, one head's, once its place is free, from pages of any size:
+  // eight lanes to a row, whose page one lane has looked up ahead of the wait. What no
   // key has is zeros.
-  template <typename Tile, int kWarps>
+  template <typename Tile, int kRows>
   __device__ __forceinline__ void gather_rows(const DTypeKV* rows, const PageUnits& units,
                                               const Place& place, const Item& item, int tile,
-                                              int warp, int lane) const {
-    constexpr int kRows = kTileKV / kWarps;
+                                              int first_row, int lane) const {
     constexpr int kBatches = ceil_div(kRows, kWarpSize);
     static_assert(kRows % 8 == 0, "a warp has whole groups of rows");
-    const int first_key = item.first_key(tile) + warp * kRows;
+    const int first_key = item.first_key(tile) + first_row;
     int pages[kBatches];
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) {
@@ -255,7 +262,7 @@ struct PrefillSm90Producer {
     const int row = lane / 8, chunk = lane % 8;
     const uint64_t source = reinterpret_cast<uintptr_t>(rows) + 16 * chunk;
     const uint32_t destination =
-        ptx::shared_address(place.bytes) + warp * (kRows / 8 * Tile::kGroupBytes);
+        ptx::shared_address(place.bytes) + first_row / 8 * Tile::kGroupBytes;
     const uint32_t to[2] = {destination + Tile::offset(row, chunk),
                             destination + Tile::offset(row + 4, chunk)};
     // Rolled where it can be: all this code is in nobody's cache.
@@ -283,47 +290,61 @@ struct PrefillSm90Producer {
     }
   }
 
-  // --- Warps 2 and 3: values that are gathered, and those that are not finite ---
+  // --- Warps 2 and 3: rows that are gathered, and values that are not finite ---
 
   __device__ __forceinline__ void bring_values() {
     RingPlace<kItems> place;
-    RingPlace<kLandings> v;
+    RingPlace<kLandings> k, v;
     uint32_t raw_parities = 0;  // a bit a stage
     const int thread = threadIdx.x - 2 * kWarpSize;
     const int warp = ptx::warp_uniform(thread / kWarpSize), lane = thread % kWarpSize;
     for (;;) {
       const Item& item = kernel.await_item(place);
       if (!item.exists) return;
-      for (int tile = item.tiles.end - 1; tile >= item.tiles.begin; tile = item.before(tile)) {
-        const bool is_cleaned = !kConverts && item.hides_keys(tile);
-        if constexpr (kGathers) {
-          const Place at = place_of_values(v, false);
-          const DTypeKV* const values =
-              static_cast<const DTypeKV*>(params.v) + item.work.tile.kv_head * params.v_stride_h;
-          gather_rows<VLanding, kCleaners / kWarpSize>(values, all_params.v_units, at, item, tile,
-                                                       warp, lane);
-          if (is_cleaned) {
-            ptx::cp_async_commit();
-          } else {
-            ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&at.full));
-          }
-        }
-        if constexpr (Kernel::kMasked) leave_row_bits(item, tile, v, thread);
-        if (is_cleaned && kGathers) {
-          ptx::cp_async_wait_group<0>();
-        } else if (is_cleaned) {
-          Kernel::wait(shared.raw_v[v.stage], (raw_parities >> v.stage) & 1);
-          raw_parities ^= 1u << v.stage;
-        }
-        if constexpr (!kConverts) {
-          if (is_cleaned) {
-            clean_values(v.stage, item.range.end - item.first_key(tile), thread);
-            if (kGathers || thread == 0) Kernel::arrive(shared.full_v[v.stage]);
-          }
-        }
-        v.advance();
-      }
+      Kernel::for_tiles(
+          item,
+          [&](int tile) {
+            if constexpr (kGathers) {
+              gather_keys<kShareOfKeys>(place_of_keys(k), item, tile,
+                                        kTileKV - (2 - warp) * kShareOfKeys, lane);
+              k.advance();
+            }
+          },
+          [&](int tile) {
+            const bool is_cleaned = !kConverts && item.hides_keys(tile);
+            if constexpr (kGathers) gather_values(v, item, tile, is_cleaned, warp, lane);
+            if constexpr (Kernel::kMasked) leave_row_bits(item, tile, v, thread);
+            if (is_cleaned && kGathers) {
+              ptx::cp_async_wait_group<0>();
+            } else if (is_cleaned) {
+              Kernel::wait(shared.raw_v[v.stage], (raw_parities >> v.stage) & 1);
+              raw_parities ^= 1u << v.stage;
+            }
+            if constexpr (!kConverts) {
+              if (is_cleaned) {
+                clean_values(v.stage, item.range.end - item.first_key(tile), thread);
+                if (kGathers || thread == 0) Kernel::arrive(shared.full_v[v.stage]);
+              }
+            }
+            v.advance();
+          });
       kernel.release_item(place, lane);
+    }
+  }
+
+  // Of a tile that is cleaned afterwards, nobody is told yet.
+  __device__ __forceinline__ void gather_values(const RingPlace<kLandings>& v, const Item& item,
+                                                int tile, bool is_cleaned, int warp,
+                                                int lane) const {
+    constexpr int kRows = kTileKV / 2;
+    const Place at = place_of_values(v, false);
+    const DTypeKV* const values =
+        static_cast<const DTypeKV*>(params.v) + item.work.tile.kv_head * params.v_stride_h;
+    gather_rows<VLanding, kRows>(values, all_params.v_units, at, item, tile, warp * kRows, lane);
+    if (is_cleaned) {
+      ptx::cp_async_commit();
+    } else {
+      ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&at.full));
     }
   }
 
