@@ -129,6 +129,12 @@ struct PrefillSm90 {
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/tiles.py) must agree");
   static_assert(kHeadDimVO % 32 == 0, "rows of O are stored by vectors of whole quads");
+  // A block is launched with as many for each thread, and more would be waited for without end.
+  static constexpr int kWarpgroups = kThreads / kWarpgroup;
+  static_assert((kWarpgroups - kConsumers) * Config::kLoadRegisters +
+                        kConsumers * Config::kMultiplyRegisters <=
+                    kWarpgroups * (65536 / kThreads / 8 * 8),
+                "registers come from what the block was launched with");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
   static_assert(!kConverts || kConvertsApart || (kConverters == 2 && !kGathers),
                 "warps 2 and 3 either gather or convert");
