@@ -57,22 +57,22 @@ _RAGGED_SHAPES = {
 # The soft cap takes registers from the keys.
 _CAPPED_SHAPES = {
     (64, 64): _Shape(3, 80, registers=_OF_THREE, overlaps=False),
-    (96, 96): _Shape(2, 112, overlaps=False),
+    (96, 96): _Shape(2, 96),
     (128, 128): _Shape(2, 96),
     (192, 128): _Shape(2, 96, query_slots=1),
     (256, 256): _Shape(2, 64, query_slots=1, overlaps=False),
 }
 # A mask is looked through by a warp that loads. What registers it takes, others lack.
-_OF_MASKS = 72, 216
+_OF_MASKS = 56, 224
 _MASKED_SHAPES = {
     (64, 64): _Shape(3, 112, registers=(56, 152), overlaps=False),
-    (96, 96): _Shape(2, 128, registers=_OF_MASKS, overlaps=False),
-    (128, 128): _Shape(2, 128, registers=_OF_MASKS, overlaps=False),
-    (192, 128): _Shape(2, 128, query_slots=1, registers=(56, 224), overlaps=False),
+    (96, 96): _Shape(2, 128, registers=_OF_MASKS),
+    (128, 128): _Shape(2, 128, registers=_OF_MASKS),
+    (192, 128): _Shape(2, 128, query_slots=1, registers=_OF_MASKS, overlaps=False),
 }
 _CAPPED_MASKED_SHAPES = {
     (64, 64): _Shape(3, 80, registers=(56, 152), overlaps=False),
-    (96, 96): _Shape(2, 112, registers=_OF_MASKS, overlaps=False),
+    (96, 96): _Shape(2, 96, registers=_OF_MASKS, overlaps=False),
     (128, 128): _Shape(2, 96, registers=_OF_MASKS, overlaps=False),
     (192, 128): _Shape(2, 96, query_slots=1, registers=_OF_MASKS, overlaps=False),
 }

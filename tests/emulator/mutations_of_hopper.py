@@ -175,4 +175,18 @@ HOPPER = (
         "share = 0;",
         "hopper rope",
     ),
+    Mutation(
+        "a guess of small logits is not looked at",
+        SOFTMAX,
+        "fails || largest > __float_as_uint(square_limit)",
+        "fails",
+        "hopper capped",
+    ),
+    Mutation(
+        "keys are hidden from a guess before its logits are looked at",
+        CONSUMER,
+        "if (!LogitsVariant::are_small(s, shared.logits)) return false;",
+        "",
+        "hopper capped",
+    ),
 )

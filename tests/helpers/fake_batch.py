@@ -195,6 +195,7 @@ def _compute(
     mask_row_bytes: int,
     output_scale: float,
     sm_scale: float,
+    _rotated: int,
     q: int,
     k: int,
     v: int,

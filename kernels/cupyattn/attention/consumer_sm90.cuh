@@ -320,16 +320,50 @@ struct PrefillSm90Consumer {
                                                const Item& item, int tile,
                                                const RingPlace<kStages>& values) {
     const int first_key = origin + tile * kTileKV;
-    const float scale = LogitsVariant::softmax_scale(params);
     const RowInfo* rows = shared.rows + warp_row();
     bool hides = first_key < full_begin || first_key + kTileKV > full_end;
     if constexpr (Kernel::kMasked) hides = hides || item.is_mixed(tile);
-    const auto form = LogitsVariant::apply(s, softmax.row_max, rows, shared.logits, params,
-                                           first_key, lane, hides);
-    if (hides) hide_keys<decltype(form)>(s, item, first_key, values);
+    hidden_key = hides ? first_key : -1;
+    if constexpr (LogitsVariant::kGuesses) {
+      if (guess<kIsFirst>(to, s, item, first_key, hides, values)) return;
+      const auto form = LogitsVariant::settle(s, shared.logits);
+      finish_tile<kIsFirst>(to, s, form, item, first_key, hides, values);
+    } else {
+      const auto form = LogitsVariant::apply(s, softmax.row_max, rows, shared.logits, params,
+                                             first_key, lane, hides);
+      finish_tile<kIsFirst>(to, s, form, item, first_key, hides, values);
+    }
+  }
+
+  template <bool kIsFirst, typename Form>
+  __device__ __forceinline__ void finish_tile(Probabilities& to, float (&s)[1][kTilesS][4],
+                                              const Form& form, const Item& item, int first_key,
+                                              bool hides, const RingPlace<kStages>& values) {
+    if (hides) hide_keys<Form>(s, item, first_key, values);
+    const float scale = LogitsVariant::softmax_scale(params);
     to.raised =
         softmax.template exponentiate_or_raise<DTypeQ, kIsFirst>(to.p, s, to.factors, form, scale);
-    hidden_key = hides ? first_key : -1;
+  }
+
+  // The same, if the guess holds that a variant makes of nearly all tiles.
+  template <bool kIsFirst>
+  __device__ __forceinline__ bool guess(Probabilities& to, float (&s)[1][kTilesS][4],
+                                        const Item& item, int first_key, bool hides,
+                                        const RingPlace<kStages>& values) {
+    const auto form = LogitsVariant::guess(shared.logits);
+    const float scale = LogitsVariant::softmax_scale(params);
+    float limit = LogitsVariant::square_limit(shared.logits);
+    if (kIsFirst || hides) {
+      if (!LogitsVariant::are_small(s, shared.logits)) return false;
+      limit = ptx::infinity();
+    }
+    if constexpr (kIsFirst) {
+      finish_tile<kIsFirst>(to, s, form, item, first_key, hides, values);
+      return true;
+    }
+    if (hides) hide_keys<decltype(form)>(s, item, first_key, values);
+    to.raised = false;
+    return softmax.template exponentiate_guessed<DTypeQ>(to.p, s, form, scale, limit);
   }
 
   // Products read `p` until they are over: beside them, the next ones are written elsewhere.

@@ -189,6 +189,47 @@ struct OnlineSoftmax {
     }
   }
 
+  // The same under a guess, a polynomial form of logits whose squares are at most `square_limit`;
+  // false, and nothing has changed, if it is wrong or a maximum must move. A look at all logits
+  // ahead would cost more than half as much again.
+  template <typename T, int kSteps, int kTilesS, typename Form>
+  __device__ __forceinline__ bool exponentiate_guessed(uint32_t (&p)[kSteps][kMmaQ][4],
+                                                       const float (&s)[kMmaQ][kTilesS][4],
+                                                       const Form& form, float scale,
+                                                       float square_limit) {
+    static_assert(kTilesS == 2 * kSteps, "fragments take two n-tiles");
+    float tile_sum[kMmaQ][2];
+    // Floats that are not negative are in the order of their bits; infinities and NaN come last.
+    uint32_t largest = 0;
+    bool fails = false;
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float shift = row_max[m][h] == -ptx::infinity() ? 0.0f : -row_max[m][h] * scale;
+        tile_sum[m][h] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kTilesS; ++n) {
+          const float x = s[m][n][2 * h], y = s[m][n][2 * h + 1];
+          const float x2 = x * x, y2 = y * y;
+          largest = ptx::max3(largest, __float_as_uint(x2), __float_as_uint(y2));
+          const float first = ptx::ex2_approx(fmaf(x, form.factor_of(x2), shift));
+          const float second = ptx::ex2_approx(fmaf(y, form.factor_of(y2), shift));
+          tile_sum[m][h] += first + second;
+          p[n / 2][m][2 * (n % 2) + h] = ptx::pack_pair<T>(first, second);
+        }
+        fails |= asks_for_more(m, h, tile_sum[m][h]);
+      }
+    }
+    if (ptx::warp_any(fails || largest > __float_as_uint(square_limit))) return false;
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) row_sum[m][h] += tile_sum[m][h];
+    }
+    return true;
+  }
+
   // One probability under the present maximum.
   template <typename Form>
   __device__ __forceinline__ float probability(int m, int h, float logit, const Form& form,

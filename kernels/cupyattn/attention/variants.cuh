@@ -84,12 +84,14 @@ struct PolynomialForm {
   bool is_settled;
 
   __device__ __forceinline__ bool keeps_max() const { return is_settled; }
-  // Not -inf, of which the polynomial would make NaN; nothing visible is this small.
+  // Not -inf, of which the polynomial would make NaN; nothing visible is this small. If c4 is large
+  // enough, the polynomial makes a large negative number of it.
+  static constexpr float kLeastToHide = 1e-30f;
   static __device__ __forceinline__ float hidden() { return -1e18f; }
 
-  __device__ __forceinline__ float factor(float x) const {
-    const float x2 = x * x;
-    return fmaf(x2, fmaf(x2, c4, c2), c0);
+  __device__ __forceinline__ float factor(float x) const { return factor_of(x * x); }
+  __device__ __forceinline__ float factor_of(float square) const {
+    return fmaf(square, fmaf(square, c4, c2), c0);
   }
   __device__ __forceinline__ float value(float x) const {
     return x <= hidden() ? -ptx::infinity() : x * factor(x);
@@ -101,6 +103,7 @@ struct PolynomialForm {
 
 struct PlainLogits {
   static constexpr bool kReadsRows = false;
+  static constexpr bool kGuesses = false;
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
                                                      int position, int head, int) {
     return RowInfo{token, position, head, 1.0f, 0.0f};
@@ -133,6 +136,7 @@ struct TransformedLogits {
   // 2, the largest argument of the polynomial, is the first number with the top exponent bit.
   static constexpr float kTanhUnit = 2.0f / kTanhRange;
   static constexpr bool kReadsRows = true;
+  static constexpr bool kGuesses = false;
   static __device__ __forceinline__ float unit(const AttentionParams& params) {
     return kSoftCap ? kTanhUnit * ptx::rcp_approx(params.logits_soft_cap) : kLog2e;
   }
@@ -206,6 +210,30 @@ struct TransformedLogits {
 // enough for it and, at once, that the row's maximum stays. That is so for nearly every tile.
 struct CappedLogits {
   static constexpr bool kReadsRows = false;
+  static constexpr bool kGuesses = true;
+
+  // The form of logits that are all small. Whether they are says are_small(), if keys are to be
+  // hidden, or the softmax, which compares the squares that it needs anyway with square_limit().
+  static __device__ __forceinline__ PolynomialForm guess(const LogitConstants& constants) {
+    return PolynomialForm{constants.c0, constants.c2, constants.c4, false};
+  }
+  static __device__ __forceinline__ float square_limit(const LogitConstants& constants) {
+    return constants.limit > 0.0f ? constants.limit * constants.limit : 0.0f;
+  }
+  template <int kMmaQ, int kTilesS>
+  static __device__ __forceinline__ bool are_small(const float (&s)[kMmaQ][kTilesS][4],
+                                                   const LogitConstants& constants) {
+    return constants.c4 >= PolynomialForm::kLeastToHide &&
+           !exceeds(s, [&](int, int) { return constants.limit; });
+  }
+  // The form of any logits.
+  template <int kMmaQ, int kTilesS>
+  static __device__ __forceinline__ ScaledForm settle(float (&s)[kMmaQ][kTilesS][4],
+                                                      const LogitConstants& constants) {
+    apply_tanh(s, constants.cap, constants.scale);
+    return ScaledForm{1.0f};
+  }
+
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
                                                      int position, int head, int) {
     return RowInfo{token, position, head, 1.0f, 0.0f};
