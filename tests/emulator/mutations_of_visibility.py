@@ -136,15 +136,15 @@ VISIBILITY = (
     Mutation(
         "items see their delimiter",
         MASK,
-        "~low_bits(run.start - key)",
-        "~low_bits(run.start - 1 - key)",
+        "~low_bits(run.start - key - 32 * i)",
+        "~low_bits(run.start - 1 - key - 32 * i)",
         "items",
     ),
     Mutation(
         "items miss the end of the prefix",
         MASK,
-        "low_bits(run.prefix - key) |",
-        "low_bits(run.prefix - 1 - key) |",
+        "low_bits(run.prefix - key - 32 * i) |",
+        "low_bits(run.prefix - 1 - key - 32 * i) |",
         "items",
     ),
 )
