@@ -38,6 +38,8 @@ from .tile_config import TileConfig
 from .tiles import LARGE, MOST_ROWS, SMALL, row_class
 
 _MAX_KNOWN = 1024
+# In the time of a key tile: less than this an estimate of two short launches does not tell apart.
+_WORTHWHILE = 5.0
 _NO_MERGES = np.zeros(0, np.int32)
 # A cascade without keys is nothing but its merge.
 _NO_LAUNCHES: tuple[tuple[Launch | None, int], ...] = ((None, 0),)
@@ -161,7 +163,7 @@ class BatchLauncher:
         rooms = [Room(len(x), slots=blocks) for x, blocks in zip(lists, slots, strict=True)]
         words = sum(table.size for table in tables)
         if capacity is not None:
-            served = zip(map(self._items_at_a_time, groups), self._served(groups), strict=True)
+            served = zip((self._device(x).items for x in groups), self._served(groups), strict=True)
             most = level_limits(capacity.levels, num_rows, self.group_size, [*served])
             require_room((max(map(len, lists)), words, state_rows), most)
             rooms = [Room(most.items) for _ in lists]
@@ -181,18 +183,12 @@ class BatchLauncher:
         """Whether a cascade of `requests` is done sooner than its rows one by one, as `flat`."""
         shared, alone = (
             sum(
-                estimate(
-                    group.kinds,
-                    self.group_size,
-                    Device(group.kernel.loaded.num_slots, self.num_kv_heads),
-                    self.masking,
-                    is_shared,
-                )
-                for group in self._level_groups(x, None)
+                estimate(x.kinds, self.group_size, self._device(x), self.masking, is_shared)
+                for x in self._level_groups(of, None)
             )
-            for x, is_shared in ((requests, True), (flat, False))
+            for of, is_shared in ((requests, True), (flat, False))
         )
-        return shared < alone
+        return shared + _WORTHWHILE < alone
 
     def _level_groups(self, requests: BatchRequests, capacity: Capacity | None) -> list[Group]:
         """What a cascade launches: a kernel of both kinds of tiles, or of the only kind it has."""
@@ -227,8 +223,9 @@ class BatchLauncher:
         edge = MOST_ROWS[SMALL]
         return [[Served(tiles.tile_q, edge, MOST)], rest.served(edge)]
 
-    def _items_at_a_time(self, group: Group) -> int:
-        return Device(group.kernel.loaded.num_slots, self.num_kv_heads).items
+    def _device(self, group: Group, slots: int = 0) -> Device:
+        """slots: blocks that run at a time; 0: as many as the kernel has."""
+        return Device(slots or group.kernel.loaded.num_slots, self.num_kv_heads)
 
     def _blocks_of_first(self, kernels: Sequence[Kernel], kinds: Sequence[Kinds]) -> int:
         """Of persistent blocks that others run beside; 0: as many as there can be."""
@@ -254,8 +251,7 @@ class BatchLauncher:
     def _plan_group(
         self, group: Group, splitting: Splitting, leaves_states: bool = False, slots: int = 0
     ) -> MixedPlan:
-        """slots: blocks that run at a time; 0: as many as the kernel has."""
-        device = Device(slots or group.kernel.loaded.num_slots, self.num_kv_heads)
+        device = self._device(group, slots)
         plan = plan_mixed(
             group.kinds, self.group_size, device, self.masking, splitting, leaves_states
         )

@@ -31,6 +31,7 @@ PARTS = {
     "batch_graphs": 4,
     "streams": 3,
     "cascade": 4,
+    "prefill_sm90": 2,
     "shared_prefix": 1,
     "unplanned": 2,
     "verify": 2,
