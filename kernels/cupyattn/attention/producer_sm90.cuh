@@ -107,6 +107,7 @@ struct PrefillSm90Producer {
     const uint32_t lands = ptx::shared_address(&shared.full_q[q.stage]);
     const int first_head = work.kv_head * params.group_size;
     Kernel::wait(shared.empty_q[q.stage], q.parity ^ 1);
+    ptx::warp_sync();
     if (all_params.has_query_boxes && work.num_rows == kTileQ) {
       if (lane == 0) {
         const int token = request.q_start + PackedRow::of(params, work.first_row).token;
@@ -207,7 +208,10 @@ struct PrefillSm90Producer {
     const uint32_t destination = ptx::shared_address(place.bytes);
     const uint32_t lands = ptx::shared_address(&place.full);
     if constexpr (!kPaged) {
+      // All lanes are past the wait before a copy begins: one that came later might find the place
+      // used, free again and, by its parity, still taken.
       Kernel::wait(place.empty, place.parity ^ 1);
+      ptx::warp_sync();
       if (lane == 0) {
         ptx::mbarrier_arrive_expect_tx(lands, Tile::kBytes);
 #pragma unroll
@@ -216,7 +220,6 @@ struct PrefillSm90Producer {
                               request.kv_start + first_key, kv_head * units.head, 0, lands);
         }
       }
-      ptx::warp_sync();
     } else {
       const int row = lane * all_params.box_rows;
       const PageSlot at = PageSlot::of(params, first_key + row);
