@@ -239,7 +239,8 @@ TESTED_ELSEWHERE = {
 def test_every_entry_file_runs() -> None:
     seen = set()
     rope = {"pos_encoding_mode": "ROPE_LLAMA"}
-    for changes in ({"mask_kind": "bool"}, rope, SHAPES["split prefill"], SHAPES["decode"]):
+    split, decode = SHAPES["split prefill"], SHAPES["decode"]
+    for changes in ({"mask_kind": "bool"}, rope, split, decode, {"qo_len": 40, "group": 1}):
         answer = check(replace(SMALL, **changes), num_sms=16)
         seen |= {launch.name for launch in answer.launches}
     with gpu.plugged_in() as emulated:
