@@ -102,10 +102,11 @@ class BatchLauncher:
         mixed = self._kernels.mixed_rows(requests.qo_len) if len(found) > 1 else None
         if mixed is not None:
             return self._layout.lay_out([self._share_mixed(mixed, requests, splitting)])
-        kernels = [self._kernels.get(rows) for rows, _ in found]
-        kinds = [[(x, y.shapes[0])] for (_, x), y in zip(found, kernels, strict=True)]
-        slots = self._blocks_of_first(kernels, kinds)
-        shares = []
+        shares, slots = [], 0
+        if len(found) > 1:
+            kernels = [self._kernels.get(rows) for rows, _ in found]
+            kinds = [[(x, y.shapes[0])] for (_, x), y in zip(found, kernels, strict=True)]
+            slots = self._blocks_of_first(kernels, kinds)
         for rows, chosen in found:
             plan = self._plan(chosen, rows, splitting, slots)
             if len(plan.items):
@@ -276,7 +277,9 @@ class BatchLauncher:
 
     def _share(self, rows: str, plan: BatchPlan, most: Limits, slots: int = 0) -> Share:
         """With room for the most that may come."""
-        room = self._room(rows, most)._replace(slots=slots)
+        room = self._room(rows, most)
+        if slots:
+            room = room._replace(slots=slots)
         merges = _NO_MERGES
         if room.merges:
             merges = np.full(room.merges, -1, np.int32)

@@ -16,6 +16,8 @@ def make_room(
     schedule: BatchSchedule, requests: BatchRequests, keys: Keys, capacity: Capacity | None
 ) -> BatchSchedule:
     """The schedule, told what its rotated keys take; PlanError if a capacity has no room."""
+    if not keys.rope_table:
+        return schedule
     if not any(part.tiles and part.tiles.wants_rotated_keys for part in schedule.parts):
         return schedule
     tokens = keys.page_size or 1
