@@ -24,8 +24,8 @@ HOPPER = (
     Mutation(
         "the place of keys is not waited for",
         PRODUCER,
-        "      Kernel::wait(place.empty, place.parity ^ 1);\n      if (lane == 0) {",
-        "      if (lane == 0) {",
+        "      Kernel::wait(place.empty, place.parity ^ 1);\n      ptx::warp_sync();\n",
+        "      ptx::warp_sync();\n",
         "hopper causal",
     ),
     Mutation(
