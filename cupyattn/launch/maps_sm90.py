@@ -17,6 +17,7 @@ _MAX_KNOWN = 256
 # Rows of q are copied in boxes only where all of a box are the tile's own, so no bound is needed.
 _NO_BOUND = 2**31 - 1
 _MAX_BOX = 256
+_WARPGROUP_ROWS = 64
 _MOST_UNIT = 1 << 24
 
 
@@ -73,8 +74,8 @@ class Maps:
 
     def _make(self, q: int, k: int, v: int, o: int) -> bytes:
         problem, page_size = self._heads.problem, self._heads.page_size
-        has_query_boxes, query_map = self._row_boxes(q, problem.head_dim_qk, self._queries)
-        has_output_boxes, output_map = self._row_boxes(o, problem.head_dim_vo, self._outputs)
+        query_box_rows, query_map = self._row_boxes(q, problem.head_dim_qk, self._queries)
+        output_box_rows, output_map = self._row_boxes(o, problem.head_dim_vo, self._outputs)
         maps = [query_map]
         gathers = self._tiles.config["kGathers"]
         rows = 0 if gathers else tensor_map.box_rows(page_size, self._tiles.tile_kv)
@@ -89,9 +90,9 @@ class Maps:
                 made, where = self._gathered(strides, size)
             maps.append(made)
             units += where
-        head = *self._head, rows, has_query_boxes
+        head = *self._head, rows, query_box_rows
         maps.append(output_map)
-        return params.PREFILL_SM90.pack(*head, *units, has_output_boxes, b"".join(maps))
+        return params.PREFILL_SM90.pack(*head, *units, output_box_rows, b"".join(maps))
 
     def _in_boxes(
         self, address: int, dim: int, strides: tuple[int, int, int], size: int, rows: int
@@ -121,13 +122,18 @@ class Maps:
         in_bytes = unit * self._heads.problem.dtype_kv.itemsize
         return bytes(tensor_map.BYTES), (page // unit, 0, row // unit, in_bytes)
 
-    def _row_boxes(self, address: int, dim: int, strides: tuple[int, int]) -> tuple[bool, bytes]:
-        """Whether a tile of rows of q or o is one box, and their map. strides: of a head, a row."""
+    def _row_boxes(self, address: int, dim: int, strides: tuple[int, int]) -> tuple[int, bytes]:
+        """How many rows of q or o are one box, and their map. strides: of a head, a row."""
         _, num_kv_heads, group, _ = self._heads
-        tokens = self._tiles.tile_q // group
-        has_boxes = tokens * group == self._tiles.tile_q and max(group, tokens) <= _MAX_BOX
         # A map has no strides of 0, of which arrays that repeat themselves are made.
-        has_boxes = has_boxes and min(strides) > 0
-        dims = (num_kv_heads * group, _NO_BOUND, 1) if has_boxes else (1, 1, 1)
-        box = (group, tokens, 1) if has_boxes else (1, 1, 1)
-        return has_boxes, tensor_map.of_rows(address, (dim, *dims), (*strides, 0), box)
+        rows = self._box_rows(group) if min(strides) > 0 else 0
+        dims = (num_kv_heads * group, _NO_BOUND, 1) if rows else (1, 1, 1)
+        box = (group, rows // group, 1) if rows else (1, 1, 1)
+        return rows, tensor_map.of_rows(address, (dim, *dims), (*strides, 0), box)
+
+    def _box_rows(self, group: int) -> int:
+        """Those of a warpgroup, else of a tile, if they are whole tokens; or 0."""
+        for rows in (_WARPGROUP_ROWS, self._tiles.tile_q):
+            if rows % group == 0 and max(group, rows // group) <= _MAX_BOX:
+                return rows
+        return 0

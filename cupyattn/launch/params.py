@@ -28,7 +28,7 @@ PLANNED = struct.Struct(
 RUN = struct.Struct(f"<4Q {OPTIONAL.size}s {PLANNED.size}s")
 
 # kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_section,
-# box_rows, has_query_boxes; PageUnits of k and v; has_output_boxes; maps of q, k, v and o.
+# box_rows, query_box_rows; PageUnits of k and v; output_box_rows; maps of q, k, v and o.
 PREFILL_SM90 = struct.Struct(f"<13i {-(ATTENTION.size + 52) % 64}x 512s")
 
 # kernels/cupyattn/params/rotate_keys.cuh: k, and the rest, with the table of RoPE steps.

@@ -14,6 +14,7 @@
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/ptx/convert.cuh"
 #include "cupyattn/ptx/cp_async.cuh"
+#include "cupyattn/ptx/ldmatrix.cuh"
 #include "cupyattn/ptx/mbarrier.cuh"
 #include "cupyattn/ptx/tensor_copy.cuh"
 #include "cupyattn/ptx/warp.cuh"
@@ -52,6 +53,7 @@ struct PrefillSm90Consumer {
     uint32_t p[kTileKV / 16][1][4];
     float factors[1][2];
     bool raised;
+    int hidden_key;
   };
   // Of an item that is over but for O: its place, that of its rows of Q, and what a thread's two
   // rows are multiplied by.
@@ -74,7 +76,8 @@ struct PrefillSm90Consumer {
   // Of the item: the tile that is its last, and where its tiles of keys begin and hide none.
   int last_tile, origin, full_begin, full_end;
   int position[2];      // of the thread's rows
-  int hidden_key = -1;  // the first key of the last tile, if it hid some
+  int hidden_key = -1;  // the first key of the tile that `p` is of, if it hides some
+  uint32_t any_bad_key;
   float o[1][kHeadDimVO / 8][4];
   uint32_t p[kTileKV / 16][1][4];
   Softmax softmax;
@@ -98,23 +101,21 @@ struct PrefillSm90Consumer {
     int tile = 0;
     last_tile = 0;
     for (;;) {
-      if (hidden_key >= 0) settle_hidden_keys();
-      if (tile > last_tile) {
-        do {
-          tile = item->before(tile);
-          visit(*item, tile);
-        } while (tile > last_tile && hidden_key < 0);
-        continue;
+      while (tile > last_tile) {
+        tile = item->before(tile);
+        visit(*item, tile);
       }
       item = &kernel.await_item(next);
       const bool has_keys = item->exists && item->has_keys();
-      if (!has_keys || rest == kOutput) complete();
+      const bool has_rows = item->work.tile.num_rows > 64 * group;
+      if (!has_keys || !has_rows || rest == kOutput) complete();
       if (!item->exists) return;
-      if (has_keys) {
+      if (has_keys && has_rows) {
         tile = ptx::warp_uniform(item->tiles.end) - 1;
         visit_first(*item, tile, next);
         rest = kValues;
       } else {
+        if (has_keys) pass_by(*item);
         start(*item, next);
         tile = last_tile;
         clear_output();
@@ -145,9 +146,8 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ void complete() {
     if (rest == kNothing) return;
     if (rest == kValues) {
-      Kernel::wait(shared.full_v[v.stage], v.parity);
       multiply_values();
-      await_output();
+      await_output(place.stage);
       // Nobody of the warpgroup reads Q any more, and O may take its place.
       if constexpr (Kernel::kStagesOutput) {
         ptx::named_barrier_sync(Kernel::kDone + group, kWarpgroup);
@@ -155,6 +155,24 @@ struct PrefillSm90Consumer {
     }
     write(conclude(slot));
     rest = kNothing;
+  }
+
+  // The keys of an item that has no rows for this group: others wait for it to take its turns, and
+  // to leave what it does not need.
+  __device__ __forceinline__ void pass_by(const Item& item) {
+    Kernel::wait(shared.full_q[queries.stage], queries.parity);
+    slot = queries.stage;
+    queries.advance();
+    for (int tile = item.tiles.end - 1; tile >= item.tiles.begin; tile = item.before(tile)) {
+      Kernel::wait(shared.full_k[k.stage], k.parity);
+      await_turn();
+      ptx::warp_sync();
+      pass_turn();
+      ptx::warp_sync();
+      release_keys(tile == item.tiles.begin);
+      Kernel::wait(shared.full_v[v.stage], v.parity);
+      release_values();
+    }
   }
 
   // Turns to an item: describes this warp's rows; those past the last repeat it.
@@ -199,17 +217,28 @@ struct PrefillSm90Consumer {
     }
   }
 
+  // Issues O += P V of the last tile, whose values have landed.
   __device__ __forceinline__ void multiply_values() {
+    Kernel::wait(shared.full_v[v.stage], v.parity);
     const uint32_t address = ptx::shared_address(shared.v[v.stage]);
     if constexpr (Kernel::kIsGathered) ptx::fence_proxy_async();
     ptx::wgmma_fence();
     issue_pv<DTypeQ, VTile, kHeadDimVO>(o, p, operand_at<VTile>(address));
     ptx::wgmma_commit();
+    any_bad_key = 0;
+    if (hidden_key < 0) return;
+#pragma unroll
+    for (int word = 0; word < ceil_div(kTileKV, 32); ++word) {
+      any_bad_key |= shared.bad_keys[v.stage][word];
+    }
   }
 
-  __device__ __forceinline__ void await_output() {
+  // Values that are not finite were taken out of a tile that hides keys: rows that see them get
+  // them here. its_place: of the item.
+  __device__ __forceinline__ void await_output(int its_place) {
     ptx::wgmma_wait<0>();
     take_results(o);
+    if (any_bad_key != 0) add_bad_keys(shared.items[its_place]);
     release_values();
   }
 
@@ -263,16 +292,15 @@ struct PrefillSm90Consumer {
     if constexpr (Kernel::kRope) rotate_queries(item);
     multiply_keys(s);
     if (rest == kValues) {
-      const Output output = conclude(last_slot);
-      start(item, next);
-      Kernel::wait(shared.full_v[v.stage], v.parity);
       multiply_values();
       pass_turn();
+      const Output output = conclude(last_slot);
+      start(item, next);
       ptx::wgmma_wait<1>();
       take_results(s);
       release_keys(tile == last_tile);
       if constexpr (kOverlaps) exponentiate<true>(probabilities, s, item, tile, after(v));
-      await_output();
+      await_output(output.place);
       write(output);
       if constexpr (!kOverlaps) exponentiate<true>(probabilities, s, item, tile, v);
     } else {
@@ -293,16 +321,15 @@ struct PrefillSm90Consumer {
     float s[1][kTilesS][4];
     Probabilities probabilities;
     multiply_keys(s);
-    Kernel::wait(shared.full_v[v.stage], v.parity);
     multiply_values();
     pass_turn();
     ptx::wgmma_wait<1>();
     take_results(s);
     release_keys(tile == last_tile);
     const RingPlace<kStages> values = after(v);
-    if constexpr (!kOverlaps) await_output();
+    if constexpr (!kOverlaps) await_output(place.stage);
     exponentiate<false>(probabilities, s, item, tile, values);
-    if constexpr (kOverlaps) await_output();
+    if constexpr (kOverlaps) await_output(place.stage);
     if (probabilities.raised) {
 #pragma unroll
       for (int n = 0; n < kHeadDimVO / 8; ++n) {
@@ -323,7 +350,7 @@ struct PrefillSm90Consumer {
     const RowInfo* rows = shared.rows + warp_row();
     bool hides = first_key < full_begin || first_key + kTileKV > full_end;
     if constexpr (Kernel::kMasked) hides = hides || item.is_mixed(tile);
-    hidden_key = hides ? first_key : -1;
+    to.hidden_key = hides ? first_key : -1;
     if constexpr (LogitsVariant::kGuesses) {
       if (guess<kIsFirst>(to, s, item, first_key, hides, values)) return;
       const auto form = LogitsVariant::settle(s, shared.logits);
@@ -368,6 +395,7 @@ struct PrefillSm90Consumer {
 
   // Products read `p` until they are over: beside them, the next ones are written elsewhere.
   __device__ __forceinline__ void take(const Probabilities& from) {
+    hidden_key = from.hidden_key;
 #pragma unroll
     for (int i = 0; i < kTileKV / 16; ++i) {
 #pragma unroll
@@ -410,19 +438,7 @@ struct PrefillSm90Consumer {
     }
   }
 
-  // Values that are not finite were taken out of a tile that hides keys: rows that see them get
-  // them here, before the others are multiplied.
-  __device__ __forceinline__ void settle_hidden_keys() {
-    constexpr int kWords = ceil_div(kTileKV, 32);
-    Kernel::wait(shared.full_v[v.stage], v.parity);
-    uint32_t any = 0;
-#pragma unroll
-    for (int word = 0; word < kWords; ++word) any |= shared.bad_keys[v.stage][word];
-    if (any != 0) add_bad_keys();
-    hidden_key = -1;
-  }
-  __device__ __forceinline__ void add_bad_keys() {
-    const Item& item = shared.items[place.stage];
+  __device__ __forceinline__ void add_bad_keys(const Item& item) {
     for (int word = 0; word < ceil_div(kTileKV, 32); ++word) {
       for (uint32_t bits = shared.bad_keys[v.stage][word]; bits != 0; bits &= bits - 1) {
         const int key = 32 * word + __ffs(static_cast<int>(bits)) - 1;
@@ -489,7 +505,7 @@ struct PrefillSm90Consumer {
   // Normalises and writes this warp's rows of an item, and is done with it.
   __device__ __forceinline__ void write(const Output& output) {
     const Item& item = shared.items[output.place];
-    if (kernel.leaves_in_a_box(item)) {
+    if (kernel.leaves_in_a_box(item, group)) {
       stage(output);
     } else if (item.work.tile.leaves_state()) {
 #pragma unroll
@@ -524,19 +540,20 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ void stage(const Output& output) {
     if constexpr (Kernel::kStagesOutput) {
       static_assert(QTile::kRowBytes == 128 && QTile::kGroupBytes == 8 * 128, "bits do not carry");
-      unsigned char* tile = shared.q[output.slot];
-      // A chunk further is a bit of the offset. All offsets at once would be kept, and spill.
-      const uint32_t first = ptx::opaque_copy(QTile::offset(own_row(0), 0) + 4 * (lane & 3));
+      // A lane's row and chunk of the first of all matrices; two n-tiles further is a bit of the
+      // address. All addresses at once would be kept, and spill.
+      const uint32_t first = ptx::opaque_copy(ptx::shared_address(shared.q[output.slot]) +
+                                              QTile::offset(warp_row() + (lane & 15), lane >> 4));
 #pragma unroll
-      for (int n = 0; n < kHeadDimVO / 8; ++n) {
+      for (int n = 0; n < kHeadDimVO / 8; n += 2) {
+        uint32_t words[4];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const uint32_t offset =
-              (first ^ (n % 8 * 16)) + n / 8 * QTile::kPanelBytes + h * QTile::kGroupBytes;
-          const float factor = output.factors[h];
-          *reinterpret_cast<uint32_t*>(tile + offset) =
-              ptx::pack_pair<DTypeO>(o[0][n][2 * h] * factor, o[0][n][2 * h + 1] * factor);
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = o[0][n + i / 2] + i % 2 * 2;
+          const float factor = output.factors[i % 2];
+          words[i] = ptx::pack_pair<DTypeO>(pair[0] * factor, pair[1] * factor);
         }
+        ptx::stmatrix_x4((first ^ (n % 8 * 16)) + n / 8 * QTile::kPanelBytes, words);
       }
       ptx::fence_proxy_async();
     }

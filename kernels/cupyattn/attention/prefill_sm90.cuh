@@ -239,6 +239,7 @@ struct PrefillSm90 {
       const ItemFacts item = exists ? item_of(index) : ItemFacts{};
       // Items of zeros, as a captured graph has them to spare, are nobody's business.
       if (!exists || item.work.tile.num_rows > 0) {
+        if (item.has_keys()) producer.prefetch_queries(item, lane);
         Item& next = shared.items[place.stage];
         wait(shared.empty_item[place.stage], place.parity ^ 1);
         if (published >= kItems) store_output(shared.items[place.stage], stored, lane);
@@ -279,25 +280,30 @@ struct PrefillSm90 {
   __device__ __forceinline__ void store_output(const Item& item, int& stored, int lane) const {
     if constexpr (kStagesOutput) {
       if (!item.has_keys()) return;
-      if (lane == 0 && leaves_in_a_box(item)) {
+      const int box = all_params.output_box_rows;
+      if (lane == 0) {
         const TileWork& work = item.work.tile;
-        const int token = item.work.request.q_start + PackedRow::of(params, work.first_row).token;
-        const uint32_t tile = ptx::shared_address(shared.q[stored]);
+        for (int row = 0; row < kTileQ && leaves_in_a_box(item, row / 64); row += box) {
+          const int token =
+              item.work.request.q_start + PackedRow::of(params, work.first_row + row).token;
+          const uint32_t rows = ptx::shared_address(shared.q[stored]) + row * QTile::kRowBytes;
 #pragma unroll
-        for (int panel = 0; panel < QTile::kPanels; ++panel) {
-          ptx::tensor_store_4d(all_params.o, 64 * panel, work.kv_head * params.group_size, token, 0,
-                               tile + panel * QTile::kPanelBytes);
+          for (int panel = 0; panel < QTile::kPanels; ++panel) {
+            ptx::tensor_store_4d(all_params.o, 64 * panel, work.kv_head * params.group_size, token,
+                                 0, rows + panel * QTile::kPanelBytes);
+          }
         }
         ptx::bulk_commit();
       }
       stored = stored + 1 == kSlots ? 0 : stored + 1;
     }
   }
-  // Whether O of an item is one box: a whole tile of answers.
-  __device__ __forceinline__ bool leaves_in_a_box(const Item& item) const {
+  // Whether O of a warpgroup's rows of an item leaves in a box: all rows of one are answers.
+  __device__ __forceinline__ bool leaves_in_a_box(const Item& item, int group) const {
     const TileWork& work = item.work.tile;
-    return kStagesOutput && all_params.has_output_boxes && item.has_keys() &&
-           work.num_rows == kTileQ && !work.leaves_state();
+    const int box = all_params.output_box_rows;
+    return kStagesOutput && box > 0 && item.has_keys() &&
+           work.num_rows >= max_of(box, 64 * (group + 1)) && !work.leaves_state();
   }
 
   __device__ __forceinline__ void leave_hidden_tiles_out(Item& item, int lane) const {

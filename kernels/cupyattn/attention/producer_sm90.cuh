@@ -29,6 +29,7 @@ struct PrefillSm90Producer {
   using KLanding = typename Kernel::KLanding;
   using VLanding = typename Kernel::VLanding;
   using Item = typename Kernel::Item;
+  using ItemFacts = typename Kernel::ItemFacts;
   using SharedMemory = typename Kernel::SharedMemory;
   static constexpr int kTileQ = Kernel::kTileQ;
   static constexpr int kTileKV = Kernel::kTileKV;
@@ -54,6 +55,29 @@ struct PrefillSm90Producer {
         params(kernel.params),
         shared(kernel.shared) {}
 
+  // Of the rows of a tile that a warp gathers: the page of each lane's, a row of each 32, looked up
+  // a tile ahead. -1 is none.
+  template <int kRows>
+  struct RowPages {
+    static constexpr int kBatches = ceil_div(kRows, kWarpSize);
+    static_assert(kRows % 8 == 0, "a warp has whole groups of rows");
+    int of[kBatches];
+
+    __device__ __forceinline__ void look_up(const AttentionParams& params, const Item& item,
+                                            int tile, int first_row, int lane) {
+      if (tile < item.tiles.begin) return;
+#pragma unroll
+      for (int batch = 0; batch < kBatches; ++batch) {
+        const int row = batch * kWarpSize + lane, key = item.first_key(tile) + first_row + row;
+        of[batch] = -1;
+        if (row < kRows && key < item.range.end) {
+          of[batch] = params.kv_indices[item.work.request.kv_start +
+                                        PageSlot::of(params, key).page];
+        }
+      }
+    }
+  };
+
   // --- Warp 0: copies ---
 
   // Of this lane's box: the page that it is in, or is a part of, in the tile that K was copied of
@@ -72,10 +96,12 @@ struct PrefillSm90Producer {
     RingPlace<kItems> place;
     RingPlace<kLandings> k, v;
     const int lane = threadIdx.x % kWarpSize;
+    RowPages<kTileKV - 2 * kShareOfKeys> key_pages;
     for (;;) {
       const Item& item = kernel.await_item(place);
       if (!item.exists) return;
       PagesOfBoxes pages;
+      if constexpr (kGathers) key_pages.look_up(params, item, item.tiles.end - 1, 0, lane);
       if constexpr (kPaged && !kGathers) pages.next = page_of_box(item, item.tiles.end - 1, lane);
       Kernel::for_tiles(
           item,
@@ -86,7 +112,7 @@ struct PrefillSm90Producer {
               pages.tile = tile;
               pages.next = page_of_box(item, item.before(tile), lane);
             }
-            copy_keys(k, item, tile, pages.present, lane);
+            copy_keys(k, item, tile, pages.present, key_pages, lane);
           },
           [&](int tile) {
             if constexpr (!kGathers) {
@@ -97,47 +123,76 @@ struct PrefillSm90Producer {
     }
   }
 
-  // Rows of Q: whole tiles are one box, if groups fill it; others are gathered, and what rows they
-  // lack is zeros.
+  // Rows of Q will be wanted, and take long to come from memory.
+  __device__ __forceinline__ void prefetch_queries(const ItemFacts& item, int lane) const {
+    if (lane != 0) return;
+    for_query_boxes(item, [&](int, int token) {
+#pragma unroll
+      for (int panel = 0; panel < QTile::kPanels; ++panel) {
+        ptx::tensor_prefetch_4d(all_params.q, 64 * panel,
+                                item.work.tile.kv_head * params.group_size, token, 0);
+      }
+    });
+  }
+
+  // Calls body(row, token) for each box of rows that are all the item's; returns the row after.
+  template <typename Body>
+  __device__ __forceinline__ int for_query_boxes(const ItemFacts& item, Body&& body) const {
+    const TileWork& work = item.work.tile;
+    const int box = all_params.query_box_rows;
+    int row = 0;
+    for (; box > 0 && row + box <= work.num_rows; row += box) {
+      body(row, item.work.request.q_start + PackedRow::of(params, work.first_row + row).token);
+    }
+    return row;
+  }
+
+  // Rows of Q: boxes where all rows of one are the item's; the others are gathered, and what rows
+  // their warpgroup lacks is zeros. Warpgroups without rows do not look.
   __device__ __forceinline__ void copy_queries(RingPlace<kSlots>& q, const Item& item,
                                                int lane) const {
-    const Request& request = item.work.request;
     const TileWork& work = item.work.tile;
     const uint32_t tile = ptx::shared_address(shared.q[q.stage]);
     const uint32_t lands = ptx::shared_address(&shared.full_q[q.stage]);
-    const int first_head = work.kv_head * params.group_size;
     Kernel::wait(shared.empty_q[q.stage], q.parity ^ 1);
     ptx::warp_sync();
-    if (all_params.has_query_boxes && work.num_rows == kTileQ) {
-      if (lane == 0) {
-        const int token = request.q_start + PackedRow::of(params, work.first_row).token;
-        ptx::mbarrier_arrive_expect_tx(lands, QTile::kBytes);
+    const int row = for_query_boxes(item, [&](int row, int token) {
+      if (lane != 0) return;
+      ptx::mbarrier_expect_tx(
+          lands, all_params.query_box_rows * QTile::kPanels * QTile::kRowBytes);
 #pragma unroll
-        for (int panel = 0; panel < QTile::kPanels; ++panel) {
-          ptx::tensor_copy_4d(tile + panel * QTile::kPanelBytes, all_params.q, 64 * panel,
-                              first_head, token, 0, lands);
-        }
+      for (int panel = 0; panel < QTile::kPanels; ++panel) {
+        ptx::tensor_copy_4d(tile + panel * QTile::kPanelBytes + row * QTile::kRowBytes,
+                            all_params.q, 64 * panel, work.kv_head * params.group_size, token, 0,
+                            lands);
       }
-    } else {
-#pragma unroll 4
-      for (int index = lane; index < kTileQ * QTile::kChunks; index += kWarpSize) {
-        const int r = index / QTile::kChunks;
-        const int chunk = index % QTile::kChunks;
-        const PackedRow row = PackedRow::of(params, work.first_row + r);
-        const DTypeQ* source =
-            static_cast<const DTypeQ*>(params.q) +
-            (static_cast<int64_t>(request.q_start) + row.token) * params.q_stride_n +
-            (first_head + row.group_head) * params.q_stride_h + 8 * chunk;
-        ptx::cp_async_16(tile + QTile::offset(r, chunk), source, r < work.num_rows);
-      }
-      ptx::cp_async_commit();
-      ptx::cp_async_wait_group<0>();
-      ptx::fence_proxy_async();
-      ptx::warp_sync();
-      if (lane == 0) ptx::mbarrier_arrive(lands);
-    }
+    });
+    if (row < work.num_rows) gather_queries(tile, item, row, lane);
+    ptx::warp_sync();
+    if (lane == 0) ptx::mbarrier_arrive(lands);
     ptx::warp_sync();
     q.advance();
+  }
+
+  __device__ __forceinline__ void gather_queries(uint32_t tile, const Item& item, int first_row,
+                                                 int lane) const {
+    const TileWork& work = item.work.tile;
+    const int end = ceil_div(work.num_rows, 64) * 64;
+#pragma unroll 4
+    for (int index = first_row * QTile::kChunks + lane; index < end * QTile::kChunks;
+         index += kWarpSize) {
+      const int r = index / QTile::kChunks;
+      const int chunk = index % QTile::kChunks;
+      const PackedRow row = PackedRow::of(params, work.first_row + r);
+      const DTypeQ* source =
+          static_cast<const DTypeQ*>(params.q) +
+          (static_cast<int64_t>(item.work.request.q_start) + row.token) * params.q_stride_n +
+          (work.kv_head * params.group_size + row.group_head) * params.q_stride_h + 8 * chunk;
+      ptx::cp_async_16(tile + QTile::offset(r, chunk), source, r < work.num_rows);
+    }
+    ptx::cp_async_commit();
+    ptx::cp_async_wait_group<0>();
+    ptx::fence_proxy_async();
   }
 
   // --- Keys and values, where they land ---
@@ -168,11 +223,12 @@ struct PrefillSm90Producer {
     }
   }
 
+  template <typename Pages>
   __device__ __forceinline__ void copy_keys(RingPlace<kLandings>& k, const Item& item, int tile,
-                                            int page, int lane) const {
+                                            int page, Pages& pages, int lane) const {
     const Place place = place_of_keys(k);
     if constexpr (kGathers) {
-      gather_keys<kTileKV - 2 * kShareOfKeys>(place, item, tile, 0, lane);
+      gather_keys(place, item, tile, 0, pages, lane);
     } else {
       copy_boxes<KLanding, Kernel::kRope>(all_params.k, all_params.k_units, place, item, tile, page,
                                           lane);
@@ -180,12 +236,12 @@ struct PrefillSm90Producer {
     k.advance();
   }
 
-  template <int kRows>
+  template <typename Pages>
   __device__ __forceinline__ void gather_keys(const Place& place, const Item& item, int tile,
-                                              int first_row, int lane) const {
+                                              int first_row, Pages& pages, int lane) const {
     const DTypeKV* const keys =
         static_cast<const DTypeKV*>(params.k) + item.work.tile.kv_head * params.k_stride_h;
-    gather_rows<KLanding, kRows>(keys, all_params.k_units, place, item, tile, first_row, lane);
+    gather_rows<KLanding>(keys, all_params.k_units, place, item, tile, first_row, pages, lane);
     ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&place.full));
   }
 
@@ -241,26 +297,15 @@ struct PrefillSm90Producer {
     }
   }
 
-  // Gathers kRows of a tile of `rows`, one head's, once its place is free, from pages of any size:
-  // eight lanes to a row, whose page one lane has looked up ahead of the wait. What no
-  // key has is zeros.
+  // Gathers rows of a tile of `rows`, one head's, once its place is free, from pages of any size:
+  // eight lanes to a row. What no key has is zeros. Then looks up the pages of the next tile.
   template <typename Tile, int kRows>
   __device__ __forceinline__ void gather_rows(const DTypeKV* rows, const PageUnits& units,
                                               const Place& place, const Item& item, int tile,
-                                              int first_row, int lane) const {
-    constexpr int kBatches = ceil_div(kRows, kWarpSize);
-    static_assert(kRows % 8 == 0, "a warp has whole groups of rows");
+                                              int first_row, RowPages<kRows>& pages,
+                                              int lane) const {
+    constexpr int kBatches = RowPages<kRows>::kBatches;
     const int first_key = item.first_key(tile) + first_row;
-    int pages[kBatches];
-#pragma unroll
-    for (int batch = 0; batch < kBatches; ++batch) {
-      const int row = batch * kWarpSize + lane, key = first_key + row;
-      pages[batch] = -1;
-      if (row < kRows && key < item.range.end) {
-        pages[batch] =
-            params.kv_indices[item.work.request.kv_start + PageSlot::of(params, key).page];
-      }
-    }
     Kernel::wait(place.empty, place.parity ^ 1);
     const int row = lane / 8, chunk = lane % 8;
     const uint64_t source = reinterpret_cast<uintptr_t>(rows) + 16 * chunk;
@@ -272,13 +317,18 @@ struct PrefillSm90Producer {
 #pragma unroll(kRows % kWarpSize == 0 ? 1 : kBatches)
     for (int begin = 0; begin < kRows; begin += kWarpSize) {
       const int slot = PageSlot::of(params, first_key + begin + lane).slot;
-      const int own = pages[0] < 0 ? -1 : pages[0] * units.page + slot * units.row;
+      const int page = pages.of[0];
+      const int own = page < 0 ? -1 : page * units.page + slot * units.row;
 #pragma unroll
-      for (int batch = 1; batch < kBatches; ++batch) pages[batch - 1] = pages[batch];
+      for (int batch = 1; batch < kBatches; ++batch) pages.of[batch - 1] = pages.of[batch];
+      // All at once: each takes longer to come than a row to copy.
+      int units_of[kWarpSize / 4];
+#pragma unroll
+      for (int i = 0; i < kWarpSize / 4; ++i) units_of[i] = ptx::shuffle(own, 4 * i + row);
 #pragma unroll
       for (int first = 0; first < kWarpSize; first += 4) {
         if (kRows % kWarpSize != 0 && begin + first >= kRows) break;
-        const int unit = ptx::shuffle(own, first + row);
+        const int unit = units_of[first / 4];
         const uint64_t from =
             source + static_cast<uint64_t>(static_cast<uint32_t>(unit)) * units.bytes;
         const uint32_t group = to[first / 4 % 2] + (begin + first) / 8 * Tile::kGroupBytes;
@@ -291,6 +341,7 @@ struct PrefillSm90Producer {
         }
       }
     }
+    pages.look_up(params, item, item.before(tile), first_row, lane);
   }
 
   // --- Warps 2 and 3: rows that are gathered, and values that are not finite ---
@@ -301,21 +352,29 @@ struct PrefillSm90Producer {
     uint32_t raw_parities = 0;  // a bit a stage
     const int thread = threadIdx.x - 2 * kWarpSize;
     const int warp = ptx::warp_uniform(thread / kWarpSize), lane = thread % kWarpSize;
+    const int first_key = kTileKV - (2 - warp) * kShareOfKeys, first_value = warp * (kTileKV / 2);
+    RowPages<kShareOfKeys> key_pages;
+    RowPages<kTileKV / 2> value_pages;
     for (;;) {
       const Item& item = kernel.await_item(place);
       if (!item.exists) return;
+      if constexpr (kGathers) {
+        key_pages.look_up(params, item, item.tiles.end - 1, first_key, lane);
+        value_pages.look_up(params, item, item.tiles.end - 1, first_value, lane);
+      }
       Kernel::for_tiles(
           item,
           [&](int tile) {
             if constexpr (kGathers) {
-              gather_keys<kShareOfKeys>(place_of_keys(k), item, tile,
-                                        kTileKV - (2 - warp) * kShareOfKeys, lane);
+              gather_keys(place_of_keys(k), item, tile, first_key, key_pages, lane);
               k.advance();
             }
           },
           [&](int tile) {
             const bool is_cleaned = !kConverts && item.hides_keys(tile);
-            if constexpr (kGathers) gather_values(v, item, tile, is_cleaned, warp, lane);
+            if constexpr (kGathers) {
+              gather_values(v, item, tile, is_cleaned, first_value, value_pages, lane);
+            }
             if constexpr (Kernel::kMasked) leave_row_bits(item, tile, v, thread);
             if (is_cleaned && kGathers) {
               ptx::cp_async_wait_group<0>();
@@ -337,13 +396,12 @@ struct PrefillSm90Producer {
 
   // Of a tile that is cleaned afterwards, nobody is told yet.
   __device__ __forceinline__ void gather_values(const RingPlace<kLandings>& v, const Item& item,
-                                                int tile, bool is_cleaned, int warp,
-                                                int lane) const {
-    constexpr int kRows = kTileKV / 2;
+                                                int tile, bool is_cleaned, int first_row,
+                                                RowPages<kTileKV / 2>& pages, int lane) const {
     const Place at = place_of_values(v, false);
     const DTypeKV* const values =
         static_cast<const DTypeKV*>(params.v) + item.work.tile.kv_head * params.v_stride_h;
-    gather_rows<VLanding, kRows>(values, all_params.v_units, at, item, tile, warp * kRows, lane);
+    gather_rows<VLanding>(values, all_params.v_units, at, item, tile, first_row, pages, lane);
     if (is_cleaned) {
       ptx::cp_async_commit();
     } else {

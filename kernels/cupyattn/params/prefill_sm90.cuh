@@ -19,9 +19,9 @@ struct PrefillSm90Params {
   int32_t num_items;          // tiles times splits, or the length of the work list
   int32_t heads_per_section;  // KV heads whose items come one after another, as L2 likes
   int32_t box_rows;           // keys that one tensor copy brings
-  int32_t has_query_boxes;    // whether a tile of rows of Q is one copy
+  int32_t query_box_rows;     // rows of Q that one copy brings: those of a warpgroup, a tile, or none
   PageUnits k_units, v_units;
-  int32_t has_output_boxes;  // the same of O
+  int32_t output_box_rows;  // the same of O
   // [rows, num_qo_heads, head_dim]
   alignas(64) TensorMap q;
   // [num_kv_heads, rows, head_dim]; of pages: [pages and heads, page_size / 8, head_dim / 64, 8,

@@ -20,6 +20,13 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
+// Bytes that come before the phase ends.
+__device__ __forceinline__ void mbarrier_expect_tx(uint32_t barrier, int num_bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(barrier),
+               "r"(num_bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int num_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier),
                "r"(num_bytes)

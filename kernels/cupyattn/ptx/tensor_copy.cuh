@@ -21,6 +21,14 @@ __device__ __forceinline__ void tensor_copy_4d(uint32_t destination, const Tenso
       : "memory");
 }
 
+// Into L2 only.
+__device__ __forceinline__ void tensor_prefetch_4d(const TensorMap& map, int x, int y, int z,
+                                                   int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];\n" ::"l"(&map),
+               "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+
 __device__ __forceinline__ void tensor_copy_5d(uint32_t destination, const TensorMap& map, int x,
                                                int y, int z, int w, int u, uint32_t barrier) {
   asm volatile(

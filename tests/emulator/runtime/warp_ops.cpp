@@ -45,6 +45,25 @@ void run_ldmatrix(Warp& warp) {
   }
 }
 
+struct Stmatrix {
+  uint32_t address;
+  Words4 fragment;
+  void* code;
+};
+
+// The other way.
+void run_stmatrix(Warp& warp) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const Stmatrix& own = argument<Stmatrix>(warp, lane);
+    check_shared(own.address, 16, 16, own.code);
+    write_shared(own.address, 16, false, own.code);
+    for (int column = 0; column < 4; ++column) {
+      const Stmatrix& owner = argument<Stmatrix>(warp, lane % 8 * 4 + column);
+      memcpy(shared_window.begin + own.address + 4 * column, &owner.fragment.word[lane / 8], 4);
+    }
+  }
+}
+
 struct Mma {
   Floats4 c;
   Words4 a;
@@ -154,6 +173,11 @@ Words4 ldmatrix_x4(uint32_t address, bool is_transposed, Where where) {
   Ldmatrix own{address, is_transposed, {}, EMULATOR_CALLER};
   meet_warp(run_ldmatrix, &own, where, EMULATOR_CALLER);
   return own.fragment;
+}
+
+void stmatrix_x4(uint32_t address, Words4 fragment, Where where) {
+  Stmatrix own{address, fragment, EMULATOR_CALLER};
+  meet_warp(run_stmatrix, &own, where, EMULATOR_CALLER);
 }
 
 Floats4 mma_m16n8k16(Floats4 c, Words4 a, uint32_t b0, uint32_t b1, bool is_bfloat16, Where where) {

@@ -18,4 +18,9 @@ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address
   for (int i = 0; i < 4; ++i) fragment[i] = loaded.word[i];
 }
 
+__forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&fragment)[4],
+                                 emulator::Where where = emulator::Where::current()) {
+  emulator::stmatrix_x4(address, {fragment[0], fragment[1], fragment[2], fragment[3]}, where);
+}
+
 }  // namespace cupyattn::ptx

@@ -16,6 +16,10 @@ inline void fence_mbarrier_init() {}
 
 __forceinline__ void mbarrier_arrive(uint32_t barrier) { emulator::mbarrier_arrive(barrier); }
 
+__forceinline__ void mbarrier_expect_tx(uint32_t barrier, int num_bytes) {
+  emulator::mbarrier_expect_tx(barrier, num_bytes);
+}
+
 __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int num_bytes) {
   emulator::mbarrier_arrive_expect_tx(barrier, num_bytes);
 }

@@ -8,6 +8,7 @@
 namespace cupyattn::ptx {
 
 inline void prefetch_tensor_map(const TensorMap&) {}
+inline void tensor_prefetch_4d(const TensorMap&, int, int, int, int) {}
 
 __forceinline__ void tensor_copy_4d(uint32_t destination, const TensorMap& map, int x, int y, int z,
                                     int w, uint32_t barrier) {
