@@ -77,7 +77,7 @@ class Maps:
         query_box_rows, query_map = self._row_boxes(q, problem.head_dim_qk, self._queries)
         output_box_rows, output_map = self._row_boxes(o, problem.head_dim_vo, self._outputs)
         maps = [query_map]
-        gathers = self._tiles.config["kGathers"]
+        gathers = self._tiles.config["kGatherers"]
         rows = 0 if gathers else tensor_map.box_rows(page_size, self._tiles.tile_kv)
         units: list[int] = []
         for address, dim, (strides, size) in (

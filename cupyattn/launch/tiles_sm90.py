@@ -24,7 +24,8 @@ class _Shape(NamedTuple):
     """Warpgroups that multiply, keys of a tile, stages of K and V, tiles of Q in shared memory,
     whether the warpgroups take turns, the registers of a thread that loads and of one that
     multiplies, whether they have room for the probabilities of two tiles, places where tiles of fp8
-    land, and the warps that convert them: a warpgroup, or two of those that load."""
+    land, the warps that convert them (a warpgroup, or two of those that load), and those that gather
+    rows of pages that no box of a tensor copy fits (a warpgroup, or three of those that load)."""
 
     consumers: int
     tile_kv: int
@@ -35,6 +36,7 @@ class _Shape(NamedTuple):
     overlaps: bool = True
     landings: int = 0
     converters: int = 0
+    gatherers: int = 0
 
 
 # What there is for four warpgroups.
@@ -108,11 +110,16 @@ def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> 
         return None
     if gathers and shape.landings:
         # Rows that are gathered take longer to land: more is under way, in a place of Q if need be.
-        shape = shape._replace(query_slots=1, registers=(48, 208), landings=shape.query_slots)
-    elif gathers and shape.registers == _OF_THREE:
-        # To gather takes more registers than three warpgroups leave.
-        shape = shape._replace(consumers=2, registers=(40, 232))
-    tiles = make(problem, shape, gathers)
+        shape = shape._replace(
+            query_slots=1, registers=(48, 208), landings=shape.query_slots, gatherers=3
+        )
+    elif gathers and problem.head_dim_vo > 128:
+        # A product of so many columns has no registers in a launch of four warpgroups.
+        shape = shape._replace(gatherers=3)
+    elif gathers:
+        registers = (56, 200) if problem.custom_mask else (40, 216)
+        shape = shape._replace(consumers=2, registers=registers, overlaps=False, gatherers=4)
+    tiles = make(problem, shape)
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
@@ -163,9 +170,8 @@ def heads_per_section(
     return max(1, min(num_kv_heads, 1 << max(0, fitting.bit_length() - 1)))
 
 
-def make(problem: AttentionProblem, shape: _Shape, gathers: bool = False) -> TileConfig:
-    """gathers: keys come row by row, from pages that no box of a tensor copy fits."""
-    consumers, tile_kv, stages, slots, _, (load, multiply), _, places, converters = shape
+def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
+    consumers, tile_kv, stages, slots, _, (load, multiply), _, places, converters, _ = shape
     tile_q = 64 * consumers
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     dims = (problem.head_dim_qk, problem.head_dim_vo) if places else ()
@@ -206,10 +212,10 @@ def make(problem: AttentionProblem, shape: _Shape, gathers: bool = False) -> Til
         "kCustomMask": problem.custom_mask,
         "kMaskForm": MASK_FORMS.index(problem.mask_form),
         "kPaged": problem.paged,
-        "kGathers": gathers,
+        "kGatherers": shape.gatherers,
         "kSharedBytes": shared,
     }
-    threads = 128 * (1 + consumers + converters // 4)
+    threads = 128 * (1 + consumers + converters // 4 + shape.gatherers // 4)
     return TileConfig(
         "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated
     )

@@ -26,7 +26,7 @@ struct Config {
   static constexpr bool kCustomMask = false;
   static constexpr int kMaskForm = 0;
   static constexpr bool kPaged = false;
-  static constexpr bool kGathers = false;
+  static constexpr int kGatherers = 0;
   static constexpr int kSharedBytes = 199680;
 };
 #endif

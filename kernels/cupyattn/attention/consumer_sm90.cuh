@@ -55,10 +55,11 @@ struct PrefillSm90Consumer {
     bool raised;
     int hidden_key;
   };
-  // Of an item that is over but for O: its place, that of its rows of Q, and what a thread's two
-  // rows are multiplied by.
+  // Of an item that is over but for O: its place, that of its rows of Q, whether O goes there, and
+  // what a thread's two rows are multiplied by.
   struct Output {
     int place, slot;
+    bool is_staged;
     float factors[2];
   };
 
@@ -473,7 +474,7 @@ struct PrefillSm90Consumer {
     const bool leaves_state = item.work.tile.leaves_state();
     const float output_scale =
         leaves_state ? 1.0f : output_scale_of(params, item.work.tile.kv_head);
-    Output output{place.stage, its_slot};
+    Output output{place.stage, its_slot, kernel.leaves_in_a_box(item, group)};
     float sums[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) sums[h] = quad_sum(softmax.row_sum[0][h]);
@@ -505,7 +506,7 @@ struct PrefillSm90Consumer {
   // Normalises and writes this warp's rows of an item, and is done with it.
   __device__ __forceinline__ void write(const Output& output) {
     const Item& item = shared.items[output.place];
-    if (kernel.leaves_in_a_box(item, group)) {
+    if (output.is_staged) {
       stage(output);
     } else if (item.work.tile.leaves_state()) {
 #pragma unroll

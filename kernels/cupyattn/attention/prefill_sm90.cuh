@@ -7,6 +7,7 @@
 
 #include "cupyattn/attention/consumer_sm90.cuh"
 #include "cupyattn/attention/converter_sm90.cuh"
+#include "cupyattn/attention/gatherer_sm90.cuh"
 #include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/mask_sm90.cuh"
 #include "cupyattn/attention/producer_sm90.cuh"
@@ -39,8 +40,10 @@ struct PrefillSm90 {
   static constexpr int kStages = Config::kStages;
   static constexpr int kSlots = Config::kQuerySlots;
   static constexpr bool kPaged = Config::kPaged;
-  // Pages that no box fits come row by row.
-  static constexpr bool kGathers = Config::kGathers;
+  // Pages that no box fits come row by row, gathered by so many warps: a warpgroup of their own, or
+  // warps 0, 2 and 3.
+  static constexpr int kGatherers = Config::kGatherers;
+  static constexpr bool kGathers = kGatherers > 0;
   // fp8 keys and values land apart, and others turn them into the type of q: a warpgroup of their
   // own, or, where registers forbid one, warps 2 and 3.
   static constexpr bool kConverts = is_fp8<DTypeKV>::value;
@@ -52,10 +55,14 @@ struct PrefillSm90 {
   static constexpr bool kIsGathered = kGathers && !kConverts;
   static constexpr bool kTakesTurns = Config::kTakesTurns;
   static constexpr int kWarpgroup = 4 * kWarpSize;
-  static constexpr int kThreads = (1 + kConsumers + (kConvertsApart ? 1 : 0)) * kWarpgroup;
+  static constexpr bool kGathersApart = kGatherers == 4;
+  static constexpr int kWarpgroups = 1 + kConsumers + (kConvertsApart || kGathersApart ? 1 : 0);
+  static constexpr int kThreads = kWarpgroups * kWarpgroup;
   // The present item and the next. More would be taken early, and the last blocks end late.
   static constexpr int kItems = 2;
   static constexpr int kCleaners = 2 * kWarpSize;
+  // That a tile has landed: a box is one arrival, rows are one of each thread that gathers.
+  static constexpr int kArrivals = kGathers ? kGatherers * kWarpSize : 1;
   // Whether O may leave through the place of its own rows of Q.
   static constexpr bool kStagesOutput = kSlots > 1 && kTakesTurns &&
                                         sizeof(DTypeO) == 2 && kHeadDimQK == kHeadDimVO;
@@ -130,14 +137,14 @@ struct PrefillSm90 {
                 "the host's shared-memory arithmetic (launch/tiles.py) must agree");
   static_assert(kHeadDimVO % 32 == 0, "rows of O are stored by vectors of whole quads");
   // A block is launched with as many for each thread, and more would be waited for without end.
-  static constexpr int kWarpgroups = kThreads / kWarpgroup;
   static_assert((kWarpgroups - kConsumers) * Config::kLoadRegisters +
                         kConsumers * Config::kMultiplyRegisters <=
                     kWarpgroups * (65536 / kThreads / 8 * 8),
                 "registers come from what the block was launched with");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
-  static_assert(!kConverts || kConvertsApart || (kConverters == 2 && !kGathers),
-                "warps 2 and 3 either gather or convert");
+  static_assert(!(kConvertsApart && kGathersApart), "a warpgroup besides is for one thing");
+  static_assert(kGatherers != 3 || (!kMasked && kConverters != 2),
+                "warps 2 and 3 have one thing to do besides");
   static_assert(is_same<DTypeQ, DTypeKV>::value || kConverts,
                 "both operands of a product have one type");
 
@@ -157,18 +164,25 @@ struct PrefillSm90 {
     if (warpgroup == 0) {
       ptx::set_max_registers_down<Config::kLoadRegisters>();
       const int warp = ptx::warp_uniform(threadIdx.x / kWarpSize);
-      if (warp == 0) {
-        PrefillSm90Producer<PrefillSm90>(*this).copy_tiles();
-      } else if (warp == 1) {
+      if (warp == 1) {
         publish_items();
-      } else if constexpr (kGathers || !kConverts) {
-        PrefillSm90Producer<PrefillSm90>(*this).bring_values();
+      } else if constexpr (kGatherers == 3) {
+        PrefillSm90Gatherer<PrefillSm90>(*this, warp == 0 ? 0 : warp - 1).run();
+      } else if (warp == 0) {
+        if constexpr (!kGathers) PrefillSm90Producer<PrefillSm90>(*this).copy_tiles();
+      } else if constexpr (!kConverts) {
+        PrefillSm90Producer<PrefillSm90>(*this).clean_tiles();
       } else if constexpr (!kConvertsApart) {
         PrefillSm90Converter<PrefillSm90>(*this).run();
       }
-    } else if (kConvertsApart && warpgroup > kConsumers) {
+    } else if (warpgroup > kConsumers) {
       ptx::set_max_registers_down<Config::kLoadRegisters>();
-      if constexpr (kConvertsApart) PrefillSm90Converter<PrefillSm90>(*this).run();
+      if constexpr (kConvertsApart) {
+        PrefillSm90Converter<PrefillSm90>(*this).run();
+      } else if constexpr (kGathersApart) {
+        const int warp = ptx::warp_uniform(threadIdx.x / kWarpSize);
+        PrefillSm90Gatherer<PrefillSm90>(*this, warp % 4).run();
+      }
     } else {
       ptx::set_max_registers_up<Config::kMultiplyRegisters>();
       PrefillSm90Consumer<PrefillSm90>(*this, warpgroup - 1).run();
@@ -187,28 +201,27 @@ struct PrefillSm90 {
     };
     for (int place = 0; place < kItems; ++place) {
       init(shared.full_item[place], 1);
-      // The warp that copies, those that see to values, those that multiply, those that convert.
-      init(shared.empty_item[place],
-           1 + (kGathers || !kConverts ? 2 : 0) + 4 * kConsumers + kConverters);
+      // The warps that copy or gather, those that clean, those that multiply, those that convert.
+      init(shared.empty_item[place], max_of(1, kGatherers) +
+                                         (kConverts || kGatherers == 3 ? 0 : 2) + 4 * kConsumers +
+                                         kConverters);
     }
     for (int slot = 0; slot < kSlots; ++slot) {
       init(shared.full_q[slot], 1);
       init(shared.empty_q[slot], 4 * kConsumers);
     }
-    // A box is one arrival, rows are as many as there are threads that gather.
-    constexpr int kOfK = kGathers ? kWarpSize + kCleaners : 1, kOfV = kGathers ? kCleaners : 1;
     for (int stage = 0; stage < kStages; ++stage) {
       if constexpr (kMasked) init(shared.row_bits.full[stage], 2);
-      init(shared.full_k[stage], kConverts ? kConverters : kOfK);
-      init(shared.raw_v[stage], 1);
-      init(shared.full_v[stage], kConverts ? kConverters : kOfV);
+      init(shared.full_k[stage], kConverts ? kConverters : kArrivals);
+      init(shared.raw_v[stage], kArrivals);
+      init(shared.full_v[stage], kConverts ? kConverters : kArrivals);
       init(shared.empty_k[stage], 4 * kConsumers);
       init(shared.empty_v[stage], 4 * kConsumers);
     }
     if constexpr (kConverts) {
       for (int place = 0; place < kLandings; ++place) {
-        init(shared.landed_k[place], kOfK);
-        init(shared.landed_v[place], kOfV);
+        init(shared.landed_k[place], kArrivals);
+        init(shared.landed_v[place], kArrivals);
         init(shared.taken_k[place], kConverters);
         init(shared.taken_v[place], kConverters);
       }

@@ -1,4 +1,4 @@
-// The warps of prefill_sm90 that bring keys, values and rows of Q: one starts the copies, two look
+// Warps of prefill_sm90 that bring keys, values and rows of Q by the copy engine, and that look
 // after values that are not finite. See prefill_sm90.cuh.
 #pragma once
 
@@ -38,10 +38,7 @@ struct PrefillSm90Producer {
   static constexpr int kItems = Kernel::kItems;
   static constexpr int kCleaners = Kernel::kCleaners;
   static constexpr bool kPaged = Kernel::kPaged;
-  static constexpr bool kGathers = Kernel::kGathers;
   static constexpr bool kConverts = Kernel::kConverts;
-  // Rows of K that warps 2 and 3 gather each, besides half of V: then warp 0 has as much to do.
-  static constexpr int kShareOfKeys = kTileKV / 64 * 8;
   static_assert(kTileKV <= 8 * kWarpSize, "a lane has one box of eight rows or more");
 
   const Kernel& kernel;
@@ -54,29 +51,6 @@ struct PrefillSm90Producer {
         all_params(kernel.all_params),
         params(kernel.params),
         shared(kernel.shared) {}
-
-  // Of the rows of a tile that a warp gathers: the page of each lane's, a row of each 32, looked up
-  // a tile ahead. -1 is none.
-  template <int kRows>
-  struct RowPages {
-    static constexpr int kBatches = ceil_div(kRows, kWarpSize);
-    static_assert(kRows % 8 == 0, "a warp has whole groups of rows");
-    int of[kBatches];
-
-    __device__ __forceinline__ void look_up(const AttentionParams& params, const Item& item,
-                                            int tile, int first_row, int lane) {
-      if (tile < item.tiles.begin) return;
-#pragma unroll
-      for (int batch = 0; batch < kBatches; ++batch) {
-        const int row = batch * kWarpSize + lane, key = item.first_key(tile) + first_row + row;
-        of[batch] = -1;
-        if (row < kRows && key < item.range.end) {
-          of[batch] = params.kv_indices[item.work.request.kv_start +
-                                        PageSlot::of(params, key).page];
-        }
-      }
-    }
-  };
 
   // --- Warp 0: copies ---
 
@@ -96,28 +70,24 @@ struct PrefillSm90Producer {
     RingPlace<kItems> place;
     RingPlace<kLandings> k, v;
     const int lane = threadIdx.x % kWarpSize;
-    RowPages<kTileKV - 2 * kShareOfKeys> key_pages;
     for (;;) {
       const Item& item = kernel.await_item(place);
       if (!item.exists) return;
       PagesOfBoxes pages;
-      if constexpr (kGathers) key_pages.look_up(params, item, item.tiles.end - 1, 0, lane);
-      if constexpr (kPaged && !kGathers) pages.next = page_of_box(item, item.tiles.end - 1, lane);
+      if constexpr (kPaged) pages.next = page_of_box(item, item.tiles.end - 1, lane);
       Kernel::for_tiles(
           item,
           [&](int tile) {
-            if constexpr (kPaged && !kGathers) {
+            if constexpr (kPaged) {
               pages.behind = pages.present;
               pages.present = pages.next;
               pages.tile = tile;
               pages.next = page_of_box(item, item.before(tile), lane);
             }
-            copy_keys(k, item, tile, pages.present, key_pages, lane);
+            copy_keys(k, item, tile, pages.present, lane);
           },
           [&](int tile) {
-            if constexpr (!kGathers) {
-              copy_values(v, item, tile, tile == pages.tile ? pages.present : pages.behind, lane);
-            }
+            copy_values(v, item, tile, tile == pages.tile ? pages.present : pages.behind, lane);
           });
       kernel.release_item(place, lane);
     }
@@ -158,8 +128,7 @@ struct PrefillSm90Producer {
     ptx::warp_sync();
     const int row = for_query_boxes(item, [&](int row, int token) {
       if (lane != 0) return;
-      ptx::mbarrier_expect_tx(
-          lands, all_params.query_box_rows * QTile::kPanels * QTile::kRowBytes);
+      ptx::mbarrier_expect_tx(lands, all_params.query_box_rows * QTile::kPanels * QTile::kRowBytes);
 #pragma unroll
       for (int panel = 0; panel < QTile::kPanels; ++panel) {
         ptx::tensor_copy_4d(tile + panel * QTile::kPanelBytes + row * QTile::kRowBytes,
@@ -195,7 +164,7 @@ struct PrefillSm90Producer {
     ptx::fence_proxy_async();
   }
 
-  // --- Keys and values, where they land ---
+  // --- Keys and values, and where they land ---
 
   // Where a tile lands, who says that the place is free, and who is told that it is full.
   struct Place {
@@ -218,31 +187,16 @@ struct PrefillSm90Producer {
       return Place{shared.landing_v[v.stage], shared.taken_v[v.stage], shared.landed_v[v.stage],
                    v.parity};
     } else {
-      uint64_t& full = hides && !kGathers ? shared.raw_v[v.stage] : shared.full_v[v.stage];
+      uint64_t& full = hides ? shared.raw_v[v.stage] : shared.full_v[v.stage];
       return Place{shared.v[v.stage], shared.empty_v[v.stage], full, v.parity};
     }
   }
 
-  template <typename Pages>
   __device__ __forceinline__ void copy_keys(RingPlace<kLandings>& k, const Item& item, int tile,
-                                            int page, Pages& pages, int lane) const {
-    const Place place = place_of_keys(k);
-    if constexpr (kGathers) {
-      gather_keys(place, item, tile, 0, pages, lane);
-    } else {
-      copy_boxes<KLanding, Kernel::kRope>(all_params.k, all_params.k_units, place, item, tile, page,
-                                          lane);
-    }
+                                            int page, int lane) const {
+    copy_boxes<KLanding, Kernel::kRope>(all_params.k, all_params.k_units, place_of_keys(k), item,
+                                        tile, page, lane);
     k.advance();
-  }
-
-  template <typename Pages>
-  __device__ __forceinline__ void gather_keys(const Place& place, const Item& item, int tile,
-                                              int first_row, Pages& pages, int lane) const {
-    const DTypeKV* const keys =
-        static_cast<const DTypeKV*>(params.k) + item.work.tile.kv_head * params.k_stride_h;
-    gather_rows<KLanding>(keys, all_params.k_units, place, item, tile, first_row, pages, lane);
-    ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&place.full));
   }
 
   __device__ __forceinline__ void copy_values(RingPlace<kLandings>& v, const Item& item, int tile,
@@ -297,115 +251,38 @@ struct PrefillSm90Producer {
     }
   }
 
-  // Gathers rows of a tile of `rows`, one head's, once its place is free, from pages of any size:
-  // eight lanes to a row. What no key has is zeros. Then looks up the pages of the next tile.
-  template <typename Tile, int kRows>
-  __device__ __forceinline__ void gather_rows(const DTypeKV* rows, const PageUnits& units,
-                                              const Place& place, const Item& item, int tile,
-                                              int first_row, RowPages<kRows>& pages,
-                                              int lane) const {
-    constexpr int kBatches = RowPages<kRows>::kBatches;
-    const int first_key = item.first_key(tile) + first_row;
-    Kernel::wait(place.empty, place.parity ^ 1);
-    const int row = lane / 8, chunk = lane % 8;
-    const uint64_t source = reinterpret_cast<uintptr_t>(rows) + 16 * chunk;
-    const uint32_t destination =
-        ptx::shared_address(place.bytes) + first_row / 8 * Tile::kGroupBytes;
-    const uint32_t to[2] = {destination + Tile::offset(row, chunk),
-                            destination + Tile::offset(row + 4, chunk)};
-    // Rolled where it can be: all this code is in nobody's cache.
-#pragma unroll(kRows % kWarpSize == 0 ? 1 : kBatches)
-    for (int begin = 0; begin < kRows; begin += kWarpSize) {
-      const int slot = PageSlot::of(params, first_key + begin + lane).slot;
-      const int page = pages.of[0];
-      const int own = page < 0 ? -1 : page * units.page + slot * units.row;
-#pragma unroll
-      for (int batch = 1; batch < kBatches; ++batch) pages.of[batch - 1] = pages.of[batch];
-      // All at once: each takes longer to come than a row to copy.
-      int units_of[kWarpSize / 4];
-#pragma unroll
-      for (int i = 0; i < kWarpSize / 4; ++i) units_of[i] = ptx::shuffle(own, 4 * i + row);
-#pragma unroll
-      for (int first = 0; first < kWarpSize; first += 4) {
-        if (kRows % kWarpSize != 0 && begin + first >= kRows) break;
-        const int unit = units_of[first / 4];
-        const uint64_t from =
-            source + static_cast<uint64_t>(static_cast<uint32_t>(unit)) * units.bytes;
-        const uint32_t group = to[first / 4 % 2] + (begin + first) / 8 * Tile::kGroupBytes;
-#pragma unroll
-        for (int c = 0; c < Tile::kPlaces; c += 8) {
-          if (Tile::kPlaces % 8 != 0 && c + chunk >= Tile::kPlaces) continue;
-          const bool exists = Tile::kChunks % 8 == 0 || c + chunk < Tile::kChunks;
-          ptx::cp_async_16(group + c / 8 * Tile::kPanelBytes,
-                           reinterpret_cast<const void*>(from + 16 * c), exists && unit != -1);
-        }
-      }
-    }
-    pages.look_up(params, item, item.before(tile), first_row, lane);
-  }
+  // --- Warps 2 and 3: values that are not finite, and masks ---
 
-  // --- Warps 2 and 3: rows that are gathered, and values that are not finite ---
-
-  __device__ __forceinline__ void bring_values() {
+  __device__ __forceinline__ void clean_tiles() {
     RingPlace<kItems> place;
-    RingPlace<kLandings> k, v;
-    uint32_t raw_parities = 0;  // a bit a stage
+    RingPlace<kLandings> v;
+    uint32_t raw_parities = 0;
     const int thread = threadIdx.x - 2 * kWarpSize;
-    const int warp = ptx::warp_uniform(thread / kWarpSize), lane = thread % kWarpSize;
-    const int first_key = kTileKV - (2 - warp) * kShareOfKeys, first_value = warp * (kTileKV / 2);
-    RowPages<kShareOfKeys> key_pages;
-    RowPages<kTileKV / 2> value_pages;
     for (;;) {
       const Item& item = kernel.await_item(place);
       if (!item.exists) return;
-      if constexpr (kGathers) {
-        key_pages.look_up(params, item, item.tiles.end - 1, first_key, lane);
-        value_pages.look_up(params, item, item.tiles.end - 1, first_value, lane);
-      }
       Kernel::for_tiles(
-          item,
+          item, [](int) {},
           [&](int tile) {
-            if constexpr (kGathers) {
-              gather_keys(place_of_keys(k), item, tile, first_key, key_pages, lane);
-              k.advance();
-            }
-          },
-          [&](int tile) {
-            const bool is_cleaned = !kConverts && item.hides_keys(tile);
-            if constexpr (kGathers) {
-              gather_values(v, item, tile, is_cleaned, first_value, value_pages, lane);
-            }
             if constexpr (Kernel::kMasked) leave_row_bits(item, tile, v, thread);
-            if (is_cleaned && kGathers) {
-              ptx::cp_async_wait_group<0>();
-            } else if (is_cleaned) {
-              Kernel::wait(shared.raw_v[v.stage], (raw_parities >> v.stage) & 1);
-              raw_parities ^= 1u << v.stage;
-            }
-            if constexpr (!kConverts) {
-              if (is_cleaned) {
-                clean_values(v.stage, item.range.end - item.first_key(tile), thread);
-                if (kGathers || thread == 0) Kernel::arrive(shared.full_v[v.stage]);
-              }
-            }
+            clean_tile(v, item, tile, raw_parities);
             v.advance();
           });
-      kernel.release_item(place, lane);
+      kernel.release_item(place, thread % kWarpSize);
     }
   }
 
-  // Of a tile that is cleaned afterwards, nobody is told yet.
-  __device__ __forceinline__ void gather_values(const RingPlace<kLandings>& v, const Item& item,
-                                                int tile, bool is_cleaned, int first_row,
-                                                RowPages<kTileKV / 2>& pages, int lane) const {
-    const Place at = place_of_values(v, false);
-    const DTypeKV* const values =
-        static_cast<const DTypeKV*>(params.v) + item.work.tile.kv_head * params.v_stride_h;
-    gather_rows<VLanding>(values, all_params.v_units, at, item, tile, first_row, pages, lane);
-    if (is_cleaned) {
-      ptx::cp_async_commit();
-    } else {
-      ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&at.full));
+  // Passes values on once they hold nothing that hidden keys must not bring. raw_parities: a bit a
+  // stage.
+  __device__ __forceinline__ void clean_tile(const RingPlace<kLandings>& v, const Item& item,
+                                             int tile, uint32_t& raw_parities) const {
+    if (!item.hides_keys(tile)) return;
+    const int thread = threadIdx.x - 2 * kWarpSize;
+    Kernel::wait(shared.raw_v[v.stage], (raw_parities >> v.stage) & 1);
+    raw_parities ^= 1u << v.stage;
+    clean_values(v.stage, item.range.end - item.first_key(tile), thread);
+    if (thread == 0) {
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.full_v[v.stage]), Kernel::kArrivals);
     }
   }
 
@@ -436,7 +313,7 @@ struct PrefillSm90Producer {
 
   // A tile that hides keys from some row has landed: takes out what is not finite, since it would
   // be NaN times zero there, marks whose it was of the first `num_keys`.
-  __device__ __forceinline__ void clean_values(int stage, int num_keys, int thread) {
+  __device__ __forceinline__ void clean_values(int stage, int num_keys, int thread) const {
     constexpr int kWords = ceil_div(kTileKV, 32);
     constexpr int kChunks = VTile::kBytes / (16 * kCleaners);
     constexpr int kBatch = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;

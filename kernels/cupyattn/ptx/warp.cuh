@@ -20,6 +20,11 @@ __device__ __forceinline__ int shuffle(int value, int source_lane) {
   return __shfl_sync(kFullWarp, value, source_lane);
 }
 
+// From a lane of the same eight.
+__device__ __forceinline__ int shuffle_in_eight(int value, int source) {
+  return __shfl_sync(kFullWarp, value, source, 8);
+}
+
 __device__ __forceinline__ uint32_t warp_sum(uint32_t value) {
   return __reduce_add_sync(kFullWarp, value);
 }

@@ -33,6 +33,11 @@ struct PanelTile {
     return row / 8 * kGroupBytes + chunk / 8 * kPanelBytes + row % 8 * kRowBytes +
            ((chunk ^ row) & 7) * 16;
   }
+  // From the place of a chunk to that of the same one `rows` further, if they are bits that the row
+  // lacks.
+  static __device__ __forceinline__ uint32_t further(uint32_t place, int rows) {
+    return (place ^ (rows * 16)) + rows * kRowBytes;
+  }
   // The row that the byte at an offset is of.
   static __device__ __forceinline__ int row_at(int offset) {
     if constexpr (kByPatterns) return offset / kGroupBytes * 8 + offset / kRowBytes % 8;
@@ -58,6 +63,9 @@ struct RowTile {
 
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
     return row * kRowBytes + chunk * 16;
+  }
+  static __device__ __forceinline__ uint32_t further(uint32_t place, int rows) {
+    return place + rows * kRowBytes;
   }
 };
 

@@ -22,6 +22,11 @@ __forceinline__ int shuffle(int value, int source_lane, Where where = Where::cur
   return emulator::shuffle_int(value, source_lane, where);
 }
 
+__forceinline__ int shuffle_in_eight(int value, int source, Where where = Where::current()) {
+  const int first = static_cast<int>(threadIdx.x) % 32 / 8 * 8;
+  return emulator::shuffle_int(value, first + source, where);
+}
+
 __forceinline__ uint32_t warp_sum(uint32_t value, Where where = Where::current()) {
   return emulator::warp_sum(value, where);
 }
