@@ -134,13 +134,15 @@ def _shape(problem: AttentionProblem) -> _Shape | None:
         plain = _SHAPES if problem.paged else _RAGGED_SHAPES
         shapes = _CAPPED_SHAPES if problem.soft_cap else plain
     shape = shapes.get((problem.head_dim_qk, problem.head_dim_vo))
-    if shape and problem.pos_encoding == "ROPE_LLAMA":
-        # Angles take the shared memory of some keys, and registers, which three warpgroups of 64
-        # columns need.
+    if shape and problem.pos_encoding != "NONE":
+        # Angles take the shared memory of some keys; they and biases take registers, which wide
+        # rows, three warpgroups of 64 columns, and masks need.
         if problem.head_dim_qk > 192:
             return shape._replace(tile_kv=64)
-        if problem.head_dim_qk == 64:
+        if problem.head_dim_qk == 64 and shape.consumers == 3:
             return shape._replace(tile_kv=min(shape.tile_kv, 112))
+        if problem.pos_encoding == "ALIBI" and problem.custom_mask:
+            return shape._replace(overlaps=False)
     return shape
 
 

@@ -9,6 +9,8 @@ PRODUCER = "cupyattn/attention/producer_sm90.cuh"
 CONVERTER = "cupyattn/attention/converter_sm90.cuh"
 CONSUMER = "cupyattn/attention/consumer_sm90.cuh"
 SOFTMAX = "cupyattn/attention/softmax.cuh"
+GATHERER = "cupyattn/attention/gatherer_sm90.cuh"
+VARIANTS = "cupyattn/attention/variants.cuh"
 MASK = "cupyattn/attention/mask_sm90.cuh"
 STATE = "cupyattn/attention/state.cuh"
 TILE = "cupyattn/tile/warpgroup_tile.cuh"
@@ -17,8 +19,8 @@ HOPPER = (
     Mutation(
         "values are not waited for",
         CONSUMER,
-        "Kernel::wait(shared.full_v[v.stage], v.parity);\n    multiply_values();\n    pass_turn();",
-        "multiply_values();\n    pass_turn();",
+        "    Kernel::wait(shared.full_v[v.stage], v.parity);\n    const uint32_t address",
+        "    const uint32_t address",
         "hopper causal",
     ),
     Mutation(
@@ -73,7 +75,7 @@ HOPPER = (
     Mutation(
         "hidden keys that are not finite are nobody's",
         CONSUMER,
-        "if (hidden_key >= 0) settle_hidden_keys();",
+        "if (any_bad_key != 0) add_bad_keys(shared.items[its_place]);",
         "",
         "hopper bad values",
     ),
@@ -114,10 +116,38 @@ HOPPER = (
     ),
     Mutation(
         "rows are gathered from the start of their page",
-        PRODUCER,
-        "pages[0] * units.page + slot * units.row",
-        "pages[0] * units.page",
+        GATHERER,
+        "page * units.page + slot * units.row",
+        "page * units.page",
         "hopper small pages",
+    ),
+    Mutation(
+        "values of the tile of keys, which is one ahead",
+        GATHERER,
+        "select(tile == present_tile, present, behind)",
+        "present",
+        "hopper small pages",
+    ),
+    Mutation(
+        "a warpgroup without rows takes no turns",
+        CONSUMER,
+        "if (has_keys) pass_by(*item);",
+        "",
+        "hopper wide pages",
+    ),
+    Mutation(
+        "a box of O of which some rows are another's",
+        KERNEL,
+        "work.num_rows >= max_of(box, 64 * (group + 1))",
+        "work.num_rows > 64 * group",
+        "hopper wide pages",
+    ),
+    Mutation(
+        "a pair of keys has one bias",
+        VARIANTS,
+        "fmaf(slope[h], 8 * n + 1, first)",
+        "fmaf(slope[h], 8 * n, first)",
+        "hopper alibi",
     ),
     Mutation(
         "keys are converted before their place is free",
@@ -178,7 +208,7 @@ HOPPER = (
     Mutation(
         "a guess of small logits is not looked at",
         SOFTMAX,
-        "fails || largest > __float_as_uint(square_limit)",
+        "fails || guess.is_wrong()",
         "fails",
         "hopper capped",
     ),

@@ -257,6 +257,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper fp8": _single({"kv_dtype": "float8_e4m3fn", "kv_len": 500}),
     "hopper bad values": _bad_values,
     "hopper capped": _single({"logits_soft_cap": 3.0, "causal": True, "kv_len": 400}),
+    "hopper alibi": _single({"pos_encoding_mode": "ALIBI", "kv_len": 500}),
     "hopper rope": _hopper_rope,
     "hopper mask": _single(
         {"mask_kind": "packed", "kv_len": 700},

@@ -354,6 +354,8 @@ struct PrefillSm90Consumer {
     to.hidden_key = hides ? first_key : -1;
     if constexpr (LogitsVariant::kGuesses) {
       if (guess<kIsFirst>(to, s, item, first_key, hides, values)) return;
+    }
+    if constexpr (LogitsVariant::kGuessesAll) {
       const auto form = LogitsVariant::settle(s, shared.logits);
       finish_tile<kIsFirst>(to, s, form, item, first_key, hides, values);
     } else {
@@ -378,20 +380,27 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ bool guess(Probabilities& to, float (&s)[1][kTilesS][4],
                                         const Item& item, int first_key, bool hides,
                                         const RingPlace<kStages>& values) {
-    const auto form = LogitsVariant::guess(shared.logits);
     const float scale = LogitsVariant::softmax_scale(params);
-    float limit = LogitsVariant::square_limit(shared.logits);
-    if (kIsFirst || hides) {
-      if (!LogitsVariant::are_small(s, shared.logits)) return false;
-      limit = ptx::infinity();
+    if constexpr (LogitsVariant::kGuessesAll) {
+      auto guess = LogitsVariant::guess(nullptr, shared.logits, params, first_key, lane);
+      if (kIsFirst || hides) {
+        if (!LogitsVariant::are_small(s, shared.logits)) return false;
+        guess.square_limit = ptx::infinity();
+      }
+      if constexpr (kIsFirst) {
+        finish_tile<kIsFirst>(to, s, guess.form, item, first_key, hides, values);
+        return true;
+      }
+      if (hides) hide_keys<decltype(guess.form)>(s, item, first_key, values);
+      to.raised = false;
+      return softmax.template exponentiate_guessed<DTypeQ>(to.p, s, guess, scale);
+    } else {
+      if (kIsFirst || hides) return false;
+      auto guess =
+          LogitsVariant::guess(shared.rows + warp_row(), shared.logits, params, first_key, lane);
+      to.raised = false;
+      return softmax.template exponentiate_guessed<DTypeQ>(to.p, s, guess, scale);
     }
-    if constexpr (kIsFirst) {
-      finish_tile<kIsFirst>(to, s, form, item, first_key, hides, values);
-      return true;
-    }
-    if (hides) hide_keys<decltype(form)>(s, item, first_key, values);
-    to.raised = false;
-    return softmax.template exponentiate_guessed<DTypeQ>(to.p, s, form, scale, limit);
   }
 
   // Products read `p` until they are over: beside them, the next ones are written elsewhere.
@@ -474,7 +483,7 @@ struct PrefillSm90Consumer {
     const bool leaves_state = item.work.tile.leaves_state();
     const float output_scale =
         leaves_state ? 1.0f : output_scale_of(params, item.work.tile.kv_head);
-    Output output{place.stage, its_slot, kernel.leaves_in_a_box(item, group)};
+    Output output{place.stage, its_slot, kernel.leaves_in_a_box(item, group), {}};
     float sums[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) sums[h] = quad_sum(softmax.row_sum[0][h]);

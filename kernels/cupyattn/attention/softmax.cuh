@@ -189,44 +189,32 @@ struct OnlineSoftmax {
     }
   }
 
-  // The same under a guess, a polynomial form of logits whose squares are at most `square_limit`;
-  // false, and nothing has changed, if it is wrong or a maximum must move. A look at all logits
-  // ahead would cost more than half as much again.
-  template <typename T, int kSteps, int kTilesS, typename Form>
+  // The same under a guess how products become exponents; false, and nothing has changed, if it is
+  // wrong or a maximum must move. A look at all logits ahead would cost more than half as much
+  // again.
+  template <typename T, int kSteps, int kTilesS, typename Guess>
   __device__ __forceinline__ bool exponentiate_guessed(uint32_t (&p)[kSteps][kMmaQ][4],
                                                        const float (&s)[kMmaQ][kTilesS][4],
-                                                       const Form& form, float scale,
-                                                       float square_limit) {
-    static_assert(kTilesS == 2 * kSteps, "fragments take two n-tiles");
-    float tile_sum[kMmaQ][2];
-    // Floats that are not negative are in the order of their bits; infinities and NaN come last.
-    uint32_t largest = 0;
+                                                       Guess& guess, float scale) {
+    static_assert(kMmaQ == 1 && kTilesS == 2 * kSteps, "fragments take two n-tiles");
+    float tile_sum[2];
     bool fails = false;
 #pragma unroll
-    for (int m = 0; m < kMmaQ; ++m) {
+    for (int h = 0; h < 2; ++h) {
+      const float shift = row_max[0][h] == -ptx::infinity() ? 0.0f : -row_max[0][h] * scale;
+      tile_sum[h] = 0.0f;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float shift = row_max[m][h] == -ptx::infinity() ? 0.0f : -row_max[m][h] * scale;
-        tile_sum[m][h] = 0.0f;
-#pragma unroll
-        for (int n = 0; n < kTilesS; ++n) {
-          const float x = s[m][n][2 * h], y = s[m][n][2 * h + 1];
-          const float x2 = x * x, y2 = y * y;
-          largest = ptx::max3(largest, __float_as_uint(x2), __float_as_uint(y2));
-          const float first = ptx::ex2_approx(fmaf(x, form.factor_of(x2), shift));
-          const float second = ptx::ex2_approx(fmaf(y, form.factor_of(y2), shift));
-          tile_sum[m][h] += first + second;
-          p[n / 2][m][2 * (n % 2) + h] = ptx::pack_pair<T>(first, second);
-        }
-        fails |= asks_for_more(m, h, tile_sum[m][h]);
+      for (int n = 0; n < kTilesS; ++n) {
+        const float2 x = guess.exponents(h, n, s[0][n][2 * h], s[0][n][2 * h + 1], shift);
+        const float first = ptx::ex2_approx(x.x), second = ptx::ex2_approx(x.y);
+        tile_sum[h] += first + second;
+        p[n / 2][0][2 * (n % 2) + h] = ptx::pack_pair<T>(first, second);
       }
+      fails |= asks_for_more(0, h, tile_sum[h]);
     }
-    if (ptx::warp_any(fails || largest > __float_as_uint(square_limit))) return false;
+    if (ptx::warp_any(fails || guess.is_wrong())) return false;
 #pragma unroll
-    for (int m = 0; m < kMmaQ; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) row_sum[m][h] += tile_sum[m][h];
-    }
+    for (int h = 0; h < 2; ++h) row_sum[0][h] += tile_sum[h];
     return true;
   }
 

@@ -104,6 +104,7 @@ struct PolynomialForm {
 struct PlainLogits {
   static constexpr bool kReadsRows = false;
   static constexpr bool kGuesses = false;
+  static constexpr bool kGuessesAll = false;
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
                                                      int position, int head, int) {
     return RowInfo{token, position, head, 1.0f, 0.0f};
@@ -136,7 +137,44 @@ struct TransformedLogits {
   // 2, the largest argument of the polynomial, is the first number with the top exponent bit.
   static constexpr float kTanhUnit = 2.0f / kTanhRange;
   static constexpr bool kReadsRows = true;
-  static constexpr bool kGuesses = false;
+  // A bias is a sum: where no maximum moves and no key is hidden, it goes into the exponent at
+  // once.
+  static constexpr bool kGuesses = kAlibi && !kSoftCap;
+  static constexpr bool kGuessesAll = false;
+
+  struct Guess {
+    float scale[2], slope[2], bias[2];  // of either half's row; the bias of the tile's first key
+
+    // Those of a pair of the n-tile's keys.
+    __device__ __forceinline__ float2 exponents(int h, int n, float x, float y, float shift) {
+      const float first = bias[h] + shift;
+      return make_float2(fmaf(x, scale[h], fmaf(slope[h], 8 * n, first)),
+                         fmaf(y, scale[h], fmaf(slope[h], 8 * n + 1, first)));
+    }
+    static constexpr __device__ __forceinline__ bool is_wrong() { return false; }
+  };
+  static __device__ __forceinline__ Guess guess(const RowInfo* rows,
+                                                const LogitConstants& constants,
+                                                const AttentionParams& params, int first_key,
+                                                int lane) {
+    Guess guess;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowInfo& row = rows[8 * h + (lane >> 2)];
+      guess.scale[h] = kRowScales ? row.scale : constants.scale;
+      guess.slope[h] = row.slope;
+      guess.bias[h] = bias_of(row, params, first_key, lane);
+    }
+    return guess;
+  }
+  // Of the first key of a thread's, an n-tile's first.
+  static __device__ __forceinline__ float bias_of(const RowInfo& row, const AttentionParams& params,
+                                                  int first_key, int lane) {
+    // A constant of the row, and the same for all its keys, wherever they are.
+    const int origin = params.positions == nullptr ? row.token : row.position;
+    return row.slope * static_cast<float>(first_key + 2 * (lane & 3) - origin);
+  }
+
   static __device__ __forceinline__ float unit(const AttentionParams& params) {
     return kSoftCap ? kTanhUnit * ptx::rcp_approx(params.logits_soft_cap) : kLog2e;
   }
@@ -176,10 +214,7 @@ struct TransformedLogits {
         const RowInfo& row = rows[16 * m + 8 * h + (lane >> 2)];
         const float scale = kRowScales ? row.scale : constants.scale;
         const float slope = kAlibi ? row.slope : 0.0f;
-        // A constant of the row, and the same for all its keys, wherever they are.
-        const int origin = params.positions == nullptr ? row.token : row.position;
-        const float bias =
-            kAlibi ? slope * static_cast<float>(first_key + 2 * (lane & 3) - origin) : 0.0f;
+        const float bias = kAlibi ? bias_of(row, params, first_key, lane) : 0.0f;
 #pragma unroll
         for (int n = 0; n < kTilesS; ++n) {
 #pragma unroll
@@ -211,14 +246,29 @@ struct TransformedLogits {
 struct CappedLogits {
   static constexpr bool kReadsRows = false;
   static constexpr bool kGuesses = true;
+  // Where keys are to be hidden too, if are_small() says so.
+  static constexpr bool kGuessesAll = true;
 
-  // The form of logits that are all small. Whether they are says are_small(), if keys are to be
-  // hidden, or the softmax, which compares the squares that it needs anyway with square_limit().
-  static __device__ __forceinline__ PolynomialForm guess(const LogitConstants& constants) {
-    return PolynomialForm{constants.c0, constants.c2, constants.c4, false};
-  }
-  static __device__ __forceinline__ float square_limit(const LogitConstants& constants) {
-    return constants.limit > 0.0f ? constants.limit * constants.limit : 0.0f;
+  // That all logits are small: the squares, which are needed anyway, tell afterwards.
+  struct Guess {
+    PolynomialForm form;
+    float square_limit;
+    // Floats that are not negative are in the order of their bits; infinities and NaN come last.
+    uint32_t largest = 0;
+
+    __device__ __forceinline__ float2 exponents(int, int, float x, float y, float shift) {
+      const float x2 = x * x, y2 = y * y;
+      largest = ptx::max3(largest, __float_as_uint(x2), __float_as_uint(y2));
+      return make_float2(fmaf(x, form.factor_of(x2), shift), fmaf(y, form.factor_of(y2), shift));
+    }
+    __device__ __forceinline__ bool is_wrong() const {
+      return largest > __float_as_uint(square_limit);
+    }
+  };
+  static __device__ __forceinline__ Guess guess(const RowInfo*, const LogitConstants& constants,
+                                                const AttentionParams&, int, int) {
+    return Guess{PolynomialForm{constants.c0, constants.c2, constants.c4, false},
+                 constants.limit > 0.0f ? constants.limit * constants.limit : 0.0f};
   }
   template <int kMmaQ, int kTilesS>
   static __device__ __forceinline__ bool are_small(const float (&s)[kMmaQ][kTilesS][4],
