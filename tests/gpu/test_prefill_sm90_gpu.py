@@ -4,7 +4,6 @@ reads too early, or writes too late, does so once in a while."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from helpers import batches, compare, lowprec
 from helpers.gpu_calls import download, upload
 from helpers.on_gpu import workspace
+from helpers.prefill_sm90_cases import CASES, Case
 from helpers.share import some
 
 import cupyattn
@@ -22,50 +22,18 @@ pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
 
-HEADS, KV_HEADS = 8, 2
 
-
-@dataclass(frozen=True)
-class Kind:
-    """A batch whose requests end within tiles of rows and of keys. page_size: 0 for ragged keys."""
-
-    qo_len: tuple[int, ...]
-    kv_len: tuple[int, ...]
-    page_size: int = 0
-    dim: int = 128
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-SHORT = (33, 40, 129, 64, 17, 300, 18, 70)
-CASES = {
-    "ragged": Kind(SHORT, SHORT, options={"causal": True}),
-    "dim 64": Kind(SHORT, SHORT, dim=64, options={"causal": True}),
-    "dim 256": Kind(SHORT, SHORT, dim=256, options={"causal": True}),
-    "all keys": Kind((500, 20), (700, 900)),
-    "window": Kind((400, 90), (1200, 900), options={"causal": True, "window_left": 200}),
-    "soft cap": Kind((400, 90), (400, 900), options={"causal": True, "logits_soft_cap": 20.0}),
-    "ALiBi": Kind((400, 90), (400, 900), options={"causal": True, "pos_encoding_mode": "ALIBI"}),
-    "RoPE": Kind(
-        (400, 90), (400, 900), options={"causal": True, "pos_encoding_mode": "ROPE_LLAMA"}
-    ),
-    "pages of 16": Kind((300, 70), (3000, 1030), 16, options={"causal": True}),
-    "pages of 1": Kind((300, 70), (1500, 1030), 1, options={"causal": True}),
-    "split": Kind((20,), (20_000,), 16, options={"causal": True}),
-    "beside decodes": Kind((300, *(1,) * 30), (2000, *(900,) * 30), 16, options={"causal": True}),
-}
-
-
-def bind(kind: Kind, b: batches.Batch) -> Callable[[], tuple[Any, Any]]:
+def bind(case: Case, b: batches.Batch) -> Callable[[], tuple[Any, Any]]:
     """run() of a planned batch."""
-    heads = HEADS, KV_HEADS, kind.dim
+    heads = case.num_qo_heads, case.num_kv_heads, case.dim
     q = upload(b.q, torch)
-    if kind.page_size:
+    if case.page_size:
         paged = cupyattn.BatchPrefillWithPagedKVCacheWrapper(workspace(torch))
-        paged.plan(b.qo_indptr, *b.table, *heads, kind.page_size, **kind.options)
+        paged.plan(b.qo_indptr, *b.table, *heads, case.page_size, **case.options)
         cache = upload(b.one_tensor(), torch)
         return lambda: paged.run(q, cache, return_lse=True)
     ragged = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(workspace(torch))
-    ragged.plan(b.qo_indptr, b.kv_indptr, *heads, **kind.options)
+    ragged.plan(b.qo_indptr, b.kv_indptr, *heads, **case.options)
     k, v = (upload(x, torch) for x in b.ragged())
     return lambda: ragged.run(q, k, v, return_lse=True)
 
@@ -84,12 +52,11 @@ def check(got: tuple[Any, Any], b: batches.Batch, options: dict[str, Any]) -> No
 def test_a_thousand_runs_are_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device_props(0).arch != "sm_90a":
         pytest.skip("a kernel of sm_90a")
-    kind = CASES[name]
-    lengths = list(kind.qo_len), list(kind.kv_len)
-    b = batches.make(
-        *lengths, kind.page_size or 16, heads=(HEADS, KV_HEADS), dims=(kind.dim, kind.dim)
-    )
-    run = bind(kind, b)
+    case = CASES[name]
+    lengths = list(case.qo_len), list(case.kv_len)
+    heads = case.num_qo_heads, case.num_kv_heads
+    b = batches.make(*lengths, case.page_size or 16, heads=heads, dims=case.problem.dims)
+    run = bind(case, b)
     launched: list[int] = []
     real = enqueue.enqueue
     monkeypatch.setattr(
@@ -99,7 +66,7 @@ def test_a_thousand_runs_are_the_same_bits(name: str, monkeypatch: pytest.Monkey
     first = run()
     assert any(launched), "no launch of persistent blocks"
     monkeypatch.undo()
-    check(first, b, kind.options)
+    check(first, b, case.options)
     noise, other = torch.randn(1 << 22, device="cuda"), torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for index in range(some(1000)):

@@ -52,6 +52,7 @@ from helpers import (
     gpu_cases,
     item_cases,
     mixed_calls,
+    prefill_sm90_cases,
     shared_calls,
     unplanned_cases,
     verify_cases,
@@ -176,17 +177,18 @@ class Recorder:
             plan(batch.BatchLauncher(problem, numbers, *heads, page_size, 0))
 
 
-def random_batches() -> Iterator[Any]:
-    """Every random batch of the suite."""
+def batches() -> Iterator[Any]:
+    """Every random batch of the suite, and those that prefill_sm90 runs many times."""
     for cases in (batch_cases, verify_cases, item_cases, mixed_calls):
         yield from map(cases.random_case, range(cases.NUM_CASES))
+    yield from prefill_sm90_cases.CASES.values()
 
 
 def batch_instances(arch: str, cases: Iterable[Any] | None = None) -> list[Instance]:
-    """Every kernel of the random batches, once: those that plans foresee, and those of the runs."""
+    """Every kernel of the batches, once: those that plans foresee, and those of the runs."""
     recorder = Recorder(arch)
     with recorder.plugged_in():
-        for case in random_batches() if cases is None else cases:
+        for case in batches() if cases is None else cases:
             lengths = [np.array(x, np.int64) for x in (case.qo_len, case.kv_len)]
             starts = (np.cumsum(x) - x for x in lengths)
             requests = BatchRequests(*lengths, *starts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import gpu_cases, precompile
+from helpers import gpu_cases, precompile, prefill_sm90_cases
 from helpers.gpu_calls import Call, run_case
 
 from cupyattn import jit
@@ -88,3 +88,13 @@ def test_recorded_kernels_build(monkeypatch: pytest.MonkeyPatch, tmp_path) -> No
     assert precompile.record(gpu_cases.ALONE["no rows, prefill"], "sm_90a") == []
     found = precompile.record(gpu_cases.STEADY["rope"], "sm_90a")
     assert [name for name, _ in found] == ["prefill_sm90", "rotate_keys"]
+
+
+@pytest.mark.parametrize("name", prefill_sm90_cases.CASES)
+def test_kernels_that_run_many_times_are_recorded(name: str) -> None:
+    case = prefill_sm90_cases.CASES[name]
+    found = dict(precompile.batch_instances("sm_90a", [case]))
+    assert found["prefill_sm90"]["kHeadDimQK"] == case.dim
+    assert found["prefill_sm90"]["kPaged"] == (case.page_size > 0)
+    assert found["prefill_sm90"]["kSoftCap"] == ("logits_soft_cap" in case.options)
+    assert ("rotate_keys" in found) == (case.options.get("pos_encoding_mode") == "ROPE_LLAMA")

@@ -1,0 +1,57 @@
+"""Batches for prefill_sm90 whose requests end within tiles of rows and of keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .batch_cases import Problem
+
+
+@dataclass(frozen=True)
+class Case:
+    """page_size: 0 for ragged keys. options: of plan()."""
+
+    qo_len: tuple[int, ...]
+    kv_len: tuple[int, ...]
+    page_size: int = 0
+    dim: int = 128
+    options: dict[str, Any] = field(default_factory=dict)
+    num_qo_heads: int = 8
+    num_kv_heads: int = 2
+
+    @property
+    def problem(self) -> Problem:
+        """With the dtype that plan() expects unless told."""
+        return Problem(
+            *("float16", "float16", (self.dim, self.dim)),
+            pos_encoding_mode=self.options.get("pos_encoding_mode", "NONE"),
+            is_capped="logits_soft_cap" in self.options,
+        )
+
+    @property
+    def causal(self) -> bool:
+        return self.options.get("causal", False)
+
+    @property
+    def window_left(self) -> int:
+        return self.options.get("window_left", -1)
+
+
+SHORT = (33, 40, 129, 64, 17, 300, 18, 70)
+CASES = {
+    "ragged": Case(SHORT, SHORT, options={"causal": True}),
+    "dim 64": Case(SHORT, SHORT, dim=64, options={"causal": True}),
+    "dim 256": Case(SHORT, SHORT, dim=256, options={"causal": True}),
+    "all keys": Case((500, 20), (700, 900)),
+    "window": Case((400, 90), (1200, 900), options={"causal": True, "window_left": 200}),
+    "soft cap": Case((400, 90), (400, 900), options={"causal": True, "logits_soft_cap": 20.0}),
+    "ALiBi": Case((400, 90), (400, 900), options={"causal": True, "pos_encoding_mode": "ALIBI"}),
+    "RoPE": Case(
+        (400, 90), (400, 900), options={"causal": True, "pos_encoding_mode": "ROPE_LLAMA"}
+    ),
+    "pages of 16": Case((300, 70), (3000, 1030), 16, options={"causal": True}),
+    "pages of 1": Case((300, 70), (1500, 1030), 1, options={"causal": True}),
+    "split": Case((20,), (20_000,), 16, options={"causal": True}),
+    "beside decodes": Case((300, *(1,) * 30), (2000, *(900,) * 30), 16, options={"causal": True}),
+}
