@@ -35,6 +35,89 @@ def test_reports_are_told_apart_by_kernel() -> None:
     }
 
 
+EARLY = """\
+========= Error: Race reported between Read access at cupyattn_arrive_early+0x800
+=========     and Write access at cupyattn_arrive_early+0x8b0 [512 hazards]
+=========
+"""
+ONE = """\
+========= Error: Race reported between Read access at cupyattn_one_arrives+0x9d0
+=========     and Write access at cupyattn_one_arrives+0xa70 [1008 hazards]
+=========
+========= Error: Race reported between Read access at cupyattn_one_arrives+0x370
+=========     and Write access at cupyattn_one_arrives+0x4b0 [504 hazards]
+=========
+"""
+END = "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)\n"
+
+
+def test_hand_overs_tell_what_racecheck_can_judge() -> None:
+    start = "========= COMPUTE-SANITIZER\n"
+    assert sanitize.hand_overs(start + ONE + EARLY + END) == (True, False)
+    assert sanitize.hand_overs(start + EARLY + END) == (True, True)
+    assert sanitize.hand_overs(start + END) == (False, True)
+    assert sanitize.hand_overs(start + EARLY.replace("arrive_early", "all_arrive")) == (
+        False,
+        False,
+    )
+
+
+def test_hand_overs_compile() -> None:
+    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    source = (sanitize.ROOT / "tests/helpers/hand_overs.cu").read_text()
+    program = nvrtc.createProgram(source, "hand_overs.cu", (), ())
+    nvrtc.compileProgram(program, ("-arch=sm_90", "-std=c++17", f"-I{sanitize.ROOT}/kernels"))
+    cubin = nvrtc.getCUBIN(program)
+    assert all(name.encode() in cubin for name in (sanitize.EARLY, *sanitize.ORDERED))
+
+
+OURS = """\
+========= Error: Race reported between Write access at cupyattn_prefill_sm90+0x16e40
+=========     and Read access at cupyattn_prefill_sm90+0x9f0 [44 hazards]
+=========     and Read access at cupyattn_prefill_sm90+0xa10 [32 hazards]
+=========
+"""
+LIMIT = (
+    "========= Warning: Maximum number of hazards reached. Environment variable "
+    "NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS can be used to increase this count.\n"
+)
+CRASH = """\
+========= Error: process didn't terminate successfully
+========= Target application returned an error
+"""
+
+
+@pytest.mark.parametrize(
+    ("selection", "report", "num_unjudged"),
+    [
+        ("racecheck:prefill_sm90", 2 * OURS + END, 2),
+        ("racecheck:prefill_sm90", OURS + LIMIT + END, 2),
+        ("racecheck:prefill_sm90", OURS + CRASH + END, None),
+        ("racecheck:batch", OURS + END, 1),
+        ("racecheck:batch", OURS + LIMIT + END, None),
+        ("racecheck:batch", OURS + OURS.replace("prefill_sm90", "prefill_sm80"), None),
+        ("memcheck:prefill_sm90", OURS, None),
+    ],
+)
+def test_only_what_racecheck_cannot_judge_is_let_pass(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    selection: str,
+    report: str,
+    num_unjudged: int | None,
+) -> None:
+    path = tmp_path / "log"
+    path.write_text("test_x PASSED")
+    Path(f"{path}.reports").write_text(report)
+    job = sanitize.jobs([selection])[0]
+    assert not sanitize._is_clean(job, "reports", 1.0, path)
+    assert "can't judge" not in capsys.readouterr().out
+    is_clean = sanitize._is_clean(job, "reports", 1.0, path, can_judge=False)
+    assert is_clean is (num_unjudged is not None)
+    if num_unjudged:
+        assert f"    {num_unjudged} reports in prefill_sm90 that" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("report", "how", "is_clean"),
     [
