@@ -148,7 +148,7 @@ def run(tool: str, command: list[str], changes: dict[str, str], path: Path, time
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=os.environ | changes | {"PYTHONUNBUFFERED": "1"},
+            env=os.environ | changes | {"PYTHONUNBUFFERED": "1", "CUPYATTN_TEST_SANITIZER": tool},
             start_new_session=True,
         )
         try:

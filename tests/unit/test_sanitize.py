@@ -168,3 +168,12 @@ def test_a_run_is_cut_short_with_all_of_its_processes(
     assert sanitize.run("memcheck", command, {}, tmp_path / "log", 0.2) == "cut short"
     time.sleep(2.5)
     assert not late.exists()
+
+
+def test_tests_know_that_they_are_under_the_sanitizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sanitize, "sanitizer", lambda tool, path: [])
+    command = ["sh", "-c", "echo $CUPYATTN_TEST_SANITIZER"]
+    assert sanitize.run("memcheck", command, {}, tmp_path / "log", 60) == "passed"
+    assert (tmp_path / "log").read_text() == "memcheck\n"
