@@ -24,8 +24,8 @@ class _Shape(NamedTuple):
     """Warpgroups that multiply, keys of a tile, stages of K and V, tiles of Q in shared memory,
     whether the warpgroups take turns, the registers of a thread that loads and of one that
     multiplies, whether they have room for the probabilities of two tiles, places where tiles of fp8
-    land, the warps that convert them (a warpgroup, or two of those that load), and those that
-    gather rows of pages that no box fits (a warpgroup, or three of those that load)."""
+    land, the warps that convert them (a warpgroup, or two of those that load), and those that gather
+    rows of pages that no box of a tensor copy fits (a warpgroup, or three of those that load)."""
 
     consumers: int
     tile_kv: int
@@ -189,7 +189,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         Field(stages * 4 * -(-tile_kv // 32)),
         _row_bits(problem, tile_q, stages),
         Field(2 * problem.head_dim_qk if is_rotated else 4),
-        Field(8 * (2 * _ITEMS + (1 + consumers) * slots + 5 * stages + 4 * (places or stages)), 8),
+        Field(8 * (2 * _ITEMS + 2 * slots + 5 * stages + 4 * (places or stages)), 8),
     ).size
     config: dict[str, int | bool | DType] = {
         "DTypeQ": problem.dtype_q,

@@ -81,9 +81,9 @@ HOPPER = (
     ),
     Mutation(
         "rows of Q come into a place that O has not left",
-        PRODUCER,
-        "ptx::bulk_wait_read<0>();",
-        "ptx::bulk_wait_read<1>();",
+        KERNEL,
+        "            if (lane == 0) ptx::bulk_wait_read();",
+        "",
         "hopper wide pages",
     ),
     Mutation(

@@ -161,7 +161,7 @@ struct PrefillSm90Consumer {
   // The keys of an item that has no rows for this group: others wait for it to take its turns, and
   // to leave what it does not need.
   __device__ __forceinline__ void pass_by(const Item& item) {
-    await_queries();
+    Kernel::wait(shared.full_q[queries.stage], queries.parity);
     slot = queries.stage;
     queries.advance();
     for (int tile = item.tiles.end - 1; tile >= item.tiles.begin; tile = item.before(tile)) {
@@ -243,11 +243,6 @@ struct PrefillSm90Consumer {
     release_values();
   }
 
-  __device__ __forceinline__ void await_queries() const {
-    const int box = kernel.all_params.query_box_rows > 64 ? 0 : group;
-    Kernel::wait(shared.full_q[queries.stage][box], queries.parity);
-  }
-
   // After the last keys of an item Q is free too.
   __device__ __forceinline__ void release_keys(bool is_last) {
     if (lane == 0) {
@@ -291,7 +286,7 @@ struct PrefillSm90Consumer {
                                               const RingPlace<kItems>& next) {
     float s[1][kTilesS][4];
     Probabilities probabilities;
-    await_queries();
+    Kernel::wait(shared.full_q[queries.stage], queries.parity);
     const int last_slot = slot;
     slot = queries.stage;
     queries.advance();

@@ -120,8 +120,7 @@ struct PrefillSm90 {
     typename conditional<kRope, RopeSteps<kHeadDimQK>, NoRopeSteps>::type rope;
     alignas(8) uint64_t full_item[kItems], empty_item[kItems];
     // Values of tiles that hide keys land at `raw_v`; what is not finite is taken out of them.
-    // Of a tile of Q each warpgroup waits for its rows, or all for the one box.
-    uint64_t full_q[kSlots][kConsumers], empty_q[kSlots];
+    uint64_t full_q[kSlots], empty_q[kSlots];
     uint64_t full_k[kStages], empty_k[kStages], raw_v[kStages], full_v[kStages], empty_v[kStages];
     // Where keys and values land apart.
     uint64_t landed_k[kLandings], taken_k[kLandings], landed_v[kLandings], taken_v[kLandings];
@@ -208,7 +207,7 @@ struct PrefillSm90 {
                                          kConverters);
     }
     for (int slot = 0; slot < kSlots; ++slot) {
-      for (int group = 0; group < kConsumers; ++group) init(shared.full_q[slot][group], 1);
+      init(shared.full_q[slot], 1);
       init(shared.empty_q[slot], 4 * kConsumers);
     }
     for (int stage = 0; stage < kStages; ++stage) {
@@ -267,7 +266,13 @@ struct PrefillSm90 {
         ptx::warp_sync();
         if (!exists) break;
         // As early as there is a place, and not behind the keys of the item before.
-        if (next.has_keys()) producer.copy_queries(q, next, lane);
+        if (next.has_keys()) {
+          if constexpr (kStagesOutput) {
+            if (lane == 0) ptx::bulk_wait_read();
+            ptx::warp_sync();
+          }
+          producer.copy_queries(q, next, lane);
+        }
         place.advance();
         ++published;
       }
@@ -279,32 +284,29 @@ struct PrefillSm90 {
       if (published > 0) {
         wait(shared.empty_item[place.stage], place.parity ^ 1);
         store_output(shared.items[place.stage], stored, lane);
-        if (lane == 0) ptx::bulk_wait_read<0>();
+        if (lane == 0) ptx::bulk_wait_read();
       }
     }
   }
 
-  // O of an item that is over, from the place of its rows of Q, `stored`: as many commits as there
-  // are warpgroups, so that a place can be waited for.
+  // O of an item that is over, from the place of its rows of Q, `stored`.
   __device__ __forceinline__ void store_output(const Item& item, int& stored, int lane) const {
     if constexpr (kStagesOutput) {
       if (!item.has_keys()) return;
+      const int box = all_params.output_box_rows;
       if (lane == 0) {
         const TileWork& work = item.work.tile;
-        const int box = all_params.output_box_rows;
-        for (int row = 0; row < kTileQ; row += 64) {
-          if (leaves_in_a_box(item, row / 64) && (box == 64 || row == 0)) {
-            const int token =
-                item.work.request.q_start + PackedRow::of(params, work.first_row + row).token;
-            const uint32_t rows = ptx::shared_address(shared.q[stored]) + row * QTile::kRowBytes;
+        for (int row = 0; row < kTileQ && leaves_in_a_box(item, row / 64); row += box) {
+          const int token =
+              item.work.request.q_start + PackedRow::of(params, work.first_row + row).token;
+          const uint32_t rows = ptx::shared_address(shared.q[stored]) + row * QTile::kRowBytes;
 #pragma unroll
-            for (int panel = 0; panel < QTile::kPanels; ++panel) {
-              ptx::tensor_store_4d(all_params.o, 64 * panel, work.kv_head * params.group_size,
-                                   token, 0, rows + panel * QTile::kPanelBytes);
-            }
+          for (int panel = 0; panel < QTile::kPanels; ++panel) {
+            ptx::tensor_store_4d(all_params.o, 64 * panel, work.kv_head * params.group_size, token,
+                                 0, rows + panel * QTile::kPanelBytes);
           }
-          ptx::bulk_commit();
         }
+        ptx::bulk_commit();
       }
       stored = stored + 1 == kSlots ? 0 : stored + 1;
     }

@@ -95,76 +95,60 @@ struct PrefillSm90Producer {
 
   // Rows of Q will be wanted, and take long to come from memory.
   __device__ __forceinline__ void prefetch_queries(const ItemFacts& item, int lane) const {
-    const TileWork& work = item.work.tile;
-    const int box = all_params.query_box_rows;
-    if (lane != 0 || box == 0) return;
-    for (int row = 0; row + box <= work.num_rows; row += box) {
-      const int token =
-          item.work.request.q_start + PackedRow::of(params, work.first_row + row).token;
+    if (lane != 0) return;
+    for_query_boxes(item, [&](int, int token) {
 #pragma unroll
       for (int panel = 0; panel < QTile::kPanels; ++panel) {
-        ptx::tensor_prefetch_4d(all_params.q, 64 * panel, work.kv_head * params.group_size, token,
-                                0);
+        ptx::tensor_prefetch_4d(all_params.q, 64 * panel,
+                                item.work.tile.kv_head * params.group_size, token, 0);
       }
-    }
+    });
   }
 
-  // Rows of Q, a warpgroup's after another's: a box where all rows of one are the item's; the
-  // others are gathered, and what rows their warpgroup lacks is zeros. O of an item before may
-  // still have to leave their place.
+  // Calls body(row, token) for each box of rows that are all the item's; returns the row after.
+  template <typename Body>
+  __device__ __forceinline__ int for_query_boxes(const ItemFacts& item, Body&& body) const {
+    const TileWork& work = item.work.tile;
+    const int box = all_params.query_box_rows;
+    int row = 0;
+    for (; box > 0 && row + box <= work.num_rows; row += box) {
+      body(row, item.work.request.q_start + PackedRow::of(params, work.first_row + row).token);
+    }
+    return row;
+  }
+
+  // Rows of Q: boxes where all rows of one are the item's; the others are gathered, and what rows
+  // their warpgroup lacks is zeros. Warpgroups without rows do not look.
   __device__ __forceinline__ void copy_queries(RingPlace<kSlots>& q, const Item& item,
                                                int lane) const {
     const TileWork& work = item.work.tile;
     const uint32_t tile = ptx::shared_address(shared.q[q.stage]);
-    const int box = all_params.query_box_rows;
-    const int num_boxed = box > 0 && work.num_rows >= box ? work.num_rows / box * box : 0;
+    const uint32_t lands = ptx::shared_address(&shared.full_q[q.stage]);
     Kernel::wait(shared.empty_q[q.stage], q.parity ^ 1);
     ptx::warp_sync();
-#pragma unroll 1
-    for (int row = 0; row < kTileQ; row += 64) {
-      const uint32_t lands = ptx::shared_address(&shared.full_q[q.stage][row / 64]);
-      if (lane == 0 && row < num_boxed && (box == 64 || row == 0)) {
-        await_output_read(max_of(box, row + 64));
-        const int token =
-            item.work.request.q_start + PackedRow::of(params, work.first_row + row).token;
-        ptx::mbarrier_expect_tx(lands, box * QTile::kPanels * QTile::kRowBytes);
+    const int row = for_query_boxes(item, [&](int row, int token) {
+      if (lane != 0) return;
+      ptx::mbarrier_expect_tx(lands, all_params.query_box_rows * QTile::kPanels * QTile::kRowBytes);
 #pragma unroll
-        for (int panel = 0; panel < QTile::kPanels; ++panel) {
-          ptx::tensor_copy_4d(tile + panel * QTile::kPanelBytes + row * QTile::kRowBytes,
-                              all_params.q, 64 * panel, work.kv_head * params.group_size, token, 0,
-                              lands);
-        }
+      for (int panel = 0; panel < QTile::kPanels; ++panel) {
+        ptx::tensor_copy_4d(tile + panel * QTile::kPanelBytes + row * QTile::kRowBytes,
+                            all_params.q, 64 * panel, work.kv_head * params.group_size, token, 0,
+                            lands);
       }
-      if (row >= num_boxed && row < work.num_rows) {
-        if (lane == 0) await_output_read(row + 64);
-        ptx::warp_sync();
-        gather_queries(tile, item, row, lane);
-      }
-      ptx::warp_sync();
-      if (lane == 0) ptx::mbarrier_arrive(lands);
-    }
+    });
+    if (row < work.num_rows) gather_queries(tile, item, row, lane);
+    ptx::warp_sync();
+    if (lane == 0) ptx::mbarrier_arrive(lands);
     ptx::warp_sync();
     q.advance();
-  }
-
-  // Waits for O to have left the first `rows` of the place that is next.
-  __device__ __forceinline__ void await_output_read(int rows) const {
-    if constexpr (Kernel::kStagesOutput) {
-      if (kTileQ > 128 && rows == kTileQ - 128) {
-        ptx::bulk_wait_read<2>();
-      } else if (rows == kTileQ - 64) {
-        ptx::bulk_wait_read<1>();
-      } else {
-        ptx::bulk_wait_read<0>();
-      }
-    }
   }
 
   __device__ __forceinline__ void gather_queries(uint32_t tile, const Item& item, int first_row,
                                                  int lane) const {
     const TileWork& work = item.work.tile;
+    const int end = ceil_div(work.num_rows, 64) * 64;
 #pragma unroll 4
-    for (int index = first_row * QTile::kChunks + lane; index < (first_row + 64) * QTile::kChunks;
+    for (int index = first_row * QTile::kChunks + lane; index < end * QTile::kChunks;
          index += kWarpSize) {
       const int r = index / QTile::kChunks;
       const int chunk = index % QTile::kChunks;

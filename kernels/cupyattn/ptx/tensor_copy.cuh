@@ -50,11 +50,9 @@ __device__ __forceinline__ void tensor_store_4d(const TensorMap& map, int x, int
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
 }
-// Waits until shared memory has been read by this thread's stores, but for those of the last kGroups
-// that were committed.
-template <int kGroups>
+// Waits until shared memory has been read by all of this thread's stores.
 __device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kGroups) : "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
 }
 
 // Ordinary writes of this thread to shared memory come before what the copy engine and the matrix

@@ -32,14 +32,12 @@ std::map<uint32_t, MBarrier> barriers;
 
 // Stores in flight: they read shared memory when their thread waits.
 struct Store {
-  int thread, group;
+  int thread;
   uint32_t source, num_bytes;
   TensorMap map;
   int coordinates[5];
 };
 std::vector<Store> stores;
-// Of stores that each thread has committed.
-std::map<int, int> num_groups_of;
 
 MBarrier& find(uint32_t address, void* code) {
   check_shared(address, 8, 8, code);
@@ -208,23 +206,16 @@ void tensor_store(uint32_t source, const TensorMap& map, const int (&coordinates
   void* code = EMULATOR_CALLER;
   const uint32_t num_bytes = check_box(source, map, code);
   read_shared(source, static_cast<int>(num_bytes), false, code);
-  const int thread = machine.current->index;
-  Store store{thread, num_groups_of[thread], source, num_bytes, map, {}};
+  Store store{machine.current->index, source, num_bytes, map, {}};
   for (int i = 0; i < 5; ++i) store.coordinates[i] = coordinates[i];
   stores.push_back(store);
 }
 
-void bulk_commit() { ++num_groups_of[machine.current->index]; }
-
 // The latest time at which a store may read: its thread needs the place.
-void bulk_wait_read(int num_groups) {
+void bulk_wait_read() {
   void* code = EMULATOR_CALLER;
-  const int thread = machine.current->index, end = num_groups_of[thread] - num_groups;
-  const auto is_due = [=](const Store& store) {
-    return store.thread == thread && store.group < end;
-  };
   for (const Store& store : stores) {
-    if (!is_due(store)) continue;
+    if (store.thread != machine.current->index) continue;
     const unsigned char* bytes = shared_window.begin + store.source;
     each_element(store.source, store.map, store.coordinates, store.num_bytes,
                  [&](void* element, uint32_t offset) {
@@ -232,7 +223,10 @@ void bulk_wait_read(int num_groups) {
                    memcpy(element, bytes + offset, store.map.element_bytes);
                  });
   }
-  stores.erase(std::remove_if(stores.begin(), stores.end(), is_due), stores.end());
+  const int thread = machine.current->index;
+  stores.erase(std::remove_if(stores.begin(), stores.end(),
+                              [=](const Store& store) { return store.thread == thread; }),
+               stores.end());
 }
 
 // --- wgmma ---
@@ -374,7 +368,6 @@ void set_max_registers(int count, Where where) {
 void begin_hopper() {
   barriers.clear();
   stores.clear();
-  num_groups_of.clear();
   for (Group& group : groups) group = Group{};
 }
 

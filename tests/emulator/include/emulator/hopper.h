@@ -54,8 +54,7 @@ void tensor_copy(uint32_t destination, const TensorMap& map, const int (&coordin
                  uint32_t barrier);
 // Starts the copy of shared memory to such a box; this thread's are over when it has waited.
 void tensor_store(uint32_t source, const TensorMap& map, const int (&coordinates)[5]);
-void bulk_commit();
-void bulk_wait_read(int num_groups);
+void bulk_wait_read();
 
 // --- wgmma: 128 threads ---
 

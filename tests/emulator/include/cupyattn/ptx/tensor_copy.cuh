@@ -28,11 +28,8 @@ __forceinline__ void tensor_store_4d(const TensorMap& map, int x, int y, int z, 
   emulator::tensor_store(source, reinterpret_cast<const emulator::TensorMap&>(map),
                          {x, y, z, w, 0});
 }
-__forceinline__ void bulk_commit() { emulator::bulk_commit(); }
-template <int kGroups>
-__forceinline__ void bulk_wait_read() {
-  emulator::bulk_wait_read(kGroups);
-}
+inline void bulk_commit() {}
+__forceinline__ void bulk_wait_read() { emulator::bulk_wait_read(); }
 
 inline void fence_proxy_async() {}
 
