@@ -24,8 +24,8 @@ class _Shape(NamedTuple):
     """Warpgroups that multiply, keys of a tile, stages of K and V, tiles of Q in shared memory,
     whether the warpgroups take turns, the registers of a thread that loads and of one that
     multiplies, whether they have room for the probabilities of two tiles, places where tiles of fp8
-    land, the warps that convert them (a warpgroup, or two of those that load), and those that gather
-    rows of pages that no box of a tensor copy fits (a warpgroup, or three of those that load)."""
+    land, the warps that convert them (a warpgroup, or two of those that load), and those that
+    gather rows of pages that no box fits (a warpgroup, or three of those that load)."""
 
     consumers: int
     tile_kv: int

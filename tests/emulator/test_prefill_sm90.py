@@ -40,6 +40,8 @@ def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 40])
 def test_groups(group: int) -> None:
     check(replace(CAUSAL, group=group, qo_len=400 // group + 3))
+    # A last tile of which two warpgroups have rows.
+    check(replace(CAUSAL, group=group, qo_len=500 // group))
 
 
 # A warpgroup has 64 rows of a tile's 192: of the last tile some have all, some a part, some none.
