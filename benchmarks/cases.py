@@ -58,6 +58,8 @@ _DECODE_LENGTHS = (("4k", 4096), ("32k", 32768), ("128k", 131072))
 CASES: tuple[AnyCase, ...] = (
     _prefill("4x4k", 4, 4096, goals=((_FA2, 1.0), (_FA3, 0.97))),
     _prefill("1x16k", 1, 16384, goals=((_FA2, 1.0), (_FA3, 0.97))),
+    _prefill("16x1k", 16, 1024, goals=((_FA3, 1.0),)),
+    _prefill("32x512", 32, 512, goals=((_FA3, 1.05),)),
     *(_decode(label, n)[0] for label, n in _DECODE_LENGTHS),
     *(_decode(label, n)[1] for label, n in _DECODE_LENGTHS),
     _option("mask_bits", 4.0, causal=False, mask="packed"),
