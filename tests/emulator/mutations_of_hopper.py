@@ -75,7 +75,7 @@ HOPPER = (
     Mutation(
         "hidden keys that are not finite are nobody's",
         CONSUMER,
-        "if (any_bad_key != 0) add_bad_keys(shared.items[its_place]);",
+        "      add_bad_keys(shared.items[its_place]);\n",
         "",
         "hopper bad values",
     ),
@@ -98,7 +98,7 @@ HOPPER = (
         STATE,
         "whole.word[i] = is_upper ? got : kept;",
         "whole.word[i] = is_upper ? kept : got;",
-        "hopper causal",
+        "hopper odd groups",
     ),
     Mutation(
         "what is not finite stays",

@@ -45,10 +45,9 @@ def test_groups(group: int) -> None:
 
 
 # A warpgroup has 64 rows of a tile's 192: of the last tile some have all, some a part, some none.
-@pytest.mark.parametrize("num_rows", [1, 64, 65, 128, 129, 256])
-@pytest.mark.parametrize("has_lse", [False, True])
-def test_rows_of_the_last_tile(num_rows: int, has_lse: bool) -> None:
-    check(replace(CAUSAL, group=1, qo_len=192 + num_rows, return_lse=has_lse))
+@pytest.mark.parametrize("num_rows", [1, 64, 65, 128, 129])
+def test_rows_of_the_last_tile(num_rows: int) -> None:
+    check(replace(CAUSAL, group=1, qo_len=192 + num_rows, return_lse=num_rows % 2 == 0))
 
 
 @pytest.mark.parametrize("kv_len", [0, 1, 127, 128, 129, 256, 385])

@@ -239,7 +239,10 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ void await_output(int its_place) {
     ptx::wgmma_wait<0>();
     take_results(o);
-    if (any_bad_key != 0) add_bad_keys(shared.items[its_place]);
+    if (any_bad_key != 0) {
+      add_bad_keys(shared.items[its_place]);
+      ptx::warp_sync();
+    }
     release_values();
   }
 
