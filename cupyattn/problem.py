@@ -43,6 +43,11 @@ class AttentionProblem:
     aligned: bool = True
     paged: bool = False
 
+    @property
+    def reads_rows(self) -> bool:
+        """Whether a logit takes facts of its row: a scale or a slope."""
+        return self.scale_first or self.pos_encoding == "ALIBI"
+
     def check_dtypes(self) -> None:
         """Raise UnsupportedError or ArgumentError unless the dtypes make sense on any device."""
         if not (self.dtype_q.is_float16 or self.dtype_q is dtypes.float32):

@@ -12,7 +12,7 @@ from .. import jit
 from ..device import device_props
 from ..problem import AttentionProblem
 from ..schedule import MAX_GRID_YZ, SinglePlan, plan_single
-from . import maps_sm90, merge_splits, params, rotate_keys, scratch, tiles_sm90
+from . import maps_sm90, merge_splits, params, rotate_keys, scan_mask, scratch, tiles_sm90
 from .enqueue import Launch, enqueue
 from .scratch import Allocate
 from .tile_config import TileConfig
@@ -96,6 +96,7 @@ class PreparedPlan:
     rotates_keys    keys are to be rotated before
     partial_bytes   scratch memory for partial O and, after `partial_o_bytes` of it, partial LSE;
                     0 if the keys of no tile are split
+    mask_bytes      scratch memory for what a launch ahead leaves
     num_counters    arrival counters, by which the last block of a tile knows to merge its splits,
                     or persistent blocks share out their work
     merge           the launch that does it instead
@@ -106,6 +107,7 @@ class PreparedPlan:
     rotates_keys: bool
     partial_o_bytes: int = 0
     partial_bytes: int = 0
+    mask_bytes: int = 0
     num_counters: int = 0
     heads_per_section: int = 1
     merge: Launch | None = None
@@ -137,7 +139,7 @@ class AttentionLauncher:
         )
         self._plans: dict[tuple[int, int], PreparedPlan] = {}
         self._heads = maps_sm90.Heads(problem, num_kv_heads, self.group_size, 0)
-        self._maps: dict[tuple[int, int, bytes], maps_sm90.Maps] = {}
+        self._maps: dict[tuple[int, int, bytes, int], maps_sm90.Maps] = {}
 
     def plan(self, qo_len: int, kv_len: int) -> PreparedPlan:
         """The plan for these lengths; plans are remembered by the number of key tiles."""
@@ -173,11 +175,14 @@ class AttentionLauncher:
             )
         starts = range(0, plan.num_q_tiles, plan.num_q_tiles if tiles.is_sm90 else MAX_GRID_YZ)
         parts = tuple(self._part(kernel, plan, first_q_tile) for first_q_tile in starts)
+        ahead = any(launch.ahead for launch, _ in parts)
+        mask_bytes = scan_mask.MAP_BYTES * parts[0][0].num_items if ahead else 0
         if plan.num_splits == 1:
             return PreparedPlan(
                 parts,
                 tiles,
                 tiles.wants_rotated_keys,
+                mask_bytes=mask_bytes,
                 num_counters=tiles.num_counters,
                 heads_per_section=section,
             )
@@ -194,6 +199,7 @@ class AttentionLauncher:
             tiles.wants_rotated_keys,
             o_bytes,
             o_bytes + lse_bytes,
+            mask_bytes,
             num_counters,
             section,
             merge,
@@ -223,14 +229,16 @@ class AttentionLauncher:
             0,
             *params.divisor(self.group_size),
         )
-        tiles, num_items = kernel.tiles, 0
+        tiles, num_items, ahead = kernel.tiles, 0, None
         grid = self.num_kv_heads, plan.num_q_tiles - first_q_tile, plan.num_splits
         if tiles.is_sm90:
             num_items = grid[1] * grid[2]
             grid = min(plan.num_blocks, kernel.num_slots), 1, 1
+            ahead = scan_mask.ahead(tiles, num_items, self.device_index)
         else:
             grid = grid[0], min(grid[1], MAX_GRID_YZ), grid[2]
-        launch = Launch(kernel.function, grid, tiles.threads, tiles.shared_bytes, num_items)
+        size = tiles.threads, tiles.shared_bytes
+        launch = Launch(kernel.function, grid, *size, num_items, False, ahead)
         return launch, constants + self.rope_table
 
     def launch(
@@ -253,13 +261,15 @@ class AttentionLauncher:
         comes from `allocate`.
         """
         plan = self.plan(qo_len, kv_len)
-        partial_o = partial_lse = counters = 0
+        partial_o = partial_lse = counters = mask_maps = 0
         # Owners of scratch memory (names that start with _) may go once everything is enqueued.
         if plan.rotates_keys and kv_len:
             k, strides, _rotated = self._rotate_keys(k, strides, kv_len, stream, allocate)
         if plan.partial_bytes:
             partial_o, _partials = allocate(plan.partial_bytes)
             partial_lse = partial_o + plan.partial_o_bytes
+        if plan.mask_bytes:
+            mask_maps, _mask_maps = allocate(plan.mask_bytes)
         if plan.num_counters:
             counters, _zeros = scratch.counters(
                 plan.num_counters, self.device_index, stream, allocate
@@ -289,22 +299,24 @@ class AttentionLauncher:
                 constants,
             )
             if launch.num_items:
-                self._maps_of(plan, launch, strides, kv_len).pack(arguments, q, k, v, o)
+                maps = self._maps_of(plan, launch, strides, kv_len, mask_maps)
+                maps.pack(arguments, q, k, v, o)
             enqueue(launch, arguments, self.device_index, stream)
         if plan.merge is not None:
             enqueue(plan.merge, arguments, self.device_index, stream)
 
     def _maps_of(
-        self, plan: PreparedPlan, launch: Launch, strides: bytes, kv_len: int
+        self, plan: PreparedPlan, launch: Launch, strides: bytes, kv_len: int, mask_maps: int
     ) -> maps_sm90.Maps:
-        key = launch.num_items, kv_len, strides
+        key = launch.num_items, kv_len, strides, mask_maps
         found = self._maps.get(key)
         if found is None:
             if len(self._maps) > 256:
                 self._maps.clear()
             found = self._maps[key] = maps_sm90.Maps(
-                self._heads, plan.tiles, launch.num_items, plan.heads_per_section, strides, kv_len
-            )
+                self._heads, plan.tiles, launch.num_items, plan.heads_per_section, strides, kv_len,
+                mask_maps=mask_maps,
+            )  # fmt: skip
         return found
 
     def _rotate_keys(

@@ -358,7 +358,7 @@ class BatchLauncher:
                             rotation = rotate_batch.of_part(part, words, *of_keys, to)
                         maps = maps_sm90.Maps(
                             self._heads, part.tiles, launch.num_items, section, strides, num_keys,
-                            keys,
+                            keys, workspace + part.mask_maps,
                         )  # fmt: skip
                     steps.append((launch, planned, maps))
             if part.merge is not None:

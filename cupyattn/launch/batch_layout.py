@@ -10,7 +10,7 @@ import numpy as np
 from ..problem import AttentionProblem
 from ..schedule import MAX_GRID_YZ
 from ..schedule.batch import WORK_FIELDS
-from . import merge_levels, merge_splits
+from . import merge_levels, merge_splits, scan_mask
 from .batch_kernels import Kernels, Rows
 from .enqueue import Launch
 from .tile_config import TileConfig
@@ -75,6 +75,7 @@ class Part:
     tiles     of the kernel, where its blocks are persistent
     merge     what merges states afterwards: the splits of a prefill, or the levels of a cascade
     merges    what it reads: an item of each split tile, or the tables of (tokens, levels)
+    mask_maps where in the workspace is what the launch ahead of it leaves
     """
 
     launches: tuple[tuple[Launch, int], ...]
@@ -86,6 +87,7 @@ class Part:
     partial_lse: int
     levels: tuple[int, int] = (0, 0)
     tiles: TileConfig | None = None
+    mask_maps: int = 0
 
 
 @dataclass(slots=True)
@@ -175,9 +177,12 @@ class Layout:
         persistent = kernel.kinds[0] if kernel.kinds[0].is_sm90 else None
         function, size = kernel.loaded.function, (tiles.threads, tiles.shared_bytes)
         launches: tuple[tuple[Launch, int], ...]
+        mask_bytes = 0
         if persistent is not None:
             blocks = min(room.items * heads, room.slots or kernel.loaded.num_slots)
-            launches = ((Launch(function, (blocks, 1, 1), *size, room.items), 0),)
+            ahead = scan_mask.ahead(persistent, room.items, self._device_index)
+            launches = ((Launch(function, (blocks, 1, 1), *size, room.items, False, ahead), 0),)
+            mask_bytes = 0 if ahead is None else room.items * scan_mask.MAP_BYTES
             launches = launches if blocks else ()
         else:
             launches = tuple(
@@ -198,6 +203,7 @@ class Layout:
         counters = merges + 4 * room.merges
         lse_bytes = 4 * room.state_rows * heads
         partial_lse = workspace_bytes + lse_bytes * self._problem.head_dim_vo
+        mask_maps = _round_up(partial_lse + lse_bytes)
         part = Part(
             launches,
             merge,
@@ -208,10 +214,11 @@ class Layout:
             partial_lse,
             room.levels,
             persistent,
+            mask_maps,
         )
         num_counters = room.counters * heads if persistent is None else 1
         end = counters + 4 * num_counters
-        return part, _round_up(end), _round_up(partial_lse + lse_bytes)
+        return part, _round_up(end), mask_maps + mask_bytes
 
 
 def _round_up(num_bytes: int) -> int:

@@ -15,12 +15,13 @@ Step = tuple[Launch, bytes, Maps | None]
 
 
 def in_order(kernels: Iterable[Step], merges: Iterable[Step]) -> tuple[Step, ...]:
-    """Nothing but merges needs what another launch leaves: what follows persistent blocks begins
-    beside them."""
+    """Nothing but merges, and what has a launch ahead, needs what another leaves: the rest begins
+    beside persistent blocks that it follows."""
     steps: list[Step] = []
     is_beside = False
     for launch, planned, maps in kernels:
-        steps.append((launch._replace(begins_early=is_beside), planned, maps))
+        begins_early = is_beside and launch.ahead is None
+        steps.append((launch._replace(begins_early=begins_early), planned, maps))
         is_beside |= maps is not None
     return (*steps, *merges)
 

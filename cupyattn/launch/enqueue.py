@@ -33,6 +33,7 @@ class Launch(NamedTuple):
 
     num_items     of persistent blocks
     begins_early  on SMs that the launch before it leaves free (early.py)
+    ahead         a launch with the same struct that comes first
     """
 
     function: int
@@ -41,6 +42,7 @@ class Launch(NamedTuple):
     shared_bytes: int
     num_items: int = 0
     begins_early: bool = False
+    ahead: Launch | None = None
 
 
 def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: int) -> None:
@@ -55,7 +57,9 @@ def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: 
     if not arguments.has_context:
         api.runtime.setDevice(device_index)
         arguments.has_context = True
-    function, (x, y, z), threads, shared_bytes, _, begins_early = launch
+    function, (x, y, z), threads, shared_bytes, _, begins_early, ahead = launch
+    if ahead is not None:
+        enqueue(ahead, arguments, device_index, stream)
     call = api.launch_early if begins_early else api.launch_kernel
     call(function, x, y, z, threads, 1, 1, shared_bytes, stream, arguments.address, 0)
     if api.is_debugging:

@@ -18,6 +18,7 @@ from . import (
     pad_lse,
     plan_batch,
     rotate_keys,
+    scan_mask,
 )
 from .packbits import CONFIG as PACKBITS_CONFIG
 from .tiles import DECODE, LARGE, ROW_CLASSES, SMALL, VERIFY, mixed_config, tile_config
@@ -102,6 +103,9 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
             if tiles.wants_rotated_keys:
                 config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk, problem.paged)
                 found["rotate_keys", config] = None
+            scan = scan_mask.config(tiles)
+            if scan is not None:
+                found["scan_mask", scan] = None
         if problem.paged:
             found |= dict.fromkeys(mixed_instances(problem, arch))
     return list(found)

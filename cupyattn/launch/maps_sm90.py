@@ -33,7 +33,10 @@ class Heads(NamedTuple):
 class Maps:
     """The maps of q, k, v and o of some strides and sizes, remembered by their addresses."""
 
-    __slots__ = ("_head", "_heads", "_keys", "_known", "_outputs", "_queries", "_tiles", "_values")
+    __slots__ = (
+        *("_head", "_heads", "_keys", "_known", "_mask_maps"),
+        *("_outputs", "_queries", "_tiles", "_values"),
+    )
 
     def __init__(
         self,
@@ -44,13 +47,16 @@ class Maps:
         strides: bytes,
         size: int,
         rotated: tuple[tuple[int, int, int], int] | None = None,
+        mask_maps: int = 0,
     ) -> None:
         """strides: params.STRIDES, packed. size: rows of k and v, or pages, that may be read.
-        rotated: the (token, head, page) strides and the size of k, if they are others.
+        rotated: the (token, head, page) strides and the size of k, if they are others. mask_maps:
+        the address of what scan_mask leaves, if it is launched.
         """
         self._heads = heads
         self._tiles = tiles
         self._head = num_items, heads_per_section
+        self._mask_maps = mask_maps
         q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, *_ = params.STRIDES.unpack(
             strides
         )
@@ -92,7 +98,9 @@ class Maps:
             units += where
         head = *self._head, rows, query_box_rows
         maps.append(output_map)
-        return params.PREFILL_SM90.pack(*head, *units, output_box_rows, b"".join(maps))
+        return params.PREFILL_SM90.pack(
+            *head, *units, output_box_rows, self._mask_maps, b"".join(maps)
+        )
 
     def _in_boxes(
         self, address: int, dim: int, strides: tuple[int, int, int], size: int, rows: int

@@ -11,9 +11,9 @@ from . import tensor_map
 from .tile_config import Field, TileConfig, round_up, struct_of
 
 _PATTERN_BYTES = 1024
-_ITEM_BYTES = 104
+_ITEM_BYTES = 112
 # With what fills it up to a multiple of 8.
-_MASK_MAP_BYTES = 8 + 2 * 4096 // 8
+_MASK_MAP_BYTES = 8 + 2 * 2048 // 8
 _ROW_BYTES = 20
 _ITEMS = 2
 # The rest is left to q, o, and what comes next.
@@ -64,20 +64,6 @@ _CAPPED_SHAPES = {
     (192, 128): _Shape(2, 96, query_slots=1),
     (256, 256): _Shape(2, 64, query_slots=1, overlaps=False),
 }
-# A mask is looked through by a warp that loads. What registers it takes, others lack.
-_OF_MASKS = 56, 224
-_MASKED_SHAPES = {
-    (64, 64): _Shape(3, 112, registers=(56, 152), overlaps=False),
-    (96, 96): _Shape(2, 128, registers=_OF_MASKS),
-    (128, 128): _Shape(2, 128, registers=_OF_MASKS),
-    (192, 128): _Shape(2, 128, query_slots=1, registers=_OF_MASKS, overlaps=False),
-}
-_CAPPED_MASKED_SHAPES = {
-    (64, 64): _Shape(3, 80, registers=(56, 152), overlaps=False),
-    (96, 96): _Shape(2, 96, registers=_OF_MASKS, overlaps=False),
-    (128, 128): _Shape(2, 96, registers=_OF_MASKS, overlaps=False),
-    (192, 128): _Shape(2, 96, query_slots=1, registers=_OF_MASKS, overlaps=False),
-}
 # With a warpgroup that turns fp8 into the type of q, and room where it lands.
 _CONVERTING = _Shape(2, 128, registers=(40, 216), overlaps=False, landings=1, converters=4)
 _FP8_SHAPES = {
@@ -98,7 +84,7 @@ _CAPPED_FP8_SHAPES = {
 def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
     """The instance for a problem, or None: the portable kernel serves it."""
     shape = _shape(problem)
-    if shape is None or not problem.aligned or _spills(problem):
+    if shape is None or not problem.aligned:
         return None
     # A box has whole panels.
     has_boxes = tensor_map.box_rows(page_size, shape.tile_kv) and (
@@ -107,6 +93,9 @@ def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> 
     gathers = problem.paged and not has_boxes
     # Rotated keys are elsewhere, and known by their map. Warps that convert do not gather.
     if gathers and (problem.pos_encoding == "ROPE_LLAMA" or shape.converters == 2):
+        return None
+    # Nor do those that look after a mask.
+    if gathers and problem.custom_mask and problem.head_dim_vo > 128 and not shape.landings:
         return None
     if gathers and shape.landings:
         # Rows that are gathered take longer to land: more is under way, in a place of Q if need be.
@@ -117,21 +106,20 @@ def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> 
         # A product of so many columns has no registers in a launch of four warpgroups.
         shape = shape._replace(gatherers=3)
     elif gathers:
-        registers = (56, 200) if problem.custom_mask else (40, 216)
-        shape = shape._replace(consumers=2, registers=registers, overlaps=False, gatherers=4)
+        shape = shape._replace(consumers=2, registers=(40, 216), overlaps=False, gatherers=4)
     tiles = make(problem, shape)
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
 def _shape(problem: AttentionProblem) -> _Shape | None:
     if problem.dtype_kv.is_fp8:
-        if problem.custom_mask or problem.pos_encoding == "ROPE_LLAMA":
+        if problem.pos_encoding == "ROPE_LLAMA":
             return None
         shapes = _CAPPED_FP8_SHAPES if problem.soft_cap else _FP8_SHAPES
-    elif problem.custom_mask:
-        shapes = _CAPPED_MASKED_SHAPES if problem.soft_cap else _MASKED_SHAPES
     else:
-        plain = _SHAPES if problem.paged else _RAGGED_SHAPES
+        # What is known of rows leaves no room for the bits of so many.
+        has_two = problem.paged or (problem.custom_mask and problem.reads_rows)
+        plain = _SHAPES if has_two else _RAGGED_SHAPES
         shapes = _CAPPED_SHAPES if problem.soft_cap else plain
     shape = shapes.get((problem.head_dim_qk, problem.head_dim_vo))
     if shape and problem.pos_encoding != "NONE":
@@ -141,24 +129,20 @@ def _shape(problem: AttentionProblem) -> _Shape | None:
             return shape._replace(tile_kv=64)
         if problem.head_dim_qk == 64 and shape.consumers == 3:
             return shape._replace(tile_kv=min(shape.tile_kv, 112))
-        if problem.pos_encoding == "ALIBI" and problem.custom_mask:
-            return shape._replace(overlaps=False)
+    if shape and problem.custom_mask and (shape.landings or problem.head_dim_qk > 192):
+        # The bits of rows take the shared memory of some keys.
+        most = 64 if problem.head_dim_qk > 192 else 96
+        return shape._replace(tile_kv=min(shape.tile_kv, most))
     return shape
-
-
-def _spills(problem: AttentionProblem) -> bool:
-    """Whether the registers do not hold it, whatever the shape."""
-    is_transformed = problem.soft_cap and problem.scale_first and problem.pos_encoding == "ALIBI"
-    return problem.custom_mask and is_transformed
 
 
 def summary() -> str:
     """What runs on Hopper's own units, in a line."""
     dims = ", ".join(f"{qk}" if qk == vo else f"{qk}/{vo}" for qk, vo in _SHAPES)
     return (
-        f"on sm_90 by wgmma for head dims {dims}; with a custom mask up to 192/128; over fp8 keys "
-        "without masks; with RoPE over 16-bit keys, in pages of 8 keys or a multiple; otherwise "
-        "portable"
+        f"on sm_90 by wgmma for head dims {dims}; not for RoPE over fp8 keys, or in pages of other "
+        "than multiples of 8 keys, nor at head dim 256 for a custom mask over fp8 keys or such "
+        "pages, which the portable kernel serves"
     )
 
 
@@ -183,11 +167,11 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         _panels(tile_q, problem.head_dim_qk, slots),
         _panels(tile_kv, problem.head_dim_qk, stages),
         _panels(tile_kv, problem.head_dim_vo, stages),
-        Field(_ROW_BYTES * tile_q, 16),
+        Field(_ROW_BYTES * (tile_q if problem.reads_rows else 1), 16),
         Field(32, 16),
         Field(_ITEMS * (_ITEM_BYTES + _MASK_MAP_BYTES * problem.custom_mask), 8),
         Field(stages * 4 * -(-tile_kv // 32)),
-        _row_bits(problem, tile_q, stages),
+        _row_bits(problem, tile_q, tile_kv, stages),
         Field(2 * problem.head_dim_qk if is_rotated else 4),
         Field(8 * (2 * _ITEMS + 2 * slots + 5 * stages + 4 * (places or stages)), 8),
     ).size
@@ -223,11 +207,12 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     )
 
 
-def _row_bits(problem: AttentionProblem, tile_q: int, stages: int) -> Field:
-    """Of a mask: 16 bytes a row of each stage, and a barrier a stage."""
+def _row_bits(problem: AttentionProblem, tile_q: int, tile_kv: int, stages: int) -> Field:
+    """Of a mask: a bit a row and key of each stage, and a tile and a barrier a stage."""
     if not problem.custom_mask:
         return Field(4)
-    return struct_of(Field(stages * 16 * tile_q, 16), Field(8 * stages, 8))
+    words = -(-tile_kv // 32)
+    return struct_of(Field(stages * 4 * words * tile_q), Field(8 * stages), Field(8 * stages, 8))
 
 
 def _panels(rows: int, head_dim: int, count: int) -> Field:

@@ -12,6 +12,7 @@ SOFTMAX = "cupyattn/attention/softmax.cuh"
 GATHERER = "cupyattn/attention/gatherer_sm90.cuh"
 VARIANTS = "cupyattn/attention/variants.cuh"
 MASK = "cupyattn/attention/mask_sm90.cuh"
+MASK_MAP = "cupyattn/attention/mask_map.cuh"
 STATE = "cupyattn/attention/state.cuh"
 TILE = "cupyattn/tile/warpgroup_tile.cuh"
 
@@ -124,7 +125,7 @@ HOPPER = (
     Mutation(
         "values of the tile of keys, which is one ahead",
         GATHERER,
-        "select(tile == present_tile, present, behind)",
+        "select(tile.tile == present_tile, present, behind)",
         "present",
         "hopper small pages",
     ),
@@ -166,22 +167,37 @@ HOPPER = (
     Mutation(
         "bits of rows come before their place is free",
         PRODUCER,
-        "Kernel::wait(shared.empty_v[v.stage], v.parity ^ 1);\n#pragma unroll",
-        "#pragma unroll",
+        "Kernel::wait(shared.empty_v[v.stage], v.parity ^ 1);\n              shared.row_bits",
+        "shared.row_bits",
         "hopper mask",
     ),
     Mutation(
         "hidden tiles are skipped one too far",
         MASK,
-        "return tile - __clz(static_cast<int>(rest));",
-        "return tile - __clz(static_cast<int>(rest)) - 1;",
+        "tile -= __clz(static_cast<int>(rest));",
+        "tile -= __clz(static_cast<int>(rest)) + 1;",
         "hopper mask",
     ),
     Mutation(
         "tiles that hide some keys count as full on Hopper",
-        MASK,
-        "all[w] &= bits[w];",
-        "all[w] = bits[w];",
+        MASK_MAP,
+        "is_mixed |= (all[w] & exists) != exists;",
+        "",
+        "hopper mask",
+    ),
+    Mutation(
+        "a mask is looked through for the tokens of one warp",
+        MASK_MAP,
+        "token += kWarps) {",
+        "token += 1000) {",
+        "hopper mask",
+    ),
+    Mutation(
+        "those that multiply are not told which tile it is",
+        PRODUCER,
+        "if (place.name != nullptr) *place.name = tile;\n"
+        "        ptx::mbarrier_arrive_expect_tx(lands, Tile::kBytes);\n#pragma",
+        "ptx::mbarrier_arrive_expect_tx(lands, Tile::kBytes);\n#pragma",
         "hopper mask",
     ),
     Mutation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -24,9 +25,17 @@ CAUSAL = replace(BASE, causal=True)
 
 def check(case: Case, name: str = "prefill_sm90", **facts: object) -> run.Answer:
     answer = run.single(case, **facts)
-    assert answer.launches[0].name == name
+    assert kernels(answer)[0] == name
     answer.check()
     return answer
+
+
+def kernels(answer: run.Answer | run.BatchAnswer) -> list[str]:
+    """All but the one that looks through a mask, which comes ahead of prefill_sm90."""
+    names = [launch.name for launch in answer.launches]
+    for name, behind in pairwise(names):
+        assert name != "scan_mask" or behind == "prefill_sm90"
+    return [name for name in names if name != "scan_mask"]
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
@@ -98,7 +107,7 @@ PAGED = replace(test_batch.BASE, qo_len=(70, 90), kv_len=(300, 95), causal=True)
 
 def check_batch(case: BatchCase) -> None:
     answer = run.batch(case, num_sms=3)
-    assert answer.launches[0].name == "prefill_sm90"
+    assert kernels(answer)[0] == "prefill_sm90"
     answer.check()
 
 
@@ -106,9 +115,17 @@ def check_batch(case: BatchCase) -> None:
 @pytest.mark.parametrize("pattern", ["random", "tiles", "causal", "sparse"])
 def test_masks(pattern: str) -> None:
     masked = replace(BASE, mask_kind="packed", mask_pattern=pattern, kv_len=400)
-    check(masked)
+    assert check(masked).launches[0].name == "scan_mask"
     check(replace(masked, causal=True, window_left=150, qo_len=130, group=1))
     check(replace(masked, logits_soft_cap=5.0, kv_len=161))
+
+
+@pytest.mark.parametrize(
+    ("dim", "kv_dtype"), [(256, "bfloat16"), (64, "float8_e4m3fn"), (128, "float8_e5m2")]
+)
+def test_masks_of_wide_rows_and_fp8(dim: int, kv_dtype: str) -> None:
+    masked = replace(BASE, mask_kind="packed", mask_pattern="tiles", kv_len=400)
+    check(replace(masked, head_dim_qk=dim, head_dim_vo=dim, kv_dtype=kv_dtype))
 
 
 def test_keys_hidden_by_a_mask_do_not_contaminate() -> None:
@@ -129,7 +146,7 @@ def test_masks_of_items(page_size: int) -> None:
     wrapper = "paged" if page_size else "ragged"
     case = replace(test_batch.BASE, wrapper=wrapper, page_size=page_size, has_items=True)
     answer = run.batch(replace(case, qo_len=(200, 90), kv_len=(600, 95)), num_sms=3)
-    assert answer.launches[0].name == "prefill_sm90"
+    assert kernels(answer)[0] == "prefill_sm90"
     answer.check()
 
 
@@ -148,9 +165,11 @@ def test_dims_over_pages(dims: tuple[int, int], page_size: int) -> None:
     check_batch(replace(PAGED, problem=problem, page_size=page_size, window_left=150))
 
 
-def test_masks_over_small_pages() -> None:
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_masks_over_small_pages(kv_dtype: str) -> None:
+    problem = Problem("bfloat16", kv_dtype, (64, 64))
     case = replace(test_batch.BASE, qo_len=(200, 90), kv_len=(600, 95), page_size=2)
-    check_batch(replace(case, has_items=True))
+    check_batch(replace(case, problem=problem, has_items=True))
 
 
 FP8 = replace(CAUSAL, kv_dtype="float8_e4m3fn", scale_k="vector", scale_v="scalar")
@@ -178,7 +197,7 @@ def test_fp8(dims: tuple[int, int], dtype: str, kv_dtype: str) -> None:
 def test_hidden_fp8_values_do_not_contaminate(value: float) -> None:
     case = replace(CAUSAL, kv_dtype="float8_e5m2")
     answer = run.single(case, spoil={"v": [((290, 1, 3), value), ((40, 0, 60), value)]})
-    assert answer.launches[0].name == "prefill_sm90"
+    assert kernels(answer)[0] == "prefill_sm90"
     answer.check()
 
 
@@ -200,7 +219,7 @@ def test_fp8_over_pages(dim: int, page_size: int) -> None:
 )
 def test_rope(changes: dict[str, object]) -> None:
     answer = run.single(replace(BASE, pos_encoding_mode="ROPE_LLAMA", **changes))  # type: ignore[arg-type]
-    assert [launch.name for launch in answer.launches] == ["rotate_keys", "prefill_sm90"]
+    assert kernels(answer) == ["rotate_keys", "prefill_sm90"]
     answer.check()
 
 
@@ -221,8 +240,12 @@ def test_rope_of_batches(kind: str, split: tuple[int | None, bool]) -> None:
     "changes",
     [
         {"head_dim_qk": 80, "head_dim_vo": 80},
-        {"mask_kind": "packed", "head_dim_qk": 256, "head_dim_vo": 256},
-        {"mask_kind": "packed", "kv_dtype": "float8_e4m3fn"},
+        {
+            "mask_kind": "packed",
+            "kv_dtype": "float8_e4m3fn",
+            "head_dim_qk": 256,
+            "head_dim_vo": 256,
+        },
         {"pos_encoding_mode": "ROPE_LLAMA", "kv_dtype": "float8_e4m3fn"},
         {"qo_len": 20},
     ],

@@ -102,10 +102,7 @@ struct PrefillSm90Consumer {
     int tile = 0;
     last_tile = 0;
     for (;;) {
-      while (tile > last_tile) {
-        tile = item->before(tile);
-        visit(*item, tile);
-      }
+      while (tile > last_tile) tile = visit(*item, tile);
       item = &kernel.await_item(next);
       const bool has_keys = item->exists && item->has_keys();
       const bool has_rows = item->work.tile.num_rows > 64 * group;
@@ -164,13 +161,15 @@ struct PrefillSm90Consumer {
     Kernel::wait(shared.full_q[queries.stage], queries.parity);
     slot = queries.stage;
     queries.advance();
-    for (int tile = item.tiles.end - 1; tile >= item.tiles.begin; tile = item.before(tile)) {
+    const int last = item.tiles.begin;
+    for (int tile = item.tiles.end; tile > last;) {
       Kernel::wait(shared.full_k[k.stage], k.parity);
+      tile = present_tile(tile).tile;
       await_turn();
       ptx::warp_sync();
       pass_turn();
       ptx::warp_sync();
-      release_keys(tile == item.tiles.begin);
+      release_keys(tile == last);
       Kernel::wait(shared.full_v[v.stage], v.parity);
       release_values();
     }
@@ -188,7 +187,7 @@ struct PrefillSm90Consumer {
     for (int h = 0; h < 2; ++h) {
       position[h] = item.work.request.position(params, token_of(item, own_row(h)).token);
     }
-    if constexpr (LogitsVariant::kReadsRows || Kernel::kMasked) describe_rows(item);
+    if constexpr (LogitsVariant::kReadsRows) describe_rows(item);
   }
 
   // The row of an item's tile that a thread's accumulators of either half are.
@@ -271,6 +270,17 @@ struct PrefillSm90Consumer {
     ptx::wgmma_commit();
   }
 
+  // The tile whose keys have landed last, if it comes after `tile` of an item.
+  __device__ __forceinline__ KeyTile present_tile(int tile) const {
+    if constexpr (Kernel::kMasked) {
+      const KeyTile& present = shared.row_bits.tiles[k.stage];
+      return KeyTile{ptx::warp_uniform(present.tile), ptx::warp_uniform(present.hides)};
+    } else {
+      const int first_key = origin + (tile - 1) * kTileKV;
+      return KeyTile{tile - 1, first_key < full_begin || first_key + kTileKV > full_end};
+    }
+  }
+
   // Keys come rotated; each warpgroup rotates its rows of Q where they have landed.
   __device__ __forceinline__ void rotate_queries(const Item& item) const {
     const TileWork& work = item.work.tile;
@@ -300,39 +310,42 @@ struct PrefillSm90Consumer {
       pass_turn();
       const Output output = conclude(last_slot);
       start(item, next);
+      const KeyTile present = present_tile(tile + 1);
       ptx::wgmma_wait<1>();
       take_results(s);
       release_keys(tile == last_tile);
-      if constexpr (kOverlaps) exponentiate<true>(probabilities, s, item, tile, after(v));
+      if constexpr (kOverlaps) exponentiate<true>(probabilities, s, item, present, after(v));
       await_output(output.place);
       write(output);
-      if constexpr (!kOverlaps) exponentiate<true>(probabilities, s, item, tile, v);
+      if constexpr (!kOverlaps) exponentiate<true>(probabilities, s, item, present, v);
     } else {
       pass_turn();
       start(item, next);
+      const KeyTile present = present_tile(tile + 1);
       ptx::wgmma_wait<0>();
       take_results(s);
       release_keys(tile == last_tile);
-      exponentiate<true>(probabilities, s, item, tile, v);
+      exponentiate<true>(probabilities, s, item, present, v);
     }
     clear_output();
     take(probabilities);
   }
 
-  // Any other tile: its logits beside the values of the tile before, then its probabilities, if
-  // registers allow while the values are still being multiplied.
-  __device__ __forceinline__ void visit(const Item& item, int tile) {
+  // The tile that comes after `tile`, which it returns: its logits beside the values of the one
+  // before, then its probabilities, if registers allow while the values are still being multiplied.
+  __device__ __forceinline__ int visit(const Item& item, int tile) {
     float s[1][kTilesS][4];
     Probabilities probabilities;
     multiply_keys(s);
     multiply_values();
     pass_turn();
+    const KeyTile present = present_tile(tile);
     ptx::wgmma_wait<1>();
     take_results(s);
-    release_keys(tile == last_tile);
+    release_keys(present.tile == last_tile);
     const RingPlace<kStages> values = after(v);
     if constexpr (!kOverlaps) await_output(place.stage);
-    exponentiate<false>(probabilities, s, item, tile, values);
+    exponentiate<false>(probabilities, s, item, present, values);
     if constexpr (kOverlaps) await_output(place.stage);
     if (probabilities.raised) {
 #pragma unroll
@@ -342,18 +355,18 @@ struct PrefillSm90Consumer {
       }
     }
     take(probabilities);
+    return present.tile;
   }
 
   // Turns products of a tile, whose values are at `values`, into probabilities, and raises the
   // maximum where they ask for it.
   template <bool kIsFirst>
   __device__ __forceinline__ void exponentiate(Probabilities& to, float (&s)[1][kTilesS][4],
-                                               const Item& item, int tile,
+                                               const Item& item, const KeyTile& present,
                                                const RingPlace<kStages>& values) {
-    const int first_key = origin + tile * kTileKV;
+    const int first_key = origin + present.tile * kTileKV;
+    const bool hides = present.hides != 0;
     const RowInfo* rows = shared.rows + warp_row();
-    bool hides = first_key < full_begin || first_key + kTileKV > full_end;
-    if constexpr (Kernel::kMasked) hides = hides || item.is_mixed(tile);
     to.hidden_key = hides ? first_key : -1;
     if constexpr (LogitsVariant::kGuesses) {
       if (guess<kIsFirst>(to, s, item, first_key, hides, values)) return;
@@ -422,9 +435,12 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ void hide_keys(float (&s)[1][kTilesS][4], const Item& item,
                                             int first_key, const RingPlace<kStages>& values) const {
     if constexpr (Kernel::kMasked) {
-      const RowInfo* rows = shared.rows + warp_row();
       Kernel::wait(shared.row_bits.full[values.stage], values.parity);
-      hide_by_bits<Form>(s, rows, shared.row_bits.of[values.stage], item.range.first_token, lane);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int token = token_of(item, own_row(h)).token - item.range.first_token;
+        hide_by_bits<Form>(s[0], h, shared.row_bits.of[values.stage][token], lane);
+      }
       return;
     }
     const int first = first_key + 2 * (lane & 3);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cupyattn/attention/hidden_values.cuh"
+#include "cupyattn/attention/mask_sm90.cuh"
 #include "cupyattn/attention/ring.cuh"
 #include "cupyattn/common/math.cuh"
 #include "cupyattn/common/types.cuh"
@@ -42,28 +43,36 @@ struct PrefillSm90Converter {
       const Item& item = kernel.await_item(place);
       if (!item.exists) return;
       Kernel::for_tiles(
-          item, [&](int) { convert_keys(); }, [&](int tile) { convert_values(item, tile); });
+          item, [&](const KeyTile& tile, int) { convert_keys(tile); },
+          [&](const KeyTile& tile) { convert_values(item, tile); });
       kernel.release_item(place, lane);
     }
   }
 
-  __device__ __forceinline__ void convert_keys() {
+  __device__ __forceinline__ void convert_keys(const KeyTile& tile) {
     Kernel::wait(shared.landed_k[landed_k.stage], landed_k.parity);
     Kernel::wait(shared.empty_k[k.stage], k.parity ^ 1);
     convert<typename Kernel::KLanding, typename Kernel::KTile>(shared.landing_k[landed_k.stage],
                                                                shared.k[k.stage]);
+    if constexpr (Kernel::kMasked) {
+      if (thread == 0) shared.row_bits.tiles[k.stage] = tile;
+    }
     pass_on(shared.taken_k[landed_k.stage], shared.full_k[k.stage]);
     landed_k.advance();
     k.advance();
   }
 
-  __device__ __forceinline__ void convert_values(const Item& item, int tile) {
+  __device__ __forceinline__ void convert_values(const Item& item, const KeyTile& tile) {
     using Landing = typename Kernel::VLanding;
     unsigned char* const landing = shared.landing_v[landed_v.stage];
     Kernel::wait(shared.landed_v[landed_v.stage], landed_v.parity);
     Kernel::wait(shared.empty_v[v.stage], v.parity ^ 1);
-    if (item.hides_keys(tile)) {
-      clean<Landing>(landing, shared.bad_keys[v.stage], item.range.end - item.first_key(tile));
+    if constexpr (Kernel::kMasked) {
+      shared.row_bits.template fill<typename Kernel::Mask>(v.stage, kernel.params, item, tile,
+                                                           thread, kThreads);
+    }
+    if (tile.hides) {
+      clean<Landing>(landing, shared.bad_keys[v.stage], item.range.end - item.first_key(tile.tile));
     }
     convert<Landing, typename Kernel::VTile>(landing, shared.v[v.stage]);
     pass_on(shared.taken_v[landed_v.stage], shared.full_v[v.stage]);

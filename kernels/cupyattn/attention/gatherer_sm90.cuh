@@ -67,19 +67,19 @@ struct PrefillSm90Gatherer {
       int present_tile = -1;
       Kernel::for_tiles(
           item,
-          [&](int tile) {
+          [&](const KeyTile& tile, int next_tile) {
             behind = present;
             present = next;
-            present_tile = tile;
+            present_tile = tile.tile;
             gather<typename Kernel::KLanding>(keys, all_params.k_units, producer.place_of_keys(k),
                                               item, tile, present);
-            next = look_up(item, item.before(tile));
+            next = look_up(item, next_tile);
             k.advance();
           },
-          [&](int tile) {
-            gather<typename Kernel::VLanding>(
-                values, all_params.v_units, producer.place_of_values(v, item.hides_keys(tile)),
-                item, tile, select(tile == present_tile, present, behind));
+          [&](const KeyTile& tile) {
+            gather<typename Kernel::VLanding>(values, all_params.v_units,
+                                              producer.place_of_values(v, tile.hides), item, tile,
+                                              select(tile.tile == present_tile, present, behind));
             if constexpr (kCleans) {
               if (gatherer > 0) producer.clean_tile(v, item, tile, raw_parities);
             }
@@ -121,15 +121,22 @@ struct PrefillSm90Gatherer {
   // has is zeros.
   template <typename Tile>
   __device__ __forceinline__ void gather(const DTypeKV* rows, const PageUnits& units,
-                                         const Place& place, const Item& item, int tile,
+                                         const Place& place, const Item& item, const KeyTile& tile,
                                          const Pages& pages) const {
     Kernel::wait(place.empty, place.parity ^ 1);
+    if constexpr (Kernel::kMasked) {
+      // Not with the copies: those do not say that what was written before them is there.
+      if (place.name != nullptr && gatherer == 0 && lane == 0) {
+        *place.name = tile;
+        Kernel::arrive(place.full);
+      }
+    }
     const int chunk = lane % 8;
     const uint64_t source = reinterpret_cast<uintptr_t>(rows) + 16 * chunk;
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) {
       const int first = first_row(batch), page = pages.of[batch];
-      const int slot = PageSlot::of(params, item.first_key(tile) + first + lane % 8).slot;
+      const int slot = PageSlot::of(params, item.first_key(tile.tile) + first + lane % 8).slot;
       const int own = page < 0 ? -1 : page * units.page + slot * units.row;
       const uint32_t to = ptx::shared_address(place.bytes) + Tile::offset(first, chunk);
 #pragma unroll

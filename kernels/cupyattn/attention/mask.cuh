@@ -105,63 +105,53 @@ __device__ __forceinline__ uint32_t low_bits(int count) {
   return count >= 32 ? ~0u : (1u << max_of(count, 0)) - 1;
 }
 
-// `kWords` words of `mask` from `bit` on, counted from byte `start`; bits outside of the buffer are
-// 0. They are known to be in it, with the whole words that hold them, if `kIsInside`.
-template <int kWords, bool kIsInside = false>
-__device__ __forceinline__ void load_bits(uint32_t (&bits)[kWords], const AttentionParams& params,
-                                          int64_t start, int64_t bit) {
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(params.mask);
-  const uintptr_t end = begin + params.mask_bytes;
-  const uintptr_t address = begin + start + (bit >> 3);
-  const uintptr_t first_word = address & ~static_cast<uintptr_t>(3);
-  const uint32_t shift = static_cast<uint32_t>(address & 3) * 8 + static_cast<uint32_t>(bit & 7);
-  uint32_t words[kWords + 1];
-#pragma unroll
-  for (int i = 0; i < kWords + 1; ++i) {
-    const uintptr_t word = first_word + 4 * i;
-    if (kIsInside || (word >= begin && word + 4 <= end)) {
-      words[i] = *reinterpret_cast<const uint32_t*>(word);
-    } else {
-      words[i] = 0;
-      for (int byte = 0; byte < 4; ++byte) {
-        if (word + byte >= begin && word + byte < end) {
-          words[i] |= static_cast<uint32_t>(*reinterpret_cast<const uint8_t*>(word + byte))
-                      << (8 * byte);
-        }
-      }
-    }
+// A word of `mask` from a bit of byte `byte` on; bits outside of the buffer are 0.
+__device__ __forceinline__ uint32_t load_word_at_edge(const AttentionParams& params, int64_t byte,
+                                                      int bit) {
+  uint64_t bytes = 0;
+  // Rare, and not worth registers.
+#pragma unroll 1
+  for (int i = 0; i < 5; ++i) {
+    if (byte + i < 0 || byte + i >= params.mask_bytes) continue;
+    bytes |= static_cast<uint64_t>(params.mask[byte + i]) << (8 * i);
   }
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    bits[i] = ptx::funnel_shift_right(words[i], words[i + 1], shift);
-  }
+  return static_cast<uint32_t>(bytes >> bit);
 }
 
-// Whether what is read for `kWords` words from bit `first` on, for as many from `last` on, and for
-// what is between lies in the buffer.
+// `kWords` words of `mask` from `bit` on, counted from byte `start`; bits outside of the buffer are
+// 0.
 template <int kWords>
-__device__ __forceinline__ bool are_bits_inside(const AttentionParams& params, int64_t start,
-                                                int64_t first, int64_t last) {
-  return start + (first >> 3) >= 3 && start + (last >> 3) + 4 * kWords + 4 <= params.mask_bytes;
+__device__ __forceinline__ void load_bits(uint32_t (&bits)[kWords], const AttentionParams& params,
+                                          int64_t start, int64_t bit) {
+  const int64_t byte = start + (bit >> 3);
+  if (byte >= 3 && byte + 4 * kWords + 4 <= params.mask_bytes) {
+    const int ahead = static_cast<int>(reinterpret_cast<uintptr_t>(params.mask + byte) & 3);
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(params.mask + byte - ahead);
+    uint32_t words[kWords + 1];
+#pragma unroll
+    for (int i = 0; i < kWords + 1; ++i) words[i] = from[i];
+    const uint32_t shift = 8 * ahead + static_cast<uint32_t>(bit & 7);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      bits[i] = ptx::funnel_shift_right(words[i], words[i + 1], shift);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      bits[i] = load_word_at_edge(params, byte + 4 * i, static_cast<int>(bit & 7));
+    }
+  }
 }
 
 // What a mask says:
 //   load       what `token` sees from key `key` on, where bits of keys past the last mean nothing
-//   is_inside  whether load() for tokens [first, last] may be told that it reads inside the buffer
 //   first_key  the first key that any row may not see
 struct WholeMask {
-  template <bool kIsInside = false, int kWords>
+  template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
                                               int token, int key) {
-    load_bits<kWords, kIsInside>(bits, params, request.mask_start, bit_of(request, token, key));
-  }
-  template <int kWords>
-  static __device__ __forceinline__ bool is_inside(const AttentionParams& params,
-                                                   const Request& request, int first, int last,
-                                                   int key) {
-    return are_bits_inside<kWords>(params, request.mask_start, bit_of(request, first, key),
-                                   bit_of(request, last, key));
+    load_bits(bits, params, request.mask_start, bit_of(request, token, key));
   }
   static __device__ __forceinline__ int first_key(const Request&) { return 0; }
 
@@ -171,22 +161,15 @@ struct WholeMask {
   }
 };
 struct RowMask {
-  template <bool kIsInside = false, int kWords>
+  template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
                                               int token, int key) {
-    load_bits<kWords, kIsInside>(bits, params, 0, bit_of(params, request, token, key));
+    load_bits(bits, params, 0, bit_of(params, request, token, key));
     // Ahead of the row's bits for keys ahead of the mask, which are set here.
     const int ahead = first_key(request) - key;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) bits[i] |= low_bits(ahead - 32 * i);
-  }
-  template <int kWords>
-  static __device__ __forceinline__ bool is_inside(const AttentionParams& params,
-                                                   const Request& request, int first, int last,
-                                                   int key) {
-    return are_bits_inside<kWords>(params, 0, bit_of(params, request, first, key),
-                                   bit_of(params, request, last, key));
   }
   static __device__ __forceinline__ int first_key(const Request& request) {
     return request.kv_len - request.qo_len;
@@ -200,7 +183,7 @@ struct RowMask {
   }
 };
 struct RunMask {
-  template <bool kIsInside = false, int kWords>
+  template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
                                               int token, int key) {
@@ -209,11 +192,6 @@ struct RunMask {
     for (int i = 0; i < kWords; ++i) {
       bits[i] = low_bits(run.prefix - key - 32 * i) | ~low_bits(run.start - key - 32 * i);
     }
-  }
-  template <int kWords>
-  static __device__ __forceinline__ bool is_inside(const AttentionParams&, const Request&, int, int,
-                                                   int) {
-    return true;
   }
   static __device__ __forceinline__ int first_key(const Request&) { return 0; }
 };

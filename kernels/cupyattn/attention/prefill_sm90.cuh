@@ -80,11 +80,12 @@ struct PrefillSm90 {
   using Mask = typename MaskOf<Config::kCustomMask, Config::kMaskForm>::type;
   static constexpr bool kMasked = Config::kCustomMask;
   static constexpr bool kRope = Config::kRope;
-  using KeyTiles = typename conditional<kMasked, KeyTileMap<kTileKV>, AllKeyTiles>::type;
+  using KeyTiles = typename conditional<kMasked, KeyTileMap<kTileKV>, AllKeyTiles<kTileKV>>::type;
 
   // What a block does next. The last one does not exist.
   struct ItemFacts {
     BlockWork work;
+    int place;  // in the work list
     KeyRange range;
     TileSpan tiles;
     int exists;
@@ -95,11 +96,7 @@ struct PrefillSm90 {
     }
   };
   // The same for all its warps, with the tiles of keys that a mask leaves.
-  struct Item : ItemFacts, KeyTiles {
-    __device__ __forceinline__ bool hides_keys(int tile) const {
-      return this->range.cuts(this->first_key(tile), kTileKV) || this->is_mixed(tile);
-    }
-  };
+  struct Item : ItemFacts, KeyTiles {};
 
   struct LandingPlaces {
     alignas(KLanding::kAlign) unsigned char landing_k[kLandings][KLanding::kBytes];
@@ -111,12 +108,12 @@ struct PrefillSm90 {
     alignas(QTile::kAlign) unsigned char q[kSlots][QTile::kBytes];
     alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];
     alignas(VTile::kAlign) unsigned char v[kStages][VTile::kBytes];
-    alignas(16) RowInfo rows[kTileQ];
+    alignas(16) RowInfo rows[LogitsVariant::kReadsRows ? kTileQ : 1];
     LogitConstants logits;
     alignas(8) Item items[kItems];
     // Bits of the keys of a stage of V whose values were not finite.
     uint32_t bad_keys[kStages][ceil_div(kTileKV, 32)];
-    typename conditional<kMasked, RowBits<kTileQ, kStages>, NoRowBits>::type row_bits;
+    typename conditional<kMasked, RowBits<kTileQ, kTileKV, kStages>, NoRowBits>::type row_bits;
     typename conditional<kRope, RopeSteps<kHeadDimQK>, NoRopeSteps>::type rope;
     alignas(8) uint64_t full_item[kItems], empty_item[kItems];
     // Values of tiles that hide keys land at `raw_v`; what is not finite is taken out of them.
@@ -143,7 +140,7 @@ struct PrefillSm90 {
                 "registers come from what the block was launched with");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
   static_assert(!(kConvertsApart && kGathersApart), "a warpgroup besides is for one thing");
-  static_assert(kGatherers != 3 || (!kMasked && kConverters != 2),
+  static_assert(kGatherers != 3 || kConvertsApart || (!kMasked && !kConverts),
                 "warps 2 and 3 have one thing to do besides");
   static_assert(is_same<DTypeQ, DTypeKV>::value || kConverts,
                 "both operands of a product have one type");
@@ -211,12 +208,13 @@ struct PrefillSm90 {
       init(shared.empty_q[slot], 4 * kConsumers);
     }
     for (int stage = 0; stage < kStages; ++stage) {
-      if constexpr (kMasked) init(shared.row_bits.full[stage], 2);
-      init(shared.full_k[stage], kConverts ? kConverters : kArrivals);
+      if constexpr (kMasked) init(shared.row_bits.full[stage], kConverts ? kConverters : 2);
+      init(shared.full_k[stage],
+           kConverts ? kConverters : kArrivals + (kMasked && kGathers ? 1 : 0));
       init(shared.raw_v[stage], kArrivals);
       init(shared.full_v[stage], kConverts ? kConverters : kArrivals);
       init(shared.empty_k[stage], 4 * kConsumers);
-      init(shared.empty_v[stage], 4 * kConsumers);
+      init(shared.empty_v[stage], 4 * kConsumers + (kMasked && !kConverts ? 2 : 0));
     }
     if constexpr (kConverts) {
       for (int place = 0; place < kLandings; ++place) {
@@ -320,8 +318,8 @@ struct PrefillSm90 {
   }
 
   __device__ __forceinline__ void leave_hidden_tiles_out(Item& item, int lane) const {
-    const TileSpan tiles =
-        item.template scan<Mask>(params, item.work.request, item.range, item.tiles, lane);
+    const TileSpan tiles = item.template take<Mask>(all_params.mask_maps[item.place],
+                                                    item.work.request, item.tiles, lane);
     ptx::warp_sync();
     if (lane == 0) item.tiles = tiles;
   }
@@ -345,13 +343,8 @@ struct PrefillSm90 {
     const int place = rest / heads;
     const int kv_head = first_head + rest - place * heads;
     ItemFacts item{};
-    if (params.work != nullptr) {
-      item.work = BlockWork::of_item(params, place, kv_head, kTileQ);
-    } else {
-      const int tile = place / params.num_splits;
-      item.work = BlockWork::of_tile(params, params.num_q_tiles - 1 - tile, kv_head,
-                                     place - tile * params.num_splits, kTileQ);
-    }
+    item.work = BlockWork::of_place(params, place, kv_head, kTileQ);
+    item.place = place;
     item.exists = 1;
     if (item.work.tile.num_rows <= 0) return item;
     item.range = KeyRange::of(params, item.work);
@@ -363,17 +356,23 @@ struct PrefillSm90 {
 
   // Keys and values of an item in the order in which they are wanted, from the last tile, which
   // causality cuts, to the first. V comes one tile behind K, but for that of the last tile, which
-  // is to be looked through. (Either is in the code once.)
+  // is to be looked through. (Either is in the code once.) Of keys, the tile after is told too.
   template <typename Keys, typename Values>
   static __device__ __forceinline__ void for_tiles(const Item& item, Keys&& keys, Values&& values) {
-    const TileSpan tiles = item.tiles;
-    for (int tile = tiles.end - 1, behind = -1;; tile = item.before(tile)) {
-      const bool is_tile = tile >= tiles.begin, is_last = is_tile && tile + 1 == tiles.end;
-      if (is_tile) keys(tile);
-      const int wanted = is_last ? tile : behind;
-      if (wanted >= 0) values(wanted);
+    const int begin = item.tiles.begin;
+    typename KeyTiles::Walk next(item);
+    KeyTile behind{-1, 0};
+    for (bool is_last = true;; is_last = false) {
+      const KeyTile present{next.tile, next.hides()};
+      const bool is_tile = present.tile >= begin;
+      if (is_tile) {
+        next.advance();
+        keys(present, next.tile);
+      }
+      const KeyTile wanted = is_tile && is_last ? present : behind;
+      if (wanted.tile >= 0) values(wanted);
       if (!is_tile) break;
-      behind = is_last ? -1 : tile;
+      behind = is_last ? KeyTile{-1, 0} : present;
     }
   }
 

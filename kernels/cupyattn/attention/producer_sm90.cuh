@@ -77,17 +77,18 @@ struct PrefillSm90Producer {
       if constexpr (kPaged) pages.next = page_of_box(item, item.tiles.end - 1, lane);
       Kernel::for_tiles(
           item,
-          [&](int tile) {
+          [&](const KeyTile& tile, int next) {
             if constexpr (kPaged) {
               pages.behind = pages.present;
               pages.present = pages.next;
-              pages.tile = tile;
-              pages.next = page_of_box(item, item.before(tile), lane);
+              pages.tile = tile.tile;
             }
             copy_keys(k, item, tile, pages.present, lane);
+            if constexpr (kPaged) pages.next = page_of_box(item, next, lane);
           },
-          [&](int tile) {
-            copy_values(v, item, tile, tile == pages.tile ? pages.present : pages.behind, lane);
+          [&](const KeyTile& tile) {
+            copy_values(v, item, tile, tile.tile == pages.tile ? pages.present : pages.behind,
+                        lane);
           });
       kernel.release_item(place, lane);
     }
@@ -166,11 +167,13 @@ struct PrefillSm90Producer {
 
   // --- Keys and values, and where they land ---
 
-  // Where a tile lands, who says that the place is free, and who is told that it is full.
+  // Where a tile lands, who says that the place is free, and who is told that it is full; where
+  // to say which tile of keys it is, if a mask leaves some out.
   struct Place {
     unsigned char* bytes;
     uint64_t &empty, &full;
     uint32_t parity;
+    KeyTile* name = nullptr;
   };
 
   __device__ __forceinline__ Place place_of_keys(const RingPlace<kLandings>& k) const {
@@ -178,7 +181,9 @@ struct PrefillSm90Producer {
       return Place{shared.landing_k[k.stage], shared.taken_k[k.stage], shared.landed_k[k.stage],
                    k.parity};
     } else {
-      return Place{shared.k[k.stage], shared.empty_k[k.stage], shared.full_k[k.stage], k.parity};
+      Place place{shared.k[k.stage], shared.empty_k[k.stage], shared.full_k[k.stage], k.parity};
+      if constexpr (Kernel::kMasked) place.name = &shared.row_bits.tiles[k.stage];
+      return place;
     }
   }
   __device__ __forceinline__ Place place_of_values(const RingPlace<kLandings>& v,
@@ -192,17 +197,17 @@ struct PrefillSm90Producer {
     }
   }
 
-  __device__ __forceinline__ void copy_keys(RingPlace<kLandings>& k, const Item& item, int tile,
-                                            int page, int lane) const {
+  __device__ __forceinline__ void copy_keys(RingPlace<kLandings>& k, const Item& item,
+                                            const KeyTile& tile, int page, int lane) const {
     copy_boxes<KLanding, Kernel::kRope>(all_params.k, all_params.k_units, place_of_keys(k), item,
                                         tile, page, lane);
     k.advance();
   }
 
-  __device__ __forceinline__ void copy_values(RingPlace<kLandings>& v, const Item& item, int tile,
-                                              int page, int lane) const {
-    copy_boxes<VLanding, false>(all_params.v, all_params.v_units,
-                                place_of_values(v, item.hides_keys(tile)), item, tile, page, lane);
+  __device__ __forceinline__ void copy_values(RingPlace<kLandings>& v, const Item& item,
+                                              const KeyTile& tile, int page, int lane) const {
+    copy_boxes<VLanding, false>(all_params.v, all_params.v_units, place_of_values(v, tile.hides),
+                                item, tile, page, lane);
     v.advance();
   }
 
@@ -210,11 +215,11 @@ struct PrefillSm90Producer {
   // rotated keys lie in the order of the table.
   template <typename Tile, bool kInOrder>
   __device__ __forceinline__ void copy_boxes(const TensorMap& map, const PageUnits& units,
-                                             const Place& place, const Item& item, int tile,
-                                             int page, int lane) const {
+                                             const Place& place, const Item& item,
+                                             const KeyTile& tile, int page, int lane) const {
     const Request& request = item.work.request;
     const int kv_head = item.work.tile.kv_head;
-    const int first_key = item.first_key(tile);
+    const int first_key = item.first_key(tile.tile);
     const uint32_t destination = ptx::shared_address(place.bytes);
     const uint32_t lands = ptx::shared_address(&place.full);
     if constexpr (!kPaged) {
@@ -223,6 +228,7 @@ struct PrefillSm90Producer {
       Kernel::wait(place.empty, place.parity ^ 1);
       ptx::warp_sync();
       if (lane == 0) {
+        if (place.name != nullptr) *place.name = tile;
         ptx::mbarrier_arrive_expect_tx(lands, Tile::kBytes);
 #pragma unroll
         for (int panel = 0; panel < Tile::kPanels; ++panel) {
@@ -237,7 +243,10 @@ struct PrefillSm90Producer {
       // A box of a page that is none is zeros.
       const int place_of_page = page < 0 ? -1 : page * units.page + kv_head * units.head;
       Kernel::wait(place.empty, place.parity ^ 1);
-      if (lane == 0) ptx::mbarrier_arrive_expect_tx(lands, Tile::kBytes);
+      if (lane == 0) {
+        if (place.name != nullptr) *place.name = tile;
+        ptx::mbarrier_arrive_expect_tx(lands, Tile::kBytes);
+      }
       ptx::warp_sync();
       if (row < kTileKV) {
         if constexpr (kConverts) {
@@ -262,10 +271,20 @@ struct PrefillSm90Producer {
       const Item& item = kernel.await_item(place);
       if (!item.exists) return;
       Kernel::for_tiles(
-          item, [](int) {},
-          [&](int tile) {
-            if constexpr (Kernel::kMasked) leave_row_bits(item, tile, v, thread);
+          item, [](const KeyTile&, int) {},
+          [&](const KeyTile& tile) {
+            if constexpr (Kernel::kMasked) {
+              Kernel::wait(shared.empty_v[v.stage], v.parity ^ 1);
+              shared.row_bits.template fill<typename Kernel::Mask>(v.stage, params, item, tile,
+                                                                   thread, kCleaners);
+            }
             clean_tile(v, item, tile, raw_parities);
+            if constexpr (Kernel::kMasked) {
+              // Nobody waits for this where no key is hidden, and who came two rounds late would
+              // take a place that is free for one that is not.
+              ptx::warp_sync();
+              if (thread % kWarpSize == 0) Kernel::arrive(shared.empty_v[v.stage]);
+            }
             v.advance();
           });
       kernel.release_item(place, thread % kWarpSize);
@@ -275,40 +294,15 @@ struct PrefillSm90Producer {
   // Passes values on once they hold nothing that hidden keys must not bring. raw_parities: a bit a
   // stage.
   __device__ __forceinline__ void clean_tile(const RingPlace<kLandings>& v, const Item& item,
-                                             int tile, uint32_t& raw_parities) const {
-    if (!item.hides_keys(tile)) return;
+                                             const KeyTile& tile, uint32_t& raw_parities) const {
+    if (!tile.hides) return;
     const int thread = threadIdx.x - 2 * kWarpSize;
     Kernel::wait(shared.raw_v[v.stage], (raw_parities >> v.stage) & 1);
     raw_parities ^= 1u << v.stage;
-    clean_values(v.stage, item.range.end - item.first_key(tile), thread);
+    clean_values(v.stage, item.range.end - item.first_key(tile.tile), thread);
     if (thread == 0) {
       ptx::mbarrier_arrive(ptx::shared_address(&shared.full_v[v.stage]), Kernel::kArrivals);
     }
-  }
-
-  // Leaves what rows see of a tile that hides keys, once the last tile of its stage is over.
-  __device__ __forceinline__ void leave_row_bits(const Item& item, int tile,
-                                                 const RingPlace<kLandings>& v, int thread) {
-    constexpr int kRowsEach = ceil_div(kTileQ, kCleaners);
-    const int num_tokens = item.range.last_token - item.range.first_token + 1;
-    const bool hides = item.hides_keys(tile);
-    Vector16 bits[kRowsEach];
-#pragma unroll
-    for (int i = 0; i < kRowsEach; ++i) {
-      const int token = thread + i * kCleaners;
-      if (hides && token < num_tokens) {
-        bits[i] = visible_keys<typename Kernel::Mask, kTileKV>(
-            params, item.work.request, item.range.first_token + token, item.first_key(tile));
-      }
-    }
-    Kernel::wait(shared.empty_v[v.stage], v.parity ^ 1);
-#pragma unroll
-    for (int i = 0; i < kRowsEach; ++i) {
-      const int token = thread + i * kCleaners;
-      if (hides && token < num_tokens) shared.row_bits.of[v.stage][token] = bits[i];
-    }
-    ptx::warp_sync();
-    if (thread % kWarpSize == 0) Kernel::arrive(shared.row_bits.full[v.stage]);
   }
 
   // A tile that hides keys from some row has landed: takes out what is not finite, since it would

@@ -80,6 +80,16 @@ struct BlockWork {
                               split, params.num_splits, q_tile * params.num_splits, q_tile}};
   }
 
+  // Of a place in the work list, or among the tiles and splits of one request: longest first, as
+  // causality has it.
+  static __device__ __forceinline__ BlockWork of_place(const AttentionParams& params, int place,
+                                                       int kv_head, int tile_rows) {
+    if (params.work != nullptr) return of_item(params, place, kv_head, tile_rows);
+    const int tile = place / params.num_splits;
+    return of_tile(params, params.num_q_tiles - 1 - tile, kv_head, place - tile * params.num_splits,
+                   tile_rows);
+  }
+
   // Blocks of one item, or tile, are neighbours: they read neighbouring heads of the same keys. The
   // longest causal tiles come first (a work list has its own order), so that short ones fill the
   // end of the grid.

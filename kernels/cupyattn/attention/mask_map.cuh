@@ -1,0 +1,87 @@
+// Which key tiles of an item of prefill_sm90 a custom mask leaves, and how they are found: once an
+// item, for all KV heads, ahead of the kernel that multiplies.
+#pragma once
+
+#include "cupyattn/attention/mask.cuh"
+#include "cupyattn/attention/work.cuh"
+#include "cupyattn/common/math.cuh"
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/params/prefill_sm90.cuh"
+#include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/ptx/warp.cuh"
+
+namespace cupyattn {
+
+// The first tile of an item that its mask reaches.
+template <typename Mask, int kTileKV>
+__device__ __forceinline__ int first_masked_tile(const Request& request, const TileSpan& span) {
+  const int ahead = max_of(Mask::first_key(request) - span.origin, 0) / kTileKV;
+  return min_of(max_of(span.begin, ahead), span.end);
+}
+
+template <typename Config>
+struct MaskScan {
+  static constexpr int kTileKV = Config::kTileKV;
+  static constexpr int kThreads = Config::kThreads;
+  static constexpr int kWarps = kThreads / kWarpSize;
+  static constexpr int kRowWords = ceil_div(kTileKV, 32);
+  using Mask = typename MaskOf<true, Config::kMaskForm>::type;
+
+  const AttentionParams& params;
+  MaskMap& map;  // in shared memory
+
+  __device__ __forceinline__ void run(MaskMap* maps) const {
+    const int thread = threadIdx.x;
+    const BlockWork work = BlockWork::of_place(params, blockIdx.x, 0, Config::kTileQ);
+    if (work.tile.num_rows <= 0) return;
+    const KeyRange range = KeyRange::of(params, work);
+    const TileSpan span = TileSpan::of<true>(range, kTileKV, work.tile);
+    const int first = first_masked_tile<Mask, kTileKV>(work.request, span);
+    const int count = min_of(span.end - first, MaskMap::kCapacity);
+    const int num_words = ceil_div(count, 32);
+    for (int word = thread; word < num_words; word += kThreads) map.any[word] = map.mixed[word] = 0;
+    ptx::block_sync();
+    for (int word = 0; word < num_words; ++word) {
+      const int tile = 32 * word + thread % kWarpSize;
+      if (tile < count) add_tile(work.request, range, word, span.origin + (first + tile) * kTileKV);
+    }
+    ptx::block_sync();
+    for (int word = thread; word < num_words; word += kThreads) {
+      maps[blockIdx.x].any[word] = map.any[word];
+      maps[blockIdx.x].mixed[word] = map.mixed[word];
+    }
+  }
+
+ private:
+  // A lane's tile, as far as every kWarps-th token sees it.
+  __device__ __forceinline__ void add_tile(const Request& request, const KeyRange& range, int word,
+                                           int key) const {
+    const int first = range.first_token + threadIdx.x / kWarpSize, last = range.last_token;
+    // Keys that some of these tokens see, and those that all see.
+    uint32_t some[kRowWords] = {}, all[kRowWords];
+#pragma unroll
+    for (int w = 0; w < kRowWords; ++w) all[w] = ~0u;
+#pragma unroll 4
+    for (int token = first; token <= last; token += kWarps) {
+      uint32_t bits[kRowWords];
+      Mask::load(bits, params, request, token, key);
+#pragma unroll
+      for (int w = 0; w < kRowWords; ++w) {
+        some[w] |= bits[w];
+        all[w] &= bits[w];
+      }
+    }
+    bool is_any = false, is_mixed = range.cuts(key, kTileKV);
+#pragma unroll
+    for (int w = 0; w < kRowWords; ++w) {
+      const uint32_t exists = low_bits(min_of(request.kv_len - key, kTileKV) - 32 * w);
+      is_any |= (some[w] & exists) != 0;
+      is_mixed |= (all[w] & exists) != exists;
+    }
+    const uint32_t bit = 1u << (threadIdx.x % kWarpSize);
+    if (is_any) ptx::atomic_or_shared(&map.any[word], bit);
+    if (is_mixed) ptx::atomic_or_shared(&map.mixed[word], bit);
+  }
+};
+
+}  // namespace cupyattn

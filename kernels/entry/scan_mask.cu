@@ -1,0 +1,17 @@
+// Finds which tiles of keys a custom mask leaves of each item of prefill_sm90 (sm_90a).
+#include "cupyattn/attention/mask_map.cuh"
+
+#ifndef CUPYATTN_CONFIG
+struct Config {
+  static constexpr int kTileQ = 192;
+  static constexpr int kTileKV = 80;
+  static constexpr int kMaskForm = 0;
+  static constexpr int kThreads = 512;
+};
+#endif
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads)
+    cupyattn_scan_mask(const __grid_constant__ cupyattn::PrefillSm90Params params) {
+  __shared__ cupyattn::MaskMap map;
+  cupyattn::MaskScan<Config>{params.attention, map}.run(params.mask_maps);
+}
