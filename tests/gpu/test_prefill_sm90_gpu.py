@@ -27,13 +27,14 @@ def bind(case: Case, b: batches.Batch) -> Callable[[], tuple[Any, Any]]:
     """run() of a planned batch."""
     heads = case.num_qo_heads, case.num_kv_heads, case.dim
     q = upload(b.q, torch)
+    options = case.plan_options()
     if case.page_size:
         paged = cupyattn.BatchPrefillWithPagedKVCacheWrapper(workspace(torch))
-        paged.plan(b.qo_indptr, *b.table, *heads, case.page_size, **case.options)
+        paged.plan(b.qo_indptr, *b.table, *heads, case.page_size, **options)
         cache = upload(b.one_tensor(), torch)
         return lambda: paged.run(q, cache, return_lse=True)
     ragged = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(workspace(torch))
-    ragged.plan(b.qo_indptr, b.kv_indptr, *heads, **case.options)
+    ragged.plan(b.qo_indptr, b.kv_indptr, *heads, **options)
     k, v = (upload(x, torch) for x in b.ragged())
     return lambda: ragged.run(q, k, v, return_lse=True)
 

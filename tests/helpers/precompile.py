@@ -38,6 +38,7 @@ from cupyattn.launch import (
     pad_lse,
     plan_batch,
     rotate_keys,
+    scan_mask,
 )
 from cupyattn.launch.attention import AttentionOptions
 from cupyattn.launch.enqueue import Launch
@@ -65,6 +66,12 @@ from helpers.gpu_calls import Call
 Instance = tuple[str, jit.Config]
 
 
+def with_scan(tiles: TileConfig | MixedConfig) -> list[Instance]:
+    """A kernel, and what looks through a mask ahead of it."""
+    scan = scan_mask.config(tiles) if isinstance(tiles, TileConfig) else None
+    return [(tiles.name, tiles.config), *([("scan_mask", scan)] if scan is not None else [])]
+
+
 def record(case: Case, arch: str, *, is_decode: bool = False) -> list[Instance]:
     """The kernels that one case needs on a GPU of `arch`."""
     found: list[Instance] = []
@@ -74,7 +81,7 @@ def record(case: Case, arch: str, *, is_decode: bool = False) -> list[Instance]:
         rows = (1 if is_decode else vq.shape[0]) * entry.num_qo_heads // entry.num_kv_heads
         if rows:
             tiles = tile_config(entry.problem, row_class(rows), SHARED_BYTES[arch], arch=arch)
-            found.append((tiles.name, tiles.config))
+            found.extend(with_scan(tiles))
             if tiles.wants_rotated_keys and case.kv_len:
                 config = rotate_keys.config(vk.dtype, entry.problem.head_dim_qk, False)
                 found.append(("rotate_keys", config))
@@ -104,7 +111,7 @@ class Recorder:
 
     def add(self, tiles: TileConfig | MixedConfig, problem: AttentionProblem) -> SimpleNamespace:
         """Also the merge of its splits, which there may be on a GPU of another size."""
-        self.found[tiles.name, tiles.config] = None
+        self.found |= dict.fromkeys(with_scan(tiles))
         prefill = tiles.prefill if isinstance(tiles, MixedConfig) else tiles
         if prefill.wants_rotated_keys:
             dim = problem.head_dim_qk
@@ -148,6 +155,7 @@ class Recorder:
                 (batch, "cuda", lambda: api),
                 (merge_levels, "prepare", self.merge_levels),
                 (merge_splits, "prepare", lambda *_: launch),
+                (scan_mask, "ahead", lambda *_: launch),
             ):
                 stack.enter_context(mock.patch.object(target, name, stand_in))
             yield
@@ -264,7 +272,7 @@ def unplanned_instances(arch: str) -> list[Instance]:
         )
         rows = row_class(max((1, *case.qo_len)) * case.group)
         tiles = tile_config(problem, rows, SHARED_BYTES[arch], True, arch, case.page_size)
-        found[tiles.name, tiles.config] = None
+        found |= dict.fromkeys(with_scan(tiles))
         if not tiles.merges_itself:
             found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
     return list(found)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .batch_cases import Problem
 
 
 @dataclass(frozen=True)
 class Case:
-    """page_size: 0 for ragged keys. options: of plan()."""
+    """page_size: 0 for ragged keys. options: of plan(). as_bits: causality comes as a mask."""
 
     qo_len: tuple[int, ...]
     kv_len: tuple[int, ...]
@@ -19,6 +21,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     num_qo_heads: int = 8
     num_kv_heads: int = 2
+    as_bits: bool = False
 
     @property
     def problem(self) -> Problem:
@@ -27,7 +30,18 @@ class Case:
             *("float16", "float16", (self.dim, self.dim)),
             pos_encoding_mode=self.options.get("pos_encoding_mode", "NONE"),
             is_capped="logits_soft_cap" in self.options,
+            is_masked=self.as_bits,
         )
+
+    def plan_options(self) -> dict[str, Any]:
+        """The options as plan() is told."""
+        if not self.as_bits:
+            return self.options
+        bits = [
+            np.tri(*lengths, lengths[1] - lengths[0], dtype=bool).reshape(-1)
+            for lengths in zip(self.qo_len, self.kv_len, strict=True)
+        ]
+        return self.options | {"causal": False, "custom_mask": np.concatenate(bits)}
 
     @property
     def causal(self) -> bool:
@@ -52,6 +66,10 @@ CASES = {
     ),
     "pages of 16": Case((300, 70), (3000, 1030), 16, options={"causal": True}),
     "pages of 1": Case((300, 70), (1500, 1030), 1, options={"causal": True}),
+    "mask": Case((400, 90, 700), (400, 900, 700), options={"causal": True}, as_bits=True),
+    "mask, dim 256": Case((400, 90), (400, 900), dim=256, options={"causal": True}, as_bits=True),
+    "mask, pages of 16": Case((300, 70), (3000, 400), 16, options={"causal": True}, as_bits=True),
+    "mask, pages of 1": Case((300, 70), (1500, 400), 1, options={"causal": True}, as_bits=True),
     "split": Case((20,), (20_000,), 16, options={"causal": True}),
     "beside decodes": Case((300, *(1,) * 30), (2000, *(900,) * 30), 16, options={"causal": True}),
 }

@@ -264,9 +264,11 @@ struct PrefillSm90Consumer {
     const uint32_t keys = ptx::shared_address(shared.k[k.stage]);
     Kernel::wait(shared.full_k[k.stage], k.parity);
     if constexpr (Kernel::kIsGathered) ptx::fence_proxy_async();
+    // Made here, and not in the turn, for which others wait.
+    const uint64_t operand = ptx::opaque_copy(operand_at<KTile>(keys));
     await_turn();
     ptx::wgmma_fence();
-    issue_qk<DTypeQ, QTile, KTile, kHeadDimQK>(s, operand_at<QTile>(rows), operand_at<KTile>(keys));
+    issue_qk<DTypeQ, QTile, KTile, kHeadDimQK>(s, operand_at<QTile>(rows), operand);
     ptx::wgmma_commit();
   }
 

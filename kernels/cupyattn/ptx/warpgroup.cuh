@@ -49,6 +49,11 @@ __device__ __forceinline__ uint32_t opaque_copy(uint32_t value) {
   asm volatile("mov.b32 %0, %1;\n" : "=r"(copy) : "r"(value));
   return copy;
 }
+__device__ __forceinline__ uint64_t opaque_copy(uint64_t value) {
+  uint64_t copy;
+  asm volatile("mov.b64 %0, %1;\n" : "=l"(copy) : "l"(value));
+  return copy;
+}
 
 // 64 x kN x 16. A thread's d[i] is row 16 warp + lane / 4 (+ 8 if i % 4 > 1), column 8 (i / 4) +
 // 2 (lane % 4) + i % 2.

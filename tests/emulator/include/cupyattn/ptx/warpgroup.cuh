@@ -32,6 +32,7 @@ template <int kCount>
 inline void wgmma_results(float (&)[kCount]) {}
 
 inline uint32_t opaque_copy(uint32_t value) { return value; }
+inline uint64_t opaque_copy(uint64_t value) { return value; }
 
 template <int kN>
 struct Wgmma {
