@@ -28,6 +28,8 @@ def bind(case: Case, b: batches.Batch) -> Callable[[], tuple[Any, Any]]:
     heads = case.num_qo_heads, case.num_kv_heads, case.dim
     q = upload(b.q, torch)
     options = case.plan_options()
+    if case.as_bits:
+        options["custom_mask"] = torch.from_numpy(options["custom_mask"]).cuda()
     if case.page_size:
         paged = cupyattn.BatchPrefillWithPagedKVCacheWrapper(workspace(torch))
         paged.plan(b.qo_indptr, *b.table, *heads, case.page_size, **options)
