@@ -68,8 +68,8 @@ struct PrefillSm90Converter {
     Kernel::wait(shared.landed_v[landed_v.stage], landed_v.parity);
     Kernel::wait(shared.empty_v[v.stage], v.parity ^ 1);
     if constexpr (Kernel::kMasked) {
-      shared.row_bits.template fill<typename Kernel::Mask>(v.stage, kernel.params, item, tile,
-                                                           thread, kThreads);
+      shared.row_bits.template fill<typename Kernel::Mask>(v, kernel.params, item, tile, thread,
+                                                           kThreads);
     }
     if (tile.hides) {
       clean<Landing>(landing, shared.bad_keys[v.stage], item.range.end - item.first_key(tile.tile));

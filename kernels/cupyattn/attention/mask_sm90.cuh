@@ -5,6 +5,7 @@
 
 #include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/mask_map.cuh"
+#include "cupyattn/attention/ring.cuh"
 #include "cupyattn/attention/variants.cuh"
 #include "cupyattn/attention/work.cuh"
 #include "cupyattn/common/math.cuh"
@@ -151,20 +152,23 @@ struct RowBits {
   KeyTile tiles[kStages];
   alignas(8) uint64_t full[kStages];
 
-  // Fills a stage that is free; whole warps, of `num_threads` threads, arrive.
+  // Fills a stage that is free; whole warps, of `num_threads` threads, arrive. Those that multiply
+  // wait where keys are hidden; that the last phase is over is asked here, each time.
   template <typename Mask, typename Item>
-  __device__ __forceinline__ void fill(int stage, const AttentionParams& params, const Item& item,
+  __device__ __forceinline__ void fill(const RingPlace<kStages>& place,
+                                       const AttentionParams& params, const Item& item,
                                        const KeyTile& tile, int thread, int num_threads) {
+    ptx::mbarrier_wait_parity(ptx::shared_address(&full[place.stage]), place.parity ^ 1);
     if (tile.hides) {
       const int first_token = item.range.first_token, first_key = item.first_key(tile.tile);
 #pragma unroll 1
       for (int token = thread; token <= item.range.last_token - first_token; token += num_threads) {
-        leave_visible_keys<Mask>(of[stage][token], params, item.work.request, first_token + token,
-                                 first_key);
+        leave_visible_keys<Mask>(of[place.stage][token], params, item.work.request,
+                                 first_token + token, first_key);
       }
     }
     ptx::warp_sync();
-    if (thread % kWarpSize == 0) ptx::mbarrier_arrive(ptx::shared_address(&full[stage]));
+    if (thread % kWarpSize == 0) ptx::mbarrier_arrive(ptx::shared_address(&full[place.stage]));
   }
 };
 struct NoRowBits {

@@ -275,8 +275,8 @@ struct PrefillSm90Producer {
           [&](const KeyTile& tile) {
             if constexpr (Kernel::kMasked) {
               Kernel::wait(shared.empty_v[v.stage], v.parity ^ 1);
-              shared.row_bits.template fill<typename Kernel::Mask>(v.stage, params, item, tile,
-                                                                   thread, kCleaners);
+              shared.row_bits.template fill<typename Kernel::Mask>(v, params, item, tile, thread,
+                                                                   kCleaners);
             }
             clean_tile(v, item, tile, raw_parities);
             if constexpr (Kernel::kMasked) {
