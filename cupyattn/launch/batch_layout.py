@@ -96,7 +96,7 @@ class BatchSchedule:
 
     words            int32 [n]: work lists, merge lists and zeroed counters, to be copied to device
                      memory as they are, on a 16-byte boundary
-    workspace_bytes  scratch for partial states (16-byte aligned), 0 if no keys are split
+    workspace_bytes  scratch for partial states and for what is found of masks (16-byte aligned)
     positions        bytes into the words, where the positions of rows are; -1 without any
     longest          the most keys of a request
     rotated          rows of k, or pages, that are rotated ahead of the launches, and the bytes that

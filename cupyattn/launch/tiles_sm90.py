@@ -124,15 +124,16 @@ def _shape(problem: AttentionProblem) -> _Shape | None:
     shape = shapes.get((problem.head_dim_qk, problem.head_dim_vo))
     if shape and problem.pos_encoding != "NONE":
         # Angles take the shared memory of some keys; they and biases take registers, which wide
-        # rows, three warpgroups of 64 columns, and masks need.
+        # rows and three warpgroups of 64 columns need.
         if problem.head_dim_qk > 192:
             return shape._replace(tile_kv=64)
         if problem.head_dim_qk == 64 and shape.consumers == 3:
             return shape._replace(tile_kv=min(shape.tile_kv, 112))
-    if shape and problem.custom_mask and (shape.landings or problem.head_dim_qk > 192):
-        # The bits of rows take the shared memory of some keys.
-        most = 64 if problem.head_dim_qk > 192 else 96
-        return shape._replace(tile_kv=min(shape.tile_kv, most))
+    if shape and problem.custom_mask and shape.landings:
+        # The bits of rows take shared memory from keys, and registers for those who leave them.
+        return shape._replace(tile_kv=min(shape.tile_kv, 96), registers=(48, 208))
+    if shape and problem.custom_mask and problem.head_dim_qk > 192:
+        return shape._replace(tile_kv=64)
     return shape
 
 

@@ -27,7 +27,7 @@ struct Config {
   static constexpr int kMaskForm = 0;
   static constexpr bool kPaged = false;
   static constexpr int kGatherers = 0;
-  static constexpr int kSharedBytes = 199680;
+  static constexpr int kSharedBytes = 197632;
 };
 #endif
 
