@@ -56,7 +56,12 @@ _RAGGED_SHAPES = {
     **_SHAPES,
     (128, 128): _Shape(3, 80, stages=3, registers=_OF_THREE, overlaps=False),
 }
-# The soft cap takes registers from the keys.
+# The soft cap is bound by what is done to logits, which three do beside more products than two.
+_RAGGED_CAPPED_SHAPES = {
+    **_RAGGED_SHAPES,
+    (96, 96): _Shape(3, 96, registers=_OF_THREE, overlaps=False),
+}
+# Beside what is known of rows it takes registers from the keys.
 _CAPPED_SHAPES = {
     (64, 64): _Shape(3, 80, registers=_OF_THREE, overlaps=False),
     (96, 96): _Shape(2, 96),
@@ -115,13 +120,20 @@ def _shape(problem: AttentionProblem) -> _Shape | None:
     if problem.dtype_kv.is_fp8:
         if problem.pos_encoding == "ROPE_LLAMA":
             return None
-        shapes = _CAPPED_FP8_SHAPES if problem.soft_cap else _FP8_SHAPES
+        takes_rows = problem.soft_cap and problem.reads_rows
+        shapes = _CAPPED_FP8_SHAPES if takes_rows else _FP8_SHAPES
     else:
         # What is known of rows leaves no room for the bits of so many.
         has_two = problem.paged or (problem.custom_mask and problem.reads_rows)
-        plain = _SHAPES if has_two else _RAGGED_SHAPES
-        shapes = _CAPPED_SHAPES if problem.soft_cap else plain
+        if problem.soft_cap and problem.reads_rows:
+            shapes = _CAPPED_SHAPES
+        elif has_two:
+            shapes = _SHAPES
+        else:
+            shapes = _RAGGED_CAPPED_SHAPES if problem.soft_cap else _RAGGED_SHAPES
     shape = shapes.get((problem.head_dim_qk, problem.head_dim_vo))
+    if shape and problem.soft_cap and problem.head_dim_qk > 192:
+        shape = shape._replace(overlaps=False)
     if shape and problem.pos_encoding != "NONE":
         # Angles take the shared memory of some keys; they and biases take registers, which wide
         # rows and three warpgroups of 64 columns need.

@@ -34,6 +34,7 @@ MUTATIONS = (*ORDER, *PLANS, *VALUES, *VISIBILITY, *LEVELS, *HOPPER, *MERGES)
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
 )
+_BFLOAT16 = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
 _DECODE = replace(_PREFILL, qo_len=2, kv_len=700)
 _SPLIT = {"num_kv_heads": 2, "group": 2}
 _FP8 = {"kv_dtype": "float8_e4m3fn"}
@@ -256,7 +257,12 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper small pages": _batch((40, 70), (300, 90), page_size=3, num_sms=3),
     "hopper fp8": _single({"kv_dtype": "float8_e4m3fn", "kv_len": 500}),
     "hopper bad values": _bad_values,
-    "hopper capped": _single({"logits_soft_cap": 3.0, "causal": True, "kv_len": 400}),
+    "hopper capped": _single(
+        *(
+            {"logits_soft_cap": 30.0, "kv_len": 400, **_BFLOAT16, **changes}
+            for changes in ({"logit_shift": -20.0}, {"logit_shift": 20.0}, {"outliers": 5.0})
+        )
+    ),
     "hopper alibi": _single({"pos_encoding_mode": "ALIBI", "kv_len": 500}),
     "hopper rope": _hopper_rope,
     "hopper mask": _single(

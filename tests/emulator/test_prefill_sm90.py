@@ -88,6 +88,28 @@ def test_options(options: dict[str, object]) -> None:
     check(replace(CAUSAL, **options))  # type: ignore[arg-type]
 
 
+# Of logits beside the cap: rows whose sums tell of those past the polynomial's range, and others.
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": "float16", "kv_dtype": "float16"},
+        {"logits_soft_cap": 50.0, "logit_shift": 20.0, "causal": False},
+        {"logit_shift": -20.0},
+        {"logit_shift": 20.0},
+        {"outliers": 5.0, "causal": False},
+        {"outliers": 5.0, "window_left": 150},
+        {"mask_kind": "packed", "mask_pattern": "causal"},
+    ],
+    ids=str,
+)
+def test_soft_caps(changes: dict[str, object]) -> None:
+    capped = replace(
+        CAUSAL, logits_soft_cap=30.0, dtype="bfloat16", kv_dtype="bfloat16", kv_len=700
+    )
+    check(replace(capped, **changes))  # type: ignore[arg-type]
+
+
 def test_splits() -> None:
     answer = check(replace(BASE, kv_len=900, group=1), num_sms=20)
     assert answer.launches[-1].name == "merge_splits"

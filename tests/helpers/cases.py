@@ -46,6 +46,8 @@ class Case:
     mask_pattern: str = "random"  # random | tiles | causal | sparse
     logits_soft_cap: float | None = None
     sm_scale: float | None = None
+    logit_shift: float = 0.0  # of all logits, at the default sm_scale and about
+    outliers: float = 1.0  # what every 61st key is multiplied by
     pos_encoding_mode: str = "NONE"
     rope_scale: float | None = None
     rope_theta: float | None = None
@@ -138,10 +140,19 @@ def make_inputs(case: Case) -> dict[str, Any]:
     packed = None
     if mask is not None and case.mask_kind == "packed":
         packed = np.packbits(mask.reshape(-1), bitorder="little")
+    k = rng.standard_normal((*kv_shape, case.head_dim_qk))
+    v = rng.standard_normal((*kv_shape, case.head_dim_vo))
+    if case.logit_shift:
+        # The sum over head_dim of its square, times 1 / sqrt(head_dim).
+        shift = (abs(case.logit_shift) / case.head_dim_qk**0.5) ** 0.5
+        q, k = q + shift * np.sign(case.logit_shift), k + shift
+    if case.outliers != 1.0:
+        keys = k if case.kv_layout == "NHD" else k.swapaxes(0, 1)
+        keys[::61] *= case.outliers
     return {
         "q": q.astype(dtypes.parse(case.dtype).numpy),
-        "k": rng.standard_normal((*kv_shape, case.head_dim_qk)).astype(kv_dtype),
-        "v": rng.standard_normal((*kv_shape, case.head_dim_vo)).astype(kv_dtype),
+        "k": k.astype(kv_dtype),
+        "v": v.astype(kv_dtype),
         "mask": mask,
         "packed_mask": packed,
         "sinks": rng.normal(0, 2, case.num_qo_heads).astype(np.float32) if case.has_sinks else None,

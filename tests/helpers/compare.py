@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 
 # The GPU's exp2, log2 and division are approximations good to one or two float32 ulps, and its
-# matrix units truncate where NumPy rounds. The LSE sums one of each, at the size of the logits: not
-# of the finished ones only, but of every float32 a logit passes through, for there it is rounded
-# too. A soft cap makes it cap * log2(e) * (1 - 2 / (1 + e^2x)), good to an ulp of the cap however
-# small the result; ALiBi adds slope * (the tile's first key - row) and slope * (key - first key),
-# which cancel where the bias is small.
+# matrix units truncate where NumPy rounds. The LSE sums one of each, at the size of the logits:
+# not of the finished ones only, but of every float32 a logit passes through, for there it is
+# rounded too. A soft cap makes it cap * log2(e) * (1 - 2 / (1 + e^2x)), good to an ulp of the cap
+# however small the result, or a polynomial, good to 1.5e-6 of the result; ALiBi adds slope * (the
+# tile's first key - row) and slope * (key - first key), which cancel where the bias is small.
 # A flushed weight times a value of ordinary size, and a few of them.
 _LARGEST_FLUSHED = 16 * float(np.finfo(np.float32).tiny)
 _LSE_FLOOR_ULPS = 8

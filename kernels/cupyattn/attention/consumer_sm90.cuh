@@ -34,7 +34,7 @@ struct PrefillSm90Consumer {
   using LogitsVariant = typename Kernel::LogitsVariant;
   using Item = typename Kernel::Item;
   using SharedMemory = typename Kernel::SharedMemory;
-  using Softmax = OnlineSoftmax<1>;
+  using Softmax = OnlineSoftmax<1, LogitsVariant::kSlackBits>;
   static constexpr int kHeadDimQK = Kernel::kHeadDimQK;
   static constexpr int kHeadDimVO = Kernel::kHeadDimVO;
   static constexpr int kConsumers = Kernel::kConsumers;
@@ -78,7 +78,8 @@ struct PrefillSm90Consumer {
   int last_tile, origin, full_begin, full_end;
   int position[2];      // of the thread's rows
   int hidden_key = -1;  // the first key of the tile that `p` is of, if it hides some
-  uint32_t any_bad_key;
+  typename LogitsVariant::Kept kept;
+  bool is_in_reach;  // of a guess of all tiles, whatever their logits
   float o[1][kHeadDimVO / 8][4];
   uint32_t p[kTileKV / 16][1][4];
   Softmax softmax;
@@ -89,7 +90,8 @@ struct PrefillSm90Consumer {
         shared(kernel.shared),
         group(group),
         warp(ptx::warp_uniform(threadIdx.x % kWarpgroup / kWarpSize)),
-        lane(threadIdx.x % kWarpSize) {}
+        lane(threadIdx.x % kWarpSize),
+        kept(LogitsVariant::keep(kernel.shared.logits)) {}
 
   __device__ __forceinline__ int warp_row() const { return 64 * group + 16 * warp; }
 
@@ -182,7 +184,11 @@ struct PrefillSm90Consumer {
     origin = ptx::warp_uniform(item.tiles.origin);
     full_begin = ptx::warp_uniform(item.range.full_begin);
     full_end = ptx::warp_uniform(item.range.full_end);
-    softmax = Softmax();
+    if constexpr (LogitsVariant::kGuessesAll && is_same<DTypeQ, bfloat16_t>::value) {
+      softmax = Softmax(LogitsVariant::first_max(shared.logits));
+    } else {
+      softmax = Softmax();
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       position[h] = item.work.request.position(params, token_of(item, own_row(h)).token);
@@ -225,12 +231,6 @@ struct PrefillSm90Consumer {
     ptx::wgmma_fence();
     issue_pv<DTypeQ, VTile, kHeadDimVO>(o, p, operand_at<VTile>(address));
     ptx::wgmma_commit();
-    any_bad_key = 0;
-    if (hidden_key < 0) return;
-#pragma unroll
-    for (int word = 0; word < ceil_div(kTileKV, 32); ++word) {
-      any_bad_key |= shared.bad_keys[v.stage][word];
-    }
   }
 
   // Values that are not finite were taken out of a tile that hides keys: rows that see them get
@@ -238,24 +238,23 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ void await_output(int its_place) {
     ptx::wgmma_wait<0>();
     take_results(o);
-    if (any_bad_key != 0) {
-      add_bad_keys(shared.items[its_place]);
-      ptx::warp_sync();
-    }
+    if (rarely(hidden_key >= 0)) add_bad_keys(shared.items[its_place]);
     release_values();
   }
 
   // After the last keys of an item Q is free too.
   __device__ __forceinline__ void release_keys(bool is_last) {
-    if (lane == 0) {
-      Kernel::arrive(shared.empty_k[k.stage]);
-      if (is_last) Kernel::arrive(shared.empty_q[slot]);
-    }
+    arrive_once(shared.empty_k[k.stage]);
+    arrive_once(shared.empty_q[slot], is_last);
     k.advance();
   }
   __device__ __forceinline__ void release_values() {
-    if (lane == 0) Kernel::arrive(shared.empty_v[v.stage]);
+    arrive_once(shared.empty_v[v.stage]);
     v.advance();
+  }
+  // For the warp.
+  __device__ __forceinline__ void arrive_once(uint64_t& barrier, bool arrives = true) {
+    ptx::mbarrier_arrive_if(arrives && lane == 0, ptx::shared_address(&barrier));
   }
 
   // Issues S = Q K^T of a tile that has landed.
@@ -348,16 +347,19 @@ struct PrefillSm90Consumer {
     const RingPlace<kStages> values = after(v);
     if constexpr (!kOverlaps) await_output(place.stage);
     exponentiate<false>(probabilities, s, item, present, values);
-    if constexpr (kOverlaps) await_output(place.stage);
-    if (probabilities.raised) {
-#pragma unroll
-      for (int n = 0; n < kHeadDimVO / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[0][n][e] *= probabilities.factors[0][e / 2];
-      }
+    if constexpr (kOverlaps) {
+      await_output(place.stage);
+      if (rarely(probabilities.raised)) rescale_output(probabilities);
     }
     take(probabilities);
     return present.tile;
+  }
+  __device__ __forceinline__ void rescale_output(const Probabilities& probabilities) {
+#pragma unroll
+    for (int n = 0; n < kHeadDimVO / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[0][n][e] *= probabilities.factors[0][e / 2];
+    }
   }
 
   // Turns products of a tile, whose values are at `values`, into probabilities, and raises the
@@ -368,17 +370,23 @@ struct PrefillSm90Consumer {
                                                const RingPlace<kStages>& values) {
     const int first_key = origin + present.tile * kTileKV;
     const bool hides = present.hides != 0;
-    const RowInfo* rows = shared.rows + warp_row();
     to.hidden_key = hides ? first_key : -1;
-    if constexpr (LogitsVariant::kGuesses) {
-      if (guess<kIsFirst>(to, s, item, first_key, hides, values)) return;
+    if constexpr (LogitsVariant::kGuesses && !kIsFirst) {
+      if (may_guess(hides) && guess(to, s, item, first_key, hides, values)) return;
     }
     if constexpr (LogitsVariant::kGuessesAll) {
       const auto form = LogitsVariant::settle(s, shared.logits);
       finish_tile<kIsFirst>(to, s, form, item, first_key, hides, values);
+      bool reaches = true;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        reaches &= LogitsVariant::is_in_reach(softmax.row_max[0][h],
+                                              quad_sum(softmax.row_sum[0][h]), shared.logits);
+      }
+      is_in_reach = !ptx::warp_any(!reaches);
     } else {
-      const auto form = LogitsVariant::apply(s, softmax.row_max, rows, shared.logits, params,
-                                             first_key, lane, hides);
+      const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows + warp_row(),
+                                             shared.logits, params, first_key, lane, hides);
       finish_tile<kIsFirst>(to, s, form, item, first_key, hides, values);
     }
   }
@@ -387,38 +395,31 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ void finish_tile(Probabilities& to, float (&s)[1][kTilesS][4],
                                               const Form& form, const Item& item, int first_key,
                                               bool hides, const RingPlace<kStages>& values) {
-    if (hides) hide_keys<Form>(s, item, first_key, values);
+    if (rarely(hides)) hide_keys<Form>(s, item, first_key, values);
     const float scale = LogitsVariant::softmax_scale(params);
     to.raised =
         softmax.template exponentiate_or_raise<DTypeQ, kIsFirst>(to.p, s, to.factors, form, scale);
+    // Where nothing is being multiplied.
+    if constexpr (!kOverlaps && !kIsFirst) {
+      if (rarely(to.raised)) rescale_output(to);
+    }
   }
 
-  // The same, if the guess holds that a variant makes of nearly all tiles.
-  template <bool kIsFirst>
+  // The same, if the guess holds that a variant makes of nearly all tiles but an item's first.
+  __device__ __forceinline__ bool may_guess(bool hides) const {
+    return LogitsVariant::kGuessesAll ? is_in_reach : !hides;
+  }
   __device__ __forceinline__ bool guess(Probabilities& to, float (&s)[1][kTilesS][4],
                                         const Item& item, int first_key, bool hides,
                                         const RingPlace<kStages>& values) {
-    const float scale = LogitsVariant::softmax_scale(params);
+    const auto guess =
+        LogitsVariant::guess(shared.rows + warp_row(), kept, params, first_key, lane);
     if constexpr (LogitsVariant::kGuessesAll) {
-      auto guess = LogitsVariant::guess(nullptr, shared.logits, params, first_key, lane);
-      if (kIsFirst || hides) {
-        if (!LogitsVariant::are_small(s, shared.logits)) return false;
-        guess.square_limit = ptx::infinity();
-      }
-      if constexpr (kIsFirst) {
-        finish_tile<kIsFirst>(to, s, guess.form, item, first_key, hides, values);
-        return true;
-      }
-      if (hides) hide_keys<decltype(guess.form)>(s, item, first_key, values);
-      to.raised = false;
-      return softmax.template exponentiate_guessed<DTypeQ>(to.p, s, guess, scale);
-    } else {
-      if (kIsFirst || hides) return false;
-      auto guess =
-          LogitsVariant::guess(shared.rows + warp_row(), shared.logits, params, first_key, lane);
-      to.raised = false;
-      return softmax.template exponentiate_guessed<DTypeQ>(to.p, s, guess, scale);
+      if (rarely(hides)) hide_keys<decltype(guess.form)>(s, item, first_key, values);
     }
+    to.raised = false;
+    return softmax.template exponentiate_guessed<DTypeQ>(to.p, s, guess,
+                                                         LogitsVariant::softmax_scale(params));
   }
 
   // Products read `p` until they are over: beside them, the next ones are written elsewhere.
@@ -479,6 +480,7 @@ struct PrefillSm90Consumer {
         add_bad_key<DTypeKV, DTypeQ, kHeadDimVO>(o, p, key, values, lane);
       }
     }
+    ptx::warp_sync();
   }
 
   // Where a row of an item is: in q and o, and, if it leaves a state, among the states.

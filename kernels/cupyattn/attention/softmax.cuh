@@ -7,6 +7,7 @@
 // from its limit).
 #pragma once
 
+#include "cupyattn/common/math.cuh"
 #include "cupyattn/common/types.cuh"
 #include "cupyattn/ptx/convert.cuh"
 #include "cupyattn/ptx/math.cuh"
@@ -29,17 +30,21 @@ __device__ __forceinline__ float quad_sum(float x) {
 // their units. Both are arguments, not members: as parameters or constants they cost no registers.
 constexpr float kSlack = 8.0f;
 
-template <int kMmaQ>
+// Who looks at sums for a maximum that must move takes kSlackBits of slack, in base 2.
+template <int kMmaQ, int kSlackBits = 8>
 struct OnlineSoftmax {
+  static constexpr float kMostOfTile = 1 << kSlackBits;
+
   float row_max[kMmaQ][2];  // in the units of the logits; -inf while a row has seen no key
   float row_sum[kMmaQ][2];  // this thread's part
 
-  __device__ __forceinline__ OnlineSoftmax() {
+  // first_max: of all rows.
+  __device__ __forceinline__ OnlineSoftmax(float first_max = -ptx::infinity()) {
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        row_max[m][h] = -ptx::infinity();
+        row_max[m][h] = first_max;
         row_sum[m][h] = 0.0f;
       }
     }
@@ -159,11 +164,9 @@ struct OnlineSoftmax {
   }
 
   // Whether the maximum of a row must move, given its thread's sum of a tile: no probability
-  // exceeds 2^kSlack. A row without a maximum has to find one.
+  // exceeds 2^kSlackBits. A row without a maximum has to find one.
   __device__ __forceinline__ bool asks_for_more(int m, int h, float tile_sum) const {
-    constexpr float kLimit = 256.0f;
-    static_assert(kSlack == 8.0f, "the limit is 2^kSlack");
-    return tile_sum > kLimit || row_max[m][h] == -ptx::infinity();
+    return tile_sum > kMostOfTile || row_max[m][h] == -ptx::infinity();
   }
 
   template <typename T, int kSteps, int kTilesS, typename Form>
@@ -195,13 +198,14 @@ struct OnlineSoftmax {
   template <typename T, int kSteps, int kTilesS, typename Guess>
   __device__ __forceinline__ bool exponentiate_guessed(uint32_t (&p)[kSteps][kMmaQ][4],
                                                        const float (&s)[kMmaQ][kTilesS][4],
-                                                       Guess& guess, float scale) {
+                                                       const Guess& guess, float scale) {
     static_assert(kMmaQ == 1 && kTilesS == 2 * kSteps, "fragments take two n-tiles");
     float tile_sum[2];
     bool fails = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float shift = row_max[0][h] == -ptx::infinity() ? 0.0f : -row_max[0][h] * scale;
+      const bool has_max = Guess::kHasMax || row_max[0][h] != -ptx::infinity();
+      const float shift = has_max ? -row_max[0][h] * scale : 0.0f;
       tile_sum[h] = 0.0f;
 #pragma unroll
       for (int n = 0; n < kTilesS; ++n) {
@@ -210,9 +214,9 @@ struct OnlineSoftmax {
         tile_sum[h] += first + second;
         p[n / 2][0][2 * (n % 2) + h] = ptx::pack_pair<T>(first, second);
       }
-      fails |= asks_for_more(0, h, tile_sum[h]);
+      fails |= tile_sum[h] > kMostOfTile || !has_max;
     }
-    if (ptx::warp_any(fails || guess.is_wrong())) return false;
+    if (rarely(ptx::warp_any(fails))) return false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) row_sum[0][h] += tile_sum[h];
     return true;

@@ -27,6 +27,7 @@ struct alignas(16) LogitConstants {
   float c0, c2, c4;  // the soft cap's polynomial, times the cap
   float limit;       // raw products up to here are within the polynomial's range
   float inverse;     // a bound of a base-2 logit, times this, bounds the raw product
+  float reach;       // the base-2 logit at the end of that range, if keys can be hidden by it
 };
 
 // Press, Smith, Lewis 2021 (arXiv 2108.12409), section 3, for any number of heads.
@@ -55,11 +56,13 @@ struct ScaledForm {
   __device__ __forceinline__ float exponent(float x, float c) const { return fmaf(x, scale, c); }
 };
 
-// The odd polynomial closest to tanh on |x| < kTanhRange (a float64 minimax fit): within 1e-7.
-constexpr float kTanhRange = 0.25f;
-constexpr float kTanh1 = 0.9999986290931702f;
-constexpr float kTanh3 = -0.3331570029258728f;
-constexpr float kTanh5 = 0.1276223361492157f;
+// The odd polynomial closest to tanh on |x| < kTanhRange (a float64 minimax fit of what it is of
+// tanh): within 1.5e-6 of it. It increases everywhere, and without bound.
+constexpr float kTanhRange = 0.3125f;
+constexpr float kTanh1 = 0.99999852368f;
+constexpr float kTanh3 = -0.33306009072f;
+constexpr float kTanh5 = 0.12577037189f;
+constexpr float kTanhAtRange = 0.30271018f;
 
 // Logits of `unit` raw products become base-2 logits under a cap: tanh(x) = 1 - 2 / (1 + e^2x).
 template <int kMmaQ, int kTilesS>
@@ -101,8 +104,13 @@ struct PolynomialForm {
   }
 };
 
+// Of a variant that keeps nothing in registers.
+struct Nothing {};
+
 struct PlainLogits {
+  using Kept = Nothing;
   static constexpr bool kReadsRows = false;
+  static constexpr int kSlackBits = 8;
   static constexpr bool kGuesses = false;
   static constexpr bool kGuessesAll = false;
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
@@ -112,6 +120,7 @@ struct PlainLogits {
   static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams&) {
     return LogitConstants{};
   }
+  static __device__ __forceinline__ Kept keep(const LogitConstants&) { return Kept{}; }
   // Turns a maximum into base 2; 8 / scale, how far a logit may pass the running maximum.
   static __device__ __forceinline__ float softmax_scale(const AttentionParams& params) {
     return params.softmax_scale;
@@ -133,35 +142,36 @@ struct PlainLogits {
 // scaled logit, so nothing is ever scaled twice. Maxima are in base 2.
 template <bool kAlibi, bool kSoftCap, bool kRowScales>
 struct TransformedLogits {
+  using Kept = Nothing;
   // Without a cap, base-2 logits. With one, kTanhUnit times the argument of tanh: a unit in which
   // 2, the largest argument of the polynomial, is the first number with the top exponent bit.
   static constexpr float kTanhUnit = 2.0f / kTanhRange;
   static constexpr bool kReadsRows = true;
+  static constexpr int kSlackBits = 8;
   // A bias is a sum: where no maximum moves and no key is hidden, it goes into the exponent at
   // once.
   static constexpr bool kGuesses = kAlibi && !kSoftCap;
   static constexpr bool kGuessesAll = false;
 
   struct Guess {
+    static constexpr bool kHasMax = false;
     float scale[2], slope[2], bias[2];  // of either half's row; the bias of the tile's first key
 
     // Those of a pair of the n-tile's keys.
-    __device__ __forceinline__ float2 exponents(int h, int n, float x, float y, float shift) {
+    __device__ __forceinline__ float2 exponents(int h, int n, float x, float y, float shift) const {
       const float first = bias[h] + shift;
       return make_float2(fmaf(x, scale[h], fmaf(slope[h], 8 * n, first)),
                          fmaf(y, scale[h], fmaf(slope[h], 8 * n + 1, first)));
     }
-    static constexpr __device__ __forceinline__ bool is_wrong() { return false; }
   };
-  static __device__ __forceinline__ Guess guess(const RowInfo* rows,
-                                                const LogitConstants& constants,
+  static __device__ __forceinline__ Guess guess(const RowInfo* rows, Nothing,
                                                 const AttentionParams& params, int first_key,
                                                 int lane) {
     Guess guess;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const RowInfo& row = rows[8 * h + (lane >> 2)];
-      guess.scale[h] = kRowScales ? row.scale : constants.scale;
+      guess.scale[h] = kRowScales ? row.scale : params.softmax_scale;
       guess.slope[h] = row.slope;
       guess.bias[h] = bias_of(row, params, first_key, lane);
     }
@@ -195,6 +205,7 @@ struct TransformedLogits {
                           cap * kInverse * kInverse * kInverse * kTanh3,
                           cap * kInverse * kInverse * kInverse * kInverse * kInverse * kTanh5};
   }
+  static __device__ __forceinline__ Kept keep(const LogitConstants&) { return Kept{}; }
   static __device__ __forceinline__ float softmax_scale(const AttentionParams&) { return 1.0f; }
   static __device__ __forceinline__ float softmax_slack(const AttentionParams&) { return kSlack; }
 
@@ -241,52 +252,74 @@ struct TransformedLogits {
 };
 
 // The soft cap of logits that share one positive scale. The raw product takes the scale, the cap
-// and base 2 in one polynomial; the largest magnitude of a row tells whether all of them are small
-// enough for it and, at once, that the row's maximum stays. That is so for nearly every tile.
+// and base 2 in one polynomial, which is right while it is small beside the cap. Nobody looks at
+// each product for that, where a row is in reach. Past the range
+// - a positive product makes more than 2^kSlackBits of the polynomial, which increases, and the
+//   sum of the probabilities shows it, as it shows that the maximum must move;
+// - a negative one has less than 2^-kNegligible of what the row has already, and the polynomial,
+//   which falls faster than the cap, errs by 2^-27 of that at most.
 struct CappedLogits {
   static constexpr bool kReadsRows = false;
   static constexpr bool kGuesses = true;
-  // Where keys are to be hidden too, if are_small() says so.
+  // Where keys are to be hidden too.
   static constexpr bool kGuessesAll = true;
+  static constexpr int kSlackBits = 6;
+  static constexpr float kNegligible = 13.0f;
 
-  // That all logits are small: the squares, which are needed anyway, tell afterwards.
+  // Logits under a cap need no maximum of their own, if probabilities have the exponents of
+  // float32: with one that hardly a row exceeds, none moves.
+  static __device__ __forceinline__ float first_max(const LogitConstants& constants) {
+    constexpr float kMostRows = 4.0f, kLargestCap = 96.0f;
+    return constants.cap <= kLargestCap ? kMostRows : -ptx::infinity();
+  }
+
+  // That all logits are small, or that the sum will tell.
   struct Guess {
+    static constexpr bool kHasMax = true;  // a row in reach has one
     PolynomialForm form;
-    float square_limit;
-    // Floats that are not negative are in the order of their bits; infinities and NaN come last.
-    uint32_t largest = 0;
 
-    __device__ __forceinline__ float2 exponents(int, int, float x, float y, float shift) {
-      const float x2 = x * x, y2 = y * y;
-      largest = ptx::max3(largest, __float_as_uint(x2), __float_as_uint(y2));
-      return make_float2(fmaf(x, form.factor_of(x2), shift), fmaf(y, form.factor_of(y2), shift));
-    }
-    __device__ __forceinline__ bool is_wrong() const {
-      return largest > __float_as_uint(square_limit);
+    __device__ __forceinline__ float2 exponents(int, int, float x, float y, float shift) const {
+      return make_float2(form.exponent(x, shift), form.exponent(y, shift));
     }
   };
-  static __device__ __forceinline__ Guess guess(const RowInfo*, const LogitConstants& constants,
+  // The coefficients: to read them again for each tile would be waited for.
+  using Kept = Guess;
+  static __device__ __forceinline__ Guess guess(const RowInfo*, const Kept& kept,
                                                 const AttentionParams&, int, int) {
-    return Guess{PolynomialForm{constants.c0, constants.c2, constants.c4, false},
-                 constants.limit > 0.0f ? constants.limit * constants.limit : 0.0f};
+    return kept;
   }
-  template <int kMmaQ, int kTilesS>
-  static __device__ __forceinline__ bool are_small(const float (&s)[kMmaQ][kTilesS][4],
-                                                   const LogitConstants& constants) {
-    return constants.c4 >= PolynomialForm::kLeastToHide &&
-           !exceeds(s, [&](int, int) { return constants.limit; });
+  // Whether the sums of a tile will tell, whatever its logits are; of a row's maximum, and its sum.
+  static __device__ __forceinline__ bool is_in_reach(float row_max, float row_sum,
+                                                     const LogitConstants& constants) {
+    return row_max + kSlackBits <= constants.reach &&
+           row_sum * ptx::ex2_approx(row_max + constants.reach - kNegligible) >= 1.0f;
   }
-  // The form of any logits.
+  // Any logits, none of which is hidden yet.
   template <int kMmaQ, int kTilesS>
   static __device__ __forceinline__ ScaledForm settle(float (&s)[kMmaQ][kTilesS][4],
                                                       const LogitConstants& constants) {
-    apply_tanh(s, constants.cap, constants.scale);
+    if (exceeds(s, [&](int, int) { return constants.limit; })) {
+      apply_tanh(s, constants.cap, constants.scale);
+    } else {
+      const PolynomialForm form{constants.c0, constants.c2, constants.c4, false};
+#pragma unroll
+      for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+        for (int n = 0; n < kTilesS; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[m][n][e] *= form.factor(s[m][n][e]);
+        }
+      }
+    }
     return ScaledForm{1.0f};
   }
 
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
                                                      int position, int head, int) {
     return RowInfo{token, position, head, 1.0f, 0.0f};
+  }
+  static __device__ __forceinline__ Kept keep(const LogitConstants& constants) {
+    return Guess{PolynomialForm{constants.c0, constants.c2, constants.c4, false}};
   }
   static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams& params) {
     const float cap = params.logits_soft_cap * kLog2e;
@@ -295,8 +328,10 @@ struct CappedLogits {
     const float c4 = cap * cube * unit * unit * kTanh5;
     // A cap so small that the polynomial leaves float32's range makes no use of it.
     const float limit = c4 < ptx::infinity() ? kTanhRange / unit : -1.0f;
-    return LogitConstants{unit, cap,   cap * unit * kTanh1,        cap * cube * kTanh3,
-                          c4,   limit, 1.0f / params.softmax_scale};
+    const bool hides = c4 >= PolynomialForm::kLeastToHide && c4 < ptx::infinity();
+    const float reach = hides ? cap * kTanhAtRange : -ptx::infinity();
+    return LogitConstants{unit, cap,   cap * unit * kTanh1,         cap * cube * kTanh3,
+                          c4,   limit, 1.0f / params.softmax_scale, reach};
   }
   static __device__ __forceinline__ float softmax_scale(const AttentionParams&) { return 1.0f; }
   static __device__ __forceinline__ float softmax_slack(const AttentionParams&) { return kSlack; }

@@ -1,4 +1,4 @@
-// Integer helpers that mean the same on the host and on the device.
+// Helpers that mean the same on the host and on the device.
 #pragma once
 
 #include "cupyattn/common/types.cuh"
@@ -23,6 +23,11 @@ __host__ __device__ constexpr T min_of(T a, T b) {
 template <typename T>
 __host__ __device__ constexpr T max_of(T a, T b) {
   return a > b ? a : b;
+}
+
+// The condition of a branch that is hardly ever taken: its code goes out of the way of the rest.
+__host__ __device__ constexpr bool rarely(bool condition) {
+  return __builtin_expect(condition, false);
 }
 
 }  // namespace cupyattn

@@ -30,12 +30,6 @@ __device__ __forceinline__ float cos_approx(float x) {
   return y;
 }
 
-// One instruction from sm_90 on.
-__device__ __forceinline__ uint32_t max3(uint32_t a, uint32_t b, uint32_t c) {
-  const uint32_t larger = a > b ? a : b;
-  return larger > c ? larger : c;
-}
-
 __device__ __forceinline__ uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }

@@ -21,6 +21,18 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, int count = 1)
                : "memory");
 }
 
+// One arrival, if `arrives`: no branch, after which a warp would have to come together again.
+__device__ __forceinline__ void mbarrier_arrive_if(bool arrives, uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "}\n" ::"r"(barrier),
+      "r"(static_cast<uint32_t>(arrives))
+      : "memory");
+}
+
 // Bytes that come before the phase ends.
 __device__ __forceinline__ void mbarrier_expect_tx(uint32_t barrier, int num_bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(barrier),

@@ -20,11 +20,6 @@ inline float sin_approx(float x) { return sinf(flush_denormal(x)); }
 
 inline float cos_approx(float x) { return cosf(flush_denormal(x)); }
 
-inline uint32_t max3(uint32_t a, uint32_t b, uint32_t c) {
-  const uint32_t larger = a > b ? a : b;
-  return larger > c ? larger : c;
-}
-
 inline uint32_t multiply_high(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
 }

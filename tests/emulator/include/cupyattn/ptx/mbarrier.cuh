@@ -18,6 +18,10 @@ __forceinline__ void mbarrier_arrive(uint32_t barrier, int count = 1) {
   for (int i = 0; i < count; ++i) emulator::mbarrier_arrive(barrier);
 }
 
+__forceinline__ void mbarrier_arrive_if(bool arrives, uint32_t barrier) {
+  if (arrives) emulator::mbarrier_arrive(barrier);
+}
+
 __forceinline__ void mbarrier_expect_tx(uint32_t barrier, int num_bytes) {
   emulator::mbarrier_expect_tx(barrier, num_bytes);
 }
