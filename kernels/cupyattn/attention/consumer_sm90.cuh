@@ -76,7 +76,7 @@ struct PrefillSm90Consumer {
   enum Rest { kNothing, kOutput, kValues } rest = kNothing;
   // Of the item: the tile that is its last, and where its tiles of keys begin and hide none.
   int last_tile, origin, full_begin, full_end;
-  int position[2];      // of the thread's rows
+  int position[2];      // of the thread's rows, where `shared.rows` does not tell
   int hidden_key = -1;  // the first key of the tile that `p` is of, if it hides some
   typename LogitsVariant::Kept kept;
   bool is_in_reach;  // of a guess of all tiles, whatever their logits
@@ -451,7 +451,9 @@ struct PrefillSm90Consumer {
     const bool cuts_begin = first_key < full_begin;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const KeyLimits limits = KeyLimits::of(params, request, position[h]);
+      const int its_position =
+          LogitsVariant::kReadsRows ? shared.rows[own_row(h)].position : position[h];
+      const KeyLimits limits = KeyLimits::of(params, request, its_position);
       hide_row<Form>(s, h, [=](int offset) { return offset >= limits.end - first; });
       if (cuts_begin) {
         hide_row<Form>(s, h, [=](int offset) { return offset < limits.begin - first; });
