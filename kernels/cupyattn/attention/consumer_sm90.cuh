@@ -184,11 +184,12 @@ struct PrefillSm90Consumer {
     origin = ptx::warp_uniform(item.tiles.origin);
     full_begin = ptx::warp_uniform(item.range.full_begin);
     full_end = ptx::warp_uniform(item.range.full_end);
+    float first_max = -ptx::infinity();
     if constexpr (LogitsVariant::kGuessesAll && is_same<DTypeQ, bfloat16_t>::value) {
-      softmax = Softmax(LogitsVariant::first_max(shared.logits));
-    } else {
-      softmax = Softmax();
+      // Rows of few keys take their own maximum: its probability is 1, without a rounding.
+      if (item.tiles.end - last_tile > 1) first_max = LogitsVariant::first_max(shared.logits);
     }
+    softmax = Softmax(first_max);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       position[h] = item.work.request.position(params, token_of(item, own_row(h)).token);
