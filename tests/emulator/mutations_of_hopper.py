@@ -62,15 +62,15 @@ HOPPER = (
     Mutation(
         "the maximum never moves",
         SOFTMAX,
-        "return tile_sum > kLimit || row_max[m][h] == -ptx::infinity();",
+        "return tile_sum > kMostOfTile || row_max[m][h] == -ptx::infinity();",
         "return row_max[m][h] == -ptx::infinity();",
         "hopper steep",
     ),
     Mutation(
         "O keeps the scale of a maximum that has moved",
         CONSUMER,
-        "if (probabilities.raised) {",
-        "if (false) {",
+        "o[0][n][e] *= probabilities.factors[0][e / 2];",
+        "o[0][n][e] *= 1.0f;",
         "hopper steep",
     ),
     Mutation(
@@ -231,15 +231,15 @@ HOPPER = (
     Mutation(
         "rows of which sums cannot tell are in reach",
         VARIANTS,
-        "return row_max + kSlackBits <= constants.reach &&",
-        "return",
+        "row_max[h] + kSlackBits <= constants.reach;",
+        "true;",
         "hopper capped",
     ),
     Mutation(
         "rows that have nothing yet are in reach",
         VARIANTS,
-        "row_sum * ptx::ex2_approx(row_max + constants.reach - kNegligible) >= 1.0f;",
-        "row_sum >= 0.0f;",
+        "row_sum[h] * least >= 1.0f;",
+        "row_sum[h] * least >= 0.0f;",
         "hopper capped",
     ),
 )

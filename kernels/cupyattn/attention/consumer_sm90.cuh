@@ -237,9 +237,17 @@ struct PrefillSm90Consumer {
   // Values that are not finite were taken out of a tile that hides keys: rows that see them get
   // them here. its_place: of the item.
   __device__ __forceinline__ void await_output(int its_place) {
+    uint32_t any_bad_key = 0;  // asked for while the products are still being made
+#pragma unroll
+    for (int word = 0; word < ceil_div(kTileKV, 32); ++word) {
+      if (hidden_key >= 0) any_bad_key |= shared.bad_keys[v.stage][word];
+    }
     ptx::wgmma_wait<0>();
     take_results(o);
-    if (rarely(hidden_key >= 0)) add_bad_keys(shared.items[its_place]);
+    if (any_bad_key != 0) {
+      add_bad_keys(shared.items[its_place]);
+      ptx::warp_sync();
+    }
     release_values();
   }
 
@@ -373,18 +381,15 @@ struct PrefillSm90Consumer {
     const bool hides = present.hides != 0;
     to.hidden_key = hides ? first_key : -1;
     if constexpr (LogitsVariant::kGuesses && !kIsFirst) {
-      if (may_guess(hides) && guess(to, s, item, first_key, hides, values)) return;
+      const bool may_hold = LogitsVariant::kGuessesAll ? is_in_reach : !hides;
+      if (may_hold && guess(to, s, item, first_key, hides, values)) return;
     }
     if constexpr (LogitsVariant::kGuessesAll) {
       const auto form = LogitsVariant::settle(s, shared.logits);
       finish_tile<kIsFirst>(to, s, form, item, first_key, hides, values);
-      bool reaches = true;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        reaches &= LogitsVariant::is_in_reach(softmax.row_max[0][h],
-                                              quad_sum(softmax.row_sum[0][h]), shared.logits);
-      }
-      is_in_reach = !ptx::warp_any(!reaches);
+      const float sums[] = {quad_sum(softmax.row_sum[0][0]), quad_sum(softmax.row_sum[0][1])};
+      is_in_reach =
+          !ptx::warp_any(!LogitsVariant::is_in_reach(softmax.row_max[0], sums, shared.logits));
     } else {
       const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows + warp_row(),
                                              shared.logits, params, first_key, lane, hides);
@@ -400,16 +405,12 @@ struct PrefillSm90Consumer {
     const float scale = LogitsVariant::softmax_scale(params);
     to.raised =
         softmax.template exponentiate_or_raise<DTypeQ, kIsFirst>(to.p, s, to.factors, form, scale);
-    // Where nothing is being multiplied.
     if constexpr (!kOverlaps && !kIsFirst) {
       if (rarely(to.raised)) rescale_output(to);
     }
   }
 
   // The same, if the guess holds that a variant makes of nearly all tiles but an item's first.
-  __device__ __forceinline__ bool may_guess(bool hides) const {
-    return LogitsVariant::kGuessesAll ? is_in_reach : !hides;
-  }
   __device__ __forceinline__ bool guess(Probabilities& to, float (&s)[1][kTilesS][4],
                                         const Item& item, int first_key, bool hides,
                                         const RingPlace<kStages>& values) {
@@ -483,7 +484,6 @@ struct PrefillSm90Consumer {
         add_bad_key<DTypeKV, DTypeQ, kHeadDimVO>(o, p, key, values, lane);
       }
     }
-    ptx::warp_sync();
   }
 
   // Where a row of an item is: in q and o, and, if it leaves a state, among the states.

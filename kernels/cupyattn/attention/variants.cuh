@@ -288,12 +288,20 @@ struct CappedLogits {
                                                 const AttentionParams&, int, int) {
     return kept;
   }
-  // Whether the sums of a tile will tell, whatever its logits are; of a row's maximum, and its sum.
-  static __device__ __forceinline__ bool is_in_reach(float row_max, float row_sum,
+  // Whether the sums of a tile will tell, whatever its logits are; of two rows.
+  static __device__ __forceinline__ bool is_in_reach(const float (&row_max)[2],
+                                                     const float (&row_sum)[2],
                                                      const LogitConstants& constants) {
-    return row_max + kSlackBits <= constants.reach &&
-           row_sum * ptx::ex2_approx(row_max + constants.reach - kNegligible) >= 1.0f;
+    bool is_in_reach = true;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const bool is_low = row_max[h] + kSlackBits <= constants.reach;
+      const float least = ptx::ex2_approx(row_max[h] + constants.reach - kNegligible);
+      is_in_reach &= is_low && row_sum[h] * least >= 1.0f;
+    }
+    return is_in_reach;
   }
+
   // Any logits, none of which is hidden yet.
   template <int kMmaQ, int kTilesS>
   static __device__ __forceinline__ ScaledForm settle(float (&s)[kMmaQ][kTilesS][4],
