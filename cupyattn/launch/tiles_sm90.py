@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .. import jit
+from .. import dtypes, jit
 from ..dtypes import DType
 from ..problem import MASK_FORMS, AttentionProblem
 from . import tensor_map
@@ -134,6 +134,8 @@ def _shape(problem: AttentionProblem) -> _Shape | None:
     shape = shapes.get((problem.head_dim_qk, problem.head_dim_vo))
     if shape and problem.soft_cap and problem.head_dim_qk > 192:
         shape = shape._replace(overlaps=False)
+    if shape and problem.soft_cap and _lacks_registers_for_guesses(problem, shape):
+        shape = shape._replace(tile_kv=min(shape.tile_kv, 112))
     if shape and problem.pos_encoding != "NONE":
         # Angles take the shared memory of some keys; they and biases take registers, which wide
         # rows and three warpgroups of 64 columns need.
@@ -147,6 +149,15 @@ def _shape(problem: AttentionProblem) -> _Shape | None:
     if shape and problem.custom_mask and problem.head_dim_qk > 192:
         return shape._replace(tile_kv=64)
     return shape
+
+
+def _lacks_registers_for_guesses(problem: AttentionProblem, shape: _Shape) -> bool:
+    """Whether the coefficients of a cap spill beside 128 keys."""
+    if shape.landings:
+        return False
+    if problem.dtype_q is dtypes.bfloat16:
+        return problem.head_dim_qk == 64
+    return problem.head_dim_qk == 128 and shape.overlaps
 
 
 def summary() -> str:
@@ -173,6 +184,9 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     consumers, tile_kv, stages, slots, _, (load, multiply), _, places, converters, _ = shape
     tile_q = 64 * consumers
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
+    scales_queries = (
+        problem.soft_cap and not problem.reads_rows and problem.dtype_q is dtypes.bfloat16
+    )
     dims = (problem.head_dim_qk, problem.head_dim_vo) if places else ()
     landings = [Field(places * tile_kv * dim, 128) for dim in dims]
     shared = struct_of(
@@ -181,7 +195,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         _panels(tile_kv, problem.head_dim_qk, stages),
         _panels(tile_kv, problem.head_dim_vo, stages),
         Field(_ROW_BYTES * (tile_q if problem.reads_rows else 1), 16),
-        Field(32, 16),
+        Field(64 if scales_queries else 32, 16),
         Field(_ITEMS * (_ITEM_BYTES + _MASK_MAP_BYTES * problem.custom_mask), 8),
         Field(stages * 4 * -(-tile_kv // 32)),
         _row_bits(problem, tile_q, tile_kv, stages),

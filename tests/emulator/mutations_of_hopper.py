@@ -11,6 +11,7 @@ CONSUMER = "cupyattn/attention/consumer_sm90.cuh"
 SOFTMAX = "cupyattn/attention/softmax.cuh"
 GATHERER = "cupyattn/attention/gatherer_sm90.cuh"
 VARIANTS = "cupyattn/attention/variants.cuh"
+SOFT_CAP = "cupyattn/attention/soft_cap.cuh"
 MASK = "cupyattn/attention/mask_sm90.cuh"
 MASK_MAP = "cupyattn/attention/mask_map.cuh"
 STATE = "cupyattn/attention/state.cuh"
@@ -230,16 +231,44 @@ HOPPER = (
     ),
     Mutation(
         "rows of which sums cannot tell are in reach",
-        VARIANTS,
-        "row_max[h] + kSlackBits <= constants.reach;",
+        SOFT_CAP,
+        "row_max[h] + kSlackBits <= reach.limit;",
         "true;",
         "hopper capped",
     ),
     Mutation(
         "rows that have nothing yet are in reach",
-        VARIANTS,
-        "row_sum[h] * least >= 1.0f;",
-        "row_sum[h] * least >= 0.0f;",
+        SOFT_CAP,
+        "row_sum[h] * ptx::ex2_approx(row_max[h] + reach.evidence)",
+        "keys",
+        "hopper capped",
+    ),
+    Mutation(
+        "queries stay as they are",
+        TILE,
+        "ptx::multiply_add_pair<typename Tile::T>(chunk.word[w], factors, kMinusZeros);",
+        "chunk.word[w];",
+        "hopper capped",
+    ),
+    Mutation(
+        "the cubic past its range",
+        SOFT_CAP,
+        "kMostError = 1.25e-4f",
+        "kMostError = 2e-3f",
+        "hopper capped",
+    ),
+    Mutation(
+        "the cubic falls where products are large",
+        SOFT_CAP,
+        "ptx::square_saturated(x)",
+        "x * x",
+        "hopper capped key",
+    ),
+    Mutation(
+        "large logits are said to be small",
+        SOFT_CAP,
+        "? -1.0f : constants.limit;",
+        "? -1.0f : 8.0f * constants.limit;",
         "hopper capped",
     ),
 )

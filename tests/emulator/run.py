@@ -39,7 +39,7 @@ class Answer:
 
     def check(self) -> None:
         """Fail unless the output is as good as the low-precision model, and nothing else moved."""
-        self.call.check()
+        self.call.check(may_be_hoppers=any(x.name == "prefill_sm90" for x in self.launches))
 
     def bits(self) -> list[np.ndarray]:
         """out, and lse if there is one, as integers."""

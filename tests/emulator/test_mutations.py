@@ -18,7 +18,17 @@ import cupyattn
 from cupyattn import env
 from cupyattn.jit import kernels_dir
 
-from . import build, gpu, run, test_batch, test_cascade, test_merge, test_plan_batch, test_unplanned
+from . import (
+    build,
+    gpu,
+    run,
+    test_batch,
+    test_cascade,
+    test_merge,
+    test_plan_batch,
+    test_prefill_sm90,
+    test_unplanned,
+)
 from .library import EmulatorError
 from .mutation import Mutation
 from .mutations_of_hopper import HOPPER
@@ -260,9 +270,10 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper capped": _single(
         *(
             {"logits_soft_cap": 30.0, "kv_len": 400, **_BFLOAT16, **changes}
-            for changes in ({"logit_shift": -20.0}, {"logit_shift": 20.0}, {"outliers": 5.0})
+            for changes in ({}, {"logit_shift": -20.0}, {"logit_shift": 20.0}, {"outliers": 5.0})
         )
     ),
+    "hopper capped key": test_prefill_sm90.check_a_large_key,
     "hopper alibi": _single({"pos_encoding_mode": "ALIBI", "kv_len": 500}),
     "hopper rope": _hopper_rope,
     "hopper mask": _single(

@@ -110,6 +110,18 @@ def test_soft_caps(changes: dict[str, object]) -> None:
     check(replace(capped, **changes))  # type: ignore[arg-type]
 
 
+def test_a_key_past_the_cap() -> None:
+    check_a_large_key()
+
+
+def check_a_large_key(**facts: object) -> None:
+    """Rows in reach see one key, of the last tile that is visited, at up to 5 times the cap."""
+    case = replace(
+        BASE, logits_soft_cap=30.0, dtype="bfloat16", kv_dtype="bfloat16", logit_shift=0.5
+    )
+    run.single(replace(case, kv_len=700), spoil={"k": [(5, 40.0)]}, **facts).check()
+
+
 def test_splits() -> None:
     answer = check(replace(BASE, kv_len=900, group=1), num_sms=20)
     assert answer.launches[-1].name == "merge_splits"

@@ -85,7 +85,8 @@ class Call:
             )
         assert (result[0] if case.return_lse else result) is out
 
-    def check(self) -> None:
+    def check(self, *, may_be_hoppers: bool = True) -> None:
+        """may_be_hoppers: whether prefill_sm90 may have served it."""
         case = self.case
         ref_o, ref_lse = cases.reference(case, self.inputs)
         low_o, low_lse = cases.low_precision(case, self.inputs)
@@ -101,6 +102,7 @@ class Call:
             case,
             p_dtype=p_dtype,
             logit_magnitude=cases.logit_magnitude(case),
+            has_cubic_cap=may_be_hoppers and cases.has_cubic_cap(case),
         )
         for name, poisoned in {**self.owned, "out": self.out, "lse": self.lse}.items():
             if poisoned is not None:

@@ -59,7 +59,7 @@ CASES = {
     "dim 256": Case(SHORT, SHORT, dim=256, options={"causal": True}),
     "all keys": Case((500, 20), (700, 900)),
     "window": Case((400, 90), (1200, 900), options={"causal": True, "window_left": 200}),
-    "soft cap": Case((400, 90), (400, 900), options={"causal": True, "logits_soft_cap": 20.0}),
+    "soft cap": Case((400, 90), (400, 900), options={"causal": True, "logits_soft_cap": 30.0}),
     "ALiBi": Case((400, 90), (400, 900), options={"causal": True, "pos_encoding_mode": "ALIBI"}),
     "RoPE": Case(
         (400, 90), (400, 900), options={"causal": True, "pos_encoding_mode": "ROPE_LLAMA"}

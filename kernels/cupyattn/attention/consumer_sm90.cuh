@@ -8,13 +8,11 @@
 #include "cupyattn/attention/mask_sm90.cuh"
 #include "cupyattn/attention/ring.cuh"
 #include "cupyattn/attention/rope.cuh"
+#include "cupyattn/attention/rows_sm90.cuh"
 #include "cupyattn/attention/softmax.cuh"
-#include "cupyattn/attention/state.cuh"
 #include "cupyattn/attention/work.cuh"
 #include "cupyattn/common/types.cuh"
-#include "cupyattn/ptx/convert.cuh"
 #include "cupyattn/ptx/cp_async.cuh"
-#include "cupyattn/ptx/ldmatrix.cuh"
 #include "cupyattn/ptx/mbarrier.cuh"
 #include "cupyattn/ptx/tensor_copy.cuh"
 #include "cupyattn/ptx/warp.cuh"
@@ -27,7 +25,6 @@ struct PrefillSm90Consumer {
   using Config = typename Kernel::ConfigType;
   using DTypeQ = typename Kernel::DTypeQ;
   using DTypeKV = typename Kernel::DTypeKV;
-  using DTypeO = typename Kernel::DTypeO;
   using QTile = typename Kernel::QTile;
   using KTile = typename Kernel::KTile;
   using VTile = typename Kernel::VTile;
@@ -38,7 +35,6 @@ struct PrefillSm90Consumer {
   static constexpr int kHeadDimQK = Kernel::kHeadDimQK;
   static constexpr int kHeadDimVO = Kernel::kHeadDimVO;
   static constexpr int kConsumers = Kernel::kConsumers;
-  static constexpr int kTileQ = Kernel::kTileQ;
   static constexpr int kTileKV = Kernel::kTileKV;
   static constexpr int kTilesS = kTileKV / 8;
   static constexpr int kStages = Kernel::kStages;
@@ -47,6 +43,10 @@ struct PrefillSm90Consumer {
   static constexpr bool kPaged = Kernel::kPaged;
   static constexpr bool kOverlaps = Config::kOverlaps;
   static constexpr int kWarpgroup = Kernel::kWarpgroup;
+  // Whether tiles of which a guess holds have a path of their own. (Three coefficients beside the
+  // probabilities of two tiles leave no registers for one.)
+  static constexpr bool kTakesGuesses =
+      LogitsVariant::kGuessesAll && (Kernel::kScalesQueries || !kOverlaps);
 
   // Of a tile; and what O is to be multiplied by before, if it is.
   struct Probabilities {
@@ -55,18 +55,14 @@ struct PrefillSm90Consumer {
     bool raised;
     int hidden_key;
   };
-  // Of an item that is over but for O: its place, that of its rows of Q, whether O goes there, and
-  // what a thread's two rows are multiplied by.
-  struct Output {
-    int place, slot;
-    bool is_staged;
-    float factors[2];
-  };
+  using Rows = PrefillSm90Rows<Kernel, Softmax>;
+  using Output = typename Rows::Output;
 
   const Kernel& kernel;
   const AttentionParams& params;
   SharedMemory& shared;
-  const int group, warp, lane;
+  const int group, lane;
+  const Rows rows;  // of this warp
   RingPlace<kStages> k, v;
   RingPlace<kSlots> queries;  // of the next item
   RingPlace<kItems> place;    // of the present item, as is `slot`
@@ -79,7 +75,9 @@ struct PrefillSm90Consumer {
   int position[2];      // of the thread's rows, where `shared.rows` does not tell
   int hidden_key = -1;  // the first key of the tile that `p` is of, if it hides some
   typename LogitsVariant::Kept kept;
-  bool is_in_reach;  // of a guess of all tiles, whatever their logits
+  // Of guesses of all tiles, whatever their logits.
+  enum Reach { kNone, kFar, kNear } reach;
+  int holds_until;  // the last tile of which that is known
   float o[1][kHeadDimVO / 8][4];
   uint32_t p[kTileKV / 16][1][4];
   Softmax softmax;
@@ -89,11 +87,9 @@ struct PrefillSm90Consumer {
         params(kernel.params),
         shared(kernel.shared),
         group(group),
-        warp(ptx::warp_uniform(threadIdx.x % kWarpgroup / kWarpSize)),
         lane(threadIdx.x % kWarpSize),
+        rows(kernel, group),
         kept(LogitsVariant::keep(kernel.shared.logits)) {}
-
-  __device__ __forceinline__ int warp_row() const { return 64 * group + 16 * warp; }
 
   __device__ __forceinline__ void run() {
     // The first turn is the first group's.
@@ -153,7 +149,7 @@ struct PrefillSm90Consumer {
         ptx::named_barrier_sync(Kernel::kDone + group, kWarpgroup);
       }
     }
-    write(conclude(slot));
+    rows.write(rows.conclude(softmax, place.stage, slot), o);
     rest = kNothing;
   }
 
@@ -185,28 +181,21 @@ struct PrefillSm90Consumer {
     full_begin = ptx::warp_uniform(item.range.full_begin);
     full_end = ptx::warp_uniform(item.range.full_end);
     float first_max = -ptx::infinity();
-    if constexpr (LogitsVariant::kGuessesAll && is_same<DTypeQ, bfloat16_t>::value) {
+    if constexpr (Kernel::kScalesQueries) {
       // Rows of few keys take their own maximum: its probability is 1, without a rounding.
       if (item.tiles.end - last_tile > 1) first_max = LogitsVariant::first_max(shared.logits);
     }
     softmax = Softmax(first_max);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      position[h] = item.work.request.position(params, token_of(item, own_row(h)).token);
+      position[h] = item.work.request.position(params, rows.token_of(item, rows.own_row(h)).token);
     }
     if constexpr (LogitsVariant::kReadsRows) describe_rows(item);
   }
 
-  // The row of an item's tile that a thread's accumulators of either half are.
-  __device__ __forceinline__ int own_row(int h) const { return warp_row() + 8 * h + (lane >> 2); }
-  // Rows past the last repeat it.
-  __device__ __forceinline__ PackedRow token_of(const Item& item, int row) const {
-    const TileWork& work = item.work.tile;
-    return PackedRow::of(params, work.first_row + min_of(row, work.num_rows - 1));
-  }
   __device__ __forceinline__ void describe_rows(const Item& item) {
-    const int r = warp_row() + (lane & 15);
-    const PackedRow row = token_of(item, r);
+    const int r = rows.warp_row() + (lane & 15);
+    const PackedRow row = rows.token_of(item, r);
     const int kv_head = item.work.tile.kv_head;
     ptx::warp_sync();
     if (lane < 16) {
@@ -267,14 +256,14 @@ struct PrefillSm90Consumer {
   }
 
   // Issues S = Q K^T of a tile that has landed.
-  __device__ __forceinline__ void multiply_keys(float (&s)[1][kTilesS][4]) {
+  __device__ __forceinline__ void multiply_keys(float (&s)[1][kTilesS][4], bool awaits = true) {
     const uint32_t rows = ptx::shared_address(shared.q[slot]) + 64 * group * QTile::kRowBytes;
     const uint32_t keys = ptx::shared_address(shared.k[k.stage]);
     Kernel::wait(shared.full_k[k.stage], k.parity);
     if constexpr (Kernel::kIsGathered) ptx::fence_proxy_async();
     // Made here, and not in the turn, for which others wait.
     const uint64_t operand = ptx::opaque_copy(operand_at<KTile>(keys));
-    await_turn();
+    if (awaits) await_turn();
     ptx::wgmma_fence();
     issue_qk<DTypeQ, QTile, KTile, kHeadDimQK>(s, operand_at<QTile>(rows), operand);
     ptx::wgmma_commit();
@@ -300,7 +289,13 @@ struct PrefillSm90Consumer {
           return item.work.request.position(params, PackedRow::of(params, row).token);
         });
     ptx::fence_proxy_async();
-    ptx::named_barrier_sync(Kernel::kRotated + group, kWarpgroup);
+    ptx::named_barrier_sync(Kernel::kQueriesDone + group, kWarpgroup);
+  }
+  __device__ __forceinline__ void scale_queries() const {
+    scale_rows<QTile, kWarpgroup>(shared.q[slot], 64 * group, shared.logits.query_scale,
+                                  threadIdx.x % kWarpgroup);
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(Kernel::kQueriesDone + group, kWarpgroup);
   }
 
   // The first tile of an item: its logits beside the last values of the item before, of which
@@ -309,34 +304,46 @@ struct PrefillSm90Consumer {
                                               const RingPlace<kItems>& next) {
     float s[1][kTilesS][4];
     Probabilities probabilities;
+    KeyTile present;
     Kernel::wait(shared.full_q[queries.stage], queries.parity);
     const int last_slot = slot;
     slot = queries.stage;
     queries.advance();
     if constexpr (Kernel::kRope) rotate_queries(item);
-    multiply_keys(s);
+    // Q is scaled beside the last values.
+    constexpr bool kValuesFirst = Kernel::kScalesQueries;
+    if constexpr (!kValuesFirst) multiply_keys(s);
     if (rest == kValues) {
+      if constexpr (kValuesFirst) await_turn();
       multiply_values();
+      if constexpr (kValuesFirst) {
+        scale_queries();
+        multiply_keys(s, false);
+      }
       pass_turn();
-      const Output output = conclude(last_slot);
+      const Output output = rows.conclude(softmax, place.stage, last_slot);
       start(item, next);
-      const KeyTile present = present_tile(tile + 1);
-      ptx::wgmma_wait<1>();
+      present = present_tile(tile + 1);
+      ptx::wgmma_wait<kValuesFirst ? 0 : 1>();
       take_results(s);
       release_keys(tile == last_tile);
       if constexpr (kOverlaps) exponentiate<true>(probabilities, s, item, present, after(v));
       await_output(output.place);
-      write(output);
-      if constexpr (!kOverlaps) exponentiate<true>(probabilities, s, item, present, v);
+      rows.write(output, o);
     } else {
+      if constexpr (kValuesFirst) {
+        scale_queries();
+        multiply_keys(s);
+      }
       pass_turn();
       start(item, next);
-      const KeyTile present = present_tile(tile + 1);
+      present = present_tile(tile + 1);
       ptx::wgmma_wait<0>();
       take_results(s);
       release_keys(tile == last_tile);
-      exponentiate<true>(probabilities, s, item, present, v);
+      if constexpr (kOverlaps) exponentiate<true>(probabilities, s, item, present, v);
     }
+    if constexpr (!kOverlaps) exponentiate<true>(probabilities, s, item, present, v);
     clear_output();
     take(probabilities);
   }
@@ -350,18 +357,44 @@ struct PrefillSm90Consumer {
     multiply_values();
     pass_turn();
     const KeyTile present = present_tile(tile);
+    const bool is_ordinary = may_be_guessed(present);
     ptx::wgmma_wait<1>();
     take_results(s);
     release_keys(present.tile == last_tile);
     const RingPlace<kStages> values = after(v);
-    if constexpr (!kOverlaps) await_output(place.stage);
-    exponentiate<false>(probabilities, s, item, present, values);
+    if constexpr (kTakesGuesses) {
+      if (is_ordinary) {
+        if constexpr (!kOverlaps) end_output();
+        if (holds(LogitsVariant::near_guess(kept), probabilities, s)) {
+          if constexpr (kOverlaps) end_output();
+          probabilities.hidden_key = -1;
+          take(probabilities);
+          return present.tile;
+        }
+      }
+    }
+    if constexpr (!kOverlaps) {
+      if (!is_ordinary) await_output(place.stage);
+    }
+    exponentiate<false>(probabilities, s, item, present, values, is_ordinary);
     if constexpr (kOverlaps) {
       await_output(place.stage);
       if (rarely(probabilities.raised)) rescale_output(probabilities);
     }
     take(probabilities);
     return present.tile;
+  }
+  // Whether a tile takes a guess, and neither it nor the one before hides keys: one condition,
+  // settled beside products. Behind them each would be waited for.
+  __device__ __forceinline__ bool may_be_guessed(const KeyTile& present) const {
+    if constexpr (!kTakesGuesses) return false;
+    const bool may = present.hides == 0 && hidden_key < 0 && reach == kNear;
+    return ptx::opaque_copy(static_cast<uint32_t>(may && present.tile >= holds_until)) != 0;
+  }
+  __device__ __forceinline__ void end_output() {
+    ptx::wgmma_wait<0>();
+    take_results(o);
+    release_values();
   }
   __device__ __forceinline__ void rescale_output(const Probabilities& probabilities) {
 #pragma unroll
@@ -376,32 +409,55 @@ struct PrefillSm90Consumer {
   template <bool kIsFirst>
   __device__ __forceinline__ void exponentiate(Probabilities& to, float (&s)[1][kTilesS][4],
                                                const Item& item, const KeyTile& present,
-                                               const RingPlace<kStages>& values) {
+                                               const RingPlace<kStages>& values,
+                                               bool has_failed = false) {
     const int first_key = origin + present.tile * kTileKV;
     const bool hides = present.hides != 0;
     to.hidden_key = hides ? first_key : -1;
-    if constexpr (LogitsVariant::kGuesses && !kIsFirst) {
-      const bool may_hold = LogitsVariant::kGuessesAll ? is_in_reach : !hides;
-      if (may_hold && guess(to, s, item, first_key, hides, values)) return;
-    }
     if constexpr (LogitsVariant::kGuessesAll) {
-      const auto form = LogitsVariant::settle(s, shared.logits);
-      finish_tile<kIsFirst>(to, s, form, item, first_key, hides, values);
-      const float sums[] = {quad_sum(softmax.row_sum[0][0]), quad_sum(softmax.row_sum[0][1])};
-      is_in_reach =
-          !ptx::warp_any(!LogitsVariant::is_in_reach(softmax.row_max[0], sums, shared.logits));
+      exponentiate_capped<kIsFirst>(to, s, item, present, values, has_failed);
+      settle_reach(item, present.tile);
     } else {
-      const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows + warp_row(),
+      if constexpr (LogitsVariant::kGuesses && !kIsFirst) {
+        if (!hides) {
+          const auto guess =
+              LogitsVariant::guess(shared.rows + rows.warp_row(), params, first_key, lane);
+          if (holds(guess, to, s)) return;
+        }
+      }
+      const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows + rows.warp_row(),
                                              shared.logits, params, first_key, lane, hides);
-      finish_tile<kIsFirst>(to, s, form, item, first_key, hides, values);
+      finish_tile<kIsFirst>(to, s, form, item, present, values);
     }
   }
 
+  // A tile under a cap, of which a guess has failed or not been made.
+  template <bool kIsFirst>
+  __device__ __forceinline__ void exponentiate_capped(Probabilities& to, float (&s)[1][kTilesS][4],
+                                                      const Item& item, const KeyTile& present,
+                                                      const RingPlace<kStages>& values,
+                                                      bool has_failed) {
+    const bool is_trusted = !kIsFirst && reach != kNone && present.tile >= holds_until;
+    bool is_small = is_trusted && !has_failed;
+    if (!is_trusted) is_small = LogitsVariant::are_small(s, softmax.row_max, shared.logits);
+    // A vote, so that the compiler knows that the warp stays together.
+    if (ptx::warp_any(is_small)) {
+      if (present.hides != 0) {
+        hide_keys<PolynomialForm>(s, item, origin + present.tile * kTileKV, values);
+      }
+      if (holds(LogitsVariant::far_guess(kept), to, s)) return;
+    }
+    const auto form = LogitsVariant::settle(s, shared.logits);
+    finish_tile<kIsFirst>(to, s, form, item, present, values);
+  }
   template <bool kIsFirst, typename Form>
   __device__ __forceinline__ void finish_tile(Probabilities& to, float (&s)[1][kTilesS][4],
-                                              const Form& form, const Item& item, int first_key,
-                                              bool hides, const RingPlace<kStages>& values) {
-    if (rarely(hides)) hide_keys<Form>(s, item, first_key, values);
+                                              const Form& form, const Item& item,
+                                              const KeyTile& present,
+                                              const RingPlace<kStages>& values) {
+    if (rarely(present.hides != 0)) {
+      hide_keys<Form>(s, item, origin + present.tile * kTileKV, values);
+    }
     const float scale = LogitsVariant::softmax_scale(params);
     to.raised =
         softmax.template exponentiate_or_raise<DTypeQ, kIsFirst>(to.p, s, to.factors, form, scale);
@@ -410,15 +466,27 @@ struct PrefillSm90Consumer {
     }
   }
 
-  // The same, if the guess holds that a variant makes of nearly all tiles but an item's first.
-  __device__ __forceinline__ bool guess(Probabilities& to, float (&s)[1][kTilesS][4],
-                                        const Item& item, int first_key, bool hides,
-                                        const RingPlace<kStages>& values) {
-    const auto guess =
-        LogitsVariant::guess(shared.rows + warp_row(), kept, params, first_key, lane);
-    if constexpr (LogitsVariant::kGuessesAll) {
-      if (rarely(hides)) hide_keys<decltype(guess.form)>(s, item, first_key, values);
+  // How far guesses hold after a tile, and down to which.
+  __device__ __forceinline__ void settle_reach(const Item& item, int tile) {
+    const int end = ptx::warp_uniform(item.tiles.end);
+    const float sums[] = {quad_sum(softmax.row_sum[0][0]), quad_sum(softmax.row_sum[0][1])};
+    const auto last_in = [&](const CapReach& limit) {
+      return end - ptx::warp_min(LogitsVariant::template keys_in_reach<LogitsVariant::kSlackBits>(
+                       softmax.row_max[0], sums, limit)) /
+                       kTileKV;
+    };
+    holds_until = last_in(LogitsVariant::reach(shared.logits));
+    reach = holds_until < tile ? kNear : kNone;
+    if constexpr (Kernel::kScalesQueries) {
+      const int far_until = last_in(LogitsVariant::far_reach(shared.logits));
+      if (reach == kNone && far_until < tile) reach = kFar;
     }
+  }
+
+  // All probabilities of a tile, if a guess holds.
+  template <typename Guess>
+  __device__ __forceinline__ bool holds(const Guess& guess, Probabilities& to,
+                                        const float (&s)[1][kTilesS][4]) {
     to.raised = false;
     return softmax.template exponentiate_guessed<DTypeQ>(to.p, s, guess,
                                                          LogitsVariant::softmax_scale(params));
@@ -443,7 +511,7 @@ struct PrefillSm90Consumer {
       Kernel::wait(shared.row_bits.full[values.stage], values.parity);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int token = token_of(item, own_row(h)).token - item.range.first_token;
+        const int token = rows.token_of(item, rows.own_row(h)).token - item.range.first_token;
         hide_by_bits<Form>(s[0], h, shared.row_bits.of[values.stage][token], lane);
       }
       return;
@@ -454,7 +522,7 @@ struct PrefillSm90Consumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int its_position =
-          LogitsVariant::kReadsRows ? shared.rows[own_row(h)].position : position[h];
+          LogitsVariant::kReadsRows ? shared.rows[rows.own_row(h)].position : position[h];
       const KeyLimits limits = KeyLimits::of(params, request, its_position);
       hide_row<Form>(s, h, [=](int offset) { return offset >= limits.end - first; });
       if (cuts_begin) {
@@ -483,115 +551,6 @@ struct PrefillSm90Consumer {
                                 value_row<kPaged>(params, item.work.request, hidden_key + key);
         add_bad_key<DTypeKV, DTypeQ, kHeadDimVO>(o, p, key, values, lane);
       }
-    }
-  }
-
-  // Where a row of an item is: in q and o, and, if it leaves a state, among the states.
-  struct RowPlace {
-    bool exists;
-    int head;
-    int64_t token;
-    int64_t state;
-  };
-  __device__ __forceinline__ RowPlace row_place(const Item& item, int h) const {
-    const TileWork& work = item.work.tile;
-    const int r = own_row(h);
-    const PackedRow row = PackedRow::of(params, work.first_row + r);
-    return RowPlace{r < work.num_rows, work.kv_head * params.group_size + row.group_head,
-                    item.work.request.q_start + row.token,
-                    (work.state(params) + work.split) * kTileQ + r};
-  }
-
-  // Settles what does not need O of the present item, whose keys have all been seen: the rows'
-  // normalisers and, if anybody wants them, their log-sum-exps.
-  __device__ __forceinline__ Output conclude(int its_slot) {
-    const Item& item = shared.items[place.stage];
-    const bool leaves_state = item.work.tile.leaves_state();
-    const float output_scale =
-        leaves_state ? 1.0f : output_scale_of(params, item.work.tile.kv_head);
-    Output output{place.stage, its_slot, kernel.leaves_in_a_box(item, group), {}};
-    float sums[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) sums[h] = quad_sum(softmax.row_sum[0][h]);
-    if (!leaves_state && params.sinks == nullptr && params.lse == nullptr) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        // A row that has seen no key has the sum 0.
-        output.factors[h] = sums[h] == 0.0f ? 0.0f : ptx::rcp_approx(sums[h]) * output_scale;
-      }
-      return output;
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const RowPlace row = row_place(item, h);
-      const float old_max = softmax.base2_max(0, h, LogitsVariant::softmax_scale(params));
-      RowState state{old_max, sums[h]};
-      if (!leaves_state && row.exists) state.add_sink(sink_of(params, row.head));
-      output.factors[h] = state.normaliser(old_max) * output_scale;
-      if (!row.exists || (lane & 3) != 0) continue;
-      if (leaves_state) {
-        params.partial_lse[row.state] = state.lse();
-      } else if (params.lse != nullptr) {
-        params.lse[row.token * params.lse_stride_n + row.head * params.lse_stride_h] = state.lse();
-      }
-    }
-    return output;
-  }
-
-  // Normalises and writes this warp's rows of an item, and is done with it.
-  __device__ __forceinline__ void write(const Output& output) {
-    const Item& item = shared.items[output.place];
-    if (output.is_staged) {
-      stage(output);
-    } else if (item.work.tile.leaves_state()) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const RowPlace row = row_place(item, h);
-        float* out = params.partial_o + row.state * kHeadDimVO;
-        if (!row.exists) continue;
-        store_output_row<float, kHeadDimVO, false, true>([&](int column) { return out + column; },
-                                                         o[0], h, output.factors[h], lane);
-      }
-    } else {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const RowPlace row = row_place(item, h);
-        DTypeO* out = static_cast<DTypeO*>(params.o) + row.token * params.o_stride_n +
-                      row.head * params.o_stride_h;
-        if constexpr (sizeof(DTypeO) == 2) {
-          store_output_vectors<DTypeO, kHeadDimVO>(out, o[0], h, output.factors[h], row.exists,
-                                                   lane);
-        } else if (row.exists) {
-          store_output_row<DTypeO, kHeadDimVO, false, true>(
-              [&](int column) { return out + column; }, o[0], h, output.factors[h], lane);
-        }
-      }
-    }
-    ptx::warp_sync();
-    if (lane == 0) Kernel::arrive(shared.empty_item[output.place]);
-  }
-
-  // Leaves this warp's rows in the place of theirs of Q, as a box of O lies there. The other
-  // groups' rows may still be read.
-  __device__ __forceinline__ void stage(const Output& output) {
-    if constexpr (Kernel::kStagesOutput) {
-      static_assert(QTile::kRowBytes == 128 && QTile::kGroupBytes == 8 * 128, "bits do not carry");
-      // A lane's row and chunk of the first of all matrices; two n-tiles further is a bit of the
-      // address. All addresses at once would be kept, and spill.
-      const uint32_t first = ptx::opaque_copy(ptx::shared_address(shared.q[output.slot]) +
-                                              QTile::offset(warp_row() + (lane & 15), lane >> 4));
-#pragma unroll
-      for (int n = 0; n < kHeadDimVO / 8; n += 2) {
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = o[0][n + i / 2] + i % 2 * 2;
-          const float factor = output.factors[i % 2];
-          words[i] = ptx::pack_pair<DTypeO>(pair[0] * factor, pair[1] * factor);
-        }
-        ptx::stmatrix_x4((first ^ (n % 8 * 16)) + n / 8 * QTile::kPanelBytes, words);
-      }
-      ptx::fence_proxy_async();
     }
   }
 };

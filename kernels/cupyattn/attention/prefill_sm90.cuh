@@ -76,7 +76,11 @@ struct PrefillSm90 {
   using KLanding = Landing<KTile, kHeadDimQK>;
   using VLanding = Landing<VTile, kHeadDimVO>;
   static constexpr int kLandings = kConverts ? Config::kLandings : kStages;
-  using LogitsVariant = typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
+  using AnyLogits = typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
+  // bfloat16 takes any power of two without a rounding.
+  static constexpr bool kScalesQueries =
+      is_same<AnyLogits, CappedLogits>::value && is_same<DTypeQ, bfloat16_t>::value;
+  using LogitsVariant = typename conditional<kScalesQueries, NearCappedLogits, AnyLogits>::type;
   using Mask = typename MaskOf<Config::kCustomMask, Config::kMaskForm>::type;
   static constexpr bool kMasked = Config::kCustomMask;
   static constexpr bool kRope = Config::kRope;
@@ -109,7 +113,7 @@ struct PrefillSm90 {
     alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];
     alignas(VTile::kAlign) unsigned char v[kStages][VTile::kBytes];
     alignas(16) RowInfo rows[LogitsVariant::kReadsRows ? kTileQ : 1];
-    LogitConstants logits;
+    typename LogitsVariant::Constants logits;
     alignas(8) Item items[kItems];
     // Bits of the keys of a stage of V whose values were not finite.
     uint32_t bad_keys[kStages][ceil_div(kTileKV, 32)];
@@ -126,8 +130,8 @@ struct PrefillSm90 {
   enum NamedBarrier {
     kTurn = 1,
     kCleaned = kTurn + kConsumers,
-    kRotated,
-    kDone = kRotated + kConsumers
+    kQueriesDone,
+    kDone = kQueriesDone + kConsumers
   };
 
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,

@@ -5,6 +5,7 @@
 
 #include "cupyattn/common/math.cuh"
 #include "cupyattn/common/types.cuh"
+#include "cupyattn/ptx/convert.cuh"
 #include "cupyattn/ptx/warpgroup.cuh"
 
 namespace cupyattn {
@@ -44,6 +45,30 @@ struct PanelTile {
     return offset / kRowBytes % kRows;
   }
 };
+
+// Multiplies 64 rows of a tile, from `first_row` on, by a power of two. Their chunks are looked at
+// in the order of memory, which is any.
+template <typename Tile, int kThreads>
+__device__ __forceinline__ void scale_rows(unsigned char* tile, int first_row, float factor,
+                                           int thread) {
+  constexpr uint32_t kMinusZeros = 0x80008000u;  // which, added, leaves a zero its sign
+  const uint32_t factors = ptx::pack_pair<typename Tile::T>(factor, factor);
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    Vector16* rows = reinterpret_cast<Vector16*>(tile + panel * Tile::kPanelBytes +
+                                                 first_row * Tile::kRowBytes);
+#pragma unroll
+    for (int i = 0; i < 64 * Tile::kRowBytes / 16; i += kThreads) {
+      Vector16 chunk = rows[i + thread];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        chunk.word[w] =
+            ptx::multiply_add_pair<typename Tile::T>(chunk.word[w], factors, kMinusZeros);
+      }
+      rows[i + thread] = chunk;
+    }
+  }
+}
 
 // Rows of bytes one after another: what is yet to become elements of panels.
 template <typename Element, int kRowsInTile, int kHeadDim>

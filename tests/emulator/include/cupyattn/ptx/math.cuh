@@ -20,6 +20,11 @@ inline float sin_approx(float x) { return sinf(flush_denormal(x)); }
 
 inline float cos_approx(float x) { return cosf(flush_denormal(x)); }
 
+inline float square_saturated(float x) {
+  const float square = x * x;
+  return square > 1.0f ? 1.0f : square >= 0.0f ? square : 0.0f;
+}
+
 inline uint32_t multiply_high(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
 }

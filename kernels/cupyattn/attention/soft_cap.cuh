@@ -1,0 +1,315 @@
+// The soft cap: tanh by special functions, or by polynomials while logits are small beside it.
+#pragma once
+
+#include "cupyattn/attention/logit_forms.cuh"
+#include "cupyattn/attention/softmax.cuh"
+#include "cupyattn/common/types.cuh"
+#include "cupyattn/params/attention.cuh"
+#include "cupyattn/ptx/math.cuh"
+#include "cupyattn/ptx/warp.cuh"
+
+namespace cupyattn {
+
+// The odd polynomial closest to tanh on |x| < kTanhRange (a float64 minimax fit of what it is of
+// tanh): within 1.5e-6 of it. It increases everywhere, and without bound.
+constexpr float kTanhRange = 0.3125f;
+constexpr float kTanh1 = 0.99999852368f;
+constexpr float kTanh3 = -0.33306009072f;
+constexpr float kTanh5 = 0.12577037189f;
+constexpr float kTanhAtRange = 0.30271018f;
+
+// Logits of `unit` raw products become base-2 logits under a cap: tanh(x) = 1 - 2 / (1 + e^2x).
+template <int kMmaQ, int kTilesS>
+__device__ __forceinline__ void apply_tanh(float (&s)[kMmaQ][kTilesS][4], float cap, float unit) {
+  const float twice = 2.0f * kLog2e * unit;
+#pragma unroll
+  for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+    for (int n = 0; n < kTilesS; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float power = ptx::ex2_approx(twice * s[m][n][e]);
+        s[m][n][e] = cap * fmaf(-2.0f, ptx::rcp_approx(1.0f + power), 1.0f);
+      }
+    }
+  }
+}
+
+// x times an even polynomial: the soft cap of small logits, or (1, 0, 0) of base-2 logits.
+struct PolynomialForm {
+  float c0, c2, c4;
+  bool is_settled;
+
+  __device__ __forceinline__ bool keeps_max() const { return is_settled; }
+  // Not -inf, of which the polynomial would make NaN; nothing visible is this small. If c4 is large
+  // enough, the polynomial makes a large negative number of it.
+  static constexpr float kLeastToHide = 1e-30f;
+  static __device__ __forceinline__ float hidden() { return -1e18f; }
+
+  __device__ __forceinline__ float factor(float x) const { return factor_of(x * x); }
+  __device__ __forceinline__ float factor_of(float square) const {
+    return fmaf(square, fmaf(square, c4, c2), c0);
+  }
+  __device__ __forceinline__ float value(float x) const {
+    return x <= hidden() ? -ptx::infinity() : x * factor(x);
+  }
+  __device__ __forceinline__ float exponent(float x, float c) const {
+    return fmaf(x, factor(x), c);
+  }
+};
+
+// The same of a cubic: an operation a logit less, for scaled products of which those past 1, far
+// out of its range, go on with what it makes of 1, so that it increases everywhere.
+struct CubicForm {
+  float c0, c2;
+
+  static __device__ __forceinline__ float hidden() { return PolynomialForm::hidden(); }
+  __device__ __forceinline__ float exponent(float x, float c) const {
+    return fmaf(x, fmaf(ptx::square_saturated(x), c2, c0), c);
+  }
+};
+
+// That all logits of a tile are small beside the cap, or that its sums will tell.
+template <typename FormType>
+struct CapGuess {
+  using Form = FormType;
+  static constexpr bool kHasMax = true;  // a row in reach has one
+  Form form;
+
+  __device__ __forceinline__ float2 exponents(int, int, float x, float y, float shift) const {
+    return make_float2(form.exponent(x, shift), form.exponent(y, shift));
+  }
+};
+
+// How far such a guess holds, in base-2 logits; and the base-2 logarithm of the number of keys at
+// the end of it, beside a row's sum of 1, whose error would be lost in the sum.
+struct CapReach {
+  float limit, evidence;
+};
+
+// The soft cap of logits that share one positive scale. The raw product takes the scale, the cap
+// and base 2 in one polynomial, which is right while it is small beside the cap. Nobody looks at
+// each product for that, where a row is in reach. Past the range
+// - a positive product makes more than 2^kSlackBits of the polynomial, which increases, and the
+//   sum of the probabilities shows it, as it shows that the maximum must move;
+// - a negative one weighs less than 2^-reach, of which the polynomial errs by 1.5e-4 at most (for
+//   caps from 20 on): little beside a row's sum, if that has grown with the number of keys.
+struct CappedLogits {
+  static constexpr bool kReadsRows = false;
+  static constexpr bool kGuesses = true;
+  // Where keys are to be hidden too.
+  static constexpr bool kGuessesAll = true;
+  static constexpr bool kScalesQueries = false;
+  static constexpr int kSlackBits = 6;
+  using Constants = LogitConstants;
+
+  // Coefficients: to read them again for each tile would be waited for.
+  using Kept = PolynomialForm;
+  // Of rows in reach, and as far as any goes.
+  static __device__ __forceinline__ CapGuess<PolynomialForm> near_guess(const Kept& kept) {
+    return {kept};
+  }
+  static __device__ __forceinline__ CapGuess<PolynomialForm> far_guess(const Kept& kept) {
+    return {kept};
+  }
+  static __device__ __forceinline__ CapReach reach(const LogitConstants& constants) {
+    constexpr float kTailOverLost = 2.4f;  // log2(1.5e-4 / 3e-5)
+    return CapReach{constants.reach, constants.reach - kTailOverLost};
+  }
+  // For how many keys of two rows the sums of tiles will tell of logits past the reach.
+  template <int kSlackBits>
+  static __device__ __forceinline__ int keys_in_reach(const float (&row_max)[2],
+                                                      const float (&row_sum)[2],
+                                                      const CapReach& reach) {
+    float keys = 1 << 24;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const bool is_low = row_max[h] + kSlackBits <= reach.limit;
+      keys = fminf(keys, is_low ? row_sum[h] * ptx::ex2_approx(row_max[h] + reach.evidence) : 0.0f);
+    }
+    return static_cast<int>(keys);
+  }
+
+  // Whether a tile is known to be in the range of far_guess(), and all rows have a maximum.
+  template <int kMmaQ, int kTilesS>
+  static __device__ __forceinline__ bool are_small(const float (&)[kMmaQ][kTilesS][4],
+                                                   const float (&)[kMmaQ][2],
+                                                   const LogitConstants&) {
+    return false;
+  }
+  // Any logits, to their caps.
+  template <int kMmaQ, int kTilesS>
+  static __device__ __forceinline__ ScaledForm settle(float (&s)[kMmaQ][kTilesS][4],
+                                                      const LogitConstants& constants) {
+    if (exceeds(s, [&](int, int) { return constants.limit; })) {
+      apply_tanh(s, constants.cap, constants.scale);
+    } else {
+      const PolynomialForm form = polynomial(constants);
+#pragma unroll
+      for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+        for (int n = 0; n < kTilesS; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[m][n][e] *= form.factor(s[m][n][e]);
+        }
+      }
+    }
+    return ScaledForm{1.0f};
+  }
+
+  static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
+                                                     int position, int head, int) {
+    return RowInfo{token, position, head, 1.0f, 0.0f};
+  }
+  static __device__ __forceinline__ PolynomialForm polynomial(const LogitConstants& constants) {
+    return PolynomialForm{constants.c0, constants.c2, constants.c4, false};
+  }
+  static __device__ __forceinline__ Kept keep(const LogitConstants& constants) {
+    return polynomial(constants);
+  }
+  static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams& params) {
+    return constants_of(params, params.sm_scale / params.logits_soft_cap, 1.0f);
+  }
+  static __device__ __forceinline__ float softmax_scale(const AttentionParams&) { return 1.0f; }
+  static __device__ __forceinline__ float softmax_slack(const AttentionParams&) { return kSlack; }
+
+  template <int kMmaQ, int kTilesS>
+  static __device__ __forceinline__ PolynomialForm
+  apply(float (&s)[kMmaQ][kTilesS][4], const float (&row_max)[kMmaQ][2], const RowInfo*,
+        const LogitConstants& constants, const AttentionParams&, int, int, bool is_masked) {
+    // The cap makes logits smaller, so what bounds the product bounds the logit.
+    if (!is_masked && !exceeds(s, [&](int m, int h) {
+          return fminf((row_max[m][h] + kSlack) * constants.inverse, constants.limit);
+        })) {
+      return PolynomialForm{constants.c0, constants.c2, constants.c4, true};
+    }
+    if (is_masked || exceeds(s, [&](int, int) { return constants.limit; })) {
+      apply_tanh(s, constants.cap, constants.scale);
+      return PolynomialForm{1.0f, 0.0f, 0.0f, false};
+    }
+    return PolynomialForm{constants.c0, constants.c2, constants.c4, false};
+  }
+
+ protected:
+  // unit: what turns a product, which comes times query_scale, into the argument of tanh.
+  static __device__ __forceinline__ LogitConstants constants_of(const AttentionParams& params,
+                                                                float unit, float query_scale) {
+    const float cap = params.logits_soft_cap * kLog2e;
+    const float cube = unit * unit * unit;
+    LogitConstants constants{};
+    constants.scale = unit;
+    constants.cap = cap;
+    constants.c0 = cap * unit * kTanh1;
+    constants.c2 = cap * cube * kTanh3;
+    constants.c4 = cap * cube * unit * unit * kTanh5;
+    // A cap so small that the polynomial leaves float32's range makes no use of it.
+    const bool is_finite = constants.c4 < ptx::infinity();
+    constants.limit = is_finite ? kTanhRange / unit : -1.0f;
+    constants.inverse = query_scale / params.softmax_scale;
+    const bool hides = is_finite && constants.c4 >= PolynomialForm::kLeastToHide;
+    constants.reach = hides ? cap * kTanhAtRange : -ptx::infinity();
+    return constants;
+  }
+
+  // Whether some lane of the warp has a logit whose magnitude exceeds its row's bound.
+  template <int kMmaQ, int kTilesS, typename BoundOf>
+  static __device__ __forceinline__ bool exceeds(const float (&s)[kMmaQ][kTilesS][4],
+                                                 BoundOf&& bound_of) {
+    bool found = false;
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        // Rows of maxima are independent; comparisons of each logit would wait for one another.
+        float largest = fmaxf(fabsf(s[m][0][2 * h]), fabsf(s[m][0][2 * h + 1]));
+#pragma unroll
+        for (int n = 1; n < kTilesS; ++n) {
+          largest = fmaxf(largest, fmaxf(fabsf(s[m][n][2 * h]), fabsf(s[m][n][2 * h + 1])));
+        }
+        found |= largest > bound_of(m, h);
+      }
+    }
+    return ptx::warp_any(found);
+  }
+};
+
+// The same of queries that come scaled by a power of two, so that a product of 1 is half of the cap
+// or more: then a cubic does for most rows. Its range is what keeps it within kMostError of the
+// capped logit.
+struct NearCappedLogits : CappedLogits {
+  static constexpr bool kScalesQueries = true;
+  static constexpr int kSlackBits = 5;
+  static constexpr float kMostError = 1.25e-4f;
+  using Constants = NearConstants;
+
+  // Logits under a cap need no maximum of their own, if probabilities have the exponents of
+  // float32: with one that hardly a row exceeds, none moves.
+  static __device__ __forceinline__ float first_max(const LogitConstants& constants) {
+    constexpr float kMostRows = 4.0f, kLargestCap = 96.0f;
+    return constants.cap <= kLargestCap ? kMostRows : -ptx::infinity();
+  }
+
+  struct Kept {
+    CubicForm near;
+    PolynomialForm far;
+  };
+  static __device__ __forceinline__ CapGuess<CubicForm> near_guess(const Kept& kept) {
+    return {kept.near};
+  }
+  static __device__ __forceinline__ CapGuess<PolynomialForm> far_guess(const Kept& kept) {
+    return {kept.far};
+  }
+  static __device__ __forceinline__ Kept keep(const Constants& constants) {
+    return Kept{CubicForm{constants.near_c0, constants.near_c2}, polynomial(constants)};
+  }
+  static __device__ __forceinline__ CapReach reach(const Constants& constants) {
+    return CapReach{constants.near_reach, constants.near_evidence};
+  }
+  static __device__ __forceinline__ CapReach far_reach(const Constants& constants) {
+    return CappedLogits::reach(constants);
+  }
+  // Rows of more than a tile have a maximum before they see a key.
+  template <int kMmaQ, int kTilesS>
+  static __device__ __forceinline__ bool are_small(const float (&s)[kMmaQ][kTilesS][4],
+                                                   const float (&row_max)[kMmaQ][2],
+                                                   const Constants& constants) {
+    return !exceeds(s, [&](int m, int h) {
+      return row_max[m][h] == -ptx::infinity() ? -1.0f : constants.limit;
+    });
+  }
+  template <int kMmaQ, int kTilesS>
+  static __device__ __forceinline__ ScaledForm settle(float (&s)[kMmaQ][kTilesS][4],
+                                                      const Constants& constants) {
+    apply_tanh(s, constants.cap, constants.scale);
+    return ScaledForm{1.0f};
+  }
+
+  static __device__ __forceinline__ Constants make_constants(const AttentionParams& params) {
+    constexpr int kBias = 127, kMostSteps = 32;
+    const float unit = params.sm_scale / params.logits_soft_cap;
+    // Of unit = fraction * 2^exponent, 1/2 <= fraction < 1.
+    const int exponent = static_cast<int>(__float_as_uint(unit) >> 23) - (kBias - 1);
+    const bool is_scaled = -kMostSteps <= exponent && exponent <= 0;
+    const int power = is_scaled ? exponent : 0;
+    const float down = __uint_as_float(static_cast<uint32_t>(kBias + power) << 23);
+    Constants constants{constants_of(params, unit / down, down)};
+    // The cubic closest to tanh on |x| < range, by its series; it errs by range^5 / 120 there.
+    const float range =
+        fminf(kTanhRange, exp2f(0.2f * log2f(120.0f * kMostError / params.logits_soft_cap)));
+    const float square = range * range;
+    const float c3 = -1.0f / 3.0f + square * (1.0f / 6.0f - 0.0708f * square);
+    const float c1 = 1.0f - square * square * (1.0f / 24.0f - 0.0236f * square);
+    const float fraction = unit / down;
+    constants.query_scale = down;
+    constants.near_c0 = constants.cap * fraction * c1;
+    constants.near_c2 = constants.cap * fraction * fraction * fraction * c3;
+    constants.near_reach =
+        is_scaled ? constants.cap * range * (c1 + c3 * square) : -ptx::infinity();
+    // Past its range it errs by kMostError + 0.3 / cap^2 of a key's weight, for caps from 20 on.
+    const float tail = 1.0f + 0.3f / (kMostError * params.logits_soft_cap * params.logits_soft_cap);
+    constants.near_evidence = constants.near_reach - log2f(tail);
+    return constants;
+  }
+};
+
+}  // namespace cupyattn
