@@ -142,7 +142,8 @@ def _shape(problem: AttentionProblem) -> _Shape | None:
         if problem.head_dim_qk > 192:
             return shape._replace(tile_kv=64)
         if problem.head_dim_qk == 64 and shape.consumers == 3:
-            return shape._replace(tile_kv=min(shape.tile_kv, 112))
+            most = 96 if problem.scale_first else 112
+            return shape._replace(tile_kv=min(shape.tile_kv, most))
     if shape and problem.custom_mask and shape.landings:
         # The bits of rows take shared memory from keys, and registers for those who leave them.
         return shape._replace(tile_kv=min(shape.tile_kv, 96), registers=(48, 208))
