@@ -225,14 +225,14 @@ HOPPER = (
     Mutation(
         "sums do not tell of logits past the range",
         SOFTMAX,
-        "fails |= tile_sum[h] > kMostOfTile || !has_max;",
+        "fails |= tile_sum[h] > guess.most_of_tile() || !has_max;",
         "fails |= !has_max;",
         "hopper capped",
     ),
     Mutation(
         "rows of which sums cannot tell are in reach",
         SOFT_CAP,
-        "row_max[h] + kSlackBits <= reach.limit;",
+        "row_max[h] <= reach.top;",
         "true;",
         "hopper capped",
     ),

@@ -270,7 +270,13 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper capped": _single(
         *(
             {"logits_soft_cap": 30.0, "kv_len": 400, **_BFLOAT16, **changes}
-            for changes in ({}, {"logit_shift": -20.0}, {"logit_shift": 20.0}, {"outliers": 5.0})
+            for changes in (
+                {},
+                {"logit_shift": -20.0},
+                {"logit_shift": 20.0},
+                {"logit_shift": 20.0, "dtype": "float16", "kv_dtype": "float16"},
+                {"outliers": 5.0},
+            )
         )
     ),
     "hopper capped key": test_prefill_sm90.check_a_large_key,

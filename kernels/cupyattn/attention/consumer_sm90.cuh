@@ -77,7 +77,8 @@ struct PrefillSm90Consumer {
   typename LogitsVariant::Kept kept;
   // Of guesses of all tiles, whatever their logits.
   enum Reach { kNone, kFar, kNear } reach;
-  int holds_until;  // the last tile of which that is known
+  int holds_until;    // the last tile of which that is known
+  bool near_is_over;  // it has failed in this item
   float o[1][kHeadDimVO / 8][4];
   uint32_t p[kTileKV / 16][1][4];
   Softmax softmax;
@@ -176,6 +177,7 @@ struct PrefillSm90Consumer {
   // Turns to an item: describes this warp's rows; those past the last repeat it.
   __device__ __forceinline__ void start(const Item& item, const RingPlace<kItems>& next) {
     place = next;
+    near_is_over = false;
     last_tile = ptx::warp_uniform(item.tiles.begin);
     origin = ptx::warp_uniform(item.tiles.origin);
     full_begin = ptx::warp_uniform(item.range.full_begin);
@@ -362,21 +364,30 @@ struct PrefillSm90Consumer {
     take_results(s);
     release_keys(present.tile == last_tile);
     const RingPlace<kStages> values = after(v);
+    bool has_failed = false;
     if constexpr (kTakesGuesses) {
       if (is_ordinary) {
         if constexpr (!kOverlaps) end_output();
-        if (holds(LogitsVariant::near_guess(kept), probabilities, s)) {
-          if constexpr (kOverlaps) end_output();
-          probabilities.hidden_key = -1;
-          take(probabilities);
-          return present.tile;
+        if (reach == kNear) {
+          if (holds(LogitsVariant::near_guess(kept, shared.logits), probabilities, s)) {
+            finish_ordinary(probabilities);
+            return present.tile;
+          }
+          has_failed = !Kernel::kScalesQueries;
+          near_is_over = true;
+        } else if constexpr (Kernel::kScalesQueries) {
+          if (holds(LogitsVariant::far_guess(kept, shared.logits), probabilities, s)) {
+            finish_ordinary(probabilities);
+            return present.tile;
+          }
+          has_failed = true;
         }
       }
     }
     if constexpr (!kOverlaps) {
       if (!is_ordinary) await_output(place.stage);
     }
-    exponentiate<false>(probabilities, s, item, present, values, is_ordinary);
+    exponentiate<false>(probabilities, s, item, present, values, has_failed);
     if constexpr (kOverlaps) {
       await_output(place.stage);
       if (rarely(probabilities.raised)) rescale_output(probabilities);
@@ -388,8 +399,13 @@ struct PrefillSm90Consumer {
   // settled beside products. Behind them each would be waited for.
   __device__ __forceinline__ bool may_be_guessed(const KeyTile& present) const {
     if constexpr (!kTakesGuesses) return false;
-    const bool may = present.hides == 0 && hidden_key < 0 && reach == kNear;
+    const bool may = present.hides == 0 && hidden_key < 0 && reach != kNone;
     return ptx::opaque_copy(static_cast<uint32_t>(may && present.tile >= holds_until)) != 0;
+  }
+  __device__ __forceinline__ void finish_ordinary(Probabilities& probabilities) {
+    if constexpr (kOverlaps) end_output();
+    probabilities.hidden_key = -1;
+    take(probabilities);
   }
   __device__ __forceinline__ void end_output() {
     ptx::wgmma_wait<0>();
@@ -445,7 +461,7 @@ struct PrefillSm90Consumer {
       if (present.hides != 0) {
         hide_keys<PolynomialForm>(s, item, origin + present.tile * kTileKV, values);
       }
-      if (holds(LogitsVariant::far_guess(kept), to, s)) return;
+      if (holds(LogitsVariant::far_guess(kept, shared.logits), to, s)) return;
     }
     const auto form = LogitsVariant::settle(s, shared.logits);
     finish_tile<kIsFirst>(to, s, form, item, present, values);
@@ -459,8 +475,10 @@ struct PrefillSm90Consumer {
       hide_keys<Form>(s, item, origin + present.tile * kTileKV, values);
     }
     const float scale = LogitsVariant::softmax_scale(params);
+    // Rows that begin with a maximum take another only where they must.
+    constexpr bool kTakesMax = kIsFirst && !Kernel::kScalesQueries;
     to.raised =
-        softmax.template exponentiate_or_raise<DTypeQ, kIsFirst>(to.p, s, to.factors, form, scale);
+        softmax.template exponentiate_or_raise<DTypeQ, kTakesMax>(to.p, s, to.factors, form, scale);
     if constexpr (!kOverlaps && !kIsFirst) {
       if (rarely(to.raised)) rescale_output(to);
     }
@@ -471,15 +489,18 @@ struct PrefillSm90Consumer {
     const int end = ptx::warp_uniform(item.tiles.end);
     const float sums[] = {quad_sum(softmax.row_sum[0][0]), quad_sum(softmax.row_sum[0][1])};
     const auto last_in = [&](const CapReach& limit) {
-      return end - ptx::warp_min(LogitsVariant::template keys_in_reach<LogitsVariant::kSlackBits>(
-                       softmax.row_max[0], sums, limit)) /
-                       kTileKV;
+      const int keys = LogitsVariant::keys_in_reach(softmax.row_max[0], sums, limit);
+      return end - ptx::warp_min(keys) / kTileKV;
     };
     holds_until = last_in(LogitsVariant::reach(shared.logits));
     reach = holds_until < tile ? kNear : kNone;
     if constexpr (Kernel::kScalesQueries) {
       const int far_until = last_in(LogitsVariant::far_reach(shared.logits));
-      if (reach == kNone && far_until < tile) reach = kFar;
+      if (near_is_over || reach == kNone) {
+        reach = far_until < tile ? kFar : kNone;
+        // Sums grow: soon the cubic may do.
+        holds_until = near_is_over ? far_until : max_of(far_until, tile - 1);
+      }
     }
   }
 

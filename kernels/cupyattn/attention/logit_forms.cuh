@@ -25,7 +25,8 @@ struct alignas(16) LogitConstants {
 // The same where queries come scaled: what by, and a cubic of a shorter range.
 struct NearConstants : LogitConstants {
   float query_scale;
-  float near_c0, near_c2, near_reach, near_evidence;
+  float near_c0, near_c2, near_top, near_most, near_evidence;
+  float far_top, far_most;
 };
 
 // A variant leaves logits in some form and says, as a "form", how they become base-2 logits:

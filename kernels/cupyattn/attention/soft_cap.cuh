@@ -75,23 +75,26 @@ struct CapGuess {
   using Form = FormType;
   static constexpr bool kHasMax = true;  // a row in reach has one
   Form form;
+  float most;  // of the sum of a tile
+
+  __device__ __forceinline__ float most_of_tile() const { return most; }
 
   __device__ __forceinline__ float2 exponents(int, int, float x, float y, float shift) const {
     return make_float2(form.exponent(x, shift), form.exponent(y, shift));
   }
 };
 
-// How far such a guess holds, in base-2 logits; and the base-2 logarithm of the number of keys at
-// the end of it, beside a row's sum of 1, whose error would be lost in the sum.
+// For which rows such a guess holds: those of no larger a maximum; and the base-2 logarithm of the
+// number of keys at the end of its range, beside a row's sum of 1, whose error is lost in the sum.
 struct CapReach {
-  float limit, evidence;
+  float top, evidence;
 };
 
 // The soft cap of logits that share one positive scale. The raw product takes the scale, the cap
 // and base 2 in one polynomial, which is right while it is small beside the cap. Nobody looks at
 // each product for that, where a row is in reach. Past the range
-// - a positive product makes more than 2^kSlackBits of the polynomial, which increases, and the
-//   sum of the probabilities shows it, as it shows that the maximum must move;
+// - a positive product makes more of the polynomial, which increases, than the guess has room for
+//   above the row's maximum, and the sum of the probabilities shows it;
 // - a negative one weighs less than 2^-reach, of which the polynomial errs by 1.5e-4 at most (for
 //   caps from 20 on): little beside a row's sum, if that has grown with the number of keys.
 struct CappedLogits {
@@ -106,25 +109,26 @@ struct CappedLogits {
   // Coefficients: to read them again for each tile would be waited for.
   using Kept = PolynomialForm;
   // Of rows in reach, and as far as any goes.
-  static __device__ __forceinline__ CapGuess<PolynomialForm> near_guess(const Kept& kept) {
-    return {kept};
+  static __device__ __forceinline__ CapGuess<PolynomialForm> near_guess(const Kept& kept,
+                                                                        const LogitConstants&) {
+    return {kept, 1 << kSlackBits};
   }
-  static __device__ __forceinline__ CapGuess<PolynomialForm> far_guess(const Kept& kept) {
-    return {kept};
+  static __device__ __forceinline__ CapGuess<PolynomialForm> far_guess(const Kept& kept,
+                                                                       const LogitConstants&) {
+    return {kept, 1 << kSlackBits};
   }
   static __device__ __forceinline__ CapReach reach(const LogitConstants& constants) {
-    constexpr float kTailOverLost = 2.4f;  // log2(1.5e-4 / 3e-5)
-    return CapReach{constants.reach, constants.reach - kTailOverLost};
+    return CapReach{constants.reach - kSlackBits, constants.reach - kTailOverLost};
   }
+  static constexpr float kTailOverLost = 2.4f;  // log2(1.5e-4 / 3e-5)
   // For how many keys of two rows the sums of tiles will tell of logits past the reach.
-  template <int kSlackBits>
   static __device__ __forceinline__ int keys_in_reach(const float (&row_max)[2],
                                                       const float (&row_sum)[2],
                                                       const CapReach& reach) {
     float keys = 1 << 24;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const bool is_low = row_max[h] + kSlackBits <= reach.limit;
+      const bool is_low = row_max[h] <= reach.top;
       keys = fminf(keys, is_low ? row_sum[h] * ptx::ex2_approx(row_max[h] + reach.evidence) : 0.0f);
     }
     return static_cast<int>(keys);
@@ -238,7 +242,8 @@ struct CappedLogits {
 // capped logit.
 struct NearCappedLogits : CappedLogits {
   static constexpr bool kScalesQueries = true;
-  static constexpr int kSlackBits = 5;
+  // Exponents of bfloat16 and float32 have room for these, and for values of up to 2^90.
+  static constexpr int kSlackBits = 30;
   static constexpr float kMostError = 1.25e-4f;
   using Constants = NearConstants;
 
@@ -253,20 +258,22 @@ struct NearCappedLogits : CappedLogits {
     CubicForm near;
     PolynomialForm far;
   };
-  static __device__ __forceinline__ CapGuess<CubicForm> near_guess(const Kept& kept) {
-    return {kept.near};
+  static __device__ __forceinline__ CapGuess<CubicForm> near_guess(const Kept& kept,
+                                                                   const Constants& constants) {
+    return {kept.near, constants.near_most};
   }
-  static __device__ __forceinline__ CapGuess<PolynomialForm> far_guess(const Kept& kept) {
-    return {kept.far};
+  static __device__ __forceinline__ CapGuess<PolynomialForm> far_guess(const Kept& kept,
+                                                                       const Constants& constants) {
+    return {kept.far, constants.far_most};
   }
   static __device__ __forceinline__ Kept keep(const Constants& constants) {
     return Kept{CubicForm{constants.near_c0, constants.near_c2}, polynomial(constants)};
   }
   static __device__ __forceinline__ CapReach reach(const Constants& constants) {
-    return CapReach{constants.near_reach, constants.near_evidence};
+    return CapReach{constants.near_top, constants.near_evidence};
   }
   static __device__ __forceinline__ CapReach far_reach(const Constants& constants) {
-    return CappedLogits::reach(constants);
+    return CapReach{constants.far_top, constants.reach - kTailOverLost};
   }
   // Rows of more than a tile have a maximum before they see a key.
   template <int kMmaQ, int kTilesS>
@@ -303,12 +310,24 @@ struct NearCappedLogits : CappedLogits {
     constants.query_scale = down;
     constants.near_c0 = constants.cap * fraction * c1;
     constants.near_c2 = constants.cap * fraction * fraction * fraction * c3;
-    constants.near_reach =
-        is_scaled ? constants.cap * range * (c1 + c3 * square) : -ptx::infinity();
+    const float near = is_scaled ? constants.cap * range * (c1 + c3 * square) : -ptx::infinity();
+    leave_room(constants, near, constants.near_top, constants.near_most);
+    leave_room(constants, constants.reach, constants.far_top, constants.far_most);
     // Past its range it errs by kMostError + 0.3 / cap^2 of a key's weight, for caps from 20 on.
     const float tail = 1.0f + 0.3f / (kMostError * params.logits_soft_cap * params.logits_soft_cap);
-    constants.near_evidence = constants.near_reach - log2f(tail);
+    constants.near_evidence = near - log2f(tail);
     return constants;
+  }
+  // Of a guess that holds up to `reach`: the largest maximum of its rows, and the most that a
+  // tile's sum may be. Sums of ordinary tiles ask for some bits.
+  static __device__ __forceinline__ void leave_room(const Constants& constants, float reach,
+                                                    float& top, float& most) {
+    constexpr float kLeastBits = 3.0f, kUsualBits = 5.0f;
+    const float first = first_max(constants);
+    top = first == -ptx::infinity() ? reach - kUsualBits : first;
+    const float bits = fminf(reach - top, kSlackBits);
+    if (!(bits >= kLeastBits)) top = -ptx::infinity();
+    most = exp2f(bits);
   }
 };
 

@@ -214,7 +214,7 @@ struct OnlineSoftmax {
         tile_sum[h] += first + second;
         p[n / 2][0][2 * (n % 2) + h] = ptx::pack_pair<T>(first, second);
       }
-      fails |= tile_sum[h] > kMostOfTile || !has_max;
+      fails |= tile_sum[h] > guess.most_of_tile() || !has_max;
     }
     if (rarely(ptx::warp_any(fails))) return false;
 #pragma unroll

@@ -83,6 +83,8 @@ struct TransformedLogits {
     static constexpr bool kHasMax = false;
     float scale[2], slope[2], bias[2];  // of either half's row; the bias of the tile's first key
 
+    static constexpr __device__ __forceinline__ float most_of_tile() { return 1 << kSlackBits; }
+
     // Those of a pair of the n-tile's keys.
     __device__ __forceinline__ float2 exponents(int h, int n, float x, float y, float shift) const {
       const float first = bias[h] + shift;
