@@ -359,33 +359,34 @@ struct PrefillSm90Consumer {
     multiply_values();
     pass_turn();
     const KeyTile present = present_tile(tile);
-    const bool is_ordinary = may_be_guessed(present);
+    const bool is_near = may_be_guessed(present, kNear);
+    const bool is_far = Kernel::kScalesQueries && may_be_guessed(present, kFar);
     ptx::wgmma_wait<1>();
     take_results(s);
     release_keys(present.tile == last_tile);
     const RingPlace<kStages> values = after(v);
     bool has_failed = false;
     if constexpr (kTakesGuesses) {
-      if (is_ordinary) {
+      if (is_near) {
         if constexpr (!kOverlaps) end_output();
-        if (reach == kNear) {
-          if (holds(LogitsVariant::near_guess(kept, shared.logits), probabilities, s)) {
-            finish_ordinary(probabilities);
-            return present.tile;
-          }
-          has_failed = !Kernel::kScalesQueries;
-          near_is_over = true;
-        } else if constexpr (Kernel::kScalesQueries) {
-          if (holds(LogitsVariant::far_guess(kept, shared.logits), probabilities, s)) {
-            finish_ordinary(probabilities);
-            return present.tile;
-          }
-          has_failed = true;
+        if (holds(LogitsVariant::near_guess(kept), probabilities, s)) {
+          finish_ordinary(probabilities);
+          return present.tile;
         }
+        has_failed = !Kernel::kScalesQueries;
+        near_is_over = true;
+      } else if (is_far) {
+        if constexpr (!kOverlaps) end_output();
+        if (holds(LogitsVariant::far_guess(kept, shared.logits), probabilities, s)) {
+          finish_ordinary(probabilities);
+          return present.tile;
+        }
+        has_failed = true;
+      } else if constexpr (!kOverlaps) {
+        await_output(place.stage);
       }
-    }
-    if constexpr (!kOverlaps) {
-      if (!is_ordinary) await_output(place.stage);
+    } else if constexpr (!kOverlaps) {
+      await_output(place.stage);
     }
     exponentiate<false>(probabilities, s, item, present, values, has_failed);
     if constexpr (kOverlaps) {
@@ -397,9 +398,9 @@ struct PrefillSm90Consumer {
   }
   // Whether a tile takes a guess, and neither it nor the one before hides keys: one condition,
   // settled beside products. Behind them each would be waited for.
-  __device__ __forceinline__ bool may_be_guessed(const KeyTile& present) const {
+  __device__ __forceinline__ bool may_be_guessed(const KeyTile& present, Reach wanted) const {
     if constexpr (!kTakesGuesses) return false;
-    const bool may = present.hides == 0 && hidden_key < 0 && reach != kNone;
+    const bool may = present.hides == 0 && hidden_key < 0 && reach == wanted;
     return ptx::opaque_copy(static_cast<uint32_t>(may && present.tile >= holds_until)) != 0;
   }
   __device__ __forceinline__ void finish_ordinary(Probabilities& probabilities) {

@@ -109,8 +109,7 @@ struct CappedLogits {
   // Coefficients: to read them again for each tile would be waited for.
   using Kept = PolynomialForm;
   // Of rows in reach, and as far as any goes.
-  static __device__ __forceinline__ CapGuess<PolynomialForm> near_guess(const Kept& kept,
-                                                                        const LogitConstants&) {
+  static __device__ __forceinline__ CapGuess<PolynomialForm> near_guess(const Kept& kept) {
     return {kept, 1 << kSlackBits};
   }
   static __device__ __forceinline__ CapGuess<PolynomialForm> far_guess(const Kept& kept,
@@ -256,18 +255,19 @@ struct NearCappedLogits : CappedLogits {
 
   struct Kept {
     CubicForm near;
+    float near_most;
     PolynomialForm far;
   };
-  static __device__ __forceinline__ CapGuess<CubicForm> near_guess(const Kept& kept,
-                                                                   const Constants& constants) {
-    return {kept.near, constants.near_most};
+  static __device__ __forceinline__ CapGuess<CubicForm> near_guess(const Kept& kept) {
+    return {kept.near, kept.near_most};
   }
   static __device__ __forceinline__ CapGuess<PolynomialForm> far_guess(const Kept& kept,
                                                                        const Constants& constants) {
     return {kept.far, constants.far_most};
   }
   static __device__ __forceinline__ Kept keep(const Constants& constants) {
-    return Kept{CubicForm{constants.near_c0, constants.near_c2}, polynomial(constants)};
+    return Kept{CubicForm{constants.near_c0, constants.near_c2}, constants.near_most,
+                polynomial(constants)};
   }
   static __device__ __forceinline__ CapReach reach(const Constants& constants) {
     return CapReach{constants.near_top, constants.near_evidence};
