@@ -123,8 +123,10 @@ def _shape(problem: AttentionProblem) -> _Shape | None:
         takes_rows = problem.soft_cap and problem.reads_rows
         shapes = _CAPPED_FP8_SHAPES if takes_rows else _FP8_SHAPES
     else:
-        # What is known of rows leaves no room for the bits of so many.
+        # What is known of rows leaves no room for the bits of so many, nor rotations for a cap's
+        # coefficients.
         has_two = problem.paged or (problem.custom_mask and problem.reads_rows)
+        has_two |= problem.soft_cap and problem.pos_encoding == "ROPE_LLAMA"
         if problem.soft_cap and problem.reads_rows:
             shapes = _CAPPED_SHAPES
         elif has_two:
