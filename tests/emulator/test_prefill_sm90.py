@@ -97,6 +97,8 @@ def test_options(options: dict[str, object]) -> None:
         {"logits_soft_cap": 50.0, "logit_shift": 20.0, "causal": False},
         {"logit_shift": -20.0},
         {"logit_shift": 20.0},
+        # Past the cubic's range, and within that of degree 5.
+        {"logit_shift": 7.0, "qo_len": 40},
         {"outliers": 5.0, "causal": False},
         {"outliers": 5.0, "window_left": 150},
         {"mask_kind": "packed", "mask_pattern": "causal"},
