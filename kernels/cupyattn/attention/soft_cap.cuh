@@ -95,8 +95,8 @@ struct CapReach {
 // each product for that, where a row is in reach. Past the range
 // - a positive product makes more of the polynomial, which increases, than the guess has room for
 //   above the row's maximum, and the sum of the probabilities shows it;
-// - a negative one weighs less than 2^-reach, of which the polynomial errs by 1.5e-4 at most (for
-//   caps from 20 on): little beside a row's sum, if that has grown with the number of keys.
+// - a negative one weighs less than 2^-reach, of which the polynomial errs by 3.2e-4 at most, for
+//   caps from kLeastCap on: little beside a row's sum, if that has grown with the number of keys.
 struct CappedLogits {
   static constexpr bool kReadsRows = false;
   static constexpr bool kGuesses = true;
@@ -119,7 +119,9 @@ struct CappedLogits {
   static __device__ __forceinline__ CapReach reach(const LogitConstants& constants) {
     return CapReach{constants.reach - kSlackBits, constants.reach - kTailOverLost};
   }
-  static constexpr float kTailOverLost = 2.4f;  // log2(1.5e-4 / 3e-5)
+  static constexpr float kTailOverLost = 3.5f;  // log2(3.2e-4 / 3e-5)
+  // Below, the polynomial errs by more: 0.04 of a weight at a cap of 5.
+  static constexpr float kLeastCap = 16.0f;
   // For how many keys of two rows the sums of tiles will tell of logits past the reach.
   static __device__ __forceinline__ int keys_in_reach(const float (&row_max)[2],
                                                       const float (&row_sum)[2],
@@ -210,7 +212,8 @@ struct CappedLogits {
     constants.limit = is_finite ? kTanhRange / unit : -1.0f;
     constants.inverse = query_scale / params.softmax_scale;
     const bool hides = is_finite && constants.c4 >= PolynomialForm::kLeastToHide;
-    constants.reach = hides ? cap * kTanhAtRange : -ptx::infinity();
+    const bool is_large = params.logits_soft_cap >= kLeastCap;
+    constants.reach = hides && is_large ? cap * kTanhAtRange : -ptx::infinity();
     return constants;
   }
 
@@ -313,6 +316,8 @@ struct NearCappedLogits : CappedLogits {
     const float near = is_scaled ? constants.cap * range * (c1 + c3 * square) : -ptx::infinity();
     leave_room(constants, near, constants.near_top, constants.near_most);
     leave_room(constants, constants.reach, constants.far_top, constants.far_most);
+    // No guess would hold: no logits are small.
+    if (constants.far_top == -ptx::infinity()) constants.limit = -1.0f;
     // Past its range it errs by kMostError + 0.3 / cap^2 of a key's weight, for caps from 20 on.
     const float tail = 1.0f + 0.3f / (kMostError * params.logits_soft_cap * params.logits_soft_cap);
     constants.near_evidence = near - log2f(tail);
