@@ -82,6 +82,13 @@ HOPPER = (
         "hopper bad values",
     ),
     Mutation(
+        "an item's first values are added to the output of the item before",
+        CONSUMER,
+        "    adds_output = false;",
+        "",
+        "hopper wide pages",
+    ),
+    Mutation(
         "rows of Q come into a place that O has not left",
         KERNEL,
         "            if (lane == 0) ptx::bulk_wait_read();",
@@ -255,6 +262,13 @@ HOPPER = (
         SOFT_CAP,
         "kMostError = 1.25e-4f",
         "kMostError = 2e-3f",
+        "hopper capped",
+    ),
+    Mutation(
+        "the polynomial of degree 5 past its range",
+        SOFT_CAP,
+        "fminf(0.52f, exp2f(log2f(1250.0f * error) / 7.0f))",
+        "0.9f",
         "hopper capped",
     ),
     Mutation(

@@ -151,8 +151,8 @@ VALUES = (
     Mutation(
         "bad values reach rows that do not see them",
         BAD,
-        "if (p[m][h] != 0.0f) o",
-        "o",
+        "(p[m][h] != 0.0f ? bad : 0.0f)",
+        "bad",
         "bad values",
     ),
     Mutation(
@@ -194,8 +194,8 @@ VALUES = (
     Mutation(
         "the soft cap's polynomial past its range",
         SOFT_CAP,
-        "? kTanhRange / unit : -1.0f",
-        "? 4.0f * kTanhRange / unit : -1.0f",
+        "? tanh.range / unit : -1.0f",
+        "? 4.0f * tanh.range / unit : -1.0f",
         "soft cap",
     ),
     Mutation(

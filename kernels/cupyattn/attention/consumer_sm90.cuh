@@ -79,6 +79,8 @@ struct PrefillSm90Consumer {
   enum Reach { kNone, kFar, kNear } reach;
   int holds_until;    // the last tile of which that is known
   bool near_is_over;  // it has failed in this item
+  int last_far;       // the last tile that may be guessed by kFar, which is none once it has failed
+  bool adds_output;   // to O, which holds products of the item
   float o[1][kHeadDimVO / 8][4];
   uint32_t p[kTileKV / 16][1][4];
   Softmax softmax;
@@ -178,6 +180,7 @@ struct PrefillSm90Consumer {
   __device__ __forceinline__ void start(const Item& item, const RingPlace<kItems>& next) {
     place = next;
     near_is_over = false;
+    last_far = 0;
     last_tile = ptx::warp_uniform(item.tiles.begin);
     origin = ptx::warp_uniform(item.tiles.origin);
     full_begin = ptx::warp_uniform(item.range.full_begin);
@@ -215,14 +218,15 @@ struct PrefillSm90Consumer {
     }
   }
 
-  // Issues O += P V of the last tile, whose values have landed.
+  // Issues O += P V of the last tile, once its values have landed.
   __device__ __forceinline__ void multiply_values() {
     Kernel::wait(shared.full_v[v.stage], v.parity);
     const uint32_t address = ptx::shared_address(shared.v[v.stage]);
     if constexpr (Kernel::kIsGathered) ptx::fence_proxy_async();
     ptx::wgmma_fence();
-    issue_pv<DTypeQ, VTile, kHeadDimVO>(o, p, operand_at<VTile>(address));
+    issue_pv<DTypeQ, VTile, kHeadDimVO>(o, p, operand_at<VTile>(address), adds_output);
     ptx::wgmma_commit();
+    adds_output = true;
   }
 
   // Values that are not finite were taken out of a tile that hides keys: rows that see them get
@@ -314,6 +318,8 @@ struct PrefillSm90Consumer {
     if constexpr (Kernel::kRope) rotate_queries(item);
     // Q is scaled beside the last values.
     constexpr bool kValuesFirst = Kernel::kScalesQueries;
+    // Logits that come behind the last values have nothing left to be beside.
+    constexpr bool kIsBeside = kOverlaps && !kValuesFirst;
     if constexpr (!kValuesFirst) multiply_keys(s);
     if (rest == kValues) {
       if constexpr (kValuesFirst) await_turn();
@@ -329,7 +335,7 @@ struct PrefillSm90Consumer {
       ptx::wgmma_wait<kValuesFirst ? 0 : 1>();
       take_results(s);
       release_keys(tile == last_tile);
-      if constexpr (kOverlaps) exponentiate<true>(probabilities, s, item, present, after(v));
+      if constexpr (kIsBeside) exponentiate<true>(probabilities, s, item, present, after(v));
       await_output(output.place);
       rows.write(output, o);
     } else {
@@ -343,10 +349,10 @@ struct PrefillSm90Consumer {
       ptx::wgmma_wait<0>();
       take_results(s);
       release_keys(tile == last_tile);
-      if constexpr (kOverlaps) exponentiate<true>(probabilities, s, item, present, v);
+      if constexpr (kIsBeside) exponentiate<true>(probabilities, s, item, present, v);
     }
-    if constexpr (!kOverlaps) exponentiate<true>(probabilities, s, item, present, v);
-    clear_output();
+    if constexpr (!kIsBeside) exponentiate<true>(probabilities, s, item, present, v);
+    adds_output = false;
     take(probabilities);
   }
 
@@ -381,6 +387,7 @@ struct PrefillSm90Consumer {
           finish_ordinary(probabilities);
           return present.tile;
         }
+        last_far = 1 << 30;
         has_failed = true;
       } else if constexpr (!kOverlaps) {
         await_output(place.stage);
@@ -496,7 +503,7 @@ struct PrefillSm90Consumer {
     holds_until = last_in(LogitsVariant::reach(shared.logits));
     reach = holds_until < tile ? kNear : kNone;
     if constexpr (Kernel::kScalesQueries) {
-      const int far_until = last_in(LogitsVariant::far_reach(shared.logits));
+      const int far_until = max_of(last_in(LogitsVariant::far_reach(shared.logits)), last_far);
       if (near_is_over || reach == kNone) {
         reach = far_until < tile ? kFar : kNone;
         // Sums grow: soon the cubic may do.
@@ -571,7 +578,7 @@ struct PrefillSm90Consumer {
         const DTypeKV* values = static_cast<const DTypeKV*>(params.v) +
                                 item.work.tile.kv_head * params.v_stride_h +
                                 value_row<kPaged>(params, item.work.request, hidden_key + key);
-        add_bad_key<DTypeKV, DTypeQ, kHeadDimVO>(o, p, key, values, lane);
+        add_bad_key<DTypeKV, DTypeQ>(o, p, key, values, lane);
       }
     }
   }

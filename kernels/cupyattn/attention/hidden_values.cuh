@@ -59,6 +59,16 @@ __device__ __forceinline__ float element_to_float(T element) {
   return low;
 }
 
+template <typename T>
+__device__ __forceinline__ void load_pair(const T* pair, float (&values)[2]) {
+  if constexpr (is_fp8<T>::value) {
+    const uint32_t bits = *reinterpret_cast<const uint16_t*>(pair);
+    ptx::unpack_pair<half_t>(ptx::Fp8ToHalfPair<T, 0, 1>::convert(bits), values[0], values[1]);
+  } else {
+    ptx::unpack_pair<T>(*reinterpret_cast<const uint32_t*>(pair), values[0], values[1]);
+  }
+}
+
 // The keys of a tile whose values were not finite, a bit each; zero between uses.
 struct BadKeys {
   uint32_t word[2];
@@ -118,29 +128,16 @@ __device__ __forceinline__ void take_out_bad(Vector16& chunk, uint32_t* bad_keys
   if (key < num_keys) ptx::atomic_or_shared(&bad_keys[key / 32], 1u << (key % 32));
 }
 
-// O += P V for one bad key and the columns whose values are not finite, given the key's
-// probabilities. kInterleaves: columns are where fp8 fragments leave them (see fragments.cuh).
-template <typename T, int kHeadDim, bool kInterleaves, int kMmaQ, int kTilesO>
-__device__ __forceinline__ void add_bad_values(float (&o)[kMmaQ][kTilesO][4],
-                                               const float (&p)[kMmaQ][2], const T* value_row,
-                                               int lane) {
+// O += P V for one value of a key, if it is not finite, in rows that see the key: column e of block
+// n. Without branches: one a column and row is what compiling a kernel would take longest over.
+template <int kMmaQ, int kTilesO>
+__device__ __forceinline__ void add_bad_value(float (&o)[kMmaQ][kTilesO][4], int n, int e,
+                                              const float (&p)[kMmaQ][2], float value) {
+  const float bad = fabsf(value) < ptx::infinity() ? 0.0f : value;
 #pragma unroll
-  for (int n = 0; n < kTilesO; ++n) {
+  for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int t = lane & 3;
-      const int column = kInterleaves ? 8 * (n & ~1) + 4 * t + (n & 1) + 2 * e : 8 * n + 2 * t + e;
-      if (column >= kHeadDim) continue;
-      const T element = value_row[column];
-      if (not_finite<T>(element.bits) == 0) continue;
-#pragma unroll
-      for (int m = 0; m < kMmaQ; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          if (p[m][h] != 0.0f) o[m][n][2 * h + e] += p[m][h] * element_to_float(element);
-        }
-      }
-    }
+    for (int h = 0; h < 2; ++h) o[m][n][2 * h + e] += p[m][h] * (p[m][h] != 0.0f ? bad : 0.0f);
   }
 }
 
@@ -169,11 +166,22 @@ __device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
                              (lane & ~3) | ((key & 7) >> 1));
     }
   }
-  add_bad_values<T, kHeadDim, is_fp8<T>::value>(o, p, value_row, lane);
+  const int t = lane & 3;
+#pragma unroll
+  for (int n = 0; n < kTilesO; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      // Columns of fp8 values are where fragments of them leave them (see fragments.cuh).
+      const int column =
+          is_fp8<T>::value ? 8 * (n & ~1) + 4 * t + (n & 1) + 2 * e : 8 * n + 2 * t + e;
+      if (column < kHeadDim) add_bad_value(o, n, e, p, element_to_float(value_row[column]));
+    }
+  }
 }
 
-// The same with probabilities as fragments: `p[i]` is of keys 16 i and on, in pairs of type P.
-template <typename T, typename P, int kHeadDim, int kMmaQ, int kSteps, int kTilesO>
+// The same with probabilities as fragments: `p[i]` is of keys 16 i and on, in pairs of type P. Rows
+// of values are aligned, and columns where fragments of 16 bits have them.
+template <typename T, typename P, int kMmaQ, int kSteps, int kTilesO>
 __device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
                                             const uint32_t (&p)[kSteps][kMmaQ][4], int key,
                                             const T* value_row, int lane) {
@@ -194,7 +202,13 @@ __device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
       of_key[m][h] = key & 1 ? odd : even;
     }
   }
-  add_bad_values<T, kHeadDim, false>(o, of_key, value_row, lane);
+#pragma unroll
+  for (int n = 0; n < kTilesO; ++n) {
+    float values[2];
+    load_pair(value_row + 8 * n + 2 * (lane & 3), values);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) add_bad_value(o, n, e, of_key, values[e]);
+  }
 }
 
 }  // namespace cupyattn

@@ -11,12 +11,36 @@
 namespace cupyattn {
 
 // The odd polynomial closest to tanh on |x| < kTanhRange (a float64 minimax fit of what it is of
-// tanh): within 1.5e-6 of it. It increases everywhere, and without bound.
+// tanh): within 1.5e-6 of it.
 constexpr float kTanhRange = 0.3125f;
 constexpr float kTanh1 = 0.99999852368f;
 constexpr float kTanh3 = -0.33306009072f;
 constexpr float kTanh5 = 0.12577037189f;
-constexpr float kTanhAtRange = 0.30271018f;
+
+// Such polynomials increase everywhere, and without bound.
+struct TanhPolynomial {
+  float range, c1, c3, c5;
+
+  __device__ __forceinline__ float at_range() const {
+    const float square = range * range;
+    return range * fmaf(square, fmaf(square, c5, c3), c1);
+  }
+};
+// Within `error`, as far as that goes: fits of minimax fits of degree 3 and 5, whose errors are
+// those of their series.
+__device__ __forceinline__ TanhPolynomial widest_cubic(float error) {
+  const float range = fminf(kTanhRange, exp2f(0.2f * log2f(120.0f * error)));
+  const float square = range * range;
+  return {range, 1.0f - square * square * (1.0f / 24.0f - 0.0236f * square),
+          -1.0f / 3.0f + square * (1.0f / 6.0f - 0.0708f * square), 0.0f};
+}
+__device__ __forceinline__ TanhPolynomial widest_quintic(float error) {
+  const float range = fminf(0.52f, exp2f(log2f(1250.0f * error) / 7.0f));
+  const float square = range * range;
+  return {range, 1.0f - square * square * square * (0.0058f - 0.0039f * square),
+          -1.0f / 3.0f + square * square * (0.0466f - 0.0278f * square),
+          2.0f / 15.0f - square * (0.0938f - 0.0426f * square)};
+}
 
 // Logits of `unit` raw products become base-2 logits under a cap: tanh(x) = 1 - 2 / (1 + e^2x).
 template <int kMmaQ, int kTilesS>
@@ -173,7 +197,8 @@ struct CappedLogits {
     return polynomial(constants);
   }
   static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams& params) {
-    return constants_of(params, params.sm_scale / params.logits_soft_cap, 1.0f);
+    return constants_of(params, TanhPolynomial{kTanhRange, kTanh1, kTanh3, kTanh5},
+                        params.sm_scale / params.logits_soft_cap, 1.0f);
   }
   static __device__ __forceinline__ float softmax_scale(const AttentionParams&) { return 1.0f; }
   static __device__ __forceinline__ float softmax_slack(const AttentionParams&) { return kSlack; }
@@ -198,22 +223,23 @@ struct CappedLogits {
  protected:
   // unit: what turns a product, which comes times query_scale, into the argument of tanh.
   static __device__ __forceinline__ LogitConstants constants_of(const AttentionParams& params,
+                                                                const TanhPolynomial& tanh,
                                                                 float unit, float query_scale) {
     const float cap = params.logits_soft_cap * kLog2e;
     const float cube = unit * unit * unit;
     LogitConstants constants{};
     constants.scale = unit;
     constants.cap = cap;
-    constants.c0 = cap * unit * kTanh1;
-    constants.c2 = cap * cube * kTanh3;
-    constants.c4 = cap * cube * unit * unit * kTanh5;
+    constants.c0 = cap * unit * tanh.c1;
+    constants.c2 = cap * cube * tanh.c3;
+    constants.c4 = cap * cube * unit * unit * tanh.c5;
     // A cap so small that the polynomial leaves float32's range makes no use of it.
     const bool is_finite = constants.c4 < ptx::infinity();
-    constants.limit = is_finite ? kTanhRange / unit : -1.0f;
+    constants.limit = is_finite ? tanh.range / unit : -1.0f;
     constants.inverse = query_scale / params.softmax_scale;
     const bool hides = is_finite && constants.c4 >= PolynomialForm::kLeastToHide;
     const bool is_large = params.logits_soft_cap >= kLeastCap;
-    constants.reach = hides && is_large ? cap * kTanhAtRange : -ptx::infinity();
+    constants.reach = hides && is_large ? cap * tanh.at_range() : -ptx::infinity();
     return constants;
   }
 
@@ -276,8 +302,9 @@ struct NearCappedLogits : CappedLogits {
     return CapReach{constants.near_top, constants.near_evidence};
   }
   static __device__ __forceinline__ CapReach far_reach(const Constants& constants) {
-    return CapReach{constants.far_top, constants.reach - kTailOverLost};
+    return CapReach{constants.far_top, constants.reach - kFarTailOverLost};
   }
+  static constexpr float kFarTailOverLost = 6.5f;  // log2(2.7e-3 / 3e-5)
   // Rows of more than a tile have a maximum before they see a key.
   template <int kMmaQ, int kTilesS>
   static __device__ __forceinline__ bool are_small(const float (&s)[kMmaQ][kTilesS][4],
@@ -302,18 +329,13 @@ struct NearCappedLogits : CappedLogits {
     const bool is_scaled = -kMostSteps <= exponent && exponent <= 0;
     const int power = is_scaled ? exponent : 0;
     const float down = __uint_as_float(static_cast<uint32_t>(kBias + power) << 23);
-    Constants constants{constants_of(params, unit / down, down)};
-    // The cubic closest to tanh on |x| < range, by its series; it errs by range^5 / 120 there.
-    const float range =
-        fminf(kTanhRange, exp2f(0.2f * log2f(120.0f * kMostError / params.logits_soft_cap)));
-    const float square = range * range;
-    const float c3 = -1.0f / 3.0f + square * (1.0f / 6.0f - 0.0708f * square);
-    const float c1 = 1.0f - square * square * (1.0f / 24.0f - 0.0236f * square);
-    const float fraction = unit / down;
+    const float fraction = unit / down, error = kMostError / params.logits_soft_cap;
+    Constants constants{constants_of(params, widest_quintic(error), fraction, down)};
+    const TanhPolynomial cubic = widest_cubic(error);
     constants.query_scale = down;
-    constants.near_c0 = constants.cap * fraction * c1;
-    constants.near_c2 = constants.cap * fraction * fraction * fraction * c3;
-    const float near = is_scaled ? constants.cap * range * (c1 + c3 * square) : -ptx::infinity();
+    constants.near_c0 = constants.cap * fraction * cubic.c1;
+    constants.near_c2 = constants.cap * fraction * fraction * fraction * cubic.c3;
+    const float near = is_scaled ? constants.cap * cubic.at_range() : -ptx::infinity();
     leave_room(constants, near, constants.near_top, constants.near_most);
     leave_room(constants, constants.reach, constants.far_top, constants.far_most);
     // No guess would hold: no logits are small.

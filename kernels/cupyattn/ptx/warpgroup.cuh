@@ -104,16 +104,17 @@ struct Wgmma;
                                                                    ", p, 1, 1, 0, 0;\n}\n"        \
                : CUPYATTN_OUT##COUNT                                                              \
                : "l"(a), "l"(b), "r"(adds))
-#define CUPYATTN_WGMMA_RS(TYPE, N, COUNT, A, B)                                               \
-  asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
-               "k16.f32." TYPE "." TYPE " {" CUPYATTN_NAMES##COUNT "}, {" A "}, " B           \
-                                                                   ", p, 1, 1, 1;\n}\n"       \
-               : CUPYATTN_OUT##COUNT                                                          \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define CUPYATTN_WGMMA_RS(TYPE, N, COUNT, A, B, P)                                                \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
+               "k16.f32." TYPE "." TYPE " {" CUPYATTN_NAMES##COUNT "}, {" A "}, " B               \
+                                                                   ", p, 1, 1, 1;\n}\n"           \
+               : CUPYATTN_OUT##COUNT                                                              \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
 
-// multiply_ss: d = A B, or d += A B if `adds` is 1; both by descriptors, K-major.
-// multiply_rs: d += A B; A a fragment of 16-bit pairs, B by descriptor, MN-major.
-#define CUPYATTN_WGMMA(N, COUNT, R0, R1, R2, R3, R4)                                              \
+// d = A B, or d += A B if `adds` is 1.
+// multiply_ss: both by descriptors, K-major.
+// multiply_rs: A a fragment of 16-bit pairs, B by descriptor, MN-major.
+#define CUPYATTN_WGMMA(N, COUNT, R0, R1, R2, R3, R4, R5)                                          \
   template <>                                                                                     \
   struct Wgmma<N> {                                                                               \
     template <typename T>                                                                         \
@@ -127,24 +128,26 @@ struct Wgmma;
     }                                                                                             \
     template <typename T>                                                                         \
     static __device__ __forceinline__ void multiply_rs(float (&d)[N / 2], const uint32_t (&a)[4], \
-                                                       uint64_t b) {                              \
+                                                       uint64_t b, int adds) {                    \
       if constexpr (is_same<T, half_t>::value) {                                                  \
-        CUPYATTN_WGMMA_RS("f16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4);       \
+        CUPYATTN_WGMMA_RS("f16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4,        \
+                          "%" #R5);                                                               \
       } else {                                                                                    \
-        CUPYATTN_WGMMA_RS("bf16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4);      \
+        CUPYATTN_WGMMA_RS("bf16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4,       \
+                          "%" #R5);                                                               \
       }                                                                                           \
     }                                                                                             \
   }
 
-CUPYATTN_WGMMA(64, 32, 32, 33, 34, 35, 36);
-CUPYATTN_WGMMA(80, 40, 40, 41, 42, 43, 44);
-CUPYATTN_WGMMA(96, 48, 48, 49, 50, 51, 52);
-CUPYATTN_WGMMA(112, 56, 56, 57, 58, 59, 60);
-CUPYATTN_WGMMA(128, 64, 64, 65, 66, 67, 68);
-CUPYATTN_WGMMA(144, 72, 72, 73, 74, 75, 76);
-CUPYATTN_WGMMA(160, 80, 80, 81, 82, 83, 84);
-CUPYATTN_WGMMA(176, 88, 88, 89, 90, 91, 92);
-CUPYATTN_WGMMA(192, 96, 96, 97, 98, 99, 100);
-CUPYATTN_WGMMA(256, 128, 128, 129, 130, 131, 132);
+CUPYATTN_WGMMA(64, 32, 32, 33, 34, 35, 36, 37);
+CUPYATTN_WGMMA(80, 40, 40, 41, 42, 43, 44, 45);
+CUPYATTN_WGMMA(96, 48, 48, 49, 50, 51, 52, 53);
+CUPYATTN_WGMMA(112, 56, 56, 57, 58, 59, 60, 61);
+CUPYATTN_WGMMA(128, 64, 64, 65, 66, 67, 68, 69);
+CUPYATTN_WGMMA(144, 72, 72, 73, 74, 75, 76, 77);
+CUPYATTN_WGMMA(160, 80, 80, 81, 82, 83, 84, 85);
+CUPYATTN_WGMMA(176, 88, 88, 89, 90, 91, 92, 93);
+CUPYATTN_WGMMA(192, 96, 96, 97, 98, 99, 100, 101);
+CUPYATTN_WGMMA(256, 128, 128, 129, 130, 131, 132, 133);
 
 }  // namespace cupyattn::ptx

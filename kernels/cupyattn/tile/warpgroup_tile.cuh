@@ -119,15 +119,16 @@ __device__ __forceinline__ void issue_qk(float (&s)[1][KTile::kRows / 8][4], uin
   }
 }
 
-// Issues O += P V; p[i] are the fragments of keys 16 i and on.
+// Issues O = P V, or O += P V if `adds`; p[i] are the fragments of keys 16 i and on.
 template <typename T, typename VTile, int kHeadDim>
 __device__ __forceinline__ void issue_pv(float (&o)[1][kHeadDim / 8][4],
-                                         const uint32_t (&p)[VTile::kRows / 16][1][4], uint64_t v) {
+                                         const uint32_t (&p)[VTile::kRows / 16][1][4], uint64_t v,
+                                         bool adds) {
   float (&d)[kHeadDim / 2] = reinterpret_cast<float (&)[kHeadDim / 2]>(o);
 #pragma unroll
   for (int step = 0; step < VTile::kRows / 16; ++step) {
-    ptx::Wgmma<kHeadDim>::template multiply_rs<T>(d, p[step][0],
-                                                  v + step * (2 * VTile::kGroupBytes / 16));
+    ptx::Wgmma<kHeadDim>::template multiply_rs<T>(
+        d, p[step][0], v + step * (2 * VTile::kGroupBytes / 16), step != 0 || adds);
   }
 }
 

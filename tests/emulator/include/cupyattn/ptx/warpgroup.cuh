@@ -56,7 +56,7 @@ struct Wgmma {
 
   template <typename T>
   static __forceinline__ void multiply_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b,
-                                          Where where = Where::current()) {
+                                          int adds, Where where = Where::current()) {
     constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>::value;
     emulator::warpgroup_multiply({.n = kN,
                                   .d = d,
@@ -64,7 +64,7 @@ struct Wgmma {
                                   .a = a,
                                   .b_descriptor = b,
                                   .is_bfloat16 = kIsBfloat16,
-                                  .is_first = false,
+                                  .is_first = adds == 0,
                                   .is_a_k_major = true,
                                   .is_b_k_major = false},
                                  where);
