@@ -158,6 +158,9 @@ def _choose_prefill(
         # Warps of 16 rows are bound by what they read of shared memory. Q stays in registers where
         # fewer keys make room for it without spills.
         q_in_registers, shapes = True, [(48, 16)]
+    if arch == "sm_80" and problem.dtype_kv.is_fp8 and most_warps >= 8:
+        # Four warps have 255 registers a thread either way; told of one block, ptxas spills none.
+        layouts = [(warps, 1, buffers, budget) for warps, _, buffers, budget in layouts]
     for warps, blocks, buffers, budget in layouts:
         for tile_kv, keys_per_exp in shapes[:1] if budget == two_blocks else shapes:
             tiles = prefill_tiles(
