@@ -158,9 +158,6 @@ def _choose_prefill(
         # Warps of 16 rows are bound by what they read of shared memory. Q stays in registers where
         # fewer keys make room for it without spills.
         q_in_registers, shapes = True, [(48, 16)]
-    if arch == "sm_80" and problem.dtype_kv.is_fp8 and most_warps >= 8:
-        # Four warps have 255 registers a thread either way; told of one block, ptxas spills none.
-        layouts = [(warps, 1, buffers, budget) for warps, _, buffers, budget in layouts]
     for warps, blocks, buffers, budget in layouts:
         for tile_kv, keys_per_exp in shapes[:1] if budget == two_blocks else shapes:
             tiles = prefill_tiles(
@@ -197,7 +194,9 @@ def _key_shapes(
     if not wide:
         first = (16, 16) if is_blackwell and problem.custom_mask and dim > 128 else (64, 16)
         if problem.dtype_kv.is_fp8 and dim > 128 and arch != "sm_90a":
-            first = (32, 16)
+            # Slopes beside scales of rows, which bfloat16 has over fp8, take two registers more.
+            has_both = problem.pos_encoding == "ALIBI" and problem.dtype_q is bfloat16
+            first = (16, 16) if has_both and arch == "sm_80" else (32, 16)
     elif dim <= 64:
         first = (64, 16)
     elif dim > 128:

@@ -112,6 +112,9 @@ def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> 
         shape = shape._replace(gatherers=3)
     elif gathers:
         shape = shape._replace(consumers=2, registers=(40, 216), overlaps=False, gatherers=4)
+        if problem.pos_encoding == "ALIBI" and problem.head_dim_qk > 128:
+            # Positions take the registers of some keys.
+            shape = shape._replace(tile_kv=min(shape.tile_kv, 112))
     tiles = make(problem, shape)
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 

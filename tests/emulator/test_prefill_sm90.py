@@ -100,6 +100,7 @@ def test_options(options: dict[str, object]) -> None:
         # Past the cubic's range, and within that of degree 5.
         {"logit_shift": 7.0, "qo_len": 40},
         {"logit_shift": 11.0, "qo_len": 40},
+        {"logit_shift": 11.0, "kv_dtype": "float8_e4m3fn"},
         {"logits_soft_cap": 2.5, "qo_len": 40},
         {"outliers": 5.0, "causal": False},
         {"outliers": 5.0, "window_left": 150},

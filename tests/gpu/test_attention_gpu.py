@@ -126,7 +126,7 @@ def check(case: Case, inputs: dict[str, Any], o: np.ndarray, lse: np.ndarray | N
         what=case,
         p_dtype=inputs["q"].dtype,
         logit_magnitude=cases.logit_magnitude(case),
-        has_cubic_cap=cases.has_cubic_cap(case),
+        has_coarse_cap=cases.has_coarse_cap(case),
     )
 
 

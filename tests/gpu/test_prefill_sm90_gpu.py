@@ -50,7 +50,7 @@ def check(got: tuple[Any, Any], b: batches.Batch, options: dict[str, Any]) -> No
     ref = b.expected(**options)
     is_capped = "logits_soft_cap" in options
     compare.assert_close(
-        *map(download, got), *ref, low_o, low_lse, options, has_cubic_cap=is_capped
+        *map(download, got), *ref, low_o, low_lse, options, has_coarse_cap=is_capped
     )
 
 

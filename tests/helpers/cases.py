@@ -183,12 +183,12 @@ def logit_magnitude(case: Case) -> float:
     return largest * math.log2(math.e)
 
 
-def has_cubic_cap(case: Case) -> bool:
-    """Whether prefill_sm90, where it serves the case, takes a cubic for the soft cap."""
+def has_coarse_cap(case: Case) -> bool:
+    """Whether prefill_sm90, where it serves the case, takes coarse polynomials for the soft cap."""
     has_one_scale = "per_head" not in (case.scale_q, case.scale_k)
     return (
         bool(case.logits_soft_cap)
-        and (case.dtype, case.kv_dtype) == ("bfloat16", "bfloat16")
+        and case.dtype == "bfloat16"
         and case.pos_encoding_mode != "ALIBI"
         and has_one_scale
     )

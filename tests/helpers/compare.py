@@ -14,9 +14,9 @@ import numpy as np
 # however small the result, or a polynomial, good to 1.5e-6 of the result; ALiBi adds slope * (the
 # tile's first key - row) and slope * (key - first key), which cancel where the bias is small.
 #
-# prefill_sm90 takes a cubic for it under bfloat16: within 1.25e-4 of each logit, and as much again
-# of a row's sum, for keys past its range.
-_CUBIC_CAP = 2.5e-4 * math.log2(math.e)
+# prefill_sm90 takes coarser ones, of degree 3 and 5, under bfloat16: within 1.25e-4 of each logit,
+# and as much again of a row's sum, for keys past the range of the first.
+_COARSE_CAP = 2.5e-4 * math.log2(math.e)
 # A flushed weight times a value of ordinary size, and a few of them.
 _LARGEST_FLUSHED = 16 * float(np.finfo(np.float32).tiny)
 _LSE_FLOOR_ULPS = 8
@@ -43,7 +43,7 @@ def assert_close(
     p_dtype: np.dtype | None = None,
     logit_magnitude: float = 0.0,
     slack: np.ndarray | float = 0.0,
-    has_cubic_cap: bool = False,
+    has_coarse_cap: bool = False,
 ) -> None:
     """Fail unless out [Lq, Hq, D] and lse [Lq, Hq] are as good as the low-precision model.
 
@@ -62,7 +62,7 @@ def assert_close(
     `slack` [Lq, Hq] is allowed on top as well: what approximate weights cost a float32 answer.
 
     LSE, over the whole array: the same with a floor of 8 float32 ulps at max(1, |lse|,
-    logit_magnitude), and, `has_cubic_cap`, what prefill_sm90's cubic may err by.
+    logit_magnitude), and, `has_coarse_cap`, what prefill_sm90's polynomials may err by.
     """
     magnitude = _largest(ref_o, axis=-1)
     floor = np.maximum(ulp(out.dtype, magnitude), ulp(p_dtype or out.dtype, magnitude))
@@ -73,7 +73,7 @@ def assert_close(
         magnitude = np.maximum(max(1.0, logit_magnitude), _largest(ref_lse))
         floor = _LSE_FLOOR_ULPS * ulp(np.dtype(np.float32), magnitude)
         tolerance = 2 * _largest(_error(low_lse, ref_lse, f"{what}: model of lse")) + floor
-        tolerance += _CUBIC_CAP * has_cubic_cap
+        tolerance += _COARSE_CAP * has_coarse_cap
         _check(lse, ref_lse, low_lse, tolerance, f"{what}: lse")
 
 

@@ -102,7 +102,7 @@ class Call:
             case,
             p_dtype=p_dtype,
             logit_magnitude=cases.logit_magnitude(case),
-            has_cubic_cap=may_be_hoppers and cases.has_cubic_cap(case),
+            has_coarse_cap=may_be_hoppers and cases.has_coarse_cap(case),
         )
         for name, poisoned in {**self.owned, "out": self.out, "lse": self.lse}.items():
             if poisoned is not None:

@@ -128,12 +128,14 @@ __device__ __forceinline__ void take_out_bad(Vector16& chunk, uint32_t* bad_keys
   if (key < num_keys) ptx::atomic_or_shared(&bad_keys[key / 32], 1u << (key % 32));
 }
 
+__device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < ptx::infinity(); }
+
 // O += P V for one value of a key, if it is not finite, in rows that see the key: column e of block
 // n. Without branches: one a column and row is what compiling a kernel would take longest over.
 template <int kMmaQ, int kTilesO>
 __device__ __forceinline__ void add_bad_value(float (&o)[kMmaQ][kTilesO][4], int n, int e,
                                               const float (&p)[kMmaQ][2], float value) {
-  const float bad = fabsf(value) < ptx::infinity() ? 0.0f : value;
+  const float bad = is_finite(value) ? 0.0f : value;
 #pragma unroll
   for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
@@ -174,7 +176,10 @@ __device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
       // Columns of fp8 values are where fragments of them leave them (see fragments.cuh).
       const int column =
           is_fp8<T>::value ? 8 * (n & ~1) + 4 * t + (n & 1) + 2 * e : 8 * n + 2 * t + e;
-      if (column < kHeadDim) add_bad_value(o, n, e, p, element_to_float(value_row[column]));
+      if (column >= kHeadDim) continue;
+      const float value = element_to_float(value_row[column]);
+      // A branch, so that values are not loaded all at once: there are no registers for them.
+      if (!is_finite(value)) add_bad_value(o, n, e, p, value);
     }
   }
 }
