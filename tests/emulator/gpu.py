@@ -129,6 +129,9 @@ class EmulatedGpu:
         kernel.launch(params, (x, y, z), block, shared_bytes, self.ranges(), self.seed, guards)
         self.launches.append(Launched(kernel.name, (x, y, z), block))
 
+    def has_launched(self, name: str) -> bool:
+        return any(launch.name == name for launch in self.launches)
+
     def read(self, x: np.ndarray, name: str) -> ArrayView:
         """The view of a NumPy array, which is on this GPU."""
         v = _readers._read_numpy(x, name)

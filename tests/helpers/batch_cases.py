@@ -34,6 +34,12 @@ class Problem:
     scale_first: bool = False
     is_aligned: bool = True
 
+    @property
+    def has_coarse_cap(self) -> bool:
+        """As cases.has_coarse_cap."""
+        has_other_forms = self.scale_first or self.pos_encoding_mode == "ALIBI"
+        return self.is_capped and self.dtype == _BF16 and not has_other_forms
+
 
 _PLAIN = ((_BF16, _BF16), (_HALF, _HALF), (_BF16, _E4M3), (_HALF, _E5M2))
 PROBLEMS = (
