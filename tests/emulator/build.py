@@ -23,6 +23,7 @@ _INCLUDE, _RUNTIME = HERE / "include", HERE / "runtime"
 
 _COMMON = (
     *("-std=c++20", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-extern-tls-init"),
+    "-fno-omit-frame-pointer",
     *("-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter"),
     # Positions in a kernel are 32-bit ints by design; comparing them with sizeof is fine.
     *("-Wno-sign-compare", "-Wno-attributes", "-Wno-maybe-uninitialized"),
@@ -48,19 +49,21 @@ class Mode:
 MODES = {
     "plain": Mode(("-O2", "-g1")),
     # Every load and store goes through runtime/hooks.cpp, and so does undefined behaviour. Local
-    # variables start as garbage that is the same every time.
+    # variables start as garbage that is the same every time. Not optimised, for a kernel of a test
+    # takes longer to compile than to run, here too.
     "checked": Mode(
-        ("-O1", "-g1", "-fsanitize=thread", *_ARITHMETIC, "-ftrivial-auto-var-init=pattern"),
+        ("-O0", "-g1", "-fsanitize=thread", *_ARITHMETIC, "-ftrivial-auto-var-init=pattern"),
+        stack_bytes=512 * 1024,
         is_checked=True,
     ),
     "asan": Mode(
-        ("-O1", "-g1", "-fsanitize=address", "-fno-omit-frame-pointer"),
+        ("-O0", "-g1", "-fsanitize=address"),
         ("-O1", "-g1", "-fsanitize=address"),
         ("-fsanitize=address",),
         stack_bytes=512 * 1024,
     ),
     "ubsan": Mode(
-        ("-O1", "-g1", *_UNDEFINED, "-fno-sanitize-recover=all"),
+        ("-O0", "-g1", *_UNDEFINED, "-fno-sanitize-recover=all"),
         link=("-fsanitize=undefined",),
         stack_bytes=256 * 1024,
     ),

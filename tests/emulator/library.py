@@ -41,6 +41,7 @@ class _Report(ctypes.Structure):
         ("message", ctypes.c_char * 2048),
         ("code_offset", ctypes.c_uint64),
         ("other_code_offset", ctypes.c_uint64),
+        ("callers", ctypes.c_uint64 * 8),
         ("block", ctypes.c_uint32 * 3),
         ("thread", ctypes.c_int32),
     ]
@@ -96,7 +97,8 @@ class Library:
     def _describe(self, report: _Report, seed: int) -> str:
         where = f"kernel {self.name}, block {tuple(report.block)}, thread {report.thread}"
         lines = [f"{where}: {report.message.decode()}"]
-        lines += [f"  at {line}" for line in source_lines(self.path, report.code_offset)]
+        for offset in (report.code_offset, *report.callers):
+            lines += [f"  at {line}" for line in source_lines(self.path, offset)]
         other = source_lines(self.path, report.other_code_offset)
         lines += [f"  {'the other' if i == 0 else 'by way of'} at {x}" for i, x in enumerate(other)]
         lines.append(f"  ({self.path}, seed {seed})")
@@ -124,10 +126,9 @@ def source_lines(library: Path, code_offset: int) -> list[str]:
         return [f"offset {code_offset:#x}; addr2line could not be run: {error}"]
     found = []
     for place in done.stdout.splitlines():
-        # The twins of ptx/ are not where a mistake is.
-        if "/emulator/include/" not in place and not place.rpartition("/")[2].startswith(
-            "emulator:"
-        ):
+        # The twins of ptx/ and the runtime are not where a mistake is.
+        is_ours = "/emulator/include/" in place or "/emulator/runtime/" in place
+        if not is_ours and not place.rpartition("/")[2].startswith("emulator:"):
             path, _, line = place.partition(":")
             short = path.rpartition("/kernels/")[2] if "/kernels/" in path else path
             found.append(f"{short}:{line.split()[0] if line else '?'}")

@@ -203,11 +203,30 @@ void poison_guards([[maybe_unused]] bool is_poison) {
 #endif
 }
 
+// Follows frame pointers up the present fiber's stack, from the frame that returns to `code` on.
+void find_callers(void* code, uint64_t (&callers)[8]) {
+  const Fiber& fiber = machine.current->fiber;
+  const auto is_inside = [&](void** frame) {
+    const uintptr_t offset = reinterpret_cast<char*>(frame) - fiber.stack;
+    return offset < fiber.stack_bytes - 2 * sizeof(void*) && offset % sizeof(void*) == 0;
+  };
+  int count = -1;
+  void** frame = static_cast<void**>(__builtin_frame_address(0));
+  while (is_inside(frame) && count < 8 && frame[1] != nullptr) {
+    if (count >= 0) callers[count] = code_offset(frame[1]);
+    if (count >= 0 || frame[1] == code) ++count;
+    void** next = static_cast<void**>(frame[0]);
+    if (next <= frame) break;
+    frame = next;
+  }
+}
+
 [[noreturn]] void fail_v(void* code, uint64_t other, const char* format, va_list arguments) {
   Report& report = *machine.report;
   vsnprintf(report.message, sizeof report.message, format, arguments);
   report.code_offset = code_offset(code);
   report.other_code_offset = other;
+  find_callers(code, report.callers);
   report.block[0] = blockIdx.x;
   report.block[1] = blockIdx.y;
   report.block[2] = blockIdx.z;

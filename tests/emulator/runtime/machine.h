@@ -35,10 +35,11 @@ struct LaunchRequest {
   uint64_t seed;  // 0: blocks, warps and lanes in order
 };
 
-// What went wrong, and where: `code_offset` is an address in this library, for addr2line.
+// What went wrong, and where: offsets are addresses in this library, for addr2line; 0: none.
 struct Report {
   char message[2048];
-  uint64_t code_offset, other_code_offset;  // 0: none
+  uint64_t code_offset, other_code_offset;
+  uint64_t callers[8];  // of the function of code_offset, innermost first
   uint32_t block[3];
   int32_t thread;  // -1: no single one
 };

@@ -10,10 +10,13 @@
 #define __global__
 #define __device__
 #define __host__
-#define __forceinline__ inline __attribute__((always_inline))
+// Each copy of a function would be compiled again: a kernel in pieces takes a third of the time.
+#define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
+// For the twins, whose callers are the places that messages name.
+#define EMULATOR_INLINE inline __attribute__((always_inline))
 // All fibers run on one system thread, so thread-local storage is one block's shared memory: it has
 // static storage in a function without `static`, may be declared `extern`, and lies in one segment.
 #define __shared__ thread_local

@@ -9,27 +9,27 @@ namespace cupyattn::ptx {
 
 inline uint32_t shared_address(const void* pointer) { return emulator::shared_address(pointer); }
 
-__forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid) {
+EMULATOR_INLINE void cp_async_16(uint32_t destination, const void* source, bool valid) {
   emulator::cp_async(destination, source, 16, valid);
 }
 
-__forceinline__ void cp_async_4(uint32_t destination, const void* source, bool valid) {
+EMULATOR_INLINE void cp_async_4(uint32_t destination, const void* source, bool valid) {
   emulator::cp_async(destination, source, 4, valid);
 }
 
-__forceinline__ void store_shared_16(uint32_t destination, const Vector16& value) {
+EMULATOR_INLINE void store_shared_16(uint32_t destination, const Vector16& value) {
   emulator::store_shared_16(
       destination, emulator::Words4{{value.word[0], value.word[1], value.word[2], value.word[3]}});
 }
 
-__forceinline__ void cp_async_commit() { emulator::cp_async_commit(); }
+EMULATOR_INLINE void cp_async_commit() { emulator::cp_async_commit(); }
 
 template <int kPending>
-__forceinline__ void cp_async_wait_group() {
+EMULATOR_INLINE void cp_async_wait_group() {
   emulator::cp_async_wait_group(kPending);
 }
 
-__forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
+EMULATOR_INLINE void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
   emulator::cp_async_mbarrier_arrive_noinc(barrier);
 }
 

@@ -6,19 +6,19 @@
 
 namespace cupyattn::ptx {
 
-__forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address,
+EMULATOR_INLINE void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address,
                                  emulator::Where where = emulator::Where::current()) {
   const emulator::Words4 loaded = emulator::ldmatrix_x4(address, false, where);
   for (int i = 0; i < 4; ++i) fragment[i] = loaded.word[i];
 }
 
-__forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address,
+EMULATOR_INLINE void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address,
                                        emulator::Where where = emulator::Where::current()) {
   const emulator::Words4 loaded = emulator::ldmatrix_x4(address, true, where);
   for (int i = 0; i < 4; ++i) fragment[i] = loaded.word[i];
 }
 
-__forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&fragment)[4],
+EMULATOR_INLINE void stmatrix_x4(uint32_t address, const uint32_t (&fragment)[4],
                                  emulator::Where where = emulator::Where::current()) {
   emulator::stmatrix_x4(address, {fragment[0], fragment[1], fragment[2], fragment[3]}, where);
 }

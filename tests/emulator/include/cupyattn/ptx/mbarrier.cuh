@@ -8,39 +8,39 @@ namespace cupyattn::ptx {
 
 using emulator::Where;
 
-__forceinline__ void mbarrier_init(uint32_t barrier, int count) {
+EMULATOR_INLINE void mbarrier_init(uint32_t barrier, int count) {
   emulator::mbarrier_init(barrier, count);
 }
 
 inline void fence_mbarrier_init() {}
 
-__forceinline__ void mbarrier_arrive(uint32_t barrier, int count = 1) {
+EMULATOR_INLINE void mbarrier_arrive(uint32_t barrier, int count = 1) {
   for (int i = 0; i < count; ++i) emulator::mbarrier_arrive(barrier);
 }
 
-__forceinline__ void mbarrier_arrive_if(bool arrives, uint32_t barrier) {
+EMULATOR_INLINE void mbarrier_arrive_if(bool arrives, uint32_t barrier) {
   if (arrives) emulator::mbarrier_arrive(barrier);
 }
 
-__forceinline__ void mbarrier_expect_tx(uint32_t barrier, int num_bytes) {
+EMULATOR_INLINE void mbarrier_expect_tx(uint32_t barrier, int num_bytes) {
   emulator::mbarrier_expect_tx(barrier, num_bytes);
 }
 
-__forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int num_bytes) {
+EMULATOR_INLINE void mbarrier_arrive_expect_tx(uint32_t barrier, int num_bytes) {
   emulator::mbarrier_arrive_expect_tx(barrier, num_bytes);
 }
 
-__forceinline__ void mbarrier_wait_parity(uint32_t barrier, uint32_t parity,
+EMULATOR_INLINE void mbarrier_wait_parity(uint32_t barrier, uint32_t parity,
                                           Where where = Where::current()) {
   emulator::mbarrier_wait_parity(barrier, static_cast<int>(parity), where);
 }
 
-__forceinline__ void named_barrier_sync(int barrier, int num_threads,
+EMULATOR_INLINE void named_barrier_sync(int barrier, int num_threads,
                                         Where where = Where::current()) {
   emulator::named_barrier_sync(barrier, num_threads, where);
 }
 
-__forceinline__ void named_barrier_arrive(int barrier, int num_threads,
+EMULATOR_INLINE void named_barrier_arrive(int barrier, int num_threads,
                                           Where where = Where::current()) {
   emulator::named_barrier_arrive(barrier, num_threads, where);
 }

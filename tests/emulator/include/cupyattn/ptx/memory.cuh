@@ -9,30 +9,30 @@ namespace cupyattn::ptx {
 
 inline void device_fence() {}
 
-__forceinline__ uint32_t atomic_inc_wrap(uint32_t* counter, uint32_t last) {
+EMULATOR_INLINE uint32_t atomic_inc_wrap(uint32_t* counter, uint32_t last) {
   return emulator::atomic_inc_wrap(counter, last);
 }
 
-__forceinline__ void atomic_add(uint32_t* counter, uint32_t addend) {
+EMULATOR_INLINE void atomic_add(uint32_t* counter, uint32_t addend) {
   emulator::atomic_add(counter, addend);
 }
 
-__forceinline__ uint32_t atomic_add_shared(uint32_t* word, uint32_t addend) {
+EMULATOR_INLINE uint32_t atomic_add_shared(uint32_t* word, uint32_t addend) {
   return emulator::atomic_add_shared(word, addend);
 }
 
-__forceinline__ void atomic_or_shared(uint32_t* word, uint32_t bits) {
+EMULATOR_INLINE void atomic_or_shared(uint32_t* word, uint32_t bits) {
   emulator::atomic_or_shared(word, bits);
 }
 
-__forceinline__ float load_l2(const float* pointer) { return emulator::load_l2(pointer); }
+EMULATOR_INLINE float load_l2(const float* pointer) { return emulator::load_l2(pointer); }
 
-__forceinline__ float4 load_l2(const float4* pointer) {
+EMULATOR_INLINE float4 load_l2(const float4* pointer) {
   const emulator::Floats4 loaded = emulator::load_l2_16(pointer);
   return float4{loaded.value[0], loaded.value[1], loaded.value[2], loaded.value[3]};
 }
 
-__forceinline__ Vector16 load_no_allocate(const Vector16* pointer) { return *pointer; }
+EMULATOR_INLINE Vector16 load_no_allocate(const Vector16* pointer) { return *pointer; }
 
 inline uint32_t funnel_shift_right(uint32_t low, uint32_t high, uint32_t shift) {
   const uint64_t both = static_cast<uint64_t>(high) << 32 | low;

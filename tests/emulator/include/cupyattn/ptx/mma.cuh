@@ -7,7 +7,7 @@
 namespace cupyattn::ptx {
 
 template <typename T>
-__forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+EMULATOR_INLINE void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                                   emulator::Where where = emulator::Where::current()) {
   constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>::value;
   static_assert(kIsBfloat16 || is_same<T, half_t>::value, "inputs are f16 or bf16");
@@ -18,7 +18,7 @@ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_
 }
 
 template <typename T>
-__forceinline__ void mma_m16n8k16_first(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+EMULATOR_INLINE void mma_m16n8k16_first(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                         uint32_t b1,
                                         emulator::Where where = emulator::Where::current()) {
   for (int i = 0; i < 4; ++i) c[i] = 0.0f;

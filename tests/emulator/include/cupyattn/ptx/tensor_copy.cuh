@@ -10,26 +10,26 @@ namespace cupyattn::ptx {
 inline void prefetch_tensor_map(const TensorMap&) {}
 inline void tensor_prefetch_4d(const TensorMap&, int, int, int, int) {}
 
-__forceinline__ void tensor_copy_4d(uint32_t destination, const TensorMap& map, int x, int y, int z,
+EMULATOR_INLINE void tensor_copy_4d(uint32_t destination, const TensorMap& map, int x, int y, int z,
                                     int w, uint32_t barrier) {
   static_assert(sizeof(TensorMap) == sizeof(emulator::TensorMap));
   emulator::tensor_copy(destination, reinterpret_cast<const emulator::TensorMap&>(map),
                         {x, y, z, w, 0}, barrier);
 }
 
-__forceinline__ void tensor_copy_5d(uint32_t destination, const TensorMap& map, int x, int y, int z,
+EMULATOR_INLINE void tensor_copy_5d(uint32_t destination, const TensorMap& map, int x, int y, int z,
                                     int w, int u, uint32_t barrier) {
   emulator::tensor_copy(destination, reinterpret_cast<const emulator::TensorMap&>(map),
                         {x, y, z, w, u}, barrier);
 }
 
-__forceinline__ void tensor_store_4d(const TensorMap& map, int x, int y, int z, int w,
+EMULATOR_INLINE void tensor_store_4d(const TensorMap& map, int x, int y, int z, int w,
                                      uint32_t source) {
   emulator::tensor_store(source, reinterpret_cast<const emulator::TensorMap&>(map),
                          {x, y, z, w, 0});
 }
 inline void bulk_commit() {}
-__forceinline__ void bulk_wait_read() { emulator::bulk_wait_read(); }
+EMULATOR_INLINE void bulk_wait_read() { emulator::bulk_wait_read(); }
 
 inline void fence_proxy_async() {}
 

@@ -10,53 +10,53 @@ using emulator::Where;
 
 constexpr uint32_t kFullWarp = 0xffffffffu;
 
-__forceinline__ float shuffle_xor(float value, int lane_mask, Where where = Where::current()) {
+EMULATOR_INLINE float shuffle_xor(float value, int lane_mask, Where where = Where::current()) {
   return emulator::shuffle_xor(value, lane_mask, where);
 }
 
-__forceinline__ float shuffle(float value, int source_lane, Where where = Where::current()) {
+EMULATOR_INLINE float shuffle(float value, int source_lane, Where where = Where::current()) {
   return emulator::shuffle(value, source_lane, where);
 }
 
-__forceinline__ int shuffle(int value, int source_lane, Where where = Where::current()) {
+EMULATOR_INLINE int shuffle(int value, int source_lane, Where where = Where::current()) {
   return emulator::shuffle_int(value, source_lane, where);
 }
 
-__forceinline__ int shuffle_in_eight(int value, int source, Where where = Where::current()) {
+EMULATOR_INLINE int shuffle_in_eight(int value, int source, Where where = Where::current()) {
   const int first = static_cast<int>(threadIdx.x) % 32 / 8 * 8;
   return emulator::shuffle_int(value, first + source, where);
 }
 
-__forceinline__ uint32_t warp_sum(uint32_t value, Where where = Where::current()) {
+EMULATOR_INLINE uint32_t warp_sum(uint32_t value, Where where = Where::current()) {
   return emulator::warp_sum(value, where);
 }
 
-__forceinline__ uint32_t warp_max(uint32_t value, Where where = Where::current()) {
+EMULATOR_INLINE uint32_t warp_max(uint32_t value, Where where = Where::current()) {
   return emulator::warp_max(value, where);
 }
 
-__forceinline__ int warp_max(int value, Where where = Where::current()) {
+EMULATOR_INLINE int warp_max(int value, Where where = Where::current()) {
   constexpr uint32_t kSign = 0x80000000u;
   return static_cast<int>(emulator::warp_max(static_cast<uint32_t>(value) ^ kSign, where) ^ kSign);
 }
 
-__forceinline__ int warp_min(int value, Where where = Where::current()) {
+EMULATOR_INLINE int warp_min(int value, Where where = Where::current()) {
   return ~warp_max(~value, where);
 }
 
-__forceinline__ int warp_uniform(int value, Where where = Where::current()) {
+EMULATOR_INLINE int warp_uniform(int value, Where where = Where::current()) {
   return emulator::shuffle_int(value, 0, where);
 }
 
-__forceinline__ bool warp_any(bool predicate, Where where = Where::current()) {
+EMULATOR_INLINE bool warp_any(bool predicate, Where where = Where::current()) {
   return emulator::warp_any(predicate, where);
 }
 
-__forceinline__ void warp_sync(Where where = Where::current()) { emulator::warp_sync(where); }
+EMULATOR_INLINE void warp_sync(Where where = Where::current()) { emulator::warp_sync(where); }
 
-__forceinline__ void block_sync(Where where = Where::current()) { emulator::block_sync(where); }
+EMULATOR_INLINE void block_sync(Where where = Where::current()) { emulator::block_sync(where); }
 
-__forceinline__ bool block_any(bool predicate, Where where = Where::current()) {
+EMULATOR_INLINE bool block_any(bool predicate, Where where = Where::current()) {
   return emulator::block_any(predicate, where);
 }
 

@@ -9,12 +9,12 @@ namespace cupyattn::ptx {
 using emulator::Where;
 
 template <int kCount>
-__forceinline__ void set_max_registers_down(Where where = Where::current()) {
+EMULATOR_INLINE void set_max_registers_down(Where where = Where::current()) {
   emulator::set_max_registers(kCount, where);
 }
 
 template <int kCount>
-__forceinline__ void set_max_registers_up(Where where = Where::current()) {
+EMULATOR_INLINE void set_max_registers_up(Where where = Where::current()) {
   emulator::set_max_registers(kCount, where);
 }
 
@@ -24,7 +24,7 @@ inline void wgmma_commit() {}
 
 // All lanes of a warp meet here.
 template <int kPending>
-__forceinline__ void wgmma_wait(Where where = Where::current()) {
+EMULATOR_INLINE void wgmma_wait(Where where = Where::current()) {
   emulator::warp_sync(where);
 }
 
@@ -39,7 +39,7 @@ struct Wgmma {
   static_assert(kN % 8 == 0 && kN <= 256, "what wgmma takes");
 
   template <typename T>
-  static __forceinline__ void multiply_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int adds,
+  static EMULATOR_INLINE void multiply_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int adds,
                                           Where where = Where::current()) {
     constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>::value;
     emulator::warpgroup_multiply({.n = kN,
@@ -55,7 +55,7 @@ struct Wgmma {
   }
 
   template <typename T>
-  static __forceinline__ void multiply_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b,
+  static EMULATOR_INLINE void multiply_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b,
                                           int adds, Where where = Where::current()) {
     constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>::value;
     emulator::warpgroup_multiply({.n = kN,
