@@ -13,7 +13,7 @@ import cupyattn
 from cupyattn import dtypes, reference
 
 from . import compare, item_cases, lowprec, poison, verify_cases
-from .batch_cases import Case, pick
+from .batch_cases import Case, Problem, pick
 from .gpu_calls import download, raw, upload
 
 # Says whether a kernel has run.
@@ -22,6 +22,16 @@ Served = Callable[[], bool]
 
 def offsets(lengths: Any) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def may_be_coarse(problem: Problem, xp: ModuleType, may_be_hoppers: bool | None) -> bool:
+    """Whether an answer may err by what prefill_sm90's soft cap does.
+
+    may_be_hoppers: whether that kernel may have run; default: the arrays are a GPU's.
+    """
+    if may_be_hoppers is None:
+        may_be_hoppers = xp is not np
+    return may_be_hoppers and problem.has_coarse_cap
 
 
 class Call:
@@ -228,7 +238,7 @@ class Call:
     def check(
         self, out: np.ndarray, lse: np.ndarray, *, may_be_hoppers: bool | None = None
     ) -> None:
-        """may_be_hoppers: whether prefill_sm90 may have run; default: the arrays are a GPU's."""
+        """may_be_hoppers: as may_be_coarse's."""
         ref, low = self.expected()
         case = self.case
         magnitude = 20.0 * math.log2(math.e) if case.problem.is_capped else 0.0
@@ -236,8 +246,6 @@ class Call:
             slope = float(lowprec.alibi_slopes(case.num_qo_heads).max())
             longest = max((*case.qo_len, *case.kv_len, 0))
             magnitude = max(magnitude, slope * longest * math.log2(math.e))
-        if may_be_hoppers is None:
-            may_be_hoppers = self.xp is not np
         compare.assert_close(
             out,
             lse,
@@ -246,7 +254,7 @@ class Call:
             case,
             p_dtype=self.q.dtype,
             logit_magnitude=magnitude,
-            has_coarse_cap=may_be_hoppers and case.problem.has_coarse_cap,
+            has_coarse_cap=may_be_coarse(case.problem, self.xp, may_be_hoppers),
         )
         for name, placed in {**self.owned, "out": self.out, "lse": self.lse}.items():
             placed.assert_intact(f"{case}: {name}")

@@ -17,7 +17,7 @@ import cupyattn
 from cupyattn import dtypes, reference
 
 from . import compare, lowprec, poison
-from .batch_calls import Served, offsets
+from .batch_calls import Served, may_be_coarse, offsets
 from .batch_cases import PROBLEMS, Problem, pick
 from .gpu_calls import download, raw, upload
 
@@ -246,15 +246,13 @@ class Call:
     def check(
         self, out: np.ndarray, lse: np.ndarray, *, may_be_hoppers: bool | None = None
     ) -> None:
-        """may_be_hoppers: whether prefill_sm90 may have run; default: the arrays are a GPU's."""
+        """may_be_hoppers: as may_be_coarse's."""
         ref, low = self.expected()
         case = self.case
         magnitude = _CAP * math.log2(math.e) if case.problem.is_capped else 0.0
         if case.problem.pos_encoding_mode == "ALIBI":
             slope = float(lowprec.alibi_slopes(case.num_qo_heads).max())
             magnitude = max(magnitude, slope * 2048 * math.log2(math.e))
-        if may_be_hoppers is None:
-            may_be_hoppers = self.xp is not np
         compare.assert_close(
             out,
             lse,
@@ -263,7 +261,7 @@ class Call:
             case,
             p_dtype=self.q.dtype,
             logit_magnitude=magnitude,
-            has_coarse_cap=may_be_hoppers and case.problem.has_coarse_cap,
+            has_coarse_cap=may_be_coarse(case.problem, self.xp, may_be_hoppers),
         )
         for name in ("device_q", "out", "lse"):
             getattr(self, name).assert_intact(f"{case}: {name}")
