@@ -237,6 +237,13 @@ HOPPER = (
         "hopper capped",
     ),
     Mutation(
+        "sums may be as large as if all maxima were zero",
+        SOFT_CAP,
+        "fminf(reach - top, kSlackBits)",
+        "fminf(reach, kSlackBits)",
+        "hopper capped",
+    ),
+    Mutation(
         "rows of which sums cannot tell are in reach",
         SOFT_CAP,
         "row_max[h] <= reach.top;",

@@ -102,6 +102,9 @@ def test_options(options: dict[str, object]) -> None:
         {"logit_shift": 11.0, "qo_len": 40},
         {"logit_shift": 11.0, "kv_dtype": "float8_e4m3fn"},
         {"logits_soft_cap": 2.5, "qo_len": 40},
+        # So large that rows take the maxima of their first tiles.
+        {"logits_soft_cap": 100.0},
+        {"logits_soft_cap": 100.0, "outliers": 8.0, "causal": False},
         {"outliers": 5.0, "causal": False},
         {"outliers": 5.0, "window_left": 150},
         {"mask_kind": "packed", "mask_pattern": "causal"},
@@ -115,16 +118,17 @@ def test_soft_caps(changes: dict[str, object]) -> None:
     check(replace(capped, **changes))  # type: ignore[arg-type]
 
 
-def test_a_key_past_the_cap() -> None:
-    check_a_large_key()
+@pytest.mark.parametrize(("cap", "size"), [(30.0, 40.0), (100.0, 130.0)])
+def test_a_key_past_the_cap(cap: float, size: float) -> None:
+    check_a_large_key(cap=cap, size=size)
 
 
-def check_a_large_key(**facts: object) -> None:
+def check_a_large_key(*, cap: float = 30.0, size: float = 40.0, **facts: object) -> None:
     """Rows in reach see one key, of the last tile that is visited, at up to 5 times the cap."""
     case = replace(
-        BASE, logits_soft_cap=30.0, dtype="bfloat16", kv_dtype="bfloat16", logit_shift=0.5
+        BASE, logits_soft_cap=cap, dtype="bfloat16", kv_dtype="bfloat16", logit_shift=0.5
     )
-    run.single(replace(case, kv_len=700), spoil={"k": [(5, 40.0)]}, **facts).check()
+    run.single(replace(case, kv_len=700), spoil={"k": [(5, size)]}, **facts).check()
 
 
 def test_splits() -> None:

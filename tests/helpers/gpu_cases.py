@@ -143,6 +143,7 @@ _ALONE: dict[str, Mapping[str, Any]] = {
     "masked window": {"mask_kind": "bool", "window_left": 50, "causal": True},
     "soft cap": {"logits_soft_cap": 30.0},
     "small soft cap": {"logits_soft_cap": 0.5},
+    "large soft cap": {"logits_soft_cap": 100.0, "kv_len": 900},
     "soft cap of low logits": {"logits_soft_cap": 30.0, "logit_shift": -20.0, "kv_len": 900},
     "soft cap of high logits": {"logits_soft_cap": 30.0, "logit_shift": 20.0, "kv_len": 900},
     "soft cap of outliers": {"logits_soft_cap": 30.0, "outliers": 5.0, "kv_len": 900},

@@ -47,6 +47,10 @@ struct PrefillSm90Consumer {
   // probabilities of two tiles leave no registers for one.)
   static constexpr bool kTakesGuesses =
       LogitsVariant::kGuessesAll && (Kernel::kScalesQueries || !kOverlaps);
+  // After the last tile nothing is guessed any more. (To ask takes a register.)
+  static constexpr bool kSkipsLast = Kernel::kScalesQueries;
+  // Q that comes late is scaled beside the last values of the item before.
+  static constexpr bool kValuesFirst = kSlots == 1 && Kernel::kScalesQueries;
 
   // Of a tile; and what O is to be multiplied by before, if it is.
   struct Probabilities {
@@ -294,12 +298,15 @@ struct PrefillSm90Consumer {
           const int row = work.first_row + min_of(r, work.num_rows - 1);
           return item.work.request.position(params, PackedRow::of(params, row).token);
         });
-    ptx::fence_proxy_async();
-    ptx::named_barrier_sync(Kernel::kQueriesDone + group, kWarpgroup);
+    end_queries();
   }
   __device__ __forceinline__ void scale_queries() const {
     scale_rows<QTile, kWarpgroup>(shared.q[slot], 64 * group, shared.logits.query_scale,
                                   threadIdx.x % kWarpgroup);
+    end_queries();
+  }
+  // The warpgroup's rows are written anew.
+  __device__ __forceinline__ void end_queries() const {
     ptx::fence_proxy_async();
     ptx::named_barrier_sync(Kernel::kQueriesDone + group, kWarpgroup);
   }
@@ -311,16 +318,17 @@ struct PrefillSm90Consumer {
     float s[1][kTilesS][4];
     Probabilities probabilities;
     KeyTile present;
+    // Logits that come behind the last values have nothing left to be beside.
+    constexpr bool kIsBeside = kOverlaps && !kValuesFirst;
     Kernel::wait(shared.full_q[queries.stage], queries.parity);
     const int last_slot = slot;
     slot = queries.stage;
     queries.advance();
     if constexpr (Kernel::kRope) rotate_queries(item);
-    // Q is scaled beside the last values.
-    constexpr bool kValuesFirst = Kernel::kScalesQueries;
-    // Logits that come behind the last values have nothing left to be beside.
-    constexpr bool kIsBeside = kOverlaps && !kValuesFirst;
-    if constexpr (!kValuesFirst) multiply_keys(s);
+    if constexpr (!kValuesFirst) {
+      if constexpr (Kernel::kScalesQueries) scale_queries();
+      multiply_keys(s);
+    }
     if (rest == kValues) {
       if constexpr (kValuesFirst) await_turn();
       multiply_values();
@@ -440,7 +448,7 @@ struct PrefillSm90Consumer {
     to.hidden_key = hides ? first_key : -1;
     if constexpr (LogitsVariant::kGuessesAll) {
       exponentiate_capped<kIsFirst>(to, s, item, present, values, has_failed);
-      settle_reach(item, present.tile);
+      if (!kSkipsLast || present.tile > last_tile) settle_reach(item, present.tile);
     } else {
       if constexpr (LogitsVariant::kGuesses && !kIsFirst) {
         if (!hides) {

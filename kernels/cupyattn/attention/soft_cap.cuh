@@ -346,12 +346,12 @@ struct NearCappedLogits : CappedLogits {
     return constants;
   }
   // Of a guess that holds up to `reach`: the largest maximum of its rows, and the most that a
-  // tile's sum may be. Sums of ordinary tiles ask for some bits.
+  // tile's sum may be. Where rows take the maxima of their first tiles, both take half.
   static __device__ __forceinline__ void leave_room(const Constants& constants, float reach,
                                                     float& top, float& most) {
-    constexpr float kLeastBits = 3.0f, kUsualBits = 5.0f;
+    constexpr float kLeastBits = 3.0f;
     const float first = first_max(constants);
-    top = first == -ptx::infinity() ? reach - kUsualBits : first;
+    top = first == -ptx::infinity() ? 0.5f * reach : first;
     const float bits = fminf(reach - top, kSlackBits);
     if (!(bits >= kLeastBits)) top = -ptx::infinity();
     most = exp2f(bits);
