@@ -147,9 +147,9 @@ HOPPER = (
     Mutation(
         "a box of O of which some rows are another's",
         KERNEL,
-        "work.num_rows >= max_of(box, 64 * (group + 1))",
-        "work.num_rows > 64 * group",
-        "hopper wide pages",
+        "? num_rows / 64 * 64 : 0;",
+        "? ceil_div(num_rows, 64) * 64 : 0;",
+        "hopper steep",
     ),
     Mutation(
         "a pair of keys has one bias",

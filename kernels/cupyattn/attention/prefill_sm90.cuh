@@ -86,13 +86,14 @@ struct PrefillSm90 {
   static constexpr bool kRope = Config::kRope;
   using KeyTiles = typename conditional<kMasked, KeyTileMap<kTileKV>, AllKeyTiles<kTileKV>>::type;
 
-  // What a block does next. The last one does not exist.
+  // What a block does next. The last one does not exist, and is zeros.
   struct ItemFacts {
     BlockWork work;
     int place;  // in the work list
     KeyRange range;
     TileSpan tiles;
     int exists;
+    int boxed_rows;  // whose answers leave in boxes: those of whole warpgroups
 
     __device__ __forceinline__ bool has_keys() const { return tiles.begin < tiles.end; }
     __device__ __forceinline__ int first_key(int tile) const {
@@ -295,37 +296,40 @@ struct PrefillSm90 {
   __device__ __forceinline__ void store_output(const Item& item, int& stored, int lane) const {
     if constexpr (kStagesOutput) {
       if (!item.has_keys()) return;
-      const int box = all_params.output_box_rows;
       if (lane == 0) {
-        const TileWork& work = item.work.tile;
-        for (int row = 0; row < kTileQ && leaves_in_a_box(item, row / 64); row += box) {
-          const int token =
-              item.work.request.q_start + PackedRow::of(params, work.first_row + row).token;
-          const uint32_t rows = ptx::shared_address(shared.q[stored]) + row * QTile::kRowBytes;
+        const uint32_t rows = ptx::shared_address(shared.q[stored]);
+        const int head = item.work.tile.kv_head * params.group_size;
+        for_boxes(item, all_params.output_box_rows, item.boxed_rows, [&](int row, int token) {
 #pragma unroll
           for (int panel = 0; panel < QTile::kPanels; ++panel) {
-            ptx::tensor_store_4d(all_params.o, 64 * panel, work.kv_head * params.group_size, token,
-                                 0, rows + panel * QTile::kPanelBytes);
+            ptx::tensor_store_4d(all_params.o, 64 * panel, head, token, 0,
+                                 rows + row * QTile::kRowBytes + panel * QTile::kPanelBytes);
           }
-        }
+        });
         ptx::bulk_commit();
       }
       stored = stored + 1 == kSlots ? 0 : stored + 1;
     }
   }
-  // Whether O of a warpgroup's rows of an item leaves in a box: all rows of one are answers.
-  __device__ __forceinline__ bool leaves_in_a_box(const Item& item, int group) const {
-    const TileWork& work = item.work.tile;
-    const int box = all_params.output_box_rows;
-    return kStagesOutput && box > 0 && item.has_keys() &&
-           work.num_rows >= max_of(box, 64 * (group + 1)) && !work.leaves_state();
+  // Calls body(row, token) for the first `num_rows` rows of an item in boxes of `box` rows, which
+  // are whole tokens; returns the row after.
+  template <typename Body>
+  __device__ __forceinline__ int for_boxes(const ItemFacts& item, int box, int num_rows,
+                                           Body&& body) const {
+    const int tokens = PackedRow::of(params, box).token;
+    int token = item.work.request.q_start + PackedRow::of(params, item.work.tile.first_row).token;
+    int row = 0;
+    for (; box > 0 && row + box <= num_rows; row += box, token += tokens) body(row, token);
+    return row;
   }
 
   __device__ __forceinline__ void leave_hidden_tiles_out(Item& item, int lane) const {
     const TileSpan tiles = item.template take<Mask>(all_params.mask_maps[item.place],
                                                     item.work.request, item.tiles, lane);
     ptx::warp_sync();
-    if (lane == 0) item.tiles = tiles;
+    if (lane != 0) return;
+    item.tiles = tiles;
+    if (!item.has_keys()) item.boxed_rows = 0;
   }
 
   // A block begins with the item of its own index and takes the next that nobody has. As many as
@@ -355,6 +359,9 @@ struct PrefillSm90 {
     // Boxes of pages start where pages do.
     item.tiles =
         TileSpan::of < (kPaged && !kGathers) || kMasked > (item.range, kTileKV, item.work.tile);
+    const int box = all_params.output_box_rows, num_rows = item.work.tile.num_rows;
+    const bool is_boxed = kStagesOutput && box > 0 && num_rows >= box && item.has_keys();
+    item.boxed_rows = is_boxed && !item.work.tile.leaves_state() ? num_rows / 64 * 64 : 0;
     return item;
   }
 

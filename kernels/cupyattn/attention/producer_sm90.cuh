@@ -97,25 +97,13 @@ struct PrefillSm90Producer {
   // Rows of Q will be wanted, and take long to come from memory.
   __device__ __forceinline__ void prefetch_queries(const ItemFacts& item, int lane) const {
     if (lane != 0) return;
-    for_query_boxes(item, [&](int, int token) {
+    kernel.for_boxes(item, all_params.query_box_rows, item.work.tile.num_rows, [&](int, int token) {
 #pragma unroll
       for (int panel = 0; panel < QTile::kPanels; ++panel) {
         ptx::tensor_prefetch_4d(all_params.q, 64 * panel,
                                 item.work.tile.kv_head * params.group_size, token, 0);
       }
     });
-  }
-
-  // Calls body(row, token) for each box of rows that are all the item's; returns the row after.
-  template <typename Body>
-  __device__ __forceinline__ int for_query_boxes(const ItemFacts& item, Body&& body) const {
-    const TileWork& work = item.work.tile;
-    const int box = all_params.query_box_rows;
-    int row = 0;
-    for (; box > 0 && row + box <= work.num_rows; row += box) {
-      body(row, item.work.request.q_start + PackedRow::of(params, work.first_row + row).token);
-    }
-    return row;
   }
 
   // Rows of Q: boxes where all rows of one are the item's; the others are gathered, and what rows
@@ -127,14 +115,14 @@ struct PrefillSm90Producer {
     const uint32_t lands = ptx::shared_address(&shared.full_q[q.stage]);
     Kernel::wait(shared.empty_q[q.stage], q.parity ^ 1);
     ptx::warp_sync();
-    const int row = for_query_boxes(item, [&](int row, int token) {
+    const int box = all_params.query_box_rows, head = work.kv_head * params.group_size;
+    const int row = kernel.for_boxes(item, box, work.num_rows, [&](int row, int token) {
       if (lane != 0) return;
-      ptx::mbarrier_expect_tx(lands, all_params.query_box_rows * QTile::kPanels * QTile::kRowBytes);
+      ptx::mbarrier_expect_tx(lands, box * QTile::kPanels * QTile::kRowBytes);
 #pragma unroll
       for (int panel = 0; panel < QTile::kPanels; ++panel) {
         ptx::tensor_copy_4d(tile + panel * QTile::kPanelBytes + row * QTile::kRowBytes,
-                            all_params.q, 64 * panel, work.kv_head * params.group_size, token, 0,
-                            lands);
+                            all_params.q, 64 * panel, head, token, 0, lands);
       }
     });
     if (row < work.num_rows) gather_queries(tile, item, row, lane);

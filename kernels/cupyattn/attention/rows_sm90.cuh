@@ -76,13 +76,13 @@ struct PrefillSm90Rows {
   // normalisers and, if anybody wants them, their log-sum-exps.
   __device__ __forceinline__ Output conclude(const Softmax& softmax, int place, int slot) const {
     const Item& item = shared.items[place];
-    const bool leaves_state = item.work.tile.leaves_state();
-    const float output_scale =
-        leaves_state ? 1.0f : output_scale_of(params, item.work.tile.kv_head);
-    Output output{place, slot, kernel.leaves_in_a_box(item, group), {}};
     float sums[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) sums[h] = quad_sum(softmax.row_sum[0][h]);
+    const bool leaves_state = item.work.tile.leaves_state();
+    const float output_scale =
+        leaves_state ? 1.0f : output_scale_of(params, item.work.tile.kv_head);
+    Output output{place, slot, item.boxed_rows >= 64 * (group + 1), {}};
     if (!leaves_state && params.sinks == nullptr && params.lse == nullptr) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
