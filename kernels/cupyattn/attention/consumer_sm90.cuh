@@ -109,7 +109,7 @@ struct PrefillSm90Consumer {
     for (;;) {
       while (tile > last_tile) tile = visit(*item, tile);
       item = &kernel.await_item(next);
-      const bool has_keys = item->has_keys();
+      const bool has_keys = item->exists && item->has_keys();
       const bool has_rows = item->work.tile.num_rows > 64 * group;
       if (!has_keys || !has_rows || rest == kOutput) complete();
       if (!item->exists) return;

@@ -86,7 +86,7 @@ struct PrefillSm90 {
   static constexpr bool kRope = Config::kRope;
   using KeyTiles = typename conditional<kMasked, KeyTileMap<kTileKV>, AllKeyTiles<kTileKV>>::type;
 
-  // What a block does next. The last one does not exist, and is zeros.
+  // What a block does next. The last one does not exist.
   struct ItemFacts {
     BlockWork work;
     int place;  // in the work list
