@@ -26,6 +26,7 @@ from .batch import (
     build_states,
     count_work,
     make_tiles,
+    short_last,
     split_after,
 )
 
@@ -71,7 +72,10 @@ def plan_mixed(
     shapes = [shape for _, shape in kinds]
     time, splits = _choose(works, shapes, device, splitting, leaves_states)
     make = build_states if leaves_states else build
-    parts = tuple(make(x, t, s) for (x, _), t, s in zip(kinds, tiles, splits, strict=True))
+    parts = tuple(
+        make(requests, *short_last(of, work, parts, device.items))
+        for (requests, _), of, work, parts in zip(kinds, tiles, works, splits, strict=True)
+    )
     return MixedPlan(parts, time)
 
 

@@ -71,6 +71,15 @@ def test_windows(window_left: int) -> None:
     check(replace(CAUSAL, window_left=window_left, qo_len=200, kv_len=500))
 
 
+# Tiles of keys may start before the window does, to have what causality cuts in one of them.
+@pytest.mark.parametrize("window_left", [90, 100, 110, 126, 127, 230])
+def test_keys_before_a_window_are_nobodys(window_left: int) -> None:
+    case = replace(CAUSAL, window_left=window_left, qo_len=200, kv_len=500)
+    unseen = range(case.kv_len - case.qo_len - window_left)
+    for which in "kv":
+        check(case, spoil={which: [((key, slice(None), slice(None)), np.nan) for key in unseen]})
+
+
 @pytest.mark.parametrize(
     "options",
     [

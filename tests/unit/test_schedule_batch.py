@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -176,6 +177,58 @@ def test_unequal_requests_of_a_decode_come_longest_first() -> None:
     shape = TileShape(16, 64, 264)
     batch = Batch(((1, 5), (1, 900), (1, 70)), 1, 1, shape, Masking(False, -1), Splitting(False))
     assert column(batch.plan(), "kv_len").tolist() == [900, 70, 5]
+
+
+def part_sizes(batch: Batch, plan: BatchPlan) -> tuple[list[tuple[int, int]], np.ndarray]:
+    """Of each tile of rows, in the order of the list: its request's and its own first row, and how
+    many key tiles its parts have."""
+    shape, masking, group = batch.shape, batch.masking, batch.group_size
+    names, sizes = [], []
+    for item in plan.items:
+        field = dict(zip(WORK_FIELDS, map(int, item), strict=True))
+        if field["split"] > 0:
+            continue
+        first, qo_len, kv_len = field["first_row"], field["qo_len"], field["kv_len"]
+        last = min(first + shape.tile_q, qo_len * group) - 1
+        rows = first // group, last // group
+        begin, end = key_span(*rows, qo_len, kv_len, masking.causal, masking.window_left)
+        tiles = -(-max(end - begin, 0) // shape.tile_kv)
+        names.append((field["q_start"], first))
+        sizes.append(-(-tiles // field["num_splits"]))
+    return names, np.array(sizes, int)
+
+
+@settings(max_examples=300)
+@given(batches(longest_q=300, longest_kv=2_000, most=12))
+def test_tiles_of_a_request_stay_together_but_the_shortest(batch: Batch) -> None:
+    batch = replace(batch, masking=replace(batch.masking, causal=True))
+    plan = batch.plan()
+    names, sizes = part_sizes(batch, plan)
+    requests = [name[0] for name in names]
+    ends = [i for i in range(len(sizes) + 1) if (np.diff(sizes[i:]) <= 0).all()]
+    least = [sizes[:i].min(initial=1 << 30) for i in ends]
+    first_short = next(i for i, n in zip(ends, least, strict=True) if sizes[i:].max(initial=-1) < n)
+    head = [request for request, _ in groupby(requests[:first_short])]
+    assert len(head) == len(set(head))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window_left"),
+    [([1024] * 16, -1), ([512] * 32, -1), ([4096] * 4, 1023), ([3000, 1500, 1000, 750, 600], -1)],
+    ids=str,
+)
+def test_blocks_of_prefill_end_together(lengths: list[int], window_left: int) -> None:
+    """Also where each takes an item ahead of time."""
+    shape = TileShape(192, 80, 132)
+    masking = Masking(True, window_left)
+    batch = Batch(tuple((n, n) for n in lengths), 4, 8, shape, masking, Splitting())
+    costs = np.repeat(part_sizes(batch, batch.plan())[1] + 2.0, batch.num_kv_heads)
+    slots = [(0.0, float(costs[slot])) for slot in range(shape.num_slots)]
+    heapq.heapify(slots)
+    for cost in costs[shape.num_slots :]:
+        now, ahead = slots[0]
+        heapq.heapreplace(slots, (now + ahead, float(cost)))
+    assert max(map(sum, slots)) <= 1.02 * costs.sum() / shape.num_slots
 
 
 def test_a_window_shortens_the_work() -> None:

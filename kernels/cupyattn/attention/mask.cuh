@@ -98,6 +98,18 @@ struct TileSpan {
     return TileSpan{origin, ptx::warp_uniform(static_cast<int>(product / work.num_splits)),
                     ptx::warp_uniform(static_cast<int>((product + count) / work.num_splits))};
   }
+
+  // Starts before a range whose first keys a window cuts, if that takes no tile more and leaves
+  // each end's cuts to one tile: else those of causality are often in two.
+  __device__ __forceinline__ void gather_cuts(const KeyRange& range, int keys_per_tile) {
+    const int count = ceil_div(max_of(range.end - range.begin, 0), keys_per_tile);
+    const int ahead = range.begin + (count - 1) * keys_per_tile - range.full_end;
+    const int spare = min_of(range.begin + count * keys_per_tile - range.end,
+                             range.begin + keys_per_tile - range.full_begin);
+    if (range.full_begin > range.begin && ahead > 0 && ahead <= min_of(spare, range.begin)) {
+      origin -= ahead;
+    }
+  }
 };
 
 // Bits of which the lowest `count` are 1: none if it is negative, all if it is large.

@@ -359,6 +359,8 @@ struct PrefillSm90 {
     // Boxes of pages start where pages do.
     item.tiles =
         TileSpan::of < (kPaged && !kGathers) || kMasked > (item.range, kTileKV, item.work.tile);
+    // Rows may be copied that nobody asks for; pages may not.
+    if constexpr (!kPaged && !kMasked) item.tiles.gather_cuts(item.range, kTileKV);
     const int box = all_params.output_box_rows, num_rows = item.work.tile.num_rows;
     const bool is_boxed = kStagesOutput && box > 0 && num_rows >= box && item.has_keys();
     item.boxed_rows = is_boxed && !item.work.tile.leaves_state() ? num_rows / 64 * 64 : 0;
