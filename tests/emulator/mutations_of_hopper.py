@@ -230,6 +230,20 @@ HOPPER = (
         "hopper rope",
     ),
     Mutation(
+        "a thread's second key of a pair is hidden late",
+        CONSUMER,
+        "2 * (offset >> 3) + min_of(offset & 7, 2)",
+        "2 * (offset >> 3) + 2 * min_of(offset & 7, 1)",
+        "hopper causal",
+    ),
+    Mutation(
+        "tiles start so early before a window that the last ends too soon",
+        "cupyattn/attention/mask.cuh",
+        "      origin -= ahead;",
+        "      origin -= ahead + keys_per_tile;",
+        "hopper window",
+    ),
+    Mutation(
         "sums do not tell of logits past the range",
         SOFTMAX,
         "fails |= tile_sum[h] > guess.most_of_tile() || !has_max;",

@@ -259,6 +259,10 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "cascade in a graph": test_cascade.run_graph,
     # The kernels of Hopper; all others above are the portable ones.
     "hopper causal": _single({"causal": True, "qo_len": 80, "kv_len": 300, "group": 4}),
+    # The second tile of keys of the first 96 tokens would begin 27 keys into what causality cuts.
+    "hopper window": _single(
+        {"causal": True, "qo_len": 200, "kv_len": 500, "group": 2, "window_left": 100}
+    ),
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
     # So steep that even bfloat16 has no room for what passes the first tile's maximum.
     "hopper steep": _single({"sm_scale": 16.0, "kv_len": 700}),
