@@ -73,8 +73,8 @@ def plan_mixed(
     time, splits = _choose(works, shapes, device, splitting, leaves_states)
     make = build_states if leaves_states else build
     parts = tuple(
-        make(requests, *short_last(of, work, parts, device.items))
-        for (requests, _), of, work, parts in zip(kinds, tiles, works, splits, strict=True)
+        make(requests, *short_last(of, work, split, device.items))
+        for (requests, _), of, work, split in zip(kinds, tiles, works, splits, strict=True)
     )
     return MixedPlan(parts, time)
 

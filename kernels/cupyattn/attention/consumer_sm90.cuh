@@ -560,7 +560,7 @@ struct PrefillSm90Consumer {
       const int its_position =
           LogitsVariant::kReadsRows ? shared.rows[rows.own_row(h)].position : position[h];
       const KeyLimits limits = KeyLimits::of(params, request, its_position);
-      // Seven bits become predicates at a time: half the instructions of comparing each key.
+      // Seven bits become predicates in an instruction; to compare each key takes one a key.
       const uint32_t visible = low_bits(own_keys_before(limits.end - first)) &
                                ~low_bits(own_keys_before(limits.begin - first));
       static_assert(2 * kTilesS <= 32, "a thread's keys of a row are bits of a word");
