@@ -49,6 +49,8 @@ struct PrefillSm90Consumer {
       LogitsVariant::kGuessesAll && (Kernel::kScalesQueries || !kOverlaps);
   // After the last tile nothing is guessed any more. (To ask takes a register.)
   static constexpr bool kSkipsLast = Kernel::kScalesQueries;
+  // While O is complete, rows take the maximum of every tile that causality cuts.
+  static constexpr bool kTakesCutMaxima = !kOverlaps && !Kernel::kScalesQueries && !Kernel::kMasked;
   // Q that comes late is scaled beside the last values of the item before.
   static constexpr bool kValuesFirst = kSlots == 1 && Kernel::kScalesQueries;
 
@@ -487,10 +489,19 @@ struct PrefillSm90Consumer {
                                               const Form& form, const Item& item,
                                               const KeyTile& present,
                                               const RingPlace<kStages>& values) {
-    if (rarely(present.hides != 0)) {
-      hide_keys<Form>(s, item, origin + present.tile * kTileKV, values);
-    }
     const float scale = LogitsVariant::softmax_scale(params);
+    if (rarely(present.hides != 0)) {
+      const int first_key = origin + present.tile * kTileKV;
+      hide_keys<Form>(s, item, first_key, values);
+      // Where causality cuts a second tile, rows may have seen no key before, or a few.
+      if constexpr (kTakesCutMaxima && !kIsFirst) {
+        if (first_key + kTileKV > full_end) {
+          const float no_sums[1][2] = {};
+          softmax.template raise_where_asked<true>(s, to.factors, no_sums, form, scale);
+          rescale_output(to);
+        }
+      }
+    }
     // Rows that begin with a maximum take another only where they must.
     constexpr bool kTakesMax = kIsFirst && !Kernel::kScalesQueries;
     to.raised =
