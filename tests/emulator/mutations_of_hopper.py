@@ -237,6 +237,13 @@ HOPPER = (
         "hopper causal",
     ),
     Mutation(
+        "O keeps its scale where a cut tile raises maxima",
+        CONSUMER,
+        "no_sums, form, scale);\n          rescale_output(to);",
+        "no_sums, form, scale);",
+        "hopper causal",
+    ),
+    Mutation(
         "tiles start so early before a window that the last ends too soon",
         "cupyattn/attention/mask.cuh",
         "      origin -= ahead;",
