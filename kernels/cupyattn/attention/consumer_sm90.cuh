@@ -564,27 +564,14 @@ struct PrefillSm90Consumer {
       }
       return;
     }
-    const int first = first_key + 2 * (lane & 3);
     const Request& request = item.work.request;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int its_position =
           LogitsVariant::kReadsRows ? shared.rows[rows.own_row(h)].position : position[h];
       const KeyLimits limits = KeyLimits::of(params, request, its_position);
-      // Seven bits become predicates in an instruction; to compare each key takes one a key.
-      const uint32_t visible = low_bits(own_keys_before(limits.end - first)) &
-                               ~low_bits(own_keys_before(limits.begin - first));
-      static_assert(2 * kTilesS <= 32, "a thread's keys of a row are bits of a word");
-#pragma unroll
-      for (int i = 0; i < 2 * kTilesS; ++i) {
-        if (!((visible >> i) & 1)) s[0][i / 2][2 * h + i % 2] = Form::hidden();
-      }
+      hide_by_limits<Form>(s[0], h, limits.begin - first_key, limits.end - first_key, lane);
     }
-  }
-  // How many of a thread's keys of a row are less than `offset` behind its first. They come in
-  // pairs, eight apart.
-  static __device__ __forceinline__ int own_keys_before(int offset) {
-    return 2 * (offset >> 3) + min_of(offset & 7, 2);
   }
 
   __device__ __forceinline__ void add_bad_keys(const Item& item) {

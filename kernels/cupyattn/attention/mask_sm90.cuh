@@ -190,4 +190,25 @@ __device__ __forceinline__ void hide_by_bits(float (&s)[kTilesS][4], int h,
   }
 }
 
+// How many of a thread's keys of a row are less than `offset` behind its first. They come in pairs,
+// eight apart.
+__device__ __forceinline__ int own_keys_before(int offset) {
+  return 2 * (offset >> 3) + min_of(offset & 7, 2);
+}
+
+// The same of a row that sees the tile's keys from `begin` to `end`.
+template <typename Form, int kTilesS>
+__device__ __forceinline__ void hide_by_limits(float (&s)[kTilesS][4], int h, int begin, int end,
+                                               int lane) {
+  static_assert(2 * kTilesS <= 32, "a thread's keys of a row are bits of a word");
+  const int first = 2 * (lane & 3);
+  // Seven bits become predicates in an instruction; to compare each key takes one a key.
+  const uint32_t visible =
+      low_bits(own_keys_before(end - first)) & ~low_bits(own_keys_before(begin - first));
+#pragma unroll
+  for (int i = 0; i < 2 * kTilesS; ++i) {
+    if (!((visible >> i) & 1)) s[i / 2][2 * h + i % 2] = Form::hidden();
+  }
+}
+
 }  // namespace cupyattn
