@@ -92,6 +92,13 @@ VALUES = (
         "steep",
     ),
     Mutation(
+        "a decode's maximum moves only where it must",
+        DECODE,
+        "softmax.raise_max(s, o, form, scale, 0.0f)",
+        "softmax.raise_max(s, o, form, scale, LogitsVariant::softmax_slack(params))",
+        "largest probability",
+    ),
+    Mutation(
         "the maximum of half a quad",
         SOFTMAX,
         "return fmaxf(x, ptx::shuffle_xor(x, 2));",

@@ -197,6 +197,35 @@ def test_hidden_values_of_other_dtypes(shape: str, kv_dtype: str) -> None:
     run.single(case, spoil={"v": [((last, 0, 3), np.nan), ((last, 1, 62), np.nan)]}).check()
 
 
+# --- how good it is ---
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_largest_probability_of_a_decode_is_not_rounded(dtype: str) -> None:
+    check_largest_probability(dtype)
+
+
+def check_largest_probability(dtype: str, **facts: Any) -> None:
+    """Where all values but one key's are zero, answers must be the nearest there are."""
+    case = replace(SMALL, **SHAPES["decode"], dtype=dtype, kv_dtype=dtype, kv_len=900)
+    key = 850
+    others = np.arange(case.kv_len) != key
+    for logit in np.linspace(1.5, 5.4, 14).astype(np.float16):
+        spoil = {
+            "q": [(..., 0.0), ((..., 0), 8.0)],
+            "k": [(..., 0.0), ((~others, slice(None), 0), logit)],
+            "v": [(others, 0.0)],
+        }
+        answer = run.single(case, spoil=spoil, num_sms=1, **facts)
+        call = answer.call
+        top = np.exp(float(call.inputs["k"][key, 0, 0]))
+        value = np.repeat(call.inputs["v"][key].astype(np.float64), case.group, axis=0)
+        expected = np.broadcast_to(value * (top / (top + others.sum())), call.inputs["q"].shape)
+        got = call.answers()[0]
+        error = np.abs(got.astype(np.float64) - expected)
+        assert (error <= 0.501 * compare.ulp(got.dtype, np.abs(expected))).all()
+
+
 # --- what it takes ---
 
 

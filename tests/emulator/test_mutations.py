@@ -22,6 +22,7 @@ from . import (
     build,
     gpu,
     run,
+    test_attention,
     test_batch,
     test_cascade,
     test_merge,
@@ -183,6 +184,9 @@ _RAGGED_PLAN = test_plan_batch.Batch(
 
 CATCHERS: dict[str, Callable[..., None]] = {
     "prefill": _single(),
+    "largest probability": lambda **facts: test_attention.check_largest_probability(
+        "bfloat16", **facts
+    ),
     "causal": _single({"causal": True}),
     # The first token's last key lies beside the end of a tile of 64 keys.
     "causal edges": _single(*({"causal": True, "qo_len": n, "kv_len": 81} for n in (18, 19, 20))),

@@ -192,9 +192,9 @@ struct DecodeSm80 {
       for (int stage = 0; stage < kStages; ++stage) pages[stage] = find_page(tiles.begin + stage);
     }
     if constexpr (kPaged) load_q();
-    int load_tile = tiles.begin;
 #pragma unroll
-    for (int stage = 0; stage < kStages - 1; ++stage, ++load_tile) {
+    for (int stage = 0; stage < kStages - 1; ++stage) {
+      const int load_tile = tiles.begin + stage;
       if (load_tile < tiles.end) {
         load_stage(stage, load_tile, pages[kPaged ? stage : 0]);
         // The next tile's offsets take the place of these.
@@ -231,10 +231,10 @@ struct DecodeSm80 {
     float o[kMmaQ][2 * kColumnGroups][4] = {};
     OnlineSoftmax<kMmaQ> softmax;
     const float scale = LogitsVariant::softmax_scale(params);
-    const float slack = LogitsVariant::softmax_slack(params);
     int stage = 0;
-    for (int tile = tiles.begin; tile < tiles.end; ++tile, ++load_tile) {
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       const int first_key = warp_origin + tile * kTileKV;
+      const int load_tile = tile + kStages - 1;
       // This stage has landed, and the whole warp is done with the one before it.
       ptx::cp_async_wait_group<kStages - 2>();
       ptx::warp_sync();
@@ -257,7 +257,8 @@ struct DecodeSm80 {
         apply_mask<Mask, decltype(form)>(s, params, request, range, is_partial, shared.rows,
                                          first_key, lane);
       }
-      if (!form.keeps_max()) softmax.raise_max(s, o, form, scale, slack);
+      // Memory decides here: every maximum can be had, and its probability is 1, unrounded.
+      if (!form.keeps_max()) softmax.raise_max(s, o, form, scale, 0.0f);
       if (is_masked && ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
         clean_values<VTile, kWarpSize>(ring[stage].v, shared.bad_keys[warp], lane);
         ptx::warp_sync();
