@@ -29,9 +29,9 @@ _Tiles = TypeVar("_Tiles", TileConfig, MixedConfig)
 
 
 class LoadedKernel(Generic[_Tiles]):
-    """A kernel on a device, with the number of its blocks that run at a time."""
+    """A kernel on a device of so many SMs, with the number of its blocks that run at a time."""
 
-    __slots__ = ("function", "num_slots", "tiles")
+    __slots__ = ("function", "num_slots", "num_sms", "tiles")
 
     def __init__(self, tiles: _Tiles, device_index: int) -> None:
         from cupy.cuda import Device, driver
@@ -45,6 +45,7 @@ class LoadedKernel(Generic[_Tiles]):
             )
         self.function = kernel.function
         self.num_slots = max(1, blocks) * props.num_sms
+        self.num_sms = props.num_sms
         self.tiles: _Tiles = tiles
 
 

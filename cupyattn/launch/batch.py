@@ -15,19 +15,13 @@ import numpy as np
 
 from ..device import device_props
 from ..problem import AttentionProblem
-from ..schedule.batch import (
-    BatchPlan,
-    BatchRequests,
-    Masking,
-    Splitting,
-    TileShape,
-    plan_batch,
-)
+from ..schedule.batch import BatchPlan, BatchRequests, Masking, Splitting, plan_batch
 from ..schedule.beside import persistent_blocks
 from ..schedule.cover import check_cover
 from ..schedule.levels import MOST, Levels, Served, level_limits, level_tables, require_room
 from ..schedule.limits import Limits, check_limits, limits
 from ..schedule.mixed import Device, Kinds, MixedPlan, combine, estimate, plan_mixed, state_offsets
+from ..schedule.tile_shape import TileShape
 from . import maps_sm90, params, rotate_batch, rotate_keys, tiles_sm90
 from .attention import LOG2_E, SLACK, AttentionOptions
 from .batch_kernels import Group, Kernel, Kernels, classes

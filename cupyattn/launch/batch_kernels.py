@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..problem import AttentionProblem
-from ..schedule.batch import BatchRequests, TileShape
+from ..schedule.batch import BatchRequests
 from ..schedule.levels import Served
+from ..schedule.tile_shape import TileShape
 from .attention import LoadedKernel, load_kernel, load_mixed
 from .tile_config import TileConfig
 from .tiles import DECODE, MOST_ROWS, ROW_CLASSES, VERIFY, row_class
@@ -74,10 +75,10 @@ class Kernels:
         found = None
         if isinstance(rows, str):
             single = load_kernel(self._problem, rows, self._device_index, True, self._page_size)
-            found = _kernel_of(single, (single.tiles,), self._group_size)
+            found = _kernel_of(single, (single.tiles,))
         elif (mixed := load_mixed(self._problem, *rows, self._device_index)) is not None:
             kinds = mixed.tiles.prefill, mixed.tiles.decode
-            found = _kernel_of(mixed, kinds, self._group_size)
+            found = _kernel_of(mixed, kinds)
         self._known[rows] = found
         return found
 
@@ -127,11 +128,12 @@ def classes(requests: BatchRequests, group_size: int) -> list[tuple[str, BatchRe
     return found
 
 
-def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...], group_size: int) -> Kernel:
+def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...]) -> Kernel:
     # A state of decode has few rows of its tile and is merged by the block that is last, whose
     # warps take a row each, 0.15 us a state. One of prefill has 64 KB, and a launch merges them
     # (measured).
-    of_decode = 0.25, 0.25 * -(-group_size // (loaded.tiles.threads // 32))
+    least_share = 0.5 if loaded.num_slots >= 2 * loaded.num_sms else 1.0
+    of_decode = 0.25, 0.25, loaded.tiles.threads // 32, least_share
     costs = (of_decode if tiles.merges_itself else (4.0, 0.0) for tiles in kinds)
     shapes = tuple(
         TileShape(tiles.tile_q, tiles.tile_kv, loaded.num_slots, *cost)

@@ -158,7 +158,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         (part.counters - part.merges) // 4,
         (words_bytes - part.counters) // 4,
         shape.state_cost,
-        shape.part_cost,
+        shape.cost_of_part(lengths.max_qo_len * launcher.group_size),
     )
     return DevicePlan(
         Launch(kernel.function, (1, 1, 1), _THREADS, shared_bytes),

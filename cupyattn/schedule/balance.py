@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# In the time of a key tile: what a block pays besides its tiles, and what a merge costs at all.
+# In the time of a key tile, all slots busy: what a block pays besides its tiles, and what a merge
+# costs at all.
 BLOCK_OVERHEAD = 2.0
 MERGE_OVERHEAD = 3.0
 # Splits make at most this many waves of blocks more: it bounds the list of a captured graph.
@@ -15,6 +16,23 @@ MAX_WAVES = 4
 _WORTHWHILE = 0.95
 # Tiles whose longest is at most this many times their mean are planned as if all were as long.
 _EVEN = 1.15
+
+
+class Costs(NamedTuple):
+    """What a kernel pays besides key tiles, in their time when all slots are busy.
+
+    block        each block
+    merge        any merge
+    state        writing and merging a partial state, shared by all blocks
+    part         what a part adds to the merge of a tile, which nothing is beside
+    least_share  of all this, where blocks have an SM to themselves and memory decides
+    """
+
+    block: float = BLOCK_OVERHEAD
+    merge: float = MERGE_OVERHEAD
+    state: float = 0.0
+    part: float = 0.0
+    least_share: float = 1.0
 
 
 class Work(NamedTuple):
@@ -29,7 +47,7 @@ class Work(NamedTuple):
         return np.full(self.num_tiles, self.longest) if self.key_tiles is None else self.key_tiles
 
 
-def best_chunk(work: Work, items_per_wave: int, state_cost: float, least: int = 1) -> int:
+def best_chunk(work: Work, items_per_wave: int, costs: Costs, least: int = 1) -> int:
     """The most key tiles of one block, `least` or more, by an estimate of when the last is done.
 
     Example: 64 requests, one of 1,024 key tiles and the others of 4, 8 heads, 264 slots: unsplit
@@ -37,34 +55,38 @@ def best_chunk(work: Work, items_per_wave: int, state_cost: float, least: int = 
     """
     _, longest, total, num_tiles = work
     is_even = longest * num_tiles <= _EVEN * total
-    chunks = _candidates(total, num_tiles, longest, items_per_wave, is_even, least)
+    chunks = _candidates(work, items_per_wave, is_even, least, costs.least_share)
     if not chunks:
         return longest
     chunks.append(longest)
     if is_even:
-        estimates = [_time_of_even(work, chunk, items_per_wave) for chunk in chunks]
+        estimates = [_time_of_even(work, chunk, items_per_wave, costs) for chunk in chunks]
     else:
-        estimates = _times_of_uneven(work, chunks, items_per_wave)
+        estimates = _times_of_uneven(work, chunks, items_per_wave, costs.block)
     best, best_time = longest, estimates.pop()[0] * _WORTHWHILE
-    if best_time <= total / items_per_wave + BLOCK_OVERHEAD:
+    if best_time <= total / items_per_wave + costs.least_share * costs.block:
         return longest
     for chunk, (done, num_items) in zip(chunks, estimates, strict=False):
-        estimate = done + MERGE_OVERHEAD + state_cost * num_items / items_per_wave
+        estimate = done + costs.merge + costs.state * num_items / items_per_wave
+        estimate += costs.part * -(-longest // chunk)
         if estimate < best_time:
             best, best_time = chunk, estimate
     return best
 
 
-def _time_of_even(work: Work, chunk: int, items_per_wave: int) -> tuple[float, float]:
+def _time_of_even(work: Work, chunk: int, items_per_wave: int, costs: Costs) -> tuple[float, float]:
     """When all blocks are done if keys are split after `chunk` tiles, and how many they are."""
     parts = -(-work.longest // chunk)
     num_items = work.num_tiles * parts
-    done = -(-num_items // items_per_wave) * (work.longest / parts + BLOCK_OVERHEAD)
+    waves = float(-(-num_items // items_per_wave))
+    if waves == 1:  # the fewer blocks, the faster each
+        waves = max(costs.least_share, num_items / items_per_wave)
+    done = waves * (work.longest / parts + costs.block)
     return done, num_items
 
 
 def _times_of_uneven(
-    work: Work, chunks: list[int], items_per_wave: int
+    work: Work, chunks: list[int], items_per_wave: int, block: float
 ) -> list[tuple[float, float]]:
     """The same for several sizes at once. Float, for integers divide slowly."""
     key_tiles = work.array()
@@ -76,20 +98,24 @@ def _times_of_uneven(
     num_long = np.add.reduce(parts * is_long, axis=1)
     mean = np.add.reduce(key_tiles * is_long, axis=1) / num_long
     waves = np.ceil(num_long / items_per_wave)
-    busy = (work.total + num_items * BLOCK_OVERHEAD) / items_per_wave
-    done = np.maximum(busy, waves * (mean + BLOCK_OVERHEAD))
+    busy = (work.total + num_items * block) / items_per_wave
+    done = np.maximum(busy, waves * (mean + block))
     return list(zip(done.tolist(), num_items.tolist(), strict=True))
 
 
 def _candidates(
-    total: int, num_tiles: int, longest: int, items_per_wave: int, is_even: bool, least: int
+    work: Work, items_per_wave: int, is_even: bool, least: int, least_share: float
 ) -> list[int]:
     """Sizes of parts worth a look. None makes more than MAX_WAVES more waves of blocks."""
+    _, longest, total, num_tiles = work
+    whole = range(1, MAX_WAVES + 1)
     if is_even:
-        parts = {waves * items_per_wave // num_tiles for waves in range(1, MAX_WAVES + 1)}
+        # With a block an SM, keys that memory brings come as fast as with more.
+        items = {int(share * items_per_wave) for share in (least_share, *whole)}
+        parts = {n // num_tiles for n in items}
         chunks = {-(-longest // part) for part in parts if part > 1}
     else:
-        chunks = {-(-total // (items_per_wave * waves)) for waves in range(1, MAX_WAVES + 1)}
+        chunks = {-(-total // (items_per_wave * waves)) for waves in whole}
     fewest = -(-total // (items_per_wave * MAX_WAVES))
     found = {max(chunk, least) for chunk in chunks if chunk >= fewest}
     return sorted(chunk for chunk in found if chunk < longest)

@@ -8,7 +8,6 @@ with the arithmetic of `schedule.single.key_span` and `tile_span`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .balance import BLOCK_OVERHEAD, Work, best_chunk
+from .tile_shape import TileShape
 
 # kernels/cupyattn/params/attention.cuh, struct WorkItem: int32 words of an item.
 WORK_FIELDS = (
@@ -89,28 +89,6 @@ class BatchRequests:
 
 
 @dataclass(frozen=True, slots=True)
-class TileShape:
-    """What a plan must know of a kernel.
-
-    num_slots   blocks that run at a time
-    state_cost  what writing and merging one partial state costs, in the time of a key tile
-    part_cost   what a part adds to a merge that one block does at the end, in the time that a key
-                tile takes where few blocks run
-    """
-
-    tile_q: int
-    tile_kv: int
-    num_slots: int
-    state_cost: float = 0.0
-    part_cost: float = 0.0
-
-    def least_part(self, key_tiles: int) -> int:
-        """The fewest of these key tiles that are worth a part: n / size + part_cost * size, the
-        time of a part and of the merge, is least at parts of sqrt(n * part_cost)."""
-        return math.ceil(math.sqrt(key_tiles * self.part_cost)) or 1
-
-
-@dataclass(frozen=True, slots=True)
 class Masking:
     """Which keys rows see, as far as a plan cares."""
 
@@ -157,7 +135,10 @@ def plan_batch(
     if is_in_order or not len(requests.qo_len):
         return build(requests, tiles, None)
     work = count_work(requests, tiles, group_size, shape, masking)
-    splits = _splits(work, num_kv_heads, shape, splitting) if splitting.may_split else None
+    most_rows = requests.qo_range()[1] * group_size
+    splits = None
+    if splitting.may_split:
+        splits = _splits(work, num_kv_heads, most_rows, shape, splitting)
     items_per_wave = max(1, shape.num_slots // num_kv_heads)
     return build(requests, *short_last(tiles, work, splits, items_per_wave))
 
@@ -273,7 +254,7 @@ def _spans(
 
 
 def _splits(
-    work: Work, num_kv_heads: int, shape: TileShape, splitting: Splitting
+    work: Work, num_kv_heads: int, most_rows: int, shape: TileShape, splitting: Splitting
 ) -> np.ndarray | None:
     """In how many parts each tile's keys are split; None: none is."""
     if work.longest <= 1:
@@ -281,8 +262,9 @@ def _splits(
     if splitting.tokens:
         chunk = max(1, splitting.tokens // shape.tile_kv)
     else:
-        per_wave, least = max(1, shape.num_slots // num_kv_heads), shape.least_part(work.longest)
-        chunk = best_chunk(work, per_wave, shape.state_cost, least)
+        per_wave = max(1, shape.num_slots // num_kv_heads)
+        least = shape.least_part(work.longest, most_rows)
+        chunk = best_chunk(work, per_wave, shape.costs(most_rows), least)
     return split_after(work, chunk)
 
 

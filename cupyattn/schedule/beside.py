@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .balance import BLOCK_OVERHEAD
-from .batch import BatchRequests, Masking, TileShape, count_work, make_tiles
+from .batch import BatchRequests, Masking, count_work, make_tiles
 from .mixed import Kinds
+from .tile_shape import TileShape
 
 # What an SM of an H200 does in a microsecond, measured: products by wgmma, and bytes of keys and
 # values that blocks of decode stream, while SMs are few enough not to be limited by memory.

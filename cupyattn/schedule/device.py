@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .balance import MAX_WAVES
-from .batch import Masking, TileShape
+from .batch import Masking
 from .limits import Limits
+from .tile_shape import TileShape
 
 # The planner sums key tiles in 32 bits.
 _MOST_KEY_TILES = 2**30

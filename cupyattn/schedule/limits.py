@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from ..errors import PlanError
 from .balance import MAX_WAVES
-from .batch import BatchPlan, Splitting, TileShape
+from .batch import BatchPlan, Splitting
+from .tile_shape import TileShape
 
 
 class Limits(NamedTuple):

@@ -21,7 +21,6 @@ from .batch import (
     Masking,
     Splitting,
     Tiles,
-    TileShape,
     build,
     build_states,
     count_work,
@@ -29,6 +28,7 @@ from .batch import (
     short_last,
     split_after,
 )
+from .tile_shape import TileShape
 
 _FIRST_STATE = WORK_FIELDS.index("first_state")
 # Parts of keys that are tried: as many as fill so many waves of blocks.
@@ -123,7 +123,7 @@ def _choose(
     for chunks in candidates:
         if not splitting.tokens:
             chunks = [
-                max(chunk, shape.least_part(work.longest))
+                max(chunk, shape.least_part(work.longest, shape.tile_q))
                 for chunk, work, shape in zip(chunks, works, shapes, strict=True)
             ]
         splits = [split_after(work, chunk) for work, chunk in zip(works, chunks, strict=True)]

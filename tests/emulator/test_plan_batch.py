@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.launch import plan_batch
-from cupyattn.schedule.batch import TileShape
+from cupyattn.schedule.tile_shape import TileShape
 
 from . import gpu
 

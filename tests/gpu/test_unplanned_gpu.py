@@ -19,7 +19,7 @@ import cupyattn
 from cupyattn import _unplanned_repeat
 from cupyattn.errors import ArgumentError, WorkspaceError
 from cupyattn.launch import enqueue, plan_batch
-from cupyattn.schedule.batch import TileShape
+from cupyattn.schedule.tile_shape import TileShape
 
 pytestmark = pytest.mark.gpu
 

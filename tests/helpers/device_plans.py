@@ -21,9 +21,10 @@ from cupyattn.launch.batch import BatchLauncher, BatchSchedule
 from cupyattn.launch.plan_batch import DevicePlan, IndexFormat, Lengths
 from cupyattn.problem import AttentionProblem
 from cupyattn.schedule import key_span, tile_span
-from cupyattn.schedule.batch import WORK_FIELDS, BatchPlan, BatchRequests, TileShape
+from cupyattn.schedule.batch import WORK_FIELDS, BatchPlan, BatchRequests
 from cupyattn.schedule.cover import check_cover
 from cupyattn.schedule.limits import Limits
+from cupyattn.schedule.tile_shape import TileShape
 
 _FLOAT = dtypes.float16
 # What the planner pays for a block besides its key tiles.

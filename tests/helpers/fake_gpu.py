@@ -128,13 +128,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         problem: Any, rows: str, device_index: int, is_batch: bool = False, page_size: int = 0
     ) -> SimpleNamespace:
         tiles = portable_config(problem, rows, MAX_SHARED, is_batch)
-        return SimpleNamespace(function=tiles, tiles=tiles, num_slots=SLOTS)
+        return SimpleNamespace(function=tiles, tiles=tiles, num_slots=SLOTS, num_sms=SLOTS // 2)
 
     def load_mixed(
         problem: Any, large: str, small: str, device_index: int
     ) -> SimpleNamespace | None:
         tiles = mixed_config(problem, large, small, MAX_SHARED)
-        return tiles and SimpleNamespace(function=tiles, tiles=tiles, num_slots=SLOTS)
+        return tiles and SimpleNamespace(
+            function=tiles, tiles=tiles, num_slots=SLOTS, num_sms=SLOTS // 2
+        )
 
     real_allocator = scratch.allocator
 

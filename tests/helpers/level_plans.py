@@ -8,9 +8,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cupyattn._cascade_levels import join_levels, read_levels
-from cupyattn.schedule.batch import BatchRequests, Masking, Splitting, TileShape
+from cupyattn.schedule.batch import BatchRequests, Masking, Splitting
 from cupyattn.schedule.levels import MOST, Levels, Served
 from cupyattn.schedule.mixed import Device, MixedPlan, plan_mixed
+from cupyattn.schedule.tile_shape import TileShape
 
 SHAPES = (
     (TileShape(128, 48, 264, 4.0), TileShape(16, 128, 264, 0.25)),

@@ -120,7 +120,7 @@ class Recorder:
             )
         if not prefill.merges_itself:
             self.found["merge_splits", merge_splits.config(problem, prefill.tile_q)] = None
-        return SimpleNamespace(function=None, tiles=tiles, num_slots=264)
+        return SimpleNamespace(function=None, tiles=tiles, num_slots=264, num_sms=132)
 
     def load_kernel(
         self,

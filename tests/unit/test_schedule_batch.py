@@ -20,11 +20,11 @@ from cupyattn.schedule.batch import (
     BatchRequests,
     Masking,
     Splitting,
-    TileShape,
     plan_batch,
 )
 from cupyattn.schedule.cover import check_cover
 from cupyattn.schedule.limits import check_limits, limits
+from cupyattn.schedule.tile_shape import TileShape
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,32 @@ def test_what_one_block_merges_has_few_parts() -> None:
     shape = TileShape(16, 64, 264, 0.25)
     batch = Batch(((1, 8192),), 8, 1, shape, Masking(False, -1), Splitting())
     assert len(batch.plan().items) == 128
-    assert len(replace(batch, shape=replace(shape, part_cost=0.5)).plan().items) == 16
+    merged = replace(shape, part_cost=0.5, rows_at_a_time=8)
+    assert len(replace(batch, shape=merged).plan().items) == 16
+
+
+def _decode_parts(requests: int, kv_len: int, qo_len: int = 1, tile_q: int = 16) -> int:
+    """In how many parts a decode's kernel takes each request of eight heads, two blocks an SM."""
+    shape = TileShape(tile_q, 64, 264, 0.25, 0.25, rows_at_a_time=4, least_share=0.5)
+    lengths = ((qo_len, kv_len),) * requests
+    plan = Batch(lengths, 4, 8, shape, Masking(False, -1), Splitting()).plan()
+    assert len(plan.items) % requests == 0
+    return len(plan.items) // requests
+
+
+def test_a_block_an_sm_is_enough_for_a_decode() -> None:
+    """132 SMs: as fast as 264 blocks, and half as many parts to merge."""
+    assert _decode_parts(1, 131_072) == 16
+    assert _decode_parts(1, 131_072, qo_len=8, tile_q=32) == 16
+    # Five parts of three requests fill fewer SMs than eleven.
+    assert _decode_parts(3, 32_768) == 11
+    # Whole, 16 requests keep 128 SMs busy, and no merge is cheaper than half of so few keys.
+    assert _decode_parts(16, 512) == 1
+
+
+def test_parts_of_many_rows_cost_more_to_merge() -> None:
+    assert _decode_parts(1, 2048, qo_len=8, tile_q=32) < _decode_parts(1, 2048)
+    assert _decode_parts(20, 4096, qo_len=8, tile_q=32) <= _decode_parts(20, 4096)
 
 
 def test_unequal_requests_of_a_decode_come_longest_first() -> None:

@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn.schedule.batch import BatchRequests, Masking, TileShape
+from cupyattn.schedule.batch import BatchRequests, Masking
 from cupyattn.schedule.beside import persistent_blocks
 from cupyattn.schedule.mixed import Kinds
+from cupyattn.schedule.tile_shape import TileShape
 
 LARGE, SMALL = TileShape(128, 128, 132, 4.0), TileShape(16, 64, 264, 0.25)
 

@@ -14,8 +14,9 @@ import cupyattn
 from cupyattn import _unplanned, _unplanned_repeat
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError, WorkspaceError
 from cupyattn.launch import packbits, plan_batch
-from cupyattn.schedule.batch import Masking, TileShape
+from cupyattn.schedule.batch import Masking
 from cupyattn.schedule.device import room
+from cupyattn.schedule.tile_shape import TileShape
 
 B, HQ, HKV, D, PAGES, PAGE, WIDTH = 5, 8, 2, 64, 30, 16, 9
 PLANNER = plan_batch.PARAMS.size
