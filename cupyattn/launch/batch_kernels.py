@@ -132,7 +132,7 @@ def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...]) -> Kern
     # A state of decode has few rows of its tile and is merged by the block that is last, whose
     # warps take a row each, 0.15 us a state. One of prefill has 64 KB, and a launch merges them
     # (measured).
-    least_share = 0.5 if loaded.num_slots >= 2 * loaded.num_sms else 1.0
+    least_share = 0.52 if loaded.num_slots >= 2 * loaded.num_sms else 1.0
     of_decode = 0.25, 0.25, loaded.tiles.threads // 32, least_share
     costs = (of_decode if tiles.merges_itself else (4.0, 0.0) for tiles in kinds)
     shapes = tuple(

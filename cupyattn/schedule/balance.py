@@ -25,7 +25,7 @@ class Costs(NamedTuple):
     merge        any merge
     state        writing and merging a partial state, shared by all blocks
     part         what a part adds to the merge of a tile, which nothing is beside
-    least_share  of all this, where blocks have an SM to themselves and memory decides
+    least_share  of the time of tiles and blocks, where half of the slots are busy
     """
 
     block: float = BLOCK_OVERHEAD
@@ -110,8 +110,9 @@ def _candidates(
     _, longest, total, num_tiles = work
     whole = range(1, MAX_WAVES + 1)
     if is_even:
-        # With a block an SM, keys that memory brings come as fast as with more.
-        items = {int(share * items_per_wave) for share in (least_share, *whole)}
+        items = [items_per_wave * waves for waves in whole]
+        if least_share < 1:  # keys that memory brings come as fast to half of the blocks
+            items.append(items_per_wave // 2)
         parts = {n // num_tiles for n in items}
         chunks = {-(-longest // part) for part in parts if part > 1}
     else:

@@ -18,8 +18,7 @@ class TileShape:
                     it merges at a time, in the time that a key tile takes where few blocks run;
                     0: a launch merges
     rows_at_a_time  of such a merge
-    least_share     of the time of a key tile with all slots busy, that of one where a block has an
-                    SM to itself
+    least_share     of the time of a key tile with all slots busy, that of one where half are
     """
 
     tile_q: int

@@ -192,6 +192,7 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         def __init__(self, tiles: TileConfig, index: int) -> None:
             self.function = jit.load(tiles.name, tiles.config, index, "sm_90a").function
             self.num_slots = gpu.num_sms * gpu.blocks_per_sm
+            self.num_sms = gpu.num_sms
             self.tiles = tiles
 
     def make_counters(index: int, stream: int) -> tuple[int, Any]:

@@ -176,7 +176,7 @@ def test_what_one_block_merges_has_few_parts() -> None:
 
 def _decode_parts(requests: int, kv_len: int, qo_len: int = 1, tile_q: int = 16) -> int:
     """In how many parts a decode's kernel takes each request of eight heads, two blocks an SM."""
-    shape = TileShape(tile_q, 64, 264, 0.25, 0.25, rows_at_a_time=4, least_share=0.5)
+    shape = TileShape(tile_q, 64, 264, 0.25, 0.25, rows_at_a_time=4, least_share=0.52)
     lengths = ((qo_len, kv_len),) * requests
     plan = Batch(lengths, 4, 8, shape, Masking(False, -1), Splitting()).plan()
     assert len(plan.items) % requests == 0
@@ -184,8 +184,8 @@ def _decode_parts(requests: int, kv_len: int, qo_len: int = 1, tile_q: int = 16)
 
 
 def test_a_block_an_sm_is_enough_for_a_decode() -> None:
-    """132 SMs: as fast as 264 blocks, and half as many parts to merge."""
-    assert _decode_parts(1, 131_072) == 16
+    """132 SMs: nearly as fast as 264 blocks, and half as many parts to merge."""
+    assert _decode_parts(1, 32_768) == 16
     assert _decode_parts(1, 131_072, qo_len=8, tile_q=32) == 16
     # Five parts of three requests fill fewer SMs than eleven.
     assert _decode_parts(3, 32_768) == 11
