@@ -69,8 +69,7 @@ def plan_mixed(
     """Plan requests of several kinds together. `leaves_states`: tiles leave all results as states
     to be merged."""
     tiles, works = _count(kinds, group_size, masking)
-    shapes = [shape for _, shape in kinds]
-    time, splits = _choose(works, shapes, device, splitting, leaves_states)
+    time, splits = _choose(kinds, works, group_size, device, splitting, leaves_states)
     make = build_states if leaves_states else build
     parts = tuple(
         make(requests, *short_last(of, work, split, device.items))
@@ -84,8 +83,7 @@ def estimate(
 ) -> float:
     """`time` of such a plan."""
     _, works = _count(kinds, group_size, masking)
-    shapes = [shape for _, shape in kinds]
-    return _choose(works, shapes, device, Splitting(), leaves_states)[0]
+    return _choose(kinds, works, group_size, device, Splitting(), leaves_states)[0]
 
 
 def _count(kinds: Kinds, group_size: int, masking: Masking) -> tuple[list[Tiles], list[Work]]:
@@ -98,13 +96,19 @@ def _count(kinds: Kinds, group_size: int, masking: Masking) -> tuple[list[Tiles]
 
 
 def _choose(
+    kinds: Kinds,
     works: list[Work],
-    shapes: list[TileShape],
+    group_size: int,
     device: Device,
     splitting: Splitting,
     leaves_states: bool,
 ) -> tuple[float, list[np.ndarray | None]]:
     """The soonest end, and in how many parts the keys of each kind's tiles are split for it."""
+    shapes = [shape for _, shape in kinds]
+    least_parts = [
+        shape.least_part(work.longest, requests.qo_range()[1] * group_size)
+        for (requests, shape), work in zip(kinds, works, strict=True)
+    ]
     longest = max((work.longest for work in works), default=0)
     if not splitting.may_split:
         candidates = [[longest] * len(works)]
@@ -122,10 +126,7 @@ def _choose(
     best: tuple[float, list[np.ndarray | None]] = (np.inf, [None] * len(works))
     for chunks in candidates:
         if not splitting.tokens:
-            chunks = [
-                max(chunk, shape.least_part(work.longest, shape.tile_q))
-                for chunk, work, shape in zip(chunks, works, shapes, strict=True)
-            ]
+            chunks = [max(both) for both in zip(chunks, least_parts, strict=True)]
         splits = [split_after(work, chunk) for work, chunk in zip(works, chunks, strict=True)]
         time = _time(works, shapes, device, splits, leaves_states)
         if time < best[0]:
