@@ -231,7 +231,7 @@ HOPPER = (
     ),
     Mutation(
         "a thread's second key of a pair is hidden late",
-        CONSUMER,
+        MASK,
         "2 * (offset >> 3) + min_of(offset & 7, 2)",
         "2 * (offset >> 3) + 2 * min_of(offset & 7, 1)",
         "hopper causal",

@@ -154,7 +154,7 @@ def test_one_long_request_is_spread(emulated: gpu.EmulatedGpu) -> None:
 
 
 def test_what_one_block_merges_has_few_parts(emulated: gpu.EmulatedGpu) -> None:
-    shape = TileShape(16, 64, 264, 0.25, part_cost=0.5)
+    shape = TileShape(16, 64, 264, 0.25, part_cost=0.5, rows_at_a_time=8)
     items = check(emulated, Batch((1,), (8192,), kv_heads=1, shape=shape)).plan().items
     assert len(items) == 16
 
