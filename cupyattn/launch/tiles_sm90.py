@@ -24,8 +24,9 @@ class _Shape(NamedTuple):
     """Warpgroups that multiply, keys of a tile, stages of K and V, tiles of Q in shared memory,
     whether the warpgroups take turns, the registers of a thread that loads and of one that
     multiplies, whether they have room for the probabilities of two tiles, places where tiles of fp8
-    land, the warps that convert them (a warpgroup, or two of those that load), and those that
-    gather rows of pages that no box fits (a warpgroup, or three of those that load)."""
+    land, the warps that convert them (a warpgroup, or two of those that load), those that gather
+    rows of pages that no box fits (a warpgroup, or three of those that load), and whether rows take
+    every maximum, so that their largest probability is 1, unrounded."""
 
     consumers: int
     tile_kv: int
@@ -37,6 +38,7 @@ class _Shape(NamedTuple):
     landings: int = 0
     converters: int = 0
     gatherers: int = 0
+    takes_maxima: bool = True
 
 
 # What there is for four warpgroups.
@@ -44,7 +46,8 @@ _OF_THREE = 32, 160
 # By head dims of q, k and of v, o. Registers hold O, the logits of a tile and its probabilities;
 # shared memory holds the rest.
 _SHAPES = {
-    (64, 64): _Shape(3, 128, registers=_OF_THREE, overlaps=False),
+    # Narrow rows have as much to do between products as products.
+    (64, 64): _Shape(3, 128, registers=_OF_THREE, overlaps=False, takes_maxima=False),
     (96, 96): _Shape(2, 128),
     (128, 128): _Shape(2, 128),
     (192, 128): _Shape(2, 128, query_slots=1),
@@ -187,7 +190,7 @@ def heads_per_section(
 
 
 def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
-    consumers, tile_kv, stages, slots, _, (load, multiply), _, places, converters, _ = shape
+    consumers, tile_kv, stages, slots, _, (load, multiply), _, places, converters, *_ = shape
     tile_q = 64 * consumers
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     scales_queries = (
@@ -224,6 +227,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kMultiplyRegisters": multiply,
         "kTakesTurns": shape.takes_turns,
         "kOverlaps": shape.overlaps,
+        "kTakesMaxima": _takes_maxima(problem, shape),
         "kRope": is_rotated,
         "kAlibi": problem.pos_encoding == "ALIBI",
         "kSoftCap": problem.soft_cap,
@@ -238,6 +242,14 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     return TileConfig(
         "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated
     )
+
+
+def _takes_maxima(problem: AttentionProblem, shape: _Shape) -> bool:
+    """A cap's and ALiBi's guesses look at no maximum, and the error of fp8 is that of its keys and
+    values. Where rows are gathered it would cost the lead over the peers."""
+    if problem.soft_cap or problem.pos_encoding == "ALIBI" or shape.landings or shape.gatherers:
+        return False
+    return shape.takes_maxima
 
 
 def _row_bits(problem: AttentionProblem, tile_q: int, tile_kv: int, stages: int) -> Field:

@@ -19,6 +19,7 @@ struct Config {
   static constexpr int kMultiplyRegisters = 232;
   static constexpr bool kTakesTurns = true;
   static constexpr bool kOverlaps = true;
+  static constexpr bool kTakesMaxima = true;
   static constexpr bool kRope = false;
   static constexpr bool kAlibi = false;
   static constexpr bool kSoftCap = false;

@@ -202,23 +202,28 @@ def test_hidden_values_of_other_dtypes(shape: str, kv_dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_largest_probability_of_a_decode_is_not_rounded(dtype: str) -> None:
-    check_largest_probability(dtype)
+    check_largest_probability(decode_of(dtype))
 
 
-def check_largest_probability(dtype: str, **facts: Any) -> None:
-    """Where all values but one key's are zero, answers must be the nearest there are."""
-    case = replace(SMALL, **SHAPES["decode"], dtype=dtype, kv_dtype=dtype, kv_len=900)
-    key = 850
+def decode_of(dtype: str) -> Case:
+    return replace(SMALL, **SHAPES["decode"], dtype=dtype, kv_dtype=dtype, kv_len=900)
+
+
+def check_largest_probability(
+    case: Case, *, key: int = 850, floor: float = 0.0, **facts: Any
+) -> None:
+    """Where all values but one key's are zero, answers must be the nearest there are. Logits are
+    `floor`, and that key's more."""
     others = np.arange(case.kv_len) != key
     for logit in np.linspace(1.5, 5.4, 14).astype(np.float16):
         spoil = {
             "q": [(..., 0.0), ((..., 0), 8.0)],
-            "k": [(..., 0.0), ((~others, slice(None), 0), logit)],
+            "k": [(..., 0.0), ((..., 0), floor), ((~others, slice(None), 0), floor + logit)],
             "v": [(others, 0.0)],
         }
-        answer = run.single(case, spoil=spoil, num_sms=1, **facts)
+        answer = run.single(replace(case, sm_scale=0.125), spoil=spoil, num_sms=1, **facts)
         call = answer.call
-        top = np.exp(float(call.inputs["k"][key, 0, 0]))
+        top = np.exp(float(call.inputs["k"][key, 0, 0]) - floor)
         value = np.repeat(call.inputs["v"][key].astype(np.float64), case.group, axis=0)
         expected = np.broadcast_to(value * (top / (top + others.sum())), call.inputs["q"].shape)
         got = call.answers()[0]

@@ -51,6 +51,7 @@ _SPLIT = {"num_kv_heads": 2, "group": 2}
 _FP8 = {"kv_dtype": "float8_e4m3fn"}
 _ROPE = {"pos_encoding_mode": "ROPE_LLAMA"}
 _STEEP = {"sm_scale": 2.0}
+_WIDE = {"head_dim_qk": 128, "head_dim_vo": 128}
 
 
 def _single(*changes: dict, facts: dict | None = None, base: object = _PREFILL) -> Callable:
@@ -185,7 +186,7 @@ _RAGGED_PLAN = test_plan_batch.Batch(
 CATCHERS: dict[str, Callable[..., None]] = {
     "prefill": _single(),
     "largest probability": lambda **facts: test_attention.check_largest_probability(
-        "bfloat16", **facts
+        test_attention.decode_of("bfloat16"), **facts
     ),
     "causal": _single({"causal": True}),
     # The first token's last key lies beside the end of a tile of 64 keys.
@@ -270,6 +271,11 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
     # So steep that even bfloat16 has no room for what passes the first tile's maximum.
     "hopper steep": _single({"sm_scale": 16.0, "kv_len": 700}),
+    "hopper maxima": _single({**_WIDE, "kv_len": 700}),
+    "hopper largest probability": lambda **facts: [
+        test_prefill_sm90.check_largest_probability((128, 128), floor, **facts)
+        for floor in (0.0, -9.0)
+    ],
     # Rows of more than one panel; a block has several whole tiles, one after another.
     "hopper wide pages": _batch((40, 130), (300, 150), num_sms=1, dim=128),
     "hopper small pages": _batch((40, 70), (300, 90), page_size=3, num_sms=3),

@@ -15,7 +15,7 @@ from helpers.verify_cases import FORMS
 
 import cupyattn
 
-from . import gpu, run, test_batch, test_unplanned
+from . import gpu, run, test_attention, test_batch, test_unplanned
 
 BASE = replace(
     gpu_cases.PLAIN, qo_len=80, kv_len=300, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -43,6 +43,19 @@ def kernels(answer: run.Answer | run.BatchAnswer) -> list[str]:
 def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
     case = replace(CAUSAL, dtype=dtype, kv_dtype=dtype, head_dim_qk=dims[0], head_dim_vo=dims[1])
     check(case)
+
+
+# While O is complete, and beside products; what passes a maximum below zero is found elsewhere.
+@pytest.mark.parametrize("dims", [(96, 96), (128, 128)])
+@pytest.mark.parametrize("floor", [0.0, -9.0])
+def test_the_largest_probability_is_not_rounded(dims: tuple[int, int], floor: float) -> None:
+    check_largest_probability(dims, floor)
+
+
+def check_largest_probability(dims: tuple[int, int], floor: float, **facts: object) -> None:
+    case = replace(BASE, head_dim_qk=dims[0], head_dim_vo=dims[1], num_kv_heads=1, kv_len=400)
+    case = replace(case, dtype="bfloat16", kv_dtype="bfloat16")
+    test_attention.check_largest_probability(case, key=150, floor=floor, **facts)
 
 
 # Whole tiles of rows come in boxes where groups divide them, and are gathered elsewhere.

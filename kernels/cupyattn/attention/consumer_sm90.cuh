@@ -49,8 +49,11 @@ struct PrefillSm90Consumer {
       LogitsVariant::kGuessesAll && (Kernel::kScalesQueries || !kOverlaps);
   // After the last tile nothing is guessed any more. (To ask takes a register.)
   static constexpr bool kSkipsLast = Kernel::kScalesQueries;
-  // While O is complete, rows take the maximum of every tile that causality cuts.
-  static constexpr bool kTakesCutMaxima = !kOverlaps && !Kernel::kScalesQueries && !Kernel::kMasked;
+  // Rows take every maximum, or that of their first tile and others where they must; then, while O
+  // is complete, that of every tile that causality cuts.
+  static constexpr bool kTakesMaxima = Config::kTakesMaxima;
+  static constexpr bool kTakesCutMaxima =
+      !kTakesMaxima && !kOverlaps && !Kernel::kScalesQueries && !Kernel::kMasked;
   // Q that comes late is scaled beside the last values of the item before.
   static constexpr bool kValuesFirst = kSlots == 1 && Kernel::kScalesQueries;
 
@@ -408,7 +411,8 @@ struct PrefillSm90Consumer {
     exponentiate<false>(probabilities, s, item, present, values, has_failed);
     if constexpr (kOverlaps) {
       await_output(place.stage);
-      if (rarely(probabilities.raised)) rescale_output(probabilities);
+      const bool raised = probabilities.raised;
+      if (kTakesMaxima ? raised : rarely(raised)) softmax.multiply(o, probabilities.factors);
     }
     take(probabilities);
     return present.tile;
@@ -429,13 +433,6 @@ struct PrefillSm90Consumer {
     ptx::wgmma_wait<0>();
     take_results(o);
     release_values();
-  }
-  __device__ __forceinline__ void rescale_output(const Probabilities& probabilities) {
-#pragma unroll
-    for (int n = 0; n < kHeadDimVO / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[0][n][e] *= probabilities.factors[0][e / 2];
-    }
   }
 
   // Turns products of a tile, whose values are at `values`, into probabilities, and raises the
@@ -498,16 +495,21 @@ struct PrefillSm90Consumer {
         if (first_key + kTileKV > full_end) {
           const float no_sums[1][2] = {};
           softmax.template raise_where_asked<true>(s, to.factors, no_sums, form, scale);
-          rescale_output(to);
+          softmax.multiply(o, to.factors);
         }
       }
+    }
+    if constexpr (kTakesMaxima) {
+      to.raised = softmax.template exponentiate_under_maxima<DTypeQ, !kOverlaps && !kIsFirst>(
+          to.p, s, o, to.factors, form, scale);
+      return;
     }
     // Rows that begin with a maximum take another only where they must.
     constexpr bool kTakesMax = kIsFirst && !Kernel::kScalesQueries;
     to.raised =
         softmax.template exponentiate_or_raise<DTypeQ, kTakesMax>(to.p, s, to.factors, form, scale);
     if constexpr (!kOverlaps && !kIsFirst) {
-      if (rarely(to.raised)) rescale_output(to);
+      if (rarely(to.raised)) softmax.multiply(o, to.factors);
     }
   }
 
