@@ -37,8 +37,14 @@ PORTABLE = Variable(
     "0",
     "1: only kernels that run on every architecture, none of Hopper's own (read at the first one).",
 )
+LAZY_MAXIMA = Variable(
+    "CUPYATTN_LAZY_MAXIMA",
+    "0",
+    "1: on Hopper rows take a new maximum only where they must: faster, 2-4 % more rounding error "
+    "(read at the first kernel).",
+)
 KERNELS_DIR = Variable(
     "CUPYATTN_KERNELS_DIR", "", "Folder of the CUDA sources (default: the ones shipped)."
 )
 
-ALL = (CACHE_DIR, NO_COMPILE, DEBUG, PORTABLE, KERNELS_DIR)
+ALL = (CACHE_DIR, NO_COMPILE, DEBUG, PORTABLE, LAZY_MAXIMA, KERNELS_DIR)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .. import dtypes, jit
+from .. import dtypes, env, jit
 from ..dtypes import DType
 from ..problem import MASK_FORMS, AttentionProblem
 from . import tensor_map
@@ -249,7 +249,7 @@ def _takes_maxima(problem: AttentionProblem, shape: _Shape) -> bool:
     values. Where rows are gathered it would cost the lead over the peers."""
     if problem.soft_cap or problem.pos_encoding == "ALIBI" or shape.landings or shape.gatherers:
         return False
-    return shape.takes_maxima
+    return shape.takes_maxima and not env.LAZY_MAXIMA.flag()
 
 
 def _row_bits(problem: AttentionProblem, tile_q: int, tile_kv: int, stages: int) -> Field:

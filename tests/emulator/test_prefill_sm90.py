@@ -58,6 +58,14 @@ def check_largest_probability(dims: tuple[int, int], floor: float, **facts: obje
     test_attention.check_largest_probability(case, key=150, floor=floor, **facts)
 
 
+@pytest.mark.parametrize("dims", [(96, 96), (128, 128)])
+def test_lazy_maxima(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int]) -> None:
+    monkeypatch.setenv("CUPYATTN_LAZY_MAXIMA", "1")
+    check(replace(CAUSAL, head_dim_qk=dims[0], head_dim_vo=dims[1]))
+    with pytest.raises(AssertionError):
+        check_largest_probability(dims, 0.0)
+
+
 # Whole tiles of rows come in boxes where groups divide them, and are gathered elsewhere.
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 40])
 def test_groups(group: int) -> None:

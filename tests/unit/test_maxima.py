@@ -1,0 +1,64 @@
+"""Which kernels of Hopper take every maximum of a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cupyattn import dtypes
+from cupyattn.launch import tiles_sm90
+from cupyattn.problem import AttentionProblem
+
+_SHARED_BYTES = 232448
+
+
+def takes_maxima(
+    dims: tuple[int, int] = (128, 128), kv: str = "bfloat16", page_size: int = 16, **facts: Any
+) -> bool:
+    problem = AttentionProblem(
+        dtype_q=dtypes.bfloat16,
+        dtype_kv=dtypes.parse(kv),
+        dtype_o=dtypes.bfloat16,
+        head_dim_qk=dims[0],
+        head_dim_vo=dims[1],
+        **{"paged": False, **facts},
+    )
+    tiles = tiles_sm90.choose(problem, _SHARED_BYTES, page_size)
+    assert tiles is not None
+    return bool(dict(tiles.config)["kTakesMaxima"])
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        *({"dims": dims} for dims in ((96, 96), (128, 128), (192, 128), (256, 256))),
+        {"paged": True},
+        {"custom_mask": True},
+        {"pos_encoding": "ROPE_LLAMA"},
+    ],
+)
+def test_rows_take_every_maximum(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]) -> None:
+    monkeypatch.delenv("CUPYATTN_LAZY_MAXIMA", raising=False)
+    assert takes_maxima(**facts)
+    monkeypatch.setenv("CUPYATTN_LAZY_MAXIMA", "1")
+    assert not takes_maxima(**facts)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"dims": (64, 64)},
+        # Gathered, since no box fits.
+        {"paged": True, "page_size": 1},
+        {"paged": True, "dims": (96, 96)},
+        {"kv": "float8_e4m3fn"},
+        {"pos_encoding": "ALIBI"},
+        {"soft_cap": True},
+    ],
+)
+def test_rows_take_maxima_where_they_must(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]
+) -> None:
+    monkeypatch.delenv("CUPYATTN_LAZY_MAXIMA", raising=False)
+    assert not takes_maxima(**facts)
