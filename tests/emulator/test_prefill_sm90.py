@@ -58,6 +58,19 @@ def check_largest_probability(dims: tuple[int, int], floor: float, **facts: obje
     test_attention.check_largest_probability(case, key=150, floor=floor, **facts)
 
 
+# A warp of which some row's maximum is below zero looks for maxima in another way, and multiplies
+# the O of all of its rows.
+@pytest.mark.parametrize("dims", [(96, 96), (128, 128)])
+def test_rows_do_not_depend_on_those_beside_them(dims: tuple[int, int]) -> None:
+    case = replace(CAUSAL, head_dim_qk=dims[0], head_dim_vo=dims[1], kv_len=500, return_lse=True)
+    keys = {"k": [((..., 0), 4.0)]}
+    answers = [check(case, spoil=keys), check(case, spoil={**keys, "q": [((40, ..., 0), -30.0)]})]
+    for first, second in zip(*(answer.bits() for answer in answers), strict=True):
+        others = np.arange(case.qo_len) != 40
+        np.testing.assert_array_equal(first[others], second[others])
+    assert (answers[1].call.answers()[1][40] < 0).all()
+
+
 @pytest.mark.parametrize("dims", [(96, 96), (128, 128)])
 def test_lazy_maxima(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int]) -> None:
     monkeypatch.setenv("CUPYATTN_LAZY_MAXIMA", "1")
