@@ -1,10 +1,10 @@
 // Online softmax of the rows one thread holds in accumulator fragments: two rows (lane / 4 and
 // lane / 4 + 8) for each m-tile of 16.
 //
-// Where products decide, the running maximum is lazy: it moves only when some logit exceeds it by
-// more than kSlack (base 2), so P may reach 2^kSlack and O is rarely rescaled. The result is the
-// same up to rounding, because numerator and denominator share whatever maximum was used (fp16's
-// largest P, 256, is far from its limit).
+// prefill_sm90 and decode_sm80 take every maximum, with exceptions (kernels/README.md). Elsewhere
+// it is lazy: it moves only when some logit exceeds it by more than kSlack (base 2), so P may reach
+// 2^kSlack and O is rarely rescaled. The result is the same up to rounding, because numerator and
+// denominator share whatever maximum was used (fp16's largest P, 256, is far from its limit).
 #pragma once
 
 #include "cupyattn/common/math.cuh"
