@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers.fake_gpu import MAX_SHARED
 
 from cupyattn import dtypes
 from cupyattn.launch import tiles_sm90
 from cupyattn.problem import AttentionProblem
-
-_SHARED_BYTES = 232448
 
 
 def takes_maxima(
@@ -24,7 +23,7 @@ def takes_maxima(
         head_dim_vo=dims[1],
         **{"paged": False, **facts},
     )
-    tiles = tiles_sm90.choose(problem, _SHARED_BYTES, page_size)
+    tiles = tiles_sm90.choose(problem, MAX_SHARED, page_size)
     assert tiles is not None
     return bool(dict(tiles.config)["kTakesMaxima"])
 

@@ -214,7 +214,8 @@ struct OnlineSoftmax {
     return static_cast<int>(__float_as_uint(x));
   }
 
-  // Moves the maxima that a tile passes. Those of other rows stay, to the bit.
+  // Moves the maxima that a tile passes, as raise_row does, but with no load under a predicate.
+  // Those of other rows stay, to the bit.
   template <int kTilesS, typename Form>
   __device__ __forceinline__ void raise_passed(const float (&s)[kMmaQ][kTilesS][4],
                                                const Form& form, float scale,
