@@ -110,7 +110,7 @@ class PreparedPlan:
     partial_bytes: int = 0
     mask_bytes: int = 0
     num_counters: int = 0
-    heads_per_section: int = 1
+    sections: tiles_sm90.Sections = tiles_sm90.ONE_HEAD
     merge: Launch | None = None
 
 
@@ -168,11 +168,11 @@ class AttentionLauncher:
             self.options.window_left,
         )
         tiles = kernel.tiles
-        section = 1
+        sections = tiles_sm90.ONE_HEAD
         if tiles.is_sm90:
             l2_bytes = device_props(self.device_index).l2_bytes
-            section = tiles_sm90.heads_per_section(
-                self.problem, self.num_kv_heads, kv_len, l2_bytes
+            sections = tiles_sm90.sections(
+                self.problem, self.num_kv_heads, kv_len, self.options.causal, l2_bytes
             )
         starts = range(0, plan.num_q_tiles, plan.num_q_tiles if tiles.is_sm90 else MAX_GRID_YZ)
         parts = tuple(self._part(kernel, plan, first_q_tile) for first_q_tile in starts)
@@ -185,7 +185,7 @@ class AttentionLauncher:
                 tiles.wants_rotated_keys,
                 mask_bytes=mask_bytes,
                 num_counters=tiles.num_counters,
-                heads_per_section=section,
+                sections=sections,
             )
         num_counters, merge = plan.num_q_tiles * self.num_kv_heads, None
         if not tiles.merges_itself:
@@ -202,7 +202,7 @@ class AttentionLauncher:
             o_bytes + lse_bytes,
             mask_bytes,
             num_counters,
-            section,
+            sections,
             merge,
         )
 
@@ -315,7 +315,7 @@ class AttentionLauncher:
             if len(self._maps) > 256:
                 self._maps.clear()
             found = self._maps[key] = maps_sm90.Maps(
-                self._heads, plan.tiles, launch.num_items, plan.heads_per_section, strides, kv_len,
+                self._heads, plan.tiles, launch.num_items, plan.sections, strides, kv_len,
                 mask_maps=mask_maps,
             )  # fmt: skip
         return found

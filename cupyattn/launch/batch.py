@@ -344,14 +344,14 @@ class BatchLauncher:
                 if launch is not None:
                     maps = None
                     if part.tiles is not None:
-                        section, keys = self._heads_per_section(schedule.longest), None
+                        sections, keys = self._sections(schedule.longest), None
                         if part.tiles.wants_rotated_keys:
                             keys = self._keys.strides, schedule.rotated
                             to = rotate_keys.Where(rotated, schedule.rotated)
                             of_keys = self._keys, strides, kv_indices, self.group_size
                             rotation = rotate_batch.of_part(part, words, *of_keys, to)
                         maps = maps_sm90.Maps(
-                            self._heads, part.tiles, launch.num_items, section, strides, num_keys,
+                            self._heads, part.tiles, launch.num_items, sections, strides, num_keys,
                             keys, workspace + part.mask_maps,
                         )  # fmt: skip
                     steps.append((launch, planned, maps))
@@ -359,9 +359,11 @@ class BatchLauncher:
                 merges.append((part.merge, planned, None))
         return BoundRun(in_order(steps, merges), self.device_index, rotation)
 
-    def _heads_per_section(self, longest: int) -> int:
+    def _sections(self, longest: int) -> tiles_sm90.Sections:
         l2_bytes = device_props(self.device_index).l2_bytes
-        return tiles_sm90.heads_per_section(self.problem, self.num_kv_heads, longest, l2_bytes)
+        return tiles_sm90.sections(
+            self.problem, self.num_kv_heads, longest, self.options.causal, l2_bytes
+        )
 
     def _constants(self, first_item: int, sm_scale: float, output_scale: float) -> bytes:
         """What is the same for all runs with these scales."""

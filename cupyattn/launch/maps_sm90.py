@@ -9,6 +9,7 @@ from ..errors import UnsupportedError
 from ..problem import AttentionProblem
 from . import params, tensor_map
 from .tile_config import TileConfig
+from .tiles_sm90 import Sections
 
 # params/prefill_sm90.cuh, PageUnits.
 PageUnits = tuple[int, int, int, int]
@@ -34,7 +35,7 @@ class Maps:
     """The maps of q, k, v and o of some strides and sizes, remembered by their addresses."""
 
     __slots__ = (
-        *("_head", "_heads", "_keys", "_known", "_mask_maps"),
+        *("_head", "_heads", "_keys", "_known", "_mask_maps", "_num_last"),
         *("_outputs", "_queries", "_tiles", "_values"),
     )
 
@@ -43,7 +44,7 @@ class Maps:
         heads: Heads,
         tiles: TileConfig,
         num_items: int,
-        heads_per_section: int,
+        sections: Sections,
         strides: bytes,
         size: int,
         rotated: tuple[tuple[int, int, int], int] | None = None,
@@ -55,7 +56,8 @@ class Maps:
         """
         self._heads = heads
         self._tiles = tiles
-        self._head = num_items, heads_per_section
+        self._head = num_items, sections.num_heads
+        self._num_last = sections.num_last(num_items)
         self._mask_maps = mask_maps
         q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, *_ = params.STRIDES.unpack(
             strides
@@ -99,7 +101,7 @@ class Maps:
         head = *self._head, rows, query_box_rows
         maps.append(output_map)
         return params.PREFILL_SM90.pack(
-            *head, *units, output_box_rows, self._mask_maps, b"".join(maps)
+            *head, *units, output_box_rows, self._num_last, self._mask_maps, b"".join(maps)
         )
 
     def _in_boxes(

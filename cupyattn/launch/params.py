@@ -28,8 +28,9 @@ PLANNED = struct.Struct(
 RUN = struct.Struct(f"<4Q {OPTIONAL.size}s {PLANNED.size}s")
 
 # kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_section,
-# box_rows, query_box_rows; PageUnits of k and v; output_box_rows; mask_maps; maps of q, k, v and o.
-PREFILL_SM90 = struct.Struct(f"<13i 4x Q {-(ATTENTION.size + 64) % 64}x 512s")
+# box_rows, query_box_rows; PageUnits of k and v; output_box_rows, num_last; mask_maps; maps of
+# q, k, v and o.
+PREFILL_SM90 = struct.Struct(f"<14i Q {-(ATTENTION.size + 64) % 64}x 512s")
 
 # kernels/cupyattn/params/rotate_keys.cuh: k, and the rest, with the table of RoPE steps.
 ROTATION = struct.Struct(f"<3Q 3q 5i I 2i {4 * MAX_ROPE_PAIRS}s")

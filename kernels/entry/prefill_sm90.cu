@@ -20,6 +20,7 @@ struct Config {
   static constexpr bool kTakesTurns = true;
   static constexpr bool kOverlaps = true;
   static constexpr bool kTakesMaxima = true;
+  static constexpr int kEarlySteps = 2;
   static constexpr bool kRope = false;
   static constexpr bool kAlibi = false;
   static constexpr bool kSoftCap = false;

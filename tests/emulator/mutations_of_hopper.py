@@ -9,6 +9,7 @@ PRODUCER = "cupyattn/attention/producer_sm90.cuh"
 CONVERTER = "cupyattn/attention/converter_sm90.cuh"
 CONSUMER = "cupyattn/attention/consumer_sm90.cuh"
 SOFTMAX = "cupyattn/attention/softmax.cuh"
+MAXIMA = "cupyattn/attention/maxima_softmax.cuh"
 GATHERER = "cupyattn/attention/gatherer_sm90.cuh"
 VARIANTS = "cupyattn/attention/variants.cuh"
 SOFT_CAP = "cupyattn/attention/soft_cap.cuh"
@@ -76,31 +77,45 @@ HOPPER = (
     ),
     Mutation(
         "O keeps the scale of a maximum that a tile has passed",
-        SOFTMAX,
-        "        multiply(o, factors);\n",
+        CONSUMER,
+        "      if constexpr (!kIsFirst) multiply_rows(o, to.factors);\n",
         "",
         "hopper maxima",
     ),
     Mutation(
         "a sum keeps the scale of a maximum that a tile has passed",
-        SOFTMAX,
-        "row_sum[m][h] *= factors[m][h];",
-        "row_sum[m][h] *= 1.0f;",
+        MAXIMA,
+        "fmaf(row_sum[0][h], factors[0][h], sums[h]);",
+        "row_sum[0][h] + sums[h];",
         "hopper maxima",
     ),
     Mutation(
-        "a maximum is passed by much",
-        SOFTMAX,
-        "form.value(largest[m][h]) > row_max[m][h];",
-        "form.value(largest[m][h]) > row_max[m][h] + 64.0f;",
+        "a maximum is passed by a third",
+        MAXIMA,
+        "-quad_max(largest[h]) * scale",
+        "0.3f - quad_max(largest[h]) * scale",
         "hopper largest probability",
     ),
     Mutation(
         "the larger of two negative floats is the larger integer",
-        SOFTMAX,
+        MAXIMA,
         "if (rarely(looks_again)) {",
         "if (false) {",
         "hopper largest probability",
+    ),
+    Mutation(
+        "a maximum that moves is taken to be above zero",
+        MAXIMA,
+        "row_shift[0][0] > 0.0f || row_shift[0][1] > 0.0f",
+        "false",
+        "hopper largest probability",
+    ),
+    Mutation(
+        "the items that come after all sections are the first ones",
+        KERNEL,
+        "int first_place = sectioned,",
+        "int first_place = 0,",
+        "hopper sections",
     ),
     Mutation(
         "hidden keys that are not finite are nobody's",
@@ -267,9 +282,9 @@ HOPPER = (
     Mutation(
         "O keeps its scale where a cut tile raises maxima",
         CONSUMER,
-        "no_sums, form, scale);\n          softmax.multiply(o, to.factors);",
+        "no_sums, form, scale);\n          multiply_rows(o, to.factors);",
         "no_sums, form, scale);",
-        "hopper causal",
+        "hopper alibi causal",
     ),
     Mutation(
         "tiles start so early before a window that the last ends too soon",

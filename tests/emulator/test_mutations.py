@@ -264,6 +264,11 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "cascade in a graph": test_cascade.run_graph,
     # The kernels of Hopper; all others above are the portable ones.
     "hopper causal": _single({"causal": True, "qo_len": 80, "kv_len": 300, "group": 4}),
+    "hopper alibi causal": _single(
+        {"causal": True, "qo_len": 80, "kv_len": 300, "group": 4, "pos_encoding_mode": "ALIBI"}
+    ),
+    # Two heads at a time, of five of six tiles of rows.
+    "hopper sections": _single({**test_prefill_sm90.MANY_HEADS, "causal": True}),
     # The second tile of keys of the first 96 tokens would begin 27 keys into what causality cuts.
     "hopper window": _single(
         {"causal": True, "qo_len": 200, "kv_len": 500, "group": 2, "window_left": 100}

@@ -79,6 +79,15 @@ def test_lazy_maxima(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int]) -> 
         check_largest_probability(dims, 0.0)
 
 
+# Keys of two heads fit the share of L2: they come two at a time, but for the shortest tile of rows.
+MANY_HEADS = dict(head_dim_qk=128, head_dim_vo=128, qo_len=250, kv_len=600, group=4, num_kv_heads=4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sections_of_heads(causal: bool) -> None:
+    check(replace(BASE, **MANY_HEADS, causal=causal))
+
+
 # Whole tiles of rows come in boxes where groups divide them, and are gathered elsewhere.
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 40])
 def test_groups(group: int) -> None:

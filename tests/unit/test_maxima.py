@@ -31,8 +31,11 @@ def takes_maxima(
 @pytest.mark.parametrize(
     "facts",
     [
-        *({"dims": dims} for dims in ((96, 96), (128, 128), (192, 128), (256, 256))),
+        *({"dims": dims} for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))),
         {"paged": True},
+        # Gathered, since no box fits.
+        {"paged": True, "page_size": 1},
+        {"paged": True, "dims": (96, 96)},
         {"custom_mask": True},
         {"pos_encoding": "ROPE_LLAMA"},
     ],
@@ -47,10 +50,6 @@ def test_rows_take_every_maximum(monkeypatch: pytest.MonkeyPatch, facts: dict[st
 @pytest.mark.parametrize(
     "facts",
     [
-        {"dims": (64, 64)},
-        # Gathered, since no box fits.
-        {"paged": True, "page_size": 1},
-        {"paged": True, "dims": (96, 96)},
         {"kv": "float8_e4m3fn"},
         {"pos_encoding": "ALIBI"},
         {"soft_cap": True},

@@ -6,6 +6,7 @@
 #include "cupyattn/attention/key_rows.cuh"
 #include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/mask_sm90.cuh"
+#include "cupyattn/attention/maxima_softmax.cuh"
 #include "cupyattn/attention/ring.cuh"
 #include "cupyattn/attention/rope.cuh"
 #include "cupyattn/attention/rows_sm90.cuh"
@@ -31,7 +32,6 @@ struct PrefillSm90Consumer {
   using LogitsVariant = typename Kernel::LogitsVariant;
   using Item = typename Kernel::Item;
   using SharedMemory = typename Kernel::SharedMemory;
-  using Softmax = OnlineSoftmax<1, LogitsVariant::kSlackBits>;
   static constexpr int kHeadDimQK = Kernel::kHeadDimQK;
   static constexpr int kHeadDimVO = Kernel::kHeadDimVO;
   static constexpr int kConsumers = Kernel::kConsumers;
@@ -42,6 +42,14 @@ struct PrefillSm90Consumer {
   static constexpr int kItems = Kernel::kItems;
   static constexpr bool kPaged = Kernel::kPaged;
   static constexpr bool kOverlaps = Config::kOverlaps;
+  static constexpr int kSteps = kTileKV / 16;  // of 16 keys
+  // Rows take every maximum, or that of their first tile and others where they must; then, while O
+  // is complete, that of every tile that causality cuts.
+  static constexpr bool kTakesMaxima = Config::kTakesMaxima;
+  using Softmax = typename conditional<kTakesMaxima, MaximaSoftmax,
+                                       OnlineSoftmax<1, LogitsVariant::kSlackBits>>::type;
+  // Whose probabilities are made beside the products of the last values.
+  static constexpr int kEarlySteps = kTakesMaxima ? Config::kEarlySteps : (kOverlaps ? kSteps : 0);
   static constexpr int kWarpgroup = Kernel::kWarpgroup;
   // Whether tiles of which a guess holds have a path of their own. (Three coefficients beside the
   // probabilities of two tiles leave no registers for one.)
@@ -49,9 +57,6 @@ struct PrefillSm90Consumer {
       LogitsVariant::kGuessesAll && (Kernel::kScalesQueries || !kOverlaps);
   // After the last tile nothing is guessed any more. (To ask takes a register.)
   static constexpr bool kSkipsLast = Kernel::kScalesQueries;
-  // Rows take every maximum, or that of their first tile and others where they must; then, while O
-  // is complete, that of every tile that causality cuts.
-  static constexpr bool kTakesMaxima = Config::kTakesMaxima;
   static constexpr bool kTakesCutMaxima =
       !kTakesMaxima && !kOverlaps && !Kernel::kScalesQueries && !Kernel::kMasked;
   // Q that comes late is scaled beside the last values of the item before.
@@ -59,7 +64,7 @@ struct PrefillSm90Consumer {
 
   // Of a tile; and what O is to be multiplied by before, if it is.
   struct Probabilities {
-    uint32_t p[kTileKV / 16][1][4];
+    uint32_t p[kSteps][1][4];
     float factors[1][2];
     bool raised;
     int hidden_key;
@@ -91,7 +96,7 @@ struct PrefillSm90Consumer {
   int last_far;       // the last tile that may be guessed by kFar, which is none once it has failed
   bool adds_output;   // to O, which holds products of the item
   float o[1][kHeadDimVO / 8][4];
-  uint32_t p[kTileKV / 16][1][4];
+  uint32_t p[kSteps][1][4];
   Softmax softmax;
 
   __device__ __forceinline__ PrefillSm90Consumer(const Kernel& kernel, int group)
@@ -242,9 +247,10 @@ struct PrefillSm90Consumer {
   // them here. its_place: of the item.
   __device__ __forceinline__ void await_output(int its_place) {
     uint32_t any_bad_key = 0;  // asked for while the products are still being made
+    if (hidden_key >= 0) {
+      const Vector16 bad_keys = shared.bad_keys[v.stage];
 #pragma unroll
-    for (int word = 0; word < ceil_div(kTileKV, 32); ++word) {
-      if (hidden_key >= 0) any_bad_key |= shared.bad_keys[v.stage][word];
+      for (int word = 0; word < ceil_div(kTileKV, 32); ++word) any_bad_key |= bad_keys.word[word];
     }
     ptx::wgmma_wait<0>();
     take_results(o);
@@ -409,12 +415,11 @@ struct PrefillSm90Consumer {
       await_output(place.stage);
     }
     exponentiate<false>(probabilities, s, item, present, values, has_failed);
-    if constexpr (kOverlaps) {
+    if constexpr (kOverlaps && !kTakesMaxima) {
       await_output(place.stage);
-      const bool raised = probabilities.raised;
-      if (kTakesMaxima ? raised : rarely(raised)) softmax.multiply(o, probabilities.factors);
+      if (rarely(probabilities.raised)) multiply_rows(o, probabilities.factors);
     }
-    take(probabilities);
+    take<kEarlySteps>(probabilities);
     return present.tile;
   }
   // Whether a tile takes a guess, and neither it nor the one before hides keys: one condition,
@@ -436,7 +441,7 @@ struct PrefillSm90Consumer {
   }
 
   // Turns products of a tile, whose values are at `values`, into probabilities, and raises the
-  // maximum where they ask for it.
+  // maximum where they ask for it. (Where all are taken, O is complete afterwards.)
   template <bool kIsFirst>
   __device__ __forceinline__ void exponentiate(Probabilities& to, float (&s)[1][kTilesS][4],
                                                const Item& item, const KeyTile& present,
@@ -456,7 +461,7 @@ struct PrefillSm90Consumer {
           if (holds(guess, to, s)) return;
         }
       }
-      const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows + rows.warp_row(),
+      const auto form = LogitsVariant::apply(s, softmax.maxima(), shared.rows + rows.warp_row(),
                                              shared.logits, params, first_key, lane, hides);
       finish_tile<kIsFirst>(to, s, form, item, present, values);
     }
@@ -474,7 +479,8 @@ struct PrefillSm90Consumer {
     // A vote, so that the compiler knows that the warp stays together.
     if (ptx::warp_any(is_small)) {
       if (present.hides != 0) {
-        hide_keys<PolynomialForm>(s, item, origin + present.tile * kTileKV, values);
+        rows.template hide_keys<PolynomialForm>(s, item, origin + present.tile * kTileKV, values,
+                                                position);
       }
       if (holds(LogitsVariant::far_guess(kept, shared.logits), to, s)) return;
     }
@@ -489,28 +495,45 @@ struct PrefillSm90Consumer {
     const float scale = LogitsVariant::softmax_scale(params);
     if (rarely(present.hides != 0)) {
       const int first_key = origin + present.tile * kTileKV;
-      hide_keys<Form>(s, item, first_key, values);
+      rows.template hide_keys<Form>(s, item, first_key, values, position);
       // Where causality cuts a second tile, rows may have seen no key before, or a few.
       if constexpr (kTakesCutMaxima && !kIsFirst) {
         if (first_key + kTileKV > full_end) {
           const float no_sums[1][2] = {};
           softmax.template raise_where_asked<true>(s, to.factors, no_sums, form, scale);
-          softmax.multiply(o, to.factors);
+          multiply_rows(o, to.factors);
         }
       }
     }
     if constexpr (kTakesMaxima) {
-      to.raised = softmax.template exponentiate_under_maxima<DTypeQ, !kOverlaps && !kIsFirst>(
-          to.p, s, o, to.factors, form, scale);
-      return;
+      exponentiate_under_maxima<kIsFirst>(to, s, form.scale);
+    } else {
+      // Rows that begin with a maximum take another only where they must.
+      constexpr bool kTakesMax = kIsFirst && !Kernel::kScalesQueries;
+      to.raised = softmax.template exponentiate_or_raise<DTypeQ, kTakesMax>(to.p, s, to.factors,
+                                                                            form, scale);
+      if constexpr (!kOverlaps && !kIsFirst) {
+        if (rarely(to.raised)) multiply_rows(o, to.factors);
+      }
     }
-    // Rows that begin with a maximum take another only where they must.
-    constexpr bool kTakesMax = kIsFirst && !Kernel::kScalesQueries;
-    to.raised =
-        softmax.template exponentiate_or_raise<DTypeQ, kTakesMax>(to.p, s, to.factors, form, scale);
-    if constexpr (!kOverlaps && !kIsFirst) {
-      if (rarely(to.raised)) softmax.multiply(o, to.factors);
+  }
+  // O is multiplied beside the special functions of the later steps. Of an item's first tile there
+  // is none yet, and all steps are early.
+  template <bool kIsFirst>
+  __device__ __forceinline__ void exponentiate_under_maxima(Probabilities& to,
+                                                            const float (&s)[1][kTilesS][4],
+                                                            float scale) {
+    constexpr int kEarly = kIsFirst ? kSteps : kEarlySteps;
+    float sums[2];
+    const bool moves = softmax.raise(s, scale, to.factors);
+    softmax.template exponentiate<DTypeQ, 0, kEarly>(to.p, s, scale, sums);
+    if constexpr (!kIsFirst) await_output(place.stage);
+    if (moves) {
+      if constexpr (!kIsFirst) multiply_rows(o, to.factors);
+      softmax.look_at_signs();
     }
+    softmax.template exponentiate<DTypeQ, kEarly, kSteps>(to.p, s, scale, sums);
+    softmax.add(to.factors, sums);
   }
 
   // How far guesses hold after a tile, and down to which.
@@ -543,42 +566,21 @@ struct PrefillSm90Consumer {
   }
 
   // Products read `p` until they are over: beside them, the next ones are written elsewhere.
+  template <int kEarly = kOverlaps ? kSteps : 0>  // of an item's first tile all, if any
   __device__ __forceinline__ void take(const Probabilities& from) {
     hidden_key = from.hidden_key;
 #pragma unroll
-    for (int i = 0; i < kTileKV / 16; ++i) {
+    for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        p[i][0][e] = kOverlaps ? ptx::opaque_copy(from.p[i][0][e]) : from.p[i][0][e];
+        p[i][0][e] = i < kEarly ? ptx::opaque_copy(from.p[i][0][e]) : from.p[i][0][e];
       }
-    }
-  }
-
-  template <typename Form>
-  __device__ __forceinline__ void hide_keys(float (&s)[1][kTilesS][4], const Item& item,
-                                            int first_key, const RingPlace<kStages>& values) const {
-    if constexpr (Kernel::kMasked) {
-      Kernel::wait(shared.row_bits.full[values.stage], values.parity);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int token = rows.token_of(item, rows.own_row(h)).token - item.range.first_token;
-        hide_by_bits<Form>(s[0], h, shared.row_bits.of[values.stage][token], lane);
-      }
-      return;
-    }
-    const Request& request = item.work.request;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int its_position =
-          LogitsVariant::kReadsRows ? shared.rows[rows.own_row(h)].position : position[h];
-      const KeyLimits limits = KeyLimits::of(params, request, its_position);
-      hide_by_limits<Form>(s[0], h, limits.begin - first_key, limits.end - first_key, lane);
     }
   }
 
   __device__ __forceinline__ void add_bad_keys(const Item& item) {
     for (int word = 0; word < ceil_div(kTileKV, 32); ++word) {
-      for (uint32_t bits = shared.bad_keys[v.stage][word]; bits != 0; bits &= bits - 1) {
+      for (uint32_t bits = shared.bad_keys[v.stage].word[word]; bits != 0; bits &= bits - 1) {
         const int key = 32 * word + __ffs(static_cast<int>(bits)) - 1;
         const DTypeKV* values = static_cast<const DTypeKV*>(params.v) +
                                 item.work.tile.kv_head * params.v_stride_h +

@@ -72,7 +72,7 @@ struct PrefillSm90Converter {
                                                            kThreads);
     }
     if (tile.hides) {
-      clean<Landing>(landing, shared.bad_keys[v.stage], item.range.end - item.first_key(tile.tile));
+      clean<Landing>(landing, shared.bad_keys[v.stage].word, item.range.end - item.first_key(tile.tile));
     }
     convert<Landing, typename Kernel::VTile>(landing, shared.v[v.stage]);
     pass_on(shared.taken_v[landed_v.stage], shared.full_v[v.stage]);

@@ -117,7 +117,7 @@ struct PrefillSm90 {
     typename LogitsVariant::Constants logits;
     alignas(8) Item items[kItems];
     // Bits of the keys of a stage of V whose values were not finite.
-    uint32_t bad_keys[kStages][ceil_div(kTileKV, 32)];
+    Vector16 bad_keys[kStages];
     typename conditional<kMasked, RowBits<kTileQ, kTileKV, kStages>, NoRowBits>::type row_bits;
     typename conditional<kRope, RopeSteps<kHeadDimQK>, NoRopeSteps>::type rope;
     alignas(8) uint64_t full_item[kItems], empty_item[kItems];
@@ -143,6 +143,8 @@ struct PrefillSm90 {
                         kConsumers * Config::kMultiplyRegisters <=
                     kWarpgroups * (65536 / kThreads / 8 * 8),
                 "registers come from what the block was launched with");
+  static_assert(kTileKV <= 128, "bits of a tile's keys are read at once");
+  static_assert(!Config::kTakesMaxima || Config::kOverlaps, "O is complete after a maximum");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
   static_assert(!(kConvertsApart && kGathersApart), "a warpgroup besides is for one thing");
   static_assert(kGatherers != 3 || kConvertsApart || (!kMasked && !kConverts),
@@ -341,15 +343,22 @@ struct PrefillSm90 {
   }
 
   // Sections of heads come one after another, so that their keys stay in L2; within one, heads of
-  // an item are neighbours.
+  // an item are neighbours. The last items, the shortest, follow all sections, so that blocks end
+  // together.
   __device__ __forceinline__ ItemFacts item_of(int index) const {
-    const int per_section = all_params.num_items * all_params.heads_per_section;
-    const int section = index / per_section;
-    const int first_head = section * all_params.heads_per_section;
-    const int heads = min_of(all_params.heads_per_section, params.num_kv_heads - first_head);
-    const int rest = index - section * per_section;
-    const int place = rest / heads;
-    const int kv_head = first_head + rest - place * heads;
+    const int sectioned = all_params.num_items - all_params.num_last;
+    int first_place = sectioned, first_head = 0, heads = params.num_kv_heads;
+    int rest = index - sectioned * heads;
+    if (rest < 0) {
+      const int per_section = sectioned * all_params.heads_per_section;
+      const int section = index / per_section;
+      first_place = 0;
+      first_head = section * all_params.heads_per_section;
+      heads = min_of(all_params.heads_per_section, heads - first_head);
+      rest = index - section * per_section;
+    }
+    const int place = first_place + rest / heads;
+    const int kv_head = first_head + rest % heads;
     ItemFacts item{};
     item.work = BlockWork::of_place(params, place, kv_head, kTileQ);
     item.place = place;

@@ -302,7 +302,7 @@ struct PrefillSm90Producer {
     static_assert(VTile::kBytes == 16 * kCleaners * kChunks && kChunks % kBatch == 0,
                   "batches are whole");
     Vector16* chunks = reinterpret_cast<Vector16*>(shared.v[stage]);
-    if (thread < kWords) shared.bad_keys[stage][thread] = 0;
+    if (thread < kWords) shared.bad_keys[stage].word[thread] = 0;
     ptx::named_barrier_sync(Kernel::kCleaned, kCleaners);
     for (int first = thread; first < VTile::kBytes / 16; first += kBatch * kCleaners) {
       uint32_t seen[4] = {};
@@ -318,7 +318,7 @@ struct PrefillSm90Producer {
       if (((seen[0] | seen[1] | seen[2] | seen[3]) & 0x7fff7fffu) == 0) continue;
 #pragma unroll 1
       for (int index = first; index < first + kBatch * kCleaners; index += kCleaners) {
-        take_out_bad<DTypeKV>(chunks[index], shared.bad_keys[stage], VTile::row_at(16 * index),
+        take_out_bad<DTypeKV>(chunks[index], shared.bad_keys[stage].word, VTile::row_at(16 * index),
                               num_keys);
       }
     }

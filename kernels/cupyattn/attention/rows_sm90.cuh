@@ -2,6 +2,9 @@
 // leave.
 #pragma once
 
+#include "cupyattn/attention/mask.cuh"
+#include "cupyattn/attention/mask_sm90.cuh"
+#include "cupyattn/attention/ring.cuh"
 #include "cupyattn/attention/state.cuh"
 #include "cupyattn/attention/work.cuh"
 #include "cupyattn/common/types.cuh"
@@ -54,6 +57,31 @@ struct PrefillSm90Rows {
   __device__ __forceinline__ PackedRow token_of(const Item& item, int row) const {
     const TileWork& work = item.work.tile;
     return PackedRow::of(params, work.first_row + min_of(row, work.num_rows - 1));
+  }
+
+  // Hides the keys of a tile, from `first_key` on, that rows do not see. position: of the thread's
+  // rows, where `shared.rows` does not tell.
+  template <typename Form>
+  __device__ __forceinline__ void hide_keys(float (&s)[1][Kernel::kTileKV / 8][4], const Item& item,
+                                            int first_key, const RingPlace<Kernel::kStages>& values,
+                                            const int (&position)[2]) const {
+    if constexpr (Kernel::kMasked) {
+      Kernel::wait(shared.row_bits.full[values.stage], values.parity);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int token = token_of(item, own_row(h)).token - item.range.first_token;
+        hide_by_bits<Form>(s[0], h, shared.row_bits.of[values.stage][token], lane);
+      }
+      return;
+    }
+    const Request& request = item.work.request;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int its_position =
+          LogitsVariant::kReadsRows ? shared.rows[own_row(h)].position : position[h];
+      const KeyLimits limits = KeyLimits::of(params, request, its_position);
+      hide_by_limits<Form>(s[0], h, limits.begin - first_key, limits.end - first_key, lane);
+    }
   }
 
   // Where a row of an item is: in q and o, and, if it leaves a state, among the states.

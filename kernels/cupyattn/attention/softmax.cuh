@@ -1,10 +1,11 @@
 // Online softmax of the rows one thread holds in accumulator fragments: two rows (lane / 4 and
 // lane / 4 + 8) for each m-tile of 16.
 //
-// prefill_sm90 and decode_sm80 take every maximum, with exceptions (kernels/README.md). Elsewhere
-// it is lazy: it moves only when some logit exceeds it by more than kSlack (base 2), so P may reach
-// 2^kSlack and O is rarely rescaled. The result is the same up to rounding, because numerator and
-// denominator share whatever maximum was used (fp16's largest P, 256, is far from its limit).
+// decode_sm80 takes every maximum, and so does prefill_sm90, by maxima_softmax.cuh, with exceptions
+// (kernels/README.md). Elsewhere it is lazy: it moves only when some logit exceeds it by more than
+// kSlack (base 2), so P may reach 2^kSlack and O is rarely rescaled. The result is the same up to
+// rounding, because numerator and denominator share whatever maximum was used (fp16's largest P,
+// 256, is far from its limit).
 #pragma once
 
 #include "cupyattn/common/math.cuh"
@@ -23,6 +24,30 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
   x += ptx::shuffle_xor(x, 1);
   return x + ptx::shuffle_xor(x, 2);
+}
+
+// Of a thread's logits of one of its rows.
+template <int kTilesS>
+__device__ __forceinline__ float largest_of(const float (&s)[kTilesS][4], int h) {
+  float largest = s[0][2 * h];
+#pragma unroll
+  for (int n = 0; n < kTilesS; ++n) {
+    largest = fmaxf(largest, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
+  }
+  return largest;
+}
+
+template <int kMmaQ, int kTilesO>
+__device__ __forceinline__ void multiply_rows(float (&o)[kMmaQ][kTilesO][4],
+                                              const float (&factors)[kMmaQ][2]) {
+#pragma unroll
+  for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+    for (int n = 0; n < kTilesO; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[m][n][e] *= factors[m][e / 2];
+    }
+  }
 }
 
 //
@@ -141,130 +166,6 @@ struct OnlineSoftmax {
     return moves;
   }
 
-  // All probabilities of a tile, as fragments, under maxima that none of its logits passes, so that
-  // the largest is 1, unrounded: whether some have moved, and then `factors` are what O is to be
-  // multiplied by, which is done here if kRescales.
-  template <typename T, bool kRescales, int kSteps, int kTilesS, int kTilesO, typename Form>
-  __device__ __forceinline__ bool exponentiate_under_maxima(uint32_t (&p)[kSteps][kMmaQ][4],
-                                                            const float (&s)[kMmaQ][kTilesS][4],
-                                                            float (&o)[kMmaQ][kTilesO][4],
-                                                            float (&factors)[kMmaQ][2],
-                                                            const Form& form, float scale) {
-    float largest[kMmaQ][2];
-    bool looks_again;
-    const bool moves = is_passed(s, form, largest, looks_again);
-    if (moves) {
-      raise_passed(s, form, scale, largest, looks_again, factors);
-      if constexpr (kRescales) {
-        // Beside special functions O is multiplied for less: these are in the code twice.
-        multiply(o, factors);
-        add_exponentials<T>(p, s, form, scale);
-        return true;
-      }
-    }
-    add_exponentials<T>(p, s, form, scale);
-    return moves;
-  }
-
-  template <typename T, int kSteps, int kTilesS, typename Form>
-  __device__ __forceinline__ void add_exponentials(uint32_t (&p)[kSteps][kMmaQ][4],
-                                                   const float (&s)[kMmaQ][kTilesS][4],
-                                                   const Form& form, float scale) {
-    float tile_sum[kMmaQ][2];
-    exponentiate_all<T>(p, s, form, scale, tile_sum);
-#pragma unroll
-    for (int m = 0; m < kMmaQ; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) row_sum[m][h] += tile_sum[m][h];
-    }
-  }
-
-  // Whether a logit of the warp may pass its row's maximum; finds this thread's largest. Of two
-  // floats one of which is positive, the larger is the larger integer, and one instruction takes
-  // the largest of three of these: half as many as for floats. So what is found is right beside
-  // maxima that are not negative; `looks_again`: a row of the warp has another.
-  template <int kTilesS, typename Form>
-  __device__ __forceinline__ bool is_passed(const float (&s)[kMmaQ][kTilesS][4], const Form& form,
-                                            float (&largest)[kMmaQ][2], bool& looks_again) const {
-    bool passes = false, is_below_zero = false;
-#pragma unroll
-    for (int m = 0; m < kMmaQ; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        largest[m][h] = largest_beside_zero(s[m], h);
-        const bool below_zero = !(row_max[m][h] >= 0.0f);
-        is_below_zero |= below_zero;
-        passes |= below_zero || form.value(largest[m][h]) > row_max[m][h];
-      }
-    }
-    looks_again = ptx::warp_any(is_below_zero);
-    return ptx::warp_any(passes);
-  }
-  template <int kTilesS>
-  static __device__ __forceinline__ float largest_beside_zero(const float (&s)[kTilesS][4], int h) {
-    int largest[2] = {as_integer(s[0][2 * h]), as_integer(s[0][2 * h + 1])};
-#pragma unroll
-    for (int n = 1; n < kTilesS; ++n) {
-      const int first = as_integer(s[n][2 * h]), second = as_integer(s[n][2 * h + 1]);
-      largest[n % 2] = max_of(max_of(largest[n % 2], first), second);
-    }
-    return __int_as_float(max_of(largest[0], largest[1]));
-  }
-  static __device__ __forceinline__ int as_integer(float x) {
-    return static_cast<int>(__float_as_uint(x));
-  }
-
-  // Moves the maxima that a tile passes, as raise_row does, but with no load under a predicate.
-  // Those of other rows stay, to the bit.
-  template <int kTilesS, typename Form>
-  __device__ __forceinline__ void raise_passed(const float (&s)[kMmaQ][kTilesS][4],
-                                               const Form& form, float scale,
-                                               float (&largest)[kMmaQ][2], bool looks_again,
-                                               float (&factors)[kMmaQ][2]) {
-    if (rarely(looks_again)) {
-#pragma unroll
-      for (int m = 0; m < kMmaQ; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) largest[m][h] = largest_of(s[m], h);
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < kMmaQ; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float old_max = row_max[m][h];
-        const float new_max = fmaxf(old_max, quad_max(form.value(largest[m][h])));
-        // A row that has still seen no key keeps what it has, which is nothing.
-        const bool has_seen = new_max != -ptx::infinity();
-        factors[m][h] = ptx::ex2_approx(has_seen ? (old_max - new_max) * scale : 0.0f);
-        row_max[m][h] = new_max;
-        row_sum[m][h] *= factors[m][h];
-      }
-    }
-  }
-  template <int kTilesS>
-  static __device__ __forceinline__ float largest_of(const float (&s)[kTilesS][4], int h) {
-    float largest = s[0][2 * h];
-#pragma unroll
-    for (int n = 0; n < kTilesS; ++n) {
-      largest = fmaxf(largest, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
-    }
-    return largest;
-  }
-
-  template <int kTilesO>
-  static __device__ __forceinline__ void multiply(float (&o)[kMmaQ][kTilesO][4],
-                                                  const float (&factors)[kMmaQ][2]) {
-#pragma unroll
-    for (int m = 0; m < kMmaQ; ++m) {
-#pragma unroll
-      for (int n = 0; n < kTilesO; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[m][n][e] *= factors[m][e / 2];
-      }
-    }
-  }
-
   // Each row by its own logits alone: its bits do not depend on the rows beside it.
   template <bool kIsFirst, int kTilesS, typename Form>
   __device__ __forceinline__ void raise_where_asked(const float (&s)[kMmaQ][kTilesS][4],
@@ -378,6 +279,7 @@ struct OnlineSoftmax {
     return factor;
   }
 
+  __device__ __forceinline__ const float (&maxima() const)[kMmaQ][2] { return row_max; }
   // The base-2 maximum of a row, -inf if it saw no key.
   __device__ __forceinline__ float base2_max(int m, int h, float scale) const {
     return row_max[m][h] == -ptx::infinity() ? row_max[m][h] : row_max[m][h] * scale;

@@ -29,6 +29,7 @@ struct PrefillSm90Params {
   int32_t query_box_rows;  // rows of Q that one copy brings: those of a warpgroup, a tile, or none
   PageUnits k_units, v_units;
   int32_t output_box_rows;  // the same of O
+  int32_t num_last;         // items at the end that come after those of all sections
   MaskMap* mask_maps;       // of each item, where there is a custom mask
   // [rows, num_qo_heads, head_dim]
   alignas(64) TensorMap q;

@@ -1,0 +1,38 @@
+"""In what order prefill_sm90 takes the items of heads."""
+
+from __future__ import annotations
+
+import pytest
+
+from cupyattn import dtypes
+from cupyattn.launch import tiles_sm90
+from cupyattn.problem import AttentionProblem
+
+L2_BYTES = 50 << 20
+
+
+def sections(num_kv_heads: int, kv_len: int, causal: bool = True) -> tiles_sm90.Sections:
+    problem = AttentionProblem(dtypes.bfloat16, dtypes.bfloat16, dtypes.bfloat16, 192, 128)
+    return tiles_sm90.sections(problem, num_kv_heads, kv_len, causal, L2_BYTES)
+
+
+@pytest.mark.parametrize("kv_len", [1, 512, 4096, 16384, 131072])
+def test_keys_of_a_section_fit_l2(kv_len: int) -> None:
+    found = sections(128, kv_len)
+    assert 1 <= found.num_heads <= 128
+    assert found.num_heads == 1 or found.num_heads * kv_len * 2 * (192 + 128) <= L2_BYTES
+
+
+def test_the_shortest_items_come_last_where_there_are_sections() -> None:
+    assert sections(128, 4096) == (8, True)
+    # All heads are one section, whose shortest items are its last, or all items are as long.
+    assert sections(8, 512) == (8, False)
+    assert sections(128, 4096, causal=False) == (8, False)
+
+
+@pytest.mark.parametrize("num_items", [1, 4, 5, 32, 1000])
+def test_some_items_are_last(num_items: int) -> None:
+    assert 0 <= sections(128, 4096).num_last(num_items) <= num_items // 4
+    assert sections(8, 512).num_last(num_items) == 0
+    if num_items >= 32:
+        assert sections(128, 4096).num_last(num_items) >= num_items // 8
