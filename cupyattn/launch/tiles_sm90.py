@@ -122,10 +122,11 @@ def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> 
             # Positions take the registers of some keys.
             shape = shape._replace(tile_kv=min(shape.tile_kv, 112))
         if _takes_maxima(problem, shape):
+            shape = shape._replace(early_steps=4 if problem.head_dim_vo == 128 else 2)
             # More rows are on their way, where Q has one place.
-            stages = 3 if problem.head_dim_qk <= 128 else 2
-            early = 4 if problem.head_dim_vo == 128 else 2
-            shape = shape._replace(stages=stages, query_slots=1, early_steps=early)
+            deeper = shape._replace(stages=3, query_slots=1)
+            if make(problem, deeper).shared_bytes <= max_shared_bytes:
+                shape = deeper
     tiles = make(problem, shape)
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -60,3 +61,11 @@ def test_rows_take_maxima_where_they_must(
 ) -> None:
     monkeypatch.delenv("CUPYATTN_LAZY_MAXIMA", raising=False)
     assert not takes_maxima(**facts)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_gathered_rows_are_served_under_all_options(dim: int, page_size: int) -> None:
+    for custom_mask, scale_first in product((False, True), repeat=2):
+        facts = {"paged": True, "custom_mask": custom_mask, "scale_first": scale_first}
+        assert takes_maxima((dim, dim), page_size=page_size, **facts)
