@@ -72,7 +72,7 @@ struct PrefillSm90Converter {
                                                            kThreads);
     }
     if (tile.hides) {
-      clean<Landing>(landing, shared.bad_keys[v.stage].word, item.range.end - item.first_key(tile.tile));
+      clean<Landing>(landing, shared.bad_keys[v.stage], item.range.end - item.first_key(tile.tile));
     }
     convert<Landing, typename Kernel::VTile>(landing, shared.v[v.stage]);
     pass_on(shared.taken_v[landed_v.stage], shared.full_v[v.stage]);
@@ -136,12 +136,12 @@ struct PrefillSm90Converter {
   // Values of a tile that hides keys: takes out what is not finite, and marks whose it was of the
   // first `num_keys`.
   template <typename Landing>
-  __device__ __forceinline__ void clean(unsigned char* landing, uint32_t* bad_keys,
+  __device__ __forceinline__ void clean(unsigned char* landing, Vector16& bad_keys,
                                         int num_keys) const {
-    if (thread < ceil_div(kTileKV, 32)) bad_keys[thread] = 0;
+    if (thread == 0) bad_keys = Vector16{};
     ptx::named_barrier_sync(Kernel::kCleaned, kThreads);
     for (int index = thread; index < Landing::kBytes / 16; index += kThreads) {
-      take_out_bad<DTypeKV>(reinterpret_cast<Vector16*>(landing)[index], bad_keys,
+      take_out_bad<DTypeKV>(reinterpret_cast<Vector16*>(landing)[index], bad_keys.word,
                             index / Landing::kChunks, num_keys);
     }
     ptx::named_barrier_sync(Kernel::kCleaned, kThreads);

@@ -296,13 +296,12 @@ struct PrefillSm90Producer {
   // A tile that hides keys from some row has landed: takes out what is not finite, since it would
   // be NaN times zero there, marks whose it was of the first `num_keys`.
   __device__ __forceinline__ void clean_values(int stage, int num_keys, int thread) const {
-    constexpr int kWords = ceil_div(kTileKV, 32);
     constexpr int kChunks = VTile::kBytes / (16 * kCleaners);
     constexpr int kBatch = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;
     static_assert(VTile::kBytes == 16 * kCleaners * kChunks && kChunks % kBatch == 0,
                   "batches are whole");
     Vector16* chunks = reinterpret_cast<Vector16*>(shared.v[stage]);
-    if (thread < kWords) shared.bad_keys[stage].word[thread] = 0;
+    if (thread == 0) shared.bad_keys[stage] = Vector16{};
     ptx::named_barrier_sync(Kernel::kCleaned, kCleaners);
     for (int first = thread; first < VTile::kBytes / 16; first += kBatch * kCleaners) {
       uint32_t seen[4] = {};
