@@ -25,12 +25,12 @@ _LAST_ITEMS = 5
 class _Shape(NamedTuple):
     """Warpgroups that multiply, keys of a tile, stages of K and V, tiles of Q in shared memory,
     whether the warpgroups take turns, the registers of a thread that loads and of one that
-    multiplies, whether they have room for the probabilities of two tiles, places where tiles of fp8
-    land, the warps that convert them (a warpgroup, or two of those that load), and those that
-    gather rows of pages that no box fits (a warpgroup, or three of those that load). early_steps:
-    where rows take every maximum, so that their largest probability is 1, unrounded, the steps of
-    16 keys whose probabilities are made beside the last values' products (measured: what ptxas
-    makes of each differs by 5 %)."""
+    multiplies, whether they have room for the probabilities of two tiles where maxima are lazy,
+    places where tiles of fp8 land, the warps that convert them (a warpgroup, or two of those that
+    load), and those that gather rows of pages that no box fits (a warpgroup, or three of those that
+    load). early_steps: where rows take every maximum, so that their largest probability is 1,
+    unrounded, the steps of 16 keys whose probabilities are made beside the last values' products
+    (measured: what ptxas makes of each differs by 5 %)."""
 
     consumers: int
     tile_kv: int

@@ -8,6 +8,7 @@ KERNEL = "cupyattn/attention/prefill_sm90.cuh"
 PRODUCER = "cupyattn/attention/producer_sm90.cuh"
 CONVERTER = "cupyattn/attention/converter_sm90.cuh"
 CONSUMER = "cupyattn/attention/consumer_sm90.cuh"
+ROWS = "cupyattn/attention/rows_sm90.cuh"
 SOFTMAX = "cupyattn/attention/softmax.cuh"
 MAXIMA = "cupyattn/attention/maxima_softmax.cuh"
 GATHERER = "cupyattn/attention/gatherer_sm90.cuh"
@@ -66,7 +67,7 @@ HOPPER = (
         SOFTMAX,
         "return tile_sum > kMostOfTile || row_max[m][h] == -ptx::infinity();",
         "return row_max[m][h] == -ptx::infinity();",
-        "hopper steep",
+        "hopper steep alibi",
     ),
     Mutation(
         "O keeps the scale of a maximum that has moved",
@@ -210,7 +211,7 @@ HOPPER = (
     ),
     Mutation(
         "tiles that a mask hides in part are not waited for",
-        CONSUMER,
+        ROWS,
         "Kernel::wait(shared.row_bits.full[values.stage], values.parity);",
         "",
         "hopper mask",

@@ -276,6 +276,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
     # So steep that even bfloat16 has no room for what passes the first tile's maximum.
     "hopper steep": _single({"sm_scale": 16.0, "kv_len": 700}),
+    # Biases have lazy maxima.
+    "hopper steep alibi": _single({"sm_scale": 16.0, "kv_len": 700, "pos_encoding_mode": "ALIBI"}),
     "hopper maxima": _single({**_WIDE, "kv_len": 700}),
     "hopper largest probability": lambda **facts: [
         test_prefill_sm90.check_largest_probability((128, 128), floor, **facts)
