@@ -4,7 +4,6 @@
 
 #include "cupyattn/attention/hidden_values.cuh"
 #include "cupyattn/attention/key_rows.cuh"
-#include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/mask_sm90.cuh"
 #include "cupyattn/attention/maxima_softmax.cuh"
 #include "cupyattn/attention/ring.cuh"

@@ -144,7 +144,7 @@ struct PrefillSm90 {
                     kWarpgroups * (65536 / kThreads / 8 * 8),
                 "registers come from what the block was launched with");
   static_assert(kTileKV <= 128, "bits of a tile's keys are read at once");
-  static_assert(!Config::kTakesMaxima || Config::kOverlaps, "O is complete after a maximum");
+  static_assert(!Config::kTakesMaxima || Config::kOverlaps, "maxima are taken beside products");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
   static_assert(!(kConvertsApart && kGathersApart), "a warpgroup besides is for one thing");
   static_assert(kGatherers != 3 || kConvertsApart || (!kMasked && !kConverts),
