@@ -15,13 +15,7 @@ from ._batch_graph import GraphBuffers
 from ._batch_mask import NO_MASK, Mask
 from ._batch_requests import Batch
 from ._batch_run import NO_SCALES, Scales, run
-from ._cascade_levels import (
-    flatten,
-    join_ids_on_device,
-    join_ids_on_host,
-    join_levels,
-    read_levels,
-)
+from ._cascade_levels import flatten, join_ids_on_device, join_ids_on_host, join_levels, read_levels
 from ._wrapper import copy_on_device, refuse_capture, same_device
 from .errors import ArgumentError, PlanError, UnsupportedError
 from .launch.batch import BatchLauncher

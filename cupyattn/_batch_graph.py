@@ -11,8 +11,8 @@ from ._batch_mask import Mask
 from ._batch_requests import Batch
 from ._wrapper import copy_on_device, int32_on_device, same_device
 from .array import ArrayView
+from .array.match import require_contiguous_last, require_dtype
 from .errors import ArgumentError, PlanError
-from .match import require_contiguous_last, require_dtype
 
 # What a wrapper calls its buffers -> what they hold.
 _HOLDS = {

@@ -10,8 +10,8 @@ import numpy as np
 from . import array
 from ._batch_geometry import Geometry
 from .array import ArrayView
+from .array.match import Dims, match, require_contiguous_last
 from .errors import ArgumentError
-from .match import Dims, match, require_contiguous_last
 
 _WORDS = {
     "NHD": ("page_size", "num_kv_heads"),

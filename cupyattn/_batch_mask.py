@@ -12,8 +12,8 @@ from ._batch_requests import Batch
 from ._row_mask import MaskBits
 from ._wrapper import copy_on_device, same_device
 from .array import ArrayView
+from .array.match import Dims, match, require_contiguous_last, require_dtype
 from .errors import ArgumentError
-from .match import Dims, match, require_contiguous_last, require_dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import numpy as np
 from . import array, dtypes
 from ._geometry import MAX_LENGTH
 from .array import ArrayView
+from .array.match import require_contiguous_last
 from .errors import ArgumentError, UnsupportedError
-from .match import require_contiguous_last
 from .schedule.batch import BatchRequests
 from .schedule.levels import Levels
 

@@ -18,10 +18,10 @@ from ._geometry import are_rows_aligned
 from ._row_mask import MaskBits
 from ._wrapper import refuse_capture, same_device
 from .array import ArrayView
+from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
 from .dtypes import DType
 from .errors import ArgumentError
 from .launch import params
-from .match import Dims, match, require_contiguous_last, require_dtype, require_output
 
 _Maybe: TypeAlias = "ArrayView | None"
 

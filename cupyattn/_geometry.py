@@ -11,10 +11,10 @@ import numpy as np
 
 from . import _options, dtypes
 from .array import ArrayView
+from .array.match import Dims, match, require_contiguous_last
 from .dtypes import DType
 from .errors import ArgumentError
 from .launch.attention import AttentionLauncher, AttentionOptions
-from .match import Dims, match, require_contiguous_last
 from .problem import AttentionProblem
 
 # Lengths are 32-bit in the kernels, which look up to a tile beyond the end.

@@ -10,10 +10,10 @@ import numpy as np
 from . import _options, array, dtypes, reference
 from ._merge_repeat import remember
 from .array import ArrayView
+from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
 from .errors import ArgumentError, UnsupportedError
 from .launch.enqueue import cuda
 from .launch.merge_states import MAX_COUNT, States, prepare
-from .match import Dims, match, require_contiguous_last, require_dtype, require_output
 
 _FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from . import array
 from .array import ArrayView
+from .array.match import Dims, match, require_contiguous_last
 from .dtypes import DType
 from .errors import ArgumentError
-from .match import Dims, match, require_contiguous_last
 
 _PAGES = {"NHD": "page_size Hkv", "HND": "Hkv page_size"}
 

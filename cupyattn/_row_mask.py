@@ -13,9 +13,9 @@ import numpy as np
 
 from . import array, dtypes
 from .array import ArrayView
+from .array.match import require_contiguous, require_dtype
 from .dtypes import DType
 from .errors import ArgumentError
-from .match import require_contiguous, require_dtype
 
 _WORDS = (
     *(dtypes.uint8, dtypes.uint16, dtypes.uint32, dtypes.uint64),

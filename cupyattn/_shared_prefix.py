@@ -17,8 +17,8 @@ from ._batch_paged import BatchPrefillWithPagedKVCacheWrapper
 from ._batch_requests import host_integers
 from ._wrapper import same_device
 from .array import ArrayView
+from .array.match import match, require_contiguous_last
 from .errors import ArgumentError
-from .match import match, require_contiguous_last
 from .prefill import single_prefill_with_kv_cache
 
 

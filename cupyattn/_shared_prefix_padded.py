@@ -14,8 +14,8 @@ from ._batch_mixed import OwnWorkspace
 from ._shared_prefix import merge
 from ._wrapper import refuse_capture
 from .array import ArrayView
+from .array.match import Dims, match, require_contiguous_last
 from .errors import ArgumentError
-from .match import Dims, match, require_contiguous_last
 from .prefill import single_prefill_with_kv_cache
 
 _MAX_PADDED = 16

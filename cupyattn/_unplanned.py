@@ -22,6 +22,7 @@ from ._unplanned_repeat import remember
 from ._unplanned_views import merge_leading
 from ._wrapper import view_workspace
 from .array import ArrayView
+from .array.match import require_output
 from .errors import WorkspaceError
 from .launch import pad_lse, params, plan_batch, scratch
 from .launch.batch import BatchLauncher
@@ -29,7 +30,6 @@ from .launch.bound import BoundRun
 from .launch.enqueue import cuda
 from .launch.pad_lse import Padding
 from .launch.plan_batch import DevicePlan, Lengths
-from .match import require_output
 
 _MAX_BOUND = 256
 

@@ -23,9 +23,9 @@ from ._unplanned_views import (
     view_table,
 )
 from .array import ArrayView
+from .array.match import Dims, require_output
 from .errors import ArgumentError, UnsupportedError
 from .launch.plan_batch import IndexFormat, Lengths
-from .match import Dims, require_output
 
 
 class Arrays(NamedTuple):

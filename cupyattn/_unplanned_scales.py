@@ -9,8 +9,8 @@ import numpy as np
 
 from . import _options, array, dtypes
 from .array import ArrayView
+from .array.match import require_dtype
 from .errors import ArgumentError
-from .match import require_dtype
 
 # Where the scales of q, k and v are among what not every call has (Arrays from qo_lens on); -1 for
 # none.

@@ -9,9 +9,9 @@ from . import array, dtypes
 from ._batch_keys import Keys, half
 from ._wrapper import refuse_capture
 from .array import ArrayView
+from .array.match import Dims, match, require_contiguous_last, require_dtype
 from .errors import ArgumentError, UnsupportedError
 from .launch.plan_batch import INDEX_DTYPES
-from .match import Dims, match, require_contiguous_last, require_dtype
 
 _PAGES = {"NHD": "page_size Hkv", "HND": "Hkv page_size"}
 

@@ -21,9 +21,8 @@ import ml_dtypes
 import numpy as np
 
 import cupyattn
-from cupyattn import reference
 
-from . import dtypes
+from . import dtypes, reference
 from .errors import CupyAttnError, DeviceError
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -10,9 +10,9 @@ import numpy as np
 from . import _options, array, dtypes, paging, reference
 from ._paged_cache import CachePart, PagedCache, paged_cache
 from .array import ArrayView
+from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
 from .dtypes import DType
 from .errors import ArgumentError
-from .match import Dims, match, require_contiguous_last, require_dtype, require_output
 
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from . import _options, array, dtypes, reference
 from .array import ArrayView
+from .array.match import Dims, match, require_contiguous_last, require_dtype
 from .errors import ArgumentError
-from .match import Dims, match, require_contiguous_last, require_dtype
 
 __all__ = ["packbits", "segment_packbits"]
 

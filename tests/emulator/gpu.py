@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import _readers, _wrapper, array, device, jit
-from cupyattn.array import ArrayView, Device
+from cupyattn import _wrapper, array, device, jit
+from cupyattn.array import ArrayView, Device, views
 from cupyattn.launch import attention, enqueue, scratch, tensor_map, tiles_sm90
 from cupyattn.launch.tiles import TileConfig
 
@@ -134,7 +134,7 @@ class EmulatedGpu:
 
     def read(self, x: np.ndarray, name: str) -> ArrayView:
         """The view of a NumPy array, which is on this GPU."""
-        v = _readers._read_numpy(x, name)
+        v = views._read_numpy(x, name)
         v.device = Device("cuda", 0)
         low, high = array.byte_range(v)
         self.register(low, high - low, x, not v.readonly)
@@ -213,9 +213,9 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         replace(patch, tensor_map.encode, encode_tensor_map)
         if gpu.is_portable:
             patch.setattr(tiles_sm90, "choose", lambda *_: None)
-        replace(patch, _readers.cupy_stream, lambda index: STREAM)
+        replace(patch, views.cupy_stream, lambda index: STREAM)
         replace(patch, array._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype))
-        patch.setitem(_readers._READERS, np.ndarray, gpu.read)
+        patch.setitem(views._READERS, np.ndarray, gpu.read)
         replace(patch, _wrapper._alloc_pinned, _alloc_pinned)
         replace(patch, _wrapper._make_event, _make_event)
         replace(patch, _wrapper.int32_on_device, lambda v, name: gpu.narrow(v, name))

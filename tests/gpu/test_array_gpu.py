@@ -10,9 +10,9 @@ import pytest
 
 from cupyattn import array, dtypes
 from cupyattn.array import Device, as_cupy, current_stream, same_device, to_host, view
+from cupyattn.array.match import require_output
 from cupyattn.dtypes import DType
 from cupyattn.errors import ArgumentError
-from cupyattn.match import require_output
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,6 @@ import cupyattn
 from cupyattn import (
     _merge,
     _merge_repeat,
-    _readers,
     _repeat,
     _single,
     _unplanned,
@@ -32,6 +31,7 @@ from cupyattn import (
     dtypes,
     jit,
 )
+from cupyattn.array import views
 from cupyattn.launch import (
     append_paged_kv_cache,
     attention,
@@ -160,7 +160,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(scratch, "allocator", allocator)
     monkeypatch.setattr(scratch, "_make", lambda device, stream: (COUNTERS, None))
     # torch gives its CPU tensors the index -1.
-    monkeypatch.setattr(_readers, "_CUDA", (array.Device("cuda", 0),) * 2)
+    monkeypatch.setattr(views, "_CUDA", (array.Device("cuda", 0),) * 2)
     props = SimpleNamespace(arch="sm_90a", max_smem_per_block=MAX_SHARED, num_sms=132)
     paging = (append_paged_kv_cache, get_batch_indices_positions, get_seq_lens)
     for module in (

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
-from cupyattn import _readers, array, dtypes
-from cupyattn.array import CPU, ArrayView, Device, as_numpy, overlap, same_device, view
+from cupyattn import array, dtypes
+from cupyattn.array import CPU, ArrayView, Device, as_numpy, overlap, same_device, view, views
 from cupyattn.dtypes import DType
 from cupyattn.errors import ArgumentError
 
@@ -288,7 +288,7 @@ def test_cupy_refusals() -> None:
     data = SimpleNamespace(ptr=a.ctypes.data, mem=SimpleNamespace(ptr=0), device_id=0)
     freed = SimpleNamespace(dtype=a.dtype, data=data, shape=(8,), strides=(4,), size=8)
     with pytest.raises(ArgumentError, match="q: the memory of the CuPy array was freed"):
-        _readers._read_cupy(freed, "q")
+        views._read_cupy(freed, "q")
 
 
 # --- answers ---

@@ -9,8 +9,8 @@ import itertools
 import numpy as np
 import pytest
 
-from cupyattn import _dlpack, dtypes
-from cupyattn.array import CPU, as_numpy, empty, from_numpy, view
+from cupyattn import dtypes
+from cupyattn.array import CPU, as_numpy, dlpack, empty, from_numpy, view
 from cupyattn.errors import ArgumentError
 
 _new_capsule = ctypes.PYFUNCTYPE(
@@ -31,7 +31,7 @@ class Producer:
         self.array, self.version, self.fields = array, version, fields
         self.deleted = 0
         self.requests: list[dict[str, object]] = []
-        self.device = (fields.get("device_type", _dlpack.CPU), 0)
+        self.device = (fields.get("device_type", dlpack.CPU), 0)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device
@@ -49,7 +49,7 @@ class Producer:
         extents = ctypes.c_int64 * a.ndim
         values = {
             "data": a.ctypes.data,
-            "device_type": _dlpack.CPU,
+            "device_type": dlpack.CPU,
             "ndim": a.ndim,
             "code": row.code,
             "bits": row.bits,
@@ -58,13 +58,13 @@ class Producer:
             "strides": extents(*(s // a.itemsize for s in a.strides)),
             **self.fields,
         }
-        self.managed = _dlpack._Unversioned() if self.version is None else _dlpack._Versioned()
+        self.managed = dlpack._Unversioned() if self.version is None else dlpack._Versioned()
         for field, value in values.items():
             if field == "flags":
                 self.managed.flags = value
             else:
                 setattr(self.managed.tensor, field, value)
-        self._deleter = _dlpack._Deleter(self._delete)
+        self._deleter = dlpack._Deleter(self._delete)
         self.managed.deleter = ctypes.cast(self._deleter, ctypes.c_void_p).value
         if self.version is not None:
             self.managed.major, self.managed.minor = self.version
@@ -122,7 +122,7 @@ def test_a_missing_deleter_is_allowed() -> None:
     producer = Producer(_array())
     capsule = producer._capsule()
     producer.managed.deleter = None
-    memory = _dlpack.Memory(capsule)
+    memory = dlpack.Memory(capsule)
     assert memory.shape == (2, 3, 4)
     del memory
     gc.collect()
@@ -148,11 +148,11 @@ def test_a_newer_major_version_is_refused_and_released() -> None:
 def test_a_capsule_serves_once() -> None:
     producer = Producer(_array())
     capsule = producer._capsule()
-    memory = _dlpack.Memory(capsule)
+    memory = dlpack.Memory(capsule)
     with pytest.raises(BufferError, match="not an unused DLPack capsule"):
-        _dlpack.Memory(capsule)
+        dlpack.Memory(capsule)
     with pytest.raises(BufferError, match="not an unused DLPack capsule"):
-        _dlpack.Memory("no capsule at all")
+        dlpack.Memory("no capsule at all")
     del memory
     gc.collect()
     assert producer.deleted == 1
@@ -189,7 +189,7 @@ def test_null_data_of_an_empty_array() -> None:
 
 
 def test_pinned_host_memory_is_cpu_memory() -> None:
-    assert view(Producer(_array(), device_type=_dlpack.CUDA_HOST), "q").device == CPU
+    assert view(Producer(_array(), device_type=dlpack.CUDA_HOST), "q").device == CPU
 
 
 @pytest.mark.parametrize(

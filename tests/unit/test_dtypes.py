@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyattn import _dlpack, dtypes
+from cupyattn import dtypes
+from cupyattn.array import dlpack
 from cupyattn.errors import ArgumentError
 
 ROWS = pytest.mark.parametrize("row", dtypes.ALL, ids=repr)
@@ -32,7 +33,7 @@ def test_keys_are_unique() -> None:
 @ROWS
 def test_dlpack_codes_are_those_torch_exports(row: dtypes.DType) -> None:
     torch = pytest.importorskip("torch")
-    memory = _dlpack.export(torch.empty(2, dtype=getattr(torch, row.name)), None)
+    memory = dlpack.export(torch.empty(2, dtype=getattr(torch, row.name)), None)
     assert (memory.code, memory.bits, memory.lanes) == (row.code, row.bits, 1)
 
 
@@ -43,7 +44,7 @@ def test_dlpack_codes_are_those_jax_exports(row: dtypes.DType) -> None:
     experimental = pytest.importorskip("jax.experimental")
     home = jax if callable(getattr(jax, "enable_x64", None)) else experimental
     with home.enable_x64(True):
-        memory = _dlpack.export(jax.numpy.zeros(2, row.numpy), None)
+        memory = dlpack.export(jax.numpy.zeros(2, row.numpy), None)
     assert (memory.code, memory.bits, memory.lanes) == (row.code, row.bits, 1)
 
 
@@ -122,6 +123,6 @@ def test_kinds() -> None:
 
 
 def test_the_ctypes_structures_have_the_sizes_of_dlpack_h() -> None:
-    assert ctypes.sizeof(_dlpack._Tensor) == 48
-    assert ctypes.sizeof(_dlpack._Unversioned) == 64
-    assert ctypes.sizeof(_dlpack._Versioned) == 80
+    assert ctypes.sizeof(dlpack._Tensor) == 48
+    assert ctypes.sizeof(dlpack._Unversioned) == 64
+    assert ctypes.sizeof(dlpack._Versioned) == 80

@@ -97,7 +97,13 @@ def test_frameworks_are_imported_inside_functions_of_few_modules(path: Path) -> 
 
 @pytest.mark.parametrize(
     "module",
-    ["cupyattn", "cupyattn.array", "cupyattn.match", "cupyattn.schedule", "cupyattn.reference"],
+    [
+        "cupyattn",
+        "cupyattn.array",
+        "cupyattn.array.match",
+        "cupyattn.schedule",
+        "cupyattn.reference",
+    ],
 )
 def test_importing_brings_no_framework(module: str) -> None:
     code = (

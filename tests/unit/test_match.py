@@ -9,8 +9,8 @@ import pytest
 
 from cupyattn import dtypes
 from cupyattn.array import ArrayView, view
+from cupyattn.array.match import Dims, match, require_contiguous_last, require_dtype, require_output
 from cupyattn.errors import ArgumentError
-from cupyattn.match import Dims, match, require_contiguous_last, require_dtype, require_output
 
 
 def _view(*shape: int, dtype: str = "float32") -> ArrayView:

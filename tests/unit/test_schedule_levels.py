@@ -13,14 +13,7 @@ from cupyattn.errors import ArgumentError, PlanError
 from cupyattn.schedule import tile_span
 from cupyattn.schedule.batch import WORK_FIELDS, BatchRequests, Masking, Splitting
 from cupyattn.schedule.cover import check_cover
-from cupyattn.schedule.levels import (
-    MOST,
-    Levels,
-    Served,
-    level_limits,
-    level_tables,
-    require_room,
-)
+from cupyattn.schedule.levels import MOST, Levels, Served, level_limits, level_tables, require_room
 from cupyattn.schedule.mixed import Device, combine, estimate, state_offsets
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from . import dtypes
-from ._dlpack import Memory
-from ._readers import CPU, LOWEST_ADDRESS, ArrayView, Device, cupy_module, cupy_stream, view
-from .dtypes import DType
-from .errors import ArgumentError
+from .. import dtypes
+from ..dtypes import DType
+from ..errors import ArgumentError
+from .dlpack import Memory
+from .views import CPU, LOWEST_ADDRESS, ArrayView, Device, cupy_module, cupy_stream, view
 
 __all__ = [
     "CPU",

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _dlpack, dtypes
-from .dtypes import DType
-from .errors import ArgumentError, DeviceError
+from .. import dtypes
+from ..dtypes import DType
+from ..errors import ArgumentError, DeviceError
+from . import dlpack
 
 
 class Device(NamedTuple):
@@ -59,7 +60,7 @@ class ArrayView:
         "strides",
     )
 
-    _memory: _dlpack.Memory  # set for "jax" and "dlpack" only
+    _memory: dlpack.Memory  # set for "jax" and "dlpack" only
 
     def __init__(
         self,
@@ -242,7 +243,7 @@ def _read_numpy(x: Any, name: str) -> ArrayView:
         dtype, mask = _NUMPY_DTYPES[x.dtype]
     except KeyError:
         raise _unknown_dtype(name, x.dtype) from None
-    struct = _dlpack.get_pointer(x.__array_struct__, None)
+    struct = dlpack.get_pointer(x.__array_struct__, None)
     ptr = _pointer_at(struct + _ARRAY_STRUCT_DATA).value or 0
     strides = _element_strides(x.strides, mask)
     if strides is None or ptr & mask:
@@ -285,17 +286,17 @@ def _read_dlpack(x: Any, name: str, framework: str = "dlpack") -> ArrayView:
         kind, index = x.__dlpack_device__()
     except Exception as error:  # producers raise what they like
         raise _refused_export(x, name, error) from error
-    if kind in (_dlpack.CUDA, _dlpack.CUDA_MANAGED):
+    if kind in (dlpack.CUDA, dlpack.CUDA_MANAGED):
         device = _CUDA[index]
         stream: int | None = cupy_stream(index) or 1
-    elif kind in (_dlpack.CPU, _dlpack.CUDA_HOST):
+    elif kind in (dlpack.CPU, dlpack.CUDA_HOST):
         device, stream = CPU, None
         if framework == "jax":
             x.block_until_ready()
     else:
         raise ArgumentError(f"{name}: is on DLPack device type {int(kind)}; move it to CPU or CUDA")
     try:
-        memory = _dlpack.export(x, stream)
+        memory = dlpack.export(x, stream)
     except Exception as error:
         raise _refused_export(x, name, error) from error
     dtype = dtypes.BY_DLPACK.get((memory.code, memory.bits))

@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from .array import ArrayView, first_overlap
-from .dtypes import DType
-from .errors import ArgumentError
+from ..dtypes import DType
+from ..errors import ArgumentError
+from .memory import first_overlap
+from .views import ArrayView
 
 _ANY = "_"
 

@@ -1,0 +1,47 @@
+"""Arrays of any framework: views of them, their streams, and answers as the caller's own arrays."""
+
+from .memory import (
+    acquire,
+    allocator,
+    as_cupy,
+    as_numpy,
+    as_strided,
+    byte_range,
+    current_stream,
+    deliver,
+    empty,
+    empty_on,
+    first_overlap,
+    from_numpy,
+    overlap,
+    release,
+    same_device,
+    stream_reader,
+    to_host,
+)
+from .views import CPU, LOWEST_ADDRESS, ArrayView, Device, view
+
+__all__ = [
+    "CPU",
+    "LOWEST_ADDRESS",
+    "ArrayView",
+    "Device",
+    "acquire",
+    "allocator",
+    "as_cupy",
+    "as_numpy",
+    "as_strided",
+    "byte_range",
+    "current_stream",
+    "deliver",
+    "empty",
+    "empty_on",
+    "first_overlap",
+    "from_numpy",
+    "overlap",
+    "release",
+    "same_device",
+    "stream_reader",
+    "to_host",
+    "view",
+]
