@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _batch_geometry, array, dtypes
+from . import _batch_geometry, array
 from ._batch import BatchWrapper, Plan
 from ._batch_geometry import Geometry, PlanOptions, Variant
 from ._batch_graph import GraphBuffers
@@ -17,6 +17,7 @@ from ._batch_requests import Batch
 from ._batch_run import NO_SCALES, Scales, run
 from ._cascade_levels import flatten, join_ids_on_device, join_ids_on_host, join_levels, read_levels
 from ._wrapper import copy_on_device, refuse_capture, same_device
+from .core import dtypes
 from .errors import ArgumentError, PlanError, UnsupportedError
 from .launch.batch import BatchLauncher
 from .launch.batch_layout import BatchSchedule, Capacity

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _options, dtypes
+from . import _options
 from .array import Device
+from .core import dtypes
+from .core.problem import AttentionProblem
 from .errors import ArgumentError, PlanError, UnsupportedError
 from .launch.attention import AttentionOptions
 from .launch.batch import BatchLauncher
-from .problem import AttentionProblem
 
 _MAX_KNOWN = 4096
 _BACKENDS = (

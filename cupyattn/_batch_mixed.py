@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _batch_geometry, _options, array, dtypes
+from . import _batch_geometry, _options, array
 from ._batch import BatchWrapper, Plan
 from ._batch_geometry import PlanOptions, Variant
 from ._batch_mask import NO_MASK
@@ -12,7 +12,8 @@ from ._batch_requests import PageNames, read_paged_lengths, read_rows
 from ._batch_run import NO_SCALES, Scales, run
 from ._wrapper import view_workspace
 from .array import ArrayView, Device
-from .device import device_props
+from .core import dtypes
+from .core.device import device_props
 from .errors import ArgumentError, PlanError, UnsupportedError
 from .launch.batch import BatchLauncher, BatchSchedule
 from .launch.enqueue import cuda

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from . import array, dtypes
+from . import array
 from ._batch_geometry import Variant
 from ._repeat import _READERS, _reach, _Read
 from .array import LOWEST_ADDRESS, ArrayView
+from .core import dtypes
 from .launch import params
 from .launch.bound import BoundRun
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import array, dtypes
+from . import array
 from ._geometry import MAX_LENGTH
 from .array import ArrayView
 from .array.match import require_contiguous_last
+from .core import dtypes
 from .errors import ArgumentError, UnsupportedError
 from .schedule.batch import BatchRequests
 from .schedule.levels import Levels

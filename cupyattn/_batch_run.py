@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from . import _options, _row_mask, array, dtypes, reference
+from . import _options, _row_mask, array, reference
 from ._batch import BatchWrapper
 from ._batch_cascade_cpu import attend_levels
 from ._batch_geometry import Geometry, Variant
@@ -19,7 +19,8 @@ from ._row_mask import MaskBits
 from ._wrapper import refuse_capture, same_device
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
-from .dtypes import DType
+from .core import dtypes
+from .core.dtypes import DType
 from .errors import ArgumentError
 from .launch import params
 

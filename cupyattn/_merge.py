@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _options, array, dtypes, reference
+from . import _options, array, reference
 from ._merge_repeat import remember
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
+from .core import dtypes
 from .errors import ArgumentError, UnsupportedError
 from .launch.enqueue import cuda
 from .launch.merge_states import MAX_COUNT, States, prepare

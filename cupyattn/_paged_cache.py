@@ -10,7 +10,7 @@ import numpy as np
 from . import array
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last
-from .dtypes import DType
+from .core.dtypes import DType
 from .errors import ArgumentError
 
 _PAGES = {"NHD": "page_size Hkv", "HND": "Hkv page_size"}

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import array, dtypes
+from . import array
 from .array import ArrayView
 from .array.match import require_contiguous, require_dtype
-from .dtypes import DType
+from .core import dtypes
+from .core.dtypes import DType
 from .errors import ArgumentError
 
 _WORDS = (

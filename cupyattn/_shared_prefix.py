@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import _batch_geometry, _merge, _options, array, dtypes
+from . import _batch_geometry, _merge, _options, array
 from ._batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from ._batch_geometry import Geometry
 from ._batch_keys import is_pair, planned
@@ -18,6 +18,7 @@ from ._batch_requests import host_integers
 from ._wrapper import same_device
 from .array import ArrayView
 from .array.match import match, require_contiguous_last
+from .core import dtypes
 from .errors import ArgumentError
 from .prefill import single_prefill_with_kv_cache
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from . import _options, array, dtypes
+from . import _options, array
 from ._batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from ._batch_mixed import OwnWorkspace
 from ._shared_prefix import merge
 from ._wrapper import refuse_capture
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last
+from .core import dtypes
 from .errors import ArgumentError
 from .prefill import single_prefill_with_kv_cache
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from . import array, dtypes, reference
+from . import array, reference
 from ._geometry import MAX_LENGTH, NO_EXTRAS, Entry, Extras, Options, is_reusable, make_entry
 from ._repeat import remember, repeat
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
+from .core import dtypes
 from .errors import ArgumentError, UnsupportedError
 from .launch import params, scratch
 

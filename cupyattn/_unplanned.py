@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _row_mask, _unplanned_debug, _unplanned_reference, array, dtypes
+from . import _row_mask, _unplanned_debug, _unplanned_reference, array
 from ._batch_geometry import Variant
 from ._geometry import are_rows_aligned
 from ._row_mask import NO_BITS, MaskBits
@@ -23,6 +23,7 @@ from ._unplanned_views import merge_leading
 from ._wrapper import view_workspace
 from .array import ArrayView
 from .array.match import require_output
+from .core import dtypes
 from .errors import WorkspaceError
 from .launch import pad_lse, params, plan_batch, scratch
 from .launch.batch import BatchLauncher

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from . import _options, _row_mask, array, dtypes
+from . import _options, _row_mask, array
 from ._batch_geometry import Geometry, PlanOptions, find_geometry
 from ._batch_keys import Keys
 from ._geometry import MAX_LENGTH
@@ -24,6 +24,7 @@ from ._unplanned_views import (
 )
 from .array import ArrayView
 from .array.match import Dims, require_output
+from .core import dtypes
 from .errors import ArgumentError, UnsupportedError
 from .launch.plan_batch import IndexFormat, Lengths
 

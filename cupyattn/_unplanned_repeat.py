@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import array, dtypes
+from . import array
 from ._batch_repeat import _ADDRESSES
 from ._repeat import _READERS, _Read
 from .array import LOWEST_ADDRESS
+from .core import dtypes
 
 if TYPE_CHECKING:
     from ._unplanned import Prepared

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _options, array, dtypes
+from . import _options, array
 from .array import ArrayView
 from .array.match import require_dtype
+from .core import dtypes
 from .errors import ArgumentError
 
 # Where the scales of q, k and v are among what not every call has (Arrays from qo_lens on); -1 for

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from . import array, dtypes
+from . import array
 from ._batch_keys import Keys, half
 from ._wrapper import refuse_capture
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype
+from .core import dtypes
 from .errors import ArgumentError, UnsupportedError
 from .launch.plan_batch import INDEX_DTYPES
 

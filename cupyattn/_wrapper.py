@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from . import array, dtypes
+from . import array
 from .array import ArrayView
+from .core import dtypes
 from .errors import ArgumentError, PlanError, WorkspaceError
 from .launch.enqueue import cuda
 

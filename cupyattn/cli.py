@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from . import env, jit
+from . import jit
 from ._version import __version__
-from .device import ARCHS, check_arch, device_props
+from .core import env
+from .core.device import ARCHS, check_arch, device_props
 from .errors import CupyAttnError, UnsupportedError
 from .jit import cache
 from .launch import tiles_sm90

@@ -22,7 +22,8 @@ import numpy as np
 
 import cupyattn
 
-from . import dtypes, reference
+from . import reference
+from .core import dtypes
 from .errors import CupyAttnError, DeviceError
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from . import _options, array, dtypes, paging, reference
+from . import _options, array, paging, reference
 from ._paged_cache import CachePart, PagedCache, paged_cache
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
-from .dtypes import DType
+from .core import dtypes
+from .core.dtypes import DType
 from .errors import ArgumentError
 
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]

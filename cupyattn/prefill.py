@@ -10,9 +10,9 @@ from . import _options, _single
 from ._batch_paged import BatchPrefillWithPagedKVCacheWrapper
 from ._batch_ragged import BatchPrefillWithRaggedKVCacheWrapper
 from ._geometry import NO_EXTRAS, Extras
+from .core.problem import KV_LAYOUTS
 from .cudnn import cudnn_batch_prefill_with_kv_cache
 from .errors import ArgumentError
-from .problem import KV_LAYOUTS
 from .trtllm import trtllm_batch_context_with_kv_cache
 
 __all__ = [

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _options, array, dtypes, reference
+from . import _options, array, reference
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype
+from .core import dtypes
 from .errors import ArgumentError
 
 __all__ = ["packbits", "segment_packbits"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from ..dtypes import DType
+from ..core.dtypes import DType
 from ..errors import ArgumentError
 from .memory import first_overlap
 from .views import ArrayView

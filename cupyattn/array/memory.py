@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import dtypes
-from ..dtypes import DType
+from ..core import dtypes
+from ..core.dtypes import DType
 from ..errors import ArgumentError
 from .dlpack import Memory
 from .views import CPU, LOWEST_ADDRESS, ArrayView, Device, cupy_module, cupy_stream, view

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import dtypes
-from ..dtypes import DType
+from ..core import dtypes
+from ..core.dtypes import DType
 from ..errors import ArgumentError, DeviceError
 from . import dlpack
 

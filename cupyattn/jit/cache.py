@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import env
+from ..core import env
 from ..errors import CompileError
 
 SOURCE, CUBIN, BUILD = "kernel.cu", "kernel.cubin", "build.json"

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from ..device import check_arch
+from ..core.device import check_arch
 from ..errors import CompileError, CupyAttnError, DeviceError
 from .source import Program
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import env
-from ..device import check_arch
-from ..dtypes import DType
+from ..core import env
+from ..core.device import check_arch
+from ..core.dtypes import DType
 from ..errors import CompileError, DeviceError, UnsupportedError
 from . import cache, compiler
 from .compiler import PtxasReport

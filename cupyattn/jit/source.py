@@ -9,8 +9,8 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import env
-from ..dtypes import DType
+from ..core import env
+from ..core.dtypes import DType
 from ..errors import CompileError
 
 # Raise when the meaning of a cache entry changes in a way no other part of the key shows.

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from .. import dtypes, jit
+from .. import jit
 from ..array import ArrayView
-from ..device import device_props
-from ..dtypes import DType
+from ..core import dtypes
+from ..core.device import device_props
+from ..core.dtypes import DType
 from . import params, scratch
 from .enqueue import Launch, cuda, enqueue
 

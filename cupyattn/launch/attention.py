@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 from .. import jit
-from ..device import device_props
-from ..problem import AttentionProblem
+from ..core.device import device_props
+from ..core.problem import AttentionProblem
 from ..schedule import MAX_GRID_YZ, SinglePlan, plan_single
 from . import maps_sm90, merge_splits, params, rotate_keys, scan_mask, scratch, tiles_sm90
 from .enqueue import Launch, enqueue

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..device import device_props
-from ..problem import AttentionProblem
+from ..core.device import device_props
+from ..core.problem import AttentionProblem
 from ..schedule.batch import BatchPlan, BatchRequests, Masking, Splitting, plan_batch
 from ..schedule.beside import persistent_blocks
 from ..schedule.cover import check_cover

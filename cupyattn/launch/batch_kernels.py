@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem import AttentionProblem
+from ..core.problem import AttentionProblem
 from ..schedule.batch import BatchRequests
 from ..schedule.levels import Served
 from ..schedule.tile_shape import TileShape

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..problem import AttentionProblem
+from ..core.problem import AttentionProblem
 from ..schedule import MAX_GRID_YZ
 from ..schedule.batch import WORK_FIELDS
 from . import merge_levels, merge_splits, scan_mask

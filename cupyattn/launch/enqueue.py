@@ -6,7 +6,7 @@ import functools
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from .. import env
+from ..core import env
 from .early import launch_early
 from .params import LaunchBuffer
 

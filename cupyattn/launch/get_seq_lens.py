@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .. import jit
 from ..array import ArrayView
-from ..device import device_props
+from ..core.device import device_props
 from . import params
 from .enqueue import Launch, enqueue
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from .. import dtypes, jit
-from ..problem import AttentionProblem
+from .. import jit
+from ..core import dtypes
+from ..core.problem import AttentionProblem
 from . import (
     append_paged_kv_cache,
     get_batch_indices_positions,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from ..core.problem import AttentionProblem
 from ..errors import UnsupportedError
-from ..problem import AttentionProblem
 from . import params, tensor_map
 from .tile_config import TileConfig
 from .tiles_sm90 import Sections

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from .. import jit
-from ..device import device_props, overlaps_launches
-from ..problem import AttentionProblem
+from ..core.device import device_props, overlaps_launches
+from ..core.problem import AttentionProblem
 from .enqueue import Launch
 
 _WARPS = 4

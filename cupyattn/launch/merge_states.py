@@ -8,10 +8,11 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from .. import dtypes, jit
+from .. import jit
 from ..array import ArrayView
-from ..device import device_props
-from ..dtypes import DType
+from ..core import dtypes
+from ..core.device import device_props
+from ..core.dtypes import DType
 from . import params
 from .enqueue import Launch, enqueue
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .. import jit
 from ..array import ArrayView
-from ..device import device_props
+from ..core.device import device_props
 from ..schedule import MAX_GRID_YZ
 from . import params, plan_batch
 from .enqueue import Launch, enqueue

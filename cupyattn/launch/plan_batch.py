@@ -6,9 +6,10 @@ import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .. import dtypes, jit
-from ..device import device_props
-from ..dtypes import DType
+from .. import jit
+from ..core import dtypes
+from ..core.device import device_props
+from ..core.dtypes import DType
 from ..errors import UnsupportedError
 from ..schedule.device import room
 from . import params

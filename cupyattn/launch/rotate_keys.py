@@ -6,8 +6,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .. import jit
-from ..device import device_props
-from ..dtypes import DType
+from ..core.device import device_props
+from ..core.dtypes import DType
 from . import params
 from .enqueue import Launch, enqueue
 from .scratch import Allocate

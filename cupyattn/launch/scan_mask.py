@@ -6,7 +6,7 @@ It is told the same as the kernel behind it, and does for all KV heads what each
 from __future__ import annotations
 
 from .. import jit
-from ..device import device_props
+from ..core.device import device_props
 from .enqueue import Launch
 from .tile_config import TileConfig
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .. import env, jit
-from ..dtypes import DType, bfloat16
-from ..problem import MASK_FORMS, AttentionProblem
+from .. import jit
+from ..core import env
+from ..core.dtypes import DType, bfloat16
+from ..core.problem import MASK_FORMS, AttentionProblem
 from . import tiles_sm90
 from .tile_config import Field as _Field
 from .tile_config import TileConfig

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .. import dtypes, env, jit
-from ..dtypes import DType
-from ..problem import MASK_FORMS, AttentionProblem
+from .. import jit
+from ..core import dtypes, env
+from ..core.dtypes import DType
+from ..core.problem import MASK_FORMS, AttentionProblem
 from . import tensor_map
 from .tile_config import Field, TileConfig, round_up, struct_of
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..core.problem import KV_LAYOUTS, POS_ENCODING_MODES
 from ..errors import ArgumentError
-from ..problem import KV_LAYOUTS, POS_ENCODING_MODES
 from .masks import Visibility
 from .positions import alibi_slopes, rope
 

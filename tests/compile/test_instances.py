@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 from helpers import tiny_kernels
 
-from cupyattn import dtypes, jit
-from cupyattn.device import ARCHS
+from cupyattn import jit
+from cupyattn.core import dtypes
+from cupyattn.core.device import ARCHS
 from cupyattn.jit import compiler
 from cupyattn.jit.source import Program
 from cupyattn.launch.instances import instances

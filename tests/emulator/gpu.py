@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import _wrapper, array, device, jit
+from cupyattn import _wrapper, array, jit
 from cupyattn.array import ArrayView, Device, views
+from cupyattn.core import device
 from cupyattn.launch import attention, enqueue, scratch, tensor_map, tiles_sm90
 from cupyattn.launch.tiles import TileConfig
 

@@ -15,7 +15,7 @@ from helpers.page_cases import Append
 from helpers.page_faults import STRAY
 
 import cupyattn
-from cupyattn import env
+from cupyattn.core import env
 from cupyattn.jit import kernels_dir
 
 from . import (

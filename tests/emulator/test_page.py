@@ -12,7 +12,8 @@ from helpers.page_cases import Append
 from helpers.page_faults import STRAY, random_case, spoil
 
 import cupyattn
-from cupyattn import dtypes, paging
+from cupyattn import paging
+from cupyattn.core import dtypes
 
 from . import gpu
 

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cupyattn import array, dtypes
+from cupyattn import array
 from cupyattn.array import Device, as_cupy, current_stream, same_device, to_host, view
 from cupyattn.array.match import require_output
-from cupyattn.dtypes import DType
+from cupyattn.core import dtypes
+from cupyattn.core.dtypes import DType
 from cupyattn.errors import ArgumentError
 
 pytestmark = pytest.mark.gpu

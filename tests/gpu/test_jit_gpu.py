@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from helpers import tiny_kernels
 
-from cupyattn import device, jit
+from cupyattn import jit
+from cupyattn.core import device
 from cupyattn.errors import ArgumentError, DeviceError, UnsupportedError
 from cupyattn.jit import module
 

@@ -15,7 +15,8 @@ from helpers.page_faults import STRAY, random_case, spoil
 from helpers.share import some
 
 import cupyattn
-from cupyattn import dtypes, paging
+from cupyattn import paging
+from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
 from cupyattn.launch import enqueue
 

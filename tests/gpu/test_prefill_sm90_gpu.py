@@ -13,7 +13,7 @@ from helpers.prefill_sm90_calls import batch_of, bind, check
 from helpers.prefill_sm90_cases import CASES
 from helpers.share import some
 
-from cupyattn.device import device_props
+from cupyattn.core.device import device_props
 from cupyattn.launch import enqueue
 
 pytestmark = pytest.mark.gpu

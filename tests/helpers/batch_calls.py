@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 import cupyattn
-from cupyattn import dtypes, reference
+from cupyattn import reference
+from cupyattn.core import dtypes
 
 from . import compare, item_cases, lowprec, poison, verify_cases
 from .batch_cases import Case, Problem, pick

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import dtypes, reference
+from cupyattn import reference
+from cupyattn.core import dtypes
 
 HQ, HKV, D = 4, 2, 16
 

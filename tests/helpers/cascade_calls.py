@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 import cupyattn
-from cupyattn import dtypes, reference
+from cupyattn import reference
+from cupyattn.core import dtypes
 
 from . import compare, lowprec, poison
 from .batch_calls import Served, may_be_coarse, offsets

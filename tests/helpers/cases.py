@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cupyattn import dtypes
+from cupyattn.core import dtypes
 from cupyattn.reference import attention as exact_attention
 
 from . import lowprec

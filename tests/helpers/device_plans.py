@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import dtypes
+from cupyattn.core import dtypes
+from cupyattn.core.problem import AttentionProblem
 from cupyattn.errors import PlanError
 from cupyattn.launch import plan_batch
 from cupyattn.launch.attention import AttentionOptions
 from cupyattn.launch.batch import BatchLauncher, BatchSchedule
 from cupyattn.launch.plan_batch import DevicePlan, IndexFormat, Lengths
-from cupyattn.problem import AttentionProblem
 from cupyattn.schedule import key_span, tile_span
 from cupyattn.schedule.batch import WORK_FIELDS, BatchPlan, BatchRequests
 from cupyattn.schedule.cover import check_cover

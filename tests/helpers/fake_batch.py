@@ -23,9 +23,9 @@ from cupyattn import (
     _shared_prefix_padded,
     _wrapper,
     array,
-    dtypes,
     reference,
 )
+from cupyattn.core import dtypes
 from cupyattn.launch import batch, packbits, params
 from cupyattn.schedule.batch import WORK_FIELDS
 

@@ -28,10 +28,10 @@ from cupyattn import (
     _unplanned,
     _unplanned_repeat,
     array,
-    dtypes,
     jit,
 )
 from cupyattn.array import views
+from cupyattn.core import dtypes
 from cupyattn.launch import (
     append_paged_kv_cache,
     attention,

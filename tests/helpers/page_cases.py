@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 import cupyattn
-from cupyattn import dtypes
+from cupyattn.core import dtypes
 
 from . import poison
 

@@ -28,8 +28,10 @@ if __name__ == "__main__":
     root = Path(__file__).parents[2]
     sys.path[:0] = [str(root), str(root / "tests")]
 
-from cupyattn import _single, dtypes, jit
+from cupyattn import _single, jit
 from cupyattn._cascade_levels import flatten, join_levels, read_levels
+from cupyattn.core import dtypes
+from cupyattn.core.problem import AttentionProblem
 from cupyattn.launch import (
     batch,
     batch_kernels,
@@ -45,7 +47,6 @@ from cupyattn.launch.enqueue import Launch
 from cupyattn.launch.instances import SHARED_BYTES, page_instances
 from cupyattn.launch.packbits import CONFIG as PACKBITS_CONFIG
 from cupyattn.launch.tiles import MixedConfig, TileConfig, mixed_config, row_class, tile_config
-from cupyattn.problem import AttentionProblem
 from cupyattn.schedule.batch import BatchRequests
 from helpers import (
     batch_cases,

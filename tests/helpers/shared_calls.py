@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 import cupyattn
-from cupyattn import dtypes, reference
+from cupyattn import reference
+from cupyattn.core import dtypes
 
 from . import batches, compare, lowprec, poison
 from .batch_cases import pick

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 import cupyattn
-from cupyattn import dtypes, reference
+from cupyattn import reference
+from cupyattn.core import dtypes
 
 from . import compare, lowprec, poison, verify_cases
 from .batch_calls import offsets

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import cupyattn
-from cupyattn import array, dtypes, reference
+from cupyattn import array, reference
 from cupyattn.array import as_numpy, view
-from cupyattn.dtypes import DType
+from cupyattn.core import dtypes
+from cupyattn.core.dtypes import DType
 
 FLOATS = (dtypes.float16, dtypes.bfloat16, dtypes.float32)
 FP8 = (dtypes.float8_e4m3fn, dtypes.float8_e5m2)

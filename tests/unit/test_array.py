@@ -18,9 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
-from cupyattn import array, dtypes
+from cupyattn import array
 from cupyattn.array import CPU, ArrayView, Device, as_numpy, overlap, same_device, view, views
-from cupyattn.dtypes import DType
+from cupyattn.core import dtypes
+from cupyattn.core.dtypes import DType
 from cupyattn.errors import ArgumentError
 
 FRAMEWORKS = ("numpy", "torch", "jax")

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import cupyattn
-from cupyattn import _single, dtypes
+from cupyattn import _single
+from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError, UnsupportedError
 
 Q, KV = (4, 4, 16), (6, 2, 16)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupyattn
-from cupyattn import dtypes
+from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
 
 N, M, H, D = 3, 2, 4, 8

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupyattn
-from cupyattn import dtypes
+from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
 
 CACHE, NEW = (3, 2, 4, 2, 8), (3, 2, 8)

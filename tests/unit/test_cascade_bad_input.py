@@ -14,7 +14,7 @@ from helpers import batches, cascade_calls
 from helpers.batches import HKV, HQ, D
 
 import cupyattn
-from cupyattn import dtypes
+from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError, PlanError, UnsupportedError, WorkspaceError
 
 PAGE = 4

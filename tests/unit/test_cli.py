@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from helpers import tiny_kernels
 
-from cupyattn import cli, env, jit
+from cupyattn import cli, jit
+from cupyattn.core import env
 from cupyattn.errors import CompileError
 from cupyattn.jit import cache
 

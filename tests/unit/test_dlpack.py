@@ -9,8 +9,8 @@ import itertools
 import numpy as np
 import pytest
 
-from cupyattn import dtypes
 from cupyattn.array import CPU, as_numpy, dlpack, empty, from_numpy, view
+from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
 
 _new_capsule = ctypes.PYFUNCTYPE(

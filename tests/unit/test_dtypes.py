@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyattn import dtypes
 from cupyattn.array import dlpack
+from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
 
 ROWS = pytest.mark.parametrize("row", dtypes.ALL, ids=repr)

@@ -11,8 +11,9 @@ import pytest
 from helpers import host_kernels
 from helpers.page_cases import all_roundings
 
-from cupyattn import dtypes, reference
-from cupyattn.dtypes import DType
+from cupyattn import reference
+from cupyattn.core import dtypes
+from cupyattn.core.dtypes import DType
 
 FP8 = pytest.mark.parametrize("row", [dtypes.float8_e4m3fn, dtypes.float8_e5m2], ids=repr)
 

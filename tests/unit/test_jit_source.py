@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from helpers import tiny_kernels
 
-from cupyattn import device, dtypes, jit
+from cupyattn import jit
+from cupyattn.core import device, dtypes
 from cupyattn.errors import CompileError, DeviceError, UnsupportedError
 from cupyattn.jit import compiler
 from cupyattn.jit.source import Program, kernels_dir

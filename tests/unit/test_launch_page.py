@@ -14,7 +14,8 @@ import pytest
 from helpers.fake_gpu import STREAM, Gpu, pointer
 
 import cupyattn
-from cupyattn import dtypes, jit
+from cupyattn import jit
+from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
 from cupyattn.launch import append_paged_kv_cache as launcher
 from cupyattn.launch.instances import page_instances

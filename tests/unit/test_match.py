@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from cupyattn import dtypes
 from cupyattn.array import ArrayView, view
 from cupyattn.array.match import Dims, match, require_contiguous_last, require_dtype, require_output
+from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
 
 

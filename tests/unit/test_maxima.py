@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from helpers.fake_gpu import MAX_SHARED
 
-from cupyattn import dtypes
+from cupyattn.core import dtypes
+from cupyattn.core.problem import AttentionProblem
 from cupyattn.launch import tiles_sm90
-from cupyattn.problem import AttentionProblem
 
 
 def takes_maxima(

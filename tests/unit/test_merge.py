@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupyattn
-from cupyattn import array, dtypes, reference
+from cupyattn import array, reference
 from cupyattn.array import as_numpy, view
+from cupyattn.core import dtypes
 
 merge_state, merge_states = cupyattn.merge_state, cupyattn.merge_states
 State = tuple[np.ndarray, np.ndarray]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cupyattn import env
+from cupyattn.core import env
 
 pytest.importorskip("hatchling")
 

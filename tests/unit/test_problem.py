@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import cupyattn
-from cupyattn import _geometry, _single, array, dtypes
+from cupyattn import _geometry, _single, array
 from cupyattn.array import ArrayView, Device
+from cupyattn.core import dtypes
+from cupyattn.core.problem import AttentionProblem
 from cupyattn.errors import ArgumentError, UnsupportedError
-from cupyattn.problem import AttentionProblem
 
 HALF = dtypes.float16
 GOOD = AttentionProblem(HALF, HALF, HALF, 128, 128)

@@ -11,7 +11,7 @@ import pytest
 from helpers import cases, lowprec, poison
 from helpers.compare import assert_bitwise_equal, assert_close, ulp
 
-from cupyattn import dtypes
+from cupyattn.core import dtypes
 from cupyattn.reference import attention
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

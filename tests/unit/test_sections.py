@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cupyattn import dtypes
+from cupyattn.core import dtypes
+from cupyattn.core.problem import AttentionProblem
 from cupyattn.launch import tiles_sm90
-from cupyattn.problem import AttentionProblem
 
 L2_BYTES = 50 << 20
 

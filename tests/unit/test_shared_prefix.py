@@ -11,7 +11,8 @@ from helpers.batches import HKV, HQ, D
 from helpers.fake_batch import Device
 
 import cupyattn
-from cupyattn import _shared_prefix_padded, dtypes, reference
+from cupyattn import _shared_prefix_padded, reference
+from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError, PlanError, UnsupportedError, WorkspaceError
 
 PAGE, SHARED = 4, 11

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cupyattn
-from cupyattn import dtypes
+from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError, UnsupportedError, WorkspaceError
 
 B, HQ, HKV, D, PAGES, PAGE, WIDTH = 3, 4, 2, 16, 8, 4, 5

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import ArgumentError, UnsupportedError
 from . import dtypes
 from .dtypes import DType
-from .errors import ArgumentError, UnsupportedError
 
 KV_LAYOUTS = ("NHD", "HND")
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")

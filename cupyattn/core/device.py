@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .errors import ArgumentError, DeviceError, UnsupportedError
+from ..errors import ArgumentError, DeviceError, UnsupportedError
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 """Every architecture kernels are built for, as NVRTC spells it."""

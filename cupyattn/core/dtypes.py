@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
-from .errors import ArgumentError
+from ..errors import ArgumentError
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,1 @@
+"""Words that everything else is said in: element types, problems, devices, settings."""
