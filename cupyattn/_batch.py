@@ -27,7 +27,7 @@ from ._wrapper import (
 from .errors import ArgumentError, PlanError
 from .launch.batch import BatchLauncher
 from .launch.batch_layout import BatchSchedule, Capacity
-from .launch.enqueue import cuda
+from .launch.driver.enqueue import cuda
 
 
 class BatchWrapper:

@@ -16,7 +16,7 @@ from .core import dtypes
 from .core.device import device_props
 from .errors import ArgumentError, PlanError, UnsupportedError
 from .launch.batch import BatchLauncher, BatchSchedule
-from .launch.enqueue import cuda
+from .launch.driver.enqueue import cuda
 
 _NAMES = PageNames("kv_indptr", "kv_indices", "kv_len_arr")
 _FIRST_WORKSPACE_BYTES = 32 << 20

@@ -16,8 +16,8 @@ from ._batch_geometry import Variant
 from ._repeat import _READERS, _reach, _Read
 from .array import LOWEST_ADDRESS, ArrayView
 from .core import dtypes
-from .launch import params
 from .launch.bound import BoundRun
+from .launch.driver import params
 
 if TYPE_CHECKING:
     from ._batch_keys import Keys

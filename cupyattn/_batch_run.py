@@ -22,7 +22,7 @@ from .array.match import Dims, match, require_contiguous_last, require_dtype, re
 from .core import dtypes
 from .core.dtypes import DType
 from .errors import ArgumentError
-from .launch import params
+from .launch.driver import params
 
 _Maybe: TypeAlias = "ArrayView | None"
 

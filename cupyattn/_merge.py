@@ -13,7 +13,7 @@ from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
 from .core import dtypes
 from .errors import ArgumentError, UnsupportedError
-from .launch.enqueue import cuda
+from .launch.driver.enqueue import cuda
 from .launch.merge_states import MAX_COUNT, States, prepare
 
 _FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)

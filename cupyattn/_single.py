@@ -19,7 +19,7 @@ from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
 from .core import dtypes
 from .errors import ArgumentError, UnsupportedError
-from .launch import params, scratch
+from .launch.driver import params, scratch
 
 _MAX_ENTRIES = 4096
 

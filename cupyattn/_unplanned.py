@@ -25,10 +25,11 @@ from .array import ArrayView
 from .array.match import require_output
 from .core import dtypes
 from .errors import WorkspaceError
-from .launch import pad_lse, params, plan_batch, scratch
+from .launch import pad_lse, plan_batch
 from .launch.batch import BatchLauncher
 from .launch.bound import BoundRun
-from .launch.enqueue import cuda
+from .launch.driver import params, scratch
+from .launch.driver.enqueue import cuda
 from .launch.pad_lse import Padding
 from .launch.plan_batch import DevicePlan, Lengths
 

@@ -18,7 +18,7 @@ from . import array
 from .array import ArrayView
 from .core import dtypes
 from .errors import ArgumentError, PlanError, WorkspaceError
-from .launch.enqueue import cuda
+from .launch.driver.enqueue import cuda
 
 _HOST_TO_DEVICE = 1
 _DEVICE_TO_DEVICE = 3

@@ -211,7 +211,7 @@ def _append_on_gpu(
     scales: tuple[float, float],
 ) -> None:
     from .launch import append_paged_kv_cache as launcher
-    from .launch import scratch
+    from .launch.driver import scratch
 
     def rows(v: ArrayView, part: CachePart, scale: float) -> launcher.Rows:
         strides = v.strides[0], v.strides[1]

@@ -12,8 +12,8 @@ from ..array import ArrayView
 from ..core import dtypes
 from ..core.device import device_props
 from ..core.dtypes import DType
-from . import params, scratch
-from .enqueue import Launch, cuda, enqueue
+from .driver import params, scratch
+from .driver.enqueue import Launch, cuda, enqueue
 
 _THREADS = 256
 _MAX_BLOCKS = 2**31 - 1

@@ -12,9 +12,10 @@ from .. import jit
 from ..core.device import device_props
 from ..core.problem import AttentionProblem
 from ..schedule import MAX_GRID_YZ, SinglePlan, plan_single
-from . import maps_sm90, merge_splits, params, rotate_keys, scan_mask, scratch, tiles_sm90
-from .enqueue import Launch, enqueue
-from .scratch import Allocate
+from . import maps_sm90, merge_splits, rotate_keys, scan_mask, tiles_sm90
+from .driver import params, scratch
+from .driver.enqueue import Launch, enqueue
+from .driver.scratch import Allocate
 from .tile_config import TileConfig
 from .tiles import MixedConfig, mixed_config, row_class, tile_config
 

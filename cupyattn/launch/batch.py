@@ -22,12 +22,13 @@ from ..schedule.levels import MOST, Levels, Served, level_limits, level_tables, 
 from ..schedule.limits import Limits, check_limits, limits
 from ..schedule.mixed import Device, Kinds, MixedPlan, combine, estimate, plan_mixed, state_offsets
 from ..schedule.tile_shape import TileShape
-from . import maps_sm90, params, rotate_batch, rotate_keys, tiles_sm90
+from . import maps_sm90, rotate_batch, rotate_keys, tiles_sm90
 from .attention import LOG2_E, SLACK, AttentionOptions
 from .batch_kernels import Group, Kernel, Kernels, classes
 from .batch_layout import BatchSchedule, Capacity, Layout, Room, Share
 from .bound import BoundRun, Step, in_order
-from .enqueue import Launch, cuda
+from .driver import params
+from .driver.enqueue import Launch, cuda
 from .tile_config import TileConfig
 from .tiles import LARGE, MOST_ROWS, SMALL, row_class
 

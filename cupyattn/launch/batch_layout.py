@@ -12,7 +12,7 @@ from ..schedule import MAX_GRID_YZ
 from ..schedule.batch import WORK_FIELDS
 from . import merge_levels, merge_splits, scan_mask
 from .batch_kernels import Kernels, Rows
-from .enqueue import Launch
+from .driver.enqueue import Launch
 from .tile_config import TileConfig
 
 _ITEM_BYTES = 4 * len(WORK_FIELDS)

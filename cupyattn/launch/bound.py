@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from . import params
-from .enqueue import Launch, enqueue
+from .driver import params
+from .driver.enqueue import Launch, enqueue
 from .maps_sm90 import Maps
 from .rotate_keys import Rotation
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from .. import jit
 from ..array import ArrayView
 from ..core.device import device_props
-from . import params
-from .enqueue import Launch, enqueue
+from .driver import params
+from .driver.enqueue import Launch, enqueue
 
 _THREADS = 256
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..core.problem import AttentionProblem
 from ..errors import UnsupportedError
-from . import params, tensor_map
+from .driver import params, tensor_map
 from .tile_config import TileConfig
 from .tiles_sm90 import Sections
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from .. import jit
 from ..core.device import device_props, overlaps_launches
 from ..core.problem import AttentionProblem
-from .enqueue import Launch
+from .driver.enqueue import Launch
 
 _WARPS = 4
 

@@ -13,8 +13,8 @@ from ..array import ArrayView
 from ..core import dtypes
 from ..core.device import device_props
 from ..core.dtypes import DType
-from . import params
-from .enqueue import Launch, enqueue
+from .driver import params
+from .driver.enqueue import Launch, enqueue
 
 # Rows, their elements and their states are counted in 32 bits, up to a chunk a lane beyond the end.
 MAX_COUNT = 2**31 - 4096

@@ -9,8 +9,9 @@ from .. import jit
 from ..array import ArrayView
 from ..core.device import device_props
 from ..schedule import MAX_GRID_YZ
-from . import params, plan_batch
-from .enqueue import Launch, enqueue
+from . import plan_batch
+from .driver import params
+from .driver.enqueue import Launch, enqueue
 
 _THREADS = 256
 CONFIG = jit.Config({"kThreads": _THREADS})

@@ -12,9 +12,9 @@ from ..core.device import device_props
 from ..core.dtypes import DType
 from ..errors import UnsupportedError
 from ..schedule.device import room
-from . import params
 from .batch import BatchLauncher, BatchSchedule
-from .enqueue import Launch, enqueue
+from .driver import params
+from .driver.enqueue import Launch, enqueue
 from .tiles import row_class
 
 _THREADS = 512

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from ..errors import PlanError
 from ..schedule.batch import BatchRequests
-from . import params
 from .batch_layout import BatchSchedule, Capacity, Part
+from .driver import params
 from .rotate_keys import NO_PAGES, Keys, Rotation, Where, step
 
 

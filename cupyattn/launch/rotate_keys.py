@@ -8,9 +8,9 @@ from typing import NamedTuple
 from .. import jit
 from ..core.device import device_props
 from ..core.dtypes import DType
-from . import params
-from .enqueue import Launch, enqueue
-from .scratch import Allocate
+from .driver import params
+from .driver.enqueue import Launch, enqueue
+from .driver.scratch import Allocate
 
 _THREADS = 256
 _BLOCKS_AN_SM = 16

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .. import jit
 from ..core.device import device_props
-from .enqueue import Launch
+from .driver.enqueue import Launch
 from .tile_config import TileConfig
 
 _THREADS = 512

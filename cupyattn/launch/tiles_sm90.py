@@ -8,7 +8,7 @@ from .. import jit
 from ..core import dtypes, env
 from ..core.dtypes import DType
 from ..core.problem import MASK_FORMS, AttentionProblem
-from . import tensor_map
+from .driver import tensor_map
 from .tile_config import Field, TileConfig, round_up, struct_of
 
 _PATTERN_BYTES = 1024

@@ -26,7 +26,8 @@ import pytest
 from cupyattn import _wrapper, array, jit
 from cupyattn.array import ArrayView, Device, views
 from cupyattn.core import device
-from cupyattn.launch import attention, enqueue, scratch, tensor_map, tiles_sm90
+from cupyattn.launch import attention, tiles_sm90
+from cupyattn.launch.driver import enqueue, scratch, tensor_map
 from cupyattn.launch.tiles import TileConfig
 
 from . import build, library

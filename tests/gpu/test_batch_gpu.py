@@ -15,7 +15,7 @@ from helpers.share import some
 
 import cupyattn
 from cupyattn.errors import ArgumentError, UnsupportedError, WorkspaceError
-from cupyattn.launch import enqueue
+from cupyattn.launch.driver import enqueue
 
 pytestmark = pytest.mark.gpu
 

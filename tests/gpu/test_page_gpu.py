@@ -18,7 +18,7 @@ import cupyattn
 from cupyattn import paging
 from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
-from cupyattn.launch import enqueue
+from cupyattn.launch.driver import enqueue
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from helpers.prefill_sm90_cases import CASES
 from helpers.share import some
 
 from cupyattn.core.device import device_props
-from cupyattn.launch import enqueue
+from cupyattn.launch.driver import enqueue
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,8 @@ from helpers.unplanned_cases import ENTRIES, NUM_CASES, PROBLEMS, random_case
 import cupyattn
 from cupyattn import _unplanned_repeat
 from cupyattn.errors import ArgumentError, WorkspaceError
-from cupyattn.launch import enqueue, plan_batch
+from cupyattn.launch import plan_batch
+from cupyattn.launch.driver import enqueue
 from cupyattn.schedule.tile_shape import TileShape
 
 pytestmark = pytest.mark.gpu

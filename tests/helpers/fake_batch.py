@@ -26,7 +26,8 @@ from cupyattn import (
     reference,
 )
 from cupyattn.core import dtypes
-from cupyattn.launch import batch, packbits, params
+from cupyattn.launch import batch, packbits
+from cupyattn.launch.driver import params
 from cupyattn.schedule.batch import WORK_FIELDS
 
 from . import fake_gpu

@@ -36,18 +36,16 @@ from cupyattn.launch import (
     append_paged_kv_cache,
     attention,
     batch_kernels,
-    enqueue,
     get_batch_indices_positions,
     get_seq_lens,
     merge_levels,
     merge_splits,
     merge_states,
     pad_lse,
-    params,
     plan_batch,
     rotate_keys,
-    scratch,
 )
+from cupyattn.launch.driver import enqueue, params, scratch
 from cupyattn.launch.tile_config import TileConfig
 from cupyattn.launch.tiles import mixed_config, portable_config
 

@@ -43,7 +43,7 @@ from cupyattn.launch import (
     scan_mask,
 )
 from cupyattn.launch.attention import AttentionOptions
-from cupyattn.launch.enqueue import Launch
+from cupyattn.launch.driver.enqueue import Launch
 from cupyattn.launch.instances import SHARED_BYTES, page_instances
 from cupyattn.launch.packbits import CONFIG as PACKBITS_CONFIG
 from cupyattn.launch.tiles import MixedConfig, TileConfig, mixed_config, row_class, tile_config

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupyattn
-from cupyattn.launch import params
+from cupyattn.launch.driver import params
 from cupyattn.schedule import MAX_GRID_YZ
 
 prefill, decode = cupyattn.single_prefill_with_kv_cache, cupyattn.single_decode_with_kv_cache

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cupyattn.errors import DeviceError
-from cupyattn.launch import early, enqueue, params
 from cupyattn.launch.bound import in_order
-from cupyattn.launch.enqueue import Launch
+from cupyattn.launch.driver import enqueue, params, pdl
+from cupyattn.launch.driver.enqueue import Launch
 
 
 def launch(name: int, **options: Any) -> Launch:
@@ -73,9 +73,9 @@ def test_the_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((function, arguments, extra))
         return len(seen) // 4
 
-    monkeypatch.setattr(early, "_launch_kernel", lambda: driver)
+    monkeypatch.setattr(pdl, "_launch_kernel", lambda: driver)
     given = 11, 3, 2, 1, 128, 1, 1, 1000, 55, 77, 0
-    early.launch_early(*given)
+    pdl.launch_early(*given)
     assert seen == [(3, 2, 1, 128, 1, 1, 1000, 55, 1, 6, 1, 0), (11, 77, 0)]
     with pytest.raises(DeviceError, match=r"a launch of \(3, 2, 1\) blocks \(error 1\)"):
-        early.launch_early(*given)
+        pdl.launch_early(*given)

@@ -15,7 +15,7 @@ import cupyattn
 from cupyattn import _merge_repeat, array, jit
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError
 from cupyattn.launch import merge_states as launcher
-from cupyattn.launch import params
+from cupyattn.launch.driver import params
 
 N, M, H, D = 6, 5, 3, 64
 _NAMES = (

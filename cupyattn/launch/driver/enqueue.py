@@ -6,9 +6,9 @@ import functools
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from ..core import env
-from .early import launch_early
+from ...core import env
 from .params import LaunchBuffer
+from .pdl import launch_early
 
 
 @functools.cache

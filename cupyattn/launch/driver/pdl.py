@@ -12,7 +12,7 @@ import struct
 import threading
 from typing import Any
 
-from ..errors import DeviceError
+from ...errors import DeviceError
 
 # cuda.h: CUlaunchConfig, and one CUlaunchAttribute, PROGRAMMATIC_STREAM_SERIALIZATION.
 _CONFIG = struct.Struct("<7I 4x 2Q I 4x")

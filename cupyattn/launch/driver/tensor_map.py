@@ -7,7 +7,7 @@ import functools
 import math
 from typing import Any
 
-from ..errors import DeviceError, UnsupportedError
+from ...errors import DeviceError, UnsupportedError
 
 BYTES = 128
 _MAX_COORDINATE = 2**31 - 1

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from ..array import ArrayView
+from ...array import ArrayView
 from .enqueue import cuda
 
 Allocate = Callable[[int], tuple[int, object]]

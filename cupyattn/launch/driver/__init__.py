@@ -1,0 +1,1 @@
+"""How any kernel is launched: parameters, streams, scratch, tensor maps."""
