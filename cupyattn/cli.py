@@ -21,7 +21,7 @@ from .core import env
 from .core.device import ARCHS, check_arch, device_props
 from .errors import CupyAttnError, UnsupportedError
 from .jit import cache
-from .launch import tiles_sm90
+from .launch.tiles import sm90
 
 _MIB = 2**20
 
@@ -73,7 +73,7 @@ def info_lines() -> list[str]:
     lines = [f"cupyattn     {__version__}"]
     lines += [f"Python       {platform.python_version()}, {platform.system()} {platform.machine()}"]
     lines += _gpu_lines()
-    lines += [f"prefill      {tiles_sm90.summary()}"]
+    lines += [f"prefill      {sm90.summary()}"]
     lines += [f"NVRTC        {_nvrtc()}"]
     try:
         lines += [f"kernels      {jit.kernels_dir()}"]

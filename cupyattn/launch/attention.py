@@ -12,12 +12,13 @@ from .. import jit
 from ..core.device import device_props
 from ..core.problem import AttentionProblem
 from ..schedule import MAX_GRID_YZ, SinglePlan, plan_single
-from . import maps_sm90, merge_splits, rotate_keys, scan_mask, tiles_sm90
+from . import maps_sm90, merge_splits, rotate_keys, scan_mask
 from .driver import params, scratch
 from .driver.enqueue import Launch, enqueue
 from .driver.scratch import Allocate
-from .tile_config import TileConfig
-from .tiles import MixedConfig, mixed_config, row_class, tile_config
+from .tiles import sm90
+from .tiles.config import TileConfig
+from .tiles.select import MixedConfig, mixed_config, row_class, tile_config
 
 LOG2_E = math.log2(math.e)
 # kSlack of kernels/cupyattn/attention/softmax.cuh.
@@ -111,7 +112,7 @@ class PreparedPlan:
     partial_bytes: int = 0
     mask_bytes: int = 0
     num_counters: int = 0
-    sections: tiles_sm90.Sections = tiles_sm90.ONE_HEAD
+    sections: sm90.Sections = sm90.ONE_HEAD
     merge: Launch | None = None
 
 
@@ -169,10 +170,10 @@ class AttentionLauncher:
             self.options.window_left,
         )
         tiles = kernel.tiles
-        sections = tiles_sm90.ONE_HEAD
+        sections = sm90.ONE_HEAD
         if tiles.is_sm90:
             l2_bytes = device_props(self.device_index).l2_bytes
-            sections = tiles_sm90.sections(
+            sections = sm90.sections(
                 self.problem, self.num_kv_heads, kv_len, self.options.causal, l2_bytes
             )
         starts = range(0, plan.num_q_tiles, plan.num_q_tiles if tiles.is_sm90 else MAX_GRID_YZ)

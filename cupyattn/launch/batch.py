@@ -22,15 +22,16 @@ from ..schedule.levels import MOST, Levels, Served, level_limits, level_tables, 
 from ..schedule.limits import Limits, check_limits, limits
 from ..schedule.mixed import Device, Kinds, MixedPlan, combine, estimate, plan_mixed, state_offsets
 from ..schedule.tile_shape import TileShape
-from . import maps_sm90, rotate_batch, rotate_keys, tiles_sm90
+from . import maps_sm90, rotate_batch, rotate_keys
 from .attention import LOG2_E, SLACK, AttentionOptions
 from .batch_kernels import Group, Kernel, Kernels, classes
 from .batch_layout import BatchSchedule, Capacity, Layout, Room, Share
 from .bound import BoundRun, Step, in_order
 from .driver import params
 from .driver.enqueue import Launch, cuda
-from .tile_config import TileConfig
-from .tiles import LARGE, MOST_ROWS, SMALL, row_class
+from .tiles import sm90
+from .tiles.config import TileConfig
+from .tiles.select import LARGE, MOST_ROWS, SMALL, row_class
 
 _MAX_KNOWN = 1024
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
@@ -360,9 +361,9 @@ class BatchLauncher:
                 merges.append((part.merge, planned, None))
         return BoundRun(in_order(steps, merges), self.device_index, rotation)
 
-    def _sections(self, longest: int) -> tiles_sm90.Sections:
+    def _sections(self, longest: int) -> sm90.Sections:
         l2_bytes = device_props(self.device_index).l2_bytes
-        return tiles_sm90.sections(
+        return sm90.sections(
             self.problem, self.num_kv_heads, longest, self.options.causal, l2_bytes
         )
 

@@ -11,8 +11,8 @@ from ..schedule.batch import BatchRequests
 from ..schedule.levels import Served
 from ..schedule.tile_shape import TileShape
 from .attention import LoadedKernel, load_kernel, load_mixed
-from .tile_config import TileConfig
-from .tiles import DECODE, MOST_ROWS, ROW_CLASSES, VERIFY, row_class
+from .tiles.config import TileConfig
+from .tiles.select import DECODE, MOST_ROWS, ROW_CLASSES, VERIFY, row_class
 
 # A row class, or the two of a mixed kernel: prefill's, then decode's.
 Rows = str | tuple[str, str]

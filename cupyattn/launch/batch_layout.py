@@ -13,7 +13,7 @@ from ..schedule.batch import WORK_FIELDS
 from . import merge_levels, merge_splits, scan_mask
 from .batch_kernels import Kernels, Rows
 from .driver.enqueue import Launch
-from .tile_config import TileConfig
+from .tiles.config import TileConfig
 
 _ITEM_BYTES = 4 * len(WORK_FIELDS)
 _MAX_KNOWN = 1024

@@ -22,7 +22,7 @@ from . import (
     scan_mask,
 )
 from .packbits import CONFIG as PACKBITS_CONFIG
-from .tiles import DECODE, LARGE, ROW_CLASSES, SMALL, VERIFY, mixed_config, tile_config
+from .tiles.select import DECODE, LARGE, ROW_CLASSES, SMALL, VERIFY, mixed_config, tile_config
 
 _DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 _OPTIONS: tuple[dict[str, Any], ...] = (

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from ..core.problem import AttentionProblem
 from ..errors import UnsupportedError
 from .driver import params, tensor_map
-from .tile_config import TileConfig
-from .tiles_sm90 import Sections
+from .tiles.config import TileConfig
+from .tiles.sm90 import Sections
 
 # params/prefill_sm90.cuh, PageUnits.
 PageUnits = tuple[int, int, int, int]

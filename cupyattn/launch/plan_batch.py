@@ -15,7 +15,7 @@ from ..schedule.device import room
 from .batch import BatchLauncher, BatchSchedule
 from .driver import params
 from .driver.enqueue import Launch, enqueue
-from .tiles import row_class
+from .tiles.select import row_class
 
 _THREADS = 512
 _SHARED_BYTES = 29_264

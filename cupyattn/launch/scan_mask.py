@@ -8,7 +8,7 @@ from __future__ import annotations
 from .. import jit
 from ..core.device import device_props
 from .driver.enqueue import Launch
-from .tile_config import TileConfig
+from .tiles.config import TileConfig
 
 _THREADS = 512
 # kernels/cupyattn/params/prefill_sm90.cuh, MaskMap.

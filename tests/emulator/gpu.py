@@ -22,13 +22,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cupyattn.launch.tiles.select.select import TileConfig
 
 from cupyattn import _wrapper, array, jit
 from cupyattn.array import ArrayView, Device, views
 from cupyattn.core import device
-from cupyattn.launch import attention, tiles_sm90
+from cupyattn.launch import attention
 from cupyattn.launch.driver import enqueue, scratch, tensor_map
-from cupyattn.launch.tiles import TileConfig
+from cupyattn.launch.tiles import sm90
 
 from . import build, library
 from .library import Range
@@ -192,10 +193,10 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         """attention.LoadedKernel, with the occupancy that the GPU is said to have."""
 
         def __init__(self, tiles: TileConfig, index: int) -> None:
-            self.function = jit.load(tiles.name, tiles.config, index, "sm_90a").function
+            self.function = jit.load(select.name, select.config, index, "sm_90a").function
             self.num_slots = gpu.num_sms * gpu.blocks_per_sm
             self.num_sms = gpu.num_sms
-            self.tiles = tiles
+            self.tiles = select
 
     def make_counters(index: int, stream: int) -> tuple[int, Any]:
         if not counters:
@@ -214,7 +215,7 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         replace(patch, scratch._make, make_counters)
         replace(patch, tensor_map.encode, encode_tensor_map)
         if gpu.is_portable:
-            patch.setattr(tiles_sm90, "choose", lambda *_: None)
+            patch.setattr(sm90, "choose", lambda *_: None)
         replace(patch, views.cupy_stream, lambda index: STREAM)
         replace(patch, array._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype))
         patch.setitem(views._READERS, np.ndarray, gpu.read)
@@ -306,7 +307,8 @@ def _forget_calls() -> None:
         _single,
         _unplanned,
     )
-    from cupyattn.launch import merge_levels, merge_splits, tiles
+    from cupyattn.launch import merge_levels, merge_splits
+    from cupyattn.launch.tiles import select
 
     _single._entries.clear()
     _repeat._known.clear()
@@ -319,8 +321,8 @@ def _forget_calls() -> None:
         attention.load_mixed,
         merge_levels.config,
         merge_splits.config,
-        tiles.mixed_config,
-        tiles.tile_config,
+        select.mixed_config,
+        select.tile_config,
         _unplanned._plan,
     ]
     for cached in caches:

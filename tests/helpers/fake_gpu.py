@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cupyattn.launch.tiles.select.config import TileConfig
+from cupyattn.launch.tiles.select.select import mixed_config, portable_config
 
 import cupyattn
 from cupyattn import (
@@ -46,8 +48,6 @@ from cupyattn.launch import (
     rotate_keys,
 )
 from cupyattn.launch.driver import enqueue, params, scratch
-from cupyattn.launch.tile_config import TileConfig
-from cupyattn.launch.tiles import mixed_config, portable_config
 
 STREAM, COUNTERS, SLOTS, MAX_SHARED = 77, 3 << 40, 264, 227 * 1024
 HEADER = Path(__file__).parents[2] / "kernels/cupyattn/params/attention.cuh"

@@ -28,6 +28,14 @@ if __name__ == "__main__":
     root = Path(__file__).parents[2]
     sys.path[:0] = [str(root), str(root / "tests")]
 
+from cupyattn.launch.tiles.select.select import (
+    MixedConfig,
+    TileConfig,
+    mixed_config,
+    row_class,
+    tile_config,
+)
+
 from cupyattn import _single, jit
 from cupyattn._cascade_levels import flatten, join_levels, read_levels
 from cupyattn.core import dtypes
@@ -46,7 +54,6 @@ from cupyattn.launch.attention import AttentionOptions
 from cupyattn.launch.driver.enqueue import Launch
 from cupyattn.launch.instances import SHARED_BYTES, page_instances
 from cupyattn.launch.packbits import CONFIG as PACKBITS_CONFIG
-from cupyattn.launch.tiles import MixedConfig, TileConfig, mixed_config, row_class, tile_config
 from cupyattn.schedule.batch import BatchRequests
 from helpers import (
     batch_cases,

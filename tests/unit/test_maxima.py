@@ -10,7 +10,7 @@ from helpers.fake_gpu import MAX_SHARED
 
 from cupyattn.core import dtypes
 from cupyattn.core.problem import AttentionProblem
-from cupyattn.launch import tiles_sm90
+from cupyattn.launch.tiles import sm90
 
 
 def takes_maxima(
@@ -24,7 +24,7 @@ def takes_maxima(
         head_dim_vo=dims[1],
         **{"paged": False, **facts},
     )
-    tiles = tiles_sm90.choose(problem, MAX_SHARED, page_size)
+    tiles = sm90.choose(problem, MAX_SHARED, page_size)
     assert tiles is not None
     return bool(dict(tiles.config)["kTakesMaxima"])
 

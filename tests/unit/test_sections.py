@@ -6,14 +6,14 @@ import pytest
 
 from cupyattn.core import dtypes
 from cupyattn.core.problem import AttentionProblem
-from cupyattn.launch import tiles_sm90
+from cupyattn.launch.tiles import sm90
 
 L2_BYTES = 50 << 20
 
 
-def sections(num_kv_heads: int, kv_len: int, causal: bool = True) -> tiles_sm90.Sections:
+def sections(num_kv_heads: int, kv_len: int, causal: bool = True) -> sm90.Sections:
     problem = AttentionProblem(dtypes.bfloat16, dtypes.bfloat16, dtypes.bfloat16, 192, 128)
-    return tiles_sm90.sections(problem, num_kv_heads, kv_len, causal, L2_BYTES)
+    return sm90.sections(problem, num_kv_heads, kv_len, causal, L2_BYTES)
 
 
 @pytest.mark.parametrize("kv_len", [1, 512, 4096, 16384, 131072])

@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .. import jit
-from ..core import env
-from ..core.dtypes import DType, bfloat16
-from ..core.problem import MASK_FORMS, AttentionProblem
-from . import tiles_sm90
-from .tile_config import Field as _Field
-from .tile_config import TileConfig
-from .tile_config import round_up as _round_up
-from .tile_config import struct_of as _struct
+from ... import jit
+from ...core import env
+from ...core.dtypes import DType, bfloat16
+from ...core.problem import MASK_FORMS, AttentionProblem
+from . import sm90
+from .config import Field as _Field
+from .config import TileConfig
+from .config import round_up as _round_up
+from .config import struct_of as _struct
 
 # Row classes, and the most packed query rows of each but the last.
 DECODE, VERIFY, SMALL, LARGE = ROW_CLASSES = "decode", "verify", "small", "large"
@@ -101,7 +101,7 @@ def tile_config(
     much shared memory per block. The page size is looked at where it decides how keys are copied.
     """
     if arch == "sm_90a" and rows == LARGE and not env.PORTABLE.flag():
-        chosen = tiles_sm90.choose(problem, max_shared_bytes, page_size)
+        chosen = sm90.choose(problem, max_shared_bytes, page_size)
         if chosen is not None:
             return chosen
     return portable_config(problem, rows, max_shared_bytes, is_batch, arch)

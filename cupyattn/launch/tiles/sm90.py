@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .. import jit
-from ..core import dtypes, env
-from ..core.dtypes import DType
-from ..core.problem import MASK_FORMS, AttentionProblem
-from .driver import tensor_map
-from .tile_config import Field, TileConfig, round_up, struct_of
+from ... import jit
+from ...core import dtypes, env
+from ...core.dtypes import DType
+from ...core.problem import MASK_FORMS, AttentionProblem
+from ..driver import tensor_map
+from .config import Field, TileConfig, round_up, struct_of
 
 _PATTERN_BYTES = 1024
 _ITEM_BYTES = 112

@@ -1,0 +1,1 @@
+"""Which kernel, in which shape, serves a problem."""
