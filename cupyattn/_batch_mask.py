@@ -118,7 +118,7 @@ class Mask:
                 return v
             copy_on_device(buffer.ptr, v.ptr, num_bytes, v.device.index, stream)
             return buffer
-        from .launch import packbits
+        from .launch.ops import packbits
 
         packed = buffer
         if packed is None:

@@ -14,7 +14,7 @@ from .array.match import Dims, match, require_contiguous_last, require_dtype, re
 from .core import dtypes
 from .errors import ArgumentError, UnsupportedError
 from .launch.driver.enqueue import cuda
-from .launch.merge_states import MAX_COUNT, States, prepare
+from .launch.ops.merge_states import MAX_COUNT, States, prepare
 
 _FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from . import array
 from .array import LOWEST_ADDRESS, ArrayView
-from .launch.merge_states import Merge
+from .launch.ops.merge_states import Merge
 
 _MAX_KNOWN = 4096
 

@@ -81,7 +81,7 @@ def num_packed_bytes(num_rows: int, q_len: int) -> int:
 
 def pack(v: ArrayView, num_rows: int, q_len: int, address: int, stream: int) -> MaskBits:
     """Enqueue the packing of a checked mask of bools into bytes from `address` on."""
-    from .launch import packbits
+    from .launch.ops import packbits
 
     num_bytes = num_packed_bytes(num_rows, q_len)
     bools = _flat(v, v.ptr, num_rows * q_len, dtypes.bool_)

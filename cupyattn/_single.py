@@ -253,7 +253,7 @@ def _pack_strides(
 
 
 def _pack_mask(mask: ArrayView, like: ArrayView, stream: int) -> ArrayView:
-    from .launch import packbits
+    from .launch.ops import packbits
 
     num_bytes = -(-mask.shape[0] * mask.shape[1] // 8)
     packed = array.view(array.empty((num_bytes,), dtypes.uint8, like), "scratch")

@@ -145,7 +145,7 @@ def get_batch_indices_positions(
     )
     vb, vp = array.view(b, "batch_indices"), array.view(p, "positions")
     if dims["nnz"]:
-        from .launch import get_batch_indices_positions as launcher
+        from .launch.ops import get_batch_indices_positions as launcher
 
         array.acquire(vi, vl, *given.values())
         launcher.launch(vi, vl, vb, vp, array.current_stream(vi))
@@ -179,7 +179,7 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
         return _answer(found, None, vi)
     out = array.empty((dims["B"],), dtypes.int32, vi)
     if dims["B"]:
-        from .launch import get_seq_lens as launcher
+        from .launch.ops import get_seq_lens as launcher
 
         array.acquire(vi, vl)
         launcher.launch(vi, vl, array.view(out, "out"), page_size, array.current_stream(vi))
@@ -210,8 +210,8 @@ def _append_on_gpu(
     index: dict[str, ArrayView],
     scales: tuple[float, float],
 ) -> None:
-    from .launch import append_paged_kv_cache as launcher
     from .launch.driver import scratch
+    from .launch.ops import append_paged_kv_cache as launcher
 
     def rows(v: ArrayView, part: CachePart, scale: float) -> launcher.Rows:
         strides = v.strides[0], v.strides[1]

@@ -79,7 +79,7 @@ def _launch(
     packed_indptr: ArrayView | None,
     bitorder: str,
 ) -> None:
-    from .launch import packbits as launcher
+    from .launch.ops import packbits as launcher
 
     stream = array.current_stream(vx)
     launcher.launch(vx, out, bit_indptr, packed_indptr, bitorder == "little", stream)

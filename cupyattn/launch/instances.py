@@ -9,19 +9,9 @@ from typing import Any
 from .. import jit
 from ..core import dtypes
 from ..core.problem import AttentionProblem
-from . import (
-    append_paged_kv_cache,
-    get_batch_indices_positions,
-    get_seq_lens,
-    merge_levels,
-    merge_splits,
-    merge_states,
-    pad_lse,
-    plan_batch,
-    rotate_keys,
-    scan_mask,
-)
-from .packbits import CONFIG as PACKBITS_CONFIG
+from . import merge_levels, merge_splits, pad_lse, plan_batch, rotate_keys, scan_mask
+from .ops import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens, merge_states
+from .ops.packbits import CONFIG as PACKBITS_CONFIG
 from .tiles.select import DECODE, LARGE, ROW_CLASSES, SMALL, VERIFY, mixed_config, tile_config
 
 _DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))

@@ -26,8 +26,9 @@ from cupyattn import (
     reference,
 )
 from cupyattn.core import dtypes
-from cupyattn.launch import batch, packbits
+from cupyattn.launch import batch
 from cupyattn.launch.driver import params
+from cupyattn.launch.ops import packbits
 from cupyattn.schedule.batch import WORK_FIELDS
 
 from . import fake_gpu

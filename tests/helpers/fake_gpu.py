@@ -35,19 +35,21 @@ from cupyattn import (
 from cupyattn.array import views
 from cupyattn.core import dtypes
 from cupyattn.launch import (
-    append_paged_kv_cache,
     attention,
     batch_kernels,
-    get_batch_indices_positions,
-    get_seq_lens,
     merge_levels,
     merge_splits,
-    merge_states,
     pad_lse,
     plan_batch,
     rotate_keys,
 )
 from cupyattn.launch.driver import enqueue, params, scratch
+from cupyattn.launch.ops import (
+    append_paged_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+    merge_states,
+)
 
 STREAM, COUNTERS, SLOTS, MAX_SHARED = 77, 3 << 40, 264, 227 * 1024
 HEADER = Path(__file__).parents[2] / "kernels/cupyattn/params/attention.cuh"

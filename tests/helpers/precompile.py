@@ -53,7 +53,7 @@ from cupyattn.launch import (
 from cupyattn.launch.attention import AttentionOptions
 from cupyattn.launch.driver.enqueue import Launch
 from cupyattn.launch.instances import SHARED_BYTES, page_instances
-from cupyattn.launch.packbits import CONFIG as PACKBITS_CONFIG
+from cupyattn.launch.ops.packbits import CONFIG as PACKBITS_CONFIG
 from cupyattn.schedule.batch import BatchRequests
 from helpers import (
     batch_cases,

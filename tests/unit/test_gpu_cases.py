@@ -8,7 +8,7 @@ from helpers import gpu_cases, precompile, prefill_sm90_cases
 from helpers.gpu_calls import Call, run_case
 
 from cupyattn import jit
-from cupyattn.launch.packbits import CONFIG as PACKBITS_CONFIG
+from cupyattn.launch.ops.packbits import CONFIG as PACKBITS_CONFIG
 
 
 def test_there_are_enough_and_few_kernels_serve_them() -> None:

@@ -14,8 +14,8 @@ from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer
 import cupyattn
 from cupyattn import _merge_repeat, array, jit
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError
-from cupyattn.launch import merge_states as launcher
 from cupyattn.launch.driver import params
+from cupyattn.launch.ops import merge_states as launcher
 
 N, M, H, D = 6, 5, 3, 64
 _NAMES = (

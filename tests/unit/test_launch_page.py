@@ -17,8 +17,8 @@ import cupyattn
 from cupyattn import jit
 from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
-from cupyattn.launch import append_paged_kv_cache as launcher
 from cupyattn.launch.instances import page_instances
+from cupyattn.launch.ops import append_paged_kv_cache as launcher
 
 PARAMS = Path(__file__).parents[2] / "kernels/cupyattn/params"
 _FORMATS = {"int64_t": "q", "int32_t": "i", "float": "f"}

@@ -13,7 +13,8 @@ from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer, un
 import cupyattn
 from cupyattn import _unplanned, _unplanned_repeat
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError, WorkspaceError
-from cupyattn.launch import packbits, plan_batch
+from cupyattn.launch import plan_batch
+from cupyattn.launch.ops import packbits
 from cupyattn.schedule.batch import Masking
 from cupyattn.schedule.device import room
 from cupyattn.schedule.tile_shape import TileShape

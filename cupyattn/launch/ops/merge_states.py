@@ -8,13 +8,13 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from .. import jit
-from ..array import ArrayView
-from ..core import dtypes
-from ..core.device import device_props
-from ..core.dtypes import DType
-from .driver import params
-from .driver.enqueue import Launch, enqueue
+from ... import jit
+from ...array import ArrayView
+from ...core import dtypes
+from ...core.device import device_props
+from ...core.dtypes import DType
+from ..driver import params
+from ..driver.enqueue import Launch, enqueue
 
 # Rows, their elements and their states are counted in 32 bits, up to a chunk a lane beyond the end.
 MAX_COUNT = 2**31 - 4096

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .. import jit
-from ..array import ArrayView
-from ..core.device import device_props
-from .driver import params
-from .driver.enqueue import Launch, enqueue
+from ... import jit
+from ...array import ArrayView
+from ...core.device import device_props
+from ..driver import params
+from ..driver.enqueue import Launch, enqueue
 
 _THREADS = 256
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from .. import jit
-from ..array import ArrayView
-from ..core import dtypes
-from ..core.device import device_props
-from ..core.dtypes import DType
-from .driver import params, scratch
-from .driver.enqueue import Launch, cuda, enqueue
+from ... import jit
+from ...array import ArrayView
+from ...core import dtypes
+from ...core.device import device_props
+from ...core.dtypes import DType
+from ..driver import params, scratch
+from ..driver.enqueue import Launch, cuda, enqueue
 
 _THREADS = 256
 _MAX_BLOCKS = 2**31 - 1

@@ -1,0 +1,1 @@
+"""One launcher for each kernel that is not attention."""
