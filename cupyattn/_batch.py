@@ -25,8 +25,8 @@ from ._wrapper import (
     view_workspace,
 )
 from .errors import ArgumentError, PlanError
-from .launch.batch import BatchLauncher
-from .launch.batch_layout import BatchSchedule, Capacity
+from .launch.attention.batch import BatchLauncher
+from .launch.attention.layout import BatchSchedule, Capacity
 from .launch.driver.enqueue import cuda
 
 

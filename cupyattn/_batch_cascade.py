@@ -19,8 +19,8 @@ from ._cascade_levels import flatten, join_ids_on_device, join_ids_on_host, join
 from ._wrapper import copy_on_device, refuse_capture, same_device
 from .core import dtypes
 from .errors import ArgumentError, PlanError, UnsupportedError
-from .launch.batch import BatchLauncher
-from .launch.batch_layout import BatchSchedule, Capacity
+from .launch.attention.batch import BatchLauncher
+from .launch.attention.layout import BatchSchedule, Capacity
 from .schedule.levels import MAX_LEVELS
 
 _BUFFERS = (

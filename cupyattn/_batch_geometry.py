@@ -14,8 +14,8 @@ from .array import Device
 from .core import dtypes
 from .core.problem import AttentionProblem
 from .errors import ArgumentError, PlanError, UnsupportedError
-from .launch.attention import AttentionOptions
-from .launch.batch import BatchLauncher
+from .launch.attention.batch import BatchLauncher
+from .launch.attention.single import AttentionOptions
 
 _MAX_KNOWN = 4096
 _BACKENDS = (

@@ -15,7 +15,7 @@ from .array import ArrayView, Device
 from .core import dtypes
 from .core.device import device_props
 from .errors import ArgumentError, PlanError, UnsupportedError
-from .launch.batch import BatchLauncher, BatchSchedule
+from .launch.attention.batch import BatchLauncher, BatchSchedule
 from .launch.driver.enqueue import cuda
 
 _NAMES = PageNames("kv_indptr", "kv_indices", "kv_len_arr")

@@ -10,8 +10,8 @@ from ._batch_mask import Mask
 from ._batch_requests import Batch
 from ._row_mask import NO_BITS, MaskBits
 from .array import ArrayView
-from .launch.batch import BatchLauncher
-from .launch.batch_layout import BatchSchedule, Capacity
+from .launch.attention.batch import BatchLauncher
+from .launch.attention.layout import BatchSchedule, Capacity
 
 
 @dataclass(slots=True)

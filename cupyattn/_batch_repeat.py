@@ -16,7 +16,7 @@ from ._batch_geometry import Variant
 from ._repeat import _READERS, _reach, _Read
 from .array import LOWEST_ADDRESS, ArrayView
 from .core import dtypes
-from .launch.bound import BoundRun
+from .launch.attention.bound_run import BoundRun
 from .launch.driver import params
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from .core import dtypes
 from .core.dtypes import DType
 from .core.problem import AttentionProblem
 from .errors import ArgumentError
-from .launch.attention import AttentionLauncher, AttentionOptions
+from .launch.attention.single import AttentionLauncher, AttentionOptions
 
 # Lengths are 32-bit in the kernels, which look up to a tile beyond the end.
 MAX_LENGTH = 2**31 - 1 - 64

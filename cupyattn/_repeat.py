@@ -16,7 +16,7 @@ from typing import Any
 from . import array
 from ._geometry import MAX_LENGTH, Entry, is_reusable
 from .array import LOWEST_ADDRESS, ArrayView
-from .launch.attention import AttentionLauncher
+from .launch.attention.single import AttentionLauncher
 from .launch.driver import params, scratch
 
 _MAX_KNOWN = 4096

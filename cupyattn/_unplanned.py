@@ -25,13 +25,13 @@ from .array import ArrayView
 from .array.match import require_output
 from .core import dtypes
 from .errors import WorkspaceError
-from .launch import pad_lse, plan_batch
-from .launch.batch import BatchLauncher
-from .launch.bound import BoundRun
+from .launch.attention import pad_lse, plan_on_device
+from .launch.attention.batch import BatchLauncher
+from .launch.attention.bound_run import BoundRun
+from .launch.attention.pad_lse import Padding
+from .launch.attention.plan_on_device import DevicePlan, Lengths
 from .launch.driver import params, scratch
 from .launch.driver.enqueue import cuda
-from .launch.pad_lse import Padding
-from .launch.plan_batch import DevicePlan, Lengths
 
 _MAX_BOUND = 256
 
@@ -99,7 +99,7 @@ class Prepared:
             )
         elif rows or sinks or mask:
             optional = params.OPTIONAL.pack(rows, mask, sinks, 0, 0, 0)
-        plan_batch.launch(plan, planned, indices, scales, device, stream)
+        plan_on_device.launch(plan, planned, indices, scales, device, stream)
         attention.launch(q, k, v, o, optional, stream)
         if self.padding is not None:
             pad_lse.launch(self.padding, planned, indices, rows, lse, device, stream)
@@ -120,7 +120,10 @@ class Prepared:
         )
         if len(self.bound) >= _MAX_BOUND:
             self.bound.clear()
-        found = self.bound[workspace, block_tables] = plan_batch.bind(plan, workspace), attention
+        found = self.bound[workspace, block_tables] = (
+            plan_on_device.bind(plan, workspace),
+            attention,
+        )
         return found
 
 
@@ -225,7 +228,7 @@ def _prepare(call: Call) -> Prepared:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
-    return plan_batch.prepare(launcher, lengths)
+    return plan_on_device.prepare(launcher, lengths)
 
 
 def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> None:

@@ -26,7 +26,7 @@ from .array import ArrayView
 from .array.match import Dims, require_output
 from .core import dtypes
 from .errors import ArgumentError, UnsupportedError
-from .launch.plan_batch import IndexFormat, Lengths
+from .launch.attention.plan_on_device import IndexFormat, Lengths
 
 
 class Arrays(NamedTuple):

@@ -12,7 +12,7 @@ from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype
 from .core import dtypes
 from .errors import ArgumentError, UnsupportedError
-from .launch.plan_batch import INDEX_DTYPES
+from .launch.attention.plan_on_device import INDEX_DTYPES
 
 _PAGES = {"NHD": "page_size Hkv", "HND": "Hkv page_size"}
 

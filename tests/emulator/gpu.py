@@ -27,7 +27,7 @@ from cupyattn.launch.tiles.select.select import TileConfig
 from cupyattn import _wrapper, array, jit
 from cupyattn.array import ArrayView, Device, views
 from cupyattn.core import device
-from cupyattn.launch import attention
+from cupyattn.launch.attention import single
 from cupyattn.launch.driver import enqueue, scratch, tensor_map
 from cupyattn.launch.tiles import sm90
 
@@ -211,7 +211,7 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         replace(patch, jit.load, gpu.load)
         replace(patch, device.device_props, gpu.props)
         replace(patch, enqueue.cuda, lambda: api)
-        replace(patch, attention.LoadedKernel, Loaded)
+        replace(patch, single.LoadedKernel, Loaded)
         replace(patch, scratch._make, make_counters)
         replace(patch, tensor_map.encode, encode_tensor_map)
         if gpu.is_portable:
@@ -307,7 +307,7 @@ def _forget_calls() -> None:
         _single,
         _unplanned,
     )
-    from cupyattn.launch import merge_levels, merge_splits
+    from cupyattn.launch.attention import merge_levels, merge_splits
     from cupyattn.launch.tiles import select
 
     _single._entries.clear()
@@ -317,8 +317,8 @@ def _forget_calls() -> None:
     _merge_repeat.forget()
     _shared_prefix_padded._padded.clear()
     caches: list[Callable[..., Any]] = [
-        attention.load_kernel,
-        attention.load_mixed,
+        single.load_kernel,
+        single.load_mixed,
         merge_levels.config,
         merge_splits.config,
         select.mixed_config,

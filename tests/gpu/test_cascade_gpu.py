@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cupyattn.launch.attention.single.batch import BatchLauncher
 from helpers import batches, cascade_calls, compare, mixed_calls
 from helpers.gpu_calls import download, raw, upload
 from helpers.on_gpu import capture, framework, ints, same, scratch, workspace
@@ -14,7 +15,6 @@ from helpers.share import some
 
 import cupyattn
 from cupyattn import _batch_mixed
-from cupyattn.launch.batch import BatchLauncher
 
 pytestmark = pytest.mark.gpu
 

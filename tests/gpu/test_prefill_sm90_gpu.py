@@ -33,7 +33,7 @@ def test_a_thousand_runs_are_the_same_bits(name: str, monkeypatch: pytest.Monkey
     launched: list[int] = []
     real = enqueue.enqueue
     monkeypatch.setattr(
-        "cupyattn.launch.bound.enqueue",
+        "cupyattn.launch.attention.bound_run.enqueue",
         lambda launch, *rest: (launched.append(launch.num_items), real(launch, *rest)),
     )
     first = run()

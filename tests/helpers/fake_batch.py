@@ -26,7 +26,7 @@ from cupyattn import (
     reference,
 )
 from cupyattn.core import dtypes
-from cupyattn.launch import batch
+from cupyattn.launch.attention import batch
 from cupyattn.launch.driver import params
 from cupyattn.launch.ops import packbits
 from cupyattn.schedule.batch import WORK_FIELDS

@@ -34,14 +34,14 @@ from cupyattn import (
 )
 from cupyattn.array import views
 from cupyattn.core import dtypes
-from cupyattn.launch import (
-    attention,
-    batch_kernels,
+from cupyattn.launch.attention import (
+    kernels,
     merge_levels,
     merge_splits,
     pad_lse,
-    plan_batch,
+    plan_on_device,
     rotate_keys,
+    single,
 )
 from cupyattn.launch.driver import enqueue, params, scratch
 from cupyattn.launch.ops import (
@@ -150,7 +150,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
         return allocate
 
-    for module in (attention, batch_kernels):
+    for module in (single, kernels):
         monkeypatch.setattr(module, "load_kernel", load_kernel)
         monkeypatch.setattr(module, "load_mixed", load_mixed)
     monkeypatch.setattr(enqueue, "cuda", lambda: fake.api)
@@ -168,7 +168,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         merge_splits,
         merge_states,
         pad_lse,
-        plan_batch,
+        plan_on_device,
         rotate_keys,
         *paging,
     ):

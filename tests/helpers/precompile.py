@@ -28,6 +28,7 @@ if __name__ == "__main__":
     root = Path(__file__).parents[2]
     sys.path[:0] = [str(root), str(root / "tests")]
 
+from cupyattn.launch.attention.single.single import AttentionOptions
 from cupyattn.launch.tiles.select.select import (
     MixedConfig,
     TileConfig,
@@ -40,17 +41,16 @@ from cupyattn import _single, jit
 from cupyattn._cascade_levels import flatten, join_levels, read_levels
 from cupyattn.core import dtypes
 from cupyattn.core.problem import AttentionProblem
-from cupyattn.launch import (
+from cupyattn.launch.attention import (
     batch,
-    batch_kernels,
+    kernels,
     merge_levels,
     merge_splits,
     pad_lse,
-    plan_batch,
+    plan_on_device,
     rotate_keys,
     scan_mask,
 )
-from cupyattn.launch.attention import AttentionOptions
 from cupyattn.launch.driver.enqueue import Launch
 from cupyattn.launch.instances import SHARED_BYTES, page_instances
 from cupyattn.launch.ops.packbits import CONFIG as PACKBITS_CONFIG
@@ -158,8 +158,8 @@ class Recorder:
         api, launch = SimpleNamespace(is_debugging=False), Launch(None, (1, 1, 1), 32, 0)
         with contextlib.ExitStack() as stack:
             for target, name, stand_in in (
-                (batch_kernels, "load_kernel", self.load_kernel),
-                (batch_kernels, "load_mixed", self.load_mixed),
+                (kernels, "load_kernel", self.load_kernel),
+                (kernels, "load_mixed", self.load_mixed),
                 (batch, "cuda", lambda: api),
                 (merge_levels, "prepare", self.merge_levels),
                 (merge_splits, "prepare", lambda *_: launch),
@@ -262,7 +262,7 @@ def unplanned_instances(arch: str) -> list[Instance]:
     """Every kernel of the random calls without a plan, once."""
     found: dict[Instance, None] = {
         ("pad_lse", pad_lse.CONFIG): None,
-        **dict.fromkeys(("plan_batch", config) for config in plan_batch.CONFIGS),
+        **dict.fromkeys(("plan_batch", config) for config in plan_on_device.CONFIGS),
     }
     for case in map(unplanned_cases.random_case, range(unplanned_cases.NUM_CASES)):
         wanted = case.problem

@@ -15,7 +15,7 @@ from helpers.fake_gpu import Gpu, count_functions, pointer, unpack
 import cupyattn
 from cupyattn import _batch_repeat, _batch_run
 from cupyattn.errors import ArgumentError
-from cupyattn.launch import batch
+from cupyattn.launch.attention import batch
 from cupyattn.launch.driver import params
 
 _BIND = batch.BatchLauncher.bind

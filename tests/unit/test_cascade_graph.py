@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cupyattn.launch.attention.single.batch import BatchLauncher
 from helpers import cascade_calls, fake_batch
 from helpers.batch_cases import Problem
 from helpers.cascade_calls import Case
@@ -16,7 +17,6 @@ from helpers.fake_gpu import pointer
 import cupyattn
 from cupyattn import _batch_mixed, array
 from cupyattn.errors import ArgumentError, PlanError, UnsupportedError, WorkspaceError
-from cupyattn.launch.batch import BatchLauncher
 
 BASE = Case(
     seed=1,

@@ -13,14 +13,14 @@ from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer, un
 import cupyattn
 from cupyattn import _unplanned, _unplanned_repeat
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError, WorkspaceError
-from cupyattn.launch import plan_batch
+from cupyattn.launch.attention import plan_on_device
 from cupyattn.launch.ops import packbits
 from cupyattn.schedule.batch import Masking
 from cupyattn.schedule.device import room
 from cupyattn.schedule.tile_shape import TileShape
 
 B, HQ, HKV, D, PAGES, PAGE, WIDTH = 5, 8, 2, 64, 30, 16, 9
-PLANNER = plan_batch.PARAMS.size
+PLANNER = plan_on_device.PARAMS.size
 Make = Callable[..., Any]
 
 

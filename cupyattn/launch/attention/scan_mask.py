@@ -5,10 +5,10 @@ It is told the same as the kernel behind it, and does for all KV heads what each
 
 from __future__ import annotations
 
-from .. import jit
-from ..core.device import device_props
-from .driver.enqueue import Launch
-from .tiles.config import TileConfig
+from ... import jit
+from ...core.device import device_props
+from ..driver.enqueue import Launch
+from ..tiles.config import TileConfig
 
 _THREADS = 512
 # kernels/cupyattn/params/prefill_sm90.cuh, MaskMap.

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.problem import AttentionProblem
-from ..schedule import MAX_GRID_YZ
-from ..schedule.batch import WORK_FIELDS
+from ...core.problem import AttentionProblem
+from ...schedule import MAX_GRID_YZ
+from ...schedule.batch import WORK_FIELDS
+from ..driver.enqueue import Launch
+from ..tiles.config import TileConfig
 from . import merge_levels, merge_splits, scan_mask
-from .batch_kernels import Kernels, Rows
-from .driver.enqueue import Launch
-from .tiles.config import TileConfig
+from .kernels import Kernels, Rows
 
 _ITEM_BYTES = 4 * len(WORK_FIELDS)
 _MAX_KNOWN = 1024

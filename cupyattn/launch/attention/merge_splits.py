@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .. import jit
-from ..core.device import device_props, overlaps_launches
-from ..core.problem import AttentionProblem
-from .driver.enqueue import Launch
+from ... import jit
+from ...core.device import device_props, overlaps_launches
+from ...core.problem import AttentionProblem
+from ..driver.enqueue import Launch
 
 _WARPS = 4
 

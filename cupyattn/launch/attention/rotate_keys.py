@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from .. import jit
-from ..core.device import device_props
-from ..core.dtypes import DType
-from .driver import params
-from .driver.enqueue import Launch, enqueue
-from .driver.scratch import Allocate
+from ... import jit
+from ...core.device import device_props
+from ...core.dtypes import DType
+from ..driver import params
+from ..driver.enqueue import Launch, enqueue
+from ..driver.scratch import Allocate
 
 _THREADS = 256
 _BLOCKS_AN_SM = 16

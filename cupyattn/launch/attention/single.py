@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
 
-from .. import jit
-from ..core.device import device_props
-from ..core.problem import AttentionProblem
-from ..schedule import MAX_GRID_YZ, SinglePlan, plan_single
-from . import maps_sm90, merge_splits, rotate_keys, scan_mask
-from .driver import params, scratch
-from .driver.enqueue import Launch, enqueue
-from .driver.scratch import Allocate
-from .tiles import sm90
-from .tiles.config import TileConfig
-from .tiles.select import MixedConfig, mixed_config, row_class, tile_config
+from ... import jit
+from ...core.device import device_props
+from ...core.problem import AttentionProblem
+from ...schedule import MAX_GRID_YZ, SinglePlan, plan_single
+from ..driver import params, scratch
+from ..driver.enqueue import Launch, enqueue
+from ..driver.scratch import Allocate
+from ..tiles import sm90
+from ..tiles.config import TileConfig
+from ..tiles.select import MixedConfig, mixed_config, row_class, tile_config
+from . import merge_splits, rotate_keys, scan_mask, tma_sm90
 
 LOG2_E = math.log2(math.e)
 # kSlack of kernels/cupyattn/attention/softmax.cuh.
@@ -141,8 +141,8 @@ class AttentionLauncher:
             problem.dtype_kv, num_kv_heads, problem.head_dim_qk, 0, self.rope_table, device_index
         )
         self._plans: dict[tuple[int, int], PreparedPlan] = {}
-        self._heads = maps_sm90.Heads(problem, num_kv_heads, self.group_size, 0)
-        self._maps: dict[tuple[int, int, bytes, int], maps_sm90.Maps] = {}
+        self._heads = tma_sm90.Heads(problem, num_kv_heads, self.group_size, 0)
+        self._maps: dict[tuple[int, int, bytes, int], tma_sm90.Maps] = {}
 
     def plan(self, qo_len: int, kv_len: int) -> PreparedPlan:
         """The plan for these lengths; plans are remembered by the number of key tiles."""
@@ -310,13 +310,13 @@ class AttentionLauncher:
 
     def _maps_of(
         self, plan: PreparedPlan, launch: Launch, strides: bytes, kv_len: int, mask_maps: int
-    ) -> maps_sm90.Maps:
+    ) -> tma_sm90.Maps:
         key = launch.num_items, kv_len, strides, mask_maps
         found = self._maps.get(key)
         if found is None:
             if len(self._maps) > 256:
                 self._maps.clear()
-            found = self._maps[key] = maps_sm90.Maps(
+            found = self._maps[key] = tma_sm90.Maps(
                 self._heads, plan.tiles, launch.num_items, plan.sections, strides, kv_len,
                 mask_maps=mask_maps,
             )  # fmt: skip

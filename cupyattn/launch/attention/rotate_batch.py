@@ -5,10 +5,10 @@ One pass over the keys is far cheaper than to rotate them again for each tile of
 
 from __future__ import annotations
 
-from ..errors import PlanError
-from ..schedule.batch import BatchRequests
-from .batch_layout import BatchSchedule, Capacity, Part
-from .driver import params
+from ...errors import PlanError
+from ...schedule.batch import BatchRequests
+from ..driver import params
+from .layout import BatchSchedule, Capacity, Part
 from .rotate_keys import NO_PAGES, Keys, Rotation, Where, step
 
 

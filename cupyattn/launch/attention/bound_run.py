@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .driver import params
-from .driver.enqueue import Launch, enqueue
-from .maps_sm90 import Maps
+from ..driver import params
+from ..driver.enqueue import Launch, enqueue
 from .rotate_keys import Rotation
+from .tma_sm90 import Maps
 
 # A launch with its params.PLANNED, packed, and what prefill_sm90 needs.
 Step = tuple[Launch, bytes, Maps | None]

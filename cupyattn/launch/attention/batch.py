@@ -13,25 +13,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..core.device import device_props
-from ..core.problem import AttentionProblem
-from ..schedule.batch import BatchPlan, BatchRequests, Masking, Splitting, plan_batch
-from ..schedule.beside import persistent_blocks
-from ..schedule.cover import check_cover
-from ..schedule.levels import MOST, Levels, Served, level_limits, level_tables, require_room
-from ..schedule.limits import Limits, check_limits, limits
-from ..schedule.mixed import Device, Kinds, MixedPlan, combine, estimate, plan_mixed, state_offsets
-from ..schedule.tile_shape import TileShape
-from . import maps_sm90, rotate_batch, rotate_keys
-from .attention import LOG2_E, SLACK, AttentionOptions
-from .batch_kernels import Group, Kernel, Kernels, classes
-from .batch_layout import BatchSchedule, Capacity, Layout, Room, Share
-from .bound import BoundRun, Step, in_order
-from .driver import params
-from .driver.enqueue import Launch, cuda
-from .tiles import sm90
-from .tiles.config import TileConfig
-from .tiles.select import LARGE, MOST_ROWS, SMALL, row_class
+from ...core.device import device_props
+from ...core.problem import AttentionProblem
+from ...schedule.batch import BatchPlan, BatchRequests, Masking, Splitting, plan_batch
+from ...schedule.beside import persistent_blocks
+from ...schedule.cover import check_cover
+from ...schedule.levels import MOST, Levels, Served, level_limits, level_tables, require_room
+from ...schedule.limits import Limits, check_limits, limits
+from ...schedule.mixed import Device, Kinds, MixedPlan, combine, estimate, plan_mixed, state_offsets
+from ...schedule.tile_shape import TileShape
+from ..driver import params
+from ..driver.enqueue import Launch, cuda
+from ..tiles import sm90
+from ..tiles.config import TileConfig
+from ..tiles.select import LARGE, MOST_ROWS, SMALL, row_class
+from . import rotate_batch, rotate_keys, tma_sm90
+from .bound_run import BoundRun, Step, in_order
+from .kernels import Group, Kernel, Kernels, classes
+from .layout import BatchSchedule, Capacity, Layout, Room, Share
+from .single import LOG2_E, SLACK, AttentionOptions
 
 _MAX_KNOWN = 1024
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
@@ -72,7 +72,7 @@ class BatchLauncher:
         self._kernels = Kernels(problem, self.group_size, page_size, device_index)
         self._layout = Layout(self._kernels, problem, num_kv_heads, self.group_size, device_index)
         self._packed: dict[tuple[int, float, float], bytes] = {}
-        self._heads = maps_sm90.Heads(problem, num_kv_heads, self.group_size, page_size)
+        self._heads = tma_sm90.Heads(problem, num_kv_heads, self.group_size, page_size)
 
     def schedule(
         self,
@@ -352,7 +352,7 @@ class BatchLauncher:
                             to = rotate_keys.Where(rotated, schedule.rotated)
                             of_keys = self._keys, strides, kv_indices, self.group_size
                             rotation = rotate_batch.of_part(part, words, *of_keys, to)
-                        maps = maps_sm90.Maps(
+                        maps = tma_sm90.Maps(
                             self._heads, part.tiles, launch.num_items, sections, strides, num_keys,
                             keys, workspace + part.mask_maps,
                         )  # fmt: skip

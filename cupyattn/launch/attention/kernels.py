@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.problem import AttentionProblem
-from ..schedule.batch import BatchRequests
-from ..schedule.levels import Served
-from ..schedule.tile_shape import TileShape
-from .attention import LoadedKernel, load_kernel, load_mixed
-from .tiles.config import TileConfig
-from .tiles.select import DECODE, MOST_ROWS, ROW_CLASSES, VERIFY, row_class
+from ...core.problem import AttentionProblem
+from ...schedule.batch import BatchRequests
+from ...schedule.levels import Served
+from ...schedule.tile_shape import TileShape
+from ..tiles.config import TileConfig
+from ..tiles.select import DECODE, MOST_ROWS, ROW_CLASSES, VERIFY, row_class
+from .single import LoadedKernel, load_kernel, load_mixed
 
 # A row class, or the two of a mixed kernel: prefill's, then decode's.
 Rows = str | tuple[str, str]

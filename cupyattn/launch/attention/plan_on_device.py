@@ -6,16 +6,16 @@ import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .. import jit
-from ..core import dtypes
-from ..core.device import device_props
-from ..core.dtypes import DType
-from ..errors import UnsupportedError
-from ..schedule.device import room
+from ... import jit
+from ...core import dtypes
+from ...core.device import device_props
+from ...core.dtypes import DType
+from ...errors import UnsupportedError
+from ...schedule.device import room
+from ..driver import params
+from ..driver.enqueue import Launch, enqueue
+from ..tiles.select import row_class
 from .batch import BatchLauncher, BatchSchedule
-from .driver import params
-from .driver.enqueue import Launch, enqueue
-from .tiles.select import row_class
 
 _THREADS = 512
 _SHARED_BYTES = 29_264

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..core.problem import AttentionProblem
-from ..errors import UnsupportedError
-from .driver import params, tensor_map
-from .tiles.config import TileConfig
-from .tiles.sm90 import Sections
+from ...core.problem import AttentionProblem
+from ...errors import UnsupportedError
+from ..driver import params, tensor_map
+from ..tiles.config import TileConfig
+from ..tiles.sm90 import Sections
 
 # params/prefill_sm90.cuh, PageUnits.
 PageUnits = tuple[int, int, int, int]
