@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _batch_geometry, _options, array
-from ._batch_geometry import Geometry, PlanOptions, Variant, find_geometry
+from . import array
 from ._batch_graph import GraphBuffers
 from ._batch_mask import NO_MASK, Mask
 from ._batch_plan import Plan, Prepared
@@ -25,6 +24,9 @@ from ._wrapper import (
     view_workspace,
 )
 from .errors import ArgumentError, PlanError
+from .inputs import geometry as batch_geometry
+from .inputs import parse
+from .inputs.geometry import Geometry, PlanOptions, Variant, find_geometry
 from .launch.attention.batch import BatchLauncher
 from .launch.attention.layout import BatchSchedule, Capacity
 from .launch.driver.enqueue import cuda
@@ -42,9 +44,9 @@ class BatchWrapper:
         backend: str,
         jit_args: Any,
     ) -> None:
-        self._kv_layout = _options.kv_layout(kv_layout)
-        self._is_graph = _options.flag(use_cuda_graph, "use_cuda_graph")
-        _batch_geometry.backend(backend, jit_args)
+        self._kv_layout = parse.kv_layout(kv_layout)
+        self._is_graph = parse.flag(use_cuda_graph, "use_cuda_graph")
+        batch_geometry.backend(backend, jit_args)
         self._workspace = view_workspace(float_workspace_buffer)
         self._buffers = GraphBuffers(self._workspace, buffers if self._is_graph else {})
         self._current_stream = (
@@ -116,7 +118,7 @@ class BatchWrapper:
         if given == before:
             return
         if self._is_graph:
-            _batch_geometry.require_frozen(before, given)
+            batch_geometry.require_frozen(before, given)
         self._current = replace(plan, geometry=find_geometry(given), prepared={})
 
     def _require_plan(self) -> Plan:
@@ -154,7 +156,7 @@ class BatchWrapper:
         if self._frozen is None:
             return self._capacity(batch, given.page_size)
         before, capacity, split_before = self._frozen
-        _batch_geometry.require_frozen(before, given)
+        batch_geometry.require_frozen(before, given)
         if split != split_before:
             raise PlanError(
                 "fixed_split_size, disable_split_kv: they differ from those of the first plan of "

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from . import _batch_geometry, array
+from . import array
 from ._batch import BatchWrapper, Plan
-from ._batch_geometry import Geometry, PlanOptions, Variant
 from ._batch_graph import GraphBuffers
 from ._batch_mask import NO_MASK, Mask
 from ._batch_requests import Batch
@@ -19,6 +18,8 @@ from ._cascade_levels import flatten, join_ids_on_device, join_ids_on_host, join
 from ._wrapper import copy_on_device, refuse_capture, same_device
 from .core import dtypes
 from .errors import ArgumentError, PlanError, UnsupportedError
+from .inputs import geometry as batch_geometry
+from .inputs.geometry import Geometry, PlanOptions, Variant
 from .launch.attention.batch import BatchLauncher
 from .launch.attention.layout import BatchSchedule, Capacity
 from .schedule.levels import MAX_LEVELS
@@ -67,7 +68,7 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper):
         *,
         workspace_buffer: Any = None,
     ) -> None:
-        self._num_levels = _batch_geometry.count(num_levels, "num_levels")
+        self._num_levels = batch_geometry.count(num_levels, "num_levels")
         if self._num_levels > MAX_LEVELS:
             raise UnsupportedError(
                 f"num_levels: got {num_levels}; at most {MAX_LEVELS} are supported"
@@ -154,7 +155,7 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper):
         """
         if self._workspace.device.kind == "cuda" and not self._is_probe:
             self._refuse_capture()
-        page_size = _batch_geometry.count(page_size, "page_size")
+        page_size = batch_geometry.count(page_size, "page_size")
         arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
         parts = read_levels(arrays, self._num_levels, page_size, self._is_debugging())
         given = PlanOptions(
@@ -177,7 +178,7 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper):
             rope_scale,
             rope_theta,
         )
-        geometry = _batch_geometry.find_geometry(given)
+        geometry = batch_geometry.find_geometry(given)
         options = geometry.options
         is_relative = options.window_left >= 0 or geometry.problem.pos_encoding != "NONE"
         own = parts[-1].requests
@@ -237,7 +238,7 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper):
         if self._frozen is None:
             return self._capacity(batch, given.page_size)
         before, capacity, _ = self._frozen
-        _batch_geometry.require_frozen(before, given)
+        batch_geometry.require_frozen(before, given)
         if batch.num_rows > capacity.num_rows:
             raise PlanError(
                 f"qo_indptr_arr: {batch.num_rows} query rows, but the first plan of this wrapper "

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from . import reference
-from ._batch_geometry import Geometry
 from ._batch_requests import Batch
+from .inputs.geometry import Geometry
 
 
 def attend_levels(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _batch_geometry, _options
 from ._batch import BatchWrapper
-from ._batch_geometry import PlanOptions
 from ._batch_mask import NO_MASK
 from ._batch_old import check_run, read_scales
 from ._batch_requests import Batch, PageNames, read_paged
 from ._batch_run import NO_SCALES, Scales, run
 from .errors import PlanError, UnsupportedError
+from .inputs import geometry, parse
+from .inputs.geometry import PlanOptions
 
 _NAMES = PageNames("indptr", "indices", "last_page_len")
 _OLD_RUN = ("q_scale", "k_scale", "v_scale", "return_lse")
@@ -58,7 +58,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         }
         workspace = workspace_buffer if float_workspace_buffer is None else float_workspace_buffer
         super().__init__(workspace, kv_layout, use_cuda_graph, buffers, backend, jit_args)
-        self._use_tensor_cores = _options.flag(use_tensor_cores, "use_tensor_cores")
+        self._use_tensor_cores = parse.flag(use_tensor_cores, "use_tensor_cores")
         self._q_len = 0
 
     @property
@@ -152,8 +152,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         split: tuple[Any, Any],
         q_len_per_req: int,
     ) -> tuple[PlanOptions, Batch, tuple[int, bool]]:
-        q_len = _batch_geometry.count(q_len_per_req, "q_len_per_req")
-        page_size = _batch_geometry.count(sizes[3], "page_size")
+        q_len = geometry.count(q_len_per_req, "q_len_per_req")
+        page_size = geometry.count(sizes[3], "page_size")
         batch = read_paged(q_len, *arrays, page_size, _NAMES, self._is_debugging())
         given = PlanOptions(
             self._kv_layout,
@@ -166,7 +166,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             q_len > 1,
             *options,
         )
-        return given, batch, _batch_geometry.split_size(*split, page_size)
+        return given, batch, geometry.split_size(*split, page_size)
 
     def run(
         self,

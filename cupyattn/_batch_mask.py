@@ -9,12 +9,12 @@ import numpy as np
 
 from . import _item_runs, array, reference
 from ._batch_requests import Batch
-from ._row_mask import MaskBits
 from ._wrapper import copy_on_device, same_device
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype
 from .core import dtypes
 from .errors import ArgumentError
+from .inputs.row_mask import MaskBits
 
 
 @dataclass(frozen=True, slots=True)

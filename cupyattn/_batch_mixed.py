@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _batch_geometry, _options, array
+from . import array
 from ._batch import BatchWrapper, Plan
-from ._batch_geometry import PlanOptions, Variant
 from ._batch_mask import NO_MASK
 from ._batch_requests import PageNames, read_paged_lengths, read_rows
 from ._batch_run import NO_SCALES, Scales, run
@@ -15,6 +14,8 @@ from .array import ArrayView, Device
 from .core import dtypes
 from .core.device import device_props
 from .errors import ArgumentError, PlanError, UnsupportedError
+from .inputs import geometry, parse
+from .inputs.geometry import PlanOptions, Variant
 from .launch.attention.batch import BatchLauncher, BatchSchedule
 from .launch.driver.enqueue import cuda
 
@@ -57,7 +58,7 @@ class BatchAttention(OwnWorkspace):
     """
 
     def __init__(self, kv_layout: str = "NHD", device: Any = "cuda") -> None:
-        self._kv_layout = _options.kv_layout(kv_layout)
+        self._kv_layout = parse.kv_layout(kv_layout)
         self._device = _parse_device(device)
         self._current: Plan | None = None
         self._is_graph = self._is_probe = False
@@ -99,7 +100,7 @@ class BatchAttention(OwnWorkspace):
         """
         if use_profiler:
             raise UnsupportedError("use_profiler: kernels are not instrumented; pass False")
-        page_size = _batch_geometry.count(page_size, "page_size")
+        page_size = geometry.count(page_size, "page_size")
         if not hasattr(self, "_workspace"):
             is_probe = self._is_probe
             tables = (kv_indices, kv_indptr, qo_indptr, kv_len_arr)
@@ -160,8 +161,8 @@ class BatchAttention(OwnWorkspace):
         It never waits for the device. Raises ArgumentError for arrays that do not fit the plan, or
         a cap where the plan has none; PlanError without a plan.
         """
-        _batch_geometry.refuse("not supported", profiler_buffer=profiler_buffer)
-        _batch_geometry.refuse("4-bit caches are not supported", kv_cache_sf=kv_cache_sf)
+        geometry.refuse("not supported", profiler_buffer=profiler_buffer)
+        geometry.refuse("4-bit caches are not supported", kv_cache_sf=kv_cache_sf)
         if self._current is None:
             raise PlanError("run() was called before plan(); call plan() first")
         if logits_soft_cap:

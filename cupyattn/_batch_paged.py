@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _batch_geometry
 from ._batch import BatchWrapper
-from ._batch_geometry import PlanOptions
 from ._batch_mask import NO_MASK, read_mask
 from ._batch_old import accepts_old_plans, check_run, read_scales
 from ._batch_requests import PageNames, read_paged, read_rows, with_mask
 from ._batch_run import NO_SCALES, Scales, run
 from ._item_runs import read_runs
+from .inputs import geometry
+from .inputs.geometry import PlanOptions
 
 _NAMES = PageNames("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 _OLD_RUN = ("k_scale", "v_scale", "return_lse")
@@ -147,7 +147,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         Raises ArgumentError, UnsupportedError, WorkspaceError (naming the bytes it needs) or
         PlanError (naming what a captured graph keeps); the last plan then stays in force.
         """
-        page_size = _batch_geometry.count(page_size, "page_size")
+        page_size = geometry.count(page_size, "page_size")
         batch = read_paged(
             read_rows(qo_indptr),
             paged_kv_indptr,
@@ -184,7 +184,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             rope_theta,
             runs is not None,
         )
-        split = _batch_geometry.split_size(fixed_split_size, disable_split_kv, page_size)
+        split = geometry.split_size(fixed_split_size, disable_split_kv, page_size)
         self._install(given, batch, mask, split)
 
     begin_forward = plan

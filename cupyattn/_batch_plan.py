@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._batch_geometry import Geometry, Variant
 from ._batch_mask import Mask
 from ._batch_requests import Batch
-from ._row_mask import NO_BITS, MaskBits
 from .array import ArrayView
+from .inputs.geometry import Geometry, Variant
+from .inputs.row_mask import NO_BITS, MaskBits
 from .launch.attention.batch import BatchLauncher
 from .launch.attention.layout import BatchSchedule, Capacity
 

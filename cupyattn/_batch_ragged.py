@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _batch_geometry
 from ._batch import BatchWrapper
-from ._batch_geometry import PlanOptions
 from ._batch_mask import NO_MASK, read_mask
 from ._batch_old import accepts_old_plans, check_run, read_scales
 from ._batch_requests import read_ragged, read_rows, with_mask
 from ._batch_run import NO_SCALES, Scales, run
 from ._item_runs import read_runs
+from .inputs import geometry
+from .inputs.geometry import PlanOptions
 
 _OLD_RUN = ("return_lse",)
 
@@ -131,7 +131,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         Raises ArgumentError, UnsupportedError, WorkspaceError (naming the bytes it needs) or
         PlanError (naming what a captured graph keeps); the last plan then stays in force.
         """
-        _batch_geometry.refuse(
+        geometry.refuse(
             "values and answers are where keys and queries are",
             v_indptr=v_indptr,
             o_indptr=o_indptr,
@@ -164,7 +164,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             rope_theta,
             runs is not None,
         )
-        split = _batch_geometry.split_size(fixed_split_size, disable_split_kv, 1)
+        split = geometry.split_size(fixed_split_size, disable_split_kv, 1)
         self._install(given, batch, mask, split)
 
     begin_forward = plan

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from . import array
-from ._batch_geometry import Variant
 from ._repeat import _READERS, _reach, _Read
 from .array import LOWEST_ADDRESS, ArrayView
 from .core import dtypes
+from .inputs.geometry import Variant
 from .launch.attention.bound_run import BoundRun
 from .launch.driver import params
 
 if TYPE_CHECKING:
-    from ._batch_keys import Keys
     from ._batch_plan import Plan, Prepared
-    from ._row_mask import MaskBits
+    from .inputs.kv_cache import Keys
+    from .inputs.row_mask import MaskBits
 
 _Maybe: TypeAlias = "ArrayView | None"
 

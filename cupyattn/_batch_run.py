@@ -6,22 +6,23 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from . import _options, _row_mask, array, reference
+from . import array, reference
 from ._batch import BatchWrapper
 from ._batch_cascade_cpu import attend_levels
-from ._batch_geometry import Geometry, Variant
-from ._batch_keys import Keys, planned, view_paged, view_ragged
 from ._batch_plan import Plan
 from ._batch_repeat import bind, remember, repeat
 from ._batch_requests import Batch
 from ._geometry import are_rows_aligned
-from ._row_mask import MaskBits
 from ._wrapper import refuse_capture, same_device
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
 from .core import dtypes
 from .core.dtypes import DType
 from .errors import ArgumentError
+from .inputs import parse, row_mask
+from .inputs.geometry import Geometry, Variant
+from .inputs.kv_cache import Keys, planned, view_paged, view_ragged
+from .inputs.row_mask import MaskBits
 from .launch.driver import params
 
 _Maybe: TypeAlias = "ArrayView | None"
@@ -74,7 +75,7 @@ def run(
     vsinks = None if sinks is None else array.view(sinks, "sinks")
     vmask = None
     if mask is not None:
-        vmask = _row_mask.view_row_mask(mask, batch.num_rows, batch.requests.uniform)
+        vmask = row_mask.view_row_mask(mask, batch.num_rows, batch.requests.uniform)
     sm_scale, output_scale, arrays = _read_scales(scales, geometry)
     _check_extras(geometry, {"sinks": vsinks, **arrays})
     k_name, v_name = keys.names
@@ -174,9 +175,9 @@ def _read_scales(scales: Scales, geometry: Geometry) -> tuple[float, float, dict
             arrays[f"scale_{name}"] = array.view(scale, f"{name}_scale")
             numbers.append(1.0)
         else:
-            numbers.append(_options.finite(scale, f"{name}_scale", 1.0))
+            numbers.append(parse.finite(scale, f"{name}_scale", 1.0))
     sm_scale = geometry.options.sm_scale * numbers[0] * numbers[1]
-    return _options.finite(sm_scale, "sm_scale", 1.0), numbers[2], arrays
+    return parse.finite(sm_scale, "sm_scale", 1.0), numbers[2], arrays
 
 
 def _check_extras(geometry: Geometry, views: dict[str, ArrayView | None]) -> None:
@@ -257,12 +258,12 @@ def _mask_bits(wrapper: BatchWrapper, plan: Plan, vmask: ArrayView | None, strea
         return plan.bits
     num_rows, q_len = plan.batch.num_rows, plan.batch.requests.uniform
     if vmask.dtype is not dtypes.bool_:
-        return _row_mask.bits_of(vmask, num_rows)
-    num_words = -(-_row_mask.num_packed_bytes(num_rows, q_len) // 4)
+        return row_mask.bits_of(vmask, num_rows)
+    num_words = -(-row_mask.num_packed_bytes(num_rows, q_len) // 4)
     if num_words > wrapper._mask_words.size:
         refuse_capture(stream, "the first run with a mask of bools", "make one before the capture")
     address = wrapper._mask_words.reserve(num_words)
-    return _row_mask.pack(vmask, num_rows, q_len, address, stream)
+    return row_mask.pack(vmask, num_rows, q_len, address, stream)
 
 
 def _run_reference(
@@ -284,14 +285,14 @@ def _run_reference(
     scales: dict[str, Any] = {name: array.as_numpy(x) for name, x in arrays.items()}
     seen = None
     if vmask is not None:
-        seen = _row_mask.visible(vmask, batch.num_rows, batch.requests.uniform)
+        seen = row_mask.visible(vmask, batch.num_rows, batch.requests.uniform)
     for index in range(0 if batch.parts else batch.num_requests):
         begin, kv_len = int(lengths.q_start[index]), int(lengths.kv_len[index])
         rows = slice(begin, begin + int(lengths.qo_len[index]))
         k_own, v_own = (_keys_of(x, batch, index, kv_len) for x in (k, v))
         mask = plan.mask.of_request(batch, index)
         if seen is not None:
-            mask = _row_mask.with_earlier_keys(seen[rows], kv_len)
+            mask = row_mask.with_earlier_keys(seen[rows], kv_len)
         o[rows], lse[rows] = reference.attention(
             q[rows],
             k_own,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from . import _options
 from ._batch_old import accepts_old_plans
 from ._batch_paged import BatchPrefillWithPagedKVCacheWrapper
 from .errors import ArgumentError, UnsupportedError
+from .inputs import parse
 
 _PLAN = inspect.signature(BatchPrefillWithPagedKVCacheWrapper.plan)
 
@@ -51,7 +51,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         head_dim_vo: int = 128,
         window_left: int = -1,
     ) -> None:
-        _options.choice(backend, ("auto", "fa2", "fa3"), "backend")
+        parse.choice(backend, ("auto", "fa2", "fa3"), "backend")
         super().__init__(
             float_workspace_buffer,
             kv_layout,
@@ -65,8 +65,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             backend,
         )
         self._defaults = {
-            "pos_encoding_mode": _options.pos_encoding_mode(pos_encoding_mode),
-            "window_left": _options.window_left(window_left),
+            "pos_encoding_mode": parse.pos_encoding_mode(pos_encoding_mode),
+            "window_left": parse.window_left(window_left),
             "q_data_type": q_data_type,
             "kv_data_type": kv_data_type,
         }
@@ -110,11 +110,11 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
                 f"{name}: got None; wanted both sink, float32 [num_qo_heads], and sm_scale. "
                 "BatchPrefillWithPagedKVCacheWrapper takes none"
             )
-        scale: Any = _options.finite(sm_scale, "sm_scale", 1.0)
+        scale: Any = parse.finite(sm_scale, "sm_scale", 1.0)
         if len(getattr(q_scale, "shape", ())) == 1:
             scale = q_scale * scale
         else:
-            scale *= _options.finite(q_scale, "q_scale", 1.0)
+            scale *= parse.finite(q_scale, "q_scale", 1.0)
         return super().run(q, paged_kv_cache, q_scale=scale, sinks=sink, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _options
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last
 from .core import dtypes
 from .core.dtypes import DType
 from .core.problem import AttentionProblem
 from .errors import ArgumentError
+from .inputs import parse
 from .launch.attention.single import AttentionLauncher, AttentionOptions
 
 # Lengths are 32-bit in the kernels, which look up to a tile beyond the end.
@@ -89,7 +89,7 @@ def make_entry(
     has_scales: bool,
     is_decode: bool,
 ) -> Entry:
-    layout = _options.kv_layout(given.kv_layout)
+    layout = parse.kv_layout(given.kv_layout)
     dims = Dims()
     match(vq, "Hq Dqk" if is_decode else "Lq Hq Dqk", dims, "q")
     match(vk, "Lkv Hkv Dqk" if layout == "NHD" else "Hkv Lkv Dqk", dims, "k")
@@ -104,7 +104,7 @@ def make_entry(
     if vk.dtype is not vv.dtype:
         raise ArgumentError(f"v: dtype is {vv.dtype} but k is {vk.dtype}; wanted the same")
     dtype_o = vq.dtype if given.o_dtype is None else dtypes.parse(given.o_dtype, "o_dtype")
-    mode = _options.pos_encoding_mode(given.pos_encoding_mode)
+    mode = parse.pos_encoding_mode(given.pos_encoding_mode)
     options = _normalise(given, dims["Dqk"], has_mask)
     axis = 0 if layout == "NHD" else 1
     kv_strides = (vk.strides[axis], vk.strides[1 - axis], vv.strides[axis], vv.strides[1 - axis])
@@ -130,17 +130,17 @@ def make_entry(
 
 def _normalise(given: Options, head_dim: int, has_mask: bool) -> AttentionOptions:
     default = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    scale = _options.finite(given.sm_scale, "sm_scale", default)
-    scale *= _options.finite(given.q_scale, "q_scale", 1.0)
-    scale = _options.finite(scale * _options.finite(given.k_scale, "k_scale", 1.0), "sm_scale", 1.0)
+    scale = parse.finite(given.sm_scale, "sm_scale", default)
+    scale *= parse.finite(given.q_scale, "q_scale", 1.0)
+    scale = parse.finite(scale * parse.finite(given.k_scale, "k_scale", 1.0), "sm_scale", 1.0)
     return AttentionOptions(
-        causal=_options.flag(given.causal, "causal") and not has_mask,
-        window_left=_options.window_left(given.window_left),
+        causal=parse.flag(given.causal, "causal") and not has_mask,
+        window_left=parse.window_left(given.window_left),
         sm_scale=scale,
-        output_scale=_options.finite(given.v_scale, "v_scale", 1.0),
-        logits_soft_cap=_options.soft_cap(given.logits_soft_cap),
-        rope_scale=_options.positive(given.rope_scale, "rope_scale", 1.0),
-        rope_theta=_options.positive(given.rope_theta, "rope_theta", 1e4),
+        output_scale=parse.finite(given.v_scale, "v_scale", 1.0),
+        logits_soft_cap=parse.soft_cap(given.logits_soft_cap),
+        rope_scale=parse.positive(given.rope_scale, "rope_scale", 1.0),
+        rope_theta=parse.positive(given.rope_theta, "rope_theta", 1e4),
     )
 
 

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _options, array, reference
+from . import array, reference
 from ._merge_repeat import remember
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
 from .core import dtypes
 from .errors import ArgumentError, UnsupportedError
+from .inputs import parse
 from .launch.driver.enqueue import cuda
 from .launch.ops.merge_states import MAX_COUNT, States, prepare
 
@@ -49,7 +50,7 @@ SEGMENTS = Form(Arrays("v", None, "s", None, "out", "lse", "indptr"), "num_state
 def run(form: Form, given: tuple[Any, ...], lse_base_on_e: Any) -> Any:
     """(v, s) of a call with these `Arrays`, as far as they are given; in place None."""
     # --- 1. Validate ---
-    base_on_e = _options.flag(lse_base_on_e, "lse_base_on_e")
+    base_on_e = parse.flag(lse_base_on_e, "lse_base_on_e")
     views = Arrays(
         *(
             None if x is None and name not in _REQUIRED else array.view(x, name)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import _batch_geometry, _merge, _options, array
+from . import _merge, array
 from ._batch_decode import BatchDecodeWithPagedKVCacheWrapper
-from ._batch_geometry import Geometry
-from ._batch_keys import is_pair, planned
 from ._batch_paged import BatchPrefillWithPagedKVCacheWrapper
 from ._batch_requests import host_integers
 from ._wrapper import same_device
@@ -20,6 +18,10 @@ from .array import ArrayView
 from .array.match import match, require_contiguous_last
 from .core import dtypes
 from .errors import ArgumentError
+from .inputs import geometry as batch_geometry
+from .inputs import parse
+from .inputs.geometry import Geometry
+from .inputs.kv_cache import is_pair, planned
 from .prefill import single_prefill_with_kv_cache
 
 
@@ -70,7 +72,7 @@ class _SharedPrefixWrapper:
             self._waiting = None
         geometry = self._unique._require_plan().geometry
         default = 1.0 / math.sqrt(geometry.problem.head_dim_qk)
-        scale = _options.finite(options["sm_scale"], "sm_scale", default)
+        scale = parse.finite(options["sm_scale"], "sm_scale", default)
         is_new = scale != geometry.options.sm_scale
         self._unique._change(**{**options, "sm_scale": scale if is_new else None})
         self._options = options
@@ -238,7 +240,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
             if name != "paged_kv_indices" or array.view(tables[index], name).device.kind == "cpu":
                 tables[index] = host_integers(tables[index], name)
         named = zip(sizes, ("num_qo_heads", "num_kv_heads", "head_dim"), strict=True)
-        self._waiting = *tables, *(_batch_geometry.count(n, name) for n, name in named)
+        self._waiting = *tables, *(batch_geometry.count(n, name) for n, name in named)
 
     plan = begin_forward
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _options, array
+from . import array
 from ._batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from ._batch_mixed import OwnWorkspace
 from ._shared_prefix import merge
@@ -17,6 +17,7 @@ from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last
 from .core import dtypes
 from .errors import ArgumentError
+from .inputs import parse
 from .prefill import single_prefill_with_kv_cache
 
 _MAX_PADDED = 16
@@ -83,7 +84,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
     given = {"q": q, "k_shared": k_shared, "v_shared": v_shared}
     given |= {"k_unique": k_unique, "v_unique": v_unique}
     views = {name: array.view(x, name) for name, x in given.items()}
-    layout, dims = _options.kv_layout(kv_layout), Dims()
+    layout, dims = parse.kv_layout(kv_layout), Dims()
     words = "{0} num_kv_heads head_dim" if layout == "NHD" else "num_kv_heads {0} head_dim"
     shared, unique = words.format("shared_len"), "B " + words.format("unique_len")
     specs = ("B num_qo_heads head_dim", shared, shared, unique, unique)
@@ -103,7 +104,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
         stream = array.current_stream(like)
         what = "batch_decode_with_shared_prefix_padded_kv_cache()"
         refuse_capture(stream, what, "capture a wrapper's run() instead")
-    scale = _options.finite(sm_scale, "sm_scale", 1.0 / math.sqrt(max(1, dims["head_dim"])))
+    scale = parse.finite(sm_scale, "sm_scale", 1.0 / math.sqrt(max(1, dims["head_dim"])))
     of_prefix = single_prefill_with_kv_cache(
         q, k_shared, v_shared, kv_layout=layout, sm_scale=scale, return_lse=True
     )

@@ -13,10 +13,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _row_mask, _unplanned_debug, _unplanned_reference, array
-from ._batch_geometry import Variant
+from . import _unplanned_debug, _unplanned_reference, array
 from ._geometry import are_rows_aligned
-from ._row_mask import NO_BITS, MaskBits
 from ._unplanned_check import Arrays, Call, Options, check
 from ._unplanned_repeat import remember
 from ._unplanned_views import merge_leading
@@ -25,6 +23,9 @@ from .array import ArrayView
 from .array.match import require_output
 from .core import dtypes
 from .errors import WorkspaceError
+from .inputs import row_mask
+from .inputs.geometry import Variant
+from .inputs.row_mask import NO_BITS, MaskBits
 from .launch.attention import pad_lse, plan_on_device
 from .launch.attention.batch import BatchLauncher
 from .launch.attention.bound_run import BoundRun
@@ -203,9 +204,9 @@ def _prepare(call: Call) -> Prepared:
         num_bytes += 4 * vq.shape[0] * vq.shape[1]
     mask = NO_BITS
     if call.mask is not None:
-        mask = _row_mask.bits_of(call.mask, vq.shape[0])
+        mask = row_mask.bits_of(call.mask, vq.shape[0])
         if _is_of_bools(call):
-            packed_bytes = _row_mask.num_packed_bytes(vq.shape[0], call.lengths.qo_len)
+            packed_bytes = row_mask.num_packed_bytes(vq.shape[0], call.lengths.qo_len)
             mask = MaskBits(num_bytes, packed_bytes // vq.shape[0], packed_bytes)
             num_bytes += packed_bytes
     packed = params.STRIDES.pack(
@@ -253,7 +254,7 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
     if _is_of_bools(call):
         assert call.mask is not None
         mask = workspace + prepared.mask.address
-        _row_mask.pack(call.mask, vq.shape[0], call.lengths.qo_len, mask, stream)
+        row_mask.pack(call.mask, vq.shape[0], call.lengths.qo_len, mask, stream)
     others = (indices.qo_lens, indices.qo_offsets, indices.kv_offsets, None, None, call.sinks)
     prepared.launch(
         workspace,

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from . import _options, _row_mask, array
-from ._batch_geometry import Geometry, PlanOptions, find_geometry
-from ._batch_keys import Keys
+from . import array
 from ._geometry import MAX_LENGTH
 from ._unplanned_scales import Scales, view_scales
 from ._unplanned_views import (
@@ -26,6 +24,9 @@ from .array import ArrayView
 from .array.match import Dims, require_output
 from .core import dtypes
 from .errors import ArgumentError, UnsupportedError
+from .inputs import parse, row_mask
+from .inputs.geometry import Geometry, PlanOptions, find_geometry
+from .inputs.kv_cache import Keys
 from .launch.attention.plan_on_device import IndexFormat, Lengths
 
 
@@ -138,7 +139,7 @@ class Call:
 def check(arrays: Arrays, options: Options) -> Call:
     """The call, with all that the host can know of it. Raises ArgumentError, UnsupportedError."""
     names, dims = options.names, Dims()
-    layout = _options.kv_layout(options.kv_layout)
+    layout = parse.kv_layout(options.kv_layout)
     given_q = view_rows(arrays.q, names.q, options.q_axes)
     vq = merge_leading(given_q, names.q, 2)
     dims["Dqk"] = vq.shape[2]
@@ -178,7 +179,7 @@ def check(arrays: Arrays, options: Options) -> Call:
         out_shape=(*given_q.shape[:-1], dims["Dvo"]),
         lse_shape=tuple(given_q.shape[:-1]),
         pads_lse=options.pads_lse,
-        return_lse=_options.flag(options.return_lse, "return_lse"),
+        return_lse=parse.flag(options.return_lse, "return_lse"),
     )
     if arrays.mask is not None:
         call.mask = _view_mask(arrays.mask, call.lengths, names)
@@ -257,9 +258,9 @@ def _geometry(
             keys.k.dtype,
             dtypes.parse(o_dtype, options.names.o_dtype),
             False,
-            _options.flag(options.causal, "causal"),
+            parse.flag(options.causal, "causal"),
             "NONE",
-            _options.window_left(options.window_left),
+            parse.window_left(options.window_left),
             None,
             sm_scale,
             None,
@@ -345,7 +346,7 @@ def _view_mask(mask: Any, lengths: Lengths, names: Names) -> ArrayView:
             f"mask: together with {names.qo_offsets} is not supported; pass {names.q_len}, as many "
             "rows of each request"
         )
-    return _row_mask.view_row_mask(mask, lengths.num_rows, lengths.qo_len)
+    return row_mask.view_row_mask(mask, lengths.num_rows, lengths.qo_len)
 
 
 def _check_places(call: Call, names: Names) -> None:

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _row_mask, array, reference
+from . import array, reference
 from ._unplanned_check import Arrays, Call
 from ._unplanned_views import Names
 from .array import ArrayView
 from .errors import ArgumentError
+from .inputs import row_mask
 
 
 class Request(NamedTuple):
@@ -114,7 +115,7 @@ def answer(call: Call, arrays: Arrays, names: Names) -> Any:
     owned = np.zeros(len(q), np.bool_)
     seen = None
     if call.mask is not None:
-        seen = _row_mask.visible(call.mask, len(q), call.lengths.qo_len)
+        seen = row_mask.visible(call.mask, len(q), call.lengths.qo_len)
     for index, request in enumerate(requests):
         rows = slice(request.q_start, request.q_start + request.qo_len)
         o[rows], lse[rows] = reference.attention(
@@ -122,7 +123,7 @@ def answer(call: Call, arrays: Arrays, names: Names) -> Any:
             *(_keys_of(x, table, index, request) for x in (k, v)),
             causal=geometry.options.causal and seen is None,
             window_left=geometry.options.window_left,
-            mask=None if seen is None else _row_mask.with_earlier_keys(seen[rows], request.kv_len),
+            mask=None if seen is None else row_mask.with_earlier_keys(seen[rows], request.kv_len),
             sm_scale=call.scales.logits,
             sinks=None if call.sinks is None else array.as_numpy(call.sinks),
         )

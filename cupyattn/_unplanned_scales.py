@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _options, array
+from . import array
 from .array import ArrayView
 from .array.match import require_dtype
 from .core import dtypes
 from .errors import ArgumentError
+from .inputs import parse
 
 # Where the scales of q, k and v are among what not every call has (Arrays from qo_lens on); -1 for
 # none.
@@ -57,11 +58,11 @@ def view_scales(
     """
     places = _SCALE_Q, _SCALE_K, _SCALE_V
     found = [None if x is None else _view(x, name) for x, name in zip(arrays, names, strict=True)]
-    logits = _options.finite(numbers[0], names[0], 1.0)
-    output = _options.finite(numbers[2], names[2], 1.0)
+    logits = parse.finite(numbers[0], names[0], 1.0)
+    output = parse.finite(numbers[2], names[2], 1.0)
     if numbers[1] is not None:
         logits /= math.sqrt(max(1, head_dim))
-        kv_scale = _options.finite(numbers[1], names[1], 1.0)
+        kv_scale = parse.finite(numbers[1], names[1], 1.0)
         if is_fp8:
             logits, output = logits * kv_scale, output * kv_scale
             places, found[2] = (_SCALE_Q, _SCALE_K, _SCALE_K), found[1]
@@ -74,8 +75,8 @@ def view_scales(
         for v, is_host in zip(found, on_host, strict=True)
     )
     return Scales(
-        _options.finite(logits * of_q * of_k, names[0], 1.0),
-        _options.finite(output * of_v, names[2], 1.0),
+        parse.finite(logits * of_q * of_k, names[0], 1.0),
+        parse.finite(output * of_v, names[2], 1.0),
         tuple(None if is_host else v for v, is_host in zip(found, on_host, strict=True)),
         places,
         not any(on_host),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _options
 from ._unplanned import run
 from ._unplanned_check import Options
 from ._unplanned_repeat import repeat
 from ._unplanned_scales import number_or_array
 from ._unplanned_views import Names, bucket
 from .errors import ArgumentError, UnsupportedError
+from .inputs import parse
 
 __all__ = ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"]
 
@@ -203,7 +203,7 @@ def _options_of_prefill(
     stats: Any,
     has_two_arrays: bool,
 ) -> Options:
-    _options.choice(units, ("elements", "tokens"), "batch_offsets_units")
+    parse.choice(units, ("elements", "tokens"), "batch_offsets_units")
     if more[0] is None:
         raise ArgumentError("actual_seq_lens_q: got None; wanted the rows of each request, [B]")
     if stats is not None:
@@ -217,7 +217,7 @@ def _options_of_prefill(
         _refuse_key_offsets(not (more[2] is more[4] is None))
     sm_scale = 1.0
     for name, factor in (("scale", logits), ("q_scale", factor_q), ("k_scale", factor_k)):
-        sm_scale *= _options.finite(factor, name, 1.0)
+        sm_scale *= parse.finite(factor, name, 1.0)
     return Options(
         _NAMES,
         "NHD" if block_tables is None else "HND",

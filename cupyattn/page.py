@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from . import _options, array, paging, reference
-from ._paged_cache import CachePart, PagedCache, paged_cache
+from . import array, paging, reference
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
 from .core import dtypes
 from .core.dtypes import DType
 from .errors import ArgumentError
+from .inputs import parse
+from .inputs.paged_cache import CachePart, PagedCache, paged_cache
 
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
@@ -67,7 +68,7 @@ def append_paged_kv_cache(
     where a negative batch index writes out of bounds, and fp8 input must have been cast.
     """
     # Validate.
-    layout = _options.kv_layout(kv_layout)
+    layout = parse.kv_layout(kv_layout)
     dims = Dims()
     new_k = _rows(append_key, "nnz Hkv Dk", dims, "append_key")
     new_v = _rows(append_value, "nnz Hkv Dv", dims, "append_value")
@@ -304,7 +305,7 @@ def _scales(
 
 
 def _scale(value: float | None, name: str, converts: bool) -> float:
-    scale = float(np.float32(_options.positive(value, name, 1.0)))
+    scale = float(np.float32(parse.positive(value, name, 1.0)))
     if scale == 0.0:
         raise ArgumentError(f"{name}: got {value!r}, which is 0 in float32; wanted more")
     if scale != 1.0 and not converts:

@@ -6,13 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from . import _options, _single
+from . import _single
 from ._batch_paged import BatchPrefillWithPagedKVCacheWrapper
 from ._batch_ragged import BatchPrefillWithRaggedKVCacheWrapper
 from ._geometry import NO_EXTRAS, Extras
 from .core.problem import KV_LAYOUTS
 from .cudnn import cudnn_batch_prefill_with_kv_cache
 from .errors import ArgumentError
+from .inputs import parse
 from .trtllm import trtllm_batch_context_with_kv_cache
 
 __all__ = [
@@ -175,8 +176,8 @@ def _number_or_array(scale: Any, factor: Any, name: str) -> tuple[Any, Any]:
     if scale is None:
         return factor, None
     if getattr(scale, "ndim", 0) == 0:
-        number = _options.finite(scale, name, 1.0)
-        return (number if factor is None else number * _options.finite(factor, name, 1.0)), None
+        number = parse.finite(scale, name, 1.0)
+        return (number if factor is None else number * parse.finite(factor, name, 1.0)), None
     return factor, scale
 
 

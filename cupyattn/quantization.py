@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from . import _options, array, reference
+from . import array, reference
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype
 from .core import dtypes
 from .errors import ArgumentError
+from .inputs import parse
 
 __all__ = ["packbits", "segment_packbits"]
 
@@ -64,7 +65,7 @@ def segment_packbits(x: Any, indptr: Any, bitorder: str = "big") -> tuple[Any, A
 
 
 def _view_bits(x: Any, bitorder: str) -> ArrayView:
-    _options.choice(bitorder, ("big", "little"), "bitorder")
+    parse.choice(bitorder, ("big", "little"), "bitorder")
     vx = array.view(x, "x")
     match(vx, "n", Dims(), "x")
     require_dtype(vx, dtypes.bool_, "x")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import _batch_geometry, _options
 from ._unplanned import run
 from ._unplanned_check import Options, whole
 from ._unplanned_repeat import repeat
 from ._unplanned_scales import number_or_array
 from ._unplanned_views import Names, bucket
 from .errors import ArgumentError, UnsupportedError
+from .inputs import geometry, parse
 
 __all__ = [
     "trtllm_batch_context_with_kv_cache",
@@ -303,9 +303,9 @@ def _options_of_decode(
     sm_scale: Any,
     output_scale: Any,
 ) -> Options:
-    _options.choice(backend, _BACKENDS, "backend")
+    parse.choice(backend, _BACKENDS, "backend")
     _refuse(refused)
-    _options.finite(o_scale, "o_scale", 1.0)
+    parse.finite(o_scale, "o_scale", 1.0)
     if has_offsets:
         q_len = 0
     elif q_len is None:
@@ -370,7 +370,7 @@ def _refuse(given: tuple[Any, ...]) -> None:
         *("bmm1_scale_log2", "enable_block_sparse_attention"),
     )
     *others, is_shared = given
-    _batch_geometry.refuse("is not supported", **dict(zip(names, others, strict=True)))
+    geometry.refuse("is not supported", **dict(zip(names, others, strict=True)))
     if is_shared is not True:
         raise UnsupportedError(
             "uses_shared_paged_kv_idx: K and V share the ids of their pages; pass True"

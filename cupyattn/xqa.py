@@ -7,12 +7,12 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from . import _batch_geometry
 from ._unplanned import run
 from ._unplanned_check import Options, whole
 from ._unplanned_repeat import repeat
 from ._unplanned_scales import number_or_array
 from ._unplanned_views import Names
+from .inputs import geometry
 
 __all__ = ["xqa"]
 
@@ -128,7 +128,7 @@ def _options(
     k_sf_cache: Any,
     v_sf_cache: Any,
 ) -> Options:
-    _batch_geometry.refuse("is not supported", k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
+    geometry.refuse("is not supported", k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
     q_len = whole(q_len, "q_seq_len")
     return Options(
         _NAMES,

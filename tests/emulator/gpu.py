@@ -299,7 +299,6 @@ def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.nda
 def _forget_calls() -> None:
     """What the library remembers of calls holds kernels and addresses of another device."""
     from cupyattn import (
-        _batch_geometry,
         _batch_repeat,
         _merge_repeat,
         _repeat,
@@ -307,12 +306,13 @@ def _forget_calls() -> None:
         _single,
         _unplanned,
     )
+    from cupyattn.inputs import geometry
     from cupyattn.launch.attention import merge_levels, merge_splits
     from cupyattn.launch.tiles import select
 
     _single._entries.clear()
     _repeat._known.clear()
-    _batch_geometry._known.clear()
+    geometry._known.clear()
     _batch_repeat._reader_of.clear()
     _merge_repeat.forget()
     _shared_prefix_padded._padded.clear()

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from cupyattn import (
-    _batch_geometry,
     _batch_graph,
     _batch_repeat,
     _cascade_levels,
@@ -26,6 +25,7 @@ from cupyattn import (
     reference,
 )
 from cupyattn.core import dtypes
+from cupyattn.inputs import geometry
 from cupyattn.launch.attention import batch
 from cupyattn.launch.driver import params
 from cupyattn.launch.ops import packbits
@@ -110,7 +110,7 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 def forget() -> None:
-    _batch_geometry._known.clear()
+    geometry._known.clear()
     _batch_repeat._reader_of.clear()
     _shared_prefix_padded._padded.clear()
 

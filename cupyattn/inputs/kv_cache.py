@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import array
-from ._batch_geometry import Geometry
-from .array import ArrayView
-from .array.match import Dims, match, require_contiguous_last
-from .errors import ArgumentError
+from .. import array
+from ..array import ArrayView
+from ..array.match import Dims, match, require_contiguous_last
+from ..errors import ArgumentError
+from .geometry import Geometry
 
 _WORDS = {
     "NHD": ("page_size", "num_kv_heads"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from numbers import Integral, Real
 
-from .core.problem import KV_LAYOUTS, POS_ENCODING_MODES
-from .errors import ArgumentError
+from ..core.problem import KV_LAYOUTS, POS_ENCODING_MODES
+from ..errors import ArgumentError
 
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127

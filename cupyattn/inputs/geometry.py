@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _options
-from .array import Device
-from .core import dtypes
-from .core.problem import AttentionProblem
-from .errors import ArgumentError, PlanError, UnsupportedError
-from .launch.attention.batch import BatchLauncher
-from .launch.attention.single import AttentionOptions
+from ..array import Device
+from ..core import dtypes
+from ..core.problem import AttentionProblem
+from ..errors import ArgumentError, PlanError, UnsupportedError
+from ..launch.attention.batch import BatchLauncher
+from ..launch.attention.single import AttentionOptions
+from . import parse
 
 _MAX_KNOWN = 4096
 _BACKENDS = (
@@ -125,7 +125,7 @@ def find_geometry(given: PlanOptions) -> Geometry:
 
 
 def _make(given: PlanOptions) -> Geometry:
-    _options.kv_layout(given.kv_layout)
+    parse.kv_layout(given.kv_layout)
     heads = count(given.num_qo_heads, "num_qo_heads")
     kv_heads = count(given.num_kv_heads, "num_kv_heads")
     if heads % kv_heads:
@@ -137,18 +137,18 @@ def _make(given: PlanOptions) -> Geometry:
     dim_vo = dim_qk if given.head_dim_vo is None else count(given.head_dim_vo, "head_dim_vo")
     dtype_q = dtypes.parse(given.q_data_type, "q_data_type")
     kv = given.kv_data_type
-    soft_cap = _options.soft_cap(given.logits_soft_cap)
-    sm_scale = _options.finite(given.sm_scale, "sm_scale", 1.0 / math.sqrt(dim_qk))
-    is_causal = _options.flag(given.causal, "causal") and not given.custom_mask
+    soft_cap = parse.soft_cap(given.logits_soft_cap)
+    sm_scale = parse.finite(given.sm_scale, "sm_scale", 1.0 / math.sqrt(dim_qk))
+    is_causal = parse.flag(given.causal, "causal") and not given.custom_mask
     is_causal |= given.key_runs
     options = AttentionOptions(
         causal=is_causal,
-        window_left=_options.window_left(given.window_left),
+        window_left=parse.window_left(given.window_left),
         sm_scale=sm_scale,
         output_scale=1.0,
         logits_soft_cap=soft_cap,
-        rope_scale=_options.positive(given.rope_scale, "rope_scale", 1.0),
-        rope_theta=_options.positive(given.rope_theta, "rope_theta", 1e4),
+        rope_scale=parse.positive(given.rope_scale, "rope_scale", 1.0),
+        rope_theta=parse.positive(given.rope_theta, "rope_theta", 1e4),
     )
     problem = AttentionProblem(
         dtype_q=dtype_q,
@@ -158,7 +158,7 @@ def _make(given: PlanOptions) -> Geometry:
         else dtypes.parse(given.o_data_type, "o_data_type"),
         head_dim_qk=dim_qk,
         head_dim_vo=dim_vo,
-        pos_encoding=_options.pos_encoding_mode(given.pos_encoding_mode),
+        pos_encoding=parse.pos_encoding_mode(given.pos_encoding_mode),
         soft_cap=soft_cap > 0.0,
         custom_mask=given.custom_mask,
         mask_form="runs" if given.key_runs else "whole",
@@ -191,7 +191,7 @@ def split_size(fixed_split_size: Any, disable_split_kv: Any, unit: int) -> tuple
     """
     if fixed_split_size is None and disable_split_kv is False:
         return 0, True
-    may_split = not _options.flag(disable_split_kv, "disable_split_kv")
+    may_split = not parse.flag(disable_split_kv, "disable_split_kv")
     if fixed_split_size is None or fixed_split_size == -1:
         return 0, may_split
     keys = count(fixed_split_size, "fixed_split_size") * unit
@@ -200,7 +200,7 @@ def split_size(fixed_split_size: Any, disable_split_kv: Any, unit: int) -> tuple
 
 def backend(value: object, jit_args: object) -> None:
     """Check arguments that choose among FlashInfer's kernels, and nothing here."""
-    _options.choice(value, _BACKENDS, "backend")
+    parse.choice(value, _BACKENDS, "backend")
     if jit_args is not None:
         raise UnsupportedError("jit_args: kernels of the caller's own are not supported; pass None")
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import array
-from .array import ArrayView
-from .array.match import require_contiguous, require_dtype
-from .core import dtypes
-from .core.dtypes import DType
-from .errors import ArgumentError
+from .. import array
+from ..array import ArrayView
+from ..array.match import require_contiguous, require_dtype
+from ..core import dtypes
+from ..core.dtypes import DType
+from ..errors import ArgumentError
 
 _WORDS = (
     *(dtypes.uint8, dtypes.uint16, dtypes.uint32, dtypes.uint64),
@@ -81,7 +81,7 @@ def num_packed_bytes(num_rows: int, q_len: int) -> int:
 
 def pack(v: ArrayView, num_rows: int, q_len: int, address: int, stream: int) -> MaskBits:
     """Enqueue the packing of a checked mask of bools into bytes from `address` on."""
-    from .launch.ops import packbits
+    from ..launch.ops import packbits
 
     num_bytes = num_packed_bytes(num_rows, q_len)
     bools = _flat(v, v.ptr, num_rows * q_len, dtypes.bool_)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from . import array
-from .array import ArrayView
-from .array.match import Dims, match, require_contiguous_last
-from .core.dtypes import DType
-from .errors import ArgumentError
+from .. import array
+from ..array import ArrayView
+from ..array.match import Dims, match, require_contiguous_last
+from ..core.dtypes import DType
+from ..errors import ArgumentError
 
 _PAGES = {"NHD": "page_size Hkv", "HND": "Hkv page_size"}
 

@@ -1,0 +1,1 @@
+"""What a call is given, read and checked once."""
