@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from . import array
-from ._repeat import _READERS, _reach, _Read
 from .array import LOWEST_ADDRESS, ArrayView
 from .core import dtypes
 from .inputs.geometry import Variant
 from .launch.attention.bound_run import BoundRun
 from .launch.driver import params
+from .single.repeat import _READERS, _reach, _Read
 
 if TYPE_CHECKING:
     from ._batch_plan import Plan, Prepared

@@ -12,7 +12,6 @@ from ._batch_cascade_cpu import attend_levels
 from ._batch_plan import Plan
 from ._batch_repeat import bind, remember, repeat
 from ._batch_requests import Batch
-from ._geometry import are_rows_aligned
 from ._wrapper import refuse_capture, same_device
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
@@ -24,6 +23,7 @@ from .inputs.geometry import Geometry, Variant
 from .inputs.kv_cache import Keys, planned, view_paged, view_ragged
 from .inputs.row_mask import MaskBits
 from .launch.driver import params
+from .single.geometry import are_rows_aligned
 
 _Maybe: TypeAlias = "ArrayView | None"
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import _unplanned_debug, _unplanned_reference, array
-from ._geometry import are_rows_aligned
 from ._unplanned_check import Arrays, Call, Options, check
 from ._unplanned_repeat import remember
 from ._unplanned_views import merge_leading
@@ -33,6 +32,7 @@ from .launch.attention.pad_lse import Padding
 from .launch.attention.plan_on_device import DevicePlan, Lengths
 from .launch.driver import params, scratch
 from .launch.driver.enqueue import cuda
+from .single.geometry import are_rows_aligned
 
 _MAX_BOUND = 256
 

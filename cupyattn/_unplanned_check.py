@@ -8,7 +8,6 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from . import array
-from ._geometry import MAX_LENGTH
 from ._unplanned_scales import Scales, view_scales
 from ._unplanned_views import (
     Names,
@@ -28,6 +27,7 @@ from .inputs import parse, row_mask
 from .inputs.geometry import Geometry, PlanOptions, find_geometry
 from .inputs.kv_cache import Keys
 from .launch.attention.plan_on_device import IndexFormat, Lengths
+from .single.geometry import MAX_LENGTH
 
 
 class Arrays(NamedTuple):

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import array
 from ._batch_repeat import _ADDRESSES
-from ._repeat import _READERS, _Read
 from .array import LOWEST_ADDRESS
 from .core import dtypes
+from .single.repeat import _READERS, _Read
 
 if TYPE_CHECKING:
     from ._unplanned import Prepared

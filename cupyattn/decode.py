@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _single
 from ._batch_decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
-from ._geometry import NO_EXTRAS, Extras
 from .cudnn import cudnn_batch_decode_with_kv_cache
+from .single import run
+from .single.geometry import NO_EXTRAS, Extras
 from .trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 
 __all__ = [
@@ -86,4 +86,4 @@ def single_decode_with_kv_cache(
         None,
     )
     extras = NO_EXTRAS if sinks is None else Extras(sinks=sinks)
-    return _single.run(q, k, v, scalars, extras, out, lse, return_lse, is_decode=True)
+    return run.run(q, k, v, scalars, extras, out, lse, return_lse, is_decode=True)

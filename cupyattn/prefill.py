@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from . import _single
 from ._batch_paged import BatchPrefillWithPagedKVCacheWrapper
 from ._batch_ragged import BatchPrefillWithRaggedKVCacheWrapper
-from ._geometry import NO_EXTRAS, Extras
 from .core.problem import KV_LAYOUTS
 from .cudnn import cudnn_batch_prefill_with_kv_cache
 from .errors import ArgumentError
 from .inputs import parse
+from .single import run
+from .single.geometry import NO_EXTRAS, Extras
 from .trtllm import trtllm_batch_context_with_kv_cache
 
 __all__ = [
@@ -168,7 +168,7 @@ def single_prefill_with_kv_cache(
     if not (custom_mask is packed_custom_mask is sinks is scale_q is scale_k is scale_v is None):
         mask = custom_mask if packed_custom_mask is None else None
         extras = Extras(mask, packed_custom_mask, sinks, scale_q, scale_k, scale_v)
-    return _single.run(q, k, v, scalars, extras, out, lse, return_lse, is_decode=False)
+    return run.run(q, k, v, scalars, extras, out, lse, return_lse, is_decode=False)
 
 
 def _number_or_array(scale: Any, factor: Any, name: str) -> tuple[Any, Any]:

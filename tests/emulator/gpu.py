@@ -298,20 +298,14 @@ def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.nda
 
 def _forget_calls() -> None:
     """What the library remembers of calls holds kernels and addresses of another device."""
-    from cupyattn import (
-        _batch_repeat,
-        _merge_repeat,
-        _repeat,
-        _shared_prefix_padded,
-        _single,
-        _unplanned,
-    )
+    from cupyattn import _batch_repeat, _merge_repeat, _shared_prefix_padded, _unplanned
     from cupyattn.inputs import geometry
     from cupyattn.launch.attention import merge_levels, merge_splits
     from cupyattn.launch.tiles import select
+    from cupyattn.single import repeat, run
 
-    _single._entries.clear()
-    _repeat._known.clear()
+    run._entries.clear()
+    repeat._known.clear()
     geometry._known.clear()
     _batch_repeat._reader_of.clear()
     _merge_repeat.forget()

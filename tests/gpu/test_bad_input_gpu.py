@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import cupyattn
-from cupyattn import _single
 from cupyattn.errors import ArgumentError, UnsupportedError
+from cupyattn.single import run
 
 pytestmark = pytest.mark.gpu
 
@@ -128,7 +128,7 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
 def test_bad_input(row: Row) -> None:
     """An error before any launch: `out` and `lse` keep their sentinel."""
-    _single._entries.clear()
+    run._entries.clear()
     for _ in range(2):
         arguments = {
             "q": cupy.zeros(Q, HALF),

@@ -22,16 +22,7 @@ from cupyattn.launch.tiles.select.config import TileConfig
 from cupyattn.launch.tiles.select.select import mixed_config, portable_config
 
 import cupyattn
-from cupyattn import (
-    _merge,
-    _merge_repeat,
-    _repeat,
-    _single,
-    _unplanned,
-    _unplanned_repeat,
-    array,
-    jit,
-)
+from cupyattn import _merge, _merge_repeat, _unplanned, _unplanned_repeat, array, jit
 from cupyattn.array import views
 from cupyattn.core import dtypes
 from cupyattn.launch.attention import (
@@ -50,6 +41,7 @@ from cupyattn.launch.ops import (
     get_seq_lens,
     merge_states,
 )
+from cupyattn.single import repeat, run
 
 STREAM, COUNTERS, SLOTS, MAX_SHARED = 77, 3 << 40, 264, 227 * 1024
 HEADER = Path(__file__).parents[2] / "kernels/cupyattn/params/attention.cuh"
@@ -180,9 +172,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 def forget() -> None:
     """Forget every call."""
-    _single._entries.clear()
-    _repeat._known.clear()
-    _repeat._reader_of.clear()
+    run._entries.clear()
+    repeat._known.clear()
+    repeat._reader_of.clear()
     _unplanned._plan.cache_clear()
     _unplanned_repeat._known.clear()
     _unplanned_repeat._reader_of.clear()

@@ -37,7 +37,7 @@ from cupyattn.launch.tiles.select.select import (
     tile_config,
 )
 
-from cupyattn import _single, jit
+from cupyattn import jit
 from cupyattn._cascade_levels import flatten, join_levels, read_levels
 from cupyattn.core import dtypes
 from cupyattn.core.problem import AttentionProblem
@@ -55,6 +55,7 @@ from cupyattn.launch.driver.enqueue import Launch
 from cupyattn.launch.instances import SHARED_BYTES, page_instances
 from cupyattn.launch.ops.packbits import CONFIG as PACKBITS_CONFIG
 from cupyattn.schedule.batch import BatchRequests
+from cupyattn.single import run as single
 from helpers import (
     batch_cases,
     cascade_calls,
@@ -95,7 +96,7 @@ def record(case: Case, arch: str, *, is_decode: bool = False) -> list[Instance]:
                 found.append(("rotate_keys", config))
         return (vout.owner, vlse and vlse.owner) if case.return_lse else vout.owner
 
-    with mock.patch.object(_single, "_run_reference", recorder):
+    with mock.patch.object(single, "_run_reference", recorder):
         Call.prepare(case, np).run(is_decode=is_decode)
     if case.mask_kind == "bool":
         found.append(("packbits", PACKBITS_CONFIG))

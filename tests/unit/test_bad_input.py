@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import cupyattn
-from cupyattn import _single
 from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError, UnsupportedError
+from cupyattn.single import run
 
 Q, KV = (4, 4, 16), (6, 2, 16)
 LONG = 2**31
@@ -359,7 +359,7 @@ def _call(row: Row) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.call}: {row.what}")
 def test_bad_input(row: Row) -> None:
-    _single._entries.clear()
+    run._entries.clear()
     _call(row)
     CALLS[row.call](**good(row.call))
     _call(row)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import cupyattn
-from cupyattn import _geometry, _single, array
+from cupyattn import array
 from cupyattn.array import ArrayView, Device
 from cupyattn.core import dtypes
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.errors import ArgumentError, UnsupportedError
+from cupyattn.single import geometry, run
 
 HALF = dtypes.float16
 GOOD = AttentionProblem(HALF, HALF, HALF, 128, 128)
@@ -84,7 +85,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> dict[str, Device]:
         return v
 
     monkeypatch.setattr(array, "view", view)
-    _single._entries.clear()
+    run._entries.clear()
     return claims
 
 
@@ -125,10 +126,10 @@ def test_gpu_arrays_meet_the_rules_of_the_gpu(elsewhere: dict[str, Device]) -> N
 # --- a call that looks like an earlier one is served by its entry ---
 
 
-def _entry(q: np.ndarray, k: np.ndarray, **scalars: Any) -> _geometry.Entry:
-    _single._entries.clear()
+def _entry(q: np.ndarray, k: np.ndarray, **scalars: Any) -> geometry.Entry:
+    run._entries.clear()
     cupyattn.single_prefill_with_kv_cache(q, k, k, **scalars)
-    (entry,) = _single._entries.values()
+    (entry,) = run._entries.values()
     return entry
 
 
@@ -137,10 +138,10 @@ def test_an_entry_serves_every_length() -> None:
     entry = _entry(q, k)
     for rows, keys in ((5, 9), (1, 9), (3, 1), (2, 7)):
         cupyattn.single_prefill_with_kv_cache(q[:rows], k[:keys], k[:keys])
-    assert list(_single._entries.values()) == [entry]
+    assert list(run._entries.values()) == [entry]
     cupyattn.single_prefill_with_kv_cache(q, k, k, causal=True)
     cupyattn.single_prefill_with_kv_cache(q[:, :2], k, k)
-    assert len(_single._entries) == 3
+    assert len(run._entries) == 3
 
 
 @pytest.mark.parametrize("which", ["q", "k"])
@@ -168,19 +169,19 @@ def test_a_scale_that_may_change_is_read_every_time() -> None:
 
 def test_an_empty_cache_excuses_no_later_one() -> None:
     q, k = np.zeros((2, 1, 16), np.float16), np.zeros((4, 1, 32), np.float16)[..., ::2]
-    _single._entries.clear()
+    run._entries.clear()
     cupyattn.single_prefill_with_kv_cache(q, k[:0], k[:0])
     with pytest.raises(ArgumentError, match="k: the last dimension has stride 2"):
         cupyattn.single_prefill_with_kv_cache(q, k, k)
 
 
 def test_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_single, "_MAX_ENTRIES", 5)
-    _single._entries.clear()
+    monkeypatch.setattr(run, "_MAX_ENTRIES", 5)
+    run._entries.clear()
     q = np.zeros((1, 1, 8), np.float16)
     for window in range(12):
         cupyattn.single_prefill_with_kv_cache(q, q, q, window_left=window)
-        assert len(_single._entries) <= 5
+        assert len(run._entries) <= 5
 
 
 def _shifted(shape: tuple[int, ...]) -> np.ndarray:
@@ -221,11 +222,11 @@ def test_the_problem_of_a_call(changes: dict[str, Any], facts: dict[str, Any]) -
     shapes = {"q": (4, 2, 16), "k": (6, 2, 16), "v": (6, 2, 16)}
     arrays = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
     plain = AttentionProblem(HALF, HALF, HALF, 16, 16)
-    _single._entries.clear()
+    run._entries.clear()
     call(**arrays, out=np.zeros((4, 2, 16), np.float16))
     call(**arrays)
-    before = list(_single._entries.values())
+    before = list(run._entries.values())
     assert {entry.problem for entry in before} == {plain}
     call(**arrays | changes)
-    new = [entry for entry in _single._entries.values() if entry not in before]
+    new = [entry for entry in run._entries.values() if entry not in before]
     assert {entry.problem for entry in new or before} == {replace(plain, **facts)}

@@ -9,8 +9,8 @@ import pytest
 from helpers.fake_gpu import Gpu, Launched, count_functions, pointer, unpack
 
 import cupyattn
-from cupyattn import _repeat, _single
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError
+from cupyattn.single import repeat, run
 
 prefill, decode = cupyattn.single_prefill_with_kv_cache, cupyattn.single_decode_with_kv_cache
 
@@ -39,8 +39,8 @@ def test_other_lengths_go_the_short_way(
         return launch.kernel, launch.grid, {n: got[n] for n in got if not n.startswith("partial")}
 
     first = calls()
-    assert len(_repeat._known) == 2
-    monkeypatch.setattr(_single, "Options", no_general_way)
+    assert len(repeat._known) == 2
+    monkeypatch.setattr(run, "Options", no_general_way)
     short = calls()
     monkeypatch.undo()
     assert [facts(launch) for launch in short] == [facts(launch) for launch in first]
@@ -51,7 +51,7 @@ def test_answers_are_allocated_on_the_short_way_too(
 ) -> None:
     q, k, v = make(5, 4, 64), make(9, 2, 64), make(9, 2, 32)
     prefill(q, k, v), decode(q[0], k, v)
-    monkeypatch.setattr(_single, "Options", no_general_way)
+    monkeypatch.setattr(run, "Options", no_general_way)
     for rows in (5, 2):
         out = prefill(q[:rows], k, v)
         assert tuple(out.shape) == (rows, 4, 32) and out.dtype == q.dtype
@@ -94,8 +94,8 @@ def test_uncommon_calls_go_the_general_way(
     for _ in range(2):
         prefill(q, k, k, out=out)
     general: list[object] = []
-    real = _single.Options
-    monkeypatch.setattr(_single, "Options", lambda *a: general.append(a) or real(*a))
+    real = run.Options
+    monkeypatch.setattr(run, "Options", lambda *a: general.append(a) or real(*a))
     shifted = make(4 * 4 * 64 + 1)[1:].reshape(4, 4, 64)
     lse = make(4, 4, dtype="float32")
     for _ in range(2):

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from . import array
-from ._geometry import MAX_LENGTH, Entry, is_reusable
-from .array import LOWEST_ADDRESS, ArrayView
-from .launch.attention.single import AttentionLauncher
-from .launch.driver import params, scratch
+from .. import array
+from ..array import LOWEST_ADDRESS, ArrayView
+from ..launch.attention.single import AttentionLauncher
+from ..launch.driver import params, scratch
+from .geometry import MAX_LENGTH, Entry, is_reusable
 
 _MAX_KNOWN = 4096
 

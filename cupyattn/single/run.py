@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from . import array, reference
-from ._geometry import MAX_LENGTH, NO_EXTRAS, Entry, Extras, Options, is_reusable, make_entry
-from ._repeat import remember, repeat
-from .array import ArrayView
-from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
-from .core import dtypes
-from .errors import ArgumentError, UnsupportedError
-from .launch.driver import params, scratch
+from .. import array, reference
+from ..array import ArrayView
+from ..array.match import Dims, match, require_contiguous_last, require_dtype, require_output
+from ..core import dtypes
+from ..errors import ArgumentError, UnsupportedError
+from ..launch.driver import params, scratch
+from .geometry import MAX_LENGTH, NO_EXTRAS, Entry, Extras, Options, is_reusable, make_entry
+from .repeat import remember, repeat
 
 _MAX_ENTRIES = 4096
 
@@ -253,7 +253,7 @@ def _pack_strides(
 
 
 def _pack_mask(mask: ArrayView, like: ArrayView, stream: int) -> ArrayView:
-    from .launch.ops import packbits
+    from ..launch.ops import packbits
 
     num_bytes = -(-mask.shape[0] * mask.shape[1] // 8)
     packed = array.view(array.empty((num_bytes,), dtypes.uint8, like), "scratch")

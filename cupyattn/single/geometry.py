@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .array import ArrayView
-from .array.match import Dims, match, require_contiguous_last
-from .core import dtypes
-from .core.dtypes import DType
-from .core.problem import AttentionProblem
-from .errors import ArgumentError
-from .inputs import parse
-from .launch.attention.single import AttentionLauncher, AttentionOptions
+from ..array import ArrayView
+from ..array.match import Dims, match, require_contiguous_last
+from ..core import dtypes
+from ..core.dtypes import DType
+from ..core.problem import AttentionProblem
+from ..errors import ArgumentError
+from ..inputs import parse
+from ..launch.attention.single import AttentionLauncher, AttentionOptions
 
 # Lengths are 32-bit in the kernels, which look up to a tile beyond the end.
 MAX_LENGTH = 2**31 - 1 - 64
