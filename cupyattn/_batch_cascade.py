@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from . import array
-from ._batch import BatchWrapper, Plan
-from ._batch_graph import GraphBuffers
-from ._batch_mask import NO_MASK, Mask
-from ._batch_requests import Batch
-from ._batch_run import NO_SCALES, Scales, run
-from ._cascade_levels import flatten, join_ids_on_device, join_ids_on_host, join_levels, read_levels
-from ._wrapper import copy_on_device, refuse_capture, same_device
+from .batch.graph_buffers import GraphBuffers
+from .batch.levels import flatten, join_ids_on_device, join_ids_on_host, join_levels, read_levels
+from .batch.mask import NO_MASK, Mask
+from .batch.requests import Batch
+from .batch.run import NO_SCALES, Scales, run
+from .batch.staging import copy_on_device, refuse_capture, same_device
+from .batch.wrapper import BatchWrapper, Plan
 from .core import dtypes
 from .errors import ArgumentError, PlanError, UnsupportedError
 from .inputs import geometry as batch_geometry

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._batch import BatchWrapper
-from ._batch_mask import NO_MASK
 from ._batch_old import check_run, read_scales
-from ._batch_requests import Batch, PageNames, read_paged
-from ._batch_run import NO_SCALES, Scales, run
+from .batch.mask import NO_MASK
+from .batch.requests import Batch, PageNames, read_paged
+from .batch.run import NO_SCALES, Scales, run
+from .batch.wrapper import BatchWrapper
 from .errors import PlanError, UnsupportedError
 from .inputs import geometry, parse
 from .inputs.geometry import PlanOptions

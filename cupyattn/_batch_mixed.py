@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from . import array
-from ._batch import BatchWrapper, Plan
-from ._batch_mask import NO_MASK
-from ._batch_requests import PageNames, read_paged_lengths, read_rows
-from ._batch_run import NO_SCALES, Scales, run
-from ._wrapper import view_workspace
 from .array import ArrayView, Device
+from .batch.mask import NO_MASK
+from .batch.requests import PageNames, read_paged_lengths, read_rows
+from .batch.run import NO_SCALES, Scales, run
+from .batch.staging import view_workspace
+from .batch.wrapper import BatchWrapper, Plan
 from .core import dtypes
 from .core.device import device_props
 from .errors import ArgumentError, PlanError, UnsupportedError

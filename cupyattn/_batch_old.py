@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ._batch_run import Scales
+from .batch.run import Scales
 from .errors import PlanError, UnsupportedError
 
 _RENAMED = {"head_dim": "head_dim_qk", "allow_fp16_qk_reduction": "use_fp16_qk_reduction"}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._batch import BatchWrapper
-from ._batch_mask import NO_MASK, read_mask
 from ._batch_old import accepts_old_plans, check_run, read_scales
-from ._batch_requests import read_ragged, read_rows, with_mask
-from ._batch_run import NO_SCALES, Scales, run
-from ._item_runs import read_runs
+from .batch.mask import NO_MASK, read_mask
+from .batch.multi_item import read_runs
+from .batch.requests import read_ragged, read_rows, with_mask
+from .batch.run import NO_SCALES, Scales, run
+from .batch.wrapper import BatchWrapper
 from .inputs import geometry
 from .inputs.geometry import PlanOptions
 

@@ -12,10 +12,10 @@ from typing import Any
 from . import _merge, array
 from ._batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from ._batch_paged import BatchPrefillWithPagedKVCacheWrapper
-from ._batch_requests import host_integers
-from ._wrapper import same_device
 from .array import ArrayView
 from .array.match import match, require_contiguous_last
+from .batch.requests import host_integers
+from .batch.staging import same_device
 from .core import dtypes
 from .errors import ArgumentError
 from .inputs import geometry as batch_geometry

@@ -12,9 +12,9 @@ from . import array
 from ._batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from ._batch_mixed import OwnWorkspace
 from ._shared_prefix import merge
-from ._wrapper import refuse_capture
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last
+from .batch.staging import refuse_capture
 from .core import dtypes
 from .errors import ArgumentError
 from .inputs import parse

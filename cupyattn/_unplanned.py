@@ -17,9 +17,9 @@ from . import _unplanned_debug, _unplanned_reference, array
 from ._unplanned_check import Arrays, Call, Options, check
 from ._unplanned_repeat import remember
 from ._unplanned_views import merge_leading
-from ._wrapper import view_workspace
 from .array import ArrayView
 from .array.match import require_output
+from .batch.staging import view_workspace
 from .core import dtypes
 from .errors import WorkspaceError
 from .inputs import row_mask

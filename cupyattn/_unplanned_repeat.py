@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import array
-from ._batch_repeat import _ADDRESSES
 from .array import LOWEST_ADDRESS
+from .batch.repeat import _ADDRESSES
 from .core import dtypes
 from .single.repeat import _READERS, _Read
 

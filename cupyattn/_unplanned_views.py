@@ -6,9 +6,9 @@ import math
 from typing import Any, NamedTuple
 
 from . import array
-from ._wrapper import refuse_capture
 from .array import ArrayView
 from .array.match import Dims, match, require_contiguous_last, require_dtype
+from .batch.staging import refuse_capture
 from .core import dtypes
 from .errors import ArgumentError, UnsupportedError
 from .inputs.kv_cache import Keys, half

@@ -24,8 +24,9 @@ import numpy as np
 import pytest
 from cupyattn.launch.tiles.select.select import TileConfig
 
-from cupyattn import _wrapper, array, jit
+from cupyattn import array, jit
 from cupyattn.array import ArrayView, Device, views
+from cupyattn.batch import staging
 from cupyattn.core import device
 from cupyattn.launch.attention import single
 from cupyattn.launch.driver import enqueue, scratch, tensor_map
@@ -219,9 +220,9 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         replace(patch, views.cupy_stream, lambda index: STREAM)
         replace(patch, array._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype))
         patch.setitem(views._READERS, np.ndarray, gpu.read)
-        replace(patch, _wrapper._alloc_pinned, _alloc_pinned)
-        replace(patch, _wrapper._make_event, _make_event)
-        replace(patch, _wrapper.int32_on_device, lambda v, name: gpu.narrow(v, name))
+        replace(patch, staging._alloc_pinned, _alloc_pinned)
+        replace(patch, staging._make_event, _make_event)
+        replace(patch, staging.int32_on_device, lambda v, name: gpu.narrow(v, name))
         patch.setattr(array, "to_host", _to_host)
         patch.setattr(array, "from_numpy", functools.partial(_from_numpy, gpu))
         yield gpu
@@ -298,7 +299,8 @@ def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.nda
 
 def _forget_calls() -> None:
     """What the library remembers of calls holds kernels and addresses of another device."""
-    from cupyattn import _batch_repeat, _merge_repeat, _shared_prefix_padded, _unplanned
+    from cupyattn import _merge_repeat, _shared_prefix_padded, _unplanned
+    from cupyattn.batch import repeat as batch_repeat
     from cupyattn.inputs import geometry
     from cupyattn.launch.attention import merge_levels, merge_splits
     from cupyattn.launch.tiles import select
@@ -307,7 +309,7 @@ def _forget_calls() -> None:
     run._entries.clear()
     repeat._known.clear()
     geometry._known.clear()
-    _batch_repeat._reader_of.clear()
+    batch_repeat._reader_of.clear()
     _merge_repeat.forget()
     _shared_prefix_padded._padded.clear()
     caches: list[Callable[..., Any]] = [

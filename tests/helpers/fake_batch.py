@@ -15,15 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import (
-    _batch_graph,
-    _batch_repeat,
-    _cascade_levels,
-    _shared_prefix_padded,
-    _wrapper,
-    array,
-    reference,
-)
+from cupyattn import _shared_prefix_padded, array, reference
+from cupyattn.batch import graph_buffers, repeat, staging
+from cupyattn.batch import levels as cascade_levels
 from cupyattn.core import dtypes
 from cupyattn.inputs import geometry
 from cupyattn.launch.attention import batch
@@ -84,10 +78,10 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
 
     gpu.api.runtime.memcpyAsync = memcpy
     gpu.api.runtime.eventRecord = record
-    for module in (_wrapper, _batch_module()):
+    for module in (staging, _batch_module()):
         monkeypatch.setattr(module, "cuda", lambda: gpu.api)
-    monkeypatch.setattr(_wrapper, "_make_event", lambda: Event(stream))
-    monkeypatch.setattr(_wrapper, "_alloc_pinned", _alloc)
+    monkeypatch.setattr(staging, "_make_event", lambda: Event(stream))
+    monkeypatch.setattr(staging, "_alloc_pinned", _alloc)
     monkeypatch.setattr(array, "to_host", _to_host)
     real_allocator = array.allocator
 
@@ -101,7 +95,7 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
         return allocate
 
     monkeypatch.setattr(array, "allocator", allocator)
-    for module in (_batch_module(), _batch_graph, _cascade_levels):
+    for module in (_batch_module(), graph_buffers, cascade_levels):
         monkeypatch.setattr(module, "int32_on_device", _narrow)
     monkeypatch.setattr(packbits, "launch", lambda *a, **named: _packbits(stream, *a, **named))
     monkeypatch.setattr(batch.BatchLauncher, "bind", lambda *a: BoundRun(stream, *a))
@@ -111,14 +105,14 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 def forget() -> None:
     geometry._known.clear()
-    _batch_repeat._reader_of.clear()
+    repeat._reader_of.clear()
     _shared_prefix_padded._padded.clear()
 
 
 def _batch_module() -> Any:
-    from cupyattn import _batch
+    from cupyattn.batch import wrapper
 
-    return _batch
+    return wrapper
 
 
 def _alloc(num_words: int) -> tuple[np.ndarray, object]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from cupyattn._cascade_levels import join_levels, read_levels
+from cupyattn.batch.levels import join_levels, read_levels
 from cupyattn.schedule.batch import BatchRequests, Masking, Splitting
 from cupyattn.schedule.levels import MOST, Levels, Served
 from cupyattn.schedule.mixed import Device, MixedPlan, plan_mixed

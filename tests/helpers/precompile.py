@@ -38,7 +38,7 @@ from cupyattn.launch.tiles.select.select import (
 )
 
 from cupyattn import jit
-from cupyattn._cascade_levels import flatten, join_levels, read_levels
+from cupyattn.batch.levels import flatten, join_levels, read_levels
 from cupyattn.core import dtypes
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.launch.attention import (

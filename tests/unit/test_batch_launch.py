@@ -13,7 +13,8 @@ from helpers.fake_batch import Device, check
 from helpers.fake_gpu import pointer
 
 import cupyattn
-from cupyattn import _batch_run, array
+from cupyattn import array
+from cupyattn.batch import run
 from cupyattn.errors import ArgumentError, PlanError, WorkspaceError
 
 LENGTHS = ([3, 0, 5, 1], [17, 4, 11, 0])
@@ -24,7 +25,7 @@ def no_general_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def refuse(*_: object) -> None:
         raise AssertionError("the run went the general way")
 
-    return lambda: monkeypatch.setattr(_batch_run, "_check_arrays", refuse)
+    return lambda: monkeypatch.setattr(run, "_check_arrays", refuse)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -13,7 +13,7 @@ from helpers.fake_batch import Device, check
 from helpers.fake_gpu import Gpu, count_functions, pointer, unpack
 
 import cupyattn
-from cupyattn import _batch_repeat, _batch_run
+from cupyattn.batch import repeat, run
 from cupyattn.errors import ArgumentError
 from cupyattn.launch.attention import batch
 from cupyattn.launch.driver import params
@@ -169,8 +169,8 @@ def test_a_workspace_of_another_framework_keeps_the_general_way(
     )
     foreign.plan(*b.table, HQ, HKV, D, 4)
     waits: list[Any] = []
-    monkeypatch.setattr(_batch_run.array, "acquire", lambda *a: waits.append(a))
-    monkeypatch.setattr(_batch_run.array, "release", lambda *a: None)
+    monkeypatch.setattr(run.array, "acquire", lambda *a: waits.append(a))
+    monkeypatch.setattr(run.array, "release", lambda *a: None)
     for _ in range(3):
         w.run(q, cache)
     waits.clear()
@@ -232,6 +232,6 @@ def test_a_run_runs_few_functions(device: Device, monkeypatch: pytest.MonkeyPatc
         assert count_functions(call) > 30
         assert count_functions(call) <= 12
         with monkeypatch.context() as patch:
-            patch.setattr(_batch_repeat, "_find", None)
-            patch.setattr(_batch_run, "_check_arrays", None)
+            patch.setattr(repeat, "_find", None)
+            patch.setattr(run, "_check_arrays", None)
             assert count_functions(call) <= 8

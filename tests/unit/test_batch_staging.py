@@ -12,12 +12,12 @@ from helpers.batches import HKV, HQ, D
 from helpers.fake_gpu import count_functions
 
 import cupyattn
-from cupyattn import _wrapper
+from cupyattn.batch import staging as wrapper
 
 
 @pytest.fixture
-def staging(stream: fake_batch.Stream) -> _wrapper.Staging:
-    return _wrapper.Staging(0)
+def staging(stream: fake_batch.Stream) -> wrapper.Staging:
+    return wrapper.Staging(0)
 
 
 def target(count: int) -> np.ndarray:
@@ -25,7 +25,7 @@ def target(count: int) -> np.ndarray:
 
 
 def test_blocks_take_turns_and_wait_for_their_copy(
-    stream: fake_batch.Stream, staging: _wrapper.Staging
+    stream: fake_batch.Stream, staging: wrapper.Staging
 ) -> None:
     targets = [target(10) for _ in range(7)]
     for step, x in enumerate(targets):
@@ -63,7 +63,7 @@ def test_a_copy_that_is_not_in_flight_is_not_waited_for(
 
 def test_blocks_outlive_their_copies(stream: fake_batch.Stream) -> None:
     x = target(8)
-    gone = _wrapper.Staging(0)
+    gone = wrapper.Staging(0)
     gone.block(8)[:8] = 5
     gone.send([(0, 8, x.ctypes.data)], fake_gpu.STREAM)
     del gone

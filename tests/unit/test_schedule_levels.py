@@ -8,7 +8,7 @@ from helpers.level_plans import SHAPES, Cascade, cascades, offsets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupyattn._cascade_levels import flatten, read_levels
+from cupyattn.batch.levels import flatten, read_levels
 from cupyattn.errors import ArgumentError, PlanError
 from cupyattn.schedule import tile_span
 from cupyattn.schedule.batch import WORK_FIELDS, BatchRequests, Masking, Splitting

@@ -13,7 +13,7 @@ from helpers.fake_batch import Device, check
 from helpers.fake_gpu import pointer
 
 import cupyattn
-from cupyattn import _batch_run
+from cupyattn.batch import run
 from cupyattn.errors import ArgumentError, PlanError
 
 WORKSPACE = np.empty(16, np.uint8)
@@ -59,7 +59,7 @@ def no_general_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def refuse(*_: object) -> None:
         raise AssertionError("the run went the general way")
 
-    return lambda: monkeypatch.setattr(_batch_run, "_check_arrays", refuse)
+    return lambda: monkeypatch.setattr(run, "_check_arrays", refuse)
 
 
 @pytest.mark.parametrize("form", verify_cases.FORMS)

@@ -11,18 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from . import array
-from .array import LOWEST_ADDRESS, ArrayView
-from .core import dtypes
-from .inputs.geometry import Variant
-from .launch.attention.bound_run import BoundRun
-from .launch.driver import params
-from .single.repeat import _READERS, _reach, _Read
+from .. import array
+from ..array import LOWEST_ADDRESS, ArrayView
+from ..core import dtypes
+from ..inputs.geometry import Variant
+from ..launch.attention.bound_run import BoundRun
+from ..launch.driver import params
+from ..single.repeat import _READERS, _reach, _Read
 
 if TYPE_CHECKING:
-    from ._batch_plan import Plan, Prepared
-    from .inputs.kv_cache import Keys
-    from .inputs.row_mask import MaskBits
+    from ..inputs.kv_cache import Keys
+    from ..inputs.row_mask import MaskBits
+    from .plan import Plan, Prepared
 
 _Maybe: TypeAlias = "ArrayView | None"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from . import reference
-from ._batch_requests import Batch
-from .inputs.geometry import Geometry
+from .. import reference
+from ..inputs.geometry import Geometry
+from .requests import Batch
 
 
 def attend_levels(

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from . import _item_runs, array, reference
-from ._batch_requests import Batch
-from ._wrapper import copy_on_device, same_device
-from .array import ArrayView
-from .array.match import Dims, match, require_contiguous_last, require_dtype
-from .core import dtypes
-from .errors import ArgumentError
-from .inputs.row_mask import MaskBits
+from .. import array, reference
+from ..array import ArrayView
+from ..array.match import Dims, match, require_contiguous_last, require_dtype
+from ..core import dtypes
+from ..errors import ArgumentError
+from ..inputs.row_mask import MaskBits
+from . import multi_item
+from .requests import Batch
+from .staging import copy_on_device, same_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Mask:
         if self.runs is not None:
             begin, qo_len = int(batch.qo_indptr[index]), int(batch.requests.qo_len[index])
             own = self.runs[begin : begin + qo_len]
-            return _item_runs.visible(own, qo_len, int(batch.requests.kv_len[index]))
+            return multi_item.visible(own, qo_len, int(batch.requests.kv_len[index]))
         if self.bits is None or batch.mask_indptr is None:
             return None
         lengths = batch.requests
@@ -118,7 +119,7 @@ class Mask:
                 return v
             copy_on_device(buffer.ptr, v.ptr, num_bytes, v.device.index, stream)
             return buffer
-        from .launch.ops import packbits
+        from ..launch.ops import packbits
 
         packed = buffer
         if packed is None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._batch_mask import Mask
-from ._batch_requests import Batch
-from .array import ArrayView
-from .inputs.geometry import Geometry, Variant
-from .inputs.row_mask import NO_BITS, MaskBits
-from .launch.attention.batch import BatchLauncher
-from .launch.attention.layout import BatchSchedule, Capacity
+from ..array import ArrayView
+from ..inputs.geometry import Geometry, Variant
+from ..inputs.row_mask import NO_BITS, MaskBits
+from ..launch.attention.batch import BatchLauncher
+from ..launch.attention.layout import BatchSchedule, Capacity
+from .mask import Mask
+from .requests import Batch
 
 
 @dataclass(slots=True)

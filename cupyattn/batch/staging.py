@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from . import array
-from .array import ArrayView
-from .core import dtypes
-from .errors import ArgumentError, PlanError, WorkspaceError
-from .launch.driver.enqueue import cuda
+from .. import array
+from ..array import ArrayView
+from ..core import dtypes
+from ..errors import ArgumentError, PlanError, WorkspaceError
+from ..launch.driver.enqueue import cuda
 
 _HOST_TO_DEVICE = 1
 _DEVICE_TO_DEVICE = 3

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import array
-from .array import ArrayView
-from .array.match import require_contiguous_last
-from .core import dtypes
-from .errors import ArgumentError, UnsupportedError
-from .schedule.batch import BatchRequests
-from .schedule.levels import Levels
-from .single.geometry import MAX_LENGTH
+from .. import array
+from ..array import ArrayView
+from ..array.match import require_contiguous_last
+from ..core import dtypes
+from ..errors import ArgumentError, UnsupportedError
+from ..schedule.batch import BatchRequests
+from ..schedule.levels import Levels
+from ..single.geometry import MAX_LENGTH
 
 # Half the time of the methods on short arrays.
 _least, _most = np.minimum.reduce, np.maximum.reduce

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from . import array
-from ._batch_requests import Batch, PageNames, read_paged, read_rows
-from ._wrapper import copy_on_device, int32_on_device
-from .array import ArrayView
-from .core import dtypes
-from .errors import ArgumentError, UnsupportedError
-from .schedule.batch import BatchRequests
-from .schedule.levels import Levels
-from .single.geometry import MAX_LENGTH
+from .. import array
+from ..array import ArrayView
+from ..core import dtypes
+from ..errors import ArgumentError, UnsupportedError
+from ..schedule.batch import BatchRequests
+from ..schedule.levels import Levels
+from ..single.geometry import MAX_LENGTH
+from .requests import Batch, PageNames, read_paged, read_rows
+from .staging import copy_on_device, int32_on_device
 
 
 def read_levels(

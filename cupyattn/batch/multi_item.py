@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from . import array
-from ._batch_requests import Batch
-from .errors import ArgumentError
+from .. import array
+from ..errors import ArgumentError
+from .requests import Batch
 
 
 def read_runs(

@@ -8,12 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from . import array
-from ._batch_graph import GraphBuffers
-from ._batch_mask import NO_MASK, Mask
-from ._batch_plan import Plan, Prepared
-from ._batch_requests import Batch, require_row_limit
-from ._wrapper import (
+from .. import array
+from ..errors import ArgumentError, PlanError
+from ..inputs import geometry as batch_geometry
+from ..inputs import parse
+from ..inputs.geometry import Geometry, PlanOptions, Variant, find_geometry
+from ..launch.attention.batch import BatchLauncher
+from ..launch.attention.layout import BatchSchedule, Capacity
+from ..launch.driver.enqueue import cuda
+from .graph_buffers import GraphBuffers
+from .mask import NO_MASK, Mask
+from .plan import Plan, Prepared
+from .requests import Batch, require_row_limit
+from .staging import (
     Copy,
     DeviceWords,
     Staging,
@@ -23,13 +30,6 @@ from ._wrapper import (
     same_device,
     view_workspace,
 )
-from .errors import ArgumentError, PlanError
-from .inputs import geometry as batch_geometry
-from .inputs import parse
-from .inputs.geometry import Geometry, PlanOptions, Variant, find_geometry
-from .launch.attention.batch import BatchLauncher
-from .launch.attention.layout import BatchSchedule, Capacity
-from .launch.driver.enqueue import cuda
 
 
 class BatchWrapper:

@@ -6,24 +6,24 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from . import array, reference
-from ._batch import BatchWrapper
-from ._batch_cascade_cpu import attend_levels
-from ._batch_plan import Plan
-from ._batch_repeat import bind, remember, repeat
-from ._batch_requests import Batch
-from ._wrapper import refuse_capture, same_device
-from .array import ArrayView
-from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
-from .core import dtypes
-from .core.dtypes import DType
-from .errors import ArgumentError
-from .inputs import parse, row_mask
-from .inputs.geometry import Geometry, Variant
-from .inputs.kv_cache import Keys, planned, view_paged, view_ragged
-from .inputs.row_mask import MaskBits
-from .launch.driver import params
-from .single.geometry import are_rows_aligned
+from .. import array, reference
+from ..array import ArrayView
+from ..array.match import Dims, match, require_contiguous_last, require_dtype, require_output
+from ..core import dtypes
+from ..core.dtypes import DType
+from ..errors import ArgumentError
+from ..inputs import parse, row_mask
+from ..inputs.geometry import Geometry, Variant
+from ..inputs.kv_cache import Keys, planned, view_paged, view_ragged
+from ..inputs.row_mask import MaskBits
+from ..launch.driver import params
+from ..single.geometry import are_rows_aligned
+from .plan import Plan
+from .reference import attend_levels
+from .repeat import bind, remember, repeat
+from .requests import Batch
+from .staging import refuse_capture, same_device
+from .wrapper import BatchWrapper
 
 _Maybe: TypeAlias = "ArrayView | None"
 

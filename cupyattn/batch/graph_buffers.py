@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from . import array
-from ._batch_mask import Mask
-from ._batch_requests import Batch
-from ._wrapper import copy_on_device, int32_on_device, same_device
-from .array import ArrayView
-from .array.match import require_contiguous_last, require_dtype
-from .core import dtypes
-from .errors import ArgumentError, PlanError
+from .. import array
+from ..array import ArrayView
+from ..array.match import require_contiguous_last, require_dtype
+from ..core import dtypes
+from ..errors import ArgumentError, PlanError
+from .mask import Mask
+from .requests import Batch
+from .staging import copy_on_device, int32_on_device, same_device
 
 # What a wrapper calls its buffers -> what they hold.
 _HOLDS = {

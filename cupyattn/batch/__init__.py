@@ -1,0 +1,1 @@
+"""Attention of a batch that plan() has laid out on the host."""
