@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._unplanned import run
-from ._unplanned_check import Options
-from ._unplanned_repeat import repeat
-from ._unplanned_scales import number_or_array
-from ._unplanned_views import Names, bucket
 from .errors import ArgumentError, UnsupportedError
 from .inputs import parse
+from .planless.call import run
+from .planless.check import Options
+from .planless.repeat import repeat
+from .planless.scales import number_or_array
+from .planless.views import Names, bucket
 
 __all__ = ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"]
 

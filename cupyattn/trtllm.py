@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ._unplanned import run
-from ._unplanned_check import Options, whole
-from ._unplanned_repeat import repeat
-from ._unplanned_scales import number_or_array
-from ._unplanned_views import Names, bucket
 from .errors import ArgumentError, UnsupportedError
 from .inputs import geometry, parse
+from .planless.call import run
+from .planless.check import Options, whole
+from .planless.repeat import repeat
+from .planless.scales import number_or_array
+from .planless.views import Names, bucket
 
 __all__ = [
     "trtllm_batch_context_with_kv_cache",

@@ -7,12 +7,12 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ._unplanned import run
-from ._unplanned_check import Options, whole
-from ._unplanned_repeat import repeat
-from ._unplanned_scales import number_or_array
-from ._unplanned_views import Names
 from .inputs import geometry
+from .planless.call import run
+from .planless.check import Options, whole
+from .planless.repeat import repeat
+from .planless.scales import number_or_array
+from .planless.views import Names
 
 __all__ = ["xqa"]
 

@@ -299,11 +299,12 @@ def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.nda
 
 def _forget_calls() -> None:
     """What the library remembers of calls holds kernels and addresses of another device."""
-    from cupyattn import _merge_repeat, _shared_prefix_padded, _unplanned
+    from cupyattn import _merge_repeat, _shared_prefix_padded
     from cupyattn.batch import repeat as batch_repeat
     from cupyattn.inputs import geometry
     from cupyattn.launch.attention import merge_levels, merge_splits
     from cupyattn.launch.tiles import select
+    from cupyattn.planless import call
     from cupyattn.single import repeat, run
 
     run._entries.clear()
@@ -319,7 +320,7 @@ def _forget_calls() -> None:
         merge_splits.config,
         select.mixed_config,
         select.tile_config,
-        _unplanned._plan,
+        call._plan,
     ]
     for cached in caches:
         cached.cache_clear()  # type: ignore[attr-defined]

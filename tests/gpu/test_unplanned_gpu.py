@@ -16,10 +16,10 @@ from helpers.on_gpu import capture, framework, workspace
 from helpers.unplanned_cases import ENTRIES, NUM_CASES, PROBLEMS, random_case
 
 import cupyattn
-from cupyattn import _unplanned_repeat
 from cupyattn.errors import ArgumentError, WorkspaceError
 from cupyattn.launch.attention import plan_on_device
 from cupyattn.launch.driver import enqueue
+from cupyattn.planless import repeat
 from cupyattn.schedule.tile_shape import TileShape
 
 pytestmark = pytest.mark.gpu
@@ -246,7 +246,7 @@ def test_too_small_a_workspace_says_what_it_needs() -> None:
 
 def test_debug_reads_what_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enqueue.cuda(), "is_debugging", True)
-    monkeypatch.setattr(_unplanned_repeat, "_reader_of", {})
+    monkeypatch.setattr(repeat, "_reader_of", {})
     model = Model(cupy, ENTRIES[0])
     model.call(model.out, model.lse)
     model.lens[1] = WIDTH * PAGE + 1

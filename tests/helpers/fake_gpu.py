@@ -22,7 +22,7 @@ from cupyattn.launch.tiles.select.config import TileConfig
 from cupyattn.launch.tiles.select.select import mixed_config, portable_config
 
 import cupyattn
-from cupyattn import _merge, _merge_repeat, _unplanned, _unplanned_repeat, array, jit
+from cupyattn import _merge, _merge_repeat, array, jit
 from cupyattn.array import views
 from cupyattn.core import dtypes
 from cupyattn.launch.attention import (
@@ -41,6 +41,8 @@ from cupyattn.launch.ops import (
     get_seq_lens,
     merge_states,
 )
+from cupyattn.planless import call as unplanned
+from cupyattn.planless import repeat as unplanned_repeat
 from cupyattn.single import repeat, run
 
 STREAM, COUNTERS, SLOTS, MAX_SHARED = 77, 3 << 40, 264, 227 * 1024
@@ -175,10 +177,10 @@ def forget() -> None:
     run._entries.clear()
     repeat._known.clear()
     repeat._reader_of.clear()
-    _unplanned._plan.cache_clear()
-    _unplanned_repeat._known.clear()
-    _unplanned_repeat._reader_of.clear()
-    _unplanned_repeat._last[0] = None, None
+    unplanned._plan.cache_clear()
+    unplanned_repeat._known.clear()
+    unplanned_repeat._reader_of.clear()
+    unplanned_repeat._last[0] = None, None
     _merge_repeat.forget()
 
 

@@ -11,10 +11,10 @@ from helpers import fake_gpu
 from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer, unpack
 
 import cupyattn
-from cupyattn import _unplanned, _unplanned_repeat
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError, WorkspaceError
 from cupyattn.launch.attention import plan_on_device
 from cupyattn.launch.ops import packbits
+from cupyattn.planless import call, repeat
 from cupyattn.schedule.batch import Masking
 from cupyattn.schedule.device import room
 from cupyattn.schedule.tile_shape import TileShape
@@ -156,7 +156,7 @@ def test_calls_that_look_alike_go_the_short_way(
     calls(calls.arguments())
     later = [calls.arguments() for _ in range(3)]
     gpu.launches.clear()
-    monkeypatch.setattr(_unplanned, "check", no_general_way)
+    monkeypatch.setattr(call, "check", no_general_way)
     for arguments in later:
         answer = calls(arguments)
     short = [facts(launch) for launch in gpu.launches]
@@ -198,12 +198,12 @@ def test_growing_requests_look_alike(gpu: Gpu, make: Make, monkeypatch: pytest.M
     calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
     arguments = calls.arguments()
     calls(arguments | {"max_seq_len": 70})
-    known = len(_unplanned_repeat._known)
+    known = len(repeat._known)
     for longest in (71, 100, 128):
         calls(arguments | {"max_seq_len": longest})
-    assert len(_unplanned_repeat._known) == known
+    assert len(repeat._known) == known
     calls(arguments | {"max_seq_len": 129})
-    assert len(_unplanned_repeat._known) == known + 1
+    assert len(repeat._known) == known + 1
 
 
 def test_answers_are_made_on_the_short_way_too(gpu: Gpu, make: Make) -> None:

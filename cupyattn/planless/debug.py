@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import array
-from ._unplanned_check import Call
-from ._unplanned_reference import check_pages, requests_of
-from ._unplanned_views import Names
+from .. import array
+from .check import Call
+from .reference import check_pages, requests_of
+from .views import Names
 
 
 def check_values(call: Call, names: Names) -> None:

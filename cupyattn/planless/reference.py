@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import array, reference
-from ._unplanned_check import Arrays, Call
-from ._unplanned_views import Names
-from .array import ArrayView
-from .errors import ArgumentError
-from .inputs import row_mask
+from .. import array, reference
+from ..array import ArrayView
+from ..errors import ArgumentError
+from ..inputs import row_mask
+from .check import Arrays, Call
+from .views import Names
 
 
 class Request(NamedTuple):

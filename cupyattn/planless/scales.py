@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import array
-from .array import ArrayView
-from .array.match import require_dtype
-from .core import dtypes
-from .errors import ArgumentError
-from .inputs import parse
+from .. import array
+from ..array import ArrayView
+from ..array.match import require_dtype
+from ..core import dtypes
+from ..errors import ArgumentError
+from ..inputs import parse
 
 # Where the scales of q, k and v are among what not every call has (Arrays from qo_lens on); -1 for
 # none.

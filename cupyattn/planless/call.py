@@ -13,26 +13,27 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _unplanned_debug, _unplanned_reference, array
-from ._unplanned_check import Arrays, Call, Options, check
-from ._unplanned_repeat import remember
-from ._unplanned_views import merge_leading
-from .array import ArrayView
-from .array.match import require_output
-from .batch.staging import view_workspace
-from .core import dtypes
-from .errors import WorkspaceError
-from .inputs import row_mask
-from .inputs.geometry import Variant
-from .inputs.row_mask import NO_BITS, MaskBits
-from .launch.attention import pad_lse, plan_on_device
-from .launch.attention.batch import BatchLauncher
-from .launch.attention.bound_run import BoundRun
-from .launch.attention.pad_lse import Padding
-from .launch.attention.plan_on_device import DevicePlan, Lengths
-from .launch.driver import params, scratch
-from .launch.driver.enqueue import cuda
-from .single.geometry import are_rows_aligned
+from .. import array
+from ..array import ArrayView
+from ..array.match import require_output
+from ..batch.staging import view_workspace
+from ..core import dtypes
+from ..errors import WorkspaceError
+from ..inputs import row_mask
+from ..inputs.geometry import Variant
+from ..inputs.row_mask import NO_BITS, MaskBits
+from ..launch.attention import pad_lse, plan_on_device
+from ..launch.attention.batch import BatchLauncher
+from ..launch.attention.bound_run import BoundRun
+from ..launch.attention.pad_lse import Padding
+from ..launch.attention.plan_on_device import DevicePlan, Lengths
+from ..launch.driver import params, scratch
+from ..launch.driver.enqueue import cuda
+from ..single.geometry import are_rows_aligned
+from . import debug, reference
+from .check import Arrays, Call, Options, check
+from .repeat import remember
+from .views import merge_leading
 
 _MAX_BOUND = 256
 
@@ -143,7 +144,7 @@ def run(
 
     # --- 2. Answer on the CPU ---
     if vq.device.kind == "cpu":
-        return _unplanned_reference.answer(call, arrays, options.names)
+        return reference.answer(call, arrays, options.names)
 
     # --- 3. Launch on the caller's stream ---
     out, lse = arrays.out, arrays.lse
@@ -157,7 +158,7 @@ def run(
             call.lse = merge_leading(call.lse, "lse", 1)
     if vq.shape[0] or (call.lse is not None and call.pads_lse and call.lse.shape[0]):
         if cuda().is_debugging:
-            _unplanned_debug.check_values(call, options.names)
+            debug.check_values(call, options.names)
         prepared = _prepare(call)
         _launch(call, prepared, vworkspace)
         if call.scales.is_constant and not _is_of_bools(call) and not cuda().is_debugging:

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import array
-from .array import LOWEST_ADDRESS
-from .batch.repeat import _ADDRESSES
-from .core import dtypes
-from .single.repeat import _READERS, _Read
+from .. import array
+from ..array import LOWEST_ADDRESS
+from ..batch.repeat import _ADDRESSES
+from ..core import dtypes
+from ..single.repeat import _READERS, _Read
 
 if TYPE_CHECKING:
-    from ._unplanned import Prepared
-    from ._unplanned_check import Arrays, Call
+    from .call import Prepared
+    from .check import Arrays, Call
 
 _MAX_KNOWN = 4096
 # Addresses of what is not usual, where there is nothing of it: the last stands for no array.

@@ -7,9 +7,18 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from . import array
-from ._unplanned_scales import Scales, view_scales
-from ._unplanned_views import (
+from .. import array
+from ..array import ArrayView
+from ..array.match import Dims, require_output
+from ..core import dtypes
+from ..errors import ArgumentError, UnsupportedError
+from ..inputs import parse, row_mask
+from ..inputs.geometry import Geometry, PlanOptions, find_geometry
+from ..inputs.kv_cache import Keys
+from ..launch.attention.plan_on_device import IndexFormat, Lengths
+from ..single.geometry import MAX_LENGTH
+from .scales import Scales, view_scales
+from .views import (
     Names,
     merge_leading,
     view_cache,
@@ -19,15 +28,6 @@ from ._unplanned_views import (
     view_sinks,
     view_table,
 )
-from .array import ArrayView
-from .array.match import Dims, require_output
-from .core import dtypes
-from .errors import ArgumentError, UnsupportedError
-from .inputs import parse, row_mask
-from .inputs.geometry import Geometry, PlanOptions, find_geometry
-from .inputs.kv_cache import Keys
-from .launch.attention.plan_on_device import IndexFormat, Lengths
-from .single.geometry import MAX_LENGTH
 
 
 class Arrays(NamedTuple):

@@ -1,0 +1,1 @@
+"""Attention of a batch whose lengths stay on the device."""
