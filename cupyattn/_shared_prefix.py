@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import _merge, array
+from . import array
 from ._batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from ._batch_paged import BatchPrefillWithPagedKVCacheWrapper
 from .array import ArrayView
@@ -23,6 +23,7 @@ from .inputs import parse
 from .inputs.geometry import Geometry
 from .inputs.kv_cache import is_pair, planned
 from .prefill import single_prefill_with_kv_cache
+from .states import merge as module_merge
 
 
 class _SharedPrefixWrapper:
@@ -91,7 +92,7 @@ class _SharedPrefixWrapper:
 def merge(a: tuple[Any, Any], b: tuple[Any, Any]) -> Any:
     """The output of two states (out, lse)."""
     arrays = a[0], b[0], a[1], b[1], None, None, None, None
-    return _merge.run(_merge.PAIR, arrays, False)[0]
+    return module_merge.run(module_merge.PAIR, arrays, False)[0]
 
 
 def _check_shared(views: dict[str, ArrayView], geometry: Geometry) -> None:

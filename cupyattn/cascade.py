@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _merge
 from ._batch_cascade import MultiLevelCascadeAttentionWrapper
-from ._merge_repeat import repeat
 from ._shared_prefix import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
 )
 from ._shared_prefix_padded import batch_decode_with_shared_prefix_padded_kv_cache
+from .states import merge
+from .states.repeat import repeat
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -60,7 +60,7 @@ def merge_state(
     else:
         arrays = v_a, v_b, s_a, s_b, out, lse
     answer = repeat(False, arrays, lse_base_on_e)
-    return _merge.run(_merge.PAIR, arrays, lse_base_on_e) if answer is None else answer
+    return merge.run(merge.PAIR, arrays, lse_base_on_e) if answer is None else answer
 
 
 def merge_state_in_place(
@@ -78,7 +78,7 @@ def merge_state_in_place(
     if mask is not None:
         arrays = (*arrays, None, None, None, mask)
     if repeat(True, arrays, lse_base_on_e) is None:
-        _merge.run(_merge.IN_PLACE, arrays, lse_base_on_e)
+        merge.run(merge.IN_PLACE, arrays, lse_base_on_e)
 
 
 def merge_states(
@@ -92,7 +92,7 @@ def merge_states(
     """
     arrays = v, None, s, None, out, lse
     answer = repeat(False, arrays, lse_base_on_e)
-    return _merge.run(_merge.STATES, arrays, lse_base_on_e) if answer is None else answer
+    return merge.run(merge.STATES, arrays, lse_base_on_e) if answer is None else answer
 
 
 def variable_length_merge_states(
@@ -109,4 +109,4 @@ def variable_length_merge_states(
     """
     arrays = v, None, s, None, out, lse, indptr
     answer = repeat(False, arrays, lse_base_on_e)
-    return _merge.run(_merge.SEGMENTS, arrays, lse_base_on_e) if answer is None else answer
+    return merge.run(merge.SEGMENTS, arrays, lse_base_on_e) if answer is None else answer

@@ -299,19 +299,20 @@ def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.nda
 
 def _forget_calls() -> None:
     """What the library remembers of calls holds kernels and addresses of another device."""
-    from cupyattn import _merge_repeat, _shared_prefix_padded
+    from cupyattn import _shared_prefix_padded
     from cupyattn.batch import repeat as batch_repeat
     from cupyattn.inputs import geometry
     from cupyattn.launch.attention import merge_levels, merge_splits
     from cupyattn.launch.tiles import select
     from cupyattn.planless import call
     from cupyattn.single import repeat, run
+    from cupyattn.states import repeat as merge_repeat
 
     run._entries.clear()
     repeat._known.clear()
     geometry._known.clear()
     batch_repeat._reader_of.clear()
-    _merge_repeat.forget()
+    merge_repeat.forget()
     _shared_prefix_padded._padded.clear()
     caches: list[Callable[..., Any]] = [
         single.load_kernel,

@@ -22,7 +22,7 @@ from cupyattn.launch.tiles.select.config import TileConfig
 from cupyattn.launch.tiles.select.select import mixed_config, portable_config
 
 import cupyattn
-from cupyattn import _merge, _merge_repeat, array, jit
+from cupyattn import array, jit
 from cupyattn.array import views
 from cupyattn.core import dtypes
 from cupyattn.launch.attention import (
@@ -44,6 +44,8 @@ from cupyattn.launch.ops import (
 from cupyattn.planless import call as unplanned
 from cupyattn.planless import repeat as unplanned_repeat
 from cupyattn.single import repeat, run
+from cupyattn.states import merge
+from cupyattn.states import repeat as merge_repeat
 
 STREAM, COUNTERS, SLOTS, MAX_SHARED = 77, 3 << 40, 264, 227 * 1024
 HEADER = Path(__file__).parents[2] / "kernels/cupyattn/params/attention.cuh"
@@ -148,7 +150,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setattr(module, "load_kernel", load_kernel)
         monkeypatch.setattr(module, "load_mixed", load_mixed)
     monkeypatch.setattr(enqueue, "cuda", lambda: fake.api)
-    for module in (append_paged_kv_cache, _merge):
+    for module in (append_paged_kv_cache, merge):
         monkeypatch.setattr(module, "cuda", lambda: fake.api)
     monkeypatch.setattr(scratch, "cuda", lambda: fake.api)
     monkeypatch.setattr(scratch, "allocator", allocator)
@@ -181,7 +183,7 @@ def forget() -> None:
     unplanned_repeat._known.clear()
     unplanned_repeat._reader_of.clear()
     unplanned_repeat._last[0] = None, None
-    _merge_repeat.forget()
+    merge_repeat.forget()
 
 
 def maker(framework: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:

@@ -12,10 +12,11 @@ import pytest
 from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer
 
 import cupyattn
-from cupyattn import _merge_repeat, array, jit
+from cupyattn import array, jit
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError
 from cupyattn.launch.driver import params
 from cupyattn.launch.ops import merge_states as launcher
+from cupyattn.states import repeat
 
 N, M, H, D = 6, 5, 3, 64
 _NAMES = (
@@ -85,7 +86,7 @@ def test_what_is_launched(gpu: Gpu, make: Callable, form: str) -> None:
         magic, shift = params.divisor(H)
         wanted |= {"num_heads": H, "magic": magic, "shift": shift, "head_dim": D, "lane_bits": 3}
         assert got == wanted | {"to_base2": 1.0, "from_base2": 1.0}
-    assert len(_merge_repeat._known) == 1
+    assert len(repeat._known) == 1
 
 
 def test_natural_logarithms_masks_and_outputs(gpu: Gpu, make: Callable) -> None:
@@ -105,7 +106,7 @@ def test_natural_logarithms_masks_and_outputs(gpu: Gpu, make: Callable) -> None:
         assert (got["lse_n"], got["lse_h"]) == (1, N)
     one = cupyattn.merge_state(**pair, lse=lse)
     assert one[1] is lse and one[0] is not out and one[0].dtype == pair["v_a"].dtype
-    assert len(_merge_repeat._known) == 3
+    assert len(repeat._known) == 3
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_alignment(gpu: Gpu, make: Callable, shift: int) -> None:
             assert unpack(gpu.launches[-1])["lane_bits"] == (5 if shift % 8 else 3)
             cupyattn.merge_state(**plain, out=make(N, H, D))
             assert unpack(gpu.launches[-1])["lane_bits"] == 3
-    assert len(_merge_repeat._known) == (2 if shift % 8 else 1)
+    assert len(repeat._known) == (2 if shift % 8 else 1)
 
 
 def test_answers_of_the_short_way_are_as_of_the_general_one(gpu: Gpu, make: Callable) -> None:

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import array, reference
-from ._merge_repeat import remember
-from .array import ArrayView
-from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
-from .core import dtypes
-from .errors import ArgumentError, UnsupportedError
-from .inputs import parse
-from .launch.driver.enqueue import cuda
-from .launch.ops.merge_states import MAX_COUNT, States, prepare
+from .. import array, reference
+from ..array import ArrayView
+from ..array.match import Dims, match, require_contiguous_last, require_dtype, require_output
+from ..core import dtypes
+from ..errors import ArgumentError, UnsupportedError
+from ..inputs import parse
+from ..launch.driver.enqueue import cuda
+from ..launch.ops.merge_states import MAX_COUNT, States, prepare
+from .repeat import remember
 
 _FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 

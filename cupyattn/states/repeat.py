@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from . import array
-from .array import LOWEST_ADDRESS, ArrayView
-from .launch.ops.merge_states import Merge
+from .. import array
+from ..array import LOWEST_ADDRESS, ArrayView
+from ..launch.ops.merge_states import Merge
 
 _MAX_KNOWN = 4096
 

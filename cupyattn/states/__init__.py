@@ -1,0 +1,1 @@
+"""Partial states (V, LSE) and their merges."""
