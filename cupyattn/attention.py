@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._batch_mixed import BatchAttention
-from ._batch_sinks import BatchAttentionWithAttentionSinkWrapper
+from .wrappers.mixed import BatchAttention
+from .wrappers.sinks import BatchAttentionWithAttentionSinkWrapper
 
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]

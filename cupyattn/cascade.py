@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._batch_cascade import MultiLevelCascadeAttentionWrapper
-from ._shared_prefix import (
+from .states import merge
+from .states.repeat import repeat
+from .wrappers.cascade import MultiLevelCascadeAttentionWrapper
+from .wrappers.shared_prefix import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
 )
-from ._shared_prefix_padded import batch_decode_with_shared_prefix_padded_kv_cache
-from .states import merge
-from .states.repeat import repeat
+from .wrappers.shared_prefix_padded import batch_decode_with_shared_prefix_padded_kv_cache
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._batch_decode import (
-    BatchDecodeWithPagedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    fast_decode_plan,
-)
 from .cudnn import cudnn_batch_decode_with_kv_cache
 from .single import run
 from .single.geometry import NO_EXTRAS, Extras
 from .trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from .wrappers.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+)
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ._batch_paged import BatchPrefillWithPagedKVCacheWrapper
-from ._batch_ragged import BatchPrefillWithRaggedKVCacheWrapper
 from .core.problem import KV_LAYOUTS
 from .cudnn import cudnn_batch_prefill_with_kv_cache
 from .errors import ArgumentError
@@ -15,6 +13,8 @@ from .inputs import parse
 from .single import run
 from .single.geometry import NO_EXTRAS, Extras
 from .trtllm import trtllm_batch_context_with_kv_cache
+from .wrappers.prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from .wrappers.prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",

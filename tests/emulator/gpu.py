@@ -299,7 +299,6 @@ def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.nda
 
 def _forget_calls() -> None:
     """What the library remembers of calls holds kernels and addresses of another device."""
-    from cupyattn import _shared_prefix_padded
     from cupyattn.batch import repeat as batch_repeat
     from cupyattn.inputs import geometry
     from cupyattn.launch.attention import merge_levels, merge_splits
@@ -307,13 +306,14 @@ def _forget_calls() -> None:
     from cupyattn.planless import call
     from cupyattn.single import repeat, run
     from cupyattn.states import repeat as merge_repeat
+    from cupyattn.wrappers import shared_prefix_padded
 
     run._entries.clear()
     repeat._known.clear()
     geometry._known.clear()
     batch_repeat._reader_of.clear()
     merge_repeat.forget()
-    _shared_prefix_padded._padded.clear()
+    shared_prefix_padded._padded.clear()
     caches: list[Callable[..., Any]] = [
         single.load_kernel,
         single.load_mixed,

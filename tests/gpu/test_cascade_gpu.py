@@ -14,7 +14,7 @@ from helpers.on_gpu import capture, framework, ints, same, scratch, workspace
 from helpers.share import some
 
 import cupyattn
-from cupyattn import _batch_mixed
+from cupyattn.wrappers import mixed as batch_mixed
 
 pytestmark = pytest.mark.gpu
 
@@ -313,7 +313,7 @@ def test_plans_against_runs_in_flight() -> None:
 def test_the_workspace_of_batch_attention_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of one wrapper, each with more partial states than the last, and runs in flight."""
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(_batch_mixed, "_FIRST_WORKSPACE_BYTES", 1 << 16)
+    monkeypatch.setattr(batch_mixed, "_FIRST_WORKSPACE_BYTES", 1 << 16)
     calls = []
     for longest in (300, 3_000, 12_000, 30_000):
         lengths = [700, longest, longest, 300]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import _shared_prefix_padded, array, reference
+from cupyattn import array, reference
 from cupyattn.batch import graph_buffers, repeat, staging
 from cupyattn.batch import levels as cascade_levels
 from cupyattn.core import dtypes
@@ -24,6 +24,7 @@ from cupyattn.launch.attention import batch
 from cupyattn.launch.driver import params
 from cupyattn.launch.ops import packbits
 from cupyattn.schedule.batch import WORK_FIELDS
+from cupyattn.wrappers import shared_prefix_padded
 
 from . import fake_gpu
 
@@ -106,7 +107,7 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
 def forget() -> None:
     geometry._known.clear()
     repeat._reader_of.clear()
-    _shared_prefix_padded._padded.clear()
+    shared_prefix_padded._padded.clear()
 
 
 def _batch_module() -> Any:

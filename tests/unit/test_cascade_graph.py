@@ -15,8 +15,9 @@ from helpers.fake_batch import Device
 from helpers.fake_gpu import pointer
 
 import cupyattn
-from cupyattn import _batch_mixed, array
+from cupyattn import array
 from cupyattn.errors import ArgumentError, PlanError, UnsupportedError, WorkspaceError
+from cupyattn.wrappers import mixed
 
 BASE = Case(
     seed=1,
@@ -325,8 +326,8 @@ def own_workspaces(device: Device, gpu: Any, monkeypatch: pytest.MonkeyPatch) ->
         return device.make(*shape, dtype=dtype.name)
 
     monkeypatch.setattr(array, "empty_on", empty_on)
-    monkeypatch.setattr(_batch_mixed, "device_props", lambda index: None)
-    monkeypatch.setattr(_batch_mixed, "cuda", lambda: gpu.api)
+    monkeypatch.setattr(mixed, "device_props", lambda index: None)
+    monkeypatch.setattr(mixed, "cuda", lambda: gpu.api)
     return sizes
 
 
@@ -355,7 +356,7 @@ def test_a_fresh_batch_attention_can_be_asked_for_its_workspace(
 def test_the_workspace_of_batch_attention_grows(
     device: Device, own_workspaces: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_batch_mixed, "_FIRST_WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(mixed, "_FIRST_WORKSPACE_BYTES", 64)
     w = cupyattn.BatchAttention()
     sizes = []
     for kv_len in (10, 3000, 12_000, 9):

@@ -11,9 +11,10 @@ from helpers.batches import HKV, HQ, D
 from helpers.fake_batch import Device
 
 import cupyattn
-from cupyattn import _shared_prefix_padded, reference
+from cupyattn import reference
 from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError, PlanError, UnsupportedError, WorkspaceError
+from cupyattn.wrappers import shared_prefix_padded
 
 PAGE, SHARED = 4, 11
 QO_LEN, KV_LEN = [3, 0, 2], [9, 4, 0]
@@ -146,7 +147,7 @@ def test_padded_calls_plan_when_something_changes() -> None:
             keys = [np.concatenate([shared[j], own[j, i]]) for j in range(2)]
             wanted, _ = reference.attention(q[i : i + 1], *keys, sm_scale=sm_scale)
             np.testing.assert_allclose(got[i : i + 1].astype(np.float64), wanted, atol=3e-3)
-        (padded,) = _shared_prefix_padded._padded.values()
+        (padded,) = shared_prefix_padded._padded.values()
         plans.append(padded._wrapper._current)
     assert plans[0] is plans[1] and len({id(plan) for plan in plans}) == 4
 

@@ -1,34 +1,36 @@
-"""Batch prefill and append over keys and values that are rows of one array each."""
+"""Batch prefill and append over pages of keys and values."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ._batch_old import accepts_old_plans, check_run, read_scales
-from .batch.mask import NO_MASK, read_mask
-from .batch.multi_item import read_runs
-from .batch.requests import read_ragged, read_rows, with_mask
-from .batch.run import NO_SCALES, Scales, run
-from .batch.wrapper import BatchWrapper
-from .inputs import geometry
-from .inputs.geometry import PlanOptions
+from ..batch.mask import NO_MASK, read_mask
+from ..batch.multi_item import read_runs
+from ..batch.requests import PageNames, read_paged, read_rows, with_mask
+from ..batch.run import NO_SCALES, Scales, run
+from ..batch.wrapper import BatchWrapper
+from ..inputs import geometry
+from ..inputs.geometry import PlanOptions
+from .legacy import accepts_old_plans, check_run, read_scales
 
-_OLD_RUN = ("return_lse",)
+_NAMES = PageNames("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+_OLD_RUN = ("k_scale", "v_scale", "return_lse")
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
-    """Prefill or append attention of a batch over ragged keys: plan() once, run() for every layer.
+class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
+    """Prefill or append attention of a batch over a paged KV cache: plan() once, run() per layer.
 
     float_workspace_buffer  contiguous bytes of any dtype on the device of the arrays to come, from
             a 16-byte boundary on; 128 MB serve any batch. It decides the device: on the CPU, the
             reference answers.
-    kv_layout   "NHD" or "HND": rows [n, num_kv_heads, head_dim], or heads first.
-    use_cuda_graph  runs are going to be captured. The next two are needed then, on the device,
-            int32; plan() fills them, and may be called between replays with other lengths and
-            masks. The number of requests, heads, dims, dtypes and options are those of the first
-            plan, which must have the most query rows (under fixed_split_size the most keys too); k
-            and v of the captured run must have room for the most keys.
-    qo_indptr_buf [B + 1], kv_indptr_buf [B + 1].
+    kv_layout   "NHD" or "HND": pages [page_size, num_kv_heads, head_dim], or heads first.
+    use_cuda_graph  runs are going to be captured. The next four are needed then, on the device,
+            int32; plan() fills them, and may be called between replays with other lengths, page
+            tables and masks: what a captured run reads stays where it is. The number of requests,
+            heads, dims, dtypes and options are those of the first plan, which must have the most
+            query rows.
+    qo_indptr_buf [B + 1], paged_kv_indptr_buf [B + 1], paged_kv_indices_buf [max pages of a batch],
+    paged_kv_last_page_len_buf [B].
     custom_mask_buf, mask_indptr_buf  uint8 [max bytes of a packed mask] and int32 [B + 1]: given if
             and only if the graph is to read a mask. (qk_indptr_buf is the second's older name.)
     backend     accepted for compatibility: the kernel is chosen by the device. jit_args and
@@ -44,7 +46,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         kv_layout: str = "NHD",
         use_cuda_graph: bool = False,
         qo_indptr_buf: Any = None,
-        kv_indptr_buf: Any = None,
+        paged_kv_indptr_buf: Any = None,
+        paged_kv_indices_buf: Any = None,
+        paged_kv_last_page_len_buf: Any = None,
         custom_mask_buf: Any = None,
         mask_indptr_buf: Any = None,
         backend: str = "auto",
@@ -56,7 +60,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
     ) -> None:
         buffers = {
             "qo_indptr_buf": qo_indptr_buf,
-            "kv_indptr_buf": kv_indptr_buf,
+            "paged_kv_indptr_buf": paged_kv_indptr_buf,
+            "paged_kv_indices_buf": paged_kv_indices_buf,
+            "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
             "custom_mask_buf": custom_mask_buf,
             "mask_indptr_buf": qk_indptr_buf if mask_indptr_buf is None else mask_indptr_buf,
         }
@@ -64,23 +70,26 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         jit_args = jit_args or jit_kwargs
         super().__init__(workspace, kv_layout, use_cuda_graph, buffers, backend, jit_args)
 
-    @accepts_old_plans(slot=5)
+    @accepts_old_plans(slot=8)
     def plan(
         self,
         qo_indptr: Any,
-        kv_indptr: Any,
+        paged_kv_indptr: Any,
+        paged_kv_indices: Any,
+        paged_kv_last_page_len: Any,
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim_qk: int,
+        page_size: int,
         head_dim_vo: int | None = None,
         custom_mask: Any = None,
         packed_custom_mask: Any = None,
         causal: bool = False,
         pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         q_data_type: Any = "float16",
@@ -91,20 +100,27 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         token_pos_in_items_ptr: Any = None,
         token_pos_in_items_len: int = 0,
         max_item_len_ptr: Any = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
         seq_lens: Any = None,
         seq_lens_q: Any = None,
+        block_tables: Any = None,
         max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None,
-        v_indptr: Any = None,
-        o_indptr: Any = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
     ) -> None:
         """Schedule the batch that the next runs are for.
 
-        qo_indptr   int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
-        kv_indptr   int32 or int64 [B + 1]: rows of k and v of each request. Both may be on the host
-                or on the device, where they cost a copy that waits for it each.
+        qo_indptr               int32 or int64 [B + 1] from 0 on: rows of q of each request, its
+                last tokens.
+        paged_kv_indptr         int32 or int64 [B + 1]: request b has the pages
+                paged_kv_indices[paged_kv_indptr[b]:paged_kv_indptr[b + 1]].
+        paged_kv_indices        int32 or int64 [>= paged_kv_indptr[B]]: ids of pages.
+        paged_kv_last_page_len  int32 or int64 [B], 1 to page_size: tokens in the last page of each
+                request. A request without pages has no keys, and its rows answer 0.
+        They may be on the host or on the device. All but the ids are needed on the host: on a
+        device they cost a copy that waits for it each. Ids on a device are read in place by the
+        kernels (in graph mode they are copied into the buffer), so they must not change before the
+        runs are over; on the host they are checked, and copied with the schedule.
         num_qo_heads to head_dim_vo   of the arrays that run() is going to get; head_dim_vo defaults
                 to head_dim_qk.
         custom_mask             bool [sum of qo_len * kv_len]: the [qo_len, kv_len] masks of all
@@ -113,9 +129,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
                 (`segment_packbits(mask, indptr, bitorder="little")`); it wins over custom_mask.
         causal                  row i of a request sees keys up to i + kv_len - qo_len.
         q_data_type, kv_data_type, o_data_type  default float16, that of q, that of q.
-        fixed_split_size        keys after which a request is split, whatever else is in the batch:
-                its answer is then the same, bit for bit, in every batch. Default: as many splits as
-                keep the device busy. disable_split_kv: never split; it wins.
+        fixed_split_size        pages after which keys are split, whatever else is in the batch: a
+                request's answer is then the same, bit for bit, in every batch. Default: as many
+                splits as keep the device busy. disable_split_kv: never split; it wins.
         prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr  multi-item
                 scoring: a request's keys are a prefix, then items with a delimiter ahead of each
                 (and often one at the end). Rows of an item see the prefix and their item up to
@@ -124,19 +140,23 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
                 each key behind it has in its item, from 1 on, 0 for delimiters; and [B], the
                 longest item, which is not needed. The first two are needed on the host; causal is
                 implied, a mask is refused.
-        Other options as in single_prefill_with_kv_cache. v_indptr and o_indptr must be left alone;
-        the rest is accepted for compatibility. Older names and the older order without head_dim_vo
-        are understood; data_type sets q's and the cache's.
+        Other options as in single_prefill_with_kv_cache; the rest is accepted for compatibility.
+        Older names and the older order without head_dim_vo are understood; data_type sets q's and
+        the cache's.
 
         Raises ArgumentError, UnsupportedError, WorkspaceError (naming the bytes it needs) or
         PlanError (naming what a captured graph keeps); the last plan then stays in force.
         """
-        geometry.refuse(
-            "values and answers are where keys and queries are",
-            v_indptr=v_indptr,
-            o_indptr=o_indptr,
+        page_size = geometry.count(page_size, "page_size")
+        batch = read_paged(
+            read_rows(qo_indptr),
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            page_size,
+            _NAMES,
+            self._is_debugging(),
         )
-        batch = read_ragged(read_rows(qo_indptr), kv_indptr)
         runs = read_runs(
             batch, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
         )
@@ -150,7 +170,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             num_kv_heads,
             head_dim_qk,
             head_dim_vo,
-            0,
+            page_size,
             q_data_type,
             kv_data_type,
             o_data_type,
@@ -164,7 +184,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             rope_theta,
             runs is not None,
         )
-        split = geometry.split_size(fixed_split_size, disable_split_kv, 1)
+        split = geometry.split_size(fixed_split_size, disable_split_kv, page_size)
         self._install(given, batch, mask, split)
 
     begin_forward = plan
@@ -172,35 +192,41 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
     def run(
         self,
         q: Any,
-        k: Any,
-        v: Any,
+        paged_kv_cache: Any,
         *args: Any,
         q_scale: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
-        o_scale: float | None = None,
         out: Any = None,
         lse: Any = None,
         return_lse: bool = False,
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Any = None,
     ) -> Any:
         """Attention of the planned batch.
 
         q       [qo_indptr[B], num_qo_heads, head_dim_qk].
-        k, v    [>= kv_indptr[B], num_kv_heads, head_dim] ("NHD") or [num_kv_heads, >= kv_indptr[B],
-                head_dim] ("HND").
+        paged_kv_cache  [num_pages, 2, page_size, num_kv_heads, head_dim] ("NHD") or [num_pages, 2,
+                num_kv_heads, page_size, head_dim] ("HND"), or a pair (K, V) without the 2, each
+                with strides and a head dim of its own; without the axis of size page_size if that
+                is 1.
         q_scale, k_scale, v_scale  numbers, or float32 arrays [num_qo_heads], [num_kv_heads],
                 [num_kv_heads]; the first two multiply the logits, the last the output. A number in
-                an array on a GPU is waited for. Also by position: all three, or as once return_lse.
+                an array on a GPU is waited for. Also by position: all three, or as once k_scale,
+                v_scale and return_lse.
         out, lse   arrays to write instead of new ones; lse float32, base 2.
         sinks   float32 [num_qo_heads]: extra natural-log logits in the denominator.
-        window_left  if given, must be the plan's. enable_pdl is accepted for compatibility; o_scale
-                and kv_cache_sf must be None.
+        window_left  if given, must be the plan's. enable_pdl is accepted for compatibility; the
+                last two arguments must be None.
 
-        Returns and raises as BatchPrefillWithPagedKVCacheWrapper.run.
+        Returns out [qo_indptr[B], num_qo_heads, head_dim_vo] in q's framework and device, or (out,
+        lse [qo_indptr[B], num_qo_heads]) if `return_lse`. It never waits for the device; it
+        allocates its answers only. The first run with scales by head, or with arrays off 16-byte
+        boundaries, schedules the batch anew. Raises ArgumentError for arrays that do not fit the
+        plan, PlanError without a plan, before anything is written.
         """
         scales = NO_SCALES
         if args:
@@ -208,9 +234,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             scales, return_lse = read_scales(args, named, return_lse, _OLD_RUN)
         elif not (q_scale is k_scale is v_scale is None):
             scales = Scales(q_scale, k_scale, v_scale)
-        if not (window_left is o_scale is kv_cache_sf is None):
+        if not (window_left is skip_softmax_threshold_scale_factor is kv_cache_sf is None):
             planned = self._require_plan().geometry.options.window_left
-            check_run(window_left, planned, kv_cache_sf, o_scale, "o_scale")
+            factor = skip_softmax_threshold_scale_factor
+            name = "skip_softmax_threshold_scale_factor"
+            check_run(window_left, planned, kv_cache_sf, factor, name)
+        k, v = paged_kv_cache, None
+        if isinstance(paged_kv_cache, (tuple, list)) and len(paged_kv_cache) == 2:
+            k, v = paged_kv_cache
         return run(self, q, k, v, out, lse, sinks, scales, return_lse)
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,11 +251,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
     def forward(
         self,
         q: Any,
-        k: Any,
-        v: Any,
+        paged_kv_cache: Any,
         causal: bool | None = None,
         pos_encoding_mode: str | None = None,
         use_fp16_qk_reduction: bool = False,
+        k_scale: Any = None,
+        v_scale: Any = None,
         window_left: int | None = None,
         logits_soft_cap: float | None = None,
         sm_scale: float | None = None,
@@ -247,7 +279,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        return self.run(q, k, v, return_lse=return_lse)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     def forward_return_lse(self, *args: Any, **kwargs: Any) -> Any:
         """forward() that returns (out, lse)."""

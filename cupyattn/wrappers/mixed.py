@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import array
-from .array import ArrayView, Device
-from .batch.mask import NO_MASK
-from .batch.requests import PageNames, read_paged_lengths, read_rows
-from .batch.run import NO_SCALES, Scales, run
-from .batch.staging import view_workspace
-from .batch.wrapper import BatchWrapper, Plan
-from .core import dtypes
-from .core.device import device_props
-from .errors import ArgumentError, PlanError, UnsupportedError
-from .inputs import geometry, parse
-from .inputs.geometry import PlanOptions, Variant
-from .launch.attention.batch import BatchLauncher, BatchSchedule
-from .launch.driver.enqueue import cuda
+from .. import array
+from ..array import ArrayView, Device
+from ..batch.mask import NO_MASK
+from ..batch.requests import PageNames, read_paged_lengths, read_rows
+from ..batch.run import NO_SCALES, Scales, run
+from ..batch.staging import view_workspace
+from ..batch.wrapper import BatchWrapper, Plan
+from ..core import dtypes
+from ..core.device import device_props
+from ..errors import ArgumentError, PlanError, UnsupportedError
+from ..inputs import geometry, parse
+from ..inputs.geometry import PlanOptions, Variant
+from ..launch.attention.batch import BatchLauncher, BatchSchedule
+from ..launch.driver.enqueue import cuda
 
 _NAMES = PageNames("kv_indptr", "kv_indices", "kv_len_arr")
 _FIRST_WORKSPACE_BYTES = 32 << 20

@@ -9,21 +9,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import array
-from ._batch_decode import BatchDecodeWithPagedKVCacheWrapper
-from ._batch_paged import BatchPrefillWithPagedKVCacheWrapper
-from .array import ArrayView
-from .array.match import match, require_contiguous_last
-from .batch.requests import host_integers
-from .batch.staging import same_device
-from .core import dtypes
-from .errors import ArgumentError
-from .inputs import geometry as batch_geometry
-from .inputs import parse
-from .inputs.geometry import Geometry
-from .inputs.kv_cache import is_pair, planned
-from .prefill import single_prefill_with_kv_cache
-from .states import merge as module_merge
+from .. import array
+from ..array import ArrayView
+from ..array.match import match, require_contiguous_last
+from ..batch.requests import host_integers
+from ..batch.staging import same_device
+from ..core import dtypes
+from ..errors import ArgumentError
+from ..inputs import geometry as batch_geometry
+from ..inputs import parse
+from ..inputs.geometry import Geometry
+from ..inputs.kv_cache import is_pair, planned
+from ..prefill import single_prefill_with_kv_cache
+from ..states import merge as module_merge
+from .decode import BatchDecodeWithPagedKVCacheWrapper
+from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 
 
 class _SharedPrefixWrapper:

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from . import array
-from ._batch_decode import BatchDecodeWithPagedKVCacheWrapper
-from ._batch_mixed import OwnWorkspace
-from ._shared_prefix import merge
-from .array import ArrayView
-from .array.match import Dims, match, require_contiguous_last
-from .batch.staging import refuse_capture
-from .core import dtypes
-from .errors import ArgumentError
-from .inputs import parse
-from .prefill import single_prefill_with_kv_cache
+from .. import array
+from ..array import ArrayView
+from ..array.match import Dims, match, require_contiguous_last
+from ..batch.staging import refuse_capture
+from ..core import dtypes
+from ..errors import ArgumentError
+from ..inputs import parse
+from ..prefill import single_prefill_with_kv_cache
+from .decode import BatchDecodeWithPagedKVCacheWrapper
+from .mixed import OwnWorkspace
+from .shared_prefix import merge
 
 _MAX_PADDED = 16
 

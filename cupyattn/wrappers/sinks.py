@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ._batch_old import accepts_old_plans
-from ._batch_paged import BatchPrefillWithPagedKVCacheWrapper
-from .errors import ArgumentError, UnsupportedError
-from .inputs import parse
+from ..errors import ArgumentError, UnsupportedError
+from ..inputs import parse
+from .legacy import accepts_old_plans
+from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 
 _PLAN = inspect.signature(BatchPrefillWithPagedKVCacheWrapper.plan)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._batch_old import check_run, read_scales
-from .batch.mask import NO_MASK
-from .batch.requests import Batch, PageNames, read_paged
-from .batch.run import NO_SCALES, Scales, run
-from .batch.wrapper import BatchWrapper
-from .errors import PlanError, UnsupportedError
-from .inputs import geometry, parse
-from .inputs.geometry import PlanOptions
+from ..batch.mask import NO_MASK
+from ..batch.requests import Batch, PageNames, read_paged
+from ..batch.run import NO_SCALES, Scales, run
+from ..batch.wrapper import BatchWrapper
+from ..errors import PlanError, UnsupportedError
+from ..inputs import geometry, parse
+from ..inputs.geometry import PlanOptions
+from .legacy import check_run, read_scales
 
 _NAMES = PageNames("indptr", "indices", "last_page_len")
 _OLD_RUN = ("q_scale", "k_scale", "v_scale", "return_lse")

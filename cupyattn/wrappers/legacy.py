@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .batch.run import Scales
-from .errors import PlanError, UnsupportedError
+from ..batch.run import Scales
+from ..errors import PlanError, UnsupportedError
 
 _RENAMED = {"head_dim": "head_dim_qk", "allow_fp16_qk_reduction": "use_fp16_qk_reduction"}
 _MASKS = ("bool", "torch.bool", "uint8", "torch.uint8")

@@ -1,0 +1,1 @@
+"""The plan/run classes of FlashInfer's API."""
