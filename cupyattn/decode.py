@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from .cudnn import cudnn_batch_decode_with_kv_cache
 from .single import run
 from .single.geometry import NO_EXTRAS, Extras
-from .trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from .wrappers.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
+
+if TYPE_CHECKING:
+    from .cudnn import cudnn_batch_decode_with_kv_cache
+    from .trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -23,6 +26,19 @@ __all__ = [
     "trtllm_batch_decode_with_kv_cache",
     "xqa_batch_decode_with_kv_cache",
 ]
+
+# Functions that FlashInfer has here as well as in their own modules.
+_DEFINED_IN = {
+    "cudnn_batch_decode_with_kv_cache": "cudnn",
+    "trtllm_batch_decode_with_kv_cache": "trtllm",
+    "xqa_batch_decode_with_kv_cache": "trtllm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _DEFINED_IN:
+        return getattr(importlib.import_module(f"..{_DEFINED_IN[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def single_decode_with_kv_cache(

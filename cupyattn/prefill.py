@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .core.problem import KV_LAYOUTS
-from .cudnn import cudnn_batch_prefill_with_kv_cache
 from .errors import ArgumentError
 from .inputs import parse
 from .single import run
 from .single.geometry import NO_EXTRAS, Extras
-from .trtllm import trtllm_batch_context_with_kv_cache
 from .wrappers.prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from .wrappers.prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
+
+if TYPE_CHECKING:
+    from .cudnn import cudnn_batch_prefill_with_kv_cache
+    from .trtllm import trtllm_batch_context_with_kv_cache
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -24,6 +27,19 @@ __all__ = [
     "single_prefill_with_kv_cache_return_lse",
     "trtllm_batch_context_with_kv_cache",
 ]
+
+# Functions that FlashInfer has here as well as in their own modules.
+_DEFINED_IN = {
+    "cudnn_batch_prefill_with_kv_cache": "cudnn",
+    "trtllm_batch_context_with_kv_cache": "trtllm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _DEFINED_IN:
+        return getattr(importlib.import_module(f"..{_DEFINED_IN[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # The positional order of older releases, after q, k, v.
 _OLD_ORDER = (

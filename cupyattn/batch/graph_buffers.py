@@ -11,9 +11,9 @@ from ..array import ArrayView
 from ..array.match import require_contiguous_last, require_dtype
 from ..core import dtypes
 from ..errors import ArgumentError, PlanError
+from ..inputs.workspace import copy_on_device, int32_on_device, same_device
 from .mask import Mask
 from .requests import Batch
-from .staging import copy_on_device, int32_on_device, same_device
 
 # What a wrapper calls its buffers -> what they hold.
 _HOLDS = {

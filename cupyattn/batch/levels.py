@@ -11,11 +11,11 @@ from .. import array
 from ..array import ArrayView
 from ..core import dtypes
 from ..errors import ArgumentError, UnsupportedError
+from ..inputs.limits import MAX_LENGTH
+from ..inputs.workspace import copy_on_device, int32_on_device
 from ..schedule.batch import BatchRequests
 from ..schedule.levels import Levels
-from ..single.geometry import MAX_LENGTH
 from .requests import Batch, PageNames, read_paged, read_rows
-from .staging import copy_on_device, int32_on_device
 
 
 def read_levels(

@@ -13,9 +13,9 @@ from ..array.match import Dims, match, require_contiguous_last, require_dtype
 from ..core import dtypes
 from ..errors import ArgumentError
 from ..inputs.row_mask import MaskBits
+from ..inputs.workspace import copy_on_device, same_device
 from . import multi_item
 from .requests import Batch
-from .staging import copy_on_device, same_device
 
 
 @dataclass(frozen=True, slots=True)

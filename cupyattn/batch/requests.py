@@ -13,9 +13,9 @@ from ..array import ArrayView
 from ..array.match import require_contiguous_last
 from ..core import dtypes
 from ..errors import ArgumentError, UnsupportedError
+from ..inputs.limits import MAX_LENGTH
 from ..schedule.batch import BatchRequests
 from ..schedule.levels import Levels
-from ..single.geometry import MAX_LENGTH
 
 # Half the time of the methods on short arrays.
 _least, _most = np.minimum.reduce, np.maximum.reduce

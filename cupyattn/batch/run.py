@@ -15,14 +15,14 @@ from ..errors import ArgumentError
 from ..inputs import parse, row_mask
 from ..inputs.geometry import Geometry, Variant
 from ..inputs.kv_cache import Keys, planned, view_paged, view_ragged
+from ..inputs.limits import are_rows_aligned
 from ..inputs.row_mask import MaskBits
+from ..inputs.workspace import refuse_capture, same_device
 from ..launch.driver import params
-from ..single.geometry import are_rows_aligned
 from .plan import Plan
 from .reference import attend_levels
 from .repeat import bind, remember, repeat
 from .requests import Batch
-from .staging import refuse_capture, same_device
 from .wrapper import BatchWrapper
 
 _Maybe: TypeAlias = "ArrayView | None"

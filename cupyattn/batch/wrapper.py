@@ -13,6 +13,13 @@ from ..errors import ArgumentError, PlanError
 from ..inputs import geometry as batch_geometry
 from ..inputs import parse
 from ..inputs.geometry import Geometry, PlanOptions, Variant, find_geometry
+from ..inputs.workspace import (
+    int32_on_device,
+    refuse_capture,
+    require_workspace,
+    same_device,
+    view_workspace,
+)
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.layout import BatchSchedule, Capacity
 from ..launch.driver.enqueue import cuda
@@ -20,16 +27,7 @@ from .graph_buffers import GraphBuffers
 from .mask import NO_MASK, Mask
 from .plan import Plan, Prepared
 from .requests import Batch, require_row_limit
-from .staging import (
-    Copy,
-    DeviceWords,
-    Staging,
-    int32_on_device,
-    refuse_capture,
-    require_workspace,
-    same_device,
-    view_workspace,
-)
+from .staging import Copy, DeviceWords, Staging
 
 
 class BatchWrapper:

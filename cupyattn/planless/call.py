@@ -16,12 +16,13 @@ from typing import Any
 from .. import array
 from ..array import ArrayView
 from ..array.match import require_output
-from ..batch.staging import view_workspace
 from ..core import dtypes
 from ..errors import WorkspaceError
 from ..inputs import row_mask
 from ..inputs.geometry import Variant
+from ..inputs.limits import are_rows_aligned
 from ..inputs.row_mask import NO_BITS, MaskBits
+from ..inputs.workspace import view_workspace
 from ..launch.attention import pad_lse, plan_on_device
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.bound_run import BoundRun
@@ -29,8 +30,7 @@ from ..launch.attention.pad_lse import Padding
 from ..launch.attention.plan_on_device import DevicePlan, Lengths
 from ..launch.driver import params, scratch
 from ..launch.driver.enqueue import cuda
-from ..single.geometry import are_rows_aligned
-from . import debug, reference
+from . import reference
 from .check import Arrays, Call, Options, check
 from .repeat import remember
 from .views import merge_leading
@@ -158,7 +158,7 @@ def run(
             call.lse = merge_leading(call.lse, "lse", 1)
     if vq.shape[0] or (call.lse is not None and call.pads_lse and call.lse.shape[0]):
         if cuda().is_debugging:
-            debug.check_values(call, options.names)
+            reference.check_values(call, options.names)
         prepared = _prepare(call)
         _launch(call, prepared, vworkspace)
         if call.scales.is_constant and not _is_of_bools(call) and not cuda().is_debugging:

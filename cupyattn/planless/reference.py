@@ -157,3 +157,13 @@ def _keys_of(x: np.ndarray, table: np.ndarray | None, index: int, request: Reque
         return x[request.kv_start : request.kv_start + request.kv_len]
     pages = table[index, : -(-request.kv_len // x.shape[1])]
     return x[pages].reshape(-1, *x.shape[2:])[: request.kv_len]
+
+
+def check_values(call: Call, names: Names) -> None:
+    """Under CUPYATTN_DEBUG=1: read what such calls trust device memory with, and check it.
+
+    Waits for lengths, offsets and page tables. Raises ArgumentError for what would be cut or stray.
+    """
+    requests = requests_of(call, array.to_host, names)
+    if call.block_tables is not None:
+        check_pages(call, requests, array.to_host(call.block_tables), names.block_tables)

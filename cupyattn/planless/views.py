@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from .. import array
 from ..array import ArrayView
 from ..array.match import Dims, match, require_contiguous_last, require_dtype
-from ..batch.staging import refuse_capture
 from ..core import dtypes
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.kv_cache import Keys, half
+from ..inputs.workspace import refuse_capture
 from ..launch.attention.plan_on_device import INDEX_DTYPES
 
 _PAGES = {"NHD": "page_size Hkv", "HND": "Hkv page_size"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,10 +15,8 @@ from ..core.dtypes import DType
 from ..core.problem import AttentionProblem
 from ..errors import ArgumentError
 from ..inputs import parse
+from ..inputs.limits import are_rows_aligned
 from ..launch.attention.single import AttentionLauncher, AttentionOptions
-
-# Lengths are 32-bit in the kernels, which look up to a tile beyond the end.
-MAX_LENGTH = 2**31 - 1 - 64
 
 
 class Options(NamedTuple):
@@ -159,13 +156,3 @@ def _is_aligned(
     if vout is None:
         strides.append(((head_dim_vo,), dtype_o))
     return are_rows_aligned(pointers, strides)
-
-
-def are_rows_aligned(pointers: int, strides: Iterable[tuple[Sequence[int], DType]]) -> bool:
-    """True if all these addresses (or-ed together) and strides are multiples of 16 bytes, and no
-    stride is negative, which neither vectors nor copy engines are made for."""
-    offsets = pointers
-    for elements, dtype in strides:
-        for stride in elements:
-            offsets |= stride * dtype.itemsize
-    return offsets & 15 == 0 <= offsets

@@ -15,9 +15,10 @@ from typing import Any
 
 from .. import array
 from ..array import LOWEST_ADDRESS, ArrayView
+from ..inputs.limits import MAX_LENGTH
 from ..launch.attention.single import AttentionLauncher
 from ..launch.driver import params, scratch
-from .geometry import MAX_LENGTH, Entry, is_reusable
+from .geometry import Entry, is_reusable
 
 _MAX_KNOWN = 4096
 

@@ -17,8 +17,9 @@ from ..array import ArrayView
 from ..array.match import Dims, match, require_contiguous_last, require_dtype, require_output
 from ..core import dtypes
 from ..errors import ArgumentError, UnsupportedError
+from ..inputs.limits import MAX_LENGTH
 from ..launch.driver import params, scratch
-from .geometry import MAX_LENGTH, NO_EXTRAS, Entry, Extras, Options, is_reusable, make_entry
+from .geometry import NO_EXTRAS, Entry, Extras, Options, is_reusable, make_entry
 from .repeat import remember, repeat
 
 _MAX_ENTRIES = 4096
@@ -113,6 +114,12 @@ def run(
             remember(q, k, v, given_out, scalars, is_decode, entry, given, strides)
     out = array.deliver(out, vq)
     return (out, array.deliver(lse, vq)) if return_lse else out
+
+
+def run_unmasked(q: Any, k: Any, v: Any, kv_layout: str, sm_scale: float) -> tuple[Any, Any]:
+    """(out, lse) of rows that see all keys."""
+    scalars = (kv_layout, False, "NONE", -1, None, sm_scale, *[None] * 6)
+    return run(q, k, v, scalars, NO_EXTRAS, None, None, return_lse=True, is_decode=False)
 
 
 def _check_call(

@@ -14,12 +14,12 @@ from ..batch.levels import flatten, join_ids_on_device, join_ids_on_host, join_l
 from ..batch.mask import NO_MASK, Mask
 from ..batch.requests import Batch
 from ..batch.run import NO_SCALES, Scales, run
-from ..batch.staging import copy_on_device, refuse_capture, same_device
 from ..batch.wrapper import BatchWrapper, Plan
 from ..core import dtypes
 from ..errors import ArgumentError, PlanError, UnsupportedError
 from ..inputs import geometry as batch_geometry
 from ..inputs.geometry import Geometry, PlanOptions, Variant
+from ..inputs.workspace import copy_on_device, refuse_capture, same_device
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.layout import BatchSchedule, Capacity
 from ..schedule.levels import MAX_LEVELS

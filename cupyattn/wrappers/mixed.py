@@ -9,13 +9,13 @@ from ..array import ArrayView, Device
 from ..batch.mask import NO_MASK
 from ..batch.requests import PageNames, read_paged_lengths, read_rows
 from ..batch.run import NO_SCALES, Scales, run
-from ..batch.staging import view_workspace
 from ..batch.wrapper import BatchWrapper, Plan
 from ..core import dtypes
 from ..core.device import device_props
 from ..errors import ArgumentError, PlanError, UnsupportedError
 from ..inputs import geometry, parse
 from ..inputs.geometry import PlanOptions, Variant
+from ..inputs.workspace import view_workspace
 from ..launch.attention.batch import BatchLauncher, BatchSchedule
 from ..launch.driver.enqueue import cuda
 

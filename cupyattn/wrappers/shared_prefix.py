@@ -13,14 +13,14 @@ from .. import array
 from ..array import ArrayView
 from ..array.match import match, require_contiguous_last
 from ..batch.requests import host_integers
-from ..batch.staging import same_device
 from ..core import dtypes
 from ..errors import ArgumentError
 from ..inputs import geometry as batch_geometry
 from ..inputs import parse
 from ..inputs.geometry import Geometry
 from ..inputs.kv_cache import is_pair, planned
-from ..prefill import single_prefill_with_kv_cache
+from ..inputs.workspace import same_device
+from ..single.run import run_unmasked
 from ..states import merge as module_merge
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
@@ -82,9 +82,7 @@ class _SharedPrefixWrapper:
         # --- 2. Attend to both, and merge ---
         layout = geometry.given.kv_layout
         return merge(
-            single_prefill_with_kv_cache(
-                q, k_shared, v_shared, kv_layout=layout, sm_scale=scale, return_lse=True
-            ),
+            run_unmasked(q, k_shared, v_shared, layout, scale),
             self._unique.run(q, cache, return_lse=True),
         )
 

@@ -11,11 +11,11 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..array.match import Dims, match, require_contiguous_last
-from ..batch.staging import refuse_capture
 from ..core import dtypes
 from ..errors import ArgumentError
 from ..inputs import parse
-from ..prefill import single_prefill_with_kv_cache
+from ..inputs.workspace import refuse_capture
+from ..single.run import run_unmasked
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .mixed import OwnWorkspace
 from .shared_prefix import merge
@@ -91,7 +91,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
     for (name, v), spec in zip(views.items(), specs, strict=True):
         match(v, spec, dims, name)
         require_contiguous_last(v, name)
-        # single_prefill_with_kv_cache says which dtypes go together.
+        # Attention to the prefix says which dtypes go together.
         if name.endswith("unique") and v.dtype is not views["k_shared"].dtype:
             raise ArgumentError(
                 f"{name}: dtype is {v.dtype} but k_shared is {views['k_shared'].dtype}; wanted the "
@@ -105,9 +105,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
         what = "batch_decode_with_shared_prefix_padded_kv_cache()"
         refuse_capture(stream, what, "capture a wrapper's run() instead")
     scale = parse.finite(sm_scale, "sm_scale", 1.0 / math.sqrt(max(1, dims["head_dim"])))
-    of_prefix = single_prefill_with_kv_cache(
-        q, k_shared, v_shared, kv_layout=layout, sm_scale=scale, return_lse=True
-    )
+    of_prefix = run_unmasked(q, k_shared, v_shared, layout, scale)
     if not dims["B"] or not dims["unique_len"]:
         return of_prefix[0]
     place = like.framework, like.device, stream, layout

@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import functools
 import struct
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -22,15 +21,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cupyattn.launch.tiles.select.select import TileConfig
+from helpers.patching import replace
 
 from cupyattn import array, jit
-from cupyattn.array import ArrayView, Device, views
+from cupyattn.array import ArrayView, Device, memory, views
 from cupyattn.batch import staging
 from cupyattn.core import device
+from cupyattn.inputs import workspace
 from cupyattn.launch.attention import single
 from cupyattn.launch.driver import enqueue, scratch, tensor_map
 from cupyattn.launch.tiles import sm90
+from cupyattn.launch.tiles.select import TileConfig
 
 from . import build, library
 from .library import Range
@@ -194,10 +195,10 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         """attention.LoadedKernel, with the occupancy that the GPU is said to have."""
 
         def __init__(self, tiles: TileConfig, index: int) -> None:
-            self.function = jit.load(select.name, select.config, index, "sm_90a").function
+            self.function = jit.load(tiles.name, tiles.config, index, "sm_90a").function
             self.num_slots = gpu.num_sms * gpu.blocks_per_sm
             self.num_sms = gpu.num_sms
-            self.tiles = select
+            self.tiles = tiles
 
     def make_counters(index: int, stream: int) -> tuple[int, Any]:
         if not counters:
@@ -218,13 +219,13 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         if gpu.is_portable:
             patch.setattr(sm90, "choose", lambda *_: None)
         replace(patch, views.cupy_stream, lambda index: STREAM)
-        replace(patch, array._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype))
+        replace(patch, memory._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype))
         patch.setitem(views._READERS, np.ndarray, gpu.read)
         replace(patch, staging._alloc_pinned, _alloc_pinned)
         replace(patch, staging._make_event, _make_event)
-        replace(patch, staging.int32_on_device, lambda v, name: gpu.narrow(v, name))
-        patch.setattr(array, "to_host", _to_host)
-        patch.setattr(array, "from_numpy", functools.partial(_from_numpy, gpu))
+        replace(patch, workspace.int32_on_device, lambda v, name: gpu.narrow(v, name))
+        replace(patch, array.to_host, _to_host)
+        replace(patch, array.from_numpy, functools.partial(_from_numpy, gpu))
         yield gpu
         if counters:
             assert not counters["owner"].any(), "a launch left arrival counters that are not zero"
@@ -253,18 +254,6 @@ def encode_tensor_map(
         itemsize,
         3 * (itemsize == 2),
     )
-
-
-def replace(patch: pytest.MonkeyPatch, original: Any, replacement: Any) -> None:
-    """Put `replacement` wherever a module of the library holds `original`, by whatever name."""
-    found = 0
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "cupyattn":
-            for name, value in list(vars(module).items()):
-                if value is original:
-                    patch.setattr(module, name, replacement)
-                    found += 1
-    assert found, f"{original} is nowhere in the library"
 
 
 def _whole(x: np.ndarray) -> tuple[int, int]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cupyattn.launch.attention.single.batch import BatchLauncher
 from helpers import cascade_calls, compare, mixed_calls
 from helpers.batch_cases import Problem
 from helpers.cascade_calls import Case
 
 import cupyattn
+from cupyattn.launch.attention.batch import BatchLauncher
 
 from . import gpu
 

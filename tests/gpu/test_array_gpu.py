@@ -10,6 +10,7 @@ import pytest
 
 from cupyattn import array
 from cupyattn.array import Device, as_cupy, current_stream, same_device, to_host, view
+from cupyattn.array import memory as array_memory
 from cupyattn.array.match import require_output
 from cupyattn.core import dtypes
 from cupyattn.core.dtypes import DType
@@ -191,17 +192,17 @@ def test_release_keeps_foreign_memory_until_the_launch_is_over() -> None:
     jax, _ = _jax()
     torch = _torch()
     like = view(torch.zeros(1, device="cuda"), "q")
-    array._IN_USE.clear()
+    array_memory._IN_USE.clear()
     v = view(_make("jax", _values(dtypes.float32)), "k")
     torch.cuda._sleep(_LONG)
     array.release(like, v)
     memory = v._memory
     del v
     gc.collect()
-    assert [kept for _, kept in array._IN_USE] == [memory]
+    assert [kept for _, kept in array_memory._IN_USE] == [memory]
     torch.cuda.synchronize()
     array.release(like, view(jax.numpy.zeros(3), "k"))
-    assert memory not in [kept for _, kept in array._IN_USE]
+    assert memory not in [kept for _, kept in array_memory._IN_USE]
 
 
 def test_a_torch_graph_capture_survives_the_array_layer() -> None:

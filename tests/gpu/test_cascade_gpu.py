@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cupyattn.launch.attention.single.batch import BatchLauncher
 from helpers import batches, cascade_calls, compare, mixed_calls
 from helpers.gpu_calls import download, raw, upload
 from helpers.on_gpu import capture, framework, ints, same, scratch, workspace
 from helpers.share import some
 
 import cupyattn
+from cupyattn.launch.attention.batch import BatchLauncher
 from cupyattn.wrappers import mixed as batch_mixed
 
 pytestmark = pytest.mark.gpu

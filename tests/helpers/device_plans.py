@@ -12,14 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from cupyattn.launch.attention.single.batch import BatchLauncher, BatchSchedule
-from cupyattn.launch.attention.single.plan_on_device import DevicePlan, IndexFormat, Lengths
-from cupyattn.launch.attention.single.single import AttentionOptions
 
 from cupyattn.core import dtypes
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.errors import PlanError
 from cupyattn.launch.attention import plan_on_device
+from cupyattn.launch.attention.batch import BatchLauncher, BatchSchedule
+from cupyattn.launch.attention.plan_on_device import DevicePlan, IndexFormat, Lengths
+from cupyattn.launch.attention.single import AttentionOptions
 from cupyattn.schedule import key_span, tile_span
 from cupyattn.schedule.batch import WORK_FIELDS, BatchPlan, BatchRequests
 from cupyattn.schedule.cover import check_cover

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 from cupyattn import array, reference
-from cupyattn.batch import graph_buffers, repeat, staging
-from cupyattn.batch import levels as cascade_levels
+from cupyattn.batch import repeat, staging
 from cupyattn.core import dtypes
-from cupyattn.inputs import geometry
+from cupyattn.inputs import geometry, workspace
 from cupyattn.launch.attention import batch
 from cupyattn.launch.driver import params
 from cupyattn.launch.ops import packbits
@@ -27,6 +26,7 @@ from cupyattn.schedule.batch import WORK_FIELDS
 from cupyattn.wrappers import shared_prefix_padded
 
 from . import fake_gpu
+from .patching import replace
 
 PINNED = 1 << 44  # no address of the host's
 
@@ -79,11 +79,9 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
 
     gpu.api.runtime.memcpyAsync = memcpy
     gpu.api.runtime.eventRecord = record
-    for module in (staging, _batch_module()):
-        monkeypatch.setattr(module, "cuda", lambda: gpu.api)
     monkeypatch.setattr(staging, "_make_event", lambda: Event(stream))
     monkeypatch.setattr(staging, "_alloc_pinned", _alloc)
-    monkeypatch.setattr(array, "to_host", _to_host)
+    replace(monkeypatch, array.to_host, _to_host)
     real_allocator = array.allocator
 
     def allocator(dtype: Any, like: Any) -> Callable[..., Any]:
@@ -95,9 +93,8 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
 
         return allocate
 
-    monkeypatch.setattr(array, "allocator", allocator)
-    for module in (_batch_module(), graph_buffers, cascade_levels):
-        monkeypatch.setattr(module, "int32_on_device", _narrow)
+    replace(monkeypatch, real_allocator, allocator)
+    replace(monkeypatch, workspace.int32_on_device, _narrow)
     monkeypatch.setattr(packbits, "launch", lambda *a, **named: _packbits(stream, *a, **named))
     monkeypatch.setattr(batch.BatchLauncher, "bind", lambda *a: BoundRun(stream, *a))
     forget()

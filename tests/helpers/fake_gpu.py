@@ -18,34 +18,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cupyattn.launch.tiles.select.config import TileConfig
-from cupyattn.launch.tiles.select.select import mixed_config, portable_config
 
 import cupyattn
 from cupyattn import array, jit
-from cupyattn.array import views
-from cupyattn.core import dtypes
-from cupyattn.launch.attention import (
-    kernels,
-    merge_levels,
-    merge_splits,
-    pad_lse,
-    plan_on_device,
-    rotate_keys,
-    single,
-)
+from cupyattn.array import memory, views
+from cupyattn.core import device, dtypes
+from cupyattn.launch.attention import single
 from cupyattn.launch.driver import enqueue, params, scratch
-from cupyattn.launch.ops import (
-    append_paged_kv_cache,
-    get_batch_indices_positions,
-    get_seq_lens,
-    merge_states,
-)
+from cupyattn.launch.tiles.config import TileConfig
+from cupyattn.launch.tiles.select import mixed_config, portable_config
 from cupyattn.planless import call as unplanned
 from cupyattn.planless import repeat as unplanned_repeat
 from cupyattn.single import repeat, run
-from cupyattn.states import merge
 from cupyattn.states import repeat as merge_repeat
+
+from .patching import replace
 
 STREAM, COUNTERS, SLOTS, MAX_SHARED = 77, 3 << 40, 264, 227 * 1024
 HEADER = Path(__file__).parents[2] / "kernels/cupyattn/params/attention.cuh"
@@ -146,29 +133,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
         return allocate
 
-    for module in (single, kernels):
-        monkeypatch.setattr(module, "load_kernel", load_kernel)
-        monkeypatch.setattr(module, "load_mixed", load_mixed)
-    monkeypatch.setattr(enqueue, "cuda", lambda: fake.api)
-    for module in (append_paged_kv_cache, merge):
-        monkeypatch.setattr(module, "cuda", lambda: fake.api)
-    monkeypatch.setattr(scratch, "cuda", lambda: fake.api)
-    monkeypatch.setattr(scratch, "allocator", allocator)
+    replace(monkeypatch, single.load_kernel, load_kernel)
+    replace(monkeypatch, single.load_mixed, load_mixed)
+    replace(monkeypatch, enqueue.cuda, lambda: fake.api)
+    replace(monkeypatch, real_allocator, allocator)
     monkeypatch.setattr(scratch, "_make", lambda device, stream: (COUNTERS, None))
     # torch gives its CPU tensors the index -1.
     monkeypatch.setattr(views, "_CUDA", (array.Device("cuda", 0),) * 2)
     props = SimpleNamespace(arch="sm_90a", max_smem_per_block=MAX_SHARED, num_sms=132)
-    paging = (append_paged_kv_cache, get_batch_indices_positions, get_seq_lens)
-    for module in (
-        merge_levels,
-        merge_splits,
-        merge_states,
-        pad_lse,
-        plan_on_device,
-        rotate_keys,
-        *paging,
-    ):
-        monkeypatch.setattr(module, "device_props", lambda index: props)
+    replace(monkeypatch, device.device_props, lambda index: props)
     loaded = {"set_shared_memory": lambda num_bytes: None}
     monkeypatch.setattr(jit, "load", lambda name, *_: SimpleNamespace(function=name, **loaded))
     return fake
@@ -207,7 +180,7 @@ def maker(framework: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     def empty(dtype: np.dtype, index: int, shape: tuple[int, ...]) -> Any:
         return make_cupy(*shape, dtype=dtype.name)
 
-    monkeypatch.setattr(array, "_empty_cupy", empty)
+    replace(monkeypatch, memory._empty_cupy, empty)
     return make_cupy
 
 

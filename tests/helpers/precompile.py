@@ -28,15 +28,6 @@ if __name__ == "__main__":
     root = Path(__file__).parents[2]
     sys.path[:0] = [str(root), str(root / "tests")]
 
-from cupyattn.launch.attention.single.single import AttentionOptions
-from cupyattn.launch.tiles.select.select import (
-    MixedConfig,
-    TileConfig,
-    mixed_config,
-    row_class,
-    tile_config,
-)
-
 from cupyattn import jit
 from cupyattn.batch.levels import flatten, join_levels, read_levels
 from cupyattn.core import dtypes
@@ -51,9 +42,17 @@ from cupyattn.launch.attention import (
     rotate_keys,
     scan_mask,
 )
+from cupyattn.launch.attention.single import AttentionOptions
 from cupyattn.launch.driver.enqueue import Launch
 from cupyattn.launch.instances import SHARED_BYTES, page_instances
 from cupyattn.launch.ops.packbits import CONFIG as PACKBITS_CONFIG
+from cupyattn.launch.tiles.select import (
+    MixedConfig,
+    TileConfig,
+    mixed_config,
+    row_class,
+    tile_config,
+)
 from cupyattn.schedule.batch import BatchRequests
 from cupyattn.single import run as single
 from helpers import (

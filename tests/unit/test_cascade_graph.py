@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cupyattn.launch.attention.single.batch import BatchLauncher
 from helpers import cascade_calls, fake_batch
 from helpers.batch_cases import Problem
 from helpers.cascade_calls import Case
@@ -17,6 +16,7 @@ from helpers.fake_gpu import pointer
 import cupyattn
 from cupyattn import array
 from cupyattn.errors import ArgumentError, PlanError, UnsupportedError, WorkspaceError
+from cupyattn.launch.attention.batch import BatchLauncher
 from cupyattn.wrappers import mixed
 
 BASE = Case(

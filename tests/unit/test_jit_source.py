@@ -298,7 +298,8 @@ def _python(code: str) -> str:
 
 
 def test_importing_the_jit_imports_no_cupy() -> None:
-    code = "import sys, cupyattn.jit, cupyattn.device, cupyattn.cli; print('cupy' in sys.modules, "
+    modules = "cupyattn.jit, cupyattn.core.device, cupyattn.cli"
+    code = f"import sys, {modules}; print('cupy' in sys.modules, "
     assert _python(code + "'cupy_backends' in sys.modules)") == "False False\n"
 
 
@@ -306,7 +307,8 @@ def test_without_cupy_the_error_says_what_to_install(root: Path) -> None:
     code = """
 import sys
 sys.modules["cupy"] = sys.modules["cupy_backends"] = None
-from cupyattn import device, errors, jit
+from cupyattn import errors, jit
+from cupyattn.core import device
 for call in (lambda: jit.build("tiny", {"kScale": 3}, "sm_80"), lambda: device.device_props(0)):
     try:
         call()

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cupyattn.launch.attention.single.bound_run import in_order
 
 from cupyattn.errors import DeviceError
+from cupyattn.launch.attention.bound_run import in_order
 from cupyattn.launch.driver import enqueue, params, pdl
 from cupyattn.launch.driver.enqueue import Launch
 
