@@ -9,7 +9,7 @@ from typing import Any
 from .. import jit
 from ..core import dtypes
 from ..core.problem import AttentionProblem
-from .attention import merge_levels, merge_splits, pad_lse, plan_on_device, rotate_keys, scan_mask
+from .attention import merge_levels, merge_splits, pad_lse, plan_batch, rotate_keys, scan_mask
 from .ops import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens, merge_states
 from .ops.packbits import CONFIG as PACKBITS_CONFIG
 from .tiles.select import DECODE, LARGE, ROW_CLASSES, SMALL, VERIFY, mixed_config, tile_config
@@ -79,7 +79,7 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
     found: dict[tuple[str, jit.Config], None] = {
         ("packbits", PACKBITS_CONFIG): None,
         ("pad_lse", pad_lse.CONFIG): None,
-        **dict.fromkeys(("plan_batch", config) for config in plan_on_device.CONFIGS),
+        **dict.fromkeys(("plan_batch", config) for config in plan_batch.CONFIGS),
     }
     found |= dict.fromkeys(page_instances())
     found |= dict.fromkeys(("merge_states", config) for config in merge_states.configs())

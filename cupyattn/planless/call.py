@@ -23,11 +23,11 @@ from ..inputs.geometry import Variant
 from ..inputs.limits import are_rows_aligned
 from ..inputs.row_mask import NO_BITS, MaskBits
 from ..inputs.workspace import view_workspace
-from ..launch.attention import pad_lse, plan_on_device
+from ..launch.attention import pad_lse, plan_batch
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.bound_run import BoundRun
 from ..launch.attention.pad_lse import Padding
-from ..launch.attention.plan_on_device import DevicePlan, Lengths
+from ..launch.attention.plan_batch import DevicePlan, Lengths
 from ..launch.driver import params, scratch
 from ..launch.driver.enqueue import cuda
 from . import reference
@@ -101,7 +101,7 @@ class Prepared:
             )
         elif rows or sinks or mask:
             optional = params.OPTIONAL.pack(rows, mask, sinks, 0, 0, 0)
-        plan_on_device.launch(plan, planned, indices, scales, device, stream)
+        plan_batch.launch(plan, planned, indices, scales, device, stream)
         attention.launch(q, k, v, o, optional, stream)
         if self.padding is not None:
             pad_lse.launch(self.padding, planned, indices, rows, lse, device, stream)
@@ -123,7 +123,7 @@ class Prepared:
         if len(self.bound) >= _MAX_BOUND:
             self.bound.clear()
         found = self.bound[workspace, block_tables] = (
-            plan_on_device.bind(plan, workspace),
+            plan_batch.bind(plan, workspace),
             attention,
         )
         return found
@@ -230,7 +230,7 @@ def _prepare(call: Call) -> Prepared:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
-    return plan_on_device.prepare(launcher, lengths)
+    return plan_batch.prepare(launcher, lengths)
 
 
 def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> None:

@@ -16,7 +16,7 @@ from ..inputs import parse, row_mask
 from ..inputs.geometry import Geometry, PlanOptions, find_geometry
 from ..inputs.kv_cache import Keys
 from ..inputs.limits import MAX_LENGTH
-from ..launch.attention.plan_on_device import IndexFormat, Lengths
+from ..launch.attention.plan_batch import IndexFormat, Lengths
 from .scales import Scales, view_scales
 from .views import (
     Names,

@@ -12,7 +12,7 @@ from ..core import dtypes
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.kv_cache import Keys, half
 from ..inputs.workspace import refuse_capture
-from ..launch.attention.plan_on_device import INDEX_DTYPES
+from ..launch.attention.plan_batch import INDEX_DTYPES
 
 _PAGES = {"NHD": "page_size Hkv", "HND": "Hkv page_size"}
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cupyattn.errors import UnsupportedError
-from cupyattn.launch.attention import plan_on_device
+from cupyattn.launch.attention import plan_batch
 from cupyattn.schedule.tile_shape import TileShape
 
 from . import gpu
@@ -32,7 +32,7 @@ def emulated() -> Iterator[gpu.EmulatedGpu]:
 def run_on(emulated: gpu.EmulatedGpu, batch: Batch, scales: list[Any] | None = None) -> Made:
     """The plan, made among memory that the kernel may not touch."""
 
-    def run(prepared: plan_on_device.DevicePlan, arrays: list[Any]) -> np.ndarray:
+    def run(prepared: plan_batch.DevicePlan, arrays: list[Any]) -> np.ndarray:
         emulated.forget()
         address, owner = emulated.allocate(prepared.partials)
         words = np.ndarray(prepared.partials // 4, np.int32, owner, address - owner.ctypes.data)
@@ -42,8 +42,8 @@ def run_on(emulated: gpu.EmulatedGpu, batch: Batch, scales: list[Any] | None = N
             if x is not None and x.size:
                 emulated.register(x.ctypes.data, x.nbytes, x, False)
             pointers.append(0 if x is None else x.ctypes.data)
-        planned = plan_on_device.bind(prepared, address)
-        plan_on_device.launch(
+        planned = plan_batch.bind(prepared, address)
+        plan_batch.launch(
             prepared, planned, tuple(pointers[:4]), tuple(pointers[4:]), 0, gpu.STREAM
         )
         return words
@@ -204,7 +204,7 @@ def test_absurd_offsets_stay_in_bounds(emulated: gpu.EmulatedGpu, seed: int, for
 def test_too_many_requests(emulated: gpu.EmulatedGpu) -> None:
     batch = Batch((1,) * 13_000, (1,) * 13_000)
     with pytest.raises(UnsupportedError, match="at most 12699 in one call"):
-        plan_on_device.prepare(batch.launcher(), batch.arrays()[1])
+        plan_batch.prepare(batch.launcher(), batch.arrays()[1])
 
 
 def test_scales_are_repeated_for_each_head(emulated: gpu.EmulatedGpu) -> None:
@@ -225,8 +225,8 @@ def test_scales_are_repeated_for_each_head(emulated: gpu.EmulatedGpu) -> None:
                     emulated.register(x.ctypes.data, x.nbytes, x, False)
             pointers = tuple(0 if x is None else x.ctypes.data for x in scales)
             lengths = arrays[1].ctypes.data
-            planned = plan_on_device.bind(prepared, address)
-            plan_on_device.launch(prepared, planned, (0, lengths, 0, 0), pointers, 0, gpu.STREAM)
+            planned = plan_batch.bind(prepared, address)
+            plan_batch.launch(prepared, planned, (0, lengths, 0, 0), pointers, 0, gpu.STREAM)
             pairs = zip(prepared.scales, (6, 2, 2), strict=True)
             found.append([words[at // 4 :][:n] for at, n in pairs])
             return words

@@ -17,7 +17,7 @@ from helpers.unplanned_cases import ENTRIES, NUM_CASES, PROBLEMS, random_case
 
 import cupyattn
 from cupyattn.errors import ArgumentError, WorkspaceError
-from cupyattn.launch.attention import plan_on_device
+from cupyattn.launch.attention import plan_batch
 from cupyattn.launch.driver import enqueue
 from cupyattn.planless import repeat
 from cupyattn.schedule.tile_shape import TileShape
@@ -53,13 +53,13 @@ def test_random_calls(first: int) -> None:
 # --- the planner alone ---
 
 
-def run_planner(prepared: plan_on_device.DevicePlan, arrays: list[Any]) -> np.ndarray:
+def run_planner(prepared: plan_batch.DevicePlan, arrays: list[Any]) -> np.ndarray:
     words = cupy.full(prepared.partials // 4, 0x5A5A5A5A, np.int32)
     held = [None if x is None else cupy.asarray(x) for x in arrays]
     pointers = [0 if x is None else x.data.ptr for x in held]
     stream = cupy.cuda.get_current_stream().ptr
-    planned = plan_on_device.bind(prepared, words.data.ptr)
-    plan_on_device.launch(prepared, planned, tuple(pointers), (0, 0, 0), 0, stream)  # type: ignore[arg-type]
+    planned = plan_batch.bind(prepared, words.data.ptr)
+    plan_batch.launch(prepared, planned, tuple(pointers), (0, 0, 0), 0, stream)  # type: ignore[arg-type]
     return words.get()
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from cupyattn.core import dtypes
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.errors import PlanError
-from cupyattn.launch.attention import plan_on_device
+from cupyattn.launch.attention import plan_batch
 from cupyattn.launch.attention.batch import BatchLauncher, BatchSchedule
-from cupyattn.launch.attention.plan_on_device import DevicePlan, IndexFormat, Lengths
+from cupyattn.launch.attention.plan_batch import DevicePlan, IndexFormat, Lengths
 from cupyattn.launch.attention.single import AttentionOptions
 from cupyattn.schedule import key_span, tile_span
 from cupyattn.schedule.batch import WORK_FIELDS, BatchPlan, BatchRequests
@@ -163,7 +163,7 @@ def make(batch: Batch, run: Run) -> Made:
     """Plan a batch; `run` enqueues the kernel on arrays and returns the workspace as int32."""
     arrays, lengths = batch.arrays()
     launcher = batch.launcher()
-    prepared = plan_on_device.prepare(launcher, lengths)
+    prepared = plan_batch.prepare(launcher, lengths)
     words = run(prepared, arrays)
     width = len(WORK_FIELDS)
     cuts = [prepared.items // 4, prepared.merges // 4, prepared.counters // 4]

@@ -38,7 +38,7 @@ from cupyattn.launch.attention import (
     merge_levels,
     merge_splits,
     pad_lse,
-    plan_on_device,
+    plan_batch,
     rotate_keys,
     scan_mask,
 )
@@ -262,7 +262,7 @@ def unplanned_instances(arch: str) -> list[Instance]:
     """Every kernel of the random calls without a plan, once."""
     found: dict[Instance, None] = {
         ("pad_lse", pad_lse.CONFIG): None,
-        **dict.fromkeys(("plan_batch", config) for config in plan_on_device.CONFIGS),
+        **dict.fromkeys(("plan_batch", config) for config in plan_batch.CONFIGS),
     }
     for case in map(unplanned_cases.random_case, range(unplanned_cases.NUM_CASES)):
         wanted = case.problem

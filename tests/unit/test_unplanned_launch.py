@@ -12,7 +12,7 @@ from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer, un
 
 import cupyattn
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError, WorkspaceError
-from cupyattn.launch.attention import plan_on_device
+from cupyattn.launch.attention import plan_batch
 from cupyattn.launch.ops import packbits
 from cupyattn.planless import call, repeat
 from cupyattn.schedule.batch import Masking
@@ -20,7 +20,7 @@ from cupyattn.schedule.device import room
 from cupyattn.schedule.tile_shape import TileShape
 
 B, HQ, HKV, D, PAGES, PAGE, WIDTH = 5, 8, 2, 64, 30, 16, 9
-PLANNER = plan_on_device.PARAMS.size
+PLANNER = plan_batch.PARAMS.size
 Make = Callable[..., Any]
 
 

@@ -11,12 +11,12 @@ from ...core.device import device_props
 from ...schedule import MAX_GRID_YZ
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue
-from . import plan_on_device
+from . import plan_batch
 
 _THREADS = 256
 CONFIG = jit.Config({"kThreads": _THREADS})
 # kernels/cupyattn/params/pad_lse.cuh
-_PARAMS = struct.Struct(f"<4Q 24x {plan_on_device.PARAMS.size - 56}s 2Q 3q 2i")
+_PARAMS = struct.Struct(f"<4Q 24x {plan_batch.PARAMS.size - 56}s 2Q 3q 2i")
 
 
 class Padding(NamedTuple):
