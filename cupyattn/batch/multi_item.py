@@ -25,7 +25,7 @@ def read_runs(
     token_pos_in_items_len: Any,
     max_item_len_ptr: Any,
 ) -> np.ndarray | None:
-    """int32 [rows of q, 2], the KeyRun of each row (params/attention.cuh); None without items.
+    """int32 [rows of q, 2], the KeyInterval of each row (params/attention.cuh); None without items.
 
     Arguments as in BatchPrefillWithPagedKVCacheWrapper.plan. Raises ArgumentError.
     """

@@ -98,8 +98,8 @@ def run(
         lse = array.empty(shape_o[:-1], dtypes.float32, vq)
         vlse = array.view(lse, "lse")
     if batch.num_rows:
-        scale_first = bool(arrays.keys() & {"scale_q", "scale_k"}) or sm_scale <= 0.0
-        variant = Variant(_is_aligned(vq, keys, vout), scale_first, vmask is not None)
+        prescale_logits = bool(arrays.keys() & {"scale_q", "scale_k"}) or sm_scale <= 0.0
+        variant = Variant(_is_aligned(vq, keys, vout), prescale_logits, vmask is not None)
         strides = params.STRIDES.pack(
             *(vq.strides[0], vq.strides[1]),
             *keys.strides[:4],

@@ -103,7 +103,7 @@ class Staging:
                     block.wait()
 
 
-class DeviceWords:
+class DeviceBuffer:
     """int32 words on the device of a workspace, in memory of its framework."""
 
     def __init__(self, like: ArrayView) -> None:

@@ -27,7 +27,7 @@ from .graph_buffers import GraphBuffers
 from .mask import NO_MASK, Mask
 from .plan import Plan, Prepared
 from .requests import Batch, require_row_limit
-from .staging import Copy, DeviceWords, Staging
+from .staging import Copy, DeviceBuffer, Staging
 
 
 class BatchWrapper:
@@ -54,11 +54,11 @@ class BatchWrapper:
         self._frozen: tuple[PlanOptions, Capacity, tuple[int, bool]] | None = None
         # The variant of the last run that needed another than was planned, and of which geometry.
         self._preferred: tuple[Geometry, Variant] | None = None
-        self._words = DeviceWords(self._workspace)
-        self._rotated = DeviceWords(self._workspace)  # keys, where a plan rotates them ahead
-        self._mask_words = DeviceWords(self._workspace)  # packed masks of bools, of runs
+        self._words = DeviceBuffer(self._workspace)
+        self._rotated = DeviceBuffer(self._workspace)  # keys, where a plan rotates them ahead
+        self._mask_words = DeviceBuffer(self._workspace)  # packed masks of bools, of runs
         # Graph mode: words of the other variants that were ever run, which stay where they are.
-        self._variant_words: dict[Variant, DeviceWords] = {}
+        self._variant_words: dict[Variant, DeviceBuffer] = {}
         self._staging: Staging | None = None
         self._is_probe, self._measured = False, (0, 0)
 
@@ -189,10 +189,10 @@ class BatchWrapper:
     def _variants(self, geometry: Geometry) -> list[Variant]:
         """The variants to plan for: the one that runs are expected to need comes first."""
         if self._is_graph:
-            return [geometry.usual_variant, *self._variant_words]
+            return [geometry.default_variant, *self._variant_words]
         if self._preferred is not None and self._preferred[0] is geometry:
             return [self._preferred[1]]
-        return [geometry.usual_variant]
+        return [geometry.default_variant]
 
     def _schedule(self, plan: Plan) -> dict[Variant, tuple[BatchLauncher, BatchSchedule]]:
         # An eager run without rows launches nothing, but a graph is replayed.
@@ -339,7 +339,7 @@ class BatchWrapper:
         )
         launcher, schedule = self._schedule_variant(plan, variant)
         require_workspace(self._workspace, schedule.workspace_bytes, "this run")
-        words = DeviceWords(self._workspace)
+        words = DeviceBuffer(self._workspace)
         address = words.reserve(schedule.words.size, exactly=True)
         _, copies, _ = self._write([], [(schedule.words, address)])
         if copies:

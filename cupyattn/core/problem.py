@@ -23,8 +23,8 @@ class AttentionProblem:
     """The compile-time facts of one attention call.
 
     Head dims are per head and in elements. `aligned` says that every row of q, k, v and o starts on
-    a 16-byte boundary; `scale_first` that the logit scale is not one positive number for all heads,
-    so that it cannot be folded into the softmax; `paged` that keys are found through a page table;
+    a 16-byte boundary; `prescale_logits` that the logit scale is not one positive number for all
+    heads, so that it cannot be folded into the softmax; `paged` that keys are found through a page table;
     `mask_form` what a custom mask holds: bits of all keys, of a request's last keys, or runs.
     Causality, windows, sinks, scales and LSE are
     run-time facts: they cost nothing when off, so they do not multiply the number of kernels.
@@ -39,14 +39,14 @@ class AttentionProblem:
     soft_cap: bool = False
     custom_mask: bool = False
     mask_form: str = "whole"
-    scale_first: bool = False
+    prescale_logits: bool = False
     aligned: bool = True
     paged: bool = False
 
     @property
     def reads_rows(self) -> bool:
         """Whether a logit takes facts of its row: a scale or a slope."""
-        return self.scale_first or self.pos_encoding == "ALIBI"
+        return self.prescale_logits or self.pos_encoding == "ALIBI"
 
     def check_dtypes(self) -> None:
         """Raise UnsupportedError or ArgumentError unless the dtypes make sense on any device."""

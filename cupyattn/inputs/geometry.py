@@ -52,7 +52,7 @@ class Variant(NamedTuple):
     """What a run decides about the kernel; see AttentionProblem. A run may bring a mask."""
 
     aligned: bool
-    scale_first: bool
+    prescale_logits: bool
     has_mask: bool = False
 
 
@@ -79,20 +79,20 @@ class Geometry:
         return self.num_qo_heads // self.num_kv_heads
 
     @property
-    def usual_variant(self) -> Variant:
+    def default_variant(self) -> Variant:
         """That of arrays on 16-byte boundaries, without scales by head."""
         return Variant(True, self.options.sm_scale <= 0.0)
 
     def launcher(self, variant: Variant) -> BatchLauncher:
         found = self.launchers.get(variant)
         if found is None:
-            aligned, scale_first, has_mask = variant
+            aligned, prescale_logits, has_mask = variant
             options = replace(self.options, causal=False) if has_mask else self.options
             found = self.launchers[variant] = BatchLauncher(
                 replace(
                     self.problem,
                     aligned=aligned,
-                    scale_first=scale_first,
+                    prescale_logits=prescale_logits,
                     custom_mask=self.problem.custom_mask or has_mask,
                     mask_form="rows" if has_mask else self.problem.mask_form,
                 ),

@@ -69,7 +69,7 @@ def problems(level: str) -> Iterator[AttentionProblem]:
 
 
 def _pairs() -> list[dict[str, Any]]:
-    singles = (*_OPTIONS, {"scale_first": True})
+    singles = (*_OPTIONS, {"prescale_logits": True})
     merged = [a | b for i, a in enumerate(singles) for b in singles[i:]]
     return [dict(items) for items in sorted({tuple(sorted(m.items())) for m in merged})]
 
@@ -89,7 +89,7 @@ def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
         for rows, (is_batch, page_size) in product(ROW_CLASSES, list(kinds)):
             tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch, arch, page_size)
             found[tiles.name, tiles.config] = None
-            if not tiles.merges_itself:
+            if not tiles.fused_merge:
                 found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
             if tiles.wants_rotated_keys:
                 config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk, problem.paged)

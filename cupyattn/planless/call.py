@@ -161,7 +161,7 @@ def run(
             reference.check_values(call, options.names)
         prepared = _prepare(call)
         _launch(call, prepared, vworkspace)
-        if call.scales.is_constant and not _is_of_bools(call) and not cuda().is_debugging:
+        if call.scales.is_constant and not _is_bool_mask(call) and not cuda().is_debugging:
             remember(usual, more, rest, arrays, call, prepared)
     out = array.deliver(out, vq)
     return (out, array.deliver(lse, vq)) if call.return_lse else out
@@ -193,8 +193,8 @@ def _prepare(call: Call) -> Prepared:
     is_aligned = are_rows_aligned(vq.ptr | keys.k.ptr | keys.v.ptr | vout.ptr, strides)
     scales = call.scales
     is_scaled = not (scales.views[0] is scales.views[1] is None)
-    scale_first = is_scaled or scales.logits <= 0.0
-    variant = Variant(is_aligned, scale_first, call.mask is not None)
+    prescale_logits = is_scaled or scales.logits <= 0.0
+    variant = Variant(is_aligned, prescale_logits, call.mask is not None)
     launcher = call.geometry.launcher(variant)
     plan = _plan(launcher, call.lengths)
     padding, lse_rows, num_bytes = None, 0, plan.num_bytes
@@ -206,7 +206,7 @@ def _prepare(call: Call) -> Prepared:
     mask = NO_BITS
     if call.mask is not None:
         mask = row_mask.bits_of(call.mask, vq.shape[0])
-        if _is_of_bools(call):
+        if _is_bool_mask(call):
             packed_bytes = row_mask.num_packed_bytes(vq.shape[0], call.lengths.qo_len)
             mask = MaskBits(num_bytes, packed_bytes // vq.shape[0], packed_bytes)
             num_bytes += packed_bytes
@@ -252,7 +252,7 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
     used = [v for v in (*inputs, call.lse, *indices, *call.scales.views) if v is not None]
     array.acquire(vq, vout, *used)
     mask = _address(call.mask)
-    if _is_of_bools(call):
+    if _is_bool_mask(call):
         assert call.mask is not None
         mask = workspace + prepared.mask.address
         row_mask.pack(call.mask, vq.shape[0], call.lengths.qo_len, mask, stream)
@@ -274,7 +274,7 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
     del owner  # memory for one call may go once everything is enqueued
 
 
-def _is_of_bools(call: Call) -> bool:
+def _is_bool_mask(call: Call) -> bool:
     return call.mask is not None and call.mask.dtype is dtypes.bool_
 
 

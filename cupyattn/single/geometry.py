@@ -114,7 +114,7 @@ def make_entry(
         pos_encoding=mode,
         soft_cap=options.logits_soft_cap > 0.0,
         custom_mask=has_mask,
-        scale_first=has_scales or options.sm_scale <= 0.0,
+        prescale_logits=has_scales or options.sm_scale <= 0.0,
         aligned=_is_aligned(vq, vk, vv, vout, pointers, dims["Dvo"], dtype_o),
     )
     launcher = None

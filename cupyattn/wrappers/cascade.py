@@ -207,7 +207,7 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper):
         may_flatten = geometry.problem.pos_encoding != "ALIBI" and not self._is_graph
         if may_flatten and batch.num_rows:
             flat = flatten(parts, geometry.page_size, geometry.options.causal)
-            launcher = geometry.launcher(geometry.usual_variant)
+            launcher = geometry.launcher(geometry.default_variant)
             if flat is not None and batch.levels is not None:
                 requests, pages = flat
                 if not launcher.gains_by_levels(batch.requests, requests):

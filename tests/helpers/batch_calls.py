@@ -106,7 +106,7 @@ class Call:
     def _scales(self) -> dict[str, Any]:
         case, rng = self.case, self.rng
         scales: dict[str, Any] = {}
-        if case.problem.scale_first:
+        if case.problem.prescale_logits:
             scales["k_scale"] = rng.uniform(0.3, 1.5, case.num_kv_heads).astype(np.float32)
             scales["q_scale"] = float(rng.uniform(0.3, 1.5))
         elif rng.random() < 0.3:
@@ -117,7 +117,7 @@ class Call:
             scales["v_scale"] = rng.uniform(-2, 2, case.num_kv_heads).astype(np.float32)
         if case.num_kv_heads == 1:  # one number in an array is a number
             scales = {n: x for n, x in scales.items() if not isinstance(x, np.ndarray)}
-            if case.problem.scale_first:
+            if case.problem.prescale_logits:
                 scales["q_scale"] = -0.7
         return scales
 

@@ -31,13 +31,13 @@ class Problem:
     pos_encoding_mode: str = "NONE"
     is_capped: bool = False
     is_masked: bool = False
-    scale_first: bool = False
+    prescale_logits: bool = False
     is_aligned: bool = True
 
     @property
     def has_coarse_cap(self) -> bool:
         """As cases.has_coarse_cap."""
-        has_other_forms = self.scale_first or self.pos_encoding_mode == "ALIBI"
+        has_other_forms = self.prescale_logits or self.pos_encoding_mode == "ALIBI"
         return self.is_capped and self.dtype == _BF16 and not has_other_forms
 
 
@@ -54,8 +54,8 @@ PROBLEMS = (
     Problem(_BF16, _BF16, (64, 64), pos_encoding_mode="ALIBI", is_capped=True),
     Problem(_HALF, _HALF, (128, 128), is_masked=True),
     Problem(_BF16, _E4M3, (128, 128), is_masked=True, is_capped=True),
-    Problem(_BF16, _BF16, (128, 128), scale_first=True),
-    Problem(_HALF, _E4M3, (64, 64), scale_first=True, is_masked=True),
+    Problem(_BF16, _BF16, (128, 128), prescale_logits=True),
+    Problem(_HALF, _E4M3, (64, 64), prescale_logits=True, is_masked=True),
     Problem(_BF16, _BF16, (128, 128), is_aligned=False),
     Problem(_HALF, _E5M2, (128, 128), is_aligned=False),
 )

@@ -135,7 +135,7 @@ class Call:
         self.extras: dict[str, Any] = {}
         if case.has_sinks:
             self.extras["sinks"] = self.rng.normal(0, 2, case.num_qo_heads).astype(np.float32)
-        if case.problem.scale_first:
+        if case.problem.prescale_logits:
             scales = self.rng.uniform(0.3, 1.5, case.num_kv_heads).astype(np.float32)
             self.extras["k_scale"] = -0.6 if case.num_kv_heads == 1 else scales
         if case.has_scales:

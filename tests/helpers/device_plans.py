@@ -22,9 +22,9 @@ from cupyattn.launch.attention.plan_batch import DevicePlan, IndexFormat, Length
 from cupyattn.launch.attention.single import AttentionOptions
 from cupyattn.schedule import key_span, tile_span
 from cupyattn.schedule.batch import WORK_FIELDS, BatchPlan, BatchRequests
-from cupyattn.schedule.cover import check_cover
 from cupyattn.schedule.limits import Limits
 from cupyattn.schedule.tile_shape import TileShape
+from cupyattn.schedule.validate import validate_plan
 
 _FLOAT = dtypes.float16
 # What the planner pays for a block besides its key tiles.
@@ -42,7 +42,7 @@ class Launcher(BatchLauncher):
         problem = AttentionProblem(_FLOAT, _FLOAT, _FLOAT, 64, 64, paged=True)
         super().__init__(problem, options, group * kv_heads, kv_heads, 16, 0)
         # Prefill's are merged by a list of split tiles, decode's by counters.
-        self._tiles: Any = SimpleNamespace(merges_itself=shape.tile_q <= 32), shape
+        self._tiles: Any = SimpleNamespace(fused_merge=shape.tile_q <= 32), shape
 
     def tiles(self, rows: str) -> Any:
         return self._tiles
@@ -50,7 +50,7 @@ class Launcher(BatchLauncher):
     def reserve(self, rows: str, most: Limits, longest: int) -> tuple[BatchSchedule, int]:
         tiles, shape = self._tiles
         split, heads = most.num_split_tiles, self.num_kv_heads
-        merges = 0 if tiles.merges_itself else split
+        merges = 0 if tiles.fused_merge else split
         counters = 0 if merges else split * heads
         bounds = np.cumsum([0, 48 * most.num_items, 4 * merges, 4 * counters]).tolist()
         states = 4 * 65 * most.num_states * heads * shape.tile_q
@@ -176,7 +176,7 @@ def check(batch: Batch, made: Made) -> None:
     """Every row with every key once, and nobody's work much longer than it need be."""
     plan, requests = made.plan(), batch.requests()
     try:
-        check_cover(plan, requests, batch.group, batch.shape.tile_q)
+        validate_plan(plan, requests, batch.group, batch.shape.tile_q)
     except PlanError as error:
         raise AssertionError(f"{batch}: {error}") from error
     column = {name: plan.items[:, i] for i, name in enumerate(WORK_FIELDS)}

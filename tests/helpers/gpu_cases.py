@@ -29,7 +29,7 @@ class ProblemClass:
     pos_encoding_mode: str = "NONE"
     is_capped: bool = False
     is_masked: bool = False
-    scale_first: bool = False
+    prescale_logits: bool = False
     is_aligned: bool = True
     o_dtype: str | None = None
 
@@ -40,8 +40,8 @@ class ProblemClass:
         if not self.is_aligned:
             kinds[case.seed % 4] = "unaligned"
         masked, bare = ("bool", "packed"), ("none",)
-        scales = ("none", "float", "per_head") if self.scale_first else ("none", "float")
-        scale_q = "per_head" if self.scale_first else _pick(rng, scales)
+        scales = ("none", "float", "per_head") if self.prescale_logits else ("none", "float")
+        scale_q = "per_head" if self.prescale_logits else _pick(rng, scales)
         case = replace(
             case,
             dtype=self.dtype,
@@ -70,7 +70,7 @@ def _classes() -> list[ProblemClass]:
         {"pos_encoding_mode": "ALIBI"},
         {"is_capped": True},
         {"is_masked": True},
-        {"scale_first": True},
+        {"prescale_logits": True},
         {"is_aligned": False},
     )
     found += [ProblemClass(bf16, bf16, d, **o) for d in dims[:3] for o in options]
@@ -102,7 +102,7 @@ def _one_row(case: Case) -> Case:
 
 
 _SCALES = ("scale_q", "scale_k", "scale_v")
-_DECODE_CLASSES = [c for c in CLASSES if not (c.is_masked or c.scale_first or c.o_dtype)]
+_DECODE_CLASSES = [c for c in CLASSES if not (c.is_masked or c.prescale_logits or c.o_dtype)]
 
 
 def decode(seed: int) -> Case:

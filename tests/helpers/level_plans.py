@@ -54,7 +54,7 @@ class Cascade:
         assert joined.levels is not None
         return joined.requests, joined.levels
 
-    def deal_out(self, requests: BatchRequests) -> Kinds:
+    def assign_requests(self, requests: BatchRequests) -> Kinds:
         """As BatchLauncher does: the first kind serves what the second does not."""
         if len(self.shapes) == 1:
             return [(np.arange(len(requests.qo_len)), requests)]

@@ -19,7 +19,7 @@ NUM_CASES = 600
 _PROBLEMS = [
     x
     for x in PROBLEMS
-    if not x.is_masked and not x.o_dtype and not x.scale_first and x.pos_encoding_mode == "NONE"
+    if not x.is_masked and not x.o_dtype and not x.prescale_logits and x.pos_encoding_mode == "NONE"
 ]
 _CAPPED = [replace(_PROBLEMS[0], is_capped=True), replace(_PROBLEMS[2], is_capped=True)]
 

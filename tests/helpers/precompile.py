@@ -126,7 +126,7 @@ class Recorder:
             self.found["rotate_keys", rotate_keys.config(problem.dtype_kv, dim, problem.paged)] = (
                 None
             )
-        if not prefill.merges_itself:
+        if not prefill.fused_merge:
             self.found["merge_splits", merge_splits.config(problem, prefill.tile_q)] = None
         return SimpleNamespace(function=None, tiles=tiles, num_slots=264, num_sms=132)
 
@@ -184,7 +184,7 @@ class Recorder:
             mask_form="runs" if has_items else "whole",
             paged=page_size > 0,
         )
-        run = replace(guess, aligned=wanted.is_aligned, scale_first=wanted.scale_first)
+        run = replace(guess, aligned=wanted.is_aligned, prescale_logits=wanted.prescale_logits)
         if getattr(case, "tree", ""):
             run = replace(run, custom_mask=True, mask_form="rows")
         numbers = AttentionOptions(case.causal, case.window_left, 1.0, 1.0, 0.0, 1.0, 1e4)
@@ -274,14 +274,14 @@ def unplanned_instances(arch: str) -> list[Instance]:
             head_dim_vo=wanted.dims[1],
             paged=case.page_size > 0,
             aligned=wanted.is_aligned,
-            scale_first=case.has_array_logit_scale,
+            prescale_logits=case.has_array_logit_scale,
             custom_mask=bool(case.tree),
             mask_form="rows" if case.tree else "whole",
         )
         rows = row_class(max((1, *case.qo_len)) * case.group)
         tiles = tile_config(problem, rows, SHARED_BYTES[arch], True, arch, case.page_size)
         found |= dict.fromkeys(with_scan(tiles))
-        if not tiles.merges_itself:
+        if not tiles.fused_merge:
             found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
     return list(found)
 

@@ -33,7 +33,7 @@ def test_cases_belong_to_their_class() -> None:
         assert case.pos_encoding_mode == wanted.pos_encoding_mode
         assert bool(case.logits_soft_cap) == wanted.is_capped
         assert (case.mask_kind != "none") == wanted.is_masked
-        assert ("per_head" in (case.scale_q, case.scale_k)) == wanted.scale_first
+        assert ("per_head" in (case.scale_q, case.scale_k)) == wanted.prescale_logits
         assert ("unaligned" in case.strides) != wanted.is_aligned
 
 

@@ -20,19 +20,19 @@ def launch(name: int, **options: Any) -> Launch:
 
 def test_what_follows_persistent_blocks_begins_beside_them() -> None:
     maps: Any = object()
-    merge = launch(9, begins_early=True)
+    merge = launch(9, is_dependent=True)
     steps = in_order([(launch(1), b"", maps), (launch(2), b"", None)], [(merge, b"", None)])
-    assert [(x.function, x.begins_early) for x, *_ in steps] == [(1, False), (2, True), (9, True)]
+    assert [(x.function, x.is_dependent) for x, *_ in steps] == [(1, False), (2, True), (9, True)]
     assert steps[0][2] is maps
 
 
 def test_other_launches_follow_each_other() -> None:
     steps = in_order([(launch(1), b"", None), (launch(2), b"", None)], [])
-    assert [x.begins_early for x, *_ in steps] == [False, False]
+    assert [x.is_dependent for x, *_ in steps] == [False, False]
 
 
-@pytest.mark.parametrize("begins_early", [True, False])
-def test_the_launch_says_how_it_begins(begins_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_dependent", [True, False])
+def test_the_launch_says_how_it_begins(is_dependent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, tuple[int, ...]]] = []
     api = SimpleNamespace(
         get_device=lambda: 0,
@@ -43,9 +43,9 @@ def test_the_launch_says_how_it_begins(begins_early: bool, monkeypatch: pytest.M
     )
     monkeypatch.setattr(enqueue, "cuda", lambda: api)
     arguments = params.LaunchBuffer()
-    enqueue.enqueue(launch(7, begins_early=begins_early), arguments, 0, 55)
+    enqueue.enqueue(launch(7, is_dependent=is_dependent), arguments, 0, 55)
     wanted = 7, 3, 2, 1, 128, 1, 1, 1000, 55, arguments.address, 0
-    assert calls == [("early" if begins_early else "kernel", wanted)]
+    assert calls == [("early" if is_dependent else "kernel", wanted)]
 
 
 def test_the_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,6 @@ def test_rows_take_maxima_where_they_must(
 @pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("page_size", [1, 3])
 def test_gathered_rows_are_served_under_all_options(dim: int, page_size: int) -> None:
-    for custom_mask, scale_first in product((False, True), repeat=2):
-        facts = {"paged": True, "custom_mask": custom_mask, "scale_first": scale_first}
+    for custom_mask, prescale_logits in product((False, True), repeat=2):
+        facts = {"paged": True, "custom_mask": custom_mask, "prescale_logits": prescale_logits}
         assert takes_maxima((dim, dim), page_size=page_size, **facts)

@@ -22,9 +22,9 @@ from cupyattn.schedule.batch import (
     Splitting,
     plan_batch,
 )
-from cupyattn.schedule.cover import check_cover
 from cupyattn.schedule.limits import check_limits, limits
 from cupyattn.schedule.tile_shape import TileShape
+from cupyattn.schedule.validate import validate_plan
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def covered(batch: Batch, plan: BatchPlan) -> list[np.ndarray]:
 @given(batches())
 def test_every_visible_key_of_every_row_is_covered_once(batch: Batch) -> None:
     plan = batch.plan()
-    check_cover(plan, batch.requests(), batch.group_size, batch.shape.tile_q)
+    validate_plan(plan, batch.requests(), batch.group_size, batch.shape.tile_q)
     masking = batch.masking
     for (qo, kv), count in zip(batch.lengths, covered(batch, plan), strict=True):
         seen = Visibility(qo, kv, masking.causal, masking.window_left).dense()
@@ -289,8 +289,8 @@ def test_the_cover_check_finds_what_is_wrong(name: str) -> None:
     shape = TileShape(16, 64, 264)
     batch = Batch(((20, 500), (4, 3000)), 2, 1, shape, Masking(False, -1), Splitting(True, 256))
     plan = batch.plan()
-    check_cover(plan, batch.requests(), 2, 16)
+    validate_plan(plan, batch.requests(), 2, 16)
     with pytest.raises(PlanError):
-        check_cover(broken(plan, name), batch.requests(), 2, 16)
+        validate_plan(broken(plan, name), batch.requests(), 2, 16)
     with pytest.raises(PlanError):
-        check_cover(replace(plan, items=plan.items[1:]), batch.requests(), 2, 16)
+        validate_plan(replace(plan, items=plan.items[1:]), batch.requests(), 2, 16)

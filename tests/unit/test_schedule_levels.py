@@ -12,9 +12,9 @@ from cupyattn.batch.levels import flatten, read_levels
 from cupyattn.errors import ArgumentError, PlanError
 from cupyattn.schedule import tile_span
 from cupyattn.schedule.batch import WORK_FIELDS, BatchRequests, Masking, Splitting
-from cupyattn.schedule.cover import check_cover
 from cupyattn.schedule.levels import MOST, Levels, Served, level_limits, level_tables, require_room
 from cupyattn.schedule.mixed import Device, combine, estimate, state_offsets
+from cupyattn.schedule.validate import validate_plan
 
 
 def fields(items: np.ndarray) -> list[dict[str, int]]:
@@ -26,7 +26,7 @@ def fields(items: np.ndarray) -> list[dict[str, int]]:
 def test_the_tables_lead_every_row_to_states_of_all_its_keys(cascade: Cascade) -> None:
     requests, levels = cascade.join()
     group, masking = cascade.group_size, cascade.masking
-    kinds = cascade.deal_out(requests)
+    kinds = cascade.assign_requests(requests)
     plan = cascade.plan(kinds, Splitting(), leaves_states=True)
     tile_rows = cascade.tile_rows
     offsets_of, state_rows = state_offsets(plan.parts, tile_rows)
@@ -163,7 +163,7 @@ def test_plans_that_fit_a_graph_have_room(cascade: Cascade, data: st.DataObject)
     num_rows = levels.num_rows + data.draw(st.sampled_from((0, 1, 100)))
     tile_rows, kernel = cascade.tile_rows, (cascade.device.items, cascade.served())
     most = level_limits(capacity, num_rows, cascade.group_size, [kernel])
-    kinds = cascade.deal_out(requests)
+    kinds = cascade.assign_requests(requests)
     plan = cascade.plan(kinds, Splitting(), leaves_states=True)
     offsets_of, state_rows = state_offsets(plan.parts, tile_rows)
     items, _ = combine(plan.parts, offsets_of)
@@ -191,11 +191,11 @@ def test_mixed_plans(cascade: Cascade, splitting: Splitting, leaves_states: bool
     """Both kinds are covered; states and merges survive that they share a list."""
     rows, keys = np.array(cascade.levels[-1], np.int64).reshape(-1, 2).T
     requests = BatchRequests(rows, keys, offsets(rows)[:-1], offsets(keys)[:-1])
-    kinds = cascade.deal_out(requests)
+    kinds = cascade.assign_requests(requests)
     plan = cascade.plan(kinds, splitting, leaves_states)
     tile_rows = cascade.tile_rows
     for part, (_, own), count in zip(plan.parts, kinds, tile_rows, strict=True):
-        check_cover(part, own, cascade.group_size, count)
+        validate_plan(part, own, cascade.group_size, count)
     offsets_of, state_rows = state_offsets(plan.parts, tile_rows)
     items, merges = combine(plan.parts, offsets_of)
     sizes = [len(part.items) for part in plan.parts]
@@ -219,10 +219,12 @@ def test_mixed_plans(cascade: Cascade, splitting: Splitting, leaves_states: bool
 @given(cascades(longest_kv=20_000), st.booleans())
 def test_estimates_are_finite(cascade: Cascade, leaves_states: bool) -> None:
     requests, _ = cascade.join()
-    kinds = [(x, s) for (_, x), s in zip(cascade.deal_out(requests), cascade.shapes, strict=True)]
+    kinds = [
+        (x, s) for (_, x), s in zip(cascade.assign_requests(requests), cascade.shapes, strict=True)
+    ]
     device = cascade.device
     time = estimate(kinds, cascade.group_size, device, cascade.masking, leaves_states)
-    dealt = cascade.deal_out(requests)
+    dealt = cascade.assign_requests(requests)
     assert time == cascade.plan(dealt, Splitting(), leaves_states).time
     assert np.isfinite(time) and time >= 0 and (time > 0) == bool(len(requests.qo_len))
 

@@ -16,7 +16,7 @@ from cupyattn.launch.attention import plan_batch
 from cupyattn.launch.ops import packbits
 from cupyattn.planless import call, repeat
 from cupyattn.schedule.batch import Masking
-from cupyattn.schedule.device import room
+from cupyattn.schedule.capacity import room
 from cupyattn.schedule.tile_shape import TileShape
 
 B, HQ, HKV, D, PAGES, PAGE, WIDTH = 5, 8, 2, 64, 30, 16, 9
@@ -348,19 +348,23 @@ SHAPE = TileShape(16, 64, 264, 0.25)
 
 
 def test_room_for_decodes() -> None:
-    plain = room(64, 64, 1, 131_072, 131_072, 4, 8, SHAPE, Masking(False, -1), merges_last=False)
+    plain = room(
+        64, 64, 1, 131_072, 131_072, 4, 8, SHAPE, Masking(False, -1), last_block_merges=False
+    )
     assert plain == (64, 4 * 33, 33)
     assert plain.limits() == (64 + 132, 64, 64 + 132)
-    short = room(64, 64, 1, 131_072, 64, 4, 8, SHAPE, Masking(False, -1), merges_last=False)
+    short = room(64, 64, 1, 131_072, 64, 4, 8, SHAPE, Masking(False, -1), last_block_merges=False)
     assert short == (64, 0, 33)
-    window = room(1, 1, 1, 131_072, 131_072, 4, 8, SHAPE, Masking(False, 63), merges_last=False)
+    window = room(
+        1, 1, 1, 131_072, 131_072, 4, 8, SHAPE, Masking(False, 63), last_block_merges=False
+    )
     assert window.num_more == 0
 
 
 def test_room_for_prefills() -> None:
     shape = TileShape(128, 48, 264, 4.0)
     masking = Masking(True, -1)
-    few = room(2, 300, -1, 8192, 8192, 4, 8, shape, masking, merges_last=True)
+    few = room(2, 300, -1, 8192, 8192, 4, 8, shape, masking, last_block_merges=True)
     assert few == (2 + 9, 132, 33)
-    many = room(8, 4096, -1, 8192, 8192, 4, 8, shape, masking, merges_last=True)
+    many = room(8, 4096, -1, 8192, 8192, 4, 8, shape, masking, last_block_merges=True)
     assert many == (8 + 128, 0, 33)

@@ -16,12 +16,12 @@ import numpy as np
 from ...core.device import device_props
 from ...core.problem import AttentionProblem
 from ...schedule.batch import BatchPlan, BatchRequests, Masking, Splitting, plan_batch
-from ...schedule.beside import persistent_blocks
-from ...schedule.cover import check_cover
 from ...schedule.levels import MOST, Levels, Served, level_limits, level_tables, require_room
 from ...schedule.limits import Limits, check_limits, limits
 from ...schedule.mixed import Device, Kinds, MixedPlan, combine, estimate, plan_mixed, state_offsets
+from ...schedule.sm_partition import persistent_grid_size
 from ...schedule.tile_shape import TileShape
+from ...schedule.validate import validate_plan
 from ..driver import params
 from ..driver.enqueue import Launch, cuda
 from ..tiles import sm90
@@ -230,7 +230,7 @@ class BatchLauncher:
             return 0
         head_dims = self.problem.head_dim_qk + self.problem.head_dim_vo
         itemsize = self.problem.dtype_kv.itemsize
-        return persistent_blocks(kinds, self.group_size, self.masking, head_dims, itemsize)
+        return persistent_grid_size(kinds, self.group_size, self.masking, head_dims, itemsize)
 
     def _plan(
         self, requests: BatchRequests, rows: str, splitting: Splitting, slots: int = 0
@@ -242,7 +242,7 @@ class BatchLauncher:
             requests, self.group_size, self.num_kv_heads, shape, self.masking, splitting
         )
         if cuda().is_debugging:
-            check_cover(plan, requests, self.group_size, shape.tile_q)
+            validate_plan(plan, requests, self.group_size, shape.tile_q)
         return plan
 
     def _plan_group(
@@ -254,7 +254,7 @@ class BatchLauncher:
         )
         if cuda().is_debugging:
             for part, (requests, shape) in zip(plan.parts, group.kinds, strict=True):
-                check_cover(part, requests, self.group_size, shape.tile_q)
+                validate_plan(part, requests, self.group_size, shape.tile_q)
         return plan
 
     def _share_mixed(
@@ -262,7 +262,7 @@ class BatchLauncher:
     ) -> Share:
         kernel = self._kernels.get(rows)
         plan = self._plan_group(
-            Group(rows, kernel, self._kernels.deal_out(requests, kernel)), splitting
+            Group(rows, kernel, self._kernels.assign_requests(requests, kernel)), splitting
         )
         tile_rows = [tiles.tile_q for tiles in kernel.kinds]
         offsets, state_rows = state_offsets(plan.parts, tile_rows)
@@ -285,7 +285,7 @@ class BatchLauncher:
     def _room(self, rows: str, most: Limits) -> Room:
         tiles = self._kernels.get(rows).kinds[0]
         split_tiles, counters = most.num_split_tiles, 0
-        if tiles.merges_itself:
+        if tiles.fused_merge:
             split_tiles, counters = 0, split_tiles
         state_rows = most.num_states * tiles.tile_q
         return Room(most.num_items, split_tiles, split_tiles, counters, state_rows)

@@ -60,7 +60,7 @@ class Kernels:
     def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> Group:
         """The requests at these indices."""
         kernel = self.get(rows)
-        dealt = self.deal_out(requests.select(chosen), kernel)
+        dealt = self.assign_requests(requests.select(chosen), kernel)
         return Group(rows, kernel, [(chosen[x], own) for x, own in dealt])
 
     def get(self, rows: Rows) -> Kernel:
@@ -99,7 +99,7 @@ class Kernels:
                 return large, name
         return None
 
-    def deal_out(
+    def assign_requests(
         self, requests: BatchRequests, kernel: Kernel
     ) -> list[tuple[np.ndarray, BatchRequests]]:
         """The requests of each kind of a kernel, and which they are."""
@@ -134,7 +134,7 @@ def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...]) -> Kern
     # (measured).
     least_share = 0.52 if loaded.num_slots >= 2 * loaded.num_sms else 1.0
     of_decode = 0.25, 0.25, loaded.tiles.threads // 32, least_share
-    costs = (of_decode if tiles.merges_itself else (4.0, 0.0) for tiles in kinds)
+    costs = (of_decode if tiles.fused_merge else (4.0, 0.0) for tiles in kinds)
     shapes = tuple(
         TileShape(tiles.tile_q, tiles.tile_kv, loaded.num_slots, *cost)
         for tiles, cost in zip(kinds, costs, strict=True)

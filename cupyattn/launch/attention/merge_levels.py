@@ -33,4 +33,4 @@ def prepare(
     kernel = jit.load("merge_levels", config(problem), device_index, arch)
     grid = (num_tokens, -(-num_qo_heads // _WARPS), 1)
     early = overlaps_launches(arch)
-    return Launch(kernel.function, grid, _WARPS * 32, 0, begins_early=early)
+    return Launch(kernel.function, grid, _WARPS * 32, 0, is_dependent=early)

@@ -34,4 +34,4 @@ def prepare(
     kernel = jit.load("merge_splits", config(problem, tile_q), device_index, arch)
     grid = (-(-num_rows // _WARPS), num_kv_heads, 1)
     early = overlaps_launches(arch)
-    return Launch(kernel.function, grid, _WARPS * 32, 0, begins_early=early)
+    return Launch(kernel.function, grid, _WARPS * 32, 0, is_dependent=early)

@@ -11,7 +11,7 @@ from ...core import dtypes
 from ...core.device import device_props
 from ...core.dtypes import DType
 from ...errors import UnsupportedError
-from ...schedule.device import room
+from ...schedule.capacity import room
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue
 from ..tiles.select import row_class
@@ -119,7 +119,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         launcher.num_kv_heads,
         shape,
         masking,
-        merges_last=not tiles.merges_itself,
+        last_block_merges=not tiles.fused_merge,
     )
     limits = space.limits()
     schedule, words_bytes = launcher.reserve(rows, limits, lengths.likely_kv_len)

@@ -190,7 +190,7 @@ class AttentionLauncher:
                 sections=sections,
             )
         num_counters, merge = plan.num_q_tiles * self.num_kv_heads, None
-        if not tiles.merges_itself:
+        if not tiles.fused_merge:
             rows, heads = qo_len * self.group_size, self.num_kv_heads
             merge = merge_splits.prepare(self.problem, tiles.tile_q, rows, heads, self.device_index)
             num_counters = tiles.num_counters

@@ -32,7 +32,7 @@ class Launch(NamedTuple):
     """A kernel's integer handle, and the shape of a launch of it.
 
     num_items     of persistent blocks
-    begins_early  on SMs that the launch before it leaves free (early.py)
+    is_dependent  on SMs that the launch before it leaves free (early.py)
     ahead         a launch with the same struct that comes first
     """
 
@@ -41,7 +41,7 @@ class Launch(NamedTuple):
     threads: int
     shared_bytes: int
     num_items: int = 0
-    begins_early: bool = False
+    is_dependent: bool = False
     ahead: Launch | None = None
 
 
@@ -57,10 +57,10 @@ def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: 
     if not arguments.has_context:
         api.runtime.setDevice(device_index)
         arguments.has_context = True
-    function, (x, y, z), threads, shared_bytes, _, begins_early, ahead = launch
+    function, (x, y, z), threads, shared_bytes, _, is_dependent, ahead = launch
     if ahead is not None:
         enqueue(ahead, arguments, device_index, stream)
-    call = api.launch_early if begins_early else api.launch_kernel
+    call = api.launch_early if is_dependent else api.launch_kernel
     call(function, x, y, z, threads, 1, 1, shared_bytes, stream, arguments.address, 0)
     if api.is_debugging:
         api.runtime.streamSynchronize(stream)

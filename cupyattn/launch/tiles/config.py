@@ -30,7 +30,7 @@ class TileConfig:
         return 1 if self.is_sm90 else 0
 
     @property
-    def merges_itself(self) -> bool:
+    def fused_merge(self) -> bool:
         """The last block of a tile whose keys are split merges its partial states."""
         return self.name == "decode_sm80"
 

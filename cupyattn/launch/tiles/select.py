@@ -179,7 +179,7 @@ def _choose_prefill(
 
 def _is_transformed(problem: AttentionProblem) -> bool:
     """True if more than one scale stands between the product and the softmax."""
-    return problem.soft_cap or problem.scale_first or problem.pos_encoding == "ALIBI"
+    return problem.soft_cap or problem.prescale_logits or problem.pos_encoding == "ALIBI"
 
 
 def _key_shapes(
@@ -277,7 +277,7 @@ def _common(problem: AttentionProblem, rotates_keys: bool) -> dict[str, int | bo
         "kAlibi": problem.pos_encoding == "ALIBI",
         "kSoftCap": problem.soft_cap,
         # Rows of bf16 that meet fp8 keys are scaled one by one (attention/fp8_query.cuh).
-        "kRowScales": problem.scale_first
+        "kRowScales": problem.prescale_logits
         or (problem.dtype_kv.is_fp8 and problem.dtype_q is bfloat16),
         "kCustomMask": problem.custom_mask,
         "kMaskForm": MASK_FORMS.index(problem.mask_form),

@@ -160,7 +160,7 @@ def _shape(problem: AttentionProblem) -> _Shape | None:
         if problem.head_dim_qk > 192:
             return shape._replace(tile_kv=64)
         if problem.head_dim_qk == 64 and shape.consumers == 3:
-            most = 96 if problem.scale_first else 112
+            most = 96 if problem.prescale_logits else 112
             return shape._replace(tile_kv=min(shape.tile_kv, most))
     if shape and problem.custom_mask and shape.landings:
         # The bits of rows take shared memory from keys, and registers for those who leave them.
@@ -259,7 +259,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kRope": is_rotated,
         "kAlibi": problem.pos_encoding == "ALIBI",
         "kSoftCap": problem.soft_cap,
-        "kRowScales": problem.scale_first,
+        "kRowScales": problem.prescale_logits,
         "kCustomMask": problem.custom_mask,
         "kMaskForm": MASK_FORMS.index(problem.mask_form),
         "kPaged": problem.paged,

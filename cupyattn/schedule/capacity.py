@@ -43,14 +43,14 @@ def room(
     shape: TileShape,
     masking: Masking,
     *,
-    merges_last: bool,
+    last_block_merges: bool,
 ) -> Room:
     """Room for any plan of so many requests and query rows.
 
     qo_len         of every request, or -1 where they differ
     max_kv_len     keys that a request has room for; `likely_kv_len`, up to that, bounds how often
                    keys are worth splitting, but not what a plan may be of
-    merges_last    a launch of its own merges partial states, whether or not there are any
+    last_block_merges    a launch of its own merges partial states, whether or not there are any
     """
     if qo_len >= 0:
         num_tiles = num_requests * -(-qo_len * group_size // shape.tile_q)
@@ -64,7 +64,7 @@ def room(
     key_tiles = -(-keys // shape.tile_kv)
     num_more = min(MAX_WAVES * per_wave, num_tiles * max(key_tiles - 1, 0))
     # Many tiles balance by themselves, and then a merge is not worth its launch.
-    if merges_last and num_tiles >= MAX_WAVES * per_wave:
+    if last_block_merges and num_tiles >= MAX_WAVES * per_wave:
         num_more = 0
     if num_tiles * -(-max_kv_len // shape.tile_kv) >= _MOST_KEY_TILES:
         num_more = 0

@@ -8,7 +8,7 @@ from ..errors import PlanError
 from .batch import WORK_FIELDS, BatchPlan, BatchRequests
 
 
-def check_cover(plan: BatchPlan, requests: BatchRequests, group_size: int, tile_q: int) -> None:
+def validate_plan(plan: BatchPlan, requests: BatchRequests, group_size: int, tile_q: int) -> None:
     """Raise PlanError unless a plan's items cover the requests' rows and keys exactly once.
 
     The keys of a tile are covered if its splits are 0, 1, ... num_splits - 1: the kernels deal key

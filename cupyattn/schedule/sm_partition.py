@@ -23,7 +23,7 @@ _MOST = 0.42
 _STEP = 4
 
 
-def persistent_blocks(
+def persistent_grid_size(
     kernels: Sequence[Kinds], group_size: int, masking: Masking, head_dims: int, itemsize: int
 ) -> int:
     """Blocks of the first kernel that end when the others do on the SMs that they leave.
