@@ -24,10 +24,10 @@ class AttentionProblem:
 
     Head dims are per head and in elements. `aligned` says that every row of q, k, v and o starts on
     a 16-byte boundary; `prescale_logits` that the logit scale is not one positive number for all
-    heads, so that it cannot be folded into the softmax; `paged` that keys are found through a page table;
-    `mask_form` what a custom mask holds: bits of all keys, of a request's last keys, or runs.
-    Causality, windows, sinks, scales and LSE are
-    run-time facts: they cost nothing when off, so they do not multiply the number of kernels.
+    heads, so that it cannot be folded into the softmax; `paged` that keys are found through a page
+    table; `mask_form` what a custom mask holds: bits of all keys, of a request's last keys, or
+    runs. Causality, windows, sinks, scales and LSE are run-time facts: they cost nothing when off,
+    so they do not multiply the number of kernels.
     """
 
     dtype_q: DType
