@@ -88,6 +88,13 @@ if TYPE_CHECKING:
     )
     from .decode import fast_decode_plan as fast_decode_plan
     from .decode import single_decode_with_kv_cache as single_decode_with_kv_cache
+    from .errors import ArgumentError as ArgumentError
+    from .errors import CompileError as CompileError
+    from .errors import CupyAttnError as CupyAttnError
+    from .errors import DeviceError as DeviceError
+    from .errors import PlanError as PlanError
+    from .errors import UnsupportedError as UnsupportedError
+    from .errors import WorkspaceError as WorkspaceError
     from .page import append_paged_kv_cache as append_paged_kv_cache
     from .page import get_batch_indices_positions as get_batch_indices_positions
     from .page import get_seq_lens as get_seq_lens
@@ -98,6 +105,9 @@ if TYPE_CHECKING:
         BatchPrefillWithRaggedKVCacheWrapper as BatchPrefillWithRaggedKVCacheWrapper,
     )
     from .prefill import single_prefill_with_kv_cache as single_prefill_with_kv_cache
+    from .prefill import (
+        single_prefill_with_kv_cache_return_lse as single_prefill_with_kv_cache_return_lse,
+    )
     from .quantization import packbits as packbits
     from .quantization import segment_packbits as segment_packbits
     from .trtllm import trtllm_batch_context_with_kv_cache as trtllm_batch_context_with_kv_cache

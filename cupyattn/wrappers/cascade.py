@@ -23,6 +23,7 @@ from ..inputs.workspace import copy_on_device, refuse_capture, same_device
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.layout import BatchSchedule, Capacity
 from ..schedule.levels import MAX_LEVELS
+from .legacy import OlderCalls
 
 _BUFFERS = (
     "qo_indptr_buf_arr",
@@ -32,7 +33,7 @@ _BUFFERS = (
 )
 
 
-class MultiLevelCascadeAttentionWrapper(BatchWrapper):
+class MultiLevelCascadeAttentionWrapper(OlderCalls, BatchWrapper):
     """Attention of a batch whose requests share keys, level by level: plan() once, run() per layer.
 
     Level 0 is shared most widely, the last level is each request's own; a row sees the keys of its
@@ -319,7 +320,3 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper):
         return run(self, q, k, v, out, lse, sinks, scales, return_lse)
 
     forward = run
-
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
-        """run() that returns (out, lse)."""
-        return self.run(*args, **{**kwargs, "return_lse": True})

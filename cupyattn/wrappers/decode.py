@@ -11,13 +11,13 @@ from ..batch.wrapper import BatchWrapper
 from ..errors import PlanError, UnsupportedError
 from ..inputs import geometry, parse
 from ..inputs.geometry import PlanOptions
-from .legacy import check_run, read_scales
+from .legacy import OlderCalls, check_run, read_scales
 
 _NAMES = PageNames("indptr", "indices", "last_page_len")
 _OLD_RUN = ("q_scale", "k_scale", "v_scale", "return_lse")
 
 
-class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(OlderCalls, BatchWrapper):
     """Decode attention of a batch over a paged KV cache: plan() once, run() for every layer.
 
     float_workspace_buffer  contiguous bytes of any dtype on the device of the arrays to come, from
@@ -241,10 +241,6 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             k, v = paged_kv_cache
         return run(self, q, k, v, out, lse, sinks, scales, return_lse, mask)
 
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
-        """run() that returns (out, lse)."""
-        return self.run(*args, **{**kwargs, "return_lse": True})
-
     def forward(
         self,
         q: Any,
@@ -281,10 +277,6 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             v_scale=v_scale,
             return_lse=return_lse,
         )
-
-    def forward_return_lse(self, *args: Any, **kwargs: Any) -> Any:
-        """forward() that returns (out, lse)."""
-        return self.forward(*args, **{**kwargs, "return_lse": True})
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

@@ -13,6 +13,21 @@ _RENAMED = {"head_dim": "head_dim_qk", "allow_fp16_qk_reduction": "use_fp16_qk_r
 _MASKS = ("bool", "torch.bool", "uint8", "torch.uint8")
 
 
+class OlderCalls:
+    """The spellings of run() and forward() that return (out, lse)."""
+
+    run: Callable[..., Any]
+    forward: Callable[..., Any]
+
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
+        """run() that returns (out, lse)."""
+        return self.run(*args, **{**kwargs, "return_lse": True})
+
+    def forward_return_lse(self, *args: Any, **kwargs: Any) -> Any:
+        """forward() that returns (out, lse)."""
+        return self.forward(*args, **{**kwargs, "return_lse": True})
+
+
 def accepts_old_plans(slot: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a prefill plan() be called with old names, and in the order without head_dim_vo.
 

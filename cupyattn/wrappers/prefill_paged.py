@@ -11,13 +11,13 @@ from ..batch.run import NO_SCALES, Scales, run
 from ..batch.wrapper import BatchWrapper
 from ..inputs import geometry
 from ..inputs.geometry import PlanOptions
-from .legacy import accepts_old_plans, check_run, read_scales
+from .legacy import OlderCalls, accepts_old_plans, check_run, read_scales
 
 _NAMES = PageNames("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 _OLD_RUN = ("k_scale", "v_scale", "return_lse")
 
 
-class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(OlderCalls, BatchWrapper):
     """Prefill or append attention of a batch over a paged KV cache: plan() once, run() per layer.
 
     float_workspace_buffer  contiguous bytes of any dtype on the device of the arrays to come, from
@@ -244,10 +244,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             k, v = paged_kv_cache
         return run(self, q, k, v, out, lse, sinks, scales, return_lse)
 
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
-        """run() that returns (out, lse)."""
-        return self.run(*args, **{**kwargs, "return_lse": True})
-
     def forward(
         self,
         q: Any,
@@ -280,7 +276,3 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             rope_theta=rope_theta,
         )
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
-
-    def forward_return_lse(self, *args: Any, **kwargs: Any) -> Any:
-        """forward() that returns (out, lse)."""
-        return self.forward(*args, **{**kwargs, "return_lse": True})

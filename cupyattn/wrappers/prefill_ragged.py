@@ -11,12 +11,12 @@ from ..batch.run import NO_SCALES, Scales, run
 from ..batch.wrapper import BatchWrapper
 from ..inputs import geometry
 from ..inputs.geometry import PlanOptions
-from .legacy import accepts_old_plans, check_run, read_scales
+from .legacy import OlderCalls, accepts_old_plans, check_run, read_scales
 
 _OLD_RUN = ("return_lse",)
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
+class BatchPrefillWithRaggedKVCacheWrapper(OlderCalls, BatchWrapper):
     """Prefill or append attention of a batch over ragged keys: plan() once, run() for every layer.
 
     float_workspace_buffer  contiguous bytes of any dtype on the device of the arrays to come, from
@@ -116,14 +116,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         fixed_split_size        keys after which a request is split, whatever else is in the batch:
                 its answer is then the same, bit for bit, in every batch. Default: as many splits as
                 keep the device busy. disable_split_kv: never split; it wins.
-        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr  multi-item
-                scoring: a request's keys are a prefix, then items with a delimiter ahead of each
-                (and often one at the end). Rows of an item see the prefix and their item up to
-                themselves; delimiters see the prefix and are seen by nobody; the prefix is causal.
-                Integers [B], the length of the prefix; [B * token_pos_in_items_len], what place
-                each key behind it has in its item, from 1 on, 0 for delimiters; and [B], the
-                longest item, which is not needed. The first two are needed on the host; causal is
-                implied, a mask is refused.
+        prefix_len_ptr to max_item_len_ptr  multi-item scoring, as in
+                BatchPrefillWithPagedKVCacheWrapper.plan.
         Other options as in single_prefill_with_kv_cache. v_indptr and o_indptr must be left alone;
         the rest is accepted for compatibility. Older names and the older order without head_dim_vo
         are understood; data_type sets q's and the cache's.
@@ -213,10 +207,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             check_run(window_left, planned, kv_cache_sf, o_scale, "o_scale")
         return run(self, q, k, v, out, lse, sinks, scales, return_lse)
 
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
-        """run() that returns (out, lse)."""
-        return self.run(*args, **{**kwargs, "return_lse": True})
-
     def forward(
         self,
         q: Any,
@@ -248,7 +238,3 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             rope_theta=rope_theta,
         )
         return self.run(q, k, v, return_lse=return_lse)
-
-    def forward_return_lse(self, *args: Any, **kwargs: Any) -> Any:
-        """forward() that returns (out, lse)."""
-        return self.forward(*args, **{**kwargs, "return_lse": True})

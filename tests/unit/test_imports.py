@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import cupyattn
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "cupyattn"
 
@@ -150,6 +152,20 @@ def test_importing_brings_no_framework(module: str) -> None:
     )
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    blocks = [n for n in tree.body if isinstance(n, ast.If)]
+    typed = {
+        alias.asname
+        for block in blocks
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == set(cupyattn.__all__) - {"__version__"}
+    assert (PACKAGE / "py.typed").exists()
 
 
 def _too_long(paths: list[Path], budget: int) -> list[str]:
