@@ -94,6 +94,11 @@ def test_tables_and_charts_are_those_of_the_results() -> None:
         assert path.read_text("utf-8") == text, f"{name(path)}: run python -m benchmarks.documents"
 
 
+def test_a_case_that_is_not_in_the_results_is_named() -> None:
+    with pytest.raises(SystemExit, match="no_such_case"):
+        documents.table(" peers=fa3", "2026-11-22-h200-decode\nno_such_case: nothing\n")
+
+
 def test_a_document_names_every_result_file() -> None:
     notes = sorted(RESULTS.glob("*/README.md"))
     text = "\n".join(path.read_text("utf-8") for path in (*DOCUMENTS, *notes))
