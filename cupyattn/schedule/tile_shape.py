@@ -42,7 +42,7 @@ class TileShape:
         """Of tiles of so many rows, in the time of a key tile with all slots busy."""
         if not self.part_cost:
             return Costs(state=self.state_cost)
-        # Fitted by hand to times of an H200 (benchmarks/README.md): a block of 32 rows that
+        # Fitted by hand to times of an H200 (docs/ladder.md): a block of 32 rows that
         # leaves a state takes some 28 us besides its key tiles, one of four 10. A key tile is 2.1
         # by memory's rate with all slots busy, and was taken for 0.6 where few blocks run.
         block = BLOCK_OVERHEAD + 1.5 * self._passes(rows)
