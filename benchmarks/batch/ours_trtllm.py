@@ -7,7 +7,7 @@ from importlib import import_module
 from ..candidate import Candidate
 from .case import BatchCase
 from .inputs import BatchInputs
-from .unplanned import candidate
+from .planless import candidate
 
 NAME = "ours_trtllm"
 

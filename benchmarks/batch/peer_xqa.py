@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..candidate import Candidate, Unsupported
 from .case import BatchCase
 from .inputs import BatchInputs
-from .unplanned import candidate
+from .planless import candidate
 
 NAME = "flashinfer_xqa"
 _PAGE_SIZES = (16, 32, 64, 128)

@@ -134,7 +134,7 @@ def run(
 ) -> Any:
     """The answer of a call that goes the general way: out, or (out, lse) if `return_lse`.
 
-    usual, more, rest: as in _unplanned_repeat.py; options: what rest comes to.
+    usual, more, rest: as in repeat.py; options: what rest comes to.
     """
     # --- 1. Validate ---
     arrays = Arrays(*usual, *(more or ()))

@@ -2,7 +2,7 @@
 
 As in _repeat.py: all that the checks depend on but addresses is a call's look (shapes included, for
 lengths are in device memory), and a look that has passed them passes them again. Nothing is raised
-here: whatever is uncommon goes the general way (_unplanned.py).
+here: whatever is uncommon goes the general way (planless/call.py).
 """
 
 from __future__ import annotations

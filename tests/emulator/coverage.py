@@ -36,7 +36,7 @@ def run_cases() -> None:
         device_plans,
         gpu_cases,
         page_faults,
-        unplanned_cases,
+        planless_cases,
     )
     from helpers.merge_cases import MergeCall
     from helpers.merge_cases import random_case as random_merge
@@ -50,7 +50,7 @@ def run_cases() -> None:
         test_cascade,
         test_mutations,
         test_plan_batch,
-        test_unplanned,
+        test_planless,
     )
 
     facts = {"mode": "coverage"}
@@ -86,7 +86,7 @@ def run_cases() -> None:
         lengths = cupyattn.get_seq_lens(table, np.array([1, 0, 3], np.int32), 4)
         cupyattn.get_batch_indices_positions(np.array([0, 2, 2, 5], np.int32), lengths, 7)
     for seed in range(40):
-        test_unplanned.run(unplanned_cases.random_case(seed), **facts)
+        test_planless.run(planless_cases.random_case(seed), **facts)
     for seed in range(20):
         with gpu.plugged_in(**facts) as emulated:
             test_plan_batch.check(emulated, device_plans.random_batch(seed))

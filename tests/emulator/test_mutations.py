@@ -27,8 +27,8 @@ from . import (
     test_cascade,
     test_merge,
     test_plan_batch,
+    test_planless,
     test_prefill_sm90,
-    test_unplanned,
 )
 from .library import EmulatorError
 from .mutation import Mutation
@@ -162,19 +162,19 @@ def _absurd_offsets(**facts: object) -> None:
 
 def _padded_lse(**facts: object) -> None:
     case = replace(
-        test_unplanned.BASE,
+        test_planless.BASE,
         entry="cudnn_batch_prefill_with_kv_cache",
         form="lens",
         qo_len=(3, 0, 40),
         kv_layout="HND",
     )
-    test_unplanned.run(case, **facts)
+    test_planless.run(case, **facts)
 
 
 def _hopper_plans(**facts: object) -> None:
     entry = "trtllm_batch_context_with_kv_cache"
-    case = replace(test_unplanned.BASE, entry=entry, form="steps", qo_len=(90, 0, 3))
-    test_unplanned.run(case, **facts)
+    case = replace(test_planless.BASE, entry=entry, form="steps", qo_len=(90, 0, 3))
+    test_planless.run(case, **facts)
 
 
 _SPLIT_PLAN = test_plan_batch.Batch((1,) * 5, (300, 5, 0, 7000, 90))

@@ -15,7 +15,7 @@ from helpers.verify_cases import FORMS
 
 import cupyattn
 
-from . import gpu, run, test_attention, test_batch, test_unplanned
+from . import gpu, run, test_attention, test_batch, test_planless
 
 BASE = replace(
     gpu_cases.PLAIN, qo_len=80, kv_len=300, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -230,8 +230,8 @@ def test_keys_hidden_by_a_mask_do_not_contaminate() -> None:
 
 @pytest.mark.parametrize("tree", FORMS[::3])
 def test_masks_of_rows(tree: str) -> None:
-    case = replace(test_unplanned.BASE, qo_len=(20, 20), kv_len=(500, 90), tree=tree)
-    emulated = test_unplanned.run(case)
+    case = replace(test_planless.BASE, qo_len=(20, 20), kv_len=(500, 90), tree=tree)
+    emulated = test_planless.run(case)
     assert "prefill_sm90" in {launch.name for launch in emulated.launches}
 
 

@@ -27,8 +27,8 @@ from cupyattn.launch.attention import single
 from cupyattn.launch.driver import enqueue, params, scratch
 from cupyattn.launch.tiles.config import TileConfig
 from cupyattn.launch.tiles.select import mixed_config, portable_config
-from cupyattn.planless import call as unplanned
-from cupyattn.planless import repeat as unplanned_repeat
+from cupyattn.planless import call as planless
+from cupyattn.planless import repeat as planless_repeat
 from cupyattn.single import repeat, run
 from cupyattn.states import repeat as merge_repeat
 
@@ -152,10 +152,10 @@ def forget() -> None:
     run._entries.clear()
     repeat._known.clear()
     repeat._reader_of.clear()
-    unplanned._plan.cache_clear()
-    unplanned_repeat._known.clear()
-    unplanned_repeat._reader_of.clear()
-    unplanned_repeat._last[0] = None, None
+    planless._plan.cache_clear()
+    planless_repeat._known.clear()
+    planless_repeat._reader_of.clear()
+    planless_repeat._last[0] = None, None
     merge_repeat.forget()
 
 

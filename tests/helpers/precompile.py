@@ -61,9 +61,9 @@ from helpers import (
     gpu_cases,
     item_cases,
     mixed_calls,
+    planless_cases,
     prefill_sm90_cases,
     shared_calls,
-    unplanned_cases,
     verify_cases,
 )
 from helpers.batch_calls import offsets
@@ -258,13 +258,13 @@ def shared_instances(arch: str) -> list[Instance]:
     return list(recorder.found)
 
 
-def unplanned_instances(arch: str) -> list[Instance]:
+def planless_instances(arch: str) -> list[Instance]:
     """Every kernel of the random calls without a plan, once."""
     found: dict[Instance, None] = {
         ("pad_lse", pad_lse.CONFIG): None,
         **dict.fromkeys(("plan_batch", config) for config in plan_batch.CONFIGS),
     }
-    for case in map(unplanned_cases.random_case, range(unplanned_cases.NUM_CASES)):
+    for case in map(planless_cases.random_case, range(planless_cases.NUM_CASES)):
         wanted = case.problem
         problem = AttentionProblem(
             dtype_q=dtypes.parse(wanted.dtype),
@@ -298,7 +298,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     start = time.perf_counter()
-    kinds = (instances, batch_instances, cascade_instances, shared_instances, unplanned_instances)
+    kinds = (instances, batch_instances, cascade_instances, shared_instances, planless_instances)
     found = dict.fromkeys(instance for kind in kinds for instance in kind(args.arch))
     found |= dict.fromkeys(page_instances())
     jobs = [(*instance, args.arch) for instance in found]

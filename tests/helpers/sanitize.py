@@ -34,7 +34,7 @@ PARTS = {
     "cascade": 4,
     "prefill_sm90": 2,
     "shared_prefix": 1,
-    "unplanned": 2,
+    "planless": 2,
     "verify": 2,
     "page": 2,
     "merge": 1,

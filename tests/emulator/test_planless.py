@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import unplanned_calls
-from helpers.unplanned_cases import ENTRIES, PROBLEMS, Case, Problem, random_case
+from helpers import planless_calls
+from helpers.planless_cases import ENTRIES, PROBLEMS, Case, Problem, random_case
 
 from . import gpu
 
@@ -30,7 +30,7 @@ def run(case: Case, **facts: Any) -> gpu.EmulatedGpu:
     facts.setdefault("num_sms", 16)
     with gpu.plugged_in(**facts) as emulated:
         workspace = emulated.empty((16 << 20,), np.dtype(np.uint8))
-        unplanned_calls.run_case(case, np, workspace)
+        planless_calls.run_case(case, np, workspace)
     return emulated
 
 

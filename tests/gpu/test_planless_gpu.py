@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import compare, device_plans, unplanned_calls
+from helpers import compare, device_plans, planless_calls
 from helpers.device_plans import Batch
 from helpers.gpu_calls import download, raw, upload
 from helpers.on_gpu import capture, framework, workspace
-from helpers.unplanned_cases import ENTRIES, NUM_CASES, PROBLEMS, random_case
+from helpers.planless_cases import ENTRIES, NUM_CASES, PROBLEMS, random_case
 
 import cupyattn
 from cupyattn.errors import ArgumentError, WorkspaceError
@@ -44,7 +44,7 @@ def test_random_calls(first: int) -> None:
     for seed in range(first, first + BLOCK):
         xp = framework(seed // len(PROBLEMS))
         try:
-            unplanned_calls.run_case(random_case(seed), xp, workspace(xp))
+            planless_calls.run_case(random_case(seed), xp, workspace(xp))
         except AssertionError as error:
             failures.append(f"seed {seed}: {error}")
     assert not failures, f"{len(failures)} of {BLOCK} failed:\n" + "\n".join(failures[:5])

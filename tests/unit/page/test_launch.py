@@ -20,7 +20,7 @@ from cupyattn.errors import ArgumentError
 from cupyattn.launch.instances import page_instances
 from cupyattn.launch.ops import append_paged_kv_cache as launcher
 
-PARAMS = Path(__file__).parents[2] / "kernels/cupyattn/params"
+PARAMS = Path(__file__).parents[3] / "kernels/cupyattn/params"
 _FORMATS = {"int64_t": "q", "int32_t": "i", "float": "f"}
 
 

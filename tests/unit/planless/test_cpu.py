@@ -9,8 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import poison, unplanned_calls
-from helpers.unplanned_cases import ENTRIES, random_case
+from helpers import planless_calls, poison
+from helpers.planless_cases import ENTRIES, random_case
 from helpers.verify_cases import FORMS
 
 import cupyattn as flashinfer
@@ -22,14 +22,14 @@ NO_SPACE = np.zeros(64, np.uint8)
 @pytest.mark.parametrize("first", range(0, 150, 50))
 def test_random_calls(first: int) -> None:
     for seed in range(first, first + 50):
-        unplanned_calls.run_case(random_case(seed), np, NO_SPACE)
+        planless_calls.run_case(random_case(seed), np, NO_SPACE)
 
 
 def test_random_calls_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(poison, "embed", functools.partial(poison.embed, device="cpu"))
     for seed in range(150, 180):
-        unplanned_calls.run_case(random_case(seed), torch, torch.zeros(64, dtype=torch.uint8))
+        planless_calls.run_case(random_case(seed), torch, torch.zeros(64, dtype=torch.uint8))
 
 
 def test_the_random_cases_have_every_form() -> None:

@@ -1,7 +1,7 @@
 """Bad input of the batch wrappers: a typed error with a useful sentence, and nothing is written.
 
 Each row changes arguments of a good call of one of three steps: making the wrapper, plan(), run().
-What only a GPU can have is in test_batch_launch.py and tests/gpu/test_batch_gpu.py.
+What only a GPU can have is in test_launch.py and tests/gpu/test_batch_gpu.py.
 """
 
 from __future__ import annotations

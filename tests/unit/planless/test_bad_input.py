@@ -1,7 +1,7 @@
 """Bad input of the entry points without a plan: a typed error, and nothing is written.
 
-Each row changes arguments of a good call. What only a GPU can have is in test_unplanned_launch.py
-and tests/gpu/test_unplanned_gpu.py.
+Each row changes arguments of a good call. What only a GPU can have is in test_launch.py
+and tests/gpu/test_planless_gpu.py.
 """
 
 from __future__ import annotations

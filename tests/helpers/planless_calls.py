@@ -15,7 +15,7 @@ from cupyattn.core import dtypes
 from . import compare, lowprec, poison, verify_cases
 from .batch_calls import offsets
 from .gpu_calls import download, raw
-from .unplanned_cases import Case
+from .planless_cases import Case
 
 ABSURD = 2**31 - 1
 
