@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import tempfile
-import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import tiny_kernels
@@ -141,21 +142,30 @@ def test_damaged_entry_is_compiled_again(place: Path, damage) -> None:
     assert leftovers(place / "cache") == []
 
 
-def test_warm_build_takes_less_than_10_ms(place: Path) -> None:
-    # As many and as large sources as a real kernel has.
-    for index in range(25):
-        text = f"#pragma once\n// {'x' * 98}\n" + f"// {'y' * 97}\n" * 80
-        (place / f"kernels/cupyattn/tiny/h{index}.cuh").write_text(text)
+def test_a_warm_build_reads_every_file_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header that many others include is read and searched for includes once."""
+    names = [f"cupyattn/tiny/h{index}.cuh" for index in range(25)]
+    for name in names:
+        lines = "".join(f'#include "{other}"\n' for other in names if other < name)
+        (place / "kernels" / name).write_text("#pragma once\n" + lines)
     entry = place / "kernels/entry/tiny.cu"
-    lines = "".join(f'#include "cupyattn/tiny/h{index}.cuh"\n' for index in range(25))
-    entry.write_text(lines + entry.read_text())
-    tiny()
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        assert tiny().info.cached
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.010
+    entry.write_text("".join(f'#include "{name}"\n' for name in names) + entry.read_text())
+    cold, read = tiny(), []
+    for method in ("read_text", "read_bytes"):
+        monkeypatch.setattr(Path, method, _noted(getattr(Path, method), read))
+    assert tiny().info.cached
+    assert len(read) == len(set(read))
+    sources = {path for path in read if path.is_relative_to(place / "kernels")}
+    assert {place / "kernels" / name for name in names} <= sources
+    assert set(read) - sources == {cold.path, cold.path.parent / "build.json"}
+
+
+def _noted(read: Callable[..., Any], paths: list[Path]) -> Callable[..., Any]:
+    def noted(path: Path, *args: Any, **kwargs: Any) -> Any:
+        paths.append(path)
+        return read(path, *args, **kwargs)
+
+    return noted
 
 
 # --- errors and warnings of compiling ---
