@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, Config::kMinBl
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   cupyattn::let_next_launch_begin();
   const int qo_len = params.work[params.first_q_tile + blockIdx.y].qo_len;
-  if (qo_len * params.group_size <= Decode::kTileQ) {
+  if (qo_len * params.group_size <= Decode::kTileQ) {  // mutate: block-kind-by-tokens
     Decode(params, *reinterpret_cast<typename Decode::SharedMemory*>(shared_bytes)).run();
   } else {
     Prefill(params, *reinterpret_cast<typename Prefill::SharedMemory*>(shared_bytes)).run();

@@ -109,6 +109,7 @@ __device__ __forceinline__ void clean_values(unsigned char* tile, BadKeys& bad, 
     if ((holes.word[0] | holes.word[1] | holes.word[2] | holes.word[3]) != 0) {
       ptx::atomic_or_shared(&bad.word[row / 32], 1u << (row % 32));
 #pragma unroll
+      // mutate: bad-values-stay
       for (int w = 0; w < 4; ++w) chunk->word[w] = values.word[w] & ~holes.word[w];
     }
   }
@@ -124,7 +125,9 @@ __device__ __forceinline__ void take_out_bad(Vector16& chunk, uint32_t* bad_keys
   for (int w = 0; w < 4; ++w) holes.word[w] = not_finite<T>(values.word[w]);
   if ((holes.word[0] | holes.word[1] | holes.word[2] | holes.word[3]) == 0) return;
 #pragma unroll
+  // mutate: hopper-bad-values-stay
   for (int w = 0; w < 4; ++w) chunk.word[w] = values.word[w] & ~holes.word[w];
+  // mutate: bad-keys-not-marked
   if (key < num_keys) ptx::atomic_or_shared(&bad_keys[key / 32], 1u << (key % 32));
 }
 
@@ -139,6 +142,7 @@ __device__ __forceinline__ void add_bad_value(float (&o)[kMmaQ][kTilesO][4], int
 #pragma unroll
   for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
+    // mutate: bad-values-reach-all-rows
     for (int h = 0; h < 2; ++h) o[m][n][2 * h + e] += p[m][h] * (p[m][h] != 0.0f ? bad : 0.0f);
   }
 }
@@ -165,7 +169,7 @@ __device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
         if (n == key / 8) logit = key & 1 ? odd : even;
       }
       p[m][h] = ptx::shuffle(softmax.probability(m, h, logit, form, scale),
-                             (lane & ~3) | ((key & 7) >> 1));
+                             (lane & ~3) | ((key & 7) >> 1));  // mutate: bad-value-of-another-key
     }
   }
   const int t = lane & 3;

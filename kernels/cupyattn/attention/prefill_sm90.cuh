@@ -363,7 +363,7 @@ struct PrefillSm90 {
     item.work = BlockWork::of_place(params, place, kv_head, kTileQ);
     item.place = place;
     item.exists = 1;
-    if (item.work.tile.num_rows <= 0) return item;
+    if (item.work.tile.num_rows <= 0) return item;  // mutate: spare-items-worked-on
     item.range = KeyRange::of(params, item.work);
     // Boxes of pages start where pages do.
     item.tiles =
