@@ -132,8 +132,8 @@ PORTABLE = (
     Mutation("first-masked-tile-unmasked", "first_key + kKeys >", "first_key >=", "verify"),
     Mutation("tiles-ahead-of-mask-skipped", "return tile", "return first", "verify many"),
     Mutation("mask-map-one-tile-late", "kTileKV)", "kTileKV + 1)", "verify many"),
-    Mutation("items-see-delimiter", "run.start - key", "run.start - 1 - key", "items"),
-    Mutation("items-miss-prefix-end", "run.prefix - key", "run.prefix - 1 - key", "items"),
+    Mutation("items-see-delimiter", "hidden.end - key", "hidden.end - 1 - key", "items"),
+    Mutation("items-miss-prefix-end", "hidden.begin - key", "hidden.begin - 1 - key", "items"),
     # Cascades and mixed batches.
     Mutation("group-stays-in-first-tile", "row >= tile", "row > tile", "cascade"),
     Mutation(

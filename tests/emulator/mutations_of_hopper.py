@@ -70,8 +70,8 @@ HOPPER = (
     ),
     Mutation(
         "rows of Q of a later tile",
-        "PackedRow::of(params, work.first_row + r)",
-        "PackedRow::of(params, r)",
+        "PackGqaRow::of(params, work.first_row + r)",
+        "PackGqaRow::of(params, r)",
         "hopper odd groups",
         PRODUCER,
     ),
@@ -119,7 +119,7 @@ HOPPER = (
     ),
     Mutation(
         "the larger of two negative floats is the larger integer",
-        "if (rarely(looks_again)) {",
+        "if (unlikely(looks_again)) {",
         "if (false) {",
         "hopper largest probability",
         MAXIMA,

@@ -67,7 +67,7 @@ struct DecodeSm80 {
     alignas(16) RowInfo rows[kTileQ];
     LogitConstants logits;
     int64_t q_offset[kTileQ];
-    BadKeys bad_keys[kWarps];
+    NonFiniteKeys nonfinite_keys[kWarps];
     typename conditional<kPaged, RowOffsets<kKeys>[kWarps], NoPagedTiles>::type pages;
     alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
     alignas(KTile::kAlign) unsigned char k_wide[kWidenKeys ? kWarps * KTile::kBytes : 16];
@@ -109,7 +109,7 @@ struct DecodeSm80 {
     fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, request, work, thread,
                              kThreads);
     if (thread == 0) shared.logits = LogitsVariant::make_constants(params);
-    if (lane == 0) shared.bad_keys[warp] = BadKeys{};
+    if (lane == 0) shared.nonfinite_keys[warp] = NonFiniteKeys{};
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
     ptx::block_sync();
     copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
@@ -262,19 +262,19 @@ struct DecodeSm80 {
       // mutate: decode-maximum-is-lazy
       if (!form.keeps_max()) softmax.raise_max(s, o, form, scale, 0.0f);
       if (is_masked && ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
-        clean_values<VTile, kWarpSize>(ring[stage].v, shared.bad_keys[warp], lane);
+        zero_nonfinite_values<VTile, kWarpSize>(ring[stage].v, shared.nonfinite_keys[warp], lane);
         ptx::warp_sync();
         const DTypeKV* values =
             static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h;
         for (int key = 0; key < kKeys; ++key) {
-          if ((shared.bad_keys[warp].word[key / 32] >> (key % 32)) & 1) {
-            add_bad_key<DTypeKV, kHeadDimVO>(
+          if ((shared.nonfinite_keys[warp].word[key / 32] >> (key % 32)) & 1) {
+            add_nonfinite_key<DTypeKV, kHeadDimVO>(
                 o, s, softmax, form, scale, key,
                 values + value_row<kPaged>(params, request, first_key + key), lane);
           }
         }
         ptx::warp_sync();
-        if (lane == 0) shared.bad_keys[warp] = BadKeys{};
+        if (lane == 0) shared.nonfinite_keys[warp] = NonFiniteKeys{};
       }
       const uint32_t v_lane = lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
 #pragma unroll

@@ -3,10 +3,10 @@
 //
 // Causality is aligned to the bottom right: row i of qo_len sees keys up to i + kv_len - qo_len.
 // A custom mask holds besides causality and window. It is one of three forms, Config::kMaskForm:
-//   WholeMask  bit token * kv_len + key, little-endian, from the request's byte `mask_start` on
+//   DenseMask  bit token * kv_len + key, little-endian, from the request's byte `mask_start` on
 //   RowMask    a row of bits for each row of q, of the last qo_len keys only, those of the query
 //              tokens: bit key - (kv_len - qo_len); all earlier keys are visible
-//   RunMask    a KeyRun for each row of q: no bits, so that sequences may be long
+//   MultiItemMask    a KeyInterval for each row of q: no bits, so that sequences may be long
 #pragma once
 
 #include "cupyattn/attention/variants.cuh"
@@ -66,8 +66,8 @@ struct KeyRange {
                                                 const BlockWork& work) {
     const int first_row = work.tile.first_row;
     const int last_row = first_row + work.tile.num_rows - 1;
-    const int first = ptx::warp_uniform(PackedRow::of(params, first_row).token);
-    const int last = ptx::warp_uniform(PackedRow::of(params, last_row).token);
+    const int first = ptx::warp_uniform(PackGqaRow::of(params, first_row).token);
+    const int last = ptx::warp_uniform(PackGqaRow::of(params, last_row).token);
     const PositionSpan span = PositionSpan::of(params, work.request, first, last);
     const KeyLimits a = KeyLimits::of(params, work.request, span.low);
     const KeyLimits b = KeyLimits::of(params, work.request, span.high);
@@ -163,7 +163,7 @@ __device__ __forceinline__ void load_bits(uint32_t (&bits)[kWords], const Attent
 // What a mask says:
 //   load       what `token` sees from key `key` on, where bits of keys past the last mean nothing
 //   first_key  the first key that any row may not see
-struct WholeMask {
+struct DenseMask {
   template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
@@ -201,17 +201,18 @@ struct RowMask {
     return 8 * row * params.mask_row_bytes + (key - first_key(request));
   }
 };
-struct RunMask {
+struct MultiItemMask {
   template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
                                               int token, int key) {
-    const KeyRun run = reinterpret_cast<const KeyRun*>(params.mask)[request.q_start + token];
+    const auto* intervals = reinterpret_cast<const KeyInterval*>(params.mask);
+    const KeyInterval hidden = intervals[request.q_start + token];
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       // mutate: items-miss-prefix-end
       // mutate: items-see-delimiter
-      bits[i] = low_bits(run.prefix - key - 32 * i) | ~low_bits(run.start - key - 32 * i);
+      bits[i] = low_bits(hidden.begin - key - 32 * i) | ~low_bits(hidden.end - key - 32 * i);
     }
   }
   static __device__ __forceinline__ int first_key(const Request&) { return 0; }
@@ -234,7 +235,7 @@ struct MaskOf {
 };
 template <>
 struct MaskOf<true, 0> {
-  using type = WholeMask;
+  using type = DenseMask;
 };
 template <>
 struct MaskOf<true, 1> {
@@ -242,7 +243,7 @@ struct MaskOf<true, 1> {
 };
 template <>
 struct MaskOf<true, 2> {
-  using type = RunMask;
+  using type = MultiItemMask;
 };
 
 // Sets the logits of hidden keys, which come in `Form`. The thread's accumulators are rows lane / 4

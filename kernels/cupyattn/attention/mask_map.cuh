@@ -32,7 +32,7 @@ struct MaskScan {
 
   __device__ __forceinline__ void run(MaskMap* maps) const {
     const int thread = threadIdx.x;
-    const BlockWork work = BlockWork::of_place(params, blockIdx.x, 0, Config::kTileQ);
+    const BlockWork work = BlockWork::of_index(params, blockIdx.x, 0, Config::kTileQ);
     if (work.tile.num_rows <= 0) return;
     const KeyRange range = KeyRange::of(params, work);
     const TileSpan span = TileSpan::of<true>(range, kTileKV, work.tile);

@@ -63,7 +63,7 @@ struct PrefillSm80 {
     KeyRange range;
     TileSpan tiles;
     int end_key;
-    BadKeys bad_keys;
+    NonFiniteKeys nonfinite_keys;
     alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
     alignas(KSourceTile::kAlign) unsigned char k_source[kBuffers][KSourceTile::kBytes];
     alignas(VTile::kAlign) unsigned char v[kBuffers][VTile::kBytes];
@@ -100,7 +100,7 @@ struct PrefillSm80 {
                              thread, kThreads);
     if (thread == 0) {
       shared.logits = LogitsVariant::make_constants(params);
-      shared.bad_keys = BadKeys{};
+      shared.nonfinite_keys = NonFiniteKeys{};
     }
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
     if constexpr (Config::kCustomMask) shared.mask_map.clear(thread, kThreads);
@@ -184,20 +184,20 @@ struct PrefillSm80 {
                                                       const Form& form, float scale, int first_key,
                                                       int buffer) {
     if (!ptx::block_any(!are_values_finite<VTile, kThreads>(shared.v[buffer], thread))) return;
-    clean_values<VTile, kThreads>(shared.v[buffer], shared.bad_keys, thread);
+    zero_nonfinite_values<VTile, kThreads>(shared.v[buffer], shared.nonfinite_keys, thread);
     ptx::block_sync();  // mutate: bad-keys-read-early
     const BlockWork& work = shared.work;
     const DTypeKV* values =
         static_cast<const DTypeKV*>(params.v) + work.tile.kv_head * params.v_stride_h;
     for (int key = 0; key < kTileKV; ++key) {
-      if ((shared.bad_keys.word[key / 32] >> (key % 32)) & 1) {
-        add_bad_key<DTypeKV, kHeadDimVO>(
+      if ((shared.nonfinite_keys.word[key / 32] >> (key % 32)) & 1) {
+        add_nonfinite_key<DTypeKV, kHeadDimVO>(
             o, s, softmax, form, scale, key,
             values + value_row<kPaged>(params, work.request, first_key + key), lane);
       }
     }
     ptx::block_sync();
-    if (thread == 0) shared.bad_keys = BadKeys{};
+    if (thread == 0) shared.nonfinite_keys = NonFiniteKeys{};
   }
 
   // Where a block is in its keys, and what it needs to take the next step.

@@ -237,7 +237,7 @@ struct OnlineSoftmax {
       }
       fails |= tile_sum[h] > guess.most_of_tile() || !has_max;
     }
-    if (rarely(ptx::warp_any(fails))) return false;
+    if (unlikely(ptx::warp_any(fails))) return false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) row_sum[0][h] += tile_sum[h];
     return true;

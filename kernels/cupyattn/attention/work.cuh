@@ -18,12 +18,12 @@ __device__ __forceinline__ int divide(int n, uint32_t magic, int shift) {
 }
 
 // Of a packed row: the query token, and the head within the KV head's group.
-struct PackedRow {
+struct PackGqaRow {
   int token, group_head;
 
-  static __device__ __forceinline__ PackedRow of(const AttentionParams& params, int row) {
+  static __device__ __forceinline__ PackGqaRow of(const AttentionParams& params, int row) {
     const int token = divide(row, params.group_magic, params.group_shift);
-    return PackedRow{token, row - token * params.group_size};
+    return PackGqaRow{token, row - token * params.group_size};
   }
 };
 
@@ -85,7 +85,7 @@ struct BlockWork {
 
   // Of a place in the work list, or among the tiles and splits of one request: longest first, as
   // causality has it.
-  static __device__ __forceinline__ BlockWork of_place(const AttentionParams& params, int place,
+  static __device__ __forceinline__ BlockWork of_index(const AttentionParams& params, int place,
                                                        int kv_head, int tile_rows) {
     if (params.work != nullptr) return of_item(params, place, kv_head, tile_rows);
     const int tile = place / params.num_splits;
