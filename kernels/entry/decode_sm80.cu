@@ -1,6 +1,6 @@
 // Decode attention, portable tier (sm_80 and later).
 #include "cupyattn/attention/decode_sm80.cuh"
-#include "cupyattn/common/launch_order.cuh"
+#include "cupyattn/common/pdl.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, Config::kMinBl
     cupyattn_decode_sm80(const __grid_constant__ cupyattn::AttentionParams params) {
   using Kernel = cupyattn::DecodeSm80<Config>;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
-  cupyattn::let_next_launch_begin();
+  cupyattn::ptx::launch_dependents();
   Kernel(params, *reinterpret_cast<typename Kernel::SharedMemory*>(shared_bytes)).run();
-  cupyattn::end_after_previous_launch();
+  cupyattn::complete_after_previous_grid();
 }

@@ -1,7 +1,7 @@
 // Merges the partial states that prefill_sm80 leaves where it splits the keys of a tile: one warp
 // for each packed row.
 #include "cupyattn/attention/state.cuh"
-#include "cupyattn/common/launch_order.cuh"
+#include "cupyattn/ptx/grid_dependency.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
@@ -19,7 +19,7 @@ static_assert(Config::kTileQ % Config::kWarps == 0, "a block merges rows of one 
 extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, 6)
     cupyattn_merge_splits(const __grid_constant__ cupyattn::AttentionParams params) {
   using namespace cupyattn;
-  await_previous_launch();
+  ptx::grid_dependency_wait();
   const int lane = threadIdx.x % kWarpSize;
   const int kv_head = blockIdx.y;
   constexpr int kTileQ = Config::kTileQ;
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, 6)
                              ? BlockWork::of_item(params, item, kv_head, kTileQ)
                              : BlockWork::of_tile(params, tile, kv_head, 0, kTileQ);
   if (row >= work.tile.num_rows) return;
-  const PackedRow packed = PackedRow::of(params, work.tile.first_row + row);
+  const PackGqaRow packed = PackGqaRow::of(params, work.tile.first_row + row);
   const int head = kv_head * params.group_size + packed.group_head;
   merge_row<typename Config::DTypeO, Config::kHeadDimVO, kTileQ, Config::kAligned>(
       params, work.tile, row, work.request.q_start + packed.token, head, lane);

@@ -3,7 +3,7 @@
 // of decode the memory, so an SM that holds one of each has little to wait for.
 #include "cupyattn/attention/decode_sm80.cuh"
 #include "cupyattn/attention/prefill_sm80.cuh"
-#include "cupyattn/common/launch_order.cuh"
+#include "cupyattn/common/pdl.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
@@ -59,12 +59,12 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, Config::kMinBl
   using Prefill = cupyattn::PrefillSm80<PrefillConfig>;
   using Decode = cupyattn::DecodeSm80<DecodeConfig>;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
-  cupyattn::let_next_launch_begin();
+  cupyattn::ptx::launch_dependents();
   const int qo_len = params.work[params.first_q_tile + blockIdx.y].qo_len;
-  if (qo_len * params.group_size <= Decode::kTileQ) {
+  if (qo_len * params.group_size <= Decode::kTileQ) {  // mutate: block-kind-by-tokens
     Decode(params, *reinterpret_cast<typename Decode::SharedMemory*>(shared_bytes)).run();
   } else {
     Prefill(params, *reinterpret_cast<typename Prefill::SharedMemory*>(shared_bytes)).run();
   }
-  cupyattn::end_after_previous_launch();
+  cupyattn::complete_after_previous_grid();
 }

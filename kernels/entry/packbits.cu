@@ -19,12 +19,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads)
     const int64_t length = params.num_bits / params.num_segments;
     const int64_t bytes = params.num_packed / params.num_segments;
     const int64_t segment = index / bytes;
-    first = segment * length + 8 * (index - segment * bytes);
+    first = segment * length + 8 * (index - segment * bytes);  // mutate: bool-rows-share-bytes
     end = (segment + 1) * length;
   } else {
     int low = 0, high = params.num_segments;
     while (high - low > 1) {
       const int middle = (low + high) / 2;
+      // mutate: byte-of-last-segment
       (params.packed_indptr[middle] <= index ? low : high) = middle;
     }
     first = params.bit_indptr[low] + 8 * (index - params.packed_indptr[low]);
@@ -36,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads)
   unsigned int byte = 0;
   for (int bit = 0; bit < count; ++bit) {
     const unsigned int value = params.bits[row * params.row_stride + column] != 0;
-    byte |= value << (params.little_endian ? bit : 7 - bit);
+    byte |= value << (params.little_endian ? bit : 7 - bit);  // mutate: bit-order-inverted
     if (++column == params.row_length) {
       column = 0;
       ++row;

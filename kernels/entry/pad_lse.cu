@@ -22,6 +22,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads)
     const PlannedRequest request = PlannedRequest::of<true>(params.plan, b);
     float lse = -ptx::infinity();
     if (token < request.qo_len) {
+      // mutate: pad-lse-stays-base2
+      // mutate: pad-lse-of-another-request
       lse = params.rows[(request.q_start + token) * params.num_heads + head] * (1.0f / kLog2e);
     }
     params.padded[b * params.stride_request + token * params.stride_n + head * params.stride_h] =

@@ -1,6 +1,6 @@
 // Prefill and append attention for Hopper (sm_90a).
 #include "cupyattn/attention/prefill_sm90.cuh"
-#include "cupyattn/common/launch_order.cuh"
+#include "cupyattn/ptx/grid_dependency.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
@@ -37,6 +37,6 @@ extern "C" __global__ void __launch_bounds__(cupyattn::PrefillSm90<Config>::kThr
     cupyattn_prefill_sm90(const __grid_constant__ cupyattn::PrefillSm90Params params) {
   using Kernel = cupyattn::PrefillSm90<Config>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  cupyattn::let_next_launch_begin();
+  cupyattn::ptx::launch_dependents();
   Kernel(params, *reinterpret_cast<typename Kernel::SharedMemory*>(shared_bytes)).run();
 }

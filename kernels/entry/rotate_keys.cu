@@ -30,7 +30,7 @@ struct KeyShare {
       if (item.split != 0 || item.qo_len == 0) return KeyShare{0, 0, 0};
       kv_start = item.kv_start;
       kv_len = item.kv_len;
-      share = item.first_row / params.tile_rows;
+      share = item.first_row / params.tile_rows;  // mutate: every-tile-rotates-first-share
       num_shares = ceil_div(item.qo_len * params.group_size, params.tile_rows);
     }
     share = share * gridDim.z + blockIdx.z;
@@ -83,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads)
       low[i] = chunks[chunk];
       high[i] = chunks[chunk + kPairs];
     }
+    // mutate: keys-rotated-too-far
     rotate_chunks<DType>(low, high, step + 8 * chunk, static_cast<uint32_t>(key));
 #pragma unroll
     for (int i = 0; i < Config::kHeads; ++i) {

@@ -265,7 +265,7 @@ TESTED_ELSEWHERE = {
     "mixed_sm80": "test_cascade.py",
     "merge_levels": "test_cascade.py",
     "merge_states": "test_merge.py",
-    "pad_lse": "mutations_of_plans.py",
+    "pad_lse": "test_mutations.py",
     "plan_batch": "test_plan_batch.py",
 }
 

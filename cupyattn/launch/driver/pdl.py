@@ -1,6 +1,6 @@
 """A launch that may begin while the one before it on its stream is running.
 
-That one says in its kernel when (kernels/cupyattn/common/launch_order.cuh): "programmatic dependent
+That one says in its kernel when (`ptx::launch_dependents`): "programmatic dependent
 launch" of the CUDA programming guide, for sm_90 and later. CuPy has no such call.
 """
 

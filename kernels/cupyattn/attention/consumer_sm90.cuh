@@ -213,7 +213,7 @@ struct PrefillSm90Consumer {
 
   __device__ __forceinline__ void describe_rows(const Item& item) {
     const int r = rows.warp_row() + (lane & 15);
-    const PackedRow row = rows.token_of(item, r);
+    const PackGqaRow row = rows.token_of(item, r);
     const int kv_head = item.work.tile.kv_head;
     ptx::warp_sync();
     if (lane < 16) {
@@ -306,7 +306,7 @@ struct PrefillSm90Consumer {
     rotate_rows<QTile, kHeadDimQK, 64, kWarpgroup>(
         shared.q[slot], 64 * group, shared.rope, threadIdx.x % kWarpgroup, [&](int r) {
           const int row = work.first_row + min_of(r, work.num_rows - 1);
-          return item.work.request.position(params, PackedRow::of(params, row).token);
+          return item.work.request.position(params, PackGqaRow::of(params, row).token);
         });
     end_queries();
   }
@@ -416,7 +416,7 @@ struct PrefillSm90Consumer {
     exponentiate<false>(probabilities, s, item, present, values, has_failed);
     if constexpr (kOverlaps && !kTakesMaxima) {
       await_output(place.stage);
-      if (rarely(probabilities.raised)) multiply_rows(o, probabilities.factors);
+      if (unlikely(probabilities.raised)) multiply_rows(o, probabilities.factors);
     }
     take<kEarlySteps>(probabilities);
     return present.tile;
@@ -492,7 +492,7 @@ struct PrefillSm90Consumer {
                                               const KeyTile& present,
                                               const RingPlace<kStages>& values) {
     const float scale = LogitsVariant::softmax_scale(params);
-    if (rarely(present.hides != 0)) {
+    if (unlikely(present.hides != 0)) {
       const int first_key = origin + present.tile * kTileKV;
       rows.template hide_keys<Form>(s, item, first_key, values, position);
       // Where causality cuts a second tile, rows may have seen no key before, or a few.
@@ -512,7 +512,7 @@ struct PrefillSm90Consumer {
       to.raised = softmax.template exponentiate_or_raise<DTypeQ, kTakesMax>(to.p, s, to.factors,
                                                                             form, scale);
       if constexpr (!kOverlaps && !kIsFirst) {
-        if (rarely(to.raised)) multiply_rows(o, to.factors);
+        if (unlikely(to.raised)) multiply_rows(o, to.factors);
       }
     }
   }
@@ -584,7 +584,7 @@ struct PrefillSm90Consumer {
         const DTypeKV* values = static_cast<const DTypeKV*>(params.v) +
                                 item.work.tile.kv_head * params.v_stride_h +
                                 value_row<kPaged>(params, item.work.request, hidden_key + key);
-        add_bad_key<DTypeKV, DTypeQ>(o, p, key, values, lane);
+        add_nonfinite_key<DTypeKV, DTypeQ>(o, p, key, values, lane);
       }
     }
   }

@@ -141,7 +141,7 @@ struct PrefillSm90Converter {
     if (thread == 0) bad_keys = Vector16{};
     ptx::named_barrier_sync(Kernel::kCleaned, kThreads);
     for (int index = thread; index < Landing::kBytes / 16; index += kThreads) {
-      take_out_bad<DTypeKV>(reinterpret_cast<Vector16*>(landing)[index], bad_keys.word,
+      zero_nonfinite_chunk<DTypeKV>(reinterpret_cast<Vector16*>(landing)[index], bad_keys.word,
                             index / Landing::kChunks, num_keys);
     }
     ptx::named_barrier_sync(Kernel::kCleaned, kThreads);

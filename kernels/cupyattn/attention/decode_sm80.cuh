@@ -67,7 +67,7 @@ struct DecodeSm80 {
     alignas(16) RowInfo rows[kTileQ];
     LogitConstants logits;
     int64_t q_offset[kTileQ];
-    BadKeys bad_keys[kWarps];
+    NonFiniteKeys nonfinite_keys[kWarps];
     typename conditional<kPaged, RowOffsets<kKeys>[kWarps], NoPagedTiles>::type pages;
     alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
     alignas(KTile::kAlign) unsigned char k_wide[kWidenKeys ? kWarps * KTile::kBytes : 16];
@@ -109,7 +109,7 @@ struct DecodeSm80 {
     fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, request, work, thread,
                              kThreads);
     if (thread == 0) shared.logits = LogitsVariant::make_constants(params);
-    if (lane == 0) shared.bad_keys[warp] = BadKeys{};
+    if (lane == 0) shared.nonfinite_keys[warp] = NonFiniteKeys{};
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
     ptx::block_sync();
     copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
@@ -175,7 +175,7 @@ struct DecodeSm80 {
       if constexpr (kPaged) {
         RowOffsets<kKeys>& rows = shared.pages[warp];
         if (lane < kKeys) rows.set(params, lane, first_key + lane, page);
-        ptx::warp_sync();
+        ptx::warp_sync();  // mutate: page-offsets-read-early
         k_rows = rows.k;
         v_rows = rows.v;
       }
@@ -236,11 +236,11 @@ struct DecodeSm80 {
       const int first_key = warp_origin + tile * kTileKV;
       const int load_tile = tile + kStages - 1;
       // This stage has landed, and the whole warp is done with the one before it.
-      ptx::cp_async_wait_group<kStages - 2>();
-      ptx::warp_sync();
+      ptx::cp_async_wait_group<kStages - 2>();  // mutate: stage-awaited-too-late
+      ptx::warp_sync();  // mutate: lanes-not-awaited
       const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
       if (load_tile < tiles.end) load_stage(free_stage, load_tile, next_page);
-      ptx::cp_async_commit();
+      ptx::cp_async_commit();  // mutate: stage-not-committed
       if constexpr (kPaged) next_page = find_page(load_tile + 1);
 
       const uint32_t k = k_lane_address<KTile>(prepare_k(ring[stage], first_key), lane);
@@ -248,6 +248,7 @@ struct DecodeSm80 {
       multiply_qk<DTypeS, KTile, kStepsQK, kMmaQ, kKeys>(s, load_q_operand, k, 0);
       bool is_partial = Config::kCustomMask;
       if constexpr (is_same<Mask, RowMask>::value) {
+        // mutate: first-masked-tile-unmasked
         is_partial = first_key + kKeys > Mask::first_key(request);
       }
       const bool is_masked = is_partial || range.cuts(first_key, kKeys);
@@ -258,21 +259,22 @@ struct DecodeSm80 {
                                          first_key, lane);
       }
       // Memory decides here: every maximum can be had, and its probability is 1, unrounded.
+      // mutate: decode-maximum-is-lazy
       if (!form.keeps_max()) softmax.raise_max(s, o, form, scale, 0.0f);
       if (is_masked && ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
-        clean_values<VTile, kWarpSize>(ring[stage].v, shared.bad_keys[warp], lane);
+        zero_nonfinite_values<VTile, kWarpSize>(ring[stage].v, shared.nonfinite_keys[warp], lane);
         ptx::warp_sync();
         const DTypeKV* values =
             static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h;
         for (int key = 0; key < kKeys; ++key) {
-          if ((shared.bad_keys[warp].word[key / 32] >> (key % 32)) & 1) {
-            add_bad_key<DTypeKV, kHeadDimVO>(
+          if ((shared.nonfinite_keys[warp].word[key / 32] >> (key % 32)) & 1) {
+            add_nonfinite_key<DTypeKV, kHeadDimVO>(
                 o, s, softmax, form, scale, key,
                 values + value_row<kPaged>(params, request, first_key + key), lane);
           }
         }
         ptx::warp_sync();
-        if (lane == 0) shared.bad_keys[warp] = BadKeys{};
+        if (lane == 0) shared.nonfinite_keys[warp] = NonFiniteKeys{};
       }
       const uint32_t v_lane = lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
 #pragma unroll
@@ -291,7 +293,7 @@ struct DecodeSm80 {
                                          float (&o)[kMmaQ][2 * kColumnGroups][4]) {
     // The ring is dead once every warp has left its loop; the states take its place.
     ptx::cp_async_wait_group<0>();
-    ptx::block_sync();
+    ptx::block_sync();  // mutate: states-overwrite-ring
     WarpStates& states = shared.states;
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
@@ -308,7 +310,7 @@ struct DecodeSm80 {
                                                         o[m], h, 1.0f, lane);
       }
     }
-    ptx::block_sync();
+    ptx::block_sync();  // mutate: warp-states-read-early
 
     const bool leaves_state = work.leaves_state();
     constexpr int kVectors = kHeadDimVO / 4;
@@ -337,12 +339,12 @@ struct DecodeSm80 {
       if (states.row_sum[w][row] == 0.0f) continue;
       const float warp_max = states.row_max[w][row];
       const float weight = warp_max == old_max ? 1.0f : ptx::ex2_approx(warp_max - old_max);
-      state.sum += weight * states.row_sum[w][row];
+      state.sum += weight * states.row_sum[w][row];  // mutate: warp-sums-not-weighted
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum[i] += weight * states.o[w][row][column + i];
     }
     const int head = shared.rows[row].head;
-    const int token = request.q_start + shared.rows[row].token;
+    const int token = request.q_start + shared.rows[row].token;  // mutate: requests-overlap
     if (leaves_state) {
       const int64_t index = (work.state(params) + work.split) * kTileQ + row;
       const float factor = state.normaliser(old_max);

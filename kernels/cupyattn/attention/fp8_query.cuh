@@ -36,6 +36,7 @@ __device__ __forceinline__ void scale_rows_to_half(unsigned char* tile, RowInfo*
       ptx::unpack_pair<bfloat16_t>(words[w], low, high);
       words[w] = ptx::pack_pair<half_t>(low * factor, high * factor);
     }
+    // mutate: row-power-not-undone
     if (lane == 0) rows[row].scale *= __uint_as_float(static_cast<uint32_t>(127 - shift) << 23);
   }
 }
@@ -50,6 +51,7 @@ __device__ __forceinline__ void permute_for_fp8_keys(unsigned char* tile, int nu
     Vector16* first = reinterpret_cast<Vector16*>(tile + Tile::offset(row, chunk));
     Vector16* second = reinterpret_cast<Vector16*>(tile + Tile::offset(row, chunk + 1));
     const Vector16 a = *first, b = *second;
+    // mutate: fp8-q-columns-swapped
     *first = Vector16{{a.word[0], a.word[2], b.word[0], b.word[2]}};
     *second = Vector16{{a.word[1], a.word[3], b.word[1], b.word[3]}};
   }

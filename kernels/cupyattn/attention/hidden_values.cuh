@@ -70,7 +70,7 @@ __device__ __forceinline__ void load_pair(const T* pair, float (&values)[2]) {
 }
 
 // The keys of a tile whose values were not finite, a bit each; zero between uses.
-struct BadKeys {
+struct NonFiniteKeys {
   uint32_t word[2];
 };
 
@@ -97,7 +97,8 @@ __device__ __forceinline__ bool are_values_finite(const unsigned char* tile, int
 
 // Replaces what is not finite in a tile of V by zeros and marks its keys.
 template <typename VTile, int kThreads>
-__device__ __forceinline__ void clean_values(unsigned char* tile, BadKeys& bad, int thread) {
+__device__ __forceinline__ void zero_nonfinite_values(unsigned char* tile, NonFiniteKeys& bad,
+                                                      int thread) {
   for (int index = thread; index < VTile::kRows * VTile::kChunks; index += kThreads) {
     const int row = index / VTile::kChunks;
     Vector16* chunk =
@@ -109,6 +110,7 @@ __device__ __forceinline__ void clean_values(unsigned char* tile, BadKeys& bad, 
     if ((holes.word[0] | holes.word[1] | holes.word[2] | holes.word[3]) != 0) {
       ptx::atomic_or_shared(&bad.word[row / 32], 1u << (row % 32));
 #pragma unroll
+      // mutate: bad-values-stay
       for (int w = 0; w < 4; ++w) chunk->word[w] = values.word[w] & ~holes.word[w];
     }
   }
@@ -116,7 +118,7 @@ __device__ __forceinline__ void clean_values(unsigned char* tile, BadKeys& bad, 
 
 // The same of a chunk of a key's values, among those of which `num_keys` are to be marked.
 template <typename T>
-__device__ __forceinline__ void take_out_bad(Vector16& chunk, uint32_t* bad_keys, int key,
+__device__ __forceinline__ void zero_nonfinite_chunk(Vector16& chunk, uint32_t* bad_keys, int key,
                                              int num_keys) {
   const Vector16 values = chunk;
   Vector16 holes;
@@ -124,7 +126,9 @@ __device__ __forceinline__ void take_out_bad(Vector16& chunk, uint32_t* bad_keys
   for (int w = 0; w < 4; ++w) holes.word[w] = not_finite<T>(values.word[w]);
   if ((holes.word[0] | holes.word[1] | holes.word[2] | holes.word[3]) == 0) return;
 #pragma unroll
+  // mutate: hopper-bad-values-stay
   for (int w = 0; w < 4; ++w) chunk.word[w] = values.word[w] & ~holes.word[w];
+  // mutate: bad-keys-not-marked
   if (key < num_keys) ptx::atomic_or_shared(&bad_keys[key / 32], 1u << (key % 32));
 }
 
@@ -133,12 +137,13 @@ __device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < p
 // O += P V for one value of a key, if it is not finite, in rows that see the key: column e of block
 // n. Without branches: one a column and row is what compiling a kernel would take longest over.
 template <int kMmaQ, int kTilesO>
-__device__ __forceinline__ void add_bad_value(float (&o)[kMmaQ][kTilesO][4], int n, int e,
+__device__ __forceinline__ void add_nonfinite_value(float (&o)[kMmaQ][kTilesO][4], int n, int e,
                                               const float (&p)[kMmaQ][2], float value) {
   const float bad = is_finite(value) ? 0.0f : value;
 #pragma unroll
   for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
+    // mutate: bad-values-reach-all-rows
     for (int h = 0; h < 2; ++h) o[m][n][2 * h + e] += p[m][h] * (p[m][h] != 0.0f ? bad : 0.0f);
   }
 }
@@ -147,7 +152,7 @@ __device__ __forceinline__ void add_bad_value(float (&o)[kMmaQ][kTilesO][4], int
 // `value_row` is the key's row of V in global memory.
 template <typename T, int kHeadDim, int kMmaQ, int kTilesS, int kTilesO, typename Softmax,
           typename Form>
-__device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
+__device__ __forceinline__ void add_nonfinite_key(float (&o)[kMmaQ][kTilesO][4],
                                             const float (&s)[kMmaQ][kTilesS][4],
                                             const Softmax& softmax, const Form& form, float scale,
                                             int key, const T* value_row, int lane) {
@@ -165,7 +170,7 @@ __device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
         if (n == key / 8) logit = key & 1 ? odd : even;
       }
       p[m][h] = ptx::shuffle(softmax.probability(m, h, logit, form, scale),
-                             (lane & ~3) | ((key & 7) >> 1));
+                             (lane & ~3) | ((key & 7) >> 1));  // mutate: bad-value-of-another-key
     }
   }
   const int t = lane & 3;
@@ -179,7 +184,7 @@ __device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
       if (column >= kHeadDim) continue;
       const float value = element_to_float(value_row[column]);
       // A branch, so that values are not loaded all at once: there are no registers for them.
-      if (!is_finite(value)) add_bad_value(o, n, e, p, value);
+      if (!is_finite(value)) add_nonfinite_value(o, n, e, p, value);
     }
   }
 }
@@ -187,7 +192,7 @@ __device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
 // The same with probabilities as fragments: `p[i]` is of keys 16 i and on, in pairs of type P. Rows
 // of values are aligned, and columns where fragments of 16 bits have them.
 template <typename T, typename P, int kMmaQ, int kSteps, int kTilesO>
-__device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
+__device__ __forceinline__ void add_nonfinite_key(float (&o)[kMmaQ][kTilesO][4],
                                             const uint32_t (&p)[kSteps][kMmaQ][4], int key,
                                             const T* value_row, int lane) {
   float of_key[kMmaQ][2];
@@ -212,7 +217,7 @@ __device__ __forceinline__ void add_bad_key(float (&o)[kMmaQ][kTilesO][4],
     float values[2];
     load_pair(value_row + 8 * n + 2 * (lane & 3), values);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) add_bad_value(o, n, e, of_key, values[e]);
+    for (int e = 0; e < 2; ++e) add_nonfinite_value(o, n, e, of_key, values[e]);
   }
 }
 

@@ -45,7 +45,7 @@ struct RowOffsets {
   int64_t k[kTileKV], v[kTileKV];
 
   __device__ __forceinline__ void set(const AttentionParams& params, int row, int key, int page) {
-    const int slot = PageSlot::of(params, key).slot;
+    const int slot = PageSlot::of(params, key).slot;  // mutate: page-slot-of-next-key
     k[row] = paged_row(page, slot, params.k_stride_page, params.k_stride_n);
     v[row] = paged_row(page, slot, params.v_stride_page, params.v_stride_n);
   }
@@ -78,6 +78,7 @@ struct PagedTiles {
     if (thread >= kTileKV) return;
     const int key = first_key + thread;
     const int found =
+        // mutate: next-page
         key < end_key ? params.kv_indices[request.kv_start + PageSlot::of(params, key).page] : 0;
     rows[place].set(params, thread, key, found);
   }

@@ -45,18 +45,19 @@ __device__ __forceinline__ void merge_levels(const AttentionParams& params, int 
   const int num_levels = params.kv_len;
   LevelRow at{LevelRow::kNoKeys, 0};
   if (lane < num_levels) at = tables.rows[static_cast<int64_t>(token) * num_levels + lane];
-  if (ptx::shuffle(at.tile, 0) == LevelRow::kNoToken) return;
+  if (ptx::shuffle(at.tile, 0) == LevelRow::kNoToken) return;  // mutate: absent-row-merged
   const int kv_head = divide(head, params.group_magic, params.group_shift);
   LevelTile tile{0, 0, 1, 0};
   int row = at.row + head - kv_head * params.group_size;
   if (at.tile >= 0) {
     tile = tables.tiles[at.tile];
-    if (row >= tile.tile_rows) {
+    if (row >= tile.tile_rows) {  // mutate: group-stays-in-first-tile
       tile = tables.tiles[at.tile + row / tile.tile_rows];
       row %= tile.tile_rows;
     }
   }
   const int first =
+      // mutate: level-state-of-another-head
       (tile.first_state * params.num_kv_heads + kv_head * tile.num_splits) * tile.tile_rows + row;
   int num_states = 0;
   for (int level = 0; level < num_levels; ++level) {
@@ -71,7 +72,7 @@ __device__ __forceinline__ void merge_levels(const AttentionParams& params, int 
           const int at_level = ptx::shuffle(first, level);
           const int step = ptx::shuffle(tile.tile_rows, level);
           if (of_level >= 0 && of_level < count) place = at_level + of_level * step;
-          begin += count;
+          begin += count;  // mutate: level-states-from-first
         }
         return place;
       });

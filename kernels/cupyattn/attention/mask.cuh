@@ -3,10 +3,10 @@
 //
 // Causality is aligned to the bottom right: row i of qo_len sees keys up to i + kv_len - qo_len.
 // A custom mask holds besides causality and window. It is one of three forms, Config::kMaskForm:
-//   WholeMask  bit token * kv_len + key, little-endian, from the request's byte `mask_start` on
+//   DenseMask  bit token * kv_len + key, little-endian, from the request's byte `mask_start` on
 //   RowMask    a row of bits for each row of q, of the last qo_len keys only, those of the query
 //              tokens: bit key - (kv_len - qo_len); all earlier keys are visible
-//   RunMask    a KeyRun for each row of q: no bits, so that sequences may be long
+//   MultiItemMask    a KeyInterval for each row of q: no bits, so that sequences may be long
 #pragma once
 
 #include "cupyattn/attention/variants.cuh"
@@ -27,7 +27,9 @@ struct KeyLimits {
   static __device__ __forceinline__ KeyLimits of(const AttentionParams& params,
                                                  const Request& request, int position) {
     KeyLimits limits{0, request.kv_len};
+    // mutate: causality-off-by-one
     if (params.causal) limits.end = min_of(request.kv_len, position + 1);
+    // mutate: window-off-by-one
     if (params.window_left >= 0) limits.begin = max_of(0, position - params.window_left);
     return limits;
   }
@@ -40,7 +42,7 @@ struct PositionSpan {
 
   static __device__ __forceinline__ PositionSpan of(const AttentionParams& params,
                                                     const Request& request, int first, int last) {
-    if (params.positions == nullptr) {
+    if (params.positions == nullptr) {  // mutate: positions-in-order
       return PositionSpan{request.position(params, first), request.position(params, last)};
     }
     int low = 0x7fffffff, high = -low;
@@ -64,21 +66,22 @@ struct KeyRange {
                                                 const BlockWork& work) {
     const int first_row = work.tile.first_row;
     const int last_row = first_row + work.tile.num_rows - 1;
-    const int first = ptx::warp_uniform(PackedRow::of(params, first_row).token);
-    const int last = ptx::warp_uniform(PackedRow::of(params, last_row).token);
+    const int first = ptx::warp_uniform(PackGqaRow::of(params, first_row).token);
+    const int last = ptx::warp_uniform(PackGqaRow::of(params, last_row).token);
     const PositionSpan span = PositionSpan::of(params, work.request, first, last);
     const KeyLimits a = KeyLimits::of(params, work.request, span.low);
     const KeyLimits b = KeyLimits::of(params, work.request, span.high);
-    return KeyRange{a.begin, b.end, b.begin, a.end, first, last};
+    return KeyRange{a.begin, b.end, b.begin, a.end, first, last};  // mutate: union-for-intersection
   }
 
   // Whether some token of the tile does not see all keys of a block of `count`.
   __device__ __forceinline__ bool cuts(int key, int count) const {
     return cuts_begin(key) || cuts_end(key, count);
   }
+  // mutate: full-begin-off-by-one
   __device__ __forceinline__ bool cuts_begin(int key) const { return key < full_begin; }
   __device__ __forceinline__ bool cuts_end(int key, int count) const {
-    return key + count > full_end;
+    return key + count > full_end;  // mutate: full-end-off-by-one
   }
 };
 
@@ -96,6 +99,7 @@ struct TileSpan {
     if (work.num_splits == 1) return TileSpan{origin, 0, count};
     const int64_t product = static_cast<int64_t>(count) * work.split;
     return TileSpan{origin, ptx::warp_uniform(static_cast<int>(product / work.num_splits)),
+                    // mutate: last-split-tile-lost
                     ptx::warp_uniform(static_cast<int>((product + count) / work.num_splits))};
   }
 
@@ -107,7 +111,7 @@ struct TileSpan {
     const int spare = min_of(range.begin + count * keys_per_tile - range.end,
                              range.begin + keys_per_tile - range.full_begin);
     if (range.full_begin > range.begin && ahead > 0 && ahead <= min_of(spare, range.begin)) {
-      origin -= ahead;
+      origin -= ahead;  // mutate: window-tiles-start-too-early
     }
   }
 };
@@ -142,6 +146,7 @@ __device__ __forceinline__ void load_bits(uint32_t (&bits)[kWords], const Attent
     uint32_t words[kWords + 1];
 #pragma unroll
     for (int i = 0; i < kWords + 1; ++i) words[i] = from[i];
+    // mutate: mask-rows-start-on-bytes
     const uint32_t shift = 8 * ahead + static_cast<uint32_t>(bit & 7);
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
@@ -158,7 +163,7 @@ __device__ __forceinline__ void load_bits(uint32_t (&bits)[kWords], const Attent
 // What a mask says:
 //   load       what `token` sees from key `key` on, where bits of keys past the last mean nothing
 //   first_key  the first key that any row may not see
-struct WholeMask {
+struct DenseMask {
   template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
@@ -181,28 +186,33 @@ struct RowMask {
     // Ahead of the row's bits for keys ahead of the mask, which are set here.
     const int ahead = first_key(request) - key;
 #pragma unroll
+    // mutate: keys-ahead-of-mask-hidden
     for (int i = 0; i < kWords; ++i) bits[i] |= low_bits(ahead - 32 * i);
   }
   static __device__ __forceinline__ int first_key(const Request& request) {
-    return request.kv_len - request.qo_len;
+    return request.kv_len - request.qo_len;  // mutate: row-mask-begins-late
   }
 
  private:
   static __device__ __forceinline__ int64_t bit_of(const AttentionParams& params,
                                                    const Request& request, int token, int key) {
     const int64_t row = static_cast<int64_t>(request.q_start) + token;
+    // mutate: mask-row-of-token
     return 8 * row * params.mask_row_bytes + (key - first_key(request));
   }
 };
-struct RunMask {
+struct MultiItemMask {
   template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
                                               int token, int key) {
-    const KeyRun run = reinterpret_cast<const KeyRun*>(params.mask)[request.q_start + token];
+    const auto* intervals = reinterpret_cast<const KeyInterval*>(params.mask);
+    const KeyInterval hidden = intervals[request.q_start + token];
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      bits[i] = low_bits(run.prefix - key - 32 * i) | ~low_bits(run.start - key - 32 * i);
+      // mutate: items-miss-prefix-end
+      // mutate: items-see-delimiter
+      bits[i] = low_bits(hidden.begin - key - 32 * i) | ~low_bits(hidden.end - key - 32 * i);
     }
   }
   static __device__ __forceinline__ int first_key(const Request&) { return 0; }
@@ -225,7 +235,7 @@ struct MaskOf {
 };
 template <>
 struct MaskOf<true, 0> {
-  using type = WholeMask;
+  using type = DenseMask;
 };
 template <>
 struct MaskOf<true, 1> {
@@ -233,7 +243,7 @@ struct MaskOf<true, 1> {
 };
 template <>
 struct MaskOf<true, 2> {
-  using type = RunMask;
+  using type = MultiItemMask;
 };
 
 // Sets the logits of hidden keys, which come in `Form`. The thread's accumulators are rows lane / 4
@@ -282,6 +292,7 @@ __device__ __forceinline__ void apply_mask(float (&s)[kMmaQ][kTilesS][4],
     if (!is_partial) return;
     hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
       const uint64_t bits =
+          // mutate: mask-bits-of-another-key
           load_visible<Mask>(params, request, row.token, first_key) >> (2 * (lane & 3));
       return [=](int offset) { return !((bits >> offset) & 1); };
     });
@@ -309,6 +320,7 @@ struct MaskTileMap {
     static_assert(kTileKV <= 64, "64 bits hold what a row sees of a tile");
     constexpr uint64_t kAll = ~0ull >> (64 - kTileKV);
     const int ahead = max_of(Mask::first_key(request) - span.origin, 0);
+    // mutate: mask-map-one-tile-late
     const int first_tile = min_of(max_of(span.begin, ahead / kTileKV), span.end);
     if (thread == 0) first = first_tile;
     const int tiles = min_of(span.end - first_tile, kCapacity);
@@ -320,17 +332,18 @@ struct MaskTileMap {
       uint64_t visible = load_visible<Mask>(params, request, token, key) & kAll;
       if (key + kTileKV > request.kv_len) visible &= (1ull << (request.kv_len - key)) - 1;
       if (visible != 0) ptx::atomic_or_shared(&any[tile / 32], 1u << (tile % 32));
+      // mutate: mixed-tile-counts-as-full
       if (visible != kAll) ptx::atomic_or_shared(&partial[tile / 32], 1u << (tile % 32));
     }
   }
   // The first tile from `tile` on that is worth visiting, or span.end.
   __device__ __forceinline__ int next(int tile, TileSpan span) const {
-    if (tile < first) return tile;
+    if (tile < first) return tile;  // mutate: tiles-ahead-of-mask-skipped
     while (tile < span.end && tile - first < kCapacity) {
       const int index = tile - first;
       const uint32_t rest = any[index / 32] >> (index % 32);
       if (rest != 0) return min_of(tile + __ffs(static_cast<int>(rest)) - 1, span.end);
-      tile += 32 - index % 32;
+      tile += 32 - index % 32;  // mutate: empty-tile-walk-too-far
     }
     return min_of(tile, span.end);
   }

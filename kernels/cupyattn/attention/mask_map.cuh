@@ -32,7 +32,7 @@ struct MaskScan {
 
   __device__ __forceinline__ void run(MaskMap* maps) const {
     const int thread = threadIdx.x;
-    const BlockWork work = BlockWork::of_place(params, blockIdx.x, 0, Config::kTileQ);
+    const BlockWork work = BlockWork::of_index(params, blockIdx.x, 0, Config::kTileQ);
     if (work.tile.num_rows <= 0) return;
     const KeyRange range = KeyRange::of(params, work);
     const TileSpan span = TileSpan::of<true>(range, kTileKV, work.tile);
@@ -62,7 +62,7 @@ struct MaskScan {
 #pragma unroll
     for (int w = 0; w < kRowWords; ++w) all[w] = ~0u;
 #pragma unroll 4
-    for (int token = first; token <= last; token += kWarps) {
+    for (int token = first; token <= last; token += kWarps) {  // mutate: mask-scanned-by-one-warp
       uint32_t bits[kRowWords];
       Mask::load(bits, params, request, token, key);
 #pragma unroll
@@ -76,7 +76,7 @@ struct MaskScan {
     for (int w = 0; w < kRowWords; ++w) {
       const uint32_t exists = low_bits(min_of(request.kv_len - key, kTileKV) - 32 * w);
       is_any |= (some[w] & exists) != 0;
-      is_mixed |= (all[w] & exists) != exists;
+      is_mixed |= (all[w] & exists) != exists;  // mutate: hopper-mixed-tile-counts-as-full
     }
     const uint32_t bit = 1u << (threadIdx.x % kWarpSize);
     if (is_any) ptx::atomic_or_shared(&map.any[word], bit);

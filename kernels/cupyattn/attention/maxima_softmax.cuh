@@ -36,7 +36,7 @@ struct MaximaSoftmax {
   __device__ __forceinline__ bool raise(const float (&s)[1][kTilesS][4], float scale,
                                         float (&factors)[1][2]) {
     float largest[] = {largest_beside_zero(s[0], 0), largest_beside_zero(s[0], 1)};
-    if (rarely(looks_again)) {
+    if (unlikely(looks_again)) {
       largest[0] = largest_of(s[0], 0);
       largest[1] = largest_of(s[0], 1);
     }

@@ -17,6 +17,7 @@ struct MergedRow {
   uint32_t index, n, head;
 
   __device__ __forceinline__ MergedRow(const MergeStatesParams& params, uint32_t row) : index(row) {
+    // mutate: merge-head-of-another-row
     n = ptx::multiply_high(2 * row, params.heads_magic) >> params.heads_shift;
     head = row - n * params.num_heads;
   }
@@ -42,6 +43,7 @@ struct RowStates {
     if (!Config::kPairs && params.indptr != nullptr) {
       first = params.indptr[row.n];
       const int64_t end = params.indptr[row.n + 1];
+      // mutate: absent-state-read
       is_valid = 0 <= first && first <= end && end <= params.num_states;
       count = is_valid ? static_cast<int32_t>(end - first) : 0;
     }
@@ -50,9 +52,10 @@ struct RowStates {
       const int array = Config::kPairs && params.v[1] != nullptr ? i : 0;
       const StateStrides& of_v = params.v_strides[i];
       const StateStrides& of_s = params.s_strides[i];
-      const int64_t state = Config::kPairs ? i : first;
+      const int64_t state = Config::kPairs ? i : first;  // mutate: second-state-is-first
       v[i] = static_cast<const DType*>(params.v[array]) + row.n * of_v.n + state * of_v.m +
              row.head * of_v.h;
+      // mutate: lse-of-first-row
       s[i] = static_cast<const DTypeS*>(params.s[array]) + row.n * of_s.n + state * of_s.m +
              row.head * of_s.h;
     }
@@ -76,11 +79,12 @@ struct StateMerger {
     const uint32_t thread = blockIdx.x * static_cast<uint32_t>(Config::kThreads) + threadIdx.x;
     const MergedRow row(params, thread >> params.lane_bits);
     const bool is_merged = row.index < static_cast<uint32_t>(params.num_rows) &&
+                           // mutate: merge-mask-inverted
                            (params.mask == nullptr || params.mask[row.n] != 0);
     float lse = 0.0f;
     if (is_merged) lse = merge(row, lane);
     // In place: other lanes may still have to read what is overwritten here.
-    ptx::warp_sync();
+    ptx::warp_sync();  // mutate: lse-overwritten-early
     if (is_merged && lane == 0) {
       params.lse[row.n * params.lse_stride_n + row.head * params.lse_stride_h] = lse;
     }
@@ -92,19 +96,20 @@ struct StateMerger {
     DTypeO* out = static_cast<DTypeO*>(params.out) + row.n * params.out_stride_n +
                   row.head * params.out_stride_h;
     float max = 0.0f, sum = 0.0f;
-    for (int column = kCount * lane; column < params.head_dim;
+    for (int column = kCount * lane; column < params.head_dim;  // mutate: lanes-past-the-row
          column += kCount << params.lane_bits) {
       float merged[kCount] = {};
       max = -ptx::infinity();
       sum = states.is_valid ? 0.0f : ptx::nan();
       RowStates<Config> next = states;
-      while (next.count > 0) add(next, column, merged, max, sum);
+      while (next.count > 0) add(next, column, merged, max, sum);  // mutate: later-states-lost
       const float factor = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
 #pragma unroll
       for (int c = 0; c < kCount; ++c) merged[c] *= factor;
       store_floats(out + column, merged);
-      if constexpr (Config::kOneChunk) break;
+      if constexpr (Config::kOneChunk) break;  // mutate: long-row-chunks-left-out
     }
+    // mutate: lse-stays-base2
     return sum == 0.0f ? -ptx::infinity() : max + log2f(sum) * params.from_base2;
   }
 
@@ -132,18 +137,19 @@ struct StateMerger {
     if constexpr (!kPairs) {
       const float factor =
           old_max == max ? 1.0f : ptx::ex2_approx((old_max - max) * params.to_base2);
-      sum *= factor;
+      sum *= factor;  // mutate: merged-sum-not-rescaled
 #pragma unroll
-      for (int c = 0; c < kCount; ++c) merged[c] *= factor;
+      for (int c = 0; c < kCount; ++c) merged[c] *= factor;  // mutate: merged-values-not-rescaled
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       // An empty state weighs nothing, whatever its v holds, even beside nothing else.
       const bool is_empty = s[i] == -ptx::infinity();
+      // mutate: empty-state-weighs
       const float weight = is_empty ? 0.0f : ptx::ex2_approx((s[i] - max) * params.to_base2);
       sum += weight;
       float value[kCount];
-      to_floats<DType>(is_empty ? Chunk{} : v[i], value);
+      to_floats<DType>(is_empty ? Chunk{} : v[i], value);  // mutate: empty-state-counts
 #pragma unroll
       for (int c = 0; c < kCount; ++c) merged[c] += weight * value[c];
     }

@@ -63,7 +63,7 @@ struct PrefillSm80 {
     KeyRange range;
     TileSpan tiles;
     int end_key;
-    BadKeys bad_keys;
+    NonFiniteKeys nonfinite_keys;
     alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
     alignas(KSourceTile::kAlign) unsigned char k_source[kBuffers][KSourceTile::kBytes];
     alignas(VTile::kAlign) unsigned char v[kBuffers][VTile::kBytes];
@@ -100,11 +100,11 @@ struct PrefillSm80 {
                              thread, kThreads);
     if (thread == 0) {
       shared.logits = LogitsVariant::make_constants(params);
-      shared.bad_keys = BadKeys{};
+      shared.nonfinite_keys = NonFiniteKeys{};
     }
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
     if constexpr (Config::kCustomMask) shared.mask_map.clear(thread, kThreads);
-    ptx::block_sync();
+    ptx::block_sync();  // mutate: row-table-read-before-barrier
     copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
         ptx::shared_address(shared.q), params, shared.q_offset, work.tile.num_rows, thread);
     if constexpr (Config::kCustomMask) {
@@ -118,6 +118,7 @@ struct PrefillSm80 {
   __device__ __forceinline__ void prepare_q() {
     if constexpr (Config::kRope) {
       rotate_tile<QTile, kHeadDimQK, kThreads>(shared.q, shared.rope, thread,
+                                               // mutate: rope-position-of-token
                                                [&](int row) { return shared.rows[row].position; });
       ptx::block_sync();
     }
@@ -129,7 +130,7 @@ struct PrefillSm80 {
     }
     if constexpr (kFp8 && !kWidenKeys) {
       permute_for_fp8_keys<QTile, kThreads>(shared.q, shared.work.tile.num_rows, thread);
-      ptx::block_sync();
+      ptx::block_sync();  // mutate: permuted-q-read-early
     }
   }
 
@@ -144,7 +145,7 @@ struct PrefillSm80 {
     if constexpr (Config::kRotateKeys) {
       rotate_tile<KTile, kHeadDimQK, kThreads>(keys, shared.rope, thread,
                                                [&](int row) { return first_key + row; });
-      ptx::block_sync();
+      ptx::block_sync();  // mutate: rotated-keys-read-early
     }
   }
 
@@ -183,20 +184,20 @@ struct PrefillSm80 {
                                                       const Form& form, float scale, int first_key,
                                                       int buffer) {
     if (!ptx::block_any(!are_values_finite<VTile, kThreads>(shared.v[buffer], thread))) return;
-    clean_values<VTile, kThreads>(shared.v[buffer], shared.bad_keys, thread);
-    ptx::block_sync();
+    zero_nonfinite_values<VTile, kThreads>(shared.v[buffer], shared.nonfinite_keys, thread);
+    ptx::block_sync();  // mutate: bad-keys-read-early
     const BlockWork& work = shared.work;
     const DTypeKV* values =
         static_cast<const DTypeKV*>(params.v) + work.tile.kv_head * params.v_stride_h;
     for (int key = 0; key < kTileKV; ++key) {
-      if ((shared.bad_keys.word[key / 32] >> (key % 32)) & 1) {
-        add_bad_key<DTypeKV, kHeadDimVO>(
+      if ((shared.nonfinite_keys.word[key / 32] >> (key % 32)) & 1) {
+        add_nonfinite_key<DTypeKV, kHeadDimVO>(
             o, s, softmax, form, scale, key,
             values + value_row<kPaged>(params, work.request, first_key + key), lane);
       }
     }
     ptx::block_sync();
-    if (thread == 0) shared.bad_keys = BadKeys{};
+    if (thread == 0) shared.nonfinite_keys = NonFiniteKeys{};
   }
 
   // Where a block is in its keys, and what it needs to take the next step.
@@ -228,7 +229,7 @@ struct PrefillSm80 {
     int key = loop.first_key;
 #pragma unroll
     for (int i = 0; i < kBuffers; ++i) key = next_key(key + kTileKV);
-    const int place = (loop.place + kBuffers) & 1;
+    const int place = (loop.place + kBuffers) & 1;  // mutate: pages-of-last-tile
     shared.pages.publish(params, key, place, thread);
     fetch_pages(next_key(key + kTileKV), place ^ 1);
   }
@@ -263,7 +264,7 @@ struct PrefillSm80 {
     // K has landed (with two buffers V too); everybody is done with the last tile.
     int next = first_key;
     ptx::cp_async_wait_group<0>();
-    ptx::block_sync();
+    ptx::block_sync();  // mutate: keys-used-before-barrier
     if constexpr (kPaged) advance_pages(loop);
     if constexpr (kBuffers == 2) {
       next = advance(loop);
@@ -297,8 +298,8 @@ struct PrefillSm80 {
 
     if constexpr (kBuffers == 1) {
       // V has landed; everybody is done with K.
-      ptx::cp_async_wait_group<0>();
-      ptx::block_sync();
+      ptx::cp_async_wait_group<0>();  // mutate: prefill-values-not-awaited
+      ptx::block_sync();  // mutate: values-used-before-barrier
       next = advance(loop);
     }
     if constexpr (kHides) clean_hidden_values(s, form, scale, first_key, loop.buffer);
@@ -375,7 +376,7 @@ struct PrefillSm80 {
     }
     ptx::cp_async_commit();
     ptx::cp_async_wait_group<0>();
-    ptx::block_sync();
+    ptx::block_sync();  // mutate: half-warp-skips-barrier
     prepare_q();
     if constexpr (Config::kQInRegisters) {
 #pragma unroll
@@ -414,7 +415,7 @@ struct PrefillSm80 {
     const bool leaves_state = work.leaves_state();
     const float output_scale = output_scale_of(params, work.kv_head);
     // The warp's rows of Q are about to be overwritten.
-    if constexpr (kStagesOutput) ptx::warp_sync();
+    if constexpr (kStagesOutput) ptx::warp_sync();  // mutate: output-overwrites-q
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
@@ -458,12 +459,12 @@ struct PrefillSm80 {
   }
 
   __device__ __forceinline__ void store_staged(const TileWork& work, int q_start) {
-    ptx::warp_sync();
+    ptx::warp_sync();  // mutate: staged-output-read-early
     constexpr int kChunks = kHeadDimVO / 8;
     for (int index = lane; index < 16 * kMmaQ * kChunks; index += kWarpSize) {
       const int row = warp_row() + index / kChunks;
       const int chunk = index % kChunks;
-      if (row >= work.num_rows) break;
+      if (row >= work.num_rows) break;  // mutate: row-past-the-last-written
       DTypeO* out = static_cast<DTypeO*>(params.o) +
                     (q_start + shared.rows[row].token) * params.o_stride_n +
                     shared.rows[row].head * params.o_stride_h;

@@ -318,8 +318,8 @@ struct PrefillSm90 {
   template <typename Body>
   __device__ __forceinline__ int for_boxes(const ItemFacts& item, int box, int num_rows,
                                            Body&& body) const {
-    const int tokens = PackedRow::of(params, box).token;
-    int token = item.work.request.q_start + PackedRow::of(params, item.work.tile.first_row).token;
+    const int tokens = PackGqaRow::of(params, box).token;
+    int token = item.work.request.q_start + PackGqaRow::of(params, item.work.tile.first_row).token;
     int row = 0;
     for (; box > 0 && row + box <= num_rows; row += box, token += tokens) body(row, token);
     return row;
@@ -360,10 +360,10 @@ struct PrefillSm90 {
     const int place = first_place + rest / heads;
     const int kv_head = first_head + rest % heads;
     ItemFacts item{};
-    item.work = BlockWork::of_place(params, place, kv_head, kTileQ);
+    item.work = BlockWork::of_index(params, place, kv_head, kTileQ);
     item.place = place;
     item.exists = 1;
-    if (item.work.tile.num_rows <= 0) return item;
+    if (item.work.tile.num_rows <= 0) return item;  // mutate: spare-items-worked-on
     item.range = KeyRange::of(params, item.work);
     // Boxes of pages start where pages do.
     item.tiles =

@@ -141,7 +141,7 @@ struct PrefillSm90Producer {
          index += kWarpSize) {
       const int r = index / QTile::kChunks;
       const int chunk = index % QTile::kChunks;
-      const PackedRow row = PackedRow::of(params, work.first_row + r);
+      const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
       const DTypeQ* source =
           static_cast<const DTypeQ*>(params.q) +
           (static_cast<int64_t>(item.work.request.q_start) + row.token) * params.q_stride_n +
@@ -317,8 +317,8 @@ struct PrefillSm90Producer {
       if (((seen[0] | seen[1] | seen[2] | seen[3]) & 0x7fff7fffu) == 0) continue;
 #pragma unroll 1
       for (int index = first; index < first + kBatch * kCleaners; index += kCleaners) {
-        take_out_bad<DTypeKV>(chunks[index], shared.bad_keys[stage].word, VTile::row_at(16 * index),
-                              num_keys);
+        zero_nonfinite_chunk<DTypeKV>(chunks[index], shared.bad_keys[stage].word,
+                                      VTile::row_at(16 * index), num_keys);
       }
     }
     ptx::fence_proxy_async();

@@ -52,6 +52,7 @@ struct RotationOf2 {
     float x[2], y[2];
     ptx::unpack_pair<T>(low, x[0], x[1]);
     ptx::unpack_pair<T>(high, y[0], y[1]);
+    // mutate: rope-inverted
     low = ptx::pack_pair<T>(x[0] * cosine[0] - y[0] * sine[0], x[1] * cosine[1] - y[1] * sine[1]);
     high = ptx::pack_pair<T>(y[0] * cosine[0] + x[0] * sine[0], y[1] * cosine[1] + x[1] * sine[1]);
   }

@@ -17,7 +17,7 @@ __device__ __forceinline__ void fill_rows(RowInfo* rows, int64_t* q_offset, int 
                                           const AttentionParams& params, const Request& request,
                                           const TileWork& work, int thread, int threads) {
   for (int r = thread; r < tile_rows; r += threads) {
-    const PackedRow row = PackedRow::of(params, work.first_row + min_of(r, work.num_rows - 1));
+    const PackGqaRow row = PackGqaRow::of(params, work.first_row + min_of(r, work.num_rows - 1));
     const int token = row.token;
     const int head = work.kv_head * params.group_size + row.group_head;
     rows[r] =

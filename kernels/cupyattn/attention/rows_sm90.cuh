@@ -54,9 +54,9 @@ struct PrefillSm90Rows {
   // The row of an item's tile that a thread's accumulators of either half are.
   __device__ __forceinline__ int own_row(int h) const { return warp_row() + 8 * h + (lane >> 2); }
   // Rows past the last repeat it.
-  __device__ __forceinline__ PackedRow token_of(const Item& item, int row) const {
+  __device__ __forceinline__ PackGqaRow token_of(const Item& item, int row) const {
     const TileWork& work = item.work.tile;
-    return PackedRow::of(params, work.first_row + min_of(row, work.num_rows - 1));
+    return PackGqaRow::of(params, work.first_row + min_of(row, work.num_rows - 1));
   }
 
   // Hides the keys of a tile, from `first_key` on, that rows do not see. position: of the thread's
@@ -94,7 +94,7 @@ struct PrefillSm90Rows {
   __device__ __forceinline__ RowPlace row_place(const Item& item, int h) const {
     const TileWork& work = item.work.tile;
     const int r = own_row(h);
-    const PackedRow row = PackedRow::of(params, work.first_row + r);
+    const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
     return RowPlace{r < work.num_rows, work.kv_head * params.group_size + row.group_head,
                     item.work.request.q_start + row.token,
                     (work.state(params) + work.split) * kTileQ + r};

@@ -209,6 +209,7 @@ struct CappedLogits {
         const LogitConstants& constants, const AttentionParams&, int, int, bool is_masked) {
     // The cap makes logits smaller, so what bounds the product bounds the logit.
     if (!is_masked && !exceeds(s, [&](int m, int h) {
+          // mutate: soft-cap-maximum-stays
           return fminf((row_max[m][h] + kSlack) * constants.inverse, constants.limit);
         })) {
       return PolynomialForm{constants.c0, constants.c2, constants.c4, true};
@@ -235,7 +236,7 @@ struct CappedLogits {
     constants.c4 = cap * cube * unit * unit * tanh.c5;
     // A cap so small that the polynomial leaves float32's range makes no use of it.
     const bool is_finite = constants.c4 < ptx::infinity();
-    constants.limit = is_finite ? tanh.range / unit : -1.0f;
+    constants.limit = is_finite ? tanh.range / unit : -1.0f;  // mutate: soft-cap-range-too-wide
     constants.inverse = query_scale / params.softmax_scale;
     const bool hides = is_finite && constants.c4 >= PolynomialForm::kLeastToHide;
     const bool is_large = params.logits_soft_cap >= kLeastCap;

@@ -18,12 +18,12 @@ namespace cupyattn {
 
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, ptx::shuffle_xor(x, 1));
-  return fmaxf(x, ptx::shuffle_xor(x, 2));
+  return fmaxf(x, ptx::shuffle_xor(x, 2));  // mutate: maximum-of-half-a-quad
 }
 
 __device__ __forceinline__ float quad_sum(float x) {
   x += ptx::shuffle_xor(x, 1);
-  return x + ptx::shuffle_xor(x, 2);
+  return x + ptx::shuffle_xor(x, 2);  // mutate: sum-of-half-a-quad
 }
 
 // Of a thread's logits of one of its rows.
@@ -125,7 +125,7 @@ struct OnlineSoftmax {
           const float first = ptx::ex2_approx(form.exponent(pair[2 * h], shift));
           const float second = ptx::ex2_approx(form.exponent(pair[2 * h + 1], shift));
           row_sum[m][h] += first + second;
-          p[m][2 * half + h] = ptx::pack_pair<T>(first, second);
+          p[m][2 * half + h] = ptx::pack_pair<T>(first, second);  // mutate: p-fragment-swapped
         }
       }
     }
@@ -237,7 +237,7 @@ struct OnlineSoftmax {
       }
       fails |= tile_sum[h] > guess.most_of_tile() || !has_max;
     }
-    if (rarely(ptx::warp_any(fails))) return false;
+    if (unlikely(ptx::warp_any(fails))) return false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) row_sum[0][h] += tile_sum[h];
     return true;
@@ -262,7 +262,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int n = 0; n < kTilesO; ++n) {
           o[m][n][2 * h] *= factor;
-          o[m][n][2 * h + 1] *= factor;
+          o[m][n][2 * h + 1] *= factor;  // mutate: output-not-rescaled
         }
       }
     }
@@ -275,7 +275,7 @@ struct OnlineSoftmax {
     const float factor =
         new_max == -ptx::infinity() ? 1.0f : ptx::ex2_approx((old_max - new_max) * scale);
     row_max[m][h] = new_max;
-    row_sum[m][h] *= factor;
+    row_sum[m][h] *= factor;  // mutate: sum-not-rescaled
     return factor;
   }
 

@@ -22,6 +22,7 @@ struct RowState {
   __device__ __forceinline__ void add_sink(float sink_base2) {
     const float new_max = fmaxf(max, sink_base2);
     if (new_max == -ptx::infinity()) return;
+    // mutate: sink-not-in-sum
     sum = sum * ptx::ex2_approx(max - new_max) + ptx::ex2_approx(sink_base2 - new_max);
     max = new_max;
   }
@@ -31,6 +32,7 @@ struct RowState {
   // What numerators over `old_max` are multiplied by to become the output. A row of NaN has seen
   // keys though its maximum is -inf: its sum is NaN and stays so.
   __device__ __forceinline__ float normaliser(float old_max) const {
+    // mutate: no-keys-divides-by-zero
     if (sum == 0.0f || (old_max == -ptx::infinity() && sum == sum)) return 0.0f;
     if (old_max == max) return ptx::rcp_approx(sum);
     return ptx::ex2_approx(old_max - max) * ptx::rcp_approx(sum);
@@ -142,7 +144,7 @@ __device__ __forceinline__ void store_output_vectors(DTypeO* row, const float (&
     for (int i = 0; i < 2; ++i) {
       const uint32_t kept = is_upper ? pair[1][i] : pair[0][i];
       const uint32_t got = exchange(is_upper ? pair[0][i] : pair[1][i], 2);
-      whole.word[i] = is_upper ? got : kept;
+      whole.word[i] = is_upper ? got : kept;  // mutate: quad-halves-swapped
       whole.word[2 + i] = is_upper ? kept : got;
     }
     if (exists) *reinterpret_cast<Vector16*>(row + 8 * (n + (lane & 3))) = whole;
@@ -158,7 +160,7 @@ __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const
     const uint32_t last = static_cast<uint32_t>(work.num_splits - 1);
     *shared_flag = ptx::atomic_inc_wrap(params.counters + work.counter(params), last) == last;
   }
-  ptx::block_sync();
+  ptx::block_sync();  // mutate: last-block-flag-read-early
   const bool is_last = *shared_flag != 0;
   if (is_last) ptx::device_fence();
   return is_last;
@@ -187,6 +189,7 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
     state.max = fmaxf(old_max, warp_max(lse));
     const float factor = old_max == state.max ? 1.0f : ptx::ex2_approx(old_max - state.max);
     // An empty state weighs nothing, even beside nothing else.
+    // mutate: split-weights-inverted
     const float weight = lse == -ptx::infinity() ? 0.0f : ptx::ex2_approx(lse - state.max);
     state.sum = state.sum * factor + warp_sum(weight);
 #pragma unroll

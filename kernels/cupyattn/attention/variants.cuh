@@ -89,6 +89,7 @@ struct TransformedLogits {
     __device__ __forceinline__ float2 exponents(int h, int n, float x, float y, float shift) const {
       const float first = bias[h] + shift;
       return make_float2(fmaf(x, scale[h], fmaf(slope[h], 8 * n, first)),
+                         // mutate: pair-shares-alibi-bias
                          fmaf(y, scale[h], fmaf(slope[h], 8 * n + 1, first)));
     }
   };
@@ -158,6 +159,7 @@ struct TransformedLogits {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = s[m][n][2 * h + e];
+            // mutate: alibi-of-the-pair
             x = kAlibi ? fmaf(x, scale, fmaf(slope, 8 * n + e, bias)) : x * scale;
             if (kSoftCap) all_bits |= __float_as_uint(x);
           }
@@ -166,7 +168,7 @@ struct TransformedLogits {
     }
     if constexpr (kSoftCap) {
       // Most logits are small beside the cap, and special functions are the scarcest unit.
-      constexpr uint32_t kTwoOrMore = 0x40000000u;
+      constexpr uint32_t kTwoOrMore = 0x40000000u;  // mutate: soft-cap-of-alibi-too-wide
       if (is_masked || ptx::warp_any(all_bits & kTwoOrMore)) {
         apply_tanh(s, constants.cap, 1.0f / kTanhUnit);
         return PolynomialForm{1.0f, 0.0f, 0.0f, false};

@@ -13,16 +13,17 @@ namespace cupyattn {
 // n / d for 0 <= n < 2^31, by the numbers that launch/params.py finds for d: divisions are dozens
 // of instructions that depend on each other, at the start of every block.
 __device__ __forceinline__ int divide(int n, uint32_t magic, int shift) {
+  // mutate: page-number-halved
   return static_cast<int>(ptx::multiply_high(2u * static_cast<uint32_t>(n), magic) >> shift);
 }
 
 // Of a packed row: the query token, and the head within the KV head's group.
-struct PackedRow {
+struct PackGqaRow {
   int token, group_head;
 
-  static __device__ __forceinline__ PackedRow of(const AttentionParams& params, int row) {
+  static __device__ __forceinline__ PackGqaRow of(const AttentionParams& params, int row) {
     const int token = divide(row, params.group_magic, params.group_shift);
-    return PackedRow{token, row - token * params.group_size};
+    return PackGqaRow{token, row - token * params.group_size};
   }
 };
 
@@ -33,8 +34,8 @@ struct Request {
 
   // Where a query token is among the request's keys: those up to `position` are not ahead of it.
   __device__ __forceinline__ int position(const AttentionParams& params, int token) const {
-    if (params.positions == nullptr) return token + kv_len - qo_len;
-    return params.positions[q_start + token] - key_offset;
+    if (params.positions == nullptr) return token + kv_len - qo_len;  // mutate: causality-top-left
+    return params.positions[q_start + token] - key_offset;  // mutate: level-positions-not-shifted
   }
 };
 
@@ -44,9 +45,11 @@ struct TileWork {
   int kv_head, first_row, num_rows, split, num_splits, first_state, split_tile;
 
   // Whether the block leaves a state, to be merged with others, instead of an answer.
+  // mutate: level-writes-output
   __device__ __forceinline__ bool leaves_state() const { return num_splits > 1 || split_tile < 0; }
   // The first partial state of this tile.
   __device__ __forceinline__ int64_t state(const AttentionParams& params) const {
+    // mutate: state-of-another-head
     return static_cast<int64_t>(first_state) * params.num_kv_heads + kv_head * num_splits;
   }
   __device__ __forceinline__ int64_t counter(const AttentionParams& params) const {
@@ -82,7 +85,7 @@ struct BlockWork {
 
   // Of a place in the work list, or among the tiles and splits of one request: longest first, as
   // causality has it.
-  static __device__ __forceinline__ BlockWork of_place(const AttentionParams& params, int place,
+  static __device__ __forceinline__ BlockWork of_index(const AttentionParams& params, int place,
                                                        int kv_head, int tile_rows) {
     if (params.work != nullptr) return of_item(params, place, kv_head, tile_rows);
     const int tile = place / params.num_splits;

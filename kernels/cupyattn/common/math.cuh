@@ -26,7 +26,7 @@ __host__ __device__ constexpr T max_of(T a, T b) {
 }
 
 // The condition of a branch that is hardly ever taken: its code goes out of the way of the rest.
-__host__ __device__ constexpr bool rarely(bool condition) {
+__host__ __device__ constexpr bool unlikely(bool condition) {
   return __builtin_expect(condition, false);
 }
 

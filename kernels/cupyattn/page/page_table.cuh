@@ -21,8 +21,8 @@ __device__ __forceinline__ Slot find_slot(const PageTable& table, int32_t reques
   const int64_t index = first + position / table.page_size;
   if (first < 0 || index >= end || index >= table.num_indices) return kNone;
   const int64_t page = table.kv_indices[index];
-  if (page < 0 || page >= table.num_pages) return kNone;
-  return {page, position % table.page_size};
+  if (page < 0 || page >= table.num_pages) return kNone;  // mutate: page-past-the-pool
+  return {page, position % table.page_size};  // mutate: page-offset-of-next-position
 }
 
 }  // namespace cupyattn

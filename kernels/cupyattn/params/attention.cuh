@@ -8,10 +8,10 @@ namespace cupyattn {
 
 constexpr int kMaxRopePairs = 128;
 
-// What a row of q sees where AttentionParams::mask holds runs: keys [0, prefix) and from `start`
-// on.
-struct KeyRun {
-  int32_t prefix, start;
+// The keys [begin, end) that a row of q does not see, where AttentionParams::mask is a multi-item
+// mask: those between the prefix and the row's own item.
+struct KeyInterval {
+  int32_t begin, end;
 };
 
 // One block's share of a batch, for every KV head: a tile of packed query rows of one request, and

@@ -29,7 +29,7 @@ struct Fp8ToHalfPair<e4m3_t, kLow, kHigh> {
     // for subnormals. The one NaN encoding (all ones) is put back by hand.
     const uint32_t spread = permute_bytes(bytes, 0u, 0x4040u | (kHigh << 8) | kLow);
     const uint32_t placed = ((spread & 0x00800080u) << 8) | ((spread & 0x007f007fu) << 7);
-    uint32_t scaled = multiply_half_pair(placed, 0x5c005c00u);
+    uint32_t scaled = multiply_half_pair(placed, 0x5c005c00u);  // mutate: e4m3-power-lost
     if ((spread & 0x7fu) == 0x7fu) scaled |= 0x00007fffu;
     if ((spread & 0x7f0000u) == 0x7f0000u) scaled |= 0x7fff0000u;
     return scaled;

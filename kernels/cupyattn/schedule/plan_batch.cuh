@@ -253,10 +253,11 @@ struct PlanBatch {
     int total;
     const int start = scan(static_cast<int>(shared.bucket[thread]), total);
     shared.bucket[thread] = start;
-    ptx::block_sync();
+    ptx::block_sync();  // mutate: buckets-read-early
 #pragma unroll 1
     for (int index = thread; index < params.num_requests; index += kThreads) {
       const int bucket = bucket_of(index, most, scale);
+      // mutate: bucket-requests-collide
       order[static_cast<int>(shared.bucket[bucket]) + tiles_end[index]] = index;
     }
     ptx::block_sync();
@@ -300,7 +301,7 @@ struct PlanBatch {
 #pragma unroll 1
     while (low < high) {
       const int middle = (low + high) / 2;
-      if (ends[middle] > x) {
+      if (ends[middle] > x) {  // mutate: end-counts-as-inside
         high = middle;
       } else {
         low = middle + 1;
@@ -327,23 +328,25 @@ struct PlanBatch {
         const int split_tile = split_tiles + (before >> kSplitsBits);
         shared.tile[thread].split_tile = split_tile;
         // Of the items before this tile's, those of split tiles.
+        // mutate: states-of-whole-tiles
         shared.tile[thread].first_state = items + start - (tile - split_tile);
         shared.tile_end[thread] = start + splits;
         if (is_split && split_tile < params.num_merges) params.merges[split_tile] = items + start;
         split_tiles += total >> kSplitsBits;
       }
-      ptx::block_sync();
+      ptx::block_sync();  // mutate: tiles-read-early
       spread(items, total & kSplitsMask, count);
       items += total & kSplitsMask;
-      ptx::block_sync();
+      ptx::block_sync();  // mutate: tile-rounds-overlap
     }
     const Vector16 zeros{};
     Vector16* chunks = reinterpret_cast<Vector16*>(params.items);
 #pragma unroll 1
     for (int i = kChunks * items + thread; i < kChunks * params.max_items; i += kThreads) {
-      chunks[i] = zeros;
+      chunks[i] = zeros;  // mutate: spare-items-kept
     }
 #pragma unroll 1
+    // mutate: spare-merges-kept
     for (int i = split_tiles + thread; i < params.num_merges; i += kThreads) params.merges[i] = -1;
   }
 
@@ -385,6 +388,7 @@ struct PlanBatch {
       const int tile = count == tiles ? item : find(shared.tile_end, tiles, item);
       Vector16 chunk = reinterpret_cast<const Vector16*>(shared.tile + tile)[part];
       if (part == kSplitChunk && count != tiles) {
+        // mutate: splits-from-round
         chunk.word[kSplitWord] = item - (shared.tile_end[tile] - shared.tile[tile].num_splits);
       }
       chunks[i] = chunk;
@@ -394,6 +398,7 @@ struct PlanBatch {
   // What needs no lengths; last, for the others wait for memory that is read first.
   __device__ __forceinline__ void write_rest() {
 #pragma unroll 1
+    // mutate: counters-kept
     for (int i = thread; i < params.num_counters; i += kThreads) params.counters[i] = 0;
     const int num_qo_heads = params.num_kv_heads * params.group_size;
     repeat(params.scale_q, params.scales, num_qo_heads);

@@ -22,7 +22,7 @@ __device__ __forceinline__ int64_t load_index(const void* data, const IndexForma
 __device__ __forceinline__ int64_t load_offset(const void* data, const IndexFormat& format,
                                                int index) {
   const int64_t offset = load_index(data, format, index);
-  return format.unit == 1 ? offset : offset / format.unit;
+  return format.unit == 1 ? offset : offset / format.unit;  // mutate: element-offsets-as-tokens
 }
 
 __device__ __forceinline__ int clamp(int64_t x, int64_t most) {
@@ -54,13 +54,13 @@ struct PlannedRequest {
         qo_len = load_index(params.qo_lens, params.qo_lens_format, index);
       } else if (params.qo_len < 0) {
         const int64_t end = load_offset(params.qo_offsets, params.qo_offsets_format, index + 1);
-        qo_len = clamp(end, params.num_rows) - request.q_start;
+        qo_len = clamp(end, params.num_rows) - request.q_start;  // mutate: rows-beyond-q
       }
       request.qo_len = clamp(qo_len, params.num_rows - request.q_start);
       if (params.kv_offsets != nullptr) {
         const int64_t begin = load_offset(params.kv_offsets, params.kv_offsets_format, index);
         request.kv_start = clamp(begin, room);
-        room -= request.kv_start;
+        room -= request.kv_start;  // mutate: keys-beyond-k
       }
     }
     request.kv_len = clamp(load_index(params.kv_lens, params.kv_lens_format, index), room);
@@ -68,6 +68,7 @@ struct PlannedRequest {
   }
 
   __device__ __forceinline__ int num_tiles(const PlanBatchParams& params) const {
+    // mutate: tile-rows-as-power-of-two
     return divide(qo_len * params.group_size + params.tile_q - 1, params.tile_q_magic,
                   params.tile_q_shift);
   }

@@ -25,6 +25,7 @@ __device__ __forceinline__ uint32_t lane_address(uint32_t tile, int lane, int fi
 template <typename KTile>
 __device__ __forceinline__ uint32_t k_lane_address(uint32_t tile, int lane) {
   if constexpr (is_fp8<typename KTile::T>::value) return lane_address<KTile>(tile, lane);
+  // mutate: k-lanes-swapped
   return KTile::address(tile, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
 }
 
@@ -62,7 +63,7 @@ __device__ __forceinline__ void load_k_fragments_fp8(uint32_t (&b)[2][4], uint32
 template <typename T, typename VTile>
 __device__ __forceinline__ void load_v_fragment(uint32_t (&b)[4], uint32_t v, int key, int group) {
   static_assert(sizeof(typename VTile::T) == 2, "fp8 values come two column groups at a time");
-  ptx::ldmatrix_x4_trans(b, VTile::advance(v, key, 2 * group));
+  ptx::ldmatrix_x4_trans(b, VTile::advance(v, key, 2 * group));  // mutate: values-not-transposed
 }
 
 // The same for fp8: column groups `group` and `group + 1`.
@@ -77,7 +78,7 @@ __device__ __forceinline__ void load_v_fragments_fp8(uint32_t (&b)[2][4], uint32
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t word = bytes[2 * g + half];
-      b[g][half] = ptx::fp8_to_pair<T, Fp8, 0, 2>(word);
+      b[g][half] = ptx::fp8_to_pair<T, Fp8, 0, 2>(word);  // mutate: fp8-value-columns-swapped
       b[g][2 + half] = ptx::fp8_to_pair<T, Fp8, 1, 3>(word);
     }
   }
@@ -111,7 +112,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kMmaQ][kKeys / 8][4], Loa
         load_k_fragment<T, KTile>(b, k, first_key + 16 * n, step);
 #pragma unroll
         for (int m = 0; m < kMmaQ; ++m) {
-          multiply_add<T>(s[m][2 * n], a[m], b[0], b[1], step == 0);
+          multiply_add<T>(s[m][2 * n], a[m], b[0], b[1], step == 0);  // mutate: k-fragment-swapped
           multiply_add<T>(s[m][2 * n + 1], a[m], b[2], b[3], step == 0);
         }
       }

@@ -55,7 +55,7 @@ __device__ __forceinline__ void copy_chunk(uint32_t destination, int chunk,
   const int column = chunk * Tile::kElementsPerChunk;
   if constexpr (kAligned && kHeadDim % Tile::kElementsPerChunk == 0) {
     const bool exists = Tile::kColumns == kHeadDim || column < kHeadDim;
-    ptx::cp_async_16(destination, source, row_exists && exists);
+    ptx::cp_async_16(destination, source, row_exists && exists);  // mutate: absent-row-read
   } else {
     alignas(16) typename Tile::T elements[Tile::kElementsPerChunk];
 #pragma unroll
@@ -113,6 +113,7 @@ struct RowCopier {
     if (first_row + Tile::kRows <= end_row) {
       copy_if(tile_offset, offsets, [](int) { return true; });
     } else {
+      // mutate: row-past-the-end-read
       copy_if(tile_offset, offsets, [=](int row) { return first_row + row < end_row; });
     }
   }

@@ -26,6 +26,7 @@ struct PanelTile {
   static constexpr int kAlign = kPatternBytes;
   // From a panel to the next, and from eight rows to the next eight.
   static constexpr int kPanelBytes = kByPatterns ? kPatternBytes : kRows * kRowBytes;
+  // mutate: row-groups-without-panels
   static constexpr int kGroupBytes = kByPatterns ? kPanels * kPatternBytes : kPatternBytes;
   static_assert(kRows % 8 == 0, "a panel holds whole patterns");
   static_assert(kHeadDim % 8 == 0, "rows are whole chunks");
@@ -63,6 +64,7 @@ __device__ __forceinline__ void scale_rows(unsigned char* tile, int first_row, f
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         chunk.word[w] =
+            // mutate: queries-not-scaled
             ptx::multiply_add_pair<typename Tile::T>(chunk.word[w], factors, kMinusZeros);
       }
       rows[i + thread] = chunk;
