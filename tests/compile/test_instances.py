@@ -4,7 +4,8 @@
 gathered, those of head dim 128; for the other architectures those of bfloat16 and head dim 128,
 with masks for sm_80 alone, and none for sm_86, whose registers are sm_89's; of mixed kernels, which
 are two in one, fewer. Of all of these on architectures but sm_80 and sm_90a, and on sm_90a of
-portable kernels for other head dims or e4m3 and of float16 over e4m3, a third. The rest is slow.
+kernels for other head dims (prefill_sm90 with an option), of portable kernels over e4m3 and of
+float16 over e4m3, a third. The rest is slow.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from cupyattn.launch.instances import instances
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
 
 _MAX_REGISTERS = 255
+_OPTIONS = ("kRope", "kAlibi", "kSoftCap", "kCustomMask", "kPaged")
 
 Instance = tuple[str, jit.Config]
 
@@ -58,9 +60,12 @@ def _is_one_of_many(arch: str, name: str, config: jit.Config) -> bool:
     if "DTypeQ" not in config:
         return False
     is_converted = config["DTypeKV"] is not config["DTypeQ"]
+    is_bfloat16 = config["DTypeQ"] is dtypes.bfloat16
     is_usual = (config["kHeadDimQK"], config["kHeadDimVO"]) == (128, 128)
     if name == "prefill_sm90":
-        return is_converted and config["DTypeQ"] is dtypes.float16
+        # Options cost registers: the kernel without any is built for all head dims.
+        has_options = any(config.get(option) for option in _OPTIONS[:4])
+        return has_options and (not is_usual or (is_converted and not is_bfloat16))
     return is_converted or not is_usual
 
 
@@ -75,8 +80,8 @@ def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
             label = f"{arch} {name}"
             if q is not None:
                 label += f" {q}-{kv} {config['kHeadDimQK']}-{config['kHeadDimVO']}"
-            if config.get("kCustomMask"):
-                label += " masks"
+            for option in _OPTIONS[:4]:
+                label += f" {option}" if config.get(option) else ""
             if config.get("kGathers"):
                 label += " gathered"
             if name == "mixed_sm80":
@@ -137,9 +142,6 @@ def test_instances_stay_out_of_local_memory(
     arch, group, _ = GROUPS[label]
     failures = _build_all(arch, group)
     assert not failures, "\n".join(failures)
-
-
-_OPTIONS = ("kRope", "kAlibi", "kSoftCap", "kCustomMask", "kPaged")
 
 
 def _kinds(arch: str, *, fast: bool) -> set[object]:
