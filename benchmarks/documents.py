@@ -1,11 +1,11 @@
-"""Writes the tables and the chart of the documents from committed results.
+"""Writes the tables and the chart of the documents from committed results, and the page of names.
 
     python -m benchmarks.documents
 
 A document says in a comment which cases of which result folder it shows, and under which names:
 
     <!-- table rate=tflops peers=fa3,flashinfer
-    2026-11-22-h200-hopper-prefill
+    2026-11-24-h200-hopper-prefill
     1x16k: one request of 16k tokens
     -->
     ... the table, written by this command ...
@@ -27,6 +27,8 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from . import names
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -68,12 +70,13 @@ def documents() -> list[Path]:
 
 
 def rendered() -> Iterator[tuple[Path, str]]:
-    """Every document with its tables, and every chart, as they should be."""
+    """Every document with its tables, every chart and the page of names, as they should be."""
     for path in documents():
         text = path.read_text("utf-8")
         yield path, _TABLE.sub(lambda found: found[1] + table(found[2], found[3]) + found[4], text)
         for name, options, body in _CHART.findall(text):
             yield path.parent / name, chart(options, body)
+    yield ROOT / "docs" / "flashinfer-names.md", names.page()
 
 
 def table(options: str, body: str) -> str:

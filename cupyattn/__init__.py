@@ -2,6 +2,32 @@
 
 Names, arguments and semantics follow FlashInfer: `import cupyattn as flashinfer` ports a program.
 Importing this package imports none of CuPy, torch and JAX.
+
+One request:
+    single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse,
+    single_decode_with_kv_cache
+Batches, planned once and run in every layer:
+    BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper, BatchAttention,
+    BatchAttentionWithAttentionSinkWrapper, PODWithPagedKVCacheWrapper,
+    BatchPODWithPagedKVCacheWrapper, BatchPrefillWithCausalBidirectionalRangesWrapper,
+    fast_decode_plan
+Batches whose lengths stay on the GPU:
+    trtllm_batch_decode_with_kv_cache, trtllm_batch_context_with_kv_cache,
+    trtllm_ragged_attention_deepseek, trtllm_fmha_v2_prefill, xqa_batch_decode_with_kv_cache, xqa,
+    cudnn_batch_decode_with_kv_cache, cudnn_batch_prefill_with_kv_cache
+Keys that requests share, and states over parts of the keys:
+    MultiLevelCascadeAttentionWrapper, BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    batch_decode_with_shared_prefix_padded_kv_cache, merge_state, merge_state_in_place,
+    merge_states, variable_length_merge_states
+Blocks of keys:
+    BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
+Pages and masks:
+    append_paged_kv_cache, get_batch_indices_positions, get_seq_lens, packbits, segment_packbits
+Errors:
+    CupyAttnError and its kinds ArgumentError, UnsupportedError, PlanError, WorkspaceError,
+    CompileError, DeviceError
 """
 
 from __future__ import annotations
@@ -29,6 +55,9 @@ _EXPORTS = {
     "trtllm_batch_decode_with_kv_cache": "trtllm",
     "trtllm_batch_context_with_kv_cache": "trtllm",
     "xqa_batch_decode_with_kv_cache": "trtllm",
+    "xqa": "xqa",
+    "trtllm_fmha_v2_prefill": "trtllm",
+    "trtllm_ragged_attention_deepseek": "trtllm",
     "cudnn_batch_decode_with_kv_cache": "cudnn",
     "cudnn_batch_prefill_with_kv_cache": "cudnn",
     "merge_state": "cascade",
@@ -36,6 +65,11 @@ _EXPORTS = {
     "merge_states": "cascade",
     "variable_length_merge_states": "cascade",
     "BatchAttentionWithAttentionSinkWrapper": "attention",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper": "attention",
+    "PODWithPagedKVCacheWrapper": "pod",
+    "BatchPODWithPagedKVCacheWrapper": "pod",
+    "BlockSparseAttentionWrapper": "sparse",
+    "VariableBlockSparseAttentionWrapper": "sparse",
     "append_paged_kv_cache": "page",
     "get_batch_indices_positions": "page",
     "get_seq_lens": "page",
@@ -49,20 +83,21 @@ _EXPORTS = {
     "CompileError": "errors",
     "DeviceError": "errors",
 }
-# `xqa` is a module that can be called.
 _MODULES = (
-    *("attention", "cascade", "decode", "prefill", "trtllm", "xqa", "cudnn", "page", "paging"),
-    *("quantization", "errors"),
+    *("attention", "cascade", "decode", "prefill", "trtllm", "cudnn", "flash_attn", "page"),
+    *("paging", "quantization", "pod", "sparse", "errors", "typing"),
     "reference",
 )
 
-__all__ = ["__version__", *_EXPORTS, "xqa"]
+__all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
-    from . import xqa as xqa
     from .attention import BatchAttention as BatchAttention
     from .attention import (
         BatchAttentionWithAttentionSinkWrapper as BatchAttentionWithAttentionSinkWrapper,
+    )
+    from .attention import (
+        BatchPrefillWithCausalBidirectionalRangesWrapper as BatchPrefillWithCausalBidirectionalRangesWrapper,  # noqa: E501
     )
     from .cascade import (
         BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
@@ -98,6 +133,8 @@ if TYPE_CHECKING:
     from .page import append_paged_kv_cache as append_paged_kv_cache
     from .page import get_batch_indices_positions as get_batch_indices_positions
     from .page import get_seq_lens as get_seq_lens
+    from .pod import BatchPODWithPagedKVCacheWrapper as BatchPODWithPagedKVCacheWrapper
+    from .pod import PODWithPagedKVCacheWrapper as PODWithPagedKVCacheWrapper
     from .prefill import (
         BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper,
     )
@@ -110,9 +147,14 @@ if TYPE_CHECKING:
     )
     from .quantization import packbits as packbits
     from .quantization import segment_packbits as segment_packbits
+    from .sparse import BlockSparseAttentionWrapper as BlockSparseAttentionWrapper
+    from .sparse import VariableBlockSparseAttentionWrapper as VariableBlockSparseAttentionWrapper
     from .trtllm import trtllm_batch_context_with_kv_cache as trtllm_batch_context_with_kv_cache
     from .trtllm import trtllm_batch_decode_with_kv_cache as trtllm_batch_decode_with_kv_cache
+    from .trtllm import trtllm_fmha_v2_prefill as trtllm_fmha_v2_prefill
+    from .trtllm import trtllm_ragged_attention_deepseek as trtllm_ragged_attention_deepseek
     from .trtllm import xqa_batch_decode_with_kv_cache as xqa_batch_decode_with_kv_cache
+    from .xqa import xqa as xqa
 
 
 def __getattr__(name: str) -> Any:
@@ -123,7 +165,9 @@ def __getattr__(name: str) -> Any:
         return value
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .core.names import missing
+
+    raise missing(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -5,16 +5,18 @@ v is the output over some keys, s its LSE; states over disjoint keys merge exact
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from .core.names import refuse_names
+from .core.tracing import untraced
 from .states import merge
-from .states.repeat import repeat
+from .typing import Array, ArrayT
 from .wrappers.cascade import MultiLevelCascadeAttentionWrapper
 from .wrappers.shared_prefix import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    batch_decode_with_shared_prefix_padded_kv_cache,
 )
-from .wrappers.shared_prefix_padded import batch_decode_with_shared_prefix_padded_kv_cache
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -27,17 +29,21 @@ __all__ = [
     "variable_length_merge_states",
 ]
 
+if not TYPE_CHECKING:
+    __getattr__ = refuse_names(__name__)
 
+
+@untraced
 def merge_state(
-    v_a: Any,
-    s_a: Any,
-    v_b: Any,
-    s_b: Any,
+    v_a: ArrayT,
+    s_a: Array,
+    v_b: Array,
+    s_b: Array,
     *,
-    out: Any = None,
-    lse: Any = None,
+    out: Array | None = None,
+    lse: Array | None = None,
     lse_base_on_e: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[ArrayT, ArrayT]:
     """The attention state over the keys of two states, which have none in common.
 
     v_a, v_b   [n, H, D] of one dtype, float16, bfloat16 or float32: outputs of attention.
@@ -59,17 +65,25 @@ def merge_state(
         arrays: tuple[Any, ...] = v_a, v_b, s_a, s_b
     else:
         arrays = v_a, v_b, s_a, s_b, out, lse
-    answer = repeat(False, arrays, lse_base_on_e)
-    return merge.run(merge.PAIR, arrays, lse_base_on_e) if answer is None else answer
+    return merge.run(merge.PAIR, arrays, lse_base_on_e)
 
 
+@untraced
 def merge_state_in_place(
-    v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None, *, lse_base_on_e: bool = False
-) -> None:
+    v: ArrayT,
+    s: Array,
+    v_other: Array,
+    s_other: Array,
+    mask: Array | None = None,
+    *,
+    lse_base_on_e: bool = False,
+) -> tuple[ArrayT, ArrayT] | None:
     """`merge_state` of (v, s) and (v_other, s_other), written to v and s.
 
     v, v_other [n, H, D], s and s_other float32 [n, H]; mask bool or uint8 [n]: rows where it is 0
     stay as they are. v and s overlap nothing else.
+
+    Returns None, but for JAX arrays, which cannot be written: then new (v, s).
 
     Raises as `merge_state`, also for arrays that cannot be written. Semantics: FlashInfer's
     merge_state_in_place, which leaves an s of another dtype as it was.
@@ -77,36 +91,45 @@ def merge_state_in_place(
     arrays: tuple[Any, ...] = v, v_other, s, s_other
     if mask is not None:
         arrays = (*arrays, None, None, None, mask)
-    if repeat(True, arrays, lse_base_on_e) is None:
-        merge.run(merge.IN_PLACE, arrays, lse_base_on_e)
+    answer: tuple[ArrayT, ArrayT] = merge.run(merge.IN_PLACE, arrays, lse_base_on_e)
+    return None if answer[0] is None else answer
 
 
+@untraced
 def merge_states(
-    v: Any, s: Any, *, out: Any = None, lse: Any = None, lse_base_on_e: bool = False
-) -> tuple[Any, Any]:
+    v: ArrayT,
+    s: Array,
+    *,
+    out: Array | None = None,
+    lse: Array | None = None,
+    lse_base_on_e: bool = False,
+) -> tuple[ArrayT, ArrayT]:
     """The states over the keys of m states each: v [n, m, H, D], s [n, m, H].
 
     m = 0 gives v = 0 and s = -inf, m = 1 a copy. The rest as in `merge_state`.
 
     Returns (v [n, H, D], s float32 [n, H]). Semantics: FlashInfer's merge_states.
     """
-    arrays = v, None, s, None, out, lse
-    answer = repeat(False, arrays, lse_base_on_e)
-    return merge.run(merge.STATES, arrays, lse_base_on_e) if answer is None else answer
+    return merge.run(merge.STATES, (v, None, s, None, out, lse), lse_base_on_e)
 
 
+@untraced
 def variable_length_merge_states(
-    v: Any, s: Any, indptr: Any, *, out: Any = None, lse: Any = None, lse_base_on_e: bool = False
-) -> tuple[Any, Any]:
+    v: ArrayT,
+    s: Array,
+    indptr: Array,
+    *,
+    out: Array | None = None,
+    lse: Array | None = None,
+    lse_base_on_e: bool = False,
+) -> tuple[ArrayT, ArrayT]:
     """The states over the keys of any number of states each.
 
-    v [num_states, H, D], s [num_states, H]; indptr int32 [n + 1] (on the CPU int64 too): row i is
-    merged of states indptr[i] to indptr[i + 1], without the last. The rest as in `merge_state`.
+    v [num_states, H, D], s [num_states, H]; indptr int32 or int64 [n + 1]: row i is merged
+    of states indptr[i] to indptr[i + 1], without the last. The rest as in `merge_state`.
 
     Returns (v [n, H, D], s float32 [n, H]). Offsets that fall, or leave the states, raise
     ArgumentError on the CPU; on a GPU the host does not know them: their rows come out as NaN, and
     raise under CUPYATTN_DEBUG=1. Semantics: FlashInfer's C++ VariableLengthMergeStates.
     """
-    arrays = v, None, s, None, out, lse, indptr
-    answer = repeat(False, arrays, lse_base_on_e)
-    return merge.run(merge.SEGMENTS, arrays, lse_base_on_e) if answer is None else answer
+    return merge.run(merge.SEGMENTS, (v, None, s, None, out, lse, indptr), lse_base_on_e)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any, Literal
 
+from . import array
+from .core import parse
+from .core.names import refuse_names
+from .core.tracing import untraced
 from .errors import ArgumentError, UnsupportedError
-from .inputs import parse
 from .planless.call import run
-from .planless.check import Options
-from .planless.repeat import repeat
-from .planless.scales import number_or_array
-from .planless.views import Names, bucket
+from .planless.check import Arrays, Options
+from .planless.views import Names, next_power_of_two, number_or_array
+from .typing import Array, ArrayT, Scale, returns_lse
 
 __all__ = ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"]
+
+if not TYPE_CHECKING:
+    __getattr__ = refuse_names(__name__)
 
 _NAMES = Names(
     "q",
@@ -28,37 +34,38 @@ _NAMES = Names(
 )
 
 
+@untraced
+@returns_lse
 def cudnn_batch_decode_with_kv_cache(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
     scale: float,
     workspace_buffer: Any,
     *,
     max_sequence_kv: int,
-    actual_seq_lens_kv: Any = None,
-    block_tables: Any = None,
+    actual_seq_lens_kv: Array | None = None,
+    block_tables: Array | None = None,
     is_cuda_graph_compatible: bool = False,
-    batch_offsets_q: Any = None,
-    batch_offsets_o: Any = None,
-    batch_offsets_k: Any = None,
-    batch_offsets_v: Any = None,
-    out: Any = None,
-    lse: Any = None,
-    return_lse: bool = False,
+    batch_offsets_q: Array | None = None,
+    batch_offsets_o: Array | None = None,
+    batch_offsets_k: Array | None = None,
+    batch_offsets_v: Array | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    return_lse: Literal[False] = False,
 ) -> Any:
     """Attention of one query token of each request over paged keys; page table and lengths stay on
     the device, so that a CUDA graph may capture the call and follow their changes.
 
-    q       [B, num_qo_heads, head_dim], float16 or bfloat16 (on the CPU float32 too).
+    q       [B, num_qo_heads, head_dim].
     k_cache, v_cache   [num_pages, num_kv_heads, page_size, head_dim], with any strides but for a
-            contiguous last dimension; dtype of q, float8_e4m3fn or float8_e5m2.
+            contiguous last dimension.
     scale   the whole scale of the logits, a number or a float32 array of one element.
-    workspace_buffer   as in `trtllm_batch_decode_with_kv_cache`.
+    workspace_buffer, block_tables, and all dtypes   as in `trtllm_batch_decode_with_kv_cache`.
     max_sequence_kv   the most of actual_seq_lens_kv: it bounds how finely keys are split.
     actual_seq_lens_kv   int32, uint32 or int64 [B], or [B, 1, 1, 1]: keys of each request. On the
             host too, but not in a graph: it is then copied to the device.
-    block_tables   int32 [B, max_pages], pages of each request.
     batch_offsets_q   [B] or [B + 1]: elements of q ahead of each request's row; default: in order.
             batch_offsets_o must say the same, as it does where both count the same rows.
     batch_offsets_k, batch_offsets_v   must be None: pages say where keys are.
@@ -70,22 +77,20 @@ def cudnn_batch_decode_with_kv_cache(
     has no LSE.
     """
     sm_scale, scale_q = number_or_array(scale)
-    usual = q, k_cache, v_cache, workspace_buffer, block_tables, actual_seq_lens_kv, out, lse
-    more = None
+    arrays: tuple[Any, ...] = (
+        *(q, k_cache, v_cache, workspace_buffer, block_tables, actual_seq_lens_kv, out, lse),
+    )
     if not (batch_offsets_q is batch_offsets_o is scale_q is None):
-        more = None, batch_offsets_q, None, batch_offsets_o, None, None, scale_q, None, None
+        arrays += None, batch_offsets_q, None, batch_offsets_o, None, None, scale_q
     has_key_offsets = not (batch_offsets_k is batch_offsets_v is None)
-    rest = _options_of_decode, bucket(max_sequence_kv), sm_scale, return_lse, has_key_offsets
-    answer = repeat(usual, more, rest)
-    if answer is not None:
-        return answer
-    return run(usual, more, rest, _options_of_decode(block_tables, *rest[1:]))
+    scalars = next_power_of_two(max_sequence_kv), sm_scale, return_lse, has_key_offsets
+    return run(arrays, _options_of_decode, scalars)
 
 
 def _options_of_decode(
-    block_tables: Any, max_kv_len: Any, sm_scale: Any, return_lse: Any, has_key_offsets: bool
+    arrays: Arrays, max_kv_len: Any, sm_scale: Any, return_lse: Any, has_key_offsets: bool
 ) -> Options:
-    if block_tables is None:
+    if arrays.block_tables is None:
         raise ArgumentError("block_tables: got None; wanted the pages of each request, [B, n]")
     _refuse_key_offsets(has_key_offsets)
     return Options(
@@ -108,49 +113,53 @@ def _refuse_key_offsets(are_given: bool) -> None:
         )
 
 
+@untraced
 def cudnn_batch_prefill_with_kv_cache(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
+    q: ArrayT,
+    k_cache: Array,
+    v_cache: Array,
     scale: float,
     workspace_buffer: Any,
     *,
     max_token_per_sequence: int,
     max_sequence_kv: int,
-    actual_seq_lens_q: Any = None,
-    actual_seq_lens_kv: Any = None,
-    block_tables: Any = None,
+    actual_seq_lens_q: Array | None = None,
+    actual_seq_lens_kv: Array | None = None,
+    block_tables: Array | None = None,
     causal: bool,
     return_lse: bool,
-    q_scale: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    batch_offsets_q: Any = None,
-    batch_offsets_o: Any = None,
-    batch_offsets_k: Any = None,
-    batch_offsets_v: Any = None,
-    batch_offsets_stats: Any = None,
+    q_scale: Scale = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    batch_offsets_q: Array | None = None,
+    batch_offsets_o: Array | None = None,
+    batch_offsets_k: Array | None = None,
+    batch_offsets_v: Array | None = None,
+    batch_offsets_stats: Array | None = None,
     batch_offsets_units: str = "elements",
-    out: Any = None,
-    lse: Any = None,
+    out: Array | None = None,
+    lse: Array | None = None,
     is_cuda_graph_compatible: bool = False,
     backend: str | None = None,
     o_data_type: Any = None,
-) -> tuple[Any, Any]:
+    lse_base: str = "ln",
+) -> tuple[ArrayT, Any]:
     """Attention of a batch's new tokens over pages, or over rows of one array; page table, lengths
     and offsets stay on the device, so that a CUDA graph may capture the call.
 
-    q       [rows, num_qo_heads, head_dim_qk], float16 or bfloat16 (on the CPU float32 too).
-    k_cache, v_cache   pages [num_pages, num_kv_heads, page_size, head_dim] with block_tables, int32
-            [B, max_pages]; without, rows [n, num_kv_heads, head_dim] of all requests. dtype of q,
-            float8_e4m3fn or float8_e5m2. Head dims of k and v may differ.
+    q       [rows, num_qo_heads, head_dim_qk].
+    k_cache, v_cache   pages [num_pages, num_kv_heads, page_size, head_dim] with block_tables;
+            without, rows [n, num_kv_heads, head_dim] of all requests. Head dims of k and v may
+            differ.
     scale   the scale of the logits, times q_scale and k_scale; v_scale multiplies the output.
             Numbers, or float32 arrays of one element, read on the device without waiting.
-    workspace_buffer   as in `trtllm_batch_decode_with_kv_cache`; the LSE of all rows is there too.
+    workspace_buffer, block_tables, and all dtypes   as in `trtllm_batch_decode_with_kv_cache`; the
+            workspace also holds the LSE of all rows.
     max_token_per_sequence, max_sequence_kv   the most of the two lengths: the first shapes the
             LSE and chooses the kernel, the second bounds how finely keys are split.
     actual_seq_lens_q, actual_seq_lens_kv   int32, uint32 or int64 [B], or [B, 1, 1, 1]: rows and
-            keys of each request. On the host too, but not in a graph, as may be the offsets.
+            keys of each request. On the host too, but not in a graph, as may be the offsets. Either
+            may be None where offsets [B + 1] of the same say it (for keys without block_tables).
     batch_offsets_q, batch_offsets_k   [B] or [B + 1]: where the rows of each request begin in q,
             and its keys in k_cache (without block_tables), in elements of those arrays or, with
             batch_offsets_units="tokens", in rows. A batch of one needs none.
@@ -160,36 +169,45 @@ def cudnn_batch_prefill_with_kv_cache(
     causal  row i of n sees keys up to i + len_kv - n, else all of its request.
     out     [rows, num_qo_heads, head_dim_vo]; o_data_type its dtype, default q's.
     lse     float32 [B, max_token_per_sequence, num_qo_heads].
+    lse_base   of the LSE: "ln", natural logarithms, all that FlashInfer had before 0.7; or
+            "log2", its default since.
     is_cuda_graph_compatible, backend   accepted for compatibility.
 
     Returns (out, lse), lse None unless `return_lse`: float32 [B, max_token_per_sequence,
-    num_qo_heads] in natural log, -inf where a request has no row or a row sees no key. Errors as in
+    num_qo_heads], -inf where a request has no row or a row sees no key. Errors as in
     `trtllm_batch_decode_with_kv_cache`. Semantics: FlashInfer's function of the same name.
     """
     logits, scale_q = number_or_array(scale)
     factor_q, also_q = number_or_array(q_scale)
     factor_k, scale_k = number_or_array(k_scale)
     output_scale, scale_v = number_or_array(v_scale)
-    more = (
+    arrays = (
+        *(q, k_cache, v_cache, workspace_buffer, block_tables, actual_seq_lens_kv, out, lse),
         *(actual_seq_lens_q, batch_offsets_q, batch_offsets_k, batch_offsets_o, batch_offsets_v),
         *(None, also_q if scale_q is None else scale_q, scale_k, scale_v),
     )
-    usual = q, k_cache, v_cache, workspace_buffer, block_tables, actual_seq_lens_kv, out, lse
-    rest = (
-        _options_of_prefill,
-        *(max_token_per_sequence, bucket(max_sequence_kv), causal, return_lse, o_data_type),
+    scalars = (
+        *(
+            max_token_per_sequence,
+            next_power_of_two(max_sequence_kv),
+            causal,
+            return_lse,
+            o_data_type,
+        ),
         *(logits, factor_q, factor_k, output_scale, batch_offsets_units),
         *(batch_offsets_stats, not (scale_q is None or also_q is None)),
     )
-    answer = repeat(usual, more, rest)
-    if answer is None:
-        answer = run(usual, more, rest, _options_of_prefill(block_tables, more, *rest[1:]))
-    return answer if return_lse else (answer, None)
+    parse.choice(lse_base, ("ln", "log2"), "lse_base")
+    answer = run(arrays, _options_of_prefill, scalars)
+    if not return_lse:
+        return answer, None
+    if lse_base == "log2":
+        answer = answer[0], array.scaled(answer[1], math.log2(math.e))
+    return answer
 
 
 def _options_of_prefill(
-    block_tables: Any,
-    more: tuple[Any, ...],
+    arrays: Arrays,
     max_q_len: Any,
     max_kv_len: Any,
     causal: Any,
@@ -204,8 +222,6 @@ def _options_of_prefill(
     has_two_arrays: bool,
 ) -> Options:
     parse.choice(units, ("elements", "tokens"), "batch_offsets_units")
-    if more[0] is None:
-        raise ArgumentError("actual_seq_lens_q: got None; wanted the rows of each request, [B]")
     if stats is not None:
         raise UnsupportedError(
             "batch_offsets_stats: the LSE is padded to max_token_per_sequence rows a request; "
@@ -213,14 +229,14 @@ def _options_of_prefill(
         )
     if has_two_arrays:
         raise UnsupportedError("scale, q_scale: one of them may be an array; pass a number")
-    if block_tables is not None:
-        _refuse_key_offsets(not (more[2] is more[4] is None))
+    if arrays.block_tables is not None:
+        _refuse_key_offsets(not (arrays.kv_offsets is arrays.v_offsets is None))
     sm_scale = 1.0
     for name, factor in (("scale", logits), ("q_scale", factor_q), ("k_scale", factor_k)):
         sm_scale *= parse.finite(factor, name, 1.0)
     return Options(
         _NAMES,
-        "NHD" if block_tables is None else "HND",
+        "NHD" if arrays.block_tables is None else "HND",
         q_len=0,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from .core import parse
+from .core.names import missing
+from .core.tracing import untraced
 from .single import run
-from .single.geometry import NO_EXTRAS, Extras
+from .single.run import NO_EXTRAS, Extras
+from .typing import Array, returns_lse
 from .wrappers.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -27,24 +31,20 @@ __all__ = [
     "xqa_batch_decode_with_kv_cache",
 ]
 
-# Functions that FlashInfer has here as well as in their own modules.
-_DEFINED_IN = {
-    "cudnn_batch_decode_with_kv_cache": "cudnn",
-    "trtllm_batch_decode_with_kv_cache": "trtllm",
-    "xqa_batch_decode_with_kv_cache": "trtllm",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _DEFINED_IN:
-        return getattr(importlib.import_module(f"..{_DEFINED_IN[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # FlashInfer has some functions here as well as in modules of their own.
+    if name in __all__:
+        return getattr(importlib.import_module("cupyattn"), name)
+    raise missing(__name__, name)
 
 
+@untraced
+@returns_lse
 def single_decode_with_kv_cache(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     kv_layout: str = "NHD",
     pos_encoding_mode: str = "NONE",
     use_tensor_cores: bool = False,
@@ -56,37 +56,30 @@ def single_decode_with_kv_cache(
     sm_scale: float | None = None,
     rope_scale: float | None = None,
     rope_theta: float | None = None,
-    return_lse: bool = False,
+    return_lse: Literal[False] = False,
     *,
     enable_pdl: bool | None = None,
-    sinks: Any = None,
-    out: Any = None,
-    lse: Any = None,
+    sinks: Array | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
 ) -> Any:
     """Attention of one query token over the KV cache of its request.
 
-    q       [num_qo_heads, head_dim_qk], float16 or bfloat16 (float32 on the CPU too).
-    k, v    [kv_len, num_kv_heads, head_dim] ("NHD") or [num_kv_heads, kv_len, head_dim] ("HND"),
-            dtype of q, float8_e4m3fn or float8_e5m2. num_kv_heads divides num_qo_heads; head dims
-            are multiples of 8 up to 256 and may differ between k and v.
-    pos_encoding_mode  "NONE", "ROPE_LLAMA" (q at position kv_len - 1) or "ALIBI".
+    q       [num_qo_heads, head_dim_qk], float16 or bfloat16 (float32 on the CPU too), at position
+            kv_len - 1.
     use_tensor_cores, enable_pdl  accepted for compatibility: tensor cores are always used, launches
             are ordinary ones.
     q_scale, k_scale   multiply the logits; v_scale multiplies the output. Default 1.
     window_left        keys to the left of the last that are seen; -1: all.
-    logits_soft_cap    c > 0: logits become c * tanh(logits / c). Default: off.
-    sm_scale           logit scale; default 1 / sqrt(head_dim_qk).
-    rope_scale, rope_theta  default 1 and 1e4.
-    sinks              float32 [num_qo_heads]: extra natural-log logits in the denominator.
-    out, lse           arrays to write instead of new ones; lse float32, base 2.
+    All other arguments as in `single_prefill_with_kv_cache`.
 
     Returns out [num_qo_heads, head_dim_vo] in q's framework, dtype and device, or (out, lse
     [num_qo_heads]) if `return_lse`. With no visible key out is 0 and lse -inf.
 
-    Raises ArgumentError for arguments that do not fit each other, UnsupportedError for dtypes and
-    head dims without a kernel, before anything is written. Semantics: FlashInfer's function of the
-    same name.
+    Raises as that function. Semantics: FlashInfer's function of the same name.
     """
+    if use_tensor_cores is not False and use_tensor_cores is not True:
+        parse.flag(use_tensor_cores, "use_tensor_cores")
     scalars = (
         kv_layout,
         False,

@@ -10,6 +10,7 @@ import argparse
 import functools
 import importlib
 import math
+import os
 import statistics
 import sys
 import time
@@ -22,173 +23,104 @@ import numpy as np
 
 import cupyattn
 
-from . import reference
+from . import array, reference
 from .core import dtypes
-from .errors import CupyAttnError, DeviceError
+from .core.device import device_props
+from .errors import CupyAttnError, DeviceError, UnsupportedError
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 # (prefill tokens, decode steps): a CPU gets a job that its reference finishes in seconds.
 GPU_SIZE, CPU_SIZE = (2048, 64), (256, 8)
 
+FRAMEWORKS = ("cupy", "torch", "jax", "numpy")
 
-class _NumPy:
-    """What the demo needs of an array framework; this one is NumPy on the CPU."""
 
-    name = "numpy"
-    device: str | None = None  # the GPU's name, None on the CPU
+class Framework:
+    """The arrays of one framework, on its GPU where it has one; `device` is the GPU's name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        try:
+            module = np if name == "numpy" else importlib.import_module(name)
+        except ImportError as error:
+            raise DeviceError(
+                f"--framework: {name} cannot be imported ({error}); install it or choose another "
+                f"of {', '.join(FRAMEWORKS)}"
+            ) from error
+        try:
+            if name == "torch":
+                empty = module.empty(0, device="cuda" if module.cuda.is_available() else "cpu")
+            else:
+                empty = (module.numpy if name == "jax" else module).zeros(1, np.float32)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"--framework: {name} needs a CUDA device, and it says {error}; use --framework "
+                "numpy on a machine without one"
+            ) from error
+        self._like = array.view(empty, name)
+        index = self._like.device.index
+        self.device = device_props(index).name if self._like.device.kind == "cuda" else None
 
     def put(self, a: np.ndarray) -> Any:
-        return a
+        return array.from_numpy(a, self._like)
 
     def get(self, x: Any) -> np.ndarray:
-        return x
+        return array.to_host(array.view(x, "answer"))
 
     def store(self, cache: Any, start: int, rows: Any) -> Any:
         """The cache with `rows` written from row `start` on; in place where arrays are mutable."""
-        cache[start : start + len(rows)] = rows
+        place = slice(start, start + len(rows))
+        if self.name == "jax":
+            return cache.at[place].set(rows)
+        cache[place] = rows
         return cache
 
     def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        """The answer of `call`, finished, and the seconds it took."""
-        start = time.perf_counter()
-        return call(), time.perf_counter() - start
+        """The answer of `call`, finished, and the seconds it took, on a GPU by its own clock."""
+        if self.device is None:
+            begin = time.perf_counter()
+            return call(), time.perf_counter() - begin
+        from cupy.cuda import Event, get_elapsed_time, runtime
 
-
-class _Torch(_NumPy):
-    name = "torch"
-
-    def __init__(self) -> None:
-        self.torch = _import("torch")
-        has_gpu = self.torch.cuda.is_available()
-        self.device = self.torch.cuda.get_device_name() if has_gpu else None
-
-    def put(self, a: np.ndarray) -> Any:
-        # torch.from_numpy knows no ml_dtypes, so 16-bit types travel as integers.
-        bits = self.torch.from_numpy(a.view(f"int{8 * a.itemsize}"))
-        return bits.view(getattr(self.torch, a.dtype.name)).to("cuda" if self.device else "cpu")
-
-    def get(self, x: Any) -> np.ndarray:
-        bits = x.cpu().view(getattr(self.torch, f"int{8 * x.element_size()}")).numpy()
-        return bits.view(dtypes.parse(x.dtype).numpy)
-
-    def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        if not self.device:
-            return super().timed(call)
-        start, stop = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        out = call()
-        stop.record()
+        start, stop, stream = Event(), Event(), array.current_stream(self._like)
+        runtime.eventRecord(start.ptr, stream)
+        answer = call()
+        runtime.eventRecord(stop.ptr, stream)
         stop.synchronize()
-        return out, 1e-3 * start.elapsed_time(stop)
+        return answer, 1e-3 * get_elapsed_time(start, stop)
 
 
-class _CuPy(_NumPy):
-    name = "cupy"
-
-    def __init__(self) -> None:
-        self.cupy = _import("cupy")
-        try:
-            index = self.cupy.cuda.runtime.getDevice()
-            properties = self.cupy.cuda.runtime.getDeviceProperties(index)
-        except self.cupy.cuda.runtime.CUDARuntimeError as error:
-            raise DeviceError(
-                f"--framework: cupy needs a CUDA device, and CuPy says {error}; "
-                "use --framework numpy on a machine without one"
-            ) from error
-        self.device = properties["name"].decode()
-
-    def put(self, a: np.ndarray) -> Any:
-        return self.cupy.asarray(a.view(f"uint{8 * a.itemsize}")).view(a.dtype)
-
-    def get(self, x: Any) -> np.ndarray:
-        return self.cupy.asnumpy(x.view(f"uint{8 * x.itemsize}")).view(x.dtype)
-
-    def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        start, stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
-        start.record()
-        out = call()
-        stop.record()
-        stop.synchronize()
-        return out, 1e-3 * self.cupy.cuda.get_elapsed_time(start, stop)
-
-
-class _Jax(_NumPy):
-    name = "jax"
-
-    def __init__(self) -> None:
-        self.jax = _import("jax")
-        device = self.jax.devices()[0]
-        self.device = device.device_kind if device.platform == "gpu" else None
-
-    def put(self, a: np.ndarray) -> Any:
-        return self.jax.numpy.asarray(a)
-
-    def get(self, x: Any) -> np.ndarray:
-        return np.asarray(x)
-
-    def store(self, cache: Any, start: int, rows: Any) -> Any:
-        return cache.at[start : start + len(rows)].set(rows)
-
-    def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        return super().timed(lambda: self.jax.block_until_ready(call()))
-
-
-FRAMEWORKS: dict[str, Callable[[], _NumPy]] = {f.name: f for f in (_CuPy, _Torch, _Jax, _NumPy)}
-
-
-def _import(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise DeviceError(
-            f"--framework: {name} cannot be imported ({error}); install it or choose another of "
-            + ", ".join(FRAMEWORKS)
-        ) from error
-
-
-def _choose(name: str | None) -> tuple[_NumPy, str]:
+def _choose(name: str | None) -> tuple[Framework, str]:
     """The framework asked for, else CuPy if it has a GPU, else NumPy; and why, in a few words."""
-    if name is not None:
-        return FRAMEWORKS[name](), "as asked"
+    if name:
+        return Framework(name), "as asked"
     try:
-        return _CuPy(), "CuPy found a GPU"
+        return Framework("cupy"), "CuPy found a GPU"
     except DeviceError as error:
-        return _NumPy(), f"no GPU for CuPy: {error.__cause__}"
+        return Framework("numpy"), f"no GPU for CuPy: {error.__cause__}"
 
 
 @dataclass
 class Phase:
-    """One kind of call: seconds and work (FLOP or bytes) of each, and how the check went."""
+    """One kind of call: seconds and rate (FLOP/s or B/s) of each, and how the check went."""
 
     name: str
     unit: str
+    unit_size: float
     tokens: str
     seconds: list[float] = field(default_factory=list)
-    work: list[int] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
     worst_error: float = 0.0
     worst_share: float = 0.0  # of the tolerance; above 1 is a failure
     noise: float = 0.0
     failures: list[str] = field(default_factory=list)
 
-    def row(self) -> tuple[str, ...]:
-        rate = statistics.median(w / s for w, s in zip(self.work, self.seconds, strict=True))
-        return (
-            self.name,
-            str(len(self.seconds)),
-            self.tokens,
-            _duration(statistics.median(self.seconds)),
-            f"{rate / (1e12 if self.unit == 'TFLOP/s' else 1e9):.3g} {self.unit}",
-            f"{self.worst_error:.1e}",
-            f"{100 * self.worst_share:.0f}%",
-            "FAILED" if self.failures else "ok",
-        )
-
-
-def _duration(seconds: float) -> str:
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    def time(self, framework: Framework, call: Callable[[], Any], work: int) -> Any:
+        """The answer of one timed call, which is `work` operations or bytes."""
+        answer, seconds = framework.timed(call)
+        self.seconds.append(seconds)
+        self.rates.append(work / seconds)
+        return answer
 
 
 def prefill_flops(tokens: int) -> int:
@@ -204,17 +136,14 @@ def decode_bytes(kv_len: int, itemsize: int) -> int:
 def _low_precision(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Causal attention as a kernel does it: float32, with probabilities in q's dtype before P·V."""
     group = q.shape[1] // k.shape[1]
-    hidden = np.tri(len(q), len(k), len(k) - len(q), dtype=np.bool_)
-    np.logical_not(hidden, out=hidden)
+    hidden = ~np.tri(len(q), len(k), len(k) - len(q), dtype=np.bool_)
     scale = np.float32(1 / math.sqrt(q.shape[2]))
     out = np.empty(q.shape, np.float32)
     for head in range(q.shape[1]):
-        if head % group == 0:
-            keys, values = (x[:, head // group].astype(np.float32) for x in (k, v))
+        keys, values = (x[:, head // group].astype(np.float32) for x in (k, v))
         p = (q[:, head].astype(np.float32) * scale) @ keys.T
         p[hidden] = -np.inf
-        p -= p.max(axis=1, keepdims=True)
-        np.exp(p, out=p)
+        p = np.exp(p - p.max(axis=1, keepdims=True))
         out[:, head] = p.astype(q.dtype).astype(np.float32) @ values
         out[:, head] /= p.sum(axis=1, keepdims=True)
     return out
@@ -252,24 +181,40 @@ def _check(phase: Phase, label: str, out: np.ndarray, q: Any, k: Any, v: Any) ->
     phase.noise = max(phase.noise, float(noise.max()))
 
 
-def _tokens(rng: np.random.Generator, count: int, dtype: np.dtype) -> tuple[np.ndarray, ...]:
-    """q, k, v of `count` tokens, standard normal: [count, heads, HEAD_DIM] each."""
-    heads = (NUM_QO_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
-    shapes = [(count, h, HEAD_DIM) for h in heads]
-    return tuple(rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes)
+def _require_memory(prefill_len: int, steps: int) -> None:
+    """Raise UnsupportedError if the check of so many tokens needs more memory than there is."""
+    if not hasattr(os, "sysconf"):  # a system that does not tell
+        return
+    # `_low_precision` keeps a logit, two probabilities and a mask value for each pair of tokens.
+    pair_bytes = 4 + 4 + 2 + 1
+    row_bytes = 3 * 8 * (NUM_QO_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    needed = pair_bytes * prefill_len**2 + row_bytes * (prefill_len + steps)
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > has:
+        raise UnsupportedError(
+            f"--prefill-len, --decode-steps: {prefill_len} + {steps} tokens need about "
+            f"{needed / 2**30:,.0f} GiB on the host, where every answer is checked, and this "
+            f"machine has {has / 2**30:,.0f}; ask for fewer"
+        )
 
 
-def run(framework: _NumPy, prefill_len: int, steps: int, seed: int, dtype: str) -> list[Phase]:
-    """Run, time and check the two phases: one prefill, then `steps` decodes growing the cache."""
-    total = prefill_len + steps
-    q, k, v = _tokens(np.random.default_rng(seed), total, dtypes.parse(dtype).numpy)
-    prefill = Phase("prefill", "TFLOP/s", str(prefill_len))
-    decode = Phase("decode", "GB/s", f"{prefill_len + 1}..{total}")
+def run(framework: Framework, prefill_len: int, steps: int, seed: int, dtype: str) -> list[Phase]:
+    """Run, time and check the two phases: one prefill, then `steps` decodes growing the cache.
 
-    blank = np.zeros_like(k)
+    Raises UnsupportedError if they do not fit into the host's memory.
+    """
+    _require_memory(prefill_len, steps)
+    total, rng = prefill_len + steps, np.random.default_rng(seed)
+    q, k, v = (
+        rng.standard_normal((total, heads, HEAD_DIM), np.float32).astype(dtypes.parse(dtype).numpy)
+        for heads in (NUM_QO_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+    )
+    prefill = Phase("prefill", "TFLOP/s", 1e12, str(prefill_len))
+    decode = Phase("decode", "GB/s", 1e9, f"{prefill_len + 1}..{total}")
+
     q_all, k_all, v_all = (framework.put(x) for x in (q, k, v))
-    k_cache = framework.store(framework.put(blank), 0, k_all[:prefill_len])
-    v_cache = framework.store(framework.put(blank.copy()), 0, v_all[:prefill_len])
+    k_cache = framework.store(framework.put(np.zeros_like(k)), 0, k_all[:prefill_len])
+    v_cache = framework.store(framework.put(np.zeros_like(v)), 0, v_all[:prefill_len])
     call = functools.partial(
         cupyattn.single_prefill_with_kv_cache,
         q_all[:prefill_len],
@@ -280,9 +225,7 @@ def run(framework: _NumPy, prefill_len: int, steps: int, seed: int, dtype: str) 
     )
     out = call()  # compiles the kernel, which is not what is timed
     for _ in range(10 if framework.device else 1):
-        out, seconds = framework.timed(call)
-        prefill.seconds.append(seconds)
-        prefill.work.append(prefill_flops(prefill_len))
+        out = prefill.time(framework, call, prefill_flops(prefill_len))
 
     answers: list[Any] = []
     for n in range(prefill_len + 1, total + 1):
@@ -293,10 +236,7 @@ def run(framework: _NumPy, prefill_len: int, steps: int, seed: int, dtype: str) 
         )
         if not answers:
             call()
-        answer, seconds = framework.timed(call)
-        answers.append(answer)
-        decode.seconds.append(seconds)
-        decode.work.append(decode_bytes(n, q.itemsize))
+        answers.append(decode.time(framework, call, decode_bytes(n, q.itemsize)))
 
     print(f"checking {prefill_len} prefill rows and {steps} decode steps ...", flush=True)
     n = prefill_len
@@ -308,14 +248,18 @@ def run(framework: _NumPy, prefill_len: int, steps: int, seed: int, dtype: str) 
 
 
 def _report(phases: list[Phase], dtype: str) -> None:
+    row = "{:8} {:>5}  {:10}  {:>11}  {:>12}  {:>11}  {:>10}  {}"
     head = ("phase", "calls", "tokens", "median time", "rate", "worst error", "of allowed", "check")
-    rows = [head, *(phase.row() for phase in phases)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    print()
-    for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    print("\n" + row.format(*head))
+    for phase in phases:
+        cells = (
+            f"{1e3 * statistics.median(phase.seconds):.3g} ms",
+            f"{statistics.median(phase.rates) / phase.unit_size:.3g} {phase.unit}",
+            f"{phase.worst_error:.1e}",
+            f"{100 * phase.worst_share:.0f}%",
+            "FAILED" if phase.failures else "ok",
         )
+        print(row.format(phase.name, len(phase.seconds), phase.tokens, *cells))
     noise = ", ".join(f"{phase.name} {phase.noise:.1e}" for phase in phases)
     print(
         f"\nallowed error: half an ulp of the answer in {dtype}, plus twice what float32 attention "
@@ -369,6 +313,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         phases = run(framework, prefill_len, steps, args.seed, args.dtype)
     except CupyAttnError as error:
         print(f"cupyattn demo: {error}", file=sys.stderr)
+        return 1
+    except MemoryError as error:
+        print(f"cupyattn demo: out of memory ({error}); ask for fewer tokens", file=sys.stderr)
         return 1
     _report(phases, args.dtype)
     return 1 if any(phase.failures for phase in phases) else 0

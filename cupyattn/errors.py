@@ -15,8 +15,9 @@ class UnsupportedError(CupyAttnError, NotImplementedError):
     """The request is meaningful but this library, or this device, cannot serve it."""
 
 
-class PlanError(CupyAttnError, RuntimeError):
-    """`run` does not match what was planned, or nothing was planned."""
+class PlanError(CupyAttnError, RuntimeError, ValueError):
+    """`run` does not match what was planned, nothing was planned, or a graph keeps what a new plan
+    would change. FlashInfer raises ValueError for most of these."""
 
 
 class WorkspaceError(CupyAttnError, ValueError):

@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
-from numbers import Integral
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import array, paging, reference
 from .array import ArrayView
-from .array.match import Dims, match, require_contiguous_last, require_dtype, require_output
-from .core import dtypes
+from .array.match import (
+    Dims,
+    match,
+    match_array,
+    require_dtype,
+    require_output,
+    require_same_dtype,
+)
+from .core import dtypes, parse
 from .core.dtypes import DType
+from .core.names import refuse_names
+from .core.tracing import untraced
 from .errors import ArgumentError
-from .inputs import parse
-from .inputs.paged_cache import CachePart, PagedCache, paged_cache
+from .inputs.cpu import tokens_first
+from .inputs.kv_cache import Keys, is_pair, view_paged
+from .inputs.workspace import int32_on_device
+from .typing import Array, ArrayT, Pages
 
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+
+if not TYPE_CHECKING:
+    __getattr__ = refuse_names(__name__)
 
 _INT32_MAX = 2**31 - 1
 _WIDE = (dtypes.float16, dtypes.bfloat16, dtypes.float32)
 _FP8 = (dtypes.float8_e4m3fn, dtypes.float8_e5m2)
 
 
+@untraced
 def append_paged_kv_cache(
-    append_key: Any,
-    append_value: Any,
-    batch_indices: Any,
-    positions: Any,
-    paged_kv_cache: Any,
-    kv_indices: Any,
-    kv_indptr: Any,
-    kv_last_page_len: Any,
+    append_key: Array,
+    append_value: Array,
+    batch_indices: Array,
+    positions: Array,
+    paged_kv_cache: Pages,
+    kv_indices: Array,
+    kv_indptr: Array,
+    kv_last_page_len: Array,
     kv_layout: str = "NHD",
     *,
     k_scale: float | None = None,
     v_scale: float | None = None,
-) -> None:
+) -> Any:
     """Write the keys and values of new tokens into their slots of a paged cache, in place.
 
     Token i belongs to request b = batch_indices[i] and is its key number p = positions[i]; its slot
@@ -44,22 +60,24 @@ def append_paged_kv_cache(
 
     append_key        [nnz, Hkv, Dk] float16, bfloat16, float32, float8_e4m3fn or float8_e5m2
     append_value      [nnz, Hkv, Dv] of the same dtype
-    batch_indices     int32 [nnz]; a negative one skips its token
-    positions         int32 [nnz]
-    paged_kv_cache    [P, 2, page_size, Hkv, D] (NHD) or [P, 2, Hkv, page_size, D] (HND), or a
-                      (K, V) pair without the axis of 2, each with strides and a head dim of its
-                      own; without a page axis the page size is 1. Of append_key's dtype, or fp8
+    batch_indices     int32 or int64 [nnz], as all index arrays; a negative one skips its token
+    positions         [nnz]
+    paged_kv_cache    as in BatchPrefillWithPagedKVCacheWrapper.run, of append_key's dtype, or fp8
                       while append_key has 16 or 32 bits: then it is converted
-    kv_indices        int32 [>= kv_indptr[B]], the pages of all requests
-    kv_indptr         int32 [B + 1], after the append: all pages that are written are there
-    kv_last_page_len  int32 [B]; its shape is checked and its values change nothing
+    kv_indices        [>= kv_indptr[B]], the pages of all requests
+    kv_indptr         [B + 1], after the append: all pages that are written are there
+    kv_last_page_len  [B]; its shape is checked and its values change nothing
     kv_layout         "NHD" or "HND"
     k_scale, v_scale  numbers above 0 (default 1), only where the cache is converted to: stored is
                       x / scale to nearest, ties to even, beyond the largest finite value that
                       value, a NaN as a NaN. Attention takes the same k_scale and v_scale
 
-    On the CPU index arrays may be int64. Arrays have any strides but for a contiguous last
-    dimension. Two tokens for one slot leave either of them.
+    Keys, values and caches have any strides but for a contiguous last dimension. Index arrays have
+    any stride; on a GPU those of int64 or with gaps are copied there first. Two tokens for one slot
+    leave either of them.
+
+    Returns None, but for a cache of JAX arrays, which cannot be written: then a copy of the cache
+    with the tokens in it, in the same form.
 
     Raises ArgumentError for other shapes, dtypes, layouts and devices, a cache that cannot be
     written, and, on the CPU, a token without a slot: a request, position or page out of bounds.
@@ -70,76 +88,87 @@ def append_paged_kv_cache(
     # Validate.
     layout = parse.kv_layout(kv_layout)
     dims = Dims()
-    new_k = _rows(append_key, "nnz Hkv Dk", dims, "append_key")
-    new_v = _rows(append_value, "nnz Hkv Dv", dims, "append_value")
-    if new_v.dtype is not new_k.dtype:
-        raise ArgumentError(
-            f"append_value: dtype is {new_v.dtype} but append_key is {new_k.dtype}; wanted the same"
+    new_k = _rows(append_key, "nnz num_kv_heads head_dim_qk", dims, "append_key")
+    new_v = _rows(append_value, "nnz num_kv_heads head_dim_vo", dims, "append_value")
+    require_same_dtype(new_v, "append_value", new_k, "append_key")
+    cache = view_paged(paged_kv_cache, layout, dims)
+    if "jax" in (cache.k.framework, cache.v.framework):
+        tokens = append_key, append_value, batch_indices, positions
+        table = kv_indices, kv_indptr, kv_last_page_len
+        append = functools.partial(append_paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+        return _append_to_copies(
+            paged_kv_cache, lambda pages: append(*tokens, pages, *table, kv_layout)
         )
-    cache = paged_cache(paged_kv_cache, layout, dims)
-    if max(cache.page_size, dims["Hkv"], dims["Dk"], dims["Dv"]) > _INT32_MAX:
+    if cache.k.ptr == cache.v.ptr and 0 not in cache.k.shape and 0 not in cache.v.shape:
+        raise ArgumentError(
+            "paged_kv_cache: K and V are at the same address; wanted memory for each"
+        )
+    heads_and_dims = dims["num_kv_heads"], dims["head_dim_qk"], dims["head_dim_vo"]
+    if max(dims["page_size"], *heads_and_dims) > _INT32_MAX:
         raise ArgumentError("paged_kv_cache: page size, heads and head dims must fit 32 bits")
-    scales = _scales(k_scale, v_scale, new_k.dtype, cache.dtype)
+    scales = _scales(k_scale, v_scale, new_k.dtype, cache.k.dtype)
     index = {
         "batch_indices": _index(batch_indices, "nnz", dims, "batch_indices"),
         "positions": _index(positions, "nnz", dims, "positions"),
         "kv_indices": _index(kv_indices, "num_indices", dims, "kv_indices"),
-        "kv_indptr": _index(kv_indptr, "num_offsets", dims, "kv_indptr"),
-        "kv_last_page_len": _index(kv_last_page_len, "B", dims, "kv_last_page_len"),
+        **_offsets_and_lengths(dims, kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len),
     }
-    _check_offsets(dims["num_offsets"], dims["B"], "kv_indptr", "kv_last_page_len")
     inputs: dict[str, ArrayView | None] = {"append_key": new_k, "append_value": new_v, **index}
-    device = array.same_device(**inputs, **cache.views)
-    for name, v in cache.views.items():
+    caches = dict(zip(cache.names, (cache.k, cache.v), strict=True))
+    device = array.same_device(**inputs, **caches)
+    for name, v in caches.items():
         require_output(v, name, **inputs)
     if device.kind == "cpu":
-        _append_on_cpu(new_k, new_v, cache, index, scales)
-        return
-    if not (dims["nnz"] and dims["Hkv"] and (dims["Dk"] or dims["Dv"])):
-        return
-    _append_on_gpu(new_k, new_v, cache, index, scales)
+        tables = {name: array.as_numpy(v) for name, v in index.items()}
+        del tables["kv_last_page_len"]
+        slots = paging.slots(**tables, page_size=dims["page_size"], pool_size=cache.size)
+        for new, pages, scale in ((new_k, cache.k, scales[0]), (new_v, cache.v, scales[1])):
+            reference.store_rows(array.as_numpy(new), tokens_first(pages, layout), slots, scale)
+    elif dims["nnz"] and heads_and_dims[0] and any(heads_and_dims[1:]):
+        _append_on_gpu(new_k, new_v, cache, dims["page_size"], index, scales)
 
 
+@untraced
 def get_batch_indices_positions(
-    append_indptr: Any,
-    seq_lens: Any,
+    append_indptr: ArrayT,
+    seq_lens: Array,
     nnz: int,
-    batch_indices: Any = None,
-    positions: Any = None,
-) -> tuple[Any, Any]:
+    batch_indices: Array | None = None,
+    positions: Array | None = None,
+) -> tuple[ArrayT, ArrayT]:
     """The request and the position of every new token: what `append_paged_kv_cache` takes.
 
-    append_indptr  int32 [B + 1], never falling: the new tokens of request b are the rows from
-                   append_indptr[b] to append_indptr[b + 1]
-    seq_lens       int32 [B], keys of each request after the append
+    append_indptr  int32 or int64 [B + 1], never falling: the new tokens of request b are the rows
+                   from append_indptr[b] to append_indptr[b + 1]
+    seq_lens       int32 or int64 [B], keys of each request after the append
     nnz            number of rows, append_indptr[B] or more; rows beyond get -1 and 0
     batch_indices, positions  int32 [nnz] to write into (default: new arrays)
 
-    On the CPU index arrays may be int64. Returns (batch_indices, positions), int32 [nnz], in
-    append_indptr's framework and device; on a GPU nothing waits for it. Raises ArgumentError for
-    other shapes, dtypes and devices, outputs that cannot be written, and, on the CPU, values that
-    make no sense: offsets that fall, fewer rows than tokens, more new tokens than keys. Semantics:
-    FlashInfer's get_batch_indices_positions.
+    Returns (batch_indices, positions), int32 [nnz], in append_indptr's framework and device; on a
+    GPU nothing waits for it. Raises ArgumentError for other shapes, dtypes and devices, outputs
+    that cannot be written, and, on the CPU, values that make no sense: offsets that fall, fewer
+    rows than tokens, more new tokens than keys. Semantics: FlashInfer's
+    get_batch_indices_positions.
     """
     # Validate.
-    dims = Dims(nnz=_count(nnz, "nnz", 0))
-    vi = _index(append_indptr, "num_offsets", dims, "append_indptr")
-    vl = _index(seq_lens, "B", dims, "seq_lens")
-    _check_offsets(dims["num_offsets"], dims["B"], "append_indptr", "seq_lens")
-    given = {
-        name: _output(x, dims, name, append_indptr=vi, seq_lens=vl)
-        for name, x in (("batch_indices", batch_indices), ("positions", positions))
-        if x is not None
-    }
-    if len(given) == 2:
-        require_output(given["positions"], "positions", batch_indices=given["batch_indices"])
-    device = array.same_device(append_indptr=vi, seq_lens=vl, **given)
+    dims = Dims(nnz=parse.require_int(nnz, "nnz", 0))
+    index = _offsets_and_lengths(dims, append_indptr=append_indptr, seq_lens=seq_lens)
+    given: dict[str, ArrayView] = {}
+    for name, x in (("batch_indices", batch_indices), ("positions", positions)):
+        if x is not None:
+            v = array.view(x, name)
+            match_array(v, "nnz", dtypes.int32, name, dims)
+            require_output(v, name, **index, **given)
+            given[name] = v
+    device = array.same_device(**index, **given)
+    vi, vl = index.values()
     # Compute.
     shape = (dims["nnz"],)
     if device.kind == "cpu":
         found = paging.positions_of(array.as_numpy(vi), array.as_numpy(vl), dims["nnz"])
-        answers = zip(("batch_indices", "positions"), found, strict=True)
-        return tuple(_answer(x, given.get(name), vi) for name, x in answers)  # type: ignore[return-value]
+        b, p = (given.get(name) for name in ("batch_indices", "positions"))
+        found_p = _answer(found[1], p, vi, "seq_lens")
+        return _answer(found[0], b, vi, "append_indptr"), found_p
     b, p = (
         given[name].owner if name in given else array.empty(shape, dtypes.int32, vi)
         for name in ("batch_indices", "positions")
@@ -148,9 +177,10 @@ def get_batch_indices_positions(
     if dims["nnz"]:
         from .launch.ops import get_batch_indices_positions as launcher
 
-        array.acquire(vi, vl, *given.values())
-        launcher.launch(vi, vl, vb, vp, array.current_stream(vi))
-        array.release(vi, vi, vl, *given.values())
+        offsets, lengths = (int32_on_device(v, name) for name, v in index.items())
+        array.acquire(vi, offsets, lengths, *given.values())
+        launcher.launch(offsets, lengths, vb, vp, array.current_stream(vi))
+        array.release(vi, offsets, lengths, *given.values())
     b, p = (
         x if name in given else array.deliver(x, vi)
         for name, x in (("batch_indices", b), ("positions", p))
@@ -158,79 +188,78 @@ def get_batch_indices_positions(
     return b, p
 
 
-def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
+@untraced
+def get_seq_lens(kv_indptr: ArrayT, kv_last_page_len: Array, page_size: int) -> ArrayT:
     """Keys of each request of a page table: max(pages - 1, 0) * page_size + kv_last_page_len.
 
-    kv_indptr int32 [B + 1], kv_last_page_len int32 [B], page_size from 1 up; on the CPU int64 too.
+    kv_indptr [B + 1], kv_last_page_len [B], both int32 or int64; page_size from 1 up.
     A request without pages has kv_last_page_len keys, so keep that at 0.
 
     Returns int32 [B] in kv_indptr's framework and device. Raises ArgumentError for other shapes,
-    dtypes and devices, and, on the CPU, offsets that fall. Semantics: FlashInfer's get_seq_lens.
+    dtypes and devices, and, on the CPU, offsets that fall and lengths beyond 32 bits. Semantics:
+    FlashInfer's get_seq_lens.
     """
     # Validate.
     dims = Dims()
-    page_size = _count(page_size, "page_size", 1)
-    vi = _index(kv_indptr, "num_offsets", dims, "kv_indptr")
-    vl = _index(kv_last_page_len, "B", dims, "kv_last_page_len")
-    _check_offsets(dims["num_offsets"], dims["B"], "kv_indptr", "kv_last_page_len")
-    device = array.same_device(kv_indptr=vi, kv_last_page_len=vl)
+    page_size = parse.require_int(page_size, "page_size")
+    index = _offsets_and_lengths(dims, kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
+    device = array.same_device(**index)
+    vi, vl = index.values()
     # Compute.
     if device.kind == "cpu":
         found = paging.pages_to_lengths(array.as_numpy(vi), array.as_numpy(vl), page_size)
-        return _answer(found, None, vi)
+        return _answer(found, None, vi, "kv_indptr")
     out = array.empty((dims["B"],), dtypes.int32, vi)
     if dims["B"]:
         from .launch.ops import get_seq_lens as launcher
 
-        array.acquire(vi, vl)
-        launcher.launch(vi, vl, array.view(out, "out"), page_size, array.current_stream(vi))
-        array.release(vi, vi, vl)
+        offsets, lengths = (int32_on_device(v, name) for name, v in index.items())
+        vout = array.view(out, "out")
+        array.acquire(vi, offsets, lengths)
+        launcher.launch(offsets, lengths, vout, page_size, array.current_stream(vi))
+        array.release(vi, offsets, lengths)
     return array.deliver(out, vi)
 
 
-def _append_on_cpu(
-    new_k: ArrayView,
-    new_v: ArrayView,
-    cache: PagedCache,
-    index: dict[str, ArrayView],
-    scales: tuple[float, float],
-) -> None:
-    slots = paging.slots(
-        **{name: array.as_numpy(v) for name, v in index.items() if name != "kv_last_page_len"},
-        page_size=cache.page_size,
-        pool_size=cache.num_pages,
-    )
-    for v, part, scale in ((new_k, cache.k, scales[0]), (new_v, cache.v, scales[1])):
-        reference.store_rows(array.as_numpy(v), part.as_numpy(), slots, scale)
+def _append_to_copies(cache: Any, append: Callable[[Any], None]) -> Any:
+    """What `append` makes of a cache whose JAX arrays are copied first."""
+    views = [array.view(x, "paged_kv_cache") for x in (cache if is_pair(cache) else (cache,))]
+    pages = [array.writable_copy(v) if v.framework == "jax" else v.owner for v in views]
+    append(tuple(pages) if is_pair(cache) else pages[0])
+    made = [array.deliver(x, v) for x, v in zip(pages, views, strict=True)]
+    return tuple(made) if is_pair(cache) else made[0]
 
 
 def _append_on_gpu(
     new_k: ArrayView,
     new_v: ArrayView,
-    cache: PagedCache,
+    cache: Keys,
+    page_size: int,
     index: dict[str, ArrayView],
     scales: tuple[float, float],
 ) -> None:
     from .launch.driver import scratch
     from .launch.ops import append_paged_kv_cache as launcher
 
-    def rows(v: ArrayView, part: CachePart, scale: float) -> launcher.Rows:
-        strides = v.strides[0], v.strides[1]
-        return launcher.Rows(v.ptr, part.ptr, strides, part.strides, v.shape[2], scale)
+    def rows(
+        v: ArrayView, pages: ArrayView, strides: tuple[int, int, int], scale: float
+    ) -> launcher.Rows:
+        own = v.strides[0], v.strides[1]
+        return launcher.Rows(v.ptr, pages.ptr, own, strides, v.shape[2], scale)
 
-    others = [new_v, *cache.views.values(), *index.values()]
+    index = {n: int32_on_device(v, n) for n, v in index.items() if n != "kv_last_page_len"}
+    k_slot, k_head, v_slot, v_head, k_page, v_page = cache.strides
+    others = [new_v, cache.k, cache.v, *index.values()]
     array.acquire(new_k, *others)
     num_refused = launcher.launch(
-        rows(new_k, cache.k, scales[0]),
-        rows(new_v, cache.v, scales[1]),
+        rows(new_k, cache.k, (k_page, k_slot, k_head), scales[0]),
+        rows(new_v, cache.v, (v_page, v_slot, v_head), scales[1]),
         new_k.dtype,
-        cache.dtype,
+        cache.k.dtype,
         new_k.shape[1],
         index["batch_indices"],
         index["positions"],
-        launcher.PageTable(
-            index["kv_indices"], index["kv_indptr"], cache.num_pages, cache.page_size
-        ),
+        launcher.PageTable(index["kv_indices"], index["kv_indptr"], cache.size, page_size),
         new_k.device.index,
         array.current_stream(new_k),
         scratch.allocator(new_k),
@@ -245,51 +274,43 @@ def _append_on_gpu(
 
 def _rows(x: Any, spec: str, dims: Dims, name: str) -> ArrayView:
     v = array.view(x, name)
-    match(v, spec, dims, name)
-    require_dtype(v, (*_WIDE, *_FP8), name)
-    require_contiguous_last(v, name)
+    match_array(v, spec, (*_WIDE, *_FP8), name, dims)
     return v
 
 
 def _index(x: Any, extent: str, dims: Dims, name: str) -> ArrayView:
     v = array.view(x, name)
     match(v, extent, dims, name)
-    # Kernels read 32 bits; a copy of another dtype would be new memory in each call of a graph.
-    is_cpu = v.device.kind == "cpu"
-    require_dtype(v, (dtypes.int32, dtypes.int64) if is_cpu else dtypes.int32, name)
-    require_contiguous_last(v, name)
+    require_dtype(v, (dtypes.int32, dtypes.int64), name)
     return v
 
 
-def _output(x: Any, dims: Dims, name: str, **inputs: ArrayView) -> ArrayView:
-    v = array.view(x, name)
-    match(v, "nnz", dims, name)
-    require_dtype(v, dtypes.int32, name)
-    require_contiguous_last(v, name)
-    require_output(v, name, **inputs)
-    return v
+def _offsets_and_lengths(dims: Dims, **index: Any) -> dict[str, ArrayView]:
+    """Two index arrays by name: offsets [B + 1], and a number for each of the B requests."""
+    (name, offsets), (per_request, lengths) = index.items()
+    views = {
+        name: _index(offsets, "num_offsets", dims, name),
+        per_request: _index(lengths, "B", dims, per_request),
+    }
+    if dims["num_offsets"] != dims["B"] + 1:
+        raise ArgumentError(
+            f"{name}: has {dims['num_offsets']} offsets for the {dims['B']} requests of "
+            f"{per_request}; wanted {dims['B'] + 1}"
+        )
+    return views
 
 
-def _answer(found: np.ndarray, out: ArrayView | None, like: ArrayView) -> Any:
-    """int64 results as int32: written to `out`, or a new array of like's framework."""
+def _answer(found: np.ndarray, out: ArrayView | None, like: ArrayView, name: str) -> Any:
+    """int64 results as int32: written to `out`, or a new array of like's framework.
+
+    ArgumentError, which says that the argument `name` gives them, for those beyond 32 bits.
+    """
+    if found.max(initial=0) > _INT32_MAX:
+        raise ArgumentError(f"{name}: gives {found.max()}; answers are at most {_INT32_MAX}")
     if out is None:
         return array.from_numpy(found.astype(np.int32), like)
     array.as_numpy(out)[...] = found
     return out.owner
-
-
-def _check_offsets(num_offsets: int, batch_size: int, name: str, per_request: str) -> None:
-    if num_offsets != batch_size + 1:
-        raise ArgumentError(
-            f"{name}: has {num_offsets} offsets for the {batch_size} requests of {per_request}; "
-            f"wanted {batch_size + 1}"
-        )
-
-
-def _count(value: object, name: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-        raise ArgumentError(f"{name}: got {value!r}; wanted an integer of {least} or more")
-    return int(value)
 
 
 def _scales(
@@ -301,16 +322,15 @@ def _scales(
             f"paged_kv_cache: dtype is {dtype_cache} but append_key is {dtype}; wanted the same, "
             "or an fp8 cache for input of 16 or 32 bits"
         )
-    return _scale(k_scale, "k_scale", converts), _scale(v_scale, "v_scale", converts)
-
-
-def _scale(value: float | None, name: str, converts: bool) -> float:
-    scale = float(np.float32(parse.positive(value, name, 1.0)))
-    if scale == 0.0:
-        raise ArgumentError(f"{name}: got {value!r}, which is 0 in float32; wanted more")
-    if scale != 1.0 and not converts:
-        raise ArgumentError(
-            f"{name}: got {value!r}, but this append copies and does not convert to fp8; wanted "
-            "None, or append input of 16 or 32 bits to an fp8 cache"
-        )
-    return scale
+    scales = []
+    for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
+        scale = float(np.float32(parse.positive(value, name, 1.0)))
+        if scale == 0.0:
+            raise ArgumentError(f"{name}: got {value!r}, which is 0 in float32; wanted more")
+        if scale != 1.0 and not converts:
+            raise ArgumentError(
+                f"{name}: got {value!r}, but this append copies and does not convert to fp8; "
+                "wanted None, or append input of 16 or 32 bits to an fp8 cache"
+            )
+        scales.append(scale)
+    return scales[0], scales[1]

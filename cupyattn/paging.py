@@ -13,11 +13,14 @@ Arguments may be any integers; answers are int64, which no product of sizes over
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import numpy as np
 
 from .errors import ArgumentError
 
 NO_REQUEST = -1
+_INT64_MAX = 2**63 - 1
 
 
 def num_pages(seq_lens: np.ndarray, page_size: int) -> np.ndarray:
@@ -30,9 +33,7 @@ def lengths_to_pages(seq_lens: np.ndarray, page_size: int) -> tuple[np.ndarray, 
 
     A request without keys has no pages and a last length of 0, so that `pages_to_lengths` gives 0.
     """
-    lengths = _integers(seq_lens, "seq_lens")
-    if (lengths < 0).any():
-        raise ArgumentError(f"seq_lens: {lengths.min()} is negative; wanted lengths from 0 up")
+    lengths = _lengths(seq_lens, "seq_lens")
     last = lengths - np.maximum(num_pages(lengths, page_size) - 1, 0) * page_size
     return _offsets(num_pages(lengths, page_size)), last
 
@@ -44,9 +45,15 @@ def pages_to_lengths(
 
     So a request without pages gets its last length, which a caller keeps at 0.
     """
-    last = _integers(kv_last_page_len, "kv_last_page_len")
+    last = _lengths(kv_last_page_len, "kv_last_page_len")
     pages = np.diff(_check_indptr(kv_indptr, "kv_indptr", last.size))
-    return np.maximum(pages - 1, 0) * _positive(page_size) + last
+    longest = int(pages.max(initial=0))
+    if longest * _positive(page_size) > _INT64_MAX - int(last.max(initial=0)):
+        raise ArgumentError(
+            f"kv_indptr: a request has {longest} pages of {page_size} keys, which 64 bits do not "
+            "count"
+        )
+    return np.maximum(pages - 1, 0) * page_size + last
 
 
 def table_to_csr(table: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -94,7 +101,7 @@ def positions_of(
     append_indptr [B + 1] offsets of each request's new tokens; seq_lens [B] lengths that include
     them. Rows of `nnz` that belong to no request get -1 and 0.
     """
-    lengths = _integers(seq_lens, "seq_lens")
+    lengths = _lengths(seq_lens, "seq_lens")
     indptr = _check_indptr(append_indptr, "append_indptr", lengths.size)
     appended = np.diff(indptr)
     if (appended > lengths).any():
@@ -137,7 +144,7 @@ def slots(
             "kv_indptr; wanted less, or -1 to skip a row"
         )
     entry = indptr[batch] + position // _positive(page_size)
-    bad = np.flatnonzero((position < 0) | (entry >= indptr[batch + 1]))
+    bad = np.flatnonzero((position < 0) | (entry < 0) | (entry >= indptr[batch + 1]))
     if bad.size:
         first = bad[0]
         pages = indptr[batch[first] + 1] - indptr[batch[first]]
@@ -162,21 +169,32 @@ def _offsets(counts: np.ndarray) -> np.ndarray:
 
 
 def _positive(page_size: int) -> int:
-    if page_size < 1:
-        raise ArgumentError(f"page_size: got {page_size}; wanted 1 or more")
-    return page_size
+    if not isinstance(page_size, Integral) or not 1 <= page_size <= _INT64_MAX:
+        raise ArgumentError(f"page_size: got {page_size!r}; wanted 1 or more")
+    return int(page_size)
 
 
 def _integers(x: np.ndarray, name: str) -> np.ndarray:
+    return _require_integers(x, name).astype(np.int64)
+
+
+def _require_integers(x: np.ndarray, name: str) -> np.ndarray:
     x = np.asarray(x)
     if x.ndim != 1 or x.dtype.kind not in "iu":
         raise ArgumentError(f"{name}: got {x.dtype} {list(x.shape)}; wanted integers [n]")
-    return x.astype(np.int64)
+    return x
+
+
+def _lengths(x: np.ndarray, name: str) -> np.ndarray:
+    lengths = _integers(x, name)
+    if (lengths < 0).any():
+        raise ArgumentError(f"{name}: {lengths.min()} is negative; wanted lengths from 0 up")
+    return lengths
 
 
 def _check_indptr(x: np.ndarray, name: str, count: int | None = None) -> np.ndarray:
     indptr = _integers(x, name)
-    if indptr.size == 0 or indptr[0] < 0 or (np.diff(indptr) < 0).any():
+    if indptr.size == 0 or indptr[0] < 0 or (indptr[1:] < indptr[:-1]).any():
         raise ArgumentError(f"{name}: wanted [B + 1] offsets from 0 up that never fall")
     if count is not None and indptr.size != count + 1:
         raise ArgumentError(f"{name}: has {indptr.size} offsets; wanted {count + 1}, for {count}")
@@ -184,7 +202,7 @@ def _check_indptr(x: np.ndarray, name: str, count: int | None = None) -> np.ndar
 
 
 def _check_indices(indptr: np.ndarray, indices: np.ndarray) -> None:
-    if _integers(indices, "kv_indices").size < indptr[-1]:
+    if _require_integers(indices, "kv_indices").size < indptr[-1]:
         raise ArgumentError(
             f"kv_indices: has {indices.size} pages, but kv_indptr ends at {indptr[-1]}"
         )

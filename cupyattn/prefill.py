@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from .core import parse
+from .core.names import missing
 from .core.problem import KV_LAYOUTS
+from .core.tracing import untraced
 from .errors import ArgumentError
-from .inputs import parse
+from .inputs import geometry
 from .single import run
-from .single.geometry import NO_EXTRAS, Extras
-from .wrappers.prefill_paged import BatchPrefillWithPagedKVCacheWrapper
-from .wrappers.prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
+from .single.run import NO_EXTRAS, Extras
+from .typing import Array, ArrayT, Scale, returns_lse
+from .wrappers.prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+)
 
 if TYPE_CHECKING:
     from .cudnn import cudnn_batch_prefill_with_kv_cache
-    from .trtllm import trtllm_batch_context_with_kv_cache
+    from .trtllm import (
+        trtllm_batch_context_with_kv_cache,
+        trtllm_fmha_v2_prefill,
+        trtllm_ragged_attention_deepseek,
+    )
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -26,21 +37,20 @@ __all__ = [
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
     "trtllm_batch_context_with_kv_cache",
+    "trtllm_fmha_v2_prefill",
+    "trtllm_ragged_attention_deepseek",
 ]
-
-# Functions that FlashInfer has here as well as in their own modules.
-_DEFINED_IN = {
-    "cudnn_batch_prefill_with_kv_cache": "cudnn",
-    "trtllm_batch_context_with_kv_cache": "trtllm",
-}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _DEFINED_IN:
-        return getattr(importlib.import_module(f"..{_DEFINED_IN[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # FlashInfer has some functions here as well as in modules of their own.
+    if name in __all__:
+        return getattr(importlib.import_module("cupyattn"), name)
+    raise missing(__name__, name)
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+_AUTO = "auto"
 # The positional order of older releases, after q, k, v.
 _OLD_ORDER = (
     "custom_mask",
@@ -70,7 +80,7 @@ def _is_old_order(rest: tuple[Any, ...]) -> bool:
     return has_layout or any(isinstance(x, bool) for x in rest[2:3])
 
 
-def _accepts_old_calls(function: Callable[..., Any]) -> Callable[..., Any]:
+def _accepts_old_calls(function: _F) -> _F:
     """Let calls in the old positional order, and with old argument names, through."""
 
     @functools.wraps(function)
@@ -90,20 +100,22 @@ def _accepts_old_calls(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args[:3], **named, **kwargs)
         return function(*args, **kwargs)
 
-    return wrapper
+    return wrapper  # type: ignore[return-value]
 
 
+@untraced
 @_accepts_old_calls
+@returns_lse
 def single_prefill_with_kv_cache(
-    q: Any,
-    k: Any,
-    v: Any,
-    scale_q: Any = None,
-    scale_k: Any = None,
-    scale_v: Any = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    scale_q: Scale = None,
+    scale_k: Scale = None,
+    scale_v: Scale = None,
     o_dtype: Any = None,
-    custom_mask: Any = None,
-    packed_custom_mask: Any = None,
+    custom_mask: Array | None = None,
+    packed_custom_mask: Array | None = None,
     causal: bool = False,
     kv_layout: str = "NHD",
     pos_encoding_mode: str = "NONE",
@@ -114,16 +126,17 @@ def single_prefill_with_kv_cache(
     rope_scale: float | None = None,
     rope_theta: float | None = None,
     backend: str = "auto",
-    return_lse: bool = False,
+    return_lse: Literal[False] = False,
     kv_cache_sf: Any = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
     *,
     q_scale: float | None = None,
     enable_pdl: bool | None = None,
-    sinks: Any = None,
-    out: Any = None,
-    lse: Any = None,
+    sinks: Array | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    window_right: int = -1,
 ) -> Any:
     """Attention of one request's new tokens, which end its KV cache.
 
@@ -134,18 +147,22 @@ def single_prefill_with_kv_cache(
     scale_q, scale_k, scale_v  a number, or float32 arrays [num_qo_heads], [num_kv_heads],
             [num_kv_heads]: the first two multiply the logits, the last the output. They multiply
             q_scale, k_scale and v_scale, which are numbers. Default 1.
-    o_dtype dtype of the output: float16, bfloat16 or float32; default that of q.
-    custom_mask         bool [qo_len, kv_len], True where a row sees a key; causal is then ignored.
+    o_dtype dtype of the output: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; default
+            that of q. fp8 is saturated; v_scale multiplies it before it is rounded.
+    custom_mask         bool [qo_len, kv_len], or flattened, True where a row sees a key; causal is
+            then ignored.
     packed_custom_mask  uint8 [>= ceil(qo_len * kv_len / 8)]: the same as little-endian bits
             (`packbits(mask.flatten(), bitorder="little")`), without the packing; it wins over
             custom_mask.
     causal  row i sees keys up to i + kv_len - qo_len; rows that see none give 0.
-    pos_encoding_mode   "NONE", "ROPE_LLAMA" (row i at position i + kv_len - qo_len) or "ALIBI"
-            (bias slope * (key - i)).
+    pos_encoding_mode   "NONE", or with row i at position p = i + kv_len - qo_len "ROPE_LLAMA" or
+            "ALIBI" (bias slope * (key - p); FlashInfer's counts from i, which shows in the LSE and
+            under a soft cap).
     use_fp16_qk_reduction, backend, enable_pdl  accepted for compatibility: products accumulate in
             float32, the kernel is chosen by the device, launches are ordinary ones.
     sm_scale            logit scale; default 1 / sqrt(head_dim_qk).
-    window_left         row i sees keys from i + kv_len - qo_len - window_left on; -1: all.
+    window_left, window_right  row i sees keys from i + kv_len - qo_len - window_left up to
+            i + kv_len - qo_len + window_right; -1: all to that side. Both hold besides a mask.
     logits_soft_cap     c > 0: logits become c * tanh(logits / c). Default: off.
     rope_scale, rope_theta  default 1 and 1e4.
     kv_cache_sf         scale factors of 4-bit caches: not supported, must be None.
@@ -160,6 +177,9 @@ def single_prefill_with_kv_cache(
     packed_custom_mask, causal, kv_layout, ...) is recognised by the types of its arguments.
     Semantics: FlashInfer's function of the same name.
     """
+    if backend is not _AUTO or use_fp16_qk_reduction is not False:
+        geometry.backend(backend, None)
+        parse.flag(use_fp16_qk_reduction, "use_fp16_qk_reduction")
     if kv_cache_sf is not None:
         raise ArgumentError("kv_cache_sf: 4-bit caches are not supported; pass None")
     if not (scale_q is scale_k is scale_v is None):
@@ -179,6 +199,7 @@ def single_prefill_with_kv_cache(
         k_scale,
         v_scale,
         o_dtype,
+        window_right,
     )
     extras = NO_EXTRAS
     if not (custom_mask is packed_custom_mask is sinks is scale_q is scale_k is scale_v is None):
@@ -197,7 +218,19 @@ def _number_or_array(scale: Any, factor: Any, name: str) -> tuple[Any, Any]:
     return factor, scale
 
 
-def single_prefill_with_kv_cache_return_lse(*args: Any, **kwargs: Any) -> Any:
+@untraced
+def single_prefill_with_kv_cache_return_lse(
+    q: ArrayT, *args: Any, **kwargs: Any
+) -> tuple[ArrayT, ArrayT]:
     """`single_prefill_with_kv_cache` that returns (out, lse) by default."""
-    kwargs.setdefault("return_lse", True)
-    return single_prefill_with_kv_cache(*args, **kwargs)
+    answer: Any = single_prefill_with_kv_cache(q, *args, **{"return_lse": True, **kwargs})
+    return answer
+
+
+_signature = inspect.signature(single_prefill_with_kv_cache)
+single_prefill_with_kv_cache_return_lse.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+    parameters=[
+        p.replace(default=True) if p.name == "return_lse" else p
+        for p in _signature.parameters.values()
+    ]
+)

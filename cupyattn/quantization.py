@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import array, reference
 from .array import ArrayView
-from .array.match import Dims, match, require_contiguous_last, require_dtype
-from .core import dtypes
-from .errors import ArgumentError
-from .inputs import parse
+from .array.match import Dims, match, match_array, require_dtype
+from .core import dtypes, parse
+from .core.names import refuse_names
+from .core.tracing import untraced
+from .typing import Array, ArrayT
 
 __all__ = ["packbits", "segment_packbits"]
 
+if not TYPE_CHECKING:
+    __getattr__ = refuse_names(__name__)
 
-def packbits(x: Any, bitorder: str = "big") -> Any:
+
+@untraced
+def packbits(x: ArrayT, bitorder: str = "big") -> ArrayT:
     """Pack booleans into bits, eight to a byte; the last byte is filled up with zeros.
 
     x  bool [n], any framework, CPU or GPU.  bitorder  "big" (the first element is the highest bit
@@ -33,7 +38,8 @@ def packbits(x: Any, bitorder: str = "big") -> Any:
     return array.deliver(out, vx)
 
 
-def segment_packbits(x: Any, indptr: Any, bitorder: str = "big") -> tuple[Any, Any]:
+@untraced
+def segment_packbits(x: ArrayT, indptr: Array, bitorder: str = "big") -> tuple[ArrayT, ArrayT]:
     """Pack each segment x[indptr[b]:indptr[b + 1]] on its own, so that each starts on a byte.
 
     x  bool [n].  indptr  int32 or int64 [B + 1], offsets into x that never fall; on a GPU it is
@@ -46,19 +52,13 @@ def segment_packbits(x: Any, indptr: Any, bitorder: str = "big") -> tuple[Any, A
     vi = array.view(indptr, "indptr")
     match(vi, "n", Dims(), "indptr")
     require_dtype(vi, (dtypes.int32, dtypes.int64), "indptr")
-    host = np.ascontiguousarray(array.to_host(vi)).astype(np.int64)
+    host = array.to_host(vi)
     if vx.device.kind == "cpu":
         packed, new = reference.segment_packbits(array.as_numpy(vx), host, bitorder)  # type: ignore[arg-type]
         return array.from_numpy(packed, vx), array.from_numpy(new, vx)
-    lengths = np.diff(host)
-    if host.size == 0 or host[0] < 0 or host[-1] > vx.shape[0] or (lengths < 0).any():
-        raise ArgumentError(
-            f"indptr: wanted offsets that never fall, within the {vx.shape[0]} elements of x"
-        )
-    new = np.zeros(host.size, np.int64)
-    np.cumsum((lengths + 7) // 8, out=new[1:])
+    offsets, new = reference.segment_offsets(host, vx.shape[0])
     out = array.empty((int(new[-1]),), dtypes.uint8, vx)
-    bit_indptr = array.view(array.from_numpy(host, vx), "indptr")
+    bit_indptr = array.view(array.from_numpy(offsets, vx), "indptr")
     packed_indptr = array.view(array.from_numpy(new, vx), "indptr")
     _launch(vx, array.view(out, "out"), bit_indptr, packed_indptr, bitorder)
     return array.deliver(out, vx), array.from_numpy(new.astype(np.int32), vx)
@@ -67,9 +67,7 @@ def segment_packbits(x: Any, indptr: Any, bitorder: str = "big") -> tuple[Any, A
 def _view_bits(x: Any, bitorder: str) -> ArrayView:
     parse.choice(bitorder, ("big", "little"), "bitorder")
     vx = array.view(x, "x")
-    match(vx, "n", Dims(), "x")
-    require_dtype(vx, dtypes.bool_, "x")
-    require_contiguous_last(vx, "x")
+    match_array(vx, "n", dtypes.bool_, "x")
     return vx
 
 

@@ -2,57 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+from . import array
+from .core import parse
+from .core.parse import require_int
+from .core.tracing import untraced
 from .errors import ArgumentError, UnsupportedError
-from .inputs import geometry, parse
+from .inputs import geometry
 from .planless.call import run
-from .planless.check import Options, whole
-from .planless.repeat import repeat
-from .planless.scales import number_or_array
-from .planless.views import Names, bucket
+from .planless.check import Arrays, Options
+from .planless.views import Names, next_power_of_two, number_or_array
+from .typing import Array, Pages, Scale, query_returns_lse
 
 __all__ = [
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_fmha_v2_prefill",
+    "trtllm_ragged_attention_deepseek",
     "xqa_batch_decode_with_kv_cache",
 ]
 
 _BACKENDS = "auto", "xqa", "trtllm-gen"
 _MANY_ROWS = 65
+# What has no kernel here, in the order in which the calls hand it on.
+_REFUSED = (
+    "o_sf_scale",
+    "o_sf_vec_size",
+    "kv_cache_sf",
+    "bmm1_scale_log2",
+    "enable_block_sparse_attention",
+)
 _ONE = Names("query", "kv_cache", "kv_cache[:, 1]")
 _PAIR = Names("query", "kv_cache[0]", "kv_cache[1]")
+_ROWS = Names("query", "key", "value", kv_offsets="cum_seq_lens_kv", max_kv_len="max_kv_len")
+_QKV = _ROWS._replace(q="qkv (Q)", k="qkv (K)", v="qkv (V)")
+# What `qkv` is in each layout.
+_LAYOUTS = {
+    "PACKED_QKV": "one array [rows, 3, num_heads, head_dim]",
+    "CONTIGUOUS_Q_KV": "(Q, KV), KV [rows, 2, num_kv_heads, head_dim]",
+    "SEPARATE_Q_K_V": "(Q, K, V)",
+    "Q_PAGED_KV_NHD": "(Q, pages)",
+    "Q_PAGED_KV_HND": "(Q, pages)",
+}
 
 
+@untraced
+@query_returns_lse
 def trtllm_batch_decode_with_kv_cache(
-    query: Any,
-    kv_cache: Any,
+    query: Array,
+    kv_cache: Pages,
     workspace_buffer: Any,
-    block_tables: Any,
-    seq_lens: Any,
+    block_tables: Array,
+    seq_lens: Array,
     max_seq_len: int,
-    bmm1_scale: Any = 1.0,
-    bmm2_scale: Any = 1.0,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
     window_left: int = -1,
-    out: Any = None,
+    out: Array | None = None,
     out_dtype: Any = None,
     o_sf_scale: Any = None,
     o_sf_vec_size: int | None = None,
-    sinks: Any = None,
+    sinks: Array | None = None,
     kv_layout: str = "HND",
     enable_pdl: bool | None = None,
     backend: str = "auto",
     q_len_per_req: int | None = 1,
     o_scale: float | None = 1.0,
-    mask: Any = None,
+    mask: Array | None = None,
     max_q_len: int | None = None,
-    cum_seq_lens_q: Any = None,
+    cum_seq_lens_q: Array | None = None,
     skip_softmax_threshold_scale_factor: float | None = None,
     kv_cache_sf: Any = None,
     uses_shared_paged_kv_idx: bool = True,
-    lse: Any = None,
-    return_lse: bool = False,
+    lse: Array | None = None,
+    return_lse: Literal[False] = False,
     bmm1_scale_log2: Any = None,
     multi_ctas_kv_counter_buffer: Any = None,
     enable_block_sparse_attention: bool = False,
@@ -70,9 +94,10 @@ def trtllm_batch_decode_with_kv_cache(
             float8_e5m2. Any page size; head dims any multiple of 8 up to 256.
     workspace_buffer   bytes on a 16-byte boundary, whatever they hold: work list and partial
             states; 128 MB are enough for any batch that fits a GPU, and too few are an error that
-            names the need. Calls that overlap in time need one each. None: memory for this call.
+            names the need. Calls that overlap in time need one each. None, or a JAX array, which
+            cannot be written: memory for this call.
     block_tables   int32 [B, max_pages], pages of each request in the order of its keys; entries
-            past its last page may hold anything.
+            past its last page may hold anything. int64 is converted at each call.
     seq_lens   int32, uint32 or int64 [B], keys of each request, the new tokens among them; 0: its
             rows give 0 and -inf. Lengths beyond the table are cut to it.
     max_seq_len   the most of seq_lens, as far as is known: it bounds how finely keys are split,
@@ -82,17 +107,22 @@ def trtllm_batch_decode_with_kv_cache(
             there, without waiting.
     window_left   keys to the left of a row's own that it sees; -1: all.
     out, lse   arrays to write instead of new ones; lse float32 [rows, num_qo_heads], base 2.
-    out_dtype  float16, bfloat16 or float32; default that of `out`, or of query.
+    out_dtype  float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; default that of `out`, or
+            of query. fp8 is saturated, after bmm2_scale.
     sinks   float32 [num_qo_heads]: extra natural-log logits in the denominator.
     q_len_per_req   rows of each request. cum_seq_lens_q: [B + 1], the first row of each and their
-            number, in its place; max_q_len is then the most rows of one.
-    o_scale, enable_pdl, backend, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode
-            accepted for compatibility; they change nothing here.
+            number, in its place; max_q_len (or a q_len_per_req above 1) is then the most of one.
+    o_scale, enable_pdl, backend, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode,
+    skip_softmax_threshold_scale_factor   accepted for compatibility; they change nothing here. (The
+            last allows small probabilities to be left out; none is.)
     mask    over the query tokens of each request, in place of causality: bools [B, q_len_per_req,
             q_len_per_req], or their bits, lowest first, in words of any size with an axis of words
-            behind (uint16 [B, q, 2 * ceil(q / 32)], say). Earlier keys are visible.
-    o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, kv_cache_sf, bmm1_scale_log2
-            must be None; enable_block_sparse_attention False, uses_shared_paged_kv_idx True.
+            behind (uint16 [B, q, 2 * ceil(q / 32)], say). Earlier keys are visible. With
+            cum_seq_lens_q a row for each row of query, of max_q_len bools or bits.
+    o_sf_scale, o_sf_vec_size, kv_cache_sf, bmm1_scale_log2   must be None;
+            enable_block_sparse_attention False.
+    uses_shared_paged_kv_idx   False: block_tables is [B, 2, max_pages], the pages of K and those of
+            V; the portable kernels serve such calls.
 
     Returns out [rows, num_qo_heads, head_dim] in query's framework and device, or (out, lse) if
     `return_lse`. Nothing is copied to the host and nothing waits. Rows of no request are not
@@ -102,13 +132,11 @@ def trtllm_batch_decode_with_kv_cache(
     are. Semantics: FlashInfer's function of the same name, which on Hopper has no LSE, no
     cum_seq_lens_q, and pages of 16 to 128 only.
     """
-    refused = (
-        o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, kv_cache_sf,
-        bmm1_scale_log2, enable_block_sparse_attention, uses_shared_paged_kv_idx,
-    )  # fmt: skip
-    rest = (
-        kv_layout, q_len_per_req, max_q_len, bucket(max_seq_len), window_left, out_dtype,
-        return_lse, o_scale, backend, refused,
+    scalars = (
+        True, kv_layout, q_len_per_req, max_q_len, next_power_of_two(max_seq_len), window_left,
+        out_dtype, return_lse, None, None, o_scale, backend, uses_shared_paged_kv_idx,
+        skip_softmax_threshold_scale_factor, o_sf_scale, o_sf_vec_size, kv_cache_sf,
+        bmm1_scale_log2, enable_block_sparse_attention,
     )  # fmt: skip
     return _attend(
         query,
@@ -123,44 +151,44 @@ def trtllm_batch_decode_with_kv_cache(
         mask,
         bmm1_scale,
         bmm2_scale,
-        _options_of_decode,
-        rest,
+        scalars,
     )
 
 
+@untraced
+@query_returns_lse
 def xqa_batch_decode_with_kv_cache(
-    query: Any,
-    kv_cache: Any,
+    query: Array,
+    kv_cache: Pages,
     workspace_buffer: Any,
-    block_tables: Any,
-    seq_lens: Any,
+    block_tables: Array,
+    seq_lens: Array,
     max_seq_len: int,
-    bmm1_scale: Any = 1.0,
-    bmm2_scale: Any = 1.0,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
     window_left: int = -1,
-    out: Any = None,
-    sinks: Any = None,
+    out: Array | None = None,
+    sinks: Array | None = None,
     kv_layout: str = "NHD",
     enable_pdl: bool | None = None,
     q_len_per_req: int | None = 1,
     o_scale: float | None = 1.0,
-    mask: Any = None,
+    mask: Array | None = None,
     kv_cache_sf: Any = None,
-    q_cu_seq_lens: Any = None,
+    q_cu_seq_lens: Array | None = None,
     *,
-    lse: Any = None,
-    return_lse: bool = False,
+    lse: Array | None = None,
+    return_lse: Literal[False] = False,
 ) -> Any:
     """`trtllm_batch_decode_with_kv_cache` with its arguments in another order, and NHD by default.
 
     q_cu_seq_lens is that function's cum_seq_lens_q. Nothing in workspace_buffer needs to be zero.
     Semantics: FlashInfer's function of the same name, which has no LSE.
     """
-    refused = None, None, None, kv_cache_sf, None, False, True
-    rest = (
-        *(kv_layout, q_len_per_req, None, bucket(max_seq_len), window_left, None),
-        *(return_lse, o_scale, "auto", refused),
-    )
+    scalars = (
+        True, kv_layout, q_len_per_req, None, next_power_of_two(max_seq_len), window_left, None,
+        return_lse, None, None, o_scale, "auto", True, None, None, None, kv_cache_sf, None, False,
+    )  # fmt: skip
     return _attend(
         query,
         kv_cache,
@@ -174,38 +202,42 @@ def xqa_batch_decode_with_kv_cache(
         mask,
         bmm1_scale,
         bmm2_scale,
-        _options_of_decode,
-        rest,
+        scalars,
     )
 
 
+@untraced
+@query_returns_lse
 def trtllm_batch_context_with_kv_cache(
-    query: Any,
-    kv_cache: Any,
+    query: Array,
+    kv_cache: Pages,
     workspace_buffer: Any,
-    block_tables: Any,
-    seq_lens: Any,
+    block_tables: Array,
+    seq_lens: Array,
     max_q_len: int,
     max_kv_len: int,
-    bmm1_scale: Any,
-    bmm2_scale: Any,
+    bmm1_scale: Scale,
+    bmm2_scale: Scale,
     batch_size: int,
-    cum_seq_lens_q: Any,
-    cum_seq_lens_kv: Any,
+    cum_seq_lens_q: Array,
+    cum_seq_lens_kv: Array,
     window_left: int = -1,
-    out: Any = None,
+    out: Array | None = None,
     out_dtype: Any = None,
     o_sf_scale: Any = None,
     o_sf_vec_size: int | None = None,
     kv_layout: str = "HND",
     enable_pdl: bool | None = None,
-    sinks: Any = None,
+    sinks: Array | None = None,
     kv_cache_sf: Any = None,
     skip_softmax_threshold_scale_factor: float | None = None,
     uses_shared_paged_kv_idx: bool = True,
     causal: bool = True,
-    lse: Any = None,
-    return_lse: bool = False,
+    lse: Array | None = None,
+    return_lse: Literal[False] = False,
+    multi_ctas_kv_counter_buffer: Any = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
 ) -> Any:
     """Attention of a batch's new tokens over paged keys; page table, lengths and offsets stay on
     the device, so that a CUDA graph may capture the call and follow their changes.
@@ -214,7 +246,8 @@ def trtllm_batch_context_with_kv_cache(
     cum_seq_lens_q   int32, uint32 or int64 [B + 1]: the first row of each, and their number.
     max_q_len   the most rows of one request, as far as is known: it chooses the kernel.
     max_kv_len  the most of seq_lens, likewise; batch_size must be B.
-    cum_seq_lens_kv   accepted for compatibility: seq_lens says the same.
+    cum_seq_lens_kv   accepted for compatibility: seq_lens says the same. So are use_fp16_softmax
+            and uses_spcompress, which allow less exact answers.
     causal  row i of n sees keys up to i + seq_len - n, else all of its request.
     All other arguments as in `trtllm_batch_decode_with_kv_cache`.
 
@@ -223,16 +256,11 @@ def trtllm_batch_context_with_kv_cache(
     run on Hopper, nor with a window where it is not causal: here a row's window ends at its own
     position plus what follows.
     """
-    refused = (
-        *(o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, kv_cache_sf),
-        *(None, False, uses_shared_paged_kv_idx),
-    )
-    if type(max_q_len) is int and max_q_len > _MANY_ROWS:
-        max_q_len = _MANY_ROWS  # beyond that one kernel serves all
-    rest = (
-        *(kv_layout, max_q_len, bucket(max_kv_len), window_left, out_dtype, return_lse),
-        *(causal, batch_size, refused),
-    )
+    scalars = (
+        False, kv_layout, 0, _most(max_q_len), next_power_of_two(max_kv_len), window_left,
+        out_dtype, return_lse, causal, batch_size, None, "auto", uses_shared_paged_kv_idx,
+        skip_softmax_threshold_scale_factor, o_sf_scale, o_sf_vec_size, kv_cache_sf, None, False,
+    )  # fmt: skip
     return _attend(
         query,
         kv_cache,
@@ -246,8 +274,238 @@ def trtllm_batch_context_with_kv_cache(
         None,
         bmm1_scale,
         bmm2_scale,
-        _options_of_context,
-        rest,
+        scalars,
+    )
+
+
+@untraced
+def trtllm_ragged_attention_deepseek(
+    query: Array,
+    key: Array,
+    value: Array,
+    workspace_buffer: Any,
+    seq_lens: Array,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: Scale,
+    bmm2_scale: Scale,
+    o_sf_scale: float,
+    batch_size: int,
+    window_left: int,
+    cum_seq_lens_q: Array,
+    cum_seq_lens_kv: Array,
+    enable_pdl: bool | None,
+    is_causal: bool,
+    return_lse: bool,
+    attention_sinks: Array | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    sage_attn_sfs: tuple[Any, Any, Any, Any] = (None, None, None, None),
+    num_elts_per_sage_attn_blk: tuple[int, int, int, int] = (0, 0, 0, 0),
+    backend: str = "trtllm-gen",
+    q_seq_lens_cpu: Any = None,
+    kv_seq_lens_cpu: Any = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+) -> Any:
+    """Attention of a batch's new tokens over keys in rows; lengths and offsets stay on the device,
+    so that a CUDA graph may capture the call and follow their changes.
+
+    query   [rows, num_qo_heads, head_dim_qk], request after request, the last tokens of each.
+    key, value   [n, num_kv_heads, head_dim], request after request; head dims may differ.
+    seq_lens   int32, uint32 or int64 [B]: keys of each request; 0: its rows give 0 and -inf.
+    cum_seq_lens_q, cum_seq_lens_kv   likewise [B + 1]: the first row of each in query, and in key.
+    max_q_len, max_kv_len, batch_size   as in `trtllm_batch_context_with_kv_cache`.
+    bmm1_scale, bmm2_scale, window_left, workspace_buffer, out, lse, and all dtypes   as in
+            `trtllm_batch_decode_with_kv_cache`; attention_sinks as sinks there.
+    is_causal  row i of n sees keys up to i + seq_len - n, else all of its request.
+    sage_attn_sfs   must be Nones.
+    o_sf_scale, enable_pdl, skip_softmax_threshold_scale_factor, num_elts_per_sage_attn_blk,
+    backend, q_seq_lens_cpu, kv_seq_lens_cpu, use_fp16_softmax, uses_spcompress   accepted for
+            compatibility: o_sf_scale belongs to 4-bit answers, the lengths are those on the device.
+
+    Returns out [rows, num_qo_heads, head_dim_vo], or (out, lse [rows, num_qo_heads], base 2) if
+    `return_lse`. Errors as in `trtllm_batch_decode_with_kv_cache`. Semantics: FlashInfer's function
+    of the same name, which does not run on Hopper and takes three pairs of head dims.
+    """
+    if not isinstance(sage_attn_sfs, (tuple, list)) or any(x is not None for x in sage_attn_sfs):
+        raise UnsupportedError("sage_attn_sfs: scale factors by block are not supported; pass None")
+    scalars = (
+        _ROWS, "NHD", batch_size, _most(max_q_len), next_power_of_two(max_kv_len), window_left,
+        None, return_lse, is_causal, "NONE", None, skip_softmax_threshold_scale_factor,
+    )  # fmt: skip
+    arrays = query, key, value, workspace_buffer, None, seq_lens, out, lse
+    offsets = cum_seq_lens_q, cum_seq_lens_kv
+    return _attend_rows(arrays, offsets, attention_sinks, bmm1_scale, bmm2_scale, scalars)
+
+
+@untraced
+def trtllm_fmha_v2_prefill(
+    qkv: Array | tuple[Array, ...] | list[Array],
+    input_layout: str,
+    workspace_buffer: Any,
+    seq_lens: Array,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: Scale,
+    bmm2_scale: Scale,
+    batch_size: int,
+    cum_seq_lens_q: Array,
+    cum_seq_lens_kv: Array,
+    block_tables: Array | None = None,
+    out: Array | None = None,
+    out_dtype: Any = None,
+    sinks: Array | None = None,
+    pos_encoding_mode: str | None = None,
+    logits_soft_cap_scale: float | None = None,
+    mask_mode: str = "causal",
+    window_left: int = -1,
+    chunked_attention_size: int = 0,
+    save_softmax_stats: bool = False,
+    skip_softmax_threshold_scale_factor: float = 0,
+    *,
+    lse: Array | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`trtllm_ragged_attention_deepseek`, or with pages `trtllm_batch_context_with_kv_cache`, whose
+    q, k and v come in one of several layouts.
+
+    input_layout   says what qkv is: "PACKED_QKV" one array [rows, 3, num_heads, head_dim];
+            "CONTIGUOUS_Q_KV" (Q, KV), KV [n, 2, num_kv_heads, head_dim]; "SEPARATE_Q_K_V" (Q, K,
+            V); "Q_PAGED_KV_NHD" and "Q_PAGED_KV_HND" (Q, pages), pages as kv_cache there, found
+            through block_tables [B, max_pages], which the others do not take.
+    mask_mode   "causal", "sliding_window" (the same: window_left always holds), or "padding": rows
+            see all keys of their request. "chunked", with chunked_attention_size, is not supported.
+    pos_encoding_mode   None or "alibi", which is always causal.
+    logits_soft_cap_scale   c > 0: logits become c * tanh(logits / c); None or 0: off.
+    save_softmax_stats   must be False: return_lse gives the LSE, base 2, in their place.
+    skip_softmax_threshold_scale_factor   accepted for compatibility.
+    All other arguments, answers and errors as there. Semantics: FlashInfer's function of the same
+    name.
+    """
+    parse.choice(input_layout, tuple(_LAYOUTS), "input_layout")
+    modes = "causal", "sliding_window", "padding", "chunked"
+    mode = parse.choice(_lower(mask_mode), modes, "mask_mode")
+    if mode == "chunked" or require_int(chunked_attention_size, "chunked_attention_size", 0):
+        raise UnsupportedError(
+            "mask_mode, chunked_attention_size: rows that see their own chunk of keys are not "
+            "supported here; flash_attn_varlen_func(attention_chunk=) of cupyattn.flash_attn has it"
+        )
+    if parse.flag(save_softmax_stats, "save_softmax_stats"):
+        raise UnsupportedError(
+            "save_softmax_stats: maxima and sums are not kept apart; pass return_lse=True"
+        )
+    has_alibi = pos_encoding_mode is not None
+    if has_alibi:
+        parse.choice(_lower(pos_encoding_mode), ("alibi",), "pos_encoding_mode")
+    is_causal = has_alibi or mode != "padding"
+    if not is_causal and parse.window(window_left, "window_left") != -1:
+        raise ArgumentError(f"window_left: got {window_left!r} with mask_mode='padding'; wanted -1")
+    query, key, value = _split(qkv, input_layout, block_tables)
+    scalars = (
+        _QKV, input_layout[-3:], batch_size, _most(max_q_len), next_power_of_two(max_kv_len),
+        window_left, out_dtype, return_lse, is_causal, "ALIBI" if has_alibi else "NONE",
+        logits_soft_cap_scale, skip_softmax_threshold_scale_factor,
+    )  # fmt: skip
+    arrays = query, key, value, workspace_buffer, block_tables, seq_lens, out, lse
+    offsets = cum_seq_lens_q, None if block_tables is not None else cum_seq_lens_kv
+    return _attend_rows(arrays, offsets, sinks, bmm1_scale, bmm2_scale, scalars)
+
+
+def _lower(word: Any) -> Any:
+    return word.lower() if isinstance(word, str) else word
+
+
+def _most(max_q_len: Any) -> Any:
+    """The most rows of a request, as far as it matters: beyond some one kernel serves all."""
+    return min(max_q_len, _MANY_ROWS) if type(max_q_len) is int else max_q_len
+
+
+def _split(qkv: Any, layout: str, block_tables: Any) -> tuple[Any, Any, Any]:
+    """q, k and v; for pages in one array v is None."""
+    is_paged = "PAGED" in layout
+    if (block_tables is not None) != is_paged:
+        wanted = "the pages of each request, [B, n]" if is_paged else "None"
+        raise ArgumentError(f"block_tables: wanted {wanted}, with input_layout={layout!r}")
+    if layout == "PACKED_QKV":
+        return tuple(_part(qkv, "qkv", 3, i) for i in range(3))  # type: ignore[return-value]
+    count = 3 if layout == "SEPARATE_Q_K_V" else 2
+    if not isinstance(qkv, (tuple, list)) or len(qkv) != count:
+        raise ArgumentError(f"qkv: with input_layout={layout!r} wanted {_LAYOUTS[layout]}")
+    if layout == "CONTIGUOUS_Q_KV":
+        return qkv[0], _part(qkv[1], "qkv[1]", 2, 0), _part(qkv[1], "qkv[1]", 2, 1)
+    if not is_paged:
+        return tuple(qkv)  # type: ignore[return-value]
+    pages = qkv[1]
+    if isinstance(pages, (tuple, list)):
+        if len(pages) != 2:
+            raise ArgumentError(f"qkv[1]: got {len(pages)} arrays; wanted two, (K, V)")
+        return qkv[0], pages[0], pages[1]
+    return qkv[0], pages, None
+
+
+def _part(x: Any, name: str, count: int, index: int) -> Any:
+    """One of `count` arrays that lie along the second of four axes."""
+    shape = tuple(array.view(x, name).shape)
+    if len(shape) != 4 or shape[1] != count:
+        raise ArgumentError(
+            f"{name}: shape is {list(shape)}; wanted [rows, {count}, num_heads, head_dim]"
+        )
+    return x[:, index]
+
+
+def _attend_rows(
+    arrays: tuple[Any, ...],
+    offsets: tuple[Any, Any],
+    sinks: Any,
+    bmm1_scale: Any,
+    bmm2_scale: Any,
+    scalars: tuple[Any, ...],
+) -> Any:
+    """The answer of a call with offsets of q, and of keys where they are rows."""
+    sm_scale, scale_q = number_or_array(bmm1_scale)
+    output_scale, scale_v = number_or_array(bmm2_scale)
+    given = *arrays, None, *offsets, None, None, sinks, scale_q, None, scale_v
+    return run(given, _options_of_rows, (sm_scale, output_scale, *scalars))
+
+
+def _options_of_rows(
+    arrays: Arrays,
+    sm_scale: Any,
+    output_scale: Any,
+    names: Names,
+    kv_layout: str,
+    batch_size: Any,
+    max_q_len: Any,
+    max_kv_len: Any,
+    window_left: Any,
+    o_dtype: Any,
+    return_lse: Any,
+    causal: Any,
+    pos_encoding_mode: Any,
+    logits_soft_cap: Any,
+    skip_factor: Any,
+) -> Options:
+    parse.finite(skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
+    per_request = arrays.kv_lens if arrays.block_tables is None else arrays.block_tables
+    shape, count = getattr(per_request, "shape", ()), require_int(batch_size, "batch_size", 0)
+    if isinstance(shape, tuple) and shape and count != shape[0]:
+        raise ArgumentError(f"batch_size: got {count}; the arrays have {shape[0]} requests")
+    return Options(
+        names,
+        "NHD" if arrays.block_tables is None else kv_layout,
+        q_len=0,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        sm_scale=sm_scale,
+        output_scale=output_scale,
+        window_left=window_left,
+        causal=causal,
+        o_dtype=o_dtype,
+        return_lse=return_lse,
+        pos_encoding_mode=pos_encoding_mode,
+        logits_soft_cap=logits_soft_cap,
     )
 
 
@@ -264,32 +522,27 @@ def _attend(
     mask: Any,
     bmm1_scale: Any,
     bmm2_scale: Any,
-    options_of: Callable[..., Options],
-    rest: tuple[Any, ...],
+    scalars: tuple[Any, ...],
 ) -> Any:
-    """options_of makes Options of `rest`, all other arguments, and the scales."""
+    """The answer of a call. `scalars` are the arguments of `_options` after the scales."""
     k, v = kv_cache, None
-    if isinstance(kv_cache, (tuple, list)) and len(kv_cache) == 2:
+    if isinstance(kv_cache, (tuple, list)):
+        if len(kv_cache) != 2:
+            raise ArgumentError(f"kv_cache: got {len(kv_cache)} arrays; wanted two, (K, V)")
         k, v = kv_cache
     sm_scale, scale_q = number_or_array(bmm1_scale)
     output_scale, scale_v = number_or_array(bmm2_scale)
-    usual = query, k, v, workspace, block_tables, seq_lens, out, lse
-    more = None
+    arrays: tuple[Any, ...] = query, k, v, workspace, block_tables, seq_lens, out, lse
     if not (offsets is sinks is scale_q is scale_v is mask is None):
-        more = None, offsets, None, None, None, sinks, scale_q, None, scale_v, mask
-    given = options_of, rest, sm_scale, output_scale
-    answer = repeat(usual, more, given)
-    if answer is not None:
-        return answer
-    if v is None and isinstance(kv_cache, (tuple, list)):
-        raise ArgumentError(f"kv_cache: got {len(kv_cache)} arrays; wanted two, (K, V)")
-    options = options_of(usual, offsets is not None, *rest, sm_scale, output_scale)
-    return run(usual, more, given, options)
+        arrays += None, offsets, None, None, None, sinks, scale_q, None, scale_v, mask
+    return run(arrays, _options, (sm_scale, output_scale, *scalars))
 
 
-def _options_of_decode(
-    usual: tuple[Any, ...],
-    has_offsets: bool,
+def _options(
+    arrays: Arrays,
+    sm_scale: Any,
+    output_scale: Any,
+    is_decode: bool,
     kv_layout: Any,
     q_len: Any,
     max_q_len: Any,
@@ -297,61 +550,39 @@ def _options_of_decode(
     window_left: Any,
     o_dtype: Any,
     return_lse: Any,
-    o_scale: Any,
-    backend: Any,
-    refused: tuple[Any, ...],
-    sm_scale: Any,
-    output_scale: Any,
-) -> Options:
-    parse.choice(backend, _BACKENDS, "backend")
-    _refuse(refused)
-    parse.finite(o_scale, "o_scale", 1.0)
-    if has_offsets:
-        q_len = 0
-    elif q_len is None:
-        q_len = 1
-    else:
-        q_len = whole(q_len, "q_len_per_req")
-    return Options(
-        _ONE if usual[2] is None else _PAIR,
-        kv_layout,
-        q_len=q_len,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
-        sm_scale=sm_scale,
-        output_scale=output_scale,
-        window_left=window_left,
-        causal=q_len != 1,
-        o_dtype=o_dtype,
-        return_lse=return_lse,
-    )
-
-
-def _options_of_context(
-    usual: tuple[Any, ...],
-    has_offsets: bool,
-    kv_layout: Any,
-    max_q_len: Any,
-    max_kv_len: Any,
-    window_left: Any,
-    o_dtype: Any,
-    return_lse: Any,
     causal: Any,
     batch_size: Any,
-    refused: tuple[Any, ...],
-    sm_scale: Any,
-    output_scale: Any,
+    o_scale: Any,
+    backend: Any,
+    is_shared: Any,
+    skip_factor: Any,
+    *refused: Any,
 ) -> Options:
-    _refuse(refused)
-    shape = getattr(usual[4], "shape", None)
-    if shape and len(shape) == 2 and batch_size != shape[0]:
-        raise ArgumentError(
-            f"batch_size: got {batch_size!r}; block_tables has {shape[0]} rows, wanted as many"
-        )
+    """Checked. Decode gives no `causal`, which follows from the rows of each request."""
+    names = _ONE if arrays.v is None else _PAIR
+    parse.choice(backend, _BACKENDS, "backend")
+    geometry.refuse("is not supported", **dict(zip(_REFUSED, refused, strict=True)))
+    parse.finite(o_scale, "o_scale", 1.0)
+    parse.finite(skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
+    if is_decode:
+        q_len = require_int(1 if q_len is None else q_len, "q_len_per_req")
+        if arrays.qo_offsets is not None:
+            # As the most of one, where it says more than the default.
+            max_q_len = q_len if max_q_len is None and q_len > 1 else max_q_len
+            q_len = 0
+        causal = q_len != 1
+    else:
+        names = names._replace(max_kv_len="max_kv_len")
+        shape = getattr(arrays.block_tables, "shape", ())
+        count = require_int(batch_size, "batch_size", 0)
+        if isinstance(shape, tuple) and len(shape) in (2, 3) and count != shape[0]:
+            raise ArgumentError(
+                f"batch_size: got {count}; block_tables has {shape[0]} rows, wanted as many"
+            )
     return Options(
-        (_ONE if usual[2] is None else _PAIR)._replace(max_kv_len="max_kv_len"),
+        names,
         kv_layout,
-        q_len=0,
+        q_len=q_len,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
         sm_scale=sm_scale,
@@ -360,18 +591,5 @@ def _options_of_context(
         causal=causal,
         o_dtype=o_dtype,
         return_lse=return_lse,
+        shares_pages=is_shared,
     )
-
-
-def _refuse(given: tuple[Any, ...]) -> None:
-    """UnsupportedError for what there is no kernel for."""
-    names = (
-        *("o_sf_scale", "o_sf_vec_size", "skip_softmax_threshold_scale_factor", "kv_cache_sf"),
-        *("bmm1_scale_log2", "enable_block_sparse_attention"),
-    )
-    *others, is_shared = given
-    geometry.refuse("is not supported", **dict(zip(names, others, strict=True)))
-    if is_shared is not True:
-        raise UnsupportedError(
-            "uses_shared_paged_kv_idx: K and V share the ids of their pages; pass True"
-        )

@@ -1,20 +1,26 @@
-"""XQA's call: decode over a page table that stays on the device. The module itself can be called,
-so that `cupyattn.xqa(...)` and `from cupyattn.xqa import xqa` both work."""
+"""XQA's call: decode over a page table that stays on the device. `cupyattn.xqa` is the function or,
+once this module has been imported by its name, the module, which can be called too."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from .core.names import refuse_names
+from .core.parse import require_int
+from .core.tracing import untraced
 from .inputs import geometry
 from .planless.call import run
-from .planless.check import Options, whole
-from .planless.repeat import repeat
-from .planless.scales import number_or_array
-from .planless.views import Names
+from .planless.check import Arrays, Options
+from .planless.views import Names, number_or_array
+from .typing import Array, Scale, returns_lse
 
 __all__ = ["xqa"]
+
+if not TYPE_CHECKING:
+    __getattr__ = refuse_names(__name__)
 
 _NAMES = Names(
     "q",
@@ -31,51 +37,49 @@ _NAMES = Names(
 )
 
 
+@untraced
+@returns_lse
 def xqa(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    page_table: Any,
-    seq_lens: Any,
-    output: Any = None,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    page_table: Array,
+    seq_lens: Array,
+    output: Array | None = None,
     workspace_buffer: Any = None,
-    semaphores: Any = None,
+    semaphores: Array | None = None,
     num_kv_heads: int | None = None,
     page_size: int | None = None,
-    sinks: Any = None,
-    q_scale: Any = 1.0,
-    kv_scale: Any = 1.0,
+    sinks: Array | None = None,
+    q_scale: Scale = 1.0,
+    kv_scale: Scale = 1.0,
     sliding_win_size: int = 0,
     kv_layout: str = "NHD",
     sm_count: int | None = None,
     enable_pdl: bool | None = None,
     rcp_out_scale: float = 1.0,
     q_seq_len: int = 1,
-    mask: Any = None,
+    mask: Array | None = None,
     *,
-    q_cu_seq_lens: Any = None,
+    q_cu_seq_lens: Array | None = None,
     k_sf_cache: Any = None,
     v_sf_cache: Any = None,
     head_dim: int | None = None,
-    lse: Any = None,
-    return_lse: bool = False,
+    lse: Array | None = None,
+    return_lse: Literal[False] = False,
 ) -> Any:
-    """Attention of a batch's last tokens over paged keys, in XQA's terms; page table and lengths
-    stay on the device, so that a CUDA graph may capture the call and follow their changes.
+    """`trtllm_batch_decode_with_kv_cache` in XQA's terms; capture, workspace and errors as there.
 
     q       [B, 1, num_qo_heads, head_dim], or [B, 1, q_seq_len, num_qo_heads, head_dim]: the last
-            tokens of each request, causal among themselves; float16 or bfloat16 (on the CPU
-            float32 too). Also [rows, num_qo_heads, head_dim], and with q_cu_seq_lens (int32,
-            uint32 or int64 [B + 1], the first row of each request and their number) so many rows
-            of each, q_seq_len at most.
+            tokens of each request, causal among themselves. Also [rows, num_qo_heads, head_dim],
+            and with q_cu_seq_lens (int32, uint32 or int64 [B + 1], the first row of each request
+            and their number) so many rows of each, q_seq_len at most.
     k_cache, v_cache   [num_pages, page_size, num_kv_heads, head_dim] ("NHD") or [num_pages,
-            num_kv_heads, page_size, head_dim] ("HND"), dtype of q, float8_e4m3fn or float8_e5m2.
-            Two arrays [num_pages, 2, ...] have keys at 0 of the first, values at 1 of the second.
-    page_table   int32 [B, max_pages]; entries past a request's last page may hold anything.
-    seq_lens   int32, uint32 or int64 [B] or [B, 1]: keys of each request, the new tokens among
-            them. Lengths beyond the table are cut to it.
-    output  the array to write, in q's shape, float16, bfloat16 or float32; default: a new one.
-    workspace_buffer   bytes on a 16-byte boundary, whatever they hold; None: memory for this call.
+            num_kv_heads, page_size, head_dim] ("HND"). Two arrays [num_pages, 2, ...] have keys at
+            0 of the first, values at 1 of the second.
+    page_table, seq_lens   block_tables and seq_lens there; seq_lens may be [B, 1].
+    output  the array to write, in q's shape, float16, bfloat16, float32, float8_e4m3fn or
+            float8_e5m2 (saturated, after rcp_out_scale); default: a new one.
     semaphores, sm_count, enable_pdl   accepted for compatibility; semaphores are left alone.
     num_kv_heads, page_size, head_dim   if given, must be those of the arrays.
     sinks   float32 [num_kv_heads, group] or [num_qo_heads]: extra natural-log logits in the
@@ -85,36 +89,32 @@ def xqa(
             the device without waiting.
     sliding_win_size   keys that a row sees, its own among them; 0: all.
     rcp_out_scale   multiplies the output.
-    mask    over the last q_seq_len keys of each request, those of its query tokens, in place of
-            causality: uint16 [B, q_seq_len, 2 * ceil(q_seq_len / 32)], lowest bits first, words of
-            other sizes, or bools [B, q_seq_len, q_seq_len]. Earlier keys are visible.
+    mask    over the query tokens of each request: uint16 [B, q_seq_len, 2 * ceil(q_seq_len / 32)]
+            or the other forms there.
     k_sf_cache, v_sf_cache   must be None.
     lse, return_lse  also give the LSE, float32 in q's shape without head_dim, base 2.
 
-    Returns None where `output` is given, else the output; (output, lse) if `return_lse`. Nothing is
-    copied to the host and nothing waits. Errors as in `trtllm_batch_decode_with_kv_cache`.
+    Returns None where `output` is given, else the output; (output, lse) if `return_lse`.
     Semantics: FlashInfer's function of the same name, which has no LSE, pages of 16 to 128, and
     groups of up to 32 rows; without `output`, the short form of its documentation.
     """
     sm_scale, scale_q = number_or_array(q_scale)
     kv_number, scale_k = number_or_array(kv_scale)
-    usual = q, k_cache, v_cache, workspace_buffer, page_table, seq_lens, output, lse
-    more = None
+    arrays: tuple[Any, ...] = (
+        *(q, k_cache, v_cache, workspace_buffer, page_table, seq_lens, output, lse),
+    )
     if not (q_cu_seq_lens is sinks is scale_q is scale_k is mask is None):
-        more = None, q_cu_seq_lens, None, None, None, sinks, scale_q, scale_k, None, mask
-    rest = (
-        xqa,
+        arrays += None, q_cu_seq_lens, None, None, None, sinks, scale_q, scale_k, None, mask
+    scalars = (
         *(sm_scale, kv_number, rcp_out_scale, sliding_win_size, kv_layout, q_seq_len, return_lse),
         *(num_kv_heads, page_size, head_dim, k_sf_cache, v_sf_cache),
     )
-    answer = repeat(usual, more, rest)
-    if answer is None:
-        answer = run(usual, more, rest, _options(q_cu_seq_lens is not None, *rest[1:]))
+    answer = run(arrays, _options, scalars)
     return answer if return_lse or output is None else None
 
 
 def _options(
-    has_offsets: bool,
+    arrays: Arrays,
     sm_scale: Any,
     kv_scale: Any,
     output_scale: Any,
@@ -129,18 +129,18 @@ def _options(
     v_sf_cache: Any,
 ) -> Options:
     geometry.refuse("is not supported", k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
-    q_len = whole(q_len, "q_seq_len")
+    q_len = require_int(q_len, "q_seq_len")
     return Options(
         _NAMES,
         kv_layout,
         (3, 4, 5),
-        0 if has_offsets else q_len,
+        q_len if arrays.qo_offsets is None else 0,
         q_len,
         sm_scale=sm_scale,
         kv_scale=kv_scale,
         output_scale=output_scale,
         # That does not count a row's own key.
-        window_left=whole(sliding_win_size, "sliding_win_size", 0) - 1,
+        window_left=require_int(sliding_win_size, "sliding_win_size", 0) - 1,
         causal=q_len != 1,
         return_lse=return_lse,
         extents=(num_kv_heads, page_size, head_dim),
@@ -152,3 +152,4 @@ class _Callable(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Callable
+__signature__ = inspect.signature(xqa)  # of the call of the module

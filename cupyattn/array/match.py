@@ -1,4 +1,4 @@
-"""Symbolic shape matching: what an argument should look like, said once, checked with a sentence.
+"""Symbolic shape matching: a spec says the wanted shape, and errors are sentences.
 
 dims = Dims()
 match(q, "Lq Hq Dqk", dims, "q")
@@ -9,11 +9,11 @@ dims["Hq"] // dims["Hkv"]
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..core.dtypes import DType
 from ..errors import ArgumentError
-from .memory import first_overlap
+from .memory import byte_range
 from .views import ArrayView
 
 _ANY = "_"
@@ -55,14 +55,14 @@ def match(v: ArrayView, spec: str, dims: dict[str, int], name: str) -> None:
                 raise _wrong_extent(name, shape, axis, words, str(word))
         elif word in dims:
             if extent != dims[word]:
-                raise _wrong_extent(name, shape, axis, words, _known(dims, word))
+                raise _wrong_extent(name, shape, axis, words, _describe_extent(dims, word))
         elif word != _ANY:
             dims[word] = extent
             if isinstance(dims, Dims):
                 dims.source[word] = name
 
 
-def _known(dims: dict[str, int], symbol: str) -> str:
+def _describe_extent(dims: dict[str, int], symbol: str) -> str:
     source = dims.source.get(symbol) if isinstance(dims, Dims) else None
     return f"{dims[symbol]}, the {symbol} of {source}" if source else f"{symbol} = {dims[symbol]}"
 
@@ -85,6 +85,14 @@ def require_dtype(v: ArrayView, wanted: DType | Sequence[DType], name: str) -> N
         raise ArgumentError(f"{name}: dtype is {v.dtype}; wanted {names}, cast it")
 
 
+def require_same_dtype(v: ArrayView, name: str, other: ArrayView, other_name: str) -> None:
+    """ArgumentError unless two arrays have one dtype."""
+    if v.dtype is not other.dtype:
+        raise ArgumentError(
+            f"{name}: dtype is {v.dtype} but {other_name} is {other.dtype}; wanted the same"
+        )
+
+
 _CONTIGUOUS = {
     "torch": "{}.contiguous()",
     "cupy": "cupy.ascontiguousarray({})",
@@ -102,17 +110,60 @@ def require_contiguous_last(v: ArrayView, name: str) -> None:
         )
 
 
-def require_contiguous(v: ArrayView, name: str) -> None:
-    """ArgumentError unless v is row-major without gaps."""
+def is_contiguous(v: ArrayView) -> bool:
+    """Whether v is row-major without gaps."""
     step = 1
     for extent, stride in zip(reversed(v.shape), reversed(v.strides), strict=True):
         if extent > 1 and stride != step and 0 not in v.shape:
-            remedy = _CONTIGUOUS.get(v.framework, "a row-major copy of {}").format(name)
-            raise ArgumentError(
-                f"{name}: shape {list(v.shape)} has strides {list(v.strides)}, in elements; wanted "
-                f"rows one after another, pass {remedy}"
-            )
+            return False
         step *= extent
+    return True
+
+
+def require_contiguous(v: ArrayView, name: str) -> None:
+    """ArgumentError unless v is row-major without gaps."""
+    if not is_contiguous(v):
+        remedy = _CONTIGUOUS.get(v.framework, "a row-major copy of {}").format(name)
+        raise ArgumentError(
+            f"{name}: shape {list(v.shape)} has strides {list(v.strides)}, in elements; wanted "
+            f"rows one after another, pass {remedy}"
+        )
+
+
+def match_array(
+    v: ArrayView,
+    spec: str,
+    wanted: DType | Sequence[DType],
+    name: str,
+    dims: dict[str, int] | None = None,
+) -> None:
+    """ArgumentError unless v has this shape (see `match`), dtype, and contiguous rows."""
+    match(v, spec, {} if dims is None else dims, name)
+    require_dtype(v, wanted, name)
+    require_contiguous_last(v, name)
+
+
+def match_contiguous(v: ArrayView, spec: str, dims: dict[str, int], name: str) -> None:
+    """`match`, and ArgumentError unless rows are contiguous."""
+    match(v, spec, dims, name)
+    require_contiguous_last(v, name)
+
+
+def match_output(
+    v: ArrayView | None,
+    shape: tuple[int, ...],
+    wanted: DType | Sequence[DType],
+    name: str,
+    /,
+    **others: ArrayView | None,
+) -> None:
+    """ArgumentError unless v, if it is given, has this shape and dtype and may be written."""
+    if v is None:
+        return
+    if tuple(v.shape) != shape:
+        raise ArgumentError(f"{name}: shape is {list(v.shape)}; wanted {list(shape)}")
+    require_dtype(v, wanted, name)
+    require_output(v, name, **others)
 
 
 def require_output(v: ArrayView, name: str, /, **others: ArrayView | None) -> None:
@@ -128,11 +179,13 @@ def require_output(v: ArrayView, name: str, /, **others: ArrayView | None) -> No
             f"{name}: shape {list(v.shape)} with strides {list(v.strides)} may address an element "
             "more than once; pass an array that is neither broadcast nor overlaid on itself"
         )
-    given = {other: x for other, x in others.items() if x is not None}
-    hit = first_overlap(v, *given.values())
-    if hit is not None:
-        other = list(given)[hit]
-        raise ArgumentError(f"{name}: overlaps {other} in memory; pass an array of its own")
+    low, high = byte_range(v)
+    for other, x in others.items():
+        if x is not None and x.device == v.device:
+            other_low, other_high = byte_range(x)
+            # An empty array spans no byte.
+            if max(low, other_low) < min(high, other_high):
+                raise ArgumentError(f"{name}: overlaps {other} in memory; pass an array of its own")
 
 
 def _repeats_addresses(v: ArrayView) -> bool:
@@ -145,3 +198,13 @@ def _repeats_addresses(v: ArrayView) -> bool:
                 return True
             reach += stride * (extent - 1)
     return False
+
+
+def are_rows_aligned(pointers: int, strides: Iterable[tuple[Sequence[int], DType]]) -> bool:
+    """True if all these addresses (or-ed together) and strides are multiples of 16 bytes, and no
+    stride is negative, which neither vectors nor copy engines are made for."""
+    offsets = pointers
+    for elements, dtype in strides:
+        for stride in elements:
+            offsets |= stride * dtype.itemsize
+    return offsets & 15 == 0 <= offsets

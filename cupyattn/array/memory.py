@@ -12,34 +12,11 @@ from typing import Any
 import numpy as np
 
 from ..core import dtypes
+from ..core.cupy_module import cupy_module
 from ..core.dtypes import DType
 from ..errors import ArgumentError
 from .dlpack import Memory
-from .views import CPU, LOWEST_ADDRESS, ArrayView, Device, cupy_module, cupy_stream, view
-
-__all__ = [
-    "CPU",
-    "LOWEST_ADDRESS",
-    "ArrayView",
-    "Device",
-    "acquire",
-    "allocator",
-    "as_cupy",
-    "as_numpy",
-    "as_strided",
-    "byte_range",
-    "current_stream",
-    "deliver",
-    "empty",
-    "first_overlap",
-    "from_numpy",
-    "overlap",
-    "release",
-    "same_device",
-    "stream_reader",
-    "to_host",
-    "view",
-]
+from .views import ArrayView, Device, cupy_stream, view
 
 # --- streams ---
 
@@ -82,7 +59,7 @@ def acquire(like: ArrayView, *views: ArrayView) -> None:
 
 
 def release(like: ArrayView, *views: ArrayView) -> None:
-    """After a launch on like's stream: nobody may reuse the views' memory before it is done.
+    """After a launch on like's stream: keep the memory of the views until the launch is done.
 
     torch and CuPy reuse memory in the order of their streams, so theirs is made to wait; JAX and
     unknown frameworks do not know our stream, so their memory is kept until the launch is over.
@@ -176,6 +153,19 @@ def deliver(x: Any, like: ArrayView) -> Any:
         return from_dlpack(x)
 
 
+def writable_copy(v: ArrayView) -> Any:
+    """The elements in memory that may be written, to be passed through `deliver`."""
+    made = empty(v.shape, v.dtype, v)
+    copy, carrier = view(made, "a copy"), _carrier(v.dtype.numpy)
+    if v.device.kind == "cpu":
+        as_numpy(copy)[...] = as_numpy(v)
+    else:
+        with cupy_module().cuda.Device(v.device.index):
+            as_cupy(copy, carrier)[...] = as_cupy(v, carrier)
+        release(copy, v)
+    return made
+
+
 def from_numpy(a: np.ndarray, like: ArrayView) -> Any:
     """A NumPy answer as an array of like's framework on like's device.
 
@@ -233,15 +223,78 @@ def as_numpy(v: ArrayView) -> np.ndarray:
     return np.asarray(_HostMemory(v)).view(v.dtype.numpy)
 
 
-def as_strided(v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> ArrayView:
-    """The memory of v seen with another shape and strides (in elements), which must fit it."""
-    made = ArrayView(v.ptr, shape, strides, v.dtype, v.device, v.framework, v.readonly, v.owner)
+def as_strided(
+    v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0
+) -> ArrayView:
+    """The memory of v from element `offset` on, seen with another shape and strides (in elements).
+
+    All of it must lie within v.
+    """
+    ptr = v.ptr + offset * v.dtype.itemsize
+    made = ArrayView(ptr, shape, strides, v.dtype, v.device, v.framework, v.readonly, v.owner)
     if v.framework == "numpy":
         owner = np.asarray(_HostMemory(made)).view(v.dtype.numpy)
-        return ArrayView(v.ptr, shape, strides, v.dtype, v.device, "numpy", v.readonly, owner)
+        return ArrayView(ptr, shape, strides, v.dtype, v.device, "numpy", v.readonly, owner)
     if v.framework in ("jax", "dlpack"):
         made._memory = v._memory
     return made
+
+
+def restride(
+    x: Any, name: str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0
+) -> Any:
+    """`as_strided` of a caller's array: an array of torch, CuPy or NumPy, of others a view."""
+    v = view(x, name)
+    if v.framework == "torch":
+        return x.as_strided(shape, strides, x.storage_offset() + offset)
+    made = as_strided(v, shape, strides, offset)
+    if v.framework == "cupy":
+        return as_cupy(made)
+    return made.owner if v.framework == "numpy" else made
+
+
+def adjoined(first: Any, second: Any, name: str) -> Any:
+    """One array of the rows of two, if those of `second` follow those of `first` in one allocation
+    of torch, CuPy or NumPy; else None."""
+    a, b = view(first, name), view(second, name)
+    if (a.framework, a.dtype, a.device, a.strides, a.shape[1:]) != (
+        *(b.framework, b.dtype, b.device, b.strides, b.shape[1:]),
+    ):
+        return None
+    if not a.shape or b.ptr != a.ptr + a.shape[0] * a.strides[0] * a.dtype.itemsize:
+        return None
+    base = _ALLOCATIONS.get(a.framework)
+    if base is None or base(first) != base(second):
+        return None
+    shape = a.shape[0] + b.shape[0], *a.shape[1:]
+    return restride(first, name, shape, tuple(a.strides))
+
+
+def _numpy_allocation(x: np.ndarray) -> int:
+    while isinstance(x.base, np.ndarray):
+        x = x.base
+    return id(x if x.base is None else x.base)
+
+
+# What two arrays share if they are in one allocation.
+_ALLOCATIONS: dict[str, Callable[[Any], int]] = {
+    "torch": lambda x: x.untyped_storage().data_ptr(),
+    "cupy": lambda x: x.data.mem.ptr,
+    "numpy": _numpy_allocation,
+}
+
+
+def row_major(x: Any, name: str) -> Any:
+    """A row-major copy of an array of torch, CuPy or NumPy, on its current stream."""
+    v = view(x, name)
+    if v.framework == "torch":
+        return x.contiguous()
+    if v.framework == "numpy":
+        return np.ascontiguousarray(x)
+    if v.framework == "cupy":
+        carrier = as_cupy(v, _carrier(v.dtype.numpy))
+        return cupy_module().ascontiguousarray(carrier).view(v.dtype.numpy)
+    raise ArgumentError(f"{name}: strides are {list(v.strides)}; pass a row-major copy")
 
 
 def as_cupy(v: ArrayView, dtype: np.dtype | None = None) -> Any:
@@ -259,9 +312,26 @@ def to_host(v: ArrayView) -> np.ndarray:
     if v.device.kind == "cpu":
         return as_numpy(v)
     if v.framework == "torch":
-        return as_numpy(view(v.owner.detach().cpu(), "a copy on the CPU"))
+        x = v.owner.detach()
+        if tuple(x.shape) != tuple(v.shape) or x.data_ptr() != v.ptr:  # a part of the tensor
+            place = x.storage_offset() + (v.ptr - x.data_ptr()) // v.dtype.itemsize
+            x = x.as_strided(v.shape, v.strides, place)
+        return as_numpy(view(x.cpu(), "a copy on the CPU"))
     with cupy_module().cuda.Device(v.device.index):
         return as_cupy(v, _carrier(v.dtype.numpy)).get().view(v.dtype.numpy)
+
+
+def scaled(x: Any, factor: float) -> Any:
+    """x times a number, on the current stream of its framework: x itself, but for JAX, whose arrays
+    cannot be written."""
+    v = view(x, "x")
+    if v.framework == "jax":
+        return x * factor
+    if v.framework == "torch":
+        return x.mul_(factor)
+    numbers = as_numpy(v) if v.device.kind == "cpu" else as_cupy(v)
+    numbers *= factor
+    return x
 
 
 def same_device(**views: ArrayView | None) -> Device:
@@ -294,19 +364,3 @@ def byte_range(v: ArrayView) -> tuple[int, int]:
             low += (extent - 1) * stride
     itemsize = v.dtype.itemsize
     return v.ptr + low * itemsize, v.ptr + (high + 1) * itemsize
-
-
-def overlap(a: ArrayView, b: ArrayView) -> bool:
-    """True if the byte ranges of two arrays intersect, whether or not they share an element."""
-    return first_overlap(a, b) is not None
-
-
-def first_overlap(a: ArrayView, *others: ArrayView) -> int | None:
-    """The index of the first of `others` that overlaps a, or None."""
-    a_low, a_high = byte_range(a)
-    for index, b in enumerate(others):
-        b_low, b_high = byte_range(b)
-        if a_low < b_high and b_low < a_high and a_low < a_high and b_low < b_high:
-            if a.device == b.device:
-                return index
-    return None

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core import dtypes
+from ..core.cupy_module import cupy_module
 from ..core.dtypes import DType
 from ..errors import ArgumentError, DeviceError
 from . import dlpack
@@ -32,7 +33,26 @@ class Device(NamedTuple):
 
 
 CPU = Device("cpu", 0)
-_CUDA = tuple(Device("cuda", index) for index in range(64))
+_CUDA: Sequence[Device] = tuple(Device("cuda", index) for index in range(64))
+
+
+class _NoGpus(Sequence[Device]):
+    """What a process has that was forked after the first launch."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: Any) -> Any:
+        raise DeviceError(
+            "this process was forked from one that had used the GPU, and CUDA does not work in "
+            "such a process; start it with multiprocessing's 'spawn' or 'forkserver'"
+        )
+
+
+def refuse_gpus() -> None:
+    """Let every GPU array from here on raise DeviceError."""
+    global _CUDA
+    _CUDA = _NoGpus()
 
 
 class ArrayView:
@@ -104,7 +124,7 @@ def view(x: object, name: str) -> ArrayView:
 
 
 _Reader = Callable[[Any, str], ArrayView]
-_READERS: dict[type, _Reader] = {}
+_READERS: dict[type, _Reader] = {ArrayView: lambda v, name: v}
 
 # dtype object -> (row, itemsize - 1): the mask tells a misaligned pointer or stride in one `&`.
 _NUMPY_DTYPES: dict[Any, tuple[DType, int]] = {d.numpy: (d, d.itemsize - 1) for d in dtypes.ALL}
@@ -167,8 +187,10 @@ def _find_reader(x: object, name: str) -> _Reader:
 
 
 def _unknown_dtype(name: str, dtype: object) -> ArgumentError:
-    known = ", ".join(dtypes.BY_NAME)
-    return ArgumentError(f"{name}: dtype {dtype} is not supported; cast it to one of {known}")
+    wanted = "float16, bfloat16, or float32 where that is asked for"
+    if not str(dtype).removeprefix("torch.").startswith(("float", "complex")):
+        wanted = "the dtype that is asked for"
+    return ArgumentError(f"{name}: dtype {dtype} is not supported; cast it to {wanted}")
 
 
 def _misaligned(name: str, itemsize: int) -> ArgumentError:
@@ -317,18 +339,6 @@ def _refused_export(x: object, name: str, error: Exception) -> ArgumentError:
         f"{name}: {type(x).__name__} could not be read through DLPack: {error}; pass an array on "
         "one device, with memory of its own"
     )
-
-
-@functools.cache
-def cupy_module() -> Any:
-    try:
-        import cupy
-    except ImportError as error:
-        raise DeviceError(
-            "CUDA arrays need CuPy, which cannot be imported; install cupyattn[cuda12x] or "
-            "cupyattn[cuda13x], whichever CUDA version the driver supports"
-        ) from error
-    return cupy
 
 
 def cupy_stream(index: int) -> int:

@@ -15,22 +15,10 @@ from ..inputs.workspace import copy_on_device, int32_on_device, same_device
 from .mask import Mask
 from .requests import Batch
 
-# What a wrapper calls its buffers -> what they hold.
-_HOLDS = {
-    "qo_indptr_buf": "qo_indptr",
-    "paged_kv_indptr_buf": "kv_indptr",
-    "paged_kv_indptr_buffer": "kv_indptr",
-    "indptr_buffer": "kv_indptr",
-    "kv_indptr_buf": "kv_indptr",
-    "paged_kv_indices_buf": "kv_indices",
-    "paged_kv_indices_buffer": "kv_indices",
-    "indices_buffer": "kv_indices",
-    "paged_kv_last_page_len_buf": "last_page_len",
-    "paged_kv_last_page_len_buffer": "last_page_len",
-    "last_page_len_buffer": "last_page_len",
-    "custom_mask_buf": "mask",
-    "mask_indptr_buf": "mask_indptr",
-}
+
+def _holds(name: str) -> str:
+    """What a buffer of this name holds, in the terms of Batch; the name is a wrapper's argument."""
+    return name.removesuffix("fer").removesuffix("_buf").removeprefix("paged_")
 
 
 class GraphBuffers:
@@ -45,16 +33,16 @@ class GraphBuffers:
         self._views: dict[str, ArrayView] = {}
         self._names: dict[str, str] = {}
         for name, x in given.items():
-            holds = _HOLDS[name]
+            holds = _holds(name)
             if x is None:
-                if not holds.startswith("mask"):
+                if "mask" not in holds:
                     raise ArgumentError(
                         f"{name}: use_cuda_graph=True needs this buffer, for the captured graph to "
                         "read from; pass an int32 array"
                     )
                 continue
             v = array.view(x, name)
-            require_dtype(v, dtypes.uint8 if holds == "mask" else dtypes.int32, name)
+            require_dtype(v, dtypes.uint8 if holds == "custom_mask" else dtypes.int32, name)
             if len(v.shape) != 1 or v.readonly:
                 raise ArgumentError(
                     f"{name}: wanted a writable array with one dimension, got {v!r}"
@@ -66,7 +54,7 @@ class GraphBuffers:
 
     def _check_sizes(self) -> None:
         found = {}
-        for holds, extra in (("qo_indptr", 1), ("kv_indptr", 1), ("last_page_len", 0)):
+        for holds, extra in (("qo_indptr", 1), ("kv_indptr", 1), ("kv_last_page_len", 0)):
             if holds in self._views:
                 found[self._names[holds]] = self._views[holds].shape[0] - extra
         if not found:
@@ -78,11 +66,10 @@ class GraphBuffers:
                 f"{', '.join(found)}: they are for different numbers of requests: {sizes}; wanted "
                 "requests + 1 offsets, and one last page for each request"
             )
-        if ("mask" in self._views) != ("mask_indptr" in self._views):
-            have, lack = sorted(("mask", "mask_indptr"), key=lambda x: x not in self._views)
-            names = {"mask": "custom_mask_buf", "mask_indptr": "mask_indptr_buf"}
+        if ("custom_mask" in self._views) != ("mask_indptr" in self._views):
+            have, lack = sorted(("custom_mask", "mask_indptr"), key=lambda x: x not in self._views)
             raise ArgumentError(
-                f"{names[lack]}: missing, but {names[have]} is there; masks need both buffers"
+                f"{lack}_buf: missing, but {have}_buf is there; masks need both buffers"
             )
 
     @property
@@ -91,7 +78,7 @@ class GraphBuffers:
 
     @property
     def mask(self) -> ArrayView | None:
-        return self._views.get("mask")
+        return self._views.get("custom_mask")
 
     def check(self, batch: Batch, mask: Mask) -> None:
         """PlanError or ArgumentError if the buffers cannot hold this batch."""
@@ -127,42 +114,35 @@ class GraphBuffers:
                     f"{batch.num_requests + 1}"
                 )
 
-    def host_parts(self, batch: Batch, mask: Mask) -> list[tuple[np.ndarray, int]]:
+    def host_parts(self, batch: Batch) -> list[tuple[np.ndarray, int]]:
         """(values, address) of what plan() writes into the buffers from the host."""
-        if not self._views:
-            return []
-        values = {
-            "qo_indptr": batch.qo_indptr,
-            "kv_indptr": batch.kv_indptr,
-            "last_page_len": batch.last_page_len,
-            "mask_indptr": batch.mask_indptr,
-        }
-        return [
-            (value, self._views[holds].ptr)
-            for holds, value in values.items()
-            if value is not None and holds in self._views
-        ]
+        return [(value, v.ptr) for v, value in self._values(batch)]
+
+    def _values(self, batch: Batch) -> list[tuple[ArrayView, np.ndarray]]:
+        values = (
+            ("qo_indptr", batch.qo_indptr),
+            ("kv_indptr", batch.kv_indptr),
+            ("kv_last_page_len", batch.last_page_len),
+            ("mask_indptr", batch.mask_indptr),
+        )
+        found = [(self._views.get(holds), value) for holds, value in values]
+        return [(v, value) for v, value in found if v is not None and value is not None]
 
     def copy_page_ids(self, ids: ArrayView, count: int, stream: int) -> None:
         assert self.kv_indices is not None
         copy_on_device(self.kv_indices.ptr, ids.ptr, 4 * count, ids.device.index, stream)
 
     def copy_last_page_len(self, batch: Batch, stream: int) -> None:
-        v, target = batch.last_page_len_device, self._views.get("last_page_len")
+        v, target = batch.last_page_len_device, self._views.get("kv_last_page_len")
         if v is not None and target is not None:
-            held = int32_on_device(v, self._names["last_page_len"])
+            held = int32_on_device(v, self._names["kv_last_page_len"])
             array.acquire(target, held)
             copy_on_device(target.ptr, held.ptr, 4 * batch.num_requests, v.device.index, stream)
             array.release(target, held)
 
-    def fill_on_cpu(self, batch: Batch, mask: Mask) -> None:
-        values = {
-            "qo_indptr": batch.qo_indptr,
-            "kv_indptr": batch.kv_indptr,
-            "last_page_len": batch.last_page_len,
-            "mask_indptr": batch.mask_indptr,
-            "kv_indices": None if batch.page_ids is None else batch.page_ids[: batch.num_page_ids],
-        }
-        for holds, value in values.items():
-            if value is not None and holds in self._views:
-                array.as_numpy(self._views[holds])[: value.size] = value
+    def fill_on_cpu(self, batch: Batch) -> None:
+        values = self._values(batch)
+        if self.kv_indices is not None and batch.page_ids is not None:
+            values.append((self.kv_indices, batch.page_ids[: batch.num_page_ids]))
+        for v, value in values:
+            array.as_numpy(v)[: value.size] = value

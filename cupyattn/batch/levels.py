@@ -10,8 +10,8 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..core import dtypes
+from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs.limits import MAX_LENGTH
 from ..inputs.workspace import copy_on_device, int32_on_device
 from ..schedule.batch import BatchRequests
 from ..schedule.levels import Levels
@@ -141,14 +141,14 @@ def _positions(last: Batch, key_offset: np.ndarray, causal: bool) -> np.ndarray:
 
 def join_ids_on_host(parts: tuple[Batch, ...]) -> np.ndarray:
     """The page ids of all levels, one level after another; those on a device are waited for."""
-    return np.concatenate([_host_ids(part) for part in parts])
-
-
-def _host_ids(part: Batch) -> np.ndarray:
-    if part.page_ids is not None:
-        return part.page_ids[: part.num_page_ids]
-    assert part.page_ids_device is not None
-    return array.to_host(part.page_ids_device)[: part.num_page_ids]
+    ids = []
+    for part in parts:
+        own, on_device = part.page_ids, part.page_ids_device
+        if own is None:
+            assert on_device is not None
+            own = array.to_host(on_device)
+        ids.append(own[: part.num_page_ids])
+    return np.concatenate(ids)
 
 
 def join_ids_on_device(parts: tuple[Batch, ...], workspace: ArrayView, stream: int) -> ArrayView:

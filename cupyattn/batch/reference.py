@@ -1,82 +1,81 @@
-"""A cascade on the CPU: the reference over the keys of all levels as one sequence."""
+"""The requests of a batch as the reference answers them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
-from .. import reference
-from ..inputs.geometry import Geometry
+from ..array import ArrayView
+from ..inputs import row_mask
+from ..inputs.cpu import Request, gather, tokens_first
+from ..inputs.kv_cache import Keys
 from .requests import Batch
+from .wrapper import Plan
 
 
-def attend_levels(
-    geometry: Geometry,
-    batch: Batch,
-    arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
-    sm_scale: float,
-    sinks: np.ndarray | None,
-    scales: Mapping[str, Any],
-) -> tuple[np.ndarray, np.ndarray]:
-    """(o [rows, num_qo_heads, head_dim], lse [rows, num_qo_heads]) in float64.
+def requests_of(plan: Plan, keys: Keys, vmask: ArrayView | None) -> Iterator[Request]:
+    """The requests of a plan. vmask: a run's mask of rows, in place of the plan's."""
+    spec, batch = plan.geometry.spec, plan.batch
+    k, v = (tokens_first(x, spec.kv_layout) for x in (keys.k, keys.v))
+    if batch.parts:
+        yield from _requests_of_levels(batch, k, v, spec.causal)
+        return
+    seen = None
+    if vmask is not None:
+        seen = row_mask.visible(vmask, batch.num_rows, batch.requests.uniform)
+    lengths = batch.requests
+    for index in range(batch.num_requests):
+        begin, kv_len = int(lengths.q_start[index]), int(lengths.kv_len[index])
+        rows = slice(begin, begin + int(lengths.qo_len[index]))
+        if seen is None:
+            mask = plan.mask.of_request(batch, index)
+        else:
+            mask = row_mask.with_earlier_keys(seen[rows], kv_len)
+        own_k, own_v = (_keys_of(x, batch, index, kv_len) for x in (k, v))
+        yield Request(rows, own_k, own_v, mask)
 
-    arrays: q, and k and v as NHD pages.
-    """
-    q, k, v = arrays
-    options, problem = geometry.options, geometry.problem
-    o = np.zeros((batch.num_rows, geometry.num_qo_heads, problem.head_dim_vo))
-    lse = np.full(o.shape[:-1], -np.inf)
+
+def _keys_of(x: np.ndarray, batch: Batch, index: int, kv_len: int) -> np.ndarray:
+    """[kv_len, num_kv_heads, head_dim] of one request, from its pages or rows."""
+    begin = int(batch.requests.kv_start[index])
+    if x.ndim == 3:
+        return x[begin : begin + kv_len]
+    assert batch.page_ids is not None
+    return gather(x, batch.page_ids[begin : begin - (-kv_len // x.shape[1])], kv_len)
+
+
+def _requests_of_levels(
+    batch: Batch, k: np.ndarray, v: np.ndarray, causal: bool
+) -> Iterator[Request]:
+    """The keys of all levels as one sequence, for the rows of each piece between two bounds."""
     last = batch.parts[-1]
     # Between two of these rows the keys of a row are the same.
-    cuts = np.unique(np.concatenate([part.qo_indptr for part in batch.parts]))
-    for begin, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
-        requests = [_request_of(part, begin) for part in batch.parts]
+    bounds = np.unique(np.concatenate([part.qo_indptr for part in batch.parts]))
+    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        owners = [_request_of(part, begin) for part in batch.parts]
         keys, values = (
-            np.concatenate(
-                [_rows_of(x, batch, level, r) for level, r in enumerate(requests)], axis=0
-            )
+            np.concatenate([_keys_of_level(x, batch, *owner) for owner in enumerate(owners)])
             for x in (k, v)
         )
         # Positions count from the first row of the last level's request.
-        own, first = last.requests, int(last.qo_indptr[requests[-1]])
-        rows = slice(first, int(last.qo_indptr[requests[-1] + 1]))
-        qo_len, own_len = rows.stop - rows.start, int(own.kv_len[requests[-1]])
-        mask = None
-        if options.causal:
+        first, stop = last.qo_indptr[owners[-1] : owners[-1] + 2].tolist()
+        qo_len, own_len = stop - first, int(last.requests.kv_len[owners[-1]])
+        mask = np.ones((qo_len, len(keys)), np.bool_)
+        if causal:
             limit = np.maximum(np.arange(qo_len) + own_len - qo_len, -1) + len(keys) - own_len
             mask = np.arange(len(keys)) <= limit[:, None]
-        answer = reference.attention(
-            q[rows],
-            keys,
-            values,
-            window_left=options.window_left,
-            mask=mask,
-            logits_soft_cap=options.logits_soft_cap,
-            sm_scale=sm_scale,
-            pos_encoding_mode=problem.pos_encoding,
-            rope_scale=options.rope_scale,
-            rope_theta=options.rope_theta,
-            sinks=sinks,
-            alibi_start=len(keys) - qo_len,
-            **scales,
-        )
-        wanted = slice(begin - first, end - first)
-        o[begin:end], lse[begin:end] = answer[0][wanted], answer[1][wanted]
-    return o, lse
+        answered = slice(begin - first, end - first)
+        yield Request(slice(first, stop), keys, values, mask, answered)
 
 
 def _request_of(part: Batch, row: int) -> int:
     return int(np.searchsorted(part.qo_indptr, row, side="right")) - 1
 
 
-def _rows_of(x: np.ndarray, batch: Batch, level: int, request: int) -> np.ndarray:
-    """[keys, num_kv_heads, head_dim] of one request of a level, gathered from its pages."""
+def _keys_of_level(x: np.ndarray, batch: Batch, level: int, request: int) -> np.ndarray:
+    """[kv_len, num_kv_heads, head_dim] of one request of a level."""
     part = batch.parts[level]
-    before = sum(other.num_page_ids for other in batch.parts[:level])
-    assert batch.page_ids is not None
-    begin, end = (before + int(n) for n in part.kv_indptr[request : request + 2])
-    pages = batch.page_ids[begin:end]
-    kv_len = int(part.requests.kv_len[request])
-    return x[pages].reshape(-1, *x.shape[2:])[:kv_len]
+    assert part.page_ids is not None
+    begin, end = part.kv_indptr[request : request + 2].tolist()
+    return gather(x, part.page_ids[begin:end], int(part.requests.kv_len[request]))

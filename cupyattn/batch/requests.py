@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,10 +10,10 @@ import numpy as np
 
 from .. import array
 from ..array import ArrayView
-from ..array.match import require_contiguous_last
 from ..core import dtypes
+from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs.limits import MAX_LENGTH
+from ..inputs.workspace import copy_on_device, int32_on_device
 from ..schedule.batch import BatchRequests
 from ..schedule.levels import Levels
 
@@ -47,6 +47,7 @@ class Batch:
     max_page          the largest id in use, -1 if none is or it is not known
     mask_indptr       int64 [B + 1] in bytes of the packed mask, None without one
     levels, parts     of a cascade: what its requests are, and the batch of each level
+    matrix            of a block-sparse mask: the extents that its wrapper was told
     """
 
     requests: BatchRequests
@@ -62,6 +63,7 @@ class Batch:
     mask_indptr: np.ndarray | None = None
     levels: Levels | None = None
     parts: tuple[Batch, ...] = ()
+    matrix: tuple[int, ...] = ()
 
     @property
     def num_requests(self) -> int:
@@ -79,6 +81,8 @@ def host_integers(x: Any, name: str) -> np.ndarray:
     if type(x) is not np.ndarray:
         v = array.view(x, name)
         a = x.numpy() if v.framework == "torch" and v.device.kind == "cpu" else array.to_host(v)
+    if a.size > MAX_LENGTH:
+        raise UnsupportedError(f"{name}: holds {a.size} numbers; at most {MAX_LENGTH}")
     if a.ndim != 1 or a.dtype not in _INTEGERS:
         raise ArgumentError(
             f"{name}: got {a.dtype} {list(a.shape)}; wanted int32 or int64 with one dimension"
@@ -87,10 +91,20 @@ def host_integers(x: Any, name: str) -> np.ndarray:
 
 
 def read_indptr(
-    x: Any, name: str, num_requests: int | None = None
+    x: Any, name: str, num_requests: int | None = None, unit: int = 1
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Offsets int64 [B + 1], checked never to fall, their steps [B], and the smallest of these."""
+    """Offsets int64 [B + 1], checked never to fall, their steps [B], and the smallest of these.
+
+    unit: what the caller's count for one here.
+    """
     indptr = host_integers(x, name)
+    if unit != 1:
+        if (indptr % unit).any():
+            raise ArgumentError(
+                f"{name}: {indptr.tolist()[:8]} are not all multiples of a token's {unit} elements,"
+                " which offsets count with backend='cudnn'; use another backend for those in tokens"
+            )
+        indptr //= unit
     if indptr.size == 0 or (num_requests is not None and indptr.size != num_requests + 1):
         wanted = "at least 1" if num_requests is None else f"{num_requests + 1}, as in qo_indptr"
         raise ArgumentError(f"{name}: holds {indptr.size} offsets; wanted {wanted} (requests + 1)")
@@ -104,6 +118,8 @@ def read_indptr(
             f"{name}: falls from {indptr[at]} to {indptr[at + 1]} after request {at}; wanted "
             "offsets that never fall"
         )
+    if indptr[-1] < 0:  # so far below that the step is beyond 64 bits
+        raise ArgumentError(f"{name}: ends at {indptr[-1]}; wanted offsets that never fall")
     if indptr[-1] > MAX_LENGTH:
         raise UnsupportedError(f"{name}: ends at {indptr[-1]}; at most {MAX_LENGTH} is supported")
     return indptr, steps, least
@@ -118,9 +134,11 @@ def uniform_rows(num_requests: int, qo_len: int) -> tuple[np.ndarray, np.ndarray
     return indptr, lengths
 
 
-def read_rows(qo_indptr: Any, name: str = "qo_indptr") -> tuple[np.ndarray, np.ndarray]:
-    """(qo_indptr [B + 1], qo_len [B])."""
-    indptr, lengths, _ = read_indptr(qo_indptr, name)
+def read_rows(
+    qo_indptr: Any, name: str = "qo_indptr", unit: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """(qo_indptr [B + 1], qo_len [B]); `unit` as in read_indptr."""
+    indptr, lengths, _ = read_indptr(qo_indptr, name, unit=unit)
     if indptr[0]:
         raise ArgumentError(f"{name}: the first offset is {indptr[0]}; wanted 0")
     return indptr, lengths
@@ -134,78 +152,64 @@ def read_paged(
     page_size: int,
     names: PageNames,
     is_bounded: bool,
+    has_lengths: bool = False,
 ) -> Batch:
     """A batch over pages. `rows` are read_rows', or how many every request has.
 
-    Ids of pages on the GPU stay there, unread unless `is_bounded`; with pages of one token the
-    lengths of last pages are not read either.
+    has_lengths: last_page_len holds the number of keys of each request, which may leave pages
+    unused. Ids of pages on the GPU stay there, unread unless `is_bounded`; with pages of one token
+    the lengths of last pages are not read either.
     """
-    known = None if isinstance(rows, int) else rows[1].size
-    kv_indptr, num_pages, fewest = read_indptr(kv_indptr, names.indptr, known)
+    expected = None if isinstance(rows, int) else rows[1].size
+    kv_indptr, num_pages, fewest = read_indptr(kv_indptr, names.indptr, expected)
     count, uniform = num_pages.size, -1
     if isinstance(rows, int):
         uniform = rows
         rows = uniform_rows(count, rows)
     qo_indptr, qo_len = rows
-    last, last_device, kv_len = None, None, num_pages
-    if page_size == 1 and type(last_page_len) is not np.ndarray:
-        last_device = array.view(last_page_len, names.last_page_len)
+    last, last_device, kv_len, label = None, None, num_pages, names.last_page_len
+    if has_lengths:
+        kv_len = _read_lengths(last_page_len, num_pages, page_size, label)
+    elif page_size == 1 and type(last_page_len) is not np.ndarray:
+        last_device = array.view(last_page_len, label)
         if tuple(last_device.shape) != (count,):
-            raise _wrong_count(names.last_page_len, last_device.shape, count)
+            raise _wrong_count(label, last_device.shape, count)
         if last_device.device.kind == "cpu":
             last_device = None
-    if last_device is None:
-        last = host_integers(last_page_len, names.last_page_len)
-        kv_len = _page_lengths(num_pages, fewest, last, page_size, names.last_page_len)
+    if last_device is None and not has_lengths:
+        last = host_integers(last_page_len, label)
+        kv_len = _page_lengths(num_pages, fewest, last, page_size, label)
     total = int(kv_indptr[-1]) * page_size
-    if total > MAX_LENGTH and kv_len.max() > MAX_LENGTH:
-        raise _too_many_keys(names.indptr, kv_len)
+    if total > MAX_LENGTH and kv_len.max(initial=0) > MAX_LENGTH:
+        raise UnsupportedError(
+            f"{label if has_lengths else names.indptr}: a request has {kv_len.max()} keys; at most "
+            f"{MAX_LENGTH} are supported"
+        )
     requests = BatchRequests(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1], None, uniform)
     batch = Batch(requests, int(qo_indptr[-1]), 0, qo_indptr, kv_indptr, last, last_device)
     _read_page_ids(batch, kv_indices, names, is_bounded)
     return batch
 
 
-def read_paged_lengths(
-    rows: tuple[np.ndarray, np.ndarray],
-    kv_indptr: Any,
-    kv_indices: Any,
-    kv_len: Any,
-    page_size: int,
-    names: PageNames,
-    is_bounded: bool,
-) -> Batch:
-    """The same from the number of keys of each request, which may leave pages unused."""
-    qo_indptr, qo_len = rows
-    kv_indptr, num_pages, _ = read_indptr(kv_indptr, names.indptr, qo_len.size)
-    lengths = host_integers(kv_len, names.last_page_len)
-    if lengths.size != qo_len.size:
-        raise _wrong_count(names.last_page_len, lengths.shape, qo_len.size)
+def _read_lengths(kv_len: Any, num_pages: np.ndarray, page_size: int, name: str) -> np.ndarray:
+    """The keys of each request, checked to fit its pages."""
+    lengths = host_integers(kv_len, name)
+    if lengths.size != num_pages.size:
+        raise _wrong_count(name, lengths.shape, num_pages.size)
     is_wrong = (lengths < 0) | (lengths > num_pages * page_size)
     if is_wrong.any():
         at = int(np.argmax(is_wrong))
         raise ArgumentError(
-            f"{names.last_page_len}: request {at} has {lengths[at]} keys in {num_pages[at]} pages "
-            f"of {page_size}; wanted 0 to {num_pages[at] * page_size}"
+            f"{name}: request {at} has {lengths[at]} keys in {num_pages[at]} pages of {page_size}; "
+            f"wanted 0 to {num_pages[at] * page_size}"
         )
-    if lengths.size and lengths.max() > MAX_LENGTH:
-        raise _too_many_keys(names.last_page_len, lengths)
-    requests = BatchRequests(qo_len, lengths, qo_indptr[:-1], kv_indptr[:-1])
-    batch = Batch(requests, int(qo_indptr[-1]), 0, qo_indptr, kv_indptr)
-    _read_page_ids(batch, kv_indices, names, is_bounded)
-    return batch
-
-
-def _too_many_keys(name: str, kv_len: np.ndarray) -> UnsupportedError:
-    return UnsupportedError(
-        f"{name}: a request has {kv_len.max()} keys; at most {MAX_LENGTH} are supported"
-    )
+    return lengths
 
 
 def _page_lengths(
     num_pages: np.ndarray, fewest: int, last: np.ndarray, page_size: int, name: str
 ) -> np.ndarray:
-    """Keys of each request: none without a page, whatever its last page is said to hold."""
+    """Keys of each request; a request without pages has none, whatever its last page length is."""
     if last.size != num_pages.size:
         raise _wrong_count(name, last.shape, num_pages.size)
     if not last.size:
@@ -240,7 +244,6 @@ def _read_page_ids(batch: Batch, kv_indices: Any, names: PageNames, is_bounded: 
     if v is not None and v.device.kind == "cuda":
         if v.dtype not in (dtypes.int32, dtypes.int64):
             raise ArgumentError(f"{name}: dtype is {v.dtype}; wanted int32 or int64")
-        require_contiguous_last(v, name)
         batch.page_ids_device = v
         if not is_bounded:
             return
@@ -266,12 +269,86 @@ def _read_page_ids(batch: Batch, kv_indices: Any, names: PageNames, is_bounded: 
         batch.page_ids = ids[:needed]
 
 
-def read_ragged(rows: tuple[np.ndarray, np.ndarray], kv_indptr: Any) -> Batch:
-    """A batch whose keys are rows of one array."""
+def concatenate(first: Batch, second: Batch) -> Batch:
+    """The requests of both batches, whose rows and pages follow one another. `join_page_ids` makes
+    the page table."""
+    a, b = first.requests, second.requests
+    pages = first.num_page_ids
+    requests = BatchRequests(
+        np.concatenate([a.qo_len, b.qo_len]),
+        np.concatenate([a.kv_len, b.kv_len]),
+        np.concatenate([a.q_start, b.q_start + first.num_rows]),
+        np.concatenate([a.kv_start, b.kv_start + pages]),
+    )
+    return Batch(
+        requests,
+        first.num_rows + second.num_rows,
+        0,
+        np.concatenate([first.qo_indptr, second.qo_indptr[1:] + first.num_rows]),
+        np.concatenate([first.kv_indptr, second.kv_indptr[1:] + pages]),
+        max_page=max(first.max_page, second.max_page),
+    )
+
+
+def join_page_ids(
+    both: Batch, first: Batch, second: Batch, workspace: ArrayView, stream: int
+) -> None:
+    """Give `both` the page tables of two batches. Tables that are all on the GPU stay there."""
+    ids = first.page_ids_device, second.page_ids_device
+    counts = first.num_page_ids, second.num_page_ids
+    if ids[0] is None or ids[1] is None:
+        parts = [
+            batch.page_ids if v is None else array.to_host(v)
+            for batch, v in zip((first, second), ids, strict=True)
+        ]
+        both.page_ids = np.concatenate(
+            [np.asarray(x)[:count] for x, count in zip(parts, counts, strict=True)]
+        )
+        return
+    table = array.view(array.empty((sum(counts),), dtypes.int32, workspace), "kv_indices")
+    place = table.ptr
+    for v, count in zip(ids, counts, strict=True):
+        assert v is not None
+        held = int32_on_device(v, "kv_indices")
+        array.acquire(workspace, held)
+        copy_on_device(place, held.ptr, 4 * count, table.device.index, stream)
+        array.release(workspace, held)
+        place += 4 * count
+    both.page_ids_device = table
+
+
+def with_q_len(batch: Batch, q_len: int) -> Batch:
+    """The batch with so many rows of q for every request."""
+    qo_indptr, qo_len = uniform_rows(batch.num_requests, q_len)
+    own = batch.requests
+    requests = BatchRequests(qo_len, own.kv_len, qo_indptr[:-1], own.kv_start, None, q_len)
+    return replace(batch, requests=requests, num_rows=int(qo_indptr[-1]), qo_indptr=qo_indptr)
+
+
+def read_ragged(rows: tuple[np.ndarray, np.ndarray], kv_indptr: Any, unit: int = 1) -> Batch:
+    """A batch whose keys are rows of one array; `unit` as in read_indptr."""
     qo_indptr, qo_len = rows
-    kv_indptr, kv_len, _ = read_indptr(kv_indptr, "kv_indptr", qo_len.size)
+    kv_indptr, kv_len, _ = read_indptr(kv_indptr, "kv_indptr", qo_len.size, unit)
     requests = BatchRequests(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1])
     return Batch(requests, int(qo_indptr[-1]), int(kv_indptr[-1]), qo_indptr, kv_indptr)
+
+
+def require_same_offsets(x: Any, name: str, wanted: np.ndarray, unit: int = 1) -> None:
+    """ArgumentError unless offsets, if they are given, name the rows that others do."""
+    if x is not None and (read_indptr(x, name, wanted.size - 1, unit)[0] != wanted).any():
+        raise ArgumentError(
+            f"{name}: names other rows than {'qo' if name == 'o_indptr' else 'kv'}_indptr; values "
+            "and answers are where keys and queries are, pass offsets of the same rows, or None"
+        )
+
+
+def require_same_lengths(x: Any, name: str, wanted: np.ndarray) -> None:
+    """ArgumentError unless lengths [B] or [B, 1, ...], if they are given, are what offsets say."""
+    if x is not None and array.to_host(array.view(x, name)).ravel().tolist() != wanted.tolist():
+        raise ArgumentError(
+            f"{name}: differs from {wanted.tolist()[:8]}, the lengths that offsets and pages say; "
+            "pass those, or None"
+        )
 
 
 def require_row_limit(batch: Batch, group_size: int) -> None:

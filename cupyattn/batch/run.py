@@ -1,31 +1,41 @@
-"""A run of a batch: check its arrays against the plan, then launch, or answer on the CPU."""
+"""A run of a batch: check its arrays against the plan, then launch, or answer on the CPU.
+
+A run whose signature an earlier run of the same geometry had is launched from the call cache
+(inputs/call_cache.py): its lengths are compared with the plan's, and its launches are bound to the
+plan once.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+import functools
+import operator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import array, reference
+from .. import array
 from ..array import ArrayView
-from ..array.match import Dims, match, require_contiguous_last, require_dtype, require_output
-from ..core import dtypes
+from ..array.match import (
+    are_rows_aligned,
+    match_array,
+    match_contiguous,
+    match_output,
+    require_contiguous_last,
+)
+from ..core import dtypes, parse
 from ..core.dtypes import DType
 from ..errors import ArgumentError
-from ..inputs import parse, row_mask
+from ..inputs import cpu, row_mask
+from ..inputs.call_cache import Argument, CallCache, Found
 from ..inputs.geometry import Geometry, Variant
 from ..inputs.kv_cache import Keys, planned, view_paged, view_ragged
-from ..inputs.limits import are_rows_aligned
 from ..inputs.row_mask import MaskBits
 from ..inputs.workspace import refuse_capture, same_device
+from ..launch.attention.bound_run import BoundRun
 from ..launch.driver import params
-from .plan import Plan
-from .reference import attend_levels
-from .repeat import bind, remember, repeat
-from .requests import Batch
-from .wrapper import BatchWrapper
-
-_Maybe: TypeAlias = "ArrayView | None"
+from .reference import requests_of
+from .wrapper import BatchWrapper, Plan, Prepared
 
 
 class Scales(NamedTuple):
@@ -37,6 +47,50 @@ class Scales(NamedTuple):
 
 
 NO_SCALES = Scales()
+_MAX_BOUNDS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What runs of one signature share.
+
+    v_offset   bytes from v, or from the tensor that holds k too, to the first value
+    bits       the mask of the run, whose address may change; None: the plan's
+    factors    (scale of the logits, scale of the output)
+    """
+
+    variant: Variant
+    v_offset: int
+    strides: bytes
+    bits: MaskBits | None
+    factors: tuple[float, float]
+    row_shape: tuple[int, int]
+
+
+class _Bound(NamedTuple):
+    """A plan's launches for arrays of these lengths, and bytes of each array, of the mask too."""
+
+    found: Found[_Checked]
+    workspace: int
+    sizes: list[int]
+    run: BoundRun
+
+
+def _call_cache(kv_axis: int) -> CallCache[_Checked]:
+    return CallCache(
+        Argument("q", 0),
+        Argument("k", kv_axis),
+        Argument("v", kv_axis),
+        Argument("out", 0, is_output=True),
+        Argument("lse", 0, is_output=True),
+        Argument("sinks"),
+        Argument("mask", is_planned=True),
+    )
+
+
+# By the axis of a cache along which its size may change.
+_CALLS = _call_cache(0), _call_cache(1)
+_OUT, _LSE, _MASK = 3, 4, 6
 
 
 def run(
@@ -50,25 +104,52 @@ def run(
     scales: Scales,
     return_lse: bool,
     mask: Any = None,
+    plan: Plan | None = None,
 ) -> Any:
-    """The answer of a batch: out, or (out, lse). For one tensor of pages v is None.
+    """The answer of a batch: out, or (out, lse).
 
-    mask: over the query tokens of requests that have equally many (_row_mask.py).
+    v: None for pages, where k is the whole cache: one tensor, or a pair.
+    mask: over the query tokens of requests that have equally many (inputs/row_mask.py).
+    plan: default the wrapper's; another one is made, and run, while no other thread plans.
     """
-    plan = wrapper._current or wrapper._require_plan()
-    answer = repeat(
-        plan, wrapper._workspace.ptr, q, k, v, out, lse, sinks, mask, scales, return_lse
-    )
-    if answer is not None:
-        return answer
+    if v is None and isinstance(k, (tuple, list)) and len(k) == 2:
+        k, v = k
+    arrays: tuple[Any, ...] = q, k, v, out
+    if not (lse is sinks is mask is None):
+        arrays += lse, sinks, mask
+    turns = wrapper._turns
+    with turns.running:
+        plan = plan or wrapper._current or wrapper._require_plan()
+        if turns.is_shared:
+            turns.check(plan.owner)
+        # A mask fits a number of rows, which are not part of a signature otherwise.
+        rows = None if mask is None else (plan.batch.num_rows, plan.batch.requests.uniform)
+        scalars = plan.geometry, plan.framework, return_lse, *scales, rows
+        answer = _run_cached(plan, wrapper._workspace.ptr, arrays, scalars, lse, mask, return_lse)
+        if answer is not None:
+            return answer
+        return _run_checked(wrapper, plan, arrays, scalars, scales, return_lse)
 
+
+def _run_checked(
+    wrapper: BatchWrapper,
+    plan: Plan,
+    arrays: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    scales: Scales,
+    return_lse: bool,
+) -> Any:
+    """The answer of a run that is not in the call cache; arrays as in _run_cached."""
     # --- 1. Validate ---
+    return_lse = parse.flag(return_lse, "return_lse")
+    q, k, v, out, lse, sinks, mask = (*arrays, None, None, None)[:7]
     geometry, batch = plan.geometry, plan.batch
     vq = array.view(q, "q")
-    if geometry.page_size:
-        keys = view_paged(k if v is None else (k, v), geometry)
+    dims, layout = planned(geometry), geometry.spec.kv_layout
+    if geometry.spec.page_size:
+        keys = view_paged(k if v is None else (k, v), layout, dims)
     else:
-        keys = view_ragged(k, v, geometry)
+        keys = view_ragged(k, v, layout, dims)
     _check_arrays(plan, vq, keys)
     vout = None if out is None else array.view(out, "out")
     vlse = None if lse is None else array.view(lse, "lse")
@@ -76,30 +157,39 @@ def run(
     vmask = None
     if mask is not None:
         vmask = row_mask.view_row_mask(mask, batch.num_rows, batch.requests.uniform)
-    sm_scale, output_scale, arrays = _read_scales(scales, geometry)
-    _check_extras(geometry, {"sinks": vsinks, **arrays})
+    sm_scale, output_scale, head_scales = _read_scales(scales, geometry)
+    _check_extras(geometry, {"sinks": vsinks, **head_scales})
     k_name, v_name = keys.names
-    inputs = {"q": vq, k_name: keys.k, v_name: keys.v, "sinks": vsinks, "mask": vmask, **arrays}
+    inputs = {"q": vq, k_name: keys.k, v_name: keys.v, "sinks": vsinks, "mask": vmask}
+    inputs |= head_scales
     same_device(wrapper._workspace, **inputs, out=vout, lse=vlse)
     _check_outputs(plan, vout, vlse, inputs)
 
+    prescale_logits = bool(head_scales.keys() & {"scale_q", "scale_k"}) or sm_scale <= 0.0
+    variant = Variant(_is_aligned(vq, keys, vout), prescale_logits, vmask is not None)
+
     # --- 2. Answer on the CPU ---
     if vq.device.kind == "cpu":
-        given = vq, keys, vout, vlse, vsinks, vmask
-        return _run_reference(plan, given, sm_scale, output_scale, arrays, return_lse)
+        if batch.num_rows:
+            with wrapper._turns.planning:
+                wrapper._prepare(plan, variant)
+        spec = replace(geometry.spec, sm_scale=sm_scale, output_scale=output_scale)
+        requests = requests_of(plan, keys, vmask)
+        answers = cpu.attend(spec, array.as_numpy(vq), requests, {"sinks": vsinks, **head_scales})
+        out = cpu.deliver(answers[0], vout, vq)
+        lse = cpu.deliver(answers[1].astype(np.float32), vlse, vq)
+        return (out, lse) if return_lse else out
 
     # --- 3. Launch on the caller's stream ---
-    shape_o = (batch.num_rows, geometry.num_qo_heads, geometry.problem.head_dim_vo)
-    given_out, given_lse = out, lse
+    given_lse = lse
+    shape_o = (batch.num_rows, geometry.spec.num_qo_heads, geometry.spec.head_dim_vo)
     if vout is None:
-        out = array.empty(shape_o, geometry.problem.dtype_o, vq)
+        out = array.empty(shape_o, geometry.spec.dtype_o, vq)
         vout = array.view(out, "out")
     if vlse is None and return_lse:
         lse = array.empty(shape_o[:-1], dtypes.float32, vq)
         vlse = array.view(lse, "lse")
     if batch.num_rows:
-        prescale_logits = bool(arrays.keys() & {"scale_q", "scale_k"}) or sm_scale <= 0.0
-        variant = Variant(_is_aligned(vq, keys, vout), prescale_logits, vmask is not None)
         strides = params.STRIDES.pack(
             *(vq.strides[0], vq.strides[1]),
             *keys.strides[:4],
@@ -107,39 +197,129 @@ def run(
             *((0, 0) if vlse is None else vlse.strides),
             *keys.strides[4:],
         )
-        extras = {"lse": vlse, "sinks": vsinks, "mask": vmask, **arrays}
+        extras = {"lse": vlse, "sinks": vsinks, "mask": vmask, **head_scales}
         factors = sm_scale, output_scale
         bits = _launch(wrapper, plan, variant, vq, keys, vout, extras, strides, factors)
-        if not arrays and plan.is_uniform and (vmask is None or bits.address == vmask.ptr):
-            remember(
-                plan,
-                (q, k, v, given_out, given_lse, sinks, mask),
-                (vq, keys, vout, vlse, vsinks, vmask),
-                bits,
-                scales,
-                return_lse,
+        # Bools are packed at each run, and arrays of scales are read at each run.
+        is_mask_read = vmask is None or bits.address == vmask.ptr
+        are_numbers = all(x is None or isinstance(x, (int, float)) for x in scales)
+        if plan.is_uniform and plan.framework == vq.framework and is_mask_read and are_numbers:
+            checked = _Checked(
                 variant,
+                keys.v.ptr - array.view(k if v is None else v, "v").ptr,
                 strides,
+                None if vmask is None else bits,
                 factors,
+                shape_o[1:],
             )
+            calls = _CALLS[geometry.kv_axis]
+            dtype_o = geometry.spec.dtype_o
+            made_out = shape_o if out is not arrays[_OUT] else None
+            made_lse = shape_o[:-1] if lse is not given_lse else None
+            calls.insert(arrays, scalars, checked, vq, dtype_o, made_out, made_lse)
     out = array.deliver(out, vq)
     return (out, array.deliver(lse, vq)) if return_lse else out
 
 
+def _run_cached(
+    plan: Plan,
+    workspace: int,
+    arrays: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    lse: Any,
+    mask: Any,
+    return_lse: bool,
+) -> Any:
+    """The answer of a run that is in the cache and fits the plan, else None.
+
+    arrays: q, k, v and out, and then lse, sinks and mask if one of them is given.
+    """
+    if not plan.is_uniform:
+        return None
+    answer = _CALLS[plan.geometry.kv_axis].lookup(arrays, scalars)
+    if answer is None:
+        return None
+    found, addresses = answer
+    bound = plan.bound
+    if bound is None or bound.found is not found or bound.workspace != workspace:
+        bound = _bind_cached(plan, workspace, found, arrays, lse, mask)
+        if bound is None:
+            return None
+        plan.bound = bound  # another thread may do the same
+    if mask is None:
+        addresses[_MASK] = plan.bits.address
+    call = found.call
+    if call.outputs and call.overlaps(addresses, bound.sizes):
+        return None
+    checked, out = call.checked, arrays[_OUT]
+    if out is None:
+        out = call.make_out((plan.batch.num_rows, *checked.row_shape))
+        addresses[_OUT] = call.address(out)
+    if lse is None and return_lse:
+        lse = call.make_lse((plan.batch.num_rows, checked.row_shape[0]))
+        addresses[_LSE] = call.address(lse)
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr = addresses
+    optional = params.NO_OPTIONAL
+    if lse_ptr or sinks_ptr or mask_ptr:
+        optional = params.OPTIONAL.pack(lse_ptr, mask_ptr, sinks_ptr, 0, 0, 0)
+    v_ptr = (v_ptr or k_ptr) + checked.v_offset
+    bound.run.launch(q_ptr, k_ptr, v_ptr, o_ptr, optional, call.current_stream())
+    return (out, lse) if return_lse else out
+
+
+def _bind_cached(
+    plan: Plan,
+    workspace: int,
+    found: Found[_Checked],
+    arrays: tuple[Any, ...],
+    lse: Any,
+    mask: Any,
+) -> _Bound | None:
+    """The launches of a plan for arrays of these lengths, or None if they do not fit it."""
+    batch, checked = plan.batch, found.call.checked
+    key = found.call, workspace, *found.lengths
+    known = plan.bounds.get(key)
+    if known is not None:
+        return known._replace(found=found)
+    prepared = plan.prepared.get(checked.variant)
+    _, _, v, out, *_ = arrays
+    num_rows, num_keys, v_keys, out_rows, lse_rows, *_ = found.lengths
+    if (
+        prepared is None
+        or num_rows != batch.num_rows
+        or (v is not None and v_keys != num_keys)
+        or (out is not None and out_rows != num_rows)
+        or (lse is not None and lse_rows != num_rows)
+        or not num_rows
+        or not num_keys
+        or num_keys <= batch.max_page
+        or num_keys < batch.num_keys
+    ):
+        return None
+    bits = checked.bits or plan.bits
+    run = _bind(plan, prepared, workspace, checked.strides, num_keys, checked.factors, bits)
+    sizes = found.sizes
+    if mask is None:
+        sizes = [*sizes[:_MASK], bits.num_bytes]
+    if len(plan.bounds) >= _MAX_BOUNDS:
+        plan.bounds.clear()
+    bound = plan.bounds[key] = _Bound(found, workspace, sizes, run)
+    return bound
+
+
 def _check_arrays(plan: Plan, vq: ArrayView, keys: Keys) -> None:
     geometry, batch = plan.geometry, plan.batch
-    problem = geometry.problem
-    match(vq, "_ num_qo_heads head_dim_qk", planned(geometry), "q")
-    require_contiguous_last(vq, "q")
+    spec = geometry.spec
+    match_contiguous(vq, "_ num_qo_heads head_dim_qk", planned(geometry), "q")
     if vq.shape[0] != batch.num_rows:
         raise ArgumentError(
             f"q: holds {vq.shape[0]} rows; the plan has {batch.num_rows} (the last offset of "
             "qo_indptr, or requests times q_len_per_req)"
         )
-    _planned_dtype(vq, problem.dtype_q, "q", "q_data_type")
+    _planned_dtype(vq, spec.dtype_q, "q", "q_data_type")
     for x, name in zip((keys.k, keys.v), keys.names, strict=True):
-        _planned_dtype(x, problem.dtype_kv, name, "kv_data_type")
-    if geometry.page_size:
+        _planned_dtype(x, spec.dtype_kv, name, "kv_data_type")
+    if geometry.spec.page_size:
         if batch.max_page >= keys.size:
             raise ArgumentError(
                 f"paged_kv_cache: holds {keys.size} pages, but kv_indices of the plan name page "
@@ -147,12 +327,22 @@ def _check_arrays(plan: Plan, vq: ArrayView, keys: Keys) -> None:
             )
         return
     for x, name in ((keys.k, "k"), (keys.v, "v")):
-        rows = x.shape[0 if geometry.given.kv_layout == "NHD" else 1]
+        rows = x.shape[0 if geometry.spec.kv_layout == "NHD" else 1]
         if rows < batch.num_keys:
             raise ArgumentError(
                 f"{name}: holds {rows} rows; the plan has {batch.num_keys}, the last offset of "
                 "kv_indptr"
             )
+
+
+def _is_aligned(vq: ArrayView, keys: Keys, vout: ArrayView | None) -> bool:
+    """Whether all rows start on 16-byte boundaries, as those of an output of our own do."""
+    given = [vq] if vout is None else [vq, vout]
+    row_strides = [(x.strides[:2], x.dtype) for x in given]
+    row_strides.append((keys.strides, keys.k.dtype))
+    return are_rows_aligned(
+        functools.reduce(operator.or_, (x.ptr for x in (*given, keys.k, keys.v))), row_strides
+    )
 
 
 def _planned_dtype(v: ArrayView, wanted: DType, name: str, argument: str) -> None:
@@ -166,17 +356,18 @@ def _planned_dtype(v: ArrayView, wanted: DType, name: str, argument: str) -> Non
 def _read_scales(scales: Scales, geometry: Geometry) -> tuple[float, float, dict[str, ArrayView]]:
     """(logit scale, output scale, views of the scales by head)."""
     if scales is NO_SCALES:
-        return geometry.options.sm_scale, 1.0, {}
+        return geometry.spec.sm_scale, 1.0, {}
     numbers, arrays = [], {}
-    heads = (geometry.num_qo_heads, geometry.num_kv_heads, geometry.num_kv_heads)
+    heads = (geometry.spec.num_qo_heads, geometry.spec.num_kv_heads, geometry.spec.num_kv_heads)
     for scale, name, count in zip(scales, ("q", "k", "v"), heads, strict=True):
         shape: Any = getattr(scale, "shape", ())
-        if len(shape) == 1 and (shape[0] == count or shape[0] != 1):
+        has_axis = isinstance(shape, tuple) and len(shape) == 1
+        if has_axis and (shape[0] == count or shape[0] != 1):
             arrays[f"scale_{name}"] = array.view(scale, f"{name}_scale")
             numbers.append(1.0)
         else:
             numbers.append(parse.finite(scale, f"{name}_scale", 1.0))
-    sm_scale = geometry.options.sm_scale * numbers[0] * numbers[1]
+    sm_scale = geometry.spec.sm_scale * numbers[0] * numbers[1]
     return parse.finite(sm_scale, "sm_scale", 1.0), numbers[2], arrays
 
 
@@ -185,12 +376,9 @@ def _check_extras(geometry: Geometry, views: dict[str, ArrayView | None]) -> Non
     for name, v in views.items():
         if v is None:
             continue
-        of_queries = name in ("sinks", "scale_q")
-        heads = geometry.num_qo_heads if of_queries else geometry.num_kv_heads
+        heads = "num_qo_heads" if name in ("sinks", "scale_q") else "num_kv_heads"
         label = name if name == "sinks" else f"{name[-1]}_scale"
-        match(v, "H", Dims(H=heads), label)
-        require_dtype(v, dtypes.float32, label)
-        require_contiguous_last(v, label)
+        match_array(v, heads, dtypes.float32, label, planned(geometry))
 
 
 def _check_outputs(
@@ -199,30 +387,13 @@ def _check_outputs(
     vlse: ArrayView | None,
     inputs: dict[str, ArrayView | None],
 ) -> None:
-    geometry = plan.geometry
-    shape = (plan.batch.num_rows, geometry.num_qo_heads, geometry.problem.head_dim_vo)
-    for v, name, wanted, dtype in (
-        (vout, "out", shape, geometry.problem.dtype_o),
-        (vlse, "lse", shape[:-1], dtypes.float32),
-    ):
-        if v is None:
-            continue
-        if tuple(v.shape) != wanted:
-            raise ArgumentError(f"{name}: shape is {list(v.shape)}; wanted {list(wanted)}")
-        if v.dtype is not dtype:
-            raise ArgumentError(f"{name}: dtype is {v.dtype}; wanted {dtype}")
-        if name == "out":
-            require_contiguous_last(v, name)
-        others = {**inputs, "mask": inputs["mask"] or plan.mask.view}
-        require_output(v, name, **others, lse=vlse if name == "out" else None)
-
-
-def _is_aligned(vq: ArrayView, keys: Keys, vout: ArrayView) -> bool:
-    """True if every row of q, k, v and o starts on a 16-byte boundary."""
-    k, v = keys.k, keys.v
-    strides = [(x.strides[:2], x.dtype) for x in (vq, vout)]
-    strides.append((keys.strides, k.dtype))
-    return are_rows_aligned(vq.ptr | k.ptr | v.ptr | vout.ptr, strides)
+    spec = plan.geometry.spec
+    shape = (plan.batch.num_rows, spec.num_qo_heads, spec.head_dim_vo)
+    others = {**inputs, "mask": inputs["mask"] or plan.mask.view}
+    if vout is not None:
+        require_contiguous_last(vout, "out")
+    match_output(vout, shape, spec.dtype_o, "out", **others, lse=vlse)
+    match_output(vlse, shape[:-1], dtypes.float32, "lse", **others)
 
 
 def _launch(
@@ -246,10 +417,35 @@ def _launch(
     lse, *others = (extras.get(n) for n in ("lse", "sinks", "scale_q", "scale_k", "scale_v"))
     optional = [0 if v is None else v.ptr for v in others]
     addresses = params.OPTIONAL.pack(0 if lse is None else lse.ptr, bits.address, *optional)
-    bound = bind(plan, prepared, wrapper._workspace.ptr, strides, keys.size, factors, bits)
+    bound = _bind(plan, prepared, wrapper._workspace.ptr, strides, keys.size, factors, bits)
     bound.launch(vq.ptr, keys.k.ptr, keys.v.ptr, vout.ptr, addresses, stream)
     array.release(vq, vq, *used)
     return bits
+
+
+def _bind(
+    plan: Plan,
+    prepared: Prepared,
+    workspace: int,
+    strides: bytes,
+    num_keys: int,
+    factors: tuple[float, float],
+    bits: MaskBits,
+) -> BoundRun:
+    """The launches of a plan on k and v of so many rows, or pages; factors as in _Checked."""
+    return prepared.launcher.bind(
+        prepared.schedule,
+        prepared.words,
+        workspace,
+        strides,
+        num_keys,
+        plan.page_ids,
+        bits.num_bytes,
+        bits.row_bytes,
+        factors[1],
+        factors[0],
+        prepared.rotated,
+    )
 
 
 def _mask_bits(wrapper: BatchWrapper, plan: Plan, vmask: ArrayView | None, stream: int) -> MaskBits:
@@ -264,70 +460,3 @@ def _mask_bits(wrapper: BatchWrapper, plan: Plan, vmask: ArrayView | None, strea
         refuse_capture(stream, "the first run with a mask of bools", "make one before the capture")
     address = wrapper._mask_words.reserve(num_words)
     return row_mask.pack(vmask, num_rows, q_len, address, stream)
-
-
-def _run_reference(
-    plan: Plan,
-    given: tuple[ArrayView, Keys, _Maybe, _Maybe, _Maybe, _Maybe],
-    sm_scale: float,
-    output_scale: float,
-    arrays: dict[str, ArrayView],
-    return_lse: bool,
-) -> Any:
-    vq, keys, vout, vlse, vsinks, vmask = given
-    geometry, batch = plan.geometry, plan.batch
-    problem, options, lengths = geometry.problem, geometry.options, batch.requests
-    q, k, v = (array.as_numpy(x) for x in (vq, keys.k, keys.v))
-    if geometry.given.kv_layout == "HND":
-        k, v = k.swapaxes(-3, -2), v.swapaxes(-3, -2)
-    o = np.zeros((batch.num_rows, geometry.num_qo_heads, problem.head_dim_vo))
-    lse = np.full(o.shape[:-1], -np.inf)
-    scales: dict[str, Any] = {name: array.as_numpy(x) for name, x in arrays.items()}
-    seen = None
-    if vmask is not None:
-        seen = row_mask.visible(vmask, batch.num_rows, batch.requests.uniform)
-    for index in range(0 if batch.parts else batch.num_requests):
-        begin, kv_len = int(lengths.q_start[index]), int(lengths.kv_len[index])
-        rows = slice(begin, begin + int(lengths.qo_len[index]))
-        k_own, v_own = (_keys_of(x, batch, index, kv_len) for x in (k, v))
-        mask = plan.mask.of_request(batch, index)
-        if seen is not None:
-            mask = row_mask.with_earlier_keys(seen[rows], kv_len)
-        o[rows], lse[rows] = reference.attention(
-            q[rows],
-            k_own,
-            v_own,
-            causal=options.causal,
-            window_left=options.window_left,
-            mask=mask,
-            logits_soft_cap=options.logits_soft_cap,
-            sm_scale=sm_scale,
-            pos_encoding_mode=problem.pos_encoding,
-            rope_scale=options.rope_scale,
-            rope_theta=options.rope_theta,
-            sinks=None if vsinks is None else array.as_numpy(vsinks),
-            **scales,
-        )
-    if batch.parts:
-        sinks = None if vsinks is None else array.as_numpy(vsinks)
-        o, lse = attend_levels(plan.geometry, batch, (q, k, v), sm_scale, sinks, scales)
-    with np.errstate(over="ignore", invalid="ignore"):
-        answers = (o * output_scale).astype(problem.dtype_o.numpy), lse.astype(np.float32)
-    results = []
-    for target, value in zip((vout, vlse), answers, strict=True):
-        if target is None:
-            results.append(array.from_numpy(value, vq))
-        else:
-            array.as_numpy(target)[...] = value
-            results.append(target.owner)
-    return tuple(results) if return_lse else results[0]
-
-
-def _keys_of(x: np.ndarray, batch: Batch, index: int, kv_len: int) -> np.ndarray:
-    """[kv_len, num_kv_heads, head_dim] of one request, gathered from its pages or rows."""
-    begin = int(batch.kv_indptr[index])
-    if x.ndim == 3:
-        return x[begin : begin + kv_len]
-    assert batch.page_ids is not None
-    pages = batch.page_ids[begin : int(batch.kv_indptr[index + 1])]
-    return x[pages].reshape(-1, *x.shape[2:])[:kv_len]

@@ -1,4 +1,4 @@
-"""How a plan gets to the device.
+"""The copy of a plan to the device.
 
 A plan is written into pinned host memory and copied from there while the host goes on. There are
 two such blocks, used in turn, and each has an event that says when the last copy out of it is over:
@@ -109,7 +109,7 @@ class DeviceBuffer:
     def __init__(self, like: ArrayView) -> None:
         self._like = like
         self.view: ArrayView | None = None
-        # Launches on any stream may still read what was outgrown; sizes double, so it is little.
+        # Launches on any stream may still read outgrown memory. Sizes double, so it stays small.
         self._outgrown: list[ArrayView] = []
 
     @property

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .. import array
+from ..array import ArrayView
+from ..core import parse
+from ..core.tracing import Untraced
 from ..errors import ArgumentError, PlanError
 from ..inputs import geometry as batch_geometry
-from ..inputs import parse
-from ..inputs.geometry import Geometry, PlanOptions, Variant, find_geometry
+from ..inputs.geometry import Geometry, PlanOptions, Variant, find_geometry, find_known
+from ..inputs.row_mask import NO_BITS, MaskBits
+from ..inputs.spec import Given
 from ..inputs.workspace import (
     int32_on_device,
+    num_bytes,
     refuse_capture,
+    require_alignment,
     require_workspace,
     same_device,
     view_workspace,
@@ -25,13 +33,90 @@ from ..launch.attention.layout import BatchSchedule, Capacity
 from ..launch.driver.enqueue import cuda
 from .graph_buffers import GraphBuffers
 from .mask import NO_MASK, Mask
-from .plan import Plan, Prepared
+from .own_workspace import enlarge, make_workspace, read_workspace
 from .requests import Batch, require_row_limit
 from .staging import Copy, DeviceBuffer, Staging
+from .threads import Turns
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class BatchWrapper:
-    """Shared by all batch wrappers; see there for arguments."""
+@dataclass(slots=True)
+class Prepared:
+    """One variant of a plan on the device: the addresses of its schedule (`words`) and of the keys
+    that are rotated before the run (`rotated`, 0 for none). `owner` keeps that memory. On the CPU,
+    which schedules to refuse what a GPU refuses, there is none."""
+
+    launcher: BatchLauncher
+    schedule: BatchSchedule
+    words: int = 0
+    owner: object = None
+    rotated: int = 0
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a run needs of the last plan().
+
+    split       (keys of a split or 0, whether keys may be split)
+    page_ids    address of the page table on the device, 0 for ragged keys and on the CPU
+    views       arrays of the caller that launches read besides those of the run
+    framework   of the workspace
+    is_uniform  whether the workspace and all views are of one framework, torch or CuPy
+    owner       of the thread that planned, see threads.py
+    bits        the mask on the device
+    bound       launches of the last run that was in the call cache, see run.py
+    bounds      by (cached call, workspace, lengths)
+    by_q_len    the plan for other numbers of query rows, of which a run of decode may have any
+    """
+
+    geometry: Geometry
+    batch: Batch
+    split: tuple[int, bool]
+    capacity: Capacity | None
+    mask: Mask
+    framework: str
+    page_ids: int = 0
+    views: tuple[ArrayView, ...] = ()
+    bits: MaskBits = NO_BITS
+    is_uniform: bool = False
+    owner: object = None
+    prepared: dict[Variant, Prepared] = field(default_factory=dict)
+    bound: Any = field(default=None, init=False)
+    bounds: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False)
+    by_q_len: dict[int, Plan] = field(default_factory=dict, init=False)
+
+
+def planning(plan: _F) -> _F:
+    """Let a plan() alone change its wrapper meanwhile, which has a workspace to plan for."""
+
+    @functools.wraps(plan)
+    def locked(wrapper: BatchWrapper, *args: Any, **kwargs: Any) -> Any:
+        with wrapper._turns.planning:
+            wrapper._require_workspace((*args, *kwargs.values()))
+            return plan(wrapper, *args, **kwargs)
+
+    return locked  # type: ignore[return-value]
+
+
+def exclusive(method: _F) -> _F:
+    """Let a method that plans, and then runs, alone use its wrapper meanwhile."""
+
+    @functools.wraps(method)
+    def locked(wrapper: BatchWrapper, *args: Any, **kwargs: Any) -> Any:
+        with wrapper._turns.planning:
+            return method(wrapper, *args, **kwargs)
+
+    return locked  # type: ignore[return-value]
+
+
+class BatchWrapper(Untraced):
+    """What all batch wrappers share; their own documentation says what the arguments are."""
+
+    _rows_name = "qo_indptr"  # the argument of plan() that says how many rows there are
+    # FlashInfer's users read and set these. They change nothing here.
+    _int_workspace_buffer: Any = None
+    _backend = "auto"
 
     def __init__(
         self,
@@ -42,25 +127,50 @@ class BatchWrapper:
         backend: str,
         jit_args: Any,
     ) -> None:
+        """Make a wrapper; the class says what the arguments are."""
         self._kv_layout = parse.kv_layout(kv_layout)
         self._is_graph = parse.flag(use_cuda_graph, "use_cuda_graph")
         batch_geometry.backend(backend, jit_args)
-        self._workspace = view_workspace(float_workspace_buffer)
-        self._buffers = GraphBuffers(self._workspace, buffers if self._is_graph else {})
-        self._current_stream = (
-            array.stream_reader(self._workspace) if self._workspace.device.kind == "cuda" else int
-        )
+        self._backend = backend
+        self._turns = Turns(is_on_gpu=False)
         self._current: Plan | None = None
         self._frozen: tuple[PlanOptions, Capacity, tuple[int, bool]] | None = None
-        # The variant of the last run that needed another than was planned, and of which geometry.
+        # The last run that needed another variant than the planned one: its geometry, its variant.
         self._preferred: tuple[Geometry, Variant] | None = None
-        self._words = DeviceBuffer(self._workspace)
-        self._rotated = DeviceBuffer(self._workspace)  # keys, where a plan rotates them ahead
-        self._mask_words = DeviceBuffer(self._workspace)  # packed masks of bools, of runs
         # Graph mode: words of the other variants that were ever run, which stay where they are.
         self._variant_words: dict[Variant, DeviceBuffer] = {}
         self._staging: Staging | None = None
         self._is_probe, self._measured = False, (0, 0)
+        self._given_buffers = buffers if self._is_graph else {}
+        workspace, self._device = read_workspace(float_workspace_buffer)
+        # A workspace of the wrapper's own becomes larger as plans need it.
+        self._owns_workspace = workspace is None
+        self._outgrown: list[ArrayView] = []
+        self._has_workspace = False
+        if workspace is not None:
+            self._open(workspace)
+        elif self._given_buffers:
+            self._require_workspace(self._given_buffers.values())
+
+    def _open(self, workspace: ArrayView) -> None:
+        """Settle where the wrapper works."""
+        self._workspace = workspace
+        self._buffers = GraphBuffers(workspace, self._given_buffers)
+        is_on_gpu = workspace.device.kind == "cuda"
+        self._current_stream = array.stream_reader(workspace) if is_on_gpu else int
+        self._words = DeviceBuffer(workspace)
+        self._rotated = DeviceBuffer(workspace)  # keys, where a plan rotates them ahead
+        self._mask_words = DeviceBuffer(workspace)  # packed masks of bools, of runs
+        self._turns.open(is_on_gpu)
+        self._has_workspace = True
+
+    def _require_workspace(self, arguments: Iterable[Any]) -> None:
+        """Make the wrapper's own workspace, if it is to have one, where these arguments are."""
+        if not self._has_workspace:
+            self._open(make_workspace(self._device, arguments))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_turns": copy.copy(self._turns)}
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -72,10 +182,17 @@ class BatchWrapper:
     ) -> None:
         """Use another float workspace, on the same device; the plan stays.
 
-        int_workspace_buffer is accepted for compatibility: the wrapper's own grows as it must.
+        int_workspace_buffer is checked and kept for compatibility: the wrapper's own memory for
+        integers grows as it must.
         Raises WorkspaceError if the new one is misaligned, or too small for the plan.
         """
         v = view_workspace(float_workspace_buffer)
+        with self._turns.planning:
+            self._replace_workspace(v, int_workspace_buffer)
+
+    def _replace_workspace(self, v: ArrayView, int_workspace_buffer: Any) -> None:
+        if not self._has_workspace:
+            self._open(v)
         if v.device != self._workspace.device or v.framework != self._workspace.framework:
             raise ArgumentError(
                 f"float_workspace_buffer: is {v.framework}'s on {v.device}, and the wrapper was "
@@ -83,14 +200,24 @@ class BatchWrapper:
                 "wrapper"
             )
         if int_workspace_buffer is not None:
-            same_device(v, int_workspace_buffer=array.view(int_workspace_buffer, "int"))
+            held = array.view(int_workspace_buffer, "int_workspace_buffer")
+            same_device(v, int_workspace_buffer=held)
+            require_alignment(held, "int_workspace_buffer")
         plan = self._current
         for prepared in plan.prepared.values() if plan else ():
             require_workspace(v, prepared.schedule.workspace_bytes, "the current plan")
-        self._workspace = v
+        if plan:
+            plan.by_q_len.clear()
+        self._workspace, self._owns_workspace = v, False
+        if int_workspace_buffer is not None:
+            self._int_workspace_buffer = int_workspace_buffer
 
     def end_forward(self) -> None:
-        """Does nothing; kept for compatibility."""
+        """Give up this thread's plan: its runs take the plan of any thread from now on.
+
+        Only wrappers that several threads plan need it.
+        """
+        self._turns.end()
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError
@@ -108,16 +235,32 @@ class BatchWrapper:
 
     # --- planning ---
 
+    def _options(
+        self,
+        heads_and_dims: tuple[Any, Any, Any, Any],
+        page_size: int,
+        data_types: tuple[Any, Any],
+        mask_form: str | None = None,
+        **given: Any,
+    ) -> PlanOptions:
+        """PlanOptions of a plan(): heads of q and k, head dims of k and v, dtypes of q and k."""
+        scalars = Given(kv_layout=self._kv_layout, **given)
+        device = self._workspace.device
+        return PlanOptions(device, *heads_and_dims, page_size, *data_types, mask_form, scalars)
+
     def _change(self, **changes: Any) -> None:
         """Change options of the current plan, of which None stay; its next run schedules anew."""
         plan = self._require_plan()
+        if self._turns.is_shared:
+            self._turns.check(plan.owner)
         before = plan.geometry.given
-        given = before._replace(**{n: x for n, x in changes.items() if x is not None})
-        if given == before:
+        given = before.changed(**changes)
+        if find_known(given) is plan.geometry:
             return
+        geometry = find_geometry(given)
         if self._is_graph:
             batch_geometry.require_frozen(before, given)
-        self._current = replace(plan, geometry=find_geometry(given), prepared={})
+        self._current = replace(plan, geometry=geometry, prepared={})
 
     def _require_plan(self) -> Plan:
         if self._current is None:
@@ -133,24 +276,27 @@ class BatchWrapper:
             return
         # --- 1. Validate ---
         geometry = find_geometry(given)
-        require_row_limit(batch, geometry.group_size)
+        require_row_limit(batch, geometry.spec.group_size)
         mask.check(batch, self._workspace)
         capacity = self._freeze(given, batch, mask, split) if self._is_graph else None
         plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
         # --- 2. Schedule on the host ---
+        made = self._schedule(plan)
         if given.device.kind == "cpu":
             self._keep_on_cpu(plan)
+            plan.prepared = {variant: Prepared(*pair) for variant, pair in made.items()}
         else:
-            self._upload(plan, self._schedule(plan))
+            self._upload(plan, made)
         if capacity is not None and self._frozen is None:
             self._frozen = given, capacity, split
+        plan.owner = self._turns.begin()
         self._current = plan
 
     def _freeze(
         self, given: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
     ) -> Capacity:
         """What all plans of a wrapper in graph mode share; PlanError where this one does not."""
-        self._buffers.check(batch, mask)
+        self._check_buffers(batch, mask)
         if self._frozen is None:
             return self._capacity(batch, given.page_size)
         before, capacity, split_before = self._frozen
@@ -162,11 +308,14 @@ class BatchWrapper:
             )
         if batch.num_rows > capacity.num_rows:
             raise PlanError(
-                f"qo_indptr: {batch.num_rows} query rows, but the first plan of this wrapper had "
-                f"{capacity.num_rows}, and a captured graph has room for no more; plan the largest "
-                "batch first"
+                f"{self._rows_name}: {batch.num_rows} query rows, but the first plan of this "
+                f"wrapper had {capacity.num_rows}, and a captured graph has room for no more; plan "
+                "the largest batch first"
             )
         return capacity
+
+    def _check_buffers(self, batch: Batch, mask: Mask) -> None:
+        self._buffers.check(batch, mask)
 
     def _capacity(self, batch: Batch, page_size: int) -> Capacity:
         ids = self._buffers.kv_indices
@@ -184,7 +333,7 @@ class BatchWrapper:
         if batch.page_ids is not None:
             batch.page_ids = batch.page_ids.astype(np.int64)
         plan.mask = plan.mask.copied()
-        self._buffers.fill_on_cpu(batch, plan.mask)
+        self._buffers.fill_on_cpu(batch)
 
     def _variants(self, geometry: Geometry) -> list[Variant]:
         """The variants to plan for: the one that runs are expected to need comes first."""
@@ -208,18 +357,23 @@ class BatchWrapper:
         self, plan: Plan, variant: Variant
     ) -> tuple[BatchLauncher, BatchSchedule]:
         launcher = plan.geometry.launcher(variant)
-        batch = plan.batch
-        if batch.levels is not None:
-            schedule = launcher.schedule_levels(batch.requests, batch.levels, plan.capacity)
-            return launcher, schedule
         split_tokens, may_split = plan.split
         schedule = launcher.schedule(
-            batch.requests,
+            plan.batch.requests,
             split_tokens=split_tokens,
             may_split=may_split,
             capacity=plan.capacity,
         )
+        self._enlarge_workspace(schedule.workspace_bytes)
         return launcher, schedule
+
+    def _enlarge_workspace(self, need: int) -> None:
+        """Where it is the wrapper's own, and no captured graph keeps it."""
+        is_fixed = not self._owns_workspace or self._is_probe or self._frozen is not None
+        if need > num_bytes(self._workspace) and not is_fixed:
+            # Launches on any stream may still use outgrown memory. Sizes double, so it stays small.
+            self._outgrown.append(self._workspace)
+            self._workspace = enlarge(self._workspace, need)
 
     def _upload(self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]]) -> None:
         """Bring schedules, page table and mask to the device: one copy, and what a graph reads."""
@@ -228,11 +382,11 @@ class BatchWrapper:
         if on_device is not None:
             same_device(self._workspace, kv_indices=on_device)
         stream = self._current_stream()
-        refuse_capture(stream, "plan()", "call it before the capture, and between replays")
+        self._refuse_capture(stream)
         # --- where things go: `inner` parts into memory of the wrapper's own, one after another ---
-        usual = next(iter(made), None)
-        inner: list[np.ndarray] = [] if usual is None else [made[usual][1].words]
-        outer = [(made[v][1].words, self._variant_words[v].address) for v in made if v != usual]
+        default = next(iter(made), None)
+        inner: list[np.ndarray] = [] if default is None else [made[default][1].words]
+        outer = [(made[v][1].words, self._variant_words[v].address) for v in made if v != default]
         outer += self._host_parts(plan)
         ids = None if batch.page_ids is None else batch.page_ids[: batch.num_page_ids]
         if ids is not None and ids.size:
@@ -250,7 +404,7 @@ class BatchWrapper:
             self._staging.send(copies, stream)
         # --- what a launch is told ---
         for variant, (launcher, schedule) in made.items():
-            words = base if variant == usual else self._variant_words[variant].address
+            words = base if variant == default else self._variant_words[variant].address
             rotated = self._reserve_rotated(schedule)
             owner = self._words.view, self._rotated.view
             plan.prepared[variant] = Prepared(launcher, schedule, words, owner, rotated)
@@ -265,7 +419,7 @@ class BatchWrapper:
                 plan.page_ids = held.ptr
                 views.append(held)
         elif ids is not None and ids.size and buffers.kv_indices is None:
-            plan.page_ids = base + 4 * places[0 if usual is None else 1]
+            plan.page_ids = base + 4 * places[0 if default is None else 1]
         if buffers.kv_indices is not None:
             plan.page_ids = buffers.kv_indices.ptr
         buffers.copy_last_page_len(batch, stream)
@@ -281,9 +435,12 @@ class BatchWrapper:
             plan.views = tuple(views)
             plan.is_uniform &= all(v.framework == plan.framework for v in views)
 
+    def _refuse_capture(self, stream: int) -> None:
+        refuse_capture(stream, "plan()", "call it before the capture, and between replays")
+
     def _host_parts(self, plan: Plan) -> list[tuple[np.ndarray, int]]:
         """(values, address) of what plan() writes from the host into the caller's buffers."""
-        return self._buffers.host_parts(plan.batch, plan.mask)
+        return self._buffers.host_parts(plan.batch)
 
     def _reserve(self, num_words: int, batch: Batch) -> int:
         """The address of the wrapper's own words, which in graph mode never moves."""
@@ -327,9 +484,15 @@ class BatchWrapper:
         return end, copies, places[: len(inner)]
 
     def _prepare(self, plan: Plan, variant: Variant) -> Prepared:
-        """The plan for a variant that nobody foresaw; slow the first time."""
+        """The plan for a variant, scheduled now if plan() did not do so."""
         found = plan.prepared.get(variant)
         if found is not None:
+            return found
+        if self._workspace.device.kind == "cpu":
+            pair = self._schedule_variant(plan, variant)
+            require_workspace(self._workspace, pair[1].workspace_bytes, "this run")
+            self._preferred = plan.geometry, variant
+            found = plan.prepared[variant] = Prepared(*pair)
             return found
         stream = self._current_stream()
         refuse_capture(
@@ -363,9 +526,7 @@ class BatchWrapper:
     ) -> tuple[int, int]:
         """(float bytes, int bytes) that planning this would take; nothing changes."""
         geometry = find_geometry(given)
-        require_row_limit(batch, geometry.group_size)
-        if given.device.kind == "cpu":
-            return 0, 0
+        require_row_limit(batch, geometry.spec.group_size)
         capacity = self._capacity(batch, given.page_size) if self._is_graph else None
         plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
         if batch.num_rows == 0 and capacity is None:
@@ -374,8 +535,8 @@ class BatchWrapper:
         parts = [schedule.words.size, *(part.size for part in mask.device_parts(batch))]
         if batch.page_ids is not None and self._buffers.kv_indices is None:
             parts.append(batch.num_page_ids)
-        num_bytes = schedule.rotated_bytes + sum(-(-size // 4) * 16 for size in parts)
-        return schedule.workspace_bytes, num_bytes
+        own_bytes = schedule.rotated_bytes + sum(-(-size // 4) * 16 for size in parts)
+        return schedule.workspace_bytes, own_bytes
 
     def _is_debugging(self) -> bool:
         """CUPYATTN_DEBUG=1: ids of pages on the GPU are read and checked too."""

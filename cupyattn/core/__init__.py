@@ -1,1 +1,1 @@
-"""Words that everything else is said in: element types, problems, devices, settings."""
+"""Types that all other folders use: element types, problems, devices, settings."""

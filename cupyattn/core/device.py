@@ -1,4 +1,4 @@
-"""What the library needs to know of a GPU: its architecture, and the limits planners divide by."""
+"""The facts of a GPU: its architecture, and the limits that planners divide by."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from ..errors import ArgumentError, DeviceError, UnsupportedError
+from .cupy_module import cupy_module
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 """Every architecture kernels are built for, as NVRTC spells it."""
@@ -33,6 +34,19 @@ class DeviceProps:
     max_smem_per_block: int
     smem_per_sm: int
     l2_bytes: int
+
+
+NO_GPU = DeviceProps(
+    index=-1,
+    name="no GPU",
+    arch="sm_90a",
+    num_sms=132,
+    max_smem_per_block=227 << 10,
+    smem_per_sm=228 << 10,
+    l2_bytes=50 << 20,
+)
+"""What plans on the CPU are sized for, an H100, so that a workspace which is too small there is too
+small here. Nothing is compiled for it and nothing launched."""
 
 
 def overlaps_launches(arch: str) -> bool:
@@ -71,18 +85,14 @@ def arch_of_capability(major: int, minor: int, label: str = "the GPU") -> str:
 
 @functools.cache
 def device_props(index: int) -> DeviceProps:
-    """The properties of CUDA device `index`, asked of the driver once per process.
+    """The properties of CUDA device `index`, asked of the driver once per process; NO_GPU for -1.
 
     Raises DeviceError if CuPy or the driver is missing, ArgumentError if there is no such device,
     UnsupportedError if no kernels are built for it.
     """
-    try:
-        from cupy.cuda import runtime
-    except ImportError as error:
-        raise DeviceError(
-            f"device: CuPy cannot be imported ({error}); install cupyattn[cuda12x] or "
-            "cupyattn[cuda13x]"
-        ) from error
+    if index == NO_GPU.index:
+        return NO_GPU
+    runtime = cupy_module().cuda.runtime
     try:
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:

@@ -117,12 +117,13 @@ def parse(x: object, name: str = "dtype") -> DType:
         found = BY_NAME.get(str(x).removeprefix("torch."))
         if found is not None:
             return found
-    else:
+    elif isinstance(x, (type, np.dtype)) or (hasattr(x, "dtype") and not hasattr(x, "shape")):
         try:
             found = BY_NUMPY.get(np.dtype(x))  # type: ignore[call-overload]
-        except TypeError:
+        except Exception:  # other libraries' dtypes raise what they like
             found = None
         if found is not None:
             return found
     known = ", ".join(BY_NAME)
-    raise ArgumentError(f"{name}: unknown dtype {x!r}; known dtypes are {known}")
+    text = f"an array, {type(x).__name__}" if hasattr(x, "shape") else repr(x)
+    raise ArgumentError(f"{name}: unknown dtype {text}; known dtypes are {known}")

@@ -22,7 +22,22 @@ class Variable:
 
 
 CACHE_DIR = Variable(
-    "CUPYATTN_CACHE_DIR", "", "Folder of compiled kernels (default: ~/.cache/cupyattn)."
+    "CUPYATTN_CACHE_DIR",
+    "",
+    "Folder of compiled kernels, an absolute path (default: $XDG_CACHE_HOME/cupyattn, or "
+    "~/.cache/cupyattn).",
+)
+CACHE_SHARED = Variable(
+    "CUPYATTN_CACHE_SHARED",
+    "0",
+    "1: that folder is shared: others may read and write it as the umask lets them, and kernels "
+    "that they stored are run. Otherwise what is stored is private, and only kernels of this user "
+    "or of root are run.",
+)
+CACHE_LIMIT = Variable(
+    "CUPYATTN_CACHE_LIMIT_MIB",
+    "4096",
+    "MiB that kernels may take, 0 for no limit: the least recently used are removed.",
 )
 NO_COMPILE = Variable(
     "CUPYATTN_NO_COMPILE", "0", "1: a kernel missing from the cache is an error, never a compile."
@@ -37,14 +52,8 @@ PORTABLE = Variable(
     "0",
     "1: only kernels that run on every architecture, none of Hopper's own (read at the first one).",
 )
-LAZY_MAXIMA = Variable(
-    "CUPYATTN_LAZY_MAXIMA",
-    "0",
-    "1: on Hopper rows take a new maximum only where they must: faster, 2-4 % more rounding error "
-    "(read at the first kernel).",
-)
 KERNELS_DIR = Variable(
     "CUPYATTN_KERNELS_DIR", "", "Folder of the CUDA sources (default: the ones shipped)."
 )
 
-ALL = (CACHE_DIR, NO_COMPILE, DEBUG, PORTABLE, LAZY_MAXIMA, KERNELS_DIR)
+ALL = (CACHE_DIR, CACHE_SHARED, CACHE_LIMIT, NO_COMPILE, DEBUG, PORTABLE, KERNELS_DIR)

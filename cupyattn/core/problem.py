@@ -13,9 +13,11 @@ from .dtypes import DType
 
 KV_LAYOUTS = ("NHD", "HND")
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
-# Of a custom mask, in the order of kernels/cupyattn/attention/mask.cuh.
+# Forms of a custom mask, in the order of kernels/cupyattn/attention/mask.cuh.
 MASK_FORMS = ("whole", "rows", "runs")
 MAX_HEAD_DIM = 256
+# Lengths are 32-bit in the kernels, which read indices up to a tile beyond the end.
+MAX_LENGTH = 2**31 - 1 - 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,10 @@ class AttentionProblem:
     Head dims are per head and in elements. `aligned` says that every row of q, k, v and o starts on
     a 16-byte boundary; `prescale_logits` that the logit scale is not one positive number for all
     heads, so that it cannot be folded into the softmax; `paged` that keys are found through a page
-    table; `mask_form` what a custom mask holds: bits of all keys, of a request's last keys, or
-    runs. Causality, windows, sinks, scales and LSE are run-time facts: they cost nothing when off,
-    so they do not multiply the number of kernels.
+    table, `own_value_pages` that values are found through another; `mask_form` what a custom mask
+    holds: bits of all keys, of a request's last keys, or runs. Causality, windows, sinks, scales
+    and LSE are run-time facts: they cost nothing when off, so they do not multiply the number of
+    kernels.
     """
 
     dtype_q: DType
@@ -42,6 +45,7 @@ class AttentionProblem:
     prescale_logits: bool = False
     aligned: bool = True
     paged: bool = False
+    own_value_pages: bool = False
 
     @property
     def reads_rows(self) -> bool:
@@ -59,16 +63,20 @@ class AttentionProblem:
                 f"k, v: dtype {self.dtype_kv} with q of dtype {self.dtype_q}; wanted the dtype of "
                 "q, float8_e4m3fn or float8_e5m2"
             )
-        if not (self.dtype_o.is_float16 or self.dtype_o is dtypes.float32):
+        is_half_or_fp8 = self.dtype_o.is_float16 or self.dtype_o.is_fp8
+        if not (is_half_or_fp8 or self.dtype_o is dtypes.float32):
             raise UnsupportedError(
-                f"o_dtype: {self.dtype_o} is not a supported output; use float16, bfloat16 or "
-                "float32"
+                f"o_dtype: {self.dtype_o} is not a supported output; use float16, bfloat16, "
+                "float32, float8_e4m3fn or float8_e5m2"
             )
 
-    def check_supported(self) -> None:
-        """Raise UnsupportedError or ArgumentError unless the GPU kernels can serve this problem."""
+    def check_supported(self, on_cpu: bool = False) -> None:
+        """Raise UnsupportedError or ArgumentError unless the GPU kernels can serve this problem.
+
+        on_cpu: the reference answers, which refuses the same but for float32.
+        """
         self.check_dtypes()
-        if not self.dtype_q.is_float16:
+        if not (self.dtype_q.is_float16 or on_cpu):
             remedy = "cast q to float16 or bfloat16"
             raise UnsupportedError(
                 f"q: dtype {self.dtype_q} has no GPU kernel; {remedy} (CPU arrays take float32 too)"

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import math
-import operator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..array import Device
-from ..core import dtypes
-from ..core.problem import AttentionProblem
-from ..errors import ArgumentError, PlanError, UnsupportedError
+from ..core import dtypes, parse
+from ..core.device import NO_GPU
+from ..core.parse import BOOLS, zeros_and_ones
+from ..core.spec import AttentionSpec
+from ..errors import PlanError, UnsupportedError
 from ..launch.attention.batch import BatchLauncher
-from ..launch.attention.single import AttentionOptions
-from . import parse
+from .spec import Given, make_spec
 
-_MAX_KNOWN = 4096
+_MAX_GEOMETRIES = 4096
+_UNKNOWN: tuple[None, list[int]] = None, []
 _BACKENDS = (
     *("auto", "fa2", "fa3", "cudnn", "cutlass", "cute-dsl", "trtllm-gen", "trtllm-native", "xqa"),
 )
 
 
 class PlanOptions(NamedTuple):
-    """What a plan fixes besides lengths, as given: the key of the cache of geometries."""
+    """What a plan fixes besides lengths, as given: the key of the cache of geometries.
 
-    kv_layout: str
+    mask_form: None without a mask; "runs" for intervals of keys (batch/mask.py), and "ranges" for
+            those that do without causality
+    """
+
     device: Device
     num_qo_heads: int
     num_kv_heads: int
@@ -35,17 +36,14 @@ class PlanOptions(NamedTuple):
     page_size: int  # 0: ragged keys
     q_data_type: object
     kv_data_type: object
-    o_data_type: object
-    custom_mask: bool
-    causal: bool
-    pos_encoding_mode: str
-    window_left: int
-    logits_soft_cap: float | None
-    sm_scale: float | None
-    rope_scale: float | None
-    rope_theta: float | None
-    # custom_mask is true and the mask is runs of keys (_item_runs.py): always causal.
-    key_runs: bool = False
+    mask_form: str | None
+    given: Given
+
+    def changed(self, **changes: Any) -> PlanOptions:
+        """With those changed that are not None, here or in `given`."""
+        new = {name: x for name, x in changes.items() if x is not None}
+        own = {name: new.pop(name) for name in self._fields if name in new}
+        return self._replace(**own, given=self.given._replace(**new))
 
 
 class Variant(NamedTuple):
@@ -56,132 +54,92 @@ class Variant(NamedTuple):
     has_mask: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Geometry:
-    """What is known of every plan with the same options.
+    """What plans with the same options share.
 
     kv_axis  the axis of a cache along which its size may change: pages, or rows of ragged keys
-    looks    those of the runs so far, see _batch_repeat.py
     """
 
     given: PlanOptions
-    problem: AttentionProblem
-    options: AttentionOptions
-    num_qo_heads: int
-    num_kv_heads: int
-    page_size: int
+    spec: AttentionSpec
     kv_axis: int
     launchers: dict[Variant, BatchLauncher] = field(default_factory=dict)
-    looks: dict[tuple[object, ...], Any] = field(default_factory=dict)
-
-    @property
-    def group_size(self) -> int:
-        return self.num_qo_heads // self.num_kv_heads
 
     @property
     def default_variant(self) -> Variant:
-        """That of arrays on 16-byte boundaries, without scales by head."""
-        return Variant(True, self.options.sm_scale <= 0.0)
+        """The variant for arrays on 16-byte boundaries without scales by head."""
+        return Variant(True, self.spec.sm_scale <= 0.0)
 
     def launcher(self, variant: Variant) -> BatchLauncher:
         found = self.launchers.get(variant)
         if found is None:
             aligned, prescale_logits, has_mask = variant
-            options = replace(self.options, causal=False) if has_mask else self.options
-            found = self.launchers[variant] = BatchLauncher(
-                replace(
-                    self.problem,
-                    aligned=aligned,
-                    prescale_logits=prescale_logits,
-                    custom_mask=self.problem.custom_mask or has_mask,
-                    mask_form="rows" if has_mask else self.problem.mask_form,
-                ),
-                options,
-                self.num_qo_heads,
-                self.num_kv_heads,
-                self.page_size,
-                self.given.device.index,
-            )
+            spec, index = self.spec, self.given.device.index
+            if self.given.device.kind == "cpu":
+                spec, index = spec.as_on_gpu(), NO_GPU.index
+            if has_mask:
+                spec = spec.with_row_mask()
+            problem = spec.problem(aligned=aligned, prescale_logits=prescale_logits)
+            found = BatchLauncher(spec, problem, index)
+            self.launchers[variant] = found
         return found
 
 
-_known: dict[PlanOptions, Geometry] = {}
+# By the options, one after another, with the places of those to which a bool would be equal.
+_geometries: dict[tuple[object, ...], tuple[Geometry, list[int]]] = {}
 
 
-def find_geometry(given: PlanOptions) -> Geometry:
+def find_geometry(options: PlanOptions) -> Geometry:
     """The geometry of these options, checked when they are first seen."""
-    try:
-        found = _known.get(given)
-    except TypeError:
-        return _make(given)
+    found = find_known(options)
     if found is None:
-        found = _make(given)
-        # A tensor given for a scale may change its value.
-        if all(x is None or isinstance(x, (str, int, float, np.generic)) for x in given[-5:]):
-            if len(_known) >= _MAX_KNOWN:
-                _known.clear()
-            _known[given] = found
+        found = _make(options)
+        if options.given.is_constant:
+            if len(_geometries) >= _MAX_GEOMETRIES:
+                _geometries.clear()
+            key = *options, *options.given
+            _geometries[key] = found, zeros_and_ones(key)
     return found
 
 
-def _make(given: PlanOptions) -> Geometry:
-    parse.kv_layout(given.kv_layout)
-    heads = count(given.num_qo_heads, "num_qo_heads")
-    kv_heads = count(given.num_kv_heads, "num_kv_heads")
-    if heads % kv_heads:
-        raise ArgumentError(
-            f"num_qo_heads, num_kv_heads: {heads} query heads over {kv_heads} KV heads; wanted a "
-            "multiple"
-        )
-    dim_qk = count(given.head_dim_qk, "head_dim_qk")
-    dim_vo = dim_qk if given.head_dim_vo is None else count(given.head_dim_vo, "head_dim_vo")
-    dtype_q = dtypes.parse(given.q_data_type, "q_data_type")
-    kv = given.kv_data_type
-    soft_cap = parse.soft_cap(given.logits_soft_cap)
-    sm_scale = parse.finite(given.sm_scale, "sm_scale", 1.0 / math.sqrt(dim_qk))
-    is_causal = parse.flag(given.causal, "causal") and not given.custom_mask
-    is_causal |= given.key_runs
-    options = AttentionOptions(
-        causal=is_causal,
-        window_left=parse.window_left(given.window_left),
-        sm_scale=sm_scale,
-        output_scale=1.0,
-        logits_soft_cap=soft_cap,
-        rope_scale=parse.positive(given.rope_scale, "rope_scale", 1.0),
-        rope_theta=parse.positive(given.rope_theta, "rope_theta", 1e4),
+def find_known(options: PlanOptions) -> Geometry | None:
+    """The geometry of these options if they have been seen."""
+    key = *options, *options.given
+    try:
+        found, places = _geometries.get(key, _UNKNOWN)
+    except TypeError:  # an option without a hash
+        return None
+    for place in places:
+        if type(key[place]) in BOOLS:
+            return None
+    return found
+
+
+def _make(options: PlanOptions) -> Geometry:
+    parse.kv_layout(options.given.kv_layout)
+    heads = count(options.num_qo_heads, "num_qo_heads")
+    kv_heads = count(options.num_kv_heads, "num_kv_heads")
+    dim_qk = count(options.head_dim_qk, "head_dim_qk")
+    dim_vo = dim_qk if options.head_dim_vo is None else count(options.head_dim_vo, "head_dim_vo")
+    q, kv = options.q_data_type, options.kv_data_type
+    dtype_q = dtypes.float16 if q is None else dtypes.parse(q, "q_data_type")
+    spec = make_spec(
+        options.given,
+        (heads, kv_heads, dim_qk, dim_vo),
+        dtype_q,
+        dtype_q if kv is None else dtypes.parse(kv, "kv_data_type"),
+        page_size=options.page_size,
+        mask_form=options.mask_form,
     )
-    problem = AttentionProblem(
-        dtype_q=dtype_q,
-        dtype_kv=dtype_q if kv is None else dtypes.parse(kv, "kv_data_type"),
-        dtype_o=dtype_q
-        if given.o_data_type is None
-        else dtypes.parse(given.o_data_type, "o_data_type"),
-        head_dim_qk=dim_qk,
-        head_dim_vo=dim_vo,
-        pos_encoding=parse.pos_encoding_mode(given.pos_encoding_mode),
-        soft_cap=soft_cap > 0.0,
-        custom_mask=given.custom_mask,
-        mask_form="runs" if given.key_runs else "whole",
-        paged=given.page_size > 0,
-    )
-    problem.check_dtypes()
-    if given.device.kind == "cuda":
-        problem.check_supported()
-    axis = 1 if not given.page_size and given.kv_layout == "HND" else 0
-    return Geometry(given, problem, options, heads, kv_heads, given.page_size, axis)
+    spec.problem().check_supported(on_cpu=options.device.kind == "cpu")
+    kv_axis = 1 if not spec.page_size and spec.kv_layout == "HND" else 0
+    return Geometry(options, spec, kv_axis)
 
 
 def count(value: Any, name: str) -> int:
     """A positive integer."""
-    if type(value) is int and value > 0:
-        return value
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise ArgumentError(f"{name}: got {value!r}; wanted a positive integer")
-    return number
+    return value if type(value) is int and 0 < value < 1 << 31 else parse.require_int(value, name)
 
 
 def split_size(fixed_split_size: Any, disable_split_kv: Any, unit: int) -> tuple[int, bool]:
@@ -192,9 +150,12 @@ def split_size(fixed_split_size: Any, disable_split_kv: Any, unit: int) -> tuple
     if fixed_split_size is None and disable_split_kv is False:
         return 0, True
     may_split = not parse.flag(disable_split_kv, "disable_split_kv")
-    if fixed_split_size is None or fixed_split_size == -1:
+    pages = -1
+    if fixed_split_size is not None:
+        pages = parse.require_int(fixed_split_size, "fixed_split_size", -1)
+    if pages == -1:
         return 0, may_split
-    keys = count(fixed_split_size, "fixed_split_size") * unit
+    keys = count(pages, "fixed_split_size") * unit
     return (keys, True) if may_split else (0, False)
 
 
@@ -214,8 +175,12 @@ def refuse(what: str, **arguments: Any) -> None:
 
 def require_frozen(before: PlanOptions, now: PlanOptions) -> None:
     """PlanError naming what differs between the plans of a wrapper in graph mode."""
-    for name, old, new in zip(PlanOptions._fields, before, now, strict=True):
+    names = (*PlanOptions._fields[:-1], *Given._fields)
+    for name, old, new in zip(
+        names, (*before[:-1], *before.given), (*now[:-1], *now.given), strict=True
+    ):
         if old != new:
+            name = "custom_mask" if name == "mask_form" else name
             raise PlanError(
                 f"{name}: the first plan of this wrapper said {old!r} and this one says {new!r}, "
                 "but a captured graph keeps it; use a separate wrapper for each"

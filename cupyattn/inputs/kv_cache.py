@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from .. import array
 from ..array import ArrayView
-from ..array.match import Dims, match, require_contiguous_last
+from ..array.match import Dims, match, require_contiguous_last, require_same_dtype
+from ..core import parse
 from ..errors import ArgumentError
 from .geometry import Geometry
 
-_WORDS = {
-    "NHD": ("page_size", "num_kv_heads"),
-    "HND": ("num_kv_heads", "page_size"),
-}
+_AXES = {"NHD": "page_size num_kv_heads", "HND": "num_kv_heads page_size"}
 
 
 class Keys(NamedTuple):
@@ -33,14 +28,8 @@ class Keys(NamedTuple):
 
 def planned(geometry: Geometry) -> Dims:
     """The extents that arrays of a run must have, by the names of plan()'s arguments."""
-    problem = geometry.problem
-    known = {
-        "num_qo_heads": geometry.num_qo_heads,
-        "num_kv_heads": geometry.num_kv_heads,
-        "head_dim_qk": problem.head_dim_qk,
-        "head_dim_vo": problem.head_dim_vo,
-        "page_size": geometry.page_size,
-    }
+    names = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size")
+    known = {name: getattr(geometry.spec, name) for name in names}
     dims = Dims(**known)
     dims.source = dict.fromkeys(known, "the plan")
     return dims
@@ -50,95 +39,109 @@ def is_pair(cache: Any) -> bool:
     return isinstance(cache, (tuple, list))
 
 
-def view_paged(cache: Any, geometry: Geometry) -> Keys:
-    """The cache [P, 2, ...] or ([P, ...], [P, ...]), with or without an axis of pages of one token.
+def view_paged(
+    cache: Any,
+    kv_layout: str,
+    dims: Dims,
+    name: str = "paged_kv_cache",
+) -> Keys:
+    """Pages of keys and values; `dims` gives and takes num_pages, page_size, num_kv_heads,
+    head_dim_qk and head_dim_vo.
 
-    Raises ArgumentError for other shapes.
+    One array [num_pages, 2, page_size, num_kv_heads, head_dim] ("HND": heads before slots), or a
+    pair (K, V) without the axis of 2, whose strides and head dims may differ. Without an axis of
+    slots a page holds one token. Raises ArgumentError for other shapes, a strided last dimension,
+    or two dtypes.
     """
     if is_pair(cache):
         if len(cache) != 2:
-            raise ArgumentError(f"paged_kv_cache: got {len(cache)} arrays; wanted two, (K, V)")
-        names = ("paged_kv_cache[0]", "paged_kv_cache[1]")
-        k, v = (array.view(x, name) for x, name in zip(cache, names, strict=True))
+            raise ArgumentError(f"{name}: got {len(cache)} arrays; wanted one, or a pair (K, V)")
+        names = f"{name}[0]", f"{name}[1]"
+        k, v = (array.view(x, label) for x, label in zip(cache, names, strict=True))
+        if len(k.shape) != len(v.shape):
+            raise ArgumentError(
+                f"{name}: only one of K and V has a page axis; wanted both, or none"
+            )
     else:
-        both = array.view(cache, "paged_kv_cache")
+        both = array.view(cache, name)
         if len(both.shape) not in (4, 5) or both.shape[1] != 2:
             raise ArgumentError(
-                f"paged_kv_cache: shape is {list(both.shape)}; wanted [num_pages, 2, ...] with 5 "
-                "dimensions (4 for pages of one token), or a pair (K, V)"
+                f"{name}: shape is {list(both.shape)}; wanted [num_pages, 2, "
+                f"{_AXES[kv_layout].replace(' ', ', ')}, head_dim], without page_size for pages of "
+                "one token, or a pair (K, V) without the axis of 2"
             )
-        names = ("paged_kv_cache", "paged_kv_cache")
-        k, v = half(both, 0), half(both, 1)
-    dims = planned(geometry)
-    k, v = (_with_pages(x, name, geometry) for x, name in zip((k, v), names, strict=True))
-    words = _WORDS[geometry.given.kv_layout]
+        names = name, f"{name}[:, 1]"
+        k, v = select_kv(both, 0), select_kv(both, 1)
+    k, v = _with_slots(k, kv_layout), _with_slots(v, kv_layout)
+    return match_pages(k, v, kv_layout, dims, names)
+
+
+def match_pages(
+    k: ArrayView, v: ArrayView, kv_layout: str, dims: Dims, names: tuple[str, str]
+) -> Keys:
+    """Pages [num_pages, page_size, num_kv_heads, head_dim] of keys, and of values, checked."""
     for x, dim, name in ((k, "head_dim_qk", names[0]), (v, "head_dim_vo", names[1])):
-        match(x, f"_ {words[0]} {words[1]} {dim}", dims, name)
-        require_contiguous_last(x, name)
-    if v.shape[0] != k.shape[0]:
-        raise ArgumentError(
-            f"paged_kv_cache[1]: holds {v.shape[0]} pages but K holds {k.shape[0]}; wanted the same"
-        )
-    slot, head = (1, 2) if geometry.given.kv_layout == "NHD" else (2, 1)
-    strides = (
-        *(k.strides[slot], k.strides[head], v.strides[slot], v.strides[head]),
-        *(k.strides[0], v.strides[0]),
-    )
-    if names[0] == names[1]:
-        names = (names[0], f"{names[1]}[:, 1]")
-    return Keys(k, v, strides, k.shape[0], names)
+        match_keys(x, "num_pages page_size", dim, kv_layout, dims, name)
+    slot, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+    strides = k.strides[slot], k.strides[head], v.strides[slot], v.strides[head]
+    require_same_dtype(v, names[1], k, names[0])
+    return Keys(k, v, (*strides, k.strides[0], v.strides[0]), dims["num_pages"], names)
 
 
-def view_ragged(k: Any, v: Any, geometry: Geometry) -> Keys:
-    """Rows of keys and of values, [n, num_kv_heads, head_dim] or heads first ("HND")."""
-    views = array.view(k, "k"), array.view(v, "v")
-    dims = planned(geometry)
-    layout = geometry.given.kv_layout
-    for x, dim, name in zip(views, ("head_dim_qk", "head_dim_vo"), "kv", strict=True):
-        spec = f"n num_kv_heads {dim}" if layout == "NHD" else f"num_kv_heads n {dim}"
-        match(x, spec, dims, name)
-        require_contiguous_last(x, name)
+def view_ragged(
+    k: Any, v: Any, kv_layout: str, dims: Dims, names: tuple[str, str] = ("k", "v")
+) -> Keys:
+    """Rows of keys and of values, [n, num_kv_heads, head_dim] or heads first ("HND").
+
+    `dims` as in view_paged.
+    """
+    token, head = (0, 1) if kv_layout == "NHD" else (1, 0)
+    views = array.view(k, names[0]), array.view(v, names[1])
+    for x, dim, name in zip(views, ("head_dim_qk", "head_dim_vo"), names, strict=True):
+        match_keys(x, "n", dim, kv_layout, dims, name)
     vk, vv = views
-    token, head = (0, 1) if layout == "NHD" else (1, 0)
-    strides = (vk.strides[token], vk.strides[head], vv.strides[token], vv.strides[head], 0, 0)
-    return Keys(vk, vv, strides, min(vk.shape[token], vv.shape[token]), ("k", "v"))
+    strides = vk.strides[token], vk.strides[head], vv.strides[token], vv.strides[head], 0, 0
+    require_same_dtype(vv, names[1], vk, names[0])
+    return Keys(vk, vv, strides, dims["n"], names)
 
 
-def half(both: ArrayView, index: int) -> ArrayView:
+def match_keys(v: ArrayView, axes: str, dim: str, kv_layout: str, dims: Dims, name: str) -> None:
+    """Check keys, or values: [*axes, num_kv_heads, dim], or if "HND" heads before the last of axes.
+
+    Raises ArgumentError, which says so if the other layout is what the shape has.
+    """
+    before = dict(dims)
+    try:
+        match(v, _spec_of(axes, dim, kv_layout), dims, name)
+    except ArgumentError as error:
+        other = parse.other_layout(kv_layout)
+        try:
+            match(v, _spec_of(axes, dim, other), before, name)
+        except ArgumentError:
+            raise error from None
+        raise ArgumentError(f"{error}. Its shape is that of kv_layout={other!r}") from None
+    require_contiguous_last(v, name)
+
+
+def _spec_of(axes: str, dim: str, kv_layout: str) -> str:
+    *outer, tokens = axes.split()
+    inner = (tokens, "num_kv_heads") if kv_layout == "NHD" else ("num_kv_heads", tokens)
+    return " ".join((*outer, *inner, dim))
+
+
+def select_kv(both: ArrayView, index: int) -> ArrayView:
     """K or V of a tensor that holds both, or one for both, along its second axis."""
-    offset = index * both.strides[1] * both.dtype.itemsize
-    return _reshaped(
-        both,
-        both.ptr + offset,
-        (both.shape[0], *both.shape[2:]),
-        (both.strides[0], *both.strides[2:]),
-        lambda owner: owner[:, index],
-    )
+    shape = both.shape[0], *both.shape[2:]
+    strides = both.strides[0], *both.strides[2:]
+    return array.as_strided(both, shape, strides, index * both.strides[1])
 
 
-def _with_pages(v: ArrayView, name: str, geometry: Geometry) -> ArrayView:
-    """[P, heads, dim] as pages of one token."""
+def _with_slots(v: ArrayView, kv_layout: str) -> ArrayView:
+    """[num_pages, num_kv_heads, head_dim] as pages of one token."""
     if len(v.shape) != 3:
         return v
-    axis = 1 if geometry.given.kv_layout == "NHD" else 2
+    axis = 1 if kv_layout == "NHD" else 2
     shape, strides = list(v.shape), list(v.strides)
     shape.insert(axis, 1)
     strides.insert(axis, 0)
-    return _reshaped(
-        v, v.ptr, tuple(shape), tuple(strides), lambda owner: np.expand_dims(owner, axis)
-    )
-
-
-def _reshaped(
-    v: ArrayView,
-    ptr: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    select: Callable[[Any], Any],
-) -> ArrayView:
-    """Another view of the memory of v; `select` does the same to a NumPy array."""
-    owner = select(v.owner) if v.framework == "numpy" else v.owner
-    made = ArrayView(ptr, shape, strides, v.dtype, v.device, v.framework, v.readonly, owner)
-    if v.framework in ("jax", "dlpack"):
-        made._memory = v._memory
-    return made
+    return array.as_strided(v, tuple(shape), tuple(strides))

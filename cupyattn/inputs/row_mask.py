@@ -38,31 +38,38 @@ class MaskBits(NamedTuple):
 NO_BITS = MaskBits(0, 0, 0)
 
 
-def view_row_mask(mask: Any, num_rows: int, q_len: int, name: str = "mask") -> ArrayView:
+def view_row_mask(
+    mask: Any, num_rows: int, q_len: int, name: str = "mask", is_ragged: bool = False
+) -> ArrayView:
     """The checked view of a mask for `num_rows` rows of q, q_len of each request (q_len > 0).
 
     Bools [B, q, q] or [B * q, q], or bits in words of any size, the lowest bit of the first word
     for the first of the q keys: [B, q] or [B * q], or with an axis of words behind. Bits past q
-    mean nothing. Raises ArgumentError.
+    mean nothing. is_ragged: requests have q_len rows at most, and the mask has no axis of requests.
+    Raises ArgumentError.
     """
     v = array.view(mask, name)
     require_dtype(v, (dtypes.bool_, *_WORDS), name)
     shape = tuple(v.shape)
     count = num_rows // q_len
-    leads = (num_rows,), (count, q_len)
+    leads = ((num_rows,),) if is_ragged else ((num_rows,), (count, q_len))
     if v.dtype is dtypes.bool_:
         fits = shape[:-1] in leads and shape[-1] == q_len
-        wanted = f"[{count}, {q_len}, {q_len}] or [{num_rows}, {q_len}]"
+        wanted = f"[{num_rows}, {q_len}]"
+        if not is_ragged:
+            wanted = f"[{count}, {q_len}, {q_len}] or {wanted}"
     else:
         words = 1 if shape in leads else shape[-1] if shape[:-1] in leads else 0
         fits = words * v.dtype.bits >= q_len
         least = -(-q_len // v.dtype.bits)
-        axes = [count, q_len] if least == 1 else [count, q_len, least]
+        axes = [num_rows] if is_ragged else [count, q_len]
+        axes = axes if least == 1 else [*axes, least]
         wanted = f"{axes}, {q_len} bits a row"
     if not fits:
+        requests = "requests of at most" if is_ragged else f"{count} requests of"
         raise ArgumentError(
-            f"{name}: {v.dtype} of shape {list(shape)}; wanted {wanted}, for {count} requests of "
-            f"{q_len} query tokens"
+            f"{name}: {v.dtype} of shape {list(shape)}; wanted {wanted}, for {requests} {q_len} "
+            "query tokens"
         )
     require_contiguous(v, name)
     return v
@@ -84,13 +91,14 @@ def pack(v: ArrayView, num_rows: int, q_len: int, address: int, stream: int) -> 
     from ..launch.ops import packbits
 
     num_bytes = num_packed_bytes(num_rows, q_len)
-    bools = _flat(v, v.ptr, num_rows * q_len, dtypes.bool_)
-    packed = _flat(v, address, num_bytes, dtypes.uint8)
+    bools = flat_view(v, v.ptr, num_rows * q_len, dtypes.bool_)
+    packed = flat_view(v, address, num_bytes, dtypes.uint8)
     packbits.launch(bools, packed, None, None, True, stream, num_segments=num_rows)
     return MaskBits(address, -(-q_len // 8), num_bytes)
 
 
-def _flat(like: ArrayView, address: int, size: int, dtype: DType) -> ArrayView:
+def flat_view(like: ArrayView, address: int, size: int, dtype: DType) -> ArrayView:
+    """A view of `size` elements at an address in memory that `like` keeps alive."""
     return ArrayView(address, (size,), (1,), dtype, like.device, like.framework, False, like.owner)
 
 

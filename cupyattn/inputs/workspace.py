@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import array
 from ..array import ArrayView
+from ..array.match import is_contiguous
 from ..core import dtypes
 from ..errors import ArgumentError, PlanError, WorkspaceError
 from ..launch.driver.enqueue import cuda
@@ -26,22 +27,32 @@ def view_workspace(x: Any, name: str = "float_workspace_buffer") -> ArrayView:
             "array of bytes"
         )
     low, high = array.byte_range(v)
-    if low != v.ptr or high - low != math.prod(v.shape) * v.dtype.itemsize:
+    if low != v.ptr or high - low != num_bytes(v):
         raise WorkspaceError(
             f"{name}: shape {list(v.shape)} with strides {list(v.strides)} is not contiguous; pass "
             "a flat array of bytes"
         )
+    require_alignment(v, name)
+    return v
+
+
+def require_alignment(v: ArrayView, name: str) -> None:
+    """WorkspaceError unless a workspace begins on a 16-byte boundary."""
     if v.ptr & 15:
         raise WorkspaceError(
             f"{name}: its address is {v.ptr & 15} bytes past a 16-byte boundary; pass a whole "
             "allocation, or a slice that starts at a multiple of 16 bytes"
         )
-    return v
+
+
+def num_bytes(v: ArrayView) -> int:
+    """What the elements of an array take."""
+    return math.prod(v.shape) * v.dtype.itemsize
 
 
 def require_workspace(v: ArrayView, need: int, what: str) -> None:
     """WorkspaceError unless the float workspace has `need` bytes."""
-    have = math.prod(v.shape) * v.dtype.itemsize
+    have = num_bytes(v)
     if need > have:
         raise WorkspaceError(
             f"float_workspace_buffer: {what} needs {need} bytes and it has {have}; pass a larger "
@@ -55,7 +66,7 @@ def same_device(workspace: ArrayView, **views: ArrayView | None) -> None:
         if v is not None and v.device != workspace.device:
             raise ArgumentError(
                 f"{name}: is on {v.device} but float_workspace_buffer is on {workspace.device}; "
-                "move one of them"
+                f"move one of them, or pass '{v.device}' for a workspace of the wrapper's own there"
             )
 
 
@@ -71,18 +82,45 @@ def on_device(index: int) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if api.get_device() == index else api.Device(index)
 
 
-def copy_on_device(target: int, source: int, num_bytes: int, device: int, stream: int) -> None:
-    """Enqueue a copy between two addresses on one device."""
-    if num_bytes and target != source:
+def copy_on_device(target: int, source: int, size: int, device: int, stream: int) -> None:
+    """Enqueue a copy of `size` bytes between two addresses on one device."""
+    if size and target != source:
         with on_device(device):
-            cuda().runtime.memcpyAsync(target, source, num_bytes, _DEVICE_TO_DEVICE, stream)
+            cuda().runtime.memcpyAsync(target, source, size, _DEVICE_TO_DEVICE, stream)
+
+
+def steps(v: ArrayView, unit: int, name: str) -> ArrayView:
+    """What lies between each two of offsets [n], in units: [n - 1] on their device."""
+    if v.device.kind == "cpu":
+        found: Any = np.diff(array.as_numpy(v).astype(np.int64)) // unit
+    elif v.framework == "torch":
+        x = v.owner.reshape(-1).long()
+        found = (x[1:] - x[:-1]) // unit
+    else:
+        with on_device(v.device.index):
+            x = array.as_cupy(v).astype(np.int64)
+            found = (x[1:] - x[:-1]) // unit
+    made = array.view(found, name)
+    if v.device.kind == "cuda":
+        array.release(made, v)
+    return made
 
 
 def int32_on_device(v: ArrayView, name: str) -> ArrayView:
-    """A contiguous int32 view of a 1-D integer array on the GPU, converted if it is int64."""
-    if v.dtype is dtypes.int32:
+    """A contiguous int32 view of an int32 or int64 array on the GPU, a copy where it must be one.
+
+    Numbers beyond 32 bits become the nearest that fits, which names no page and no request.
+    """
+    is_int32 = v.dtype is dtypes.int32
+    if is_int32 and is_contiguous(v):
         return v
+    least, most = -(2**31), 2**31 - 1
     if v.framework == "torch":
-        return array.view(v.owner.int(), name)
+        x = v.owner if is_int32 else v.owner.clamp(least, most)
+        return array.view(x.int().contiguous(), name)
     with on_device(v.device.index):
-        return array.view(array.as_cupy(v).astype(np.int32), name)
+        x = array.as_cupy(v)
+        x = x if is_int32 else x.clip(least, most)
+        made = array.view(x.astype(np.int32, order="C"), name)
+    array.release(made, v)
+    return made

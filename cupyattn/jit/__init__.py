@@ -6,18 +6,12 @@ on a device. A kernel `name` is the file kernels/entry/<name>.cu with the symbol
 
 from __future__ import annotations
 
-from .compiler import PtxasReport, nvrtc_version
-from .module import Build, BuildInfo, Kernel, build, load
-from .source import Config, kernels_dir
-
-__all__ = [
-    "Build",
-    "BuildInfo",
-    "Config",
-    "Kernel",
-    "PtxasReport",
-    "build",
-    "kernels_dir",
-    "load",
-    "nvrtc_version",
-]
+from .build_info import BuildInfo as BuildInfo
+from .build_info import PtxasReport as PtxasReport
+from .compiler import nvrtc_version as nvrtc_version
+from .module import Build as Build
+from .module import Kernel as Kernel
+from .module import build as build
+from .module import load as load
+from .source import Config as Config
+from .source import kernels_dir as kernels_dir

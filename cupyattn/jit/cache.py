@@ -1,111 +1,135 @@
-"""The content-addressed folder of compiled kernels, shared by any number of processes.
+"""The cache of compiled kernels, shared by any number of processes: which folders it is in.
 
-An entry is a folder `<name>.<arch>.<tag>.<digest>` with kernel.cu, kernel.cubin and build.json. It
-is written under `.work/` and renamed into place, so an entry exists whole or not at all. A lock per
-digest keeps two processes from compiling the same kernel; correctness never depends on the lock.
+Kernels are looked for in the user's or the shipped folder first, then in a private temporary one,
+and stored in the first that can be written. store.py has the rules within a folder.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import functools
-import hashlib
-import json
 import os
-import shutil
-import stat
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from ..core import env
+from ..core.folders import temporary_folder, user_cache_folder
 from ..errors import CompileError
+from . import store
+from .descriptors import Untrusted
+from .store import Entry, Product, Store
 
-SOURCE, CUBIN, BUILD = "kernel.cu", "kernel.cubin", "build.json"
-_WORK, _FAILED = ".work", ".failed"
-_ELF = b"\x7fELF"
+_MIB = 2**20
 
 _swept: set[Path] = set()
 _said: set[Path] = set()
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One compiled kernel in the cache: its folder, its build.json, and whether it was there."""
+class Place(NamedTuple):
+    """One folder of the cache.
 
-    folder: Path
-    build: dict[str, Any]
-    cached: bool
+    is_shared   other users may read and write it, and what they wrote is trusted
+    is_private  it lies where anybody may make names, so it must belong to this user alone
+    """
 
-    @property
-    def cubin(self) -> Path:
-        return self.folder / CUBIN
+    path: Path
+    is_shared: bool = False
+    is_private: bool = False
 
-
-class Product:
-    """What a compile hands to the cache: the source, the cubin, and the facts for build.json."""
-
-    def __init__(self, source: str, cubin: bytes, facts: Mapping[str, Any]) -> None:
-        size = {"cubin_bytes": len(cubin), "cubin_sha256": hashlib.sha256(cubin).hexdigest()}
-        self.build = {**facts, **size}
-        # build.json goes last: it vouches for the files before it.
-        self.files = {
-            SOURCE: source.encode(),
-            CUBIN: cubin,
-            BUILD: (json.dumps(self.build, indent=1) + "\n").encode(),
-        }
+    def opened(self, *, create: bool = False) -> contextlib.AbstractContextManager[Store]:
+        return store.opened(
+            self.path, shared=self.is_shared, private=self.is_private, create=create
+        )
 
 
-def folders() -> list[Path]:
-    """Where kernels are looked for, and stored if the folder can be written: the user's or the
-    shipped cache first, then a private folder for when that one is read-only."""
-    chosen = env.CACHE_DIR.get()
+def places() -> list[Place]:
+    """Where kernels are looked for and stored, in this order.
+
+    Raises CompileError if CUPYATTN_CACHE_DIR is set to what is not an absolute path.
+    """
     found = []
-    with contextlib.suppress(RuntimeError):  # there is no home folder
-        found.append(Path(chosen or "~/.cache/cupyattn").expanduser().absolute())
+    chosen = env.CACHE_DIR.get().strip()
+    if chosen:
+        path = Path(os.path.expanduser(chosen))
+        if not path.is_absolute():
+            raise CompileError(
+                f"{env.CACHE_DIR.name}: got {chosen!r}; wanted an absolute path, or ~ for a home "
+                "folder that there is"
+            )
+        found.append(Place(path, is_shared=env.CACHE_SHARED.flag()))
+    elif (folder := user_cache_folder()) is not None:
+        found.append(Place(folder, is_shared=env.CACHE_SHARED.flag()))
     with contextlib.suppress(OSError):  # there is no temporary folder: a wholly read-only machine
-        found.append(_fallback())
+        found.append(Place(temporary_folder(), is_private=True))
     return found
 
 
-def _fallback() -> Path:
-    """<tmp>/cupyattn-<uid>, or a folder of this process alone if somebody else owns that name."""
-    folder = Path(tempfile.gettempdir()) / f"cupyattn-{os.getuid()}"
+def folders() -> list[Path]:
+    """The paths of `places()`."""
+    return [place.path for place in places()]
+
+
+def contents(place: Place) -> tuple[int, int]:
+    """The number of kernels in `place` and the bytes of their files; (0, 0) without a folder."""
+    with contextlib.suppress(OSError):
+        sizes = [entry.nbytes for entry in entries(place)]
+        return len(sizes), sum(sizes)
+    return 0, 0
+
+
+def problem(place: Place) -> str:
+    """Why kernels in `place` cannot be used; empty if they can, or if there is no such folder."""
     try:
-        found = folder.lstat()
-    except OSError:
-        return folder
-    # Anyone may create names in a shared temporary folder, and a kernel from there would be run.
-    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022
-    return folder if private and found.st_uid == os.getuid() else _private_folder()
+        with place.opened():
+            return ""
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return _reason(error)
 
 
-@functools.cache
-def _private_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="cupyattn-"))
+def entries(place: Place) -> list[store.Usage]:
+    """The kernels in `place`, the least recently used first; none without a folder."""
+    try:
+        with place.opened() as opened:
+            return opened.usage()
+    except FileNotFoundError:
+        return []
 
 
-def is_writable(folder: Path) -> bool:
-    """Whether kernels could be stored in `folder`, which need not exist; nothing is created."""
-    while not os.path.lexists(folder) and folder != folder.parent:
-        folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+def verify(place: Place) -> list[tuple[str, str]]:
+    """The names of the kernels in `place` that would not be used, each with what is wrong."""
+    faults = []
+    for entry in entries(place):
+        try:
+            with place.opened() as opened:
+                opened.check(entry.name)
+        except (OSError, ValueError) as error:
+            faults.append((entry.name, str(error)))
+    return faults
 
 
-def contents(folder: Path) -> tuple[int, int]:
-    """The number of kernels in `folder` and the bytes of their cubins; (0, 0) without a folder."""
-    sizes = [path.stat().st_size for path in folder.glob(f"*/{CUBIN}")]
-    return len(sizes), sum(sizes)
+def clear(place: Place) -> tuple[int, int]:
+    """Remove all kernels in `place`, and what failed compiles left; how many, and their bytes."""
+    try:
+        with place.opened() as opened:
+            return opened.clear()
+    except FileNotFoundError:
+        return 0, 0
 
 
 def find(name: str) -> Entry | None:
     """The entry called `name` from the first folder that has it intact."""
-    for folder in folders():
-        entry = _read(folder / name)
+    for place in places():
+        try:
+            with place.opened() as opened:
+                entry = opened.read(name)
+        except Untrusted as error:
+            _say_unusable(place, error)
+            continue
+        except OSError:
+            continue
         if entry is not None:
             return entry
     return None
@@ -117,22 +141,25 @@ def add(name: str, make: Callable[[], Product]) -> Entry:
     `name` ends in `.<digest>`. `make` runs at most once, and not at all if another process stores
     the entry meanwhile. Raises what `make` raises, and CompileError if no folder can be written.
     """
-    digest = name.rpartition(".")[2]
+    limit = _limit()
     product = None
     problems = []
-    for folder in folders():
+    for place in places():
         try:
-            _prepare(folder)
-            with _lock(folder, digest):
-                entry = _read(folder / name)
-                if entry is not None:
-                    return entry
-                product = product or make()
-                return _store(folder, name, digest, product)
+            with place.opened(create=True) as opened:
+                _sweep_once(place, opened)
+                with opened.lock(name.rpartition(".")[2]):
+                    entry = opened.read(name)
+                    if entry is not None:
+                        return entry
+                    product = product or make()
+                    entry = opened.write(name, product)
+                if limit:
+                    opened.evict(limit, keep=name)
+                return entry
         except OSError as error:
-            reason = error.strerror or str(error)
-            problems.append(f"{folder} ({reason})")
-            _say_fallback(folder, reason)
+            problems.append(f"{place.path} ({_reason(error)})")
+            _say_unusable(place, error)
     raise CompileError(
         f"cache: no folder can be written: {'; '.join(problems)}; set {env.CACHE_DIR.name} to one "
         "that can"
@@ -141,139 +168,41 @@ def add(name: str, make: Callable[[], Product]) -> Entry:
 
 def keep_failure(name: str, source: str, log: str) -> Path | None:
     """Keep the source and log of a failed compile for reading; the source's path, or None."""
-    for folder in folders():
-        with contextlib.suppress(OSError):
-            place = folder / _FAILED / name
-            _mkdir(place)
-            (place / "nvrtc.log").write_text(log, encoding="utf-8")
-            (place / SOURCE).write_text(source, encoding="utf-8")
-            return place / SOURCE
+    for place in places():
+        with contextlib.suppress(OSError), place.opened(create=True) as opened:
+            return opened.keep_failure(name, source, log)
     return None
 
 
-def _say_fallback(folder: Path, reason: str) -> None:
-    fallback = folders()[-1]
-    if folder == fallback or folder in _said:
+def _sweep_once(place: Place, opened: Store) -> None:
+    if place.path not in _swept:
+        _swept.add(place.path)
+        opened.sweep()
+
+
+def _limit() -> int:
+    value = env.CACHE_LIMIT.get().strip()
+    if not value.isdecimal():
+        raise CompileError(
+            f"{env.CACHE_LIMIT.name}: got {value!r}; wanted a whole number of MiB, 0 for no limit"
+        )
+    return int(value) * _MIB
+
+
+def _say_unusable(place: Place, error: OSError) -> None:
+    if place.is_private or place.path in _said:
         return
-    _said.add(folder)
+    _said.add(place.path)
+    remedy = f"Set {env.CACHE_DIR.name} to a folder that can be written"
+    if isinstance(error, Untrusted):
+        remedy += f", or {env.CACHE_SHARED.name}=1 to trust whoever can write this one"
     warnings.warn(
-        f"cupyattn: the kernel cache {folder} cannot be written ({reason}); new kernels go to "
-        f"{fallback}. Set {env.CACHE_DIR.name} to a folder that can be written",
+        f"cupyattn: the kernel cache {place.path} cannot be used ({_reason(error)}); new kernels "
+        f"go to {places()[-1].path}. {remedy}",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
-def _read(folder: Path) -> Entry | None:
-    """The entry in `folder` if it is there and its cubin is the one that was written."""
-    try:
-        build = json.loads((folder / BUILD).read_bytes())
-        cubin = (folder / CUBIN).read_bytes()
-        intact = (
-            cubin.startswith(_ELF)
-            and len(cubin) == build["cubin_bytes"]
-            and hashlib.sha256(cubin).hexdigest() == build["cubin_sha256"]
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return Entry(folder, build, cached=True) if intact else None
-
-
-def _store(folder: Path, name: str, digest: str, product: Product) -> Entry:
-    """Write the entry beside its final place and rename it there, unless another process won."""
-    final = folder / name
-    temporary = _temporary(folder, digest)
-    try:
-        for file, data in product.files.items():
-            _write(temporary / file, data)
-        try:
-            temporary.rename(final)
-        except OSError:
-            winner = _read(final)
-            if winner is not None:
-                return winner
-            if not os.path.lexists(final):
-                raise
-            # A damaged entry is in the way: move it aside, which is atomic too.
-            broken = _temporary(folder, digest)
-            final.rename(broken / "broken")
-            shutil.rmtree(broken, ignore_errors=True)
-            temporary.rename(final)
-        return Entry(final, product.build, cached=False)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _temporary(folder: Path, digest: str) -> Path:
-    # Not mkdtemp: its mode 0700 would survive the rename and hide a shipped cache from its users.
-    path = folder / _WORK / f"{digest}-{os.getpid()}-{os.urandom(4).hex()}"
-    path.mkdir()
-    return path
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _mkdir(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        fallback = _fallback()
-        if folder.is_relative_to(fallback):
-            fallback.mkdir(mode=0o700, exist_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
-
-
-def _prepare(folder: Path) -> None:
-    _mkdir(folder / _WORK)
-    if folder not in _swept:
-        _swept.add(folder)
-        _sweep(folder)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes left: every digest in `.work` whose lock nobody holds."""
-    work = folder / _WORK
-    leftovers = {path.name.split("-")[0].removesuffix(".lock") for path in work.iterdir()}
-    for digest in leftovers:
-        with _lock(folder, digest, wait=False) as held:
-            if held:
-                for path in work.glob(f"{digest}-*"):
-                    shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _lock(folder: Path, digest: str, *, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock of `digest`; yields False if it is not held. The kernel frees a dead holder's.
-
-    Filesystems without flock yield False: then two processes may compile the same kernel, and the
-    rename decides.
-    """
-    path = folder / _WORK / f"{digest}.lock"
-    descriptor = _acquire(path, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    try:
-        yield descriptor is not None
-    finally:
-        if descriptor is not None:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            os.close(descriptor)
-
-
-def _acquire(path: Path, operation: int) -> int | None:
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, operation)
-        except OSError:  # held by another, or no locks on this filesystem
-            os.close(descriptor)
-            return None
-        # The holder before us removed the file: whoever comes next would lock another one.
-        try:
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
-        except FileNotFoundError:
-            pass
-        os.close(descriptor)
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

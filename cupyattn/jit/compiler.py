@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import re
 import time
-from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from ..core.cupy_module import cupy_module
 from ..core.device import check_arch
-from ..errors import CompileError, CupyAttnError, DeviceError
+from ..errors import CompileError, CupyAttnError
+from .build_info import PtxasReport
 from .source import Program
 
 _OPTIONS = ("-std=c++17", "--ptxas-options=-v")
@@ -34,47 +35,11 @@ class Compiled(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class PtxasReport:
-    """What ptxas used, in bytes except `registers` (per thread). Frames and spills cover every
-    function of the program; `smem_bytes` is the static part; `warnings` are whole log lines."""
-
-    registers: int
-    stack_bytes: int
-    spill_store_bytes: int
-    spill_load_bytes: int
-    smem_bytes: int
-    cmem_bytes: int
-    warnings: tuple[str, ...]
-
-    @property
-    def spills(self) -> bool:
-        return bool(self.spill_store_bytes or self.spill_load_bytes)
-
-    @property
-    def lost_performance(self) -> tuple[str, ...]:
-        """The warnings by which ptxas admits a slow binary: C7508 (setmaxnreg ignored), C7510 and
-        its kin (wgmma serialised)."""
-        return tuple(line for line in self.warnings if "Performance Loss" in line)
-
-    def as_json(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> PtxasReport:
-        values = {field.name: data[field.name] for field in fields(cls)}
-        return cls(**{**values, "warnings": tuple(data["warnings"])})
-
-
 @functools.cache
 def _nvrtc() -> Any:
-    try:
-        from cupy_backends.cuda.libs import nvrtc
-    except ImportError as error:
-        raise DeviceError(
-            f"jit: CuPy cannot be imported ({error}); install cupyattn[cuda12x] or "
-            "cupyattn[cuda13x]"
-        ) from error
+    cupy_module()
+    from cupy_backends.cuda.libs import nvrtc
+
     return nvrtc
 
 
@@ -100,20 +65,28 @@ def options(arch: str) -> tuple[str, ...]:
     return (f"-arch={arch}", *_OPTIONS)
 
 
-def compile_cubin(program: Program, arch: str) -> Compiled:
-    """Compile `program` for `arch`.
+def require_arch(arch: str) -> None:
+    """Raise unless NVRTC is here and compiles for `arch`.
 
-    Raises NvrtcFailure with the log if the program is refused, UnsupportedError for an architecture
-    no kernel is written for, CompileError if this NVRTC does not know the architecture.
+    UnsupportedError for an architecture no kernel is written for, CompileError if NVRTC is missing
+    or does not know it, DeviceError without CuPy.
     """
     check_arch(arch)
     version = nvrtc_version()
-    nvrtc = _nvrtc()
-    if int(arch.removeprefix("sm_").removesuffix("a")) not in nvrtc.getSupportedArchs():
+    if int(arch.removeprefix("sm_").removesuffix("a")) not in _nvrtc().getSupportedArchs():
         raise CompileError(
             f"arch: NVRTC {version} does not know {arch}; install a newer CUDA "
             "(12.8 or later for sm_100a and sm_120a)"
         )
+
+
+def compile_cubin(program: Program, arch: str) -> Compiled:
+    """Compile `program` for `arch`.
+
+    Raises NvrtcFailure with the log if the program is refused, and what `require_arch` raises.
+    """
+    require_arch(arch)
+    nvrtc = _nvrtc()
     handle = nvrtc.createProgram(program.text, str(program.entry_path), (), ())
     start = time.perf_counter()
     try:
@@ -121,6 +94,11 @@ def compile_cubin(program: Program, arch: str) -> Compiled:
         # CuPy drops the last byte of the image, and tools that read the ELF then call it invalid.
         cubin = nvrtc.getCUBIN(handle) + b"\0"
         return Compiled(cubin, nvrtc.getProgramLog(handle), time.perf_counter() - start)
+    except UnicodeEncodeError as error:
+        raise CompileError(
+            f"kernels: the path {str(program.root)!a} has characters that this locale cannot "
+            "encode; set LC_ALL=C.UTF-8, or CUPYATTN_KERNELS_DIR to a path in ASCII"
+        ) from error
     except nvrtc.NVRTCError as error:
         raise NvrtcFailure(nvrtc.getProgramLog(handle).strip() or str(error)) from None
     finally:

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-import resource
+import contextlib
+import itertools
+import logging
+import os
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..core import env
+from ..core.cupy_module import cupy_module
 from ..core.device import check_arch
 from ..core.dtypes import DType
 from ..errors import CompileError, DeviceError, UnsupportedError
 from . import cache, compiler
-from .compiler import PtxasReport
+from .build_info import BuildInfo
 from .source import SCHEMA, Config, Program
 
 ConfigLike = Mapping[str, "int | bool | DType"]
 
+_LOG = logging.getLogger("cupyattn")
+
 # What a launch gets without asking the driver for more.
 _DEFAULT_SHARED_BYTES = 48 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class BuildInfo:
-    """The facts about one compiled kernel. `compile_seconds` and `process_peak_rss_bytes` are those
-    of the compile that filled the cache; `cached` says whether this call found it there."""
-
-    name: str
-    arch: str
-    nvrtc: str
-    ptxas: PtxasReport
-    cubin_bytes: int
-    compile_seconds: float
-    process_peak_rss_bytes: int
-    cached: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +48,15 @@ class Kernel:
 
     __slots__ = ("_raw", "_shared_bytes", "build", "device_index", "function", "symbol")
 
-    def __init__(self, build: Build, device_index: int) -> None:
-        import cupy
-
+    def __init__(self, build: Build, cubin: bytes, device_index: int) -> None:
+        cupy = cupy_module()
         self.build = build
         self.symbol = build.symbol
         self.device_index = device_index
         self._shared_bytes = _DEFAULT_SHARED_BYTES
-        with cupy.cuda.Device(device_index):
+        with cupy.cuda.Device(device_index), _as_file(cubin) as path:
             try:
-                self._raw = cupy.RawModule(path=str(build.path)).get_function(build.symbol)
+                self._raw = cupy.RawModule(path=path).get_function(build.symbol)
                 self.function: int = self._raw.kernel.ptr
             except cupy.cuda.driver.CUDADriverError as error:
                 raise DeviceError(
@@ -82,8 +72,7 @@ class Kernel:
         """
         if nbytes <= self._shared_bytes:
             return
-        import cupy
-
+        cupy = cupy_module()
         with cupy.cuda.Device(self.device_index):
             try:
                 self._raw.max_dynamic_shared_size_bytes = nbytes
@@ -101,17 +90,7 @@ def build(name: str, config: ConfigLike, arch: str) -> Build:
     Needs no GPU. Raises UnsupportedError for an unknown arch, DeviceError without CuPy, and
     CompileError if the source is refused, or is not in the cache while CUPYATTN_NO_COMPILE is set.
     """
-    check_arch(arch)
-    config = config if isinstance(config, Config) else Config(config)
-    for _ in range(5):
-        program = Program.read(name, config)
-        try:
-            built = _build(program, arch)
-        except _SourcesChanged:
-            continue
-        _report(built)
-        return built
-    raise CompileError(f"kernel {name}: its sources change faster than it can be compiled")
+    return _build(name, config if isinstance(config, Config) else Config(config), arch)[0]
 
 
 def load(name: str, config: ConfigLike, device_index: int, arch: str) -> Kernel:
@@ -129,7 +108,7 @@ def load(name: str, config: ConfigLike, device_index: int, arch: str) -> Kernel:
     key = (name, config, device_index, arch)
     with _load_lock:
         if key not in _kernels:
-            _kernels[key] = Kernel(build(name, config, arch), device_index)
+            _kernels[key] = Kernel(*_build(name, config, arch), device_index)
         return _kernels[key]
 
 
@@ -142,7 +121,22 @@ class _SourcesChanged(Exception):
     """The source files changed while they were compiled, so the cubin belongs to no known text."""
 
 
-def _build(program: Program, arch: str) -> Build:
+def _build(name: str, config: Config, arch: str) -> tuple[Build, bytes]:
+    """The build, and the very bytes that were checked to be its cubin."""
+    check_arch(arch)
+    for _ in range(5):
+        program = Program.read(name, config)
+        try:
+            entry = _entry(program, arch)
+        except _SourcesChanged:
+            continue
+        build = Build(entry.path, program.symbol, entry.info)
+        _report(build)
+        return build, entry.cubin
+    raise CompileError(f"kernel {name}: its sources change faster than it can be compiled")
+
+
+def _entry(program: Program, arch: str) -> cache.Entry:
     nvrtc = compiler.nvrtc_version()
     digest = program.digest(compiler.options(arch), nvrtc, arch)
     tag = f".{program.config.tag}" if program.config.tag else ""
@@ -150,22 +144,28 @@ def _build(program: Program, arch: str) -> Build:
     entry = cache.find(name)
     if entry is None and env.NO_COMPILE.flag():
         raise CompileError(_missing(program, arch, nvrtc))
-    entry = entry or cache.add(name, lambda: _compile(program, arch, nvrtc, name))
-    facts = entry.build
-    info = BuildInfo(
-        name=program.name,
-        arch=arch,
-        nvrtc=nvrtc,
-        ptxas=PtxasReport.from_json(facts["ptxas"]),
-        cubin_bytes=facts["cubin_bytes"],
-        compile_seconds=facts["compile_seconds"],
-        process_peak_rss_bytes=facts["process_peak_rss_bytes"],
-        cached=entry.cached,
-    )
-    return Build(entry.cubin, program.symbol, info)
+    return entry or cache.add(name, lambda: _compile(program, arch, nvrtc, name))
+
+
+_loads = itertools.count(1)
+
+
+@contextlib.contextmanager
+def _as_file(cubin: bytes) -> Iterator[str]:
+    """A path to `cubin` in memory. On disk the file could have changed since it was checked.
+
+    RawModule keeps what it has loaded by its path, and descriptors are used again. So the path
+    spells the number of this load between its slashes, where it means nothing.
+    """
+    with os.fdopen(os.memfd_create("cupyattn", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+        file.write(cubin)
+        spelled = format(next(_loads), "b").replace("0", "/").replace("1", "./")
+        yield f"/proc/self/fd/{spelled}{file.fileno()}"
 
 
 def _compile(program: Program, arch: str, nvrtc: str, name: str) -> cache.Product:
+    import resource
+
     try:
         compiled = compiler.compile_cubin(program, arch)
     except compiler.NvrtcFailure as failure:
@@ -176,6 +176,13 @@ def _compile(program: Program, arch: str, nvrtc: str, name: str) -> cache.Produc
         ) from None
     if Program.read(program.name, program.config).includes != program.includes:
         raise _SourcesChanged
+    # A warning, since only those are seen by default: the call took seconds, and later ones do not.
+    _LOG.warning(
+        "cupyattn: kernel %s compiled for %s in %.1f s; kept for later calls",
+        program.name,
+        arch,
+        compiled.seconds,
+    )
     facts: dict[str, Any] = {
         "schema": SCHEMA,
         "name": program.name,
@@ -193,11 +200,13 @@ def _compile(program: Program, arch: str, nvrtc: str, name: str) -> cache.Produc
 
 
 def _missing(program: Program, arch: str, nvrtc: str) -> str:
-    looked = " and ".join(map(str, cache.folders()))
+    looked = [(place.path, cache.problem(place)) for place in cache.places()]
+    where = " and ".join(f"{path} ({why})" if why else str(path) for path, why in looked)
     return (
         f"kernel {program.name}: {env.NO_COMPILE.name} is set and no copy for {arch} (NVRTC "
-        f"{nvrtc}) with {program.config!r} is in {looked}; run `cupyattn compile --arch {arch}` "
-        f"with the same {env.CACHE_DIR.name}, or unset {env.NO_COMPILE.name}"
+        f"{nvrtc}) with {program.config!r} is in {where}; run `cupyattn compile --arch {arch}` "
+        f"(--help: for other dtypes, head dims and options than the usual) with the same "
+        f"{env.CACHE_DIR.name}, or unset {env.NO_COMPILE.name}"
     )
 
 

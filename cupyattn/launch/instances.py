@@ -1,32 +1,60 @@
-"""The kernel instances worth compiling ahead of time."""
+"""The kernel instances that calls of chosen kinds launch, to be compiled ahead of time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 from .. import jit
 from ..core import dtypes
+from ..core.dtypes import DType
 from ..core.problem import AttentionProblem
+from ..errors import ArgumentError
 from .attention import merge_levels, merge_splits, pad_lse, plan_batch, rotate_keys, scan_mask
 from .ops import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens, merge_states
 from .ops.packbits import CONFIG as PACKBITS_CONFIG
-from .tiles.select import DECODE, LARGE, ROW_CLASSES, SMALL, VERIFY, mixed_config, tile_config
-
-_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
-_OPTIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"pos_encoding": "ROPE_LLAMA"},
-    {"pos_encoding": "ALIBI"},
-    {"soft_cap": True},
-    {"custom_mask": True},
+from .tiles.select import (
+    DECODE,
+    LARGE,
+    SMALL,
+    VERIFY,
+    mixed_config,
+    row_class,
+    tile_config,
 )
-_ROWS = {"custom_mask": True, "mask_form": "rows"}
-_RUNS = {"custom_mask": True, "mask_form": "runs"}
-# Row classes that meet in one launch.
-_MIXES = ((LARGE, DECODE), (SMALL, DECODE), (LARGE, VERIFY))
-LEVELS = ("standard", "full")
+
+Instance = tuple[str, jit.Config]
+
+OPERATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "decode": "one query token a request",
+        "prefill": "any number of query tokens, also mixed with decode",
+        "cascade": "requests that share prefixes",
+        "append": "writing keys and values into pages",
+        "merge": "merging attention states",
+        "page": "page table arithmetic on the device",
+        "packbits": "masks of bools into bits",
+    }
+)
+
+# What each option changes in a problem. Windows and sinks are read at run time.
+OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "none": {},
+        "window": {},
+        "sinks": {},
+        "soft_cap": {"soft_cap": True},
+        "rope": {"pos_encoding": "ROPE_LLAMA"},
+        "alibi": {"pos_encoding": "ALIBI"},
+        "mask": {"custom_mask": True},
+        "draft_mask": {"custom_mask": True, "mask_form": "rows"},
+        "multi_item": {"custom_mask": True, "mask_form": "runs"},
+        "scales": {"prescale_logits": True},
+    }
+)
 
 # Shared memory per block: most of a big chip's, and all that the small ones have.
 SHARED_BYTES = {
@@ -39,86 +67,197 @@ SHARED_BYTES = {
 }
 
 
-def problems(level: str) -> Iterator[AttentionProblem]:
-    """The problems of a level: "standard" one option at a time on the common head dims, "full" also
-    pairs of options, more head dims and unaligned rows. Masks of rows are over pages, masks of runs
-    for head dim 128."""
-    dims = _DIMS if level == "standard" else (*_DIMS, (80, 80), (96, 96), (112, 112), (72, 72))
-    for dtype in (dtypes.bfloat16, dtypes.float16):
-        for dtype_kv in (dtype, dtypes.float8_e4m3fn, dtypes.float8_e5m2):
-            for dim_qk, dim_vo in dims:
-                for options in (*(_OPTIONS if level == "standard" else _pairs()), _ROWS, _RUNS):
-                    if options.get("pos_encoding") == "ROPE_LLAMA" and dim_qk % 16:
-                        continue
-                    if options is _RUNS and not dim_qk == dim_vo == 128:
-                        continue
-                    alignments = (True,) if level == "standard" else (True, False)
-                    for aligned, paged in product(alignments, (False, True)):
-                        if options is _ROWS and not paged:
-                            continue
-                        yield AttentionProblem(
-                            dtype,
-                            dtype_kv,
-                            dtype,
-                            dim_qk,
-                            dim_vo,
-                            aligned=aligned,
-                            paged=paged,
-                            **options,
-                        )
+@dataclass(frozen=True)
+class Selection:
+    """Kinds of calls: those that have one value of each field.
+
+    operations  names of OPERATIONS
+    dtypes      of q (and o), and of k and v
+    head_dims   of q and k, and of v and o
+    groups      query heads that share a KV head
+    page_sizes  tokens of a page; 0 for keys in rows. 16 stands for all multiples of 8, 1 for others
+    options     what a call has at once: names of OPTIONS
+    alignments  whether every row of an array starts on a 16-byte boundary
+    """
+
+    operations: tuple[str, ...] = tuple(OPERATIONS)
+    dtypes: tuple[tuple[DType, DType], ...] = (
+        (dtypes.bfloat16, dtypes.bfloat16),
+        (dtypes.float16, dtypes.float16),
+    )
+    head_dims: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (256, 256), (192, 128))
+    groups: tuple[int, ...] = (1,)
+    page_sizes: tuple[int, ...] = (0, 1, 16)
+    options: tuple[frozenset[str], ...] = (frozenset({"none"}),)
+    alignments: tuple[bool, ...] = (True,)
 
 
-def _pairs() -> list[dict[str, Any]]:
-    singles = (*_OPTIONS, {"prescale_logits": True})
-    merged = [a | b for i, a in enumerate(singles) for b in singles[i:]]
-    return [dict(items) for items in sorted({tuple(sorted(m.items())) for m in merged})]
+def one_option(*names: str) -> tuple[frozenset[str], ...]:
+    """Calls with one of these options each."""
+    return tuple(frozenset({name}) for name in names)
 
 
-def instances(level: str, arch: str = "sm_90a") -> list[tuple[str, jit.Config]]:
-    """(entry name, Config) of every kernel of a level for an architecture, without duplicates."""
-    found: dict[tuple[str, jit.Config], None] = {
-        ("packbits", PACKBITS_CONFIG): None,
-        ("pad_lse", pad_lse.CONFIG): None,
-        **dict.fromkeys(("plan_batch", config) for config in plan_batch.CONFIGS),
+def _over_fp8(*formats: DType) -> tuple[tuple[DType, DType], ...]:
+    return tuple(product((dtypes.bfloat16, dtypes.float16), formats))
+
+
+def _full() -> Iterator[Selection]:
+    groups, dims = (1, 32, 64), (*Selection.head_dims, (80, 80), (96, 96), (112, 112), (72, 72))
+    kinds = (*Selection.dtypes, *_over_fp8(dtypes.float8_e4m3fn, dtypes.float8_e5m2))
+    names = "none", "soft_cap", "rope", "alibi", "mask", "scales"
+    pairs = dict.fromkeys(
+        frozenset({a, b}) for a, b in product(names, names) if {a, b} != {"rope", "alibi"}
+    )
+    yield Selection(
+        dtypes=kinds, head_dims=dims, groups=groups, options=tuple(pairs), alignments=(True, False)
+    )
+    masks = one_option("draft_mask", "multi_item")
+    yield Selection(dtypes=kinds, head_dims=dims, groups=groups, options=masks)
+
+
+# "standard" is what ordinary models need: fp8 in pages only, soft cap, window and sinks; "full" has
+# also positions, masks and scales by head, pairs of options, more head dims and unaligned rows.
+LEVELS: Mapping[str, tuple[Selection, ...]] = MappingProxyType(
+    {
+        "standard": (
+            Selection(options=one_option("none", "soft_cap")),
+            Selection(
+                dtypes=_over_fp8(dtypes.float8_e4m3fn),
+                page_sizes=(1, 16),
+                options=one_option("none", "soft_cap"),
+            ),
+        ),
+        "full": tuple(_full()),
     }
-    found |= dict.fromkeys(page_instances())
-    found |= dict.fromkeys(("merge_states", config) for config in merge_states.configs())
-    for problem in problems(level):
-        # Which kernel serves pages depends on their size.
-        kinds = product((True,), (1, 16)) if problem.paged else product((False, True), (0,))
-        for rows, (is_batch, page_size) in product(ROW_CLASSES, list(kinds)):
-            tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch, arch, page_size)
-            found[tiles.name, tiles.config] = None
-            if not tiles.fused_merge:
-                found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
-            if tiles.wants_rotated_keys:
-                config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk, problem.paged)
-                found["rotate_keys", config] = None
-            scan = scan_mask.config(tiles)
-            if scan is not None:
-                found["scan_mask", scan] = None
-        if problem.paged:
-            found |= dict.fromkeys(mixed_instances(problem, arch))
+)
+
+
+def fields_of(options: Iterable[str]) -> dict[str, Any]:
+    """What these options change in a problem. Raises ArgumentError if they exclude each other."""
+    fields: dict[str, Any] = {}
+    for name in options:
+        for field, value in OPTIONS[name].items():
+            if fields.setdefault(field, value) != value:
+                raise ArgumentError(f"options: {' and '.join(sorted(options))} exclude each other")
+    return fields
+
+
+def problem_of(
+    options: Iterable[str],
+    kinds: tuple[DType, DType],
+    dims: tuple[int, int],
+    page_size: int,
+    aligned: bool,
+) -> AttentionProblem | None:
+    """The problem of such calls, or None if there are none: they would be refused."""
+    fields = fields_of(options)
+    has_pages = page_size > 0
+    if fields.get("pos_encoding") == "ROPE_LLAMA" and dims[0] % 16:
+        return None
+    if fields.get("mask_form") == "rows" and not has_pages:
+        return None
+    q, kv = kinds
+    return AttentionProblem(q, kv, q, *dims, aligned=aligned, paged=has_pages, **fields)
+
+
+def instances(selections: Iterable[Selection], arch: str) -> list[Instance]:
+    """(entry name, Config) of all kernels of these kinds of calls on an architecture, once each."""
+    found: dict[Instance, None] = {}
+    for chosen in selections:
+        for each in (_attention(chosen, arch), _cascade(chosen), _operations(chosen)):
+            found |= dict.fromkeys(each)
     return list(found)
 
 
-def mixed_instances(problem: AttentionProblem, arch: str) -> list[tuple[str, jit.Config]]:
-    """The kernels of mixed batches and of cascades over pages, without duplicates."""
-    found: dict[tuple[str, jit.Config], None] = {}
-    for large, small in _MIXES:
+def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
+    """Kernels of decode, prefill and cascade, and what is launched with them."""
+    many = {"prefill", "cascade"} & {*chosen.operations}
+    if "decode" not in chosen.operations and not many:
+        return
+    yield "pad_lse", pad_lse.CONFIG
+    yield from (("plan_batch", config) for config in plan_batch.CONFIGS)
+    rows = {row_class(group) for group in chosen.groups}
+    if many:
+        rows = {name for group in chosen.groups for name in _row_classes(group)}
+    for problem, page_size in problems(chosen):
+        for name in sorted(rows):
+            for is_batch in (True,) if problem.paged else (False, True):
+                yield from _of_rows(problem, name, is_batch, arch, page_size)
+        if many:
+            yield from _mixed(problem, rows, arch, page_size)
+        if problem.custom_mask and problem.mask_form != "runs":
+            yield "packbits", PACKBITS_CONFIG
+
+
+def problems(chosen: Selection) -> Iterator[tuple[AttentionProblem, int]]:
+    """What kernels of attention are asked for by these calls, and the page size."""
+    for kinds, dims, options, page_size, aligned in product(
+        chosen.dtypes, chosen.head_dims, chosen.options, chosen.page_sizes, chosen.alignments
+    ):
+        problem = problem_of(options, kinds, dims, page_size, aligned)
+        if problem is not None:
+            yield problem, page_size
+
+
+def _row_classes(group: int) -> set[str]:
+    """The row classes of requests of any number of query tokens."""
+    return {row_class(n * group) for n in range(1, 67)}
+
+
+def _of_rows(
+    problem: AttentionProblem, rows: str, is_batch: bool, arch: str, page_size: int
+) -> Iterator[Instance]:
+    tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch, arch, page_size)
+    yield tiles.name, tiles.config
+    if not tiles.fused_merge:
+        yield "merge_splits", merge_splits.config(problem, tiles.tile_q)
+    if tiles.wants_rotated_keys:
+        config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk, problem.paged)
+        yield "rotate_keys", config
+    scan = scan_mask.config(tiles)
+    if scan is not None:
+        yield "scan_mask", scan
+
+
+def _mixed(
+    problem: AttentionProblem, rows: set[str], arch: str, page_size: int
+) -> Iterator[Instance]:
+    """The kernels of batches with requests of two row classes (launch/attention/kernels.py)."""
+    for large, small in product((LARGE, SMALL), (VERIFY, DECODE)):
+        if not {large, small} <= rows:
+            continue
+        alone = tile_config(problem, large, SHARED_BYTES[arch], True, arch, page_size)
+        # Persistent blocks are of one kind: the other requests have a launch of their own.
+        if alone.is_sm90:
+            continue
         tiles = mixed_config(problem, large, small, SHARED_BYTES[arch], arch)
         if tiles is not None:
-            found[tiles.name, tiles.config] = None
-    if found:
-        found["merge_levels", merge_levels.config(problem)] = None
-    return list(found)
+            yield tiles.name, tiles.config
+            yield "merge_splits", merge_splits.config(problem, tiles.prefill.tile_q)
 
 
-def page_instances() -> list[tuple[str, jit.Config]]:
-    """The kernels of page operations, the same for every level and architecture."""
-    appends = [("append_paged_kv_cache", x) for x in append_paged_kv_cache.configs()]
-    return [
-        *appends,
-        ("get_batch_indices_positions", get_batch_indices_positions.CONFIG),
-        ("get_seq_lens", get_seq_lens.CONFIG),
-    ]
+def _cascade(chosen: Selection) -> Iterator[Instance]:
+    if "cascade" in chosen.operations:
+        for problem, _ in problems(chosen):
+            if problem.paged and not problem.custom_mask:
+                yield "merge_levels", merge_levels.config(problem)
+
+
+def _operations(chosen: Selection) -> Iterator[Instance]:
+    """Kernels beside attention."""
+    if "append" in chosen.operations:
+        for (q, kv), aligned in product(chosen.dtypes, chosen.alignments):
+            # The rows to append are of q's dtype, or of the cache's already.
+            for dtype in (q, kv):
+                yield "append_paged_kv_cache", append_paged_kv_cache.config(dtype, kv, aligned)
+    if "merge" in chosen.operations:
+        outputs = dict.fromkeys([*(q for q, _ in chosen.dtypes), dtypes.float32])
+        dims = [dim for _, dim in chosen.head_dims]
+        for dtype, head_dim, aligned in product(outputs, dims, chosen.alignments):
+            for config in merge_states.configs(dtype, head_dim, aligned):
+                yield "merge_states", config
+    if "page" in chosen.operations:
+        yield "get_batch_indices_positions", get_batch_indices_positions.CONFIG
+        yield "get_seq_lens", get_seq_lens.CONFIG
+    if "packbits" in chosen.operations:
+        yield "packbits", PACKBITS_CONFIG

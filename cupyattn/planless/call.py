@@ -1,26 +1,29 @@
 """Attention calls without a plan: lengths, offsets and page tables stay in device memory.
 
 A call is checked by what the host can see: shapes, dtypes, strides. A block on the device then
-reads the lengths and writes the work list (launch/plan_batch.py), ahead of the kernels that the
-wrappers launch too. Nothing is copied to the host and nothing waits, so that a graph can capture a
-call.
+reads the lengths and writes the work list (launch/attention/plan_batch.py) before the kernels,
+which are those of the wrappers. The host copies nothing and waits for nothing, so that a graph can
+capture a call.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from .. import array
 from ..array import ArrayView
-from ..array.match import require_output
+from ..array.match import are_rows_aligned, require_output
 from ..core import dtypes
 from ..errors import WorkspaceError
 from ..inputs import row_mask
+from ..inputs.call_cache import Argument, CallCache
 from ..inputs.geometry import Variant
-from ..inputs.limits import are_rows_aligned
 from ..inputs.row_mask import NO_BITS, MaskBits
 from ..inputs.workspace import view_workspace
 from ..launch.attention import pad_lse, plan_batch
@@ -32,15 +35,14 @@ from ..launch.driver import params, scratch
 from ..launch.driver.enqueue import cuda
 from . import reference
 from .check import Arrays, Call, Options, check
-from .repeat import remember
-from .views import merge_leading
+from .views import Names, merge_leading
 
 _MAX_BOUND = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What launches of calls that look alike share.
+    """What launches of calls with equal signature share.
 
     padding    turns rows of LSE, `lse_rows` bytes into the workspace, into the caller's; or None
     mask       how bits lie in the caller's memory; if it has bools, `mask.address` bytes into the
@@ -61,48 +63,41 @@ class Prepared:
     sm_scale: float
     output_scale: float
     has_scales: bool
+    scales_by_head: tuple[bool, ...]
     bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
 
-    def launch(
-        self,
-        workspace: int,
-        q: int,
-        k: int,
-        v: int,
-        o: int,
-        lse: int,
-        block_tables: int,
-        kv_lens: int,
-        others: tuple[int, ...],
-        scale_places: tuple[int, int, int],
-        stream: int,
-    ) -> None:
+    def launch(self, addresses: Sequence[int], stream: int) -> None:
         """Enqueue the planner and all behind it, on arrays at these addresses, 0 for none.
 
-        others: from qo_lens on as in Arrays; scale_places: of the scales of q, k and v among them.
+        addresses: in the order of Arrays, v's at its first page.
         """
+        # fmt: off
+        (
+            q, k, v, workspace, block_tables, kv_lens, out, lse, qo_lens, qo_offsets, kv_offsets,
+            _, _, sinks, scale_q, scale_k, scale_v, mask, *_,
+        ) = addresses
+        # fmt: on
         bound = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
         planned, attention = bound
         plan, device = self.plan, attention.device_index
-        scales, sinks, mask, optional = (0, 0, 0), others[5], others[9], params.NO_OPTIONAL
-        indices = others[0], kv_lens, others[1], others[2]
+        scales: tuple[int, ...] = (0, 0, 0)
+        optional = params.NO_OPTIONAL
+        indices = qo_lens, kv_lens, qo_offsets, kv_offsets
         rows = lse if self.padding is None else workspace + self.lse_rows
         if self.has_scales:
-            scale_q, scale_k, scale_v = scale_places
-            scales = others[scale_q], others[scale_k], others[scale_v]
-            at_q, at_k, at_v = plan.scales
-            optional = params.OPTIONAL.pack(
-                rows,
-                mask,
-                sinks,
-                workspace + at_q if scales[0] else 0,
-                workspace + at_k if scales[1] else 0,
-                workspace + at_v if scales[2] else 0,
+            given = scale_q, scale_k, scale_v
+            # The planner repeats what is one number for all heads, in the workspace.
+            by_head = self.scales_by_head
+            scales = tuple(0 if x else at for at, x in zip(given, by_head, strict=True))
+            used = (
+                at if x or not at else workspace + place
+                for at, x, place in zip(given, by_head, plan.scales, strict=True)
             )
+            optional = params.OPTIONAL.pack(rows, mask, sinks, *used)
         elif rows or sinks or mask:
             optional = params.OPTIONAL.pack(rows, mask, sinks, 0, 0, 0)
         plan_batch.launch(plan, planned, indices, scales, device, stream)
-        attention.launch(q, k, v, o, optional, stream)
+        attention.launch(q, k, v, out, optional, stream)
         if self.padding is not None:
             pad_lse.launch(self.padding, planned, indices, rows, lse, device, stream)
 
@@ -129,27 +124,68 @@ class Prepared:
         return found
 
 
-def run(
-    usual: tuple[Any, ...], more: tuple[Any, ...] | None, rest: tuple[Any, ...], options: Options
-) -> Any:
-    """The answer of a call that goes the general way: out, or (out, lse) if `return_lse`.
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What calls of one signature share.
 
-    usual, more, rest: as in repeat.py; options: what rest comes to.
+    v_offset      bytes from v, or from the tensor that holds k too, to the first value
+    scale_places  of the arrays in whose place of scale_q, scale_k and scale_v they have effect
+    allocate      makes a workspace where the call gives none
     """
+
+    prepared: Prepared
+    v_offset: int
+    scale_places: tuple[int | None, ...]
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    return_lse: bool
+    allocate: scratch.Allocate
+
+
+_CALLS: CallCache[Checked] = CallCache(
+    *(Argument(name, is_output=name in ("workspace", "out", "lse")) for name in Arrays._fields)
+)
+_K, _V, _WORKSPACE, _OUT, _LSE, _SCALE_Q = map(
+    Arrays._fields.index, ("k", "v", "workspace", "out", "lse", "scale_q")
+)
+
+
+def run(
+    given: tuple[Any, ...],
+    options_of: Callable[..., Options],
+    scalars: tuple[Any, ...],
+    append: Callable[[], None] | None = None,
+) -> Any:
+    """The answer of a call: out, or (out, lse) if `return_lse`.
+
+    given: the fields of Arrays, which may end after the LSE; options_of makes Options of Arrays and
+    `scalars`, all other arguments. append: what writes new keys and values to k and v, once
+    everything is checked.
+    """
+    signature = options_of, *scalars
+    answer = _run_cached(given, signature, append)
+    if answer is not None:
+        return answer
+
     # --- 1. Validate ---
-    arrays = Arrays(*usual, *(more or ()))
+    arrays = Arrays(*given)
+    options = options_of(arrays, *scalars)
     call = check(arrays, options)
     vq = call.q
-    vworkspace = _view_workspace(arrays.workspace, call)
+    vworkspace = _view_workspace(arrays.workspace, call, options.names)
 
     # --- 2. Answer on the CPU ---
     if vq.device.kind == "cpu":
-        return reference.answer(call, arrays, options.names)
+        if vworkspace is not None and vq.shape[0]:
+            _require_size(vworkspace, _prepare(_with_outputs(call)).num_bytes)
+        return reference.answer(call, arrays, options.names, append)
 
     # --- 3. Launch on the caller's stream ---
+    if append is not None:
+        append()
     out, lse = arrays.out, arrays.lse
     if out is None:
-        out = array.empty(call.out_shape, call.geometry.problem.dtype_o, vq)
+        out = array.empty(call.out_shape, call.geometry.spec.dtype_o, vq)
         call.out = merge_leading(array.view(out, "out"), "out", 2)
     if lse is None and call.return_lse:
         lse = array.empty(call.lse_shape, dtypes.float32, vq)
@@ -162,27 +198,105 @@ def run(
         prepared = _prepare(call)
         _launch(call, prepared, vworkspace)
         if call.scales.is_constant and not _is_bool_mask(call) and not cuda().is_debugging:
-            remember(usual, more, rest, arrays, call, prepared)
+            _insert(given, signature, call, prepared)
     out = array.deliver(out, vq)
     return (out, array.deliver(lse, vq)) if call.return_lse else out
 
 
-def _view_workspace(x: Any, call: Call) -> ArrayView | None:
-    """The workspace, checked. The CPU needs none, and on a GPU there may be none."""
-    if x is None:
+def run_cached(
+    given: tuple[Any, ...], options_of: Callable[..., Options], scalars: tuple[Any, ...]
+) -> Any:
+    """The answer of `run` if the call is in the cache, else None."""
+    return _run_cached(given, (options_of, *scalars), None)
+
+
+def _run_cached(
+    given: tuple[Any, ...], scalars: tuple[Any, ...], append: Callable[[], None] | None
+) -> Any:
+    """The answer of a call that is in the cache, else None."""
+    answer = _CALLS.lookup(given, scalars)
+    if answer is None:
+        return None
+    found, addresses = answer
+    call = found.call
+    if call.overlaps(addresses, found.sizes):
+        return None
+    checked = call.checked
+    out, lse = given[_OUT], given[_LSE]
+    if out is None:
+        out = call.make_out(checked.out_shape)
+        addresses[_OUT] = call.address(out)
+    if lse is None and checked.return_lse:
+        lse = call.make_lse(checked.lse_shape)
+        addresses[_LSE] = call.address(lse)
+    addresses[_V] = (addresses[_V] or addresses[_K]) + checked.v_offset
+    if checked.prepared.has_scales:
+        places = checked.scale_places
+        scales = [0 if place is None else addresses[place] for place in places]
+        addresses[_SCALE_Q : _SCALE_Q + len(scales)] = scales
+    owner: object = None
+    if not addresses[_WORKSPACE]:
+        addresses[_WORKSPACE], owner = checked.allocate(checked.prepared.num_bytes)
+    if append is not None:
+        append()
+    checked.prepared.launch(addresses, call.current_stream())
+    del owner  # memory for one call may go once everything is enqueued
+    return (out, lse) if checked.return_lse else out
+
+
+def _insert(
+    given: tuple[Any, ...], scalars: tuple[Any, ...], call: Call, prepared: Prepared
+) -> None:
+    """Cache a call that was launched; what was made for one call has no address to keep."""
+    _, k, v, _, block_tables, kv_lens, *_ = given
+    if kv_lens is None:
+        return
+    table = call.block_tables
+    if table is not None and table.ptr != array.view(block_tables, "block_tables").ptr:
+        return
+    checked = Checked(
+        prepared,
+        call.keys.v.ptr - array.view(k if v is None else v, "v").ptr,
+        tuple(None if name is None else Arrays._fields.index(name) for name in call.scales.names),
+        call.out_shape,
+        call.lse_shape,
+        call.return_lse,
+        scratch.allocator(call.q),
+    )
+    dtype_o = call.geometry.spec.dtype_o
+    _CALLS.insert(given, scalars, checked, call.q, dtype_o, call.out_shape, call.lse_shape)
+
+
+def _view_workspace(x: Any, call: Call, names: Names) -> ArrayView | None:
+    """The workspace, checked. A JAX array, which cannot be written, counts as none."""
+    if x is None or array.view(x, "workspace_buffer").framework == "jax":
         return None
     v = view_workspace(x, "workspace_buffer")
-    if call.q.device.kind == "cuda":
-        array.same_device(q=call.q, workspace_buffer=v)
-        others = {
-            "q": call.q,
-            "k": call.keys.k,
-            "v": call.keys.v,
-            "block_tables": call.block_tables,
-            "mask": call.mask,
-        }
-        require_output(v, "workspace_buffer", **others, out=call.out, lse=call.lse)
+    inputs = {names.q: call.q, names.k: call.keys.k, names.v: call.keys.v, "mask": call.mask}
+    array.same_device(**inputs, workspace_buffer=v)
+    others = inputs | {names.block_tables: call.block_tables, names.out: call.out, "lse": call.lse}
+    require_output(v, "workspace_buffer", **others)
     return v
+
+
+def _require_size(v: ArrayView, need: int) -> None:
+    have = math.prod(v.shape) * v.dtype.itemsize
+    if have < need:
+        raise WorkspaceError(
+            f"workspace_buffer: this call needs {need} bytes and it has {have}; pass a larger one"
+        )
+
+
+def _with_outputs(call: Call) -> Call:
+    """On the CPU: the call as it would be launched, with memory for outputs that are not given."""
+    out, lse = call.out, call.lse
+    if out is None:
+        shape = (call.q.shape[0], *call.out_shape[-2:])
+        out = array.view(np.empty(shape, call.geometry.spec.dtype_o.numpy), "out")
+    if lse is None and call.return_lse:
+        shape = call.lse_shape if call.pads_lse else call.q.shape[:2]
+        lse = array.view(np.empty(shape, np.float32), "lse")
+    return replace(call, out=out, lse=lse)
 
 
 def _prepare(call: Call) -> Prepared:
@@ -207,7 +321,7 @@ def _prepare(call: Call) -> Prepared:
     if call.mask is not None:
         mask = row_mask.bits_of(call.mask, vq.shape[0])
         if _is_bool_mask(call):
-            packed_bytes = row_mask.num_packed_bytes(vq.shape[0], call.lengths.qo_len)
+            packed_bytes = row_mask.num_packed_bytes(vq.shape[0], call.mask_bits)
             mask = MaskBits(num_bytes, packed_bytes // vq.shape[0], packed_bytes)
             num_bytes += packed_bytes
     packed = params.STRIDES.pack(
@@ -225,6 +339,7 @@ def _prepare(call: Call) -> Prepared:
         scales.logits,
         scales.output,
         has_scales=is_scaled or scales.views[2] is not None,
+        scales_by_head=scales.by_head,
     )
 
 
@@ -242,41 +357,33 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
         workspace, owner = scratch.allocator(vq)(prepared.num_bytes)
     else:
         workspace = vworkspace.ptr
-        have = math.prod(vworkspace.shape) * vworkspace.dtype.itemsize
-        if have < prepared.num_bytes:
-            raise WorkspaceError(
-                f"workspace_buffer: this call needs {prepared.num_bytes} bytes and it has {have}; "
-                "pass a larger one"
-            )
+        _require_size(vworkspace, prepared.num_bytes)
     inputs = (call.keys.k, call.keys.v, call.block_tables, call.sinks, call.mask, vworkspace)
     used = [v for v in (*inputs, call.lse, *indices, *call.scales.views) if v is not None]
     array.acquire(vq, vout, *used)
-    mask = _address(call.mask)
-    if _is_bool_mask(call):
-        assert call.mask is not None
+    mask = 0 if call.mask is None else call.mask.ptr
+    if call.mask is not None and _is_bool_mask(call):
         mask = workspace + prepared.mask.address
-        row_mask.pack(call.mask, vq.shape[0], call.lengths.qo_len, mask, stream)
-    others = (indices.qo_lens, indices.qo_offsets, indices.kv_offsets, None, None, call.sinks)
-    prepared.launch(
-        workspace,
-        vq.ptr,
-        call.keys.k.ptr,
-        call.keys.v.ptr,
-        vout.ptr,
-        _address(call.lse),
-        _address(call.block_tables),
-        indices.kv_lens.ptr,
-        (*map(_address, (*others, *call.scales.views)), mask, 0),
-        (6, 7, 8),
-        stream,
+        row_mask.pack(call.mask, vq.shape[0], call.mask_bits, mask, stream)
+    views = Arrays(
+        vq,
+        call.keys.k,
+        call.keys.v,
+        None,
+        call.block_tables,
+        indices.kv_lens,
+        vout,
+        call.lse,
+        *(indices.qo_lens, indices.qo_offsets, indices.kv_offsets, None, None),
+        call.sinks,
+        *call.scales.views,
     )
+    addresses = Arrays(*(0 if x is None else x.ptr for x in views))
+    addresses = addresses._replace(workspace=workspace, mask=mask)
+    prepared.launch(addresses, stream)
     array.release(vq, vq, vout, *used)
     del owner  # memory for one call may go once everything is enqueued
 
 
 def _is_bool_mask(call: Call) -> bool:
     return call.mask is not None and call.mask.dtype is dtypes.bool_
-
-
-def _address(v: ArrayView | None) -> int:
-    return 0 if v is None else v.ptr

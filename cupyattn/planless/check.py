@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, NamedTuple
 
 from .. import array
 from ..array import ArrayView
-from ..array.match import Dims, require_output
-from ..core import dtypes
+from ..array.match import Dims, match_output
+from ..core import dtypes, parse
+from ..core.parse import require_int
+from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs import parse, row_mask
+from ..inputs import row_mask
 from ..inputs.geometry import Geometry, PlanOptions, find_geometry
-from ..inputs.kv_cache import Keys
-from ..inputs.limits import MAX_LENGTH
+from ..inputs.kv_cache import Keys, view_ragged
+from ..inputs.spec import Given, require_group
+from ..inputs.workspace import steps
 from ..launch.attention.plan_batch import IndexFormat, Lengths
-from .scales import Scales, view_scales
 from .views import (
     Names,
+    Scales,
     merge_leading,
     view_cache,
     view_index,
-    view_ragged_keys,
     view_rows,
+    view_scales,
     view_sinks,
-    view_table,
+    view_slopes,
+    view_tables,
 )
 
 
@@ -34,11 +37,15 @@ class Arrays(NamedTuple):
     """The arrays of a call as given; None where there is none.
 
     k, v         pages; for one tensor of both v is None. Without block_tables rows of all requests
-    qo_lens, qo_offsets, kv_offsets  see plan_batch.Lengths; offsets of q alone are cumulative
+    kv_lens, qo_lens, qo_offsets, kv_offsets  see plan_batch.Lengths; offsets without lengths are
+                 cumulative
     o_offsets, v_offsets  must say the same as those of q and k, which are read in their place
     scale_q, scale_k, scale_v  one number each in memory: the first two multiply the logits, the
                  last the output
-    mask         over the query tokens of requests that have equally many (_row_mask.py)
+    mask         over the query tokens of requests that have equally many (inputs/row_mask.py)
+    kv_begin     the first key of each request, of those that kv_lens counts
+    alibi_slopes  float32 [num_qo_heads] or [B, num_qo_heads]: minus the slope times the distance of
+                 query and key is added to the logits, behind the soft cap
     """
 
     q: Any
@@ -59,9 +66,11 @@ class Arrays(NamedTuple):
     scale_k: Any = None
     scale_v: Any = None
     mask: Any = None
+    kv_begin: Any = None
+    alibi_slopes: Any = None
 
 
-_DOUBLES = "batch_offsets_o", "batch_offsets_v"
+_REPEATED = "batch_offsets_o", "batch_offsets_v"
 
 
 class Options(NamedTuple):
@@ -79,6 +88,11 @@ class Options(NamedTuple):
     pads_lse     the LSE is [B, max_q_len, num_qo_heads] in natural log, -inf where there is no row;
                  else like q, base 2
     extents      num_kv_heads, page_size and head_dim, where the caller says them again
+    scales_by_head  scales may be [num_kv_heads] or [B, num_kv_heads] too
+    attention_chunk  keys of a chunk: a row sees those of its own chunk; 0: all
+    has_table_offsets  with a page table kv_offsets say where each request's pages begin in it, in
+                 entries, for requests that need not be its rows
+    shares_pages whether K and V have one page table; else block_tables is [B, 2, max_pages]
     """
 
     names: Names
@@ -98,6 +112,13 @@ class Options(NamedTuple):
     pads_lse: bool = False
     return_lse: Any = False
     extents: tuple[Any, Any, Any] = (None, None, None)
+    window_right: Any = -1
+    logits_soft_cap: Any = None
+    pos_encoding_mode: Any = "NONE"
+    scales_by_head: bool = False
+    attention_chunk: int = 0
+    has_table_offsets: bool = False
+    shares_pages: Any = True
 
 
 class Indices(NamedTuple):
@@ -109,18 +130,21 @@ class Indices(NamedTuple):
     kv_offsets: ArrayView | None
     o_offsets: ArrayView | None
     v_offsets: ArrayView | None
+    kv_begin: ArrayView | None
 
 
 @dataclass(slots=True)
 class Call:
     """A checked call. Views of q, out and lse have their leading axes merged.
 
-    units  elements of a token in the offsets of o and v
+    units      elements of a token in the offsets of o and v
+    mask_bits  of each row: the query tokens of every request, or the most of one
     """
 
     q: ArrayView
     keys: Keys
     block_tables: ArrayView | None
+    value_tables: ArrayView | None
     indices: Indices
     sinks: ArrayView | None
     mask: ArrayView | None
@@ -134,37 +158,74 @@ class Call:
     lse_shape: tuple[int, ...]
     pads_lse: bool
     return_lse: bool
+    attention_chunk: int
+    alibi_slopes: ArrayView | None
+    mask_bits: int = 0
 
 
 def check(arrays: Arrays, options: Options) -> Call:
-    """The call, with all that the host can know of it. Raises ArgumentError, UnsupportedError."""
+    """The call, checked as far as the host can. Raises ArgumentError, UnsupportedError."""
     names, dims = options.names, Dims()
     layout = parse.kv_layout(options.kv_layout)
     given_q = view_rows(arrays.q, names.q, options.q_axes)
     vq = merge_leading(given_q, names.q, 2)
-    dims["Dqk"] = vq.shape[2]
-    dims.source["Dqk"] = names.q
-    table = None
+    dims["head_dim_qk"] = vq.shape[2]
+    dims.source["head_dim_qk"] = names.q
+    table, value_table, value_pages = None, None, 0
     if arrays.block_tables is None:
-        keys = view_ragged_keys(arrays.k, arrays.v, names, dims)
+        keys = view_ragged(arrays.k, arrays.v, "NHD", dims, (names.k, names.v))
     else:
         keys = view_cache(arrays.k, arrays.v, layout, names, dims)
-        table = view_table(arrays.block_tables, names.block_tables)
-    _check_extents(options, dims)
-    indices = _indices(arrays, options, table, vq)
+        are_shared = parse.flag(options.shares_pages, "uses_shared_paged_kv_idx")
+        tables = view_tables(arrays.block_tables, names.block_tables, are_shared)
+        table, value_table, value_pages = tables
+    _check_extents(options, dims, layout)
+    other_heads = dims["page_size"] if names.has_layout and table is not None else 0
+    name = f"{names.q}, {names.k}"
+    require_group(vq.shape[1], dims["num_kv_heads"], name, layout, other_heads)
+    indices = _indices(arrays, options, table, vq, keys)
     scales = view_scales(
         (arrays.scale_q, arrays.scale_k, arrays.scale_v),
         (options.sm_scale, options.kv_scale, options.output_scale),
         (names.sm_scale, names.k_scale, names.output_scale),
         vq.shape[2],
         keys.k.dtype.is_fp8,
+        (indices.kv_lens.shape[0], dims["num_kv_heads"]) if options.scales_by_head else None,
     )
     vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(given_q.shape),))
-    geometry = _geometry(options, layout, vq, keys, vout, dims, scales.logits)
+    o_dtype = options.o_dtype
+    if o_dtype is None:
+        o_dtype = vq.dtype if vout is None else vout.dtype
+    given = Given(
+        kv_layout=layout,
+        causal=options.causal,
+        pos_encoding_mode=options.pos_encoding_mode,
+        window_left=options.window_left,
+        logits_soft_cap=options.logits_soft_cap,
+        sm_scale=scales.logits,
+        o_dtype=dtypes.parse(o_dtype, names.o_dtype),
+        value_pages=value_pages,
+        window_right=options.window_right,
+    )
+    geometry = find_geometry(
+        PlanOptions(
+            vq.device,
+            vq.shape[1],
+            dims["num_kv_heads"],
+            dims["head_dim_qk"],
+            dims["head_dim_vo"],
+            dims.get("page_size", 0),
+            vq.dtype,
+            keys.k.dtype,
+            None,
+            given,
+        )
+    )
     call = Call(
         q=vq,
         keys=keys,
         block_tables=table,
+        value_tables=value_table,
         indices=indices,
         sinks=None if arrays.sinks is None else view_sinks(arrays.sinks, vq.shape[1]),
         mask=None,
@@ -173,19 +234,35 @@ def check(arrays: Arrays, options: Options) -> Call:
         lse=None if arrays.lse is None else array.view(arrays.lse, "lse"),
         geometry=geometry,
         lengths=_lengths(options, geometry, vq, keys, table, indices),
-        units=(vq.shape[1] * dims["Dvo"], dims["Hkv"] * dims["Dvo"])
+        units=(vq.shape[1] * dims["head_dim_vo"], dims["num_kv_heads"] * dims["head_dim_vo"])
         if options.in_elements
         else (1, 1),
-        out_shape=(*given_q.shape[:-1], dims["Dvo"]),
+        out_shape=(*given_q.shape[:-1], dims["head_dim_vo"]),
         lse_shape=tuple(given_q.shape[:-1]),
         pads_lse=options.pads_lse,
         return_lse=parse.flag(options.return_lse, "return_lse"),
+        attention_chunk=options.attention_chunk,
+        alibi_slopes=None,
     )
+    if arrays.alibi_slopes is not None:
+        call.alibi_slopes = view_slopes(arrays.alibi_slopes, indices.kv_lens.shape[0], vq.shape[1])
+    if vq.device.kind == "cuda":
+        _refuse_on_gpu(call, names)
     if arrays.mask is not None:
-        call.mask = _view_mask(arrays.mask, call.lengths, names)
+        call.mask_bits, is_ragged = call.lengths.qo_len, call.lengths.qo_len < 1
+        if is_ragged:
+            call.mask_bits = require_int(options.max_q_len, names.max_q_len)
+        call.mask = row_mask.view_row_mask(
+            arrays.mask, call.lengths.num_rows, call.mask_bits, is_ragged=is_ragged
+        )
     if options.pads_lse:
-        most = whole(options.max_q_len, names.max_q_len)
+        most = require_int(options.max_q_len, names.max_q_len, min(1, vq.shape[0]))
         call.lse_shape = call.lengths.num_requests, most, vq.shape[1]
+        if call.return_lse and math.prod(call.lse_shape) > MAX_LENGTH:
+            raise UnsupportedError(
+                f"{names.max_q_len}: got {most}, so that the LSE has shape {list(call.lse_shape)}; "
+                f"at most {MAX_LENGTH} elements are supported"
+            )
     _check_places(call, names)
     if call.out is not None:
         call.out = merge_leading(call.out, names.out, 2)
@@ -194,31 +271,53 @@ def check(arrays: Arrays, options: Options) -> Call:
     return call
 
 
-def _check_extents(options: Options, dims: Dims) -> None:
-    said = zip(("num_kv_heads", "page_size", "head_dim"), options.extents, strict=True)
-    for (name, extent), symbol in zip(said, ("Hkv", "page_size", "Dqk"), strict=True):
-        have = dims.get(symbol, 0)
-        if extent is not None and extent != have:
-            raise ArgumentError(f"{name}: got {extent!r}, but the arrays have {have}")
-
-
-def _indices(arrays: Arrays, options: Options, table: ArrayView | None, vq: ArrayView) -> Indices:
-    names = options.names
-    if arrays.kv_lens is None:
-        raise ArgumentError(f"{names.kv_lens}: got None; wanted the keys of each request, [B]")
-    if table is None:
-        count = math.prod(array.view(arrays.kv_lens, names.kv_lens).shape)
-    else:
-        count = table.shape[0]
-    for double, given, name, wanted in (
-        (arrays.o_offsets, arrays.qo_offsets, _DOUBLES[0], names.qo_offsets),
-        (arrays.v_offsets, arrays.kv_offsets, _DOUBLES[1], names.kv_offsets),
+def _refuse_on_gpu(call: Call, names: Names) -> None:
+    """UnsupportedError for what only the reference serves."""
+    for name, is_given in (
+        (names.kv_begin, call.indices.kv_begin is not None),
+        ("alibi_slopes", call.alibi_slopes is not None),
+        ("attention_chunk", call.attention_chunk > 0),
+        ("pos_encoding_mode", call.geometry.spec.pos_encoding == "ROPE_LLAMA"),
     ):
-        if double is not None and given is None:
+        if is_given:
+            raise UnsupportedError(
+                f"{name}: has no GPU kernel in this call; leave it out, or pass CPU arrays"
+            )
+
+
+def _check_extents(options: Options, dims: Dims, kv_layout: str) -> None:
+    symbols = {"num_kv_heads": "num_kv_heads", "page_size": "page_size", "head_dim": "head_dim_qk"}
+    for (name, symbol), extent in zip(symbols.items(), options.extents, strict=True):
+        have = dims.get(symbol, 0)
+        if extent is not None and require_int(extent, name, 0) != have:
+            others = {"num_kv_heads": "page_size", "page_size": "num_kv_heads"}
+            is_other = extent == dims.get(others.get(name, ""))
+            hint = f"; kv_layout={parse.other_layout(kv_layout)!r} would fit" if is_other else ""
+            raise ArgumentError(f"{name}: got {extent}, but the arrays have {have}{hint}")
+
+
+def _indices(
+    arrays: Arrays, options: Options, table: ArrayView | None, vq: ArrayView, keys: Keys
+) -> Indices:
+    names = options.names
+    kv_lens, are_derived = arrays.kv_lens, arrays.kv_lens is None
+    if are_derived and (table is not None or arrays.kv_offsets is None):
+        raise ArgumentError(f"{names.kv_lens}: got None; wanted the keys of each request, [B]")
+    if table is not None and not options.has_table_offsets:
+        count = table.shape[0]
+    elif are_derived:
+        count = max(0, math.prod(array.view(arrays.kv_offsets, names.kv_offsets).shape) - 1)
+    else:
+        count = math.prod(array.view(kv_lens, names.kv_lens).shape)
+    for repeated, given, name, wanted in (
+        (arrays.o_offsets, arrays.qo_offsets, _REPEATED[0], names.qo_offsets),
+        (arrays.v_offsets, arrays.kv_offsets, _REPEATED[1], names.kv_offsets),
+    ):
+        if repeated is not None and given is None:
             raise ArgumentError(f"{name}: given without {wanted}; pass both, or none")
     are_cumulative = arrays.qo_lens is None and not options.q_len
     either = (count, count + 1)
-    return Indices(
+    found = Indices(
         *(
             None if x is None else view_index(x, name, counts, vq, options.from_host)
             for x, name, counts in (
@@ -226,56 +325,16 @@ def _indices(arrays: Arrays, options: Options, table: ArrayView | None, vq: Arra
                 (arrays.kv_lens, names.kv_lens, (count,)),
                 (arrays.qo_offsets, names.qo_offsets, (count + 1,) if are_cumulative else either),
                 (arrays.kv_offsets, names.kv_offsets, either),
-                (arrays.o_offsets, _DOUBLES[0], either),
-                (arrays.v_offsets, _DOUBLES[1], either),
+                (arrays.o_offsets, _REPEATED[0], either),
+                (arrays.v_offsets, _REPEATED[1], either),
+                (arrays.kv_begin, names.kv_begin, (count,)),
             )
         )  # type: ignore[arg-type]
     )
-
-
-def _geometry(
-    options: Options,
-    layout: str,
-    vq: ArrayView,
-    keys: Keys,
-    vout: ArrayView | None,
-    dims: Dims,
-    sm_scale: float,
-) -> Geometry:
-    o_dtype = options.o_dtype
-    if o_dtype is None:
-        o_dtype = vq.dtype if vout is None else vout.dtype
-    return find_geometry(
-        PlanOptions(
-            layout,
-            vq.device,
-            vq.shape[1],
-            dims["Hkv"],
-            dims["Dqk"],
-            dims["Dvo"],
-            dims.get("page_size", 0),
-            vq.dtype,
-            keys.k.dtype,
-            dtypes.parse(o_dtype, options.names.o_dtype),
-            False,
-            parse.flag(options.causal, "causal"),
-            "NONE",
-            parse.window_left(options.window_left),
-            None,
-            sm_scale,
-            None,
-            None,
-        )
-    )
-
-
-def whole(value: Any, name: str, least: int = 1) -> int:
-    """An integer of the host's: an array of the device would have to be waited for."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        # Nor may the message wait for it.
-        got = f"an array, {type(value).__name__}" if hasattr(value, "shape") else repr(value)
-        raise ArgumentError(f"{name}: got {got}; wanted an integer, {least} or more")
-    return int(value)
+    if not are_derived or found.kv_offsets is None:
+        return found
+    unit = keys.k.shape[1] * keys.k.shape[2] if options.in_elements else 1
+    return found._replace(kv_lens=steps(found.kv_offsets, unit, names.kv_lens))
 
 
 def _lengths(
@@ -288,7 +347,7 @@ def _lengths(
 ) -> Lengths:
     names = options.names
     count, num_rows = indices.kv_lens.shape[0], vq.shape[0]
-    qo_len = whole(options.q_len, names.q_len, 0)
+    qo_len = require_int(options.q_len, names.q_len, 0)
     if indices.qo_offsets is None:
         if not qo_len and indices.qo_lens is None and count == 1:
             qo_len = num_rows
@@ -303,26 +362,33 @@ def _lengths(
                 f"the {count} requests"
             )
     most = qo_len or max(1, num_rows)
-    if options.max_q_len is not None and not qo_len:
-        most = min(most, whole(options.max_q_len, names.max_q_len))
-    room, step = keys.size, 0
+    if options.max_q_len is not None:
+        longest = require_int(options.max_q_len, names.max_q_len, min(1, num_rows))
+        most = qo_len or min(most, max(1, longest))
+    max_keys, step = keys.size, 0
     if table is not None:
-        room, step = table.shape[1] * geometry.page_size, table.strides[0] if count > 1 else 0
+        # Requests that are no rows of the table may begin at any of its entries.
+        rows = table.shape[0] if options.has_table_offsets else 1
+        max_keys, step = (
+            rows * table.shape[1] * geometry.spec.page_size,
+            table.strides[0] if count > 1 else 0,
+        )
     elif indices.kv_offsets is None and count > 1:
         raise ArgumentError(
             f"{names.kv_offsets}: got None for {count} requests without {names.block_tables}; "
             f"wanted where the keys of each begin in {names.k}"
         )
-    if room > MAX_LENGTH or num_rows * geometry.group_size > MAX_LENGTH:
+    if max_keys > MAX_LENGTH or num_rows * geometry.spec.group_size > MAX_LENGTH:
         raise UnsupportedError(
-            f"{names.q}, {names.block_tables}: {num_rows} query tokens over up to {room} keys; at "
-            f"most {MAX_LENGTH} keys and query rows of one KV head are supported"
+            f"{names.q}, {names.block_tables}: {num_rows} query tokens over up to {max_keys} keys; "
+            f"at most {MAX_LENGTH} keys and query rows of one KV head are supported"
         )
-    likely = room
+    likely = max_keys
     if options.max_kv_len is not None:
-        likely = min(room, whole(options.max_kv_len, names.max_kv_len, 0))
-    dim = geometry.problem.head_dim_qk if options.in_elements else 0
-    units = 1, 1, geometry.num_qo_heads * dim or 1, geometry.num_kv_heads * dim or 1
+        # Bounds are rounded up, beyond 32 bits too.
+        likely = min(max_keys, require_int(options.max_kv_len, names.max_kv_len, 0, 2**32))
+    dim = geometry.spec.head_dim_qk if options.in_elements else 0
+    units = 1, 1, geometry.spec.num_qo_heads * dim or 1, geometry.spec.num_kv_heads * dim or 1
     formats = [
         IndexFormat() if v is None else IndexFormat(v.strides[0], v.dtype, unit)
         for v, unit in zip(indices[:4], units, strict=True)
@@ -333,20 +399,11 @@ def _lengths(
         qo_len=qo_len or -1,
         max_qo_len=most,
         kv_step=step,
-        max_kv_len=room,
+        max_kv_len=max_keys,
         likely_kv_len=likely,
         formats=tuple(formats),  # type: ignore[arg-type]
         is_ragged=not (indices.qo_lens is indices.qo_offsets is indices.kv_offsets is None),
     )
-
-
-def _view_mask(mask: Any, lengths: Lengths, names: Names) -> ArrayView:
-    if lengths.qo_len < 1:
-        raise UnsupportedError(
-            f"mask: together with {names.qo_offsets} is not supported; pass {names.q_len}, as many "
-            "rows of each request"
-        )
-    return row_mask.view_row_mask(mask, lengths.num_rows, lengths.qo_len)
 
 
 def _check_places(call: Call, names: Names) -> None:
@@ -358,21 +415,14 @@ def _check_places(call: Call, names: Names) -> None:
         names.block_tables: call.block_tables,
         "sinks": call.sinks,
         "mask": call.mask,
+        "alibi_slopes": call.alibi_slopes,
         names.sm_scale: call.scales.views[0],
         names.k_scale: call.scales.views[1],
         names.output_scale: call.scales.views[2],
     }
     labels = names.qo_lens, names.kv_lens, names.qo_offsets, names.kv_offsets
-    inputs |= dict(zip((*labels, *_DOUBLES), call.indices, strict=True))
+    inputs |= dict(zip((*labels, *_REPEATED, names.kv_begin), call.indices, strict=True))
     array.same_device(**inputs, **{names.out: call.out, "lse": call.lse})
-    for v, name, wanted, dtype in (
-        (call.out, names.out, call.out_shape, call.geometry.problem.dtype_o),
-        (call.lse, "lse", call.lse_shape, dtypes.float32),
-    ):
-        if v is None:
-            continue
-        if tuple(v.shape) != wanted:
-            raise ArgumentError(f"{name}: shape is {list(v.shape)}; wanted {list(wanted)}")
-        if v.dtype is not dtype:
-            raise ArgumentError(f"{name}: dtype is {v.dtype}; wanted {dtype}")
-        require_output(v, name, **inputs, lse=call.lse if name == names.out else None)
+    dtype_o = call.geometry.spec.dtype_o
+    match_output(call.out, call.out_shape, dtype_o, names.out, **inputs, lse=call.lse)
+    match_output(call.lse, call.lse_shape, dtypes.float32, "lse", **inputs)

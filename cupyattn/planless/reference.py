@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import array, reference
+from .. import array
 from ..array import ArrayView
+from ..core import parse
 from ..errors import ArgumentError
-from ..inputs import row_mask
+from ..inputs import cpu, row_mask
 from .check import Arrays, Call
 from .views import Names
 
 
 class Request(NamedTuple):
-    """Rows of q and, without a page table, of k and v."""
+    """Rows of q and, without a page table, of k and v.
+
+    kv_begin  the first key that rows may see
+    """
 
     q_start: int
     qo_len: int
     kv_start: int
     kv_len: int
+    kv_begin: int = 0
 
 
 def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Names) -> list[Request]:
@@ -52,8 +58,8 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Name
         ("o", given.o_offsets, starts, call.units[0]),
         ("v", given.v_offsets, kv_start, call.units[1]),
     ):
-        double = tokens(v, unit, f"batch_offsets_{what}")
-        if double is not None and own is not None and (double[:count] != own[:count]).any():
+        repeated = tokens(v, unit, f"batch_offsets_{what}")
+        if repeated is not None and own is not None and (repeated[:count] != own[:count]).any():
             raise ArgumentError(
                 f"batch_offsets_{what}: it names other rows than the offsets of "
                 f"{'q' if what == 'o' else 'k'}; pass offsets of the same rows, or none"
@@ -69,94 +75,172 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Name
         starts = np.arange(count) * max(lengths.qo_len, 0)
     if kv_start is None:
         kv_start = np.zeros(count, np.int64)
+    if call.mask is not None and (qo_len > call.mask_bits).any():
+        raise ArgumentError(
+            f"mask: a request has {qo_len.max()} rows, but those of the mask are of "
+            f"{call.mask_bits} bits; wanted {names.max_q_len} to be the most rows of one request"
+        )
     for name, begin, size, most in (
         (names.qo_offsets, starts[:count], qo_len, lengths.num_rows),
         (names.kv_lens, kv_start[:count], kv_len, lengths.max_kv_len),
     ):
-        wrong = np.flatnonzero((size < 0) | (begin < 0) | (begin + size > most))
+        # Sums might be beyond 64 bits.
+        is_outside = (size < 0) | (begin < 0) | (size > most) | (begin > most - size)
+        wrong = np.flatnonzero(is_outside)
         if wrong.size:
             at = int(wrong[0])
+            hint = ""
+            may_hint = names.has_layout and name == names.kv_lens
+            if may_hint and _fits_other_layout(call, int(begin[at]) + int(size[at])):
+                hint = f". With kv_layout={parse.other_layout(call.geometry.spec.kv_layout)!r} "
+                hint += "they would hold as many"
             raise ArgumentError(
                 f"{name}: request {at} has {size[at]} from {begin[at]} on; wanted them within "
-                f"{most}, what the arrays hold"
+                f"{most}, what the arrays hold{hint}"
             )
+    order = np.argsort(starts[:count][qo_len > 0])
+    first, behind = (x[qo_len > 0][order] for x in (starts[:count], starts[:count] + qo_len))
+    if (first[1:] < behind[:-1]).any():
+        raise ArgumentError(
+            f"{names.qo_offsets}: requests share rows of {names.q}; wanted rows of its own for each"
+        )
+    if call.pads_lse and _gives_lse(call) and qo_len.max(initial=0) > call.lse_shape[1]:
+        raise ArgumentError(
+            f"{names.max_q_len}: got {call.lse_shape[1]}, but request {qo_len.argmax()} has "
+            f"{qo_len.max()} rows, which the LSE needs room for"
+        )
+    kv_begin = tokens(given.kv_begin, 1, names.kv_begin)
+    if kv_begin is None:
+        kv_begin = np.zeros(count, np.int64)
+    wrong = np.flatnonzero((kv_begin < 0) | (kv_begin > np.maximum(kv_len, 0)))
+    if wrong.size:
+        at = int(wrong[0])
+        raise ArgumentError(
+            f"{names.kv_begin}: request {at} begins at key {kv_begin[at]} of {kv_len[at]}; wanted "
+            "one of its keys"
+        )
     return [
         Request(*map(int, each))
-        for each in zip(starts[:count], qo_len, kv_start[:count], kv_len, strict=True)
+        for each in zip(starts[:count], qo_len, kv_start[:count], kv_len, kv_begin, strict=True)
     ]
 
 
-def check_pages(call: Call, requests: list[Request], table: np.ndarray, name: str) -> None:
-    """ArgumentError for pages in use that the cache does not have."""
-    page_size = call.geometry.page_size
-    for index, request in enumerate(requests):
-        own = table[index, : -(-request.kv_len // page_size)]
-        wrong = own[(own < 0) | (own >= call.keys.size)]
-        if wrong.size:
-            raise ArgumentError(
-                f"{name}: request {index} has page {int(wrong[0])}; the cache holds "
-                f"{call.keys.size} pages"
-            )
+def _fits_other_layout(call: Call, num_keys: int) -> bool:
+    """Whether a request may have so many keys if heads and slots of the cache change places."""
+    spec, table = call.geometry.spec, call.block_tables
+    if table is None or spec.page_size == 0 or spec.num_qo_heads % spec.page_size:
+        return False
+    return num_keys <= table.shape[1] * spec.num_kv_heads
 
 
-def answer(call: Call, arrays: Arrays, names: Names) -> Any:
-    """out, or (out, lse) if `return_lse`."""
-    geometry, requests = call.geometry, requests_of(call, array.as_numpy, names)
-    q, k, v = (array.as_numpy(x) for x in (call.q, call.keys.k, call.keys.v))
-    if geometry.given.kv_layout == "HND" and geometry.page_size:
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    table = None
-    if call.block_tables is not None:
-        table = array.as_numpy(call.block_tables).astype(np.int64)
-        check_pages(call, requests, table, names.block_tables)
-    o = np.zeros((*q.shape[:2], geometry.problem.head_dim_vo))
-    lse = np.full(q.shape[:2], -np.inf)
-    padded = np.full(call.lse_shape if call.pads_lse else (0, 0, 0), -np.inf)
-    owned = np.zeros(len(q), np.bool_)
-    seen = None
-    if call.mask is not None:
-        seen = row_mask.visible(call.mask, len(q), call.lengths.qo_len)
+Tables = tuple[np.ndarray, np.ndarray]
+
+
+def read_tables(
+    call: Call, requests: list[Request], read: Callable[[ArrayView], np.ndarray], name: str
+) -> Tables | None:
+    """The page tables of keys and of values; ArgumentError for pages in use that the cache does not
+    have."""
+    if call.block_tables is None or call.value_tables is None:
+        return None
+    keys = read(call.block_tables).astype(np.int64)
+    is_one = call.value_tables is call.block_tables
+    tables = keys, keys if is_one else read(call.value_tables).astype(np.int64)
+    page_size = call.geometry.spec.page_size
     for index, request in enumerate(requests):
-        rows = slice(request.q_start, request.q_start + request.qo_len)
-        o[rows], lse[rows] = reference.attention(
-            q[rows],
-            *(_keys_of(x, table, index, request) for x in (k, v)),
-            causal=geometry.options.causal and seen is None,
-            window_left=geometry.options.window_left,
-            mask=None if seen is None else row_mask.with_earlier_keys(seen[rows], request.kv_len),
-            sm_scale=call.scales.logits,
-            sinks=None if call.sinks is None else array.as_numpy(call.sinks),
-        )
-        owned[rows] = True
-        if call.pads_lse:
-            count = min(request.qo_len, padded.shape[1])
-            padded[index, :count] = lse[rows][:count] * math.log(2.0)
-    with np.errstate(over="ignore", invalid="ignore"):
-        values = (o * call.scales.output).astype(geometry.problem.dtype_o.numpy)
-    # As on a GPU, rows of nobody are left as they are.
-    if call.out is not None:
-        array.as_numpy(call.out)[owned] = values[owned]
-    if call.lse is not None and call.pads_lse:
-        array.as_numpy(call.lse)[...] = padded
-    elif call.lse is not None:
-        array.as_numpy(call.lse)[owned] = lse[owned]
-    out = arrays.out
-    if out is None:
-        out = array.from_numpy(values.reshape(call.out_shape), call.q)
-    if not call.return_lse:
+        for table in tables:
+            own = table[index, : -(-request.kv_len // page_size)]
+            wrong = own[(own < 0) | (own >= call.keys.size)]
+            if wrong.size:
+                raise ArgumentError(
+                    f"{name}: request {index} has page {int(wrong[0])}; the cache holds "
+                    f"{call.keys.size} pages"
+                )
+    return tables
+
+
+def answer(
+    call: Call, arrays: Arrays, names: Names, append: Callable[[], None] | None = None
+) -> Any:
+    """out, or (out, lse) if `return_lse`. append: see call.run."""
+    places = requests_of(call, array.as_numpy, names)
+    tables = read_tables(call, places, array.as_numpy, names.block_tables)
+    if append is not None:
+        append()
+    scales = call.scales
+    spec = replace(call.geometry.spec, sm_scale=scales.logits, output_scale=scales.output)
+    requests = list(_reference_requests(call, places, tables))
+    o, lse = cpu.attend(spec, array.as_numpy(call.q), requests, {"sinks": call.sinks})
+    owned = np.zeros(len(o), np.bool_)
+    for request in requests:
+        owned[request.rows] = True
+    # As on a GPU, rows of no request are left as they are.
+    out = cpu.deliver(o if call.out else o.reshape(call.out_shape), call.out, call.q, owned)
+    out = out if arrays.out is None else arrays.out
+    if not _gives_lse(call):
         return out
-    if arrays.lse is not None:
-        return out, arrays.lse
-    sums = (padded if call.pads_lse else lse).astype(np.float32)
-    return out, array.from_numpy(sums.reshape(call.lse_shape), call.q)
+    if call.pads_lse:
+        lse, owned = _padded(call, requests, lse), np.ones(len(requests), np.bool_)
+    lse = lse.astype(np.float32)
+    lse = cpu.deliver(lse if call.lse else lse.reshape(call.lse_shape), call.lse, call.q, owned)
+    lse = lse if arrays.lse is None else arrays.lse
+    return (out, lse) if call.return_lse else out
 
 
-def _keys_of(x: np.ndarray, table: np.ndarray | None, index: int, request: Request) -> np.ndarray:
-    """[kv_len, num_kv_heads, head_dim] of one request, from its pages or rows."""
-    if table is None:
-        return x[request.kv_start : request.kv_start + request.kv_len]
-    pages = table[index, : -(-request.kv_len // x.shape[1])]
-    return x[pages].reshape(-1, *x.shape[2:])[: request.kv_len]
+def _gives_lse(call: Call) -> bool:
+    return call.return_lse or call.lse is not None
+
+
+def _reference_requests(
+    call: Call, places: list[Request], tables: Tables | None
+) -> Iterator[cpu.Request]:
+    spec, seen = call.geometry.spec, None
+    kv_layout = spec.kv_layout if spec.page_size else "NHD"
+    k, v = (cpu.tokens_first(x, kv_layout) for x in (call.keys.k, call.keys.v))
+    if call.mask is not None:
+        seen = row_mask.visible(call.mask, call.lengths.num_rows, call.mask_bits)
+    options = _options(call)
+    for index, (q_start, qo_len, kv_start, kv_len, kv_begin) in enumerate(places):
+        rows = slice(q_start, q_start + qo_len)
+        mask = None
+        if seen is not None:
+            mask = row_mask.with_earlier_keys(seen[rows, :qo_len], kv_len)
+        if tables is None:
+            own_k, own_v = (x[kv_start : kv_start + kv_len] for x in (k, v))
+        else:
+            count = -(-kv_len // spec.page_size)
+            own_k, own_v = (
+                cpu.gather(x, ids[index, :count], kv_len)
+                for x, ids in zip((k, v), tables, strict=True)
+            )
+        own = options(index)
+        yield cpu.Request(rows, own_k[kv_begin:], own_v[kv_begin:], mask, options=own)
+
+
+def _options(call: Call) -> Callable[[int], dict[str, Any]]:
+    """What differs between requests, or is not in the spec, as options of reference.attention."""
+    same: dict[str, Any] = {"attention_chunk": call.attention_chunk}
+    by_request: dict[str, np.ndarray] = {}
+    if call.alibi_slopes is not None:
+        by_request["alibi_slopes"] = array.as_numpy(call.alibi_slopes)
+    for name, v, is_by_head in zip(
+        ("scale_q", "scale_k", "scale_v"), call.scales.views, call.scales.by_head, strict=True
+    ):
+        if v is not None and is_by_head:
+            values = array.as_numpy(v)
+            if name == "scale_q":
+                values = values.repeat(call.geometry.spec.group_size, axis=1)
+            by_request[name] = values
+    return lambda index: same | {name: values[index] for name, values in by_request.items()}
+
+
+def _padded(call: Call, requests: list[cpu.Request], lse: np.ndarray) -> np.ndarray:
+    """[requests, max_q_len, num_qo_heads] in natural log, -inf behind a request's rows."""
+    padded = np.full(call.lse_shape, -np.inf, np.float32)
+    for index, request in enumerate(requests):
+        own = lse[request.rows][: padded.shape[1]]
+        padded[index, : len(own)] = own * math.log(2.0)
+    return padded
 
 
 def check_values(call: Call, names: Names) -> None:
@@ -165,5 +249,4 @@ def check_values(call: Call, names: Names) -> None:
     Waits for lengths, offsets and page tables. Raises ArgumentError for what would be cut or stray.
     """
     requests = requests_of(call, array.to_host, names)
-    if call.block_tables is not None:
-        check_pages(call, requests, array.to_host(call.block_tables), names.block_tables)
+    read_tables(call, requests, array.to_host, names.block_tables)

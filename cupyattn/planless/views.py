@@ -1,24 +1,27 @@
-"""Views of what the calls without a plan take: caches, lengths, offsets, scales; each checked."""
+"""What the calls without a plan take, viewed and checked: caches, lengths, offsets, scales."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .. import array
 from ..array import ArrayView
-from ..array.match import Dims, match, require_contiguous_last, require_dtype
-from ..core import dtypes
+from ..array.match import Dims, match_array, require_contiguous_last, require_dtype
+from ..core import dtypes, parse
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs.kv_cache import Keys, half
-from ..inputs.workspace import refuse_capture
+from ..inputs.kv_cache import Keys, match_pages, select_kv
+from ..inputs.workspace import int32_on_device, refuse_capture
 from ..launch.attention.plan_batch import INDEX_DTYPES
-
-_PAGES = {"NHD": "page_size Hkv", "HND": "Hkv page_size"}
 
 
 class Names(NamedTuple):
-    """What a function calls its arguments, for messages."""
+    """What a function calls its arguments, for messages.
+
+    has_layout  there is a kv_layout, which messages may recommend
+    """
 
     q: str
     k: str
@@ -36,6 +39,8 @@ class Names(NamedTuple):
     max_kv_len: str = "max_seq_len"
     out: str = "out"
     o_dtype: str = "out_dtype"
+    kv_begin: str = "kv_begin"
+    has_layout: bool = True
 
 
 def merge_leading(v: ArrayView, name: str, kept: int) -> ArrayView:
@@ -75,68 +80,58 @@ def view_rows(x: Any, name: str, axes: tuple[int, ...]) -> ArrayView:
 
 
 def view_cache(k: Any, v: Any, kv_layout: str, names: Names, dims: Dims) -> Keys:
-    """Pages of keys and values; `dims` gives and takes P, page_size, Hkv, Dqk and Dvo.
+    """Pages of keys and values; `dims` as in inputs/kv_cache.py.
 
     v None: k is one tensor [P, 2, ...] of both, or [P, 1, ...] of what serves as both. Tensors
     [P, 2, ...] for k and for v: K of the first and V of the second.
     """
-    k_name, v_name = names.k, names.v
-    vk = array.view(k, k_name)
-    vv = vk if v is None else array.view(v, v_name)
+    vk = array.view(k, names.k)
+    vv = vk if v is None else array.view(v, names.v)
     if v is None:
         if len(vk.shape) != 5 or vk.shape[1] not in (1, 2):
+            axes = "page_size, num_kv_heads" if kv_layout == "NHD" else "num_kv_heads, page_size"
             raise ArgumentError(
-                f"{k_name}: shape is {list(vk.shape)}; wanted [num_pages, 2, "
-                f"{_PAGES[kv_layout].replace(' ', ', ')}, head_dim], or a pair (K, V) without the "
-                "axis of 2"
+                f"{names.k}: shape is {list(vk.shape)}; wanted [num_pages, 2, {axes}, head_dim], "
+                "or a pair (K, V) without the axis of 2"
             )
-        vk, vv = half(vk, 0), half(vv, vv.shape[1] - 1)
+        vk, vv = select_kv(vk, 0), select_kv(vv, vv.shape[1] - 1)
     elif len(vk.shape) == len(vv.shape) == 5 and vk.shape[1] == vv.shape[1] == 2:
-        vk, vv = half(vk, 0), half(vv, 1)
-    for x, name, dim in ((vk, k_name, "Dqk"), (vv, v_name, "Dvo")):
-        match(x, f"P {_PAGES[kv_layout]} {dim}", dims, name)
-        require_contiguous_last(x, name)
-    slot, head = (1, 2) if kv_layout == "NHD" else (2, 1)
-    strides = (vk.strides[slot], vk.strides[head], vv.strides[slot], vv.strides[head])
-    return _keys(vk, vv, (*strides, vk.strides[0], vv.strides[0]), dims["P"], names)
+        vk, vv = select_kv(vk, 0), select_kv(vv, 1)
+    return match_pages(vk, vv, kv_layout, dims, (names.k, names.v))
 
 
-def view_ragged_keys(k: Any, v: Any, names: Names, dims: Dims) -> Keys:
-    """Rows [n, Hkv, D] of all requests."""
-    views = array.view(k, names.k), array.view(v, names.v)
-    for x, name, dim in zip(views, (names.k, names.v), ("Dqk", "Dvo"), strict=True):
-        match(x, f"n Hkv {dim}", dims, name)
-        require_contiguous_last(x, name)
-    vk, vv = views
-    strides = (*vk.strides[:2], *vv.strides[:2], 0, 0)
-    return _keys(vk, vv, strides, dims["n"], names)
+class Tables(NamedTuple):
+    """Page tables [B, max_pages] of keys and of values, which are often the same.
+
+    value_pages: entries from a key's to its value's; 0 where the tables are the same.
+    """
+
+    keys: ArrayView
+    values: ArrayView
+    value_pages: int
 
 
-def _keys(vk: ArrayView, vv: ArrayView, strides: Any, size: int, names: Names) -> Keys:
-    if vk.dtype is not vv.dtype:
-        raise ArgumentError(
-            f"{names.v}: dtype is {vv.dtype} but {names.k} is {vk.dtype}; wanted the same"
-        )
-    return Keys(vk, vv, strides, size, (names.k, names.v))
-
-
-def view_table(x: Any, name: str) -> ArrayView:
-    """A page table [B, max_pages] of int32."""
+def view_tables(x: Any, name: str, are_shared: bool) -> Tables:
+    """Page tables [B, max_pages], or [B, 2, max_pages] with one for K and one for V, of int32;
+    those of int64 are converted at each call."""
     v = array.view(x, name)
-    if len(v.shape) == 3:
-        raise UnsupportedError(
-            f"{name}: shape {list(v.shape)} has a table each for K and V; one for both is "
-            "supported, [B, max_pages]"
+    kinds = dtypes.int32, dtypes.int64
+    if are_shared and len(v.shape) == 3:
+        raise ArgumentError(
+            f"{name}: shape {list(v.shape)} has a table each for K and V; wanted one for both, "
+            "[B, max_pages], or uses_shared_paged_kv_idx=False where a call takes it"
         )
-    match(v, "B max_pages", Dims(), name)
-    require_dtype(v, dtypes.int32, name)
-    require_contiguous_last(v, name)
-    if v.strides[0] < 0 or v.strides[0] * v.shape[0] > 2**31 - 1:
+    match_array(v, "B max_pages" if are_shared else "B 2 max_pages", kinds, name)
+    if v.device.kind == "cuda" and v.dtype is dtypes.int64:
+        v = int32_on_device(v, name)
+    if min(v.strides) < 0 or v.strides[0] * v.shape[0] > 2**31 - 1:
         raise UnsupportedError(
             f"{name}: rows are {v.strides[0]} entries apart; {v.shape[0]} of them must lie within "
             "2^31 entries, pass a contiguous table"
         )
-    return v
+    if are_shared:
+        return Tables(v, v, 0)
+    return Tables(select_kv(v, 0), select_kv(v, 1), v.strides[1])
 
 
 def view_index(
@@ -173,8 +168,148 @@ def view_sinks(x: Any, num_heads: int) -> ArrayView:
     return array.as_strided(v, (num_heads,), (1,))
 
 
-def bucket(length: Any) -> Any:
-    """A bound of lengths as the next power of two, so that calls of growing requests look alike."""
+def view_slopes(x: Any, num_requests: int, num_heads: int) -> ArrayView:
+    """Slopes of ALiBi as [B, num_qo_heads]."""
+    v = array.view(x, "alibi_slopes")
+    require_dtype(v, dtypes.float32, "alibi_slopes")
+    if tuple(v.shape) == (num_heads,):
+        return array.as_strided(v, (num_requests, num_heads), (0, v.strides[0]))
+    if tuple(v.shape) != (num_requests, num_heads):
+        raise ArgumentError(
+            f"alibi_slopes: shape is {list(v.shape)}; wanted [{num_heads}] or "
+            f"[{num_requests}, {num_heads}], one for each query head"
+        )
+    return v
+
+
+def next_power_of_two(length: Any) -> Any:
+    """A bound of lengths rounded up, so that calls of growing requests have equal signatures."""
     if type(length) is int and length > 0:
         return 1 << (length - 1).bit_length()
     return length
+
+
+class Scales(NamedTuple):
+    """Numbers for logits and output; views of what is in device memory, of q, k and v.
+
+    names        fields of check.Arrays that have these scales, None where an array has no effect
+    by_head      which of the views have a scale for each KV head: [num_kv_heads], on the CPU
+                 [B, num_kv_heads]; the others hold one number
+    is_constant  whether the numbers are those of all calls of this signature
+    """
+
+    logits: float
+    output: float
+    views: tuple[ArrayView | None, ...]
+    names: tuple[str | None, str | None, str | None]
+    is_constant: bool
+    by_head: tuple[bool, ...] = (False, False, False)
+
+
+def number_or_array(scale: Any) -> tuple[Any, Any]:
+    """A scale as (number, array of one element or None)."""
+    if type(scale) is float:
+        return scale, None
+    if scale is None:
+        return 1.0, None
+    if isinstance(scale, (int, float, np.generic)) or not hasattr(scale, "shape"):
+        return scale, None
+    return 1.0, scale
+
+
+def view_scales(
+    arrays: tuple[Any, ...],
+    numbers: tuple[Any, Any, Any],
+    names: tuple[str, str, str],
+    head_dim: int,
+    is_fp8: bool,
+    requests_and_heads: tuple[int, int] | None = None,
+) -> Scales:
+    """Checked: arrays and numbers of (logits, keys and values, output).
+
+    requests_and_heads   how many there are, where arrays may have a scale for each KV head.
+
+    Without a number for keys and values the first two scale the logits. With one they do so where
+    keys are fp8, times 1 / sqrt(head_dim), and then it scales the output too (as xqa has it).
+    """
+    fields: tuple[str | None, str | None, str | None] = "scale_q", "scale_k", "scale_v"
+    if requests_and_heads is None:
+        found = [
+            None if x is None else _view_number(x, n) for x, n in zip(arrays, names, strict=True)
+        ]
+    else:
+        found = [
+            None if x is None else _view_by_head(x, name, *requests_and_heads)
+            for x, name in zip(arrays, names, strict=True)
+        ]
+    by_head = tuple(v is not None and math.prod(v.shape) != 1 for v in found)
+    logits = parse.finite(numbers[0], names[0], 1.0)
+    output = parse.finite(numbers[2], names[2], 1.0)
+    if numbers[1] is not None:
+        logits /= math.sqrt(max(1, head_dim))
+        kv_scale = parse.finite(numbers[1], names[1], 1.0)
+        if is_fp8:
+            logits, output = logits * kv_scale, output * kv_scale
+            fields, found[2] = ("scale_q", "scale_k", "scale_k"), found[1]
+        else:
+            fields, found[1] = ("scale_q", None, None), None
+    # What is in the host's memory is read, for that waits for nothing.
+    on_host = [
+        v is not None and v.device.kind == "cpu" and not is_by_head
+        for v, is_by_head in zip(found, by_head, strict=True)
+    ]
+    of_q, of_k, of_v = (
+        float(array.as_numpy(v).ravel()[0]) if is_host and v is not None else 1.0
+        for v, is_host in zip(found, on_host, strict=True)
+    )
+    return Scales(
+        parse.finite(logits * of_q * of_k, names[0], 1.0),
+        parse.finite(output * of_v, names[2], 1.0),
+        tuple(None if is_host else v for v, is_host in zip(found, on_host, strict=True)),
+        fields,
+        not any(on_host),
+        by_head,
+    )
+
+
+def _view_number(x: Any, name: str) -> ArrayView:
+    v = array.view(x, name)
+    if math.prod(v.shape) != 1:
+        raise ArgumentError(
+            f"{name}: shape is {list(v.shape)}; wanted a number, or an array of one element"
+        )
+    require_dtype(v, dtypes.float32, name)
+    return v
+
+
+def _view_by_head(x: Any, name: str, num_requests: int, num_heads: int) -> ArrayView | None:
+    """[1], or scales for each KV head: [num_kv_heads], on the CPU [B, num_kv_heads].
+
+    Arrays that repeat an element along an axis (of stride 0) are those without that axis.
+    """
+    v = array.view(x, name)
+    require_dtype(v, dtypes.float32, name)
+    shape = tuple(v.shape)
+    if math.prod(shape) == 1:
+        return array.as_strided(v, (1,), (1,))
+    is_repeated = len(shape) == 2 and v.strides[0] == 0 and shape[1] == num_heads
+    if shape not in ((num_heads,), (num_requests, num_heads)) and not is_repeated:
+        raise ArgumentError(
+            f"{name}: shape is {list(shape)}; wanted one number, [{num_heads}], or "
+            f"[{num_requests}, {num_heads}], one for each KV head of each request"
+        )
+    if 0 in shape:
+        return None
+    if not any(stride for n, stride in zip(shape, v.strides, strict=True) if n > 1):
+        return array.as_strided(v, (1,), (1,))
+    if v.device.kind == "cpu":
+        steps = v.strides if len(shape) == 2 else (0, v.strides[0])
+        return array.as_strided(v, (num_requests, num_heads), steps)
+    if len(shape) == 2 and num_requests > 1 and v.strides[0]:
+        raise UnsupportedError(
+            f"{name}: scales that differ between requests have no GPU kernel; pass one for each "
+            f"KV head, [{num_heads}]"
+        )
+    if num_heads > 1 and v.strides[-1] != 1:
+        raise ArgumentError(f"{name}: is not contiguous; pass a contiguous array")
+    return array.as_strided(v, (num_heads,), (1,))

@@ -4,17 +4,128 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..core.problem import KV_LAYOUTS, POS_ENCODING_MODES
+from ..core import parse
 from ..errors import ArgumentError
-from .masks import Visibility
-from .positions import alibi_slopes, rope
 
 _LOG2_E = math.log2(math.e)
 _BLOCK_ROWS = 256
 _BLOCK_LOGITS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """Row i sees key j if every rule that is on allows it.
+
+    causal       bottom-right aligned: j <= i + kv_len - qo_len. Ignored when `mask` is given.
+    window_left  W >= 0: j >= i + kv_len - qo_len - W, so W + 1 keys with causality; -1: off.
+    window_right  the same to the right: j <= i + kv_len - qo_len + W; -1: off.
+    mask         bool [qo_len, kv_len], True = visible; ANDed with the windows.
+    attention_chunk  C > 0: key j is in the chunk of C keys that holds i + kv_len - qo_len; 0: off.
+    """
+
+    qo_len: int
+    kv_len: int
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    mask: np.ndarray | None = None
+    attention_chunk: int = 0
+
+    def __post_init__(self) -> None:
+        for side, window in (("left", self.window_left), ("right", self.window_right)):
+            if window < -1:
+                raise ArgumentError(
+                    f"window_{side}: got {window}; wanted the number of keys visible to the "
+                    f"{side} of the diagonal, or -1 for no window"
+                )
+        shape = (self.qo_len, self.kv_len)
+        if self.mask is not None and (self.mask.dtype != np.bool_ or self.mask.shape != shape):
+            raise ArgumentError(
+                f"mask: got {self.mask.dtype} {list(self.mask.shape)}; wanted bool {list(shape)}, "
+                "[qo_len, kv_len]; unpack packed masks with unpack_mask"
+            )
+
+    @property
+    def _right_limit(self) -> int:
+        return 0 if self.causal and self.mask is None else self.window_right
+
+    def key_range(self, rows: slice) -> slice:
+        """The keys that any of `rows` can see by causality and windows; may be empty."""
+        diagonal = self.kv_len - self.qo_len
+        first, end = 0, self.kv_len
+        if self._right_limit >= 0:
+            end = min(end, max(0, rows.stop + diagonal + self._right_limit))
+        if self.window_left >= 0:
+            first = max(0, rows.start + diagonal - self.window_left)
+        if self.attention_chunk:
+            first = max(first, self._chunk_start(rows.start + diagonal))
+            end = min(
+                end, max(0, self._chunk_start(rows.stop - 1 + diagonal + self.attention_chunk))
+            )
+        return slice(first, end)
+
+    def _chunk_start(self, position: Any) -> Any:
+        return position // self.attention_chunk * self.attention_chunk
+
+    def tile(self, rows: slice, keys: slice) -> np.ndarray:
+        """bool [rows, keys]: True where the row sees the key."""
+        query_pos = np.arange(rows.start, rows.stop)[:, None] + (self.kv_len - self.qo_len)
+        key_pos = np.arange(keys.start, keys.stop)[None, :]
+        if self.mask is not None:
+            seen = self.mask[rows, keys].copy()
+        else:
+            seen = np.ones((query_pos.size, key_pos.size), np.bool_)
+        if self._right_limit >= 0:
+            seen &= key_pos <= query_pos + self._right_limit
+        if self.window_left >= 0:
+            seen &= key_pos >= query_pos - self.window_left
+        if self.attention_chunk:
+            seen &= self._chunk_start(key_pos) == self._chunk_start(query_pos)
+        return seen
+
+    def dense(self) -> np.ndarray:
+        """bool [qo_len, kv_len]: the whole pattern."""
+        return self.tile(slice(0, self.qo_len), slice(0, self.kv_len))
+
+
+def rope(
+    x: np.ndarray, positions: np.ndarray, *, rope_scale: float = 1.0, rope_theta: float = 1e4
+) -> np.ndarray:
+    """Rotate x [L, ..., D] to `positions` [L] (may be negative); the answer is float64.
+
+    Half-split (NeoX) pairing: element i turns with element i + D/2, by the angle
+    position * rope_theta**(-2i/D) / rope_scale; a larger rope_scale turns more slowly.
+    Raises ArgumentError if D is odd.
+    """
+    head_dim = x.shape[-1]
+    if head_dim % 2:
+        raise ArgumentError(f"rope: head dim {head_dim} is odd; wanted an even one to form pairs")
+    half = head_dim // 2
+    frequencies = rope_theta ** (-2.0 * np.arange(half) / head_dim) / rope_scale
+    angles = np.asarray(positions, np.float64)[:, None] * frequencies
+    angles = angles.reshape(angles.shape[0], *(1,) * (x.ndim - 2), half)
+    cos, sin = np.cos(angles), np.sin(angles)
+    low, high = x[..., :half].astype(np.float64), x[..., half:].astype(np.float64)
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """float64 [num_heads]: 2**(-8(h+1)/n) for the first n heads, n the largest power of two.
+
+    The heads beyond n take every other slope of the sequence for 2n heads.
+    """
+    n = 1 << (num_heads.bit_length() - 1)
+    head = np.arange(num_heads)
+    return np.where(
+        head < n, 2.0 ** (-8.0 * (head + 1) / n), 2.0 ** (-4.0 * (2 * (head - n) + 1) / n)
+    )
+
+
+_standard_slopes = alibi_slopes  # an argument hides the name
 
 
 def attention(
@@ -24,6 +135,7 @@ def attention(
     *,
     causal: bool = False,
     window_left: int = -1,
+    window_right: int = -1,
     mask: np.ndarray | None = None,
     logits_soft_cap: float | None = 0.0,
     sm_scale: float | None = None,
@@ -35,22 +147,26 @@ def attention(
     scale_k: float | np.ndarray | None = None,
     scale_v: float | np.ndarray | None = None,
     kv_layout: str = "NHD",
-    alibi_start: int = 0,
+    attention_chunk: int = 0,
+    alibi_slopes: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention with every option of the library, freely combined.
 
     q            [qo_len, num_qo_heads, head_dim_qk]; any float dtype, ml_dtypes' too.
     k, v         [kv_len, num_kv_heads, head_dim_qk | head_dim_vo] ("NHD"), or heads first ("HND");
                  num_kv_heads divides num_qo_heads.
-    causal, window_left, mask   which keys a row sees; see `Visibility`.
+    causal, window_left, window_right, mask, attention_chunk   which keys a row sees; see
+                 `Visibility`.
     sm_scale     multiplies the logits; default 1/sqrt(head_dim_qk).
     scale_q, scale_k, scale_v   a float or one per q head, kv head, kv head; default 1. The first
                  two multiply the logits (before the soft cap), the last the output.
     pos_encoding_mode   "ROPE_LLAMA" rotates q row i to position i + kv_len - qo_len and key j to
-                 j, see `rope`; "ALIBI" adds slope * (j - i) to the scaled logit, i counted from
-                 the first row of q, which is alibi_start.
+                 j, see `rope`; "ALIBI" adds slope * (j - position of the row) to the scaled
+                 logit.
     logits_soft_cap     c > 0: logit -> c * tanh(logit / c), after scale and ALiBi, before masking.
                  sm_scale enters once, with ALiBi too. 0 or None: off.
+    alibi_slopes [num_qo_heads]: adds -slope * |position of the row - j| after the soft cap, as
+                 flash_attn does.
     sinks        [num_qo_heads] natural-log logits that join the softmax's denominator and the LSE
                  with no value; not multiplied by sm_scale.
 
@@ -59,26 +175,30 @@ def attention(
     K and V of a key affect only the rows that see it, NaN and infinities included.
     Raises ArgumentError on shapes, modes and values that do not fit.
     """
-    if kv_layout not in KV_LAYOUTS:
-        raise ArgumentError(f"kv_layout: got {kv_layout!r}; wanted one of {', '.join(KV_LAYOUTS)}")
-    _check_ranks(q, k, v)
-    if kv_layout == "HND":
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 3:
+            raise ArgumentError(f"{name}: got shape {list(x.shape)}; wanted three dimensions")
+    if parse.kv_layout(kv_layout) == "HND":
         k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
     _check_shapes(q, k, v)
     (qo_len, num_qo_heads, head_dim_qk), (kv_len, num_kv_heads, _) = q.shape, k.shape
+    mode = parse.pos_encoding_mode(pos_encoding_mode)
     variant = _Variant(
-        sees=Visibility(qo_len, kv_len, bool(causal), int(window_left), mask),
+        sees=Visibility(
+            *(qo_len, kv_len, bool(causal), int(window_left), int(window_right), mask),
+            int(attention_chunk),
+        ),
         scale=np.repeat(_per_head("scale_k", scale_k, num_kv_heads), num_qo_heads // num_kv_heads)
         * _per_head("scale_q", scale_q, num_qo_heads)
-        * _finite("sm_scale", sm_scale, 1.0 / math.sqrt(head_dim_qk)),
+        * parse.finite(sm_scale, "sm_scale", 1.0 / math.sqrt(head_dim_qk)),
         value_scale=_per_head("scale_v", scale_v, num_kv_heads),
-        slopes=_slopes(pos_encoding_mode, num_qo_heads),
-        alibi_start=alibi_start,
-        rope_scale=_positive("rope_scale", rope_scale, 1.0),
-        rope_theta=_positive("rope_theta", rope_theta, 1e4),
-        is_rotated=pos_encoding_mode == "ROPE_LLAMA",
-        soft_cap=_soft_cap(logits_soft_cap),
-        sinks=_sink_logits(sinks, num_qo_heads),
+        slopes=_standard_slopes(num_qo_heads) if mode == "ALIBI" else np.zeros(num_qo_heads),
+        distance_slopes=_head_values("alibi_slopes", alibi_slopes, num_qo_heads, 0.0),
+        rope_scale=parse.positive(rope_scale, "rope_scale", 1.0),
+        rope_theta=parse.positive(rope_theta, "rope_theta", 1e4),
+        is_rotated=mode == "ROPE_LLAMA",
+        soft_cap=parse.soft_cap(logits_soft_cap),
+        sinks=_head_values("sinks", sinks, num_qo_heads, -np.inf),
     )
     o = np.empty((qo_len, num_qo_heads, v.shape[2]))
     lse = np.empty((qo_len, num_qo_heads))
@@ -97,7 +217,7 @@ class _Variant:
     scale: np.ndarray  # [num_qo_heads], of the logits
     value_scale: np.ndarray  # [num_kv_heads]
     slopes: np.ndarray  # [num_qo_heads], 0 without ALiBi
-    alibi_start: int
+    distance_slopes: np.ndarray  # [num_qo_heads], of the distance and behind the soft cap; 0: off
     rope_scale: float
     rope_theta: float
     is_rotated: bool
@@ -128,13 +248,16 @@ def _attend_kv_head(
     for rows in _row_blocks(qo_len, group * kv_len):
         keys = variant.sees.key_range(rows)
         logits = _logits(q_head[rows], k_head[keys])
+        position = np.arange(rows.start, rows.stop)[:, None] + (kv_len - qo_len)
+        offset = np.arange(keys.start, keys.stop) - position
         if variant.slopes.any():
-            distance = np.arange(keys.start, keys.stop) - np.arange(rows.start, rows.stop)[:, None]
-            logits += variant.slopes[heads, None, None] * (distance - variant.alibi_start)
+            logits += variant.slopes[heads, None, None] * offset
         if variant.soft_cap:
             logits /= variant.soft_cap
             np.tanh(logits, out=logits)
             logits *= variant.soft_cap
+        if variant.distance_slopes.any():
+            logits -= variant.distance_slopes[heads, None, None] * np.abs(offset)
         seen = variant.sees.tile(rows, keys)
         block_o, block_lse = _softmax(logits, seen, v_head[keys], variant.sinks[heads])
         o[rows, heads] = block_o.swapaxes(0, 1) * variant.value_scale[kv_head]
@@ -181,12 +304,6 @@ def _weighted_sum(p: np.ndarray, seen: np.ndarray, v: np.ndarray) -> np.ndarray:
     return o
 
 
-def _check_ranks(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 3:
-            raise ArgumentError(f"{name}: got shape {list(x.shape)}; wanted three dimensions")
-
-
 def _check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
     """k and v are NHD here."""
     if k.shape[:2] != v.shape[:2]:
@@ -203,34 +320,6 @@ def _check_shapes(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         )
 
 
-def _slopes(pos_encoding_mode: str, num_qo_heads: int) -> np.ndarray:
-    if pos_encoding_mode not in POS_ENCODING_MODES:
-        known = ", ".join(POS_ENCODING_MODES)
-        raise ArgumentError(f"pos_encoding_mode: got {pos_encoding_mode!r}; wanted one of {known}")
-    return alibi_slopes(num_qo_heads) if pos_encoding_mode == "ALIBI" else np.zeros(num_qo_heads)
-
-
-def _soft_cap(x: float | None) -> float:
-    value = _finite("logits_soft_cap", x, 0.0)
-    if value < 0:
-        raise ArgumentError(f"logits_soft_cap: got {value}; wanted a positive cap, or 0 for none")
-    return value
-
-
-def _finite(name: str, x: float | None, default: float) -> float:
-    value = default if x is None else float(x)
-    if not math.isfinite(value):
-        raise ArgumentError(f"{name}: got {value}; wanted a finite number")
-    return value
-
-
-def _positive(name: str, x: float | None, default: float) -> float:
-    value = _finite(name, x, default)
-    if value <= 0:
-        raise ArgumentError(f"{name}: got {value}; wanted a positive number")
-    return value
-
-
 def _per_head(name: str, x: float | np.ndarray | None, num_heads: int) -> np.ndarray:
     """float64 [num_heads], a fresh array."""
     values = np.asarray(1.0 if x is None else x, np.float64)
@@ -243,13 +332,13 @@ def _per_head(name: str, x: float | np.ndarray | None, num_heads: int) -> np.nda
     return np.broadcast_to(values.reshape(-1), num_heads).copy()
 
 
-def _sink_logits(sinks: np.ndarray | None, num_qo_heads: int) -> np.ndarray:
-    """float64 [num_qo_heads]; a head without a sink has -inf, which weighs nothing."""
-    if sinks is None:
-        return np.full(num_qo_heads, -np.inf)
-    values = np.asarray(sinks, np.float64)
+def _head_values(name: str, x: np.ndarray | None, num_qo_heads: int, default: float) -> np.ndarray:
+    """float64 [num_qo_heads]. A head without a sink has -inf, which weighs nothing."""
+    if x is None:
+        return np.full(num_qo_heads, default)
+    values = np.asarray(x, np.float64)
     if values.shape != (num_qo_heads,):
         raise ArgumentError(
-            f"sinks: got shape {list(values.shape)}; wanted [{num_qo_heads}], one per query head"
+            f"{name}: got shape {list(values.shape)}; wanted [{num_qo_heads}], one per query head"
         )
     return values

@@ -6,9 +6,10 @@ from typing import Literal
 
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 
 BitOrder = Literal["big", "little"]
+_MOST_OFFSETS = 2**31 - 1
 
 
 def packbits(x: np.ndarray, bitorder: BitOrder = "big") -> np.ndarray:
@@ -30,24 +31,36 @@ def segment_packbits(
     new offsets in bytes. Raises ArgumentError if indptr is not a rising list of offsets into x.
     """
     _check_bits(x, bitorder)
+    offsets, new_indptr = segment_offsets(indptr, x.size)
+    lengths = np.diff(offsets)
+    spread = np.zeros(8 * int(new_indptr[-1]), np.bool_)
+    shift = np.repeat(8 * new_indptr[:-1] - offsets[:-1], lengths)
+    spread[np.arange(offsets[0], offsets[-1]) + shift] = x[offsets[0] : offsets[-1]]
+    return np.packbits(spread, bitorder=bitorder), new_indptr.astype(np.int32)
+
+
+def segment_offsets(indptr: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """int64 offsets [B+1] of segments of `size` elements, and of their packed bytes.
+
+    Raises ArgumentError if indptr is not a rising list of offsets into the elements.
+    """
     indptr = np.asarray(indptr)
     if indptr.ndim != 1 or indptr.size == 0 or not np.issubdtype(indptr.dtype, np.integer):
         raise ArgumentError(
             f"indptr: got {indptr.dtype} {list(indptr.shape)}; wanted integers [B+1]"
         )
+    if indptr.size > _MOST_OFFSETS:
+        raise UnsupportedError(f"indptr: holds {indptr.size} offsets; at most {_MOST_OFFSETS}")
     offsets = indptr.astype(np.int64)
-    lengths = np.diff(offsets)
-    if offsets[0] < 0 or offsets[-1] > x.size or (lengths < 0).any():
+    if offsets[0] < 0 or offsets[-1] > size or (offsets[1:] < offsets[:-1]).any():
         raise ArgumentError(
-            f"indptr: wanted offsets that never fall, from 0 to the {x.size} elements of x; got "
-            f"first {offsets[0]}, last {offsets[-1]}, smallest step {lengths.min(initial=0)}"
+            f"indptr: wanted offsets that never fall, from 0 to the {size} elements of x; got "
+            f"first {offsets[0]}, last {offsets[-1]}"
         )
+    lengths = np.diff(offsets)
     new_indptr = np.zeros(indptr.size, np.int64)
     np.cumsum((lengths + 7) // 8, out=new_indptr[1:])
-    spread = np.zeros(8 * int(new_indptr[-1]), np.bool_)
-    shift = np.repeat(8 * new_indptr[:-1] - offsets[:-1], lengths)
-    spread[np.arange(offsets[0], offsets[-1]) + shift] = x[offsets[0] : offsets[-1]]
-    return np.packbits(spread, bitorder=bitorder), new_indptr.astype(np.int32)
+    return offsets, new_indptr
 
 
 def unpack_mask(packed: np.ndarray, qo_len: int, kv_len: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 Every item is one block for each KV head. Requests are ordered longest first, and the shortest items
 of all come last, so that the GPU, which deals blocks to whatever is free, ends with those; keys are
 split where even that would leave it waiting for a few long ones. The kernels derive an item's keys
-with the arithmetic of `schedule.single.key_span` and `tile_span`.
+with the arithmetic of `Masking.key_span` and `schedule.single.tile_span`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .balance import BLOCK_OVERHEAD, Work, best_chunk
+from .balance import BLOCK_OVERHEAD, MAX_WAVES, Work, best_chunk
+from .masking import Masking
 from .tile_shape import TileShape
 
 # kernels/cupyattn/params/attention.cuh, struct WorkItem: int32 words of an item.
@@ -88,20 +89,15 @@ class BatchRequests:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Masking:
-    """Which keys rows see, as far as a plan cares."""
-
-    causal: bool
-    window_left: int
-    has_mask: bool = False
-
-
 class Splitting(NamedTuple):
-    """How keys may be split: by balance, not at all, or every so many tokens (tokens > 0)."""
+    """How keys may be split: by balance, not at all, or every so many tokens (tokens > 0).
+
+    waves  of blocks that splits by balance may add where a cascade leaves states
+    """
 
     may_split: bool = True
     tokens: int = 0
+    waves: float = MAX_WAVES
 
 
 @dataclass(slots=True)
@@ -235,22 +231,8 @@ def _spans(
     is_shared = requests.is_shared
     if is_shared is not None and tiles.request is not None:
         is_shared = is_shared[tiles.request]
-    begin: np.ndarray | int = 0
-    end = kv_len
-    if masking.causal:
-        last_row = first_row + (shape.tile_q - 1)
-        last = np.minimum(last_row // group_size, qo_len - 1)
-        end = np.minimum(kv_len, last + (kv_len - qo_len + 1))
-        if is_shared is not None:
-            end = np.where(is_shared, kv_len, end)
-    if masking.window_left >= 0:
-        first = first_row // group_size
-        begin = np.maximum(first + (kv_len - qo_len - masking.window_left), 0)
-        if is_shared is not None:
-            begin = np.where(is_shared, np.maximum(kv_len - masking.window_left, 0), begin)
-        if masking.has_mask:
-            begin = begin // shape.tile_kv * shape.tile_kv
-    return np.maximum(end - begin, 0)
+    tokens = first_row // group_size, (first_row + (shape.tile_q - 1)) // group_size
+    return masking.span_lengths(*tokens, qo_len, kv_len, is_shared, shape.tile_kv)
 
 
 def _splits(

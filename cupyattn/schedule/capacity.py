@@ -1,19 +1,19 @@
-"""Room for plans that the device makes: what the host must know of lengths that it cannot see."""
+"""The capacity of plans that the device makes, whose lengths the host cannot see."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from .balance import MAX_WAVES
-from .batch import Masking
 from .limits import Limits
+from .masking import Masking
 from .tile_shape import TileShape
 
 # The planner sums key tiles in 32 bits.
 _MOST_KEY_TILES = 2**30
 
 
-class Room(NamedTuple):
+class PlanCapacity(NamedTuple):
     """The most that a plan may have.
 
     num_tiles       tiles of query rows
@@ -32,7 +32,7 @@ class Room(NamedTuple):
         return Limits(self.num_tiles + self.num_more, num_split, num_split + self.num_more)
 
 
-def room(
+def plan_capacity(
     num_requests: int,
     num_rows: int,
     qo_len: int,
@@ -44,8 +44,8 @@ def room(
     masking: Masking,
     *,
     last_block_merges: bool,
-) -> Room:
-    """Room for any plan of so many requests and query rows.
+) -> PlanCapacity:
+    """The capacity for any plan of so many requests and query rows.
 
     qo_len         of every request, or -1 where they differ
     max_kv_len     keys that a request has room for; `likely_kv_len`, up to that, bounds how often
@@ -68,4 +68,4 @@ def room(
         num_more = 0
     if num_tiles * -(-max_kv_len // shape.tile_kv) >= _MOST_KEY_TILES:
         num_more = 0
-    return Room(num_tiles, num_more, per_wave)
+    return PlanCapacity(num_tiles, num_more, per_wave)

@@ -18,7 +18,7 @@ from .balance import MAX_WAVES
 from .batch import BatchPlan, BatchRequests
 
 _NO_KEYS, _NO_TOKEN = -1, -2
-# kMaxLevels of levels.cuh.
+# The lanes of a warp: each looks up one level (levels.cuh).
 MAX_LEVELS = 32
 # Rows without a bound.
 MOST = 2**62
@@ -95,11 +95,13 @@ def level_limits(
     num_rows: int,
     group_size: int,
     kernels: Sequence[tuple[int, Sequence[Served]]],
+    waves: float = MAX_WAVES,
 ) -> LevelLimits:
     """Limits of any plan of these levels, (requests, query tokens of the longest) each.
 
     kernels  of each the items that run at a time and its kinds of tiles; every number of rows is
              served by one kind
+    waves    of items that splits may add
     """
     kinds = [kind for _, of_kernel in kernels for kind in of_kernel]
     num_tiles, state_rows = 0, max(kind.tile_rows for kind in kinds)
@@ -115,13 +117,13 @@ def level_limits(
         state_rows += tiles * max(kind.tile_rows for kind in usable)
     # What splits add, to all levels together.
     for items, of_kernel in kernels:
-        state_rows += MAX_WAVES * items * max(kind.tile_rows for kind in of_kernel)
-    more = MAX_WAVES * max(items for items, _ in kernels)
+        state_rows += int(waves * items) * max(kind.tile_rows for kind in of_kernel)
+    more = int(waves * max(items for items, _ in kernels))
     merges = 2 * num_rows * len(levels)
     return LevelLimits(num_tiles + more, merges + merges % 4 + 4 * num_tiles, state_rows)
 
 
-def require_room(needed: tuple[int, int, int], limits: LevelLimits) -> None:
+def check_level_limits(needed: tuple[int, int, int], limits: LevelLimits) -> None:
     """Raise PlanError if a plan is larger than a captured graph has room for."""
     names = "blocks", "words of merge tables", "rows of partial states"
     for name, have, most in zip(names, needed, limits, strict=True):

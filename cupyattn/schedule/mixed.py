@@ -18,7 +18,6 @@ from .batch import (
     WORK_FIELDS,
     BatchPlan,
     BatchRequests,
-    Masking,
     Splitting,
     Tiles,
     build,
@@ -28,11 +27,14 @@ from .batch import (
     short_last,
     split_after,
 )
+from .masking import Masking
 from .tile_shape import TileShape
 
 _FIRST_STATE = WORK_FIELDS.index("first_state")
 # Parts of keys that are tried: as many as fill so many waves of blocks.
 _WAVES = (1.0, 1.4, 2.0, 3.0, MAX_WAVES)
+# Ways to split the keys of a cascade, each of which leaves fewer states than the one before.
+CASCADE_SPLITTINGS = (*(Splitting(waves=n) for n in (MAX_WAVES, 2.0, 1.0)), Splitting(False))
 # Waves after which a launch is as long as all slots are busy.
 _MANY_WAVES = 16
 
@@ -117,7 +119,8 @@ def _choose(
     else:
         total = sum(work.total for work in works)
         least = -(-total // (device.items * MAX_WAVES))
-        sizes = {-(-total // int(device.items * waves)) for waves in _WAVES}
+        tried = [waves for waves in _WAVES if waves <= splitting.waves]
+        sizes = {-(-total // int(device.items * waves)) for waves in tried}
         sizes = {size for size in sizes if max(1, least) <= size < longest}
         candidates = [[longest] * len(works)]
         for size in sorted(sizes, reverse=True):

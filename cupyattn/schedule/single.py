@@ -1,13 +1,16 @@
 """The plan of one request: tiles of query rows, and how often the keys of a tile are split.
 
-The kernels derive their tile and key range from the block index with the arithmetic of `key_span`
-and `tile_span` (kernels/cupyattn/attention/mask.cuh). A change to either needs the other: the
-emulator and the GPU tests find out by results, no test compares the two arithmetics alone.
+The kernels derive their tile and key range from the block index with the arithmetic of
+`Masking.key_span` and `tile_span` (kernels/cupyattn/attention/mask.cuh). A change to either needs
+the other: the emulator and the GPU tests find out by results, no test compares the two arithmetics
+alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from .masking import Masking
 
 # In the time of a key tile: what a block pays besides its tiles (filling the pipeline, writing),
 # what a merge costs at all, and for each partial state.
@@ -30,16 +33,6 @@ class SinglePlan:
 MAX_GRID_YZ = 65_535
 
 
-def key_span(
-    first_token: int, last_token: int, qo_len: int, kv_len: int, causal: bool, window_left: int
-) -> tuple[int, int]:
-    """Keys [begin, end) that any of the query tokens first..last may see (custom masks aside)."""
-    offset = kv_len - qo_len
-    end = min(kv_len, last_token + offset + 1) if causal else kv_len
-    begin = max(0, first_token + offset - window_left) if window_left >= 0 else 0
-    return begin, max(begin, end)
-
-
 def tile_span(begin: int, end: int, tile_kv: int, split: int, num_splits: int) -> tuple[int, int]:
     """Key tiles [first, last) of one split of the keys [begin, end), counted from `begin`.
 
@@ -58,8 +51,7 @@ def plan_single(
     tile_q: int,
     tile_kv: int,
     num_slots: int,
-    causal: bool,
-    window_left: int,
+    masking: Masking,
 ) -> SinglePlan:
     """Plan one request for a GPU that runs `num_slots` blocks at a time.
 
@@ -74,7 +66,7 @@ def plan_single(
     # The tile with the longest span bounds the time; without a window that is the last one.
     last = qo_len - 1
     first = max(0, (num_q_tiles - 1) * tile_q // group_size)
-    begin, end = key_span(first, last, qo_len, kv_len, causal, window_left)
+    begin, end = masking.key_span(first, last, qo_len, kv_len)
     tiles = -(-max(0, end - begin) // tile_kv)
     best, best_cost = 1, tiles + _BLOCK_OVERHEAD
     for splits in _candidates(tiles, blocks, num_slots):

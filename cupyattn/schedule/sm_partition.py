@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .balance import BLOCK_OVERHEAD
-from .batch import BatchRequests, Masking, count_work, make_tiles
+from .batch import BatchRequests, count_work, make_tiles
+from .masking import Masking
 from .mixed import Kinds
 from .tile_shape import TileShape
 

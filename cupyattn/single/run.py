@@ -1,30 +1,117 @@
 """What single-request prefill and decode share: check, look up the launcher, launch.
 
 A call is described by its geometry (dtypes, head counts, strides, options) and its lengths. All
-checks that need only the geometry are made once (_geometry.py); the result, an `Entry`, is
-remembered, so that a call in a decoding loop pays for reading its arrays, checking their lengths,
-and the launch.
+checks that need only the geometry are made once, and their result is kept as an
+`Entry`. A call without optional arrays is cached as a whole (inputs/call_cache.py): one of equal
+signature pays for reading its arrays, comparing their lengths, and the launch.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import array, reference
 from ..array import ArrayView
-from ..array.match import Dims, match, require_contiguous_last, require_dtype, require_output
-from ..core import dtypes
+from ..array.match import (
+    Dims,
+    are_rows_aligned,
+    match_array,
+    match_contiguous,
+    match_output,
+    require_contiguous_last,
+    require_output,
+    require_same_dtype,
+)
+from ..core import dtypes, parse
+from ..core.problem import MAX_LENGTH, AttentionProblem
+from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs.limits import MAX_LENGTH
+from ..inputs import cpu
+from ..inputs.call_cache import Argument, CallCache
+from ..inputs.kv_cache import match_keys
+from ..inputs.spec import Given, make_spec, require_group
+from ..launch.attention.single import AttentionLauncher
 from ..launch.driver import params, scratch
-from .geometry import NO_EXTRAS, Entry, Extras, Options, is_reusable, make_entry
-from .repeat import remember, repeat
+
+
+class Extras(NamedTuple):
+    """The optional arrays of a call, as given."""
+
+    custom_mask: Any = None
+    packed_custom_mask: Any = None
+    sinks: Any = None
+    scale_q: Any = None
+    scale_k: Any = None
+    scale_v: Any = None
+
+
+NO_EXTRAS = Extras()
+
+
+@dataclass(slots=True)
+class Entry:
+    """What calls with the same geometry share."""
+
+    spec: AttentionSpec
+    problem: AttentionProblem
+    kv_strides: tuple[int, int, int, int]
+    kv_axis: int
+    is_constant: bool
+    launcher: AttentionLauncher | None
+    zeros_and_ones: list[int]  # places of scalars to which a bool would be equal
+
+
+@dataclass(slots=True)
+class _Call:
+    """Views of the arrays of a call, and what its checks give."""
+
+    q: ArrayView
+    k: ArrayView
+    v: ArrayView
+    out: ArrayView | None
+    lse: ArrayView | None
+    is_decode: bool
+    entry: Entry
+    qo_len: int
+    kv_len: int
+    out_shape: tuple[int, ...]
+
 
 _MAX_ENTRIES = 4096
 
 _entries: dict[tuple[object, ...], Entry] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What calls of one signature launch, and the limits of their lengths."""
+
+    launcher: AttentionLauncher
+    max_qo_len: int
+    strides: bytes
+    row_shape: tuple[int, ...]
+    allocate: scratch.Allocate
+
+
+def _call_cache(row_axis: int | None, kv_axis: int) -> CallCache[_Checked]:
+    return CallCache(
+        Argument("q", row_axis),
+        Argument("k", kv_axis),
+        Argument("v", kv_axis),
+        Argument("out", row_axis, is_output=True),
+    )
+
+
+# By (is_decode, kv_layout).
+_CALLS = {
+    (is_decode, kv_layout): _call_cache(None if is_decode else 0, kv_axis)
+    for is_decode in (False, True)
+    for kv_axis, kv_layout in enumerate(("NHD", "HND"))
+}
+_OUT = 3
 
 
 def run(
@@ -40,16 +127,22 @@ def run(
 ) -> Any:
     """Attention of one request; q is [Hq, D] for decode, else [Lq, Hq, D].
 
-    `scalars` are the fields of Options. Returns out, or (out, lse) if `return_lse`.
+    `scalars` are the fields of inputs.spec.Given. Returns out, or (out, lse) if `return_lse`.
     """
-    is_plain = extras is NO_EXTRAS and lse is None and not return_lse
+    is_plain = extras is NO_EXTRAS and lse is None and return_lse is False
     if is_plain:
-        answer = repeat(q, k, v, out, scalars, is_decode)
-        if answer is not None:
-            return answer
+        try:
+            calls = _CALLS[is_decode, scalars[0]]
+        except (KeyError, TypeError):  # no layout: refused below
+            is_plain = False
+        else:
+            answer = _run_cached(calls, (q, k, v, out), scalars, is_decode)
+            if answer is not None:
+                return answer
 
     # --- 1. Validate ---
-    options = Options(*scalars)
+    return_lse = parse.flag(return_lse, "return_lse")
+    given = Given(*scalars)
     view = array.view
     vq, vk, vv = view(q, "q"), view(k, "k"), view(v, "v")
     vout = None if out is None else view(out, "out")
@@ -58,7 +151,8 @@ def run(
     has_mask = extras.custom_mask is not None or extras.packed_custom_mask is not None
     has_scales = not (extras.scale_q is extras.scale_k is None)
     # Everything of k and v but the length, which changes from call to call.
-    kept = slice(None, None, 2) if options.kv_layout == "HND" else slice(1, None)
+    layout = parse.kv_layout(given.kv_layout)
+    kept = slice(None, None, 2) if layout == "HND" else slice(1, None)
     key: tuple[object, ...] = (
         is_decode,
         vq.shape[-2:],
@@ -75,43 +169,53 @@ def run(
         pointers & 15,
         has_mask,
         has_scales,
-        options,
+        given,
     )
     try:
         entry = _entries.get(key)
     except TypeError:
         entry, key = None, ()
+    if entry is not None and any(type(given[i]) in parse.BOOLS for i in entry.zeros_and_ones):
+        entry = None
     if entry is None:
-        entry = make_entry(vq, vk, vv, vout, options, pointers, has_mask, has_scales, is_decode)
-        if key and is_reusable(options, vq, vk, vv):
+        entry = _make_entry(vq, vk, vv, vout, given, pointers, has_mask, has_scales, is_decode)
+        if key and entry.is_constant:
             if len(_entries) >= _MAX_ENTRIES:
                 _entries.clear()
             _entries[key] = entry
     qo_len = 1 if is_decode else vq.shape[0]
-    kv_len = vk.shape[entry.kv_axis]
-    others = (vk, vv, vout, vlse)
-    _check_call(vq, others, entry, qo_len, kv_len, is_decode)
-    views = _view_extras(extras, vq, vout, vlse, entry, qo_len, kv_len)
+    kv_len, out_shape = vk.shape[entry.kv_axis], (*vq.shape[:-1], entry.spec.head_dim_vo)
+    call = _Call(vq, vk, vv, vout, vlse, is_decode, entry, qo_len, kv_len, out_shape)
+    _check_call(call)
+    extra_views = _view_extras(extras, call)
 
     # --- 2. Answer on the CPU ---
     if vq.device.kind == "cpu":
-        return _run_reference(vq, vk, vv, vout, vlse, entry, views, is_decode, return_lse)
+        out, lse = _run_reference(call, extra_views)
+        return (out, lse) if return_lse else out
 
     # --- 3. Launch on the caller's stream ---
-    shape_o = (*vq.shape[:-1], entry.problem.head_dim_vo)
     given_out = out
-    if vout is None:
-        out = array.empty(shape_o, entry.dtype_o, vq)
-        vout = view(out, "out")
-    if vlse is None and return_lse:
-        lse = array.empty(shape_o[:-1], dtypes.float32, vq)
-        vlse = view(lse, "lse")
+    if out is None:
+        out = array.empty(out_shape, entry.spec.dtype_o, vq)
+        call.out = view(out, "out")
+    if lse is None and return_lse:
+        lse = array.empty(out_shape[:-1], dtypes.float32, vq)
+        call.lse = view(lse, "lse")
     if qo_len:
-        strides = _pack_strides(vq, vout, vlse, entry, is_decode)
-        _launch(vq, vk, vv, vout, vlse, entry, views, strides, qo_len, kv_len)
-        if is_plain:
-            given = (vq, vk, vv, vout)
-            remember(q, k, v, given_out, scalars, is_decode, entry, given, strides)
+        strides = _launch(call, extra_views)
+        if is_plain and entry.is_constant and entry.launcher is not None:
+            checked = _Checked(
+                entry.launcher,
+                MAX_LENGTH // entry.spec.group_size,
+                strides,
+                out_shape[-2:],
+                scratch.allocator(vq),
+            )
+            made_shape = out_shape if given_out is None else None
+            calls.insert(
+                (q, k, v, given_out), scalars, checked, vq, entry.spec.dtype_o, made_shape, None
+            )
     out = array.deliver(out, vq)
     return (out, array.deliver(lse, vq)) if return_lse else out
 
@@ -122,74 +226,138 @@ def run_unmasked(q: Any, k: Any, v: Any, kv_layout: str, sm_scale: float) -> tup
     return run(q, k, v, scalars, NO_EXTRAS, None, None, return_lse=True, is_decode=False)
 
 
-def _check_call(
-    vq: ArrayView,
-    others: tuple[ArrayView | None, ...],
-    entry: Entry,
-    qo_len: int,
-    kv_len: int,
+def _run_cached(
+    calls: CallCache[_Checked],
+    arrays: tuple[Any, Any, Any, Any],
+    scalars: tuple[Any, ...],
     is_decode: bool,
-) -> None:
-    """The checks that depend on lengths and addresses."""
-    vk, vv, vout, vlse = others
-    if vk is None or vv is None:
-        return
-    device = vq.device
-    if vk.device != device or vv.device != device:
-        array.same_device(q=vq, k=vk, v=vv)
-    if vv.shape[entry.kv_axis] != kv_len:
-        raise ArgumentError(
-            f"v: holds {vv.shape[entry.kv_axis]} tokens but k holds {kv_len}; wanted the same"
-        )
-    if kv_len > MAX_LENGTH or qo_len * (entry.num_qo_heads // entry.num_kv_heads) > MAX_LENGTH:
-        raise UnsupportedError(
-            f"q, k: {qo_len} query tokens over {kv_len} keys; at most {MAX_LENGTH} keys and query "
-            "rows of one KV head are supported"
-        )
-    if vout is None and vlse is None:
-        return
-    shape = (*vq.shape[:-1], entry.problem.head_dim_vo)
-    for v, name, wanted, dtype in (
-        (vout, "out", shape, entry.dtype_o),
-        (vlse, "lse", shape[:-1], dtypes.float32),
-    ):
-        if v is None:
-            continue
-        if v.shape != wanted:
-            raise ArgumentError(f"{name}: shape is {list(v.shape)}; wanted {list(wanted)}")
-        if v.dtype is not dtype:
-            raise ArgumentError(f"{name}: dtype is {v.dtype}; wanted {dtype}")
-        if v.device != device:
-            array.same_device(q=vq, **{name: v})
-        if name == "out":
-            require_contiguous_last(v, name)
-        require_output(v, name, q=vq, k=vk, v=vv, lse=vlse if name == "out" else None)
+) -> Any:
+    """The answer of a call that is in the cache and whose lengths fit, else None."""
+    answer = calls.lookup(arrays, scalars)
+    if answer is None:
+        return None
+    found, addresses = answer
+    call = found.call
+    checked = call.checked
+    num_rows, kv_len, v_len, num_out_rows = found.lengths
+    qo_len = 1 if is_decode else num_rows
+    if v_len != kv_len or not (0 < kv_len <= MAX_LENGTH and 0 < qo_len <= checked.max_qo_len):
+        return None
+    if call.outputs and (num_out_rows != num_rows or call.overlaps(addresses, found.sizes)):
+        return None
+    out = arrays[_OUT]
+    if out is None:
+        row_shape = checked.row_shape
+        out = call.make_out(row_shape if is_decode else (qo_len, *row_shape))
+        addresses[_OUT] = call.address(out)
+    q_ptr, k_ptr, v_ptr, o_ptr = addresses
+    checked.launcher.launch(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        o_ptr,
+        params.NO_OPTIONAL,
+        checked.strides,
+        0,  # no mask
+        qo_len,
+        kv_len,
+        call.current_stream(),
+        checked.allocate,
+    )
+    return out
 
 
-def _view_extras(
-    extras: Extras,
+def _make_entry(
     vq: ArrayView,
+    vk: ArrayView,
+    vv: ArrayView,
     vout: ArrayView | None,
-    vlse: ArrayView | None,
-    entry: Entry,
-    qo_len: int,
-    kv_len: int,
-) -> dict[str, ArrayView]:
+    given: Given,
+    pointers: int,
+    has_mask: bool,
+    has_scales: bool,
+    is_decode: bool,
+) -> Entry:
+    layout, dims = given.kv_layout, Dims()
+    rows = "num_qo_heads head_dim_qk"
+    match_contiguous(vq, rows if is_decode else f"qo_len {rows}", dims, "q")
+    match_keys(vk, "kv_len", "head_dim_qk", layout, dims, "k")
+    match_keys(vv, "kv_len", "head_dim_vo", layout, dims, "v")
+    require_same_dtype(vv, "v", vk, "k")
+    heads = dims["num_qo_heads"], dims["num_kv_heads"]
+    require_group(*heads, "q, k", layout, dims["kv_len"])
+    spec = make_spec(
+        given,
+        (*heads, dims["head_dim_qk"], dims["head_dim_vo"]),
+        vq.dtype,
+        vk.dtype,
+        mask_form="whole" if has_mask else None,
+        o_name="o_dtype",
+    )
+    axis = 0 if layout == "NHD" else 1
+    kv_strides = (vk.strides[axis], vk.strides[1 - axis], vv.strides[axis], vv.strides[1 - axis])
+    # Rows start on 16-byte boundaries, however many there are.
+    rows_o = (
+        ((spec.head_dim_vo,), spec.dtype_o) if vout is None else (vout.strides[:-1], vout.dtype)
+    )
+    strides = [(v.strides[:-1], v.dtype) for v in (vq, vk, vv)]
+    aligned = are_rows_aligned(pointers, [*strides, rows_o])
+    problem = spec.problem(aligned=aligned, prescale_logits=has_scales)
+    is_cpu, launcher = vq.device.kind == "cpu", None
+    problem.check_supported(is_cpu)
+    if not is_cpu:
+        launcher = AttentionLauncher(spec, problem, vq.device.index)
+    # An empty array may have any strides.
+    is_constant = given.is_constant and not any(0 in v.shape for v in (vq, vk, vv))
+    places = parse.zeros_and_ones(given) if is_constant else []
+    return Entry(spec, problem, kv_strides, axis, is_constant, launcher, places)
+
+
+def _check_call(call: _Call) -> None:
+    """The checks that depend on lengths and addresses."""
+    vq, vk, vv, spec = call.q, call.k, call.v, call.entry.spec
+    if vk.device != vq.device or vv.device != vq.device:
+        array.same_device(q=vq, k=vk, v=vv)
+    v_len = vv.shape[call.entry.kv_axis]
+    if v_len != call.kv_len:
+        raise ArgumentError(f"v: holds {v_len} tokens but k holds {call.kv_len}; wanted the same")
+    if call.kv_len > MAX_LENGTH or call.qo_len * spec.group_size > MAX_LENGTH:
+        raise UnsupportedError(
+            f"q, k: {call.qo_len} query tokens over {call.kv_len} keys; at most {MAX_LENGTH} keys "
+            "and query rows of one KV head are supported"
+        )
+    if call.out is None and call.lse is None:
+        return
+    array.same_device(q=vq, out=call.out, lse=call.lse)
+    if call.out is not None:
+        require_contiguous_last(call.out, "out")
+    inputs = {"q": vq, "k": vk, "v": vv}
+    match_output(call.out, call.out_shape, spec.dtype_o, "out", **inputs, lse=call.lse)
+    match_output(call.lse, call.out_shape[:-1], dtypes.float32, "lse", **inputs)
+
+
+def _view_extras(extras: Extras, call: _Call) -> dict[str, ArrayView]:
     """Views of the optional arrays, checked; absent ones are left out."""
     if extras is NO_EXTRAS:
         return {}
     views = {name: array.view(x, name) for name, x in extras._asdict().items() if x is not None}
-    array.same_device(q=vq, **views)
-    heads = {"sinks": entry.num_qo_heads, "scale_q": entry.num_qo_heads}
+    array.same_device(q=call.q, **views)
+    qo_len, kv_len, spec = call.qo_len, call.kv_len, call.entry.spec
+    dims = {
+        "qo_len": qo_len,
+        "kv_len": kv_len,
+        "num_qo_heads": spec.num_qo_heads,
+        "num_kv_heads": spec.num_kv_heads,
+    }
     for name, v in views.items():
         if name == "custom_mask":
-            match(v, "Lq Lkv", Dims(Lq=qo_len, Lkv=kv_len), name)
-            require_dtype(v, dtypes.bool_, name)
-            require_contiguous_last(v, name)
+            if v.shape == (qo_len * kv_len,):  # flattened, row by row
+                (step,) = v.strides
+                v = array.as_strided(v, (qo_len, kv_len), (kv_len * step, step))
+                views[name] = v
+            match_array(v, "qo_len kv_len", dtypes.bool_, name, dims)
         elif name == "packed_custom_mask":
-            match(v, "n", Dims(), name)
-            require_dtype(v, dtypes.uint8, name)
-            require_contiguous_last(v, name)
+            match_array(v, "n", dtypes.uint8, name)
             needed = -(-qo_len * kv_len // 8)
             if v.shape[0] < needed:
                 raise ArgumentError(
@@ -197,56 +365,27 @@ def _view_extras(
                     f"{kv_len} bits, packed with packbits(mask.flatten(), bitorder='little')"
                 )
         else:
-            match(v, "H", Dims(H=heads.get(name, entry.num_kv_heads)), name)
-            require_dtype(v, dtypes.float32, name)
-            require_contiguous_last(v, name)
-    for target, name in ((vout, "out"), (vlse, "lse")):
+            heads = "num_qo_heads" if name in ("sinks", "scale_q") else "num_kv_heads"
+            match_array(v, heads, dtypes.float32, name, dims)
+    for target, name in ((call.out, "out"), (call.lse, "lse")):
         if target is not None:
             require_output(target, name, **views)
     return views
 
 
-def _launch(
-    vq: ArrayView,
-    vk: ArrayView,
-    vv: ArrayView,
-    vout: ArrayView,
-    vlse: ArrayView | None,
-    entry: Entry,
-    views: dict[str, ArrayView],
-    strides: bytes,
-    qo_len: int,
-    kv_len: int,
-) -> None:
+def _launch(call: _Call, extras: dict[str, ArrayView]) -> bytes:
+    """Enqueue the call; returns its strides as the kernels take them."""
+    vq, vk, vv, vout, vlse, entry = call.q, call.k, call.v, call.out, call.lse, call.entry
+    assert vout is not None and entry.launcher is not None
     stream = array.current_stream(vq)
-    inputs = (vk, vv, *views.values())
+    inputs = (vk, vv, *extras.values())
     array.acquire(vq, *inputs)
-    mask = views.get("packed_custom_mask")
+    mask = extras.get("packed_custom_mask")
     if entry.problem.custom_mask and mask is None:
-        mask = _pack_mask(views["custom_mask"], vq, stream)
-    optional = (vlse, mask, *(views.get(n) for n in ("sinks", "scale_q", "scale_k", "scale_v")))
-    assert entry.launcher is not None
-    entry.launcher.launch(
-        vq.ptr,
-        vk.ptr,
-        vv.ptr,
-        vout.ptr,
-        params.OPTIONAL.pack(*(0 if v is None else v.ptr for v in optional)),
-        strides,
-        0 if mask is None else mask.shape[0],
-        qo_len,
-        kv_len,
-        stream,
-        scratch.allocator(vq),
-    )
-    array.release(vq, vq, vout, *inputs)
-
-
-def _pack_strides(
-    vq: ArrayView, vout: ArrayView, vlse: ArrayView | None, entry: Entry, is_decode: bool
-) -> bytes:
-    token = 0 if is_decode else 1
-    return params.STRIDES.pack(
+        mask = _pack_mask(extras["custom_mask"], vq, stream)
+    optional = (vlse, mask, *(extras.get(n) for n in ("sinks", "scale_q", "scale_k", "scale_v")))
+    token = 0 if call.is_decode else 1
+    strides = params.STRIDES.pack(
         vq.strides[0] * token,
         vq.strides[-2],
         *entry.kv_strides,
@@ -257,6 +396,21 @@ def _pack_strides(
         0,
         0,
     )
+    entry.launcher.launch(
+        vq.ptr,
+        vk.ptr,
+        vv.ptr,
+        vout.ptr,
+        params.OPTIONAL.pack(*(0 if v is None else v.ptr for v in optional)),
+        strides,
+        0 if mask is None else mask.shape[0],
+        call.qo_len,
+        call.kv_len,
+        stream,
+        scratch.allocator(vq),
+    )
+    array.release(vq, vq, vout, *inputs)
+    return strides
 
 
 def _pack_mask(mask: ArrayView, like: ArrayView, stream: int) -> ArrayView:
@@ -268,53 +422,17 @@ def _pack_mask(mask: ArrayView, like: ArrayView, stream: int) -> ArrayView:
     return packed
 
 
-def _run_reference(
-    vq: ArrayView,
-    vk: ArrayView,
-    vv: ArrayView,
-    vout: ArrayView | None,
-    vlse: ArrayView | None,
-    entry: Entry,
-    views: dict[str, ArrayView],
-    is_decode: bool,
-    return_lse: bool,
-) -> Any:
-    extras = {name: array.as_numpy(v) for name, v in views.items()}
-    q = array.as_numpy(vq)
-    q = q[None] if is_decode else q
-    options = entry.options
-    k, v = array.as_numpy(vk), array.as_numpy(vv)
-    kv_len = k.shape[entry.kv_axis]
-    mask = extras.get("custom_mask")
-    if "packed_custom_mask" in extras:
-        mask = reference.unpack_mask(extras["packed_custom_mask"], q.shape[0], kv_len)
-    o, lse = reference.attention(
-        q,
-        k,
-        v,
-        causal=options.causal,
-        window_left=options.window_left,
-        mask=mask,
-        logits_soft_cap=options.logits_soft_cap,
-        sm_scale=options.sm_scale,
-        pos_encoding_mode=entry.problem.pos_encoding,
-        rope_scale=options.rope_scale,
-        rope_theta=options.rope_theta,
-        sinks=extras.get("sinks"),
-        scale_q=extras.get("scale_q"),
-        scale_k=extras.get("scale_k"),
-        scale_v=extras.get("scale_v"),
-        kv_layout=entry.checked.kv_layout,
-    )
-    with np.errstate(over="ignore", invalid="ignore"):
-        answer = (o * options.output_scale).astype(entry.dtype_o.numpy)
-    answers = [answer[0], lse[0]] if is_decode else [answer, lse]
-    answers[1] = answers[1].astype(np.float32)
-    results = []
-    for target, value in zip((vout, vlse), answers, strict=True):
-        if target is None:
-            results.append(array.from_numpy(np.ascontiguousarray(value), vq))
-        else:
-            array.as_numpy(target)[...] = value
-            results.append(target.owner)
-    return tuple(results) if return_lse else results[0]
+def _run_reference(call: _Call, views: dict[str, ArrayView]) -> tuple[Any, Any]:
+    spec, q = call.entry.spec, array.as_numpy(call.q)
+    q = q[None] if call.is_decode else q
+    k, v = (cpu.tokens_first(x, spec.kv_layout) for x in (call.k, call.v))
+    extras = dict(views)
+    bools, bits = extras.pop("custom_mask", None), extras.pop("packed_custom_mask", None)
+    mask = None if bools is None else array.as_numpy(bools)
+    if bits is not None:
+        mask = reference.unpack_mask(array.as_numpy(bits), len(q), len(k))
+    o, lse = cpu.attend(spec, q, [cpu.Request(slice(len(q)), k, v, mask)], extras)
+    if call.is_decode:
+        o, lse = o[0], lse[0]
+    lse = lse.astype(np.float32)
+    return cpu.deliver(o, call.out, call.q), cpu.deliver(lse, call.lse, call.q)

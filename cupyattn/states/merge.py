@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import array, reference
 from ..array import ArrayView
-from ..array.match import Dims, match, require_contiguous_last, require_dtype, require_output
-from ..core import dtypes
+from ..array.match import (
+    Dims,
+    match,
+    match_array,
+    match_output,
+    require_contiguous_last,
+    require_dtype,
+    require_output,
+    require_same_dtype,
+)
+from ..core import dtypes, parse
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs import parse
+from ..inputs.call_cache import Argument, CallCache
+from ..inputs.workspace import int32_on_device
 from ..launch.driver.enqueue import cuda
-from ..launch.ops.merge_states import MAX_COUNT, States, prepare
-from .repeat import remember
+from ..launch.ops.merge_states import MAX_COUNT, Merge, States, prepare
 
 _FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 
@@ -33,6 +43,24 @@ class Arrays(NamedTuple):
     mask: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What calls of one signature share: the launch, and shapes of its outputs."""
+
+    merge: Merge
+    out_shape: tuple[int, int, int]
+    lse_shape: tuple[int, int]
+
+
+def _call_cache(*outputs: str) -> CallCache[_Checked]:
+    return CallCache(*(Argument(name, is_output=name in outputs) for name in Arrays._fields))
+
+
+# By whether the call is in place.
+_CALLS = _call_cache("out", "lse"), _call_cache("v_a", "s_a")
+_OUT, _LSE = 4, 5
+
+
 class Form(NamedTuple):
     """A function: its arguments' names, and their dimensions before those of a head."""
 
@@ -48,8 +76,17 @@ SEGMENTS = Form(Arrays("v", None, "s", None, "out", "lse", "indptr"), "num_state
 
 
 def run(form: Form, given: tuple[Any, ...], lse_base_on_e: Any) -> Any:
-    """(v, s) of a call with these `Arrays`, as far as they are given; in place None."""
+    """(v, s) of a call with these `Arrays`, as far as they are given; in place two Nones, but for
+    JAX arrays (v, s) again, since they cannot be written."""
+    answer = _run_cached(form, given, lse_base_on_e)
+    if answer is not None:
+        return answer
+
     # --- 1. Validate ---
+    if form.is_in_place:
+        written = [array.view(given[place], form.names[place]) for place in (0, 2)]
+        if "jax" in (written[0].framework, written[1].framework):
+            return _run_on_copies(form, given, written, lse_base_on_e)
     base_on_e = parse.flag(lse_base_on_e, "lse_base_on_e")
     views = Arrays(
         *(
@@ -59,6 +96,7 @@ def run(form: Form, given: tuple[Any, ...], lse_base_on_e: Any) -> Any:
     )
     n, dims = _check_inputs(form, views)
     _check_outputs(form, views, (n, dims["H"], dims["D"]))
+    _check_size(form, views, (n, dims["H"], dims["D"]))
 
     # --- 2. Answer on the CPU ---
     if views.v_a.device.kind == "cpu":
@@ -66,6 +104,40 @@ def run(form: Form, given: tuple[Any, ...], lse_base_on_e: Any) -> Any:
 
     # --- 3. Launch on the caller's stream ---
     return _run_on_gpu(form, given, views, (n, dims["H"], dims["D"]), base_on_e)
+
+
+def _run_on_copies(
+    form: Form, given: tuple[Any, ...], written: list[ArrayView], lse_base_on_e: Any
+) -> tuple[Any, ...]:
+    """What a call in place makes of v and s whose JAX arrays are copied first."""
+    v, s = (array.writable_copy(x) if x.framework == "jax" else x.owner for x in written)
+    run(form, (v, given[1], s, *given[3:]), lse_base_on_e)
+    return tuple(array.deliver(x, like) for x, like in zip((v, s), written, strict=True))
+
+
+def _run_cached(form: Form, given: tuple[Any, ...], base_on_e: Any) -> Any:
+    """(v, s) of a call that is in the cache, in place two Nones; else None."""
+    answer = _CALLS[form.is_in_place].lookup(given, (form.dims, base_on_e))
+    if answer is None:
+        return None
+    found, addresses = answer
+    call = found.call
+    if call.outputs and call.overlaps(addresses, found.sizes):
+        return None
+    checked, out, lse = call.checked, None, None
+    if form.is_in_place:
+        addresses[_OUT], addresses[_LSE] = addresses[0], addresses[2]
+    else:
+        if len(given) > _LSE:
+            out, lse = given[_OUT], given[_LSE]
+        if out is None:
+            out = call.make_out(checked.out_shape)
+            addresses[_OUT] = call.address(out)
+        if lse is None:
+            lse = call.make_lse(checked.lse_shape)
+            addresses[_LSE] = call.address(lse)
+    checked.merge.enqueue(call.current_stream(), *addresses)
+    return out, lse
 
 
 _REQUIRED = ("v_a", "v_b", "s_a", "s_b", "v", "s", "v_other", "s_other", "indptr")
@@ -76,9 +148,7 @@ def _check_inputs(form: Form, views: Arrays) -> tuple[int, Dims]:
     names, dims = form.names, Dims()
     for v, name in ((views.v_a, names.v_a), (views.v_b, names.v_b)):
         if v is not None:
-            match(v, f"{form.dims} H D", dims, name)
-            require_dtype(v, _FLOATS, name)
-            require_contiguous_last(v, name)
+            match_array(v, f"{form.dims} H D", _FLOATS, name, dims)
     for s, name in ((views.s_a, names.s_a), (views.s_b, names.s_b)):
         if s is not None:
             match(s, f"{form.dims} H", dims, name)
@@ -86,26 +156,20 @@ def _check_inputs(form: Form, views: Arrays) -> tuple[int, Dims]:
             require_dtype(s, dtypes.float32 if form.is_in_place else _FLOATS, name)
     for a, b in (("v_a", "v_b"), ("s_a", "s_b")):
         first, second = getattr(views, a), getattr(views, b)
-        if second is not None and second.dtype is not first.dtype:
-            raise ArgumentError(
-                f"{getattr(names, b)}: dtype is {second.dtype} but {getattr(names, a)} is "
-                f"{first.dtype}; wanted the same"
-            )
+        if second is not None:
+            require_same_dtype(second, getattr(names, b), first, getattr(names, a))
     if dims["D"] == 0:
         raise ArgumentError(f"{names.v_a}: the head dim is 0; wanted 1 or more")
     inputs = {x: v for x, v in zip(names, views, strict=True) if x is not None}
     device = array.same_device(**inputs)
     if views.mask is not None:
-        match(views.mask, "n", dims, "mask")
-        require_dtype(views.mask, (dtypes.bool_, dtypes.uint8), "mask")
-        require_contiguous_last(views.mask, "mask")
+        match_array(views.mask, "n", (dtypes.bool_, dtypes.uint8), "mask", dims)
     if views.indptr is None:
         return dims["n"], dims
-    match(views.indptr, "offsets", dims, "indptr")
-    is_cpu = device.kind == "cpu"
-    require_dtype(views.indptr, (dtypes.int32, dtypes.int64) if is_cpu else dtypes.int32, "indptr")
-    require_contiguous_last(views.indptr, "indptr")
-    if is_cpu or cuda().is_debugging:
+    match_array(views.indptr, "offsets", (dtypes.int32, dtypes.int64), "indptr", dims)
+    if dims["offsets"] > MAX_COUNT:
+        raise UnsupportedError(f"indptr: holds {dims['offsets']} offsets; at most {MAX_COUNT}")
+    if device.kind == "cpu" or cuda().is_debugging:
         offsets = array.to_host(views.indptr).astype(np.int64)
         if (np.diff(offsets, prepend=0, append=dims["num_states"]) < 0).any():
             raise ArgumentError(
@@ -125,19 +189,19 @@ def _check_outputs(form: Form, views: Arrays, shape: tuple[int, int, int]) -> No
             require_output(others.pop(name), name, **others)
         return
     out, lse = others.pop("out"), others.pop("lse")
-    for v, name, wanted, allowed in (
-        (lse, "lse", shape[:2], dtypes.float32),
-        (out, "out", shape, _FLOATS),
-    ):
-        if v is None:
-            continue
-        if tuple(v.shape) != wanted:
-            raise ArgumentError(f"{name}: shape is {list(v.shape)}; wanted {list(wanted)}")
-        require_dtype(v, allowed, name)
-        if name == "out":
-            require_contiguous_last(v, name)
-        require_output(v, name, **others)
-        others[name] = v
+    match_output(lse, shape[:2], dtypes.float32, "lse", **others)
+    if out is not None:
+        require_contiguous_last(out, "out")
+        match_output(out, shape, _FLOATS, "out", **others, lse=lse)
+
+
+def _check_size(form: Form, views: Arrays, shape: tuple[int, int, int]) -> None:
+    per_row = 0 if views.v_b is not None or views.indptr is not None else views.v_a.shape[1]
+    if max(shape[0] * shape[1], per_row, shape[2]) > MAX_COUNT:
+        raise UnsupportedError(
+            f"{form.names.v_a}: {shape[0]} x {shape[1]} rows of {shape[2]} elements and {per_row} "
+            f"states; a call takes up to {MAX_COUNT} of each; merge parts of the rows"
+        )
 
 
 def _run_on_gpu(
@@ -147,12 +211,8 @@ def _run_on_gpu(
     if form.is_in_place:
         vout, vlse = v_a, s_a
     num_states = 2 if v_b is not None else v_a.shape[1 if indptr is None else 0]
-    per_row = num_states if indptr is None else 0
-    if max(shape[0] * shape[1], per_row, shape[2]) > MAX_COUNT:
-        raise UnsupportedError(
-            f"{form.names.v_a}: {shape[0]} x {shape[1]} rows of {shape[2]} elements and {per_row} "
-            f"states; a call takes up to {MAX_COUNT} of each; merge parts of the rows"
-        )
+    if indptr is not None:
+        indptr = int32_on_device(indptr, "indptr")
     out = array.empty(shape, v_a.dtype, v_a) if vout is None else vout.owner
     lse = array.empty(shape[:2], dtypes.float32, v_a) if vlse is None else vlse.owner
     if 0 not in shape:
@@ -168,10 +228,13 @@ def _run_on_gpu(
         pointers = [0 if x is None else x.ptr for x in placed]
         merge.enqueue(array.current_stream(v_a), *pointers)
         array.release(v_a, *used)
-        if indptr is None or not cuda().is_debugging:
-            remember(form.is_in_place, given, placed, base_on_e, merge)
+        if indptr is views.indptr and (indptr is None or not cuda().is_debugging):
+            checked = _Checked(merge, shape, shape[:2])
+            _CALLS[form.is_in_place].insert(
+                given, (form.dims, base_on_e), checked, v_a, vout.dtype, shape, shape[:2]
+            )
     if form.is_in_place:
-        return None
+        return None, None
     return tuple(
         x if view is not None else array.deliver(x, v_a)
         for x, view in ((out, views.out), (lse, views.lse))
@@ -179,6 +242,8 @@ def _run_on_gpu(
 
 
 def _states(form: Form, v: ArrayView, s: ArrayView) -> States:
+    """The arrays of one or many states, with strides of (row, state, head)."""
+
     def three(x: ArrayView) -> tuple[int, int, int]:
         if form is STATES:
             return x.strides[0], x.strides[1], x.strides[2]
@@ -213,4 +278,4 @@ def _run_reference(form: Form, views: Arrays, base_on_e: bool) -> Any:
             rows = slice(None) if mask is None else mask.astype(bool)
             written[rows] = rounded[rows]
             answers.append(target.owner)
-    return None if form.is_in_place else tuple(answers)
+    return (None, None) if form.is_in_place else tuple(answers)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,26 +14,21 @@ from ..batch.levels import flatten, join_ids_on_device, join_ids_on_host, join_l
 from ..batch.mask import NO_MASK, Mask
 from ..batch.requests import Batch
 from ..batch.run import NO_SCALES, Scales, run
-from ..batch.wrapper import BatchWrapper, Plan
+from ..batch.wrapper import BatchWrapper, Plan, planning
 from ..core import dtypes
-from ..errors import ArgumentError, PlanError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, WorkspaceError
 from ..inputs import geometry as batch_geometry
-from ..inputs.geometry import Geometry, PlanOptions, Variant
-from ..inputs.workspace import copy_on_device, refuse_capture, same_device
+from ..inputs.geometry import Geometry, Variant
+from ..inputs.workspace import copy_on_device, num_bytes, same_device
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.layout import BatchSchedule, Capacity
 from ..schedule.levels import MAX_LEVELS
+from ..schedule.mixed import CASCADE_SPLITTINGS
+from ..typing import Array, Pages, Scale, run_returns_lse
 from .legacy import OlderCalls
 
-_BUFFERS = (
-    "qo_indptr_buf_arr",
-    "paged_kv_indptr_buf_arr",
-    "paged_kv_indices_buf_arr",
-    "paged_kv_last_page_len_buf_arr",
-)
 
-
-class MultiLevelCascadeAttentionWrapper(OlderCalls, BatchWrapper):
+class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
     """Attention of a batch whose requests share keys, level by level: plan() once, run() per layer.
 
     Level 0 is shared most widely, the last level is each request's own; a row sees the keys of its
@@ -43,18 +38,17 @@ class MultiLevelCascadeAttentionWrapper(OlderCalls, BatchWrapper):
     the same keys request by request, by an estimate, plan() chooses the latter.
 
     num_levels  1 to 32.
-    float_workspace_buffer  contiguous bytes of any dtype on the device of the arrays to come, from
-            a 16-byte boundary on. It decides the device: on the CPU, the reference answers.
-    kv_layout   "NHD" or "HND": pages [page_size, num_kv_heads, head_dim], or heads first.
-    use_cuda_graph  runs are going to be captured. The next four are needed then: lists of int32
-            arrays on the device, one a level, of the sizes [B + 1], [B + 1], [max pages] and [B] of
-            that level. plan() fills them, and may be called between replays with other lengths and
-            page tables. The first plan must have the most query rows; sharing is then not weighed.
+    float_workspace_buffer, kv_layout   as in BatchDecodeWithPagedKVCacheWrapper.
+    use_cuda_graph  as there. The next four are needed then: lists of int32 arrays on the device,
+            one a level, of the sizes [B + 1], [B + 1], [max pages] and [B] of that level. The first
+            plan must have the most query rows; sharing is then not weighed.
 
     Raises WorkspaceError for a bad workspace, UnsupportedError for more levels, ArgumentError for
     the rest. Semantics: FlashInfer's class of the same name, but for RoPE, ALiBi and windows: there
     each level counts positions from 0, here they count through all levels.
     """
+
+    _rows_name = "qo_indptr_arr"
 
     def __init__(
         self,
@@ -77,25 +71,27 @@ class MultiLevelCascadeAttentionWrapper(OlderCalls, BatchWrapper):
         workspace = workspace_buffer if float_workspace_buffer is None else float_workspace_buffer
         super().__init__(workspace, kv_layout, use_cuda_graph, {}, "auto", None)
         self._level_buffers: list[GraphBuffers] = []
+        self._splittings = CASCADE_SPLITTINGS  # to try; graphs keep that of the first plan
         if self._is_graph:
-            arrays = (
-                qo_indptr_buf_arr,
-                paged_kv_indptr_buf_arr,
-                paged_kv_indices_buf_arr,
-                paged_kv_last_page_len_buf_arr,
+            self._keep_buffers(
+                {
+                    "qo_indptr_buf": qo_indptr_buf_arr,
+                    "paged_kv_indptr_buf": paged_kv_indptr_buf_arr,
+                    "paged_kv_indices_buf": paged_kv_indices_buf_arr,
+                    "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf_arr,
+                }
             )
-            self._keep_buffers(arrays)
 
-    def _keep_buffers(self, arrays: tuple[Sequence[Any] | None, ...]) -> None:
-        for given, name in zip(arrays, _BUFFERS, strict=True):
+    def _keep_buffers(self, arrays: dict[str, Sequence[Any] | None]) -> None:
+        self._require_workspace(arrays.values())
+        for name, given in arrays.items():
             if not isinstance(given, (list, tuple)) or len(given) != self._num_levels:
                 raise ArgumentError(
-                    f"{name}: use_cuda_graph=True needs a list of {self._num_levels} int32 arrays, "
-                    f"one a level, got {given if given is None else len(given)}"
+                    f"{name}_arr: use_cuda_graph=True needs a list of {self._num_levels} int32 "
+                    f"arrays, one a level, got {given if given is None else len(given)}"
                 )
-        for level in zip(*arrays, strict=True):  # type: ignore[arg-type]
-            names = [name.removesuffix("_arr") for name in _BUFFERS]
-            buffers = dict(zip(names, level, strict=True))
+        for level in zip(*arrays.values(), strict=True):  # type: ignore[arg-type]
+            buffers = dict(zip(arrays, level, strict=True))
             self._level_buffers.append(GraphBuffers(self._workspace, buffers))
         # The kernels read the ids of all levels in one piece.
         sizes = [x.kv_indices.shape[0] for x in self._level_buffers if x.kv_indices is not None]
@@ -105,13 +101,10 @@ class MultiLevelCascadeAttentionWrapper(OlderCalls, BatchWrapper):
     def reset_workspace_buffer(
         self, float_workspace_buffer: Any, int_workspace_buffers: Any = None
     ) -> None:
-        """Use another float workspace, on the same device; the plan stays.
-
-        int_workspace_buffers is accepted for compatibility: the wrapper's own grows as it must.
-        Raises WorkspaceError if the new one is misaligned, or too small for the plan.
-        """
+        """As BatchWrapper.reset_workspace_buffer; int_workspace_buffers is not used."""
         super().reset_workspace_buffer(float_workspace_buffer)
 
+    @planning
     def plan(
         self,
         qo_indptr_arr: Sequence[Any],
@@ -134,6 +127,7 @@ class MultiLevelCascadeAttentionWrapper(OlderCalls, BatchWrapper):
         kv_data_type: Any = None,
         *,
         allow_fp16_qk_reduction: bool = False,
+        disable_split_kv: bool = False,
     ) -> None:
         """Schedule the batch that the next runs are for.
 
@@ -142,48 +136,40 @@ class MultiLevelCascadeAttentionWrapper(OlderCalls, BatchWrapper):
                 indptr[b + 1] of q. All levels end at the same row.
         paged_kv_indptr_arr     [B + 1], paged_kv_indices_arr [>= indptr[B]] and
         paged_kv_last_page_len  [B]: the pages of each request of the level, as in
-                BatchPrefillWithPagedKVCacheWrapper. Offsets and lengths on a device cost a copy
-                that waits for it each; ids on a device are copied there, and waited for only where
-                the levels are not kept.
+                BatchPrefillWithPagedKVCacheWrapper.plan. Ids on a device are copied there, and
+                waited for only where the levels are not kept.
         num_qo_heads, num_kv_heads, head_dim, page_size  of the arrays that run() is going to get.
         causal                  rows of a request of the last level see of its keys those up to i +
                 kv_len - qo_len; keys that are shared are seen by all.
         Other options as in single_prefill_with_kv_cache; window_left, RoPE and ALiBi go by the
         positions of keys through all levels, and then every level must refine the one before.
+        disable_split_kv        never split keys, which leaves fewer states in the workspace. plan()
+                splits less, or does without sharing, where the workspace does not hold more.
 
-        Raises ArgumentError, UnsupportedError, WorkspaceError (naming the bytes it needs) or
-        PlanError (naming what a captured graph keeps); the last plan then stays in force.
+        Raises as BatchDecodeWithPagedKVCacheWrapper.plan.
         """
         if self._workspace.device.kind == "cuda" and not self._is_probe:
-            self._refuse_capture()
+            self._refuse_capture(self._current_stream())
         page_size = batch_geometry.count(page_size, "page_size")
         arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
         parts = read_levels(arrays, self._num_levels, page_size, self._is_debugging())
-        given = PlanOptions(
-            self._kv_layout,
-            self._workspace.device,
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            None,
+        given = self._options(
+            (num_qo_heads, num_kv_heads, head_dim, None),
             page_size,
-            q_data_type,
-            kv_data_type,
-            None,
-            False,
-            causal,
-            pos_encoding_mode,
-            window_left,
-            logits_soft_cap,
-            sm_scale,
-            rope_scale,
-            rope_theta,
+            (q_data_type, kv_data_type),
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
         )
         geometry = batch_geometry.find_geometry(given)
-        options = geometry.options
-        is_relative = options.window_left >= 0 or geometry.problem.pos_encoding != "NONE"
+        spec = geometry.spec
+        is_relative = spec.window_left >= 0 or spec.pos_encoding != "NONE"
         own = parts[-1].requests
-        if options.causal and is_relative and (own.qo_len > own.kv_len)[own.qo_len > 0].any():
+        if spec.causal and is_relative and (own.qo_len > own.kv_len)[own.qo_len > 0].any():
             at = int(np.argmax((own.qo_len > own.kv_len) & (own.qo_len > 0)))
             raise UnsupportedError(
                 f"qo_indptr_arr[{self._num_levels - 1}]: request {at} has {own.qo_len[at]} rows "
@@ -193,60 +179,68 @@ class MultiLevelCascadeAttentionWrapper(OlderCalls, BatchWrapper):
         for level, part in enumerate(parts):
             name = f"paged_kv_indices_arr[{level}]"
             same_device(self._workspace, **{name: part.page_ids_device})
-        batch = join_levels(parts, options.causal, is_relative)
-        self._install(given, self._choose(geometry, batch), NO_MASK, (0, True))
+        batch = join_levels(parts, spec.causal, is_relative)
+        split = batch_geometry.split_size(None, disable_split_kv, 1)
+        for candidate, may_split in self._candidates(geometry, batch):
+            try:
+                self._install(given, candidate, NO_MASK, (0, split[1] and may_split))
+                return
+            except WorkspaceError as error:
+                too_small = error
+        raise too_small
 
     begin_forward = plan
 
-    def _choose(self, geometry: Geometry, batch: Batch) -> Batch:
-        """The batch with its page ids: as it is, or, where that is faster, without sharing."""
+    def _candidates(self, geometry: Geometry, batch: Batch) -> Iterator[tuple[Batch, bool]]:
+        """The batch with its page ids, and whether keys may be split: as it is, unless it is done
+        sooner without sharing; then, for less workspace, without sharing and without splits."""
         parts = batch.parts
-        if self._workspace.device.kind == "cpu":
-            batch.page_ids = join_ids_on_host(parts)
-            return batch
-        # ALiBi counts from another row in a cascade, which a cap, and the LSE, would show.
-        may_flatten = geometry.problem.pos_encoding != "ALIBI" and not self._is_graph
-        if may_flatten and batch.num_rows:
-            flat = flatten(parts, geometry.page_size, geometry.options.causal)
-            launcher = geometry.launcher(geometry.default_variant)
-            if flat is not None and batch.levels is not None:
-                requests, pages = flat
-                if not launcher.gains_by_levels(batch.requests, requests):
-                    ids = join_ids_on_host(parts)[pages]
-                    return replace(
-                        batch,
-                        requests=requests,
-                        kv_indptr=np.array([0, len(ids)]),
-                        page_ids=ids,
-                        levels=None,
-                    )
-        if self._is_probe or any(part.page_ids is not None for part in parts):
-            batch.page_ids = join_ids_on_host(parts)
-            return batch
-        stream = self._current_stream()
-        batch.page_ids_device = join_ids_on_device(parts, self._workspace, stream)
-        return batch
+        flat = None
+        if batch.num_rows and not self._is_graph and batch.levels is not None:
+            flat = flatten(parts, geometry.spec.page_size, geometry.spec.causal)
+        launcher = geometry.launcher(geometry.default_variant)
+        if flat is None or launcher.gains_by_levels(batch.requests, flat[0]):
+            if self._is_probe or any(part.page_ids is not None for part in parts):
+                batch.page_ids = join_ids_on_host(parts)
+            else:
+                stream = self._current_stream()
+                batch.page_ids_device = join_ids_on_device(parts, self._workspace, stream)
+            yield batch, True
+        if flat is not None:
+            requests, pages = flat
+            ids = join_ids_on_host(parts)[pages]
+            indptr = np.array([0, len(ids)])
+            for may_split in (True, False):
+                alone = replace(batch, requests=requests, kv_indptr=indptr, levels=None)
+                alone.page_ids, alone.page_ids_device = ids, None
+                yield alone, may_split
 
-    def _refuse_capture(self) -> None:
-        stream = self._current_stream()
-        refuse_capture(stream, "plan()", "call it before the capture, and between replays")
+    def _schedule_variant(
+        self, plan: Plan, variant: Variant
+    ) -> tuple[BatchLauncher, BatchSchedule]:
+        """With as many splits as the workspace holds."""
+        batch = plan.batch
+        if batch.levels is None:
+            return super()._schedule_variant(plan, variant)
+        launcher = plan.geometry.launcher(variant)
+        for splitting in self._splittings:
+            if splitting.may_split and not plan.split[1]:
+                continue
+            schedule = launcher.schedule_levels(
+                batch.requests, batch.levels, plan.capacity, splitting
+            )
+            self._enlarge_workspace(schedule.workspace_bytes)
+            if schedule.workspace_bytes <= num_bytes(self._workspace):
+                if self._is_graph:
+                    self._splittings = (splitting,)
+                break
+            if self._is_probe:
+                break
+        return launcher, schedule
 
-    def _freeze(
-        self, given: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
-    ) -> Capacity:
+    def _check_buffers(self, batch: Batch, mask: Mask) -> None:
         for buffers, part in zip(self._level_buffers, batch.parts, strict=True):
             buffers.check(part, mask)
-        if self._frozen is None:
-            return self._capacity(batch, given.page_size)
-        before, capacity, _ = self._frozen
-        batch_geometry.require_frozen(before, given)
-        if batch.num_rows > capacity.num_rows:
-            raise PlanError(
-                f"qo_indptr_arr: {batch.num_rows} query rows, but the first plan of this wrapper "
-                f"had {capacity.num_rows}, and a captured graph has room for no more; plan the "
-                "largest batch first"
-            )
-        return capacity
 
     def _capacity(self, batch: Batch, page_size: int) -> Capacity:
         levels = tuple(
@@ -264,7 +258,7 @@ class MultiLevelCascadeAttentionWrapper(OlderCalls, BatchWrapper):
     def _host_parts(self, plan: Plan) -> list[tuple[np.ndarray, int]]:
         parts, ids, end = [], plan.batch.page_ids, 0
         for buffers, part in zip(self._level_buffers, plan.batch.parts, strict=False):
-            parts += buffers.host_parts(part, NO_MASK)
+            parts += buffers.host_parts(part)
             begin, end = end, end + part.num_page_ids
             if ids is not None and buffers.kv_indices is not None:
                 parts.append((ids[begin:end], buffers.kv_indices.ptr))
@@ -283,29 +277,31 @@ class MultiLevelCascadeAttentionWrapper(OlderCalls, BatchWrapper):
 
     def _keep_on_cpu(self, plan: Plan) -> None:
         super()._keep_on_cpu(plan)
+        for part in plan.batch.parts:
+            assert part.page_ids is not None
+            part.page_ids = part.page_ids.astype(np.int64)
         for buffers, part in zip(self._level_buffers, plan.batch.parts, strict=False):
-            buffers.fill_on_cpu(part, NO_MASK)
+            buffers.fill_on_cpu(part)
 
+    @run_returns_lse
     def run(
         self,
-        q: Any,
-        paged_kv_cache: Any,
+        q: Array,
+        paged_kv_cache: Pages,
         *,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: bool = False,
-        sinks: Any = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        out: Array | None = None,
+        lse: Array | None = None,
+        return_lse: Literal[False] = False,
+        sinks: Array | None = None,
     ) -> Any:
         """Attention of the planned batch.
 
         q       [rows, num_qo_heads, head_dim], as every qo_indptr deals them out.
-        paged_kv_cache  the pool of all levels: [num_pages, 2, page_size, num_kv_heads, head_dim]
-                ("NHD") or [num_pages, 2, num_kv_heads, page_size, head_dim] ("HND"), or a pair (K,
-                V) without the 2.
-        k_scale, v_scale, out, lse, sinks   as in BatchPrefillWithPagedKVCacheWrapper; sinks count
-                once, not in every level.
+        paged_kv_cache  the pages of all levels.
+        All arguments as in BatchDecodeWithPagedKVCacheWrapper.run; a sink counts once, not in every
+        level.
 
         Returns out [rows, num_qo_heads, head_dim] in q's framework and device, or (out, lse [rows,
         num_qo_heads], base 2) if `return_lse`. It never waits for the device. Raises ArgumentError
@@ -314,9 +310,6 @@ class MultiLevelCascadeAttentionWrapper(OlderCalls, BatchWrapper):
         scales = NO_SCALES
         if k_scale is not None or v_scale is not None:
             scales = Scales(None, k_scale, v_scale)
-        k, v = paged_kv_cache, None
-        if isinstance(paged_kv_cache, (tuple, list)) and len(paged_kv_cache) == 2:
-            k, v = paged_kv_cache
-        return run(self, q, k, v, out, lse, sinks, scales, return_lse)
+        return run(self, q, paged_kv_cache, None, out, lse, sinks, scales, return_lse)
 
     forward = run

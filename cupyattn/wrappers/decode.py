@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
+from .. import array
 from ..batch.mask import NO_MASK
-from ..batch.requests import Batch, PageNames, read_paged
+from ..batch.requests import PageNames, read_paged, require_row_limit, with_q_len
 from ..batch.run import NO_SCALES, Scales, run
-from ..batch.wrapper import BatchWrapper
-from ..errors import PlanError, UnsupportedError
-from ..inputs import geometry, parse
-from ..inputs.geometry import PlanOptions
+from ..batch.wrapper import BatchWrapper, Plan, planning
+from ..core import parse
+from ..core.tracing import untraced
+from ..errors import PlanError
+from ..inputs import geometry
+from ..typing import Array, Pages, Scale, run_returns_lse
 from .legacy import OlderCalls, check_run, read_scales
 
 _NAMES = PageNames("indptr", "indices", "last_page_len")
-_OLD_RUN = ("q_scale", "k_scale", "v_scale", "return_lse")
 
 
-class BatchDecodeWithPagedKVCacheWrapper(OlderCalls, BatchWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
     """Decode attention of a batch over a paged KV cache: plan() once, run() for every layer.
 
     float_workspace_buffer  contiguous bytes of any dtype on the device of the arrays to come, from
             a 16-byte boundary on; 128 MB serve any batch. It decides the device: on the CPU, the
-            reference answers.
+            reference answers. None: memory of the wrapper's own, where the first plan() finds its
+            arrays (on their GPU, if one is on a GPU), and larger as plans need it. So is that on a
+            device that is named ("cuda:1", "cpu", a torch.device) or that a JAX array is on.
     kv_layout   "NHD" or "HND": pages [page_size, num_kv_heads, head_dim], or heads first.
     use_cuda_graph  runs are going to be captured. The next three are needed then, on the device,
             int32; plan() fills them, and may be called between replays with other lengths and page
@@ -32,6 +37,10 @@ class BatchDecodeWithPagedKVCacheWrapper(OlderCalls, BatchWrapper):
     paged_kv_last_page_len_buffer [B].
     use_tensor_cores, backend  accepted for compatibility: tensor cores are always used, the kernel
             is chosen by the device. jit_args must be None.
+
+    Threads may share a wrapper: its calls wait for each other. A thread that has planned runs its
+    own plan only, and PlanError tells it if another thread has planned since (until end_forward());
+    a thread that never planned runs any. All runs of a wrapper go to one stream.
 
     Raises WorkspaceError for a bad workspace, ArgumentError for the rest. Semantics: FlashInfer's
     class of the same name.
@@ -43,9 +52,9 @@ class BatchDecodeWithPagedKVCacheWrapper(OlderCalls, BatchWrapper):
         kv_layout: str = "NHD",
         use_cuda_graph: bool = False,
         use_tensor_cores: bool = False,
-        paged_kv_indptr_buffer: Any = None,
-        paged_kv_indices_buffer: Any = None,
-        paged_kv_last_page_len_buffer: Any = None,
+        paged_kv_indptr_buffer: Array | None = None,
+        paged_kv_indices_buffer: Array | None = None,
+        paged_kv_last_page_len_buffer: Array | None = None,
         backend: str = "auto",
         jit_args: Any = None,
         *,
@@ -59,18 +68,19 @@ class BatchDecodeWithPagedKVCacheWrapper(OlderCalls, BatchWrapper):
         workspace = workspace_buffer if float_workspace_buffer is None else float_workspace_buffer
         super().__init__(workspace, kv_layout, use_cuda_graph, buffers, backend, jit_args)
         self._use_tensor_cores = parse.flag(use_tensor_cores, "use_tensor_cores")
-        self._q_len = 0
+        self._q_len, self._is_causal = 0, True
 
     @property
     def use_tensor_cores(self) -> bool:
         """What the wrapper was made with."""
         return self._use_tensor_cores
 
+    @planning
     def plan(
         self,
-        indptr: Any,
-        indices: Any,
-        last_page_len: Any,
+        indptr: Array,
+        indices: Array,
+        last_page_len: Array,
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim: int,
@@ -78,15 +88,15 @@ class BatchDecodeWithPagedKVCacheWrapper(OlderCalls, BatchWrapper):
         pos_encoding_mode: str = "NONE",
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        q_data_type: Any = "float16",
+        q_data_type: Any = None,
         kv_data_type: Any = None,
         data_type: Any = None,
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         non_blocking: bool = True,
-        block_tables: Any = None,
-        seq_lens: Any = None,
+        block_tables: Array | None = None,
+        seq_lens: Array | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         *,
@@ -107,10 +117,11 @@ class BatchDecodeWithPagedKVCacheWrapper(OlderCalls, BatchWrapper):
         into the buffer), so they must not change before the runs are over; on the host they are
         checked, and copied with the schedule.
         num_qo_heads, num_kv_heads, head_dim, page_size  of the arrays that run() is going to get.
-        q_data_type, kv_data_type, o_data_type  default float16, that of q, that of q; data_type
-                sets the first two.
+        q_data_type, kv_data_type, o_data_type  default float16, that of q, that of q; data_type is
+                the default of the first two.
         q_len_per_req   query rows of each request, the last tokens of it; causal among themselves,
                 unless a run brings a mask.
+        window_right    keys to the right of a row's own that it sees; 0: none (causality), -1: all.
         fixed_split_size  pages after which keys are split, whatever else is in the batch: a
                 request's answer is then the same, bit for bit, in every batch. Default: as many
                 splits as keep the device busy. disable_split_kv: never split; it wins.
@@ -120,72 +131,58 @@ class BatchDecodeWithPagedKVCacheWrapper(OlderCalls, BatchWrapper):
         Raises ArgumentError, UnsupportedError, WorkspaceError (naming the bytes it needs) or
         PlanError (naming what a captured graph keeps); the last plan then stays in force.
         """
-        if data_type is not None:
-            q_data_type = data_type
-            kv_data_type = data_type if kv_data_type is None else kv_data_type
-        if window_right != 0:
-            raise UnsupportedError(f"window_right: got {window_right!r}; only 0 is supported")
-        given, batch, split = self._read(
-            (indptr, indices, last_page_len),
-            (num_qo_heads, num_kv_heads, head_dim, page_size),
-            (q_data_type, kv_data_type, o_data_type),
-            (pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
-            (fixed_split_size, disable_split_kv),
-            q_len_per_req,
+        q_data_type = data_type if q_data_type is None else q_data_type
+        kv_data_type = data_type if kv_data_type is None else kv_data_type
+        # A right window of 0 is causality, in whose place a run may bring a mask.
+        is_causal = parse.window(window_right, "window_right") == 0
+        q_len = geometry.count(q_len_per_req, "q_len_per_req")
+        page_size = geometry.count(page_size, "page_size")
+        tables = indptr, indices, last_page_len
+        batch = read_paged(q_len, *tables, page_size, _NAMES, self._is_debugging())
+        options = self._options(
+            (num_qo_heads, num_kv_heads, head_dim, None),
+            page_size,
+            (q_data_type, kv_data_type),
+            causal=is_causal and q_len > 1,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            window_right=-1 if is_causal else window_right,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            o_dtype=o_data_type,
         )
-        if self._frozen is not None and q_len_per_req != self._q_len:
+        split = geometry.split_size(fixed_split_size, disable_split_kv, page_size)
+        if self._frozen is not None and q_len != self._q_len:
             raise PlanError(
                 f"q_len_per_req: the first plan of this wrapper said {self._q_len} and this one "
-                f"says {q_len_per_req}, but a captured graph keeps it; use a separate wrapper"
+                f"says {q_len}, but a captured graph keeps it; use a separate wrapper"
             )
-        self._install(given, batch, NO_MASK, split)
-        self._q_len = q_len_per_req
+        self._install(options, batch, NO_MASK, split)
+        self._q_len, self._is_causal = q_len, is_causal
 
     begin_forward = plan
 
-    def _read(
-        self,
-        arrays: tuple[Any, Any, Any],
-        sizes: tuple[Any, Any, Any, Any],
-        data_types: tuple[Any, Any, Any],
-        options: tuple[Any, ...],
-        split: tuple[Any, Any],
-        q_len_per_req: int,
-    ) -> tuple[PlanOptions, Batch, tuple[int, bool]]:
-        q_len = geometry.count(q_len_per_req, "q_len_per_req")
-        page_size = geometry.count(sizes[3], "page_size")
-        batch = read_paged(q_len, *arrays, page_size, _NAMES, self._is_debugging())
-        given = PlanOptions(
-            self._kv_layout,
-            self._workspace.device,
-            *sizes[:3],
-            None,
-            page_size,
-            *data_types,
-            False,
-            q_len > 1,
-            *options,
-        )
-        return given, batch, geometry.split_size(*split, page_size)
-
+    @run_returns_lse
     def run(
         self,
-        q: Any,
-        paged_kv_cache: Any,
+        q: Array,
+        paged_kv_cache: Pages,
         *args: Any,
-        q_scale: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: bool = False,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        out: Array | None = None,
+        lse: Array | None = None,
+        return_lse: Literal[False] = False,
         enable_pdl: bool | None = None,
         window_left: int | None = None,
-        sinks: Any = None,
+        sinks: Array | None = None,
         q_len_per_req: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Any = None,
-        mask: Any = None,
+        mask: Array | None = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -205,8 +202,11 @@ class BatchDecodeWithPagedKVCacheWrapper(OlderCalls, BatchWrapper):
                 size behind such axes: uint16 [B, q, 2 * ceil(q / 32)] (xqa's), uint8 [B * q,
                 ceil(q / 8)]. Bits past q mean nothing. A captured run reads it where it is; bools
                 are first packed into memory of the wrapper's own.
-        window_left, q_len_per_req  if given, must be the plan's. enable_pdl is accepted for
-                compatibility; skip_softmax_threshold_scale_factor and kv_cache_sf must be None.
+        q_len_per_req  as in plan(), for this run; default the plan's. The first run with another
+                schedules the batch anew, and in graph mode it must be the plan's.
+        window_left  if given, must be the plan's. kv_cache_sf must be None. enable_pdl is accepted
+                for compatibility, and so is skip_softmax_threshold_scale_factor, which allows less
+                exact answers.
 
         Returns out [rows, num_qo_heads, head_dim] in q's framework and device, or (out, lse [rows,
         num_qo_heads]) if `return_lse`. It never waits for the device; it allocates its answers
@@ -217,7 +217,9 @@ class BatchDecodeWithPagedKVCacheWrapper(OlderCalls, BatchWrapper):
         scales = NO_SCALES
         if args:
             named = q_scale, k_scale, v_scale
-            scales, return_lse = read_scales(args, named, return_lse, _OLD_RUN)
+            scales, return_lse = read_scales(
+                args, named, return_lse, ("q_scale", "k_scale", "v_scale", "return_lse")
+            )
         elif not (q_scale is k_scale is v_scale is None):
             scales = Scales(q_scale, k_scale, v_scale)
         if not (
@@ -227,56 +229,77 @@ class BatchDecodeWithPagedKVCacheWrapper(OlderCalls, BatchWrapper):
             is kv_cache_sf
             is None
         ):
-            planned = self._require_plan().geometry.options.window_left
-            factor = skip_softmax_threshold_scale_factor
-            name = "skip_softmax_threshold_scale_factor"
-            check_run(window_left, planned, kv_cache_sf, factor, name)
-            if q_len_per_req is not None and q_len_per_req != self._q_len:
-                raise PlanError(
-                    f"q_len_per_req: run() got {q_len_per_req} and the plan says {self._q_len}; "
-                    "pass it to plan()"
-                )
-        k, v = paged_kv_cache, None
-        if isinstance(paged_kv_cache, (tuple, list)) and len(paged_kv_cache) == 2:
-            k, v = paged_kv_cache
-        return run(self, q, k, v, out, lse, sinks, scales, return_lse, mask)
+            planned = self._require_plan().geometry.spec.window_left
+            check_run(window_left, planned, kv_cache_sf, skip_softmax_threshold_scale_factor)
+            if q_len_per_req is not None:
+                q_len_per_req = geometry.count(q_len_per_req, "q_len_per_req")
+            if q_len_per_req not in (None, self._q_len):
+                with self._turns.planning:
+                    plan, rest = self._plan_for(q_len_per_req, q), (scales, return_lse, mask)
+                    return run(self, q, paged_kv_cache, None, out, lse, sinks, *rest, plan)
+        return run(self, q, paged_kv_cache, None, out, lse, sinks, scales, return_lse, mask)
 
+    def _plan_for(self, q_len: int, q: Any) -> Plan:
+        """The plan with another number of query rows of each request, as q has them."""
+        plan, shape = self._require_plan(), array.view(q, "q").shape
+        num_requests = plan.batch.num_requests
+        if self._is_graph or not shape or shape[0] != num_requests * q_len:
+            why = (
+                "a captured graph keeps it"
+                if self._is_graph
+                else f"q of shape {list(shape)} does not have {q_len} rows for each of the "
+                f"{num_requests} requests"
+            )
+            raise PlanError(
+                f"q_len_per_req: run() got {q_len} and the plan says {self._q_len}, but {why}; "
+                "pass it to plan()"
+            )
+        if q_len not in plan.by_q_len:
+            given = plan.geometry.given.changed(causal=self._is_causal and q_len > 1)
+            batch = with_q_len(plan.batch, q_len)
+            changed = geometry.find_geometry(given)
+            require_row_limit(batch, changed.spec.group_size)
+            plan.by_q_len[q_len] = replace(plan, geometry=changed, batch=batch, prepared={})
+        return plan.by_q_len[q_len]
+
+    @run_returns_lse
     def forward(
         self,
-        q: Any,
-        paged_kv_cache: Any,
+        q: Array,
+        paged_kv_cache: Pages,
         pos_encoding_mode: str | None = None,
-        q_scale: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
         window_left: int | None = None,
         logits_soft_cap: float | None = None,
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         *,
-        return_lse: bool = False,
+        return_lse: Literal[False] = False,
     ) -> Any:
         """run() in its older form: options that are given replace the plan's from here on.
 
         The next run then schedules anew. In graph mode they must be the plan's.
         """
-        self._change(
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        return self.run(
-            q,
-            paged_kv_cache,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            return_lse=return_lse,
-        )
+        with self._turns.planning:
+            self._change(
+                pos_encoding_mode=pos_encoding_mode,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                sm_scale=sm_scale,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+            )
+            return self.run(
+                q,
+                paged_kv_cache,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                return_lse=return_lse,
+            )
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -290,9 +313,9 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     def __init__(
         self,
         workspace_buffer: Any,
-        indptr_buffer: Any,
-        indices_buffer: Any,
-        last_page_len_buffer: Any,
+        indptr_buffer: Array,
+        indices_buffer: Array,
+        last_page_len_buffer: Array,
         kv_layout: str = "NHD",
         use_tensor_cores: bool = False,
     ) -> None:
@@ -307,18 +330,20 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         )
 
 
+@untraced
 def fast_decode_plan(
     wrapper: BatchDecodeWithPagedKVCacheWrapper,
-    indptr: Any,
+    indptr: Array,
     *args: Any,
-    global_override_indptr_cpu: Any = None,
+    global_override_indptr_cpu: Array | None = None,
     **kwargs: Any,
 ) -> None:
     """wrapper.plan(), with `indptr` read from `global_override_indptr_cpu` if that is given.
 
     Meant for an indptr on the device whose values the caller has on the host too: then nothing is
-    waited for.
+    waited for. It may take plan()'s place in a wrapper:
+    `wrapper.plan = functools.partial(fast_decode_plan, wrapper)`.
     """
     if global_override_indptr_cpu is not None:
         indptr = global_override_indptr_cpu
-    wrapper.plan(indptr, *args, **kwargs)
+    BatchDecodeWithPagedKVCacheWrapper.plan(wrapper, indptr, *args, **kwargs)

@@ -4,37 +4,47 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+from .. import array
+from ..array.match import match_array
 from ..batch.run import Scales
-from ..errors import PlanError, UnsupportedError
+from ..core import dtypes, parse
+from ..core.tracing import Untraced
+from ..errors import ArgumentError, PlanError, UnsupportedError
+from ..inputs import geometry
+from ..typing import ArrayT
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _RENAMED = {"head_dim": "head_dim_qk", "allow_fp16_qk_reduction": "use_fp16_qk_reduction"}
 _MASKS = ("bool", "torch.bool", "uint8", "torch.uint8")
 
 
-class OlderCalls:
+class OlderCalls(Untraced):
     """The spellings of run() and forward() that return (out, lse)."""
 
     run: Callable[..., Any]
     forward: Callable[..., Any]
 
-    def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
+    def run_return_lse(self, q: ArrayT, *args: Any, **kwargs: Any) -> tuple[ArrayT, ArrayT]:
         """run() that returns (out, lse)."""
-        return self.run(*args, **{**kwargs, "return_lse": True})
+        answer: tuple[ArrayT, ArrayT] = self.run(q, *args, **{**kwargs, "return_lse": True})
+        return answer
 
-    def forward_return_lse(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_return_lse(self, q: ArrayT, *args: Any, **kwargs: Any) -> tuple[ArrayT, ArrayT]:
         """forward() that returns (out, lse)."""
-        return self.forward(*args, **{**kwargs, "return_lse": True})
+        answer: tuple[ArrayT, ArrayT] = self.forward(q, *args, **{**kwargs, "return_lse": True})
+        return answer
 
 
-def accepts_old_plans(slot: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def accepts_old_plans(slot: int) -> Callable[[_F], _F]:
     """Let a prefill plan() be called with old names, and in the order without head_dim_vo.
 
     `slot` is head_dim_vo's among the positional arguments; the next are the two masks and causal.
     """
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: _F) -> _F:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             for old, new in _RENAMED.items():
@@ -44,14 +54,14 @@ def accepts_old_plans(slot: int) -> Callable[[Callable[..., Any]], Callable[...,
                     kwargs[new] = kwargs.pop(old)
             data_type = kwargs.pop("data_type", None)
             if data_type is not None:
-                kwargs.setdefault("q_data_type", data_type)
-                kwargs.setdefault("kv_data_type", data_type)
+                for name in ("q_data_type", "kv_data_type"):
+                    kwargs[name] = data_type if kwargs.get(name) is None else kwargs[name]
             rest = args[slot + 1 :]  # args[0] is the wrapper
             if rest and _is_old_order(rest):
                 args = (*args[: slot + 1], None, *rest)
             return function(*args, **kwargs)
 
-        return wrapper
+        return wrapper  # type: ignore[return-value]
 
     return decorate
 
@@ -59,15 +69,12 @@ def accepts_old_plans(slot: int) -> Callable[[Callable[..., Any]], Callable[...,
 def _is_old_order(rest: tuple[Any, ...]) -> bool:
     """True if what stands where head_dim_vo and the masks do can only be two masks and causal."""
     first, second, third = (*rest, None, None)[:3]
+    first_dtype, second_dtype = (str(getattr(x, "dtype", "")) for x in (first, second))
     return (
-        str(getattr(first, "dtype", "")) in _MASKS
-        or (first is None and _is_packed(second))
+        first_dtype in _MASKS
+        or (first is None and second_dtype in ("uint8", "torch.uint8"))
         or isinstance(third, bool)
     )
-
-
-def _is_packed(x: Any) -> bool:
-    return str(getattr(x, "dtype", "")) in ("uint8", "torch.uint8")
 
 
 def read_scales(
@@ -75,7 +82,7 @@ def read_scales(
     named: tuple[Any, Any, Any],
     return_lse: bool,
     old_order: tuple[str, ...],
-) -> tuple[Scales, bool]:
+) -> tuple[Scales, Any]:
     """The scales and return_lse of a run whose positional arguments after the arrays are `args`.
 
     They are `old_order`, up to return_lse, or the three scales of q, k and v.
@@ -95,23 +102,51 @@ def read_scales(
         if value is not None and given.get(name) is not None:
             raise TypeError(f"run() got multiple values for {name!r}")
     scales = Scales(*(given.get(n) if x is None else x for n, x in zip(names, named, strict=True)))
-    return scales, bool(given.get("return_lse", return_lse))
+    return scales, given.get("return_lse", return_lse)
 
 
-def check_run(
-    window_left: Any,
-    planned: int,
-    kv_cache_sf: Any,
-    unsupported: Any,
-    name: str,
-) -> None:
-    """Check the uncommon arguments of a run."""
-    if window_left is not None and window_left != planned:
+def takes_sinks(jit_args: Any, jit_kwargs: Any) -> bool:
+    """Whether FlashInfer's arguments for kernels of the caller's own ask for its variant with
+    sinks, which the kernels here have anyway. UnsupportedError for any other."""
+    if jit_args is None and jit_kwargs is None:
+        return False
+    # Names and types of its tensors, of its scalars, and the variant.
+    declared = [*jit_args[7:12]] if isinstance(jit_args, (list, tuple)) else []
+    if declared[::2] == [["sink"], ["sm_scale"], "AttentionSink"]:
+        return True
+    raise UnsupportedError(
+        "jit_args: kernels of the caller's own are not supported, but FlashInfer's AttentionSink "
+        "is; pass None"
+    )
+
+
+def read_sink(args: tuple[Any, ...], q_scale: Any, num_heads: int) -> tuple[Any, Any]:
+    """(sinks, scale of the queries) of a run whose positional arguments after the arrays are sink
+    and sm_scale, for a plan whose own sm_scale is 1."""
+    if len(args) > 2:
+        raise TypeError(f"run() takes sink and sm_scale after arrays, got {len(args)}")
+    sink, sm_scale = (*args, None, None)[:2]
+    if sink is None or sm_scale is None:
+        raise ArgumentError(
+            f"{'sink' if sink is None else 'sm_scale'}: got None; wanted both sink, float32 "
+            "[num_qo_heads], and sm_scale after the arrays; a wrapper without sinks takes none"
+        )
+    scale = parse.finite(sm_scale, "sm_scale", 1.0)
+    shape = getattr(q_scale, "shape", ())
+    if isinstance(shape, tuple) and len(shape) == 1 and (shape[0] != 1 or num_heads == 1):
+        view = array.view(q_scale, "q_scale")
+        match_array(view, "num_qo_heads", dtypes.float32, "q_scale", {"num_qo_heads": num_heads})
+        return sink, q_scale * scale
+    return sink, scale * parse.finite(q_scale, "q_scale", 1.0)
+
+
+def check_run(window_left: Any, planned: int, kv_cache_sf: Any, skip_factor: Any = None) -> None:
+    """Check the uncommon arguments of a run; `skip_factor` is skip_softmax_threshold_scale_factor,
+    which allows tiles of small probabilities to be left out. None is, so it changes nothing."""
+    if window_left is not None and parse.window(window_left, "window_left") != planned:
         raise PlanError(
             f"window_left: run() got {window_left} and the plan says {planned}; plan again with "
             "the new window"
         )
-    if kv_cache_sf is not None:
-        raise UnsupportedError("kv_cache_sf: 4-bit caches are not supported; pass None")
-    if unsupported is not None:
-        raise UnsupportedError(f"{name}: not supported; pass None")
+    geometry.refuse("4-bit caches are not supported", kv_cache_sf=kv_cache_sf)
+    parse.finite(skip_factor, "skip_softmax_threshold_scale_factor", 0.0)

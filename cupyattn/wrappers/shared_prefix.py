@@ -7,26 +7,32 @@ merge.
 from __future__ import annotations
 
 import math
+import os
+import threading
 from typing import Any
+
+import numpy as np
 
 from .. import array
 from ..array import ArrayView
-from ..array.match import match, require_contiguous_last
+from ..array.match import Dims, match_contiguous, require_same_dtype
 from ..batch.requests import host_integers
-from ..core import dtypes
+from ..core import dtypes, parse
+from ..core.tracing import Untraced, untraced
 from ..errors import ArgumentError
 from ..inputs import geometry as batch_geometry
-from ..inputs import parse
-from ..inputs.geometry import Geometry
-from ..inputs.kv_cache import is_pair, planned
-from ..inputs.workspace import same_device
+from ..inputs.kv_cache import is_pair, match_keys, planned
+from ..inputs.workspace import refuse_capture, same_device
 from ..single.run import run_unmasked
 from ..states import merge as module_merge
+from ..typing import Array, ArrayT, Pages
 from .decode import BatchDecodeWithPagedKVCacheWrapper
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from .prefill import BatchPrefillWithPagedKVCacheWrapper
+
+_MAX_PADDED = 16
 
 
-class _SharedPrefixWrapper:
+class _SharedPrefixWrapper(Untraced):
     """What both wrappers are: one for the requests' own keys, and what it is planned for."""
 
     _class: Any
@@ -38,27 +44,40 @@ class _SharedPrefixWrapper:
         *,
         workspace_buffer: Any = None,
     ) -> None:
+        """Make a wrapper; the class says what the arguments are."""
         workspace = workspace_buffer if float_workspace_buffer is None else float_workspace_buffer
         self._unique: Any = self._class(workspace, kv_layout)
-        # Tables of a plan that waits for a cache to tell the page size.
-        self._waiting: tuple[Any, ...] | None = None
+        # Tables of a plan that waits for a cache to tell the page size, and the thread's sign.
+        self._waiting: tuple[tuple[Any, ...], object] | None = None
         # Options of the last run: the next one is expected to have them too.
         self._options: dict[str, Any] = {}
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: Any, int_workspace_buffer: Any = None
     ) -> None:
-        """Use another float workspace, on the same device; the plan stays.
-
-        int_workspace_buffer is accepted for compatibility: the wrapper's own grows as it must.
-        Raises WorkspaceError if the new one is misaligned, or too small for the plan.
-        """
+        """As BatchWrapper.reset_workspace_buffer."""
         self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def end_forward(self) -> None:
-        """Does nothing; kept for compatibility."""
+        """As BatchWrapper.end_forward."""
+        self._unique.end_forward()
 
-    def _attend(
+    def _attend(self, q: Any, k_shared: Any, v_shared: Any, cache: Any, **options: Any) -> Any:
+        with self._unique._turns.planning:
+            return self._attend_alone(q, k_shared, v_shared, cache, options)
+
+    def _plan_what_waits(self, page_size: int, options: dict[str, Any]) -> None:
+        assert self._waiting is not None
+        tables, owner = self._waiting
+        turns = self._unique._turns
+        turns.check(owner)
+        # The plan stays that of the thread that brought the tables.
+        own = turns.own
+        self._unique.plan(*tables, page_size, **options)
+        self._unique._current.owner, turns.own = owner, own
+        self._waiting = None
+
+    def _attend_alone(
         self, q: Any, k_shared: Any, v_shared: Any, cache: Any, options: dict[str, Any]
     ) -> Any:
         # --- 1. Validate, and make the plan fit what came ---
@@ -69,18 +88,18 @@ class _SharedPrefixWrapper:
         options |= {"q_data_type": vq.dtype.name, "kv_data_type": pages.dtype.name}
         if self._waiting is not None:
             size = _page_size(pages, is_pair(cache), self._unique._kv_layout)
-            self._unique.plan(*self._waiting, size, **options)
-            self._waiting = None
+            self._plan_what_waits(size, options)
         geometry = self._unique._require_plan().geometry
-        default = 1.0 / math.sqrt(geometry.problem.head_dim_qk)
+        default = 1.0 / math.sqrt(geometry.spec.head_dim_qk)
         scale = parse.finite(options["sm_scale"], "sm_scale", default)
-        is_new = scale != geometry.options.sm_scale
+        is_new = scale != geometry.spec.sm_scale
         self._unique._change(**{**options, "sm_scale": scale if is_new else None})
         self._options = options
         same_device(self._unique._workspace, q=vq, **shared)
-        _check_shared(shared, geometry)
+        dims, layout = planned(geometry), geometry.spec.kv_layout
+        match_keys(shared["k_shared"], "shared_len", "head_dim_qk", layout, dims, "k_shared")
+        match_keys(shared["v_shared"], "shared_len", "head_dim_vo", layout, dims, "v_shared")
         # --- 2. Attend to both, and merge ---
-        layout = geometry.given.kv_layout
         return merge(
             run_unmasked(q, k_shared, v_shared, layout, scale),
             self._unique.run(q, cache, return_lse=True),
@@ -89,23 +108,11 @@ class _SharedPrefixWrapper:
 
 def merge(a: tuple[Any, Any], b: tuple[Any, Any]) -> Any:
     """The output of two states (out, lse)."""
-    arrays = a[0], b[0], a[1], b[1], None, None, None, None
-    return module_merge.run(module_merge.PAIR, arrays, False)[0]
-
-
-def _check_shared(views: dict[str, ArrayView], geometry: Geometry) -> None:
-    """ArgumentError unless k_shared and v_shared go with the plan."""
-    dims = planned(geometry)
-    rows = "shared_len num_kv_heads"
-    if geometry.given.kv_layout == "HND":
-        rows = "num_kv_heads shared_len"
-    for (name, v), dim in zip(views.items(), ("head_dim_qk", "head_dim_vo"), strict=True):
-        match(v, f"{rows} {dim}", dims, name)
-        require_contiguous_last(v, name)
+    return module_merge.run(module_merge.PAIR, (a[0], b[0], a[1], b[1]), False)[0]
 
 
 def _page_size(pages: ArrayView, is_one_of_two: bool, kv_layout: str) -> int:
-    """That of a cache, or of K of a pair, with an axis for it or without."""
+    """The page size of a cache, or of K of a pair; without a page axis it is 1."""
     shape = pages.shape if is_one_of_two else (pages.shape[:1] + pages.shape[2:])
     if len(shape) == 3:
         return 1
@@ -132,9 +139,9 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 
     def begin_forward(
         self,
-        unique_kv_indptr: Any,
-        unique_kv_indices: Any,
-        unique_kv_last_page_len: Any,
+        unique_kv_indptr: Array,
+        unique_kv_indices: Array,
+        unique_kv_last_page_len: Array,
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim: int,
@@ -143,9 +150,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     ) -> None:
         """Schedule the batch that the next runs are for.
 
-        unique_kv_indptr int32 or int64 [B + 1], unique_kv_indices [>= indptr[B]],
-        unique_kv_last_page_len [B]: the pages of each request without the prefix, as plan() of
-        BatchDecodeWithPagedKVCacheWrapper has them. A request may have none.
+        unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len: the pages of each request
+        without the prefix, as in BatchDecodeWithPagedKVCacheWrapper.plan. A request may have none.
         num_qo_heads, num_kv_heads, head_dim, page_size  of the arrays to come.
         data_type       expected of them; arrays of another dtype schedule the batch anew.
 
@@ -160,18 +166,18 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 
     def forward(
         self,
-        q: Any,
-        k_shared: Any,
-        v_shared: Any,
-        unique_kv_cache: Any = None,
+        q: ArrayT,
+        k_shared: Array,
+        v_shared: Array,
+        unique_kv_cache: Pages | None = None,
         use_fp16_qk_reduction: bool = False,
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         *,
         allow_fp16_qk_reduction: bool = False,
-        unique_kv_data: Any = None,
-    ) -> Any:
+        unique_kv_data: Pages | None = None,
+    ) -> ArrayT:
         """Attention of one row a request over the prefix and the request's own keys.
 
         q       [B, num_qo_heads, head_dim].
@@ -187,7 +193,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         the device. Raises ArgumentError for arrays that do not fit the plan, PlanError without one.
         """
         cache = unique_kv_data if unique_kv_cache is None else unique_kv_cache
-        return self._attend(q, k_shared, v_shared, cache, {"sm_scale": sm_scale})
+        return self._attend(q, k_shared, v_shared, cache, sm_scale=sm_scale)
 
     run = forward
 
@@ -195,22 +201,18 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     """Prefill or append attention of requests that share a prefix and have pages of their own.
 
-    float_workspace_buffer, kv_layout   as in BatchPrefillWithPagedKVCacheWrapper; the layout is
-            that of the prefix too.
-
-    A prefix in pages of the same cache takes one launch in MultiLevelCascadeAttentionWrapper.
-    Raises WorkspaceError for a bad workspace, ArgumentError for the rest. Semantics: FlashInfer's
-    class of the same name.
+    Arguments and errors as in BatchDecodeWithSharedPrefixPagedKVCacheWrapper. Semantics:
+    FlashInfer's class of the same name.
     """
 
     _class = BatchPrefillWithPagedKVCacheWrapper
 
     def begin_forward(
         self,
-        qo_indptr: Any,
-        paged_kv_indptr: Any,
-        paged_kv_indices: Any,
-        paged_kv_last_page_len: Any,
+        qo_indptr: Array,
+        paged_kv_indptr: Array,
+        paged_kv_indices: Array,
+        paged_kv_last_page_len: Array,
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim: int,
@@ -219,9 +221,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         """Schedule the batch that the next runs are for.
 
         qo_indptr       int32 or int64 [B + 1]: rows of q of each request, its last tokens.
-        paged_kv_indptr int32 or int64 [B + 1], paged_kv_indices [>= indptr[B]],
-        paged_kv_last_page_len [B]: the pages of each request without the prefix, as plan() of
-        BatchPrefillWithPagedKVCacheWrapper has them. A request may have none.
+        paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: the pages of each request without
+        the prefix, as in BatchPrefillWithPagedKVCacheWrapper.plan. A request may have none.
         num_qo_heads, num_kv_heads, head_dim, page_size  of the arrays to come. Without a page size
         the next run() reads it off its cache, and schedules the batch.
 
@@ -229,26 +230,32 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         """
         tables = [qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len]
         sizes = num_qo_heads, num_kv_heads, head_dim
-        if page_size is not None:
-            self._unique.plan(*tables, *sizes, page_size, **self._options)
-            self._waiting = None
-            return
+        with self._unique._turns.planning:
+            if page_size is None:
+                self._wait(tables, sizes)
+            else:
+                self._unique.plan(*tables, *sizes, page_size, **self._options)
+                self._waiting = None
+
+    def _wait(self, tables: list[Any], sizes: tuple[Any, ...]) -> None:
+        self._unique._require_workspace(tables)
         # As they are now; ids on a device stay the caller's, as after every plan.
         names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
         for index, name in enumerate(names):
             if name != "paged_kv_indices" or array.view(tables[index], name).device.kind == "cpu":
                 tables[index] = host_integers(tables[index], name)
         named = zip(sizes, ("num_qo_heads", "num_kv_heads", "head_dim"), strict=True)
-        self._waiting = *tables, *(batch_geometry.count(n, name) for n, name in named)
+        counts = [batch_geometry.count(n, name) for n, name in named]
+        self._waiting = (*tables, *counts), self._unique._turns.begin()
 
     plan = begin_forward
 
     def forward(
         self,
-        q: Any,
-        k_shared: Any,
-        v_shared: Any,
-        unique_kv_cache: Any = None,
+        q: ArrayT,
+        k_shared: Array,
+        v_shared: Array,
+        unique_kv_cache: Pages | None = None,
         causal: bool = False,
         use_fp16_qk_reduction: bool = False,
         sm_scale: float | None = None,
@@ -256,21 +263,17 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         rope_theta: float | None = None,
         *,
         allow_fp16_qk_reduction: bool = False,
-        unique_kv_data: Any = None,
-    ) -> Any:
+        unique_kv_data: Pages | None = None,
+    ) -> ArrayT:
         """Attention of the planned rows over the prefix and their requests' own keys.
 
         q       [qo_indptr[B], num_qo_heads, head_dim].
-        k_shared, v_shared  [shared_len, num_kv_heads, head_dim] ("NHD") or [num_kv_heads,
-                shared_len, head_dim] ("HND"): the prefix, of which all rows see all; it may be
-                empty.
-        unique_kv_cache     the pages, as in BatchPrefillWithPagedKVCacheWrapper.run (once called
-                unique_kv_data).
+        k_shared, v_shared, unique_kv_cache, sm_scale  as in
+                BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward. All rows see all of the
+                prefix.
         causal  row i of a request sees of its own keys those up to i + kv_len - qo_len. (Early
                 releases had True as the default.)
-        sm_scale            default 1 / sqrt(head_dim).
-        The rest is accepted for compatibility: products accumulate in float32, and nothing is
-        rotated here, nor in FlashInfer.
+        The rest is accepted for compatibility, as there.
 
         Returns [qo_indptr[B], num_qo_heads, head_dim] in q's framework, dtype and device. It never
         waits for the device. A `causal`, `sm_scale` or dtype that is not the last run's schedules
@@ -278,7 +281,106 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         one.
         """
         cache = unique_kv_data if unique_kv_cache is None else unique_kv_cache
-        options = {"sm_scale": sm_scale, "causal": causal}
-        return self._attend(q, k_shared, v_shared, cache, options)
+        causal = parse.flag(causal, "causal")
+        return self._attend(q, k_shared, v_shared, cache, sm_scale=sm_scale, causal=causal)
 
     run = forward
+
+
+class _Padded:
+    """What plans on one stream.
+
+    key     what the current plan is for
+    lock    held from a plan to its run
+    """
+
+    def __init__(self, like: ArrayView, kv_layout: str) -> None:
+        # A page of it holds all keys of a request.
+        workspace = array.empty((16,), dtypes.uint8, like)
+        self._wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, kv_layout)
+        self._wrapper._owns_workspace = True
+        self._key: tuple[Any, ...] = ()
+        self._lock = threading.Lock()
+
+    def run(self, q: Any, keys: tuple[Any, Any], count: int, sizes: Any, **options: Any) -> Any:
+        """(out, lse) of `count` requests. sizes, options: those of plan()."""
+        key = count, *sizes, *options.values()
+        with self._lock:
+            if key != self._key:
+                pages = np.arange(count + 1, dtype=np.int32)
+                lengths = np.full(count, sizes[-1], np.int64)
+                self._wrapper.plan(pages, pages[:-1], lengths, *sizes, **options)
+                self._key = key
+            answer = self._wrapper.run(q, keys, return_lse=True)
+            self._wrapper.end_forward()
+            return answer
+
+
+_padded: dict[tuple[Any, ...], _Padded] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_padded.clear)  # a thread that is gone may hold a lock
+
+
+@untraced
+def batch_decode_with_shared_prefix_padded_kv_cache(
+    q: ArrayT,
+    k_shared: Array,
+    v_shared: Array,
+    k_unique: Array,
+    v_unique: Array,
+    kv_layout: str = "NHD",
+    allow_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+) -> ArrayT:
+    """Decode attention of requests that share a prefix, and then have equally many keys each.
+
+    q, k_shared, v_shared, sm_scale  as in BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward.
+    k_unique, v_unique  [B, unique_len, num_kv_heads, head_dim] or [B, num_kv_heads, unique_len,
+            head_dim]: each request's own keys, all of which count. Both lengths may be 0.
+    allow_fp16_qk_reduction, rope_scale, rope_theta  accepted for compatibility, and change nothing.
+
+    Returns [B, num_qo_heads, head_dim] in q's framework, dtype and device. A call of other lengths
+    than the last one plans anew. Raises ArgumentError for arguments that do not fit each other,
+    UnsupportedError for dtypes and head dims without a kernel, PlanError inside a graph capture.
+    Semantics: FlashInfer's function of the same name, which it had until June 2024.
+    """
+    given = {"q": q, "k_shared": k_shared, "v_shared": v_shared}
+    given |= {"k_unique": k_unique, "v_unique": v_unique}
+    views = {name: array.view(x, name) for name, x in given.items()}
+    layout, dims = parse.kv_layout(kv_layout), Dims()
+    match_contiguous(views["q"], "B num_qo_heads head_dim", dims, "q")
+    for name in list(views)[1:]:
+        v, axes = views[name], "shared_len" if name.endswith("shared") else "B unique_len"
+        match_keys(v, axes, "head_dim", layout, dims, name)
+        # Attention to the prefix says which dtypes go together.
+        if name.endswith("unique"):
+            require_same_dtype(v, name, views["k_shared"], "k_shared")
+    array.same_device(**views)
+    like = views["q"]
+    stream = 0
+    if like.device.kind == "cuda":
+        stream = array.current_stream(like)
+        what = "batch_decode_with_shared_prefix_padded_kv_cache()"
+        refuse_capture(stream, what, "capture a wrapper's run() instead")
+    scale = parse.finite(sm_scale, "sm_scale", 1.0 / math.sqrt(max(1, dims["head_dim"])))
+    of_prefix = run_unmasked(q, k_shared, v_shared, layout, scale)
+    if not dims["B"] or not dims["unique_len"]:
+        return of_prefix[0]
+    place = like.framework, like.device, stream, layout
+    padded = _padded.get(place)
+    if padded is None:
+        if len(_padded) >= _MAX_PADDED:
+            _padded.clear()
+        padded = _padded[place] = _Padded(like, layout)
+    of_own = padded.run(
+        q,
+        (k_unique, v_unique),
+        dims["B"],
+        [dims[name] for name in ("num_qo_heads", "num_kv_heads", "head_dim", "unique_len")],
+        sm_scale=scale,
+        q_data_type=like.dtype.name,
+        kv_data_type=views["k_unique"].dtype.name,
+    )
+    return merge(of_prefix, of_own)

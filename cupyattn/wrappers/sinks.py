@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 
-from ..errors import ArgumentError, UnsupportedError
-from ..inputs import parse
-from .legacy import accepts_old_plans
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from ..batch.wrapper import planning
+from ..core import dtypes, parse
+from ..core.problem import AttentionProblem
+from ..errors import UnsupportedError
+from ..inputs import geometry
+from ..typing import Array, Pages, Scale, run_returns_lse
+from .legacy import accepts_old_plans, read_sink
+from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
 _PLAN = inspect.signature(BatchPrefillWithPagedKVCacheWrapper.plan)
 
@@ -20,8 +24,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     (arXiv 2309.17453): o = sum(exp(l) v) / (sum(exp(l)) + exp(sink)). The LSE has it too, and
     sm_scale does not scale it. However keys are split, it counts once.
 
-    The arguments up to backend are those of BatchPrefillWithPagedKVCacheWrapper; backend is "auto",
-    "fa2" or "fa3".
+    Arguments up to backend as in BatchPrefillWithPagedKVCacheWrapper.
+    backend     "auto", "fa2" or "fa3".
     pos_encoding_mode, q_data_type, kv_data_type, window_left  what plan() takes if it is not told.
     head_dim_qk, head_dim_vo   if plan() is given the same head_dim_qk and no head_dim_vo, then it
             takes this one.
@@ -36,12 +40,12 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         float_workspace_buffer: Any = None,
         kv_layout: str = "NHD",
         use_cuda_graph: bool = False,
-        qo_indptr_buf: Any = None,
-        paged_kv_indptr_buf: Any = None,
-        paged_kv_indices_buf: Any = None,
-        paged_kv_last_page_len_buf: Any = None,
-        custom_mask_buf: Any = None,
-        mask_indptr_buf: Any = None,
+        qo_indptr_buf: Array | None = None,
+        paged_kv_indptr_buf: Array | None = None,
+        paged_kv_indices_buf: Array | None = None,
+        paged_kv_last_page_len_buf: Array | None = None,
+        custom_mask_buf: Array | None = None,
+        mask_indptr_buf: Array | None = None,
         backend: str = "auto",
         pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False,
@@ -66,12 +70,18 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         )
         self._defaults = {
             "pos_encoding_mode": parse.pos_encoding_mode(pos_encoding_mode),
-            "window_left": parse.window_left(window_left),
+            "window_left": parse.window(window_left, "window_left"),
             "q_data_type": q_data_type,
             "kv_data_type": kv_data_type,
         }
-        self._head_dims = head_dim_qk, head_dim_vo
+        dim_qk = geometry.count(head_dim_qk, "head_dim_qk")
+        dim_vo = geometry.count(head_dim_vo, "head_dim_vo")
+        self._head_dims = dim_qk, dim_vo
+        q, kv = dtypes.parse(q_data_type, "q_data_type"), dtypes.parse(kv_data_type, "kv_data_type")
+        # plan() refuses float32 on a GPU, which is not known yet where the workspace is our own.
+        AttentionProblem(q, kv, q, dim_qk, dim_vo).check_supported(on_cpu=True)
 
+    @planning
     @accepts_old_plans(slot=8)
     def plan(self, *args: Any, **kwargs: Any) -> None:
         """As BatchPrefillWithPagedKVCacheWrapper.plan; what it leaves out is the constructor's.
@@ -81,20 +91,24 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         given = _PLAN.bind(None, *args, **kwargs).arguments
         del given["self"]
         defaults = dict(self._defaults)
-        if given.get("head_dim_vo") is None and given.get("head_dim_qk") == self._head_dims[0]:
-            defaults["head_dim_vo"] = self._head_dims[1]
+        if given.get("head_dim_vo") is None and "head_dim_qk" in given:
+            if geometry.count(given["head_dim_qk"], "head_dim_qk") == self._head_dims[0]:
+                defaults["head_dim_vo"] = self._head_dims[1]
         super().plan(**defaults | given | {"sm_scale": 1.0})
 
+    plan.__signature__ = _PLAN  # type: ignore[attr-defined]
     begin_forward = plan
 
+    @run_returns_lse
     def run(  # type: ignore[override]
         self,
-        q: Any,
-        paged_kv_cache: Any,
-        sink: Any,
+        q: Array,
+        paged_kv_cache: Pages,
+        sink: Array,
         sm_scale: float,
         *,
-        q_scale: Any = None,
+        q_scale: Scale = None,
+        return_lse: Literal[False] = False,
         **options: Any,
     ) -> Any:
         """Attention of the planned batch.
@@ -104,18 +118,9 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         Everything else as in BatchPrefillWithPagedKVCacheWrapper.run, whose other arguments are
         `options`; q_scale and k_scale multiply the logits as well.
         """
-        if sink is None or sm_scale is None:
-            name = "sink" if sink is None else "sm_scale"
-            raise ArgumentError(
-                f"{name}: got None; wanted both sink, float32 [num_qo_heads], and sm_scale. "
-                "BatchPrefillWithPagedKVCacheWrapper takes none"
-            )
-        scale: Any = parse.finite(sm_scale, "sm_scale", 1.0)
-        if len(getattr(q_scale, "shape", ())) == 1:
-            scale = q_scale * scale
-        else:
-            scale *= parse.finite(q_scale, "q_scale", 1.0)
-        return super().run(q, paged_kv_cache, q_scale=scale, sinks=sink, **options)
+        sinks, scale = read_sink((sink, sm_scale), q_scale, self._num_qo_heads())
+        options |= {"q_scale": scale, "sinks": sinks, "return_lse": return_lse}
+        return super().run(q, paged_kv_cache, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Not there: the older form of run() has no sinks. Raises UnsupportedError."""

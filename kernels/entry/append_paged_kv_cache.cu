@@ -1,6 +1,5 @@
-// Copies new keys and values into their slots of a paged cache, converted to fp8 if the cache is.
+// Copies new keys and values into their slots of a paged cache; converts them to an fp8 cache.
 #include "cupyattn/page/append.cuh"
-#include "cupyattn/params/append_paged_kv_cache.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
@@ -11,7 +10,7 @@ struct Config {
 };
 #endif
 
-// Grid: blocks of rows (a head of a token each) × {K, V}.
+// Grid: blocks of rows × {K, V}; a row is one head of one token.
 extern "C" __global__ void __launch_bounds__(Config::kThreads) cupyattn_append_paged_kv_cache(
     const __grid_constant__ cupyattn::AppendPagedKvCacheParams params) {
   cupyattn::append_rows<Config>(params, params.rows[blockIdx.y]);

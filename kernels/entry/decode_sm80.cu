@@ -3,27 +3,11 @@
 #include "cupyattn/common/pdl.cuh"
 
 #ifndef CUPYATTN_CONFIG
-struct Config {
-  using DTypeQ = bfloat16_t;
-  using DTypeKV = bfloat16_t;
-  using DTypeO = bfloat16_t;
-  static constexpr int kHeadDimQK = 128;
-  static constexpr int kHeadDimVO = 128;
-  static constexpr int kMmaQ = 1;
-  static constexpr int kWarps = 4;
-  static constexpr int kKeysPerWarp = 32;
-  static constexpr int kStages = 3;
-  static constexpr int kMinBlocks = 1;
+#include "entry/default_config.cuh"
+
+struct Config : DefaultConfig {
+  static constexpr int kMmaQ = 1, kKeysPerWarp = 32, kStages = 3, kMinBlocks = 1;
   static constexpr bool kQInRegisters = true;
-  static constexpr bool kRope = false;
-  static constexpr bool kRotateKeys = false;
-  static constexpr bool kAlibi = false;
-  static constexpr bool kSoftCap = false;
-  static constexpr bool kRowScales = false;
-  static constexpr bool kCustomMask = false;
-  static constexpr int kMaskForm = 0;
-  static constexpr bool kAligned = true;
-  static constexpr bool kPaged = false;
   static constexpr int kSharedBytes = 201600;
 };
 #endif

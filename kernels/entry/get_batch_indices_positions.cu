@@ -1,5 +1,5 @@
-// The request and the position of every new token; the tokens of a request are its last.
-#include "cupyattn/params/get_batch_indices_positions.cuh"
+// Finds the request and the position of every new token. New tokens are the last of their request.
+#include "cupyattn/params/page.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
@@ -10,12 +10,12 @@ struct Config {
 extern "C" __global__ void __launch_bounds__(Config::kThreads) cupyattn_get_batch_indices_positions(
     const __grid_constant__ cupyattn::GetBatchIndicesPositionsParams params) {
   using namespace cupyattn;
-  using cupyattn::int64_t;  // hosts have another one
+  using cupyattn::int64_t;  // a host's <cstdint> has another one
   const int64_t token = static_cast<int64_t>(blockIdx.x) * Config::kThreads + threadIdx.x;
   if (token >= params.nnz) return;
 
-  // The last request that starts at or before the token: one that is empty starts where its
-  // successor does, so the search passes it by.
+  // Find the last request that starts at or before the token. An empty request starts where its
+  // successor does, so the search skips it.
   int64_t low = 0, high = params.batch_size;
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;

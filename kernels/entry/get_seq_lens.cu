@@ -1,6 +1,6 @@
-// The number of keys of every request of a page table.
+// Finds the number of keys of every request of a page table.
 #include "cupyattn/common/math.cuh"
-#include "cupyattn/params/get_seq_lens.cuh"
+#include "cupyattn/params/page.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
@@ -11,7 +11,7 @@ struct Config {
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
     cupyattn_get_seq_lens(const __grid_constant__ cupyattn::GetSeqLensParams params) {
   using namespace cupyattn;
-  using cupyattn::int64_t;  // hosts have another one
+  using cupyattn::int64_t;  // a host's <cstdint> has another one
   const int64_t request = static_cast<int64_t>(blockIdx.x) * Config::kThreads + threadIdx.x;
   if (request >= params.batch_size) return;
   const int64_t num_pages =

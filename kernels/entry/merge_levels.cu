@@ -1,17 +1,14 @@
-// Merges the states that a cascade leaves for each row of q, one or more a level: one warp a row.
+// Merges the states that the levels of a cascade leave for each row of q. A warp merges one row.
 #include "cupyattn/attention/levels.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
 
 #ifndef CUPYATTN_CONFIG
-struct Config {
-  using DTypeO = bfloat16_t;
-  static constexpr int kHeadDimVO = 128;
-  static constexpr int kWarps = 4;
-  static constexpr bool kAligned = true;
-};
+#include "entry/default_config.cuh"
+
+struct Config : DefaultConfig {};
 #endif
 
-// Six blocks an SM: else registers are saved for more, by waiting for each load.
+// Six blocks an SM: for more blocks ptxas saves registers by waiting for each load.
 extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, 6)
     cupyattn_merge_levels(const __grid_constant__ cupyattn::AttentionParams params) {
   using namespace cupyattn;

@@ -1,21 +1,19 @@
-// Merges the partial states that prefill_sm80 leaves where it splits the keys of a tile: one warp
-// for each packed row.
+// Merges the partial states of tiles whose keys prefill_sm80 or prefill_sm90 has split. A warp
+// merges one packed row.
 #include "cupyattn/attention/state.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
 
 #ifndef CUPYATTN_CONFIG
-struct Config {
-  using DTypeO = bfloat16_t;
-  static constexpr int kHeadDimVO = 128;
+#include "entry/default_config.cuh"
+
+struct Config : DefaultConfig {
   static constexpr int kTileQ = 128;
-  static constexpr int kWarps = 4;
-  static constexpr bool kAligned = true;
 };
 #endif
 
 static_assert(Config::kTileQ % Config::kWarps == 0, "a block merges rows of one tile");
 
-// Six blocks an SM: else registers are saved for more, by waiting for each load.
+// Six blocks an SM: for more blocks ptxas saves registers by waiting for each load.
 extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, 6)
     cupyattn_merge_splits(const __grid_constant__ cupyattn::AttentionParams params) {
   using namespace cupyattn;
@@ -23,10 +21,9 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, 6)
   const int lane = threadIdx.x % kWarpSize;
   const int kv_head = blockIdx.y;
   constexpr int kTileQ = Config::kTileQ;
-  // A block's rows are of one tile: kTileQ is a multiple of kWarps.
   const int packed_row = blockIdx.x * Config::kWarps + threadIdx.x / kWarpSize;
   const int tile = packed_row / kTileQ, row = packed_row % kTileQ;
-  // A plan with room for more split tiles than it has marks the rest.
+  // Spare entries of `merges` are negative.
   const int item = params.work != nullptr ? params.merges[tile] : 0;
   if (item < 0) return;
   const BlockWork work = params.work != nullptr

@@ -1,4 +1,4 @@
-// Merges attention states into one a row: pairs, states [n, m], or as many a row as offsets say.
+// Merges the attention states of each row: pairs, [n, m] states, or as many as an indptr says.
 #include "cupyattn/attention/merge_states.cuh"
 
 #ifndef CUPYATTN_CONFIG
@@ -6,9 +6,7 @@ struct Config {
   using DType = bfloat16_t;
   using DTypeS = float;
   using DTypeO = bfloat16_t;
-  static constexpr bool kPairs = true;
-  static constexpr bool kOneChunk = true;
-  static constexpr bool kAligned = true;
+  static constexpr bool kPairs = true, kOneChunk = true, kAligned = true;
   static constexpr int kThreads = 256;
 };
 #endif

@@ -1,54 +1,34 @@
-// Prefill and decode in one launch, portable tier (sm_80 and later): each block is of the one kind
-// or the other, by the rows of its request. Those of prefill keep the matrix units busy and those
-// of decode the memory, so an SM that holds one of each has little to wait for.
+// Prefill and decode in one launch, portable tier (sm_80 and later). Each block runs the kernel
+// that suits the rows of its request. Prefill keeps the matrix units busy and decode the memory, so
+// an SM that holds a block of each waits little.
 #include "cupyattn/attention/decode_sm80.cuh"
 #include "cupyattn/attention/prefill_sm80.cuh"
 #include "cupyattn/common/pdl.cuh"
 
 #ifndef CUPYATTN_CONFIG
-struct Config {
-  using DTypeQ = bfloat16_t;
-  using DTypeKV = bfloat16_t;
-  using DTypeO = bfloat16_t;
-  static constexpr int kHeadDimQK = 128;
-  static constexpr int kHeadDimVO = 128;
-  static constexpr int kWarps = 4;
+#include "entry/default_config.cuh"
+
+struct Config : DefaultConfig {
   static constexpr int kMinBlocks = 2;
-  static constexpr bool kRope = false;
-  static constexpr bool kRotateKeys = false;
-  static constexpr bool kAlibi = false;
-  static constexpr bool kSoftCap = false;
-  static constexpr bool kRowScales = false;
-  static constexpr bool kCustomMask = false;
-  static constexpr int kMaskForm = 0;
-  static constexpr bool kAligned = true;
   static constexpr bool kPaged = true;
-  static constexpr int kPrefillMmaQ = 2;
-  static constexpr int kPrefillTileKV = 48;
+  static constexpr int kPrefillMmaQ = 2, kPrefillTileKV = 48;
   static constexpr bool kPrefillQInRegisters = false;
-  static constexpr int kPrefillKeysPerExp = 48;
-  static constexpr int kPrefillBuffers = 1;
-  static constexpr int kPrefillSharedBytes = 63232;
-  static constexpr int kDecodeMmaQ = 1;
-  static constexpr int kDecodeKeysPerWarp = 16;
-  static constexpr int kDecodeStages = 3;
+  static constexpr int kPrefillKeysPerExp = 48, kPrefillBuffers = 1, kPrefillSharedBytes = 63232;
+  static constexpr int kDecodeMmaQ = 1, kDecodeKeysPerWarp = 16, kDecodeStages = 3;
   static constexpr bool kDecodeQInRegisters = true;
   static constexpr int kDecodeSharedBytes = 104192;
 };
 #endif
 
 struct PrefillConfig : Config {
-  static constexpr int kMmaQ = Config::kPrefillMmaQ;
-  static constexpr int kTileKV = Config::kPrefillTileKV;
+  static constexpr int kMmaQ = Config::kPrefillMmaQ, kTileKV = Config::kPrefillTileKV;
   static constexpr bool kQInRegisters = Config::kPrefillQInRegisters;
-  static constexpr int kKeysPerExp = Config::kPrefillKeysPerExp;
-  static constexpr int kBuffers = Config::kPrefillBuffers;
+  static constexpr int kKeysPerExp = Config::kPrefillKeysPerExp, kBuffers = Config::kPrefillBuffers;
   static constexpr int kSharedBytes = Config::kPrefillSharedBytes;
 };
 
 struct DecodeConfig : Config {
-  static constexpr int kMmaQ = Config::kDecodeMmaQ;
-  static constexpr int kKeysPerWarp = Config::kDecodeKeysPerWarp;
+  static constexpr int kMmaQ = Config::kDecodeMmaQ, kKeysPerWarp = Config::kDecodeKeysPerWarp;
   static constexpr int kStages = Config::kDecodeStages;
   static constexpr bool kQInRegisters = Config::kDecodeQInRegisters;
   static constexpr int kSharedBytes = Config::kDecodeSharedBytes;

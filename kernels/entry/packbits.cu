@@ -1,4 +1,4 @@
-// Packs bytes that are zero or not into bits, eight to a byte; segments start on byte boundaries.
+// Packs bytes into bits, 1 for any nonzero byte; segments start on byte boundaries.
 #include "cupyattn/params/packbits.cuh"
 
 #ifndef CUPYATTN_CONFIG

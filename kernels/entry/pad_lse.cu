@@ -1,7 +1,5 @@
-// The LSE of rows one after another, in base 2, as rows of each request in natural log; -inf where
-// a request has no row.
-#include "cupyattn/params/pad_lse.cuh"
-#include "cupyattn/ptx/math.cuh"
+// Copies packed rows of LSE (base 2) to the padded rows of each request (natural log). Rows that a
+// request lacks become -inf.
 #include "cupyattn/schedule/planned_request.cuh"
 
 #ifndef CUPYATTN_CONFIG
@@ -10,11 +8,11 @@ struct Config {
 };
 #endif
 
-// Grid: blocks of (token, head) × requests, as many as a grid may have.
+// Grid: blocks of (token, head) × requests, or as many requests as a grid may have.
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
     cupyattn_pad_lse(const __grid_constant__ cupyattn::PadLseParams params) {
   using namespace cupyattn;
-  using cupyattn::int64_t;  // hosts have another one
+  using cupyattn::int64_t;  // a host's <cstdint> has another one
   const int64_t index = static_cast<int64_t>(blockIdx.x) * Config::kThreads + threadIdx.x;
   const int64_t token = index / params.num_heads, head = index % params.num_heads;
   if (token >= params.max_qo_len) return;

@@ -1,11 +1,10 @@
-// Plans a batch whose lengths are in device memory: one block writes the work list.
+// Plans a batch whose lengths are in device memory. One block writes the work list.
 #include "cupyattn/schedule/plan_batch.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
   static constexpr bool kRagged = true;
-  static constexpr int kThreads = 512;
-  static constexpr int kSharedBytes = 29264;
+  static constexpr int kThreads = 512, kSharedBytes = 29264;
 };
 #endif
 

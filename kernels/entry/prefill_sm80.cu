@@ -3,29 +3,12 @@
 #include "cupyattn/common/pdl.cuh"
 
 #ifndef CUPYATTN_CONFIG
-struct Config {
-  using DTypeQ = bfloat16_t;
-  using DTypeKV = bfloat16_t;
-  using DTypeO = bfloat16_t;
-  static constexpr int kHeadDimQK = 128;
-  static constexpr int kHeadDimVO = 128;
-  static constexpr int kMmaQ = 2;
-  static constexpr int kWarps = 4;
-  static constexpr int kTileKV = 48;
-  static constexpr int kMinBlocks = 2;
+#include "entry/default_config.cuh"
+
+struct Config : DefaultConfig {
+  static constexpr int kMmaQ = 2, kTileKV = 48, kMinBlocks = 2;
   static constexpr bool kQInRegisters = false;
-  static constexpr int kKeysPerExp = 48;
-  static constexpr int kBuffers = 1;
-  static constexpr bool kRope = false;
-  static constexpr bool kRotateKeys = false;
-  static constexpr bool kAlibi = false;
-  static constexpr bool kSoftCap = false;
-  static constexpr bool kRowScales = false;
-  static constexpr bool kCustomMask = false;
-  static constexpr int kMaskForm = 0;
-  static constexpr bool kAligned = true;
-  static constexpr bool kPaged = false;
-  static constexpr int kSharedBytes = 61312;
+  static constexpr int kKeysPerExp = 48, kBuffers = 1, kSharedBytes = 61312;
 };
 #endif
 

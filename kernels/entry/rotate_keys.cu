@@ -1,25 +1,21 @@
-// Rotates all keys (RoPE) into scratch: with many query tiles, each of which would rotate them
-// again, one pass over the keys is far cheaper.
+// Rotates all keys (RoPE) into scratch. Many query tiles would each rotate the same keys again, so
+// one pass ahead is far cheaper.
 #include "cupyattn/attention/rope.cuh"
-#include "cupyattn/common/math.cuh"
 #include "cupyattn/params/rotate_keys.cuh"
-#include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/warp.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
   using DType = bfloat16_t;
-  static constexpr int kHeadDim = 128;
-  static constexpr int kThreads = 256;
-  static constexpr int kHeads = 4;
+  static constexpr int kHeadDim = 128, kThreads = 256, kHeads = 4;
   static constexpr bool kPaged = false;
 };
 #endif
 
 namespace cupyattn {
 
-// The keys of a block: an equal share of those of its item's request, among as many blocks as the
-// request has tiles of rows, times the grid's depth.
+// The keys that a block rotates. The keys of a request are shared equally by its tiles of rows,
+// times the depth of the grid.
 struct KeyShare {
   int kv_start, begin, end;
 
@@ -46,9 +42,9 @@ struct KeyShare {
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
     cupyattn_rotate_keys(const __grid_constant__ cupyattn::RotateKeysParams params) {
   using namespace cupyattn;
-  using cupyattn::int64_t;  // hosts have another one
+  using cupyattn::int64_t;  // a host's <cstdint> has another one
   using DType = typename Config::DType;
-  constexpr int kPairs = Config::kHeadDim / 16;  // chunks of 8 elements against their partners
+  constexpr int kPairs = Config::kHeadDim / 16;  // pairs of chunks of 8 elements
   __shared__ __align__(16) uint32_t step[Config::kHeadDim / 2];
   for (int i = threadIdx.x; i < Config::kHeadDim / 2; i += Config::kThreads) {
     step[i] = params.rope_step[i];

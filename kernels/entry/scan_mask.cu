@@ -1,12 +1,9 @@
-// Finds which tiles of keys a custom mask leaves of each item of prefill_sm90 (sm_90a).
+// Finds the key tiles of each item of prefill_sm90 in which a custom mask leaves a key (sm_90a).
 #include "cupyattn/attention/mask_map.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
-  static constexpr int kTileQ = 192;
-  static constexpr int kTileKV = 80;
-  static constexpr int kMaskForm = 0;
-  static constexpr int kThreads = 512;
+  static constexpr int kTileQ = 192, kTileKV = 80, kMaskForm = 0, kThreads = 512;
 };
 #endif
 

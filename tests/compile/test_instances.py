@@ -24,11 +24,24 @@ from cupyattn.core import dtypes
 from cupyattn.core.device import ARCHS
 from cupyattn.jit import compiler
 from cupyattn.jit.source import Program
-from cupyattn.launch.instances import instances
+from cupyattn.launch.instances import Selection, instances, one_option
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
 
 _MAX_REGISTERS = 255
+
+_DTYPES = tuple(
+    (q, kv)
+    for q in (dtypes.bfloat16, dtypes.float16)
+    for kv in (q, dtypes.float8_e4m3fn, dtypes.float8_e5m2)
+)
+# One option at a time on the common head dims.
+GATED = (
+    Selection(dtypes=_DTYPES, options=one_option("none", "rope", "alibi", "soft_cap", "mask")),
+    Selection(dtypes=_DTYPES, options=one_option("draft_mask")),
+    Selection(dtypes=_DTYPES, options=one_option("multi_item"), head_dims=((128, 128),)),
+    Selection(("append", "merge"), _DTYPES, alignments=(False,)),
+)
 _OPTIONS = ("kRope", "kAlibi", "kSoftCap", "kCustomMask", "kPaged")
 
 Instance = tuple[str, jit.Config]
@@ -75,7 +88,7 @@ def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
     for turn, arch in enumerate(ARCHS):
         groups: dict[str, list[Instance]] = defaultdict(list)
         slow: dict[str, bool] = {}
-        for index, (name, config) in enumerate(instances("standard", arch)):
+        for index, (name, config) in enumerate(instances(GATED, arch)):
             q, kv = config.get("DTypeQ"), config.get("DTypeKV")
             label = f"{arch} {name}"
             if q is not None:
@@ -168,7 +181,7 @@ class _Bare(Program):
         return self.entry_path.read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", sorted({name for name, _ in instances("standard", "sm_90a")}))
+@pytest.mark.parametrize("name", sorted({name for name, _ in instances(GATED, "sm_90a")}))
 def test_entry_files_are_whole_programs(name: str) -> None:
     bare = _Bare.read(name, jit.Config({}))
     report = compiler.parse_log(compiler.compile_cubin(bare, "sm_90a").log, bare.symbol)

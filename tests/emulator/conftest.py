@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,3 +13,12 @@ import pytest
 def _compiler() -> None:
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed; it builds the kernels for the host")
+
+
+@pytest.fixture
+def emulated() -> Iterator[Any]:
+    """An emulated GPU, plugged in."""
+    from emulator import gpu
+
+    with gpu.plugged_in() as found:
+        yield found

@@ -35,11 +35,12 @@ def run_cases() -> None:
         cascade_calls,
         device_plans,
         gpu_cases,
+        merge_calls,
+        merge_cases,
         page_faults,
         planless_cases,
     )
-    from helpers.merge_cases import MergeCall
-    from helpers.merge_cases import random_case as random_merge
+    from helpers.calls import run_and_check
     from helpers.page_cases import Append
 
     from . import (
@@ -73,14 +74,10 @@ def run_cases() -> None:
             run.batch(case, spoil, **facts).check()
     for seed in range(40):
         with gpu.plugged_in(arch=(900, 800)[seed % 2], **facts):
-            append = Append.prepare(page_faults.random_case(seed), np)
-            append.run()
-            append.check()
+            Append.prepare(page_faults.random_case(seed), np).run_and_check()
     for seed in range(40):
         with gpu.plugged_in(**facts):
-            call = MergeCall.prepare(random_merge(seed), np)
-            call.run()
-            call.check()
+            run_and_check(merge_calls.Call(merge_cases.random_case(seed), np))
     with gpu.plugged_in(**facts):
         table = np.array([0, 2, 2, 3], np.int32)
         lengths = cupyattn.get_seq_lens(table, np.array([1, 0, 3], np.int32), 4)

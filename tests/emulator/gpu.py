@@ -27,7 +27,7 @@ from cupyattn import array, jit
 from cupyattn.array import ArrayView, Device, memory, views
 from cupyattn.batch import staging
 from cupyattn.core import device
-from cupyattn.inputs import workspace
+from cupyattn.inputs import index_arrays, workspace
 from cupyattn.launch.attention import single
 from cupyattn.launch.driver import enqueue, scratch, tensor_map
 from cupyattn.launch.tiles import sm90
@@ -149,6 +149,18 @@ class EmulatedGpu:
         """The int32 copy of an array of integers."""
         return self.read(_from_numpy(self, v.owner.astype(np.int32), v), name)
 
+    def steps(self, v: ArrayView, unit: int, name: str) -> ArrayView:
+        return self.read(_from_numpy(self, np.diff(_to_host(v)) // unit, v), name)
+
+    def compute(self, function: Callable[..., Any], *given: ArrayView) -> Any:
+        found = function(*(v.owner for v in given))
+        if isinstance(found, list):
+            return [_from_numpy(self, np.asarray(x), given[0]) for x in found]
+        return _from_numpy(self, found, given[0])
+
+    def progression(self, count: int, first: int, step: int, like: ArrayView) -> Any:
+        return _from_numpy(self, first + step * np.arange(count, dtype=np.int32), like)
+
     def api(self) -> SimpleNamespace:
         """What launch/enqueue.py asks CuPy for."""
         return SimpleNamespace(
@@ -224,6 +236,11 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         replace(patch, staging._alloc_pinned, _alloc_pinned)
         replace(patch, staging._make_event, _make_event)
         replace(patch, workspace.int32_on_device, lambda v, name: gpu.narrow(v, name))
+        replace(patch, workspace.steps, gpu.steps)
+        replace(patch, index_arrays.compute, gpu.compute)
+        replace(patch, index_arrays.progression, gpu.progression)
+        replace(patch, index_arrays.fresh_progression, gpu.progression)
+        replace(patch, array.scaled, _scaled)
         replace(patch, array.to_host, _to_host)
         replace(patch, array.from_numpy, functools.partial(_from_numpy, gpu))
         yield gpu
@@ -280,6 +297,11 @@ def _to_host(v: ArrayView) -> np.ndarray:
     return v.owner
 
 
+def _scaled(x: np.ndarray, factor: float) -> np.ndarray:
+    x *= np.float32(factor)
+    return x
+
+
 def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.ndarray:
     x = gpu.empty(values.shape, values.dtype)
     x[...] = values
@@ -287,22 +309,18 @@ def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.nda
 
 
 def _forget_calls() -> None:
-    """What the library remembers of calls holds kernels and addresses of another device."""
-    from cupyattn.batch import repeat as batch_repeat
-    from cupyattn.inputs import geometry
+    """Empty the caches: what they hold belongs to kernels and addresses of another device."""
+    from cupyattn.inputs import call_cache, geometry
     from cupyattn.launch.attention import merge_levels, merge_splits
     from cupyattn.launch.tiles import select
     from cupyattn.planless import call
-    from cupyattn.single import repeat, run
-    from cupyattn.states import repeat as merge_repeat
-    from cupyattn.wrappers import shared_prefix_padded
+    from cupyattn.single import run
+    from cupyattn.wrappers import shared_prefix
 
     run._entries.clear()
-    repeat._known.clear()
-    geometry._known.clear()
-    batch_repeat._reader_of.clear()
-    merge_repeat.forget()
-    shared_prefix_padded._padded.clear()
+    call_cache.clear_all()
+    geometry._geometries.clear()
+    shared_prefix._padded.clear()
     caches: list[Callable[..., Any]] = [
         single.load_kernel,
         single.load_mixed,

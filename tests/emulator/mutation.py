@@ -21,15 +21,9 @@ class Mutation:
     old: str
     new: str
     catcher: str
-    file: str = ""  # for a mutation without a marker: `old` is in kernels/<file> exactly once
 
     def apply(self, files: list[KernelFile]) -> tuple[str, str]:
         """The path of the file that changes, and its new text."""
-        if self.file:
-            (file,) = [x for x in files if x.path == self.file]
-            text = "".join(file.lines)
-            assert text.count(self.old) == 1, f"{self.slug}: its text is not once in {self.file}"
-            return self.file, text.replace(self.old, self.new)
         (file, line), *others = [(x, x.marked[self.slug]) for x in files if self.slug in x.marked]
         assert not others, f"{self.slug} marks lines of several files"
         text, start = "".join(file.lines), sum(map(len, file.lines[:line]))

@@ -32,7 +32,7 @@ PORTABLE = (
     Mutation("page-offsets-read-early", _WARP_BARRIER, "", "paged decode"),
     Mutation("last-block-flag-read-early", _BARRIER, "", "split decode"),
     # Fragments and fp8.
-    Mutation("k-fragment-swapped", "b[0], b[1]", "b[1], b[0]", "prefill"),
+    Mutation("k-fragment-swapped", "b[i][0], b[i][1]", "b[i][1], b[i][0]", "prefill"),
     Mutation("values-not-transposed", "ldmatrix_x4_trans", "ldmatrix_x4", "prefill"),
     Mutation(
         "k-lanes-swapped",
@@ -70,8 +70,14 @@ PORTABLE = (
     Mutation("rope-position-of-token", ".position", ".token", "rope in the block"),
     Mutation("keys-rotated-too-far", "(key)", "(key) + 1", "rope ahead"),
     Mutation("alibi-of-the-pair", "8 * n + e", "8 * n", "alibi"),
+    Mutation("alibi-from-row-index", "row.position", "row.token", "alibi"),
     Mutation("soft-cap-range-too-wide", "? tanh.range", "? 4.0f * tanh.range", "soft cap"),
-    Mutation("soft-cap-maximum-stays", "kSlack)", "8.0f * kSlack)", "large soft cap"),
+    Mutation(
+        "soft-cap-maximum-stays",
+        "kRescaleThreshold)",
+        "8.0f * kRescaleThreshold)",
+        "large soft cap",
+    ),
     Mutation(
         "soft-cap-of-alibi-too-wide",
         "0x40000000u",
@@ -81,7 +87,7 @@ PORTABLE = (
     # Addresses.
     Mutation("absent-row-read", "row_exists && exists", "exists", "prefill"),
     Mutation("row-past-the-end-read", "row < end_row", "row <= end_row", "prefill"),
-    Mutation("row-past-the-last-written", "row >= work", "row > work", "prefill"),
+    Mutation("row-past-the-last-written", "row >= work.num_rows", "row > work.num_rows", "prefill"),
     Mutation("page-slot-of-next-key", "key)", "key + 1)", "paged prefill"),
     Mutation("next-page", "page]", "page + 1]", "paged prefill"),
     Mutation("pages-of-last-tile", "kBuffers)", "kBuffers + 1)", "paged prefill"),
@@ -106,6 +112,7 @@ PORTABLE = (
     # Causality and windows.
     Mutation("causality-off-by-one", "position + 1", "position", "causal"),
     Mutation("causality-top-left", "token + kv_len - qo_len", "token", "causal"),
+    Mutation("right-window-lost", "params.window_right)", "0)", "right window"),
     Mutation("window-off-by-one", "params.window_left)", "params.window_left + 1)", "window"),
     Mutation("full-end-off-by-one", "full_end", "full_end + 1", "causal edges"),
     Mutation("full-begin-off-by-one", "key <", "key + 1 <", "window edges"),

@@ -13,37 +13,47 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from helpers import batch_calls, batch_cases, gpu_cases
+from helpers import batch_calls, batch_cases, gpu_cases, single_calls
+from helpers.calls import Call, run_and_check
 from helpers.cases import Case
-from helpers.gpu_calls import Call
 
 from . import gpu as gpus
-from .gpu import Launched
-
-# (request, "k" or "v", index, value)
-Spoilt = tuple[int, str, Any, float]
+from .gpu import EmulatedGpu, Launched
 
 
 @dataclass
 class Answer:
-    """A call that has run, and the launches it took."""
+    """A call that has run, what it answered, and the launches it took."""
 
     call: Call
+    out: np.ndarray
+    lse: np.ndarray | None
     launches: list[Launched]
     seconds: float
 
     def check(self) -> None:
         """Fail unless the output is as good as the low-precision model, and nothing else moved."""
-        self.call.check(may_be_hoppers=_is_hoppers(self.launches))
+        is_hoppers = any(launch.name == "prefill_sm90" for launch in self.launches)
+        self.call.check(self.out, self.lse, may_be_hoppers=is_hoppers)
 
     def bits(self) -> list[np.ndarray]:
         """out, and lse if there is one, as integers."""
-        return [x.view(f"u{x.dtype.itemsize}") for x in self.call.answers()]
+        return [x.view(f"u{x.dtype.itemsize}") for x in (self.out, self.lse) if x is not None]
+
+
+def _run(call: Call, arrays: Iterable[Any], gpu: EmulatedGpu) -> Answer:
+    """Make the call on inputs that it may only read."""
+    for array in arrays:
+        if isinstance(array, np.ndarray):
+            array.flags.writeable = False
+    start = time.perf_counter()
+    answer = call.run()
+    return Answer(call, *answer, gpu.launches, time.perf_counter() - start)
 
 
 def single(
@@ -54,21 +64,12 @@ def single(
     spoil: input -> [(index, value)] to set first. facts: of the EmulatedGpu.
     """
     with gpus.plugged_in(**facts) as gpu:
-        call = Call.prepare(case, np)
+        call = single_calls.Call(case, np, is_decode=is_decode)
         for name, changes in (spoil or {}).items():
             for index, value in changes:
                 call.inputs[name][index] = value
                 call.arrays[name][index] = value
-        for array in call.arrays.values():
-            if isinstance(array, np.ndarray):
-                array.flags.writeable = False
-        start = time.perf_counter()
-        call.run(is_decode=is_decode)
-        return Answer(call, gpu.launches, time.perf_counter() - start)
-
-
-def _is_hoppers(launches: Sequence[Launched]) -> bool:
-    return any(launch.name == "prefill_sm90" for launch in launches)
+        return _run(call, call.arrays.values(), gpu)
 
 
 def small(case: Case, qo_len: int = 70, kv_len: int = 150) -> Case:
@@ -77,44 +78,26 @@ def small(case: Case, qo_len: int = 70, kv_len: int = 150) -> Case:
     return replace(shorter, num_kv_heads=min(case.num_kv_heads, 2))
 
 
-class _BatchCall(batch_calls.Call):
-    """A batch with some values of its keys changed before they are placed."""
-
-    def __init__(self, case: batch_cases.Case, spoil: Sequence[Spoilt], workspace: Any) -> None:
-        self._spoil = spoil
-        super().__init__(case, np, workspace)
-
-    def _place_keys(self) -> None:
-        for request, name, index, value in self._spoil:
-            self.keys[request]["kv".index(name)][index] = value
-        super()._place_keys()
-
-
-@dataclass
-class BatchAnswer:
-    """A batch that has run, and the launches it took."""
-
-    call: batch_calls.Call
-    out: np.ndarray
-    lse: np.ndarray
-    launches: list[Launched]
-
-    def check(self) -> None:
-        """As Answer.check."""
-        self.call.check(self.out, self.lse, may_be_hoppers=_is_hoppers(self.launches))
-
-
-def batch(case: batch_cases.Case, spoil: Sequence[Spoilt] = (), **facts: Any) -> BatchAnswer:
-    """A batch through its wrapper. spoil: (request, "k" or "v", index, value)."""
+def batch(case: batch_cases.Case, spoil: Sequence[batch_calls.Spoilt] = (), **facts: Any) -> Answer:
+    """A batch through its wrapper, with these values in its keys."""
     facts.setdefault("num_sms", 16)
     with gpus.plugged_in(**facts) as gpu:
         workspace = gpu.empty((16 << 20,), np.dtype(np.uint8))
-        call = _BatchCall(case, spoil, workspace)
-        for array in (call.device_q, *(call.cache if type(call.cache) is tuple else [call.cache])):
-            array.flags.writeable = False
+        call = batch_calls.Call(case, np, workspace, spoil)
         call.plan()
-        out, lse = call.run()
-        return BatchAnswer(call, out, lse, gpu.launches)
+        cache = call.cache if type(call.cache) is tuple else [call.cache]
+        return _run(call, (call.device_q, *cache), gpu)
+
+
+def emulate(
+    make: Callable[[Any], Any], workspace_bytes: int = 16 << 20, **facts: Any
+) -> EmulatedGpu:
+    """Run and check make(workspace) on an EmulatedGpu of these facts."""
+    facts.setdefault("num_sms", 16)
+    with gpus.plugged_in(**facts) as gpu:
+        call = make(gpu.empty((workspace_bytes,), np.dtype(np.uint8)))
+        run_and_check(call, lambda: gpu.has_launched("prefill_sm90"))
+    return gpu
 
 
 def main() -> None:

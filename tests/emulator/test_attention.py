@@ -53,6 +53,26 @@ def test_fp8_without_the_instruction(name: str) -> None:
     check(run.small(gpu_cases.ALONE[name]), arch=800)
 
 
+@pytest.mark.parametrize("shape", ["split prefill", "split decode"])
+def test_fp8_outputs_of_merges(shape: str) -> None:
+    case = replace(SMALL, **SHAPES[shape], o_dtype="float8_e5m2", strides=("unaligned",) * 4)
+    check(case, num_sms=12)
+
+
+def test_fp8_outputs_are_saturated() -> None:
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal((n, 2, 64)).astype(np.float16) for n in (9, 30, 30))
+    v[:, 1] = np.nan
+    given = {"v_scale": 1e9, "o_dtype": "float8_e4m3fn"}
+    with gpu.plugged_in():
+        got = cupyattn.single_prefill_with_kv_cache(q, k, v, **given)
+    wanted = cupyattn.single_prefill_with_kv_cache(q, k, v, **given)
+    for out in (got, wanted):
+        finite = out[:, 0].astype(np.float32)
+        assert (abs(finite) == 448).all() and np.isnan(out[:, 1].astype(np.float32)).all()
+    np.testing.assert_array_equal(got[:, 0], wanted[:, 0])
+
+
 # --- random combinations: a few kernels each, many calls ---
 
 
@@ -129,6 +149,8 @@ def test_windows_around_the_edges_of_tiles() -> None:
         for qo_len in (2, 33):
             case = replace(SMALL, num_kv_heads=1, group=2, qo_len=qo_len, window_left=window)
             check(replace(case, causal=window % 2 == 0))
+            check(replace(case, window_left=-1, window_right=window))
+            check(replace(case, window_right=129 - min(window, 129)))
 
 
 # --- splits ---
@@ -210,20 +232,20 @@ def decode_of(dtype: str) -> Case:
 
 
 def check_largest_probability(
-    case: Case, *, key: int = 850, floor: float = 0.0, **facts: Any
+    case: Case, *, key: int = 850, logits: tuple[float, float] = (1.5, 5.4), **facts: Any
 ) -> None:
     """Where all values but one key's are zero, answers must be the nearest there are. Logits are
-    `floor`, and that key's more."""
+    zero, and that key's more."""
     others = np.arange(case.kv_len) != key
-    for logit in np.linspace(1.5, 5.4, 14).astype(np.float16):
+    for logit in np.linspace(*logits, 14).astype(np.float16):
         spoil = {
             "q": [(..., 0.0), ((..., 0), 8.0)],
-            "k": [(..., 0.0), ((..., 0), floor), ((~others, slice(None), 0), floor + logit)],
+            "k": [(..., 0.0), ((~others, slice(None), 0), logit)],
             "v": [(others, 0.0)],
         }
         answer = run.single(replace(case, sm_scale=0.125), spoil=spoil, num_sms=1, **facts)
         call = answer.call
-        top = np.exp(float(call.inputs["k"][key, 0, 0]) - floor)
+        top = np.exp(float(call.inputs["k"][key, 0, 0]))
         value = np.repeat(call.inputs["v"][key].astype(np.float64), case.group, axis=0)
         expected = np.broadcast_to(value * (top / (top + others.sum())), call.inputs["q"].shape)
         got = call.answers()[0]

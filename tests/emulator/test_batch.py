@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import batch_cases, compare
+from helpers import batch_cases, batches, compare
 from helpers.batch_cases import PROBLEMS, Case, Problem
 
 import cupyattn
@@ -85,10 +85,7 @@ def test_hidden_values_do_not_contaminate(kind: str, qo_len: tuple[int, int], va
 
 def test_a_wrapper_for_graphs() -> None:
     """Its work list has room for batches that need more: what is spare does nothing."""
-    rng = np.random.default_rng(0)
-    heads, dim, page, pages = 4, 64, 16, 40
     with gpu.plugged_in(num_sms=16) as emulated:
-        pool = rng.standard_normal((pages, 2, page, 2, dim)).astype(np.float16)
         buffers = [np.zeros(n, np.int32) for n in (6, 64, 5)]
         wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper(
             emulated.empty((16 << 20,), np.dtype(np.uint8)),
@@ -97,17 +94,10 @@ def test_a_wrapper_for_graphs() -> None:
             paged_kv_indices_buffer=buffers[1],
             paged_kv_last_page_len_buffer=buffers[2],
         )
-        for lengths in ((300, 1, 90, 0, 17), (5, 5, 5, 5, 5)):
-            counts = [-(-n // page) for n in lengths]
-            indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-            ids = rng.permutation(pages)[: indptr[-1]].astype(np.int32)
-            last = np.array([(n - 1) % page + 1 if n else 0 for n in lengths], np.int32)
-            q = rng.standard_normal((5, heads, dim)).astype(np.float16)
-            wrapper.plan(indptr, ids, last, heads, 2, dim, page, q_data_type="float16")
-            out, lse = wrapper.run(q, pool, return_lse=True)
-            for i, n in enumerate(lengths):
-                own = pool[ids[indptr[i] : indptr[i + 1]]]
-                k, v = (own[:, j].reshape(-1, 2, dim)[:n] for j in (0, 1))
-                expected, expected_lse = cupyattn.reference.attention(q[i : i + 1], k, v)
-                np.testing.assert_allclose(out[i : i + 1].astype(np.float64), expected, atol=2e-3)
-                np.testing.assert_allclose(lse[i : i + 1], expected_lse, atol=1e-3)
+        for seed, lengths in enumerate(([300, 1, 90, 0, 17], [5, 5, 5, 5, 5])):
+            b = batches.make([1] * 5, lengths, 16, seed=seed, heads=(4, 2), dims=(64, 64))
+            wrapper.plan(*b.table, 4, 2, 64, 16, q_data_type="float16")
+            out, lse = wrapper.run(b.q, b.one_tensor(), return_lse=True)
+            expected, expected_lse = b.expected()
+            np.testing.assert_allclose(out.astype(np.float64), expected, atol=2e-3)
+            np.testing.assert_allclose(lse, expected_lse, atol=1e-3)

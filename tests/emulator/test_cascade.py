@@ -16,6 +16,7 @@ import cupyattn
 from cupyattn.launch.attention.batch import BatchLauncher
 
 from . import gpu
+from .run import emulate
 
 BASE = Case(
     seed=1,
@@ -37,13 +38,11 @@ BASE = Case(
 
 def run_case(case: Case, is_shared: bool | None = True, seed: int = 0, **facts: Any) -> list[str]:
     """Names of the kernels that ran. is_shared None: the gate decides."""
-    facts.setdefault("num_sms", 16)
-    with pytest.MonkeyPatch.context() as patch, gpu.plugged_in(seed=seed, **facts) as emulated:
+    with pytest.MonkeyPatch.context() as patch:
         if is_shared is not None:
             patch.setattr(BatchLauncher, "gains_by_levels", lambda *_: is_shared)
-        workspace = emulated.empty((64 << 20,), np.dtype(np.uint8))
-        hoppers = partial(emulated.has_launched, "prefill_sm90")
-        cascade_calls.run_case(case, np, workspace, hoppers=hoppers)
+        make = partial(cascade_calls.planned, case, np)
+        emulated = emulate(make, workspace_bytes=64 << 20, seed=seed, **facts)
     return [launch.name for launch in emulated.launches]
 
 
@@ -87,22 +86,16 @@ def test_the_order_of_threads_changes_no_bit() -> None:
     answers = []
     for seed in range(3):
         with gpu.plugged_in(num_sms=16, seed=seed) as emulated:
-            wrapper, call = plan(BASE, emulated)
-            answers.append([x.copy() for x in call.run(wrapper)])
+            answers.append(plan(BASE, emulated).run())
     for answer in answers[1:]:
         for a, b in zip(answers[0], answer, strict=True):
             compare.assert_bitwise_equal(a, b, "threads in another order")
 
 
-def plan(case: Case, emulated: gpu.EmulatedGpu, **made: Any) -> tuple[Any, cascade_calls.Call]:
-    workspace = emulated.empty((64 << 20,), np.dtype(np.uint8))
+def plan(case: Case, emulated: gpu.EmulatedGpu, **made: Any) -> cascade_calls.Call:
     call = cascade_calls.Call(case, np)
-    wrapper = cupyattn.MultiLevelCascadeAttentionWrapper(
-        len(case.levels), workspace, case.kv_layout, **made
-    )
-    arguments, options = call.plan_arguments()
-    wrapper.plan(*arguments, **options)
-    return wrapper, call
+    call.plan(emulated.empty((64 << 20,), np.dtype(np.uint8)), **made)
+    return call
 
 
 @pytest.mark.parametrize("seed", [5, 13, 26, 28])
@@ -116,9 +109,9 @@ def test_four_ways_to_the_same_answer(seed: int, monkeypatch: pytest.MonkeyPatch
     with gpu.plugged_in(num_sms=16) as emulated:
         for is_shared in (True, False):
             monkeypatch.setattr(BatchLauncher, "gains_by_levels", lambda *_, x=is_shared: x)
-            wrapper, call = plan(case, emulated)
-            assert (wrapper._current.batch.levels is not None) == is_shared
-            answers.append(call.run(wrapper))
+            call = plan(case, emulated)
+            assert (call.wrapper._current.batch.levels is not None) == is_shared
+            answers.append(call.run())
             is_hoppers = emulated.has_launched("prefill_sm90")
             call.check(*answers[-1], may_be_hoppers=is_hoppers)
         table = call.flat_table()
@@ -127,12 +120,12 @@ def test_four_ways_to_the_same_answer(seed: int, monkeypatch: pytest.MonkeyPatch
         workspace = emulated.empty((64 << 20,), np.dtype(np.uint8))
         paged = cupyattn.BatchPrefillWithPagedKVCacheWrapper(workspace, case.kv_layout)
         paged.plan(*table[:4], *arguments[4:], **options)
-        answers.append(call.run(paged))
+        answers.append(call.run_on(paged))
         mixed = cupyattn.BatchAttention(case.kv_layout)
         del options["window_left"], options["pos_encoding_mode"]
         dim, page_size = arguments[6:]
         mixed.plan(*table[:3], table[4], *arguments[4:6], dim, dim, page_size, **options)
-        answers.append(call.run(mixed))
+        answers.append(call.run_on(mixed))
     for answer in answers[2:]:
         for a, b in zip(answers[1], answer, strict=True):
             compare.assert_bitwise_equal(a, b, "ways without levels")
@@ -157,7 +150,7 @@ def run_graph(**facts: Any) -> None:
         (((20, 0), (0, 70)), ((5, 5, 5, 5), (5, 5, 5, 6))),
     ]
     with gpu.plugged_in(num_sms=16, **facts) as emulated:
-        wrapper, call = plan(BASE, emulated, use_cuda_graph=True, **buffers)
+        wrapper = plan(BASE, emulated, use_cuda_graph=True, **buffers).wrapper
         address = wrapper._words.address
         grids = []
         for seed, levels in enumerate(plans):
@@ -165,7 +158,7 @@ def run_graph(**facts: Any) -> None:
             arguments, options = call.plan_arguments()
             wrapper.plan(*arguments, **options)
             before = len(emulated.launches)
-            call.check(*call.run(wrapper))
+            call.check(*call.run_on(wrapper))
             grids.append([(x.name, x.grid) for x in emulated.launches[before:]])
             assert wrapper._words.address == address
             tables = [list(x) for x in zip(*call.tables, strict=True)]
@@ -178,9 +171,8 @@ def run_graph(**facts: Any) -> None:
 
 def run_mixed(first: int, count: int) -> None:
     for seed in range(first, first + count):
-        with gpu.plugged_in(num_sms=8 + seed % 9, seed=seed % 3) as emulated:
-            hoppers = partial(emulated.has_launched, "prefill_sm90")
-            mixed_calls.run_case(mixed_calls.random_case(seed), np, hoppers=hoppers)
+        make = lambda _, x=seed: mixed_calls.planned(x, np)  # noqa: E731
+        emulate(make, num_sms=8 + seed % 9, seed=seed % 3)
 
 
 @pytest.mark.parametrize("first", range(0, 16, 4))

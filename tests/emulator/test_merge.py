@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.merge_cases import FORMS, MergeCall, MergeCase, random_case
+from helpers import calls
+from helpers.merge_calls import Call, check_bad_offsets
+from helpers.merge_cases import FORMS, MergeCase, random_case
 
 import cupyattn
 
@@ -17,18 +18,9 @@ from . import gpu
 PLAIN = MergeCase(head_dim=104, strides="gaps")
 
 
-@pytest.fixture
-def emulated() -> Iterator[gpu.EmulatedGpu]:
-    with gpu.plugged_in() as found:
-        yield found
-
-
 def run_and_check(case: MergeCase, emulated: gpu.EmulatedGpu) -> None:
     emulated.forget()
-    call = MergeCall.prepare(case, np)
-    call.run()
-    call.check()
-    call.rerun()
+    calls.run_and_check(Call(case, np))
 
 
 @pytest.mark.parametrize("first", range(0, 120, 40))
@@ -55,21 +47,14 @@ def test_one_state_is_copied_bit_for_bit(emulated: gpu.EmulatedGpu) -> None:
 
 
 def test_rows_with_bad_offsets_are_nan(emulated: gpu.EmulatedGpu) -> None:
-    v, s = np.ones((6, 2, 24), np.float32), np.zeros((6, 2), np.float32)
-    indptr = np.array([0, 7, 3, -1, 2, 6, 6, -(2**31), 2**31 - 1, 2], np.int32)
-    got_v, got_s = cupyattn.variable_length_merge_states(v, s, indptr)
-    bad = np.array([1, 1, 1, 1, 0, 0, 1, 1, 1], bool)
-    assert (np.isnan(got_v).all((1, 2)) == bad).all() and (np.isnan(got_s).all(1) == bad).all()
-    assert (got_v[4] == 1).all() and (got_s[4] == 2).all()
-    assert (got_v[5] == 0).all() and (got_s[5] == -np.inf).all()
+    check_bad_offsets(np)
 
 
 def test_bad_lse_shows_in_its_row_alone(emulated: gpu.EmulatedGpu) -> None:
     case = MergeCase(num_states=7, form="states", empty=0.0)
     for lse in (np.inf, np.nan):
-        call = MergeCall.prepare(replace(case, gives_outputs=False), np)
+        call = Call(replace(case, gives_outputs=False), np)
         call.inputs["s"].array[1, 2, 1] = lse
-        call.run()
-        for x in call.answers:
+        for x in call.run():
             is_nan = np.isnan(x) if x.ndim == 2 else np.isnan(x.astype(np.float32)).all(-1)
             assert is_nan[1, 1] and is_nan.sum() == 1

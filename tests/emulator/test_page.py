@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,45 +13,59 @@ from helpers.page_faults import STRAY, random_case, spoil
 import cupyattn
 from cupyattn import paging
 from cupyattn.core import dtypes
+from cupyattn.errors import ArgumentError
+from cupyattn.launch.driver import enqueue
 
 from . import gpu
-
-
-@pytest.fixture
-def emulated() -> Iterator[gpu.EmulatedGpu]:
-    with gpu.plugged_in() as found:
-        yield found
 
 
 def embed(x: np.ndarray) -> Any:
     return poison.embed(x.astype(np.int32)).array
 
 
-@pytest.mark.parametrize("first", range(0, 120, 40))
+@pytest.mark.parametrize("first", range(0, 240, 40))
 def test_random_appends(emulated: gpu.EmulatedGpu, first: int) -> None:
     for seed in range(first, first + 40):
         emulated.forget()
         emulated.seed, emulated.arch = seed % 3, (900, 800)[seed % 2]
-        append = Append.prepare(random_case(seed), np)
-        append.run()
-        append.check()
+        Append.prepare(random_case(seed), np).run_and_check()
 
 
 def test_stray_indices_touch_nothing(emulated: gpu.EmulatedGpu) -> None:
     append = Append.prepare(STRAY, np)
     assert spoil(append) >= 10
-    append.run()
-    append.check()
+    append.run_and_check()
+
+
+def test_offsets_that_fall(emulated: gpu.EmulatedGpu) -> None:
+    append = Append.prepare(STRAY, np)
+    append.slots = []
+    append.run_and_check(kv_indptr=np.array([2**31 - 1, -5, -(2**31), 3, -7], np.int32))
+
+
+def test_debug_counts_what_is_left_out(
+    emulated: gpu.EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = Append.prepare(STRAY, np)
+    count = spoil(append)
+    monkeypatch.setattr(enqueue.cuda(), "is_debugging", True)
+    with pytest.raises(ArgumentError, match=f"positions: {count} of "):
+        append.run_and_check()
 
 
 @pytest.mark.parametrize("arch", [800, 900], ids=["by hand", "by instruction"])
 @pytest.mark.parametrize("cache_dtype", page_cases.FP8)
 def test_roundings(emulated: gpu.EmulatedGpu, cache_dtype: str, arch: int) -> None:
-    """Every bfloat16, and every float16, as fp8."""
+    """Every bfloat16, every float16 and the floats around every boundary, as fp8."""
     emulated.mode, emulated.arch = "plain", arch
     fp8 = dtypes.parse(cache_dtype).numpy
-    for dtype in ("bfloat16", "float16"):
-        x = np.arange(2**16, dtype=np.uint16).view(dtypes.parse(dtype).numpy).reshape(-1, 1, 64)
+    halves = np.arange(2**16, dtype=np.uint16)
+    for values in (
+        halves.view(dtypes.bfloat16.numpy),
+        halves.view(np.float16),
+        page_cases.all_roundings(),
+    ):
+        x = values.reshape(-1, 1, 64)
         nnz = len(x)
         tokens = np.zeros(nnz, np.int32), np.arange(nnz, dtype=np.int32)
         table = (np.array(a, np.int32) for a in ([0], [0, 1], [nnz]))
@@ -81,3 +94,12 @@ def test_index_arrays(emulated: gpu.EmulatedGpu, seed: int) -> None:
         for p, expected in zip(outs, paging.positions_of(append_indptr, lengths, nnz), strict=True):
             np.testing.assert_array_equal(p.values(), expected)
             p.assert_intact("output")
+
+
+def test_fewer_rows_than_tokens(emulated: gpu.EmulatedGpu) -> None:
+    outs = [poison.blank((3,), np.dtype(np.int32)) for _ in range(2)]
+    given = embed(np.array([0, 2, 900])), embed(np.array([5, 1000])), 3
+    cupyattn.get_batch_indices_positions(*given, *(p.array for p in outs))
+    assert [p.values().tolist() for p in outs] == [[0, 0, 1], [3, 4, 102]]
+    for p in outs:
+        p.assert_intact("output")

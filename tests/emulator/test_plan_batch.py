@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.launch.attention import plan_batch
+from cupyattn.schedule import Masking
 from cupyattn.schedule.tile_shape import TileShape
 
 from . import gpu
@@ -66,6 +67,13 @@ shapes = st.builds(
 )
 
 
+maskings = st.builds(
+    Masking,
+    st.sampled_from((-1, -1, 0, 100, 3000)),
+    st.sampled_from((-1, 0, 0, 100, 3000)),
+)
+
+
 @st.composite
 def decodes(draw: st.DrawFn) -> Batch:
     """Requests of one length of q each: many lengths of keys, a few of them long."""
@@ -79,8 +87,7 @@ def decodes(draw: st.DrawFn) -> Batch:
         draw(st.integers(1, 9)),
         draw(st.sampled_from((1, 2, 8, 32))),
         draw(shapes),
-        draw(st.booleans()),
-        draw(st.sampled_from((-1, -1, 0, 100, 3000))),
+        draw(maskings),
         likely_kv_len=draw(st.sampled_from((0, 0, 100, 10**6))),
         dtype=draw(st.sampled_from(("int32", "uint32", "int64"))),
     )
@@ -101,8 +108,7 @@ def prefills(draw: st.DrawFn) -> Batch:
         draw(st.integers(1, 9)),
         draw(st.sampled_from((1, 2, 8))),
         draw(shapes),
-        draw(st.booleans()),
-        draw(st.sampled_from((-1, -1, 0, 100, 3000))),
+        draw(maskings),
         is_ragged=draw(st.booleans()),
         dtype=draw(st.sampled_from(("int32", "uint32", "int64"))),
         unit=draw(st.sampled_from((1, 1, 96, 1024))),

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import planless_calls
+from helpers.planless_calls import Call
 from helpers.planless_cases import ENTRIES, PROBLEMS, Case, Problem, random_case
 
 from . import gpu
+from .run import emulate
 
 COUNT = len(PROBLEMS)
 BASE = Case(
@@ -27,11 +28,7 @@ BASE = Case(
 
 
 def run(case: Case, **facts: Any) -> gpu.EmulatedGpu:
-    facts.setdefault("num_sms", 16)
-    with gpu.plugged_in(**facts) as emulated:
-        workspace = emulated.empty((16 << 20,), np.dtype(np.uint8))
-        planless_calls.run_case(case, np, workspace)
-    return emulated
+    return emulate(lambda workspace: Call(case, np, workspace), **facts)
 
 
 @pytest.mark.parametrize("index", range(COUNT))

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
 # JAX would otherwise take three quarters of the memory for itself.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+@pytest.fixture
+def torch() -> Any:
+    """torch with CUDA."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch is here without CUDA")
+    return torch
+
+
+@pytest.fixture(params=["cupy", "torch"])
+def xp(request: pytest.FixtureRequest) -> Any:
+    """Both frameworks in turn."""
+    if request.param == "torch":
+        return request.getfixturevalue("torch")
+    return pytest.importorskip("cupy")
 
 
 @pytest.hookimpl(trylast=True)  # after marks and -k have had their say

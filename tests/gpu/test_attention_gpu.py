@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import cases, compare, gpu_cases, poison
+from helpers.calls import run_and_check
 from helpers.cases import Case
-from helpers.gpu_calls import Call, download, raw, run_case, upload
+from helpers.on_gpu import try_random
+from helpers.poison import download, raw, upload
 from helpers.share import some
+from helpers.single_calls import Call
 
 import cupyattn
 
@@ -24,28 +27,16 @@ cupy = pytest.importorskip("cupy")
 BLOCK = 50
 
 
-def framework(index: int) -> ModuleType:
-    """CuPy and torch in turn; CuPy alone where torch is missing."""
-    try:
-        import torch
-    except ImportError:
-        return cupy
-    return torch if index % 2 and torch.cuda.is_available() else cupy
-
-
 def blocks(count: int) -> Any:
     """Coarse tests: a thousand small ones would take longer to report than to run."""
     return pytest.mark.parametrize("first", range(0, count, BLOCK))
 
 
-def run_all(made: list[tuple[Case, bool]]) -> None:
-    failures = []
-    for index, (case, is_decode) in enumerate(made):
-        try:
-            run_case(case, framework(index), is_decode=is_decode)
-        except AssertionError as error:
-            failures.append(f"seed {case.seed}: {error}")
-    assert not failures, f"{len(failures)} of {len(made)} failed:\n" + "\n".join(failures[:5])
+def try_all(first: int, count: int, make: Callable[[int], Case], is_decode: bool = False) -> None:
+    def prepare(seed: int, xp: ModuleType) -> Call:
+        return Call(make(seed), xp, is_decode=is_decode)
+
+    try_random(first, min(BLOCK, count - first), prepare)
 
 
 # --- random calls, poisoned, twice each ---
@@ -53,29 +44,27 @@ def run_all(made: list[tuple[Case, bool]]) -> None:
 
 @blocks(gpu_cases.NUM_CLASSED)
 def test_random_options_of_few_kernels(first: int) -> None:
-    run_all([(gpu_cases.classed(seed), False) for seed in range(first, first + some(BLOCK))])
+    try_all(first, gpu_cases.NUM_CLASSED, gpu_cases.classed)
 
 
 @blocks(gpu_cases.NUM_FREE)
 def test_random_everything(first: int) -> None:
-    run_all([(gpu_cases.free(seed), False) for seed in range(first, first + some(BLOCK))])
+    try_all(first, gpu_cases.NUM_FREE, gpu_cases.free)
 
 
 @blocks(gpu_cases.NUM_DECODE)
 def test_random_decode(first: int) -> None:
-    last = min(first + some(BLOCK), gpu_cases.NUM_DECODE)
-    run_all([(gpu_cases.decode(seed), True) for seed in range(first, last)])
+    try_all(first, gpu_cases.NUM_DECODE, gpu_cases.decode, is_decode=True)
 
 
 @blocks(gpu_cases.NUM_SPLIT)
 def test_random_splits(first: int) -> None:
-    last = min(first + some(BLOCK), gpu_cases.NUM_SPLIT)
-    run_all([(gpu_cases.split(seed), False) for seed in range(first, last)])
+    try_all(first, gpu_cases.NUM_SPLIT, gpu_cases.split)
 
 
 @pytest.mark.parametrize("case", gpu_cases.ALONE.values(), ids=gpu_cases.ALONE)
 def test_every_option_alone(case: Case) -> None:
-    run_case(case, cupy)
+    run_and_check(Call(case, cupy))
 
 
 # --- frameworks ---
@@ -108,12 +97,11 @@ def test_jax_arrays(name: str) -> None:
 @pytest.mark.parametrize("name", ["cupy", "torch"])
 def test_new_outputs_are_the_callers_own_kind(name: str) -> None:
     xp = pytest.importorskip(name)
-    case = gpu_cases.STEADY["prefill"]
-    call = Call.prepare(case, xp)
+    call = Call(gpu_cases.STEADY["prefill"], xp)
     q, k, v = (call.arrays[n] for n in "qkv")
     o, lse = cupyattn.single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True)
     assert type(o) is type(lse) is type(q)
-    check(case, call.inputs, download(o), download(lse))
+    call.check(download(o), download(lse))
 
 
 def check(case: Case, inputs: dict[str, Any], o: np.ndarray, lse: np.ndarray | None) -> None:
@@ -141,12 +129,12 @@ def test_any_dlpack_producer_is_an_input() -> None:
         def __dlpack__(self, **request: Any) -> Any:
             return self.x.__dlpack__(**request)
 
-    call = Call.prepare(replace(gpu_cases.PLAIN, dtype="float16", kv_dtype="float16"), cupy)
+    call = Call(replace(gpu_cases.PLAIN, dtype="float16", kv_dtype="float16"), cupy)
     q, k, v = (Wrapped(call.arrays[name]) for name in "qkv")
-    out, lse = call.out.array, call.lse.array
+    out, lse = (placed.array for placed in call.outputs)
     got = cupyattn.single_prefill_with_kv_cache(q, k, v, out=out, lse=lse)
     assert got is out
-    call.check()
+    call.check(download(out), download(lse))
 
 
 @pytest.mark.parametrize("bitorder", ["big", "little"])
@@ -204,11 +192,10 @@ def test_hidden_values_do_not_contaminate(
     """Rows that see such a value show it, and no other row does."""
     options, keys = _HIDDEN[hidden]
     case = replace(_GENTLE, **{**options, **_FAMILIES[family]})
-    call = Call.prepare(case, cupy)
+    call = Call(case, cupy)
     spoil(call, which, sorted(keys(case)), value)
     assert np.isfinite(cases.reference(case, call.inputs)[0]).any()
-    call.run()
-    call.check()
+    call.check(*call.run())
 
 
 def spoil(call: Call, which: str, where: Any, value: float) -> None:
@@ -222,11 +209,10 @@ def spoil(call: Call, which: str, where: Any, value: float) -> None:
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_visible_nan_shows(which: str, family: str) -> None:
     case = replace(gpu_cases.PLAIN, **_FAMILIES[family])
-    call = Call.prepare(case, cupy)
+    call = Call(case, cupy)
     spoil(call, which, (1, 1, 3), np.nan)
     assert np.isnan(cases.reference(case, call.inputs)[0]).any()
-    call.run()
-    call.check()
+    call.check(*call.run())
 
 
 def test_a_decode_loop_reads_no_further_than_the_cache_is_filled() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import batch_calls, batches, compare, lowprec, poison
+from helpers import batches, calls, compare, poison
+from helpers.batch_calls import planned
 from helpers.batch_cases import NUM_CASES, random_case
-from helpers.gpu_calls import download, raw, upload
-from helpers.on_gpu import framework, workspace
+from helpers.on_gpu import try_random, workspace
+from helpers.poison import download, raw, upload
 from helpers.share import some
 
 import cupyattn
@@ -26,30 +27,15 @@ BLOCK = 100
 
 @pytest.mark.parametrize("first", range(0, NUM_CASES, BLOCK))
 def test_random_batches(first: int) -> None:
-    failures = []
-    for seed in range(first, first + some(BLOCK)):
-        xp = framework(seed // 3)
-        try:
-            batch_calls.run_case(random_case(seed), xp, workspace(xp))
-        except AssertionError as error:
-            failures.append(f"seed {seed}: {error}")
-    assert not failures, f"{len(failures)} of {BLOCK} failed:\n" + "\n".join(failures[:5])
+    make = lambda seed, xp: planned(random_case(seed), xp, workspace(xp))  # noqa: E731
+    try_random(first, BLOCK, make, turn=3)
 
 
 # --- answers of single batches ---
 
 
 def check(got: Any, b: batches.Batch, **options: Any) -> None:
-    """Compare (out, lse) of a batch made by helpers.batches."""
-    ref = b.expected(**options)
-    low_o, low_lse = [], []
-    for i, (k, v) in enumerate(b.keys):
-        q = b.q[b.qo_indptr[i] : b.qo_indptr[i + 1]]
-        o, lse = lowprec.attention(q, k, v, **options)
-        low_o.append(o)
-        low_lse.append(lse)
-    low = np.concatenate(low_o), np.concatenate(low_lse)
-    compare.assert_close(download(got[0]), download(got[1]), *ref, *low, "a batch")
+    calls.check_batch(got, b, "a batch", **options)
 
 
 def decode(

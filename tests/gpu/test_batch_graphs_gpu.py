@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import batches
-from helpers.gpu_calls import raw, upload
 from helpers.on_gpu import capture, ints, same, scratch
+from helpers.poison import raw, upload
 from helpers.share import some
 
 import cupyattn
@@ -21,14 +21,6 @@ HEADS, KV_HEADS, DIM, PAGE, POOL = 8, 2, 128, 16, 400
 SIZES = HEADS, KV_HEADS, DIM, PAGE
 # Cycles of a kernel that only waits: a few milliseconds.
 _WAIT = 10_000_000
-
-
-@pytest.fixture
-def torch() -> Any:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("torch is here without CUDA")
-    return torch
 
 
 def pool(xp: Any, seed: int = 0) -> Any:
@@ -68,11 +60,9 @@ _KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", ["torch", "cupy"])
 @pytest.mark.parametrize("kind", _KINDS)
-def test_replays_follow_the_plans(torch: Any, name: str, kind: str) -> None:
+def test_replays_follow_the_plans(torch: Any, xp: Any, kind: str) -> None:
     """1,000 replays a case, each as the eager call of another wrapper answers, bit for bit."""
-    xp = torch if name == "torch" else cupy
     q_len, count = _KINDS[kind]
     rng = np.random.default_rng(5)
     q, cache = queries(xp, q_len * count), pool(xp)

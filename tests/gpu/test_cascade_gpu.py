@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import batches, cascade_calls, compare, mixed_calls
-from helpers.gpu_calls import download, raw, upload
-from helpers.on_gpu import capture, framework, ints, same, scratch, workspace
+from helpers.on_gpu import capture, framework, ints, same, scratch, try_random, workspace
+from helpers.poison import download, raw, upload
 from helpers.share import some
 
 import cupyattn
+from cupyattn.batch import own_workspace
 from cupyattn.launch.attention.batch import BatchLauncher
-from cupyattn.wrappers import mixed as batch_mixed
 
 pytestmark = pytest.mark.gpu
 
@@ -30,28 +31,18 @@ def force(monkeypatch: pytest.MonkeyPatch, is_shared: bool) -> None:
 
 @pytest.mark.parametrize("first", range(0, cascade_calls.NUM_CASES, BLOCK))
 def test_random_cascades(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = []
-    for seed in range(first, first + some(BLOCK)):
-        xp = framework(seed // 4)
+    def make(seed: int, xp: ModuleType) -> Any:
         with monkeypatch.context() as patch:
             if seed % 3:
                 force(patch, seed % 3 == 1)
-            try:
-                cascade_calls.run_case(cascade_calls.random_case(seed), xp, workspace(xp))
-            except AssertionError as error:
-                failures.append(f"seed {seed}: {error}")
-    assert not failures, f"{len(failures)} of {BLOCK} failed:\n" + "\n".join(failures[:5])
+            return cascade_calls.planned(cascade_calls.random_case(seed), xp, workspace(xp))
+
+    try_random(first, BLOCK, make, turn=4)
 
 
 @pytest.mark.parametrize("first", range(0, mixed_calls.NUM_CASES, BLOCK))
 def test_random_mixed_batches(first: int) -> None:
-    failures = []
-    for seed in range(first, first + some(BLOCK)):
-        try:
-            mixed_calls.run_case(mixed_calls.random_case(seed), framework(seed // 4))
-        except AssertionError as error:
-            failures.append(f"seed {seed}: {error}")
-    assert not failures, f"{len(failures)} of {BLOCK} failed:\n" + "\n".join(failures[:5])
+    try_random(first, BLOCK, mixed_calls.planned, turn=4)
 
 
 # --- against each other ---
@@ -64,7 +55,7 @@ def test_four_ways_to_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         case = cascade_calls.random_case(seed)
         xp = framework(seed)
         seed += 1
-        if case.problem.pos_encoding_mode == "ALIBI" or len(case.levels) == 1:
+        if len(case.levels) == 1:
             continue
         call = cascade_calls.Call(case, xp)
         table = call.flat_table()
@@ -76,24 +67,20 @@ def test_four_ways_to_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         for is_shared in (True, False):
             with monkeypatch.context() as patch:
                 force(patch, is_shared)
-                cascade = cupyattn.MultiLevelCascadeAttentionWrapper(
-                    len(case.levels), workspace(xp), case.kv_layout
-                )
-                cascade.plan(*arguments, **options)
-            plan = cascade._current
+                plan = call.plan(workspace(xp))._current
             assert plan is not None and (plan.batch.levels is not None) == is_shared
-            answers.append(call.run(cascade))
+            answers.append(call.run())
         *rows_and_pages, kv_len = table
         paged = cupyattn.BatchPrefillWithPagedKVCacheWrapper(workspace(xp), case.kv_layout)
         paged.plan(*rows_and_pages, *arguments[4:], **options)
-        answers.append(call.run(paged))
+        answers.append(call.run_on(paged))
         has_window = options.pop("window_left") >= 0
         if not has_window and options.pop("pos_encoding_mode") == "NONE":
             mixed = cupyattn.BatchAttention(case.kv_layout)
             dim, page_size = arguments[6:]
             sizes = (*arguments[4:6], dim, dim, page_size)
             mixed.plan(*rows_and_pages[:3], kv_len, *sizes, **options)
-            answers.append(call.run(mixed))
+            answers.append(call.run_on(mixed))
         for answer in answers:
             call.check(*answer)
         for answer in answers[2:]:
@@ -122,10 +109,8 @@ def test_sinks_count_once(name: str, is_shared: bool, monkeypatch: pytest.Monkey
     call = cascade_calls.Call(case, xp)
     call.extras["sinks"] = np.linspace(-20, 20, 8).astype(np.float32)
     call.given["sinks"] = upload(call.extras["sinks"], xp)
-    wrapper = cupyattn.MultiLevelCascadeAttentionWrapper(3, workspace(xp), case.kv_layout)
-    arguments, options = call.plan_arguments()
-    wrapper.plan(*arguments, **options)
-    call.check(*call.run(wrapper))
+    call.plan(workspace(xp))
+    call.check(*call.run())
 
 
 # --- graphs ---
@@ -313,7 +298,7 @@ def test_plans_against_runs_in_flight() -> None:
 def test_the_workspace_of_batch_attention_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of one wrapper, each with more partial states than the last, and runs in flight."""
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(batch_mixed, "_FIRST_WORKSPACE_BYTES", 1 << 16)
+    monkeypatch.setattr(own_workspace, "_FIRST_BYTES", 1 << 16)
     calls = []
     for longest in (300, 3_000, 12_000, 30_000):
         lengths = [700, longest, longest, 300]

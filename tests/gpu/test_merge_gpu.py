@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -11,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import compare
-from helpers.gpu_calls import download, raw, upload
-from helpers.merge_cases import FORMS, WIDE, MergeCall, MergeCase, random_case
-from helpers.share import some
+from helpers.calls import run_and_check
+from helpers.merge_calls import Call, check_bad_offsets
+from helpers.merge_cases import FORMS, WIDE, MergeCase, random_case
+from helpers.on_gpu import capture, try_random
+from helpers.poison import download, raw, upload
 
 import cupyattn
 
@@ -26,35 +27,9 @@ NUM_RANDOM, PER_TEST = 1200, 100
 _WAIT = 100_000_000
 
 
-@pytest.fixture
-def torch() -> Any:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("torch is here without CUDA")
-    return torch
-
-
-@pytest.fixture(params=["cupy", "torch"])
-def xp(request: pytest.FixtureRequest) -> ModuleType:
-    return cupy if request.param == "cupy" else request.getfixturevalue("torch")
-
-
-def run_and_check(case: MergeCase, xp: ModuleType) -> None:
-    call = MergeCall.prepare(case, xp)
-    call.run()
-    call.check()
-    call.rerun()
-
-
 @pytest.mark.parametrize("first", range(0, NUM_RANDOM, PER_TEST))
 def test_random_merges(torch: Any, first: int) -> None:
-    failures = []
-    for seed in range(first, first + some(PER_TEST)):
-        try:
-            run_and_check(random_case(seed), (cupy, torch)[seed // 4 % 2])
-        except AssertionError as error:
-            failures.append(f"seed {seed}: {error}")
-    assert not failures, f"{len(failures)} of {PER_TEST} failed:\n" + "\n".join(failures[:5])
+    try_random(first, PER_TEST, lambda seed, xp: Call(random_case(seed), xp), turn=4)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -62,7 +37,7 @@ def test_random_merges(torch: Any, first: int) -> None:
 def test_large_merges(xp: ModuleType, dtype: str, form: str) -> None:
     """Many blocks, each several times what runs at once."""
     case = MergeCase(form=form, dtype=dtype, num_rows=3000, num_states=5, num_heads=32)
-    run_and_check(replace(case, head_dim=128, seed=3), xp)
+    run_and_check(Call(replace(case, head_dim=128, seed=3), xp))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -70,13 +45,13 @@ def test_large_merges(xp: ModuleType, dtype: str, form: str) -> None:
 def test_any_number_of_heads(xp: ModuleType, num_heads: int, form: str) -> None:
     for head_dim in (33, 512):
         case = MergeCase(form=form, num_rows=7, num_heads=num_heads, head_dim=head_dim)
-        run_and_check(replace(case, has_mask=form == "in place"), xp)
+        run_and_check(Call(replace(case, has_mask=form == "in place"), xp))
 
 
 @pytest.mark.parametrize("dtype", WIDE)
 def test_one_state_is_copied_bit_for_bit(xp: ModuleType, dtype: str) -> None:
     rng = np.random.default_rng(0)
-    kind = MergeCall.prepare(MergeCase(dtype=dtype), np).v.dtype
+    kind = Call(MergeCase(dtype=dtype), np).v.dtype
     v = (rng.standard_normal((40, 1, 3, 40)) * 2.0 ** rng.integers(-9, 9, (40, 1, 3, 40))).astype(
         kind
     )
@@ -88,14 +63,7 @@ def test_one_state_is_copied_bit_for_bit(xp: ModuleType, dtype: str) -> None:
 
 
 def test_rows_with_bad_offsets_are_nan(xp: ModuleType) -> None:
-    v, s = np.ones((6, 2, 24), np.float32), np.zeros((6, 2), np.float32)
-    indptr = np.array([0, 7, 3, -1, 2, 6, 6, -(2**31), 2**31 - 1, 2], np.int32)
-    given = (upload(x, xp) for x in (v, s, indptr))
-    got_v, got_s = (download(x) for x in cupyattn.variable_length_merge_states(*given))
-    bad = np.array([1, 1, 1, 1, 0, 0, 1, 1, 1], bool)
-    assert (np.isnan(got_v).all((1, 2)) == bad).all() and (np.isnan(got_s).all(1) == bad).all()
-    assert (got_v[4] == 1).all() and (got_s[4] == 2).all()
-    assert (got_v[5] == 0).all() and (got_s[5] == -np.inf).all()
+    check_bad_offsets(xp)
 
 
 @pytest.mark.large
@@ -174,11 +142,10 @@ def test_jax_arrays() -> None:
     if not any(d.platform == "gpu" for d in jax.devices()):
         pytest.skip("JAX is here without CUDA")
     case = MergeCase(form="states", num_states=5, gives_outputs=False, strides="packed")
-    call = MergeCall.prepare(case, cupy)
+    call = Call(case, cupy)
     got = cupyattn.merge_states(jax.numpy.asarray(call.v), jax.numpy.asarray(call.s))
     assert all(isinstance(x, jax.Array) for x in got)
-    call.answers = [np.asarray(x) for x in got]
-    call.check()
+    call.check(*(np.asarray(x) for x in got))
     with pytest.raises(cupyattn.ArgumentError, match="v: a JAX array"):
         v, s = jax.numpy.asarray(call.v[:, 0]), jax.numpy.asarray(call.s[:, 0])
         cupyattn.merge_state_in_place(v, s, v, s)
@@ -186,17 +153,16 @@ def test_jax_arrays() -> None:
 
 def test_torch_and_cupy_in_one_call(torch: Any) -> None:
     case = MergeCase(gives_outputs=False)
-    call, other = MergeCall.prepare(case, torch), MergeCall.prepare(case, cupy)
+    call, other = Call(case, torch), Call(case, cupy)
     for name in ("v_b", "s_b"):
         call.inputs[name] = other.inputs[name]
-    call.run()
-    call.check()
+    call.check(*call.run())
 
 
 def test_the_callers_stream(torch: Any) -> None:
     """On a side stream, behind a kernel that waits and the write of what is merged."""
     case = MergeCase(num_rows=64, num_heads=32, head_dim=128, empty=0.0)
-    call = MergeCall.prepare(case, torch)
+    call = Call(case, torch)
     v = call.inputs["v_a"].array
     kept = v.clone()
     for _ in range(2):
@@ -205,35 +171,9 @@ def test_the_callers_stream(torch: Any) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda._sleep(_WAIT)
             v.copy_(kept)
-            call.run()
+            call.start()
             torch.cuda.current_stream().synchronize()
-        call.check()
-
-
-def capture(torch: Any, xp: ModuleType, step: Callable[[], Any]) -> Callable[[], None]:
-    if xp is torch:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-
-        def replay() -> None:
-            graph.replay()
-            torch.cuda.synchronize()
-
-        return replay
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        step()  # the pool has what the capture will ask for
-        stream.synchronize()
-        stream.begin_capture()
-        step()
-        graph = stream.end_capture()
-
-    def launch() -> None:
-        graph.launch(stream)
-        stream.synchronize()
-
-    return launch
+        call.check(*call.answers())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -241,36 +181,26 @@ def test_a_graph_merges_what_is_there_when_it_is_replayed(
     torch: Any, xp: ModuleType, form: str
 ) -> None:
     base = MergeCase(form=form, num_rows=20, num_states=4, num_heads=5, has_mask=form == "in place")
-    first = MergeCall.prepare(base, xp)
+    first = Call(base, xp)
     first.run()
     torch.cuda.synchronize()
     cupy.cuda.Device().synchronize()
-    arrays = {name: p.array for name, p in first.inputs.items()}
-    arrays |= {n: p.array for n, p in zip(("out", "lse"), first.outputs, strict=False)}
-    function = {
-        "pair": cupyattn.merge_state,
-        "in place": cupyattn.merge_state_in_place,
-        "states": cupyattn.merge_states,
-        "segments": cupyattn.variable_length_merge_states,
-    }[form]
-    replay = capture(torch, xp, lambda: function(**arrays))
+    replay = capture(torch, xp, first.start)
     for seed in range(2, 22, 2):  # whose offsets begin alike, modulo 3, and have no spare state
-        call = MergeCall.prepare(replace(base, seed=seed * 3), xp)
+        call = Call(replace(base, seed=seed * 3), xp)
         for name, p in call.inputs.items():
-            raw(arrays[name])[...] = raw(p.array)
+            raw(first.inputs[name].array)[...] = raw(p.array)
         torch.cuda.synchronize()
         cupy.cuda.Device().synchronize()
         replay()
-        call.inputs = {name: first.inputs[name] for name in call.inputs}
-        written = [first.inputs[x] for x in "vs"] if form == "in place" else first.outputs
-        call.outputs = [] if form == "in place" else first.outputs
-        call.answers = [p.values() for p in written]
-        call.check()
+        cupy.cuda.Device().synchronize()
+        call.inputs, call.owned = first.inputs, first.owned
+        call.check(*first.answers())
 
 
 def test_answers_made_inside_a_capture(torch: Any) -> None:
     """They are memory of the graph, by torch's own allocator."""
-    call = MergeCall.prepare(MergeCase(gives_outputs=False), torch)
+    call = Call(MergeCase(gives_outputs=False), torch)
     call.run()
     torch.cuda.synchronize()
     arrays = {name: p.array for name, p in call.inputs.items()}
@@ -281,5 +211,4 @@ def test_answers_made_inside_a_capture(torch: Any) -> None:
         x.fill_(7)
     graph.replay()
     torch.cuda.synchronize()
-    call.answers = [download(x) for x in answer]
-    call.check()
+    call.check(*map(download, answer))

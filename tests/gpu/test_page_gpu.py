@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import page_cases, poison
-from helpers.gpu_calls import download, raw, upload
+from helpers.on_gpu import capture
 from helpers.page_cases import DTYPES, Append, AppendCase
 from helpers.page_faults import STRAY, random_case, spoil
+from helpers.poison import download, raw, upload
 from helpers.share import some
 
 import cupyattn
@@ -30,27 +31,12 @@ NUM_RANDOM, PER_TEST = 240, 20
 _LONG = 100_000_000
 
 
-@pytest.fixture
-def torch() -> Any:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("torch is here without CUDA")
-    return torch
-
-
-@pytest.fixture(params=["cupy", "torch"])
-def xp(request: pytest.FixtureRequest) -> ModuleType:
-    return cupy if request.param == "cupy" else request.getfixturevalue("torch")
-
-
 def ints(*x: int) -> np.ndarray:
     return np.array(x, np.int32)
 
 
 def run_and_check(case: AppendCase, xp: ModuleType) -> None:
-    append = Append.prepare(case, xp)
-    append.run()
-    append.check()
+    Append.prepare(case, xp).run_and_check()
 
 
 # --- append: every kernel, every form ---
@@ -120,8 +106,7 @@ def test_every_rounding(dtype: str, cache_dtype: str, dim: int) -> None:
 def test_stray_indices_write_nothing(xp: ModuleType, form: str, cache_dtype: str) -> None:
     append = Append.prepare(replace(STRAY, form=form, cache_dtype=cache_dtype), xp)
     assert spoil(append, xp=xp) >= 10
-    append.run()
-    append.check()
+    append.run_and_check()
 
 
 def test_a_page_table_that_is_cut_short(xp: ModuleType) -> None:
@@ -131,22 +116,19 @@ def test_a_page_table_that_is_cut_short(xp: ModuleType) -> None:
     indices = download(append.arguments["kv_indices"])
     kept = poison.embed(indices[:keep], xp=xp)
     append.slots = [s for s in append.slots if s[1] in indices[:keep]]
-    append.run(kv_indices=kept.array)
-    append.check()
+    append.run_and_check(kv_indices=kept.array)
 
 
 def test_offsets_that_fall(xp: ModuleType) -> None:
     append = Append.prepare(STRAY, xp)
     append.slots = []
-    append.run(kv_indptr=upload(ints(2**31 - 1, -5, -(2**31), 3, -7), xp))
-    append.check()
+    append.run_and_check(kv_indptr=upload(ints(2**31 - 1, -5, -(2**31), 3, -7), xp))
 
 
 def test_debug_counts_what_is_left_out(xp: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     append = Append.prepare(STRAY, xp)
     monkeypatch.setattr(enqueue.cuda(), "is_debugging", True)
-    append.run()
-    append.check()
+    append.run_and_check()
     count = spoil(append, xp=xp)
     with pytest.raises(ArgumentError, match=f"positions: {count} of "):
         append.run()
@@ -258,8 +240,7 @@ def test_jax_arrays_go_into_a_cupy_cache() -> None:
     append = Append.prepare(replace(PLAIN, dtype="float32", cache_dtype="float32"), cupy)
     names = [name for name in append.arguments if name not in ("paged_kv_cache", "kv_layout")]
     values = {name: jax.numpy.asarray(download(append.arguments[name])) for name in names}
-    append.run(**values)
-    append.check()
+    append.run_and_check(**values)
     indptr, lengths = (jax.numpy.asarray(x) for x in (ints(0, 2), ints(5)))
     batch, positions = cupyattn.get_batch_indices_positions(indptr, lengths, 3)
     assert isinstance(batch, jax.Array) and isinstance(positions, jax.Array)
@@ -293,10 +274,8 @@ def test_a_torch_cache_and_cupy_keys(torch: Any) -> None:
     append.check()
 
 
-@pytest.mark.parametrize("name", ["torch", "cupy"])
-def test_a_graph_of_a_step(torch: Any, name: str) -> None:
+def test_a_graph_of_a_step(torch: Any, xp: ModuleType) -> None:
     """Lengths, positions and the append, captured once and replayed as the lengths grow."""
-    xp = torch if name == "torch" else cupy
     requests, page_size, heads, dim, steps = 3, 4, 2, 64, 9
     num_pages, lengths = 16, np.array([3, 0, 6])
     bf16 = dtypes.bfloat16.numpy
@@ -320,7 +299,7 @@ def test_a_graph_of_a_step(torch: Any, name: str) -> None:
     step()
     torch.cuda.synchronize()
     cupy.cuda.Device().synchronize()
-    replay = capture(torch, step) if name == "torch" else capture_by_cupy(step)
+    replay = capture(torch, xp, step)
     raw(cache)[...] = 0
     wanted = np.zeros((num_pages, 2, page_size, heads, dim), fp8)
     rng = np.random.default_rng(1)
@@ -340,32 +319,5 @@ def test_a_graph_of_a_step(torch: Any, name: str) -> None:
         torch.cuda.synchronize()
         cupy.cuda.Device().synchronize()
         replay()
+    cupy.cuda.Device().synchronize()
     np.testing.assert_array_equal(download(cache).view(np.uint8), wanted.view(np.uint8))
-
-
-def capture(torch: Any, step: Any) -> Any:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def replay() -> None:
-        graph.replay()
-        torch.cuda.synchronize()
-
-    return replay
-
-
-def capture_by_cupy(step: Any) -> Any:
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        step()  # the pool has what the capture will ask for
-        stream.synchronize()
-        stream.begin_capture()
-        step()
-        graph = stream.end_capture()
-
-    def replay() -> None:
-        graph.launch(stream)
-        stream.synchronize()
-
-    return replay

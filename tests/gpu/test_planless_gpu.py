@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import compare, device_plans, planless_calls
+from helpers import compare, device_plans
 from helpers.device_plans import Batch
-from helpers.gpu_calls import download, raw, upload
-from helpers.on_gpu import capture, framework, workspace
+from helpers.on_gpu import capture, try_random, workspace
+from helpers.planless_calls import Call
 from helpers.planless_cases import ENTRIES, NUM_CASES, PROBLEMS, random_case
+from helpers.poison import download, raw, upload
 
 import cupyattn
 from cupyattn.errors import ArgumentError, WorkspaceError
+from cupyattn.inputs import call_cache
 from cupyattn.launch.attention import plan_batch
 from cupyattn.launch.driver import enqueue
-from cupyattn.planless import repeat
 from cupyattn.schedule.tile_shape import TileShape
 
 pytestmark = pytest.mark.gpu
@@ -30,24 +30,10 @@ BLOCK = 100
 HEADS, KV_HEADS, DIM, PAGE, POOL, WIDTH = 8, 2, 64, 16, 400, 130
 
 
-@pytest.fixture
-def torch() -> Any:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("torch is here without CUDA")
-    return torch
-
-
 @pytest.mark.parametrize("first", range(0, NUM_CASES, BLOCK))
 def test_random_calls(first: int) -> None:
-    failures = []
-    for seed in range(first, first + BLOCK):
-        xp = framework(seed // len(PROBLEMS))
-        try:
-            planless_calls.run_case(random_case(seed), xp, workspace(xp))
-        except AssertionError as error:
-            failures.append(f"seed {seed}: {error}")
-    assert not failures, f"{len(failures)} of {BLOCK} failed:\n" + "\n".join(failures[:5])
+    make = lambda seed, xp: Call(random_case(seed), xp, workspace(xp))  # noqa: E731
+    try_random(first, BLOCK, make, turn=len(PROBLEMS))
 
 
 # --- the planner alone ---
@@ -154,10 +140,9 @@ class Model:
         return function(*head, longest, self.scale, **named | {"kv_layout": "HND"})
 
 
-@pytest.mark.parametrize(("entry", "name"), [*itertools.product(ENTRIES, ("torch", "cupy"))])
-def test_replays_follow_lengths_and_pages(torch: Any, entry: str, name: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_replays_follow_lengths_and_pages(torch: Any, xp: ModuleType, entry: str) -> None:
     """Each replay as an eager call on new arrays answers, bit for bit."""
-    xp = torch if name == "torch" else cupy
     model = Model(xp, entry)
     model.call(model.out, model.lse)
     replay = capture(torch, xp, lambda: model.call(model.out, model.lse))
@@ -174,7 +159,7 @@ def test_replays_follow_lengths_and_pages(torch: Any, entry: str, name: str) -> 
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_nothing_waits(torch: Any, entry: str) -> None:
-    """torch raises at the first call that synchronises, in first calls and in repeated ones."""
+    """torch raises at the first call that synchronises, in checked calls and in cached ones."""
     model = Model(torch, entry)
     model.call(model.out, model.lse)
     torch.cuda.synchronize()
@@ -246,7 +231,7 @@ def test_too_small_a_workspace_says_what_it_needs() -> None:
 
 def test_debug_reads_what_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enqueue.cuda(), "is_debugging", True)
-    monkeypatch.setattr(repeat, "_reader_of", {})
+    call_cache.clear_all()
     model = Model(cupy, ENTRIES[0])
     model.call(model.out, model.lse)
     model.lens[1] = WIDTH * PAGE + 1

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import batches, shared_calls
-from helpers.gpu_calls import download, upload
-from helpers.on_gpu import framework, workspace
+from helpers.on_gpu import try_random, workspace
+from helpers.poison import download, upload
 from helpers.share import some
+from helpers.shared_calls import random_case
 
 import cupyattn
 from cupyattn.errors import PlanError
@@ -23,14 +24,8 @@ BLOCK = 60
 
 @pytest.mark.parametrize("first", range(0, shared_calls.NUM_CASES, BLOCK))
 def test_random_calls(first: int) -> None:
-    failures = []
-    for seed in range(first, first + some(BLOCK)):
-        xp = framework(seed // 3)
-        try:
-            shared_calls.run_case(shared_calls.random_case(seed), xp, workspace(xp))
-        except AssertionError as error:
-            failures.append(f"seed {seed}: {error}")
-    assert not failures, f"{len(failures)} of {BLOCK} failed:\n" + "\n".join(failures[:5])
+    make = lambda seed, xp: shared_calls.Call(random_case(seed), xp, workspace(xp))  # noqa: E731
+    try_random(first, BLOCK, make, turn=3)
 
 
 def padded_arrays(count: int, length: int, prefix: int) -> tuple[np.ndarray, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import batches, compare, lowprec, sink_calls
-from helpers.gpu_calls import download, raw, upload
+from helpers import batches, calls, sink_calls
+from helpers.on_gpu import capture, scratch
+from helpers.poison import raw, upload
 
 import cupyattn
 
@@ -28,21 +30,8 @@ def sinks(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 3, HEADS[0]).astype(np.float32)
 
 
-def workspace(xp: Any) -> Any:
-    where = {"device": "cuda"} if xp.__name__ == "torch" else {}
-    return xp.zeros((128 << 20,), dtype=xp.uint8, **where)
-
-
 def check(got: Any, b: batches.Batch, sink: np.ndarray, what: str) -> None:
-    options = {"causal": True, "sinks": sink, "sm_scale": SCALE}
-    low: list[list[np.ndarray]] = [[], []]
-    for i, (k, v) in enumerate(b.keys):
-        q = b.q[b.qo_indptr[i] : b.qo_indptr[i + 1]]
-        for values, x in zip(low, lowprec.attention(q, k, v, **options), strict=True):
-            values.append(x)
-    models = [np.concatenate(x) for x in low]
-    o, lse = (download(x) for x in got)
-    compare.assert_close(o, lse, *b.expected(**options), *models, what)
+    calls.check_batch(got, b, what, causal=True, sinks=sink, sm_scale=SCALE)
 
 
 @pytest.mark.parametrize("split", [None, 16, 256])
@@ -51,7 +40,7 @@ def check(got: Any, b: batches.Batch, sink: np.ndarray, what: str) -> None:
 def test_every_wrapper_counts_a_sink_once(kind: str, name: str, split: int | None) -> None:
     xp = pytest.importorskip(name)
     b = batches.make(*LENGTHS[kind], PAGE, heads=HEADS, dims=(DIM, DIM))
-    sink, space = sinks(0), workspace(xp)
+    sink, space = sinks(0), scratch(xp)
     put = lambda x: upload(x, xp)  # noqa: E731
     for what, run in sink_calls.every_wrapper(b, sink, SCALE, space, split, put):
         for _ in range(2):
@@ -67,20 +56,18 @@ def test_a_graph_reads_the_sinks_of_the_day(kind: str) -> None:
     buffers = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (count + 1,) * 2]
     buffers += [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (1000, count)]
     w = cupyattn.BatchAttentionWithAttentionSinkWrapper(
-        workspace(torch), "NHD", True, *buffers, q_data_type="float16", kv_data_type="float16"
+        scratch(torch), "NHD", True, *buffers, q_data_type="float16", kv_data_type="float16"
     )
     w.plan(b.qo_indptr, *b.table, *HEADS, DIM, PAGE, causal=True)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
-    w.run(q, cache, sink, SCALE, out=out, lse=lse, return_lse=True)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        w.run(q, cache, sink, SCALE, out=out, lse=lse, return_lse=True)
+    run = functools.partial(w.run, q, cache, sink, SCALE, out=out, lse=lse, return_lse=True)
+    run()
+    replay = capture(torch, torch, run)
     for seed in range(1, 6):
         new = sinks(seed)
         sink.copy_(upload(new, torch))
         w.plan(b.qo_indptr, *b.table, *HEADS, DIM, PAGE, causal=True)
         raw(out).fill_(-1)
-        graph.replay()
+        replay()
         torch.cuda.synchronize()
         check((out, lse), b, new, f"{kind}, replay {seed}")

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import cases, compare, gpu_cases
-from helpers.gpu_calls import Call, download, raw, upload
+from helpers import cases, compare, gpu_cases, shared_wrapper
+from helpers.calls import Answer
+from helpers.poison import download, raw, upload
 from helpers.share import some
+from helpers.single_calls import Call
 
 import cupyattn
 
@@ -24,27 +26,19 @@ cupy = pytest.importorskip("cupy")
 _LONG = 100_000_000
 
 
-@pytest.fixture
-def torch() -> Any:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("torch is here without CUDA")
-    return torch
-
-
 def other_inputs(call: Call) -> dict[str, Any]:
     """Inputs of the same shapes with other values."""
     return cases.make_inputs(replace(call.case, seed=call.case.seed + 1000))
 
 
-def expected(call: Call, inputs: dict[str, Any]) -> list[np.ndarray]:
+def expected(call: Call, inputs: dict[str, Any]) -> Answer:
     """What an ordinary call of the same kind answers for `inputs`, on arrays of its own."""
-    plain = Call.prepare(call.case, cupy)
+    plain = Call(call.case, cupy)
     plain.inputs = plain.inputs | {name: inputs[name] for name in "qkv"}
     overwrite(plain, copies(inputs, cupy))
-    plain.run()
-    plain.check()
-    return plain.answers()
+    answers = plain.run()
+    plain.check(*answers)
+    return answers
 
 
 def copies(inputs: dict[str, Any], xp: ModuleType) -> dict[str, Any]:
@@ -57,7 +51,7 @@ def overwrite(call: Call, sources: dict[str, Any]) -> None:
         raw(call.arrays[name])[...] = raw(source)
 
 
-def assert_same(got: list[np.ndarray], wanted: list[np.ndarray], what: object) -> None:
+def assert_same(got: Answer, wanted: Answer, what: object) -> None:
     for a, b in zip(got, wanted, strict=True):
         compare.assert_bitwise_equal(a, b, what)
 
@@ -67,16 +61,16 @@ def assert_same(got: list[np.ndarray], wanted: list[np.ndarray], what: object) -
 
 @pytest.mark.parametrize("name", gpu_cases.STEADY)
 def test_torch_stream_orders_inputs_and_outputs(torch: Any, name: str) -> None:
-    call = Call.prepare(gpu_cases.STEADY[name], torch)
+    call = Call(gpu_cases.STEADY[name], torch)
     inputs = other_inputs(call)
     wanted, sources = expected(call, inputs), copies(inputs, torch)
-    call.run()
+    call.start()
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(_LONG)
         overwrite(call, sources)
-        call.run()
+        call.start()
         copy = raw(call.out.buffer).clone()
     stream.synchronize()
     assert_same(call.answers(), wanted, name)
@@ -85,17 +79,17 @@ def test_torch_stream_orders_inputs_and_outputs(torch: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", gpu_cases.STEADY)
 def test_cupy_stream_orders_inputs_and_outputs(torch: Any, name: str) -> None:
-    call = Call.prepare(gpu_cases.STEADY[name], cupy)
+    call = Call(gpu_cases.STEADY[name], cupy)
     inputs = other_inputs(call)
     wanted = expected(call, inputs)
     sources = copies(inputs, cupy)
-    call.run()
+    call.start()
     cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
         with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
             torch.cuda._sleep(_LONG)
         overwrite(call, sources)
-        call.run()
+        call.start()
         copy = raw(call.out.buffer).copy()
         stream.synchronize()
     assert_same(call.answers(), wanted, name)
@@ -105,14 +99,14 @@ def test_cupy_stream_orders_inputs_and_outputs(torch: Any, name: str) -> None:
 @pytest.mark.parametrize("name", gpu_cases.SPLIT_STEADY)
 def test_interleaved_streams_share_no_scratch(torch: Any, name: str) -> None:
     """Split launches on three streams at a time, many rounds before anybody waits."""
-    calls = [Call.prepare(gpu_cases.STEADY[name], torch) for _ in range(3)]
+    calls = [Call(gpu_cases.STEADY[name], torch) for _ in range(3)]
     streams = [torch.cuda.Stream() for _ in calls]
     wanted = expected(calls[0], calls[0].inputs)
     torch.cuda.synchronize()
     for _ in range(some(60)):
         for call, stream in zip(calls, streams, strict=True):
             with torch.cuda.stream(stream):
-                call.run()
+                call.start()
     torch.cuda.synchronize()
     for call in calls:
         assert_same(call.answers(), wanted, name)
@@ -124,12 +118,12 @@ def test_threads_do_not_disturb_each_other(torch: Any) -> None:
 
     def work(name: str) -> None:
         try:
-            call = Call.prepare(gpu_cases.STEADY[name], torch)
+            call = Call(gpu_cases.STEADY[name], torch)
             torch.cuda.synchronize()
             start.wait(timeout=60)
             with torch.cuda.stream(torch.cuda.Stream()):
                 for _ in range(20):
-                    call.run()
+                    call.start()
                     torch.cuda.current_stream().synchronize()
                     assert_same(call.answers(), wanted[name], name)
         except BaseException as error:
@@ -138,7 +132,7 @@ def test_threads_do_not_disturb_each_other(torch: Any) -> None:
     names = ("decode", "append", "prefill", "decode")
     wanted = {}
     for name in names:
-        call = Call.prepare(gpu_cases.STEADY[name], cupy)
+        call = Call(gpu_cases.STEADY[name], cupy)
         wanted[name] = expected(call, call.inputs)
     start = threading.Barrier(len(names))
     threads = [threading.Thread(target=work, args=(name,)) for name in names]
@@ -154,28 +148,28 @@ def test_threads_do_not_disturb_each_other(torch: Any) -> None:
 
 @pytest.mark.parametrize("name", gpu_cases.STEADY)
 def test_torch_graph(torch: Any, name: str) -> None:
-    call = Call.prepare(gpu_cases.STEADY[name], torch)
-    call.run()
+    call = Call(gpu_cases.STEADY[name], torch)
+    call.start()
     torch.cuda.synchronize()
     eager = call.answers()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call.run()
+        call.start()
     check_replays(torch, call, graph.replay, eager)
 
 
 @pytest.mark.parametrize("name", gpu_cases.SPLIT_STEADY)
 def test_torch_graph_of_many_layers(torch: Any, name: str) -> None:
     """Launches of one graph follow each other on one stream, with scratch each."""
-    calls = [Call.prepare(gpu_cases.STEADY[name], torch) for _ in range(4)]
+    calls = [Call(gpu_cases.STEADY[name], torch) for _ in range(4)]
     for call in calls:
-        call.run()
+        call.start()
     torch.cuda.synchronize()
     wanted = calls[0].answers()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
-            call.run()
+            call.start()
     for call in calls:
         raw(call.out.array)[...] = 0
     for _ in range(3):
@@ -188,19 +182,19 @@ def test_torch_graph_of_many_layers(torch: Any, name: str) -> None:
 @pytest.mark.parametrize("name", gpu_cases.SPLIT_STEADY)
 def test_torch_graph_replays_beside_eager_calls(torch: Any, name: str) -> None:
     """The graph may run on any stream, while others use the scratch of eager launches."""
-    captured, eager = (Call.prepare(gpu_cases.STEADY[name], torch) for _ in range(2))
-    eager.run()
-    captured.run()
+    captured, eager = (Call(gpu_cases.STEADY[name], torch) for _ in range(2))
+    eager.start()
+    captured.start()
     torch.cuda.synchronize()
     wanted = eager.answers()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured.run()
+        captured.start()
     side = torch.cuda.Stream()
     for _ in range(some(50)):
         with torch.cuda.stream(side):
             graph.replay()
-        eager.run()
+        eager.start()
     torch.cuda.synchronize()
     assert_same(captured.answers(), wanted, name)
     assert_same(eager.answers(), wanted, name)
@@ -208,15 +202,15 @@ def test_torch_graph_replays_beside_eager_calls(torch: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", gpu_cases.STEADY)
 def test_cupy_graph(torch: Any, name: str) -> None:
-    call = Call.prepare(gpu_cases.STEADY[name], cupy)
+    call = Call(gpu_cases.STEADY[name], cupy)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        call.run()
+        call.start()
         stream.synchronize()
         eager = call.answers()
         stream.begin_capture()
-        call.run()
+        call.start()
         graph = stream.end_capture()
     # What the capture borrowed from CuPy's pool must not be handed out again.
     strangers = [cupy.full(size, np.nan, np.float32) for size in (10**3, 10**4, 10**5, 10**6)] * 4
@@ -229,9 +223,7 @@ def test_cupy_graph(torch: Any, name: str) -> None:
     assert all(bool(cupy.isnan(x).all()) for x in strangers)
 
 
-def check_replays(
-    torch: Any, call: Call, replay: Callable[[], None], eager: list[np.ndarray]
-) -> None:
+def check_replays(torch: Any, call: Call, replay: Callable[[], None], eager: Answer) -> None:
     """Replays answer as the eager call did, again and again, and for new values of the inputs."""
     for _ in range(3):
         raw(call.out.array)[...] = 0
@@ -362,3 +354,16 @@ def test_a_mask_of_more_bits_than_32_bits_count() -> None:
     compare.assert_close(*got, *ref, *low, what="rows behind a long mask")
     hidden = np.delete(np.arange(qo_len), rows)
     assert (download(out)[hidden] == 0).all() and np.isneginf(download(lse)[hidden]).all()
+
+
+def test_threads_that_share_a_wrapper() -> None:
+    """Each thread plans and runs; a run is right, or refused because another thread has planned."""
+    q, pages = (upload(x, cupy) for x in shared_wrapper.pool())
+    wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper("cuda")
+    answers = shared_wrapper.plan_and_run(wrapper, q, pages)
+    assert any(answers)
+    for index, outs in enumerate(answers):
+        assert isinstance(outs, list), outs
+        for out in outs:
+            wanted = shared_wrapper.wanted(index)
+            np.testing.assert_allclose(download(out), wanted, rtol=2e-3, atol=2e-3)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import batch_calls, batches, compare, item_cases, verify_cases
-from helpers.gpu_calls import download, upload
-from helpers.share import some
+from helpers import batches, compare, item_cases, verify_cases
+from helpers.batch_calls import planned
+from helpers.on_gpu import capture, try_random, workspace
+from helpers.poison import download, upload
 
 import cupyattn
-
-from .test_batch_gpu import framework, workspace
 
 pytestmark = pytest.mark.gpu
 
@@ -26,14 +26,8 @@ BLOCK = 60
 @pytest.mark.parametrize("first", range(0, verify_cases.NUM_CASES, BLOCK))
 def test_random_cases(kind: str, first: int) -> None:
     cases: Any = verify_cases if kind == "verify" else item_cases
-    failures = []
-    for seed in range(first, first + some(BLOCK)):
-        xp = framework(seed // 3)
-        try:
-            batch_calls.run_case(cases.random_case(seed), xp, workspace(xp))
-        except AssertionError as error:
-            failures.append(f"seed {seed}: {error}")
-    assert not failures, f"{len(failures)} of {BLOCK} failed:\n" + "\n".join(failures[:5])
+    make = lambda seed, xp: planned(cases.random_case(seed), xp, workspace(xp))  # noqa: E731
+    try_random(first, BLOCK, make, turn=3)
 
 
 def flat_prefill(
@@ -54,10 +48,7 @@ def test_verification_is_prefill_with_the_whole_mask(name: str, q_len: int) -> N
     kv_len = [3000, 700, q_len, 64]
     b = batches.make([q_len] * 4, kv_len, 16, heads=heads, dims=(dim, dim))
     rows = verify_cases.random_tree(rng, 4, q_len)
-    masks = []
-    for index, n in enumerate(kv_len):
-        masks.append(np.ones((q_len, n), bool))
-        masks[-1][:, n - q_len :] = rows[index * q_len : (index + 1) * q_len]
+    masks = verify_cases.whole_masks(rows, kv_len)
     w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(workspace(xp))
     w.plan(*b.table, *heads, dim, 16, q_len_per_req=q_len)
     mask = upload(verify_cases.in_form(rows, "uint16", rng), xp)
@@ -79,30 +70,23 @@ def test_a_graph_reads_the_mask_of_the_day(form: str) -> None:
         torch.empty(64 << 20, dtype=torch.uint8, device="cuda"), *buffers
     )
     rng = np.random.default_rng(0)
-    graph: Any = None
+    replay: Any = None
     for step, kv_len in enumerate(([900, 3000, 40], [8, 16, 3100], [2000, 1, 300])):
         b = batches.make([q_len] * 3, kv_len, page, heads=heads, dims=(dim, dim), seed=step)
         rows = verify_cases.random_tree(rng, 3, q_len)
         values = b.q, b.one_tensor(), verify_cases.in_form(rows, form, rng)
         w.plan(*b.table, *heads, dim, page, q_len_per_req=q_len)
-        if graph is None:
+        if replay is None:
             q, mask = upload(values[0], torch), upload(values[2], torch)
             cache = torch.zeros(400, *values[1].shape[1:], dtype=torch.float16, device="cuda")
             out = torch.empty_like(q)
-            w.run(q, cache, mask=mask, out=out)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                w.run(q, cache, mask=mask, out=out)
+            run = functools.partial(w.run, q, cache, mask=mask, out=out)
+            run()
+            replay = capture(torch, torch, run)
         q.copy_(upload(values[0], torch))
         cache[: len(values[1])].copy_(upload(values[1], torch))
         mask.copy_(upload(values[2], torch))
-        graph.replay()
+        replay()
         torch.cuda.synchronize()
-        masks = []
-        for index, n in enumerate(kv_len):
-            whole = np.ones((q_len, n + q_len), bool)
-            whole[:, n:] = rows[index * q_len : (index + 1) * q_len]
-            masks.append(whole[:, q_len:])
-        wanted = b.expected(masks)[0]
+        wanted = b.expected(verify_cases.whole_masks(rows, kv_len))[0]
         np.testing.assert_allclose(download(out).astype(np.float64), wanted, atol=4e-3)

@@ -1,9 +1,8 @@
-"""Runs a random batch through the public API on poisoned arrays and checks the answer."""
+"""Batches through the wrappers, on poisoned arrays."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -13,55 +12,49 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.core import dtypes
 
-from . import compare, item_cases, lowprec, poison, verify_cases
-from .batch_cases import Case, Problem, pick
-from .gpu_calls import download, raw, upload
+from . import batches, calls, item_cases, poison, verify_cases
+from .batch_cases import Case
+from .batches import offsets
+from .cases import pick
+from .poison import upload
 
-# Says whether a kernel has run.
-Served = Callable[[], bool]
-
-
-def offsets(lengths: Any) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+# A value to set before keys are placed: (request, "k" or "v", index, value).
+Spoilt = tuple[int, str, Any, float]
 
 
-def may_be_coarse(problem: Problem, xp: ModuleType, may_be_hoppers: bool | None) -> bool:
-    """Whether an answer may err by what prefill_sm90's soft cap does.
-
-    may_be_hoppers: whether that kernel may have run; default: the arrays are a GPU's.
-    """
-    if may_be_hoppers is None:
-        may_be_hoppers = xp is not np
-    return may_be_hoppers and problem.has_coarse_cap
-
-
-class Call:
-    """A case with its arrays on the device, and what must stay untouched."""
-
-    def __init__(self, case: Case, xp: ModuleType, workspace: Any) -> None:
-        self.case, self.xp = case, xp
-        self.rng = np.random.default_rng((case.seed, 78))
-        problem = case.problem
-        self.q = self._values(sum(case.qo_len), case.num_qo_heads, problem.dims[0], problem.dtype)
+class Call(calls.Call):
+    def __init__(
+        self, case: Case, xp: ModuleType, workspace: Any, spoil: Sequence[Spoilt] = ()
+    ) -> None:
+        super().__init__(case, xp, case.seed, 78)
+        problem, heads = case.problem, case.num_kv_heads
+        rows = (sum(case.qo_len), case.num_qo_heads)
+        self.q = self.values(*rows, problem.dims[0], dtype=problem.dtype)
         self.keys = [
-            tuple(self._values(n, case.num_kv_heads, d, problem.kv_dtype) for d in problem.dims)
+            [self.values(n, heads, dim, dtype=problem.kv_dtype) for dim in problem.dims]
             for n in case.kv_len
         ]
+        for request, name, index, value in spoil:
+            self.keys[request]["kv".index(name)][index] = value
         shapes = list(zip(case.qo_len, case.kv_len, strict=True))
         self.masks = [self._mask(*s) for s in shapes] if problem.is_masked else None
         self.scales = self._scales()
         self.sinks = None
         if case.has_sinks:
             self.sinks = self.rng.normal(0, 2, case.num_qo_heads).astype(np.float32)
-        self.owned: dict[str, poison.Poisoned] = {}
         self.qo_indptr = offsets(case.qo_len)
         self.device_q = self._embed("q", self.q)
         self._place_keys()
-        rows = (len(self.q), case.num_qo_heads)
         self.out_dtype = dtypes.parse(problem.o_dtype or problem.dtype).numpy
         shape = (*rows, problem.dims[1])
-        self.out = poison.blank(shape, self.out_dtype, self._strides(shape), xp=xp)
-        self.lse = poison.blank(rows, np.dtype(np.float32), xp=xp)
+        self.out = self.blank("out", shape, self.out_dtype, self._strides(shape))
+        self.lse = self.blank("lse", rows, np.float32)
+        self.has_coarse_cap = problem.has_coarse_cap
+        self.logit_magnitude = calls.logit_magnitude(
+            20.0 * problem.is_capped,
+            case.num_qo_heads * (problem.pos_encoding_mode == "ALIBI"),
+            max((*case.qo_len, *case.kv_len, 0)),
+        )
         self.extras = {
             name: upload(x, xp) if isinstance(x, np.ndarray) else x
             for name, x in self.scales.items()
@@ -83,11 +76,6 @@ class Call:
 
     # --- inputs ---
 
-    def _values(self, *shape_and_dtype: Any) -> np.ndarray:
-        *shape, dtype = shape_and_dtype
-        values = self.rng.standard_normal(tuple(shape)).astype(np.float32)
-        return values.astype(dtypes.parse(dtype).numpy)
-
     def _mask(self, qo_len: int, kv_len: int) -> np.ndarray:
         density = pick(self.rng, (0.02, 0.3, 0.7))
         return self.rng.random((qo_len, kv_len)) < density
@@ -97,11 +85,7 @@ class Call:
         q_len, rng = self.case.qo_len[0], np.random.default_rng((self.case.seed, 81))
         rows = verify_cases.random_tree(rng, len(self.case.qo_len), q_len)
         self.extras["mask"] = upload(verify_cases.in_form(rows, self.case.tree, rng), self.xp)
-        self.masks = []
-        for index, kv_len in enumerate(self.case.kv_len):
-            mask = np.ones((q_len, max(q_len, kv_len)), bool)
-            mask[:, mask.shape[1] - q_len :] = rows[index * q_len : (index + 1) * q_len]
-            self.masks.append(mask[:, mask.shape[1] - kv_len :])
+        self.masks = verify_cases.whole_masks(rows, self.case.kv_len)
 
     def _scales(self) -> dict[str, Any]:
         case, rng = self.case, self.rng
@@ -122,29 +106,20 @@ class Call:
         return scales
 
     def _strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Rows on 16-byte boundaries, or off them, with gaps or without."""
-        pitch = shape[-1]
-        if not self.case.problem.is_aligned:
-            pitch += 3
-        elif self.case.is_padded:
-            pitch = (pitch + 31) // 16 * 16
-        gap = 48 if self.case.is_padded else 0
-        strides = [1, pitch]
-        for extent in shape[-2:0:-1]:
-            strides.append(strides[-1] * max(extent, 1) + gap)
-        return tuple(reversed(strides[: len(shape)]))
+        return poison.strides(shape, self.case.problem.is_aligned, self.case.is_padded)
 
     def _embed(self, name: str, values: np.ndarray) -> Any:
-        placed = poison.embed(values, self._strides(values.shape), xp=self.xp)
-        self.owned[name] = placed
-        return placed.array
+        return self.embed(name, values, self._strides(values.shape))
 
     def _place_keys(self) -> None:
         case = self.case
+        kind = dtypes.parse(case.problem.kv_dtype).numpy
+        inner = [(case.num_kv_heads, dim) for dim in case.problem.dims]
         if not case.page_size:
             self.kv_indptr = offsets(case.kv_len)
             whole = [
-                np.concatenate([pair[i] for pair in self.keys] or [self._empty(i)]) for i in (0, 1)
+                np.concatenate([np.zeros((0, *shape), kind), *(pair[i] for pair in self.keys)])
+                for i, shape in enumerate(inner)
             ]
             if case.kv_layout == "HND":
                 whole = [np.ascontiguousarray(x.swapaxes(0, 1)) for x in whole]
@@ -155,28 +130,19 @@ class Call:
         self.kv_indptr = offsets(pages)
         total = sum(pages) + 3
         order = self.rng.permutation(total)[: sum(pages)]
-        pools = []
-        for i in (0, 1):
-            # Whatever no request owns is NaN: slots behind a request's last token, spare pages.
-            kind = self._empty(i).dtype
-            pool = np.full((total, size, *self._empty(i).shape[1:]), np.nan, np.float32)
-            pool = pool.astype(kind)
-            for request, pair in enumerate(self.keys):
-                own = order[self.kv_indptr[request] : self.kv_indptr[request + 1]]
-                tokens = np.arange(case.kv_len[request])
-                pool[own[tokens // size], tokens % size] = pair[i]
-            pools.append(pool if case.kv_layout == "NHD" else pool.swapaxes(1, 2).copy())
-        self.last_page_len = np.array([(n - 1) % size + 1 if n else -9 for n in case.kv_len])
+        # Whatever no request owns is NaN: slots behind a request's last token, spare pages.
+        pools = [batches.blank_pages(total, size, *shape, dtype=kind) for shape in inner]
+        for request, pair in enumerate(self.keys):
+            own = order[self.kv_indptr[request] : self.kv_indptr[request + 1]]
+            for pool, values in zip(pools, pair, strict=True):
+                batches.fill_pages(pool, own, values)
+        pools = [batches.as_layout(pool, case.kv_layout) for pool in pools]
+        self.last_page_len = batches.last_page_len(case.kv_len, size, of_none=-9)
         self.table = np.concatenate([order, [2**31 - 1, -(2**31), 123456789]])
         if case.is_pair:
             self.cache = tuple(self._embed(n, x) for n, x in zip("kv", pools, strict=True))
         else:
             self.cache = self._embed("cache", np.stack(pools, axis=1))
-
-    def _empty(self, index: int) -> np.ndarray:
-        problem = self.case.problem
-        kind = dtypes.parse(problem.kv_dtype).numpy
-        return np.zeros((0, self.case.num_kv_heads, problem.dims[index]), kind)
 
     # --- the call ---
 
@@ -207,9 +173,11 @@ class Call:
             sizes.append(case.page_size)
         if case.wrapper == "decode":
             options["q_len_per_req"] = case.qo_len[0] if case.qo_len else 1
+            options["window_right"] = 0 if case.causal else case.window_right
         else:
             on_host.insert(0, self.qo_indptr.astype(kind))
             options |= {"causal": case.causal, "head_dim_vo": problem.dims[1]}
+            options["window_right"] = case.window_right
             if self.items:
                 options |= self.items
             elif self.masks is not None:
@@ -225,53 +193,22 @@ class Call:
         packed, _ = reference.segment_packbits(flat, bits, "little")
         return {"packed_custom_mask": upload(np.append(packed, np.uint8(255)), self.xp)}
 
-    def run(self) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of (out, lse)."""
-        case = self.case
-        given = self.cache if not case.page_size else (self.cache,)
-        outputs = {"out": self.out.array, "lse": self.lse.array} if case.with_out else {}
-        got = self.wrapper.run(self.device_q, *given, return_lse=True, **self.extras, **outputs)
-        if case.with_out:
-            assert got[0] is self.out.array and got[1] is self.lse.array
-            return self.out.values(), self.lse.values()
-        return download(got[0]), download(got[1])
+    def start(self) -> None:
+        keys = self.cache if not self.case.page_size else (self.cache,)
+        self.run_wrapper(self.wrapper, self.device_q, *keys, return_lse=True, **self.extras)
 
-    def check(
-        self, out: np.ndarray, lse: np.ndarray, *, may_be_hoppers: bool | None = None
-    ) -> None:
-        """may_be_hoppers: as may_be_coarse's."""
-        ref, low = self.expected()
-        case = self.case
-        magnitude = 20.0 * math.log2(math.e) if case.problem.is_capped else 0.0
-        if case.problem.pos_encoding_mode == "ALIBI":
-            slope = float(lowprec.alibi_slopes(case.num_qo_heads).max())
-            longest = max((*case.qo_len, *case.kv_len, 0))
-            magnitude = max(magnitude, slope * longest * math.log2(math.e))
-        compare.assert_close(
-            out,
-            lse,
-            *ref,
-            *low,
-            case,
-            p_dtype=self.q.dtype,
-            logit_magnitude=magnitude,
-            has_coarse_cap=may_be_coarse(case.problem, self.xp, may_be_hoppers),
-        )
-        for name, placed in {**self.owned, "out": self.out, "lse": self.lse}.items():
-            placed.assert_intact(f"{case}: {name}")
+    # --- the answer ---
 
-    def expected(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """(o, lse) of the whole batch in float64, and in the kernels' precision."""
+    def expected(self) -> tuple[calls.States, calls.States]:
         case, problem = self.case, self.case.problem
-        found: list[list[list[np.ndarray]]] = [[[], []], [[], []]]
-        for index, (k, v) in enumerate(self.keys):
-            rows = slice(self.qo_indptr[index], self.qo_indptr[index + 1])
-            arguments: dict[str, Any] = {
-                "q": self.q[rows],
+        requests = [
+            {
+                "q": self.q[self.qo_indptr[index] : self.qo_indptr[index + 1]],
                 "k": k,
                 "v": v,
                 "causal": case.causal,
                 "window_left": case.window_left,
+                "window_right": case.window_right,
                 "mask": None if self.masks is None else self.masks[index],
                 "logits_soft_cap": 20.0 if problem.is_capped else 0.0,
                 "sm_scale": case.sm_scale,
@@ -279,28 +216,13 @@ class Call:
                 "sinks": self.sinks,
                 **{f"scale_{n}": self.scales.get(f"{n}_scale") for n in "qkv"},
             }
-            answers = (
-                reference.attention(**arguments),
-                lowprec.attention(**arguments, o_dtype=self.out_dtype),
-            )
-            for lists, answer in zip(found, answers, strict=True):
-                for values, x in zip(lists, answer, strict=True):
-                    values.append(x)
-        shapes = (0, case.num_qo_heads, problem.dims[1]), (0, case.num_qo_heads)
-        ref, low = (
-            [np.concatenate([np.zeros(s), *x]) for s, x in zip(shapes, lists, strict=True)]
-            for lists in found
-        )
-        return ref, low
+            for index, (k, v) in enumerate(self.keys)
+        ]
+        return calls.attend(requests, case.num_qo_heads, problem.dims[1], self.out_dtype)
 
 
-def run_case(case: Case, xp: ModuleType, workspace: Any) -> None:
-    """Plan, run, check against float64, and run again for the same bits."""
+def planned(case: Case, xp: ModuleType, workspace: Any) -> Call:
+    """A call whose wrapper has its plan."""
     call = Call(case, xp, workspace)
     call.plan()
-    first = call.run()
-    call.check(*first)
-    if case.with_out:
-        raw(call.out.array)[...] = 0
-    for a, b in zip(first, call.run(), strict=True):
-        compare.assert_bitwise_equal(a, b, case)
+    return call

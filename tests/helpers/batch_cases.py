@@ -7,9 +7,10 @@ Shapes are small: what counts is how requests, pages, tiles and splits meet.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+
+from .cases import pick
 
 NUM_CASES = 2400
 
@@ -88,6 +89,7 @@ class Case:
     with_out: bool
     tree: str = ""  # the form of the run's mask, see verify_cases.py
     has_items: bool = False  # multi-item scoring, see item_cases.py
+    window_right: int = -1
 
     @property
     def num_qo_heads(self) -> int:
@@ -117,7 +119,7 @@ def random_case(seed: int) -> Case:
     group = pick(rng, (1, 2, 4, 4, 5, 8, 16))
     num_kv_heads = pick(rng, (1, 1, 2, 3))
     # What bounds the time of the two CPU answers.
-    while _multiplies(qo_len, kv_len) * num_kv_heads * group * sum(problem.dims) > _MAX_MULTIPLIES:
+    while np.dot(qo_len, kv_len) * num_kv_heads * group * sum(problem.dims) > _MAX_MULTIPLIES:
         if num_kv_heads > 1:
             num_kv_heads -= 1
         elif wrapper == "decode" or max(qo_len) == 1:
@@ -129,6 +131,7 @@ def random_case(seed: int) -> Case:
                 kv_len[worst] //= 2
     page_size = 0 if wrapper == "ragged" else pick(rng, _PAGE_SIZES)
     fixed = pick(rng, (64, 100, 256)) if wrapper == "ragged" else pick(rng, (1, 4, 16))
+    window_right = pick(np.random.default_rng((seed, 78)), (-1, -1, 0, 2, 17, 150))
     return Case(
         seed=seed,
         wrapper=wrapper,
@@ -139,7 +142,7 @@ def random_case(seed: int) -> Case:
         num_kv_heads=num_kv_heads,
         group=group,
         kv_layout=pick(rng, ("NHD", "HND")),
-        causal=wrapper == "decode" or bool(rng.random() < 0.6),
+        causal=window_right < 1 if wrapper == "decode" else bool(rng.random() < 0.6),
         window_left=pick(rng, (-1, -1, -1, 0, 3, 60, 200)),
         sm_scale=pick(rng, (None, None, 0.11)),
         has_sinks=bool(rng.random() < 0.2),
@@ -151,12 +154,5 @@ def random_case(seed: int) -> Case:
         split=pick(rng, ((None, False), (None, False), (None, True), (fixed, False))),
         is_padded=bool(rng.random() < 0.5),
         with_out=bool(rng.random() < 0.7),
+        window_right=window_right,
     )
-
-
-def _multiplies(qo_len: list[int], kv_len: list[int]) -> int:
-    return sum(q * kv for q, kv in zip(qo_len, kv_len, strict=True))
-
-
-def pick(rng: np.random.Generator, choices: Any) -> Any:
-    return choices[int(rng.integers(len(choices)))]

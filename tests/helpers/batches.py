@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,8 @@ from cupyattn import reference
 from cupyattn.core import dtypes
 
 HQ, HKV, D = 4, 2, 16
+# It serves any batch. The CPU touches none of it, but refuses what a GPU would find too small.
+WORKSPACE = np.zeros(128 << 20, np.uint8)
 
 
 @dataclass
@@ -41,6 +44,15 @@ class Batch:
         k, v = (np.concatenate([pair[i] for pair in self.keys] or [self.q[:0]]) for i in (0, 1))
         return k, v
 
+    def requests(
+        self, masks: list[np.ndarray] | None = None, **options: Any
+    ) -> Iterator[dict[str, Any]]:
+        """The arguments of reference.attention for each request."""
+        for i, (k, v) in enumerate(self.keys):
+            q = self.q[self.qo_indptr[i] : self.qo_indptr[i + 1]]
+            mask = None if masks is None else masks[i]
+            yield {"q": q, "k": k, "v": v, "mask": mask, **options}
+
     def expected(
         self, masks: list[np.ndarray] | None = None, **options: Any
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -48,10 +60,9 @@ class Batch:
         v_dim = self.cache[1].shape[-1]
         o = np.zeros((*self.q.shape[:2], v_dim))
         lse = np.full(self.q.shape[:2], -np.inf)
-        for i, (k, v) in enumerate(self.keys):
+        for i, request in enumerate(self.requests(masks, **options)):
             rows = slice(self.qo_indptr[i], self.qo_indptr[i + 1])
-            mask = None if masks is None else masks[i]
-            o[rows], lse[rows] = reference.attention(self.q[rows], k, v, mask=mask, **options)
+            o[rows], lse[rows] = reference.attention(**request)
         return o, lse
 
     def one_tensor(self, layout: str = "NHD") -> np.ndarray:
@@ -68,8 +79,25 @@ def as_layout(x: np.ndarray, layout: str) -> np.ndarray:
     return x if layout == "NHD" else np.ascontiguousarray(x.swapaxes(1, 2))
 
 
-def offsets(lengths: list[int]) -> np.ndarray:
+def offsets(lengths: Any) -> np.ndarray:
+    """Where requests of these lengths begin, and where the last one ends."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def last_page_len(kv_len: Sequence[int], page_size: int, of_none: int = 0) -> np.ndarray:
+    """Tokens on the last page of each request; `of_none` for a request without keys."""
+    return np.array([(n - 1) % page_size + 1 if n else of_none for n in kv_len], np.int32)
+
+
+def blank_pages(*shape: int, dtype: np.dtype) -> np.ndarray:
+    """Pages of one kind, [pages, page_size, heads, dim], all NaN."""
+    return np.full(shape, np.nan, np.float32).astype(dtype)
+
+
+def fill_pages(pool: np.ndarray, pages: np.ndarray, values: np.ndarray) -> None:
+    """Put the tokens of one request into its pages, in this order."""
+    page, slot = np.divmod(np.arange(len(values)), pool.shape[1])
+    pool[pages[page], slot] = values
 
 
 def make(
@@ -91,12 +119,8 @@ def make(
     kind, kv_kind = (dtypes.parse(d).numpy for d in (dtype, kv_dtype or dtype))
     num_qo_heads, num_kv_heads = heads
     order = rng.permutation(count + spare_pages)[:count].astype(np.int32)
-    cache = tuple(
-        np.full((count + spare_pages, page_size, num_kv_heads, dim), np.nan, np.float32).astype(
-            kv_kind
-        )
-        for dim in dims
-    )
+    shape = count + spare_pages, page_size, num_kv_heads
+    cache = tuple(blank_pages(*shape, dim, dtype=kv_kind) for dim in dims)
     indptr = offsets(pages)
     keys = []
     for i, n in enumerate(kv_len):
@@ -104,12 +128,9 @@ def make(
         pair = []
         for x, dim in zip(cache, dims, strict=True):
             values = rng.standard_normal((n, num_kv_heads, dim)).astype(kv_kind)
-            for place, page in enumerate(own):
-                part = values[place * page_size : (place + 1) * page_size]
-                x[page, : len(part)] = part
+            fill_pages(x, own, values)
             pair.append(values)
         keys.append((pair[0], pair[1]))
-    last = [(n - 1) % page_size + 1 if n else 0 for n in kv_len]
     q = rng.standard_normal((sum(qo_len), num_qo_heads, dims[0])).astype(kind)
     table = np.concatenate([order, np.full(5, 2**31 - 1, np.int32)])
     return Batch(
@@ -121,6 +142,6 @@ def make(
         offsets(qo_len),
         indptr,
         table,
-        np.array(last, np.int32),
+        last_page_len(kv_len, page_size),
         keys,
     )

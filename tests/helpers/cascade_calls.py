@@ -5,7 +5,6 @@ The answer is that of attention over the keys of all levels as one sequence, req
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 from types import ModuleType
@@ -17,10 +16,11 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.core import dtypes
 
-from . import compare, lowprec, poison
-from .batch_calls import Served, may_be_coarse, offsets
-from .batch_cases import PROBLEMS, Problem, pick
-from .gpu_calls import download, raw, upload
+from . import batches, calls, lowprec, poison
+from .batch_cases import PROBLEMS, Problem
+from .batches import offsets
+from .cases import pick
+from .poison import upload
 
 NUM_CASES = 1200
 _PROBLEMS = [x for x in PROBLEMS if not x.is_masked and x.dims[0] == x.dims[1] and not x.o_dtype]
@@ -118,16 +118,15 @@ def _shifted(rng: np.random.Generator, level: Level) -> Level:
     return tuple(np.diff(cuts, prepend=0, append=sum(rows)).tolist())[: len(rows)], keys
 
 
-class Call:
-    """A case with its arrays on the device, and what must stay untouched."""
-
+class Call(calls.Call):
     def __init__(self, case: Case, xp: ModuleType) -> None:
-        self.case, self.xp = case, xp
-        self.rng = np.random.default_rng((case.seed, 92))
-        self.q = self._values(sum(case.levels[-1][0]), case.num_qo_heads)
+        super().__init__(case, xp, case.seed, 92)
+        problem, dim = case.problem, case.problem.dims[0]
+        rows = sum(case.levels[-1][0]), case.num_qo_heads
+        self.q = self.values(*rows, dim, dtype=problem.dtype)
         self.keys = [
             [
-                (self._values(n, case.num_kv_heads, True), self._values(n, case.num_kv_heads, True))
+                [self.values(n, case.num_kv_heads, dim, dtype=problem.kv_dtype) for _ in "kv"]
                 for n in keys
             ]
             for _, keys in case.levels
@@ -135,31 +134,23 @@ class Call:
         self.extras: dict[str, Any] = {}
         if case.has_sinks:
             self.extras["sinks"] = self.rng.normal(0, 2, case.num_qo_heads).astype(np.float32)
-        if case.problem.prescale_logits:
+        if problem.prescale_logits:
             scales = self.rng.uniform(0.3, 1.5, case.num_kv_heads).astype(np.float32)
             self.extras["k_scale"] = -0.6 if case.num_kv_heads == 1 else scales
         if case.has_scales:
             self.extras["v_scale"] = 0.7
         self._place_keys()
-        gap = 3 if not case.problem.is_aligned else 16
-        strides = self._strides(self.q.shape, gap)
-        self.device_q = poison.embed(self.q, strides, xp=xp)
-        self.out = poison.blank(self.q.shape, self.q.dtype, strides, xp=xp)
-        self.lse = poison.blank(self.q.shape[:2], np.dtype(np.float32), xp=xp)
+        strides = poison.strides(self.q.shape, problem.is_aligned, is_padded=True)
+        self.device_q = self.embed("q", self.q, strides)
+        self.out = self.blank("out", self.q.shape, self.q.dtype, strides)
+        self.lse = self.blank("lse", rows, np.float32)
+        self.has_coarse_cap = problem.has_coarse_cap
+        slopes_of = case.num_qo_heads * (problem.pos_encoding_mode == "ALIBI")
+        self.logit_magnitude = calls.logit_magnitude(_CAP * problem.is_capped, slopes_of, 2048)
         self.given = {
             name: upload(x, xp) if isinstance(x, np.ndarray) else x
             for name, x in self.extras.items()
         }
-
-    def _values(self, rows: int, heads: int, is_kv: bool = False) -> np.ndarray:
-        problem = self.case.problem
-        kind = dtypes.parse(problem.kv_dtype if is_kv else problem.dtype).numpy
-        values = self.rng.standard_normal((rows, heads, problem.dims[0]))
-        return values.astype(np.float32).astype(kind)
-
-    def _strides(self, shape: tuple[int, ...], gap: int) -> tuple[int, ...]:
-        pitch = shape[2] + gap
-        return (pitch * shape[1] + 48, pitch, 1)
 
     def _place_keys(self) -> None:
         case, size = self.case, self.case.page_size
@@ -168,25 +159,22 @@ class Call:
         order = self.rng.permutation(total)
         self.tables, at = [], 0
         kind = dtypes.parse(case.problem.kv_dtype).numpy
-        shape = (total, size, case.num_kv_heads, case.problem.dims[0])
-        pools = [np.full(shape, np.nan, np.float32).astype(kind) for _ in range(2)]
+        shape = total, size, case.num_kv_heads, case.problem.dims[0]
+        pools = [batches.blank_pages(*shape, dtype=kind) for _ in "kv"]
         for (_, keys), pages, pairs in zip(case.levels, counts, self.keys, strict=True):
             indptr = offsets(pages)
             ids = order[at : at + sum(pages)]
             at += sum(pages)
             for request, pair in enumerate(pairs):
                 own = ids[indptr[request] : indptr[request + 1]]
-                tokens = np.arange(keys[request])
                 for pool, values in zip(pools, pair, strict=True):
-                    pool[own[tokens // size], tokens % size] = values
-            last = np.array([(n - 1) % size + 1 if n else -9 for n in keys], np.int32)
+                    batches.fill_pages(pool, own, values)
             ids = np.append(ids, [2**31 - 1, -(2**31)]).astype(np.int32)
-            table = indptr, ids, last
+            table = indptr, ids, batches.last_page_len(keys, size, of_none=-9)
             self.tables.append([x.astype(case.table_dtype) for x in table])
-        if case.kv_layout == "HND":
-            pools = [pool.swapaxes(1, 2) for pool in pools]
+        pools = [batches.as_layout(pool, case.kv_layout) for pool in pools]
         if case.is_pair:
-            self.cache: Any = tuple(upload(np.ascontiguousarray(x), self.xp) for x in pools)
+            self.cache: Any = tuple(upload(x, self.xp) for x in pools)
         else:
             self.cache = upload(np.stack(pools, axis=1), self.xp)
 
@@ -227,48 +215,29 @@ class Call:
             ids += own
             pages.append(sum(map(len, own)))
             lengths.append(sum(counts))
-        last = [(n - 1) % case.page_size + 1 if n else 0 for n in lengths]
-        table = [indptrs[-1], offsets(pages), np.concatenate([*ids, [2**31 - 1]])]
-        return [x.astype(np.int32) for x in (*table, np.array(last), np.array(lengths))]
+        last = batches.last_page_len(lengths, case.page_size)
+        table = [indptrs[-1], offsets(pages), np.concatenate([*ids, [2**31 - 1]]), last]
+        return [x.astype(np.int32) for x in (*table, np.array(lengths))]
 
-    def run(self, wrapper: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of (out, lse)."""
-        outputs: dict[str, Any] = {}
-        if self.case.with_out:
-            outputs |= {"out": self.out.array, "lse": self.lse.array}
-        if not isinstance(wrapper, cupyattn.BatchAttention):
-            outputs["return_lse"] = True
-        got = wrapper.run(self.device_q.array, self.cache, **self.given, **outputs)
-        if self.case.with_out:
-            assert got[0] is self.out.array and got[1] is self.lse.array
-            return self.out.values(), self.lse.values()
-        return download(got[0]), download(got[1])
+    def plan(self, workspace: Any, **made: Any) -> Any:
+        """A wrapper of the case, with its plan; `made` are options of the constructor."""
+        cls = cupyattn.MultiLevelCascadeAttentionWrapper
+        self.wrapper = cls(len(self.case.levels), workspace, self.case.kv_layout, **made)
+        arguments, options = self.plan_arguments()
+        self.wrapper.plan(*arguments, **options)
+        return self.wrapper
 
-    def check(
-        self, out: np.ndarray, lse: np.ndarray, *, may_be_hoppers: bool | None = None
-    ) -> None:
-        """may_be_hoppers: as may_be_coarse's."""
-        ref, low = self.expected()
-        case = self.case
-        magnitude = _CAP * math.log2(math.e) if case.problem.is_capped else 0.0
-        if case.problem.pos_encoding_mode == "ALIBI":
-            slope = float(lowprec.alibi_slopes(case.num_qo_heads).max())
-            magnitude = max(magnitude, slope * 2048 * math.log2(math.e))
-        compare.assert_close(
-            out,
-            lse,
-            *ref,
-            *low,
-            case,
-            p_dtype=self.q.dtype,
-            logit_magnitude=magnitude,
-            has_coarse_cap=may_be_coarse(case.problem, self.xp, may_be_hoppers),
-        )
-        for name in ("device_q", "out", "lse"):
-            getattr(self, name).assert_intact(f"{case}: {name}")
+    def start(self) -> None:
+        is_mixed = isinstance(self.wrapper, cupyattn.BatchAttention)
+        options = self.given if is_mixed else self.given | {"return_lse": True}
+        self.run_wrapper(self.wrapper, self.device_q, self.cache, **options)
 
-    def expected(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """(o, lse) of all rows in float64, and in the kernels' precision."""
+    def run_on(self, wrapper: Any) -> calls.Answer:
+        """What a wrapper with a plan for the same rows and keys answers."""
+        self.wrapper = wrapper
+        return self.run()
+
+    def expected(self) -> tuple[calls.States, calls.States]:
         case, problem = self.case, self.case.problem
         heads, dim = case.num_qo_heads, problem.dims[1]
         found = [
@@ -296,7 +265,6 @@ class Call:
                 "logits_soft_cap": _CAP if problem.is_capped else 0.0,
                 "pos_encoding_mode": problem.pos_encoding_mode,
                 "sinks": self.extras.get("sinks"),
-                "alibi_start": len(k) - qo_len,
                 **{f"scale_{n}": self.extras.get(f"{n}_scale") for n in "kv"},
             }
             ref = reference.attention(**arguments)
@@ -319,21 +287,8 @@ def _worse(ref: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where(np.abs(b - ref) > np.abs(a - ref), b, a)
 
 
-def run_case(case: Case, xp: ModuleType, workspace: Any, *, hoppers: Served | None = None) -> Any:
-    """Plan, run, check against float64, and run again for the same bits; returns the wrapper.
-
-    hoppers: asked after the run whether prefill_sm90 was part of it; default as Call.check.
-    """
+def planned(case: Case, xp: ModuleType, workspace: Any) -> Call:
+    """A call whose wrapper has its plan."""
     call = Call(case, xp)
-    wrapper = cupyattn.MultiLevelCascadeAttentionWrapper(
-        len(case.levels), workspace, case.kv_layout
-    )
-    arguments, options = call.plan_arguments()
-    wrapper.plan(*arguments, **options)
-    first = call.run(wrapper)
-    call.check(*first, may_be_hoppers=hoppers and hoppers())
-    if case.with_out:
-        raw(call.out.array)[...] = 0
-    for a, b in zip(first, call.run(wrapper), strict=True):
-        compare.assert_bitwise_equal(a, b, case)
-    return wrapper
+    call.plan(workspace)
+    return call

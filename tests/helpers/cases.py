@@ -42,6 +42,7 @@ class Case:
     kv_layout: str = "NHD"
     causal: bool = False
     window_left: int = -1
+    window_right: int = -1
     mask_kind: str = "none"  # none | bool | packed
     mask_pattern: str = "random"  # random | tiles | causal | sparse
     logits_soft_cap: float | None = None
@@ -77,7 +78,7 @@ def random_case(seed: int) -> Case:
     rng = np.random.default_rng((seed, 1))
     head_dim_qk, head_dim_vo = _head_dims(rng)
     qo_len = 1 if rng.random() < 0.15 else _length(rng, 300)
-    dtype = _pick(rng, ("float16", "bfloat16"))
+    dtype = pick(rng, ("float16", "bfloat16"))
     pos_encoding_mode = _weighted(rng, {"NONE": 4, "ROPE_LLAMA": 2, "ALIBI": 1})
     if head_dim_qk % 16 and pos_encoding_mode == "ROPE_LLAMA":
         pos_encoding_mode = "NONE"
@@ -86,22 +87,23 @@ def random_case(seed: int) -> Case:
         qo_len=qo_len,
         kv_len=_kv_length(rng, qo_len),
         num_kv_heads=int(rng.integers(1, 5)),
-        group=_pick(rng, _GROUPS),
+        group=pick(rng, _GROUPS),
         head_dim_qk=head_dim_qk,
         head_dim_vo=head_dim_vo,
         dtype=dtype,
         kv_dtype=_weighted(rng, {dtype: 3, "float8_e4m3fn": 1, "float8_e5m2": 1}),
         o_dtype=_weighted(rng, {None: 5, "float16": 1, "bfloat16": 1, "float32": 1}),
-        kv_layout=_pick(rng, ("NHD", "HND")),
+        kv_layout=pick(rng, ("NHD", "HND")),
         causal=bool(rng.random() < 0.5),
         window_left=_window(rng),
+        window_right=_window(np.random.default_rng((seed, 9))),
         mask_kind=_weighted(rng, {"none": 3, "bool": 1, "packed": 1}),
-        mask_pattern=_pick(rng, ("random", "tiles", "causal", "sparse")),
+        mask_pattern=pick(rng, ("random", "tiles", "causal", "sparse")),
         logits_soft_cap=_weighted(rng, {None: 3, 0.0: 1, 30.0: 1, 2.5: 1}),
         sm_scale=None if rng.random() < 0.7 else float(rng.uniform(0.3, 2.0)) * head_dim_qk**-0.5,
         pos_encoding_mode=pos_encoding_mode,
-        rope_scale=_pick(rng, (None, 1.0, 2.0, 0.5)),
-        rope_theta=_pick(rng, (None, 1e4, 5e5)),
+        rope_scale=pick(rng, (None, 1.0, 2.0, 0.5)),
+        rope_theta=pick(rng, (None, 1e4, 5e5)),
         has_sinks=bool(rng.random() < 0.25),
         scale_q=_weighted(rng, _SCALES),
         scale_k=_weighted(rng, _SCALES),
@@ -118,9 +120,9 @@ def bounded(case: Case, rng: np.random.Generator) -> Case:
         if case.num_kv_heads > 1:
             case = replace(case, num_kv_heads=case.num_kv_heads - 1)
         elif case.group > 4:
-            case = replace(case, group=_pick(rng, [g for g in _GROUPS if g < case.group]))
+            case = replace(case, group=pick(rng, [g for g in _GROUPS if g < case.group]))
         else:
-            case = replace(case, qo_len=_pick(rng, [n for n in _EDGES if n < case.qo_len]))
+            case = replace(case, qo_len=pick(rng, [n for n in _EDGES if n < case.qo_len]))
     return case
 
 
@@ -213,6 +215,7 @@ def arguments(case: Case, inputs: Mapping[str, Any]) -> dict[str, Any]:
     named = (
         "causal",
         "window_left",
+        "window_right",
         "logits_soft_cap",
         "sm_scale",
         "pos_encoding_mode",
@@ -225,7 +228,7 @@ def arguments(case: Case, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _head_dims(rng: np.random.Generator) -> tuple[int, int]:
     if rng.random() < 0.6:
-        return _pick(rng, _HEAD_DIMS)
+        return pick(rng, _HEAD_DIMS)
     dim = 8 * int(rng.integers(1, 33))
     return dim, dim if rng.random() < 0.7 else 8 * int(rng.integers(1, 33))
 
@@ -234,7 +237,7 @@ def _length(rng: np.random.Generator, longest: int) -> int:
     draw = rng.random()
     if draw < 0.03:
         return 0
-    return _pick(rng, _EDGES) if draw < 0.6 else int(rng.integers(1, longest + 1))
+    return pick(rng, _EDGES) if draw < 0.6 else int(rng.integers(1, longest + 1))
 
 
 def _kv_length(rng: np.random.Generator, qo_len: int) -> int:
@@ -251,7 +254,7 @@ def _kv_length(rng: np.random.Generator, qo_len: int) -> int:
 def _window(rng: np.random.Generator) -> int:
     if rng.random() < 0.6:
         return -1
-    return _pick(rng, (0, 1, int(rng.integers(2, 40)), 63, 64, 128, 255, 10_000))
+    return pick(rng, (0, 1, int(rng.integers(2, 40)), 63, 64, 128, 255, 10_000))
 
 
 def _mask(case: Case, rng: np.random.Generator) -> np.ndarray:
@@ -271,9 +274,9 @@ def _scale(rng: np.random.Generator, kind: str, num_heads: int) -> float | np.nd
     return values if kind == "per_head" else float(values[0])
 
 
-def _pick(rng: np.random.Generator, choices: Sequence[T]) -> T:
+def pick(rng: np.random.Generator, choices: Sequence[T]) -> T:
     return choices[int(rng.integers(len(choices)))]
 
 
 def _weighted(rng: np.random.Generator, weights: Mapping[T, int]) -> T:
-    return _pick(rng, [choice for choice, weight in weights.items() for _ in range(weight)])
+    return pick(rng, [choice for choice, weight in weights.items() for _ in range(weight)])

@@ -14,8 +14,8 @@ import numpy as np
 # however small the result, or a polynomial, good to 1.5e-6 of the result; ALiBi adds slope * (the
 # tile's first key - row) and slope * (key - first key), which cancel where the bias is small.
 #
-# prefill_sm90 takes coarser ones, of degree 3 and 5, under bfloat16: within 1.25e-4 of each logit,
-# and as much again of a row's sum, for keys past the range of the first.
+# prefill_sm90 takes a coarser one under bfloat16: within 1.25e-4 of each logit, and as much again
+# of a row's sum, for keys past its range.
 _COARSE_CAP = 2.5e-4 * math.log2(math.e)
 # A flushed weight times a value of ordinary size, and a few of them.
 _LARGEST_FLUSHED = 16 * float(np.finfo(np.float32).tiny)

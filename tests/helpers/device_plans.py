@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from cupyattn.core import dtypes
-from cupyattn.core.problem import AttentionProblem
+from cupyattn.core.spec import AttentionSpec
 from cupyattn.errors import PlanError
 from cupyattn.launch.attention import plan_batch
 from cupyattn.launch.attention.batch import BatchLauncher, BatchSchedule
 from cupyattn.launch.attention.plan_batch import DevicePlan, IndexFormat, Lengths
-from cupyattn.launch.attention.single import AttentionOptions
-from cupyattn.schedule import key_span, tile_span
+from cupyattn.schedule import Masking, tile_span
 from cupyattn.schedule.batch import WORK_FIELDS, BatchPlan, BatchRequests
 from cupyattn.schedule.limits import Limits
 from cupyattn.schedule.tile_shape import TileShape
@@ -30,17 +29,20 @@ _FLOAT = dtypes.float16
 # What the planner pays for a block besides its key tiles.
 _OVERHEAD = 2.0
 _SHAPE = TileShape(16, 64, 64, 0.25)
+_CAUSAL = Masking(-1, 0)
 
 
 class Launcher(BatchLauncher):
     """A launcher whose kernels are one tile shape."""
 
-    def __init__(
-        self, shape: TileShape, group: int, kv_heads: int, causal: bool, window: int
-    ) -> None:
-        options = AttentionOptions(causal, window, 1.0, 1.0, 0.0, 1.0, 1e4)
-        problem = AttentionProblem(_FLOAT, _FLOAT, _FLOAT, 64, 64, paged=True)
-        super().__init__(problem, options, group * kv_heads, kv_heads, 16, 0)
+    def __init__(self, shape: TileShape, group: int, kv_heads: int, masking: Masking) -> None:
+        heads = group * kv_heads, kv_heads, 64, 64
+        windows = {
+            "window_left": masking.window_left,
+            "window_right": masking.window_right,
+        }
+        spec = AttentionSpec(*heads, _FLOAT, _FLOAT, _FLOAT, page_size=16, **windows)
+        super().__init__(spec, spec.problem(), 0)
         # Prefill's are merged by a list of split tiles, decode's by counters.
         self._tiles: Any = SimpleNamespace(fused_merge=shape.tile_q <= 32), shape
 
@@ -72,8 +74,7 @@ class Batch:
     group: int = 4
     kv_heads: int = 2
     shape: TileShape = _SHAPE
-    causal: bool = True
-    window: int = -1
+    masking: Masking = _CAUSAL
     max_kv_len: int = 0
     likely_kv_len: int = 0
     is_ragged: bool = False
@@ -81,7 +82,7 @@ class Batch:
     unit: int = 1
 
     def launcher(self) -> Launcher:
-        return Launcher(self.shape, self.group, self.kv_heads, self.causal, self.window)
+        return Launcher(self.shape, self.group, self.kv_heads, self.masking)
 
     @property
     def room(self) -> int:
@@ -206,7 +207,7 @@ def spans(batch: Batch, column: dict[str, np.ndarray]) -> np.ndarray:
 def visible(batch: Batch, first_row: int, qo_len: int, kv_len: int) -> tuple[int, int]:
     last_row = min(first_row + batch.shape.tile_q, qo_len * batch.group) - 1
     tokens = first_row // batch.group, last_row // batch.group
-    return key_span(*tokens, qo_len, kv_len, batch.causal, batch.window)
+    return batch.masking.key_span(*tokens, qo_len, kv_len)
 
 
 def finish(batch: Batch, column: dict[str, np.ndarray]) -> float:
@@ -252,8 +253,7 @@ def random_batch(seed: int) -> Batch:
         int(rng.integers(1, 9)),
         (1, 2, 8)[int(rng.integers(3))],
         TileShape(tile_q, (16, 48, 64)[int(rng.integers(3))], 264, 4.0 if tile_q > 32 else 0.25),
-        bool(rng.random() < 0.7),
-        (-1, -1, 0, 500)[int(rng.integers(4))],
+        Masking((-1, -1, 0, 500)[int(rng.integers(4))], (-1, 0, 0, 70)[int(rng.integers(4))]),
         is_ragged=not is_decode and bool(rng.random() < 0.5),
         dtype=("int32", "uint32", "int64")[int(rng.integers(3))],
         unit=1 if is_decode else (1, 96)[int(rng.integers(2))],

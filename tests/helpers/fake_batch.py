@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 
 from cupyattn import array, reference
-from cupyattn.batch import repeat, staging
+from cupyattn.array import match
+from cupyattn.batch import staging
 from cupyattn.core import dtypes
-from cupyattn.inputs import geometry, workspace
+from cupyattn.inputs import call_cache, geometry, workspace
 from cupyattn.launch.attention import batch
 from cupyattn.launch.driver import params
 from cupyattn.launch.ops import packbits
 from cupyattn.schedule.batch import WORK_FIELDS
-from cupyattn.wrappers import shared_prefix_padded
+from cupyattn.wrappers import shared_prefix
 
 from . import fake_gpu
 from .patching import replace
@@ -82,18 +83,23 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(staging, "_make_event", lambda: Event(stream))
     monkeypatch.setattr(staging, "_alloc_pinned", _alloc)
     replace(monkeypatch, array.to_host, _to_host)
-    real_allocator = array.allocator
 
-    def allocator(dtype: Any, like: Any) -> Callable[..., Any]:
-        real = real_allocator(dtype, like)
+    def keeping(real: Callable[..., Any]) -> Callable[..., Any]:
+        """`real`, which gives allocators, with every array that they make kept."""
 
-        def allocate(shape: Any) -> Any:
-            stream.kept.append(real(shape))
-            return stream.kept[-1]
+        def make_allocator(*args: Any) -> Callable[..., Any]:
+            allocate = real(*args)
 
-        return allocate
+            def allocate_and_keep(shape: Any) -> Any:
+                stream.kept.append(allocate(shape))
+                return stream.kept[-1]
 
-    replace(monkeypatch, real_allocator, allocator)
+            return allocate_and_keep
+
+        return make_allocator
+
+    for real in (array.allocator, call_cache._maker):
+        replace(monkeypatch, real, keeping(real))
     replace(monkeypatch, workspace.int32_on_device, _narrow)
     monkeypatch.setattr(packbits, "launch", lambda *a, **named: _packbits(stream, *a, **named))
     monkeypatch.setattr(batch.BatchLauncher, "bind", lambda *a: BoundRun(stream, *a))
@@ -102,9 +108,9 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 def forget() -> None:
-    geometry._known.clear()
-    repeat._reader_of.clear()
-    shared_prefix_padded._padded.clear()
+    geometry._geometries.clear()
+    call_cache.clear_all()
+    shared_prefix._padded.clear()
 
 
 def _batch_module() -> Any:
@@ -132,7 +138,7 @@ def _to_host(v: array.ArrayView) -> np.ndarray:
 
 
 def _narrow(v: array.ArrayView, name: str) -> array.ArrayView:
-    if v.dtype is dtypes.int32:
+    if v.dtype is dtypes.int32 and match.is_contiguous(v):
         return v
     x = array.view(array.empty(v.shape, dtypes.int32, v), name)
     memory(x.ptr, np.dtype(np.int32), *v.shape)[...] = _to_host(v)
@@ -207,7 +213,7 @@ def _compute(
         None if not p else memory(p, np.dtype(np.float32), n)
         for p, n in zip(pointers[2:], (heads, heads, kv_heads, kv_heads), strict=True)
     ]
-    options = launcher.options
+    spec = launcher.spec
     answers: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     sinks = per_head[0]
     is_cascade = schedule.parts and schedule.parts[-1].levels[0] > 0
@@ -217,10 +223,11 @@ def _compute(
         position = np.arange(qo_len)[:, None] + kv_len - qo_len
         if problem.custom_mask and problem.mask_form == "runs":
             end = q_start + qo_len
-            assert pointers[1] and 8 * end <= mask_bytes and launcher.options.causal
+            assert pointers[1] and 8 * end <= mask_bytes
             runs = memory(pointers[1], np.dtype(np.int32), end, 2)[q_start:, :, None]
             keys = np.arange(kv_len)
-            mask = ((keys < runs[:, 0]) | (keys >= runs[:, 1])) & (keys <= position)
+            mask = (keys < runs[:, 0]) | (keys >= runs[:, 1])
+            mask &= (keys <= position) | (not spec.causal)
         elif problem.custom_mask and problem.mask_form == "rows":
             end = (q_start + qo_len) * mask_row_bytes
             assert pointers[1] and end <= mask_bytes
@@ -236,13 +243,13 @@ def _compute(
         rows = np.arange(q_start, q_start + qo_len)
         own_q = _gather(q, problem.dtype_q, rows * steps[0], steps[1], heads, problem.head_dim_qk)
         keys = np.arange(kv_len)
-        if launcher.page_size:
+        if spec.page_size:
             ids = memory(kv_indices, np.dtype(np.int32), kv_start + -(-kv_len // _size(launcher)))
-            pages = ids[kv_start:].astype(np.int64)[keys // launcher.page_size]
-            slots = keys % launcher.page_size
+            pages = ids[kv_start:].astype(np.int64)[keys // spec.page_size]
+            slots = keys % spec.page_size
         else:
             pages, slots = np.zeros(kv_len, np.int64), keys + kv_start
-        assert kv_len == 0 or (pages if launcher.page_size else slots).max() < num_keys
+        assert kv_len == 0 or (pages if spec.page_size else slots).max() < num_keys
         own_k, own_v = (
             _gather(x, problem.dtype_kv, pages * page + slots * slot, head, kv_heads, dim)
             for x, page, slot, head, dim in (
@@ -250,12 +257,16 @@ def _compute(
                 (v, steps[11], steps[4], steps[5], problem.head_dim_vo),
             )
         )
-        sees: dict[str, Any] = {"causal": options.causal, "window_left": options.window_left}
+        sees: dict[str, Any] = {
+            "causal": spec.causal,
+            "window_left": spec.window_left,
+            "window_right": spec.window_right,
+        }
         if schedule.positions >= 0:
             assert problem.pos_encoding == "NONE"
             places = on_device[schedule.positions // 4 :][rows, None] - key_offset
-            mask = (keys <= places) | (not options.causal)
-            mask &= (keys >= places - options.window_left) | (options.window_left < 0)
+            mask = (keys <= places) | (not spec.causal)
+            mask &= (keys >= places - spec.window_left) | (spec.window_left < 0)
             sees = {}
         answer = reference.attention(
             own_q,
@@ -263,11 +274,11 @@ def _compute(
             own_v,
             **sees,
             mask=mask,
-            logits_soft_cap=options.logits_soft_cap,
+            logits_soft_cap=spec.logits_soft_cap,
             sm_scale=sm_scale,
             pos_encoding_mode=problem.pos_encoding,
-            rope_scale=options.rope_scale,
-            rope_theta=options.rope_theta,
+            rope_scale=spec.rope_scale,
+            rope_theta=spec.rope_theta,
             sinks=None if is_cascade else sinks,
             scale_q=per_head[1],
             scale_k=per_head[2],
@@ -320,7 +331,7 @@ def _finish_levels(
 
 
 def _size(launcher: Any) -> int:
-    return launcher.page_size
+    return launcher.spec.page_size
 
 
 def _offsets(rows: np.ndarray, step: int, heads: int, dim: int) -> np.ndarray:

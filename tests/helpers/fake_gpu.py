@@ -23,14 +23,13 @@ import cupyattn
 from cupyattn import array, jit
 from cupyattn.array import memory, views
 from cupyattn.core import device, dtypes
+from cupyattn.inputs import call_cache
 from cupyattn.launch.attention import single
 from cupyattn.launch.driver import enqueue, params, scratch
 from cupyattn.launch.tiles.config import TileConfig
 from cupyattn.launch.tiles.select import mixed_config, portable_config
 from cupyattn.planless import call as planless
-from cupyattn.planless import repeat as planless_repeat
-from cupyattn.single import repeat, run
-from cupyattn.states import repeat as merge_repeat
+from cupyattn.single import run
 
 from .patching import replace
 
@@ -150,13 +149,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 def forget() -> None:
     """Forget every call."""
     run._entries.clear()
-    repeat._known.clear()
-    repeat._reader_of.clear()
+    call_cache.clear_all()
     planless._plan.cache_clear()
-    planless_repeat._known.clear()
-    planless_repeat._reader_of.clear()
-    planless_repeat._last[0] = None, None
-    merge_repeat.forget()
 
 
 def maker(framework: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import cases
-from .cases import Case
+from .cases import Case, pick
 
 NUM_CLASSED, NUM_FREE, NUM_DECODE, NUM_SPLIT = 900, 150, 120, 60
 
@@ -41,7 +41,7 @@ class ProblemClass:
             kinds[case.seed % 4] = "unaligned"
         masked, bare = ("bool", "packed"), ("none",)
         scales = ("none", "float", "per_head") if self.prescale_logits else ("none", "float")
-        scale_q = "per_head" if self.prescale_logits else _pick(rng, scales)
+        scale_q = "per_head" if self.prescale_logits else pick(rng, scales)
         case = replace(
             case,
             dtype=self.dtype,
@@ -50,10 +50,10 @@ class ProblemClass:
             head_dim_qk=self.dims[0],
             head_dim_vo=self.dims[1],
             pos_encoding_mode=self.pos_encoding_mode,
-            logits_soft_cap=_pick(rng, (30.0, 2.5) if self.is_capped else (None, 0.0)),
-            mask_kind=_pick(rng, masked if self.is_masked else bare),
+            logits_soft_cap=pick(rng, (30.0, 2.5) if self.is_capped else (None, 0.0)),
+            mask_kind=pick(rng, masked if self.is_masked else bare),
             scale_q=scale_q,
-            scale_k=_pick(rng, scales),
+            scale_k=pick(rng, scales),
             strides=tuple(kinds),
         )
         return cases.bounded(case, rng)
@@ -115,11 +115,11 @@ def split(seed: int) -> Case:
     """Few rows and many keys: what a GPU splits."""
     rng = np.random.default_rng((seed, 5))
     case = CLASSES[seed % len(CLASSES)].apply(cases.random_case(30_000 + seed))
-    small = replace(case, num_kv_heads=int(rng.integers(1, 3)), group=_pick(rng, (1, 4, 8)))
-    window = _pick(rng, (-1, -1, 100, 3000))
+    small = replace(case, num_kv_heads=int(rng.integers(1, 3)), group=pick(rng, (1, 4, 8)))
+    window = pick(rng, (-1, -1, 100, 3000))
     return replace(
         small,
-        qo_len=_pick(rng, (1, 1, 2, 5, 16)),
+        qo_len=pick(rng, (1, 1, 2, 5, 16)),
         kv_len=int(rng.integers(2000, 6000)),
         window_left=window,
     )
@@ -136,11 +136,14 @@ _ALONE: dict[str, Mapping[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window_left": 70},
     "causal window": {"causal": True, "window_left": 33},
+    "right window": {"window_right": 40},
+    "window to both sides": {"window_left": 70, "window_right": 20},
     "window of one": {"causal": True, "window_left": 0},
     "bool mask": {"mask_kind": "bool"},
     "packed mask": {"mask_kind": "packed", "mask_pattern": "tiles"},
     "sparse mask": {"mask_kind": "packed", "mask_pattern": "sparse"},
     "masked window": {"mask_kind": "bool", "window_left": 50, "causal": True},
+    "masked right window": {"mask_kind": "bool", "window_right": 9},
     "soft cap": {"logits_soft_cap": 30.0},
     "small soft cap": {"logits_soft_cap": 0.5},
     "large soft cap": {"logits_soft_cap": 100.0, "kv_len": 900},
@@ -162,6 +165,7 @@ _ALONE: dict[str, Mapping[str, Any]] = {
     "e5m2 cache": {"kv_dtype": "float8_e5m2"},
     "e4m3 cache, rope": {"kv_dtype": "float8_e4m3fn", "pos_encoding_mode": "ROPE_LLAMA"},
     "float32 output": {"o_dtype": "float32"},
+    "e4m3 output": {"o_dtype": "float8_e4m3fn", "scale_v": "float"},
     "HND": {"kv_layout": "HND"},
     "unaligned": {"strides": ("unaligned",) * 4},
     "padded": {"strides": ("padded",) * 4},
@@ -204,7 +208,3 @@ def all_cases() -> Iterator[tuple[Case, bool]]:
         yield from ((make(seed), False) for seed in range(count))
     yield from ((decode(seed), True) for seed in range(NUM_DECODE))
     yield from ((case, False) for case in (*ALONE.values(), *STEADY.values()))
-
-
-def _pick(rng: np.random.Generator, choices: Any) -> Any:
-    return choices[int(rng.integers(len(choices)))]

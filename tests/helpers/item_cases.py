@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from . import batch_cases
-from .batch_cases import Case, pick
+from .batch_cases import Case
+from .cases import pick
 
 NUM_CASES = 360
 

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cupyattn.batch.levels import join_levels, read_levels
-from cupyattn.schedule.batch import BatchRequests, Masking, Splitting
+from cupyattn.schedule import Masking
+from cupyattn.schedule.batch import BatchRequests, Splitting
 from cupyattn.schedule.levels import MOST, Levels, Served
 from cupyattn.schedule.mixed import Device, MixedPlan, plan_mixed
 from cupyattn.schedule.tile_shape import TileShape
@@ -50,7 +51,7 @@ class Cascade:
             for kind, x in zip(lists, table, strict=True):
                 kind.append(x)
         parts = read_levels(lists, len(self.levels), 1, False)
-        joined = join_levels(parts, self.masking.causal, self.masking.window_left >= 0)
+        joined = join_levels(parts, self.masking.window_right == 0, self.masking.window_left >= 0)
         assert joined.levels is not None
         return joined.requests, joined.levels
 
@@ -84,6 +85,12 @@ def offsets(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
+def maskings(most: int) -> st.SearchStrategy[Masking]:
+    """No window, causality, windows to one side and to both."""
+    window = st.one_of(st.just(-1), st.integers(0, most))
+    return st.builds(Masking, window, st.one_of(st.just(0), window))
+
+
 @st.composite
 def cascades(draw: st.DrawFn, most: int = 6, longest_q: int = 30, longest_kv: int = 200) -> Cascade:
     """Levels that nest; without a window, some that do not."""
@@ -105,6 +112,6 @@ def cascades(draw: st.DrawFn, most: int = 6, longest_q: int = 30, longest_kv: in
         draw(st.integers(1, 9)),
         draw(st.integers(1, 4)),
         draw(st.sampled_from(SHAPES)),
-        Masking(causal, window),
+        Masking(window, 0 if causal else -1),
         draw(st.sampled_from((1, 1, 4))),
     )

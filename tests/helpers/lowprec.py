@@ -26,6 +26,7 @@ def attention(
     *,
     causal: bool = False,
     window_left: int = -1,
+    window_right: int = -1,
     mask: np.ndarray | None = None,
     logits_soft_cap: float = 0.0,
     sm_scale: float | None = None,
@@ -37,7 +38,6 @@ def attention(
     scale_k: float | np.ndarray | None = None,
     scale_v: float | np.ndarray | None = None,
     kv_layout: str = "NHD",
-    alibi_start: int = 0,
     rope_start: int = 0,
     o_dtype: np.dtype | None = None,
     kv_tile: int = 64,
@@ -53,7 +53,7 @@ def attention(
         k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
     (qo_len, num_heads, head_dim), (num_kv_heads, kv_len, _) = q.shape, k.shape
     group = num_heads // num_kv_heads
-    seen = _seen(qo_len, kv_len, causal, window_left, mask)
+    seen = _seen(qo_len, kv_len, causal, (window_left, window_right), mask)
     with np.errstate(all="ignore"):
         q32 = q.astype(np.float32).transpose(1, 0, 2)
         k32, v32 = k.astype(np.float32), v.astype(np.float32)
@@ -74,9 +74,8 @@ def attention(
             s = q32.reshape(shape) @ k32[:, keys].swapaxes(1, 2)
             s = s.reshape(num_heads, qo_len, -1) * scale[:, None, None]
             if slopes is not None:
-                distance = (
-                    np.arange(keys.start, keys.stop) - np.arange(qo_len)[:, None] - alibi_start
-                )
+                position = np.arange(qo_len)[:, None] + kv_len - qo_len
+                distance = np.arange(keys.start, keys.stop) - position
                 s = s + slopes[:, None, None] * distance.astype(np.float32)
             if logits_soft_cap:
                 cap = np.float32(logits_soft_cap)
@@ -129,14 +128,16 @@ class _State:
 
 
 def _seen(
-    qo_len: int, kv_len: int, causal: bool, window_left: int, mask: np.ndarray | None
+    qo_len: int, kv_len: int, causal: bool, window: tuple[int, int], mask: np.ndarray | None
 ) -> np.ndarray:
     i, j = np.ogrid[:qo_len, :kv_len]
     seen = np.ones((qo_len, kv_len), bool) if mask is None else mask
     if causal and mask is None:
         seen = seen & (j + qo_len <= i + kv_len)
-    if window_left >= 0:
-        seen = seen & (j + qo_len + window_left >= i + kv_len)
+    if window[0] >= 0:
+        seen = seen & (j + qo_len + window[0] >= i + kv_len)
+    if window[1] >= 0:
+        seen = seen & (j + qo_len <= i + kv_len + window[1])
     return seen
 
 

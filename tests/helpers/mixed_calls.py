@@ -10,10 +10,12 @@ import numpy as np
 
 import cupyattn
 
-from . import batch_calls, compare
-from .batch_cases import PROBLEMS, Case, pick
+from . import batch_calls
+from .batch_cases import PROBLEMS, Case
 from .batch_cases import random_case as random_batch
-from .gpu_calls import download, raw, upload
+from .batches import offsets
+from .cases import pick
+from .poison import upload
 
 NUM_CASES = 600
 _PROBLEMS = [
@@ -44,6 +46,7 @@ def random_case(seed: int) -> Case:
         group=min(case.group, 8),
         causal=bool(rng.random() < 0.7),
         window_left=-1,
+        window_right=-1,
         split=(None, False),
         is_pair=case.is_pair or case.problem.dims[0] != case.problem.dims[1],
     )
@@ -53,8 +56,7 @@ class Call(batch_calls.Call):
     """A case whose requests may have pages beyond their keys, which are nobody's."""
 
     def __init__(self, case: Case, xp: ModuleType) -> None:
-        workspace = upload(np.zeros(16, np.uint8), xp)
-        super().__init__(case, xp, workspace)
+        super().__init__(case, xp, upload(np.zeros(16, np.uint8), xp))
         self.wrapper = cupyattn.BatchAttention(case.kv_layout, "cuda")
         self.extras.pop("q_scale", None)
         self.scales.pop("q_scale", None)
@@ -64,7 +66,7 @@ class Call(batch_calls.Call):
         spare = self.rng.integers(0, 3, len(case.kv_len)) * bool(self.rng.random() < 0.5)
         counts = np.diff(self.kv_indptr) + spare
         ids = np.full(int(counts.sum()) + 3, np.iinfo(np.int32).max, np.int64)
-        indptr = batch_calls.offsets(counts)
+        indptr = offsets(counts)
         unused = np.setdiff1d(np.arange(len(self.table)), self.table)[0]
         for i, begin in enumerate(indptr[:-1]):
             own = self.table[self.kv_indptr[i] : self.kv_indptr[i + 1]]
@@ -85,23 +87,12 @@ class Call(batch_calls.Call):
             kv_data_type=problem.kv_dtype,
         )
 
-    def run(self) -> tuple[np.ndarray, np.ndarray]:
-        outputs = {"out": self.out.array, "lse": self.lse.array} if self.case.with_out else {}
-        got = self.wrapper.run(self.device_q, self.cache, **self.extras, **outputs)
-        if self.case.with_out:
-            assert got[0] is self.out.array and got[1] is self.lse.array
-            return self.out.values(), self.lse.values()
-        return download(got[0]), download(got[1])
+    def start(self) -> None:
+        self.run_wrapper(self.wrapper, self.device_q, self.cache, **self.extras)
 
 
-def run_case(case: Case, xp: ModuleType, *, hoppers: batch_calls.Served | None = None) -> Any:
-    """As cascade_calls.run_case."""
-    call = Call(case, xp)
+def planned(seed: int, xp: ModuleType) -> Call:
+    """The random case of this seed, whose wrapper has its plan."""
+    call = Call(random_case(seed), xp)
     call.plan()
-    first = call.run()
-    call.check(*first, may_be_hoppers=hoppers and hoppers())
-    if case.with_out:
-        raw(call.out.array)[...] = 0
-    for a, b in zip(first, call.run(), strict=True):
-        compare.assert_bitwise_equal(a, b, case)
-    return call.wrapper
+    return call

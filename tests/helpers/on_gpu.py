@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from . import compare
-from .gpu_calls import download, upload
+from .calls import run_and_check
+from .poison import download, upload
+from .share import some
 
 _workspaces: dict[str, Any] = {}
 
@@ -32,6 +34,22 @@ def workspace(xp: ModuleType, size: int = 128 << 20) -> Any:
         where = {"device": "cuda"} if xp.__name__ == "torch" else {}
         _workspaces[key] = xp.full((size,), 255, dtype=xp.uint8, **where)
     return _workspaces[key]
+
+
+def try_random(
+    first: int, count: int, make: Callable[[int, ModuleType], Any], turn: int = 1
+) -> None:
+    """Run and check make(seed, xp) for `count` seeds, and tell all that fail.
+
+    xp changes after `turn` seeds. CUPYATTN_TEST_SHARE leaves fewer seeds.
+    """
+    failures = []
+    for seed in range(first, first + some(count)):
+        try:
+            run_and_check(make(seed, framework(seed // turn)))
+        except AssertionError as error:
+            failures.append(f"seed {seed}: {error}")
+    assert not failures, f"{len(failures)} of {count} failed:\n" + "\n".join(failures[:5])
 
 
 def ints(xp: Any, count: int) -> Any:
@@ -60,6 +78,8 @@ def capture(torch: Any, xp: Any, run: Callable[[], Any]) -> Callable[[], None]:
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
+        run()  # the pool has what the capture will ask for
+        stream.synchronize()
         stream.begin_capture()
         run()
         captured = stream.end_capture()

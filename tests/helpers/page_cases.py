@@ -65,7 +65,7 @@ class Append:
         new = [special(rng, (len(batch), heads, dim), case.dtype) for dim in case.head_dims]
         cache_dtype = dtypes.parse(case.cache_dtype).numpy
         caches = _blank_caches(case, num_pages, cache_dtype, where)
-        inputs = [poison.embed(x, _strides(case.strides, x.shape), **where) for x in new]
+        inputs = [poison.embed(x, poison.gaps(case.strides, x.shape), **where) for x in new]
         names = ("append_key", "append_value", "batch_indices", "positions")
         values = [p.array for p in inputs] + [_upload(x, where) for x in (batch, positions)]
         arguments = dict(zip(names, values, strict=True))
@@ -81,6 +81,10 @@ class Append:
 
     def run(self, **changes: Any) -> None:
         assert cupyattn.append_paged_kv_cache(**(self.arguments | changes)) is None
+
+    def run_and_check(self, **changes: Any) -> None:
+        self.run(**changes)
+        self.check()
 
     def check(self) -> None:
         """Every bit of the caches, and of all around them, is as it must be."""
@@ -175,21 +179,9 @@ def _blank_caches(
     # K's and V's own gaps, so that strides must not be mixed up.
     kinds = (case.strides, "packed" if case.strides == "unaligned" else case.strides)
     return [
-        poison.blank(shape, dtype, _strides(kind, shape, extra), **where)
+        poison.blank(shape, dtype, poison.gaps(kind, shape, extra), **where)
         for extra, (shape, kind) in enumerate(zip(shapes, kinds, strict=False))
     ]
-
-
-def _strides(kind: str, shape: tuple[int, ...], extra: int = 0) -> tuple[int, ...] | None:
-    """Strides in elements: gaps of multiples of 16 elements, or of one element, after each row."""
-    if kind == "packed":
-        return None
-    strides, reach = [1], shape[-1]
-    for extent in reversed(shape[:-1]):
-        reach += 16 * (1 + extra) if kind == "gaps" else 1
-        strides.append(reach)
-        reach *= extent
-    return tuple(reversed(strides))
 
 
 def _upload(x: list[int], where: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Runs a random call of an entry point on poisoned arrays and checks the answer."""
+"""Calls of the entry points without a plan, on poisoned arrays."""
 
 from __future__ import annotations
 
@@ -9,38 +9,34 @@ from typing import Any
 import numpy as np
 
 import cupyattn
-from cupyattn import reference
 from cupyattn.core import dtypes
 
-from . import compare, lowprec, poison, verify_cases
-from .batch_calls import offsets
-from .gpu_calls import download, raw
+from . import batches, calls, poison, verify_cases
+from .batches import offsets
 from .planless_cases import Case
 
 ABSURD = 2**31 - 1
 
 
-class Call:
-    """A case with its arrays on the device, and what must stay untouched."""
-
+class Call(calls.Call):
     def __init__(self, case: Case, xp: ModuleType, workspace: Any) -> None:
-        self.case, self.xp, self.workspace = case, xp, workspace
-        self.rng = rng = np.random.default_rng((case.seed, 92))
+        super().__init__(case, xp, case.seed, 92)
+        self.workspace, rng = workspace, self.rng
         problem, count = case.problem, len(case.qo_len)
-        self.owned: dict[str, poison.Poisoned] = {}
         rows = sum(case.qo_len) + case.spare_rows
         self.qo_indptr = offsets(case.qo_len)
-        self.q = self._values(rows, case.num_qo_heads, problem.dims[0], problem.dtype)
+        self.q = self.values(rows, case.num_qo_heads, problem.dims[0], dtype=problem.dtype)
         dims = problem.dims if case.cache != "same" else (problem.dims[0],) * 2
         self.keys = [
-            [self._values(n, case.num_kv_heads, dim, problem.kv_dtype) for dim in dims]
+            [self.values(n, case.num_kv_heads, dim, dtype=problem.kv_dtype) for dim in dims]
             for n in case.kv_len
         ]
         if case.cache == "same":
             self.keys = [[k, k] for k, _ in self.keys]
-        self.rows_seen = self._add_tree() if case.tree and rows else None
+        self.masks = self._add_tree() if case.tree and rows else None
         self.device_q = self._embed("q", self.q)
         self.kv_lens = self._index("kv_lens", case.kv_len)
+        self.has_value_pages = case.has_value_pages and case.cache != "same"
         self.table = self._place_keys() if case.page_size else self._place_rows()
         self.sm_scale = float(rng.uniform(0.05, 0.2))
         self.factor = float(rng.uniform(0.5, 1.5)) if problem.has_array_scales else 1.0
@@ -51,42 +47,40 @@ class Call:
         self.out_dtype = dtypes.parse(problem.dtype).numpy
         self.lead = self._lead(rows, count)
         shape = (rows, case.num_qo_heads, problem.dims[1])
-        self.out = poison.blank(shape, self.out_dtype, self._strides(shape), xp=xp)
+        self.out = self.blank("out", shape, self.out_dtype, self._strides(shape))
         self.most = max((1, *case.qo_len))
         self.pads = case.entry == "cudnn_batch_prefill_with_kv_cache"
         lse_shape = (count, self.most, shape[1]) if self.pads else shape[:2]
-        self.lse = poison.blank(lse_shape, np.dtype(np.float32), xp=xp)
+        self.lse = self.blank("lse", lse_shape, np.float32)
 
     # --- inputs ---
 
-    def _values(self, *shape_and_dtype: Any) -> np.ndarray:
-        *shape, dtype = shape_and_dtype
-        values = self.rng.standard_normal(tuple(shape)).astype(np.float32)
-        return values.astype(dtypes.parse(dtype).numpy)
-
     def _strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Rows on 16-byte boundaries, or off them, with gaps or without."""
-        pitch = shape[-1] + (0 if self.case.problem.is_aligned else 3)
-        gap = 0
-        if self.case.is_padded and self.case.problem.is_aligned:
-            pitch, gap = (pitch + 31) // 16 * 16, 48
-        strides = [1, pitch]
-        for extent in shape[-2:0:-1]:
-            strides.append(strides[-1] * max(extent, 1) + gap)
-        return tuple(reversed(strides[: len(shape)]))
+        return poison.strides(shape, self.case.problem.is_aligned, self.case.is_padded)
 
-    def _add_tree(self) -> np.ndarray:
+    def _add_tree(self) -> list[np.ndarray]:
         case, rng = self.case, np.random.default_rng((self.case.seed, 95))
+        if case.form == "steps":
+            return self._add_ragged_trees(rng)
         rows = verify_cases.random_tree(rng, len(case.qo_len), case.qo_len[0])
-        held = verify_cases.in_form(rows, case.tree, rng)
-        placed = poison.embed(held, xp=self.xp)
-        self.mask = self.owned["mask"] = placed
-        return rows
+        self.embed("mask", verify_cases.in_form(rows, case.tree, rng))
+        return verify_cases.whole_masks(rows, case.kv_len)
+
+    def _add_ragged_trees(self, rng: np.random.Generator) -> list[np.ndarray]:
+        """A row for each of q, as wide as the longest request has rows; the rest means nothing."""
+        case, masks, most = self.case, [], max((2, *self.case.qo_len))
+        rows = rng.random((len(self.q), most)) < 0.5
+        for begin, qo_len, kv_len in zip(self.qo_indptr, case.qo_len, case.kv_len, strict=False):
+            tree = verify_cases.random_tree(rng, 1, qo_len)
+            rows[begin : begin + qo_len, :qo_len] = tree
+            masks += verify_cases.whole_masks(tree, [kv_len])
+        form = "bool2" if case.tree == "bool3" else case.tree
+        many = verify_cases.in_form(np.tile(rows, (most, 1)), form, rng)
+        self.embed("mask", many.reshape(most * len(rows), -1)[: len(rows)])
+        return masks
 
     def _embed(self, name: str, values: np.ndarray, strides: Any = None) -> Any:
-        placed = poison.embed(values, strides or self._strides(values.shape), xp=self.xp)
-        self.owned[name] = placed
-        return placed.array
+        return self.embed(name, values, strides or self._strides(values.shape))
 
     def _index(self, name: str, values: Any, axes: bool = True) -> Any:
         kind = np.dtype(self.case.index_dtype)
@@ -98,13 +92,12 @@ class Call:
 
     def _place_rows(self) -> None:
         case = self.case
-        dims = case.problem.dims
+        kind = dtypes.parse(case.problem.kv_dtype).numpy
         parts = [
             np.concatenate(
-                [pair[i] for pair in self.keys]
-                or [self._values(0, case.num_kv_heads, dims[i], case.problem.kv_dtype)]
+                [np.zeros((0, case.num_kv_heads, dim), kind), *(pair[i] for pair in self.keys)]
             )
-            for i in (0, 1)
+            for i, dim in enumerate(case.problem.dims)
         ]
         self.cache = [self._embed(n, x) for n, x in zip("kv", parts, strict=True)]
         self.kv_indptr = offsets(case.kv_len)
@@ -114,32 +107,30 @@ class Call:
         case, size = self.case, self.case.page_size
         pages = [-(-n // size) for n in case.kv_len]
         total = sum(pages) + 3
-        order = self.rng.permutation(total)
+        orders = [self.rng.permutation(total)]
         width = max((1, *pages)) + int(self.rng.integers(0, 3))
-        table = np.full((len(pages), width), ABSURD, np.int32)
+        if self.has_value_pages:
+            orders.append(self.rng.permutation(total))
+        tables = np.full((len(pages), len(orders), width), ABSURD, np.int32)
         kind = dtypes.parse(case.problem.kv_dtype).numpy
-        dims = [case.problem.dims[0], case.problem.dims[1]]
-        pools = [
-            np.full((total, size, case.num_kv_heads, dim), np.nan, np.float32).astype(kind)
-            for dim in dims
-        ]
-        used = 0
-        for b, (n, count) in enumerate(zip(case.kv_len, pages, strict=True)):
-            own = order[used : used + count]
-            used += count
-            table[b, :count] = own
-            for place, page in enumerate(own):
-                for pool, values in zip(pools, self.keys[b], strict=True):
-                    part = values[place * size : min(n, (place + 1) * size)]
-                    pool[page, : len(part)] = part
-        if case.kv_layout == "HND":
-            pools = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in pools]
+        shape = total, size, case.num_kv_heads
+        pools = [batches.blank_pages(*shape, dim, dtype=kind) for dim in case.problem.dims]
+        for which, pool in enumerate(pools):
+            place = min(which, len(orders) - 1)
+            owned = np.split(orders[place], np.cumsum(pages))[:-1]
+            for row, pair, own in zip(tables[:, place], self.keys, owned, strict=True):
+                row[: len(own)] = own
+                batches.fill_pages(pool, own, pair[which])
+        pools = [batches.as_layout(pool, case.kv_layout) for pool in pools]
         if case.cache == "pair":
             self.cache = [self._embed(n, x) for n, x in zip("kv", pools, strict=True)]
         else:
             both = pools[:1] if case.cache == "same" else pools
             self.cache = [self._embed("cache", np.stack(both, axis=1))]
-        return self._embed("table", table, (width + 7 * case.is_padded, 1))
+        step = len(orders) * width + 7 * case.is_padded
+        if not self.has_value_pages:
+            return self._embed("table", tables[:, 0], (step, 1))
+        return self._embed("table", tables, (step, width, 1))
 
     def _lead(self, rows: int, count: int) -> tuple[int, ...]:
         """The leading axes of xqa's q."""
@@ -169,8 +160,8 @@ class Call:
                 named["lse"] = self.lse.array
         if case.has_sinks:
             named["sinks"] = poison.embed(self.sinks, xp=self.xp).array
-        if self.rows_seen is not None:
-            named["mask"] = self.mask.array
+        if self.masks is not None:
+            named["mask"] = self.owned["mask"].array
         longest = max((1, *case.kv_len))
         cache = self.cache[0] if len(self.cache) == 1 else tuple(self.cache)
         space = self.workspace if case.has_workspace else None
@@ -180,6 +171,8 @@ class Call:
         if case.entry == "xqa":
             return self._xqa(logits, output, named, space, steps)
         named |= {"kv_layout": case.kv_layout, "window_left": case.window_left}
+        if self.has_value_pages:
+            named["uses_shared_paged_kv_idx"] = False
         head = (self.device_q, cache, space, self.table, self.kv_lens)
         if case.entry == "trtllm_batch_context_with_kv_cache":
             count = len(case.qo_len)
@@ -188,6 +181,9 @@ class Call:
         name = "cum_seq_lens_q" if case.entry.startswith("trtllm") else "q_cu_seq_lens"
         if case.form == "steps":
             named[name] = steps
+            if self.masks is not None:
+                most = "max_q_len" if case.entry.startswith("trtllm") else "q_len_per_req"
+                named[most] = max(2, self.most)
         else:
             named["q_len_per_req"] = case.qo_len[0] if case.qo_len else 1
         return (*head, longest, logits, output), named
@@ -219,6 +215,11 @@ class Call:
                 )
                 for name, dim in zip("kv", dims, strict=True)
             }
+        # Lengths that offsets say too.
+        if case.seed % 4 == 0:
+            named["actual_seq_lens_q"] = None
+        if case.seed % 4 < 2 and not case.page_size:
+            named["actual_seq_lens_kv"] = None
         if case.v_scale != "none":
             named["v_scale"] = output
         return head, named
@@ -240,7 +241,8 @@ class Call:
         if "lse" in named:
             named["lse"] = self._shaped(named["lse"])
         if case.form == "steps":
-            named |= {"q_cu_seq_lens": steps, "q_seq_len": self.most}
+            most = self.most if self.masks is None else max(2, self.most)
+            named |= {"q_cu_seq_lens": steps, "q_seq_len": most}
         else:
             named["q_seq_len"] = case.qo_len[0] if case.qo_len else 1
         if case.has_sinks:
@@ -261,8 +263,8 @@ class Call:
             return x.as_strided(shape, steps, x.storage_offset())
         return self.xp.lib.stride_tricks.as_strided(x, shape, steps)
 
-    def run(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Copies of (out, lse), rows one after another."""
+    def start(self) -> None:
+        """Keep what the call gives, rows one after another."""
         case = self.case
         args, named = self.arguments()
         function: Any = getattr(cupyattn, case.entry)
@@ -270,32 +272,37 @@ class Call:
         if case.entry == "xqa" and case.with_out and not case.with_lse:
             assert got is None
         if case.with_out:
-            return self.out.values(), self.lse.values() if case.with_lse else None
-        pair = got if case.with_lse or self.pads else (got, None)
+            self.returned = self.out.array, self.lse.array if case.with_lse else None
+            return
         assert self.pads or case.with_lse or not isinstance(got, tuple)
-        out = download(pair[0]).reshape(self.out.array.shape)
-        if pair[1] is None:
-            assert not case.with_lse
-            return out, None
-        return out, download(pair[1]).reshape(self.lse.array.shape)
+        out, lse = got if case.with_lse or self.pads else (got, None)
+        assert case.with_lse or lse is None
+        if lse is not None:
+            lse = lse.reshape(self.lse.array.shape)
+        self.returned = out.reshape(self.out.array.shape), lse
+
+    def answers(self) -> calls.Answer:
+        """Without the rows of no request, unless the call was given the outputs."""
+        out, lse = super().answers()
+        if not self.case.with_out:
+            rows = int(self.qo_indptr[-1])
+            out, lse = out[:rows], lse if lse is None or self.pads else lse[:rows]
+        return out, lse
 
     # --- the answer ---
 
-    def check(self, out: np.ndarray, lse: np.ndarray | None) -> None:
-        case = self.case
+    def check(
+        self, out: np.ndarray, lse: np.ndarray | None, *, may_be_hoppers: bool | None = None
+    ) -> None:
         rows = int(self.qo_indptr[-1])
-        ref, low = self.expected()
-        if lse is not None and self.pads:
-            lse = self._rows_of(lse)
-        own_lse = None if lse is None else lse[:rows]
-        compare.assert_close(out[:rows], own_lse, *ref, *low, case, p_dtype=self.q.dtype)
-        if case.with_out:
+        if lse is not None:
+            lse = self._rows_of(lse) if self.pads else lse[:rows]
+        super().check(out[:rows], lse, may_be_hoppers=may_be_hoppers)
+        if self.case.with_out:
             # Rows of nobody are poison still.
             blank = poison.blank((1,), self.out_dtype).values().view(f"u{self.out_dtype.itemsize}")
             spare = out[rows:].view(blank.dtype)
-            assert (spare == blank).all(), f"{case}: rows of no request were written"
-        for name, placed in {**self.owned, "out": self.out, "lse": self.lse}.items():
-            placed.assert_intact(f"{case}: {name}")
+            assert (spare == blank).all(), f"{self.case}: rows of no request were written"
 
     def _rows_of(self, padded: np.ndarray) -> np.ndarray:
         """Rows one after another in base 2, of a padded LSE in natural log."""
@@ -305,55 +312,21 @@ class Call:
             found.append(padded[index, :count] * np.float32(math.log2(math.e)))
         return np.concatenate(found)
 
-    def expected(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """(o, lse) of all requests in float64, and in the kernels' precision."""
+    def expected(self) -> tuple[calls.States, calls.States]:
         case = self.case
-        shape = (0, case.num_qo_heads, case.problem.dims[1])
-        answers = [[[np.zeros(shape)], [np.zeros(shape[:2])]] for _ in range(2)]
-        for index, (k, v) in enumerate(self.keys):
-            rows = slice(self.qo_indptr[index], self.qo_indptr[index + 1])
-            arguments: dict[str, Any] = {
-                "q": self.q[rows],
+        requests = [
+            {
+                "q": self.q[self.qo_indptr[index] : self.qo_indptr[index + 1]],
                 "k": k,
                 "v": v,
-                "causal": case.causal and self.rows_seen is None,
-                "mask": self._mask_of(rows, len(k)),
+                "causal": case.causal and self.masks is None,
+                "mask": None if self.masks is None else self.masks[index],
                 "window_left": case.window_left,
                 "sm_scale": self.sm_scale * self.factor,
                 "sinks": self.sinks,
                 "scale_v": self.output_scale,
             }
-            both = (
-                reference.attention(**arguments),
-                lowprec.attention(**arguments, o_dtype=self.out_dtype),
-            )
-            for lists, pair in zip(answers, both, strict=True):
-                for values, x in zip(lists, pair, strict=True):
-                    values.append(x)
-        ref, low = ([np.concatenate(x) for x in lists] for lists in answers)
-        return ref, low
-
-    def _mask_of(self, rows: slice, kv_len: int) -> np.ndarray | None:
-        """Whether the rows of a request see its keys."""
-        if self.rows_seen is None:
-            return None
-        own = self.rows_seen[rows]
-        mask = np.ones((len(own), kv_len), bool)
-        count = min(len(own), kv_len)
-        mask[:, kv_len - count :] = own[:, len(own) - count :]
-        return mask
-
-
-def run_case(case: Case, xp: ModuleType, workspace: Any) -> None:
-    """Run, check against float64, and run again for the same bits."""
-    call = Call(case, xp, workspace)
-    first = call.run()
-    call.check(*first)
-    if case.with_out:
-        raw(call.out.array)[...] = 0
-        raw(call.lse.array)[...] = 0
-    rows = int(call.qo_indptr[-1])
-    for i, (a, b) in enumerate(zip(first, call.run(), strict=True)):
-        if a is not None and b is not None:
-            owned = slice(None) if i == 1 and call.pads else slice(rows)
-            compare.assert_bitwise_equal(a[owned], b[owned], case)
+            for index, (k, v) in enumerate(self.keys)
+        ]
+        dim = case.problem.dims[1]
+        return calls.attend(requests, case.num_qo_heads, dim, self.out_dtype)

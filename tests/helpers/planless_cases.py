@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .batch_cases import pick
+from .cases import pick
 from .verify_cases import FORMS
 
 NUM_CASES = 1600
@@ -57,6 +57,7 @@ class Case:
     spare_rows  rows of q that no request has, behind the others (with offsets)
     v_scale     "number", "array" or "none"
     cache       "one" tensor of both, a "pair", or "same" for keys that are values too
+    has_value_pages  values are in other pages of the pool than their keys
     tree        the form of a mask over the rows of each request (verify_cases.py); "": none
     """
 
@@ -84,6 +85,7 @@ class Case:
     with_lse: bool = True
     has_workspace: bool = True
     tree: str = ""
+    has_value_pages: bool = False
 
     @property
     def num_qo_heads(self) -> int:
@@ -119,7 +121,7 @@ def random_case(seed: int) -> Case:
     if count and rng.random() < 0.25:
         kv_len[int(rng.integers(count))] = int(rng.integers(1000, 4000))  # one long among short
     group, num_kv_heads = pick(rng, (1, 2, 4, 4, 5, 8, 16)), pick(rng, (1, 1, 2, 3))
-    while _multiplies(qo_len, kv_len) * num_kv_heads * group * sum(problem.dims) > _MAX_MULTIPLIES:
+    while np.dot(qo_len, kv_len) * num_kv_heads * group * sum(problem.dims) > _MAX_MULTIPLIES:
         if num_kv_heads > 1:
             num_kv_heads -= 1
         elif form == "uniform":
@@ -153,14 +155,16 @@ def random_case(seed: int) -> Case:
         with_out=bool(rng.random() < 0.7),
         with_lse=bool(rng.random() < 0.6),
         has_workspace=bool(rng.random() < 0.9),
-        tree=_tree(seed) if is_decode and not is_cudnn and form == "uniform" else "",
+        tree=_tree(seed) if is_decode and not is_cudnn and form != "lens" else "",
+        has_value_pages=entry.startswith("trtllm") and _has_value_pages(seed),
     )
+
+
+def _has_value_pages(seed: int) -> bool:
+    """Whether V has pages of its own: in few problems, since each needs another kernel."""
+    return seed % len(PROBLEMS) in (0, 2, 5) and seed // len(PROBLEMS) % 2 == 0
 
 
 def _tree(seed: int) -> str:
     rng = np.random.default_rng((seed, 94))
     return pick(rng, FORMS) if seed % len(PROBLEMS) < 2 and rng.random() < 0.5 else ""
-
-
-def _multiplies(qo_len: list[int], kv_len: list[int]) -> int:
-    return sum(q * kv for q, kv in zip(qo_len, kv_len, strict=True))

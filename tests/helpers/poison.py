@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn import array as arrays
+
 GUARD = 256
 
 _PAYLOADS = {
@@ -59,6 +61,11 @@ class Poisoned:
                 f"{what}: {touched.sum()} elements outside the array were written; the first is "
                 f"{first - self.offset} elements from its start, now bits {int(bits[first]):#x}"
             )
+
+    def clear(self) -> None:
+        """Make the array itself poison again."""
+        pattern = np.array(_pattern(self.dtype))
+        raw(self.array)[...] = int(pattern.view(f"i{self.dtype.itemsize}"))
 
     def values(self) -> np.ndarray:
         """The array's present content, a C-contiguous NumPy copy."""
@@ -102,6 +109,61 @@ def blank(
     return embed(pattern.view(dtype), strides, **where)
 
 
+def strides(shape: Sequence[int], is_aligned: bool, is_padded: bool) -> tuple[int, ...]:
+    """Strides in elements: rows on 16-byte boundaries, or off them, with gaps or without."""
+    pitch, gap = shape[-1], 48 if is_padded else 0
+    if not is_aligned:
+        pitch += 3
+    elif is_padded:
+        pitch = (pitch + 31) // 16 * 16
+    steps = [1, pitch]
+    for extent in shape[-2:0:-1]:
+        steps.append(steps[-1] * max(extent, 1) + gap)
+    return tuple(reversed(steps[: len(shape)]))
+
+
+def gaps(
+    kind: str, shape: tuple[int, ...], place: int = 0, *, is_s: bool = False
+) -> tuple[int, ...] | None:
+    """Strides in elements, other ones for each place; None for "packed".
+
+    kind: "gaps" of whole 16 elements, "unaligned" ones, or "transposed", where the first axes are
+    in reverse order. is_s: the array has no head dim.
+    """
+    if kind == "packed":
+        return None
+    gap = 1 + place if kind == "unaligned" else 16 * (1 + place)
+    order = list(reversed(range(len(shape))))
+    if kind == "transposed":
+        order = order if is_s else order[1:]
+        order = [*([] if is_s else [len(shape) - 1]), *reversed(order)]
+    strides, reach = [0] * len(shape), 1
+    for axis in order:
+        strides[axis] = reach
+        reach = reach * max(1, shape[axis]) + (gap if axis != order[-1] else 0)
+    return tuple(strides)
+
+
+def raw(x: Any) -> Any:
+    """The same memory as integers: bf16 and fp8 are no dtypes for CuPy's own kernels."""
+    name = f"int{8 * x.dtype.itemsize}"
+    if type(x).__module__ == "torch":
+        import torch
+
+        return x.view(getattr(torch, name))
+    return x.view(name)
+
+
+def upload(values: np.ndarray, xp: ModuleType) -> Any:
+    """A plain copy of `values` on the device."""
+    return embed(values, guard=0, xp=xp).array
+
+
+def download(x: Any) -> np.ndarray:
+    """A copy of an array of the device."""
+    return arrays.to_host(arrays.view(x, "x")).copy()
+
+
 def _bits(dtype: np.dtype) -> np.dtype:
     return np.dtype(f"u{dtype.itemsize}")
 
@@ -138,14 +200,11 @@ def _upload(flat: np.ndarray, xp: ModuleType, device: str) -> Any:
 
 
 def _download(buffer: Any, dtype: np.dtype) -> np.ndarray:
-    integer = f"int{8 * dtype.itemsize}"
     module = type(buffer).__module__.partition(".")[0]
     if module == "torch":
-        import torch
-
-        return buffer.view(getattr(torch, integer)).cpu().numpy().view(dtype)
+        return raw(buffer).cpu().numpy().view(dtype)
     if module == "cupy":
-        return buffer.view(integer).get().view(dtype)
+        return raw(buffer).get().view(dtype)
     return buffer
 
 

@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +31,7 @@ from cupyattn import jit
 from cupyattn.batch.levels import flatten, join_levels, read_levels
 from cupyattn.core import dtypes
 from cupyattn.core.problem import AttentionProblem
+from cupyattn.core.spec import AttentionSpec
 from cupyattn.launch.attention import (
     batch,
     kernels,
@@ -42,9 +42,9 @@ from cupyattn.launch.attention import (
     rotate_keys,
     scan_mask,
 )
-from cupyattn.launch.attention.single import AttentionOptions
 from cupyattn.launch.driver.enqueue import Launch
-from cupyattn.launch.instances import SHARED_BYTES, page_instances
+from cupyattn.launch.instances import SHARED_BYTES, Selection
+from cupyattn.launch.instances import instances as selected_instances
 from cupyattn.launch.ops.packbits import CONFIG as PACKBITS_CONFIG
 from cupyattn.launch.tiles.select import (
     MixedConfig,
@@ -66,10 +66,10 @@ from helpers import (
     shared_calls,
     verify_cases,
 )
-from helpers.batch_calls import offsets
 from helpers.batch_cases import Problem
+from helpers.batches import offsets
 from helpers.cases import Case
-from helpers.gpu_calls import Call
+from helpers.single_calls import Call
 
 Instance = tuple[str, jit.Config]
 
@@ -84,19 +84,20 @@ def record(case: Case, arch: str, *, is_decode: bool = False) -> list[Instance]:
     """The kernels that one case needs on a GPU of `arch`."""
     found: list[Instance] = []
 
-    def recorder(vq: Any, vk: Any, vv: Any, vout: Any, vlse: Any, entry: Any, *_: Any) -> Any:
+    def recorder(call: Any, _: Any) -> Any:
+        entry = call.entry
         entry.problem.check_supported()
-        rows = (1 if is_decode else vq.shape[0]) * entry.num_qo_heads // entry.num_kv_heads
+        rows = call.qo_len * entry.spec.group_size
         if rows:
             tiles = tile_config(entry.problem, row_class(rows), SHARED_BYTES[arch], arch=arch)
             found.extend(with_scan(tiles))
             if tiles.wants_rotated_keys and case.kv_len:
-                config = rotate_keys.config(vk.dtype, entry.problem.head_dim_qk, False)
+                config = rotate_keys.config(call.k.dtype, entry.problem.head_dim_qk, False)
                 found.append(("rotate_keys", config))
-        return (vout.owner, vlse and vlse.owner) if case.return_lse else vout.owner
+        return call.out.owner, call.lse and call.lse.owner
 
     with mock.patch.object(single, "_run_reference", recorder):
-        Call.prepare(case, np).run(is_decode=is_decode)
+        Call(case, np, is_decode=is_decode).start()
     if case.mask_kind == "bool":
         found.append(("packbits", PACKBITS_CONFIG))
     return found
@@ -163,7 +164,7 @@ class Recorder:
                 (batch, "cuda", lambda: api),
                 (merge_levels, "prepare", self.merge_levels),
                 (merge_splits, "prepare", lambda *_: launch),
-                (scan_mask, "ahead", lambda *_: launch),
+                (scan_mask, "prologue", lambda *_: launch),
             ):
                 stack.enter_context(mock.patch.object(target, name, stand_in))
             yield
@@ -172,25 +173,27 @@ class Recorder:
                  **options: Any) -> None:  # fmt: skip
         """Let `plan` use launchers of the problem that plan() foresees, and of the run's."""
         has_items = getattr(case, "has_items", False)
-        guess = AttentionProblem(
-            dtype_q=dtypes.parse(wanted.dtype),
+        dtype = dtypes.parse(wanted.dtype)
+        spec = AttentionSpec(
+            case.num_qo_heads,
+            case.num_kv_heads,
+            *wanted.dims,
+            dtype_q=dtype,
             dtype_kv=dtypes.parse(wanted.kv_dtype),
-            dtype_o=dtypes.parse(wanted.o_dtype or wanted.dtype),
-            head_dim_qk=wanted.dims[0],
-            head_dim_vo=wanted.dims[1],
+            dtype_o=dtypes.parse(wanted.o_dtype) if wanted.o_dtype else dtype,
+            page_size=page_size,
+            mask_form="runs" if has_items else "whole" if wanted.is_masked else None,
+            causal=case.causal,
+            window_left=case.window_left,
+            window_right=getattr(case, "window_right", -1),
             pos_encoding=wanted.pos_encoding_mode,
-            soft_cap=wanted.is_capped,
-            custom_mask=wanted.is_masked or has_items,
-            mask_form="runs" if has_items else "whole",
-            paged=page_size > 0,
+            logits_soft_cap=float(wanted.is_capped),
         )
-        run = replace(guess, aligned=wanted.is_aligned, prescale_logits=wanted.prescale_logits)
+        plan(batch.BatchLauncher(spec, spec.problem(), 0))
         if getattr(case, "tree", ""):
-            run = replace(run, custom_mask=True, mask_form="rows")
-        numbers = AttentionOptions(case.causal, case.window_left, 1.0, 1.0, 0.0, 1.0, 1e4)
-        for problem in (guess, run):
-            heads = case.num_qo_heads, case.num_kv_heads
-            plan(batch.BatchLauncher(problem, numbers, *heads, page_size, 0))
+            spec = spec.with_row_mask()
+        problem = spec.problem(aligned=wanted.is_aligned, prescale_logits=wanted.prescale_logits)
+        plan(batch.BatchLauncher(spec, problem, 0))
 
 
 def batches() -> Iterator[Any]:
@@ -284,6 +287,14 @@ def planless_instances(arch: str) -> list[Instance]:
         if not tiles.fused_merge:
             found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
     return list(found)
+
+
+def page_instances() -> list[Instance]:
+    """Every kernel of page operations, the same for all architectures."""
+    wide = dtypes.float16, dtypes.bfloat16, dtypes.float32
+    kinds = [(q, kv) for q in wide for kv in (q, dtypes.float8_e4m3fn, dtypes.float8_e5m2)]
+    chosen = Selection(("append", "page"), tuple(kinds), alignments=(True, False))
+    return selected_instances([chosen], "sm_90a")
 
 
 def _build(job: tuple[str, jit.Config, str]) -> bool:

@@ -34,6 +34,7 @@ PARTS = {
     "cascade": 4,
     "prefill_sm90": 2,
     "shared_prefix": 1,
+    "masked_wrappers": 2,
     "planless": 2,
     "verify": 2,
     "page": 2,

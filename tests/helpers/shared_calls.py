@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -10,11 +12,10 @@ import numpy as np
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.core import dtypes
 
-from . import batches, compare, lowprec, poison
-from .batch_cases import pick
-from .gpu_calls import download, upload
+from . import batches, calls, lowprec
+from .cases import pick
+from .poison import upload
 
 NUM_CASES = 240
 _TYPES = (("float16", "float16"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"))
@@ -79,12 +80,10 @@ def random_case(seed: int) -> Case:
     )
 
 
-class Call:
-    """A case with its arrays on the device."""
-
-    def __init__(self, case: Case, xp: ModuleType) -> None:
-        self.case, self.xp = case, xp
-        heads, dims = (case.num_qo_heads, case.num_kv_heads), (case.head_dim,) * 2
+class Call(calls.Call):
+    def __init__(self, case: Case, xp: ModuleType, workspace: Any) -> None:
+        super().__init__(case, xp, case.seed, 95)
+        self.workspace = workspace
         page_size = case.page_size
         if case.function == "padded" and case.kv_len:
             page_size = max(1, case.kv_len[0])
@@ -95,30 +94,21 @@ class Call:
             seed=case.seed,
             dtype=case.dtype,
             kv_dtype=case.kv_dtype,
-            heads=heads,
-            dims=dims,
+            heads=(case.num_qo_heads, case.num_kv_heads),
+            dims=(case.head_dim,) * 2,
         )
-        rng = np.random.default_rng((case.seed, 95))
-        shape = case.shared_len, case.num_kv_heads, case.head_dim
-        kind = dtypes.parse(case.kv_dtype).numpy
-        values = rng.standard_normal((2, *shape)).astype(np.float32).astype(kind)
-        self.shared = values[0], values[1]
-        given = [x if case.kv_layout == "NHD" else x.swapaxes(0, 1) for x in self.shared]
-        self.owned: list[poison.Poisoned] = []
-        self.device_shared = [self._embed(x) for x in given]
-        self.q = self._embed(self.batch.q)
+        self.q = self.batch.q
+        shape = 2, case.shared_len, case.num_kv_heads, case.head_dim
+        self.shared = self.values(*shape, dtype=case.kv_dtype)
+        given = self.shared if case.kv_layout == "NHD" else self.shared.swapaxes(1, 2)
+        prefix = [self.embed(f"shared {n}", x) for n, x in zip("kv", given, strict=True)]
+        self.arrays = [self.embed("q", self.q), *prefix]
+        self.forward = self._padded() if case.function == "padded" else self._planned()
 
-    def _embed(self, values: np.ndarray) -> Any:
-        self.owned.append(poison.embed(np.ascontiguousarray(values), xp=self.xp))
-        return self.owned[-1].array
-
-    def run(self, workspace: Any) -> np.ndarray:
-        case = self.case
-        if case.function == "padded":
-            return self._run_padded()
+    def _planned(self) -> Callable[[], Any]:
+        case, b = self.case, self.batch
         name = f"Batch{case.function.title()}WithSharedPrefixPagedKVCacheWrapper"
-        wrapper = getattr(cupyattn, name)(workspace, case.kv_layout)
-        b = self.batch
+        wrapper = getattr(cupyattn, name)(self.workspace, case.kv_layout)
         indices = upload(b.indices, self.xp) if case.ids_on_device else b.indices
         sizes = [case.num_qo_heads, case.num_kv_heads, case.head_dim]
         if case.knows_page_size:
@@ -133,60 +123,39 @@ class Call:
             cache: Any = tuple(upload(x, self.xp) for x in pages)
         else:
             cache = upload(b.one_tensor(case.kv_layout), self.xp)
-        out = download(wrapper.forward(self.q, *self.device_shared, cache, **options))
-        again = download(wrapper.forward(self.q, *self.device_shared, cache, **options))
-        compare.assert_bitwise_equal(out, again, case)
-        wrapper.end_forward()
-        return out
+        return functools.partial(wrapper.forward, *self.arrays, cache, **options)
 
-    def _run_padded(self) -> np.ndarray:
+    def _padded(self) -> Callable[[], Any]:
         case = self.case
-        shape = len(case.kv_len), (case.kv_len or (0,))[0], case.num_kv_heads, case.head_dim
-        kind = dtypes.parse(case.kv_dtype).numpy
-        own = []
-        for i in range(2):
-            padded = np.zeros(shape, kind)
-            for request, pair in enumerate(self.batch.keys):
-                padded[request] = pair[i]
-            own.append(self._embed(padded if case.kv_layout == "NHD" else padded.swapaxes(1, 2)))
-        return download(
-            cupyattn.batch_decode_with_shared_prefix_padded_kv_cache(
-                self.q, *self.device_shared, *own, case.kv_layout, sm_scale=case.sm_scale
-            )
-        )
+        shape = 2, len(case.kv_len), (case.kv_len or (0,))[0], case.num_kv_heads, case.head_dim
+        padded = np.zeros(shape, self.shared.dtype)
+        for request, pair in enumerate(self.batch.keys):
+            padded[:, request] = pair
+        own = [batches.as_layout(x, case.kv_layout) for x in padded]
+        arrays = *self.arrays, *(self.embed(n, x) for n, x in zip("kv", own, strict=True))
+        function = cupyattn.batch_decode_with_shared_prefix_padded_kv_cache
+        return functools.partial(function, *arrays, case.kv_layout, sm_scale=case.sm_scale)
 
-    def check(self, out: np.ndarray) -> None:
+    def start(self) -> None:
+        self.returned = self.forward(), None
+
+    def expected(self) -> tuple[calls.States, calls.States]:
         """States are rounded, merged and rounded again, and so is the model."""
         case, b = self.case, self.batch
-        heads, kind = case.num_qo_heads, b.q.dtype
-        shape = len(b.q), heads, case.head_dim
-        assert out.shape == shape and out.dtype == kind
+        shape = len(b.q), case.num_qo_heads, case.head_dim
         found = [[np.zeros(shape), np.full(shape[:2], -np.inf)] for _ in range(2)]
+        models = reference.attention, functools.partial(lowprec.attention, o_dtype=b.q.dtype)
         for request, own in enumerate(b.keys):
             rows = slice(b.qo_indptr[request], b.qo_indptr[request + 1])
-            q, common = b.q[rows], {"sm_scale": case.sm_scale}
-            for target, attend in (
-                (found[0], reference.attention),
-                (found[1], _lowprec),
-            ):
-                states = [
-                    attend(q, *self.shared, **common),
-                    attend(q, *own, causal=case.causal, **common),
-                ]
-                (a, s_a), (v, s_v) = states
-                answer = reference.merge_state(a, s_a, v, s_v)
-                for x, part in zip(target, answer, strict=True):
+            for target, attend in zip(found, models, strict=True):
+                a = attend(b.q[rows], *self.shared, sm_scale=case.sm_scale)
+                v = attend(b.q[rows], *own, causal=case.causal, sm_scale=case.sm_scale)
+                for x, part in zip(target, reference.merge_state(*a, *v), strict=True):
                     x[rows] = part
-        found[1][0] = found[1][0].astype(kind).astype(np.float64)
-        compare.assert_close(out, None, *found[0], *found[1], case, p_dtype=kind)
-        for placed in self.owned:
-            placed.assert_intact(str(case))
+        found[1][0] = found[1][0].astype(b.q.dtype).astype(np.float64)
+        return found[0], found[1]
 
-
-def _lowprec(q: np.ndarray, *rest: Any, **named: Any) -> tuple[np.ndarray, np.ndarray]:
-    return lowprec.attention(q, *rest, o_dtype=q.dtype, **named)
-
-
-def run_case(case: Case, xp: ModuleType, workspace: Any) -> None:
-    call = Call(case, xp)
-    call.check(call.run(workspace))
+    def check(self, out: np.ndarray, lse: np.ndarray | None, **named: Any) -> None:
+        shape = len(self.q), self.case.num_qo_heads, self.case.head_dim
+        assert out.shape == shape and out.dtype == self.q.dtype
+        super().check(out, lse, **named)

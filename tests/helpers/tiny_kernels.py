@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cupyattn import jit
-from cupyattn.jit import cache, module
+from cupyattn.core import folders
+from cupyattn.jit import cache, module, store
 
 FILES = {
     "cupyattn/common/types.cuh": """\
@@ -56,6 +57,21 @@ extern "C" __global__ void __launch_bounds__(1024) cupyattn_spilling(volatile fl
   for (int i = 0; i < 256; ++i) x[i] = held[255 - i] * held[i];
 }
 """,
+    # Half a minute for the compiler.
+    "entry/slow.cu": """\
+extern "C" __global__ void cupyattn_slow(volatile float* x) {
+  float held[256];
+#pragma unroll
+  for (int i = 0; i < 256; ++i) held[i] = x[i];
+#pragma unroll
+  for (int j = 0; j < 16; ++j)
+#pragma unroll
+    for (int i = 0; i < 256; ++i)
+      held[i] = held[(i * 7 + j) % 256] * held[i] + x[held[i] > 0 ? i : j];
+#pragma unroll
+  for (int i = 0; i < 256; ++i) x[i] = held[i];
+}
+""",
     # No register can be named by a number that only the run knows.
     "entry/indexing.cu": """\
 extern "C" __global__ void cupyattn_indexing(volatile float* x, const int* index) {
@@ -90,7 +106,7 @@ def sandbox(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(cache, name, set())
     monkeypatch.setattr(module, "_reported", set())
     monkeypatch.setattr(module, "_kernels", {})
-    cache._private_folder.cache_clear()
+    folders._process_folder.cache_clear()
     return root
 
 
@@ -100,4 +116,4 @@ def build(scale: int = 3) -> jit.Build:
 
 def leftovers(folder: Path) -> list[str]:
     """What compiles have left in the cache `folder` besides kernels."""
-    return sorted(path.name for path in (folder / ".work").iterdir())
+    return sorted(path.name for path in (folder / store.WORK).iterdir())

@@ -5,9 +5,12 @@ They are batches of the decode wrapper whose run brings a mask, in every form th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from .batch_cases import _KV_LENS, _PAGE_SIZES, PROBLEMS, Case, pick
+from .batch_cases import _KV_LENS, _PAGE_SIZES, PROBLEMS, Case
+from .cases import pick
 
 NUM_CASES = 360
 FORMS = ("bool3", "bool2", "uint8", "uint16", "uint32", "int32", "uint64", "int64")
@@ -67,6 +70,16 @@ def random_tree(rng: np.random.Generator, count: int, q_len: int) -> np.ndarray:
         for token in range(1, q_len):
             tree[token] |= tree[int(rng.integers(token))]
     return rows.reshape(count * q_len, q_len)
+
+
+def whole_masks(rows: np.ndarray, kv_len: Sequence[int]) -> list[np.ndarray]:
+    """Whether the rows of each request see its keys: all but the last as random_tree says."""
+    q_len, found = rows.shape[1], []
+    for index, count in enumerate(kv_len):
+        mask = np.ones((q_len, count + q_len), bool)
+        mask[:, count:] = rows[index * q_len : (index + 1) * q_len]
+        found.append(mask[:, q_len:])
+    return found
 
 
 def in_form(rows: np.ndarray, form: str, rng: np.random.Generator) -> np.ndarray:

@@ -43,3 +43,14 @@ def device(make: Callable[..., Any], stream: Any) -> Any:
     from helpers import fake_batch
 
     return fake_batch.Device(make, stream)
+
+
+@pytest.fixture
+def only_cached_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Called: from here on, runs of batch wrappers have to be cached calls."""
+    from cupyattn.batch import run
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a checked call where a cached one was expected")
+
+    return lambda: monkeypatch.setattr(run, "_check_arrays", refuse)

@@ -170,3 +170,12 @@ def test_the_work_that_rates_are_made_of() -> None:
     assert demo.prefill_flops(3) == 6 * 32 * 2 * (128 + 128)
     # K and V: 10 tokens of 8 heads; q and o: 32 heads; 128 elements of 2 bytes each.
     assert demo.decode_bytes(10, 2) == (10 * 8 + 10 * 8 + 32 + 32) * 128 * 2
+
+
+@pytest.mark.parametrize("size", [["--prefill-len", "10000000"], ["--decode-steps", str(10**12)]])
+def test_more_tokens_than_fit_are_refused(
+    size: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", "--framework", "numpy", *size]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("cupyattn demo: --prefill-len, --decode-steps: ") and "GiB" in err

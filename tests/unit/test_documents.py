@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from helpers import translated
 
 from benchmarks import documents
 from cupyattn.core import env
@@ -17,8 +19,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = documents.documents()
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-# The exact path of prefill_sm90 goes away, and this variable with it.
-_GOING = "CUPYATTN_LAZY_MAXIMA"
 
 
 def name(path: Path) -> str:
@@ -43,10 +43,32 @@ def anchors(path: Path) -> set[str]:
 
 @pytest.mark.parametrize(("document", "number", "source"), examples())
 def test_examples_run(document: str, number: int, source: str) -> None:
-    for library, needed in (("torch", "import torch"), ("cupy", "from cupyattn import jit")):
+    needs = {"torch": "import torch", "jax": "import jax", "cupy": "from cupyattn import jit"}
+    for library, needed in needs.items():
         if needed in source and importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
     exec(compile(source, f"{document}, example {number}", "exec"), {})
+
+
+def calls() -> list[tuple[str, int, str]]:
+    """The examples that call the library with arrays."""
+    own = "from cupyattn", "import jax"
+    found = [x for x in examples() if "import cupyattn\n" in x[2]]
+    return [x for x in found if not any(words in x[2] for words in own)]
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize(("document", "number", "source"), calls())
+def test_examples_run_in_every_framework(
+    document: str, number: int, source: str, framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "import torch" in source:
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = translated.Translated(framework)
+    monkeypatch.setitem(sys.modules, "cupyattn", module)
+    exec(compile(source, f"{document}, example {number}, in {framework}", "exec"), {})
+    assert module.num_calls
 
 
 def test_every_block_is_python_or_indented() -> None:
@@ -83,10 +105,28 @@ def test_the_readme_leads_to_every_document() -> None:
     assert set(DOCUMENTS) <= seen
 
 
+def test_an_option_is_added_in_at_most_ten_files() -> None:
+    """The list is that of window_right, the last option that was added."""
+    text = (ROOT / "kernels" / "README.md").read_text("utf-8")
+    section = text.split("## Adding an option\n")[1].split("\n## ")[0]
+    steps, _, rest = section.partition("\nTests: ")
+    items = re.findall(r"^(\d+)\. ", steps, re.MULTILINE)
+    assert items == [str(n + 1) for n in range(len(items))] and len(items) <= 10
+    listed = set()
+    for name in re.findall(r"`([\w./]+(?:/|\.\w+))`", steps + rest):
+        starts = ("", "kernels", "kernels/cupyattn", "cupyattn")
+        found = [ROOT / start / name for start in starts if (ROOT / start / name).exists()]
+        assert found, f"{name} does not exist"
+        listed.add(found[0])
+    sources = [*(ROOT / "cupyattn").rglob("*.py"), *(ROOT / "kernels").rglob("*.cu*")]
+    naming = {file for file in sources if "window_right" in file.read_text("utf-8")}
+    assert naming and naming <= listed, naming - listed
+
+
 def test_the_setup_page_names_every_variable() -> None:
     text = (ROOT / "docs" / "setup.md").read_text("utf-8")
     rows = re.findall(r"^\| `(CUPYATTN_\w+)` ", text, re.M)
-    assert rows == [x.name for x in env.ALL if x.name != _GOING]
+    assert rows == [x.name for x in env.ALL]
 
 
 def test_tables_and_charts_are_those_of_the_results() -> None:

@@ -34,8 +34,8 @@ print(float(cupyattn.single_decode_with_kv_cache(q, k, v).mean()))
 
 COMPILE = """
 from cupyattn import jit
-from cupyattn.launch.instances import instances
-name, config = next(iter(instances("standard")))
+from cupyattn.launch.instances import LEVELS, instances
+name, config = next(iter(instances(LEVELS["standard"], "sm_90a")))
 print(jit.build(name, config, "sm_80").path.stat().st_size)
 """
 
@@ -115,6 +115,8 @@ def test_the_metadata(wheel: Path) -> None:
     extras = set(metadata.get_all("Provides-Extra", []))
     assert extras >= {"cuda12x", "cuda13x", "test", "bench", "dev"}
     assert metadata["Requires-Python"] == ">=3.10"
+    classifiers = metadata.get_all("Classifier", [])
+    assert {"Typing :: Typed", "Programming Language :: Python :: 3.14"} <= set(classifiers)
     assert metadata["License-Expression"] == "Apache-2.0" and "Apache License" in licence
     assert "cupyattn = cupyattn.cli:main" in entry_points
 

@@ -13,12 +13,23 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...core.device import device_props
+from ...core.device import NO_GPU, device_props
 from ...core.problem import AttentionProblem
-from ...schedule.batch import BatchPlan, BatchRequests, Masking, Splitting, plan_batch
-from ...schedule.levels import MOST, Levels, Served, level_limits, level_tables, require_room
+from ...core.spec import AttentionSpec
+from ...schedule.batch import BatchPlan, BatchRequests, Splitting, plan_batch
+from ...schedule.levels import MOST, Levels, Served, check_level_limits, level_limits, level_tables
 from ...schedule.limits import Limits, check_limits, limits
-from ...schedule.mixed import Device, Kinds, MixedPlan, combine, estimate, plan_mixed, state_offsets
+from ...schedule.masking import Masking
+from ...schedule.mixed import (
+    CASCADE_SPLITTINGS,
+    Device,
+    Kinds,
+    MixedPlan,
+    combine,
+    estimate,
+    plan_mixed,
+    state_offsets,
+)
 from ...schedule.sm_partition import persistent_grid_size
 from ...schedule.tile_shape import TileShape
 from ...schedule.validate import validate_plan
@@ -29,11 +40,10 @@ from ..tiles.config import TileConfig
 from ..tiles.select import LARGE, MOST_ROWS, SMALL, row_class
 from . import rotate_batch, rotate_keys, tma_sm90
 from .bound_run import BoundRun, Step, in_order
-from .kernels import Group, Kernel, Kernels, classes
-from .layout import BatchSchedule, Capacity, Layout, Room, Share
-from .single import LOG2_E, SLACK, AttentionOptions
+from .kernels import Kernel, KernelGroup, Kernels, group_by_row_class
+from .layout import BatchSchedule, Capacity, KernelWork, Layout, Reserved
 
-_MAX_KNOWN = 1024
+_MAX_CACHED = 1024
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
 _WORTHWHILE = 5.0
 _NO_MERGES = np.zeros(0, np.int32)
@@ -44,35 +54,26 @@ _NO_LAUNCHES: tuple[tuple[Launch | None, int], ...] = ((None, 0),)
 class BatchLauncher:
     """Serves every plan and run of one problem, device and geometry."""
 
-    def __init__(
-        self,
-        problem: AttentionProblem,
-        options: AttentionOptions,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        page_size: int,
-        device_index: int,
-    ) -> None:
-        """page_size: tokens of a page, or 0 for ragged keys."""
+    def __init__(self, spec: AttentionSpec, problem: AttentionProblem, device_index: int) -> None:
+        self.spec = spec
         self.problem = problem
-        self.options = options
-        self.num_kv_heads = num_kv_heads
-        self.group_size = num_qo_heads // num_kv_heads
-        self.page_size = page_size
+        self.num_kv_heads = spec.num_kv_heads
+        self.group_size = spec.group_size
         self.device_index = device_index
-        self.masking = Masking(options.causal, options.window_left, problem.custom_mask)
-        self._page_divisor = params.divisor(max(1, page_size))
-        self._rope_table = (
-            params.rope_steps(problem.head_dim_qk, options.rope_scale, options.rope_theta)
-            if problem.pos_encoding == "ROPE_LLAMA"
-            else b""
+        self.masking = Masking(spec.window_left, spec.right_limit, problem.custom_mask)
+        heads = spec.num_kv_heads, spec.group_size
+        self._keys = rotate_keys.Keys(
+            spec.dtype_kv,
+            spec.num_kv_heads,
+            spec.head_dim_qk,
+            spec.page_size,
+            params.rope_table(spec),
+            device_index,
         )
-        of_keys = problem.dtype_kv, num_kv_heads, problem.head_dim_qk, page_size
-        self._keys = rotate_keys.Keys(*of_keys, self._rope_table, device_index)
-        self._kernels = Kernels(problem, self.group_size, page_size, device_index)
-        self._layout = Layout(self._kernels, problem, num_kv_heads, self.group_size, device_index)
+        self._kernels = Kernels(problem, spec.group_size, spec.page_size, device_index)
+        self._layout = Layout(self._kernels, problem, *heads, device_index)
         self._packed: dict[tuple[int, float, float], bytes] = {}
-        self._heads = tma_sm90.Heads(problem, num_kv_heads, self.group_size, page_size)
+        self._heads = tma_sm90.Heads(problem, *heads, spec.page_size)
 
     def schedule(
         self,
@@ -93,12 +94,12 @@ class BatchLauncher:
             plan = self._plan(requests, rows, splitting)
             most = self._limits(self._kernels.get(rows).shapes[0], splitting, capacity)
             check_limits(plan, most)
-            return self._of_requests([self._share(rows, plan, most)], requests, capacity)
-        found = classes(requests, self.group_size)
+            return self._of_requests([self._kernel_work(rows, plan, most)], requests, capacity)
+        found = group_by_row_class(requests, self.group_size)
         mixed = self._kernels.mixed_rows(requests.qo_len) if len(found) > 1 else None
         if mixed is not None:
-            return self._layout.lay_out([self._share_mixed(mixed, requests, splitting)])
-        shares, slots = [], 0
+            return self._layout.lay_out([self._mixed_work(mixed, requests, splitting)])
+        works, slots = [], 0
         if len(found) > 1:
             kernels = [self._kernels.get(rows) for rows, _ in found]
             kinds = [[(x, y.shapes[0])] for (_, x), y in zip(found, kernels, strict=True)]
@@ -107,17 +108,17 @@ class BatchLauncher:
             plan = self._plan(chosen, rows, splitting, slots)
             if len(plan.items):
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
-                shares.append(self._share(rows, plan, exact, slots))
+                works.append(self._kernel_work(rows, plan, exact, slots))
             slots = 0
-        return self._of_requests(shares, requests)
+        return self._of_requests(works, requests)
 
     def _of_requests(
-        self, shares: list[Share], requests: BatchRequests, capacity: Capacity | None = None
+        self, works: list[KernelWork], requests: BatchRequests, capacity: Capacity | None = None
     ) -> BatchSchedule:
-        schedule = self._layout.lay_out(shares)
+        schedule = self._layout.lay_out(works)
         if any(part.tiles is not None for part in schedule.parts):
             schedule.longest = int(requests.kv_len.max(initial=0))
-        return rotate_batch.make_room(schedule, requests, self._keys, capacity)
+        return rotate_batch.reserve_rotated(schedule, requests, self._keys, capacity)
 
     def tiles(self, rows: str) -> tuple[TileConfig, TileShape]:
         """The tiles of a row class, and what a plan must know of them."""
@@ -126,23 +127,29 @@ class BatchLauncher:
 
     def reserve(self, rows: str, most: Limits, longest: int) -> tuple[BatchSchedule, int]:
         """A schedule whose words the device will write, and how many bytes they take."""
-        part, words_bytes, workspace_bytes = self._layout.part(rows, self._room(rows, most), 0, 0)
+        part, words_bytes, workspace_bytes = self._layout.part(
+            rows, self._reserved(rows, most), 0, 0
+        )
         schedule = BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=longest)
         return schedule, words_bytes
 
     def schedule_levels(
-        self, requests: BatchRequests, levels: Levels, capacity: Capacity | None = None
+        self,
+        requests: BatchRequests,
+        levels: Levels,
+        capacity: Capacity | None = None,
+        splitting: Splitting = CASCADE_SPLITTINGS[0],
     ) -> BatchSchedule:
         """Plan the requests of all levels of a cascade, each of which has rows and keys.
 
-        With a capacity as in schedule().
+        With a capacity as in schedule(); splitting must then be that of the first plan.
         """
         groups = self._level_groups(requests, capacity)
         slots = [0] * len(groups)
         if capacity is None:
             slots[0] = self._blocks_of_first([x.kernel for x in groups], [x.kinds for x in groups])
         plans = [
-            self._plan_group(group, Splitting(), True, blocks)
+            self._plan_group(group, splitting, True, blocks)
             for group, blocks in zip(groups, slots, strict=True)
         ]
         parts = [part for plan in plans for part in plan.parts]
@@ -157,24 +164,25 @@ class BatchLauncher:
             end = begin + len(plan.parts)
             lists.append(combine(plan.parts, offsets[begin:end])[0])
             begin = end
-        rooms = [Room(len(x), slots=blocks) for x, blocks in zip(lists, slots, strict=True)]
+        reserved = [Reserved(len(x), slots=blocks) for x, blocks in zip(lists, slots, strict=True)]
         words = sum(table.size for table in tables)
         if capacity is not None:
             served = zip((self._device(x).items for x in groups), self._served(groups), strict=True)
-            most = level_limits(capacity.levels, num_rows, self.group_size, [*served])
-            require_room((max(map(len, lists)), words, state_rows), most)
-            rooms = [Room(most.items) for _ in lists]
+            waves = splitting.waves if splitting.may_split else 0.0
+            most = level_limits(capacity.levels, num_rows, self.group_size, [*served], waves)
+            check_level_limits((max(map(len, lists)), words, state_rows), most)
+            reserved = [Reserved(most.items) for _ in lists]
             words, state_rows = most.merges, most.state_rows
         sizes = num_rows, levels.num_levels
-        rooms[-1] = rooms[-1]._replace(merges=words, state_rows=state_rows, levels=sizes)
-        shares = [
-            Share(group.rows, room, items, _NO_MERGES)
-            for group, room, items in zip(groups, rooms, lists, strict=True)
+        reserved[-1] = reserved[-1]._replace(merges=words, state_rows=state_rows, levels=sizes)
+        works = [
+            KernelWork(group.rows, reserved, items, _NO_MERGES)
+            for group, reserved, items in zip(groups, reserved, lists, strict=True)
         ]
         merges = np.concatenate([table.reshape(-1) for table in tables])
-        shares[-1] = shares[-1]._replace(merges=merges)
-        made = self._layout.lay_out(shares, levels.positions)
-        return rotate_batch.make_room(made, requests, self._keys, capacity)
+        works[-1] = works[-1]._replace(merges=merges)
+        made = self._layout.lay_out(works, levels.positions)
+        return rotate_batch.reserve_rotated(made, requests, self._keys, capacity)
 
     def gains_by_levels(self, requests: BatchRequests, flat: BatchRequests) -> bool:
         """Whether a cascade of `requests` is done sooner than its rows one by one, as `flat`."""
@@ -187,7 +195,9 @@ class BatchLauncher:
         )
         return shared + _WORTHWHILE < alone
 
-    def _level_groups(self, requests: BatchRequests, capacity: Capacity | None) -> list[Group]:
+    def _level_groups(
+        self, requests: BatchRequests, capacity: Capacity | None
+    ) -> list[KernelGroup]:
         """What a cascade launches: a kernel of both kinds of tiles, or of the only kind it has."""
         lengths = requests.qo_len
         if capacity is not None:
@@ -211,7 +221,7 @@ class BatchLauncher:
         )
         return [*groups, self._kernels.group(name, requests, chosen)]
 
-    def _served(self, groups: list[Group]) -> list[list[Served]]:
+    def _served(self, groups: list[KernelGroup]) -> list[list[Served]]:
         """What each kind of tiles of each kernel of a cascade serves, whatever comes."""
         *large, rest = groups
         if not large:
@@ -220,7 +230,7 @@ class BatchLauncher:
         edge = MOST_ROWS[SMALL]
         return [[Served(tiles.tile_q, edge, MOST)], rest.served(edge)]
 
-    def _device(self, group: Group, slots: int = 0) -> Device:
+    def _device(self, group: KernelGroup, slots: int = 0) -> Device:
         """slots: blocks that run at a time; 0: as many as the kernel has."""
         return Device(slots or group.kernel.loaded.num_slots, self.num_kv_heads)
 
@@ -241,54 +251,57 @@ class BatchLauncher:
         plan = plan_batch(
             requests, self.group_size, self.num_kv_heads, shape, self.masking, splitting
         )
-        if cuda().is_debugging:
+        if self._is_debugging():
             validate_plan(plan, requests, self.group_size, shape.tile_q)
         return plan
 
     def _plan_group(
-        self, group: Group, splitting: Splitting, leaves_states: bool = False, slots: int = 0
+        self, group: KernelGroup, splitting: Splitting, leaves_states: bool = False, slots: int = 0
     ) -> MixedPlan:
         device = self._device(group, slots)
         plan = plan_mixed(
             group.kinds, self.group_size, device, self.masking, splitting, leaves_states
         )
-        if cuda().is_debugging:
+        if self._is_debugging():
             for part, (requests, shape) in zip(plan.parts, group.kinds, strict=True):
                 validate_plan(part, requests, self.group_size, shape.tile_q)
         return plan
 
-    def _share_mixed(
+    def _is_debugging(self) -> bool:
+        return self.device_index != NO_GPU.index and cuda().is_debugging
+
+    def _mixed_work(
         self, rows: tuple[str, str], requests: BatchRequests, splitting: Splitting
-    ) -> Share:
+    ) -> KernelWork:
         kernel = self._kernels.get(rows)
         plan = self._plan_group(
-            Group(rows, kernel, self._kernels.assign_requests(requests, kernel)), splitting
+            KernelGroup(rows, kernel, self._kernels.assign_requests(requests, kernel)), splitting
         )
         tile_rows = [tiles.tile_q for tiles in kernel.kinds]
         offsets, state_rows = state_offsets(plan.parts, tile_rows)
         items, (of_prefill, of_decode) = combine(plan.parts, offsets)
         split_tiles = len(of_prefill)
-        room = Room(len(items), split_tiles, split_tiles, len(of_decode), state_rows)
-        return Share(rows, room, items, of_prefill)
+        reserved = Reserved(len(items), split_tiles, split_tiles, len(of_decode), state_rows)
+        return KernelWork(rows, reserved, items, of_prefill)
 
-    def _share(self, rows: str, plan: BatchPlan, most: Limits, slots: int = 0) -> Share:
-        """With room for the most that may come."""
-        room = self._room(rows, most)
+    def _kernel_work(self, rows: str, plan: BatchPlan, most: Limits, slots: int = 0) -> KernelWork:
+        """With reserved for the most that may come."""
+        reserved = self._reserved(rows, most)
         if slots:
-            room = room._replace(slots=slots)
+            reserved = reserved._replace(slots=slots)
         merges = _NO_MERGES
-        if room.merges:
-            merges = np.full(room.merges, -1, np.int32)
+        if reserved.merges:
+            merges = np.full(reserved.merges, -1, np.int32)
             merges[: len(plan.merges)] = plan.merges
-        return Share(rows, room, plan.items, merges)
+        return KernelWork(rows, reserved, plan.items, merges)
 
-    def _room(self, rows: str, most: Limits) -> Room:
+    def _reserved(self, rows: str, most: Limits) -> Reserved:
         tiles = self._kernels.get(rows).kinds[0]
         split_tiles, counters = most.num_split_tiles, 0
         if tiles.fused_merge:
             split_tiles, counters = 0, split_tiles
         state_rows = most.num_states * tiles.tile_q
-        return Room(most.num_items, split_tiles, split_tiles, counters, state_rows)
+        return Reserved(most.num_items, split_tiles, split_tiles, counters, state_rows)
 
     def _limits(self, shape: TileShape, splitting: Splitting, capacity: Capacity) -> Limits:
         return limits(
@@ -346,14 +359,14 @@ class BatchLauncher:
                 if launch is not None:
                     maps = None
                     if part.tiles is not None:
-                        sections, keys = self._sections(schedule.longest), None
+                        swizzle, keys = self._l2_swizzle(schedule.longest), None
                         if part.tiles.wants_rotated_keys:
                             keys = self._keys.strides, schedule.rotated
                             to = rotate_keys.Where(rotated, schedule.rotated)
                             of_keys = self._keys, strides, kv_indices, self.group_size
                             rotation = rotate_batch.of_part(part, words, *of_keys, to)
                         maps = tma_sm90.Maps(
-                            self._heads, part.tiles, launch.num_items, sections, strides, num_keys,
+                            self._heads, part.tiles, launch.num_items, swizzle, strides, num_keys,
                             keys, workspace + part.mask_maps,
                         )  # fmt: skip
                     steps.append((launch, planned, maps))
@@ -361,37 +374,18 @@ class BatchLauncher:
                 merges.append((part.merge, planned, None))
         return BoundRun(in_order(steps, merges), self.device_index, rotation)
 
-    def _sections(self, longest: int) -> sm90.Sections:
+    def _l2_swizzle(self, longest: int) -> sm90.L2Swizzle:
         l2_bytes = device_props(self.device_index).l2_bytes
-        return sm90.sections(
-            self.problem, self.num_kv_heads, longest, self.options.causal, l2_bytes
+        return sm90.l2_swizzle(
+            self.problem, self.num_kv_heads, longest, self.spec.right_limit >= 0, l2_bytes
         )
 
     def _constants(self, first_item: int, sm_scale: float, output_scale: float) -> bytes:
         """What is the same for all runs with these scales."""
-        options = self.options
-        softmax_scale = sm_scale * LOG2_E
-        packed = (
-            params.CONSTANTS.pack(
-                self.num_kv_heads,
-                self.group_size,
-                0,
-                1,
-                options.causal,
-                options.window_left,
-                sm_scale,
-                options.logits_soft_cap,
-                output_scale,
-                softmax_scale,
-                SLACK / softmax_scale if softmax_scale else 0.0,
-                first_item,
-                self.page_size,
-                *self._page_divisor,
-                *params.divisor(self.group_size),
-            )
-            + self._rope_table
+        packed = params.pack_constants(
+            self.spec, sm_scale=sm_scale, output_scale=output_scale, first=first_item
         )
-        if len(self._packed) >= _MAX_KNOWN:
+        if len(self._packed) >= _MAX_CACHED:
             self._packed.clear()
         self._packed[first_item, sm_scale, output_scale] = packed
         return packed

@@ -26,7 +26,7 @@ class Kernel(NamedTuple):
     shapes: tuple[TileShape, ...]
 
 
-class Group(NamedTuple):
+class KernelGroup(NamedTuple):
     """A kernel and the requests of each kind of its tiles: which they are, and they."""
 
     rows: Rows
@@ -57,11 +57,11 @@ class Kernels:
         self._device_index = device_index
         self._known: dict[Rows, Kernel | None] = {}
 
-    def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> Group:
+    def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
         """The requests at these indices."""
         kernel = self.get(rows)
         dealt = self.assign_requests(requests.select(chosen), kernel)
-        return Group(rows, kernel, [(chosen[x], own) for x, own in dealt])
+        return KernelGroup(rows, kernel, [(chosen[x], own) for x, own in dealt])
 
     def get(self, rows: Rows) -> Kernel:
         found = self.find(rows)
@@ -83,7 +83,7 @@ class Kernels:
         return found
 
     def mixed_rows(self, lengths: np.ndarray) -> tuple[str, str] | None:
-        """The row classes of a mixed kernel for requests of so many query tokens.
+        """The row group_by_row_class of a mixed kernel for requests of so many query tokens.
 
         None if all are of one kind, or there is no such kernel.
         """
@@ -110,7 +110,7 @@ class Kernels:
         return [(x, requests.select(x)) for x in chosen]
 
 
-def classes(requests: BatchRequests, group_size: int) -> list[tuple[str, BatchRequests]]:
+def group_by_row_class(requests: BatchRequests, group_size: int) -> list[tuple[str, BatchRequests]]:
     """The requests of each row class, the largest tiles first."""
     if len(requests.qo_len) == 0:
         return []

@@ -16,7 +16,7 @@ from . import merge_levels, merge_splits, scan_mask
 from .kernels import Kernels, Rows
 
 _ITEM_BYTES = 4 * len(WORK_FIELDS)
-_MAX_KNOWN = 1024
+_MAX_CACHED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Capacity:
     levels: tuple[tuple[int, int], ...] = ()
 
 
-class Room(NamedTuple):
+class Reserved(NamedTuple):
     """What a kernel's share of a schedule takes.
 
     merges       int32 words
     split_tiles  of prefill, which merge_splits merges
-    counters     split tiles of decode, for each KV head, or one by which blocks share out work
+    counters     split tiles of decode, for each KV head, or one by which blocks share work
     state_rows   rows of the states of one KV head
     levels       (tokens, levels) for merge_levels, or (0, 0)
     slots        of persistent blocks: as many as the kernel has if 0
@@ -58,17 +58,17 @@ class Room(NamedTuple):
     slots: int = 0
 
 
-class Share(NamedTuple):
-    """What one kernel has to do; arrays as long as its room, or shorter."""
+class KernelWork(NamedTuple):
+    """What one kernel has to do; arrays of the reserved length, or shorter."""
 
     rows: Rows
-    room: Room
+    reserved: Reserved
     items: np.ndarray
     merges: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LaunchPart:
     """One kernel of a schedule. Positions are bytes into the words and the workspace.
 
     launches  each with its first item
@@ -105,7 +105,7 @@ class BatchSchedule:
 
     words: np.ndarray
     workspace_bytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[LaunchPart, ...]
     positions: int = -1
     longest: int = 0
     rotated: int = 0
@@ -129,28 +129,30 @@ class Layout:
         self._group_size = group_size
         self._device_index = device_index
         # Parts by what decides them: many plans have the same.
-        self._parts: dict[tuple[object, ...], tuple[Part, int, int]] = {}
+        self._parts: dict[tuple[object, ...], tuple[LaunchPart, int, int]] = {}
 
-    def lay_out(self, shares: list[Share], positions: np.ndarray | None = None) -> BatchSchedule:
+    def lay_out(
+        self, works: list[KernelWork], positions: np.ndarray | None = None
+    ) -> BatchSchedule:
         parts, words_bytes, workspace_bytes = [], 0, 0
-        for share in shares:
+        for work in works:
             part, words_bytes, workspace_bytes = self.part(
-                share.rows, share.room, words_bytes, workspace_bytes
+                work.rows, work.reserved, words_bytes, workspace_bytes
             )
             parts.append(part)
-        if shares and shares[-1].room.levels[0]:
+        if works and works[-1].reserved.levels[0]:
             # Kernels of a cascade leave their states in one place.
             last = parts[-1]
             parts = [
                 replace(part, partial_o=last.partial_o, partial_lse=last.partial_lse)
                 for part in parts
             ]
-        if len(shares) == 1 and words_bytes == shares[0].items.nbytes and positions is None:
-            return BatchSchedule(shares[0].items.reshape(-1), workspace_bytes, tuple(parts))
-        num_positions = 0 if positions is None else shares[-1].room.levels[0]
+        if len(works) == 1 and words_bytes == works[0].items.nbytes and positions is None:
+            return BatchSchedule(works[0].items.reshape(-1), workspace_bytes, tuple(parts))
+        num_positions = 0 if positions is None else works[-1].reserved.levels[0]
         words = np.zeros(words_bytes // 4 + num_positions, np.int32)
-        for part, share in zip(parts, shares, strict=True):
-            for begin, values in ((part.items, share.items), (part.merges, share.merges)):
+        for part, work in zip(parts, works, strict=True):
+            for begin, values in ((part.items, work.items), (part.merges, work.merges)):
                 words[begin // 4 :][: values.size] = values.reshape(-1)
         if positions is None:
             return BatchSchedule(words, workspace_bytes, tuple(parts))
@@ -158,20 +160,20 @@ class Layout:
         return BatchSchedule(words, workspace_bytes, tuple(parts), words_bytes)
 
     def part(
-        self, rows: Rows, room: Room, words_bytes: int, workspace_bytes: int
-    ) -> tuple[Part, int, int]:
+        self, rows: Rows, reserved: Reserved, words_bytes: int, workspace_bytes: int
+    ) -> tuple[LaunchPart, int, int]:
         """The part, and where the next one begins in the words and in the workspace."""
-        key = rows, room, words_bytes, workspace_bytes
+        key = rows, reserved, words_bytes, workspace_bytes
         found = self._parts.get(key)
         if found is None:
-            if len(self._parts) >= _MAX_KNOWN:
+            if len(self._parts) >= _MAX_CACHED:
                 self._parts.clear()
             found = self._parts[key] = self._make_part(*key)
         return found
 
     def _make_part(
-        self, rows: Rows, room: Room, words_bytes: int, workspace_bytes: int
-    ) -> tuple[Part, int, int]:
+        self, rows: Rows, reserved: Reserved, words_bytes: int, workspace_bytes: int
+    ) -> tuple[LaunchPart, int, int]:
         kernel, heads = self._kernels.get(rows), self._num_kv_heads
         tiles = kernel.loaded.tiles
         persistent = kernel.kinds[0] if kernel.kinds[0].is_sm90 else None
@@ -179,32 +181,37 @@ class Layout:
         launches: tuple[tuple[Launch, int], ...]
         mask_bytes = 0
         if persistent is not None:
-            blocks = min(room.items * heads, room.slots or kernel.loaded.num_slots)
-            ahead = scan_mask.ahead(persistent, room.items, self._device_index)
-            launches = ((Launch(function, (blocks, 1, 1), *size, room.items, False, ahead), 0),)
-            mask_bytes = 0 if ahead is None else room.items * scan_mask.MAP_BYTES
+            blocks = min(reserved.items * heads, reserved.slots or kernel.loaded.num_slots)
+            prologue = scan_mask.prologue(persistent, reserved.items, self._device_index)
+            launches = (
+                (Launch(function, (blocks, 1, 1), *size, reserved.items, False, prologue), 0),
+            )
+            mask_bytes = 0 if prologue is None else reserved.items * scan_mask.MAP_BYTES
             launches = launches if blocks else ()
         else:
             launches = tuple(
-                (Launch(function, (heads, min(room.items - first, MAX_GRID_YZ), 1), *size), first)
-                for first in range(0, room.items, MAX_GRID_YZ)
+                (
+                    Launch(function, (heads, min(reserved.items - first, MAX_GRID_YZ), 1), *size),
+                    first,
+                )
+                for first in range(0, reserved.items, MAX_GRID_YZ)
             )
         merge = None
-        if room.split_tiles:
+        if reserved.split_tiles:
             tile_q = kernel.kinds[0].tile_q
-            num_rows = room.split_tiles * tile_q
+            num_rows = reserved.split_tiles * tile_q
             merge = merge_splits.prepare(self._problem, tile_q, num_rows, heads, self._device_index)
-        elif room.levels[0]:
+        elif reserved.levels[0]:
             num_heads = heads * self._group_size
             merge = merge_levels.prepare(
-                self._problem, room.levels[0], num_heads, self._device_index
+                self._problem, reserved.levels[0], num_heads, self._device_index
             )
-        merges = words_bytes + room.items * _ITEM_BYTES
-        counters = merges + 4 * room.merges
-        lse_bytes = 4 * room.state_rows * heads
+        merges = words_bytes + reserved.items * _ITEM_BYTES
+        counters = merges + 4 * reserved.merges
+        lse_bytes = 4 * reserved.state_rows * heads
         partial_lse = workspace_bytes + lse_bytes * self._problem.head_dim_vo
         mask_maps = _round_up(partial_lse + lse_bytes)
-        part = Part(
+        part = LaunchPart(
             launches,
             merge,
             words_bytes,
@@ -212,11 +219,11 @@ class Layout:
             counters,
             workspace_bytes,
             partial_lse,
-            room.levels,
+            reserved.levels,
             persistent,
             mask_maps,
         )
-        num_counters = room.counters * heads if persistent is None else 1
+        num_counters = reserved.counters * heads if persistent is None else 1
         end = counters + 4 * num_counters
         return part, _round_up(end), mask_maps + mask_bytes
 

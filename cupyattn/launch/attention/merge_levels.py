@@ -7,7 +7,7 @@ from functools import lru_cache
 from ... import jit
 from ...core.device import device_props, overlaps_launches
 from ...core.problem import AttentionProblem
-from ..driver.enqueue import Launch
+from ..driver.enqueue import Launch, load_function
 
 _WARPS = 4
 
@@ -29,8 +29,7 @@ def prepare(
     problem: AttentionProblem, num_tokens: int, num_qo_heads: int, device_index: int
 ) -> Launch:
     """The merge of `num_tokens` query tokens; its arguments are those of the attention."""
-    arch = device_props(device_index).arch
-    kernel = jit.load("merge_levels", config(problem), device_index, arch)
+    function = load_function("merge_levels", config(problem), device_index)
     grid = (num_tokens, -(-num_qo_heads // _WARPS), 1)
-    early = overlaps_launches(arch)
-    return Launch(kernel.function, grid, _WARPS * 32, 0, is_dependent=early)
+    early = overlaps_launches(device_props(device_index).arch)
+    return Launch(function, grid, _WARPS * 32, 0, is_dependent=early)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from ... import jit
 from ...core.device import device_props, overlaps_launches
 from ...core.problem import AttentionProblem
-from ..driver.enqueue import Launch
+from ..driver.enqueue import Launch, load_function
 
 _WARPS = 4
 
@@ -30,8 +30,7 @@ def prepare(
     problem: AttentionProblem, tile_q: int, num_rows: int, num_kv_heads: int, device_index: int
 ) -> Launch:
     """The merge of `num_rows` packed rows a KV head; its arguments are those of the prefill."""
-    arch = device_props(device_index).arch
-    kernel = jit.load("merge_splits", config(problem, tile_q), device_index, arch)
+    function = load_function("merge_splits", config(problem, tile_q), device_index)
     grid = (-(-num_rows // _WARPS), num_kv_heads, 1)
-    early = overlaps_launches(arch)
-    return Launch(kernel.function, grid, _WARPS * 32, 0, is_dependent=early)
+    early = overlaps_launches(device_props(device_index).arch)
+    return Launch(function, grid, _WARPS * 32, 0, is_dependent=early)

@@ -7,15 +7,14 @@ from typing import NamedTuple
 
 from ... import jit
 from ...array import ArrayView
-from ...core.device import device_props
 from ...schedule import MAX_GRID_YZ
 from ..driver import params
-from ..driver.enqueue import Launch, enqueue
+from ..driver.enqueue import Launch, enqueue, load_function
 from . import plan_batch
 
 _THREADS = 256
 CONFIG = jit.Config({"kThreads": _THREADS})
-# kernels/cupyattn/params/pad_lse.cuh
+# kernels/cupyattn/params/plan_batch.cuh, PadLseParams
 _PARAMS = struct.Struct(f"<4Q 24x {plan_batch.PARAMS.size - 56}s 2Q 3q 2i")
 
 
@@ -31,12 +30,10 @@ class Padding(NamedTuple):
 def prepare(padded: ArrayView, device: int) -> Padding:
     """Make ready to write `padded` [num_requests, max_qo_len, num_heads]."""
     num_requests, most, num_heads = padded.shape
-    kernel = jit.load("pad_lse", CONFIG, device, device_props(device).arch)
+    function = load_function("pad_lse", CONFIG, device)
     grid = (-(-most * num_heads // _THREADS), max(1, min(num_requests, MAX_GRID_YZ)), 1)
     request, token, head = padded.strides
-    return Padding(
-        Launch(kernel.function, grid, _THREADS, 0), (request, token, head), num_heads, most
-    )
+    return Padding(Launch(function, grid, _THREADS, 0), (request, token, head), num_heads, most)
 
 
 def launch(

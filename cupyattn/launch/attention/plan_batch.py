@@ -11,9 +11,9 @@ from ...core import dtypes
 from ...core.device import device_props
 from ...core.dtypes import DType
 from ...errors import UnsupportedError
-from ...schedule.capacity import room
+from ...schedule.capacity import plan_capacity
 from ..driver import params
-from ..driver.enqueue import Launch, enqueue
+from ..driver.enqueue import Launch, enqueue, load_function
 from ..tiles.select import row_class
 from .batch import BatchLauncher, BatchSchedule
 
@@ -101,15 +101,15 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     if shared_bytes > props.max_smem_per_block:
         most = (props.max_smem_per_block - _SHARED_BYTES) // _BYTES_A_REQUEST
         raise UnsupportedError(
-            f"seq_lens: {lengths.num_requests} requests; at most {most} in one call are supported "
-            "on this GPU, pass the batch in parts"
+            f"seq_lens: {lengths.num_requests} requests; at most {most} in one call are supported, "
+            "pass the batch in parts"
         )
-    kernel = jit.load("plan_batch", RAGGED if lengths.is_ragged else UNIFORM, device, props.arch)
-    kernel.set_shared_memory(shared_bytes)
+    config = RAGGED if lengths.is_ragged else UNIFORM
+    function = load_function("plan_batch", config, device, shared_bytes)
     rows = row_class(lengths.max_qo_len * launcher.group_size)
     tiles, shape = launcher.tiles(rows)
     masking = launcher.masking
-    space = room(
+    capacity = plan_capacity(
         lengths.num_requests,
         lengths.num_rows,
         lengths.qo_len,
@@ -121,7 +121,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         masking,
         last_block_merges=not tiles.fused_merge,
     )
-    limits = space.limits()
+    limits = capacity.limits()
     schedule, words_bytes = launcher.reserve(rows, limits, lengths.likely_kv_len)
     part = schedule.parts[0]
     num_heads = launcher.num_kv_heads * launcher.group_size
@@ -129,7 +129,10 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     scale_v = scale_k + 4 * launcher.num_kv_heads
     partials = -(-(scale_v + 4 * launcher.num_kv_heads) // 16) * 16
     # A window that no request outgrows is none.
-    window = masking.window_left if masking.window_left < lengths.max_kv_len else -1
+    windows = (
+        window if window < lengths.max_kv_len else -1
+        for window in (masking.window_left, masking.window_right)
+    )
     tile_q_magic, tile_q_shift = params.divisor(shape.tile_q)
     tile_kv_magic, tile_kv_shift = params.divisor(shape.tile_kv)
     group_magic, group_shift = params.divisor(launcher.group_size)
@@ -150,11 +153,10 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         tile_kv_magic,
         group_magic,
         group_shift,
-        masking.causal,
-        window,
-        space.items_per_wave,
-        space.num_tiles,
-        space.num_more,
+        *windows,
+        capacity.items_per_wave,
+        capacity.num_tiles,
+        capacity.num_more,
         limits.num_items,
         (part.counters - part.merges) // 4,
         (words_bytes - part.counters) // 4,
@@ -162,7 +164,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         shape.cost_of_part(lengths.max_qo_len * launcher.group_size),
     )
     return DevicePlan(
-        Launch(kernel.function, (1, 1, 1), _THREADS, shared_bytes),
+        Launch(function, (1, 1, 1), _THREADS, shared_bytes),
         schedule,
         part.items,
         part.merges,
@@ -189,7 +191,7 @@ def launch(
     plan: DevicePlan,
     planned: bytes,
     indices: tuple[int, int, int, int],
-    scales: tuple[int, int, int],
+    scales: tuple[int, ...],
     device: int,
     stream: int,
 ) -> None:

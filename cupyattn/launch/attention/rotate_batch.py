@@ -8,11 +8,11 @@ from __future__ import annotations
 from ...errors import PlanError
 from ...schedule.batch import BatchRequests
 from ..driver import params
-from .layout import BatchSchedule, Capacity, Part
+from .layout import BatchSchedule, Capacity, LaunchPart
 from .rotate_keys import NO_PAGES, Keys, Rotation, Where, step
 
 
-def make_room(
+def reserve_rotated(
     schedule: BatchSchedule, requests: BatchRequests, keys: Keys, capacity: Capacity | None
 ) -> BatchSchedule:
     """The schedule, told what its rotated keys take; PlanError if a capacity has no room."""
@@ -37,7 +37,7 @@ def make_room(
 
 
 def of_part(
-    part: Part,
+    part: LaunchPart,
     words: int,
     keys: Keys,
     strides: bytes,

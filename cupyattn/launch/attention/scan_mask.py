@@ -6,8 +6,7 @@ It is told the same as the kernel behind it, and does for all KV heads what each
 from __future__ import annotations
 
 from ... import jit
-from ...core.device import device_props
-from ..driver.enqueue import Launch
+from ..driver.enqueue import Launch, load_function
 from ..tiles.config import TileConfig
 
 _THREADS = 512
@@ -29,11 +28,10 @@ def config(tiles: TileConfig) -> jit.Config | None:
     )
 
 
-def ahead(tiles: TileConfig, num_items: int, device_index: int) -> Launch | None:
+def prologue(tiles: TileConfig, num_items: int, device_index: int) -> Launch | None:
     """The launch, if there is one. It leaves MAP_BYTES of each item."""
     kernel_config = config(tiles)
     if kernel_config is None or not num_items:
         return None
-    arch = device_props(device_index).arch
-    kernel = jit.load("scan_mask", kernel_config, device_index, arch)
-    return Launch(kernel.function, (num_items, 1, 1), _THREADS, 0)
+    function = load_function("scan_mask", kernel_config, device_index)
+    return Launch(function, (num_items, 1, 1), _THREADS, 0)

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
 
-from ... import jit
-from ...core.device import device_props
+from ...core.device import NO_GPU, DeviceProps, device_props
 from ...core.problem import AttentionProblem
-from ...schedule import MAX_GRID_YZ, SinglePlan, plan_single
+from ...core.spec import AttentionSpec
+from ...schedule import MAX_GRID_YZ, Masking, SinglePlan, plan_single
 from ..driver import params, scratch
-from ..driver.enqueue import Launch, enqueue
+from ..driver.enqueue import Launch, enqueue, load_function
 from ..driver.scratch import Allocate
 from ..tiles import sm90
 from ..tiles.config import TileConfig
 from ..tiles.select import MixedConfig, mixed_config, row_class, tile_config
 from . import merge_splits, rotate_keys, scan_mask, tma_sm90
 
-LOG2_E = math.log2(math.e)
-# kSlack of kernels/cupyattn/attention/softmax.cuh.
-SLACK = 8.0
 # k's pair in params.STRIDES, after q's.
 _K_STRIDES = struct.Struct("<2q")
+# Shared memory of a block that is not the kernel's.
+_RESERVED_BYTES = 1 << 10
 
 
 _Tiles = TypeVar("_Tiles", TileConfig, MixedConfig)
@@ -36,19 +34,25 @@ class LoadedKernel(Generic[_Tiles]):
     __slots__ = ("function", "num_slots", "num_sms", "tiles")
 
     def __init__(self, tiles: _Tiles, device_index: int) -> None:
-        from cupy.cuda import Device, driver
-
         props = device_props(device_index)
-        kernel = jit.load(tiles.name, tiles.config, device_index, props.arch)
-        kernel.set_shared_memory(tiles.shared_bytes)
-        with Device(device_index):
-            blocks = driver.occupancyMaxActiveBlocksPerMultiprocessor(
-                kernel.function, tiles.threads, tiles.shared_bytes
-            )
-        self.function = kernel.function
+        self.function = load_function(tiles.name, tiles.config, device_index, tiles.shared_bytes)
+        blocks = _blocks_per_sm(self.function, tiles, props)
         self.num_slots = max(1, blocks) * props.num_sms
         self.num_sms = props.num_sms
         self.tiles: _Tiles = tiles
+
+
+def _blocks_per_sm(function: int, tiles: TileConfig | MixedConfig, props: DeviceProps) -> int:
+    """How many blocks run on an SM at a time; without a GPU as many as fit its shared memory."""
+    if props is NO_GPU:
+        return props.smem_per_sm // (tiles.shared_bytes + _RESERVED_BYTES)
+    from cupy.cuda import Device, driver
+
+    with Device(props.index):
+        blocks: int = driver.occupancyMaxActiveBlocksPerMultiprocessor(
+            function, tiles.threads, tiles.shared_bytes
+        )
+    return blocks
 
 
 @lru_cache(maxsize=4096)
@@ -76,22 +80,6 @@ def load_mixed(
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """The run-time facts of a call that are numbers. Scales are positive or negative, finite.
-
-    causal  holds besides a mask: false where a mask of the caller's replaces it
-    """
-
-    causal: bool
-    window_left: int
-    sm_scale: float
-    output_scale: float
-    logits_soft_cap: float
-    rope_scale: float
-    rope_theta: float
-
-
-@dataclass(frozen=True, slots=True)
 class PreparedPlan:
     """What all calls of one launcher that have the same plan share.
 
@@ -112,43 +100,36 @@ class PreparedPlan:
     partial_bytes: int = 0
     mask_bytes: int = 0
     num_counters: int = 0
-    sections: sm90.Sections = sm90.ONE_HEAD
+    swizzle: sm90.L2Swizzle = sm90.ONE_HEAD
     merge: Launch | None = None
 
 
 class AttentionLauncher:
     """Serves every call of one problem, device and geometry; only lengths and pointers vary."""
 
-    def __init__(
-        self,
-        problem: AttentionProblem,
-        options: AttentionOptions,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        device_index: int,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, problem: AttentionProblem, device_index: int) -> None:
+        self.spec = spec
         self.problem = problem
-        self.options = options
-        self.num_kv_heads = num_kv_heads
-        self.group_size = num_qo_heads // num_kv_heads
+        self.num_kv_heads = spec.num_kv_heads
+        self.group_size = spec.group_size
         self.device_index = device_index
-        self.rope_table = (
-            params.rope_steps(problem.head_dim_qk, options.rope_scale, options.rope_theta)
-            if problem.pos_encoding == "ROPE_LLAMA"
-            else b""
-        )
         self._keys = rotate_keys.Keys(
-            problem.dtype_kv, num_kv_heads, problem.head_dim_qk, 0, self.rope_table, device_index
+            spec.dtype_kv,
+            spec.num_kv_heads,
+            spec.head_dim_qk,
+            0,
+            params.rope_table(spec),
+            device_index,
         )
         self._plans: dict[tuple[int, int], PreparedPlan] = {}
-        self._heads = tma_sm90.Heads(problem, num_kv_heads, self.group_size, 0)
+        self._heads = tma_sm90.Heads(problem, spec.num_kv_heads, spec.group_size, 0)
         self._maps: dict[tuple[int, int, bytes, int], tma_sm90.Maps] = {}
 
     def plan(self, qo_len: int, kv_len: int) -> PreparedPlan:
         """The plan for these lengths; plans are remembered by the number of key tiles."""
         # 16 divides every key tile, so lengths that round up alike have the same tiles, but for
         # where a window begins.
-        key = (qo_len, kv_len if self.options.window_left >= 0 else -(-kv_len // 16))
+        key = (qo_len, kv_len if self.spec.window_left >= 0 else -(-kv_len // 16))
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) > 4096:
@@ -166,20 +147,19 @@ class AttentionLauncher:
             kernel.tiles.tile_q,
             kernel.tiles.tile_kv,
             kernel.num_slots,
-            self.options.causal,
-            self.options.window_left,
+            Masking(self.spec.window_left, self.spec.right_limit),
         )
         tiles = kernel.tiles
-        sections = sm90.ONE_HEAD
+        swizzle = sm90.ONE_HEAD
         if tiles.is_sm90:
             l2_bytes = device_props(self.device_index).l2_bytes
-            sections = sm90.sections(
-                self.problem, self.num_kv_heads, kv_len, self.options.causal, l2_bytes
+            swizzle = sm90.l2_swizzle(
+                self.problem, self.num_kv_heads, kv_len, self.spec.right_limit >= 0, l2_bytes
             )
         starts = range(0, plan.num_q_tiles, plan.num_q_tiles if tiles.is_sm90 else MAX_GRID_YZ)
         parts = tuple(self._part(kernel, plan, first_q_tile) for first_q_tile in starts)
-        ahead = any(launch.ahead for launch, _ in parts)
-        mask_bytes = scan_mask.MAP_BYTES * parts[0][0].num_items if ahead else 0
+        prologue = any(launch.prologue for launch, _ in parts)
+        mask_bytes = scan_mask.MAP_BYTES * parts[0][0].num_items if prologue else 0
         if plan.num_splits == 1:
             return PreparedPlan(
                 parts,
@@ -187,7 +167,7 @@ class AttentionLauncher:
                 tiles.wants_rotated_keys,
                 mask_bytes=mask_bytes,
                 num_counters=tiles.num_counters,
-                sections=sections,
+                swizzle=swizzle,
             )
         num_counters, merge = plan.num_q_tiles * self.num_kv_heads, None
         if not tiles.fused_merge:
@@ -204,45 +184,32 @@ class AttentionLauncher:
             o_bytes + lse_bytes,
             mask_bytes,
             num_counters,
-            sections,
+            swizzle,
             merge,
         )
 
     def _part(
         self, kernel: LoadedKernel[TileConfig], plan: SinglePlan, first_q_tile: int
     ) -> tuple[Launch, bytes]:
-        options = self.options
-        # Read by the kernels only if the scale is positive and shared by all heads.
-        softmax_scale = options.sm_scale * LOG2_E
-        constants = params.CONSTANTS.pack(
-            self.num_kv_heads,
-            self.group_size,
-            plan.num_q_tiles,
-            plan.num_splits,
-            options.causal,
-            options.window_left,
-            options.sm_scale,
-            options.logits_soft_cap,
-            options.output_scale,
-            softmax_scale,
-            SLACK / softmax_scale if softmax_scale else 0.0,
-            first_q_tile,
-            0,
-            0,
-            0,
-            *params.divisor(self.group_size),
+        constants = params.pack_constants(
+            self.spec,
+            sm_scale=self.spec.sm_scale,
+            output_scale=self.spec.output_scale,
+            first=first_q_tile,
+            num_q_tiles=plan.num_q_tiles,
+            num_splits=plan.num_splits,
         )
-        tiles, num_items, ahead = kernel.tiles, 0, None
+        tiles, num_items, prologue = kernel.tiles, 0, None
         grid = self.num_kv_heads, plan.num_q_tiles - first_q_tile, plan.num_splits
         if tiles.is_sm90:
             num_items = grid[1] * grid[2]
             grid = min(plan.num_blocks, kernel.num_slots), 1, 1
-            ahead = scan_mask.ahead(tiles, num_items, self.device_index)
+            prologue = scan_mask.prologue(tiles, num_items, self.device_index)
         else:
             grid = grid[0], min(grid[1], MAX_GRID_YZ), grid[2]
         size = tiles.threads, tiles.shared_bytes
-        launch = Launch(kernel.function, grid, *size, num_items, False, ahead)
-        return launch, constants + self.rope_table
+        launch = Launch(kernel.function, grid, *size, num_items, False, prologue)
+        return launch, constants
 
     def launch(
         self,
@@ -317,7 +284,7 @@ class AttentionLauncher:
             if len(self._maps) > 256:
                 self._maps.clear()
             found = self._maps[key] = tma_sm90.Maps(
-                self._heads, plan.tiles, launch.num_items, plan.sections, strides, kv_len,
+                self._heads, plan.tiles, launch.num_items, plan.swizzle, strides, kv_len,
                 mask_maps=mask_maps,
             )  # fmt: skip
         return found

@@ -9,12 +9,12 @@ from ...core.problem import AttentionProblem
 from ...errors import UnsupportedError
 from ..driver import params, tensor_map
 from ..tiles.config import TileConfig
-from ..tiles.sm90 import Sections
+from ..tiles.sm90 import L2Swizzle
 
 # params/prefill_sm90.cuh, PageUnits.
 PageUnits = tuple[int, int, int, int]
 
-_MAX_KNOWN = 256
+_MAX_CACHED = 256
 # Rows of q are copied in boxes only where all of a box are the tile's own, so no bound is needed.
 _NO_BOUND = 2**31 - 1
 _MAX_BOX = 256
@@ -35,7 +35,7 @@ class Maps:
     """The maps of q, k, v and o of some strides and sizes, remembered by their addresses."""
 
     __slots__ = (
-        *("_head", "_heads", "_keys", "_known", "_mask_maps", "_num_last"),
+        *("_head", "_heads", "_keys", "_known", "_mask_maps", "_num_tail_items"),
         *("_outputs", "_queries", "_tiles", "_values"),
     )
 
@@ -44,7 +44,7 @@ class Maps:
         heads: Heads,
         tiles: TileConfig,
         num_items: int,
-        sections: Sections,
+        swizzle: L2Swizzle,
         strides: bytes,
         size: int,
         rotated: tuple[tuple[int, int, int], int] | None = None,
@@ -56,8 +56,8 @@ class Maps:
         """
         self._heads = heads
         self._tiles = tiles
-        self._head = num_items, sections.num_heads
-        self._num_last = sections.num_last(num_items)
+        self._head = num_items, swizzle.heads_per_swizzle
+        self._num_tail_items = swizzle.num_tail_items(num_items)
         self._mask_maps = mask_maps
         q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, *_ = params.STRIDES.unpack(
             strides
@@ -74,7 +74,7 @@ class Maps:
         key = q, k, v, o
         found = self._known.get(key)
         if found is None:
-            if len(self._known) >= _MAX_KNOWN:
+            if len(self._known) >= _MAX_CACHED:
                 self._known.clear()
             found = self._known[key] = self._make(q, k, v, o)
         begin = arguments.offset + params.ATTENTION.size
@@ -101,7 +101,7 @@ class Maps:
         head = *self._head, rows, query_box_rows
         maps.append(output_map)
         return params.PREFILL_SM90.pack(
-            *head, *units, output_box_rows, self._num_last, self._mask_maps, b"".join(maps)
+            *head, *units, output_box_rows, self._num_tail_items, self._mask_maps, b"".join(maps)
         )
 
     def _in_boxes(

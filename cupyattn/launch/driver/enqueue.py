@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from ... import array, jit
 from ...core import env
+from ...core.device import NO_GPU, device_props
 from .params import LaunchBuffer
 from .pdl import launch_early
 
@@ -16,6 +19,8 @@ def cuda() -> SimpleNamespace:
     """What a launch needs of CuPy, and whether to debug, looked up at the first launch only."""
     from cupy.cuda import Device, alloc, driver, runtime
 
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=array.refuse_gpus)
     return SimpleNamespace(
         Device=Device,
         alloc=alloc,
@@ -32,8 +37,8 @@ class Launch(NamedTuple):
     """A kernel's integer handle, and the shape of a launch of it.
 
     num_items     of persistent blocks
-    is_dependent  on SMs that the launch before it leaves free (early.py)
-    ahead         a launch with the same struct that comes first
+    is_dependent  on SMs that the launch before it leaves free (pdl.py)
+    prologue      a launch with the same struct that comes first
     """
 
     function: int
@@ -42,7 +47,17 @@ class Launch(NamedTuple):
     shared_bytes: int
     num_items: int = 0
     is_dependent: bool = False
-    ahead: Launch | None = None
+    prologue: Launch | None = None
+
+
+def load_function(name: str, config: jit.Config, device_index: int, shared_bytes: int = 0) -> int:
+    """The handle of a kernel, compiled on first use, with so much shared memory a block; 0 for
+    NO_GPU, which nothing is launched on."""
+    if device_index == NO_GPU.index:
+        return 0
+    kernel = jit.load(name, config, device_index, device_props(device_index).arch)
+    kernel.set_shared_memory(shared_bytes)
+    return kernel.function
 
 
 def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: int) -> None:
@@ -57,9 +72,9 @@ def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: 
     if not arguments.has_context:
         api.runtime.setDevice(device_index)
         arguments.has_context = True
-    function, (x, y, z), threads, shared_bytes, _, is_dependent, ahead = launch
-    if ahead is not None:
-        enqueue(ahead, arguments, device_index, stream)
+    function, (x, y, z), threads, shared_bytes, _, is_dependent, prologue = launch
+    if prologue is not None:
+        enqueue(prologue, arguments, device_index, stream)
     call = api.launch_early if is_dependent else api.launch_kernel
     call(function, x, y, z, threads, 1, 1, shared_bytes, stream, arguments.address, 0)
     if api.is_debugging:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import threading
+from functools import lru_cache
 
 import numpy as np
 
+from ...core.spec import AttentionSpec
+
 MAX_ROPE_PAIRS = 128
+LOG2_E = math.log2(math.e)
+# kSlack of kernels/cupyattn/attention/softmax.cuh.
+SLACK = 8.0
 
 # kernels/cupyattn/params/attention.cuh, field by field, in the parts that change together: what is
 # the same for many calls is packed once, and copied by each.
 OPTIONAL = struct.Struct("<6Q")  # lse, mask, sinks, scale_q, scale_k, scale_v
 STRIDES = struct.Struct("<12q")  # (token, head) of q, k, v, o, lse; page of k, v
-CONSTANTS = struct.Struct("<6i 5f 2i I i I i 4x")  # num_kv_heads to group_shift; RoPE follows
+CONSTANTS = struct.Struct("<6i 5f 2i I i I 2i")  # num_kv_heads to value_pages; RoPE follows
 # q, k, v, o; OPTIONAL; partial_o, partial_lse, counters; work, merges, kv_indices, positions;
 # STRIDES; mask_bytes, mask_row_bytes; lengths; the rest.
 ATTENTION = struct.Struct(
@@ -27,9 +34,9 @@ PLANNED = struct.Struct(
 )
 RUN = struct.Struct(f"<4Q {OPTIONAL.size}s {PLANNED.size}s")
 
-# kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_section,
-# box_rows, query_box_rows; PageUnits of k and v; output_box_rows, num_last; mask_maps; maps of
-# q, k, v and o.
+# kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_swizzle,
+# box_rows, query_box_rows; PageUnits of k and v; output_box_rows, num_tail_items; mask_maps; maps
+# of q, k, v and o.
 PREFILL_SM90 = struct.Struct(f"<14i Q {-(ATTENTION.size + 64) % 64}x 512s")
 
 # kernels/cupyattn/params/rotate_keys.cuh: k, and the rest, with the table of RoPE steps.
@@ -78,6 +85,7 @@ def divisor(d: int) -> tuple[int, int]:
     return 2 ** (31 + shift) // d + 1, shift
 
 
+@lru_cache(maxsize=256)
 def rope_steps(head_dim: int, rope_scale: float, rope_theta: float) -> bytes:
     """Turns per position of each rotated pair, as 32-bit fractions (arXiv 2104.09864)."""
     pairs = np.arange(head_dim // 2, dtype=np.float64)
@@ -87,16 +95,57 @@ def rope_steps(head_dim: int, rope_scale: float, rope_theta: float) -> bytes:
     return steps.astype("<u4").tobytes()
 
 
-# kernels/cupyattn/params/append_paged_kv_cache.cuh: the rows of K and of V, then the rest.
+def pack_constants(
+    spec: AttentionSpec,
+    *,
+    sm_scale: float,
+    output_scale: float,
+    first: int = 0,
+    num_q_tiles: int = 0,
+    num_splits: int = 1,
+) -> bytes:
+    """CONSTANTS and the table of RoPE steps: what all launches of a plan and these scales share.
+
+    first: the first tile of q, or item, of the launch. The scales are those of the spec times what
+    a run adds to them.
+    """
+    # Read by the kernels only if the scale is positive and shared by all heads.
+    softmax_scale = sm_scale * LOG2_E
+    packed = CONSTANTS.pack(
+        spec.num_kv_heads,
+        spec.group_size,
+        num_q_tiles,
+        num_splits,
+        spec.window_left,
+        spec.right_limit,
+        sm_scale,
+        spec.logits_soft_cap,
+        output_scale,
+        softmax_scale,
+        SLACK / softmax_scale if softmax_scale else 0.0,
+        first,
+        spec.page_size,
+        *(divisor(spec.page_size) if spec.page_size else (0, 0)),
+        *divisor(spec.group_size),
+        spec.value_pages,
+    )
+    return packed + rope_table(spec)
+
+
+def rope_table(spec: AttentionSpec) -> bytes:
+    """The steps of RoPE, empty without it."""
+    if spec.pos_encoding != "ROPE_LLAMA":
+        return b""
+    return rope_steps(spec.head_dim_qk, spec.rope_scale, spec.rope_theta)
+
+
+# kernels/cupyattn/params/page.cuh: append has the rows of K and of V, then the rest.
 APPENDED_ROWS = struct.Struct("<2Q 5q i f")  # source, cache, strides, head_dim, scale
 APPEND_PAGED_KV_CACHE = struct.Struct(
     f"<{APPENDED_ROWS.size}s {APPENDED_ROWS.size}s 4Q 2q 2i Q q 2i"
 )
 
-# kernels/cupyattn/params/get_batch_indices_positions.cuh
 GET_BATCH_INDICES_POSITIONS = struct.Struct("<4Q 2q")
-
-# kernels/cupyattn/params/get_seq_lens.cuh
 GET_SEQ_LENS = struct.Struct("<3Q 2q")
 
 # kernels/cupyattn/params/merge_states.cuh: the addresses, then what arrays of one look share.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -50,16 +49,6 @@ def config(dtype: DType, dtype_cache: DType, is_aligned: bool) -> jit.Config:
         dtype = dtype_cache = _COPIED[dtype.itemsize]
     values: dict[str, int | bool | DType] = {"DType": dtype, "DTypeCache": dtype_cache}
     return jit.Config({**values, "kAligned": is_aligned, "kThreads": _THREADS})
-
-
-def configs() -> Iterator[jit.Config]:
-    """Every Config there is."""
-    wide = (dtypes.float16, dtypes.bfloat16, dtypes.float32)
-    pairs = [(copied, copied) for copied in _COPIED.values()]
-    pairs += [(x, fp8) for x in wide for fp8 in (dtypes.float8_e4m3fn, dtypes.float8_e5m2)]
-    for dtype, dtype_cache in pairs:
-        for is_aligned in (True, False):
-            yield config(dtype, dtype_cache, is_aligned)
 
 
 def launch(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 from ... import jit
@@ -84,19 +83,19 @@ def config(
     return jit.Config({**types, **flags, "kThreads": _THREADS})
 
 
-def configs() -> Iterator[jit.Config]:
-    """Those of calls that convert nothing."""
-    kinds = list(product((True, False), ((True, True), (True, False), (False, False))))
-    for dtype in (dtypes.bfloat16, dtypes.float16, dtypes.float32):
-        for is_pair, (is_aligned, is_one_chunk) in kinds:
-            yield config(
-                dtype,
-                dtypes.float32,
-                dtype,
-                is_pair=is_pair,
-                is_aligned=is_aligned,
-                is_one_chunk=is_one_chunk,
-            )
+def configs(dtype: DType, head_dim: int, is_aligned: bool) -> Iterator[jit.Config]:
+    """The Configs of merges that convert nothing; aligned rows start on 16-byte boundaries."""
+    is_aligned = is_aligned and head_dim * dtype.itemsize % 16 == 0
+    is_one_chunk = is_aligned and _count_chunks(head_dim, dtype, is_aligned) <= 2**_MAX_LANE_BITS
+    for is_pair in (True, False):
+        yield config(
+            dtype,
+            dtypes.float32,
+            dtype,
+            is_pair=is_pair,
+            is_aligned=is_aligned,
+            is_one_chunk=is_one_chunk,
+        )
 
 
 def prepare(
@@ -118,7 +117,7 @@ def prepare(
     # Two states of one array are a pair as well.
     is_pair = others is not None or (num_states == 2 and not has_offsets)
     is_aligned = all(_is_aligned(x, head_dim) for x in (states.v, second.v, out))
-    chunks = -(-head_dim // (16 // states.v.dtype.itemsize if is_aligned else 1))
+    chunks = _count_chunks(head_dim, states.v.dtype, is_aligned)
     lane_bits = min((chunks - 1).bit_length(), _MAX_LANE_BITS)
     device = out.device.index
     chosen = config(
@@ -144,6 +143,10 @@ def prepare(
     )
     blocks = -(-num_rows // (_THREADS >> lane_bits))
     return Merge(Launch(kernel.function, (blocks, 1, 1), _THREADS, 0), look, device)
+
+
+def _count_chunks(head_dim: int, dtype: DType, is_aligned: bool) -> int:
+    return -(-head_dim // (16 // dtype.itemsize if is_aligned else 1))
 
 
 def _is_aligned(v: ArrayView | None, head_dim: int) -> bool:

@@ -61,9 +61,13 @@ def mixed_config(
     """One kernel for the row classes `large` (of prefill) and `small` (of decode) of a batch.
 
     None if there is none: blocks must have as many warps, and a mask is not shared out. Twice the
-    rows of decode, beside what more than one scale does to a logit, would spill on old chips.
+    rows of decode would spill on old chips, beside what more than one scale does to a logit, and
+    beside large tiles of more than 64 columns whose keys are in rows.
     """
-    if problem.custom_mask or (small == VERIFY and _is_transformed(problem)):
+    if problem.custom_mask:
+        return None
+    is_wide = large == LARGE and problem.head_dim_vo > 64 and problem.dtype_kv.is_float16
+    if small == VERIFY and (_is_transformed(problem) or (is_wide and not problem.paged)):
         return None
     prefill = _choose_prefill(problem, large, max_shared_bytes, True, arch, most_warps=_MIXED_WARPS)
     decode = _choose_verify(problem, max_shared_bytes) if small == VERIFY else None
@@ -283,6 +287,7 @@ def _common(problem: AttentionProblem, rotates_keys: bool) -> dict[str, int | bo
         "kMaskForm": MASK_FORMS.index(problem.mask_form),
         "kAligned": problem.aligned,
         "kPaged": problem.paged,
+        "kOwnValuePages": problem.own_value_pages,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ... import jit
-from ...core import dtypes, env
+from ...core import dtypes
 from ...core.dtypes import DType
 from ...core.problem import MASK_FORMS, AttentionProblem
 from ..driver import tensor_map
@@ -20,168 +20,156 @@ _ITEMS = 2
 # The rest is left to q, o, and what comes next.
 _SHARE_OF_L2 = 0.6
 # One in so many is enough for blocks to end together, by a simulation; they read keys anew.
-_LAST_ITEMS = 5
+_TAIL_SHARE = 5
 
 
 class _Shape(NamedTuple):
-    """Warpgroups that multiply, keys of a tile, stages of K and V, tiles of Q in shared memory,
-    whether the warpgroups take turns, the registers of a thread that loads and of one that
-    multiplies, whether they have room for the probabilities of two tiles where maxima are lazy,
-    places where tiles of fp8 land, the warps that convert them (a warpgroup, or two of those that
-    load), and those that gather rows of pages that no box fits (a warpgroup, or three of those that
-    load). early_steps: where rows take every maximum, so that their largest probability is 1,
-    unrounded, the steps of 16 keys whose probabilities are made beside the last values' products
-    (measured: what ptxas makes of each differs by 5 %)."""
+    """One row of the table of tiles.
+
+    consumers: warpgroups that multiply, each for 64 rows of Q. stages: of K and V. query_slots:
+    tiles of Q in shared memory. registers: of a thread of the producer's warpgroup and of a
+    consumer. overlaps: whether registers hold the probabilities of two tiles, so that softmax runs
+    beside the same warpgroup's products. fp8_stages: tiles of fp8 in shared memory. converters:
+    warps that convert them, a warpgroup of their own or two of the producer's. gatherers: warps
+    that copy rows of pages that no TMA box fits, a warpgroup of their own or three of the
+    producer's.
+    """
 
     consumers: int
     tile_kv: int
     stages: int = 2
     query_slots: int = 2
-    takes_turns: bool = True
     registers: tuple[int, int] = (40, 232)
     overlaps: bool = True
-    landings: int = 0
+    fp8_stages: int = 0
     converters: int = 0
     gatherers: int = 0
-    early_steps: int = 2
 
 
-# What there is for four warpgroups.
-_OF_THREE = 32, 160
-# By head dims of q, k and of v, o. Registers hold O, the logits of a tile and its probabilities;
-# shared memory holds the rest.
-_SHAPES = {
-    (64, 64): _Shape(3, 128, registers=_OF_THREE, overlaps=False, early_steps=6),
-    (96, 96): _Shape(2, 128, early_steps=4),
-    (128, 128): _Shape(2, 128),
-    (192, 128): _Shape(2, 128, query_slots=1, early_steps=5),
-    (256, 256): _Shape(2, 80, query_slots=1, early_steps=5),
-}
-# A third warpgroup takes fewer keys a tile and reads each for half as many rows again. Over pages
-# two are faster (measured).
-_RAGGED_SHAPES = {
-    **_SHAPES,
-    (128, 128): _Shape(3, 80, stages=3, registers=_OF_THREE, overlaps=False),
-}
-# The soft cap is bound by what is done to logits, which three do beside more products than two.
-_RAGGED_CAPPED_SHAPES = {
-    **_RAGGED_SHAPES,
-    (96, 96): _Shape(3, 96, registers=_OF_THREE, overlaps=False),
-}
-# Beside what is known of rows it takes registers from the keys.
-_CAPPED_SHAPES = {
-    (64, 64): _Shape(3, 80, registers=_OF_THREE, overlaps=False),
-    (96, 96): _Shape(2, 96),
-    (128, 128): _Shape(2, 96),
-    (192, 128): _Shape(2, 96, query_slots=1),
-    (256, 256): _Shape(2, 64, query_slots=1, overlaps=False),
-}
-# With a warpgroup that turns fp8 into the type of q, and room where it lands.
-_CONVERTING = _Shape(2, 128, registers=(40, 216), overlaps=False, landings=1, converters=4)
-_FP8_SHAPES = {
-    (64, 64): _CONVERTING,
-    (96, 96): _CONVERTING,
-    (128, 128): _CONVERTING,
-    (192, 128): _CONVERTING._replace(tile_kv=96, query_slots=1, registers=(48, 208)),
-    (256, 256): _Shape(
-        2, 64, query_slots=1, registers=(56, 224), overlaps=False, landings=1, converters=2
-    ),
-}
-# There are no registers for wide rows.
-_CAPPED_FP8_SHAPES = {
-    dims: shape._replace(tile_kv=96) for dims, shape in _FP8_SHAPES.items() if max(dims) < 256
+_THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
+_TWO = _Shape(2, 128)
+_WIDE = _Shape(2, 80, query_slots=1)
+_GATHERED = _Shape(2, 128, registers=(40, 216), overlaps=False, gatherers=4)
+_FP8 = _Shape(2, 128, registers=(40, 216), overlaps=False, fp8_stages=1, converters=4)
+# Gathered rows take longer to land: more of them are under way, in a slot of Q if need be.
+_FP8_GATHERED = _FP8._replace(query_slots=1, registers=(48, 208), fp8_stages=2, gatherers=3)
+
+# By the kind of keys and the head dims of q, k and of v, o. Registers hold O, the logits of a tile
+# and its probabilities; shared memory holds the rest. In a third warpgroup's kernels a tile has
+# fewer keys, and each key is read for half as many rows again: that is faster for ragged keys and
+# slower for pages (measured). A soft cap is bound by work on logits, which three warpgroups do
+# beside more products than two.
+_TILES = {
+    ("ragged", 64, 64): _THREE,
+    ("ragged", 96, 96): _TWO,
+    ("ragged", 128, 128): _THREE._replace(tile_kv=80, stages=3),
+    ("ragged", 192, 128): _TWO._replace(query_slots=1),
+    ("ragged", 256, 256): _WIDE,
+    ("ragged capped", 64, 64): _THREE,
+    ("ragged capped", 96, 96): _THREE._replace(tile_kv=96),
+    ("ragged capped", 128, 128): _THREE._replace(tile_kv=80, stages=3),
+    ("ragged capped", 192, 128): _TWO._replace(query_slots=1),
+    ("ragged capped", 256, 256): _WIDE,
+    ("paged", 64, 64): _THREE,
+    ("paged", 96, 96): _TWO,
+    ("paged", 128, 128): _TWO,
+    ("paged", 192, 128): _TWO._replace(query_slots=1),
+    ("paged", 256, 256): _WIDE,
+    ("gathered", 64, 64): _GATHERED,
+    ("gathered", 96, 96): _GATHERED,
+    ("gathered", 128, 128): _GATHERED,
+    ("gathered", 192, 128): _GATHERED._replace(query_slots=1),
+    # A product of so many columns has no registers in a launch of four warpgroups.
+    ("gathered", 256, 256): _WIDE._replace(gatherers=3),
+    ("fp8", 64, 64): _FP8,
+    ("fp8", 96, 96): _FP8,
+    ("fp8", 128, 128): _FP8,
+    ("fp8", 192, 128): _FP8._replace(tile_kv=96, query_slots=1, registers=(48, 208)),
+    ("fp8", 256, 256): _FP8._replace(tile_kv=64, query_slots=1, registers=(56, 224), converters=2),
+    ("fp8 gathered", 64, 64): _FP8_GATHERED,
+    ("fp8 gathered", 96, 96): _FP8_GATHERED,
+    ("fp8 gathered", 128, 128): _FP8_GATHERED,
+    ("fp8 gathered", 192, 128): _FP8_GATHERED._replace(tile_kv=96, fp8_stages=1),
 }
 
 
 def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
     """The instance for a problem, or None: the portable kernel serves it."""
-    shape = _shape(problem)
-    if shape is None or not problem.aligned:
+    is_rotated = problem.pos_encoding == "ROPE_LLAMA"
+    is_wide, is_fp8 = problem.head_dim_vo > 128, problem.dtype_kv.is_fp8
+    if not problem.aligned or (is_fp8 and is_rotated) or problem.own_value_pages:
         return None
-    # A box has whole panels.
-    has_boxes = tensor_map.box_rows(page_size, shape.tile_kv) and (
-        shape.landings or not (problem.head_dim_qk % 64 or problem.head_dim_vo % 64)
-    )
-    gathers = problem.paged and not has_boxes
-    # Rotated keys are elsewhere, and known by their map. Warps that convert do not gather.
-    if gathers and (problem.pos_encoding == "ROPE_LLAMA" or shape.converters == 2):
-        return None
-    # Nor do those that look after a mask.
-    if gathers and problem.custom_mask and problem.head_dim_vo > 128 and not shape.landings:
-        return None
-    if gathers and shape.landings:
-        # Rows that are gathered take longer to land: more is under way, in a place of Q if need be.
-        shape = shape._replace(
-            query_slots=1, registers=(48, 208), landings=shape.query_slots, gatherers=3
-        )
-    elif gathers and problem.head_dim_vo > 128:
-        # A product of so many columns has no registers in a launch of four warpgroups.
-        shape = shape._replace(gatherers=3)
-    elif gathers:
-        shape = shape._replace(consumers=2, registers=(40, 216), overlaps=False, gatherers=4)
-        if problem.pos_encoding == "ALIBI" and problem.head_dim_qk > 128:
-            # Positions take the registers of some keys.
-            shape = shape._replace(tile_kv=min(shape.tile_kv, 112))
-        if _takes_maxima(problem, shape):
-            shape = shape._replace(early_steps=4 if problem.head_dim_vo == 128 else 2)
-            # More rows are on their way, where Q has one place.
-            deeper = shape._replace(stages=3, query_slots=1)
-            if make(problem, deeper).shared_bytes <= max_shared_bytes:
-                shape = deeper
-    tiles = make(problem, shape)
-    return tiles if tiles.shared_bytes <= max_shared_bytes else None
+    shape = _shape(problem, _kind(problem))
+    if shape and problem.paged:
+        # A box of 16-bit elements has whole panels.
+        has_panels = is_fp8 or not (problem.head_dim_qk % 64 or problem.head_dim_vo % 64)
+        if not has_panels or not tensor_map.box_rows(page_size, shape.tile_kv):
+            # Rotated keys are elsewhere, and known by their map. Warps that look after a mask do
+            # not gather besides.
+            if is_rotated or (problem.custom_mask and is_wide and not is_fp8):
+                return None
+            shape = _shape(problem, "fp8 gathered" if is_fp8 else "gathered")
+    tiles = shape and make(problem, shape)
+    return tiles if tiles and tiles.shared_bytes <= max_shared_bytes else None
 
 
-def _shape(problem: AttentionProblem) -> _Shape | None:
+def _kind(problem: AttentionProblem) -> str:
     if problem.dtype_kv.is_fp8:
-        if problem.pos_encoding == "ROPE_LLAMA":
-            return None
-        takes_rows = problem.soft_cap and problem.reads_rows
-        shapes = _CAPPED_FP8_SHAPES if takes_rows else _FP8_SHAPES
-    else:
-        # What is known of rows leaves no room for the bits of so many, nor rotations for a cap's
-        # coefficients.
-        has_two = problem.paged or (problem.custom_mask and problem.reads_rows)
-        has_two |= problem.soft_cap and problem.pos_encoding == "ROPE_LLAMA"
-        if problem.soft_cap and problem.reads_rows:
-            shapes = _CAPPED_SHAPES
-        elif has_two:
-            shapes = _SHAPES
-        else:
-            shapes = _RAGGED_CAPPED_SHAPES if problem.soft_cap else _RAGGED_SHAPES
-    shape = shapes.get((problem.head_dim_qk, problem.head_dim_vo))
-    if shape and problem.soft_cap and problem.head_dim_qk > 192:
+        return "fp8"
+    # Facts of rows leave three warpgroups no room for mask bits; neither they nor rotations leave
+    # room for the coefficients of a cap.
+    is_rotated = problem.pos_encoding == "ROPE_LLAMA"
+    lacks_room = problem.reads_rows and (problem.soft_cap or problem.custom_mask)
+    if problem.paged or lacks_room or (problem.soft_cap and is_rotated):
+        return "paged"
+    return "ragged capped" if problem.soft_cap else "ragged"
+
+
+def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
+    shape = _TILES.get((kind, problem.head_dim_qk, problem.head_dim_vo))
+    is_wide = problem.head_dim_qk > 192
+    if shape is None or (shape.fp8_stages and _caps_rows(problem) and is_wide):
+        return None
+    if shape.fp8_stages and problem.custom_mask:
+        # Warps that write mask bits take more registers.
+        shape = shape._replace(registers=(48, 208))
+    if problem.soft_cap and is_wide:
         shape = shape._replace(overlaps=False)
-    if shape and problem.soft_cap and _lacks_registers_for_guesses(problem, shape):
-        shape = shape._replace(tile_kv=min(shape.tile_kv, 112))
-    if shape and problem.pos_encoding != "NONE":
-        # Angles take the shared memory of some keys; they and biases take registers, which wide
-        # rows and three warpgroups of 64 columns need.
-        if problem.head_dim_qk > 192:
-            return shape._replace(tile_kv=64)
-        if problem.head_dim_qk == 64 and shape.consumers == 3:
-            most = 96 if problem.prescale_logits else 112
-            return shape._replace(tile_kv=min(shape.tile_kv, most))
-    if shape and problem.custom_mask and shape.landings:
-        # The bits of rows take shared memory from keys, and registers for those who leave them.
-        return shape._replace(tile_kv=min(shape.tile_kv, 96), registers=(48, 208))
-    if shape and problem.custom_mask and problem.head_dim_qk > 192:
-        return shape._replace(tile_kv=64)
-    return shape
+    return shape._replace(tile_kv=min(shape.tile_kv, _most_keys(problem, kind)))
 
 
-def _lacks_registers_for_guesses(problem: AttentionProblem, shape: _Shape) -> bool:
-    """Whether the coefficients of a cap spill beside 128 keys."""
-    if shape.landings:
-        return False
-    if problem.dtype_q is dtypes.bfloat16:
-        return problem.head_dim_qk == 64
-    return problem.head_dim_qk == 128 and shape.overlaps
+def _most_keys(problem: AttentionProblem, kind: str) -> int:
+    """The keys of a tile for which a problem's options leave registers and shared memory: facts of
+    rows, mask bits, rotations, biases and the coefficients of a cap."""
+    dim, has_positions = problem.head_dim_qk, problem.pos_encoding != "NONE"
+    if kind.startswith("fp8"):
+        return 96 if problem.custom_mask or _caps_rows(problem) else 128
+    if dim > 192:
+        return 64 if problem.custom_mask or has_positions or _caps_rows(problem) else 80
+    if _caps_rows(problem):
+        return 80 if dim == 64 else 96
+    if dim == 64 and has_positions:
+        return 96 if problem.prescale_logits or problem.pos_encoding == "ALIBI" else 112
+    if problem.soft_cap and problem.dtype_q is dtypes.bfloat16 and dim == 64:
+        return 112
+    if problem.soft_cap and problem.dtype_q is dtypes.float16 and dim == 128:
+        return 112
+    if problem.pos_encoding == "ALIBI" and (
+        problem.prescale_logits or (dim > 128 and kind == "gathered")
+    ):
+        return 112
+    return 128
+
+
+def _caps_rows(problem: AttentionProblem) -> bool:
+    return problem.soft_cap and problem.reads_rows
 
 
 def summary() -> str:
     """What runs on Hopper's own units, in a line."""
-    dims = ", ".join(f"{qk}" if qk == vo else f"{qk}/{vo}" for qk, vo in _SHAPES)
+    dims = ", ".join(
+        f"{qk}" if qk == vo else f"{qk}/{vo}" for kind, qk, vo in _TILES if kind == "paged"
+    )
     return (
         f"on sm_90 by wgmma for head dims {dims}; not for RoPE over fp8 keys, or in pages of other "
         "than multiples of 8 keys, nor at head dim 256 for a custom mask over fp8 keys or such "
@@ -189,54 +177,54 @@ def summary() -> str:
     )
 
 
-class Sections(NamedTuple):
-    """In what order the items of heads come: those of num_heads KV heads one after another, so that
-    their keys and values stay in L2. ends_short: the last items of all heads, the shortest, then
-    follow all others."""
+class L2Swizzle(NamedTuple):
+    """The order of items: those of `heads_per_swizzle` KV heads come together, so that their keys
+    and values stay in L2. has_tail: the shortest items of all heads follow all others."""
 
-    num_heads: int
-    ends_short: bool
+    heads_per_swizzle: int
+    has_tail: bool
 
-    def num_last(self, num_items: int) -> int:
-        return num_items // _LAST_ITEMS if self.ends_short else 0
-
-
-ONE_HEAD = Sections(1, False)
+    def num_tail_items(self, num_items: int) -> int:
+        return num_items // _TAIL_SHARE if self.has_tail else 0
 
 
-def sections(
-    problem: AttentionProblem, num_kv_heads: int, kv_len: int, causal: bool, l2_bytes: int
-) -> Sections:
-    """Those of requests of up to `kv_len` keys."""
+ONE_HEAD = L2Swizzle(1, False)
+
+
+def l2_swizzle(
+    problem: AttentionProblem,
+    num_kv_heads: int,
+    kv_len: int,
+    has_right_limit: bool,
+    l2_bytes: int,
+) -> L2Swizzle:
+    """The order for requests of up to `kv_len` keys."""
     row_bytes = problem.dtype_kv.itemsize * (problem.head_dim_qk + problem.head_dim_vo)
     head_bytes = kv_len * row_bytes
     fitting = int(_SHARE_OF_L2 * l2_bytes) // max(1, head_bytes)
     num_heads = max(1, min(num_kv_heads, 1 << max(0, fitting.bit_length() - 1)))
-    return Sections(num_heads, causal and num_heads < num_kv_heads)
+    return L2Swizzle(num_heads, has_right_limit and num_heads < num_kv_heads)
 
 
 def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
-    consumers, tile_kv, stages, slots, _, (load, multiply), _, places, converters, *_ = shape
+    consumers, tile_kv, stages, slots, registers, _, fp8_stages, converters, _ = shape
     tile_q = 64 * consumers
-    takes_maxima = _takes_maxima(problem, shape)
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
-    scales_queries = (
-        problem.soft_cap and not problem.reads_rows and problem.dtype_q is dtypes.bfloat16
-    )
-    dims = (problem.head_dim_qk, problem.head_dim_vo) if places else ()
-    landings = [Field(places * tile_kv * dim, 128) for dim in dims]
+    has_fast_cap = problem.soft_cap and not problem.reads_rows
+    dims = (problem.head_dim_qk, problem.head_dim_vo) if fp8_stages else ()
+    fp8_tiles = [Field(fp8_stages * tile_kv * dim, 128) for dim in dims]
     shared = struct_of(
-        *landings,
+        *fp8_tiles,
         _panels(tile_q, problem.head_dim_qk, slots),
         _panels(tile_kv, problem.head_dim_qk, stages),
         _panels(tile_kv, problem.head_dim_vo, stages),
         Field(_ROW_BYTES * (tile_q if problem.reads_rows else 1), 16),
-        Field(64 if scales_queries else 32, 16),
+        Field(64 if has_fast_cap else 32, 16),
         Field(_ITEMS * (_ITEM_BYTES + _MASK_MAP_BYTES * problem.custom_mask), 8),
         Field(stages * 16, 16),
         _row_bits(problem, tile_q, tile_kv, stages),
         Field(2 * problem.head_dim_qk if is_rotated else 4),
-        Field(8 * (2 * _ITEMS + 2 * slots + 5 * stages + 4 * (places or stages)), 8),
+        Field(8 * (2 * _ITEMS + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
     ).size
     config: dict[str, int | bool | DType] = {
         "DTypeQ": problem.dtype_q,
@@ -248,14 +236,11 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kTileKV": tile_kv,
         "kStages": stages,
         "kQuerySlots": slots,
-        "kLandings": places,
+        "kFp8Stages": fp8_stages,
         "kConverters": converters,
-        "kLoadRegisters": load,
-        "kMultiplyRegisters": multiply,
-        "kTakesTurns": shape.takes_turns,
-        "kOverlaps": shape.overlaps or takes_maxima,
-        "kTakesMaxima": takes_maxima,
-        "kEarlySteps": min(shape.early_steps, tile_kv // 16) if takes_maxima else 0,
+        "kProducerRegisters": registers[0],
+        "kConsumerRegisters": registers[1],
+        "kIntraWarpgroupOverlap": shape.overlaps,
         "kRope": is_rotated,
         "kAlibi": problem.pos_encoding == "ALIBI",
         "kSoftCap": problem.soft_cap,
@@ -270,14 +255,6 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     return TileConfig(
         "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated
     )
-
-
-def _takes_maxima(problem: AttentionProblem, shape: _Shape) -> bool:
-    """A cap's and ALiBi's guesses look at no maximum, and the error of fp8 is that of its keys and
-    values."""
-    if problem.soft_cap or problem.pos_encoding == "ALIBI" or shape.landings:
-        return False
-    return not env.LAZY_MAXIMA.flag()
 
 
 def _row_bits(problem: AttentionProblem, tile_q: int, tile_kv: int, stages: int) -> Field:

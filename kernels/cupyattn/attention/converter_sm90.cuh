@@ -1,82 +1,72 @@
-// The warps of prefill_sm90 that turn keys and values of fp8, once they have landed, into the
-// panels of q's type that others multiply. See prefill_sm90.cuh.
+// The converter warps of prefill_sm90: convert fp8 tiles of keys and values, once they have landed,
+// to panels of q's type, which the consumers multiply.
 #pragma once
 
 #include "cupyattn/attention/hidden_values.cuh"
-#include "cupyattn/attention/mask_sm90.cuh"
-#include "cupyattn/attention/ring.cuh"
-#include "cupyattn/common/math.cuh"
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/ptx/cp_async.cuh"
-#include "cupyattn/ptx/fp8.cuh"
-#include "cupyattn/ptx/mbarrier.cuh"
-#include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/attention/traits_sm90.cuh"
 #include "cupyattn/ptx/tensor_copy.cuh"
-#include "cupyattn/ptx/warp.cuh"
 
 namespace cupyattn {
 
-template <typename Kernel>
+template <typename Traits>
 struct PrefillSm90Converter {
-  using DTypeQ = typename Kernel::DTypeQ;
-  using DTypeKV = typename Kernel::DTypeKV;
-  using Item = typename Kernel::Item;
-  using SharedMemory = typename Kernel::SharedMemory;
-  static constexpr int kTileKV = Kernel::kTileKV;
-  static constexpr int kThreads = Kernel::kConverters * kWarpSize;
+  using DTypeQ = typename Traits::DTypeQ;
+  using DTypeKV = typename Traits::DTypeKV;
+  using Item = typename Traits::Item;
+  static constexpr int kThreads = Traits::kConverters * kWarpSize;
 
-  const Kernel& kernel;
-  SharedMemory& shared;
+  const PrefillSm90Block<Traits>& block;
+  typename Traits::SharedMemory& shared;
   const int thread, lane;
-  RingPlace<Kernel::kStages> k, v;
-  RingPlace<Kernel::kLandings> landed_k, landed_v;
+  PipelineState<Traits::kStages> k, v;
+  PipelineState<Traits::kFp8Stages> full_fp8_k, full_fp8_v;
 
-  __device__ __forceinline__ explicit PrefillSm90Converter(const Kernel& kernel)
-      : kernel(kernel),
-        shared(kernel.shared),
+  __device__ __forceinline__ explicit PrefillSm90Converter(const PrefillSm90Block<Traits>& block)
+      : block(block),
+        shared(block.shared),
         thread(threadIdx.x % kThreads),  // the last warps of their warpgroup
         lane(threadIdx.x % kWarpSize) {}
 
   __device__ __forceinline__ void run() {
-    RingPlace<Kernel::kItems> place;
+    PipelineState<Traits::kItems> place;
     for (;;) {
-      const Item& item = kernel.await_item(place);
+      const Item& item = block.await_item(place);
       if (!item.exists) return;
-      Kernel::for_tiles(
-          item, [&](const KeyTile& tile, int) { convert_keys(tile); },
-          [&](const KeyTile& tile) { convert_values(item, tile); });
-      kernel.release_item(place, lane);
+      item.for_tiles([&](const KeyTile& tile, int) { convert_keys(tile); },
+                     [&](const KeyTile& tile) { convert_values(item, tile); });
+      block.release_item(place, lane);
     }
   }
 
   __device__ __forceinline__ void convert_keys(const KeyTile& tile) {
-    Kernel::wait(shared.landed_k[landed_k.stage], landed_k.parity);
-    Kernel::wait(shared.empty_k[k.stage], k.parity ^ 1);
-    convert<typename Kernel::KLanding, typename Kernel::KTile>(shared.landing_k[landed_k.stage],
-                                                               shared.k[k.stage]);
-    if constexpr (Kernel::kMasked) {
+    await_phase(shared.full_fp8_k[full_fp8_k.stage], full_fp8_k.parity);
+    await_phase(shared.empty_k[k.stage], k.parity ^ 1);  // mutate: converted-before-empty
+    convert<typename Traits::KLoadTile, typename Traits::KTile>(shared.fp8_k[full_fp8_k.stage],
+                                                                shared.k[k.stage]);
+    if constexpr (Traits::kMasked) {
       if (thread == 0) shared.row_bits.tiles[k.stage] = tile;
     }
-    pass_on(shared.taken_k[landed_k.stage], shared.full_k[k.stage]);
-    landed_k.advance();
+    pass_on(shared.empty_fp8_k[full_fp8_k.stage], shared.full_k[k.stage]);
+    full_fp8_k.advance();
     k.advance();
   }
 
   __device__ __forceinline__ void convert_values(const Item& item, const KeyTile& tile) {
-    using Landing = typename Kernel::VLanding;
-    unsigned char* const landing = shared.landing_v[landed_v.stage];
-    Kernel::wait(shared.landed_v[landed_v.stage], landed_v.parity);
-    Kernel::wait(shared.empty_v[v.stage], v.parity ^ 1);
-    if constexpr (Kernel::kMasked) {
-      shared.row_bits.template fill<typename Kernel::Mask>(v, kernel.params, item, tile, thread,
+    using Landing = typename Traits::VLoadTile;
+    unsigned char* const landing = shared.fp8_v[full_fp8_v.stage];
+    await_phase(shared.full_fp8_v[full_fp8_v.stage], full_fp8_v.parity);
+    await_phase(shared.empty_v[v.stage], v.parity ^ 1);
+    if constexpr (Traits::kMasked) {
+      shared.row_bits.template fill<typename Traits::Mask>(v, block.params, item, tile, thread,
                                                            kThreads);
     }
-    if (tile.hides) {
-      clean<Landing>(landing, shared.bad_keys[v.stage], item.range.end - item.first_key(tile.tile));
+    if (tile.needs_mask) {
+      zero_nonfinite<Landing>(landing, shared.nonfinite_keys[v.stage],
+                              item.range.end - item.first_key(tile.tile));
     }
-    convert<Landing, typename Kernel::VTile>(landing, shared.v[v.stage]);
-    pass_on(shared.taken_v[landed_v.stage], shared.full_v[v.stage]);
-    landed_v.advance();
+    convert<Landing, typename Traits::VTile>(landing, shared.v[v.stage]);
+    pass_on(shared.empty_fp8_v[full_fp8_v.stage], shared.full_v[v.stage]);
+    full_fp8_v.advance();
     v.advance();
   }
 
@@ -84,20 +74,20 @@ struct PrefillSm90Converter {
     ptx::fence_proxy_async();
     ptx::warp_sync();
     if (lane == 0) {
-      Kernel::arrive(taken);
-      Kernel::arrive(full);
+      arrive(taken);
+      arrive(full);
     }
   }
 
-  // A thread's chunks of a tile, each 16 bytes of a row, become two chunks of a panel's. It has the
-  // same place in every 32 rows and in every four chunks. Eight threads that go together have two
-  // rows, and where a row is whole lines the second one's fours are in another order: so what they
-  // read, and what they write at a time, is in banks of their own.
+  // Converts a tile. Each 16-byte chunk of a row becomes two chunks of a panel. A thread has the
+  // same chunk of every four, in the same row of every kRowsAtOnce. Eight threads that access
+  // memory together have two rows; if rows are whole lines, the second row's groups of four chunks
+  // are swapped, so that the eight read and write different banks.
   template <typename Landing, typename Tile>
   __device__ __forceinline__ void convert(const unsigned char* landing, unsigned char* tile) const {
     constexpr int kRowsAtOnce = kThreads / 4, kFours = ceil_div(Landing::kChunks, 4);
     constexpr int kSteps = Landing::kRows / kRowsAtOnce * kFours;
-    static_assert(Landing::kRows % kRowsAtOnce == 0, "threads have as many rows each");
+    static_assert(Landing::kRows % kRowsAtOnce == 0, "all threads have as many rows");
     const int row = thread / 4, chunk = thread % 4;
     const int swap = Landing::kRowBytes % 128 == 0 ? row & 1 : 0;
     const unsigned char* const from = landing + Landing::offset(row, chunk);
@@ -110,7 +100,7 @@ struct PrefillSm90Converter {
     const auto exists = [&](int step) {
       return Landing::kChunks % 4 == 0 || 4 * (step % kFours) + chunk < Landing::kChunks;
     };
-    // Stores would keep the compiler from loading ahead.
+    // Loads one step ahead, because the compiler moves no load before a store.
     Vector16 next = load(0);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -133,18 +123,18 @@ struct PrefillSm90Converter {
     }
   }
 
-  // Values of a tile that hides keys: takes out what is not finite, and marks whose it was of the
-  // first `num_keys`.
+  // Sets non-finite values of a masked tile to zero, and marks those of the first `num_keys` keys
+  // that had them.
   template <typename Landing>
-  __device__ __forceinline__ void clean(unsigned char* landing, Vector16& bad_keys,
-                                        int num_keys) const {
-    if (thread == 0) bad_keys = Vector16{};
-    ptx::named_barrier_sync(Kernel::kCleaned, kThreads);
+  __device__ __forceinline__ void zero_nonfinite(unsigned char* landing, Vector16& nonfinite_keys,
+                                                 int num_keys) const {
+    if (thread == 0) nonfinite_keys = Vector16{};
+    ptx::named_barrier_sync(Traits::kNonFiniteBarrier, kThreads);
     for (int index = thread; index < Landing::kBytes / 16; index += kThreads) {
-      zero_nonfinite_chunk<DTypeKV>(reinterpret_cast<Vector16*>(landing)[index], bad_keys.word,
-                            index / Landing::kChunks, num_keys);
+      zero_nonfinite_chunk<DTypeKV>(reinterpret_cast<Vector16*>(landing)[index],
+                                    nonfinite_keys.word, index / Landing::kChunks, num_keys);
     }
-    ptx::named_barrier_sync(Kernel::kCleaned, kThreads);
+    ptx::named_barrier_sync(Traits::kNonFiniteBarrier, kThreads);
   }
 };
 

@@ -1,57 +1,28 @@
-// Decode attention on mma.sync: 16 or 32 packed query rows of one KV head against a long run of
-// keys. The keys of a block are dealt to its warps, each with a ring of stages of its own, so that
-// nothing but a warp barrier stands between a load and its use; the warps' states merge at the end.
+// Decode attention on mma.sync: 16 or 32 packed query rows of one KV head against many keys. Each
+// warp takes its share of the block's keys and has its own ring of stages, so only a warp barrier
+// stands between a load and its use. The warps' states merge at the end.
 #pragma once
 
-#include "cupyattn/attention/fp8_query.cuh"
-#include "cupyattn/attention/hidden_values.cuh"
-#include "cupyattn/attention/key_rows.cuh"
-#include "cupyattn/attention/mask.cuh"
-#include "cupyattn/attention/rope.cuh"
-#include "cupyattn/attention/rows.cuh"
-#include "cupyattn/attention/softmax.cuh"
-#include "cupyattn/attention/state.cuh"
-#include "cupyattn/attention/variants.cuh"
-#include "cupyattn/attention/work.cuh"
-#include "cupyattn/common/math.cuh"
-#include "cupyattn/params/attention.cuh"
-#include "cupyattn/tile/fragments.cuh"
-#include "cupyattn/tile/shared_tile.cuh"
+#include "cupyattn/attention/traits_sm80.cuh"
 
 namespace cupyattn {
 
 template <typename Config>
 struct DecodeSm80 {
-  using DTypeQ = typename Config::DTypeQ;
-  using DTypeKV = typename Config::DTypeKV;
-  using DTypeO = typename Config::DTypeO;
-  static constexpr int kHeadDimQK = Config::kHeadDimQK;
-  static constexpr int kHeadDimVO = Config::kHeadDimVO;
-  static constexpr int kWarps = Config::kWarps;
-  static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kMmaQ = Config::kMmaQ;
-  static constexpr int kTileQ = 16 * kMmaQ;
-  static constexpr int kKeys = Config::kKeysPerWarp;
-  static constexpr int kTileKV = kWarps * kKeys;
+  static constexpr int kWarps = Config::kWarps, kTileQ = 16 * Config::kMmaQ;
+  static constexpr int kKeys = Config::kKeysPerWarp, kTileKV = kWarps * kKeys;
   static constexpr int kStages = Config::kStages;
-  static constexpr bool kPaged = Config::kPaged;
-  static constexpr bool kFp8 = is_fp8<DTypeKV>::value;
-  static constexpr bool kWidenKeys = kFp8 && Config::kRotateKeys;
-  static constexpr int kStepsQK = ceil_div(kHeadDimQK, 16);
-  // The types of the two products: fp8 converts to f16 in one instruction, whatever the type of q.
-  using DTypeS = typename conditional<kFp8 && !kWidenKeys, half_t, DTypeQ>::type;
-  using DTypeP = typename conditional<kFp8, half_t, DTypeQ>::type;
-  static constexpr int kColumnGroups = ceil_div(kHeadDimVO, 16);
-
-  using QTile = SharedTile<DTypeQ, kTileQ, kHeadDimQK>;
-  using KSourceTile = SharedTile<DTypeKV, kKeys, kHeadDimQK>;
-  using KTile =
-      typename conditional<kWidenKeys, SharedTile<DTypeQ, kKeys, kHeadDimQK>, KSourceTile>::type;
-  using VTile = SharedTile<DTypeKV, kKeys, kHeadDimVO>;
-  using KCopier = RowCopier<KSourceTile, kHeadDimQK, Config::kAligned, kWarpSize, kPaged>;
-  using VCopier = RowCopier<VTile, kHeadDimVO, Config::kAligned, kWarpSize, kPaged>;
-  using Mask = typename MaskOf<Config::kCustomMask, Config::kMaskForm>::type;
-  using LogitsVariant = typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
+  using Traits = TraitsSm80<Config, kTileQ, kKeys, kWarpSize>;
+  using DTypeKV = typename Traits::DTypeKV;
+  using DTypeO = typename Traits::DTypeO;
+  using QTile = typename Traits::QTile;
+  using KSourceTile = typename Traits::KSourceTile;
+  using KTile = typename Traits::KTile;
+  using VTile = typename Traits::VTile;
+  using LogitsVariant = typename Traits::LogitsVariant;
+  static constexpr int kHeadDimVO = Config::kHeadDimVO, kMmaQ = Config::kMmaQ;
+  static constexpr int kThreads = Traits::kThreads;
+  static constexpr bool kPaged = Config::kPaged, kOwnValuePages = Config::kOwnValuePages;
 
   struct Stage {
     alignas(KSourceTile::kAlign) unsigned char k[KSourceTile::kBytes];
@@ -68,19 +39,19 @@ struct DecodeSm80 {
     LogitConstants logits;
     int64_t q_offset[kTileQ];
     NonFiniteKeys nonfinite_keys[kWarps];
-    typename conditional<kPaged, RowOffsets<kKeys>[kWarps], NoPagedTiles>::type pages;
+    conditional<kPaged, RowOffsets<kKeys, kOwnValuePages>[kWarps], int64_t> pages;
     alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
-    alignas(KTile::kAlign) unsigned char k_wide[kWidenKeys ? kWarps * KTile::kBytes : 16];
+    alignas(KTile::kAlign) unsigned char k_wide[Traits::kWidenKeys ? kWarps * KTile::kBytes : 16];
     union {
       Stage ring[kWarps][kStages];
       WarpStates states;
     };
-    typename conditional<Config::kRope, RopeSteps<kHeadDimQK>, NoRopeSteps>::type rope;
+    typename Traits::Rope rope;
     uint32_t flag;
   };
 
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
-                "the host's shared-memory arithmetic (launch/tiles.py) must agree");
+                "the host's shared-memory arithmetic (launch/tiles/select.py) must agree");
   static_assert(kStages >= 2, "one stage is loaded while another is used");
   static_assert(!kPaged || kKeys <= kWarpSize, "a lane looks up one key's page");
   static_assert(kKeys % 16 == 0 && kKeys <= 64, "a warp takes 16, 32, 48 or 64 keys at a time");
@@ -112,38 +83,21 @@ struct DecodeSm80 {
     if (lane == 0) shared.nonfinite_keys[warp] = NonFiniteKeys{};
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
     ptx::block_sync();
-    copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
+    copy_query_rows<QTile, Config::kHeadDimQK, Config::kAligned, kThreads>(
         ptx::shared_address(shared.q), params, shared.q_offset, work.num_rows, thread);
-  }
-
-  __device__ __forceinline__ void prepare_q() {
-    if constexpr (Config::kRope) {
-      rotate_tile<QTile, kHeadDimQK, kThreads>(shared.q, shared.rope, thread,
-                                               [&](int row) { return shared.rows[row].position; });
-      ptx::block_sync();
-    }
-    if constexpr (!is_same<DTypeS, DTypeQ>::value) {
-      static_assert(Config::kRowScales, "a row of Q has a scale of its own");
-      scale_rows_to_half<QTile, Config::kWarps>(shared.q, shared.rows, work.num_rows, warp, lane);
-      ptx::block_sync();
-    }
-    if constexpr (kFp8 && !kWidenKeys) {
-      permute_for_fp8_keys<QTile, kThreads>(shared.q, work.num_rows, thread);
-      ptx::block_sync();
-    }
   }
 
   // Widens and rotates this warp's keys where the options ask for it; returns where they are.
   __device__ __forceinline__ uint32_t prepare_k(Stage& stage, int first_key) {
     unsigned char* keys = stage.k;
-    if constexpr (kWidenKeys) {
+    if constexpr (Traits::kWidenKeys) {
       keys = shared.k_wide + warp * KTile::kBytes;
       convert_tile<KSourceTile, KTile, kWarpSize>(stage.k, keys, lane);
       ptx::warp_sync();
     }
     if constexpr (Config::kRotateKeys) {
-      rotate_tile<KTile, kHeadDimQK, kWarpSize>(keys, shared.rope, lane,
-                                                [&](int row) { return first_key + row; });
+      rotate_tile<KTile, Config::kHeadDimQK, kWarpSize>(keys, shared.rope, lane,
+                                                        [&](int row) { return first_key + row; });
       ptx::warp_sync();
     }
     return ptx::shared_address(keys);
@@ -157,24 +111,26 @@ struct DecodeSm80 {
     const int warp_origin = tiles.origin + warp * kKeys;
     const int64_t first_row =
         static_cast<int64_t>(request.kv_start) + warp_origin + tiles.begin * kTileKV;
-    KCopier k_copier(static_cast<const DTypeKV*>(params.k) + work.kv_head * params.k_stride_h,
-                     params.k_stride_n, first_row, ptx::shared_address(ring[0].k), lane);
-    VCopier v_copier(static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h,
-                     params.v_stride_n, first_row, ptx::shared_address(ring[0].v), lane);
-    // Paged keys: a lane knows the page of one key of the tile that is loaded next.
+    typename Traits::KCopier k_copier(keys_of<DTypeKV>(params, work.kv_head), params.k_stride_n,
+                                      first_row, ptx::shared_address(ring[0].k), lane);
+    typename Traits::VCopier v_copier(values_of<DTypeKV>(params, work.kv_head), params.v_stride_n,
+                                      first_row, ptx::shared_address(ring[0].v), lane);
+    // Paged keys: each lane looks up the page of one key of the tile that is loaded next.
     const auto find_page = [&](int tile) {
       const int key = warp_origin + tile * kTileKV + lane;
       return lane < kKeys && key < range.end
                  ? params.kv_indices[request.kv_start + PageSlot::of(params, key).page]
                  : 0;
     };
-    // Tiles come in order; the other warps' keys lie between two of this warp's.
+    // Loads this warp's keys of a tile; the other warps' keys lie before those of the next tile.
     const auto load_stage = [&](int stage, int tile, [[maybe_unused]] int page) {
       const int first_key = warp_origin + tile * kTileKV;
       const int64_t *k_rows = nullptr, *v_rows = nullptr;
       if constexpr (kPaged) {
-        RowOffsets<kKeys>& rows = shared.pages[warp];
-        if (lane < kKeys) rows.set(params, lane, first_key + lane, page);
+        RowOffsets<kKeys, kOwnValuePages>& rows = shared.pages[warp];
+        if (lane < kKeys) {
+          rows.set(params, request, lane, first_key + lane, range.end, page);
+        }
         ptx::warp_sync();  // mutate: page-offsets-read-early
         k_rows = rows.k;
         v_rows = rows.v;
@@ -185,7 +141,7 @@ struct DecodeSm80 {
       v_copier.skip(kTileKV - kKeys);
     };
 
-    // Fill the pipeline; Q travels with the first stage.
+    // Fill the pipeline; Q arrives with the first stage.
     int pages[kPaged ? kStages : 1] = {};
     if constexpr (kPaged) {
 #pragma unroll
@@ -197,29 +153,29 @@ struct DecodeSm80 {
       const int load_tile = tiles.begin + stage;
       if (load_tile < tiles.end) {
         load_stage(stage, load_tile, pages[kPaged ? stage : 0]);
-        // The next tile's offsets take the place of these.
+        // The next tile's offsets overwrite these.
         if constexpr (kPaged) ptx::warp_sync();
       }
-      // While pages are looked up, or the first keys travel, Q is found.
+      // Q is looked up while pages are, or while the first keys arrive.
       if (!kPaged && stage == 0) load_q();
       ptx::cp_async_commit();
     }
     int next_page = pages[kPaged ? kStages - 1 : 0];
     ptx::cp_async_wait_group<kStages - 2>();
     ptx::block_sync();
-    prepare_q();
+    Traits::prepare_q(shared, work.num_rows, thread, warp, lane);
     const uint32_t q_lane = lane_address<QTile>(ptx::shared_address(shared.q), lane);
-    uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][kMmaQ][4];
+    uint32_t q_registers[Config::kQInRegisters ? Traits::kStepsQK : 1][kMmaQ][4];
     if constexpr (Config::kQInRegisters) {
 #pragma unroll
-      for (int step = 0; step < kStepsQK; ++step) {
+      for (int step = 0; step < Traits::kStepsQK; ++step) {
 #pragma unroll
         for (int m = 0; m < kMmaQ; ++m) {
           load_q_fragment<QTile>(q_registers[step][m], q_lane, 16 * m, step);
         }
       }
     }
-    const auto load_q_operand = [&](uint32_t (&a)[4], int m, int step) {
+    const auto q = [&](uint32_t (&a)[4], int m, int step) {
       if constexpr (Config::kQInRegisters) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = q_registers[step][m][i];
@@ -228,26 +184,28 @@ struct DecodeSm80 {
       }
     };
 
-    float o[kMmaQ][2 * kColumnGroups][4] = {};
+    typename Traits::Accumulators o = {};
     OnlineSoftmax<kMmaQ> softmax;
     const float scale = LogitsVariant::softmax_scale(params);
     int stage = 0;
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       const int first_key = warp_origin + tile * kTileKV;
       const int load_tile = tile + kStages - 1;
-      // This stage has landed, and the whole warp is done with the one before it.
+      // Wait for this stage, and for all lanes to be done with the stage before it.
       ptx::cp_async_wait_group<kStages - 2>();  // mutate: stage-awaited-too-late
-      ptx::warp_sync();  // mutate: lanes-not-awaited
+      ptx::warp_sync();                         // mutate: lanes-not-awaited
       const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
       if (load_tile < tiles.end) load_stage(free_stage, load_tile, next_page);
       ptx::cp_async_commit();  // mutate: stage-not-committed
       if constexpr (kPaged) next_page = find_page(load_tile + 1);
 
+      // S = Q K^T, as logits.
       const uint32_t k = k_lane_address<KTile>(prepare_k(ring[stage], first_key), lane);
       float s[kMmaQ][kKeys / 8][4];
-      multiply_qk<DTypeS, KTile, kStepsQK, kMmaQ, kKeys>(s, load_q_operand, k, 0);
+      multiply_qk<typename Traits::DTypeS, KTile, Traits::kStepsQK, kMmaQ, kKeys>(s, q, k);
+      using Mask = typename Traits::Mask;
       bool is_partial = Config::kCustomMask;
-      if constexpr (is_same<Mask, RowMask>::value) {
+      if constexpr (is_same<Mask, RowMask>) {
         // mutate: first-masked-tile-unmasked
         is_partial = first_key + kKeys > Mask::first_key(request);
       }
@@ -258,30 +216,31 @@ struct DecodeSm80 {
         apply_mask<Mask, decltype(form)>(s, params, request, range, is_partial, shared.rows,
                                          first_key, lane);
       }
-      // Memory decides here: every maximum can be had, and its probability is 1, unrounded.
+      // Memory limits decode, so every maximum can be taken; its probability is 1, unrounded.
       // mutate: decode-maximum-is-lazy
       if (!form.keeps_max()) softmax.raise_max(s, o, form, scale, 0.0f);
       if (is_masked && ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
         zero_nonfinite_values<VTile, kWarpSize>(ring[stage].v, shared.nonfinite_keys[warp], lane);
         ptx::warp_sync();
-        const DTypeKV* values =
-            static_cast<const DTypeKV*>(params.v) + work.kv_head * params.v_stride_h;
+        const DTypeKV* const values = values_of<DTypeKV>(params, work.kv_head);
         for (int key = 0; key < kKeys; ++key) {
           if ((shared.nonfinite_keys[warp].word[key / 32] >> (key % 32)) & 1) {
-            add_nonfinite_key<DTypeKV, kHeadDimVO>(
+            add_nonfinite_key<kHeadDimVO>(
                 o, s, softmax, form, scale, key,
-                values + value_row<kPaged>(params, request, first_key + key), lane);
+                values + value_row<kPaged, kOwnValuePages>(params, request, first_key + key), lane);
           }
         }
         ptx::warp_sync();
         if (lane == 0) shared.nonfinite_keys[warp] = NonFiniteKeys{};
       }
-      const uint32_t v_lane = lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
+      // O += P V.
+      const uint32_t v = lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
 #pragma unroll
-      for (int k = 0; k < kKeys / 16; ++k) {
+      for (int step = 0; step < kKeys / 16; ++step) {
+        using DTypeP = typename Traits::DTypeP;
         uint32_t p[kMmaQ][4];
-        softmax.template exponentiate<DTypeP>(p, s, k, form, scale);
-        multiply_pv<DTypeP, VTile, kColumnGroups, kMmaQ>(o, p, v_lane, 16 * k);
+        softmax.template exponentiate<DTypeP>(p, s, step, form, scale);
+        multiply_pv<DTypeP, VTile, Traits::kColumnGroups, kMmaQ>(o, p, v, 16 * step);
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
@@ -290,8 +249,8 @@ struct DecodeSm80 {
 
   // Merges the warps' states, then writes the result, or this split's part of it.
   __device__ __forceinline__ void finish(const OnlineSoftmax<kMmaQ>& softmax,
-                                         float (&o)[kMmaQ][2 * kColumnGroups][4]) {
-    // The ring is dead once every warp has left its loop; the states take its place.
+                                         const typename Traits::Accumulators& o) {
+    // The states overwrite the ring once every warp has left its loop.
     ptx::cp_async_wait_group<0>();
     ptx::block_sync();  // mutate: states-overwrite-ring
     WarpStates& states = shared.states;
@@ -306,8 +265,8 @@ struct DecodeSm80 {
           states.row_sum[warp][row] = sum;
         }
         float* out = states.o[warp][row];
-        store_output_row<float, kHeadDimVO, kFp8, true>([&](int column) { return out + column; },
-                                                        o[m], h, 1.0f, lane);
+        store_output_row<float, kHeadDimVO, Traits::kFp8, true>(
+            [&](int column) { return out + column; }, o[m], h, 1.0f, lane);
       }
     }
     ptx::block_sync();  // mutate: warp-states-read-early

@@ -1,20 +1,15 @@
-// What Q becomes, once in shared memory, to meet keys of fp8. Those convert to f16 in one
-// instruction and to bf16 in several, so bf16 rows of Q turn to f16: each times the power of two
-// that puts its largest element at the top of f16's range, which leaves all that matters of a row
-// exact. The row's logit scale takes the power back.
+// Prepares Q in shared memory for keys of fp8. fp8 converts to f16 in one instruction and to bf16
+// in several, so bf16 rows of Q become f16. A power of two puts the largest element of a row at the
+// top of f16's range, which keeps the row's large elements exact; the row's logit scale undoes it.
 #pragma once
 
 #include "cupyattn/attention/variants.cuh"
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/ptx/convert.cuh"
-#include "cupyattn/ptx/math.cuh"
-#include "cupyattn/ptx/warp.cuh"
 #include "cupyattn/tile/shared_tile.cuh"
 
 namespace cupyattn {
 
-// Converts a tile of bf16 rows to f16 in place; whole warps take rows. Rows from num_rows on are
-// zeros in either type.
+// Converts a tile of bf16 rows to f16 in place; each warp takes rows. Rows from num_rows on are
+// zeros in both types.
 template <typename Tile, int kWarps>
 __device__ __forceinline__ void scale_rows_to_half(unsigned char* tile, RowInfo* rows, int num_rows,
                                                    int warp, int lane) {

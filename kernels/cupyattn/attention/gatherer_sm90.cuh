@@ -1,91 +1,82 @@
-// Warps of prefill_sm90 that gather keys and values row by row, from pages that no box of the copy
-// engine fits. See prefill_sm90.cuh.
+// The gatherer warps of prefill_sm90: copy keys and values row by row by cp.async, from pages that
+// no box of the copy engine fits.
 #pragma once
 
-#include "cupyattn/attention/key_rows.cuh"
+#include "cupyattn/attention/nonfinite_sm90.cuh"
 #include "cupyattn/attention/producer_sm90.cuh"
-#include "cupyattn/attention/ring.cuh"
-#include "cupyattn/common/math.cuh"
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/params/prefill_sm90.cuh"
-#include "cupyattn/ptx/cp_async.cuh"
-#include "cupyattn/ptx/warp.cuh"
 
 namespace cupyattn {
 
-template <typename Kernel>
+template <typename Traits>
 struct PrefillSm90Gatherer {
-  using Producer = PrefillSm90Producer<Kernel>;
+  using Producer = PrefillSm90Producer<Traits>;
   using Place = typename Producer::Place;
-  using DTypeKV = typename Kernel::DTypeKV;
-  using Item = typename Kernel::Item;
-  static constexpr int kTileKV = Kernel::kTileKV;
-  static constexpr int kGatherers = Kernel::kGatherers;
-  // A warp has every kGatherers-th group of eight rows of a tile, and eight of its lanes copy one
-  // of these, row by row.
-  static constexpr int kGroups = kTileKV / 8;
-  static constexpr int kBatches = ceil_div(kGroups, 4 * kGatherers);
+  using DTypeKV = typename Traits::DTypeKV;
+  using Item = typename Traits::Item;
+  static constexpr int kTileKV = Traits::kTileKV, kGatherers = Traits::kGatherers;
+  // A warp has every kGatherers-th group of eight rows of a tile. Eight of its lanes copy one
+  // group, row by row.
+  static constexpr int kGroups = kTileKV / 8, kBatches = ceil_div(kGroups, 4 * kGatherers);
 
-  // Whether warps 2 and 3, which gather, look after values that are not finite besides.
-  static constexpr bool kCleans = kGatherers == 3 && !Kernel::kConverts;
+  // Whether warps 2 and 3, which gather, also sweep masked tiles for non-finite values.
+  static constexpr bool kChecksValues = kGatherers == 3 && !Traits::kConverts;
 
-  // Each lane looks up one row of the group that its eight copy: the page that it is in; -1 is
-  // none.
+  // The page of one row of the lane's group, for each batch; -1 is none.
   struct Pages {
     int of[kBatches];
   };
 
-  const Kernel& kernel;
-  const Producer producer;
+  const PrefillSm90Block<Traits>& block;
   const PrefillSm90Params& all_params;
   const AttentionParams& params;
+  const Producer producer;
   const int gatherer, lane;
 
-  __device__ __forceinline__ PrefillSm90Gatherer(const Kernel& kernel, int gatherer)
-      : kernel(kernel),
-        producer(kernel),
-        all_params(kernel.all_params),
-        params(kernel.params),
+  __device__ __forceinline__ PrefillSm90Gatherer(const PrefillSm90Block<Traits>& block,
+                                                 int gatherer)
+      : block(block),
+        all_params(block.all_params),
+        params(block.params),
+        producer{block},
         gatherer(gatherer),
         lane(threadIdx.x % kWarpSize) {}
 
   __device__ __forceinline__ void run() const {
-    RingPlace<Kernel::kItems> place;
-    RingPlace<Kernel::kLandings> k, v;
-    uint32_t raw_parities = 0;
+    PipelineState<Traits::kItems> place;
+    PipelineState<Traits::kFp8Stages> k, v;
+    uint32_t unchecked_parities = 0;
     for (;;) {
-      const Item& item = kernel.await_item(place);
+      const Item& item = block.await_item(place);
       if (!item.exists) return;
-      const int kv_head = item.work.tile.kv_head;
-      const DTypeKV* const keys =
-          static_cast<const DTypeKV*>(params.k) + kv_head * params.k_stride_h;
-      const DTypeKV* const values =
-          static_cast<const DTypeKV*>(params.v) + kv_head * params.v_stride_h;
-      // Looked up a tile ahead, and kept for V, which comes a tile behind: a look between the two
-      // would make everybody wait for V.
+      const DTypeKV* const keys = keys_of<DTypeKV>(params, item.work.tile.kv_head);
+      const DTypeKV* const values = values_of<DTypeKV>(params, item.work.tile.kv_head);
+      // Pages are looked up a tile ahead and kept for V, which comes a tile behind. A look-up
+      // between the two would make all consumers wait for V.
       Pages next = look_up(item, item.tiles.end - 1), present = next, behind = next;
       int present_tile = -1;
-      Kernel::for_tiles(
-          item,
+      item.for_tiles(
           [&](const KeyTile& tile, int next_tile) {
             behind = present;
             present = next;
             present_tile = tile.tile;
-            gather<typename Kernel::KLanding>(keys, all_params.k_units, producer.place_of_keys(k),
-                                              item, tile, present);
+            gather<typename Traits::KLoadTile>(keys, all_params.k_units, producer.key_slot(k), item,
+                                               tile, present);
             next = look_up(item, next_tile);
             k.advance();
           },
           [&](const KeyTile& tile) {
-            gather<typename Kernel::VLanding>(values, all_params.v_units,
-                                              producer.place_of_values(v, tile.hides), item, tile,
-                                              select(tile.tile == present_tile, present, behind));
-            if constexpr (kCleans) {
-              if (gatherer > 0) producer.clean_tile(v, item, tile, raw_parities);
+            gather<typename Traits::VLoadTile>(values, all_params.v_units,
+                                               producer.value_slot(v, tile.needs_mask), item, tile,
+                                               // mutate: values-of-next-tile
+                                               select(tile.tile == present_tile, present, behind));
+            if constexpr (kChecksValues) {
+              if (gatherer > 0)
+                PrefillSm90NonFinite<Traits>{block}.zero_nonfinite_tile(v, item, tile,
+                                                                        unchecked_parities);
             }
             v.advance();
           });
-      kernel.release_item(place, lane);
+      block.release_item(place, lane);
     }
   }
 
@@ -97,7 +88,7 @@ struct PrefillSm90Gatherer {
     return pages;
   }
 
-  // The first row of the group that this lane's eight have of a batch.
+  // The first row of this lane's group of a batch.
   __device__ __forceinline__ int first_row(int batch) const {
     return ((4 * batch + lane / 8) * kGatherers + gatherer) * 8;
   }
@@ -117,18 +108,18 @@ struct PrefillSm90Gatherer {
     return pages;
   }
 
-  // Gathers this warp's part of a tile of `rows`, one head's, once its place is free. What no key
-  // has is zeros.
+  // Gathers this warp's part of a tile of `rows`, one head's, once its place is free. Rows past the
+  // last key become zeros.
   template <typename Tile>
   __device__ __forceinline__ void gather(const DTypeKV* rows, const PageUnits& units,
                                          const Place& place, const Item& item, const KeyTile& tile,
                                          const Pages& pages) const {
-    Kernel::wait(place.empty, place.parity ^ 1);
-    if constexpr (Kernel::kMasked) {
-      // Not with the copies: those do not say that what was written before them is there.
+    await_phase(place.empty, place.parity ^ 1);
+    if constexpr (Traits::kMasked) {
+      // An arrival of its own, because the copies' arrivals do not order this write.
       if (place.name != nullptr && gatherer == 0 && lane == 0) {
         *place.name = tile;
-        Kernel::arrive(place.full);
+        arrive(place.full);
       }
     }
     const int chunk = lane % 8;
@@ -137,6 +128,7 @@ struct PrefillSm90Gatherer {
     for (int batch = 0; batch < kBatches; ++batch) {
       const int first = first_row(batch), page = pages.of[batch];
       const int slot = PageSlot::of(params, item.first_key(tile.tile) + first + lane % 8).slot;
+      // mutate: rows-from-page-start
       const int own = page < 0 ? -1 : page * units.page + slot * units.row;
       const uint32_t to = ptx::shared_address(place.bytes) + Tile::offset(first, chunk);
 #pragma unroll

@@ -1,11 +1,9 @@
-// A key that a row does not see must not touch it, whatever its value holds; but in the product P V
-// a hidden NaN or infinity is 0 * NaN. So where a tile hides some keys from some rows, values that
-// are not finite are taken out of the tile in shared memory, and added by hand, from global memory,
-// to the rows that do see them. Finite values, the rule, cost one scan of such tiles.
+// A hidden key must not touch a row, whatever its value holds; but in the product P V a hidden NaN
+// or infinity gives 0 * NaN. Non-finite values of a tile that hides keys are therefore set to zero
+// in shared memory, and added by hand, from global memory, to the rows that see their keys. Finite
+// values, the rule, cost one scan of such tiles.
 #pragma once
 
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/ptx/convert.cuh"
 #include "cupyattn/ptx/fp8.cuh"
 #include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/memory.cuh"
@@ -14,8 +12,8 @@
 
 namespace cupyattn {
 
-// Exponent bits of every element in a word; an element with all of them set is not finite. (e4m3
-// has no infinity, and one NaN: all seven bits.)
+// The exponent bits of every element of a word. An element with all of them set is not finite.
+// (e4m3 has no infinity; its NaN has all seven bits set.)
 template <typename T>
 struct ExponentBits;
 template <>
@@ -39,8 +37,8 @@ struct ExponentBits<e4m3_t> {
   static constexpr uint32_t kSpread = 0xffu, kShift = 7;
 };
 
-// All ones in the place of each element of `word` that is not finite: adding one to a full exponent
-// carries into the sign's place.
+// All ones in place of each element of `word` that is not finite: adding one to a full exponent
+// carries into the sign bit.
 template <typename T>
 __device__ __forceinline__ uint32_t not_finite(uint32_t word) {
   using Bits = ExponentBits<T>;
@@ -51,7 +49,7 @@ __device__ __forceinline__ uint32_t not_finite(uint32_t word) {
 template <typename T>
 __device__ __forceinline__ float element_to_float(T element) {
   float low, high;
-  if constexpr (is_fp8<T>::value) {
+  if constexpr (is_fp8<T>) {
     ptx::unpack_pair<half_t>(ptx::Fp8ToHalfPair<T, 0, 1>::convert(element.bits), low, high);
   } else {
     ptx::unpack_pair<T>(element.bits, low, high);
@@ -61,7 +59,7 @@ __device__ __forceinline__ float element_to_float(T element) {
 
 template <typename T>
 __device__ __forceinline__ void load_pair(const T* pair, float (&values)[2]) {
-  if constexpr (is_fp8<T>::value) {
+  if constexpr (is_fp8<T>) {
     const uint32_t bits = *reinterpret_cast<const uint16_t*>(pair);
     ptx::unpack_pair<half_t>(ptx::Fp8ToHalfPair<T, 0, 1>::convert(bits), values[0], values[1]);
   } else {
@@ -74,7 +72,7 @@ struct NonFiniteKeys {
   uint32_t word[2];
 };
 
-// Whether this thread's share of a tile of V is all finite: cheap, since it nearly always is.
+// Whether this thread's share of a tile of V is finite, as it nearly always is.
 template <typename VTile, int kThreads>
 __device__ __forceinline__ bool are_values_finite(const unsigned char* tile, int thread) {
   using T = typename VTile::T;
@@ -84,7 +82,7 @@ __device__ __forceinline__ bool are_values_finite(const unsigned char* tile, int
         tile + index / VTile::kChunks * VTile::kRowBytes + index % VTile::kChunks * 16);
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      if constexpr (is_fp8<T>::value) {
+      if constexpr (is_fp8<T>) {
         seen |= not_finite<T>(values.word[w]);
       } else {
         // Zero times a value that is not finite is NaN, and a sum keeps it.
@@ -95,7 +93,7 @@ __device__ __forceinline__ bool are_values_finite(const unsigned char* tile, int
   return (seen & 0x7fff7fffu) == 0;
 }
 
-// Replaces what is not finite in a tile of V by zeros and marks its keys.
+// Sets non-finite values of a tile of V to zero and marks their keys.
 template <typename VTile, int kThreads>
 __device__ __forceinline__ void zero_nonfinite_values(unsigned char* tile, NonFiniteKeys& bad,
                                                       int thread) {
@@ -116,10 +114,11 @@ __device__ __forceinline__ void zero_nonfinite_values(unsigned char* tile, NonFi
   }
 }
 
-// The same of a chunk of a key's values, among those of which `num_keys` are to be marked.
+// Sets non-finite values of a chunk of key `key` to zero, and marks the key if it is one of the
+// first `num_keys`.
 template <typename T>
 __device__ __forceinline__ void zero_nonfinite_chunk(Vector16& chunk, uint32_t* bad_keys, int key,
-                                             int num_keys) {
+                                                     int num_keys) {
   const Vector16 values = chunk;
   Vector16 holes;
 #pragma unroll
@@ -134,11 +133,11 @@ __device__ __forceinline__ void zero_nonfinite_chunk(Vector16& chunk, uint32_t* 
 
 __device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < ptx::infinity(); }
 
-// O += P V for one value of a key, if it is not finite, in rows that see the key: column e of block
-// n. Without branches: one a column and row is what compiling a kernel would take longest over.
+// O += P V for one value of a key, column e of n-tile n, if the value is not finite and the row
+// sees the key. Branches for each column and row would take most of the kernel's compile time.
 template <int kMmaQ, int kTilesO>
 __device__ __forceinline__ void add_nonfinite_value(float (&o)[kMmaQ][kTilesO][4], int n, int e,
-                                              const float (&p)[kMmaQ][2], float value) {
+                                                    const float (&p)[kMmaQ][2], float value) {
   const float bad = is_finite(value) ? 0.0f : value;
 #pragma unroll
   for (int m = 0; m < kMmaQ; ++m) {
@@ -148,24 +147,25 @@ __device__ __forceinline__ void add_nonfinite_value(float (&o)[kMmaQ][kTilesO][4
   }
 }
 
-// O += P V for one bad key and the columns whose values are not finite, in rows that see the key.
+// O += P V for one key and the columns whose values are not finite, in rows that see the key.
 // `value_row` is the key's row of V in global memory.
-template <typename T, int kHeadDim, int kMmaQ, int kTilesS, int kTilesO, typename Softmax,
+template <int kHeadDim, typename T, int kMmaQ, int kTilesS, int kTilesO, typename Softmax,
           typename Form>
 __device__ __forceinline__ void add_nonfinite_key(float (&o)[kMmaQ][kTilesO][4],
-                                            const float (&s)[kMmaQ][kTilesS][4],
-                                            const Softmax& softmax, const Form& form, float scale,
-                                            int key, const T* value_row, int lane) {
+                                                  const float (&s)[kMmaQ][kTilesS][4],
+                                                  const Softmax& softmax, const Form& form,
+                                                  float scale, int key, const T* value_row,
+                                                  int lane) {
   float p[kMmaQ][2];
 #pragma unroll
   for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // The logit is with one lane of the quad, in a register that only unrolled code can name.
+      // One lane of the quad has the logit, in a register that only unrolled code can name.
       float logit = form.hidden();
 #pragma unroll
       for (int n = 0; n < kTilesS; ++n) {
-        // By value: a choice between the elements themselves would send S to local memory.
+        // Copies, because a choice between the elements themselves would put S in local memory.
         const float even = s[m][n][2 * h], odd = s[m][n][2 * h + 1];
         if (n == key / 8) logit = key & 1 ? odd : even;
       }
@@ -178,23 +178,22 @@ __device__ __forceinline__ void add_nonfinite_key(float (&o)[kMmaQ][kTilesO][4],
   for (int n = 0; n < kTilesO; ++n) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      // Columns of fp8 values are where fragments of them leave them (see fragments.cuh).
-      const int column =
-          is_fp8<T>::value ? 8 * (n & ~1) + 4 * t + (n & 1) + 2 * e : 8 * n + 2 * t + e;
+      // fp8 fragments leave columns in another order (see fragments.cuh).
+      const int column = is_fp8<T> ? 8 * (n & ~1) + 4 * t + (n & 1) + 2 * e : 8 * n + 2 * t + e;
       if (column >= kHeadDim) continue;
       const float value = element_to_float(value_row[column]);
-      // A branch, so that values are not loaded all at once: there are no registers for them.
+      // A branch, so that values are not loaded all at once, for which there are no registers.
       if (!is_finite(value)) add_nonfinite_value(o, n, e, p, value);
     }
   }
 }
 
-// The same with probabilities as fragments: `p[i]` is of keys 16 i and on, in pairs of type P. Rows
-// of values are aligned, and columns where fragments of 16 bits have them.
-template <typename T, typename P, int kMmaQ, int kSteps, int kTilesO>
+// O += P V for one key, by probabilities that are fragments already: p[i] holds keys 16 i and on,
+// in pairs of type P. Rows of values are aligned, and O has the columns of 16-bit fragments.
+template <typename P, typename T, int kMmaQ, int kSteps, int kTilesO>
 __device__ __forceinline__ void add_nonfinite_key(float (&o)[kMmaQ][kTilesO][4],
-                                            const uint32_t (&p)[kSteps][kMmaQ][4], int key,
-                                            const T* value_row, int lane) {
+                                                  const uint32_t (&p)[kSteps][kMmaQ][4], int key,
+                                                  const T* value_row, int lane) {
   float of_key[kMmaQ][2];
 #pragma unroll
   for (int m = 0; m < kMmaQ; ++m) {

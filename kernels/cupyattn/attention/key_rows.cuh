@@ -1,16 +1,24 @@
-// Where the rows of keys and values are. Rows of a ragged tensor are a stride apart; a paged cache
-// has a table of pages, and offsets of rows go through shared memory: one thread looks up a key's
-// page for all that copy its row.
+// Where the rows of keys and values lie. Rows of a ragged tensor are a stride apart. A paged cache
+// has a table of pages: one thread looks up a key's page for all threads that copy its row, and
+// hands them the row's offset through shared memory.
 #pragma once
 
 #include "cupyattn/attention/work.cuh"
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/params/attention.cuh"
 #include "cupyattn/ptx/cp_async.cuh"
 
 namespace cupyattn {
 
-// Where in its request's table a key's page is, and where in the page the key.
+// The keys and the values of one head.
+template <typename T>
+__device__ __forceinline__ const T* keys_of(const AttentionParams& params, int kv_head) {
+  return static_cast<const T*>(params.k) + kv_head * params.k_stride_h;
+}
+template <typename T>
+__device__ __forceinline__ const T* values_of(const AttentionParams& params, int kv_head) {
+  return static_cast<const T*>(params.v) + kv_head * params.v_stride_h;
+}
+
+// Where a key's page is in the table of its request, and where the key is in the page.
 struct PageSlot {
   int page, slot;
 
@@ -20,19 +28,21 @@ struct PageSlot {
   }
 };
 
-// Elements from the start of the cache to the row of a key, head aside.
+// Elements from a head of the cache to the row of a key.
 __device__ __forceinline__ int64_t paged_row(int page, int slot, int64_t stride_page,
                                              int64_t stride_n) {
   return page * stride_page + slot * stride_n;
 }
 
-// The same for one key of a request, V's row, looked up in global memory.
-template <bool kPaged>
+// Elements from a head of V to the row of one key of a request. kOwnValuePages: values have pages
+// of their own, whose ids lie `value_pages` entries behind those of the keys.
+template <bool kPaged, bool kOwnValuePages = false>
 __device__ __forceinline__ int64_t value_row(const AttentionParams& params, const Request& request,
                                              int key) {
   if constexpr (kPaged) {
     const PageSlot at = PageSlot::of(params, key);
-    const int page = params.kv_indices[request.kv_start + at.page];
+    const int behind = kOwnValuePages ? params.value_pages : 0;
+    const int page = params.kv_indices[request.kv_start + behind + at.page];
     return paged_row(page, at.slot, params.v_stride_page, params.v_stride_n);
   } else {
     return (static_cast<int64_t>(request.kv_start) + key) * params.v_stride_n;
@@ -40,25 +50,31 @@ __device__ __forceinline__ int64_t value_row(const AttentionParams& params, cons
 }
 
 // Offsets of the rows of one tile of keys.
-template <int kTileKV>
+template <int kTileKV, bool kOwnValuePages>
 struct RowOffsets {
   int64_t k[kTileKV], v[kTileKV];
 
-  __device__ __forceinline__ void set(const AttentionParams& params, int row, int key, int page) {
+  __device__ __forceinline__ void set(const AttentionParams& params, const Request& request,
+                                      int row, int key, int end_key, int page) {
     const int slot = PageSlot::of(params, key).slot;  // mutate: page-slot-of-next-key
     k[row] = paged_row(page, slot, params.k_stride_page, params.k_stride_n);
-    v[row] = paged_row(page, slot, params.v_stride_page, params.v_stride_n);
+    if constexpr (kOwnValuePages) {
+      // Looked up when it is needed: such tables are rare, and not worth registers.
+      v[row] = key < end_key ? value_row<true, true>(params, request, key) : 0;
+    } else {
+      v[row] = paged_row(page, slot, params.v_stride_page, params.v_stride_n);
+    }
   }
 };
 
-// For a block: tiles take turns in two places. Pages of a tile are fetched asynchronously while
-// earlier tiles are worked on, and turned into offsets one step before the copy that needs them.
-template <int kTileKV>
+// The row offsets of a block's tiles, which take turns in two places. Pages of a tile are fetched
+// asynchronously beside earlier tiles, and become offsets one step before the copy needs them.
+template <int kTileKV, bool kOwnValuePages>
 struct PagedTiles {
-  RowOffsets<kTileKV> rows[2];
+  RowOffsets<kTileKV, kOwnValuePages> rows[2];
   int32_t page[2][kTileKV];
 
-  // Thread r serves row r in each step, so none needs to wait for another's fetch.
+  // Thread r serves row r in each step, so no thread waits for another's fetch.
   __device__ __forceinline__ void fetch(const AttentionParams& params, const Request& request,
                                         int first_key, int end_key, int place, int thread) {
     if (thread >= kTileKV) return;
@@ -67,12 +83,13 @@ struct PagedTiles {
                     params.kv_indices + request.kv_start + PageSlot::of(params, key).page,
                     key < end_key);
   }
-  __device__ __forceinline__ void publish(const AttentionParams& params, int first_key, int place,
-                                          int thread) {
+  __device__ __forceinline__ void publish(const AttentionParams& params, const Request& request,
+                                          int first_key, int end_key, int place, int thread) {
     if (thread >= kTileKV) return;
-    rows[place].set(params, thread, first_key + thread, page[place][thread]);
+    const int found = page[place][thread];
+    rows[place].set(params, request, thread, first_key + thread, end_key, found);
   }
-  // Both at once, for the first tiles.
+  // Fetches and publishes at once, for the first tiles.
   __device__ __forceinline__ void look_up(const AttentionParams& params, const Request& request,
                                           int first_key, int end_key, int place, int thread) {
     if (thread >= kTileKV) return;
@@ -80,12 +97,8 @@ struct PagedTiles {
     const int found =
         // mutate: next-page
         key < end_key ? params.kv_indices[request.kv_start + PageSlot::of(params, key).page] : 0;
-    rows[place].set(params, thread, key, found);
+    rows[place].set(params, request, thread, key, end_key, found);
   }
-};
-
-struct NoPagedTiles {
-  int64_t unused;
 };
 
 }  // namespace cupyattn

@@ -1,23 +1,21 @@
-// States of rows whose keys lie in several places, the levels of a cascade: which tiles hold them.
-// schedule/levels.py lays these tables out.
+// The states of rows in a cascade, whose keys lie in several levels, and the tables of tiles that
+// hold them. schedule/levels.py lays these tables out.
 #pragma once
 
 #include "cupyattn/attention/state.cuh"
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/params/attention.cuh"
 
 namespace cupyattn {
 
-// For a query token and a level: the tile of its first head's row, and the row in it. A group's
-// other rows follow, and may reach into the tiles after it.
+// Where a query token's rows of one level are: the tile of its first head's row, and the row in
+// that tile. The group's other rows follow, and may reach into the next tiles.
 struct LevelRow {
   static constexpr int kNoKeys = -1;   // the level has no keys for this token
-  static constexpr int kNoToken = -2;  // q is shorter than this
+  static constexpr int kNoToken = -2;  // q has no such token
   int32_t tile, row;
 };
 
 struct alignas(16) LevelTile {
-  int32_t first_state;  // in states of tile_rows rows, of one KV head
+  int32_t first_state;  // counts states of tile_rows rows of one KV head
   int32_t num_splits, tile_rows, padding;
 };
 
@@ -34,10 +32,8 @@ struct LevelTables {
   }
 };
 
-// The most levels: a lane looks one up.
-constexpr int kMaxLevels = kWarpSize;
-
-// The states of one row of q over all levels become its answer; a whole warp takes part.
+// Merges the states of one row of q over all levels into its result. A whole warp takes part, and a
+// lane looks up one level, so there are at most kWarpSize.
 template <typename DTypeO, int kHeadDim, bool kAligned>
 __device__ __forceinline__ void merge_levels(const AttentionParams& params, int token, int head,
                                              int lane) {

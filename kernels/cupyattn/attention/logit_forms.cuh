@@ -1,40 +1,34 @@
-// What variants of logits share: what they know of rows and calls, and the forms that they leave.
+// What variants of logits share: what they know of rows and calls, the forms of their logits, and
+// defaults.
 #pragma once
 
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/ptx/math.cuh"
+#include "cupyattn/attention/softmax.cuh"
+#include "cupyattn/params/attention.cuh"
 
 namespace cupyattn {
 
-// What a variant remembers of a query row.
+// What a variant stores for a query row.
 struct RowInfo {
   int token, position, head;
-  float scale;  // of the raw product
+  float scale;  // multiplies the raw product
   float slope;  // ALiBi, in the units of the scaled product
 };
 
-// What a variant needs of a call, in shared memory: constants of a loop would cost registers.
+// What a variant stores for a call, in shared memory: constants of a loop would cost registers.
 struct alignas(16) LogitConstants {
-  float scale;  // of the raw product, where all rows share it
+  float scale;  // multiplies the raw product, if all rows share the scale
   float cap;
   float c0, c2, c4;  // the soft cap's polynomial, times the cap
-  float limit;       // raw products up to here are within the polynomial's range
-  float inverse;     // a bound of a base-2 logit, times this, bounds the raw product
-  float reach;       // the base-2 logit at the end of that range, if keys can be hidden by it
-};
-// The same where queries come scaled: what by, and a cubic of a shorter range.
-struct NearConstants : LogitConstants {
-  float query_scale;
-  float near_c0, near_c2, near_top, near_most, near_evidence;
-  float far_top, far_most;
+  float limit;       // the largest raw product within the polynomial's range
+  float inverse;     // turns a bound of base-2 logits into a bound of raw products
 };
 
-// A variant leaves logits in some form and says, as a "form", how they become base-2 logits:
+// A variant leaves logits in some form. The form says how they become base-2 logits, so that the
+// softmax can take a row's maximum early and do the rest beside matrix products:
 //   value(x)         increases with x; maxima are kept in its units, which a scale turns to base 2
 //   exponent(x, c)   value(x) times that scale, plus c
-//   hidden()         the logit of a key that is not seen: value -inf
-//   keeps_max()      whether no maximum can move, because the variant has looked already
-// so that the softmax can take a row's maximum early and do the rest beside matrix products.
+//   hidden()         the logit of a hidden key: its value is -inf
+//   keeps_max()      whether the variant already knows that no maximum can move
 struct ScaledForm {
   float scale;
 
@@ -42,6 +36,35 @@ struct ScaledForm {
   static constexpr __device__ __forceinline__ bool keeps_max() { return false; }
   __device__ __forceinline__ float value(float x) const { return x; }
   __device__ __forceinline__ float exponent(float x, float c) const { return fmaf(x, scale, c); }
+};
+
+struct Nothing {};
+
+// The parts of a variant that most variants have.
+struct LogitsDefaults {
+  using Constants = LogitConstants;
+  using Kept = Nothing;  // what a thread keeps in registers
+  static constexpr int kTileSumBits = 8;
+  static constexpr bool kReadsRows = false;      // apply() reads each row's RowInfo
+  static constexpr bool kFoldsBias = false;      // a bias can be folded into the exponent
+  static constexpr bool kHasFastPath = false;    // most tiles take a fast path
+  static constexpr bool kScalesQueries = false;  // Q is multiplied by a power of two
+  static constexpr bool kHasFirstMax = false;    // rows may begin with a maximum
+
+  static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
+                                                     int position, int head, int) {
+    return RowInfo{token, position, head, 1.0f, 0.0f};
+  }
+  static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams&) {
+    return LogitConstants{};
+  }
+  static __device__ __forceinline__ Kept keep(const LogitConstants&) { return Kept{}; }
+  // Turns a maximum into base 2.
+  static __device__ __forceinline__ float softmax_scale(const AttentionParams&) { return 1.0f; }
+  // How far a logit may pass the running maximum, in units of the maximum.
+  static __device__ __forceinline__ float softmax_slack(const AttentionParams&) {
+    return kRescaleThreshold;
+  }
 };
 
 }  // namespace cupyattn

@@ -2,21 +2,16 @@
 // masks: `KeyLimits` for one token, `KeyRange` for all the tokens of a tile.
 //
 // Causality is aligned to the bottom right: row i of qo_len sees keys up to i + kv_len - qo_len.
-// A custom mask holds besides causality and window. It is one of three forms, Config::kMaskForm:
-//   DenseMask  bit token * kv_len + key, little-endian, from the request's byte `mask_start` on
-//   RowMask    a row of bits for each row of q, of the last qo_len keys only, those of the query
-//              tokens: bit key - (kv_len - qo_len); all earlier keys are visible
-//   MultiItemMask    a KeyInterval for each row of q: no bits, so that sequences may be long
+// A custom mask holds besides causality and window. It has one of three forms, Config::kMaskForm:
+//   DenseMask      bit token * kv_len + key, little-endian, from the request's byte `mask_start` on
+//   RowMask        a row of bits for each row of q, for the last qo_len keys, the query tokens: bit
+//                  key - (kv_len - qo_len); all earlier keys are visible
+//   MultiItemMask  a KeyInterval for each row of q; no bits, so sequences may be long
 #pragma once
 
 #include "cupyattn/attention/variants.cuh"
 #include "cupyattn/attention/work.cuh"
-#include "cupyattn/common/math.cuh"
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/params/attention.cuh"
-#include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/memory.cuh"
-#include "cupyattn/ptx/warp.cuh"
 
 namespace cupyattn {
 
@@ -27,16 +22,19 @@ struct KeyLimits {
   static __device__ __forceinline__ KeyLimits of(const AttentionParams& params,
                                                  const Request& request, int position) {
     KeyLimits limits{0, request.kv_len};
-    // mutate: causality-off-by-one
-    if (params.causal) limits.end = min_of(request.kv_len, position + 1);
+    if (params.window_right >= 0) {
+      // mutate: right-window-lost
+      const int keys_to_the_right = min_of(request.kv_len - 1 - position, params.window_right);
+      limits.end = position + 1 + keys_to_the_right;  // mutate: causality-off-by-one
+    }
     // mutate: window-off-by-one
     if (params.window_left >= 0) limits.begin = max_of(0, position - params.window_left);
     return limits;
   }
 };
 
-// The least and the greatest position of tokens [first, last]; the whole warp asks. Rows that share
-// a prefix are of many requests, and their positions in no order.
+// The least and the greatest position of tokens [first, last]; a whole warp calls this. Rows that
+// share a prefix belong to many requests, so their positions have no order.
 struct PositionSpan {
   int low, high;
 
@@ -74,7 +72,7 @@ struct KeyRange {
     return KeyRange{a.begin, b.end, b.begin, a.end, first, last};  // mutate: union-for-intersection
   }
 
-  // Whether some token of the tile does not see all keys of a block of `count`.
+  // Whether some token of the tile does not see all of the `count` keys from `key` on.
   __device__ __forceinline__ bool cuts(int key, int count) const {
     return cuts_begin(key) || cuts_end(key, count);
   }
@@ -85,9 +83,9 @@ struct KeyRange {
   }
 };
 
-// The share of a block in the key tiles of its range: tiles [begin, end), split evenly. Tile t is
-// keys origin + t * keys_per_tile and on. The first tile starts where the range does, but for
-// custom masks, whose tiles are the same for all rows.
+// A block's share [begin, end) of the key tiles of its range. Tile t starts at key
+// origin + t * keys_per_tile. The first tile starts with the range. Under a custom mask it starts
+// at a multiple of keys_per_tile, so that tiles are the same for all rows.
 struct TileSpan {
   int origin, begin, end;
 
@@ -103,8 +101,8 @@ struct TileSpan {
                     ptx::warp_uniform(static_cast<int>((product + count) / work.num_splits))};
   }
 
-  // Starts before a range whose first keys a window cuts, if that takes no tile more and leaves
-  // each end's cuts to one tile: else those of causality are often in two.
+  // Starts the tiles ahead of a range that a window cuts, if that adds no tile and leaves the cuts
+  // of each end in one tile. Otherwise causality often cuts two tiles.
   __device__ __forceinline__ void gather_cuts(const KeyRange& range, int keys_per_tile) {
     const int count = ceil_div(max_of(range.end - range.begin, 0), keys_per_tile);
     const int ahead = range.begin + (count - 1) * keys_per_tile - range.full_end;
@@ -116,16 +114,16 @@ struct TileSpan {
   }
 };
 
-// Bits of which the lowest `count` are 1: none if it is negative, all if it is large.
+// A word whose lowest `count` bits are 1: none if `count` is negative, all if it is large.
 __device__ __forceinline__ uint32_t low_bits(int count) {
   return count >= 32 ? ~0u : (1u << max_of(count, 0)) - 1;
 }
 
-// A word of `mask` from a bit of byte `byte` on; bits outside of the buffer are 0.
+// A word of `mask` from bit `bit` of byte `byte` on; bits outside the buffer are 0.
 __device__ __forceinline__ uint32_t load_word_at_edge(const AttentionParams& params, int64_t byte,
                                                       int bit) {
   uint64_t bytes = 0;
-  // Rare, and not worth registers.
+  // Rolled, because the case is rare and not worth registers.
 #pragma unroll 1
   for (int i = 0; i < 5; ++i) {
     if (byte + i < 0 || byte + i >= params.mask_bytes) continue;
@@ -134,8 +132,7 @@ __device__ __forceinline__ uint32_t load_word_at_edge(const AttentionParams& par
   return static_cast<uint32_t>(bytes >> bit);
 }
 
-// `kWords` words of `mask` from `bit` on, counted from byte `start`; bits outside of the buffer are
-// 0.
+// `kWords` words of `mask` from bit `bit` of byte `start` on; bits outside the buffer are 0.
 template <int kWords>
 __device__ __forceinline__ void load_bits(uint32_t (&bits)[kWords], const AttentionParams& params,
                                           int64_t start, int64_t bit) {
@@ -160,30 +157,28 @@ __device__ __forceinline__ void load_bits(uint32_t (&bits)[kWords], const Attent
   }
 }
 
-// What a mask says:
-//   load       what `token` sees from key `key` on, where bits of keys past the last mean nothing
-//   first_key  the first key that any row may not see
+// A form of mask has two functions:
+//   load       the keys that `token` sees from key `key` on; bits past the last key mean nothing
+//   first_key  the first key that some row may not see
 struct DenseMask {
   template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
                                               int token, int key) {
-    load_bits(bits, params, request.mask_start, bit_of(request, token, key));
+    load_bits(bits, params, request.mask_start, static_cast<int64_t>(token) * request.kv_len + key);
   }
   static __device__ __forceinline__ int first_key(const Request&) { return 0; }
-
- private:
-  static __device__ __forceinline__ int64_t bit_of(const Request& request, int token, int key) {
-    return static_cast<int64_t>(token) * request.kv_len + key;
-  }
 };
 struct RowMask {
   template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
                                               int token, int key) {
-    load_bits(bits, params, 0, bit_of(params, request, token, key));
-    // Ahead of the row's bits for keys ahead of the mask, which are set here.
+    const int64_t row = static_cast<int64_t>(request.q_start) + token;
+    // mutate: mask-row-of-token
+    const int64_t bit = 8 * row * params.mask_row_bytes + (key - first_key(request));
+    load_bits(bits, params, 0, bit);
+    // Keys ahead of the mask are visible.
     const int ahead = first_key(request) - key;
 #pragma unroll
     // mutate: keys-ahead-of-mask-hidden
@@ -191,14 +186,6 @@ struct RowMask {
   }
   static __device__ __forceinline__ int first_key(const Request& request) {
     return request.kv_len - request.qo_len;  // mutate: row-mask-begins-late
-  }
-
- private:
-  static __device__ __forceinline__ int64_t bit_of(const AttentionParams& params,
-                                                   const Request& request, int token, int key) {
-    const int64_t row = static_cast<int64_t>(request.q_start) + token;
-    // mutate: mask-row-of-token
-    return 8 * row * params.mask_row_bytes + (key - first_key(request));
   }
 };
 struct MultiItemMask {
@@ -219,7 +206,7 @@ struct MultiItemMask {
 };
 struct NoMask {};
 
-// The same of 64 keys as one number.
+// The bits of 64 keys, as one number.
 template <typename Mask>
 __device__ __forceinline__ uint64_t load_visible(const AttentionParams& params,
                                                  const Request& request, int token, int key) {
@@ -229,26 +216,13 @@ __device__ __forceinline__ uint64_t load_visible(const AttentionParams& params,
 }
 
 template <bool kCustomMask, int kForm>
-struct MaskOf {
-  static_assert(!kCustomMask && kForm == 0, "masks are whole, rows or runs");
-  using type = NoMask;
-};
-template <>
-struct MaskOf<true, 0> {
-  using type = DenseMask;
-};
-template <>
-struct MaskOf<true, 1> {
-  using type = RowMask;
-};
-template <>
-struct MaskOf<true, 2> {
-  using type = MultiItemMask;
-};
+using MaskOf = conditional<
+    !kCustomMask, NoMask,
+    conditional<kForm == 0, DenseMask, conditional<kForm == 1, RowMask, MultiItemMask>>>;
 
-// Sets the logits of hidden keys, which come in `Form`. The thread's accumulators are rows lane / 4
-// + 16 m (+ 8) of `rows`, keys first_key + 8 n + 2 (lane % 4) (+ 1). `is_hidden_for(row)` gives a
-// test of an offset from the thread's first key, so that the inner loop compares with constants.
+// Sets the logits of hidden keys, in `Form`. The thread's accumulators are rows lane / 4 + 16 m
+// (+ 8) of `rows`, keys first_key + 8 n + 2 (lane % 4) (+ 1). `is_hidden_for(row)` returns a test
+// of an offset from the thread's first key, so that the inner loop compares with constants.
 template <typename Form, int kMmaQ, int kTilesS, typename HiddenFor>
 __device__ __forceinline__ void hide_logits(float (&s)[kMmaQ][kTilesS][4], const RowInfo* rows,
                                             int lane, HiddenFor&& is_hidden_for) {
@@ -268,7 +242,7 @@ __device__ __forceinline__ void hide_logits(float (&s)[kMmaQ][kTilesS][4], const
   }
 }
 
-// Hides the logits of invisible keys.
+// Hides the logits of keys that rows do not see.
 template <typename Mask, typename Form, int kMmaQ, int kTilesS>
 __device__ __forceinline__ void apply_mask(float (&s)[kMmaQ][kTilesS][4],
                                            const AttentionParams& params, const Request& request,
@@ -287,7 +261,7 @@ __device__ __forceinline__ void apply_mask(float (&s)[kMmaQ][kTilesS][4],
       return [=](int offset) { return offset < begin; };
     });
   }
-  if constexpr (!is_same<Mask, NoMask>::value) {
+  if constexpr (!is_same<Mask, NoMask>) {
     static_assert(kTilesS <= 8, "64 bits hold what a row sees of a tile");
     if (!is_partial) return;
     hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
@@ -299,17 +273,17 @@ __device__ __forceinline__ void apply_mask(float (&s)[kMmaQ][kTilesS][4],
   }
 }
 
-// For a custom mask: which key tiles of a block's range hold any visible key, and which hold only
-// visible keys, found once at the start. Tiles past the capacity count as mixed.
+// Which key tiles of a block's range have a visible key under a custom mask, and which also have a
+// hidden one. Found once, at the start. Tiles beyond the capacity count as partial.
 template <int kTileKV>
 struct MaskTileMap {
   static constexpr int kCapacity = 4096;
   static constexpr int kWords = kCapacity / 32;
-  int first;  // the first tile that the mask reaches: those before hide nothing
+  int first;  // the first tile that the mask reaches; earlier tiles hide nothing
   uint32_t any[kWords];
   uint32_t partial[kWords];
 
-  // Every thread of the block takes part; the caller synchronises before and after.
+  // All threads of the block take part; the caller synchronises before and after.
   __device__ __forceinline__ void clear(int thread, int threads) {
     for (int i = thread; i < kWords; i += threads) any[i] = partial[i] = 0;
   }
@@ -352,10 +326,6 @@ struct MaskTileMap {
     if (index < 0) return false;
     return index >= kCapacity || ((partial[index / 32] >> (index % 32)) & 1);
   }
-};
-
-struct NoMaskTileMap {
-  uint32_t unused;
 };
 
 }  // namespace cupyattn

@@ -1,18 +1,13 @@
-// Which key tiles of an item of prefill_sm90 a custom mask leaves, and how they are found: once an
-// item, for all KV heads, ahead of the kernel that multiplies.
+// Finds which key tiles of each item of prefill_sm90 a custom mask leaves, once for all KV heads,
+// before prefill_sm90 runs.
 #pragma once
 
 #include "cupyattn/attention/mask.cuh"
-#include "cupyattn/attention/work.cuh"
-#include "cupyattn/common/math.cuh"
-#include "cupyattn/common/types.cuh"
 #include "cupyattn/params/prefill_sm90.cuh"
-#include "cupyattn/ptx/memory.cuh"
-#include "cupyattn/ptx/warp.cuh"
 
 namespace cupyattn {
 
-// The first tile of an item that its mask reaches.
+// The first tile of an item that the mask reaches.
 template <typename Mask, int kTileKV>
 __device__ __forceinline__ int first_masked_tile(const Request& request, const TileSpan& span) {
   const int ahead = max_of(Mask::first_key(request) - span.origin, 0) / kTileKV;
@@ -21,11 +16,9 @@ __device__ __forceinline__ int first_masked_tile(const Request& request, const T
 
 template <typename Config>
 struct MaskScan {
-  static constexpr int kTileKV = Config::kTileKV;
-  static constexpr int kThreads = Config::kThreads;
-  static constexpr int kWarps = kThreads / kWarpSize;
-  static constexpr int kRowWords = ceil_div(kTileKV, 32);
-  using Mask = typename MaskOf<true, Config::kMaskForm>::type;
+  static constexpr int kTileKV = Config::kTileKV, kThreads = Config::kThreads;
+  static constexpr int kWarps = kThreads / kWarpSize, kRowWords = ceil_div(kTileKV, 32);
+  using Mask = MaskOf<true, Config::kMaskForm>;
 
   const AttentionParams& params;
   MaskMap& map;  // in shared memory
@@ -53,11 +46,11 @@ struct MaskScan {
   }
 
  private:
-  // A lane's tile, as far as every kWarps-th token sees it.
+  // Adds what every kWarps-th token sees of this lane's tile.
   __device__ __forceinline__ void add_tile(const Request& request, const KeyRange& range, int word,
                                            int key) const {
     const int first = range.first_token + threadIdx.x / kWarpSize, last = range.last_token;
-    // Keys that some of these tokens see, and those that all see.
+    // Keys that some of these tokens see, and keys that all of them see.
     uint32_t some[kRowWords] = {}, all[kRowWords];
 #pragma unroll
     for (int w = 0; w < kRowWords; ++w) all[w] = ~0u;

@@ -1,28 +1,20 @@
-// Custom masks for blocks of specialised warps. scan_mask has found out which key tiles of an item
-// are worth visiting, and which of them hide keys; warps that load leave what the rows of such a
-// tile see in shared memory, as bits, before the logits that they hide are there.
+// Masks of prefill_sm90. scan_mask has found which key tiles of an item have visible keys, and
+// which have hidden ones. For the latter, warps that load or sweep write what each row sees to
+// shared memory, as bits, ahead of the logits.
 #pragma once
 
-#include "cupyattn/attention/mask.cuh"
 #include "cupyattn/attention/mask_map.cuh"
 #include "cupyattn/attention/ring.cuh"
-#include "cupyattn/attention/variants.cuh"
-#include "cupyattn/attention/work.cuh"
-#include "cupyattn/common/math.cuh"
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/ptx/cp_async.cuh"
-#include "cupyattn/ptx/mbarrier.cuh"
-#include "cupyattn/ptx/warp.cuh"
 
 namespace cupyattn {
 
-// A tile of keys, and whether it hides some.
+// The number of a key tile, and whether some row does not see one of its keys.
 struct KeyTile {
   int tile;
-  int hides;
+  int needs_mask;
 };
 
-// Without a mask every tile of an item is worth visiting.
+// Without a custom mask every tile of an item has visible keys.
 template <int kTileKV>
 struct AllKeyTiles {
   // From the last tile down.
@@ -35,7 +27,7 @@ struct AllKeyTiles {
           first_key(item.first_key(tile)),
           full_begin(item.range.full_begin),
           full_end(item.range.full_end) {}
-    __device__ __forceinline__ bool hides() const {
+    __device__ __forceinline__ bool needs_mask() const {
       return first_key < full_begin || first_key + kTileKV > full_end;
     }
     __device__ __forceinline__ void advance() {
@@ -45,15 +37,15 @@ struct AllKeyTiles {
   };
 };
 
-// The key tiles of an item from `first` on, which the mask reaches; those before hide nothing but
-// what causality and window do. Tiles past the capacity count as mixed.
+// The key tiles of an item under a custom mask, from `first` on. The mask does not reach earlier
+// tiles, in which only causality and windows hide keys. Tiles beyond the capacity count as mixed.
 template <int kTileKV>
 struct KeyTileMap {
   int first;
   MaskMap found;
 
-  // From the last tile down, but for those of which no row sees a key. Words are kept: to look them
-  // up for each tile would take warps that load too long.
+  // From the last tile down, without those in which no row sees a key. The words are kept, because
+  // loading warps have no time to look them up for each tile.
   struct Walk {
     const KeyTileMap& map;
     const KeyRange& range;
@@ -66,12 +58,12 @@ struct KeyTileMap {
         : map(item), range(item.range), span(item.tiles), tile(item.tiles.end - 1) {
       load(tile - map.first);
     }
-    __device__ __forceinline__ bool hides() const {
+    __device__ __forceinline__ bool needs_mask() const {
       const int index = tile - map.first;
       if (index < 0) return range.cuts(span.origin + tile * kTileKV, kTileKV);
       return index >= MaskMap::kCapacity || ((mixed >> (index % 32)) & 1);
     }
-    // May end below all tiles.
+    // The new tile may lie below all tiles.
     __device__ __forceinline__ void advance() {
       int index = --tile - map.first;
       if (index < 0 || index >= MaskMap::kCapacity) return;
@@ -79,7 +71,7 @@ struct KeyTileMap {
       for (;;) {
         const uint32_t rest = any << (31 - index % 32);
         if (rest != 0) {
-          tile -= __clz(static_cast<int>(rest));
+          tile -= __clz(static_cast<int>(rest));  // mutate: hidden-tiles-skip-too-far
           return;
         }
         tile -= index % 32 + 1;
@@ -97,7 +89,8 @@ struct KeyTileMap {
     }
   };
 
-  // A warp takes over what scan_mask has found; returns the span without hidden tiles at its ends.
+  // Copies what scan_mask has found, by one warp; returns the span without hidden tiles at its
+  // ends.
   template <typename Mask>
   __device__ __forceinline__ TileSpan take(const MaskMap& map, const Request& request,
                                            const TileSpan& span, int lane) {
@@ -120,19 +113,17 @@ struct KeyTileMap {
   }
 };
 
-// Keys of a tile, a bit each.
+// A bit for each key of a tile.
 template <int kTileKV>
 struct KeyBits {
   static constexpr int kWords = ceil_div(kTileKV, 32);
   uint32_t word[kWords];
 };
 
-// Leaves which keys of a tile a token sees.
+// Writes which keys of a tile a token sees.
 template <typename Mask, int kTileKV>
-__device__ __forceinline__ void leave_visible_keys(KeyBits<kTileKV>& to,
-                                                   const AttentionParams& params,
-                                                   const Request& request, int token,
-                                                   int first_key) {
+__device__ __forceinline__ void write_mask_bits(KeyBits<kTileKV>& to, const AttentionParams& params,
+                                                const Request& request, int token, int first_key) {
   KeyBits<kTileKV> bits;
   Mask::load(bits.word, params, request, token, first_key);
   const KeyLimits limits = KeyLimits::of(params, request, request.position(params, token));
@@ -143,41 +134,38 @@ __device__ __forceinline__ void leave_visible_keys(KeyBits<kTileKV>& to,
   }
 }
 
-// What the rows of an item see of the keys of each stage of V, by tokens. Full once a tile, but
-// filled only for tiles that hide keys. Beside it, which tile each stage of K holds: those that
-// multiply have no time to look it up.
+// Which keys of each stage of V the tokens of an item see. `full` completes once a tile, but the
+// bits are only written for tiles that need masking. `tiles` names the tile that each stage of K
+// holds, because consumers have no time to look it up.
 template <int kTileQ, int kTileKV, int kStages>
 struct RowBits {
   KeyBits<kTileKV> of[kStages][kTileQ];
   KeyTile tiles[kStages];
   alignas(8) uint64_t full[kStages];
 
-  // Fills a stage that is free; whole warps, of `num_threads` threads, arrive. Those that multiply
-  // wait where keys are hidden; that the last phase is over is asked here, each time.
+  // Fills a stage that is free; `num_threads` threads take part, in whole warps. Consumers wait
+  // only for tiles that hide keys, so the end of the last phase is awaited here.
   template <typename Mask, typename Item>
-  __device__ __forceinline__ void fill(const RingPlace<kStages>& place,
+  __device__ __forceinline__ void fill(const PipelineState<kStages>& place,
                                        const AttentionParams& params, const Item& item,
                                        const KeyTile& tile, int thread, int num_threads) {
     ptx::mbarrier_wait_parity(ptx::shared_address(&full[place.stage]), place.parity ^ 1);
-    if (tile.hides) {
+    if (tile.needs_mask) {
       const int first_token = item.range.first_token, first_key = item.first_key(tile.tile);
 #pragma unroll 1
       for (int token = thread; token <= item.range.last_token - first_token; token += num_threads) {
-        leave_visible_keys<Mask>(of[place.stage][token], params, item.work.request,
-                                 first_token + token, first_key);
+        write_mask_bits<Mask>(of[place.stage][token], params, item.work.request,
+                              first_token + token, first_key);
       }
     }
     ptx::warp_sync();
     if (thread % kWarpSize == 0) ptx::mbarrier_arrive(ptx::shared_address(&full[place.stage]));
   }
 };
-struct NoRowBits {
-  uint32_t unused;
-};
 
-// Hides the logits of keys that a row does not see: half `h` of what a thread has of a tile.
+// Hides the logits of keys that a row does not see, in half h of a thread's part of a tile.
 template <typename Form, int kTileKV, int kTilesS>
-__device__ __forceinline__ void hide_by_bits(float (&s)[kTilesS][4], int h,
+__device__ __forceinline__ void mask_by_bits(float (&s)[kTilesS][4], int h,
                                              const KeyBits<kTileKV>& visible, int lane) {
   static_assert(kTileKV == 8 * kTilesS, "bits are of the tile's keys");
 #pragma unroll
@@ -190,19 +178,20 @@ __device__ __forceinline__ void hide_by_bits(float (&s)[kTilesS][4], int h,
   }
 }
 
-// How many of a thread's keys of a row are less than `offset` behind its first. They come in pairs,
-// eight apart.
+// How many of a thread's keys of a row lie less than `offset` behind its first key. They come in
+// pairs, eight apart.
 __device__ __forceinline__ int own_keys_before(int offset) {
-  return 2 * (offset >> 3) + min_of(offset & 7, 2);
+  return 2 * (offset >> 3) + min_of(offset & 7, 2);  // mutate: second-key-hidden-late
 }
 
-// The same of a row that sees the tile's keys from `begin` to `end`.
+// Hides the logits of keys outside [begin, end), counted from the tile's first key, in half h of a
+// thread's part of the tile.
 template <typename Form, int kTilesS>
-__device__ __forceinline__ void hide_by_limits(float (&s)[kTilesS][4], int h, int begin, int end,
+__device__ __forceinline__ void mask_by_limits(float (&s)[kTilesS][4], int h, int begin, int end,
                                                int lane) {
   static_assert(2 * kTilesS <= 32, "a thread's keys of a row are bits of a word");
   const int first = 2 * (lane & 3);
-  // Seven bits become predicates in an instruction; to compare each key takes one a key.
+  // One instruction turns seven bits into predicates; comparisons take an instruction for each key.
   const uint32_t visible =
       low_bits(own_keys_before(end - first)) & ~low_bits(own_keys_before(begin - first));
 #pragma unroll

@@ -1,9 +1,8 @@
-// Merges states (v, s): v is the output of attention over some keys, s its LSE. What comes out is
-// the state over all these keys.
+// Merges states (v, s) into the state over all their keys: v is the output of attention over some
+// keys, s its LSE.
 #pragma once
 
 #include "cupyattn/common/math.cuh"
-#include "cupyattn/common/types.cuh"
 #include "cupyattn/params/merge_states.cuh"
 #include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/memory.cuh"
@@ -12,7 +11,7 @@
 
 namespace cupyattn {
 
-// Where a row is among [n, num_heads] of them.
+// The index of a row of [n, num_heads], split into n and head.
 struct MergedRow {
   uint32_t index, n, head;
 
@@ -23,8 +22,8 @@ struct MergedRow {
   }
 };
 
-// The states that become one row. A pair's have a pointer each, into two arrays or into one; others
-// are walked to from the first.
+// The states that become one row. Each state of a pair has a pointer of its own, into two arrays or
+// one; other states are walked from the first.
 template <typename Config>
 struct RowStates {
   using DType = typename Config::DType;
@@ -66,10 +65,10 @@ template <typename Config>
 struct StateMerger {
   using DType = typename Config::DType;
   using DTypeO = typename Config::DTypeO;
-  using Chunk = typename conditional<Config::kAligned, Vector16, DType>::type;
+  using Chunk = conditional<Config::kAligned, Vector16, DType>;
   static constexpr bool kPairs = Config::kPairs;
   static constexpr int kCount = static_cast<int>(sizeof(Chunk) / sizeof(DType));
-  // What a merge takes is round trips to memory: the loads of this many states are in flight.
+  // How many states are loaded at once, because the time of a merge is round trips to memory.
   static constexpr int kBatch = kPairs ? 2 : 4;
 
   const MergeStatesParams& params;
@@ -83,7 +82,7 @@ struct StateMerger {
                            (params.mask == nullptr || params.mask[row.n] != 0);
     float lse = 0.0f;
     if (is_merged) lse = merge(row, lane);
-    // In place: other lanes may still have to read what is overwritten here.
+    // In a merge in place other lanes may still have to read the LSE that is overwritten here.
     ptx::warp_sync();  // mutate: lse-overwritten-early
     if (is_merged && lane == 0) {
       params.lse[row.n * params.lse_stride_n + row.head * params.lse_stride_h] = lse;
@@ -143,7 +142,7 @@ struct StateMerger {
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      // An empty state weighs nothing, whatever its v holds, even beside nothing else.
+      // An empty state weighs nothing, whatever its v holds, even if all states are empty.
       const bool is_empty = s[i] == -ptx::infinity();
       // mutate: empty-state-weighs
       const float weight = is_empty ? 0.0f : ptx::ex2_approx((s[i] - max) * params.to_base2);
@@ -155,7 +154,7 @@ struct StateMerger {
     }
   }
 
-  // Values are read once: in L1 they would only drive out LSE, which many lanes read.
+  // Values are read once. In L1 they would only displace LSE, which many lanes read.
   static __device__ __forceinline__ Chunk load(const DType* source) {
     if constexpr (Config::kAligned) {
       return ptx::load_no_allocate(reinterpret_cast<const Vector16*>(source));

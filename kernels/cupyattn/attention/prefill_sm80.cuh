@@ -1,64 +1,38 @@
 // Prefill and append attention on mma.sync: one block takes a tile of packed query rows of one KV
-// head and walks the key tiles it may see. With one buffer, K and V load in turn: V of this tile
-// while S = Q K^T runs, K of the next while O += P V runs. With two, both load a whole tile ahead.
+// head and walks the key tiles that the rows see. With one buffer, V of a tile loads while
+// S = Q K^T runs, and K of the next tile while O += P V runs. With two, both load a tile ahead.
 #pragma once
 
-#include "cupyattn/attention/fp8_query.cuh"
-#include "cupyattn/attention/hidden_values.cuh"
-#include "cupyattn/attention/key_rows.cuh"
-#include "cupyattn/attention/mask.cuh"
-#include "cupyattn/attention/rope.cuh"
-#include "cupyattn/attention/rows.cuh"
-#include "cupyattn/attention/softmax.cuh"
-#include "cupyattn/attention/state.cuh"
-#include "cupyattn/attention/variants.cuh"
-#include "cupyattn/attention/work.cuh"
-#include "cupyattn/common/math.cuh"
-#include "cupyattn/params/attention.cuh"
-#include "cupyattn/tile/fragments.cuh"
-#include "cupyattn/tile/shared_tile.cuh"
+#include "cupyattn/attention/traits_sm80.cuh"
 
 namespace cupyattn {
 
 template <typename Config>
 struct PrefillSm80 {
-  using DTypeQ = typename Config::DTypeQ;
-  using DTypeKV = typename Config::DTypeKV;
-  using DTypeO = typename Config::DTypeO;
-  static constexpr int kHeadDimQK = Config::kHeadDimQK;
-  static constexpr int kHeadDimVO = Config::kHeadDimVO;
-  static constexpr int kMmaQ = Config::kMmaQ;
   static constexpr int kThreads = Config::kWarps * kWarpSize;
-  static constexpr int kTileQ = 16 * kMmaQ * Config::kWarps;
-  static constexpr int kTileKV = Config::kTileKV;
-  static constexpr bool kFp8 = is_fp8<DTypeKV>::value;
-  // Keys of fp8 that must be rotated are widened first; others stay fp8 up to the fragment.
-  static constexpr bool kWidenKeys = kFp8 && Config::kRotateKeys;
-  static constexpr int kStepsQK = ceil_div(kHeadDimQK, 16);
-  // The types of the two products: fp8 converts to f16 in one instruction, whatever the type of q.
-  using DTypeS = typename conditional<kFp8 && !kWidenKeys, half_t, DTypeQ>::type;
-  using DTypeP = typename conditional<kFp8, half_t, DTypeQ>::type;
-  static constexpr int kColumnGroups = ceil_div(kHeadDimVO, 16);
-  static constexpr int kTilesS = kTileKV / 8;
-  static constexpr int kBuffers = Config::kBuffers;
+  static constexpr int kTileQ = 16 * Config::kMmaQ * Config::kWarps, kTileKV = Config::kTileKV;
+  static constexpr int kTilesS = kTileKV / 8, kBuffers = Config::kBuffers;
   static constexpr int kExpGroup = Config::kKeysPerExp / 16;
-  static constexpr bool kPaged = Config::kPaged;
-
-  using QTile = SharedTile<DTypeQ, kTileQ, kHeadDimQK>;
-  using KSourceTile = SharedTile<DTypeKV, kTileKV, kHeadDimQK>;
-  using KTile =
-      typename conditional<kWidenKeys, SharedTile<DTypeQ, kTileKV, kHeadDimQK>, KSourceTile>::type;
-  using VTile = SharedTile<DTypeKV, kTileKV, kHeadDimVO>;
-  using KCopier = RowCopier<KSourceTile, kHeadDimQK, Config::kAligned, kThreads, kPaged>;
-  using VCopier = RowCopier<VTile, kHeadDimVO, Config::kAligned, kThreads, kPaged>;
-  using Mask = typename MaskOf<Config::kCustomMask, Config::kMaskForm>::type;
-  using LogitsVariant = typename Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>::type;
+  using Traits = TraitsSm80<Config, kTileQ, kTileKV, kThreads>;
+  using DTypeKV = typename Traits::DTypeKV;
+  using DTypeO = typename Traits::DTypeO;
+  using QTile = typename Traits::QTile;
+  using KSourceTile = typename Traits::KSourceTile;
+  using KTile = typename Traits::KTile;
+  using VTile = typename Traits::VTile;
+  using KCopier = typename Traits::KCopier;
+  using VCopier = typename Traits::VCopier;
+  using Mask = typename Traits::Mask;
+  using LogitsVariant = typename Traits::LogitsVariant;
+  static constexpr int kHeadDimVO = Config::kHeadDimVO, kMmaQ = Config::kMmaQ;
+  static constexpr bool kPaged = Config::kPaged, kOwnValuePages = Config::kOwnValuePages;
+  static constexpr bool kFp8 = Traits::kFp8, kWidenKeys = Traits::kWidenKeys;
 
   struct SharedMemory {
     alignas(16) RowInfo rows[kTileQ];
     LogitConstants logits;
     int64_t q_offset[kTileQ];
-    // The loop over keys needs its registers for more than what it reads once a tile.
+    // The loop reads these once a tile, so they take no registers.
     alignas(16) BlockWork work;
     KeyRange range;
     TileSpan tiles;
@@ -68,20 +42,20 @@ struct PrefillSm80 {
     alignas(KSourceTile::kAlign) unsigned char k_source[kBuffers][KSourceTile::kBytes];
     alignas(VTile::kAlign) unsigned char v[kBuffers][VTile::kBytes];
     alignas(KTile::kAlign) unsigned char k_wide[kWidenKeys ? KTile::kBytes : 16];
-    typename conditional<kPaged, PagedTiles<kTileKV>, NoPagedTiles>::type pages;
-    typename conditional<Config::kCustomMask, MaskTileMap<kTileKV>, NoMaskTileMap>::type mask_map;
-    typename conditional<Config::kRope, RopeSteps<kHeadDimQK>, NoRopeSteps>::type rope;
+    conditional<kPaged, PagedTiles<kTileKV, kOwnValuePages>, int64_t> pages;
+    conditional<Config::kCustomMask, MaskTileMap<kTileKV>, uint32_t> mask_map;
+    typename Traits::Rope rope;
   };
 
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
-                "the host's shared-memory arithmetic (launch/tiles.py) must agree");
+                "the host's shared-memory arithmetic (launch/tiles/select.py) must agree");
   static_assert(kBuffers == 1 || (kBuffers == 2 && !kWidenKeys), "widened keys have one buffer");
   static_assert(kTileKV % 16 == 0 && kTileKV <= 64, "products take 16 keys, mask words hold 64");
 
   const AttentionParams& params;
   SharedMemory& shared;
   const int thread, warp, lane;
-  float o[kMmaQ][2 * kColumnGroups][4] = {};
+  typename Traits::Accumulators o = {};
   OnlineSoftmax<kMmaQ> softmax;
 
   __device__ __forceinline__ PrefillSm80(const AttentionParams& params, SharedMemory& shared)
@@ -105,32 +79,12 @@ struct PrefillSm80 {
     if constexpr (Config::kRope) shared.rope.fill(params, thread, kThreads);
     if constexpr (Config::kCustomMask) shared.mask_map.clear(thread, kThreads);
     ptx::block_sync();  // mutate: row-table-read-before-barrier
-    copy_query_rows<QTile, kHeadDimQK, Config::kAligned, kThreads>(
+    copy_query_rows<QTile, Config::kHeadDimQK, Config::kAligned, kThreads>(
         ptx::shared_address(shared.q), params, shared.q_offset, work.tile.num_rows, thread);
     if constexpr (Config::kCustomMask) {
       shared.mask_map.template scan<Mask>(params, work.request, range.first_token, range.last_token,
                                           tiles, thread, kThreads);
       ptx::block_sync();
-    }
-  }
-
-  // Rotation and column order of Q, once it is in shared memory.
-  __device__ __forceinline__ void prepare_q() {
-    if constexpr (Config::kRope) {
-      rotate_tile<QTile, kHeadDimQK, kThreads>(shared.q, shared.rope, thread,
-                                               // mutate: rope-position-of-token
-                                               [&](int row) { return shared.rows[row].position; });
-      ptx::block_sync();
-    }
-    if constexpr (!is_same<DTypeS, DTypeQ>::value) {
-      static_assert(Config::kRowScales, "a row of Q has a scale of its own");
-      scale_rows_to_half<QTile, Config::kWarps>(shared.q, shared.rows, shared.work.tile.num_rows,
-                                                warp, lane);
-      ptx::block_sync();
-    }
-    if constexpr (kFp8 && !kWidenKeys) {
-      permute_for_fp8_keys<QTile, kThreads>(shared.q, shared.work.tile.num_rows, thread);
-      ptx::block_sync();  // mutate: permuted-q-read-early
     }
   }
 
@@ -143,8 +97,8 @@ struct PrefillSm80 {
       ptx::block_sync();
     }
     if constexpr (Config::kRotateKeys) {
-      rotate_tile<KTile, kHeadDimQK, kThreads>(keys, shared.rope, thread,
-                                               [&](int row) { return first_key + row; });
+      rotate_tile<KTile, Config::kHeadDimQK, kThreads>(keys, shared.rope, thread,
+                                                       [&](int row) { return first_key + row; });
       ptx::block_sync();  // mutate: rotated-keys-read-early
     }
   }
@@ -177,8 +131,8 @@ struct PrefillSm80 {
                            shared.rows + warp_row(), first_key, lane);
   }
 
-  // Takes values that are not finite out of a tile that hides keys, once it has landed, and gives
-  // the rows that see them what they would miss.
+  // Sets non-finite values of a masked tile to zero, once the tile has landed, and adds them by
+  // hand to the rows that see their keys.
   template <typename Form>
   __device__ __forceinline__ void clean_hidden_values(const float (&s)[kMmaQ][kTilesS][4],
                                                       const Form& form, float scale, int first_key,
@@ -187,27 +141,27 @@ struct PrefillSm80 {
     zero_nonfinite_values<VTile, kThreads>(shared.v[buffer], shared.nonfinite_keys, thread);
     ptx::block_sync();  // mutate: bad-keys-read-early
     const BlockWork& work = shared.work;
-    const DTypeKV* values =
-        static_cast<const DTypeKV*>(params.v) + work.tile.kv_head * params.v_stride_h;
+    const DTypeKV* const values = values_of<DTypeKV>(params, work.tile.kv_head);
     for (int key = 0; key < kTileKV; ++key) {
       if ((shared.nonfinite_keys.word[key / 32] >> (key % 32)) & 1) {
-        add_nonfinite_key<DTypeKV, kHeadDimVO>(
+        add_nonfinite_key<kHeadDimVO>(
             o, s, softmax, form, scale, key,
-            values + value_row<kPaged>(params, work.request, first_key + key), lane);
+            values + value_row<kPaged, kOwnValuePages>(params, work.request, first_key + key),
+            lane);
       }
     }
     ptx::block_sync();
     if (thread == 0) shared.nonfinite_keys = NonFiniteKeys{};
   }
 
-  // Where a block is in its keys, and what it needs to take the next step.
+  // Where a block is in its keys, and what it needs for the next tile.
   struct KeyLoop {
     KCopier k_copier;
     VCopier v_copier;
     int first_key, buffer;
-    int place;         // of this tile's rows in shared.pages; the next tile's are in the other
+    int place;         // of this tile's rows in shared.pages; the next tile has the other place
     uint32_t q, k, v;  // lane addresses
-    uint32_t q_registers[Config::kQInRegisters ? kStepsQK : 1][kMmaQ][4];
+    uint32_t q_registers[Config::kQInRegisters ? Traits::kStepsQK : 1][kMmaQ][4];
   };
 
   __device__ __forceinline__ void copy_keys(KeyLoop& loop, int first_key, int end, int place,
@@ -223,14 +177,14 @@ struct PrefillSm80 {
     loop.v_copier.copy(first_key, end, buffer * VTile::kBytes, rows);
   }
 
-  // Paged keys: the tile kBuffers ahead of this one gets its rows' offsets, before the barrier that
-  // comes before its copy, and the tile after that its pages.
+  // Paged keys: publishes the row offsets of the tile kBuffers ahead, before the barrier that
+  // precedes its copy, and fetches the pages of the tile after that.
   __device__ __forceinline__ void advance_pages(const KeyLoop& loop) {
     int key = loop.first_key;
 #pragma unroll
     for (int i = 0; i < kBuffers; ++i) key = next_key(key + kTileKV);
     const int place = (loop.place + kBuffers) & 1;  // mutate: pages-of-last-tile
-    shared.pages.publish(params, key, place, thread);
+    shared.pages.publish(params, shared.work.request, key, shared.range.end, place, thread);
     fetch_pages(next_key(key + kTileKV), place ^ 1);
   }
   __device__ __forceinline__ void fetch_pages(int first_key, int place) {
@@ -255,13 +209,13 @@ struct PrefillSm80 {
     return key;
   }
 
-  // One tile of keys. Tiles that hide keys from some rows have a copy of this to themselves: what
-  // they need would cost the others, nearly all, registers and instruction cache.
+  // Processes one tile of keys. Tiles that hide keys have their own copy of this function: what
+  // they need would cost the others, which are nearly all, registers and instruction cache.
   template <bool kHides>
-  __device__ __forceinline__ void visit(KeyLoop& loop) {
+  __device__ __forceinline__ void process_tile(KeyLoop& loop) {
     const int first_key = loop.first_key;
     const float scale = LogitsVariant::softmax_scale(params);
-    // K has landed (with two buffers V too); everybody is done with the last tile.
+    // Wait for K, with two buffers also for V, and for all warps to be done with the last tile.
     int next = first_key;
     ptx::cp_async_wait_group<0>();
     ptx::block_sync();  // mutate: keys-used-before-barrier
@@ -269,8 +223,8 @@ struct PrefillSm80 {
     if constexpr (kBuffers == 2) {
       next = advance(loop);
     } else {
-      // A tile that hides no keys has them all. (Pages gain 1.5 % by not asking; without pages the
-      // same costs 3.5 %, since fragments then load in the middle of the copies.)
+      // A tile that hides no keys is whole. Only paged kernels gain from that: without pages,
+      // fragments would load in the middle of the copies.
       const bool has_all = kPaged && !kHides;
       copy_values(loop, first_key, has_all ? first_key + kTileKV : shared.range.end, loop.place, 0);
       ptx::cp_async_commit();
@@ -287,8 +241,8 @@ struct PrefillSm80 {
         load_q_fragment<QTile>(a, loop.q, 16 * m, step);
       }
     };
-    multiply_qk<DTypeS, KTile, kStepsQK, kMmaQ, kTileKV>(s, load_q,
-                                                         loop.k + loop.buffer * KTile::kBytes, 0);
+    multiply_qk<typename Traits::DTypeS, KTile, Traits::kStepsQK, kMmaQ, kTileKV>(
+        s, load_q, loop.k + loop.buffer * KTile::kBytes);
     const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows + warp_row(),
                                            shared.logits, params, first_key, lane, kHides);
     if constexpr (kHides) hide_keys<decltype(form)>(s, first_key);
@@ -297,14 +251,15 @@ struct PrefillSm80 {
     }
 
     if constexpr (kBuffers == 1) {
-      // V has landed; everybody is done with K.
+      // Wait for V, and for all warps to be done with K.
       ptx::cp_async_wait_group<0>();  // mutate: prefill-values-not-awaited
-      ptx::block_sync();  // mutate: values-used-before-barrier
+      ptx::block_sync();              // mutate: values-used-before-barrier
       next = advance(loop);
     }
     if constexpr (kHides) clean_hidden_values(s, form, scale, first_key, loop.buffer);
 
-    // O += P V; the exponentials of one group of keys run beside the products of the last.
+    // O += P V. The exponentials of one group of keys run beside the products of the last group.
+    using DTypeP = typename Traits::DTypeP;
 #pragma unroll
     for (int first = 0; first < kTileKV / 16; first += kExpGroup) {
       uint32_t p[kExpGroup][kMmaQ][4];
@@ -314,7 +269,7 @@ struct PrefillSm80 {
       }
 #pragma unroll
       for (int i = 0; i < kExpGroup; ++i) {
-        multiply_pv<DTypeP, VTile, kColumnGroups, kMmaQ>(
+        multiply_pv<DTypeP, VTile, Traits::kColumnGroups, kMmaQ>(
             o, p[i], loop.v + loop.buffer * VTile::kBytes, 16 * (first + i));
       }
     }
@@ -323,7 +278,7 @@ struct PrefillSm80 {
     if constexpr (kPaged) loop.place ^= 1;
   }
 
-  // The first tiles' rows, before the barrier that comes before their copies.
+  // Publishes the row offsets of the first tiles, before the barrier that precedes their copies.
   __device__ __forceinline__ void begin_pages(const Request& request, int end_key, int first_key) {
     int key = first_key;
 #pragma unroll
@@ -349,21 +304,20 @@ struct PrefillSm80 {
     const int first_key = next_key(tiles.origin + tiles.begin * kTileKV);
     const uint32_t k_tile = ptx::shared_address(kWidenKeys ? shared.k_wide : shared.k_source[0]);
     const int64_t first_row = static_cast<int64_t>(work.request.kv_start) + first_key;
-    KeyLoop loop{
-        KCopier(static_cast<const DTypeKV*>(params.k) + work.tile.kv_head * params.k_stride_h,
-                params.k_stride_n, first_row, ptx::shared_address(shared.k_source), thread),
-        VCopier(static_cast<const DTypeKV*>(params.v) + work.tile.kv_head * params.v_stride_h,
-                params.v_stride_n, first_row, ptx::shared_address(shared.v), thread),
-        first_key,
-        0,
-        0,
-        lane_address<QTile>(ptx::shared_address(shared.q), lane, warp_row()),
-        k_lane_address<KTile>(k_tile, lane),
-        lane_address<VTile>(ptx::shared_address(shared.v), lane),
-        {}};
+    KeyLoop loop{KCopier(keys_of<DTypeKV>(params, work.tile.kv_head), params.k_stride_n, first_row,
+                         ptx::shared_address(shared.k_source), thread),
+                 VCopier(values_of<DTypeKV>(params, work.tile.kv_head), params.v_stride_n,
+                         first_row, ptx::shared_address(shared.v), thread),
+                 first_key,
+                 0,
+                 0,
+                 lane_address<QTile>(ptx::shared_address(shared.q), lane, warp_row()),
+                 k_lane_address<KTile>(k_tile, lane),
+                 lane_address<VTile>(ptx::shared_address(shared.v), lane),
+                 {}};
     if constexpr (kPaged) begin_pages(work.request, range.end, first_key);
     if constexpr (kPaged && Config::kCustomMask) ptx::block_sync();
-    // With nothing to look up first, keys travel while the rows are described.
+    // If no page must be looked up first, keys are copied while the rows are described.
     constexpr bool kCopiesFirst = !kPaged || Config::kCustomMask;
     if constexpr (kCopiesFirst) copy_first(loop, range, end_key);
     if constexpr (!Config::kCustomMask) begin(work, range, tiles);
@@ -377,10 +331,10 @@ struct PrefillSm80 {
     ptx::cp_async_commit();
     ptx::cp_async_wait_group<0>();
     ptx::block_sync();  // mutate: half-warp-skips-barrier
-    prepare_q();
+    Traits::prepare_q(shared, shared.work.tile.num_rows, thread, warp, lane);
     if constexpr (Config::kQInRegisters) {
 #pragma unroll
-      for (int step = 0; step < kStepsQK; ++step) {
+      for (int step = 0; step < Traits::kStepsQK; ++step) {
 #pragma unroll
         for (int m = 0; m < kMmaQ; ++m) {
           load_q_fragment<QTile>(loop.q_registers[step][m], loop.q, 16 * m, step);
@@ -389,9 +343,9 @@ struct PrefillSm80 {
     }
     while (loop.first_key < shared.end_key) {
       if (hides_keys(loop.first_key)) {
-        visit<true>(loop);
+        process_tile<true>(loop);
       } else {
-        visit<false>(loop);
+        process_tile<false>(loop);
       }
     }
     finish();
@@ -403,8 +357,8 @@ struct PrefillSm80 {
     if constexpr (kBuffers == 2) copy_values(loop, loop.first_key, range.end, 0, 0);
   }
 
-  // Fragments hold 4 bytes of a row; through shared memory a lane stores 16. The rows of Q are this
-  // warp's own, and nobody reads them any more.
+  // Fragments hold 4 bytes of a row; through shared memory a lane stores 16. O takes the place of
+  // the warp's own rows of Q, which no other warp reads.
   static constexpr bool kStagesOutput =
       Config::kAligned && sizeof(DTypeO) == 2 && round_up(kHeadDimVO, 16) <= QTile::kColumns;
 
@@ -414,7 +368,6 @@ struct PrefillSm80 {
     const int q_start = shared.work.request.q_start;
     const bool leaves_state = work.leaves_state();
     const float output_scale = output_scale_of(params, work.kv_head);
-    // The warp's rows of Q are about to be overwritten.
     if constexpr (kStagesOutput) ptx::warp_sync();  // mutate: output-overwrites-q
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {

@@ -1,13 +1,14 @@
-// Where a warp is in a ring of stages that others fill or empty.
+// Rings of stages in shared memory: the position of a warp, and the barriers that guard a stage.
 #pragma once
 
-#include "cupyattn/common/types.cuh"
+#include "cupyattn/ptx/cp_async.cuh"
+#include "cupyattn/ptx/mbarrier.cuh"
 
 namespace cupyattn {
 
-// A place in a ring of stages, and the parity of the round.
+// A stage of a ring, and the parity of the round.
 template <int kStages>
-struct RingPlace {
+struct PipelineState {
   int stage = 0;
   uint32_t parity = 0;
 
@@ -18,5 +19,12 @@ struct RingPlace {
     }
   }
 };
+
+__device__ __forceinline__ void await_phase(uint64_t& barrier, uint32_t parity) {
+  ptx::mbarrier_wait_parity(ptx::shared_address(&barrier), parity);
+}
+__device__ __forceinline__ void arrive(uint64_t& barrier) {
+  ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+}
 
 }  // namespace cupyattn

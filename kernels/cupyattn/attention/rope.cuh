@@ -3,9 +3,7 @@
 // a full turn, so there is no range reduction and no loss at long contexts.
 #pragma once
 
-#include "cupyattn/common/types.cuh"
 #include "cupyattn/params/attention.cuh"
-#include "cupyattn/ptx/convert.cuh"
 #include "cupyattn/ptx/fp8.cuh"
 #include "cupyattn/ptx/math.cuh"
 #include "cupyattn/tile/shared_tile.cuh"
@@ -34,10 +32,6 @@ struct RopeSteps {
   }
 };
 
-struct NoRopeSteps {
-  uint32_t unused;
-};
-
 // The rotation of two neighbouring pairs.
 struct RotationOf2 {
   float cosine[2], sine[2];
@@ -46,7 +40,7 @@ struct RotationOf2 {
 #pragma unroll
     for (int e = 0; e < 2; ++e) rotation(rope_step[e], position, cosine[e], sine[e]);
   }
-  // Elements of a row, and those half a head dim further on.
+  // Rotates two elements of a row, `low`, against those half a head dim further on, `high`.
   template <typename T>
   __device__ __forceinline__ void apply(uint32_t& low, uint32_t& high) const {
     float x[2], y[2];
@@ -58,7 +52,7 @@ struct RotationOf2 {
   }
 };
 
-// Rotates 8 pairs of each of some rows at one position: elements [8 c, 8 c + 8) against those half
+// Rotates 8 pairs of each of kRows rows at one position: elements [8 c, 8 c + 8) against those half
 // a head dim further on.
 template <typename T, int kRows>
 __device__ __forceinline__ void rotate_chunks(Vector16 (&low)[kRows], Vector16 (&high)[kRows],
@@ -92,14 +86,14 @@ __device__ __forceinline__ void rotate_rows(unsigned char* tile, int first_row,
   }
 }
 
-// All rows of a tile.
+// Rotates all rows of a tile.
 template <typename Tile, int kHeadDim, int kThreads, typename PositionOf>
 __device__ __forceinline__ void rotate_tile(unsigned char* tile, const RopeSteps<kHeadDim>& steps,
                                             int thread, PositionOf&& position_of) {
   rotate_rows<Tile, kHeadDim, Tile::kRows, kThreads>(tile, 0, steps, thread, position_of);
 }
 
-// Converts a tile of fp8 rows to 16 bits; used where keys must be rotated before the product.
+// Converts a tile of fp8 rows to 16 bits, for keys that are rotated before the product.
 template <typename Fp8Tile, typename Tile, int kThreads>
 __device__ __forceinline__ void convert_tile(const unsigned char* source, unsigned char* tile,
                                              int thread) {

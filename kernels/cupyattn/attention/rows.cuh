@@ -1,17 +1,14 @@
-// The packed query rows of one block: which token and head each is, and what its logits need. Kept
-// in shared memory, so that the loop over keys divides nothing and holds no per-row registers.
+// The packed query rows of one block: the token and head of each, and what its logits need. They
+// are kept in shared memory, so the loop over keys divides nothing and keeps no row in registers.
 #pragma once
 
 #include "cupyattn/attention/variants.cuh"
 #include "cupyattn/attention/work.cuh"
-#include "cupyattn/common/math.cuh"
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/params/attention.cuh"
 #include "cupyattn/tile/shared_tile.cuh"
 
 namespace cupyattn {
 
-// Rows past the last repeat it: their logits are computed and never stored.
+// Describes the rows of a tile. Rows past the last repeat it; their logits are never stored.
 template <typename LogitsVariant>
 __device__ __forceinline__ void fill_rows(RowInfo* rows, int64_t* q_offset, int tile_rows,
                                           const AttentionParams& params, const Request& request,
@@ -27,7 +24,7 @@ __device__ __forceinline__ void fill_rows(RowInfo* rows, int64_t* q_offset, int 
   }
 }
 
-// Copies the rows of Q, found q_offset elements into it; rows past the last become zeros.
+// Copies the rows of Q, which lie at q_offset; rows past the last become zeros.
 template <typename Tile, int kHeadDim, bool kAligned, int kThreads>
 __device__ __forceinline__ void copy_query_rows(uint32_t tile, const AttentionParams& params,
                                                 const int64_t* q_offset, int num_rows, int thread) {

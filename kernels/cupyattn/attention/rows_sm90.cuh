@@ -1,90 +1,61 @@
-// The rows of a warp of prefill_sm90 that multiplies: which of an item they are, and how they
-// leave.
+// The rows of a consumer warp of prefill_sm90: which rows of an item they are, and how their O is
+// normalised and stored.
 #pragma once
 
-#include "cupyattn/attention/mask.cuh"
-#include "cupyattn/attention/mask_sm90.cuh"
-#include "cupyattn/attention/ring.cuh"
 #include "cupyattn/attention/state.cuh"
-#include "cupyattn/attention/work.cuh"
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/ptx/convert.cuh"
+#include "cupyattn/attention/traits_sm90.cuh"
 #include "cupyattn/ptx/ldmatrix.cuh"
-#include "cupyattn/ptx/math.cuh"
-#include "cupyattn/ptx/mbarrier.cuh"
 #include "cupyattn/ptx/tensor_copy.cuh"
-#include "cupyattn/ptx/warp.cuh"
-#include "cupyattn/ptx/warpgroup.cuh"
 
 namespace cupyattn {
 
-template <typename Kernel, typename Softmax>
+template <typename Traits>
 struct PrefillSm90Rows {
-  using QTile = typename Kernel::QTile;
-  using DTypeO = typename Kernel::DTypeO;
-  using LogitsVariant = typename Kernel::LogitsVariant;
-  using Item = typename Kernel::Item;
-  static constexpr int kHeadDimVO = Kernel::kHeadDimVO;
-  static constexpr int kTileQ = Kernel::kTileQ;
+  using QTile = typename Traits::QTile;
+  using DTypeO = typename Traits::DTypeO;
+  using LogitsVariant = typename Traits::LogitsVariant;
+  using Item = typename Traits::Item;
+  static constexpr int kHeadDimVO = Traits::kHeadDimVO;
+  static constexpr int kTileQ = Traits::kTileQ;
   using Accumulators = float[1][kHeadDimVO / 8][4];
 
-  // Of an item that is over but for O: its place, that of its rows of Q, whether O goes there, and
-  // what a thread's two rows are multiplied by.
+  // What remains to be done for an item once its softmax is finished.
   struct Output {
-    int place, slot;
-    bool is_staged;
-    float factors[2];
+    int place, slot;   // of the item, and of its rows of Q
+    bool is_staged;    // whether O goes through the place of the rows of Q
+    float factors[2];  // the normalisers of a thread's two rows
   };
 
-  const Kernel& kernel;
   const AttentionParams& params;
-  typename Kernel::SharedMemory& shared;
-  const int group, warp, lane;
+  typename Traits::SharedMemory& shared;
+  const int group;
+  const int warp = ptx::warp_uniform(threadIdx.x % Traits::kWarpgroup / kWarpSize);
+  const int lane = threadIdx.x % kWarpSize;
 
-  __device__ __forceinline__ PrefillSm90Rows(const Kernel& kernel, int group)
-      : kernel(kernel),
-        params(kernel.params),
-        shared(kernel.shared),
-        group(group),
-        warp(ptx::warp_uniform(threadIdx.x % Kernel::kWarpgroup / kWarpSize)),
-        lane(threadIdx.x % kWarpSize) {}
-
-  // The first of an item's tile.
+  // The warp's first row of an item's tile.
   __device__ __forceinline__ int warp_row() const { return 64 * group + 16 * warp; }
-  // The row of an item's tile that a thread's accumulators of either half are.
+  // The row of a thread's accumulators of half h, in an item's tile.
   __device__ __forceinline__ int own_row(int h) const { return warp_row() + 8 * h + (lane >> 2); }
-  // Rows past the last repeat it.
+  // The token and head of a row; rows past the last repeat it.
   __device__ __forceinline__ PackGqaRow token_of(const Item& item, int row) const {
     const TileWork& work = item.work.tile;
     return PackGqaRow::of(params, work.first_row + min_of(row, work.num_rows - 1));
   }
 
-  // Hides the keys of a tile, from `first_key` on, that rows do not see. position: of the thread's
-  // rows, where `shared.rows` does not tell.
-  template <typename Form>
-  __device__ __forceinline__ void hide_keys(float (&s)[1][Kernel::kTileKV / 8][4], const Item& item,
-                                            int first_key, const RingPlace<Kernel::kStages>& values,
-                                            const int (&position)[2]) const {
-    if constexpr (Kernel::kMasked) {
-      Kernel::wait(shared.row_bits.full[values.stage], values.parity);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int token = token_of(item, own_row(h)).token - item.range.first_token;
-        hide_by_bits<Form>(s[0], h, shared.row_bits.of[values.stage][token], lane);
-      }
-      return;
+  // Writes what the logits of this warp's rows depend on to `shared.rows`.
+  __device__ __forceinline__ void describe(const Item& item) const {
+    const int r = warp_row() + (lane & 15), kv_head = item.work.tile.kv_head;
+    const PackGqaRow row = token_of(item, r);
+    ptx::warp_sync();
+    if (lane < 16) {
+      shared.rows[r] =
+          LogitsVariant::make_row(params, row.token, item.work.request.position(params, row.token),
+                                  kv_head * params.group_size + row.group_head, kv_head);
     }
-    const Request& request = item.work.request;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int its_position =
-          LogitsVariant::kReadsRows ? shared.rows[own_row(h)].position : position[h];
-      const KeyLimits limits = KeyLimits::of(params, request, its_position);
-      hide_by_limits<Form>(s[0], h, limits.begin - first_key, limits.end - first_key, lane);
-    }
+    ptx::warp_sync();
   }
 
-  // Where a row of an item is: in q and o, and, if it leaves a state, among the states.
+  // Where a row of an item lies in q and o, and among the states if the item leaves one.
   struct RowPlace {
     bool exists;
     int head;
@@ -100,9 +71,10 @@ struct PrefillSm90Rows {
                     (work.state(params) + work.split) * kTileQ + r};
   }
 
-  // Settles what does not need O of the present item, whose keys have all been seen: the rows'
-  // normalisers and, if anybody wants them, their log-sum-exps.
-  __device__ __forceinline__ Output conclude(const Softmax& softmax, int place, int slot) const {
+  // Finishes what does not need O of an item whose keys have all been seen: the rows' normalisers
+  // and, where the call wants them, their log-sum-exps.
+  template <typename Softmax>
+  __device__ __forceinline__ Output finish_rows(const Softmax& softmax, int place, int slot) const {
     const Item& item = shared.items[place];
     float sums[2];
 #pragma unroll
@@ -136,7 +108,7 @@ struct PrefillSm90Rows {
     return output;
   }
 
-  // Normalises and writes this warp's rows of an item, and is done with it.
+  // Normalises and stores this warp's rows of an item, and releases the item.
   __device__ __forceinline__ void write(const Output& output, const Accumulators& o) const {
     const Item& item = shared.items[output.place];
     if (output.is_staged) {
@@ -166,16 +138,16 @@ struct PrefillSm90Rows {
       }
     }
     ptx::warp_sync();
-    if (lane == 0) Kernel::arrive(shared.empty_item[output.place]);
+    if (lane == 0) arrive(shared.empty_item[output.place]);
   }
 
-  // Leaves this warp's rows in the place of theirs of Q, as a box of O lies there. The other
-  // groups' rows may still be read.
+  // Writes this warp's rows of O to the place of its rows of Q, in the layout of a box of O. The
+  // rows of other warpgroups may still be read.
   __device__ __forceinline__ void stage(const Output& output, const Accumulators& o) const {
-    if constexpr (Kernel::kStagesOutput) {
+    if constexpr (Traits::kStagesOutput) {
       static_assert(QTile::kRowBytes == 128 && QTile::kGroupBytes == 8 * 128, "bits do not carry");
-      // A lane's row and chunk of the first of all matrices; two n-tiles further is a bit of the
-      // address. All addresses at once would be kept, and spill.
+      // The address of a lane's row and chunk of the first matrices; two n-tiles further is a bit
+      // of it. The copy keeps the compiler from computing all addresses at once, which would spill.
       const uint32_t first = ptx::opaque_copy(ptx::shared_address(shared.q[output.slot]) +
                                               QTile::offset(warp_row() + (lane & 15), lane >> 4));
 #pragma unroll

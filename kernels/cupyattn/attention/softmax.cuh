@@ -1,15 +1,14 @@
-// Online softmax of the rows one thread holds in accumulator fragments: two rows (lane / 4 and
-// lane / 4 + 8) for each m-tile of 16.
+// Online softmax of the rows that one thread has in accumulator fragments: two rows (lane / 4
+// and lane / 4 + 8) for each m-tile of 16.
 //
-// decode_sm80 takes every maximum, and so does prefill_sm90, by maxima_softmax.cuh, with exceptions
-// (kernels/README.md). Elsewhere it is lazy: it moves only when some logit exceeds it by more than
-// kSlack (base 2), so P may reach 2^kSlack and O is rarely rescaled. The result is the same up to
-// rounding, because numerator and denominator share whatever maximum was used (fp16's largest P,
-// 256, is far from its limit).
+// decode_sm80 takes every maximum. prefill_sm80 and prefill_sm90 are lazy, so O is rarely rescaled.
+// prefill_sm80 moves the maximum when a logit exceeds it by more than kRescaleThreshold (base 2),
+// prefill_sm90 when the sum of a tile's probabilities is large compared with the row's sum. The
+// result is the same up to rounding, because numerator and denominator share the maximum. P of
+// float16 stays below 2^kRescaleThreshold, far from its limit.
 #pragma once
 
 #include "cupyattn/common/math.cuh"
-#include "cupyattn/common/types.cuh"
 #include "cupyattn/ptx/convert.cuh"
 #include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/warp.cuh"
@@ -26,12 +25,16 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + ptx::shuffle_xor(x, 2);  // mutate: sum-of-half-a-quad
 }
 
-// Of a thread's logits of one of its rows.
+__device__ __forceinline__ bool quad_any(bool predicate) {
+  return quad_max(predicate ? 1.0f : 0.0f) > 0.0f;
+}
+
+// The largest of a thread's logits of one of its rows.
 template <int kTilesS>
 __device__ __forceinline__ float largest_of(const float (&s)[kTilesS][4], int h) {
-  float largest = s[0][2 * h];
+  float largest = fmaxf(s[0][2 * h], s[0][2 * h + 1]);
 #pragma unroll
-  for (int n = 0; n < kTilesS; ++n) {
+  for (int n = 1; n < kTilesS; ++n) {
     largest = fmaxf(largest, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
   }
   return largest;
@@ -45,25 +48,27 @@ __device__ __forceinline__ void multiply_rows(float (&o)[kMmaQ][kTilesO][4],
 #pragma unroll
     for (int n = 0; n < kTilesO; ++n) {
 #pragma unroll
+      // mutate: hopper-output-not-rescaled
       for (int e = 0; e < 4; ++e) o[m][n][e] *= factors[m][e / 2];
     }
   }
 }
 
-//
-// Logits come in a form (variants.cuh). `scale` turns its values into base 2, `slack` is kSlack in
-// their units. Both are arguments, not members: as parameters or constants they cost no registers.
-constexpr float kSlack = 8.0f;
+// Logits come in a form (logit_forms.cuh). `scale` turns its values into base 2, and `slack` is
+// kRescaleThreshold in their units. Both are arguments, not members: parameters and constants cost
+// no registers.
+constexpr float kRescaleThreshold = 8.0f;
 
-// Who looks at sums for a maximum that must move takes kSlackBits of slack, in base 2.
-template <int kMmaQ, int kSlackBits = 8>
+// In prefill_sm90 a thread's sum of a tile's probabilities may reach 2^kTileSumBits before the
+// thread asks for a larger maximum.
+template <int kMmaQ, int kTileSumBits = 8>
 struct OnlineSoftmax {
-  static constexpr float kMostOfTile = 1 << kSlackBits;
+  static constexpr float kMostOfTile = 1 << kTileSumBits;
 
   float row_max[kMmaQ][2];  // in the units of the logits; -inf while a row has seen no key
   float row_sum[kMmaQ][2];  // this thread's part
 
-  // first_max: of all rows.
+  // first_max: the maximum that all rows begin with.
   __device__ __forceinline__ OnlineSoftmax(float first_max = -ptx::infinity()) {
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
@@ -81,30 +86,17 @@ struct OnlineSoftmax {
                                             float (&o)[kMmaQ][kTilesO][4], const Form& form,
                                             float scale, float slack) {
     float tile_max[kMmaQ][2];
-    if (exceeds_max(s, form, slack, tile_max)) rescale(tile_max, o, scale);
-  }
-
-  // Whether some logit of the warp asks for the maximum to move; finds this thread's maxima.
-  template <int kTilesS, typename Form>
-  __device__ __forceinline__ bool exceeds_max(const float (&s)[kMmaQ][kTilesS][4], const Form& form,
-                                              float slack, float (&tile_max)[kMmaQ][2]) const {
     bool moves = false;
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float x = fmaxf(s[m][0][2 * h], s[m][0][2 * h + 1]);
-#pragma unroll
-        for (int n = 1; n < kTilesS; ++n) {
-          x = fmaxf(x, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
-        }
-        x = form.value(x);
-        tile_max[m][h] = x;
+        tile_max[m][h] = form.value(largest_of(s[m], h));
         // Written so that a row that has seen nothing moves exactly when a key is seen.
-        moves |= (x - slack) > row_max[m][h];
+        moves |= (tile_max[m][h] - slack) > row_max[m][h];
       }
     }
-    return ptx::warp_any(moves);
+    if (ptx::warp_any(moves)) rescale(tile_max, o, scale);
   }
 
   // The probabilities of 16 keys (n-tiles 2 k and 2 k + 1 of the logits) under the present maximum,
@@ -118,7 +110,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float shift = row_max[m][h] == -ptx::infinity() ? 0.0f : -row_max[m][h] * scale;
+        const float shift = shift_of(m, h, scale);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float (&pair)[4] = s[m][2 * k + half];
@@ -131,30 +123,30 @@ struct OnlineSoftmax {
     }
   }
 
-  // All probabilities of a tile, as fragments, and the maximum moved if they ask for it: whether it
-  // has, and then `factors` are what O is to be multiplied by. Nobody looks for the logits' maxima,
-  // but in the first tile: that a row's must move shows in the sum of what comes out, and then the
-  // logits are still there.
+  // Makes the probabilities of a tile, as fragments, and moves the maximum if they ask for it.
+  // Returns whether it has moved; O must then be multiplied by `factors`. Only the first tile looks
+  // for the maxima of its logits. In other tiles the sum of the probabilities shows that a row's
+  // maximum must move, and the tile is made again from the logits.
   template <typename T, bool kIsFirst, int kSteps, int kTilesS, typename Form>
   __device__ __forceinline__ bool exponentiate_or_raise(uint32_t (&p)[kSteps][kMmaQ][4],
                                                         const float (&s)[kMmaQ][kTilesS][4],
                                                         float (&factors)[kMmaQ][2],
-                                                        const Form& form, float scale) {
+                                                        const Form& form, float scale, float room) {
     float tile_sum[kMmaQ][2] = {};
     bool moves = false;
     if constexpr (kIsFirst) {
-      raise_where_asked<kIsFirst>(s, factors, tile_sum, form, scale);
+      raise_where_asked<kIsFirst>(s, factors, tile_sum, form, scale, room);
       exponentiate_all<T>(p, s, form, scale, tile_sum);
     } else {
       exponentiate_all<T>(p, s, form, scale, tile_sum);
 #pragma unroll
       for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) moves |= asks_for_more(m, h, tile_sum[m][h]);
+        for (int h = 0; h < 2; ++h) moves |= asks_for_more(m, h, tile_sum[m][h], room);
       }
       moves = ptx::warp_any(moves);
       if (moves) {
-        raise_where_asked<kIsFirst>(s, factors, tile_sum, form, scale);
+        raise_where_asked<kIsFirst>(s, factors, tile_sum, form, scale, room);
         exponentiate_all<T>(p, s, form, scale, tile_sum);
       }
     }
@@ -166,28 +158,32 @@ struct OnlineSoftmax {
     return moves;
   }
 
-  // Each row by its own logits alone: its bits do not depend on the rows beside it.
+  // Raises each row by its own logits alone: its bits do not depend on the rows beside it.
   template <bool kIsFirst, int kTilesS, typename Form>
   __device__ __forceinline__ void raise_where_asked(const float (&s)[kMmaQ][kTilesS][4],
                                                     float (&factors)[kMmaQ][2],
                                                     const float (&tile_sum)[kMmaQ][2],
-                                                    const Form& form, float scale) {
+                                                    const Form& form, float scale, float room) {
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float largest = largest_of(s[m], h);
-        const bool row_moves = kIsFirst || asks_for_more(m, h, quad_max(tile_sum[m][h]));
+        const bool row_moves = kIsFirst || quad_any(asks_for_more(m, h, tile_sum[m][h], room));
         const float value = row_moves ? form.value(largest) : -ptx::infinity();
         factors[m][h] = raise_row(m, h, value, scale);
       }
     }
   }
 
-  // Whether the maximum of a row must move, given its thread's sum of a tile: no probability
-  // exceeds 2^kSlackBits. A row without a maximum has to find one.
-  __device__ __forceinline__ bool asks_for_more(int m, int h, float tile_sum) const {
-    return tile_sum > kMostOfTile || row_max[m][h] == -ptx::infinity();
+  // Whether this thread asks for a larger maximum of a row: its sum of a tile exceeds twice its sum
+  // of the earlier tiles by more than `room`, or the row has no maximum yet. A probability that
+  // dominates its row must be 1, which 16 bits hold exactly; the rounding of any other value would
+  // be the error of the answer.
+  __device__ __forceinline__ bool asks_for_more(int m, int h, float tile_sum, float room) const {
+    // mutate: dominating-probability-rounded
+    const float most = fminf(fmaf(2.0f, row_sum[m][h], room), kMostOfTile);
+    return tile_sum > most || row_max[m][h] == -ptx::infinity();  // mutate: maximum-never-moves
   }
 
   template <typename T, int kSteps, int kTilesS, typename Form>
@@ -200,7 +196,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float shift = row_max[m][h] == -ptx::infinity() ? 0.0f : -row_max[m][h] * scale;
+        const float shift = shift_of(m, h, scale);
         tile_sum[m][h] = 0.0f;
 #pragma unroll
         for (int n = 0; n < kTilesS; ++n) {
@@ -213,29 +209,33 @@ struct OnlineSoftmax {
     }
   }
 
-  // The same under a guess how products become exponents; false, and nothing has changed, if it is
-  // wrong or a maximum must move. A look at all logits ahead would cost more than half as much
-  // again.
-  template <typename T, int kSteps, int kTilesS, typename Guess>
-  __device__ __forceinline__ bool exponentiate_guessed(uint32_t (&p)[kSteps][kMmaQ][4],
-                                                       const float (&s)[kMmaQ][kTilesS][4],
-                                                       const Guess& guess, float scale) {
+  // Makes the probabilities of a tile by a fast path from products to exponents. Returns false, and
+  // changes nothing, if the path does not hold for the tile or a maximum must move. To look at all
+  // logits ahead would cost too much.
+  template <typename T, int kSteps, int kTilesS, typename Path>
+  __device__ __forceinline__ bool exponentiate_fast(uint32_t (&p)[kSteps][kMmaQ][4],
+                                                    const float (&s)[kMmaQ][kTilesS][4],
+                                                    const Path& path, float scale, float room) {
     static_assert(kMmaQ == 1 && kTilesS == 2 * kSteps, "fragments take two n-tiles");
     float tile_sum[2];
     bool fails = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const bool has_max = Guess::kHasMax || row_max[0][h] != -ptx::infinity();
+      const bool has_max = Path::kHasMax || row_max[0][h] != -ptx::infinity();
       const float shift = has_max ? -row_max[0][h] * scale : 0.0f;
       tile_sum[h] = 0.0f;
 #pragma unroll
       for (int n = 0; n < kTilesS; ++n) {
-        const float2 x = guess.exponents(h, n, s[0][n][2 * h], s[0][n][2 * h + 1], shift);
+        const float2 x = path.exponents(h, n, s[0][n][2 * h], s[0][n][2 * h + 1], shift);
         const float first = ptx::ex2_approx(x.x), second = ptx::ex2_approx(x.y);
         tile_sum[h] += first + second;
         p[n / 2][0][2 * (n % 2) + h] = ptx::pack_pair<T>(first, second);
       }
-      fails |= tile_sum[h] > guess.most_of_tile() || !has_max;
+      if constexpr (Path::kHasMax) {
+        fails |= tile_sum[h] > path.most_of_tile();  // mutate: sums-never-fail
+      } else {
+        fails |= asks_for_more(0, h, tile_sum[h], room);
+      }
     }
     if (unlikely(ptx::warp_any(fails))) return false;
 #pragma unroll
@@ -247,8 +247,7 @@ struct OnlineSoftmax {
   template <typename Form>
   __device__ __forceinline__ float probability(int m, int h, float logit, const Form& form,
                                                float scale) const {
-    const float shift = row_max[m][h] == -ptx::infinity() ? 0.0f : -row_max[m][h] * scale;
-    return ptx::ex2_approx(form.exponent(logit, shift));
+    return ptx::ex2_approx(form.exponent(logit, shift_of(m, h, scale)));
   }
 
   template <int kTilesO>
@@ -268,7 +267,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Raises one row's maximum, with its sum; returns the factor for the rest.
+  // Raises one row's maximum and rescales its sum; returns the factor for its O.
   __device__ __forceinline__ float raise_row(int m, int h, float tile_max, float scale) {
     const float old_max = row_max[m][h];
     const float new_max = fmaxf(old_max, quad_max(tile_max));
@@ -279,7 +278,10 @@ struct OnlineSoftmax {
     return factor;
   }
 
-  __device__ __forceinline__ const float (&maxima() const)[kMmaQ][2] { return row_max; }
+  // What is added to a row's exponents: its base-2 maximum, negated; 0 while it has none.
+  __device__ __forceinline__ float shift_of(int m, int h, float scale) const {
+    return row_max[m][h] == -ptx::infinity() ? 0.0f : -row_max[m][h] * scale;
+  }
   // The base-2 maximum of a row, -inf if it saw no key.
   __device__ __forceinline__ float base2_max(int m, int h, float scale) const {
     return row_max[m][h] == -ptx::infinity() ? row_max[m][h] : row_max[m][h] * scale;

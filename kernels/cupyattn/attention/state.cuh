@@ -1,16 +1,11 @@
 // The result of attention over some keys is a state (o, lse); states over disjoint keys merge
-// exactly. This header normalises states, writes them, and merges the partial states of tiles whose
+// exactly. This header normalises and writes states, and merges the partial states of tiles whose
 // keys are split over several blocks.
 #pragma once
 
 #include "cupyattn/attention/rows.cuh"
-#include "cupyattn/common/math.cuh"
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/params/attention.cuh"
-#include "cupyattn/ptx/convert.cuh"
-#include "cupyattn/ptx/math.cuh"
+#include "cupyattn/ptx/fp8.cuh"
 #include "cupyattn/ptx/memory.cuh"
-#include "cupyattn/ptx/warp.cuh"
 
 namespace cupyattn {
 
@@ -29,8 +24,8 @@ struct RowState {
   __device__ __forceinline__ float lse() const {
     return sum == 0.0f ? -ptx::infinity() : max + log2f(sum);
   }
-  // What numerators over `old_max` are multiplied by to become the output. A row of NaN has seen
-  // keys though its maximum is -inf: its sum is NaN and stays so.
+  // The factor that turns numerators over `old_max` into the output. A row of NaN has seen keys
+  // although its maximum is -inf; its sum is NaN and stays so.
   __device__ __forceinline__ float normaliser(float old_max) const {
     // mutate: no-keys-divides-by-zero
     if (sum == 0.0f || (old_max == -ptx::infinity() && sum == sum)) return 0.0f;
@@ -75,8 +70,10 @@ __device__ __forceinline__ float output_scale_of(const AttentionParams& params, 
 
 template <typename DTypeO>
 __device__ __forceinline__ void store_element(DTypeO* pointer, float value) {
-  if constexpr (is_same<DTypeO, float>::value) {
+  if constexpr (is_same<DTypeO, float>) {
     *pointer = value;
+  } else if constexpr (is_fp8<DTypeO>) {
+    pointer->bits = static_cast<uint8_t>(ptx::floats_to_fp8_pair<DTypeO>(value, 0.0f));
   } else {
     pointer->bits = static_cast<uint16_t>(ptx::pack_pair<DTypeO>(value, 0.0f) & 0xffffu);
   }
@@ -88,8 +85,11 @@ __device__ __forceinline__ void store_pair(DTypeO* pointer, float first, float s
   if constexpr (!kAligned) {
     store_element(pointer, first);
     store_element(pointer + 1, second);
-  } else if constexpr (is_same<DTypeO, float>::value) {
+  } else if constexpr (is_same<DTypeO, float>) {
     *reinterpret_cast<float2*>(pointer) = make_float2(first, second);
+  } else if constexpr (is_fp8<DTypeO>) {
+    *reinterpret_cast<uint16_t*>(pointer) =
+        static_cast<uint16_t>(ptx::floats_to_fp8_pair<DTypeO>(first, second));
   } else {
     *reinterpret_cast<uint32_t*>(pointer) = ptx::pack_pair<DTypeO>(first, second);
   }
@@ -113,8 +113,9 @@ __device__ __forceinline__ void store_output_row(At&& at, const float (&o)[kTile
   }
 }
 
-// The same for 16-bit outputs on 16-byte boundaries, 16 bytes a lane: the lanes of a quad exchange
-// what they have of four neighbouring n-tiles, so that each gets one whole. All lanes take part.
+// Writes one row of 16-bit outputs on 16-byte boundaries, 16 bytes a lane: the lanes of a quad
+// exchange their parts of four neighbouring n-tiles, so that each lane gets one n-tile whole. All
+// lanes take part.
 template <typename DTypeO, int kHeadDim, int kTilesO>
 __device__ __forceinline__ void store_output_vectors(DTypeO* row, const float (&o)[kTilesO][4],
                                                      int h, float factor, bool exists, int lane) {
@@ -130,7 +131,7 @@ __device__ __forceinline__ void store_output_vectors(DTypeO* row, const float (&
     for (int i = 0; i < 4; ++i) {
       own[i] = ptx::pack_pair<DTypeO>(o[n + i][2 * h] * factor, o[n + i][2 * h + 1] * factor);
     }
-    // Between even and odd lanes, then between the halves of the quad.
+    // Exchange between even and odd lanes, then between the halves of the quad.
     uint32_t pair[2][2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -166,10 +167,10 @@ __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const
   return is_last;
 }
 
-// Merges the states of one row and writes the answer; a whole warp takes part. `row_of(i)`, which
-// all lanes call together, is where state i is, in rows of partial_o. A lane weighs one state of
-// each 32, and holds the row's columns 4 * lane (+ 128) and on; it reads many states before it uses
-// the first: what a merge takes is round trips to L2.
+// Merges the states of one row and writes the result; a whole warp takes part. All lanes call
+// `row_of(i)` together; it returns the row of partial_o that holds state i. A lane weighs one state
+// of each 32 and holds the row's columns 4 * lane (+ 128) and on. It reads many states before it
+// uses the first, because the time of a merge is round trips to L2.
 template <typename DTypeO, int kHeadDim, bool kAligned, typename RowOf>
 __device__ __forceinline__ void merge_states(const AttentionParams& params, int64_t token, int head,
                                              int kv_head, int num_states, int lane,
@@ -188,7 +189,7 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
     const float old_max = state.max;
     state.max = fmaxf(old_max, warp_max(lse));
     const float factor = old_max == state.max ? 1.0f : ptx::ex2_approx(old_max - state.max);
-    // An empty state weighs nothing, even beside nothing else.
+    // An empty state weighs nothing, even if all states are empty.
     // mutate: split-weights-inverted
     const float weight = lse == -ptx::infinity() ? 0.0f : ptx::ex2_approx(lse - state.max);
     state.sum = state.sum * factor + warp_sum(weight);
@@ -232,7 +233,7 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
   }
 }
 
-// The splits of one packed row of a tile.
+// Merges the splits of one packed row of a tile.
 template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned>
 __device__ __forceinline__ void merge_row(const AttentionParams& params, const TileWork& work,
                                           int row, int64_t token, int head, int lane) {

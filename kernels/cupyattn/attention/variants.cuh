@@ -1,17 +1,11 @@
 // What happens to a logit between Q K^T and the softmax. A variant turns the raw product into
-// base-2 logits; `softmax.cuh` then needs no knowledge of scales, caps or biases.
+// base-2 logits, so `softmax.cuh` knows nothing of scales, caps or biases.
 //
-// PlainLogits leaves the product unscaled and lets the softmax fold the scale into its one FFMA;
-// that is exact only for one positive scale, so everything else goes through TransformedLogits.
+// PlainLogits leaves the product unscaled, and the softmax folds the scale into its one FFMA. That
+// is exact only for one positive scale; other calls without a cap take TransformedLogits.
 #pragma once
 
-#include "cupyattn/attention/logit_forms.cuh"
 #include "cupyattn/attention/soft_cap.cuh"
-#include "cupyattn/attention/softmax.cuh"
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/params/attention.cuh"
-#include "cupyattn/ptx/math.cuh"
-#include "cupyattn/ptx/warp.cuh"
 
 namespace cupyattn {
 
@@ -26,26 +20,7 @@ __device__ __forceinline__ float alibi_slope(int head, int num_heads) {
   return exp2f(exponent);
 }
 
-// Of a variant that keeps nothing in registers.
-struct Nothing {};
-
-struct PlainLogits {
-  using Kept = Nothing;
-  using Constants = LogitConstants;
-  static constexpr bool kReadsRows = false;
-  static constexpr int kSlackBits = 8;
-  static constexpr bool kGuesses = false;
-  static constexpr bool kGuessesAll = false;
-  static constexpr bool kScalesQueries = false;
-  static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
-                                                     int position, int head, int) {
-    return RowInfo{token, position, head, 1.0f, 0.0f};
-  }
-  static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams&) {
-    return LogitConstants{};
-  }
-  static __device__ __forceinline__ Kept keep(const LogitConstants&) { return Kept{}; }
-  // Turns a maximum into base 2; 8 / scale, how far a logit may pass the running maximum.
+struct PlainLogits : LogitsDefaults {
   static __device__ __forceinline__ float softmax_scale(const AttentionParams& params) {
     return params.softmax_scale;
   }
@@ -65,27 +40,19 @@ struct PlainLogits {
 // Scale (with the per-head scales of q and k), ALiBi, then the soft cap: the bias is added to the
 // scaled logit, so nothing is ever scaled twice. Maxima are in base 2.
 template <bool kAlibi, bool kSoftCap, bool kRowScales>
-struct TransformedLogits {
-  using Kept = Nothing;
-  using Constants = LogitConstants;
-  // Without a cap, base-2 logits. With one, kTanhUnit times the argument of tanh: a unit in which
-  // 2, the largest argument of the polynomial, is the first number with the top exponent bit.
+struct TransformedLogits : LogitsDefaults {
+  // The unit of scaled logits: base 2 without a cap. With one, kTanhUnit times the argument of
+  // tanh: 2, the largest argument of the polynomial, is the first number with the top exponent bit.
   static constexpr float kTanhUnit = 2.0f / kTanhRange;
   static constexpr bool kReadsRows = true;
-  static constexpr int kSlackBits = 8;
-  // A bias is a sum: where no maximum moves and no key is hidden, it goes into the exponent at
-  // once.
-  static constexpr bool kGuesses = kAlibi && !kSoftCap;
-  static constexpr bool kGuessesAll = false;
-  static constexpr bool kScalesQueries = false;
+  // In tiles that move no maximum and hide no key, the bias goes into the exponent.
+  static constexpr bool kFoldsBias = kAlibi && !kSoftCap;
 
-  struct Guess {
+  struct FastPath {
     static constexpr bool kHasMax = false;
-    float scale[2], slope[2], bias[2];  // of either half's row; the bias of the tile's first key
+    float scale[2], slope[2], bias[2];  // of the row of half h; the bias is the first key's
 
-    static constexpr __device__ __forceinline__ float most_of_tile() { return 1 << kSlackBits; }
-
-    // Those of a pair of the n-tile's keys.
+    // The exponents of a pair of keys of n-tile n.
     __device__ __forceinline__ float2 exponents(int h, int n, float x, float y, float shift) const {
       const float first = bias[h] + shift;
       return make_float2(fmaf(x, scale[h], fmaf(slope[h], 8 * n, first)),
@@ -93,24 +60,23 @@ struct TransformedLogits {
                          fmaf(y, scale[h], fmaf(slope[h], 8 * n + 1, first)));
     }
   };
-  static __device__ __forceinline__ Guess guess(const RowInfo* rows, const AttentionParams& params,
-                                                int first_key, int lane) {
-    Guess guess;
+  static __device__ __forceinline__ FastPath fast_path(const RowInfo* rows,
+                                                       const AttentionParams& params, int first_key,
+                                                       int lane) {
+    FastPath fast_path;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const RowInfo& row = rows[8 * h + (lane >> 2)];
-      guess.scale[h] = kRowScales ? row.scale : params.softmax_scale;
-      guess.slope[h] = row.slope;
-      guess.bias[h] = bias_of(row, params, first_key, lane);
+      fast_path.scale[h] = kRowScales ? row.scale : params.softmax_scale;
+      fast_path.slope[h] = row.slope;
+      fast_path.bias[h] = bias_of(row, first_key, lane);
     }
-    return guess;
+    return fast_path;
   }
-  // Of the first key of a thread's, an n-tile's first.
-  static __device__ __forceinline__ float bias_of(const RowInfo& row, const AttentionParams& params,
-                                                  int first_key, int lane) {
-    // A constant of the row, and the same for all its keys, wherever they are.
-    const int origin = params.positions == nullptr ? row.token : row.position;
-    return row.slope * static_cast<float>(first_key + 2 * (lane & 3) - origin);
+  // The bias of a thread's first key of the tile.
+  static __device__ __forceinline__ float bias_of(const RowInfo& row, int first_key, int lane) {
+    // mutate: alibi-from-row-index
+    return row.slope * static_cast<float>(first_key + 2 * (lane & 3) - row.position);
   }
 
   static __device__ __forceinline__ float unit(const AttentionParams& params) {
@@ -133,9 +99,6 @@ struct TransformedLogits {
                           cap * kInverse * kInverse * kInverse * kTanh3,
                           cap * kInverse * kInverse * kInverse * kInverse * kInverse * kTanh5};
   }
-  static __device__ __forceinline__ Kept keep(const LogitConstants&) { return Kept{}; }
-  static __device__ __forceinline__ float softmax_scale(const AttentionParams&) { return 1.0f; }
-  static __device__ __forceinline__ float softmax_slack(const AttentionParams&) { return kSlack; }
 
   // The thread's accumulators are rows lane / 4 + 16 m (+ 8) of `rows`, keys first_key + 8 n +
   // 2 (lane % 4) (+ 1). `is_masked`: some of the logits will be hidden.
@@ -153,7 +116,7 @@ struct TransformedLogits {
         const RowInfo& row = rows[16 * m + 8 * h + (lane >> 2)];
         const float scale = kRowScales ? row.scale : constants.scale;
         const float slope = kAlibi ? row.slope : 0.0f;
-        const float bias = kAlibi ? bias_of(row, params, first_key, lane) : 0.0f;
+        const float bias = kAlibi ? bias_of(row, first_key, lane) : 0.0f;
 #pragma unroll
         for (int n = 0; n < kTilesS; ++n) {
 #pragma unroll
@@ -167,7 +130,7 @@ struct TransformedLogits {
       }
     }
     if constexpr (kSoftCap) {
-      // Most logits are small beside the cap, and special functions are the scarcest unit.
+      // Most logits are small compared with the cap, and special functions are the scarcest unit.
       constexpr uint32_t kTwoOrMore = 0x40000000u;  // mutate: soft-cap-of-alibi-too-wide
       if (is_masked || ptx::warp_any(all_bits & kTwoOrMore)) {
         apply_tanh(s, constants.cap, 1.0f / kTanhUnit);
@@ -181,16 +144,7 @@ struct TransformedLogits {
 };
 
 template <bool kAlibi, bool kSoftCap, bool kRowScales>
-struct Logits {
-  using type = TransformedLogits<kAlibi, kSoftCap, kRowScales>;
-};
-template <>
-struct Logits<false, false, false> {
-  using type = PlainLogits;
-};
-template <>
-struct Logits<false, true, false> {
-  using type = CappedLogits;
-};
+using Logits = conditional<kAlibi || kRowScales, TransformedLogits<kAlibi, kSoftCap, kRowScales>,
+                           conditional<kSoftCap, CappedLogits, PlainLogits>>;
 
 }  // namespace cupyattn

@@ -1,23 +1,22 @@
-// What a block does: which request it serves, which tile of its packed query rows, which part of
-// its keys. A batch has a work list; a single request has only the block index.
+// A block's work: its request, its tile of packed query rows and its part of the keys. In a batch
+// it comes from the work list, for a single request from the block index.
 #pragma once
 
 #include "cupyattn/common/math.cuh"
-#include "cupyattn/common/types.cuh"
 #include "cupyattn/params/attention.cuh"
 #include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/warp.cuh"
 
 namespace cupyattn {
 
-// n / d for 0 <= n < 2^31, by the numbers that launch/params.py finds for d: divisions are dozens
-// of instructions that depend on each other, at the start of every block.
+// n / d for 0 <= n < 2^31, by numbers that launch/driver/params.py finds for d. A division would be
+// dozens of dependent instructions at the start of every block.
 __device__ __forceinline__ int divide(int n, uint32_t magic, int shift) {
   // mutate: page-number-halved
   return static_cast<int>(ptx::multiply_high(2u * static_cast<uint32_t>(n), magic) >> shift);
 }
 
-// Of a packed row: the query token, and the head within the KV head's group.
+// The query token of a packed row, and its head within the KV head's group.
 struct PackGqaRow {
   int token, group_head;
 
@@ -27,24 +26,24 @@ struct PackGqaRow {
   }
 };
 
-// The lengths of a request, and where its parts begin (see WorkItem).
+// The lengths of a request, and where its rows and keys begin (see WorkItem).
 struct Request {
   int q_start, qo_len, kv_start, kv_len, key_offset;
   int64_t mask_start;
 
-  // Where a query token is among the request's keys: those up to `position` are not ahead of it.
+  // The position of a query token among the request's keys; later keys are in its future.
   __device__ __forceinline__ int position(const AttentionParams& params, int token) const {
     if (params.positions == nullptr) return token + kv_len - qo_len;  // mutate: causality-top-left
     return params.positions[q_start + token] - key_offset;  // mutate: level-positions-not-shifted
   }
 };
 
-// One tile of packed rows and its place in the launch. Row r is query token r / group, head
-// r % group of the KV head's group.
+// One tile of packed rows, and its split. Row r is query token r / group, head r % group of the KV
+// head's group.
 struct TileWork {
   int kv_head, first_row, num_rows, split, num_splits, first_state, split_tile;
 
-  // Whether the block leaves a state, to be merged with others, instead of an answer.
+  // Whether the block leaves a state for a later merge instead of the result.
   // mutate: level-writes-output
   __device__ __forceinline__ bool leaves_state() const { return num_splits > 1 || split_tile < 0; }
   // The first partial state of this tile.
@@ -83,8 +82,8 @@ struct BlockWork {
                               split, params.num_splits, q_tile * params.num_splits, q_tile}};
   }
 
-  // Of a place in the work list, or among the tiles and splits of one request: longest first, as
-  // causality has it.
+  // The work at `place` of the work list, or of the tiles and splits of one request. The longest
+  // causal tiles come first.
   static __device__ __forceinline__ BlockWork of_index(const AttentionParams& params, int place,
                                                        int kv_head, int tile_rows) {
     if (params.work != nullptr) return of_item(params, place, kv_head, tile_rows);
@@ -93,9 +92,9 @@ struct BlockWork {
                    tile_rows);
   }
 
-  // Blocks of one item, or tile, are neighbours: they read neighbouring heads of the same keys. The
-  // longest causal tiles come first (a work list has its own order), so that short ones fill the
-  // end of the grid.
+  // The work of this block. Blocks of one item, or tile, are neighbours, because they read
+  // neighbouring heads of the same keys. The longest causal tiles come first, so that short ones
+  // fill the end of the grid; a work list has its own order.
   static __device__ __forceinline__ BlockWork of(const AttentionParams& params, int tile_rows) {
     const int index = params.first_q_tile + blockIdx.y;
     if (params.work != nullptr) return of_item(params, index, blockIdx.x, tile_rows);

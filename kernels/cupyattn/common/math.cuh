@@ -25,7 +25,7 @@ __host__ __device__ constexpr T max_of(T a, T b) {
   return a > b ? a : b;
 }
 
-// The condition of a branch that is hardly ever taken: its code goes out of the way of the rest.
+// The condition of a branch that is hardly ever taken; the compiler moves its code out of the way.
 __host__ __device__ constexpr bool unlikely(bool condition) {
   return __builtin_expect(condition, false);
 }

@@ -1,4 +1,4 @@
-// Element types and the handful of constants every kernel uses. NVRTC gives no <cstdint>, so the
+// Element types, type traits and constants that every kernel uses. NVRTC has no <cstdint>, so the
 // fixed-width names are declared here, inside the namespace, where they cannot collide.
 #pragma once
 
@@ -30,28 +30,32 @@ struct alignas(16) Vector16 {
   uint32_t word[4];
 };
 
-template <typename T>
-struct is_fp8 {
-  static constexpr bool value = sizeof(T) == 1;
+// A tensor as the copy engine sees it: the driver's CUtensorMap, encoded by
+// launch/driver/tensor_map.py.
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
 };
+
+template <typename T>
+constexpr bool is_fp8 = sizeof(T) == 1;
 
 template <typename A, typename B>
-struct is_same {
-  static constexpr bool value = false;
-};
+constexpr bool is_same = false;
 template <typename A>
-struct is_same<A, A> {
-  static constexpr bool value = true;
-};
+constexpr bool is_same<A, A> = true;
 
-template <bool kCondition, typename A, typename B>
-struct conditional {
+template <bool kCondition>
+struct Choice {
+  template <typename A, typename B>
   using type = A;
 };
-template <typename A, typename B>
-struct conditional<false, A, B> {
+template <>
+struct Choice<false> {
+  template <typename A, typename B>
   using type = B;
 };
+template <bool kCondition, typename A, typename B>
+using conditional = typename Choice<kCondition>::template type<A, B>;
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kWarpSize = 32;

@@ -1,14 +1,31 @@
 // Copies rows into a paged cache: a group of threads takes one head of one token.
 #pragma once
 
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/page/page_table.cuh"
-#include "cupyattn/params/append_paged_kv_cache.cuh"
-#include "cupyattn/ptx/convert_fp8.cuh"
+#include "cupyattn/params/page.cuh"
 #include "cupyattn/ptx/memory.cuh"
 #include "cupyattn/tile/elements.cuh"
 
 namespace cupyattn {
+
+// Where a position of a request lies in the pool of pages.
+struct Slot {
+  int64_t page;    // -1: nowhere
+  int32_t offset;  // in the page
+};
+
+// Positions outside the table, the request's pages or the pool have no slot, whatever values come.
+__device__ __forceinline__ Slot find_slot(const PageTable& table, int32_t request,
+                                          int32_t position) {
+  constexpr Slot kNone = {-1, 0};
+  if (request < 0 || request >= table.batch_size || position < 0) return kNone;
+  const int64_t first = table.kv_indptr[request];
+  const int64_t end = table.kv_indptr[request + 1];
+  const int64_t index = first + position / table.page_size;
+  if (first < 0 || index >= end || index >= table.num_indices) return kNone;
+  const int64_t page = table.kv_indices[index];
+  if (page < 0 || page >= table.num_pages) return kNone;  // mutate: page-past-the-pool
+  return {page, position % table.page_size};              // mutate: page-offset-of-next-position
+}
 
 // Elements that one instruction stores.
 template <typename T, int kCount>
@@ -16,7 +33,7 @@ struct alignas(sizeof(T) * kCount) Elements {
   T x[kCount];
 };
 
-// All 16 bytes at once: the compiler does not join loads of single elements.
+// Loads all 16 bytes at once, because the compiler does not join loads of single elements.
 template <typename T, int kCount>
 __device__ __forceinline__ void load_floats(const T* source, float (&value)[kCount]) {
   if constexpr (kCount == 1) {
@@ -30,10 +47,10 @@ __device__ __forceinline__ void load_floats(const T* source, float (&value)[kCou
 template <int kCount, typename To, typename From>
 __device__ __forceinline__ void store_elements(To* target, const From* source, float scale) {
   using Stored = Elements<To, kCount>;
-  if constexpr (is_same<To, From>::value) {
+  if constexpr (is_same<To, From>) {
     *reinterpret_cast<Stored*>(target) = *reinterpret_cast<const Stored*>(source);
   } else {
-    static_assert(is_fp8<To>::value && !is_fp8<From>::value, "only wider types become fp8");
+    static_assert(is_fp8<To> && !is_fp8<From>, "only wider types become fp8");
     float value[kCount];
     load_floats(source, value);
     if (scale != 1.0f) {
@@ -55,7 +72,7 @@ __device__ __forceinline__ void store_elements(To* target, const From* source, f
   }
 }
 
-// 64-bit divisions cost several times what 32-bit ones do, and few calls need them.
+// Divides in 32 bits where it can: 64-bit divisions take several times as long.
 __device__ __forceinline__ int64_t divide(int64_t a, int32_t b) {
   if (a >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
   return a / b;

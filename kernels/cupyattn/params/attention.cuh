@@ -1,5 +1,5 @@
-// The one argument of the attention kernels, passed by value. launch/params.py mirrors it field by
-// field. Strides are in elements and 64-bit: a cache may hold more than 2^31 elements.
+// The one argument of the attention kernels, passed by value. launch/driver/params.py mirrors it
+// field by field. Strides are in elements and 64-bit: a cache may hold more than 2^31 elements.
 #pragma once
 
 #include "cupyattn/common/types.cuh"
@@ -8,14 +8,15 @@ namespace cupyattn {
 
 constexpr int kMaxRopePairs = 128;
 
-// The keys [begin, end) that a row of q does not see, where AttentionParams::mask is a multi-item
-// mask: those between the prefix and the row's own item.
+// A row's entry in a multi-item mask (AttentionParams::mask): the keys [begin, end) between the
+// prefix and the row's own item, which the row does not see.
 struct KeyInterval {
   int32_t begin, end;
 };
 
 // One block's share of a batch, for every KV head: a tile of packed query rows of one request, and
-// one of the parts its keys are split in. schedule/batch.py lays it out. All zeros is no work.
+// one of the parts that its keys are split into. schedule/batch.py lays it out. An item of zeros
+// has no work.
 struct alignas(16) WorkItem {
   int32_t q_start;      // the request's first row of q, o and lse
   int32_t qo_len;       // its query tokens
@@ -26,9 +27,9 @@ struct alignas(16) WorkItem {
   int32_t num_splits;   // 1: the block writes the result itself
   int32_t first_state;  // partial states of the split tiles before this one, of one KV head
   int64_t mask_start;   // the request's first byte of `mask`
-  int32_t split_tile;  // index of this tile among those that are split; -1: other tiles have states
-                       // of its rows too, and a launch merges all
-  int32_t key_offset;  // place of the first key where `positions` count; 0 without them
+  int32_t split_tile;   // index of this tile among the split tiles; -1 in a cascade, whose states a
+                        // later launch merges
+  int32_t key_offset;   // the first key's position, if there are `positions`; else 0
 };
 
 static_assert(sizeof(WorkItem) == 48, "schedule/batch.py lays out 12 words an item");
@@ -48,9 +49,9 @@ struct AttentionParams {
   float* partial_lse;     // [split tiles, num_kv_heads, num_splits, rows of a tile]
   uint32_t* counters;     // [split tiles, num_kv_heads], zero before and after the launch
   const WorkItem* work;   // [num_work]; nullptr: one request, and the grid says who does what
-  const int32_t* merges;  // [split tiles], an item of each in `work`; or see merge_levels.cuh
+  const int32_t* merges;  // [split tiles], an item of each in `work`; a cascade's: see levels.cuh
   const int32_t* kv_indices;  // pages of all requests, one after another; read by paged kernels
-  const int32_t* positions;   // [rows of q]; nullptr: a request's rows are the last of its keys
+  const int32_t* positions;   // [rows of q]; nullptr: the rows are the last tokens of the request
   int64_t q_stride_n, q_stride_h;
   int64_t k_stride_n, k_stride_h;
   int64_t v_stride_n, v_stride_h;
@@ -58,28 +59,28 @@ struct AttentionParams {
   int64_t lse_stride_n, lse_stride_h;
   int64_t k_stride_page, v_stride_page;
   int64_t mask_bytes;      // length of `mask`
-  int64_t mask_row_bytes;  // of one of its rows, where it has any
-  int32_t qo_len, kv_len;  // of the one request, where there is no work list
+  int64_t mask_row_bytes;  // length of one row of a RowMask
+  int32_t qo_len, kv_len;  // of the one request, if there is no work list
   int32_t num_kv_heads, group_size;
   int32_t num_q_tiles, num_splits;
-  int32_t causal;         // 0 or 1; holds besides a mask
-  int32_t window_left;    // negative: no window
-  float sm_scale;         // whole logit scale but for scale_q, scale_k
+  int32_t window_left;    // how many keys before its own a row sees; negative: all
+  int32_t window_right;   // how many keys after its own a row sees; 0 is causality; negative: all
+  float sm_scale;         // the logit scale without scale_q and scale_k
   float logits_soft_cap;  // read only by soft-cap kernels
   float output_scale;     // multiplies the output
-  float softmax_scale;    // sm_scale to base 2; read only where it is positive and the whole scale
+  float softmax_scale;    // sm_scale to base 2; read only if it is positive and the whole scale
   float softmax_slack;    // 8 / softmax_scale
-  int32_t first_q_tile;   // (or item) of this launch: grids are limited, requests are not
+  int32_t first_q_tile;   // first tile, or item, of this launch: grids are limited, requests not
   int32_t page_size;      // read by paged kernels, as are the next two
   uint32_t page_magic;    // n / page_size is the high half of 2 n * page_magic, >> page_shift
   int32_t page_shift;
   uint32_t group_magic;  // the same for n / group_size
   int32_t group_shift;
-  int32_t padding;
+  int32_t value_pages;  // entries of kv_indices from a key's page to its value's, if they differ
   uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };
 
 static_assert(sizeof(AttentionParams) == 136 + 104 + 88 + 4 * kMaxRopePairs,
-              "AttentionParams and its mirror in launch/params.py must agree");
+              "AttentionParams and its mirror in launch/driver/params.py must agree");
 
 }  // namespace cupyattn

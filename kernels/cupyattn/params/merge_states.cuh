@@ -1,25 +1,25 @@
-// The argument of the merge_states kernel. launch/params.py mirrors it.
+// The argument of the merge_states kernel. launch/driver/params.py mirrors it.
 #pragma once
 
 #include "cupyattn/common/types.cuh"
 
 namespace cupyattn {
 
-// In elements: from row to row, state to state of a row, head to head.
+// Strides in elements: between rows, between the states of a row, between heads.
 struct StateStrides {
   int64_t n, m, h;
 };
 
 // States [n, m, num_heads, head_dim] become one state a row, [n, num_heads, head_dim]. Pairs may be
-// two arrays [n, num_heads, head_dim] with strides m of 0; other states are in the first array
-// alone. What all blocks read comes first: two lines of constant memory.
+// two arrays [n, num_heads, head_dim] with strides m of 0; other states lie in the first array
+// alone. The fields that all blocks read come first, in two lines of constant memory.
 struct MergeStatesParams {
   const void* v[2];       // of Config::DType
   const void* s[2];       // LSE of v, without its last dimension, of Config::DTypeS
   void* out;              // [n, num_heads, head_dim] of Config::DTypeO; may be v[0]
   float* lse;             // [n, num_heads]; may be s[0]
-  const int32_t* indptr;  // [n + 1], states of each row, whose stride n is 0; may be nullptr
-  const uint8_t* mask;    // [n], 0 where a row is to be left alone; may be nullptr
+  const int32_t* indptr;  // [n + 1] into the states, whose stride n is then 0; may be nullptr
+  const uint8_t* mask;    // [n], 0: leave the row alone; may be nullptr
   int32_t num_rows;       // n * num_heads
   int32_t head_dim;
   int32_t lane_bits;  // 2^lane_bits threads merge a row
@@ -28,7 +28,7 @@ struct MergeStatesParams {
   int32_t num_heads;
   uint32_t heads_magic;  // i / num_heads is the high half of 2 i * heads_magic, >> heads_shift
   int32_t heads_shift;
-  int64_t num_states;  // m, or with indptr all there are
+  int64_t num_states;  // m; with indptr, the number of all states
   StateStrides v_strides[2];
   StateStrides s_strides[2];
   int64_t out_stride_n;
@@ -38,6 +38,6 @@ struct MergeStatesParams {
 };
 
 static_assert(sizeof(MergeStatesParams) == 232,
-              "MergeStatesParams and its mirror in launch/params.py must agree");
+              "MergeStatesParams and its mirror in launch/driver/params.py must agree");
 
 }  // namespace cupyattn

@@ -1,4 +1,4 @@
-// The argument of the packbits kernel. launch/params.py mirrors it.
+// The argument of the packbits kernel. launch/driver/params.py mirrors it.
 #pragma once
 
 #include "cupyattn/common/types.cuh"
@@ -19,6 +19,6 @@ struct PackbitsParams {
 };
 
 static_assert(sizeof(PackbitsParams) == 72,
-              "PackbitsParams and its mirror in launch/params.py must agree");
+              "PackbitsParams and its mirror in launch/driver/params.py must agree");
 
 }  // namespace cupyattn

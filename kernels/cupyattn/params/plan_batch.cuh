@@ -1,14 +1,14 @@
-// The argument of the plan_batch kernel, passed by value. launch/plan_batch.py packs it.
+// The arguments of the plan_batch and pad_lse kernels. launch/attention/plan_batch.py and
+// launch/attention/pad_lse.py pack them.
 #pragma once
 
-#include "cupyattn/common/types.cuh"
 #include "cupyattn/params/attention.cuh"
 
 namespace cupyattn {
 
 enum class IndexKind : int32_t { kInt32 = 0, kUint32 = 1, kInt64 = 2 };
 
-// How lengths, or offsets, lie in device memory.
+// How an array of lengths or offsets lies in device memory.
 struct IndexFormat {
   int64_t stride;  // elements
   IndexKind kind;
@@ -30,7 +30,7 @@ struct PlanBatchParams {
   IndexFormat qo_lens_format, kv_lens_format, qo_offsets_format, kv_offsets_format;
   int32_t num_requests;
   int32_t qo_len;      // of every request; negative: steps of qo_offsets
-  int32_t num_rows;    // rows of q: no request has more, or lies outside
+  int32_t num_rows;    // rows of q, which bound every request
   int32_t kv_step;     // from a request's kv_start to the next one's
   int32_t max_kv_len;  // keys a request has room for; with kv_offsets, rows of k
   int32_t group_size, num_kv_heads;
@@ -38,16 +38,25 @@ struct PlanBatchParams {
   int32_t tile_kv, tile_kv_shift;
   uint32_t tile_q_magic, tile_kv_magic, group_magic;  // for divisions, see attention/work.cuh
   int32_t group_shift;
-  int32_t causal, window_left;  // as in AttentionParams
-  int32_t items_per_wave;       // that run at a time
-  int32_t max_tiles;            // of rows
-  int32_t max_more;             // items that splitting may add
+  int32_t window_left, window_right;  // as in AttentionParams
+  int32_t items_per_wave;             // items that run at a time
+  int32_t max_tiles;                  // of rows
+  int32_t max_more;                   // items that splitting may add
   int32_t max_items, num_merges, num_counters;
   float state_cost, part_cost;  // as in schedule/batch.py, TileShape
   int32_t padding;
 };
 
-static_assert(sizeof(PlanBatchParams) == 88 + 64 + 104,
-              "PlanBatchParams and its mirror in launch/plan_batch.py must agree");
+struct PadLseParams {
+  PlanBatchParams plan;                        // where the rows of each request are
+  const float* rows;                           // [num_rows, num_heads], base 2
+  float* padded;                               // [num_requests, max_qo_len, num_heads], natural log
+  int64_t stride_request, stride_n, stride_h;  // of `padded`, in elements
+  int32_t num_heads, max_qo_len;
+};
+
+static_assert(sizeof(PlanBatchParams) == 88 + 64 + 104 &&
+                  sizeof(PadLseParams) == sizeof(PlanBatchParams) + 48,
+              "the structs and their mirrors in launch/attention must agree");
 
 }  // namespace cupyattn

@@ -1,7 +1,6 @@
-// The argument of the rotate_keys kernel. launch/params.py mirrors it.
+// The argument of the rotate_keys kernel. launch/driver/params.py mirrors it.
 #pragma once
 
-#include "cupyattn/common/types.cuh"
 #include "cupyattn/params/attention.cuh"
 
 namespace cupyattn {
@@ -10,8 +9,7 @@ struct RotateKeysParams {
   const void* k;  // [rows, num_kv_heads, head_dim] or pages of such rows, on 16-byte boundaries
   const WorkItem* work;  // nullptr: one request, of which each block takes an equal share
   const int32_t* kv_indices;
-  // The same, contiguous. Pages are those of kv_indices, in its order.
-  void* rotated;
+  void* rotated;  // the rotated keys, contiguous; pages in the order of kv_indices
   int64_t k_stride_n, k_stride_h, k_stride_page;
   int32_t kv_len;  // of the one request
   int32_t num_kv_heads;
@@ -25,6 +23,6 @@ struct RotateKeysParams {
 };
 
 static_assert(sizeof(RotateKeysParams) == 88 + 4 * kMaxRopePairs,
-              "RotateKeysParams and its mirror in launch/params.py must agree");
+              "RotateKeysParams and its mirror in launch/driver/params.py must agree");
 
 }  // namespace cupyattn

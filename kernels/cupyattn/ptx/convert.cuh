@@ -8,19 +8,14 @@
 namespace cupyattn::ptx {
 
 template <typename T>
-__device__ __forceinline__ uint32_t pack_pair(float low, float high);
-
-template <>
-__device__ __forceinline__ uint32_t pack_pair<half_t>(float low, float high) {
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   uint32_t pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-template <>
-__device__ __forceinline__ uint32_t pack_pair<bfloat16_t>(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
+  if constexpr (is_same<T, half_t>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    static_assert(is_same<T, bfloat16_t>, "pairs are of f16 or bf16");
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
+  }
   return pair;
 }
 
@@ -31,36 +26,27 @@ __device__ __forceinline__ float half_to_float(uint32_t bits) {
 }
 
 template <typename T>
-__device__ __forceinline__ void unpack_pair(uint32_t pair, float& low, float& high);
-
-template <>
-__device__ __forceinline__ void unpack_pair<half_t>(uint32_t pair, float& low, float& high) {
-  low = half_to_float(pair & 0xffffu);
-  high = half_to_float(pair >> 16);
-}
-
-template <>
-__device__ __forceinline__ void unpack_pair<bfloat16_t>(uint32_t pair, float& low, float& high) {
-  low = __uint_as_float(pair << 16);
-  high = __uint_as_float(pair & 0xffff0000u);
+__device__ __forceinline__ void unpack_pair(uint32_t pair, float& low, float& high) {
+  if constexpr (is_same<T, half_t>) {
+    low = half_to_float(pair & 0xffffu);
+    high = half_to_float(pair >> 16);
+  } else {
+    static_assert(is_same<T, bfloat16_t>, "pairs are of f16 or bf16");
+    low = __uint_as_float(pair << 16);
+    high = __uint_as_float(pair & 0xffff0000u);
+  }
 }
 
 // a * b + c on pairs.
 template <typename T>
-__device__ __forceinline__ uint32_t multiply_add_pair(uint32_t a, uint32_t b, uint32_t c);
-
-template <>
-__device__ __forceinline__ uint32_t multiply_add_pair<half_t>(uint32_t a, uint32_t b, uint32_t c) {
+__device__ __forceinline__ uint32_t multiply_add_pair(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-
-template <>
-__device__ __forceinline__ uint32_t multiply_add_pair<bfloat16_t>(uint32_t a, uint32_t b,
-                                                                  uint32_t c) {
-  uint32_t d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  if constexpr (is_same<T, half_t>) {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  } else {
+    static_assert(is_same<T, bfloat16_t>, "pairs are of f16 or bf16");
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  }
   return d;
 }
 
@@ -74,14 +60,14 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32
   return __byte_perm(a, b, selector);
 }
 
-// Two e4m3 values in the low 16 bits, as an f16 pair; exact, NaN included. From sm_89 on.
+// The two e4m3 values in the low 16 bits become an f16 pair; exact, NaN included. From sm_89 on.
 __device__ __forceinline__ uint32_t e4m3_pair_to_half_pair(uint32_t bytes) {
   uint32_t pair;
   asm("{.reg .b16 p; cvt.u16.u32 p, %1; cvt.rn.f16x2.e4m3x2 %0, p;}\n" : "=r"(pair) : "r"(bytes));
   return pair;
 }
 
-// The same of the high 16 bits.
+// The two e4m3 values in the high 16 bits become an f16 pair likewise.
 __device__ __forceinline__ uint32_t e4m3_high_pair_to_half_pair(uint32_t bytes) {
   uint32_t pair;
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}\n"
@@ -90,22 +76,17 @@ __device__ __forceinline__ uint32_t e4m3_high_pair_to_half_pair(uint32_t bytes) 
   return pair;
 }
 
-// Two floats to two fp8, saturated; a NaN has the sign it likes. From sm_89 on.
+// Two floats become two fp8, saturated; the sign of a NaN is not specified. From sm_89 on.
 #if __CUDA_ARCH__ >= 890
 template <typename Fp8>
-__device__ __forceinline__ uint16_t cvt_rn_satfinite_fp8x2(float high, float low);
-
-template <>
-__device__ __forceinline__ uint16_t cvt_rn_satfinite_fp8x2<e4m3_t>(float high, float low) {
+__device__ __forceinline__ uint16_t cvt_rn_satfinite_fp8x2(float high, float low) {
   uint16_t pair;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-template <>
-__device__ __forceinline__ uint16_t cvt_rn_satfinite_fp8x2<e5m2_t>(float high, float low) {
-  uint16_t pair;
-  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;\n" : "=h"(pair) : "f"(high), "f"(low));
+  if constexpr (is_same<Fp8, e4m3_t>) {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;\n" : "=h"(pair) : "f"(high), "f"(low));
+  } else {
+    static_assert(is_same<Fp8, e5m2_t>, "fp8 is e4m3 or e5m2");
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;\n" : "=h"(pair) : "f"(high), "f"(low));
+  }
   return pair;
 }
 #endif

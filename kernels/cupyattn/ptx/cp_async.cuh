@@ -17,7 +17,7 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
                : "memory");
 }
 
-// The same for 4 bytes.
+// Copies 4 bytes, or writes zeros, likewise.
 __device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(destination), "l"(source),
                "r"(valid ? 4 : 0)
@@ -41,8 +41,8 @@ __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
-// Arrives at an mbarrier, as one of its count, when all copies that this thread has started so far
-// have landed.
+// Arrives at an mbarrier once all copies that this thread has started so far have landed. The
+// arrival is one of the barrier's count.
 __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
 }

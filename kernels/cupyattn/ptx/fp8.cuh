@@ -1,8 +1,7 @@
-// fp8 bytes become pairs of 16-bit elements: by an instruction where there is one, else by shifts
-// and a product. No asm here, so that both ways run on a host too.
+// Conversions of fp8: to pairs of 16-bit elements, and from float32. An instruction converts where
+// there is one, else arithmetic does. No asm here, so that both ways run on a host too.
 #pragma once
 
-#include "cupyattn/common/types.cuh"
 #include "cupyattn/ptx/convert.cuh"
 
 namespace cupyattn::ptx {
@@ -25,8 +24,8 @@ struct Fp8ToHalfPair<e4m3_t, kLow, kHigh> {
         kLow == 0 && kHigh == 1 ? bytes : permute_bytes(bytes, 0u, 0x4400u | (kHigh << 4) | kLow);
     return e4m3_pair_to_half_pair(packed);
 #else
-    // e4m3 placed in the f16 exponent field is 2^8 too small; the product restores it exactly, also
-    // for subnormals. The one NaN encoding (all ones) is put back by hand.
+    // e4m3 placed in the f16 exponent field is 2^8 too small. The product restores it exactly, also
+    // for subnormals. The NaN (all ones) is put back by hand.
     const uint32_t spread = permute_bytes(bytes, 0u, 0x4040u | (kHigh << 8) | kLow);
     const uint32_t placed = ((spread & 0x00800080u) << 8) | ((spread & 0x007f007fu) << 7);
     uint32_t scaled = multiply_half_pair(placed, 0x5c005c00u);  // mutate: e4m3-power-lost
@@ -37,17 +36,85 @@ struct Fp8ToHalfPair<e4m3_t, kLow, kHigh> {
   }
 };
 
-// The same as a pair of T.
+// Bytes kLow and kHigh as a pair of T.
 template <typename T, typename Fp8, int kLow, int kHigh>
 __device__ __forceinline__ uint32_t fp8_to_pair(uint32_t bytes) {
   const uint32_t half_pair = Fp8ToHalfPair<Fp8, kLow, kHigh>::convert(bytes);
-  if constexpr (is_same<T, half_t>::value) {
+  if constexpr (is_same<T, half_t>) {
     return half_pair;
   } else {
     float low, high;
     unpack_pair<half_t>(half_pair, low, high);
     return pack_pair<T>(low, high);
   }
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(half_t x) { return half_to_float(x.bits); }
+__device__ __forceinline__ float to_float(bfloat16_t x) {
+  return __uint_as_float(static_cast<uint32_t>(x.bits) << 16);
+}
+
+// The quotient, rounded once under any fast-math option.
+__device__ __forceinline__ float divide_rn(float a, float b) { return __fdiv_rn(a, b); }
+
+// An fp8 format. All ones is a NaN in both.
+template <typename Fp8>
+struct Fp8Format;
+
+template <>
+struct Fp8Format<e4m3_t> {
+  static constexpr int kMantissaBits = 3, kBias = 7;
+  static constexpr uint32_t kLargest = 0x7eu;  // 448
+};
+
+template <>
+struct Fp8Format<e5m2_t> {
+  static constexpr int kMantissaBits = 2, kBias = 15;
+  static constexpr uint32_t kLargest = 0x7bu;  // 57344
+};
+
+constexpr uint32_t kFp8NaN = 0x7fu;
+
+// Rounds the magnitude bits of a float32, not a NaN, to the bits of the nearest fp8; ties to even,
+// saturated.
+template <typename Fp8>
+__device__ __forceinline__ uint32_t round_to_fp8(uint32_t magnitude) {
+  using Format = Fp8Format<Fp8>;
+  constexpr int kDropped = 23 - Format::kMantissaBits;
+  constexpr uint32_t kSmallestNormal = (127u - Format::kBias + 1u) << 23;
+  if (magnitude < kSmallestNormal) {
+    // kUnits is a float whose last bit weighs as much as the smallest subnormal, so the mantissa of
+    // the sum counts subnormals.
+    constexpr uint32_t kUnits = (127u - Format::kBias + 1u + kDropped) << 23;
+    return __float_as_uint(__uint_as_float(magnitude) + __uint_as_float(kUnits)) - kUnits;
+  }
+  const uint32_t is_odd = (magnitude >> kDropped) & 1u;
+  const uint32_t rounded = (magnitude + (1u << (kDropped - 1)) - 1u + is_odd) >> kDropped;
+  const uint32_t code = rounded - ((127u - Format::kBias) << Format::kMantissaBits);
+  return code < Format::kLargest ? code : Format::kLargest;
+}
+
+template <typename Fp8>
+__device__ __forceinline__ uint32_t float_to_fp8_portable(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return kFp8NaN;
+  return round_to_fp8<Fp8>(magnitude) | ((bits >> 24) & 0x80u);
+}
+
+// Rounds two floats to two fp8, `low` to the low byte: to nearest, ties to even, saturated. Every
+// NaN becomes 0x7f on all architectures.
+template <typename Fp8>
+__device__ __forceinline__ uint32_t floats_to_fp8_pair(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t pair = cvt_rn_satfinite_fp8x2<Fp8>(high, low);
+  if (low != low) pair = (pair & 0xff00u) | kFp8NaN;
+  if (high != high) pair = (pair & 0x00ffu) | (kFp8NaN << 8);
+  return pair;
+#else
+  return float_to_fp8_portable<Fp8>(low) | (float_to_fp8_portable<Fp8>(high) << 8);
+#endif
 }
 
 }  // namespace cupyattn::ptx

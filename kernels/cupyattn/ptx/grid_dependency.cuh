@@ -1,4 +1,4 @@
-// The order of launches on a stream, where the next one was made to begin early.
+// The order of launches on a stream under programmatic dependent launch.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-griddepcontrol
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace cupyattn::ptx {
 
-// The next launch may begin once every block of this one has said so, or has ended.
+// The next launch may begin once every block of this one has called this or has ended.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");

@@ -11,36 +11,30 @@ __device__ __forceinline__ float ex2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
-
 __device__ __forceinline__ float rcp_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
-
 __device__ __forceinline__ float sin_approx(float x) {
   float y;
   asm("sin.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
-
 __device__ __forceinline__ float cos_approx(float x) {
   float y;
   asm("cos.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
 
-// x * x, but no more than 1; 0 of a NaN.
+// min(x * x, 1), and 0 for a NaN.
 __device__ __forceinline__ float square_saturated(float x) {
   float y;
   asm("mul.rn.sat.f32 %0, %1, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
-
 __device__ __forceinline__ uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
-
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
-
 __device__ __forceinline__ float nan() { return __int_as_float(0x7fffffff); }
 
 }  // namespace cupyattn::ptx

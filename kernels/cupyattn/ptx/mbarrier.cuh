@@ -1,4 +1,4 @@
-// Barriers in shared memory that count arrivals and bytes, and barriers of some of a block's warps.
+// mbarriers, which count arrivals and bytes in shared memory, and named barriers of some warps.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace cupyattn::ptx {
 
-// A phase ends when `count` arrivals have come, and all bytes that were expected.
+// A phase ends when `count` threads have arrived and all expected bytes have been copied.
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -21,7 +21,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, int count = 1)
                : "memory");
 }
 
-// One arrival, if `arrives`: no branch, after which a warp would have to come together again.
+// Arrives if `arrives`. A predicate, because a warp would have to reconverge after a branch.
 __device__ __forceinline__ void mbarrier_arrive_if(bool arrives, uint32_t barrier) {
   asm volatile(
       "{\n"
@@ -33,7 +33,7 @@ __device__ __forceinline__ void mbarrier_arrive_if(bool arrives, uint32_t barrie
       : "memory");
 }
 
-// Bytes that come before the phase ends.
+// Adds `num_bytes` to the bytes that the phase waits for.
 __device__ __forceinline__ void mbarrier_expect_tx(uint32_t barrier, int num_bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(barrier),
                "r"(num_bytes)
@@ -46,7 +46,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int 
                : "memory");
 }
 
-// Returns once the phase of this parity (0 for the first) is over.
+// Returns once the phase of this parity is over; the first phase has parity 0.
 __device__ __forceinline__ void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -61,7 +61,7 @@ __device__ __forceinline__ void mbarrier_wait_parity(uint32_t barrier, uint32_t 
       : "memory");
 }
 
-// bar.sync and bar.arrive of `num_threads` threads, whole warps, on barriers 1 to 15.
+// Barriers 1 to 15 of `num_threads` threads in whole warps: wait, or arrive without waiting.
 __device__ __forceinline__ void named_barrier_sync(int barrier, int num_threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(num_threads) : "memory");
 }

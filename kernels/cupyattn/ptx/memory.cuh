@@ -12,7 +12,6 @@ __device__ __forceinline__ void device_fence() { __threadfence(); }
 __device__ __forceinline__ uint32_t atomic_inc_wrap(uint32_t* counter, uint32_t last) {
   return atomicInc(counter, last);
 }
-
 __device__ __forceinline__ void atomic_add(uint32_t* counter, uint32_t addend) {
   atomicAdd(counter, addend);
 }
@@ -21,16 +20,14 @@ __device__ __forceinline__ void atomic_add(uint32_t* counter, uint32_t addend) {
 __device__ __forceinline__ uint32_t atomic_add_shared(uint32_t* word, uint32_t addend) {
   return atomicAdd(word, addend);
 }
-
 __device__ __forceinline__ void atomic_or_shared(uint32_t* word, uint32_t bits) {
   atomicOr(word, bits);
 }
-
 __device__ __forceinline__ float load_l2(const float* pointer) { return __ldcg(pointer); }
-
 __device__ __forceinline__ float4 load_l2(const float4* pointer) { return __ldcg(pointer); }
 
-// Past L1. Volatile, so that several loads stay together, ahead of what uses the first.
+// Loads without keeping the line in L1. Volatile, so that the compiler keeps several loads together
+// ahead of the first use.
 __device__ __forceinline__ Vector16 load_no_allocate(const Vector16* pointer) {
   Vector16 x;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n"
@@ -38,7 +35,6 @@ __device__ __forceinline__ Vector16 load_no_allocate(const Vector16* pointer) {
                : "l"(pointer));
   return x;
 }
-
 __device__ __forceinline__ uint32_t funnel_shift_right(uint32_t low, uint32_t high,
                                                        uint32_t shift) {
   return __funnelshift_r(low, high, shift);

@@ -1,9 +1,8 @@
-// Copies of boxes of a tensor by the copy engine, and its view of shared memory.
+// Copies of boxes of a tensor by the copy engine, and their order with other memory accesses.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
 #pragma once
 
 #include "cupyattn/common/types.cuh"
-#include "cupyattn/params/tensor_map.cuh"
 
 namespace cupyattn::ptx {
 
@@ -11,7 +10,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];\n" ::"l"(&map) : "memory");
 }
 
-// What lies outside of the tensor is zeros. All bytes of the box are counted by `barrier`.
+// Copies a box to shared memory; `barrier` counts its bytes. Elements outside the tensor are zeros.
 __device__ __forceinline__ void tensor_copy_4d(uint32_t destination, const TensorMap& map, int x,
                                                int y, int z, int w, uint32_t barrier) {
   asm volatile(
@@ -21,7 +20,7 @@ __device__ __forceinline__ void tensor_copy_4d(uint32_t destination, const Tenso
       : "memory");
 }
 
-// Into L2 only.
+// Fetches a box into L2.
 __device__ __forceinline__ void tensor_prefetch_4d(const TensorMap& map, int x, int y, int z,
                                                    int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];\n" ::"l"(&map),
@@ -38,7 +37,7 @@ __device__ __forceinline__ void tensor_copy_5d(uint32_t destination, const Tenso
       : "memory");
 }
 
-// The other way. What lies outside of the tensor is not written.
+// Copies a box to global memory; elements outside the tensor are not written.
 __device__ __forceinline__ void tensor_store_4d(const TensorMap& map, int x, int y, int z, int w,
                                                 uint32_t source) {
   asm volatile(
@@ -50,13 +49,13 @@ __device__ __forceinline__ void tensor_store_4d(const TensorMap& map, int x, int
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
 }
-// Waits until shared memory has been read by all of this thread's stores.
+// Waits until all of this thread's stores have read shared memory.
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
 }
 
-// Ordinary writes of this thread to shared memory come before what the copy engine and the matrix
-// units do later.
+// Orders this thread's writes to shared memory before later accesses by the copy engine and the
+// matrix units.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// What four warps do together: products of a warpgroup, and the registers each of its threads has.
+// What the four warps of a warpgroup do together: products, and the number of their registers.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions
 #pragma once
 
@@ -18,7 +18,7 @@ __device__ __forceinline__ void set_max_registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kCount));
 }
 
-// Before the first product, and where accumulators or an A fragment were written in between.
+// Needed before the first product, and after accumulators or an A fragment have been written.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
 }
@@ -34,7 +34,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
-// To the compiler a product is over when it is issued: after the wait for it, this tells that its
+// For the compiler a product is over once it is issued. Called after the wait, this says that its
 // accumulators change here.
 template <int kCount>
 __device__ __forceinline__ void wgmma_results(float (&d)[kCount]) {
@@ -42,8 +42,8 @@ __device__ __forceinline__ void wgmma_results(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// A copy that the compiler makes here, not earlier, and does not see through. Products read their A
-// fragment until they are over: the next one's must not come into the same registers before.
+// A copy that the compiler makes here, not earlier, and does not see through. A product reads its A
+// fragment until it is over, so the next fragment must not reach the same registers before.
 __device__ __forceinline__ uint32_t opaque_copy(uint32_t value) {
   uint32_t copy;
   asm volatile("mov.b32 %0, %1;\n" : "=r"(copy) : "r"(value));
@@ -76,28 +76,23 @@ struct Wgmma;
 #define CUPYATTN_NAMES48 CUPYATTN_NAMES40 ", " CUPYATTN_NAMES8(40, 41, 42, 43, 44, 45, 46, 47)
 #define CUPYATTN_NAMES56 CUPYATTN_NAMES48 ", " CUPYATTN_NAMES8(48, 49, 50, 51, 52, 53, 54, 55)
 #define CUPYATTN_NAMES64 CUPYATTN_NAMES56 ", " CUPYATTN_NAMES8(56, 57, 58, 59, 60, 61, 62, 63)
-#define CUPYATTN_NAMES72 CUPYATTN_NAMES64 ", " CUPYATTN_NAMES8(64, 65, 66, 67, 68, 69, 70, 71)
-#define CUPYATTN_NAMES80 CUPYATTN_NAMES72 ", " CUPYATTN_NAMES8(72, 73, 74, 75, 76, 77, 78, 79)
-#define CUPYATTN_NAMES88 CUPYATTN_NAMES80 ", " CUPYATTN_NAMES8(80, 81, 82, 83, 84, 85, 86, 87)
-#define CUPYATTN_NAMES96 CUPYATTN_NAMES88 ", " CUPYATTN_NAMES8(88, 89, 90, 91, 92, 93, 94, 95)
-#define CUPYATTN_NAMES128                                                                         \
-  CUPYATTN_NAMES96 ", " CUPYATTN_NAMES8(96, 97, 98, 99, 100, 101, 102, 103) ", " CUPYATTN_NAMES8( \
-      104, 105, 106, 107, 108, 109, 110,                                                          \
-      111) ", " CUPYATTN_NAMES8(112, 113, 114, 115, 116, 117, 118,                                \
-                                119) ", " CUPYATTN_NAMES8(120, 121, 122, 123, 124, 125, 126, 127)
+#define CUPYATTN_NAMES128 \
+  CUPYATTN_NAMES64 ", " CUPYATTN_NAMES8(64, 65, 66, 67, 68, 69, 70, 71) ", " CUPYATTN_NAMES8(    \
+      72, 73, 74, 75, 76, 77, 78, 79) ", " CUPYATTN_NAMES8(80, 81, 82, 83, 84, 85, 86, 87) ", "  \
+  CUPYATTN_NAMES8(88, 89, 90, 91, 92, 93, 94, 95) ", " CUPYATTN_NAMES8(                          \
+      96, 97, 98, 99, 100, 101, 102, 103) ", " CUPYATTN_NAMES8(104, 105, 106, 107, 108, 109,     \
+                                                              110, 111) ", "                     \
+  CUPYATTN_NAMES8(112, 113, 114, 115, 116, 117, 118, 119) ", "                                   \
+  CUPYATTN_NAMES8(120, 121, 122, 123, 124, 125, 126, 127)
 
 #define CUPYATTN_OUT32 CUPYATTN_OUTS32(0)
 #define CUPYATTN_OUT40 CUPYATTN_OUTS32(0), CUPYATTN_OUTS8(4)
 #define CUPYATTN_OUT48 CUPYATTN_OUT40, CUPYATTN_OUTS8(5)
 #define CUPYATTN_OUT56 CUPYATTN_OUT48, CUPYATTN_OUTS8(6)
 #define CUPYATTN_OUT64 CUPYATTN_OUTS32(0), CUPYATTN_OUTS32(1)
-#define CUPYATTN_OUT72 CUPYATTN_OUT64, CUPYATTN_OUTS8(8)
-#define CUPYATTN_OUT80 CUPYATTN_OUT72, CUPYATTN_OUTS8(9)
-#define CUPYATTN_OUT88 CUPYATTN_OUT80, CUPYATTN_OUTS8(10)
-#define CUPYATTN_OUT96 CUPYATTN_OUT64, CUPYATTN_OUTS32(2)
-#define CUPYATTN_OUT128 CUPYATTN_OUT96, CUPYATTN_OUTS32(3)
+#define CUPYATTN_OUT128 CUPYATTN_OUT64, CUPYATTN_OUTS32(2), CUPYATTN_OUTS32(3)
 
-// The last operands' names follow those of the COUNT accumulators.
+// The operands A, B and P are numbered after the COUNT accumulators.
 #define CUPYATTN_WGMMA_SS(TYPE, N, COUNT, A, B, P)                                                \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
                "k16.f32." TYPE "." TYPE " {" CUPYATTN_NAMES##COUNT "}, " A ", " B                 \
@@ -112,15 +107,15 @@ struct Wgmma;
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
 
 // d = A B, or d += A B if `adds` is 1.
-// multiply_ss: both by descriptors, K-major.
-// multiply_rs: A a fragment of 16-bit pairs, B by descriptor, MN-major.
+// multiply_ss: A and B are descriptors, K-major.
+// multiply_rs: A is a fragment of 16-bit pairs, B a descriptor, MN-major.
 #define CUPYATTN_WGMMA(N, COUNT, R0, R1, R2, R3, R4, R5)                                          \
   template <>                                                                                     \
   struct Wgmma<N> {                                                                               \
     template <typename T>                                                                         \
     static __device__ __forceinline__ void multiply_ss(float (&d)[N / 2], uint64_t a, uint64_t b, \
                                                        int adds) {                                \
-      if constexpr (is_same<T, half_t>::value) {                                                  \
+      if constexpr (is_same<T, half_t>) {                                                         \
         CUPYATTN_WGMMA_SS("f16", N, COUNT, "%" #R0, "%" #R1, "%" #R2);                            \
       } else {                                                                                    \
         CUPYATTN_WGMMA_SS("bf16", N, COUNT, "%" #R0, "%" #R1, "%" #R2);                           \
@@ -129,7 +124,7 @@ struct Wgmma;
     template <typename T>                                                                         \
     static __device__ __forceinline__ void multiply_rs(float (&d)[N / 2], const uint32_t (&a)[4], \
                                                        uint64_t b, int adds) {                    \
-      if constexpr (is_same<T, half_t>::value) {                                                  \
+      if constexpr (is_same<T, half_t>) {                                                         \
         CUPYATTN_WGMMA_RS("f16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4,        \
                           "%" #R5);                                                               \
       } else {                                                                                    \
@@ -144,10 +139,6 @@ CUPYATTN_WGMMA(80, 40, 40, 41, 42, 43, 44, 45);
 CUPYATTN_WGMMA(96, 48, 48, 49, 50, 51, 52, 53);
 CUPYATTN_WGMMA(112, 56, 56, 57, 58, 59, 60, 61);
 CUPYATTN_WGMMA(128, 64, 64, 65, 66, 67, 68, 69);
-CUPYATTN_WGMMA(144, 72, 72, 73, 74, 75, 76, 77);
-CUPYATTN_WGMMA(160, 80, 80, 81, 82, 83, 84, 85);
-CUPYATTN_WGMMA(176, 88, 88, 89, 90, 91, 92, 93);
-CUPYATTN_WGMMA(192, 96, 96, 97, 98, 99, 100, 101);
 CUPYATTN_WGMMA(256, 128, 128, 129, 130, 131, 132, 133);
 
 }  // namespace cupyattn::ptx

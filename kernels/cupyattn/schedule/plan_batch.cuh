@@ -1,19 +1,13 @@
-// The plan of a batch whose lengths the host does not know: the work list that schedule/batch.py
-// lays out, written by one block. Sizes of parts are judged as schedule/balance.py does, one warp
-// for each; tiles are then ordered by the length of their parts, longest first, in buckets.
+// The plan of a batch whose lengths the host does not know: one block writes the work list that
+// schedule/batch.py lays out. Each warp judges one size of parts, as schedule/balance.py does.
+// Tiles are then ordered by the length of their parts, longest first, in buckets.
 //
-// What counts is the time of a block that is alone: loops are not unrolled, for instructions that
-// are not in a cache are what costs most, and a batch of few requests takes few barriers.
-// Nothing here trusts what it reads: requests are cut to what the arrays hold, and a list that
-// would be longer than there is room for ends early.
+// The kernel runs one block alone, so its latency counts. Loops are not unrolled, because fetching
+// instructions costs most; a batch of few requests takes few barriers. Lengths are not trusted:
+// requests are cut to what the arrays hold, and a list that outgrows its room ends early.
 #pragma once
 
-#include "cupyattn/common/math.cuh"
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/params/plan_batch.cuh"
-#include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/memory.cuh"
-#include "cupyattn/ptx/warp.cuh"
 #include "cupyattn/schedule/planned_request.cuh"
 
 namespace cupyattn {
@@ -24,19 +18,19 @@ struct PlanBatch {
   static constexpr int kThreads = Config::kThreads;
   static constexpr int kWarps = kThreads / kWarpSize;
   static constexpr int kBuckets = 64;
-  // Requests of one bucket count on different words, or their atomics would wait for each other.
+  // Requests of one bucket count on different words, so that their atomics do not collide.
   static constexpr int kLanesApart = 8;
-  // As in schedule/balance.py.
+  // These equal the constants of schedule/balance.py.
   static constexpr int kMaxWaves = 4;
   static constexpr float kBlockOverhead = 2.0f, kMergeOverhead = 3.0f, kWorthwhile = 0.95f;
-  // Tiles that are this short beside everybody's share balance by themselves.
+  // Tiles this short, as a part of a block's share, balance by themselves.
   static constexpr float kShort = 0.1f;
-  // The sizes of parts that are judged: each warp has one; the last leaves all tiles whole.
+  // How many sizes of parts are judged, one by each warp. The last leaves all tiles whole.
   static constexpr int kSizes = 16;
   static constexpr int kNoSplit = 0x7fffffff;
   static constexpr int kSplitsBits = 20;
   static constexpr int kSplitsMask = (1 << kSplitsBits) - 1;
-  // Words of an item are written 16 bytes at a time; which of them is `split`.
+  // Items are written 16 bytes at a time; the last two constants say where `split` lies.
   static constexpr int kChunks = sizeof(WorkItem) / sizeof(Vector16);
   static constexpr int kSplitChunk = 1, kSplitWord = 1;
 
@@ -48,14 +42,14 @@ struct PlanBatch {
     uint32_t most[3][kWarps], sum[3][kWarps];
     float time[kSizes];
     int size[kSizes];
-    // Of each request, num_requests of: its tiles, or its keys where all have as many tiles; key
-    // tiles of its first and last tile together; then the requests in order; where in the order the
-    // tiles of each end.
+    // Four arrays of num_requests. lengths: a request's tiles, or its keys if all requests have as
+    // many tiles. both_ends: the key tiles of its first and its last tile together. order: the
+    // requests, longest parts first. tiles_end: where the tiles of each place in the order end.
     int requests[1];
   };
 
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
-                "the host's shared-memory arithmetic (launch/plan_batch.py) must agree");
+                "the host's shared-memory arithmetic (launch/attention/plan_batch.py) must agree");
   static_assert(kWarps == kSizes, "a warp judges one size");
   static_assert(kBuckets * kLanesApart == kThreads, "a thread scans one bucket");
 
@@ -64,12 +58,12 @@ struct PlanBatch {
   const int thread, warp, lane;
   int *const lengths, *const both_ends, *const order, *const tiles_end;
 
-  // What all threads know of the batch.
+  // Facts about the batch, which all threads know.
   struct Totals {
-    int tiles, most_tiles;    // of rows: of all requests, of one
-    int longest2, shortest2;  // twice the key tiles of a tile: the mean of a request's
-    float key_tiles;          // of all tiles
-    float bound;              // the same, were all tiles of a request its longest
+    int tiles, most_tiles;    // tiles of rows: of all requests, of one request
+    int longest2, shortest2;  // twice a request's mean number of key tiles a tile
+    float key_tiles;          // key tiles of all tiles
+    float bound;              // key_tiles if all tiles of a request were its longest
   };
 
   __device__ __forceinline__ PlanBatch(const PlanBatchParams& params, SharedMemory& shared)
@@ -88,7 +82,7 @@ struct PlanBatch {
     const int size = choose_size(totals);
     const bool is_sorted = totals.longest2 > totals.shortest2;
     if (is_sorted) sort(totals, size);
-    // Tile t of the list is request t's, or that of place t in the order.
+    // Tile t of the list belongs to request t, or to place t of the order.
     const bool is_one_each = totals.most_tiles <= 1 && totals.tiles == params.num_requests;
     if (!is_one_each) count_tiles(totals, is_sorted);
     write_items(min_of(totals.tiles, params.max_tiles), size, is_sorted, is_one_each);
@@ -110,7 +104,7 @@ struct PlanBatch {
         const uint32_t first = count == 1 ? last : request.key_tiles(params, 0);
         ends = first + last;
         inverse = max_of(inverse, kNoSplit - ends);
-        // Under a window the tiles between may see more than either end.
+        // Under a window the tiles in the middle may see more than either end.
         const bool is_bounded = count == 1 || params.window_left < 0;
         bound += count * (is_bounded ? max_of(first, last) : longest_tile(request));
         twice += count * ends;
@@ -143,25 +137,27 @@ struct PlanBatch {
                   0.5f * static_cast<float>(sum[1]), static_cast<float>(sum[2])};
   }
 
-  // A request's tiles of rows.
+  // The tiles of rows of a request.
   __device__ __forceinline__ int num_tiles(const Totals& totals, int index) const {
     return kRagged ? lengths[index] : totals.most_tiles;
   }
 
   // The most key tiles that any tile of rows can visit under a window.
   __device__ __forceinline__ uint32_t longest_tile(const PlannedRequest& request) const {
-    const int tokens = params.causal ? params.tile_q + 1 : request.qo_len;
-    const int64_t keys = static_cast<int64_t>(min_of(tokens, request.qo_len)) + params.window_left;
+    const int64_t tokens = params.window_right >= 0
+                               ? static_cast<int64_t>(params.tile_q) + 1 + params.window_right
+                               : request.qo_len;
+    const int64_t keys = min_of(tokens, static_cast<int64_t>(request.qo_len)) + params.window_left;
     return PlannedRequest::divide_up(params, clamp(keys, request.kv_len));
   }
 
-  // The most key tiles of one part, by an estimate of when the last block is done.
+  // Chooses the most key tiles of one part, by an estimate of when the last block is done.
   __device__ __forceinline__ int choose_size(const Totals& totals) {
     const int longest = (totals.longest2 + 1) / 2;
     const float a_wave = ptx::rcp_approx(static_cast<float>(params.items_per_wave));
     const float share = totals.key_tiles * a_wave;
     if (params.max_more == 0 || longest <= 1 || longest <= kShort * share) return kNoSplit;
-    // Rounded up, since sums of floats are not exact: parts must not outgrow the list.
+    // Rounded up, because sums of floats are not exact and parts must not outgrow the list.
     const int fewest = static_cast<int>(totals.bound * 1.0001f *
                                         ptx::rcp_approx(static_cast<float>(params.max_more))) +
                        1;
@@ -174,19 +170,19 @@ struct PlanBatch {
       shared.size[warp] = size;
     }
     ptx::block_sync();
-    // The first of the best, by one warp's lanes; times are positive, so their bits compare.
+    // Each warp finds the first of the best. Times are positive, so their bits compare.
     const float whole = shared.time[kSizes - 1] * kWorthwhile;
     if (whole <= share + kBlockOverhead) return kNoSplit;
     const int index = lane % kSizes;
     const uint32_t bits = __float_as_uint(index == kSizes - 1 ? whole : shared.time[index]);
     const uint32_t best = ~ptx::warp_max(~bits);
     const uint32_t place = ptx::warp_max(bits == best ? kSizes - 1 - index : 0);
-    // Of equal times that of whole tiles, whose place is 0, comes last.
+    // Whole tiles, whose place is 0, come last among equal times.
     return place == 0 ? kNoSplit : shared.size[kSizes - 1 - place];
   }
 
-  // Parts that fill whole waves: if all tiles are alike, if all but the parts' ends are, and with
-  // room for half a part, or a whole one, at the end of each tile.
+  // Sizes that fill whole waves. Kind 0 takes all tiles as equal; kinds 1 to 3 leave room for
+  // no, half a or a whole part at the end of each tile.
   __device__ __forceinline__ int size_to_judge(const Totals& totals, int longest, int least) const {
     if (warp == kSizes - 1) return longest;
     const int slots = params.items_per_wave * (warp % kMaxWaves + 1);
@@ -202,7 +198,7 @@ struct PlanBatch {
     return min_of(max_of(size, least), longest);
   }
 
-  // When the last block is done, in the time of a key tile, were keys split after `size` tiles.
+  // When the last block would be done, in key tiles, if keys were split after `size` tiles.
   __device__ __forceinline__ float time_of(const Totals& totals, int size, bool is_split,
                                            float a_wave) const {
     const float inverse = ptx::rcp_approx(static_cast<float>(size));
@@ -212,7 +208,7 @@ struct PlanBatch {
       const float count = static_cast<float>(num_tiles(totals, index));
       const float keys = 0.5f * both_ends[index];
       const float parts = count * fmaxf(ceilf(keys * inverse), 1.0f);
-      // The short ones fill gaps, but long ones come in whole waves.
+      // Short parts fill gaps, but long ones come in whole waves.
       const bool is_long = 2.0f * keys > size;
       items += parts;
       long_items += is_long ? parts : 0.0f;
@@ -231,7 +227,7 @@ struct PlanBatch {
   }
 
   __device__ __forceinline__ int bucket_of(int index, float most, float scale) const {
-    // Twice the length of a part.
+    // Lengths are twice the number of key tiles.
     const float keys = static_cast<float>(both_ends[index]);
     const float parts = ceilf(keys * ptx::rcp_approx(most));
     const float part = most < keys ? keys * ptx::rcp_approx(parts) : keys;
@@ -239,11 +235,11 @@ struct PlanBatch {
     return (kBuckets - 1 - place) * kLanesApart + lane % kLanesApart;
   }
 
-  // Requests by the length of their parts, those with the longest first.
+  // Orders requests by the length of their parts, longest first.
   __device__ __forceinline__ void sort(const Totals& totals, int size) {
     const float most = fminf(static_cast<float>(totals.longest2), 2.0f * size);
     const float scale = (kBuckets - 0.5f) * ptx::rcp_approx(most);
-    // `tiles_end` keeps the place in the bucket for now.
+    // `tiles_end` holds the place in the bucket for now.
 #pragma unroll 1
     for (int index = thread; index < params.num_requests; index += kThreads) {
       const int bucket = bucket_of(index, most, scale);
@@ -263,7 +259,8 @@ struct PlanBatch {
     ptx::block_sync();
   }
 
-  // The sum of all earlier threads' values, and of all. The caller synchronises before the next.
+  // Returns the sum of all earlier threads' values, and the total. The caller synchronises before
+  // the next scan.
   __device__ __forceinline__ int scan(int value, int& total) {
     int inclusive = value;
 #pragma unroll
@@ -279,7 +276,7 @@ struct PlanBatch {
     return static_cast<int>(ptx::warp_sum(static_cast<uint32_t>(before))) + inclusive - value;
   }
 
-  // tiles_end: where the tiles of each place in the order end.
+  // Fills `tiles_end`.
   __device__ __forceinline__ void count_tiles(const Totals& totals, bool is_sorted) {
     int before = 0;
 #pragma unroll 1
@@ -327,7 +324,7 @@ struct PlanBatch {
         start = before & kSplitsMask;
         const int split_tile = split_tiles + (before >> kSplitsBits);
         shared.tile[thread].split_tile = split_tile;
-        // Of the items before this tile's, those of split tiles.
+        // Only the items of split tiles before this one have states.
         // mutate: states-of-whole-tiles
         shared.tile[thread].first_state = items + start - (tile - split_tile);
         shared.tile_end[thread] = start + splits;
@@ -350,8 +347,7 @@ struct PlanBatch {
     for (int i = split_tiles + thread; i < params.num_merges; i += kThreads) params.merges[i] = -1;
   }
 
-  // The first part of a tile of rows. Of a request's tiles the last one, which sees the most keys,
-  // comes first.
+  // The first part of a tile of rows. A request's last tile, which sees the most keys, comes first.
   __device__ __forceinline__ WorkItem item_of(int tile, int size, bool is_sorted,
                                               bool is_one_each) const {
     const int place = is_one_each ? tile : find(tiles_end, params.num_requests, tile);
@@ -377,8 +373,8 @@ struct PlanBatch {
     return item;
   }
 
-  // Writes all parts of `tiles` tiles in shared memory, `count` items from `first` on; neighbours
-  // write neighbouring words, for a block alone is slow to write.
+  // Writes all parts of the `tiles` tiles in shared memory: `count` items from `first` on. Threads
+  // write neighbouring words, because one block alone is slow to write.
   __device__ __forceinline__ void spread(int first, int count, int tiles) {
     Vector16* chunks = reinterpret_cast<Vector16*>(params.items + first);
     const int room = kChunks * min_of(count, params.max_items - first);
@@ -395,7 +391,7 @@ struct PlanBatch {
     }
   }
 
-  // What needs no lengths; last, for the others wait for memory that is read first.
+  // Writes what needs no lengths. It comes last, because the other steps wait for memory.
   __device__ __forceinline__ void write_rest() {
 #pragma unroll 1
     // mutate: counters-kept

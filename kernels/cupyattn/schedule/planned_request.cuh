@@ -1,10 +1,8 @@
-// The lengths of one request of a batch, read where they are in device memory. Nothing here trusts
-// them: rows and keys are cut to what the arrays hold.
+// The lengths of one request of a batch, read from device memory. They are not trusted: rows and
+// keys are cut to what the arrays hold.
 #pragma once
 
 #include "cupyattn/attention/work.cuh"
-#include "cupyattn/common/math.cuh"
-#include "cupyattn/common/types.cuh"
 #include "cupyattn/params/plan_batch.cuh"
 
 namespace cupyattn {
@@ -18,7 +16,7 @@ __device__ __forceinline__ int64_t load_index(const void* data, const IndexForma
                                           : static_cast<int64_t>(static_cast<uint32_t>(word));
 }
 
-// The same in tokens.
+// An offset in tokens.
 __device__ __forceinline__ int64_t load_offset(const void* data, const IndexFormat& format,
                                                int index) {
   const int64_t offset = load_index(data, format, index);
@@ -37,7 +35,7 @@ struct PlannedRequest {
     return PlannedRequest{index * params.qo_len, params.qo_len, index * params.kv_step, kv_len};
   }
 
-  // kRagged: there may be offsets, and lengths of q; else rows and pages go by steps.
+  // kRagged: the batch may have offsets and lengths of q; else all requests have equal steps.
   template <bool kRagged>
   static __device__ __forceinline__ PlannedRequest of(const PlanBatchParams& params, int index) {
     PlannedRequest request = by_steps(params, index, 0);
@@ -73,15 +71,16 @@ struct PlannedRequest {
                   params.tile_q_shift);
   }
 
-  // How many tiles of keys the tile of rows from first_row on visits: KeyRange and TileSpan of
-  // attention/mask.cuh.
+  // How many key tiles the tile of rows from first_row on visits. KeyRange and TileSpan of
+  // attention/mask.cuh are the same arithmetic.
   __device__ __forceinline__ int key_tiles(const PlanBatchParams& params, int first_row) const {
     const auto token = [&](int row) { return divide(row, params.group_magic, params.group_shift); };
     const int offset = kv_len - qo_len;
     int begin = 0, end = kv_len;
-    if (params.causal) {
+    if (params.window_right >= 0) {
       const int last = min_of(first_row + params.tile_q, qo_len * params.group_size) - 1;
-      end = min_of(kv_len, token(last) + offset + 1);
+      const int position = token(last) + offset;
+      end = position + 1 + min_of(kv_len - 1 - position, params.window_right);
     }
     if (params.window_left >= 0) {
       begin = max_of(0, token(first_row) + offset - params.window_left);

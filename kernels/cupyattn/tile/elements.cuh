@@ -1,9 +1,7 @@
-// Elements of a row as floats, and back: 16 bytes at a time, or one element where rows lie anyhow.
+// Elements of a row become floats and back: 16 bytes at a time, or one element in unaligned rows.
 #pragma once
 
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/ptx/convert.cuh"
-#include "cupyattn/ptx/convert_fp8.cuh"
+#include "cupyattn/ptx/fp8.cuh"
 
 namespace cupyattn {
 
@@ -25,13 +23,13 @@ __device__ __forceinline__ void to_floats(const T& element, float (&value)[1]) {
   value[0] = ptx::to_float(element);
 }
 
-// What kCount elements are as words that one or two instructions store.
+// kWords words, which one or two instructions store.
 template <int kWords>
 struct alignas(kWords < 4 ? 4 * kWords : 16) Words {
   uint32_t word[kWords];
 };
 
-// Stores floats rounded to T, which has 16 or 32 bits; more than one from a boundary of all on.
+// Stores floats rounded to T, which has 16 or 32 bits. `target` is aligned to all kCount elements.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_floats(T* target, const float (&value)[kCount]) {
   if constexpr (kCount == 1) {

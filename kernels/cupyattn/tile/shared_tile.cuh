@@ -1,12 +1,11 @@
 // A tile of rows in shared memory, in 16-byte chunks. Eight consecutive rows must start in eight
-// different bank groups, or ldmatrix has conflicts. Rows of whole 128-byte lines keep their lines
-// and swap chunks within them by an XOR with the row: were they padded instead, each line of global
-// memory would straddle two lines here, and half of L2's sectors would be sent twice. Other rows
-// are padded to an odd number of chunks.
+// different bank groups, or ldmatrix has conflicts. Rows of whole 128-byte lines are swizzled: an
+// XOR with the row swaps chunks within a line. (Under padding each line of global memory would
+// straddle two lines here, and L2 would send half of its sectors twice.) Other rows are padded to
+// an odd number of chunks.
 #pragma once
 
 #include "cupyattn/common/math.cuh"
-#include "cupyattn/common/types.cuh"
 #include "cupyattn/ptx/cp_async.cuh"
 
 namespace cupyattn {
@@ -14,10 +13,9 @@ namespace cupyattn {
 template <typename Element, int kRowsInTile, int kHeadDim>
 struct SharedTile {
   using T = Element;
-  static constexpr int kRows = kRowsInTile;
-  static constexpr int kElementsPerChunk = 16 / sizeof(T);
+  static constexpr int kRows = kRowsInTile, kElementsPerChunk = 16 / sizeof(T);
   // Fragments take 16 elements of 16 bits, or two 16-byte chunks of fp8, at a time.
-  static constexpr int kColumns = round_up(kHeadDim, is_fp8<T>::value ? 32 : 16);
+  static constexpr int kColumns = round_up(kHeadDim, is_fp8<T> ? 32 : 16);
   static constexpr int kChunks = kColumns / kElementsPerChunk;
   static constexpr bool kSwizzled = kChunks % 8 == 0;
   static constexpr int kAlign = kSwizzled ? 128 : 16;
@@ -31,24 +29,23 @@ struct SharedTile {
   static __device__ __forceinline__ uint32_t address(uint32_t base, int row, int chunk) {
     return base + offset(row, chunk);
   }
-  // From the address of chunk 0 or 1 of a row to `chunks` (even) further on, `rows` (a multiple of
-  // 8) further down. Both are constants, so this is an immediate and, swizzled, one XOR.
+  // `address` is that of chunk 0 or 1 of a row; returns the address `chunks` (even) further on and
+  // `rows` (a multiple of 8) further down. Both are constants: an immediate, and a XOR if swizzled.
   static __device__ __forceinline__ uint32_t advance(uint32_t address, int rows, int chunks) {
     if constexpr (kSwizzled) {
       return (address ^ ((chunks & 7) * 16)) + (chunks / 8) * 128 + rows * kRowBytes;
     }
     return address + chunks * 16 + rows * kRowBytes;
   }
-  // From the address of a chunk to the same chunk `rows` further down, where the bits of `rows` are
-  // none of the row's.
+  // The address of the same chunk `rows` further down, if `rows` and the row share no bit.
   static __device__ __forceinline__ uint32_t descend(uint32_t address, int rows) {
     return (kSwizzled ? address ^ ((rows & 7) * 16) : address) + rows * kRowBytes;
   }
 };
 
 // Copies 16-byte chunk number `chunk` of a row of kHeadDim elements, found at `source`, to shared
-// address `destination`; zeros where the row or the chunk does not exist. Unaligned rows go element
-// by element, synchronously.
+// address `destination`; zeros if the row or the chunk does not exist. Unaligned rows are copied
+// element by element, synchronously.
 template <typename Tile, int kHeadDim, bool kAligned>
 __device__ __forceinline__ void copy_chunk(uint32_t destination, int chunk,
                                            const typename Tile::T* source, bool row_exists) {
@@ -66,10 +63,10 @@ __device__ __forceinline__ void copy_chunk(uint32_t destination, int chunk,
   }
 }
 
-// One thread's part of copying tile after tile of rows of a matrix. With a thread count that is a
+// One thread's part of copying tile after tile of rows of a matrix. If the number of threads is a
 // multiple of the chunks of a row, a thread keeps its chunk and walks down the rows. Rows that are
-// a stride apart are walked by the pointer, which ends where the next tile begins, so the walk
-// costs one 64-bit addition a row; gathered rows are found by their offsets.
+// a stride apart are walked by the pointer, which ends where the next tile begins: one 64-bit
+// addition a row. Gathered rows are found by their offsets.
 template <typename Tile, int kHeadDim, bool kAligned, int kThreads, bool kGathered = false>
 struct RowCopier {
   using T = typename Tile::T;
@@ -78,15 +75,15 @@ struct RowCopier {
   static constexpr int kStep = kWalks ? kThreads / Tile::kChunks : Tile::kRows;
   static_assert(!kWalks || (kStep & (kStep - 1)) == 0, "Tile::descend needs bits of its own");
 
-  // This thread's first chunk if it walks, else a whole row: the next tile's first, or, gathered,
-  // the one at offset 0.
+  // Where the next copy starts: the thread's first chunk if it walks, else a whole row. That row is
+  // the next tile's first, or the one at offset 0 if rows are gathered.
   const T* source;
   int64_t row_stride;
   uint32_t destination;
   int thread;
 
-  // `matrix` is the first row of the matrix (or what offsets count from), `first_row` that of the
-  // first tile to copy, `tile` the shared address of the tile.
+  // `matrix`: the first row of the matrix, from which offsets count. `first_row`: the first row to
+  // copy. `tile`: the tile's shared address.
   __device__ __forceinline__ RowCopier(const T* matrix, int64_t row_stride, int64_t first_row,
                                        uint32_t tile, int thread)
       : source(kGathered ? matrix : matrix + first_row * row_stride),
@@ -101,13 +98,13 @@ struct RowCopier {
     }
   }
 
-  // Leaves out `rows` rows: the next tile starts that much further on.
+  // The next tile starts `rows` rows further on.
   __device__ __forceinline__ void skip(int rows) {
     if constexpr (!kGathered) source += rows * row_stride;
   }
 
   // Starts the copy of the next tile, rows [first_row, first_row + kRows), to `tile_offset` bytes
-  // from the tile given; rows from end_row on become zeros. `offsets`: of gathered rows.
+  // behind the constructor's tile. Rows from end_row on become zeros. Gathered rows need `offsets`.
   __device__ __forceinline__ void copy(int first_row, int end_row, uint32_t tile_offset,
                                        const int64_t* offsets = nullptr) {
     if (first_row + Tile::kRows <= end_row) {
@@ -125,15 +122,15 @@ struct RowCopier {
     if constexpr (kWalks) {
       const int chunk = thread % Tile::kChunks;
       const int row = thread / Tile::kChunks;
-      // All offsets are read before the first copy: between a load of shared memory and a copy into
-      // it the assembler puts three loads that do nothing.
+      // All offsets are read before the first copy: ptxas puts three idle loads between a load from
+      // shared memory and a copy into it.
       constexpr int kGatheredRows = kGathered ? Tile::kRows / kStep : 1;
       const T* gathered[kGatheredRows];
       if constexpr (kGathered) {
 #pragma unroll
         for (int i = 0; i < kGatheredRows; ++i) gathered[i] = source + offsets[row + i * kStep];
       }
-      // Element-wise copies are long already.
+      // Element-wise copies are long and stay rolled.
 #pragma unroll(kAligned ? Tile::kRows : 1)
       for (int step = 0; step < Tile::kRows; step += kStep) {
         const T* chunk_source = kGathered ? gathered[step / kStep] : source;

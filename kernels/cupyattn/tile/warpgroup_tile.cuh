@@ -1,63 +1,56 @@
-// Tiles as the copy engine leaves them and a warpgroup multiplies them: panels of 64 columns, whose
-// rows are 128-byte lines with their chunks swizzled in patterns of eight lines; and the two
-// products.
+// Tiles that the copy engine writes and a warpgroup multiplies, and the two products. A tile is
+// panels of 64 columns: 128-byte lines whose chunks are swizzled in patterns of eight lines.
 #pragma once
 
 #include "cupyattn/common/math.cuh"
-#include "cupyattn/common/types.cuh"
-#include "cupyattn/ptx/convert.cuh"
 #include "cupyattn/ptx/warpgroup.cuh"
 
 namespace cupyattn {
 
-// Panels follow each other whole, or, where rows come by pages, eight lines at a time: then any
-// number of patterns of rows is one piece of memory.
+// Panels follow each other whole, or eight lines at a time (kByPatterns): rows of a page are then
+// one piece of memory.
 template <typename Element, int kRowsInTile, int kHeadDim, bool kByPatterns = false>
 struct PanelTile {
   using T = Element;
-  static constexpr int kRows = kRowsInTile;
-  static constexpr int kRowBytes = 128;
-  static constexpr int kPatternBytes = 8 * kRowBytes;
-  static constexpr int kPanels = ceil_div(kHeadDim, 64);
+  static constexpr int kRows = kRowsInTile, kRowBytes = 128, kPatternBytes = 8 * kRowBytes;
+  static constexpr int kPanelColumns = kRowBytes / sizeof(Element);
+  static constexpr int kPanels = ceil_div(kHeadDim, kPanelColumns);
   static constexpr int kBytes = kPanels * kRows * kRowBytes;
-  static constexpr int kChunks = kHeadDim / 8;
-  // With those that no row has, but the last panel.
-  static constexpr int kPlaces = 8 * kPanels;
-  static constexpr int kAlign = kPatternBytes;
-  // From a panel to the next, and from eight rows to the next eight.
+  static constexpr int kChunks = kHeadDim * sizeof(Element) / 16;
+  // Chunks of a row, with those that the last panel lacks.
+  static constexpr int kPlaces = 8 * kPanels, kAlign = kPatternBytes;
+  // Steps from a panel to the next, and from eight rows to the next eight.
   static constexpr int kPanelBytes = kByPatterns ? kPatternBytes : kRows * kRowBytes;
   // mutate: row-groups-without-panels
   static constexpr int kGroupBytes = kByPatterns ? kPanels * kPatternBytes : kPatternBytes;
-  static_assert(kRows % 8 == 0, "a panel holds whole patterns");
+  static_assert(kRows % 8 == 0, "a panel has whole patterns");
   static_assert(kHeadDim % 8 == 0, "rows are whole chunks");
 
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
     return row / 8 * kGroupBytes + chunk / 8 * kPanelBytes + row % 8 * kRowBytes +
            ((chunk ^ row) & 7) * 16;
   }
-  // From the place of a chunk to that of the same one `rows` further, if they are bits that the row
-  // lacks.
+  // The place of the same chunk `rows` further down, if `rows` and the row share no bit.
   static __device__ __forceinline__ uint32_t further(uint32_t place, int rows) {
     return (place ^ (rows * 16)) + rows * kRowBytes;
   }
-  // The row that the byte at an offset is of.
+  // The row of the byte at `offset`.
   static __device__ __forceinline__ int row_at(int offset) {
     if constexpr (kByPatterns) return offset / kGroupBytes * 8 + offset / kRowBytes % 8;
     return offset / kRowBytes % kRows;
   }
 };
 
-// Multiplies 64 rows of a tile, from `first_row` on, by a power of two. Their chunks are looked at
-// in the order of memory, which is any.
+// Multiplies 64 rows of a tile, from `first_row` on, by a power of two, in the order of memory.
 template <typename Tile, int kThreads>
 __device__ __forceinline__ void scale_rows(unsigned char* tile, int first_row, float factor,
                                            int thread) {
-  constexpr uint32_t kMinusZeros = 0x80008000u;  // which, added, leaves a zero its sign
+  constexpr uint32_t kMinusZeros = 0x80008000u;  // adding them keeps the sign of a zero
   const uint32_t factors = ptx::pack_pair<typename Tile::T>(factor, factor);
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
-    Vector16* rows = reinterpret_cast<Vector16*>(tile + panel * Tile::kPanelBytes +
-                                                 first_row * Tile::kRowBytes);
+    Vector16* rows =
+        reinterpret_cast<Vector16*>(tile + panel * Tile::kPanelBytes + first_row * Tile::kRowBytes);
 #pragma unroll
     for (int i = 0; i < 64 * Tile::kRowBytes / 16; i += kThreads) {
       Vector16 chunk = rows[i + thread];
@@ -72,20 +65,15 @@ __device__ __forceinline__ void scale_rows(unsigned char* tile, int first_row, f
   }
 }
 
-// Rows of bytes one after another: what is yet to become elements of panels.
+// Rows one after another: fp8 tiles as they land, before they are converted to panels.
 template <typename Element, int kRowsInTile, int kHeadDim>
 struct RowTile {
   using T = Element;
-  static constexpr int kRows = kRowsInTile;
-  static constexpr int kRowBytes = kHeadDim * sizeof(Element);
-  static constexpr int kBytes = kRows * kRowBytes;
-  static constexpr int kPanels = 1;
-  static constexpr int kChunks = kRowBytes / 16;
-  static constexpr int kPlaces = kChunks;
-  static constexpr int kAlign = 128;
-  // From eight chunks of a row to the next, and from eight rows.
-  static constexpr int kPanelBytes = 128;
-  static constexpr int kGroupBytes = 8 * kRowBytes;
+  static constexpr int kRows = kRowsInTile, kRowBytes = kHeadDim * sizeof(Element);
+  static constexpr int kBytes = kRows * kRowBytes, kPanelColumns = kHeadDim, kPanels = 1;
+  static constexpr int kChunks = kRowBytes / 16, kPlaces = kChunks, kAlign = 128;
+  // Steps from eight chunks of a row to the next, and from eight rows to the next eight.
+  static constexpr int kPanelBytes = 128, kGroupBytes = 8 * kRowBytes;
   static_assert(kRows % 8 == 0 && kRowBytes % 16 == 0, "rows come in groups, and in whole chunks");
 
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
@@ -96,8 +84,8 @@ struct RowTile {
   }
 };
 
-// How wgmma finds an operand: bytes between groups of eight rows and, where columns are the outer
-// dimension, between panels.
+// The descriptor by which wgmma finds an operand: its address, the bytes between groups of eight
+// rows, and the bytes between panels if columns are the outer dimension.
 template <typename Tile>
 __device__ __forceinline__ uint64_t operand_at(uint32_t address) {
   constexpr uint64_t kSwizzle128 = 1ull << 62;
@@ -106,35 +94,47 @@ __device__ __forceinline__ uint64_t operand_at(uint32_t address) {
   return kSwizzle128 | kGroup | kPanel | ((address & 0x3ffffu) >> 4);
 }
 
-// Issues S = Q K^T for 64 rows of Q from the operand's on, and all keys of a tile.
-template <typename T, typename QTile, typename KTile, int kHeadDim>
+// The types and steps of the two products, for elements of Q and of K and V.
+template <typename Q, typename KV>
+struct MmaTraits {
+  static_assert(is_same<Q, KV> && sizeof(Q) == 2, "wgmma of 16-bit elements");
+  using P = Q;
+  static constexpr int kStep = 32 / sizeof(Q);  // columns of Q, or keys, that a product takes
+};
+
+// Issues S = Q K^T for 64 rows of Q, from that of operand `q` on, and all keys of a tile.
+template <typename QTile, typename KTile, int kHeadDim>
 __device__ __forceinline__ void issue_qk(float (&s)[1][KTile::kRows / 8][4], uint64_t q,
                                          uint64_t k) {
-  static_assert(kHeadDim % 16 == 0, "products take 16 columns");
+  using Mma = MmaTraits<typename QTile::T, typename KTile::T>;
+  constexpr int kStepsInPanel = QTile::kPanelColumns / Mma::kStep;
+  static_assert(kHeadDim % Mma::kStep == 0, "products take whole steps");
   float (&d)[KTile::kRows / 2] = reinterpret_cast<float (&)[KTile::kRows / 2]>(s);
 #pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    // In units of 16 bytes.
-    const uint64_t a = step / 4 * (QTile::kPanelBytes / 16) + step % 4 * 2;
-    const uint64_t b = step / 4 * (KTile::kPanelBytes / 16) + step % 4 * 2;
-    ptx::Wgmma<KTile::kRows>::template multiply_ss<T>(d, q + a, k + b, step != 0);
+  for (int step = 0; step < kHeadDim / Mma::kStep; ++step) {
+    // Offsets are in units of 16 bytes; a step is two of them.
+    const int panel = step / kStepsInPanel, chunk = step % kStepsInPanel * 2;
+    const uint64_t a = panel * (QTile::kPanelBytes / 16) + chunk;
+    const uint64_t b = panel * (KTile::kPanelBytes / 16) + chunk;
+    ptx::Wgmma<KTile::kRows>::template multiply_ss<typename QTile::T>(d, q + a, k + b, step != 0);
   }
 }
 
-// Issues O = P V, or O += P V if `adds`; p[i] are the fragments of keys 16 i and on.
-template <typename T, typename VTile, int kHeadDim>
+// Issues O = P V, or O += P V if `adds`; p[i] holds the fragments of the keys of step i.
+template <typename VTile, int kHeadDim, int kSteps>
 __device__ __forceinline__ void issue_pv(float (&o)[1][kHeadDim / 8][4],
-                                         const uint32_t (&p)[VTile::kRows / 16][1][4], uint64_t v,
-                                         bool adds) {
+                                         const uint32_t (&p)[kSteps][1][4], uint64_t v, bool adds) {
+  static_assert(kSteps * MmaTraits<typename VTile::T, typename VTile::T>::kStep == VTile::kRows,
+                "products take all keys of a tile");
   float (&d)[kHeadDim / 2] = reinterpret_cast<float (&)[kHeadDim / 2]>(o);
 #pragma unroll
-  for (int step = 0; step < VTile::kRows / 16; ++step) {
-    ptx::Wgmma<kHeadDim>::template multiply_rs<T>(
+  for (int step = 0; step < kSteps; ++step) {
+    ptx::Wgmma<kHeadDim>::template multiply_rs<typename VTile::T>(
         d, p[step][0], v + step * (2 * VTile::kGroupBytes / 16), step != 0 || adds);
   }
 }
 
-// After a wait: the accumulators have changed.
+// Tells the compiler, after a wait, that the accumulators have changed.
 template <int kTiles>
 __device__ __forceinline__ void take_results(float (&accumulators)[1][kTiles][4]) {
   ptx::wgmma_results(reinterpret_cast<float (&)[4 * kTiles]>(accumulators));

@@ -28,8 +28,8 @@ extern "C" __global__ void cupyattn_warps(const __grid_constant__ Params params)
     for (int i = 0; i < 4; ++i) c[i] = __uint_as_float(in[6 + i]);
     if (params.which == 0) ptx::mma_m16n8k16<half_t>(c, a, in[4], in[5]);
     if (params.which == 1) ptx::mma_m16n8k16<bfloat16_t>(c, a, in[4], in[5]);
-    if (params.which == 2) ptx::mma_m16n8k16_first<half_t>(c, a, in[4], in[5]);
-    if (params.which == 3) ptx::mma_m16n8k16_first<bfloat16_t>(c, a, in[4], in[5]);
+    if (params.which == 2) ptx::mma_m16n8k16<half_t>(c, a, in[4], in[5], true);
+    if (params.which == 3) ptx::mma_m16n8k16<bfloat16_t>(c, a, in[4], in[5], true);
     for (int i = 0; i < 4; ++i) out[i] = __float_as_uint(c[i]);
   } else if (params.which <= 5) {
     // 16 bytes a lane, at the row the lane then asks for.

@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
 from cupyattn import array
-from cupyattn.array import CPU, ArrayView, Device, as_numpy, overlap, same_device, view, views
+from cupyattn.array import CPU, ArrayView, Device, as_numpy, same_device, view, views
+from cupyattn.array.match import require_output
 from cupyattn.core import dtypes
 from cupyattn.core.dtypes import DType
 from cupyattn.errors import ArgumentError
@@ -366,6 +367,15 @@ def test_same_device() -> None:
         same_device(q=b, k=c)
     with pytest.raises(ArgumentError, match="no array was given"):
         same_device(q=None)
+
+
+def overlap(a: ArrayView, b: ArrayView) -> bool:
+    try:
+        require_output(a, "a", b=b)
+    except ArgumentError as error:
+        assert "overlaps b in memory" in str(error)
+        return True
+    return False
 
 
 @given(st.data())

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import batches
-from helpers.batches import HKV, HQ, D, as_layout
+from helpers.batches import HKV, HQ, WORKSPACE, D, as_layout
 
 import cupyattn
 from cupyattn import array
 from cupyattn.array import as_numpy, view
+from cupyattn.errors import PlanError, WorkspaceError
 
-WORKSPACE = np.zeros(64, np.uint8)
 LENGTHS = {
     "mixed": ([3, 1, 5], [7, 4, 11]),
     "an empty request": ([2, 3, 1], [9, 0, 4]),
@@ -186,6 +186,24 @@ def test_frameworks(framework: str) -> None:
     check(w.run(b.q, b.one_tensor(), return_lse=True), b.expected(causal=True))
 
 
+@pytest.mark.parametrize("place", ["none", "name", "torch.device", "a JAX array", "replaced"])
+def test_a_workspace_of_the_wrappers_own(place: str) -> None:
+    b = batches.make([2, 1], [7, 5000], 4)
+    given = {
+        "none": lambda: None,
+        "name": lambda: "cpu",
+        "torch.device": lambda: pytest.importorskip("torch").device("cpu"),
+        "a JAX array": lambda: make("jax", np.zeros(16, np.uint8)),
+        "replaced": lambda: None,
+    }[place]()
+    w = cupyattn.BatchPrefillWithPagedKVCacheWrapper(given)
+    assert w.workspace_size(b.qo_indptr, *b.table, HQ, HKV, D, 4)[0] > 0
+    w.plan(b.qo_indptr, *b.table, HQ, HKV, D, 4)
+    if place == "replaced":
+        w.reset_workspace_buffer(np.zeros(1 << 20, np.uint8))
+    check(w.run(b.q, b.one_tensor(), return_lse=True), b.expected())
+
+
 def test_int64_tables_and_slices_of_larger_tables() -> None:
     b = batches.make([1, 1, 1], [7, 5, 9], 4)
     w = decode_wrapper()
@@ -195,6 +213,39 @@ def test_int64_tables_and_slices_of_larger_tables() -> None:
     o, lse = w.run(b.q[1:], b.one_tensor(), return_lse=True)
     wanted = b.expected()
     check((o, lse), (wanted[0][1:], wanted[1][1:]))
+
+
+def test_workspaces_are_refused_that_a_gpu_would_find_too_small() -> None:
+    b = batches.make([1], [3000], 16)
+    w = decode_wrapper()
+    need, _ = w.workspace_size(*b.table, HQ, HKV, D, 16)
+    assert 0 < need < 1 << 20
+    small = cupyattn.BatchDecodeWithPagedKVCacheWrapper(np.zeros(need - 16, np.uint8))
+    with pytest.raises(
+        WorkspaceError, match=f"this plan needs {need} bytes and it has {need - 16}"
+    ):
+        small.plan(*b.table, HQ, HKV, D, 16)
+    with pytest.raises(PlanError, match=r"before plan\(\)"):
+        small.run(b.q, b.one_tensor())
+    small.plan(*b.table, HQ, HKV, D, 16, disable_split_kv=True)
+    check(small.run(b.q, b.one_tensor(), return_lse=True), b.expected())
+    w.plan(*b.table, HQ, HKV, D, 16)
+    with pytest.raises(WorkspaceError, match=f"the current plan needs {need} bytes"):
+        w.reset_workspace_buffer(np.zeros(need - 16, np.uint8))
+    w.reset_workspace_buffer(np.zeros(need, np.uint8))
+    check(w.run(b.q, b.one_tensor(), return_lse=True), b.expected())
+    # float32, which no GPU takes, is sized as what a GPU takes.
+    assert w.workspace_size(*b.table, HQ, HKV, D, 16, q_data_type="float32")[0] == need
+
+
+def test_a_run_of_another_kind_needs_a_workspace_too() -> None:
+    b = batches.make([3], [3000], 16)
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(np.zeros(16, np.uint8))
+    w._workspace = array.view(WORKSPACE, "workspace")
+    w.plan(*b.table, HQ, HKV, D, 16, q_len_per_req=3)
+    w._workspace = array.view(np.zeros(16, np.uint8), "workspace")
+    with pytest.raises(WorkspaceError, match="this run needs"):
+        w.run(b.q, b.one_tensor(), mask=np.ones((1, 3, 3), bool))
 
 
 def test_out_and_lse_are_written_and_returned() -> None:
@@ -247,4 +298,3 @@ def test_splits_change_nothing_on_the_cpu() -> None:
         w = decode_wrapper()
         w.plan(*b.table, HQ, HKV, D, 4, **split)
         check(w.run(b.q, b.one_tensor(), return_lse=True), b.expected())
-    assert w.workspace_size(*b.table, HQ, HKV, D, 4) == (0, 0)

@@ -84,7 +84,7 @@ def test_a_captured_run_follows_the_plans(device: Device, ids: str, kind: str) -
         views = w._buffers._views
         read = {n: fake_batch.memory(v.ptr, v.dtype.numpy, v.shape[0]) for n, v in views.items()}
         np.testing.assert_array_equal(read["kv_indptr"], b.indptr)
-        np.testing.assert_array_equal(read["last_page_len"], b.last_page_len)
+        np.testing.assert_array_equal(read["kv_last_page_len"], b.last_page_len)
         used = b.indptr[-1]
         np.testing.assert_array_equal(read["kv_indices"][:used], b.indices[:used])
 

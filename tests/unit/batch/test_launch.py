@@ -1,8 +1,9 @@
-"""The batch wrappers on a GPU that is not there: plans reach it, runs answer, the short way too."""
+"""The batch wrappers on a GPU that is not there: plans reach it, checked and cached runs answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,24 +15,17 @@ from helpers.fake_gpu import pointer
 
 import cupyattn
 from cupyattn import array
-from cupyattn.batch import run
 from cupyattn.errors import ArgumentError, PlanError, WorkspaceError
 
 LENGTHS = ([3, 0, 5, 1], [17, 4, 11, 0])
 
 
-@pytest.fixture
-def no_general_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    def refuse(*_: object) -> None:
-        raise AssertionError("the run went the general way")
-
-    return lambda: monkeypatch.setattr(run, "_check_arrays", refuse)
-
-
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["one", "pair"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_paged(device: Device, layout: str, form: str, page_size: int, no_general_way: Any) -> None:
+def test_paged(
+    device: Device, layout: str, form: str, page_size: int, only_cached_runs: Any
+) -> None:
     w = cupyattn.BatchPrefillWithPagedKVCacheWrapper(device.workspace(), layout)
     for seed in range(3):
         b = batches.make(*LENGTHS, page_size, seed=seed)
@@ -48,7 +42,7 @@ def test_paged(device: Device, layout: str, form: str, page_size: int, no_genera
             )
             if not seed:
                 continue
-            no_general_way()
+            only_cached_runs()
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -66,7 +60,7 @@ def test_ragged(device: Device, layout: str) -> None:
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
-@pytest.mark.parametrize("where", ["host", "device", "ids on the device"])
+@pytest.mark.parametrize("where", ["host", "device", "ids on the device", "strided ids"])
 def test_decode(device: Device, q_len: int, where: str) -> None:
     w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
     for seed, page_size in ((0, 4), (1, 4), (2, 1)):
@@ -76,10 +70,34 @@ def test_decode(device: Device, q_len: int, where: str) -> None:
             table = [device.put(x) for x in table]
         elif where == "ids on the device":
             table[1] = device.put(table[1])
+        elif where == "strided ids":
+            table[1] = device.put(np.repeat(table[1], 2))[::2]
         w.plan(*table, HQ, HKV, D, page_size, q_len_per_req=q_len)
         for _ in range(2):
             got = w.run(device.put(b.q), device.put(b.one_tensor()), return_lse=True)
             check(device, got, b.expected(causal=True))
+
+
+def test_runs_of_other_rows_than_planned(device: Device) -> None:
+    """Each number of rows is scheduled once for a plan, and leaves the plan as it is."""
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
+    for seed in range(2):
+        one = batches.make([1] * 3, [9, 4, 30], 4, seed=seed)
+        rows = {n: np.random.default_rng(n).standard_normal((3 * n, HQ, D)) for n in (1, 3, 2)}
+        cache = device.put(one.one_tensor())
+        w.plan(*one.table, HQ, HKV, D, 4)
+        for _ in range(2):
+            device.stream.copies.clear()
+            for n, q in rows.items():
+                indptr = batches.offsets([n] * 3)
+                b = replace(one, q=q.astype(np.float16), qo_indptr=indptr)
+                got = w.run(device.put(b.q), cache, q_len_per_req=n, return_lse=True)
+                check(device, got, b.expected(causal=True))
+            check(device, w.run(device.put(one.q), cache, return_lse=True), one.expected())
+        assert not device.stream.copies
+        # What was scheduled for the old workspace may need more than the new one has.
+        w.reset_workspace_buffer(device.workspace())
+        assert not w._current.by_q_len
 
 
 @pytest.mark.parametrize("form", ["bool", "packed"])
@@ -245,6 +263,31 @@ def test_the_workspace_must_do(device: Device) -> None:
         wrapper(device.workspace(1600)[8:])
     with pytest.raises(ArgumentError, match="float_workspace_buffer: is numpy's on cpu"):
         w.reset_workspace_buffer(np.zeros(64, np.uint8))
+
+
+def test_workspace_sizes_of_the_cpu_are_those_of_the_gpu(device: Device) -> None:
+    """Kernels of the fake GPU run as many blocks at a time as those of no GPU."""
+    b = batches.make([1, 5, 40], [3000, 0, 900], 16)
+    mask = np.ones(40 * 900 + 3000, bool)
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (cupyattn.BatchPrefillWithPagedKVCacheWrapper, (b.qo_indptr, *b.table), {"causal": True}),
+        (cupyattn.BatchDecodeWithPagedKVCacheWrapper, b.table, {"pos_encoding_mode": "ALIBI"}),
+        (cupyattn.BatchDecodeWithPagedKVCacheWrapper, b.table, {"fixed_split_size": 3}),
+        (cupyattn.BatchPrefillWithPagedKVCacheWrapper, (b.qo_indptr, *b.table), {"mask": mask}),
+        (
+            functools.partial(cupyattn.MultiLevelCascadeAttentionWrapper, 2),
+            tuple([x, x] for x in (b.qo_indptr, *b.table)),
+            {"logits_soft_cap": 3.0},
+        ),
+    ]
+    for make, tables, given in calls:
+        sizes = []
+        for space, put in ((device.workspace(), device.put), (np.zeros(16, np.uint8), np.asarray)):
+            options = {k: v for k, v in given.items() if k != "mask"}
+            if "mask" in given:
+                options["custom_mask"] = put(given["mask"])
+            sizes.append(make(space).workspace_size(*tables, HQ, HKV, D, 16, **options))
+        assert sizes[0] == sizes[1] and sizes[0][0] > 0
 
 
 def test_debugging_reads_page_ids_on_the_device(device: Device, gpu: Any) -> None:

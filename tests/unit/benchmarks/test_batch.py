@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.fake_batches import LIBRARY, FakeDecode, as_float64, fa3, single_prefill, xqa
+from helpers.fake_clock import FakeClock
 
 import cupyattn
 from benchmarks import cli, peers, report, timing, worker
@@ -164,22 +165,6 @@ def test_inputs_and_oracle_agree_with_the_reference(case: BatchCase) -> None:
     assert not oracle.judge(expected, wanted.roll(1, dims=1)).ok
 
 
-class FakeClock:
-    """Says 100 µs of every call, which it makes."""
-
-    def visit(self, call: Any, calls: int) -> list[float]:
-        return [float(call() is not None) * 100 for _ in range(calls)]
-
-    def read(self, visit: list[float]) -> list[float]:
-        return visit
-
-    def wait(self) -> None: ...
-
-    def check_alive(self) -> None: ...
-
-    def preheat(self) -> None: ...
-
-
 @pytest.fixture
 def on_cpu(tmp_path: Any, monkeypatch: Any) -> Any:
     """A runner of one case with every implementation served by the reference: rows by label."""
@@ -195,7 +180,7 @@ def on_cpu(tmp_path: Any, monkeypatch: Any) -> Any:
     monkeypatch.setattr(cupyattn, "single_prefill_with_kv_cache", single_prefill, raising=False)
     monkeypatch.setattr(peer_fa3, "forward", lambda: fa3)
     monkeypatch.setattr(timing, "HOST_CALLS", 2)
-    monkeypatch.setattr(wrappers, "_WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(wrappers, "_WORKSPACE_BYTES", 1 << 16)
     monkeypatch.setattr(worker, "make_batch_inputs", lambda case: make_batch_inputs(case, "cpu"))
     monkeypatch.setattr(worker.machine, "gpu_state", dict)
     results = Results(tmp_path / FILE_NAME)

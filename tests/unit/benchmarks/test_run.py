@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.fake_clock import FakeClock
 
 import cupyattn
 from benchmarks import worker
@@ -20,22 +21,6 @@ from cupyattn.reference import attention
 CEILINGS = {"tflops": 800.0, "gbps": 4000.0}
 SMALL = Case("small", "prefill", "prefill", 9, 9, 2, num_qo_heads=4, num_kv_heads=2, head_dim_qk=16)
 SMALL = replace(SMALL, head_dim_vo=16, causal=True)
-
-
-class FakeClock:
-    """Says 100 µs of every call, which it makes."""
-
-    def visit(self, call: Any, calls: int) -> list[float]:
-        return [float(call() is not None) * 100 for _ in range(calls)]
-
-    def read(self, visit: list[float]) -> list[float]:
-        return visit
-
-    def wait(self) -> None: ...
-
-    def check_alive(self) -> None: ...
-
-    def preheat(self) -> None: ...
 
 
 def _ids(case: Case) -> str:

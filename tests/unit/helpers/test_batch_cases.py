@@ -6,16 +6,17 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from helpers import batch_calls, fake_batch, fake_gpu
+from helpers import fake_batch, fake_gpu
+from helpers.batch_calls import Call, planned
 from helpers.batch_cases import NUM_CASES, PROBLEMS, random_case
-
-WORKSPACE = np.zeros(64, np.uint8)
+from helpers.batches import WORKSPACE
+from helpers.calls import run_and_check
 
 
 @pytest.mark.parametrize("first", range(0, 80, 20))
 def test_random_batches_on_the_cpu(first: int) -> None:
     for seed in range(first, first + 20):
-        batch_calls.run_case(random_case(seed), np, WORKSPACE)
+        run_and_check(planned(random_case(seed), np, WORKSPACE))
 
 
 def test_a_wrong_page_is_found() -> None:
@@ -24,7 +25,7 @@ def test_a_wrong_page_is_found() -> None:
         for c in map(random_case, range(NUM_CASES))
         if c.wrapper == "decode" and len(c.kv_len) > 2 and min(c.kv_len) > 64 and c.window_left < 0
     )
-    call = batch_calls.Call(case, np, WORKSPACE)
+    call = Call(case, np, WORKSPACE)
     call.table[1] = call.table[2] if case.page_size < 65 else call.table[0]
     call.plan()
     with pytest.raises(AssertionError):
@@ -59,5 +60,5 @@ def test_random_batches_through_the_launcher(
     monkeypatch.setattr(stream, "add", lambda job: job() or 0)
     workspace = make(64 << 20, dtype="uint8")
     for seed in range(first, first + 40):
-        batch_calls.run_case(random_case(seed), torch, workspace)
+        run_and_check(planned(random_case(seed), torch, workspace))
     assert stream.launches > 20

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers import gpu_cases, precompile, prefill_sm90_cases
-from helpers.gpu_calls import Call, run_case
+from helpers.calls import run_and_check
+from helpers.single_calls import Call
 
 from cupyattn import jit
 from cupyattn.launch.ops.packbits import CONFIG as PACKBITS_CONFIG
 
 
+@pytest.mark.slow
 def test_there_are_enough_and_few_kernels_serve_them() -> None:
     calls = list(gpu_cases.all_cases())
     assert len(calls) >= 1200
@@ -66,21 +68,20 @@ def test_cases_run_on_the_cpu_too(is_decode: bool) -> None:
     """The calls and checks of the GPU suite themselves, with NumPy in CuPy's place."""
     make = gpu_cases.decode if is_decode else gpu_cases.classed
     for seed in range(0, 120, 5):
-        run_case(make(seed), np, is_decode=is_decode)
+        run_and_check(Call(make(seed), np, is_decode=is_decode))
 
 
 def test_a_wrong_answer_or_a_stray_write_fails() -> None:
     case = gpu_cases.ALONE["causal, prefill"]
-    call = Call.prepare(case, np)
-    call.run()
-    call.check()
+    call = Call(case, np)
+    call.check(*call.run())
     call.out.array[5, 1, 7] *= -1
     with pytest.raises(AssertionError, match=r"o: .*\n.*at \(5, 1, 7\)"):
-        call.check()
-    call.run()
+        call.check(*call.answers())
+    call.start()
     call.out.buffer.view(np.uint16)[3] = 0
     with pytest.raises(AssertionError, match="out: 1 elements outside the array were written"):
-        call.check()
+        call.check(*call.answers())
 
 
 def test_recorded_kernels_build(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from helpers.tiny_kernels import leftovers
 
 from cupyattn import jit
 from cupyattn.errors import CompileError
-from cupyattn.jit import cache, compiler
+from cupyattn.jit import cache, compiler, descriptors, store
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
 
@@ -60,16 +61,6 @@ def test_build_json_tells_the_whole_story() -> None:
     assert 10 * 2**20 < facts["process_peak_rss_bytes"] < 64 * 2**30
     assert facts["ptxas"]["registers"] == built.info.ptxas.registers > 0
     assert built.info.ptxas.warnings == ()
-
-
-def test_entries_can_be_read_by_others(place: Path) -> None:
-    old = os.umask(0o022)
-    try:
-        entry = tiny().path.parent
-    finally:
-        os.umask(old)
-    assert entry.stat().st_mode & 0o055 == 0o055
-    assert (entry / "kernel.cubin").stat().st_mode & 0o044 == 0o044
 
 
 @pytest.mark.parametrize("header", ["cupyattn/tiny/nested/add.cuh", "entry/tiny.cu"])
@@ -116,6 +107,11 @@ def _flip(entry: Path) -> None:
     (entry / "kernel.cubin").write_bytes(data)
 
 
+def _edit(folder: Path, **facts: object) -> None:
+    path = folder / "build.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+
+
 DAMAGE = {
     "truncated cubin": _truncate,
     "flipped byte": _flip,
@@ -124,6 +120,10 @@ DAMAGE = {
     "no build.json": lambda entry: (entry / "build.json").unlink(),
     "half a build.json": lambda entry: (entry / "build.json").write_text('{"cubin_bytes": 12'),
     "foreign build.json": lambda entry: (entry / "build.json").write_text("[]"),
+    "build.json without ptxas": lambda entry: _edit(entry, ptxas=None),
+    "build.json of other types": lambda entry: _edit(entry, compile_seconds="1"),
+    "ptxas of other types": lambda entry: _edit(entry, ptxas={"registers": 1}),
+    "entry of another kernel": lambda entry: _edit(entry, **{"entry": "another"}),
     "binary build.json": lambda entry: (entry / "build.json").write_bytes(b"\xff\xfe\x00"),
     "empty folder": lambda entry: (shutil.rmtree(entry), entry.mkdir()),
     "a file": lambda entry: (shutil.rmtree(entry), entry.write_text("")),
@@ -144,6 +144,13 @@ def test_damaged_entry_is_compiled_again(place: Path, damage) -> None:
 
 def test_a_warm_build_reads_every_file_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A header that many others include is read and searched for includes once."""
+    real, entry_files = descriptors.read_file, []
+
+    def read_file(name: str, parent: int, *, trusting: bool) -> bytes:
+        entry_files.append(name)
+        return real(name, parent, trusting=trusting)
+
+    monkeypatch.setattr(descriptors, "read_file", read_file)
     names = [f"cupyattn/tiny/h{index}.cuh" for index in range(25)]
     for name in names:
         lines = "".join(f'#include "{other}"\n' for other in names if other < name)
@@ -151,13 +158,14 @@ def test_a_warm_build_reads_every_file_once(place: Path, monkeypatch: pytest.Mon
     entry = place / "kernels/entry/tiny.cu"
     entry.write_text("".join(f'#include "{name}"\n' for name in names) + entry.read_text())
     cold, read = tiny(), []
-    for method in ("read_text", "read_bytes"):
-        monkeypatch.setattr(Path, method, _noted(getattr(Path, method), read))
+    monkeypatch.setattr(Path, "read_text", _noted(Path.read_text, read))
+    entry_files.clear()
     assert tiny().info.cached
     assert len(read) == len(set(read))
     sources = {path for path in read if path.is_relative_to(place / "kernels")}
     assert {place / "kernels" / name for name in names} <= sources
-    assert set(read) - sources == {cold.path, cold.path.parent / "build.json"}
+    assert set(read) == sources and sorted(entry_files) == ["build.json", "kernel.cubin"]
+    assert cold.path.exists()
 
 
 def _noted(read: Callable[..., Any], paths: list[Path]) -> Callable[..., Any]:
@@ -177,11 +185,11 @@ def test_refused_source_keeps_source_and_log(place: Path) -> None:
     message = str(caught.value)
     assert "kernel broken: NVRTC" in message and "for sm_86" in message
     assert "entry/broken.cu(1)" in message
-    kept = next((place / "cache/.failed").iterdir())
+    kept = next((place / "cache" / store.FAILED).iterdir())
     assert str(kept / "kernel.cu") in message
     assert "undeclared" in (kept / "kernel.cu").read_text()
     assert "undefined" in (kept / "nvrtc.log").read_text()
-    assert cache.contents(place / "cache") == (0, 0)
+    assert cache.contents(cache.Place(place / "cache")) == (0, 0)
     assert leftovers(place / "cache") == []
 
 
@@ -223,14 +231,17 @@ def test_a_kernel_that_spills_not_is_silent() -> None:
 
 def _refuse_writes_below(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may write anywhere, so a read-only filesystem is played, not made."""
-    real = cache._mkdir
+    real = store.Store
 
-    def mkdir(path: Path) -> None:
-        if path.is_relative_to(folder):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-        real(path)
+    class ReadOnly(real):
+        @contextlib.contextmanager
+        def _subfolder(self, name: str) -> Iterator[int]:
+            if self.path.is_relative_to(folder):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            with super()._subfolder(name) as opened:
+                yield opened
 
-    monkeypatch.setattr(cache, "_mkdir", mkdir)
+    monkeypatch.setattr(store, "Store", ReadOnly)
 
 
 def test_unwritable_cache_falls_back_and_says_so_once(
@@ -268,7 +279,7 @@ def test_shipped_read_only_cache_serves_hits(place: Path, monkeypatch: pytest.Mo
         warnings.simplefilter("error")
         hit = tiny(scale=3)
     assert hit.path == shipped.path and hit.info.cached
-    with pytest.warns(RuntimeWarning, match="cannot be written"):
+    with pytest.warns(RuntimeWarning, match="cannot be used"):
         miss, repaired = tiny(scale=4), tiny(scale=5)
     for build in (miss, repaired):
         assert build.path.is_relative_to(place / "tmp") and not build.info.cached
@@ -289,18 +300,19 @@ def test_hits_need_no_temporary_folder(place: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_full_disk_falls_back(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = cache._write
+    real, times = descriptors.write_file, []
 
-    def full(path: Path, data: bytes) -> None:
-        if path.is_relative_to(place / "cache") and path.name == cache.CUBIN:
-            real(path, data[: len(data) // 2])
+    def full(name: str, parent: int, data: bytes, mode: int) -> None:
+        if name == store.CUBIN and not times:
+            times.append(name)
+            real(name, parent, data[: len(data) // 2], mode)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(path, data)
+        real(name, parent, data, mode)
 
-    monkeypatch.setattr(cache, "_write", full)
+    monkeypatch.setattr(descriptors, "write_file", full)
     with pytest.warns(RuntimeWarning, match="No space left"):
         assert tiny().path.is_relative_to(place / "tmp")
-    assert cache.contents(place / "cache") == (0, 0)
+    assert cache.contents(cache.Place(place / "cache")) == (0, 0)
     assert leftovers(place / "cache") == []
 
 
@@ -317,15 +329,8 @@ def test_a_planted_fallback_folder_is_not_trusted(
         planted.symlink_to(place / "elsewhere")
     (place / "file").write_text("")
     monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(place / "file/cache"))
-    with pytest.warns(RuntimeWarning, match="cannot be written"):
+    with pytest.warns(RuntimeWarning, match="cannot be used"):
         built = tiny()
     assert not built.path.is_relative_to(planted)
     assert list(planted.iterdir()) == []
     assert tiny().info.cached
-
-
-def test_is_writable_creates_nothing(place: Path) -> None:
-    assert cache.is_writable(place / "not/yet/there")
-    assert not (place / "not").exists()
-    (place / "file").write_text("")
-    assert not cache.is_writable(place / "file/cache")

@@ -89,15 +89,15 @@ def test_without_file_locks_the_rename_decides(place: Path) -> None:
 HALF_WRITTEN = """
 import time
 from cupyattn import jit
-from cupyattn.jit import cache
-real = cache._write
-def write(path, data):
-    if path.name == cache.CUBIN:
-        real(path, data[:len(data) // 2])
+from cupyattn.jit import descriptors, store
+real = descriptors.write_file
+def write(name, parent, data, mode):
+    if name == store.CUBIN:
+        real(name, parent, data[:len(data) // 2], mode)
         print("half", flush=True)
         time.sleep(60)
-    real(path, data)
-cache._write = write
+    real(name, parent, data, mode)
+descriptors.write_file = write
 jit.build("tiny", {"kScale": 3}, "sm_80")
 """
 
@@ -118,7 +118,7 @@ def _kill(child: subprocess.Popen) -> None:
 def test_killed_in_the_middle_of_a_write(place: Path) -> None:
     _kill(_half_writer())
     assert len(leftovers(place / "cache")) == 2  # its folder and its lock
-    assert cache.contents(place / "cache") == (0, 0)
+    assert cache.contents(cache.Place(place / "cache")) == (0, 0)
     assert not tiny().info.cached
     assert tiny().info.cached
     assert leftovers(place / "cache") == []
@@ -152,7 +152,7 @@ class _FakeKernel:
 
     made = 0
 
-    def __init__(self, build: jit.Build, device_index: int) -> None:
+    def __init__(self, build: jit.Build, cubin: bytes, device_index: int) -> None:
         type(self).made += 1
         self.build, self.device_index = build, device_index
 

@@ -1,7 +1,8 @@
-"""What the GPU kernels refuse, as far as it needs no GPU, and what a call remembers of another."""
+"""What the GPU kernels refuse, as far as it needs no GPU, and what calls share."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,12 @@ import cupyattn
 from cupyattn import array
 from cupyattn.array import ArrayView, Device
 from cupyattn.core import dtypes
+from cupyattn.core.device import NO_GPU, device_props
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.errors import ArgumentError, UnsupportedError
-from cupyattn.single import geometry, run
+from cupyattn.launch.attention.single import load_kernel
+from cupyattn.launch.tiles.select import DECODE, LARGE
+from cupyattn.single import run
 
 HALF = dtypes.float16
 GOOD = AttentionProblem(HALF, HALF, HALF, 128, 128)
@@ -29,7 +33,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "mixed": ({"dtype_kv": dtypes.bfloat16}, ArgumentError, "k, v: dtype bfloat16 with q of"),
     "integer cache": ({"dtype_kv": dtypes.int8}, ArgumentError, "k, v: dtype int8"),
     "integer out": ({"dtype_o": dtypes.uint8}, UnsupportedError, "o_dtype: uint8"),
-    "fp8 out": ({"dtype_o": dtypes.float8_e5m2}, UnsupportedError, "o_dtype: float8_e5m2"),
     "no dim": ({"head_dim_qk": 0}, UnsupportedError, "head_dim_qk: 0 is not supported; wanted a"),
     "odd dim": ({"head_dim_qk": 100}, UnsupportedError, "head_dim_qk: 100 .* multiple of 8"),
     "large dim": ({"head_dim_qk": 264}, UnsupportedError, "head_dim_qk: 264 .* from 8 to 256"),
@@ -64,10 +67,27 @@ def test_what_the_kernels_take(changes: dict[str, Any]) -> None:
     replace(GOOD, **changes).check_supported()
 
 
-def test_the_cpu_takes_what_only_the_gpu_refuses() -> None:
-    for dtype in (np.float16, np.float32):
-        q = np.ones((2, 1, 5), dtype)
-        assert cupyattn.single_prefill_with_kv_cache(q, q, q).shape == (2, 1, 5)
+def test_the_cpu_refuses_what_a_gpu_refuses_but_for_float32() -> None:
+    call = cupyattn.single_prefill_with_kv_cache
+    q = np.ones((2, 1, 16), np.float32)
+    assert call(q, q, q, pos_encoding_mode="ROPE_LLAMA").shape == (2, 1, 16)
+    for dtype, dim in itertools.product((np.float16, np.float32), (4, 5, 12, 20, 264, 1024)):
+        q = np.ones((2, 1, dim), dtype)
+        with pytest.raises(UnsupportedError, match=f"head_dim_qk: {dim} is not supported"):
+            call(q, q, q)
+    for dim in (8, 24, 40):
+        q = np.ones((2, 1, dim), np.float16)
+        assert call(q, q, q).shape == q.shape
+        with pytest.raises(UnsupportedError, match="pos_encoding_mode: ROPE_LLAMA"):
+            call(q, q, q, pos_encoding_mode="ROPE_LLAMA")
+
+
+def test_as_many_blocks_run_on_no_gpu_as_fit_its_shared_memory() -> None:
+    assert NO_GPU is device_props(NO_GPU.index)
+    problem = AttentionProblem(HALF, HALF, HALF, 128, 128, paged=True)
+    for rows, blocks in ((LARGE, 1), (DECODE, 2)):
+        loaded = load_kernel(problem, rows, NO_GPU.index, True, 16)
+        assert (loaded.function, loaded.num_slots) == (0, blocks * NO_GPU.num_sms)
 
 
 # --- arrays on several devices, played with CPU memory that claims to be elsewhere ---
@@ -126,7 +146,7 @@ def test_gpu_arrays_meet_the_rules_of_the_gpu(elsewhere: dict[str, Device]) -> N
 # --- a call that looks like an earlier one is served by its entry ---
 
 
-def _entry(q: np.ndarray, k: np.ndarray, **scalars: Any) -> geometry.Entry:
+def _entry(q: np.ndarray, k: np.ndarray, **scalars: Any) -> run.Entry:
     run._entries.clear()
     cupyattn.single_prefill_with_kv_cache(q, k, k, **scalars)
     (entry,) = run._entries.values()
@@ -210,7 +230,7 @@ LOOKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shifted out": ({"out": _shifted((4, 2, 16))}, {"aligned": False}),
     "strides of v": ({"v": np.zeros((6, 2, 19), np.float16)[..., :16]}, {"aligned": False}),
     "strides of out": ({"out": np.zeros((4, 2, 19), np.float16)[..., :16]}, {"aligned": False}),
-    "narrow v": ({"v": np.zeros((6, 2, 12), np.float16)}, {"head_dim_vo": 12, "aligned": False}),
+    "narrow v": ({"v": np.zeros((6, 2, 8), np.float16)}, {"head_dim_vo": 8}),
     "o_dtype": ({"o_dtype": "float32"}, {"dtype_o": dtypes.float32}),
 }
 

@@ -11,28 +11,31 @@ from cupyattn.launch.tiles import sm90
 L2_BYTES = 50 << 20
 
 
-def sections(num_kv_heads: int, kv_len: int, causal: bool = True) -> sm90.Sections:
+def swizzle(num_kv_heads: int, kv_len: int, causal: bool = True) -> sm90.L2Swizzle:
     problem = AttentionProblem(dtypes.bfloat16, dtypes.bfloat16, dtypes.bfloat16, 192, 128)
-    return sm90.sections(problem, num_kv_heads, kv_len, causal, L2_BYTES)
+    return sm90.l2_swizzle(problem, num_kv_heads, kv_len, causal, L2_BYTES)
 
 
 @pytest.mark.parametrize("kv_len", [1, 512, 4096, 16384, 131072])
-def test_keys_of_a_section_fit_l2(kv_len: int) -> None:
-    found = sections(128, kv_len)
-    assert 1 <= found.num_heads <= 128
-    assert found.num_heads == 1 or found.num_heads * kv_len * 2 * (192 + 128) <= L2_BYTES
+def test_keys_of_a_swizzle_fit_l2(kv_len: int) -> None:
+    found = swizzle(128, kv_len)
+    assert 1 <= found.heads_per_swizzle <= 128
+    assert (
+        found.heads_per_swizzle == 1
+        or found.heads_per_swizzle * kv_len * 2 * (192 + 128) <= L2_BYTES
+    )
 
 
-def test_the_shortest_items_come_last_where_there_are_sections() -> None:
-    assert sections(128, 4096) == (8, True)
-    # All heads are one section, whose shortest items are its last, or all items are as long.
-    assert sections(8, 512) == (8, False)
-    assert sections(128, 4096, causal=False) == (8, False)
+def test_the_shortest_items_come_last_where_there_are_several_swizzles() -> None:
+    assert swizzle(128, 4096) == (8, True)
+    # All heads are one swizzle, whose shortest items are its last, or all items are as long.
+    assert swizzle(8, 512) == (8, False)
+    assert swizzle(128, 4096, causal=False) == (8, False)
 
 
 @pytest.mark.parametrize("num_items", [1, 4, 5, 32, 1000])
 def test_some_items_are_last(num_items: int) -> None:
-    assert 0 <= sections(128, 4096).num_last(num_items) <= num_items // 4
-    assert sections(8, 512).num_last(num_items) == 0
+    assert 0 <= swizzle(128, 4096).num_tail_items(num_items) <= num_items // 4
+    assert swizzle(8, 512).num_tail_items(num_items) == 0
     if num_items >= 32:
-        assert sections(128, 4096).num_last(num_items) >= num_items // 8
+        assert swizzle(128, 4096).num_tail_items(num_items) >= num_items // 8

@@ -11,13 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.fake_gpu import STREAM, Gpu, pointer
+from helpers import precompile
+from helpers.fake_gpu import STREAM, Gpu, maker, pointer
 
 import cupyattn
-from cupyattn import jit
+from cupyattn import array, jit
 from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
-from cupyattn.launch.instances import page_instances
+from cupyattn.inputs.workspace import int32_on_device
 from cupyattn.launch.ops import append_paged_kv_cache as launcher
 
 PARAMS = Path(__file__).parents[3] / "kernels/cupyattn/params"
@@ -33,7 +34,7 @@ def fields(header: str, name: str) -> list[tuple[str, str]]:
             inner = fields(header, kind)
             found += [(code, f"{part}.{x}") for part in "kv" for code, x in inner]
         elif kind == "PageTable":
-            found += fields("page_table.cuh", kind)
+            found += fields(header, kind)
         else:
             found.append(("Q" if kind.endswith("*") else _FORMATS[kind], field))
     return found
@@ -54,7 +55,7 @@ def append_arguments(make: Callable, nnz: int, heads: int, *dims: int, **dtype: 
 
 
 def unpack_append(launch: Any) -> dict[str, Any]:
-    return unpack(launch.params, "append_paged_kv_cache.cuh", "AppendPagedKvCacheParams")
+    return unpack(launch.params, "page.cuh", "AppendPagedKvCacheParams")
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -144,7 +145,7 @@ def test_every_config_is_listed(gpu: Gpu, make: Callable, monkeypatch: pytest.Mo
     indptr, lengths = make(3, dtype="int32"), make(2, dtype="int32")
     cupyattn.get_batch_indices_positions(indptr, lengths, 5)
     cupyattn.get_seq_lens(indptr, lengths, 4)
-    assert set(asked) == set(page_instances())
+    assert set(asked) == set(precompile.page_instances())
 
 
 def test_more_rows_than_a_grid_takes(gpu: Gpu, make: Callable) -> None:
@@ -197,10 +198,9 @@ def test_batch_indices_and_positions(gpu: Gpu, make: Callable) -> None:
     assert p is given and type(b) is type(given) and b.shape == (1000,) and b.dtype == p.dtype
     (launch,) = gpu.launches
     assert (launch.kernel, launch.grid) == ("get_batch_indices_positions", (4, 1, 1))
-    header = "get_batch_indices_positions"
     expected = {"append_indptr": indptr, "seq_lens": lengths, "batch_indices": b, "positions": p}
     expected = {name: pointer(x) for name, x in expected.items()} | {"nnz": 1000, "batch_size": 3}
-    got = unpack(launch.params, f"{header}.cuh", "GetBatchIndicesPositionsParams")
+    got = unpack(launch.params, "page.cuh", "GetBatchIndicesPositionsParams")
     assert got == expected
 
 
@@ -212,13 +212,32 @@ def test_lengths(gpu: Gpu, make: Callable) -> None:
     assert (launch.kernel, launch.grid, launch.stream) == ("get_seq_lens", (2, 1, 1), STREAM)
     expected = {"kv_indptr": indptr, "kv_last_page_len": last, "seq_lens": lens}
     expected = {n: pointer(x) for n, x in expected.items()} | {"batch_size": 300, "page_size": 16}
-    assert unpack(launch.params, "get_seq_lens.cuh", "GetSeqLensParams") == expected
+    assert unpack(launch.params, "page.cuh", "GetSeqLensParams") == expected
 
 
-def test_long_indices_on_a_gpu_are_refused(gpu: Gpu, make: Callable) -> None:
+def test_indices_are_converted_on_the_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    make = maker("torch", monkeypatch)
+    ready = torch.tensor([3, -1, 5], dtype=torch.int32)
+    assert int32_on_device(array.view(ready, "x"), "x").ptr == pointer(ready)
+    # A number beyond 32 bits must not become another that is valid.
+    long = torch.tensor([3, -1, 2**32 + 1, -(2**40)])
+    strided = torch.arange(8, dtype=torch.int32)[::2]
+    for x, wanted in ((long, [3, -1, 2**31 - 1, -(2**31)]), (strided, [0, 2, 4, 6])):
+        v = int32_on_device(array.view(x, "x"), "x")
+        assert (v.owner.tolist(), v.strides, v.dtype) == (wanted, (1,), dtypes.int32)
+
     given = append_arguments(make, 4, 2, 64) | {"paged_kv_cache": make(9, 2, 5, 2, 64)}
-    with pytest.raises(ArgumentError, match="positions: dtype is int64; wanted int32, cast it"):
-        cupyattn.append_paged_kv_cache(**given | {"positions": make(4, dtype="int64")})
-    with pytest.raises(ArgumentError, match="seq_lens: dtype is int64; wanted int32"):
-        cupyattn.get_batch_indices_positions(make(2, dtype="int32"), make(1, dtype="int64"), 3)
-    assert not gpu.launches
+    changes = {"positions": strided, "batch_indices": make(4, dtype="int64")}
+    cupyattn.append_paged_kv_cache(**given | changes)
+    indptr, lengths = make(4, dtype="int64"), make(3, dtype="int32")
+    answers = [*cupyattn.get_batch_indices_positions(indptr, lengths, 5)]
+    answers.append(cupyattn.get_seq_lens(indptr, lengths, 4))
+    assert all(x.dtype is torch.int32 for x in answers)
+    append, find, lens = gpu.launches
+    got = unpack_append(append)
+    assert got["kv_indptr"] == pointer(given["kv_indptr"])
+    assert not {got[name] for name in changes} & {pointer(x) for x in changes.values()}
+    for launch in (find, lens):
+        offsets, second = struct.unpack_from("<2Q", launch.params)
+        assert offsets != pointer(indptr) and second == pointer(lengths)

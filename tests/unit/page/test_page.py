@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.page_cases import DTYPES, Append, AppendCase
+from helpers.poison import download
 
 import cupyattn
 from cupyattn import array, page, paging
@@ -38,9 +39,7 @@ def ints(*x: int) -> np.ndarray:
 def test_every_dtype(framework: str, dtype: str, cache_dtype: str) -> None:
     scales = (0.3, 17.0) if dtype != cache_dtype else (None, None)
     case = replace(PLAIN, dtype=dtype, cache_dtype=cache_dtype, scales=scales)
-    append = Append.prepare(case, module(framework), device="cpu")
-    append.run()
-    append.check()
+    Append.prepare(case, module(framework), device="cpu").run_and_check()
 
 
 @pytest.mark.parametrize("strides", ["packed", "gaps", "unaligned"])
@@ -52,9 +51,7 @@ def test_every_form(page_size: int, form: str, kv_layout: str, strides: str) -> 
         return
     dims = (64, 64) if form == "array" else (40, 72)
     case = replace(PLAIN, page_size=page_size, form=form, kv_layout=kv_layout, head_dims=dims)
-    append = Append.prepare(replace(case, strides=strides, num_kv_heads=3), np)
-    append.run()
-    append.check()
+    Append.prepare(replace(case, strides=strides, num_kv_heads=3), np).run_and_check()
 
 
 def test_one_array_without_a_page_axis() -> None:
@@ -81,15 +78,29 @@ def test_keys_and_cache_of_different_frameworks() -> None:
     names = ("batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len")
     given = {name: make("jax", append.arguments[name].numpy()) for name in names}
     k, v = (make("jax", x) for x in append.new)
-    append.run(append_key=k, append_value=v, **given)
-    append.check()
+    append.run_and_check(append_key=k, append_value=v, **given)
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES)
+@pytest.mark.parametrize("form", ["array", "pair"])
+def test_a_cache_of_jax_arrays_comes_back_new(form: str, dtype: str, cache_dtype: str) -> None:
+    case = replace(PLAIN, form=form, dtype=dtype, cache_dtype=cache_dtype)
+    arguments = Append.prepare(case, np).arguments
+    pages = arguments["paged_kv_cache"]
+    given = [make("jax", x.copy()) for x in (pages if form == "pair" else [pages])]
+    cache = tuple(given) if form == "pair" else given[0]
+    got = cupyattn.append_paged_kv_cache(**arguments | {"paged_kv_cache": cache})
+    assert cupyattn.append_paged_kv_cache(**arguments) is None
+    made, written = ([*x] if form == "pair" else [x] for x in (got, pages))
+    for new, old, wanted in zip(made, given, written, strict=True):
+        assert type(new) is type(old)
+        np.testing.assert_array_equal(download(new).view(np.uint8), wanted.copy().view(np.uint8))
+        assert (download(old).view(np.uint8) != download(new).view(np.uint8)).any()
 
 
 def test_no_work() -> None:
     for lengths in ((), ((3, 0),)):
-        append = Append.prepare(replace(PLAIN, lengths=lengths), np)
-        append.run()
-        append.check()
+        Append.prepare(replace(PLAIN, lengths=lengths), np).run_and_check()
     for heads, dims in ((0, (64, 64)), (2, (0, 0))):
         append = Append.prepare(replace(PLAIN, num_kv_heads=heads, head_dims=dims), np)
         append.run()

@@ -6,13 +6,14 @@ and tests/gpu/test_planless_gpu.py.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
+from helpers.bad_input import Row, by_row, ints, misaligned, of, read_only, refuse, rows_of
+from helpers.batches import WORKSPACE
 
 import cupyattn
-from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError, UnsupportedError, WorkspaceError
 
 B, HQ, HKV, D, PAGES, PAGE, WIDTH = 3, 4, 2, 16, 8, 4, 5
@@ -22,42 +23,9 @@ CUDNN_DECODE = "cudnn_batch_decode_with_kv_cache"
 CUDNN_PREFILL = "cudnn_batch_prefill_with_kv_cache"
 
 
-class Row(NamedTuple):
-    entry: str
-    what: str
-    error: type[Exception]
-    words: tuple[str, ...]
-    changes: dict[str, Any]
-
-
-def _row(entry: str) -> Any:
-    def make(what: str, words: str, error: type[Exception] = ArgumentError, **changes: Any) -> Row:
-        return Row(entry, what, error, tuple(words.split(" | ")), changes)
-
-    return make
-
-
 decode, context, xqa_batch, xqa, cudnn_decode, cudnn = map(
-    _row, (DECODE, CONTEXT, XQA_BATCH, XQA, CUDNN_DECODE, CUDNN_PREFILL)
+    rows_of, (DECODE, CONTEXT, XQA_BATCH, XQA, CUDNN_DECODE, CUDNN_PREFILL)
 )
-
-
-def of(dtype: str, *shape: int) -> np.ndarray:
-    return np.zeros(shape, dtypes.parse(dtype).numpy)
-
-
-def ints(*values: int, dtype: str = "int32") -> np.ndarray:
-    return np.array(values, dtype)
-
-
-def read_only(x: np.ndarray) -> np.ndarray:
-    x.flags.writeable = False
-    return x
-
-
-def misaligned(num_bytes: int) -> np.ndarray:
-    x = np.zeros(num_bytes + 32, np.uint8)
-    return x[(-x.ctypes.data % 16) + 8 :][:num_bytes]
 
 
 def strided(x: np.ndarray) -> np.ndarray:
@@ -74,7 +42,7 @@ def good(entry: str) -> dict[str, Any]:
     trtllm = {
         "query": of("float32", B, HQ, D),
         "kv_cache": POOL,
-        "workspace_buffer": of("uint8", 64),
+        "workspace_buffer": WORKSPACE,
         "block_tables": TABLE,
         "seq_lens": LENS,
         "bmm1_scale": 0.25,
@@ -100,7 +68,7 @@ def good(entry: str) -> dict[str, Any]:
             "page_table": TABLE,
             "seq_lens": LENS.reshape(B, 1),
             "output": of("float32", B, 1, HQ, D),
-            "workspace_buffer": of("uint8", 64),
+            "workspace_buffer": WORKSPACE,
             "semaphores": of("uint32", 8),
             "num_kv_heads": HKV,
             "page_size": PAGE,
@@ -111,7 +79,7 @@ def good(entry: str) -> dict[str, Any]:
         "k_cache": HALF,
         "v_cache": HALF.copy(),
         "scale": 0.25,
-        "workspace_buffer": of("uint8", 64),
+        "workspace_buffer": WORKSPACE,
         "max_sequence_kv": 20,
         "actual_seq_lens_kv": LENS.reshape(B, 1, 1, 1),
         "block_tables": TABLE,
@@ -136,7 +104,7 @@ ROWS = [
     decode("strided q", "query: the last dimension has stride",
            query=strided(of("float32", B, HQ, D))),
     decode("heads", "3 query heads over 2 KV heads", query=of("float32", B, 3, D), out=None),
-    decode("head dim", "kv_cache: dimension 3 | wanted 16, the Dqk of query",
+    decode("head dim", "kv_cache: dimension 3 | wanted 16, the head_dim_qk of query",
            kv_cache=of("float32", PAGES, 2, HKV, PAGE, 8)),
     decode("one page axis", "kv_cache: shape is | [num_pages, 2", kv_cache=HALF),
     decode("three arrays", "kv_cache: got 3 arrays", kv_cache=(HALF, HALF, HALF)),
@@ -148,10 +116,20 @@ ROWS = [
            kv_cache=of("float16", *POOL.shape)),
     decode("no cache", "kv_cache: got NoneType", kv_cache=None),
     decode("layout", "kv_layout: got 'DHN'", kv_layout="DHN"),
-    decode("dtype of the table", "block_tables: dtype is int64; wanted int32",
-           block_tables=TABLE.astype(np.int64)),
-    decode("two tables", "a table each for K and V", UnsupportedError,
+    decode("slots ahead of heads", "query, kv_cache: 4 query heads over 8 KV heads | With "
+           "kv_layout='NHD' they would be 2", kv_cache=of("float32", PAGES, 2, 8, HKV, D)),
+    decode("keys beyond half of the pages", "seq_lens: request 2 has 20 | With kv_layout='NHD' "
+           "they would hold as many", kv_cache=of("float32", PAGES, 2, 4, 2, D),
+           block_tables=TABLE[:, :5]),
+    decode("dtype of the table", "block_tables: dtype is uint32; wanted int32 or int64",
+           block_tables=TABLE.astype(np.uint32)),
+    decode("two tables", "a table each for K and V | uses_shared_paged_kv_idx=False",
            block_tables=np.stack([TABLE, TABLE], axis=1)),
+    decode("one table of two", "block_tables: | 2 dimensions", uses_shared_paged_kv_idx=False),
+    decode("a page of V beyond the pool", "block_tables: request 0 has page 99",
+           uses_shared_paged_kv_idx=False, block_tables=np.stack([TABLE, TABLE * 0 + 99], axis=1)),
+    decode("V's table first", "block_tables: rows are", UnsupportedError,
+           uses_shared_paged_kv_idx=False, block_tables=np.stack([TABLE, TABLE], axis=1)[:, ::-1]),
     decode("rank of the table", "block_tables: | wanted 2", block_tables=TABLE[0]),
     decode("strided table", "block_tables: the last dimension", block_tables=strided(TABLE)),
     decode("negative rows", "block_tables: rows are -5 entries apart", UnsupportedError,
@@ -168,7 +146,7 @@ ROWS = [
            seq_lens=ints(1, 2, 21)),
     decode("negative length", "seq_lens: request 1 has -1", seq_lens=ints(1, -1, 2)),
     decode("most as an array", "max_seq_len: got an array, ndarray", max_seq_len=LENS),
-    decode("most as a float", "max_seq_len: got 20.0; wanted an integer", max_seq_len=20.0),
+    decode("most as a fraction", "max_seq_len: got 20.5; wanted an integer", max_seq_len=20.5),
     decode("no rows each", "q_len_per_req: got 0; wanted an integer, 1 or more", q_len_per_req=0),
     decode("rows as a bool", "q_len_per_req: got True", q_len_per_req=True),
     decode("window", "window_left: got -2", window_left=-2),
@@ -185,19 +163,24 @@ ROWS = [
     decode("dtype of a mask", "mask: dtype is float32", mask=of("float32", B, 1, 1)),
     decode("strided mask", "mask: shape [3, 1, 2] has strides",
            mask=of("uint8", B, 1, 4)[..., ::2]),
-    decode("mask with offsets", "mask: together with cum_seq_lens_q", UnsupportedError,
-           mask=of("uint8", B, 1), cum_seq_lens_q=ints(0, 1, 2, 3)),
+    decode("mask with offsets alone", "max_q_len: got None", mask=of("uint8", B, 1),
+           cum_seq_lens_q=ints(0, 1, 2, 3)),
+    decode("narrow rows of a mask", "mask: uint8 of shape [3]; wanted [3, 2], 9 bits a row",
+           mask=of("uint8", B), cum_seq_lens_q=ints(0, 1, 2, 3), max_q_len=9),
+    decode("bools of a mask by requests", "mask: bool of shape [3, 1, 2]; wanted [3, 2]",
+           mask=of("bool", B, 1, 2), cum_seq_lens_q=ints(0, 1, 2, 3), q_len_per_req=2),
+    decode("rows beyond the mask", "mask: a request has 3 rows | of 2 bits; wanted max_q_len",
+           mask=of("uint8", B), cum_seq_lens_q=ints(0, 3, 3, 3), max_q_len=2),
     decode("4-bit answers", "o_sf_scale: is not supported", UnsupportedError, o_sf_scale=1.0),
     decode("4-bit caches", "kv_cache_sf: is not supported", UnsupportedError, kv_cache_sf=LENS),
-    decode("skipping", "skip_softmax_threshold_scale_factor", UnsupportedError,
-           skip_softmax_threshold_scale_factor=1.0),
-    decode("own ids for V", "uses_shared_paged_kv_idx", UnsupportedError,
-           uses_shared_paged_kv_idx=False),
+    decode("skipping", "skip_softmax_threshold_scale_factor: got inf",
+           skip_softmax_threshold_scale_factor=float("inf")),
+    decode("no flag", "uses_shared_paged_kv_idx: got 'no'", uses_shared_paged_kv_idx="no"),
     decode("block sparse", "enable_block_sparse_attention", UnsupportedError,
            enable_block_sparse_attention=True),
     decode("dtype of the answer", "out_dtype: unknown dtype 'f7'", out_dtype="f7"),
-    decode("fp8 answer", "float8_e4m3fn is not a supported output", UnsupportedError,
-           out_dtype="float8_e4m3fn", out=None),
+    decode("integer answer", "int8 is not a supported output | float8_e5m2", UnsupportedError,
+           out_dtype="int8", out=None),
     decode("another dtype", "out: dtype is float32; wanted float16", out_dtype="float16"),
     decode("shape of out", "out: shape is [3, 4, 8]", out=of("float32", B, HQ, 8)),
     decode("read-only out", "out: a read-only array", out=read_only(of("float32", B, HQ, D))),
@@ -209,6 +192,10 @@ ROWS = [
     decode("dtype of sinks", "sinks: dtype is float16", sinks=of("float16", HQ)),
     decode("strided sinks", "sinks: is not contiguous", sinks=of("float32", 2 * HQ)[::2]),
     decode("a size", "workspace_buffer: got int", workspace_buffer=128 << 20),
+    decode("small space", "workspace_buffer: this call needs | and it has 64", WorkspaceError,
+           workspace_buffer=of("uint8", 64)),
+    decode("space within q", "workspace_buffer: overlaps query",
+           workspace_buffer=lambda a: a["query"]),
     decode("strided space", "not contiguous", WorkspaceError,
            workspace_buffer=of("uint8", 64)[::2]),
     decode("space off 16", "workspace_buffer: its address is 8 bytes", WorkspaceError,
@@ -238,6 +225,8 @@ ROWS = [
     xqa("spread rows", "not equally far apart", q=of("float32", B, 1, 3, HQ, D)[:, :, :2],
         q_seq_len=2, output=None),
     xqa("heads", "num_kv_heads: got 3, but the arrays have 2", num_kv_heads=3),
+    xqa("layout", f"num_kv_heads: got {HKV}, but the arrays have {PAGE}; kv_layout='HND' would",
+        kv_layout="NHD", q=of("float32", B, 1, PAGE, D), output=None),
     xqa("page size", "page_size: got 16, but the arrays have 4", page_size=16),
     xqa("head dim", "head_dim: got 128, but the arrays have 16", head_dim=128),
     xqa("window", "sliding_win_size: got -1", sliding_win_size=-1),
@@ -247,7 +236,7 @@ ROWS = [
     xqa("scale", "q_scale: got 'x'", q_scale="x"),
     xqa("scale of values", "kv_scale: shape is [2]", kv_scale=of("float32", 2)),
     xqa("output scale", "rcp_out_scale: got nan", rcp_out_scale=float("nan")),
-    xqa("table", "page_table: dtype is int64", page_table=TABLE.astype(np.int64)),
+    xqa("table", "page_table: dtype is uint32", page_table=TABLE.astype(np.uint32)),
     cudnn_decode("no pages", "block_tables: got None", block_tables=None),
     cudnn_decode("no lengths", "actual_seq_lens_kv: got None", actual_seq_lens_kv=None),
     cudnn_decode("offsets of keys", "batch_offsets_k", UnsupportedError, batch_offsets_k=LENS),
@@ -259,7 +248,8 @@ ROWS = [
                  batch_offsets_q=ints(0, 65, 128)),
     cudnn_decode("most keys", "max_sequence_kv: got 'many'", max_sequence_kv="many"),
     cudnn("units", "batch_offsets_units: got 'bytes'", batch_offsets_units="bytes"),
-    cudnn("no lengths of q", "actual_seq_lens_q: got None", actual_seq_lens_q=None),
+    cudnn("no lengths of q, nor its end", "batch_offsets_q: shape is [3]; wanted [4]",
+          actual_seq_lens_q=None, batch_offsets_q=ints(0, 8, 16)),
     cudnn("no lengths", "actual_seq_lens_kv: got None", actual_seq_lens_kv=None),
     cudnn("no offsets", "batch_offsets_q: got None for 3 requests", batch_offsets_q=None),
     cudnn("offsets of pages", "batch_offsets_k", UnsupportedError, batch_offsets_k=LENS),
@@ -277,17 +267,9 @@ ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.entry}: {row.what}")
+@by_row(ROWS)
 def test_bad_input_is_refused(row: Row) -> None:
-    arguments = {**good(row.entry), **row.changes}
-    outputs = [arguments.get(name) for name in ("out", "output", "lse")]
-    before = [None if x is None else x.copy() for x in outputs]
-    with pytest.raises(row.error) as caught:
-        getattr(cupyattn, row.entry)(**arguments)
-    for word in row.words:
-        assert word in str(caught.value), f"{caught.value} says nothing of {word!r}"
-    for x, old in zip(outputs, before, strict=True):
-        assert x is None or (x == old).all()
+    refuse(row, getattr(cupyattn, row.call), good(row.call))
 
 
 @pytest.mark.parametrize("entry", [DECODE, CONTEXT, XQA_BATCH, XQA, CUDNN_DECODE, CUDNN_PREFILL])

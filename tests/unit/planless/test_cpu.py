@@ -9,27 +9,29 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import planless_calls, poison
+from helpers import poison
+from helpers.batches import WORKSPACE
+from helpers.calls import run_and_check
+from helpers.planless_calls import Call
 from helpers.planless_cases import ENTRIES, random_case
 from helpers.verify_cases import FORMS
 
 import cupyattn as flashinfer
 from cupyattn import reference
-
-NO_SPACE = np.zeros(64, np.uint8)
+from cupyattn.errors import ArgumentError
 
 
 @pytest.mark.parametrize("first", range(0, 150, 50))
 def test_random_calls(first: int) -> None:
     for seed in range(first, first + 50):
-        planless_calls.run_case(random_case(seed), np, NO_SPACE)
+        run_and_check(Call(random_case(seed), np, WORKSPACE))
 
 
 def test_random_calls_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(poison, "embed", functools.partial(poison.embed, device="cpu"))
     for seed in range(150, 180):
-        planless_calls.run_case(random_case(seed), torch, torch.zeros(64, dtype=torch.uint8))
+        run_and_check(Call(random_case(seed), torch, torch.from_numpy(WORKSPACE)))
 
 
 def test_the_random_cases_have_every_form() -> None:
@@ -60,7 +62,7 @@ POOL = RNG.standard_normal((6, 2, PAGE, HKV, D)).astype(np.float32)
 TABLE = np.array([[3, 0, 5], [1, 2, 4]], np.int32)
 LENS = np.array([9, 6], np.int32)
 K, V = (POOL[TABLE][:, :, i].reshape(2, 3 * PAGE, HKV, D) for i in (0, 1))
-ARGS: tuple[Any, ...] = (Q, POOL, NO_SPACE, TABLE, LENS, 9)
+ARGS: tuple[Any, ...] = (Q, POOL, WORKSPACE, TABLE, LENS, 9)
 
 
 def expected(**options: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -108,21 +110,27 @@ def test_lse_bases() -> None:
     np.testing.assert_array_equal(got[1], lse)
     heads_first = POOL.swapaxes(2, 3)
     cudnn = {"block_tables": TABLE, "actual_seq_lens_kv": LENS, "max_sequence_kv": 9}
-    args = Q, heads_first[:, 0], heads_first[:, 1], 0.25, NO_SPACE
+    args = Q, heads_first[:, 0], heads_first[:, 1], 0.25, WORKSPACE
     got = flashinfer.cudnn_batch_decode_with_kv_cache(*args, **cudnn, return_lse=True)
     np.testing.assert_array_equal(got[1], lse)
-    out, natural = flashinfer.cudnn_batch_prefill_with_kv_cache(
-        *args,
-        **cudnn,
-        max_token_per_sequence=3,
-        actual_seq_lens_q=np.array([1, 1], np.int32),
-        batch_offsets_q=np.array([0, 1, 2]) * HQ * D,
-        causal=True,
-        return_lse=True,
-    )
+    cudnn |= {
+        "max_token_per_sequence": 3,
+        "actual_seq_lens_q": np.array([1, 1], np.int32),
+        "batch_offsets_q": np.array([0, 1, 2]) * HQ * D,
+        "causal": True,
+        "return_lse": True,
+    }
+    prefill = flashinfer.cudnn_batch_prefill_with_kv_cache
+    out, natural = prefill(*args, **cudnn)
     np.testing.assert_array_equal(out, o)
     assert natural.shape == (2, 3, HQ) and np.isneginf(natural[:, 1:]).all()
     np.testing.assert_allclose(natural[:, 0], lse * math.log(2), rtol=1e-6)
+    given = np.zeros_like(natural)
+    _, binary = prefill(*args, **cudnn, lse=given, lse_base="log2")
+    assert binary is given and np.isneginf(binary[:, 1:]).all()
+    np.testing.assert_allclose(binary[:, 0], lse, rtol=1e-6)
+    with pytest.raises(ArgumentError, match="lse_base: got 'e'"):
+        prefill(*args, **cudnn, lse_base="e")
 
 
 def test_cudnn_prefill_always_returns_a_pair() -> None:
@@ -130,7 +138,7 @@ def test_cudnn_prefill_always_returns_a_pair() -> None:
     k, v = K[0, :9], V[0, :9]
     lens = np.array([[[[2]]]], np.int32), np.array([[[[9]]]], np.int32)
     out, lse = flashinfer.cudnn_batch_prefill_with_kv_cache(
-        Q, k, v, 0.25, NO_SPACE, **named, actual_seq_lens_q=lens[0], actual_seq_lens_kv=lens[1],
+        Q, k, v, 0.25, WORKSPACE, **named, actual_seq_lens_q=lens[0], actual_seq_lens_kv=lens[1],
         return_lse=False,
     )  # fmt: skip
     assert lse is None

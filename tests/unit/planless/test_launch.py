@@ -1,4 +1,4 @@
-"""What calls without a plan launch, on a GPU that is not there, and who goes the short way."""
+"""What calls without a plan launch, on a GPU that is not there, and which calls are cached."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from helpers import fake_gpu
 from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer, unpack
 
 import cupyattn
+from cupyattn import array
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError, WorkspaceError
+from cupyattn.inputs.workspace import steps
 from cupyattn.launch.attention import plan_batch
 from cupyattn.launch.ops import packbits
-from cupyattn.planless import call, repeat
-from cupyattn.schedule.batch import Masking
-from cupyattn.schedule.capacity import room
+from cupyattn.planless import call
+from cupyattn.schedule import Masking
+from cupyattn.schedule.capacity import plan_capacity
 from cupyattn.schedule.tile_shape import TileShape
 
 B, HQ, HKV, D, PAGES, PAGE, WIDTH = 5, 8, 2, 64, 30, 16, 9
@@ -24,8 +26,8 @@ PLANNER = plan_batch.PARAMS.size
 Make = Callable[..., Any]
 
 
-def no_general_way(*_: object) -> None:
-    raise AssertionError("the call went the general way")
+def no_checks(*_: object) -> None:
+    raise AssertionError("the call was not cached")
 
 
 class Calls:
@@ -52,6 +54,18 @@ class Calls:
             named = {"q": make(B, 1, HQ, D), "k_cache": k, "v_cache": v, "page_table": table}
             named |= {"seq_lens": lens, "output": make(B, 1, HQ, D)}
             named |= {"workspace_buffer": self.space}
+        elif "ragged" in self.entry or "fmha" in self.entry:
+            named = {"workspace_buffer": self.space, "seq_lens": lens, "max_q_len": 4}
+            named |= {"max_kv_len": 99, "bmm1_scale": 0.1, "bmm2_scale": 2.0, "batch_size": B}
+            named |= {f"cum_seq_lens_{x}": make(B + 1, dtype="int32") for x in ("q", "kv")}
+            named |= {"out": make(rows, HQ, D), "return_lse": False}
+            if "fmha" in self.entry:
+                named |= {"qkv": make(rows, 3, HQ, D), "input_layout": "PACKED_QKV"}
+            else:
+                names = {"query": HQ, "key": HKV, "value": HKV}
+                named |= {name: make(rows, heads, D) for name, heads in names.items()}
+                named |= {"o_sf_scale": 1.0, "window_left": -1, "enable_pdl": None}
+                named |= {"is_causal": True}
         else:
             named = {"query": make(rows, HQ, D), "kv_cache": make(PAGES, 2, HKV, PAGE, D)}
             named |= {"workspace_buffer": self.space, "block_tables": table, "seq_lens": lens}
@@ -104,6 +118,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "xqa decode": ("xqa_batch_decode_with_kv_cache", {}),
     "context": ("trtllm_batch_context_with_kv_cache", {}),
+    "ragged rows": ("trtllm_ragged_attention_deepseek", {}),
+    "packed rows": ("trtllm_fmha_v2_prefill", {"logits_soft_cap_scale": 30.0}),
     "xqa": ("xqa", {}),
     "xqa, two of both": (
         "xqa",
@@ -145,10 +161,9 @@ def facts(launch: Launched) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_calls_that_look_alike_go_the_short_way(
+def test_calls_of_equal_signature_are_cached(
     gpu: Gpu, make: Make, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And launch what the general way launches, to the last byte."""
     entry, changes = VARIANTS[variant]
     if "fp8" in variant and not hasattr(make(1), "untyped_storage"):
         pytest.skip("CuPy has no fp8 of its own")
@@ -156,19 +171,19 @@ def test_calls_that_look_alike_go_the_short_way(
     calls(calls.arguments())
     later = [calls.arguments() for _ in range(3)]
     gpu.launches.clear()
-    monkeypatch.setattr(call, "check", no_general_way)
+    monkeypatch.setattr(call, "check", no_checks)
     for arguments in later:
         answer = calls(arguments)
-    short = [facts(launch) for launch in gpu.launches]
+    cached = [facts(launch) for launch in gpu.launches]
     monkeypatch.undo()
     # undo() has also put back what makes the GPU.
     del answer
-    assert len(short) == 3 * (3 if entry.endswith("prefill_with_kv_cache") else 2)
-    assert len({*short}) == len(short)
+    assert len(cached) == 3 * (3 if entry.endswith("prefill_with_kv_cache") else 2)
+    assert len({*cached}) == len(cached)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_both_ways_launch_the_same(
+def test_cached_calls_launch_the_same(
     gpu: Gpu, make: Make, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry, changes = VARIANTS[variant]
@@ -179,34 +194,36 @@ def test_both_ways_launch_the_same(
     arguments = calls.arguments()
     gpu.launches.clear()
     calls(arguments)
-    short = [facts(launch) for launch in gpu.launches]
+    cached = [facts(launch) for launch in gpu.launches]
     fake_gpu.forget()
     gpu.launches.clear()
     calls(arguments)
-    assert short == [facts(launch) for launch in gpu.launches]
+    assert cached == [facts(launch) for launch in gpu.launches]
     assert {launch.stream for launch in gpu.launches} == {STREAM}
 
 
-def test_the_short_way_is_short(gpu: Gpu, make: Make) -> None:
+def test_a_cached_call_runs_few_functions(gpu: Gpu, make: Make) -> None:
     calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
     arguments = calls.arguments()
     calls(arguments)
     assert count_functions(lambda: calls(arguments)) <= 30
 
 
-def test_growing_requests_look_alike(gpu: Gpu, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_requests_share_a_signature(
+    gpu: Gpu, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
     arguments = calls.arguments()
     calls(arguments | {"max_seq_len": 70})
-    known = len(repeat._known)
+    known = len(call._CALLS)
     for longest in (71, 100, 128):
         calls(arguments | {"max_seq_len": longest})
-    assert len(repeat._known) == known
+    assert len(call._CALLS) == known
     calls(arguments | {"max_seq_len": 129})
-    assert len(repeat._known) == known + 1
+    assert len(call._CALLS) == known + 1
 
 
-def test_answers_are_made_on_the_short_way_too(gpu: Gpu, make: Make) -> None:
+def test_cached_calls_make_outputs(gpu: Gpu, make: Make) -> None:
     calls = Calls(make, "trtllm_batch_decode_with_kv_cache", out=None, return_lse=True)
     for _ in range(2):
         arguments = calls.arguments()
@@ -232,8 +249,29 @@ def test_what_the_kernels_are_told(gpu: Gpu, make: Make) -> None:
     cache = pointer(arguments["kv_cache"])
     assert (got["k"], got["v"]) == (cache, cache + 2 * HKV * PAGE * D)
     assert space < got["counters"] <= pointers[10] < got["partial_o"] <= got["partial_lse"]
-    assert (got["causal"], got["window_left"], got["page_size"]) == (0, 40, PAGE)
+    assert (got["window_left"], got["window_right"], got["page_size"]) == (40, -1, PAGE)
     assert attention.grid[0] == HKV and attention.kernel.name == "decode_sm80"
+
+
+def test_what_is_made_for_one_call_is_not_cached(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converted page tables, and lengths that follow from offsets, have no address to keep."""
+    make = fake_gpu.maker("torch", monkeypatch)
+    calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
+    arguments = calls.arguments() | {"block_tables": make(B, WIDTH, dtype="int64")}
+    calls(arguments)
+    assert unpack(gpu.launches[-1].params)["kv_indices"] != pointer(arguments["block_tables"])
+    ragged = {"k_cache": make(90, HKV, D), "v_cache": make(90, HKV, D), "block_tables": None}
+    offsets = make(B + 1, dtype="int32")
+    offsets[:] = offsets.new_tensor([0, 3, 3, 9, 60, 90])
+    lengths = {"actual_seq_lens_kv": None, "actual_seq_lens_q": None, "return_lse": False}
+    calls = Calls(make, "cudnn_batch_prefill_with_kv_cache")
+    gpu.launches.clear()
+    calls(calls.arguments() | ragged | lengths | {"batch_offsets_k": offsets * HKV * D})
+    q_lens, k_lens, *_ = struct.unpack_from("<4Q", gpu.launches[0].params)
+    assert not q_lens and k_lens
+    v = array.view(offsets * HKV * D, "offsets")
+    assert steps(v, HKV * D, "lengths").owner.tolist() == [3, 0, 6, 51, 30]
+    assert not len(call._CALLS)
 
 
 def test_a_mask_replaces_causality(gpu: Gpu, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +287,7 @@ def test_a_mask_replaces_causality(gpu: Gpu, make: Make, monkeypatch: pytest.Mon
             packed.clear()
             calls(arguments)
             got = unpack(gpu.launches[-1].params)
-            assert (got["causal"], got["mask_row_bytes"]) == (0, row_bytes)
+            assert (got["window_right"], got["mask_row_bytes"]) == (-1, row_bytes)
             assert got["mask_bytes"] == 2 * B * row_bytes
             if dtype == "bool":
                 assert [x.ptr for x in packed] == [got["mask"]]
@@ -276,6 +314,9 @@ BAD: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "workspace_buffer: this call needs": lambda a: {"workspace_buffer": a["workspace_buffer"][:64]},
     "workspace_buffer: its address": lambda a: {"workspace_buffer": a["workspace_buffer"][8:]},
     "window_left": lambda a: {"window_left": -2},
+    "bmm2_scale: got True": lambda a: {"bmm2_scale": True},
+    "q_len_per_req: got True": lambda a: {"q_len_per_req": True},
+    "return_lse: got 'False'": lambda a: {"return_lse": "False"},
     "o_sf_scale": lambda a: {"o_sf_scale": a["seq_lens"]},
     "unknown dtype": lambda a: {"out_dtype": {}},
     "max_seq_len: got": lambda a: {"max_seq_len": a["seq_lens"]},
@@ -348,23 +389,23 @@ SHAPE = TileShape(16, 64, 264, 0.25)
 
 
 def test_room_for_decodes() -> None:
-    plain = room(
-        64, 64, 1, 131_072, 131_072, 4, 8, SHAPE, Masking(False, -1), last_block_merges=False
+    plain = plan_capacity(
+        64, 64, 1, 131_072, 131_072, 4, 8, SHAPE, Masking(), last_block_merges=False
     )
     assert plain == (64, 4 * 33, 33)
     assert plain.limits() == (64 + 132, 64, 64 + 132)
-    short = room(64, 64, 1, 131_072, 64, 4, 8, SHAPE, Masking(False, -1), last_block_merges=False)
+    short = plan_capacity(64, 64, 1, 131_072, 64, 4, 8, SHAPE, Masking(), last_block_merges=False)
     assert short == (64, 0, 33)
-    window = room(
-        1, 1, 1, 131_072, 131_072, 4, 8, SHAPE, Masking(False, 63), last_block_merges=False
+    window = plan_capacity(
+        1, 1, 1, 131_072, 131_072, 4, 8, SHAPE, Masking(63), last_block_merges=False
     )
     assert window.num_more == 0
 
 
 def test_room_for_prefills() -> None:
     shape = TileShape(128, 48, 264, 4.0)
-    masking = Masking(True, -1)
-    few = room(2, 300, -1, 8192, 8192, 4, 8, shape, masking, last_block_merges=True)
+    masking = Masking(-1, 0)
+    few = plan_capacity(2, 300, -1, 8192, 8192, 4, 8, shape, masking, last_block_merges=True)
     assert few == (2 + 9, 132, 33)
-    many = room(8, 4096, -1, 8192, 8192, 4, 8, shape, masking, last_block_merges=True)
+    many = plan_capacity(8, 4096, -1, 8192, 8192, 4, 8, shape, masking, last_block_merges=True)
     assert many == (8 + 128, 0, 33)

@@ -80,10 +80,10 @@ def test_two_keys_by_hand():
     assert scalar_case(logits_soft_cap=LN3 / math.atanh(0.5)) == pytest.approx(
         scalar_case(scale_q=1.0 / math.atanh(0.5) / 2.0)
     )
-    # One head has slope 2**-8; the second key is one place further right.
-    slope = math.exp(2.0**-8)
-    total = 1.0 + 3.0 * slope
-    expected = ((4.0 + 24.0 * slope) / total, math.log2(total))
+    # One head has slope 2**-8; the first key is one place to the left of the row.
+    slope = math.exp(-(2.0**-8))
+    total = slope + 3.0
+    expected = ((4.0 * slope + 24.0) / total, math.log2(total))
     assert scalar_case(pos_encoding_mode="ALIBI") == pytest.approx(expected)
 
 

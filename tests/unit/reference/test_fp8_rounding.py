@@ -1,37 +1,17 @@
-"""Rounding to fp8: the reference and the kernels' portable path against a table of all values."""
+"""Rounding to fp8: the reference, and the tests' own rounding, against a table of all values."""
 
 from __future__ import annotations
-
-import ctypes
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import host_kernels
-from helpers.page_cases import all_roundings
+from helpers.page_cases import all_roundings, rounded
 
 from cupyattn import reference
 from cupyattn.core import dtypes
 from cupyattn.core.dtypes import DType
 
 FP8 = pytest.mark.parametrize("row", [dtypes.float8_e4m3fn, dtypes.float8_e5m2], ids=repr)
-
-SOURCE = """
-#include "cupyattn/ptx/convert_fp8.cuh"
-template <typename T>
-static void convert(const float* x, unsigned char* y, long n) {
-  using cupyattn::ptx::floats_to_fp8_pair;
-  for (long i = 0; i < n; i += 2) {
-    const unsigned pair = floats_to_fp8_pair<T>(x[i], x[i + 1]);
-    y[i] = pair & 0xff, y[i + 1] = pair >> 8;
-  }
-}
-extern "C" {
-void float8_e4m3fn(const float* x, unsigned char* y, long n) { convert<e4m3_t>(x, y, n); }
-void float8_e5m2(const float* x, unsigned char* y, long n) { convert<e5m2_t>(x, y, n); }
-}
-"""
 
 
 def nearest(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -48,30 +28,14 @@ def nearest(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.where(np.isnan(x), np.uint8(0x7F), bits)
 
 
-@pytest.fixture(scope="module")
-def portable() -> Any:
-    """The header's functions for architectures without the instruction, built for the host."""
-    return host_kernels.build(host_kernels.PRELUDE + SOURCE)
-
-
 @FP8
 def test_the_reference_rounds_to_nearest(row: DType) -> None:
     x = all_roundings()
     got = reference.to_fp8(x, 1.0, row.numpy).view(np.uint8)
     np.testing.assert_array_equal(got, nearest(x, row.numpy))
+    np.testing.assert_array_equal(got, rounded(x, 1.0, row.numpy).view(np.uint8))
     is_small = np.abs(x) <= float(ml_dtypes.finfo(row.numpy).max)
     np.testing.assert_array_equal(got[is_small], x[is_small].astype(row.numpy).view(np.uint8))
-
-
-@FP8
-def test_the_portable_path_of_the_kernels(row: DType, portable: Any) -> None:
-    x = all_roundings()
-    got = np.empty(x.size, np.uint8)
-    convert = getattr(portable, row.name)
-    convert.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
-    convert(x.ctypes.data, got.ctypes.data, x.size)
-    wrong = np.flatnonzero(got != nearest(x, row.numpy))
-    assert not wrong.size, f"{x[wrong[0]]!r} became {got[wrong[0]]:#x}; {wrong.size} differ"
 
 
 def test_scales_divide_once() -> None:

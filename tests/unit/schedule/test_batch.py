@@ -8,17 +8,17 @@ from itertools import groupby
 
 import numpy as np
 import pytest
+from helpers.level_plans import maskings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupyattn.errors import PlanError
-from cupyattn.reference.masks import Visibility
-from cupyattn.schedule import key_span, tile_span
+from cupyattn.reference import Visibility
+from cupyattn.schedule import Masking, tile_span
 from cupyattn.schedule.batch import (
     WORK_FIELDS,
     BatchPlan,
     BatchRequests,
-    Masking,
     Splitting,
     plan_batch,
 )
@@ -73,7 +73,7 @@ def batches(longest_q: int = 40, longest_kv: int = 300, most: int = 9) -> st.Sea
             st.integers(1, 300),
             st.sampled_from((0.0, 0.25, 4.0)),
         ),
-        st.builds(Masking, st.booleans(), st.one_of(st.just(-1), st.integers(0, 350))),
+        maskings(350),
         splitting,
     )
 
@@ -93,15 +93,8 @@ def covered(batch: Batch, plan: BatchPlan) -> list[np.ndarray]:
         request = starts[field["q_start"]]
         assert (qo_len, kv_len) == batch.lengths[request]
         first, end = field["first_row"], min(field["first_row"] + shape.tile_q, qo_len * group)
-        masking = batch.masking
-        begin, stop = key_span(
-            first // group,
-            (end - 1) // group,
-            qo_len,
-            kv_len,
-            masking.causal,
-            masking.window_left,
-        )
+        tokens = first // group, (end - 1) // group
+        begin, stop = batch.masking.key_span(*tokens, qo_len, kv_len)
         tiles = tile_span(begin, stop, shape.tile_kv, field["split"], field["num_splits"])
         from_key = begin + tiles[0] * shape.tile_kv
         to_key = min(begin + tiles[1] * shape.tile_kv, stop)
@@ -116,7 +109,7 @@ def test_every_visible_key_of_every_row_is_covered_once(batch: Batch) -> None:
     validate_plan(plan, batch.requests(), batch.group_size, batch.shape.tile_q)
     masking = batch.masking
     for (qo, kv), count in zip(batch.lengths, covered(batch, plan), strict=True):
-        seen = Visibility(qo, kv, masking.causal, masking.window_left).dense()
+        seen = Visibility(qo, kv, False, masking.window_left, masking.window_right).dense()
         rows = np.repeat(seen, batch.group_size, axis=0)
         assert (count[rows] == 1).all() and count.max(initial=0) <= 1
 
@@ -158,9 +151,7 @@ def finish(plan: BatchPlan, batch: Batch) -> tuple[float, float]:
 )
 def test_one_long_request_does_not_set_the_time_of_a_decode(lengths: list[int], heads: int) -> None:
     shape = TileShape(16, 64, 264, 0.25)
-    batch = Batch(
-        tuple((1, kv) for kv in lengths), 4, heads, shape, Masking(False, -1), Splitting()
-    )
+    batch = Batch(tuple((1, kv) for kv in lengths), 4, heads, shape, Masking(), Splitting())
     last, ideal = finish(batch.plan(), batch)
     assert last <= 1.5 * ideal + 30
 
@@ -168,7 +159,7 @@ def test_one_long_request_does_not_set_the_time_of_a_decode(lengths: list[int], 
 def test_what_one_block_merges_has_few_parts() -> None:
     """One KV head: as many parts as fill the GPU would take longer to merge than to make."""
     shape = TileShape(16, 64, 264, 0.25)
-    batch = Batch(((1, 8192),), 8, 1, shape, Masking(False, -1), Splitting())
+    batch = Batch(((1, 8192),), 8, 1, shape, Masking(), Splitting())
     assert len(batch.plan().items) == 128
     merged = replace(shape, part_cost=0.5, rows_at_a_time=8)
     assert len(replace(batch, shape=merged).plan().items) == 16
@@ -178,7 +169,7 @@ def _decode_parts(requests: int, kv_len: int, qo_len: int = 1, tile_q: int = 16)
     """In how many parts a decode's kernel takes each request of eight heads, two blocks an SM."""
     shape = TileShape(tile_q, 64, 264, 0.25, 0.25, rows_at_a_time=4, least_share=0.52)
     lengths = ((qo_len, kv_len),) * requests
-    plan = Batch(lengths, 4, 8, shape, Masking(False, -1), Splitting()).plan()
+    plan = Batch(lengths, 4, 8, shape, Masking(), Splitting()).plan()
     assert len(plan.items) % requests == 0
     return len(plan.items) // requests
 
@@ -200,7 +191,7 @@ def test_parts_of_many_rows_cost_more_to_merge() -> None:
 
 def test_unequal_requests_of_a_decode_come_longest_first() -> None:
     shape = TileShape(16, 64, 264)
-    batch = Batch(((1, 5), (1, 900), (1, 70)), 1, 1, shape, Masking(False, -1), Splitting(False))
+    batch = Batch(((1, 5), (1, 900), (1, 70)), 1, 1, shape, Masking(), Splitting(False))
     assert column(batch.plan(), "kv_len").tolist() == [900, 70, 5]
 
 
@@ -216,7 +207,7 @@ def part_sizes(batch: Batch, plan: BatchPlan) -> tuple[list[tuple[int, int]], np
         first, qo_len, kv_len = field["first_row"], field["qo_len"], field["kv_len"]
         last = min(first + shape.tile_q, qo_len * group) - 1
         rows = first // group, last // group
-        begin, end = key_span(*rows, qo_len, kv_len, masking.causal, masking.window_left)
+        begin, end = masking.key_span(*rows, qo_len, kv_len)
         tiles = -(-max(end - begin, 0) // shape.tile_kv)
         names.append((field["q_start"], first))
         sizes.append(-(-tiles // field["num_splits"]))
@@ -226,7 +217,7 @@ def part_sizes(batch: Batch, plan: BatchPlan) -> tuple[list[tuple[int, int]], np
 @settings(max_examples=300)
 @given(batches(longest_q=300, longest_kv=2_000, most=12))
 def test_tiles_of_a_request_stay_together_but_the_shortest(batch: Batch) -> None:
-    batch = replace(batch, masking=replace(batch.masking, causal=True))
+    batch = replace(batch, masking=replace(batch.masking, window_right=0))
     plan = batch.plan()
     names, sizes = part_sizes(batch, plan)
     requests = [name[0] for name in names]
@@ -245,7 +236,7 @@ def test_tiles_of_a_request_stay_together_but_the_shortest(batch: Batch) -> None
 def test_blocks_of_prefill_end_together(lengths: list[int], window_left: int) -> None:
     """Also where each takes an item ahead of time."""
     shape = TileShape(192, 80, 132)
-    masking = Masking(True, window_left)
+    masking = Masking(window_left, 0)
     batch = Batch(tuple((n, n) for n in lengths), 4, 8, shape, masking, Splitting())
     costs = np.repeat(part_sizes(batch, batch.plan())[1] + 2.0, batch.num_kv_heads)
     slots = [(0.0, float(costs[slot])) for slot in range(shape.num_slots)]
@@ -258,14 +249,14 @@ def test_blocks_of_prefill_end_together(lengths: list[int], window_left: int) ->
 
 def test_a_window_shortens_the_work() -> None:
     shape = TileShape(16, 64, 264)
-    plain = Batch(((1, 32_768),) * 64, 4, 8, shape, Masking(False, 1023), Splitting())
+    plain = Batch(((1, 32_768),) * 64, 4, 8, shape, Masking(1023), Splitting())
     short = replace(plain, lengths=((1, 1024),) * 64)
     assert len(plain.plan().items) == len(short.plan().items)
 
 
 def test_a_fixed_split_depends_on_the_request_alone() -> None:
     shape = TileShape(64, 64, 264)
-    lone = Batch(((3, 1000),), 4, 2, shape, Masking(True, -1), Splitting(True, 128))
+    lone = Batch(((3, 1000),), 4, 2, shape, Masking(-1, 0), Splitting(True, 128))
     among = replace(lone, lengths=((3, 1000), (3, 17), (3, 130_000)))
     splits = {int(kv): int(n) for *_, kv, n in among.plan().items[:, [0, 3, 6]]}
     assert splits[1000] == int(column(lone.plan(), "num_splits")[0]) == 8
@@ -274,7 +265,7 @@ def test_a_fixed_split_depends_on_the_request_alone() -> None:
 
 def test_mask_starts_keep_64_bits() -> None:
     requests = BatchRequests(*(np.array([x]) for x in (1, 5, 0, 0)), np.array([2**40 + 3]))
-    plan = plan_batch(requests, 1, 1, TileShape(16, 64, 4), Masking(False, -1), Splitting())
+    plan = plan_batch(requests, 1, 1, TileShape(16, 64, 4), Masking(), Splitting())
     assert plan.items[0, 8:10].view(np.int64)[0] == 2**40 + 3
 
 
@@ -287,7 +278,7 @@ def broken(plan: BatchPlan, name: str) -> BatchPlan:
 @pytest.mark.parametrize("name", ["q_start", "first_row", "split", "num_splits", "first_state"])
 def test_the_cover_check_finds_what_is_wrong(name: str) -> None:
     shape = TileShape(16, 64, 264)
-    batch = Batch(((20, 500), (4, 3000)), 2, 1, shape, Masking(False, -1), Splitting(True, 256))
+    batch = Batch(((20, 500), (4, 3000)), 2, 1, shape, Masking(), Splitting(True, 256))
     plan = batch.plan()
     validate_plan(plan, batch.requests(), 2, 16)
     with pytest.raises(PlanError):

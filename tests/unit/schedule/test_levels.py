@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 
 from cupyattn.batch.levels import flatten, read_levels
 from cupyattn.errors import ArgumentError, PlanError
-from cupyattn.schedule import tile_span
-from cupyattn.schedule.batch import WORK_FIELDS, BatchRequests, Masking, Splitting
-from cupyattn.schedule.levels import MOST, Levels, Served, level_limits, level_tables, require_room
+from cupyattn.schedule import Masking, tile_span
+from cupyattn.schedule.batch import WORK_FIELDS, BatchRequests, Splitting
+from cupyattn.schedule.levels import (
+    MOST,
+    Levels,
+    Served,
+    check_level_limits,
+    level_limits,
+    level_tables,
+)
 from cupyattn.schedule.mixed import Device, combine, estimate, state_offsets
 from cupyattn.schedule.validate import validate_plan
 
@@ -88,7 +95,7 @@ def limits_of(
         assert requests.key_offset is not None
         place = levels.positions[int(requests.q_start[index]) + token]
         position = int(place) - int(requests.key_offset[index])
-    end = min(kv_len, position + 1) if masking.causal else kv_len
+    end = min(kv_len, position + 1) if masking.window_right == 0 else kv_len
     begin = max(0, position - masking.window_left) if masking.window_left >= 0 else 0
     return range(begin, end)
 
@@ -130,7 +137,7 @@ def test_positions_count_through_all_levels(cascade: Cascade) -> None:
         total, token = sum(keys), row - int(cuts[-1][places[-1]])
         position = total - own_rows + token
         end = total
-        if masking.causal:
+        if masking.window_right == 0:
             position = max(position, total - own - 1)
             end = min(total, position + 1)
         begin = max(0, position - masking.window_left) if masking.window_left >= 0 else 0
@@ -169,16 +176,16 @@ def test_plans_that_fit_a_graph_have_room(cascade: Cascade, data: st.DataObject)
     items, _ = combine(plan.parts, offsets_of)
     about = [(*k, part, n) for k, part, n in zip(kinds, plan.parts, tile_rows, strict=True)]
     tables = level_tables(levels, about, offsets_of, cascade.group_size, num_rows)
-    require_room((len(items), sum(x.size for x in tables), state_rows), most)
+    check_level_limits((len(items), sum(x.size for x in tables), state_rows), most)
 
 
 def test_too_large_a_plan_is_said() -> None:
     kinds = [Served(128, 16, MOST), Served(16, 0, 16)]
     most = level_limits([(1, 4), (4, 1)], 4, 4, [(10, kinds)])
     with pytest.raises(PlanError, match="blocks, but the captured graph has room for"):
-        require_room((10_000, 1, 1), most)
+        check_level_limits((10_000, 1, 1), most)
     with pytest.raises(PlanError, match="words of merge tables"):
-        require_room((1, 10_000_000, 1), most)
+        check_level_limits((1, 10_000_000, 1), most)
 
 
 @settings(max_examples=300, deadline=None)
@@ -234,8 +241,7 @@ def test_causality_hides_no_shared_keys_from_the_estimate() -> None:
     shapes = SHAPES[0][:1]
     own = tuple((512, 512) for _ in range(16))
     plain, causal = (
-        Cascade((((8192, 2048),), own), 4, 8, shapes, Masking(is_causal, -1))
-        for is_causal in (False, True)
+        Cascade((((8192, 2048),), own), 4, 8, shapes, Masking(-1, right)) for right in (-1, 0)
     )
     times = []
     for cascade in (plain, causal):
@@ -264,13 +270,15 @@ def test_a_flat_batch_has_the_pages_of_all_levels(cascade: Cascade, page_size: i
     parts = read_levels(lists, len(cascade.levels), page_size, False)
     if not parts[0].num_rows:
         return
-    flat = flatten(parts, page_size, cascade.masking.causal)
+    flat = flatten(parts, page_size, cascade.masking.window_right == 0)
     cuts = lists[0]
     is_nested = all(np.isin(x, cuts[-1]).all() for x in cuts)
     is_whole = all(
         keys % page_size == 0 for level in cascade.levels[:-1] for rows, keys in level if rows
     )
-    sees_all = not cascade.masking.causal or all(rows <= keys for rows, keys in cascade.levels[-1])
+    sees_all = cascade.masking.window_right < 0 or all(
+        rows <= keys for rows, keys in cascade.levels[-1]
+    )
     assert (flat is not None) == (is_nested and is_whole and sees_all)
     if flat is None:
         return
@@ -292,6 +300,6 @@ def test_a_flat_batch_has_the_pages_of_all_levels(cascade: Cascade, page_size: i
 def test_levels_must_refine_only_where_positions_count() -> None:
     levels = (((2, 8), (3, 4)), ((3, 5), (2, 6)))
     shapes = SHAPES[0]
-    Cascade(levels, 2, 1, shapes, Masking(True, -1)).join()
+    Cascade(levels, 2, 1, shapes, Masking(-1, 0)).join()
     with pytest.raises(ArgumentError, match=r"qo_indptr_arr\[1\]: rows of one request"):
-        Cascade(levels, 2, 1, shapes, Masking(True, 5)).join()
+        Cascade(levels, 2, 1, shapes, Masking(5, 0)).join()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from helpers.level_plans import maskings
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn.reference.masks import Visibility
-from cupyattn.schedule import MAX_GRID_YZ, SinglePlan, key_span, plan_single, tile_span
+from cupyattn.reference import Visibility
+from cupyattn.schedule import MAX_GRID_YZ, Masking, SinglePlan, plan_single, tile_span
 
 _MAX_WAVES = 4
 
@@ -25,8 +26,7 @@ class Request:
     tile_q: int
     tile_kv: int
     num_slots: int
-    causal: bool
-    window_left: int
+    masking: Masking
 
     def plan(self) -> SinglePlan:
         return plan_single(**vars(self))
@@ -39,10 +39,11 @@ class Request:
             yield begin // self.group_size, (end - 1) // self.group_size
 
     def span(self, first: int, last: int) -> tuple[int, int]:
-        return key_span(first, last, self.qo_len, self.kv_len, self.causal, self.window_left)
+        return self.masking.key_span(first, last, self.qo_len, self.kv_len)
 
     def seen(self) -> np.ndarray:
-        return Visibility(self.qo_len, self.kv_len, self.causal, self.window_left).dense()
+        windows = self.masking.window_left, self.masking.window_right
+        return Visibility(self.qo_len, self.kv_len, False, *windows).dense()
 
 
 def requests(longest_q: int = 70, longest_kv: int = 400) -> st.SearchStrategy[Request]:
@@ -55,8 +56,7 @@ def requests(longest_q: int = 70, longest_kv: int = 400) -> st.SearchStrategy[Re
         tile_q=st.sampled_from((16, 64, 128)),
         tile_kv=st.sampled_from((16, 32, 64, 128)),
         num_slots=st.integers(1, 600),
-        causal=st.booleans(),
-        window_left=st.one_of(st.just(-1), st.integers(0, longest_kv + 10)),
+        masking=maskings(longest_kv + 10),
     )
 
 
@@ -129,15 +129,18 @@ def test_blocks_are_as_promised(request: Request) -> None:
 def test_windows_shorten_the_work(request: Request, window: int) -> None:
     def work(window_left: int) -> list[int]:
         spans = [
-            key_span(a, b, request.qo_len, request.kv_len, request.causal, window_left)
+            replace(request.masking, window_left=window_left).key_span(
+                a, b, request.qo_len, request.kv_len
+            )
             for a, b in request.row_tiles()
         ]
         return [b - a for a, b in (tile_span(*span, request.tile_kv, 0, 1) for span in spans)]
 
     full, windowed = work(-1), work(window)
     assert all(w <= f for w, f in zip(windowed, full, strict=True))
-    if request.causal:
-        tokens = -(-request.tile_q // request.group_size) + 1
+    right = request.masking.window_right
+    if right >= 0:
+        tokens = -(-request.tile_q // request.group_size) + 1 + right
         assert max(windowed) <= (tokens + window) // request.tile_kv + 2
     assert work(request.kv_len + request.qo_len) == full
 
@@ -146,20 +149,20 @@ def test_windows_shorten_the_work(request: Request, window: int) -> None:
 def test_causality_shortens_the_work(request: Request) -> None:
     first, last = next(request.row_tiles())
     args = (first, last, request.qo_len, request.kv_len)
-    begin, end = key_span(*args, True, -1)
+    begin, end = Masking(-1, 0).key_span(*args)
     assert begin == 0 and end == min(request.kv_len, max(0, last + 1 + args[3] - args[2]))
-    assert key_span(*args, False, -1) == (0, request.kv_len)
+    assert Masking().key_span(*args) == (0, request.kv_len)
 
 
 def test_the_documented_example() -> None:
-    plan = plan_single(1, 2048 * 64, 4, 8, 16, 64, 264, False, -1)
+    plan = plan_single(1, 2048 * 64, 4, 8, 16, 64, 264, Masking())
     assert plan == SinglePlan(num_q_tiles=1, num_splits=33, num_blocks=264)
     sizes = {b - a for a, b in (tile_span(0, 2048 * 64, 64, s, 33) for s in range(33))}
     assert sizes == {62, 63}
 
 
 def test_splits_fit_a_dimension_of_the_grid() -> None:
-    plan = plan_single(1, 2**31 - 64, 1, 1, 16, 16, 200_000, False, -1)
+    plan = plan_single(1, 2**31 - 64, 1, 1, 16, 16, 200_000, Masking())
     assert 1 < plan.num_splits == plan.num_blocks <= MAX_GRID_YZ == 65_535
 
 
@@ -167,7 +170,7 @@ def test_splits_fit_a_dimension_of_the_grid() -> None:
 @pytest.mark.parametrize("kv_len", [1000, 4096, 32_768, 131_072, 1_000_000])
 def test_a_decode_fills_the_gpu(kv_len: int, num_slots: int) -> None:
     """At least half of the slots of the waves it takes do work."""
-    plan = plan_single(1, kv_len, 4, 8, 16, 64, num_slots, False, -1)
+    plan = plan_single(1, kv_len, 4, 8, 16, 64, num_slots, Masking())
     waves = -(-plan.num_blocks // num_slots)
     most = 8 * -(-kv_len // 64)
     assert plan.num_blocks >= min(most, waves * num_slots) // 2

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn.schedule.batch import BatchRequests, Masking
+from cupyattn.schedule import Masking
+from cupyattn.schedule.batch import BatchRequests
 from cupyattn.schedule.mixed import Kinds
 from cupyattn.schedule.sm_partition import persistent_grid_size
 from cupyattn.schedule.tile_shape import TileShape
@@ -23,7 +24,7 @@ def kind(shape: TileShape, *lengths: tuple[int, int]) -> Kinds:
 
 def blocks(chunks: list[tuple[int, int]], decodes: list[tuple[int, int]]) -> int:
     kernels = [kind(LARGE, *chunks), kind(SMALL, *decodes)]
-    return persistent_grid_size(kernels, 4, Masking(True, -1), 256, 2)
+    return persistent_grid_size(kernels, 4, Masking(-1, 0), 256, 2)
 
 
 def test_a_chunk_beside_many_decodes() -> None:

@@ -1,6 +1,6 @@
 """What reaches the launch call, on a GPU that is not there.
 
-Calls are made twice: the first goes the general way (_single.py), the second the short one.
+Each call is made twice. The first is a checked call, the second a cached one.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def test_the_struct_of_a_decode_call(gpu: Gpu, make: Callable) -> None:
         expected |= {"k_stride_n": 128, "k_stride_h": 64, "v_stride_n": 256, "v_stride_h": 128}
         expected |= {"qo_len": 1, "kv_len": 2048, "num_kv_heads": 2, "group_size": 4}
         expected |= {"num_q_tiles": 1, "num_splits": splits, "window_left": 1500}
+        expected |= {"window_right": -1}
         expected |= {"group_magic": 2**31 + 1, "group_shift": 2}  # n // 4
         expected |= {"sm_scale": 0.5, "output_scale": 2.0, "rope_step": (0,) * 128}
         got = unpack(launch.params)
@@ -73,7 +74,13 @@ def test_the_struct_of_a_prefill_call_with_everything(gpu: Gpu, make: Callable) 
     strides |= {"k_stride_n": 64, "k_stride_h": 32000, "v_stride_n": 64, "v_stride_h": 32000}
     strides |= {"lse_stride_n": 4, "lse_stride_h": 1}
     assert {n: got[n] for n in strides} == strides
-    facts = {"mask_bytes": 18751, "qo_len": 300, "kv_len": 500, "causal": 0, "window_left": -1}
+    facts = {
+        "mask_bytes": 18751,
+        "qo_len": 300,
+        "kv_len": 500,
+        "window_left": -1,
+        "window_right": -1,
+    }
     facts |= {"logits_soft_cap": 3.0, "sm_scale": 0.125}
     assert {n: got[n] for n in facts} == facts
 

@@ -1,4 +1,4 @@
-"""What reaches the launch calls of merges, on a GPU that is not there; the short way of repeats."""
+"""What reaches the launch calls of merges, on a GPU that is not there; cached calls."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer
+from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, maker, pointer
 
 import cupyattn
 from cupyattn import array, jit
+from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError
 from cupyattn.launch.driver import params
 from cupyattn.launch.ops import merge_states as launcher
-from cupyattn.states import repeat
+from cupyattn.states import merge
 
 N, M, H, D = 6, 5, 3, 64
 _NAMES = (
@@ -46,6 +47,10 @@ def arguments(make: Callable, form: str, dtype: str = "bfloat16", **shape: int) 
     return dict(zip(names, (*state(n), *state(n)), strict=True))
 
 
+def num_cached() -> int:
+    return sum(map(len, merge._CALLS))
+
+
 CALLS = {
     "pair": cupyattn.merge_state,
     "in place": cupyattn.merge_state_in_place,
@@ -57,7 +62,7 @@ CALLS = {
 @pytest.mark.parametrize("form", CALLS)
 def test_what_is_launched(gpu: Gpu, make: Callable, form: str) -> None:
     given = arguments(make, form)
-    for _ in range(2):  # the general way, then the short one
+    for _ in range(2):  # checked, then cached
         answer = CALLS[form](**given)
         v, s = (given["v"], given["s"]) if form == "in place" else answer
         assert (answer is None) == (form == "in place")
@@ -86,7 +91,7 @@ def test_what_is_launched(gpu: Gpu, make: Callable, form: str) -> None:
         magic, shift = params.divisor(H)
         wanted |= {"num_heads": H, "magic": magic, "shift": shift, "head_dim": D, "lane_bits": 3}
         assert got == wanted | {"to_base2": 1.0, "from_base2": 1.0}
-    assert len(repeat._known) == 1
+    assert num_cached() == 1
 
 
 def test_natural_logarithms_masks_and_outputs(gpu: Gpu, make: Callable) -> None:
@@ -106,7 +111,7 @@ def test_natural_logarithms_masks_and_outputs(gpu: Gpu, make: Callable) -> None:
         assert (got["lse_n"], got["lse_h"]) == (1, N)
     one = cupyattn.merge_state(**pair, lse=lse)
     assert one[1] is lse and one[0] is not out and one[0].dtype == pair["v_a"].dtype
-    assert len(repeat._known) == 3
+    assert num_cached() == 3
 
 
 @pytest.mark.parametrize(
@@ -126,19 +131,31 @@ def test_lanes_of_a_row(
     assert gpu.launches[-1].grid == (-(-3000 * 2**lane_bits // 256), 1, 1)
 
 
-def test_every_config_is_listed(gpu: Gpu, make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[jit.Config] = []
+@pytest.fixture
+def asked(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> list[jit.Config]:
+    """The Configs of all kernels that are loaded."""
+    found: list[jit.Config] = []
 
     def load(name: str, config: jit.Config, *_: Any) -> SimpleNamespace:
-        asked.append(config)
+        found.append(config)
         return SimpleNamespace(function=name)
 
     monkeypatch.setattr(jit, "load", load)
+    return found
+
+
+def test_every_config_is_listed(make: Callable, asked: list[jit.Config]) -> None:
     for dtype in ("bfloat16", "float16", "float32"):
         for dim in (64, 512, 63):
             for form in CALLS:
                 CALLS[form](**arguments(make, form, dtype, d=dim))
-    assert set(asked) == set(launcher.configs())
+    assert set(asked) == {
+        config
+        for dtype in (dtypes.bfloat16, dtypes.float16, dtypes.float32)
+        for dim in (64, 512)
+        for is_aligned in (True, False)
+        for config in launcher.configs(dtype, dim, is_aligned)
+    }
     for dtype, dim in (("bfloat16", 256), ("float32", 128)):
         cupyattn.merge_state(**arguments(make, "pair", dtype, d=dim))
         assert asked[-1]["kOneChunk"]
@@ -146,14 +163,7 @@ def test_every_config_is_listed(gpu: Gpu, make: Callable, monkeypatch: pytest.Mo
         assert not asked[-1]["kOneChunk"]
 
 
-def test_two_states_are_a_pair(gpu: Gpu, make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[jit.Config] = []
-
-    def load(name: str, config: jit.Config, *_: Any) -> SimpleNamespace:
-        asked.append(config)
-        return SimpleNamespace(function=name)
-
-    monkeypatch.setattr(jit, "load", load)
+def test_two_states_are_a_pair(gpu: Gpu, make: Callable, asked: list[jit.Config]) -> None:
     for num_states in (1, 2, 3):
         v, s = make(N, num_states, H, D), make(N, num_states, H, dtype="float32")
         for _ in range(2):
@@ -168,7 +178,7 @@ def test_two_states_are_a_pair(gpu: Gpu, make: Callable, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("shift", [0, 1, 8])
 def test_alignment(gpu: Gpu, make: Callable, shift: int) -> None:
-    """Each array counts, on the short way too: an unaligned row has a lane for each element."""
+    """Each array counts, in cached calls too: an unaligned row has a lane for each element."""
 
     def shifted() -> Any:
         return make(N * H * D + shift)[shift:].reshape(N, H, D)
@@ -180,10 +190,10 @@ def test_alignment(gpu: Gpu, make: Callable, shift: int) -> None:
             assert unpack(gpu.launches[-1])["lane_bits"] == (5 if shift % 8 else 3)
             cupyattn.merge_state(**plain, out=make(N, H, D))
             assert unpack(gpu.launches[-1])["lane_bits"] == 3
-    assert len(repeat._known) == (2 if shift % 8 else 1)
+    assert num_cached() == (4 if shift % 8 else 1)
 
 
-def test_answers_of_the_short_way_are_as_of_the_general_one(gpu: Gpu, make: Callable) -> None:
+def test_outputs_of_cached_calls_are_as_of_checked_ones(gpu: Gpu, make: Callable) -> None:
     """Also where what is given is not laid out as answers are."""
     torch = pytest.importorskip("torch")
     if not isinstance(make(1), torch.Tensor):
@@ -209,7 +219,7 @@ def test_answers_of_the_short_way_are_as_of_the_general_one(gpu: Gpu, make: Call
         cupyattn.merge_state(weights[0], given["s_b"], weights[1], given["s_b"])
 
 
-# What a good call becomes, after good ones of the same look.
+# What a good call becomes, after good ones of the same signature.
 BAD: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "v_b: dimension 0": ("pair", lambda a: {"v_b": a["v_b"][:2]}),
     "v_a: got list": ("pair", lambda a: {"v_a": [1.0]}),
@@ -241,6 +251,14 @@ def test_a_bad_call_is_refused_after_good_ones(gpu: Gpu, make: Callable, message
     assert not gpu.launches
 
 
+def test_a_pair_of_nothing_is_not_a_merge_of_many(gpu: Gpu, make: Callable) -> None:
+    good = arguments(make, "states")
+    good |= {"out": make(N, H, D), "lse": make(N, H, dtype="float32")}
+    cupyattn.merge_states(**good)
+    with pytest.raises(ArgumentError, match="v_b: got NoneType"):
+        cupyattn.merge_state(good["v"], good["s"], None, None, out=good["out"], lse=good["lse"])
+
+
 def test_a_freed_tensor_is_refused_after_good_ones(gpu: Gpu, make: Callable) -> None:
     torch = pytest.importorskip("torch")
     if not isinstance(make(1), torch.Tensor):
@@ -261,7 +279,9 @@ def test_neighbours_in_memory_do_not_overlap(gpu: Gpu, make: Callable) -> None:
     assert len(gpu.launches) == 2
 
 
-def test_the_short_way_is_short(gpu: Gpu, make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_call_runs_few_functions(
+    gpu: Gpu, make: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = arguments(make, "pair")
     cupyattn.merge_state(**given)
     monkeypatch.setattr(array, "view", None)
@@ -302,8 +322,13 @@ def test_debugging_looks_at_offsets(
     assert len(gpu.launches) == 2
 
 
-def test_long_offsets_on_a_gpu_are_refused(gpu: Gpu, make: Callable) -> None:
-    given = arguments(make, "segments") | {"indptr": make(N + 1, dtype="int64")}
-    with pytest.raises(ArgumentError, match="indptr: dtype is int64; wanted int32"):
-        cupyattn.variable_length_merge_states(**given)
-    assert not gpu.launches
+def test_long_offsets_on_a_gpu_are_converted_at_every_call(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(maker("torch", monkeypatch), "segments")
+    short = given["indptr"]
+    monkeypatch.setattr(merge, "int32_on_device", lambda v, name: array.view(short, name))
+    for _ in range(2):
+        cupyattn.variable_length_merge_states(**given | {"indptr": short.long()})
+        assert unpack(gpu.launches[-1])["indptr"] == pointer(short)
+    assert len(gpu.launches) == 2 and len(merge._CALLS[False]) == 0

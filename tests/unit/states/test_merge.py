@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.merge_cases import MergeCall, random_case
+from helpers.calls import run_and_check
+from helpers.merge_calls import Call
+from helpers.merge_cases import random_case
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,10 +124,7 @@ def test_states_over_disjoint_keys_are_one_attention(
 
 def test_random_cases() -> None:
     for seed in range(400):
-        call = MergeCall.prepare(random_case(seed), np)
-        call.run()
-        call.check()
-        call.rerun()
+        run_and_check(Call(random_case(seed), np))
 
 
 def test_by_hand() -> None:
@@ -168,6 +167,24 @@ def test_nothing_to_merge() -> None:
         cupyattn.merge_state_in_place(v, s, v.copy(), s.copy())
     got = cupyattn.variable_length_merge_states(v, s, np.array([0]))
     assert got[0].shape == (0, 0, D)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_merge_in_place_gives_new_jax_arrays(dtype: str) -> None:
+    jax = pytest.importorskip("jax")
+    rng = np.random.default_rng(0)
+    v, v_other = rng.standard_normal((2, N, H, D)).astype(dtypes.parse(dtype).numpy)
+    s, s_other = rng.standard_normal((2, N, H), "f4")
+    mask = np.arange(N) % 2 == 0
+    given = jax.numpy.asarray(v.copy()), jax.numpy.asarray(s.copy())
+    got = cupyattn.merge_state_in_place(*given, v_other, s_other, mask)
+    before = [np.asarray(x) for x in given]
+    assert cupyattn.merge_state_in_place(v, s, v_other, s_other, mask) is None
+    for new, written, old in zip(got, (v, s), before, strict=True):
+        assert isinstance(new, jax.Array)
+        np.testing.assert_array_equal(np.asarray(new), written)
+        assert (old[mask] != written[mask]).any()
+        np.testing.assert_array_equal(old[~mask], written[~mask])
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import batches
-from helpers.batches import HKV, HQ, D
+from helpers.batches import HKV, HQ, WORKSPACE, D
 
 import cupyattn
 import cupyattn.decode
 import cupyattn.prefill
 
-WORKSPACE = np.zeros(64, np.uint8)
 PAGE = 4
 B = batches.make([3, 1, 4], [7, 0, 11], PAGE)
 ONE = batches.make([1, 1, 1], [7, 0, 11], PAGE)

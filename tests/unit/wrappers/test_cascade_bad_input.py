@@ -6,51 +6,31 @@ What only a GPU can have is in test_cascade_graph.py.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import pytest
 from helpers import batches, cascade_calls
-from helpers.batches import HKV, HQ, D
+from helpers.bad_input import (
+    Row,
+    by_row,
+    check_good_steps,
+    ints,
+    of,
+    read_only,
+    refuse,
+    rows_of,
+    step_before,
+)
+from helpers.batches import HKV, HQ, WORKSPACE, D
 
 import cupyattn
-from cupyattn.core import dtypes
-from cupyattn.errors import ArgumentError, PlanError, UnsupportedError, WorkspaceError
+from cupyattn.errors import UnsupportedError, WorkspaceError
 
 PAGE = 4
 
 
-class Row(NamedTuple):
-    wrapper: str
-    step: str  # make | plan | run
-    what: str
-    error: type[Exception]
-    words: tuple[str, ...]
-    changes: dict[str, Any]
-
-
-def _row(wrapper: str, step: str) -> Any:
-    def make(what: str, words: str, error: type[Exception] = ArgumentError, **changes: Any) -> Row:
-        return Row(wrapper, step, what, error, tuple(words.split(" | ")), changes)
-
-    return make
-
-
-made, planned, ran = (_row("cascade", step) for step in ("make", "plan", "run"))
-mixed_made, mixed_planned, mixed_ran = (_row("mixed", step) for step in ("make", "plan", "run"))
-
-
-def ints(*values: int, dtype: str = "int32") -> np.ndarray:
-    return np.array(values, dtype)
-
-
-def of(dtype: str, *shape: int) -> np.ndarray:
-    return np.zeros(shape, dtypes.parse(dtype).numpy)
-
-
-def read_only(x: np.ndarray) -> np.ndarray:
-    x.flags.writeable = False
-    return x
+made, planned, ran = (rows_of("cascade", step) for step in ("make", "plan", "run"))
+mixed_made, mixed_planned, mixed_ran = (rows_of("mixed", step) for step in ("make", "plan", "run"))
 
 
 def level(name: str, index: int, x: Any) -> dict[str, Any]:
@@ -77,11 +57,11 @@ BUFFERS = {
 }
 
 MAKE = [
-    made("no levels", "num_levels: got 0 | positive", num_levels=0),
+    made("no levels", "num_levels: got 0 | 1 or more", num_levels=0),
     made("half a level", "num_levels: got 1.5", num_levels=1.5),
     made("many levels", "num_levels: got 33; at most 32", UnsupportedError, num_levels=33),
     made("layout", "kv_layout: got 'HDN'", kv_layout="HDN"),
-    made("no workspace", "float_workspace_buffer: got NoneType", float_workspace_buffer=None),
+    made("no device", "float_workspace_buffer: got 'gpu'", float_workspace_buffer="gpu"),
     made("strided", "not contiguous", WorkspaceError, float_workspace_buffer=of("uint8", 64)[::2]),
     made("no writing", "cannot be written", WorkspaceError,
          float_workspace_buffer=read_only(of("uint8", 64))),
@@ -177,7 +157,7 @@ RUN = [
     ran("out no writing", "out: a read-only array", out=read_only(of("half", 5, HQ, D))),
     ran("lse dtype", "lse: dtype is float16", lse=of("half", 5, 4)),
     ran("out is q", "out: overlaps q", out=lambda a: a["q"]),
-    ran("sinks of KV heads", "sinks: dimension 0 | H = 4", sinks=of("float", 2)),
+    ran("sinks of KV heads", "sinks: dimension 0 | the num_qo_heads", sinks=of("float", 2)),
     ran("half v_scale", "v_scale: dtype is float16", v_scale=of("half", 2)),
     ran("infinite scale", "k_scale: got inf", k_scale=float("inf")),
     mixed_ran("rows", "q: holds 4 rows; the plan has 5", q=of("half", 4, HQ, D)),
@@ -206,7 +186,7 @@ def good(wrapper: str, step: str) -> dict[str, Any]:
     if step == "make":
         if wrapper == "mixed":
             return {"kv_layout": "NHD", "device": "cpu"}
-        return {"num_levels": 2, "float_workspace_buffer": of("uint8", 1024)}
+        return {"num_levels": 2, "float_workspace_buffer": WORKSPACE}
     if step == "run":
         outputs = {"out": b.q * 0 + 7, "lse": np.full(b.q.shape[:2], 7, np.float32)}
         name = "kv_cache" if wrapper == "mixed" else "paged_kv_cache"
@@ -225,53 +205,15 @@ def good(wrapper: str, step: str) -> dict[str, Any]:
     return {**levels, **sizes, "head_dim": D}
 
 
-def _content(x: Any) -> list[bytes]:
-    if isinstance(x, dict):
-        return [part for value in x.values() for part in _content(value)]
-    if isinstance(x, list):
-        return [part for value in x for part in _content(value)]
-    return [x.tobytes()] if isinstance(x, np.ndarray) else []
-
-
-def step_before(row: Row) -> Any:
-    """What the row's step calls, as it finds it."""
-    cls = CLASSES[row.wrapper]
-    if row.step == "make":
-        return cls
-    wrapper = cls(**good(row.wrapper, "make"))
-    if row.step == "run":
-        wrapper.plan(**good(row.wrapper, "plan"))
-        return wrapper.run
-    return wrapper.plan
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.wrapper} {row.step}: {row.what}")
+@by_row(ROWS)
 def test_bad_input(row: Row) -> None:
-    call = step_before(row)
-    arguments = good(row.wrapper, row.step)
-    for name, value in row.changes.items():
-        arguments[name] = value(arguments) if callable(value) else value
-    before = _content(arguments)
-    for _ in range(2):
-        with pytest.raises(row.error) as caught:
-            call(**arguments)
-        assert type(caught.value) is row.error
-        message = str(caught.value)
-        assert not [word for word in row.words if word not in message], message
-    assert _content(arguments) == before, "an argument was written"
-    call(**good(row.wrapper, row.step))
+    call = step_before(row, CLASSES[row.call], good)
+    refuse(row, call, good(row.call, row.step))
+    call(**good(row.call, row.step))
 
 
 def test_good_calls_are_good() -> None:
-    assert len({row[:3] for row in ROWS}) == len(ROWS)
-    for name, cls in CLASSES.items():
-        wrapper = cls(**good(name, "make"))
-        with pytest.raises(PlanError, match=r"run\(\) was called before plan\(\)"):
-            wrapper.run(**good(name, "run"))
-        wrapper.plan(**good(name, "plan"))
-        arguments = good(name, "run")
-        wrapper.run(**arguments)
-        assert np.isfinite(arguments["out"]).all() and (arguments["lse"] != 7).all()
+    check_good_steps(CLASSES, good)
 
 
 def test_a_cap_at_the_run_replaces_the_plans() -> None:
@@ -286,12 +228,12 @@ def test_a_cap_at_the_run_replaces_the_plans() -> None:
 def test_the_old_names_of_a_cascade() -> None:
     call = cascade_calls.Call(cascade_calls.random_case(4), np)
     w = cupyattn.MultiLevelCascadeAttentionWrapper(
-        len(call.case.levels), workspace_buffer=of("uint8", 16), kv_layout=call.case.kv_layout
+        len(call.case.levels), workspace_buffer=WORKSPACE, kv_layout=call.case.kv_layout
     )
     arguments, options = call.plan_arguments()
     w.begin_forward(*arguments, **options, allow_fp16_qk_reduction=True)
-    call.check(*w.run_return_lse(call.device_q.array, call.cache, **call.given))
-    out = w.forward(call.device_q.array, call.cache, **call.given)
+    call.check(*w.run_return_lse(call.device_q, call.cache, **call.given))
+    out = w.forward(call.device_q, call.cache, **call.given)
     assert out.shape == call.q.shape
     w.end_forward()
     w.reset_workspace_buffer(of("uint8", 32), [of("uint8", 8)] * 2)

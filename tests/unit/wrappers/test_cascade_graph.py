@@ -7,17 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import cascade_calls, fake_batch
+from helpers import batches, cascade_calls, fake_batch
 from helpers.batch_cases import Problem
+from helpers.batches import WORKSPACE
 from helpers.cascade_calls import Case
 from helpers.fake_batch import Device
 from helpers.fake_gpu import pointer
 
 import cupyattn
 from cupyattn import array
+from cupyattn.batch import own_workspace
 from cupyattn.errors import ArgumentError, PlanError, UnsupportedError, WorkspaceError
 from cupyattn.launch.attention.batch import BatchLauncher
-from cupyattn.wrappers import mixed
 
 BASE = Case(
     seed=1,
@@ -137,7 +138,7 @@ def test_a_captured_run_follows_the_plans(device: Device, ids: str) -> None:
 
 
 def check_buffers(device: Device, buffers: dict[str, list[Any]], cascade: OnDevice) -> None:
-    rows = [cascade_calls.offsets(rows) for rows, _ in cascade.case.levels]
+    rows = [batches.offsets(rows) for rows, _ in cascade.case.levels]
     indptr, ids, last = zip(*cascade.call.tables, strict=True)
     ids = tuple(x[:-2] for x in ids)  # two absurd ones follow
     for name, given in zip(BUFFERS, (rows, indptr, ids, last), strict=True):
@@ -167,13 +168,9 @@ def test_buffers_are_filled_on_the_cpu_too() -> None:
         name: [np.full(n, -7, np.int32) for n in column]
         for name, column in zip(BUFFERS, zip(*sizes, strict=True), strict=True)
     }
-    w = cupyattn.MultiLevelCascadeAttentionWrapper(
-        2, np.zeros(16, np.uint8), "NHD", True, **buffers
-    )
-    arguments, options = call.plan_arguments()
-    w.plan(*arguments, **options)
-    call.check(*call.run(w))
-    for name, given in zip(BUFFERS, arguments, strict=False):
+    call.plan(WORKSPACE, use_cuda_graph=True, **buffers)
+    call.check(*call.run())
+    for name, given in zip(BUFFERS, call.plan_arguments()[0], strict=False):
         for buffer, x in zip(buffers[name], given, strict=True):
             used = len(x) - 2 * ("indices" in name)
             np.testing.assert_array_equal(buffer[:used], x[:used])
@@ -241,7 +238,7 @@ def test_a_capture_is_refused_before_anything_is_read(
 
 def test_ids_on_another_device_are_refused(device: Device) -> None:
     cascade = OnDevice(device, BASE, "mixed")
-    w = cupyattn.MultiLevelCascadeAttentionWrapper(2, np.zeros(16, np.uint8))
+    w = cupyattn.MultiLevelCascadeAttentionWrapper(2, WORKSPACE)
     words = r"paged_kv_indices_arr\[0\]: is on cuda:0 but float_workspace_buffer is on cpu"
     with pytest.raises(ArgumentError, match=words):
         cascade.plan(w)
@@ -278,9 +275,41 @@ def test_probes_tell_what_a_plan_takes(device: Device, is_graph: bool) -> None:
     small = device.make(need - 16, dtype="uint8")
     with pytest.raises(WorkspaceError, match=f"needs {need} bytes and it has {need - 16}"):
         w.reset_workspace_buffer(small, [])
-    w = cupyattn.MultiLevelCascadeAttentionWrapper(2, small, "NHD", **made)
-    with pytest.raises(WorkspaceError, match=f"needs {need} bytes and it has {need - 16}"):
-        cascade.plan(w)
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_a_smaller_workspace_takes_fewer_splits(device: Device, is_graph: bool) -> None:
+    long = replace(BASE, levels=(((5, 9), (4000, 1600)), ((1, 4, 0, 9), (20, 7, 5, 40))))
+    cascade = OnDevice(device, long)
+    made = {"use_cuda_graph": True, **graph_buffers(device, long, 2000)} if is_graph else {}
+
+    def of(num_bytes: int) -> Any:
+        workspace = device.make(num_bytes, dtype="uint8")
+        return cupyattn.MultiLevelCascadeAttentionWrapper(2, workspace, "NHD", **made)
+
+    most, _ = of(16).workspace_size(*cascade.arguments, **cascade.options)
+    least, _ = of(16).workspace_size(*cascade.arguments, **cascade.options, disable_split_kv=True)
+    assert least < most
+    taken = []
+    for num_bytes in (most, most - 16, least, least - 16, 16):
+        w = of(num_bytes)
+        if is_graph and num_bytes < least:
+            with pytest.raises(WorkspaceError, match=f"needs {least} bytes"):
+                cascade.plan(w)
+            continue
+        for _ in range(2):
+            cascade.plan(w)
+            cascade.check(w.run(cascade.q, cascade.cache, return_lse=True))
+        (prepared,) = w._current.prepared.values()
+        taken.append((w._current.batch.levels is not None, prepared.schedule.workspace_bytes))
+    shares, sizes = zip(*taken, strict=True)
+    assert shares == (True,) * 3 + (False,) * (0 if is_graph else 2)
+    assert sizes[0] == most > sizes[1] >= sizes[2] == least >= sizes[-1]
+    if is_graph:
+        assert sizes[1] > least
+        with pytest.raises(PlanError, match="disable_split_kv: they differ"):
+            cascade.plan(w := of(most))
+            cascade.plan(w, disable_split_kv=True)
 
 
 @pytest.mark.parametrize("levels", [(((), ()),) * 2, (((0,), (30,)), ((0, 0), (5, 0)))])
@@ -326,14 +355,14 @@ def own_workspaces(device: Device, gpu: Any, monkeypatch: pytest.MonkeyPatch) ->
         return device.make(*shape, dtype=dtype.name)
 
     monkeypatch.setattr(array, "empty_on", empty_on)
-    monkeypatch.setattr(mixed, "device_props", lambda index: None)
-    monkeypatch.setattr(mixed, "cuda", lambda: gpu.api)
+    monkeypatch.setattr(own_workspace, "device_props", lambda index: None)
+    monkeypatch.setattr(own_workspace, "cuda", lambda: gpu.api)
     return sizes
 
 
 def mixed_arguments(kv_len: int = 100) -> list[Any]:
     counts = [-(-n // 4) for n in (kv_len, 9)]
-    indptr = cascade_calls.offsets(counts)
+    indptr = batches.offsets(counts)
     tables = [np.array([0, 30, 31]), indptr, np.arange(sum(counts)), np.array([kv_len, 9])]
     return [*(x.astype(np.int32) for x in tables), 4, 2, 16, 16, 4]
 
@@ -356,7 +385,7 @@ def test_a_fresh_batch_attention_can_be_asked_for_its_workspace(
 def test_the_workspace_of_batch_attention_grows(
     device: Device, own_workspaces: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixed, "_FIRST_WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(own_workspace, "_FIRST_BYTES", 64)
     w = cupyattn.BatchAttention()
     sizes = []
     for kv_len in (10, 3000, 12_000, 9):

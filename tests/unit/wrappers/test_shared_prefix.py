@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 from helpers import batches, fake_batch, shared_calls
-from helpers.batches import HKV, HQ, D
+from helpers.bad_input import Row, by_row, of, refuse, rows_of, step_before
+from helpers.batches import HKV, HQ, WORKSPACE, D
+from helpers.calls import run_and_check
 from helpers.fake_batch import Device
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.core import dtypes
-from cupyattn.errors import ArgumentError, PlanError, UnsupportedError, WorkspaceError
-from cupyattn.wrappers import shared_prefix_padded
+from cupyattn.errors import PlanError, UnsupportedError, WorkspaceError
+from cupyattn.wrappers import shared_prefix
 
 PAGE, SHARED = 4, 11
 QO_LEN, KV_LEN = [3, 0, 2], [9, 4, 0]
@@ -23,12 +24,8 @@ QO_LEN, KV_LEN = [3, 0, 2], [9, 4, 0]
 @pytest.mark.parametrize("first", range(0, shared_calls.NUM_CASES, 60))
 def test_random_calls(first: int) -> None:
     for seed in range(first, first + 60):
-        workspace = np.zeros(16, np.uint8)
-        shared_calls.run_case(shared_calls.random_case(seed), np, workspace)
-
-
-def of(dtype: str, *shape: int) -> np.ndarray:
-    return np.zeros(shape, dtypes.parse(dtype).numpy)
+        workspace = WORKSPACE
+        run_and_check(shared_calls.Call(shared_calls.random_case(seed), np, workspace))
 
 
 def prefix(seed: int = 0, length: int = SHARED) -> list[np.ndarray]:
@@ -52,7 +49,7 @@ def expected(
 
 
 def prefill(workspace: Any = None) -> Any:
-    workspace = of("uint8", 16) if workspace is None else workspace
+    workspace = WORKSPACE if workspace is None else workspace
     return cupyattn.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace, "NHD")
 
 
@@ -90,7 +87,7 @@ def test_dtypes_follow_the_arrays() -> None:
     for dtype in ("bfloat16", "float16"):
         b = batches.make([1, 1, 1], KV_LEN, PAGE, dtype=dtype)
         shared = [x.astype(b.q.dtype) for x in prefix()]
-        w = cupyattn.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(of("uint8", 16))
+        w = cupyattn.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(WORKSPACE)
         w.begin_forward(*b.table, HQ, HKV, D, PAGE)
         got = w.forward(b.q, *shared, unique_kv_data=b.one_tensor(), allow_fp16_qk_reduction=True)
         assert got.dtype == b.q.dtype
@@ -117,9 +114,9 @@ def test_a_plan_without_a_page_size_keeps_its_tables() -> None:
 
 def test_a_workspace_may_be_replaced() -> None:
     b, shared = batches.make(QO_LEN, KV_LEN, PAGE), prefix()
-    w = cupyattn.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace_buffer=of("uint8", 16))
+    w = cupyattn.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace_buffer=WORKSPACE)
     w.begin_forward(b.qo_indptr, *b.table, HQ, HKV, D, PAGE)
-    w.reset_workspace_buffer(of("uint8", 64), of("uint8", 64))
+    w.reset_workspace_buffer(WORKSPACE, of("uint8", 64))
     got = w.forward(b.q, *shared, b.one_tensor())
     np.testing.assert_allclose(got.astype(np.float64), expected(b, shared), atol=3e-3)
     w.end_forward()
@@ -147,7 +144,7 @@ def test_padded_calls_plan_when_something_changes() -> None:
             keys = [np.concatenate([shared[j], own[j, i]]) for j in range(2)]
             wanted, _ = reference.attention(q[i : i + 1], *keys, sm_scale=sm_scale)
             np.testing.assert_allclose(got[i : i + 1].astype(np.float64), wanted, atol=3e-3)
-        (padded,) = shared_prefix_padded._padded.values()
+        (padded,) = shared_prefix._padded.values()
         plans.append(padded._wrapper._current)
     assert plans[0] is plans[1] and len({id(plan) for plan in plans}) == 4
 
@@ -163,29 +160,13 @@ def test_padded_calls_refuse_a_capture(device: Device, gpu: Any) -> None:
 # --- bad input ---
 
 
-class Row(NamedTuple):
-    function: str  # prefill | decode | padded
-    step: str  # make | plan | run
-    what: str
-    error: type[Exception]
-    words: tuple[str, ...]
-    changes: dict[str, Any]
-
-
-def _row(function: str, step: str) -> Any:
-    def make(what: str, words: str, error: type[Exception] = ArgumentError, **changes: Any) -> Row:
-        return Row(function, step, what, error, tuple(words.split(" | ")), changes)
-
-    return make
-
-
-made, planned, ran = (_row("prefill", step) for step in ("make", "plan", "run"))
-decode_made, decode_planned, decode_ran = (_row("decode", s) for s in ("make", "plan", "run"))
-padded = _row("padded", "run")
+made, planned, ran = (rows_of("prefill", step) for step in ("make", "plan", "run"))
+decode_made, decode_planned, decode_ran = (rows_of("decode", s) for s in ("make", "plan", "run"))
+padded = rows_of("padded", "run")
 
 ROWS = [
     made("layout", "kv_layout: got 'HDN'", kv_layout="HDN"),
-    made("no workspace", "float_workspace_buffer: got NoneType", float_workspace_buffer=None),
+    made("no device", "float_workspace_buffer: got 'gpu'", float_workspace_buffer="gpu"),
     decode_made("strided", "not contiguous", WorkspaceError,
                 float_workspace_buffer=of("uint8", 64)[::2]),
     planned("falling rows", "qo_indptr: falls from 3 to 2",
@@ -200,6 +181,8 @@ ROWS = [
     decode_planned("last page", "last_page_len: request 0 has 9 tokens",
                    unique_kv_last_page_len=np.array([9, 4, 0], np.int32)),
     ran("rows", "q: holds 4 rows; the plan has 5", q=of("half", 4, HQ, D)),
+    ran("prefix heads first", "k_shared: dimension 1 | Its shape is that of kv_layout='HND'",
+        k_shared=of("half", HKV, SHARED, D), v_shared=of("half", HKV, SHARED, D)),
     ran("KV heads of the prefix", "k_shared: dimension 1 | is 4; wanted 2",
         k_shared=of("half", SHARED, 4, D), v_shared=of("half", SHARED, 4, D)),
     ran("head dim of the prefix", "v_shared: dimension 2 | is 8",
@@ -247,7 +230,7 @@ def good(function: str, step: str) -> dict[str, Any]:
         own = {name: of("half", 3, 5, HKV, D) for name in ("k_unique", "v_unique")}
         return {"q": q, "k_shared": k, "v_shared": v, **own}
     if step == "make":
-        return {"float_workspace_buffer": of("uint8", 64)}
+        return {"float_workspace_buffer": WORKSPACE}
     if step == "run":
         return {"q": b.q, "k_shared": k, "v_shared": v, "unique_kv_cache": b.one_tensor()}
     sizes = {"num_qo_heads": HQ, "num_kv_heads": HKV, "head_dim": D, "page_size": PAGE}
@@ -263,36 +246,16 @@ CLASSES: dict[str, Any] = {
 }
 
 
-def step_before(row: Row) -> Any:
-    """What the row's step calls, as it finds it."""
-    if row.function == "padded":
-        return cupyattn.batch_decode_with_shared_prefix_padded_kv_cache
-    cls = CLASSES[row.function]
-    if row.step == "make":
-        return cls
-    wrapper = cls(**good(row.function, "make"))
-    if row.step == "run":
-        wrapper.begin_forward(**good(row.function, "plan"))
-        return wrapper.forward
-    return wrapper.begin_forward
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.function} {row.step}: {row.what}")
+@by_row(ROWS)
 def test_bad_input(row: Row) -> None:
-    call = step_before(row)
-    arguments = good(row.function, row.step)
-    arguments |= row.changes
-    for _ in range(2):
-        with pytest.raises(row.error) as caught:
-            call(**arguments)
-        assert type(caught.value) is row.error
-        message = str(caught.value)
-        assert not [word for word in row.words if word not in message], message
-    call(**good(row.function, row.step))
+    call = cupyattn.batch_decode_with_shared_prefix_padded_kv_cache
+    if row.call != "padded":
+        call = step_before(row, CLASSES[row.call], good)
+    refuse(row, call, good(row.call, row.step))
+    call(**good(row.call, row.step))
 
 
 def test_good_calls_are_good() -> None:
-    assert len({row[:3] for row in ROWS}) == len(ROWS)
     for name, cls in CLASSES.items():
         wrapper = cls(**good(name, "make"))
         with pytest.raises(PlanError, match="before plan"):

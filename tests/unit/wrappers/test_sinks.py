@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import batches, sink_calls
-from helpers.batches import HKV, HQ, D
+from helpers.batches import HKV, HQ, WORKSPACE, D
 from helpers.fake_batch import Device
 
 import cupyattn
@@ -20,7 +20,7 @@ F16 = {"q_data_type": "float16", "kv_data_type": "float16"}
 
 
 def make(space: Any = None, **options: Any) -> cupyattn.BatchAttentionWithAttentionSinkWrapper:
-    space = np.zeros(64, np.uint8) if space is None else space
+    space = WORKSPACE if space is None else space
     return cupyattn.BatchAttentionWithAttentionSinkWrapper(space, **options)
 
 
@@ -89,13 +89,13 @@ def test_head_dims_and_dtypes_of_the_constructor() -> None:
         "float8_e4m3fn",
     )
     w.plan(*table, HQ, HKV, 2 * D, 4, data_type="float16")
-    problem = w._require_plan().geometry.problem
+    problem = w._require_plan().geometry.spec.problem()
     assert (problem.head_dim_vo, str(problem.dtype_q), str(problem.dtype_kv)) == (
         2 * D,
         "float16",
         "float16",
     )
-    assert w.workspace_size(*table, HQ, HKV, D, 4) == (0, 0)
+    assert w.workspace_size(*table, HQ, HKV, D, 4)[0] == 0
 
 
 BAD: dict[str, tuple[type[Exception], dict[str, Any]]] = {
@@ -158,5 +158,5 @@ def test_every_wrapper_counts_a_sink_once(device: Device, lengths: Any, split: i
 def test_every_wrapper_on_the_cpu() -> None:
     for lengths in (LENGTHS, ([1, 1, 1], [0, 5, 100])):
         b = batches.make(*lengths, 4)
-        for _, run in sink_calls.every_wrapper(b, SINKS, SCALE, np.zeros(64, np.uint8), 8):
+        for _, run in sink_calls.every_wrapper(b, SINKS, SCALE, WORKSPACE, 8):
             check(run(), b.expected(causal=True, sinks=SINKS, sm_scale=SCALE))

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import batch_calls, batches, fake_batch, item_cases, verify_cases
-from helpers.batches import HKV, HQ, D
+from helpers.batches import HKV, HQ, WORKSPACE, D
+from helpers.calls import run_and_check
 from helpers.fake_batch import Device, check
 from helpers.fake_gpu import pointer
 
 import cupyattn
-from cupyattn.batch import run
 from cupyattn.errors import ArgumentError, PlanError
 
-WORKSPACE = np.empty(16, np.uint8)
 WORDS = tuple(form for form in verify_cases.FORMS if not form.startswith("bool"))
 
 
 def test_random_verifications_on_the_cpu() -> None:
     for seed in range(0, verify_cases.NUM_CASES, 3):
-        batch_calls.run_case(verify_cases.random_case(seed), np, WORKSPACE)
+        run_and_check(batch_calls.planned(verify_cases.random_case(seed), np, WORKSPACE))
 
 
 def test_random_items_on_the_cpu() -> None:
     for seed in range(0, item_cases.NUM_CASES, 5):
-        batch_calls.run_case(item_cases.random_case(seed), np, WORKSPACE)
+        run_and_check(batch_calls.planned(item_cases.random_case(seed), np, WORKSPACE))
 
 
 def test_the_cases_cover_forms_classes_and_options() -> None:
@@ -43,28 +41,9 @@ def test_the_cases_cover_forms_classes_and_options() -> None:
     assert verify_cases.NUM_CASES == item_cases.NUM_CASES
 
 
-def masks_of(b: batches.Batch, rows: np.ndarray) -> list[np.ndarray]:
-    """The rows [requests * q, q] as bool [q, kv_len] of each request."""
-    found = []
-    for index, kv_len in enumerate(b.kv_len):
-        q_len = b.qo_len[index]
-        mask = np.ones((q_len, kv_len + q_len), bool)
-        mask[:, kv_len:] = rows[b.qo_indptr[index] : b.qo_indptr[index + 1]]
-        found.append(mask[:, q_len:])
-    return found
-
-
-@pytest.fixture
-def no_general_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    def refuse(*_: object) -> None:
-        raise AssertionError("the run went the general way")
-
-    return lambda: monkeypatch.setattr(run, "_check_arrays", refuse)
-
-
 @pytest.mark.parametrize("form", verify_cases.FORMS)
-def test_masks_of_a_run(device: Device, form: str, no_general_way: Any) -> None:
-    """Each run has a mask of its own; bits in words go the short way."""
+def test_masks_of_a_run(device: Device, form: str, only_cached_runs: Any) -> None:
+    """Each run has a mask of its own; those in words are cached calls."""
     w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
     rng = np.random.default_rng(3)
     for seed, q_len in enumerate((5, 5, 5) if form in WORDS else (5, 9, 33)):
@@ -75,9 +54,9 @@ def test_masks_of_a_run(device: Device, form: str, no_general_way: Any) -> None:
             rows = verify_cases.random_tree(rng, 3, q_len)
             mask = device.put(verify_cases.in_form(rows, form, rng))
             got = w.run(q, cache, mask=mask, return_lse=True)
-            check(device, got, b.expected(masks_of(b, rows)))
+            check(device, got, b.expected(verify_cases.whole_masks(rows, b.kv_len)))
         if form in WORDS and seed == 0:
-            no_general_way()
+            only_cached_runs()
 
 
 def test_runs_with_a_mask_and_without_take_turns(device: Device) -> None:
@@ -91,7 +70,7 @@ def test_runs_with_a_mask_and_without_take_turns(device: Device) -> None:
         for _ in range(2):
             check(device, w.run(q, cache, return_lse=True), b.expected(causal=True))
             got = w.run(q, cache, mask=mask, return_lse=True)
-            check(device, got, b.expected(masks_of(b, rows)))
+            check(device, got, b.expected(verify_cases.whole_masks(rows, b.kv_len)))
 
 
 def test_a_mask_that_has_become_too_small_is_found(device: Device) -> None:
@@ -186,7 +165,7 @@ def test_a_captured_run_reads_the_mask_of_the_day(device: Device, form: str, gpu
         device.stream.finish()
         for job in captured:
             job()
-        wanted = b.expected(masks_of(b, rows))[0].astype(np.float16)
+        wanted = b.expected(verify_cases.whole_masks(rows, b.kv_len))[0].astype(np.float16)
         np.testing.assert_array_equal(device.get(out), wanted)
 
 
@@ -225,7 +204,7 @@ def items_of(b: batches.Batch, seed: int) -> tuple[dict[str, Any], list[np.ndarr
 
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("kind", ["paged", "ragged"])
-def test_items(device: Device, kind: str, where: str, no_general_way: Any) -> None:
+def test_items(device: Device, kind: str, where: str, only_cached_runs: Any) -> None:
     cls = cupyattn.BatchPrefillWithPagedKVCacheWrapper
     if kind == "ragged":
         cls = cupyattn.BatchPrefillWithRaggedKVCacheWrapper
@@ -244,7 +223,7 @@ def test_items(device: Device, kind: str, where: str, no_general_way: Any) -> No
         for _ in range(2):
             check(device, w.run(q, *cache, return_lse=True), b.expected(masks))
         if not seed:
-            no_general_way()
+            only_cached_runs()
 
 
 def test_items_of_a_captured_run_follow_the_plans(device: Device) -> None:
@@ -283,13 +262,24 @@ def test_items_of_a_captured_run_follow_the_plans(device: Device) -> None:
         w.plan(b.qo_indptr, *b.table, HQ, HKV, D, 4)
 
 
-def test_flashinfers_example() -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"prefix_len_ptr": np.array([17], np.uint32)},
+        # As its test says it: no axis of requests, and fewer places than their number says.
+        {
+            "prefix_len_ptr": np.array(17, np.uint32),
+            "token_pos_in_items_len": np.array(100, np.uint32),
+            "max_item_len_ptr": np.array(18, np.uint16),
+        },
+    ],
+)
+def test_flashinfers_example(given: dict[str, Any]) -> None:
     """Items of 16 and 18 tokens behind a prefix of 17: what its own test scores."""
     places = np.array([*range(17), *range(19), 0], np.uint16)
     b = batches.make([37], [54], 5)
     w = cupyattn.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
-    items = {"prefix_len_ptr": np.array([17], np.uint32), "token_pos_in_items_ptr": places}
-    w.plan(b.qo_indptr, *b.table, HQ, HKV, D, 5, **items)
+    w.plan(b.qo_indptr, *b.table, HQ, HKV, D, 5, token_pos_in_items_ptr=places, **given)
     mask = np.zeros((37, 54), bool)
     mask[:, :17] = True
     mask[:17, 17:34] = np.tri(17)

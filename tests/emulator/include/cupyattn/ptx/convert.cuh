@@ -9,7 +9,7 @@ namespace cupyattn::ptx {
 template <typename T>
 constexpr const emulator::FloatFormat& format_of() {
   static_assert(sizeof(T) == 2, "pairs are of f16 or bf16");
-  return is_same<T, half_t>::value ? emulator::kHalf : emulator::kBfloat16;
+  return is_same<T, half_t> ? emulator::kHalf : emulator::kBfloat16;
 }
 
 template <typename T>
@@ -69,7 +69,7 @@ inline uint32_t e4m3_high_pair_to_half_pair(uint32_t pairs) {
 template <typename Fp8>
 inline uint16_t cvt_rn_satfinite_fp8x2(float high, float low) {
   const emulator::FloatFormat& format =
-      is_same<Fp8, e4m3_t>::value ? emulator::kE4m3 : emulator::kE5m2;
+      is_same<Fp8, e4m3_t> ? emulator::kE4m3 : emulator::kE5m2;
   return static_cast<uint16_t>(emulator::encode(high, format) << 8 | emulator::encode(low, format));
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cupyattn/common/types.cuh"
-#include "cupyattn/params/tensor_map.cuh"
 #include "emulator/hopper.h"
 
 namespace cupyattn::ptx {

@@ -41,7 +41,7 @@ struct Wgmma {
   template <typename T>
   static EMULATOR_INLINE void multiply_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int adds,
                                           Where where = Where::current()) {
-    constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>::value;
+    constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>;
     emulator::warpgroup_multiply({.n = kN,
                                   .d = d,
                                   .a_descriptor = a,
@@ -57,7 +57,7 @@ struct Wgmma {
   template <typename T>
   static EMULATOR_INLINE void multiply_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b,
                                           int adds, Where where = Where::current()) {
-    constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>::value;
+    constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>;
     emulator::warpgroup_multiply({.n = kN,
                                   .d = d,
                                   .a_descriptor = 0,

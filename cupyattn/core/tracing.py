@@ -1,0 +1,56 @@
+"""What torch.compile does with our calls: it ends a graph before each, makes the call as it is, and
+begins another graph behind it.
+
+Dynamo looks for a mark at every function that it meets, the one that torch.compiler.disable leaves.
+Ours is there without torch, which only Dynamo itself knows to be imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeVar
+
+_PACKAGE = __name__.partition(".")[0]
+_REASON = (
+    f"{_PACKAGE} launches its kernels itself: torch.compile breaks its graph at the call, which "
+    "fullgraph=True and torch.export do not allow"
+)
+_T = TypeVar("_T")
+# Functions with the mark that Dynamo has not been told of.
+_untold: list[Any] = []
+
+
+class _Mark:
+    """True. The mark keeps Dynamo out of the function that it meets, but not out of the frames of
+    the call itself, so when it asks it is told to skip those and all below."""
+
+    def __bool__(self) -> bool:
+        frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+        if hasattr(frames, "set_code_exec_strategy"):
+            skip = frames.FrameAction.SKIP
+            while _untold:
+                code = _untold.pop().__code__
+                frames.set_code_exec_strategy(code, frames.FrameExecStrategy(skip, skip))
+        return True
+
+
+_MARK = _Mark()
+
+
+def untraced(function: _T) -> _T:
+    """Mark a function that users call. Returns the function itself."""
+    marked: Any = function
+    marked._torchdynamo_disable = _MARK
+    marked._torchdynamo_disable_msg = _REASON
+    _untold.append(marked)
+    return function
+
+
+class Untraced:
+    """Marks the methods of its subclasses that users call."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, member in vars(cls).items():
+            if callable(member) and (name == "__init__" or not name.startswith("_")):
+                untraced(member)

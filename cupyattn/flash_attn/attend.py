@@ -1,0 +1,281 @@
+"""The one call behind flash_attn's functions: what they take, as a call without a plan."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .. import array
+from ..array import ArrayView
+from ..core import dtypes, parse
+from ..core.parse import require_int
+from ..core.problem import MAX_LENGTH
+from ..errors import ArgumentError, UnsupportedError
+from ..inputs.index_arrays import compute, progression
+from ..planless.call import run, run_cached
+from ..planless.check import Arrays, Options
+from ..planless.views import Names, merge_leading, next_power_of_two
+from .batch import Batch
+from .chunks import split_by_chunks
+
+# Beyond that one kernel serves any number of rows.
+_MANY_ROWS = 65
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """The arguments that all functions take, as given."""
+
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    attention_chunk: Any
+    softcap: Any
+    num_splits: Any
+    q_descale: Any
+    k_descale: Any
+    v_descale: Any
+    alibi_slopes: Any
+    sinks: Any
+    out: Any
+    return_lse: Any
+
+
+def attend(batch: Batch, common: Common) -> Any:
+    """out, or (out, lse) if `return_lse`: natural logarithms, [h, rows] or [b, h, s]."""
+    names = batch.names
+    vq = array.view(batch.q, "q")
+    is_ragged = batch.qo_offsets is not None
+    if len(vq.shape) != (3 if is_ragged else 4):
+        wanted = "[batch, seqlen, heads, head_dim]"
+        if is_ragged:
+            wanted = f"[rows, heads, head_dim], with {names.qo_offsets}"
+        raise ArgumentError(f"q: shape is {list(vq.shape)}; wanted {wanted}")
+    if math.prod(vq.shape[:-2]) > MAX_LENGTH:
+        raise UnsupportedError(f"q: shape is {list(vq.shape)}; at most {MAX_LENGTH} rows")
+    if vq.dtype.is_fp8:
+        batch.is_fp8_q, batch.q = True, _widened(vq, batch.k, names)
+        vq = array.view(batch.q, "q")
+    if not is_ragged:
+        batch.q, vq = _with_even_rows(batch.q, vq)
+    if common.attention_chunk and vq.device.kind == "cuda":
+        return _attend_by_chunks(batch, common, vq)
+    q_len = 0 if is_ragged else vq.shape[1]
+    if not (is_ragged or q_len):
+        batch.qo_offsets = progression(vq.shape[0] + 1, 0, 0, vq)
+    return _attend(batch, common, vq, q_len)
+
+
+def attend_again(batch: Batch, common: Common) -> Any:
+    """The answer of a call like an earlier one, whose arrays went to the kernels as they were
+    given: such a call needs none of what `attend` does before. None if there was no such call."""
+    shape: Any = getattr(batch.q, "shape", ())
+    q_len = shape[1] if batch.qo_offsets is None and len(shape) == 4 else 0
+    arrays = (
+        *(batch.q, batch.k, batch.v, None, batch.table, batch.kv_lens, common.out, None),
+        *(None, batch.qo_offsets, None, None, None, common.sinks),
+        *(None, None, None, None, None, common.alibi_slopes),
+    )
+    scalars = _scalars(batch, common, len(shape), q_len, False, False, False)
+    return run_cached(arrays, _options, scalars)
+
+
+def _scalars(batch: Batch, common: Common, axes: int, q_len: int, *flags: bool) -> tuple[Any, ...]:
+    """The arguments of `_options`."""
+    max_q_len, window = q_len or batch.max_seqlen_q, common.window_size
+    if not q_len and max_q_len is not None:
+        max_q_len = min(max(max_q_len, 1), _MANY_ROWS)
+    if type(window) is list:
+        window = tuple(window)
+    return (
+        *(batch.names, axes, q_len, max_q_len),
+        *(next_power_of_two(batch.max_seqlen_k), common.softmax_scale, common.causal, window),
+        *(common.attention_chunk, common.softcap, common.num_splits, *flags),
+    )
+
+
+def _attend(
+    batch: Batch, common: Common, vq: ArrayView, q_len: int, *, has_table_offsets: bool = False
+) -> Any:
+    """The same, of q_len rows a request, or 0 where offsets say it."""
+    sinks = None if common.sinks is None else _float32(common.sinks)
+    return_lse = parse.flag(common.return_lse, "return_softmax_lse")
+    pads_lse = return_lse and q_len > 0
+    lse, lse_rows = None, None
+    if return_lse:
+        lse = _empty_lse(vq)
+        lse_rows = lse.swapaxes(-1, -2)
+    scalars = _scalars(
+        *(batch, common, len(vq.shape), q_len, return_lse, pads_lse, has_table_offsets)
+    )
+    arrays = (
+        *(batch.q, batch.k, batch.v, None, batch.table, batch.kv_lens, common.out, lse_rows),
+        *(batch.qo_lens, batch.qo_offsets, batch.kv_offsets, None, None, sinks),
+        *(*_descales(batch, common, vq), None, batch.kv_begin, common.alibi_slopes),
+    )
+    answer = run(arrays, _options, scalars, batch.append)
+    if not return_lse:
+        return answer
+    # Padded rows have natural logarithms, others base 2.
+    lse = lse if pads_lse else array.scaled(lse, math.log(2.0))
+    return answer[0], array.deliver(lse, vq)
+
+
+def _attend_by_chunks(batch: Batch, common: Common, vq: ArrayView) -> Any:
+    """Each chunk that a request's rows lie in as a request of its own."""
+    shape, has_table = tuple(vq.shape), batch.table is not None
+    chunk = require_int(common.attention_chunk, "attention_chunk", 0)
+    batch, out = split_by_chunks(batch, vq, chunk), common.out
+    common = replace(common, attention_chunk=0)
+    if len(shape) == 3:
+        return _attend(batch, common, vq, 0, has_table_offsets=has_table)
+    batch.q = _merged(batch.q, "q")
+    if out is not None:
+        common = replace(common, out=_merged(out, "out"))
+    answer = _attend(batch, common, array.view(batch.q, "q"), 0, has_table_offsets=has_table)
+    made, lse = answer if common.return_lse else (answer, None)
+    made = made.reshape(*shape[:-1], made.shape[-1]) if out is None else out
+    if lse is None:
+        return made
+    return made, lse.reshape(-1, *shape[:2]).swapaxes(0, 1)
+
+
+def _options(
+    arrays: Arrays,
+    names: Names,
+    q_axes: int,
+    q_len: int,
+    max_q_len: int | None,
+    max_kv_len: int | None,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    attention_chunk: Any,
+    softcap: Any,
+    num_splits: Any,
+    return_lse: bool,
+    pads_lse: bool,
+    has_table_offsets: bool,
+) -> Options:
+    """Checked. What kernels split keys into is bounded by the most keys that are likely."""
+    left, right = parse_window(window_size)
+    head_dim = np.shape(arrays.q)[-1] if hasattr(arrays.q, "shape") else 0
+    default = 1.0 / math.sqrt(max(1, head_dim))
+    if require_int(num_splits, "num_splits", 0) == 1:
+        max_kv_len = 1
+    cap = parse.finite(softcap, "softcap", 0.0)
+    if cap < 0.0:
+        raise ArgumentError(f"softcap: got {softcap!r}; wanted 0 (off) or a positive cap")
+    return Options(
+        names,
+        "NHD",
+        q_axes=(q_axes,),
+        q_len=q_len,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        sm_scale=parse.finite(softmax_scale, "softmax_scale", default),
+        window_left=left,
+        window_right=right,
+        causal=parse.flag(causal, "causal"),
+        pads_lse=pads_lse,
+        return_lse=return_lse,
+        logits_soft_cap=cap,
+        scales_by_head=True,
+        attention_chunk=require_int(attention_chunk, "attention_chunk", 0),
+        has_table_offsets=has_table_offsets,
+    )
+
+
+def parse_window(window_size: Any) -> tuple[int, int]:
+    """(left, right) of (left, right) as given, where None and -1 stand for no limit."""
+    if window_size is None:
+        return -1, -1
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ArgumentError(f"window_size: got {parse.shown(window_size)}; wanted (left, right)")
+    left, right = (
+        -1 if side is None else parse.window(side, "window_size") for side in window_size
+    )
+    return left, right
+
+
+def _widened(vq: ArrayView, k: Any, names: Names) -> Any:
+    """fp8 queries in 16 bits, which hold all their values: those of k, or bfloat16."""
+    vk = array.view(k, names.k)
+    dtype = vk.dtype if not vk.dtype.is_fp8 else dtypes.bfloat16
+    if vq.device.kind == "cpu":
+        return array.from_numpy(array.as_numpy(vq).astype(dtype.numpy), vq)
+    if vq.framework == "torch":
+        return vq.owner.to(getattr(sys.modules["torch"], dtype.name))
+    raise UnsupportedError(
+        f"q: dtype {vq.dtype} of {vq.framework} arrays on a GPU is not supported; cast q to "
+        "bfloat16"
+    )
+
+
+def _with_even_rows(q: Any, vq: ArrayView) -> tuple[Any, ArrayView]:
+    """q whose rows of all requests are equally far apart: a copy, unless they are."""
+    requests, rows = vq.shape[:2]
+    if requests <= 1 or rows <= 1 or 0 in vq.shape or vq.strides[0] == rows * vq.strides[1]:
+        return q, vq
+    if vq.framework == "torch":
+        q = vq.owner.contiguous()
+    else:
+        q = compute(lambda x: x.copy(order="C"), vq)
+    return q, array.view(q, "q")
+
+
+def _merged(x: Any, name: str) -> Any:
+    """[b, s, h, d] as [b * s, h, d]."""
+    v = merge_leading(array.view(x, name), name, 2)
+    return array.restride(x, name, tuple(v.shape), tuple(v.strides))
+
+
+def _float32(sinks: Any) -> Any:
+    """Sinks of any float type, parameters of a model among them, as float32."""
+    if getattr(sinks, "requires_grad", False):
+        sinks = sinks.detach()
+    v = array.view(sinks, "sinks")
+    if v.dtype not in (dtypes.bfloat16, dtypes.float16):
+        return sinks
+    if v.framework == "torch":
+        return sinks.float()
+    return compute(lambda x: x.astype(np.float32), v)
+
+
+def _empty_lse(vq: ArrayView) -> Any:
+    """[h, rows], or [b, h, s]."""
+    *lead, rows, heads, _ = vq.shape
+    shape = (*lead, heads, rows)
+    lse = array.empty(shape, dtypes.float32, vq)
+    if vq.device.kind == "cpu":
+        # Rows of no request stay as they are.
+        array.as_numpy(array.view(lse, "lse"))[...] = -np.inf
+    return lse
+
+
+def _descales(batch: Batch, common: Common, vq: ArrayView) -> tuple[Any, Any, Any]:
+    """Scales of the logits, by q's and k's, and of the output: of fp8 arrays alone, as in FA3."""
+    of_q, of_k, of_v = common.q_descale, common.k_descale, common.v_descale
+    if of_q is of_k is of_v is None:
+        return None, None, None
+    if not array.view(batch.k, batch.names.k).dtype.is_fp8:
+        of_k = of_v = None
+    if not batch.is_fp8_q:
+        of_q = None
+    elif of_q is not None and vq.device.kind == "cuda":
+        of_q, of_k = _by_key_head(of_q, of_k)
+    return of_q, of_k, of_v
+
+
+def _by_key_head(of_q: Any, of_k: Any) -> tuple[Any, Any]:
+    """Kernels have one scale of q for each query head: those of KV heads go to k's."""
+    v = array.view(of_q, "q_descale")
+    if not any(stride for n, stride in zip(v.shape, v.strides, strict=True) if n > 1):
+        return of_q, of_k
+    if of_k is None:
+        return None, of_q
+    return None, compute(lambda a, b: a * b, v, array.view(of_k, "k_descale"))

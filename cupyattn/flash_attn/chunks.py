@@ -1,0 +1,90 @@
+"""Chunks of keys on a GPU: each chunk that a request's rows lie in becomes a request of its own.
+
+A row sees keys of its own chunk alone. So the rows of a request that lie in one chunk are the last
+rows of that chunk's keys, up to the end of the request: what causality and windows are aligned to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from .. import array
+from ..array import ArrayView
+from ..errors import UnsupportedError
+from ..inputs.index_arrays import compute, progression
+from .batch import Batch
+
+# Larger ones than any cache; positions must fit 32 bits.
+_MAX_CHUNK = 2**28
+
+
+def split_by_chunks(batch: Batch, vq: ArrayView, chunk: int) -> Batch:
+    """The same rows as requests that see all their keys.
+
+    vq: [b, s, h, d], or [rows, h, d] with offsets. With a table, offsets of keys are its entries.
+    """
+    names, chunk = batch.names, min(chunk, _MAX_CHUNK)
+    kv_lens = array.view(batch.kv_lens, names.kv_lens)
+    count, page_size, room = kv_lens.shape[0], 1, 0
+    if batch.table is not None:
+        batch.table = batch.table.reshape(-1).reshape(batch.table.shape)
+        page_size = array.view(batch.k, names.k).shape[1]
+        room = batch.table.shape[1] * page_size
+        if chunk % page_size:
+            raise UnsupportedError(
+                f"attention_chunk: {chunk} keys are no whole number of pages of {page_size}, which "
+                "has no GPU kernel; choose one of the two to fit, or pass CPU arrays"
+            )
+        key_starts = progression(count, 0, batch.table.shape[1], vq)
+    elif batch.kv_offsets is None:
+        key_starts = progression(count, 0, 0, vq)
+    else:
+        key_starts = batch.kv_offsets[:count]
+    if batch.qo_offsets is None:
+        rows = vq.shape[1]
+        row_starts = progression(count, 0, rows, vq)
+        row_counts = progression(count, rows, 0, vq)
+    else:
+        rows = batch.max_seqlen_q if batch.max_seqlen_q is not None else vq.shape[0]
+        row_starts, row_counts = batch.qo_offsets[:count], batch.qo_lens
+        if row_counts is None:
+            offsets = array.view(batch.qo_offsets, names.qo_offsets)
+            row_counts = compute(lambda x: x[1:] - x[:-1], offsets)
+    most = -(-max(rows - 1, 0) // chunk) + 1
+
+    def split(starts: Any, counts: Any, keys_from: Any, lengths: Any, index: Any) -> Any:
+        if room:
+            lengths = lengths.clip(0, room)
+        first = (lengths - counts)[:, None]
+        begin = (first // chunk + index[None, :]) * chunk
+        low = first + (begin - first).clip(0, None)  # the later of the two
+        lengths = lengths[:, None]
+        high = lengths - (lengths - begin - chunk).clip(0, None)  # the earlier
+        key = begin.clip(0, None)
+        found = (
+            (high - low).clip(0, None),
+            starts[:, None] + low - first,
+            (high - key).clip(0, None),
+            keys_from[:, None] + key // page_size,
+        )
+        return [x.reshape(-1) for x in found]
+
+    given = (
+        (row_starts, names.qo_offsets),
+        (row_counts, names.qo_lens),
+        (key_starts, names.kv_offsets),
+        (kv_lens, names.kv_lens),
+        (progression(most, 0, 1, vq), "chunks"),
+    )
+    views = [array.view(x, name) for x, name in given]
+    qo_lens, qo_offsets, new_lens, kv_offsets = compute(split, *views)
+    return replace(
+        batch,
+        qo_lens=qo_lens,
+        qo_offsets=qo_offsets,
+        kv_lens=new_lens,
+        kv_offsets=kv_offsets,
+        max_seqlen_q=min(rows, chunk),
+        max_seqlen_k=chunk if batch.max_seqlen_k is None else min(batch.max_seqlen_k, chunk),
+    )

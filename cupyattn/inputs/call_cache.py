@@ -1,0 +1,385 @@
+"""The call cache: from the signature of a call to its checked launch.
+
+Calls of a decoding loop differ in addresses, and some of them in lengths. All other facts that the
+checks depend on form the signature of a call. Two calls with equal signature pass the same checks,
+so only lengths and addresses are compared before the launch. The cache raises no error: a call that
+it does not find goes through the full checks, which raise the error if there is one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+from .. import array
+from ..array import LOWEST_ADDRESS, ArrayView
+from ..core import dtypes
+from ..core.dtypes import DType
+from ..core.parse import BOOLS, zeros_and_ones
+
+_MAX_CALLS = 4096
+
+# Addresses, shapes and facts of arrays, see _read_torch.
+_Seen: TypeAlias = tuple[list[int], list[Any], list[Any]]
+_Read: TypeAlias = Callable[[Sequence[Any]], _Seen]
+_Checked = TypeVar("_Checked")
+
+
+def _read_torch(arrays: Sequence[Any]) -> _Seen:
+    """Addresses of arrays, shapes, and all other facts that the checks depend on.
+
+    The facts of an array: type, dtype, strides, device, whether it is refused whatever the rest is
+    (tensors that require grad are at times), and the address modulo 16, None for no memory.
+    """
+    addresses: list[int] = []
+    shapes: list[Any] = []
+    facts: list[Any] = []
+    for x in arrays:
+        if x is None:
+            addresses.append(0)
+            shapes.append(None)
+            facts.append(None)
+        else:
+            address = x.data_ptr()
+            addresses.append(address)
+            shapes.append(x.shape)
+            offset = address & 15 if address >= LOWEST_ADDRESS else None
+            device = x.get_device() if x.is_cuda else None
+            is_refused = x.requires_grad or x.is_neg()
+            facts.append((type(x), x.dtype, x.stride(), device, is_refused, offset))
+    return addresses, shapes, facts
+
+
+def _read_cupy(arrays: Sequence[Any]) -> _Seen:
+    addresses: list[int] = []
+    shapes: list[Any] = []
+    facts: list[Any] = []
+    for x in arrays:
+        if x is None:
+            addresses.append(0)
+            shapes.append(None)
+            facts.append(None)
+        else:
+            data = x.data
+            address = data.ptr
+            addresses.append(address)
+            shapes.append(x.shape)
+            offset = address & 15 if address >= LOWEST_ADDRESS else None
+            is_freed = not data.mem.ptr
+            facts.append((type(x), x.dtype, x.strides, data.device_id, is_freed, offset))
+    return addresses, shapes, facts
+
+
+class _Framework(NamedTuple):
+    """How to read arrays, the address of one, its bytes an element and bytes a unit of stride."""
+
+    read: _Read
+    address: Callable[[Any], int]
+    itemsize: Callable[[Any], int]
+    stride_bytes: Callable[[Any], int]
+
+
+_ELEMENT_SIZE = operator.methodcaller("element_size")
+_FRAMEWORKS = {
+    "torch": _Framework(
+        _read_torch, operator.methodcaller("data_ptr"), _ELEMENT_SIZE, _ELEMENT_SIZE
+    ),
+    "cupy": _Framework(
+        _read_cupy,
+        operator.attrgetter("data.ptr"),
+        operator.attrgetter("itemsize"),
+        lambda x: 1,
+    ),
+}
+_DEVICE = 3
+# By type of the first array; only types of calls that passed the checks are here.
+_read_by_type: dict[type, _Read] = {}
+
+
+class Argument(NamedTuple):
+    """An array that a way to call takes; None stands for an optional array that is not given.
+
+    length_axis  the axis whose extent varies from call to call and is compared at each; all other
+                 extents belong to the signature. None: the whole shape does
+    is_output    the call writes the array, so no other may overlap it
+    is_planned   where a call does not give the array, its plan may hold it
+    """
+
+    name: str
+    length_axis: int | None = None
+    is_output: bool = False
+    is_planned: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedCall(Generic[_Checked]):
+    """What calls of one signature share. It holds no array of the caller's.
+
+    checked    what the way to call made of a call that passed its checks
+    extents    (a, b) of each array: n rows along its length_axis lie within a * n + b bytes
+    outputs    places of outputs that are given, each with the places that it may not overlap
+    make_out, make_lse   make outputs of a shape like that of the first call, of any length
+    address    of an array that they have made
+    """
+
+    checked: _Checked
+    extents: tuple[tuple[int, int], ...]
+    outputs: tuple[tuple[int, tuple[int, ...]], ...]
+    make_out: Callable[[Sequence[int]], Any]
+    make_lse: Callable[[Sequence[int]], Any]
+    address: Callable[[Any], int]
+    current_stream: Callable[[], int]
+
+    def overlaps(self, addresses: list[int], sizes: Sequence[int]) -> bool:
+        """Whether the bytes of an output meet those of another array; the full checks find out
+        whether they share an element."""
+        for place, others in self.outputs:
+            low = addresses[place]
+            high = low + sizes[place]
+            for other in others:
+                address = addresses[other]
+                if address < high and low < address + sizes[other]:
+                    return True
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class Found(Generic[_Checked]):
+    """A cached call for arrays of these shapes.
+
+    lengths  extents of the arrays along their length_axis, 0 where there is none
+    sizes    bytes from the address of each array to its end
+    """
+
+    call: CachedCall[_Checked]
+    shapes: list[Any]
+    facts: list[Any]
+    lengths: list[int]
+    sizes: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class _Group(Generic[_Checked]):
+    """The cached calls with equal scalars, by facts without lengths.
+
+    last  the last of them: to compare facts is faster than to hash them
+    zeros_and_ones  places of scalars that are numbers 0 or 1, to which a bool would be equal
+    """
+
+    last: Found[_Checked]
+    calls: dict[tuple[Any, ...], CachedCall[_Checked]]
+    zeros_and_ones: list[int]
+
+
+class CallCache(Generic[_Checked]):
+    """The cached calls of one way to call, which takes `arguments` in this order."""
+
+    def __init__(self, *arguments: Argument) -> None:
+        self._arguments = arguments
+        self._axes = [argument.length_axis for argument in arguments]
+        self._absent = [0] * len(arguments)
+        self._groups: dict[tuple[Any, ...], _Group[_Checked]] = {}
+        self._num_calls = 0
+        _caches.append(self)
+
+    def __len__(self) -> int:
+        return self._num_calls
+
+    def clear(self) -> None:
+        self._groups.clear()
+        self._num_calls = 0
+
+    def lookup(
+        self, arrays: Sequence[Any], scalars: tuple[Any, ...]
+    ) -> tuple[Found[_Checked], list[int]] | None:
+        """The cached call of equal signature, and addresses of the arrays, 0 for none; or None.
+
+        `arrays` may end early, `scalars` are all other arguments.
+        """
+        read = _read_by_type.get(type(arrays[0]))
+        if read is None:
+            return None
+        try:
+            # Scalars are hashed, so that arrays among them are never compared.
+            group = self._groups.get(scalars)
+            if group is None:
+                return None
+            for place in group.zeros_and_ones:
+                if type(scalars[place]) in BOOLS:
+                    return None
+            addresses, shapes, facts = read(arrays)
+        except Exception:  # arguments raise what they like when they are read or hashed
+            return None
+        last = group.last  # another thread may replace it at any time
+        found: Found[_Checked] | None = last
+        if facts != last.facts:
+            found = self._find(group, shapes, facts)
+        elif shapes != last.shapes:
+            found = self._with_lengths(last, shapes) or self._find(group, shapes, facts)
+        if found is None:
+            return None
+        group.last = found
+        if len(addresses) < len(self._absent):
+            addresses += self._absent[len(addresses) :]
+        return found, addresses
+
+    def _with_lengths(self, last: Found[_Checked], shapes: list[Any]) -> Found[_Checked] | None:
+        """The last call with other lengths, None if other extents differ too."""
+        lengths, sizes = last.lengths.copy(), last.sizes.copy()
+        axes, extents = self._axes, last.call.extents
+        for place, (new, old) in enumerate(zip(shapes, last.shapes, strict=True)):
+            if new != old:
+                axis = axes[place]
+                if axis is None:
+                    return None
+                known = [*old]
+                known[axis] = length = new[axis]
+                if known != [*new]:
+                    return None
+                sizes[place] += (length - lengths[place]) * extents[place][0]
+                lengths[place] = length
+        return Found(last.call, shapes, last.facts, lengths, sizes)
+
+    def _find(
+        self, group: _Group[_Checked], shapes: list[Any], facts: list[Any]
+    ) -> Found[_Checked] | None:
+        key, lengths = self._without_lengths(shapes, facts)
+        call = group.calls.get(key)
+        return None if call is None else _fit(call, shapes, facts, lengths)
+
+    def _without_lengths(
+        self, shapes: list[Any], facts: list[Any]
+    ) -> tuple[tuple[Any, ...], list[int]]:
+        """(shapes without lengths and all facts, lengths)."""
+        lengths = self._absent.copy()
+        extents = [*shapes]
+        for place, shape in enumerate(shapes):
+            axis = self._axes[place]
+            if axis is not None and shape is not None and axis < len(shape):
+                lengths[place] = shape[axis]
+                extents[place] = shape[:axis], shape[axis + 1 :]
+        return (*extents, *facts), lengths
+
+    def insert(
+        self,
+        arrays: Sequence[Any],
+        scalars: tuple[Any, ...],
+        checked: _Checked,
+        like: ArrayView,
+        dtype_o: DType,
+        out_shape: Sequence[int] | None,
+        lse_shape: Sequence[int] | None,
+    ) -> None:
+        """Let later calls of this signature skip the checks, which this call has passed.
+
+        Outputs that later calls make will be like `like`; None for a shape where they make none.
+        Nothing is cached where equal signatures do not pass the same checks: torch allows or
+        refuses tensors that require grad by its mode, empty arrays may have any strides, and arrays
+        of several frameworks are ordered by streams.
+        """
+        framework = _FRAMEWORKS.get(like.framework)
+        if framework is None:
+            return
+        try:
+            _, shapes, facts = framework.read(arrays)
+            group = self._groups.get(scalars)
+        except (AttributeError, TypeError):  # another framework's; an argument without a hash
+            return
+        extents = [(0, 0)] * len(self._arguments)
+        for place, (x, shape, fact) in enumerate(zip(arrays, shapes, facts, strict=True)):
+            if fact is None:
+                continue
+            _, _, strides, device, is_refused, offset = fact
+            if is_refused or offset is None or device != facts[0][_DEVICE]:
+                return
+            if 0 in shape or min(strides, default=0) < 0:
+                return
+            axis = self._axes[place]
+            unit = framework.stride_bytes(x)
+            steps = [stride * unit for stride in strides]
+            step = 0 if axis is None else steps[axis]
+            span = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+            rest = span + framework.itemsize(x) - step * (1 if axis is None else shape[axis])
+            if self._arguments[place].is_output and axis is not None and rest > 0:
+                return  # its rows reach into the next, and may share elements from some length on
+            extents[place] = step, rest
+        call = CachedCall(
+            checked=checked,
+            extents=tuple(extents),
+            outputs=self._outputs(arrays),
+            make_out=_maker(dtype_o, like, out_shape),
+            make_lse=_maker(dtypes.float32, like, lse_shape),
+            address=framework.address,
+            current_stream=array.stream_reader(like),
+        )
+        key, lengths = self._without_lengths(shapes, facts)
+        if self._num_calls >= _MAX_CALLS:
+            self.clear()
+            group = None
+        found = _fit(call, shapes, facts, lengths)
+        places = zeros_and_ones(scalars)
+        if group is not None and group.zeros_and_ones != places:
+            self._num_calls -= len(group.calls)
+            del self._groups[scalars]
+            group = None
+        if group is None:
+            group = self._groups[scalars] = _Group(found, {}, places)
+        self._num_calls += key not in group.calls
+        group.calls[key], group.last = call, found
+        _read_by_type[type(arrays[0])] = framework.read
+
+    def _outputs(self, arrays: Sequence[Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Places of outputs that are given, each with the places that it may not overlap."""
+        given = [
+            (place, argument)
+            for place, argument in enumerate(self._arguments)
+            if argument.is_planned or (place < len(arrays) and arrays[place] is not None)
+        ]
+        return tuple(
+            (place, tuple(other for other, _ in given if other != place))
+            for place, argument in given
+            if argument.is_output
+        )
+
+
+def _fit(
+    call: CachedCall[_Checked], shapes: list[Any], facts: list[Any], lengths: list[int]
+) -> Found[_Checked]:
+    sizes = [n * step + rest for n, (step, rest) in zip(lengths, call.extents, strict=True)]
+    return Found(call, shapes, facts, lengths, sizes)
+
+
+def _maker(
+    dtype: DType, like: ArrayView, shape: Sequence[int] | None
+) -> Callable[[Sequence[int]], Any]:
+    """A function that makes contiguous arrays of shapes like this one, of any first extent."""
+    if shape is None or like.framework != "torch":
+        return array.allocator(dtype, like)
+    # A third cheaper than torch.empty, which reads a shape twice.
+    torch = sys.modules["torch"]
+    return functools.partial(
+        torch.empty_strided,
+        stride=tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))),
+        dtype=getattr(torch, dtype.name),
+        device=like.owner.device,
+    )
+
+
+_caches: list[CallCache[Any]] = []
+
+
+def clear_all() -> None:
+    """Forget every call: a forked process and tests have another device under the library."""
+    _read_by_type.clear()
+    for cache in _caches:
+        cache.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=clear_all)

@@ -1,0 +1,62 @@
+"""Which keys query rows may see, as far as a plan cares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Masking:
+    """A row sees the keys from its position - window_left to its position + window_right.
+
+    A negative window has no limit; causality is window_right = 0. has_mask: a custom mask hides
+    more of them, and key tiles start at multiples of their size.
+    """
+
+    window_left: int = -1
+    window_right: int = -1
+    has_mask: bool = False
+
+    def key_span(
+        self, first_token: int, last_token: int, qo_len: int, kv_len: int
+    ) -> tuple[int, int]:
+        """Keys [begin, end) that any of the query tokens first..last may see, custom mask aside.
+
+        KeyRange of kernels/cupyattn/attention/mask.cuh is the same arithmetic.
+        """
+        offset, begin, end = kv_len - qo_len, 0, kv_len
+        if self.window_right >= 0:
+            end = min(kv_len, last_token + offset + 1 + self.window_right)
+        if self.window_left >= 0:
+            begin = max(0, first_token + offset - self.window_left)
+        return begin, max(begin, end)
+
+    def span_lengths(
+        self,
+        first_token: np.ndarray | int,
+        last_token: np.ndarray | int,
+        qo_len: np.ndarray,
+        kv_len: np.ndarray,
+        is_shared: np.ndarray | None,
+        tile_kv: int,
+    ) -> np.ndarray:
+        """The lengths of key_span for many tiles of rows; at most those of shared keys.
+
+        is_shared: the rows come after all these keys.
+        """
+        begin: np.ndarray | int = 0
+        end = kv_len
+        if self.window_right >= 0:
+            last = np.minimum(last_token, qo_len - 1)
+            end = np.minimum(kv_len, last + (kv_len - qo_len + 1 + self.window_right))
+            if is_shared is not None:
+                end = np.where(is_shared, kv_len, end)
+        if self.window_left >= 0:
+            begin = np.maximum(first_token + (kv_len - qo_len - self.window_left), 0)
+            if is_shared is not None:
+                begin = np.where(is_shared, np.maximum(kv_len - self.window_left, 0), begin)
+            if self.has_mask:
+                begin = begin // tile_kv * tile_kv
+        return np.maximum(end - begin, 0)

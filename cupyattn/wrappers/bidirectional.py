@@ -1,0 +1,327 @@
+"""Prefill in which tokens of a range, such as an image, see each other in both directions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from .. import array
+from ..array.match import match, require_dtype
+from ..batch.ranges import read_ranges
+from ..batch.requests import Batch, PageNames, read_paged, read_rows, with_mask
+from ..batch.run import NO_SCALES, Scales, run
+from ..batch.wrapper import exclusive, planning
+from ..core import dtypes, parse
+from ..errors import ArgumentError, PlanError, UnsupportedError
+from ..inputs import geometry
+from ..inputs.workspace import refuse_capture
+from ..typing import Array, Pages, Scale, run_returns_lse
+from .prefill import BatchPrefillWithPagedKVCacheWrapper
+
+_NAMES = PageNames("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+
+
+class _Windows(NamedTuple):
+    """The windows to the left, in keys, of causality and of a row's range; -1 for none."""
+
+    causal: int = -1
+    ranges: int = -1
+
+
+class _Asked(NamedTuple):
+    """What the last plan() was told, and whose plan it is."""
+
+    batch: Batch
+    ranges: np.ndarray
+    windows: _Windows
+    arguments: tuple[Any, Any, Any]
+    split: tuple[int, bool]
+    given: dict[str, Any]
+    owner: object = None
+
+
+class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    """Prefill or append attention of a batch over pages, in which each row sees, besides what
+    causality and a window let it, a range of keys before and behind it: plan() once, run() per
+    layer.
+
+    float_workspace_buffer to paged_kv_last_page_len_buf  as in BatchPrefillWithPagedKVCacheWrapper.
+    pos_encoding_mode   must be "NONE".
+    q_data_type, kv_data_type, o_data_type, head_dim_qk, head_dim_vo  what plan() takes if it is not
+            told; if it is, it must be told the same.
+
+    Ranges of rows that hold the row itself and begin within its window cost no bits: rows see one
+    interval of keys each. Other ranges take a packed mask, made on the host. Raises as
+    BatchPrefillWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any = None,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Array | None = None,
+        paged_kv_indptr_buf: Array | None = None,
+        paged_kv_indices_buf: Array | None = None,
+        paged_kv_last_page_len_buf: Array | None = None,
+        pos_encoding_mode: str = "NONE",
+        q_data_type: Any = "bfloat16",
+        kv_data_type: Any = "bfloat16",
+        o_data_type: Any = None,
+        head_dim_qk: int = 128,
+        head_dim_vo: int = 128,
+    ) -> None:
+        if parse.pos_encoding_mode(pos_encoding_mode) != "NONE":
+            raise UnsupportedError(
+                f"pos_encoding_mode: got {pos_encoding_mode!r}; encode positions into q and k "
+                "before the call, and pass 'NONE'"
+            )
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            qo_indptr_buf,
+            paged_kv_indptr_buf,
+            paged_kv_indices_buf,
+            paged_kv_last_page_len_buf,
+        )
+        self._own: dict[str, Any] = {
+            "q_data_type": dtypes.parse(q_data_type, "q_data_type"),
+            "kv_data_type": dtypes.parse(kv_data_type, "kv_data_type"),
+            "o_data_type": dtypes.parse(
+                q_data_type if o_data_type is None else o_data_type, "o_data_type"
+            ),
+            "head_dim_qk": geometry.count(head_dim_qk, "head_dim_qk"),
+            "head_dim_vo": geometry.count(head_dim_vo, "head_dim_vo"),
+        }
+        self._asked: _Asked | None = None
+        self._planned: tuple[np.ndarray, _Windows] | None = None
+
+    @planning
+    def plan(  # type: ignore[override]
+        self,
+        qo_indptr: Array,
+        paged_kv_indptr: Array,
+        paged_kv_indices: Array,
+        paged_kv_last_page_len: Array,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: None = None,
+        packed_custom_mask: None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: None = None,
+        token_pos_in_items_ptr: None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        *,
+        bidirectional_ranges: Array | None = None,
+        causal_window_left: int = -1,
+        range_window_left: int = -1,
+    ) -> None:
+        """Schedule the batch that the next runs are for.
+
+        qo_indptr to page_size, sm_scale, logits_soft_cap, fixed_split_size, disable_split_kv  as in
+                BatchPrefillWithPagedKVCacheWrapper.plan.
+        head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type  the constructor's.
+        custom_mask, packed_custom_mask, causal, window_left and the arguments of multi-item scoring
+                must be left out: the ranges say which keys rows see.
+        bidirectional_ranges, causal_window_left, range_window_left  as in run(), which may then
+                leave them out: it neither reads them from the GPU nor schedules. A CUDA graph needs
+                them here.
+        The rest is accepted for compatibility.
+
+        Raises as BatchPrefillWithPagedKVCacheWrapper.plan.
+        """
+        items_len = parse.require_int(token_pos_in_items_len, "token_pos_in_items_len", 0)
+        for name, value, wanted in (
+            ("custom_mask", custom_mask, None),
+            ("packed_custom_mask", packed_custom_mask, None),
+            ("causal", parse.flag(causal, "causal"), False),
+            ("pos_encoding_mode", parse.pos_encoding_mode(pos_encoding_mode), "NONE"),
+            ("window_left", parse.window(window_left, "window_left"), -1),
+            ("prefix_len_ptr", prefix_len_ptr, None),
+            ("token_pos_in_items_ptr", token_pos_in_items_ptr, None),
+            ("token_pos_in_items_len", items_len, 0),
+            ("max_item_len_ptr", max_item_len_ptr, None),
+        ):
+            if value is not wanted and (wanted is None or value != wanted):
+                raise ArgumentError(
+                    f"{name}: given, but the ranges say which keys rows see; pass {wanted!r}, and "
+                    "windows as causal_window_left and range_window_left"
+                )
+        for name, told in (
+            ("head_dim_qk", head_dim_qk),
+            ("head_dim_vo", head_dim_vo),
+            ("q_data_type", q_data_type),
+            ("kv_data_type", kv_data_type),
+            ("o_data_type", o_data_type),
+        ):
+            own, read = self._own[name], dtypes.parse if "type" in name else geometry.count
+            if (told is not None or name == "head_dim_qk") and read(told, name) != own:
+                raise ArgumentError(
+                    f"{name}: got {told!r}, but the wrapper was made for {own}; make another one"
+                )
+        page_size = geometry.count(page_size, "page_size")
+        tables = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+        rows = read_rows(qo_indptr)
+        batch = read_paged(rows, *tables, page_size, _NAMES, self._is_debugging())
+        ranges = np.full((batch.num_rows, 2), -1)
+        if bidirectional_ranges is not None:
+            ranges = self._read(bidirectional_ranges, batch)
+        own = self._own
+        asked = _Asked(
+            batch,
+            ranges,
+            _Windows(
+                _window(causal_window_left, "causal_window_left"),
+                _window(range_window_left, "range_window_left"),
+            ),
+            (
+                (num_qo_heads, num_kv_heads, own["head_dim_qk"], own["head_dim_vo"]),
+                page_size,
+                (own["q_data_type"].name, own["kv_data_type"].name),
+            ),
+            geometry.split_size(fixed_split_size, disable_split_kv, page_size),
+            {
+                "sm_scale": sm_scale,
+                "logits_soft_cap": logits_soft_cap,
+                "o_dtype": own["o_data_type"].name,
+            },
+        )
+        self._install_ranges(asked, asked.ranges, asked.windows)
+        self._asked = asked._replace(owner=self._turns.own)
+
+    begin_forward = plan  # type: ignore[assignment]
+
+    @run_returns_lse
+    @exclusive
+    def run(  # type: ignore[override]
+        self,
+        q: Array,
+        paged_kv_cache: Pages,
+        bidirectional_ranges: Array | None = None,
+        causal_window_left: int | None = None,
+        range_window_left: int | None = None,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        out: Array | None = None,
+        lse: Array | None = None,
+        return_lse: Literal[False] = False,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: None = None,
+    ) -> Any:
+        """Attention of the planned batch.
+
+        bidirectional_ranges    int32 [qo_indptr[B], 2]: the first and the last key, by place in its
+                request, of the range that each row sees; (-1, -1) for none. On the host, or on the
+                GPU, where each run waits for it. Ranges other than the last run's schedule the
+                batch anew. Default: plan()'s.
+        causal_window_left      besides its range, row i sees keys from i + kv_len - qo_len -
+                causal_window_left up to i + kv_len - qo_len. A negative number: from 0 on. Default:
+                plan()'s, -1 if it was not told.
+        range_window_left       of its range, a row sees the keys less than so many before it, and
+                all behind it. 0 or a negative number: all. Default: likewise.
+        enable_pdl is accepted for compatibility; kv_cache_sf must be None. All else as in
+        BatchPrefillWithPagedKVCacheWrapper.run.
+
+        Returns and raises as that function.
+        """
+        geometry.refuse("4-bit caches are not supported", kv_cache_sf=kv_cache_sf)
+        asked = self._asked
+        if asked is None:
+            raise PlanError("run() was called before plan(); call plan() first")
+        self._turns.check(asked.owner)
+        ranges, windows = asked.ranges, asked.windows
+        if bidirectional_ranges is not None:
+            ranges = self._read(bidirectional_ranges, asked.batch)
+        if causal_window_left is not None:
+            windows = windows._replace(causal=_window(causal_window_left, "causal_window_left"))
+        if range_window_left is not None:
+            windows = windows._replace(ranges=_window(range_window_left, "range_window_left"))
+        assert self._planned is not None
+        if windows != self._planned[1] or not np.array_equal(ranges, self._planned[0]):
+            # The plan stays that of the thread that brought the tables.
+            own = self._turns.own
+            self._install_ranges(asked, ranges, windows)
+            self._turns.own = own
+            assert self._current is not None
+            self._current.owner = asked.owner
+        scales = NO_SCALES
+        if not (q_scale is k_scale is v_scale is None):
+            scales = Scales(q_scale, k_scale, v_scale)
+        return run(self, q, paged_kv_cache, None, out, lse, None, scales, return_lse)
+
+    @run_returns_lse
+    def forward(  # type: ignore[override]
+        self,
+        q: Array,
+        paged_kv_cache: Pages,
+        bidirectional_ranges: Array | None = None,
+        causal_window_left: int | None = None,
+        range_window_left: int | None = None,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: None = None,
+        *,
+        return_lse: Literal[False] = False,
+    ) -> Any:
+        """run() in its older form."""
+        windows = causal_window_left, range_window_left
+        scales = q_scale, k_scale, v_scale
+        geometry.refuse("4-bit caches are not supported", kv_cache_sf=kv_cache_sf)
+        return self.run(
+            q, paged_kv_cache, bidirectional_ranges, *windows, *scales, return_lse=return_lse
+        )
+
+    def _install_ranges(self, asked: _Asked, ranges: np.ndarray, windows: _Windows) -> None:
+        found = read_ranges(asked.batch, ranges, windows.causal, windows.ranges)
+        batch = asked.batch
+        if found.mask.intervals is None:
+            batch = with_mask(replace(batch))
+        options = self._options(
+            *asked.arguments,
+            found.mask.form,
+            window_left=found.window_left,
+            # A captured graph keeps its windows, but not what its rows see.
+            window_right=-1 if self._is_graph else found.reach,
+            **asked.given,
+        )
+        self._install(options, batch, found.mask, asked.split)
+        self._planned = ranges, windows
+
+    def _read(self, bidirectional_ranges: Any, batch: Batch) -> np.ndarray:
+        """int64 [rows of q, 2] on the host; an array on a GPU is waited for."""
+        name = "bidirectional_ranges"
+        v = array.view(bidirectional_ranges, name)
+        require_dtype(v, (dtypes.int32, dtypes.int64), name)
+        match(v, f"{batch.num_rows} 2", {}, name)
+        if v.device.kind == "cuda":
+            remedy = "give the ranges to plan() before the capture"
+            refuse_capture(self._current_stream(), f"reading {name} on the GPU", remedy)
+        return array.to_host(v).astype(np.int64)
+
+
+def _window(value: Any, name: str) -> int:
+    """An integer, of which all that mean no window are -1."""
+    return max(parse.require_int(value, name, -(2**31)), -1)

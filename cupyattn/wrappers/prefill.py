@@ -1,0 +1,531 @@
+"""Batch prefill and append, over pages of keys and values or over rows of one array each."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from ..batch.mask import read_intervals, read_mask
+from ..batch.requests import (
+    Batch,
+    PageNames,
+    read_paged,
+    read_ragged,
+    read_rows,
+    require_same_lengths,
+    require_same_offsets,
+    with_mask,
+)
+from ..batch.run import NO_SCALES, Scales, run
+from ..batch.wrapper import BatchWrapper, planning
+from ..inputs import geometry
+from ..typing import Array, Pages, Scale, run_returns_lse
+from .legacy import (
+    OlderCalls,
+    accepts_old_plans,
+    check_run,
+    read_scales,
+    read_sink,
+    takes_sinks,
+)
+from .lse_form import run_in_form
+
+# Compared as objects, which takes any value; what is equal but not the same takes the longer way.
+_LOG2, _NH = "log2", "NH"
+_NAMES = PageNames("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+
+
+class _BatchPrefill(BatchWrapper, OlderCalls):
+    """What both wrappers share: a plan may bring a mask, or multi-item scoring."""
+
+    _in_elements = False  # offsets of rows count elements
+    _takes_sinks = False  # run() takes sink and sm_scale after its arrays
+
+    def _count_token(self, num_heads: Any, name: str, head_dim_qk: Any) -> int:
+        """What a token counts in offsets of rows: with backend="cudnn" its elements."""
+        if not self._in_elements:
+            return 1
+        return geometry.count(num_heads, name) * geometry.count(head_dim_qk, "head_dim_qk")
+
+    def _num_qo_heads(self) -> int:
+        return self._require_plan().geometry.spec.num_qo_heads
+
+    def _plan(
+        self,
+        batch: Batch,
+        heads_and_dims: tuple[Any, Any, Any, Any],
+        page_size: int,
+        data_types: tuple[Any, Any],
+        masks: tuple[Any, Any],
+        items: tuple[Any, Any, Any, Any],
+        split: tuple[Any, Any],
+        **given: Any,
+    ) -> None:
+        """Install a batch; the tuples hold arguments of plan() in its order."""
+        mask = read_mask(*masks, read_intervals(batch, *items))
+        if self._takes_sinks:
+            given["sm_scale"] = 1.0
+        if mask.view is not None:
+            batch = with_mask(batch)
+        options = self._options(heads_and_dims, page_size, data_types, mask.form, **given)
+        self._install(options, batch, mask, geometry.split_size(*split, page_size or 1))
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
+    """Prefill or append attention of a batch over a paged KV cache: plan() once, run() per layer.
+
+    float_workspace_buffer, kv_layout, use_cuda_graph, backend  as in
+            BatchDecodeWithPagedKVCacheWrapper. In graph mode the first plan must have the most
+            query rows, and a plan between replays may have another mask. With backend="cudnn"
+            qo_indptr counts elements of q, and pages are "HND".
+    jit_args, jit_kwargs   None, or FlashInfer's for its variant AttentionSink: run() then takes
+            sink and sm_scale after its arrays, as BatchAttentionWithAttentionSinkWrapper.run.
+    qo_indptr_buf [B + 1], paged_kv_indptr_buf [B + 1], paged_kv_indices_buf [max pages of a batch],
+    paged_kv_last_page_len_buf [B]  int32 on the device: what graph mode needs, filled by plan().
+    custom_mask_buf, mask_indptr_buf  uint8 [max bytes of a packed mask] and int32 [B + 1]: given if
+            and only if the graph is to read a mask. (qk_indptr_buf is an older name of the second.)
+
+    Raises as BatchDecodeWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any = None,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Array | None = None,
+        paged_kv_indptr_buf: Array | None = None,
+        paged_kv_indices_buf: Array | None = None,
+        paged_kv_last_page_len_buf: Array | None = None,
+        custom_mask_buf: Array | None = None,
+        mask_indptr_buf: Array | None = None,
+        backend: str = "auto",
+        jit_args: Any = None,
+        jit_kwargs: Any = None,
+        *,
+        qk_indptr_buf: Array | None = None,
+        workspace_buffer: Any = None,
+    ) -> None:
+        buffers = {
+            "qo_indptr_buf": qo_indptr_buf,
+            "paged_kv_indptr_buf": paged_kv_indptr_buf,
+            "paged_kv_indices_buf": paged_kv_indices_buf,
+            "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
+            "custom_mask_buf": custom_mask_buf,
+            "mask_indptr_buf": qk_indptr_buf if mask_indptr_buf is None else mask_indptr_buf,
+        }
+        workspace = workspace_buffer if float_workspace_buffer is None else float_workspace_buffer
+        super().__init__(workspace, kv_layout, use_cuda_graph, buffers, backend, None)
+        self._takes_sinks = takes_sinks(jit_args, jit_kwargs)
+        self._in_elements = backend == "cudnn"
+        if self._in_elements:
+            self._kv_layout = "HND"
+
+    @planning
+    @accepts_old_plans(slot=8)
+    def plan(
+        self,
+        qo_indptr: Array,
+        paged_kv_indptr: Array,
+        paged_kv_indices: Array,
+        paged_kv_last_page_len: Array,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Array | None = None,
+        packed_custom_mask: Array | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Array | None = None,
+        token_pos_in_items_ptr: Array | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Array | None = None,
+        seq_lens: Array | None = None,
+        seq_lens_q: Array | None = None,
+        block_tables: Array | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        *,
+        window_right: int = -1,
+    ) -> None:
+        """Schedule the batch that the next runs are for.
+
+        qo_indptr               int32 or int64 [B + 1] from 0 on: rows of q of each request, its
+                last tokens.
+        paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len  the pages of each request, as
+                indptr, indices and last_page_len in BatchDecodeWithPagedKVCacheWrapper.plan. Like
+                them, qo_indptr is needed on the host.
+        num_qo_heads to head_dim_vo   of the arrays that run() is going to get; head_dim_vo defaults
+                to head_dim_qk.
+        custom_mask             bool [sum of qo_len * kv_len]: the [qo_len, kv_len] masks of all
+                requests, flattened; True where a row sees a key. causal is then ignored.
+        packed_custom_mask      uint8: the same as little-endian bits, each request from a byte on
+                (`segment_packbits(mask, indptr, bitorder="little")`); it wins over custom_mask.
+        causal                  row i of a request sees keys up to i + kv_len - qo_len.
+        q_data_type, kv_data_type, o_data_type  default float16, that of q, that of q.
+        fixed_split_size, disable_split_kv  as in BatchDecodeWithPagedKVCacheWrapper.plan.
+        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr  multi-item
+                scoring: a request's keys are a prefix, then items with a delimiter ahead of each
+                (and often one at the end). Rows of an item see the prefix and their item up to
+                themselves; delimiters see the prefix and no row sees them; the prefix is causal.
+                Integers [B], the length of the prefix; [B * token_pos_in_items_len], what place
+                each key behind it has in its item, from 1 on, 0 for delimiters (what the last
+                request needs no place for may be left out); and [B], the longest item, which is
+                not needed. One request's may be without an axis. The first two are needed on the
+                host; causal is implied, a mask is refused.
+        Other options as in single_prefill_with_kv_cache; the rest is accepted for compatibility.
+        Older names and the older order without head_dim_vo are understood; data_type sets q's and
+        the cache's.
+
+        Raises as BatchDecodeWithPagedKVCacheWrapper.plan.
+        """
+        page_size = geometry.count(page_size, "page_size")
+        unit = self._count_token(num_qo_heads, "num_qo_heads", head_dim_qk)
+        batch = read_paged(
+            read_rows(qo_indptr, unit=unit),
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            page_size,
+            _NAMES,
+            self._is_debugging(),
+        )
+        if self._in_elements:
+            require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
+            require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
+        self._plan(
+            batch,
+            (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
+            page_size,
+            (q_data_type, kv_data_type),
+            (custom_mask, packed_custom_mask),
+            (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
+            (fixed_split_size, disable_split_kv),
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            window_right=window_right,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            o_dtype=o_data_type,
+        )
+
+    begin_forward = plan
+
+    @run_returns_lse
+    def run(
+        self,
+        q: Array,
+        paged_kv_cache: Pages,
+        *args: Any,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        out: Array | None = None,
+        lse: Array | None = None,
+        return_lse: Literal[False] = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Array | None = None,
+        kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+    ) -> Any:
+        """Attention of the planned batch.
+
+        q       [qo_indptr[B], num_qo_heads, head_dim_qk].
+        paged_kv_cache  as in BatchDecodeWithPagedKVCacheWrapper.run; K and V of a pair may have
+                different head dims.
+        q_scale, k_scale, v_scale, out, lse, sinks  as there. By position: all three scales, or the
+                older k_scale, v_scale and return_lse.
+        window_left  if given, must be the plan's. kv_cache_sf must be None.
+        lse_base     of the LSE, given and returned: "log2", or "ln" for natural logarithms.
+        lse_layout   likewise: "NH" for [rows, num_qo_heads], or "HN" for [num_qo_heads, rows].
+        enable_pdl is accepted for compatibility, and so are skip_softmax_threshold_scale_factor,
+        use_fp16_softmax and uses_spcompress, which allow less exact answers.
+
+        Returns out [qo_indptr[B], num_qo_heads, head_dim_vo] in q's framework and device, or (out,
+        lse [qo_indptr[B], num_qo_heads]) if `return_lse`. It never waits for the device; it
+        allocates its answers only. The first run with scales by head, or with arrays off 16-byte
+        boundaries, schedules the batch anew. Raises ArgumentError for arrays that do not fit the
+        plan, PlanError without a plan, before anything is written.
+        """
+        scales = NO_SCALES
+        if self._takes_sinks:
+            sinks, q_scale = read_sink(args, q_scale, self._num_qo_heads())
+            scales = Scales(q_scale, k_scale, v_scale)
+        elif args:
+            named = q_scale, k_scale, v_scale
+            scales, return_lse = read_scales(
+                args, named, return_lse, ("k_scale", "v_scale", "return_lse")
+            )
+        elif not (q_scale is k_scale is v_scale is None):
+            scales = Scales(q_scale, k_scale, v_scale)
+        if not (window_left is skip_softmax_threshold_scale_factor is kv_cache_sf is None):
+            planned = self._require_plan().geometry.spec.window_left
+            check_run(window_left, planned, kv_cache_sf, skip_softmax_threshold_scale_factor)
+        if lse_base is _LOG2 and lse_layout is _NH:
+            return run(self, q, paged_kv_cache, None, out, lse, sinks, scales, return_lse)
+        form = lse_base, lse_layout
+        return run_in_form(form, self, q, paged_kv_cache, None, out, lse, sinks, scales, return_lse)
+
+    @run_returns_lse
+    def forward(
+        self,
+        q: Array,
+        paged_kv_cache: Pages,
+        causal: bool | None = None,
+        pos_encoding_mode: str | None = None,
+        use_fp16_qk_reduction: bool = False,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        window_left: int | None = None,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        allow_fp16_qk_reduction: bool = False,
+        return_lse: Literal[False] = False,
+    ) -> Any:
+        """run() in its older form, as BatchDecodeWithPagedKVCacheWrapper.forward."""
+        with self._turns.planning:
+            self._change(
+                causal=causal,
+                pos_encoding_mode=pos_encoding_mode,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                sm_scale=sm_scale,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+            )
+            return self.run(
+                q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse
+            )
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
+    """Prefill or append attention of a batch over ragged keys: plan() once, run() for every layer.
+
+    float_workspace_buffer, use_cuda_graph, backend, jit_args, jit_kwargs  as in
+            BatchPrefillWithPagedKVCacheWrapper. In graph mode the first plan must also have the
+            most keys if it has a fixed_split_size, and k and v of the captured run must have room
+            for the most keys. With backend="cudnn" offsets count elements of their arrays.
+    kv_layout   "NHD" or "HND": rows [n, num_kv_heads, head_dim], or heads first.
+    qo_indptr_buf [B + 1], kv_indptr_buf [B + 1], custom_mask_buf, mask_indptr_buf  as there.
+
+    Raises as BatchDecodeWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any = None,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Array | None = None,
+        kv_indptr_buf: Array | None = None,
+        custom_mask_buf: Array | None = None,
+        mask_indptr_buf: Array | None = None,
+        backend: str = "auto",
+        jit_args: Any = None,
+        jit_kwargs: Any = None,
+        *,
+        qk_indptr_buf: Array | None = None,
+        workspace_buffer: Any = None,
+    ) -> None:
+        buffers = {
+            "qo_indptr_buf": qo_indptr_buf,
+            "kv_indptr_buf": kv_indptr_buf,
+            "custom_mask_buf": custom_mask_buf,
+            "mask_indptr_buf": qk_indptr_buf if mask_indptr_buf is None else mask_indptr_buf,
+        }
+        workspace = workspace_buffer if float_workspace_buffer is None else float_workspace_buffer
+        super().__init__(workspace, kv_layout, use_cuda_graph, buffers, backend, None)
+        self._takes_sinks = takes_sinks(jit_args, jit_kwargs)
+        self._in_elements = backend == "cudnn"
+
+    @planning
+    @accepts_old_plans(slot=5)
+    def plan(
+        self,
+        qo_indptr: Array,
+        kv_indptr: Array,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Array | None = None,
+        packed_custom_mask: Array | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Array | None = None,
+        token_pos_in_items_ptr: Array | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Array | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: Array | None = None,
+        seq_lens_q: Array | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: Array | None = None,
+        o_indptr: Array | None = None,
+        *,
+        window_right: int = -1,
+    ) -> None:
+        """Schedule the batch that the next runs are for.
+
+        qo_indptr   int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
+        kv_indptr   int32 or int64 [B + 1]: rows of k and v of each request. Both may be on the host
+                or on the device, where they cost a copy that waits for it each.
+        num_qo_heads to head_dim_vo   of the arrays that run() is going to get; head_dim_vo defaults
+                to head_dim_qk.
+        fixed_split_size        keys after which a request is split; the rest as in
+                BatchDecodeWithPagedKVCacheWrapper.plan.
+        v_indptr, o_indptr      None, or offsets of the same rows as kv_indptr and qo_indptr.
+        All other arguments as in BatchPrefillWithPagedKVCacheWrapper.plan.
+
+        Raises as BatchDecodeWithPagedKVCacheWrapper.plan.
+        """
+        units = [
+            self._count_token(heads, name, dim)
+            for dim in (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
+            for heads, name in ((num_qo_heads, "num_qo_heads"), (num_kv_heads, "num_kv_heads"))
+        ]
+        batch = read_ragged(read_rows(qo_indptr, unit=units[0]), kv_indptr, units[1])
+        require_same_offsets(o_indptr, "o_indptr", batch.qo_indptr, units[2])
+        require_same_offsets(v_indptr, "v_indptr", batch.kv_indptr, units[3])
+        if self._in_elements:
+            require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
+            require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
+        self._plan(
+            batch,
+            (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
+            0,
+            (q_data_type, kv_data_type),
+            (custom_mask, packed_custom_mask),
+            (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
+            (fixed_split_size, disable_split_kv),
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            window_right=window_right,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            o_dtype=o_data_type,
+        )
+
+    begin_forward = plan
+
+    @run_returns_lse
+    def run(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *args: Any,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        o_scale: float | None = None,
+        out: Array | None = None,
+        lse: Array | None = None,
+        return_lse: Literal[False] = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Array | None = None,
+        kv_cache_sf: Any = None,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+    ) -> Any:
+        """Attention of the planned batch.
+
+        q       [qo_indptr[B], num_qo_heads, head_dim_qk].
+        k, v    [>= kv_indptr[B], num_kv_heads, head_dim] ("NHD") or [num_kv_heads, >= kv_indptr[B],
+                head_dim] ("HND").
+        q_scale, k_scale, v_scale, out, lse, sinks  as in BatchDecodeWithPagedKVCacheWrapper.run. By
+                position: all three scales, or the older return_lse.
+        window_left  if given, must be the plan's. enable_pdl is accepted for compatibility; o_scale
+                and kv_cache_sf must be None.
+        lse_base, lse_layout  as in BatchPrefillWithPagedKVCacheWrapper.run.
+
+        Returns and raises as BatchPrefillWithPagedKVCacheWrapper.run.
+        """
+        scales = NO_SCALES
+        if self._takes_sinks:
+            sinks, q_scale = read_sink(args, q_scale, self._num_qo_heads())
+            scales = Scales(q_scale, k_scale, v_scale)
+        elif args:
+            named = q_scale, k_scale, v_scale
+            scales, return_lse = read_scales(args, named, return_lse, ("return_lse",))
+        elif not (q_scale is k_scale is v_scale is None):
+            scales = Scales(q_scale, k_scale, v_scale)
+        if not (window_left is o_scale is kv_cache_sf is None):
+            planned = self._require_plan().geometry.spec.window_left
+            check_run(window_left, planned, kv_cache_sf)
+            geometry.refuse("not supported", o_scale=o_scale)
+        if lse_base is _LOG2 and lse_layout is _NH:
+            return run(self, q, k, v, out, lse, sinks, scales, return_lse)
+        form = lse_base, lse_layout
+        return run_in_form(form, self, q, k, v, out, lse, sinks, scales, return_lse)
+
+    @run_returns_lse
+    def forward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        causal: bool | None = None,
+        pos_encoding_mode: str | None = None,
+        use_fp16_qk_reduction: bool = False,
+        window_left: int | None = None,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        allow_fp16_qk_reduction: bool = False,
+        return_lse: Literal[False] = False,
+    ) -> Any:
+        """run() in its older form, as BatchDecodeWithPagedKVCacheWrapper.forward."""
+        with self._turns.planning:
+            self._change(
+                causal=causal,
+                pos_encoding_mode=pos_encoding_mode,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                sm_scale=sm_scale,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+            )
+            return self.run(q, k, v, return_lse=return_lse)

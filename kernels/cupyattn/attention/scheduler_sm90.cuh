@@ -1,0 +1,221 @@
+// The scheduler warp of prefill_sm90: fetches work items, publishes each one ahead, copies its rows
+// of Q, and stores O of finished items.
+#pragma once
+
+#include "cupyattn/attention/traits_sm90.cuh"
+#include "cupyattn/ptx/tensor_copy.cuh"
+
+namespace cupyattn {
+
+template <typename Traits>
+struct PrefillSm90Scheduler {
+  using DTypeQ = typename Traits::DTypeQ;
+  using QTile = typename Traits::QTile;
+  using Item = typename Traits::Item;
+  using ItemFacts = typename Traits::ItemFacts;
+  static constexpr int kTileKV = Traits::kTileKV, kItems = Traits::kItems, kSlots = Traits::kSlots;
+  static constexpr bool kPaged = Traits::kPaged, kMasked = Traits::kMasked;
+  static constexpr bool kStagesOutput = Traits::kStagesOutput;
+
+  const PrefillSm90Block<Traits>& block;
+  const PrefillSm90Params& all_params = block.all_params;
+  const AttentionParams& params = block.params;
+  typename Traits::SharedMemory& shared = block.shared;
+
+  __device__ __forceinline__ void run() {
+    PipelineState<kItems> place;
+    PipelineState<kSlots> q;
+    int stored = 0;  // the slot of Q from which the next O is stored
+    int published = 0;
+    const int lane = threadIdx.x % kWarpSize;
+    const int num_items = all_params.num_items * params.num_kv_heads;
+    for (int index = blockIdx.x;;) {
+      const bool exists = index < num_items;
+      const ItemFacts item = exists ? item_of(index) : ItemFacts{};
+      // A captured graph has spare items of zeros, which are skipped.
+      if (!exists || item.work.tile.num_rows > 0) {
+        if (item.has_keys()) prefetch_queries(item, lane);
+        Item& next = shared.items[place.stage];
+        await_phase(shared.empty_item[place.stage], place.parity ^ 1);
+        if (published >= kItems) store_output(shared.items[place.stage], stored, lane);
+        ptx::warp_sync();
+        if (lane == 0) static_cast<ItemFacts&>(next) = item;
+        if constexpr (kMasked) {
+          ptx::warp_sync();
+          if (exists) skip_masked_tiles(next, lane);
+        }
+        if (lane == 0) arrive(shared.full_item[place.stage]);
+        ptx::warp_sync();
+        if (!exists) break;
+        // Copy Q as soon as a slot is free, not behind the keys of the item before.
+        if (next.has_keys()) {
+          if constexpr (kStagesOutput) {
+            if (lane == 0) ptx::bulk_wait_read();  // mutate: q-overwrites-output
+            ptx::warp_sync();
+          }
+          copy_queries(q, next, lane);
+        }
+        place.advance();
+        ++published;
+      }
+      index = next_index(num_items, lane);
+    }
+    if constexpr (kStagesOutput) {
+      static_assert(kItems == 2, "one item is left");
+      place.advance();
+      if (published > 0) {
+        await_phase(shared.empty_item[place.stage], place.parity ^ 1);
+        store_output(shared.items[place.stage], stored, lane);
+        if (lane == 0) ptx::bulk_wait_read();
+      }
+    }
+  }
+
+  // Stores O of a finished item from its slot of Q, `stored`.
+  __device__ __forceinline__ void store_output(const Item& item, int& stored, int lane) const {
+    if constexpr (kStagesOutput) {
+      if (!item.has_keys()) return;
+      if (lane == 0) {
+        const uint32_t rows = ptx::shared_address(shared.q[stored]);
+        const int head = item.work.tile.kv_head * params.group_size;
+        for_boxes(item, all_params.output_box_rows, item.boxed_rows, [&](int row, int token) {
+#pragma unroll
+          for (int panel = 0; panel < QTile::kPanels; ++panel) {
+            ptx::tensor_store_4d(all_params.o, QTile::kPanelColumns * panel, head, token, 0,
+                                 rows + row * QTile::kRowBytes + panel * QTile::kPanelBytes);
+          }
+        });
+        ptx::bulk_commit();
+      }
+      stored = stored + 1 == kSlots ? 0 : stored + 1;  // mutate: output-of-another-slot
+    }
+  }
+  __device__ __forceinline__ void skip_masked_tiles(Item& item, int lane) const {
+    const TileSpan tiles = item.template take<typename Traits::Mask>(
+        all_params.mask_maps[item.place], item.work.request, item.tiles, lane);
+    ptx::warp_sync();
+    if (lane != 0) return;
+    item.tiles = tiles;
+    if (!item.has_keys()) item.boxed_rows = 0;
+  }
+
+  // A block begins with the item of its own index, and then takes the next item that no block has.
+  // Blocks ask as often as there are items, so the counter ends at zero, as it began.
+  __device__ __forceinline__ int next_index(int num_items, int lane) const {
+    int taken = 0;
+    // mutate: item-counter-not-reset
+    if (lane == 0) taken = static_cast<int>(ptx::atomic_inc_wrap(params.counters, num_items - 1));
+    return static_cast<int>(gridDim.x) + ptx::warp_uniform(taken);
+  }
+
+  // The order of items (L2Swizzle): groups of heads come one after another, so that their keys stay
+  // in L2; within a group the heads of an item are neighbours. The shortest items of all heads come
+  // last, so that blocks end together.
+  __device__ __forceinline__ ItemFacts item_of(int index) const {
+    const int num_swizzled = all_params.num_items - all_params.num_tail_items;
+    // mutate: tail-items-from-first
+    int first_place = num_swizzled, first_head = 0, heads = params.num_kv_heads;
+    int rest = index - num_swizzled * heads;
+    if (rest < 0) {
+      const int per_swizzle = num_swizzled * all_params.heads_per_swizzle;
+      const int swizzle = index / per_swizzle;
+      first_place = 0;
+      first_head = swizzle * all_params.heads_per_swizzle;
+      heads = min_of(all_params.heads_per_swizzle, heads - first_head);
+      rest = index - swizzle * per_swizzle;
+    }
+    const int place = first_place + rest / heads;
+    const int kv_head = first_head + rest % heads;
+    ItemFacts item{};
+    item.work = BlockWork::of_index(params, place, kv_head, Traits::kTileQ);
+    item.place = place;
+    item.exists = 1;
+    if (item.work.tile.num_rows <= 0) return item;  // mutate: spare-items-worked-on
+    item.range = KeyRange::of(params, item.work);
+    // Boxes of pages start where pages do.
+    constexpr bool kAligns = (kPaged && !Traits::kGathers) || kMasked;
+    item.tiles = TileSpan::of<kAligns>(item.range, kTileKV, item.work.tile);
+    // Rows ahead of the range may be copied; pages may not.
+    if constexpr (!kPaged && !kMasked) item.tiles.gather_cuts(item.range, kTileKV);
+    const int box = all_params.output_box_rows, num_rows = item.work.tile.num_rows;
+    const bool is_boxed = kStagesOutput && box > 0 && num_rows >= box && item.has_keys();
+    // mutate: output-box-of-partial-rows
+    item.boxed_rows = is_boxed && !item.work.tile.leaves_state() ? num_rows / 64 * 64 : 0;
+    return item;
+  }
+
+  // Fetches rows of Q into L2 early, because memory is slow.
+  __device__ __forceinline__ void prefetch_queries(const ItemFacts& item, int lane) const {
+    if (lane != 0) return;
+    for_boxes(item, all_params.query_box_rows, item.work.tile.num_rows, [&](int, int token) {
+#pragma unroll
+      for (int panel = 0; panel < QTile::kPanels; ++panel) {
+        ptx::tensor_prefetch_4d(all_params.q, QTile::kPanelColumns * panel,
+                                item.work.tile.kv_head * params.group_size, token, 0);
+      }
+    });
+  }
+
+  // Copies rows of Q: boxes whose rows all belong to the item, then the other rows one by one. Rows
+  // that the last warpgroup lacks become zeros; warpgroups without rows do not read theirs.
+  __device__ __forceinline__ void copy_queries(PipelineState<kSlots>& q, const Item& item,
+                                               int lane) const {
+    const TileWork& work = item.work.tile;
+    const uint32_t tile = ptx::shared_address(shared.q[q.stage]);
+    const uint32_t lands = ptx::shared_address(&shared.full_q[q.stage]);
+    await_phase(shared.empty_q[q.stage], q.parity ^ 1);
+    ptx::warp_sync();
+    const int box = all_params.query_box_rows, head = work.kv_head * params.group_size;
+    const int row = for_boxes(item, box, work.num_rows, [&](int row, int token) {
+      if (lane != 0) return;
+      ptx::mbarrier_expect_tx(lands, box * QTile::kPanels * QTile::kRowBytes);
+#pragma unroll
+      for (int panel = 0; panel < QTile::kPanels; ++panel) {
+        ptx::tensor_copy_4d(tile + panel * QTile::kPanelBytes + row * QTile::kRowBytes,
+                            all_params.q, QTile::kPanelColumns * panel, head, token, 0, lands);
+      }
+    });
+    if (row < work.num_rows) gather_queries(tile, item, row, lane);
+    ptx::warp_sync();
+    if (lane == 0) ptx::mbarrier_arrive(lands);
+    ptx::warp_sync();
+    q.advance();
+  }
+
+  __device__ __forceinline__ void gather_queries(uint32_t tile, const Item& item, int first_row,
+                                                 int lane) const {
+    const TileWork& work = item.work.tile;
+    const int end = ceil_div(work.num_rows, 64) * 64;
+#pragma unroll 4
+    for (int index = first_row * QTile::kChunks + lane; index < end * QTile::kChunks;
+         index += kWarpSize) {
+      const int r = index / QTile::kChunks;
+      const int chunk = index % QTile::kChunks;
+      // mutate: q-rows-of-first-tile
+      const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
+      const DTypeQ* source =
+          static_cast<const DTypeQ*>(params.q) +
+          (static_cast<int64_t>(item.work.request.q_start) + row.token) * params.q_stride_n +
+          (work.kv_head * params.group_size + row.group_head) * params.q_stride_h + 8 * chunk;
+      // mutate: q-row-past-tile
+      ptx::cp_async_16(tile + QTile::offset(r, chunk), source, r < work.num_rows);
+    }
+    ptx::cp_async_commit();
+    ptx::cp_async_wait_group<0>();
+    ptx::fence_proxy_async();
+  }
+
+  // Calls body(row, token) for the first `num_rows` rows of an item in boxes of `box` rows, which
+  // are whole tokens; returns the row after.
+  template <typename Body>
+  __device__ __forceinline__ int for_boxes(const ItemFacts& item, int box, int num_rows,
+                                           Body&& body) const {
+    const int tokens = PackGqaRow::of(params, box).token;
+    int token = item.work.request.q_start + PackGqaRow::of(params, item.work.tile.first_row).token;
+    int row = 0;
+    for (; box > 0 && row + box <= num_rows; row += box, token += tokens) body(row, token);
+    return row;
+  }
+};
+
+}  // namespace cupyattn

@@ -1,0 +1,81 @@
+"""cupyattn for a program of one framework, with calls that get the arrays of another one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn
+from cupyattn import array
+
+# Where JAX arrays cannot be written, calls return what they would have written.
+_WRITTEN = {"append_paged_kv_cache": [4], "merge_state_in_place": [0, 1]}
+
+
+def converter(framework: str) -> Callable[[Any], Any]:
+    """A function that makes arrays of the framework; it shares memory where it can."""
+    if framework == "numpy":
+        return lambda x: array.as_numpy(array.view(x, "x"))
+    module = pytest.importorskip(framework)
+    like = array.view((module.numpy if framework == "jax" else module).zeros(1), "like")
+    return lambda x: array.from_numpy(array.as_numpy(array.view(x, "x")), like)
+
+
+class Translated(ModuleType):
+    """The module, with every array that goes in converted, and what comes out checked."""
+
+    def __init__(self, framework: str) -> None:
+        super().__init__("cupyattn")
+        self._convert = converter(framework)
+        self._kind = type(self._convert(np.zeros(1, np.float32)))
+        self.num_calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(cupyattn, name)
+        if inspect.isclass(value) and not issubclass(value, Exception):
+            return lambda *args, **named: _Wrapper(self, self.call(value, *args, **named))
+        return functools.partial(self.call, value) if callable(value) else value
+
+    def call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        answer = function(*map(self._in, args), **{n: self._in(x) for n, x in named.items()})
+        self.num_calls += 1
+        places = _WRITTEN.get(getattr(function, "__name__", ""))
+        if places and answer is not None:
+            for place, new in zip(places, answer if len(places) > 1 else [answer], strict=True):
+                array.as_numpy(array.view(args[place], "x"))[...] = np.asarray(new)
+            return None
+        first = next(filter(_is_array, (*args, *named.values())), None)
+        return self._out(answer, first)
+
+    def _in(self, x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)(map(self._in, x))
+        return self._convert(x) if _is_array(x) else x
+
+    def _out(self, x: Any, like: Any) -> Any:
+        """The answer as an array of the program's framework, which `like` is of."""
+        if isinstance(x, tuple):
+            return tuple(self._out(y, like) for y in x)
+        if not _is_array(x):
+            return x
+        assert type(x) is self._kind
+        return array.from_numpy(np.array(array.as_numpy(array.view(x, "x"))), array.view(like, "x"))
+
+
+class _Wrapper:
+    def __init__(self, module: Translated, wrapper: Any) -> None:
+        self._module, self._wrapper = module, wrapper
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._wrapper, name)
+        return functools.partial(self._module.call, value) if callable(value) else value
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(type(x), "__dlpack__")

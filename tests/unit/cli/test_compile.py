@@ -1,0 +1,186 @@
+"""`cupyattn compile` without a GPU."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cupyattn import cli, jit
+from cupyattn.cli import compile as compiling
+from cupyattn.errors import CompileError
+from cupyattn.jit import cache, compiler
+from cupyattn.launch.instances import LEVELS
+
+
+@pytest.fixture
+def instances(monkeypatch: pytest.MonkeyPatch) -> dict[str, list]:
+    """The kernels that each level has during a test."""
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    levels: dict[str, list] = {
+        "standard": [("tiny", {"kScale": 1}), ("tiny", {"kScale": 2})],
+        "full": [("spilling", {})],
+    }
+    known = {tuple(LEVELS[name]): levels[name] for name in levels}
+    monkeypatch.setattr(
+        compiling,
+        "instances",
+        lambda chosen, arch: [(x, jit.Config(c)) for x, c in known[tuple(chosen)]],
+    )
+    return levels
+
+
+def test_it_fills_a_folder_to_ship(
+    place: Path,
+    instances: dict[str, list],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CUPYATTN_NO_COMPILE", "1")
+    shipped = place / "shipped"
+    command = ["compile", "--arch", "sm_80,sm_90a", "--cache-dir", str(shipped), "--jobs", "2"]
+    assert cli.main(command) == 0
+    first = capfd.readouterr()
+    assert first.out.startswith("4 kernels for sm_80, sm_90a in ")
+    assert "4 compiled, 0 already there" in first.out and str(shipped) in first.out
+    assert "spills: none" in first.out
+    lines = first.err.splitlines()
+    assert lines[0].startswith("sm_80, sm_90a: about 4 kernels, ")
+    assert lines[0].endswith(f"in 2 processes, to {shipped}")
+    assert lines[-1].startswith("4/4 kernels in ") and len(lines) == 5
+    assert cache.contents(cache.Place(shipped))[0] == 4
+    assert cache.contents(cache.Place(place / "default-cache")) == (0, 0)
+
+    assert cli.main(command) == 0
+    assert "0 compiled, 4 already there" in capfd.readouterr().out
+
+    monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(shipped))
+    assert jit.build("tiny", {"kScale": 2}, "sm_90a").info.cached
+    with pytest.raises(CompileError, match="cupyattn compile --arch sm_90a"):
+        jit.build("tiny", {"kScale": 3}, "sm_90a")
+
+
+def test_it_reports_spills_and_failures(
+    place: Path, instances: dict[str, list], capsys: pytest.CaptureFixture[str]
+) -> None:
+    instances["full"].append(("broken", {}))
+    assert cli.main(["compile", "--arch", "sm_86", "--level", "full", "--jobs", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("1 kernels for sm_86") and "spills: 1\n" in out
+    assert "FAILED broken sm_86" in err and 'identifier "undeclared" is undefined' in err
+    assert cache.contents(cache.Place(place / "default-cache"))[0] == 1
+
+
+def test_what_fails_many_kernels_is_said_once(
+    instances: dict[str, list], capsys: pytest.CaptureFixture[str]
+) -> None:
+    instances["full"][:] = [("broken", {"kScale": n}) for n in range(4)] + [("missing", {})]
+    assert cli.main(["compile", "--arch", "sm_86", "--level", "full", "--jobs", "1"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("FAILED") == 2 and err.count("is undefined") == 1
+    assert "and 3 more like it" in err and "no file entry/missing.cu" in err
+
+
+def test_ctrl_c_keeps_what_is_done(place: Path) -> None:
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    code = """
+import sys
+from cupyattn import cli, jit
+from cupyattn.cli import compile as compiling
+kernels = [("slow", jit.Config({})), ("tiny", jit.Config({"kScale": 1}))]
+compiling.instances = lambda chosen, arch: kernels
+sys.exit(cli.main(["compile", "--arch", "sm_80", "--jobs", "2"]))
+"""
+    started = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
+    )
+    end = time.monotonic() + 60
+    while not cache.contents(cache.Place(place / "default-cache"))[0]:
+        assert started.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    time.sleep(0.2)  # the news has to come from one process to the other
+    started.send_signal(signal.SIGINT)
+    out, _ = started.communicate(timeout=60)
+    assert started.returncode == 130
+    assert out.splitlines()[-1] == (
+        f"cupyattn compile: SIGINT after 1 of 2 kernels, which are in {place / 'default-cache'}; "
+        "the same command does the rest"
+    )
+    assert cache.contents(cache.Place(place / "default-cache"))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--arch", "sm_75"], "no kernels are built for 'sm_75'"),
+        (["--arch", "sm_80,sm_90"], "did you mean sm_90a"),
+        (["--arch", "sm_80", "--cache-dir", "{place}/kernels/entry/tiny.cu"], "cannot be written"),
+        ([], "name --arch"),
+        (["--arch", "sm_80", "--option", "rope", "--head-dim", "72"], "no call has all of these"),
+        (["--arch", "sm_80", "--head-dim", "264"], "a multiple of 8 from 8 to 256"),
+        (["--arch", "sm_80", "--model", "{place}/none.json"], "none.json cannot be read"),
+    ],
+)
+def test_it_refuses(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(compiling, "_archs_here", list)
+    arguments = [argument.format(place=place) for argument in arguments]
+    assert cli.main(["compile", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("cupyattn compile: ") and said in line
+
+
+def test_without_a_compiler_it_says_so_once() -> None:
+    code = """
+import sys
+sys.modules["cupy"] = sys.modules["cupy_backends"] = None
+from cupyattn.cli import main
+sys.exit(main(["compile", "--arch", "sm_80"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "CuPy cannot be imported" in line
+
+
+def test_an_architecture_that_the_compiler_does_not_know_is_found_first(
+    instances: dict[str, list],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Old:
+        @staticmethod
+        def getSupportedArchs() -> list[int]:
+            return [80, 90]
+
+    monkeypatch.setattr(compiler, "_nvrtc", Old)
+    assert cli.main(["compile", "--arch", "sm_80,sm_100a"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "does not know sm_100a; install a newer CUDA" in line
+
+
+def test_a_dry_run_adds_up_and_compiles_nothing(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compile", "--arch", "sm_80,sm_90a", "--op", "decode", "--dtype", "float16"]
+    assert cli.main([*command, "--dry-run"]) == 0
+    out, err = capsys.readouterr()
+    _, *rows, last = out.splitlines()
+    table = {tuple(row.split()[:2]): row.split()[2:] for row in rows}
+    # Four head dims, a soft cap or none, in rows or pages; slots of plan_batch and pad_lse beside.
+    assert table["sm_90a", "decode_sm80"][0] == "16"
+    assert last.startswith(f"all: {sum(int(row[0]) for row in table.values())} kernels, ")
+    assert err == "" and not (place / "default-cache").exists()

@@ -1,0 +1,56 @@
+"""`cupyattn info` without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cupyattn import cli
+from cupyattn.core import env
+from cupyattn.jit import cache
+
+
+def test_info_names_everything(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    labels = [line.split(" ")[0] for line in out.splitlines()]
+    for label in ("cupyattn", "Python", "CuPy", "NVRTC", "kernels", "cache", "environment"):
+        assert label in labels
+    assert any(label.startswith("GPU") for label in labels)
+    assert f"{place / 'default-cache'} (writable): 0 kernels" in out
+    for variable in env.ALL:
+        assert variable.name in out and variable.doc in out
+    assert f"CUPYATTN_KERNELS_DIR = {place / 'kernels'}" in out
+    assert not (place / "default-cache").exists()
+
+
+def test_info_counts_kernels_and_says_read_only(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = place / "default-cache" / f"some.sm_80.{32 * '0'}"
+    entry.mkdir(parents=True)
+    (entry / "kernel.cubin").write_bytes(b"x" * 3 * 2**20)
+    monkeypatch.setattr(cache.os, "access", lambda *_: False)
+    cli.main(["info"])
+    assert "(read-only): 1 kernels, 3.0 MiB" in capsys.readouterr().out
+
+
+def test_info_without_cupy_and_without_kernels(place: Path) -> None:
+    code = """
+import sys
+sys.modules["cupy"] = sys.modules["cupy_backends"] = None
+from cupyattn.cli import main
+sys.exit(main(["info"]))
+"""
+    changed = {**os.environ, "CUPYATTN_KERNELS_DIR": str(place / "nowhere")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=changed, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "CuPy         cannot be imported" in done.stdout
+    assert "CPU arrays run on the reference" in done.stdout
+    assert str(place / "nowhere") in done.stdout

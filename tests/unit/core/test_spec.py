@@ -1,0 +1,59 @@
+"""Every field of AttentionSpec is set by a shared test case, so a new option needs a case."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import (
+    batch_calls,
+    batch_cases,
+    fake_batch,
+    fake_gpu,
+    gpu_cases,
+    item_cases,
+    planless_calls,
+    planless_cases,
+    precompile,
+)
+from helpers.batches import WORKSPACE
+from helpers.patching import replace
+
+from cupyattn.core.spec import AttentionSpec
+from cupyattn.inputs.spec import make_spec
+
+FIELDS = dataclasses.fields(AttentionSpec)
+
+
+@pytest.fixture(scope="module")
+def specs() -> list[AttentionSpec]:
+    """The specs of the listed single requests, and of some random batches."""
+    found = []
+
+    def recorder(*args: Any, **named: Any) -> AttentionSpec:
+        found.append(make_spec(*args, **named))
+        return found[-1]
+
+    fake_gpu.forget()
+    fake_batch.forget()
+    with pytest.MonkeyPatch.context() as patch:
+        replace(patch, make_spec, recorder)
+        for case in gpu_cases.ALONE.values():
+            precompile.record(case, "sm_90a")
+        for cases in (batch_cases, item_cases):
+            for seed in range(40):
+                batch_calls.Call(cases.random_case(seed), np, WORKSPACE).plan()
+        for seed in range(96, 100):
+            planless_calls.Call(planless_cases.random_case(seed), np, WORKSPACE).run()
+    return found
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_a_case_sets_the_field(field: Any, specs: list[AttentionSpec]) -> None:
+    values = {getattr(spec, field.name) for spec in specs}
+    least = 2 if field.default is dataclasses.MISSING else 1
+    assert len(values - {field.default}) >= least, (
+        f"{field.name} is {values} in all cases: add one to tests/helpers/cases.py"
+    )

@@ -1,0 +1,399 @@
+"""What flash_attn's functions launch, on a GPU that is not there."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from helpers import fake_gpu
+from helpers.fake_gpu import Gpu, count_functions, pointer, unpack
+
+from cupyattn import array
+from cupyattn.errors import CupyAttnError, UnsupportedError
+from cupyattn.flash_attn import (
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+    merge_state_v2,
+)
+from cupyattn.inputs import index_arrays
+from cupyattn.planless import call
+
+torch = pytest.importorskip("torch")
+B, H, HK, D, PAGES, PAGE, WIDTH, ROOM = 4, 8, 2, 64, 20, 16, 5, 50
+ATTENTION = ["plan_batch", "decode_sm80"]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    fake_gpu.forget()
+    index_arrays._kept.clear()
+    yield fake_gpu.pretend(monkeypatch)
+    fake_gpu.forget()
+    index_arrays._kept.clear()
+
+
+@pytest.fixture
+def make(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    return fake_gpu.maker("torch", monkeypatch)
+
+
+def ints(*values: int, dtype: Any = torch.int32) -> Any:
+    return torch.tensor(values, dtype=dtype)
+
+
+def decode(make: Callable[..., Any], **changes: Any) -> Any:
+    named = {
+        "q": make(B, 1, H, D),
+        "k_cache": make(PAGES, PAGE, HK, D),
+        "v_cache": make(PAGES, PAGE, HK, D),
+        "page_table": make(B, WIDTH, dtype="int32"),
+        "cache_seqlens": ints(40, 50, 60, 0),
+    }
+    named |= {name: x(make) if callable(x) else x for name, x in changes.items()}
+    return flash_attn_with_kvcache(**named)
+
+
+def contiguous(make: Callable[..., Any], **changes: Any) -> Any:
+    caches = {name: make(B, ROOM, HK, D) for name in ("k_cache", "v_cache")}
+    return decode(make, **{**caches, "page_table": None, **changes})
+
+
+def varlen(make: Callable[..., Any], **changes: Any) -> Any:
+    named = {
+        "q": make(12, H, D),
+        "k": make(150, HK, D),
+        "v": make(150, HK, D),
+        "cu_seqlens_q": ints(0, 4, 8, 12, 12),
+        "cu_seqlens_k": ints(0, 50, 100, 150, 150),
+        "max_seqlen_q": 4,
+        "max_seqlen_k": 50,
+    }
+    named |= {name: x(make) if callable(x) else x for name, x in changes.items()}
+    return flash_attn_varlen_func(**named)
+
+
+def dense(make: Callable[..., Any], **changes: Any) -> Any:
+    named = {"q": make(3, 4, H, D), "k": make(3, ROOM, HK, D), "v": make(3, ROOM, HK, D)}
+    named |= {name: x(make) if callable(x) else x for name, x in changes.items()}
+    return flash_attn_func(**named)
+
+
+def new(make: Callable[..., Any]) -> Any:
+    return make(B, 1, HK, D)
+
+
+def fp8(*shape: int) -> Callable[..., Any]:
+    return lambda make: make(*shape, dtype="float8_e4m3fn")
+
+
+def numbers(*shape: int) -> Callable[..., Any]:
+    return lambda make: make(*shape, dtype="float32")
+
+
+FP8 = {name: fp8(PAGES, PAGE, HK, D) for name in ("k_cache", "v_cache")}
+# By what they are: a call and its launches.
+VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
+    "dense": (dense, {"causal": True}, ATTENTION),
+    "dense, LSE": (dense, {"return_attn_probs": True}, [*ATTENTION, "pad_lse"]),
+    "dense, heads first": (
+        dense,
+        {
+            "q": lambda make: make(3, H, 4, D).transpose(1, 2),
+            "k": lambda make: make(3, HK, ROOM, D).transpose(1, 2),
+        },
+        ATTENTION,
+    ),
+    "dense, chunks": (dense, {"attention_chunk": 16, "return_attn_probs": True}, ATTENTION),
+    "varlen": (varlen, {"return_softmax_lse": True}, ATTENTION),
+    "varlen, options": (
+        varlen,
+        {
+            "causal": True,
+            "softcap": 30.0,
+            "window_size": (7, 0),
+            "sinks": lambda make: make(H),
+            "num_splits": 1,
+        },
+        ATTENTION,
+    ),
+    "varlen, pages": (
+        varlen,
+        {
+            "k": lambda make: make(PAGES, PAGE, HK, D),
+            "v": lambda make: make(PAGES, PAGE, HK, D),
+            "block_table": lambda make: make(B, WIDTH, dtype="int32"),
+            "seqused_k": lambda make: ints(40, 50, 60, 0),
+            "cu_seqlens_k": None,
+        },
+        ATTENTION,
+    ),
+    "decode": (decode, {}, ATTENTION),
+    "decode, LSE": (decode, {"return_softmax_lse": True}, [*ATTENTION, "pad_lse"]),
+    "decode, int64": (
+        decode,
+        {
+            "page_table": lambda make: make(B, WIDTH, dtype="int64"),
+            "cache_seqlens": lambda make: ints(40, 50, 60, 0, dtype=torch.int64),
+        },
+        ATTENTION,
+    ),
+    "decode, new keys": (decode, {"k": new, "v": new}, ["append_paged_kv_cache", *ATTENTION]),
+    "decode, new rows": (
+        decode,
+        {
+            "q": lambda make: make(12, H, D),
+            "k": lambda make: make(7, HK, D),
+            "v": lambda make: make(7, HK, D),
+            "cu_seqlens_q": lambda make: ints(0, 4, 8, 12, 12),
+            "cu_seqlens_k_new": lambda make: ints(0, 3, 3, 5, 7),
+            "max_seqlen_q": 4,
+        },
+        ["get_batch_indices_positions", "append_paged_kv_cache", *ATTENTION],
+    ),
+    "decode, rows of the table": (
+        decode,
+        {
+            "q": lambda make: make(2, 1, H, D),
+            "cache_batch_idx": lambda make: ints(3, 1),
+            "cache_seqlens": lambda make: ints(9, 9),
+        },
+        ATTENTION,
+    ),
+    "decode, chunks": (decode, {"attention_chunk": 32}, ATTENTION),
+    "decode, fp8": (
+        decode,
+        {**FP8, "k_descale": lambda make: make(1, dtype="float32").expand(B, HK)},
+        ATTENTION,
+    ),
+    "decode, all fp8": (
+        decode,
+        {
+            **FP8,
+            "q": fp8(B, 1, H, D),
+            "q_descale": numbers(HK),
+            "k_descale": numbers(HK),
+            "v_descale": lambda make: make(HK, dtype="float32").expand(B, HK),
+        },
+        ATTENTION,
+    ),
+    "contiguous": (contiguous, {}, ATTENTION),
+    "contiguous, one length": (
+        contiguous,
+        {"cache_seqlens": 7, "k": new, "v": new},
+        ["append_paged_kv_cache", *ATTENTION],
+    ),
+    "contiguous, rows": (
+        contiguous,
+        {
+            "k_cache": lambda make: make(6, ROOM, HK, D),
+            "v_cache": lambda make: make(6, ROOM, HK, D),
+            "cache_batch_idx": lambda make: ints(5, 1, 2, 3),
+        },
+        ATTENTION,
+    ),
+    "contiguous, padding": (
+        contiguous,
+        {"cache_leftpad": lambda make: ints(1, 2, 3, 0)},
+        ATTENTION,
+    ),
+    "contiguous, chunks": (contiguous, {"attention_chunk": 7}, ATTENTION),
+}  # fmt: skip
+
+
+def names_of(gpu: Gpu) -> list[str]:
+    return [x.kernel if isinstance(x.kernel, str) else x.kernel.name for x in gpu.launches]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_launches(
+    gpu: Gpu, make: Callable[..., Any], variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice: the second of calls that look alike skips the checks."""
+    function, changes, launches = VARIANTS[variant]
+    function(make, **changes)
+    assert names_of(gpu) == launches
+    attention = gpu.attentions()[-1]
+    gpu.launches.clear()
+
+    def no_checks(*_: object) -> None:
+        raise AssertionError("the call was not cached")
+
+    monkeypatch.setattr(call, "check", no_checks)
+    function(make, **changes)
+    assert names_of(gpu) == launches
+    assert gpu.attentions()[-1].grid == attention.grid
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_is_read_on_the_host(
+    gpu: Gpu, make: Callable[..., Any], variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, changes, launches = VARIANTS[variant]
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a value was read")
+
+    def arrays(make: Callable[..., Any]) -> dict[str, Any]:
+        return {name: x(make) if callable(x) else x for name, x in changes.items()}
+
+    given = arrays(make)
+    for name in ("item", "tolist", "cpu", "numpy", "__int__", "__bool__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    monkeypatch.setattr(array, "to_host", refuse)
+    function(make, **given)
+    assert names_of(gpu) == launches
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_graph_keeps_nothing_of_ours(gpu: Gpu, make: Callable[..., Any], variant: str) -> None:
+    """What is made while a graph is captured has its values in replays alone."""
+    function, changes, launches = VARIANTS[variant]
+    gpu.is_capturing = True
+    function(make, **changes)
+    assert names_of(gpu) == launches and not index_arrays._kept
+
+
+def test_constants_are_kept(gpu: Gpu, make: Callable[..., Any]) -> None:
+    for length in (7, 8, 9):
+        contiguous(make, cache_seqlens=length)
+        kept = dict(index_arrays._kept)
+        assert len(kept) == 1  # rows of the cache, but not lengths
+    assert [x.tolist() for x in kept.values()] == [[0, 1, 2, 3]]
+
+
+def test_what_the_kernels_are_told(gpu: Gpu, make: Callable[..., Any]) -> None:
+    caches = [make(PAGES, HK, PAGE, 2 * D).transpose(1, 2) for _ in range(1)]
+    k, v = caches[0].split(D, dim=-1)
+    sinks, out = make(H, dtype="float32"), make(B, 1, H, D)
+    lens, table = ints(40, 50, 60, 0), make(B, WIDTH, dtype="int32")
+    got = decode(
+        make, k_cache=k, v_cache=v, sinks=sinks, out=out, cache_seqlens=lens, page_table=table,
+        softcap=20.0, softmax_scale=0.5, window_size=[9, 3],
+    )  # fmt: skip
+    assert got is out
+    planner, attention = gpu.launches
+    assert struct.unpack_from("<7Q", planner.params) == (0, pointer(lens), 0, 0, 0, 0, 0)
+    told = unpack(attention.params)
+    assert (told["k"], told["v"]) == (pointer(k), pointer(k) + 2 * D)
+    assert (told["k_stride_page"], told["k_stride_n"], told["k_stride_h"]) == (
+        HK * PAGE * 2 * D, 2 * D, PAGE * 2 * D,
+    )  # fmt: skip
+    assert (told["sinks"], told["o"]) == (pointer(sinks), pointer(out))
+    assert told["kv_indices"] == pointer(table) and told["page_size"] == PAGE
+    assert (told["window_left"], told["window_right"]) == (9, 3)
+    assert (told["sm_scale"], told["logits_soft_cap"]) == (0.5, 20.0)
+
+
+def test_scales_of_each_head_are_read_where_they_are(gpu: Gpu, make: Callable[..., Any]) -> None:
+    for scales in (make(HK, dtype="float32"), make(HK, dtype="float32").expand(B, HK)):
+        decode(make, **FP8, k_descale=scales, v_descale=scales)
+        planner, attention = gpu.launches[-2:]
+        told = unpack(attention.params)
+        assert told["scale_k"] == told["scale_v"] == pointer(scales) and not told["scale_q"]
+        assert struct.unpack_from("<3Q", planner.params, 32) == (0, 0, 0)
+    one = make(1, dtype="float32")
+    decode(make, **FP8, k_descale=one, v_descale=one.expand(B, HK))
+    planner, attention = gpu.launches[-2:]
+    told = unpack(attention.params)
+    assert struct.unpack_from("<3Q", planner.params, 32) == (0, *[pointer(one)] * 2)
+    assert pointer(one) not in (told["scale_k"], told["scale_v"])
+    # As in FA3, 16-bit keys have none.
+    decode(make, k_descale=one, v_descale=one, q_descale=one)
+    told = unpack(gpu.launches[-1].params)
+    assert told["scale_q"] == told["scale_k"] == told["scale_v"] == 0
+
+
+def test_the_lse_is_written_where_it_is_returned(gpu: Gpu, make: Callable[..., Any]) -> None:
+    _, lse = varlen(make, return_softmax_lse=True)
+    told = unpack(gpu.launches[-1].params)
+    assert told["lse"] == pointer(lse) and tuple(lse.shape) == (H, 12)
+    assert (told["lse_stride_n"], told["lse_stride_h"]) == (1, 12)
+    _, lse = decode(make, return_softmax_lse=True)
+    assert tuple(lse.shape) == (B, H, 1) and lse.is_contiguous()
+
+
+def test_a_cached_call_runs_few_functions(gpu: Gpu, make: Callable[..., Any]) -> None:
+    q, k = make(B, 1, H, D), make(PAGES, PAGE, HK, D)
+    v, table, lens = k.clone(), make(B, WIDTH, dtype="int32"), ints(40, 50, 60, 0)
+
+    def once() -> None:
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, page_table=table, causal=True)
+
+    once()
+    assert count_functions(once) <= 75
+
+
+def test_other_functions(gpu: Gpu, make: Callable[..., Any]) -> None:
+    flash_attn_combine(
+        make(3, 2, 5, H, D, dtype="float32"), make(3, 2, H, 5, dtype="float32").transpose(2, 3)
+    )
+    v, s = make(5, H, D), make(H, 5, dtype="float32").T
+    merge_state_v2(v, s, make(5, H, D), s.clone())
+    assert names_of(gpu) == ["merge_states"] * 2
+    metadata = get_scheduler_metadata(B, 1, 80, H, HK, D, ints(1, 2, 3, 4), torch.bfloat16)
+    assert metadata.dtype == torch.int32 and metadata.tolist() == [0]
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "alibi_slopes: has no GPU kernel": (varlen, {"alibi_slopes": numbers(H)}),
+    "rotary_cos: has no GPU kernel": (
+        decode,
+        {
+            "k": new,
+            "v": new,
+            "rotary_cos": lambda make: make(9, 8),
+            "rotary_sin": lambda make: make(9, 8),
+        },
+    ),
+    "cache_leftpad: has no GPU kernel": (
+        decode,
+        {"cache_leftpad": lambda make: ints(1, 2, 3, 0), "k": new, "v": new},
+    ),
+    "attention_chunk: 24 keys are no whole number of pages of 16": (
+        decode,
+        {"attention_chunk": 24, "k": new, "v": new},
+    ),
+    "cache_leftpad: has no GPU kernel where": (
+        contiguous,
+        {
+            "cache_leftpad": lambda make: ints(1, 2, 3, 0),
+            "k_cache": lambda make: make(B, ROOM + 1, HK, D)[:, 1:],
+        },
+    ),
+    "k_descale: scales that differ between requests": (
+        decode,
+        {**FP8, "k_descale": numbers(B, HK)},
+    ),
+    "q: dtype float32 has no GPU kernel": (decode, {"q": numbers(B, 1, H, D), **{
+        name: numbers(PAGES, PAGE, HK, D) for name in ("k_cache", "v_cache")}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_a_gpu_refuses(gpu: Gpu, make: Callable[..., Any], message: str) -> None:
+    """Before anything is launched: new keys are not written either."""
+    function, changes = REFUSED[message]
+    with pytest.raises(UnsupportedError) as caught:
+        function(make, **changes)
+    assert message in str(caught.value) and not gpu.launches
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("cache_seqlens: is on cpu", {"cache_seqlens": lambda make: ints(1, 2, 3, 4).numpy()}),
+        ("k: holds 4 requests", {"cache_seqlens": lambda make: ints(1, 2, 3)}),
+        ("softcap: got -1", {"softcap": -1}),
+    ],
+)
+def test_bad_calls_write_nothing(
+    gpu: Gpu, make: Callable[..., Any], message: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(CupyAttnError) as caught:
+        decode(make, k=new, v=new, **changes)
+    assert message in str(caught.value) and not gpu.launches

@@ -1,0 +1,106 @@
+"""What type checkers, inspect and help() say of the public names."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cupyattn
+from cupyattn import typing
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = Path(__file__).with_name("typing_sample.py")
+CLASSES = [
+    value
+    for value in (getattr(cupyattn, name) for name in cupyattn.__all__)
+    if inspect.isclass(value) and not issubclass(value, Exception)
+]
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_sample_program_passes_mypy(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    # Nothing of our own settings, as in another project; its mistakes have to be found as well.
+    options = ["--strict", "--follow-imports=silent", f"--config-file={tmp_path / 'none'}"]
+    (tmp_path / "none").write_text("[mypy]\n")
+    run(sys.executable, "-m", "mypy", *options, f"--cache-dir={tmp_path}", str(SAMPLE))
+
+
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed")
+def test_the_sample_program_passes_pyright() -> None:
+    run("pyright", "--pythonpath", sys.executable, str(SAMPLE))
+
+
+def test_the_sample_program_uses_every_public_name() -> None:
+    text = SAMPLE.read_text("utf-8")
+    names = [f"cupyattn.{name}" for name in cupyattn.__all__]
+    assert [name for name in (*names, *typing.__all__) if name not in text] == []
+
+
+# --- signatures and help ---
+
+
+def test_xqa_has_the_signature_of_the_function() -> None:
+    from cupyattn.xqa import xqa
+
+    assert [*inspect.signature(cupyattn.xqa).parameters][:2] == ["q", "k_cache"]
+    assert inspect.signature(cupyattn.xqa) == inspect.signature(xqa)
+    code = "import cupyattn, inspect; assert inspect.isfunction(cupyattn.xqa)"
+    run(sys.executable, "-c", code)
+    assert "xqa(q" in pydoc.render_doc(cupyattn.xqa, renderer=pydoc.plaintext)
+
+
+@pytest.mark.parametrize(
+    ("function", "like", "changed"),
+    [
+        (
+            cupyattn.single_prefill_with_kv_cache_return_lse,
+            cupyattn.single_prefill_with_kv_cache,
+            {"return_lse"},
+        ),
+        (
+            cupyattn.BatchAttentionWithAttentionSinkWrapper.plan,
+            cupyattn.BatchPrefillWithPagedKVCacheWrapper.plan,
+            set(),
+        ),
+    ],
+)
+def test_functions_that_pass_arguments_on_say_which(
+    function: Callable[..., Any], like: Callable[..., Any], changed: set[str]
+) -> None:
+    own, others = inspect.signature(function).parameters, inspect.signature(like).parameters
+    assert [*own] == [*others]
+    assert {name for name in own if own[name] != others[name]} == changed
+
+
+def test_every_call_has_a_signature_and_a_docstring() -> None:
+    for cls in CLASSES:
+        methods = inspect.getmembers(cls, inspect.isfunction)
+        for name, method in methods:
+            if name == "__init__" or not name.startswith("_"):
+                assert inspect.signature(method).parameters, f"{cls.__name__}.{name}"
+                doc = inspect.getdoc(method)
+                assert doc and "See help(type(self))" not in doc, f"{cls.__name__}.{name}"
+    for name in cupyattn.__all__:
+        value = getattr(cupyattn, name)
+        assert isinstance(value, str) or inspect.getdoc(value), name
+
+
+def test_help_of_the_package_begins_with_what_users_call() -> None:
+    text = pydoc.render_doc(cupyattn, renderer=pydoc.plaintext)
+    before, contents, _ = text.partition("PACKAGE CONTENTS")
+    assert contents
+    missing = [name for name in cupyattn.__all__ if name not in before]
+    assert missing == ["__version__"]

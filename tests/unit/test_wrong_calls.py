@@ -1,0 +1,126 @@
+"""Wrong calls of everything public, made at random: refused in words, or answered rightly.
+
+A call that is answered must mean what it answers (tests/helpers/wrong_calls.py). No error is
+anything but the library's own, and TypeError for names of arguments. Nothing is ever written that
+the call does not own, and nothing at all by a call that is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.wrong_calls import Arguments, Entry, Outcome, attempt, change, pool
+from helpers.wrong_others import entries
+
+import cupyattn
+from cupyattn.errors import CupyAttnError
+
+ENTRIES = {entry.name: entry for entry in entries()}
+SINGLES, PAIRS, SWAPS, ALIASES = 300, 120, 30, 30
+# No call, and one whose arguments are those of the plan that it makes.
+OTHERS = {"__version__", "fast_decode_plan"}
+
+
+def singles(entry: Entry) -> list[tuple[str, int]]:
+    """(argument, place in its pool) of every call with one changed argument."""
+    return [(name, i) for name in entry.parameters() for i in range(len(pool(entry, name)))]
+
+
+def changed(entry: Entry, *changes: tuple[str, int]) -> Arguments | None:
+    arguments = entry.arguments()
+    for name, place in changes:
+        if not change(entry, arguments, name, pool(entry, name)[place]):
+            return None
+    return arguments
+
+
+def calls(entry: Entry, rng: random.Random) -> Iterator[tuple[str, Arguments]]:
+    """What is changed, and the call."""
+    every = singles(entry)
+    chosen: list[tuple[tuple[str, int], ...]]
+    chosen = [(x,) for x in rng.sample(every, min(SINGLES, len(every)))]
+    chosen += [tuple(rng.sample(every, 2)) for _ in range(PAIRS)]
+    for changes in chosen:
+        arguments = changed(entry, *changes)
+        if arguments is not None:
+            yield str(changes), arguments
+    for _ in range(SWAPS if len(entry.base) > 1 else 0):
+        arguments = entry.arguments()
+        a, b = rng.sample(list(arguments), 2)
+        arguments[a], arguments[b] = arguments[b], arguments[a]
+        yield f"{a} and {b} swapped", arguments
+    for _ in range(ALIASES):
+        arguments = entry.arguments()
+        name, other = rng.choice(list(entry.parameters())), rng.choice(list(arguments))
+        arguments[name] = arguments[other]
+        yield f"{name} is {other}", arguments
+    for name in entry.written:
+        for step in entry.steps:
+            for other in entry.base if f"{step[0]}.{name}" in entry.parameters() else ():
+                arguments = entry.arguments()
+                arguments[f"{step[0]}.{name}"] = arguments[other]
+                yield f"{name} is {other}", arguments
+
+
+def report(entry: Entry, what: str, outcome: Outcome) -> str:
+    return f"{entry.name}, {what}: {outcome.kind} {outcome.wrong}"
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_wrong_calls_are_refused_or_mean_something(name: str) -> None:
+    entry, rng = ENTRIES[name], random.Random(name)
+    good = attempt(entry, entry.arguments())
+    assert good == ("answered", "")
+    outcomes = [(what, attempt(entry, arguments)) for what, arguments in calls(entry, rng)]
+    wrong = [report(entry, what, x) for what, x in outcomes if x.wrong]
+    assert not wrong, "\n".join(wrong[:5])
+    kinds = {x.kind for _, x in outcomes}
+    assert kinds == {"refused", "answered"} and len(outcomes) >= 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_wrong_value_of_every_argument(name: str) -> None:
+    entry, wrong = ENTRIES[name], []
+    for which in singles(entry):
+        arguments = changed(entry, which)
+        if arguments is not None and (outcome := attempt(entry, arguments)).wrong:
+            wrong.append(report(entry, str(which), outcome))
+    assert not wrong, "\n".join(wrong[:20])
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_names_of_arguments(name: str) -> None:
+    """TypeError, as Python raises it, for those that there are not, or a typed error."""
+    entry = ENTRIES[name]
+    for step, _ in entry.steps:
+        with pytest.raises((TypeError, CupyAttnError), match="nonsense"):
+            entry.call(entry.arguments() | {f"{step}.nonsense": 1})
+    for missing, default in entry.parameters().items():
+        if default is not inspect.Parameter.empty:
+            continue
+        arguments = entry.arguments()
+        del arguments[missing]
+        with pytest.raises((TypeError, CupyAttnError), match=missing.split(".")[1]):
+            entry.call(arguments)
+
+
+def test_there_are_enough_calls_and_nothing_public_is_left_out() -> None:
+    count = sum(min(SINGLES, len(singles(x))) + PAIRS + SWAPS + ALIASES for x in ENTRIES.values())
+    assert count >= 10_000
+    called: set[Any] = {target for x in ENTRIES.values() for _, target in x.steps}
+    called |= {getattr(x, "__wrapped__", None) for x in called}
+    missing = []
+    for name in cupyattn.__all__:
+        value = getattr(cupyattn, name)
+        if isinstance(value, types.ModuleType):
+            value = getattr(value, name)
+        is_error = isinstance(value, type) and issubclass(value, Exception)
+        if not (is_error or name in OTHERS or value in called):
+            missing.append(name)
+    assert not missing
