@@ -93,7 +93,7 @@ class AttentionProblem:
                 f"q: dtype {self.dtype_q} has no GPU kernel; {remedy} (CPU arrays take float32 too)"
             )
         if self.is_wide:
-            self._check_wide(on_cpu)
+            self._check_wide()
             return
         for label, dim in (("qk", self.head_dim_qk), ("vo", self.head_dim_vo)):
             if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
@@ -107,16 +107,16 @@ class AttentionProblem:
                 f"it needs head_dim_qk to be a multiple of 16, got {self.head_dim_qk}"
             )
 
-    def _check_wide(self, on_cpu: bool) -> None:
+    def _check_wide(self) -> None:
         """Raise UnsupportedError unless the kernels of wide heads can serve this problem."""
         dims = self.head_dim_qk, self.head_dim_vo
         if self.latent:
             latent, rope = self.head_dim_vo, self.head_dim_qk - self.head_dim_vo
-            if (latent, rope) not in LATENT_HEAD_DIMS and not on_cpu:
+            if (latent, rope) not in LATENT_HEAD_DIMS:
                 wanted = ", ".join(f"{a} and {b}" for a, b in LATENT_HEAD_DIMS)
                 raise UnsupportedError(
-                    f"head_dim_ckv, head_dim_kpe: {latent} and {rope} have no GPU kernel; wanted "
-                    f"{wanted}, or CPU arrays"
+                    f"head_dim_ckv, head_dim_kpe: {latent} and {rope} are not supported; wanted "
+                    f"{wanted}"
                 )
         elif dims not in WIDE_HEAD_DIMS:
             wanted = ", ".join(f"{a} and {b}" for a, b in WIDE_HEAD_DIMS)
