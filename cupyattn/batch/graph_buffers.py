@@ -54,7 +54,12 @@ class GraphBuffers:
 
     def _check_sizes(self) -> None:
         found = {}
-        for holds, extra in (("qo_indptr", 1), ("kv_indptr", 1), ("kv_last_page_len", 0), ("kv_len_arr", 0)):
+        for holds, extra in (
+            ("qo_indptr", 1),
+            ("kv_indptr", 1),
+            ("kv_last_page_len", 0),
+            ("kv_len_arr", 0),
+        ):
             if holds in self._views:
                 found[self._names[holds]] = self._views[holds].shape[0] - extra
         if not found:

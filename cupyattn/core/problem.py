@@ -32,9 +32,9 @@ class AttentionProblem:
     heads, so that it cannot be folded into the softmax; `paged` that keys are found through a page
     table, `own_value_pages` that values are found through another; `mask_form` what a custom mask
     holds: bits of all keys, of a request's last keys, or runs; `latent` that a value is the first
-    head_dim_vo columns of its key, `sparse` that a list names each key. Causality, windows, sinks, scales
-    and LSE are run-time facts: they cost nothing when off, so they do not multiply the number of
-    kernels.
+    head_dim_vo columns of its key, `sparse` that a list names each key. Causality, windows, sinks,
+    scales and LSE are run-time facts: they cost nothing when off, so they do not multiply the
+    number of kernels.
     """
 
     dtype_q: DType

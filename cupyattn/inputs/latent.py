@@ -131,7 +131,7 @@ def _with_axes(v: ArrayView, pages: int, slots: int | None) -> ArrayView:
 
 
 def pack_strides(
-    queries: Parts, pages: Parts, out: ArrayView, lse_strides: tuple[int, int]
+    queries: Parts, pages: Parts, out: ArrayView, lse_strides: tuple[int, ...]
 ) -> bytes:
     """params.STRIDES of queries and out [rows, heads, columns] and pages as of `as_pages`."""
     q, k = queries.latent, pages.latent
@@ -204,6 +204,6 @@ def require_columns(dims: Dims) -> None:
     """ArgumentError for parts without columns, or rope columns that are negative."""
     if dims.latent < 1 or dims.rope < 0:
         raise ArgumentError(
-            f"head_dim_ckv, head_dim_kpe: got {dims.latent} and {dims.rope}; wanted positive latent "
-            "columns and rope columns from 0 on"
+            f"head_dim_ckv, head_dim_kpe: got {dims.latent} and {dims.rope}; wanted latent "
+            "columns from 1 on and rope columns from 0 on"
         )

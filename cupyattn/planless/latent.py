@@ -317,9 +317,7 @@ def _run_cached(given: tuple[Any, ...], options: Options) -> Any:
     return (out, lse) if checked.return_lse else out
 
 
-def _insert(
-    given: tuple[Any, ...], options: Options, call: _Call, prepared: _Prepared
-) -> None:
+def _insert(given: tuple[Any, ...], options: Options, call: _Call, prepared: _Prepared) -> None:
     """Cache a call that was launched; what was made for one call has no address to keep."""
     arrays = Arrays(*given)
     if call.table.ptr != array.view(arrays.block_tables, options.names.block_tables).ptr:
@@ -607,9 +605,7 @@ def _launch(call: _Call, prepared: _Prepared, vworkspace: ArrayView | None) -> N
 def _answer_on_cpu(call: _Call, arrays: Arrays) -> Any:
     options, vq = call.options, call.queries.latent
     requests = list(_read_requests(call, array.as_numpy))
-    spec = replace(
-        call.geometry.spec, sm_scale=options.sm_scale, output_scale=options.output_scale
-    )
+    spec = replace(call.geometry.spec, sm_scale=options.sm_scale, output_scale=options.output_scale)
     q = latent.as_rows(call.queries, options.rope_scale)
     o, lse = cpu.attend(spec, q, requests, {"sinks": call.sinks})
     owned = np.zeros(len(o), np.bool_)

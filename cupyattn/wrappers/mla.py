@@ -50,9 +50,9 @@ class MLAPlanMetadata(NamedTuple):
     @classmethod
     def dense(
         cls,
-        cum_seq_lens_q: Array,
+        cum_seq_lens_q: Array | None,
         block_tables: Array,
-        seq_lens: Array,
+        seq_lens: Array | None,
         max_q_len: int | None = None,
     ) -> MLAPlanMetadata:
         """cum_seq_lens_q [B + 1]; block_tables int32 [B, max_pages]; seq_lens [B], keys of each
@@ -253,9 +253,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         geometry.refuse("not supported", profiler_buffer=profiler_buffer, o_scale=o_scale)
         geometry.refuse("plan() has the lengths", kv_len=kv_len, page_table=page_table)
         queries, q_names = _parts(query, (q_nope, q_pe), "query", _PACKED[0], _SPLIT[0])
-        pages, k_names = _parts(
-            kv_cache, (ckv_cache, kpe_cache), "kv_cache", _PACKED[1], _SPLIT[1]
-        )
+        pages, k_names = _parts(kv_cache, (ckv_cache, kpe_cache), "kv_cache", _PACKED[1], _SPLIT[1])
         scales = latent.NO_SCALES
         if not (ckv_scale is ckv_scale_arr is kpe_scale is bmm1_scale is bmm2_scale is None):
             scales = self._scales(ckv_scale, ckv_scale_arr, kpe_scale, bmm1_scale, bmm2_scale)
@@ -302,7 +300,8 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
         """run(return_lse=True)."""
-        return self.run(*args, return_lse=True, **kwargs)
+        kwargs["return_lse"] = True
+        return self.run(*args, **kwargs)
 
     def forward(
         self,

@@ -20,7 +20,9 @@ def tile_field(rows: int, head_dim: int, itemsize: int, count: int = 1) -> Field
     return Field(count * rows * (chunks | 1) * 16, 16)
 
 
-def common_constants(problem: AttentionProblem, rotates_keys: bool) -> dict[str, int | bool | DType]:
+def common_constants(
+    problem: AttentionProblem, rotates_keys: bool
+) -> dict[str, int | bool | DType]:
     """Constants that every attention kernel has."""
     return {
         "DTypeQ": problem.dtype_q,

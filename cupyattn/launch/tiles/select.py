@@ -17,7 +17,6 @@ from . import sm90, wide
 from .common import LOGIT_BYTES, NONFINITE_BYTES, ROW_BYTES, common_constants, tile_field
 from .config import Field as _Field
 from .config import TileConfig
-from .config import round_up as _round_up
 from .config import struct_of as _struct
 
 # Row classes, and the most packed query rows of each but the last.
@@ -346,7 +345,9 @@ def decode_tiles(
     tile_q = 16 * mma_q
     dim_qk, dim_vo = problem.head_dim_qk, problem.head_dim_vo
     itemsize = problem.dtype_kv.itemsize
-    stage = _struct(tile_field(keys_per_warp, dim_qk, itemsize), tile_field(keys_per_warp, dim_vo, itemsize))
+    stage = _struct(
+        tile_field(keys_per_warp, dim_qk, itemsize), tile_field(keys_per_warp, dim_vo, itemsize)
+    )
     states = warps * tile_q * (dim_vo + 8 + 2) * 4
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     no_pages = _Field(8, 8)
