@@ -40,6 +40,7 @@ _DENSE = NAMES._replace(
     sm_scale="softmax_scale",
 )  # fmt: skip
 _SPARSE = _DENSE._replace(block_tables="indices", kv_lens="topk_length")
+_LEAST_SHARE = 2.0**-18
 _FLAT = _SPARSE._replace(k="kv", sm_scale="sm_scale")
 
 
@@ -97,7 +98,7 @@ def flash_mla_with_kvcache(
             token's keys, negative for none, in place of block_table and cache_seqlens, which may
             be None; topk_length int32 [b], how many of them count.
     attn_sink   float32 [num_heads]: extra natural-log logits in the denominator, without which the
-            LSE is.
+            LSE is; where it outweighs the keys of a row 2^18 times, the LSE is -inf.
     extra_k_cache, extra_indices_in_kvcache, extra_topk_length   must be None.
 
     Returns (out [b, seqlen_q, num_heads, head_dim_v], lse float32 [b, num_heads, seqlen_q]),
@@ -179,7 +180,7 @@ def flash_mla_sparse_fwd(
             of them count, default all.
     sm_scale   of the logits. d_v: 512 (or 256), the latent columns.
     attn_sink  float32 [num_heads]: extra natural-log logits in the denominator, without which the
-            LSE is.
+            LSE is; where it outweighs the keys of a row 2^18 times, the LSE is -inf.
     out     array to write instead of a new one.
 
     Returns (out [s_q, num_heads, d_v], None, lse float32 [s_q, num_heads], base 2): FlashMLA's
@@ -237,18 +238,24 @@ def _repeated(lengths: Any, name: str, count: int, q_len: int) -> Any:
 
 
 def _without_sink(lse: Any, sink: Any, shape: tuple[int, ...], unit: float = 1.0) -> Any:
-    """An LSE less its sink: log(exp(lse) - exp(sink)), of logarithms in units of `unit`."""
+    """An LSE less its sink: log(exp(lse) - exp(sink)), of logarithms in units of `unit`.
+
+    The difference loses what the sink outweighs the keys by, so a row whose keys weigh less than
+    _LEAST_SHARE counts as one that sees no key.
+    """
     x, s = array.view(lse, "lse"), array.view(sink, "attn_sink")
-    if x.device.kind == "cuda" and x.framework == s.framework == "torch":
-        xp: Any = sys.modules["torch"]
-        least = s.owner.reshape(shape) - x.owner * unit
-        return x.owner + xp.log(-xp.expm1(least.clamp(max=0.0))) / unit
-    xp = np if x.device.kind == "cpu" else cupy_module()
+    xp: Any = np
+    if x.device.kind == "cuda" and x.framework != "numpy":
+        is_torch = x.framework == s.framework == "torch"
+        xp = sys.modules["torch"] if is_torch else cupy_module()
+    none = -math.inf
 
     def subtract(x: Any, s: Any) -> Any:
-        least = xp.minimum(s.reshape(shape) - x * unit, 0.0)
-        return (x + xp.log(-xp.expm1(least)) / unit).astype(np.float32)
+        share = -xp.expm1((s.reshape(shape) - x * unit).clip(none, 0.0))
+        return x + xp.where(share < _LEAST_SHARE, none, xp.log(share) / unit)
 
     with np.errstate(divide="ignore", invalid="ignore"):
         made = compute(subtract, x, s)
-    return array.from_numpy(made, x) if x.device.kind == "cpu" else array.deliver(made, x)
+    if x.device.kind == "cpu":
+        return array.from_numpy(made.astype(np.float32), x)
+    return array.deliver(made, x)
