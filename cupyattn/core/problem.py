@@ -99,7 +99,7 @@ class AttentionProblem:
             if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
                 raise UnsupportedError(
                     f"head_dim_{label}: {dim} is not supported; wanted a multiple of 8 from 8 to "
-                    f"{MAX_HEAD_DIM}, or 512"
+                    f"{MAX_HEAD_DIM}"
                 )
         if self.pos_encoding == "ROPE_LLAMA" and self.head_dim_qk % 16:
             raise UnsupportedError(
@@ -119,10 +119,12 @@ class AttentionProblem:
                     f"{wanted}"
                 )
         elif dims not in WIDE_HEAD_DIMS:
-            wanted = ", ".join(f"{a} and {b}" for a, b in WIDE_HEAD_DIMS)
+            wanted = ", ".join(f"({a}, {b})" for a, b in WIDE_HEAD_DIMS)
+            is_qk = dims[0] > MAX_HEAD_DIM and dims[0] not in {a for a, _ in WIDE_HEAD_DIMS}
+            label, dim, other = ("qk", *dims) if is_qk else ("vo", *dims[::-1])
             raise UnsupportedError(
-                f"head_dim_qk, head_dim_vo: {dims[0]} and {dims[1]} are not supported; wanted "
-                f"multiples of 8 up to {MAX_HEAD_DIM}, or {wanted}"
+                f"head_dim_{label}: {dim} is not supported beside {other}; wanted head dims that "
+                f"are multiples of 8 from 8 to {MAX_HEAD_DIM}, or (qk, vo) of {wanted}"
             )
         if self.pos_encoding == "ROPE_LLAMA":
             raise UnsupportedError(

@@ -9,7 +9,7 @@ struct Config : DefaultConfig {
   static constexpr int kHeadDimQK = 576, kHeadDimVO = 512, kHeadDimRope = 64, kWarps = 8;
   static constexpr bool kPaged = true, kLatent = true, kSparse = false, kFusedMerge = true;
   static constexpr int kMmaQ = 1, kTileKV = 64, kStages = 2, kMinBlocks = 1;
-  static constexpr int kSharedBytes = 171008;
+  static constexpr int kSharedBytes = 170880;
 };
 #endif
 
