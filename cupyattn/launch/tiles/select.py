@@ -208,7 +208,8 @@ def _key_shapes(
     elif (
         is_blackwell
         or (problem.soft_cap and (problem.paged or arch != "sm_90a"))
-        or (is_mixed and _is_transformed(problem))
+        or (is_mixed and (_is_transformed(problem) or not problem.aligned))
+        or (problem.custom_mask and problem.head_dim_qk < problem.head_dim_vo)
         or (problem.pos_encoding == "ALIBI" and problem.paged and arch == "sm_90a")
     ):
         first = (32, 32)
