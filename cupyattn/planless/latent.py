@@ -11,11 +11,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
-
-import numpy as np
+from dataclasses import dataclass, field
+from typing import Any
 
 from .. import array
 from ..array import ArrayView
@@ -30,11 +27,11 @@ from ..core import dtypes, parse
 from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError, WorkspaceError
-from ..inputs import cpu, latent
+from ..inputs import latent
 from ..inputs.call_cache import Argument, CallCache
-from ..inputs.geometry import Geometry, PlanOptions, Variant, find_geometry
+from ..inputs.geometry import PlanOptions, Variant, find_geometry
 from ..inputs.index_arrays import progression
-from ..inputs.latent import Dims, Parts, Second
+from ..inputs.latent import Dims, Second
 from ..inputs.spec import Given
 from ..inputs.workspace import int32_on_device, num_bytes, view_workspace
 from ..launch.attention import pad_lse, plan_batch
@@ -44,6 +41,8 @@ from ..launch.attention.pad_lse import Padding
 from ..launch.attention.plan_batch import DevicePlan, IndexFormat, Lengths
 from ..launch.driver import params, scratch
 from ..launch.driver.enqueue import cuda
+from . import latent_reference
+from .latent_call import NAMES, Arrays, Call, Names, Options
 from .views import (
     merge_leading,
     next_power_of_two,
@@ -56,97 +55,6 @@ from .views import (
 _MAX_BOUND = 256
 # Beyond that one kernel serves any number of rows.
 _MANY_ROWS = 65
-
-
-class Arrays(NamedTuple):
-    """The arrays of a call as given; None where there is none.
-
-    q, k         rows of both parts, or of the latent part beside q_rope and k_rope
-    block_tables pages of each request [B, max_pages], or slots of keys [..., most keys] in a list
-    kv_lens      keys of each request [B]; None for a list: all of it
-    qo_offsets   [B + 1], the first row of each request and their number
-    scale_q, scale_v  one float32 each: they multiply the logits, and the output
-    """
-
-    q: Any
-    q_rope: Any
-    k: Any
-    k_rope: Any
-    workspace: Any
-    block_tables: Any
-    kv_lens: Any
-    out: Any
-    lse: Any
-    qo_offsets: Any = None
-    sinks: Any = None
-    scale_q: Any = None
-    scale_v: Any = None
-
-
-class Names(NamedTuple):
-    """What a function calls its arguments, for messages."""
-
-    q: str = "query"
-    q_rope: str = "query[1]"
-    k: str = "kv_cache"
-    k_rope: str = "kv_cache[1]"
-    block_tables: str = "block_tables"
-    kv_lens: str = "seq_lens"
-    qo_offsets: str = "cum_seq_lens_q"
-    sm_scale: str = "bmm1_scale"
-    output_scale: str = "bmm2_scale"
-    out: str = "out"
-
-
-NAMES = Names()
-
-
-class Options(NamedTuple):
-    """What else decides about a call, as given, where it is hashable.
-
-    dims         columns of the two parts
-    q_axes       how many dimensions q may have
-    q_len        rows of each request; 0: qo_offsets say
-    max_q_len    the most of one request; None: unknown
-    max_kv_len   the same of its keys: it bounds how often keys are worth splitting
-    is_list      block_tables names keys
-    pads_lse     the LSE is [B, q_len, heads] in natural log; else like q, base 2
-    """
-
-    names: Names
-    dims: Dims
-    sm_scale: float
-    q_axes: tuple[int, ...] = (3,)
-    q_len: int = 1
-    max_q_len: int | None = None
-    max_kv_len: int | None = None
-    output_scale: float = 1.0
-    rope_scale: float = 1.0
-    causal: bool = True
-    is_list: bool = False
-    pads_lse: bool = False
-    return_lse: bool = False
-    o_dtype: Any = None
-
-
-@dataclass(slots=True)
-class _Call:
-    """A checked call. Views of q, out and lse have their leading axes merged."""
-
-    options: Options
-    queries: Parts
-    pages: Parts
-    table: ArrayView
-    kv_lens: ArrayView
-    qo_offsets: ArrayView | None
-    out: ArrayView | None
-    lse: ArrayView | None
-    sinks: ArrayView | None
-    scales: tuple[ArrayView | None, ArrayView | None]
-    geometry: Geometry
-    lengths: Lengths
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +172,7 @@ def run(given: tuple[Any, ...], options: Options) -> Any:
 
     # --- 2. Answer on the CPU ---
     if vq.device.kind == "cpu":
-        return _answer_on_cpu(call, arrays)
+        return latent_reference.answer(call, arrays)
 
     # --- 3. Launch on the caller's stream ---
     out, lse = arrays.out, arrays.lse
@@ -276,7 +184,7 @@ def run(given: tuple[Any, ...], options: Options) -> Any:
         call.lse = _merged_lse(array.view(lse, "lse"), options)
     if vq.shape[0]:
         if cuda().is_debugging:
-            _read_requests(call, array.to_host)
+            list(latent_reference.requests_of(call, array.to_host))
         prepared = _prepare(call)
         _launch(call, prepared, vworkspace)
         if not cuda().is_debugging:
@@ -317,7 +225,7 @@ def _run_cached(given: tuple[Any, ...], options: Options) -> Any:
     return (out, lse) if checked.return_lse else out
 
 
-def _insert(given: tuple[Any, ...], options: Options, call: _Call, prepared: _Prepared) -> None:
+def _insert(given: tuple[Any, ...], options: Options, call: Call, prepared: _Prepared) -> None:
     """Cache a call that was launched; what was made for one call has no address to keep."""
     arrays = Arrays(*given)
     if call.table.ptr != array.view(arrays.block_tables, options.names.block_tables).ptr:
@@ -339,7 +247,14 @@ def _insert(given: tuple[Any, ...], options: Options, call: _Call, prepared: _Pr
 # --- Checks ---
 
 
-def _check(arrays: Arrays, options: Options) -> _Call:
+def bounded(max_kv_len: Any, name: str) -> int | None:
+    """A bound of lengths, rounded up, so that calls of growing requests have equal signatures."""
+    if max_kv_len is None:
+        return None
+    return int(next_power_of_two(require_int(max_kv_len, name, 0, 2**32)))
+
+
+def _check(arrays: Arrays, options: Options) -> Call:
     """The call, checked as far as the host can. Raises ArgumentError, UnsupportedError."""
     names, dims = options.names, options.dims
     latent.require_columns(dims)
@@ -392,7 +307,7 @@ def _check(arrays: Arrays, options: Options) -> _Call:
     geometry = find_geometry(options_of_plan)
     out_shape = (*shape[:-1], dims.latent)
     lse_shape = (count, options.q_len, heads) if options.pads_lse else shape[:-1]
-    call = _Call(
+    call = Call(
         options=options,
         queries=queries,
         pages=pages,
@@ -479,7 +394,7 @@ def _lengths(
     )
 
 
-def _inputs(call: _Call) -> dict[str, ArrayView | None]:
+def _inputs(call: Call) -> dict[str, ArrayView | None]:
     names = call.options.names
     return {
         **call.queries.views,
@@ -493,7 +408,7 @@ def _inputs(call: _Call) -> dict[str, ArrayView | None]:
     }
 
 
-def _check_places(call: _Call) -> None:
+def _check_places(call: Call) -> None:
     """Where arrays are, and whether the answers may be written."""
     names, inputs = call.options.names, _inputs(call)
     array.same_device(**inputs, **{names.out: call.out, "lse": call.lse})
@@ -512,7 +427,7 @@ def _merged_lse(v: ArrayView, options: Options) -> ArrayView:
     return v if options.pads_lse else merge_leading(v, "lse", 1)
 
 
-def _view_workspace(x: Any, call: _Call) -> ArrayView | None:
+def _view_workspace(x: Any, call: Call) -> ArrayView | None:
     """The workspace, checked. A JAX array, which cannot be written, counts as none."""
     if x is None or array.view(x, "workspace_buffer").framework == "jax":
         return None
@@ -527,7 +442,7 @@ def _view_workspace(x: Any, call: _Call) -> ArrayView | None:
 # --- Launches ---
 
 
-def _prepare(call: _Call) -> _Prepared:
+def _prepare(call: Call) -> _Prepared:
     options, queries, pages, vout = call.options, call.queries, call.pages, call.out
     assert vout is not None
     vlse, vq = call.lse, queries.latent
@@ -562,7 +477,7 @@ def _plan(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     return plan_batch.prepare(launcher, lengths)
 
 
-def _launch(call: _Call, prepared: _Prepared, vworkspace: ArrayView | None) -> None:
+def _launch(call: Call, prepared: _Prepared, vworkspace: ArrayView | None) -> None:
     vq, vout = call.queries.latent, call.out
     assert vout is not None
     stream = array.current_stream(vq)
@@ -597,83 +512,3 @@ def _launch(call: _Call, prepared: _Prepared, vworkspace: ArrayView | None) -> N
     prepared.launch(addresses, stream)
     array.release(vq, vq, *used)
     del owner  # memory for one call may go once everything is enqueued
-
-
-# --- On the CPU ---
-
-
-def _answer_on_cpu(call: _Call, arrays: Arrays) -> Any:
-    options, vq = call.options, call.queries.latent
-    requests = list(_read_requests(call, array.as_numpy))
-    spec = replace(call.geometry.spec, sm_scale=options.sm_scale, output_scale=options.output_scale)
-    q = latent.as_rows(call.queries, options.rope_scale)
-    o, lse = cpu.attend(spec, q, requests, {"sinks": call.sinks})
-    owned = np.zeros(len(o), np.bool_)
-    for request in requests:
-        owned[request.rows] = True
-    out = cpu.deliver(o if call.out else o.reshape(call.out_shape), call.out, vq, owned)
-    out = out if arrays.out is None else arrays.out
-    if not (options.return_lse or call.lse is not None):
-        return out
-    if options.pads_lse:
-        lse = (lse * math.log(2.0)).reshape(call.lse_shape)
-        owned = np.ones(len(lse), np.bool_)
-    lse = lse.astype(np.float32)
-    lse = cpu.deliver(lse if call.lse else lse.reshape(call.lse_shape), call.lse, vq, owned)
-    lse = lse if arrays.lse is None else arrays.lse
-    return (out, lse) if options.return_lse else out
-
-
-def _read_requests(call: _Call, read: Any) -> Iterator[cpu.Request]:
-    """The requests, whose lengths and tables are checked; keys are gathered on the CPU only.
-
-    Raises ArgumentError for what the GPU would cut, or read astray.
-    """
-    names, lengths = call.options.names, call.lengths
-    kv_lens = read(call.kv_lens).reshape(-1).astype(np.int64)
-    table = read(call.table).astype(np.int64)
-    if call.qo_offsets is None:
-        starts = np.arange(lengths.num_requests + 1) * max(lengths.qo_len, 0)
-    else:
-        starts = read(call.qo_offsets).reshape(-1).astype(np.int64)
-    if (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > lengths.num_rows:
-        raise ArgumentError(
-            f"{names.qo_offsets}: {starts.tolist()[:8]} do not rise from 0 to the "
-            f"{lengths.num_rows} rows of {names.q}"
-        )
-    wrong = np.flatnonzero((kv_lens < 0) | (kv_lens > lengths.max_kv_len))
-    if wrong.size:
-        at = int(wrong[0])
-        raise ArgumentError(
-            f"{names.kv_lens}: request {at} has {kv_lens[at]} keys; wanted 0 to "
-            f"{lengths.max_kv_len}, what {names.block_tables} has room for"
-        )
-    num_pages, page_size = call.pages.latent.shape[:2]
-    is_list, on_cpu = call.options.is_list, call.queries.latent.device.kind == "cpu"
-    most = num_pages * page_size if is_list else num_pages
-    for index, kv_len in enumerate(kv_lens.tolist()):
-        ids = table[index, : kv_len if is_list else -(-kv_len // page_size)]
-        ids = ids[ids >= 0] if is_list else ids
-        outside = ids[(ids < 0) | (ids >= most)]
-        if outside.size:
-            what = "slots" if is_list else "pages"
-            raise ArgumentError(
-                f"{names.block_tables}: request {index} names {int(outside[0])}; the cache holds "
-                f"{most} {what}"
-            )
-        if not on_cpu:
-            continue
-        rows = slice(int(starts[index]), int(starts[index + 1]))
-        if is_list:
-            k, v = latent.gather(call.pages, ids // page_size, len(ids) * page_size)
-            at = np.arange(len(ids)) * page_size + ids % page_size
-            yield cpu.Request(rows, k[at], v[at])
-        else:
-            yield cpu.Request(rows, *latent.gather(call.pages, ids, kv_len))
-
-
-def bounded(max_kv_len: Any, name: str) -> int | None:
-    """A bound of lengths, rounded up, so that calls of growing requests have equal signatures."""
-    if max_kv_len is None:
-        return None
-    return int(next_power_of_two(require_int(max_kv_len, name, 0, 2**32)))
