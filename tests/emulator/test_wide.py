@@ -28,11 +28,13 @@ BASE = Case(
 
 
 def emulate(case: Case, **facts: Any) -> gpu.EmulatedGpu:
+    """Run and check a call on the portable kernel."""
+    facts.setdefault("is_portable", True)
     return run.emulate(lambda workspace: mla_calls.Call(case, np, workspace), **facts)
 
 
 def answers(case: Case, **facts: Any) -> tuple[np.ndarray, np.ndarray | None]:
-    with gpu.plugged_in(**facts) as emulated:
+    with gpu.plugged_in(is_portable=True, **facts) as emulated:
         call = mla_calls.Call(case, np, emulated.empty((16 << 20,), np.dtype(np.uint8)))
         return call.run()
 
@@ -97,7 +99,7 @@ def test_batches_do_not_change_a_request() -> None:
     """With splits of one size a request's bits are the same alone and among others."""
     many = replace(BASE, qo_len=(2, 2, 2), kv_len=(90, 33, 200), split=2, heads=8, with_out=False)
     together = answers(many, num_sms=4)
-    with gpu.plugged_in(num_sms=4) as emulated:
+    with gpu.plugged_in(num_sms=4, is_portable=True) as emulated:
         call = mla_calls.Call(many, np, emulated.empty((16 << 20,), np.dtype(np.uint8)))
         wrapper, at = call.wrapper, call.kv_indptr
         rows, ids, n = call.q[2:4], call.ids[at[1] : at[2]], at[2] - at[1]
@@ -115,9 +117,13 @@ def test_batches_do_not_change_a_request() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_hidden_values_do_not_contaminate(value: float) -> None:
+    check_hidden_value(value, is_portable=True)
+
+
+def check_hidden_value(value: float, **facts: Any) -> None:
     """Causality hides the last keys from all rows but the last, whatever they hold."""
     case = replace(BASE, qo_len=(5,), kv_len=(90,), page_size=64)
-    with gpu.plugged_in() as emulated:
+    with gpu.plugged_in(**facts) as emulated:
         workspace = emulated.empty((16 << 20,), np.dtype(np.uint8))
         wanted = mla_calls.Call(case, np, workspace)
         out, _ = wanted.run()
@@ -165,7 +171,7 @@ def test_one_wide_request() -> None:
 
 def test_a_wrapper_for_graphs() -> None:
     """Its work list has room for batches that need more: what is spare does nothing."""
-    with gpu.plugged_in(num_sms=8) as emulated:
+    with gpu.plugged_in(num_sms=8, is_portable=True) as emulated:
         workspace = emulated.empty((32 << 20,), np.dtype(np.uint8))
         from cupyattn import mla
 
