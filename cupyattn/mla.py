@@ -116,7 +116,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     top_k = require_int(sparse_mla_top_k, "sparse_mla_top_k", 0)
     dims = _dims(kv_lora_rank, qk_rope_head_dim)
     is_ragged = cum_seq_lens_q is not None
-    shape: Any = getattr(query, "shape", ())
+    shape = array.view(query, "query").shape
     if len(shape) != (3 if is_ragged else 4):
         wanted = "[rows, heads, columns] with cum_seq_lens_q" if is_ragged else (
             "[B, q_len, heads, columns]"
@@ -140,7 +140,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         return_lse=parse.flag(return_lse, "return_lse"),
     )
     if top_k:
-        given = tuple(getattr(block_tables, "shape", ()))
+        given = tuple(array.view(block_tables, "block_tables").shape)
         if not given or given[-1] != top_k or is_ragged:
             raise ArgumentError(
                 f"block_tables: shape is {list(given)}; wanted [B, q_len, {top_k}], "
@@ -252,7 +252,7 @@ def xqa_mla(
         _XQA, Dims(512, 64), sm_scale * output_scale, q_axes=(4,), output_scale=output_scale,
         causal=False,
     )  # fmt: skip
-    if output is not None and len(getattr(output, "shape", ())) == 3:
+    if output is not None and len(array.view(output, "output").shape) == 3:
         options, q = options._replace(q_axes=(3,)), _one_row(q, "q")
     arrays = (
         *(q, None, k_cache, None, workspace_buffer, page_table, seq_lens, output, None),

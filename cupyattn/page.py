@@ -412,5 +412,7 @@ def append_paged_mla_kv_cache(
 def _with_head(x: Any, name: str) -> Any:
     """An array with an axis of one head before its columns."""
     v = array.view(x, name)
+    if not v.shape:
+        raise ArgumentError(f"{name}: has no dimension; wanted rows of columns")
     shape, strides = (*v.shape[:-1], 1, v.shape[-1]), (*v.strides[:-1], 0, v.strides[-1])
     return array.restride(x, name, shape, strides)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from helpers.mla_cases import NUM_CASES, random_case
 
 import cupyattn
 from cupyattn import mla, reference
+from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
 
 COUNT, BLOCK = 360, 40
@@ -35,8 +36,6 @@ def test_many_random_calls(first: int) -> None:
 
 def planned(lens: list[int], q_lens: list[int], heads: int, causal: bool = True) -> mla_calls.Call:
     case = random_case(0)
-    from dataclasses import replace
-
     case = replace(
         case,
         way="wrapper",
@@ -137,8 +136,6 @@ def test_scales_of_fp8() -> None:
     """Of tokens, of the two parts, and none for a cache of 16 bits."""
     rng = np.random.default_rng(1)
     e4m3 = cupyattn.reference.to_fp8
-    from cupyattn.core import dtypes
-
     rows = rng.standard_normal((2, 4, 576)).astype(np.float32)
     kind = dtypes.float8_e4m3fn.numpy
     cache = e4m3(rows, 1.0, kind)
@@ -168,19 +165,17 @@ def test_scales_of_fp8() -> None:
 def test_torch_and_jax() -> None:
     call = planned([30, 5], [2, 1], 3)
     wanted = call.wrapper.run(query=call.q, kv_cache=call.pool)
-    if "torch" in sys.modules or pytest.importorskip("torch"):
-        import torch
-
-        as_torch = [torch.from_numpy(x.astype(np.float32)).bfloat16() for x in (call.q, call.pool)]
-        w = mla.BatchMLAPagedAttentionWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
-        lens = torch.tensor(call.case.kv_len, dtype=torch.int32)
-        w.plan(
-            *map(torch.from_numpy, (call.qo_indptr, call.kv_indptr, call.ids)), lens, 3, 512, 64,
-            call.case.page_size, True, SCALE, torch.bfloat16, torch.bfloat16,
-        )  # fmt: skip
-        got = w.run(query=as_torch[0], kv_cache=as_torch[1])
-        assert isinstance(got, torch.Tensor) and got.dtype == torch.bfloat16
-        np.testing.assert_array_equal(got.float().numpy(), wanted.astype(np.float32))
+    torch = pytest.importorskip("torch")
+    as_torch = [torch.from_numpy(x.astype(np.float32)).bfloat16() for x in (call.q, call.pool)]
+    w = mla.BatchMLAPagedAttentionWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
+    lens = torch.tensor(call.case.kv_len, dtype=torch.int32)
+    w.plan(
+        *map(torch.from_numpy, (call.qo_indptr, call.kv_indptr, call.ids)), lens, 3, 512, 64,
+        call.case.page_size, True, SCALE, torch.bfloat16, torch.bfloat16,
+    )  # fmt: skip
+    got = w.run(query=as_torch[0], kv_cache=as_torch[1])
+    assert isinstance(got, torch.Tensor) and got.dtype == torch.bfloat16
+    np.testing.assert_array_equal(got.float().numpy(), wanted.astype(np.float32))
     jax = pytest.importorskip("jax")
     got = mla.trtllm_batch_decode_with_kv_cache_mla(
         jax.numpy.zeros((2, 1, 3, 576), "bfloat16"), jax.numpy.zeros((4, 5, 576), "bfloat16"), None,
