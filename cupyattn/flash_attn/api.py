@@ -321,9 +321,10 @@ def flash_attn_with_kvcache(
     cache_leftpad   [b]: the first key of each request; those before it do not exist. On a GPU
             without page_table.
     attention_chunk   on a GPU a multiple of the page size.
-    qv      [b, seqlen_q, num_heads, 512] beside q and k_cache of 64 columns: latent attention, whose
-            v_cache [num_pages, page_size, 1, 512] is multiplied with qv too. Without new keys,
-            rotation, windows, chunks, soft caps and slopes. softmax_scale: default 1 / sqrt(576).
+    qv      [b, seqlen_q, num_heads, 512] beside q and k_cache of 64 columns: latent attention,
+            whose v_cache [num_pages, page_size, 1, 512] is multiplied with qv too. It takes no new
+            keys, rotation, windows, chunks, soft caps and slopes. softmax_scale: default
+            1 / sqrt(576).
     scheduler_metadata, fa_version, ver   accepted for compatibility.
     score_mod, aux_tensors   must be None.
     All other arguments as in `flash_attn_func`.

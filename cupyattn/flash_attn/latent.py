@@ -42,7 +42,7 @@ def attend_latent(
 ) -> Any:
     """out, or (out, lse); parts are q, qv, k_cache and v_cache. `refused` has no kernel here."""
     for name, x in refused.items():
-        if x is not None and x is not False and x not in (0, 0.0, (-1, -1), [-1, -1]):
+        if _is_given(x):
             raise UnsupportedError(f"{name}: is not supported with qv; leave it out")
     q, qv, k_cache, v_cache = parts
     vq, rope, vk = (array.view(x, n) for x, n in ((qv, "qv"), (q, "q"), (v_cache, "v_cache")))
@@ -56,7 +56,7 @@ def attend_latent(
         )
     if len(vk.shape) != 4:
         raise ArgumentError(
-            f"v_cache: shape is {list(vk.shape)}; wanted [pages, page_size, 1, dim]"
+            f"v_cache: shape is {list(vk.shape)}; wanted [num_pages, page_size, 1, dim]"
         )
     dims = Dims(vq.shape[-1], rope.shape[-1])
     if table is None:
@@ -93,3 +93,10 @@ def attend_latent(
     if not is_ragged:
         return answer[0], array.deliver(made, vq)
     return answer[0], array.scaled(answer[1], math.log(2.0)).swapaxes(-1, -2)
+
+
+def _is_given(x: Any) -> bool:
+    """Whether an argument is there and on: windows of (-1, -1) and zeros are not."""
+    if isinstance(x, (tuple, list)):
+        return any(side not in (-1, None) for side in x)
+    return x is not None and not (isinstance(x, (int, float)) and x == 0)
