@@ -109,12 +109,14 @@ class Argument(NamedTuple):
                  extents belong to the signature. None: the whole shape does
     is_output    the call writes the array, so no other may overlap it
     is_planned   where a call does not give the array, its plan may hold it
+    interleaves  outputs that have this may lie within each other, as K and V of one array do
     """
 
     name: str
     length_axis: int | None = None
     is_output: bool = False
     is_planned: bool = False
+    interleaves: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -342,7 +344,14 @@ class CallCache(Generic[_Checked]):
             if argument.is_planned or (place < len(arrays) and arrays[place] is not None)
         ]
         return tuple(
-            (place, tuple(other for other, _ in given if other != place))
+            (
+                place,
+                tuple(
+                    other
+                    for other, beside in given
+                    if other != place and not (argument.interleaves and beside.interleaves)
+                ),
+            )
             for place, argument in given
             if argument.is_output
         )
