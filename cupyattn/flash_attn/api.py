@@ -15,7 +15,7 @@ from ..core.problem import MAX_LENGTH
 from ..core.tracing import untraced
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import geometry
-from ..inputs.index_arrays import compute, progression, steps_of
+from ..inputs.index_arrays import compute, progression
 from ..planless.views import Names
 from .attend import Common, attend, attend_again, parse_window
 from .batch import Batch
@@ -45,6 +45,7 @@ _VARLEN = _DENSE._replace(
     qo_offsets="cu_seqlens_q",
     kv_offsets="cu_seqlens_k",
 )
+_VARLEN_BY_OFFSETS = _VARLEN._replace(kv_lens="cu_seqlens_k")
 _CACHE = _VARLEN._replace(
     k="k_cache", v="v_cache", block_tables="page_table", kv_lens="cache_seqlens"
 )
@@ -223,23 +224,31 @@ def flash_attn_varlen_func(
         _asks(return_attn_probs, return_softmax_lse),
     )
     most_q, most_k = _bound(max_seqlen_q, "max_seqlen_q"), _bound(max_seqlen_k, "max_seqlen_k")
-    kv_lens, kv_offsets = seqused_k, None
-    if not (table is None or kv_lens is None) and seqused_q is None:
-        known = Batch(names, q, k, v, kv_lens, table, None, cu_seqlens_q, max_seqlen_k=most_k)
-        answer = None if most_k is None else _again(known, common, most_q)
-        if answer is not None:
-            return answer
+    kv_lens, kv_offsets, is_cumulative = seqused_k, cu_seqlens_k, False
     if kv_lens is None:
         if cu_seqlens_k is None:
             raise ArgumentError("cu_seqlens_k: got None without seqused_k; wanted one of them")
-        names = names._replace(kv_lens="cu_seqlens_k")
-        kv_lens = compute(steps_of, _offsets(cu_seqlens_k, "cu_seqlens_k"))
+        names = _VARLEN_BY_OFFSETS
+        if table is not None:
+            kv_lens, is_cumulative = cu_seqlens_k, True
+    if table is not None:
+        kv_offsets = None
+    if not (most_k is None or (kv_offsets is table is None)):
+        known = Batch(
+            *(names, q, k, v, kv_lens, table, seqused_q, cu_seqlens_q, kv_offsets),
+            max_seqlen_q=most_q,
+            max_seqlen_k=most_k,
+            has_kv_steps=is_cumulative,
+        )
+        answer = _again(known, common)
+        if answer is not None:
+            return answer
+    if seqused_k is None:
+        _offsets(cu_seqlens_k, "cu_seqlens_k")
     rows = None
     if table is not None:
         table = page_table_of(table, "block_table", view_cache(k, v, names))
-    elif cu_seqlens_k is not None:
-        kv_offsets = cu_seqlens_k
-    else:
+    elif cu_seqlens_k is None:
         # Keys of each request in a row of their own, of which the first count.
         views = view_cache(k, v, names)
         rows = progression(views[0].shape[0], 0, 1, views[0])[:, None]
@@ -248,6 +257,7 @@ def flash_attn_varlen_func(
         *(seqused_q, cu_seqlens_q, kv_offsets),
         max_seqlen_q=most_q,
         max_seqlen_k=most_k,
+        has_kv_steps=is_cumulative,
     )
     if rows is not None:
         _prefer_rows(batch, views, attention_chunk)
@@ -342,11 +352,9 @@ def flash_attn_with_kvcache(
     if table is not None and (
         k is v is cache_batch_idx is cache_leftpad is rotary_cos is rotary_sin is None
     ):
-        answer = _again(
-            Batch(names, q, k_cache, v_cache, cache_seqlens, table, None, cu_seqlens_q),
-            common,
-            most,
-        )
+        known = Batch(names, q, k_cache, v_cache, cache_seqlens, table, None, cu_seqlens_q)
+        known.max_seqlen_q = most
+        answer = _again(known, common)
         if answer is not None:
             return answer
     views = view_cache(k_cache, v_cache, names)
@@ -403,13 +411,13 @@ flash_attn_with_kvcache.__signature__ = _signature.replace(  # type: ignore[attr
 )
 
 
-def _again(batch: Batch, common: Common, max_seqlen_q: int | None) -> Any:
-    """The answer of a call over pages if there was one like it, else None."""
+def _again(batch: Batch, common: Common) -> Any:
+    """The answer of a call whose arrays go to the kernels as they are, if there was one like it,
+    else None."""
     if common.return_lse or common.attention_chunk:
         return None
     if not common.q_descale is common.k_descale is common.v_descale is None:
         return None
-    batch.max_seqlen_q = max_seqlen_q
     if batch.max_seqlen_k is None:
         try:
             batch.max_seqlen_k = batch.table.shape[1] * batch.k.shape[1]

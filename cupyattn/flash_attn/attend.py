@@ -77,7 +77,7 @@ def attend_again(batch: Batch, common: Common) -> Any:
     q_len = shape[1] if batch.qo_offsets is None and len(shape) == 4 else 0
     arrays = (
         *(batch.q, batch.k, batch.v, None, batch.table, batch.kv_lens, common.out, None),
-        *(None, batch.qo_offsets, None, None, None, common.sinks),
+        *(batch.qo_lens, batch.qo_offsets, batch.kv_offsets, None, None, common.sinks),
         *(None, None, None, None, None, common.alibi_slopes),
     )
     scalars = _scalars(batch, common, len(shape), q_len, False, False, False)
@@ -94,7 +94,7 @@ def _scalars(batch: Batch, common: Common, axes: int, q_len: int, *flags: bool) 
     return (
         *(batch.names, axes, q_len, max_q_len),
         *(next_power_of_two(batch.max_seqlen_k), common.softmax_scale, common.causal, window),
-        *(common.attention_chunk, common.softcap, common.num_splits, *flags),
+        *(common.attention_chunk, common.softcap, common.num_splits, batch.has_kv_steps, *flags),
     )
 
 
@@ -157,6 +157,7 @@ def _options(
     attention_chunk: Any,
     softcap: Any,
     num_splits: Any,
+    has_kv_steps: bool,
     return_lse: bool,
     pads_lse: bool,
     has_table_offsets: bool,
@@ -187,6 +188,7 @@ def _options(
         scales_by_head=True,
         attention_chunk=require_int(attention_chunk, "attention_chunk", 0),
         has_table_offsets=has_table_offsets,
+        cumulative_kv_lens=has_kv_steps,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from .. import array
 from ..array import ArrayView
 from ..errors import UnsupportedError
-from ..inputs.index_arrays import compute, progression
+from ..inputs.index_arrays import compute, progression, steps_of
 from .batch import Batch
 
 # Larger ones than any cache; positions must fit 32 bits.
@@ -25,7 +25,12 @@ def split_by_chunks(batch: Batch, vq: ArrayView, chunk: int) -> Batch:
     vq: [b, s, h, d], or [rows, h, d] with offsets. With a table, offsets of keys are its entries.
     """
     names, chunk = batch.names, min(chunk, _MAX_CHUNK)
-    kv_lens = array.view(batch.kv_lens, names.kv_lens)
+    kv_lens = array.view(
+        batch.kv_offsets if batch.kv_lens is None else batch.kv_lens, names.kv_lens
+    )
+    if batch.kv_lens is None or batch.has_kv_steps:
+        batch.has_kv_steps = False
+        kv_lens = array.view(compute(steps_of, kv_lens), names.kv_lens)
     count, page_size, room = kv_lens.shape[0], 1, 0
     if batch.table is not None:
         batch.table = batch.table.reshape(-1).reshape(batch.table.shape)

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,9 @@ from .. import array
 from ..array import ArrayView
 from ..array.match import are_rows_aligned, require_output
 from ..core import dtypes
-from ..errors import WorkspaceError
+from ..errors import CupyAttnError, WorkspaceError
 from ..inputs import row_mask
-from ..inputs.call_cache import Argument, CallCache
+from ..inputs.call_cache import Argument, CallCache, Found
 from ..inputs.geometry import Variant
 from ..inputs.row_mask import NO_BITS, MaskBits
 from ..inputs.workspace import view_workspace
@@ -34,21 +34,23 @@ from ..launch.attention.plan_batch import DevicePlan, Lengths
 from ..launch.driver import params, scratch
 from ..launch.driver.enqueue import cuda
 from . import reference
-from .check import Arrays, Call, Options, check
+from .check import Arrays, Call, Extents, LengthForm, Options, check
 from .views import Names, merge_leading
 
 _MAX_BOUND = 256
+_MAX_LENGTHS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What launches of calls with equal signature share.
+    """What launches of calls with equal signature and lengths share.
 
     padding    turns rows of LSE, `lse_rows` bytes into the workspace, into the caller's; or None
     mask       how bits lie in the caller's memory; if it has bools, `mask.address` bytes into the
                workspace, where they are packed first
     num_bytes  of the workspace
     num_keys   rows that k and v hold, or pages
+    lse_shape  of an LSE that the call makes
     bound      what a workspace and a page table at these addresses make of the launches
     """
 
@@ -64,6 +66,7 @@ class Prepared:
     output_scale: float
     has_scales: bool
     scales_by_head: tuple[bool, ...]
+    lse_shape: tuple[int, ...]
     bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
@@ -79,6 +82,8 @@ class Prepared:
         # fmt: on
         bound = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
         planned, attention = bound
+        if not kv_lens:
+            kv_lens = kv_offsets  # whose steps they are
         plan, device = self.plan, attention.device_index
         scales: tuple[int, ...] = (0, 0, 0)
         optional = params.NO_OPTIONAL
@@ -124,29 +129,65 @@ class Prepared:
         return found
 
 
+class Counts(NamedTuple):
+    """How many of what there are: `place` of Arrays has `extra` more than there are requests."""
+
+    place: int
+    extra: int
+
+
 @dataclass(frozen=True, slots=True)
 class Checked:
     """What calls of one signature share.
 
     v_offset      bytes from v, or from the tensor that holds k too, to the first value
     scale_places  of the arrays in whose place of scale_q, scale_k and scale_v they have effect
+    first         what the call that passed the checks launched
+    requests      where the number of requests is to be seen
+    per_request   arrays that have one entry for each request, or one more
+    fixed         arrays of the first extent that they had in the first call
+    tokens        rows of q for each entry of its first axis
+    is_derivable  whether calls of other lengths need nothing but what `form` says
+    by_lengths    what calls of other lengths launched, see _key_of
     allocate      makes a workspace where the call gives none
     """
 
-    prepared: Prepared
+    form: LengthForm
+    first: Prepared
     v_offset: int
     scale_places: tuple[int | None, ...]
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
+    requests: Counts
+    per_request: list[Counts]
+    fixed: list[tuple[int, int]]
+    tokens: int
+    is_derivable: bool
+    row_shape: tuple[int, ...]
+    pads_lse: bool
     return_lse: bool
     allocate: scratch.Allocate
+    by_lengths: dict[tuple[Any, ...], Prepared] = field(default_factory=dict)
 
 
-_CALLS: CallCache[Checked] = CallCache(
-    *(Argument(name, is_output=name in ("workspace", "out", "lse")) for name in Arrays._fields)
+# Places of Arrays that belong to requests.
+_PER_REQUEST = (
+    *("kv_lens", "qo_lens", "qo_offsets", "kv_offsets", "o_offsets", "v_offsets", "kv_begin"),
 )
-_K, _V, _WORKSPACE, _OUT, _LSE, _SCALE_Q = map(
-    Arrays._fields.index, ("k", "v", "workspace", "out", "lse", "scale_q")
+_LENGTH_AXES = {"q": 0, "k": 0, "v": 0, "out": 0} | dict.fromkeys(_PER_REQUEST, 0)
+_LENGTH_AXES |= {"scale_q": 0, "scale_k": 0, "scale_v": 0, "alibi_slopes": 0}
+_CALLS: CallCache[Checked] = CallCache(
+    *(
+        Argument(
+            name,
+            _LENGTH_AXES.get(name),
+            is_output=name in ("workspace", "out", "lse"),
+            is_free=name in ("block_tables", "lse"),
+        )
+        for name in Arrays._fields
+    )
+)
+_Q, _K, _V, _WORKSPACE, _TABLE, _OUT, _LSE, _SCALE_Q = map(
+    Arrays._fields.index,
+    ("q", "k", "v", "workspace", "block_tables", "out", "lse", "scale_q"),
 )
 
 
@@ -222,49 +263,213 @@ def _run_cached(
     if call.overlaps(addresses, found.sizes):
         return None
     checked = call.checked
+    prepared = found.prepared
+    if prepared is None:
+        prepared = found.prepared = _prepared_for(found)
+        if prepared is None:
+            return None
     out, lse = given[_OUT], given[_LSE]
     if out is None:
-        out = call.make_out(checked.out_shape)
+        out = call.make_out((found.lengths[_Q], *checked.row_shape))
         addresses[_OUT] = call.address(out)
     if lse is None and checked.return_lse:
-        lse = call.make_lse(checked.lse_shape)
+        lse = call.make_lse(prepared.lse_shape)
         addresses[_LSE] = call.address(lse)
     addresses[_V] = (addresses[_V] or addresses[_K]) + checked.v_offset
-    if checked.prepared.has_scales:
+    if prepared.has_scales:
         places = checked.scale_places
         scales = [0 if place is None else addresses[place] for place in places]
         addresses[_SCALE_Q : _SCALE_Q + len(scales)] = scales
     owner: object = None
     if not addresses[_WORKSPACE]:
-        addresses[_WORKSPACE], owner = checked.allocate(checked.prepared.num_bytes)
+        addresses[_WORKSPACE], owner = checked.allocate(prepared.num_bytes)
     if append is not None:
         append()
-    checked.prepared.launch(addresses, call.current_stream())
+    prepared.launch(addresses, call.current_stream())
     del owner  # memory for one call may go once everything is enqueued
     return (out, lse) if checked.return_lse else out
+
+
+def _key_of(found: Found[Checked]) -> tuple[Any, ...]:
+    """Lengths, and shapes and strides of the page table and the LSE."""
+    free = [
+        None
+        if place >= len(found.shapes) or found.shapes[place] is None
+        else (tuple(found.shapes[place]), found.strides(place))
+        for place in (_TABLE, _LSE)
+    ]
+    return (*found.lengths, *free)
+
+
+def _prepared_for(found: Found[Checked]) -> Prepared | None:
+    """What calls of these lengths launch; None if they need the full checks."""
+    checked = found.call.checked
+    key = *_, table, lse = _key_of(found)
+    prepared = checked.by_lengths.get(key)
+    if prepared is not None or not checked.is_derivable:
+        return prepared
+    extents = _extents_of(checked, found.lengths, table)
+    if extents is None:
+        return None
+    first = checked.first
+    count = extents.num_requests if checked.pads_lse else found.lengths[_Q]
+    lse_shape, lse_strides = (count, *first.lse_shape[1:]), None
+    if lse is not None:
+        shape, lse_strides = lse
+        if shape != lse_shape or not _is_apart(shape, lse_strides):
+            return None
+    elif checked.return_lse:
+        lse_strides = tuple(math.prod(lse_shape[axis + 1 :]) for axis in range(len(lse_shape)))
+    try:
+        plan = _plan(first.launcher, checked.form.lengths(extents))
+    except CupyAttnError:  # which the full checks raise
+        return None
+    prepared = _with_lse(
+        replace(first, plan=plan, num_keys=extents.num_keys, lse_shape=lse_shape, bound={}),
+        extents.num_rows,
+        lse_strides,
+        pads_lse=checked.pads_lse,
+    )
+    if len(checked.by_lengths) >= _MAX_LENGTHS:
+        checked.by_lengths.clear()
+    checked.by_lengths[key] = prepared
+    return prepared
+
+
+def _with_lse(
+    prepared: Prepared, num_rows: int, strides: Sequence[int] | None, *, pads_lse: bool
+) -> Prepared:
+    """With an LSE of these strides, or without one if None, behind the plan in the workspace."""
+    plan, spec = prepared.plan, prepared.launcher.spec
+    num_heads = spec.num_qo_heads
+    padding, num_bytes, of_rows = None, plan.num_bytes, (0, 0)
+    if strides is not None:
+        of_rows = strides[-2], strides[-1]
+        if pads_lse:
+            device = prepared.launcher.device_index
+            padding = pad_lse.prepare(prepared.lse_shape, strides, device)
+            of_rows = num_heads, 1
+            num_bytes += 4 * num_rows * num_heads
+    *tokens_and_heads, _, _, k_page, v_page = params.STRIDES.unpack(prepared.strides)
+    return replace(
+        prepared,
+        padding=padding,
+        lse_rows=plan.num_bytes if padding is not None else 0,
+        num_bytes=num_bytes,
+        strides=params.STRIDES.pack(*tokens_and_heads, *of_rows, k_page, v_page),
+    )
+
+
+def _extents_of(
+    checked: Checked, lengths: Sequence[int], table: tuple[Any, Any] | None
+) -> Extents | None:
+    """The extents of a call whose arrays fit each other, else None."""
+    place, extra = checked.requests
+    count, num_rows = lengths[place] - extra, lengths[_Q]
+    num_keys = lengths[_K]
+    if count <= 0 or num_rows <= 0 or num_keys <= 0:
+        return None
+    if any(lengths[place] != count + extra for place, extra in checked.per_request):
+        return None
+    if any(lengths[place] != length for place, length in checked.fixed):
+        return None
+    if lengths[_V] not in (0, num_keys) or lengths[_OUT] not in (0, num_rows):
+        return None
+    num_rows *= checked.tokens
+    if table is None:
+        return Extents(count, num_rows, num_keys, None)
+    (rows, width), (step, entry) = table
+    if width <= 0 or entry != 1 or step < 0 or step * rows > 2**31 - 1:
+        return None
+    return Extents(count, num_rows, num_keys, (rows, width, step))
+
+
+def _is_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two elements share memory, as far as that is plain to see."""
+    reach = 1
+    for stride, extent in sorted(zip(strides, shape, strict=True)):
+        if extent > 1:
+            if stride < reach:
+                return False
+            reach = stride * extent
+    return 0 not in shape
 
 
 def _insert(
     given: tuple[Any, ...], scalars: tuple[Any, ...], call: Call, prepared: Prepared
 ) -> None:
     """Cache a call that was launched; what was made for one call has no address to keep."""
-    _, k, v, _, block_tables, kv_lens, *_ = given
-    if kv_lens is None:
-        return
+    arrays = Arrays(*given)
     table = call.block_tables
-    if table is not None and table.ptr != array.view(block_tables, "block_tables").ptr:
+    if table is not None and table.ptr != array.view(arrays.block_tables, "block_tables").ptr:
         return
+    per_request, fixed = _places_of_requests(call, arrays)
+    requests = Counts(_TABLE, 0)
+    if table is None or call.form.has_table_offsets:
+        name = "kv_offsets" if arrays.kv_lens is None else "kv_lens"
+        requests = next(x for x in per_request if x.place == Arrays._fields.index(name))
     checked = Checked(
+        call.form,
         prepared,
-        call.keys.v.ptr - array.view(k if v is None else v, "v").ptr,
+        call.keys.v.ptr - array.view(arrays.k if arrays.v is None else arrays.v, "v").ptr,
         tuple(None if name is None else Arrays._fields.index(name) for name in call.scales.names),
-        call.out_shape,
-        call.lse_shape,
+        requests,
+        per_request,
+        fixed,
+        math.prod(arrays.q.shape[1:-2]),
+        _is_derivable(call, arrays),
+        call.out_shape[1:],
+        call.pads_lse,
         call.return_lse,
         scratch.allocator(call.q),
     )
+    known = _CALLS.lookup(given, scalars)
+    if known is not None:
+        checked.by_lengths.update(known[0].call.checked.by_lengths)
     dtype_o = call.geometry.spec.dtype_o
-    _CALLS.insert(given, scalars, checked, call.q, dtype_o, call.out_shape, call.lse_shape)
+    found = _CALLS.insert(given, scalars, checked, call.q, dtype_o, call.out_shape, call.lse_shape)
+    if found is not None:
+        found.prepared = checked.by_lengths[_key_of(found)] = prepared
+
+
+def _places_of_requests(call: Call, arrays: Arrays) -> tuple[list[Counts], list[tuple[int, int]]]:
+    """Places whose first extents follow from the number of requests, and such that do not."""
+    count = call.extents.num_requests
+    per_request: list[Counts] = []
+    fixed: list[tuple[int, int]] = []
+    for place, (name, x) in enumerate(zip(Arrays._fields, arrays, strict=True)):
+        if x is None or name not in _LENGTH_AXES or name in ("q", "k", "v", "out"):
+            continue
+        v = array.view(x, name)
+        if name in _PER_REQUEST:
+            per_request.append(Counts(place, math.prod(v.shape) - count))
+        elif len(v.shape) == 2 and v.shape[0] == count and (count > 1 or not v.strides[0]):
+            per_request.append(Counts(place, 0))
+        elif v.shape:
+            fixed.append((place, v.shape[0]))
+    return per_request, fixed
+
+
+def _is_derivable(call: Call, arrays: Arrays) -> bool:
+    """Whether arrays of other lengths and equal signature are used as these are."""
+    if call.mask is not None or call.value_tables is not call.block_tables:
+        return False
+    for x, used in ((arrays.q, call.q), (arrays.out, call.out)):
+        if x is not None and used is not None:
+            v = array.view(x, "q")
+            inner = math.prod(v.shape[1:-2])
+            if v.strides[0] != used.strides[0] * inner:
+                return False
+    if arrays.lse is not None and len(arrays.lse.shape) != (3 if call.pads_lse else 2):
+        return False
+    for name in _PER_REQUEST:
+        x, used = getattr(arrays, name), getattr(call.indices, name)
+        if x is None:
+            continue
+        v = array.view(x, name)
+        if math.prod(v.shape) != v.shape[0] or v.strides[0] != used.strides[0]:
+            return False
+    return True
 
 
 def _view_workspace(x: Any, call: Call, names: Names) -> ArrayView | None:
@@ -311,36 +516,34 @@ def _prepare(call: Call) -> Prepared:
     variant = Variant(is_aligned, prescale_logits, call.mask is not None)
     launcher = call.geometry.launcher(variant)
     plan = _plan(launcher, call.lengths)
-    padding, lse_rows, num_bytes = None, 0, plan.num_bytes
-    lse_strides = (0, 0) if vlse is None else vlse.strides[-2:]
-    if call.pads_lse and vlse is not None:
-        padding = pad_lse.prepare(vlse, launcher.device_index)
-        lse_rows, lse_strides = num_bytes, (vq.shape[1], 1)
-        num_bytes += 4 * vq.shape[0] * vq.shape[1]
-    mask = NO_BITS
-    if call.mask is not None:
-        mask = row_mask.bits_of(call.mask, vq.shape[0])
-        if _is_bool_mask(call):
-            packed_bytes = row_mask.num_packed_bytes(vq.shape[0], call.mask_bits)
-            mask = MaskBits(num_bytes, packed_bytes // vq.shape[0], packed_bytes)
-            num_bytes += packed_bytes
+    lse_strides = None if vlse is None else vlse.strides
     packed = params.STRIDES.pack(
-        *vq.strides[:2], *keys.strides[:4], *vout.strides[:2], *lse_strides, *keys.strides[4:]
+        *vq.strides[:2], *keys.strides[:4], *vout.strides[:2], 0, 0, *keys.strides[4:]
     )
-    return Prepared(
+    prepared = Prepared(
         launcher,
         plan,
-        padding,
-        lse_rows,
-        mask,
-        num_bytes,
+        None,
+        0,
+        NO_BITS,
+        plan.num_bytes,
         packed,
         keys.size,
         scales.logits,
         scales.output,
         has_scales=is_scaled or scales.views[2] is not None,
         scales_by_head=scales.by_head,
+        lse_shape=call.lse_shape,
     )
+    prepared = _with_lse(prepared, vq.shape[0], lse_strides, pads_lse=call.pads_lse)
+    if call.mask is None:
+        return prepared
+    mask, num_bytes = row_mask.bits_of(call.mask, vq.shape[0]), prepared.num_bytes
+    if _is_bool_mask(call):
+        packed_bytes = row_mask.num_packed_bytes(vq.shape[0], call.mask_bits)
+        mask = MaskBits(num_bytes, packed_bytes // vq.shape[0], packed_bytes)
+        num_bytes += packed_bytes
+    return replace(prepared, mask=mask, num_bytes=num_bytes)
 
 
 @functools.lru_cache(maxsize=1024)

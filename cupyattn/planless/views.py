@@ -48,7 +48,7 @@ def merge_leading(v: ArrayView, name: str, kept: int) -> ArrayView:
     if len(v.shape) == kept + 1:
         return v
     leading = range(len(v.shape) - kept)
-    stride, reach = 0, 1
+    stride, reach = v.strides[0], 1
     for axis in reversed(leading):
         extent, step = v.shape[axis], v.strides[axis]
         if extent == 1:

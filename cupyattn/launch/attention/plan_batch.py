@@ -37,7 +37,7 @@ INDEX_DTYPES: tuple[DType, ...] = tuple(_KINDS)
 
 class IndexFormat(NamedTuple):
     """How lengths or offsets lie in device memory: elements between two of them, their dtype, and
-    what one token counts."""
+    what one token counts; of lengths that are steps of offsets, minus that."""
 
     stride: int = 1
     dtype: DType = dtypes.int32

@@ -12,12 +12,12 @@ enum class IndexKind : int32_t { kInt32 = 0, kUint32 = 1, kInt64 = 2 };
 struct IndexFormat {
   int64_t stride;  // elements
   IndexKind kind;
-  int32_t unit;  // what one token counts
+  int32_t unit;  // what one token counts; negative: minus that, and a length is a step to the next
 };
 
 struct PlanBatchParams {
   const void* qo_lens;     // [num_requests]; nullptr: all are `qo_len`, or steps of qo_offsets
-  const void* kv_lens;     // [num_requests]
+  const void* kv_lens;     // [num_requests], or offsets [num_requests + 1] whose steps they are
   const void* qo_offsets;  // [num_requests + 1 where lengths are steps]; nullptr: steps of `qo_len`
   const void* kv_offsets;  // [num_requests]; nullptr: steps of kv_step
   const float* scale_q;    // one number; may be nullptr, as may the next two

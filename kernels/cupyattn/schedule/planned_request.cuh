@@ -35,6 +35,17 @@ struct PlannedRequest {
     return PlannedRequest{index * params.qo_len, params.qo_len, index * params.kv_step, kv_len};
   }
 
+  // The keys of a request, as the caller says.
+  template <bool kRagged>
+  static __device__ __forceinline__ int64_t load_keys(const PlanBatchParams& params, int index) {
+    const IndexFormat& format = params.kv_lens_format;
+    const int64_t first = load_index(params.kv_lens, format, index);
+    if (!kRagged || format.unit > 0) return first;
+    // mutate: key-steps-as-lengths
+    const int64_t step = load_index(params.kv_lens, format, index + 1) - first;
+    return format.unit == -1 ? step : step / -format.unit;
+  }
+
   // kRagged: the batch may have offsets and lengths of q; else all requests have equal steps.
   template <bool kRagged>
   static __device__ __forceinline__ PlannedRequest of(const PlanBatchParams& params, int index) {
@@ -61,7 +72,7 @@ struct PlannedRequest {
         room -= request.kv_start;  // mutate: keys-beyond-k
       }
     }
-    request.kv_len = clamp(load_index(params.kv_lens, params.kv_lens_format, index), room);
+    request.kv_len = clamp(load_keys<kRagged>(params, index), room);
     return request;
   }
 

@@ -11,9 +11,7 @@ from helpers import fake_gpu
 from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer, unpack
 
 import cupyattn
-from cupyattn import array
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError, WorkspaceError
-from cupyattn.inputs.workspace import steps
 from cupyattn.launch.attention import plan_batch
 from cupyattn.launch.ops import packbits
 from cupyattn.planless import call
@@ -254,24 +252,32 @@ def test_what_the_kernels_are_told(gpu: Gpu, make: Make) -> None:
 
 
 def test_what_is_made_for_one_call_is_not_cached(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Converted page tables, and lengths that follow from offsets, have no address to keep."""
+    """Converted page tables have no address to keep."""
     make = fake_gpu.maker("torch", monkeypatch)
     calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
     arguments = calls.arguments() | {"block_tables": make(B, WIDTH, dtype="int64")}
     calls(arguments)
     assert unpack(gpu.launches[-1].params)["kv_indices"] != pointer(arguments["block_tables"])
+    assert not len(call._CALLS)
+
+
+def test_lengths_may_be_steps_of_offsets(gpu: Gpu, make: Make) -> None:
+    """The planner takes the differences: nothing else is launched, and calls are cached."""
     ragged = {"k_cache": make(90, HKV, D), "v_cache": make(90, HKV, D), "block_tables": None}
-    offsets = make(B + 1, dtype="int32")
-    offsets[:] = offsets.new_tensor([0, 3, 3, 9, 60, 90])
     lengths = {"actual_seq_lens_kv": None, "actual_seq_lens_q": None, "return_lse": False}
     calls = Calls(make, "cudnn_batch_prefill_with_kv_cache")
-    gpu.launches.clear()
-    calls(calls.arguments() | ragged | lengths | {"batch_offsets_k": offsets * HKV * D})
-    q_lens, k_lens, *_ = struct.unpack_from("<4Q", gpu.launches[0].params)
-    assert not q_lens and k_lens
-    v = array.view(offsets * HKV * D, "offsets")
-    assert steps(v, HKV * D, "lengths").owner.tolist() == [3, 0, 6, 51, 30]
-    assert not len(call._CALLS)
+    for units, of_token in (("elements", HKV * D), ("tokens", 1)):
+        gpu.launches.clear()
+        for _ in range(2):
+            given = {"batch_offsets_k": make(B + 1, dtype="int32"), "batch_offsets_units": units}
+            calls(calls.arguments() | ragged | lengths | given)
+            planner, _ = gpu.launches[-2:]
+            q_lens, k_lens, _, starts = struct.unpack_from("<4Q", planner.params)
+            assert not q_lens and k_lens == starts == pointer(given["batch_offsets_k"])
+            stride, kind, unit = struct.unpack_from("<q2i", planner.params, 88 + 16)
+            assert (stride, kind, unit) == (1, 0, -of_token)
+        assert len(gpu.launches) == 4
+    assert len(call._CALLS) == 2
 
 
 def test_a_mask_replaces_causality(gpu: Gpu, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
