@@ -324,11 +324,8 @@ def _prepared_for(found: Found[Checked]) -> Prepared | None:
         plan = _plan(first.launcher, checked.form.lengths(extents))
     except CupyAttnError:  # which the full checks raise
         return None
-    prepared = _with_lse(
-        replace(first, plan=plan, num_keys=extents.num_keys, lse_shape=lse_shape, bound={}),
-        extents.num_rows,
-        lse_strides,
-        pads_lse=checked.pads_lse,
+    prepared = _of_lengths(
+        first, plan, extents.num_rows, extents.num_keys, lse_shape, lse_strides, checked.pads_lse
     )
     if len(checked.by_lengths) >= _MAX_LENGTHS:
         checked.by_lengths.clear()
@@ -336,27 +333,42 @@ def _prepared_for(found: Found[Checked]) -> Prepared | None:
     return prepared
 
 
-def _with_lse(
-    prepared: Prepared, num_rows: int, strides: Sequence[int] | None, *, pads_lse: bool
+def _of_lengths(
+    first: Prepared,
+    plan: DevicePlan,
+    num_rows: int,
+    num_keys: int,
+    lse_shape: tuple[int, ...],
+    lse_strides: Sequence[int] | None,
+    pads_lse: bool,
 ) -> Prepared:
-    """With an LSE of these strides, or without one if None, behind the plan in the workspace."""
-    plan, spec = prepared.plan, prepared.launcher.spec
-    num_heads = spec.num_qo_heads
-    padding, num_bytes, of_rows = None, plan.num_bytes, (0, 0)
-    if strides is not None:
-        of_rows = strides[-2], strides[-1]
+    """What calls like `first` launch over so many rows and keys, with an LSE of these strides, or
+    without one if None."""
+    launcher, strides, num_bytes = first.launcher, first.strides, plan.num_bytes
+    padding, lse_rows = None, 0
+    if lse_strides is not None:
+        of_rows = lse_strides[-2], lse_strides[-1]
         if pads_lse:
-            device = prepared.launcher.device_index
-            padding = pad_lse.prepare(prepared.lse_shape, strides, device)
-            of_rows = num_heads, 1
+            num_heads = launcher.spec.num_qo_heads
+            padding = pad_lse.prepare(lse_shape, lse_strides, launcher.device_index)
+            of_rows, lse_rows = (num_heads, 1), num_bytes
             num_bytes += 4 * num_rows * num_heads
-    *tokens_and_heads, _, _, k_page, v_page = params.STRIDES.unpack(prepared.strides)
-    return replace(
-        prepared,
-        padding=padding,
-        lse_rows=plan.num_bytes if padding is not None else 0,
-        num_bytes=num_bytes,
-        strides=params.STRIDES.pack(*tokens_and_heads, *of_rows, k_page, v_page),
+        *tokens_and_heads, _, _, k_page, v_page = params.STRIDES.unpack(strides)
+        strides = params.STRIDES.pack(*tokens_and_heads, *of_rows, k_page, v_page)
+    return Prepared(
+        launcher,
+        plan,
+        padding,
+        lse_rows,
+        first.mask,
+        num_bytes,
+        strides,
+        num_keys,
+        first.sm_scale,
+        first.output_scale,
+        first.has_scales,
+        first.scales_by_head,
+        lse_shape,
     )
 
 
@@ -535,7 +547,9 @@ def _prepare(call: Call) -> Prepared:
         scales_by_head=scales.by_head,
         lse_shape=call.lse_shape,
     )
-    prepared = _with_lse(prepared, vq.shape[0], lse_strides, pads_lse=call.pads_lse)
+    prepared = _of_lengths(
+        prepared, plan, vq.shape[0], keys.size, call.lse_shape, lse_strides, call.pads_lse
+    )
     if call.mask is None:
         return prepared
     mask, num_bytes = row_mask.bits_of(call.mask, vq.shape[0]), prepared.num_bytes

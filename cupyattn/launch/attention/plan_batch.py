@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,8 +13,10 @@ from ...core.device import device_props
 from ...core.dtypes import DType
 from ...errors import UnsupportedError
 from ...schedule.capacity import plan_capacity
+from ...schedule.tile_shape import TileShape
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue, load_function
+from ..tiles.config import TileConfig
 from ..tiles.select import row_class
 from .batch import BatchLauncher, BatchSchedule
 
@@ -93,21 +96,52 @@ class DevicePlan:
     constants: bytes
 
 
+class _Kind(NamedTuple):
+    """What plans of one kind of tiles share.
+
+    function  the planner's, with shared memory for the most requests that it may have
+    divisors  of tile_q, tile_kv and the group: magic and shift of each
+    """
+
+    function: int
+    max_requests: int
+    tiles: TileConfig
+    shape: TileShape
+    divisors: tuple[tuple[int, int], ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(launcher: BatchLauncher, rows: str, is_ragged: bool) -> _Kind:
+    props = device_props(launcher.device_index)
+    shared_bytes = props.max_smem_per_block
+    config = RAGGED if is_ragged else UNIFORM
+    function = load_function("plan_batch", config, launcher.device_index, shared_bytes)
+    tiles, shape = launcher.tiles(rows)
+    numbers = shape.tile_q, shape.tile_kv, launcher.group_size
+    return _Kind(
+        function,
+        (shared_bytes - _SHARED_BYTES) // _BYTES_A_REQUEST,
+        tiles,
+        shape,
+        tuple(map(params.divisor, numbers)),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed(formats: tuple[IndexFormat, ...]) -> bytes:
+    return b"".join(layout.pack() for layout in formats)
+
+
 def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     """Make ready for launches; UnsupportedError if a block cannot plan so many requests."""
-    device = launcher.device_index
-    props = device_props(device)
-    shared_bytes = _SHARED_BYTES + _BYTES_A_REQUEST * lengths.num_requests
-    if shared_bytes > props.max_smem_per_block:
-        most = (props.max_smem_per_block - _SHARED_BYTES) // _BYTES_A_REQUEST
+    rows = row_class(lengths.max_qo_len * launcher.group_size)
+    function, most, tiles, shape, divisors = _kind(launcher, rows, lengths.is_ragged)
+    if lengths.num_requests > most:
         raise UnsupportedError(
             f"seq_lens: {lengths.num_requests} requests; at most {most} in one call are supported, "
             "pass the batch in parts"
         )
-    config = RAGGED if lengths.is_ragged else UNIFORM
-    function = load_function("plan_batch", config, device, shared_bytes)
-    rows = row_class(lengths.max_qo_len * launcher.group_size)
-    tiles, shape = launcher.tiles(rows)
+    shared_bytes = _SHARED_BYTES + _BYTES_A_REQUEST * lengths.num_requests
     masking = launcher.masking
     capacity = plan_capacity(
         lengths.num_requests,
@@ -133,11 +167,9 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         window if window < lengths.max_kv_len else -1
         for window in (masking.window_left, masking.window_right)
     )
-    tile_q_magic, tile_q_shift = params.divisor(shape.tile_q)
-    tile_kv_magic, tile_kv_shift = params.divisor(shape.tile_kv)
-    group_magic, group_shift = params.divisor(launcher.group_size)
+    (tile_q_magic, tile_q_shift), (tile_kv_magic, tile_kv_shift), group = divisors
     constants = _CONSTANTS.pack(
-        b"".join(layout.pack() for layout in lengths.formats),
+        _packed(lengths.formats),
         lengths.num_requests,
         lengths.qo_len,
         lengths.num_rows,
@@ -151,8 +183,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         tile_kv_shift,
         tile_q_magic,
         tile_kv_magic,
-        group_magic,
-        group_shift,
+        *group,
         *windows,
         capacity.items_per_wave,
         capacity.num_tiles,
