@@ -327,6 +327,8 @@ def _prepared_for(found: Found[Checked]) -> Prepared | None:
     prepared = _of_lengths(
         first, plan, extents.num_rows, extents.num_keys, lse_shape, lse_strides, checked.pads_lse
     )
+    if 0 < found.sizes[_WORKSPACE] < prepared.num_bytes:
+        return None
     if len(checked.by_lengths) >= _MAX_LENGTHS:
         checked.by_lengths.clear()
     checked.by_lengths[key] = prepared

@@ -199,6 +199,7 @@ PORTABLE = (
         "0x7fffffff) - request.q_start; request.qo_len = qo_len; return request;",
         "absurd offsets",
     ),
+    Mutation("key-steps-as-lengths", " - first", "", "device plans"),
     Mutation("keys-beyond-k", "room -= request.kv_start;", "", "absurd offsets"),
     Mutation(
         "element-offsets-as-tokens",

@@ -238,6 +238,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
         # A whole tile that is longer than the parts of others.
         test_plan_batch.Batch((1,) * 6, (323, 142, 1081, 165, 5397, 4252)),
         _RAGGED_PLAN,
+        replace(_RAGGED_PLAN, has_kv_steps=True),
         replace(_RAGGED_PLAN, shape=replace(_RAGGED_PLAN.shape, tile_q=192, state_cost=4.0)),
     ),
     # More than a block has threads, some of them split.

@@ -65,7 +65,8 @@ class Batch:
     """Lengths as they are in device memory; how they are given is drawn from `form`.
 
     form: "uniform", "steps" (cumulative), "lens" (with offsets in tokens), "elements" (the same,
-    each token counting `unit`). kv_offsets: whether keys are ragged.
+    each token counting `unit`). is_ragged: keys begin where offsets say. has_kv_steps: their lengths
+    are cumulative.
     """
 
     qo_len: tuple[int, ...]
@@ -80,6 +81,7 @@ class Batch:
     is_ragged: bool = False
     dtype: str = "int32"
     unit: int = 1
+    has_kv_steps: bool = False
 
     def launcher(self) -> Launcher:
         return Launcher(self.shape, self.group, self.kv_heads, self.masking)
@@ -114,10 +116,13 @@ class Batch:
         if self.is_ragged:
             given[3] = requests.kv_start
         units = [1, 1, self.unit, self.unit]
+        if self.has_kv_steps:
+            given[1], units[1] = np.concatenate([[0], np.cumsum(self.kv_len)]), self.unit
         arrays = [
             None if x is None else (x * unit).astype(kind)
             for x, unit in zip(given, units, strict=True)
         ]
+        units[1] *= -1 if self.has_kv_steps else 1
         formats = [IndexFormat(1, dtypes.parse(self.dtype), unit) for unit in units]
         rows = int(ends[-1])
         lengths = Lengths(
@@ -257,4 +262,5 @@ def random_batch(seed: int) -> Batch:
         is_ragged=not is_decode and bool(rng.random() < 0.5),
         dtype=("int32", "uint32", "int64")[int(rng.integers(3))],
         unit=1 if is_decode else (1, 96)[int(rng.integers(2))],
+        has_kv_steps=not is_decode and bool(rng.random() < 0.5),
     )

@@ -397,3 +397,55 @@ def test_bad_calls_write_nothing(
     with pytest.raises(CupyAttnError) as caught:
         decode(make, k=new, v=new, **changes)
     assert message in str(caught.value) and not gpu.launches
+
+
+def step(rows: int, count: int, width: int) -> dict[str, Callable[..., Any]]:
+    """Calls of a server's step, by what says their lengths."""
+    offsets, lens = (lambda m: m(count + 1, dtype="int32")), (lambda m: m(count, dtype="int32"))
+    pages = {name: lambda m: m(PAGES, PAGE, HK, D) for name in "kv"}
+    pages["block_table"] = lambda m: m(count, width, dtype="int32")
+    sizes = {"q": lambda m: m(rows, H, D), "max_seqlen_q": rows, "max_seqlen_k": width * PAGE}
+    sizes |= {"cu_seqlens_q": offsets, "causal": True}
+    keys = {name: lambda m: m(rows, HK, D) for name in "kv"}
+    return {
+        "rows": lambda m: varlen(m, **sizes, **keys, cu_seqlens_k=offsets),
+        "pages, offsets": lambda m: varlen(m, **sizes, **pages, cu_seqlens_k=offsets),
+        "pages, lengths": lambda m: varlen(m, **sizes, **pages, seqused_k=lens),
+        "pages, LSE": lambda m: varlen(m, **sizes, **pages, seqused_k=lens, return_attn_probs=True),
+        "cache": lambda m: decode(
+            m,
+            q=sizes["q"],
+            cu_seqlens_q=offsets,
+            max_seqlen_q=rows,
+            cache_seqlens=lens,
+            page_table=pages["block_table"],
+        ),
+        "decode": lambda m: decode(
+            m,
+            q=lambda m: m(count, 1, H, D),
+            cache_seqlens=lens,
+            page_table=pages["block_table"],
+        ),
+    }
+
+
+@pytest.mark.parametrize("form", step(1, 1, 1))
+def test_steps_of_a_server_are_cached(
+    gpu: Gpu, make: Callable[..., Any], form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their numbers of rows, requests and pages; only how they round matters."""
+    step(70, 3, 5)[form](make)
+    step(5, 2, 5)[form](make)
+    monkeypatch.setattr(call, "check", None)
+    for rows, count, width in ((99, 7, 5), (1000, 64, 6), (66, 1, 7), (70, 3, 8)):
+        gpu.launches.clear()
+        answer = step(rows, count, width)[form](make)
+        names = [getattr(launch.kernel, "name", launch.kernel) for launch in gpu.launches]
+        assert names[:2] == ["plan_batch", "decode_sm80" if form == "decode" else "prefill_sm80"]
+        out, lse = answer if form.endswith("LSE") else (answer, None)
+        assert out.shape[0] == (count if form == "decode" else rows)
+        if lse is not None:
+            assert tuple(lse.shape) == (H, rows)
+        num_requests, _, num_rows = struct.unpack_from("<3i", gpu.launches[0].params, 88 + 64)
+        assert (num_requests, num_rows) == (count, out.shape[0])
+    monkeypatch.undo()

@@ -33,11 +33,11 @@ class Calls:
 
     def __init__(self, make: Make, entry: str, **changes: Any) -> None:
         self.make, self.entry, self.changes = make, entry, changes
-        self.space = make(1 << 22, dtype="uint8")
+        self.space = make(1 << 24, dtype="uint8")
 
-    def arguments(self) -> dict[str, Any]:
-        make, rows = self.make, B
-        table, lens = make(B, WIDTH, dtype="int32"), make(B, dtype="int32")
+    def arguments(self, count: int = B, width: int = WIDTH, rows: int = B) -> dict[str, Any]:
+        make = self.make
+        table, lens = make(count, width, dtype="int32"), make(count, dtype="int32")
         if self.entry.startswith("cudnn"):
             k, v = make(PAGES, HKV, PAGE, D), make(PAGES, HKV, PAGE, D)
             named = {"q": make(rows, HQ, D), "k_cache": k, "v_cache": v, "scale": 0.1}
@@ -45,17 +45,17 @@ class Calls:
             named |= {"max_sequence_kv": 100, "actual_seq_lens_kv": lens, "out": make(rows, HQ, D)}
             if "prefill" in self.entry:
                 named |= {"max_token_per_sequence": 3, "causal": True, "return_lse": True}
-                named |= {"actual_seq_lens_q": make(B, dtype="int32")}
-                named |= {"batch_offsets_q": make(B + 1, dtype="int32")}
+                named |= {"actual_seq_lens_q": make(count, dtype="int32")}
+                named |= {"batch_offsets_q": make(count + 1, dtype="int32")}
         elif self.entry == "xqa":
             k, v = make(PAGES, PAGE, HKV, D), make(PAGES, PAGE, HKV, D)
-            named = {"q": make(B, 1, HQ, D), "k_cache": k, "v_cache": v, "page_table": table}
-            named |= {"seq_lens": lens, "output": make(B, 1, HQ, D)}
+            named = {"q": make(rows, 1, HQ, D), "k_cache": k, "v_cache": v, "page_table": table}
+            named |= {"seq_lens": lens, "output": make(rows, 1, HQ, D)}
             named |= {"workspace_buffer": self.space}
         elif "ragged" in self.entry or "fmha" in self.entry:
             named = {"workspace_buffer": self.space, "seq_lens": lens, "max_q_len": 4}
-            named |= {"max_kv_len": 99, "bmm1_scale": 0.1, "bmm2_scale": 2.0, "batch_size": B}
-            named |= {f"cum_seq_lens_{x}": make(B + 1, dtype="int32") for x in ("q", "kv")}
+            named |= {"max_kv_len": 99, "bmm1_scale": 0.1, "bmm2_scale": 2.0, "batch_size": count}
+            named |= {f"cum_seq_lens_{x}": make(count + 1, dtype="int32") for x in ("q", "kv")}
             named |= {"out": make(rows, HQ, D), "return_lse": False}
             if "fmha" in self.entry:
                 named |= {"qkv": make(rows, 3, HQ, D), "input_layout": "PACKED_QKV"}
@@ -69,8 +69,8 @@ class Calls:
             named |= {"workspace_buffer": self.space, "block_tables": table, "seq_lens": lens}
             named |= {"bmm1_scale": 0.1, "out": make(rows, HQ, D), "kv_layout": "HND"}
             if "context" in self.entry:
-                named |= {"max_q_len": 4, "max_kv_len": 99, "batch_size": B, "bmm2_scale": 2.0}
-                named |= {"cum_seq_lens_q": make(B + 1, dtype="int32"), "cum_seq_lens_kv": None}
+                named |= {"max_q_len": 4, "max_kv_len": 99, "batch_size": count, "bmm2_scale": 2.0}
+                named |= {"cum_seq_lens_q": make(count + 1, dtype="int32"), "cum_seq_lens_kv": None}
             else:
                 named["max_seq_len"] = 100
         return named | {name: x(make) if callable(x) else x for name, x in self.changes.items()}
@@ -198,6 +198,90 @@ def test_cached_calls_launch_the_same(
     calls(arguments)
     assert cached == [facts(launch) for launch in gpu.launches]
     assert {launch.stream for launch in gpu.launches} == {STREAM}
+
+
+SHAPES = ((5, 9, 5), (5, 9, 80), (64, 200, 64), (3, 1, 3), (130, 40, 3000), (1, 7, 1))
+DECODES = {"decode", "decode, pair", "decode, array scales", "xqa", "xqa decode", "cudnn decode"}
+
+
+@pytest.mark.parametrize(
+    "variant", [*DECODES, "context", "ragged rows", "packed rows", "cudnn prefill"]
+)
+def test_calls_of_other_lengths_are_cached(
+    gpu: Gpu, make: Make, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server's step has another number of rows, requests and pages than all before it."""
+    entry, changes = VARIANTS[variant]
+    calls = Calls(make, entry, **changes)
+    # Decode has a row for each request; one row is served by another kernel than many.
+    shapes = [(n, m, n if variant in DECODES else rows) for n, m, rows in SHAPES]
+    given = [calls.arguments(*shape) for shape in shapes]
+    for arguments in given:
+        arguments["out" if "out" in arguments else "output"] = None
+        if "return_lse" not in arguments and "xqa" not in entry:
+            arguments["return_lse"] = True
+    checked = []
+    for arguments in given:
+        fake_gpu.forget()
+        gpu.launches.clear()
+        calls(arguments)
+        checked.append([facts_but_outputs(launch) for launch in gpu.launches])
+    fake_gpu.forget()
+    calls(given[1])
+    monkeypatch.setattr(call, "check", no_checks)
+    for _ in range(2):
+        for arguments, expected in zip(given, checked, strict=True):
+            gpu.launches.clear()
+            answer = calls(arguments)
+            assert [facts_but_outputs(launch) for launch in gpu.launches] == expected
+            out = answer[0] if isinstance(answer, tuple) else answer
+            rows = arguments.get("query", arguments.get("q", arguments.get("qkv")))
+            assert out.shape[0] == rows.shape[0]
+    monkeypatch.undo()
+
+
+def facts_but_outputs(launch: Launched) -> tuple[Any, ...]:
+    """facts() without addresses of what a call makes."""
+    kernel, grid, block, shared_bytes, raw = facts(launch)
+    if kernel == "pad_lse":
+        return kernel, grid, block, raw[: PLANNER + 8], raw[PLANNER + 16 :]
+    if kernel == "plan_batch":
+        return kernel, grid, block, shared_bytes, raw
+    known = unpack(raw)
+    return kernel, grid, {name: known[name] for name in known if name not in ("o", "lse")}
+
+
+def test_calls_that_do_not_fit_are_refused_after_good_ones(gpu: Gpu, make: Make) -> None:
+    calls = Calls(make, "trtllm_batch_context_with_kv_cache")
+    calls(calls.arguments(5, 9, 80))
+    good, other = calls.arguments(6, 9, 80), calls.arguments(7, 9, 81)
+    calls(good)
+    gpu.launches.clear()
+    for name, message in (
+        ("seq_lens", "seq_lens: shape is"),
+        ("cum_seq_lens_q", "cum_seq_lens_q: shape is"),
+        ("block_tables", "batch_size: got 6; block_tables has 7"),
+        ("out", "out: shape is"),
+        ("batch_size", "batch_size: got 7"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            calls(good | {name: other[name]})
+    with pytest.raises(UnsupportedError, match="requests; at most"):
+        calls(calls.arguments(13_000, 1, 80))
+    small = {"workspace_buffer": calls.space[: 1 << 15]}
+    calls(calls.arguments(3, 1, 80) | small)
+    gpu.launches.clear()
+    with pytest.raises(WorkspaceError, match="this call needs"):
+        calls(calls.arguments(130, 40, 3000) | small)
+    for rows in (80, 79):
+        lse = make(rows, HQ, dtype="float32")
+        if rows == 80:
+            calls(good | {"lse": lse, "return_lse": True})
+            gpu.launches.clear()
+            continue
+        with pytest.raises(ArgumentError, match="lse: shape"):
+            calls(good | {"lse": lse, "return_lse": True})
+    assert not gpu.launches
 
 
 def test_a_cached_call_runs_few_functions(gpu: Gpu, make: Make) -> None:
