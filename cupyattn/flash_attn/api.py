@@ -11,7 +11,6 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..core import parse
-from ..core.problem import MAX_LENGTH
 from ..core.tracing import untraced
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import geometry
@@ -19,7 +18,17 @@ from ..inputs.index_arrays import compute, progression
 from ..planless.views import Names
 from .attend import Common, attend, attend_again, parse_window
 from .batch import Batch
-from .caches import Append, as_rows, lengths, page_table_of, rotate, select_rows, view_cache
+from .caches import (
+    Append,
+    as_rows,
+    lengths,
+    offsets_of,
+    page_table_of,
+    select_rows,
+    vector,
+    view_cache,
+)
+from .rotary import Rotary
 
 # An array without a name of the caller's is one that the call makes. No two have one name.
 _DENSE = Names(
@@ -244,7 +253,7 @@ def flash_attn_varlen_func(
         if answer is not None:
             return answer
     if seqused_k is None:
-        _offsets(cu_seqlens_k, "cu_seqlens_k")
+        offsets_of(cu_seqlens_k, "cu_seqlens_k")
     rows = None
     if table is not None:
         table = page_table_of(table, "block_table", view_cache(k, v, names))
@@ -325,7 +334,8 @@ def flash_attn_with_kvcache(
     rotary_cos, rotary_sin   [positions, rotary_dim / 2]: k is rotated to the positions that it is
             written to before that, and q to the same where causal or with a window, else all rows
             to cache_seqlens. rotary_interleaved: pairs are neighbours, else halves of rotary_dim.
-            rotary_seqlens [b]: positions to begin at instead. CPU arrays only.
+            rotary_seqlens [b]: positions to begin at instead. On a GPU a position beyond the tables
+            gives NaN; q, k and the caches are float16 or bfloat16 there.
     cache_batch_idx   int32 or int64 [b]: the row of the caches, or of page_table, of each request.
     cache_leftpad   [b]: the first key of each request; those before it do not exist. On a GPU
             without page_table.
@@ -372,7 +382,7 @@ def flash_attn_with_kvcache(
         names = names._replace(
             block_tables="requests of k_cache" if cache_batch_idx is None else "cache_batch_idx"
         )
-        table, room = _vector(rows, "cache_batch_idx")[:, None], vk.shape[1]
+        table, room = vector(rows, "cache_batch_idx")[:, None], vk.shape[1]
     count = table.shape[0]
     if cache_seqlens is None:
         begin = progression(count, room, 0, vk)
@@ -380,19 +390,25 @@ def flash_attn_with_kvcache(
         begin = lengths(cache_seqlens, count, vk, "cache_seqlens")
     append = None
     kv_lens = begin
+    rotation = None
     if rotary_cos is not None or rotary_sin is not None:
-        q, k = _rotated(
-            *(q, k, begin if rotary_seqlens is None else rotary_seqlens, rotary_cos, rotary_sin),
-            *(cu_seqlens_q, cu_seqlens_k_new, rotary_interleaved),
-            moves=bool(causal or attention_chunk) or parse_window(window_size) != (-1, -1),
+        rotary = Rotary(
+            *(rotary_cos, rotary_sin, begin if rotary_seqlens is None else rotary_seqlens),
+            parse.flag(rotary_interleaved, "rotary_interleaved"),
+            bool(causal or attention_chunk) or parse_window(window_size) != (-1, -1),
         )
+        if array.view(q, "q").device.kind == "cuda":
+            q, rotation = rotary.on_gpu(q, k, cu_seqlens_q)
+        else:
+            q, k = rotary.on_cpu(q, k, cu_seqlens_q, cu_seqlens_k_new)
     if k is not None or v is not None:
         if k is None or v is None:
             raise ArgumentError("k, v: got one of the two; wanted both, or none")
         if cache_seqlens is None:
             raise ArgumentError("cache_seqlens: got None; wanted where k and v are written to")
-        append = Append((k, v), cu_seqlens_k_new, begin, (k_cache, v_cache), table)
-        kv_lens = append.lengths_after()
+        append = Append((k, v), cu_seqlens_k_new, begin, (k_cache, v_cache), table, rotation)
+        is_split = bool(attention_chunk) or cache_leftpad is not None
+        kv_lens = append.lengths_after(are_read_early=is_split)
     batch = Batch(
         *(names, q, k_cache, v_cache, kv_lens, table, None, cu_seqlens_q, None, cache_leftpad),
         max_seqlen_q=most,
@@ -476,23 +492,6 @@ def _bound(x: Any, name: str) -> int | None:
     return number
 
 
-def _vector(x: Any, name: str) -> Any:
-    v = array.view(x, name)
-    if len(v.shape) != 1:
-        raise ArgumentError(f"{name}: shape is {list(v.shape)}; wanted one axis, [batch]")
-    return x
-
-
-def _offsets(x: Any, name: str) -> ArrayView:
-    v = array.view(x, name)
-    is_list = len(v.shape) == 1 and 0 < v.shape[0] <= MAX_LENGTH
-    if not is_list or v.dtype.name not in ("int32", "int64"):
-        raise ArgumentError(
-            f"{name}: {v.dtype} of shape {list(v.shape)}; wanted int32 or int64 [batch + 1]"
-        )
-    return v
-
-
 def _prefer_rows(batch: Batch, views: tuple[ArrayView, ArrayView], chunk: Any) -> None:
     """Take a cache without pages as rows of all requests, the first of each behind its padding,
     where only that has kernels."""
@@ -512,7 +511,7 @@ def _prefer_rows(batch: Batch, views: tuple[ArrayView, ArrayView], chunk: Any) -
     if batch.kv_begin is None:
         batch.kv_offsets = compute(lambda i: i * apart, first)
         return
-    pad = array.view(_vector(batch.kv_begin, names.kv_begin), names.kv_begin)
+    pad = array.view(vector(batch.kv_begin, names.kv_begin), names.kv_begin)
     kv_lens = array.view(batch.kv_lens, names.kv_lens)
     for v, name in ((pad, names.kv_begin), (kv_lens, names.kv_lens)):
         if v.shape != first.shape or v.dtype.name not in ("int32", "int64"):
@@ -523,58 +522,3 @@ def _prefer_rows(batch: Batch, views: tuple[ArrayView, ArrayView], chunk: Any) -
     batch.kv_offsets = compute(lambda i, p: i * apart + p, first, pad)
     batch.kv_lens = compute(lambda n, p: n - p, kv_lens, pad)
     batch.kv_begin = None
-
-
-def _rotated(
-    q: Any,
-    k: Any,
-    begin: Any,
-    cos: Any,
-    sin: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    is_interleaved: Any,
-    *,
-    moves: bool,
-) -> tuple[Any, Any]:
-    """q and k at their positions."""
-    if cos is None or sin is None:
-        raise ArgumentError("rotary_cos, rotary_sin: got one of the two; wanted both, or none")
-    if k is None:
-        raise ArgumentError("rotary_cos: given without k and v, which are what is rotated")
-    start = array.view(_vector(begin, "rotary_seqlens"), "rotary_seqlens")
-    if array.view(q, "q").device.kind == "cuda":
-        raise UnsupportedError(
-            "rotary_cos: has no GPU kernel in this call; rotate q and k before, or pass CPU arrays"
-        )
-    from_ = array.as_numpy(start).astype(np.int64)
-    turned = []
-    for x, offsets, name, is_moving in (
-        (q, cu_seqlens_q, "q", moves),
-        (k, cu_seqlens_k, "k", True),
-    ):
-        shape = array.view(x, name).shape
-        if offsets is None:
-            if len(shape) != 4 or shape[0] != from_.size:
-                raise ArgumentError(
-                    f"{name}: shape is {list(shape)}; wanted [{from_.size}, tokens, heads, "
-                    "head_dim]"
-                )
-            counts, spare = np.full(shape[0], shape[1]), 0
-        else:
-            counts = np.diff(array.as_numpy(_offsets(offsets, f"offsets of {name}")))
-            spare = shape[0] - int(counts.sum())
-            if counts.size != from_.size or (counts < 0).any() or spare < 0:
-                raise ArgumentError(
-                    f"cu_seqlens of {name}: wanted {from_.size + 1} offsets that never fall, up to "
-                    f"{shape[0]}"
-                )
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        base = np.repeat(from_, counts)
-        at = np.where(base < 0, -1, base + within * is_moving)
-        at = np.pad(at, (0, spare), constant_values=-1)
-        flat = x.reshape(-1, *shape[2:]) if offsets is None else x
-        flag = parse.flag(is_interleaved, "rotary_interleaved")
-        made = rotate(flat, at, cos, sin, is_interleaved=flag, name=name)
-        turned.append(made.reshape(shape))
-    return turned[0], turned[1]

@@ -20,6 +20,7 @@ from ..planless.call import run, run_cached
 from ..planless.check import Arrays, Options
 from ..planless.views import Names, merge_leading, next_power_of_two
 from .batch import Batch
+from .caches import with_even_rows
 from .chunks import split_by_chunks
 
 # Beyond that one kernel serves any number of rows.
@@ -61,7 +62,7 @@ def attend(batch: Batch, common: Common) -> Any:
         batch.is_fp8_q, batch.q = True, _widened(vq, batch.k, names)
         vq = array.view(batch.q, "q")
     if not is_ragged:
-        batch.q, vq = _with_even_rows(batch.q, vq)
+        batch.q, vq = with_even_rows(batch.q, vq, "q")
     if common.attention_chunk and vq.device.kind == "cuda":
         return _attend_by_chunks(batch, common, vq)
     q_len = 0 if is_ragged else vq.shape[1]
@@ -216,18 +217,6 @@ def _widened(vq: ArrayView, k: Any, names: Names) -> Any:
         f"q: dtype {vq.dtype} of {vq.framework} arrays on a GPU is not supported; cast q to "
         "bfloat16"
     )
-
-
-def _with_even_rows(q: Any, vq: ArrayView) -> tuple[Any, ArrayView]:
-    """q whose rows of all requests are equally far apart: a copy, unless they are."""
-    requests, rows = vq.shape[:2]
-    if requests <= 1 or rows <= 1 or 0 in vq.shape or vq.strides[0] == rows * vq.strides[1]:
-        return q, vq
-    if vq.framework == "torch":
-        q = vq.owner.contiguous()
-    else:
-        q = compute(lambda x: x.copy(order="C"), vq)
-    return q, array.view(q, "q")
 
 
 def _merged(x: Any, name: str) -> Any:

@@ -189,6 +189,19 @@ def next_power_of_two(length: Any) -> Any:
     return length
 
 
+# In the place of a number of requests that the arrays confirm.
+CONFIRMED = "as many as the arrays have"
+
+
+def confirmed_count(batch_size: Any, per_request: Any) -> Any:
+    """batch_size, or CONFIRMED where the array says the same: then calls of other batch sizes have
+    equal signatures."""
+    shape = getattr(per_request, "shape", None)
+    if type(batch_size) is int and isinstance(shape, tuple) and shape and shape[0] == batch_size:
+        return CONFIRMED
+    return batch_size
+
+
 class Scales(NamedTuple):
     """Numbers for logits and output; views of what is in device memory, of q, k and v.
 

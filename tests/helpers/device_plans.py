@@ -65,8 +65,8 @@ class Batch:
     """Lengths as they are in device memory; how they are given is drawn from `form`.
 
     form: "uniform", "steps" (cumulative), "lens" (with offsets in tokens), "elements" (the same,
-    each token counting `unit`). is_ragged: keys begin where offsets say. has_kv_steps: their lengths
-    are cumulative.
+    each token counting `unit`). is_ragged: keys begin where offsets say. has_kv_steps: lengths of
+    keys are cumulative.
     """
 
     qo_len: tuple[int, ...]

@@ -72,6 +72,7 @@ def turned(
     first = np.arange(half) * 2 if interleaved else np.arange(half)
     second = first + 1 if interleaved else first + half
     made = x.astype(np.float64)
+    cos, sin = cos.astype(np.float64), sin.astype(np.float64)
     z = (made[..., first] + 1j * made[..., second]) * (cos[at] + 1j * sin[at])[:, None]
     made[..., first], made[..., second] = z.real, z.imag
     return made.astype(x.dtype)
@@ -337,11 +338,7 @@ class Case:
             named["max_seqlen_q"] = self._bound(int(self.q_lens.max()))
         if not self.new.any():
             return
-        if (
-            rng.random() < 0.5
-            and not self.is_gpu
-            and "float8" not in f"{self.dtype_q}{self.dtype_kv}"
-        ):
+        if rng.random() < 0.5 and "float8" not in f"{self.dtype_q}{self.dtype_kv}":
             self._rotate(begin)
         for place, name in enumerate("kv"):
             rows = np.concatenate([pair[place] for pair in self.unturned or self.added])
@@ -358,8 +355,11 @@ class Case:
         """Turn q and the new keys of the oracle; the call gets them as they were."""
         rng = self.rng
         half, interleaved = 8, bool(rng.random() < 0.5)
+        kind = np.dtype(np.float32)
+        if self.is_gpu:
+            half, kind = int(rng.choice([8, 24, 32])), np.dtype(rng.choice(["float32", "float16"]))
         angles = rng.uniform(-3, 3, (64, half))
-        cos, sin = (f(angles).astype(np.float32) for f in (np.cos, np.sin))
+        cos, sin = (f(angles).astype(kind) for f in (np.cos, np.sin))
         self.named |= {"rotary_cos": self._array(cos), "rotary_sin": self._array(sin)}
         self.named["rotary_interleaved"] = interleaved
         starts = begin

@@ -18,7 +18,7 @@ _MAX_BLOCKS = 2**31 - 1
 _MAX_LANE_BITS = 5
 _DEVICE_TO_HOST = 2
 # What a kernel that converts nothing takes elements of a size for: bytes are bytes.
-_COPIED = {1: dtypes.uint8, 2: dtypes.float16, 4: dtypes.float32}
+COPIED = {1: dtypes.uint8, 2: dtypes.float16, 4: dtypes.float32}
 
 
 class Rows(NamedTuple):
@@ -98,7 +98,7 @@ class Append(NamedTuple):
 def config(dtype: DType, dtype_cache: DType, is_aligned: bool) -> jit.Config:
     """The kernel's Config; fp8 caches convert wider types."""
     if dtype is dtype_cache:
-        dtype = dtype_cache = _COPIED[dtype.itemsize]
+        dtype = dtype_cache = COPIED[dtype.itemsize]
     values: dict[str, int | bool | DType] = {"DType": dtype, "DTypeCache": dtype_cache}
     return jit.Config({**values, "kAligned": is_aligned, "kThreads": _THREADS})
 
@@ -113,12 +113,14 @@ def prepare(
     device: int,
 ) -> Append:
     """The append of rows like these. pages: how many there are, and the tokens of each."""
-    is_aligned = all(_is_aligned(rows, dtype, dtype_cache) for rows in (k, v))
+    is_aligned = all(is_row_aligned(rows, dtype, dtype_cache) for rows in (k, v))
     chosen = config(dtype, dtype_cache, is_aligned)
     kernel = jit.load("append_paged_kv_cache", chosen, device, device_props(device).arch)
     chunks = max(k.head_dim, v.head_dim) // (16 // dtype.itemsize if is_aligned else 1)
     lane_bits = min((chunks - 1).bit_length(), _MAX_LANE_BITS)
-    return Append(kernel.function, _pack(k), _pack(v), *pages, num_kv_heads, lane_bits, device)
+    return Append(
+        kernel.function, pack_rows(k), pack_rows(v), *pages, num_kv_heads, lane_bits, device
+    )
 
 
 class Refused:
@@ -136,7 +138,7 @@ class Refused:
         return int.from_bytes(host, "little")
 
 
-def _pack(rows: Rows) -> bytes:
+def pack_rows(rows: Rows) -> bytes:
     return params.APPENDED_ROWS.pack(
         *rows.source_strides,
         *rows.cache_strides,
@@ -145,7 +147,7 @@ def _pack(rows: Rows) -> bytes:
     )
 
 
-def _is_aligned(rows: Rows, dtype: DType, dtype_cache: DType) -> bool:
+def is_row_aligned(rows: Rows, dtype: DType, dtype_cache: DType) -> bool:
     """True if every row can be read 16 bytes at a time, and written as many elements at a time."""
     count = 16 // dtype.itemsize
     source = rows.source

@@ -142,7 +142,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
         },
         ATTENTION,
     ),
-    "decode, new keys": (decode, {"k": new, "v": new}, ["append_paged_kv_cache", *ATTENTION]),
+    "decode, new keys": (decode, {"k": new, "v": new}, ["append_new_kv", *ATTENTION]),
     "decode, new rows": (
         decode,
         {
@@ -153,7 +153,23 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
             "cu_seqlens_k_new": lambda make: ints(0, 3, 3, 5, 7),
             "max_seqlen_q": 4,
         },
-        ["get_batch_indices_positions", "append_paged_kv_cache", *ATTENTION],
+        ["append_new_kv", *ATTENTION],
+    ),
+    "decode, rotated": (
+        decode,
+        {
+            "k": new,
+            "v": new,
+            "rotary_cos": lambda make: make(9, 8),
+            "rotary_sin": lambda make: make(9, 8),
+            "causal": True,
+        },
+        ["append_new_kv", *ATTENTION],
+    ),
+    "decode, new fp8 keys": (
+        decode,
+        {**FP8, "k": fp8(B, 1, HK, D), "v": fp8(B, 1, HK, D)},
+        ["append_new_kv", *ATTENTION],
     ),
     "decode, rows of the table": (
         decode,
@@ -185,7 +201,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "contiguous, one length": (
         contiguous,
         {"cache_seqlens": 7, "k": new, "v": new},
-        ["append_paged_kv_cache", *ATTENTION],
+        ["append_new_kv", *ATTENTION],
     ),
     "contiguous, rows": (
         contiguous,
@@ -344,8 +360,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "rotary_cos: has no GPU kernel": (
         decode,
         {
-            "k": new,
-            "v": new,
+            **FP8,
+            "k": fp8(B, 1, HK, D),
+            "v": fp8(B, 1, HK, D),
             "rotary_cos": lambda make: make(9, 8),
             "rotary_sin": lambda make: make(9, 8),
         },

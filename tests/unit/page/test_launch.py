@@ -124,7 +124,7 @@ def rows(**changes: Any) -> launcher.Rows:
 )
 def test_alignment(changes: dict, dtype: str, dtype_cache: str, expected: bool) -> None:
     kinds = dtypes.parse(dtype), dtypes.parse(dtype_cache)
-    assert launcher._is_aligned(rows(**changes), *kinds) is expected
+    assert launcher.is_row_aligned(rows(**changes), *kinds) is expected
 
 
 def test_every_config_is_listed(gpu: Gpu, make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

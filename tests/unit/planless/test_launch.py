@@ -297,12 +297,12 @@ def test_growing_requests_share_a_signature(
     calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
     arguments = calls.arguments()
     calls(arguments | {"max_seq_len": 70})
-    known = len(call._CALLS)
+    known = len(call.CALLS)
     for longest in (71, 100, 128):
         calls(arguments | {"max_seq_len": longest})
-    assert len(call._CALLS) == known
+    assert len(call.CALLS) == known
     calls(arguments | {"max_seq_len": 129})
-    assert len(call._CALLS) == known + 1
+    assert len(call.CALLS) == known + 1
 
 
 def test_cached_calls_make_outputs(gpu: Gpu, make: Make) -> None:
@@ -342,7 +342,7 @@ def test_what_is_made_for_one_call_is_not_cached(gpu: Gpu, monkeypatch: pytest.M
     arguments = calls.arguments() | {"block_tables": make(B, WIDTH, dtype="int64")}
     calls(arguments)
     assert unpack(gpu.launches[-1].params)["kv_indices"] != pointer(arguments["block_tables"])
-    assert not len(call._CALLS)
+    assert not len(call.CALLS)
 
 
 def test_lengths_may_be_steps_of_offsets(gpu: Gpu, make: Make) -> None:
@@ -361,7 +361,7 @@ def test_lengths_may_be_steps_of_offsets(gpu: Gpu, make: Make) -> None:
             stride, kind, unit = struct.unpack_from("<q2i", planner.params, 88 + 16)
             assert (stride, kind, unit) == (1, 0, -of_token)
         assert len(gpu.launches) == 4
-    assert len(call._CALLS) == 2
+    assert len(call.CALLS) == 2
 
 
 def test_a_mask_replaces_causality(gpu: Gpu, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
