@@ -12,13 +12,7 @@ from .errors import ArgumentError, UnsupportedError
 from .inputs import geometry
 from .planless.call import run
 from .planless.check import Arrays, Options
-from .planless.views import (
-    CONFIRMED,
-    Names,
-    confirmed_count,
-    next_power_of_two,
-    number_or_array,
-)
+from .planless.views import CONFIRMED, Names, confirmed_count, next_power_of_two, number_or_array
 from .typing import Array, Pages, Scale, query_returns_lse
 
 __all__ = [
@@ -339,8 +333,9 @@ def trtllm_ragged_attention_deepseek(
     if not isinstance(sage_attn_sfs, (tuple, list)) or any(x is not None for x in sage_attn_sfs):
         raise UnsupportedError("sage_attn_sfs: scale factors by block are not supported; pass None")
     scalars = (
-        _ROWS, "NHD", confirmed_count(batch_size, seq_lens), _most(max_q_len), next_power_of_two(max_kv_len),
-        window_left, None, return_lse, is_causal, "NONE", None, skip_softmax_threshold_scale_factor,
+        _ROWS, "NHD", confirmed_count(batch_size, seq_lens), _most(max_q_len),
+        next_power_of_two(max_kv_len), window_left, None, return_lse, is_causal, "NONE", None,
+        skip_softmax_threshold_scale_factor,
     )  # fmt: skip
     arrays = query, key, value, workspace_buffer, None, seq_lens, out, lse
     offsets = cum_seq_lens_q, cum_seq_lens_kv

@@ -259,7 +259,7 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
             for dtype in (q, kv):
                 yield "append_paged_kv_cache", append_paged_kv_cache.config(dtype, kv, aligned)
             yield "append_new_kv", append_new_kv.config(kv, None, aligned)
-            if q is kv:
+            if q is kv and q in append_new_kv.ROTATED_DTYPES:
                 for table in dict.fromkeys((dtypes.float32, q)):
                     yield "append_new_kv", append_new_kv.config(q, table, aligned)
     if "merge" in chosen.operations:

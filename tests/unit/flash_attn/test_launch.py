@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import fake_gpu
+from helpers import fake_gpu, precompile
 from helpers.fake_gpu import Gpu, count_functions, pointer, unpack
 
-from cupyattn import array
+from cupyattn import array, jit
 from cupyattn.errors import CupyAttnError, UnsupportedError
 from cupyattn.flash_attn import (
     flash_attn_combine,
@@ -353,6 +354,32 @@ def test_other_functions(gpu: Gpu, make: Callable[..., Any]) -> None:
     assert names_of(gpu) == ["merge_states"] * 2
     metadata = get_scheduler_metadata(B, 1, 80, H, HK, D, ints(1, 2, 3, 4), torch.bfloat16)
     assert metadata.dtype == torch.int32 and metadata.tolist() == [0]
+
+
+def test_every_append_is_listed(
+    gpu: Gpu, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = set()
+
+    def load(name: str, config: jit.Config, *_: Any) -> Any:
+        asked.add((name, config))
+        return SimpleNamespace(function=name, set_shared_memory=lambda num_bytes: None)
+
+    monkeypatch.setattr(jit, "load", load)
+    for dtype in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        wide = dtype if dtype[5] != "8" else "bfloat16"
+        for shift in (0, 1):
+            shape = (PAGES, PAGE, HK, D + shift)
+            caches = {x: make(*shape, dtype=dtype)[..., :D] for x in ("k_cache", "v_cache")}
+            given = {**caches, **{x: make(B, 1, HK, D, dtype=dtype) for x in "kv"}}
+            given["q"] = make(B, 1, H, D, dtype=wide)
+            decode(make, **given)
+            for table in ("float32", wide) if wide == dtype else ():
+                tables = {f"rotary_{x}": make(9, 8, dtype=table) for x in ("cos", "sin")}
+                decode(make, **given, **tables)
+    listed = {x for x in precompile.page_instances() if x[0] == "append_new_kv"}
+    missing = {x for x in asked if x[0] == "append_new_kv"} - listed
+    assert not missing and listed
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
