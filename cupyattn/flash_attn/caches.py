@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from ..array import ArrayView
 from ..array.match import require_contiguous_last, require_dtype, require_output
 from ..core import dtypes
 from ..core.problem import MAX_LENGTH
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..inputs.index_arrays import compute, fresh_progression
 from ..inputs.workspace import int32_on_device
 from ..launch.attention.append_new_kv import NewKeys, Rotation, launch
@@ -138,6 +139,8 @@ class Append:
             )
         if vk.shape[:-1] != vv.shape[:-1]:
             raise ArgumentError(f"v: shape is {list(vv.shape)} with k of {list(vk.shape)}")
+        if math.prod(vk.shape[:-2]) > MAX_LENGTH:
+            raise UnsupportedError(f"k: shape is {list(vk.shape)}; at most {MAX_LENGTH} rows")
         for v, page, name in ((vk, pages[0], "k"), (vv, pages[1], "v")):
             cache = array.view(page, f"{name}_cache")
             if v.dtype is not cache.dtype:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import gpu_cases, page_faults
+from helpers.new_keys import random_new_keys
 from helpers.page_cases import Append
 from helpers.page_faults import STRAY
 
@@ -132,6 +133,12 @@ def _packbits(**facts: object) -> None:
         np.testing.assert_array_equal(parts, np.concatenate(pieces))
 
 
+def _new_keys(**facts: object) -> None:
+    for seed in range(8):
+        with gpu.plugged_in(**facts):
+            random_new_keys(seed).run()
+
+
 def _plans(*batches: test_plan_batch.Batch) -> Callable:
     def catch(**facts: object) -> None:
         with gpu.plugged_in(**facts) as emulated:
@@ -232,6 +239,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "verify many": lambda **facts: _verify(30, (150, 401), **facts),
     "items": _items,
     "append": _append,
+    "new keys": _new_keys,
     "device plans": _plans(
         _SPLIT_PLAN,
         replace(_SPLIT_PLAN, shape=replace(_SPLIT_PLAN.shape, tile_q=64, state_cost=4.0)),

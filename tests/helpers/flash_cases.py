@@ -156,7 +156,8 @@ class Case:
         given = self._array(values)
         if not shape and self.rng.random() < 0.5:
             one, shape = self._array(values.reshape(1)), (self.count, self.kv_heads)
-            given = np.broadcast_to(one, shape) if self.xp is np else one.expand(shape)
+            has_expand = hasattr(one, "expand")  # torch's
+            given = one.expand(shape) if has_expand else self.xp.broadcast_to(one, shape)
         self.named[name] = given
         if "float8" in str(self.dtype_q if place == 0 else self.dtype_kv):
             self.descales[place] = values

@@ -16,7 +16,7 @@ struct AppendNewKv {
   static constexpr int kCount = Config::kAligned ? 16 / static_cast<int>(sizeof(DType)) : 1;
   static constexpr int kKeys = 0, kValues = 1;
 
-  const AppendNewKvParams& params;
+  const AppendNewKvParams& params;  // rows are counted in 32 bits, rows times heads in 64
 
   // Which request a row belongs to, and which of its rows it is.
   struct Token {
@@ -70,8 +70,8 @@ struct AppendNewKv {
   __device__ __forceinline__ Token find_token(const void* offsets, const IndexFormat& format,
                                               int32_t length, int64_t row) const {
     if (offsets == nullptr) {
-      const int64_t request = divide(row, length);
-      return Token{static_cast<int32_t>(request), static_cast<int32_t>(row - request * length)};
+      const int32_t request = static_cast<int32_t>(row) / length;
+      return Token{request, static_cast<int32_t>(row) - request * length};
     }
     // Find the last request that starts at or before the row. An empty request starts where its
     // successor does, so the search skips it.
@@ -91,12 +91,14 @@ struct AppendNewKv {
     constexpr Slot kNone = {-1, 0};
     const int64_t begin = load_index(params.lens, params.lens_format, token.request);
     if (begin < 0 || begin > 0x7fffffff) return kNone;  // mutate: absent-request-written
-    const int64_t position = begin + token.index;
-    const int64_t index = divide(position, params.page_size);
-    if (index >= params.max_pages) return kNone;  // mutate: key-past-the-table
+    const uint32_t position = static_cast<uint32_t>(begin) + static_cast<uint32_t>(token.index);
+    const uint32_t page_size = static_cast<uint32_t>(params.page_size);
+    const uint32_t index = position / page_size;
+    // mutate: key-past-the-table
+    if (index >= static_cast<uint32_t>(params.max_pages)) return kNone;
     const int64_t page = params.table[token.request * params.table_stride + index];
     if (page < 0 || page >= params.num_pages) return kNone;
-    return {page, static_cast<int32_t>(position - index * params.page_size)};
+    return {page, static_cast<int32_t>(position - index * page_size)};
   }
 
   // Where a row is rotated to; negative: nowhere.
