@@ -337,9 +337,7 @@ def flash_attn_with_kvcache(
             rotary_seqlens [b]: positions to begin at instead. On a GPU a position beyond the tables
             gives NaN; q, k and the caches are float16 or bfloat16 there.
     cache_batch_idx   int32 or int64 [b]: the row of the caches, or of page_table, of each request.
-    cache_leftpad   [b]: the first key of each request; those before it do not exist. On a GPU
-            without page_table.
-    attention_chunk   on a GPU a multiple of the page size.
+    cache_leftpad   [b]: the first key of each request; those before it do not exist.
     scheduler_metadata, fa_version, ver   accepted for compatibility.
     score_mod, aux_tensors   must be None.
     All other arguments as in `flash_attn_func`.
@@ -407,7 +405,7 @@ def flash_attn_with_kvcache(
         if cache_seqlens is None:
             raise ArgumentError("cache_seqlens: got None; wanted where k and v are written to")
         append = Append((k, v), cu_seqlens_k_new, begin, (k_cache, v_cache), table, rotation)
-        is_split = bool(attention_chunk) or cache_leftpad is not None
+        is_split = bool(attention_chunk) or (cache_leftpad is not None and not is_paged)
         kv_lens = append.lengths_after(are_read_early=is_split)
     batch = Batch(
         *(names, q, k_cache, v_cache, kv_lens, table, None, cu_seqlens_q, None, cache_leftpad),
@@ -494,17 +492,14 @@ def _bound(x: Any, name: str) -> int | None:
 
 def _prefer_rows(batch: Batch, views: tuple[ArrayView, ArrayView], chunk: Any) -> None:
     """Take a cache without pages as rows of all requests, the first of each behind its padding,
-    where only that has kernels."""
+    where they are all of one array."""
     names, is_empty = batch.names, 0 in views[0].shape
-    reason = names.kv_begin if batch.kv_begin is not None else "attention_chunk" if chunk else ""
-    if not is_empty and (not reason or views[0].device.kind == "cpu"):
+    is_plain = batch.kv_begin is None and not chunk
+    if not is_empty and (is_plain or views[0].device.kind == "cpu"):
         return
     rows = as_rows(batch.k, batch.v, views, names)
     if rows is None:
-        raise UnsupportedError(
-            f"{reason}: has no GPU kernel where {names.k} and {names.v} have different strides "
-            "between requests, or no whole number of tokens; pass contiguous arrays"
-        )
+        return
     first = array.view(batch.table.reshape(-1), "cache_batch_idx")
     batch.k, batch.v, apart = rows
     batch.table = None

@@ -198,7 +198,8 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
         *call.scales.views,
     )
     addresses = Arrays(*(0 if x is None else x.ptr for x in views))
-    addresses = addresses._replace(workspace=workspace, mask=mask)
+    kv_begin = 0 if indices.kv_begin is None else indices.kv_begin.ptr
+    addresses = addresses._replace(workspace=workspace, mask=mask, kv_begin=kv_begin)
     prepared.launch(addresses, stream)
     array.release(vq, vq, vout, *used)
     del owner  # memory for one call may go once everything is enqueued

@@ -160,7 +160,8 @@ class LengthForm(NamedTuple):
     has_table_offsets: bool
     page_size: int
     group_size: int
-    formats: tuple[IndexFormat, IndexFormat, IndexFormat, IndexFormat]
+    formats: tuple[IndexFormat, IndexFormat, IndexFormat, IndexFormat, IndexFormat]
+    has_kv_begin: bool
     has_qo_lens: bool
     has_qo_offsets: bool
     has_kv_offsets: bool
@@ -212,6 +213,7 @@ class LengthForm(NamedTuple):
             is_ragged=self.has_qo_lens
             or self.has_qo_offsets
             or self.has_kv_offsets
+            or self.has_kv_begin
             or self.formats[1].unit < 0,
         )
 
@@ -369,7 +371,7 @@ def check(arrays: Arrays, options: Options) -> Call:
 def _refuse_on_gpu(call: Call, names: Names) -> None:
     """UnsupportedError for what only the reference serves."""
     for name, is_given in (
-        (names.kv_begin, call.indices.kv_begin is not None),
+        (names.kv_begin, call.indices.kv_begin is not None and call.mask is not None),
         ("alibi_slopes", call.alibi_slopes is not None),
         ("attention_chunk", call.attention_chunk > 0),
         ("pos_encoding_mode", call.geometry.spec.pos_encoding == "ROPE_LLAMA"),
@@ -457,7 +459,9 @@ def _length_form(
         of_lens = -of_keys if indices.kv_lens is indices.kv_offsets else -1
     formats = [
         IndexFormat() if v is None else IndexFormat(v.strides[0], v.dtype, unit)
-        for v, unit in zip(indices[:4], (1, of_lens, of_q, of_keys), strict=True)
+        for v, unit in zip(
+            (*indices[:4], indices.kv_begin), (1, of_lens, of_q, of_keys, 1), strict=True
+        )
     ]
     return LengthForm(
         names=names,
@@ -468,6 +472,7 @@ def _length_form(
         page_size=spec.page_size,
         group_size=spec.group_size,
         formats=tuple(formats),  # type: ignore[arg-type]
+        has_kv_begin=indices.kv_begin is not None,
         has_qo_lens=indices.qo_lens is not None,
         has_qo_offsets=indices.qo_offsets is not None,
         has_kv_offsets=indices.kv_offsets is not None,

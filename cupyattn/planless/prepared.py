@@ -58,7 +58,7 @@ class Prepared:
         # fmt: off
         (
             q, k, v, workspace, block_tables, kv_lens, out, lse, qo_lens, qo_offsets, kv_offsets,
-            _, _, sinks, scale_q, scale_k, scale_v, mask, *_,
+            _, _, sinks, scale_q, scale_k, scale_v, mask, kv_begin, _,
         ) = addresses
         # fmt: on
         bound = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
@@ -68,7 +68,7 @@ class Prepared:
         plan, device = self.plan, attention.device_index
         scales: tuple[int, ...] = (0, 0, 0)
         optional = params.NO_OPTIONAL
-        indices = qo_lens, kv_lens, qo_offsets, kv_offsets
+        indices = qo_lens, kv_lens, qo_offsets, kv_offsets, kv_begin
         rows = lse if self.padding is None else workspace + self.lse_rows
         if self.has_scales:
             given = scale_q, scale_k, scale_v

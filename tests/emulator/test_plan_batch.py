@@ -45,7 +45,7 @@ def run_on(emulated: gpu.EmulatedGpu, batch: Batch, scales: list[Any] | None = N
             pointers.append(0 if x is None else x.ctypes.data)
         planned = plan_batch.bind(prepared, address)
         plan_batch.launch(
-            prepared, planned, tuple(pointers[:4]), tuple(pointers[4:]), 0, gpu.STREAM
+            prepared, planned, tuple(pointers[:5]), tuple(pointers[5:]), 0, gpu.STREAM
         )
         return words
 
@@ -232,7 +232,7 @@ def test_scales_are_repeated_for_each_head(emulated: gpu.EmulatedGpu) -> None:
             pointers = tuple(0 if x is None else x.ctypes.data for x in scales)
             lengths = arrays[1].ctypes.data
             planned = plan_batch.bind(prepared, address)
-            plan_batch.launch(prepared, planned, (0, lengths, 0, 0), pointers, 0, gpu.STREAM)
+            plan_batch.launch(prepared, planned, (0, lengths, 0, 0, 0), pointers, 0, gpu.STREAM)
             pairs = zip(prepared.scales, (6, 2, 2), strict=True)
             found.append([words[at // 4 :][:n] for at, n in pairs])
             return words

@@ -127,7 +127,7 @@ class Case:
             if rng.random() < 0.2:
                 named["window_size"] = [None if x < 0 else x for x in named["window_size"]]
         if rng.random() < 0.3:
-            chunk = int(rng.choice([4, 8]) if self.is_gpu else rng.integers(1, 9))
+            chunk = int(rng.integers(1, 9))
             named["attention_chunk"] = options["chunk"] = chunk
         if rng.random() < 0.3:
             named["softcap"] = options["softcap"] = float(rng.uniform(0.5, 4))
@@ -196,8 +196,6 @@ class Case:
         if self.new.any() and rng.random() < 0.3:
             self.absent = rng.random(self.count) < 0.3
             self.pads[self.absent] = 0
-        if self.is_gpu and form == "cache pages":
-            self.pads[:] = 0
 
     def _dims(self) -> tuple[int, int]:
         return self.dim, self.dim_v
@@ -319,11 +317,7 @@ class Case:
         rng, named = self.rng, self.named
         self.function = flash_attn.flash_attn_with_kvcache
         room = self.kv_lens + self.new
-        if self.form == "cache pages" or (
-            self.form == "cache ragged"
-            and rng.random() < 0.5
-            and not (self.is_gpu and self.pads.any())
-        ):
+        if self.form == "cache pages" or (self.form == "cache ragged" and rng.random() < 0.5):
             table = self._pages(self.keys, room)
             named[rng.choice(["page_table", "block_table"])] = table
         else:
@@ -398,7 +392,7 @@ class Case:
 
     def _pages(self, keys: list[Any], lens: np.ndarray) -> Any:
         """Pages in random order, those of nobody NaN; spare entries of the table -1 or absurd."""
-        rng, size = self.rng, int(self.rng.choice([1, 2, 4] if self.is_gpu else [1, 3, 4, 16]))
+        rng, size = self.rng, int(self.rng.choice([1, 3, 4, 16]))
         pages = -(-lens // size)
         order = rng.permutation(int(pages.sum()) + 2)
         width = int(pages.max()) + int(rng.integers(0, 3)) or 1

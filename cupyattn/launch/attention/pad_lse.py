@@ -15,7 +15,7 @@ from . import plan_batch
 _THREADS = 256
 CONFIG = jit.Config({"kThreads": _THREADS})
 # kernels/cupyattn/params/plan_batch.cuh, PadLseParams
-_PARAMS = struct.Struct(f"<4Q 24x {plan_batch.PARAMS.size - 56}s 2Q 3q 2i")
+_PARAMS = struct.Struct(f"<4Q 32x {plan_batch.PARAMS.size - 64}s 2Q 3q 2i")
 
 
 class Padding(NamedTuple):
@@ -39,7 +39,7 @@ def prepare(shape: Sequence[int], strides: Sequence[int], device: int) -> Paddin
 def launch(
     padding: Padding,
     planned: bytes,
-    indices: tuple[int, int, int, int],
+    indices: tuple[int, int, int, int, int],
     rows: int,
     padded: int,
     device: int,
@@ -50,7 +50,7 @@ def launch(
     _PARAMS.pack_into(
         arguments.buffer,
         arguments.offset,
-        *indices,
+        *indices[:4],
         planned,
         rows,
         padded,

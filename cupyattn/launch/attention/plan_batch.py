@@ -31,9 +31,9 @@ UNIFORM, RAGGED = CONFIGS = tuple(
 
 # kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
 _FORMAT = struct.Struct("<q 2i")
-_CONSTANTS = struct.Struct(f"<{4 * _FORMAT.size}s 11i 3I 9i 2f 4x")
+_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 11i 3I 9i 2f 4x")
 _PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
-PARAMS = struct.Struct(f"<7Q {_PLANNED.size}s")
+PARAMS = struct.Struct(f"<8Q {_PLANNED.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
 INDEX_DTYPES: tuple[DType, ...] = tuple(_KINDS)
 
@@ -59,7 +59,7 @@ class Lengths(NamedTuple):
     kv_step        from a request's kv_start to the next one's: entries of a row of the page table
     max_kv_len     keys that a request has room for; with offsets of keys, rows of k
     likely_kv_len  the most keys of one, as the caller says: it bounds splits
-    formats        of qo_lens, kv_lens, qo_offsets and kv_offsets
+    formats        of qo_lens, kv_lens, qo_offsets, kv_offsets and kv_begin
     is_ragged      there are others of those than kv_lens
     """
 
@@ -70,7 +70,7 @@ class Lengths(NamedTuple):
     kv_step: int
     max_kv_len: int
     likely_kv_len: int
-    formats: tuple[IndexFormat, IndexFormat, IndexFormat, IndexFormat]
+    formats: tuple[IndexFormat, IndexFormat, IndexFormat, IndexFormat, IndexFormat]
     is_ragged: bool = True
 
 
@@ -221,7 +221,7 @@ def bind(plan: DevicePlan, workspace: int) -> bytes:
 def launch(
     plan: DevicePlan,
     planned: bytes,
-    indices: tuple[int, int, int, int],
+    indices: tuple[int, int, int, int, int],
     scales: tuple[int, ...],
     device: int,
     stream: int,
@@ -229,5 +229,6 @@ def launch(
     """Enqueue the planner; `planned` is from `bind`. Lengths and offsets (as in `Lengths.formats`)
     and scales of q, k and v are at these addresses, 0 for none."""
     arguments = params.this_thread.launch_buffer
-    PARAMS.pack_into(arguments.buffer, arguments.offset, *indices, *scales, planned)
+    *lengths, kv_begin = indices
+    PARAMS.pack_into(arguments.buffer, arguments.offset, *lengths, *scales, kv_begin, planned)
     enqueue(plan.planner, arguments, device, stream)

@@ -490,6 +490,6 @@ def test_steps_of_a_server_are_cached(
         assert out.shape[0] == (count if form == "decode" else rows)
         if lse is not None:
             assert tuple(lse.shape) == (H, rows)
-        num_requests, _, num_rows = struct.unpack_from("<3i", gpu.launches[0].params, 88 + 64)
+        num_requests, _, num_rows = struct.unpack_from("<3i", gpu.launches[0].params, 96 + 80)
         assert (num_requests, num_rows) == (count, out.shape[0])
     monkeypatch.undo()

@@ -321,16 +321,16 @@ def test_what_the_kernels_are_told(gpu: Gpu, make: Make) -> None:
     calls(arguments)
     planner, attention = gpu.launches
     space = pointer(calls.space)
-    pointers = struct.unpack_from("<11Q", planner.params)
-    assert pointers[:7] == (0, pointer(arguments["seq_lens"]), 0, 0, 0, 0, 0)
+    pointers = struct.unpack_from("<12Q", planner.params)
+    assert pointers[:8] == (0, pointer(arguments["seq_lens"]), 0, 0, 0, 0, 0, 0)
     assert (planner.kernel, planner.grid, planner.block) == ("plan_batch", (1, 1, 1), (512, 1, 1))
     got = unpack(attention.params)
-    assert got["work"] == pointers[7] == space
-    assert (got["merges"], got["counters"]) == pointers[8:10]
+    assert got["work"] == pointers[8] == space
+    assert (got["merges"], got["counters"]) == pointers[9:11]
     assert got["kv_indices"] == pointer(arguments["block_tables"])
     cache = pointer(arguments["kv_cache"])
     assert (got["k"], got["v"]) == (cache, cache + 2 * HKV * PAGE * D)
-    assert space < got["counters"] <= pointers[10] < got["partial_o"] <= got["partial_lse"]
+    assert space < got["counters"] <= pointers[11] < got["partial_o"] <= got["partial_lse"]
     assert (got["window_left"], got["window_right"], got["page_size"]) == (40, -1, PAGE)
     assert attention.grid[0] == HKV and attention.kernel.name == "decode_sm80"
 
@@ -358,7 +358,7 @@ def test_lengths_may_be_steps_of_offsets(gpu: Gpu, make: Make) -> None:
             planner, _ = gpu.launches[-2:]
             q_lens, k_lens, _, starts = struct.unpack_from("<4Q", planner.params)
             assert not q_lens and k_lens == starts == pointer(given["batch_offsets_k"])
-            stride, kind, unit = struct.unpack_from("<q2i", planner.params, 88 + 16)
+            stride, kind, unit = struct.unpack_from("<q2i", planner.params, 96 + 16)
             assert (stride, kind, unit) == (1, 0, -of_token)
         assert len(gpu.launches) == 4
     assert len(call.CALLS) == 2
