@@ -25,6 +25,7 @@ from . import (
     test_attention,
     test_batch,
     test_cascade,
+    test_flash_attn,
     test_merge,
     test_plan_batch,
     test_planless,
@@ -240,6 +241,10 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "items": _items,
     "append": _append,
     "new keys": _new_keys,
+    "padded prefill": lambda **facts: test_flash_attn.run_padded(16, {}, num_sms=4, **facts),
+    "hopper padded prefill": lambda **facts: test_flash_attn.run_padded(
+        16, {"window_size": (90, 0)}, num_sms=4, **facts
+    ),
     "device plans": _plans(
         _SPLIT_PLAN,
         replace(_SPLIT_PLAN, shape=replace(_SPLIT_PLAN.shape, tile_q=64, state_cost=4.0)),

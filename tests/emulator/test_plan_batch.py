@@ -184,7 +184,9 @@ def test_absurd_offsets_stay_in_bounds(emulated: gpu.EmulatedGpu, seed: int, for
     """Rows of q, keys and the list itself: nothing outside, whatever is in device memory."""
     rng = np.random.default_rng(seed)
     count, dtype = 40, ("int32", "int64")[seed % 2]
-    batch = Batch((9,) * count, (700,) * count, form, is_ragged=True, dtype=dtype)
+    batch = Batch(
+        (9,) * count, (700,) * count, form, is_ragged=True, dtype=dtype, has_kv_begin=True
+    )
     arrays, lengths = batch.arrays()
     kind = np.iinfo(dtype)
     for x in arrays:
@@ -200,6 +202,7 @@ def test_absurd_offsets_stay_in_bounds(emulated: gpu.EmulatedGpu, seed: int, for
     assert (used[:, :8] >= 0).all()
     assert (q_start + qo_len <= lengths.num_rows).all()
     assert (kv_start + kv_len <= lengths.max_kv_len).all()
+    assert ((used[:, 11] >= 0) & (used[:, 11] <= kv_len)).all()
     assert (used[:, 5] < used[:, 6]).all()
     limit = made.prepared.schedule.workspace_bytes // (4 * 65 * 16 * batch.kv_heads)
     split = used[used[:, 6] > 1]
