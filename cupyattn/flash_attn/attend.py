@@ -20,6 +20,7 @@ from ..planless.call import run, run_cached
 from ..planless.check import Arrays, Options
 from ..planless.views import Names, merge_leading, next_power_of_two
 from .batch import Batch
+from .caches import with_even_rows
 from .chunks import split_by_chunks
 
 # Beyond that one kernel serves any number of rows.
@@ -61,7 +62,7 @@ def attend(batch: Batch, common: Common) -> Any:
         batch.is_fp8_q, batch.q = True, _widened(vq, batch.k, names)
         vq = array.view(batch.q, "q")
     if not is_ragged:
-        batch.q, vq = _with_even_rows(batch.q, vq)
+        batch.q, vq = with_even_rows(batch.q, vq, "q")
     if common.attention_chunk and vq.device.kind == "cuda":
         return _attend_by_chunks(batch, common, vq)
     q_len = 0 if is_ragged else vq.shape[1]
@@ -77,7 +78,7 @@ def attend_again(batch: Batch, common: Common) -> Any:
     q_len = shape[1] if batch.qo_offsets is None and len(shape) == 4 else 0
     arrays = (
         *(batch.q, batch.k, batch.v, None, batch.table, batch.kv_lens, common.out, None),
-        *(None, batch.qo_offsets, None, None, None, common.sinks),
+        *(batch.qo_lens, batch.qo_offsets, batch.kv_offsets, None, None, common.sinks),
         *(None, None, None, None, None, common.alibi_slopes),
     )
     scalars = _scalars(batch, common, len(shape), q_len, False, False, False)
@@ -94,7 +95,7 @@ def _scalars(batch: Batch, common: Common, axes: int, q_len: int, *flags: bool) 
     return (
         *(batch.names, axes, q_len, max_q_len),
         *(next_power_of_two(batch.max_seqlen_k), common.softmax_scale, common.causal, window),
-        *(common.attention_chunk, common.softcap, common.num_splits, *flags),
+        *(common.attention_chunk, common.softcap, common.num_splits, batch.has_kv_steps, *flags),
     )
 
 
@@ -157,6 +158,7 @@ def _options(
     attention_chunk: Any,
     softcap: Any,
     num_splits: Any,
+    has_kv_steps: bool,
     return_lse: bool,
     pads_lse: bool,
     has_table_offsets: bool,
@@ -187,6 +189,7 @@ def _options(
         scales_by_head=True,
         attention_chunk=require_int(attention_chunk, "attention_chunk", 0),
         has_table_offsets=has_table_offsets,
+        cumulative_kv_lens=has_kv_steps,
     )
 
 
@@ -214,18 +217,6 @@ def _widened(vq: ArrayView, k: Any, names: Names) -> Any:
         f"q: dtype {vq.dtype} of {vq.framework} arrays on a GPU is not supported; cast q to "
         "bfloat16"
     )
-
-
-def _with_even_rows(q: Any, vq: ArrayView) -> tuple[Any, ArrayView]:
-    """q whose rows of all requests are equally far apart: a copy, unless they are."""
-    requests, rows = vq.shape[:2]
-    if requests <= 1 or rows <= 1 or 0 in vq.shape or vq.strides[0] == rows * vq.strides[1]:
-        return q, vq
-    if vq.framework == "torch":
-        q = vq.owner.contiguous()
-    else:
-        q = compute(lambda x: x.copy(order="C"), vq)
-    return q, array.view(q, "q")
 
 
 def _merged(x: Any, name: str) -> Any:

@@ -199,6 +199,19 @@ PORTABLE = (
         "0x7fffffff) - request.q_start; request.qo_len = qo_len; return request;",
         "absurd offsets",
     ),
+    Mutation(
+        "spare-row-of-last-request", "row < first || row >=", "row < first && row >=", "new keys"
+    ),
+    Mutation("absent-request-written", "begin < 0 ||", "begin < -9 ||", "new keys"),
+    Mutation("key-past-the-table", "index >=", "index >= 9 +", "new keys"),
+    Mutation("queries-rotated-alike", "moves ? token.index : 0", "token.index", "new keys"),
+    Mutation(
+        "keys-rotated-backwards", "is_low ? -y[e] : y[e]", "is_low ? y[e] : -y[e]", "new keys"
+    ),
+    Mutation("lengths-before-the-append", "begin + max_of<int64_t>(count, 0)", "begin", "new keys"),
+    Mutation("first-key-beyond-keys", "request.kv_len", "0x7fffffff", "absurd offsets"),
+    Mutation("first-key-not-listed", "request.kv_begin", "0", "padded prefill"),
+    Mutation("key-steps-as-lengths", " - first", "", "device plans"),
     Mutation("keys-beyond-k", "room -= request.kv_start;", "", "absurd offsets"),
     Mutation(
         "element-offsets-as-tokens",

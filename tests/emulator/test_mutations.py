@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import gpu_cases, page_faults
+from helpers.new_keys import random_new_keys
 from helpers.page_cases import Append
 from helpers.page_faults import STRAY
 
@@ -24,6 +25,7 @@ from . import (
     test_attention,
     test_batch,
     test_cascade,
+    test_flash_attn,
     test_merge,
     test_plan_batch,
     test_planless,
@@ -132,6 +134,12 @@ def _packbits(**facts: object) -> None:
         parts, _ = cupyattn.segment_packbits(bits, cuts)
         pieces = [np.packbits(bits[a:b]) for a, b in itertools.pairwise(cuts)]
         np.testing.assert_array_equal(parts, np.concatenate(pieces))
+
+
+def _new_keys(**facts: object) -> None:
+    for seed in range(8):
+        with gpu.plugged_in(**facts):
+            random_new_keys(seed).run()
 
 
 def _plans(*batches: test_plan_batch.Batch) -> Callable:
@@ -244,12 +252,18 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "verify many": lambda **facts: _verify(30, (150, 401), **facts),
     "items": _items,
     "append": _append,
+    "new keys": _new_keys,
+    "padded prefill": lambda **facts: test_flash_attn.run_padded(16, {}, num_sms=4, **facts),
+    "hopper padded prefill": lambda **facts: test_flash_attn.run_padded(
+        16, {"window_size": (90, 0)}, num_sms=4, **facts
+    ),
     "device plans": _plans(
         _SPLIT_PLAN,
         replace(_SPLIT_PLAN, shape=replace(_SPLIT_PLAN.shape, tile_q=64, state_cost=4.0)),
         # A whole tile that is longer than the parts of others.
         test_plan_batch.Batch((1,) * 6, (323, 142, 1081, 165, 5397, 4252)),
         _RAGGED_PLAN,
+        replace(_RAGGED_PLAN, has_kv_steps=True),
         replace(_RAGGED_PLAN, shape=replace(_RAGGED_PLAN.shape, tile_q=192, state_cost=4.0)),
     ),
     # More than a block has threads, some of them split.

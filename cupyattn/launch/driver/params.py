@@ -143,10 +143,11 @@ def rope_table(spec: AttentionSpec) -> bytes:
     return rope_steps(spec.head_dim_qk, spec.rope_scale, spec.rope_theta)
 
 
-# kernels/cupyattn/params/page.cuh: append has the rows of K and of V, then the rest.
-APPENDED_ROWS = struct.Struct("<2Q 5q i f")  # source, cache, strides, head_dim, scale
+# kernels/cupyattn/params/page.cuh: append has the addresses and the rows of K, then of V, then the
+# rest.
+APPENDED_ROWS = struct.Struct("<5q i f")  # strides, head_dim, scale
 APPEND_PAGED_KV_CACHE = struct.Struct(
-    f"<{APPENDED_ROWS.size}s {APPENDED_ROWS.size}s 4Q 2q 2i Q q 2i"
+    f"<2Q {APPENDED_ROWS.size}s 2Q {APPENDED_ROWS.size}s 4Q 2q 2i Q q 2i"
 )
 
 GET_BATCH_INDICES_POSITIONS = struct.Struct("<4Q 2q")

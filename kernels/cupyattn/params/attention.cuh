@@ -29,7 +29,8 @@ struct alignas(16) WorkItem {
   int64_t mask_start;   // the request's first byte of `mask`
   int32_t split_tile;   // index of this tile among the split tiles; -1 in a cascade, whose states a
                         // later launch merges
-  int32_t key_offset;   // the first key's position, if there are `positions`; else 0
+  int32_t key_offset;   // the first key's position, if there are `positions`; else the first key
+                        // that rows see
 };
 
 static_assert(sizeof(WorkItem) == 48, "schedule/batch.py lays out 12 words an item");

@@ -364,6 +364,7 @@ struct PlanBatch {
     item.qo_len = request.qo_len;
     item.kv_start = request.kv_start;
     item.kv_len = request.kv_len;
+    item.key_offset = request.kv_begin;  // mutate: first-key-not-listed
     item.first_row = row_tile * params.tile_q;
     item.num_splits = 1;
     if (size != kNoSplit) {
