@@ -257,8 +257,9 @@ def _latent(chosen: Selection, arch: str) -> Iterator[Instance]:
         problem = AttentionProblem(
             q, kv, q, 576, 512, aligned=aligned, paged=True, latent=True, sparse=sparse
         )
-        for rows in (DECODE, VERIFY, LARGE):
-            yield from _of_rows(problem, rows, True, arch, 1)
+        sizes = [size for size in chosen.page_sizes if size]
+        for rows, size in product((DECODE, VERIFY, LARGE), sizes):
+            yield from _of_rows(problem, rows, True, arch, size)
 
 
 def _cascade(chosen: Selection) -> Iterator[Instance]:
