@@ -116,7 +116,7 @@ PORTABLE = (
     Mutation("window-off-by-one", "params.window_left)", "params.window_left + 1)", "window"),
     Mutation("full-end-off-by-one", "full_end", "full_end + 1", "causal edges"),
     Mutation("full-begin-off-by-one", "key <", "key + 1 <", "window edges"),
-    Mutation("union-for-intersection", "b.begin, a.end", "a.begin, b.end", "causal"),
+    Mutation("union-for-intersection", "full_begin, a.end", "begin, b.end", "causal"),
     Mutation(
         "last-split-tile-lost",
         "(product + count) / work.num_splits",
