@@ -165,6 +165,7 @@ class LengthForm(NamedTuple):
     has_qo_lens: bool
     has_qo_offsets: bool
     has_kv_offsets: bool
+    slope_step: int
 
     def lengths(self, extents: Extents) -> Lengths:
         """Raises ArgumentError and UnsupportedError where extents do not fit each other."""
@@ -215,6 +216,7 @@ class LengthForm(NamedTuple):
             or self.has_kv_offsets
             or self.has_kv_begin
             or self.formats[1].unit < 0,
+            slope_step=self.slope_step,
         )
 
 
@@ -284,10 +286,12 @@ def check(arrays: Arrays, options: Options) -> Call:
     o_dtype = options.o_dtype
     if o_dtype is None:
         o_dtype = vq.dtype if vout is None else vout.dtype
+    # The reference takes slopes as they are given.
+    has_slopes = arrays.alibi_slopes is not None and vq.device.kind == "cuda"
     given = Given(
         kv_layout=layout,
         causal=options.causal,
-        pos_encoding_mode=options.pos_encoding_mode,
+        pos_encoding_mode="ALIBI" if has_slopes else options.pos_encoding_mode,
         window_left=options.window_left,
         logits_soft_cap=options.logits_soft_cap,
         sm_scale=scales.logits,
@@ -309,7 +313,10 @@ def check(arrays: Arrays, options: Options) -> Call:
             given,
         )
     )
-    form = _length_form(options, geometry, vq, indices)
+    slopes = None
+    if arrays.alibi_slopes is not None:
+        slopes = view_slopes(arrays.alibi_slopes, count, vq.shape[1])
+    form = _length_form(options, geometry, vq, indices, slopes)
     extents = Extents(
         count,
         vq.shape[0],
@@ -339,10 +346,8 @@ def check(arrays: Arrays, options: Options) -> Call:
         pads_lse=options.pads_lse,
         return_lse=parse.flag(options.return_lse, "return_lse"),
         attention_chunk=options.attention_chunk,
-        alibi_slopes=None,
+        alibi_slopes=slopes,
     )
-    if arrays.alibi_slopes is not None:
-        call.alibi_slopes = view_slopes(arrays.alibi_slopes, count, vq.shape[1])
     if vq.device.kind == "cuda":
         _refuse_on_gpu(call, names)
     if arrays.mask is not None:
@@ -370,9 +375,14 @@ def check(arrays: Arrays, options: Options) -> Call:
 
 def _refuse_on_gpu(call: Call, names: Names) -> None:
     """UnsupportedError for what only the reference serves."""
+    spec = call.geometry.spec
+    if call.alibi_slopes is not None and (spec.right_limit != 0 or spec.logits_soft_cap > 0.0):
+        raise UnsupportedError(
+            "alibi_slopes: have no GPU kernel where rows see keys to their right, nor behind a "
+            "soft cap; pass causal=True without a cap, or CPU arrays"
+        )
     for name, is_given in (
         (names.kv_begin, call.indices.kv_begin is not None and call.mask is not None),
-        ("alibi_slopes", call.alibi_slopes is not None),
         ("attention_chunk", call.attention_chunk > 0),
         ("pos_encoding_mode", call.geometry.spec.pos_encoding == "ROPE_LLAMA"),
     ):
@@ -440,7 +450,11 @@ def _indices(
 
 
 def _length_form(
-    options: Options, geometry: Geometry, vq: ArrayView, indices: Indices
+    options: Options,
+    geometry: Geometry,
+    vq: ArrayView,
+    indices: Indices,
+    slopes: ArrayView | None,
 ) -> LengthForm:
     names = options.names
     max_q_len, max_kv_len = options.max_q_len, options.max_kv_len
@@ -476,6 +490,7 @@ def _length_form(
         has_qo_lens=indices.qo_lens is not None,
         has_qo_offsets=indices.qo_offsets is not None,
         has_kv_offsets=indices.kv_offsets is not None,
+        slope_step=0 if slopes is None else slopes.strides[0],
     )
 
 

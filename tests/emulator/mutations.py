@@ -116,7 +116,7 @@ PORTABLE = (
     Mutation("window-off-by-one", "params.window_left)", "params.window_left + 1)", "window"),
     Mutation("full-end-off-by-one", "full_end", "full_end + 1", "causal edges"),
     Mutation("full-begin-off-by-one", "key <", "key + 1 <", "window edges"),
-    Mutation("union-for-intersection", "b.begin, a.end", "a.begin, b.end", "causal"),
+    Mutation("union-for-intersection", "full_begin, a.end", "begin, b.end", "causal"),
     Mutation(
         "last-split-tile-lost",
         "(product + count) / work.num_splits",
@@ -211,6 +211,7 @@ PORTABLE = (
     Mutation("lengths-before-the-append", "begin + max_of<int64_t>(count, 0)", "begin", "new keys"),
     Mutation("first-key-beyond-keys", "request.kv_len", "0x7fffffff", "absurd offsets"),
     Mutation("first-key-not-listed", "request.kv_begin", "0", "padded prefill"),
+    Mutation("slopes-of-first-request", "first_slope + head", "head", "slopes"),
     Mutation("key-steps-as-lengths", " - first", "", "device plans"),
     Mutation("keys-beyond-k", "room -= request.kv_start;", "", "absurd offsets"),
     Mutation(

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import gpu_cases, page_faults
+from helpers.flash_cases import Case
 from helpers.new_keys import random_new_keys
 from helpers.page_cases import Append
 from helpers.page_faults import STRAY
@@ -140,6 +141,12 @@ def _new_keys(**facts: object) -> None:
             random_new_keys(seed).run()
 
 
+def _slopes(**facts: object) -> None:
+    for seed in (20, 27):  # of requests that differ
+        with gpu.plugged_in(**facts):
+            Case(seed, is_gpu=True).run()
+
+
 def _plans(*batches: test_plan_batch.Batch) -> Callable:
     def catch(**facts: object) -> None:
         with gpu.plugged_in(**facts) as emulated:
@@ -241,6 +248,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "items": _items,
     "append": _append,
     "new keys": _new_keys,
+    "slopes": _slopes,
     "padded prefill": lambda **facts: test_flash_attn.run_padded(16, {}, num_sms=4, **facts),
     "hopper padded prefill": lambda **facts: test_flash_attn.run_padded(
         16, {"window_size": (90, 0)}, num_sms=4, **facts

@@ -31,7 +31,7 @@ UNIFORM, RAGGED = CONFIGS = tuple(
 
 # kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
 _FORMAT = struct.Struct("<q 2i")
-_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 11i 3I 9i 2f 4x")
+_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 11i 3I 9i 2f i")
 _PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
 PARAMS = struct.Struct(f"<8Q {_PLANNED.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
@@ -61,6 +61,7 @@ class Lengths(NamedTuple):
     likely_kv_len  the most keys of one, as the caller says: it bounds splits
     formats        of qo_lens, kv_lens, qo_offsets, kv_offsets and kv_begin
     is_ragged      there are others of those than kv_lens
+    slope_step     elements from a request's ALiBi slopes to the next one's
     """
 
     num_requests: int
@@ -72,6 +73,7 @@ class Lengths(NamedTuple):
     likely_kv_len: int
     formats: tuple[IndexFormat, IndexFormat, IndexFormat, IndexFormat, IndexFormat]
     is_ragged: bool = True
+    slope_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         (words_bytes - part.counters) // 4,
         shape.state_cost,
         shape.cost_of_part(lengths.max_qo_len * launcher.group_size),
+        lengths.slope_step,
     )
     return DevicePlan(
         Launch(function, (1, 1, 1), _THREADS, shared_bytes),

@@ -45,7 +45,7 @@ struct PlanBatchParams {
   int32_t max_more;                   // items that splitting may add
   int32_t max_items, num_merges, num_counters;
   float state_cost, part_cost;  // as in schedule/batch.py, TileShape
-  int32_t padding;
+  int32_t slope_step;           // from a request's slopes to the next one's, see WorkItem::mask_start
 };
 
 struct PadLseParams {
