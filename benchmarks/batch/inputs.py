@@ -76,10 +76,12 @@ def make_batch_inputs(case: BatchCase, device: str = "cuda") -> BatchInputs:
         _poison(pool, tables)
         return pool.to(kv_dtype)
 
+    q = normal(case.q_offsets[-1], case.num_qo_heads, case.head_dim_qk)
+    k = keys(case.head_dim_qk)
     inputs = BatchInputs(
-        normal(case.q_offsets[-1], case.num_qo_heads, case.head_dim_qk),
-        keys(case.head_dim_qk),
-        keys(case.head_dim_vo),
+        q,
+        k,
+        k[..., : case.head_dim_vo] if case.api == "mla" else keys(case.head_dim_vo),
         np.array(case.q_offsets, np.int32),
         np.array(case.kv_offsets, np.int32),
         tables,

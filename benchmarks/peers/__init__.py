@@ -24,6 +24,7 @@ _BATCH = {
     "cascade": ("ours", "ours_apart", "flashinfer_fa2"),
     "mixed": ("ours", "ours_apart", "fa3", "flashinfer_fa2"),
     "host_batch": ("ours", "flashinfer_fa2"),
+    "mla": ("ours", "ours_trtllm", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
 }
 
 
@@ -51,6 +52,8 @@ def candidates(name: str, case: AnyCase, inputs: Any) -> list[Candidate]:
 
 
 def _of_batch(name: str, case: BatchCase, inputs: Any) -> list[Candidate]:
+    if case.api == "mla":
+        return list(import_module(".batch.latent", "benchmarks").candidates(name, case, inputs))
     library, _, backend = name.partition("_")
     if library == "flashinfer" and backend != "xqa":
         flashinfer = import_module(".batch.peer_flashinfer", "benchmarks")

@@ -85,6 +85,8 @@ def modules(cases: Iterable[AnyCase], backends: Iterable[str]) -> list[Module]:
 def _variants(case: Case | BatchCase, backend: str) -> list[str]:
     if not isinstance(case, BatchCase):
         return _flashinfer.variants(case, backend)
+    if case.api == "mla":
+        return ["mla"]
     if backend != "xqa":
         return peer_flashinfer.variants(case, backend)
     peer_xqa.check(case)
@@ -105,6 +107,7 @@ _KINDS = {
     "flat": "batch_prefill",
     "holistic": "batch_attention",
     "apart": "batch_prefill",
+    "mla": "batch_mla",
 }
 
 
@@ -148,6 +151,9 @@ def _spec(module: Module) -> Any:
     index = (torch.int32,) if module.kind.startswith("batch_") else ()
     shape = (module.head_dim_qk, module.head_dim_vo, module.position_mode)
     arguments = (q, kv, q, *index, *shape, module.window, module.soft_cap)
+    if module.kind == "batch_mla":
+        parts = module.head_dim_vo, module.head_dim_qk - module.head_dim_vo
+        return make.gen_batch_mla_module(module.backend, q, kv, q, torch.int32, *parts, False)
     if module.kind == "single_decode":
         return make.gen_single_decode_module(*arguments)
     if module.kind == "batch_decode":

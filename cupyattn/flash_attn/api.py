@@ -28,6 +28,7 @@ from .caches import (
     vector,
     view_cache,
 )
+from .latent import attend_latent
 from .rotary import Rotary
 
 # An array without a name of the caller's is one that the call makes. No two have one name.
@@ -339,6 +340,10 @@ def flash_attn_with_kvcache(
             gives NaN; q, k and the caches are float16 or bfloat16 there.
     cache_batch_idx   int32 or int64 [b]: the row of the caches, or of page_table, of each request.
     cache_leftpad   [b]: the first key of each request; those before it do not exist.
+    qv      [b, seqlen_q, num_heads, 512] beside q and k_cache of 64 columns: latent attention,
+            whose v_cache [num_pages, page_size, 1, 512] is multiplied with qv too. It takes no new
+            keys, rotation, windows, chunks, soft caps and slopes. softmax_scale: default
+            1 / sqrt(576).
     scheduler_metadata, fa_version, ver   accepted for compatibility.
     score_mod, aux_tensors   must be None.
     All other arguments as in `flash_attn_func`.
@@ -350,8 +355,21 @@ def flash_attn_with_kvcache(
     """
     if rotary_interleaved is not True:
         parse.flag(rotary_interleaved, "rotary_interleaved")
-    _refuse(0.0, qv=qv, score_mod=score_mod, aux_tensors=aux_tensors)
+    _refuse(0.0, score_mod=score_mod, aux_tensors=aux_tensors)
     names, table = _CACHE, _either(page_table=page_table, block_table=block_table)
+    if qv is not None:
+        return attend_latent(
+            (q, qv, k_cache, v_cache), table, cache_seqlens, cu_seqlens_q,
+            _bound(max_seqlen_q, "max_seqlen_q"), softmax_scale, causal,
+            _either(sinks=sinks, s_aux=s_aux), out, _asks(False, return_softmax_lse),
+            {
+                "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
+                "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad,
+                "window_size": window_size, "attention_chunk": attention_chunk,
+                "softcap": softcap, "q_descale": q_descale, "k_descale": k_descale,
+                "v_descale": v_descale, "alibi_slopes": alibi_slopes,
+            },
+        )  # fmt: skip
     common = Common(
         *(softmax_scale, causal, window_size, _chunk(attention_chunk), softcap, num_splits),
         *(q_descale, k_descale, v_descale, alibi_slopes, _either(sinks=sinks, s_aux=s_aux), out),

@@ -17,8 +17,11 @@ from helpers.fake_clock import FakeClock
 
 import cupyattn
 from benchmarks import cli, peers, report, timing, worker
+from benchmarks.batch import latent, wrappers
 from benchmarks.batch.case import BatchCase
 from benchmarks.batch.cases import BATCH_CASES, zipf_lengths
+from benchmarks.batch.inputs import make_batch_inputs
+from benchmarks.batch.oracle import expect_batch
 from benchmarks.batch.tables import page_tables
 from benchmarks.cases import BY_NAME, select
 from benchmarks.peers import prebuild
@@ -68,6 +71,28 @@ def test_counts_are_sums_over_requests(case: BatchCase) -> None:
     assert case.floor_us(800, 4000) == pytest.approx(max(floors))
 
 
+def test_a_latent_row_is_read_once() -> None:
+    case = BY_NAME["mla_32x8k_h16"]
+    assert case.bytes == 2 * (32 * 16 * (576 + 512) + 32 * 8192 * 576)
+    assert case.flops == 2 * (576 + 512) * 32 * 8192 * 16
+    inputs = make_batch_inputs(replace(case, requests=((2, 1, 70),)), "cpu")
+    assert inputs.v.shape[-1] == 512 and inputs.v.data_ptr() == inputs.k.data_ptr()
+    parts = latent._parts(case, inputs)
+    assert [x.shape[-1] for x in parts] == [512, 64, 512, 64]
+
+
+def test_latent_candidates_answer_alike(monkeypatch: Any) -> None:
+    case = replace(BY_NAME["mla_32x8k_h16"], requests=((2, 2, 70),), num_qo_heads=4)
+    inputs = make_batch_inputs(case, "cpu")
+    monkeypatch.setattr(wrappers, "_WORKSPACE_BYTES", 32 << 20)
+    expected = expect_batch(case, inputs)
+    for name in ("ours", "ours_trtllm"):
+        (candidate,) = peers.candidates(name, case, inputs)
+        got = candidate.output(candidate.call()).float().numpy()
+        for one in expected:
+            np.testing.assert_allclose(got[0, one.rows], np.asarray(one.answer), atol=0.02)
+
+
 def test_counts_follow_published_figures() -> None:
     # Figures of another script, from times and rates: bytes of decodes, FLOP of prefills.
     assert BY_NAME["decode_64x8k"].bytes / 489.3 / 1e3 == pytest.approx(4391, rel=1e-3)
@@ -81,7 +106,7 @@ def test_counts_follow_published_figures() -> None:
 def test_the_list_of_batches_is_sound() -> None:
     for case in BATCH_CASES:
         assert case.op in peers._BATCH and case.api in (
-            *("decode", "paged", "ragged", "cascade", "mixed", "verify"),
+            *("decode", "paged", "ragged", "cascade", "mixed", "verify", "mla"),
         )
         assert case.is_host == (case.op == "host_batch") and case.timed in ("run", "plan")
         assert case.is_paged == (case.page_size > 0)
