@@ -93,10 +93,10 @@ struct Wgmma;
 #define CUPYATTN_OUT128 CUPYATTN_OUT64, CUPYATTN_OUTS32(2), CUPYATTN_OUTS32(3)
 
 // The operands A, B and P are numbered after the COUNT accumulators.
-#define CUPYATTN_WGMMA_SS(TYPE, N, COUNT, A, B, P)                                                \
+#define CUPYATTN_WGMMA_SS(TYPE, N, COUNT, A, B, P, TB)                                            \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
                "k16.f32." TYPE "." TYPE " {" CUPYATTN_NAMES##COUNT "}, " A ", " B                 \
-                                                                   ", p, 1, 1, 0, 0;\n}\n"        \
+                                                                   ", p, 1, 1, 0, " TB ";\n}\n"   \
                : CUPYATTN_OUT##COUNT                                                              \
                : "l"(a), "l"(b), "r"(adds))
 #define CUPYATTN_WGMMA_RS(TYPE, N, COUNT, A, B, P)                                                \
@@ -107,7 +107,7 @@ struct Wgmma;
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
 
 // d = A B, or d += A B if `adds` is 1.
-// multiply_ss: A and B are descriptors, K-major.
+// multiply_ss: A and B are descriptors, K-major. multiply_ss_transposed: B is MN-major.
 // multiply_rs: A is a fragment of 16-bit pairs, B a descriptor, MN-major.
 #define CUPYATTN_WGMMA(N, COUNT, R0, R1, R2, R3, R4, R5)                                          \
   template <>                                                                                     \
@@ -116,9 +116,18 @@ struct Wgmma;
     static __device__ __forceinline__ void multiply_ss(float (&d)[N / 2], uint64_t a, uint64_t b, \
                                                        int adds) {                                \
       if constexpr (is_same<T, half_t>) {                                                         \
-        CUPYATTN_WGMMA_SS("f16", N, COUNT, "%" #R0, "%" #R1, "%" #R2);                            \
+        CUPYATTN_WGMMA_SS("f16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "0");                       \
       } else {                                                                                    \
-        CUPYATTN_WGMMA_SS("bf16", N, COUNT, "%" #R0, "%" #R1, "%" #R2);                           \
+        CUPYATTN_WGMMA_SS("bf16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "0");                      \
+      }                                                                                           \
+    }                                                                                             \
+    template <typename T>                                                                         \
+    static __device__ __forceinline__ void multiply_ss_transposed(float (&d)[N / 2], uint64_t a,  \
+                                                                  uint64_t b, int adds) {         \
+      if constexpr (is_same<T, half_t>) {                                                         \
+        CUPYATTN_WGMMA_SS("f16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "1");                       \
+      } else {                                                                                    \
+        CUPYATTN_WGMMA_SS("bf16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "1");                      \
       }                                                                                           \
     }                                                                                             \
     template <typename T>                                                                         \

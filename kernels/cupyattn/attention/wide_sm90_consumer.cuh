@@ -1,0 +1,300 @@
+// The two consumer warpgroups of wide_sm90. A warpgroup holds half of the columns of O, for the
+// block's 64 rows. The leader also makes the probabilities; the follower gets them through shared
+// memory. docs/wide_sm90.md says why.
+//
+// The leader, for a tile of keys. "<-" names what a phase waits for.
+//   issue_scores          S = Q K^T <- producer: each piece of K
+//   issue_output          O += P V of the tile before, its own columns
+//   await_scores          <- S
+//   next_tile             softmax, beside O += P V of both warpgroups
+//   publish               P goes to shared memory <- follower: P of the tile before is read
+//   await_output          <- O; releases the first piece of the tile before; rescales O in the rare
+//                         tile that raised a maximum
+//   commit_probabilities  P becomes the operand of its own next product
+//
+// The follower, for a tile of keys.
+//   await P               <- leader: P of the tile; rescales O if a maximum was raised
+//   issue_output          O += P V, its own columns <- producer: the second piece of K
+//   await O               <- O; releases the second piece, and P
+//
+// After the last tile the leader finishes the rows and publishes their normalisers; both write O.
+#pragma once
+
+#include "cupyattn/attention/wide_sm90_traits.cuh"
+
+namespace cupyattn {
+
+// What both have: their columns of O.
+template <typename Traits>
+struct WideSm90Output {
+  using DTypeO = typename Traits::DTypeO;
+  using DTypeQ = typename Traits::DTypeQ;
+  using KTile = typename Traits::KTile;
+  using PTile = typename Traits::PTile;
+  using Item = typename Traits::Item;
+  using Rows = PrefillSm90Rows<Traits>;
+  using Stage = PipelineState<Traits::kStages>;
+  static constexpr int kColumns = Traits::kColumns, kTileKV = Traits::kTileKV;
+  static constexpr int kSteps = kTileKV / MmaTraits<DTypeQ, DTypeQ>::kStep;
+
+  const AttentionParams& params;
+  typename Traits::SharedMemory& shared;
+  const int piece;  // of the columns
+  const Rows rows;
+  float o[1][kColumns / 8][4];
+
+  __device__ __forceinline__ WideSm90Output(const WideSm90Block<Traits>& block, int piece)
+      : params(block.params),
+        shared(block.shared),
+        piece(piece),
+        rows{block.params, block.shared, 0} {}
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[0][n][e] = 0.0f;
+    }
+  }
+
+  // The warpgroup's columns of the values of a stage.
+  __device__ __forceinline__ uint64_t values(const Stage& stage) const {
+    return operand_at<KTile>(ptx::shared_address(shared.k[stage.stage]) +
+                             piece * Traits::kPanelsOfPiece * KTile::kPanelBytes);
+  }
+
+  __device__ __forceinline__ void release(uint64_t& barrier) const {
+    ptx::mbarrier_arrive_if(rows.lane == 0, ptx::shared_address(&barrier));
+  }
+
+  // Stores the warp's rows of the result, or of a state.
+  __device__ __forceinline__ void write(const float (&factors)[2]) const {
+    const Item& item = shared.items[0];
+    const int first_column = piece * kColumns;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const typename Rows::RowPlace row = rows.row_place(item, h);
+      if (item.work.tile.leaves_state()) {
+        // mutate: wide-state-columns-of-the-leader
+        float* out = params.partial_o + row.state * Traits::kHeadDimVO + first_column;
+        if (!row.exists) continue;
+        store_output_row<float, kColumns, false, true>([&](int column) { return out + column; },
+                                                       o[0], h, factors[h], rows.lane);
+        continue;
+      }
+      DTypeO* out = static_cast<DTypeO*>(params.o) + row.token * params.o_stride_n +
+                    row.head * params.o_stride_h + first_column;
+      if constexpr (sizeof(DTypeO) == 2) {
+        store_output_vectors<DTypeO, kColumns>(out, o[0], h, factors[h], row.exists, rows.lane);
+      } else if (row.exists) {
+        store_output_row<DTypeO, kColumns, false, true>([&](int column) { return out + column; },
+                                                        o[0], h, factors[h], rows.lane);
+      }
+    }
+  }
+};
+
+template <typename Traits>
+struct WideSm90Leader : WideSm90Output<Traits> {
+  using Base = WideSm90Output<Traits>;
+  using Base::kColumns, Base::kSteps, Base::kTileKV, Base::o, Base::params, Base::rows,
+      Base::shared;
+  using typename Base::DTypeQ;
+  using typename Base::Item;
+  using typename Base::KTile;
+  using typename Base::PTile;
+  using typename Base::Stage;
+  using QTile = typename Traits::QTile;
+  using Softmax = PrefillSm90Softmax<Traits>;
+  using Probabilities = typename Softmax::Probabilities;
+  using Scores = float[1][kTileKV / 8][4];
+
+  Stage k, v;  // of the tile whose scores come next, and of that of `p`
+  uint32_t p_parity = 0;
+  bool adds_output = false;
+  uint32_t p[kSteps][1][4];
+  Softmax softmax;
+
+  __device__ __forceinline__ explicit WideSm90Leader(const WideSm90Block<Traits>& block)
+      : Base(block, 0), softmax(block, 0) {}
+
+  __device__ __forceinline__ void run() {
+    const Item& item = shared.items[0];
+    softmax.begin_item(item);
+    if (!item.has_keys()) {
+      this->clear();
+      finish();
+      return;
+    }
+    const int begin = ptx::warp_uniform(item.tiles.begin);
+    int tile = ptx::warp_uniform(item.tiles.end) - 1;
+    await_phase(shared.full_q, 0);
+    process_first_tile(item, tile);
+    while (tile > begin) process_tile(item, --tile);
+    issue_output();
+    ptx::wgmma_wait<0>();
+    take_results(o);
+    finish();
+  }
+
+  __device__ __forceinline__ void process_first_tile(const Item& item, int tile) {
+    Scores s;
+    Probabilities probabilities;
+    issue_scores(s);
+    ptx::wgmma_wait<0>();
+    take_results(s);
+    softmax.first_tile(probabilities, s, item, KeyTile{tile, softmax.needs_mask(tile)}, v);
+    publish(probabilities);
+    commit_probabilities(probabilities);
+  }
+
+  __device__ __forceinline__ void process_tile(const Item& item, int tile) {
+    Scores s;
+    Probabilities probabilities;
+    issue_scores(s);
+    issue_output();
+    ptx::wgmma_wait<1>();
+    take_results(s);
+    softmax.next_tile(probabilities, s, o, item, KeyTile{tile, softmax.needs_mask(tile)}, v);
+    publish(probabilities);
+    ptx::wgmma_wait<0>();
+    take_results(o);
+    this->release(shared.empty_k[v.stage][0]);
+    v.advance();
+    // mutate: wide-leader-output-not-rescaled
+    if (unlikely(probabilities.raised)) multiply_rows(o, probabilities.factors);
+    commit_probabilities(probabilities);
+  }
+
+  // --- Phases ---
+
+  // S = Q K^T of the tile whose keys land next. The second piece lands first.
+  __device__ __forceinline__ void issue_scores(Scores& s) {
+    // Copies, because ptxas would keep the operand of each product in registers, and spill.
+    const uint64_t queries = ptx::opaque_copy(operand_at<QTile>(ptx::shared_address(shared.q)));
+    const uint64_t keys =
+        ptx::opaque_copy(operand_at<KTile>(ptx::shared_address(shared.k[k.stage])));
+    await_phase(shared.full_k[k.stage][1], k.parity);
+    ptx::fence_proxy_async();
+    ptx::wgmma_fence();
+    issue_piece<1>(s, queries, keys);
+    // mutate: wide-keys-not-awaited
+    await_phase(shared.full_k[k.stage][0], k.parity);
+    ptx::fence_proxy_async();
+    ptx::wgmma_fence();
+    issue_piece<0>(s, queries, keys);
+    ptx::wgmma_commit();
+    k.advance();
+  }
+
+  template <int kPiece>
+  static __device__ __forceinline__ void issue_piece(Scores& s, uint64_t queries, uint64_t keys) {
+    issue_qk_panels<QTile, KTile, Traits::template kFirstPanel<kPiece>,
+                    Traits::template kEndPanel<kPiece>>(s, queries, keys, kPiece == 0);
+  }
+
+  // O += P V of the tile of `p`.
+  __device__ __forceinline__ void issue_output() {
+    ptx::wgmma_fence();
+    issue_pv<KTile, kColumns>(o, p, this->values(v), adds_output);
+    ptx::wgmma_commit();
+    adds_output = true;
+  }
+
+  // Hands the probabilities of a tile to the follower, once it has read those before.
+  __device__ __forceinline__ void publish(const Probabilities& from) {
+    const int lane = rows.lane;
+    await_phase(shared.empty_p, p_parity ^ 1);  // mutate: wide-p-overwritten
+    p_parity ^= 1;
+    const uint32_t first =
+        ptx::shared_address(shared.p) + PTile::offset(rows.warp_row() + (lane & 15), lane >> 4);
+#pragma unroll
+    // Two chunks further is a bit of the address.
+    for (int i = 0; i < kSteps; ++i) ptx::stmatrix_x4(first ^ (32 * i), from.p[i][0]);
+    if (from.raised && (lane & 3) == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) shared.factors[rows.own_row(h)] = from.factors[0][h];
+    }
+    if (lane == 0) shared.raised[rows.warp] = from.raised;
+    ptx::fence_proxy_async();
+    ptx::warp_sync();
+    this->release(shared.full_p);
+  }
+
+  // Copies probabilities to `p`, which the product before has read until now.
+  __device__ __forceinline__ void commit_probabilities(const Probabilities& from) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) p[i][0][e] = ptx::opaque_copy(from.p[i][0][e]);
+    }
+  }
+
+  // Finishes the rows, hands their normalisers to the follower and writes O.
+  __device__ __forceinline__ void finish() {
+    const auto output = rows.finish_rows(softmax.online, 0, 0);
+    if ((rows.lane & 3) == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) shared.normalisers[rows.own_row(h)] = output.factors[h];
+    }
+    ptx::warp_sync();
+    this->release(shared.full_normalisers);
+    this->write(output.factors);
+  }
+};
+
+template <typename Traits>
+struct WideSm90Follower : WideSm90Output<Traits> {
+  using Base = WideSm90Output<Traits>;
+  using Base::kColumns, Base::o, Base::rows, Base::shared;
+  using typename Base::DTypeQ;
+  using typename Base::Item;
+  using typename Base::KTile;
+  using typename Base::PTile;
+  using typename Base::Stage;
+
+  __device__ __forceinline__ explicit WideSm90Follower(const WideSm90Block<Traits>& block)
+      : Base(block, 1) {}
+
+  __device__ __forceinline__ void run() {
+    const Item& item = shared.items[0];
+    if (item.has_keys()) {
+      Stage v;
+      uint32_t p_parity = 0;
+      const int count = ptx::warp_uniform(item.tiles.end - item.tiles.begin);
+      for (int i = 0; i < count; ++i) {
+        process_tile(v, p_parity, i > 0);
+        v.advance();
+        p_parity ^= 1;
+      }
+    } else {
+      this->clear();
+    }
+    await_phase(shared.full_normalisers, 0);  // mutate: wide-normalisers-not-awaited
+    const float factors[2] = {shared.normalisers[rows.own_row(0)],
+                              shared.normalisers[rows.own_row(1)]};
+    this->write(factors);
+  }
+
+  __device__ __forceinline__ void process_tile(const Stage& v, uint32_t p_parity, bool adds) {
+    // The leader has seen the keys land; this warpgroup sees it by its own wait.
+    await_phase(shared.full_k[v.stage][1], v.parity);
+    await_phase(shared.full_p, p_parity);  // mutate: wide-p-not-awaited
+    if (adds && unlikely(shared.raised[rows.warp] != 0)) {
+      const float factors[1][2] = {
+          {shared.factors[rows.own_row(0)], shared.factors[rows.own_row(1)]}};
+      multiply_rows(o, factors);  // mutate: wide-follower-output-not-rescaled
+    }
+    ptx::fence_proxy_async();
+    ptx::wgmma_fence();
+    issue_pv_shared<PTile, KTile, kColumns>(o, operand_at<PTile>(ptx::shared_address(shared.p)),
+                                            this->values(v), adds);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    take_results(o);
+    this->release(shared.empty_k[v.stage][1]);
+    this->release(shared.empty_p);
+  }
+};
+
+}  // namespace cupyattn

@@ -1,0 +1,150 @@
+// The producer warpgroup of wide_sm90: copies rows of queries and keys by 16-byte cp.async, so that
+// a page may have any size.
+#pragma once
+
+#include "cupyattn/attention/key_rows.cuh"
+#include "cupyattn/attention/wide_sm90_traits.cuh"
+
+namespace cupyattn {
+
+template <typename Traits>
+struct WideSm90Producer {
+  using DTypeQ = typename Traits::DTypeQ;
+  using QTile = typename Traits::QTile;
+  using KTile = typename Traits::KTile;
+  using Item = typename Traits::Item;
+  using Block = WideSm90Block<Traits>;
+  static constexpr int kTileKV = Traits::kTileKV, kPieces = Traits::kPieces;
+  // Eight lanes copy a row at a time, of kRows neighbouring rows; a lane knows where one of them
+  // is.
+  static constexpr int kGroups = Traits::kWarpgroup / 8;
+
+  // Where the two parts of a row lie; nullptr for a row that does not exist.
+  struct Row {
+    const DTypeQ *latent, *rope;
+  };
+
+  const Block& block;
+  const typename Traits::Params& all_params;
+  const AttentionParams& params;
+  typename Traits::SharedMemory& shared;
+  const int group, lane;
+
+  __device__ __forceinline__ explicit WideSm90Producer(const Block& block)
+      : block(block),
+        all_params(block.all_params),
+        params(block.params),
+        shared(block.shared),
+        group(threadIdx.x % Traits::kWarpgroup / 8),
+        lane(threadIdx.x % 8) {}
+
+  __device__ __forceinline__ void run() const {
+    const Item& item = shared.items[0];
+    if (!item.has_keys()) return;
+    int page = page_of(item, item.tiles.end - 1);
+    copy_queries(item);
+    typename Block::Stage stage;
+    for (int tile = item.tiles.end - 1; tile >= item.tiles.begin; --tile) {
+      const Row own = key_row(item, tile, page);
+      // Looked up a tile ahead, because the page table is far away.
+      page = page_of(item, tile - 1);
+      copy_piece<1>(stage, own);
+      copy_piece<0>(stage, own);
+      stage.advance();
+    }
+  }
+
+  __device__ __forceinline__ void copy_queries(const Item& item) const {
+    constexpr int kRows = QTile::kRows / kGroups;
+    const TileWork& work = item.work.tile;
+    const int r = kRows * group + lane % kRows;
+    const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
+    const int64_t token = static_cast<int64_t>(item.work.request.q_start) + row.token;
+    const int head = work.kv_head * params.group_size + row.group_head;
+    Row own{nullptr, nullptr};
+    // mutate: wide-query-past-the-last
+    if (r < work.num_rows) {
+      own.latent = static_cast<const DTypeQ*>(params.q) + token * params.q_stride_n +
+                   head * params.q_stride_h;
+      own.rope = static_cast<const DTypeQ*>(all_params.q_rope) +
+                 // mutate: wide-rope-of-first-head
+                 token * all_params.q_rope_stride_n + head * all_params.q_rope_stride_h;
+    }
+    copy_rows<QTile, 0, QTile::kPanels>(shared.q, own);
+    ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full_q));
+  }
+
+  // --- Keys ---
+
+  static constexpr int kKeyRows = kTileKV / kGroups;
+  static_assert(kTileKV % kGroups == 0 && 8 % kKeyRows == 0, "lanes have equal shares of a tile");
+
+  // The key whose place this lane knows.
+  __device__ __forceinline__ int own_key(const Item& item, int tile) const {
+    return item.first_key(tile) + kKeyRows * group + lane % kKeyRows;
+  }
+  // Its page; -1 for none.
+  __device__ __forceinline__ int page_of(const Item& item, int tile) const {
+    const int key = own_key(item, tile);
+    if (tile < item.tiles.begin || key >= item.range.end) return -1;
+    if constexpr (!Traits::kPaged) return 0;
+    return params.kv_indices[item.work.request.kv_start + PageSlot::of(params, key).page];
+  }
+  __device__ __forceinline__ Row key_row(const Item& item, int tile, int page) const {
+    // mutate: wide-keys-past-the-end
+    if (page < 0) return Row{nullptr, nullptr};
+    const int key = own_key(item, tile);
+    PageSlot at{0, item.work.request.kv_start + key};
+    if constexpr (Traits::kPaged) at = PageSlot{page, PageSlot::of(params, key).slot};
+    return Row{
+        keys_of<DTypeQ>(params, item.work.tile.kv_head) +
+            paged_row(at.page, at.slot, params.k_stride_page, params.k_stride_n),
+        static_cast<const DTypeQ*>(all_params.k_rope) +
+            // mutate: wide-rope-page-by-latent-stride
+            paged_row(at.page, at.slot, all_params.k_rope_stride_page, all_params.k_rope_stride_n)};
+  }
+
+  // Copies a piece of a tile of keys once its place is free.
+  template <int kPiece>
+  __device__ __forceinline__ void copy_piece(const typename Block::Stage& stage,
+                                             const Row& own) const {
+    // mutate: wide-piece-not-awaited
+    await_phase(shared.empty_k[stage.stage][kPiece], stage.parity ^ 1);
+    copy_rows<KTile, Traits::template kFirstPanel<kPiece>, Traits::template kEndPanel<kPiece>>(
+        shared.k[stage.stage], own);
+    ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full_k[stage.stage][kPiece]));
+  }
+
+  // Copies some panels of this thread's rows. Rows that do not exist become zeros: nothing that
+  // nobody owns is multiplied.
+  template <typename Tile, int kFirstPanel, int kEndPanel>
+  __device__ __forceinline__ void copy_rows(unsigned char* tile, const Row& own) const {
+    constexpr int kRows = Tile::kRows / kGroups;
+    const uint32_t to = ptx::shared_address(tile) + Tile::offset(kRows * group, lane);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const Row row{of_lane(own.latent, i), of_lane(own.rope, i)};
+      const bool exists = row.latent != nullptr;
+#pragma unroll
+      for (int panel = kFirstPanel; panel < kEndPanel; ++panel) {
+        const bool is_latent = panel < Traits::kLatentPanels;
+        const DTypeQ* part = is_latent ? row.latent : row.rope;
+        const int column =
+            Tile::kPanelColumns * (is_latent ? panel : panel - Traits::kLatentPanels);
+        ptx::cp_async_16(Tile::further(to, i) + panel * Tile::kPanelBytes, part + column + 8 * lane,
+                         exists);
+      }
+    }
+  }
+
+  // A pointer of another lane of the same eight.
+  static __device__ __forceinline__ const DTypeQ* of_lane(const DTypeQ* pointer, int source) {
+    const uint64_t bits = reinterpret_cast<uintptr_t>(pointer);
+    const int low = ptx::shuffle_in_eight(static_cast<int>(bits), source);
+    const int high = ptx::shuffle_in_eight(static_cast<int>(bits >> 32), source);
+    return reinterpret_cast<const DTypeQ*>(
+        static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32 | static_cast<uint32_t>(low));
+  }
+};
+
+}  // namespace cupyattn
