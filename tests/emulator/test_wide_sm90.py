@@ -32,8 +32,9 @@ def test_heads(num_heads: int, q_len: int) -> None:
 
 
 @pytest.mark.parametrize("kv_len", [1, 63, 64, 65, 128, 129, 300])
-def test_lengths(kv_len: int) -> None:
-    check(replace(BASE, kv_len=(kv_len,), qo_len=(2,)))
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_lengths(kv_len: int, overlaps: bool) -> None:
+    check(replace(BASE, kv_len=(kv_len,), qo_len=(2,), overlaps=overlaps))
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 7, 64, 100])
@@ -65,10 +66,12 @@ def test_windows(window_left: int) -> None:
     check(replace(BASE, qo_len=(70,), kv_len=(200,), num_heads=4, window_left=window_left))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_rising_maxima(dtype: str) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_rising_maxima(overlaps: bool) -> None:
     """Both warpgroups rescale their columns."""
-    check(replace(BASE, kv_len=(300,), num_heads=64, sharpness=6.0, rising=2.0, dtype=dtype))
+    steep = replace(BASE, kv_len=(300,), num_heads=64, sharpness=6.0, rising=2.0)
+    check(replace(steep, overlaps=overlaps))
+    check(replace(steep, overlaps=overlaps, dtype="float16"))
 
 
 def test_without_lse() -> None:
@@ -108,5 +111,6 @@ def random_case(seed: int) -> Case:
         spare=int(rng.integers(0, 2)),
         sharpness=float(rng.choice([0.3, 1.0, 4.0])),
         rising=float(rng.choice([0.0, 0.0, 2.0])),
+        overlaps=bool(seed % 2),
         seed=seed,
     )

@@ -41,6 +41,7 @@ class Case:
     packed     latent and rope parts share rows of 576 elements
     spare      items of zeros at the end of the work list
     sharpness  multiplies queries, so that maxima move
+    overlaps   as in tiles/wide_sm90.py
     rising     logits grow towards the first key, which is visited last
     """
 
@@ -59,6 +60,7 @@ class Case:
     spare: int = 0
     sharpness: float = 1.0
     rising: float = 0.0
+    overlaps: bool = True
     seed: int = 0
 
 
@@ -183,7 +185,8 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         1.0,
         0,
     )
-    config = wide_sm90.config(*(dtypes.parse(x) for x in (case.dtype, case.o_dtype or case.dtype)))
+    types = (dtypes.parse(x) for x in (case.dtype, case.o_dtype or case.dtype))
+    config = wide_sm90.config(*types, overlaps=case.overlaps)
     _launch("wide_sm90", config.config, packed, (1, len(items), 1), config, memory, seed, mode)
     if len(merges):
         merge = jit.Config(

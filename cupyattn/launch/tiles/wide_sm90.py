@@ -12,6 +12,8 @@ TILE_Q, TILE_KV, STAGES = 64, 64, 2
 # A producer and two consumer warpgroups, and the registers of a thread of each kind.
 THREADS = 3 * 128
 _REGISTERS = (40, 232)
+# The row class of requests of more than one tile (select.ROW_CLASSES).
+_LARGE = "large"
 _PATTERN_BYTES = 1024
 _ITEM_BYTES = 104
 
@@ -21,8 +23,8 @@ def choose(
 ) -> TileConfig | None:
     """The instance for a problem, or None: the portable kernel serves it.
 
-    rows and page_size, the row class and the keys of a page, decide nothing: a tile has 64 rows,
-    and pages have any size.
+    rows, the row class, decides by what a tile of keys is bound: requests of one tile of rows wait
+    for memory, others for products. page_size decides nothing.
     """
     is_latent = getattr(problem, "latent", False) and not getattr(problem, "sparse", False)
     has_dims = (problem.head_dim_qk, problem.head_dim_vo) == (LATENT_DIM + ROPE_DIM, LATENT_DIM)
@@ -36,12 +38,15 @@ def choose(
     is_served = problem.paged and problem.aligned and problem.dtype_kv is problem.dtype_q
     if not (is_latent and has_dims and is_served) or has_option:
         return None
-    tiles = config(problem.dtype_q, problem.dtype_o)
+    tiles = config(problem.dtype_q, problem.dtype_o, overlaps=rows == _LARGE)
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
-def config(dtype: DType, dtype_o: DType) -> TileConfig:
-    """The instance for queries and keys of one type."""
+def config(dtype: DType, dtype_o: DType, *, overlaps: bool = True) -> TileConfig:
+    """The instance for queries and keys of one type.
+
+    overlaps: O += P V of a tile runs beside the softmax of the next, which must have landed.
+    """
     row_bytes = 2 * (LATENT_DIM + ROPE_DIM)
     shared = struct_of(
         Field(TILE_Q * row_bytes, _PATTERN_BYTES),
@@ -63,6 +68,7 @@ def config(dtype: DType, dtype_o: DType) -> TileConfig:
         "kHeadDimRope": ROPE_DIM,
         "kLatent": True,
         "kPaged": True,
+        "kIntraWarpgroupOverlap": overlaps,
         "kTileQ": TILE_Q,
         "kTileKV": TILE_KV,
         "kStages": STAGES,

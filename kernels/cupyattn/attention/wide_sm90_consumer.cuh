@@ -8,9 +8,12 @@
 //   await_scores          <- S
 //   next_tile             softmax, beside O += P V of both warpgroups
 //   publish               P goes to shared memory <- follower: P of the tile before is read
-//   await_output          <- O; releases the first piece of the tile before; rescales O in the rare
-//                         tile that raised a maximum
+//   await_output          <- O; releases the first piece of the tile before
+//   rescale               O, in the rare tile that raised a maximum
 //   commit_probabilities  P becomes the operand of its own next product
+// Without overlap the leader issues O += P V of a tile when it has P, and waits for it: a tile is
+// released before the next has landed, so more of the keys are under way. That is faster where
+// memory, not products, takes the time.
 //
 // The follower, for a tile of keys.
 //   await P               <- leader: P of the tile; rescales O if a maximum was raised
@@ -108,6 +111,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
   using Softmax = PrefillSm90Softmax<Traits>;
   using Probabilities = typename Softmax::Probabilities;
   using Scores = float[1][kTileKV / 8][4];
+  static constexpr bool kOverlaps = Traits::kIntraWarpgroupOverlap;
 
   Stage k, v;  // of the tile whose scores come next, and of that of `p`
   uint32_t p_parity = 0;
@@ -130,10 +134,9 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     int tile = ptx::warp_uniform(item.tiles.end) - 1;
     await_phase(shared.full_q, 0);
     process_first_tile(item, tile);
+    if (!kOverlaps) complete_output();
     while (tile > begin) process_tile(item, --tile);
-    issue_output();
-    ptx::wgmma_wait<0>();
-    take_results(o);
+    if (kOverlaps) complete_output();
     finish();
   }
 
@@ -152,18 +155,16 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     Scores s;
     Probabilities probabilities;
     issue_scores(s);
-    issue_output();
-    ptx::wgmma_wait<1>();
+    if (kOverlaps) issue_output();
+    ptx::wgmma_wait<kOverlaps ? 1 : 0>();
     take_results(s);
     softmax.next_tile(probabilities, s, o, item, KeyTile{tile, softmax.needs_mask(tile)}, v);
     publish(probabilities);
-    ptx::wgmma_wait<0>();
-    take_results(o);
-    this->release(shared.empty_k[v.stage][0]);
-    v.advance();
+    if (kOverlaps) await_output();
     // mutate: wide-leader-output-not-rescaled
     if (unlikely(probabilities.raised)) multiply_rows(o, probabilities.factors);
     commit_probabilities(probabilities);
+    if (!kOverlaps) complete_output();
   }
 
   // --- Phases ---
@@ -199,6 +200,17 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     issue_pv<KTile, kColumns>(o, p, this->values(v), adds_output);
     ptx::wgmma_commit();
     adds_output = true;
+  }
+
+  __device__ __forceinline__ void await_output() {
+    ptx::wgmma_wait<0>();
+    take_results(o);
+    this->release(shared.empty_k[v.stage][0]);
+    v.advance();
+  }
+  __device__ __forceinline__ void complete_output() {
+    issue_output();
+    await_output();
   }
 
   // Hands the probabilities of a tile to the follower, once it has read those before.

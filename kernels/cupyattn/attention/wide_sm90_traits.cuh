@@ -15,7 +15,8 @@ struct WideSm90Traits : Config {
   using typename Config::DTypeQ;
   using Params = LatentParams;
   static constexpr int kTileQ = 64, kWarpgroup = 4 * kWarpSize, kThreads = 3 * kWarpgroup;
-  // Facts of prefill_sm90, whose rows and softmax this kernel has.
+  // What the rows and softmax of prefill_sm90 ask for: this kernel rescales O itself, hides keys by
+  // causality and windows only, and stores O from registers.
   static constexpr bool kOverlap = true, kMasked = false, kStagesOutput = false;
   using LogitsVariant = PlainLogits;
 

@@ -120,6 +120,13 @@ __device__ __forceinline__ void issue_qk(float (&s)[1][KTile::kRows / 8][4], uin
   }
 }
 
+// The operand `step` units of 16 bytes behind another. The upper word stays a constant, so that no
+// 64-bit addition stands between two products.
+template <typename Tile>
+__device__ __forceinline__ uint64_t operand_behind(uint64_t operand, uint32_t step) {
+  return operand_at<Tile>(0) & ~0xffffffffull | (static_cast<uint32_t>(operand) + step);
+}
+
 // Issues S = Q K^T, or S += Q K^T if `adds`, of some panels of columns.
 template <typename QTile, typename KTile, int kFirstPanel, int kEndPanel>
 __device__ __forceinline__ void issue_qk_panels(float (&s)[1][KTile::kRows / 8][4], uint64_t q,
@@ -133,8 +140,9 @@ __device__ __forceinline__ void issue_qk_panels(float (&s)[1][KTile::kRows / 8][
     for (int step = 0; step < kSteps; ++step) {
       const bool is_first = panel == kFirstPanel && step == 0;
       ptx::Wgmma<KTile::kRows>::template multiply_ss<typename QTile::T>(
-          d, q + panel * (QTile::kPanelBytes / 16) + 2 * step,
-          k + panel * (KTile::kPanelBytes / 16) + 2 * step, !is_first || adds);
+          d, operand_behind<QTile>(q, panel * (QTile::kPanelBytes / 16) + 2 * step),
+          operand_behind<KTile>(k, panel * (KTile::kPanelBytes / 16) + 2 * step),
+          !is_first || adds);
     }
   }
 }
