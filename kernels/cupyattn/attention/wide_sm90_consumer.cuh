@@ -63,6 +63,7 @@ struct WideSm90Output {
   // The warpgroup's columns of the values of a stage.
   __device__ __forceinline__ uint64_t values(const Stage& stage) const {
     return operand_at<KTile>(ptx::shared_address(shared.k[stage.stage]) +
+                             // mutate: wide-values-of-the-leader
                              piece * Traits::kPanelsOfPiece * KTile::kPanelBytes);
   }
 
@@ -199,7 +200,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     ptx::wgmma_fence();
     issue_pv<KTile, kColumns>(o, p, this->values(v), adds_output);
     ptx::wgmma_commit();
-    adds_output = true;
+    adds_output = true;  // mutate: wide-values-not-added
   }
 
   __device__ __forceinline__ void await_output() {
@@ -222,6 +223,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
         ptx::shared_address(shared.p) + PTile::offset(rows.warp_row() + (lane & 15), lane >> 4);
 #pragma unroll
     // Two chunks further is a bit of the address.
+    // mutate: wide-p-chunks-overlap
     for (int i = 0; i < kSteps; ++i) ptx::stmatrix_x4(first ^ (32 * i), from.p[i][0]);
     if (from.raised && (lane & 3) == 0) {
 #pragma unroll
@@ -284,6 +286,7 @@ struct WideSm90Follower : WideSm90Output<Traits> {
     }
     await_phase(shared.full_normalisers, 0);  // mutate: wide-normalisers-not-awaited
     const float factors[2] = {shared.normalisers[rows.own_row(0)],
+                              // mutate: wide-normaliser-of-the-upper-row
                               shared.normalisers[rows.own_row(1)]};
     this->write(factors);
   }

@@ -47,7 +47,7 @@ struct WideSm90Producer {
     for (int tile = item.tiles.end - 1; tile >= item.tiles.begin; --tile) {
       const Row own = key_row(item, tile, page);
       // Looked up a tile ahead, because the page table is far away.
-      page = page_of(item, tile - 1);
+      page = page_of(item, tile - 1);  // mutate: wide-page-of-the-same-tile
       copy_piece<1>(stage, own);
       copy_piece<0>(stage, own);
       stage.advance();

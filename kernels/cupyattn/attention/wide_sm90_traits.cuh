@@ -34,6 +34,7 @@ struct WideSm90Traits : Config {
   template <int kPiece>
   static constexpr int kFirstPanel = kPiece * kPanelsOfPiece;
   template <int kPiece>
+  // mutate: wide-rope-not-multiplied
   static constexpr int kEndPanel = kPiece == 0 ? kPanelsOfPiece : KTile::kPanels;
 
   // The block's item of work.
