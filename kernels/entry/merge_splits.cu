@@ -1,5 +1,5 @@
-// Merges the partial states of tiles whose keys prefill_sm80 or prefill_sm90 has split. A warp
-// merges one packed row.
+// Merges the partial states of tiles whose keys another kernel has split. A warp merges one packed
+// row, or 128 columns of a wide one, so that it has states of many splits under way.
 #include "cupyattn/attention/state.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
 
@@ -21,7 +21,11 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, 6)
   const int lane = threadIdx.x % kWarpSize;
   const int kv_head = blockIdx.y;
   constexpr int kTileQ = Config::kTileQ;
-  const int packed_row = blockIdx.x * Config::kWarps + threadIdx.x / kWarpSize;
+  constexpr int kParts = Config::kHeadDimVO > 256 ? Config::kHeadDimVO / 128 : 1;
+  const int index = blockIdx.x * Config::kWarps + threadIdx.x / kWarpSize;
+  const int packed_row = index / kParts;
+  // mutate: merged-columns-of-the-first-part
+  const int first_column = index % kParts * (Config::kHeadDimVO / kParts);
   const int tile = packed_row / kTileQ, row = packed_row % kTileQ;
   // Spare entries of `merges` are negative.
   const int item = params.work != nullptr ? params.merges[tile] : 0;
@@ -32,6 +36,6 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, 6)
   if (row >= work.tile.num_rows) return;
   const PackGqaRow packed = PackGqaRow::of(params, work.tile.first_row + row);
   const int head = kv_head * params.group_size + packed.group_head;
-  merge_row<typename Config::DTypeO, Config::kHeadDimVO, kTileQ, Config::kAligned>(
-      params, work.tile, row, work.request.q_start + packed.token, head, lane);
+  merge_row<typename Config::DTypeO, Config::kHeadDimVO, kTileQ, Config::kAligned, kParts>(
+      params, work.tile, row, work.request.q_start + packed.token, head, lane, first_column);
 }

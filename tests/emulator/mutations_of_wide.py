@@ -44,6 +44,7 @@ WIDE = (
         "params.k_stride_page",
         "hopper wide apart",
     ),
+    Mutation("merged-columns-of-the-first-part", "index % kParts", "0", "hopper wide splits"),
     Mutation("wide-state-columns-of-the-leader", "+ first_column", "", "hopper wide splits"),
     Mutation(
         "wide-leader-output-not-rescaled",

@@ -13,6 +13,7 @@ import numpy as np
 
 from cupyattn import jit
 from cupyattn.core import dtypes
+from cupyattn.launch.attention import merge_splits
 from cupyattn.launch.driver import params as structs
 from cupyattn.launch.tiles import wide_sm90
 from cupyattn.reference import attention
@@ -198,7 +199,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
                 "kAligned": True,
             }
         )
-        grid = (len(merges) * TILE_Q // 4, 1, 1)
+        grid = (len(merges) * TILE_Q * merge_splits.parts(LATENT) // 4, 1, 1)
         size = SimpleNamespace(threads=128, shared_bytes=0)
         _launch("merge_splits", merge, packed, grid, size, memory, seed, mode)
     if not case.packed:
