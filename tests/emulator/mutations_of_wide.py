@@ -44,6 +44,8 @@ WIDE = (
         "params.k_stride_page",
         "hopper wide apart",
     ),
+    Mutation("wide-hidden-keys-marked", "own.latent != nullptr", "1", "hopper wide sparse"),
+    Mutation("wide-missing-keys-seen", "!exists", "false", "hopper wide sparse"),
     Mutation("merged-columns-of-the-first-part", "index % kParts", "0", "hopper wide splits"),
     Mutation("wide-state-columns-of-the-leader", "+ first_column", "", "hopper wide splits"),
     Mutation(

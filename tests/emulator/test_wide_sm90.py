@@ -74,6 +74,14 @@ def test_rising_maxima(overlaps: bool) -> None:
     check(replace(steep, overlaps=overlaps, dtype="float16"))
 
 
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_sparse_lists(page_size: int, overlaps: bool) -> None:
+    case = replace(BASE, sparse=True, page_size=page_size, overlaps=overlaps)
+    check(replace(case, qo_len=(1, 1, 1), kv_len=(200, 0, 67), num_heads=128))
+    check(replace(case, kv_len=(300,), splits=3, packed=False))
+
+
 def test_without_lse() -> None:
     check(replace(BASE, has_lse=False))
 

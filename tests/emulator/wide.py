@@ -43,6 +43,7 @@ class Case:
     spare      items of zeros at the end of the work list
     sharpness  multiplies queries, so that maxima move
     overlaps   as in tiles/wide_sm90.py
+    sparse     the table has an entry for each key, some negative: those keys are hidden
     rising     logits grow towards the first key, which is visited last
     """
 
@@ -62,6 +63,7 @@ class Case:
     sharpness: float = 1.0
     rising: float = 0.0
     overlaps: bool = True
+    sparse: bool = False
     seed: int = 0
 
 
@@ -127,6 +129,8 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
     o = _guarded((num_rows, heads, LATENT), _TYPES[case.o_dtype or case.dtype], pad=16)
     lse = np.full((num_rows, heads), np.nan, np.float32)
     sinks = numbers(heads).astype(np.float32) if case.has_sinks else None
+    if case.sparse:
+        table, starts, keys = _scatter(case, table, keys, rng)
     items, merges, num_states = _plan(case, starts)
 
     memory = _Memory()
@@ -187,7 +191,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         0,
     )
     types = (dtypes.parse(x) for x in (case.dtype, case.o_dtype or case.dtype))
-    config = wide_sm90.config(*types, overlaps=case.overlaps)
+    config = wide_sm90.config(*types, overlaps=case.overlaps, sparse=case.sparse)
     _launch("wide_sm90", config.config, packed, (1, len(items), 1), config, memory, seed, mode)
     if len(merges):
         merge = jit.Config(
@@ -286,6 +290,25 @@ def _paginate(
             pools[1][page, i % case.page_size] = row[LATENT:]
         place += count
     return table, starts, pools
+
+
+def _scatter(
+    case: Case, table: np.ndarray, keys: list[np.ndarray], rng: np.random.Generator
+) -> tuple[np.ndarray, list[int], list[np.ndarray]]:
+    """A list of slots for each request in place of the table, and the keys that it names."""
+    entries, starts, found, place = [], [], [], 0
+    for own in keys:
+        starts.append(sum(map(len, entries)))
+        # With repetitions, and in any order; the last tile but one is empty.
+        chosen = rng.integers(0, len(own), len(own)) if len(own) else np.zeros(0, np.int64)
+        pages = table[place + chosen // case.page_size]
+        slots = pages * case.page_size + chosen % case.page_size
+        is_hidden = rng.random(len(own)) < 0.3
+        is_hidden[64:128] = True
+        entries.append(np.where(is_hidden, -1 - slots % 2, slots).astype(np.int32))
+        found.append(own[chosen[~is_hidden]])
+        place += -(-len(own) // case.page_size)
+    return np.concatenate(entries), starts, found
 
 
 def _plan(case: Case, starts: list[int]) -> tuple[np.ndarray, np.ndarray, int]:

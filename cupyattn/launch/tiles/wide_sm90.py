@@ -26,7 +26,7 @@ def choose(
     rows, the row class, decides by what a tile of keys is bound: requests of one tile of rows wait
     for memory, others for products. page_size decides nothing.
     """
-    is_latent = getattr(problem, "latent", False) and not getattr(problem, "sparse", False)
+    is_latent, is_sparse = (getattr(problem, name, False) for name in ("latent", "sparse"))
     has_dims = (problem.head_dim_qk, problem.head_dim_vo) == (LATENT_DIM + ROPE_DIM, LATENT_DIM)
     has_option = (
         problem.soft_cap
@@ -38,14 +38,17 @@ def choose(
     is_served = problem.paged and problem.aligned and problem.dtype_kv is problem.dtype_q
     if not (is_latent and has_dims and is_served) or has_option:
         return None
-    tiles = config(problem.dtype_q, problem.dtype_o, overlaps=rows == _LARGE)
+    tiles = config(problem.dtype_q, problem.dtype_o, overlaps=rows == _LARGE, sparse=is_sparse)
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
-def config(dtype: DType, dtype_o: DType, *, overlaps: bool = True) -> TileConfig:
+def config(
+    dtype: DType, dtype_o: DType, *, overlaps: bool = True, sparse: bool = False
+) -> TileConfig:
     """The instance for queries and keys of one type.
 
     overlaps: O += P V of a tile runs beside the softmax of the next, which must have landed.
+    sparse: kv_indices has an entry for each key, its slot, or a negative number for none.
     """
     row_bytes = 2 * (LATENT_DIM + ROPE_DIM)
     shared = struct_of(
@@ -56,6 +59,7 @@ def config(dtype: DType, dtype_o: DType, *, overlaps: bool = True) -> TileConfig
         Field(4 * 4),  # raised
         Field(32, 16),  # constants of logits
         Field(20),  # facts of a row, which no logit here takes
+        Field(STAGES * TILE_KV if sparse else 1),
         Field(_ITEM_BYTES, 8),
         Field(8 * (4 + 4 * STAGES), 8),
     ).size
@@ -67,6 +71,7 @@ def config(dtype: DType, dtype_o: DType, *, overlaps: bool = True) -> TileConfig
         "kHeadDimVO": LATENT_DIM,
         "kHeadDimRope": ROPE_DIM,
         "kLatent": True,
+        "kSparse": sparse,
         "kPaged": True,
         "kIntraWarpgroupOverlap": overlaps,
         "kTileQ": TILE_Q,

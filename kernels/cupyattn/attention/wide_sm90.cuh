@@ -60,7 +60,7 @@ struct WideSm90 {
     init(shared.full_normalisers, 4);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       for (int piece = 0; piece < Traits::kPieces; ++piece) {
-        init(shared.full_k[stage][piece], Traits::kWarpgroup);
+        init(shared.full_k[stage][piece], Traits::kWarpgroup + (piece == 1 ? Traits::kMarkers : 0));
         init(shared.empty_k[stage][piece], 4);
       }
     }

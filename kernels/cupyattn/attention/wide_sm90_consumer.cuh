@@ -114,7 +114,8 @@ struct WideSm90Leader : WideSm90Output<Traits> {
   using Scores = float[1][kTileKV / 8][4];
   static constexpr bool kOverlaps = Traits::kIntraWarpgroupOverlap;
 
-  Stage k, v;  // of the tile whose scores come next, and of that of `p`
+  Stage k, v;      // of the tile whose scores come next, and of that of `p`
+  int scored = 0;  // the stage of the present scores
   uint32_t p_parity = 0;
   bool adds_output = false;
   uint32_t p[kSteps][1][4];
@@ -147,6 +148,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     issue_scores(s);
     ptx::wgmma_wait<0>();
     take_results(s);
+    if constexpr (Traits::kSparse) hide_missing_keys(s);
     softmax.first_tile(probabilities, s, item, KeyTile{tile, softmax.needs_mask(tile)}, v);
     publish(probabilities);
     commit_probabilities(probabilities);
@@ -159,6 +161,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     if (kOverlaps) issue_output();
     ptx::wgmma_wait<kOverlaps ? 1 : 0>();
     take_results(s);
+    if constexpr (Traits::kSparse) hide_missing_keys(s);
     softmax.next_tile(probabilities, s, o, item, KeyTile{tile, softmax.needs_mask(tile)}, v);
     publish(probabilities);
     if (kOverlaps) await_output();
@@ -186,7 +189,23 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     ptx::wgmma_fence();
     issue_piece<0>(s, queries, keys);
     ptx::wgmma_commit();
+    scored = k.stage;
     k.advance();
+  }
+
+  // Hides the keys that a sparse list lacks. The stage is not free before P is published.
+  __device__ __forceinline__ void hide_missing_keys(Scores& s) const {
+#pragma unroll
+    for (int n = 0; n < kTileKV / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const bool exists = shared.exists[scored][8 * n + 2 * (rows.lane & 3) + e] != 0;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (!exists) s[0][n][2 * h + e] = -ptx::infinity();  // mutate: wide-missing-keys-seen
+        }
+      }
+    }
   }
 
   template <int kPiece>

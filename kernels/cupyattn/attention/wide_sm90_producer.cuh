@@ -83,19 +83,24 @@ struct WideSm90Producer {
   __device__ __forceinline__ int own_key(const Item& item, int tile) const {
     return item.first_key(tile) + kKeyRows * group + lane % kKeyRows;
   }
-  // Its page; -1 for none.
+  // Its page, or the entry of a sparse list; negative for none.
   __device__ __forceinline__ int page_of(const Item& item, int tile) const {
     const int key = own_key(item, tile);
     if (tile < item.tiles.begin || key >= item.range.end) return -1;
     if constexpr (!Traits::kPaged) return 0;
-    return params.kv_indices[item.work.request.kv_start + PageSlot::of(params, key).page];
+    const int entry = Traits::kSparse ? key : PageSlot::of(params, key).page;
+    return params.kv_indices[item.work.request.kv_start + entry];
   }
   __device__ __forceinline__ Row key_row(const Item& item, int tile, int page) const {
     // mutate: wide-keys-past-the-end
     if (page < 0) return Row{nullptr, nullptr};
     const int key = own_key(item, tile);
     PageSlot at{0, item.work.request.kv_start + key};
-    if constexpr (Traits::kPaged) at = PageSlot{page, PageSlot::of(params, key).slot};
+    if constexpr (Traits::kSparse) {
+      at = PageSlot::of(params, page);
+    } else if constexpr (Traits::kPaged) {
+      at = PageSlot{page, PageSlot::of(params, key).slot};
+    }
     return Row{
         keys_of<DTypeQ>(params, item.work.tile.kv_head) +
             paged_row(at.page, at.slot, params.k_stride_page, params.k_stride_n),
@@ -110,9 +115,20 @@ struct WideSm90Producer {
                                              const Row& own) const {
     // mutate: wide-piece-not-awaited
     await_phase(shared.empty_k[stage.stage][kPiece], stage.parity ^ 1);
+    if constexpr (Traits::kSparse && kPiece == 1) mark_keys(stage, own);
     copy_rows<KTile, Traits::template kFirstPanel<kPiece>, Traits::template kEndPanel<kPiece>>(
         shared.k[stage.stage], own);
     ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full_k[stage.stage][kPiece]));
+  }
+
+  // An arrival of its own for each warp, because those of the copies do not order these writes.
+  __device__ __forceinline__ void mark_keys(const typename Block::Stage& stage,
+                                            const Row& own) const {
+    const bool exists = own.latent != nullptr;  // mutate: wide-hidden-keys-marked
+    if (lane < kKeyRows) shared.exists[stage.stage][kKeyRows * group + lane] = exists;
+    ptx::warp_sync();
+    ptx::mbarrier_arrive_if(threadIdx.x % kWarpSize == 0,
+                            ptx::shared_address(&shared.full_k[stage.stage][1]));
   }
 
   // Copies some panels of this thread's rows. Rows that do not exist become zeros: nothing that

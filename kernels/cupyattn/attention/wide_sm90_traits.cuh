@@ -9,7 +9,7 @@ namespace cupyattn {
 template <typename Config>
 struct WideSm90Traits : Config {
   using Config::kHeadDimQK, Config::kHeadDimRope, Config::kHeadDimVO, Config::kPaged,
-      Config::kStages, Config::kTileKV;
+      Config::kSparse, Config::kStages, Config::kTileKV;
   using typename Config::DTypeKV;
   using typename Config::DTypeO;
   using typename Config::DTypeQ;
@@ -19,6 +19,11 @@ struct WideSm90Traits : Config {
   // causality and windows only, and stores O from registers.
   static constexpr bool kOverlap = true, kMasked = false, kStagesOutput = false;
   using LogitsVariant = PlainLogits;
+
+  // Sparse: a list says for each key where it is, or by a negative entry that it is hidden. The
+  // producer marks the keys of a stage that are there.
+  static constexpr int kMarkers = kSparse ? kWarpgroup / kWarpSize : 0;
+  using KeyMarks = conditional<kSparse, uint8_t[kStages][kTileKV], uint8_t>;
 
   using QTile = PanelTile<DTypeQ, kTileQ, kHeadDimQK>;
   // A key's latent columns are also its value, so a tile of keys is one of values.
@@ -59,6 +64,7 @@ struct WideSm90Traits : Config {
     uint32_t raised[4];         // whether rows of a warp have a larger maximum, for each warp
     typename LogitsVariant::Constants logits;
     RowInfo rows[1];
+    alignas(4) KeyMarks exists;
     alignas(8) Item items[1];
     alignas(8) uint64_t full_q, full_p, empty_p, full_normalisers;
     uint64_t full_k[kStages][kPieces], empty_k[kStages][kPieces];
