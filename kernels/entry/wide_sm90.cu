@@ -1,4 +1,4 @@
-// Attention with wide rows (multi-head latent attention) for Hopper (sm_90a).
+// Multi-head latent attention, and heads of 512 columns, for Hopper (sm_90a).
 #include "cupyattn/attention/wide_sm90.cuh"
 #include "cupyattn/common/pdl.cuh"
 

@@ -6,7 +6,7 @@ from .mutation import Mutation
 
 WIDE = (
     Mutation("wide-values-of-the-leader", "piece *", "0 *", "hopper wide"),
-    Mutation("wide-rope-not-multiplied", "KTile::kPanels", "kLatentPanels", "hopper wide"),
+    Mutation("wide-rope-not-multiplied", "VTile::kPanels", "2 * kPanelsOfPiece", "hopper wide"),
     Mutation("wide-p-chunks-overlap", "32 * i", "16 * i", "hopper wide"),
     Mutation(
         "wide-normaliser-of-the-upper-row", "rows.own_row(1)", "rows.own_row(0)", "hopper wide"
@@ -14,7 +14,7 @@ WIDE = (
     Mutation("wide-values-not-added", "adds_output = true;", "", "hopper wide"),
     Mutation(
         "wide-keys-not-awaited",
-        "await_phase(shared.full_k[k.stage][0], k.parity);",
+        "await_phase(shared.full[k.stage][kPiece], k.parity);",
         "",
         "hopper wide",
     ),
@@ -22,7 +22,7 @@ WIDE = (
     Mutation("wide-p-not-awaited", "await_phase(shared.full_p, p_parity);", "", "hopper wide"),
     Mutation(
         "wide-piece-not-awaited",
-        "await_phase(shared.empty_k[stage.stage][kPiece], stage.parity ^ 1);",
+        "await_phase(shared.empty[stage.stage][kPiece], stage.parity ^ 1);",
         "",
         "hopper wide",
     ),
@@ -44,8 +44,21 @@ WIDE = (
         "params.k_stride_page",
         "hopper wide apart",
     ),
-    Mutation("wide-hidden-keys-marked", "own.latent != nullptr", "1", "hopper wide sparse"),
+    Mutation("wide-hidden-keys-marked", "own.first != nullptr", "1", "hopper wide sparse"),
     Mutation("wide-missing-keys-seen", "!exists", "false", "hopper wide sparse"),
+    Mutation(
+        "wide-keys-kept",
+        "this->release(shared.empty[scored][Traits::kKeys]);",
+        ";",
+        "hopper wide ordinary",
+    ),
+    Mutation(
+        "wide-values-not-awaited",
+        "await_phase(shared.full[v.stage][Traits::kOfLeader], v.parity);",
+        "",
+        "hopper wide ordinary",
+    ),
+    Mutation("wide-values-by-stride-of-keys", "v_stride_n", "k_stride_n", "hopper wide ordinary"),
     Mutation("merged-columns-of-the-first-part", "index % kParts", "0", "hopper wide splits"),
     Mutation("wide-state-columns-of-the-leader", "+ first_column", "", "hopper wide splits"),
     Mutation(

@@ -317,6 +317,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper device plans": _hopper_plans,
     "hopper wide": _wide({"page_size": 7}),
     "hopper wide apart": _wide({"packed": False, "qo_len": (2,)}),
+    "hopper wide ordinary": _wide({"head_dims": (512, 512), "kv_heads": 2, "kv_len": (120,)}),
     "hopper wide sparse": _wide({"sparse": True}),
     "hopper wide splits": _wide({"splits": 2}),
     "hopper wide steep": _wide({"sharpness": 6.0, "rising": 2.0, "num_heads": 64}),

@@ -1,4 +1,4 @@
-"""wide_sm90 on the host: multi-head latent attention by hand-made Params."""
+"""wide_sm90 on the host, by hand-made Params: latent attention, and ordinary wide heads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
+from cupyattn.launch.tiles import wide_sm90
 
 from . import wide
 from .wide import Case
@@ -80,6 +82,29 @@ def test_sparse_lists(page_size: int, overlaps: bool) -> None:
     case = replace(BASE, sparse=True, page_size=page_size, overlaps=overlaps)
     check(replace(case, qo_len=(1, 1, 1), kv_len=(200, 0, 67), num_heads=128))
     check(replace(case, kv_len=(300,), splits=3, packed=False))
+
+
+ORDINARY = Case(qo_len=(9, 40), kv_len=(70, 130), num_heads=4, kv_heads=2, head_dims=(512, 512))
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "overlaps", "is_paged"),
+    [
+        ((512, 512), True, True),
+        ((512, 512), False, False),
+        ((256, 512), True, False),
+        ((256, 512), False, True),
+    ],
+)
+def test_ordinary_heads(head_dims: tuple[int, int], overlaps: bool, is_paged: bool) -> None:
+    assert head_dims in wide_sm90.ORDINARY
+    case = replace(ORDINARY, head_dims=head_dims, overlaps=overlaps, is_paged=is_paged, page_size=5)
+    check(case, seed=3)
+    check(replace(case, qo_len=(1, 0, 3), kv_len=(200, 30, 0), splits=2, has_sinks=True))
+
+
+def test_maxima_of_ordinary_heads() -> None:
+    check(replace(ORDINARY, sharpness=6.0, rising=2.0, causal=False, window_left=90))
 
 
 def test_without_lse() -> None:

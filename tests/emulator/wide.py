@@ -1,4 +1,7 @@
-"""wide_sm90 launched by hand on the host: a batch over a page table, NaN wherever nobody owns."""
+"""wide_sm90 launched by hand on the host: a batch of latent or of ordinary wide heads.
+
+Whatever no request owns is NaN.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from . import build, library
 from .library import Range
 
 LATENT, ROPE = 512, 64
+DIM_VO = 512
 TILE_Q = 64
 _TYPES = {
     "float16": np.dtype(np.float16),
@@ -38,6 +42,9 @@ _EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 class Case:
     """One launch, and a merge if keys are split.
 
+    num_heads  of queries, for each key head
+    head_dims  wide_sm90.LATENT, or of keys and of values that are apart
+    kv_heads   of ordinary heads, as is is_paged
     splits     into how many parts the keys of a tile are split
     packed     latent and rope parts share rows of 576 elements
     spare      items of zeros at the end of the work list
@@ -56,6 +63,9 @@ class Case:
     o_dtype: str = ""
     splits: int = 1
     packed: bool = True
+    head_dims: tuple[int, int] = wide_sm90.LATENT
+    kv_heads: int = 1
+    is_paged: bool = True
     has_sinks: bool = False
     has_lse: bool = True
     window_left: int = -1
@@ -109,43 +119,50 @@ def _span(x: np.ndarray) -> int:
 def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
     """Make inputs, launch, and answer in float64 too."""
     rng = np.random.default_rng(case.seed)
-    dtype = _TYPES[case.dtype]
-    num_rows, heads = sum(case.qo_len), case.num_heads
+    dtype, dtype_o = _TYPES[case.dtype], _TYPES[case.o_dtype or case.dtype]
+    num_rows, heads = sum(case.qo_len), case.num_heads * case.kv_heads
+    is_latent = case.head_dims == wide_sm90.LATENT
     scale = 1.0 / math.sqrt(192)
 
-    def numbers(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape)
-
-    q = _guarded((num_rows, heads, LATENT + ROPE), dtype, pad=8)
-    q[...] = (numbers(*q.shape) * case.sharpness / 3).astype(dtype)
-    keys = [numbers(n, LATENT + ROPE) for n in case.kv_len]
+    q = _guarded((num_rows, heads, case.head_dims[0]), dtype, pad=8)
+    q[...] = (rng.standard_normal(q.shape) * case.sharpness / 3).astype(dtype)
+    keys = [rng.standard_normal((n, case.kv_heads, case.head_dims[0])) for n in case.kv_len]
     if case.rising:
         # All queries lean towards one direction, along which keys grow.
         q[..., :64] += dtype.type(1.0)
         for x in keys:
-            x[:, :64] += case.rising * np.linspace(1.0, 0.0, len(x))[:, None]
+            x[..., :64] += case.rising * np.linspace(1.0, 0.0, len(x))[:, None, None]
     keys = [x.astype(dtype) for x in keys]
-    table, starts, pools = _paginate(case, keys, dtype, rng)
-    o = _guarded((num_rows, heads, LATENT), _TYPES[case.o_dtype or case.dtype], pad=16)
+    if is_latent:
+        values = [x[..., :LATENT] for x in keys]
+        table, starts, k, second = _paginate_latent(case, keys, rng)
+    else:
+        values = [
+            rng.standard_normal((n, case.kv_heads, DIM_VO)).astype(dtype) for n in case.kv_len
+        ]
+        table, starts, k, second = _lay_out(case, keys, values, rng)
+    o = _guarded((num_rows, heads, DIM_VO), dtype_o, pad=16)
     lse = np.full((num_rows, heads), np.nan, np.float32)
-    sinks = numbers(heads).astype(np.float32) if case.has_sinks else None
+    sinks = rng.standard_normal(heads).astype(np.float32) if case.has_sinks else None
     if case.sparse:
         table, starts, keys = _scatter(case, table, keys, rng)
+        values = [x[..., :LATENT] for x in keys]
     items, merges, num_states = _plan(case, starts)
 
     memory = _Memory()
-    latent, rope = pools
-    q_rope = q[..., LATENT:]
-    if not case.packed:
-        q_rope = _guarded((num_rows, heads, ROPE), dtype, pad=24)
-        q_rope[...] = q[..., LATENT:]
-        q[..., LATENT:] = np.nan
-    partial_o = np.full((num_states, TILE_Q, LATENT), np.nan, np.float32)
-    partial_lse = np.full((num_states, TILE_Q), np.nan, np.float32)
-    latent_q = q[..., :LATENT]
+    first_q, q_rope = q, None
+    if is_latent:
+        first_q, q_rope = q[..., :LATENT], q[..., LATENT:]
+        if not case.packed:
+            q_rope = _guarded((num_rows, heads, ROPE), dtype, pad=24)
+            q_rope[...] = q[..., LATENT:]
+            q[..., LATENT:] = np.nan
+    states = num_states * case.kv_heads
+    partial_o = np.full((states, TILE_Q, DIM_VO), np.nan, np.float32)
+    partial_lse = np.full((states, TILE_Q), np.nan, np.float32)
     spec = SimpleNamespace(
-        num_kv_heads=1,
-        group_size=heads,
+        num_kv_heads=case.kv_heads,
+        group_size=case.num_heads,
         window_left=case.window_left,
         right_limit=0 if case.causal else -1,
         logits_soft_cap=0.0,
@@ -153,19 +170,21 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         value_pages=0,
         pos_encoding="NONE",
     )
+    # Arrays of keys and of values are [pages, rows of a page, heads, columns].
+    v = k if is_latent else second
     strides = structs.STRIDES.pack(
-        *_strides(latent_q, 0, 1),
-        *(_strides(latent, 1)[0], 0),
-        *(_strides(latent, 1)[0], 0),
+        *_strides(first_q, 0, 1),
+        *_strides(k, 1, 2),
+        *_strides(v, 1, 2),
         *_strides(o, 0, 1),
         *_strides(lse, 0, 1),
-        *_strides(latent, 0),
-        *_strides(latent, 0),
+        *_strides(k, 0),
+        *_strides(v, 0),
     )
     packed = structs.ATTENTION.pack(
-        memory(latent_q),
-        memory(latent),
-        0,
+        memory(first_q),
+        memory(k),
+        0 if is_latent else memory(v),
         memory(o, True),
         structs.OPTIONAL.pack(memory(lse, True) if case.has_lse else 0, 0, memory(sinks), 0, 0, 0),
         memory(partial_o, True),
@@ -182,34 +201,37 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         0,
         structs.pack_constants(spec, sm_scale=scale, output_scale=1.0),
     )
-    packed += _LATENT.pack(
-        memory(q_rope),
-        memory(rope),
-        *_strides(q_rope, 0, 1),
-        *_strides(rope, 1, 0),
-        1.0,
-        0,
+    if is_latent:
+        assert q_rope is not None
+        rope_strides = *_strides(q_rope, 0, 1), *_strides(second, 1, 0)
+        packed += _LATENT.pack(memory(q_rope), memory(second), *rope_strides, 1.0, 0)
+    config = wide_sm90.config(
+        dtypes.parse(case.dtype),
+        dtypes.parse(case.o_dtype or case.dtype),
+        case.head_dims,
+        paged=case.is_paged,
+        overlaps=case.overlaps,
+        sparse=case.sparse,
     )
-    types = (dtypes.parse(x) for x in (case.dtype, case.o_dtype or case.dtype))
-    config = wide_sm90.config(*types, overlaps=case.overlaps, sparse=case.sparse)
-    _launch("wide_sm90", config.config, packed, (1, len(items), 1), config, memory, seed, mode)
+    grid = case.kv_heads, len(items), 1
+    _launch("wide_sm90", config.config, packed, grid, config, memory, seed, mode)
     if len(merges):
         merge = jit.Config(
             {
                 "DTypeO": dtypes.parse(case.o_dtype or case.dtype),
-                "kHeadDimVO": LATENT,
+                "kHeadDimVO": DIM_VO,
                 "kTileQ": TILE_Q,
                 "kWarps": 4,
                 "kAligned": True,
             }
         )
-        grid = (len(merges) * TILE_Q * merge_splits.parts(LATENT) // 4, 1, 1)
+        grid = len(merges) * TILE_Q * merge_splits.parts(DIM_VO) // 4, case.kv_heads, 1
         size = SimpleNamespace(threads=128, shared_bytes=0)
         _launch("merge_splits", merge, packed, grid, size, memory, seed, mode)
-    if not case.packed:
+    if q_rope is not None:
         q[..., LATENT:] = q_rope
     _check_guards(o)
-    return _answer(case, q, keys, o, lse, sinks, scale)
+    return _answer(case, q, keys, values, o, lse, sinks, scale)
 
 
 def _launch(
@@ -265,31 +287,64 @@ def _check_guards(o: np.ndarray) -> None:
     assert np.isnan(whole[..., o.shape[2] :].astype(np.float32)).all(), "wrote between rows of o"
 
 
-def _paginate(
-    case: Case, keys: list[np.ndarray], dtype: np.dtype, rng: np.random.Generator
-) -> tuple[np.ndarray, list[int], tuple[np.ndarray, np.ndarray]]:
-    """The page table, where requests begin in it, and the pools [pages, page_size, columns]."""
+def _make_table(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, list[int], int]:
+    """The page table, where requests begin in it, and the number of pages."""
     counts = [-(-n // case.page_size) for n in case.kv_len]
     num_pages = sum(counts) + 3
     table = rng.permutation(num_pages)[: sum(counts)].astype(np.int32)
-    columns = LATENT + ROPE
+    return table, [sum(counts[:i]) for i in range(len(counts))], num_pages
+
+
+def _paginate_latent(
+    case: Case, keys: list[np.ndarray], rng: np.random.Generator
+) -> tuple[np.ndarray, list[int], np.ndarray, np.ndarray]:
+    """Table, starts, and the pools [pages, page_size, 1, columns] of latent and rope parts."""
+    table, starts, num_pages = _make_table(case, rng)
+    dtype, columns, rows = keys[0].dtype, LATENT + ROPE, case.page_size
     if case.packed:
-        whole = np.full((num_pages, case.page_size, columns), np.nan, dtype)
-        pools = whole[..., :LATENT], whole[..., LATENT:]
+        whole = np.full((num_pages, rows, 1, columns), np.nan, dtype)
+        latent, rope = whole[..., :LATENT], whole[..., LATENT:]
     else:
         # Apart, with strides of their own.
-        whole = np.full((num_pages, case.page_size + 1, columns), np.nan, dtype)
-        rope = np.full((num_pages + 1, case.page_size + 2, ROPE + 8), np.nan, dtype)
-        pools = whole[:, : case.page_size, :LATENT], rope[:num_pages, : case.page_size, :ROPE]
-    starts, place = [], 0
-    for own, count in zip(keys, counts, strict=True):
-        starts.append(place)
+        latent = np.full((num_pages, rows + 1, 1, columns), np.nan, dtype)[:, :rows, :, :LATENT]
+        rope = np.full((num_pages + 1, rows + 2, 1, ROPE + 8), np.nan, dtype)
+        rope = rope[:num_pages, :rows, :, :ROPE]
+    _fill_pages(case, table, starts, keys, latent)
+    _fill_pages(case, table, starts, [x[..., LATENT:] for x in keys], rope)
+    return table, starts, latent, rope
+
+
+def _lay_out(
+    case: Case, keys: list[np.ndarray], values: list[np.ndarray], rng: np.random.Generator
+) -> tuple[np.ndarray, list[int], np.ndarray, np.ndarray]:
+    """Table, starts, K and V: pages, or one of all rows if the case is not paged."""
+    dtype = keys[0].dtype
+    table, starts, num_pages = _make_table(case, rng)
+    shape = num_pages, case.page_size
+    if not case.is_paged:
+        lengths = [len(x) + 3 for x in keys]
+        table, starts = np.zeros(0, np.int32), [sum(lengths[:i]) for i in range(len(keys))]
+        shape = 1, sum(lengths)
+    pools = []
+    for own, pad in ((keys, 8), (values, 16)):
+        columns = own[0].shape[-1]
+        pool = np.full((*shape, case.kv_heads, columns + pad), np.nan, dtype)[..., :columns]
+        if case.is_paged:
+            _fill_pages(case, table, starts, own, pool)
+        else:
+            for start, x in zip(starts, own, strict=True):
+                pool[0, start : start + len(x)] = x
+        pools.append(pool)
+    return table, starts, *pools
+
+
+def _fill_pages(
+    case: Case, table: np.ndarray, starts: list[int], rows: list[np.ndarray], pool: np.ndarray
+) -> None:
+    for start, own in zip(starts, rows, strict=True):
         for i, row in enumerate(own):
-            page = table[place + i // case.page_size]
-            pools[0][page, i % case.page_size] = row[:LATENT]
-            pools[1][page, i % case.page_size] = row[LATENT:]
-        place += count
-    return table, starts, pools
+            page = table[start + i // case.page_size]
+            pool[page, i % case.page_size] = row[..., : pool.shape[-1]]
 
 
 def _scatter(
@@ -345,6 +400,7 @@ def _answer(
     case: Case,
     q: np.ndarray,
     keys: list[np.ndarray],
+    values: list[np.ndarray],
     o: np.ndarray,
     lse: np.ndarray,
     sinks: np.ndarray | None,
@@ -352,13 +408,11 @@ def _answer(
 ) -> Answer:
     answer = Answer(case, [], [], [], [])
     token = 0
-    for qo_len, own in zip(case.qo_len, keys, strict=True):
+    for qo_len, k, v in zip(case.qo_len, keys, values, strict=True):
         rows = slice(token, token + qo_len)
         token += qo_len
         expected_o, expected_lse = attention(
-            q[rows].astype(np.float64),
-            own[:, None].astype(np.float64),
-            own[:, None, :LATENT].astype(np.float64),
+            *(x.astype(np.float64) for x in (q[rows], k, v)),
             causal=case.causal,
             window_left=case.window_left,
             sm_scale=scale,

@@ -1,16 +1,20 @@
-"""Tile configurations of wide_sm90 (multi-head latent attention on Hopper), and what it serves."""
+"""Tile configurations of wide_sm90 (heads of 512 columns on Hopper), and what it serves."""
 
 from __future__ import annotations
 
 from ... import jit
 from ...core.dtypes import DType
 from ...core.problem import AttentionProblem
-from .config import Field, TileConfig, struct_of
+from .config import Field, TileConfig, round_up, struct_of
 
-LATENT_DIM, ROPE_DIM = 512, 64
-TILE_Q, TILE_KV, STAGES = 64, 64, 2
+# Head dims of q, k and of v, o. The first are those of latent attention, 512 and 64 rotated ones:
+# values are the first columns of keys. Others have values of their own, and as many stages of keys
+# as shared memory has room for.
+LATENT = (576, 512)
+ORDINARY = {(512, 512): 2, (256, 512): 3}
+TILE_Q = 64
 # A producer and two consumer warpgroups, and the registers of a thread of each kind.
-THREADS = 3 * 128
+_THREADS = 3 * 128
 _REGISTERS = (40, 232)
 # The row class of requests of more than one tile (select.ROW_CLASSES).
 _LARGE = "large"
@@ -27,7 +31,8 @@ def choose(
     for memory, others for products. page_size decides nothing.
     """
     is_latent, is_sparse = (getattr(problem, name, False) for name in ("latent", "sparse"))
-    has_dims = (problem.head_dim_qk, problem.head_dim_vo) == (LATENT_DIM + ROPE_DIM, LATENT_DIM)
+    head_dims = problem.head_dim_qk, problem.head_dim_vo
+    has_dims = head_dims == LATENT and problem.paged if is_latent else head_dims in ORDINARY
     has_option = (
         problem.soft_cap
         or problem.custom_mask
@@ -35,50 +40,73 @@ def choose(
         or problem.pos_encoding != "NONE"
         or problem.own_value_pages
     )
-    is_served = problem.paged and problem.aligned and problem.dtype_kv is problem.dtype_q
-    if not (is_latent and has_dims and is_served) or has_option:
+    if not has_dims or has_option or not problem.aligned or problem.dtype_kv is not problem.dtype_q:
         return None
-    tiles = config(problem.dtype_q, problem.dtype_o, overlaps=rows == _LARGE, sparse=is_sparse)
+    tiles = config(
+        problem.dtype_q,
+        problem.dtype_o,
+        head_dims,
+        paged=problem.paged,
+        overlaps=rows == _LARGE,
+        sparse=is_sparse,
+    )
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
 def config(
-    dtype: DType, dtype_o: DType, *, overlaps: bool = True, sparse: bool = False
+    dtype: DType,
+    dtype_o: DType,
+    head_dims: tuple[int, int] = LATENT,
+    *,
+    paged: bool = True,
+    overlaps: bool = True,
+    sparse: bool = False,
 ) -> TileConfig:
     """The instance for queries and keys of one type.
 
     overlaps: O += P V of a tile runs beside the softmax of the next, which must have landed.
     sparse: kv_indices has an entry for each key, its slot, or a negative number for none.
     """
-    row_bytes = 2 * (LATENT_DIM + ROPE_DIM)
+    head_dim_qk, head_dim_vo = head_dims
+    is_latent = head_dims == LATENT
+    # Where values are not keys too, twice 64 keys do not fit.
+    tile_kv, stages = (64, 2) if is_latent else (32, ORDINARY[head_dims])
+    num_pieces = 2 if is_latent else 3
+    values = [] if is_latent else [_panels(tile_kv, head_dim_vo, stages)]
     shared = struct_of(
-        Field(TILE_Q * row_bytes, _PATTERN_BYTES),
-        Field(STAGES * TILE_KV * row_bytes, _PATTERN_BYTES),
-        Field(2 * TILE_Q * TILE_KV, _PATTERN_BYTES),
+        *values,
+        _panels(TILE_Q, head_dim_qk, 1),
+        _panels(tile_kv, head_dim_qk, stages),
+        _panels(TILE_Q, tile_kv, 1),
         Field(4 * 2 * TILE_Q),  # factors and normalisers
         Field(4 * 4),  # raised
         Field(32, 16),  # constants of logits
         Field(20),  # facts of a row, which no logit here takes
-        Field(STAGES * TILE_KV if sparse else 1),
+        Field(stages * tile_kv if sparse else 1),
         Field(_ITEM_BYTES, 8),
-        Field(8 * (4 + 4 * STAGES), 8),
+        Field(8 * (4 + 2 * num_pieces * stages), 8),
     ).size
     constants: dict[str, int | bool | DType] = {
         "DTypeQ": dtype,
         "DTypeKV": dtype,
         "DTypeO": dtype_o,
-        "kHeadDimQK": LATENT_DIM + ROPE_DIM,
-        "kHeadDimVO": LATENT_DIM,
-        "kHeadDimRope": ROPE_DIM,
-        "kLatent": True,
+        "kHeadDimQK": head_dim_qk,
+        "kHeadDimVO": head_dim_vo,
+        "kHeadDimRope": head_dim_qk - head_dim_vo if is_latent else 0,
+        "kLatent": is_latent,
         "kSparse": sparse,
-        "kPaged": True,
+        "kPaged": paged,
         "kIntraWarpgroupOverlap": overlaps,
         "kTileQ": TILE_Q,
-        "kTileKV": TILE_KV,
-        "kStages": STAGES,
+        "kTileKV": tile_kv,
+        "kStages": stages,
         "kProducerRegisters": _REGISTERS[0],
         "kConsumerRegisters": _REGISTERS[1],
         "kSharedBytes": shared,
     }
-    return TileConfig("wide_sm90", jit.Config(constants), TILE_Q, TILE_KV, THREADS, shared)
+    return TileConfig("wide_sm90", jit.Config(constants), TILE_Q, tile_kv, _THREADS, shared)
+
+
+def _panels(rows: int, columns: int, count: int) -> Field:
+    """`count` tiles (PanelTile) of 16-bit elements."""
+    return Field(count * rows * 2 * round_up(columns, 64), _PATTERN_BYTES)

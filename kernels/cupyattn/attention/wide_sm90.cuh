@@ -1,4 +1,4 @@
-// Attention with rows too wide for one warpgroup's O, on Hopper: starts the roles of a block. Three
+// Attention whose O is too wide for one warpgroup, on Hopper: starts the roles of a block. Three
 // warpgroups: a producer, and two consumers that hold half of the columns of O each. Multi-head
 // latent attention (absorbed) is grouped-query attention with one key head whose values are the
 // first columns of its keys, so a tile of keys is read once for both products.
@@ -60,8 +60,9 @@ struct WideSm90 {
     init(shared.full_normalisers, 4);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       for (int piece = 0; piece < Traits::kPieces; ++piece) {
-        init(shared.full_k[stage][piece], Traits::kWarpgroup + (piece == 1 ? Traits::kMarkers : 0));
-        init(shared.empty_k[stage][piece], 4);
+        const bool is_marked = piece == Traits::kOfFollower;
+        init(shared.full[stage][piece], Traits::kWarpgroup + (is_marked ? Traits::kMarkers : 0));
+        init(shared.empty[stage][piece], 4);
       }
     }
     ptx::fence_mbarrier_init();

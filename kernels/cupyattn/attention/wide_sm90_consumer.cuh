@@ -4,8 +4,8 @@
 //
 // The leader, for a tile of keys. "<-" names what a phase waits for.
 //   issue_scores          S = Q K^T <- producer: each piece of K
-//   issue_output          O += P V of the tile before, its own columns
-//   await_scores          <- S
+//   issue_output          O += P V of the tile before, its own columns <- producer: values
+//   await_scores          <- S; releases keys that are not also values
 //   next_tile             softmax, beside O += P V of both warpgroups
 //   publish               P goes to shared memory <- follower: P of the tile before is read
 //   await_output          <- O; releases the first piece of the tile before
@@ -32,7 +32,7 @@ template <typename Traits>
 struct WideSm90Output {
   using DTypeO = typename Traits::DTypeO;
   using DTypeQ = typename Traits::DTypeQ;
-  using KTile = typename Traits::KTile;
+  using VTile = typename Traits::VTile;
   using PTile = typename Traits::PTile;
   using Item = typename Traits::Item;
   using Rows = PrefillSm90Rows<Traits>;
@@ -62,9 +62,9 @@ struct WideSm90Output {
 
   // The warpgroup's columns of the values of a stage.
   __device__ __forceinline__ uint64_t values(const Stage& stage) const {
-    return operand_at<KTile>(ptx::shared_address(shared.k[stage.stage]) +
+    return operand_at<VTile>(ptx::shared_address(shared.values(stage.stage)) +
                              // mutate: wide-values-of-the-leader
-                             piece * Traits::kPanelsOfPiece * KTile::kPanelBytes);
+                             piece * Traits::kPanelsOfPiece * VTile::kPanelBytes);
   }
 
   __device__ __forceinline__ void release(uint64_t& barrier) const {
@@ -105,10 +105,11 @@ struct WideSm90Leader : WideSm90Output<Traits> {
       Base::shared;
   using typename Base::DTypeQ;
   using typename Base::Item;
-  using typename Base::KTile;
   using typename Base::PTile;
   using typename Base::Stage;
+  using typename Base::VTile;
   using QTile = typename Traits::QTile;
+  using KTile = typename Traits::KTile;
   using Softmax = PrefillSm90Softmax<Traits>;
   using Probabilities = typename Softmax::Probabilities;
   using Scores = float[1][kTileKV / 8][4];
@@ -146,9 +147,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     Scores s;
     Probabilities probabilities;
     issue_scores(s);
-    ptx::wgmma_wait<0>();
-    take_results(s);
-    if constexpr (Traits::kSparse) hide_missing_keys(s);
+    await_scores<0>(s);
     softmax.first_tile(probabilities, s, item, KeyTile{tile, softmax.needs_mask(tile)}, v);
     publish(probabilities);
     commit_probabilities(probabilities);
@@ -159,9 +158,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     Probabilities probabilities;
     issue_scores(s);
     if (kOverlaps) issue_output();
-    ptx::wgmma_wait<kOverlaps ? 1 : 0>();
-    take_results(s);
-    if constexpr (Traits::kSparse) hide_missing_keys(s);
+    await_scores<kOverlaps ? 1 : 0>(s);
     softmax.next_tile(probabilities, s, o, item, KeyTile{tile, softmax.needs_mask(tile)}, v);
     publish(probabilities);
     if (kOverlaps) await_output();
@@ -173,24 +170,44 @@ struct WideSm90Leader : WideSm90Output<Traits> {
 
   // --- Phases ---
 
-  // S = Q K^T of the tile whose keys land next. The second piece lands first.
+  // S = Q K^T of the tile whose keys land next.
   __device__ __forceinline__ void issue_scores(Scores& s) {
     // Copies, because ptxas would keep the operand of each product in registers, and spill.
     const uint64_t queries = ptx::opaque_copy(operand_at<QTile>(ptx::shared_address(shared.q)));
     const uint64_t keys =
         ptx::opaque_copy(operand_at<KTile>(ptx::shared_address(shared.k[k.stage])));
-    await_phase(shared.full_k[k.stage][1], k.parity);
-    ptx::fence_proxy_async();
-    ptx::wgmma_fence();
-    issue_piece<1>(s, queries, keys);
-    // mutate: wide-keys-not-awaited
-    await_phase(shared.full_k[k.stage][0], k.parity);
-    ptx::fence_proxy_async();
-    ptx::wgmma_fence();
-    issue_piece<0>(s, queries, keys);
+    if constexpr (Traits::kLatent) {
+      issue_piece<Traits::kOfFollower>(s, queries, keys, false);
+      issue_piece<Traits::kOfLeader>(s, queries, keys, true);
+    } else {
+      issue_piece<Traits::kKeys>(s, queries, keys, false);
+    }
     ptx::wgmma_commit();
     scored = k.stage;
     k.advance();
+  }
+  // The products by one piece, once it has landed.
+  template <int kPiece>
+  __device__ __forceinline__ void issue_piece(Scores& s, uint64_t queries, uint64_t keys,
+                                              bool adds) const {
+    constexpr bool kIsAll = kPiece == Traits::kKeys;
+    constexpr int kFirst = kIsAll ? 0 : Traits::template kFirstPanel<kPiece>;
+    constexpr int kEnd = kIsAll ? KTile::kPanels : Traits::template kEndPanel<kPiece>;
+    // mutate: wide-keys-not-awaited
+    await_phase(shared.full[k.stage][kPiece], k.parity);
+    ptx::fence_proxy_async();
+    ptx::wgmma_fence();
+    issue_qk_panels<QTile, KTile, kFirst, kEnd>(s, queries, keys, adds);
+  }
+
+  // kPending: groups of products that were issued after S.
+  template <int kPending>
+  __device__ __forceinline__ void await_scores(Scores& s) const {
+    ptx::wgmma_wait<kPending>();
+    take_results(s);
+    // mutate: wide-keys-kept
+    if constexpr (!Traits::kLatent) this->release(shared.empty[scored][Traits::kKeys]);
+    if constexpr (Traits::kSparse) hide_missing_keys(s);
   }
 
   // Hides the keys that a sparse list lacks. The stage is not free before P is published.
@@ -208,16 +225,15 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     }
   }
 
-  template <int kPiece>
-  static __device__ __forceinline__ void issue_piece(Scores& s, uint64_t queries, uint64_t keys) {
-    issue_qk_panels<QTile, KTile, Traits::template kFirstPanel<kPiece>,
-                    Traits::template kEndPanel<kPiece>>(s, queries, keys, kPiece == 0);
-  }
-
   // O += P V of the tile of `p`.
   __device__ __forceinline__ void issue_output() {
+    if constexpr (!Traits::kLatent) {
+      // mutate: wide-values-not-awaited
+      await_phase(shared.full[v.stage][Traits::kOfLeader], v.parity);
+      ptx::fence_proxy_async();
+    }
     ptx::wgmma_fence();
-    issue_pv<KTile, kColumns>(o, p, this->values(v), adds_output);
+    issue_pv<VTile, kColumns>(o, p, this->values(v), adds_output);
     ptx::wgmma_commit();
     adds_output = true;  // mutate: wide-values-not-added
   }
@@ -225,7 +241,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
   __device__ __forceinline__ void await_output() {
     ptx::wgmma_wait<0>();
     take_results(o);
-    this->release(shared.empty_k[v.stage][0]);
+    this->release(shared.empty[v.stage][Traits::kOfLeader]);
     v.advance();
   }
   __device__ __forceinline__ void complete_output() {
@@ -282,9 +298,9 @@ struct WideSm90Follower : WideSm90Output<Traits> {
   using Base::kColumns, Base::o, Base::rows, Base::shared;
   using typename Base::DTypeQ;
   using typename Base::Item;
-  using typename Base::KTile;
   using typename Base::PTile;
   using typename Base::Stage;
+  using typename Base::VTile;
 
   __device__ __forceinline__ explicit WideSm90Follower(const WideSm90Block<Traits>& block)
       : Base(block, 1) {}
@@ -311,8 +327,8 @@ struct WideSm90Follower : WideSm90Output<Traits> {
   }
 
   __device__ __forceinline__ void process_tile(const Stage& v, uint32_t p_parity, bool adds) {
-    // The leader has seen the keys land; this warpgroup sees it by its own wait.
-    await_phase(shared.full_k[v.stage][1], v.parity);
+    // The leader may have seen the values land; this warpgroup sees it by its own wait.
+    await_phase(shared.full[v.stage][Traits::kOfFollower], v.parity);
     await_phase(shared.full_p, p_parity);  // mutate: wide-p-not-awaited
     if (adds && unlikely(shared.raised[rows.warp] != 0)) {
       const float factors[1][2] = {
@@ -321,12 +337,12 @@ struct WideSm90Follower : WideSm90Output<Traits> {
     }
     ptx::fence_proxy_async();
     ptx::wgmma_fence();
-    issue_pv_shared<PTile, KTile, kColumns>(o, operand_at<PTile>(ptx::shared_address(shared.p)),
+    issue_pv_shared<PTile, VTile, kColumns>(o, operand_at<PTile>(ptx::shared_address(shared.p)),
                                             this->values(v), adds);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     take_results(o);
-    this->release(shared.empty_k[v.stage][1]);
+    this->release(shared.empty[v.stage][Traits::kOfFollower]);
     this->release(shared.empty_p);
   }
 };

@@ -12,16 +12,18 @@ struct WideSm90Producer {
   using DTypeQ = typename Traits::DTypeQ;
   using QTile = typename Traits::QTile;
   using KTile = typename Traits::KTile;
+  using VTile = typename Traits::VTile;
   using Item = typename Traits::Item;
   using Block = WideSm90Block<Traits>;
-  static constexpr int kTileKV = Traits::kTileKV, kPieces = Traits::kPieces;
+  static constexpr int kTileKV = Traits::kTileKV;
   // Eight lanes copy a row at a time, of kRows neighbouring rows; a lane knows where one of them
   // is.
   static constexpr int kGroups = Traits::kWarpgroup / 8;
 
-  // Where the two parts of a row lie; nullptr for a row that does not exist.
+  // Where a row begins in two arrays: its latent and its rope part, or K and V. nullptr for a row
+  // that does not exist.
   struct Row {
-    const DTypeQ *latent, *rope;
+    const DTypeQ *first, *second;
   };
 
   const Block& block;
@@ -48,8 +50,10 @@ struct WideSm90Producer {
       const Row own = key_row(item, tile, page);
       // Looked up a tile ahead, because the page table is far away.
       page = page_of(item, tile - 1);  // mutate: wide-page-of-the-same-tile
-      copy_piece<1>(stage, own);
-      copy_piece<0>(stage, own);
+      // In the order in which consumers want them.
+      if constexpr (!Traits::kLatent) copy_piece<Traits::kKeys>(stage, own);
+      copy_piece<Traits::kOfFollower>(stage, own);
+      copy_piece<Traits::kOfLeader>(stage, own);
       stage.advance();
     }
   }
@@ -64,13 +68,15 @@ struct WideSm90Producer {
     Row own{nullptr, nullptr};
     // mutate: wide-query-past-the-last
     if (r < work.num_rows) {
-      own.latent = static_cast<const DTypeQ*>(params.q) + token * params.q_stride_n +
-                   head * params.q_stride_h;
-      own.rope = static_cast<const DTypeQ*>(all_params.q_rope) +
-                 // mutate: wide-rope-of-first-head
-                 token * all_params.q_rope_stride_n + head * all_params.q_rope_stride_h;
+      own.first = static_cast<const DTypeQ*>(params.q) + token * params.q_stride_n +
+                  head * params.q_stride_h;
+      if constexpr (Traits::kLatent) {
+        own.second = static_cast<const DTypeQ*>(all_params.q_rope) +
+                     token * all_params.q_rope_stride_n +
+                     head * all_params.q_rope_stride_h;  // mutate: wide-rope-of-first-head
+      }
     }
-    copy_rows<QTile, 0, QTile::kPanels>(shared.q, own);
+    copy_rows<QTile, 0, QTile::kPanels, Traits::kLatentPanels>(shared.q, own);
     ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full_q));
   }
 
@@ -101,52 +107,67 @@ struct WideSm90Producer {
     } else if constexpr (Traits::kPaged) {
       at = PageSlot{page, PageSlot::of(params, key).slot};
     }
-    return Row{
-        keys_of<DTypeQ>(params, item.work.tile.kv_head) +
-            paged_row(at.page, at.slot, params.k_stride_page, params.k_stride_n),
-        static_cast<const DTypeQ*>(all_params.k_rope) +
-            // mutate: wide-rope-page-by-latent-stride
-            paged_row(at.page, at.slot, all_params.k_rope_stride_page, all_params.k_rope_stride_n)};
+    const int kv_head = item.work.tile.kv_head;
+    Row row{keys_of<DTypeQ>(params, kv_head) +
+                paged_row(at.page, at.slot, params.k_stride_page, params.k_stride_n),
+            nullptr};
+    if constexpr (Traits::kLatent) {
+      // mutate: wide-rope-page-by-latent-stride
+      const int64_t stride_page = all_params.k_rope_stride_page;
+      row.second = static_cast<const DTypeQ*>(all_params.k_rope) +
+                   paged_row(at.page, at.slot, stride_page, all_params.k_rope_stride_n);
+    } else {
+      row.second = values_of<DTypeQ>(params, kv_head) +
+                   // mutate: wide-values-by-stride-of-keys
+                   paged_row(at.page, at.slot, params.v_stride_page, params.v_stride_n);
+    }
+    return row;
   }
 
-  // Copies a piece of a tile of keys once its place is free.
+  // Copies a piece of a stage once its place is free.
   template <int kPiece>
   __device__ __forceinline__ void copy_piece(const typename Block::Stage& stage,
                                              const Row& own) const {
     // mutate: wide-piece-not-awaited
-    await_phase(shared.empty_k[stage.stage][kPiece], stage.parity ^ 1);
-    if constexpr (Traits::kSparse && kPiece == 1) mark_keys(stage, own);
-    copy_rows<KTile, Traits::template kFirstPanel<kPiece>, Traits::template kEndPanel<kPiece>>(
-        shared.k[stage.stage], own);
-    ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full_k[stage.stage][kPiece]));
+    await_phase(shared.empty[stage.stage][kPiece], stage.parity ^ 1);
+    if constexpr (Traits::kSparse && kPiece == Traits::kOfFollower) mark_keys(stage, own);
+    if constexpr (kPiece == Traits::kKeys) {
+      copy_rows<KTile, 0, KTile::kPanels, KTile::kPanels>(shared.k[stage.stage], own);
+    } else {
+      constexpr int kFirst = Traits::template kFirstPanel<kPiece>;
+      constexpr int kEnd = Traits::template kEndPanel<kPiece>;
+      constexpr int kSecond = Traits::kLatent ? Traits::kLatentPanels : 0;
+      copy_rows<VTile, kFirst, kEnd, kSecond>(shared.values(stage.stage), own);
+    }
+    ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full[stage.stage][kPiece]));
   }
 
   // An arrival of its own for each warp, because those of the copies do not order these writes.
   __device__ __forceinline__ void mark_keys(const typename Block::Stage& stage,
                                             const Row& own) const {
-    const bool exists = own.latent != nullptr;  // mutate: wide-hidden-keys-marked
+    const bool exists = own.first != nullptr;  // mutate: wide-hidden-keys-marked
     if (lane < kKeyRows) shared.exists[stage.stage][kKeyRows * group + lane] = exists;
     ptx::warp_sync();
     ptx::mbarrier_arrive_if(threadIdx.x % kWarpSize == 0,
-                            ptx::shared_address(&shared.full_k[stage.stage][1]));
+                            ptx::shared_address(&shared.full[stage.stage][Traits::kOfFollower]));
   }
 
-  // Copies some panels of this thread's rows. Rows that do not exist become zeros: nothing that
-  // nobody owns is multiplied.
-  template <typename Tile, int kFirstPanel, int kEndPanel>
+  // Copies some panels of this thread's rows, from the second array from panel kSecond on. Rows
+  // that do not exist become zeros: nothing that nobody owns is multiplied.
+  template <typename Tile, int kFirst, int kEnd, int kSecond>
   __device__ __forceinline__ void copy_rows(unsigned char* tile, const Row& own) const {
     constexpr int kRows = Tile::kRows / kGroups;
+    constexpr bool kHasFirst = kFirst<kSecond, kHasSecond = kEnd> kSecond;
     const uint32_t to = ptx::shared_address(tile) + Tile::offset(kRows * group, lane);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const Row row{of_lane(own.latent, i), of_lane(own.rope, i)};
-      const bool exists = row.latent != nullptr;
+      const DTypeQ* const first = kHasFirst ? of_lane(own.first, i) : nullptr;
+      const DTypeQ* const second = kHasSecond ? of_lane(own.second, i) : nullptr;
+      const bool exists = (kHasFirst ? first : second) != nullptr;
 #pragma unroll
-      for (int panel = kFirstPanel; panel < kEndPanel; ++panel) {
-        const bool is_latent = panel < Traits::kLatentPanels;
-        const DTypeQ* part = is_latent ? row.latent : row.rope;
-        const int column =
-            Tile::kPanelColumns * (is_latent ? panel : panel - Traits::kLatentPanels);
+      for (int panel = kFirst; panel < kEnd; ++panel) {
+        const DTypeQ* const part = panel < kSecond ? first : second;
+        const int column = Tile::kPanelColumns * (panel < kSecond ? panel : panel - kSecond);
         ptx::cp_async_16(Tile::further(to, i) + panel * Tile::kPanelBytes, part + column + 8 * lane,
                          exists);
       }

@@ -8,12 +8,12 @@ namespace cupyattn {
 
 template <typename Config>
 struct WideSm90Traits : Config {
-  using Config::kHeadDimQK, Config::kHeadDimRope, Config::kHeadDimVO, Config::kPaged,
-      Config::kSparse, Config::kStages, Config::kTileKV;
+  using Config::kHeadDimQK, Config::kHeadDimRope, Config::kHeadDimVO, Config::kLatent,
+      Config::kPaged, Config::kSparse, Config::kStages, Config::kTileKV;
   using typename Config::DTypeKV;
   using typename Config::DTypeO;
   using typename Config::DTypeQ;
-  using Params = LatentParams;
+  using Params = conditional<kLatent, LatentParams, AttentionParams>;
   static constexpr int kTileQ = 64, kWarpgroup = 4 * kWarpSize, kThreads = 3 * kWarpgroup;
   // What the rows and softmax of prefill_sm90 ask for: this kernel rescales O itself, hides keys by
   // causality and windows only, and stores O from registers.
@@ -26,21 +26,25 @@ struct WideSm90Traits : Config {
   using KeyMarks = conditional<kSparse, uint8_t[kStages][kTileKV], uint8_t>;
 
   using QTile = PanelTile<DTypeQ, kTileQ, kHeadDimQK>;
-  // A key's latent columns are also its value, so a tile of keys is one of values.
   using KTile = PanelTile<DTypeQ, kTileKV, kHeadDimQK>;
+  // The latent columns of a key are also its value, so a tile of keys is one of values.
+  using VTile = conditional<kLatent, KTile, PanelTile<DTypeQ, kTileKV, kHeadDimVO>>;
   using PTile = PanelTile<DTypeQ, kTileQ, kTileKV>;
 
-  // O and the values are split by columns over two consumer warpgroups. A stage of keys comes in
-  // two pieces: the columns of the first warpgroup, then those of the second and the rope part. A
-  // piece is free when the warpgroup has multiplied by its values.
-  static constexpr int kPieces = 2, kColumns = kHeadDimVO / 2;
-  static constexpr int kPanelsOfPiece = kColumns / KTile::kPanelColumns;
-  static constexpr int kLatentPanels = kHeadDimVO / KTile::kPanelColumns;
+  // O and the values are split by columns over two consumer warpgroups. A stage comes in pieces,
+  // each with barriers of its own: the values of the leader, those of the follower (with the rope
+  // part of latent keys), and keys that are not also values. A piece of values is free when its
+  // warpgroup has multiplied by it.
+  enum Piece { kOfLeader, kOfFollower, kKeys };
+  static constexpr int kPieces = kLatent ? 2 : 3, kColumns = kHeadDimVO / 2;
+  static constexpr int kPanelsOfPiece = kColumns / VTile::kPanelColumns;
   template <int kPiece>
-  static constexpr int kFirstPanel = kPiece * kPanelsOfPiece;
+  static constexpr int kFirstPanel = kPiece == kOfFollower ? kPanelsOfPiece : 0;
   template <int kPiece>
   // mutate: wide-rope-not-multiplied
-  static constexpr int kEndPanel = kPiece == 0 ? kPanelsOfPiece : KTile::kPanels;
+  static constexpr int kEndPanel = kPiece == kOfLeader ? kPanelsOfPiece : VTile::kPanels;
+  // Where the second array of a row begins: the rope part.
+  static constexpr int kLatentPanels = kLatent ? kHeadDimVO / KTile::kPanelColumns : KTile::kPanels;
 
   // The block's item of work.
   struct Item {
@@ -55,7 +59,12 @@ struct WideSm90Traits : Config {
     }
   };
 
-  struct SharedMemory {
+  struct ValueTiles {
+    alignas(VTile::kAlign) unsigned char v[kStages][VTile::kBytes];
+  };
+  struct NoValueTiles {};
+
+  struct SharedMemory : conditional<Config::kLatent, NoValueTiles, ValueTiles> {
     alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
     alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];
     alignas(PTile::kAlign) unsigned char p[PTile::kBytes];
@@ -67,18 +76,36 @@ struct WideSm90Traits : Config {
     alignas(4) KeyMarks exists;
     alignas(8) Item items[1];
     alignas(8) uint64_t full_q, full_p, empty_p, full_normalisers;
-    uint64_t full_k[kStages][kPieces], empty_k[kStages][kPieces];
+    uint64_t full[kStages][kPieces], empty[kStages][kPieces];
+
+    __device__ __forceinline__ unsigned char* values(int stage) {
+      if constexpr (kLatent) {
+        return k[stage];
+      } else {
+        return this->v[stage];
+      }
+    }
   };
 
-  static_assert(kHeadDimQK == kHeadDimVO + kHeadDimRope, "a key is a latent and a rope part");
-  static_assert(kColumns % KTile::kPanelColumns == 0 && kColumns <= 256,
+  static_assert(!kLatent || kHeadDimQK == kHeadDimVO + kHeadDimRope,
+                "a key is a latent and a rope part");
+  static_assert(!kSparse || (kLatent && kPaged), "sparse lists are of latent keys");
+  static_assert(kColumns % VTile::kPanelColumns == 0 && kColumns <= 256,
                 "a warpgroup has whole panels, and one product has its columns");
-  static_assert(kHeadDimRope % KTile::kPanelColumns == 0, "the rope part has panels of its own");
+  static_assert(kHeadDimQK % KTile::kPanelColumns == 0 && kHeadDimRope % KTile::kPanelColumns == 0,
+                "the parts of a row have panels of their own");
   static_assert(is_same<DTypeQ, DTypeKV> && sizeof(DTypeQ) == 2, "products of 16-bit elements");
   static_assert(Config::kProducerRegisters + 2 * Config::kConsumerRegisters <=
                     3 * (65536 / kThreads / 8 * 8),
                 "registers come from what the block was launched with");
 };
+
+__device__ __forceinline__ const AttentionParams& attention_of(const AttentionParams& params) {
+  return params;
+}
+__device__ __forceinline__ const AttentionParams& attention_of(const LatentParams& params) {
+  return params.attention;
+}
 
 // What all roles of a block of wide_sm90 know.
 template <typename KernelTraits>
@@ -93,7 +120,7 @@ struct WideSm90Block {
 
   __device__ __forceinline__ WideSm90Block(const typename Traits::Params& params,
                                            SharedMemory& shared)
-      : all_params(params), params(params.attention), shared(shared) {}
+      : all_params(params), params(attention_of(params)), shared(shared) {}
 };
 
 }  // namespace cupyattn

@@ -68,6 +68,8 @@ struct Wgmma;
       CUPYATTN_OUTS8(4 * (i) + 3)
 #define CUPYATTN_NAMES8(a, b, c, d, e, f, g, h) \
   "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
+#define CUPYATTN_NAMES16 \
+  CUPYATTN_NAMES8(0, 1, 2, 3, 4, 5, 6, 7) ", " CUPYATTN_NAMES8(8, 9, 10, 11, 12, 13, 14, 15)
 #define CUPYATTN_NAMES32                                                   \
   CUPYATTN_NAMES8(0, 1, 2, 3, 4, 5, 6, 7)                                  \
   ", " CUPYATTN_NAMES8(8, 9, 10, 11, 12, 13, 14, 15) ", " CUPYATTN_NAMES8( \
@@ -85,6 +87,7 @@ struct Wgmma;
   CUPYATTN_NAMES8(112, 113, 114, 115, 116, 117, 118, 119) ", "                                   \
   CUPYATTN_NAMES8(120, 121, 122, 123, 124, 125, 126, 127)
 
+#define CUPYATTN_OUT16 CUPYATTN_OUTS8(0), CUPYATTN_OUTS8(1)
 #define CUPYATTN_OUT32 CUPYATTN_OUTS32(0)
 #define CUPYATTN_OUT40 CUPYATTN_OUTS32(0), CUPYATTN_OUTS8(4)
 #define CUPYATTN_OUT48 CUPYATTN_OUT40, CUPYATTN_OUTS8(5)
@@ -143,6 +146,7 @@ struct Wgmma;
     }                                                                                             \
   }
 
+CUPYATTN_WGMMA(32, 16, 16, 17, 18, 19, 20, 21);
 CUPYATTN_WGMMA(64, 32, 32, 33, 34, 35, 36, 37);
 CUPYATTN_WGMMA(80, 40, 40, 41, 42, 43, 44, 45);
 CUPYATTN_WGMMA(96, 48, 48, 49, 50, 51, 52, 53);
