@@ -59,6 +59,15 @@ WIDE = (
         "hopper wide ordinary",
     ),
     Mutation("wide-values-by-stride-of-keys", "v_stride_n", "k_stride_n", "hopper wide ordinary"),
+    Mutation(
+        "wide-hidden-values-stay", "this->zero_nonfinite_values(scored);", "", "hopper wide hidden"
+    ),
+    Mutation(
+        "wide-nonfinite-values-not-added",
+        "if (unlikely(swept_tile >= 0))",
+        "if (false)",
+        "hopper wide hidden",
+    ),
     Mutation("merged-columns-of-the-first-part", "index % kParts", "0", "hopper wide splits"),
     Mutation("wide-state-columns-of-the-leader", "+ first_column", "", "hopper wide splits"),
     Mutation(

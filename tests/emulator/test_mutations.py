@@ -317,6 +317,15 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper device plans": _hopper_plans,
     "hopper wide": _wide({"page_size": 7}),
     "hopper wide apart": _wide({"packed": False, "qo_len": (2,)}),
+    "hopper wide hidden": _wide(
+        {
+            "head_dims": (512, 512),
+            "qo_len": (20,),
+            "num_heads": 3,
+            "kv_len": (80,),
+            "spoiled": ((0, 75, 3, np.nan), (0, 70, 400, np.inf)),
+        }
+    ),
     "hopper wide ordinary": _wide({"head_dims": (512, 512), "kv_heads": 2, "kv_len": (120,)}),
     "hopper wide sparse": _wide({"sparse": True}),
     "hopper wide splits": _wide({"splits": 2}),

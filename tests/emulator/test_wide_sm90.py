@@ -107,6 +107,20 @@ def test_maxima_of_ordinary_heads() -> None:
     check(replace(ORDINARY, sharpness=6.0, rising=2.0, causal=False, window_left=90))
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("head_dims", [wide_sm90.LATENT, (512, 512)])
+def test_hidden_values_do_not_contaminate(overlaps: bool, head_dims: tuple[int, int]) -> None:
+    """Values of keys that causality hides from some rows, in both warpgroups' columns."""
+    case = Case(qo_len=(70,), kv_len=(200,), num_heads=3, overlaps=overlaps, head_dims=head_dims)
+    # An infinite key has infinite logits besides.
+    second = np.nan if head_dims == wide_sm90.LATENT else np.inf
+    spoiled = (0, 190, 3, np.nan), (0, 170, 400, second), (0, 150, 511, np.nan)
+    check(replace(case, spoiled=spoiled[:2]))
+    check(replace(case, spoiled=spoiled[2:], window_left=40, splits=2))
+    # Seen by some rows of a tile in which nothing is hidden.
+    check(replace(case, spoiled=((0, 100, 100, np.nan),), kv_len=(500,)))
+
+
 def test_without_lse() -> None:
     check(replace(BASE, has_lse=False))
 

@@ -52,6 +52,7 @@ class Case:
     overlaps   as in tiles/wide_sm90.py
     sparse     the table has an entry for each key, some negative: those keys are hidden
     rising     logits grow towards the first key, which is visited last
+    spoiled    (request, key, column, value): values of keys that are not finite
     """
 
     qo_len: tuple[int, ...] = (1,)
@@ -74,6 +75,7 @@ class Case:
     rising: float = 0.0
     overlaps: bool = True
     sparse: bool = False
+    spoiled: tuple[tuple[int, int, int, float], ...] = ()
     seed: int = 0
 
 
@@ -88,7 +90,10 @@ class Answer:
     def check(self) -> None:
         epsilon = _EPSILON[self.case.dtype] + _EPSILON[self.case.o_dtype or self.case.dtype]
         for got, expected in zip(self.o, self.expected_o, strict=True):
-            error = np.abs(got.astype(np.float64) - expected)
+            is_finite = np.isfinite(expected)
+            np.testing.assert_array_equal(got[~is_finite].astype(np.float64), expected[~is_finite])
+            expected = expected[is_finite]
+            error = np.abs(got[is_finite].astype(np.float64) - expected)
             bound = epsilon * (np.abs(expected) + 1.5)
             assert (error <= bound).all(), f"largest error {error.max()} of {epsilon}"
         for got, expected in zip(self.lse, self.expected_lse, strict=True):
@@ -133,6 +138,8 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         for x in keys:
             x[..., :64] += case.rising * np.linspace(1.0, 0.0, len(x))[:, None, None]
     keys = [x.astype(dtype) for x in keys]
+    for request, key, column, value in case.spoiled if is_latent else ():
+        keys[request][key, 0, column] = value
     if is_latent:
         values = [x[..., :LATENT] for x in keys]
         table, starts, k, second = _paginate_latent(case, keys, rng)
@@ -140,6 +147,8 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         values = [
             rng.standard_normal((n, case.kv_heads, DIM_VO)).astype(dtype) for n in case.kv_len
         ]
+        for request, key, column, value in case.spoiled:
+            values[request][key, -1, column] = value
         table, starts, k, second = _lay_out(case, keys, values, rng)
     o = _guarded((num_rows, heads, DIM_VO), dtype_o, pad=16)
     lse = np.full((num_rows, heads), np.nan, np.float32)

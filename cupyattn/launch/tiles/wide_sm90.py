@@ -82,6 +82,7 @@ def config(
         Field(4 * 4),  # raised
         Field(32, 16),  # constants of logits
         Field(20),  # facts of a row, which no logit here takes
+        Field(2 * stages * 8),  # nonfinite keys
         Field(stages * tile_kv if sparse else 1),
         Field(_ITEM_BYTES, 8),
         Field(8 * (4 + 2 * num_pieces * stages), 8),

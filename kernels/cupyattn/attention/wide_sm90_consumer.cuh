@@ -23,80 +23,9 @@
 // After the last tile the leader finishes the rows and publishes their normalisers; both write O.
 #pragma once
 
-#include "cupyattn/attention/wide_sm90_traits.cuh"
+#include "cupyattn/attention/wide_sm90_output.cuh"
 
 namespace cupyattn {
-
-// What both have: their columns of O.
-template <typename Traits>
-struct WideSm90Output {
-  using DTypeO = typename Traits::DTypeO;
-  using DTypeQ = typename Traits::DTypeQ;
-  using VTile = typename Traits::VTile;
-  using PTile = typename Traits::PTile;
-  using Item = typename Traits::Item;
-  using Rows = PrefillSm90Rows<Traits>;
-  using Stage = PipelineState<Traits::kStages>;
-  static constexpr int kColumns = Traits::kColumns, kTileKV = Traits::kTileKV;
-  static constexpr int kSteps = kTileKV / MmaTraits<DTypeQ, DTypeQ>::kStep;
-
-  const AttentionParams& params;
-  typename Traits::SharedMemory& shared;
-  const int piece;  // of the columns
-  const Rows rows;
-  float o[1][kColumns / 8][4];
-
-  __device__ __forceinline__ WideSm90Output(const WideSm90Block<Traits>& block, int piece)
-      : params(block.params),
-        shared(block.shared),
-        piece(piece),
-        rows{block.params, block.shared, 0} {}
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[0][n][e] = 0.0f;
-    }
-  }
-
-  // The warpgroup's columns of the values of a stage.
-  __device__ __forceinline__ uint64_t values(const Stage& stage) const {
-    return operand_at<VTile>(ptx::shared_address(shared.values(stage.stage)) +
-                             // mutate: wide-values-of-the-leader
-                             piece * Traits::kPanelsOfPiece * VTile::kPanelBytes);
-  }
-
-  __device__ __forceinline__ void release(uint64_t& barrier) const {
-    ptx::mbarrier_arrive_if(rows.lane == 0, ptx::shared_address(&barrier));
-  }
-
-  // Stores the warp's rows of the result, or of a state.
-  __device__ __forceinline__ void write(const float (&factors)[2]) const {
-    const Item& item = shared.items[0];
-    const int first_column = piece * kColumns;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const typename Rows::RowPlace row = rows.row_place(item, h);
-      if (item.work.tile.leaves_state()) {
-        // mutate: wide-state-columns-of-the-leader
-        float* out = params.partial_o + row.state * Traits::kHeadDimVO + first_column;
-        if (!row.exists) continue;
-        store_output_row<float, kColumns, false, true>([&](int column) { return out + column; },
-                                                       o[0], h, factors[h], rows.lane);
-        continue;
-      }
-      DTypeO* out = static_cast<DTypeO*>(params.o) + row.token * params.o_stride_n +
-                    row.head * params.o_stride_h + first_column;
-      if constexpr (sizeof(DTypeO) == 2) {
-        store_output_vectors<DTypeO, kColumns>(out, o[0], h, factors[h], row.exists, rows.lane);
-      } else if (row.exists) {
-        store_output_row<DTypeO, kColumns, false, true>([&](int column) { return out + column; },
-                                                        o[0], h, factors[h], rows.lane);
-      }
-    }
-  }
-};
 
 template <typename Traits>
 struct WideSm90Leader : WideSm90Output<Traits> {
@@ -115,8 +44,9 @@ struct WideSm90Leader : WideSm90Output<Traits> {
   using Scores = float[1][kTileKV / 8][4];
   static constexpr bool kOverlaps = Traits::kIntraWarpgroupOverlap;
 
-  Stage k, v;      // of the tile whose scores come next, and of that of `p`
-  int scored = 0;  // the stage of the present scores
+  Stage k, v;           // of the tile whose scores come next, and of that of `p`
+  Stage scored;         // of the present scores
+  int swept_tile = -1;  // the tile of `p` if it hides keys, or -1
   uint32_t p_parity = 0;
   bool adds_output = false;
   uint32_t p[kSteps][1][4];
@@ -137,9 +67,9 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     int tile = ptx::warp_uniform(item.tiles.end) - 1;
     await_phase(shared.full_q, 0);
     process_first_tile(item, tile);
-    if (!kOverlaps) complete_output();
+    if (!kOverlaps) complete_output(item);
     while (tile > begin) process_tile(item, --tile);
-    if (kOverlaps) complete_output();
+    if (kOverlaps) complete_output(item);
     finish();
   }
 
@@ -148,9 +78,10 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     Probabilities probabilities;
     issue_scores(s);
     await_scores<0>(s);
+    const int swept = sweep(item, tile);
     softmax.first_tile(probabilities, s, item, KeyTile{tile, softmax.needs_mask(tile)}, v);
     publish(probabilities);
-    commit_probabilities(probabilities);
+    commit_probabilities(probabilities, swept);
   }
 
   __device__ __forceinline__ void process_tile(const Item& item, int tile) {
@@ -159,13 +90,14 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     issue_scores(s);
     if (kOverlaps) issue_output();
     await_scores<kOverlaps ? 1 : 0>(s);
+    const int swept = sweep(item, tile);
     softmax.next_tile(probabilities, s, o, item, KeyTile{tile, softmax.needs_mask(tile)}, v);
     publish(probabilities);
-    if (kOverlaps) await_output();
+    if (kOverlaps) await_output(item);
     // mutate: wide-leader-output-not-rescaled
     if (unlikely(probabilities.raised)) multiply_rows(o, probabilities.factors);
-    commit_probabilities(probabilities);
-    if (!kOverlaps) complete_output();
+    commit_probabilities(probabilities, swept);
+    if (!kOverlaps) complete_output(item);
   }
 
   // --- Phases ---
@@ -183,7 +115,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
       issue_piece<Traits::kKeys>(s, queries, keys, false);
     }
     ptx::wgmma_commit();
-    scored = k.stage;
+    scored = k;
     k.advance();
   }
   // The products by one piece, once it has landed.
@@ -206,8 +138,19 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     ptx::wgmma_wait<kPending>();
     take_results(s);
     // mutate: wide-keys-kept
-    if constexpr (!Traits::kLatent) this->release(shared.empty[scored][Traits::kKeys]);
+    if constexpr (!Traits::kLatent) this->release(shared.empty[scored.stage][Traits::kKeys]);
     if constexpr (Traits::kSparse) hide_missing_keys(s);
+  }
+
+  // Sweeps the leader's values of the tile of the present scores if it hides keys, and returns the
+  // tile then, else -1.
+  __device__ __forceinline__ int sweep(const Item& item, int tile) {
+    if (!unlikely(softmax.needs_mask(tile)) || !this->hides_keys(item, tile)) return -1;
+    if constexpr (!Traits::kLatent) {
+      await_phase(shared.full[scored.stage][Traits::kOfLeader], scored.parity);
+    }
+    this->zero_nonfinite_values(scored);  // mutate: wide-hidden-values-stay
+    return tile;
   }
 
   // Hides the keys that a sparse list lacks. The stage is not free before P is published.
@@ -216,7 +159,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     for (int n = 0; n < kTileKV / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const bool exists = shared.exists[scored][8 * n + 2 * (rows.lane & 3) + e] != 0;
+        const bool exists = shared.exists[scored.stage][8 * n + 2 * (rows.lane & 3) + e] != 0;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           if (!exists) s[0][n][2 * h + e] = -ptx::infinity();  // mutate: wide-missing-keys-seen
@@ -238,15 +181,17 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     adds_output = true;  // mutate: wide-values-not-added
   }
 
-  __device__ __forceinline__ void await_output() {
+  __device__ __forceinline__ void await_output(const Item& item) {
     ptx::wgmma_wait<0>();
     take_results(o);
+    // mutate: wide-nonfinite-values-not-added
+    if (unlikely(swept_tile >= 0)) this->add_nonfinite_values(item, swept_tile, v, p);
     this->release(shared.empty[v.stage][Traits::kOfLeader]);
     v.advance();
   }
-  __device__ __forceinline__ void complete_output() {
+  __device__ __forceinline__ void complete_output(const Item& item) {
     issue_output();
-    await_output();
+    await_output(item);
   }
 
   // Hands the probabilities of a tile to the follower, once it has read those before.
@@ -254,8 +199,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     const int lane = rows.lane;
     await_phase(shared.empty_p, p_parity ^ 1);  // mutate: wide-p-overwritten
     p_parity ^= 1;
-    const uint32_t first =
-        ptx::shared_address(shared.p) + PTile::offset(rows.warp_row() + (lane & 15), lane >> 4);
+    const uint32_t first = this->p_fragment();
 #pragma unroll
     // Two chunks further is a bit of the address.
     // mutate: wide-p-chunks-overlap
@@ -271,7 +215,8 @@ struct WideSm90Leader : WideSm90Output<Traits> {
   }
 
   // Copies probabilities to `p`, which the product before has read until now.
-  __device__ __forceinline__ void commit_probabilities(const Probabilities& from) {
+  __device__ __forceinline__ void commit_probabilities(const Probabilities& from, int swept) {
+    swept_tile = swept;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
@@ -295,7 +240,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
 template <typename Traits>
 struct WideSm90Follower : WideSm90Output<Traits> {
   using Base = WideSm90Output<Traits>;
-  using Base::kColumns, Base::o, Base::rows, Base::shared;
+  using Base::kColumns, Base::kSteps, Base::o, Base::rows, Base::shared;
   using typename Base::DTypeQ;
   using typename Base::Item;
   using typename Base::PTile;
@@ -312,7 +257,7 @@ struct WideSm90Follower : WideSm90Output<Traits> {
       uint32_t p_parity = 0;
       const int count = ptx::warp_uniform(item.tiles.end - item.tiles.begin);
       for (int i = 0; i < count; ++i) {
-        process_tile(v, p_parity, i > 0);
+        process_tile(item, item.tiles.end - 1 - i, v, p_parity, i > 0);
         v.advance();
         p_parity ^= 1;
       }
@@ -326,7 +271,8 @@ struct WideSm90Follower : WideSm90Output<Traits> {
     this->write(factors);
   }
 
-  __device__ __forceinline__ void process_tile(const Stage& v, uint32_t p_parity, bool adds) {
+  __device__ __forceinline__ void process_tile(const Item& item, int tile, const Stage& v,
+                                               uint32_t p_parity, bool adds) {
     // The leader may have seen the values land; this warpgroup sees it by its own wait.
     await_phase(shared.full[v.stage][Traits::kOfFollower], v.parity);
     await_phase(shared.full_p, p_parity);  // mutate: wide-p-not-awaited
@@ -335,6 +281,8 @@ struct WideSm90Follower : WideSm90Output<Traits> {
           {shared.factors[rows.own_row(0)], shared.factors[rows.own_row(1)]}};
       multiply_rows(o, factors);  // mutate: wide-follower-output-not-rescaled
     }
+    const bool hides_keys = unlikely(this->hides_keys(item, tile));
+    if (hides_keys) this->zero_nonfinite_values(v);
     ptx::fence_proxy_async();
     ptx::wgmma_fence();
     issue_pv_shared<PTile, VTile, kColumns>(o, operand_at<PTile>(ptx::shared_address(shared.p)),
@@ -342,6 +290,12 @@ struct WideSm90Follower : WideSm90Output<Traits> {
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     take_results(o);
+    if (hides_keys) {
+      uint32_t p[kSteps][1][4];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) ptx::ldmatrix_x4(p[i][0], this->p_fragment() ^ (32 * i));
+      this->add_nonfinite_values(item, tile, v, p);
+    }
     this->release(shared.empty[v.stage][Traits::kOfFollower]);
     this->release(shared.empty_p);
   }

@@ -1,6 +1,7 @@
 // What the roles of wide_sm90 share: tiles, the item of work and shared memory.
 #pragma once
 
+#include "cupyattn/attention/hidden_values.cuh"
 #include "cupyattn/attention/softmax_sm90.cuh"
 #include "cupyattn/params/latent.cuh"
 
@@ -73,6 +74,7 @@ struct WideSm90Traits : Config {
     uint32_t raised[4];         // whether rows of a warp have a larger maximum, for each warp
     typename LogitsVariant::Constants logits;
     RowInfo rows[1];
+    NonFiniteKeys nonfinite_keys[2][kStages];  // of each warpgroup's values of a stage
     alignas(4) KeyMarks exists;
     alignas(8) Item items[1];
     alignas(8) uint64_t full_q, full_p, empty_p, full_normalisers;
