@@ -48,7 +48,7 @@ WIDE = (
     Mutation("wide-missing-keys-seen", "!exists", "false", "hopper wide sparse"),
     Mutation(
         "wide-keys-kept",
-        "this->release(shared.empty[scored][Traits::kKeys]);",
+        "this->release(shared.empty[scored.stage][Traits::kKeys]);",
         ";",
         "hopper wide ordinary",
     ),
