@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutation import Mutation
 
-WIDE = (
+WIDE_SM90 = (
     Mutation("wide-values-of-the-leader", "piece *", "0 *", "hopper wide"),
     Mutation("wide-rope-not-multiplied", "VTile::kPanels", "2 * kPanelsOfPiece", "hopper wide"),
     Mutation("wide-p-chunks-overlap", "32 * i", "16 * i", "hopper wide"),
