@@ -6,7 +6,7 @@
 #include "entry/default_config.cuh"
 
 struct Config : DefaultConfig {
-  static constexpr bool kLatent = true, kSparse = false, kPaged = true,
+  static constexpr bool kLatent = true, kSparse = false, kTma = false, kPaged = true,
                         kIntraWarpgroupOverlap = true;
   static constexpr int kHeadDimQK = 576, kHeadDimVO = 512, kHeadDimRope = 64;
   static constexpr int kTileKV = 64, kStages = 2;

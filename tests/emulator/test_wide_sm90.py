@@ -45,6 +45,16 @@ def test_pages(page_size: int, packed: bool) -> None:
     check(replace(BASE, kv_len=(150, 30), qo_len=(1, 2), page_size=page_size, packed=packed))
 
 
+@pytest.mark.parametrize("page_size", [8, 16, 48, 64, 128])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_boxes_of_pages(page_size: int, overlaps: bool) -> None:
+    """Boxes bring rows past the last key, which nobody owns."""
+    case = replace(BASE, tma=True, page_size=page_size, overlaps=overlaps)
+    check(replace(case, kv_len=(150, 30, 0, 200), qo_len=(1, 2, 1, 0)), seed=page_size)
+    check(replace(case, qo_len=(30,), kv_len=(290,), num_heads=8, packed=False, splits=2))
+    check(replace(case, qo_len=(30,), kv_len=(290,), num_heads=3, window_left=70, splits=2))
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_empty_requests_and_fewer_keys_than_queries(causal: bool) -> None:
     case = replace(BASE, causal=causal, qo_len=(0, 6, 4, 1, 2), kv_len=(80, 3, 0, 0, 200), spare=2)
@@ -112,6 +122,7 @@ def test_maxima_of_ordinary_heads() -> None:
 def test_hidden_values_do_not_contaminate(overlaps: bool, head_dims: tuple[int, int]) -> None:
     """Values of keys that causality hides from some rows, in both warpgroups' columns."""
     case = Case(qo_len=(70,), kv_len=(200,), num_heads=3, overlaps=overlaps, head_dims=head_dims)
+    case = replace(case, tma=overlaps and head_dims == wide_sm90.LATENT)
     # An infinite key has infinite logits besides.
     second = np.nan if head_dims == wide_sm90.LATENT else np.inf
     spoiled = (0, 190, 3, np.nan), (0, 170, 400, second), (0, 150, 511, np.nan)

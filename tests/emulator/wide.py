@@ -10,19 +10,21 @@ import struct
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 
 from cupyattn import jit
 from cupyattn.core import dtypes
-from cupyattn.launch.attention import merge_splits
+from cupyattn.launch.attention import merge_splits, tma_wide
 from cupyattn.launch.driver import params as structs
+from cupyattn.launch.driver import tensor_map
 from cupyattn.launch.tiles import wide_sm90
 from cupyattn.reference import attention
 from cupyattn.schedule.batch import WORK_FIELDS
 
-from . import build, library
+from . import build, gpu, library
 from .library import Range
 
 LATENT, ROPE = 512, 64
@@ -50,6 +52,7 @@ class Case:
     spare      items of zeros at the end of the work list
     sharpness  multiplies queries, so that maxima move
     overlaps   as in tiles/wide_sm90.py
+    tma        boxes of pages bring the keys
     sparse     the table has an entry for each key, some negative: those keys are hidden
     rising     logits grow towards the first key, which is visited last
     spoiled    (request, key, column, value): values of keys that are not finite
@@ -75,6 +78,7 @@ class Case:
     rising: float = 0.0
     overlaps: bool = True
     sparse: bool = False
+    tma: bool = False
     spoiled: tuple[tuple[int, int, int, float], ...] = ()
     seed: int = 0
 
@@ -214,6 +218,10 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         assert q_rope is not None
         rope_strides = *_strides(q_rope, 0, 1), *_strides(second, 1, 0)
         packed += _LATENT.pack(memory(q_rope), memory(second), *rope_strides, 1.0, 0)
+    if case.tma:
+        parts = [tma_wide.Rows(x.ctypes.data, x.shape[-1], *_strides(x, 1, 0)) for x in (k, second)]
+        with mock.patch.object(tensor_map, "encode", gpu.encode_tensor_map):
+            packed += tma_wide.pack(*parts, case.page_size, len(k))
     config = wide_sm90.config(
         dtypes.parse(case.dtype),
         dtypes.parse(case.o_dtype or case.dtype),
@@ -221,6 +229,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         paged=case.is_paged,
         overlaps=case.overlaps,
         sparse=case.sparse,
+        tma=case.tma,
     )
     grid = case.kv_heads, len(items), 1
     _launch("wide_sm90", config.config, packed, grid, config, memory, seed, mode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ... import jit
 from ...core.dtypes import DType
 from ...core.problem import AttentionProblem
+from ..driver import tensor_map
 from .config import Field, TileConfig, round_up, struct_of
 
 # Head dims of q, k and of v, o. The first are those of latent attention, 512 and 64 rotated ones:
@@ -28,7 +29,7 @@ def choose(
     """The instance for a problem, or None: the portable kernel serves it.
 
     rows, the row class, decides by what a tile of keys is bound: requests of one tile of rows wait
-    for memory, others for products. page_size decides nothing.
+    for memory, others for products. Pages without a factor 8 are gathered row by row.
     """
     is_latent, is_sparse = (getattr(problem, name, False) for name in ("latent", "sparse"))
     head_dims = problem.head_dim_qk, problem.head_dim_vo
@@ -49,6 +50,7 @@ def choose(
         paged=problem.paged,
         overlaps=rows == _LARGE,
         sparse=is_sparse,
+        tma=is_latent and not is_sparse and tensor_map.box_rows(page_size, 64) > 0,
     )
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
@@ -61,11 +63,13 @@ def config(
     paged: bool = True,
     overlaps: bool = True,
     sparse: bool = False,
+    tma: bool = False,
 ) -> TileConfig:
     """The instance for queries and keys of one type.
 
     overlaps: O += P V of a tile runs beside the softmax of the next, which must have landed.
     sparse: kv_indices has an entry for each key, its slot, or a negative number for none.
+    tma: boxes of pages bring latent keys, by maps of launch/attention/tma_wide.py.
     """
     head_dim_qk, head_dim_vo = head_dims
     is_latent = head_dims == LATENT
@@ -96,6 +100,7 @@ def config(
         "kHeadDimRope": head_dim_qk - head_dim_vo if is_latent else 0,
         "kLatent": is_latent,
         "kSparse": sparse,
+        "kTma": tma,
         "kPaged": paged,
         "kIntraWarpgroupOverlap": overlaps,
         "kTileQ": TILE_Q,

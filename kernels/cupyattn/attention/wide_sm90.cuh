@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cupyattn/attention/wide_sm90_consumer.cuh"
-#include "cupyattn/attention/wide_sm90_producer.cuh"
+#include "cupyattn/attention/wide_sm90_tma.cuh"
 
 namespace cupyattn {
 
@@ -24,13 +24,23 @@ struct WideSm90 {
     const WideSm90Block<Traits> block(params, shared);
     const int warp = ptx::warp_uniform(threadIdx.x / kWarpSize);
     if (warp == 0) describe_item(block);
-    if (threadIdx.x == kWarpSize) init_barriers(shared);
+    if (threadIdx.x == kWarpSize) {
+      init_barriers(shared);
+      if constexpr (Traits::kTma) {
+        ptx::prefetch_tensor_map(params.k);
+        ptx::prefetch_tensor_map(params.k_rope);
+      }
+    }
     ptx::block_sync();
     if (shared.items[0].work.tile.num_rows <= 0) return;
     const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);
     if (warpgroup == 0) {
       ptx::set_max_registers_down<Traits::kProducerRegisters>();
-      WideSm90Producer<Traits>(block).run();
+      if constexpr (Traits::kTma) {
+        WideSm90TmaProducer<Traits>(block).run();
+      } else {
+        WideSm90Producer<Traits>(block).run();
+      }
     } else if (warpgroup == 1) {
       ptx::set_max_registers_up<Traits::kConsumerRegisters>();
       WideSm90Leader<Traits>(block).run();
@@ -45,7 +55,7 @@ struct WideSm90 {
     item.work = BlockWork::of(block.params, Traits::kTileQ);
     if (item.work.tile.num_rows > 0) {
       item.range = KeyRange::of(block.params, item.work);
-      item.tiles = TileSpan::of<false>(item.range, Traits::kTileKV, item.work.tile);
+      item.tiles = TileSpan::of<Traits::kTma>(item.range, Traits::kTileKV, item.work.tile);
     }
     if (threadIdx.x == 0) block.shared.items[0] = item;
   }
@@ -61,7 +71,7 @@ struct WideSm90 {
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       for (int piece = 0; piece < Traits::kPieces; ++piece) {
         const bool is_marked = piece == Traits::kOfFollower;
-        init(shared.full[stage][piece], Traits::kWarpgroup + (is_marked ? Traits::kMarkers : 0));
+        init(shared.full[stage][piece], Traits::kArrivals + (is_marked ? Traits::kMarkers : 0));
         init(shared.empty[stage][piece], 4);
       }
     }

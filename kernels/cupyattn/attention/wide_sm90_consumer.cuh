@@ -66,6 +66,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     const int begin = ptx::warp_uniform(item.tiles.begin);
     int tile = ptx::warp_uniform(item.tiles.end) - 1;
     await_phase(shared.full_q, 0);
+    ptx::fence_proxy_async();
     process_first_tile(item, tile);
     if (!kOverlaps) complete_output(item);
     while (tile > begin) process_tile(item, --tile);
@@ -127,7 +128,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     constexpr int kEnd = kIsAll ? KTile::kPanels : Traits::template kEndPanel<kPiece>;
     // mutate: wide-keys-not-awaited
     await_phase(shared.full[k.stage][kPiece], k.parity);
-    ptx::fence_proxy_async();
+    if constexpr (!Traits::kTma) ptx::fence_proxy_async();
     ptx::wgmma_fence();
     issue_qk_panels<QTile, KTile, kFirst, kEnd>(s, queries, keys, adds);
   }
@@ -149,7 +150,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     if constexpr (!Traits::kLatent) {
       await_phase(shared.full[scored.stage][Traits::kOfLeader], scored.parity);
     }
-    this->zero_nonfinite_values(scored);  // mutate: wide-hidden-values-stay
+    this->zero_nonfinite_values(item, tile, scored);  // mutate: wide-hidden-values-stay
     return tile;
   }
 
@@ -282,8 +283,8 @@ struct WideSm90Follower : WideSm90Output<Traits> {
       multiply_rows(o, factors);  // mutate: wide-follower-output-not-rescaled
     }
     const bool hides_keys = unlikely(this->hides_keys(item, tile));
-    if (hides_keys) this->zero_nonfinite_values(v);
-    ptx::fence_proxy_async();
+    if (hides_keys) this->zero_nonfinite_values(item, tile, v);
+    if constexpr (!Traits::kTma) ptx::fence_proxy_async();
     ptx::wgmma_fence();
     issue_pv_shared<PTile, VTile, kColumns>(o, operand_at<PTile>(ptx::shared_address(shared.p)),
                                             this->values(v), adds);

@@ -60,16 +60,19 @@ struct WideSm90Output {
   // hidden_values.cuh): set to zero before the product, and added afterwards to rows that see them.
   // Tiles with such keys are few, and their values are hardly ever anything but finite. ---
 
-  // Whether some row does not see some key of a tile that is there.
+  // Whether some row does not see some key of a tile. Boxes bring rows past the last key, too.
   __device__ __forceinline__ bool hides_keys(const Item& item, int tile) const {
-    const int key = item.first_key(tile), end = min_of(key + kTileKV, item.range.end);
-    return item.range.cuts(key, end - key);
+    const int key = item.first_key(tile);
+    const int count = Traits::kTma ? kTileKV : min_of(kTileKV, item.range.end - key);
+    return item.range.cuts(key, count);
   }
 
   // Sets them to zero in the warpgroup's piece of a stage whose scores are complete.
-  __device__ __forceinline__ void zero_nonfinite_values(const Stage& stage) {
+  __device__ __forceinline__ void zero_nonfinite_values(const Item& item, int tile,
+                                                        const Stage& stage) {
     constexpr int kBytes = Traits::kPanelsOfPiece * VTile::kPanelBytes;
     const int thread = threadIdx.x % Traits::kWarpgroup;
+    const int num_keys = item.range.end - item.first_key(tile);
     uint32_t* keys = shared.nonfinite_keys[piece][stage.stage].word;
     // All threads are done with the scores, and with what the stage held before.
     sync();
@@ -78,7 +81,7 @@ struct WideSm90Output {
     Vector16* chunks = reinterpret_cast<Vector16*>(shared.values(stage.stage) + piece * kBytes);
 #pragma unroll 1
     for (int i = thread; i < kBytes / 16; i += Traits::kWarpgroup) {
-      zero_nonfinite_chunk<DTypeQ>(chunks[i], keys, VTile::row_at(16 * i), kTileKV);
+      zero_nonfinite_chunk<DTypeQ>(chunks[i], keys, VTile::row_at(16 * i), num_keys);
     }
     ptx::fence_proxy_async();
     sync();

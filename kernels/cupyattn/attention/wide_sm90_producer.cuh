@@ -4,6 +4,7 @@
 
 #include "cupyattn/attention/key_rows.cuh"
 #include "cupyattn/attention/wide_sm90_traits.cuh"
+#include "cupyattn/ptx/tensor_copy.cuh"
 
 namespace cupyattn {
 
@@ -31,6 +32,7 @@ struct WideSm90Producer {
   const AttentionParams& params;
   typename Traits::SharedMemory& shared;
   const int group, lane;
+  const uint64_t policy;
 
   __device__ __forceinline__ explicit WideSm90Producer(const Block& block)
       : block(block),
@@ -38,7 +40,8 @@ struct WideSm90Producer {
         params(block.params),
         shared(block.shared),
         group(threadIdx.x % Traits::kWarpgroup / 8),
-        lane(threadIdx.x % 8) {}
+        lane(threadIdx.x % 8),
+        policy(ptx::evict_first_policy()) {}
 
   __device__ __forceinline__ void run() const {
     const Item& item = shared.items[0];
@@ -71,12 +74,12 @@ struct WideSm90Producer {
       own.first = static_cast<const DTypeQ*>(params.q) + token * params.q_stride_n +
                   head * params.q_stride_h;
       if constexpr (Traits::kLatent) {
-        own.second = static_cast<const DTypeQ*>(all_params.q_rope) +
-                     token * all_params.q_rope_stride_n +
-                     head * all_params.q_rope_stride_h;  // mutate: wide-rope-of-first-head
+        const LatentParams& latent = latent_of(all_params);
+        own.second = static_cast<const DTypeQ*>(latent.q_rope) + token * latent.q_rope_stride_n +
+                     head * latent.q_rope_stride_h;  // mutate: wide-rope-of-first-head
       }
     }
-    copy_rows<QTile, 0, QTile::kPanels, Traits::kLatentPanels>(shared.q, own);
+    copy_rows<QTile, 0, QTile::kPanels, Traits::kLatentPanels, false>(shared.q, own);
     ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full_q));
   }
 
@@ -112,10 +115,11 @@ struct WideSm90Producer {
                 paged_row(at.page, at.slot, params.k_stride_page, params.k_stride_n),
             nullptr};
     if constexpr (Traits::kLatent) {
+      const LatentParams& latent = latent_of(all_params);
       // mutate: wide-rope-page-by-latent-stride
-      const int64_t stride_page = all_params.k_rope_stride_page;
-      row.second = static_cast<const DTypeQ*>(all_params.k_rope) +
-                   paged_row(at.page, at.slot, stride_page, all_params.k_rope_stride_n);
+      const int64_t stride_page = latent.k_rope_stride_page;
+      row.second = static_cast<const DTypeQ*>(latent.k_rope) +
+                   paged_row(at.page, at.slot, stride_page, latent.k_rope_stride_n);
     } else {
       row.second = values_of<DTypeQ>(params, kv_head) +
                    // mutate: wide-values-by-stride-of-keys
@@ -154,7 +158,7 @@ struct WideSm90Producer {
 
   // Copies some panels of this thread's rows, from the second array from panel kSecond on. Rows
   // that do not exist become zeros: nothing that nobody owns is multiplied.
-  template <typename Tile, int kFirst, int kEnd, int kSecond>
+  template <typename Tile, int kFirst, int kEnd, int kSecond, bool kIsKeys = true>
   __device__ __forceinline__ void copy_rows(unsigned char* tile, const Row& own) const {
     constexpr int kRows = Tile::kRows / kGroups;
     constexpr bool kHasFirst = kFirst<kSecond, kHasSecond = kEnd> kSecond;
@@ -168,8 +172,13 @@ struct WideSm90Producer {
       for (int panel = kFirst; panel < kEnd; ++panel) {
         const DTypeQ* const part = panel < kSecond ? first : second;
         const int column = Tile::kPanelColumns * (panel < kSecond ? panel : panel - kSecond);
-        ptx::cp_async_16(Tile::further(to, i) + panel * Tile::kPanelBytes, part + column + 8 * lane,
-                         exists);
+        const uint32_t place = Tile::further(to, i) + panel * Tile::kPanelBytes;
+        const DTypeQ* const from = part + column + 8 * lane;
+        if constexpr (kIsKeys && Traits::kStreams) {
+          ptx::cp_async_16(place, from, exists, policy);
+        } else {
+          ptx::cp_async_16(place, from, exists);
+        }
       }
     }
   }

@@ -3,24 +3,29 @@
 
 #include "cupyattn/attention/hidden_values.cuh"
 #include "cupyattn/attention/softmax_sm90.cuh"
-#include "cupyattn/params/latent.cuh"
+#include "cupyattn/params/wide_sm90.cuh"
 
 namespace cupyattn {
 
 template <typename Config>
 struct WideSm90Traits : Config {
   using Config::kHeadDimQK, Config::kHeadDimRope, Config::kHeadDimVO, Config::kLatent,
-      Config::kPaged, Config::kSparse, Config::kStages, Config::kTileKV;
+      Config::kPaged, Config::kSparse, Config::kStages, Config::kTileKV, Config::kTma;
   using typename Config::DTypeKV;
   using typename Config::DTypeO;
   using typename Config::DTypeQ;
-  using Params = conditional<kLatent, LatentParams, AttentionParams>;
+  using Params =
+      conditional<kTma, WideSm90Params, conditional<kLatent, LatentParams, AttentionParams>>;
   static constexpr int kTileQ = 64, kWarpgroup = 4 * kWarpSize, kThreads = 3 * kWarpgroup;
   // What the rows and softmax of prefill_sm90 ask for: this kernel rescales O itself, hides keys by
   // causality and windows only, and stores O from registers.
   static constexpr bool kOverlap = true, kMasked = false, kStagesOutput = false;
   using LogitsVariant = PlainLogits;
 
+  // Where memory, not products, takes the time: keys are read once, and leave L2 first.
+  static constexpr bool kStreams = !Config::kIntraWarpgroupOverlap;
+  // Arrivals when a piece lands: one by the copy engine, or one from each thread that gathers.
+  static constexpr int kArrivals = kTma ? 1 : kWarpgroup;
   // Sparse: a list says for each key where it is, or by a negative entry that it is hidden. The
   // producer marks the keys of a stage that are there.
   static constexpr int kMarkers = kSparse ? kWarpgroup / kWarpSize : 0;
@@ -91,6 +96,8 @@ struct WideSm90Traits : Config {
 
   static_assert(!kLatent || kHeadDimQK == kHeadDimVO + kHeadDimRope,
                 "a key is a latent and a rope part");
+  static_assert(!kTma || (kLatent && kPaged && !kSparse && kTileKV == 64),
+                "boxes are of pages of latent keys");
   static_assert(!kSparse || (kLatent && kPaged), "sparse lists are of latent keys");
   static_assert(kColumns % VTile::kPanelColumns == 0 && kColumns <= 256,
                 "a warpgroup has whole panels, and one product has its columns");
@@ -107,6 +114,15 @@ __device__ __forceinline__ const AttentionParams& attention_of(const AttentionPa
 }
 __device__ __forceinline__ const AttentionParams& attention_of(const LatentParams& params) {
   return params.attention;
+}
+__device__ __forceinline__ const AttentionParams& attention_of(const WideSm90Params& params) {
+  return params.latent.attention;
+}
+__device__ __forceinline__ const LatentParams& latent_of(const LatentParams& params) {
+  return params;
+}
+__device__ __forceinline__ const LatentParams& latent_of(const WideSm90Params& params) {
+  return params.latent;
 }
 
 // What all roles of a block of wide_sm90 know.
