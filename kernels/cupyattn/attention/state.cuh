@@ -177,7 +177,7 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
                                              int kv_head, int num_states, int lane, RowOf&& row_of,
                                              int first_column = 0) {
   constexpr int kColumns = kHeadDim / kParts, kVectors = ceil_div(kColumns, 4 * kWarpSize);
-  constexpr int kBatch = 16 / kVectors;
+  constexpr int kBatch = kParts > 1 ? 32 : 16 / kVectors;
   float4 sum[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) sum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
