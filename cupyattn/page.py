@@ -28,7 +28,12 @@ from .inputs.kv_cache import Keys, is_pair, view_paged
 from .inputs.workspace import int32_on_device
 from .typing import Array, ArrayT, Pages
 
-__all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+__all__ = [
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+]
 
 if not TYPE_CHECKING:
     __getattr__ = refuse_names(__name__)
@@ -334,3 +339,80 @@ def _scales(
             )
         scales.append(scale)
     return scales[0], scales[1]
+
+
+@untraced
+def append_paged_mla_kv_cache(
+    append_ckv: Array,
+    append_kpe: Array,
+    batch_indices: Array,
+    positions: Array,
+    ckv_cache: Array,
+    kpe_cache: Array | None,
+    kv_indices: Array,
+    kv_indptr: Array,
+    kv_last_page_len: Array,
+    *,
+    ckv_scale: float | None = None,
+    kpe_scale: float | None = None,
+) -> Any:
+    """Write the latent rows of new tokens into their slots of a paged cache, in place.
+
+    append_ckv  [nnz, latent columns]; append_kpe [nnz, rope columns], of the same dtype
+    ckv_cache   [num_pages, page_size, latent columns]; kpe_cache [num_pages, page_size, rope
+                columns]. kpe_cache None: ckv_cache holds rows of both parts.
+    ckv_scale, kpe_scale  numbers above 0, as k_scale and v_scale in append_paged_kv_cache, for a
+                cache of fp8.
+    All other arguments, errors and the answer as in append_paged_kv_cache. Semantics: FlashInfer's
+    append_paged_mla_kv_cache, which takes 512 and 64 columns only and does not quantise.
+    """
+    latent, rope = array.view(append_ckv, "append_ckv"), array.view(append_kpe, "append_kpe")
+    if len(latent.shape) != 2 or len(rope.shape) != 2:
+        raise ArgumentError(
+            f"append_ckv, append_kpe: shapes are {list(latent.shape)} and {list(rope.shape)}; "
+            "wanted [nnz, columns]"
+        )
+    cache = array.view(ckv_cache, "ckv_cache")
+    if len(cache.shape) != 3:
+        raise ArgumentError(
+            f"ckv_cache: shape is {list(cache.shape)}; wanted [num_pages, page_size, columns]"
+        )
+    if kpe_cache is None:
+        columns = latent.shape[1], rope.shape[1]
+        if cache.shape[2] != sum(columns):
+            raise ArgumentError(
+                f"ckv_cache: rows have {cache.shape[2]} columns; wanted {sum(columns)}, those of "
+                "append_ckv and append_kpe, or a kpe_cache"
+            )
+        if cache.framework == "jax":
+            raise ArgumentError("kpe_cache: got None with a JAX array; pass the parts apart")
+        pages = tuple(
+            array.restride(
+                ckv_cache, "ckv_cache", (*cache.shape[:2], 1, n), (*cache.strides[:2], 0, 1), at
+            )
+            for n, at in zip(columns, (0, columns[0]), strict=True)
+        )
+    else:
+        pages = _with_head(ckv_cache, "ckv_cache"), _with_head(kpe_cache, "kpe_cache")
+    made = append_paged_kv_cache(
+        _with_head(append_ckv, "append_ckv"),
+        _with_head(append_kpe, "append_kpe"),
+        batch_indices,
+        positions,
+        pages,
+        kv_indices,
+        kv_indptr,
+        kv_last_page_len,
+        k_scale=ckv_scale,
+        v_scale=kpe_scale,
+    )
+    return None if made is None else tuple(x[:, :, 0] for x in made)
+
+
+def _with_head(x: Any, name: str) -> Any:
+    """An array with an axis of one head before its columns."""
+    v = array.view(x, name)
+    if not v.shape:
+        raise ArgumentError(f"{name}: has no dimension; wanted rows of columns")
+    shape, strides = (*v.shape[:-1], 1, v.shape[-1]), (*v.strides[:-1], 0, v.strides[-1])
+    return array.restride(x, name, shape, strides)

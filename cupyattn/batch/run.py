@@ -124,7 +124,9 @@ def run(
             turns.check(plan.owner)
         # A mask fits a number of rows, which are not part of a signature otherwise.
         rows = None if mask is None else (plan.batch.num_rows, plan.batch.requests.uniform)
-        scalars = plan.geometry, plan.framework, return_lse, *scales, rows
+        scalars: tuple[Any, ...] = plan.geometry, plan.framework, return_lse, rows
+        if scales is not NO_SCALES:
+            scalars += scales
         answer = _run_cached(plan, wrapper._workspace.ptr, arrays, scalars, lse, mask, return_lse)
         if answer is not None:
             return answer

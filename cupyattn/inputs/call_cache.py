@@ -50,9 +50,8 @@ def _read_torch(arrays: Sequence[Any]) -> _Seen:
             addresses.append(address)
             shapes.append(x.shape)
             offset = address & 15 if address >= LOWEST_ADDRESS else None
-            device = x.get_device() if x.is_cuda else None
             is_refused = x.requires_grad or x.is_neg()
-            facts.append((type(x), x.dtype, x.stride(), device, is_refused, offset))
+            facts.append((type(x), x.dtype, x.stride(), x.get_device(), is_refused, offset))
     return addresses, shapes, facts
 
 

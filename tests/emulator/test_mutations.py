@@ -28,15 +28,17 @@ from . import (
     test_plan_batch,
     test_planless,
     test_prefill_sm90,
+    test_wide,
     wide,
 )
 from .library import EmulatorError
 from .mutation import Mutation, kernel_files
 from .mutations import PORTABLE
 from .mutations_of_hopper import HOPPER
+from .mutations_of_wide import WIDE
 from .mutations_of_wide_sm90 import WIDE_SM90
 
-MUTATIONS = (*PORTABLE, *HOPPER, *WIDE_SM90)
+MUTATIONS = (*PORTABLE, *HOPPER, *WIDE, *WIDE_SM90)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -170,6 +172,16 @@ def _pad_lse(**facts: object) -> None:
         kv_layout="HND",
     )
     test_planless.run(case, **facts)
+
+
+def _latent(**changes: object) -> Callable:
+    lengths = {"qo_len": (1, 3), "kv_len": (70, 200)} | changes
+    case = replace(test_wide.BASE, **lengths)  # type: ignore[arg-type]
+    return lambda **facts: test_wide.emulate(case, **facts)
+
+
+def _bad_latent_values(**facts: object) -> None:
+    test_wide.check_hidden_value(np.nan, **facts)
 
 
 def _hopper_plans(**facts: object) -> None:
@@ -330,6 +342,10 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper wide sparse": _wide({"sparse": True}),
     "hopper wide splits": _wide({"splits": 2}),
     "hopper wide steep": _wide({"sharpness": 6.0, "rising": 2.0, "num_heads": 64}),
+    "latent": _latent(),
+    "steep latent": _latent(sm_scale=3.0),
+    "latent list": _latent(way="list", qo_len=(1, 1), absent=0.3),
+    "bad latent values": _bad_latent_values,
 }
 
 

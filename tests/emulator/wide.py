@@ -219,9 +219,13 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         rope_strides = *_strides(q_rope, 0, 1), *_strides(second, 1, 0)
         packed += _LATENT.pack(memory(q_rope), memory(second), *rope_strides, 1.0, 0)
     if case.tma:
-        parts = [tma_wide.Rows(x.ctypes.data, x.shape[-1], *_strides(x, 1, 0)) for x in (k, second)]
+        of_parts = _strides(k, 1, 0), _strides(second, 1, 0)
+        boxes = tma_wide.boxes(
+            dtypes.parse(case.dtype), (LATENT, ROPE), *of_parts, (case.page_size, len(k))
+        )
+        assert boxes is not None
         with mock.patch.object(tensor_map, "encode", gpu.encode_tensor_map):
-            packed += tma_wide.pack(*parts, case.page_size, len(k))
+            packed += boxes.pack(k.ctypes.data, second.ctypes.data)
     config = wide_sm90.config(
         dtypes.parse(case.dtype),
         dtypes.parse(case.o_dtype or case.dtype),

@@ -50,9 +50,14 @@ def choose(
         paged=problem.paged,
         overlaps=rows == _LARGE,
         sparse=is_sparse,
-        tma=is_latent and not is_sparse and tensor_map.box_rows(page_size, 64) > 0,
+        tma=is_latent and not is_sparse and has_boxes(page_size),
     )
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
+
+
+def has_boxes(page_size: int) -> bool:
+    """Whether the copy engine brings keys of such pages."""
+    return tensor_map.box_rows(page_size, 64) > 0
 
 
 def config(
