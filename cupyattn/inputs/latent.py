@@ -14,8 +14,8 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..array.match import require_contiguous_last, require_same_dtype
-from ..errors import ArgumentError
 from ..core.device import device_props
+from ..errors import ArgumentError
 from ..launch.attention import tma_wide
 from ..launch.driver import params
 
