@@ -32,14 +32,16 @@ from . import (
     test_planless,
     test_prefill_sm90,
     test_wide,
+    wide,
 )
 from .library import EmulatorError
 from .mutation import Mutation, kernel_files
 from .mutations import PORTABLE
 from .mutations_of_hopper import HOPPER
 from .mutations_of_wide import WIDE
+from .mutations_of_wide_sm90 import WIDE_SM90
 
-MUTATIONS = (*PORTABLE, *HOPPER, *WIDE)
+MUTATIONS = (*PORTABLE, *HOPPER, *WIDE, *WIDE_SM90)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -51,6 +53,11 @@ _FP8 = {"kv_dtype": "float8_e4m3fn"}
 _ROPE = {"pos_encoding_mode": "ROPE_LLAMA"}
 _STEEP = {"sm_scale": 2.0}
 _WIDE = {"head_dim_qk": 128, "head_dim_vo": 128}
+
+
+def _wide(changes: dict) -> Callable:
+    case = replace(wide.Case(kv_len=(300,)), **changes)
+    return lambda **facts: wide.run(case, **facts).check()
 
 
 def _single(*changes: dict, facts: dict | None = None, base: object = _PREFILL) -> Callable:
@@ -342,6 +349,21 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "merge segments": _merge({"form": "segments", "num_states": (2, 0, 5, 1, 3)}),
     "merge bad offsets": _merge_bad_offsets,
     "hopper device plans": _hopper_plans,
+    "hopper wide": _wide({"page_size": 7}),
+    "hopper wide apart": _wide({"packed": False, "qo_len": (2,)}),
+    "hopper wide hidden": _wide(
+        {
+            "head_dims": (512, 512),
+            "qo_len": (20,),
+            "num_heads": 3,
+            "kv_len": (80,),
+            "spoiled": ((0, 75, 3, np.nan), (0, 70, 400, np.inf)),
+        }
+    ),
+    "hopper wide ordinary": _wide({"head_dims": (512, 512), "kv_heads": 2, "kv_len": (120,)}),
+    "hopper wide sparse": _wide({"sparse": True}),
+    "hopper wide splits": _wide({"splits": 2}),
+    "hopper wide steep": _wide({"sharpness": 6.0, "rising": 2.0, "num_heads": 64}),
     "latent": _latent(),
     "steep latent": _latent(sm_scale=3.0),
     "latent list": _latent(way="list", qo_len=(1, 1), absent=0.3),

@@ -170,13 +170,14 @@ __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const
 // Merges the states of one row and writes the result; a whole warp takes part. All lanes call
 // `row_of(i)` together; it returns the row of partial_o that holds state i. A lane weighs one state
 // of each 32 and holds the row's columns 4 * lane (+ 128) and on. It reads many states before it
-// uses the first, because the time of a merge is round trips to L2.
-template <typename DTypeO, int kHeadDim, bool kAligned, typename RowOf>
+// uses the first, because the time of a merge is round trips to L2. kParts: a warp merges one part
+// of the columns, from `first_column` on.
+template <typename DTypeO, int kHeadDim, bool kAligned, int kParts = 1, typename RowOf>
 __device__ __forceinline__ void merge_states(const AttentionParams& params, int64_t token, int head,
-                                             int kv_head, int num_states, int lane,
-                                             RowOf&& row_of) {
-  constexpr int kVectors = ceil_div(kHeadDim, 4 * kWarpSize);
-  constexpr int kBatch = 16 / kVectors;
+                                             int kv_head, int num_states, int lane, RowOf&& row_of,
+                                             int first_column = 0) {
+  constexpr int kColumns = kHeadDim / kParts, kVectors = ceil_div(kColumns, 4 * kWarpSize);
+  constexpr int kBatch = kParts > 1 ? 32 : 16 / kVectors;
   float4 sum[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) sum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -200,10 +201,10 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
         const int64_t place = ptx::shuffle(row, (begin + k) % kWarpSize);
-        const float* o = params.partial_o + place * kHeadDim + 4 * lane;
+        const float* o = params.partial_o + place * kHeadDim + first_column + 4 * lane;
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
-          const bool exists = begin + k < count && 4 * (lane + kWarpSize * i) < kHeadDim;
+          const bool exists = begin + k < count && 4 * (lane + kWarpSize * i) < kColumns;
           part[k][i] = exists ? ptx::load_l2(reinterpret_cast<const float4*>(o) + kWarpSize * i)
                               : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
@@ -222,24 +223,26 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int column = 4 * (lane + kWarpSize * i);
-    if (column >= kHeadDim) continue;
+    if (column >= kColumns) continue;
     DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
-                  head * params.o_stride_h + column;
+                  head * params.o_stride_h + first_column + column;
     store_pair<DTypeO, kAligned>(out, sum[i].x * factor, sum[i].y * factor);
     store_pair<DTypeO, kAligned>(out + 2, sum[i].z * factor, sum[i].w * factor);
   }
-  if (lane == 0 && params.lse != nullptr) {
+  if (lane == 0 && first_column == 0 && params.lse != nullptr) {
     params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
   }
 }
 
-// Merges the splits of one packed row of a tile.
-template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned>
+// Merges the splits of one packed row of a tile, or a part of its columns.
+template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned, int kParts = 1>
 __device__ __forceinline__ void merge_row(const AttentionParams& params, const TileWork& work,
-                                          int row, int64_t token, int head, int lane) {
+                                          int row, int64_t token, int head, int lane,
+                                          int first_column = 0) {
   const int first = static_cast<int>(work.state(params) * kTileRows + row);
-  merge_states<DTypeO, kHeadDim, kAligned>(params, token, head, work.kv_head, work.num_splits, lane,
-                                           [=](int i) { return first + i * kTileRows; });
+  merge_states<DTypeO, kHeadDim, kAligned, kParts>(
+      params, token, head, work.kv_head, work.num_splits, lane,
+      [=](int i) { return first + i * kTileRows; }, first_column);
 }
 
 }  // namespace cupyattn
