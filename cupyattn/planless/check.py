@@ -161,6 +161,7 @@ class Call:
     attention_chunk: int
     alibi_slopes: ArrayView | None
     mask_bits: int = 0
+    has_table_offsets: bool = False
 
 
 def check(arrays: Arrays, options: Options) -> Call:
@@ -243,6 +244,7 @@ def check(arrays: Arrays, options: Options) -> Call:
         return_lse=parse.flag(options.return_lse, "return_lse"),
         attention_chunk=options.attention_chunk,
         alibi_slopes=None,
+        has_table_offsets=options.has_table_offsets,
     )
     if arrays.alibi_slopes is not None:
         call.alibi_slopes = view_slopes(arrays.alibi_slopes, indices.kv_lens.shape[0], vq.shape[1])

@@ -41,6 +41,8 @@ struct ServingMetadataParams {
   const int32_t* req_to_token;      // [num_pool_rows, >= room]
   const void* tree;                 // see TreeForm
   const int32_t* beam_rows;         // [num_requests * rows, draft_steps]; may be nullptr
+  int64_t tree_size;                // elements of `tree`
+  int64_t num_real;                 // requests before the padding of a graph
 
   // What the kernel writes; nullptr where nobody needs it.
   int32_t* kv_lens;          // [num_steps, num_requests]
@@ -61,7 +63,6 @@ struct ServingMetadataParams {
   int64_t num_pool_rows;
   int64_t room;          // columns of req_to_token that a request may use
   int64_t map_size;
-  int64_t tree_size;     // elements of `tree`
   int64_t page_stride;
   int64_t swa_stride;
   int64_t chunk_stride;  // entries between rows of the table that chunks lie in
@@ -84,7 +85,7 @@ struct ServingMetadataParams {
   TreeForm tree_form;
 };
 
-static_assert(sizeof(ServingMetadataParams) == 408,
+static_assert(sizeof(ServingMetadataParams) == 416,
               "the struct and its mirror in launch/ops/serving_metadata.py must agree");
 
 }  // namespace cupyattn

@@ -203,6 +203,8 @@ struct ServingMetadata {
     const int rows = params.rows;
     const int64_t global_row = static_cast<int64_t>(request) * rows + row;
     int64_t index = 0;
+    // Padded requests have no part of the mask: their rows see everything.
+    if (request >= params.num_real) return true;
     if (params.tree_form == TreeForm::kWords) {
       const uint64_t word = static_cast<const uint64_t*>(params.tree)[global_row];
       return (word >> token) & 1;
@@ -215,7 +217,6 @@ struct ServingMetadata {
       const int64_t own = params.seq_lens[request];
       index = earlier * rows + row * (own + rows) + own + token;
     }
-    // Padded requests have no part of the mask: their rows see everything.
     if (index < 0 || index >= params.tree_size) return true;
     return static_cast<const uint8_t*>(params.tree)[index] != 0;
   }
@@ -245,6 +246,7 @@ struct ServingMetadata {
   // The slot that beam `row` wrote, or took over, in a step of draft decode.
   __device__ __forceinline__ int beam_slot(int row, int step) const {
     const int64_t own = static_cast<int64_t>(request) * params.rows + row;
+    if (request >= params.num_real) return 0;
     int64_t writer = own;
     if (params.beam_rows != nullptr) {
       const int beam = params.beam_rows[own * params.draft_steps + step];

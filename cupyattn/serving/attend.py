@@ -1,0 +1,269 @@
+"""Attention of a layer over a step's metadata: calls without a plan, and merges of two passes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .. import array
+from ..core import dtypes, parse
+from ..core.dtypes import DType
+from ..errors import ArgumentError, UnsupportedError
+from ..planless.call import run
+from ..planless.check import Arrays, Options
+from ..planless.views import Names, next_power_of_two, number_or_array
+from ..states import merge
+from .metadata import AttentionMetadata, ForwardMetadata
+from .modes import BackendConfig, LayerSpec
+
+LSE_LAYOUTS = "ht", "th"
+_LN_2 = math.log(2.0)
+# Beyond that one kernel serves any number of rows.
+_MANY_ROWS = 65
+_NAMES = Names(
+    *("q", "k_cache", "v_cache"),
+    block_tables="page_table",
+    kv_lens="cache_seqlens",
+    qo_lens="qo_lens",
+    qo_offsets="cu_seqlens_q",
+    kv_offsets="kv_offsets",
+    sm_scale="softmax_scale",
+    k_scale="k_scale",
+    output_scale="v_scale",
+    q_len="q_len",
+    max_q_len="max_seqlen_q",
+    max_kv_len="max_seqlen_k",
+    has_layout=False,
+)
+
+
+class Mask(NamedTuple):
+    """Which keys rows see, beyond what the metadata says."""
+
+    causal: bool
+    window: tuple[int, int] = (-1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One attention call: its requests, which keys rows see, and whether sinks count in it."""
+
+    over: AttentionMetadata
+    mask: Mask
+    has_sinks: bool = True
+
+
+class Workspace(NamedTuple):
+    """Memory that calls in a captured graph keep: bytes, and states of two passes; or Nones.
+
+    states: (v, s, v, s) of at least as many rows as a batch has
+    """
+
+    memory: Any = None
+    states: tuple[Any, ...] | None = None
+
+
+NO_WORKSPACE = Workspace()
+
+
+def passes_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Pass]:
+    """The calls that answer for a layer: one, or two over the prefix and the drafts.
+
+    Raises ArgumentError, UnsupportedError for a layer that the engine was not configured for.
+    """
+    left, right = _window(layer)
+    if layer.is_cross_attention:
+        if meta.encoder is None:
+            raise ArgumentError("is_cross_attention: the backend has no encoder; set has_encoder")
+        return [Pass(meta.encoder, Mask(False))]
+    chunk = layer.attention_chunk
+    if chunk and chunk != config.attention_chunk_size:
+        raise ArgumentError(
+            f"attention_chunk: got {chunk}; the backend was configured for attention_chunk_size "
+            f"{config.attention_chunk_size}"
+        )
+    if layer.uses_swa_pool and not config.is_hybrid:
+        raise ArgumentError("uses_swa_pool: the backend has one pool; set is_hybrid")
+    if meta.branches:
+        return _branching_passes(config, layer, meta, left)
+    mask = Mask(layer.causal, (left, -1 if layer.causal else right))
+    if not chunk:
+        over = meta.swa if layer.uses_swa_pool else meta.main
+    else:
+        if not layer.causal:
+            raise UnsupportedError("attention_chunk: wants causal layers; pass causal=True")
+        over = meta.local
+    assert over is not None
+    if layer.uses_swa_pool and not chunk:
+        _require_reach(config, left)
+    _require_pool(layer, over)
+    return [Pass(over, mask)]
+
+
+def _branching_passes(
+    config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata, left: int
+) -> list[Pass]:
+    if not layer.causal:
+        raise UnsupportedError("causal: drafts that branch want causal layers; pass True")
+    if layer.attention_chunk or left >= 0:
+        over = meta.chunk_rows if layer.attention_chunk else meta.window_rows
+        is_wider = not layer.attention_chunk and left > (config.sliding_window_size or 0)
+        if over is None or is_wider:
+            raise ArgumentError(
+                f"window_size: got {left}; the backend was configured for sliding_window_size "
+                f"{config.sliding_window_size}"
+            )
+        _require_pool(layer, over)
+        # Tables hold no key outside of the configured window.
+        is_whole = left == (config.sliding_window_size if not layer.attention_chunk else -1)
+        return [Pass(over, Mask(True, (-1 if is_whole else left, -1)))]
+    if layer.uses_swa_pool:
+        raise ArgumentError("uses_swa_pool: wants a window or chunks, which a second pool is for")
+    if meta.expand is None:
+        return [Pass(meta.main, Mask(False))]
+    return [Pass(meta.main, Mask(False)), Pass(meta.expand, Mask(False), has_sinks=False)]
+
+
+def _require_pool(layer: LayerSpec, over: AttentionMetadata) -> None:
+    if layer.uses_swa_pool is not over.uses_swa_pool:
+        which = "second" if over.uses_swa_pool else "first"
+        raise UnsupportedError(
+            f"uses_swa_pool: got {layer.uses_swa_pool}, but layers of this kind find their keys in "
+            f"the {which} pool"
+        )
+
+
+def _require_reach(config: BackendConfig, left: int) -> None:
+    """The second pool's table begins with the first key that the configuration lets rows see."""
+    window, chunk = config.sliding_window_size, config.attention_chunk_size
+    if window is None and chunk is None:
+        return
+    if left < 0 or window is None or left > window:
+        raise ArgumentError(
+            f"window_size: got {left} on the second pool; the backend was configured for "
+            f"sliding_window_size {window}"
+        )
+
+
+def _window(layer: LayerSpec) -> tuple[int, int]:
+    given = layer.window_size
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ArgumentError(f"window_size: got {parse.shown(given)}; wanted (left, right)")
+    left, right = (-1 if x is None else parse.window(x, "window_size") for x in given)
+    return left, right
+
+
+def attend(
+    config: BackendConfig,
+    layer: LayerSpec,
+    passes: list[Pass],
+    q: Any,
+    caches: list[tuple[Any, Any]],
+    out: Any,
+    *,
+    return_lse: bool,
+    lse_layout: str,
+    workspace: Workspace,
+) -> Any:
+    """out [rows, heads, v_head_dim], or (out, lse) in natural logarithms.
+
+    caches: of each pass, pages of K and V as large as those of its table.
+    """
+    memory, states = workspace
+    if len(passes) == 1:
+        given = q, caches[0], out, None
+        answer = _run(config, layer, passes[0], given, return_lse, memory)
+        made, lse = answer if return_lse else (answer, None)
+    else:
+        found = []
+        for index, (each, cache) in enumerate(zip(passes, caches, strict=True)):
+            v = s = None
+            if states is not None:
+                v, s = (x[: q.shape[0]] for x in states[2 * index : 2 * index + 2])
+            # States are merged in float32, so that the answer is rounded once.
+            found.append(_run(config, layer, each, (q, cache, v, s), True, memory, dtypes.float32))
+        (v_a, s_a), (v_b, s_b) = found
+        if out is None:
+            vq = array.view(q, "q")
+            out = array.empty((*vq.shape[:-1], v_a.shape[-1]), vq.dtype, vq)
+        made, lse = merge.run(merge.PAIR, (v_a, v_b, s_a, s_b, out), False)
+    if not return_lse:
+        return made
+    lse = array.scaled(lse, _LN_2)
+    return made, lse.swapaxes(0, 1) if lse_layout == "ht" else lse
+
+
+def _run(
+    config: BackendConfig,
+    layer: LayerSpec,
+    each: Pass,
+    given: tuple[Any, tuple[Any, Any], Any, Any],
+    return_lse: bool,
+    memory: Any,
+    o_dtype: DType | None = None,
+) -> Any:
+    """out, or (out, lse [rows, heads] of base 2), of (q, its cache, out or None, lse or None)."""
+    over, mask = each.over, each.mask
+    q, cache, out, lse = given
+    k_number, k_array = number_or_array(layer.k_scale)
+    v_number, v_array = number_or_array(layer.v_scale)
+    sm_scale, output_scale = layer.softmax_scale, 1.0
+    if sm_scale is None:
+        sm_scale = 1.0 / math.sqrt(config.head_dim)
+    if not config.has_fp8_cache:
+        k_array = v_array = None
+    elif k_number != 1.0 or v_number != 1.0:
+        sm_scale = parse.finite(sm_scale, "softmax_scale", 1.0)
+        sm_scale *= parse.finite(k_number, "k_scale", 1.0)
+        output_scale = parse.finite(v_number, "v_scale", 1.0)
+    qo_offsets = over.cu_seqlens_q if over.qo_offsets is None else over.qo_offsets
+    arrays = (
+        *(q, *cache, memory, over.page_table, over.cache_seqlens, out, lse),
+        *(over.qo_lens, qo_offsets, over.kv_offsets, None, None),
+        *(layer.sinks if each.has_sinks else None, None, k_array, v_array, over.tree_mask),
+    )
+    scalars = (
+        *(over.q_len, min(over.max_seqlen_q, _MANY_ROWS)),
+        1 if config.deterministic else next_power_of_two(over.max_seqlen_k),
+        *(sm_scale, output_scale, layer.softcap, mask.causal, mask.window),
+        *(return_lse, over.kv_offsets is not None, o_dtype),
+    )
+    return run(arrays, _options, scalars)
+
+
+def _options(
+    arrays: Arrays,
+    q_len: int,
+    max_q_len: int,
+    max_kv_len: int,
+    sm_scale: Any,
+    output_scale: float,
+    softcap: Any,
+    causal: bool,
+    window: tuple[int, int],
+    return_lse: bool,
+    has_table_offsets: bool,
+    o_dtype: DType | None,
+) -> Options:
+    cap = parse.finite(softcap, "softcap", 0.0)
+    if cap < 0.0:
+        raise ArgumentError(f"softcap: got {softcap!r}; wanted 0 (off) or a positive cap")
+    return Options(
+        _NAMES,
+        "NHD",
+        q_axes=(3,),
+        q_len=q_len,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        sm_scale=sm_scale,
+        output_scale=output_scale,
+        window_left=window[0],
+        window_right=window[1],
+        causal=causal,
+        o_dtype=o_dtype,
+        return_lse=return_lse,
+        logits_soft_cap=cap,
+        scales_by_head=True,
+        has_table_offsets=has_table_offsets,
+    )
