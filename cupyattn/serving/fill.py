@@ -123,7 +123,8 @@ class _Fill:
             position = end - self.q_len
             for i in range(s.num_chunks):
                 begin = (position // s.chunk_size + i) * s.chunk_size
-                low, high, key = max(begin, position), min(begin + s.chunk_size, end), max(begin, 0)
+                low, high = min(max(begin, position), end), min(begin + s.chunk_size, end)
+                key = min(max(begin, 0), end)
                 place = (step * s.num_requests + self.index) * s.num_chunks + i
                 self._put("chunk_qo_lens", place, max(high - low, 0))
                 self._put("chunk_qo_offsets", place, self.rows_before + low - position)

@@ -145,9 +145,10 @@ struct ServingMetadata {
       const int step = i / params.num_chunks, index = i - step * params.num_chunks;
       const int end = kv_len(step), first_position = end - q_len;
       const int begin = (floor_div(first_position, params.chunk_size) + index) * params.chunk_size;
-      const int low = max_of(begin, first_position);
+      // Chunks behind the last row are empty, at its end.
+      const int low = min_of(max_of(begin, first_position), end);
       const int high = min_of(begin + params.chunk_size, end);
-      const int key = max_of(begin, 0);
+      const int key = min_of(max_of(begin, 0), end);
       const int64_t place =
           (static_cast<int64_t>(step) * params.num_requests + request) * params.num_chunks + index;
       to.qo_lens[place] = max_of(high - low, 0);
