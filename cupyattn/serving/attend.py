@@ -54,17 +54,37 @@ class Pass:
     has_sinks: bool = True
 
 
-class Workspace(NamedTuple):
-    """Memory that calls in a captured graph keep: bytes, and states of two passes; or Nones.
+class Cache(NamedTuple):
+    """Keys and values of a layer as pages."""
 
-    states: (v, s, v, s) of at least as many rows as a batch has
+    k: Any
+    v: Any
+    is_fp8: bool
+
+
+class Workspace:
+    """Memory that calls in captured graphs keep, where the framework has none for them.
+
+    max_rows   query tokens of a call at most; 0: each call has memory of its own
     """
 
-    memory: Any = None
-    states: tuple[Any, ...] | None = None
+    def __init__(self, memory: Any = None, max_rows: int = 0) -> None:
+        self.memory, self.max_rows = memory, max_rows
+        self._states: dict[tuple[int, int], tuple[Any, ...]] = {}
 
-
-NO_WORKSPACE = Workspace()
+    def states(self, q: Any, dim_v: int) -> tuple[Any, ...] | None:
+        """(v, s, v, s) of two passes over the rows of q, or None."""
+        if not self.max_rows:
+            return None
+        rows, heads, _ = q.shape
+        found = self._states.get((heads, dim_v))
+        if found is None:
+            vq = array.view(q, "q")
+            shape = self.max_rows, heads
+            shapes = (*shape, dim_v), shape, (*shape, dim_v), shape
+            found = tuple(array.empty(each, dtypes.float32, vq) for each in shapes)
+            self._states[heads, dim_v] = found
+        return tuple(x[:rows] for x in found)
 
 
 def passes_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Pass]:
@@ -159,7 +179,7 @@ def attend(
     layer: LayerSpec,
     passes: list[Pass],
     q: Any,
-    caches: list[tuple[Any, Any]],
+    caches: list[Cache],
     out: Any,
     *,
     return_lse: bool,
@@ -170,17 +190,18 @@ def attend(
 
     caches: of each pass, pages of K and V as large as those of its table.
     """
-    memory, states = workspace
+    memory = workspace.memory
     if len(passes) == 1:
         given = q, caches[0], out, None
         answer = _run(config, layer, passes[0], given, return_lse, memory)
         made, lse = answer if return_lse else (answer, None)
     else:
         found = []
+        states = workspace.states(q, caches[0].v.shape[-1])
         for index, (each, cache) in enumerate(zip(passes, caches, strict=True)):
             v = s = None
             if states is not None:
-                v, s = (x[: q.shape[0]] for x in states[2 * index : 2 * index + 2])
+                v, s = states[2 * index : 2 * index + 2]
             # States are merged in float32, so that the answer is rounded once.
             found.append(_run(config, layer, each, (q, cache, v, s), True, memory, dtypes.float32))
         (v_a, s_a), (v_b, s_b) = found
@@ -198,7 +219,7 @@ def _run(
     config: BackendConfig,
     layer: LayerSpec,
     each: Pass,
-    given: tuple[Any, tuple[Any, Any], Any, Any],
+    given: tuple[Any, Cache, Any, Any],
     return_lse: bool,
     memory: Any,
     o_dtype: DType | None = None,
@@ -210,8 +231,8 @@ def _run(
     v_number, v_array = number_or_array(layer.v_scale)
     sm_scale, output_scale = layer.softmax_scale, 1.0
     if sm_scale is None:
-        sm_scale = 1.0 / math.sqrt(config.head_dim)
-    if not config.has_fp8_cache:
+        sm_scale = 1.0 / math.sqrt(config.shape_of(layer)[2])
+    if not cache.is_fp8:
         k_array = v_array = None
     elif k_number != 1.0 or v_number != 1.0:
         sm_scale = parse.finite(sm_scale, "softmax_scale", 1.0)
@@ -219,7 +240,7 @@ def _run(
         output_scale = parse.finite(v_number, "v_scale", 1.0)
     qo_offsets = over.cu_seqlens_q if over.qo_offsets is None else over.qo_offsets
     arrays = (
-        *(q, *cache, memory, over.page_table, over.cache_seqlens, out, lse),
+        *(q, cache.k, cache.v, memory, over.page_table, over.cache_seqlens, out, lse),
         *(over.qo_lens, qo_offsets, over.kv_offsets, None, None),
         *(layer.sinks if each.has_sinks else None, None, k_array, v_array, over.tree_mask),
     )

@@ -13,9 +13,9 @@ from ..core.parse import require_int
 from ..core.tracing import untraced
 from ..errors import ArgumentError, PlanError
 from ..launch.driver.enqueue import cuda
-from .attend import LSE_LAYOUTS, NO_WORKSPACE, Workspace, attend, passes_of
+from .attend import LSE_LAYOUTS, Cache, Workspace, attend, passes_of
 from .metadata import ForwardMetadata
-from .modes import BackendConfig, BatchInfo, DraftInfo, ForwardMode, LayerSpec
+from .modes import BackendConfig, BatchInfo, ForwardMode, LayerSpec
 from .pools import view_pages
 from .store import StepForm, Store, Tables, form_of, view_tables
 
@@ -53,8 +53,8 @@ class AttentionBackend:
         self._stores: dict[StepForm, Store] = {}
         self._graph_stores: dict[ForwardMode, Store] = {}
         self._graph_bs = 0
-        self._workspace = NO_WORKSPACE
-        self._pages: dict[tuple[int, int], tuple[Any, Any, tuple[Any, Any]]] = {}
+        self._workspace = Workspace()
+        self._pages: dict[tuple[int, ...], tuple[Any, Any, Cache]] = {}
         self.forward_metadata: ForwardMetadata | None = None
 
     # --- metadata ---
@@ -91,6 +91,7 @@ class AttentionBackend:
         meta.max_seq_len = self.config.max_context_len
         if batch.seq_lens_host is not None and bs:
             meta.max_seq_len = int(np.max(batch.seq_lens_host)) + meta.len_offset
+        meta.batch = batch
         self.forward_metadata = meta
         return meta
 
@@ -170,41 +171,30 @@ class AttentionBackend:
 
     def _make_workspace(self, max_num_tokens: int) -> Workspace:
         """torch gives captured graphs memory of their own; others need it from here."""
-        v, config = self._tables.req_to_token, self.config
-        memory = states = None
-        if v.device.kind == "cuda" and v.framework != "torch":
-            memory = array.empty((_WORKSPACE_BYTES,), dtypes.uint8, v)
-        if config.has_beams:
-            shape = max_num_tokens, config.num_q_heads
-            wide = *shape, int(config.v_head_dim or config.head_dim)
-            states = tuple(
-                array.empty(each, dtypes.float32, v) for each in (wide, shape, wide, shape)
-            )
-        return Workspace(memory, states)
+        v = self._tables.req_to_token
+        if v.device.kind == "cpu" or v.framework == "torch":
+            return Workspace()
+        return Workspace(array.empty((_WORKSPACE_BYTES,), dtypes.uint8, v), max_num_tokens)
 
     def graph_num_bytes(self) -> int:
         """Device memory of all graphs' metadata."""
         return sum(store.num_bytes for store in self._graph_stores.values())
 
     def init_forward_metadata_capture(
-        self, bs: int, num_tokens: int, mode: ForwardMode, draft: DraftInfo | None = None
+        self, bs: int, num_tokens: int, mode: ForwardMode, batch: BatchInfo | None = None
     ) -> ForwardMetadata:
         """The metadata that a graph of bs requests will read: captured calls use its memory.
 
-        Before the first replay it is that of requests of one key.
+        batch: what is written there; default: until the first replay it is of requests of one key.
         """
         store = self._graph_store(mode, bs)
-        rows = store.form.rows
-        if rows and num_tokens != bs * rows:
+        rows, most = store.form.rows, bs * store.form.max_rows
+        if (rows and num_tokens != most) or num_tokens > most:
             raise ArgumentError(
-                f"num_tokens: got {num_tokens}; {bs} requests of {mode.name} have {bs * rows}"
+                f"num_tokens: got {num_tokens}; {bs} requests of {mode.name} have {most}"
             )
-        if not rows and num_tokens > bs * store.form.max_rows:
-            raise ArgumentError(
-                f"num_tokens: got {num_tokens}; {bs} requests have room for "
-                f"{bs * store.form.max_rows}"
-            )
-        del draft
+        if batch is not None:
+            return self.init_forward_metadata_replay(bs, batch)
         meta = store.metadata(bs, store.form.first_step)
         meta.max_seq_len = self.config.max_context_len
         self.forward_metadata = meta
@@ -289,16 +279,15 @@ class AttentionBackend:
             return_lse = parse.flag(return_lse, "return_lse")
             parse.choice(lse_layout, LSE_LAYOUTS, "lse_layout")
         config = self.config
+        heads = config.shape_of(layer)
         shape: Any = getattr(q, "shape", ())
-        if len(shape) != 3 or shape[1] != config.num_q_heads or shape[2] != config.head_dim:
+        if len(shape) != 3 or shape[1] != heads[0] or shape[2] != heads[2]:
             given = list(array.view(q, "q").shape)
-            raise ArgumentError(
-                f"q: shape is {given}; wanted [tokens, {config.num_q_heads}, {config.head_dim}]"
-            )
+            raise ArgumentError(f"q: shape is {given}; wanted [tokens, {heads[0]}, {heads[2]}]")
         passes = passes_of(config, layer, meta)
         if shape[0] == 0 or meta.batch_size == 0:
-            return self._nothing(array.view(q, "q"), out, return_lse, lse_layout)
-        caches = [self._cache(layer.layer_id, each.over.page_size) for each in passes]
+            return self._nothing(array.view(q, "q"), heads[3], out, return_lse, lse_layout)
+        caches = [self._cache(layer.layer_id, each.over.page_size, heads) for each in passes]
         return attend(
             config,
             layer,
@@ -311,28 +300,29 @@ class AttentionBackend:
             workspace=self._workspace,
         )
 
-    def _nothing(self, vq: ArrayView, out: Any, return_lse: bool, lse_layout: str) -> Any:
+    def _nothing(
+        self, vq: ArrayView, dim_v: int, out: Any, return_lse: bool, lse_layout: str
+    ) -> Any:
         """The answer of no requests: rows of none are left alone."""
         rows, heads, _ = vq.shape
         if out is None:
-            shape = rows, heads, int(self.config.v_head_dim or self.config.head_dim)
-            out = array.from_numpy(np.zeros(shape, vq.dtype.numpy), vq)
+            out = array.from_numpy(np.zeros((rows, heads, dim_v), vq.dtype.numpy), vq)
         if not return_lse:
             return out
         lse = np.full((rows, heads), -np.inf, np.float32)
         return out, array.from_numpy(lse if lse_layout == "th" else lse.T.copy(), vq)
 
-    def _cache(self, layer_id: int, page_size: int) -> tuple[Any, Any]:
-        """K and V of a layer as pages of a size, seen anew where the pool has other arrays."""
+    def _cache(self, layer_id: int, page_size: int, heads: tuple[int, ...]) -> Cache:
+        """A layer as pages of a size, seen anew where the pool has other arrays."""
         k, v = self.pool.get_kv_buffer(layer_id)
         found = self._pages.get((layer_id, page_size))
         if found is not None and found[0] is k and found[1] is v:
             return found[2]
-        config = self.config
-        heads, dim_v = config.num_kv_heads, int(config.v_head_dim or config.head_dim)
-        pages = (
-            view_pages(k, "k_cache", page_size, (heads, config.head_dim)),
-            view_pages(v, "v_cache", page_size, (heads, dim_v)),
+        _, kv_heads, dim_k, dim_v = heads
+        pages = Cache(
+            view_pages(k, "k_cache", page_size, (kv_heads, dim_k)),
+            view_pages(v, "v_cache", page_size, (kv_heads, dim_v)),
+            array.view(k, "k_cache").dtype.is_fp8,
         )
         self._pages[layer_id, page_size] = k, v, pages
         return pages

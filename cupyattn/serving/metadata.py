@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .modes import ForwardMode
+from .modes import BatchInfo, ForwardMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class ForwardMetadata:
     window_rows, chunk_rows   layers with a window or chunks where drafts branch: each row is a
               request, with its own keys along its path
     len_offset   keys of main beyond seq_lens
+    max_seq_len  keys of one request in main at most, as far as the host knows
+    batch        what it was made of
 
     It holds until the next step of its backend is prepared, which writes the same memory.
     """
@@ -66,6 +68,7 @@ class ForwardMetadata:
     len_offset: int = 0
     step: int = 0
     max_seq_len: int = 0
+    batch: BatchInfo | None = None
 
     @property
     def branches(self) -> bool:

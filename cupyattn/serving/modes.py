@@ -129,9 +129,17 @@ class BackendConfig:
                     f"of pages of {self.page_size}, which a second pool needs; choose one to fit"
                 )
 
-    @property
-    def has_fp8_cache(self) -> bool:
-        return str(self.kv_dtype).rpartition(".")[2].startswith("float8")
+    def shape_of(self, layer: LayerSpec) -> tuple[int, int, int, int]:
+        """(query heads, KV heads, head_dim, v_head_dim) of a layer."""
+        dim_v = layer.v_head_dim
+        if dim_v is None:
+            dim_v = self.v_head_dim if layer.head_dim is None else layer.head_dim
+        return (
+            layer.num_q_heads or self.num_q_heads,
+            layer.num_kv_heads or self.num_kv_heads,
+            layer.head_dim or self.head_dim,
+            dim_v or self.head_dim,
+        )
 
     @property
     def has_beams(self) -> bool:
@@ -155,6 +163,7 @@ class LayerSpec:
                      element or of one for each KV head; no effect on other dtypes
     sinks            float32 [num_q_heads]: natural, unscaled logits of keys without values
     uses_swa_pool    its keys are in the second pool of a hybrid
+    num_q_heads, num_kv_heads, head_dim, v_head_dim   None: as configured
     """
 
     layer_id: int = 0
@@ -168,6 +177,10 @@ class LayerSpec:
     v_scale: Any = None
     sinks: Any = None
     uses_swa_pool: bool = False
+    num_q_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = None
 
 
 @dataclass

@@ -93,8 +93,13 @@ class MHATokenToKVPool:
     def set_kv_buffer(
         self, layer: Any, loc: Any, k: Any, v: Any, k_scale: Any = None, v_scale: Any = None
     ) -> None:
-        """One launch: copies, or quantises to fp8 what is divided by the scales."""
+        """One launch: copies, or quantises to fp8 what is divided by the scales. k and v may be
+        [n, heads * head_dim]."""
         buffers = self.get_kv_buffer(layer.layer_id)
+        if len(k.shape) == 2:
+            k = k.reshape(-1, *buffers[0].shape[1:])
+        if len(v.shape) == 2:
+            v = v.reshape(-1, *buffers[1].shape[1:])
         write_slots(buffers, loc, k, v, k_scale, v_scale, self.full_to_swa)
 
     def set_mla_kv_buffer(self, layer: Any, loc: Any, k_nope: Any, k_rope: Any) -> None:

@@ -241,12 +241,8 @@ class Case:
     def _fill_pools(self) -> None:
         rng = self.rng
         shape = self.num_slots, self.kv_heads
-        values = [
-            rng.standard_normal((*shape, dim)).astype(self.kv_dtype) for dim in self._dims()
-        ]
-        self.full_to_swa = rng.permutation(self.num_slots).astype(
-            rng.choice([np.int32, np.int64])
-        )
+        values = [rng.standard_normal((*shape, dim)).astype(self.kv_dtype) for dim in self._dims()]
+        self.full_to_swa = rng.permutation(self.num_slots).astype(rng.choice([np.int32, np.int64]))
         if self.page > 1:
             # Pages stay pages in the second pool.
             own = rng.permutation(self.num_slots // self.page)
@@ -282,9 +278,7 @@ class Case:
 
     def backend(self) -> serving.AttentionBackend:
         full_to_swa = self.put(self.full_to_swa) if self.is_hybrid else None
-        return serving.AttentionBackend(
-            self.config, self.pool(), self.put(self.table), full_to_swa
-        )
+        return serving.AttentionBackend(self.config, self.pool(), self.put(self.table), full_to_swa)
 
     def batch(self) -> BatchInfo:
         rng, mode = self.rng, _MODES[self.kind]
@@ -422,5 +416,7 @@ class Case:
         close = close or {"rtol": 0.02, "atol": 0.02}
         label = f"seed {self.seed}, {self.kind}, {self.layer_kind}"
         np.testing.assert_allclose(out.astype(np.float64), wanted, err_msg=label, **close)
-        close_lse = {"rtol": 1e-5, "atol": 1e-5} if not self.is_gpu else {"rtol": 0.01, "atol": 0.01}
+        close_lse = (
+            {"rtol": 1e-5, "atol": 1e-5} if not self.is_gpu else {"rtol": 0.01, "atol": 0.01}
+        )
         np.testing.assert_allclose(lse, wanted_lse, err_msg=f"lse of {label}", **close_lse)
