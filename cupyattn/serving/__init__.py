@@ -9,6 +9,8 @@ from __future__ import annotations
 from ..page import reshape_and_cache as reshape_and_cache
 from .backend import AttentionBackend as AttentionBackend
 from .backend import MultiStepDraftBackend as MultiStepDraftBackend
+from .flash_attention import FlashAttentionBackend as FlashAttentionBackend
+from .flash_attention import FlashAttentionMultiStepBackend as FlashAttentionMultiStepBackend
 from .metadata import AttentionMetadata as AttentionMetadata
 from .metadata import ForwardMetadata as ForwardMetadata
 from .modes import BackendConfig as BackendConfig
@@ -26,6 +28,8 @@ __all__ = [
     "BackendConfig",
     "BatchInfo",
     "DraftInfo",
+    "FlashAttentionBackend",
+    "FlashAttentionMultiStepBackend",
     "ForwardMetadata",
     "ForwardMode",
     "KVPool",

@@ -67,12 +67,19 @@ class AttentionBackend:
         host knows to be beyond max_context_len; on the CPU for any value that makes no sense.
         """
         bs = self._check(batch)
+        store = self._store_for(batch, bs)
+        store.write(batch, bs)
+        return self._use(store, bs, self._step(batch), batch)
+
+    def _store_for(self, batch: BatchInfo, bs: int, in_graph: bool = False) -> Store:
+        """The memory of a batch; in_graph: what graphs keep."""
+        if in_graph:
+            return self._graph_store(batch.mode, bs)
         form = form_of(self.config, batch.mode, _max_rows(batch), self._step(batch))
         store = self._stores.get(form)
         if store is None or store.capacity < bs:
             store = self._make_store(form, bs)
-        store.write(batch, bs)
-        return self._use(store, bs, self._step(batch), batch)
+        return store
 
     def _make_store(self, form: StepForm, bs: int) -> Store:
         if self._is_capturing():
