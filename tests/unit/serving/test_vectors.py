@@ -332,7 +332,7 @@ def test_t18_merge() -> None:
 
 
 def t22(**changes: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Two heads over one, slots whose keys are i / 2 and values i, the last two tokens of [5, 3, 1]."""
+    """Two heads over one; keys i / 2 and values i in slot i; the last two tokens of [5, 3, 1]."""
     table = np.zeros((1, 8), np.int32)
     table[0, :3] = 5, 3, 1
     values = np.repeat(np.arange(8, dtype=np.float32), 8).reshape(8, 1, 8)
