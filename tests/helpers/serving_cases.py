@@ -109,6 +109,16 @@ class Case:
         self._make_requests()
         self._choose_layer()
         self._place()
+        self.real = self.bs
+
+    def pad(self, count: int) -> None:
+        """Add requests as graphs have them: of one key, in the first one's row of the pool."""
+        rows = 0 if self.kind == "draft extend" else self.q_lens[0]
+        for name, x in (("req", self.req[0]), ("lens", 1), ("q_lens", rows), ("encoder", 0)):
+            values = getattr(self, name)
+            setattr(self, name, np.concatenate([values, np.full(count, x, values.dtype)]))
+        self.tree = np.concatenate([self.tree[: self.bs], self.tree[:1].repeat(count, 0)])
+        self.bs += count
 
     # --- what an engine has ---
 
@@ -297,9 +307,10 @@ class Case:
             made.encoder_lens = self.put(self.encoder.astype(rng.choice(kinds)))
         if mode in (ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY):
             made.draft = DraftInfo(step=self.step)
+            made.draft.num_real = None if self.real == self.bs else self.real
         if self.kind == "draft beams":
             made.out_cache_loc = self.put(self.beam_slots.astype(rng.choice(kinds)))
-            if rng.random() < 0.3:
+            if rng.random() < 0.3 and self.real == self.bs:
                 self.beam_rows = rng.integers(0, self.topk, self.beam_slots.shape).astype(np.int32)
                 assert made.draft is not None
                 flat = self.beam_rows.reshape(-1, self.num_steps)
@@ -322,7 +333,7 @@ class Case:
             return self.put(words.astype(np.uint64).view(kind))
         rows = [
             np.concatenate([np.ones((self.drafts, n), bool), own], axis=1).reshape(-1)
-            for n, own in zip(self.lens, tree, strict=True)
+            for n, own in zip(self.lens[: self.real], tree[: self.real], strict=True)
         ]
         return self.put(np.concatenate(rows) if rows else np.zeros(0, bool))
 
@@ -341,6 +352,20 @@ class Case:
             uses_swa_pool=self.in_swa,
             **scales,
         )
+
+    def capture(self, max_bs: int = 8) -> tuple[serving.AttentionBackend, Any]:
+        """A backend with memory for graphs, and metadata of a graph for a batch of this size."""
+        mode = _MODES[self.kind]
+        backend = self.backend()
+        rows = max(4, self.drafts, self.topk)
+        modes = (ForwardMode.DECODE,) if mode is ForwardMode.IDLE else (mode,)
+        if self.kind == "draft beams":
+            backend.step = self.step
+        if self.kind == "draft chain":
+            backend.step = self.step
+        backend.init_graph_state(max_bs, max_bs * rows, modes)
+        tokens = self.bs * (rows if mode.is_ragged else int(self.q_lens[0]))
+        return backend, backend.init_forward_metadata_capture(self.bs, tokens, modes[0])
 
     def queries(self) -> np.ndarray:
         rows = int(self.q_lens.sum())
@@ -374,7 +399,7 @@ class Case:
     def paths(self) -> list[tuple[int, np.ndarray]]:
         """(request, slots of the keys up to its own) of each row of q."""
         found = []
-        for index in range(self.bs):
+        for index in range(self.real):
             encoder = int(self.encoder[index])
             slots, n = self.slots[index][encoder:], int(self.lens[index])
             for row in range(int(self.q_lens[index])):
@@ -398,10 +423,12 @@ class Case:
     def check(self, q: np.ndarray, out: np.ndarray, lse: np.ndarray) -> None:
         scale = 1 / math.sqrt(self.dim) if self.scale is None else self.scale
         is_cross = self.layer_kind == "cross"
+        paths = self.paths()
+        out, lse = out[: len(paths)], lse[: len(paths)]
         wanted, wanted_lse = np.zeros(out.shape), np.zeros(lse.shape)
         k, v = (x.astype(np.float64) for x in self.values)
         k, v = k * self.k_scale[:, None], v * self.v_scale[:, None]
-        for row, (_, path) in enumerate(self.paths()):
+        for row, (_, path) in enumerate(paths):
             wanted[row], wanted_lse[row] = dense_row(
                 q[row],
                 k[path],
