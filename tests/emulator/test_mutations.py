@@ -25,9 +25,11 @@ from . import (
     test_batch,
     test_cascade,
     test_merge,
+    test_page,
     test_plan_batch,
     test_planless,
     test_prefill_sm90,
+    test_serving,
 )
 from .library import EmulatorError
 from .mutation import Mutation, kernel_files
@@ -177,6 +179,16 @@ _RAGGED_PLAN = test_plan_batch.Batch(
 )
 
 
+def _slots(**facts: object) -> None:
+    with gpu.plugged_in(**facts):
+        test_page.write_stray_slots()
+
+
+def _serving(**facts: object) -> None:
+    for step in test_serving.STEPS_OF_MUTATIONS:
+        test_serving.compare_metadata(*step, **facts)
+
+
 CATCHERS: dict[str, Callable[..., None]] = {
     "prefill": _single(),
     "largest probability": lambda **facts: test_attention.check_largest_probability(
@@ -232,6 +244,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "verify many": lambda **facts: _verify(30, (150, 401), **facts),
     "items": _items,
     "append": _append,
+    "slots": _slots,
+    "serving": _serving,
     "device plans": _plans(
         _SPLIT_PLAN,
         replace(_SPLIT_PLAN, shape=replace(_SPLIT_PLAN.shape, tile_q=64, state_cost=4.0)),

@@ -90,8 +90,10 @@ class Case:
         kind: str = "",
         is_gpu: bool = False,
         device: str = "cpu",
+        is_long: bool = False,
     ) -> None:
-        """is_gpu: what kernels take, in half precision."""
+        """is_gpu: what kernels take, in half precision. is_long: more keys than a table's early
+        part."""
         self.xp, self.seed, self.is_gpu, self.device = xp, seed, is_gpu, device
         self.kind = kind or KINDS[seed % len(KINDS)]
         self.rng = rng = np.random.default_rng((seed, 52))
@@ -104,7 +106,7 @@ class Case:
         if self.dtype != np.float32 and rng.random() < 0.3:
             self.kv_dtype = np.dtype(ml_dtypes.float8_e4m3fn)
         self.page = int(rng.choice([1, 1, 4, 8]))
-        self.columns = int(rng.choice([64, 96]))
+        self.columns = 1024 if is_long else int(rng.choice([64, 96]))
         self._choose_config()
         self._make_requests()
         self._choose_layer()
@@ -162,6 +164,8 @@ class Case:
         if self.has_encoder:
             self.encoder = rng.integers(0, 12, bs)
         self.lens = rng.integers(1, 40, bs)
+        if self.columns > 100:
+            self.lens += rng.integers(300, 800, bs)
         is_prompt = self.kind == "prompt"
         share = rng.random(bs)
         self.q_lens = np.ones(bs, np.int64)
@@ -289,6 +293,12 @@ class Case:
     def backend(self) -> serving.AttentionBackend:
         full_to_swa = self.put(self.full_to_swa) if self.is_hybrid else None
         return serving.AttentionBackend(self.config, self.pool(), self.put(self.table), full_to_swa)
+
+    def multi_step(self) -> serving.MultiStepDraftBackend:
+        full_to_swa = self.put(self.full_to_swa) if self.is_hybrid else None
+        return serving.MultiStepDraftBackend(
+            self.config, self.pool(), self.put(self.table), full_to_swa
+        )
 
     def batch(self) -> BatchInfo:
         rng, mode = self.rng, _MODES[self.kind]

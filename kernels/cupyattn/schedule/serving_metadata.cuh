@@ -120,6 +120,7 @@ struct ServingMetadata {
     if (thread != 0) return;
     if (params.cu_seqlens_q != nullptr) {
       params.cu_seqlens_q[request] = rows_before;
+      // mutate: rows-end-with-the-last-request
       if (request == params.num_requests - 1) params.cu_seqlens_q[request + 1] = rows_before + q_len;
     }
     if (params.kv_offsets != nullptr) {
@@ -146,8 +147,10 @@ struct ServingMetadata {
       const int end = kv_len(step), first_position = end - q_len;
       const int begin = (floor_div(first_position, params.chunk_size) + index) * params.chunk_size;
       // Chunks behind the last row are empty, at its end.
+      // mutate: chunk-rows-begin-with-the-chunk
       const int low = min_of(max_of(begin, first_position), end);
       const int high = min_of(begin + params.chunk_size, end);
+      // mutate: chunk-keys-begin-with-the-row
       const int key = min_of(max_of(begin, 0), end);
       const int64_t place =
           (static_cast<int64_t>(step) * params.num_requests + request) * params.num_chunks + index;
@@ -169,6 +172,7 @@ struct ServingMetadata {
   }
 
   __device__ __forceinline__ int num_pages() const {
+    // mutate: pages-of-the-first-step
     const int keys = kv_len(params.num_steps - 1);
     return (keys + params.page_size - 1) / params.page_size;
   }
@@ -188,6 +192,7 @@ struct ServingMetadata {
     int low = 0;
     if (params.swa_window >= 0 || params.swa_chunk > 0) {
       low = position;
+      // mutate: second-pool-begins-with-the-row
       if (params.swa_window >= 0) low = min_of(low, position - params.swa_window);
       if (params.swa_chunk > 0) {
         low = min_of(low, floor_div(position, params.swa_chunk) * params.swa_chunk);
@@ -216,6 +221,7 @@ struct ServingMetadata {
       const int64_t earlier = static_cast<uint32_t>(keys_before) +
                               static_cast<int64_t>(request) * rows;
       const int64_t own = params.seq_lens[request];
+      // mutate: mask-without-its-prefix
       index = earlier * rows + row * (own + rows) + own + token;
     }
     if (index < 0 || index >= params.tree_size) return true;
@@ -251,6 +257,7 @@ struct ServingMetadata {
     int64_t writer = own;
     if (params.beam_rows != nullptr) {
       const int beam = params.beam_rows[own * params.draft_steps + step];
+      // mutate: beams-keep-their-parent
       writer += min_of(max_of(beam, 0), params.rows - 1) - row;
     }
     return static_cast<int>(params.out_cache_loc[writer * params.draft_steps + step]);
@@ -280,6 +287,7 @@ struct ServingMetadata {
       int num_seen = 0, num_hidden = shared.num_seen[row];
       for (int token = 0; token < params.rows; ++token) {
         const bool is_seen = shared.seen[row][token / 32] >> (token % 32) & 1;
+        // mutate: hidden-drafts-first
         table[is_seen ? num_seen++ : num_hidden++] = tree_slot(token);
       }
       params.draft_lens[global_row] = num_seen;
@@ -292,6 +300,7 @@ struct ServingMetadata {
       uint32_t bits = shared.seen[row][word];
       const int count = __popc(bits);
       if (n < count) {
+        // mutate: path-skips-nothing
         for (; n > 0; --n) bits &= bits - 1;
         return 32 * word + __ffs(static_cast<int>(bits)) - 1;
       }
@@ -311,6 +320,7 @@ struct ServingMetadata {
       const int num_seen = is_beams ? params.first_step + step + 1 : shared.num_seen[row];
       const int position = seq_len + num_seen - 1;
       int low = 0;
+      // mutate: window-without-its-row
       if (window >= 0) low = max_of(position - window, 0);
       if (chunk > 0) low = max_of(position, 0) / chunk * chunk;
       const int count = min_of(position + 1 - low, width);
@@ -318,11 +328,13 @@ struct ServingMetadata {
           (static_cast<int64_t>(step) * params.num_requests + request) * params.rows + row;
       if (key == 0) to.lens[place] = count;
       if (key >= count) continue;
+      // mutate: prefix-of-whole-request
       const int num_prefix = max_of(seq_len - low, 0);
       int slot = 0;
       if (key < num_prefix) {
         slot = slot_at(low + key);
       } else {
+        // mutate: window-inside-the-drafts
         const int n = key - num_prefix + max_of(low - seq_len, 0);
         slot = is_beams ? beam_slot(row, n) : tree_slot(nth_seen(row, n));
       }
