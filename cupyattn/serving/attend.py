@@ -87,11 +87,63 @@ class Workspace:
         return tuple(x[:rows] for x in found)
 
 
-def passes_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Pass]:
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A pass over a layer, as a call without a plan takes it.
+
+    arrays   from qo_lens on; those of scales are of fp8 caches alone
+    scalars  of `_options`, but for what a run decides
+    """
+
+    page_size: int
+    table: Any
+    lens: Any
+    arrays: tuple[Any, ...]
+    arrays_of_fp8: tuple[Any, ...]
+    scalars: tuple[Any, ...]
+    scalars_of_fp8: tuple[Any, ...]
+
+
+def calls_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Call]:
     """The calls that answer for a layer: one, or two over the prefix and the drafts.
 
     Raises ArgumentError, UnsupportedError for a layer that the engine was not configured for.
     """
+    return [_call(config, layer, each) for each in _passes(config, layer, meta)]
+
+
+def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
+    over, mask = each.over, each.mask
+    k_number, k_array = number_or_array(layer.k_scale)
+    v_number, v_array = number_or_array(layer.v_scale)
+    sm_scale = layer.softmax_scale
+    default = 1.0 / math.sqrt(config.shape_of(layer)[2])
+    sm_scale = parse.finite(sm_scale, "softmax_scale", default)
+    cap = parse.finite(layer.softcap, "softcap", 0.0)
+    if cap < 0.0:
+        raise ArgumentError(f"softcap: got {layer.softcap!r}; wanted 0 (off) or a positive cap")
+    qo_offsets = over.cu_seqlens_q if over.qo_offsets is None else over.qo_offsets
+    places = over.qo_lens, qo_offsets, over.kv_offsets, None, None
+    sinks = layer.sinks if each.has_sinks else None
+    rest = (
+        *(over.q_len, min(over.max_seqlen_q, _MANY_ROWS)),
+        1 if config.deterministic else next_power_of_two(over.max_seqlen_k),
+        *(cap, mask.causal, mask.window, over.kv_offsets is not None),
+    )
+    # Scales of caches that are not fp8 have no effect, as in FA3.
+    scale = sm_scale * parse.finite(k_number, "k_scale", 1.0)
+    return Call(
+        over.page_size,
+        over.page_table,
+        over.cache_seqlens,
+        (*places, sinks, None, None, None, over.tree_mask),
+        (*places, sinks, None, k_array, v_array, over.tree_mask),
+        (sm_scale, 1.0, *rest),
+        (scale, parse.finite(v_number, "v_scale", 1.0), *rest),
+    )
+
+
+def _passes(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Pass]:
     left, right = _window(layer)
     if layer.is_cross_attention:
         if meta.encoder is None:
@@ -175,35 +227,31 @@ def _window(layer: LayerSpec) -> tuple[int, int]:
 
 
 def attend(
-    config: BackendConfig,
-    layer: LayerSpec,
-    passes: list[Pass],
+    calls: list[Call],
     q: Any,
     caches: list[Cache],
     out: Any,
-    *,
     return_lse: bool,
     lse_layout: str,
     workspace: Workspace,
 ) -> Any:
     """out [rows, heads, v_head_dim], or (out, lse) in natural logarithms.
 
-    caches: of each pass, pages of K and V as large as those of its table.
+    caches: of each call, pages of K and V as large as those of its table.
     """
     memory = workspace.memory
-    if len(passes) == 1:
-        given = q, caches[0], out, None
-        answer = _run(config, layer, passes[0], given, return_lse, memory)
+    if len(calls) == 1:
+        answer = _run(calls[0], q, caches[0], out, None, return_lse, memory)
         made, lse = answer if return_lse else (answer, None)
     else:
         found = []
         states = workspace.states(q, caches[0].v.shape[-1])
-        for index, (each, cache) in enumerate(zip(passes, caches, strict=True)):
+        for index, (call, cache) in enumerate(zip(calls, caches, strict=True)):
             v = s = None
             if states is not None:
                 v, s = states[2 * index : 2 * index + 2]
             # States are merged in float32, so that the answer is rounded once.
-            found.append(_run(config, layer, each, (q, cache, v, s), True, memory, dtypes.float32))
+            found.append(_run(call, q, cache, v, s, True, memory, dtypes.float32))
         (v_a, s_a), (v_b, s_b) = found
         if out is None:
             vq = array.view(q, "q")
@@ -216,60 +264,39 @@ def attend(
 
 
 def _run(
-    config: BackendConfig,
-    layer: LayerSpec,
-    each: Pass,
-    given: tuple[Any, Cache, Any, Any],
+    call: Call,
+    q: Any,
+    cache: Cache,
+    out: Any,
+    lse: Any,
     return_lse: bool,
     memory: Any,
     o_dtype: DType | None = None,
 ) -> Any:
-    """out, or (out, lse [rows, heads] of base 2), of (q, its cache, out or None, lse or None)."""
-    over, mask = each.over, each.mask
-    q, cache, out, lse = given
-    k_number, k_array = number_or_array(layer.k_scale)
-    v_number, v_array = number_or_array(layer.v_scale)
-    sm_scale, output_scale = layer.softmax_scale, 1.0
-    if sm_scale is None:
-        sm_scale = 1.0 / math.sqrt(config.shape_of(layer)[2])
-    if not cache.is_fp8:
-        k_array = v_array = None
-    elif k_number != 1.0 or v_number != 1.0:
-        sm_scale = parse.finite(sm_scale, "softmax_scale", 1.0)
-        sm_scale *= parse.finite(k_number, "k_scale", 1.0)
-        output_scale = parse.finite(v_number, "v_scale", 1.0)
-    qo_offsets = over.cu_seqlens_q if over.qo_offsets is None else over.qo_offsets
+    """out, or (out, lse [rows, heads] of base 2)."""
+    is_fp8 = cache.is_fp8
     arrays = (
-        *(q, cache.k, cache.v, memory, over.page_table, over.cache_seqlens, out, lse),
-        *(over.qo_lens, qo_offsets, over.kv_offsets, None, None),
-        *(layer.sinks if each.has_sinks else None, None, k_array, v_array, over.tree_mask),
+        *(q, cache.k, cache.v, memory, call.table, call.lens, out, lse),
+        *(call.arrays_of_fp8 if is_fp8 else call.arrays),
     )
-    scalars = (
-        *(over.q_len, min(over.max_seqlen_q, _MANY_ROWS)),
-        1 if config.deterministic else next_power_of_two(over.max_seqlen_k),
-        *(sm_scale, output_scale, layer.softcap, mask.causal, mask.window),
-        *(return_lse, over.kv_offsets is not None, o_dtype),
-    )
-    return run(arrays, _options, scalars)
+    scalars = call.scalars_of_fp8 if is_fp8 else call.scalars
+    return run(arrays, _options, (*scalars, return_lse, o_dtype))
 
 
 def _options(
     arrays: Arrays,
+    sm_scale: float,
+    output_scale: float,
     q_len: int,
     max_q_len: int,
     max_kv_len: int,
-    sm_scale: Any,
-    output_scale: float,
-    softcap: Any,
+    softcap: float,
     causal: bool,
     window: tuple[int, int],
-    return_lse: bool,
     has_table_offsets: bool,
+    return_lse: bool,
     o_dtype: DType | None,
 ) -> Options:
-    cap = parse.finite(softcap, "softcap", 0.0)
-    if cap < 0.0:
-        raise ArgumentError(f"softcap: got {softcap!r}; wanted 0 (off) or a positive cap")
     return Options(
         _NAMES,
         "NHD",
@@ -284,7 +311,7 @@ def _options(
         causal=causal,
         o_dtype=o_dtype,
         return_lse=return_lse,
-        logits_soft_cap=cap,
+        logits_soft_cap=softcap,
         scales_by_head=True,
         has_table_offsets=has_table_offsets,
     )

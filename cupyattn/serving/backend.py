@@ -13,13 +13,14 @@ from ..core.parse import require_int
 from ..core.tracing import untraced
 from ..errors import ArgumentError, PlanError
 from ..launch.driver.enqueue import cuda
-from .attend import LSE_LAYOUTS, Cache, Workspace, attend, passes_of
+from .attend import LSE_LAYOUTS, Cache, Workspace, attend, calls_of
 from .metadata import ForwardMetadata
 from .modes import BackendConfig, BatchInfo, ForwardMode, LayerSpec
 from .pools import view_pages
 from .store import StepForm, Store, Tables, form_of, view_tables
 
 _MAX_FORMS = 64
+_MAX_LAYERS = 1024
 _WORKSPACE_BYTES = 64 << 20
 
 
@@ -95,9 +96,6 @@ class AttentionBackend:
 
     def _use(self, store: Store, bs: int, step: int, batch: BatchInfo) -> ForwardMetadata:
         meta = store.metadata(bs, step)
-        meta.max_seq_len = self.config.max_context_len
-        if batch.seq_lens_host is not None and bs:
-            meta.max_seq_len = int(np.max(batch.seq_lens_host)) + meta.len_offset
         meta.batch = batch
         self.forward_metadata = meta
         return meta
@@ -203,7 +201,6 @@ class AttentionBackend:
         if batch is not None:
             return self.init_forward_metadata_replay(bs, batch)
         meta = store.metadata(bs, store.form.first_step)
-        meta.max_seq_len = self.config.max_context_len
         self.forward_metadata = meta
         return meta
 
@@ -291,21 +288,17 @@ class AttentionBackend:
         if len(shape) != 3 or shape[1] != heads[0] or shape[2] != heads[2]:
             given = list(array.view(q, "q").shape)
             raise ArgumentError(f"q: shape is {given}; wanted [tokens, {heads[0]}, {heads[2]}]")
-        passes = passes_of(config, layer, meta)
+        known = meta.calls.get(id(layer))
+        if known is None or known[0] is not layer or known[1] is not config:
+            known = layer, config, calls_of(config, layer, meta)
+            if len(meta.calls) >= _MAX_LAYERS:
+                meta.calls.clear()
+            meta.calls[id(layer)] = known
+        calls = known[2]
         if shape[0] == 0 or meta.batch_size == 0:
             return self._nothing(array.view(q, "q"), heads[3], out, return_lse, lse_layout)
-        caches = [self._cache(layer.layer_id, each.over.page_size, heads) for each in passes]
-        return attend(
-            config,
-            layer,
-            passes,
-            q,
-            caches,
-            out,
-            return_lse=return_lse,
-            lse_layout=lse_layout,
-            workspace=self._workspace,
-        )
+        caches = [self._cache(layer.layer_id, each.page_size, heads) for each in calls]
+        return attend(calls, q, caches, out, return_lse, lse_layout, self._workspace)
 
     def _nothing(
         self, vq: ArrayView, dim_v: int, out: Any, return_lse: bool, lse_layout: str
@@ -411,7 +404,6 @@ class MultiStepDraftBackend:
 
     def _give(self, store: Store, bs: int, step: int) -> ForwardMetadata:
         meta = store.metadata(bs, step)
-        meta.max_seq_len = self.config.max_context_len
         self.backends[step].forward_metadata = meta
         return meta
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from .modes import BatchInfo, ForwardMode
 
@@ -50,8 +52,8 @@ class ForwardMetadata:
     window_rows, chunk_rows   layers with a window or chunks where drafts branch: each row is a
               request, with its own keys along its path
     len_offset   keys of main beyond seq_lens
-    max_seq_len  keys of one request in main at most, as far as the host knows
-    batch        what it was made of
+    batch        what it was made of last
+    calls        by the identity of a layer: what `attend` made of both
 
     It holds until the next step of its backend is prepared, which writes the same memory.
     """
@@ -67,8 +69,17 @@ class ForwardMetadata:
     chunk_rows: AttentionMetadata | None = None
     len_offset: int = 0
     step: int = 0
-    max_seq_len: int = 0
+    max_context_len: int = 0
     batch: BatchInfo | None = None
+    calls: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Keys of one request in main at most, as far as the host knows."""
+        lens = None if self.batch is None else self.batch.seq_lens_host
+        if lens is None or not len(lens):
+            return self.max_context_len
+        return int(np.max(lens)) + self.len_offset
 
     @property
     def branches(self) -> bool:

@@ -466,6 +466,7 @@ class Store:
         made = ForwardMetadata(
             form.mode, bs, main, swa, local, encoder,
             len_offset=form.len_delta + own, step=form.first_step + index,
+            max_context_len=config.max_context_len,
         )  # fmt: skip
         if form.branches is not None:
             self._add_drafts(made, bs, index)
