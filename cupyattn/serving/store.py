@@ -162,7 +162,7 @@ class Store:
         v = tables.req_to_token
         step, (rows, columns) = v.strides[0], v.shape
         entries = (rows - 1) * step + columns
-        self._slots = array.restride(v.owner, "req_to_token", (1, entries), (entries, 1))
+        self._slots = array.restride(v.owner, "req_to_token", (1, entries), (0, 1))
         # Pages of one token need no table of their own; nor has one where encoder tokens begin.
         self._reads_slots = config.page_size == 1 or config.has_encoder
         self._room = columns
@@ -485,7 +485,7 @@ class Store:
         table: Any = self._slots
         if not sizes.chunks_are_slots:
             whole = self._arrays["page_table" if swa is None else "swa_table"]
-            table = whole.reshape(1, -1)
+            table = array.restride(whole, "page_table", (1, math.prod(whole.shape)), (0, 1))
         is_single = form.rows == 1
         chunk = sizes.chunk_size
         return AttentionMetadata(

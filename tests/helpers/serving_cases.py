@@ -330,6 +330,20 @@ class Case:
             made.draft.tree_mask = self._mask()
         return made
 
+    def batch_of_one_key(self) -> BatchInfo:
+        """A batch of the same size whose requests all have one key."""
+        batch = self.batch()
+        batch.seq_lens = self.put(np.ones(self.bs, np.int64))
+        batch.seq_lens_host = None
+        if batch.encoder_lens is not None:
+            batch.encoder_lens = self.put(np.zeros(self.bs, np.int32))
+        if batch.mode.is_ragged:
+            batch.extend_seq_lens_host = np.ones(self.bs, np.int64)
+            batch.extend_seq_lens = self.put(np.ones(self.bs, np.int32))
+        if batch.draft is not None and batch.draft.tree_mask is not None:
+            batch.draft.tree_mask = self.put(self.tree[: self.bs])
+        return batch
+
     beam_rows: np.ndarray | None = None
 
     def _mask(self) -> Any:

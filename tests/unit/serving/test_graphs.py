@@ -29,21 +29,6 @@ def addresses(backend: AttentionBackend) -> list[int]:
     ]
 
 
-def spoil(case: Case) -> Any:
-    """A batch of the same size whose requests all have one key."""
-    batch = case.batch()
-    batch.seq_lens = case.put(np.ones(case.bs, np.int64))
-    batch.seq_lens_host = None
-    if batch.encoder_lens is not None:
-        batch.encoder_lens = case.put(np.zeros(case.bs, np.int32))
-    if batch.mode.is_ragged:
-        batch.extend_seq_lens_host = np.ones(case.bs, np.int64)
-        batch.extend_seq_lens = None
-    if batch.draft is not None and batch.draft.tree_mask is not None:
-        batch.draft.tree_mask = case.put(case.tree[: case.bs])
-    return batch
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_replays_are_eager_steps(kind: str) -> None:
     for seed in range(12):
@@ -53,7 +38,7 @@ def test_replays_are_eager_steps(kind: str) -> None:
         case.pad(seed % 3)
         backend, meta = case.capture()
         before = addresses(backend)
-        backend.init_forward_metadata_replay(case.bs, spoil(case))
+        backend.init_forward_metadata_replay(case.bs, case.batch_of_one_key())
         batch = case.batch()
         backend.init_forward_metadata_replay(case.bs, batch)
         assert addresses(backend) == before
