@@ -92,6 +92,8 @@ class Options(NamedTuple):
     attention_chunk  keys of a chunk: a row sees those of its own chunk; 0: all
     has_table_offsets  with a page table kv_offsets say where each request's pages begin in it, in
                  entries, for requests that need not be its rows
+    most_kv_len  with such offsets, the most keys of one request: more are cut. None: as many as the
+                 table has room for
     shares_pages whether K and V have one page table; else block_tables is [B, 2, max_pages]
     """
 
@@ -119,6 +121,7 @@ class Options(NamedTuple):
     attention_chunk: int = 0
     has_table_offsets: bool = False
     shares_pages: Any = True
+    most_kv_len: int | None = None
 
 
 class Indices(NamedTuple):
@@ -385,6 +388,9 @@ def _lengths(
             f"{names.q}, {names.block_tables}: {num_rows} query tokens over up to {max_keys} keys; "
             f"at most {MAX_LENGTH} keys and query rows of one KV head are supported"
         )
+    kv_room = max_keys
+    if options.most_kv_len is not None:
+        max_keys = min(max_keys, options.most_kv_len)
     likely = max_keys
     if options.max_kv_len is not None:
         # Bounds are rounded up, beyond 32 bits too.
@@ -405,6 +411,7 @@ def _lengths(
         likely_kv_len=likely,
         formats=tuple(formats),  # type: ignore[arg-type]
         is_ragged=not (indices.qo_lens is indices.qo_offsets is indices.kv_offsets is None),
+        kv_room=kv_room,
     )
 
 

@@ -80,12 +80,12 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Name
             f"mask: a request has {qo_len.max()} rows, but those of the mask are of "
             f"{call.mask_bits} bits; wanted {names.max_q_len} to be the most rows of one request"
         )
-    for name, begin, size, most in (
-        (names.qo_offsets, starts[:count], qo_len, lengths.num_rows),
-        (names.kv_lens, kv_start[:count], kv_len, lengths.max_kv_len),
+    for name, begin, size, longest, most in (
+        (names.qo_offsets, starts[:count], qo_len, lengths.num_rows, lengths.num_rows),
+        (names.kv_lens, kv_start[:count], kv_len, lengths.max_kv_len, lengths.kv_room),
     ):
         # Sums might be beyond 64 bits.
-        is_outside = (size < 0) | (begin < 0) | (size > most) | (begin > most - size)
+        is_outside = (size < 0) | (begin < 0) | (size > longest) | (begin > most - size)
         wrong = np.flatnonzero(is_outside)
         if wrong.size:
             at = int(wrong[0])

@@ -128,7 +128,8 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
     rest = (
         *(over.q_len, min(over.max_seqlen_q, _MANY_ROWS)),
         1 if config.deterministic else next_power_of_two(over.max_seqlen_k),
-        *(cap, mask.causal, mask.window, over.kv_offsets is not None),
+        *(cap, mask.causal, mask.window),
+        None if over.kv_offsets is None else over.max_seqlen_k,
     )
     # Scales of caches that are not fp8 have no effect, as in FA3.
     scale = sm_scale * parse.finite(k_number, "k_scale", 1.0)
@@ -293,7 +294,7 @@ def _options(
     softcap: float,
     causal: bool,
     window: tuple[int, int],
-    has_table_offsets: bool,
+    most_kv_len: int | None,
     return_lse: bool,
     o_dtype: DType | None,
 ) -> Options:
@@ -313,5 +314,6 @@ def _options(
         return_lse=return_lse,
         logits_soft_cap=softcap,
         scales_by_head=True,
-        has_table_offsets=has_table_offsets,
+        has_table_offsets=most_kv_len is not None,
+        most_kv_len=most_kv_len,
     )

@@ -215,7 +215,9 @@ PORTABLE = (
         "0x7fffffff) - request.q_start; request.qo_len = qo_len; return request;",
         "absurd offsets",
     ),
-    Mutation("keys-beyond-k", "room -= request.kv_start;", "", "absurd offsets"),
+    Mutation(
+        "keys-beyond-k", "min_of(room, params.kv_room - request.kv_start)", "room", "absurd offsets"
+    ),
     Mutation(
         "element-offsets-as-tokens",
         "format.unit == 1 ? offset : offset / format.unit",

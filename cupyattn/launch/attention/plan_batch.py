@@ -28,7 +28,7 @@ UNIFORM, RAGGED = CONFIGS = tuple(
 
 # kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
 _FORMAT = struct.Struct("<q 2i")
-_CONSTANTS = struct.Struct(f"<{4 * _FORMAT.size}s 11i 3I 9i 2f 4x")
+_CONSTANTS = struct.Struct(f"<{4 * _FORMAT.size}s 11i 3I 9i 2f i")
 _PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
 PARAMS = struct.Struct(f"<7Q {_PLANNED.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
@@ -54,10 +54,11 @@ class Lengths(NamedTuple):
     qo_len         query tokens of every request; -1: they are given, or steps of the offsets
     max_qo_len     the most of one, which chooses the kernel; larger ones are served too
     kv_step        from a request's kv_start to the next one's: entries of a row of the page table
-    max_kv_len     keys that a request has room for; with offsets of keys, rows of k
+    max_kv_len     keys that a request has room for
     likely_kv_len  the most keys of one, as the caller says: it bounds splits
     formats        of qo_lens, kv_lens, qo_offsets and kv_offsets
     is_ragged      there are others of those than kv_lens
+    kv_room        what offsets of keys may name: rows of k, or keys of a table; 0: max_kv_len
     """
 
     num_requests: int
@@ -69,6 +70,7 @@ class Lengths(NamedTuple):
     likely_kv_len: int
     formats: tuple[IndexFormat, IndexFormat, IndexFormat, IndexFormat]
     is_ragged: bool = True
+    kv_room: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         (words_bytes - part.counters) // 4,
         shape.state_cost,
         shape.cost_of_part(lengths.max_qo_len * launcher.group_size),
+        lengths.kv_room or lengths.max_kv_len,
     )
     return DevicePlan(
         Launch(function, (1, 1, 1), _THREADS, shared_bytes),
