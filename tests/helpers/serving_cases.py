@@ -302,6 +302,7 @@ class Case:
 
     def batch(self) -> BatchInfo:
         rng, mode = self.rng, _MODES[self.kind]
+        self.beam_rows = None
         kinds = [np.int32, np.int64]
         made = BatchInfo(
             mode,

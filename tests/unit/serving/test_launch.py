@@ -148,6 +148,20 @@ def test_a_step_is_one_launch_and_a_layer_few(
     assert names_of(gpu) == [STEP, *found]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_given_outputs_are_written_each_time(gpu: Gpu, make: Callable[..., Any], name: str) -> None:
+    """Repeated calls too: the last launch has the address of the output."""
+    changes, mode, rows, layer, _ = CASES[name]
+    backend = backend_of(make, **changes)
+    backend.init_forward_metadata(given(make, mode))
+    for _ in range(3):
+        q, out = make(rows, H, D), make(rows, H, D)
+        gpu.launches.clear()
+        assert backend.forward(q, layer, None, out) is out
+        address = out.data_ptr().to_bytes(8, "little")
+        assert address in gpu.launches[-1].params
+
+
 def test_steps_of_a_draft_are_one_launch(gpu: Gpu, make: Callable[..., Any]) -> None:
     together = MultiStepDraftBackend(
         config(**TREES), pool_of(make), make(8, COLUMNS, dtype="int32")
@@ -163,6 +177,28 @@ def test_replays_are_one_launch(gpu: Gpu, make: Callable[..., Any]) -> None:
     assert names_of(gpu) == []
     backend.init_forward_metadata_replay(BS, given(make, ForwardMode.TARGET_VERIFY))
     assert names_of(gpu) == [STEP]
+
+
+def test_plans_are_bounded_by_a_request_not_the_pool(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a large pool of slots would keep plans from splitting keys."""
+    found: list[Any] = []
+    real = call.plan_batch.prepare
+
+    def plan(launcher: Any, lengths: Any) -> Any:
+        found.append(lengths)
+        return real(launcher, lengths)
+
+    monkeypatch.setattr(call.plan_batch, "prepare", plan)
+    for changes, layer, longest in (
+        ({}, LAYER, COLUMNS),
+        ({"attention_chunk_size": 16}, CHUNK, 16),
+    ):
+        backend = backend_of(make, page_size=1, **changes)
+        backend.init_forward_metadata(given(make, ForwardMode.DECODE))
+        backend.forward(make(BS, H, D), layer)
+        assert (found[-1].max_kv_len, found[-1].kv_room) == (longest, 8 * COLUMNS)
 
 
 def test_new_memory_is_refused_in_a_capture(gpu: Gpu, make: Callable[..., Any]) -> None:
