@@ -20,7 +20,7 @@ from .pools import view_pages
 from .store import StepForm, Store, Tables, form_of, view_tables
 
 _MAX_FORMS = 64
-_MAX_LAYERS = 1024
+_MAX_LAYERS = _MAX_RECENT = 1024
 _WORKSPACE_BYTES = 64 << 20
 
 
@@ -52,6 +52,8 @@ class AttentionBackend:
         self.config, self.pool, self.step = config, pool, require_int(step, "step", 0)
         self._tables: Tables = view_tables(config, req_to_token, full_to_swa)
         self._stores: dict[StepForm, Store] = {}
+        # By mode, the most query tokens of a request, and the draft step.
+        self._recent: dict[tuple[ForwardMode, int, int], Store] = {}
         self._graph_stores: dict[ForwardMode, Store] = {}
         self._graph_bs = 0
         self._workspace = Workspace()
@@ -76,10 +78,16 @@ class AttentionBackend:
         """The memory of a batch; in_graph: what graphs keep."""
         if in_graph:
             return self._graph_store(batch.mode, bs)
-        form = form_of(self.config, batch.mode, _max_rows(batch), self._step(batch))
-        store = self._stores.get(form)
+        key = batch.mode, _max_rows(batch), self._step(batch)
+        store = self._recent.get(key)
         if store is None or store.capacity < bs:
-            store = self._make_store(form, bs)
+            form = form_of(self.config, *key)
+            store = self._stores.get(form)
+            if store is None or store.capacity < bs:
+                store = self._make_store(form, bs)
+            if len(self._recent) >= _MAX_RECENT:
+                self._recent.clear()
+            self._recent[key] = store
         return store
 
     def _make_store(self, form: StepForm, bs: int) -> Store:
@@ -90,6 +98,7 @@ class AttentionBackend:
             )
         if len(self._stores) >= _MAX_FORMS:
             self._stores.clear()
+            self._recent.clear()
         capacity = 1 << max(0, bs - 1).bit_length()
         store = self._stores[form] = Store(self.config, form, capacity, self._tables)
         return store
@@ -109,7 +118,9 @@ class AttentionBackend:
         """The batch size, once the host's part of the batch is checked."""
         if not isinstance(batch.mode, ForwardMode):
             raise ArgumentError(f"mode: got {parse.shown(batch.mode)}; wanted a ForwardMode")
-        shape = array.view(batch.seq_lens, "seq_lens").shape
+        shape: Any = getattr(batch.seq_lens, "shape", None)
+        if shape is None:
+            shape = array.view(batch.seq_lens, "seq_lens").shape
         if len(shape) != 1:
             raise ArgumentError(f"seq_lens: shape is {list(shape)}; wanted [bs]")
         bs = shape[0]
