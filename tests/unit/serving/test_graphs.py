@@ -3,6 +3,7 @@ do, bit by bit."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -122,3 +123,28 @@ def test_steps_of_a_draft_share_one_store(topk: int, page: int) -> None:
             for meta in metas:
                 found = together.backends[step].forward(q, layer, meta[step])
                 assert found.tobytes() == wanted.tobytes()
+
+
+def test_a_graph_of_a_draft_worker_under_sglangs_names() -> None:
+    """Replays with fewer requests than were captured: padded ones have no slots of drafts."""
+    backends = engine.multi_step(3, topk=2)
+    backends.init_cuda_graph_state(4, 8)
+    spec = SimpleNamespace()
+    batch = engine.batch("DECODE", [1, 1], [0, 0], spec_info=spec)
+    backends.init_forward_metadata_capture_cuda_graph(batch)
+    first = backends.attn_backends[1].core.forward_metadata
+    for lens, req, loc in (
+        ([3, 5], [2, 0], np.arange(200, 212)),
+        ([7, 1], [1, 0], np.arange(300, 306)),
+    ):
+        batch = engine.batch("DECODE", lens, req, spec_info=spec, out_cache_loc=loc)
+        backends.init_forward_metadata_replay_cuda_graph(batch, 2)
+        backend = backends.attn_backends[1]
+        assert backend.core.forward_metadata is first
+        assert backend.forward_metadata.cache_seqlens_int32.tolist() == lens
+        expand = backend.forward_metadata_spec_decode_expand
+        assert expand.cache_seqlens_int32.tolist() == [2, 2, 2, 2]
+        wanted = np.zeros((4, 2), int)
+        own = loc.reshape(-1, 3)[:, :2]
+        wanted[: len(own)] = own
+        assert expand.page_table.tolist() == wanted.tolist()
