@@ -105,7 +105,7 @@ def _attend(
     batch: Batch, common: Common, vq: ArrayView, q_len: int, *, has_table_offsets: bool = False
 ) -> Any:
     """The same, of q_len rows a request, or 0 where offsets say it."""
-    sinks = None if common.sinks is None else _float32(common.sinks)
+    sinks = None if common.sinks is None else float32_sinks(common.sinks)
     return_lse = parse.flag(common.return_lse, "return_softmax_lse")
     pads_lse = return_lse and q_len > 0
     lse, lse_rows = None, None
@@ -243,7 +243,7 @@ def _merged(x: Any, name: str) -> Any:
     return array.restride(x, name, tuple(v.shape), tuple(v.strides))
 
 
-def _float32(sinks: Any) -> Any:
+def float32_sinks(sinks: Any) -> Any:
     """Sinks of any float type, parameters of a model among them, as float32."""
     if getattr(sinks, "requires_grad", False):
         sinks = sinks.detach()

@@ -92,6 +92,8 @@ class Options(NamedTuple):
     attention_chunk  keys of a chunk: a row sees those of its own chunk; 0: all
     has_table_offsets  with a page table kv_offsets say where each request's pages begin in it, in
                  entries, for requests that need not be its rows
+    most_kv_len  with such offsets, the most keys of one request: more are cut. None: as many as the
+                 table has room for
     shares_pages whether K and V have one page table; else block_tables is [B, 2, max_pages]
     cumulative_kv_lens  the keys of a request are the step from its entry of kv_lens, which has one
                  more, to the next
@@ -122,6 +124,7 @@ class Options(NamedTuple):
     has_table_offsets: bool = False
     shares_pages: Any = True
     cumulative_kv_lens: bool = False
+    most_kv_len: int | None = None
 
 
 class Indices(NamedTuple):
@@ -157,6 +160,7 @@ class LengthForm(NamedTuple):
     q_len: int
     max_q_len: int | None
     max_kv_len: int | None
+    most_kv_len: int | None
     has_table_offsets: bool
     page_size: int
     group_size: int
@@ -202,6 +206,9 @@ class LengthForm(NamedTuple):
                 f"{names.q}, {names.block_tables}: {num_rows} query tokens over up to {max_keys} "
                 f"keys; at most {MAX_LENGTH} keys and query rows of one KV head are supported"
             )
+        kv_room = max_keys
+        if self.most_kv_len is not None:
+            max_keys = min(max_keys, self.most_kv_len)
         return Lengths(
             num_requests=count,
             num_rows=num_rows,
@@ -217,6 +224,7 @@ class LengthForm(NamedTuple):
             or self.has_kv_begin
             or self.formats[1].unit < 0,
             slope_step=self.slope_step,
+            kv_room=kv_room,
         )
 
 
@@ -251,6 +259,7 @@ class Call:
     attention_chunk: int
     alibi_slopes: ArrayView | None
     mask_bits: int = 0
+    has_table_offsets: bool = False
 
 
 def check(arrays: Arrays, options: Options) -> Call:
@@ -347,6 +356,7 @@ def check(arrays: Arrays, options: Options) -> Call:
         return_lse=parse.flag(options.return_lse, "return_lse"),
         attention_chunk=options.attention_chunk,
         alibi_slopes=slopes,
+        has_table_offsets=options.has_table_offsets,
     )
     if vq.device.kind == "cuda":
         _refuse_on_gpu(call, names)
@@ -482,6 +492,7 @@ def _length_form(
         q_len=require_int(options.q_len, names.q_len, 0),
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
+        most_kv_len=options.most_kv_len,
         has_table_offsets=options.has_table_offsets,
         page_size=spec.page_size,
         group_size=spec.group_size,

@@ -100,6 +100,22 @@ PORTABLE = (
     ),
     Mutation("page-past-the-pool", "page >= table", "page > table", "append"),
     Mutation("page-offset-of-next-position", "position %", "(position + 1) %", "append"),
+    Mutation("slot-past-the-cache", "slot <", "slot <=", "slots"),
+    # Metadata of serving steps.
+    Mutation(
+        "chunk-rows-begin-with-the-chunk", "max_of(begin, first_position)", "begin", "serving"
+    ),
+    Mutation("chunk-keys-begin-with-the-row", "max_of(begin, 0)", "max_of(low, 0)", "serving"),
+    Mutation("pages-of-the-first-step", "params.num_steps - 1", "0", "serving"),
+    Mutation("second-pool-begins-with-the-row", "position - params.swa_window", "low", "serving"),
+    Mutation("mask-without-its-prefix", "own + token", "token", "serving"),
+    Mutation("hidden-drafts-first", "is_seen ?", "!is_seen ?", "serving"),
+    Mutation("path-skips-nothing", "n > 0", "n > 1", "serving"),
+    Mutation("window-without-its-row", "position - window", "position - window + 1", "serving"),
+    Mutation("prefix-of-whole-request", "seq_len - low", "seq_len", "serving"),
+    Mutation("window-inside-the-drafts", "max_of(low - seq_len, 0)", "0", "serving"),
+    Mutation("rows-end-with-the-last-request", "rows_before + q_len", "rows_before", "serving"),
+    Mutation("beams-keep-their-parent", "- row", "- row - 1", "serving"),
     # Packed bits.
     Mutation("bit-order-inverted", "bit : 7 - bit", "7 - bit : bit", "packbits"),
     Mutation("byte-of-last-segment", "<= index", "< index", "packbits"),
@@ -213,7 +229,9 @@ PORTABLE = (
     Mutation("first-key-not-listed", "request.kv_begin", "0", "padded prefill"),
     Mutation("slopes-of-first-request", "first_slope + head", "head", "slopes"),
     Mutation("key-steps-as-lengths", " - first", "", "device plans"),
-    Mutation("keys-beyond-k", "room -= request.kv_start;", "", "absurd offsets"),
+    Mutation(
+        "keys-beyond-k", "min_of(room, params.kv_room - request.kv_start)", "room", "absurd offsets"
+    ),
     Mutation(
         "element-offsets-as-tokens",
         "format.unit == 1 ? offset : offset / format.unit",

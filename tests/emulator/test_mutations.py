@@ -28,9 +28,11 @@ from . import (
     test_cascade,
     test_flash_attn,
     test_merge,
+    test_page,
     test_plan_batch,
     test_planless,
     test_prefill_sm90,
+    test_serving,
     test_wide,
     wide,
 )
@@ -211,6 +213,16 @@ _RAGGED_PLAN = test_plan_batch.Batch(
 )
 
 
+def _slots(**facts: object) -> None:
+    with gpu.plugged_in(**facts):
+        test_page.write_stray_slots()
+
+
+def _serving(**facts: object) -> None:
+    for step in test_serving.STEPS_OF_MUTATIONS:
+        test_serving.compare_metadata(*step, **facts)
+
+
 CATCHERS: dict[str, Callable[..., None]] = {
     "prefill": _single(),
     "largest probability": lambda **facts: test_attention.check_largest_probability(
@@ -272,6 +284,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper padded prefill": lambda **facts: test_flash_attn.run_padded(
         16, {"window_size": (90, 0)}, num_sms=4, **facts
     ),
+    "slots": _slots,
+    "serving": _serving,
     "device plans": _plans(
         _SPLIT_PLAN,
         replace(_SPLIT_PLAN, shape=replace(_SPLIT_PLAN.shape, tile_q=64, state_cost=4.0)),
