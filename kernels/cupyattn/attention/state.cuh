@@ -188,16 +188,16 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
     const int count = min_of(num_states - first, kWarpSize);
     const int found = row_of(first + lane);
     const int row = ptx::shuffle(found, min_of(lane, count - 1));
-    const float lse = ptx::load_l2(params.partial_lse + row);
+    const float loaded = ptx::load_l2(params.partial_lse + row);
     float weight = 0.0f;
     const auto weigh = [&] {
-      const float own = lane < count ? lse : -ptx::infinity();
+      const float lse = lane < count ? loaded : -ptx::infinity();
       const float old_max = state.max;
-      state.max = fmaxf(old_max, warp_max(own));
+      state.max = fmaxf(old_max, warp_max(lse));
       const float factor = old_max == state.max ? 1.0f : ptx::ex2_approx(old_max - state.max);
       // An empty state weighs nothing, even if all states are empty.
       // mutate: split-weights-inverted
-      weight = own == -ptx::infinity() ? 0.0f : ptx::ex2_approx(own - state.max);
+      weight = lse == -ptx::infinity() ? 0.0f : ptx::ex2_approx(lse - state.max);
       state.sum = state.sum * factor + warp_sum(weight);
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) scale_by(sum[i], factor);
@@ -207,7 +207,7 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
       float4 part[kBatch][kVectors];
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
-        const int64_t place = ptx::shuffle(row, min_of(begin + k, count - 1));
+        const int64_t place = ptx::shuffle(row, (begin + k) % kWarpSize);
         const float* o = params.partial_o + place * kHeadDim;
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
