@@ -179,7 +179,8 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
                                              int kv_head, int num_states, int lane,
                                              RowOf&& row_of) {
   constexpr int kVectors = ceil_div(kHeadDim, 4 * kWarpSize);
-  constexpr int kBatch = 16 / kVectors;
+  // Kernels that only merge have 80 registers.
+  constexpr int kBatch = (kVectors > 1 && !kWeighsLate ? 12 : 16) / kVectors;
   float4 sum[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) sum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
