@@ -181,8 +181,8 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
                                              int kv_head, int num_states, int lane, RowOf&& row_of,
                                              int first_column = 0) {
   constexpr int kColumns = kHeadDim / kParts, kVectors = ceil_div(kColumns, 4 * kWarpSize);
-  // Kernels that only merge have 80 registers.
-  constexpr int kBatch = (kVectors > 1 && !kWeighsLate ? 12 : 16) / kVectors;
+  // Kernels that only merge have 80 registers, those of parts of wide rows twice as many.
+  constexpr int kBatch = kParts > 1 ? 32 : (kVectors > 1 && !kWeighsLate ? 12 : 16) / kVectors;
   float4 sum[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) sum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -58,7 +58,7 @@ struct PadLseParams {
   int32_t num_heads, max_qo_len;
 };
 
-static_assert(sizeof(PlanBatchParams) == 96 + 80 + 104 &&
+static_assert(sizeof(PlanBatchParams) == 96 + 80 + 112 &&
                   sizeof(PadLseParams) == sizeof(PlanBatchParams) + 48,
               "the structs and their mirrors in launch/attention must agree");
 
