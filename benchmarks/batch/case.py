@@ -19,7 +19,9 @@ class BatchCase:
     attention, whose values are the first columns of its keys). `requests` are groups of equal ones,
     (how many, query rows, keys). `mask` "packed" gives the causal mask as bits in place
     of the flag, "tree" lets a query row see all earlier keys and its ancestors in a binary tree of
-    the rows. The report divides the time of this case by that of the one `against` names.
+    the rows. `dtype` is that of q and o; `sinks` adds a logit of each head to the denominator. The
+    check samples rows of `checked` requests (None: of all). The report divides the time of
+    this case by that of the one `against` names.
 
     For host cases: `timed` is "run" or "plan"; `framework` and `out` say whose arrays ours is
     called with, and whether it gets `out=`; `arrays` says what plan() gets its tables as, "numpy",
@@ -41,6 +43,9 @@ class BatchCase:
     window_left: int = -1
     mask: str = "none"
     kv_dtype: str = "bfloat16"
+    dtype: str = "bfloat16"
+    sinks: bool = False
+    checked: int | None = None
     shared: int = 0
     against: str = ""
     timed: str = "run"
@@ -113,6 +118,7 @@ class BatchCase:
             self.window_left,
             self.mask,
             self.kv_dtype,
+            self.sinks,
         )
 
     @property

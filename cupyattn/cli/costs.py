@@ -29,6 +29,8 @@ _COSTS = {
     "pad_lse": Cost(0.05, 12 * _KIB),
     "plan_batch": Cost(0.17, 27 * _KIB),
     "prefill_sm80": Cost(1.1, 127 * _KIB),
+    "serving_metadata": Cost(1.2, 70 * _KIB),
+    "store_kv": Cost(0.09, 16 * _KIB),
 }
 _BY_ARCH = {
     "sm_90a": {

@@ -106,7 +106,8 @@ def flash_attn_func(
     sinks, s_aux   two names of [num_heads] logits of keys without values, natural and unscaled, of
             any float dtype.
     alibi_slopes   float32 [num_heads] or [b, num_heads]: slope * |i + seqlen_k - seqlen_q - j| is
-            taken from the logits, behind the soft cap. CPU arrays only.
+            taken from the logits, behind the soft cap. On a GPU where rows see no keys to their
+            right, and without a soft cap.
     out     array to write instead of a new one.
     return_attn_probs, return_softmax_lse   two names of: return the LSE too.
     num_splits   1: keys are not split; any other number lets the plan on the GPU decide. (FA3's

@@ -12,10 +12,12 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..core import dtypes, parse
+from ..core.dtypes import DType
 from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.index_arrays import compute, progression
+from ..inputs.workspace import on_device
 from ..planless.call import run, run_cached
 from ..planless.check import Arrays, Options
 from ..planless.views import Names, merge_leading, next_power_of_two
@@ -103,7 +105,7 @@ def _attend(
     batch: Batch, common: Common, vq: ArrayView, q_len: int, *, has_table_offsets: bool = False
 ) -> Any:
     """The same, of q_len rows a request, or 0 where offsets say it."""
-    sinks = None if common.sinks is None else _float32(common.sinks)
+    sinks = None if common.sinks is None else float32_sinks(common.sinks)
     return_lse = parse.flag(common.return_lse, "return_softmax_lse")
     pads_lse = return_lse and q_len > 0
     lse, lse_rows = None, None
@@ -213,10 +215,26 @@ def _widened(vq: ArrayView, k: Any, names: Names) -> Any:
         return array.from_numpy(array.as_numpy(vq).astype(dtype.numpy), vq)
     if vq.framework == "torch":
         return vq.owner.to(getattr(sys.modules["torch"], dtype.name))
-    raise UnsupportedError(
-        f"q: dtype {vq.dtype} of {vq.framework} arrays on a GPU is not supported; cast q to "
-        "bfloat16"
-    )
+    with on_device(vq.device.index):
+        bits = widened_bits(array.as_cupy(vq, np.dtype(np.uint8)), vq.dtype, dtype)
+        made = bits.view(dtype.numpy)
+    array.release(array.view(made, "q"), vq)
+    return array.deliver(made, vq)
+
+
+def widened_bits(x: Any, dtype: DType, wide: DType) -> Any:
+    """The bits of fp8 numbers, uint8, as those of the same numbers in 16 bits: for CuPy, which has
+    no fp8 of its own."""
+    is_e4m3 = dtype is dtypes.float8_e4m3fn
+    magnitude = x & 0x7F
+    bits = ((x & 0x80).astype(np.uint16) << 8) | (magnitude.astype(np.uint16) << 8 - is_e4m3)
+    if is_e4m3:
+        # Their exponent is 8 less than float16's with the same bits; the largest is no number.
+        nan = (magnitude == 0x7F).astype(np.uint16) * np.uint16(0x7FFF)
+        bits = (bits.view(np.float16) * np.float16(256)).view(np.uint16) | nan
+    if wide is dtypes.float16:
+        return bits
+    return (bits.view(np.float16).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
 def _merged(x: Any, name: str) -> Any:
@@ -225,7 +243,7 @@ def _merged(x: Any, name: str) -> Any:
     return array.restride(x, name, tuple(v.shape), tuple(v.strides))
 
 
-def _float32(sinks: Any) -> Any:
+def float32_sinks(sinks: Any) -> Any:
     """Sinks of any float type, parameters of a model among them, as float32."""
     if getattr(sinks, "requires_grad", False):
         sinks = sinks.detach()

@@ -14,7 +14,9 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..array.match import require_contiguous_last, require_same_dtype
+from ..core.device import device_props
 from ..errors import ArgumentError
+from ..launch.attention import tma_wide
 from ..launch.driver import params
 
 
@@ -147,20 +149,21 @@ class Second(NamedTuple):
 
     offsets  bytes from the first part to the second of q, and of k, where one array holds both
     strides  of a token and a head of q, of a token and a page of k
+    boxes    of the cache, where the copy engine may bring its keys
     """
 
     offsets: tuple[int, int]
     strides: tuple[int, int, int, int]
     rope_scale: float = 1.0
+    boxes: tma_wide.Boxes | None = None
 
     def pack(self, q: int, q_rope: int, k: int, k_rope: int) -> bytes:
         """params.LATENT for parts at these addresses; 0 for a second part in the first's array."""
-        return params.LATENT.pack(
-            q_rope or q + self.offsets[0],
-            k_rope or k + self.offsets[1],
-            *self.strides,
-            self.rope_scale,
+        second = k_rope or k + self.offsets[1]
+        packed = params.LATENT.pack(
+            q_rope or q + self.offsets[0], second, *self.strides, self.rope_scale
         )
+        return packed if self.boxes is None else packed + self.boxes.pack(k, second)
 
 
 def second_parts(queries: Parts, pages: Parts, rope_scale: float) -> Second:
@@ -169,7 +172,22 @@ def second_parts(queries: Parts, pages: Parts, rope_scale: float) -> Second:
     strides = (0, 0, 0, 0)
     if q is not None and k is not None:
         strides = q.strides[0], q.strides[1], k.strides[1], k.strides[0]
-    return Second((max(0, queries.offset), max(0, pages.offset)), strides, rope_scale)
+    offsets = max(0, queries.offset), max(0, pages.offset)
+    return Second(offsets, strides, rope_scale, _boxes(pages))
+
+
+def _boxes(pages: Parts) -> tma_wide.Boxes | None:
+    """None where no kernel copies boxes of these pages."""
+    k, rope = pages.latent, pages.rope
+    if rope is None or device_props(k.device.index).arch != "sm_90a":
+        return None
+    return tma_wide.boxes(
+        k.dtype,
+        (k.shape[-1], rope.shape[-1]),
+        (k.strides[1], k.strides[0]),
+        (rope.strides[1], rope.strides[0]),
+        (k.shape[1], k.shape[0]),
+    )
 
 
 def as_rows(parts: Parts, scale: float = 1.0) -> np.ndarray:

@@ -178,7 +178,11 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
         workspace = vworkspace.ptr
         _require_size(vworkspace, prepared.num_bytes)
     inputs = (call.keys.k, call.keys.v, call.block_tables, call.sinks, call.mask, vworkspace)
-    used = [v for v in (*inputs, call.lse, *indices, *call.scales.views) if v is not None]
+    used = [
+        v
+        for v in (*inputs, call.alibi_slopes, call.lse, *indices, *call.scales.views)
+        if v is not None
+    ]
     array.acquire(vq, vout, *used)
     mask = 0 if call.mask is None else call.mask.ptr
     if call.mask is not None and is_bool_mask(call):
@@ -199,7 +203,10 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
     )
     addresses = Arrays(*(0 if x is None else x.ptr for x in views))
     kv_begin = 0 if indices.kv_begin is None else indices.kv_begin.ptr
-    addresses = addresses._replace(workspace=workspace, mask=mask, kv_begin=kv_begin)
+    slopes = 0 if call.alibi_slopes is None else call.alibi_slopes.ptr
+    addresses = addresses._replace(
+        workspace=workspace, mask=mask, kv_begin=kv_begin, alibi_slopes=slopes
+    )
     prepared.launch(addresses, stream)
     array.release(vq, vq, vout, *used)
     del owner  # memory for one call may go once everything is enqueued

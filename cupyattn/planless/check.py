@@ -92,6 +92,8 @@ class Options(NamedTuple):
     attention_chunk  keys of a chunk: a row sees those of its own chunk; 0: all
     has_table_offsets  with a page table kv_offsets say where each request's pages begin in it, in
                  entries, for requests that need not be its rows
+    most_kv_len  with such offsets, the most keys of one request: more are cut. None: as many as the
+                 table has room for
     shares_pages whether K and V have one page table; else block_tables is [B, 2, max_pages]
     cumulative_kv_lens  the keys of a request are the step from its entry of kv_lens, which has one
                  more, to the next
@@ -122,6 +124,7 @@ class Options(NamedTuple):
     has_table_offsets: bool = False
     shares_pages: Any = True
     cumulative_kv_lens: bool = False
+    most_kv_len: int | None = None
 
 
 class Indices(NamedTuple):
@@ -157,6 +160,7 @@ class LengthForm(NamedTuple):
     q_len: int
     max_q_len: int | None
     max_kv_len: int | None
+    most_kv_len: int | None
     has_table_offsets: bool
     page_size: int
     group_size: int
@@ -165,6 +169,7 @@ class LengthForm(NamedTuple):
     has_qo_lens: bool
     has_qo_offsets: bool
     has_kv_offsets: bool
+    slope_step: int
 
     def lengths(self, extents: Extents) -> Lengths:
         """Raises ArgumentError and UnsupportedError where extents do not fit each other."""
@@ -201,6 +206,9 @@ class LengthForm(NamedTuple):
                 f"{names.q}, {names.block_tables}: {num_rows} query tokens over up to {max_keys} "
                 f"keys; at most {MAX_LENGTH} keys and query rows of one KV head are supported"
             )
+        kv_room = max_keys
+        if self.most_kv_len is not None:
+            max_keys = min(max_keys, self.most_kv_len)
         return Lengths(
             num_requests=count,
             num_rows=num_rows,
@@ -215,6 +223,8 @@ class LengthForm(NamedTuple):
             or self.has_kv_offsets
             or self.has_kv_begin
             or self.formats[1].unit < 0,
+            slope_step=self.slope_step,
+            kv_room=kv_room,
         )
 
 
@@ -249,6 +259,7 @@ class Call:
     attention_chunk: int
     alibi_slopes: ArrayView | None
     mask_bits: int = 0
+    has_table_offsets: bool = False
 
 
 def check(arrays: Arrays, options: Options) -> Call:
@@ -284,10 +295,12 @@ def check(arrays: Arrays, options: Options) -> Call:
     o_dtype = options.o_dtype
     if o_dtype is None:
         o_dtype = vq.dtype if vout is None else vout.dtype
+    # The reference takes slopes as they are given.
+    has_slopes = arrays.alibi_slopes is not None and vq.device.kind == "cuda"
     given = Given(
         kv_layout=layout,
         causal=options.causal,
-        pos_encoding_mode=options.pos_encoding_mode,
+        pos_encoding_mode="ALIBI" if has_slopes else options.pos_encoding_mode,
         window_left=options.window_left,
         logits_soft_cap=options.logits_soft_cap,
         sm_scale=scales.logits,
@@ -309,7 +322,10 @@ def check(arrays: Arrays, options: Options) -> Call:
             given,
         )
     )
-    form = _length_form(options, geometry, vq, indices)
+    slopes = None
+    if arrays.alibi_slopes is not None:
+        slopes = view_slopes(arrays.alibi_slopes, count, vq.shape[1])
+    form = _length_form(options, geometry, vq, indices, slopes)
     extents = Extents(
         count,
         vq.shape[0],
@@ -339,10 +355,9 @@ def check(arrays: Arrays, options: Options) -> Call:
         pads_lse=options.pads_lse,
         return_lse=parse.flag(options.return_lse, "return_lse"),
         attention_chunk=options.attention_chunk,
-        alibi_slopes=None,
+        alibi_slopes=slopes,
+        has_table_offsets=options.has_table_offsets,
     )
-    if arrays.alibi_slopes is not None:
-        call.alibi_slopes = view_slopes(arrays.alibi_slopes, count, vq.shape[1])
     if vq.device.kind == "cuda":
         _refuse_on_gpu(call, names)
     if arrays.mask is not None:
@@ -370,9 +385,14 @@ def check(arrays: Arrays, options: Options) -> Call:
 
 def _refuse_on_gpu(call: Call, names: Names) -> None:
     """UnsupportedError for what only the reference serves."""
+    spec = call.geometry.spec
+    if call.alibi_slopes is not None and (spec.right_limit != 0 or spec.logits_soft_cap > 0.0):
+        raise UnsupportedError(
+            "alibi_slopes: have no GPU kernel where rows see keys to their right, nor behind a "
+            "soft cap; pass causal=True without a cap, or CPU arrays"
+        )
     for name, is_given in (
         (names.kv_begin, call.indices.kv_begin is not None and call.mask is not None),
-        ("alibi_slopes", call.alibi_slopes is not None),
         ("attention_chunk", call.attention_chunk > 0),
         ("pos_encoding_mode", call.geometry.spec.pos_encoding == "ROPE_LLAMA"),
     ):
@@ -440,7 +460,11 @@ def _indices(
 
 
 def _length_form(
-    options: Options, geometry: Geometry, vq: ArrayView, indices: Indices
+    options: Options,
+    geometry: Geometry,
+    vq: ArrayView,
+    indices: Indices,
+    slopes: ArrayView | None,
 ) -> LengthForm:
     names = options.names
     max_q_len, max_kv_len = options.max_q_len, options.max_kv_len
@@ -468,6 +492,7 @@ def _length_form(
         q_len=require_int(options.q_len, names.q_len, 0),
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
+        most_kv_len=options.most_kv_len,
         has_table_offsets=options.has_table_offsets,
         page_size=spec.page_size,
         group_size=spec.group_size,
@@ -476,6 +501,7 @@ def _length_form(
         has_qo_lens=indices.qo_lens is not None,
         has_qo_offsets=indices.qo_offsets is not None,
         has_kv_offsets=indices.kv_offsets is not None,
+        slope_step=0 if slopes is None else slopes.strides[0],
     )
 
 

@@ -58,7 +58,7 @@ class Prepared:
         # fmt: off
         (
             q, k, v, workspace, block_tables, kv_lens, out, lse, qo_lens, qo_offsets, kv_offsets,
-            _, _, sinks, scale_q, scale_k, scale_v, mask, kv_begin, _,
+            _, _, sinks, scale_q, scale_k, scale_v, mask, kv_begin, slopes,
         ) = addresses
         # fmt: on
         bound = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
@@ -79,9 +79,9 @@ class Prepared:
                 at if x or not at else workspace + place
                 for at, x, place in zip(given, by_head, plan.scales, strict=True)
             )
-            optional = params.OPTIONAL.pack(rows, mask, sinks, *used)
-        elif rows or sinks or mask:
-            optional = params.OPTIONAL.pack(rows, mask, sinks, 0, 0, 0)
+            optional = params.OPTIONAL.pack(rows, mask, sinks, *used, slopes)
+        elif rows or sinks or mask or slopes:
+            optional = params.OPTIONAL.pack(rows, mask, sinks, 0, 0, 0, slopes)
         plan_batch.launch(plan, planned, indices, scales, device, stream)
         attention.launch(q, k, v, out, optional, stream)
         if self.padding is not None:

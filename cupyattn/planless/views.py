@@ -172,6 +172,10 @@ def view_slopes(x: Any, num_requests: int, num_heads: int) -> ArrayView:
     """Slopes of ALiBi as [B, num_qo_heads]."""
     v = array.view(x, "alibi_slopes")
     require_dtype(v, dtypes.float32, "alibi_slopes")
+    if v.device.kind == "cuda" and v.shape and v.shape[-1] > 1 and v.strides[-1] != 1:
+        raise ArgumentError("alibi_slopes: is not contiguous; pass a contiguous array")
+    if max(v.strides, default=0) > 2**31 - 1 or min(v.strides, default=0) < 0:
+        raise ArgumentError("alibi_slopes: rows are too far apart; pass a contiguous array")
     if tuple(v.shape) == (num_heads,):
         return array.as_strided(v, (num_requests, num_heads), (0, v.strides[0]))
     if tuple(v.shape) != (num_requests, num_heads):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import gpu_cases, page_faults
+from helpers.flash_cases import Case
 from helpers.new_keys import random_new_keys
 from helpers.page_cases import Append
 from helpers.page_faults import STRAY
@@ -27,18 +28,22 @@ from . import (
     test_cascade,
     test_flash_attn,
     test_merge,
+    test_page,
     test_plan_batch,
     test_planless,
     test_prefill_sm90,
+    test_serving,
     test_wide,
+    wide,
 )
 from .library import EmulatorError
 from .mutation import Mutation, kernel_files
 from .mutations import PORTABLE
 from .mutations_of_hopper import HOPPER
 from .mutations_of_wide import WIDE
+from .mutations_of_wide_sm90 import WIDE_SM90
 
-MUTATIONS = (*PORTABLE, *HOPPER, *WIDE)
+MUTATIONS = (*PORTABLE, *HOPPER, *WIDE, *WIDE_SM90)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -50,6 +55,11 @@ _FP8 = {"kv_dtype": "float8_e4m3fn"}
 _ROPE = {"pos_encoding_mode": "ROPE_LLAMA"}
 _STEEP = {"sm_scale": 2.0}
 _WIDE = {"head_dim_qk": 128, "head_dim_vo": 128}
+
+
+def _wide(changes: dict) -> Callable:
+    case = replace(wide.Case(kv_len=(300,)), **changes)
+    return lambda **facts: wide.run(case, **facts).check()
 
 
 def _single(*changes: dict, facts: dict | None = None, base: object = _PREFILL) -> Callable:
@@ -142,6 +152,12 @@ def _new_keys(**facts: object) -> None:
             random_new_keys(seed).run()
 
 
+def _slopes(**facts: object) -> None:
+    for seed in (20, 27):  # of requests that differ
+        with gpu.plugged_in(**facts):
+            Case(seed, is_gpu=True).run()
+
+
 def _plans(*batches: test_plan_batch.Batch) -> Callable:
     def catch(**facts: object) -> None:
         with gpu.plugged_in(**facts) as emulated:
@@ -195,6 +211,16 @@ _SPLIT_PLAN = test_plan_batch.Batch((1,) * 5, (300, 5, 0, 7000, 90))
 _RAGGED_PLAN = test_plan_batch.Batch(
     (3, 0, 70, 1), (300, 7, 3000, 1), "lens", is_ragged=True, unit=100
 )
+
+
+def _slots(**facts: object) -> None:
+    with gpu.plugged_in(**facts):
+        test_page.write_stray_slots()
+
+
+def _serving(**facts: object) -> None:
+    for step in test_serving.STEPS_OF_MUTATIONS:
+        test_serving.compare_metadata(*step, **facts)
 
 
 CATCHERS: dict[str, Callable[..., None]] = {
@@ -253,10 +279,13 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "items": _items,
     "append": _append,
     "new keys": _new_keys,
+    "slopes": _slopes,
     "padded prefill": lambda **facts: test_flash_attn.run_padded(16, {}, num_sms=4, **facts),
     "hopper padded prefill": lambda **facts: test_flash_attn.run_padded(
         16, {"window_size": (90, 0)}, num_sms=4, **facts
     ),
+    "slots": _slots,
+    "serving": _serving,
     "device plans": _plans(
         _SPLIT_PLAN,
         replace(_SPLIT_PLAN, shape=replace(_SPLIT_PLAN.shape, tile_q=64, state_cost=4.0)),
@@ -334,6 +363,21 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "merge segments": _merge({"form": "segments", "num_states": (2, 0, 5, 1, 3)}),
     "merge bad offsets": _merge_bad_offsets,
     "hopper device plans": _hopper_plans,
+    "hopper wide": _wide({"page_size": 7}),
+    "hopper wide apart": _wide({"packed": False, "qo_len": (2,)}),
+    "hopper wide hidden": _wide(
+        {
+            "head_dims": (512, 512),
+            "qo_len": (20,),
+            "num_heads": 3,
+            "kv_len": (80,),
+            "spoiled": ((0, 75, 3, np.nan), (0, 70, 400, np.inf)),
+        }
+    ),
+    "hopper wide ordinary": _wide({"head_dims": (512, 512), "kv_heads": 2, "kv_len": (120,)}),
+    "hopper wide sparse": _wide({"sparse": True}),
+    "hopper wide splits": _wide({"splits": 2}),
+    "hopper wide steep": _wide({"sharpness": 6.0, "rising": 2.0, "num_heads": 64}),
     "latent": _latent(),
     "steep latent": _latent(sm_scale=3.0),
     "latent list": _latent(way="list", qo_len=(1, 1), absent=0.3),

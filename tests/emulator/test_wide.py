@@ -46,6 +46,14 @@ def test_random_calls(way: str) -> None:
         emulate(random_case(seed), seed=seed % 3, num_sms=4)
 
 
+# Of these, the wrappers' calls and one over lists.
+@pytest.mark.parametrize("seed", [0, 1, 5, 7, 8])
+def test_calls_on_hopper(seed: int) -> None:
+    """Boxes of pages, gathered rows, splits, plans made on the GPU, and lists."""
+    emulated = emulate(random_case(seed), seed=seed % 3, num_sms=4, is_portable=False)
+    assert emulated.has_launched("wide_sm90")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(2 * len(WAYS), 400, 20))
 def test_many_random_calls(first: int) -> None:
@@ -167,9 +175,10 @@ def test_one_wide_request() -> None:
     dims = {"head_dim_qk": 512, "head_dim_vo": 512, "num_kv_heads": 1, "group": 3}
     for qo_len, causal in ((1, False), (30, True)):
         case = replace(gpu_cases.PLAIN, qo_len=qo_len, kv_len=90, causal=causal, **dims)  # type: ignore[arg-type]
-        answer = run.single(case)
-        answer.check()
-        assert answer.launches[0].name == "wide_sm80"
+        for is_portable in (True, False):
+            answer = run.single(case, is_portable=is_portable)
+            answer.check()
+            assert answer.launches[0].name == ("wide_sm80" if is_portable else "wide_sm90")
 
 
 def test_a_wrapper_for_graphs() -> None:

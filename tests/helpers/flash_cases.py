@@ -131,7 +131,9 @@ class Case:
             named["attention_chunk"] = options["chunk"] = chunk
         if rng.random() < 0.3:
             named["softcap"] = options["softcap"] = float(rng.uniform(0.5, 4))
-        if rng.random() < 0.2 and not self.is_gpu:
+        is_causal = options.get("causal") or options.get("window", (0, -1))[1] == 0
+        has_slopes = not self.is_gpu or (is_causal and "softcap" not in options)
+        if rng.random() < 0.2 and has_slopes:
             shape = (self.heads,) if rng.random() < 0.5 else (self.count, self.heads)
             slopes = rng.uniform(0, 0.5, shape).astype(np.float32)
             self.slopes = np.broadcast_to(slopes, (self.count, self.heads))

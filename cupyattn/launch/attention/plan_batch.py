@@ -31,7 +31,7 @@ UNIFORM, RAGGED = CONFIGS = tuple(
 
 # kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
 _FORMAT = struct.Struct("<q 2i")
-_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 11i 3I 9i 2f 4x")
+_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 11i 3I 9i 2f 2i 4x")
 _PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
 PARAMS = struct.Struct(f"<8Q {_PLANNED.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
@@ -57,10 +57,12 @@ class Lengths(NamedTuple):
     qo_len         query tokens of every request; -1: they are given, or steps of the offsets
     max_qo_len     the most of one, which chooses the kernel; larger ones are served too
     kv_step        from a request's kv_start to the next one's: entries of a row of the page table
-    max_kv_len     keys that a request has room for; with offsets of keys, rows of k
+    max_kv_len     keys that a request has room for
     likely_kv_len  the most keys of one, as the caller says: it bounds splits
     formats        of qo_lens, kv_lens, qo_offsets, kv_offsets and kv_begin
     is_ragged      there are others of those than kv_lens
+    slope_step     elements from a request's ALiBi slopes to the next one's
+    kv_room        what offsets of keys may name: rows of k, or keys of a table; 0: max_kv_len
     """
 
     num_requests: int
@@ -72,6 +74,8 @@ class Lengths(NamedTuple):
     likely_kv_len: int
     formats: tuple[IndexFormat, IndexFormat, IndexFormat, IndexFormat, IndexFormat]
     is_ragged: bool = True
+    slope_step: int = 0
+    kv_room: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +197,8 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         (words_bytes - part.counters) // 4,
         shape.state_cost,
         shape.cost_of_part(lengths.max_qo_len * launcher.group_size),
+        lengths.slope_step,
+        lengths.kv_room or lengths.max_kv_len,
     )
     return DevicePlan(
         Launch(function, (1, 1, 1), _THREADS, shared_bytes),

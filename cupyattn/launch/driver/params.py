@@ -19,7 +19,7 @@ SLACK = 8.0
 
 # kernels/cupyattn/params/attention.cuh, field by field, in the parts that change together: what is
 # the same for many calls is packed once, and copied by each.
-OPTIONAL = struct.Struct("<6Q")  # lse, mask, sinks, scale_q, scale_k, scale_v
+OPTIONAL = struct.Struct("<7Q")  # lse, mask, sinks, scale_q, scale_k, scale_v, alibi_slopes
 STRIDES = struct.Struct("<12q")  # (token, head) of q, k, v, o, lse; page of k, v
 CONSTANTS = struct.Struct("<6i 5f 2i I i I 2i")  # num_kv_heads to value_pages; RoPE follows
 # q, k, v, o; OPTIONAL; partial_o, partial_lse, counters; work, merges, kv_indices, positions;

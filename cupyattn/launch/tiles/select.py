@@ -13,7 +13,7 @@ from ... import jit
 from ...core import env
 from ...core.dtypes import bfloat16
 from ...core.problem import AttentionProblem
-from . import sm90, wide
+from . import sm90, wide, wide_sm90
 from .common import LOGIT_BYTES, NONFINITE_BYTES, ROW_BYTES, common_constants, tile_field
 from .config import Field as _Field
 from .config import TileConfig
@@ -102,6 +102,10 @@ def tile_config(
     much shared memory per block. The page size is looked at where it decides how keys are copied.
     """
     if problem.is_wide:
+        if arch == "sm_90a" and not env.PORTABLE.flag():
+            chosen = wide_sm90.choose(problem, rows, max_shared_bytes, page_size)
+            if chosen is not None:
+                return chosen
         return wide.choose(problem, MOST_ROWS.get(rows, MOST_ROWS[SMALL]), max_shared_bytes)
     if arch == "sm_90a" and rows == LARGE and not env.PORTABLE.flag():
         chosen = sm90.choose(problem, max_shared_bytes, page_size)

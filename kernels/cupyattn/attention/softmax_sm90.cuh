@@ -40,7 +40,8 @@ struct PrefillSm90Softmax {
   int fast_until;
   typename LogitsVariant::Kept kept;
 
-  __device__ __forceinline__ PrefillSm90Softmax(const PrefillSm90Block<Traits>& block, int group)
+  template <typename Block>
+  __device__ __forceinline__ PrefillSm90Softmax(const Block& block, int group)
       : rows{block.params, block.shared, group},
         params(block.params),
         shared(block.shared),

@@ -1,7 +1,7 @@
 // The argument of kernels of latent attention: the one of all attention kernels, and the second
 // parts of q and k. A row of q, and of k, lies in two parts, which may be parts of one array: the
-// latent columns, at AttentionParams::q and k, and the rope columns. The latent columns of a key are
-// its value too, so v is not read.
+// latent columns, at AttentionParams::q and k, and the rope columns. The latent columns of a key
+// are its value too, so v is not read.
 #pragma once
 
 #include "cupyattn/params/attention.cuh"
@@ -18,7 +18,7 @@ struct LatentParams {
   int32_t reserved;
 };
 
-static_assert(sizeof(LatentParams) == 840 + 56,
+static_assert(sizeof(LatentParams) == sizeof(AttentionParams) + 56,
               "LatentParams and its mirror in launch/driver/params.py must agree");
 
 }  // namespace cupyattn

@@ -33,7 +33,7 @@ struct PlanBatchParams {
   int32_t qo_len;      // of every request; negative: steps of qo_offsets
   int32_t num_rows;    // rows of q, which bound every request
   int32_t kv_step;     // from a request's kv_start to the next one's
-  int32_t max_kv_len;  // keys a request has room for; with kv_offsets, rows of k
+  int32_t max_kv_len;  // keys a request has room for
   int32_t group_size, num_kv_heads;
   int32_t tile_q, tile_q_shift;
   int32_t tile_kv, tile_kv_shift;
@@ -45,6 +45,8 @@ struct PlanBatchParams {
   int32_t max_more;                   // items that splitting may add
   int32_t max_items, num_merges, num_counters;
   float state_cost, part_cost;  // as in schedule/batch.py, TileShape
+  int32_t slope_step;           // from a request's slopes to the next one's, see WorkItem::mask_start
+  int32_t kv_room;              // what kv_offsets may name: rows of k, or keys of a table
   int32_t padding;
 };
 
@@ -56,7 +58,7 @@ struct PadLseParams {
   int32_t num_heads, max_qo_len;
 };
 
-static_assert(sizeof(PlanBatchParams) == 96 + 80 + 104 &&
+static_assert(sizeof(PlanBatchParams) == 96 + 80 + 112 &&
                   sizeof(PadLseParams) == sizeof(PlanBatchParams) + 48,
               "the structs and their mirrors in launch/attention must agree");
 

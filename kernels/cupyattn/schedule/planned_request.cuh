@@ -69,8 +69,8 @@ struct PlannedRequest {
       request.qo_len = clamp(qo_len, params.num_rows - request.q_start);
       if (params.kv_offsets != nullptr) {
         const int64_t begin = load_offset(params.kv_offsets, params.kv_offsets_format, index);
-        request.kv_start = clamp(begin, room);
-        room -= request.kv_start;  // mutate: keys-beyond-k
+        request.kv_start = clamp(begin, params.kv_room);
+        room = min_of(room, params.kv_room - request.kv_start);  // mutate: keys-beyond-k
       }
     }
     request.kv_len = clamp(load_keys<kRagged>(params, index), room);

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -210,7 +208,7 @@ def on_cpu(tmp_path: Any, monkeypatch: Any) -> Any:
     monkeypatch.setattr(worker.machine, "gpu_state", dict)
     results = Results(tmp_path / FILE_NAME)
     results.data["ceilings"] = CEILINGS
-    args = Namespace(peers=list(peers.IMPLEMENTATIONS), rounds=1, deadline=time.time() + 60)
+    args = cli.parse(["--out", str(tmp_path), "--rounds", "1", "--seconds", "60"])
     clock: Any = FakeClock()
 
     def run(case: BatchCase) -> dict[str, Any]:
@@ -241,7 +239,7 @@ def test_a_whole_run_of_one_batch(case: BatchCase, on_cpu: Any) -> None:
         serving.add(f"flashinfer_fa3:{case.api}")
     simple = case.pos_encoding_mode == "NONE" and case.mask == "none" and not case.logits_soft_cap
     if simple and case.kv_dtype == "bfloat16":
-        serving.add("fa3:fwd")
+        serving |= {"fa3:fwd", "fa3:unsplit"}
     assert {label for label, row in rows.items() if row["status"] == "timed"} == serving, rows
     others = [row for label, row in rows.items() if label not in serving]
     assert {row["status"] for row in others} <= {"unsupported"}
@@ -288,7 +286,7 @@ def test_report_divides_a_case_by_the_one_it_is_held_against(on_cpu: Any, tmp_pa
 def test_a_plan_that_ends_the_process_is_lost_in_its_case_alone(tmp_path: Any) -> None:
     progress = {"stage": "build", "case": "decode_skew", "label": "ours"}
     (tmp_path / worker.PROGRESS_NAME).write_text(json.dumps(progress))
-    cli._record_loss(tmp_path, "exit status 75")
+    cli._record_loss(tmp_path, "exit status 75", BATCH_CASES)
     results = Results(tmp_path / FILE_NAME)
     assert results.why_lost(BY_NAME["decode_skew"], "ours")
     assert not results.why_lost(BY_NAME["decode_64x8k"], "ours")

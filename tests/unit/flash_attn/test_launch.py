@@ -182,6 +182,18 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
         ATTENTION,
     ),
     "decode, chunks": (decode, {"attention_chunk": 32}, ATTENTION),
+    "decode, chunks of no page": (
+        decode,
+        {"attention_chunk": 24, "k": new, "v": new},
+        ["append_new_kv", *ATTENTION],
+    ),
+    "decode, padding": (
+        decode,
+        {"cache_leftpad": lambda make: ints(1, 2, 3, 0), "k": new, "v": new},
+        ["append_new_kv", *ATTENTION],
+    ),
+    "decode, slopes": (decode, {"alibi_slopes": numbers(H), "causal": True}, ATTENTION),
+    "varlen, slopes": (varlen, {"alibi_slopes": numbers(B, H), "causal": True}, ATTENTION),
     "decode, fp8": (
         decode,
         {**FP8, "k_descale": lambda make: make(1, dtype="float32").expand(B, HK)},
@@ -216,6 +228,14 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "contiguous, padding": (
         contiguous,
         {"cache_leftpad": lambda make: ints(1, 2, 3, 0)},
+        ATTENTION,
+    ),
+    "contiguous, padding of two arrays": (
+        contiguous,
+        {
+            "cache_leftpad": lambda make: ints(1, 2, 3, 0),
+            "k_cache": lambda make: make(B, ROOM + 1, HK, D)[:, 1:],
+        },
         ATTENTION,
     ),
     "contiguous, chunks": (contiguous, {"attention_chunk": 7}, ATTENTION),
@@ -383,7 +403,11 @@ def test_every_append_is_listed(
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "alibi_slopes: has no GPU kernel": (varlen, {"alibi_slopes": numbers(H)}),
+    "alibi_slopes: have no GPU kernel where": (varlen, {"alibi_slopes": numbers(H)}),
+    "nor behind a soft cap": (
+        varlen,
+        {"alibi_slopes": numbers(H), "causal": True, "softcap": 9.0},
+    ),
     "rotary_cos: has no GPU kernel": (
         decode,
         {
@@ -392,21 +416,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "v": fp8(B, 1, HK, D),
             "rotary_cos": lambda make: make(9, 8),
             "rotary_sin": lambda make: make(9, 8),
-        },
-    ),
-    "cache_leftpad: has no GPU kernel": (
-        decode,
-        {"cache_leftpad": lambda make: ints(1, 2, 3, 0), "k": new, "v": new},
-    ),
-    "attention_chunk: 24 keys are no whole number of pages of 16": (
-        decode,
-        {"attention_chunk": 24, "k": new, "v": new},
-    ),
-    "cache_leftpad: has no GPU kernel where": (
-        contiguous,
-        {
-            "cache_leftpad": lambda make: ints(1, 2, 3, 0),
-            "k_cache": lambda make: make(B, ROOM + 1, HK, D)[:, 1:],
         },
     ),
     "k_descale: scales that differ between requests": (
