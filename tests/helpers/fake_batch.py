@@ -19,7 +19,7 @@ from cupyattn import array, reference
 from cupyattn.array import match
 from cupyattn.batch import staging
 from cupyattn.core import dtypes
-from cupyattn.inputs import call_cache, geometry, workspace
+from cupyattn.inputs import call_cache, geometry, latent, workspace
 from cupyattn.launch.attention import batch
 from cupyattn.launch.driver import params
 from cupyattn.launch.ops import packbits
@@ -103,6 +103,8 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
     replace(monkeypatch, workspace.int32_on_device, _narrow)
     monkeypatch.setattr(packbits, "launch", lambda *a, **named: _packbits(stream, *a, **named))
     monkeypatch.setattr(batch.BatchLauncher, "bind", lambda *a: BoundRun(stream, *a))
+    # Tensor maps are made by libcuda, which need not be here.
+    monkeypatch.setattr(latent, "_boxes", lambda pages: None)
     forget()
     return stream
 
