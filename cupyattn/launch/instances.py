@@ -13,8 +13,23 @@ from ..core import dtypes
 from ..core.dtypes import DType
 from ..core.problem import AttentionProblem
 from ..errors import ArgumentError
-from .attention import merge_levels, merge_splits, pad_lse, plan_batch, rotate_keys, scan_mask
-from .ops import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens, merge_states
+from .attention import (
+    append_new_kv,
+    merge_levels,
+    merge_splits,
+    pad_lse,
+    plan_batch,
+    rotate_keys,
+    scan_mask,
+)
+from .ops import (
+    append_paged_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+    merge_states,
+    serving_metadata,
+    store_kv,
+)
 from .ops.packbits import CONFIG as PACKBITS_CONFIG
 from .tiles.select import (
     DECODE,
@@ -36,7 +51,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "mla": "latent attention, of 512 and 64 columns, and over lists of keys",
         "append": "writing keys and values into pages",
         "merge": "merging attention states",
-        "page": "page table arithmetic on the device",
+        "page": "page table arithmetic on the device, metadata of serving steps",
         "packbits": "masks of bools into bits",
     }
 )
@@ -268,6 +283,11 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
             # The rows to append are of q's dtype, or of the cache's already.
             for dtype in (q, kv):
                 yield "append_paged_kv_cache", append_paged_kv_cache.config(dtype, kv, aligned)
+                yield "store_kv", store_kv.config(dtype, kv, aligned)
+            yield "append_new_kv", append_new_kv.config(kv, None, aligned)
+            if q is kv and q in append_new_kv.ROTATED_DTYPES:
+                for table in dict.fromkeys((dtypes.float32, q)):
+                    yield "append_new_kv", append_new_kv.config(q, table, aligned)
     if "merge" in chosen.operations:
         outputs = dict.fromkeys([*(q for q, _ in chosen.dtypes), dtypes.float32])
         dims = [dim for _, dim in chosen.head_dims]
@@ -277,5 +297,6 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
     if "page" in chosen.operations:
         yield "get_batch_indices_positions", get_batch_indices_positions.CONFIG
         yield "get_seq_lens", get_seq_lens.CONFIG
+        yield "serving_metadata", serving_metadata.CONFIG
     if "packbits" in chosen.operations:
         yield "packbits", PACKBITS_CONFIG

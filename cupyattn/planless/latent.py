@@ -77,7 +77,7 @@ class _Prepared:
         key = at.workspace, at.block_tables
         planned, attention = self.bound.get(key) or self._bind(*key)
         plan, device = self.plan, attention.device_index
-        indices = 0, at.kv_lens, at.qo_offsets, 0
+        indices = 0, at.kv_lens, at.qo_offsets, 0, 0
         rows = at.lse if self.padding is None else at.workspace + self.lse_rows
         # The planner repeats scales for all heads, in the workspace.
         used = (
@@ -379,7 +379,7 @@ def _lengths(
     likely = max_keys if options.max_kv_len is None else min(max_keys, options.max_kv_len)
     formats = [
         IndexFormat() if v is None else IndexFormat(v.strides[0], v.dtype)
-        for v in (None, kv_lens, offsets, None)
+        for v in (None, kv_lens, offsets, None, None)
     ]
     return Lengths(
         num_requests=count,
@@ -456,7 +456,7 @@ def _prepare(call: Call) -> _Prepared:
     padding, lse_rows, size = None, 0, plan.num_bytes
     lse_strides = (0, 0) if vlse is None else tuple(vlse.strides[-2:])
     if options.pads_lse and vlse is not None:
-        padding = pad_lse.prepare(vlse, launcher.device_index)
+        padding = pad_lse.prepare(vlse.shape, vlse.strides, launcher.device_index)
         lse_rows, lse_strides = size, (vq.shape[1], 1)
         size += 4 * vq.shape[0] * vq.shape[1]
     return _Prepared(

@@ -46,6 +46,6 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, kIsWide ? 3 : 
   const PackGqaRow packed = PackGqaRow::of(params, work.tile.first_row + row);
   const int head = kv_head * params.group_size + packed.group_head;
   await_states();
-  merge_row<typename Config::DTypeO, Config::kHeadDimVO, kTileQ, Config::kAligned, kParts>(
+  merge_row<typename Config::DTypeO, Config::kHeadDimVO, kTileQ, Config::kAligned, false, kParts>(
       params, work.tile, row, work.request.q_start + packed.token, head, lane, first_column);
 }

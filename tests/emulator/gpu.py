@@ -314,7 +314,7 @@ def _forget_calls() -> None:
     from cupyattn.inputs import call_cache, geometry
     from cupyattn.launch.attention import merge_levels, merge_splits
     from cupyattn.launch.tiles import select
-    from cupyattn.planless import call
+    from cupyattn.planless import prepared
     from cupyattn.single import run
     from cupyattn.wrappers import shared_prefix
 
@@ -329,7 +329,7 @@ def _forget_calls() -> None:
         merge_splits.config,
         select.mixed_config,
         select.tile_config,
-        call._plan,
+        prepared.plan_of,
     ]
     for cached in caches:
         cached.cache_clear()  # type: ignore[attr-defined]

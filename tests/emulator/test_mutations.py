@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import gpu_cases, page_faults
+from helpers.flash_cases import Case
+from helpers.new_keys import random_new_keys
 from helpers.page_cases import Append
 from helpers.page_faults import STRAY
 
@@ -24,10 +26,13 @@ from . import (
     test_attention,
     test_batch,
     test_cascade,
+    test_flash_attn,
     test_merge,
+    test_page,
     test_plan_batch,
     test_planless,
     test_prefill_sm90,
+    test_serving,
     test_wide,
     wide,
 )
@@ -141,6 +146,18 @@ def _packbits(**facts: object) -> None:
         np.testing.assert_array_equal(parts, np.concatenate(pieces))
 
 
+def _new_keys(**facts: object) -> None:
+    for seed in range(8):
+        with gpu.plugged_in(**facts):
+            random_new_keys(seed).run()
+
+
+def _slopes(**facts: object) -> None:
+    for seed in (20, 27):  # of requests that differ
+        with gpu.plugged_in(**facts):
+            Case(seed, is_gpu=True).run()
+
+
 def _plans(*batches: test_plan_batch.Batch) -> Callable:
     def catch(**facts: object) -> None:
         with gpu.plugged_in(**facts) as emulated:
@@ -194,6 +211,16 @@ _SPLIT_PLAN = test_plan_batch.Batch((1,) * 5, (300, 5, 0, 7000, 90))
 _RAGGED_PLAN = test_plan_batch.Batch(
     (3, 0, 70, 1), (300, 7, 3000, 1), "lens", is_ragged=True, unit=100
 )
+
+
+def _slots(**facts: object) -> None:
+    with gpu.plugged_in(**facts):
+        test_page.write_stray_slots()
+
+
+def _serving(**facts: object) -> None:
+    for step in test_serving.STEPS_OF_MUTATIONS:
+        test_serving.compare_metadata(*step, **facts)
 
 
 CATCHERS: dict[str, Callable[..., None]] = {
@@ -251,12 +278,21 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "verify many": lambda **facts: _verify(30, (150, 401), **facts),
     "items": _items,
     "append": _append,
+    "new keys": _new_keys,
+    "slopes": _slopes,
+    "padded prefill": lambda **facts: test_flash_attn.run_padded(16, {}, num_sms=4, **facts),
+    "hopper padded prefill": lambda **facts: test_flash_attn.run_padded(
+        16, {"window_size": (90, 0)}, num_sms=4, **facts
+    ),
+    "slots": _slots,
+    "serving": _serving,
     "device plans": _plans(
         _SPLIT_PLAN,
         replace(_SPLIT_PLAN, shape=replace(_SPLIT_PLAN.shape, tile_q=64, state_cost=4.0)),
         # A whole tile that is longer than the parts of others.
         test_plan_batch.Batch((1,) * 6, (323, 142, 1081, 165, 5397, 4252)),
         _RAGGED_PLAN,
+        replace(_RAGGED_PLAN, has_kv_steps=True),
         replace(_RAGGED_PLAN, shape=replace(_RAGGED_PLAN.shape, tile_q=192, state_cost=4.0)),
     ),
     # More than a block has threads, some of them split.

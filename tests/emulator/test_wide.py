@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import batch_cases, compare, gpu_cases, mla_calls
-from helpers.mla_cases import PROBLEMS, WAYS, WIDE, Case, random_case
+from helpers import compare, gpu_cases, mla_calls
+from helpers.mla_cases import PROBLEMS, WAYS, WIDE, Case, random_case, wide_case
 
 from . import gpu, run, test_batch
 
@@ -37,18 +37,6 @@ def answers(case: Case, **facts: Any) -> tuple[np.ndarray, np.ndarray | None]:
     with gpu.plugged_in(is_portable=True, **facts) as emulated:
         call = mla_calls.Call(case, np, emulated.empty((16 << 20,), np.dtype(np.uint8)))
         return call.run()
-
-
-def wide_case(index: int, seed: int) -> batch_cases.Case:
-    """A random batch with head dims beyond 256, of fewer keys."""
-    problem = WIDE[index]
-    case = batch_cases.random_case(seed)
-    wrapper = "paged" if case.wrapper == "decode" else case.wrapper
-    lengths = {"qo_len": case.qo_len[:3], "kv_len": tuple(min(n, 150) for n in case.kv_len[:3])}
-    tree = {"tree": "", "has_items": False}
-    changed = replace(case, problem=problem, wrapper=wrapper, num_kv_heads=1, **lengths, **tree)  # type: ignore[arg-type]
-    is_pair = changed.is_pair or problem.dims[0] != problem.dims[1]
-    return replace(changed, is_pair=is_pair, group=min(case.group, 4))
 
 
 @pytest.mark.parametrize("way", WAYS)

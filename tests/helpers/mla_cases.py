@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from . import batch_cases
 from .batch_cases import Problem
 from .cases import pick
 
@@ -129,3 +130,15 @@ def random_case(seed: int, ways: tuple[str, ...] = tuple(WAYS)) -> Case:
         with_out=bool(rng.random() < 0.5),
         sm_scale=pick(rng, (192**-0.5, 0.11)) if way != "forward" else 192**-0.5,
     )
+
+
+def wide_case(index: int, seed: int) -> batch_cases.Case:
+    """A random batch with head dims beyond 256, of fewer keys."""
+    problem = WIDE[index]
+    case = batch_cases.random_case(seed)
+    wrapper = "paged" if case.wrapper == "decode" else case.wrapper
+    lengths = {"qo_len": case.qo_len[:3], "kv_len": tuple(min(n, 150) for n in case.kv_len[:3])}
+    tree = {"tree": "", "has_items": False}
+    changed = replace(case, problem=problem, wrapper=wrapper, num_kv_heads=1, **lengths, **tree)  # type: ignore[arg-type]
+    is_pair = changed.is_pair or problem.dims[0] != problem.dims[1]
+    return replace(changed, is_pair=is_pair, group=min(case.group, 4))

@@ -7,12 +7,13 @@ import struct
 from typing import NamedTuple
 
 from ...core.dtypes import DType
-from ..driver import tensor_map
+from ..driver import params, tensor_map
 from ..tiles import wide_sm90
 
 TILE_KV = 64
-# kernels/cupyattn/params/wide_sm90.cuh: maps of k and k_rope, box_rows, box_shift.
-_PARAMS = struct.Struct("<128s 128s 2i 56x")
+# kernels/cupyattn/params/wide_sm90.cuh, aligned: maps of k and k_rope, box_rows, box_shift.
+_PADDING = -(params.ATTENTION.size + params.LATENT.size) % 64
+_PARAMS = struct.Struct(f"<{_PADDING}x 128s 128s 2i 56x")
 
 
 class Boxes(NamedTuple):

@@ -18,7 +18,7 @@ struct LatentParams {
   int32_t reserved;
 };
 
-static_assert(sizeof(LatentParams) == 840 + 56,
+static_assert(sizeof(LatentParams) == sizeof(AttentionParams) + 56,
               "LatentParams and its mirror in launch/driver/params.py must agree");
 
 }  // namespace cupyattn

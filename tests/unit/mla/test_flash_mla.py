@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import flash_mla, reference
+from cupyattn import flash_attn, flash_mla, reference
 from cupyattn.errors import ArgumentError, UnsupportedError
 from cupyattn.reference.latent_rows import pack_rows, unpack_rows
 
@@ -118,3 +118,45 @@ def test_bad_input(changes: dict[str, Any], error: type[Exception], words: str) 
     given = {"q": Q, "k_cache": CACHE, "block_table": TABLE, "cache_seqlens": LENS}
     with pytest.raises(error, match=words):
         flash_mla.flash_mla_with_kvcache(**{**given, "head_dim_v": 512, **changes})
+
+
+def qv(**named: Any) -> Any:
+    given = {"cache_seqlens": LENS, "page_table": TABLE, "return_softmax_lse": True, **named}
+    parts = [np.ascontiguousarray(x) for x in (Q[..., 512:], CACHE[..., 512:], CACHE[..., :512])]
+    latent = np.ascontiguousarray(Q[..., :512])
+    if "cu_seqlens_q" in named:
+        parts[0], latent = (x.reshape(-1, *x.shape[2:]) for x in (parts[0], latent))
+    return flash_attn.flash_attn_with_kvcache(*parts, qv=latent, **given)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_qv_of_flash_attn(causal: bool) -> None:
+    """The rope parts are q and k_cache, the latent ones qv and v_cache."""
+    wanted, wanted_lse = expected(causal=causal)
+    out, lse = qv(causal=causal)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
+    rows = np.array([0, 3, 6], np.int32)
+    out, lse = qv(causal=causal, cu_seqlens_q=rows, max_seqlen_q=3)
+    np.testing.assert_allclose(out, wanted.reshape(6, 4, 512), atol=1e-5)
+    np.testing.assert_allclose(lse, wanted_lse.swapaxes(0, 1).reshape(4, 6), atol=1e-5)
+
+
+def test_qv_over_rows() -> None:
+    """A cache without a page table: each request has a row of it."""
+    q, cache = Q[:, :1], CACHE[:2].repeat(3, axis=1)
+    out = flash_attn.flash_attn_with_kvcache(
+        q[..., 512:], cache[..., 512:], cache[..., :512], qv=q[..., :512], cache_seqlens=7
+    )
+    for b in range(2):
+        k = cache[b, :7]
+        wanted, _ = reference.attention(q[b], k, k[..., :512], sm_scale=576**-0.5)
+        np.testing.assert_allclose(out[b], wanted, atol=1e-5)
+
+
+def test_what_qv_refuses() -> None:
+    for name, x in {"softcap": 3.0, "window_size": (4, 0), "rotary_cos": Q, "k": Q}.items():
+        with pytest.raises(UnsupportedError, match=f"{name}: is not supported with qv"):
+            qv(**{name: x})
+    with pytest.raises(ArgumentError, match="qv, q: shapes are"):
+        flash_attn.flash_attn_with_kvcache(Q[0], CACHE, CACHE, qv=Q)
