@@ -264,8 +264,9 @@ def _latent(chosen: Selection, arch: str) -> Iterator[Instance]:
         problem = AttentionProblem(
             q, kv, q, 576, 512, aligned=aligned, paged=True, latent=True, sparse=sparse
         )
-        for rows in (DECODE, VERIFY, LARGE):
-            yield from _of_rows(problem, rows, True, arch, 1)
+        # Pages of one row are gathered; others may come in boxes.
+        for rows, page_size in product((DECODE, VERIFY, LARGE), (1, 64)):
+            yield from _of_rows(problem, rows, True, arch, page_size)
 
 
 def _cascade(chosen: Selection) -> Iterator[Instance]:
