@@ -310,6 +310,7 @@ def _bind(
         0,
         output_scale,
         sm_scale,
+        prepared.rotated,
     )
 
 

@@ -231,6 +231,8 @@ def _insert(given: tuple[Any, ...], options: Options, call: Call, prepared: _Pre
     if call.table.ptr != array.view(arrays.block_tables, options.names.block_tables).ptr:
         return
     made = arrays.kv_lens is None
+    if made and cuda().is_capturing(array.current_stream(call.queries.latent)):
+        return  # only the graph writes those lengths
     checked = _Checked(
         prepared,
         call.kv_lens.owner if made else None,

@@ -10,7 +10,7 @@ import pytest
 from helpers import compare, gpu_cases, mla_calls
 from helpers.mla_cases import PROBLEMS, WAYS, WIDE, Case, random_case, wide_case
 
-from . import gpu, run, test_batch
+from . import gpu, run, test_batch, test_cascade, test_planless
 
 # One request of 16 rows, one without keys, one of few rows with many keys.
 BASE = Case(
@@ -42,7 +42,7 @@ def answers(case: Case, **facts: Any) -> tuple[np.ndarray, np.ndarray | None]:
 @pytest.mark.parametrize("way", WAYS)
 def test_random_calls(way: str) -> None:
     index = list(WAYS).index(way)
-    for seed in range(index, index + 2 * len(WAYS), len(WAYS)):
+    for seed in (index, index + len(WAYS) * (index % 2 + 1)):
         emulate(random_case(seed), seed=seed % 3, num_sms=4)
 
 
@@ -154,6 +154,21 @@ def test_hidden_wide_values() -> None:
     case = replace(case, kv_len=(90, 120), window_left=70, sm_scale=0.05)
     spoil = [(1, "v", (119, 0, 300), np.nan), (1, "v", (0, 0), np.inf)]
     run.batch(case, spoil).check()
+
+
+def test_wide_levels() -> None:
+    """States of a cascade, which a launch of its own merges."""
+    problem = replace(test_cascade.BASE.problem, dims=(512, 512))
+    levels = ((9, 3), (100, 64)), ((1, 3, 5, 3), (20, 7, 5, 40))
+    case = replace(test_cascade.BASE, problem=problem, levels=levels, num_kv_heads=1)
+    assert test_cascade.run_case(case, is_portable=True) == ["wide_sm80", "merge_levels"] * 2
+
+
+def test_wide_heads_without_a_plan() -> None:
+    problem = replace(test_planless.BASE.problem, dims=(512, 512))
+    case = replace(test_planless.BASE, problem=problem, kv_len=(200, 0, 33))
+    names = [launch.name for launch in test_planless.run(case, is_portable=True).launches]
+    assert names == ["plan_batch", "wide_sm80"] * 2
 
 
 def test_one_wide_request() -> None:
