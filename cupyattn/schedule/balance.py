@@ -18,6 +18,7 @@ _WORTHWHILE = 0.95
 _EVEN = 1.15
 
 
+# In the order of kernels/cupyattn/params/plan_batch.cuh.
 class Costs(NamedTuple):
     """What a kernel pays besides key tiles, in their time when all slots are busy.
 

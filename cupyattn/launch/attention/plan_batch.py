@@ -28,7 +28,7 @@ UNIFORM, RAGGED = CONFIGS = tuple(
 
 # kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
 _FORMAT = struct.Struct("<q 2i")
-_CONSTANTS = struct.Struct(f"<{4 * _FORMAT.size}s 11i 3I 9i 2f 4x")
+_CONSTANTS = struct.Struct(f"<{4 * _FORMAT.size}s 11i 3I 9i 6f 4x")
 _PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
 PARAMS = struct.Struct(f"<7Q {_PLANNED.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
@@ -106,7 +106,8 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         )
     config = RAGGED if lengths.is_ragged else UNIFORM
     function = load_function("plan_batch", config, device, shared_bytes)
-    rows = row_class(lengths.max_qo_len * launcher.group_size)
+    most_rows = lengths.max_qo_len * launcher.group_size
+    rows = row_class(most_rows)
     tiles, shape = launcher.tiles(rows)
     masking = launcher.masking
     capacity = plan_capacity(
@@ -160,8 +161,8 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         limits.num_items,
         (part.counters - part.merges) // 4,
         (words_bytes - part.counters) // 4,
-        shape.state_cost,
-        shape.cost_of_part(lengths.max_qo_len * launcher.group_size),
+        shape.cost_of_part(most_rows),
+        *shape.costs(most_rows),
     )
     return DevicePlan(
         Launch(function, (1, 1, 1), _THREADS, shared_bytes),

@@ -43,7 +43,8 @@ struct PlanBatchParams {
   int32_t max_tiles;                  // of rows
   int32_t max_more;                   // items that splitting may add
   int32_t max_items, num_merges, num_counters;
-  float state_cost, part_cost;  // as in schedule/batch.py, TileShape
+  float least_part_cost;                          // as in schedule/tile_shape.py, cost_of_part
+  float block, merge, state, part, least_share;  // as in schedule/balance.py, Costs
   int32_t padding;
 };
 
@@ -55,7 +56,7 @@ struct PadLseParams {
   int32_t num_heads, max_qo_len;
 };
 
-static_assert(sizeof(PlanBatchParams) == 88 + 64 + 104 &&
+static_assert(sizeof(PlanBatchParams) == 88 + 64 + 120 &&
                   sizeof(PadLseParams) == sizeof(PlanBatchParams) + 48,
               "the structs and their mirrors in launch/attention must agree");
 
