@@ -67,9 +67,15 @@ def _is_sampled(arch: str, name: str, config: jit.Config) -> bool:
         return kv is dtypes.bfloat16 and is_here and (is_common or (is_usual and is_sm90))
     if config.get("kGathers") and not is_usual:
         return False
+    if name == "wide_sm90":
+        is_latent = bool(config["kLatent"])
+        return kv is dtypes.bfloat16 and (is_latent or (dims == (512, 512) and config["kPaged"]))
     if name == "wide_sm80":
-        # The largest tile has the fewest registers to spare; of latent keys all tiles.
-        is_whole = config["kAligned"] and config["kPaged"] and kv is dtypes.bfloat16
+        # The largest tile has the fewest registers to spare; of latent keys all tiles. On Hopper
+        # those of 16 bits run wide_sm90.
+        is_elsewhere = arch == "sm_90a" and config["kLatent"]
+        stays = dtypes.float8_e4m3fn if is_elsewhere else dtypes.bfloat16
+        is_whole = config["kAligned"] and config["kPaged"] and kv is stays
         if config["kLatent"]:
             return is_whole and not config["kSparse"] and arch in ("sm_80", "sm_90a", "sm_120a")
         is_largest = dims == (512, 512) and config["kMmaQ"] == 4
@@ -83,7 +89,7 @@ def _is_sampled(arch: str, name: str, config: jit.Config) -> bool:
 
 def _is_one_of_many(arch: str, name: str, config: jit.Config) -> bool:
     """Whether `make test` builds a third of the instances like this one."""
-    if "DTypeQ" not in config or name == "wide_sm80":
+    if "DTypeQ" not in config or name.startswith("wide_"):
         return "DTypeQ" not in config and arch not in ("sm_80", "sm_90a")
     if arch not in ("sm_80", "sm_90a"):
         return True
@@ -180,7 +186,7 @@ def _kinds(arch: str, *, fast: bool) -> set[object]:
     """The kernels and options of a run."""
     return {
         # Wide heads whose keys are in rows are slow.
-        (name, *(config.get(option) for option in _OPTIONS[: 4 if name == "wide_sm80" else 5]))
+        (name, *(config.get(option) for option in _OPTIONS[: 4 if name.startswith("wide_") else 5]))
         for other, group, is_slow in GROUPS.values()
         for name, config in group
         if other == arch and not (fast and is_slow)

@@ -35,12 +35,10 @@ WIDE_SM90 = (
     Mutation("wide-page-of-the-same-tile", "tile - 1", "tile", "hopper wide"),
     Mutation("wide-query-past-the-last", "r < work.num_rows", "r <= work.num_rows", "hopper wide"),
     Mutation("wide-keys-past-the-end", "page < 0", "page < -1", "hopper wide"),
-    Mutation(
-        "wide-rope-of-first-head", "head * all_params.q_rope_stride_h", "0", "hopper wide apart"
-    ),
+    Mutation("wide-rope-of-first-head", "head * latent.q_rope_stride_h", "0", "hopper wide apart"),
     Mutation(
         "wide-rope-page-by-latent-stride",
-        "all_params.k_rope_stride_page",
+        "latent.k_rope_stride_page",
         "params.k_stride_page",
         "hopper wide apart",
     ),
@@ -60,7 +58,10 @@ WIDE_SM90 = (
     ),
     Mutation("wide-values-by-stride-of-keys", "v_stride_n", "k_stride_n", "hopper wide ordinary"),
     Mutation(
-        "wide-hidden-values-stay", "this->zero_nonfinite_values(scored);", "", "hopper wide hidden"
+        "wide-hidden-values-stay",
+        "this->zero_nonfinite_values(item, tile, scored);",
+        "",
+        "hopper wide hidden",
     ),
     Mutation(
         "wide-nonfinite-values-not-added",
@@ -68,6 +69,14 @@ WIDE_SM90 = (
         "if (false)",
         "hopper wide hidden",
     ),
+    Mutation("wide-page-of-the-first-box", "+ at.page", "", "hopper wide boxes"),
+    Mutation(
+        "wide-tma-piece-not-awaited",
+        "await_phase(shared.empty[stage.stage][kPiece], stage.parity ^ 1);",
+        "",
+        "hopper wide boxes",
+    ),
+    Mutation("wide-boxes-in-one-place", "box * all_params.box_rows", "0", "hopper wide boxes"),
     Mutation("merged-columns-of-the-first-part", "index % kParts", "0", "hopper wide splits"),
     Mutation("wide-state-columns-of-the-leader", "+ first_column", "", "hopper wide splits"),
     Mutation(

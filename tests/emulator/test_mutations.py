@@ -365,6 +365,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper device plans": _hopper_plans,
     "hopper wide": _wide({"page_size": 7}),
     "hopper wide apart": _wide({"packed": False, "qo_len": (2,)}),
+    "hopper wide boxes": _wide({"tma": True, "page_size": 16}),
     "hopper wide hidden": _wide(
         {
             "head_dims": (512, 512),

@@ -199,7 +199,9 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         memory(k),
         0 if is_latent else memory(v),
         memory(o, True),
-        structs.OPTIONAL.pack(memory(lse, True) if case.has_lse else 0, 0, memory(sinks), 0, 0, 0),
+        structs.OPTIONAL.pack(
+            memory(lse, True) if case.has_lse else 0, 0, memory(sinks), 0, 0, 0, 0
+        ),
         memory(partial_o, True),
         memory(partial_lse, True),
         0,

@@ -27,7 +27,7 @@ _RANKS = {
             ("launch/attention",),
             ("inputs", "launch/instances"),
             ("page", "quantization", "single", "states"),
-            ("batch",),
+            ("batch", "slots"),
             ("planless",),
             ("wrappers",),
             (

@@ -31,7 +31,7 @@ UNIFORM, RAGGED = CONFIGS = tuple(
 
 # kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
 _FORMAT = struct.Struct("<q 2i")
-_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 11i 3I 9i 2f 2i 4x")
+_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 11i 3I 9i 6f 2i 4x")
 _PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
 PARAMS = struct.Struct(f"<8Q {_PLANNED.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
@@ -138,7 +138,8 @@ def _packed(formats: tuple[IndexFormat, ...]) -> bytes:
 
 def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     """Make ready for launches; UnsupportedError if a block cannot plan so many requests."""
-    rows = row_class(lengths.max_qo_len * launcher.group_size)
+    most_rows = lengths.max_qo_len * launcher.group_size
+    rows = row_class(most_rows)
     function, most, tiles, shape, divisors = _kind(launcher, rows, lengths.is_ragged)
     if lengths.num_requests > most:
         raise UnsupportedError(
@@ -195,8 +196,8 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         limits.num_items,
         (part.counters - part.merges) // 4,
         (words_bytes - part.counters) // 4,
-        shape.state_cost,
-        shape.cost_of_part(lengths.max_qo_len * launcher.group_size),
+        shape.cost_of_part(most_rows),
+        *shape.costs(most_rows),
         lengths.slope_step,
         lengths.kv_room or lengths.max_kv_len,
     )

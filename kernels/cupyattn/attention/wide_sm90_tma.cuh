@@ -90,9 +90,8 @@ struct WideSm90TmaProducer {
       const int box = index & ((1 << all_params.box_shift) - 1);
       const int page = ptx::shuffle(own.page, box), slot = ptx::shuffle(own.slot, box);
       if (panel >= kFirst + kCount) continue;
-      // mutate: wide-boxes-in-one-place
-      const uint32_t to =
-          tile + panel * KTile::kPanelBytes + box * all_params.box_rows * KTile::kRowBytes;
+      const int row = box * all_params.box_rows;  // mutate: wide-boxes-in-one-place
+      const uint32_t to = tile + panel * KTile::kPanelBytes + row * KTile::kRowBytes;
       const bool is_latent = panel < Traits::kLatentPanels;
       const int column = KTile::kPanelColumns * (is_latent ? panel : panel - Traits::kLatentPanels);
       const TensorMap& map = is_latent ? all_params.k : all_params.k_rope;

@@ -19,7 +19,8 @@ struct WideSm90Traits : Config {
   static constexpr int kTileQ = 64, kWarpgroup = 4 * kWarpSize, kThreads = 3 * kWarpgroup;
   // What the rows and softmax of prefill_sm90 ask for: this kernel rescales O itself, hides keys by
   // causality and windows only, and stores O from registers.
-  static constexpr bool kOverlap = true, kMasked = false, kStagesOutput = false, kAlignsTiles = false;
+  static constexpr bool kOverlap = true, kMasked = false, kStagesOutput = false,
+                        kAlignsTiles = false;
   using LogitsVariant = PlainLogits;
 
   // Where memory, not products, takes the time: keys are read once, and leave L2 first.

@@ -44,9 +44,10 @@ struct PlanBatchParams {
   int32_t max_tiles;                  // of rows
   int32_t max_more;                   // items that splitting may add
   int32_t max_items, num_merges, num_counters;
-  float state_cost, part_cost;  // as in schedule/batch.py, TileShape
-  int32_t slope_step;           // from a request's slopes to the next one's, see WorkItem::mask_start
-  int32_t kv_room;              // what kv_offsets may name: rows of k, or keys of a table
+  float least_part_cost;                          // as in schedule/tile_shape.py, cost_of_part
+  float block, merge, state, part, least_share;  // as in schedule/balance.py, Costs
+  int32_t slope_step;  // from a request's slopes to the next one's, see WorkItem::mask_start
+  int32_t kv_room;     // what kv_offsets may name: rows of k, or keys of a table
   int32_t padding;
 };
 
@@ -58,7 +59,7 @@ struct PadLseParams {
   int32_t num_heads, max_qo_len;
 };
 
-static_assert(sizeof(PlanBatchParams) == 96 + 80 + 112 &&
+static_assert(sizeof(PlanBatchParams) == 96 + 80 + 128 &&
                   sizeof(PadLseParams) == sizeof(PlanBatchParams) + 48,
               "the structs and their mirrors in launch/attention must agree");
 

@@ -20,7 +20,7 @@ from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
 from cupyattn.inputs.workspace import int32_on_device
 from cupyattn.launch.ops import append_paged_kv_cache as launcher
-from cupyattn.page import reshape_and_cache
+from cupyattn.slots import reshape_and_cache
 
 PARAMS = Path(__file__).parents[3] / "kernels/cupyattn/params"
 _FORMATS = {"int64_t": "q", "int32_t": "i", "float": "f"}

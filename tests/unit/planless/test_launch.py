@@ -201,7 +201,7 @@ def test_cached_calls_launch_the_same(
 
 
 SHAPES = ((5, 9, 5), (5, 9, 80), (64, 200, 64), (3, 1, 3), (130, 40, 3000), (1, 7, 1))
-DECODES = {"decode", "decode, pair", "decode, array scales", "xqa", "xqa decode", "cudnn decode"}
+DECODES = ("decode", "decode, pair", "decode, array scales", "xqa", "xqa decode", "cudnn decode")
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,18 @@ def test_batches_that_fill_the_card_are_split_as_measured(
     assert _decode_parts(requests, kv_len) == parts
 
 
+@pytest.mark.parametrize(("count", "median", "seed"), [(64, 2048, 1), (64, 8192, 2), (16, 8192, 3)])
+def test_unequal_decodes_of_one_key_head_end_together(count: int, median: int, seed: int) -> None:
+    """Parts leave room for ends of requests that are not full: 311 blocks on 264 places would take
+    two waves."""
+    lengths = median * np.random.default_rng(seed).lognormal(0.0, 0.7, count)
+    shape = TileShape(16, 64, 264, 0.25, 0.03, rows_at_a_time=4, least_share=0.52)
+    requests = tuple((1, 1 + int(length)) for length in lengths)
+    batch = Batch(requests, 8, 1, shape, Masking(), Splitting())
+    last, ideal = finish(batch.plan(), batch)
+    assert last <= 1.15 * ideal + 7
+
+
 def test_unequal_requests_of_a_decode_come_longest_first() -> None:
     shape = TileShape(16, 64, 264)
     batch = Batch(((1, 5), (1, 900), (1, 70)), 1, 1, shape, Masking(), Splitting(False))
