@@ -39,8 +39,8 @@ WIDE = (
     Mutation("sums-of-one-warp", "w < kKeyWarps", "w < 1", "latent"),
     # Barriers.
     Mutation("wide-bad-keys-read-early", _BARRIER, "", "bad latent values"),
-    Mutation("wide-stage-awaited-too-late", "kStages - 2", "kStages - 1", "latent"),
-    Mutation("wide-warps-not-awaited", _BARRIER, "", "latent"),
+    Mutation("wide-stage-awaited-too-late", "kStages - 2", "kStages - 1", "long latent"),
+    Mutation("wide-warps-not-awaited", _BARRIER, "", "long latent"),
     Mutation("maxima-read-early", _BARRIER, "", "latent"),
     Mutation("probabilities-read-early", _BARRIER, "", "latent"),
     Mutation("wide-states-read-early", _BARRIER, "", "latent"),

@@ -380,7 +380,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper wide splits": _wide({"splits": 2}),
     "hopper wide steep": _wide({"sharpness": 6.0, "rising": 2.0, "num_heads": 64}),
     "latent": _latent(),
-    "steep latent": _latent(sm_scale=3.0),
+    # Splits of several tiles of keys.
+    "long latent": _latent(split=13),
+    "steep latent": _latent(split=13, sm_scale=3.0),
     "latent list": _latent(way="list", qo_len=(1, 1), absent=0.3),
     "bad latent values": _bad_latent_values,
 }
