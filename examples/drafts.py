@@ -1,24 +1,22 @@
 """EAGLE-style drafts: a tree of likely continuations, and the path through it that is right.
 
-All functions work on fixed shapes and read nothing back, so that they can be in a CUDA graph.
+Shapes are fixed and nothing is read back, so that all of it can be in a CUDA graph.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from cupyattn.serving import AttentionBackend, BatchInfo, DraftInfo, ForwardMode
+from cupyattn.serving import BatchInfo, DraftInfo, ForwardMode
 
-if TYPE_CHECKING:
-    from .engine import Worker
+from .worker import Worker
 
 
-@dataclass(frozen=True)
-class TreeShape:
-    """topk beams are grown for `depth` levels; the likeliest num_tokens are verified, of which the
+class TreeShape(NamedTuple):
+    """topk beams grow for `depth` levels. The likeliest num_tokens are verified, of which the
     first is the request's last token."""
 
     topk: int
@@ -32,51 +30,36 @@ class TreeShape:
 
 
 class Tree(NamedTuple):
-    """Drafts of each request, parents before children; the root is its own parent.
+    """Drafts of each request, parents first. The root is its own parent.
 
     tokens, parents   [bs, num_tokens]
     seen              bools [bs, num_tokens, num_tokens]: a token sees its ancestors and itself
     """
 
-    tokens: torch.Tensor
-    parents: torch.Tensor
-    seen: torch.Tensor
-
-    @property
-    def depths(self) -> torch.Tensor:
-        return self.seen.sum(-1) - 1
+    tokens: Tensor
+    parents: Tensor
+    seen: Tensor
 
 
 def grow(
-    worker: Worker,
-    backends: list[AttentionBackend],
-    shape: TreeShape,
-    batch: tuple[torch.Tensor, torch.Tensor],
-    last_tokens: torch.Tensor,
-    logits: torch.Tensor,
+    worker: Worker, shape: TreeShape, rows: Tensor, lens: Tensor, last: Tensor, logits: Tensor
 ) -> Tree:
-    """Draft behind requests whose keys, the last token's included, the draft model has.
-
-    backends   of each level but the last one, whose tokens the draft model need not read
-    batch      rows and lens [bs]
-    logits     [bs, vocab], what the draft model says of the last tokens
-    """
-    rows, lens = batch
+    """Draft behind requests with lens [bs] keys, those of their last tokens [bs] included.
+    logits [bs, vocab]: what the draft model says of these tokens."""
     bs, topk, steps = len(rows), shape.topk, shape.depth - 1
     columns = lens[:, None] + torch.arange(topk * steps, device=lens.device)
     slots = worker.req_to_token[rows[:, None], columns].view(bs, topk, steps)
-    beams = torch.arange(topk, device=lens.device)
-
+    beams = torch.arange(topk, device=lens.device).expand(bs, topk)
     scores, tokens = logits.log_softmax(-1).topk(topk)
-    # Each candidate has a number: those of the first level, then topk * topk of each level.
-    numbers = beams.expand(bs, topk)
-    candidates = [(scores, tokens, torch.full_like(tokens, -1))]
-    # Beams change parents: the keys of a beam's path lie where earlier beams have written them.
+    # Candidates are numbered: topk of the first level, then topk * topk of each level.
+    numbers, candidates = beams, [(scores, tokens, torch.full_like(tokens, -1))]
+    # Beams change parents. The keys on a beam's path are where the beams of then have written them.
     writers = torch.zeros(bs, topk, steps, dtype=torch.int32, device=lens.device)
-    for step, backend in enumerate(backends):
+    for step in range(steps):
         writers[:, :, step] = beams
         draft = DraftInfo(step, beam_rows=writers.view(bs * topk, steps))
         info = BatchInfo(ForwardMode.DRAFT_DECODE, rows, lens, out_cache_loc=slots, draft=draft)
+        backend = worker.step_backends[step]
         backend.init_forward_metadata_replay(bs, info)
         positions = (lens + step).repeat_interleave(topk)
         hidden = worker.run(tokens.flatten(), positions, slots[:, :, step].flatten(), backend)
@@ -86,41 +69,38 @@ def grow(
         next_tokens = found.indices.view(bs, topk * topk)
         candidates.append((next_scores, next_tokens, numbers.repeat_interleave(topk, 1)))
         scores, best = next_scores.topk(topk)
-        tokens = next_tokens.gather(1, best)
-        numbers = topk + step * topk * topk + best
+        tokens, numbers = next_tokens.gather(1, best), topk + step * topk * topk + best
         writers = writers.gather(1, (best // topk)[..., None].expand_as(writers))
-    return _likeliest(candidates, shape, last_tokens)
+    return _likeliest(*(torch.cat(x, 1) for x in zip(*candidates, strict=True)), last, shape)
 
 
 def _likeliest(
-    candidates: list[tuple[torch.Tensor, ...]], shape: TreeShape, last_tokens: torch.Tensor
+    scores: Tensor, tokens: Tensor, parents: Tensor, last: Tensor, shape: TreeShape
 ) -> Tree:
-    scores, tokens, parents = (torch.cat(x, 1) for x in zip(*candidates, strict=True))
-    # No child is likelier than its parent, and a stable sort keeps the parent first where they tie.
+    """The tree of the best candidates. A child is never likelier than its parent, and a stable sort
+    puts the parent first where they tie, so that no parent is missing."""
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, : shape.num_tokens - 1]
     order = order.sort(dim=1).values
     parents = parents.gather(1, order)
     parents = torch.where(parents < 0, 0, torch.searchsorted(order, parents) + 1)
-    tokens = torch.cat((last_tokens[:, None], tokens.gather(1, order)), 1)
-    parents = torch.cat((torch.zeros_like(last_tokens)[:, None], parents), 1)
-
-    count = shape.num_tokens
-    seen = torch.eye(count, dtype=torch.bool, device=tokens.device).repeat(len(tokens), 1, 1)
+    tokens = torch.cat((last[:, None], tokens.gather(1, order)), 1)
+    parents = torch.cat((torch.zeros_like(last)[:, None], parents), 1)
+    seen = torch.eye(shape.num_tokens, dtype=torch.bool, device=tokens.device)
+    seen = seen.repeat(len(tokens), 1, 1)
     for _ in range(shape.depth):
-        seen = seen | seen.gather(1, parents[:, :, None].expand(-1, -1, count))
+        seen = seen | seen.gather(1, parents[:, :, None].expand_as(seen))
     return Tree(tokens, parents, seen)
 
 
-def accept(tree: Tree, words: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The drafts that greedy decoding would have said.
+def accept(tree: Tree, words: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """The drafts that greedy decoding would have said, from what the target model says after each
+    token of the tree: words [bs, num_tokens].
 
-    words   [bs, num_tokens]: what the target model says after each token of the tree
-
-    Returns path [bs, depth + 1], tokens of the tree from the root on, and how many of them count.
+    Returns path [bs, depth + 1], tokens of the tree from the root on, and how many of it count.
     """
     is_right = tree.tokens == words.gather(1, tree.parents)
     is_right[:, 0] = True
-    # Siblings differ, so that the tokens on whose way everything is right are one path.
-    on_path = (is_right[:, None, :] | ~tree.seen).all(-1)
-    path = on_path.int().sort(dim=1, descending=True, stable=True).indices
-    return path[:, : depth + 1], on_path.sum(1)
+    # Siblings differ. So the tokens that see nothing wrong are one path.
+    is_accepted = (is_right[:, None, :] | ~tree.seen).all(-1)
+    path = is_accepted.int().sort(dim=1, descending=True, stable=True).indices
+    return path[:, : depth + 1], is_accepted.sum(1)

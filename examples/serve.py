@@ -2,8 +2,7 @@
 
     python -m examples.serve        (or make serve-demo)
 
-Requests share system prompts, so that their first pages are found in a radix tree. Each run serves
-the same requests: a token a step or a tree of drafts a step, with CUDA graphs or without.
+Read on in engine.py, then worker.py, drafts.py, pages.py and model.py.
 """
 
 from __future__ import annotations
@@ -11,21 +10,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from .drafts import TreeShape
-from .engine import Engine, Limits, Stats
+from .engine import Engine, Limits
 from .model import Llama, Shape, dense_attention
 from .pages import Request
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is served: requests with prompts of two parts, of which the first is shared by many.
+class Job(NamedTuple):
+    """Requests whose prompts begin with one of num_systems texts that many of them share.
 
-    early_layers   of the model, which are also the draft model, with `noise` in its weights
+    early_layers   of the model, which are the draft model too, with `noise` in their weights
+    user_len, answer_len   the most; at least half of it
     """
 
     shape: Shape
@@ -42,143 +41,130 @@ class Job:
     def requests(self, seed: int) -> list[Request]:
         random = torch.Generator().manual_seed(seed)
 
-        def text(size: int) -> list[int]:
+        def text(most: int, least: int) -> list[int]:
+            size = int(torch.randint(least, most + 1, (), generator=random))
             return torch.randint(self.shape.vocab, (size,), generator=random).tolist()
 
-        def about(size: int) -> int:
-            return int(torch.randint(size // 2, size + 1, (), generator=random))
-
-        systems = [text(self.system_len) for _ in range(self.num_systems)]
+        systems = [text(self.system_len, self.system_len) for _ in range(self.num_systems)]
         return [
             Request(
-                systems[i % self.num_systems] + text(about(self.user_len)), about(self.answer_len)
+                systems[i % self.num_systems] + text(self.user_len, self.user_len // 2),
+                len(text(self.answer_len, self.answer_len // 2)),
             )
             for i in range(self.num_requests)
         ]
 
 
-# 0.9 billion parameters.
 GPU_JOB = Job(
     Shape(vocab=32000, width=2048, layers=16, heads=16, kv_heads=4, head_dim=128, hidden=5632),
-    Limits(max_batch=16, max_context=2048, chunk=2048, num_pages=1536),
+    Limits(max_batch=16, max_context=2048, chunk=2048, num_pages=1536, page_size=16),
     TreeShape(topk=4, depth=4, num_tokens=16),
-    *(2, 0.02),
-    *(64, 4, 512, 512, 128),
+    *(2, 0.02, 64, 4, 512, 512, 128),
 )
 CPU_JOB = Job(
     Shape(vocab=128, width=64, layers=3, heads=4, kv_heads=2, head_dim=16, hidden=128),
-    Limits(max_batch=3, max_context=128, chunk=40, num_pages=25, page_size=8),
+    Limits(max_batch=4, max_context=128, chunk=40, num_pages=36, page_size=8),
     TreeShape(topk=2, depth=3, num_tokens=6),
-    *(1, 0.02),
-    *(8, 2, 20, 20, 12),
+    *(1, 0.02, 8, 2, 20, 20, 12),
 )
 
 
-@dataclass
-class Check:
-    """Tokens of all answers: how many a dense model would say first, and how many are wrong.
+class Check(NamedTuple):
+    """Tokens of answers; those that the dense model would say first; those that are wrong.
 
     worst   the largest gap to the dense model's first choice, as a share of what is allowed
     """
 
-    num_tokens: int = 0
-    num_first: int = 0
-    num_wrong: int = 0
-    worst: float = 0.0
+    num_tokens: int
+    num_first: int
+    num_wrong: int
+    worst: float
 
 
 def check(model: Llama, requests: list[Request]) -> Check:
     """Hold every token against the float32 logits of a dense model that has read all before it.
 
-    A token may be the second choice where two are nearly tied: each logit may be off by twice the
-    error that the dense model itself makes in the engine's dtype. The next token is then checked
-    behind the engine's choice.
+    Where two words are nearly tied the engine may say the second, and goes on from there. Each of
+    the two logits may be off by twice what the dense model itself is off in the engine's dtype.
     """
-    result, exact_model = Check(), model.to(torch.float32)
-    device = model.weights["embed"].device
+    exact_model, gaps, shares = model.to(torch.float32), [], []
     for request in requests:
-        assert len(request.answer) == request.max_new_tokens
-        tokens = torch.tensor(request.tokens, device=device)
-        positions = torch.arange(len(tokens) - 1, device=device)
+        first = len(request.prompt)
+        assert len(request.tokens) == first + request.max_new_tokens
+        tokens = torch.tensor(request.tokens, device=model.device)
+        positions = torch.arange(len(tokens) - 1, device=model.device)
         exact, rounded = (
-            each.logits(each.hidden(tokens[:-1], positions, dense_attention)[len(request.prompt) - 1 :])
-            for each in (exact_model, model)
+            x.logits(x.hidden(tokens[:-1], positions, dense_attention)[first - 1 :])
+            for x in (exact_model, model)
         )
-        said = exact.gather(1, tokens[len(request.prompt) :, None])[:, 0]
-        gap = exact.amax(1) - said
-        error = (rounded - exact).abs().amax(1) + 1e-5 * exact.abs().amax(1)
-        allowed = 4 * error
-        result.num_tokens += len(gap)
-        result.num_first += int((gap == 0).sum())
-        result.num_wrong += int((~(gap <= allowed)).sum())
-        result.worst = max(result.worst, float((gap / allowed).max()))
-    return result
+        gap = exact.amax(1) - exact.gather(1, tokens[first:, None])[:, 0]
+        error = (rounded - exact).abs().amax(1) + 1e-6 * exact.abs().amax(1)
+        gaps.append(gap)
+        shares.append(gap / (4 * error))
+    gap, share = torch.cat(gaps), torch.cat(shares)
+    return Check(len(gap), int((gap == 0).sum()), int((~(share <= 1)).sum()), float(share.max()))
 
 
 class Bar:
-    """A progress bar on a terminal; nothing elsewhere."""
+    """A progress bar on a terminal, nothing elsewhere."""
 
     def __init__(self, label: str, total: int) -> None:
-        self.label, self.total, self.done = label, total, 0
+        self.label, self.total = label, total
 
-    def __call__(self, num_tokens: int) -> None:
-        self.done += num_tokens
+    def __call__(self, done: int) -> None:
         if sys.stderr.isatty():
-            filled = "█" * min(40, 40 * self.done // self.total)
-            end = "\n" if self.done >= self.total else ""
-            print(f"\r{self.label:22} {filled:░<40} {self.done} tokens", end=end, file=sys.stderr)
+            bar = "#" * (40 * done // self.total)
+            end = "\r\033[K" if done == self.total else ""
+            print(f"\r{self.label:22} [{bar:40}] {done}/{self.total}{end}", end="", file=sys.stderr)
 
 
-def run(job: Job, model: Llama, label: str, has_drafts: bool, has_graphs: bool) -> bool:
-    """Serve, check, and print a row of the table. Returns whether all tokens are right."""
-    draft = None
-    if has_drafts:
-        draft = model.first_layers(job.early_layers, job.noise), job.tree
+HEAD = "run", "prefill tokens/s", "decode tokens/s", "tokens a step", "prompts reused", "check"
+ROW = "{:22}  {:>16}  {:>15}  {:>13}  {:>14}  {}"
+
+
+def run(job: Job, model: Llama, label: str, has_drafts: bool, has_graphs: bool) -> Check:
+    """Serve and check the job's requests, and print a row of the table."""
+    draft = (model.draft_model(job.early_layers, job.noise), job.tree) if has_drafts else None
     engine = Engine(model, job.limits, draft, has_graphs)
-    if model.weights["embed"].is_cuda:  # other requests first: kernels compile, graphs are captured
-        engine.serve(job.requests(seed=1), lambda _: None)
-        engine.stats = Stats()
+    if model.device.type == "cuda":  # others go first: kernels compile, and graphs are captured
+        others = job.requests(seed=1)
+        engine.serve(others, Bar(f"{label}, warming", len(others)))
+        engine.stats.clear()
     requests = job.requests(seed=0)
-    engine.serve(requests, Bar(label, sum(r.max_new_tokens for r in requests)))
-    result, stats = check(model, requests), engine.stats
-    verdict = f"{result.num_wrong} WRONG" if result.num_wrong else "ok"
-    prompt_tokens = sum(len(r.prompt) for r in requests)
+    engine.serve(requests, Bar(label, len(requests)))
+    found, stats = check(model, requests), engine.stats
     print(
         ROW.format(
             label,
-            f"{stats.prefill_tokens / stats.prefill_seconds:,.0f}",
-            f"{stats.decode_tokens / stats.decode_seconds:,.0f}",
-            f"{stats.decode_tokens / stats.decoded_requests:.2f}",
-            f"{100 * stats.num_reused / prompt_tokens:.0f}%",
-            f"{verdict}: {result.num_tokens} tokens, {result.num_first} the dense model's first, "
-            f"worst gap {100 * result.worst:.0f}% of allowed",
-        )
+            f"{stats['prefill tokens'] / stats['prefill seconds']:,.0f}",
+            f"{stats['decode tokens'] / stats['decode seconds']:,.0f}",
+            f"{stats['decode tokens'] / stats['requests']:.2f}",
+            f"{100 * stats['reused'] / sum(len(r.prompt) for r in requests):.0f}%",
+            f"{f'{found.num_wrong} WRONG' if found.num_wrong else 'ok'} of {found.num_tokens}, "
+            f"{found.num_tokens - found.num_first} ties, worst {100 * found.worst:.0f}% of allowed",
+        ),
+        flush=True,
     )
-    return not result.num_wrong
-
-
-ROW = "{:22} {:>15} {:>14} {:>14} {:>7}  {}"
-HEAD = "run", "prefill tokens/s", "decode tokens/s", "tokens a step", "reused", "check"
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve all runs; 0 if every token was right, else 1."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
-                        help="default: bfloat16; float32 on the CPU only")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch has it")
+    parser = argparse.ArgumentParser(prog="python -m examples.serve")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if torch has it")
+    parser.add_argument("--dtype", default="bfloat16", help="or float16; on the CPU float32 too")
     args = parser.parse_args(argv)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    job = GPU_JOB if device == "cuda" else CPU_JOB
+    is_cuda = device == "cuda"
+    job = GPU_JOB if is_cuda else CPU_JOB
     model = Llama.random(job.shape, getattr(torch, args.dtype), device, job.early_layers)
-    name = torch.cuda.get_device_name() if device == "cuda" else "the CPU (a small job; times say nothing)"
-    print(f"{sum(w.numel() for w in model.weights.values()):,} parameters in {args.dtype} on {name}")
+    where = torch.cuda.get_device_name() if is_cuda else "the CPU: a small job, times say nothing"
+    print(f"{sum(w.numel() for w in model.weights.values()):,} weights, {args.dtype}, on {where}")
     print(ROW.format(*HEAD))
-    runs = [("a token a step", False, False), ("drafts", True, False)]
-    if device == "cuda":
-        runs += [("a token a step, graphs", False, True), ("drafts, graphs", True, True)]
-    results = [run(job, model, *each) for each in runs]
-    return 0 if all(results) else 1
+    runs = [("no drafts", False, False), ("drafts", True, False)]
+    if is_cuda:
+        runs += [("no drafts, CUDA graphs", False, True), ("drafts, CUDA graphs", True, True)]
+    return int(any([run(job, model, *each).num_wrong for each in runs]))
 
 
 if __name__ == "__main__":
