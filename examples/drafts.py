@@ -12,21 +12,7 @@ from torch import Tensor
 
 from cupyattn.serving import BatchInfo, DraftInfo, ForwardMode
 
-from .worker import Worker
-
-
-class TreeShape(NamedTuple):
-    """topk beams grow for `depth` levels. The likeliest num_tokens are verified, of which the
-    first is the request's last token."""
-
-    topk: int
-    depth: int
-    num_tokens: int
-
-    @property
-    def num_columns(self) -> int:
-        """Columns of req_to_token that drafts need behind a request's tokens."""
-        return max(self.num_tokens, 1 + self.topk * (self.depth - 1))
+from .worker import TreeShape, Worker
 
 
 class Tree(NamedTuple):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,38 +18,25 @@ from cupyattn.serving import BatchInfo, DraftInfo, ForwardMode
 from . import drafts
 from .model import Llama
 from .pages import Pages, Request
-from .worker import Replayed, Worker
+from .worker import NO_DRAFTS, Limits, Replayed, TreeShape, Worker
 
 Span = tuple[Request, int, int]  # tokens of a request from a start to an end
-
-
-class Limits(NamedTuple):
-    """max_batch requests run at a time; a prefill step computes at most `chunk` tokens."""
-
-    max_batch: int
-    max_context: int
-    chunk: int
-    num_pages: int
-    page_size: int
 
 
 class Engine:
     """Serves requests with a model, greedily.
 
-    draft       a model that guesses, and the shape of its trees; None: a word a step
-    has_graphs  whether steps without prompts are CUDA graphs
-    stats       tokens and seconds of "prefill" steps, which are those with prompts in them, and of
-                "decode" steps; "requests" summed over the latter; "reused" tokens of prompts
+    draft_model  guesses trees of words; None: a word a step
+    has_graphs   whether steps without prompts are CUDA graphs
+    stats        tokens, seconds and requests, summed over "prefill" steps, which have prompts in
+                 them, and over "decode" steps; "reused tokens" of prompts
     """
 
     def __init__(
-        self,
-        model: Llama,
-        limits: Limits,
-        draft: tuple[Llama, drafts.TreeShape] | None = None,
-        has_graphs: bool = False,
-    ) -> None:
-        self.limits, self.device, self.stats = limits, model.device, Counter[str]()
+        self, model: Llama, limits: Limits, draft_model: Llama | None = None,
+        tree: TreeShape = NO_DRAFTS, has_graphs: bool = False,
+    ) -> None:  # fmt: skip
+        self.limits, self.tree, self.device, self.stats = limits, tree, model.device, Counter()
         self.waiting, self.running = deque[Request](), list[Request]()
         self.pages = Pages(limits.num_pages, limits.page_size)
         self.free_rows = list(range(1, 1 + limits.max_batch))
@@ -58,54 +44,41 @@ class Engine:
         table = torch.zeros(1 + limits.max_batch, limits.max_context, dtype=torch.int32)
         self.req_to_token = table.to(self.device)
         self.padding = Request([0], 1, tokens=[0, 0], num_keys=1, num_draft_keys=1)
-
-        most, pool = limits.max_batch, (limits.num_pages, limits.page_size, self.req_to_token)
-        if draft is None:
-            self.tree, self.draft, self.target = None, None, Worker(model, *pool)
-            self.target.backend.init_graph_state(most, most, (ForwardMode.DECODE,))
-            self.step = Replayed(self._decode, has_graphs)
-            return
-        draft_model, self.tree = draft
-        topk, depth, num_tokens = self.tree
-        self.target = Worker(model, *pool, topk=topk, num_draft_tokens=num_tokens)
-        self.target.backend.init_graph_state(most, most * num_tokens, (ForwardMode.TARGET_VERIFY,))
-        self.draft = Worker(draft_model, *pool, topk=topk, num_draft_steps=depth - 1)
-        extend = (ForwardMode.DRAFT_EXTEND,)
-        self.draft.backend.init_graph_state(most, most * (depth + 1), extend)
-        for backend in self.draft.step_backends:
-            backend.init_graph_state(most, most * topk, (ForwardMode.DRAFT_DECODE,))
-        self.step = Replayed(self._speculate, has_graphs)
+        self.target = Worker(model, limits, tree, self.req_to_token)
+        self.draft = draft_model and Worker(draft_model, limits, tree, self.req_to_token)
+        self.step = Replayed(self._speculate if draft_model else self._decode, has_graphs)
 
     # --- the scheduler ---
 
-    def serve(self, requests: list[Request], progress: Callable[[int], None]) -> None:
-        """Answer all requests. progress is told how many are done."""
+    def serve(self, requests: list[Request], progress: Callable[[int, int], None]) -> None:
+        """Answer all requests. progress is told how many are done, and of how many."""
         self.waiting.extend(requests)
         while self.waiting or self.running:
             self._admit()
             begin = time.perf_counter()
-            is_prefill = any(r.num_keys < len(r.prompt) for r in self.running)
-            kind, step = "prefill", self._prefill_step
-            if not is_prefill:
-                kind, step = "decode", self._draft_step if self.draft else self._decode_step
-                self.stats["requests"] += len(self.running)
+            kind, step = "decode", self._draft_step if self.draft else self._decode_step
+            if any(r.num_keys < len(r.prompt) for r in self.running):
+                kind, step = "prefill", self._prefill_step
+            self.stats[f"{kind} requests"] += len(self.running)
             self.stats[f"{kind} tokens"] += step()
             self.stats[f"{kind} seconds"] += time.perf_counter() - begin
             self._retire()
-            progress(len(requests) - len(self.waiting) - len(self.running))
+            num_left = len(self.waiting) + len(self.running)
+            progress(len(requests) - num_left, len(requests))
 
     def _admit(self) -> None:
         """Let requests in while there are rows, and pages for the longest that they can become."""
-        size = self.limits.page_size
+        size, tree = self.limits.page_size, self.tree
+        num_draft_slots = max(tree.num_tokens, 1 + tree.topk * (tree.depth - 1))
         while self.waiting and self.free_rows:
             request = self.waiting[0]
             most = len(request.prompt) + request.max_new_tokens
-            if not self.pages.admit(request, most + (self.tree.num_columns if self.tree else 0)):
+            if not self.pages.admit(request, most + num_draft_slots):
                 if not self.running:
                     raise MemoryError(f"a request of {most} tokens does not fit into the pool")
                 return
             self.running.append(self.waiting.popleft())
-            self.stats["reused"] += request.num_reused
+            self.stats["reused tokens"] += request.num_keys
             request.row = self.free_rows.pop()
             pages = torch.tensor(request.pages, device=self.device)
             slots = pages[:, None] * size + torch.arange(size, device=self.device)
@@ -143,9 +116,8 @@ class Engine:
         return self.limits.chunk - room
 
     def _decode_step(self) -> int:
-        requests = self._padded()
-        batch = [r.tokens[-1] for r in requests], [r.row for r in requests]
-        words = self.step(self._put(*batch, [len(r.tokens) for r in requests])).tolist()
+        batch = [[r.tokens[-1], r.row, len(r.tokens)] for r in self._padded()]
+        words = self.step(self._put(batch)).tolist()
         for request, word in zip(self.running, words, strict=False):
             request.num_keys = request.num_draft_keys = len(request.tokens)
             request.tokens.append(word)
@@ -155,12 +127,11 @@ class Engine:
         requests = self._padded()
         spans = [(r, r.num_draft_keys, len(r.tokens)) for r in requests]
         found = self.step(*self._inputs(spans, len(requests) * (self.tree.depth + 1))).tolist()
-        found = found[: len(self.running)]
-        for request, (count, *words) in zip(self.running, found, strict=True):
+        for request, (count, *words) in zip(self.running, found, strict=False):
             request.num_draft_keys = len(request.tokens)
             request.num_keys += count
             request.tokens += words[:count]
-        return sum(count for count, *_ in found)
+        return sum(count for count, *_ in found[: len(self.running)])
 
     # --- steps on the device ---
 
@@ -168,12 +139,10 @@ class Engine:
         """The next words [bs]. batch [3, bs]: last tokens, rows, and lengths with these tokens."""
         tokens, rows, lens = batch
         backend = self.target.backend
-        info = BatchInfo(ForwardMode.DECODE, rows, lens)
-        backend.init_forward_metadata_replay(len(rows), info)
+        backend.init_forward_metadata_replay(len(rows), BatchInfo(ForwardMode.DECODE, rows, lens))
         slots = self.req_to_token[rows, lens - 1]
-        return self.target.model.logits(self.target.run(tokens, lens - 1, slots, backend)).argmax(
-            -1
-        )
+        hidden = self.target.run(tokens, lens - 1, slots, backend)
+        return self.target.model.logits(hidden).argmax(-1)
 
     def _speculate(self, tokens: Tensor, requests: Tensor) -> Tensor:
         """[bs, 1 + depth + 1]: how many words each request gets, and the words.
@@ -189,8 +158,8 @@ class Engine:
         # Verify: the tree stands behind the target model's keys, in one pass with a mask.
         columns = (lens - 1)[:, None] + torch.arange(shape.num_tokens, device=self.device)
         slots = self.req_to_token[rows[:, None], columns]
-        info = BatchInfo(ForwardMode.TARGET_VERIFY, rows, lens - 1)
-        info.draft = DraftInfo(tree_mask=tree.seen)
+        draft = DraftInfo(tree_mask=tree.seen)
+        info = BatchInfo(ForwardMode.TARGET_VERIFY, rows, lens - 1, draft=draft)
         target.backend.init_forward_metadata_replay(len(rows), info)
         positions = (lens - 2)[:, None] + tree.seen.sum(-1)
         batch = (x.flatten() for x in (tree.tokens, positions, slots))
@@ -219,14 +188,12 @@ class Engine:
 
     def _inputs(self, spans: list[Span], num_tokens: int) -> tuple[Tensor, Tensor]:
         """What Worker.extend takes, its tokens padded to num_tokens."""
-        lists: tuple[list[int], ...] = [], [], []
-        for r, start, end in spans:
-            new = r.tokens[start:end], range(start, end), [r.row] * (end - start)
-            for one, more in zip(lists, new, strict=True):
-                one.extend(more)
-        tokens = self._put(*(one + [0] * (num_tokens - len(one)) for one in lists))
-        rows, ends = [r.row for r, _, _ in spans], [end for _, _, end in spans]
-        return tokens, self._put(rows, ends, [end - start for _, start, end in spans])
+        places = [(r, i) for r, start, end in spans for i in range(start, end)]
+        places += [(self.padding, 0)] * (num_tokens - len(places))
+        tokens = [[r.tokens[i], i, r.row] for r, i in places]
+        requests = [[r.row, end, end - start] for r, start, end in spans]
+        return self._put(tokens), self._put(requests)
 
-    def _put(self, *lists: list[int]) -> Tensor:
-        return torch.tensor(lists).to(self.device)
+    def _put(self, rows: list[list[int]]) -> Tensor:
+        """The columns of a list of rows, each contiguous."""
+        return torch.from_numpy(np.array(rows).T.copy()).to(self.device)

@@ -25,6 +25,11 @@ class Shape(NamedTuple):
     head_dim: int
     hidden: int
 
+    @property
+    def early_layers(self) -> int:
+        """Layers of the draft model."""
+        return -(-self.layers // 8)
+
 
 class Llama:
     """weights: by name; those of layers are stacked, [layers, out, in]."""
@@ -33,9 +38,8 @@ class Llama:
         self.shape, self.weights, self.device = shape, weights, weights["embed"].device
 
     @classmethod
-    def random(cls, shape: Shape, dtype: torch.dtype, device: str, early_layers: int) -> Llama:
-        """Layers past the early ones change little, as in trained models, so that a draft model of
-        the early layers often guesses right."""
+    def random(cls, shape: Shape, dtype: torch.dtype, device: str) -> Llama:
+        """Later layers change little, as in trained models, so that the early ones guess well."""
         vocab, width, layers, heads, kv_heads, head_dim, hidden = shape
         q, kv, random = (
             heads * head_dim,
@@ -55,22 +59,21 @@ class Llama:
         weights["embed"] *= width**0.5
         weights["q"] *= 2  # attention then chooses between keys instead of averaging them
         for name in ("o", "down"):
-            weights[name][early_layers:] *= 0.1
+            weights[name][shape.early_layers :] *= 0.1
         return cls(shape, weights).to(dtype)
 
     def to(self, dtype: torch.dtype) -> Llama:
         return Llama(self.shape, {name: w.to(dtype) for name, w in self.weights.items()})
 
-    def draft_model(self, layers: int, noise: float) -> Llama:
-        """The first layers, every weight of them off by `noise` of its size."""
+    def draft_model(self, layers: int | None = None, noise: float = 0.02) -> Llama:
+        """The early layers, every weight of them off by `noise` of its size."""
+        layers = layers or self.shape.early_layers
         torch.manual_seed(1)
-        return Llama(
-            self.shape._replace(layers=layers),
-            {
-                name: w[:layers] * (1 + noise * torch.randn_like(w[:layers])) if w.dim() > 2 else w
-                for name, w in self.weights.items()
-            },
-        )
+        weights = dict(self.weights)
+        for name, w in self.weights.items():
+            if w.dim() == 3:
+                weights[name] = w[:layers] * (1 + noise * torch.randn_like(w[:layers]))
+        return Llama(self.shape._replace(layers=layers), weights)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[n, width] of tokens [n] at positions [n] of their requests."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 
 
@@ -15,7 +14,6 @@ class Request:
     row         of req_to_token
     pages       that hold its tokens, in order; the leading ones are those of `prefix`
     prefix      pages of the tree that it uses
-    num_reused  tokens whose keys were there already
     """
 
     prompt: list[int]
@@ -26,7 +24,6 @@ class Request:
     row: int = 0
     pages: list[int] = field(default_factory=list)
     prefix: list[Node] = field(default_factory=list)
-    num_reused: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = self.tokens or self.prompt[:]
@@ -41,7 +38,6 @@ class Node:
     parent: Node | None = None
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
     users: int = 0
-    last_use: int = 0
 
 
 class Pages:
@@ -49,7 +45,7 @@ class Pages:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size, self.free = page_size, list(range(num_pages - 1, 0, -1))
-        self.root, self.nodes, self.clock = Node(0), set[Node](), itertools.count()
+        self.root, self.nodes = Node(0), dict[Node, None]()  # least recently used first
 
     def admit(self, request: Request, num_tokens: int) -> bool:
         """Give a request pages for num_tokens, if there are enough; a known prefix comes first."""
@@ -69,7 +65,6 @@ class Pages:
         own = [self.free.pop() for _ in range(missing)]
         request.pages = [node.page for node in request.prefix] + own
         request.num_keys = request.num_draft_keys = len(request.prefix) * self.page_size
-        request.num_reused = request.num_keys
         return True
 
     def share(self, request: Request) -> None:
@@ -81,7 +76,7 @@ class Pages:
                 return  # another request has computed the same page meanwhile
             node = parent.children[key] = Node(request.pages[index], key, parent, users=1)
             request.prefix.append(node)
-            self.nodes.add(node)
+            self.nodes[node] = None
 
     def release(self, request: Request) -> None:
         """Take back a request's pages. Those in the tree stay until their room is needed."""
@@ -94,15 +89,15 @@ class Pages:
 
     def _leave(self, request: Request) -> None:
         for node in request.prefix:
-            node.users, node.last_use = node.users - 1, next(self.clock)
+            node.users -= 1
+            self.nodes[node] = self.nodes.pop(node)
         request.prefix, request.pages = [], []
 
     def _evict(self) -> bool:
         """Free the least recently used page of the tree, if there is one that nobody uses."""
-        unused = [node for node in self.nodes if not node.users and not node.children]
-        if unused:
-            node = min(unused, key=lambda node: node.last_use)
-            del node.parent.children[node.tokens]
-            self.nodes.remove(node)
-            self.free.append(node.page)
-        return bool(unused)
+        for node in self.nodes:
+            if not node.users and not node.children:
+                del self.nodes[node], node.parent.children[node.tokens]
+                self.free.append(node.page)
+                return True
+        return False

@@ -3,54 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from cupyattn.serving import (
-    AttentionBackend,
-    BackendConfig,
-    BatchInfo,
-    ForwardMode,
-    LayerSpec,
-    MHATokenToKVPool,
-)
+from cupyattn import serving
+from cupyattn.serving import ForwardMode
 
 from .model import Llama
+
+
+class Limits(NamedTuple):
+    """max_batch requests run at a time; a prefill step computes at most `chunk` tokens."""
+
+    max_batch: int
+    max_context: int
+    chunk: int
+    num_pages: int
+    page_size: int
+
+
+class TreeShape(NamedTuple):
+    """topk beams grow for `depth` levels. The likeliest num_tokens are verified, of which the
+    first is the request's last token."""
+
+    topk: int
+    depth: int
+    num_tokens: int
+
+
+NO_DRAFTS = TreeShape(topk=1, depth=1, num_tokens=0)
 
 
 class Worker:
     """Prepares attention once a step, then runs all layers: each writes its keys and attends.
 
-    step_backends   with drafts: of each level but the last, whose tokens no model needs to read
+    step_backends   of each level of drafts but the last, whose tokens nobody needs to read
     """
 
-    def __init__(
-        self, model: Llama, num_pages: int, page_size: int, req_to_token: Tensor, **drafts: int
-    ) -> None:
-        shape, dtype = model.shape, str(model.weights["embed"].dtype).removeprefix("torch.")
-        self.model, self.req_to_token = model, req_to_token
-        self.pool = MHATokenToKVPool(
-            *(num_pages * page_size, shape.kv_heads, shape.head_dim, shape.layers, req_to_token),
-            dtype=dtype,
+    def __init__(self, model: Llama, limits: Limits, tree: TreeShape, req_to_token: Tensor) -> None:
+        self.model, self.req_to_token, shape = model, req_to_token, model.shape
+        dtype = str(model.weights["embed"].dtype).removeprefix("torch.")
+        num_slots, heads = limits.num_pages * limits.page_size, (shape.kv_heads, shape.head_dim)
+        self.pool = serving.MHATokenToKVPool(
+            num_slots, *heads, shape.layers, req_to_token, dtype=dtype
         )
-        config = BackendConfig(
-            *(shape.heads, shape.kv_heads, shape.head_dim),
-            page_size=page_size,
-            max_context_len=req_to_token.shape[1],
-            q_dtype=dtype,
-            **drafts,
-        )
-        self.layers = [LayerSpec(layer) for layer in range(shape.layers)]
-        self.backend, *self.step_backends = (
-            AttentionBackend(config, self.pool, req_to_token, step=max(0, step))
-            for step in range(-1, config.num_draft_steps)
-        )
+        self.layers = [serving.LayerSpec(layer) for layer in range(shape.layers)]
+        config = serving.BackendConfig(
+            *(shape.heads, *heads), page_size=limits.page_size, q_dtype=dtype,
+            max_context_len=limits.max_context, topk=tree.topk, num_draft_steps=tree.depth - 1,
+            num_draft_tokens=tree.num_tokens,
+        )  # fmt: skip
+        self.backend = serving.AttentionBackend(config, self.pool, req_to_token)
+        self.step_backends = [
+            serving.AttentionBackend(config, self.pool, req_to_token, step=step)
+            for step in range(tree.depth - 1)
+        ]
+        most = limits.max_batch * max(tree.num_tokens, tree.topk, tree.depth + 1)
+        for backend in (self.backend, *self.step_backends):
+            backend.init_graph_state(limits.max_batch, most)
 
-    def run(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, backend: AttentionBackend
-    ) -> Tensor:
+    def run(self, tokens: Tensor, positions: Tensor, slots: Tensor, backend: Any) -> Tensor:
         """Hidden states [n, width] of tokens [n] whose keys go to slots [n]. The metadata of the
         backend says which keys they see."""
 
@@ -60,17 +74,17 @@ class Worker:
 
         return self.model.hidden(tokens, positions, attend)
 
-    def extend(
-        self, mode: ForwardMode, tokens: Tensor, requests: Tensor, host_counts: np.ndarray
-    ) -> Tensor:
+    def extend(self, mode: ForwardMode, tokens: Tensor, requests: Tensor, bounds: Any) -> Tensor:
         """Logits [bs, vocab] of the last token of each request.
 
-        tokens       [3, n]: tokens, positions, rows of req_to_token
-        requests     [3, bs]: rows, keys with these tokens, and how many tokens there are of each
-        host_counts  the latter, or in a graph the most that they can be
+        tokens    [3, n]: tokens, positions, rows of req_to_token
+        requests  [3, bs]: rows, keys with these tokens, and how many tokens there are of each
+        bounds    the latter in NumPy, or in a graph the most that they can be
         """
         (words, positions, owners), (rows, lens, counts) = tokens, requests
-        info = BatchInfo(mode, rows, lens, extend_seq_lens=counts, extend_seq_lens_host=host_counts)
+        info = serving.BatchInfo(
+            mode, rows, lens, extend_seq_lens=counts, extend_seq_lens_host=bounds
+        )
         if mode is ForwardMode.DRAFT_EXTEND:
             self.backend.init_forward_metadata_replay(len(rows), info)
         else:
