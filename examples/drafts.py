@@ -57,14 +57,13 @@ def grow(
         scores, best = next_scores.topk(topk)
         tokens, numbers = next_tokens.gather(1, best), topk + step * topk * topk + best
         writers = writers.gather(1, (best // topk)[..., None].expand_as(writers))
-    return _likeliest(*(torch.cat(x, 1) for x in zip(*candidates, strict=True)), last, shape)
+    return _likeliest(candidates, last, shape)
 
 
-def _likeliest(
-    scores: Tensor, tokens: Tensor, parents: Tensor, last: Tensor, shape: TreeShape
-) -> Tree:
+def _likeliest(candidates: list[tuple[Tensor, ...]], last: Tensor, shape: TreeShape) -> Tree:
     """The tree of the best candidates. A child is never likelier than its parent, and a stable sort
     puts the parent first where they tie, so that no parent is missing."""
+    scores, tokens, parents = (torch.cat(x, 1) for x in zip(*candidates, strict=True))
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, : shape.num_tokens - 1]
     order = order.sort(dim=1).values
     parents = parents.gather(1, order)

@@ -43,7 +43,7 @@ class Engine:
         # Row 0 is that of a request that pads batches. All its columns are slot 0, in page 0.
         table = torch.zeros(1 + limits.max_batch, limits.max_context, dtype=torch.int32)
         self.req_to_token = table.to(self.device)
-        self.padding = Request([0], 1, tokens=[0, 0], num_keys=1, num_draft_keys=1)
+        self.padding = Request([0, 0], 1, 2, num_keys=1, num_draft_keys=1)
         self.target = Worker(model, limits, tree, self.req_to_token)
         self.draft = draft_model and Worker(draft_model, limits, tree, self.req_to_token)
         self.step = Replayed(self._speculate if draft_model else self._decode, has_graphs)
@@ -57,14 +57,13 @@ class Engine:
             self._admit()
             begin = time.perf_counter()
             kind, step = "decode", self._draft_step if self.draft else self._decode_step
-            if any(r.num_keys < len(r.prompt) for r in self.running):
+            if any(r.num_keys < r.prompt_len for r in self.running):
                 kind, step = "prefill", self._prefill_step
             self.stats[f"{kind} requests"] += len(self.running)
             self.stats[f"{kind} tokens"] += step()
             self.stats[f"{kind} seconds"] += time.perf_counter() - begin
             self._retire()
-            num_left = len(self.waiting) + len(self.running)
-            progress(len(requests) - num_left, len(requests))
+            progress(len(requests) - len(self.waiting) - len(self.running), len(requests))
 
     def _admit(self) -> None:
         """Let requests in while there are rows, and pages for the longest that they can become."""
@@ -72,10 +71,9 @@ class Engine:
         num_draft_slots = max(tree.num_tokens, 1 + tree.topk * (tree.depth - 1))
         while self.waiting and self.free_rows:
             request = self.waiting[0]
-            most = len(request.prompt) + request.max_new_tokens
-            if not self.pages.admit(request, most + num_draft_slots):
+            if not self.pages.admit(request, request.max_len + num_draft_slots):
                 if not self.running:
-                    raise MemoryError(f"a request of {most} tokens does not fit into the pool")
+                    raise MemoryError(f"a request of {request.max_len} tokens has no room")
                 return
             self.running.append(self.waiting.popleft())
             self.stats["reused tokens"] += request.num_keys
@@ -86,10 +84,9 @@ class Engine:
 
     def _retire(self) -> None:
         for request in self.running[:]:
-            most = len(request.prompt) + request.max_new_tokens
-            if len(request.tokens) >= most:
-                del request.tokens[most:]
-                request.num_keys = min(request.num_keys, most - 1)
+            if len(request.tokens) >= request.max_len:
+                del request.tokens[request.max_len :]
+                request.num_keys = min(request.num_keys, request.max_len - 1)
                 self.running.remove(request)
                 self.pages.release(request)
                 self.free_rows.append(request.row)
@@ -99,11 +96,11 @@ class Engine:
     def _prefill_step(self) -> int:
         """A word of each request that decodes, and as much of prompts as the chunk has room for."""
         room, spans = self.limits.chunk, []
-        for request in sorted(self.running, key=lambda r: r.num_keys < len(r.prompt)):
+        for request in sorted(self.running, key=lambda r: r.num_keys < r.prompt_len):
             if count := min(len(request.tokens) - request.num_keys, room):
                 spans.append((request, request.num_keys, request.num_keys + count))
                 room -= count
-        is_mixed = spans[0][0].num_keys >= len(spans[0][0].prompt)
+        is_mixed = spans[0][1] >= spans[0][0].prompt_len
         mode = ForwardMode.MIXED if is_mixed else ForwardMode.EXTEND
         words = self._extend(self.target, mode, spans).argmax(-1)
         if self.draft:

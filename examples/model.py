@@ -17,6 +17,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Shape(NamedTuple):
+    """The first early_layers do most of the work, and a noisy copy of them is the draft model."""
+
     vocab: int
     width: int
     layers: int
@@ -24,11 +26,7 @@ class Shape(NamedTuple):
     kv_heads: int
     head_dim: int
     hidden: int
-
-    @property
-    def early_layers(self) -> int:
-        """Layers of the draft model."""
-        return -(-self.layers // 8)
+    early_layers: int
 
 
 class Llama:
@@ -40,7 +38,7 @@ class Llama:
     @classmethod
     def random(cls, shape: Shape, dtype: torch.dtype, device: str) -> Llama:
         """Later layers change little, as in trained models, so that the early ones guess well."""
-        vocab, width, layers, heads, kv_heads, head_dim, hidden = shape
+        vocab, width, layers, heads, kv_heads, head_dim, hidden, early_layers = shape
         q, kv, random = (
             heads * head_dim,
             kv_heads * head_dim,
@@ -59,7 +57,7 @@ class Llama:
         weights["embed"] *= width**0.5
         weights["q"] *= 2  # attention then chooses between keys instead of averaging them
         for name in ("o", "down"):
-            weights[name][shape.early_layers :] *= 0.1
+            weights[name][early_layers:] *= 0.1
         return cls(shape, weights).to(dtype)
 
     def to(self, dtype: torch.dtype) -> Llama:

@@ -9,24 +9,21 @@ from dataclasses import dataclass, field
 class Request:
     """A prompt, and the answer that grows behind it.
 
-    tokens      the prompt and the answer
+    tokens      the first prompt_len are the prompt; at max_len tokens it is done
     num_keys, num_draft_keys   leading tokens whose keys the target and the draft model have
     row         of req_to_token
     pages       that hold its tokens, in order; the leading ones are those of `prefix`
     prefix      pages of the tree that it uses
     """
 
-    prompt: list[int]
-    max_new_tokens: int
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]
+    prompt_len: int
+    max_len: int
     num_keys: int = 0
     num_draft_keys: int = 0
     row: int = 0
     pages: list[int] = field(default_factory=list)
     prefix: list[Node] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.tokens = self.tokens or self.prompt[:]
 
 
 @dataclass(eq=False)
@@ -51,7 +48,7 @@ class Pages:
         """Give a request pages for num_tokens, if there are enough; a known prefix comes first."""
         # The last token of a prompt is always computed, since its logits are wanted.
         node = self.root
-        for index in range((len(request.prompt) - 1) // self.page_size):
+        for index in range((request.prompt_len - 1) // self.page_size):
             if (key := self._key(request, index)) not in node.children:
                 break
             node = node.children[key]

@@ -42,21 +42,20 @@ class Job(NamedTuple):
             return [rng.randrange(self.shape.vocab) for _ in range(rng.randint(least, most))]
 
         systems = [text(self.system_len, self.system_len) for _ in range(2)]
-        prompts = [
-            systems[i % 2] + text(self.user_len // 2, self.user_len)
-            for i in range(self.num_requests)
-        ]
-        return [Request(x, rng.randint(self.answer_len // 2, self.answer_len)) for x in prompts]
+        user = self.user_len // 2, self.user_len
+        prompts = [systems[i % 2] + text(*user) for i in range(self.num_requests)]
+        lens = [rng.randint(self.answer_len // 2, self.answer_len) for _ in prompts]
+        return [Request(x, len(x), len(x) + n) for x, n in zip(prompts, lens, strict=True)]
 
 
 GPU_JOB = Job(
-    Shape(vocab=32000, width=2048, layers=16, heads=16, kv_heads=4, head_dim=128, hidden=5632),
+    Shape(32000, 2048, 16, heads=16, kv_heads=4, head_dim=128, hidden=5632, early_layers=2),
     Limits(max_batch=16, max_context=2048, chunk=2048, num_pages=1536, page_size=16),
     TreeShape(topk=4, depth=4, num_tokens=16),
     *(64, 512, 512, 128),
 )
 CPU_JOB = Job(
-    Shape(vocab=128, width=64, layers=3, heads=4, kv_heads=2, head_dim=16, hidden=128),
+    Shape(128, 64, 3, heads=4, kv_heads=2, head_dim=16, hidden=128, early_layers=1),
     Limits(max_batch=4, max_context=128, chunk=40, num_pages=36, page_size=8),
     TreeShape(topk=2, depth=3, num_tokens=6),
     *(8, 20, 20, 12),
@@ -71,16 +70,14 @@ def check(model: Llama, requests: list[Request]) -> tuple[Tensor, Tensor]:
 
     Returns for each token how far its logit is from the dense model's first, and how far it may be.
     """
-    exact_model, gaps, allowed = model.to(torch.float32), [], []
+    models, gaps, allowed = (model.to(torch.float32), model), [], []
     for request in requests:
-        first = len(request.prompt)
-        assert len(request.tokens) == first + request.max_new_tokens
+        first = request.prompt_len
+        assert len(request.tokens) == request.max_len
         tokens = torch.tensor(request.tokens, device=model.device)
         positions = torch.arange(len(tokens) - 1, device=model.device)
-        exact, rounded = (
-            x.logits(x.hidden(tokens[:-1], positions, dense_attention)[first - 1 :])
-            for x in (exact_model, model)
-        )
+        hidden = [x.hidden(tokens[:-1], positions, dense_attention) for x in models]
+        exact, rounded = (x.logits(y[first - 1 :]) for x, y in zip(models, hidden, strict=True))
         gaps.append(exact.amax(1) - exact.gather(1, tokens[first:, None])[:, 0])
         allowed.append(4 * (rounded - exact).abs().amax(1) + 1e-5 * exact.abs().amax(1))
     return torch.cat(gaps), torch.cat(allowed)
@@ -112,7 +109,7 @@ def run(job: Job, model: Llama, label: str, has_drafts: bool, has_graphs: bool) 
         f"{stats['prefill tokens'] / stats['prefill seconds']:,.0f}",
         f"{stats['decode tokens'] / stats['decode seconds']:,.0f}",
         f"{stats['decode tokens'] / stats['decode requests']:.2f}",
-        f"{100 * stats['reused tokens'] / sum(len(r.prompt) for r in requests):.0f}%",
+        f"{100 * stats['reused tokens'] / sum(r.prompt_len for r in requests):.0f}%",
         f"{num_wrong} WRONG" if num_wrong else f"ok, {len(gaps)} tokens",
         f"{int((gaps > 0).sum())}, at most {100 * (gaps / allowed).max():.0f}% of allowed",
     )
@@ -127,14 +124,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", help="or float16; on the CPU float32 too")
     args = parser.parse_args(argv)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    is_cuda = device == "cuda"
-    job = GPU_JOB if is_cuda else CPU_JOB
+    job, where = CPU_JOB, "the CPU: a small job, times say nothing"
+    if device == "cuda":
+        job, where = GPU_JOB, torch.cuda.get_device_name()
     model = Llama.random(job.shape, getattr(torch, args.dtype), device)
-    where = torch.cuda.get_device_name() if is_cuda else "the CPU: a small job, times say nothing"
     print(f"{sum(w.numel() for w in model.weights.values()):,} weights, {args.dtype}, on {where}")
     print(ROW.format(*HEAD))
     runs = [("no drafts", False, False), ("drafts", True, False)]
-    if is_cuda:
+    if device == "cuda":
         runs += [("no drafts, CUDA graphs", False, True), ("drafts, CUDA graphs", True, True)]
     return 0 if all([run(job, model, *each) for each in runs]) else 1
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cupyattn import serving
-from cupyattn.serving import ForwardMode
+from cupyattn.serving import BatchInfo, ForwardMode
 
 from .model import Llama
 
@@ -45,21 +45,19 @@ class Worker:
     def __init__(self, model: Llama, limits: Limits, tree: TreeShape, req_to_token: Tensor) -> None:
         self.model, self.req_to_token, shape = model, req_to_token, model.shape
         dtype = str(model.weights["embed"].dtype).removeprefix("torch.")
-        num_slots, heads = limits.num_pages * limits.page_size, (shape.kv_heads, shape.head_dim)
-        self.pool = serving.MHATokenToKVPool(
-            num_slots, *heads, shape.layers, req_to_token, dtype=dtype
-        )
+        slots, heads = limits.num_pages * limits.page_size, (shape.kv_heads, shape.head_dim)
+        pool = slots, *heads, shape.layers, req_to_token
+        self.pool = serving.MHATokenToKVPool(*pool, dtype=dtype)
         self.layers = [serving.LayerSpec(layer) for layer in range(shape.layers)]
         config = serving.BackendConfig(
             *(shape.heads, *heads), page_size=limits.page_size, q_dtype=dtype,
             max_context_len=limits.max_context, topk=tree.topk, num_draft_steps=tree.depth - 1,
             num_draft_tokens=tree.num_tokens,
         )  # fmt: skip
-        self.backend = serving.AttentionBackend(config, self.pool, req_to_token)
-        self.step_backends = [
-            serving.AttentionBackend(config, self.pool, req_to_token, step=step)
-            for step in range(tree.depth - 1)
-        ]
+        over = config, self.pool, req_to_token
+        self.backend = serving.AttentionBackend(*over)
+        steps = range(tree.depth - 1)
+        self.step_backends = [serving.AttentionBackend(*over, step=step) for step in steps]
         most = limits.max_batch * max(tree.num_tokens, tree.topk, tree.depth + 1)
         for backend in (self.backend, *self.step_backends):
             backend.init_graph_state(limits.max_batch, most)
@@ -82,9 +80,7 @@ class Worker:
         bounds    the latter in NumPy, or in a graph the most that they can be
         """
         (words, positions, owners), (rows, lens, counts) = tokens, requests
-        info = serving.BatchInfo(
-            mode, rows, lens, extend_seq_lens=counts, extend_seq_lens_host=bounds
-        )
+        info = BatchInfo(mode, rows, lens, extend_seq_lens=counts, extend_seq_lens_host=bounds)
         if mode is ForwardMode.DRAFT_EXTEND:
             self.backend.init_forward_metadata_replay(len(rows), info)
         else:
