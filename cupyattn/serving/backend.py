@@ -330,10 +330,15 @@ class AttentionBackend:
         if found is not None and found[0] is k and found[1] is v:
             return found[2]
         _, kv_heads, dim_k, dim_v = heads
+        wanted, dtype = self.config.kv_dtype, array.view(k, "k_cache").dtype
+        if wanted is not None and dtype is not dtypes.parse(wanted, "kv_dtype"):
+            raise ArgumentError(
+                f"k_cache: dtype is {dtype}; the backend was configured for kv_dtype {wanted}"
+            )
         pages = Cache(
             view_pages(k, "k_cache", page_size, (kv_heads, dim_k)),
             view_pages(v, "v_cache", page_size, (kv_heads, dim_v)),
-            array.view(k, "k_cache").dtype.is_fp8,
+            dtype.is_fp8,
         )
         self._pages[layer_id, page_size] = k, v, pages
         return pages

@@ -49,8 +49,8 @@ class BackendConfig:
     num_q_heads, num_kv_heads, head_dim, v_head_dim   of this GPU; v_head_dim None: head_dim
     page_size            tokens of a page; each page of a request holds consecutive tokens
     max_context_len      keys of one request at most, drafts included
-    max_batch_size       requests of a captured graph at most
-    q_dtype, kv_dtype    names of dtypes
+    q_dtype, kv_dtype    names of dtypes; the pool must be of kv_dtype, default: of q_dtype. None:
+                         as the arrays are
     use_mla              must be False until MLA is here
     attention_chunk_size    keys of a chunk of layers with local attention; None: no such layers
     sliding_window_size  the widest window of a layer, keys before a row's own; None: no such layers
@@ -70,8 +70,7 @@ class BackendConfig:
     v_head_dim: int | None = None
     page_size: int = 1
     max_context_len: int = 4096
-    max_batch_size: int = 256
-    q_dtype: str = "bfloat16"
+    q_dtype: str | None = None
     kv_dtype: str | None = None
     use_mla: bool = False
     attention_chunk_size: int | None = None
@@ -87,7 +86,7 @@ class BackendConfig:
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "max_context_len"):
             require_int(getattr(self, name), name)
-        for name in ("topk", "num_draft_steps", "num_draft_tokens", "max_batch_size"):
+        for name in ("topk", "num_draft_steps", "num_draft_tokens"):
             require_int(getattr(self, name), name, 0)
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
@@ -97,10 +96,11 @@ class BackendConfig:
                 f"num_q_heads: {self.num_q_heads} over {self.num_kv_heads} KV heads; wanted a "
                 "multiple"
             )
-        dtypes.parse(self.q_dtype, "q_dtype")
         if self.kv_dtype is None:
             object.__setattr__(self, "kv_dtype", self.q_dtype)
-        dtypes.parse(self.kv_dtype, "kv_dtype")
+        for name in ("q_dtype", "kv_dtype"):
+            if getattr(self, name) is not None:
+                dtypes.parse(getattr(self, name), name)
         for name in ("use_mla", "deterministic", "is_hybrid", "has_encoder"):
             parse.flag(getattr(self, name), name)
         if self.use_mla:

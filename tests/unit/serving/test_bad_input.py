@@ -206,6 +206,7 @@ TABLE: list[Row] = [
     ("q dtype", lambda: run(x(2, 4, 16, dtype=np.int32)), CupyAttnError, "q"),
     ("out", lambda: run(out=x(2, 4, 8)), ArgumentError, "out: shape"),
     ("layer", lambda: run(layer_id=7), ArgumentError, "layer_id: got 7"),
+    ("pool dtype", lambda: run(config={"kv_dtype": "float16"}), ArgumentError, "k_cache: dtype"),
     ("layer heads", lambda: run(num_kv_heads=4), ArgumentError, "k_cache: shape"),
     ("soft cap", lambda: run(softcap=-1.0), ArgumentError, "softcap"),
     ("scale", lambda: run(softmax_scale="x"), ArgumentError, "softmax_scale"),
@@ -248,7 +249,12 @@ TABLE: list[Row] = [
     ("pool layer", lambda: pool_write(layer_id=5), ArgumentError, "layer_id: got 5"),
     ("pool slots", lambda: pool_write(loc=np.arange(2)), ArgumentError, "slot_mapping"),
     ("pool far", lambda: pool_write(loc=np.array([1, 2, 40])), ArgumentError, "slot_mapping"),
-    ("pool dtype", lambda: pool_write(k=x(3, 2, 16, dtype=np.float16)), ArgumentError, "v: dtype"),
+    (
+        "pool rows dtype",
+        lambda: pool_write(k=x(3, 2, 16, dtype=np.float16)),
+        ArgumentError,
+        "v: dtype",
+    ),
     ("pool dim", lambda: pool_write(v=x(3, 2, 8)), ArgumentError, "v_cache"),
     (
         *(
