@@ -84,7 +84,7 @@ def accept(tree: Tree, words: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     Returns path [bs, depth + 1], tokens of the tree from the root on, and how many of it count.
     """
     is_right = tree.tokens == words.gather(1, tree.parents)
-    is_right[:, 0] = True
+    is_right[:, 0].fill_(True)
     # Siblings differ. So the tokens that see nothing wrong are one path.
     is_accepted = (is_right[:, None, :] | ~tree.seen).all(-1)
     path = is_accepted.int().sort(dim=1, descending=True, stable=True).indices

@@ -55,8 +55,9 @@ class Llama:
             for name, size in sizes.items()
         }
         weights["embed"] *= width**0.5
-        weights["q"] *= 2  # attention then chooses between keys instead of averaging them,
-        weights["o"] *= 3  # and what is said depends on all that was said
+        weights["q"] *= 2  # attention chooses between keys instead of averaging them,
+        weights["o"] *= 3  # what is said depends on all that was said,
+        weights["head"] *= 6  # and one word is much likelier than most
         for name in ("o", "down"):
             weights[name][early_layers:] *= 0.1
         return cls(shape, weights).to(dtype)

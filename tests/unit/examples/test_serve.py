@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from cupyattn.serving import AttentionBackend  # noqa: E402
 from examples import drafts, serve  # noqa: E402
 from examples import engine as engines  # noqa: E402
@@ -174,6 +176,38 @@ def test_keys_of_accepted_drafts_are_moved(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(drafts, "accept", in_place)
     _, requests = served(MODEL.draft_model(), TREE)
     assert num_wrong(requests) > 1
+
+
+class Operations(TorchDispatchMode):
+    """The names of torch's operations that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.add(function.name().partition(".")[0].removeprefix("aten::"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tree", [NO_DRAFTS, TREE], ids=["plain", "tree"])
+def test_steps_can_be_captured(tree: TreeShape) -> None:
+    """Nothing in a CUDA graph reads back, and no shape depends on values."""
+    draft_model = MODEL.draft_model() if tree.num_tokens else None
+    engine = Engine(MODEL, LIMITS, draft_model, tree)
+    operations, step = Operations(), engine.step
+
+    def watched(*inputs: torch.Tensor) -> torch.Tensor:
+        with operations:
+            return step(*inputs)
+
+    engine.step = watched
+    engine.serve(JOB.requests(seed=3), lambda done, total: None)
+    refused = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"}
+    assert {"mm", "index", "argmax"} <= operations.names
+    assert not operations.names & refused
 
 
 def test_accept() -> None:
