@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from cupyattn.serving import AttentionBackend  # noqa: E402
 from examples import drafts, serve  # noqa: E402
@@ -178,17 +178,20 @@ def test_keys_of_accepted_drafts_are_moved(monkeypatch: pytest.MonkeyPatch) -> N
     assert num_wrong(requests) > 1
 
 
-class Operations(TorchDispatchMode):
-    """The names of torch's operations that are called."""
+class Functions(TorchFunctionMode):
+    """The names of torch's functions that are called, and how tensors are indexed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.names.add(function.name().partition(".")[0].removeprefix("aten::"))
+        self.names.add(function.__name__)
+        if function.__name__ in ("__getitem__", "__setitem__"):
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(x, torch.Tensor) and x.dtype is torch.bool for x in indices)
         return function(*args, **(kwargs or {}))
 
 
@@ -197,17 +200,17 @@ def test_steps_can_be_captured(tree: TreeShape) -> None:
     """Nothing in a CUDA graph reads back, and no shape depends on values."""
     draft_model = MODEL.draft_model() if tree.num_tokens else None
     engine = Engine(MODEL, LIMITS, draft_model, tree)
-    operations, step = Operations(), engine.step
+    functions, step = Functions(), engine.step
 
     def watched(*inputs: torch.Tensor) -> torch.Tensor:
-        with operations:
+        with functions:
             return step(*inputs)
 
     engine.step = watched
     engine.serve(JOB.requests(seed=3), lambda done, total: None)
-    refused = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"}
-    assert {"mm", "index", "argmax"} <= operations.names
-    assert not operations.names & refused
+    assert {"linear", "argmax", "__getitem__"} <= functions.names
+    refused = "item", "tolist", "nonzero", "masked_select", "unique", "cpu", "cuda", "__bool__"
+    assert not functions.names & {*refused, "__int__", "__float__", "__index__"}
 
 
 def test_accept() -> None:
