@@ -30,18 +30,23 @@ class Tree(NamedTuple):
 def grow(
     worker: Worker, shape: TreeShape, rows: Tensor, lens: Tensor, last: Tensor, logits: Tensor
 ) -> Tree:
-    """Draft behind requests with lens [bs] keys, those of their last tokens [bs] included.
-    logits [bs, vocab]: what the draft model says of these tokens."""
+    """Draft behind requests.
+
+    rows, lens   [bs] rows of req_to_token, and keys with those of the last tokens
+    last         [bs] the last tokens
+    logits       [bs, vocab]: what the draft model says after them
+    """
     bs, topk, steps = len(rows), shape.topk, shape.depth - 1
     columns = lens[:, None] + torch.arange(topk * steps, device=lens.device)
     slots = worker.req_to_token[rows[:, None], columns].view(bs, topk, steps)
     beams = torch.arange(topk, device=lens.device).expand(bs, topk)
+    # The first level. Candidates are numbered from here on, and know the number of their parent.
     scores, tokens = logits.log_softmax(-1).topk(topk)
-    # Candidates are numbered: topk of the first level, then topk * topk of each level.
     numbers, candidates = beams, [(scores, tokens, torch.full_like(tokens, -1))]
-    # Beams change parents. The keys on a beam's path are where the beams of then have written them.
+    # Beams change parents, and keys stay: which beam has written the key of each step of a path.
     writers = torch.zeros(bs, topk, steps, dtype=torch.int32, device=lens.device)
     for step in range(steps):
+        # Each beam reads its last token and proposes topk behind it.
         writers[:, :, step] = beams
         draft = DraftInfo(step, beam_rows=writers.view(bs * topk, steps))
         info = BatchInfo(ForwardMode.DRAFT_DECODE, rows, lens, out_cache_loc=slots, draft=draft)
@@ -50,10 +55,11 @@ def grow(
         positions = (lens + step).repeat_interleave(topk)
         hidden = worker.run(tokens.flatten(), positions, slots[:, :, step].flatten(), backend)
         found = worker.model.logits(hidden).log_softmax(-1).topk(topk)
-        # A path is as likely as all its tokens together.
+        # All proposals are candidates. A path is as likely as all its tokens together.
         next_scores = (scores[:, :, None] + found.values.view(bs, topk, topk)).flatten(1)
         next_tokens = found.indices.view(bs, topk * topk)
         candidates.append((next_scores, next_tokens, numbers.repeat_interleave(topk, 1)))
+        # The best of all beams' proposals are the next beams.
         scores, best = next_scores.topk(topk)
         tokens, numbers = next_tokens.gather(1, best), topk + step * topk * topk + best
         writers = writers.gather(1, (best // topk)[..., None].expand_as(writers))
@@ -65,9 +71,10 @@ def _likeliest(candidates: list[tuple[Tensor, ...]], last: Tensor, shape: TreeSh
     puts the parent first where they tie, so that no parent is missing."""
     scores, tokens, parents = (torch.cat(x, 1) for x in zip(*candidates, strict=True))
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, : shape.num_tokens - 1]
-    order = order.sort(dim=1).values
+    order = order.sort(dim=1).values  # level by level, parents first
     parents = parents.gather(1, order)
     parents = torch.where(parents < 0, 0, torch.searchsorted(order, parents) + 1)
+    # The root goes before them.
     tokens = torch.cat((last[:, None], tokens.gather(1, order)), 1)
     parents = torch.cat((torch.zeros_like(last)[:, None], parents), 1)
     seen = torch.eye(shape.num_tokens, dtype=torch.bool, device=tokens.device)

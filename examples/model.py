@@ -39,11 +39,8 @@ class Llama:
     def random(cls, shape: Shape, dtype: torch.dtype, device: str) -> Llama:
         """Later layers change little, as in trained models, so that the early ones guess well."""
         vocab, width, layers, heads, kv_heads, head_dim, hidden, early_layers = shape
-        q, kv, random = (
-            heads * head_dim,
-            kv_heads * head_dim,
-            torch.Generator(device).manual_seed(0),
-        )
+        q, kv = heads * head_dim, kv_heads * head_dim
+        random = torch.Generator(device).manual_seed(0)
         sizes = {
             "embed": (vocab, width), "head": (vocab, width),
             "q": (layers, q, width), "k": (layers, kv, width), "v": (layers, kv, width),
