@@ -13,7 +13,15 @@ from ..core import dtypes
 from ..core.dtypes import DType
 from ..core.problem import AttentionProblem
 from ..errors import ArgumentError
-from .attention import merge_levels, merge_splits, pad_lse, plan_batch, rotate_keys, scan_mask
+from .attention import (
+    append_new_kv,
+    merge_levels,
+    merge_splits,
+    pad_lse,
+    plan_batch,
+    rotate_keys,
+    scan_mask,
+)
 from .ops import (
     append_paged_kv_cache,
     get_batch_indices_positions,
@@ -40,6 +48,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "decode": "one query token a request",
         "prefill": "any number of query tokens, also mixed with decode",
         "cascade": "requests that share prefixes",
+        "mla": "latent attention, of 512 and 64 columns, and over lists of keys",
         "append": "writing keys and values into pages",
         "merge": "merging attention states",
         "page": "page table arithmetic on the device, metadata of serving steps",
@@ -164,14 +173,16 @@ def problem_of(
     if fields.get("mask_form") == "rows" and not has_pages:
         return None
     q, kv = kinds
-    return AttentionProblem(q, kv, q, *dims, aligned=aligned, paged=has_pages, **fields)
+    problem = AttentionProblem(q, kv, q, *dims, aligned=aligned, paged=has_pages, **fields)
+    return None if problem.is_wide and problem.pos_encoding == "ROPE_LLAMA" else problem
 
 
 def instances(selections: Iterable[Selection], arch: str) -> list[Instance]:
     """(entry name, Config) of all kernels of these kinds of calls on an architecture, once each."""
     found: dict[Instance, None] = {}
     for chosen in selections:
-        for each in (_attention(chosen, arch), _cascade(chosen), _operations(chosen)):
+        kernels = _attention(chosen, arch), _latent(chosen, arch), _cascade(chosen)
+        for each in (*kernels, _operations(chosen)):
             found |= dict.fromkeys(each)
     return list(found)
 
@@ -243,6 +254,20 @@ def _mixed(
             yield "merge_splits", merge_splits.config(problem, tiles.prefill.tile_q)
 
 
+def _latent(chosen: Selection, arch: str) -> Iterator[Instance]:
+    """Kernels of latent attention, of any number of heads."""
+    if "mla" not in chosen.operations or all(map(fields_of, chosen.options)):
+        return
+    yield "pad_lse", pad_lse.CONFIG
+    yield from (("plan_batch", config) for config in plan_batch.CONFIGS)
+    for (q, kv), aligned, sparse in product(chosen.dtypes, chosen.alignments, (False, True)):
+        problem = AttentionProblem(
+            q, kv, q, 576, 512, aligned=aligned, paged=True, latent=True, sparse=sparse
+        )
+        for rows in (DECODE, VERIFY, LARGE):
+            yield from _of_rows(problem, rows, True, arch, 1)
+
+
 def _cascade(chosen: Selection) -> Iterator[Instance]:
     if "cascade" in chosen.operations:
         for problem, _ in problems(chosen):
@@ -258,6 +283,10 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
             for dtype in (q, kv):
                 yield "append_paged_kv_cache", append_paged_kv_cache.config(dtype, kv, aligned)
                 yield "store_kv", store_kv.config(dtype, kv, aligned)
+            yield "append_new_kv", append_new_kv.config(kv, None, aligned)
+            if q is kv and q in append_new_kv.ROTATED_DTYPES:
+                for table in dict.fromkeys((dtypes.float32, q)):
+                    yield "append_new_kv", append_new_kv.config(q, table, aligned)
     if "merge" in chosen.operations:
         outputs = dict.fromkeys([*(q for q, _ in chosen.dtypes), dtypes.float32])
         dims = [dim for _, dim in chosen.head_dims]

@@ -51,7 +51,9 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Name
         return values // unit
 
     qo_len = tokens(given.qo_lens, 1, names.qo_lens)
-    kv_len = tokens(given.kv_lens, 1, names.kv_lens)
+    kv_len = tokens(given.kv_lens, abs(formats[1].unit), names.kv_lens)
+    if formats[1].unit < 0 and kv_len is not None:
+        kv_len = np.diff(kv_len)
     starts = tokens(given.qo_offsets, formats[2].unit, names.qo_offsets)
     kv_start = tokens(given.kv_offsets, formats[3].unit, names.kv_offsets)
     for what, v, own, unit in (

@@ -6,7 +6,7 @@ the duck-typed arguments of SGLang's backend of that name.
 
 from __future__ import annotations
 
-from ..page import reshape_and_cache as reshape_and_cache
+from ..slots import reshape_and_cache as reshape_and_cache
 from .backend import AttentionBackend as AttentionBackend
 from .backend import MultiStepDraftBackend as MultiStepDraftBackend
 from .flash_attention import FlashAttentionBackend as FlashAttentionBackend

@@ -13,7 +13,7 @@ from ..array import ArrayView
 from ..core import dtypes
 from ..core.parse import require_int
 from ..errors import ArgumentError, UnsupportedError
-from ..page import reshape_and_cache
+from ..slots import reshape_and_cache
 
 
 class KVPool(Protocol):

@@ -132,7 +132,7 @@ PORTABLE = (
     Mutation("window-off-by-one", "params.window_left)", "params.window_left + 1)", "window"),
     Mutation("full-end-off-by-one", "full_end", "full_end + 1", "causal edges"),
     Mutation("full-begin-off-by-one", "key <", "key + 1 <", "window edges"),
-    Mutation("union-for-intersection", "b.begin, a.end", "a.begin, b.end", "causal"),
+    Mutation("union-for-intersection", "full_begin, a.end", "begin, b.end", "causal"),
     Mutation(
         "last-split-tile-lost",
         "(product + count) / work.num_splits",
@@ -215,6 +215,20 @@ PORTABLE = (
         "0x7fffffff) - request.q_start; request.qo_len = qo_len; return request;",
         "absurd offsets",
     ),
+    Mutation(
+        "spare-row-of-last-request", "row < first || row >=", "row < first && row >=", "new keys"
+    ),
+    Mutation("absent-request-written", "begin < 0 ||", "begin < -9 ||", "new keys"),
+    Mutation("key-past-the-table", "index >=", "index >= 9 +", "new keys"),
+    Mutation("queries-rotated-alike", "moves ? token.index : 0", "token.index", "new keys"),
+    Mutation(
+        "keys-rotated-backwards", "is_low ? -y[e] : y[e]", "is_low ? y[e] : -y[e]", "new keys"
+    ),
+    Mutation("lengths-before-the-append", "begin + max_of<int64_t>(count, 0)", "begin", "new keys"),
+    Mutation("first-key-beyond-keys", "request.kv_len", "0x7fffffff", "absurd offsets"),
+    Mutation("first-key-not-listed", "request.kv_begin", "0", "padded prefill"),
+    Mutation("slopes-of-first-request", "first_slope + head", "head", "slopes"),
+    Mutation("key-steps-as-lengths", " - first", "", "device plans"),
     Mutation(
         "keys-beyond-k", "min_of(room, params.kv_room - request.kv_start)", "room", "absurd offsets"
     ),

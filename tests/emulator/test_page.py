@@ -15,7 +15,7 @@ from cupyattn import paging
 from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
 from cupyattn.launch.driver import enqueue
-from cupyattn.page import reshape_and_cache
+from cupyattn.slots import reshape_and_cache
 
 from . import gpu
 

@@ -45,7 +45,7 @@ def run_on(emulated: gpu.EmulatedGpu, batch: Batch, scales: list[Any] | None = N
             pointers.append(0 if x is None else x.ctypes.data)
         planned = plan_batch.bind(prepared, address)
         plan_batch.launch(
-            prepared, planned, tuple(pointers[:4]), tuple(pointers[4:]), 0, gpu.STREAM
+            prepared, planned, tuple(pointers[:5]), tuple(pointers[5:]), 0, gpu.STREAM
         )
         return words
 
@@ -184,7 +184,9 @@ def test_absurd_offsets_stay_in_bounds(emulated: gpu.EmulatedGpu, seed: int, for
     """Rows of q, keys and the list itself: nothing outside, whatever is in device memory."""
     rng = np.random.default_rng(seed)
     count, dtype = 40, ("int32", "int64")[seed % 2]
-    batch = Batch((9,) * count, (700,) * count, form, is_ragged=True, dtype=dtype)
+    batch = Batch(
+        (9,) * count, (700,) * count, form, is_ragged=True, dtype=dtype, has_kv_begin=True
+    )
     arrays, lengths = batch.arrays()
     kind = np.iinfo(dtype)
     for x in arrays:
@@ -200,6 +202,7 @@ def test_absurd_offsets_stay_in_bounds(emulated: gpu.EmulatedGpu, seed: int, for
     assert (used[:, :8] >= 0).all()
     assert (q_start + qo_len <= lengths.num_rows).all()
     assert (kv_start + kv_len <= lengths.max_kv_len).all()
+    assert ((used[:, 11] >= 0) & (used[:, 11] <= kv_len)).all()
     assert (used[:, 5] < used[:, 6]).all()
     limit = made.prepared.schedule.workspace_bytes // (4 * 65 * 16 * batch.kv_heads)
     split = used[used[:, 6] > 1]
@@ -232,7 +235,7 @@ def test_scales_are_repeated_for_each_head(emulated: gpu.EmulatedGpu) -> None:
             pointers = tuple(0 if x is None else x.ctypes.data for x in scales)
             lengths = arrays[1].ctypes.data
             planned = plan_batch.bind(prepared, address)
-            plan_batch.launch(prepared, planned, (0, lengths, 0, 0), pointers, 0, gpu.STREAM)
+            plan_batch.launch(prepared, planned, (0, lengths, 0, 0, 0), pointers, 0, gpu.STREAM)
             pairs = zip(prepared.scales, (6, 2, 2), strict=True)
             found.append([words[at // 4 :][:n] for at, n in pairs])
             return words

@@ -134,11 +134,11 @@ def test_debug_counts_what_is_left_out(xp: ModuleType, monkeypatch: pytest.Monke
         append.run()
 
 
-def test_int64_indices_are_refused(xp: ModuleType) -> None:
+def test_int64_indices_are_converted_on_the_device(xp: ModuleType) -> None:
     append = Append.prepare(PLAIN, xp)
-    long = upload(download(append.arguments["positions"]).astype(np.int64), xp)
-    with pytest.raises(ArgumentError, match="positions: dtype is int64; wanted int32"):
-        append.run(positions=long)
+    names = ("batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len")
+    long = {name: upload(download(append.arguments[name]).astype(np.int64), xp) for name in names}
+    append.run_and_check(**long)
 
 
 # --- far offsets ---

@@ -12,8 +12,8 @@ from helpers.on_gpu import capture, framework, same
 from helpers.serving_cases import KINDS, Case
 from helpers.share import some
 
-from cupyattn.page import reshape_and_cache
 from cupyattn.serving import MHATokenToKVPool
+from cupyattn.slots import reshape_and_cache
 
 pytestmark = pytest.mark.gpu
 

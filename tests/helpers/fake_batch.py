@@ -211,7 +211,7 @@ def _compute(
     heads = group * kv_heads
     per_head = [
         None if not p else memory(p, np.dtype(np.float32), n)
-        for p, n in zip(pointers[2:], (heads, heads, kv_heads, kv_heads), strict=True)
+        for p, n in zip(pointers[2:6], (heads, heads, kv_heads, kv_heads), strict=True)
     ]
     spec = launcher.spec
     answers: dict[int, tuple[np.ndarray, np.ndarray]] = {}

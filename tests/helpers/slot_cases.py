@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.core import dtypes
-from cupyattn.page import reshape_and_cache
+from cupyattn.slots import reshape_and_cache
 
 from . import page_cases, poison
 

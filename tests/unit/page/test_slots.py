@@ -10,8 +10,9 @@ import pytest
 from helpers import fake_gpu
 from helpers.slot_cases import Case
 
+from cupyattn import slots as slots_module
 from cupyattn.errors import ArgumentError
-from cupyattn.page import reshape_and_cache
+from cupyattn.slots import reshape_and_cache
 
 
 def test_random_writes() -> None:
@@ -95,9 +96,7 @@ def test_repeated_writes_are_one_signature(make: Any) -> None:
         slots = make(n, dtype="int64")
         reshape_and_cache(*new, *caches, slots, k_scale=scale, v_scale=scale)
     assert [x.kernel for x in make.gpu.launches] == ["store_kv"] * 4
-    from cupyattn import page
-
-    assert len(page._STORES) == 1
+    assert len(slots_module._STORES) == 1
     # Two heads a token, 8 threads a head: 256 threads have 32 heads; K and V.
     assert {x.grid for x in make.gpu.launches} == {(1, 2, 1)}
 

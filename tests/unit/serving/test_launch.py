@@ -12,7 +12,7 @@ from helpers.fake_gpu import Gpu, count_functions
 from cupyattn import array
 from cupyattn.errors import PlanError
 from cupyattn.inputs import index_arrays
-from cupyattn.planless import call
+from cupyattn.planless import call, prepared
 from cupyattn.serving import (
     AttentionBackend,
     BackendConfig,
@@ -184,13 +184,13 @@ def test_plans_are_bounded_by_a_request_not_the_pool(
 ) -> None:
     """Else a large pool of slots would keep plans from splitting keys."""
     found: list[Any] = []
-    real = call.plan_batch.prepare
+    real = prepared.plan_batch.prepare
 
     def plan(launcher: Any, lengths: Any) -> Any:
         found.append(lengths)
         return real(launcher, lengths)
 
-    monkeypatch.setattr(call.plan_batch, "prepare", plan)
+    monkeypatch.setattr(prepared.plan_batch, "prepare", plan)
     for changes, layer, longest in (
         ({}, LAYER, COLUMNS),
         ({"attention_chunk_size": 16}, CHUNK, 16),

@@ -134,7 +134,7 @@ SHAPES = [
     ),
     prefill("heads of v", "v: dimension 1 | is 1 | wanted 2, the num_kv_heads of k", v=(6, 1)),
     prefill("length of v", "v: | 5 | 6 | wanted", v=(5, 2)),
-    prefill("layout not as said", "v: dimension 1 | is 6; wanted 2 | of kv_layout='HND'", v=(2, 6)),
+    prefill("layout not as said", "v: dimension 0 | is 2; wanted 6 | of kv_layout='HND'", v=(2, 6)),
     prefill(
         "keys heads first",
         "q, k: 4 query heads over 6 KV heads | With kv_layout='HND' they would be 2",
