@@ -44,16 +44,18 @@ class Worker:
 
     def __init__(self, model: Llama, limits: Limits, tree: TreeShape, req_to_token: Tensor) -> None:
         self.model, self.req_to_token, shape = model, req_to_token, model.shape
-        dtype = str(model.weights["embed"].dtype).removeprefix("torch.")
+        dtype = model.weights["embed"].dtype
         slots, heads = limits.num_pages * limits.page_size, (shape.kv_heads, shape.head_dim)
         pool = slots, *heads, shape.layers, req_to_token
         self.pool = serving.MHATokenToKVPool(*pool, dtype=dtype)
+        # Specs are made once: a backend knows a layer by its spec's identity.
         self.layers = [serving.LayerSpec(layer) for layer in range(shape.layers)]
         config = serving.BackendConfig(
             *(shape.heads, *heads), page_size=limits.page_size, q_dtype=dtype,
             max_context_len=limits.max_context, topk=tree.topk, num_draft_steps=tree.depth - 1,
             num_draft_tokens=tree.num_tokens,
         )  # fmt: skip
+        # All decode steps, eager ones too, use the memory of graphs, so that they are the same code.
         over = config, self.pool, req_to_token
         self.backend = serving.AttentionBackend(*over)
         steps = range(tree.depth - 1)
