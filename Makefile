@@ -99,7 +99,7 @@ wheel: $(STAMP)
 
 clean:
 	rm -rf build dist .cupyattn-cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find cupyattn tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find cupyattn tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf $(VENV)

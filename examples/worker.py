@@ -55,7 +55,7 @@ class Worker:
             max_context_len=limits.max_context, topk=tree.topk, num_draft_steps=tree.depth - 1,
             num_draft_tokens=tree.num_tokens,
         )  # fmt: skip
-        # All decode steps, eager ones too, use the memory of graphs, so that they are the same code.
+        # Decode steps use the memory of graphs, eager ones too: they are the same code.
         over = config, self.pool, req_to_token
         self.backend = serving.AttentionBackend(*over)
         steps = range(tree.depth - 1)
