@@ -48,6 +48,9 @@ class Worker:
         slots, heads = limits.num_pages * limits.page_size, (shape.kv_heads, shape.head_dim)
         pool = slots, *heads, shape.layers, req_to_token
         self.pool = serving.MHATokenToKVPool(*pool, dtype=dtype)
+        for layer in range(shape.layers):  # padding reads page 0 before it has written all of it
+            for x in self.pool.get_kv_buffer(layer):
+                x[: limits.page_size].zero_()
         # Specs are made once: a backend knows a layer by its spec's identity.
         self.layers = [serving.LayerSpec(layer) for layer in range(shape.layers)]
         config = serving.BackendConfig(
