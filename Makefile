@@ -23,6 +23,7 @@ endif
 .PHONY: help
 help:
 	@echo 'make demo       the main job: prefill and decode, checked and timed (ARGS="--framework torch")'
+	@echo 'make serve-demo a toy engine: batches, prefixes, drafts and CUDA graphs, checked and timed (needs torch)'
 	@echo 'make test       lint, types, and every test that needs no GPU'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     ruff, rewriting files'
@@ -48,10 +49,13 @@ $(VENV)/.made-for-cuda$(CUDA): pyproject.toml tests/no-cuda-packages.txt
 		echo 'NOTICE: no CPU build of torch was found; the tests that need torch will be skipped.'
 	@touch $@
 
-.PHONY: demo test lint format test-gpu test-slow sanitize bench wheel clean distclean
+.PHONY: demo serve-demo test lint format test-gpu test-slow sanitize bench wheel clean distclean
 .PHONY: test-emulator test-emulator-slow coverage-kernels
 demo: $(STAMP)
 	@$(PY) -m cupyattn demo $(ARGS)
+
+serve-demo: $(STAMP)
+	@$(PY) -m examples.serve $(ARGS)
 
 # JOBS processes share the cores: with BLAS threads on top they wait for each other, three times slower.
 test: export OMP_NUM_THREADS = 1
@@ -95,7 +99,7 @@ wheel: $(STAMP)
 
 clean:
 	rm -rf build dist .cupyattn-cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find cupyattn tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find cupyattn tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf $(VENV)
