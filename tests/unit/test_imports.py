@@ -33,6 +33,7 @@ _RANKS = {
                 *("attention", "cascade", "decode", "prefill", "pod", "sparse"),
                 *("cudnn", "flash_attn", "trtllm", "xqa"),
             ),
+            ("dot_product",),
             ("demo", "distributed", "integrations", "serving"),
             ("cli",),
             ("__init__", "__main__"),
