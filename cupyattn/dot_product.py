@@ -440,11 +440,15 @@ def _each_masked(q: Any, k: Any, v: Any, vq: ArrayView, seen: Any, options: dict
     lse = array.empty((count, tokens, heads), dtypes.float32, vq) if wants_lse else None
     for index in range(count):
         single_prefill_with_kv_cache(
-            q[index], k[index], v[index],
+            *(q[index], k[index], v[index]),
             custom_mask=seen[min(index, len(seen) - 1)],
-            sm_scale=options["softmax_scale"], logits_soft_cap=options["softcap"],
-            sinks=options["sinks"], out=made[index], lse=None if lse is None else lse[index], return_lse=wants_lse,
-        )  # fmt: skip
+            sm_scale=options["softmax_scale"],
+            logits_soft_cap=options["softcap"],
+            sinks=options["sinks"],
+            out=made[index],
+            lse=None if lse is None else lse[index],
+            return_lse=wants_lse,
+        )
     made = array.deliver(made, vq) if out is None else out
     if lse is None:
         return made

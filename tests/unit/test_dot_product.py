@@ -1,7 +1,8 @@
-"""dot_product_attention: every form against a dense oracle, jax.nn's answers, errors by its names."""
+"""dot_product_attention: every form against a dense oracle, answers of jax.nn, errors by name."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,7 @@ def test_ragged(case: Any, framework: str, is_paged: bool) -> None:
         k, v = (np.concatenate(x) for x in few)
         named |= {"cu_seqlens_k": cu_k, "max_seqlen_k": 9}
     out, lse = call(framework, np.concatenate(few_q), k, v, named)
-    rows = [[x[a:b] for a, b in zip(cu_q, cu_q[1:], strict=False)] for x in (out, lse)]
+    rows = [[x[a:b] for a, b in itertools.pairwise(cu_q)] for x in (out, lse)]
     check(rows, few_q, *few, **options)
 
 
