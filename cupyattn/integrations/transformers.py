@@ -1,9 +1,9 @@
 """transformers: `register()` adds attn_implementation="cupyattn" and its paged forms.
 
-    import cupyattn.integrations.transformers
+import cupyattn.integrations.transformers
 
-    cupyattn.integrations.transformers.register()
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cupyattn")
+cupyattn.integrations.transformers.register()
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cupyattn")
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ def attention_mask(
     kv_offset: Any = 0,
     mask_function: Any = None,
     attention_mask: Any = None,
-    allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: Any = "cpu",
     **kwargs: Any,
@@ -93,9 +92,13 @@ def attention_mask(
     import torch
     from transformers import masking_utils
 
-    is_plain = _is_plain(mask_function, allow_is_causal_skip, q_length)
-    is_compiling = torch.compiler.is_compiling()
-    if is_plain and (attention_mask is None or not is_compiling):
+    if torch.compiler.is_compiling():
+        # Nothing can be waited for there, and functions made in a graph have no parts.
+        causal = mask_function in (None, masking_utils.causal_mask_function)
+        is_plain = causal and attention_mask is None
+    else:
+        is_plain = _is_plain(mask_function)
+    if is_plain:
         padding = _left_padding(attention_mask, kv_length, kv_offset)
         if padding is not None:
             end = q_offset + q_length - kv_offset
@@ -103,6 +106,7 @@ def attention_mask(
             if is_number and end == kv_length and isinstance(padding, int):
                 return None
             return _ranges(padding, end, batch_size, device)
+    kwargs["allow_is_causal_skip"] = False
     return masking_utils.sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -111,14 +115,13 @@ def attention_mask(
         kv_offset=kv_offset,
         mask_function=mask_function or masking_utils.causal_mask_function,
         attention_mask=attention_mask,
-        allow_is_causal_skip=False,
         allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         device=device,
         **kwargs,
     )
 
 
-def _is_plain(mask_function: Any, allow_is_causal_skip: bool, q_length: int) -> bool:
+def _is_plain(mask_function: Any) -> bool:
     """Whether a mask is that of causal rows, in a window or not.
 
     transformers makes it of functions; where it combines them, the names of the parts say it.

@@ -21,8 +21,8 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     handlers = PolyfilledFunctionVariable._get_polyfill_handlers()
     ours = [f for f in handlers if (getattr(f, "__module__", None) or "").startswith("cupyattn")]
     rules, dispatch = trace_rules.get_torch_obj_rule_map(), VariableBuilder._id_dispatch()
-    kept = trace_rules._polyfilled_function_ids - {id(f) for f in ours}
-    monkeypatch.setattr(trace_rules, "_polyfilled_function_ids", kept)
+    ids = trace_rules._polyfilled_function_ids
+    monkeypatch.setattr(ids, "function_ids", ids() - {id(f) for f in ours})
     for function in ours:
         for known, key in ((handlers, function), (rules, function), (dispatch, id(function))):
             monkeypatch.delitem(known, key, raising=False)

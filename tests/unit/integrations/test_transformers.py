@@ -85,9 +85,7 @@ def test_packed_sequences() -> None:
     ids, _ = tokens(0)
     positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)])[None]
     with torch.no_grad():
-        logits = [
-            m(input_ids=ids, position_ids=positions, use_cache=False).logits for m in models
-        ]
+        logits = [m(input_ids=ids, position_ids=positions, use_cache=False).logits for m in models]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=2e-4)
 
 
@@ -180,7 +178,9 @@ def test_paged_attention_of_blocks_and_of_rows(window: Any, is_dict: bool) -> No
     gathered, _ = door.paged_attention(
         module, q, k, v, None, cache=first, read_index=[rows], write_index=[write], **named
     )
-    blocks, _ = door.paged_attention(module, q, k, v, None, cache=second, block_table=table, **named)
+    blocks, _ = door.paged_attention(
+        module, q, k, v, None, cache=second, block_table=table, **named
+    )
     torch.testing.assert_close(blocks, gathered)
     torch.testing.assert_close(first.key_cache[0], second.key_cache[0])
     keys, values = first.key_cache[0][rows[5:]], first.value_cache[0][rows[5:]]
