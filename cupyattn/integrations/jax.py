@@ -187,7 +187,7 @@ def _register() -> tuple[Any, ...]:
     import jax
 
     if not hasattr(jax, "ffi"):
-        import jax.ffi  # noqa: F401  (a module of its own before it was loaded with jax)
+        import jax.ffi
     import ctypes
 
     kept = []

@@ -1,8 +1,8 @@
 """torch: importing this module makes torch.ops.cupyattn.*, and torch.compile put our calls into its
 graphs as such operators, where it would break the graph at each of them.
 
-Operators work on CPU and CUDA tensors, FakeTensors and dynamic shapes; CUDA graphs can capture them.
-There is no backward pass: tensors that require grad are refused where grad is enabled.
+Operators work on CPU and CUDA tensors, FakeTensors and dynamic shapes; CUDA graphs can capture
+them. There is no backward pass: tensors that require grad are refused where grad is enabled.
 """
 
 from __future__ import annotations

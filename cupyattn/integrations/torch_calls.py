@@ -1,8 +1,8 @@
 """The calls that torch.ops.cupyattn has: their arguments as torch's schemas, and their answers.
 
 An operator has four forms, by what it returns and writes: `default` returns the answer, `lse` the
-answer and its LSE, `out` writes its last argument, and `out_lse` does so and returns the LSE. A call
-that appends to a cache has each form once more, behind `append`, in which the cache is written.
+answer and its LSE, `out` writes its last argument, and `out_lse` does so and returns the LSE. A
+call that appends to a cache has each form once more, behind `append`, which writes the cache.
 """
 
 from __future__ import annotations
@@ -221,7 +221,8 @@ APPEND = (
 )
 # Of a planned wrapper: its place in `wrappers`, q, and k and v or one tensor of both.
 RUN = (
-    "int wrapper, Tensor q, Tensor[] kv_cache, float? q_scale=None, float? k_scale=None, float? v_scale=None, "
+    "int wrapper, Tensor q, Tensor[] kv_cache, "
+    "float? q_scale=None, float? k_scale=None, float? v_scale=None, "
     "Tensor? sinks=None, Tensor? mask=None, SymInt? q_len_per_req=None"
 )
 

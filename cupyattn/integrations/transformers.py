@@ -47,7 +47,7 @@ def no_mask(*args: Any, **kwargs: Any) -> None:
 
 
 def _serve_flash_path() -> None:
-    """Let transformers find flash_attn's functions under our alias, where it looks for a package."""
+    """Let transformers find flash_attn's functions by our alias, where it looks for a package."""
     from transformers import modeling_flash_attention_utils as utils
 
     found = utils._lazy_imports
@@ -246,14 +246,11 @@ def _unmasked(q: Any, k: Any, v: Any, ranges: Any, options: dict[str, Any]) -> A
 
 def _packed(q: Any, k: Any, v: Any, kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
     """Several sequences in one row of the batch, by their offsets."""
-    made = flash_attn_varlen_func(
-        *(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)),
-        kwargs["cu_seq_lens_q"],
-        kwargs["cu_seq_lens_k"],
-        kwargs.get("max_length_q"),
-        kwargs.get("max_length_k"),
-        **options,
-    )
+    rows, keys, values = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    offsets = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+    most = {f"max_seqlen_{x}": kwargs.get(f"max_length_{x}") for x in "qk"}
+    named: dict[str, Any] = options | most
+    made = flash_attn_varlen_func(rows, keys, values, *offsets, **named)
     return made.reshape(*q.shape[:2], *made.shape[1:])
 
 

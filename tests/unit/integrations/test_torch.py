@@ -161,7 +161,7 @@ def test_errors_of_a_call_come_through(x: Tensors) -> None:
     compiled = torch.compile(
         lambda q, k: cupyattn.dot_product_attention(q, k, k), backend="eager", fullgraph=True
     )
-    with pytest.raises(ArgumentError, match="^key: shape is"):
+    with pytest.raises(ArgumentError, match=r"^key: shape is"):
         compiled(x.q, x.k[:1])
 
 
@@ -178,13 +178,17 @@ class Block(torch.nn.Module):  # type: ignore[misc]
         self.up, self.gate = (torch.nn.Linear(size, 3 * size, bias=False) for _ in range(2))
         self.down = torch.nn.Linear(3 * size, size, bias=False)
 
+    def _rotated(self, x: Any, angles: Any) -> Any:
+        a, b = x.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
     def forward(self, x: Any, k_cache: Any, v_cache: Any, lens: Any, table: Any) -> Any:
         b, t, size = x.shape
         qkv = self.qkv(self.norms[0](x)).view(b, t, -1, self.dim)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         angles = (lens[:, None] + torch.arange(t))[..., None, None] / torch.arange(1, 9)
-        q, k = (torch.cat([a * angles.cos() - c * angles.sin(), c * angles.cos() + a * angles.sin()],
-                          dim=-1) for a, c in (q.chunk(2, -1), k.chunk(2, -1)))  # fmt: skip
+        q, k = self._rotated(q, angles), self._rotated(k, angles)
         o = flash_attn.flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, cache_seqlens=lens, page_table=table, causal=True
         )

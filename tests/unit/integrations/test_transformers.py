@@ -1,4 +1,4 @@
-"""transformers' models with attn_implementation="cupyattn": logits and tokens of eager attention."""
+"""Models with attn_implementation="cupyattn": logits and tokens of eager attention."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_mask_of_the_users() -> None:
         torch.testing.assert_close(
             models[1](input_ids=ids, attention_mask=seen).logits, eager, rtol=1e-4, atol=2e-4
         )
-        with pytest.raises(UnsupportedError, match="attention_mask: dtype is torch.float32"):
+        with pytest.raises(UnsupportedError, match=r"attention_mask: dtype is torch\.float32"):
             models[1](input_ids=ids, attention_mask=added)
 
 
@@ -205,7 +205,7 @@ def test_the_flash_path_finds_our_functions() -> None:
 
 
 def test_what_is_refused() -> None:
-    eager, ours = pair(transformers, torch, "llama")
+    _, ours = pair(transformers, torch, "llama")
     ids, _ = tokens(0)
     with torch.no_grad(), pytest.raises(UnsupportedError, match="output_attentions"):
         ours(input_ids=ids, output_attentions=True)
@@ -213,7 +213,7 @@ def test_what_is_refused() -> None:
         ours(input_ids=ids)
     q = torch.zeros(1, 4, 2, 16)
     module = types.SimpleNamespace(is_causal=True)
-    with pytest.raises(UnsupportedError, match="dropout: got 0.1"):
+    with pytest.raises(UnsupportedError, match=r"dropout: got 0\.1"):
         door.attention(module, q, q, q, None, dropout=0.1)
-    with pytest.raises(UnsupportedError, match="cache: .* is for continuous batching"):
+    with pytest.raises(UnsupportedError, match=r"cache: .* is for continuous batching"):
         door.paged_attention(module, q, q, q)
