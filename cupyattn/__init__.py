@@ -89,7 +89,7 @@ _EXPORTS = {
 _MODULES = (
     *("attention", "cascade", "decode", "prefill", "trtllm", "cudnn", "flash_attn", "page"),
     *("paging", "quantization", "pod", "sparse", "errors", "typing"),
-    "reference",
+    *("integrations", "reference"),
 )
 
 __all__ = ["__version__", *_EXPORTS]

@@ -83,9 +83,7 @@ def test_dot_product_attention(
         put, take = cupy.asarray, cupy.asnumpy
     named = {n: put(x) if isinstance(x, np.ndarray) else x for n, x in named.items()}
     for _ in range(2):  # checked, then cached
-        out, lse = cupyattn.dot_product_attention(
-            put(q), put(k), put(v), return_lse=True, **named
-        )
+        out, lse = cupyattn.dot_product_attention(put(q), put(k), put(v), return_lse=True, **named)
         out, lse = take(out), take(lse)
         rows = np.s_[:]
         if "query_seq_lengths" in named:
@@ -159,9 +157,9 @@ def test_reduce_overhead_captures_a_call(tensors: Any) -> None:
     torch, x = tensors.torch, tensors
 
     def step(q: Any, lens: Any) -> Any:
-        return cupyattn.dot_product_attention(
-            q * 2, *x.pages, block_table=x.table, kv_lens=lens
-        ) * 2
+        return (
+            cupyattn.dot_product_attention(q * 2, *x.pages, block_table=x.table, kv_lens=lens) * 2
+        )
 
     compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
     for n in range(5):
@@ -219,9 +217,7 @@ def test_an_error_inside_jit() -> None:
 
     x = jax_calls.Arrays(jax, "float16")
     with pytest.raises(Exception, match=r"ArgumentError: key: shape is"):
-        jax.block_until_ready(
-            jax.jit(lambda q: door.dot_product_attention(q, x.k[:1], x.v))(x.q)
-        )
+        jax.block_until_ready(jax.jit(lambda q: door.dot_product_attention(q, x.k[:1], x.v))(x.q))
 
 
 # --- transformers ---
