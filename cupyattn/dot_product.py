@@ -157,16 +157,16 @@ def dot_product_attention(
         raise type(error)(text) from error
 
 
-def _window(size: Any) -> tuple[Any, Any]:
+def _window(size: Any) -> tuple[int, int]:
     if size is None:
         return -1, -1
-    if isinstance(size, (tuple, list)):
-        if len(size) != 2:
-            raise ArgumentError(
-                f"local_window_size: got {parse.shown(size)}; wanted one number or (left, right)"
-            )
-        return tuple(size)  # type: ignore[return-value]
-    return size, size
+    sides = size if isinstance(size, (tuple, list)) else (size, size)
+    if len(sides) != 2:
+        raise ArgumentError(
+            f"local_window_size: got {parse.shown(size)}; wanted one number or (left, right)"
+        )
+    left, right = (-1 if x is None else parse.window(x, "local_window_size") for x in sides)
+    return left, right
 
 
 def _refuse_with_mask(cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any) -> None:
@@ -339,8 +339,6 @@ def _single(q: Any, k: Any, v: Any, vq: ArrayView, options: dict[str, Any]) -> A
         rows["out"] = None if out is None else out[0, 0]
         answer = single_decode_with_kv_cache(q[0, 0], k[0], v[0], **rows)
         lead: tuple[Any, ...] = None, None
-        if window[1] is not None:
-            parse.window(window[1], "window_size")
     else:
         rows["out"] = None if out is None else out[0]
         rows |= {"causal": options["causal"], "window_right": window[1]}
@@ -406,7 +404,7 @@ def _visible(
             f"mask: shape is {list(vm.shape)}, with a mask for each head; wanted one for all heads,"
             f" [{count}, 1, {tokens}, {keys}]"
         )
-    left, right = (parse.window(x, "local_window_size") for x in options["window_size"])
+    left, right = options["window_size"]
     if options["causal"]:
         right = 0
     row, column = progression(tokens, 0, 1, vq), progression(keys, 0, 1, vq)

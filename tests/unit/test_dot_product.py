@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any
 
@@ -11,7 +12,7 @@ from helpers.flash_cases import dense
 
 import cupyattn
 from cupyattn import array
-from cupyattn.errors import ArgumentError, UnsupportedError
+from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError
 
 B, T, S, H, HK, D, DV = 3, 5, 9, 4, 2, 16, 24
 NAN = float("nan")
@@ -296,3 +297,62 @@ WRONG = [
 def test_wrong(named: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         cupyattn.dot_product_attention(**named)
+
+
+_JUNK: list[Any] = [
+    *(
+        None,
+        "x",
+        b"x",
+        3,
+        -1,
+        0,
+        2.5,
+        NAN,
+        10**30,
+        True,
+        object(),
+        [],
+        [1.0],
+        {},
+        (1, 2),
+        np.int8(3),
+    ),
+    *(np.zeros(n, kind) for n in (0, 3, (3, 1), (2, 2, 2, 2)) for kind in (np.int32, np.float32)),
+    *(np.full(3, n, np.int32) for n in (-1, 10**8)),
+    *(np.zeros((B, T, H, D), kind) for kind in (np.float64, np.int32, np.bool_, np.complex64)),
+    *(np.zeros((T, S), np.bool_), np.zeros((B, T, H, DV), np.float32)),
+]
+_BASES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "lengths": {"key_value_seq_lengths": np.full(B, 5, np.int32)},
+    "both": {
+        "query_seq_lengths": np.full(B, 2, np.int32),
+        "key_value_seq_lengths": np.full(B, 5, np.int32),
+    },
+    "mask": {"mask": np.ones((T, S), np.bool_)},
+    "ragged": {
+        "query": np.zeros((6, H, D), np.float32),
+        "key": np.zeros((9, HK, D), np.float32),
+        "value": np.zeros((9, HK, DV), np.float32),
+        "cu_seqlens_q": np.array([0, 2, 6], np.int32),
+        "cu_seqlens_k": np.array([0, 3, 9], np.int32),
+    },
+}
+_ARGUMENTS = [*inspect.signature(cupyattn.dot_product_attention).parameters]
+
+
+@pytest.mark.parametrize("base", _BASES)
+def test_every_wrong_value_is_answered_or_a_typed_error(base: str) -> None:
+    outcomes = set()
+    for name in _ARGUMENTS:
+        for junk in _JUNK:
+            try:
+                cupyattn.dot_product_attention(**(wrong(**_BASES[base]) | {name: junk}))
+                outcomes.add("answered")
+            except CupyAttnError as error:
+                outcomes.add("refused")
+                assert str(error).strip()
+            except Exception as error:
+                pytest.fail(f"{base}, {name} = {junk!r}: {type(error).__name__}: {error}")
+    assert outcomes == {"answered", "refused"}
