@@ -190,6 +190,19 @@ def test_paged_attention_of_blocks_and_of_rows(window: Any, is_dict: bool) -> No
     torch.testing.assert_close(gathered[1, 3], weights @ values[low:, 1])
 
 
+def test_continuous_batching() -> None:
+    """Prompts of several lengths in one batch, by both names, give the tokens of each alone."""
+    eager, ours = pair(transformers, torch, "llama")
+    prompts = [[5, 9, 13, 40, 7], [6, 3], [*range(2, 40)]]
+    named = {"max_new_tokens": 5, "do_sample": False}
+    want = [eager.generate(torch.tensor([p]), **named)[0, len(p) :].tolist() for p in prompts]
+    config = transformers.GenerationConfig(eos_token_id=-1, pad_token_id=0, **named)
+    for name in (door.NAME, door.FLASH_NAME):
+        ours.set_attn_implementation(f"paged|{name}")
+        made = ours.generate_batch(prompts, generation_config=config)
+        assert [list(x.generated_tokens) for x in made.values()] == want
+
+
 def test_the_flash_path_finds_our_functions() -> None:
     from transformers.modeling_flash_attention_utils import lazy_import_paged_flash_attention
     from transformers.utils.generic import is_flash_attention_requested
