@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _BF16_BYTES = 2
-_KV_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1}
+_KV_BYTES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Case:
 
     `api` is the public function that serves it: "prefill" takes q [q_len, Hq, D], "decode" takes
     q [Hq, D]. `mask` gives the causal mask as a custom mask ("bool" or "packed") in place of the
-    flag. `framework` and `out` matter to host cases: whose arrays ours is called with, and whether
-    it gets `out=`. `goals` are (peer or peer:variant, factor): ours should take at most 1/factor
-    of its time.
+    flag. `sinks` adds a logit of each head to the denominator. `framework` and `out` matter
+    to host cases: whose arrays ours is called with, and whether it gets `out=`. `goals` are (peer
+    or peer:variant, factor): ours should take at most 1/factor of its time.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Case:
     window_left: int = -1
     mask: str = "none"
     kv_dtype: str = "bfloat16"
+    sinks: bool = False
     framework: str = "torch"
     out: bool = True
     goals: tuple[tuple[str, float], ...] = ()
@@ -62,6 +63,7 @@ class Case:
             and self.logits_soft_cap == 0.0
             and self.window_left < 0
             and self.mask == "none"
+            and not self.sinks
         )
 
     @property

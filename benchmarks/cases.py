@@ -15,7 +15,7 @@ AnyCase = Case | BatchCase | MergeCase
 
 OPS = (
     *("prefill", "decode", "host", "batch_decode", "append", "verify", "ragged", "cascade"),
-    *("mixed", "host_batch", "merge", "host_merge"),
+    *("mixed", "mla", "host_batch", "merge", "host_merge"),
 )
 
 _FA2 = "flashinfer_fa2"

@@ -18,9 +18,10 @@ from typing import Any
 
 from . import report
 from .batch.case import BatchCase
-from .cases import BY_NAME, OPS, select
+from .cases import OPS, AnyCase, select
 from .peers import IMPLEMENTATIONS
 from .results import FILE_NAME, Results
+from .timing import PREHEAT_SECONDS, round_order
 from .worker import PROGRESS_NAME
 
 _MAX_RESTARTS = 8
@@ -31,9 +32,13 @@ _POLL_SECONDS = 0.25
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmarks. Returns the exit status: 0 unless no case could be worked on."""
     given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["sweep"]:
+        from .sweep import cli as sweep
+
+        return sweep.main(given)
     args = parse(given)
     if args.list:
-        for case in select(args.op, args.case):
+        for case in args.cases:
             work = f"{case.flops / 1e9:12.1f} GFLOP {case.bytes / 1e6:10.1f} MB"
             print(f"{case.op:14}{case.name:28}{work}")
         return 0
@@ -54,10 +59,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Check and time cupyattn beside its peers."
     )
-    parser.add_argument("--op", type=_names("op", OPS), default=list(OPS), help=",".join(OPS))
+    parser.add_argument("--op", type=names_of("op", OPS), default=list(OPS), help=",".join(OPS))
     parser.add_argument("--case", type=_split, default=["*"], help="globs of case names, by comma")
     parser.add_argument(
-        "--peers", type=_names("implementation", IMPLEMENTATIONS), default=list(IMPLEMENTATIONS),
+        "--peers", type=names_of("implementation", IMPLEMENTATIONS), default=list(IMPLEMENTATIONS),
         help=",".join(IMPLEMENTATIONS),
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="folder of results.json, table.txt, chart.png")
@@ -72,7 +77,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if not select(args.op, args.case):
+    args.cases = select(args.op, args.case)
+    args.build, args.preheat, args.order = True, PREHEAT_SECONDS, lambda _: round_order
+    if not args.cases:
         parser.error(f"--case: no case of {','.join(args.op)} matches; see --list")
     if args.rounds < 1:
         parser.error(f"--rounds: got {args.rounds}, wanted 1 or more")
@@ -87,7 +94,9 @@ def _split(text: str) -> list[str]:
     return [part for part in (piece.strip() for piece in text.split(",")) if part]
 
 
-def _names(kind: str, known: Sequence[str]) -> Any:
+def names_of(kind: str, known: Sequence[str]) -> Any:
+    """A type of argparse: names by comma, each of them a known one."""
+
     def convert(text: str) -> list[str]:
         chosen = _split(text)
         unknown = [name for name in chosen if name not in known]
@@ -108,7 +117,7 @@ def supervise(args: argparse.Namespace, given: Sequence[str]) -> int:
         ended = _watch(command, root, args.out / PROGRESS_NAME, args.deadline + _GRACE_SECONDS)
         if ended is None:
             return 0
-        culprit = _record_loss(args.out, ended)
+        culprit = _record_loss(args.out, ended, args.cases)
         print(f"worker ended ({ended}) at {culprit}", flush=True)
         if culprit is None or time.time() > args.deadline:
             return 1
@@ -134,7 +143,7 @@ def _watch(command: list[str], root: Path, progress: Path, last: float) -> str |
         return None if child.returncode == 0 else f"exit status {child.returncode}"
 
 
-def _record_loss(out: Path, ended: str) -> str | None:
+def _record_loss(out: Path, ended: str, cases: Sequence[AnyCase]) -> str | None:
     """Put what the dead worker was doing on the `lost` list; None if it never got to a case."""
     progress = _read(out / PROGRESS_NAME)
     (out / PROGRESS_NAME).unlink(missing_ok=True)
@@ -143,7 +152,7 @@ def _record_loss(out: Path, ended: str) -> str | None:
     results = Results(out / FILE_NAME)
     # A library that cannot even be set up would fail in every case alike; but to build a batch's
     # candidate is to plan it, and that is of the case.
-    batch = isinstance(BY_NAME.get(progress["case"]), BatchCase)
+    batch = any(case.name == progress["case"] and isinstance(case, BatchCase) for case in cases)
     everywhere = progress["stage"] == "build" and not batch
     results.data["lost"].append(
         {

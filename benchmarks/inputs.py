@@ -12,7 +12,8 @@ from .case import Case
 @dataclass
 class Inputs:
     """q [B, q_len, Hq, Dqk] bfloat16; k [B, kv_len, Hkv, Dqk] and v [B, kv_len, Hkv, Dvo] in the KV
-    dtype; mask bool [B, q_len, kv_len] and packed uint8 [B, ceil(q_len * kv_len / 8)], or None.
+    dtype; mask bool [B, q_len, kv_len], packed uint8 [B, ceil(q_len * kv_len / 8)] and sinks
+    float32 [Hq] (natural-log logits), or None.
     """
 
     q: Any
@@ -20,6 +21,7 @@ class Inputs:
     v: Any
     mask: Any = None
     packed: Any = None
+    sinks: Any = None
 
 
 def make_inputs(case: Case, device: str = "cuda") -> Inputs:

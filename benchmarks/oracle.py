@@ -107,7 +107,13 @@ def attend_rows(case: Case, inputs: Inputs, request: int, rows: list[int]) -> An
     if case.window_left >= 0:
         keep &= key[None, :] >= position[:, None] - case.window_left
     logits = logits.masked_fill(~keep[:, None, None, :], -math.inf)
-    answer = torch.einsum("rhgn,nhd->rhgd", torch.softmax(logits, dim=-1), v)
+    if inputs.sinks is None:
+        weights = torch.softmax(logits, dim=-1)
+    else:
+        sinks = inputs.sinks.double().view(1, case.num_kv_heads, -1, 1)
+        lse = torch.logaddexp(torch.logsumexp(logits, dim=-1, keepdim=True), sinks)
+        weights = torch.exp(logits - lse)
+    answer = torch.einsum("rhgn,nhd->rhgd", weights, v)
     return answer.reshape(len(rows), case.num_qo_heads, case.head_dim_vo)
 
 

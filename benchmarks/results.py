@@ -12,24 +12,29 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .batch.case import BatchCase
 from .cases import AnyCase
 from .oracle import Verdict
 from .peers import OURS
 from .timing import Timing
 
 FILE_NAME = "results.json"
+_MOST_GROUPS = 20  # of equal requests, in a summary
 
 
 class Results:
     """The result file in memory; `save` replaces the file in one step."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, save_seconds: float = 0.0) -> None:
         self.path = path
+        self._save_seconds = save_seconds
+        self._saved = -math.inf
         self.data: dict[str, Any] = {"rows": [], "cases": {}, "lost": []}
         if path.exists():
             self.data |= json.loads(path.read_text())
@@ -52,17 +57,32 @@ class Results:
     def add_case(self, case: AnyCase, rows: list[dict[str, Any]], **facts: Any) -> None:
         """Store a case's rows and its summary; best peer over ours goes into our rows too."""
         summary = asdict(case) | summarise(case, rows) | facts
+        if isinstance(case, BatchCase) and len(case.requests) > _MOST_GROUPS:
+            # A sweep draws hundreds of lengths a case; its seed and name give them again.
+            kv_lens = sorted(case.kv_lens)
+            summary["requests"] = {
+                "count": case.batch,
+                "query_rows": sum(case.q_lens),
+                "keys": sum(kv_lens),
+                "kv_len_min_median_max": [kv_lens[0], kv_lens[len(kv_lens) // 2], kv_lens[-1]],
+            }
         for row in rows:
             if row["peer"] == "ours":
                 row["best_peer_over_ours"] = summary["best_peer_over_ours"]
         self.rows.extend(rows)
         self.data["cases"][case.name] = summary
 
+    def save_soon(self) -> None:
+        """`save`, unless the last one was less than `save_seconds` ago."""
+        if time.monotonic() - self._saved >= self._save_seconds:
+            self.save()
+
     def save(self) -> None:
         text = json.dumps(_strict(self.data), indent=1, allow_nan=False)
         part = self.path.with_suffix(".part")
         part.write_text(text)
         part.replace(self.path)
+        self._saved = time.monotonic()
 
 
 def bare_row(

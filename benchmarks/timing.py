@@ -1,13 +1,14 @@
 """How time is taken: cold L2, CUDA events around one call, implementations interleaved, medians.
 
 The order of visits in a round is A B C, C B A, so a drift of clocks or temperature falls on all
-alike. Nothing here knows attention; `Clock` holds all that needs a GPU, so the loop is tested
-without one.
+alike. A sweep visits in random order, so nobody always follows the same neighbour. Nothing here
+knows attention; `Clock` holds all that needs a GPU, so the loop is tested without one.
 """
 
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -51,14 +52,25 @@ def round_order(n: int) -> list[int]:
     return [*range(n), *reversed(range(n))]
 
 
+def random_order(seed: int | str) -> Callable[[int], list[int]]:
+    """Orders in which each of n calls is visited twice a round, shuffled anew each round."""
+    generator = random.Random(seed)
+
+    def order(n: int) -> list[int]:
+        return [*generator.sample(range(n), n), *generator.sample(range(n), n)]
+
+    return order
+
+
 def measure(
     calls: Sequence[Callable[[], Any]],
     watch: Stopwatch,
     rounds: int,
     deadline: float,
     now: Callable[[], float] = time.time,
+    order: Callable[[int], Sequence[int]] = round_order,
 ) -> list[Timing]:
-    """Samples of every call over `rounds` interleaved rounds.
+    """Samples of every call over `rounds` interleaved rounds, each visited as `order` says.
 
     Stops between rounds, after at least one, when `now()` passes `deadline`. A call that raises
     keeps its error and drops out; ContextLost is the only exception that leaves.
@@ -70,8 +82,7 @@ def measure(
     for done in range(rounds):
         if done and now() > deadline:
             break
-        order = round_order(len(calls))
-        for i, visit in _visits(calls, timings, watch, repeats, order):
+        for i, visit in _visits(calls, timings, watch, repeats, order(len(calls))):
             timings[i].samples += watch.read(visit)
     return timings
 

@@ -20,7 +20,7 @@ from .batch.case import BatchCase
 from .batch.inputs import make_batch_inputs
 from .batch.oracle import expect_batch
 from .candidate import Candidate, Unsupported
-from .cases import AnyCase, select
+from .cases import AnyCase
 from .inputs import make_inputs
 from .merge.candidates import expect_merge, make_merge_inputs
 from .merge.case import MergeCase
@@ -34,6 +34,7 @@ PROGRESS_NAME = "progress.json"
 # first FlashInfer call of a kind compiles for minutes; ours compiles in two seconds.
 _STAGE_LIMITS = {"start": 120.0, "build": 240.0, "check": 240.0, "time": 60.0}
 _OUR_LIMIT = 60.0
+_SAVE_SECONDS = 3.0
 
 
 class Progress:
@@ -64,19 +65,20 @@ def run(args: Namespace) -> int:
     """Work through the chosen cases until they or the seconds are over. Returns the exit status."""
     progress = Progress(args.out)
     progress.note("start")
-    results = Results(args.out / FILE_NAME)
+    results = Results(args.out / FILE_NAME, _SAVE_SECONDS)
     clock = Clock()
     if "header" not in results.data:
         results.data["header"] = machine.header(args.commit)
         results.data["ceilings"] = clock.ceilings()
         results.save()
     try:
-        for case in select(args.op, args.case):
+        for case in args.cases:
             if not results.finished(case):
                 _one_case(case, args, results, clock, progress)
-                results.save()
+                results.save_soon()
     except ContextLost as error:
         print(f"context lost: {error}", flush=True)
+        results.save()
         return CONTEXT_LOST
     results.data["header"]["gpu_at_end"] = machine.gpu_state()
     results.save()
@@ -120,7 +122,7 @@ def _check_and_time(
     progress.note("time", case.name, "*")
     inputs, expected = _problem(case)
     clock.wait()
-    offered = _offers(case, args.peers, inputs, results, clock, progress, rows)
+    offered = _offers(case, args, inputs, results, clock, progress, rows)
     checked = []
     for candidate in offered:
         progress.note("check", case.name, candidate.label)
@@ -133,12 +135,12 @@ def _check_and_time(
             clock.check_alive()
 
     progress.note("time", case.name, "*")
-    clock.preheat()
+    clock.preheat(args.preheat)
     calls = [item.candidate.call for item in checked]
     if case.is_host:
         timings = measure_host(calls, clock.wait, clock.check_alive, args.rounds)
     else:
-        timings = measure(calls, clock, args.rounds, args.deadline)
+        timings = measure(calls, clock, args.rounds, args.deadline, order=args.order(case.name))
     state = machine.gpu_state()
     ceilings = results.data["ceilings"]
     for item, timing in zip(checked, timings, strict=True):
@@ -159,7 +161,7 @@ def _problem(case: AnyCase) -> tuple[Any, list[oracle.Expected]]:
 
 def _offers(
     case: AnyCase,
-    names: list[str],
+    args: Namespace,
     inputs: Any,
     results: Results,
     clock: Clock,
@@ -167,7 +169,7 @@ def _offers(
     rows: list[dict[str, Any]],
 ) -> list[Candidate]:
     offered: list[Candidate] = []
-    for name in names:
+    for name in args.peers:
         if name not in peers.offering(case):
             continue
         if reason := results.why_lost(case, name):
@@ -175,7 +177,7 @@ def _offers(
             continue
         progress.note("build", case.name, name)
         try:
-            found = peers.candidates(name, case, inputs)
+            found = peers.candidates(name, case, inputs, args.build)
             clock.wait()
         except Unsupported as error:
             rows.append(bare_row(case, name, "", "unsupported", str(error)))

@@ -25,8 +25,12 @@ Keys that requests share, and states over parts of the keys:
     merge_states, variable_length_merge_states
 Blocks of keys:
     BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
+Latent attention (MLA), planned and with lengths on the GPU; flash_mla has FlashMLA's functions:
+    BatchMLAPagedAttentionWrapper, trtllm_batch_decode_with_kv_cache_mla,
+    xqa_batch_decode_with_kv_cache_mla, xqa_mla
 Pages and masks:
-    append_paged_kv_cache, get_batch_indices_positions, get_seq_lens, packbits, segment_packbits
+    append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens,
+    packbits, segment_packbits
 Errors:
     CupyAttnError and its kinds ArgumentError, UnsupportedError, PlanError, WorkspaceError,
     CompileError, DeviceError
@@ -74,6 +78,11 @@ _EXPORTS = {
     "BlockSparseAttentionWrapper": "sparse",
     "VariableBlockSparseAttentionWrapper": "sparse",
     "append_paged_kv_cache": "page",
+    "append_paged_mla_kv_cache": "page",
+    "BatchMLAPagedAttentionWrapper": "mla",
+    "trtllm_batch_decode_with_kv_cache_mla": "mla",
+    "xqa_batch_decode_with_kv_cache_mla": "mla",
+    "xqa_mla": "mla",
     "get_batch_indices_positions": "page",
     "get_seq_lens": "page",
     "packbits": "quantization",
@@ -87,7 +96,8 @@ _EXPORTS = {
     "DeviceError": "errors",
 }
 _MODULES = (
-    *("attention", "cascade", "decode", "prefill", "trtllm", "cudnn", "flash_attn", "page"),
+    *("attention", "cascade", "decode", "mla", "prefill", "trtllm", "cudnn", "flash_attn", "page"),
+    "flash_mla",
     *("paging", "quantization", "pod", "sparse", "errors", "typing"),
     *("integrations", "reference"),
 )
@@ -134,7 +144,14 @@ if TYPE_CHECKING:
     from .errors import PlanError as PlanError
     from .errors import UnsupportedError as UnsupportedError
     from .errors import WorkspaceError as WorkspaceError
+    from .mla import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
+    from .mla import (
+        trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla,
+    )
+    from .mla import xqa_batch_decode_with_kv_cache_mla as xqa_batch_decode_with_kv_cache_mla
+    from .mla import xqa_mla as xqa_mla
     from .page import append_paged_kv_cache as append_paged_kv_cache
+    from .page import append_paged_mla_kv_cache as append_paged_mla_kv_cache
     from .page import get_batch_indices_positions as get_batch_indices_positions
     from .page import get_seq_lens as get_seq_lens
     from .pod import BatchPODWithPagedKVCacheWrapper as BatchPODWithPagedKVCacheWrapper

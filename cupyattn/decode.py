@@ -19,6 +19,7 @@ from .wrappers.decode import (
 
 if TYPE_CHECKING:
     from .cudnn import cudnn_batch_decode_with_kv_cache
+    from .mla import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
     from .trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 
 __all__ = [
@@ -28,7 +29,9 @@ __all__ = [
     "fast_decode_plan",
     "single_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla",
 ]
 
 

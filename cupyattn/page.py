@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,19 +23,32 @@ from .core.dtypes import DType
 from .core.names import refuse_names
 from .core.tracing import untraced
 from .errors import ArgumentError
+from .inputs.call_cache import Argument, CallCache
 from .inputs.cpu import tokens_first
 from .inputs.kv_cache import Keys, is_pair, view_paged
 from .inputs.workspace import int32_on_device
+from .launch.driver import scratch
+from .launch.driver.enqueue import cuda
+from .launch.ops import get_batch_indices_positions as get_positions
+from .launch.ops import get_seq_lens as get_lengths
+from .launch.ops.append_paged_kv_cache import Append, Refused, Rows, prepare
+from .launch.ops.get_batch_indices_positions import FindPositions
+from .launch.ops.get_seq_lens import FindLengths
 from .typing import Array, ArrayT, Pages
 
-__all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+__all__ = [
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+]
 
 if not TYPE_CHECKING:
     __getattr__ = refuse_names(__name__)
 
 _INT32_MAX = 2**31 - 1
-_WIDE = (dtypes.float16, dtypes.bfloat16, dtypes.float32)
-_FP8 = (dtypes.float8_e4m3fn, dtypes.float8_e5m2)
+WIDE = (dtypes.float16, dtypes.bfloat16, dtypes.float32)
+FP8 = (dtypes.float8_e4m3fn, dtypes.float8_e5m2)
 
 
 @untraced
@@ -85,6 +98,17 @@ def append_paged_kv_cache(
     counted and raised under CUPYATTN_DEBUG=1. Semantics: FlashInfer's append_paged_kv_cache,
     where a negative batch index writes out of bounds, and fp8 input must have been cast.
     """
+    # An array of keys and values stands in the place of K.
+    pages: Any = paged_kv_cache
+    has_two = is_pair(pages) and len(pages) == 2
+    if not has_two:
+        pages = pages, None
+    tokens = append_key, append_value, batch_indices, positions
+    table = kv_indices, kv_indptr, kv_last_page_len
+    given, scalars = (*tokens, *table, *pages), (kv_layout, k_scale, v_scale, has_two)
+    if _append_again(given, scalars):
+        return None
+
     # Validate.
     layout = parse.kv_layout(kv_layout)
     dims = Dims()
@@ -93,11 +117,9 @@ def append_paged_kv_cache(
     require_same_dtype(new_v, "append_value", new_k, "append_key")
     cache = view_paged(paged_kv_cache, layout, dims)
     if "jax" in (cache.k.framework, cache.v.framework):
-        tokens = append_key, append_value, batch_indices, positions
-        table = kv_indices, kv_indptr, kv_last_page_len
-        append = functools.partial(append_paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+        again = functools.partial(append_paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
         return _append_to_copies(
-            paged_kv_cache, lambda pages: append(*tokens, pages, *table, kv_layout)
+            paged_kv_cache, lambda pages: again(*tokens, pages, *table, kv_layout)
         )
     if cache.k.ptr == cache.v.ptr and 0 not in cache.k.shape and 0 not in cache.v.shape:
         raise ArgumentError(
@@ -106,7 +128,7 @@ def append_paged_kv_cache(
     heads_and_dims = dims["num_kv_heads"], dims["head_dim_qk"], dims["head_dim_vo"]
     if max(dims["page_size"], *heads_and_dims) > _INT32_MAX:
         raise ArgumentError("paged_kv_cache: page size, heads and head dims must fit 32 bits")
-    scales = _scales(k_scale, v_scale, new_k.dtype, cache.k.dtype)
+    scales = append_scales(k_scale, v_scale, new_k.dtype, cache.k.dtype)
     index = {
         "batch_indices": _index(batch_indices, "nnz", dims, "batch_indices"),
         "positions": _index(positions, "nnz", dims, "positions"),
@@ -125,7 +147,12 @@ def append_paged_kv_cache(
         for new, pages, scale in ((new_k, cache.k, scales[0]), (new_v, cache.v, scales[1])):
             reference.store_rows(array.as_numpy(new), tokens_first(pages, layout), slots, scale)
     elif dims["nnz"] and heads_and_dims[0] and any(heads_and_dims[1:]):
-        _append_on_gpu(new_k, new_v, cache, dims["page_size"], index, scales)
+        append = _append_on_gpu(new_k, new_v, cache, dims["page_size"], index, scales)
+        if append is not None:
+            v_offset = 0 if has_two else cache.v.ptr - cache.k.ptr
+            checked = _Checked(append, v_offset)
+            _APPENDS.insert(given, scalars, checked, new_k, dtypes.int32, None, None)
+    return None
 
 
 @untraced
@@ -150,39 +177,49 @@ def get_batch_indices_positions(
     rows than tokens, more new tokens than keys. Semantics: FlashInfer's
     get_batch_indices_positions.
     """
+    given = append_indptr, seq_lens, batch_indices, positions
+    if type(nnz) is int:
+        answer = _positions_again(given, nnz)
+        if answer is not None:
+            return answer
+
     # Validate.
     dims = Dims(nnz=parse.require_int(nnz, "nnz", 0))
     index = _offsets_and_lengths(dims, append_indptr=append_indptr, seq_lens=seq_lens)
-    given: dict[str, ArrayView] = {}
+    outputs: dict[str, ArrayView] = {}
     for name, x in (("batch_indices", batch_indices), ("positions", positions)):
         if x is not None:
             v = array.view(x, name)
             match_array(v, "nnz", dtypes.int32, name, dims)
-            require_output(v, name, **index, **given)
-            given[name] = v
-    device = array.same_device(**index, **given)
+            require_output(v, name, **index, **outputs)
+            outputs[name] = v
+    device = array.same_device(**index, **outputs)
     vi, vl = index.values()
     # Compute.
     shape = (dims["nnz"],)
     if device.kind == "cpu":
         found = paging.positions_of(array.as_numpy(vi), array.as_numpy(vl), dims["nnz"])
-        b, p = (given.get(name) for name in ("batch_indices", "positions"))
+        b, p = (outputs.get(name) for name in ("batch_indices", "positions"))
         found_p = _answer(found[1], p, vi, "seq_lens")
         return _answer(found[0], b, vi, "append_indptr"), found_p
     b, p = (
-        given[name].owner if name in given else array.empty(shape, dtypes.int32, vi)
+        outputs[name].owner if name in outputs else array.empty(shape, dtypes.int32, vi)
         for name in ("batch_indices", "positions")
     )
     vb, vp = array.view(b, "batch_indices"), array.view(p, "positions")
     if dims["nnz"]:
-        from .launch.ops import get_batch_indices_positions as launcher
-
         offsets, lengths = (int32_on_device(v, name) for name, v in index.items())
-        array.acquire(vi, offsets, lengths, *given.values())
-        launcher.launch(offsets, lengths, vb, vp, array.current_stream(vi))
-        array.release(vi, offsets, lengths, *given.values())
+        array.acquire(vi, offsets, lengths, *outputs.values())
+        find = get_positions.prepare(vi.device.index)
+        find.enqueue(
+            array.current_stream(vi),
+            *(offsets.ptr, lengths.ptr, vb.ptr, vp.ptr, dims["nnz"], lengths.shape[0]),
+        )
+        array.release(vi, offsets, lengths, *outputs.values())
+        if _are_as_given(index.values(), (offsets, lengths), (vb, vp)):
+            _POSITIONS.insert(given, (), find, vi, dtypes.int32, shape, None)
     b, p = (
-        x if name in given else array.deliver(x, vi)
+        x if name in outputs else array.deliver(x, vi)
         for name, x in (("batch_indices", b), ("positions", p))
     )
     return b, p
@@ -199,8 +236,14 @@ def get_seq_lens(kv_indptr: ArrayT, kv_last_page_len: Array, page_size: int) -> 
     dtypes and devices, and, on the CPU, offsets that fall and lengths beyond 32 bits. Semantics:
     FlashInfer's get_seq_lens.
     """
+    given = kv_indptr, kv_last_page_len
+    answer = _seq_lens_again(given, page_size)
+    if answer is not None:
+        return answer
+
     # Validate.
     dims = Dims()
+    scalars = (page_size,)
     page_size = parse.require_int(page_size, "page_size")
     index = _offsets_and_lengths(dims, kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
     device = array.same_device(**index)
@@ -211,13 +254,15 @@ def get_seq_lens(kv_indptr: ArrayT, kv_last_page_len: Array, page_size: int) -> 
         return _answer(found, None, vi, "kv_indptr")
     out = array.empty((dims["B"],), dtypes.int32, vi)
     if dims["B"]:
-        from .launch.ops import get_seq_lens as launcher
-
         offsets, lengths = (int32_on_device(v, name) for name, v in index.items())
         vout = array.view(out, "out")
         array.acquire(vi, offsets, lengths)
-        launcher.launch(offsets, lengths, vout, page_size, array.current_stream(vi))
+        find = get_lengths.prepare(page_size, vi.device.index)
+        stream = array.current_stream(vi)
+        find.enqueue(stream, offsets.ptr, lengths.ptr, vout.ptr, dims["B"])
         array.release(vi, offsets, lengths)
+        if _are_as_given(index.values(), (offsets, lengths)):
+            _SEQ_LENS.insert(given, scalars, find, vi, dtypes.int32, (dims["B"],), None)
     return array.deliver(out, vi)
 
 
@@ -230,51 +275,157 @@ def _append_to_copies(cache: Any, append: Callable[[Any], None]) -> Any:
     return tuple(made) if is_pair(cache) else made[0]
 
 
+class _Checked(NamedTuple):
+    """What appends of one signature share. v_offset: bytes from the array that holds V to V."""
+
+    append: Append
+    v_offset: int
+
+
+_TOKENS = ("append_key", "append_value", "batch_indices", "positions")
+_APPENDS: CallCache[_Checked] = CallCache(
+    *(Argument(name, 0) for name in (*_TOKENS, "kv_indices", "kv_indptr", "kv_last_page_len")),
+    Argument("k", is_output=True, interleaves=True),
+    Argument("v", is_output=True, interleaves=True),
+)
+
+
+_POSITIONS: CallCache[FindPositions] = CallCache(
+    Argument("append_indptr", 0),
+    Argument("seq_lens", 0),
+    Argument("batch_indices", 0, is_output=True),
+    Argument("positions", 0, is_output=True),
+)
+_SEQ_LENS: CallCache[FindLengths] = CallCache(
+    Argument("kv_indptr", 0), Argument("kv_last_page_len", 0)
+)
+
+
+def _append_again(arrays: tuple[Any, ...], scalars: tuple[Any, ...]) -> bool:
+    """Whether an append like this one passed the checks; if so, this one is enqueued too."""
+    answer = _APPENDS.lookup(arrays, scalars)
+    if answer is None:
+        return False
+    found, addresses = answer
+    call = found.call
+    nnz, num_values, num_requests, num_positions, num_indices, num_offsets, batch_size, *_ = (
+        found.lengths
+    )
+    if not nnz == num_values == num_requests == num_positions or not nnz:
+        return False
+    new_k, new_v, requests, positions, indices, indptr, _, k, v = addresses
+    if num_offsets != batch_size + 1 or k == v or call.overlaps(addresses, found.sizes):
+        return False
+    append, v_offset = call.checked
+    append.enqueue(
+        call.current_stream(),
+        *(new_k, new_v, k, (v or k) + v_offset, requests, positions, indices, indptr),
+        *(nnz, num_indices, batch_size),
+    )
+    return True
+
+
+def _positions_again(given: tuple[Any, ...], nnz: int) -> Any:
+    """(batch_indices, positions) if a call like this one passed the checks, else None."""
+    answer = _POSITIONS.lookup(given, ())
+    if answer is None or nnz <= 0:
+        return None
+    found, addresses = answer
+    call = found.call
+    num_offsets, batch_size, *num_rows = found.lengths
+    made = list(given[2:])
+    for place, x in enumerate(made):
+        if x is None:
+            x = made[place] = call.make_out((nnz,))
+            addresses[2 + place] = call.address(x)
+        elif num_rows[place] != nnz:
+            return None
+    if num_offsets != batch_size + 1 or call.overlaps(addresses, found.sizes):
+        return None
+    indptr, lengths, b, p = addresses
+    call.checked.enqueue(call.current_stream(), indptr, lengths, b, p, nnz, batch_size)
+    return made[0], made[1]
+
+
+def _seq_lens_again(given: tuple[Any, ...], page_size: Any) -> Any:
+    """The lengths if a call like this one passed the checks, else None."""
+    answer = _SEQ_LENS.lookup(given, (page_size,))
+    if answer is None:
+        return None
+    found, addresses = answer
+    call = found.call
+    num_offsets, batch_size = found.lengths
+    if num_offsets != batch_size + 1 or not batch_size:
+        return None
+    out = call.make_out((batch_size,))
+    indptr, lengths = addresses
+    call.checked.enqueue(call.current_stream(), indptr, lengths, call.address(out), batch_size)
+    return out
+
+
 def _append_on_gpu(
     new_k: ArrayView,
     new_v: ArrayView,
     cache: Keys,
     page_size: int,
-    index: dict[str, ArrayView],
+    given: dict[str, ArrayView],
     scales: tuple[float, float],
-) -> None:
-    from .launch.driver import scratch
-    from .launch.ops import append_paged_kv_cache as launcher
+) -> Append | None:
+    """Enqueue an append. Returns it if later calls of its signature may enqueue it as it is."""
 
-    def rows(
-        v: ArrayView, pages: ArrayView, strides: tuple[int, int, int], scale: float
-    ) -> launcher.Rows:
+    def rows(v: ArrayView, pages: ArrayView, strides: tuple[int, int, int], scale: float) -> Rows:
         own = v.strides[0], v.strides[1]
-        return launcher.Rows(v.ptr, pages.ptr, own, strides, v.shape[2], scale)
+        return Rows(v.ptr, pages.ptr, own, strides, v.shape[2], scale)
 
-    index = {n: int32_on_device(v, n) for n, v in index.items() if n != "kv_last_page_len"}
+    index = {n: int32_on_device(v, n) for n, v in given.items() if n != "kv_last_page_len"}
+    stream = array.current_stream(new_k)
     k_slot, k_head, v_slot, v_head, k_page, v_page = cache.strides
-    others = [new_v, cache.k, cache.v, *index.values()]
-    array.acquire(new_k, *others)
-    num_refused = launcher.launch(
+    append = prepare(
         rows(new_k, cache.k, (k_page, k_slot, k_head), scales[0]),
         rows(new_v, cache.v, (v_page, v_slot, v_head), scales[1]),
         new_k.dtype,
         cache.k.dtype,
         new_k.shape[1],
-        index["batch_indices"],
-        index["positions"],
-        launcher.PageTable(index["kv_indices"], index["kv_indptr"], cache.size, page_size),
+        (cache.size, page_size),
         new_k.device.index,
-        array.current_stream(new_k),
-        scratch.allocator(new_k),
     )
+    others = [new_v, cache.k, cache.v, *index.values()]
+    array.acquire(new_k, *others)
+    refused = Refused(stream, scratch.allocator(new_k)) if cuda().is_debugging else None
+    append.enqueue(
+        stream,
+        *(new_k.ptr, new_v.ptr, cache.k.ptr, cache.v.ptr),
+        *(index["batch_indices"].ptr, index["positions"].ptr),
+        *(index["kv_indices"].ptr, index["kv_indptr"].ptr),
+        *(new_k.shape[0], index["kv_indices"].shape[0], index["kv_indptr"].shape[0] - 1),
+        0 if refused is None else refused.address,
+    )
+    num_refused = 0 if refused is None else refused.read()
     array.release(new_k, new_k, *others)
     if num_refused:
         raise ArgumentError(
             f"positions: {num_refused} of {new_k.shape[0]} tokens have no slot and were left out: "
             "their request, position or page is out of bounds; wanted pages for all keys"
         )
+    views = [given[name] for name in index]
+    return append if _are_as_given(views, index.values()) else None
+
+
+def _are_as_given(
+    given: Iterable[ArrayView], used: Iterable[ArrayView], outputs: Iterable[ArrayView] = ()
+) -> bool:
+    """Whether index arrays of later calls may be used as they are, if they look like these.
+
+    The stride of an array of one element says nothing about longer ones.
+    """
+    if cuda().is_debugging or not all(v.strides == (1,) for v in (*used, *outputs)):
+        return False
+    return all(a is b for a, b in zip(given, used, strict=True))
 
 
 def _rows(x: Any, spec: str, dims: Dims, name: str) -> ArrayView:
     v = array.view(x, name)
-    match_array(v, spec, (*_WIDE, *_FP8), name, dims)
+    match_array(v, spec, (*WIDE, *FP8), name, dims)
     return v
 
 
@@ -313,13 +464,18 @@ def _answer(found: np.ndarray, out: ArrayView | None, like: ArrayView, name: str
     return out.owner
 
 
-def _scales(
-    k_scale: float | None, v_scale: float | None, dtype: DType, dtype_cache: DType
+def append_scales(
+    k_scale: float | None,
+    v_scale: float | None,
+    dtype: DType,
+    dtype_cache: DType,
+    names: tuple[str, str] = ("paged_kv_cache", "append_key"),
 ) -> tuple[float, float]:
-    converts = dtype in _WIDE and dtype_cache in _FP8
+    """Checked numbers; names are those of the cache and of new keys."""
+    converts = dtype in WIDE and dtype_cache in FP8
     if not converts and dtype is not dtype_cache:
         raise ArgumentError(
-            f"paged_kv_cache: dtype is {dtype_cache} but append_key is {dtype}; wanted the same, "
+            f"{names[0]}: dtype is {dtype_cache} but {names[1]} is {dtype}; wanted the same, "
             "or an fp8 cache for input of 16 or 32 bits"
         )
     scales = []
@@ -334,3 +490,80 @@ def _scales(
             )
         scales.append(scale)
     return scales[0], scales[1]
+
+
+@untraced
+def append_paged_mla_kv_cache(
+    append_ckv: Array,
+    append_kpe: Array,
+    batch_indices: Array,
+    positions: Array,
+    ckv_cache: Array,
+    kpe_cache: Array | None,
+    kv_indices: Array,
+    kv_indptr: Array,
+    kv_last_page_len: Array,
+    *,
+    ckv_scale: float | None = None,
+    kpe_scale: float | None = None,
+) -> Any:
+    """Write the latent rows of new tokens into their slots of a paged cache, in place.
+
+    append_ckv  [nnz, latent columns]; append_kpe [nnz, rope columns], of the same dtype
+    ckv_cache   [num_pages, page_size, latent columns]; kpe_cache [num_pages, page_size, rope
+                columns]. kpe_cache None: ckv_cache holds rows of both parts.
+    ckv_scale, kpe_scale  numbers above 0, as k_scale and v_scale in append_paged_kv_cache, for a
+                cache of fp8.
+    All other arguments, errors and the answer as in append_paged_kv_cache. Semantics: FlashInfer's
+    append_paged_mla_kv_cache, which takes 512 and 64 columns only and does not quantise.
+    """
+    latent, rope = array.view(append_ckv, "append_ckv"), array.view(append_kpe, "append_kpe")
+    if len(latent.shape) != 2 or len(rope.shape) != 2:
+        raise ArgumentError(
+            f"append_ckv, append_kpe: shapes are {list(latent.shape)} and {list(rope.shape)}; "
+            "wanted [nnz, columns]"
+        )
+    cache = array.view(ckv_cache, "ckv_cache")
+    if len(cache.shape) != 3:
+        raise ArgumentError(
+            f"ckv_cache: shape is {list(cache.shape)}; wanted [num_pages, page_size, columns]"
+        )
+    if kpe_cache is None:
+        columns = latent.shape[1], rope.shape[1]
+        if cache.shape[2] != sum(columns):
+            raise ArgumentError(
+                f"ckv_cache: rows have {cache.shape[2]} columns; wanted {sum(columns)}, those of "
+                "append_ckv and append_kpe, or a kpe_cache"
+            )
+        if cache.framework == "jax":
+            raise ArgumentError("kpe_cache: got None with a JAX array; pass the parts apart")
+        pages = tuple(
+            array.restride(
+                ckv_cache, "ckv_cache", (*cache.shape[:2], 1, n), (*cache.strides[:2], 0, 1), at
+            )
+            for n, at in zip(columns, (0, columns[0]), strict=True)
+        )
+    else:
+        pages = _with_head(ckv_cache, "ckv_cache"), _with_head(kpe_cache, "kpe_cache")
+    made = append_paged_kv_cache(
+        _with_head(append_ckv, "append_ckv"),
+        _with_head(append_kpe, "append_kpe"),
+        batch_indices,
+        positions,
+        pages,
+        kv_indices,
+        kv_indptr,
+        kv_last_page_len,
+        k_scale=ckv_scale,
+        v_scale=kpe_scale,
+    )
+    return None if made is None else tuple(x[:, :, 0] for x in made)
+
+
+def _with_head(x: Any, name: str) -> Any:
+    """An array with an axis of one head before its columns."""
+    v = array.view(x, name)
+    if not v.shape:
+        raise ArgumentError(f"{name}: has no dimension; wanted rows of columns")
+    shape, strides = (*v.shape[:-1], 1, v.shape[-1]), (*v.strides[:-1], 0, v.strides[-1])
+    return array.restride(x, name, shape, strides)

@@ -12,7 +12,7 @@ from .errors import ArgumentError, UnsupportedError
 from .inputs import geometry
 from .planless.call import run
 from .planless.check import Arrays, Options
-from .planless.views import Names, next_power_of_two, number_or_array
+from .planless.views import CONFIRMED, Names, confirmed_count, next_power_of_two, number_or_array
 from .typing import Array, Pages, Scale, query_returns_lse
 
 __all__ = [
@@ -258,7 +258,8 @@ def trtllm_batch_context_with_kv_cache(
     """
     scalars = (
         False, kv_layout, 0, _most(max_q_len), next_power_of_two(max_kv_len), window_left,
-        out_dtype, return_lse, causal, batch_size, None, "auto", uses_shared_paged_kv_idx,
+        out_dtype, return_lse, causal, confirmed_count(batch_size, block_tables), None, "auto",
+        uses_shared_paged_kv_idx,
         skip_softmax_threshold_scale_factor, o_sf_scale, o_sf_vec_size, kv_cache_sf, None, False,
     )  # fmt: skip
     return _attend(
@@ -332,8 +333,9 @@ def trtllm_ragged_attention_deepseek(
     if not isinstance(sage_attn_sfs, (tuple, list)) or any(x is not None for x in sage_attn_sfs):
         raise UnsupportedError("sage_attn_sfs: scale factors by block are not supported; pass None")
     scalars = (
-        _ROWS, "NHD", batch_size, _most(max_q_len), next_power_of_two(max_kv_len), window_left,
-        None, return_lse, is_causal, "NONE", None, skip_softmax_threshold_scale_factor,
+        _ROWS, "NHD", confirmed_count(batch_size, seq_lens), _most(max_q_len),
+        next_power_of_two(max_kv_len), window_left, None, return_lse, is_causal, "NONE", None,
+        skip_softmax_threshold_scale_factor,
     )  # fmt: skip
     arrays = query, key, value, workspace_buffer, None, seq_lens, out, lse
     offsets = cum_seq_lens_q, cum_seq_lens_kv
@@ -403,8 +405,9 @@ def trtllm_fmha_v2_prefill(
     if not is_causal and parse.window(window_left, "window_left") != -1:
         raise ArgumentError(f"window_left: got {window_left!r} with mask_mode='padding'; wanted -1")
     query, key, value = _split(qkv, input_layout, block_tables)
+    count = confirmed_count(batch_size, seq_lens if block_tables is None else block_tables)
     scalars = (
-        _QKV, input_layout[-3:], batch_size, _most(max_q_len), next_power_of_two(max_kv_len),
+        _QKV, input_layout[-3:], count, _most(max_q_len), next_power_of_two(max_kv_len),
         window_left, out_dtype, return_lse, is_causal, "ALIBI" if has_alibi else "NONE",
         logits_soft_cap_scale, skip_softmax_threshold_scale_factor,
     )  # fmt: skip
@@ -489,8 +492,9 @@ def _options_of_rows(
 ) -> Options:
     parse.finite(skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
     per_request = arrays.kv_lens if arrays.block_tables is None else arrays.block_tables
-    shape, count = getattr(per_request, "shape", ()), require_int(batch_size, "batch_size", 0)
-    if isinstance(shape, tuple) and shape and count != shape[0]:
+    count = None if batch_size is CONFIRMED else require_int(batch_size, "batch_size", 0)
+    shape = getattr(per_request, "shape", ())
+    if isinstance(shape, tuple) and shape and count not in (None, shape[0]):
         raise ArgumentError(f"batch_size: got {count}; the arrays have {shape[0]} requests")
     return Options(
         names,
@@ -574,8 +578,8 @@ def _options(
     else:
         names = names._replace(max_kv_len="max_kv_len")
         shape = getattr(arrays.block_tables, "shape", ())
-        count = require_int(batch_size, "batch_size", 0)
-        if isinstance(shape, tuple) and len(shape) in (2, 3) and count != shape[0]:
+        count = None if batch_size is CONFIRMED else require_int(batch_size, "batch_size", 0)
+        if isinstance(shape, tuple) and len(shape) in (2, 3) and count not in (None, shape[0]):
             raise ArgumentError(
                 f"batch_size: got {count}; block_tables has {shape[0]} rows, wanted as many"
             )

@@ -3,12 +3,13 @@ once this module has been imported by its name, the module, which can be called 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from .core.names import refuse_names
+from .core.names import missing
 from .core.parse import require_int
 from .core.tracing import untraced
 from .inputs import geometry
@@ -17,10 +18,19 @@ from .planless.check import Arrays, Options
 from .planless.views import Names, number_or_array
 from .typing import Array, Scale, returns_lse
 
-__all__ = ["xqa"]
+if TYPE_CHECKING:
+    from .mla import xqa_mla
+
+__all__ = ["xqa", "xqa_mla"]
 
 if not TYPE_CHECKING:
-    __getattr__ = refuse_names(__name__)
+
+    def __getattr__(name: str) -> Any:
+        # FlashInfer has that function here as well as beside it.
+        if name == "xqa_mla":
+            return getattr(importlib.import_module("cupyattn"), name)
+        raise missing(__name__, name)
+
 
 _NAMES = Names(
     "q",

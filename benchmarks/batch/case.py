@@ -15,10 +15,13 @@ class BatchCase:
     `api` names the wrapper that serves it: "decode" (paged KV, one query row a request), "paged"
     (prefill over paged KV), "ragged" (prefill over contiguous KV), "cascade" (decode rows whose
     first `shared` keys are the same pages), "mixed" (long chunks beside decodes, paged) or "verify"
-    (decode with equally many rows a request; FlashInfer's is "paged"). `requests` are groups of
-    equal ones, (how many, query rows, keys). `mask` "packed" gives the causal mask as bits in place
+    (decode with equally many rows a request; FlashInfer's is "paged"), "mla" (latent
+    attention, whose values are the first columns of its keys). `requests` are groups of equal ones,
+    (how many, query rows, keys). `mask` "packed" gives the causal mask as bits in place
     of the flag, "tree" lets a query row see all earlier keys and its ancestors in a binary tree of
-    the rows. The report divides the time of this case by that of the one `against` names.
+    the rows. `dtype` is that of q and o; `sinks` adds a logit of each head to the denominator. The
+    check samples rows of `checked` requests (None: of all). The report divides the time of
+    this case by that of the one `against` names.
 
     For host cases: `timed` is "run" or "plan"; `framework` and `out` say whose arrays ours is
     called with, and whether it gets `out=`; `arrays` says what plan() gets its tables as, "numpy",
@@ -40,6 +43,9 @@ class BatchCase:
     window_left: int = -1
     mask: str = "none"
     kv_dtype: str = "bfloat16"
+    dtype: str = "bfloat16"
+    sinks: bool = False
+    checked: int | None = None
     shared: int = 0
     against: str = ""
     timed: str = "run"
@@ -112,6 +118,7 @@ class BatchCase:
             self.window_left,
             self.mask,
             self.kv_dtype,
+            self.sinks,
         )
 
     @property
@@ -133,8 +140,13 @@ class BatchCase:
     def bytes(self) -> int:
         """Least device traffic: q, o, masks, each visible key and value once; no tables."""
         one = self.request(0)
+        shared_values = 0
+        if self.api == "mla":  # a value is part of its key
+            of_values = self.num_kv_heads * self.head_dim_vo * one.kv_itemsize
+            shared_values = sum(self.kv_lens) * of_values
         row = self.num_kv_heads * (self.head_dim_qk + self.head_dim_vo) * one.kv_itemsize
-        return sum(group.bytes for group in self.groups) - (self.batch - 1) * self.shared * row
+        both = sum(group.bytes for group in self.groups) - shared_values
+        return both - (self.batch - 1) * self.shared * row
 
     def floor_us(self, tflops: float, gbps: float) -> float:
         """No kernel is faster than this on a device of these two measured ceilings."""

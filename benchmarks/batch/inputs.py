@@ -15,12 +15,12 @@ from .tables import PageTables, page_tables
 
 @dataclass
 class BatchInputs:
-    """q [rows, Hq, Dqk] bfloat16, request after request. k and v in the KV dtype: the pools
+    """q [rows, Hq, Dqk], request after request. k and v in the KV dtype: the pools
     [pages, page_size, Hkv, D] where `tables` are given, else [keys, Hkv, D].
 
     Offsets are int32 NumPy arrays. `masks` are bool [q_len, kv_len] of each request; `packed` are
     their bits, every request padded to a byte, with `packed_offsets` in bytes, or `tree` those of
-    the last q_len keys, int32 [rows].
+    the last q_len keys, int32 [rows]. `sinks` are float32 [Hq], natural-log logits.
     """
 
     q: Any
@@ -33,11 +33,12 @@ class BatchInputs:
     packed: Any = None
     packed_offsets: list[int] | None = None
     tree: Any = None
+    sinks: Any = None
 
     def request(self, b: int) -> Inputs:
         """One request on its own, with a batch axis of 1; paged keys are gathered."""
         rows = slice(int(self.qo_indptr[b]), int(self.qo_indptr[b + 1]))
-        inputs = Inputs(self.q[None, rows], *self._keys(b))
+        inputs = Inputs(self.q[None, rows], *self._keys(b), sinks=self.sinks)
         if self.masks is not None:
             inputs = replace(inputs, mask=self.masks[b][None])
         if self.packed_offsets is not None:
@@ -63,11 +64,11 @@ def make_batch_inputs(case: BatchCase, device: str = "cuda") -> BatchInputs:
     seed = zlib.crc32(case.name.encode())
     generator = torch.Generator(device=device)
     generator.manual_seed(seed)
-    kv_dtype = getattr(torch, case.kv_dtype)
+    dtype, kv_dtype = getattr(torch, case.dtype), getattr(torch, case.kv_dtype)
     tables = page_tables(case.kv_lens, case.page_size, seed, case.shared) if case.is_paged else None
 
     def normal(*shape: int) -> Any:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     def keys(dim: int) -> Any:
         if tables is None:
@@ -76,14 +77,18 @@ def make_batch_inputs(case: BatchCase, device: str = "cuda") -> BatchInputs:
         _poison(pool, tables)
         return pool.to(kv_dtype)
 
+    q = normal(case.q_offsets[-1], case.num_qo_heads, case.head_dim_qk)
+    k = keys(case.head_dim_qk)
     inputs = BatchInputs(
-        normal(case.q_offsets[-1], case.num_qo_heads, case.head_dim_qk),
-        keys(case.head_dim_qk),
-        keys(case.head_dim_vo),
+        q,
+        k,
+        k[..., : case.head_dim_vo] if case.api == "mla" else keys(case.head_dim_vo),
         np.array(case.q_offsets, np.int32),
         np.array(case.kv_offsets, np.int32),
         tables,
     )
+    if case.sinks:
+        inputs.sinks = normal(case.num_qo_heads).float()
     if case.mask == "tree":
         trees = [binary_tree(rows, device) for rows in case.q_lens]
         inputs.masks = [_with_earlier(x, n) for x, n in zip(trees, case.kv_lens, strict=True)]

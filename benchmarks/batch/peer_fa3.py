@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from ..candidate import Candidate, Unsupported
@@ -12,10 +13,11 @@ from .inputs import BatchInputs
 
 
 def candidates(case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
-    """One call; decode has one query row a request and split keys."""
-    if case.pos_encoding_mode != "NONE" or case.mask != "none" or case.logits_soft_cap:
+    """Two calls: it chooses the number of splits, and it does not split."""
+    has_option = case.mask != "none" or case.logits_soft_cap or case.sinks
+    if case.pos_encoding_mode != "NONE" or has_option:
         raise Unsupported("FlashAttention-3 as built has no such option")
-    if case.kv_dtype != "bfloat16":
+    if case.kv_dtype != case.dtype:
         raise Unsupported("FlashAttention-3 takes no fp8 KV with a 16-bit q")
     fwd = forward()
     q, options = inputs.q, _options(case, inputs)
@@ -23,10 +25,11 @@ def candidates(case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
         q = q[:, None]
     shape = (1, -1, case.num_qo_heads, case.head_dim_vo)
 
-    def call() -> Any:
-        return fwd(q, inputs.k, inputs.v, **options)
+    def candidate(variant: str, num_splits: int) -> Candidate:
+        call = partial(fwd, q, inputs.k, inputs.v, num_splits=num_splits, **options)
+        return Candidate(NAME, variant, call, lambda answer: answer[0].view(shape))
 
-    return [Candidate(NAME, "fwd", call, lambda answer: answer[0].view(shape))]
+    return [candidate("fwd", 0), candidate("unsplit", 1)]
 
 
 def _options(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
@@ -38,7 +41,6 @@ def _options(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
     options: dict[str, Any] = {
         "softmax_scale": 1.0 / math.sqrt(case.head_dim_qk),
         "is_causal": case.causal,
-        "num_splits": 0,
     }
     if case.window_left >= 0:
         options |= {"window_size_left": case.window_left, "window_size_right": 0}

@@ -13,7 +13,7 @@ from ..candidate import Candidate, Unsupported
 from .case import BatchCase
 from .inputs import BatchInputs
 from .several import VARIANTS, bind_several
-from .wrappers import bind, empty_output
+from .wrappers import Calls, bind, empty_output, plan_tables, workspace
 
 
 def variants(case: BatchCase, backend: str) -> list[str]:
@@ -26,6 +26,10 @@ def variants(case: BatchCase, backend: str) -> list[str]:
         raise Unsupported("takes torch tensors only")
     if case.arrays == "numpy":
         raise Unsupported("plan() takes torch tensors only")
+    if case.sinks:
+        if case.api not in ("decode", "paged", "verify"):
+            raise Unsupported("its wrapper with sinks takes pages")
+        return ["sinks"]
     if case.api in VARIANTS:
         # It has no decode of its own beside chunks that is not "apart".
         return list(VARIANTS[case.api])
@@ -38,13 +42,26 @@ def variants(case: BatchCase, backend: str) -> list[str]:
     return ["paged" if case.api == "verify" else case.api]
 
 
-def candidates(backend: str, case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
-    """A candidate for each variant; one that cannot be set up is offered as a call that raises."""
+def candidates(
+    backend: str, case: BatchCase, inputs: BatchInputs, build: bool = True
+) -> list[Candidate]:
+    """A candidate for each variant; one that cannot be set up is offered as a call that raises.
+
+    Without `build`, variants whose modules are not built yet are left out; Unsupported where no
+    variant is left.
+    """
     found = []
     if case.api == "verify":
         # Its decode wrapper takes no mask.
         case = replace(case, api="paged")
-    for variant in variants(case, backend):
+    chosen = variants(case, backend)
+    if not build:
+        from ..peers.prebuild import is_ready
+
+        chosen = [variant for variant in chosen if is_ready(case, backend, variant)]
+        if not chosen:
+            raise Unsupported("its modules are not built, and none is built here")
+    for variant in chosen:
         try:
             found.append(_candidate(backend, variant, case, inputs))
         except Exception as error:
@@ -61,6 +78,9 @@ def _candidate(backend: str, variant: str, case: BatchCase, inputs: BatchInputs)
     if case.api in VARIANTS:
         calls = bind_several(variant, flashinfer, "flashinfer", case, inputs, lambda x: x, out)
         return calls.candidate(f"flashinfer_{backend}", variant, case, _first_output, None)
+    if case.sinks:
+        calls = _bind_sinks(flashinfer, backend, case, inputs, out)
+        return calls.candidate(f"flashinfer_{backend}", variant, case, _first_output, out)
     constructor: dict[str, Any] = {"backend": backend}
     if case.api == "decode":
         constructor["use_tensor_cores"] = variant == "tc"
@@ -70,6 +90,32 @@ def _candidate(backend: str, variant: str, case: BatchCase, inputs: BatchInputs)
         mask["custom_mask"] = torch.cat([mask.reshape(-1) for mask in inputs.masks])
     calls = bind(flashinfer, "flashinfer", case, inputs, lambda x: x, out, mask, **constructor)
     return calls.candidate(f"flashinfer_{backend}", variant, case, lambda answer: answer[None], out)
+
+
+def _bind_sinks(
+    library: Any, backend: str, case: BatchCase, inputs: BatchInputs, out: Any
+) -> Calls:
+    """FlashInfer's wrapper for models with sinks: a prefill wrapper, also for one row a request."""
+    case = replace(case, api="paged", causal=True)
+    wrapper = library.BatchAttentionWithAttentionSinkWrapper(
+        workspace(f"flashinfer sinks {backend}", str(inputs.q.device)),
+        kv_layout="NHD",
+        backend=backend,
+        q_data_type=inputs.q.dtype,
+        kv_data_type=inputs.k.dtype,
+        head_dim_qk=case.head_dim_qk,
+        head_dim_vo=case.head_dim_vo,
+        window_left=case.window_left,
+    )
+    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim_qk, case.page_size)
+    tables = plan_tables(case, inputs, lambda x: x)
+    plan = functools.partial(
+        wrapper.plan, *tables, *heads, causal=True, window_left=case.window_left,
+        q_data_type=inputs.q.dtype, kv_data_type=inputs.k.dtype,
+    )  # fmt: skip
+    scale = case.head_dim_qk**-0.5
+    cache = (inputs.k, inputs.v)
+    return Calls(plan, lambda: wrapper.run(inputs.q, cache, inputs.sinks, scale, out=out))
 
 
 def _first_output(answer: Any) -> Any:

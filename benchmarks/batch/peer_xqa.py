@@ -15,8 +15,8 @@ def check(case: BatchCase) -> None:
     """Raises Unsupported with the reason if XQA does not serve the case."""
     if case.page_size not in _PAGE_SIZES:
         raise Unsupported(f"XQA takes pages of {', '.join(map(str, _PAGE_SIZES))}")
-    if case.kv_dtype != "bfloat16":
-        raise Unsupported("measured over bfloat16 keys only")
+    if case.kv_dtype not in ("bfloat16", "float16"):
+        raise Unsupported("measured over 16-bit keys only")
 
 
 def candidates(case: BatchCase, inputs: BatchInputs) -> list[Candidate]:

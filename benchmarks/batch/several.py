@@ -59,7 +59,7 @@ def _multilevel(
     # FlashInfer's run() takes no out.
     named = {} if out is None or owner == "flashinfer" else {"out": wrap(out)}
     return Calls(
-        lambda: wrapper.plan(*arrays, *sizes, q_data_type="bfloat16", kv_data_type=case.kv_dtype),
+        lambda: wrapper.plan(*arrays, *sizes, q_data_type=case.dtype, kv_data_type=case.kv_dtype),
         lambda: wrapper.run(q, cache, **named),
     )
 
@@ -109,7 +109,7 @@ def _apart(
     plans, runs = [], []
     for (qo_indptr, indptr, last), at in zip(parts, (slice(rows), slice(rows, None)), strict=True):
         name = "BatchDecodeWithPagedKVCacheWrapper"
-        given, options = [indptr, tables.indices, last], {"q_data_type": "bfloat16"}
+        given, options = [indptr, tables.indices, last], {"q_data_type": case.dtype}
         if qo_indptr is not None:
             name = "BatchPrefillWithPagedKVCacheWrapper"
             given, options = [qo_indptr, *given], {**options, "causal": True}

@@ -52,9 +52,9 @@ def bind(
     """`library`'s wrapper for a case; `mask` goes to plan(), `constructor` to the class."""
     space = wrap(workspace(owner, str(inputs.q.device)))
     wrapper = getattr(library, _CLASSES[case.api])(space, kv_layout="NHD", **constructor)
-    options = {**_options(case), **mask, "q_data_type": "bfloat16", "kv_data_type": case.kv_dtype}
+    options = {**_options(case), **mask, "q_data_type": case.dtype, "kv_data_type": case.kv_dtype}
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim_qk)
-    tables = [as_array(table, case, inputs, wrap) for table in _tables(case, inputs)]
+    tables = plan_tables(case, inputs, wrap)
     if case.is_paged:
         plan = functools.partial(wrapper.plan, *tables, *heads, case.page_size, **options)
     else:
@@ -65,6 +65,8 @@ def bind(
     named = {} if out is None else {"out": wrap(out)}
     if case.api == "verify" and inputs.tree is not None:
         named["mask"] = wrap(inputs.tree)
+    if inputs.sinks is not None:
+        named["sinks"] = wrap(inputs.sinks)
     return Calls(plan, functools.partial(wrapper.run, q, *keys, **named))
 
 
@@ -92,13 +94,16 @@ def workspace(owner: str, device: str) -> Any:
     return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def _tables(case: BatchCase, inputs: BatchInputs) -> list[Any]:
-    """The tables that plan() takes first, in its order."""
+def plan_tables(case: BatchCase, inputs: BatchInputs, wrap: Wrap) -> list[Any]:
+    """The tables that plan() takes first, in its order and in the form that the case gives."""
     if inputs.tables is None:
-        return [inputs.qo_indptr, inputs.kv_indptr]
-    tables = inputs.tables
-    paged = [tables.indptr, tables.indices, tables.last_page_len]
-    return paged if case.api in ("decode", "verify") else [inputs.qo_indptr, *paged]
+        given = [inputs.qo_indptr, inputs.kv_indptr]
+    else:
+        tables = inputs.tables
+        given = [tables.indptr, tables.indices, tables.last_page_len]
+        if case.api not in ("decode", "verify"):
+            given.insert(0, inputs.qo_indptr)
+    return [as_array(table, case, inputs, wrap) for table in given]
 
 
 def _options(case: BatchCase) -> dict[str, Any]:

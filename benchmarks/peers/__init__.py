@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from ..batch.case import BatchCase
-from ..candidate import Candidate
+from ..candidate import Candidate, Unsupported
 from ..cases import AnyCase
 from ..merge.case import MergeCase
 
@@ -20,10 +20,11 @@ _BATCH = {
     "batch_decode": ("ours", "ours_trtllm", "fa3", "flashinfer_fa2", "flashinfer_xqa"),
     "append": ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
     "verify": ("ours", "fa3", "flashinfer_fa2"),
-    "ragged": ("ours", "ours_single", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
+    "ragged": ("ours", "ours_single", "fa3", "flashinfer_fa2", "flashinfer_fa3", "sdpa_cudnn"),
     "cascade": ("ours", "ours_apart", "flashinfer_fa2"),
     "mixed": ("ours", "ours_apart", "fa3", "flashinfer_fa2"),
     "host_batch": ("ours", "flashinfer_fa2"),
+    "mla": ("ours", "ours_trtllm", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
 }
 
 
@@ -34,14 +35,15 @@ def offering(case: AnyCase) -> tuple[str, ...]:
     return _BATCH[case.op] if isinstance(case, BatchCase) else _SINGLE
 
 
-def candidates(name: str, case: AnyCase, inputs: Any) -> list[Candidate]:
-    """What one implementation offers for a case.
+def candidates(name: str, case: AnyCase, inputs: Any, build: bool = True) -> list[Candidate]:
+    """What one implementation offers for a case. Without `build`, nothing of a batch case that a
+    peer would have to compile first.
 
     Raises Unsupported with the reason if it cannot serve the case, ImportError or OSError if the
     library is not there.
     """
     if isinstance(case, BatchCase):
-        return _of_batch(name, case, inputs)
+        return _of_batch(name, case, inputs, build)
     if isinstance(case, MergeCase):
         merge = import_module(".merge.candidates", "benchmarks")
         return list(merge.candidates(name, case, inputs))
@@ -50,10 +52,17 @@ def candidates(name: str, case: AnyCase, inputs: Any) -> list[Candidate]:
     return found
 
 
-def _of_batch(name: str, case: BatchCase, inputs: Any) -> list[Candidate]:
+def _of_batch(name: str, case: BatchCase, inputs: Any, build: bool) -> list[Candidate]:
+    if case.api == "mla":
+        return list(import_module(".batch.latent", "benchmarks").candidates(name, case, inputs))
     library, _, backend = name.partition("_")
     if library == "flashinfer" and backend != "xqa":
         flashinfer = import_module(".batch.peer_flashinfer", "benchmarks")
-        return list(flashinfer.candidates(backend, case, inputs))
+        return list(flashinfer.candidates(backend, case, inputs, build))
     module = name if name in OURS else f"peer_{backend or library}"
-    return list(import_module(f".batch.{module}", "benchmarks").candidates(case, inputs))
+    found = import_module(f".batch.{module}", "benchmarks")
+    if library == "flashinfer" and not build:
+        found.check(case)
+        if not import_module(".peers.prebuild", "benchmarks").is_ready(case, backend, backend):
+            raise Unsupported("its module is not built, and none is built here")
+    return list(found.candidates(case, inputs))

@@ -1,6 +1,7 @@
 """Compile ahead the FlashInfer modules that the chosen cases need, in parallel.
 
     python -m benchmarks.peers.prebuild --case '4x4k*' --jobs 6    # beside other work
+    python -m benchmarks.peers.prebuild --sweep 1:200 --jobs 6     # what that sweep's peers need
     python -m benchmarks.peers.prebuild --pack modules.tar.xz      # to ship to another machine
 
 FlashInfer compiles a module at its first use, 8-130 s each. It takes a ready one from
@@ -32,6 +33,7 @@ from ..candidate import Unsupported
 from ..case import Case
 from ..cases import OPS, AnyCase, select
 from ..merge.case import MergeCase
+from ..sweep.draw import draw_cases
 from ..timing import describe
 from . import _flashinfer, offering
 
@@ -43,7 +45,7 @@ _LZMA_TUNING = "lc=0,lp=2,pb=4,nice=273"  # for instructions of 16 bytes
 
 @dataclass(frozen=True)
 class Module:
-    """What one FlashInfer module is compiled for; q and o are bfloat16."""
+    """What one FlashInfer module is compiled for; o has the dtype of q."""
 
     kind: str  # single_ or batch_prefill, single_ or batch_decode, xqa, quantization, cascade
     backend: str = "fa2"
@@ -55,6 +57,7 @@ class Module:
     soft_cap: bool = False
     page_size: int = 0  # of XQA alone, as is the number of query heads a KV head
     group: int = 0
+    dtype: str = "bfloat16"
 
 
 def modules(cases: Iterable[AnyCase], backends: Iterable[str]) -> list[Module]:
@@ -71,7 +74,9 @@ def modules(cases: Iterable[AnyCase], backends: Iterable[str]) -> list[Module]:
                 variants = _variants(case, backend)
             except Unsupported:
                 continue
-            found |= dict.fromkeys(_module(case, backend, variant) for variant in variants)
+            # The wrapper with sinks names its module by its own arguments: built at first use.
+            known = [variant for variant in variants if variant in _KINDS]
+            found |= dict.fromkeys(_module(case, backend, variant) for variant in known)
             if not {"multilevel", "apart"}.isdisjoint(variants):
                 # Wrappers that choose a backend themselves: on Hopper fa3.
                 found[_module(case, "fa3", "paged")] = None
@@ -85,6 +90,8 @@ def modules(cases: Iterable[AnyCase], backends: Iterable[str]) -> list[Module]:
 def _variants(case: Case | BatchCase, backend: str) -> list[str]:
     if not isinstance(case, BatchCase):
         return _flashinfer.variants(case, backend)
+    if case.api == "mla":
+        return ["mla"]
     if backend != "xqa":
         return peer_flashinfer.variants(case, backend)
     peer_xqa.check(case)
@@ -105,6 +112,7 @@ _KINDS = {
     "flat": "batch_prefill",
     "holistic": "batch_attention",
     "apart": "batch_prefill",
+    "mla": "batch_mla",
 }
 
 
@@ -121,6 +129,7 @@ def _module(case: Case | BatchCase, backend: str, variant: str) -> Module:
         case.logits_soft_cap > 0,
         case.page_size if xqa else 0,
         case.num_qo_heads // case.num_kv_heads if xqa else 0,
+        case.dtype if isinstance(case, BatchCase) else "bfloat16",
     )
 
 
@@ -135,7 +144,7 @@ def _spec(module: Module) -> Any:
         return gen_cascade_module()
     if module.kind == "quantization":
         return quantization.gen_quantization_module()
-    q, kv = torch.bfloat16, getattr(torch, module.kv_dtype)
+    q, kv = getattr(torch, module.dtype), getattr(torch, module.kv_dtype)
     if module.kind == "batch_attention":
         dims = (module.head_dim_qk, module.head_dim_vo)
         generate = make._gen_batch_attention_primary_module
@@ -148,6 +157,9 @@ def _spec(module: Module) -> Any:
     index = (torch.int32,) if module.kind.startswith("batch_") else ()
     shape = (module.head_dim_qk, module.head_dim_vo, module.position_mode)
     arguments = (q, kv, q, *index, *shape, module.window, module.soft_cap)
+    if module.kind == "batch_mla":
+        parts = module.head_dim_vo, module.head_dim_qk - module.head_dim_vo
+        return make.gen_batch_mla_module(module.backend, q, kv, q, torch.int32, *parts, False)
     if module.kind == "single_decode":
         return make.gen_single_decode_module(*arguments)
     if module.kind == "batch_decode":
@@ -158,6 +170,17 @@ def _spec(module: Module) -> Any:
     primary = module.backend == "fa2"
     generate = make._gen_batch_prefill_primary_module if primary else make.gen_batch_prefill_module
     return generate(module.backend, *arguments, False)
+
+
+def is_ready(case: BatchCase, backend: str, variant: str) -> bool:
+    """Whether FlashInfer would load the module of this variant without compiling it."""
+    if variant == "sinks":
+        return False  # its wrapper names its module by its own arguments
+    needed = [_module(case, backend, variant)]
+    if variant in ("multilevel", "apart"):
+        needed.append(_module(case, "fa3", "paged"))
+    specs = [_spec(module) for module in needed]
+    return all(spec.is_aot or Path(spec.get_library_path()).exists() for spec in specs)
 
 
 def build(module: Module) -> dict[str, Any]:
@@ -215,13 +238,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.prebuild")
     parser.add_argument("--op", default=",".join(OPS))
     parser.add_argument("--case", default="*", help="globs of case names, by comma")
+    parser.add_argument("--sweep", help="SEED:COUNT, the shapes of such a sweep instead of cases")
     parser.add_argument("--peers", default=",".join(_BACKENDS))
     parser.add_argument("--jobs", type=int, default=6, help="modules at once (default 6)")
     parser.add_argument("--log", type=Path, help="write what was built, with seconds, as JSON")
     parser.add_argument("--pack", type=Path, help="pack the libraries into this .tar.xz")
     args = parser.parse_args(argv)
     backends = [_BACKENDS[name] for name in args.peers.split(",") if name in _BACKENDS]
-    wanted = modules(select(args.op.split(","), args.case.split(",")), backends)
+    cases: Sequence[AnyCase] = select(args.op.split(","), args.case.split(","))
+    if args.sweep:
+        seed, _, count = args.sweep.partition(":")
+        cases = draw_cases(int(seed), int(count or 200))
+    wanted = modules(cases, backends)
     wanted.sort(key=lambda module: module.backend != "fa3")  # the slow ones first
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -54,7 +54,12 @@ class GraphBuffers:
 
     def _check_sizes(self) -> None:
         found = {}
-        for holds, extra in (("qo_indptr", 1), ("kv_indptr", 1), ("kv_last_page_len", 0)):
+        for holds, extra in (
+            ("qo_indptr", 1),
+            ("kv_indptr", 1),
+            ("kv_last_page_len", 0),
+            ("kv_len_arr", 0),
+        ):
             if holds in self._views:
                 found[self._names[holds]] = self._views[holds].shape[0] - extra
         if not found:
@@ -123,6 +128,7 @@ class GraphBuffers:
             ("qo_indptr", batch.qo_indptr),
             ("kv_indptr", batch.kv_indptr),
             ("kv_last_page_len", batch.last_page_len),
+            ("kv_len_arr", batch.requests.kv_len),
             ("mask_indptr", batch.mask_indptr),
         )
         found = [(self._views.get(holds), value) for holds, value in values]

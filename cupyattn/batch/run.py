@@ -124,7 +124,9 @@ def run(
             turns.check(plan.owner)
         # A mask fits a number of rows, which are not part of a signature otherwise.
         rows = None if mask is None else (plan.batch.num_rows, plan.batch.requests.uniform)
-        scalars = plan.geometry, plan.framework, return_lse, *scales, rows
+        scalars: tuple[Any, ...] = plan.geometry, plan.framework, return_lse, rows
+        if scales is not NO_SCALES:
+            scalars += scales
         answer = _run_cached(plan, wrapper._workspace.ptr, arrays, scalars, lse, mask, return_lse)
         if answer is not None:
             return answer
@@ -261,7 +263,7 @@ def _run_cached(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr = addresses
     optional = params.NO_OPTIONAL
     if lse_ptr or sinks_ptr or mask_ptr:
-        optional = params.OPTIONAL.pack(lse_ptr, mask_ptr, sinks_ptr, 0, 0, 0)
+        optional = params.OPTIONAL.pack(lse_ptr, mask_ptr, sinks_ptr, 0, 0, 0, 0)
     v_ptr = (v_ptr or k_ptr) + checked.v_offset
     bound.run.launch(q_ptr, k_ptr, v_ptr, o_ptr, optional, call.current_stream())
     return (out, lse) if return_lse else out
@@ -416,7 +418,7 @@ def _launch(
     bits = _mask_bits(wrapper, plan, extras.get("mask"), stream)
     lse, *others = (extras.get(n) for n in ("lse", "sinks", "scale_q", "scale_k", "scale_v"))
     optional = [0 if v is None else v.ptr for v in others]
-    addresses = params.OPTIONAL.pack(0 if lse is None else lse.ptr, bits.address, *optional)
+    addresses = params.OPTIONAL.pack(0 if lse is None else lse.ptr, bits.address, *optional, 0)
     bound = _bind(plan, prepared, wrapper._workspace.ptr, strides, keys.size, factors, bits)
     bound.launch(vq.ptr, keys.k.ptr, keys.v.ptr, vout.ptr, addresses, stream)
     array.release(vq, vq, *used)

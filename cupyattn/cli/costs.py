@@ -16,6 +16,7 @@ class Cost(NamedTuple):
 # long. Architectures without rows of their own cost what sm_80 does.
 _KIB = 1024
 _COSTS = {
+    "append_new_kv": Cost(0.10, 16 * _KIB),
     "append_paged_kv_cache": Cost(0.08, 14 * _KIB),
     "decode_sm80": Cost(0.76, 97 * _KIB),
     "get_batch_indices_positions": Cost(0.03, 5 * _KIB),
@@ -28,6 +29,8 @@ _COSTS = {
     "pad_lse": Cost(0.05, 12 * _KIB),
     "plan_batch": Cost(0.17, 27 * _KIB),
     "prefill_sm80": Cost(1.1, 127 * _KIB),
+    "serving_metadata": Cost(1.2, 70 * _KIB),
+    "store_kv": Cost(0.09, 16 * _KIB),
 }
 _BY_ARCH = {
     "sm_90a": {

@@ -16,6 +16,9 @@ POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 # Forms of a custom mask, in the order of kernels/cupyattn/attention/mask.cuh.
 MASK_FORMS = ("whole", "rows", "runs")
 MAX_HEAD_DIM = 256
+# Head dims of q and k, and of v, beyond that; and latent and rope columns of latent attention.
+WIDE_HEAD_DIMS = (256, 512), (512, 512), (512, 256)
+LATENT_HEAD_DIMS = (512, 64), (512, 0), (256, 64), (256, 0)
 # Lengths are 32-bit in the kernels, which read indices up to a tile beyond the end.
 MAX_LENGTH = 2**31 - 1 - 64
 
@@ -28,9 +31,10 @@ class AttentionProblem:
     a 16-byte boundary; `prescale_logits` that the logit scale is not one positive number for all
     heads, so that it cannot be folded into the softmax; `paged` that keys are found through a page
     table, `own_value_pages` that values are found through another; `mask_form` what a custom mask
-    holds: bits of all keys, of a request's last keys, or runs. Causality, windows, sinks, scales
-    and LSE are run-time facts: they cost nothing when off, so they do not multiply the number of
-    kernels.
+    holds: bits of all keys, of a request's last keys, or runs; `latent` that a value is the first
+    head_dim_vo columns of its key, `sparse` that a list names each key. Causality, windows, sinks,
+    scales and LSE are run-time facts: they cost nothing when off, so they do not multiply the
+    number of kernels.
     """
 
     dtype_q: DType
@@ -46,6 +50,13 @@ class AttentionProblem:
     aligned: bool = True
     paged: bool = False
     own_value_pages: bool = False
+    latent: bool = False
+    sparse: bool = False
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the kernels of wide heads serve it: one warp cannot hold its output."""
+        return self.latent or max(self.head_dim_qk, self.head_dim_vo) > MAX_HEAD_DIM
 
     @property
     def reads_rows(self) -> bool:
@@ -81,6 +92,9 @@ class AttentionProblem:
             raise UnsupportedError(
                 f"q: dtype {self.dtype_q} has no GPU kernel; {remedy} (CPU arrays take float32 too)"
             )
+        if self.is_wide:
+            self._check_wide()
+            return
         for label, dim in (("qk", self.head_dim_qk), ("vo", self.head_dim_vo)):
             if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
                 raise UnsupportedError(
@@ -91,4 +105,29 @@ class AttentionProblem:
             raise UnsupportedError(
                 f"pos_encoding_mode: ROPE_LLAMA rotates halves of the head dim in vectors of 8, so "
                 f"it needs head_dim_qk to be a multiple of 16, got {self.head_dim_qk}"
+            )
+
+    def _check_wide(self) -> None:
+        """Raise UnsupportedError unless the kernels of wide heads can serve this problem."""
+        dims = self.head_dim_qk, self.head_dim_vo
+        if self.latent:
+            latent, rope = self.head_dim_vo, self.head_dim_qk - self.head_dim_vo
+            if (latent, rope) not in LATENT_HEAD_DIMS:
+                wanted = ", ".join(f"{a} and {b}" for a, b in LATENT_HEAD_DIMS)
+                raise UnsupportedError(
+                    f"head_dim_ckv, head_dim_kpe: {latent} and {rope} are not supported; wanted "
+                    f"{wanted}"
+                )
+        elif dims not in WIDE_HEAD_DIMS:
+            wanted = ", ".join(f"({a}, {b})" for a, b in WIDE_HEAD_DIMS)
+            is_qk = dims[0] > MAX_HEAD_DIM and dims[0] not in {a for a, _ in WIDE_HEAD_DIMS}
+            label, dim, other = ("qk", *dims) if is_qk else ("vo", *dims[::-1])
+            raise UnsupportedError(
+                f"head_dim_{label}: {dim} is not supported beside {other}; wanted head dims that "
+                f"are multiples of 8 from 8 to {MAX_HEAD_DIM}, or (qk, vo) of {wanted}"
+            )
+        if self.pos_encoding == "ROPE_LLAMA":
+            raise UnsupportedError(
+                f"pos_encoding_mode: ROPE_LLAMA is not supported with head dims {dims[0]} and "
+                f"{dims[1]}; rotate q and k before the call"
             )

@@ -22,6 +22,8 @@ class AttentionSpec:
     window_left, window_right  keys to the left and right of a row's own that it sees, -1 for all
     sm_scale      multiplies the logits, output_scale the output; positive or negative, finite
     logits_soft_cap  0 for none
+    latent        a value is the first head_dim_vo columns of its key
+    sparse        a list names the rows of the cache that are keys, and negative numbers for none
     """
 
     num_qo_heads: int
@@ -44,6 +46,8 @@ class AttentionSpec:
     rope_scale: float = 1.0
     rope_theta: float = 1e4
     value_pages: int = 0
+    latent: bool = False
+    sparse: bool = False
 
     @property
     def right_limit(self) -> int:
@@ -71,6 +75,8 @@ class AttentionSpec:
             aligned=aligned,
             paged=self.page_size > 0,
             own_value_pages=self.value_pages > 0,
+            latent=self.latent,
+            sparse=self.sparse,
         )
 
     def with_row_mask(self) -> AttentionSpec:

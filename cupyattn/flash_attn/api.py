@@ -11,15 +11,25 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..core import parse
-from ..core.problem import MAX_LENGTH
 from ..core.tracing import untraced
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import geometry
-from ..inputs.index_arrays import compute, progression, steps_of
+from ..inputs.index_arrays import compute, progression
 from ..planless.views import Names
 from .attend import Common, attend, attend_again, parse_window
 from .batch import Batch
-from .caches import Append, as_rows, lengths, page_table_of, rotate, select_rows, view_cache
+from .caches import (
+    Append,
+    as_rows,
+    lengths,
+    offsets_of,
+    page_table_of,
+    select_rows,
+    vector,
+    view_cache,
+)
+from .latent import attend_latent
+from .rotary import Rotary
 
 # An array without a name of the caller's is one that the call makes. No two have one name.
 _DENSE = Names(
@@ -45,6 +55,7 @@ _VARLEN = _DENSE._replace(
     qo_offsets="cu_seqlens_q",
     kv_offsets="cu_seqlens_k",
 )
+_VARLEN_BY_OFFSETS = _VARLEN._replace(kv_lens="cu_seqlens_k")
 _CACHE = _VARLEN._replace(
     k="k_cache", v="v_cache", block_tables="page_table", kv_lens="cache_seqlens"
 )
@@ -95,7 +106,8 @@ def flash_attn_func(
     sinks, s_aux   two names of [num_heads] logits of keys without values, natural and unscaled, of
             any float dtype.
     alibi_slopes   float32 [num_heads] or [b, num_heads]: slope * |i + seqlen_k - seqlen_q - j| is
-            taken from the logits, behind the soft cap. CPU arrays only.
+            taken from the logits, behind the soft cap. On a GPU where rows see no keys to their
+            right, and without a soft cap.
     out     array to write instead of a new one.
     return_attn_probs, return_softmax_lse   two names of: return the LSE too.
     num_splits   1: keys are not split; any other number lets the plan on the GPU decide. (FA3's
@@ -223,23 +235,31 @@ def flash_attn_varlen_func(
         _asks(return_attn_probs, return_softmax_lse),
     )
     most_q, most_k = _bound(max_seqlen_q, "max_seqlen_q"), _bound(max_seqlen_k, "max_seqlen_k")
-    kv_lens, kv_offsets = seqused_k, None
-    if not (table is None or kv_lens is None) and seqused_q is None:
-        known = Batch(names, q, k, v, kv_lens, table, None, cu_seqlens_q, max_seqlen_k=most_k)
-        answer = None if most_k is None else _again(known, common, most_q)
-        if answer is not None:
-            return answer
+    kv_lens, kv_offsets, is_cumulative = seqused_k, cu_seqlens_k, False
     if kv_lens is None:
         if cu_seqlens_k is None:
             raise ArgumentError("cu_seqlens_k: got None without seqused_k; wanted one of them")
-        names = names._replace(kv_lens="cu_seqlens_k")
-        kv_lens = compute(steps_of, _offsets(cu_seqlens_k, "cu_seqlens_k"))
+        names = _VARLEN_BY_OFFSETS
+        if table is not None:
+            kv_lens, is_cumulative = cu_seqlens_k, True
+    if table is not None:
+        kv_offsets = None
+    if not (most_k is None or (kv_offsets is table is None)):
+        known = Batch(
+            *(names, q, k, v, kv_lens, table, seqused_q, cu_seqlens_q, kv_offsets),
+            max_seqlen_q=most_q,
+            max_seqlen_k=most_k,
+            has_kv_steps=is_cumulative,
+        )
+        answer = _again(known, common)
+        if answer is not None:
+            return answer
+    if seqused_k is None:
+        offsets_of(cu_seqlens_k, "cu_seqlens_k")
     rows = None
     if table is not None:
         table = page_table_of(table, "block_table", view_cache(k, v, names))
-    elif cu_seqlens_k is not None:
-        kv_offsets = cu_seqlens_k
-    else:
+    elif cu_seqlens_k is None:
         # Keys of each request in a row of their own, of which the first count.
         views = view_cache(k, v, names)
         rows = progression(views[0].shape[0], 0, 1, views[0])[:, None]
@@ -248,6 +268,7 @@ def flash_attn_varlen_func(
         *(seqused_q, cu_seqlens_q, kv_offsets),
         max_seqlen_q=most_q,
         max_seqlen_k=most_k,
+        has_kv_steps=is_cumulative,
     )
     if rows is not None:
         _prefer_rows(batch, views, attention_chunk)
@@ -315,11 +336,14 @@ def flash_attn_with_kvcache(
     rotary_cos, rotary_sin   [positions, rotary_dim / 2]: k is rotated to the positions that it is
             written to before that, and q to the same where causal or with a window, else all rows
             to cache_seqlens. rotary_interleaved: pairs are neighbours, else halves of rotary_dim.
-            rotary_seqlens [b]: positions to begin at instead. CPU arrays only.
+            rotary_seqlens [b]: positions to begin at instead. On a GPU a position beyond the tables
+            gives NaN; q, k and the caches are float16 or bfloat16 there.
     cache_batch_idx   int32 or int64 [b]: the row of the caches, or of page_table, of each request.
-    cache_leftpad   [b]: the first key of each request; those before it do not exist. On a GPU
-            without page_table.
-    attention_chunk   on a GPU a multiple of the page size.
+    cache_leftpad   [b]: the first key of each request; those before it do not exist.
+    qv      [b, seqlen_q, num_heads, 512] beside q and k_cache of 64 columns: latent attention,
+            whose v_cache [num_pages, page_size, 1, 512] is multiplied with qv too. It takes no new
+            keys, rotation, windows, chunks, soft caps and slopes. softmax_scale: default
+            1 / sqrt(576).
     scheduler_metadata, fa_version, ver   accepted for compatibility.
     score_mod, aux_tensors   must be None.
     All other arguments as in `flash_attn_func`.
@@ -331,8 +355,21 @@ def flash_attn_with_kvcache(
     """
     if rotary_interleaved is not True:
         parse.flag(rotary_interleaved, "rotary_interleaved")
-    _refuse(0.0, qv=qv, score_mod=score_mod, aux_tensors=aux_tensors)
+    _refuse(0.0, score_mod=score_mod, aux_tensors=aux_tensors)
     names, table = _CACHE, _either(page_table=page_table, block_table=block_table)
+    if qv is not None:
+        return attend_latent(
+            (q, qv, k_cache, v_cache), table, cache_seqlens, cu_seqlens_q,
+            _bound(max_seqlen_q, "max_seqlen_q"), softmax_scale, causal,
+            _either(sinks=sinks, s_aux=s_aux), out, _asks(False, return_softmax_lse),
+            {
+                "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
+                "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad,
+                "window_size": window_size, "attention_chunk": attention_chunk,
+                "softcap": softcap, "q_descale": q_descale, "k_descale": k_descale,
+                "v_descale": v_descale, "alibi_slopes": alibi_slopes,
+            },
+        )  # fmt: skip
     common = Common(
         *(softmax_scale, causal, window_size, _chunk(attention_chunk), softcap, num_splits),
         *(q_descale, k_descale, v_descale, alibi_slopes, _either(sinks=sinks, s_aux=s_aux), out),
@@ -342,11 +379,9 @@ def flash_attn_with_kvcache(
     if table is not None and (
         k is v is cache_batch_idx is cache_leftpad is rotary_cos is rotary_sin is None
     ):
-        answer = _again(
-            Batch(names, q, k_cache, v_cache, cache_seqlens, table, None, cu_seqlens_q),
-            common,
-            most,
-        )
+        known = Batch(names, q, k_cache, v_cache, cache_seqlens, table, None, cu_seqlens_q)
+        known.max_seqlen_q = most
+        answer = _again(known, common)
         if answer is not None:
             return answer
     views = view_cache(k_cache, v_cache, names)
@@ -364,7 +399,7 @@ def flash_attn_with_kvcache(
         names = names._replace(
             block_tables="requests of k_cache" if cache_batch_idx is None else "cache_batch_idx"
         )
-        table, room = _vector(rows, "cache_batch_idx")[:, None], vk.shape[1]
+        table, room = vector(rows, "cache_batch_idx")[:, None], vk.shape[1]
     count = table.shape[0]
     if cache_seqlens is None:
         begin = progression(count, room, 0, vk)
@@ -372,19 +407,25 @@ def flash_attn_with_kvcache(
         begin = lengths(cache_seqlens, count, vk, "cache_seqlens")
     append = None
     kv_lens = begin
+    rotation = None
     if rotary_cos is not None or rotary_sin is not None:
-        q, k = _rotated(
-            *(q, k, begin if rotary_seqlens is None else rotary_seqlens, rotary_cos, rotary_sin),
-            *(cu_seqlens_q, cu_seqlens_k_new, rotary_interleaved),
-            moves=bool(causal or attention_chunk) or parse_window(window_size) != (-1, -1),
+        rotary = Rotary(
+            *(rotary_cos, rotary_sin, begin if rotary_seqlens is None else rotary_seqlens),
+            parse.flag(rotary_interleaved, "rotary_interleaved"),
+            bool(causal or attention_chunk) or parse_window(window_size) != (-1, -1),
         )
+        if array.view(q, "q").device.kind == "cuda":
+            q, rotation = rotary.on_gpu(q, k, cu_seqlens_q)
+        else:
+            q, k = rotary.on_cpu(q, k, cu_seqlens_q, cu_seqlens_k_new)
     if k is not None or v is not None:
         if k is None or v is None:
             raise ArgumentError("k, v: got one of the two; wanted both, or none")
         if cache_seqlens is None:
             raise ArgumentError("cache_seqlens: got None; wanted where k and v are written to")
-        append = Append((k, v), cu_seqlens_k_new, begin, (k_cache, v_cache), table)
-        kv_lens = append.lengths_after()
+        append = Append((k, v), cu_seqlens_k_new, begin, (k_cache, v_cache), table, rotation)
+        is_split = bool(attention_chunk) or (cache_leftpad is not None and not is_paged)
+        kv_lens = append.lengths_after(are_read_early=is_split)
     batch = Batch(
         *(names, q, k_cache, v_cache, kv_lens, table, None, cu_seqlens_q, None, cache_leftpad),
         max_seqlen_q=most,
@@ -403,13 +444,13 @@ flash_attn_with_kvcache.__signature__ = _signature.replace(  # type: ignore[attr
 )
 
 
-def _again(batch: Batch, common: Common, max_seqlen_q: int | None) -> Any:
-    """The answer of a call over pages if there was one like it, else None."""
+def _again(batch: Batch, common: Common) -> Any:
+    """The answer of a call whose arrays go to the kernels as they are, if there was one like it,
+    else None."""
     if common.return_lse or common.attention_chunk:
         return None
     if not common.q_descale is common.k_descale is common.v_descale is None:
         return None
-    batch.max_seqlen_q = max_seqlen_q
     if batch.max_seqlen_k is None:
         try:
             batch.max_seqlen_k = batch.table.shape[1] * batch.k.shape[1]
@@ -468,43 +509,23 @@ def _bound(x: Any, name: str) -> int | None:
     return number
 
 
-def _vector(x: Any, name: str) -> Any:
-    v = array.view(x, name)
-    if len(v.shape) != 1:
-        raise ArgumentError(f"{name}: shape is {list(v.shape)}; wanted one axis, [batch]")
-    return x
-
-
-def _offsets(x: Any, name: str) -> ArrayView:
-    v = array.view(x, name)
-    is_list = len(v.shape) == 1 and 0 < v.shape[0] <= MAX_LENGTH
-    if not is_list or v.dtype.name not in ("int32", "int64"):
-        raise ArgumentError(
-            f"{name}: {v.dtype} of shape {list(v.shape)}; wanted int32 or int64 [batch + 1]"
-        )
-    return v
-
-
 def _prefer_rows(batch: Batch, views: tuple[ArrayView, ArrayView], chunk: Any) -> None:
     """Take a cache without pages as rows of all requests, the first of each behind its padding,
-    where only that has kernels."""
+    where they are all of one array."""
     names, is_empty = batch.names, 0 in views[0].shape
-    reason = names.kv_begin if batch.kv_begin is not None else "attention_chunk" if chunk else ""
-    if not is_empty and (not reason or views[0].device.kind == "cpu"):
+    is_plain = batch.kv_begin is None and not chunk
+    if not is_empty and (is_plain or views[0].device.kind == "cpu"):
         return
     rows = as_rows(batch.k, batch.v, views, names)
     if rows is None:
-        raise UnsupportedError(
-            f"{reason}: has no GPU kernel where {names.k} and {names.v} have different strides "
-            "between requests, or no whole number of tokens; pass contiguous arrays"
-        )
+        return
     first = array.view(batch.table.reshape(-1), "cache_batch_idx")
     batch.k, batch.v, apart = rows
     batch.table = None
     if batch.kv_begin is None:
         batch.kv_offsets = compute(lambda i: i * apart, first)
         return
-    pad = array.view(_vector(batch.kv_begin, names.kv_begin), names.kv_begin)
+    pad = array.view(vector(batch.kv_begin, names.kv_begin), names.kv_begin)
     kv_lens = array.view(batch.kv_lens, names.kv_lens)
     for v, name in ((pad, names.kv_begin), (kv_lens, names.kv_lens)):
         if v.shape != first.shape or v.dtype.name not in ("int32", "int64"):
@@ -515,58 +536,3 @@ def _prefer_rows(batch: Batch, views: tuple[ArrayView, ArrayView], chunk: Any) -
     batch.kv_offsets = compute(lambda i, p: i * apart + p, first, pad)
     batch.kv_lens = compute(lambda n, p: n - p, kv_lens, pad)
     batch.kv_begin = None
-
-
-def _rotated(
-    q: Any,
-    k: Any,
-    begin: Any,
-    cos: Any,
-    sin: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    is_interleaved: Any,
-    *,
-    moves: bool,
-) -> tuple[Any, Any]:
-    """q and k at their positions."""
-    if cos is None or sin is None:
-        raise ArgumentError("rotary_cos, rotary_sin: got one of the two; wanted both, or none")
-    if k is None:
-        raise ArgumentError("rotary_cos: given without k and v, which are what is rotated")
-    start = array.view(_vector(begin, "rotary_seqlens"), "rotary_seqlens")
-    if array.view(q, "q").device.kind == "cuda":
-        raise UnsupportedError(
-            "rotary_cos: has no GPU kernel in this call; rotate q and k before, or pass CPU arrays"
-        )
-    from_ = array.as_numpy(start).astype(np.int64)
-    turned = []
-    for x, offsets, name, is_moving in (
-        (q, cu_seqlens_q, "q", moves),
-        (k, cu_seqlens_k, "k", True),
-    ):
-        shape = array.view(x, name).shape
-        if offsets is None:
-            if len(shape) != 4 or shape[0] != from_.size:
-                raise ArgumentError(
-                    f"{name}: shape is {list(shape)}; wanted [{from_.size}, tokens, heads, "
-                    "head_dim]"
-                )
-            counts, spare = np.full(shape[0], shape[1]), 0
-        else:
-            counts = np.diff(array.as_numpy(_offsets(offsets, f"offsets of {name}")))
-            spare = shape[0] - int(counts.sum())
-            if counts.size != from_.size or (counts < 0).any() or spare < 0:
-                raise ArgumentError(
-                    f"cu_seqlens of {name}: wanted {from_.size + 1} offsets that never fall, up to "
-                    f"{shape[0]}"
-                )
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        base = np.repeat(from_, counts)
-        at = np.where(base < 0, -1, base + within * is_moving)
-        at = np.pad(at, (0, spare), constant_values=-1)
-        flat = x.reshape(-1, *shape[2:]) if offsets is None else x
-        flag = parse.flag(is_interleaved, "rotary_interleaved")
-        made = rotate(flat, at, cos, sin, is_interleaved=flag, name=name)
-        turned.append(made.reshape(shape))
-    return turned[0], turned[1]

@@ -12,14 +12,17 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..core import dtypes, parse
+from ..core.dtypes import DType
 from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.index_arrays import compute, progression
+from ..inputs.workspace import on_device
 from ..planless.call import run, run_cached
 from ..planless.check import Arrays, Options
 from ..planless.views import Names, merge_leading, next_power_of_two
 from .batch import Batch
+from .caches import with_even_rows
 from .chunks import split_by_chunks
 
 # Beyond that one kernel serves any number of rows.
@@ -61,7 +64,7 @@ def attend(batch: Batch, common: Common) -> Any:
         batch.is_fp8_q, batch.q = True, _widened(vq, batch.k, names)
         vq = array.view(batch.q, "q")
     if not is_ragged:
-        batch.q, vq = _with_even_rows(batch.q, vq)
+        batch.q, vq = with_even_rows(batch.q, vq, "q")
     if common.attention_chunk and vq.device.kind == "cuda":
         return _attend_by_chunks(batch, common, vq)
     q_len = 0 if is_ragged else vq.shape[1]
@@ -77,7 +80,7 @@ def attend_again(batch: Batch, common: Common) -> Any:
     q_len = shape[1] if batch.qo_offsets is None and len(shape) == 4 else 0
     arrays = (
         *(batch.q, batch.k, batch.v, None, batch.table, batch.kv_lens, common.out, None),
-        *(None, batch.qo_offsets, None, None, None, common.sinks),
+        *(batch.qo_lens, batch.qo_offsets, batch.kv_offsets, None, None, common.sinks),
         *(None, None, None, None, None, common.alibi_slopes),
     )
     scalars = _scalars(batch, common, len(shape), q_len, False, False, False)
@@ -94,7 +97,7 @@ def _scalars(batch: Batch, common: Common, axes: int, q_len: int, *flags: bool) 
     return (
         *(batch.names, axes, q_len, max_q_len),
         *(next_power_of_two(batch.max_seqlen_k), common.softmax_scale, common.causal, window),
-        *(common.attention_chunk, common.softcap, common.num_splits, *flags),
+        *(common.attention_chunk, common.softcap, common.num_splits, batch.has_kv_steps, *flags),
     )
 
 
@@ -102,7 +105,7 @@ def _attend(
     batch: Batch, common: Common, vq: ArrayView, q_len: int, *, has_table_offsets: bool = False
 ) -> Any:
     """The same, of q_len rows a request, or 0 where offsets say it."""
-    sinks = None if common.sinks is None else _float32(common.sinks)
+    sinks = None if common.sinks is None else float32_sinks(common.sinks)
     return_lse = parse.flag(common.return_lse, "return_softmax_lse")
     pads_lse = return_lse and q_len > 0
     lse, lse_rows = None, None
@@ -157,6 +160,7 @@ def _options(
     attention_chunk: Any,
     softcap: Any,
     num_splits: Any,
+    has_kv_steps: bool,
     return_lse: bool,
     pads_lse: bool,
     has_table_offsets: bool,
@@ -187,6 +191,7 @@ def _options(
         scales_by_head=True,
         attention_chunk=require_int(attention_chunk, "attention_chunk", 0),
         has_table_offsets=has_table_offsets,
+        cumulative_kv_lens=has_kv_steps,
     )
 
 
@@ -210,22 +215,26 @@ def _widened(vq: ArrayView, k: Any, names: Names) -> Any:
         return array.from_numpy(array.as_numpy(vq).astype(dtype.numpy), vq)
     if vq.framework == "torch":
         return vq.owner.to(getattr(sys.modules["torch"], dtype.name))
-    raise UnsupportedError(
-        f"q: dtype {vq.dtype} of {vq.framework} arrays on a GPU is not supported; cast q to "
-        "bfloat16"
-    )
+    with on_device(vq.device.index):
+        bits = widened_bits(array.as_cupy(vq, np.dtype(np.uint8)), vq.dtype, dtype)
+        made = bits.view(dtype.numpy)
+    array.release(array.view(made, "q"), vq)
+    return array.deliver(made, vq)
 
 
-def _with_even_rows(q: Any, vq: ArrayView) -> tuple[Any, ArrayView]:
-    """q whose rows of all requests are equally far apart: a copy, unless they are."""
-    requests, rows = vq.shape[:2]
-    if requests <= 1 or rows <= 1 or 0 in vq.shape or vq.strides[0] == rows * vq.strides[1]:
-        return q, vq
-    if vq.framework == "torch":
-        q = vq.owner.contiguous()
-    else:
-        q = compute(lambda x: x.copy(order="C"), vq)
-    return q, array.view(q, "q")
+def widened_bits(x: Any, dtype: DType, wide: DType) -> Any:
+    """The bits of fp8 numbers, uint8, as those of the same numbers in 16 bits: for CuPy, which has
+    no fp8 of its own."""
+    is_e4m3 = dtype is dtypes.float8_e4m3fn
+    magnitude = x & 0x7F
+    bits = ((x & 0x80).astype(np.uint16) << 8) | (magnitude.astype(np.uint16) << 8 - is_e4m3)
+    if is_e4m3:
+        # Their exponent is 8 less than float16's with the same bits; the largest is no number.
+        nan = (magnitude == 0x7F).astype(np.uint16) * np.uint16(0x7FFF)
+        bits = (bits.view(np.float16) * np.float16(256)).view(np.uint16) | nan
+    if wide is dtypes.float16:
+        return bits
+    return (bits.view(np.float16).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
 def _merged(x: Any, name: str) -> Any:
@@ -234,7 +243,7 @@ def _merged(x: Any, name: str) -> Any:
     return array.restride(x, name, tuple(v.shape), tuple(v.strides))
 
 
-def _float32(sinks: Any) -> Any:
+def float32_sinks(sinks: Any) -> Any:
     """Sinks of any float type, parameters of a model among them, as float32."""
     if getattr(sinks, "requires_grad", False):
         sinks = sinks.detach()

@@ -15,7 +15,8 @@ class Batch:
 
     q           [b, s, h, d], or [rows, h, d] with qo_offsets
     k, v        pages with a table [b, n], else rows with kv_offsets
-    kv_lens     [b], after what the call appends
+    kv_lens     [b], after what the call appends; None: steps of kv_offsets
+    has_kv_steps  kv_lens [b + 1] are offsets, whose steps are the lengths
     max_seqlen_q, max_seqlen_k   the most rows and keys of one, as far as the host knows
     """
 
@@ -32,4 +33,5 @@ class Batch:
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     is_fp8_q: bool = False
+    has_kv_steps: bool = False
     append: Callable[[], None] | None = None

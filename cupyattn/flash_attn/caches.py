@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from .. import array
 from ..array import ArrayView
-from ..errors import ArgumentError
-from ..inputs.index_arrays import compute, fresh_progression, progression
+from ..array.match import require_contiguous_last, require_dtype, require_output
+from ..core import dtypes
+from ..core.problem import MAX_LENGTH
+from ..errors import ArgumentError, UnsupportedError
+from ..inputs.index_arrays import compute, fresh_progression
 from ..inputs.workspace import int32_on_device
-from ..page import append_paged_kv_cache, get_batch_indices_positions
-from ..planless.views import Names
+from ..launch.attention.append_new_kv import NewKeys, Rotation, launch
+from ..launch.attention.plan_batch import INDEX_DTYPES
+from ..launch.ops.append_paged_kv_cache import Rows
+from ..page import append_paged_kv_cache
+from ..planless.views import Names, merge_leading
 
-# Far below any position.
-_NOWHERE = 1 << 30
+_CACHES = "k_cache", "v_cache"
 
 
 def view_cache(k: Any, v: Any, names: Names) -> tuple[ArrayView, ArrayView]:
@@ -109,7 +115,13 @@ class Append:
     """
 
     def __init__(
-        self, new: tuple[Any, Any], offsets: Any, begin: Any, pages: tuple[Any, Any], table: Any
+        self,
+        new: tuple[Any, Any],
+        offsets: Any,
+        begin: Any,
+        pages: tuple[Any, Any],
+        table: Any,
+        rotation: Rotation | None,
     ) -> None:
         self.new, self.offsets, self.begin = new, offsets, begin
         self.pages, self.table = pages, table
@@ -127,112 +139,139 @@ class Append:
             )
         if vk.shape[:-1] != vv.shape[:-1]:
             raise ArgumentError(f"v: shape is {list(vv.shape)} with k of {list(vk.shape)}")
+        if math.prod(vk.shape[:-2]) > MAX_LENGTH:
+            raise UnsupportedError(f"k: shape is {list(vk.shape)}; at most {MAX_LENGTH} rows")
         for v, page, name in ((vk, pages[0], "k"), (vv, pages[1], "v")):
             cache = array.view(page, f"{name}_cache")
             if v.dtype is not cache.dtype:
                 raise ArgumentError(
                     f"{name}: dtype is {v.dtype} but {name}_cache is {cache.dtype}; wanted the same"
                 )
-        self.vk = vk
+        self.vk, self.vv = vk, vv
+        self.rotation = rotation
+        self._check_places()
         if offsets is not None:
             vo = array.view(offsets, "cu_seqlens_k_new")
             if tuple(vo.shape) != (self.count + 1,):
                 raise ArgumentError(
                     f"cu_seqlens_k_new: shape is {list(vo.shape)}; wanted [{self.count + 1}]"
                 )
+            require_dtype(vo, INDEX_DTYPES, "cu_seqlens_k_new")
             self.vo = vo
+        self.after: Any = None
+        if self.lens.device.kind == "cuda":
+            self.after = array.empty((self.count,), dtypes.int32, self.lens)
 
-    def lengths_after(self) -> Any:
-        """[b], with the new keys."""
+    def _check_places(self) -> None:
+        """Whether the caches may be written with the new keys."""
+        inputs = {"k": self.vk, "v": self.vv, "cache_seqlens": self.lens}
+        require_dtype(self.lens, INDEX_DTYPES, "cache_seqlens")
+        caches = {}
+        for v, page, name in ((self.vk, self.pages[0], "k"), (self.vv, self.pages[1], "v")):
+            cache = caches[f"{name}_cache"] = array.view(page, f"{name}_cache")
+            if v.shape[-2:] != cache.shape[-2:]:
+                raise ArgumentError(
+                    f"{name}: shape is {list(v.shape)} with {name}_cache of {list(cache.shape)}; "
+                    "wanted the same heads and head_dim"
+                )
+            require_contiguous_last(v, name)
+            require_contiguous_last(cache, f"{name}_cache")
+        array.same_device(**inputs, **caches)
+        for name, cache in caches.items():
+            require_output(cache, name, **inputs)
+        if caches["k_cache"].ptr == caches["v_cache"].ptr and 0 not in self.vk.shape:
+            raise ArgumentError("v_cache: is at the address of k_cache; wanted memory of its own")
+
+    def _launch(self) -> None:
+        """Enqueue the append, with the rotation if there is one."""
+        k, v, table = self.vk, self.vv, array.view(self.table, "page_table")
+        if table.dtype is not dtypes.int32 or (table.shape[1] > 1 and table.strides[1] != 1):
+            table = int32_on_device(table, "page_table")
+        caches = [array.view(x, n) for x, n in zip(self.pages, _CACHES, strict=True)]
+        if self.offsets is None:
+            k, v = (with_even_rows(x.owner, x, name)[1] for x, name in ((k, "k"), (v, "v")))
+        tokens = merge_leading(k, "k", 2), merge_leading(v, "v", 2)
+        rows = [
+            Rows(x.ptr, cache.ptr, x.strides[:2], cache.strides[:3], x.shape[2], 1.0)  # type: ignore[arg-type]
+            for x, cache in zip(tokens, caches, strict=True)
+        ]
+        after = array.view(self.after, "cache_seqlens")
+        rotation, offsets = self.rotation, None if self.offsets is None else self.vo
+        new = NewKeys(
+            *(rows[0], rows[1], k.dtype, k.shape[-2], tokens[0].shape[0], offsets),
+            *(0 if offsets is not None else k.shape[1], self.lens, after, table),
+            *caches[0].shape[:2],
+        )
+        used = [k, v, self.lens, after, table, *caches]
+        used += [x for x in (offsets, *(rotation or ())) if isinstance(x, ArrayView)]
+        array.acquire(k, *used)
+        launch(new, rotation, k.device.index, array.current_stream(k))
+        array.release(k, *used)
+
+    def lengths_after(self, *, are_read_early: bool) -> Any:
+        """[b], with the new keys. are_read_early: before the append, which writes them on a GPU."""
+        if self.lens.device.kind == "cuda" and not are_read_early:
+            return self.after
         if self.offsets is None:
             new = self.vk.shape[1]
             return compute(lambda x: (x + new) * (x >= 0), self.lens)
         return compute(lambda x, o: (x + (o[1:] - o[:-1])) * (x >= 0), self.lens, self.vo)
 
     def __call__(self) -> None:
+        if self.lens.device.kind == "cuda":
+            self._launch()
+            return
         requests, positions = self._places()
         k, v = (self._in_rows(x) for x in self.new)
-        table = array.view(self.table, "page_table")
-        indices, step = self._flat_table(table)
-        indptr = progression(self.count + 1, 0, step, table)
-        append_paged_kv_cache(k, v, requests, positions, self.pages, indices, indptr, self.begin)
+        table = array.as_numpy(array.view(self.table, "page_table"))
+        indptr = np.arange(self.count + 1) * table.shape[1]
+        new = k, v, requests, positions
+        append_paged_kv_cache(*new, self.pages, table.reshape(-1), indptr, self.begin)
 
     def _places(self) -> tuple[Any, Any]:
-        """(request, position) of each new token; a request below 0 stands for nowhere."""
-        count, like = self.count, self.lens
+        """(request, position) of each new token on the CPU; a request below 0 is nowhere."""
+        begin = array.as_numpy(self.lens).astype(np.int64)
         if self.offsets is None:
             new = self.vk.shape[1]
-            requests = array.view(progression(count, 0, 1, like), "requests")
-            tokens = array.view(progression(new, 0, 1, like), "tokens")
-
-            def place(index: Any, token: Any, begin: Any) -> list[Any]:
-                begin = begin[:, None]
-                owner = index[:, None] - (begin < 0) * _NOWHERE
-                return [(owner + 0 * token).reshape(-1), (begin + token).reshape(-1)]
-
-            found = compute(place, requests, tokens, like)
-            return found[0], found[1]
-        if like.device.kind == "cpu":
-            offsets, begin = array.as_numpy(self.vo), array.as_numpy(like)
-            owner = np.repeat(np.arange(count), np.diff(offsets))
-            spare = self.vk.shape[0] - owner.size
-            if (np.diff(offsets) < 0).any() or spare < 0:
-                raise ArgumentError("cu_seqlens_k_new: wanted offsets into k that never fall")
-            at = begin[owner] + np.arange(owner.size) - offsets[owner]
-            owner = np.where(begin[owner] < 0, -1, owner)
-            return np.pad(owner, (0, spare), constant_values=-1), np.pad(at, (0, spare))
-        return get_batch_indices_positions(self.offsets, self.lengths_after(), self.vk.shape[0])
+            owner = np.repeat(np.arange(self.count), new)
+            at = begin[owner] + np.tile(np.arange(new), self.count)
+            return np.where(begin[owner] < 0, -1, owner), at
+        offsets = array.as_numpy(self.vo)
+        owner = np.repeat(np.arange(self.count), np.diff(offsets))
+        spare = self.vk.shape[0] - owner.size
+        if (np.diff(offsets) < 0).any() or spare < 0:
+            raise ArgumentError("cu_seqlens_k_new: wanted offsets into k that never fall")
+        at = begin[owner] + np.arange(owner.size) - offsets[owner]
+        owner = np.where(begin[owner] < 0, -1, owner)
+        return np.pad(owner, (0, spare), constant_values=-1), np.pad(at, (0, spare))
 
     def _in_rows(self, x: Any) -> Any:
         if self.offsets is not None:
             return x
         return x.reshape(-1, *x.shape[2:])
 
-    def _flat_table(self, table: ArrayView) -> tuple[Any, int]:
-        """Entries of all rows, and how many lie between rows."""
-        rows, width = table.shape
-        step = table.strides[0]
-        if rows > 1 and step >= width and table.strides[1] == 1 and 0 not in table.shape:
-            shape = ((rows - 1) * step + width,)
-            if table.device.kind == "cuda":
-                return array.restride(self.table, "page_table", shape, (1,)), step
-        return self.table.reshape(-1), width
+
+def with_even_rows(x: Any, v: ArrayView, name: str) -> tuple[Any, ArrayView]:
+    """x [b, s, h, d] whose rows of all requests are equally far apart: a copy, unless they are."""
+    requests, rows = v.shape[:2]
+    if requests <= 1 or rows <= 1 or 0 in v.shape or v.strides[0] == rows * v.strides[1]:
+        return x, v
+    made = x.contiguous() if v.framework == "torch" else compute(lambda a: a.copy(order="C"), v)
+    return made, array.view(made, name)
 
 
-def rotate(
-    x: Any, positions: np.ndarray, cos: Any, sin: Any, *, is_interleaved: bool, name: str
-) -> Any:
-    """x [tokens, heads, head_dim] on the CPU, its first elements rotated to positions [tokens].
+def vector(x: Any, name: str) -> Any:
+    v = array.view(x, name)
+    if len(v.shape) != 1:
+        raise ArgumentError(f"{name}: shape is {list(v.shape)}; wanted one axis, [batch]")
+    return x
 
-    cos, sin [n, rotated / 2]. Tokens at negative positions stay as they are.
-    """
-    vx, vc, vs = (
-        array.view(a, n) for a, n in ((x, name), (cos, "rotary_cos"), (sin, "rotary_sin"))
-    )
-    if len(vc.shape) != 2 or vc.shape != vs.shape or vc.shape[1] % 8:
+
+def offsets_of(x: Any, name: str) -> ArrayView:
+    v = array.view(x, name)
+    is_list = len(v.shape) == 1 and 0 < v.shape[0] <= MAX_LENGTH
+    if not is_list or v.dtype.name not in ("int32", "int64"):
         raise ArgumentError(
-            f"rotary_cos, rotary_sin: shapes are {list(vc.shape)} and {list(vs.shape)}; wanted "
-            "[positions, rotary_dim / 2] of both, rotary_dim a multiple of 16"
+            f"{name}: {v.dtype} of shape {list(v.shape)}; wanted int32 or int64 [batch + 1]"
         )
-    turned = 2 * vc.shape[1]
-    if turned > vx.shape[-1]:
-        raise ArgumentError(
-            f"rotary_cos: turns {turned} elements, but {name} has head_dim {vx.shape[-1]}"
-        )
-    if positions.size and positions.max() >= vc.shape[0]:
-        raise ArgumentError(
-            f"rotary_cos: has {vc.shape[0]} positions; {name} needs position {positions.max()}"
-        )
-    values = array.as_numpy(vx).astype(np.float64)
-    at = np.maximum(positions, 0)
-    c, s = (array.as_numpy(a)[at].astype(np.float64)[:, None] for a in (vc, vs))
-    half = turned // 2
-    if is_interleaved:
-        low, high = slice(0, turned, 2), slice(1, turned, 2)
-    else:
-        low, high = slice(0, half), slice(half, turned)
-    a, b = values[..., low].copy(), values[..., high].copy()
-    values[..., low], values[..., high] = a * c - b * s, a * s + b * c
-    rotated = values.astype(vx.dtype.numpy)
-    rotated[positions < 0] = array.as_numpy(vx)[positions < 0]
-    return array.from_numpy(rotated, vx)
+    return v

@@ -11,8 +11,7 @@ from typing import Any
 
 from .. import array
 from ..array import ArrayView
-from ..errors import UnsupportedError
-from ..inputs.index_arrays import compute, progression
+from ..inputs.index_arrays import compute, progression, steps_of
 from .batch import Batch
 
 # Larger ones than any cache; positions must fit 32 bits.
@@ -25,17 +24,17 @@ def split_by_chunks(batch: Batch, vq: ArrayView, chunk: int) -> Batch:
     vq: [b, s, h, d], or [rows, h, d] with offsets. With a table, offsets of keys are its entries.
     """
     names, chunk = batch.names, min(chunk, _MAX_CHUNK)
-    kv_lens = array.view(batch.kv_lens, names.kv_lens)
+    kv_lens = array.view(
+        batch.kv_offsets if batch.kv_lens is None else batch.kv_lens, names.kv_lens
+    )
+    if batch.kv_lens is None or batch.has_kv_steps:
+        batch.has_kv_steps = False
+        kv_lens = array.view(compute(steps_of, kv_lens), names.kv_lens)
     count, page_size, room = kv_lens.shape[0], 1, 0
     if batch.table is not None:
         batch.table = batch.table.reshape(-1).reshape(batch.table.shape)
         page_size = array.view(batch.k, names.k).shape[1]
         room = batch.table.shape[1] * page_size
-        if chunk % page_size:
-            raise UnsupportedError(
-                f"attention_chunk: {chunk} keys are no whole number of pages of {page_size}, which "
-                "has no GPU kernel; choose one of the two to fit, or pass CPU arrays"
-            )
         key_starts = progression(count, 0, batch.table.shape[1], vq)
     elif batch.kv_offsets is None:
         key_starts = progression(count, 0, 0, vq)
@@ -53,20 +52,25 @@ def split_by_chunks(batch: Batch, vq: ArrayView, chunk: int) -> Batch:
             row_counts = compute(lambda x: x[1:] - x[:-1], offsets)
     most = -(-max(rows - 1, 0) // chunk) + 1
 
-    def split(starts: Any, counts: Any, keys_from: Any, lengths: Any, index: Any) -> Any:
+    def split(starts: Any, counts: Any, keys_from: Any, lengths: Any, pad: Any, index: Any) -> Any:
         if room:
             lengths = lengths.clip(0, room)
+        lengths = (lengths - pad).clip(0, None)  # chunks begin behind what is padded
         first = (lengths - counts)[:, None]
         begin = (first // chunk + index[None, :]) * chunk
         low = first + (begin - first).clip(0, None)  # the later of the two
         lengths = lengths[:, None]
         high = lengths - (lengths - begin - chunk).clip(0, None)  # the earlier
         key = begin.clip(0, None)
+        # A chunk may begin within a page.
+        page = (key + pad[:, None]) // page_size
+        behind = pad[:, None] - page * page_size  # from the chunk's pages to its positions
         found = (
             (high - low).clip(0, None),
             starts[:, None] + low - first,
-            (high - key).clip(0, None),
-            keys_from[:, None] + key // page_size,
+            (high + behind) * (high > key),
+            keys_from[:, None] + page,
+            key + behind,
         )
         return [x.reshape(-1) for x in found]
 
@@ -75,16 +79,21 @@ def split_by_chunks(batch: Batch, vq: ArrayView, chunk: int) -> Batch:
         (row_counts, names.qo_lens),
         (key_starts, names.kv_offsets),
         (kv_lens, names.kv_lens),
+        (
+            progression(count, 0, 0, vq) if batch.kv_begin is None else batch.kv_begin,
+            names.kv_begin,
+        ),
         (progression(most, 0, 1, vq), "chunks"),
     )
     views = [array.view(x, name) for x, name in given]
-    qo_lens, qo_offsets, new_lens, kv_offsets = compute(split, *views)
+    qo_lens, qo_offsets, new_lens, kv_offsets, kv_begin = compute(split, *views)
     return replace(
         batch,
         qo_lens=qo_lens,
         qo_offsets=qo_offsets,
         kv_lens=new_lens,
         kv_offsets=kv_offsets,
+        kv_begin=None if batch.kv_begin is None and chunk % page_size == 0 else kv_begin,
         max_seqlen_q=min(rows, chunk),
         max_seqlen_k=chunk if batch.max_seqlen_k is None else min(batch.max_seqlen_k, chunk),
     )

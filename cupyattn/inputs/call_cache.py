@@ -50,9 +50,8 @@ def _read_torch(arrays: Sequence[Any]) -> _Seen:
             addresses.append(address)
             shapes.append(x.shape)
             offset = address & 15 if address >= LOWEST_ADDRESS else None
-            device = x.get_device() if x.is_cuda else None
             is_refused = x.requires_grad or x.is_neg()
-            facts.append((type(x), x.dtype, x.stride(), device, is_refused, offset))
+            facts.append((type(x), x.dtype, x.stride(), x.get_device(), is_refused, offset))
     return addresses, shapes, facts
 
 
@@ -97,7 +96,7 @@ _FRAMEWORKS = {
         lambda x: 1,
     ),
 }
-_DEVICE = 3
+_STRIDES, _DEVICE = 2, 3
 # By type of the first array; only types of calls that passed the checks are here.
 _read_by_type: dict[type, _Read] = {}
 
@@ -107,14 +106,19 @@ class Argument(NamedTuple):
 
     length_axis  the axis whose extent varies from call to call and is compared at each; all other
                  extents belong to the signature. None: the whole shape does
+    is_free      lengths and strides vary from call to call along all axes, and the way to call
+                 compares them; the signature has how many axes there are
     is_output    the call writes the array, so no other may overlap it
     is_planned   where a call does not give the array, its plan may hold it
+    interleaves  outputs that have this may lie within each other, as K and V of one array do
     """
 
     name: str
     length_axis: int | None = None
     is_output: bool = False
     is_planned: bool = False
+    interleaves: bool = False
+    is_free: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +126,8 @@ class CachedCall(Generic[_Checked]):
     """What calls of one signature share. It holds no array of the caller's.
 
     checked    what the way to call made of a call that passed its checks
-    extents    (a, b) of each array: n rows along its length_axis lie within a * n + b bytes
+    extents    (a, b) of each array: n rows along its length_axis lie within a * n + b bytes; of a
+               free one the bytes of a unit of stride, and of an element
     outputs    places of outputs that are given, each with the places that it may not overlap
     make_out, make_lse   make outputs of a shape like that of the first call, of any length
     address    of an array that they have made
@@ -153,8 +158,10 @@ class CachedCall(Generic[_Checked]):
 class Found(Generic[_Checked]):
     """A cached call for arrays of these shapes.
 
-    lengths  extents of the arrays along their length_axis, 0 where there is none
+    lengths  extents of the arrays along their length_axis, of free ones along the first axis, 0
+             where there is none
     sizes    bytes from the address of each array to its end
+    prepared what the way to call made for these lengths
     """
 
     call: CachedCall[_Checked]
@@ -162,6 +169,12 @@ class Found(Generic[_Checked]):
     facts: list[Any]
     lengths: list[int]
     sizes: list[int]
+    prepared: Any = None
+
+    def strides(self, place: int) -> tuple[int, ...]:
+        """Those of a free array, in elements."""
+        unit, itemsize = self.call.extents[place]
+        return tuple(stride * unit // itemsize for stride in self.facts[place][_STRIDES])
 
 
 @dataclass(slots=True, eq=False)
@@ -183,6 +196,7 @@ class CallCache(Generic[_Checked]):
     def __init__(self, *arguments: Argument) -> None:
         self._arguments = arguments
         self._axes = [argument.length_axis for argument in arguments]
+        self._free = [place for place, argument in enumerate(arguments) if argument.is_free]
         self._absent = [0] * len(arguments)
         self._groups: dict[tuple[Any, ...], _Group[_Checked]] = {}
         self._num_calls = 0
@@ -251,7 +265,7 @@ class CallCache(Generic[_Checked]):
     ) -> Found[_Checked] | None:
         key, lengths = self._without_lengths(shapes, facts)
         call = group.calls.get(key)
-        return None if call is None else _fit(call, shapes, facts, lengths)
+        return None if call is None else self._fit(call, shapes, facts, lengths)
 
     def _without_lengths(
         self, shapes: list[Any], facts: list[Any]
@@ -264,6 +278,14 @@ class CallCache(Generic[_Checked]):
             if axis is not None and shape is not None and axis < len(shape):
                 lengths[place] = shape[axis]
                 extents[place] = shape[:axis], shape[axis + 1 :]
+        if self._free:
+            facts = [*facts]
+            for place in self._free:
+                if place < len(shapes) and shapes[place] is not None:
+                    kind, dtype, strides, *rest = facts[place]
+                    lengths[place] = shapes[place][0] if shapes[place] else 0
+                    extents[place] = len(strides)
+                    facts[place] = kind, dtype, *rest
         return (*extents, *facts), lengths
 
     def insert(
@@ -275,8 +297,9 @@ class CallCache(Generic[_Checked]):
         dtype_o: DType,
         out_shape: Sequence[int] | None,
         lse_shape: Sequence[int] | None,
-    ) -> None:
-        """Let later calls of this signature skip the checks, which this call has passed.
+    ) -> Found[_Checked] | None:
+        """Let later calls of this signature skip the checks, which this call has passed. Returns
+        what they will find, None if nothing is cached.
 
         Outputs that later calls make will be like `like`; None for a shape where they make none.
         Nothing is cached where equal signatures do not pass the same checks: torch allows or
@@ -285,29 +308,34 @@ class CallCache(Generic[_Checked]):
         """
         framework = _FRAMEWORKS.get(like.framework)
         if framework is None:
-            return
+            return None
         try:
             _, shapes, facts = framework.read(arrays)
             group = self._groups.get(scalars)
         except (AttributeError, TypeError):  # another framework's; an argument without a hash
-            return
+            return None
         extents = [(0, 0)] * len(self._arguments)
         for place, (x, shape, fact) in enumerate(zip(arrays, shapes, facts, strict=True)):
             if fact is None:
                 continue
             _, _, strides, device, is_refused, offset = fact
             if is_refused or offset is None or device != facts[0][_DEVICE]:
-                return
+                return None
             if 0 in shape or min(strides, default=0) < 0:
-                return
+                return None
             axis = self._axes[place]
             unit = framework.stride_bytes(x)
+            if self._arguments[place].is_free:
+                extents[place] = unit, framework.itemsize(x)
+                continue
             steps = [stride * unit for stride in strides]
             step = 0 if axis is None else steps[axis]
             span = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
             rest = span + framework.itemsize(x) - step * (1 if axis is None else shape[axis])
             if self._arguments[place].is_output and axis is not None and rest > 0:
-                return  # its rows reach into the next, and may share elements from some length on
+                return (
+                    None  # its rows reach into the next, and may share elements from some length on
+                )
             extents[place] = step, rest
         call = CachedCall(
             checked=checked,
@@ -322,7 +350,7 @@ class CallCache(Generic[_Checked]):
         if self._num_calls >= _MAX_CALLS:
             self.clear()
             group = None
-        found = _fit(call, shapes, facts, lengths)
+        found = self._fit(call, shapes, facts, lengths)
         places = zeros_and_ones(scalars)
         if group is not None and group.zeros_and_ones != places:
             self._num_calls -= len(group.calls)
@@ -333,6 +361,18 @@ class CallCache(Generic[_Checked]):
         self._num_calls += key not in group.calls
         group.calls[key], group.last = call, found
         _read_by_type[type(arrays[0])] = framework.read
+        return found
+
+    def _fit(
+        self, call: CachedCall[_Checked], shapes: list[Any], facts: list[Any], lengths: list[int]
+    ) -> Found[_Checked]:
+        sizes = [n * step + rest for n, (step, rest) in zip(lengths, call.extents, strict=True)]
+        for place in self._free:
+            if place < len(shapes) and shapes[place] is not None:
+                unit, itemsize = call.extents[place]
+                steps = zip(shapes[place], facts[place][_STRIDES], strict=True)
+                sizes[place] = sum((n - 1) * stride for n, stride in steps) * unit + itemsize
+        return Found(call, shapes, facts, lengths, sizes)
 
     def _outputs(self, arrays: Sequence[Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Places of outputs that are given, each with the places that it may not overlap."""
@@ -342,17 +382,17 @@ class CallCache(Generic[_Checked]):
             if argument.is_planned or (place < len(arrays) and arrays[place] is not None)
         ]
         return tuple(
-            (place, tuple(other for other, _ in given if other != place))
+            (
+                place,
+                tuple(
+                    other
+                    for other, beside in given
+                    if other != place and not (argument.interleaves and beside.interleaves)
+                ),
+            )
             for place, argument in given
             if argument.is_output
         )
-
-
-def _fit(
-    call: CachedCall[_Checked], shapes: list[Any], facts: list[Any], lengths: list[int]
-) -> Found[_Checked]:
-    sizes = [n * step + rest for n, (step, rest) in zip(lengths, call.extents, strict=True)]
-    return Found(call, shapes, facts, lengths, sizes)
 
 
 def _maker(

@@ -31,6 +31,8 @@ class Given(NamedTuple):
     o_dtype: object = None
     window_right: int = -1
     value_pages: int = 0
+    latent: bool = False
+    sparse: bool = False
 
     @property
     def is_constant(self) -> bool:
@@ -86,6 +88,8 @@ def make_spec(
         rope_scale=parse.positive(given.rope_scale, "rope_scale", 1.0),
         rope_theta=parse.positive(given.rope_theta, "rope_theta", 1e4),
         value_pages=given.value_pages,
+        latent=given.latent,
+        sparse=given.sparse,
     )
     spec.problem().check_dtypes()
     return spec

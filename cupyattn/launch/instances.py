@@ -13,8 +13,23 @@ from ..core import dtypes
 from ..core.dtypes import DType
 from ..core.problem import AttentionProblem
 from ..errors import ArgumentError
-from .attention import merge_levels, merge_splits, pad_lse, plan_batch, rotate_keys, scan_mask
-from .ops import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens, merge_states
+from .attention import (
+    append_new_kv,
+    merge_levels,
+    merge_splits,
+    pad_lse,
+    plan_batch,
+    rotate_keys,
+    scan_mask,
+)
+from .ops import (
+    append_paged_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+    merge_states,
+    serving_metadata,
+    store_kv,
+)
 from .ops.packbits import CONFIG as PACKBITS_CONFIG
 from .tiles.select import (
     DECODE,
@@ -33,9 +48,10 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
         "decode": "one query token a request",
         "prefill": "any number of query tokens, also mixed with decode",
         "cascade": "requests that share prefixes",
+        "mla": "latent attention, of 512 and 64 columns, and over lists of keys",
         "append": "writing keys and values into pages",
         "merge": "merging attention states",
-        "page": "page table arithmetic on the device",
+        "page": "page table arithmetic on the device, metadata of serving steps",
         "packbits": "masks of bools into bits",
     }
 )
@@ -157,14 +173,16 @@ def problem_of(
     if fields.get("mask_form") == "rows" and not has_pages:
         return None
     q, kv = kinds
-    return AttentionProblem(q, kv, q, *dims, aligned=aligned, paged=has_pages, **fields)
+    problem = AttentionProblem(q, kv, q, *dims, aligned=aligned, paged=has_pages, **fields)
+    return None if problem.is_wide and problem.pos_encoding == "ROPE_LLAMA" else problem
 
 
 def instances(selections: Iterable[Selection], arch: str) -> list[Instance]:
     """(entry name, Config) of all kernels of these kinds of calls on an architecture, once each."""
     found: dict[Instance, None] = {}
     for chosen in selections:
-        for each in (_attention(chosen, arch), _cascade(chosen), _operations(chosen)):
+        kernels = _attention(chosen, arch), _latent(chosen, arch), _cascade(chosen)
+        for each in (*kernels, _operations(chosen)):
             found |= dict.fromkeys(each)
     return list(found)
 
@@ -236,6 +254,21 @@ def _mixed(
             yield "merge_splits", merge_splits.config(problem, tiles.prefill.tile_q)
 
 
+def _latent(chosen: Selection, arch: str) -> Iterator[Instance]:
+    """Kernels of latent attention, of any number of heads."""
+    if "mla" not in chosen.operations or all(map(fields_of, chosen.options)):
+        return
+    yield "pad_lse", pad_lse.CONFIG
+    yield from (("plan_batch", config) for config in plan_batch.CONFIGS)
+    for (q, kv), aligned, sparse in product(chosen.dtypes, chosen.alignments, (False, True)):
+        problem = AttentionProblem(
+            q, kv, q, 576, 512, aligned=aligned, paged=True, latent=True, sparse=sparse
+        )
+        # Pages of one row are gathered; others may come in boxes.
+        for rows, page_size in product((DECODE, VERIFY, LARGE), (1, 64)):
+            yield from _of_rows(problem, rows, True, arch, page_size)
+
+
 def _cascade(chosen: Selection) -> Iterator[Instance]:
     if "cascade" in chosen.operations:
         for problem, _ in problems(chosen):
@@ -250,6 +283,11 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
             # The rows to append are of q's dtype, or of the cache's already.
             for dtype in (q, kv):
                 yield "append_paged_kv_cache", append_paged_kv_cache.config(dtype, kv, aligned)
+                yield "store_kv", store_kv.config(dtype, kv, aligned)
+            yield "append_new_kv", append_new_kv.config(kv, None, aligned)
+            if q is kv and q in append_new_kv.ROTATED_DTYPES:
+                for table in dict.fromkeys((dtypes.float32, q)):
+                    yield "append_new_kv", append_new_kv.config(q, table, aligned)
     if "merge" in chosen.operations:
         outputs = dict.fromkeys([*(q for q, _ in chosen.dtypes), dtypes.float32])
         dims = [dim for _, dim in chosen.head_dims]
@@ -259,5 +297,6 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
     if "page" in chosen.operations:
         yield "get_batch_indices_positions", get_batch_indices_positions.CONFIG
         yield "get_seq_lens", get_seq_lens.CONFIG
+        yield "serving_metadata", serving_metadata.CONFIG
     if "packbits" in chosen.operations:
         yield "packbits", PACKBITS_CONFIG

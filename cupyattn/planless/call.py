@@ -8,145 +8,31 @@ capture a call.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from .. import array
 from ..array import ArrayView
-from ..array.match import are_rows_aligned, require_output
+from ..array.match import require_output
 from ..core import dtypes
 from ..errors import WorkspaceError
 from ..inputs import row_mask
-from ..inputs.call_cache import Argument, CallCache
-from ..inputs.geometry import Variant
-from ..inputs.row_mask import NO_BITS, MaskBits
 from ..inputs.workspace import view_workspace
-from ..launch.attention import pad_lse, plan_batch
-from ..launch.attention.batch import BatchLauncher
-from ..launch.attention.bound_run import BoundRun
-from ..launch.attention.pad_lse import Padding
-from ..launch.attention.plan_batch import DevicePlan, Lengths
-from ..launch.driver import params, scratch
+from ..launch.driver import scratch
 from ..launch.driver.enqueue import cuda
 from . import reference
+from .cached import CALLS, insert, prepared_for
 from .check import Arrays, Call, Options, check
+from .prepared import Prepared, is_bool_mask, prepare
 from .views import Names, merge_leading
 
-_MAX_BOUND = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What launches of calls with equal signature share.
-
-    padding    turns rows of LSE, `lse_rows` bytes into the workspace, into the caller's; or None
-    mask       how bits lie in the caller's memory; if it has bools, `mask.address` bytes into the
-               workspace, where they are packed first
-    num_bytes  of the workspace
-    num_keys   rows that k and v hold, or pages
-    bound      what a workspace and a page table at these addresses make of the launches
-    """
-
-    launcher: BatchLauncher
-    plan: DevicePlan
-    padding: Padding | None
-    lse_rows: int
-    mask: MaskBits
-    num_bytes: int
-    strides: bytes
-    num_keys: int
-    sm_scale: float
-    output_scale: float
-    has_scales: bool
-    scales_by_head: tuple[bool, ...]
-    bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
-
-    def launch(self, addresses: Sequence[int], stream: int) -> None:
-        """Enqueue the planner and all behind it, on arrays at these addresses, 0 for none.
-
-        addresses: in the order of Arrays, v's at its first page.
-        """
-        # fmt: off
-        (
-            q, k, v, workspace, block_tables, kv_lens, out, lse, qo_lens, qo_offsets, kv_offsets,
-            _, _, sinks, scale_q, scale_k, scale_v, mask, *_,
-        ) = addresses
-        # fmt: on
-        bound = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
-        planned, attention = bound
-        plan, device = self.plan, attention.device_index
-        scales: tuple[int, ...] = (0, 0, 0)
-        optional = params.NO_OPTIONAL
-        indices = qo_lens, kv_lens, qo_offsets, kv_offsets
-        rows = lse if self.padding is None else workspace + self.lse_rows
-        if self.has_scales:
-            given = scale_q, scale_k, scale_v
-            # The planner repeats what is one number for all heads, in the workspace.
-            by_head = self.scales_by_head
-            scales = tuple(0 if x else at for at, x in zip(given, by_head, strict=True))
-            used = (
-                at if x or not at else workspace + place
-                for at, x, place in zip(given, by_head, plan.scales, strict=True)
-            )
-            optional = params.OPTIONAL.pack(rows, mask, sinks, *used)
-        elif rows or sinks or mask:
-            optional = params.OPTIONAL.pack(rows, mask, sinks, 0, 0, 0)
-        plan_batch.launch(plan, planned, indices, scales, device, stream)
-        attention.launch(q, k, v, out, optional, stream)
-        if self.padding is not None:
-            pad_lse.launch(self.padding, planned, indices, rows, lse, device, stream)
-
-    def _bind(self, workspace: int, block_tables: int) -> tuple[bytes, BoundRun]:
-        plan = self.plan
-        attention = self.launcher.bind(
-            plan.schedule,
-            workspace,
-            workspace + plan.partials,
-            self.strides,
-            self.num_keys,
-            block_tables,
-            self.mask.num_bytes,
-            self.mask.row_bytes,
-            self.output_scale,
-            self.sm_scale,
-        )
-        if len(self.bound) >= _MAX_BOUND:
-            self.bound.clear()
-        found = self.bound[workspace, block_tables] = (
-            plan_batch.bind(plan, workspace),
-            attention,
-        )
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """What calls of one signature share.
-
-    v_offset      bytes from v, or from the tensor that holds k too, to the first value
-    scale_places  of the arrays in whose place of scale_q, scale_k and scale_v they have effect
-    allocate      makes a workspace where the call gives none
-    """
-
-    prepared: Prepared
-    v_offset: int
-    scale_places: tuple[int | None, ...]
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    return_lse: bool
-    allocate: scratch.Allocate
-
-
-_CALLS: CallCache[Checked] = CallCache(
-    *(Argument(name, is_output=name in ("workspace", "out", "lse")) for name in Arrays._fields)
-)
-_K, _V, _WORKSPACE, _OUT, _LSE, _SCALE_Q = map(
-    Arrays._fields.index, ("k", "v", "workspace", "out", "lse", "scale_q")
+_Q, _K, _V, _WORKSPACE, _OUT, _LSE, _SCALE_Q = map(
+    Arrays._fields.index,
+    ("q", "k", "v", "workspace", "out", "lse", "scale_q"),
 )
 
 
@@ -177,7 +63,7 @@ def run(
     # --- 2. Answer on the CPU ---
     if vq.device.kind == "cpu":
         if vworkspace is not None and vq.shape[0]:
-            _require_size(vworkspace, _prepare(_with_outputs(call)).num_bytes)
+            _require_size(vworkspace, prepare(_with_outputs(call)).num_bytes)
         return reference.answer(call, arrays, options.names, append)
 
     # --- 3. Launch on the caller's stream ---
@@ -195,10 +81,10 @@ def run(
     if vq.shape[0] or (call.lse is not None and call.pads_lse and call.lse.shape[0]):
         if cuda().is_debugging:
             reference.check_values(call, options.names)
-        prepared = _prepare(call)
+        prepared = prepare(call)
         _launch(call, prepared, vworkspace)
-        if call.scales.is_constant and not _is_bool_mask(call) and not cuda().is_debugging:
-            _insert(given, signature, call, prepared)
+        if call.scales.is_constant and not is_bool_mask(call) and not cuda().is_debugging:
+            insert(given, signature, call, prepared)
     out = array.deliver(out, vq)
     return (out, array.deliver(lse, vq)) if call.return_lse else out
 
@@ -214,7 +100,7 @@ def _run_cached(
     given: tuple[Any, ...], scalars: tuple[Any, ...], append: Callable[[], None] | None
 ) -> Any:
     """The answer of a call that is in the cache, else None."""
-    answer = _CALLS.lookup(given, scalars)
+    answer = CALLS.lookup(given, scalars)
     if answer is None:
         return None
     found, addresses = answer
@@ -222,49 +108,31 @@ def _run_cached(
     if call.overlaps(addresses, found.sizes):
         return None
     checked = call.checked
+    prepared = found.prepared
+    if prepared is None:
+        prepared = found.prepared = prepared_for(found)
+        if prepared is None:
+            return None
     out, lse = given[_OUT], given[_LSE]
     if out is None:
-        out = call.make_out(checked.out_shape)
+        out = call.make_out((found.lengths[_Q], *checked.row_shape))
         addresses[_OUT] = call.address(out)
     if lse is None and checked.return_lse:
-        lse = call.make_lse(checked.lse_shape)
+        lse = call.make_lse(prepared.lse_shape)
         addresses[_LSE] = call.address(lse)
     addresses[_V] = (addresses[_V] or addresses[_K]) + checked.v_offset
-    if checked.prepared.has_scales:
+    if prepared.has_scales:
         places = checked.scale_places
         scales = [0 if place is None else addresses[place] for place in places]
         addresses[_SCALE_Q : _SCALE_Q + len(scales)] = scales
     owner: object = None
     if not addresses[_WORKSPACE]:
-        addresses[_WORKSPACE], owner = checked.allocate(checked.prepared.num_bytes)
+        addresses[_WORKSPACE], owner = checked.allocate(prepared.num_bytes)
     if append is not None:
         append()
-    checked.prepared.launch(addresses, call.current_stream())
+    prepared.launch(addresses, call.current_stream())
     del owner  # memory for one call may go once everything is enqueued
     return (out, lse) if checked.return_lse else out
-
-
-def _insert(
-    given: tuple[Any, ...], scalars: tuple[Any, ...], call: Call, prepared: Prepared
-) -> None:
-    """Cache a call that was launched; what was made for one call has no address to keep."""
-    _, k, v, _, block_tables, kv_lens, *_ = given
-    if kv_lens is None:
-        return
-    table = call.block_tables
-    if table is not None and table.ptr != array.view(block_tables, "block_tables").ptr:
-        return
-    checked = Checked(
-        prepared,
-        call.keys.v.ptr - array.view(k if v is None else v, "v").ptr,
-        tuple(None if name is None else Arrays._fields.index(name) for name in call.scales.names),
-        call.out_shape,
-        call.lse_shape,
-        call.return_lse,
-        scratch.allocator(call.q),
-    )
-    dtype_o = call.geometry.spec.dtype_o
-    _CALLS.insert(given, scalars, checked, call.q, dtype_o, call.out_shape, call.lse_shape)
 
 
 def _view_workspace(x: Any, call: Call, names: Names) -> ArrayView | None:
@@ -299,55 +167,6 @@ def _with_outputs(call: Call) -> Call:
     return replace(call, out=out, lse=lse)
 
 
-def _prepare(call: Call) -> Prepared:
-    vq, keys, vout, vlse = call.q, call.keys, call.out, call.lse
-    assert vout is not None
-    strides = [(x.strides[:2], x.dtype) for x in (vq, vout)]
-    strides.append((keys.strides, keys.k.dtype))
-    is_aligned = are_rows_aligned(vq.ptr | keys.k.ptr | keys.v.ptr | vout.ptr, strides)
-    scales = call.scales
-    is_scaled = not (scales.views[0] is scales.views[1] is None)
-    prescale_logits = is_scaled or scales.logits <= 0.0
-    variant = Variant(is_aligned, prescale_logits, call.mask is not None)
-    launcher = call.geometry.launcher(variant)
-    plan = _plan(launcher, call.lengths)
-    padding, lse_rows, num_bytes = None, 0, plan.num_bytes
-    lse_strides = (0, 0) if vlse is None else vlse.strides[-2:]
-    if call.pads_lse and vlse is not None:
-        padding = pad_lse.prepare(vlse, launcher.device_index)
-        lse_rows, lse_strides = num_bytes, (vq.shape[1], 1)
-        num_bytes += 4 * vq.shape[0] * vq.shape[1]
-    mask = NO_BITS
-    if call.mask is not None:
-        mask = row_mask.bits_of(call.mask, vq.shape[0])
-        if _is_bool_mask(call):
-            packed_bytes = row_mask.num_packed_bytes(vq.shape[0], call.mask_bits)
-            mask = MaskBits(num_bytes, packed_bytes // vq.shape[0], packed_bytes)
-            num_bytes += packed_bytes
-    packed = params.STRIDES.pack(
-        *vq.strides[:2], *keys.strides[:4], *vout.strides[:2], *lse_strides, *keys.strides[4:]
-    )
-    return Prepared(
-        launcher,
-        plan,
-        padding,
-        lse_rows,
-        mask,
-        num_bytes,
-        packed,
-        keys.size,
-        scales.logits,
-        scales.output,
-        has_scales=is_scaled or scales.views[2] is not None,
-        scales_by_head=scales.by_head,
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
-    return plan_batch.prepare(launcher, lengths)
-
-
 def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> None:
     vq, vout, indices = call.q, call.out, call.indices
     assert vout is not None
@@ -359,10 +178,14 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
         workspace = vworkspace.ptr
         _require_size(vworkspace, prepared.num_bytes)
     inputs = (call.keys.k, call.keys.v, call.block_tables, call.sinks, call.mask, vworkspace)
-    used = [v for v in (*inputs, call.lse, *indices, *call.scales.views) if v is not None]
+    used = [
+        v
+        for v in (*inputs, call.alibi_slopes, call.lse, *indices, *call.scales.views)
+        if v is not None
+    ]
     array.acquire(vq, vout, *used)
     mask = 0 if call.mask is None else call.mask.ptr
-    if call.mask is not None and _is_bool_mask(call):
+    if call.mask is not None and is_bool_mask(call):
         mask = workspace + prepared.mask.address
         row_mask.pack(call.mask, vq.shape[0], call.mask_bits, mask, stream)
     views = Arrays(
@@ -379,11 +202,11 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
         *call.scales.views,
     )
     addresses = Arrays(*(0 if x is None else x.ptr for x in views))
-    addresses = addresses._replace(workspace=workspace, mask=mask)
+    kv_begin = 0 if indices.kv_begin is None else indices.kv_begin.ptr
+    slopes = 0 if call.alibi_slopes is None else call.alibi_slopes.ptr
+    addresses = addresses._replace(
+        workspace=workspace, mask=mask, kv_begin=kv_begin, alibi_slopes=slopes
+    )
     prepared.launch(addresses, stream)
     array.release(vq, vq, vout, *used)
     del owner  # memory for one call may go once everything is enqueued
-
-
-def _is_bool_mask(call: Call) -> bool:
-    return call.mask is not None and call.mask.dtype is dtypes.bool_

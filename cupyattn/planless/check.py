@@ -38,7 +38,7 @@ class Arrays(NamedTuple):
 
     k, v         pages; for one tensor of both v is None. Without block_tables rows of all requests
     kv_lens, qo_lens, qo_offsets, kv_offsets  see plan_batch.Lengths; offsets without lengths are
-                 cumulative
+                 cumulative, as kv_lens are with `cumulative_kv_lens`
     o_offsets, v_offsets  must say the same as those of q and k, which are read in their place
     scale_q, scale_k, scale_v  one number each in memory: the first two multiply the logits, the
                  last the output
@@ -92,7 +92,11 @@ class Options(NamedTuple):
     attention_chunk  keys of a chunk: a row sees those of its own chunk; 0: all
     has_table_offsets  with a page table kv_offsets say where each request's pages begin in it, in
                  entries, for requests that need not be its rows
+    most_kv_len  with such offsets, the most keys of one request: more are cut. None: as many as the
+                 table has room for
     shares_pages whether K and V have one page table; else block_tables is [B, 2, max_pages]
+    cumulative_kv_lens  the keys of a request are the step from its entry of kv_lens, which has one
+                 more, to the next
     """
 
     names: Names
@@ -119,10 +123,12 @@ class Options(NamedTuple):
     attention_chunk: int = 0
     has_table_offsets: bool = False
     shares_pages: Any = True
+    cumulative_kv_lens: bool = False
+    most_kv_len: int | None = None
 
 
 class Indices(NamedTuple):
-    """Views of lengths and offsets, as in Arrays."""
+    """Views of lengths and offsets, as in Arrays; on a GPU kv_lens may be cumulative."""
 
     qo_lens: ArrayView | None
     kv_lens: ArrayView
@@ -133,10 +139,100 @@ class Indices(NamedTuple):
     kv_begin: ArrayView | None
 
 
+class Extents(NamedTuple):
+    """What changes from step to step of a server.
+
+    num_keys  rows that k and v hold, or pages
+    table     rows of the page table, entries of each, and entries from row to row; or None
+    """
+
+    num_requests: int
+    num_rows: int
+    num_keys: int
+    table: tuple[int, int, int] | None
+
+
+class LengthForm(NamedTuple):
+    """What calls of one signature share of their Lengths; options as in Options, where they are
+    numbers."""
+
+    names: Names
+    q_len: int
+    max_q_len: int | None
+    max_kv_len: int | None
+    most_kv_len: int | None
+    has_table_offsets: bool
+    page_size: int
+    group_size: int
+    formats: tuple[IndexFormat, IndexFormat, IndexFormat, IndexFormat, IndexFormat]
+    has_kv_begin: bool
+    has_qo_lens: bool
+    has_qo_offsets: bool
+    has_kv_offsets: bool
+    slope_step: int
+
+    def lengths(self, extents: Extents) -> Lengths:
+        """Raises ArgumentError and UnsupportedError where extents do not fit each other."""
+        names, qo_len = self.names, self.q_len
+        count, num_rows, num_keys, table = extents
+        if not self.has_qo_offsets:
+            if not qo_len and not self.has_qo_lens and count == 1:
+                qo_len = num_rows
+            if not qo_len and count > 1:
+                raise ArgumentError(
+                    f"{names.qo_offsets}: got None for {count} requests; wanted where the rows of "
+                    f"each begin in {names.q}"
+                )
+            if qo_len and num_rows != count * qo_len:
+                raise ArgumentError(
+                    f"{names.q}: holds {num_rows} rows; wanted {count * qo_len}, {qo_len} for each "
+                    f"of the {count} requests"
+                )
+        most = qo_len or max(1, num_rows)
+        if self.max_q_len is not None:
+            most = qo_len or min(most, max(1, self.max_q_len))
+        max_keys, step = num_keys, 0
+        if table is not None:
+            # Requests that are no rows of the table may begin at any of its entries.
+            rows = table[0] if self.has_table_offsets else 1
+            max_keys, step = rows * table[1] * self.page_size, table[2] if count > 1 else 0
+        elif not self.has_kv_offsets and count > 1:
+            raise ArgumentError(
+                f"{names.kv_offsets}: got None for {count} requests without {names.block_tables}; "
+                f"wanted where the keys of each begin in {names.k}"
+            )
+        if max_keys > MAX_LENGTH or num_rows * self.group_size > MAX_LENGTH:
+            raise UnsupportedError(
+                f"{names.q}, {names.block_tables}: {num_rows} query tokens over up to {max_keys} "
+                f"keys; at most {MAX_LENGTH} keys and query rows of one KV head are supported"
+            )
+        kv_room = max_keys
+        if self.most_kv_len is not None:
+            max_keys = min(max_keys, self.most_kv_len)
+        return Lengths(
+            num_requests=count,
+            num_rows=num_rows,
+            qo_len=qo_len or -1,
+            max_qo_len=most,
+            kv_step=step,
+            max_kv_len=max_keys,
+            likely_kv_len=max_keys if self.max_kv_len is None else min(max_keys, self.max_kv_len),
+            formats=self.formats,
+            is_ragged=self.has_qo_lens
+            or self.has_qo_offsets
+            or self.has_kv_offsets
+            or self.has_kv_begin
+            or self.formats[1].unit < 0,
+            slope_step=self.slope_step,
+            kv_room=kv_room,
+        )
+
+
 @dataclass(slots=True)
 class Call:
     """A checked call. Views of q, out and lse have their leading axes merged.
 
+    form, extents  what lengths are made of
     units      elements of a token in the offsets of o and v
     mask_bits  of each row: the query tokens of every request, or the most of one
     """
@@ -152,6 +248,8 @@ class Call:
     out: ArrayView | None
     lse: ArrayView | None
     geometry: Geometry
+    form: LengthForm
+    extents: Extents
     lengths: Lengths
     units: tuple[int, int]
     out_shape: tuple[int, ...]
@@ -161,6 +259,7 @@ class Call:
     attention_chunk: int
     alibi_slopes: ArrayView | None
     mask_bits: int = 0
+    has_table_offsets: bool = False
 
 
 def check(arrays: Arrays, options: Options) -> Call:
@@ -183,23 +282,25 @@ def check(arrays: Arrays, options: Options) -> Call:
     other_heads = dims["page_size"] if names.has_layout and table is not None else 0
     name = f"{names.q}, {names.k}"
     require_group(vq.shape[1], dims["num_kv_heads"], name, layout, other_heads)
-    indices = _indices(arrays, options, table, vq, keys)
+    indices, count = _indices(arrays, options, table, vq, keys)
     scales = view_scales(
         (arrays.scale_q, arrays.scale_k, arrays.scale_v),
         (options.sm_scale, options.kv_scale, options.output_scale),
         (names.sm_scale, names.k_scale, names.output_scale),
         vq.shape[2],
         keys.k.dtype.is_fp8,
-        (indices.kv_lens.shape[0], dims["num_kv_heads"]) if options.scales_by_head else None,
+        (count, dims["num_kv_heads"]) if options.scales_by_head else None,
     )
     vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(given_q.shape),))
     o_dtype = options.o_dtype
     if o_dtype is None:
         o_dtype = vq.dtype if vout is None else vout.dtype
+    # The reference takes slopes as they are given.
+    has_slopes = arrays.alibi_slopes is not None and vq.device.kind == "cuda"
     given = Given(
         kv_layout=layout,
         causal=options.causal,
-        pos_encoding_mode=options.pos_encoding_mode,
+        pos_encoding_mode="ALIBI" if has_slopes else options.pos_encoding_mode,
         window_left=options.window_left,
         logits_soft_cap=options.logits_soft_cap,
         sm_scale=scales.logits,
@@ -221,6 +322,16 @@ def check(arrays: Arrays, options: Options) -> Call:
             given,
         )
     )
+    slopes = None
+    if arrays.alibi_slopes is not None:
+        slopes = view_slopes(arrays.alibi_slopes, count, vq.shape[1])
+    form = _length_form(options, geometry, vq, indices, slopes)
+    extents = Extents(
+        count,
+        vq.shape[0],
+        keys.size,
+        None if table is None else (*table.shape, table.strides[0]),  # type: ignore[arg-type]
+    )
     call = Call(
         q=vq,
         keys=keys,
@@ -233,7 +344,9 @@ def check(arrays: Arrays, options: Options) -> Call:
         out=vout,
         lse=None if arrays.lse is None else array.view(arrays.lse, "lse"),
         geometry=geometry,
-        lengths=_lengths(options, geometry, vq, keys, table, indices),
+        form=form,
+        extents=extents,
+        lengths=form.lengths(extents),
         units=(vq.shape[1] * dims["head_dim_vo"], dims["num_kv_heads"] * dims["head_dim_vo"])
         if options.in_elements
         else (1, 1),
@@ -242,10 +355,9 @@ def check(arrays: Arrays, options: Options) -> Call:
         pads_lse=options.pads_lse,
         return_lse=parse.flag(options.return_lse, "return_lse"),
         attention_chunk=options.attention_chunk,
-        alibi_slopes=None,
+        alibi_slopes=slopes,
+        has_table_offsets=options.has_table_offsets,
     )
-    if arrays.alibi_slopes is not None:
-        call.alibi_slopes = view_slopes(arrays.alibi_slopes, indices.kv_lens.shape[0], vq.shape[1])
     if vq.device.kind == "cuda":
         _refuse_on_gpu(call, names)
     if arrays.mask is not None:
@@ -273,9 +385,14 @@ def check(arrays: Arrays, options: Options) -> Call:
 
 def _refuse_on_gpu(call: Call, names: Names) -> None:
     """UnsupportedError for what only the reference serves."""
+    spec = call.geometry.spec
+    if call.alibi_slopes is not None and (spec.right_limit != 0 or spec.logits_soft_cap > 0.0):
+        raise UnsupportedError(
+            "alibi_slopes: have no GPU kernel where rows see keys to their right, nor behind a "
+            "soft cap; pass causal=True without a cap, or CPU arrays"
+        )
     for name, is_given in (
-        (names.kv_begin, call.indices.kv_begin is not None),
-        ("alibi_slopes", call.alibi_slopes is not None),
+        (names.kv_begin, call.indices.kv_begin is not None and call.mask is not None),
         ("attention_chunk", call.attention_chunk > 0),
         ("pos_encoding_mode", call.geometry.spec.pos_encoding == "ROPE_LLAMA"),
     ):
@@ -298,7 +415,8 @@ def _check_extents(options: Options, dims: Dims, kv_layout: str) -> None:
 
 def _indices(
     arrays: Arrays, options: Options, table: ArrayView | None, vq: ArrayView, keys: Keys
-) -> Indices:
+) -> tuple[Indices, int]:
+    """The views, and the number of requests."""
     names = options.names
     kv_lens, are_derived = arrays.kv_lens, arrays.kv_lens is None
     if are_derived and (table is not None or arrays.kv_offsets is None):
@@ -309,6 +427,7 @@ def _indices(
         count = max(0, math.prod(array.view(arrays.kv_offsets, names.kv_offsets).shape) - 1)
     else:
         count = math.prod(array.view(kv_lens, names.kv_lens).shape)
+        count -= options.cumulative_kv_lens
     for repeated, given, name, wanted in (
         (arrays.o_offsets, arrays.qo_offsets, _REPEATED[0], names.qo_offsets),
         (arrays.v_offsets, arrays.kv_offsets, _REPEATED[1], names.kv_offsets),
@@ -322,7 +441,7 @@ def _indices(
             None if x is None else view_index(x, name, counts, vq, options.from_host)
             for x, name, counts in (
                 (arrays.qo_lens, names.qo_lens, (count,)),
-                (arrays.kv_lens, names.kv_lens, (count,)),
+                (kv_lens, names.kv_lens, (count + options.cumulative_kv_lens,)),
                 (arrays.qo_offsets, names.qo_offsets, (count + 1,) if are_cumulative else either),
                 (arrays.kv_offsets, names.kv_offsets, either),
                 (arrays.o_offsets, _REPEATED[0], either),
@@ -331,78 +450,58 @@ def _indices(
             )
         )  # type: ignore[arg-type]
     )
-    if not are_derived or found.kv_offsets is None:
-        return found
-    unit = keys.k.shape[1] * keys.k.shape[2] if options.in_elements else 1
-    return found._replace(kv_lens=steps(found.kv_offsets, unit, names.kv_lens))
+    if are_derived:
+        found = found._replace(kv_lens=found.kv_offsets)  # type: ignore[arg-type]
+    is_cumulative = are_derived or options.cumulative_kv_lens
+    if is_cumulative and vq.device.kind == "cpu":
+        unit = keys.k.shape[1] * keys.k.shape[2] if are_derived and options.in_elements else 1
+        found = found._replace(kv_lens=steps(found.kv_lens, unit, names.kv_lens))
+    return found, count
 
 
-def _lengths(
+def _length_form(
     options: Options,
     geometry: Geometry,
     vq: ArrayView,
-    keys: Keys,
-    table: ArrayView | None,
     indices: Indices,
-) -> Lengths:
+    slopes: ArrayView | None,
+) -> LengthForm:
     names = options.names
-    count, num_rows = indices.kv_lens.shape[0], vq.shape[0]
-    qo_len = require_int(options.q_len, names.q_len, 0)
-    if indices.qo_offsets is None:
-        if not qo_len and indices.qo_lens is None and count == 1:
-            qo_len = num_rows
-        if not qo_len and count > 1:
-            raise ArgumentError(
-                f"{names.qo_offsets}: got None for {count} requests; wanted where the rows of each "
-                f"begin in {names.q}"
-            )
-        if qo_len and num_rows != count * qo_len:
-            raise ArgumentError(
-                f"{names.q}: holds {num_rows} rows; wanted {count * qo_len}, {qo_len} for each of "
-                f"the {count} requests"
-            )
-    most = qo_len or max(1, num_rows)
-    if options.max_q_len is not None:
-        longest = require_int(options.max_q_len, names.max_q_len, min(1, num_rows))
-        most = qo_len or min(most, max(1, longest))
-    max_keys, step = keys.size, 0
-    if table is not None:
-        # Requests that are no rows of the table may begin at any of its entries.
-        rows = table.shape[0] if options.has_table_offsets else 1
-        max_keys, step = (
-            rows * table.shape[1] * geometry.spec.page_size,
-            table.strides[0] if count > 1 else 0,
-        )
-    elif indices.kv_offsets is None and count > 1:
-        raise ArgumentError(
-            f"{names.kv_offsets}: got None for {count} requests without {names.block_tables}; "
-            f"wanted where the keys of each begin in {names.k}"
-        )
-    if max_keys > MAX_LENGTH or num_rows * geometry.spec.group_size > MAX_LENGTH:
-        raise UnsupportedError(
-            f"{names.q}, {names.block_tables}: {num_rows} query tokens over up to {max_keys} keys; "
-            f"at most {MAX_LENGTH} keys and query rows of one KV head are supported"
-        )
-    likely = max_keys
-    if options.max_kv_len is not None:
+    max_q_len, max_kv_len = options.max_q_len, options.max_kv_len
+    if max_q_len is not None:
+        max_q_len = require_int(max_q_len, names.max_q_len, min(1, vq.shape[0]))
+    if max_kv_len is not None:
         # Bounds are rounded up, beyond 32 bits too.
-        likely = min(max_keys, require_int(options.max_kv_len, names.max_kv_len, 0, 2**32))
-    dim = geometry.spec.head_dim_qk if options.in_elements else 0
-    units = 1, 1, geometry.spec.num_qo_heads * dim or 1, geometry.spec.num_kv_heads * dim or 1
+        max_kv_len = require_int(max_kv_len, names.max_kv_len, 0, 2**32)
+    spec = geometry.spec
+    dim = spec.head_dim_qk if options.in_elements else 0
+    of_q, of_keys = spec.num_qo_heads * dim or 1, spec.num_kv_heads * dim or 1
+    # Only those of the device are cumulative.
+    has_steps = indices.kv_lens is indices.kv_offsets or options.cumulative_kv_lens
+    of_lens = 1
+    if has_steps and vq.device.kind == "cuda":
+        of_lens = -of_keys if indices.kv_lens is indices.kv_offsets else -1
     formats = [
         IndexFormat() if v is None else IndexFormat(v.strides[0], v.dtype, unit)
-        for v, unit in zip(indices[:4], units, strict=True)
+        for v, unit in zip(
+            (*indices[:4], indices.kv_begin), (1, of_lens, of_q, of_keys, 1), strict=True
+        )
     ]
-    return Lengths(
-        num_requests=count,
-        num_rows=num_rows,
-        qo_len=qo_len or -1,
-        max_qo_len=most,
-        kv_step=step,
-        max_kv_len=max_keys,
-        likely_kv_len=likely,
+    return LengthForm(
+        names=names,
+        q_len=require_int(options.q_len, names.q_len, 0),
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        most_kv_len=options.most_kv_len,
+        has_table_offsets=options.has_table_offsets,
+        page_size=spec.page_size,
+        group_size=spec.group_size,
         formats=tuple(formats),  # type: ignore[arg-type]
-        is_ragged=not (indices.qo_lens is indices.qo_offsets is indices.kv_offsets is None),
+        has_kv_begin=indices.kv_begin is not None,
+        has_qo_lens=indices.qo_lens is not None,
+        has_qo_offsets=indices.qo_offsets is not None,
+        has_kv_offsets=indices.kv_offsets is not None,
+        slope_step=0 if slopes is None else slopes.strides[0],
     )
 
 

@@ -51,7 +51,9 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Name
         return values // unit
 
     qo_len = tokens(given.qo_lens, 1, names.qo_lens)
-    kv_len = tokens(given.kv_lens, 1, names.kv_lens)
+    kv_len = tokens(given.kv_lens, abs(formats[1].unit), names.kv_lens)
+    if formats[1].unit < 0 and kv_len is not None:
+        kv_len = np.diff(kv_len)
     starts = tokens(given.qo_offsets, formats[2].unit, names.qo_offsets)
     kv_start = tokens(given.kv_offsets, formats[3].unit, names.kv_offsets)
     for what, v, own, unit in (
@@ -80,12 +82,12 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Name
             f"mask: a request has {qo_len.max()} rows, but those of the mask are of "
             f"{call.mask_bits} bits; wanted {names.max_q_len} to be the most rows of one request"
         )
-    for name, begin, size, most in (
-        (names.qo_offsets, starts[:count], qo_len, lengths.num_rows),
-        (names.kv_lens, kv_start[:count], kv_len, lengths.max_kv_len),
+    for name, begin, size, longest, most in (
+        (names.qo_offsets, starts[:count], qo_len, lengths.num_rows, lengths.num_rows),
+        (names.kv_lens, kv_start[:count], kv_len, lengths.max_kv_len, lengths.kv_room),
     ):
         # Sums might be beyond 64 bits.
-        is_outside = (size < 0) | (begin < 0) | (size > most) | (begin > most - size)
+        is_outside = (size < 0) | (begin < 0) | (size > longest) | (begin > most - size)
         wrong = np.flatnonzero(is_outside)
         if wrong.size:
             at = int(wrong[0])
@@ -146,10 +148,9 @@ def read_tables(
     keys = read(call.block_tables).astype(np.int64)
     is_one = call.value_tables is call.block_tables
     tables = keys, keys if is_one else read(call.value_tables).astype(np.int64)
-    page_size = call.geometry.spec.page_size
     for index, request in enumerate(requests):
         for table in tables:
-            own = table[index, : -(-request.kv_len // page_size)]
+            own = pages_of(call, table, index, request)
             wrong = own[(own < 0) | (own >= call.keys.size)]
             if wrong.size:
                 raise ArgumentError(
@@ -157,6 +158,14 @@ def read_tables(
                     f"{call.keys.size} pages"
                 )
     return tables
+
+
+def pages_of(call: Call, table: np.ndarray, index: int, request: Request) -> np.ndarray:
+    """The pages that hold a request's keys."""
+    count = -(-request.kv_len // call.geometry.spec.page_size)
+    if call.has_table_offsets:
+        return table.reshape(-1)[request.kv_start : request.kv_start + count]
+    return table[index, :count]
 
 
 def answer(
@@ -200,7 +209,8 @@ def _reference_requests(
     if call.mask is not None:
         seen = row_mask.visible(call.mask, call.lengths.num_rows, call.mask_bits)
     options = _options(call)
-    for index, (q_start, qo_len, kv_start, kv_len, kv_begin) in enumerate(places):
+    for index, place in enumerate(places):
+        q_start, qo_len, kv_start, kv_len, kv_begin = place
         rows = slice(q_start, q_start + qo_len)
         mask = None
         if seen is not None:
@@ -208,9 +218,8 @@ def _reference_requests(
         if tables is None:
             own_k, own_v = (x[kv_start : kv_start + kv_len] for x in (k, v))
         else:
-            count = -(-kv_len // spec.page_size)
             own_k, own_v = (
-                cpu.gather(x, ids[index, :count], kv_len)
+                cpu.gather(x, pages_of(call, ids, index, place), kv_len)
                 for x, ids in zip((k, v), tables, strict=True)
             )
         own = options(index)

@@ -48,7 +48,7 @@ def merge_leading(v: ArrayView, name: str, kept: int) -> ArrayView:
     if len(v.shape) == kept + 1:
         return v
     leading = range(len(v.shape) - kept)
-    stride, reach = 0, 1
+    stride, reach = v.strides[0], 1
     for axis in reversed(leading):
         extent, step = v.shape[axis], v.strides[axis]
         if extent == 1:
@@ -172,6 +172,10 @@ def view_slopes(x: Any, num_requests: int, num_heads: int) -> ArrayView:
     """Slopes of ALiBi as [B, num_qo_heads]."""
     v = array.view(x, "alibi_slopes")
     require_dtype(v, dtypes.float32, "alibi_slopes")
+    if v.device.kind == "cuda" and v.shape and v.shape[-1] > 1 and v.strides[-1] != 1:
+        raise ArgumentError("alibi_slopes: is not contiguous; pass a contiguous array")
+    if max(v.strides, default=0) > 2**31 - 1 or min(v.strides, default=0) < 0:
+        raise ArgumentError("alibi_slopes: rows are too far apart; pass a contiguous array")
     if tuple(v.shape) == (num_heads,):
         return array.as_strided(v, (num_requests, num_heads), (0, v.strides[0]))
     if tuple(v.shape) != (num_requests, num_heads):
@@ -187,6 +191,19 @@ def next_power_of_two(length: Any) -> Any:
     if type(length) is int and length > 0:
         return 1 << (length - 1).bit_length()
     return length
+
+
+# In the place of a number of requests that the arrays confirm.
+CONFIRMED = "as many as the arrays have"
+
+
+def confirmed_count(batch_size: Any, per_request: Any) -> Any:
+    """batch_size, or CONFIRMED where the array says the same: then calls of other batch sizes have
+    equal signatures."""
+    shape = getattr(per_request, "shape", None)
+    if type(batch_size) is int and isinstance(shape, tuple) and shape and shape[0] == batch_size:
+        return CONFIRMED
+    return batch_size
 
 
 class Scales(NamedTuple):

@@ -18,6 +18,7 @@ _WORTHWHILE = 0.95
 _EVEN = 1.15
 
 
+# In the order of kernels/cupyattn/params/plan_batch.cuh.
 class Costs(NamedTuple):
     """What a kernel pays besides key tiles, in their time when all slots are busy.
 
@@ -99,7 +100,8 @@ def _times_of_uneven(
     mean = np.add.reduce(key_tiles * is_long, axis=1) / num_long
     waves = np.ceil(num_long / items_per_wave)
     busy = (work.total + num_items * block) / items_per_wave
-    done = np.maximum(busy, waves * (mean + block))
+    longest = np.maximum.reduce(key_tiles / parts, axis=1)
+    done = np.maximum(np.maximum(busy, waves * (mean + block)), longest + block)
     return list(zip(done.tolist(), num_items.tolist(), strict=True))
 
 
@@ -116,7 +118,11 @@ def _candidates(
         parts = {n // num_tiles for n in items}
         chunks = {-(-longest // part) for part in parts if part > 1}
     else:
-        chunks = {-(-total // (items_per_wave * waves)) for waves in whole}
+        # Of few waves also with room for half a part or a whole one at the end of each tile, which
+        # is not full: blocks that are a few too many take a wave more.
+        rooms = [items_per_wave * waves for waves in whole]
+        rooms += [n - num_tiles * half // 2 for n in rooms[:2] for half in (1, 2)]
+        chunks = {-(-total // room) for room in rooms if room > 0}
     fewest = -(-total // (items_per_wave * MAX_WAVES))
     found = {max(chunk, least) for chunk in chunks if chunk >= fewest}
     return sorted(chunk for chunk in found if chunk < longest)

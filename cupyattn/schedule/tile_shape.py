@@ -42,12 +42,14 @@ class TileShape:
         """Of tiles of so many rows, in the time of a key tile with all slots busy."""
         if not self.part_cost:
             return Costs(state=self.state_cost)
-        # Fitted by hand to times of an H200 (docs/ladder.md): a block of 32 rows that
-        # leaves a state takes some 28 us besides its key tiles, one of four 10. A key tile is 2.1
-        # by memory's rate with all slots busy, and was taken for 0.6 where few blocks run.
-        block = BLOCK_OVERHEAD + 1.5 * self._passes(rows)
+        # In units of 2.1 us, which a key tile takes by memory's rate with all slots busy. The
+        # first pass of a merge costs what was fitted to times of an H200, each further one two
+        # round trips to L2, 0.4 us. A key tile is 0.6 us where few blocks run (docs/ladder.md).
+        passes = self._passes(rows)
+        block = BLOCK_OVERHEAD + 1.0 + 0.5 * passes
+        merge = 1.8 + 0.2 * passes
         part = 0.3 * self.cost_of_part(rows)
-        return Costs(block, 2.0, self.state_cost, part, self.least_share)
+        return Costs(block, merge, self.state_cost, part, self.least_share)
 
     def _passes(self, rows: int) -> int:
         return -(-min(rows, self.tile_q) // self.rows_at_a_time)

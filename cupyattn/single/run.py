@@ -401,7 +401,7 @@ def _launch(call: _Call, extras: dict[str, ArrayView]) -> bytes:
         vk.ptr,
         vv.ptr,
         vout.ptr,
-        params.OPTIONAL.pack(*(0 if v is None else v.ptr for v in optional)),
+        params.OPTIONAL.pack(*(0 if v is None else v.ptr for v in optional), 0),
         strides,
         0 if mask is None else mask.shape[0],
         call.qo_len,

@@ -1,5 +1,5 @@
-// Merges the partial states of tiles whose keys prefill_sm80 or prefill_sm90 has split. A warp
-// merges one packed row.
+// Merges the partial states of tiles whose keys another kernel has split. A warp merges one packed
+// row, or 128 columns of a wide one, so that it has states of many splits under way.
 #include "cupyattn/attention/state.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
 
@@ -13,25 +13,39 @@ struct Config : DefaultConfig {
 
 static_assert(Config::kTileQ % Config::kWarps == 0, "a block merges rows of one tile");
 
-// Six blocks an SM: for more blocks ptxas saves registers by waiting for each load.
-extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, 6)
+constexpr bool kIsWide = Config::kHeadDimVO > 256;
+
+// Six blocks an SM: for more blocks ptxas saves registers by waiting for each load. Wide rows have
+// twice as many states under way.
+extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, kIsWide ? 3 : 6)
     cupyattn_merge_splits(const __grid_constant__ cupyattn::AttentionParams params) {
   using namespace cupyattn;
-  ptx::grid_dependency_wait();
+  // The work list is older than the launch that leaves the states. For wide rows, which have the
+  // registers, it is looked up beside that launch. All blocks wait, because this launch must not be
+  // over before that one.
+  if (!kIsWide) ptx::grid_dependency_wait();
+  const auto await_states = [] {
+    if (kIsWide) ptx::grid_dependency_wait();
+  };
   const int lane = threadIdx.x % kWarpSize;
   const int kv_head = blockIdx.y;
   constexpr int kTileQ = Config::kTileQ;
-  const int packed_row = blockIdx.x * Config::kWarps + threadIdx.x / kWarpSize;
+  constexpr int kParts = kIsWide ? Config::kHeadDimVO / 128 : 1;
+  const int index = blockIdx.x * Config::kWarps + threadIdx.x / kWarpSize;
+  const int packed_row = index / kParts;
+  // mutate: merged-columns-of-the-first-part
+  const int first_column = index % kParts * (Config::kHeadDimVO / kParts);
   const int tile = packed_row / kTileQ, row = packed_row % kTileQ;
   // Spare entries of `merges` are negative.
   const int item = params.work != nullptr ? params.merges[tile] : 0;
-  if (item < 0) return;
+  if (item < 0) return await_states();
   const BlockWork work = params.work != nullptr
                              ? BlockWork::of_item(params, item, kv_head, kTileQ)
                              : BlockWork::of_tile(params, tile, kv_head, 0, kTileQ);
-  if (row >= work.tile.num_rows) return;
+  if (row >= work.tile.num_rows) return await_states();
   const PackGqaRow packed = PackGqaRow::of(params, work.tile.first_row + row);
   const int head = kv_head * params.group_size + packed.group_head;
-  merge_row<typename Config::DTypeO, Config::kHeadDimVO, kTileQ, Config::kAligned>(
-      params, work.tile, row, work.request.q_start + packed.token, head, lane);
+  await_states();
+  merge_row<typename Config::DTypeO, Config::kHeadDimVO, kTileQ, Config::kAligned, false, kParts>(
+      params, work.tile, row, work.request.q_start + packed.token, head, lane, first_column);
 }

@@ -41,6 +41,14 @@ GATED = (
     Selection(dtypes=_DTYPES, options=one_option("draft_mask")),
     Selection(dtypes=_DTYPES, options=one_option("multi_item"), head_dims=((128, 128),)),
     Selection(("append", "merge"), _DTYPES, alignments=(False,)),
+    Selection(
+        ("prefill", "mla"),
+        _DTYPES,
+        head_dims=((512, 512), (256, 512)),
+        page_sizes=(0, 16),
+        options=one_option("none", "alibi", "soft_cap", "mask"),
+        alignments=(True, False),
+    ),
 )
 _OPTIONS = ("kRope", "kAlibi", "kSoftCap", "kCustomMask", "kPaged")
 
@@ -59,6 +67,19 @@ def _is_sampled(arch: str, name: str, config: jit.Config) -> bool:
         return kv is dtypes.bfloat16 and is_here and (is_common or (is_usual and is_sm90))
     if config.get("kGathers") and not is_usual:
         return False
+    if name == "wide_sm90":
+        is_latent = bool(config["kLatent"])
+        return kv is dtypes.bfloat16 and (is_latent or (dims == (512, 512) and config["kPaged"]))
+    if name == "wide_sm80":
+        # The largest tile has the fewest registers to spare; of latent keys all tiles. On Hopper
+        # those of 16 bits run wide_sm90.
+        is_elsewhere = arch == "sm_90a" and config["kLatent"]
+        stays = dtypes.float8_e4m3fn if is_elsewhere else dtypes.bfloat16
+        is_whole = config["kAligned"] and config["kPaged"] and kv is stays
+        if config["kLatent"]:
+            return is_whole and not config["kSparse"] and arch in ("sm_80", "sm_90a", "sm_120a")
+        is_largest = dims == (512, 512) and config["kMmaQ"] == 4
+        return is_whole and is_largest and arch in ("sm_80", "sm_90a")
     if arch == "sm_90a":
         return kv is dtypes.bfloat16 or (kv is dtypes.float8_e4m3fn and is_usual)
     has_mask = config.get("kCustomMask", False)
@@ -68,10 +89,10 @@ def _is_sampled(arch: str, name: str, config: jit.Config) -> bool:
 
 def _is_one_of_many(arch: str, name: str, config: jit.Config) -> bool:
     """Whether `make test` builds a third of the instances like this one."""
+    if "DTypeQ" not in config or name.startswith("wide_"):
+        return "DTypeQ" not in config and arch not in ("sm_80", "sm_90a")
     if arch not in ("sm_80", "sm_90a"):
         return True
-    if "DTypeQ" not in config:
-        return False
     is_converted = config["DTypeKV"] is not config["DTypeQ"]
     is_bfloat16 = config["DTypeQ"] is dtypes.bfloat16
     is_usual = (config["kHeadDimQK"], config["kHeadDimVO"]) == (128, 128)
@@ -99,6 +120,10 @@ def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
                 label += " gathered"
             if name == "mixed_sm80":
                 label += f" {config['kPrefillMmaQ']}-{config['kDecodeMmaQ']}"
+            if name == "wide_sm80":
+                label += f" {16 * int(config['kMmaQ'])} rows"
+                label += " lists" * config["kSparse"] + " aligned" * config["kAligned"]
+                label += " paged" * config["kPaged"]
             is_slow = q is not None and not _is_sampled(arch, name, config)
             if not is_slow and _is_one_of_many(arch, name, config) and (index + turn) % 3:
                 label, is_slow = f"{label}, two thirds", True
@@ -160,7 +185,8 @@ def test_instances_stay_out_of_local_memory(
 def _kinds(arch: str, *, fast: bool) -> set[object]:
     """The kernels and options of a run."""
     return {
-        (name, *(config.get(option) for option in _OPTIONS))
+        # Wide heads whose keys are in rows are slow.
+        (name, *(config.get(option) for option in _OPTIONS[: 4 if name.startswith("wide_") else 5]))
         for other, group, is_slow in GROUPS.values()
         for name, config in group
         if other == arch and not (fast and is_slow)

@@ -39,6 +39,7 @@ def run_cases() -> None:
         merge_cases,
         page_faults,
         planless_cases,
+        slot_cases,
     )
     from helpers.calls import run_and_check
     from helpers.page_cases import Append
@@ -82,6 +83,9 @@ def run_cases() -> None:
         table = np.array([0, 2, 2, 3], np.int32)
         lengths = cupyattn.get_seq_lens(table, np.array([1, 0, 3], np.int32), 4)
         cupyattn.get_batch_indices_positions(np.array([0, 2, 2, 5], np.int32), lengths, 7)
+    for seed in range(20):
+        with gpu.plugged_in(**facts):
+            slot_cases.Case(seed).run()
     for seed in range(40):
         test_planless.run(planless_cases.random_case(seed), **facts)
     for seed in range(20):
@@ -89,7 +93,7 @@ def run_cases() -> None:
             test_plan_batch.check(emulated, device_plans.random_batch(seed))
     names = (
         *("bad values", "packbits", "sparse mask", "verify", "verify many", "items"),
-        *("device plans", "many requests"),
+        *("device plans", "many requests", "slots", "serving"),
     )
     for name in names:
         test_mutations.CATCHERS[name](mode="coverage")

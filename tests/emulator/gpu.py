@@ -30,7 +30,7 @@ from cupyattn.core import device
 from cupyattn.inputs import index_arrays, workspace
 from cupyattn.launch.attention import single
 from cupyattn.launch.driver import enqueue, scratch, tensor_map
-from cupyattn.launch.tiles import sm90
+from cupyattn.launch.tiles import sm90, wide_sm90
 from cupyattn.launch.tiles.select import TileConfig
 
 from . import build, library
@@ -230,6 +230,7 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         replace(patch, tensor_map.encode, encode_tensor_map)
         if gpu.is_portable:
             patch.setattr(sm90, "choose", lambda *_: None)
+            patch.setattr(wide_sm90, "choose", lambda *_: None)
         replace(patch, views.cupy_stream, lambda index: STREAM)
         replace(patch, memory._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype))
         patch.setitem(views._READERS, np.ndarray, gpu.read)
@@ -313,7 +314,7 @@ def _forget_calls() -> None:
     from cupyattn.inputs import call_cache, geometry
     from cupyattn.launch.attention import merge_levels, merge_splits
     from cupyattn.launch.tiles import select
-    from cupyattn.planless import call
+    from cupyattn.planless import prepared
     from cupyattn.single import run
     from cupyattn.wrappers import shared_prefix
 
@@ -328,7 +329,7 @@ def _forget_calls() -> None:
         merge_splits.config,
         select.mixed_config,
         select.tile_config,
-        call._plan,
+        prepared.plan_of,
     ]
     for cached in caches:
         cached.cache_clear()  # type: ignore[attr-defined]

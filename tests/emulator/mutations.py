@@ -100,6 +100,22 @@ PORTABLE = (
     ),
     Mutation("page-past-the-pool", "page >= table", "page > table", "append"),
     Mutation("page-offset-of-next-position", "position %", "(position + 1) %", "append"),
+    Mutation("slot-past-the-cache", "slot <", "slot <=", "slots"),
+    # Metadata of serving steps.
+    Mutation(
+        "chunk-rows-begin-with-the-chunk", "max_of(begin, first_position)", "begin", "serving"
+    ),
+    Mutation("chunk-keys-begin-with-the-row", "max_of(begin, 0)", "max_of(low, 0)", "serving"),
+    Mutation("pages-of-the-first-step", "params.num_steps - 1", "0", "serving"),
+    Mutation("second-pool-begins-with-the-row", "position - params.swa_window", "low", "serving"),
+    Mutation("mask-without-its-prefix", "own + token", "token", "serving"),
+    Mutation("hidden-drafts-first", "is_seen ?", "!is_seen ?", "serving"),
+    Mutation("path-skips-nothing", "n > 0", "n > 1", "serving"),
+    Mutation("window-without-its-row", "position - window", "position - window + 1", "serving"),
+    Mutation("prefix-of-whole-request", "seq_len - low", "seq_len", "serving"),
+    Mutation("window-inside-the-drafts", "max_of(low - seq_len, 0)", "0", "serving"),
+    Mutation("rows-end-with-the-last-request", "rows_before + q_len", "rows_before", "serving"),
+    Mutation("beams-keep-their-parent", "- row", "- row - 1", "serving"),
     # Packed bits.
     Mutation("bit-order-inverted", "bit : 7 - bit", "7 - bit : bit", "packbits"),
     Mutation("byte-of-last-segment", "<= index", "< index", "packbits"),
@@ -116,7 +132,7 @@ PORTABLE = (
     Mutation("window-off-by-one", "params.window_left)", "params.window_left + 1)", "window"),
     Mutation("full-end-off-by-one", "full_end", "full_end + 1", "causal edges"),
     Mutation("full-begin-off-by-one", "key <", "key + 1 <", "window edges"),
-    Mutation("union-for-intersection", "b.begin, a.end", "a.begin, b.end", "causal"),
+    Mutation("union-for-intersection", "full_begin, a.end", "begin, b.end", "causal"),
     Mutation(
         "last-split-tile-lost",
         "(product + count) / work.num_splits",
@@ -199,7 +215,23 @@ PORTABLE = (
         "0x7fffffff) - request.q_start; request.qo_len = qo_len; return request;",
         "absurd offsets",
     ),
-    Mutation("keys-beyond-k", "room -= request.kv_start;", "", "absurd offsets"),
+    Mutation(
+        "spare-row-of-last-request", "row < first || row >=", "row < first && row >=", "new keys"
+    ),
+    Mutation("absent-request-written", "begin < 0 ||", "begin < -9 ||", "new keys"),
+    Mutation("key-past-the-table", "index >=", "index >= 9 +", "new keys"),
+    Mutation("queries-rotated-alike", "moves ? token.index : 0", "token.index", "new keys"),
+    Mutation(
+        "keys-rotated-backwards", "is_low ? -y[e] : y[e]", "is_low ? y[e] : -y[e]", "new keys"
+    ),
+    Mutation("lengths-before-the-append", "begin + max_of<int64_t>(count, 0)", "begin", "new keys"),
+    Mutation("first-key-beyond-keys", "request.kv_len", "0x7fffffff", "absurd offsets"),
+    Mutation("first-key-not-listed", "request.kv_begin", "0", "padded prefill"),
+    Mutation("slopes-of-first-request", "first_slope + head", "head", "slopes"),
+    Mutation("key-steps-as-lengths", " - first", "", "device plans"),
+    Mutation(
+        "keys-beyond-k", "min_of(room, params.kv_room - request.kv_start)", "room", "absurd offsets"
+    ),
     Mutation(
         "element-offsets-as-tokens",
         "format.unit == 1 ? offset : offset / format.unit",

@@ -8,6 +8,12 @@ HOPPER = (
     Mutation(
         "row-groups-without-panels", "kPanels * kPatternBytes", "kPatternBytes", "hopper wide pages"
     ),
+    Mutation(
+        "padding-of-a-page-seen",
+        "item.range.begin",
+        "0",
+        "hopper padded prefill",
+    ),
     Mutation("quad-halves-swapped", "got : kept", "kept : got", "hopper odd groups"),
     Mutation("hopper-bad-values-stay", "& ~holes.word[w]", "", "hopper bad values"),
     Mutation("bad-keys-not-marked", "key < num_keys", "key < 0", "hopper bad values"),

@@ -65,6 +65,17 @@ def test_splits(qo_len: tuple[int, ...], merges: bool, kind: str) -> None:
     assert ("merge_splits" in {launch.name for launch in answer.launches}) == merges
 
 
+@pytest.mark.parametrize("qo_len", [1, 5])
+def test_merges_of_many_parts(qo_len: int) -> None:
+    """Up to, and past, the 16 states that a warp asks for at a time and the 32 that it weighs."""
+    kv_len = tuple(64 * parts - 5 for parts in (2, 15, 16, 17, 32, 33, 49))
+    case = replace(BASE, qo_len=(qo_len,) * len(kv_len), kv_len=kv_len, split=(4, False))
+    case = replace(case, num_kv_heads=1, has_sinks=True)
+    answer = run.batch(case)
+    answer.check()
+    assert {launch.name for launch in answer.launches} == {"decode_sm80"}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_order_of_threads_changes_no_bit(kind: str) -> None:
     answers = [run.batch(replace(BASE, **KINDS[kind]), seed=seed) for seed in range(4)]

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
-from helpers.flash_cases import FORMS, Case
+from helpers.flash_cases import FORMS, Case, dense
+from helpers.new_keys import random_new_keys
+
+from cupyattn.flash_attn import flash_attn_with_kvcache
 
 from . import gpu
 
@@ -13,6 +19,55 @@ def test_random_calls(form: str) -> None:
     for seed in range(FORMS.index(form), 8 * len(FORMS), len(FORMS)):
         with gpu.plugged_in(seed=seed % 3):
             Case(seed, is_gpu=True).run()
+
+
+def run_padded(page_size: int, options: dict[str, Any], **facts: Any) -> None:
+    """Many rows over pages whose first keys do not exist: they are NaN."""
+    rng = np.random.default_rng(5)
+    pads, lens = np.array([page_size + 3, 0, 41]), np.array([230, 190, 41])
+    rows, heads, kv_heads, dim = 50, 4, 2, 64
+    width = -(-230 // page_size)
+    table = rng.permutation(3 * width).reshape(3, width).astype(np.int32)
+    pools = np.full((2, 3 * width, page_size, kv_heads, dim), np.nan, np.float16)
+    keys = rng.normal(0, 1, (2, 3, 230, kv_heads, dim)).astype(np.float16)
+    for b in range(3):
+        for j in range(pads[b], lens[b]):
+            pools[:, table[b, j // page_size], j % page_size] = keys[:, b, j]
+    q = rng.normal(0, 1, (3, rows, heads, dim)).astype(np.float16)
+    with gpu.plugged_in(**facts) as emulated:
+        out, lse = flash_attn_with_kvcache(
+            *(q, *pools),
+            cache_seqlens=lens.astype(np.int32),
+            page_table=table,
+            cache_leftpad=pads.astype(np.int32),
+            return_softmax_lse=True,
+            **options,
+        )
+        name = "prefill_sm80" if facts.get("is_portable") else "prefill_sm90"
+        assert emulated.has_launched(name)
+    masks = {"causal": options.get("causal", False), "window": options.get("window_size", (-1, -1))}
+    for b in range(3):
+        k, v = (keys[i, b, pads[b] : lens[b]] for i in range(2))
+        want, want_lse = dense(q[b], k, v, scale=0.125, chunk=0, **masks)
+        np.testing.assert_allclose(out[b], want, 2e-2, 2e-2)
+        np.testing.assert_allclose(lse[b], want_lse, 1e-2, 1e-2)
+
+
+@pytest.mark.parametrize("is_portable", [True, False])
+@pytest.mark.parametrize("page_size", [16, 5])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (90, 0)}])
+def test_padding_ahead_of_many_rows(
+    is_portable: bool, page_size: int, options: dict[str, Any]
+) -> None:
+    run_padded(page_size, options, is_portable=is_portable, num_sms=4)
+
+
+@pytest.mark.parametrize("first", range(0, 48, 16))
+def test_new_keys(first: int) -> None:
+    """Rows, pages and positions of nobody among them."""
+    for seed in range(first, first + 16):
+        with gpu.plugged_in(seed=seed % 3):
+            random_new_keys(seed).run()
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import gpu_cases, page_faults
+from helpers.flash_cases import Case
+from helpers.new_keys import random_new_keys
 from helpers.page_cases import Append
 from helpers.page_faults import STRAY
 
@@ -24,17 +26,24 @@ from . import (
     test_attention,
     test_batch,
     test_cascade,
+    test_flash_attn,
     test_merge,
+    test_page,
     test_plan_batch,
     test_planless,
     test_prefill_sm90,
+    test_serving,
+    test_wide,
+    wide,
 )
 from .library import EmulatorError
 from .mutation import Mutation, kernel_files
 from .mutations import PORTABLE
 from .mutations_of_hopper import HOPPER
+from .mutations_of_wide import WIDE
+from .mutations_of_wide_sm90 import WIDE_SM90
 
-MUTATIONS = (*PORTABLE, *HOPPER)
+MUTATIONS = (*PORTABLE, *HOPPER, *WIDE, *WIDE_SM90)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -46,6 +55,11 @@ _FP8 = {"kv_dtype": "float8_e4m3fn"}
 _ROPE = {"pos_encoding_mode": "ROPE_LLAMA"}
 _STEEP = {"sm_scale": 2.0}
 _WIDE = {"head_dim_qk": 128, "head_dim_vo": 128}
+
+
+def _wide(changes: dict) -> Callable:
+    case = replace(wide.Case(kv_len=(300,)), **changes)
+    return lambda **facts: wide.run(case, **facts).check()
 
 
 def _single(*changes: dict, facts: dict | None = None, base: object = _PREFILL) -> Callable:
@@ -132,6 +146,18 @@ def _packbits(**facts: object) -> None:
         np.testing.assert_array_equal(parts, np.concatenate(pieces))
 
 
+def _new_keys(**facts: object) -> None:
+    for seed in range(8):
+        with gpu.plugged_in(**facts):
+            random_new_keys(seed).run()
+
+
+def _slopes(**facts: object) -> None:
+    for seed in (20, 27):  # of requests that differ
+        with gpu.plugged_in(**facts):
+            Case(seed, is_gpu=True).run()
+
+
 def _plans(*batches: test_plan_batch.Batch) -> Callable:
     def catch(**facts: object) -> None:
         with gpu.plugged_in(**facts) as emulated:
@@ -165,6 +191,16 @@ def _pad_lse(**facts: object) -> None:
     test_planless.run(case, **facts)
 
 
+def _latent(**changes: object) -> Callable:
+    lengths = {"qo_len": (1, 3), "kv_len": (70, 200)} | changes
+    case = replace(test_wide.BASE, **lengths)  # type: ignore[arg-type]
+    return lambda **facts: test_wide.emulate(case, **facts)
+
+
+def _bad_latent_values(**facts: object) -> None:
+    test_wide.check_hidden_value(np.nan, **facts)
+
+
 def _hopper_plans(**facts: object) -> None:
     entry = "trtllm_batch_context_with_kv_cache"
     case = replace(test_planless.BASE, entry=entry, form="steps", qo_len=(90, 0, 3))
@@ -175,6 +211,16 @@ _SPLIT_PLAN = test_plan_batch.Batch((1,) * 5, (300, 5, 0, 7000, 90))
 _RAGGED_PLAN = test_plan_batch.Batch(
     (3, 0, 70, 1), (300, 7, 3000, 1), "lens", is_ragged=True, unit=100
 )
+
+
+def _slots(**facts: object) -> None:
+    with gpu.plugged_in(**facts):
+        test_page.write_stray_slots()
+
+
+def _serving(**facts: object) -> None:
+    for step in test_serving.STEPS_OF_MUTATIONS:
+        test_serving.compare_metadata(*step, **facts)
 
 
 CATCHERS: dict[str, Callable[..., None]] = {
@@ -232,12 +278,21 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "verify many": lambda **facts: _verify(30, (150, 401), **facts),
     "items": _items,
     "append": _append,
+    "new keys": _new_keys,
+    "slopes": _slopes,
+    "padded prefill": lambda **facts: test_flash_attn.run_padded(16, {}, num_sms=4, **facts),
+    "hopper padded prefill": lambda **facts: test_flash_attn.run_padded(
+        16, {"window_size": (90, 0)}, num_sms=4, **facts
+    ),
+    "slots": _slots,
+    "serving": _serving,
     "device plans": _plans(
         _SPLIT_PLAN,
         replace(_SPLIT_PLAN, shape=replace(_SPLIT_PLAN.shape, tile_q=64, state_cost=4.0)),
         # A whole tile that is longer than the parts of others.
         test_plan_batch.Batch((1,) * 6, (323, 142, 1081, 165, 5397, 4252)),
         _RAGGED_PLAN,
+        replace(_RAGGED_PLAN, has_kv_steps=True),
         replace(_RAGGED_PLAN, shape=replace(_RAGGED_PLAN.shape, tile_q=192, state_cost=4.0)),
     ),
     # More than a block has threads, some of them split.
@@ -308,6 +363,26 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "merge segments": _merge({"form": "segments", "num_states": (2, 0, 5, 1, 3)}),
     "merge bad offsets": _merge_bad_offsets,
     "hopper device plans": _hopper_plans,
+    "hopper wide": _wide({"page_size": 7}),
+    "hopper wide apart": _wide({"packed": False, "qo_len": (2,)}),
+    "hopper wide boxes": _wide({"tma": True, "page_size": 16}),
+    "hopper wide hidden": _wide(
+        {
+            "head_dims": (512, 512),
+            "qo_len": (20,),
+            "num_heads": 3,
+            "kv_len": (80,),
+            "spoiled": ((0, 75, 3, np.nan), (0, 70, 400, np.inf)),
+        }
+    ),
+    "hopper wide ordinary": _wide({"head_dims": (512, 512), "kv_heads": 2, "kv_len": (120,)}),
+    "hopper wide sparse": _wide({"sparse": True}),
+    "hopper wide splits": _wide({"splits": 2}),
+    "hopper wide steep": _wide({"sharpness": 6.0, "rising": 2.0, "num_heads": 64}),
+    "latent": _latent(),
+    "steep latent": _latent(sm_scale=3.0),
+    "latent list": _latent(way="list", qo_len=(1, 1), absent=0.3),
+    "bad latent values": _bad_latent_values,
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import page_cases, poison
+from helpers import page_cases, poison, slot_cases
 from helpers.page_cases import Append
 from helpers.page_faults import STRAY, random_case, spoil
 
@@ -15,6 +15,7 @@ from cupyattn import paging
 from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
 from cupyattn.launch.driver import enqueue
+from cupyattn.slots import reshape_and_cache
 
 from . import gpu
 
@@ -103,3 +104,29 @@ def test_fewer_rows_than_tokens(emulated: gpu.EmulatedGpu) -> None:
     assert [p.values().tolist() for p in outs] == [[0, 0, 1], [3, 4, 102]]
     for p in outs:
         p.assert_intact("output")
+
+
+@pytest.mark.parametrize("first", range(0, 120, 40))
+def test_writes_to_slots(emulated: gpu.EmulatedGpu, first: int) -> None:
+    for seed in range(first, first + 40):
+        emulated.forget()
+        emulated.seed, emulated.arch = seed % 3, (900, 800)[seed % 2]
+        slot_cases.Case(seed).run()
+
+
+def test_stray_slots_touch_nothing(emulated: gpu.EmulatedGpu) -> None:
+    write_stray_slots()
+
+
+def write_stray_slots() -> None:
+    new = [embed_rows(np.ones((4, 1, 8), np.float32)) for _ in "kv"]
+    caches = [poison.blank((3, 1, 8), np.dtype(np.float32)) for _ in "kv"]
+    reshape_and_cache(*new, *(c.array for c in caches), embed(np.array([3, -7, 1, 2**30])))
+    for cache in caches:
+        cache.assert_intact("cache")
+        assert (cache.values()[1] == 1).all()
+        assert np.isnan(cache.values()[[0, 2]]).all()
+
+
+def embed_rows(x: np.ndarray) -> Any:
+    return poison.embed(x).array

@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 from cupyattn.errors import UnsupportedError
 from cupyattn.launch.attention import plan_batch
 from cupyattn.schedule import Masking
+from cupyattn.schedule.balance import Work, _time_of_even
+from cupyattn.schedule.batch import Splitting
+from cupyattn.schedule.batch import plan_batch as plan_batch_on_host
 from cupyattn.schedule.tile_shape import TileShape
 
 from . import gpu
@@ -45,7 +48,7 @@ def run_on(emulated: gpu.EmulatedGpu, batch: Batch, scales: list[Any] | None = N
             pointers.append(0 if x is None else x.ctypes.data)
         planned = plan_batch.bind(prepared, address)
         plan_batch.launch(
-            prepared, planned, tuple(pointers[:4]), tuple(pointers[4:]), 0, gpu.STREAM
+            prepared, planned, tuple(pointers[:5]), tuple(pointers[5:]), 0, gpu.STREAM
         )
         return words
 
@@ -165,6 +168,45 @@ def test_what_one_block_merges_has_few_parts(emulated: gpu.EmulatedGpu) -> None:
     assert len(items) == 16
 
 
+_OF_DECODE = [
+    # requests, keys, group, KV heads, query tokens
+    *((1, kv_len, 8, 1, 1) for kv_len in (512, 1024, 4096, 16_384, 32_768)),
+    *((b, 4096, 8, 1, 1) for b in (4, 16, 48, 64, 300)),
+    *((1, kv_len, 4, 8, 4) for kv_len in (1024, 4096, 16_384)),
+    *((1, kv_len, 4, 8, 8) for kv_len in (1024, 4096, 16_384)),
+    *((b, kv_len, 4, 8, 1) for b in (1, 2, 8) for kv_len in (512, 2048, 8192)),
+    *((b, kv_len, 4, 8, 1) for b in (16, 48, 64) for kv_len in (512, 8192)),
+    *((b, 4096, 7, 4, 1) for b in (1, 4, 12)),
+]
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_even_decodes_are_split_as_on_the_host(emulated: gpu.EmulatedGpu, rows: int) -> None:
+    """By the host's estimate no plan of the device takes 6 % longer, or half a key tile."""
+    shape = TileShape(rows, 64, 264, 0.25, 0.03, rows_at_a_time=4, least_share=0.52)
+    for count, kv_len, group, heads, qo_len in _OF_DECODE:
+        if (qo_len * group <= 16) != (rows == 16):
+            continue
+        given = (qo_len,) * count, (kv_len,) * count
+        batch = Batch(*given, group=group, kv_heads=heads, shape=shape, masking=Masking(-1, 0))
+        requests = batch.requests()
+        requests.uniform = qo_len
+        host = plan_batch_on_host(requests, group, heads, shape, batch.masking, Splitting())
+        device = check(emulated, batch).plan()
+        work = Work(None, -(-kv_len // 64), count * -(-kv_len // 64), count)
+        times = [_time(work, max(plan.items[:, 6]), heads, shape, qo_len * group)
+                 for plan in (host, device)]  # fmt: skip
+        assert times[1] <= max(1.06 * times[0], times[0] + 0.5), (count, kv_len, group, heads)
+
+
+def _time(work: Work, parts: int, heads: int, shape: TileShape, rows: int) -> float:
+    costs, per_wave = shape.costs(rows), shape.num_slots // heads
+    done, items = _time_of_even(work, -(-work.longest // int(parts)), per_wave, costs)
+    if parts == 1:
+        return done
+    return done + costs.merge + costs.state * items / per_wave + costs.part * parts
+
+
 # --- what is not lengths ---
 
 
@@ -184,7 +226,9 @@ def test_absurd_offsets_stay_in_bounds(emulated: gpu.EmulatedGpu, seed: int, for
     """Rows of q, keys and the list itself: nothing outside, whatever is in device memory."""
     rng = np.random.default_rng(seed)
     count, dtype = 40, ("int32", "int64")[seed % 2]
-    batch = Batch((9,) * count, (700,) * count, form, is_ragged=True, dtype=dtype)
+    batch = Batch(
+        (9,) * count, (700,) * count, form, is_ragged=True, dtype=dtype, has_kv_begin=True
+    )
     arrays, lengths = batch.arrays()
     kind = np.iinfo(dtype)
     for x in arrays:
@@ -200,6 +244,7 @@ def test_absurd_offsets_stay_in_bounds(emulated: gpu.EmulatedGpu, seed: int, for
     assert (used[:, :8] >= 0).all()
     assert (q_start + qo_len <= lengths.num_rows).all()
     assert (kv_start + kv_len <= lengths.max_kv_len).all()
+    assert ((used[:, 11] >= 0) & (used[:, 11] <= kv_len)).all()
     assert (used[:, 5] < used[:, 6]).all()
     limit = made.prepared.schedule.workspace_bytes // (4 * 65 * 16 * batch.kv_heads)
     split = used[used[:, 6] > 1]
@@ -232,7 +277,7 @@ def test_scales_are_repeated_for_each_head(emulated: gpu.EmulatedGpu) -> None:
             pointers = tuple(0 if x is None else x.ctypes.data for x in scales)
             lengths = arrays[1].ctypes.data
             planned = plan_batch.bind(prepared, address)
-            plan_batch.launch(prepared, planned, (0, lengths, 0, 0), pointers, 0, gpu.STREAM)
+            plan_batch.launch(prepared, planned, (0, lengths, 0, 0, 0), pointers, 0, gpu.STREAM)
             pairs = zip(prepared.scales, (6, 2, 2), strict=True)
             found.append([words[at // 4 :][:n] for at, n in pairs])
             return words

@@ -65,7 +65,8 @@ class Batch:
     """Lengths as they are in device memory; how they are given is drawn from `form`.
 
     form: "uniform", "steps" (cumulative), "lens" (with offsets in tokens), "elements" (the same,
-    each token counting `unit`). kv_offsets: whether keys are ragged.
+    each token counting `unit`). is_ragged: keys begin where offsets say. has_kv_steps: lengths of
+    keys are cumulative. has_kv_begin: rows see no keys before `begins`.
     """
 
     qo_len: tuple[int, ...]
@@ -80,6 +81,8 @@ class Batch:
     is_ragged: bool = False
     dtype: str = "int32"
     unit: int = 1
+    has_kv_steps: bool = False
+    has_kv_begin: bool = False
 
     def launcher(self) -> Launcher:
         return Launcher(self.shape, self.group, self.kv_heads, self.masking)
@@ -90,6 +93,12 @@ class Batch:
         if self.is_ragged:
             return self.max_kv_len or max(1, sum(self.kv_len))
         return self.max_kv_len or max((1, *self.kv_len))
+
+    @property
+    def begins(self) -> np.ndarray:
+        """The first key that rows of each request see."""
+        lengths = self.requests().kv_len
+        return lengths // 3 if self.has_kv_begin else 0 * lengths
 
     def requests(self) -> BatchRequests:
         """As the planner should read them."""
@@ -103,7 +112,7 @@ class Batch:
         kind = dtypes.parse(self.dtype).numpy
         count = len(self.qo_len)
         ends = np.concatenate([[0], np.cumsum(self.qo_len)])
-        given: list[Any] = [None, np.array(self.kv_len, np.int64), None, None]
+        given: list[Any] = [None, np.array(self.kv_len, np.int64), None, None, None]
         qo_len = -1
         if self.form == "uniform":
             qo_len = self.qo_len[0] if count else 1
@@ -113,11 +122,16 @@ class Batch:
             given[0], given[2] = np.array(self.qo_len), ends[:-1]
         if self.is_ragged:
             given[3] = requests.kv_start
-        units = [1, 1, self.unit, self.unit]
+        if self.has_kv_begin:
+            given[4] = self.begins
+        units = [1, 1, self.unit, self.unit, 1]
+        if self.has_kv_steps:
+            given[1], units[1] = np.concatenate([[0], np.cumsum(self.kv_len)]), self.unit
         arrays = [
             None if x is None else (x * unit).astype(kind)
             for x, unit in zip(given, units, strict=True)
         ]
+        units[1] *= -1 if self.has_kv_steps else 1
         formats = [IndexFormat(1, dtypes.parse(self.dtype), unit) for unit in units]
         rows = int(ends[-1])
         lengths = Lengths(
@@ -129,7 +143,7 @@ class Batch:
             max_kv_len=self.room,
             likely_kv_len=self.likely_kv_len or self.room,
             formats=tuple(formats),  # type: ignore[arg-type]
-            is_ragged=not (given[0] is given[2] is given[3] is None),
+            is_ragged=not (given[0] is given[2] is given[3] is given[4] is None),
         )
         return arrays, lengths
 
@@ -186,6 +200,8 @@ def check(batch: Batch, made: Made) -> None:
         index = by_start[q]
         wanted = (requests.qo_len[index], requests.kv_start[index], requests.kv_len[index])
         assert tuple(row) == wanted, f"request {index}: {row} for {wanted}"
+    first_keys = [int(batch.begins[by_start[int(q)]]) for q in column["q_start"]]
+    assert column["key_offset"].tolist() == first_keys
     assert not made.counters.any(), "counters that are not zero"
     if batch.likely_kv_len and batch.likely_kv_len < max(batch.kv_len, default=0):
         return  # the caller has said that lengths are not worth splitting
@@ -199,6 +215,7 @@ def spans(batch: Batch, column: dict[str, np.ndarray]) -> np.ndarray:
     for values in zip(*(column[name].tolist() for name in WORK_FIELDS), strict=True):
         item = dict(zip(WORK_FIELDS, values, strict=True))
         begin, end = visible(batch, item["first_row"], item["qo_len"], item["kv_len"])
+        begin = min(max(begin, item["key_offset"]), end)
         first, last = tile_span(begin, end, batch.shape.tile_kv, item["split"], item["num_splits"])
         found.append(last - first)
     return np.array(found, np.int64)
@@ -257,4 +274,6 @@ def random_batch(seed: int) -> Batch:
         is_ragged=not is_decode and bool(rng.random() < 0.5),
         dtype=("int32", "uint32", "int64")[int(rng.integers(3))],
         unit=1 if is_decode else (1, 96)[int(rng.integers(2))],
+        has_kv_steps=not is_decode and bool(rng.random() < 0.5),
+        has_kv_begin=bool(rng.random() < 0.3),
     )

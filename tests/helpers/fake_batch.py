@@ -177,10 +177,10 @@ class BoundRun:
         self._stream, self._plan = stream, plan
 
     def launch(self, *args: Any) -> None:
-        *arrays, raw = args
+        *arrays, raw = args[:6]
         assert raw == fake_gpu.STREAM
         self._stream.launches += 1
-        self._stream.add(lambda: _compute(*self._plan, *arrays))
+        self._stream.add(lambda: _compute(*self._plan, *arrays, *args[6:]))
 
 
 def _compute(
@@ -201,6 +201,7 @@ def _compute(
     v: int,
     o: int,
     optional: bytes,
+    latent: bytes = b"",
 ) -> None:
     assert words % 16 == 0 and workspace % 16 == 0
     on_device = memory(words, np.dtype(np.int32), schedule.words.size)
@@ -211,7 +212,7 @@ def _compute(
     heads = group * kv_heads
     per_head = [
         None if not p else memory(p, np.dtype(np.float32), n)
-        for p, n in zip(pointers[2:], (heads, heads, kv_heads, kv_heads), strict=True)
+        for p, n in zip(pointers[2:6], (heads, heads, kv_heads, kv_heads), strict=True)
     ]
     spec = launcher.spec
     answers: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -241,7 +242,9 @@ def _compute(
             bits = memory(pointers[1] + mask_start, np.dtype(np.uint8), size)
             mask = reference.unpack_mask(bits, qo_len, kv_len)
         rows = np.arange(q_start, q_start + qo_len)
-        own_q = _gather(q, problem.dtype_q, rows * steps[0], steps[1], heads, problem.head_dim_qk)
+        rope = problem.head_dim_qk - problem.head_dim_vo if problem.latent else 0
+        first = problem.head_dim_qk - rope
+        own_q = _gather(q, problem.dtype_q, rows * steps[0], steps[1], heads, first)
         keys = np.arange(kv_len)
         if spec.page_size:
             ids = memory(kv_indices, np.dtype(np.int32), kv_start + -(-kv_len // _size(launcher)))
@@ -253,10 +256,16 @@ def _compute(
         own_k, own_v = (
             _gather(x, problem.dtype_kv, pages * page + slots * slot, head, kv_heads, dim)
             for x, page, slot, head, dim in (
-                (k, steps[10], steps[2], steps[3], problem.head_dim_qk),
+                (k, steps[10], steps[2], steps[3], first),
                 (v, steps[11], steps[4], steps[5], problem.head_dim_vo),
             )
         )
+        if rope:
+            q_rope, k_rope, q_row, q_head, slot, page, *_ = params.LATENT.unpack(latent)
+            of_q = _gather(q_rope, problem.dtype_q, rows * q_row, q_head, heads, rope)
+            of_k = _gather(k_rope, problem.dtype_kv, pages * page + slots * slot, 0, 1, rope)
+            own_q = np.concatenate([own_q, of_q], -1)
+            own_k = np.concatenate([own_k, of_k], -1)
         sees: dict[str, Any] = {
             "causal": spec.causal,
             "window_left": spec.window_left,

@@ -108,7 +108,7 @@ def fa3(q: Any, k: Any, v: Any, *, is_causal: bool, num_splits: int, softmax_sca
          seqused_k: Any = None, window_size_left: int = -1, **_: Any) -> Any:  # fmt: skip
     import torch
 
-    assert num_splits == 0 and softmax_scale == q.shape[-1] ** -0.5
+    assert num_splits in (0, 1) and softmax_scale == q.shape[-1] ** -0.5
     rows = q.flatten(0, -3)
     ends = np.arange(len(q) + 1) if cu_seqlens_q is None else cu_seqlens_q.numpy()
     answers = []

@@ -28,7 +28,7 @@ from cupyattn.launch.attention import single
 from cupyattn.launch.driver import enqueue, params, scratch
 from cupyattn.launch.tiles.config import TileConfig
 from cupyattn.launch.tiles.select import mixed_config, portable_config
-from cupyattn.planless import call as planless
+from cupyattn.planless import prepared as planless
 from cupyattn.single import run
 
 from .patching import replace
@@ -150,7 +150,7 @@ def forget() -> None:
     """Forget every call."""
     run._entries.clear()
     call_cache.clear_all()
-    planless._plan.cache_clear()
+    planless.plan_of.cache_clear()
 
 
 def maker(framework: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:

@@ -72,6 +72,7 @@ def turned(
     first = np.arange(half) * 2 if interleaved else np.arange(half)
     second = first + 1 if interleaved else first + half
     made = x.astype(np.float64)
+    cos, sin = cos.astype(np.float64), sin.astype(np.float64)
     z = (made[..., first] + 1j * made[..., second]) * (cos[at] + 1j * sin[at])[:, None]
     made[..., first], made[..., second] = z.real, z.imag
     return made.astype(x.dtype)
@@ -126,11 +127,13 @@ class Case:
             if rng.random() < 0.2:
                 named["window_size"] = [None if x < 0 else x for x in named["window_size"]]
         if rng.random() < 0.3:
-            chunk = int(rng.choice([4, 8]) if self.is_gpu else rng.integers(1, 9))
+            chunk = int(rng.integers(1, 9))
             named["attention_chunk"] = options["chunk"] = chunk
         if rng.random() < 0.3:
             named["softcap"] = options["softcap"] = float(rng.uniform(0.5, 4))
-        if rng.random() < 0.2 and not self.is_gpu:
+        is_causal = options.get("causal") or options.get("window", (0, -1))[1] == 0
+        has_slopes = not self.is_gpu or (is_causal and "softcap" not in options)
+        if rng.random() < 0.2 and has_slopes:
             shape = (self.heads,) if rng.random() < 0.5 else (self.count, self.heads)
             slopes = rng.uniform(0, 0.5, shape).astype(np.float32)
             self.slopes = np.broadcast_to(slopes, (self.count, self.heads))
@@ -155,7 +158,8 @@ class Case:
         given = self._array(values)
         if not shape and self.rng.random() < 0.5:
             one, shape = self._array(values.reshape(1)), (self.count, self.kv_heads)
-            given = np.broadcast_to(one, shape) if self.xp is np else one.expand(shape)
+            has_expand = hasattr(one, "expand")  # torch's
+            given = one.expand(shape) if has_expand else self.xp.broadcast_to(one, shape)
         self.named[name] = given
         if "float8" in str(self.dtype_q if place == 0 else self.dtype_kv):
             self.descales[place] = values
@@ -194,8 +198,6 @@ class Case:
         if self.new.any() and rng.random() < 0.3:
             self.absent = rng.random(self.count) < 0.3
             self.pads[self.absent] = 0
-        if self.is_gpu and form == "cache pages":
-            self.pads[:] = 0
 
     def _dims(self) -> tuple[int, int]:
         return self.dim, self.dim_v
@@ -317,11 +319,7 @@ class Case:
         rng, named = self.rng, self.named
         self.function = flash_attn.flash_attn_with_kvcache
         room = self.kv_lens + self.new
-        if self.form == "cache pages" or (
-            self.form == "cache ragged"
-            and rng.random() < 0.5
-            and not (self.is_gpu and self.pads.any())
-        ):
+        if self.form == "cache pages" or (self.form == "cache ragged" and rng.random() < 0.5):
             table = self._pages(self.keys, room)
             named[rng.choice(["page_table", "block_table"])] = table
         else:
@@ -337,11 +335,7 @@ class Case:
             named["max_seqlen_q"] = self._bound(int(self.q_lens.max()))
         if not self.new.any():
             return
-        if (
-            rng.random() < 0.5
-            and not self.is_gpu
-            and "float8" not in f"{self.dtype_q}{self.dtype_kv}"
-        ):
+        if rng.random() < 0.5 and "float8" not in f"{self.dtype_q}{self.dtype_kv}":
             self._rotate(begin)
         for place, name in enumerate("kv"):
             rows = np.concatenate([pair[place] for pair in self.unturned or self.added])
@@ -358,8 +352,11 @@ class Case:
         """Turn q and the new keys of the oracle; the call gets them as they were."""
         rng = self.rng
         half, interleaved = 8, bool(rng.random() < 0.5)
+        kind = np.dtype(np.float32)
+        if self.is_gpu:
+            half, kind = int(rng.choice([8, 24, 32])), np.dtype(rng.choice(["float32", "float16"]))
         angles = rng.uniform(-3, 3, (64, half))
-        cos, sin = (f(angles).astype(np.float32) for f in (np.cos, np.sin))
+        cos, sin = (f(angles).astype(kind) for f in (np.cos, np.sin))
         self.named |= {"rotary_cos": self._array(cos), "rotary_sin": self._array(sin)}
         self.named["rotary_interleaved"] = interleaved
         starts = begin
@@ -397,7 +394,7 @@ class Case:
 
     def _pages(self, keys: list[Any], lens: np.ndarray) -> Any:
         """Pages in random order, those of nobody NaN; spare entries of the table -1 or absurd."""
-        rng, size = self.rng, int(self.rng.choice([1, 2, 4] if self.is_gpu else [1, 3, 4, 16]))
+        rng, size = self.rng, int(self.rng.choice([1, 3, 4, 16]))
         pages = -(-lens // size)
         order = rng.permutation(int(pages.sum()) + 2)
         width = int(pages.max()) + int(rng.integers(0, 3)) or 1

@@ -52,6 +52,7 @@ from .wrong_entries import (
     values,
     workspace,
 )
+from .wrong_latent import latent_entries
 from .wrong_tables import LENS, bound, op_entries, table_entries
 from .wrong_values import Rejected, array, flag, ignored, nothing, number, one_of, scale, whole
 
@@ -416,4 +417,5 @@ def entries() -> list[Entry]:
         *(*singles(), *planned, *table_entries(), *op_entries(), *sharing_entries()),
         *(*sparse_entries(), *pod_entries(), *row_entries(), *older_entries(planned)),
         *flash_entries(),
+        *latent_entries(),
     ]

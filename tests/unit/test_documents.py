@@ -137,7 +137,7 @@ def test_tables_and_charts_are_those_of_the_results() -> None:
 
 def test_a_case_that_is_not_in_the_results_is_named() -> None:
     with pytest.raises(SystemExit, match="no_such_case"):
-        documents.table(" peers=fa3", "2026-11-22-h200-decode\nno_such_case: nothing\n")
+        documents.table(" peers=fa3", "2026-11-24-h200-fa3\nno_such_case: nothing\n")
 
 
 def test_a_document_names_every_result_file() -> None:

@@ -175,3 +175,15 @@ def errors() -> tuple[type[cupyattn.CupyAttnError], ...]:
     assert argument
     kinds = cupyattn.ArgumentError, cupyattn.UnsupportedError, cupyattn.PlanError
     return *kinds, cupyattn.WorkspaceError, cupyattn.CompileError, cupyattn.DeviceError
+
+
+def latent(q: Half, pages: Half, table: Int) -> None:
+    wrapper = cupyattn.BatchMLAPagedAttentionWrapper(None)
+    wrapper.plan(table, table, table, table, 128, 512, 64, 64, True, 0.07)
+    wrapper.run(query=q, kv_cache=pages, return_lse=True)
+    cupyattn.trtllm_batch_decode_with_kv_cache_mla(
+        q, pages, None, 128, 512, 64, table, table, 9, bmm1_scale=0.07
+    )
+    cupyattn.xqa_batch_decode_with_kv_cache_mla(q, pages, None, 128, 512, 64, table, table, 9)
+    cupyattn.xqa_mla(q, pages, pages, table, table)
+    cupyattn.append_paged_mla_kv_cache(q, q, table, table, pages, None, table, table, table)

@@ -36,9 +36,15 @@ class BoundRun(NamedTuple):
     device_index: int
     rotation: Rotation | None = None
 
-    def launch(self, q: int, k: int, v: int, o: int, optional: bytes, stream: int) -> None:
-        """Enqueue one run on arrays at these addresses; `optional` is params.OPTIONAL, packed."""
+    def launch(
+        self, q: int, k: int, v: int, o: int, optional: bytes, stream: int, latent: bytes = b""
+    ) -> None:
+        """Enqueue one run on arrays at these addresses; `optional` is params.OPTIONAL, packed, and
+        `latent` params.LATENT for latent attention."""
         arguments = params.this_thread.launch_buffer
+        if latent:
+            begin = arguments.offset + params.RUN.size
+            arguments.buffer[begin : begin + len(latent)] = latent
         keys = k
         if self.rotation is not None:
             self.rotation.launch(k, self.device_index, stream)

@@ -130,10 +130,10 @@ def group_by_row_class(requests: BatchRequests, group_size: int) -> list[tuple[s
 
 def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...]) -> Kernel:
     # A state of decode has few rows of its tile and is merged by the block that is last, whose
-    # warps take a row each, 0.15 us a state. One of prefill has 64 KB, and a launch merges them
-    # (measured).
+    # warps take a row each: 16 states are one round trip to L2, some 0.25 us. One of prefill has
+    # 64 KB, and a launch merges them.
     least_share = 0.52 if loaded.num_slots >= 2 * loaded.num_sms else 1.0
-    of_decode = 0.25, 0.25, loaded.tiles.threads // 32, least_share
+    of_decode = 0.25, 0.03, loaded.tiles.threads // 32, least_share
     costs = (of_decode if tiles.fused_merge else (4.0, 0.0) for tiles in kinds)
     shapes = tuple(
         TileShape(tiles.tile_q, tiles.tile_kv, loaded.num_slots, *cost)

@@ -26,11 +26,16 @@ def config(problem: AttentionProblem, tile_q: int) -> jit.Config:
     )
 
 
+def parts(head_dim: int) -> int:
+    """Into how many warps' work a row is divided: a lane holds four columns of a wide row."""
+    return head_dim // 128 if head_dim > 256 else 1
+
+
 def prepare(
     problem: AttentionProblem, tile_q: int, num_rows: int, num_kv_heads: int, device_index: int
 ) -> Launch:
     """The merge of `num_rows` packed rows a KV head; its arguments are those of the prefill."""
     function = load_function("merge_splits", config(problem, tile_q), device_index)
-    grid = (-(-num_rows // _WARPS), num_kv_heads, 1)
+    grid = (-(-num_rows * parts(problem.head_dim_vo) // _WARPS), num_kv_heads, 1)
     early = overlaps_launches(device_props(device_index).arch)
     return Launch(function, grid, _WARPS * 32, 0, is_dependent=early)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ... import jit
-from ...array import ArrayView
 from ...schedule import MAX_GRID_YZ
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue, load_function
@@ -15,7 +15,7 @@ from . import plan_batch
 _THREADS = 256
 CONFIG = jit.Config({"kThreads": _THREADS})
 # kernels/cupyattn/params/plan_batch.cuh, PadLseParams
-_PARAMS = struct.Struct(f"<4Q 24x {plan_batch.PARAMS.size - 56}s 2Q 3q 2i")
+_PARAMS = struct.Struct(f"<4Q 32x {plan_batch.PARAMS.size - 64}s 2Q 3q 2i")
 
 
 class Padding(NamedTuple):
@@ -27,19 +27,19 @@ class Padding(NamedTuple):
     max_qo_len: int
 
 
-def prepare(padded: ArrayView, device: int) -> Padding:
-    """Make ready to write `padded` [num_requests, max_qo_len, num_heads]."""
-    num_requests, most, num_heads = padded.shape
+def prepare(shape: Sequence[int], strides: Sequence[int], device: int) -> Padding:
+    """Make ready to write an LSE [num_requests, max_qo_len, num_heads]."""
+    num_requests, most, num_heads = shape
     function = load_function("pad_lse", CONFIG, device)
     grid = (-(-most * num_heads // _THREADS), max(1, min(num_requests, MAX_GRID_YZ)), 1)
-    request, token, head = padded.strides
+    request, token, head = strides
     return Padding(Launch(function, grid, _THREADS, 0), (request, token, head), num_heads, most)
 
 
 def launch(
     padding: Padding,
     planned: bytes,
-    indices: tuple[int, int, int, int],
+    indices: tuple[int, int, int, int, int],
     rows: int,
     padded: int,
     device: int,
@@ -50,7 +50,7 @@ def launch(
     _PARAMS.pack_into(
         arguments.buffer,
         arguments.offset,
-        *indices,
+        *indices[:4],
         planned,
         rows,
         padded,

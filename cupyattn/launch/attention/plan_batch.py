@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,8 +13,10 @@ from ...core.device import device_props
 from ...core.dtypes import DType
 from ...errors import UnsupportedError
 from ...schedule.capacity import plan_capacity
+from ...schedule.tile_shape import TileShape
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue, load_function
+from ..tiles.config import TileConfig
 from ..tiles.select import row_class
 from .batch import BatchLauncher, BatchSchedule
 
@@ -28,16 +31,16 @@ UNIFORM, RAGGED = CONFIGS = tuple(
 
 # kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
 _FORMAT = struct.Struct("<q 2i")
-_CONSTANTS = struct.Struct(f"<{4 * _FORMAT.size}s 11i 3I 9i 2f 4x")
+_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 11i 3I 9i 6f 2i 4x")
 _PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
-PARAMS = struct.Struct(f"<7Q {_PLANNED.size}s")
+PARAMS = struct.Struct(f"<8Q {_PLANNED.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
 INDEX_DTYPES: tuple[DType, ...] = tuple(_KINDS)
 
 
 class IndexFormat(NamedTuple):
     """How lengths or offsets lie in device memory: elements between two of them, their dtype, and
-    what one token counts."""
+    what one token counts; of lengths that are steps of offsets, minus that."""
 
     stride: int = 1
     dtype: DType = dtypes.int32
@@ -54,10 +57,12 @@ class Lengths(NamedTuple):
     qo_len         query tokens of every request; -1: they are given, or steps of the offsets
     max_qo_len     the most of one, which chooses the kernel; larger ones are served too
     kv_step        from a request's kv_start to the next one's: entries of a row of the page table
-    max_kv_len     keys that a request has room for; with offsets of keys, rows of k
+    max_kv_len     keys that a request has room for
     likely_kv_len  the most keys of one, as the caller says: it bounds splits
-    formats        of qo_lens, kv_lens, qo_offsets and kv_offsets
+    formats        of qo_lens, kv_lens, qo_offsets, kv_offsets and kv_begin
     is_ragged      there are others of those than kv_lens
+    slope_step     elements from a request's ALiBi slopes to the next one's
+    kv_room        what offsets of keys may name: rows of k, or keys of a table; 0: max_kv_len
     """
 
     num_requests: int
@@ -67,8 +72,10 @@ class Lengths(NamedTuple):
     kv_step: int
     max_kv_len: int
     likely_kv_len: int
-    formats: tuple[IndexFormat, IndexFormat, IndexFormat, IndexFormat]
+    formats: tuple[IndexFormat, IndexFormat, IndexFormat, IndexFormat, IndexFormat]
     is_ragged: bool = True
+    slope_step: int = 0
+    kv_room: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +100,53 @@ class DevicePlan:
     constants: bytes
 
 
+class _Kind(NamedTuple):
+    """What plans of one kind of tiles share.
+
+    function  the planner's, with shared memory for the most requests that it may have
+    divisors  of tile_q, tile_kv and the group: magic and shift of each
+    """
+
+    function: int
+    max_requests: int
+    tiles: TileConfig
+    shape: TileShape
+    divisors: tuple[tuple[int, int], ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(launcher: BatchLauncher, rows: str, is_ragged: bool) -> _Kind:
+    props = device_props(launcher.device_index)
+    shared_bytes = props.max_smem_per_block
+    config = RAGGED if is_ragged else UNIFORM
+    function = load_function("plan_batch", config, launcher.device_index, shared_bytes)
+    tiles, shape = launcher.tiles(rows)
+    numbers = shape.tile_q, shape.tile_kv, launcher.group_size
+    return _Kind(
+        function,
+        (shared_bytes - _SHARED_BYTES) // _BYTES_A_REQUEST,
+        tiles,
+        shape,
+        tuple(map(params.divisor, numbers)),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed(formats: tuple[IndexFormat, ...]) -> bytes:
+    return b"".join(layout.pack() for layout in formats)
+
+
 def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     """Make ready for launches; UnsupportedError if a block cannot plan so many requests."""
-    device = launcher.device_index
-    props = device_props(device)
-    shared_bytes = _SHARED_BYTES + _BYTES_A_REQUEST * lengths.num_requests
-    if shared_bytes > props.max_smem_per_block:
-        most = (props.max_smem_per_block - _SHARED_BYTES) // _BYTES_A_REQUEST
+    most_rows = lengths.max_qo_len * launcher.group_size
+    rows = row_class(most_rows)
+    function, most, tiles, shape, divisors = _kind(launcher, rows, lengths.is_ragged)
+    if lengths.num_requests > most:
         raise UnsupportedError(
             f"seq_lens: {lengths.num_requests} requests; at most {most} in one call are supported, "
             "pass the batch in parts"
         )
-    config = RAGGED if lengths.is_ragged else UNIFORM
-    function = load_function("plan_batch", config, device, shared_bytes)
-    rows = row_class(lengths.max_qo_len * launcher.group_size)
-    tiles, shape = launcher.tiles(rows)
+    shared_bytes = _SHARED_BYTES + _BYTES_A_REQUEST * lengths.num_requests
     masking = launcher.masking
     capacity = plan_capacity(
         lengths.num_requests,
@@ -133,11 +172,9 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         window if window < lengths.max_kv_len else -1
         for window in (masking.window_left, masking.window_right)
     )
-    tile_q_magic, tile_q_shift = params.divisor(shape.tile_q)
-    tile_kv_magic, tile_kv_shift = params.divisor(shape.tile_kv)
-    group_magic, group_shift = params.divisor(launcher.group_size)
+    (tile_q_magic, tile_q_shift), (tile_kv_magic, tile_kv_shift), group = divisors
     constants = _CONSTANTS.pack(
-        b"".join(layout.pack() for layout in lengths.formats),
+        _packed(lengths.formats),
         lengths.num_requests,
         lengths.qo_len,
         lengths.num_rows,
@@ -151,8 +188,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         tile_kv_shift,
         tile_q_magic,
         tile_kv_magic,
-        group_magic,
-        group_shift,
+        *group,
         *windows,
         capacity.items_per_wave,
         capacity.num_tiles,
@@ -160,8 +196,10 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         limits.num_items,
         (part.counters - part.merges) // 4,
         (words_bytes - part.counters) // 4,
-        shape.state_cost,
-        shape.cost_of_part(lengths.max_qo_len * launcher.group_size),
+        shape.cost_of_part(most_rows),
+        *shape.costs(most_rows),
+        lengths.slope_step,
+        lengths.kv_room or lengths.max_kv_len,
     )
     return DevicePlan(
         Launch(function, (1, 1, 1), _THREADS, shared_bytes),
@@ -190,7 +228,7 @@ def bind(plan: DevicePlan, workspace: int) -> bytes:
 def launch(
     plan: DevicePlan,
     planned: bytes,
-    indices: tuple[int, int, int, int],
+    indices: tuple[int, int, int, int, int],
     scales: tuple[int, ...],
     device: int,
     stream: int,
@@ -198,5 +236,6 @@ def launch(
     """Enqueue the planner; `planned` is from `bind`. Lengths and offsets (as in `Lengths.formats`)
     and scales of q, k and v are at these addresses, 0 for none."""
     arguments = params.this_thread.launch_buffer
-    PARAMS.pack_into(arguments.buffer, arguments.offset, *indices, *scales, planned)
+    *lengths, kv_begin = indices
+    PARAMS.pack_into(arguments.buffer, arguments.offset, *lengths, *scales, kv_begin, planned)
     enqueue(plan.planner, arguments, device, stream)

@@ -19,7 +19,7 @@ SLACK = 8.0
 
 # kernels/cupyattn/params/attention.cuh, field by field, in the parts that change together: what is
 # the same for many calls is packed once, and copied by each.
-OPTIONAL = struct.Struct("<6Q")  # lse, mask, sinks, scale_q, scale_k, scale_v
+OPTIONAL = struct.Struct("<7Q")  # lse, mask, sinks, scale_q, scale_k, scale_v, alibi_slopes
 STRIDES = struct.Struct("<12q")  # (token, head) of q, k, v, o, lse; page of k, v
 CONSTANTS = struct.Struct("<6i 5f 2i I i I 2i")  # num_kv_heads to value_pages; RoPE follows
 # q, k, v, o; OPTIONAL; partial_o, partial_lse, counters; work, merges, kv_indices, positions;
@@ -33,6 +33,10 @@ PLANNED = struct.Struct(
     f"<7Q {STRIDES.size}s 2q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"  # from partial_o on
 )
 RUN = struct.Struct(f"<4Q {OPTIONAL.size}s {PLANNED.size}s")
+
+# kernels/cupyattn/params/latent.cuh: what follows ATTENTION. q_rope, k_rope; strides of a token and
+# a head of q_rope, of a token and a page of k_rope; rope_scale.
+LATENT = struct.Struct("<2Q 4q f 4x")
 
 # kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_swizzle,
 # box_rows, query_box_rows; PageUnits of k and v; output_box_rows, num_tail_items; mask_maps; maps
@@ -139,10 +143,11 @@ def rope_table(spec: AttentionSpec) -> bytes:
     return rope_steps(spec.head_dim_qk, spec.rope_scale, spec.rope_theta)
 
 
-# kernels/cupyattn/params/page.cuh: append has the rows of K and of V, then the rest.
-APPENDED_ROWS = struct.Struct("<2Q 5q i f")  # source, cache, strides, head_dim, scale
+# kernels/cupyattn/params/page.cuh: append has the addresses and the rows of K, then of V, then the
+# rest.
+APPENDED_ROWS = struct.Struct("<5q i f")  # strides, head_dim, scale
 APPEND_PAGED_KV_CACHE = struct.Struct(
-    f"<{APPENDED_ROWS.size}s {APPENDED_ROWS.size}s 4Q 2q 2i Q q 2i"
+    f"<2Q {APPENDED_ROWS.size}s 2Q {APPENDED_ROWS.size}s 4Q 2q 2i Q q 2i"
 )
 
 GET_BATCH_INDICES_POSITIONS = struct.Struct("<4Q 2q")

@@ -91,6 +91,7 @@ def of_pages(
     return encode(address, dims, in_bytes, box, itemsize), (by_page, by_head)
 
 
+@functools.lru_cache(maxsize=8192)
 def encode(
     address: int,
     dims: tuple[int, ...],
@@ -98,7 +99,10 @@ def encode(
     box: tuple[int, ...],
     itemsize: int,
 ) -> bytes:
-    """The driver's CUtensorMap: dimensions innermost first, strides in bytes of all but that."""
+    """The driver's CUtensorMap: dimensions innermost first, strides in bytes of all but that.
+
+    Maps are remembered: the driver takes longer for one than all else that a new shape costs.
+    """
     rank = len(dims)
     memory = ctypes.create_string_buffer(BYTES + 64)
     target = -(-ctypes.addressof(memory) // 64) * 64

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ... import jit
-from ...array import ArrayView
 from ...core import dtypes
 from ...core.device import device_props
 from ...core.dtypes import DType
@@ -19,7 +18,7 @@ _MAX_BLOCKS = 2**31 - 1
 _MAX_LANE_BITS = 5
 _DEVICE_TO_HOST = 2
 # What a kernel that converts nothing takes elements of a size for: bytes are bytes.
-_COPIED = {1: dtypes.uint8, 2: dtypes.float16, 4: dtypes.float32}
+COPIED = {1: dtypes.uint8, 2: dtypes.float16, 4: dtypes.float32}
 
 
 class Rows(NamedTuple):
@@ -33,74 +32,98 @@ class Rows(NamedTuple):
     scale: float
 
 
-class PageTable(NamedTuple):
-    """The page table of a batch, and the pool that its pages are in."""
+class Append(NamedTuple):
+    """The append of rows that lie alike, wherever they are and however many.
 
-    kv_indices: ArrayView
-    kv_indptr: ArrayView
+    k, v  params.APPENDED_ROWS without the addresses, packed
+    """
+
+    function: int
+    k: bytes
+    v: bytes
     num_pages: int
     page_size: int
+    num_kv_heads: int
+    lane_bits: int
+    device_index: int
+
+    def enqueue(
+        self,
+        stream: int,
+        k: int,
+        v: int,
+        k_cache: int,
+        v_cache: int,
+        batch_indices: int,
+        positions: int,
+        kv_indices: int,
+        kv_indptr: int,
+        nnz: int,
+        num_indices: int,
+        batch_size: int,
+        num_refused: int = 0,
+    ) -> None:
+        """Launch the copy of every token, of arrays at these addresses; index arrays are contiguous
+        int32. num_refused: a counter of tokens that have no slot, or 0."""
+        arguments = params.this_thread.launch_buffer
+        params.APPEND_PAGED_KV_CACHE.pack_into(
+            arguments.buffer,
+            arguments.offset,
+            k,
+            k_cache,
+            self.k,
+            v,
+            v_cache,
+            self.v,
+            batch_indices,
+            positions,
+            kv_indices,
+            kv_indptr,
+            num_indices,
+            self.num_pages,
+            batch_size,
+            self.page_size,
+            num_refused,
+            nnz,
+            self.num_kv_heads,
+            self.lane_bits,
+        )
+        # The kernel walks on with rows beyond the last block.
+        blocks = min(-(-nnz * self.num_kv_heads // (_THREADS >> self.lane_bits)), _MAX_BLOCKS)
+        launch = Launch(self.function, (blocks, 2, 1), _THREADS, 0)
+        enqueue(launch, arguments, self.device_index, stream)
 
 
 @lru_cache(maxsize=256)
 def config(dtype: DType, dtype_cache: DType, is_aligned: bool) -> jit.Config:
     """The kernel's Config; fp8 caches convert wider types."""
     if dtype is dtype_cache:
-        dtype = dtype_cache = _COPIED[dtype.itemsize]
+        dtype = dtype_cache = COPIED[dtype.itemsize]
     values: dict[str, int | bool | DType] = {"DType": dtype, "DTypeCache": dtype_cache}
     return jit.Config({**values, "kAligned": is_aligned, "kThreads": _THREADS})
 
 
-def launch(
+def prepare(
     k: Rows,
     v: Rows,
     dtype: DType,
     dtype_cache: DType,
     num_kv_heads: int,
-    batch_indices: ArrayView,
-    positions: ArrayView,
-    table: PageTable,
+    pages: tuple[int, int],
     device: int,
-    stream: int,
-    allocate: scratch.Allocate,
-) -> int:
-    """Enqueue the copy of every token of `batch_indices`; index arrays are contiguous int32.
-
-    Returns 0, or under CUPYATTN_DEBUG waits and returns the number of tokens that had no slot.
-    """
-    nnz = batch_indices.shape[0]
-    is_aligned = all(_is_aligned(rows, dtype, dtype_cache) for rows in (k, v))
+) -> Append:
+    """The append of rows like these. pages: how many there are, and the tokens of each."""
+    is_aligned = all(is_row_aligned(rows, dtype, dtype_cache) for rows in (k, v))
     chosen = config(dtype, dtype_cache, is_aligned)
     kernel = jit.load("append_paged_kv_cache", chosen, device, device_props(device).arch)
     chunks = max(k.head_dim, v.head_dim) // (16 // dtype.itemsize if is_aligned else 1)
     lane_bits = min((chunks - 1).bit_length(), _MAX_LANE_BITS)
-    refused = _Refused(stream, allocate) if cuda().is_debugging else None
-    arguments = params.this_thread.launch_buffer
-    params.APPEND_PAGED_KV_CACHE.pack_into(
-        arguments.buffer,
-        arguments.offset,
-        _pack(k),
-        _pack(v),
-        batch_indices.ptr,
-        positions.ptr,
-        table.kv_indices.ptr,
-        table.kv_indptr.ptr,
-        table.kv_indices.shape[0],
-        table.num_pages,
-        table.kv_indptr.shape[0] - 1,
-        table.page_size,
-        0 if refused is None else refused.address,
-        nnz,
-        num_kv_heads,
-        lane_bits,
+    return Append(
+        kernel.function, pack_rows(k), pack_rows(v), *pages, num_kv_heads, lane_bits, device
     )
-    # The kernel walks on with rows beyond the last block.
-    blocks = min(-(-nnz * num_kv_heads // (_THREADS >> lane_bits)), _MAX_BLOCKS)
-    enqueue(Launch(kernel.function, (blocks, 2, 1), _THREADS, 0), arguments, device, stream)
-    return 0 if refused is None else refused.read()
 
 
-class _Refused:
+class Refused:
     """A counter in device memory, zeroed on a stream."""
 
     def __init__(self, stream: int, allocate: scratch.Allocate) -> None:
@@ -115,10 +138,8 @@ class _Refused:
         return int.from_bytes(host, "little")
 
 
-def _pack(rows: Rows) -> bytes:
+def pack_rows(rows: Rows) -> bytes:
     return params.APPENDED_ROWS.pack(
-        rows.source,
-        rows.cache,
         *rows.source_strides,
         *rows.cache_strides,
         rows.head_dim,
@@ -126,7 +147,7 @@ def _pack(rows: Rows) -> bytes:
     )
 
 
-def _is_aligned(rows: Rows, dtype: DType, dtype_cache: DType) -> bool:
+def is_row_aligned(rows: Rows, dtype: DType, dtype_cache: DType) -> bool:
     """True if every row can be read 16 bytes at a time, and written as many elements at a time."""
     count = 16 // dtype.itemsize
     source = rows.source

@@ -32,7 +32,7 @@ class TileConfig:
     @property
     def fused_merge(self) -> bool:
         """The last block of a tile whose keys are split merges its partial states."""
-        return self.name == "decode_sm80"
+        return self.name == "decode_sm80" or self.config.get("kFusedMerge") is True
 
 
 def round_up(x: int, multiple: int) -> int:

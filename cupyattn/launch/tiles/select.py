@@ -11,12 +11,12 @@ from functools import lru_cache
 
 from ... import jit
 from ...core import env
-from ...core.dtypes import DType, bfloat16
-from ...core.problem import MASK_FORMS, AttentionProblem
-from . import sm90
+from ...core.dtypes import bfloat16
+from ...core.problem import AttentionProblem
+from . import sm90, wide, wide_sm90
+from .common import LOGIT_BYTES, NONFINITE_BYTES, ROW_BYTES, common_constants, tile_field
 from .config import Field as _Field
 from .config import TileConfig
-from .config import round_up as _round_up
 from .config import struct_of as _struct
 
 # Row classes, and the most packed query rows of each but the last.
@@ -25,11 +25,8 @@ MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
 
 _MASK_MAP_BYTES = 4 + 2 * 4096 // 8
 _PLACEHOLDER = 16
-_LOGIT_BYTES = 32
 _WORK_BYTES = 64
-_ROW_BYTES = 20
 _RANGE_BYTES = (6 + 3 + 1) * 4
-_BAD_KEYS_BYTES = 8
 # Both kinds of a mixed kernel have these, on every architecture.
 _MIXED_WARPS = 4
 
@@ -64,7 +61,7 @@ def mixed_config(
     rows of decode would spill on old chips, beside what more than one scale does to a logit, and
     beside large tiles of more than 64 columns whose keys are in rows.
     """
-    if problem.custom_mask:
+    if problem.custom_mask or problem.is_wide:
         return None
     is_wide = large == LARGE and problem.head_dim_vo > 64 and problem.dtype_kv.is_float16
     if small == VERIFY and (_is_transformed(problem) or (is_wide and not problem.paged)):
@@ -77,7 +74,7 @@ def mixed_config(
     if decode is None or {prefill.threads, decode.threads} != {32 * warps}:
         return None
     both = prefill.config, decode.config
-    config = {name: both[0][name] for name in _common(problem, False)}
+    config = {name: both[0][name] for name in common_constants(problem, False)}
     config["kRotateKeys"] = both[0]["kRotateKeys"] or both[1]["kRotateKeys"]
     config |= {"kWarps": warps, "kMinBlocks": min(_blocks(x) for x in both)}
     for kind, own in zip(("Prefill", "Decode"), both, strict=True):
@@ -104,6 +101,12 @@ def tile_config(
     """The tile configuration for a problem and a row class on a device of an architecture, with so
     much shared memory per block. The page size is looked at where it decides how keys are copied.
     """
+    if problem.is_wide:
+        if arch == "sm_90a" and not env.PORTABLE.flag():
+            chosen = wide_sm90.choose(problem, rows, max_shared_bytes, page_size)
+            if chosen is not None:
+                return chosen
+        return wide.choose(problem, MOST_ROWS.get(rows, MOST_ROWS[SMALL]), max_shared_bytes)
     if arch == "sm_90a" and rows == LARGE and not env.PORTABLE.flag():
         chosen = sm90.choose(problem, max_shared_bytes, page_size)
         if chosen is not None:
@@ -262,39 +265,9 @@ def _choose_decode(
     raise AssertionError(f"no decode tile fits {max_shared_bytes} bytes of shared memory")
 
 
-def _tile(rows: int, head_dim: int, itemsize: int, count: int = 1) -> _Field:
-    """`count` tiles (SharedTile): rows of whole 128-byte lines are swizzled, others padded."""
-    chunks = _round_up(head_dim, 32 if itemsize == 1 else 16) * itemsize // 16
-    if chunks % 8 == 0:
-        return _Field(count * rows * chunks * 16, 128)
-    return _Field(count * rows * (chunks | 1) * 16, 16)
-
-
-def _common(problem: AttentionProblem, rotates_keys: bool) -> dict[str, int | bool | DType]:
-    return {
-        "DTypeQ": problem.dtype_q,
-        "DTypeKV": problem.dtype_kv,
-        "DTypeO": problem.dtype_o,
-        "kHeadDimQK": problem.head_dim_qk,
-        "kHeadDimVO": problem.head_dim_vo,
-        "kRope": problem.pos_encoding == "ROPE_LLAMA",
-        "kRotateKeys": rotates_keys,
-        "kAlibi": problem.pos_encoding == "ALIBI",
-        "kSoftCap": problem.soft_cap,
-        # Rows of bf16 that meet fp8 keys are scaled one by one (attention/fp8_query.cuh).
-        "kRowScales": problem.prescale_logits
-        or (problem.dtype_kv.is_fp8 and problem.dtype_q is bfloat16),
-        "kCustomMask": problem.custom_mask,
-        "kMaskForm": MASK_FORMS.index(problem.mask_form),
-        "kAligned": problem.aligned,
-        "kPaged": problem.paged,
-        "kOwnValuePages": problem.own_value_pages,
-    }
-
-
 def _rows(tile_q: int) -> tuple[_Field, ...]:
     """What is known of the rows of Q and their logits."""
-    return _Field(_ROW_BYTES * tile_q, 16), _Field(_LOGIT_BYTES, 16), _Field(8 * tile_q, 8)
+    return _Field(ROW_BYTES * tile_q, 16), _Field(LOGIT_BYTES, 16), _Field(8 * tile_q, 8)
 
 
 def _rope_steps(problem: AttentionProblem) -> _Field:
@@ -305,9 +278,9 @@ def _rope_steps(problem: AttentionProblem) -> _Field:
 def _widened_keys(problem: AttentionProblem, rows: int, rotates_keys: bool, count: int) -> _Field:
     """fp8 keys that are rotated get a 16-bit copy; otherwise the kernels keep a placeholder."""
     if problem.dtype_kv.is_fp8 and rotates_keys:
-        return _tile(rows, problem.head_dim_qk, 2, count)
+        return tile_field(rows, problem.head_dim_qk, 2, count)
     itemsize = problem.dtype_kv.itemsize
-    return _Field(_PLACEHOLDER, _tile(rows, problem.head_dim_qk, itemsize).align)
+    return _Field(_PLACEHOLDER, tile_field(rows, problem.head_dim_qk, itemsize).align)
 
 
 def prefill_tiles(
@@ -333,16 +306,16 @@ def prefill_tiles(
         *_rows(tile_q),
         _Field(_WORK_BYTES, 16),
         _Field(_RANGE_BYTES),
-        _Field(_BAD_KEYS_BYTES),
-        _tile(tile_q, dim_qk, 2),
-        _tile(tile_kv, dim_qk, itemsize, buffers),
-        _tile(tile_kv, dim_vo, itemsize, buffers),
+        _Field(NONFINITE_BYTES),
+        tile_field(tile_q, dim_qk, 2),
+        tile_field(tile_kv, dim_qk, itemsize, buffers),
+        tile_field(tile_kv, dim_vo, itemsize, buffers),
         _widened_keys(problem, tile_kv, rotates_keys, 1),
         _Field(2 * (2 * 8 + 4) * tile_kv, 8) if problem.paged else no_pages,
         _Field(_MASK_MAP_BYTES) if problem.custom_mask else no_mask,
         _rope_steps(problem),
     ).size
-    config = _common(problem, rotates_keys) | {
+    config = common_constants(problem, rotates_keys) | {
         "kMmaQ": mma_q,
         "kWarps": warps,
         "kTileKV": tile_kv,
@@ -377,21 +350,23 @@ def decode_tiles(
     tile_q = 16 * mma_q
     dim_qk, dim_vo = problem.head_dim_qk, problem.head_dim_vo
     itemsize = problem.dtype_kv.itemsize
-    stage = _struct(_tile(keys_per_warp, dim_qk, itemsize), _tile(keys_per_warp, dim_vo, itemsize))
+    stage = _struct(
+        tile_field(keys_per_warp, dim_qk, itemsize), tile_field(keys_per_warp, dim_vo, itemsize)
+    )
     states = warps * tile_q * (dim_vo + 8 + 2) * 4
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     no_pages = _Field(8, 8)
     shared = _struct(
         *_rows(tile_q),
-        _Field(warps * _BAD_KEYS_BYTES),
+        _Field(warps * NONFINITE_BYTES),
         _Field(warps * keys_per_warp * 2 * 8, 8) if problem.paged else no_pages,
-        _tile(tile_q, dim_qk, 2),
+        tile_field(tile_q, dim_qk, 2),
         _widened_keys(problem, keys_per_warp, is_rotated, warps),
         _Field(max(warps * stages * stage.size, states), stage.align),
         _rope_steps(problem),
         _Field(4),
     ).size
-    config = _common(problem, is_rotated) | {
+    config = common_constants(problem, is_rotated) | {
         "kMmaQ": mma_q,
         "kWarps": warps,
         "kKeysPerWarp": keys_per_warp,

@@ -105,6 +105,8 @@ struct DecodeSm80 {
 
   __device__ __forceinline__ void run() {
     if (work.num_rows <= 0) return;
+    // By the time that the block has its state, its counter is in L2.
+    if (merges() && thread == 0) ptx::prefetch_l2(params.counters + work.counter(params));
     const KeyRange range = KeyRange::of(params, BlockWork{request, work});
     const TileSpan tiles = TileSpan::of<Config::kCustomMask>(range, kTileKV, work);
     Stage* ring = shared.ring[warp];
@@ -247,6 +249,11 @@ struct DecodeSm80 {
     finish(softmax, o);
   }
 
+  // Whether the last block of the tile merges its states.
+  __device__ __forceinline__ bool merges() const {
+    return work.num_splits > 1 && work.split_tile >= 0;
+  }
+
   // Merges the warps' states, then writes the result, or this split's part of it.
   __device__ __forceinline__ void finish(const OnlineSoftmax<kMmaQ>& softmax,
                                          const typename Traits::Accumulators& o) {
@@ -276,10 +283,9 @@ struct DecodeSm80 {
     for (int index = thread; index < work.num_rows * kVectors; index += kThreads) {
       write_columns(states, index / kVectors, 4 * (index % kVectors), leaves_state);
     }
-    const bool merges = work.num_splits > 1 && work.split_tile >= 0;
-    if (merges && arrive_last(params, work, thread, &shared.flag)) {
+    if (merges() && arrive_last(params, work, thread, &shared.flag)) {
       for (int row = warp; row < work.num_rows; row += kWarps) {
-        merge_row<DTypeO, kHeadDimVO, kTileQ, Config::kAligned>(
+        merge_row<DTypeO, kHeadDimVO, kTileQ, Config::kAligned, true>(
             params, work, row, request.q_start + shared.rows[row].token, shared.rows[row].head,
             lane);
       }

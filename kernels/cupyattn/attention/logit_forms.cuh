@@ -52,7 +52,7 @@ struct LogitsDefaults {
   static constexpr bool kHasFirstMax = false;    // rows may begin with a maximum
 
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
-                                                     int position, int head, int) {
+                                                     int position, int head, int, int64_t) {
     return RowInfo{token, position, head, 1.0f, 0.0f};
   }
   static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams&) {

@@ -69,7 +69,10 @@ struct KeyRange {
     const PositionSpan span = PositionSpan::of(params, work.request, first, last);
     const KeyLimits a = KeyLimits::of(params, work.request, span.low);
     const KeyLimits b = KeyLimits::of(params, work.request, span.high);
-    return KeyRange{a.begin, b.end, b.begin, a.end, first, last};  // mutate: union-for-intersection
+    // Tiles begin with the range, so no row has to hide the keys ahead of the first.
+    const int first_key = ptx::warp_uniform(work.request.first_key(params));
+    const int begin = max_of(a.begin, first_key), full_begin = max_of(b.begin, first_key);
+    return KeyRange{begin, b.end, full_begin, a.end, first, last};  // mutate: union-for-intersection
   }
 
   // Whether some token of the tile does not see all of the `count` keys from `key` on.
@@ -103,12 +106,14 @@ struct TileSpan {
 
   // Starts the tiles ahead of a range that a window cuts, if that adds no tile and leaves the cuts
   // of each end in one tile. Otherwise causality often cuts two tiles.
-  __device__ __forceinline__ void gather_cuts(const KeyRange& range, int keys_per_tile) {
+  __device__ __forceinline__ void gather_cuts(const KeyRange& range, int keys_per_tile,
+                                              int first_key) {
     const int count = ceil_div(max_of(range.end - range.begin, 0), keys_per_tile);
     const int ahead = range.begin + (count - 1) * keys_per_tile - range.full_end;
     const int spare = min_of(range.begin + count * keys_per_tile - range.end,
                              range.begin + keys_per_tile - range.full_begin);
-    if (range.full_begin > range.begin && ahead > 0 && ahead <= min_of(spare, range.begin)) {
+    const int most = min_of(spare, range.begin - first_key);
+    if (range.full_begin > range.begin && ahead > 0 && ahead <= most) {
       origin -= ahead;  // mutate: window-tiles-start-too-early
     }
   }

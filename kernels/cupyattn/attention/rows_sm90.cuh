@@ -50,7 +50,8 @@ struct PrefillSm90Rows {
     if (lane < 16) {
       shared.rows[r] =
           LogitsVariant::make_row(params, row.token, item.work.request.position(params, row.token),
-                                  kv_head * params.group_size + row.group_head, kv_head);
+                                  kv_head * params.group_size + row.group_head, kv_head,
+                                  item.work.request.mask_start);
     }
     ptx::warp_sync();
   }

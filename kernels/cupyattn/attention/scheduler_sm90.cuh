@@ -132,11 +132,11 @@ struct PrefillSm90Scheduler {
     item.exists = 1;
     if (item.work.tile.num_rows <= 0) return item;  // mutate: spare-items-worked-on
     item.range = KeyRange::of(params, item.work);
-    // Boxes of pages start where pages do.
-    constexpr bool kAligns = (kPaged && !Traits::kGathers) || kMasked;
-    item.tiles = TileSpan::of<kAligns>(item.range, kTileKV, item.work.tile);
+    item.tiles = TileSpan::of<Traits::kAlignsTiles>(item.range, kTileKV, item.work.tile);
     // Rows ahead of the range may be copied; pages may not.
-    if constexpr (!kPaged && !kMasked) item.tiles.gather_cuts(item.range, kTileKV);
+    if constexpr (!kPaged && !kMasked) {
+      item.tiles.gather_cuts(item.range, kTileKV, item.work.request.first_key(params));
+    }
     const int box = all_params.output_box_rows, num_rows = item.work.tile.num_rows;
     const bool is_boxed = kStagesOutput && box > 0 && num_rows >= box && item.has_keys();
     // mutate: output-box-of-partial-rows

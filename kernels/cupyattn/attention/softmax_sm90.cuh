@@ -40,7 +40,8 @@ struct PrefillSm90Softmax {
   int fast_until;
   typename LogitsVariant::Kept kept;
 
-  __device__ __forceinline__ PrefillSm90Softmax(const PrefillSm90Block<Traits>& block, int group)
+  template <typename Block>
+  __device__ __forceinline__ PrefillSm90Softmax(const Block& block, int group)
       : rows{block.params, block.shared, group},
         params(block.params),
         shared(block.shared),
@@ -174,7 +175,12 @@ struct PrefillSm90Softmax {
       for (int h = 0; h < 2; ++h) {
         const int row_position =
             LogitsVariant::kReadsRows ? shared.rows[rows.own_row(h)].position : position[h];
-        const KeyLimits limits = KeyLimits::of(params, item.work.request, row_position);
+        KeyLimits limits = KeyLimits::of(params, item.work.request, row_position);
+        if constexpr (Traits::kAlignsTiles) {
+          // Boxes of pages may begin ahead of all keys that the item sees.
+          // mutate: padding-of-a-page-seen
+          limits.begin = max_of(limits.begin, item.range.begin);
+        }
         mask_by_limits<Form>(s[0], h, limits.begin - first_key, limits.end - first_key, rows.lane);
       }
     }

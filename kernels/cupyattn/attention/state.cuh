@@ -152,31 +152,37 @@ __device__ __forceinline__ void store_output_vectors(DTypeO* row, const float (&
   }
 }
 
-// Announces this block's partial states; true in exactly one block of the tile, the last one.
+// Announces this block's partial states; true in exactly one block of the tile, the last one. One
+// thread orders the memory of all: barriers of the block pass its order on to the others.
 __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const TileWork& work,
                                             int thread, uint32_t* shared_flag) {
-  ptx::device_fence();
   ptx::block_sync();
   if (thread == 0) {
     const uint32_t last = static_cast<uint32_t>(work.num_splits - 1);
-    *shared_flag = ptx::atomic_inc_wrap(params.counters + work.counter(params), last) == last;
+    uint32_t* counter = params.counters + work.counter(params);
+    *shared_flag = ptx::atomic_inc_wrap_acq_rel(counter, last) == last;
   }
   ptx::block_sync();  // mutate: last-block-flag-read-early
-  const bool is_last = *shared_flag != 0;
-  if (is_last) ptx::device_fence();
-  return is_last;
+  return *shared_flag != 0;
 }
 
 // Merges the states of one row and writes the result; a whole warp takes part. All lanes call
 // `row_of(i)` together; it returns the row of partial_o that holds state i. A lane weighs one state
-// of each 32 and holds the row's columns 4 * lane (+ 128) and on. It reads many states before it
-// uses the first, because the time of a merge is round trips to L2.
-template <typename DTypeO, int kHeadDim, bool kAligned, typename RowOf>
+// of each 32 and holds the row's columns 4 * lane (+ 128) and on. kParts: a warp merges one part of
+// the columns, from `first_column` on.
+//
+// The time of a merge is round trips to L2, so a lane asks for many states before it uses the first.
+// What does not exist is read too, from an address that does: ptxas gives predicated loads the same
+// registers, and then each waits for the one before. `kWeighsLate` weighs states while their O are
+// under way, which takes more registers.
+template <typename DTypeO, int kHeadDim, bool kAligned, bool kWeighsLate = false, int kParts = 1,
+          typename RowOf>
 __device__ __forceinline__ void merge_states(const AttentionParams& params, int64_t token, int head,
-                                             int kv_head, int num_states, int lane,
-                                             RowOf&& row_of) {
-  constexpr int kVectors = ceil_div(kHeadDim, 4 * kWarpSize);
-  constexpr int kBatch = 16 / kVectors;
+                                             int kv_head, int num_states, int lane, RowOf&& row_of,
+                                             int first_column = 0) {
+  constexpr int kColumns = kHeadDim / kParts, kVectors = ceil_div(kColumns, 4 * kWarpSize);
+  // Kernels that only merge have 80 registers, those of parts of wide rows twice as many.
+  constexpr int kBatch = kParts > 1 ? 32 : (kVectors > 1 && !kWeighsLate ? 12 : 16) / kVectors;
   float4 sum[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) sum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -184,33 +190,42 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
   for (int first = 0; first < num_states; first += kWarpSize) {
     const int count = min_of(num_states - first, kWarpSize);
     const int found = row_of(first + lane);
-    const int row = lane < count ? found : 0;
-    const float lse = lane < count ? ptx::load_l2(params.partial_lse + row) : -ptx::infinity();
-    const float old_max = state.max;
-    state.max = fmaxf(old_max, warp_max(lse));
-    const float factor = old_max == state.max ? 1.0f : ptx::ex2_approx(old_max - state.max);
-    // An empty state weighs nothing, even if all states are empty.
-    // mutate: split-weights-inverted
-    const float weight = lse == -ptx::infinity() ? 0.0f : ptx::ex2_approx(lse - state.max);
-    state.sum = state.sum * factor + warp_sum(weight);
+    const int row = ptx::shuffle(found, min_of(lane, count - 1));
+    const float loaded = ptx::load_l2(params.partial_lse + row);
+    float weight = 0.0f;
+    const auto weigh = [&] {
+      const float lse = lane < count ? loaded : -ptx::infinity();
+      const float old_max = state.max;
+      state.max = fmaxf(old_max, warp_max(lse));
+      const float factor = old_max == state.max ? 1.0f : ptx::ex2_approx(old_max - state.max);
+      // An empty state weighs nothing, even if all states are empty.
+      // mutate: split-weights-inverted
+      weight = lse == -ptx::infinity() ? 0.0f : ptx::ex2_approx(lse - state.max);
+      state.sum = state.sum * factor + warp_sum(weight);
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) scale_by(sum[i], factor);
+      for (int i = 0; i < kVectors; ++i) scale_by(sum[i], factor);
+    };
+    if constexpr (!kWeighsLate) weigh();
     for (int begin = 0; begin < count; begin += kBatch) {
       float4 part[kBatch][kVectors];
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
         const int64_t place = ptx::shuffle(row, (begin + k) % kWarpSize);
-        const float* o = params.partial_o + place * kHeadDim + 4 * lane;
+        const float* o = params.partial_o + place * kHeadDim + first_column;
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
-          const bool exists = begin + k < count && 4 * (lane + kWarpSize * i) < kHeadDim;
-          part[k][i] = exists ? ptx::load_l2(reinterpret_cast<const float4*>(o) + kWarpSize * i)
-                              : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          const int column = 4 * (lane + kWarpSize * i);
+          const bool exists = begin + k < count && (kColumns % 128 == 0 || column < kColumns);
+          part[k][i] = ptx::load_l2(reinterpret_cast<const float4*>(o + (exists ? column : 0)));
         }
       }
+      // ptxas moves no load below a barrier; without one it uses some before it asks for others.
+      ptx::warp_sync();
+      if (kWeighsLate && begin == 0) weigh();
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
         const float w = ptx::shuffle(weight, (begin + k) % kWarpSize);
+        if (begin + k >= count) continue;  // 0 * NaN is NaN
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) add_scaled(sum[i], part[k][i], w);
       }
@@ -222,24 +237,27 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int column = 4 * (lane + kWarpSize * i);
-    if (column >= kHeadDim) continue;
+    if (column >= kColumns) continue;
     DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
-                  head * params.o_stride_h + column;
+                  head * params.o_stride_h + first_column + column;
     store_pair<DTypeO, kAligned>(out, sum[i].x * factor, sum[i].y * factor);
     store_pair<DTypeO, kAligned>(out + 2, sum[i].z * factor, sum[i].w * factor);
   }
-  if (lane == 0 && params.lse != nullptr) {
+  if (lane == 0 && first_column == 0 && params.lse != nullptr) {
     params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
   }
 }
 
-// Merges the splits of one packed row of a tile.
-template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned>
+// Merges the splits of one packed row of a tile, or a part of its columns.
+template <typename DTypeO, int kHeadDim, int kTileRows, bool kAligned, bool kWeighsLate = false,
+          int kParts = 1>
 __device__ __forceinline__ void merge_row(const AttentionParams& params, const TileWork& work,
-                                          int row, int64_t token, int head, int lane) {
+                                          int row, int64_t token, int head, int lane,
+                                          int first_column = 0) {
   const int first = static_cast<int>(work.state(params) * kTileRows + row);
-  merge_states<DTypeO, kHeadDim, kAligned>(params, token, head, work.kv_head, work.num_splits, lane,
-                                           [=](int i) { return first + i * kTileRows; });
+  merge_states<DTypeO, kHeadDim, kAligned, kWeighsLate, kParts>(
+      params, token, head, work.kv_head, work.num_splits, lane,
+      [=](int i) { return first + i * kTileRows; }, first_column);
 }
 
 }  // namespace cupyattn

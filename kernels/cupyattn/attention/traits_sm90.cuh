@@ -27,6 +27,8 @@ struct PrefillSm90Traits : Config {
   static constexpr int kConverters = kConverts ? Config::kConverters : 0;
   static constexpr bool kHasConverterWarpgroup = kConverters == 4;
   // A box of a page brings all panels at once.
+  // Boxes of pages start where pages do.
+  static constexpr bool kAlignsTiles = (kPaged && !kGathers) || kMasked;
   static constexpr bool kByPatterns = kPaged && !kGathers && !kConverts;
   // Ordinary copies fill the tiles that are multiplied.
   static constexpr bool kMultipliesGathered = kGathers && !kConverts;

@@ -84,12 +84,18 @@ struct TransformedLogits : LogitsDefaults {
   }
 
   static __device__ __forceinline__ RowInfo make_row(const AttentionParams& params, int token,
-                                                     int position, int head, int kv_head) {
+                                                     int position, int head, int kv_head,
+                                                     int64_t first_slope) {
     float scale = params.sm_scale;
     if (params.scale_q != nullptr) scale *= params.scale_q[head];
     if (params.scale_k != nullptr) scale *= params.scale_k[kv_head];
     const int num_heads = params.num_kv_heads * params.group_size;
-    const float slope = kAlibi ? alibi_slope(head, num_heads) : 0.0f;
+    float slope = 0.0f;
+    if constexpr (kAlibi) {
+      slope = params.alibi_slopes == nullptr
+                  ? alibi_slope(head, num_heads)
+                  : params.alibi_slopes[first_slope + head];  // mutate: slopes-of-first-request
+    }
     return RowInfo{token, position, head, scale * unit(params), slope * unit(params)};
   }
   static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams& params) {

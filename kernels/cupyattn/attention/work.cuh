@@ -31,6 +31,11 @@ struct Request {
   int q_start, qo_len, kv_start, kv_len, key_offset;
   int64_t mask_start;
 
+  // The first key that any row sees.
+  __device__ __forceinline__ int first_key(const AttentionParams& params) const {
+    return params.positions == nullptr ? key_offset : 0;
+  }
+
   // The position of a query token among the request's keys; later keys are in its future.
   __device__ __forceinline__ int position(const AttentionParams& params, int token) const {
     if (params.positions == nullptr) return token + kv_len - qo_len;  // mutate: causality-top-left

@@ -78,13 +78,31 @@ __device__ __forceinline__ int64_t divide(int64_t a, int32_t b) {
   return a / b;
 }
 
+// One head of one token.
+struct SourceRow {
+  int64_t token, head;
+};
+
+// Copies a row to its slot: 2^lane_bits threads take part, x / scale if it becomes fp8.
 template <typename Config>
-__device__ __forceinline__ void append_rows(const AppendPagedKvCacheParams& params,
-                                            const AppendedRows& rows) {
+__device__ __forceinline__ void copy_row(const AppendedRows& rows, const SourceRow& row,
+                                         const Slot& slot, int lane, int lane_bits, float scale) {
   using DType = typename Config::DType;
   using DTypeCache = typename Config::DTypeCache;
   constexpr int kCount = Config::kAligned ? 16 / static_cast<int>(sizeof(DType)) : 1;
+  const DType* source = static_cast<const DType*>(rows.source) + row.token * rows.source_stride_n +
+                        row.head * rows.source_stride_h;
+  DTypeCache* target = static_cast<DTypeCache*>(rows.cache) + slot.page * rows.cache_stride_page +
+                       slot.offset * rows.cache_stride_n + row.head * rows.cache_stride_h;
+  const int64_t stride = kCount << lane_bits;
+  for (int64_t i = kCount * lane; i < rows.head_dim; i += stride) {
+    store_elements<kCount>(target + i, source + i, scale);
+  }
+}
 
+template <typename Config>
+__device__ __forceinline__ void append_rows(const AppendPagedKvCacheParams& params,
+                                            const AppendedRows& rows) {
   const int lane = threadIdx.x & ((1 << params.lane_bits) - 1);
   const int64_t rows_per_block = Config::kThreads >> params.lane_bits;
   const int64_t num_rows = params.nnz * params.num_kv_heads;
@@ -104,15 +122,7 @@ __device__ __forceinline__ void append_rows(const AppendPagedKvCacheParams& para
       continue;
     }
 
-    // Copy the row.
-    const DType* source = static_cast<const DType*>(rows.source) + token * rows.source_stride_n +
-                          head * rows.source_stride_h;
-    DTypeCache* target = static_cast<DTypeCache*>(rows.cache) + slot.page * rows.cache_stride_page +
-                         slot.offset * rows.cache_stride_n + head * rows.cache_stride_h;
-    const int64_t stride = kCount << params.lane_bits;
-    for (int64_t i = kCount * lane; i < rows.head_dim; i += stride) {
-      store_elements<kCount>(target + i, source + i, rows.scale);
-    }
+    copy_row<Config>(rows, {token, head}, slot, lane, params.lane_bits, rows.scale);
   }
 }
 

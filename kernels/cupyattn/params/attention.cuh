@@ -26,10 +26,11 @@ struct alignas(16) WorkItem {
   int32_t split;        // 0 .. num_splits - 1
   int32_t num_splits;   // 1: the block writes the result itself
   int32_t first_state;  // partial states of the split tiles before this one, of one KV head
-  int64_t mask_start;   // the request's first byte of `mask`
+  int64_t mask_start;   // the request's first byte of `mask`, or element of `alibi_slopes`
   int32_t split_tile;   // index of this tile among the split tiles; -1 in a cascade, whose states a
                         // later launch merges
-  int32_t key_offset;   // the first key's position, if there are `positions`; else 0
+  int32_t key_offset;   // the first key's position, if there are `positions`; else the first key
+                        // that rows see
 };
 
 static_assert(sizeof(WorkItem) == 48, "schedule/batch.py lays out 12 words an item");
@@ -45,6 +46,7 @@ struct AttentionParams {
   const float* scale_q;   // [num_qo_heads]; may be nullptr, as may the next two
   const float* scale_k;   // [num_kv_heads]
   const float* scale_v;   // [num_kv_heads]
+  const float* alibi_slopes;  // [num_qo_heads], from each request's `mask_start` on; may be nullptr
   float* partial_o;       // [split tiles, num_kv_heads, num_splits, rows of a tile, head_dim_vo]
   float* partial_lse;     // [split tiles, num_kv_heads, num_splits, rows of a tile]
   uint32_t* counters;     // [split tiles, num_kv_heads], zero before and after the launch
@@ -80,7 +82,7 @@ struct AttentionParams {
   uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };
 
-static_assert(sizeof(AttentionParams) == 136 + 104 + 88 + 4 * kMaxRopePairs,
+static_assert(sizeof(AttentionParams) == 144 + 104 + 88 + 4 * kMaxRopePairs,
               "AttentionParams and its mirror in launch/driver/params.py must agree");
 
 }  // namespace cupyattn

@@ -1,5 +1,5 @@
-// The arguments of the page kernels: append_paged_kv_cache, get_batch_indices_positions and
-// get_seq_lens. launch/driver/params.py mirrors them.
+// The arguments of the page kernels: append_paged_kv_cache, store_kv, get_batch_indices_positions
+// and get_seq_lens. launch/driver/params.py mirrors them.
 #pragma once
 
 #include "cupyattn/common/types.cuh"
@@ -40,6 +40,32 @@ struct AppendPagedKvCacheParams {
   int32_t lane_bits;  // 2^lane_bits threads copy one head of one token
 };
 
+// Indices of either width.
+struct IndexArray {
+  const void* data;  // may be nullptr
+  int64_t is_wide;   // int64 elements, else int32
+
+  __device__ __forceinline__ int64_t operator[](int64_t index) const {
+    return is_wide ? static_cast<const int64_t*>(data)[index]
+                   : static_cast<const int32_t*>(data)[index];
+  }
+};
+
+struct StoreKvParams {
+  AppendedRows rows[2];    // of K, of V; their scale counts where there is no array of scales
+  const float* scales[2];  // [num_kv_heads], or one for all heads; may be nullptr
+  IndexArray slots;        // [nnz], negative: skip
+  IndexArray slot_map;     // [map_size] from slots to those of the cache; data may be nullptr
+  int64_t map_size;
+  int64_t num_slots;  // in the cache
+  int64_t nnz;
+  int32_t scale_strides[2];  // from the scale of a head to the next one's, 0 for one scale
+  int32_t num_kv_heads;
+  int32_t page_size;
+  int32_t lane_bits;  // 2^lane_bits threads copy one head of one token
+  int32_t unused;
+};
+
 struct GetBatchIndicesPositionsParams {
   const int32_t* append_indptr;  // [batch_size + 1], never falling
   const int32_t* seq_lens;       // [batch_size], the new tokens included
@@ -57,7 +83,7 @@ struct GetSeqLensParams {
   int64_t page_size;
 };
 
-static_assert(sizeof(AppendPagedKvCacheParams) == 208 &&
+static_assert(sizeof(AppendPagedKvCacheParams) == 208 && sizeof(StoreKvParams) == 224 &&
                   sizeof(GetBatchIndicesPositionsParams) == 48 && sizeof(GetSeqLensParams) == 40,
               "the structs and their mirrors in launch/driver/params.py must agree");
 

@@ -12,27 +12,28 @@ enum class IndexKind : int32_t { kInt32 = 0, kUint32 = 1, kInt64 = 2 };
 struct IndexFormat {
   int64_t stride;  // elements
   IndexKind kind;
-  int32_t unit;  // what one token counts
+  int32_t unit;  // what one token counts; negative: minus that, and a length is a step to the next
 };
 
 struct PlanBatchParams {
   const void* qo_lens;     // [num_requests]; nullptr: all are `qo_len`, or steps of qo_offsets
-  const void* kv_lens;     // [num_requests]
+  const void* kv_lens;     // [num_requests], or offsets [num_requests + 1] whose steps they are
   const void* qo_offsets;  // [num_requests + 1 where lengths are steps]; nullptr: steps of `qo_len`
   const void* kv_offsets;  // [num_requests]; nullptr: steps of kv_step
   const float* scale_q;    // one number; may be nullptr, as may the next two
   const float* scale_k;
   const float* scale_v;
+  const void* kv_begin;  // [num_requests] the first key that rows see; nullptr: all are 0
   WorkItem* items;     // [max_items]
   int32_t* merges;     // [num_merges]: the first item of each split tile, then -1
   uint32_t* counters;  // [num_counters], zeroed
   float* scales;       // [num_qo_heads + 2 * num_kv_heads]: scale_q, scale_k, scale_v, repeated
-  IndexFormat qo_lens_format, kv_lens_format, qo_offsets_format, kv_offsets_format;
+  IndexFormat qo_lens_format, kv_lens_format, qo_offsets_format, kv_offsets_format, kv_begin_format;
   int32_t num_requests;
   int32_t qo_len;      // of every request; negative: steps of qo_offsets
   int32_t num_rows;    // rows of q, which bound every request
   int32_t kv_step;     // from a request's kv_start to the next one's
-  int32_t max_kv_len;  // keys a request has room for; with kv_offsets, rows of k
+  int32_t max_kv_len;  // keys a request has room for
   int32_t group_size, num_kv_heads;
   int32_t tile_q, tile_q_shift;
   int32_t tile_kv, tile_kv_shift;
@@ -43,7 +44,10 @@ struct PlanBatchParams {
   int32_t max_tiles;                  // of rows
   int32_t max_more;                   // items that splitting may add
   int32_t max_items, num_merges, num_counters;
-  float state_cost, part_cost;  // as in schedule/batch.py, TileShape
+  float least_part_cost;                          // as in schedule/tile_shape.py, cost_of_part
+  float block, merge, state, part, least_share;  // as in schedule/balance.py, Costs
+  int32_t slope_step;  // from a request's slopes to the next one's, see WorkItem::mask_start
+  int32_t kv_room;     // what kv_offsets may name: rows of k, or keys of a table
   int32_t padding;
 };
 
@@ -55,7 +59,7 @@ struct PadLseParams {
   int32_t num_heads, max_qo_len;
 };
 
-static_assert(sizeof(PlanBatchParams) == 88 + 64 + 104 &&
+static_assert(sizeof(PlanBatchParams) == 96 + 80 + 128 &&
                   sizeof(PadLseParams) == sizeof(PlanBatchParams) + 48,
               "the structs and their mirrors in launch/attention must agree");
 

@@ -6,11 +6,22 @@
 
 namespace cupyattn::ptx {
 
-__device__ __forceinline__ void device_fence() { __threadfence(); }
-
 // Returns the old value; the counter goes back to 0 after reaching `last`.
 __device__ __forceinline__ uint32_t atomic_inc_wrap(uint32_t* counter, uint32_t last) {
   return atomicInc(counter, last);
+}
+// The same, ordered: who reads a number sees what threads wrote that have counted before.
+__device__ __forceinline__ uint32_t atomic_inc_wrap_acq_rel(uint32_t* counter, uint32_t last) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;\n"
+               : "=r"(old)
+               : "l"(counter), "r"(last)
+               : "memory");
+  return old;
+}
+// Brings the line of an address to L2.
+__device__ __forceinline__ void prefetch_l2(const void* pointer) {
+  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(pointer));
 }
 __device__ __forceinline__ void atomic_add(uint32_t* counter, uint32_t addend) {
   atomicAdd(counter, addend);
@@ -23,8 +34,19 @@ __device__ __forceinline__ uint32_t atomic_add_shared(uint32_t* word, uint32_t a
 __device__ __forceinline__ void atomic_or_shared(uint32_t* word, uint32_t bits) {
   atomicOr(word, bits);
 }
-__device__ __forceinline__ float load_l2(const float* pointer) { return __ldcg(pointer); }
-__device__ __forceinline__ float4 load_l2(const float4* pointer) { return __ldcg(pointer); }
+// Loads from L2. Volatile, so that the compiler keeps several loads together ahead of the first use.
+__device__ __forceinline__ float load_l2(const float* pointer) {
+  float x;
+  asm volatile("ld.global.cg.f32 %0, [%1];\n" : "=f"(x) : "l"(pointer));
+  return x;
+}
+__device__ __forceinline__ float4 load_l2(const float4* pointer) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(pointer));
+  return x;
+}
 
 // Loads without keeping the line in L1. Volatile, so that the compiler keeps several loads together
 // ahead of the first use.

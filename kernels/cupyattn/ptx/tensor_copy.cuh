@@ -20,6 +20,23 @@ __device__ __forceinline__ void tensor_copy_4d(uint32_t destination, const Tenso
       : "memory");
 }
 
+// Which lines leave L2 first: those of copies with this policy.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-createpolicy
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void tensor_copy_4d(uint32_t destination, const TensorMap& map, int x,
+                                               int y, int z, int w, uint32_t barrier,
+                                               uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;\n" ::"r"(destination),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // Fetches a box into L2.
 __device__ __forceinline__ void tensor_prefetch_4d(const TensorMap& map, int x, int y, int z,
                                                    int w) {

@@ -22,7 +22,7 @@ struct PlanBatch {
   static constexpr int kLanesApart = 8;
   // These equal the constants of schedule/balance.py.
   static constexpr int kMaxWaves = 4;
-  static constexpr float kBlockOverhead = 2.0f, kMergeOverhead = 3.0f, kWorthwhile = 0.95f;
+  static constexpr float kWorthwhile = 0.95f, kEven = 1.15f;
   // Tiles this short, as a part of a block's share, balance by themselves.
   static constexpr float kShort = 0.1f;
   // How many sizes of parts are judged, one by each warp. The last leaves all tiles whole.
@@ -64,6 +64,10 @@ struct PlanBatch {
     int longest2, shortest2;  // twice a request's mean number of key tiles a tile
     float key_tiles;          // key tiles of all tiles
     float bound;              // key_tiles if all tiles of a request were its longest
+
+    __device__ __forceinline__ bool is_even() const {
+      return 0.5f * longest2 * tiles <= kEven * key_tiles;
+    }
   };
 
   __device__ __forceinline__ PlanBatch(const PlanBatchParams& params, SharedMemory& shared)
@@ -162,7 +166,7 @@ struct PlanBatch {
                                         ptx::rcp_approx(static_cast<float>(params.max_more))) +
                        1;
     const int least = max_of(
-        fewest, static_cast<int>(ceilf(sqrtf(static_cast<float>(longest) * params.part_cost))));
+        fewest, static_cast<int>(ceilf(sqrtf(static_cast<float>(longest) * params.least_part_cost))));
     const int size = size_to_judge(totals, longest, least);
     const float time = time_of(totals, size, size < longest, a_wave);
     if (lane == 0) {
@@ -172,7 +176,7 @@ struct PlanBatch {
     ptx::block_sync();
     // Each warp finds the first of the best. Times are positive, so their bits compare.
     const float whole = shared.time[kSizes - 1] * kWorthwhile;
-    if (whole <= share + kBlockOverhead) return kNoSplit;
+    if (whole <= share + params.least_share * params.block) return kNoSplit;
     const int index = lane % kSizes;
     const uint32_t bits = __float_as_uint(index == kSizes - 1 ? whole : shared.time[index]);
     const uint32_t best = ~ptx::warp_max(~bits);
@@ -182,11 +186,14 @@ struct PlanBatch {
   }
 
   // Sizes that fill whole waves. Kind 0 takes all tiles as equal; kinds 1 to 3 leave room for
-  // no, half a or a whole part at the end of each tile.
+  // no, half a or a whole part at the end of each tile. The last of kind 0 is half a wave where that
+  // is nearly as fast.
   __device__ __forceinline__ int size_to_judge(const Totals& totals, int longest, int least) const {
     if (warp == kSizes - 1) return longest;
-    const int slots = params.items_per_wave * (warp % kMaxWaves + 1);
     const int kind = warp / kMaxWaves;
+    const bool is_half = warp == kMaxWaves - 1 && params.least_share < 1.0f;
+    const int slots = is_half ? params.items_per_wave / 2
+                              : params.items_per_wave * (warp % kMaxWaves + 1);
     const float rest = slots - 0.5f * (kind - 1) * totals.tiles;
     int size = longest;
     if (kind == 0) {
@@ -220,10 +227,15 @@ struct PlanBatch {
       long_items += ptx::shuffle_xor(long_items, step);
       long_tiles += ptx::shuffle_xor(long_tiles, step);
     }
-    const float busy = (totals.key_tiles + items * kBlockOverhead) * a_wave;
+    const float busy = (totals.key_tiles + items * params.block) * a_wave;
     const float mean = long_items > 0.0f ? long_tiles * ptx::rcp_approx(long_items) : 0.0f;
-    const float done = fmaxf(busy, ceilf(long_items * a_wave) * (mean + kBlockOverhead));
-    return is_split ? done + kMergeOverhead + params.state_cost * items * a_wave : done;
+    float waves = ceilf(long_items * a_wave);
+    // The fewer blocks of one wave, the faster each.
+    if (waves <= 1.0f && totals.is_even()) waves = fmaxf(params.least_share, long_items * a_wave);
+    const float done = fmaxf(busy, waves * (mean + params.block));
+    const float merge = params.merge + params.state * items * a_wave +
+                        params.part * ceilf(0.5f * totals.longest2 * inverse);
+    return is_split ? done + merge : done;
   }
 
   __device__ __forceinline__ int bucket_of(int index, float most, float scale) const {
@@ -364,6 +376,8 @@ struct PlanBatch {
     item.qo_len = request.qo_len;
     item.kv_start = request.kv_start;
     item.kv_len = request.kv_len;
+    item.key_offset = request.kv_begin;  // mutate: first-key-not-listed
+    item.mask_start = static_cast<int64_t>(index) * params.slope_step;
     item.first_row = row_tile * params.tile_q;
     item.num_splits = 1;
     if (size != kNoSplit) {

@@ -28,11 +28,23 @@ __device__ __forceinline__ int clamp(int64_t x, int64_t most) {
 }
 
 struct PlannedRequest {
-  int q_start, qo_len, kv_start, kv_len;
+  int q_start, qo_len, kv_start, kv_len, kv_begin;
 
   static __device__ __forceinline__ PlannedRequest by_steps(const PlanBatchParams& params,
                                                             int index, int kv_len) {
-    return PlannedRequest{index * params.qo_len, params.qo_len, index * params.kv_step, kv_len};
+    return PlannedRequest{index * params.qo_len, params.qo_len, index * params.kv_step, kv_len,
+                          0};
+  }
+
+  // The keys of a request, as the caller says.
+  template <bool kRagged>
+  static __device__ __forceinline__ int64_t load_keys(const PlanBatchParams& params, int index) {
+    const IndexFormat& format = params.kv_lens_format;
+    const int64_t first = load_index(params.kv_lens, format, index);
+    if (!kRagged || format.unit > 0) return first;
+    // mutate: key-steps-as-lengths
+    const int64_t step = load_index(params.kv_lens, format, index + 1) - first;
+    return format.unit == -1 ? step : step / -format.unit;
   }
 
   // kRagged: the batch may have offsets and lengths of q; else all requests have equal steps.
@@ -57,11 +69,17 @@ struct PlannedRequest {
       request.qo_len = clamp(qo_len, params.num_rows - request.q_start);
       if (params.kv_offsets != nullptr) {
         const int64_t begin = load_offset(params.kv_offsets, params.kv_offsets_format, index);
-        request.kv_start = clamp(begin, room);
-        room -= request.kv_start;  // mutate: keys-beyond-k
+        request.kv_start = clamp(begin, params.kv_room);
+        room = min_of(room, params.kv_room - request.kv_start);  // mutate: keys-beyond-k
       }
     }
-    request.kv_len = clamp(load_index(params.kv_lens, params.kv_lens_format, index), room);
+    request.kv_len = clamp(load_keys<kRagged>(params, index), room);
+    if constexpr (kRagged) {
+      if (params.kv_begin != nullptr) {
+        const int64_t begin = load_index(params.kv_begin, params.kv_begin_format, index);
+        request.kv_begin = clamp(begin, request.kv_len);  // mutate: first-key-beyond-keys
+      }
+    }
     return request;
   }
 
@@ -76,14 +94,14 @@ struct PlannedRequest {
   __device__ __forceinline__ int key_tiles(const PlanBatchParams& params, int first_row) const {
     const auto token = [&](int row) { return divide(row, params.group_magic, params.group_shift); };
     const int offset = kv_len - qo_len;
-    int begin = 0, end = kv_len;
+    int begin = kv_begin, end = kv_len;
     if (params.window_right >= 0) {
       const int last = min_of(first_row + params.tile_q, qo_len * params.group_size) - 1;
       const int position = token(last) + offset;
       end = position + 1 + min_of(kv_len - 1 - position, params.window_right);
     }
     if (params.window_left >= 0) {
-      begin = max_of(0, token(first_row) + offset - params.window_left);
+      begin = max_of(kv_begin, token(first_row) + offset - params.window_left);
     }
     return divide_up(params, max_of(end - begin, 0));
   }

@@ -120,6 +120,33 @@ __device__ __forceinline__ void issue_qk(float (&s)[1][KTile::kRows / 8][4], uin
   }
 }
 
+// The operand `step` units of 16 bytes behind another. The upper word stays a constant, so that no
+// 64-bit addition stands between two products.
+template <typename Tile>
+__device__ __forceinline__ uint64_t operand_behind(uint64_t operand, uint32_t step) {
+  return operand_at<Tile>(0) & ~0xffffffffull | (static_cast<uint32_t>(operand) + step);
+}
+
+// Issues S = Q K^T, or S += Q K^T if `adds`, of some panels of columns.
+template <typename QTile, typename KTile, int kFirstPanel, int kEndPanel>
+__device__ __forceinline__ void issue_qk_panels(float (&s)[1][KTile::kRows / 8][4], uint64_t q,
+                                                uint64_t k, bool adds) {
+  constexpr int kSteps =
+      QTile::kPanelColumns / MmaTraits<typename QTile::T, typename KTile::T>::kStep;
+  float (&d)[KTile::kRows / 2] = reinterpret_cast<float (&)[KTile::kRows / 2]>(s);
+#pragma unroll
+  for (int panel = kFirstPanel; panel < kEndPanel; ++panel) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const bool is_first = panel == kFirstPanel && step == 0;
+      ptx::Wgmma<KTile::kRows>::template multiply_ss<typename QTile::T>(
+          d, operand_behind<QTile>(q, panel * (QTile::kPanelBytes / 16) + 2 * step),
+          operand_behind<KTile>(k, panel * (KTile::kPanelBytes / 16) + 2 * step),
+          !is_first || adds);
+    }
+  }
+}
+
 // Issues O = P V, or O += P V if `adds`; p[i] holds the fragments of the keys of step i.
 template <typename VTile, int kHeadDim, int kSteps>
 __device__ __forceinline__ void issue_pv(float (&o)[1][kHeadDim / 8][4],
@@ -131,6 +158,20 @@ __device__ __forceinline__ void issue_pv(float (&o)[1][kHeadDim / 8][4],
   for (int step = 0; step < kSteps; ++step) {
     ptx::Wgmma<kHeadDim>::template multiply_rs<typename VTile::T>(
         d, p[step][0], v + step * (2 * VTile::kGroupBytes / 16), step != 0 || adds);
+  }
+}
+
+// The same with probabilities in shared memory.
+template <typename PTile, typename VTile, int kHeadDim>
+__device__ __forceinline__ void issue_pv_shared(float (&o)[1][kHeadDim / 8][4], uint64_t p,
+                                                uint64_t v, bool adds) {
+  constexpr int kStep = MmaTraits<typename PTile::T, typename VTile::T>::kStep;
+  static_assert(VTile::kRows <= PTile::kPanelColumns, "probabilities have one panel");
+  float (&d)[kHeadDim / 2] = reinterpret_cast<float (&)[kHeadDim / 2]>(o);
+#pragma unroll
+  for (int step = 0; step < VTile::kRows / kStep; ++step) {
+    ptx::Wgmma<kHeadDim>::template multiply_ss_transposed<typename VTile::T>(
+        d, p + 2 * step, v + step * (2 * VTile::kGroupBytes / 16), step != 0 || adds);
   }
 }
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +15,11 @@ from helpers.fake_clock import FakeClock
 
 import cupyattn
 from benchmarks import cli, peers, report, timing, worker
+from benchmarks.batch import latent, wrappers
 from benchmarks.batch.case import BatchCase
 from benchmarks.batch.cases import BATCH_CASES, zipf_lengths
+from benchmarks.batch.inputs import make_batch_inputs
+from benchmarks.batch.oracle import expect_batch
 from benchmarks.batch.tables import page_tables
 from benchmarks.cases import BY_NAME, select
 from benchmarks.peers import prebuild
@@ -68,6 +69,28 @@ def test_counts_are_sums_over_requests(case: BatchCase) -> None:
     assert case.floor_us(800, 4000) == pytest.approx(max(floors))
 
 
+def test_a_latent_row_is_read_once() -> None:
+    case = BY_NAME["mla_32x8k_h16"]
+    assert case.bytes == 2 * (32 * 16 * (576 + 512) + 32 * 8192 * 576)
+    assert case.flops == 2 * (576 + 512) * 32 * 8192 * 16
+    inputs = make_batch_inputs(replace(case, requests=((2, 1, 70),)), "cpu")
+    assert inputs.v.shape[-1] == 512 and inputs.v.data_ptr() == inputs.k.data_ptr()
+    parts = latent._parts(case, inputs)
+    assert [x.shape[-1] for x in parts] == [512, 64, 512, 64]
+
+
+def test_latent_candidates_answer_alike(monkeypatch: Any) -> None:
+    case = replace(BY_NAME["mla_32x8k_h16"], requests=((2, 2, 70),), num_qo_heads=4)
+    inputs = make_batch_inputs(case, "cpu")
+    monkeypatch.setattr(wrappers, "_WORKSPACE_BYTES", 32 << 20)
+    expected = expect_batch(case, inputs)
+    for name in ("ours", "ours_trtllm"):
+        (candidate,) = peers.candidates(name, case, inputs)
+        got = candidate.output(candidate.call()).float().numpy()
+        for one in expected:
+            np.testing.assert_allclose(got[0, one.rows], np.asarray(one.answer), atol=0.02)
+
+
 def test_counts_follow_published_figures() -> None:
     # Figures of another script, from times and rates: bytes of decodes, FLOP of prefills.
     assert BY_NAME["decode_64x8k"].bytes / 489.3 / 1e3 == pytest.approx(4391, rel=1e-3)
@@ -81,7 +104,7 @@ def test_counts_follow_published_figures() -> None:
 def test_the_list_of_batches_is_sound() -> None:
     for case in BATCH_CASES:
         assert case.op in peers._BATCH and case.api in (
-            *("decode", "paged", "ragged", "cascade", "mixed", "verify"),
+            *("decode", "paged", "ragged", "cascade", "mixed", "verify", "mla"),
         )
         assert case.is_host == (case.op == "host_batch") and case.timed in ("run", "plan")
         assert case.is_paged == (case.page_size > 0)
@@ -185,7 +208,7 @@ def on_cpu(tmp_path: Any, monkeypatch: Any) -> Any:
     monkeypatch.setattr(worker.machine, "gpu_state", dict)
     results = Results(tmp_path / FILE_NAME)
     results.data["ceilings"] = CEILINGS
-    args = Namespace(peers=list(peers.IMPLEMENTATIONS), rounds=1, deadline=time.time() + 60)
+    args = cli.parse(["--out", str(tmp_path), "--rounds", "1", "--seconds", "60"])
     clock: Any = FakeClock()
 
     def run(case: BatchCase) -> dict[str, Any]:
@@ -216,7 +239,7 @@ def test_a_whole_run_of_one_batch(case: BatchCase, on_cpu: Any) -> None:
         serving.add(f"flashinfer_fa3:{case.api}")
     simple = case.pos_encoding_mode == "NONE" and case.mask == "none" and not case.logits_soft_cap
     if simple and case.kv_dtype == "bfloat16":
-        serving.add("fa3:fwd")
+        serving |= {"fa3:fwd", "fa3:unsplit"}
     assert {label for label, row in rows.items() if row["status"] == "timed"} == serving, rows
     others = [row for label, row in rows.items() if label not in serving]
     assert {row["status"] for row in others} <= {"unsupported"}
@@ -263,7 +286,7 @@ def test_report_divides_a_case_by_the_one_it_is_held_against(on_cpu: Any, tmp_pa
 def test_a_plan_that_ends_the_process_is_lost_in_its_case_alone(tmp_path: Any) -> None:
     progress = {"stage": "build", "case": "decode_skew", "label": "ours"}
     (tmp_path / worker.PROGRESS_NAME).write_text(json.dumps(progress))
-    cli._record_loss(tmp_path, "exit status 75")
+    cli._record_loss(tmp_path, "exit status 75", BATCH_CASES)
     results = Results(tmp_path / FILE_NAME)
     assert results.why_lost(BY_NAME["decode_skew"], "ours")
     assert not results.why_lost(BY_NAME["decode_64x8k"], "ours")

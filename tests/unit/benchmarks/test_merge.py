@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
-from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 
 import cupyattn
-from benchmarks import cases, oracle, peers, timing, worker
+from benchmarks import cases, cli, oracle, peers, timing, worker
 from benchmarks.merge import candidates
 from benchmarks.merge.case import MERGE_CASES, MergeCase
 from benchmarks.peers import prebuild
@@ -75,11 +73,12 @@ def on_cpu(tmp_path: Any, monkeypatch: Any) -> Any:
     monkeypatch.setattr(worker.machine, "gpu_state", dict)
     results = Results(tmp_path / FILE_NAME)
     results.data["ceilings"] = {"tflops": 800.0, "gbps": 4000.0}
-    args = Namespace(peers=list(peers.IMPLEMENTATIONS), rounds=1, deadline=time.time() + 60)
+    args = cli.parse(["--out", str(tmp_path), "--rounds", "1", "--seconds", "60"])
     clock: Any = SimpleNamespace(
         visit=lambda call, calls: [float(call() is not None) * 100 for _ in range(calls)],
         read=list,
-        **dict.fromkeys(("wait", "check_alive", "preheat"), lambda: None),
+        preheat=lambda seconds: None,
+        **dict.fromkeys(("wait", "check_alive"), lambda: None),
     )
 
     def run(case: MergeCase) -> dict[str, Any]:

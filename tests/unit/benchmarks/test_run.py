@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 from helpers.fake_clock import FakeClock
 
 import cupyattn
-from benchmarks import worker
+from benchmarks import cli, worker
 from benchmarks.cases import Case
 from benchmarks.results import FILE_NAME, Results
 from cupyattn.reference import attention
@@ -137,7 +135,7 @@ def test_a_whole_run_of_one_case(case: Case, out: bool, tmp_path: Any, monkeypat
     clock: Any = FakeClock()
     results = Results(tmp_path / FILE_NAME)
     results.data["ceilings"] = CEILINGS
-    args = Namespace(peers=["ours", "fa3", "sdpa_flash"], rounds=2, deadline=time.time() + 60)
+    args = cli.parse(["--peers", "ours,fa3,sdpa_flash", "--rounds", "2", "--out", str(tmp_path)])
     worker._one_case(case, args, results, clock, worker.Progress(tmp_path))
 
     by_peer = {row["peer"]: row for row in results.rows}
@@ -167,7 +165,7 @@ def test_a_wrong_answer_and_a_spent_budget_are_recorded(tmp_path: Any, monkeypat
     clock: Any = FakeClock()
     results = Results(tmp_path / FILE_NAME)
     results.data["ceilings"] = CEILINGS
-    args = Namespace(peers=["ours"], rounds=1, deadline=time.time() + 60)
+    args = cli.parse(["--peers", "ours", "--rounds", "1", "--out", str(tmp_path)])
     progress = worker.Progress(tmp_path)
     worker._one_case(SMALL, args, results, clock, progress)
     late = replace(SMALL, name="late")

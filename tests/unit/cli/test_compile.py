@@ -125,7 +125,7 @@ sys.exit(cli.main(["compile", "--arch", "sm_80", "--jobs", "2"]))
         (["--arch", "sm_80", "--cache-dir", "{place}/kernels/entry/tiny.cu"], "cannot be written"),
         ([], "name --arch"),
         (["--arch", "sm_80", "--option", "rope", "--head-dim", "72"], "no call has all of these"),
-        (["--arch", "sm_80", "--head-dim", "264"], "a multiple of 8 from 8 to 256"),
+        (["--arch", "sm_80", "--head-dim", "264"], "multiples of 8 from 8 to 256"),
         (["--arch", "sm_80", "--model", "{place}/none.json"], "none.json cannot be read"),
     ],
 )

@@ -14,6 +14,8 @@ from helpers import (
     fake_gpu,
     gpu_cases,
     item_cases,
+    mla_calls,
+    mla_cases,
     planless_calls,
     planless_cases,
     precompile,
@@ -47,6 +49,8 @@ def specs() -> list[AttentionSpec]:
                 batch_calls.Call(cases.random_case(seed), np, WORKSPACE).plan()
         for seed in range(96, 100):
             planless_calls.Call(planless_cases.random_case(seed), np, WORKSPACE).run()
+        for seed in range(22):
+            mla_calls.Call(mla_cases.random_case(seed), np, WORKSPACE).run()
     return found
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import fake_gpu
+from helpers import fake_gpu, precompile
 from helpers.fake_gpu import Gpu, count_functions, pointer, unpack
 
-from cupyattn import array
+from cupyattn import array, jit
 from cupyattn.errors import CupyAttnError, UnsupportedError
 from cupyattn.flash_attn import (
     flash_attn_combine,
@@ -142,7 +143,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
         },
         ATTENTION,
     ),
-    "decode, new keys": (decode, {"k": new, "v": new}, ["append_paged_kv_cache", *ATTENTION]),
+    "decode, new keys": (decode, {"k": new, "v": new}, ["append_new_kv", *ATTENTION]),
     "decode, new rows": (
         decode,
         {
@@ -153,7 +154,23 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
             "cu_seqlens_k_new": lambda make: ints(0, 3, 3, 5, 7),
             "max_seqlen_q": 4,
         },
-        ["get_batch_indices_positions", "append_paged_kv_cache", *ATTENTION],
+        ["append_new_kv", *ATTENTION],
+    ),
+    "decode, rotated": (
+        decode,
+        {
+            "k": new,
+            "v": new,
+            "rotary_cos": lambda make: make(9, 8),
+            "rotary_sin": lambda make: make(9, 8),
+            "causal": True,
+        },
+        ["append_new_kv", *ATTENTION],
+    ),
+    "decode, new fp8 keys": (
+        decode,
+        {**FP8, "k": fp8(B, 1, HK, D), "v": fp8(B, 1, HK, D)},
+        ["append_new_kv", *ATTENTION],
     ),
     "decode, rows of the table": (
         decode,
@@ -165,6 +182,18 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
         ATTENTION,
     ),
     "decode, chunks": (decode, {"attention_chunk": 32}, ATTENTION),
+    "decode, chunks of no page": (
+        decode,
+        {"attention_chunk": 24, "k": new, "v": new},
+        ["append_new_kv", *ATTENTION],
+    ),
+    "decode, padding": (
+        decode,
+        {"cache_leftpad": lambda make: ints(1, 2, 3, 0), "k": new, "v": new},
+        ["append_new_kv", *ATTENTION],
+    ),
+    "decode, slopes": (decode, {"alibi_slopes": numbers(H), "causal": True}, ATTENTION),
+    "varlen, slopes": (varlen, {"alibi_slopes": numbers(B, H), "causal": True}, ATTENTION),
     "decode, fp8": (
         decode,
         {**FP8, "k_descale": lambda make: make(1, dtype="float32").expand(B, HK)},
@@ -185,7 +214,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "contiguous, one length": (
         contiguous,
         {"cache_seqlens": 7, "k": new, "v": new},
-        ["append_paged_kv_cache", *ATTENTION],
+        ["append_new_kv", *ATTENTION],
     ),
     "contiguous, rows": (
         contiguous,
@@ -199,6 +228,14 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "contiguous, padding": (
         contiguous,
         {"cache_leftpad": lambda make: ints(1, 2, 3, 0)},
+        ATTENTION,
+    ),
+    "contiguous, padding of two arrays": (
+        contiguous,
+        {
+            "cache_leftpad": lambda make: ints(1, 2, 3, 0),
+            "k_cache": lambda make: make(B, ROOM + 1, HK, D)[:, 1:],
+        },
         ATTENTION,
     ),
     "contiguous, chunks": (contiguous, {"attention_chunk": 7}, ATTENTION),
@@ -339,30 +376,46 @@ def test_other_functions(gpu: Gpu, make: Callable[..., Any]) -> None:
     assert metadata.dtype == torch.int32 and metadata.tolist() == [0]
 
 
+def test_every_append_is_listed(
+    gpu: Gpu, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = set()
+
+    def load(name: str, config: jit.Config, *_: Any) -> Any:
+        asked.add((name, config))
+        return SimpleNamespace(function=name, set_shared_memory=lambda num_bytes: None)
+
+    monkeypatch.setattr(jit, "load", load)
+    for dtype in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        wide = dtype if dtype[5] != "8" else "bfloat16"
+        for shift in (0, 1):
+            shape = (PAGES, PAGE, HK, D + shift)
+            caches = {x: make(*shape, dtype=dtype)[..., :D] for x in ("k_cache", "v_cache")}
+            given = {**caches, **{x: make(B, 1, HK, D, dtype=dtype) for x in "kv"}}
+            given["q"] = make(B, 1, H, D, dtype=wide)
+            decode(make, **given)
+            for table in ("float32", wide) if wide == dtype else ():
+                tables = {f"rotary_{x}": make(9, 8, dtype=table) for x in ("cos", "sin")}
+                decode(make, **given, **tables)
+    listed = {x for x in precompile.page_instances() if x[0] == "append_new_kv"}
+    missing = {x for x in asked if x[0] == "append_new_kv"} - listed
+    assert not missing and listed
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "alibi_slopes: has no GPU kernel": (varlen, {"alibi_slopes": numbers(H)}),
+    "alibi_slopes: have no GPU kernel where": (varlen, {"alibi_slopes": numbers(H)}),
+    "nor behind a soft cap": (
+        varlen,
+        {"alibi_slopes": numbers(H), "causal": True, "softcap": 9.0},
+    ),
     "rotary_cos: has no GPU kernel": (
         decode,
         {
-            "k": new,
-            "v": new,
+            **FP8,
+            "k": fp8(B, 1, HK, D),
+            "v": fp8(B, 1, HK, D),
             "rotary_cos": lambda make: make(9, 8),
             "rotary_sin": lambda make: make(9, 8),
-        },
-    ),
-    "cache_leftpad: has no GPU kernel": (
-        decode,
-        {"cache_leftpad": lambda make: ints(1, 2, 3, 0), "k": new, "v": new},
-    ),
-    "attention_chunk: 24 keys are no whole number of pages of 16": (
-        decode,
-        {"attention_chunk": 24, "k": new, "v": new},
-    ),
-    "cache_leftpad: has no GPU kernel where": (
-        contiguous,
-        {
-            "cache_leftpad": lambda make: ints(1, 2, 3, 0),
-            "k_cache": lambda make: make(B, ROOM + 1, HK, D)[:, 1:],
         },
     ),
     "k_descale: scales that differ between requests": (
@@ -397,3 +450,55 @@ def test_bad_calls_write_nothing(
     with pytest.raises(CupyAttnError) as caught:
         decode(make, k=new, v=new, **changes)
     assert message in str(caught.value) and not gpu.launches
+
+
+def step(rows: int, count: int, width: int) -> dict[str, Callable[..., Any]]:
+    """Calls of a server's step, by what says their lengths."""
+    offsets, lens = (lambda m: m(count + 1, dtype="int32")), (lambda m: m(count, dtype="int32"))
+    pages = {name: lambda m: m(PAGES, PAGE, HK, D) for name in "kv"}
+    pages["block_table"] = lambda m: m(count, width, dtype="int32")
+    sizes = {"q": lambda m: m(rows, H, D), "max_seqlen_q": rows, "max_seqlen_k": width * PAGE}
+    sizes |= {"cu_seqlens_q": offsets, "causal": True}
+    keys = {name: lambda m: m(rows, HK, D) for name in "kv"}
+    return {
+        "rows": lambda m: varlen(m, **sizes, **keys, cu_seqlens_k=offsets),
+        "pages, offsets": lambda m: varlen(m, **sizes, **pages, cu_seqlens_k=offsets),
+        "pages, lengths": lambda m: varlen(m, **sizes, **pages, seqused_k=lens),
+        "pages, LSE": lambda m: varlen(m, **sizes, **pages, seqused_k=lens, return_attn_probs=True),
+        "cache": lambda m: decode(
+            m,
+            q=sizes["q"],
+            cu_seqlens_q=offsets,
+            max_seqlen_q=rows,
+            cache_seqlens=lens,
+            page_table=pages["block_table"],
+        ),
+        "decode": lambda m: decode(
+            m,
+            q=lambda m: m(count, 1, H, D),
+            cache_seqlens=lens,
+            page_table=pages["block_table"],
+        ),
+    }
+
+
+@pytest.mark.parametrize("form", step(1, 1, 1))
+def test_steps_of_a_server_are_cached(
+    gpu: Gpu, make: Callable[..., Any], form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their numbers of rows, requests and pages; only how they round matters."""
+    step(70, 3, 5)[form](make)
+    step(5, 2, 5)[form](make)
+    monkeypatch.setattr(call, "check", None)
+    for rows, count, width in ((99, 7, 5), (1000, 64, 6), (66, 1, 7), (70, 3, 8)):
+        gpu.launches.clear()
+        answer = step(rows, count, width)[form](make)
+        names = [getattr(launch.kernel, "name", launch.kernel) for launch in gpu.launches]
+        assert names[:2] == ["plan_batch", "decode_sm80" if form == "decode" else "prefill_sm80"]
+        out, lse = answer if form.endswith("LSE") else (answer, None)
+        assert out.shape[0] == (count if form == "decode" else rows)
+        if lse is not None:
+            assert tuple(lse.shape) == (H, rows)
+        num_requests, _, num_rows = struct.unpack_from("<3i", gpu.launches[0].params, 96 + 80)
+        assert (num_requests, num_rows) == (count, out.shape[0])
+    monkeypatch.undo()

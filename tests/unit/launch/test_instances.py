@@ -20,6 +20,7 @@ from cupyattn.launch.attention import single
 from cupyattn.launch.instances import LEVELS, SHARED_BYTES, Selection, instances, one_option
 from cupyattn.launch.tiles.select import mixed_config, tile_config
 from cupyattn.planless import call as planless
+from cupyattn.planless import latent
 
 Instance = tuple[str, jit.Config]
 _ROUNDS, _WORKSPACE = 150, 128 << 20
@@ -80,7 +81,8 @@ def loads(
 @pytest.fixture
 def on_gpu(loads: Loads, stream: Any, monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(stream, "add", lambda job: 0)  # no answer is looked at
-    monkeypatch.setattr(planless.Prepared, "launch", lambda *_: None)
+    for prepared in (planless.Prepared, latent._Prepared):
+        monkeypatch.setattr(prepared, "launch", lambda *_: None)
     torch = pytest.importorskip("torch")
     fake_gpu.maker("torch", monkeypatch)
 
@@ -289,6 +291,29 @@ def _merge(call: Call, put: Device) -> None:
     cupyattn.merge_states(many, put.make(rows, 3, heads, dtype="float32"))
 
 
+def _latent(call: Call, put: Device) -> None:
+    indptr, indices, _ = call.table()
+    w = cupyattn.BatchMLAPagedAttentionWrapper(put.make(_WORKSPACE, dtype="uint8"))
+    lens, heads = np.array(call.kv_len, np.int32), call.heads[0]
+    w.plan(
+        *(_offsets(call.qo_len), indptr, indices, lens, heads, 512, 64, call.page_size),
+        *(call.causal, 0.07, call.dtype, call.dtype_kv),
+    )
+    pool = put.make(len(indices), call.page_size, 576, dtype=call.dtype_kv)
+    w.run(query=put.make(sum(call.qo_len), heads, 576, dtype=call.dtype), kv_cache=pool)
+
+
+def _latent_list(call: Call, put: Device) -> None:
+    rows, heads, size = sum(call.qo_len), call.heads[0], call.page_size
+    cupyattn.trtllm_batch_decode_with_kv_cache_mla(
+        put.make(rows, 1, heads, 576, dtype=call.dtype),
+        put.make(9, size, 576, dtype=call.dtype_kv),
+        *(put.make(_WORKSPACE, dtype="uint8"), 128, 512, 64),
+        *(put.make(rows, 1, 40, dtype="int32"), None, 0, 40),
+        bmm1_scale=0.07,
+    )
+
+
 # Name -> what makes the call, its operation, and what is random about it.
 CALLS: dict[str, tuple[Callable[[Call, Device], None], str, dict[str, Any]]] = {
     "single": (_single, "prefill", {"paged": False, "most_rows": 300}),
@@ -304,6 +329,8 @@ CALLS: dict[str, tuple[Callable[[Call, Device], None], str, dict[str, Any]]] = {
         {"paged": True, "most_rows": 1, "square": True, "capped": False},
     ),
     "attention": (_attention, "prefill", {"paged": True, "most_rows": 300}),
+    "latent": (_latent, "mla", {"paged": True, "most_rows": 40, "capped": False}),
+    "latent lists": (_latent_list, "mla", {"paged": True, "most_rows": 9, "capped": False}),
     "cascade": (_cascade, "cascade", {"paged": True, "most_rows": 40, "square": True}),
     "append": (_append, "append", {"paged": True, "most_rows": 40}),
     "page": (_page, "page", {"paged": True, "most_rows": 40}),

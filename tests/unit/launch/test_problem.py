@@ -250,3 +250,22 @@ def test_the_problem_of_a_call(changes: dict[str, Any], facts: dict[str, Any]) -
     call(**arrays | changes)
     new = [entry for entry in run._entries.values() if entry not in before]
     assert {entry.problem for entry in new or before} == {replace(plain, **facts)}
+
+
+@pytest.mark.parametrize("dims", [(256, 512), (512, 512), (512, 256)])
+def test_wide_heads(dims: tuple[int, int]) -> None:
+    problem = replace(GOOD, head_dim_qk=dims[0], head_dim_vo=dims[1])
+    problem.check_supported()
+    with pytest.raises(UnsupportedError, match="ROPE_LLAMA is not supported with head dims"):
+        replace(problem, pos_encoding="ROPE_LLAMA").check_supported()
+    for label in ("qk", "vo"):
+        with pytest.raises(UnsupportedError, match=f"head_dim_{label}: 480 is not supported"):
+            replace(problem, **{f"head_dim_{label}": 480}).check_supported()  # type: ignore[arg-type]
+
+
+def test_latent_columns() -> None:
+    latent = replace(GOOD, latent=True, paged=True)
+    for columns in ((512, 64), (512, 0), (256, 64), (256, 0)):
+        replace(latent, head_dim_qk=sum(columns), head_dim_vo=columns[0]).check_supported()
+    with pytest.raises(UnsupportedError, match="head_dim_ckv, head_dim_kpe: 512 and 32 are not"):
+        replace(latent, head_dim_qk=544, head_dim_vo=512).check_supported()

@@ -11,9 +11,7 @@ from helpers import fake_gpu
 from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer, unpack
 
 import cupyattn
-from cupyattn import array
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError, WorkspaceError
-from cupyattn.inputs.workspace import steps
 from cupyattn.launch.attention import plan_batch
 from cupyattn.launch.ops import packbits
 from cupyattn.planless import call
@@ -35,11 +33,11 @@ class Calls:
 
     def __init__(self, make: Make, entry: str, **changes: Any) -> None:
         self.make, self.entry, self.changes = make, entry, changes
-        self.space = make(1 << 22, dtype="uint8")
+        self.space = make(1 << 24, dtype="uint8")
 
-    def arguments(self) -> dict[str, Any]:
-        make, rows = self.make, B
-        table, lens = make(B, WIDTH, dtype="int32"), make(B, dtype="int32")
+    def arguments(self, count: int = B, width: int = WIDTH, rows: int = B) -> dict[str, Any]:
+        make = self.make
+        table, lens = make(count, width, dtype="int32"), make(count, dtype="int32")
         if self.entry.startswith("cudnn"):
             k, v = make(PAGES, HKV, PAGE, D), make(PAGES, HKV, PAGE, D)
             named = {"q": make(rows, HQ, D), "k_cache": k, "v_cache": v, "scale": 0.1}
@@ -47,17 +45,17 @@ class Calls:
             named |= {"max_sequence_kv": 100, "actual_seq_lens_kv": lens, "out": make(rows, HQ, D)}
             if "prefill" in self.entry:
                 named |= {"max_token_per_sequence": 3, "causal": True, "return_lse": True}
-                named |= {"actual_seq_lens_q": make(B, dtype="int32")}
-                named |= {"batch_offsets_q": make(B + 1, dtype="int32")}
+                named |= {"actual_seq_lens_q": make(count, dtype="int32")}
+                named |= {"batch_offsets_q": make(count + 1, dtype="int32")}
         elif self.entry == "xqa":
             k, v = make(PAGES, PAGE, HKV, D), make(PAGES, PAGE, HKV, D)
-            named = {"q": make(B, 1, HQ, D), "k_cache": k, "v_cache": v, "page_table": table}
-            named |= {"seq_lens": lens, "output": make(B, 1, HQ, D)}
+            named = {"q": make(rows, 1, HQ, D), "k_cache": k, "v_cache": v, "page_table": table}
+            named |= {"seq_lens": lens, "output": make(rows, 1, HQ, D)}
             named |= {"workspace_buffer": self.space}
         elif "ragged" in self.entry or "fmha" in self.entry:
             named = {"workspace_buffer": self.space, "seq_lens": lens, "max_q_len": 4}
-            named |= {"max_kv_len": 99, "bmm1_scale": 0.1, "bmm2_scale": 2.0, "batch_size": B}
-            named |= {f"cum_seq_lens_{x}": make(B + 1, dtype="int32") for x in ("q", "kv")}
+            named |= {"max_kv_len": 99, "bmm1_scale": 0.1, "bmm2_scale": 2.0, "batch_size": count}
+            named |= {f"cum_seq_lens_{x}": make(count + 1, dtype="int32") for x in ("q", "kv")}
             named |= {"out": make(rows, HQ, D), "return_lse": False}
             if "fmha" in self.entry:
                 named |= {"qkv": make(rows, 3, HQ, D), "input_layout": "PACKED_QKV"}
@@ -71,8 +69,8 @@ class Calls:
             named |= {"workspace_buffer": self.space, "block_tables": table, "seq_lens": lens}
             named |= {"bmm1_scale": 0.1, "out": make(rows, HQ, D), "kv_layout": "HND"}
             if "context" in self.entry:
-                named |= {"max_q_len": 4, "max_kv_len": 99, "batch_size": B, "bmm2_scale": 2.0}
-                named |= {"cum_seq_lens_q": make(B + 1, dtype="int32"), "cum_seq_lens_kv": None}
+                named |= {"max_q_len": 4, "max_kv_len": 99, "batch_size": count, "bmm2_scale": 2.0}
+                named |= {"cum_seq_lens_q": make(count + 1, dtype="int32"), "cum_seq_lens_kv": None}
             else:
                 named["max_seq_len"] = 100
         return named | {name: x(make) if callable(x) else x for name, x in self.changes.items()}
@@ -202,6 +200,90 @@ def test_cached_calls_launch_the_same(
     assert {launch.stream for launch in gpu.launches} == {STREAM}
 
 
+SHAPES = ((5, 9, 5), (5, 9, 80), (64, 200, 64), (3, 1, 3), (130, 40, 3000), (1, 7, 1))
+DECODES = ("decode", "decode, pair", "decode, array scales", "xqa", "xqa decode", "cudnn decode")
+
+
+@pytest.mark.parametrize(
+    "variant", [*DECODES, "context", "ragged rows", "packed rows", "cudnn prefill"]
+)
+def test_calls_of_other_lengths_are_cached(
+    gpu: Gpu, make: Make, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server's step has another number of rows, requests and pages than all before it."""
+    entry, changes = VARIANTS[variant]
+    calls = Calls(make, entry, **changes)
+    # Decode has a row for each request; one row is served by another kernel than many.
+    shapes = [(n, m, n if variant in DECODES else rows) for n, m, rows in SHAPES]
+    given = [calls.arguments(*shape) for shape in shapes]
+    for arguments in given:
+        arguments["out" if "out" in arguments else "output"] = None
+        if "return_lse" not in arguments and "xqa" not in entry:
+            arguments["return_lse"] = True
+    checked = []
+    for arguments in given:
+        fake_gpu.forget()
+        gpu.launches.clear()
+        calls(arguments)
+        checked.append([facts_but_outputs(launch) for launch in gpu.launches])
+    fake_gpu.forget()
+    calls(given[1])
+    monkeypatch.setattr(call, "check", no_checks)
+    for _ in range(2):
+        for arguments, expected in zip(given, checked, strict=True):
+            gpu.launches.clear()
+            answer = calls(arguments)
+            assert [facts_but_outputs(launch) for launch in gpu.launches] == expected
+            out = answer[0] if isinstance(answer, tuple) else answer
+            rows = arguments.get("query", arguments.get("q", arguments.get("qkv")))
+            assert out.shape[0] == rows.shape[0]
+    monkeypatch.undo()
+
+
+def facts_but_outputs(launch: Launched) -> tuple[Any, ...]:
+    """facts() without addresses of what a call makes."""
+    kernel, grid, block, shared_bytes, raw = facts(launch)
+    if kernel == "pad_lse":
+        return kernel, grid, block, raw[: PLANNER + 8], raw[PLANNER + 16 :]
+    if kernel == "plan_batch":
+        return kernel, grid, block, shared_bytes, raw
+    known = unpack(raw)
+    return kernel, grid, {name: known[name] for name in known if name not in ("o", "lse")}
+
+
+def test_calls_that_do_not_fit_are_refused_after_good_ones(gpu: Gpu, make: Make) -> None:
+    calls = Calls(make, "trtllm_batch_context_with_kv_cache")
+    calls(calls.arguments(5, 9, 80))
+    good, other = calls.arguments(6, 9, 80), calls.arguments(7, 9, 81)
+    calls(good)
+    gpu.launches.clear()
+    for name, message in (
+        ("seq_lens", "seq_lens: shape is"),
+        ("cum_seq_lens_q", "cum_seq_lens_q: shape is"),
+        ("block_tables", "batch_size: got 6; block_tables has 7"),
+        ("out", "out: shape is"),
+        ("batch_size", "batch_size: got 7"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            calls(good | {name: other[name]})
+    with pytest.raises(UnsupportedError, match="requests; at most"):
+        calls(calls.arguments(13_000, 1, 80))
+    small = {"workspace_buffer": calls.space[: 1 << 15]}
+    calls(calls.arguments(3, 1, 80) | small)
+    gpu.launches.clear()
+    with pytest.raises(WorkspaceError, match="this call needs"):
+        calls(calls.arguments(130, 40, 3000) | small)
+    for rows in (80, 79):
+        lse = make(rows, HQ, dtype="float32")
+        if rows == 80:
+            calls(good | {"lse": lse, "return_lse": True})
+            gpu.launches.clear()
+            continue
+        with pytest.raises(ArgumentError, match="lse: shape"):
+            calls(good | {"lse": lse, "return_lse": True})
+    assert not gpu.launches
+
+
 def test_a_cached_call_runs_few_functions(gpu: Gpu, make: Make) -> None:
     calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
     arguments = calls.arguments()
@@ -215,12 +297,12 @@ def test_growing_requests_share_a_signature(
     calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
     arguments = calls.arguments()
     calls(arguments | {"max_seq_len": 70})
-    known = len(call._CALLS)
+    known = len(call.CALLS)
     for longest in (71, 100, 128):
         calls(arguments | {"max_seq_len": longest})
-    assert len(call._CALLS) == known
+    assert len(call.CALLS) == known
     calls(arguments | {"max_seq_len": 129})
-    assert len(call._CALLS) == known + 1
+    assert len(call.CALLS) == known + 1
 
 
 def test_cached_calls_make_outputs(gpu: Gpu, make: Make) -> None:
@@ -239,39 +321,47 @@ def test_what_the_kernels_are_told(gpu: Gpu, make: Make) -> None:
     calls(arguments)
     planner, attention = gpu.launches
     space = pointer(calls.space)
-    pointers = struct.unpack_from("<11Q", planner.params)
-    assert pointers[:7] == (0, pointer(arguments["seq_lens"]), 0, 0, 0, 0, 0)
+    pointers = struct.unpack_from("<12Q", planner.params)
+    assert pointers[:8] == (0, pointer(arguments["seq_lens"]), 0, 0, 0, 0, 0, 0)
     assert (planner.kernel, planner.grid, planner.block) == ("plan_batch", (1, 1, 1), (512, 1, 1))
     got = unpack(attention.params)
-    assert got["work"] == pointers[7] == space
-    assert (got["merges"], got["counters"]) == pointers[8:10]
+    assert got["work"] == pointers[8] == space
+    assert (got["merges"], got["counters"]) == pointers[9:11]
     assert got["kv_indices"] == pointer(arguments["block_tables"])
     cache = pointer(arguments["kv_cache"])
     assert (got["k"], got["v"]) == (cache, cache + 2 * HKV * PAGE * D)
-    assert space < got["counters"] <= pointers[10] < got["partial_o"] <= got["partial_lse"]
+    assert space < got["counters"] <= pointers[11] < got["partial_o"] <= got["partial_lse"]
     assert (got["window_left"], got["window_right"], got["page_size"]) == (40, -1, PAGE)
     assert attention.grid[0] == HKV and attention.kernel.name == "decode_sm80"
 
 
 def test_what_is_made_for_one_call_is_not_cached(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Converted page tables, and lengths that follow from offsets, have no address to keep."""
+    """Converted page tables have no address to keep."""
     make = fake_gpu.maker("torch", monkeypatch)
     calls = Calls(make, "trtllm_batch_decode_with_kv_cache")
     arguments = calls.arguments() | {"block_tables": make(B, WIDTH, dtype="int64")}
     calls(arguments)
     assert unpack(gpu.launches[-1].params)["kv_indices"] != pointer(arguments["block_tables"])
+    assert not len(call.CALLS)
+
+
+def test_lengths_may_be_steps_of_offsets(gpu: Gpu, make: Make) -> None:
+    """The planner takes the differences: nothing else is launched, and calls are cached."""
     ragged = {"k_cache": make(90, HKV, D), "v_cache": make(90, HKV, D), "block_tables": None}
-    offsets = make(B + 1, dtype="int32")
-    offsets[:] = offsets.new_tensor([0, 3, 3, 9, 60, 90])
     lengths = {"actual_seq_lens_kv": None, "actual_seq_lens_q": None, "return_lse": False}
     calls = Calls(make, "cudnn_batch_prefill_with_kv_cache")
-    gpu.launches.clear()
-    calls(calls.arguments() | ragged | lengths | {"batch_offsets_k": offsets * HKV * D})
-    q_lens, k_lens, *_ = struct.unpack_from("<4Q", gpu.launches[0].params)
-    assert not q_lens and k_lens
-    v = array.view(offsets * HKV * D, "offsets")
-    assert steps(v, HKV * D, "lengths").owner.tolist() == [3, 0, 6, 51, 30]
-    assert not len(call._CALLS)
+    for units, of_token in (("elements", HKV * D), ("tokens", 1)):
+        gpu.launches.clear()
+        for _ in range(2):
+            given = {"batch_offsets_k": make(B + 1, dtype="int32"), "batch_offsets_units": units}
+            calls(calls.arguments() | ragged | lengths | given)
+            planner, _ = gpu.launches[-2:]
+            q_lens, k_lens, _, starts = struct.unpack_from("<4Q", planner.params)
+            assert not q_lens and k_lens == starts == pointer(given["batch_offsets_k"])
+            stride, kind, unit = struct.unpack_from("<q2i", planner.params, 96 + 16)
+            assert (stride, kind, unit) == (1, 0, -of_token)
+        assert len(gpu.launches) == 4
+    assert len(call.CALLS) == 2
 
 
 def test_a_mask_replaces_causality(gpu: Gpu, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

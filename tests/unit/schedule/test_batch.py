@@ -167,9 +167,16 @@ def test_what_one_block_merges_has_few_parts() -> None:
 
 def _decode_parts(requests: int, kv_len: int, qo_len: int = 1, tile_q: int = 16) -> int:
     """In how many parts a decode's kernel takes each request of eight heads, two blocks an SM."""
-    shape = TileShape(tile_q, 64, 264, 0.25, 0.25, rows_at_a_time=4, least_share=0.52)
+    return _parts_of_heads(requests, kv_len, qo_len, tile_q, 4, 8)
+
+
+def _parts_of_heads(
+    requests: int, kv_len: int, qo_len: int, tile_q: int, group: int, kv_heads: int
+) -> int:
+    # As launch/attention/kernels.py makes the shape of decode_sm80 over pages.
+    shape = TileShape(tile_q, 64, 264, 0.25, 0.03, rows_at_a_time=4, least_share=0.52)
     lengths = ((qo_len, kv_len),) * requests
-    plan = Batch(lengths, 4, 8, shape, Masking(), Splitting()).plan()
+    plan = Batch(lengths, group, kv_heads, shape, Masking(), Splitting()).plan()
     assert len(plan.items) % requests == 0
     return len(plan.items) // requests
 
@@ -186,7 +193,49 @@ def test_a_block_an_sm_is_enough_for_a_decode() -> None:
 
 def test_parts_of_many_rows_cost_more_to_merge() -> None:
     assert _decode_parts(1, 2048, qo_len=8, tile_q=32) < _decode_parts(1, 2048)
-    assert _decode_parts(5, 16_384, qo_len=8, tile_q=32) < _decode_parts(5, 16_384)
+    assert _decode_parts(3, 16_384, qo_len=8, tile_q=32) < _decode_parts(3, 16_384)
+
+
+def test_few_key_heads_are_split_until_blocks_stream_two_key_tiles() -> None:
+    """A part adds little to a merge, so blocks are many where few would stream most of the time."""
+    assert _parts_of_heads(1, 1024, 1, 16, 8, 1) == 16
+    assert _parts_of_heads(1, 4096, 1, 16, 8, 1) == 32
+    assert _parts_of_heads(4, 8192, 1, 16, 8, 1) == 32  # a block an SM
+    assert _parts_of_heads(16, 4096, 1, 16, 8, 1) == 8
+    # Verification: 8 tokens of groups of 4.
+    assert _decode_parts(1, 1024, qo_len=8, tile_q=32) == 8
+    assert _decode_parts(1, 4096, qo_len=8, tile_q=32) == 16
+
+
+@pytest.mark.parametrize(
+    ("requests", "kv_len", "parts"),
+    [
+        *((64, kv_len, 1) for kv_len in (512, 1024, 8192, 16_384)),
+        *((48, kv_len, parts) for kv_len, parts in ((1024, 1), (2048, 2), (8192, 2))),
+        *((40, kv_len, parts) for kv_len, parts in ((1024, 1), (4096, 3))),
+        *((32, kv_len, 1) for kv_len in (512, 4096, 16_384)),
+        *((16, kv_len, parts) for kv_len, parts in ((1024, 1), (8192, 1), (32_768, 2))),
+        *((8, kv_len, parts) for kv_len, parts in ((512, 1), (1024, 2), (8192, 4))),
+        *((4, kv_len, 4) for kv_len in (512, 1024, 8192)),
+    ],
+)
+def test_batches_that_fill_the_card_are_split_as_measured(
+    requests: int, kv_len: int, parts: int
+) -> None:
+    """What the rows of 2026-11-22 were measured with, whatever a merge costs since."""
+    assert _decode_parts(requests, kv_len) == parts
+
+
+@pytest.mark.parametrize(("count", "median", "seed"), [(64, 2048, 1), (64, 8192, 2), (16, 8192, 3)])
+def test_unequal_decodes_of_one_key_head_end_together(count: int, median: int, seed: int) -> None:
+    """Parts leave room for ends of requests that are not full: 311 blocks on 264 places would take
+    two waves."""
+    lengths = median * np.random.default_rng(seed).lognormal(0.0, 0.7, count)
+    shape = TileShape(16, 64, 264, 0.25, 0.03, rows_at_a_time=4, least_share=0.52)
+    requests = tuple((1, 1 + int(length)) for length in lengths)
+    batch = Batch(requests, 8, 1, shape, Masking(), Splitting())
+    last, ideal = finish(batch.plan(), batch)
+    assert last <= 1.15 * ideal + 7
 
 
 def test_unequal_requests_of_a_decode_come_longest_first() -> None:

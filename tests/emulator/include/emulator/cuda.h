@@ -40,5 +40,6 @@ inline float __uint_as_float(unsigned int bits) { return __builtin_bit_cast(floa
 inline float __int_as_float(int bits) { return __builtin_bit_cast(float, bits); }
 inline unsigned int __float_as_uint(float value) { return __builtin_bit_cast(unsigned int, value); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }
 inline float __fdiv_rn(float a, float b) { return a / b; }

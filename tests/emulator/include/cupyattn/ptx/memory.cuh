@@ -1,5 +1,5 @@
-// Host twin of kernels/cupyattn/ptx/memory.cuh. Blocks run one after another, so a fence has
-// nothing to do, and L1 is always coherent: a missing fence cannot show here.
+// Host twin of kernels/cupyattn/ptx/memory.cuh. Blocks run one after another, so there is nothing to
+// order, and L1 is always coherent: a missing order cannot show here.
 #pragma once
 
 #include "cupyattn/common/types.cuh"
@@ -7,11 +7,15 @@
 
 namespace cupyattn::ptx {
 
-inline void device_fence() {}
-
 EMULATOR_INLINE uint32_t atomic_inc_wrap(uint32_t* counter, uint32_t last) {
   return emulator::atomic_inc_wrap(counter, last);
 }
+
+EMULATOR_INLINE uint32_t atomic_inc_wrap_acq_rel(uint32_t* counter, uint32_t last) {
+  return emulator::atomic_inc_wrap(counter, last);
+}
+
+inline void prefetch_l2(const void*) {}
 
 EMULATOR_INLINE void atomic_add(uint32_t* counter, uint32_t addend) {
   emulator::atomic_add(counter, addend);

@@ -16,6 +16,13 @@ EMULATOR_INLINE void tensor_copy_4d(uint32_t destination, const TensorMap& map, 
                         {x, y, z, w, 0}, barrier);
 }
 
+inline uint64_t evict_first_policy() { return 0; }
+
+EMULATOR_INLINE void tensor_copy_4d(uint32_t destination, const TensorMap& map, int x, int y, int z,
+                                    int w, uint32_t barrier, uint64_t) {
+  tensor_copy_4d(destination, map, x, y, z, w, barrier);
+}
+
 EMULATOR_INLINE void tensor_copy_5d(uint32_t destination, const TensorMap& map, int x, int y, int z,
                                     int w, int u, uint32_t barrier) {
   emulator::tensor_copy(destination, reinterpret_cast<const emulator::TensorMap&>(map),

@@ -1,0 +1,122 @@
+"""Latent attention (MLA): ours, planned and not, FlashInfer's wrapper, FlashAttention-3 with q_v.
+
+Inputs are those of a batch whose values are the first 512 columns of its keys. The scale is that of
+all cases, 1 / sqrt of the columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from importlib import import_module
+from typing import Any
+
+from ..candidate import Candidate, Unsupported
+from ..peers.fa3 import NAME as FA3
+from ..peers.fa3 import forward
+from .case import BatchCase
+from .inputs import BatchInputs
+from .wrappers import Calls, empty_output, workspace
+
+
+def candidates(name: str, case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
+    """What one implementation offers; Unsupported with the reason if it has none."""
+    if name == "ours":
+        return [_wrapper(name, import_module("cupyattn.mla"), {}, case, inputs)]
+    if name == "ours_trtllm":
+        return [_planless(name, case, inputs)]
+    if name == FA3:
+        return [_fa3(case, inputs)]
+    library = import_module("flashinfer.mla")
+    return [_wrapper(name, library, {"backend": name.partition("_")[2]}, case, inputs)]
+
+
+def _parts(case: BatchCase, inputs: BatchInputs) -> tuple[Any, Any, Any, Any]:
+    """q_nope, q_pe, and the two parts of the pool without its axis of one head."""
+    latent = case.head_dim_vo
+    q, k = inputs.q, inputs.k[:, :, 0]
+    return q[..., :latent], q[..., latent:], k[..., :latent], k[..., latent:]
+
+
+def _scale(case: BatchCase) -> float:
+    return 1.0 / math.sqrt(case.head_dim_qk)
+
+
+def _wrapper(
+    name: str, library: Any, constructor: dict[str, Any], case: BatchCase, inputs: BatchInputs
+) -> Candidate:
+    """BatchMLAPagedAttentionWrapper, ours or FlashInfer's: both are called alike."""
+    import torch
+
+    assert inputs.tables is not None
+    device, tables = inputs.q.device, inputs.tables
+    wrapper = library.BatchMLAPagedAttentionWrapper(workspace(name, str(device)), **constructor)
+    out = empty_output(case, inputs)
+    arrays = [
+        torch.from_numpy(x).to(device)
+        for x in (inputs.qo_indptr, tables.indptr, tables.indices, tables.kv_lens)
+    ]
+    sizes = case.num_qo_heads, case.head_dim_vo, case.head_dim_qk - case.head_dim_vo
+    kv_dtype = getattr(torch, case.kv_dtype)
+    plan = functools.partial(
+        wrapper.plan, *arrays, *sizes, case.page_size, case.causal, _scale(case), torch.bfloat16,
+        kv_dtype,
+    )  # fmt: skip
+    scales = {} if case.kv_dtype == "bfloat16" else {"ckv_scale": 1.0, "kpe_scale": 1.0}
+    run = functools.partial(wrapper.run, *_parts(case, inputs), out=out, **scales)
+    return Calls(plan, run).candidate(name, "mla", case, lambda answer: answer[None], out)
+
+
+def _planless(name: str, case: BatchCase, inputs: BatchInputs) -> Candidate:
+    """One call, its plan on the device included."""
+    import torch
+
+    assert inputs.tables is not None
+    if len(set(case.q_lens)) != 1:
+        raise Unsupported("has equally many rows a request")
+    device, tables, out = inputs.q.device, inputs.tables, empty_output(case, inputs)
+    shape = (case.batch, case.q_lens[0], case.num_qo_heads)
+    call = functools.partial(
+        import_module("cupyattn.mla").trtllm_batch_decode_with_kv_cache_mla,
+        inputs.q.view(*shape, -1),
+        inputs.k[:, :, 0],
+        workspace(name, str(device)),
+        128,
+        case.head_dim_vo,
+        case.head_dim_qk - case.head_dim_vo,
+        torch.from_numpy(tables.block_table()).to(device),
+        torch.from_numpy(tables.kv_lens).to(device),
+        max(case.kv_lens),
+        bmm1_scale=_scale(case),
+        out=out.view(*shape, -1),
+    )
+    return Candidate(name, "trtllm", call, lambda answer: answer.view(1, *out.shape), out)
+
+
+def _fa3(case: BatchCase, inputs: BatchInputs) -> Candidate:
+    """The rope parts as q and k, the latent parts as q_v and v."""
+    import torch
+
+    assert inputs.tables is not None
+    if case.kv_dtype != "bfloat16":
+        raise Unsupported("FlashAttention-3 takes no fp8 KV with a 16-bit q")
+    fwd, device = forward(), inputs.q.device
+    q_nope, q_pe, ckv, kpe = _parts(case, inputs)
+    on_device = [
+        torch.from_numpy(x).to(device)
+        for x in (inputs.tables.block_table(), inputs.tables.kv_lens, inputs.qo_indptr)
+    ]
+    options = {
+        "q_v": q_nope,
+        "softmax_scale": _scale(case),
+        "is_causal": case.causal,
+        "num_splits": 0,
+        "page_table": on_device[0],
+        "seqused_k": on_device[1],
+        "cu_seqlens_q": on_device[2],
+        "max_seqlen_q": max(case.q_lens),
+    }
+    keys = kpe[:, :, None], ckv[:, :, None]
+    shape = (1, -1, case.num_qo_heads, case.head_dim_vo)
+    call = functools.partial(fwd, q_pe, *keys, **options)
+    return Candidate(FA3, "qv", call, lambda answer: answer[0].view(shape))

@@ -1,0 +1,1 @@
+"""Shapes drawn from real models and schedules: what nobody tuned, beside the peers."""

@@ -1,0 +1,131 @@
+"""What a sweep says: best peer's time over ours, in all, by group, and the worst shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..batch.case import BatchCase
+from .draw import model_of, schedule_of
+
+_WORST = 10
+
+
+def summarise_sweep(cases: Iterable[BatchCase], results: dict[str, Any]) -> dict[str, Any]:
+    """Figures of the drawn cases from the result file of their run.
+
+    `ratio` is the best correct peer's median over ours. Cases without a peer, without us, or not
+    reached are counted and in no figure.
+    """
+    drawn = list(cases)
+    entries = [_entry(case, results) for case in drawn if case.name in results["cases"]]
+    rated = [entry for entry in entries if entry["ratio"] is not None]
+    wrong = [
+        f"{row['case']} {row['peer']}:{row['variant']}"
+        for row in results["rows"]
+        if row["status"] == "wrong"
+    ]
+    ours = [row for row in results["rows"] if row["peer"] == "ours"]
+    return {
+        "drawn": len(drawn),
+        "rated": len(rated),
+        "without_peer": sorted(x["case"] for x in entries if x["ours_us"] and not x["best_peer"]),
+        "ours_not_timed": sorted(x["case"] for x in entries if not x["ours_us"]),
+        "wrong": wrong,
+        "not_repeatable": sorted(x["case"] for x in ours if x.get("repeatable") is False),
+        "all": figures(entry["ratio"] for entry in rated),
+        "by_schedule": _by(rated, lambda entry: entry["schedule"]),
+        "by_model": _by(rated, lambda entry: entry["model"]),
+        "by_kv_heads": _by(rated, lambda entry: str(entry["num_kv_heads"])),
+        "by_batch": _by(rated, lambda entry: _batch_class(entry["batch"])),
+        "worst": sorted(rated, key=lambda entry: entry["ratio"])[:_WORST],
+        "shapes": rated,
+    }
+
+
+def figures(ratios: Iterable[float]) -> dict[str, Any]:
+    """Count, geometric mean, 5th percentile (linear between ranks), least and share below 1."""
+    ordered = sorted(ratios)
+    if not ordered:
+        return {"count": 0}
+    place = 0.05 * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return {
+        "count": len(ordered),
+        "geometric_mean": math.exp(sum(map(math.log, ordered)) / len(ordered)),
+        "percentile_5": ordered[low] + (place - low) * (ordered[high] - ordered[low]),
+        "least": ordered[0],
+        "below_1": sum(ratio < 1 for ratio in ordered) / len(ordered),
+    }
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The summary as text."""
+    lines = [
+        f"{summary['rated']} of {summary['drawn']} shapes rated: best peer's time / ours",
+        "",
+        _heading("group"),
+        _line("all", summary["all"]),
+    ]
+    for name in ("by_schedule", "by_kv_heads", "by_batch", "by_model"):
+        lines += ["", _heading(name.replace("_", " "))]
+        lines += [_line(group, found) for group, found in summary[name].items()]
+    lines += ["", f"{'worst':64}{'ratio':>7}{'ours':>10}{'peer':>10}  best peer, keys"]
+    for entry in summary["worst"]:
+        times = f"{entry['ratio']:7.3f}{entry['ours_us']:10.1f}{entry['best_peer_us']:10.1f}"
+        lines.append(f"{entry['case']:64}{times}  {entry['best_peer']}, {entry['keys']}")
+    for name in ("without_peer", "ours_not_timed", "wrong", "not_repeatable"):
+        if summary[name]:
+            lines += ["", name.replace("_", " ") + ":", *(f"  {x}" for x in summary[name])]
+    return "\n".join(lines) + "\n"
+
+
+def _entry(case: BatchCase, results: dict[str, Any]) -> dict[str, Any]:
+    found = results["cases"][case.name]
+    kv_lens = case.kv_lens
+    return {
+        "case": case.name,
+        "schedule": schedule_of(case),
+        "model": model_of(case),
+        "batch": case.batch,
+        "num_qo_heads": case.num_qo_heads,
+        "num_kv_heads": case.num_kv_heads,
+        "head_dim": case.head_dim_qk,
+        "page_size": case.page_size,
+        "dtypes": f"{case.dtype}/{case.kv_dtype}",
+        "query_rows": case.q_offsets[-1],
+        "keys": f"{min(kv_lens)}..{max(kv_lens)}",
+        "ratio": found["best_peer_over_ours"],
+        "ours_us": found["ours_us"],
+        "best_peer": found["best_peer"],
+        "best_peer_us": found["best_peer_us"],
+    }
+
+
+def _by(entries: list[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
+    groups: dict[str, list[float]] = {}
+    for entry in entries:
+        groups.setdefault(key(entry), []).append(entry["ratio"])
+    found = {group: figures(ratios) for group, ratios in groups.items()}
+    return dict(sorted(found.items(), key=lambda item: item[1]["geometric_mean"]))
+
+
+def _batch_class(batch: int) -> str:
+    for most in (1, 4, 16, 64):
+        if batch <= most:
+            return f"up to {most}"
+    return "more"
+
+
+def _heading(name: str) -> str:
+    return f"{name:24}{'shapes':>8}{'mean':>8}{'5 %':>8}{'least':>8}{'below 1':>9}"
+
+
+def _line(name: str, found: dict[str, Any]) -> str:
+    if not found["count"]:
+        return f"{name:24}{0:8}"
+    numbers = (found["geometric_mean"], found["percentile_5"], found["least"])
+    times = "".join(f"{number:8.3f}" for number in numbers)
+    return f"{name:24}{found['count']:8}{times}{found['below_1']:9.0%}"

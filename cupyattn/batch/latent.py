@@ -1,0 +1,376 @@
+"""A run of a batch of latent attention: as batch/run.py, of rows in two parts.
+
+The two differ in what arrays they take, so each has checks and a call cache of its own; plans,
+schedules and launches are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import array
+from ..array import ArrayView
+from ..array.match import are_rows_aligned, match_array, match_output, require_contiguous_last
+from ..core import dtypes, parse
+from ..errors import ArgumentError, UnsupportedError
+from ..inputs import cpu, latent
+from ..inputs.call_cache import Argument, CallCache, Found
+from ..inputs.geometry import Geometry, Variant
+from ..inputs.latent import Dims, Parts, Second
+from ..inputs.workspace import same_device
+from ..launch.attention.bound_run import BoundRun
+from ..launch.driver import params
+from .wrapper import BatchWrapper, Plan, Prepared
+
+_MAX_BOUNDS = 256
+
+
+class LatentScales(NamedTuple):
+    """Factors, all numbers but token_scales.
+
+    latent, rope  of the two parts of a cache of fp8: a value is the latent part times its factor
+    token_scales  float32 [num_pages, page_size] of the latent parts of a cache of fp8, or None
+    output        of the output
+    logits        the whole scale of the logits, in place of the plan's; or None
+    """
+
+    latent: float = 1.0
+    rope: float = 1.0
+    token_scales: Any = None
+    output: float = 1.0
+    logits: float | None = None
+
+
+NO_SCALES = LatentScales()
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What runs of one signature share; factors are (scale of the logits, scale of the output)."""
+
+    variant: Variant
+    strides: bytes
+    second: Second
+    factors: tuple[float, float]
+    row_shape: tuple[int, int]
+
+
+class _Bound(NamedTuple):
+    """A plan's launches for arrays of these lengths, and bytes of each array."""
+
+    found: Found[_Checked]
+    workspace: int
+    sizes: list[int]
+    run: BoundRun
+
+
+_CALLS: CallCache[_Checked] = CallCache(
+    Argument("q_nope", 0),
+    Argument("q_pe", 0),
+    Argument("ckv_cache", 0),
+    Argument("kpe_cache", 0),
+    Argument("out", 0, is_output=True),
+    Argument("lse", 0, is_output=True),
+    Argument("sinks"),
+)
+_OUT, _LSE = 4, 5
+
+
+def run(
+    wrapper: BatchWrapper,
+    queries: tuple[Any, Any],
+    pages: tuple[Any, Any],
+    names: tuple[tuple[str, str], tuple[str, str]],
+    out: Any,
+    lse: Any,
+    sinks: Any,
+    scales: LatentScales,
+    return_lse: bool,
+) -> Any:
+    """The answer of a batch: out [rows, heads, latent columns], or (out, lse [rows, heads]).
+
+    queries, pages  the two parts, of which the second is None where the first holds both; names
+                    are what the caller calls them
+    """
+    arrays = (*queries, *pages, out, lse, sinks)
+    turns = wrapper._turns
+    with turns.running:
+        plan = wrapper._current or wrapper._require_plan()
+        if turns.is_shared:
+            turns.check(plan.owner)
+        scalars = plan.geometry, plan.framework, return_lse, names, *scales
+        answer = _run_cached(plan, wrapper._workspace.ptr, arrays, scalars, return_lse)
+        if answer is not None:
+            return answer
+        return _run_checked(wrapper, plan, arrays, names, scalars, scales, return_lse)
+
+
+def dims_of(geometry: Geometry) -> Dims:
+    """The columns of the two parts of a plan's rows."""
+    spec = geometry.spec
+    return Dims(spec.head_dim_vo, spec.head_dim_qk - spec.head_dim_vo)
+
+
+def _run_checked(
+    wrapper: BatchWrapper,
+    plan: Plan,
+    arrays: tuple[Any, ...],
+    names: tuple[tuple[str, str], tuple[str, str]],
+    scalars: tuple[Any, ...],
+    scales: LatentScales,
+    return_lse: bool,
+) -> Any:
+    # --- 1. Validate ---
+    return_lse = parse.flag(return_lse, "return_lse")
+    q, q_rope, k, k_rope, out, lse, sinks = arrays
+    geometry, batch = plan.geometry, plan.batch
+    spec, dims = geometry.spec, dims_of(plan.geometry)
+    queries = latent.view_parts(q, q_rope, dims, names[0])
+    pages = latent.as_pages(latent.view_parts(k, k_rope, dims, names[1]), spec.page_size)
+    _check_arrays(plan, queries, pages)
+    vout = None if out is None else array.view(out, "out")
+    vlse = None if lse is None else array.view(lse, "lse")
+    vsinks = None if sinks is None else array.view(sinks, "sinks")
+    if vsinks is not None:
+        known = {"num_qo_heads": spec.num_qo_heads}
+        match_array(vsinks, "num_qo_heads", dtypes.float32, "sinks", known)
+    sm_scale, output_scale, rope_scale = _read_scales(scales, geometry)
+    vscales = _view_token_scales(scales.token_scales, pages)
+    inputs = {**queries.views, **pages.views, "sinks": vsinks, "ckv_scale_arr": vscales}
+    same_device(wrapper._workspace, **inputs, out=vout, lse=vlse)
+    shape_o = (batch.num_rows, spec.num_qo_heads, spec.head_dim_vo)
+    if vout is not None:
+        require_contiguous_last(vout, "out")
+    match_output(vout, shape_o, spec.dtype_o, "out", **inputs, lse=vlse)
+    match_output(vlse, shape_o[:-1], dtypes.float32, "lse", **inputs)
+    variant = Variant(_are_aligned(queries, pages, vout), sm_scale <= 0.0)
+    vq = queries.latent
+
+    # --- 2. Answer on the CPU ---
+    if vq.device.kind == "cpu":
+        if batch.num_rows:
+            with wrapper._turns.planning:
+                wrapper._prepare(plan, variant)
+        of_run = replace(spec, sm_scale=sm_scale, output_scale=output_scale)
+        tokens = None if vscales is None else array.as_numpy(vscales)
+        found = cpu.attend(
+            of_run,
+            latent.as_rows(queries, rope_scale),
+            _requests_of(plan, pages, tokens),
+            {"sinks": vsinks},
+        )
+        out = cpu.deliver(found[0], vout, vq)
+        lse = cpu.deliver(found[1].astype(np.float32), vlse, vq)
+        return (out, lse) if return_lse else out
+
+    # --- 3. Launch on the caller's stream ---
+    if vscales is not None:
+        raise UnsupportedError(
+            "ckv_scale_arr: scales of tokens have no GPU kernel; pass one ckv_scale, or CPU arrays"
+        )
+    given_out, given_lse = out, lse
+    if vout is None:
+        out = array.empty(shape_o, spec.dtype_o, vq)
+        vout = array.view(out, "out")
+    if vlse is None and return_lse:
+        lse = array.empty(shape_o[:-1], dtypes.float32, vq)
+        vlse = array.view(lse, "lse")
+    if batch.num_rows:
+        checked = _Checked(
+            variant,
+            latent.pack_strides(queries, pages, vout, (0, 0) if vlse is None else vlse.strides),
+            latent.second_parts(queries, pages, rope_scale),
+            (sm_scale, output_scale),
+            shape_o[1:],
+        )
+        _launch(wrapper, plan, checked, queries, pages, vout, vlse, vsinks)
+        if plan.is_uniform and plan.framework == vq.framework:
+            made_out = shape_o if out is not given_out else None
+            made_lse = shape_o[:-1] if lse is not given_lse else None
+            _CALLS.insert(arrays, scalars, checked, vq, spec.dtype_o, made_out, made_lse)
+    out = array.deliver(out, vq)
+    return (out, array.deliver(lse, vq)) if return_lse else out
+
+
+def _run_cached(
+    plan: Plan, workspace: int, arrays: tuple[Any, ...], scalars: tuple[Any, ...], return_lse: bool
+) -> Any:
+    """The answer of a run that is in the cache and fits the plan, else None."""
+    if not plan.is_uniform:
+        return None
+    answer = _CALLS.lookup(arrays, scalars)
+    if answer is None:
+        return None
+    found, addresses = answer
+    bound = plan.bound
+    if bound is None or bound.found is not found or bound.workspace != workspace:
+        bound = _bind_cached(plan, workspace, found, arrays)
+        if bound is None:
+            return None
+        plan.bound = bound  # another thread may do the same
+    call, checked = found.call, found.call.checked
+    if call.outputs and call.overlaps(addresses, bound.sizes):
+        return None
+    out, lse = arrays[_OUT], arrays[_LSE]
+    if out is None:
+        out = call.make_out((plan.batch.num_rows, *checked.row_shape))
+        addresses[_OUT] = call.address(out)
+    if lse is None and return_lse:
+        lse = call.make_lse((plan.batch.num_rows, checked.row_shape[0]))
+        addresses[_LSE] = call.address(lse)
+    q, q_rope, k, k_rope, o, lse_ptr, sinks = addresses
+    optional = params.NO_OPTIONAL
+    if lse_ptr or sinks:
+        optional = params.OPTIONAL.pack(lse_ptr, 0, sinks, 0, 0, 0, 0)
+    second = checked.second.pack(q, q_rope, k, k_rope)
+    bound.run.launch(q, k, k, o, optional, call.current_stream(), second)
+    return (out, lse) if return_lse else out
+
+
+def _bind_cached(
+    plan: Plan, workspace: int, found: Found[_Checked], arrays: tuple[Any, ...]
+) -> _Bound | None:
+    """The launches of a plan for arrays of these lengths, or None if they do not fit it."""
+    batch, checked = plan.batch, found.call.checked
+    key = found.call, workspace, *found.lengths
+    known = plan.bounds.get(key)
+    if known is not None:
+        return known._replace(found=found)
+    prepared = plan.prepared.get(checked.variant)
+    rows_of_q, rows_of_rope, pages, rope_pages, rows_of_out, rows_of_lse, *_ = found.lengths
+    rows = [
+        length
+        for x, length in zip(
+            (arrays[0], arrays[1], arrays[_OUT], arrays[_LSE]),
+            (rows_of_q, rows_of_rope, rows_of_out, rows_of_lse),
+            strict=True,
+        )
+        if x is not None
+    ]
+    if (
+        prepared is None
+        or set(rows) != {batch.num_rows}
+        or (arrays[3] is not None and rope_pages != pages)
+        or not batch.num_rows
+        or not pages
+        or pages <= batch.max_page
+    ):
+        return None
+    run = _bind(plan, prepared, workspace, checked, pages)
+    if len(plan.bounds) >= _MAX_BOUNDS:
+        plan.bounds.clear()
+    bound = plan.bounds[key] = _Bound(found, workspace, found.sizes, run)
+    return bound
+
+
+def _launch(
+    wrapper: BatchWrapper,
+    plan: Plan,
+    checked: _Checked,
+    queries: Parts,
+    pages: Parts,
+    vout: ArrayView,
+    vlse: ArrayView | None,
+    vsinks: ArrayView | None,
+) -> None:
+    prepared = wrapper._prepare(plan, checked.variant)
+    vq, vk = queries.latent, pages.latent
+    stream = array.current_stream(vq)
+    optional = [x for x in (queries.rope, pages.rope, vlse, vsinks) if x is not None]
+    used = (vk, vout, wrapper._workspace, *plan.views, *optional)
+    array.acquire(vq, *used)
+    lse, sinks, q_rope, k_rope = (
+        0 if x is None else x.ptr for x in (vlse, vsinks, queries.rope, pages.rope)
+    )
+    bound = _bind(plan, prepared, wrapper._workspace.ptr, checked, vk.shape[0])
+    addresses = params.OPTIONAL.pack(lse, 0, sinks, 0, 0, 0, 0)
+    second = checked.second.pack(vq.ptr, q_rope, vk.ptr, k_rope)
+    bound.launch(vq.ptr, vk.ptr, vk.ptr, vout.ptr, addresses, stream, second)
+    array.release(vq, vq, *used)
+
+
+def _bind(
+    plan: Plan, prepared: Prepared, workspace: int, checked: _Checked, num_pages: int
+) -> BoundRun:
+    sm_scale, output_scale = checked.factors
+    return prepared.launcher.bind(
+        prepared.schedule,
+        prepared.words,
+        workspace,
+        checked.strides,
+        num_pages,
+        plan.page_ids,
+        0,
+        0,
+        output_scale,
+        sm_scale,
+        prepared.rotated,
+    )
+
+
+def _check_arrays(plan: Plan, queries: Parts, pages: Parts) -> None:
+    spec, batch, (name, _) = plan.geometry.spec, plan.batch, queries.names
+    vq, vk = queries.latent, pages.latent
+    if len(vq.shape) != 3 or vq.shape[1] != spec.num_qo_heads or vq.shape[0] != batch.num_rows:
+        raise ArgumentError(
+            f"{name}: shape is {list(vq.shape)}; wanted [{batch.num_rows}, {spec.num_qo_heads}, "
+            "columns], the rows and heads of the plan"
+        )
+    for x, label, wanted, argument in (
+        (vq, name, spec.dtype_q, "q_data_type"),
+        (vk, pages.names[0], spec.dtype_kv, "kv_data_type"),
+    ):
+        if x.dtype is not wanted:
+            raise ArgumentError(
+                f"{label}: dtype is {x.dtype}, but the plan says {wanted}; cast it, or plan with "
+                f"{argument}='{x.dtype}'"
+            )
+    if batch.max_page >= vk.shape[0]:
+        raise ArgumentError(
+            f"{pages.names[0]}: holds {vk.shape[0]} pages, but kv_indices of the plan name page "
+            f"{batch.max_page}"
+        )
+
+
+def _are_aligned(queries: Parts, pages: Parts, vout: ArrayView | None) -> bool:
+    """Whether all rows start on 16-byte boundaries, as those of an output of our own do."""
+    rows = [x for x in (queries.latent, queries.rope, vout) if x is not None]
+    keys = [x for x in (pages.latent, pages.rope) if x is not None]
+    pointers = functools.reduce(operator.or_, (x.ptr for x in (*rows, *keys)))
+    return are_rows_aligned(pointers, [(x.strides[:2], x.dtype) for x in (*rows, *keys)])
+
+
+def _read_scales(scales: LatentScales, geometry: Geometry) -> tuple[float, float, float]:
+    """(scale of the logits, scale of the output, what the rope part's is to the latent part's)."""
+    base = geometry.spec.sm_scale if scales.logits is None else scales.logits
+    sm_scale = parse.finite(base * scales.latent, "sm_scale", 1.0)
+    output = parse.finite(scales.output * scales.latent, "ckv_scale", 1.0)
+    return sm_scale, output, scales.rope / scales.latent
+
+
+def _view_token_scales(x: Any, pages: Parts) -> ArrayView | None:
+    if x is None:
+        return None
+    v = array.view(x, "ckv_scale_arr")
+    extents = dict(zip(("num_pages", "page_size"), pages.latent.shape, strict=False))
+    match_array(v, "num_pages page_size", dtypes.float32, "ckv_scale_arr", extents)
+    return v
+
+
+def _requests_of(
+    plan: Plan, pages: Parts, token_scales: np.ndarray | None
+) -> Iterator[cpu.Request]:
+    batch, lengths = plan.batch, plan.batch.requests
+    assert batch.page_ids is not None
+    for index in range(batch.num_requests):
+        begin, kv_len = int(lengths.q_start[index]), int(lengths.kv_len[index])
+        rows = slice(begin, begin + int(lengths.qo_len[index]))
+        start = int(lengths.kv_start[index])
+        ids = batch.page_ids[start : start - (-kv_len // plan.geometry.spec.page_size)]
+        yield cpu.Request(rows, *latent.gather(pages, ids, kv_len, token_scales))

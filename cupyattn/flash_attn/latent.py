@@ -1,0 +1,102 @@
+"""flash_attn_with_kvcache with `qv`: latent attention, whose rope parts are q and k_cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .. import array
+from ..core import dtypes, parse
+from ..errors import ArgumentError, UnsupportedError
+from ..inputs.index_arrays import progression
+from ..inputs.latent import Dims
+from ..planless.latent import NAMES, Options, run
+from .caches import lengths
+
+_NAMES = NAMES._replace(
+    q="qv",
+    q_rope="q",
+    k="v_cache",
+    k_rope="k_cache",
+    block_tables="page_table",
+    kv_lens="cache_seqlens",
+    qo_offsets="cu_seqlens_q",
+    sm_scale="softmax_scale",
+)
+
+
+def attend_latent(
+    parts: tuple[Any, Any, Any, Any],
+    table: Any,
+    cache_seqlens: Any,
+    cu_seqlens_q: Any,
+    max_seqlen_q: int | None,
+    softmax_scale: Any,
+    causal: Any,
+    sinks: Any,
+    out: Any,
+    return_lse: bool,
+    refused: dict[str, Any],
+) -> Any:
+    """out, or (out, lse); parts are q, qv, k_cache and v_cache. `refused` has no kernel here."""
+    for name, x in refused.items():
+        if _is_given(x):
+            raise UnsupportedError(f"{name}: is not supported with qv; leave it out")
+    q, qv, k_cache, v_cache = parts
+    vq, rope, vk = (array.view(x, n) for x, n in ((qv, "qv"), (q, "q"), (v_cache, "v_cache")))
+    is_ragged = cu_seqlens_q is not None
+    if len(vq.shape) != (3 if is_ragged else 4) or len(rope.shape) != len(vq.shape):
+        wanted = "[rows, heads, columns] with cu_seqlens_q" if is_ragged else (
+            "[batch, seqlen, heads, columns]"
+        )  # fmt: skip
+        raise ArgumentError(
+            f"qv, q: shapes are {list(vq.shape)} and {list(rope.shape)}; wanted {wanted}"
+        )
+    if len(vk.shape) != 4:
+        raise ArgumentError(
+            f"v_cache: shape is {list(vk.shape)}; wanted [num_pages, page_size, 1, dim]"
+        )
+    dims = Dims(vq.shape[-1], rope.shape[-1])
+    if table is None:
+        table = progression(vk.shape[0], 0, 1, vk)[:, None]
+    entries = array.view(table, "page_table").shape
+    count, room = entries[0], math.prod(entries[1:]) * vk.shape[1]
+    if cache_seqlens is None:
+        kv_lens = progression(count, room, 0, vk)
+    else:
+        kv_lens = lengths(cache_seqlens, count, vk, "cache_seqlens")
+    q_len = 1 if is_ragged else vq.shape[1]
+    heads = vq.shape[-2]
+    options = Options(
+        _NAMES,
+        dims,
+        parse.finite(softmax_scale, "softmax_scale", 1.0 / math.sqrt(max(1, dims.both))),
+        q_axes=(len(vq.shape),),
+        q_len=q_len,
+        max_q_len=max_seqlen_q,
+        causal=parse.flag(causal, "causal"),
+        pads_lse=return_lse and not is_ragged,
+        return_lse=return_lse,
+    )
+    lse = None
+    if return_lse and not is_ragged:
+        made = array.empty((count, heads, q_len), dtypes.float32, vq)
+        if vq.device.kind == "cpu":
+            array.as_numpy(array.view(made, "lse"))[...] = -np.inf
+        lse = made.swapaxes(-1, -2)
+    given = qv, q, v_cache, k_cache, None, table, kv_lens, out, lse, cu_seqlens_q, sinks
+    answer = run(given, options)
+    if not return_lse:
+        return answer
+    if not is_ragged:
+        return answer[0], array.deliver(made, vq)
+    return answer[0], array.scaled(answer[1], math.log(2.0)).swapaxes(-1, -2)
+
+
+def _is_given(x: Any) -> bool:
+    """Whether an argument is there and on: windows of (-1, -1) and zeros are not."""
+    if isinstance(x, (tuple, list)):
+        return any(side not in (-1, None) for side in x)
+    return x is not None and not (isinstance(x, (int, float)) and x == 0)

@@ -1,0 +1,227 @@
+"""Queries and keys of latent attention (MLA), whose rows have two parts.
+
+A row of q has latent columns and rope columns, one of the cache likewise; the latent columns of a
+key are its value too. The parts may be one array ("packed") or two ("split"): kernels take two
+addresses with strides of their own, so the two forms are one to them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import array
+from ..array import ArrayView
+from ..array.match import require_contiguous_last, require_same_dtype
+from ..core.device import device_props
+from ..errors import ArgumentError
+from ..launch.attention import tma_wide
+from ..launch.driver import params
+
+
+class Dims(NamedTuple):
+    """Columns of the two parts."""
+
+    latent: int
+    rope: int
+
+    @property
+    def both(self) -> int:
+        return self.latent + self.rope
+
+
+class Parts(NamedTuple):
+    """The two parts of rows; rope is None where there are no such columns.
+
+    names   of the arrays that hold them, for messages
+    offset  bytes from the first part to the second, where one array holds both; else -1
+    """
+
+    latent: ArrayView
+    rope: ArrayView | None
+    names: tuple[str, str]
+    offset: int
+
+    @property
+    def views(self) -> dict[str, ArrayView | None]:
+        """The arrays by name, as the checks of devices and overlaps want them."""
+        return {self.names[0]: self.latent, self.names[1]: self.rope}
+
+
+def _split(v: ArrayView, dims: Dims) -> tuple[ArrayView, ArrayView | None]:
+    """The two parts of an array that holds both."""
+    shape = v.shape[:-1]
+    latent = array.as_strided(v, (*shape, dims.latent), v.strides)
+    if not dims.rope:
+        return latent, None
+    return latent, array.as_strided(v, (*shape, dims.rope), v.strides, dims.latent)
+
+
+def view_parts(first: Any, second: Any, dims: Dims, names: tuple[str, str]) -> Parts:
+    """The parts of rows of any leading axes, checked; `second` None: `first` holds both.
+
+    Raises ArgumentError for last dimensions that are others, or strided, and two dtypes.
+    """
+    v = array.view(first, names[0])
+    if not v.shape:
+        raise ArgumentError(f"{names[0]}: has no dimension; wanted rows of {dims.both} columns")
+    require_contiguous_last(v, names[0])
+    other = None if second is None else array.view(second, names[1])
+    if other is None or (not dims.rope and 0 in other.shape):
+        if v.shape[-1] != dims.both:
+            hint = "" if v.shape[-1] != dims.latent else f"; {names[1]} has the other {dims.rope}"
+            raise ArgumentError(
+                f"{names[0]}: rows have {v.shape[-1]} columns; wanted {dims.both}, {dims.latent} "
+                f"latent and {dims.rope} rope{hint}"
+            )
+        offset = dims.latent * v.dtype.itemsize if dims.rope else 0
+        return Parts(*_split(v, dims), names, offset)
+    require_contiguous_last(other, names[1])
+    for x, name, dim in ((v, names[0], dims.latent), (other, names[1], dims.rope)):
+        if not x.shape or x.shape[-1] != dim:
+            raise ArgumentError(f"{name}: shape is {list(x.shape)}; wanted rows of {dim} columns")
+    if v.shape[:-1] != other.shape[:-1]:
+        raise ArgumentError(
+            f"{names[1]}: shape is {list(other.shape)}; wanted {[*v.shape[:-1], dims.rope]}, with "
+            f"the rows of {names[0]}"
+        )
+    require_same_dtype(other, names[1], v, names[0])
+    return Parts(v, other, names, -1)
+
+
+def as_pages(parts: Parts, page_size: int | None) -> Parts:
+    """Parts of a cache as [num_pages, page_size, columns], checked; page_size None: any.
+
+    A cache has that shape, an axis of one head before or after that of slots, or no axis but pages
+    of one token. Raises ArgumentError for other shapes.
+    """
+    name, v = parts.names[0], parts.latent
+    axes = _slot_axes(tuple(v.shape), page_size, name)
+    latent = _with_axes(v, *axes)
+    rope = None if parts.rope is None else _with_axes(parts.rope, *axes)
+    if page_size is not None and latent.shape[1] != page_size:
+        raise ArgumentError(
+            f"{name}: pages hold {latent.shape[1]} tokens; wanted {page_size}, the page size of "
+            "the plan"
+        )
+    return parts._replace(latent=latent, rope=rope)
+
+
+def _slot_axes(shape: tuple[int, ...], page_size: int | None, name: str) -> tuple[int, int | None]:
+    """(axis of pages, axis of slots or None) of a cache of this shape."""
+    if len(shape) == 2:
+        return 0, None
+    if len(shape) == 3:
+        return 0, 1
+    if len(shape) == 4 and 1 in shape[1:3]:
+        is_behind = shape[2] == 1 and (page_size is None or shape[1] == page_size)
+        return 0, 1 if is_behind or shape[1] != 1 else 2
+    raise ArgumentError(
+        f"{name}: shape is {list(shape)}; wanted [num_pages, page_size, columns], with an axis of "
+        "one head before or behind page_size or none"
+    )
+
+
+def _with_axes(v: ArrayView, pages: int, slots: int | None) -> ArrayView:
+    if slots is None:
+        shape, strides = (v.shape[0], 1, v.shape[-1]), (v.strides[0], 0, v.strides[-1])
+    else:
+        shape = v.shape[pages], v.shape[slots], v.shape[-1]
+        strides = v.strides[pages], v.strides[slots], v.strides[-1]
+    return array.as_strided(v, shape, strides)
+
+
+def pack_strides(
+    queries: Parts, pages: Parts, out: ArrayView, lse_strides: tuple[int, ...]
+) -> bytes:
+    """params.STRIDES of queries and out [rows, heads, columns] and pages as of `as_pages`."""
+    q, k = queries.latent, pages.latent
+    of_keys = k.strides[1], 0
+    of_pages = k.strides[0], k.strides[0]
+    return params.STRIDES.pack(
+        *q.strides[:2], *of_keys, *of_keys, *out.strides[:2], *lse_strides, *of_pages
+    )
+
+
+class Second(NamedTuple):
+    """How a launch is told of the second parts.
+
+    offsets  bytes from the first part to the second of q, and of k, where one array holds both
+    strides  of a token and a head of q, of a token and a page of k
+    boxes    of the cache, where the copy engine may bring its keys
+    """
+
+    offsets: tuple[int, int]
+    strides: tuple[int, int, int, int]
+    rope_scale: float = 1.0
+    boxes: tma_wide.Boxes | None = None
+
+    def pack(self, q: int, q_rope: int, k: int, k_rope: int) -> bytes:
+        """params.LATENT for parts at these addresses; 0 for a second part in the first's array."""
+        second = k_rope or k + self.offsets[1]
+        packed = params.LATENT.pack(
+            q_rope or q + self.offsets[0], second, *self.strides, self.rope_scale
+        )
+        return packed if self.boxes is None else packed + self.boxes.pack(k, second)
+
+
+def second_parts(queries: Parts, pages: Parts, rope_scale: float) -> Second:
+    """What a launch is told of the second parts, as of `pack_strides`."""
+    q, k = queries.rope, pages.rope
+    strides = (0, 0, 0, 0)
+    if q is not None and k is not None:
+        strides = q.strides[0], q.strides[1], k.strides[1], k.strides[0]
+    offsets = max(0, queries.offset), max(0, pages.offset)
+    return Second(offsets, strides, rope_scale, _boxes(pages))
+
+
+def _boxes(pages: Parts) -> tma_wide.Boxes | None:
+    """None where no kernel copies boxes of these pages."""
+    k, rope = pages.latent, pages.rope
+    if rope is None or device_props(k.device.index).arch != "sm_90a":
+        return None
+    return tma_wide.boxes(
+        k.dtype,
+        (k.shape[-1], rope.shape[-1]),
+        (k.strides[1], k.strides[0]),
+        (rope.strides[1], rope.strides[0]),
+        (k.shape[1], k.shape[0]),
+    )
+
+
+def as_rows(parts: Parts, scale: float = 1.0) -> np.ndarray:
+    """On the CPU: both parts side by side; `scale` multiplies the rope columns."""
+    latent = array.as_numpy(parts.latent)
+    if parts.rope is None:
+        return latent
+    rope = array.as_numpy(parts.rope)
+    if scale != 1.0:
+        latent, rope = latent.astype(np.float64), rope.astype(np.float64) * scale
+    return np.concatenate((latent, rope), -1)
+
+
+def gather(
+    pages: Parts, ids: np.ndarray, kv_len: int, token_scales: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """On the CPU: keys [kv_len, 1, columns] and values of the first tokens of these pages.
+
+    token_scales  [num_pages, page_size]: each multiplies the latent columns of a token
+    """
+    latent = array.as_numpy(pages.latent)[ids]
+    if token_scales is not None:
+        latent = latent.astype(np.float64) * token_scales[ids][..., None]
+    latent = latent.reshape(-1, 1, latent.shape[-1])[:kv_len]
+    if pages.rope is None:
+        return latent, latent
+    rope = array.as_numpy(pages.rope)[ids].reshape(-1, 1, pages.rope.shape[-1])[:kv_len]
+    return np.concatenate((latent, rope.astype(latent.dtype)), -1), latent
+
+
+def require_columns(dims: Dims) -> None:
+    """ArgumentError for parts without columns, or rope columns that are negative."""
+    if dims.latent < 1 or dims.rope < 0:
+        raise ArgumentError(
+            f"head_dim_ckv, head_dim_kpe: got {dims.latent} and {dims.rope}; wanted latent "
+            "columns from 1 on and rope columns from 0 on"
+        )

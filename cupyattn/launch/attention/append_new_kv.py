@@ -1,0 +1,162 @@
+"""Launches the append_new_kv kernel."""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import NamedTuple
+
+from ... import jit
+from ...array import ArrayView
+from ...core import dtypes
+from ...core.device import device_props
+from ...core.dtypes import DType
+from ..driver import params
+from ..driver.enqueue import Launch, enqueue
+from ..ops.append_paged_kv_cache import COPIED, Rows, is_row_aligned, pack_rows
+from .plan_batch import IndexFormat
+
+_THREADS = 256
+_MAX_BLOCKS = 2**31 - 1
+_MAX_LANE_BITS = 5
+TABLE_DTYPES = dtypes.float32, dtypes.float16, dtypes.bfloat16
+ROTATED_DTYPES = dtypes.float16, dtypes.bfloat16
+
+# kernels/cupyattn/params/append_new_kv.cuh
+_PARAMS = struct.Struct(f"<{2 * (16 + params.APPENDED_ROWS.size)}s 10Q 64s 8q 12i")
+
+
+class Rotation(NamedTuple):
+    """What keys and queries are rotated by.
+
+    cosines, sines [positions, rotary_dim / 2]; begin: where each request begins to count; q and
+    rotated_q [rows, heads, head_dim]; q_offsets of q's rows, or None where each request has q_len;
+    q_moves: row i of q is i positions on.
+    """
+
+    cosines: ArrayView
+    sines: ArrayView
+    begin: ArrayView
+    q: ArrayView
+    rotated_q: ArrayView
+    q_offsets: ArrayView | None
+    q_len: int
+    q_moves: bool
+    is_interleaved: bool
+
+
+class NewKeys(NamedTuple):
+    """New rows of K and V, and where they go.
+
+    k_offsets   of their rows [b + 1], or None where each request has k_len
+    lens        [b] keys before; lens_after int32 [b], with the new ones, is written
+    table       int32 [b, max_pages]
+    """
+
+    k: Rows
+    v: Rows
+    dtype: DType
+    num_kv_heads: int
+    num_rows: int
+    k_offsets: ArrayView | None
+    k_len: int
+    lens: ArrayView
+    lens_after: ArrayView
+    table: ArrayView
+    num_pages: int
+    page_size: int
+
+
+@lru_cache(maxsize=256)
+def config(dtype: DType, dtype_table: DType | None, is_aligned: bool) -> jit.Config:
+    """The kernel's Config; dtype_table None: nothing is rotated."""
+    if dtype_table is None:
+        dtype = COPIED[dtype.itemsize]
+    values: dict[str, int | bool | DType] = {
+        "DType": dtype,
+        "DTypeTable": dtype_table or dtypes.float32,
+        "kAligned": is_aligned,
+        "kRotary": dtype_table is not None,
+        "kThreads": _THREADS,
+    }
+    return jit.Config(values)
+
+
+def launch(new: NewKeys, rotation: Rotation | None, device: int, stream: int) -> None:
+    """Enqueue it."""
+    dtype, batch_size = new.dtype, new.lens.shape[0]
+    is_aligned = all(is_row_aligned(rows, dtype, dtype) for rows in (new.k, new.v))
+    q_rows = num_qo_heads = 0
+    dtype_table = None
+    if rotation is not None:
+        q, dtype_table = rotation.q, rotation.cosines.dtype
+        (q_rows, num_qo_heads, head_dim), strides = q.shape, (q.strides[0], q.strides[1])
+        out = num_qo_heads * head_dim, head_dim, 0
+        rows = Rows(q.ptr, rotation.rotated_q.ptr, strides, out, head_dim, 1.0)
+        is_aligned = is_aligned and is_row_aligned(rows, dtype, dtype)
+    kernel = jit.load(
+        "append_new_kv",
+        config(dtype, dtype_table, is_aligned),
+        device,
+        device_props(device).arch,
+    )
+    chunks = max(new.k.head_dim, new.v.head_dim) // (16 // dtype.itemsize if is_aligned else 1)
+    lane_bits = min((chunks - 1).bit_length(), _MAX_LANE_BITS)
+    arguments = params.this_thread.launch_buffer
+    _PARAMS.pack_into(
+        arguments.buffer,
+        arguments.offset,
+        b"".join(
+            struct.pack("<2Q", rows.source, rows.cache) + pack_rows(rows) for rows in (new.k, new.v)
+        ),
+        *_addresses(rotation),
+        new.lens.ptr,
+        (new.lens if rotation is None else rotation.begin).ptr,
+        0 if rotation is None or rotation.q_offsets is None else rotation.q_offsets.ptr,
+        0 if new.k_offsets is None else new.k_offsets.ptr,
+        new.lens_after.ptr,
+        new.table.ptr,
+        b"".join(
+            (IndexFormat() if v is None else IndexFormat(v.strides[0], v.dtype)).pack()
+            for v in (
+                new.lens,
+                new.lens if rotation is None else rotation.begin,
+                None if rotation is None else rotation.q_offsets,
+                new.k_offsets,
+            )
+        ),
+        *((0, 0) if rotation is None else rotation.q.strides[:2]),
+        *((0, 0) if rotation is None else (rotation.cosines.strides[0], rotation.sines.strides[0])),
+        new.table.strides[0],
+        new.num_pages,
+        q_rows,
+        new.num_rows,
+        batch_size,
+        new.table.shape[1],
+        new.page_size,
+        0 if rotation is None else rotation.q_len,
+        new.k_len,
+        num_qo_heads,
+        new.num_kv_heads,
+        *((0, 0) if rotation is None else _extents(rotation.cosines)),
+        rotation is not None and rotation.is_interleaved,
+        rotation is not None and rotation.q_moves,
+        lane_bits,
+    )
+    # The kernel walks on with rows beyond the last block; lengths are written without rows too.
+    most = max(new.num_rows * new.num_kv_heads, q_rows * num_qo_heads, 1)
+    blocks = min(-(-most // (_THREADS >> lane_bits)), _MAX_BLOCKS)
+    grid = blocks, 2 if rotation is None else 3, 1
+    enqueue(Launch(kernel.function, grid, _THREADS, 0), arguments, device, stream)
+
+
+def _addresses(rotation: Rotation | None) -> tuple[int, int, int, int]:
+    if rotation is None:
+        return 0, 0, 0, 0
+    found = rotation.q, rotation.rotated_q, rotation.cosines, rotation.sines
+    return found[0].ptr, found[1].ptr, found[2].ptr, found[3].ptr
+
+
+def _extents(cosines: ArrayView) -> tuple[int, int]:
+    """(elements that rotate, positions)."""
+    return 2 * cosines.shape[1], min(cosines.shape[0], 2**31 - 1)

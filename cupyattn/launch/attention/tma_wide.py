@@ -1,0 +1,70 @@
+"""Tensor maps of latent keys for wide_sm90: what follows params.LATENT in its struct."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import NamedTuple
+
+from ...core.dtypes import DType
+from ..driver import params, tensor_map
+from ..tiles import wide_sm90
+
+TILE_KV = 64
+# kernels/cupyattn/params/wide_sm90.cuh, aligned: maps of k and k_rope, box_rows, box_shift.
+_PADDING = -(params.ATTENTION.size + params.LATENT.size) % 64
+_PARAMS = struct.Struct(f"<{_PADDING}x 128s 128s 2i 56x")
+
+
+class Boxes(NamedTuple):
+    """Pages of latent keys whose two parts lie as `columns` and `strides` (row, page) say, in
+    elements."""
+
+    columns: tuple[int, int]
+    strides: tuple[tuple[int, int], tuple[int, int]]
+    page_size: int
+    num_pages: int
+
+    def pack(self, latent: int, rope: int) -> bytes:
+        """What follows params.LATENT for parts at these addresses."""
+        return _pack(self, latent, rope)
+
+
+def boxes(
+    dtype: DType,
+    columns: tuple[int, int],
+    latent: tuple[int, int],
+    rope: tuple[int, int],
+    pages: tuple[int, int],
+) -> Boxes | None:
+    """None unless an instance of wide_sm90 may copy boxes of such pages.
+
+    latent, rope  strides of a row and a page in elements
+    pages         keys of a page, and how many pages there are
+    """
+    page_size, num_pages = pages
+    has_dims = (sum(columns), columns[0]) == wide_sm90.LATENT and dtype.is_float16
+    is_aligned = not any(stride % 8 for stride in (*latent, *rope))
+    if not (has_dims and is_aligned and num_pages and wide_sm90.has_boxes(page_size)):
+        return None
+    return Boxes(columns, (latent, rope), page_size, num_pages)
+
+
+@functools.lru_cache(maxsize=256)
+def _pack(boxes: Boxes, latent: int, rope: int) -> bytes:
+    # Another instance serves parts off 16-byte boundaries, for which there are no maps.
+    if latent % 16 or rope % 16:
+        return b""
+    rows = tensor_map.box_rows(boxes.page_size, TILE_KV)
+    maps = [
+        tensor_map.of_rows(
+            address,
+            (columns, boxes.page_size, boxes.num_pages, 1),
+            (stride_n, stride_page, 0),
+            (rows, 1, 1),
+        )
+        for address, columns, (stride_n, stride_page) in zip(
+            (latent, rope), boxes.columns, boxes.strides, strict=True
+        )
+    ]
+    return _PARAMS.pack(*maps, rows, (TILE_KV // rows).bit_length() - 1)

@@ -1,0 +1,71 @@
+"""Tile configurations of the kernels of wide heads: head dims beyond 256, and latent attention."""
+
+from __future__ import annotations
+
+from ... import jit
+from ...core.problem import AttentionProblem
+from .common import LOGIT_BYTES, NONFINITE_BYTES, ROW_BYTES, common_constants, tile_field
+from .config import Field, TileConfig, struct_of
+
+_STAGES = 2
+# By the most packed rows: (m-tiles of 16 rows, warps, keys of a tile), the best first. Warps of 64
+# rows hold 128 registers of O. A second block an SM needs half the shared memory, and where there
+# is little of it, fewer warps with more columns each serve fewer keys.
+_SHAPES = {
+    16: ((1, 8, 64), (1, 4, 32), (1, 4, 16), (1, 2, 16)),
+    32: ((2, 8, 64), (2, 8, 32), (2, 4, 16), (1, 4, 32), (1, 4, 16), (1, 2, 16)),
+    64: ((4, 8, 32), (4, 8, 16), (2, 4, 16), (1, 4, 32), (1, 4, 16), (1, 2, 16)),
+}
+
+
+def choose(problem: AttentionProblem, most_rows: int, max_shared_bytes: int) -> TileConfig:
+    """The portable tiles for requests of up to `most_rows` packed rows: 16, 32, or 64 for more."""
+    for mma_q, warps, tile_kv in _SHAPES[most_rows]:
+        tiles = wide_tiles(problem, mma_q, warps, tile_kv)
+        if tiles is not None and tiles.shared_bytes <= max_shared_bytes:
+            return tiles
+    raise AssertionError(f"no tile of wide heads fits {max_shared_bytes} bytes of shared memory")
+
+
+def wide_tiles(
+    problem: AttentionProblem, mma_q: int, warps: int, tile_kv: int
+) -> TileConfig | None:
+    """An instance of 16 * mma_q rows; None if its warps cannot share out columns and keys."""
+    tile_q = 16 * mma_q
+    itemsize = problem.dtype_kv.itemsize
+    key_warps = warps // min(mma_q, warps)
+    if problem.head_dim_vo % (warps * 16 * (2 if itemsize == 1 else 1)):
+        return None
+    if tile_kv % (8 * key_warps) or (tile_kv // 8 // key_warps) not in (1, 2, 4, 8):
+        return None
+    values = tile_field(tile_kv, problem.head_dim_vo, itemsize, _STAGES)
+    if problem.latent:
+        values = Field(128, tile_field(tile_kv, problem.head_dim_qk, itemsize).align)
+    shared = struct_of(
+        Field(ROW_BYTES * tile_q, 16),
+        Field(LOGIT_BYTES, 16),
+        Field(8 * tile_q, 8),
+        Field(8 * (tile_q if problem.latent else 1), 8),
+        Field(2 * 8 * tile_kv, 8),
+        Field((2 * key_warps + 1) * 4 * tile_q),
+        Field(NONFINITE_BYTES),
+        Field((_STAGES + 1) * (tile_kv if problem.sparse else 4), 1),
+        Field(4),
+        tile_field(tile_q, problem.head_dim_qk, 2),
+        tile_field(tile_kv, problem.head_dim_qk, itemsize, _STAGES),
+        values,
+        tile_field(tile_q, tile_kv, 2),
+    ).size
+    config = common_constants(problem, False) | {
+        "kLatent": problem.latent,
+        "kSparse": problem.sparse,
+        "kHeadDimRope": problem.head_dim_qk - problem.head_dim_vo if problem.latent else 0,
+        "kFusedMerge": tile_q == 16,
+        "kMmaQ": mma_q,
+        "kWarps": warps,
+        "kTileKV": tile_kv,
+        "kStages": _STAGES,
+        "kMinBlocks": 1,
+        "kSharedBytes": shared,
+    }
+    return TileConfig("wide_sm80", jit.Config(config), tile_q, tile_kv, warps * 32, shared)

@@ -1,0 +1,123 @@
+"""Tile configurations of wide_sm90 (heads of 512 columns on Hopper), and what it serves."""
+
+from __future__ import annotations
+
+from ... import jit
+from ...core.dtypes import DType
+from ...core.problem import AttentionProblem
+from ..driver import tensor_map
+from .config import Field, TileConfig, round_up, struct_of
+
+# Head dims of q, k and of v, o. The first are those of latent attention, 512 and 64 rotated ones:
+# values are the first columns of keys. Others have values of their own, and as many stages of keys
+# as shared memory has room for.
+LATENT = (576, 512)
+ORDINARY = {(512, 512): 2, (256, 512): 3}
+TILE_Q = 64
+# A producer and two consumer warpgroups, and the registers of a thread of each kind.
+_THREADS = 3 * 128
+_REGISTERS = (40, 232)
+# The row class of requests of more than one tile (select.ROW_CLASSES).
+_LARGE = "large"
+_PATTERN_BYTES = 1024
+_ITEM_BYTES = 104
+
+
+def choose(
+    problem: AttentionProblem, rows: str, max_shared_bytes: int, page_size: int
+) -> TileConfig | None:
+    """The instance for a problem, or None: the portable kernel serves it.
+
+    rows, the row class, decides by what a tile of keys is bound: requests of one tile of rows wait
+    for memory, others for products. Pages without a factor 8 are gathered row by row.
+    """
+    is_latent, is_sparse = (getattr(problem, name, False) for name in ("latent", "sparse"))
+    head_dims = problem.head_dim_qk, problem.head_dim_vo
+    has_dims = head_dims == LATENT and problem.paged if is_latent else head_dims in ORDINARY
+    has_option = (
+        problem.soft_cap
+        or problem.custom_mask
+        or problem.prescale_logits
+        or problem.pos_encoding != "NONE"
+        or problem.own_value_pages
+    )
+    if not has_dims or has_option or not problem.aligned or problem.dtype_kv is not problem.dtype_q:
+        return None
+    tiles = config(
+        problem.dtype_q,
+        problem.dtype_o,
+        head_dims,
+        paged=problem.paged,
+        overlaps=rows == _LARGE,
+        sparse=is_sparse,
+        tma=is_latent and not is_sparse and has_boxes(page_size),
+    )
+    return tiles if tiles.shared_bytes <= max_shared_bytes else None
+
+
+def has_boxes(page_size: int) -> bool:
+    """Whether the copy engine brings keys of such pages."""
+    return tensor_map.box_rows(page_size, 64) > 0
+
+
+def config(
+    dtype: DType,
+    dtype_o: DType,
+    head_dims: tuple[int, int] = LATENT,
+    *,
+    paged: bool = True,
+    overlaps: bool = True,
+    sparse: bool = False,
+    tma: bool = False,
+) -> TileConfig:
+    """The instance for queries and keys of one type.
+
+    overlaps: O += P V of a tile runs beside the softmax of the next, which must have landed.
+    sparse: kv_indices has an entry for each key, its slot, or a negative number for none.
+    tma: boxes of pages bring latent keys, by maps of launch/attention/tma_wide.py.
+    """
+    head_dim_qk, head_dim_vo = head_dims
+    is_latent = head_dims == LATENT
+    # Where values are not keys too, twice 64 keys do not fit.
+    tile_kv, stages = (64, 2) if is_latent else (32, ORDINARY[head_dims])
+    num_pieces = 2 if is_latent else 3
+    values = [] if is_latent else [_panels(tile_kv, head_dim_vo, stages)]
+    shared = struct_of(
+        *values,
+        _panels(TILE_Q, head_dim_qk, 1),
+        _panels(tile_kv, head_dim_qk, stages),
+        _panels(TILE_Q, tile_kv, 1),
+        Field(4 * 2 * TILE_Q),  # factors and normalisers
+        Field(4 * 4),  # raised
+        Field(32, 16),  # constants of logits
+        Field(20),  # facts of a row, which no logit here takes
+        Field(2 * stages * 8),  # nonfinite keys
+        Field(stages * tile_kv if sparse else 1),
+        Field(_ITEM_BYTES, 8),
+        Field(8 * (4 + 2 * num_pieces * stages), 8),
+    ).size
+    constants: dict[str, int | bool | DType] = {
+        "DTypeQ": dtype,
+        "DTypeKV": dtype,
+        "DTypeO": dtype_o,
+        "kHeadDimQK": head_dim_qk,
+        "kHeadDimVO": head_dim_vo,
+        "kHeadDimRope": head_dim_qk - head_dim_vo if is_latent else 0,
+        "kLatent": is_latent,
+        "kSparse": sparse,
+        "kTma": tma,
+        "kPaged": paged,
+        "kIntraWarpgroupOverlap": overlaps,
+        "kTileQ": TILE_Q,
+        "kTileKV": tile_kv,
+        "kStages": stages,
+        "kProducerRegisters": _REGISTERS[0],
+        "kConsumerRegisters": _REGISTERS[1],
+        "kSharedBytes": shared,
+    }
+    return TileConfig("wide_sm90", jit.Config(constants), TILE_Q, tile_kv, _THREADS, shared)
+
+
+def _panels(rows: int, columns: int, count: int) -> Field:
+    """`count` tiles (PanelTile) of 16-bit elements."""
+    return Field(count * rows * 2 * round_up(columns, 64), _PATTERN_BYTES)

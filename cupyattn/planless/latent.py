@@ -1,0 +1,516 @@
+"""Latent attention without a plan: lengths, page tables and lists of keys stay on the device.
+
+As planless/call.py, of rows in two parts: a block on the device reads the lengths and writes the
+work list before the kernels, so that nothing waits, and a graph can capture a call. A list names
+the keys of each token (sparse attention): every token is then a request of its own, whose row of
+the table has a slot of the cache for each key, or a negative number for none.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import array
+from ..array import ArrayView
+from ..array.match import (
+    are_rows_aligned,
+    match_array,
+    match_output,
+    require_contiguous_last,
+    require_output,
+)
+from ..core import dtypes, parse
+from ..core.parse import require_int
+from ..core.problem import MAX_LENGTH
+from ..errors import ArgumentError, UnsupportedError, WorkspaceError
+from ..inputs import latent
+from ..inputs.call_cache import Argument, CallCache
+from ..inputs.geometry import PlanOptions, Variant, find_geometry
+from ..inputs.index_arrays import progression
+from ..inputs.latent import Dims, Second
+from ..inputs.spec import Given
+from ..inputs.workspace import int32_on_device, num_bytes, view_workspace
+from ..launch.attention import pad_lse, plan_batch
+from ..launch.attention.batch import BatchLauncher
+from ..launch.attention.bound_run import BoundRun
+from ..launch.attention.pad_lse import Padding
+from ..launch.attention.plan_batch import DevicePlan, IndexFormat, Lengths
+from ..launch.driver import params, scratch
+from ..launch.driver.enqueue import cuda
+from . import latent_reference
+from .latent_call import NAMES, Arrays, Call, Names, Options
+from .views import (
+    merge_leading,
+    next_power_of_two,
+    number_or_array,
+    view_index,
+    view_rows,
+    view_sinks,
+)
+
+_MAX_BOUND = 256
+# Beyond that one kernel serves any number of rows.
+_MANY_ROWS = 65
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What launches of calls with equal signature share; see planless.call.Prepared."""
+
+    launcher: BatchLauncher
+    plan: DevicePlan
+    padding: Padding | None
+    lse_rows: int
+    num_bytes: int
+    strides: bytes
+    second: Second
+    num_pages: int
+    factors: tuple[float, float]
+    bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
+
+    def launch(self, at: Arrays, stream: int) -> None:
+        """Enqueue the planner and all behind it, on arrays at these addresses, 0 for none."""
+        key = at.workspace, at.block_tables
+        planned, attention = self.bound.get(key) or self._bind(*key)
+        plan, device = self.plan, attention.device_index
+        indices = 0, at.kv_lens, at.qo_offsets, 0, 0
+        rows = at.lse if self.padding is None else at.workspace + self.lse_rows
+        # The planner repeats scales for all heads, in the workspace.
+        used = (
+            x and at.workspace + place
+            for x, place in zip((at.scale_q, 0, at.scale_v), plan.scales, strict=True)
+        )
+        optional = params.OPTIONAL.pack(rows, 0, at.sinks, *used, 0)
+        scales = at.scale_q, 0, at.scale_v
+        plan_batch.launch(plan, planned, indices, scales, device, stream)
+        second = self.second.pack(at.q, at.q_rope, at.k, at.k_rope)
+        attention.launch(at.q, at.k, at.k, at.out, optional, stream, second)
+        if self.padding is not None:
+            pad_lse.launch(self.padding, planned, indices, rows, at.lse, device, stream)
+
+    def _bind(self, workspace: int, block_tables: int) -> tuple[bytes, BoundRun]:
+        plan = self.plan
+        attention = self.launcher.bind(
+            plan.schedule,
+            workspace,
+            workspace + plan.partials,
+            self.strides,
+            self.num_pages,
+            block_tables,
+            0,
+            0,
+            self.factors[1],
+            self.factors[0],
+        )
+        if len(self.bound) >= _MAX_BOUND:
+            self.bound.clear()
+        found = plan_batch.bind(plan, workspace), attention
+        self.bound[workspace, block_tables] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What calls of one signature share. kv_lens: of lists that have no lengths of their own."""
+
+    prepared: _Prepared
+    kv_lens: Any
+    kv_lens_address: int
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    return_lse: bool
+    allocate: scratch.Allocate
+
+
+_CALLS: CallCache[_Checked] = CallCache(
+    *(Argument(name, is_output=name in ("workspace", "out", "lse")) for name in Arrays._fields)
+)
+
+
+def decode(given: tuple[Any, ...], *, sm_scale: Any, return_lse: Any) -> Any:
+    """One row of 512 latent and 64 rope columns for each request; given: fields of Arrays."""
+    options = Options(
+        NAMES._replace(q="q", q_rope="q[1]", block_tables="page_table", sm_scale="sm_scale"),
+        Dims(512, 64),
+        parse.finite(sm_scale, "sm_scale", 1.0),
+        causal=False,
+        return_lse=parse.flag(return_lse, "return_lse"),
+    )
+    return run(given, options)
+
+
+def read_scale(scale: Any, name: str) -> tuple[float, Any]:
+    """(number, array of one element or None) of a scale; one on the host is read."""
+    number, held = number_or_array(scale)
+    if held is None:
+        return parse.finite(number, name, 1.0), None
+    v = array.view(held, name)
+    if math.prod(v.shape) != 1 or v.dtype is not dtypes.float32:
+        raise ArgumentError(
+            f"{name}: got {v.dtype} {list(v.shape)}; wanted a number, or a float32 array of one"
+        )
+    if v.device.kind == "cpu":
+        return parse.finite(float(array.as_numpy(v).ravel()[0]), name, 1.0), None
+    return 1.0, held
+
+
+def run(given: tuple[Any, ...], options: Options) -> Any:
+    """The answer of a call: out, or (out, lse) if `return_lse`; given are the fields of Arrays."""
+    answer = _run_cached(given, options)
+    if answer is not None:
+        return answer
+
+    # --- 1. Validate ---
+    arrays = Arrays(*given)
+    call = _check(arrays, options)
+    vq = call.queries.latent
+    vworkspace = _view_workspace(arrays.workspace, call)
+
+    # --- 2. Answer on the CPU ---
+    if vq.device.kind == "cpu":
+        return latent_reference.answer(call, arrays)
+
+    # --- 3. Launch on the caller's stream ---
+    out, lse = arrays.out, arrays.lse
+    if out is None:
+        out = array.empty(call.out_shape, call.geometry.spec.dtype_o, vq)
+        call.out = merge_leading(array.view(out, "out"), "out", 2)
+    if lse is None and options.return_lse:
+        lse = array.empty(call.lse_shape, dtypes.float32, vq)
+        call.lse = _merged_lse(array.view(lse, "lse"), options)
+    if vq.shape[0]:
+        if cuda().is_debugging:
+            list(latent_reference.requests_of(call, array.to_host))
+        prepared = _prepare(call)
+        _launch(call, prepared, vworkspace)
+        if not cuda().is_debugging:
+            _insert(given, options, call, prepared)
+    out = array.deliver(out, vq)
+    return (out, array.deliver(lse, vq)) if options.return_lse else out
+
+
+def _run_cached(given: tuple[Any, ...], options: Options) -> Any:
+    """The answer of a call that is in the cache, else None."""
+    answer = _CALLS.lookup(given, options)
+    if answer is None:
+        return None
+    found, addresses = answer
+    call = found.call
+    if call.overlaps(addresses, found.sizes):
+        return None
+    checked, at = call.checked, Arrays(*addresses)
+    arrays = Arrays(*given)
+    out, lse, owner = arrays.out, arrays.lse, None
+    workspace, out_at, lse_at = at.workspace, at.out, at.lse
+    if out is None:
+        out = call.make_out(checked.out_shape)
+        out_at = call.address(out)
+    if lse is None and checked.return_lse:
+        lse = call.make_lse(checked.lse_shape)
+        lse_at = call.address(lse)
+    if not workspace:
+        workspace, owner = checked.allocate(checked.prepared.num_bytes)
+    at = at._replace(
+        workspace=workspace,
+        out=out_at,
+        lse=lse_at,
+        kv_lens=at.kv_lens or checked.kv_lens_address,
+    )
+    checked.prepared.launch(at, call.current_stream())
+    del owner  # memory for one call may go once everything is enqueued
+    return (out, lse) if checked.return_lse else out
+
+
+def _insert(given: tuple[Any, ...], options: Options, call: Call, prepared: _Prepared) -> None:
+    """Cache a call that was launched; what was made for one call has no address to keep."""
+    arrays = Arrays(*given)
+    if call.table.ptr != array.view(arrays.block_tables, options.names.block_tables).ptr:
+        return
+    made = arrays.kv_lens is None
+    if made and cuda().is_capturing(array.current_stream(call.queries.latent)):
+        return  # only the graph writes those lengths
+    checked = _Checked(
+        prepared,
+        call.kv_lens.owner if made else None,
+        call.kv_lens.ptr if made else 0,
+        call.out_shape,
+        call.lse_shape,
+        options.return_lse,
+        scratch.allocator(call.queries.latent),
+    )
+    dtype_o, vq = call.geometry.spec.dtype_o, call.queries.latent
+    _CALLS.insert(given, options, checked, vq, dtype_o, call.out_shape, call.lse_shape)
+
+
+# --- Checks ---
+
+
+def bounded(max_kv_len: Any, name: str) -> int | None:
+    """A bound of lengths, rounded up, so that calls of growing requests have equal signatures."""
+    if max_kv_len is None:
+        return None
+    return int(next_power_of_two(require_int(max_kv_len, name, 0, 2**32)))
+
+
+def _check(arrays: Arrays, options: Options) -> Call:
+    """The call, checked as far as the host can. Raises ArgumentError, UnsupportedError."""
+    names, dims = options.names, options.dims
+    latent.require_columns(dims)
+    q_names, k_names = (names.q, names.q_rope), (names.k, names.k_rope)
+    queries = latent.view_parts(arrays.q, arrays.q_rope, dims, q_names)
+    shape = tuple(queries.latent.shape)
+    view_rows(arrays.q, names.q, options.q_axes)
+    rope = queries.rope
+    queries = queries._replace(
+        latent=merge_leading(queries.latent, names.q, 2),
+        rope=None if rope is None else merge_leading(rope, q_names[queries.offset < 0], 2),
+    )
+    pages = latent.as_pages(latent.view_parts(arrays.k, arrays.k_rope, dims, k_names), None)
+    vq = queries.latent
+    table = _view_table(arrays.block_tables, options)
+    count = table.shape[0]
+    if options.is_list and count != vq.shape[0]:
+        raise ArgumentError(
+            f"{names.block_tables}: has lists for {count} tokens; wanted {vq.shape[0]}, the rows "
+            f"of {names.q}"
+        )
+    kv_lens = arrays.kv_lens
+    if kv_lens is None:
+        if not options.is_list:
+            raise ArgumentError(f"{names.kv_lens}: got None; wanted the keys of each request, [B]")
+        kv_lens = progression(count, table.shape[1], 0, vq)
+    vlens = view_index(kv_lens, names.kv_lens, (count,), vq, False)
+    offsets = None
+    if arrays.qo_offsets is not None:
+        offsets = view_index(arrays.qo_offsets, names.qo_offsets, (count + 1,), vq, False)
+    vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(shape),))
+    o_dtype = options.o_dtype
+    if o_dtype is None:
+        o_dtype = vq.dtype if vout is None else vout.dtype
+    heads, page_size = vq.shape[1], pages.latent.shape[1]
+    if not heads or not page_size:
+        raise ArgumentError(
+            f"{names.q}, {names.k}: {heads} heads and pages of {page_size} tokens; wanted some"
+        )
+    options_of_plan = PlanOptions(
+        vq.device, heads, 1, dims.both, dims.latent, page_size, vq.dtype, pages.latent.dtype, None,
+        Given(
+            causal=options.causal and not options.is_list,
+            sm_scale=options.sm_scale,
+            o_dtype=dtypes.parse(o_dtype, "o_dtype"),
+            latent=True,
+            sparse=options.is_list,
+        ),
+    )  # fmt: skip
+    geometry = find_geometry(options_of_plan)
+    out_shape = (*shape[:-1], dims.latent)
+    lse_shape = (count, options.q_len, heads) if options.pads_lse else shape[:-1]
+    call = Call(
+        options=options,
+        queries=queries,
+        pages=pages,
+        table=table,
+        kv_lens=vlens,
+        qo_offsets=offsets,
+        out=vout,
+        lse=None if arrays.lse is None else array.view(arrays.lse, "lse"),
+        sinks=None if arrays.sinks is None else view_sinks(arrays.sinks, heads),
+        scales=(_view_scale(arrays.scale_q, names), _view_scale(arrays.scale_v, names)),
+        geometry=geometry,
+        lengths=_lengths(options, vq, table, page_size, heads, vlens, offsets),
+        out_shape=out_shape,
+        lse_shape=lse_shape,
+    )
+    _check_places(call)
+    return call
+
+
+def _view_scale(x: Any, names: Names) -> ArrayView | None:
+    if x is None:
+        return None
+    v = array.view(x, names.sm_scale)
+    return array.as_strided(v, (1,), (1,))
+
+
+def _view_table(x: Any, options: Options) -> ArrayView:
+    """[B, entries] of int32; int64 is converted at each call."""
+    name = options.names.block_tables
+    v = array.view(x, name)
+    if options.is_list and len(v.shape) > 1:
+        v = merge_leading(v, name, 1)
+    match_array(v, "B entries", (dtypes.int32, dtypes.int64), name)
+    if v.device.kind == "cuda" and v.dtype is dtypes.int64:
+        v = int32_on_device(v, name)
+    if min(v.strides) < 0 or v.strides[0] * v.shape[0] > 2**31 - 1:
+        raise UnsupportedError(
+            f"{name}: rows are {v.strides[0]} entries apart; {v.shape[0]} of them must lie within "
+            "2^31 entries, pass a contiguous table"
+        )
+    return v
+
+
+def _lengths(
+    options: Options,
+    vq: ArrayView,
+    table: ArrayView,
+    page_size: int,
+    heads: int,
+    kv_lens: ArrayView,
+    offsets: ArrayView | None,
+) -> Lengths:
+    names, (count, entries), num_rows = options.names, table.shape, vq.shape[0]
+    q_len = 0 if offsets is not None else options.q_len
+    if offsets is None and num_rows != count * q_len:
+        raise ArgumentError(
+            f"{names.q}: holds {num_rows} rows; wanted {count * q_len}, {q_len} for each of the "
+            f"{count} requests of {names.block_tables}"
+        )
+    most = q_len or max(1, num_rows)
+    if options.max_q_len is not None:
+        most = q_len or max(1, min(most, options.max_q_len, _MANY_ROWS))
+    max_keys = entries if options.is_list else entries * page_size
+    if max_keys > MAX_LENGTH or num_rows * heads > MAX_LENGTH:
+        raise UnsupportedError(
+            f"{names.q}, {names.block_tables}: {num_rows} query tokens over up to {max_keys} keys; "
+            f"at most {MAX_LENGTH} keys and query rows are supported"
+        )
+    likely = max_keys if options.max_kv_len is None else min(max_keys, options.max_kv_len)
+    formats = [
+        IndexFormat() if v is None else IndexFormat(v.strides[0], v.dtype)
+        for v in (None, kv_lens, offsets, None, None)
+    ]
+    return Lengths(
+        num_requests=count,
+        num_rows=num_rows,
+        qo_len=q_len or -1,
+        max_qo_len=most,
+        kv_step=table.strides[0] if count > 1 else 0,
+        max_kv_len=max_keys,
+        likely_kv_len=likely,
+        formats=tuple(formats),  # type: ignore[arg-type]
+        is_ragged=offsets is not None,
+    )
+
+
+def _inputs(call: Call) -> dict[str, ArrayView | None]:
+    names = call.options.names
+    return {
+        **call.queries.views,
+        **call.pages.views,
+        names.block_tables: call.table,
+        names.kv_lens: call.kv_lens,
+        names.qo_offsets: call.qo_offsets,
+        "sinks": call.sinks,
+        names.sm_scale: call.scales[0],
+        names.output_scale: call.scales[1],
+    }
+
+
+def _check_places(call: Call) -> None:
+    """Where arrays are, and whether the answers may be written."""
+    names, inputs = call.options.names, _inputs(call)
+    array.same_device(**inputs, **{names.out: call.out, "lse": call.lse})
+    dtype_o = call.geometry.spec.dtype_o
+    if call.out is not None:
+        require_contiguous_last(call.out, names.out)
+    match_output(call.out, call.out_shape, dtype_o, names.out, **inputs, lse=call.lse)
+    match_output(call.lse, call.lse_shape, dtypes.float32, "lse", **inputs)
+    if call.out is not None:
+        call.out = merge_leading(call.out, names.out, 2)
+    if call.lse is not None:
+        call.lse = _merged_lse(call.lse, call.options)
+
+
+def _merged_lse(v: ArrayView, options: Options) -> ArrayView:
+    return v if options.pads_lse else merge_leading(v, "lse", 1)
+
+
+def _view_workspace(x: Any, call: Call) -> ArrayView | None:
+    """The workspace, checked. A JAX array, which cannot be written, counts as none."""
+    if x is None or array.view(x, "workspace_buffer").framework == "jax":
+        return None
+    v = view_workspace(x, "workspace_buffer")
+    inputs = _inputs(call)
+    array.same_device(**inputs, workspace_buffer=v)
+    names = call.options.names
+    require_output(v, "workspace_buffer", **inputs, **{names.out: call.out, "lse": call.lse})
+    return v
+
+
+# --- Launches ---
+
+
+def _prepare(call: Call) -> _Prepared:
+    options, queries, pages, vout = call.options, call.queries, call.pages, call.out
+    assert vout is not None
+    vlse, vq = call.lse, queries.latent
+    rows = [x for x in (queries.latent, queries.rope, vout) if x is not None]
+    keys = [x for x in (pages.latent, pages.rope) if x is not None]
+    pointers = functools.reduce(operator.or_, (x.ptr for x in (*rows, *keys)))
+    is_aligned = are_rows_aligned(pointers, [(x.strides[:2], x.dtype) for x in (*rows, *keys)])
+    prescale_logits = call.scales[0] is not None or options.sm_scale <= 0.0
+    launcher = call.geometry.launcher(Variant(is_aligned, prescale_logits))
+    plan = _plan(launcher, call.lengths)
+    padding, lse_rows, size = None, 0, plan.num_bytes
+    lse_strides = (0, 0) if vlse is None else tuple(vlse.strides[-2:])
+    if options.pads_lse and vlse is not None:
+        padding = pad_lse.prepare(vlse.shape, vlse.strides, launcher.device_index)
+        lse_rows, lse_strides = size, (vq.shape[1], 1)
+        size += 4 * vq.shape[0] * vq.shape[1]
+    return _Prepared(
+        launcher,
+        plan,
+        padding,
+        lse_rows,
+        size,
+        latent.pack_strides(queries, pages, vout, lse_strides),  # type: ignore[arg-type]
+        latent.second_parts(queries, pages, options.rope_scale),
+        pages.latent.shape[0],
+        (options.sm_scale, options.output_scale),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
+    return plan_batch.prepare(launcher, lengths)
+
+
+def _launch(call: Call, prepared: _Prepared, vworkspace: ArrayView | None) -> None:
+    vq, vout = call.queries.latent, call.out
+    assert vout is not None
+    stream = array.current_stream(vq)
+    owner: object = None
+    if vworkspace is None:
+        workspace, owner = scratch.allocator(vq)(prepared.num_bytes)
+    else:
+        workspace = vworkspace.ptr
+        have = num_bytes(vworkspace)
+        if have < prepared.num_bytes:
+            raise WorkspaceError(
+                f"workspace_buffer: this call needs {prepared.num_bytes} bytes and it has {have}; "
+                "pass a larger one"
+            )
+    views = Arrays(
+        vq,
+        call.queries.rope,
+        call.pages.latent,
+        call.pages.rope,
+        None,
+        call.table,
+        call.kv_lens,
+        vout,
+        call.lse,
+        call.qo_offsets,
+        call.sinks,
+        *call.scales,
+    )
+    used = [v for v in (*views[1:], vworkspace) if v is not None]
+    array.acquire(vq, *used)
+    addresses = Arrays(*(0 if x is None else x.ptr for x in views))._replace(workspace=workspace)
+    prepared.launch(addresses, stream)
+    array.release(vq, vq, *used)
+    del owner  # memory for one call may go once everything is enqueued

@@ -1,0 +1,102 @@
+"""What calls of latent attention without a plan are told: arrays, options, and what checks make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..array import ArrayView
+from ..inputs.geometry import Geometry
+from ..inputs.latent import Dims, Parts
+from ..launch.attention.plan_batch import Lengths
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call as given; None where there is none.
+
+    q, k         rows of both parts, or of the latent part beside q_rope and k_rope
+    block_tables pages of each request [B, max_pages], or slots of keys [..., most keys] in a list
+    kv_lens      keys of each request [B]; None for a list: all of it
+    qo_offsets   [B + 1], the first row of each request and their number
+    scale_q, scale_v  one float32 each: they multiply the logits, and the output
+    """
+
+    q: Any
+    q_rope: Any
+    k: Any
+    k_rope: Any
+    workspace: Any
+    block_tables: Any
+    kv_lens: Any
+    out: Any
+    lse: Any
+    qo_offsets: Any = None
+    sinks: Any = None
+    scale_q: Any = None
+    scale_v: Any = None
+
+
+class Names(NamedTuple):
+    """What a function calls its arguments, for messages."""
+
+    q: str = "query"
+    q_rope: str = "query[1]"
+    k: str = "kv_cache"
+    k_rope: str = "kv_cache[1]"
+    block_tables: str = "block_tables"
+    kv_lens: str = "seq_lens"
+    qo_offsets: str = "cum_seq_lens_q"
+    sm_scale: str = "bmm1_scale"
+    output_scale: str = "bmm2_scale"
+    out: str = "out"
+
+
+NAMES = Names()
+
+
+class Options(NamedTuple):
+    """What else decides about a call, as given, where it is hashable.
+
+    dims         columns of the two parts
+    q_axes       how many dimensions q may have
+    q_len        rows of each request; 0: qo_offsets say
+    max_q_len    the most of one request; None: unknown
+    max_kv_len   the same of its keys: it bounds how often keys are worth splitting
+    is_list      block_tables names keys
+    pads_lse     the LSE is [B, q_len, heads] in natural log; else like q, base 2
+    """
+
+    names: Names
+    dims: Dims
+    sm_scale: float
+    q_axes: tuple[int, ...] = (3,)
+    q_len: int = 1
+    max_q_len: int | None = None
+    max_kv_len: int | None = None
+    output_scale: float = 1.0
+    rope_scale: float = 1.0
+    causal: bool = True
+    is_list: bool = False
+    pads_lse: bool = False
+    return_lse: bool = False
+    o_dtype: Any = None
+
+
+@dataclass(slots=True)
+class Call:
+    """A checked call. Views of q, out and lse have their leading axes merged."""
+
+    options: Options
+    queries: Parts
+    pages: Parts
+    table: ArrayView
+    kv_lens: ArrayView
+    qo_offsets: ArrayView | None
+    out: ArrayView | None
+    lse: ArrayView | None
+    sinks: ArrayView | None
+    scales: tuple[ArrayView | None, ArrayView | None]
+    geometry: Geometry
+    lengths: Lengths
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]

@@ -1,0 +1,87 @@
+"""Calls of latent attention without a plan on the CPU: the reference, request by request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .. import array
+from ..array import ArrayView
+from ..errors import ArgumentError
+from ..inputs import cpu, latent
+from .latent_call import Arrays, Call
+
+
+def answer(call: Call, arrays: Arrays) -> Any:
+    """out, or (out, lse) if `return_lse`."""
+    options, vq = call.options, call.queries.latent
+    requests = list(requests_of(call, array.as_numpy))
+    spec = replace(call.geometry.spec, sm_scale=options.sm_scale, output_scale=options.output_scale)
+    q = latent.as_rows(call.queries, options.rope_scale)
+    o, lse = cpu.attend(spec, q, requests, {"sinks": call.sinks})
+    owned = np.zeros(len(o), np.bool_)
+    for request in requests:
+        owned[request.rows] = True
+    out = cpu.deliver(o if call.out else o.reshape(call.out_shape), call.out, vq, owned)
+    out = out if arrays.out is None else arrays.out
+    if not (options.return_lse or call.lse is not None):
+        return out
+    if options.pads_lse:
+        lse = (lse * math.log(2.0)).reshape(call.lse_shape)
+        owned = np.ones(len(lse), np.bool_)
+    lse = lse.astype(np.float32)
+    lse = cpu.deliver(lse if call.lse else lse.reshape(call.lse_shape), call.lse, vq, owned)
+    lse = lse if arrays.lse is None else arrays.lse
+    return (out, lse) if options.return_lse else out
+
+
+def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray]) -> Iterator[cpu.Request]:
+    """The requests, whose lengths and tables are checked; keys are gathered on the CPU only.
+
+    Raises ArgumentError for what the GPU would cut, or read astray.
+    """
+    names, lengths = call.options.names, call.lengths
+    kv_lens = read(call.kv_lens).reshape(-1).astype(np.int64)
+    table = read(call.table).astype(np.int64)
+    if call.qo_offsets is None:
+        starts = np.arange(lengths.num_requests + 1) * max(lengths.qo_len, 0)
+    else:
+        starts = read(call.qo_offsets).reshape(-1).astype(np.int64)
+    if (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > lengths.num_rows:
+        raise ArgumentError(
+            f"{names.qo_offsets}: {starts.tolist()[:8]} do not rise from 0 to the "
+            f"{lengths.num_rows} rows of {names.q}"
+        )
+    wrong = np.flatnonzero((kv_lens < 0) | (kv_lens > lengths.max_kv_len))
+    if wrong.size:
+        at = int(wrong[0])
+        raise ArgumentError(
+            f"{names.kv_lens}: request {at} has {kv_lens[at]} keys; wanted 0 to "
+            f"{lengths.max_kv_len}, what {names.block_tables} has room for"
+        )
+    num_pages, page_size = call.pages.latent.shape[:2]
+    is_list, on_cpu = call.options.is_list, call.queries.latent.device.kind == "cpu"
+    most = num_pages * page_size if is_list else num_pages
+    for index, kv_len in enumerate(kv_lens.tolist()):
+        ids = table[index, : kv_len if is_list else -(-kv_len // page_size)]
+        ids = ids[ids >= 0] if is_list else ids
+        outside = ids[(ids < 0) | (ids >= most)]
+        if outside.size:
+            what = "slots" if is_list else "pages"
+            raise ArgumentError(
+                f"{names.block_tables}: request {index} names {int(outside[0])}; the cache holds "
+                f"{most} {what}"
+            )
+        if not on_cpu:
+            continue
+        rows = slice(int(starts[index]), int(starts[index + 1]))
+        if is_list:
+            k, v = latent.gather(call.pages, ids // page_size, len(ids) * page_size)
+            places = np.arange(len(ids)) * page_size + ids % page_size
+            yield cpu.Request(rows, k[places], v[places])
+        else:
+            yield cpu.Request(rows, *latent.gather(call.pages, ids, kv_len))

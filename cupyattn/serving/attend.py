@@ -1,0 +1,319 @@
+"""Attention of a layer over a step's metadata: calls without a plan, and merges of two passes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .. import array
+from ..core import dtypes, parse
+from ..core.dtypes import DType
+from ..errors import ArgumentError, UnsupportedError
+from ..planless.call import run
+from ..planless.check import Arrays, Options
+from ..planless.views import Names, next_power_of_two, number_or_array
+from ..states import merge
+from .metadata import AttentionMetadata, ForwardMetadata
+from .modes import BackendConfig, LayerSpec
+
+LSE_LAYOUTS = "ht", "th"
+_LN_2 = math.log(2.0)
+# Beyond that one kernel serves any number of rows.
+_MANY_ROWS = 65
+_NAMES = Names(
+    *("q", "k_cache", "v_cache"),
+    block_tables="page_table",
+    kv_lens="cache_seqlens",
+    qo_lens="qo_lens",
+    qo_offsets="cu_seqlens_q",
+    kv_offsets="kv_offsets",
+    sm_scale="softmax_scale",
+    k_scale="k_scale",
+    output_scale="v_scale",
+    q_len="q_len",
+    max_q_len="max_seqlen_q",
+    max_kv_len="max_seqlen_k",
+    has_layout=False,
+)
+
+
+class Mask(NamedTuple):
+    """Which keys rows see, beyond what the metadata says."""
+
+    causal: bool
+    window: tuple[int, int] = (-1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One attention call: its requests, which keys rows see, and whether sinks count in it."""
+
+    over: AttentionMetadata
+    mask: Mask
+    has_sinks: bool = True
+
+
+class Cache(NamedTuple):
+    """Keys and values of a layer as pages."""
+
+    k: Any
+    v: Any
+    is_fp8: bool
+
+
+class Workspace:
+    """Memory that calls in captured graphs keep, where the framework has none for them.
+
+    max_rows   query tokens of a call at most; 0: each call has memory of its own
+    """
+
+    def __init__(self, memory: Any = None, max_rows: int = 0) -> None:
+        self.memory, self.max_rows = memory, max_rows
+        self._states: dict[tuple[int, int], tuple[Any, ...]] = {}
+
+    def states(self, q: Any, dim_v: int) -> tuple[Any, ...] | None:
+        """(v, s, v, s) of two passes over the rows of q, or None."""
+        if not self.max_rows:
+            return None
+        rows, heads, _ = q.shape
+        found = self._states.get((heads, dim_v))
+        if found is None:
+            vq = array.view(q, "q")
+            shape = self.max_rows, heads
+            shapes = (*shape, dim_v), shape, (*shape, dim_v), shape
+            found = tuple(array.empty(each, dtypes.float32, vq) for each in shapes)
+            self._states[heads, dim_v] = found
+        return tuple(x[:rows] for x in found)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A pass over a layer, as a call without a plan takes it.
+
+    arrays   from qo_lens on; those of scales are of fp8 caches alone
+    scalars  of `_options`, but for what a run decides
+    """
+
+    page_size: int
+    table: Any
+    lens: Any
+    arrays: tuple[Any, ...]
+    arrays_of_fp8: tuple[Any, ...]
+    scalars: tuple[Any, ...]
+    scalars_of_fp8: tuple[Any, ...]
+
+
+def calls_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Call]:
+    """The calls that answer for a layer: one, or two over the prefix and the drafts.
+
+    Raises ArgumentError, UnsupportedError for a layer that the engine was not configured for.
+    """
+    return [_call(config, layer, each) for each in _passes(config, layer, meta)]
+
+
+def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
+    over, mask = each.over, each.mask
+    k_number, k_array = number_or_array(layer.k_scale)
+    v_number, v_array = number_or_array(layer.v_scale)
+    sm_scale = layer.softmax_scale
+    default = 1.0 / math.sqrt(config.shape_of(layer)[2])
+    sm_scale = parse.finite(sm_scale, "softmax_scale", default)
+    cap = parse.finite(layer.softcap, "softcap", 0.0)
+    if cap < 0.0:
+        raise ArgumentError(f"softcap: got {layer.softcap!r}; wanted 0 (off) or a positive cap")
+    qo_offsets = over.cu_seqlens_q if over.qo_offsets is None else over.qo_offsets
+    places = over.qo_lens, qo_offsets, over.kv_offsets, None, None
+    sinks = layer.sinks if each.has_sinks else None
+    rest = (
+        *(over.q_len, min(over.max_seqlen_q, _MANY_ROWS)),
+        1 if config.deterministic else next_power_of_two(over.max_seqlen_k),
+        *(cap, mask.causal, mask.window),
+        None if over.kv_offsets is None else over.max_seqlen_k,
+    )
+    # Scales of caches that are not fp8 have no effect, as in FA3.
+    scale = sm_scale * parse.finite(k_number, "k_scale", 1.0)
+    return Call(
+        over.page_size,
+        over.page_table,
+        over.cache_seqlens,
+        (*places, sinks, None, None, None, over.tree_mask),
+        (*places, sinks, None, k_array, v_array, over.tree_mask),
+        (sm_scale, 1.0, *rest),
+        (scale, parse.finite(v_number, "v_scale", 1.0), *rest),
+    )
+
+
+def _passes(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Pass]:
+    left, right = _window(layer)
+    if layer.is_cross_attention:
+        if meta.encoder is None:
+            raise ArgumentError("is_cross_attention: the backend has no encoder; set has_encoder")
+        return [Pass(meta.encoder, Mask(False))]
+    chunk = layer.attention_chunk
+    if chunk and chunk != config.attention_chunk_size:
+        raise ArgumentError(
+            f"attention_chunk: got {chunk}; the backend was configured for attention_chunk_size "
+            f"{config.attention_chunk_size}"
+        )
+    if layer.uses_swa_pool and not config.is_hybrid:
+        raise ArgumentError("uses_swa_pool: the backend has one pool; set is_hybrid")
+    if meta.branches:
+        return _branching_passes(config, layer, meta, left)
+    mask = Mask(layer.causal, (left, -1 if layer.causal else right))
+    if not chunk:
+        over = meta.swa if layer.uses_swa_pool else meta.main
+    else:
+        if not layer.causal:
+            raise UnsupportedError("attention_chunk: wants causal layers; pass causal=True")
+        over = meta.local
+    assert over is not None
+    if layer.uses_swa_pool and not chunk:
+        _require_reach(config, left)
+    _require_pool(layer, over)
+    return [Pass(over, mask)]
+
+
+def _branching_passes(
+    config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata, left: int
+) -> list[Pass]:
+    if not layer.causal:
+        raise UnsupportedError("causal: drafts that branch want causal layers; pass True")
+    if layer.attention_chunk or left >= 0:
+        over = meta.chunk_rows if layer.attention_chunk else meta.window_rows
+        is_wider = not layer.attention_chunk and left > (config.sliding_window_size or 0)
+        if over is None or is_wider:
+            raise ArgumentError(
+                f"window_size: got {left}; the backend was configured for sliding_window_size "
+                f"{config.sliding_window_size}"
+            )
+        _require_pool(layer, over)
+        # Tables hold no key outside of the configured window.
+        is_whole = left == (config.sliding_window_size if not layer.attention_chunk else -1)
+        return [Pass(over, Mask(True, (-1 if is_whole else left, -1)))]
+    if layer.uses_swa_pool:
+        raise ArgumentError("uses_swa_pool: wants a window or chunks, which a second pool is for")
+    if meta.expand is None:
+        return [Pass(meta.main, Mask(False))]
+    return [Pass(meta.main, Mask(False)), Pass(meta.expand, Mask(False), has_sinks=False)]
+
+
+def _require_pool(layer: LayerSpec, over: AttentionMetadata) -> None:
+    if layer.uses_swa_pool is not over.uses_swa_pool:
+        which = "second" if over.uses_swa_pool else "first"
+        raise UnsupportedError(
+            f"uses_swa_pool: got {layer.uses_swa_pool}, but layers of this kind find their keys in "
+            f"the {which} pool"
+        )
+
+
+def _require_reach(config: BackendConfig, left: int) -> None:
+    """The second pool's table begins with the first key that the configuration lets rows see."""
+    window, chunk = config.sliding_window_size, config.attention_chunk_size
+    if window is None and chunk is None:
+        return
+    if left < 0 or window is None or left > window:
+        raise ArgumentError(
+            f"window_size: got {left} on the second pool; the backend was configured for "
+            f"sliding_window_size {window}"
+        )
+
+
+def _window(layer: LayerSpec) -> tuple[int, int]:
+    given = layer.window_size
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ArgumentError(f"window_size: got {parse.shown(given)}; wanted (left, right)")
+    left, right = (-1 if x is None else parse.window(x, "window_size") for x in given)
+    return left, right
+
+
+def attend(
+    calls: list[Call],
+    q: Any,
+    caches: list[Cache],
+    out: Any,
+    return_lse: bool,
+    lse_layout: str,
+    workspace: Workspace,
+) -> Any:
+    """out [rows, heads, v_head_dim], or (out, lse) in natural logarithms.
+
+    caches: of each call, pages of K and V as large as those of its table.
+    """
+    memory = workspace.memory
+    if len(calls) == 1:
+        answer = _run(calls[0], q, caches[0], out, None, return_lse, memory)
+        made, lse = answer if return_lse else (answer, None)
+    else:
+        found = []
+        states = workspace.states(q, caches[0].v.shape[-1])
+        for index, (call, cache) in enumerate(zip(calls, caches, strict=True)):
+            v = s = None
+            if states is not None:
+                v, s = states[2 * index : 2 * index + 2]
+            # States are merged in float32, so that the answer is rounded once.
+            found.append(_run(call, q, cache, v, s, True, memory, dtypes.float32))
+        (v_a, s_a), (v_b, s_b) = found
+        if out is None:
+            vq = array.view(q, "q")
+            out = array.empty((*vq.shape[:-1], v_a.shape[-1]), vq.dtype, vq)
+        made, lse = merge.run(merge.PAIR, (v_a, v_b, s_a, s_b, out), False)
+    if not return_lse:
+        return made
+    lse = array.scaled(lse, _LN_2)
+    return made, lse.swapaxes(0, 1) if lse_layout == "ht" else lse
+
+
+def _run(
+    call: Call,
+    q: Any,
+    cache: Cache,
+    out: Any,
+    lse: Any,
+    return_lse: bool,
+    memory: Any,
+    o_dtype: DType | None = None,
+) -> Any:
+    """out, or (out, lse [rows, heads] of base 2)."""
+    is_fp8 = cache.is_fp8
+    arrays = (
+        *(q, cache.k, cache.v, memory, call.table, call.lens, out, lse),
+        *(call.arrays_of_fp8 if is_fp8 else call.arrays),
+    )
+    scalars = call.scalars_of_fp8 if is_fp8 else call.scalars
+    return run(arrays, _options, (*scalars, return_lse, o_dtype))
+
+
+def _options(
+    arrays: Arrays,
+    sm_scale: float,
+    output_scale: float,
+    q_len: int,
+    max_q_len: int,
+    max_kv_len: int,
+    softcap: float,
+    causal: bool,
+    window: tuple[int, int],
+    most_kv_len: int | None,
+    return_lse: bool,
+    o_dtype: DType | None,
+) -> Options:
+    return Options(
+        _NAMES,
+        "NHD",
+        q_axes=(3,),
+        q_len=q_len,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        sm_scale=sm_scale,
+        output_scale=output_scale,
+        window_left=window[0],
+        window_right=window[1],
+        causal=causal,
+        o_dtype=o_dtype,
+        return_lse=return_lse,
+        logits_soft_cap=softcap,
+        scales_by_head=True,
+        has_table_offsets=most_kv_len is not None,
+        most_kv_len=most_kv_len,
+    )

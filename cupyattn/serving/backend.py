@@ -1,0 +1,431 @@
+"""The attention backend of a serving engine: metadata of a step once, then every layer over it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import array
+from ..array import ArrayView
+from ..core import dtypes, parse
+from ..core.parse import require_int
+from ..core.tracing import untraced
+from ..errors import ArgumentError, PlanError
+from ..launch.driver.enqueue import cuda
+from .attend import LSE_LAYOUTS, Cache, Workspace, attend, calls_of
+from .metadata import ForwardMetadata
+from .modes import BackendConfig, BatchInfo, ForwardMode, LayerSpec
+from .pools import view_pages
+from .store import StepForm, Store, Tables, form_of, view_tables
+
+_MAX_FORMS = 64
+_MAX_LAYERS = _MAX_RECENT = 1024
+_WORKSPACE_BYTES = 64 << 20
+
+
+class AttentionBackend:
+    """Attention of all layers of an engine, on torch, CuPy or NumPy arrays.
+
+    config        see BackendConfig
+    pool          keys and values, see KVPool; with is_hybrid it knows which layers are in the
+                  second pool, as LayerSpec does
+    req_to_token  int32 [max_reqs, columns]: the slot of each token of a request
+    full_to_swa   int32 or int64 [slots]: with is_hybrid, the slot of the second pool for each one
+    step          which draft step this backend is of, if DraftInfo does not say
+
+    `init_forward_metadata` enqueues one launch; metadata holds until the next one. In a captured
+    graph `init_graph_state`, `init_forward_metadata_capture` and `init_forward_metadata_replay`
+    take its place: replays write the same memory. Nothing is read from the device anywhere. All
+    calls work on the current stream of the arrays' framework, and order each other by it.
+    """
+
+    def __init__(
+        self,
+        config: BackendConfig,
+        pool: Any,
+        req_to_token: Any,
+        full_to_swa: Any = None,
+        *,
+        step: int = 0,
+    ) -> None:
+        self.config, self.pool, self.step = config, pool, require_int(step, "step", 0)
+        self._tables: Tables = view_tables(config, req_to_token, full_to_swa)
+        self._stores: dict[StepForm, Store] = {}
+        # By mode, the most query tokens of a request, and the draft step.
+        self._recent: dict[tuple[ForwardMode, int, int], Store] = {}
+        self._graph_stores: dict[ForwardMode, Store] = {}
+        self._graph_bs = 0
+        self._workspace = Workspace()
+        self._pages: dict[tuple[int, ...], tuple[Any, Any, Cache]] = {}
+        self.forward_metadata: ForwardMetadata | None = None
+
+    # --- metadata ---
+
+    @untraced
+    def init_forward_metadata(self, batch: BatchInfo) -> ForwardMetadata:
+        """The metadata of a batch, for the forward calls that follow.
+
+        Raises ArgumentError for arrays of other shapes, dtypes and devices and for lengths that the
+        host knows to be beyond max_context_len; on the CPU for any value that makes no sense.
+        """
+        bs = self._check(batch)
+        store = self._store_for(batch, bs)
+        store.write(batch, bs)
+        return self._use(store, bs, self._step(batch), batch)
+
+    def _store_for(self, batch: BatchInfo, bs: int, in_graph: bool = False) -> Store:
+        """The memory of a batch; in_graph: what graphs keep."""
+        if in_graph:
+            return self._graph_store(batch.mode, bs)
+        key = batch.mode, _max_rows(batch), self._step(batch)
+        store = self._recent.get(key)
+        if store is None or store.capacity < bs:
+            form = form_of(self.config, *key)
+            store = self._stores.get(form)
+            if store is None or store.capacity < bs:
+                store = self._make_store(form, bs)
+            if len(self._recent) >= _MAX_RECENT:
+                self._recent.clear()
+            self._recent[key] = store
+        return store
+
+    def _make_store(self, form: StepForm, bs: int) -> Store:
+        if self._is_capturing():
+            raise PlanError(
+                "init_forward_metadata: memory for this mode cannot be made while a graph is "
+                "captured; call it once before, or init_graph_state"
+            )
+        if len(self._stores) >= _MAX_FORMS:
+            self._stores.clear()
+            self._recent.clear()
+        capacity = 1 << max(0, bs - 1).bit_length()
+        store = self._stores[form] = Store(self.config, form, capacity, self._tables)
+        return store
+
+    def _use(self, store: Store, bs: int, step: int, batch: BatchInfo) -> ForwardMetadata:
+        meta = store.metadata(bs, step)
+        meta.batch = batch
+        self.forward_metadata = meta
+        return meta
+
+    def _step(self, batch: BatchInfo) -> int:
+        if batch.mode is not ForwardMode.DRAFT_DECODE:
+            return 0
+        return self.step if batch.draft is None else max(self.step, batch.draft.step)
+
+    def _check(self, batch: BatchInfo) -> int:
+        """The batch size, once the host's part of the batch is checked."""
+        if not isinstance(batch.mode, ForwardMode):
+            raise ArgumentError(f"mode: got {parse.shown(batch.mode)}; wanted a ForwardMode")
+        shape: Any = getattr(batch.seq_lens, "shape", None)
+        if shape is None:
+            shape = array.view(batch.seq_lens, "seq_lens").shape
+        if len(shape) != 1:
+            raise ArgumentError(f"seq_lens: shape is {list(shape)}; wanted [bs]")
+        bs = shape[0]
+        if batch.mode is ForwardMode.DRAFT_DECODE:
+            step = self._step(batch)
+            if self.config.num_draft_steps and step >= self.config.num_draft_steps:
+                raise ArgumentError(
+                    f"step: got {step}; the backend has num_draft_steps "
+                    f"{self.config.num_draft_steps}"
+                )
+        if batch.mode.is_ragged and batch.extend_seq_lens_host is None:
+            raise ArgumentError(
+                "extend_seq_lens_host: got None; wanted the query tokens of each request"
+            )
+        for name in ("seq_lens_host", "extend_seq_lens_host", "encoder_lens_host"):
+            x = getattr(batch, name)
+            if x is None:
+                continue
+            numbers = np.asarray(x)
+            if numbers.shape != (bs,) or numbers.dtype.kind not in "iu":
+                raise ArgumentError(
+                    f"{name}: {numbers.dtype} of shape {list(numbers.shape)}; wanted integers "
+                    f"[{bs}]"
+                )
+            if bs and (numbers.min() < 0 or numbers.max() > self.config.max_context_len):
+                raise ArgumentError(
+                    f"{name}: {numbers.tolist()[:8]}; wanted lengths from 0 to max_context_len, "
+                    f"{self.config.max_context_len}"
+                )
+        if batch.mode.is_ragged and batch.extend_seq_lens is None and bs:
+            lens = np.asarray(batch.extend_seq_lens_host, np.int32)
+            batch.extend_seq_lens = array.from_numpy(lens, self._tables.req_to_token)
+        return bs
+
+    # --- graphs ---
+
+    def init_graph_state(
+        self, max_bs: int, max_num_tokens: int, modes: tuple[ForwardMode, ...] | None = None
+    ) -> None:
+        """Memory for graphs of up to max_bs requests and max_num_tokens query tokens.
+
+        modes: those that will be captured; default: DECODE, and with drafts configured
+        DRAFT_DECODE, TARGET_VERIFY and DRAFT_EXTEND.
+        """
+        max_bs = require_int(max_bs, "max_bs")
+        max_num_tokens = require_int(max_num_tokens, "max_num_tokens", max_bs)
+        config = self.config
+        if modes is None:
+            modes = (ForwardMode.DECODE,)
+            if config.num_draft_steps:
+                modes += (ForwardMode.DRAFT_DECODE,)
+            if config.num_draft_tokens:
+                modes += ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
+        self._graph_bs = max_bs
+        for mode in modes:
+            if mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
+                raise ArgumentError(f"modes: {mode.name} has no graph; its shapes differ each time")
+            form = self._graph_form(mode, -(-max_num_tokens // max_bs))
+            self._graph_stores[form.mode] = Store(config, form, max_bs, self._tables)
+        self._workspace = self._make_workspace(max_num_tokens)
+
+    def _graph_form(self, mode: ForwardMode, max_rows: int) -> StepForm:
+        return form_of(self.config, mode, max_rows, self.step)
+
+    def _make_workspace(self, max_num_tokens: int) -> Workspace:
+        """torch gives captured graphs memory of their own; others need it from here."""
+        v = self._tables.req_to_token
+        if v.device.kind == "cpu" or v.framework == "torch":
+            return Workspace()
+        return Workspace(array.empty((_WORKSPACE_BYTES,), dtypes.uint8, v), max_num_tokens)
+
+    def graph_num_bytes(self) -> int:
+        """Device memory of all graphs' metadata."""
+        return sum(store.num_bytes for store in self._graph_stores.values())
+
+    def init_forward_metadata_capture(
+        self, bs: int, num_tokens: int, mode: ForwardMode, batch: BatchInfo | None = None
+    ) -> ForwardMetadata:
+        """The metadata that a graph of bs requests will read: captured calls use its memory.
+
+        batch: what is written there; default: until the first replay it is of requests of one key.
+        """
+        store = self._graph_store(mode, bs)
+        rows, most = store.form.rows, bs * store.form.max_rows
+        if (rows and num_tokens != most) or num_tokens > most:
+            raise ArgumentError(
+                f"num_tokens: got {num_tokens}; {bs} requests of {mode.name} have {most}"
+            )
+        if batch is not None:
+            return self.init_forward_metadata_replay(bs, batch)
+        meta = store.metadata(bs, store.form.first_step)
+        self.forward_metadata = meta
+        return meta
+
+    @untraced
+    def init_forward_metadata_replay(self, bs: int, batch: BatchInfo) -> ForwardMetadata:
+        """Write a batch into the memory of the graph of bs requests: one launch.
+
+        Padded requests have sequence length `graph_seq_len_fill_value()`.
+        """
+        store = self._graph_store(batch.mode, bs)
+        if self._check(batch) != bs:
+            raise ArgumentError(
+                f"seq_lens: holds {batch.seq_lens.shape[0]} requests; the graph has {bs}, pad them"
+            )
+        if not store.form.rows and _max_rows(batch) > store.form.max_rows:
+            raise ArgumentError(
+                f"extend_seq_lens_host: a request has {_max_rows(batch)} query tokens; the graph "
+                f"was captured for {store.form.max_rows}"
+            )
+        store.write(batch, bs)
+        return self._use(store, bs, store.form.first_step, batch)
+
+    def _graph_store(self, mode: ForwardMode, bs: int) -> Store:
+        if mode is ForwardMode.IDLE:
+            mode = ForwardMode.DECODE
+        store = self._graph_stores.get(mode)
+        if store is None:
+            raise PlanError(f"mode: {mode!r} has no memory for graphs; call init_graph_state first")
+        if not 0 < bs <= store.capacity:
+            raise ArgumentError(f"bs: got {bs}; init_graph_state was told of {store.capacity}")
+        return store
+
+    def graph_seq_len_fill_value(self) -> int:
+        """What a padded request has for a sequence length."""
+        return 1
+
+    # --- layers ---
+
+    def write_kv(self, layer: LayerSpec, loc: Any, k: Any, v: Any, k_rope: Any = None) -> None:
+        """Write new keys and values to slots of the pool: one launch."""
+        if k_rope is not None:
+            self.pool.set_mla_kv_buffer(layer, loc, k, k_rope)
+        else:
+            self.pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
+
+    def forward_decode(self, q: Any, layer: LayerSpec, **options: Any) -> Any:
+        """`forward` of a batch in which all requests have equally many query tokens."""
+        return self.forward(q, layer, **options)
+
+    def forward_extend(self, q: Any, layer: LayerSpec, **options: Any) -> Any:
+        """`forward` of any batch."""
+        return self.forward(q, layer, **options)
+
+    @untraced
+    def forward(
+        self,
+        q: Any,
+        layer: LayerSpec,
+        meta: ForwardMetadata | None = None,
+        out: Any = None,
+        *,
+        return_lse: bool = False,
+        lse_layout: str = "ht",
+    ) -> Any:
+        """Attention of a layer over the keys of the pool.
+
+        q           [tokens, num_q_heads, head_dim], request after request
+        meta        default: that of the last init_forward_metadata
+        out         [tokens, num_q_heads, v_head_dim] to write instead of a new array
+        return_lse  also give the LSE: natural logarithms, float32, sinks included, -inf where a row
+                    sees no key
+        lse_layout  "ht": [num_q_heads, tokens]; "th": [tokens, num_q_heads]
+
+        Returns out, or (out, lse). Raises ArgumentError, UnsupportedError, before any launch.
+        """
+        meta = self.forward_metadata if meta is None else meta
+        if meta is None:
+            raise PlanError("forward: there is no metadata yet; call init_forward_metadata first")
+        if return_lse is not False:
+            return_lse = parse.flag(return_lse, "return_lse")
+            parse.choice(lse_layout, LSE_LAYOUTS, "lse_layout")
+        config = self.config
+        heads = config.shape_of(layer)
+        shape: Any = getattr(q, "shape", ())
+        if len(shape) != 3 or shape[1] != heads[0] or shape[2] != heads[2]:
+            given = list(array.view(q, "q").shape)
+            raise ArgumentError(f"q: shape is {given}; wanted [tokens, {heads[0]}, {heads[2]}]")
+        known = meta.calls.get(id(layer))
+        if known is None or known[0] is not layer or known[1] is not config:
+            known = layer, config, calls_of(config, layer, meta)
+            if len(meta.calls) >= _MAX_LAYERS:
+                meta.calls.clear()
+            meta.calls[id(layer)] = known
+        calls = known[2]
+        if shape[0] == 0 or meta.batch_size == 0:
+            return self._nothing(array.view(q, "q"), heads[3], out, return_lse, lse_layout)
+        caches = [self._cache(layer.layer_id, each.page_size, heads) for each in calls]
+        return attend(calls, q, caches, out, return_lse, lse_layout, self._workspace)
+
+    def _nothing(
+        self, vq: ArrayView, dim_v: int, out: Any, return_lse: bool, lse_layout: str
+    ) -> Any:
+        """The answer of no requests: rows of none are left alone."""
+        rows, heads, _ = vq.shape
+        if out is None:
+            out = array.from_numpy(np.zeros((rows, heads, dim_v), vq.dtype.numpy), vq)
+        if not return_lse:
+            return out
+        lse = np.full((rows, heads), -np.inf, np.float32)
+        return out, array.from_numpy(lse if lse_layout == "th" else lse.T.copy(), vq)
+
+    def _cache(self, layer_id: int, page_size: int, heads: tuple[int, ...]) -> Cache:
+        """A layer as pages of a size, seen anew where the pool has other arrays."""
+        k, v = self.pool.get_kv_buffer(layer_id)
+        found = self._pages.get((layer_id, page_size))
+        if found is not None and found[0] is k and found[1] is v:
+            return found[2]
+        _, kv_heads, dim_k, dim_v = heads
+        wanted, dtype = self.config.kv_dtype, array.view(k, "k_cache").dtype
+        if wanted is not None and dtype is not dtypes.parse(wanted, "kv_dtype"):
+            raise ArgumentError(
+                f"k_cache: dtype is {dtype}; the backend was configured for kv_dtype {wanted}"
+            )
+        pages = Cache(
+            view_pages(k, "k_cache", page_size, (kv_heads, dim_k)),
+            view_pages(v, "v_cache", page_size, (kv_heads, dim_v)),
+            dtype.is_fp8,
+        )
+        self._pages[layer_id, page_size] = k, v, pages
+        return pages
+
+    def _is_capturing(self) -> bool:
+        v = self._tables.req_to_token
+        return v.device.kind == "cuda" and cuda().is_capturing(array.current_stream(v))
+
+
+class MultiStepDraftBackend:
+    """The backends of all steps of a draft, over one store: S steps are prepared by one launch.
+
+    The last step's tokens come from the draft extend that follows, so that steps 0 to S - 2 have
+    metadata; `backends` has one for each of the S steps.
+    """
+
+    def __init__(
+        self, config: BackendConfig, pool: Any, req_to_token: Any, full_to_swa: Any = None
+    ) -> None:
+        num_steps = require_int(config.num_draft_steps, "num_draft_steps", 1)
+        self.config = config
+        self.num_prepared = max(1, num_steps - 1)
+        self.backends = [
+            AttentionBackend(config, pool, req_to_token, full_to_swa, step=step)
+            for step in range(num_steps)
+        ]
+        self._tables = self.backends[0]._tables
+        self._form = form_of(config, ForwardMode.DRAFT_DECODE, 1, 0, self.num_prepared)
+        self._store: Store | None = None
+        self._graph_store: Store | None = None
+
+    def init_forward_metadata(self, batch: BatchInfo) -> list[ForwardMetadata]:
+        """The metadata of all prepared steps: one launch."""
+        bs = self.backends[0]._check(batch)
+        store = self._store
+        if store is None or store.capacity < bs:
+            capacity = 1 << max(0, bs - 1).bit_length()
+            store = self._store = Store(self.config, self._form, capacity, self._tables)
+        return self._write(store, batch, bs)
+
+    def init_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        require_int(max_num_tokens, "max_num_tokens", require_int(max_bs, "max_bs"))
+        self._graph_store = Store(self.config, self._form, max_bs, self._tables)
+        workspace = self.backends[0]._make_workspace(max_num_tokens)
+        for backend in self.backends:
+            backend._workspace = workspace
+
+    def graph_num_bytes(self) -> int:
+        return 0 if self._graph_store is None else self._graph_store.num_bytes
+
+    def init_forward_metadata_capture(self, bs: int) -> list[ForwardMetadata]:
+        """The metadata that a graph of bs requests, all steps in it, will read."""
+        store = self._require_graph_store(bs)
+        return [self._give(store, bs, step) for step in range(self.num_prepared)]
+
+    def init_forward_metadata_replay(self, bs: int, batch: BatchInfo) -> list[ForwardMetadata]:
+        store = self._require_graph_store(bs)
+        if self.backends[0]._check(batch) != bs:
+            raise ArgumentError(
+                f"seq_lens: holds {batch.seq_lens.shape[0]} requests; the graph has {bs}, pad them"
+            )
+        return self._write(store, batch, bs)
+
+    def _require_graph_store(self, bs: int) -> Store:
+        store = self._graph_store
+        if store is None:
+            raise PlanError("init_graph_state has not been called; graphs need its memory")
+        if not 0 < bs <= store.capacity:
+            raise ArgumentError(f"bs: got {bs}; init_graph_state was told of {store.capacity}")
+        return store
+
+    def _write(self, store: Store, batch: BatchInfo, bs: int) -> list[ForwardMetadata]:
+        if batch.mode is not ForwardMode.DRAFT_DECODE:
+            raise ArgumentError(f"mode: got {batch.mode!r}; wanted DRAFT_DECODE")
+        store.write(batch, bs)
+        return [
+            self.backends[step]._use(store, bs, step, batch) for step in range(self.num_prepared)
+        ]
+
+    def _give(self, store: Store, bs: int, step: int) -> ForwardMetadata:
+        meta = store.metadata(bs, step)
+        self.backends[step].forward_metadata = meta
+        return meta
+
+
+def _max_rows(batch: BatchInfo) -> int:
+    """The most query tokens of a request of a ragged mode."""
+    if not batch.mode.is_ragged or batch.extend_seq_lens_host is None:
+        return 1
+    return int(np.max(batch.extend_seq_lens_host, initial=1))

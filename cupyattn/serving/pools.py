@@ -1,0 +1,153 @@
+"""KV pools: the memory of keys and values of all layers, in slots of one token.
+
+A backend asks a pool for pages of a layer and hands it new keys and values. Any object with the
+methods of `KVPool` is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from .. import array
+from ..array import ArrayView
+from ..core import dtypes
+from ..core.parse import require_int
+from ..errors import ArgumentError, UnsupportedError
+from ..slots import reshape_and_cache
+
+
+class KVPool(Protocol):
+    """What a backend needs of a pool."""
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Any, Any]:
+        """K [slots, num_kv_heads, head_dim] and V [slots, num_kv_heads, v_head_dim] of a layer."""
+
+    def set_kv_buffer(
+        self, layer: Any, loc: Any, k: Any, v: Any, k_scale: Any = None, v_scale: Any = None
+    ) -> None:
+        """Write k and v [n, num_kv_heads, head_dim] to slots `loc` [n] of a layer."""
+
+
+class MLAPool(Protocol):
+    """What a backend will need of a pool of latent keys, whose values are the first elements."""
+
+    def get_key_buffer(self, layer_id: int) -> Any:
+        """[slots, 1, kv_lora_rank + rope_dim] of a layer."""
+
+    def set_mla_kv_buffer(self, layer: Any, loc: Any, k_nope: Any, k_rope: Any) -> None:
+        """Write latents [n, 1, kv_lora_rank] and [n, 1, rope_dim] to slots `loc` [n]."""
+
+
+class MHATokenToKVPool:
+    """Keys and values of multi-head attention, in arrays of its own.
+
+    num_slots       tokens; a multiple of page_size
+    layer_num       layers, from start_layer on
+    like            an array: memory is of its framework, on its device
+    dtype           name of a dtype, fp8 ones too
+    full_to_swa     for a pool that is the second one of a hybrid: the slot here for each slot of
+                    the first; what is written names slots of the first
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        head_num: int,
+        head_dim: int,
+        layer_num: int,
+        like: Any,
+        *,
+        dtype: Any = "bfloat16",
+        v_head_dim: int | None = None,
+        start_layer: int = 0,
+        full_to_swa: Any = None,
+    ) -> None:
+        v = array.view(like, "like")
+        element = dtypes.parse(dtype, "dtype")
+        counts = {"num_slots": num_slots, "head_num": head_num, "head_dim": head_dim}
+        counts |= {"layer_num": layer_num, "v_head_dim": v_head_dim or head_dim}
+        slots, heads, dim_k, layers, dim_v = (require_int(x, n) for n, x in counts.items())
+        self.start_layer = start_layer
+        self.full_to_swa = full_to_swa
+        self._buffers = [
+            tuple(array.empty((slots, heads, dim), element, v) for dim in (dim_k, dim_v))
+            for _ in range(layers)
+        ]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Any, Any]:
+        index = layer_id - self.start_layer
+        if not 0 <= index < len(self._buffers):
+            raise ArgumentError(
+                f"layer_id: got {layer_id}; the pool has layers {self.start_layer} to "
+                f"{self.start_layer + len(self._buffers) - 1}"
+            )
+        k, v = self._buffers[index]
+        return k, v
+
+    def get_key_buffer(self, layer_id: int) -> Any:
+        return self.get_kv_buffer(layer_id)[0]
+
+    def get_value_buffer(self, layer_id: int) -> Any:
+        return self.get_kv_buffer(layer_id)[1]
+
+    def set_kv_buffer(
+        self, layer: Any, loc: Any, k: Any, v: Any, k_scale: Any = None, v_scale: Any = None
+    ) -> None:
+        """One launch: copies, or quantises to fp8 what is divided by the scales. k and v may be
+        [n, heads * head_dim]."""
+        buffers = self.get_kv_buffer(layer.layer_id)
+        if len(k.shape) == 2:
+            k = k.reshape(-1, *buffers[0].shape[1:])
+        if len(v.shape) == 2:
+            v = v.reshape(-1, *buffers[1].shape[1:])
+        write_slots(buffers, loc, k, v, k_scale, v_scale, self.full_to_swa)
+
+    def set_mla_kv_buffer(self, layer: Any, loc: Any, k_nope: Any, k_rope: Any) -> None:
+        raise UnsupportedError("set_mla_kv_buffer: this pool is of MHA; MLA is not here yet")
+
+
+def write_slots(
+    buffers: tuple[Any, Any],
+    loc: Any,
+    k: Any,
+    v: Any,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    full_to_swa: Any = None,
+) -> None:
+    """Write k and v to slots of a layer's buffers. Scales of buffers that are not fp8 count not."""
+    if k_scale is not None or v_scale is not None:
+        dtype = array.view(buffers[0], "k_cache").dtype
+        if not dtype.is_fp8 or array.view(k, "k").dtype.is_fp8:
+            k_scale = v_scale = None
+    reshape_and_cache(k, v, *buffers, loc, k_scale=k_scale, v_scale=v_scale, slot_map=full_to_swa)
+
+
+def view_pages(buffer: Any, name: str, page_size: int, shape: tuple[int, int]) -> Any:
+    """A buffer [slots, heads, head_dim] as pages [slots / page_size, page_size, heads, head_dim].
+
+    shape: (heads, head_dim). Slots past the last whole page belong to no page.
+    """
+    v = array.view(buffer, name)
+    if len(v.shape) == 4:
+        if v.shape[1] == 1 or v.strides[0] == v.shape[1] * v.strides[1]:
+            v = _as_slots(v)
+        else:
+            raise ArgumentError(
+                f"{name}: shape {list(v.shape)} with strides {list(v.strides)} is no row of slots; "
+                "wanted [slots, heads, head_dim]"
+            )
+    if len(v.shape) != 3 or tuple(v.shape[1:]) != shape:
+        raise ArgumentError(
+            f"{name}: shape is {list(v.shape)}; wanted [slots, {shape[0]}, {shape[1]}]"
+        )
+    count, step = v.shape[0] // page_size, v.strides[0]
+    strides = page_size * step, step, *v.strides[1:]
+    return array.restride(buffer, name, (count, page_size, *v.shape[1:]), strides)
+
+
+def _as_slots(v: ArrayView) -> ArrayView:
+    shape = v.shape[0] * v.shape[1], *v.shape[2:]
+    return array.as_strided(
+        v, shape, (v.strides[1] if v.shape[1] > 1 else v.strides[0], *v.strides[2:])
+    )

@@ -1,0 +1,389 @@
+"""Multi-head latent attention (MLA) of batches over a paged latent cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import array
+from ..batch import latent
+from ..batch.latent import LatentScales
+from ..batch.mask import NO_MASK
+from ..batch.requests import PageNames, host_integers, read_paged, read_rows
+from ..batch.wrapper import BatchWrapper, planning
+from ..core import dtypes, parse
+from ..core.parse import require_int
+from ..errors import ArgumentError, UnsupportedError
+from ..inputs import geometry
+from ..planless import latent as planless
+from ..typing import Array
+
+_NAMES = PageNames("kv_indptr", "kv_indices", "kv_len_arr")
+# What run() calls its arrays in its two forms.
+_SPLIT = ("q_nope", "q_pe"), ("ckv_cache", "kpe_cache")
+_PACKED = ("query", "query[1]"), ("kv_cache", "kv_cache[1]")
+_LSE_MODES = "none", "base2", "basee"
+_SCALE_MODES = "default", "kv-per-tensor", "bmm-scalar"
+
+
+class MLAPlanMetadata(NamedTuple):
+    """The lengths of a batch, as plan(metadata=...) takes them.
+
+    Made by `csr`, of a page table of CSR form, or `dense`, of a rectangular one.
+    """
+
+    qo_indptr: Any
+    kv_indptr: Any
+    kv_indices: Any
+    kv_len_arr: Any
+    block_tables: Any = None
+
+    @classmethod
+    def csr(
+        cls, qo_indptr: Array, kv_indptr: Array, kv_indices: Array, kv_len_arr: Array
+    ) -> MLAPlanMetadata:
+        """Arrays as in BatchMLAPagedAttentionWrapper.plan."""
+        return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+
+    @classmethod
+    def dense(
+        cls,
+        cum_seq_lens_q: Array | None,
+        block_tables: Array,
+        seq_lens: Array | None,
+        max_q_len: int | None = None,
+    ) -> MLAPlanMetadata:
+        """cum_seq_lens_q [B + 1]; block_tables int32 [B, max_pages]; seq_lens [B], keys of each
+        request. max_q_len is accepted for compatibility."""
+        return cls(cum_seq_lens_q, None, None, seq_lens, block_tables)
+
+
+class BatchMLAPagedAttentionWrapper(BatchWrapper):
+    """Latent attention of a batch, in its absorbed form, planned once and run in every layer.
+
+    Queries have 512 latent and 64 rope columns for each head, the cache has one such row for each
+    token; logits are the products of both parts, and a value is the latent part of its key. So a
+    model multiplies its queries by W_UK before, and the answer by W_UV behind.
+
+    float_workspace_buffer   bytes on a 16-byte boundary, for partial states; or None, for memory of
+            the wrapper's own, which grows as plans need it.
+    use_cuda_graph  captured runs follow later plans; then qo_indptr [B + 1], kv_indptr [B + 1],
+            kv_indices [most pages of a batch] and kv_len_arr [B] are int32 buffers on the device,
+            which plan() fills, for batches of B requests.
+    backend     accepted for compatibility; all names serve.
+    kv_layout   accepted for compatibility: a latent cache has one head.
+
+    Semantics: FlashInfer's class of the same name. On Hopper and older GPUs this one also takes any
+    number of heads, sinks and head_dim_ckv 256.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any,
+        use_cuda_graph: bool = False,
+        qo_indptr: Array | None = None,
+        kv_indptr: Array | None = None,
+        kv_indices: Array | None = None,
+        kv_len_arr: Array | None = None,
+        backend: str = "auto",
+        *,
+        kv_layout: str = "NHD",
+    ) -> None:
+        buffers = {
+            "qo_indptr": qo_indptr,
+            "kv_indptr": kv_indptr,
+            "kv_indices": kv_indices,
+            "kv_len_arr": kv_len_arr,
+        }
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, backend, None)
+        self._lse_mode = "base2"
+
+    @planning
+    def plan(
+        self,
+        qo_indptr: Array | None = None,
+        kv_indptr: Array | None = None,
+        kv_indices: Array | None = None,
+        kv_len_arr: Array | None = None,
+        num_heads: int | None = None,
+        head_dim_ckv: int | None = None,
+        head_dim_kpe: int | None = None,
+        page_size: int | None = None,
+        causal: bool | None = None,
+        sm_scale: float | None = None,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
+        use_profiler: bool = False,
+        *,
+        metadata: MLAPlanMetadata | None = None,
+        cum_seq_lens_q: Array | None = None,
+        block_tables: Array | None = None,
+        seq_lens: Array | None = None,
+        max_q_len: int | None = None,
+        query_layout: str | None = None,
+        kv_cache_layout: str | None = None,
+        lse_mode: str = "none",
+        output_dtype: Any = None,
+        output_scale: str = "none",
+        scale_mode: str = "default",
+        skip_softmax: bool = False,
+        enable_pdl: bool | None = None,
+        use_sinks: bool = False,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+    ) -> None:
+        """Schedule the batch that the next runs are for.
+
+        qo_indptr   int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
+        kv_indptr   [B + 1], in pages, and kv_indices [>= kv_indptr[B]], the pages of all requests.
+        kv_len_arr  [B]: keys of each request, at most page_size for each of its pages; 0: its rows
+                give 0 and -inf. Offsets and lengths are needed on the host; kv_indices may stay on
+                the GPU.
+        metadata    MLAPlanMetadata, in place of these four; or cum_seq_lens_q, block_tables and
+                seq_lens, which are those of MLAPlanMetadata.dense.
+        num_heads   query heads, any number. head_dim_ckv 512 or 256, head_dim_kpe 64 or 0.
+        causal      row i of a request sees keys up to i + kv_len - qo_len; default False.
+        sm_scale    the scale of the logits, required: 1 / sqrt(128 + 64), the head dim before
+                absorption, in DeepSeek's models.
+        q_data_type, kv_data_type   "float16" or "bfloat16" (default), kv_data_type also
+                "float8_e4m3fn". output_dtype: default q_data_type.
+        fixed_split_size, disable_split_kv   as in BatchDecodeWithPagedKVCacheWrapper.plan.
+        lse_mode    "basee": run() gives natural logarithms, else base 2.
+        query_layout, kv_cache_layout   "packed" or "split", and scale_mode, use_sinks, enable_pdl,
+                skip_softmax, max_q_len: accepted for compatibility; run() sees what it is given.
+        output_scale   must be "none", use_profiler False.
+
+        Raises ArgumentError, UnsupportedError or WorkspaceError; the last plan then stays in force.
+        """
+        if parse.flag(use_profiler, "use_profiler"):
+            raise UnsupportedError("use_profiler: kernels are not instrumented; pass False")
+        parse.choice(output_scale, ("none",), "output_scale")
+        parse.choice(scale_mode, _SCALE_MODES, "scale_mode")
+        parse.choice(lse_mode, _LSE_MODES, "lse_mode")
+        for name, layout in (("query_layout", query_layout), ("kv_cache_layout", kv_cache_layout)):
+            if layout is not None:
+                parse.choice(layout, ("packed", "split"), name)
+        if sm_scale is None:
+            raise ArgumentError(
+                "sm_scale: got None; wanted the scale of the model, 1 / sqrt(128 + 64) in "
+                "DeepSeek's: absorbed heads do not tell it"
+            )
+        heads = geometry.count(num_heads, "num_heads")
+        ckv = geometry.count(head_dim_ckv, "head_dim_ckv")
+        kpe = require_int(head_dim_kpe, "head_dim_kpe", 0)
+        page_size = geometry.count(page_size, "page_size")
+        if metadata is None and block_tables is not None:
+            metadata = MLAPlanMetadata.dense(cum_seq_lens_q, block_tables, seq_lens)
+        if metadata is None:
+            metadata = MLAPlanMetadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        elif not isinstance(metadata, MLAPlanMetadata):
+            raise ArgumentError(
+                f"metadata: got {parse.shown(metadata)}; wanted MLAPlanMetadata.csr(...) or "
+                "MLAPlanMetadata.dense(...)"
+            )
+        table = _csr_of(metadata, page_size)
+        split = geometry.split_size(fixed_split_size, disable_split_kv, page_size)
+        rows, is_debugging = read_rows(table.qo_indptr), self._is_debugging()
+        arrays = table.kv_indptr, table.kv_indices, table.kv_len_arr
+        batch = read_paged(rows, *arrays, page_size, _NAMES, is_debugging, has_lengths=True)
+        q_data_type = "bfloat16" if q_data_type is None else q_data_type
+        options = self._options(
+            (heads, 1, ckv + kpe, ckv),
+            page_size,
+            (q_data_type, q_data_type if kv_data_type is None else kv_data_type),
+            causal=False if causal is None else causal,
+            sm_scale=sm_scale,
+            o_dtype=output_dtype,
+            latent=True,
+        )
+        self._install(options, batch, NO_MASK, split)
+        if not self._is_probe:
+            self._lse_mode = lse_mode
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q_nope: Array | None = None,
+        q_pe: Array | None = None,
+        ckv_cache: Array | None = None,
+        kpe_cache: Array | None = None,
+        out: Array | None = None,
+        lse: Array | None = None,
+        return_lse: bool = False,
+        profiler_buffer: Any = None,
+        kv_len: Any = None,
+        page_table: Any = None,
+        return_lse_base_on_e: bool = False,
+        o_scale: Any = None,
+        *,
+        query: Any = None,
+        kv_cache: Any = None,
+        ckv_scale: float | None = None,
+        ckv_scale_arr: Array | None = None,
+        kpe_scale: float | None = None,
+        sinks: Array | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        bmm1_scale: float | None = None,
+        bmm2_scale: float | None = None,
+    ) -> Any:
+        """Latent attention of the planned batch.
+
+        q_nope      [rows, num_heads, head_dim_ckv], multiplied by W_UK; q_pe [rows, num_heads,
+                head_dim_kpe]. Or `query`, one array with both, latent columns first, or a pair.
+        ckv_cache   [num_pages, page_size, head_dim_ckv]; kpe_cache [num_pages, page_size,
+                head_dim_kpe]. Or `kv_cache`, likewise. An axis of one head before or behind
+                page_size is allowed, and none of page_size for pages of one token. Strides are any.
+        out, lse    arrays to write instead of new ones; lse float32 [rows, num_heads].
+        return_lse_base_on_e   natural logarithms, not base 2; one more pass over the LSE.
+        ckv_scale, kpe_scale   of a cache of fp8: each part times its scale. ckv_scale_arr, float32
+                [num_pages, page_size], scales the latent part of each token; CPU arrays only.
+        sinks       float32 [num_heads]: extra natural-log logits in the denominator.
+        bmm1_scale, bmm2_scale   numbers: the whole scale of the logits in place of the plan's, and
+                of the output.
+        profiler_buffer, kv_len, page_table, o_scale   must be None: plan() has the lengths.
+        skip_softmax_threshold_scale_factor   accepted for compatibility.
+
+        Returns out [rows, num_heads, head_dim_ckv] in q's framework and device, or (out, lse) if
+        `return_lse`. It never waits for the device. Raises ArgumentError for arrays that do not fit
+        the plan, PlanError without one, before anything is written.
+        """
+        geometry.refuse("not supported", profiler_buffer=profiler_buffer, o_scale=o_scale)
+        geometry.refuse("plan() has the lengths", kv_len=kv_len, page_table=page_table)
+        queries, q_names = _parts(query, (q_nope, q_pe), "query", _PACKED[0], _SPLIT[0])
+        pages, k_names = _parts(kv_cache, (ckv_cache, kpe_cache), "kv_cache", _PACKED[1], _SPLIT[1])
+        scales = latent.NO_SCALES
+        if not (ckv_scale is ckv_scale_arr is kpe_scale is bmm1_scale is bmm2_scale is None):
+            scales = self._scales(ckv_scale, ckv_scale_arr, kpe_scale, bmm1_scale, bmm2_scale)
+        is_natural = parse.flag(return_lse_base_on_e, "return_lse_base_on_e")
+        is_natural = is_natural or self._lse_mode == "basee"
+        if is_natural and (lse is not None or parse.flag(return_lse, "return_lse")):
+            arrays = queries, pages, (q_names, k_names), out
+            return self._run_natural(arrays, lse, sinks, scales, return_lse)
+        names = q_names, k_names
+        return latent.run(self, queries, pages, names, out, lse, sinks, scales, return_lse)
+
+    def _run_natural(
+        self, arrays: Any, lse: Any, sinks: Any, scales: LatentScales, return_lse: bool
+    ) -> Any:
+        """The run, with natural logarithms in `lse`."""
+        queries, pages, names, out = arrays
+        if lse is None:
+            vq, plan = array.view(queries[0], names[0][0]), self._require_plan()
+            shape = plan.batch.num_rows, plan.geometry.spec.num_qo_heads
+            lse = array.empty(shape, dtypes.float32, vq)
+        out = latent.run(self, queries, pages, names, out, lse, sinks, scales, False)
+        array.scaled(lse, math.log(2.0))
+        like = array.view(queries[0], names[0][0])
+        return (out, array.deliver(lse, like)) if return_lse else out
+
+    def _scales(
+        self, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any, bmm1: Any, bmm2: Any
+    ) -> LatentScales:
+        """Checked: a cache of fp8 has scales, others have none."""
+        spec = self._require_plan().geometry.spec
+        has_scales = not (ckv_scale is ckv_scale_arr is kpe_scale is None)
+        if has_scales and not spec.dtype_kv.is_fp8:
+            raise ArgumentError(
+                f"ckv_scale, kpe_scale: given for a cache of {spec.dtype_kv}; only one of fp8 has "
+                "scales, pass None"
+            )
+        if ckv_scale is not None and ckv_scale_arr is not None:
+            raise ArgumentError("ckv_scale, ckv_scale_arr: got both; wanted one of them")
+        ckv = parse.positive(ckv_scale, "ckv_scale", 1.0)
+        kpe = parse.positive(kpe_scale, "kpe_scale", 1.0)
+        logits = None if bmm1 is None else parse.finite(bmm1, "bmm1_scale", 1.0)
+        output = parse.finite(bmm2, "bmm2_scale", 1.0)
+        return LatentScales(ckv, kpe, ckv_scale_arr, output, logits)
+
+    def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
+        """run(return_lse=True)."""
+        kwargs["return_lse"] = True
+        return self.run(*args, **kwargs)
+
+    def forward(
+        self,
+        q: Array,
+        kv_cache: Any,
+        page_table: Array | None = None,
+        seq_lens: Array | None = None,
+        *,
+        sm_scale: float | None = None,
+        out: Array | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Latent attention without a plan: one call for the last token of each request.
+
+        q           [B, num_heads, 576] or a pair (q_nope, q_pe); kv_cache as in run(), packed or a
+                pair.
+        page_table  int32 [B, max_pages]; seq_lens int32 [B]. They stay on the device.
+        sm_scale    default 1 / sqrt(128 + 64), that of DeepSeek's models.
+
+        Without page_table and seq_lens it is run(query=q, kv_cache=kv_cache).
+        """
+        if page_table is None and seq_lens is None:
+            return self.run(query=q, kv_cache=kv_cache, out=out, return_lse=return_lse)
+        if page_table is None or seq_lens is None:
+            raise ArgumentError("page_table, seq_lens: got one of them; wanted both, or none")
+        queries, _ = _parts(q, (None, None), "q", ("q", "q[1]"), _SPLIT[0])
+        pages, _ = _parts(kv_cache, (None, None), "kv_cache", _PACKED[1], _SPLIT[1])
+        workspace = self._workspace.owner if self._has_workspace else None
+        return planless.decode(
+            (*queries, *pages, workspace, page_table, seq_lens, out, None),
+            sm_scale=1.0 / math.sqrt(192.0) if sm_scale is None else sm_scale,
+            return_lse=return_lse,
+        )
+
+
+def _parts(
+    both: Any,
+    apart: tuple[Any, Any],
+    name: str,
+    names: tuple[str, str],
+    split_names: tuple[str, str],
+) -> tuple[tuple[Any, Any], tuple[str, str]]:
+    """The two parts of an argument that is given as one array, as a pair, or as two arguments."""
+    if both is None:
+        if apart[0] is None:
+            raise ArgumentError(
+                f"{split_names[0]}: got None; wanted {split_names[0]} and {split_names[1]}, or "
+                f"{name}"
+            )
+        return apart, split_names
+    if not (apart[0] is apart[1] is None):
+        raise ArgumentError(f"{name}: given beside {split_names[0]}; wanted one form")
+    if isinstance(both, (tuple, list)):
+        if len(both) != 2:
+            raise ArgumentError(f"{name}: got {len(both)} arrays; wanted one, or a pair")
+        return (both[0], both[1]), (f"{name}[0]", f"{name}[1]")
+    return (both, None), names
+
+
+def _csr_of(metadata: MLAPlanMetadata, page_size: int) -> MLAPlanMetadata:
+    """The page table in CSR form; a rectangular one is read on the host."""
+    if metadata.block_tables is None:
+        for name, x in zip(metadata._fields, metadata[:4], strict=False):
+            if x is None:
+                raise ArgumentError(f"{name}: got None; wanted the lengths of the batch")
+        return metadata
+    for name, x in (("cum_seq_lens_q", metadata.qo_indptr), ("seq_lens", metadata.kv_len_arr)):
+        if x is None:
+            raise ArgumentError(f"{name}: got None; wanted it beside block_tables")
+    table = array.to_host(array.view(metadata.block_tables, "block_tables"))
+    lengths = host_integers(metadata.kv_len_arr, "seq_lens")
+    if table.ndim != 2 or len(table) != len(lengths):
+        raise ArgumentError(
+            f"block_tables: shape is {list(table.shape)}; wanted [{len(lengths)}, max_pages], a "
+            "row for each of seq_lens"
+        )
+    if (lengths < 0).any() or (-(-lengths // page_size) > table.shape[1]).any():
+        raise ArgumentError(
+            f"seq_lens: {lengths.tolist()[:8]} do not fit the {table.shape[1]} pages of "
+            f"{page_size} in each row of block_tables"
+        )
+    pages = -(-lengths // page_size)
+    indptr = np.concatenate([[0], np.cumsum(pages)])
+    used = np.arange(table.shape[1]) < pages[:, None]
+    return MLAPlanMetadata(metadata.qo_indptr, indptr, table[used], metadata.kv_len_arr)

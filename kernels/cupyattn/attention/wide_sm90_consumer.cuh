@@ -1,0 +1,305 @@
+// The two consumer warpgroups of wide_sm90. A warpgroup holds half of the columns of O, for the
+// block's 64 rows. The leader also makes the probabilities; the follower gets them through shared
+// memory. docs/wide_sm90.md says why.
+//
+// The leader, for a tile of keys. "<-" names what a phase waits for.
+//   issue_scores          S = Q K^T <- producer: each piece of K
+//   issue_output          O += P V of the tile before, its own columns <- producer: values
+//   await_scores          <- S; releases keys that are not also values
+//   next_tile             softmax, beside O += P V of both warpgroups
+//   publish               P goes to shared memory <- follower: P of the tile before is read
+//   await_output          <- O; releases the first piece of the tile before
+//   rescale               O, in the rare tile that raised a maximum
+//   commit_probabilities  P becomes the operand of its own next product
+// Without overlap the leader issues O += P V of a tile when it has P, and waits for it: a tile is
+// released before the next has landed, so more of the keys are under way. That is faster where
+// memory, not products, takes the time.
+//
+// The follower, for a tile of keys.
+//   await P               <- leader: P of the tile; rescales O if a maximum was raised
+//   issue_output          O += P V, its own columns <- producer: the second piece of K
+//   await O               <- O; releases the second piece, and P
+//
+// After the last tile the leader finishes the rows and publishes their normalisers; both write O.
+#pragma once
+
+#include "cupyattn/attention/wide_sm90_output.cuh"
+
+namespace cupyattn {
+
+template <typename Traits>
+struct WideSm90Leader : WideSm90Output<Traits> {
+  using Base = WideSm90Output<Traits>;
+  using Base::kColumns, Base::kSteps, Base::kTileKV, Base::o, Base::params, Base::rows,
+      Base::shared;
+  using typename Base::DTypeQ;
+  using typename Base::Item;
+  using typename Base::PTile;
+  using typename Base::Stage;
+  using typename Base::VTile;
+  using QTile = typename Traits::QTile;
+  using KTile = typename Traits::KTile;
+  using Softmax = PrefillSm90Softmax<Traits>;
+  using Probabilities = typename Softmax::Probabilities;
+  using Scores = float[1][kTileKV / 8][4];
+  static constexpr bool kOverlaps = Traits::kIntraWarpgroupOverlap;
+
+  Stage k, v;           // of the tile whose scores come next, and of that of `p`
+  Stage scored;         // of the present scores
+  int swept_tile = -1;  // the tile of `p` if it hides keys, or -1
+  uint32_t p_parity = 0;
+  bool adds_output = false;
+  uint32_t p[kSteps][1][4];
+  Softmax softmax;
+
+  __device__ __forceinline__ explicit WideSm90Leader(const WideSm90Block<Traits>& block)
+      : Base(block, 0), softmax(block, 0) {}
+
+  __device__ __forceinline__ void run() {
+    const Item& item = shared.items[0];
+    softmax.begin_item(item);
+    if (!item.has_keys()) {
+      this->clear();
+      finish();
+      return;
+    }
+    const int begin = ptx::warp_uniform(item.tiles.begin);
+    int tile = ptx::warp_uniform(item.tiles.end) - 1;
+    await_phase(shared.full_q, 0);
+    ptx::fence_proxy_async();
+    process_first_tile(item, tile);
+    if (!kOverlaps) complete_output(item);
+    while (tile > begin) process_tile(item, --tile);
+    if (kOverlaps) complete_output(item);
+    finish();
+  }
+
+  __device__ __forceinline__ void process_first_tile(const Item& item, int tile) {
+    Scores s;
+    Probabilities probabilities;
+    issue_scores(s);
+    await_scores<0>(s);
+    const int swept = sweep(item, tile);
+    softmax.first_tile(probabilities, s, item, KeyTile{tile, softmax.needs_mask(tile)}, v);
+    publish(probabilities);
+    commit_probabilities(probabilities, swept);
+  }
+
+  __device__ __forceinline__ void process_tile(const Item& item, int tile) {
+    Scores s;
+    Probabilities probabilities;
+    issue_scores(s);
+    if (kOverlaps) issue_output();
+    await_scores<kOverlaps ? 1 : 0>(s);
+    const int swept = sweep(item, tile);
+    softmax.next_tile(probabilities, s, o, item, KeyTile{tile, softmax.needs_mask(tile)}, v);
+    publish(probabilities);
+    if (kOverlaps) await_output(item);
+    // mutate: wide-leader-output-not-rescaled
+    if (unlikely(probabilities.raised)) multiply_rows(o, probabilities.factors);
+    commit_probabilities(probabilities, swept);
+    if (!kOverlaps) complete_output(item);
+  }
+
+  // --- Phases ---
+
+  // S = Q K^T of the tile whose keys land next.
+  __device__ __forceinline__ void issue_scores(Scores& s) {
+    // Copies, because ptxas would keep the operand of each product in registers, and spill.
+    const uint64_t queries = ptx::opaque_copy(operand_at<QTile>(ptx::shared_address(shared.q)));
+    const uint64_t keys =
+        ptx::opaque_copy(operand_at<KTile>(ptx::shared_address(shared.k[k.stage])));
+    if constexpr (Traits::kLatent) {
+      issue_piece<Traits::kOfFollower>(s, queries, keys, false);
+      issue_piece<Traits::kOfLeader>(s, queries, keys, true);
+    } else {
+      issue_piece<Traits::kKeys>(s, queries, keys, false);
+    }
+    ptx::wgmma_commit();
+    scored = k;
+    k.advance();
+  }
+  // The products by one piece, once it has landed.
+  template <int kPiece>
+  __device__ __forceinline__ void issue_piece(Scores& s, uint64_t queries, uint64_t keys,
+                                              bool adds) const {
+    constexpr bool kIsAll = kPiece == Traits::kKeys;
+    constexpr int kFirst = kIsAll ? 0 : Traits::template kFirstPanel<kPiece>;
+    constexpr int kEnd = kIsAll ? KTile::kPanels : Traits::template kEndPanel<kPiece>;
+    // mutate: wide-keys-not-awaited
+    await_phase(shared.full[k.stage][kPiece], k.parity);
+    if constexpr (!Traits::kTma) ptx::fence_proxy_async();
+    ptx::wgmma_fence();
+    issue_qk_panels<QTile, KTile, kFirst, kEnd>(s, queries, keys, adds);
+  }
+
+  // kPending: groups of products that were issued after S.
+  template <int kPending>
+  __device__ __forceinline__ void await_scores(Scores& s) const {
+    ptx::wgmma_wait<kPending>();
+    take_results(s);
+    // mutate: wide-keys-kept
+    if constexpr (!Traits::kLatent) this->release(shared.empty[scored.stage][Traits::kKeys]);
+    if constexpr (Traits::kSparse) hide_missing_keys(s);
+  }
+
+  // Sweeps the leader's values of the tile of the present scores if it hides keys, and returns the
+  // tile then, else -1.
+  __device__ __forceinline__ int sweep(const Item& item, int tile) {
+    if (!unlikely(softmax.needs_mask(tile)) || !this->hides_keys(item, tile)) return -1;
+    if constexpr (!Traits::kLatent) {
+      await_phase(shared.full[scored.stage][Traits::kOfLeader], scored.parity);
+    }
+    this->zero_nonfinite_values(item, tile, scored);  // mutate: wide-hidden-values-stay
+    return tile;
+  }
+
+  // Hides the keys that a sparse list lacks. The stage is not free before P is published.
+  __device__ __forceinline__ void hide_missing_keys(Scores& s) const {
+#pragma unroll
+    for (int n = 0; n < kTileKV / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const bool exists = shared.exists[scored.stage][8 * n + 2 * (rows.lane & 3) + e] != 0;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (!exists) s[0][n][2 * h + e] = -ptx::infinity();  // mutate: wide-missing-keys-seen
+        }
+      }
+    }
+  }
+
+  // O += P V of the tile of `p`.
+  __device__ __forceinline__ void issue_output() {
+    if constexpr (!Traits::kLatent) {
+      // mutate: wide-values-not-awaited
+      await_phase(shared.full[v.stage][Traits::kOfLeader], v.parity);
+      ptx::fence_proxy_async();
+    }
+    ptx::wgmma_fence();
+    issue_pv<VTile, kColumns>(o, p, this->values(v), adds_output);
+    ptx::wgmma_commit();
+    adds_output = true;  // mutate: wide-values-not-added
+  }
+
+  __device__ __forceinline__ void await_output(const Item& item) {
+    ptx::wgmma_wait<0>();
+    take_results(o);
+    // mutate: wide-nonfinite-values-not-added
+    if (unlikely(swept_tile >= 0)) this->add_nonfinite_values(item, swept_tile, v, p);
+    this->release(shared.empty[v.stage][Traits::kOfLeader]);
+    v.advance();
+  }
+  __device__ __forceinline__ void complete_output(const Item& item) {
+    issue_output();
+    await_output(item);
+  }
+
+  // Hands the probabilities of a tile to the follower, once it has read those before.
+  __device__ __forceinline__ void publish(const Probabilities& from) {
+    const int lane = rows.lane;
+    await_phase(shared.empty_p, p_parity ^ 1);  // mutate: wide-p-overwritten
+    p_parity ^= 1;
+    const uint32_t first = this->p_fragment();
+#pragma unroll
+    // Two chunks further is a bit of the address.
+    // mutate: wide-p-chunks-overlap
+    for (int i = 0; i < kSteps; ++i) ptx::stmatrix_x4(first ^ (32 * i), from.p[i][0]);
+    if (from.raised && (lane & 3) == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) shared.factors[rows.own_row(h)] = from.factors[0][h];
+    }
+    if (lane == 0) shared.raised[rows.warp] = from.raised;
+    ptx::fence_proxy_async();
+    ptx::warp_sync();
+    this->release(shared.full_p);
+  }
+
+  // Copies probabilities to `p`, which the product before has read until now.
+  __device__ __forceinline__ void commit_probabilities(const Probabilities& from, int swept) {
+    swept_tile = swept;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) p[i][0][e] = ptx::opaque_copy(from.p[i][0][e]);
+    }
+  }
+
+  // Finishes the rows, hands their normalisers to the follower and writes O.
+  __device__ __forceinline__ void finish() {
+    const auto output = rows.finish_rows(softmax.online, 0, 0);
+    if ((rows.lane & 3) == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) shared.normalisers[rows.own_row(h)] = output.factors[h];
+    }
+    ptx::warp_sync();
+    this->release(shared.full_normalisers);
+    this->write(output.factors);
+  }
+};
+
+template <typename Traits>
+struct WideSm90Follower : WideSm90Output<Traits> {
+  using Base = WideSm90Output<Traits>;
+  using Base::kColumns, Base::kSteps, Base::o, Base::rows, Base::shared;
+  using typename Base::DTypeQ;
+  using typename Base::Item;
+  using typename Base::PTile;
+  using typename Base::Stage;
+  using typename Base::VTile;
+
+  __device__ __forceinline__ explicit WideSm90Follower(const WideSm90Block<Traits>& block)
+      : Base(block, 1) {}
+
+  __device__ __forceinline__ void run() {
+    const Item& item = shared.items[0];
+    if (item.has_keys()) {
+      Stage v;
+      uint32_t p_parity = 0;
+      const int count = ptx::warp_uniform(item.tiles.end - item.tiles.begin);
+      for (int i = 0; i < count; ++i) {
+        process_tile(item, item.tiles.end - 1 - i, v, p_parity, i > 0);
+        v.advance();
+        p_parity ^= 1;
+      }
+    } else {
+      this->clear();
+    }
+    await_phase(shared.full_normalisers, 0);  // mutate: wide-normalisers-not-awaited
+    const float factors[2] = {shared.normalisers[rows.own_row(0)],
+                              // mutate: wide-normaliser-of-the-upper-row
+                              shared.normalisers[rows.own_row(1)]};
+    this->write(factors);
+  }
+
+  __device__ __forceinline__ void process_tile(const Item& item, int tile, const Stage& v,
+                                               uint32_t p_parity, bool adds) {
+    // The leader may have seen the values land; this warpgroup sees it by its own wait.
+    await_phase(shared.full[v.stage][Traits::kOfFollower], v.parity);
+    await_phase(shared.full_p, p_parity);  // mutate: wide-p-not-awaited
+    if (adds && unlikely(shared.raised[rows.warp] != 0)) {
+      const float factors[1][2] = {
+          {shared.factors[rows.own_row(0)], shared.factors[rows.own_row(1)]}};
+      multiply_rows(o, factors);  // mutate: wide-follower-output-not-rescaled
+    }
+    const bool hides_keys = unlikely(this->hides_keys(item, tile));
+    if (hides_keys) this->zero_nonfinite_values(item, tile, v);
+    if constexpr (!Traits::kTma) ptx::fence_proxy_async();
+    ptx::wgmma_fence();
+    issue_pv_shared<PTile, VTile, kColumns>(o, operand_at<PTile>(ptx::shared_address(shared.p)),
+                                            this->values(v), adds);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    take_results(o);
+    if (hides_keys) {
+      uint32_t p[kSteps][1][4];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) ptx::ldmatrix_x4(p[i][0], this->p_fragment() ^ (32 * i));
+      this->add_nonfinite_values(item, tile, v, p);
+    }
+    this->release(shared.empty[v.stage][Traits::kOfFollower]);
+    this->release(shared.empty_p);
+  }
+};
+
+}  // namespace cupyattn

@@ -1,0 +1,196 @@
+// The producer warpgroup of wide_sm90: copies rows of queries and keys by 16-byte cp.async, so that
+// a page may have any size.
+#pragma once
+
+#include "cupyattn/attention/key_rows.cuh"
+#include "cupyattn/attention/wide_sm90_traits.cuh"
+#include "cupyattn/ptx/tensor_copy.cuh"
+
+namespace cupyattn {
+
+template <typename Traits>
+struct WideSm90Producer {
+  using DTypeQ = typename Traits::DTypeQ;
+  using QTile = typename Traits::QTile;
+  using KTile = typename Traits::KTile;
+  using VTile = typename Traits::VTile;
+  using Item = typename Traits::Item;
+  using Block = WideSm90Block<Traits>;
+  static constexpr int kTileKV = Traits::kTileKV;
+  // Eight lanes copy a row at a time, of kRows neighbouring rows; a lane knows where one of them
+  // is.
+  static constexpr int kGroups = Traits::kWarpgroup / 8;
+
+  // Where a row begins in two arrays: its latent and its rope part, or K and V. nullptr for a row
+  // that does not exist.
+  struct Row {
+    const DTypeQ *first, *second;
+  };
+
+  const Block& block;
+  const typename Traits::Params& all_params;
+  const AttentionParams& params;
+  typename Traits::SharedMemory& shared;
+  const int group, lane;
+  const uint64_t policy;
+
+  __device__ __forceinline__ explicit WideSm90Producer(const Block& block)
+      : block(block),
+        all_params(block.all_params),
+        params(block.params),
+        shared(block.shared),
+        group(threadIdx.x % Traits::kWarpgroup / 8),
+        lane(threadIdx.x % 8),
+        policy(ptx::evict_first_policy()) {}
+
+  __device__ __forceinline__ void run() const {
+    const Item& item = shared.items[0];
+    if (!item.has_keys()) return;
+    int page = page_of(item, item.tiles.end - 1);
+    copy_queries(item);
+    typename Block::Stage stage;
+    for (int tile = item.tiles.end - 1; tile >= item.tiles.begin; --tile) {
+      const Row own = key_row(item, tile, page);
+      // Looked up a tile ahead, because the page table is far away.
+      page = page_of(item, tile - 1);  // mutate: wide-page-of-the-same-tile
+      // In the order in which consumers want them.
+      if constexpr (!Traits::kLatent) copy_piece<Traits::kKeys>(stage, own);
+      copy_piece<Traits::kOfFollower>(stage, own);
+      copy_piece<Traits::kOfLeader>(stage, own);
+      stage.advance();
+    }
+  }
+
+  __device__ __forceinline__ void copy_queries(const Item& item) const {
+    constexpr int kRows = QTile::kRows / kGroups;
+    const TileWork& work = item.work.tile;
+    const int r = kRows * group + lane % kRows;
+    const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
+    const int64_t token = static_cast<int64_t>(item.work.request.q_start) + row.token;
+    const int head = work.kv_head * params.group_size + row.group_head;
+    Row own{nullptr, nullptr};
+    // mutate: wide-query-past-the-last
+    if (r < work.num_rows) {
+      own.first = static_cast<const DTypeQ*>(params.q) + token * params.q_stride_n +
+                  head * params.q_stride_h;
+      if constexpr (Traits::kLatent) {
+        const LatentParams& latent = latent_of(all_params);
+        own.second = static_cast<const DTypeQ*>(latent.q_rope) + token * latent.q_rope_stride_n +
+                     head * latent.q_rope_stride_h;  // mutate: wide-rope-of-first-head
+      }
+    }
+    copy_rows<QTile, 0, QTile::kPanels, Traits::kLatentPanels, false>(shared.q, own);
+    ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full_q));
+  }
+
+  // --- Keys ---
+
+  static constexpr int kKeyRows = kTileKV / kGroups;
+  static_assert(kTileKV % kGroups == 0 && 8 % kKeyRows == 0, "lanes have equal shares of a tile");
+
+  // The key whose place this lane knows.
+  __device__ __forceinline__ int own_key(const Item& item, int tile) const {
+    return item.first_key(tile) + kKeyRows * group + lane % kKeyRows;
+  }
+  // Its page, or the entry of a sparse list; negative for none.
+  __device__ __forceinline__ int page_of(const Item& item, int tile) const {
+    const int key = own_key(item, tile);
+    if (tile < item.tiles.begin || key >= item.range.end) return -1;
+    if constexpr (!Traits::kPaged) return 0;
+    const int entry = Traits::kSparse ? key : PageSlot::of(params, key).page;
+    return params.kv_indices[item.work.request.kv_start + entry];
+  }
+  __device__ __forceinline__ Row key_row(const Item& item, int tile, int page) const {
+    // mutate: wide-keys-past-the-end
+    if (page < 0) return Row{nullptr, nullptr};
+    const int key = own_key(item, tile);
+    PageSlot at{0, item.work.request.kv_start + key};
+    if constexpr (Traits::kSparse) {
+      at = PageSlot::of(params, page);
+    } else if constexpr (Traits::kPaged) {
+      at = PageSlot{page, PageSlot::of(params, key).slot};
+    }
+    const int kv_head = item.work.tile.kv_head;
+    Row row{keys_of<DTypeQ>(params, kv_head) +
+                paged_row(at.page, at.slot, params.k_stride_page, params.k_stride_n),
+            nullptr};
+    if constexpr (Traits::kLatent) {
+      const LatentParams& latent = latent_of(all_params);
+      // mutate: wide-rope-page-by-latent-stride
+      const int64_t stride_page = latent.k_rope_stride_page;
+      row.second = static_cast<const DTypeQ*>(latent.k_rope) +
+                   paged_row(at.page, at.slot, stride_page, latent.k_rope_stride_n);
+    } else {
+      row.second = values_of<DTypeQ>(params, kv_head) +
+                   // mutate: wide-values-by-stride-of-keys
+                   paged_row(at.page, at.slot, params.v_stride_page, params.v_stride_n);
+    }
+    return row;
+  }
+
+  // Copies a piece of a stage once its place is free.
+  template <int kPiece>
+  __device__ __forceinline__ void copy_piece(const typename Block::Stage& stage,
+                                             const Row& own) const {
+    // mutate: wide-piece-not-awaited
+    await_phase(shared.empty[stage.stage][kPiece], stage.parity ^ 1);
+    if constexpr (Traits::kSparse && kPiece == Traits::kOfFollower) mark_keys(stage, own);
+    if constexpr (kPiece == Traits::kKeys) {
+      copy_rows<KTile, 0, KTile::kPanels, KTile::kPanels>(shared.k[stage.stage], own);
+    } else {
+      constexpr int kFirst = Traits::template kFirstPanel<kPiece>;
+      constexpr int kEnd = Traits::template kEndPanel<kPiece>;
+      constexpr int kSecond = Traits::kLatent ? Traits::kLatentPanels : 0;
+      copy_rows<VTile, kFirst, kEnd, kSecond>(shared.values(stage.stage), own);
+    }
+    ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full[stage.stage][kPiece]));
+  }
+
+  // An arrival of its own for each warp, because those of the copies do not order these writes.
+  __device__ __forceinline__ void mark_keys(const typename Block::Stage& stage,
+                                            const Row& own) const {
+    const bool exists = own.first != nullptr;  // mutate: wide-hidden-keys-marked
+    if (lane < kKeyRows) shared.exists[stage.stage][kKeyRows * group + lane] = exists;
+    ptx::warp_sync();
+    ptx::mbarrier_arrive_if(threadIdx.x % kWarpSize == 0,
+                            ptx::shared_address(&shared.full[stage.stage][Traits::kOfFollower]));
+  }
+
+  // Copies some panels of this thread's rows, from the second array from panel kSecond on. Rows
+  // that do not exist become zeros: nothing that nobody owns is multiplied.
+  template <typename Tile, int kFirst, int kEnd, int kSecond, bool kIsKeys = true>
+  __device__ __forceinline__ void copy_rows(unsigned char* tile, const Row& own) const {
+    constexpr int kRows = Tile::kRows / kGroups;
+    constexpr bool kHasFirst = kFirst<kSecond, kHasSecond = kEnd> kSecond;
+    const uint32_t to = ptx::shared_address(tile) + Tile::offset(kRows * group, lane);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const DTypeQ* const first = kHasFirst ? of_lane(own.first, i) : nullptr;
+      const DTypeQ* const second = kHasSecond ? of_lane(own.second, i) : nullptr;
+      const bool exists = (kHasFirst ? first : second) != nullptr;
+#pragma unroll
+      for (int panel = kFirst; panel < kEnd; ++panel) {
+        const DTypeQ* const part = panel < kSecond ? first : second;
+        const int column = Tile::kPanelColumns * (panel < kSecond ? panel : panel - kSecond);
+        const uint32_t place = Tile::further(to, i) + panel * Tile::kPanelBytes;
+        const DTypeQ* const from = part + column + 8 * lane;
+        if constexpr (kIsKeys && Traits::kStreams) {
+          ptx::cp_async_16(place, from, exists, policy);
+        } else {
+          ptx::cp_async_16(place, from, exists);
+        }
+      }
+    }
+  }
+
+  // A pointer of another lane of the same eight.
+  static __device__ __forceinline__ const DTypeQ* of_lane(const DTypeQ* pointer, int source) {
+    const uint64_t bits = reinterpret_cast<uintptr_t>(pointer);
+    const int low = ptx::shuffle_in_eight(static_cast<int>(bits), source);
+    const int high = ptx::shuffle_in_eight(static_cast<int>(bits >> 32), source);
+    return reinterpret_cast<const DTypeQ*>(
+        static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32 | static_cast<uint32_t>(low));
+  }
+};
+
+}  // namespace cupyattn

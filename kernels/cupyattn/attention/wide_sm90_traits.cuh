@@ -1,0 +1,145 @@
+// What the roles of wide_sm90 share: tiles, the item of work and shared memory.
+#pragma once
+
+#include "cupyattn/attention/hidden_values.cuh"
+#include "cupyattn/attention/softmax_sm90.cuh"
+#include "cupyattn/params/wide_sm90.cuh"
+
+namespace cupyattn {
+
+template <typename Config>
+struct WideSm90Traits : Config {
+  using Config::kHeadDimQK, Config::kHeadDimRope, Config::kHeadDimVO, Config::kLatent,
+      Config::kPaged, Config::kSparse, Config::kStages, Config::kTileKV, Config::kTma;
+  using typename Config::DTypeKV;
+  using typename Config::DTypeO;
+  using typename Config::DTypeQ;
+  using Params =
+      conditional<kTma, WideSm90Params, conditional<kLatent, LatentParams, AttentionParams>>;
+  static constexpr int kTileQ = 64, kWarpgroup = 4 * kWarpSize, kThreads = 3 * kWarpgroup;
+  // What the rows and softmax of prefill_sm90 ask for: this kernel rescales O itself, hides keys by
+  // causality and windows only, and stores O from registers.
+  static constexpr bool kOverlap = true, kMasked = false, kStagesOutput = false,
+                        kAlignsTiles = false;
+  using LogitsVariant = PlainLogits;
+
+  // Where memory, not products, takes the time: keys are read once, and leave L2 first.
+  static constexpr bool kStreams = !Config::kIntraWarpgroupOverlap;
+  // Arrivals when a piece lands: one by the copy engine, or one from each thread that gathers.
+  static constexpr int kArrivals = kTma ? 1 : kWarpgroup;
+  // Sparse: a list says for each key where it is, or by a negative entry that it is hidden. The
+  // producer marks the keys of a stage that are there.
+  static constexpr int kMarkers = kSparse ? kWarpgroup / kWarpSize : 0;
+  using KeyMarks = conditional<kSparse, uint8_t[kStages][kTileKV], uint8_t>;
+
+  using QTile = PanelTile<DTypeQ, kTileQ, kHeadDimQK>;
+  using KTile = PanelTile<DTypeQ, kTileKV, kHeadDimQK>;
+  // The latent columns of a key are also its value, so a tile of keys is one of values.
+  using VTile = conditional<kLatent, KTile, PanelTile<DTypeQ, kTileKV, kHeadDimVO>>;
+  using PTile = PanelTile<DTypeQ, kTileQ, kTileKV>;
+
+  // O and the values are split by columns over two consumer warpgroups. A stage comes in pieces,
+  // each with barriers of its own: the values of the leader, those of the follower (with the rope
+  // part of latent keys), and keys that are not also values. A piece of values is free when its
+  // warpgroup has multiplied by it.
+  enum Piece { kOfLeader, kOfFollower, kKeys };
+  static constexpr int kPieces = kLatent ? 2 : 3, kColumns = kHeadDimVO / 2;
+  static constexpr int kPanelsOfPiece = kColumns / VTile::kPanelColumns;
+  template <int kPiece>
+  static constexpr int kFirstPanel = kPiece == kOfFollower ? kPanelsOfPiece : 0;
+  template <int kPiece>
+  // mutate: wide-rope-not-multiplied
+  static constexpr int kEndPanel = kPiece == kOfLeader ? kPanelsOfPiece : VTile::kPanels;
+  // Where the second array of a row begins: the rope part.
+  static constexpr int kLatentPanels = kLatent ? kHeadDimVO / KTile::kPanelColumns : KTile::kPanels;
+
+  // The block's item of work.
+  struct Item {
+    BlockWork work;
+    KeyRange range;
+    TileSpan tiles;
+    int boxed_rows;  // 0: O is stored row by row
+
+    __device__ __forceinline__ bool has_keys() const { return tiles.begin < tiles.end; }
+    __device__ __forceinline__ int first_key(int tile) const {
+      return tiles.origin + tile * kTileKV;
+    }
+  };
+
+  struct ValueTiles {
+    alignas(VTile::kAlign) unsigned char v[kStages][VTile::kBytes];
+  };
+  struct NoValueTiles {};
+
+  struct SharedMemory : conditional<Config::kLatent, NoValueTiles, ValueTiles> {
+    alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
+    alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];
+    alignas(PTile::kAlign) unsigned char p[PTile::kBytes];
+    float factors[kTileQ];      // by which the second warpgroup rescales O, if `raised`
+    float normalisers[kTileQ];  // of the rows of O
+    uint32_t raised[4];         // whether rows of a warp have a larger maximum, for each warp
+    typename LogitsVariant::Constants logits;
+    RowInfo rows[1];
+    NonFiniteKeys nonfinite_keys[2][kStages];  // of each warpgroup's values of a stage
+    alignas(4) KeyMarks exists;
+    alignas(8) Item items[1];
+    alignas(8) uint64_t full_q, full_p, empty_p, full_normalisers;
+    uint64_t full[kStages][kPieces], empty[kStages][kPieces];
+
+    __device__ __forceinline__ unsigned char* values(int stage) {
+      if constexpr (kLatent) {
+        return k[stage];
+      } else {
+        return this->v[stage];
+      }
+    }
+  };
+
+  static_assert(!kLatent || kHeadDimQK == kHeadDimVO + kHeadDimRope,
+                "a key is a latent and a rope part");
+  static_assert(!kTma || (kLatent && kPaged && !kSparse && kTileKV == 64),
+                "boxes are of pages of latent keys");
+  static_assert(!kSparse || (kLatent && kPaged), "sparse lists are of latent keys");
+  static_assert(kColumns % VTile::kPanelColumns == 0 && kColumns <= 256,
+                "a warpgroup has whole panels, and one product has its columns");
+  static_assert(kHeadDimQK % KTile::kPanelColumns == 0 && kHeadDimRope % KTile::kPanelColumns == 0,
+                "the parts of a row have panels of their own");
+  static_assert(is_same<DTypeQ, DTypeKV> && sizeof(DTypeQ) == 2, "products of 16-bit elements");
+  static_assert(Config::kProducerRegisters + 2 * Config::kConsumerRegisters <=
+                    3 * (65536 / kThreads / 8 * 8),
+                "registers come from what the block was launched with");
+};
+
+__device__ __forceinline__ const AttentionParams& attention_of(const AttentionParams& params) {
+  return params;
+}
+__device__ __forceinline__ const AttentionParams& attention_of(const LatentParams& params) {
+  return params.attention;
+}
+__device__ __forceinline__ const AttentionParams& attention_of(const WideSm90Params& params) {
+  return params.latent.attention;
+}
+__device__ __forceinline__ const LatentParams& latent_of(const LatentParams& params) {
+  return params;
+}
+__device__ __forceinline__ const LatentParams& latent_of(const WideSm90Params& params) {
+  return params.latent;
+}
+
+// What all roles of a block of wide_sm90 know.
+template <typename KernelTraits>
+struct WideSm90Block {
+  using Traits = KernelTraits;
+  using SharedMemory = typename Traits::SharedMemory;
+  using Stage = PipelineState<Traits::kStages>;
+
+  const typename Traits::Params& all_params;
+  const AttentionParams& params;
+  SharedMemory& shared;
+
+  __device__ __forceinline__ WideSm90Block(const typename Traits::Params& params,
+                                           SharedMemory& shared)
+      : all_params(params), params(attention_of(params)), shared(shared) {}
+};
+
+}  // namespace cupyattn

@@ -1,0 +1,17 @@
+// Copies keys and values into the slots that the caller names; converts them to an fp8 cache.
+#include "cupyattn/page/store.cuh"
+
+#ifndef CUPYATTN_CONFIG
+struct Config {
+  using DType = bfloat16_t;
+  using DTypeCache = e4m3_t;
+  static constexpr bool kAligned = true;
+  static constexpr int kThreads = 256;
+};
+#endif
+
+// Grid: blocks of rows × {K, V}; a row is one head of one token.
+extern "C" __global__ void __launch_bounds__(Config::kThreads)
+    cupyattn_store_kv(const __grid_constant__ cupyattn::StoreKvParams params) {
+  cupyattn::store_rows<Config>(params, blockIdx.y);
+}

@@ -1,0 +1,91 @@
+"""Mistakes in wide_sm90: columns, pieces of a tile, and what its warpgroups tell each other."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+WIDE_SM90 = (
+    Mutation("wide-values-of-the-leader", "piece *", "0 *", "hopper wide"),
+    Mutation("wide-rope-not-multiplied", "VTile::kPanels", "2 * kPanelsOfPiece", "hopper wide"),
+    Mutation("wide-p-chunks-overlap", "32 * i", "16 * i", "hopper wide"),
+    Mutation(
+        "wide-normaliser-of-the-upper-row", "rows.own_row(1)", "rows.own_row(0)", "hopper wide"
+    ),
+    Mutation("wide-values-not-added", "adds_output = true;", "", "hopper wide"),
+    Mutation(
+        "wide-keys-not-awaited",
+        "await_phase(shared.full[k.stage][kPiece], k.parity);",
+        "",
+        "hopper wide",
+    ),
+    Mutation("wide-p-overwritten", "await_phase(shared.empty_p, p_parity ^ 1);", "", "hopper wide"),
+    Mutation("wide-p-not-awaited", "await_phase(shared.full_p, p_parity);", "", "hopper wide"),
+    Mutation(
+        "wide-piece-not-awaited",
+        "await_phase(shared.empty[stage.stage][kPiece], stage.parity ^ 1);",
+        "",
+        "hopper wide",
+    ),
+    Mutation(
+        "wide-normalisers-not-awaited",
+        "await_phase(shared.full_normalisers, 0);",
+        "",
+        "hopper wide",
+    ),
+    Mutation("wide-page-of-the-same-tile", "tile - 1", "tile", "hopper wide"),
+    Mutation("wide-query-past-the-last", "r < work.num_rows", "r <= work.num_rows", "hopper wide"),
+    Mutation("wide-keys-past-the-end", "page < 0", "page < -1", "hopper wide"),
+    Mutation("wide-rope-of-first-head", "head * latent.q_rope_stride_h", "0", "hopper wide apart"),
+    Mutation(
+        "wide-rope-page-by-latent-stride",
+        "latent.k_rope_stride_page",
+        "params.k_stride_page",
+        "hopper wide apart",
+    ),
+    Mutation("wide-hidden-keys-marked", "own.first != nullptr", "1", "hopper wide sparse"),
+    Mutation("wide-missing-keys-seen", "!exists", "false", "hopper wide sparse"),
+    Mutation(
+        "wide-keys-kept",
+        "this->release(shared.empty[scored.stage][Traits::kKeys]);",
+        ";",
+        "hopper wide ordinary",
+    ),
+    Mutation(
+        "wide-values-not-awaited",
+        "await_phase(shared.full[v.stage][Traits::kOfLeader], v.parity);",
+        "",
+        "hopper wide ordinary",
+    ),
+    Mutation("wide-values-by-stride-of-keys", "v_stride_n", "k_stride_n", "hopper wide ordinary"),
+    Mutation(
+        "wide-hidden-values-stay",
+        "this->zero_nonfinite_values(item, tile, scored);",
+        "",
+        "hopper wide hidden",
+    ),
+    Mutation(
+        "wide-nonfinite-values-not-added",
+        "if (unlikely(swept_tile >= 0))",
+        "if (false)",
+        "hopper wide hidden",
+    ),
+    Mutation("wide-page-of-the-first-box", "+ at.page", "", "hopper wide boxes"),
+    Mutation(
+        "wide-tma-piece-not-awaited",
+        "await_phase(shared.empty[stage.stage][kPiece], stage.parity ^ 1);",
+        "",
+        "hopper wide boxes",
+    ),
+    Mutation("wide-boxes-in-one-place", "box * all_params.box_rows", "0", "hopper wide boxes"),
+    Mutation("merged-columns-of-the-first-part", "index % kParts", "0", "hopper wide splits"),
+    Mutation("wide-state-columns-of-the-leader", "+ first_column", "", "hopper wide splits"),
+    Mutation(
+        "wide-leader-output-not-rescaled",
+        "if (unlikely(probabilities.raised)) multiply_rows(o, probabilities.factors);",
+        "",
+        "hopper wide steep",
+    ),
+    Mutation(
+        "wide-follower-output-not-rescaled", "multiply_rows(o, factors);", "", "hopper wide steep"
+    ),
+)

@@ -1,0 +1,201 @@
+"""Latent attention, and head dims beyond 256, through the library's calls on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import compare, gpu_cases, mla_calls
+from helpers.mla_cases import PROBLEMS, WAYS, WIDE, Case, random_case, wide_case
+
+from . import gpu, run, test_batch, test_cascade, test_planless
+
+# One request of 16 rows, one without keys, one of few rows with many keys.
+BASE = Case(
+    seed=1,
+    way="wrapper",
+    problem=PROBLEMS[1],
+    qo_len=(4, 1, 1),
+    kv_len=(130, 0, 300),
+    heads=4,
+    page_size=16,
+    is_split=True,
+    is_padded=True,
+    with_out=True,
+)
+
+
+def emulate(case: Case, **facts: Any) -> gpu.EmulatedGpu:
+    """Run and check a call on the portable kernel."""
+    facts.setdefault("is_portable", True)
+    return run.emulate(lambda workspace: mla_calls.Call(case, np, workspace), **facts)
+
+
+def answers(case: Case, **facts: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    with gpu.plugged_in(is_portable=True, **facts) as emulated:
+        call = mla_calls.Call(case, np, emulated.empty((16 << 20,), np.dtype(np.uint8)))
+        return call.run()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_random_calls(way: str) -> None:
+    index = list(WAYS).index(way)
+    for seed in (index, index + len(WAYS) * (index % 2 + 1)):
+        emulate(random_case(seed), seed=seed % 3, num_sms=4)
+
+
+# Of these, the wrappers' calls and one over lists.
+@pytest.mark.parametrize("seed", [0, 1, 5, 7, 8])
+def test_calls_on_hopper(seed: int) -> None:
+    """Boxes of pages, gathered rows, splits, plans made on the GPU, and lists."""
+    emulated = emulate(random_case(seed), seed=seed % 3, num_sms=4, is_portable=False)
+    assert emulated.has_launched("wide_sm90")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(2 * len(WAYS), 400, 20))
+def test_many_random_calls(first: int) -> None:
+    for seed in range(first, first + 20):
+        emulate(random_case(seed), seed=seed % 3, num_sms=4 + seed % 30)
+
+
+@pytest.mark.parametrize("heads", [5, 32, 128], ids=["16 rows", "32 rows", "64 rows"])
+@pytest.mark.parametrize("split", [None, 2])
+def test_tiles_and_splits(heads: int, split: int | None) -> None:
+    """Requests of fewer than 16, of 32 and of more rows; keys that one block has, or several."""
+    case = replace(BASE, qo_len=(1,), kv_len=(100,), heads=heads, split=split)
+    names = [launch.name for launch in emulate(case).launches]
+    merges = split is not None and heads > 16
+    assert names == [*["wide_sm80"], *["merge_splits"] * merges] * 2
+
+
+def test_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of chips with 99 KB, of fewer rows and keys."""
+    monkeypatch.setattr(gpu, "MAX_SHARED", 99 * 1024)
+    for heads, problem in ((5, PROBLEMS[1]), (40, PROBLEMS[1]), (40, PROBLEMS[3])):
+        emulate(replace(BASE, qo_len=(1,), kv_len=(100,), heads=heads, problem=problem))
+
+
+def test_the_order_of_threads_changes_no_bit() -> None:
+    for case in (
+        BASE,
+        replace(BASE, split=2, heads=16),
+        replace(BASE, way="list", qo_len=(1,) * 3),
+    ):
+        first, *others = (answers(case, seed=seed, num_sms=8) for seed in range(3))
+        for other in others:
+            for a, b in zip(first, other, strict=True):
+                assert a is not None and b is not None
+                compare.assert_bitwise_equal(a, b, case)
+
+
+def test_batches_do_not_change_a_request() -> None:
+    """With splits of one size a request's bits are the same alone and among others."""
+    many = replace(BASE, qo_len=(2, 2, 2), kv_len=(90, 33, 200), split=2, heads=8, with_out=False)
+    together = answers(many, num_sms=4)
+    with gpu.plugged_in(num_sms=4, is_portable=True) as emulated:
+        call = mla_calls.Call(many, np, emulated.empty((16 << 20,), np.dtype(np.uint8)))
+        wrapper, at = call.wrapper, call.kv_indptr
+        rows, ids, n = call.q[2:4], call.ids[at[1] : at[2]], at[2] - at[1]
+        parts = [np.ascontiguousarray(x) for x in (rows[..., :512], rows[..., 512:])]
+        offsets = (np.array([0, 2], np.int32), np.array([0, n], np.int32), ids)
+        wrapper.plan(
+            *offsets, np.array([33], np.int32), 8, 512, 64, 16, True, many.sm_scale, "float16",
+            "float16", fixed_split_size=2,
+        )  # fmt: skip
+        alone = wrapper.run(query=parts, kv_cache=call.device_cache, return_lse=True)
+    for a, b in zip(together, alone, strict=True):
+        assert a is not None
+        compare.assert_bitwise_equal(a[2:4], np.asarray(b), "alone")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_hidden_values_do_not_contaminate(value: float) -> None:
+    check_hidden_value(value, is_portable=True)
+
+
+def check_hidden_value(value: float, **facts: Any) -> None:
+    """Causality hides the last keys from all rows but the last, whatever they hold."""
+    case = replace(BASE, qo_len=(5,), kv_len=(90,), page_size=64)
+    with gpu.plugged_in(**facts) as emulated:
+        workspace = emulated.empty((16 << 20,), np.dtype(np.uint8))
+        wanted = mla_calls.Call(case, np, workspace)
+        out, _ = wanted.run()
+        call = mla_calls.Call(case, np, workspace)
+        page, slot = call.ids[89 // 64], 89 % 64
+        call.owned["cache[0]"].array[page, slot, 7] = value
+        spoiled, _ = call.run()
+    compare.assert_bitwise_equal(out[:4], spoiled[:4], "rows that do not see the key")
+    assert not np.isfinite(spoiled[4].astype(np.float32)).all()
+    if np.isinf(value):
+        return
+    assert np.isnan(spoiled[4].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("index", range(len(WIDE)))
+def test_wide_heads(index: int) -> None:
+    for seed in (index, index + 40):
+        run.batch(wide_case(index, seed), seed=seed % 3).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(WIDE)))
+def test_many_wide_heads(index: int) -> None:
+    for seed in range(100, 120):
+        run.batch(wide_case(index, seed), seed=seed % 3, num_sms=8 + seed).check()
+
+
+def test_hidden_wide_values() -> None:
+    """A window hides the first key from all rows, causality the last from all but one."""
+    problem = WIDE[0]
+    case = replace(test_batch.BASE, problem=problem, num_kv_heads=1, group=2, qo_len=(1, 3))
+    case = replace(case, kv_len=(90, 120), window_left=70, sm_scale=0.05)
+    spoil = [(1, "v", (119, 0, 300), np.nan), (1, "v", (0, 0), np.inf)]
+    run.batch(case, spoil).check()
+
+
+def test_wide_levels() -> None:
+    """States of a cascade, which a launch of its own merges."""
+    problem = replace(test_cascade.BASE.problem, dims=(512, 512))
+    levels = ((9, 3), (100, 64)), ((1, 3, 5, 3), (20, 7, 5, 40))
+    case = replace(test_cascade.BASE, problem=problem, levels=levels, num_kv_heads=1)
+    assert test_cascade.run_case(case, is_portable=True) == ["wide_sm80", "merge_levels"] * 2
+
+
+def test_wide_heads_without_a_plan() -> None:
+    problem = replace(test_planless.BASE.problem, dims=(512, 512))
+    case = replace(test_planless.BASE, problem=problem, kv_len=(200, 0, 33))
+    names = [launch.name for launch in test_planless.run(case, is_portable=True).launches]
+    assert names == ["plan_batch", "wide_sm80"] * 2
+
+
+def test_one_wide_request() -> None:
+    dims = {"head_dim_qk": 512, "head_dim_vo": 512, "num_kv_heads": 1, "group": 3}
+    for qo_len, causal in ((1, False), (30, True)):
+        case = replace(gpu_cases.PLAIN, qo_len=qo_len, kv_len=90, causal=causal, **dims)  # type: ignore[arg-type]
+        for is_portable in (True, False):
+            answer = run.single(case, is_portable=is_portable)
+            answer.check()
+            assert answer.launches[0].name == ("wide_sm80" if is_portable else "wide_sm90")
+
+
+def test_a_wrapper_for_graphs() -> None:
+    """Its work list has room for batches that need more: what is spare does nothing."""
+    with gpu.plugged_in(num_sms=8, is_portable=True) as emulated:
+        workspace = emulated.empty((32 << 20,), np.dtype(np.uint8))
+        from cupyattn import mla
+
+        buffers = [np.zeros(n, np.int32) for n in (4, 4, 64, 3)]
+        wrapper = mla.BatchMLAPagedAttentionWrapper(workspace, True, *buffers)
+        for lengths in ((300, 1, 90), (5, 0, 7)):
+            case = replace(BASE, qo_len=(1, 1, 1), kv_len=lengths, is_split=False)
+            call = mla_calls.Call(case, np, workspace)
+            wrapper.plan(
+                call.qo_indptr, call.kv_indptr, call.ids[: call.kv_indptr[-1]],
+                np.array(lengths, np.int32), 4, 512, 64, 16, True, case.sm_scale, "float16",
+            )  # fmt: skip
+            np.testing.assert_array_equal(buffers[3], lengths)
+            got = wrapper.run(query=call.device_q, kv_cache=call.device_cache, return_lse=True)
+            call.check(*map(np.asarray, got))

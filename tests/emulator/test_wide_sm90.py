@@ -1,0 +1,174 @@
+"""wide_sm90 on the host, by hand-made Params: latent attention, and ordinary wide heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cupyattn.launch.tiles import wide_sm90
+
+from . import wide
+from .wide import Case
+
+BASE = Case()
+
+
+def check(case: Case, **facts: object) -> wide.Answer:
+    answer = wide.run(case, **facts)  # type: ignore[arg-type]
+    answer.check()
+    return answer
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("o_dtype", ["", "float32"])
+def test_dtypes(dtype: str, o_dtype: str) -> None:
+    check(replace(BASE, dtype=dtype, o_dtype=o_dtype))
+
+
+@pytest.mark.parametrize("num_heads", [1, 5, 16, 40, 64, 128])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_heads(num_heads: int, q_len: int) -> None:
+    check(replace(BASE, num_heads=num_heads, qo_len=(q_len, 1), kv_len=(70, 3)))
+
+
+@pytest.mark.parametrize("kv_len", [1, 63, 64, 65, 128, 129, 300])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_lengths(kv_len: int, overlaps: bool) -> None:
+    check(replace(BASE, kv_len=(kv_len,), qo_len=(2,), overlaps=overlaps))
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 7, 64, 100])
+@pytest.mark.parametrize("packed", [True, False])
+def test_pages(page_size: int, packed: bool) -> None:
+    check(replace(BASE, kv_len=(150, 30), qo_len=(1, 2), page_size=page_size, packed=packed))
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 48, 64, 128])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_boxes_of_pages(page_size: int, overlaps: bool) -> None:
+    """Boxes bring rows past the last key, which nobody owns."""
+    case = replace(BASE, tma=True, page_size=page_size, overlaps=overlaps)
+    check(replace(case, kv_len=(150, 30, 0, 200), qo_len=(1, 2, 1, 0)), seed=page_size)
+    check(replace(case, qo_len=(30,), kv_len=(290,), num_heads=8, packed=False, splits=2))
+    check(replace(case, qo_len=(30,), kv_len=(290,), num_heads=3, window_left=70, splits=2))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_empty_requests_and_fewer_keys_than_queries(causal: bool) -> None:
+    case = replace(BASE, causal=causal, qo_len=(0, 6, 4, 1, 2), kv_len=(80, 3, 0, 0, 200), spare=2)
+    check(case)
+    check(replace(case, has_sinks=True))
+
+
+def test_keys_of_many_tokens() -> None:
+    check(replace(BASE, qo_len=(70,), kv_len=(130,), num_heads=8))
+
+
+@pytest.mark.parametrize("splits", [2, 3, 5])
+def test_splits(splits: int) -> None:
+    """A split may have no tile of keys."""
+    case = replace(BASE, qo_len=(2, 1), kv_len=(330, 100), num_heads=48, splits=splits)
+    check(replace(case, has_sinks=splits == 2))
+
+
+@pytest.mark.parametrize("window_left", [0, 20, 64, 100])
+def test_windows(window_left: int) -> None:
+    check(replace(BASE, qo_len=(70,), kv_len=(200,), num_heads=4, window_left=window_left))
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_rising_maxima(overlaps: bool) -> None:
+    """Both warpgroups rescale their columns."""
+    steep = replace(BASE, kv_len=(300,), num_heads=64, sharpness=6.0, rising=2.0)
+    check(replace(steep, overlaps=overlaps))
+    check(replace(steep, overlaps=overlaps, dtype="float16"))
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_sparse_lists(page_size: int, overlaps: bool) -> None:
+    case = replace(BASE, sparse=True, page_size=page_size, overlaps=overlaps)
+    check(replace(case, qo_len=(1, 1, 1), kv_len=(200, 0, 67), num_heads=128))
+    check(replace(case, kv_len=(300,), splits=3, packed=False))
+
+
+ORDINARY = Case(qo_len=(9, 40), kv_len=(70, 130), num_heads=4, kv_heads=2, head_dims=(512, 512))
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "overlaps", "is_paged"),
+    [
+        ((512, 512), True, True),
+        ((512, 512), False, False),
+        ((256, 512), True, False),
+        ((256, 512), False, True),
+    ],
+)
+def test_ordinary_heads(head_dims: tuple[int, int], overlaps: bool, is_paged: bool) -> None:
+    assert head_dims in wide_sm90.ORDINARY
+    case = replace(ORDINARY, head_dims=head_dims, overlaps=overlaps, is_paged=is_paged, page_size=5)
+    check(case, seed=3)
+    check(replace(case, qo_len=(1, 0, 3), kv_len=(200, 30, 0), splits=2, has_sinks=True))
+
+
+def test_maxima_of_ordinary_heads() -> None:
+    check(replace(ORDINARY, sharpness=6.0, rising=2.0, causal=False, window_left=90))
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("head_dims", [wide_sm90.LATENT, (512, 512)])
+def test_hidden_values_do_not_contaminate(overlaps: bool, head_dims: tuple[int, int]) -> None:
+    """Values of keys that causality hides from some rows, in both warpgroups' columns."""
+    case = Case(qo_len=(70,), kv_len=(200,), num_heads=3, overlaps=overlaps, head_dims=head_dims)
+    case = replace(case, tma=overlaps and head_dims == wide_sm90.LATENT)
+    # An infinite key has infinite logits besides.
+    second = np.nan if head_dims == wide_sm90.LATENT else np.inf
+    spoiled = (0, 190, 3, np.nan), (0, 170, 400, second), (0, 150, 511, np.nan)
+    check(replace(case, spoiled=spoiled[:2]))
+    check(replace(case, spoiled=spoiled[2:], window_left=40, splits=2))
+    # Seen by some rows of a tile in which nothing is hidden.
+    check(replace(case, spoiled=((0, 100, 100, np.nan),), kv_len=(500,)))
+
+
+def test_without_lse() -> None:
+    check(replace(BASE, has_lse=False))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_bits_do_not_depend_on_the_order(splits: int) -> None:
+    case = replace(BASE, qo_len=(3, 1), kv_len=(200, 260), num_heads=32, splits=splits)
+    answers = [check(case, seed=seed) for seed in (0, 5, 6)]
+    for other in answers[1:]:
+        for first, second in zip(answers[0].o, other.o, strict=True):
+            np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("first", range(0, 24, 8))
+def test_random_cases(first: int) -> None:
+    for seed in range(first, first + 8):
+        check(random_case(seed), seed=seed % 4)
+
+
+def random_case(seed: int) -> Case:
+    rng = np.random.default_rng(seed)
+    num_requests = int(rng.integers(1, 4))
+    return Case(
+        qo_len=tuple(int(x) for x in rng.choice([0, 1, 1, 1, 2, 5], num_requests)),
+        kv_len=tuple(int(x) for x in rng.choice([0, 1, 9, 64, 100, 200], num_requests)),
+        num_heads=int(rng.choice([1, 3, 8, 16, 20, 64, 128])),
+        page_size=int(rng.choice([1, 4, 16, 64, 65])),
+        causal=bool(rng.random() < 0.7),
+        dtype=str(rng.choice(["float16", "bfloat16"])),
+        splits=int(rng.choice([1, 1, 2, 4])),
+        packed=bool(rng.random() < 0.5),
+        has_sinks=bool(rng.random() < 0.3),
+        has_lse=bool(rng.random() < 0.8),
+        window_left=int(rng.choice([-1, -1, -1, 0, 40])),
+        spare=int(rng.integers(0, 2)),
+        sharpness=float(rng.choice([0.3, 1.0, 4.0])),
+        rising=float(rng.choice([0.0, 0.0, 2.0])),
+        overlaps=bool(seed % 2),
+        seed=seed,
+    )

@@ -1,0 +1,202 @@
+"""Latent attention and head dims beyond 256 on the GPU: random calls, graphs, long keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import batch_calls, compare, mla_calls
+from helpers.mla_cases import NUM_CASES, PROBLEMS, WIDE, Case, random_case, wide_case
+from helpers.on_gpu import capture, ints, same, scratch, try_random, workspace
+from helpers.poison import download, raw, upload
+from helpers.share import some
+
+from cupyattn import flash_mla, mla
+from cupyattn.core import dtypes, env
+from cupyattn.errors import UnsupportedError
+
+pytestmark = pytest.mark.gpu
+
+cupy = pytest.importorskip("cupy")
+
+BLOCK = 100
+BASE = Case(1, "wrapper", PROBLEMS[0], (1,), (100,), 16, 64)
+SCALE = 192**-0.5
+
+
+@pytest.fixture(params=["best kernel", "portable kernel"])
+def kernel(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper both; elsewhere they are one."""
+    if request.param == "portable kernel":
+        monkeypatch.setenv(env.PORTABLE.name, "1")
+
+
+@pytest.mark.parametrize("first", range(0, NUM_CASES, BLOCK))
+def test_random_calls(first: int) -> None:
+    make = lambda seed, xp: mla_calls.Call(random_case(seed), xp, workspace(xp))  # noqa: E731
+    try_random(first, BLOCK, make, turn=len(PROBLEMS))
+
+
+@pytest.mark.parametrize("index", range(len(WIDE)))
+def test_wide_heads(index: int) -> None:
+    make = lambda seed, xp: batch_calls.planned(wide_case(index, seed), xp, workspace(xp))  # noqa: E731
+    try_random(0, 60, make, turn=3)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("heads", [1, 8, 16, 24, 64, 128])
+@pytest.mark.parametrize("kv_len", [(30_000, 5, 700), (4096,) * 4])
+def test_long_keys(xp: ModuleType, heads: int, kv_len: tuple[int, ...]) -> None:
+    """Keys that many blocks share, and the same bits again."""
+    case = replace(BASE, heads=heads, qo_len=(1,) * len(kv_len), kv_len=kv_len)
+    call = mla_calls.Call(case, xp, workspace(xp))
+    first = call.run()
+    call.check(*first)
+    for a, b in zip(first, call.run(), strict=True):
+        assert a is not None and b is not None
+        compare.assert_bitwise_equal(a, b, case)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_plans_change_between_replays(xp: ModuleType, torch: Any) -> None:
+    """A captured run follows later plans."""
+    rng, count, heads, page = np.random.default_rng(2), 5, 16, 16
+    pool = upload(rng.standard_normal((400, page, 576)).astype(np.float16), xp)
+    q = upload(rng.standard_normal((count, heads, 576)).astype(np.float16), xp)
+    out = upload(np.zeros((count, heads, 512), np.float16), xp)
+    lse = upload(np.zeros((count, heads), np.float32), xp)
+    buffers = ints(xp, count + 1), ints(xp, count + 1), ints(xp, 400), ints(xp, count)
+    graph_wrapper = mla.BatchMLAPagedAttentionWrapper(scratch(xp), True, *buffers)
+    eager = mla.BatchMLAPagedAttentionWrapper(scratch(xp))
+
+    def plans() -> None:
+        lens = rng.integers(0, 1200, count)
+        pages = -(-lens // page)
+        ids = rng.permutation(400)[: pages.sum()].astype(np.int32)
+        indptr = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
+        table = np.arange(count + 1, dtype=np.int32), indptr, ids, lens.astype(np.int32)
+        for wrapper in (graph_wrapper, eager):
+            wrapper.plan(*table, heads, 512, 64, page, True, SCALE, "float16", "float16")
+        assert (download(buffers[3]) == lens).all()
+
+    plans()
+    run = lambda: graph_wrapper.run(  # noqa: E731
+        query=q, kv_cache=pool, out=out, lse=lse, return_lse=True
+    )
+    run()
+    replay = capture(torch, xp, run)
+    for step in range(some(40)):
+        plans()
+        raw(out)[...] = 0
+        replay()
+        wanted = eager.run(query=q, kv_cache=pool, return_lse=True)
+        same(out, wanted[0], step)
+        same(lse, wanted[1], step)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("is_list", [False, True], ids=["pages", "lists"])
+def test_lengths_change_between_replays(xp: ModuleType, torch: Any, is_list: bool) -> None:
+    """A captured call without a plan follows lengths, tables and lists in device memory."""
+    rng, count, heads, page, width = np.random.default_rng(3), 4, 16, 64, 40
+    pool = upload(rng.standard_normal((200, page, 576)).astype(np.float16), xp)
+    q = upload(rng.standard_normal((count, 1, heads, 576)).astype(np.float16), xp)
+    shape = (count, 1, width) if is_list else (count, width)
+    table, lens = upload(np.zeros(shape, np.int32), xp), ints(xp, count)
+    out = upload(np.zeros((count, 1, heads, 512), np.float16), xp)
+
+    def change() -> None:
+        values = rng.integers(-40, 200 * page, shape) if is_list else rng.integers(0, 200, shape)
+        lengths = rng.integers(0, width if is_list else width * page, count)
+        for target, new in ((table, values), (lens, lengths)):
+            target[...] = upload(new.astype(np.int32), xp)
+
+    def run() -> Any:
+        named = {"sparse_mla_top_k": width, "sparse_mla_top_k_lens": lens} if is_list else {}
+        return mla.trtllm_batch_decode_with_kv_cache_mla(
+            q, pool, scratch_memory, 128, 512, 64, table, lens, width * page, bmm1_scale=SCALE,
+            out=out, **named,
+        )  # fmt: skip
+
+    scratch_memory = scratch(xp)
+    change()
+    run()
+    replay = capture(torch, xp, run)
+    for step in range(some(40)):
+        change()
+        raw(out)[...] = 0
+        replay()
+        replayed = download(out)
+        run()
+        compare.assert_bitwise_equal(replayed, download(out), step)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_parts_far_apart(xp: ModuleType) -> None:
+    """Pages more than 2^31 elements from one another."""
+    count = 4000
+    cache = xp.zeros((count, 1024, 576), dtype=xp.float16, **_on(xp))
+    rng = np.random.default_rng(1)
+    rows = rng.standard_normal((2, 64, 576)).astype(np.float16)
+    for page, values in zip((1, count - 1), rows, strict=True):
+        cache[page, :64] = upload(values, xp)
+    q = rng.standard_normal((1, 16, 576)).astype(np.float16)
+    w = mla.BatchMLAPagedAttentionWrapper(workspace(xp))
+    table = np.array([0, 1]), np.array([0, 2]), np.array([1, count - 1]), np.array([1024 + 64])
+    w.plan(*table, 16, 512, 64, 1024, True, SCALE, "float16", "float16")
+    keys = np.concatenate([rows[0], np.zeros((960, 576), np.float16), rows[1]])[:, None]
+    from cupyattn import reference
+
+    wanted, _ = reference.attention(q, keys, keys[..., :512], sm_scale=SCALE)
+    got = download(w.run(query=upload(q, xp), kv_cache=cache))
+    np.testing.assert_allclose(got.astype(np.float64), wanted, atol=2e-3)
+
+
+def _on(xp: ModuleType) -> dict[str, str]:
+    return {"device": "cuda"} if xp.__name__ == "torch" else {}
+
+
+def test_flash_mla(xp: ModuleType) -> None:
+    """Sinks are outside the LSE, and rows of 656 bytes have no kernel."""
+    rng = np.random.default_rng(4)
+    q = rng.standard_normal((2, 1, 4, 576)).astype(np.float16)
+    cache = rng.standard_normal((5, 4, 1, 576)).astype(np.float16)
+    table, lens = np.array([[3, 1, 0], [2, 4, 4]], np.int32), np.array([9, 0], np.int32)
+    sink = np.array([0.3, -2.0, 1.5, 3.0], np.float32)
+    arrays = [q, cache, table, lens]
+    wanted = flash_mla.flash_mla_with_kvcache(*arrays, 512, attn_sink=sink)
+    got = flash_mla.flash_mla_with_kvcache(
+        *(upload(x, xp) for x in arrays), 512, attn_sink=upload(sink, xp)
+    )
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(download(a).astype(float), b.astype(float), atol=3e-3)
+    rows = upload(np.zeros((5, 4, 1, 656), np.uint8), xp)
+    with pytest.raises(UnsupportedError, match="rows of 656 bytes"):
+        flash_mla.flash_mla_with_kvcache(
+            upload(q, xp), rows, upload(table, xp), upload(lens, xp), 512, is_fp8_kvcache=True
+        )
+
+
+def test_append(xp: ModuleType) -> None:
+    """Rows of 16 bits into a cache of fp8, in one array and in two."""
+    rng = np.random.default_rng(5)
+    ckv, kpe = (rng.standard_normal((3, n)).astype(np.float16) for n in (512, 64))
+    kind = dtypes.float8_e4m3fn.numpy
+    table = [np.array(x, np.int32) for x in ([0, 0, 1], [4, 5, 0], [2, 0, 1], [0, 2, 3], [2, 1])]
+    answers = []
+    for module in (np, xp):
+        both = upload(np.zeros((4, 4, 576), kind), module)
+        parts = [upload(np.zeros((4, 4, n), kind), module) for n in (512, 64)]
+        batch, positions, ids, indptr, last = (upload(x, module) for x in table)
+        for caches in ((both, None), parts):
+            mla.append_paged_mla_kv_cache(
+                upload(ckv, module), upload(kpe, module), batch, positions, *caches, ids, indptr,
+                last, ckv_scale=0.5, kpe_scale=0.25,
+            )  # fmt: skip
+        answers.append([download(x).view(np.uint8) for x in (both, *parts)])
+    for a, b in zip(*answers, strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(answers[0][0], np.concatenate(answers[0][1:], -1))

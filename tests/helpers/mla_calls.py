@@ -1,0 +1,326 @@
+"""Calls of latent attention on poisoned arrays: what no request owns is NaN, or an absurd id."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cupyattn import flash_mla, mla
+from cupyattn.core import dtypes
+
+from . import calls, poison
+from .batches import blank_pages, fill_pages, offsets
+from .mla_cases import Case
+
+ABSURD = 2**31 - 1
+
+
+class Call(calls.Call):
+    """Requests in pages, or tokens with a list of keys each."""
+
+    def __init__(self, case: Case, xp: ModuleType, workspace: Any) -> None:
+        super().__init__(case, xp, case.seed, 94)
+        self.workspace, problem = workspace, case.problem
+        self.latent, self.rope = problem.dims
+        self.both = self.latent + self.rope
+        rows = sum(case.qo_len)
+        self.q = self.values(rows, case.heads, self.both, dtype=problem.dtype)
+        self.qo_indptr = offsets(case.qo_len)
+        self.sinks = None
+        if case.has_sinks:
+            self.sinks = self.rng.normal(0, 2, case.heads).astype(np.float32)
+        self._place_keys()
+        self.device_q = self._parts("q", self.q)
+        self.device_cache = self._parts("cache", self.pool)
+        shape = (rows, case.heads, self.latent)
+        self.out_dtype = dtypes.parse(problem.dtype).numpy
+        self.out = self.blank("out", shape, self.out_dtype, self._strides(shape))
+        self.lse = self.blank("lse", shape[:2], np.float32)
+        if case.way in ("wrapper", "metadata"):
+            self.wrapper = self._planned()
+
+    # --- inputs ---
+
+    def _strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return poison.strides(shape, self.case.problem.is_aligned, self.case.is_padded)
+
+    @property
+    def _takes_parts(self) -> bool:
+        return self.case.is_split and self.case.way in ("wrapper", "metadata", "forward")
+
+    def _parts(self, name: str, values: np.ndarray) -> Any:
+        """One array of both parts, or a pair."""
+        if not self._takes_parts:
+            return self.embed(name, values, self._strides(values.shape))
+        parts = values[..., : self.latent], values[..., self.latent :]
+        return tuple(
+            self.embed(f"{name}[{i}]", np.ascontiguousarray(x), self._strides(x.shape))
+            for i, x in enumerate(parts)
+        )
+
+    def _place_keys(self) -> None:
+        case, kind = self.case, dtypes.parse(self.case.problem.kv_dtype).numpy
+        if case.is_list:
+            self._place_list(kind)
+            return
+        pages = [-(-n // case.page_size) for n in case.kv_len]
+        self.kv_indptr = offsets(pages)
+        count = sum(pages) + 3
+        order = self.rng.permutation(count)[: sum(pages)].astype(np.int32)
+        pool = blank_pages(count, case.page_size, self.both, dtype=kind)
+        self.keys = []
+        self.table = np.full((len(pages), max((1, *pages)) + 1), ABSURD, np.int32)
+        for i, n in enumerate(case.kv_len):
+            own = order[self.kv_indptr[i] : self.kv_indptr[i + 1]]
+            values = self.values(n, self.both, dtype=case.problem.kv_dtype)
+            fill_pages(pool, own, values)
+            self.keys.append(values[:, None])
+            self.table[i, : len(own)] = own
+        self.pool = pool
+        self.ids = np.concatenate([order, np.full(5, ABSURD, np.int32)])
+
+    def _place_list(self, kind: np.dtype) -> None:
+        """A pool of which some slots are keys, and a list for each token, with repetitions."""
+        case, rng = self.case, self.rng
+        most = max((1, *case.kv_len))
+        num_pages = -(-2 * most // case.page_size) + 1
+        slots = num_pages * case.page_size
+        pool = blank_pages(slots, self.both, dtype=kind)
+        used = rng.permutation(slots)[: max(1, most)]
+        pool[used] = self.values(len(used), self.both, dtype=case.problem.kv_dtype)
+        tokens = sum(case.qo_len)
+        self.lists = rng.choice(used, (tokens, most)).astype(np.int32)
+        self.lists[rng.random(self.lists.shape) < case.absent] = -1
+        counts = np.repeat(np.array(case.kv_len, np.int32), case.qo_len)
+        self.counts = counts if case.has_lengths else np.full(tokens, most, np.int32)
+        if case.has_lengths:  # entries past the length may hold anything
+            self.lists[np.arange(most) >= counts[:, None]] = ABSURD
+        self.keys = []
+        for row, n in zip(self.lists, self.counts, strict=True):
+            seen = row[:n]
+            self.keys.append(pool[seen[seen >= 0]][:, None])
+        self.pool = pool.reshape(num_pages, case.page_size, self.both)
+
+    # --- the call ---
+
+    def _planned(self) -> Any:
+        case = self.case
+        wrapper = mla.BatchMLAPagedAttentionWrapper(self.workspace)
+        lens = np.array(case.kv_len, np.int32)
+        named = {
+            "num_heads": case.heads,
+            "head_dim_ckv": self.latent,
+            "head_dim_kpe": self.rope,
+            "page_size": case.page_size,
+            "causal": case.causal,
+            "sm_scale": case.sm_scale,
+            "q_data_type": case.problem.dtype,
+            "kv_data_type": case.problem.kv_dtype,
+            "fixed_split_size": case.split,
+        }
+        if case.way == "wrapper":
+            wrapper.plan(self.qo_indptr, self.kv_indptr, self.ids, lens, **named)
+        else:
+            table = poison.upload(self.table, self.xp)
+            metadata = mla.MLAPlanMetadata.dense(self.qo_indptr, table, lens)
+            mode = "basee" if case.is_natural else "none"
+            wrapper.plan(metadata=metadata, lse_mode=mode, **named)
+        return wrapper
+
+    def start(self) -> None:
+        way = self.case.way.replace(" ", "_")
+        getattr(self, f"_start_{way}")()
+
+    def _sinks(self) -> Any:
+        return None if self.sinks is None else poison.upload(self.sinks, self.xp)
+
+    def _start_wrapper(self) -> None:
+        case, named = self.case, {"sinks": self._sinks(), "return_lse": True}
+        if case.problem.kv_dtype != case.problem.dtype:
+            named |= {"ckv_scale": case.scales[0], "kpe_scale": case.scales[1]}
+        if case.way == "wrapper":
+            named["return_lse_base_on_e"] = case.is_natural
+        if self._takes_parts and case.seed % 2:
+            self.run_wrapper(self.wrapper, *self.device_q, *self.device_cache, **named)
+        else:
+            both = {"query": self.device_q, "kv_cache": self.device_cache}
+            self.run_wrapper(self.wrapper, **both, **named)
+
+    _start_metadata = _start_wrapper
+
+    def _index(self, values: Any) -> Any:
+        return poison.upload(np.asarray(values, np.int32), self.xp)
+
+    def _reshaped(self, x: Any, *shape: int) -> Any:
+        """An array of the device with other leading axes, where they are strides of one another."""
+        from cupyattn import array
+
+        v = array.view(x, "x")
+        tail = len(v.shape) - 1
+        steps = [v.strides[0] * math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return array.restride(x, "x", (*shape, *v.shape[1:]), (*steps, *v.strides[-tail:]))
+
+    def _start_trtllm(self) -> None:
+        case, q_len = self.case, self.case.qo_len[0]
+        given = {"sinks": self._sinks(), "return_lse": True, "bmm1_scale": case.sm_scale}
+        shape = len(case.qo_len), q_len
+        if case.with_out:
+            given["out"] = self._reshaped(self.out.array, *shape)
+            given["lse"] = self._reshaped(self.lse.array, *shape)
+        answer = mla.trtllm_batch_decode_with_kv_cache_mla(
+            self._reshaped(self.device_q, *shape), self.device_cache, self.workspace, 128,
+            self.latent, self.rope, self._index(self.table), self._index(case.kv_len),
+            max((1, *case.kv_len)), **given,
+        )  # fmt: skip
+        self._keep(answer)
+
+    def _keep(self, answer: Any) -> None:
+        """Answers with the leading axes of q as rows."""
+        out, lse = (*answer, None)[:2] if isinstance(answer, tuple) else (answer, None)
+        if self.case.with_out and lse is not None:
+            self.returned = self.out.array, self.lse.array
+            return
+        rows = sum(self.case.qo_len)
+        out = out.reshape(rows, self.case.heads, self.latent)
+        self.returned = out, None if lse is None else lse.reshape(rows, self.case.heads)
+
+    def _start_trtllm_ragged(self) -> None:
+        case = self.case
+        given = {"sinks": self._sinks(), "return_lse": True, "bmm1_scale": case.sm_scale}
+        if case.with_out:
+            given |= {"out": self.out.array, "lse": self.lse.array}
+        answer = mla.trtllm_batch_decode_with_kv_cache_mla(
+            self.device_q, self.device_cache, self.workspace, 128, self.latent, self.rope,
+            self._index(self.table), self._index(case.kv_len), max((1, *case.kv_len)),
+            cum_seq_lens_q=self._index(self.qo_indptr), max_q_len=max(1, *case.qo_len, 1), **given,
+        )  # fmt: skip
+        self._keep(answer)
+
+    def _start_xqa_batch(self) -> None:
+        case = self.case
+        answer = mla.xqa_batch_decode_with_kv_cache_mla(
+            self._reshaped(self.device_q, len(case.qo_len), 1), self.device_cache, self.workspace,
+            128, self.latent, self.rope, self._index(self.table), self._index(case.kv_len),
+            max((1, *case.kv_len)), bmm1_scale=case.sm_scale, sinks=self._sinks(),
+        )  # fmt: skip
+        self.returned = answer, None
+
+    def _start_xqa(self) -> None:
+        case = self.case
+        answer = mla.xqa_mla(
+            self._reshaped(self.device_q, len(case.qo_len), 1), self.device_cache,
+            self.device_cache, self._index(self.table), self._index(case.kv_len), None,
+            self.workspace, None, case.page_size, q_scale=case.sm_scale,
+        )  # fmt: skip
+        self.returned = answer[:, 0], None
+
+    def _start_forward(self) -> None:
+        case = self.case
+        wrapper = mla.BatchMLAPagedAttentionWrapper(self.workspace, kv_layout="NHD")
+        answer = wrapper.forward(
+            self.device_q,
+            self.device_cache,
+            self._index(self.table),
+            self._index(case.kv_len),
+            return_lse=True,
+        )
+        self.returned = answer
+
+    def _start_flash_mla(self) -> None:
+        case, count, q_len = self.case, len(self.case.qo_len), self.case.qo_len[0]
+        metadata = flash_mla.get_mla_metadata()
+        out, lse = flash_mla.flash_mla_with_kvcache(
+            self._reshaped(self.device_q, count, q_len), self.device_cache,
+            self._index(self.table), self._index(case.kv_len), self.latent, *metadata,
+            softmax_scale=case.sm_scale, causal=case.causal, attn_sink=self._sinks(),
+        )  # fmt: skip
+        self._keep_natural(out, lse)
+
+    def _keep_natural(self, out: Any, lse: Any) -> None:
+        """FlashMLA's LSE, [b, heads, s]."""
+        rows = sum(self.case.qo_len)
+        lse = lse.swapaxes(1, 2).reshape(rows, self.case.heads)
+        self.returned = out.reshape(rows, self.case.heads, self.latent), lse
+
+    def _start_list(self) -> None:
+        case, most = self.case, self.lists.shape[1]
+        count = len(case.qo_len)
+        answer = mla.trtllm_batch_decode_with_kv_cache_mla(
+            self._reshaped(self.device_q, count, 1), self.device_cache, self.workspace, 128,
+            self.latent, self.rope, self._index(self.lists[:, None]), None, 0, most,
+            sinks=self._sinks(), bmm1_scale=case.sm_scale, return_lse=True,
+            sparse_mla_top_k_lens=self._index(self.counts) if case.has_lengths else None,
+        )  # fmt: skip
+        out, lse = answer
+        self.returned = out[:, 0], lse[:, 0]
+
+    def _start_list_of_tokens(self) -> None:
+        case, count, q_len = self.case, len(self.case.qo_len), self.case.qo_len[0]
+        lists = self.lists.reshape(count, q_len, -1)
+        lengths = self._index(case.kv_len) if case.has_lengths else None
+        out, lse = flash_mla.flash_mla_with_kvcache(
+            self._reshaped(self.device_q, count, q_len), self.device_cache, None, None, self.latent,
+            softmax_scale=case.sm_scale, indices=self._index(lists), attn_sink=self._sinks(),
+            topk_length=lengths,
+        )  # fmt: skip
+        self._keep_natural(out, lse)
+
+    def _start_flat_list(self) -> None:
+        case = self.case
+        given = {"out": self.out.array} if case.with_out else {}
+        out, none, lse = flash_mla.flash_mla_sparse_fwd(
+            self.device_q, self.device_cache, self._index(self.lists[:, None]), case.sm_scale,
+            self.latent, self._sinks(), self._index(self.counts) if case.has_lengths else None,
+            **given,
+        )  # fmt: skip
+        assert none is None
+        self.returned = out, lse
+
+    def answers(self) -> calls.Answer:
+        out, lse = super().answers()
+        case = self.case
+        is_natural = case.is_natural and case.way in ("wrapper", "metadata")
+        if lse is not None and (is_natural or case.way in ("flash_mla", "list of tokens")):
+            lse = (lse.astype(np.float64) / math.log(2.0)).astype(np.float32)
+        if self.sinks is not None and not self._sees_sink:
+            lse = None  # a difference of logarithms, which test_flash_mla.py looks at
+        return out, lse
+
+    # --- the answer ---
+
+    @property
+    def _sees_sink(self) -> bool:
+        """Whether the LSE has the sink: FlashMLA's has not."""
+        return self.case.way not in ("flash_mla", "list of tokens", "flat list")
+
+    def _requests(self) -> Iterator[dict[str, Any]]:
+        case, (scale, rope_scale) = self.case, self.case.scales
+        q = self.q
+        if scale != rope_scale:
+            q = q.copy()
+            q[..., self.latent :] = q[..., self.latent :] * q.dtype.type(rope_scale / scale)
+        is_causal = case.causal and case.way in ("wrapper", "metadata", "flash_mla")
+        is_causal = is_causal or case.way.startswith("trtllm")
+        for i, k in enumerate(self.keys):
+            rows = slice(i, i + 1) if case.is_list else slice(*self.qo_indptr[i : i + 2])
+            yield {
+                "q": q[rows],
+                "k": k,
+                "v": k[..., : self.latent],
+                "causal": is_causal,
+                "sm_scale": case.sm_scale * scale,
+                "scale_v": scale,
+                "sinks": self.sinks,
+            }
+
+    @functools.cached_property
+    def _expected(self) -> tuple[calls.States, calls.States]:
+        return calls.attend(self._requests(), self.case.heads, self.latent, self.out_dtype)
+
+    def expected(self) -> tuple[calls.States, calls.States]:
+        return self._expected

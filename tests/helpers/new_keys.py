@@ -1,0 +1,165 @@
+"""New keys and values behind those of a cache, rotated on the way: random calls with spare rows,
+absent requests, keys past the table and pages of nobody, and what must be in memory afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cupyattn.flash_attn.caches import Append
+from cupyattn.flash_attn.rotary import Rotary
+
+from . import poison
+from .flash_cases import turned
+
+
+@dataclass(frozen=True)
+class NewKeysCase:
+    """half 0: nothing is rotated. moves: rows of q are at positions one after another."""
+
+    seed: int = 0
+    dtype: str = "float16"
+    dtype_table: str = "float32"
+    head_dim: int = 64
+    half: int = 16
+    is_interleaved: bool = False
+    moves: bool = True
+    is_ragged: bool = True
+    page_size: int = 3
+    strides: str = "packed"
+    index: str = "int32"
+    num_kv_heads: int = 2
+    num_qo_heads: int = 6
+
+    def run(self, xp: ModuleType = np, device: str = "cpu") -> None:
+        """Make the call and compare all that it may and may not write."""
+        rng, where = np.random.default_rng((self.seed, 77)), {"xp": xp, "device": device}
+        count, width, size = 5, 4, self.page_size
+        new = np.array([2, 0, 3, 1, 4]) if self.is_ragged else np.full(count, 3)
+        rows = np.array([1, 0, 4, 2, 3]) if self.is_ragged else np.full(count, 2)
+        # An absent request, one whose keys run past its pages, and one with a page of nobody.
+        begin = np.array([0, 4, -1, width * size - 1, 5])
+        starts = np.array([7, -1, 3, 0, 29]) if self.seed % 2 else begin
+        num_pages = count * width + 2
+        table = rng.permutation(num_pages)[: count * width].reshape(count, width)
+        lost = 0, int(begin[0]) // size
+        table[lost] = (-1, num_pages, 2**31 - 1)[self.seed % 3]
+        spare = 2 if self.is_ragged else 0
+        kind = np.dtype(self.dtype) if self.dtype != "bfloat16" else _bfloat16()
+        heads, dim = self.num_kv_heads, self.head_dim
+
+        def embed(x: np.ndarray, strides: str = "packed") -> poison.Poisoned:
+            x = np.ascontiguousarray(x)
+            return poison.embed(x, poison.gaps(strides, x.shape), **where)
+
+        def ints(values: Any) -> Any:
+            return embed(np.asarray(values).astype(self.index)).array
+
+        tokens = int(new.sum()) + spare
+        k, v = (rng.normal(0, 1, (tokens, heads, d)).astype(kind) for d in (dim, 24))
+        q = rng.normal(0, 1, (int(rows.sum()) + spare, self.num_qo_heads, dim)).astype(kind)
+        angles = rng.uniform(-3, 3, (30, max(8, self.half)))
+        cos, sin = (f(angles).astype(self.dtype_table) for f in (np.cos, np.sin))
+        shapes = [(num_pages, size, heads, d) for d in (dim, 24)]
+        caches = [poison.blank(s, kind, poison.gaps(self.strides, s), **where) for s in shapes]
+        inputs = [embed(x, self.strides) for x in (k, v, q)]
+        given = [x.array for x in inputs]
+        if not self.is_ragged:
+            given = [x.reshape(count, -1, *x.shape[1:]) for x in given]
+        offsets = [ints([0, *np.cumsum(n)]) if self.is_ragged else None for n in (rows, new)]
+        rotated, rotation = None, None
+        if self.half:
+            tables = [embed(x).array for x in (cos, sin)]
+            rotary = Rotary(*tables, ints(starts), self.is_interleaved, self.moves)
+            rotated, rotation = rotary.on_gpu(given[2], given[0], offsets[0])
+        pages = caches[0].array, caches[1].array
+        table_given = embed(table.astype(np.int32)).array
+        append = Append((given[0], given[1]), offsets[1], ints(begin), pages, table_given, rotation)
+        append()
+
+        # What must be there.
+        after = poison.download(append.after)
+        np.testing.assert_array_equal(after, np.where(begin < 0, 0, begin + new), str(self))
+        wanted = [c.values().copy() for c in caches]
+        for place in wanted:
+            bits = np.dtype(f"u{place.itemsize}")
+            place.view(bits)[...] = np.full(place.shape, poison._pattern(place.dtype)).view(bits)
+        ends = np.cumsum(new)
+        for index in np.flatnonzero(begin >= 0):
+            for i in range(new[index]):
+                position, row = int(begin[index]) + i, int(ends[index] - new[index]) + i
+                entry = position // size
+                if entry >= width or (index, entry) == lost:
+                    continue
+                slot = table[index, entry], position % size
+                wanted[0][slot] = self._rotated(k[row], starts[index], i, cos, sin)
+                wanted[1][slot] = v[row]
+        for got, want, found in zip((c.values() for c in caches), wanted, caches, strict=True):
+            self._compare(got, want)
+            found.assert_intact(f"{self}: cache")
+        for found in inputs:
+            found.assert_intact(f"{self}: input")
+        if rotated is None:
+            return
+        got_q = poison.download(rotated).reshape(q.shape)
+        want_q, ends = q.copy(), np.cumsum(rows)
+        for index in range(count):
+            for i in range(rows[index]):
+                row = int(ends[index] - rows[index]) + i
+                want_q[row] = self._rotated(q[row], starts[index], i * self.moves, cos, sin)
+        self._compare(got_q, want_q)
+
+    def _rotated(
+        self, x: np.ndarray, start: int, i: int, cos: np.ndarray, sin: np.ndarray
+    ) -> np.ndarray:
+        if not self.half or start < 0:
+            return x
+        at = int(start) + i
+        made = turned(x[None], np.array([min(at, len(cos) - 1)]), cos, sin, self.is_interleaved)[0]
+        if at >= len(cos):
+            made[..., : 2 * self.half] = np.nan
+        return made
+
+    def _compare(self, got: np.ndarray, want: np.ndarray) -> None:
+        """Equal bits, but that a rotation may differ by one rounding; NaN is NaN."""
+        bits = np.dtype(f"u{want.itemsize}")
+        a, b = (np.ascontiguousarray(x) for x in (got, want))
+        with np.errstate(invalid="ignore"):
+            x, y = a.astype(np.float32), b.astype(np.float32)
+            same = (a.view(bits) == b.view(bits)) | (np.isnan(x) & np.isnan(y))
+            if self.half:
+                same |= np.isclose(x, y, 1e-2, 2e-3)
+        assert same.all(), f"{self}: {np.argwhere(~same)[:3].tolist()}, {(~same).sum()} differ"
+
+
+def _bfloat16() -> np.dtype:
+    from cupyattn.core import dtypes
+
+    return dtypes.bfloat16.numpy
+
+
+def random_new_keys(seed: int) -> NewKeysCase:
+    rng = np.random.default_rng((seed, 78))
+
+    def pick(*options: Any) -> Any:
+        return options[int(rng.integers(len(options)))]
+
+    half = pick(0, 8, 16, 24)
+    return NewKeysCase(
+        seed=seed,
+        dtype=pick("float16", "bfloat16"),
+        dtype_table=pick("float32", "float16"),
+        head_dim=pick(64, 48, 128, 300),
+        half=half,
+        is_interleaved=bool(pick(0, 1)),
+        moves=bool(pick(0, 1)),
+        is_ragged=bool(pick(0, 1)),
+        page_size=pick(1, 3, 16),
+        strides=pick("packed", "gaps", "unaligned"),
+        index=pick("int32", "int64"),
+        num_kv_heads=pick(1, 2, 5),
+        num_qo_heads=pick(1, 6),
+    )

@@ -1,0 +1,275 @@
+"""Entries of latent attention, and of what appends to a latent cache."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+import cupyattn
+
+from . import plain_answers as plain
+from .batches import WORKSPACE
+from .plain_answers import Logits, attend, by_offsets
+from .wrong_calls import Arguments, Entry
+from .wrong_entries import (
+    HALF,
+    HQ,
+    IDS,
+    INDPTR,
+    OF_HEADS,
+    PAGE,
+    ROWS,
+    RULES,
+    a_dtype,
+    above,
+    answers,
+    flag_off,
+    floats,
+    indices,
+    ints,
+    keys,
+    lengths,
+    or_default,
+    step,
+    values,
+    workspace,
+)
+from .wrong_tables import LENS, TABLE, bound
+from .wrong_values import flag, ignored, nothing, number, one_of, whole
+
+RANK, ROPE = 512, 64
+POOL = values(8, PAGE, RANK + ROPE)
+one = or_default(number, 1.0)
+
+
+def _pages(cache: np.ndarray) -> np.ndarray:
+    """[pages, page_size, columns]."""
+    if cache.ndim == 2:
+        return cache[:, None]
+    if cache.ndim == 4:
+        return cache[:, :, 0] if cache.shape[2] == 1 else cache[:, 0]
+    return cache
+
+
+def _parts(c: Arguments, both: str, apart: tuple[str, str]) -> np.ndarray:
+    """Rows of both parts."""
+    if c[f"run.{both}"] is not None:
+        assert all(c[f"run.{name}"] is None for name in apart)
+        found = c[f"run.{both}"]
+        if isinstance(found, (tuple, list)):
+            assert len(found) == 2
+            return np.concatenate(found, -1)
+        return found
+    if c[f"run.{apart[1]}"] is None:
+        return c[f"run.{apart[0]}"]
+    first, second = (c[f"run.{name}"] for name in apart)
+    assert first.dtype == second.dtype
+    return np.concatenate([first, second], -1)
+
+
+def _attend(
+    q: np.ndarray, pool: np.ndarray, tables: Any, lens: Any, rows: Any, how: Logits, **given: Any
+) -> plain.Pair:
+    pairs = []
+    for ids, n in zip(tables, lens, strict=True):
+        k = plain.gather(pool, ids[: -(-int(n) // pool.shape[1])], int(n))[:, None]
+        pairs.append((k, k[..., :RANK]))
+    assert q.shape[-1] == pool.shape[-1] == RANK + ROPE
+    return attend(q, by_offsets(np.asarray(rows), pairs), how, **given)
+
+
+def batch(c: Arguments) -> list[np.ndarray]:
+    q = _parts(c, "query", ("q_nope", "q_pe"))
+    pool = _pages(_parts(c, "kv_cache", ("ckv_cache", "kpe_cache")))
+    indptr, lens, rows = c["plan.kv_indptr"], c["plan.kv_len_arr"], c["plan.qo_indptr"]
+    of_q = HALF if c["plan.q_data_type"] is None else c["plan.q_data_type"]
+    of_kv = of_q if c["plan.kv_data_type"] is None else c["plan.kv_data_type"]
+    assert q.dtype == of_q and pool.dtype == of_kv and q.shape[1] == c["plan.num_heads"]
+    assert pool.shape[1] == c["plan.page_size"] and len(q) == rows[-1] and rows[0] == 0
+    tables = [c["plan.kv_indices"][a:b] for a, b in pairwise(indptr)]
+    assert (c["plan.head_dim_ckv"], c["plan.head_dim_kpe"]) == (RANK, ROPE)
+    scale = c["plan.sm_scale"] if c["run.bmm1_scale"] is None else c["run.bmm1_scale"]
+    how = Logits(scale, causal=bool(c["plan.causal"]))
+    out, lse = _attend(
+        q, pool, tables, lens, rows, how, sinks=c["run.sinks"],
+        scales=(None, None, c["run.bmm2_scale"]),
+    )  # fmt: skip
+    is_natural = c["run.return_lse_base_on_e"] or c["plan.lse_mode"] == "basee"
+    return answers((out, lse / (plain.LOG2_E if is_natural else 1.0)), c)
+
+
+def _table(c: Arguments, q: np.ndarray, cache: np.ndarray, rows: Any, scales: Any) -> plain.Pair:
+    tables, lens = c.get("run.block_tables", c.get("run.page_table")), c["run.seq_lens"]
+    lens, causal = lens.reshape(-1), len(q) > len(tables)
+    sm_scale, output = scales
+    how = Logits(sm_scale, causal=causal)
+    assert len(tables) == len(lens) == len(rows) - 1 and rows[-1] <= len(q)
+    return _attend(
+        q, _pages(cache), tables, lens, rows, how, sinks=c.get("run.sinks"),
+        scales=(None, None, output),
+    )  # fmt: skip
+
+
+def trtllm(c: Arguments) -> list[np.ndarray]:
+    q, count = c["run.query"], len(c["run.block_tables"])
+    if top_k := c["run.sparse_mla_top_k"]:
+        return _list(c, top_k)
+    rows = c["run.cum_seq_lens_q"]
+    is_ragged = rows is not None
+    flat = q if is_ragged else q.reshape(-1, *q.shape[2:])
+    rows = rows if is_ragged else np.arange(count + 1) * q.shape[1]
+    assert is_ragged or len(q) == count
+    out, lse = _table(c, flat, c["run.kv_cache"], rows, (c["run.bmm1_scale"], c["run.bmm2_scale"]))
+    shape = q.shape[:-1]
+    return answers((out.reshape(*shape, RANK), lse.reshape(shape)), c)
+
+
+def _list(c: Arguments, top_k: int) -> list[np.ndarray]:
+    """Each token has a list of slots."""
+    q, pool = c["run.query"], _pages(c["run.kv_cache"])
+    lists = c["run.block_tables"].reshape(-1, top_k)
+    flat, slots = q.reshape(-1, *q.shape[2:]), pool.reshape(-1, 1, pool.shape[-1])
+    assert len(lists) == len(flat) and lists.max() < len(slots)
+    pairs = [(slots[row[row >= 0]], slots[row[row >= 0]][..., :RANK]) for row in lists]
+    rows, how = np.arange(len(flat) + 1), Logits(c["run.bmm1_scale"])
+    scales = None, None, c["run.bmm2_scale"]
+    found = attend(flat, by_offsets(rows, pairs), how, sinks=c["run.sinks"], scales=scales)
+    shape = q.shape[:-1]
+    return answers((found[0].reshape(*shape, RANK), found[1].reshape(shape)), c)
+
+
+def xqa_batch(c: Arguments) -> list[np.ndarray]:
+    q = c["run.query"]
+    q = q if q.ndim == 3 else q[:, 0]
+    scales = c["run.bmm1_scale"], c["run.bmm2_scale"]
+    return [_table(c, q, c["run.kv_cache"], np.arange(len(q) + 1), scales)[0]]
+
+
+def xqa(c: Arguments) -> list[np.ndarray]:
+    q = c["run.q"][:, 0]
+    out = _table(c, q, c["run.k_cache"], np.arange(len(q) + 1), (c["run.q_scale"], 1.0))[0]
+    return [out[:, None]]
+
+
+def append(c: Arguments) -> list[np.ndarray]:
+    ckv, kpe = (c[f"run.{n}_cache"].copy() for n in ("ckv", "kpe"))
+    indptr = c["run.kv_indptr"]
+    assert len(c["run.kv_last_page_len"]) == len(indptr) - 1
+    rows = c["run.append_ckv"], c["run.append_kpe"]
+    for i, (b, at) in enumerate(zip(c["run.batch_indices"], c["run.positions"], strict=True)):
+        if b < 0:
+            continue
+        assert b < len(indptr) - 1 and at >= 0
+        entry = int(indptr[b]) + int(at) // ckv.shape[1]
+        assert entry < indptr[b + 1]
+        page = int(c["run.kv_indices"][entry])
+        for pages, new, name in zip((ckv, kpe), rows, ("ckv", "kpe"), strict=True):
+            pages[page, at % ckv.shape[1]] = new[i] / (c[f"run.{name}_scale"] or 1.0)
+    return [ckv, kpe]
+
+
+def _caches(result: Any, arguments: Arguments) -> Any:
+    return arguments["run.ckv_cache"], arguments["run.kpe_cache"]
+
+
+def latent_entries() -> list[Entry]:
+    rules = RULES | dict.fromkeys(("block_tables", "page_table"), indices)
+    rules |= dict.fromkeys(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), indices)
+    rules |= dict.fromkeys(("q_nope", "q_pe"), floats) | dict.fromkeys(
+        ("ckv_cache", "kpe_cache", "append_ckv", "append_kpe"), keys
+    )
+    rules |= {"num_heads": whole(1), "head_dim_ckv": whole(1), "head_dim_kpe": whole(0)}
+    rules |= {"causal": or_default(flag, False), "use_profiler": flag_off, "metadata": nothing}
+    rules |= dict.fromkeys(("cum_seq_lens_q", "max_q_len", "seq_lens"), ignored)
+    rules |= {"plan.block_tables": nothing, "lse_mode": one_of("none", "base2", "basee")}
+    layouts = or_default(one_of("packed", "split"), None)
+    rules |= dict.fromkeys(("query_layout", "kv_cache_layout"), layouts)
+    rules |= {"output_dtype": a_dtype, "output_scale": one_of("none")}
+    rules |= {"scale_mode": one_of("default", "kv-per-tensor", "bmm-scalar")}
+    rules |= dict.fromkeys(("skip_softmax", "enable_pdl", "use_sinks"), ignored)
+    rules |= dict.fromkeys(("profiler_buffer", "kv_len", "page_table", "o_scale"), nothing)
+    rules |= dict.fromkeys(("ckv_scale", "ckv_scale_arr", "kpe_scale"), nothing)
+    rules |= {"return_lse_base_on_e": flag, "bmm1_scale": number, "bmm2_scale": one}
+    rules |= {"float_workspace_buffer": _room}
+    rules |= {"skip_softmax_threshold_scale_factor": ignored}
+    buffers = "make.qo_indptr", "make.kv_indptr", "make.kv_indices", "make.kv_len_arr"
+    rules |= dict.fromkeys(buffers, ignored)  # without a graph
+    q = values(5, HQ, RANK + ROPE)
+    base = step("make", float_workspace_buffer=WORKSPACE)
+    base |= step("plan", qo_indptr=ROWS, kv_indptr=INDPTR, kv_indices=IDS, kv_len_arr=LENS)
+    base |= step("plan", num_heads=HQ, head_dim_ckv=RANK, head_dim_kpe=ROPE, page_size=PAGE)
+    base |= step("plan", causal=True, sm_scale=0.07, q_data_type="float16")
+    base |= step("run", query=q, kv_cache=POOL, return_lse=True)
+    out, lse = values(5, HQ, RANK) * 0, np.zeros((5, HQ), np.float32)
+    samples = {"sinks": OF_HEADS, "out": out, "lse": lse, "ckv_scale_arr": np.ones((8, PAGE))}
+    cls: Any = cupyattn.BatchMLAPagedAttentionWrapper
+    steps = ("make", cls), ("plan", cls.plan), ("run", cls.run)
+    found = [Entry("latent batch", steps, base, rules, samples, batch)]
+
+    of_calls = {n: x for n, x in rules.items() if n not in ("page_table", "seq_lens")}
+    of_calls |= {"page_table": indices, "seq_lens": lengths, "workspace_buffer": _room}
+    of_calls |= dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim"), whole(0))
+    of_calls |= {"max_seq_len": bound, "bmm1_scale": one, "cum_seq_lens_q": lengths}
+    of_calls |= {"max_q_len": or_default(whole(1), None), "sparse_mla_top_k": whole(0)}
+    of_calls |= dict.fromkeys(("enable_dcp", "causal_seqlens_kv_global"), nothing)
+    of_calls |= {"return_lse_base": nothing, "cp_world": whole(1, 1)}
+    of_calls |= {"uses_shared_paged_kv_idx": _true, "sparse_mla_top_k_lens": ignored}
+    of_calls |= {"backend": one_of("auto", "trtllm-gen", "xqa", "cute-dsl")}
+    of_calls |= dict.fromkeys(("q_scale", "kv_scale"), one)
+    of_calls |= {"sm_count": ignored, "semaphores": ignored}
+    q = values(3, 1, HQ, RANK + ROPE)
+    table = {"workspace_buffer": WORKSPACE, "block_tables": TABLE, "seq_lens": LENS}
+    base = step("run", query=q, kv_cache=POOL, **table, qk_nope_head_dim=128, kv_lora_rank=RANK)
+    base |= step("run", qk_rope_head_dim=ROPE, max_seq_len=12, bmm1_scale=0.07)
+    samples = {"sinks": OF_HEADS, "out": values(3, 1, HQ, RANK), "cum_seq_lens_q": ints(0, 1, 1, 3)}
+    samples |= {"lse": np.zeros((3, 1, HQ), np.float32)}
+    call: Any = cupyattn.trtllm_batch_decode_with_kv_cache_mla
+    more = step("run", return_lse=True)
+    found.append(Entry("latent trtllm", (("run", call),), base | more, of_calls, samples, trtllm))
+    call = cupyattn.xqa_batch_decode_with_kv_cache_mla
+    samples = {"sinks": OF_HEADS, "out": values(3, HQ, RANK)}
+    found.append(Entry("latent xqa batch", (("run", call),), base, of_calls, samples, xqa_batch))
+    pages = POOL[:, :, None]
+    base = step("run", q=q, k_cache=pages, page_table=TABLE, seq_lens=LENS)
+    base |= step("run", workspace_buffer=WORKSPACE, q_scale=0.07, page_size=PAGE)
+    call = _xqa_of_one_cache
+    samples = {"output": values(3, 1, HQ, RANK)}
+    found.append(
+        Entry("latent xqa", (("run", call),), base, of_calls, samples, xqa, ("output",), _output)
+    )
+    base = step("run", append_ckv=values(4, RANK), append_kpe=values(4, ROPE))
+    base |= step("run", batch_indices=ints(0, 2, 2, -1), positions=ints(8, 3, 4, 0))
+    base |= step("run", ckv_cache=POOL[..., :RANK].copy(), kpe_cache=POOL[..., RANK:].copy())
+    base |= step("run", kv_indices=IDS, kv_indptr=INDPTR, kv_last_page_len=ints(1, 4, 1))
+    of_append = RULES | dict.fromkeys(("batch_indices", "positions", "kv_indices"), indices)
+    of_append |= dict.fromkeys(("kv_indptr", "kv_last_page_len"), indices)
+    of_append |= dict.fromkeys(("append_ckv", "append_kpe", "ckv_cache", "kpe_cache"), keys)
+    of_append |= dict.fromkeys(("ckv_scale", "kpe_scale"), above(0.0))
+    call = cupyattn.append_paged_mla_kv_cache
+    written = "ckv_cache", "kpe_cache"
+    entry = Entry("latent append", (("run", call),), base, of_append, {}, append, written, _caches)
+    return [*found, entry]
+
+
+def _room(value: Any) -> Any:
+    return None if value is None else workspace(value)
+
+
+def _true(value: Any) -> None:
+    assert flag(value)
+
+
+def _output(result: Any, arguments: Arguments) -> Any:
+    return arguments.get("run.output") if result is None else result
+
+
+def _xqa_of_one_cache(
+    q: Any, k_cache: Any, page_table: Any, seq_lens: Any, output: Any = None,
+    workspace_buffer: Any = None, page_size: Any = None, q_scale: Any = 1.0, kv_scale: Any = 1.0,
+) -> Any:  # fmt: skip
+    return cupyattn.xqa_mla(
+        q, k_cache, k_cache, page_table, seq_lens, output, workspace_buffer, None, page_size,
+        q_scale, kv_scale,
+    )  # fmt: skip

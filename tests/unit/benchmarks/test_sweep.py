@@ -1,0 +1,218 @@
+"""The sweep without a GPU: draws, the order of visits, figures, and its command line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import cli, peers
+from benchmarks.batch.case import BatchCase
+from benchmarks.batch.oracle import checked_requests
+from benchmarks.peers import prebuild
+from benchmarks.results import FILE_NAME, Results
+from benchmarks.sweep import cli as sweep
+from benchmarks.sweep.draw import _MOST_FLOPS, _MOST_KV_BYTES, draw_case, draw_cases, schedule_of
+from benchmarks.sweep.models import MODELS, Model
+from benchmarks.sweep.summary import figures, summarise_sweep, table
+from benchmarks.timing import random_order
+from benchmarks.worker import PROGRESS_NAME
+
+
+def test_draws_are_functions_of_seed_and_number() -> None:
+    cases = draw_cases(3, 30)
+    assert cases == draw_cases(3, 40)[:30] and cases[7] == draw_case(3, 7)
+    assert len({case.name for case in cases}) == 30
+    other = draw_cases(4, 30)
+    assert sum(a.requests == b.requests for a, b in zip(cases, other, strict=True)) < 3
+
+
+def test_drawn_cases_are_valid_and_bounded() -> None:
+    cases = draw_cases(0, 300)
+    for case in cases:
+        assert case.op in peers._BATCH and case.is_paged == (case.page_size > 0)
+        assert case.num_qo_heads % case.num_kv_heads == 0
+        assert all(0 < q <= kv for q, kv in zip(case.q_lens, case.kv_lens, strict=True)) or (
+            not case.causal and case.op == "ragged"
+        )
+        assert case.api != "decode" or set(case.q_lens) == {1}
+        assert case.api != "verify" or (len({*case.q_lens}) == 1 and 2 <= case.q_lens[0] <= 8)
+        assert case.api not in ("ragged", "mixed") or not case.sinks
+        width = case.num_kv_heads * (case.head_dim_qk + case.head_dim_vo)
+        kv_bytes = case.kv_offsets[-1] * width * case.groups[0].kv_itemsize
+        assert case.batch == 1 or kv_bytes <= _MOST_KV_BYTES
+        assert case.batch == 1 or case.flops <= _MOST_FLOPS
+        # FlashInfer's wrappers of mixed batches take the chunks first.
+        if case.op == "mixed":
+            assert case.q_lens == sorted(case.q_lens, key=lambda q_len: q_len == 1)
+    drawn = Counter(map(schedule_of, cases))
+    assert set(drawn) == {"decode", "verify", "prompt", "append", "mixed"}
+    assert min(drawn.values()) > 10
+    assert {case.kv_dtype for case in cases} == {"bfloat16", "float16", "float8_e4m3fn"}
+    assert {1, 16, 32, 64, 128} <= {case.page_size for case in cases}
+    assert any(case.sinks for case in cases) and any(case.logits_soft_cap for case in cases)
+    assert any(case.window_left >= 0 for case in cases)
+    assert max(case.batch for case in cases) > 200 and max(map(max, map(_kv_lens, cases))) > 60000
+
+
+def _kv_lens(case: BatchCase) -> list[int]:
+    return case.kv_lens
+
+
+def test_shards_divide_query_heads_and_repeat_key_heads() -> None:
+    model = Model("m", 28, 4)
+    assert model.shard(2) == Model("m", 14, 2)
+    assert model.shard(4) == Model("m", 7, 1)
+    assert model.shard(8) is None  # 28 heads on 8 GPUs
+    assert Model("m", 16, 2).shard(8) == Model("m", 2, 1)
+    assert Model("m", 96, 6).shard(4) is None  # 6 heads on 4 GPUs
+    assert all(model.shard(1) == model for model in MODELS)
+
+
+def test_random_order_visits_each_twice_and_differs() -> None:
+    order = random_order(1)
+    rounds = [order(5) for _ in range(20)]
+    assert all(Counter(found) == Counter({i: 2 for i in range(5)}) for found in rounds)
+    assert len({tuple(found) for found in rounds}) > 15
+    assert [random_order(1)(5)] == [rounds[0]] and random_order(2)(5) != rounds[0]
+
+
+def test_checked_requests_hold_the_extremes() -> None:
+    lengths = (5, 9, 2, 7, 30, 4, 4, 4)
+    case = BatchCase("c", "append", "paged", tuple((1, 2, n) for n in lengths), 4)
+    assert checked_requests(case) == list(range(8))
+    found = checked_requests(replace(case, checked=5))
+    assert {0, 2, 4, 7} <= set(found) and len(found) == 5 and found == sorted(found)
+    assert checked_requests(replace(case, checked=20)) == list(range(8))
+
+
+def test_oracle_knows_sinks_and_float16() -> None:
+    torch = pytest.importorskip("torch")
+    from benchmarks.batch.inputs import make_batch_inputs
+    from benchmarks.batch.oracle import expect_batch
+    from cupyattn.reference import attention
+
+    case = BatchCase(
+        "sinks", "append", "paged", ((2, 3, 9),), 4, 4, 2, 16, 16, causal=True, dtype="float16",
+        kv_dtype="float16", sinks=True,
+    )  # fmt: skip
+    inputs = make_batch_inputs(case, "cpu")
+    assert inputs.q.dtype == inputs.k.dtype == torch.float16
+    for b, item in enumerate(expect_batch(case, inputs)):
+        one = inputs.request(b)
+        q, k, v = (x[0].double().numpy() for x in (one.q, one.k, one.v))
+        wanted, _ = attention(q, k, v, causal=True, sinks=inputs.sinks.double().numpy())
+        rows = [row - case.q_offsets[b] for row in item.rows]
+        np.testing.assert_allclose(item.answer, wanted[rows], rtol=1e-9)
+
+
+def test_figures_of_known_ratios() -> None:
+    found = figures([0.5, 1.0, 2.0])
+    assert found["geometric_mean"] == pytest.approx(1.0) and found["least"] == 0.5
+    assert found["percentile_5"] == pytest.approx(0.55) and found["below_1"] == pytest.approx(1 / 3)
+    ratios = np.random.default_rng(0).uniform(0.5, 2, 101).tolist()
+    assert figures(ratios)["percentile_5"] == pytest.approx(np.percentile(ratios, 5))
+    assert figures([]) == {"count": 0}
+
+
+def _results(cases: list[BatchCase], path: Any) -> None:
+    results = Results(path / FILE_NAME)
+    for number, case in enumerate(cases):
+        ours = {"peer": "ours", "variant": "x", "us": 10.0, "status": "timed", "repeatable": True}
+        peer = {"peer": "fa3", "variant": "fwd", "us": 10.0 + number, "status": "timed"}
+        rows: list[dict[str, Any]] = [ours, peer]
+        if number == 1:
+            peer["status"] = "wrong"  # and so in no ratio
+        if number == 2:
+            ours |= {"status": "failed"}
+        results.add_case(case, [{"case": case.name, "op": case.op} | row for row in rows])
+    results.save()
+
+
+def test_summary_of_a_run(tmp_path: Any) -> None:
+    cases = draw_cases(5, 16)
+    _results(cases[:14], tmp_path)
+    args = sweep.parse(["--seed", "5", "--count", "16", "--out", str(tmp_path)])
+    found = sweep.write(args)
+    assert json.loads((tmp_path / sweep.SUMMARY_NAME).read_text())["rated"] == found["rated"] == 12
+    assert found["drawn"] == 16 and found["all"]["count"] == 12
+    assert found["without_peer"] == [cases[1].name]
+    assert found["ours_not_timed"] == [cases[2].name]
+    assert found["wrong"] == [f"{cases[1].name} fa3:fwd"]
+    ratios = [1.0] + [1 + number / 10 for number in range(3, 14)]
+    mean = math.exp(sum(map(math.log, ratios)) / 12)
+    assert found["all"]["geometric_mean"] == pytest.approx(mean)
+    assert [entry["case"] for entry in found["worst"]][:2] == [cases[0].name, cases[3].name]
+    assert len(found["worst"]) == 10
+    for group in ("by_schedule", "by_model", "by_kv_heads", "by_batch"):
+        assert sum(x["count"] for x in found[group].values()) == 12
+    text = (tmp_path / sweep.TABLE_NAME).read_text()
+    assert "12 of 16 shapes" in text and cases[0].name in text and "wrong:" in text
+
+
+def test_summary_of_nothing() -> None:
+    found = summarise_sweep(draw_cases(1, 2), {"cases": {}, "rows": []})
+    assert found["rated"] == 0 and "0 of 2 shapes" in table(found)
+
+
+def test_parse_and_list(capsys: Any) -> None:
+    args = sweep.parse(["--seed", "7", "--count", "5", "--skip", "2", "--peers", "fa3"])
+    assert args.cases == draw_cases(7, 7)[2:] and args.peers == ["ours", "fa3"] and args.build
+    assert args.order("a")(3) == args.order("a")(3)
+    assert not sweep.parse(["--no-build"]).build
+    assert cli.main(["sweep", "--seed", "7", "--count", "5", "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        case.name for case in draw_cases(7, 5)
+    ]
+    with pytest.raises(SystemExit):
+        sweep.parse(["--count", "0"])
+
+
+def test_a_sweep_whose_worker_dies_goes_on(tmp_path: Any, monkeypatch: Any) -> None:
+    cases = draw_cases(2, 4)
+    ends = ["exit status -11", None]
+
+    def watch(command: list[str], root: Any, progress: Any, last: float) -> str | None:
+        assert command[3:6] == ["sweep", "--seed", "2"] and command[-4:-2][0] == "--deadline"
+        if len(ends) == 2:
+            entry = {"stage": "check", "case": cases[0].name, "label": "fa3:fwd"}
+            progress.write_text(json.dumps(entry))
+        else:
+            _results(cases, tmp_path)
+        return ends.pop(0)
+
+    monkeypatch.setattr(cli, "_watch", watch)
+    arguments = ["sweep", "--seed", "2", "--count", "4", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    assert Results(tmp_path / FILE_NAME).why_lost(cases[0], "fa3:fwd")
+    assert not (tmp_path / PROGRESS_NAME).exists()
+    assert (tmp_path / sweep.TABLE_NAME).exists()
+
+
+def test_modules_that_are_not_built_are_left_out(monkeypatch: Any) -> None:
+    case = next(case for case in draw_cases(0, 50) if case.api == "decode" and not case.sinks)
+    ready = {"cc"}
+    monkeypatch.setattr(prebuild, "is_ready", lambda case, backend, variant: variant in ready)
+    monkeypatch.setattr(
+        "benchmarks.batch.peer_flashinfer._candidate", lambda backend, variant, *_: variant
+    )
+    found = peers.candidates("flashinfer_fa2", case, None, build=False)
+    assert found == ["cc"]
+    assert peers.candidates("flashinfer_fa2", case, None) == ["tc", "cc"]
+    ready.clear()
+    with pytest.raises(peers.Unsupported, match="not built"):
+        peers.candidates("flashinfer_fa2", case, None, build=False)
+    xqa = replace(case, page_size=16, kv_dtype=case.dtype)
+    with pytest.raises(peers.Unsupported, match="not built"):
+        peers.candidates("flashinfer_xqa", xqa, None, build=False)
+
+
+def test_modules_follow_the_dtype_of_a_case() -> None:
+    case = next(case for case in draw_cases(0, 50) if case.dtype == "float16")
+    (module, *_) = prebuild.modules([replace(case, sinks=False)], ["fa2"])
+    assert module.dtype == "float16" and module.kv_dtype == case.kv_dtype

@@ -1,0 +1,197 @@
+"""Latent attention on the CPU: every form of call, and what absorbed attention must equal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers import mla_calls
+from helpers.batches import WORKSPACE
+from helpers.calls import run_and_check
+from helpers.mla_cases import NUM_CASES, random_case
+
+import cupyattn
+from cupyattn import mla, reference
+from cupyattn.core import dtypes
+from cupyattn.errors import ArgumentError
+
+COUNT, BLOCK = 360, 40
+SCALE = 1.0 / math.sqrt(128 + 64)
+
+
+@pytest.mark.parametrize("first", range(0, COUNT, BLOCK))
+def test_random_calls(first: int) -> None:
+    for seed in range(first, first + BLOCK):
+        run_and_check(mla_calls.Call(random_case(seed), np, WORKSPACE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(COUNT, NUM_CASES, 100))
+def test_many_random_calls(first: int) -> None:
+    for seed in range(first, first + 100):
+        run_and_check(mla_calls.Call(random_case(seed), np, WORKSPACE))
+
+
+def planned(lens: list[int], q_lens: list[int], heads: int, causal: bool = True) -> mla_calls.Call:
+    case = random_case(0)
+    case = replace(
+        case,
+        way="wrapper",
+        qo_len=tuple(q_lens),
+        kv_len=tuple(lens),
+        heads=heads,
+        causal=causal,
+        is_split=False,
+        is_natural=False,
+        has_sinks=False,
+        split=None,
+        with_out=False,
+        sm_scale=SCALE,
+    )
+    return mla_calls.Call(case, np, WORKSPACE)
+
+
+def test_absorbed_is_unabsorbed() -> None:
+    """W_UK goes into the queries and W_UV behind the answer: ordinary attention of 192 and 128."""
+    rng = np.random.default_rng(5)
+    heads, nope, rope, rank, n, rows = 4, 128, 64, 512, 37, 5
+    c = rng.standard_normal((n, rank)).astype(np.float32)
+    k_rope = rng.standard_normal((n, rope)).astype(np.float32)
+    q_nope = rng.standard_normal((rows, heads, nope)).astype(np.float32)
+    q_rope = rng.standard_normal((rows, heads, rope)).astype(np.float32)
+    w_uk, w_uv = (rng.standard_normal((heads, nope, rank)).astype(np.float32) / 16 for _ in "kv")
+    k = np.concatenate(
+        [
+            np.einsum("nr,hdr->nhd", c, w_uk),
+            np.broadcast_to(k_rope[:, None], (n, heads, rope)),
+        ],
+        -1,
+    )
+    v = np.einsum("nr,hdr->nhd", c, w_uv)
+    wanted, wanted_lse = reference.attention(
+        np.concatenate([q_nope, q_rope], -1), k, v, causal=True, sm_scale=SCALE
+    )
+    wrapper = mla.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    one = np.array([0, 1], np.int32)
+    wrapper.plan(
+        np.array([0, rows], np.int32), one, np.zeros(1, np.int32), np.array([n], np.int32), heads,
+        rank, rope, n, True, SCALE, "float32", "float32",
+    )  # fmt: skip
+    absorbed = np.einsum("thd,hdr->thr", q_nope, w_uk)
+    out, lse = wrapper.run(absorbed, q_rope, c[None], k_rope[None], return_lse=True)
+    np.testing.assert_allclose(np.einsum("thr,hdr->thd", out, w_uv), wanted, atol=2e-4)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-4)
+
+
+def test_chunks_of_the_keys_merge_to_the_whole() -> None:
+    call = planned([90], [1], 16)
+    whole, whole_lse = call.run()
+    pool = call.pool[call.ids[: call.kv_indptr[-1]]].reshape(-1, 1, 576)[:90]
+    states = []
+    for begin, end in ((0, 50), (50, 90)):
+        w = mla.BatchMLAPagedAttentionWrapper(WORKSPACE)
+        n = np.array([end - begin], np.int32)
+        w.plan(
+            np.array([0, 1]), np.array([0, n[0]]), np.arange(n[0]), n, 16, 512, 64, 1, False,
+            SCALE, call.case.problem.dtype,
+        )  # fmt: skip
+        states.append(w.run(query=call.q, kv_cache=pool[begin:end], return_lse=True))
+    (v_a, s_a), (v_b, s_b) = states
+    merged, merged_lse = cupyattn.merge_state(v_a, s_a, v_b, s_b)
+    np.testing.assert_allclose(merged.astype(np.float32), whole.astype(np.float32), atol=0.02)
+    np.testing.assert_allclose(merged_lse, whole_lse, atol=1e-5)
+
+
+def test_packed_and_split_parts_are_the_same() -> None:
+    call = planned([30, 5], [2, 1], 3)
+    q, pool = call.q, call.pool
+    (q_nope, q_pe), (ckv, kpe) = (np.split(x, [512], axis=-1) for x in (q, pool))
+    answers = [
+        call.wrapper.run(query=q, kv_cache=pool),
+        call.wrapper.run(q_nope, q_pe, ckv, kpe),
+        call.wrapper.run(query=(q_nope, q_pe), kv_cache=pool[:, None]),
+        call.wrapper.run(q_nope, q_pe, kv_cache=[ckv[:, :, None], kpe[:, :, None]]),
+    ]
+    for other in answers[1:]:
+        np.testing.assert_array_equal(answers[0], other)
+
+
+def test_natural_logarithms() -> None:
+    call = planned([30, 0], [2, 1], 3)
+    arrays = {"query": call.q, "kv_cache": call.pool}
+    out, lse = call.wrapper.run(**arrays, return_lse=True)
+    given = np.zeros(lse.shape, np.float32)
+    for other in (
+        call.wrapper.run(**arrays, return_lse=True, return_lse_base_on_e=True),
+        call.wrapper.run(**arrays, lse=given, return_lse=True, return_lse_base_on_e=True),
+    ):
+        np.testing.assert_array_equal(out, other[0])
+        np.testing.assert_allclose(other[1], lse * math.log(2.0), rtol=1e-6)
+    assert other[1] is given and np.isneginf(given[2]).all() and not out[2].any()
+
+
+def test_scales_of_fp8() -> None:
+    """Of tokens, of the two parts, and none for a cache of 16 bits."""
+    rng = np.random.default_rng(1)
+    e4m3 = cupyattn.reference.to_fp8
+    rows = rng.standard_normal((2, 4, 576)).astype(np.float32)
+    kind = dtypes.float8_e4m3fn.numpy
+    cache = e4m3(rows, 1.0, kind)
+    q = rng.standard_normal((1, 3, 576)).astype(np.float32)
+    w = mla.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    table = np.array([0, 1]), np.array([0, 2]), np.array([1, 0]), np.array([7])
+    w.plan(*table, 3, 512, 64, 4, True, SCALE, "float32", "float8_e4m3fn")
+    scales = rng.uniform(0.5, 2.0, (2, 4)).astype(np.float32)
+    got = w.run(query=q, kv_cache=cache, ckv_scale_arr=scales, kpe_scale=0.7)
+    k = cache.astype(np.float64)
+    k[..., :512] *= scales[..., None]
+    k[..., 512:] *= 0.7
+    k = k[[1, 0]].reshape(-1, 1, 576)[:7]
+    wanted, _ = reference.attention(q, k, k[..., :512], causal=True, sm_scale=SCALE)
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    got = w.run(query=q, kv_cache=cache, ckv_scale=0.3, kpe_scale=0.7, bmm1_scale=0.1, bmm2_scale=2)
+    k = cache.astype(np.float64)[[1, 0]].reshape(-1, 1, 576)[:7]
+    k[..., :512] *= 0.3
+    k[..., 512:] *= 0.7
+    wanted, _ = reference.attention(q, k, k[..., :512], causal=True, sm_scale=0.1)
+    np.testing.assert_allclose(got, 2 * wanted, atol=1e-5)
+    w.plan(*table, 3, 512, 64, 4, True, SCALE, "float32")
+    with pytest.raises(ArgumentError, match="only one of fp8 has"):
+        w.run(query=q, kv_cache=rows, ckv_scale=0.5)
+
+
+def test_torch_and_jax() -> None:
+    call = planned([30, 5], [2, 1], 3)
+    wanted = call.wrapper.run(query=call.q, kv_cache=call.pool)
+    torch = pytest.importorskip("torch")
+    as_torch = [torch.from_numpy(x.astype(np.float32)).bfloat16() for x in (call.q, call.pool)]
+    w = mla.BatchMLAPagedAttentionWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
+    lens = torch.tensor(call.case.kv_len, dtype=torch.int32)
+    w.plan(
+        *map(torch.from_numpy, (call.qo_indptr, call.kv_indptr, call.ids)), lens, 3, 512, 64,
+        call.case.page_size, True, SCALE, torch.bfloat16, torch.bfloat16,
+    )  # fmt: skip
+    got = w.run(query=as_torch[0], kv_cache=as_torch[1])
+    assert isinstance(got, torch.Tensor) and got.dtype == torch.bfloat16
+    np.testing.assert_array_equal(got.float().numpy(), wanted.astype(np.float32))
+    jax = pytest.importorskip("jax")
+    got = mla.trtllm_batch_decode_with_kv_cache_mla(
+        jax.numpy.zeros((2, 1, 3, 576), "bfloat16"), jax.numpy.zeros((4, 5, 576), "bfloat16"), None,
+        128, 512, 64, jax.numpy.zeros((2, 2), "int32"), jax.numpy.array([3, 0], "int32"), 9,
+    )  # fmt: skip
+    assert isinstance(got, jax.Array) and got.shape == (2, 1, 3, 512)
+
+
+def test_workspace_size_and_growing_memory() -> None:
+    call = planned([3000, 5], [1, 1], 16)
+    w = mla.BatchMLAPagedAttentionWrapper(None)
+    arguments = (
+        *(call.qo_indptr, call.kv_indptr, call.ids, np.array([3000, 5])),
+        *(16, 512, 64, call.case.page_size, True, SCALE),
+    )
+    need, own = w.workspace_size(*arguments)
+    assert need > 0 < own
+    w.plan(*arguments)
+    w.run(query=call.q, kv_cache=call.pool)

@@ -1,0 +1,162 @@
+"""FlashMLA's functions on the CPU: rows with scales, sinks, lists, metadata."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyattn import flash_attn, flash_mla, reference
+from cupyattn.errors import ArgumentError, UnsupportedError
+from cupyattn.reference.latent_rows import pack_rows, unpack_rows
+
+RNG = np.random.default_rng(3)
+Q = RNG.standard_normal((2, 3, 4, 576)).astype(np.float32)
+CACHE = RNG.standard_normal((5, 4, 1, 576)).astype(np.float32)
+TABLE = np.array([[3, 1, 0], [2, 4, 4]], np.int32)
+LENS = np.array([9, 4], np.int32)
+
+
+def dense(q: Any = Q, cache: Any = CACHE, **named: Any) -> Any:
+    return flash_mla.flash_mla_with_kvcache(q, cache, TABLE, LENS, 512, None, **named)
+
+
+def expected(cache: np.ndarray = CACHE, **named: Any) -> tuple[np.ndarray, np.ndarray]:
+    answers = []
+    for q, table, n in zip(Q, TABLE, LENS, strict=True):
+        k = cache[table].reshape(-1, 1, 576)[:n]
+        answers.append(reference.attention(q, k, k[..., :512], sm_scale=576**-0.5, **named))
+    out, lse = (np.stack(x) for x in zip(*answers, strict=True))
+    return out, lse.swapaxes(1, 2) * math.log(2.0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense(causal: bool) -> None:
+    out, lse = dense(causal=causal)
+    wanted, wanted_lse = expected(causal=causal)
+    assert out.shape == (2, 3, 4, 512) and lse.shape == (2, 4, 3)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
+
+
+def test_a_sink_scales_the_answer_and_not_the_lse() -> None:
+    sink = np.array([0.3, -2.0, 1.5, 6.0], np.float32)
+    out, lse = dense(attn_sink=sink)
+    plain, plain_lse = expected()
+    share = np.exp(plain_lse) / (np.exp(plain_lse) + np.exp(sink)[None, :, None])
+    np.testing.assert_allclose(out, plain * share.swapaxes(1, 2)[..., None], atol=1e-5)
+    np.testing.assert_allclose(lse, plain_lse, atol=1e-3)
+
+
+def test_a_sink_alone_is_no_key() -> None:
+    indices = np.full((2, 3, 5), -1, np.int32)
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        Q, CACHE, None, None, 512, indices=indices, attn_sink=np.ones(4, np.float32)
+    )
+    assert not out.any() and np.isneginf(lse).all()
+
+
+def test_rows_of_656_bytes() -> None:
+    rows = pack_rows(CACHE)
+    assert rows.shape == (5, 4, 1, 656) and rows.dtype == np.uint8
+    plain = unpack_rows(rows)
+    assert np.abs(plain - CACHE).max() < 0.26  # half of e4m3's last place of values up to 4
+    out, lse = dense(cache=rows, is_fp8_kvcache=True)
+    wanted, wanted_lse = expected(plain)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
+    with pytest.raises(ArgumentError, match="wanted uint8"):
+        unpack_rows(rows[..., :600])
+
+
+def test_lists_of_tokens() -> None:
+    indices = RNG.integers(-1, 20, (2, 3, 7)).astype(np.int32)
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        Q, CACHE, None, None, 512, indices=indices, topk_length=np.array([7, 4], np.int32)
+    )
+    flat = CACHE.reshape(-1, 1, 576)
+    for b, t in np.ndindex(2, 3):
+        seen = indices[b, t, : (7, 4)[b]]
+        k = flat[seen[seen >= 0]]
+        wanted = reference.attention(Q[b, t][None], k, k[..., :512], sm_scale=576**-0.5)
+        np.testing.assert_allclose(out[b, t], wanted[0][0], atol=1e-5)
+        np.testing.assert_allclose(lse[b, :, t], wanted[1][0] * math.log(2.0), atol=1e-5)
+
+
+def test_metadata() -> None:
+    metadata, splits = flash_mla.get_mla_metadata()
+    assert isinstance(metadata, flash_mla.FlashMLASchedMeta) and splits is None
+    metadata, splits = flash_mla.get_mla_metadata(LENS, 4, 1)
+    assert (metadata.shape, metadata.dtype) == ((1, 8), np.int32)
+    assert (splits.shape, splits.dtype) == ((3,), np.int32)
+    out, _ = flash_mla.flash_mla_with_kvcache(Q, CACHE, TABLE, LENS, 512, metadata, splits)
+    np.testing.assert_array_equal(out, dense()[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"q": Q[0]}, ArgumentError, "q: shape is"),
+        ({"head_dim_v": 600}, ArgumentError, "head_dim_v: got 600, but q has 576 columns"),
+        ({"head_dim_v": 500}, UnsupportedError, "500 and 76 are not supported"),
+        ({"extra_k_cache": CACHE}, UnsupportedError, "extra_k_cache: a second cache"),
+        ({"extra_topk_length": LENS}, UnsupportedError, "extra_topk_length"),
+        ({"topk_length": LENS}, ArgumentError, "topk_length: given without indices"),
+        ({"indices": TABLE[:, None], "causal": True}, ArgumentError, "causal: got True"),
+        ({"indices": TABLE[:, None]}, ArgumentError, "indices: has lists for 2 tokens; wanted 6"),
+        ({"softmax_scale": "x"}, ArgumentError, "softmax_scale"),
+        ({"k_cache": CACHE[..., :500]}, ArgumentError, "k_cache: rows have 500 columns"),
+        ({"cache_seqlens": LENS + 9}, ArgumentError, "request 0 has 18 keys; wanted 0 to 12"),
+        ({"block_table": TABLE + 2}, ArgumentError, "request 0 names 5; the cache holds 5 pages"),
+        ({"attn_sink": np.zeros(3, np.float32)}, ArgumentError, "sinks"),
+        ({"is_fp8_kvcache": 2}, ArgumentError, "is_fp8_kvcache"),
+    ],
+)
+def test_bad_input(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    given = {"q": Q, "k_cache": CACHE, "block_table": TABLE, "cache_seqlens": LENS}
+    with pytest.raises(error, match=words):
+        flash_mla.flash_mla_with_kvcache(**{**given, "head_dim_v": 512, **changes})
+
+
+def qv(**named: Any) -> Any:
+    given = {"cache_seqlens": LENS, "page_table": TABLE, "return_softmax_lse": True, **named}
+    parts = [np.ascontiguousarray(x) for x in (Q[..., 512:], CACHE[..., 512:], CACHE[..., :512])]
+    latent = np.ascontiguousarray(Q[..., :512])
+    if "cu_seqlens_q" in named:
+        parts[0], latent = (x.reshape(-1, *x.shape[2:]) for x in (parts[0], latent))
+    return flash_attn.flash_attn_with_kvcache(*parts, qv=latent, **given)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_qv_of_flash_attn(causal: bool) -> None:
+    """The rope parts are q and k_cache, the latent ones qv and v_cache."""
+    wanted, wanted_lse = expected(causal=causal)
+    out, lse = qv(causal=causal)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
+    rows = np.array([0, 3, 6], np.int32)
+    out, lse = qv(causal=causal, cu_seqlens_q=rows, max_seqlen_q=3)
+    np.testing.assert_allclose(out, wanted.reshape(6, 4, 512), atol=1e-5)
+    np.testing.assert_allclose(lse, wanted_lse.swapaxes(0, 1).reshape(4, 6), atol=1e-5)
+
+
+def test_qv_over_rows() -> None:
+    """A cache without a page table: each request has a row of it."""
+    q, cache = Q[:, :1], CACHE[:2].repeat(3, axis=1)
+    out = flash_attn.flash_attn_with_kvcache(
+        q[..., 512:], cache[..., 512:], cache[..., :512], qv=q[..., :512], cache_seqlens=7
+    )
+    for b in range(2):
+        k = cache[b, :7]
+        wanted, _ = reference.attention(q[b], k, k[..., :512], sm_scale=576**-0.5)
+        np.testing.assert_allclose(out[b], wanted, atol=1e-5)
+
+
+def test_what_qv_refuses() -> None:
+    for name, x in {"softcap": 3.0, "window_size": (4, 0), "rotary_cos": Q, "k": Q}.items():
+        with pytest.raises(UnsupportedError, match=f"{name}: is not supported with qv"):
+            qv(**{name: x})
+    with pytest.raises(ArgumentError, match="qv, q: shapes are"):
+        flash_attn.flash_attn_with_kvcache(Q[0], CACHE, CACHE, qv=Q)

@@ -1,0 +1,104 @@
+"""Latent attention on a GPU that is not there: cached runs, and what they do not excuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import mla_calls
+from helpers.batches import WORKSPACE
+from helpers.fake_batch import Device
+from helpers.mla_cases import PROBLEMS, Case
+
+from cupyattn import mla
+from cupyattn.batch import latent
+from cupyattn.errors import ArgumentError, UnsupportedError
+
+BASE = Case(1, "wrapper", PROBLEMS[1], (2, 1, 0), (70, 9, 5), 3, 16)
+
+
+class Planned:
+    """A case's arrays on the device and on the host, and a planned wrapper."""
+
+    def __init__(self, device: Device, case: Case = BASE) -> None:
+        self.device = device
+        self.host = mla_calls.Call(case, np, WORKSPACE)
+        self.wrapper = mla.BatchMLAPagedAttentionWrapper(device.workspace())
+        self.plan(case.kv_len)
+
+    def plan(self, kv_len: tuple[int, ...]) -> None:
+        call = self.host
+        self.wrapper.plan(
+            *(call.qo_indptr, call.kv_indptr, call.ids, np.array(kv_len, np.int32)),
+            *(call.case.heads, 512, 64, call.case.page_size, True, call.case.sm_scale),
+            *(call.case.problem.dtype, call.case.problem.kv_dtype),
+        )
+
+    def arrays(self, is_split: bool) -> dict[str, Any]:
+        put = self.device.put
+        if not is_split:
+            return {"query": put(self.host.q), "kv_cache": put(self.host.pool)}
+        parts = (x[..., s] for x in (self.host.q, self.host.pool) for s in _PARTS)
+        names = "q_nope", "q_pe", "ckv_cache", "kpe_cache"
+        return {n: put(np.ascontiguousarray(x)) for n, x in zip(names, parts, strict=True)}
+
+
+_PARTS = slice(0, 512), slice(512, None)
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["packed", "split"])
+def test_cached_runs_answer_as_checked_ones(
+    device: Device, is_split: bool, monkeypatch: Any
+) -> None:
+    p = Planned(device)
+    wanted, wanted_lse = p.host.wrapper.run(query=p.host.q, kv_cache=p.host.pool, return_lse=True)
+    first = p.wrapper.run(**p.arrays(is_split), return_lse=True)
+    device.stream.finish()
+    with monkeypatch.context() as patch:
+        # From here on nothing is checked.
+        patch.setattr(latent, "_run_checked", None)
+        others = [p.wrapper.run(**p.arrays(is_split), return_lse=True) for _ in range(3)]
+    for out, lse in (first, *others):
+        np.testing.assert_array_equal(device.get(out), wanted)
+        np.testing.assert_allclose(device.get(lse), wanted_lse, rtol=1e-6)
+
+
+def test_a_later_plan_moves_cached_runs(device: Device) -> None:
+    p, arrays = Planned(device), None
+    for lengths in ((70, 9, 5), (3, 0, 5), (69, 8, 0)):
+        p.plan(lengths)
+        arrays = arrays or p.arrays(True)
+        host = mla.BatchMLAPagedAttentionWrapper(WORKSPACE)
+        p_host = p.host
+        host.plan(
+            *(p_host.qo_indptr, p_host.kv_indptr, p_host.ids, np.array(lengths, np.int32)),
+            *(3, 512, 64, 16, True, BASE.sm_scale, "float16", "float16"),
+        )
+        wanted = host.run(query=p.host.q, kv_cache=p.host.pool)
+        np.testing.assert_array_equal(device.get(p.wrapper.run(**arrays)), wanted)
+
+
+def test_good_runs_excuse_no_bad_ones(device: Device) -> None:
+    p = Planned(device)
+    arrays = p.arrays(True)
+    for _ in range(3):
+        p.wrapper.run(**arrays)
+    few = {name: device.put(np.ascontiguousarray(device.get(x)[:-1])) for name, x in arrays.items()}
+    with pytest.raises(ArgumentError, match="q_nope: shape is"):
+        p.wrapper.run(**{**arrays, "q_nope": few["q_nope"], "q_pe": few["q_pe"]})
+    with pytest.raises(ArgumentError, match="kpe_cache: shape is"):
+        p.wrapper.run(**{**arrays, "kpe_cache": few["kpe_cache"]})
+    with pytest.raises(ArgumentError, match="out: overlaps q_nope"):
+        p.wrapper.run(**arrays, out=arrays["q_nope"])
+    pages = {n: device.put(device.get(arrays[n])[:1].copy()) for n in ("ckv_cache", "kpe_cache")}
+    with pytest.raises(ArgumentError, match="ckv_cache: holds 1 pages"):
+        p.wrapper.run(**{**arrays, **pages})
+
+
+def test_scales_of_tokens_have_no_kernel(device: Device) -> None:
+    p = Planned(device, replace(BASE, problem=PROBLEMS[3]))
+    scales = device.put(np.ones(p.host.pool.shape[:2], np.float32))
+    with pytest.raises(UnsupportedError, match="ckv_scale_arr: scales of tokens have no GPU"):
+        p.wrapper.run(**p.arrays(False), ckv_scale_arr=scales)
