@@ -3,6 +3,8 @@
 Names, arguments and semantics follow FlashInfer: `import cupyattn as flashinfer` ports a program.
 Importing this package imports none of CuPy, torch and JAX.
 
+One call for all:
+    dot_product_attention
 One request:
     single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse,
     single_decode_with_kv_cache
@@ -43,6 +45,7 @@ from ._version import __version__
 
 # Public name -> the module that defines it; modules load on first use.
 _EXPORTS = {
+    "dot_product_attention": "dot_product",
     "single_decode_with_kv_cache": "decode",
     "single_prefill_with_kv_cache": "prefill",
     "single_prefill_with_kv_cache_return_lse": "prefill",
@@ -96,7 +99,7 @@ _MODULES = (
     *("attention", "cascade", "decode", "mla", "prefill", "trtllm", "cudnn", "flash_attn", "page"),
     "flash_mla",
     *("paging", "quantization", "pod", "sparse", "errors", "typing"),
-    "reference",
+    *("integrations", "reference"),
 )
 
 __all__ = ["__version__", *_EXPORTS]
@@ -133,6 +136,7 @@ if TYPE_CHECKING:
     )
     from .decode import fast_decode_plan as fast_decode_plan
     from .decode import single_decode_with_kv_cache as single_decode_with_kv_cache
+    from .dot_product import dot_product_attention as dot_product_attention
     from .errors import ArgumentError as ArgumentError
     from .errors import CompileError as CompileError
     from .errors import CupyAttnError as CupyAttnError

@@ -171,7 +171,7 @@ def _find_reader(x: object, name: str) -> _Reader:
     elif _is_instance(x, "jax", "core.Tracer"):
         raise ArgumentError(
             f"{name}: a JAX tracer ({type(x).__name__}) has no memory yet; call cupyattn outside "
-            "of jax.jit, vmap and grad, or wrap the call in jax.experimental.buffer_callback"
+            "of jax.jit and vmap, or use the functions of cupyattn.integrations.jax there"
         )
     elif _is_instance(x, "jax", "Array"):
         reader = _read_jax

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 _PACKAGE = __name__.partition(".")[0]
 _REASON = (
     f"{_PACKAGE} launches its kernels itself: torch.compile breaks its graph at the call, which "
-    "fullgraph=True and torch.export do not allow"
+    f"fullgraph=True and torch.export do not allow; import {_PACKAGE}.integrations.torch before, "
+    "which makes such calls operators of a graph"
 )
 _T = TypeVar("_T")
 # Functions with the mark that Dynamo has not been told of.
@@ -43,6 +44,13 @@ def untraced(function: _T) -> _T:
     marked._torchdynamo_disable = _MARK
     marked._torchdynamo_disable_msg = _REASON
     _untold.append(marked)
+    return function
+
+
+def traced(function: _T) -> _T:
+    """Take the mark from a function that Dynamo may trace. Returns the function itself."""
+    for name in ("_torchdynamo_disable", "_torchdynamo_disable_msg"):
+        vars(function).pop(name, None)
     return function
 
 

@@ -44,6 +44,7 @@ def anchors(path: Path) -> set[str]:
 @pytest.mark.parametrize(("document", "number", "source"), examples())
 def test_examples_run(document: str, number: int, source: str) -> None:
     needs = {"torch": "import torch", "jax": "import jax", "cupy": "from cupyattn import jit"}
+    needs["transformers"] = "from transformers"
     for library, needed in needs.items():
         if needed in source and importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed")

@@ -34,6 +34,7 @@ _RANKS = {
                 *("attention", "cascade", "decode", "mla", "prefill", "pod", "sparse"),
                 *("cudnn", "flash_attn", "flash_mla", "trtllm", "xqa"),
             ),
+            ("dot_product",),
             ("demo", "distributed", "integrations", "serving"),
             ("cli",),
             ("__init__", "__main__"),
@@ -41,7 +42,7 @@ _RANKS = {
     )
     for room in rooms
 }
-_FRAMEWORKS = {"cupy", "cupyx", "cupy_backends", "torch", "jax", "jaxlib"}
+_FRAMEWORKS = {"cupy", "cupyx", "cupy_backends", "torch", "transformers", "jax", "jaxlib"}
 # Rooms that talk to the device; schedule, reference, paging and most of core never do.
 _MAY_IMPORT_CUPY = {
     *("array", "jit", "launch/driver", "launch/attention", "launch/ops", "inputs", "batch"),

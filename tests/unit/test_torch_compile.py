@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from helpers import without_operators
 
 import cupyattn
 from cupyattn.xqa import xqa
@@ -58,6 +59,11 @@ def without_plan(x: Any) -> Any:
 def plan_and_run(x: Any) -> Any:
     """Dynamo would trace what a call runs outside of our files: dataclasses, NumPy."""
     return decode_wrapper().run(x.half() * 2, x.half().repeat(8, 1, 1).view(4, 2, 2, 2, 16)) + 1
+
+
+@pytest.fixture(autouse=True)
+def no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_operators.forget(monkeypatch)
 
 
 @pytest.fixture

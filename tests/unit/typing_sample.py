@@ -26,6 +26,14 @@ class Tensor:
     dtype: object = None
 
 
+def one_call(q: Half, t: Tensor, table: Int) -> None:
+    attention = cupyattn.dot_product_attention
+    assert_type(attention(q, q, q, is_causal=True, local_window_size=(4, 0)), Half)
+    assert_type(attention(t, t, t, block_table=table, kv_lens=table), Tensor)
+    assert_type(cupyattn.dot_product_attention(t, t, t, return_lse=True), tuple[Tensor, Tensor])
+    attention(q, q, q, casual=True)  # type: ignore[call-overload]
+
+
 def answers_of_one_request(q: Half, t: Tensor, mask: Bool, flag: bool) -> None:
     prefill = cupyattn.single_prefill_with_kv_cache
     assert_type(prefill(q, q, q), Half)

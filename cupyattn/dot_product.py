@@ -1,0 +1,453 @@
+"""One call for attention: dense, ragged and paged requests, in arrays of any framework."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from . import array
+from .array import ArrayView
+from .core import dtypes, parse
+from .core.names import refuse_names
+from .core.tracing import untraced
+from .decode import single_decode_with_kv_cache
+from .errors import ArgumentError, UnsupportedError
+from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from .inputs.index_arrays import compute, progression
+from .prefill import single_prefill_with_kv_cache
+from .typing import Array, query_returns_lse
+
+__all__ = ["dot_product_attention"]
+
+if not TYPE_CHECKING:
+    __getattr__ = refuse_names(__name__)
+
+# What the calls below name their arguments, and what this one does.
+_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "k_cache": "key",
+    "v_cache": "value",
+    "page_table": "block_table",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "causal": "is_causal",
+    "window_size": "local_window_size",
+    "softcap": "logits_soft_cap",
+    "custom_mask": "mask",
+    "seqused_q": "query_seq_lengths",
+    "return_softmax_lse": "return_lse",
+}
+_NAME = re.compile(rf"(?<![\w.])({'|'.join([*_NAMES, 'cache_seqlens', 'seqused_k'])})(?!\w)")
+
+
+@untraced
+@query_returns_lse
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_table: Array | None = None,
+    kv_lens: Array | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Array | None = None,
+    out: Array | None = None,
+    return_lse: Literal[False] = False,
+    return_residual: bool = False,
+) -> Any:
+    """softmax(query keyᵀ * scale) value, of one request or of many, without a plan.
+
+    The arrays say which kind of batch it is:
+
+    dense   query [b, t, num_heads, head_dim], key and value [b, s, num_kv_heads, head_dim]; all
+            three without b for one request.
+    ragged  query [rows, num_heads, head_dim], key and value [n, num_kv_heads, head_dim]: rows of
+            all requests, one request after another, by cu_seqlens_q and cu_seqlens_k.
+    paged   key and value are pages [num_pages, page_size, num_kv_heads, head_dim] of block_table,
+            with kv_lens keys of each request; query [b, t, num_heads, head_dim], or rows with
+            cu_seqlens_q.
+
+    query   float16 or bfloat16, on the CPU float32 too. key and value have its dtype or are fp8;
+            value's head_dim may differ. Any number of query heads shares a key head. Any strides
+            but a contiguous last dimension.
+    mask    bool, broadcastable to [b, num_heads, t, s] ([num_heads, t, s] without b), one for all
+            heads: True where a row sees a key. Dense requests alone; is_causal, the window and
+            lengths hold besides. Each request is a launch of its own then.
+    scale   of the logits; default 1 / sqrt(head_dim).
+    is_causal   the last query of a request is at its last key: row i of t sees keys up to
+            i + s - t. (jax.nn and torch put the first query at the first key. Both mean the same
+            where a request has as many queries as keys.)
+    query_seq_lengths   [b]: how many rows of each dense or paged request count; the others give 0.
+    key_value_seq_lengths, kv_lens   two names of [b]: how many keys of each request count.
+    local_window_size   (left, right): keys beside a row's own place that it sees, both ends
+            included, -1 for all; one number stands for both sides.
+    cu_seqlens_q, cu_seqlens_k   [b + 1]: the first row of each request, and the end of the last.
+    max_seqlen_q, max_seqlen_k   the most of one, as far as the host knows: they choose the kernel,
+            never the answer.
+    block_table   [b, most pages]: the pages of each request in the order of its keys; entries past
+            its last page may hold anything.
+    logits_soft_cap   c > 0: logits become c * tanh(logit / c).
+    sinks   [num_heads]: logits of keys without values, natural and unscaled.
+    out     array to write instead of a new one.
+    return_lse, return_residual   two names of: return the log-sum-exp of each row too.
+    bias    must be None. implementation: accepted for compatibility.
+
+    Lengths, offsets and tables are int32 or int64. They stay on their device: nothing is copied to
+    the host and nothing waits, so that a CUDA graph may capture the call.
+
+    Returns out [..., num_heads, head_dim of value] in query's framework, dtype and device, or
+    (out, lse): float32, out's shape without its last dimension, natural logarithms. A row that sees
+    no key gives 0 and -inf. With query_seq_lengths the lse of rows that do not count is undefined.
+
+    Raises ArgumentError for arguments that do not fit each other, UnsupportedError for what is not
+    served, before anything is written. Semantics: jax.nn.dot_product_attention, but for is_causal.
+    """
+    if bias is not None:
+        raise UnsupportedError("bias: is not supported; pass mask, or ALiBi slopes to flash_attn")
+    if implementation is not None and not isinstance(implementation, str):
+        raise ArgumentError(f"implementation: got {parse.shown(implementation)}; wanted a string")
+    if kv_lens is not None and key_value_seq_lengths is not None:
+        raise ArgumentError(
+            "key_value_seq_lengths, kv_lens: are two names of one argument; pass one"
+        )
+    wants_lse = parse.flag(return_lse, "return_lse")
+    wants_lse = parse.flag(return_residual, "return_residual") or wants_lse
+    options = {
+        "softmax_scale": scale,
+        "causal": parse.flag(is_causal, "is_causal"),
+        "window_size": _window(local_window_size),
+        "softcap": 0.0 if logits_soft_cap is None else logits_soft_cap,
+        "sinks": sinks,
+        "out": out,
+        "return_softmax_lse": wants_lse,
+    }
+    lens = key_value_seq_lengths if kv_lens is None else kv_lens
+    try:
+        if mask is not None:
+            _refuse_with_mask(cu_seqlens_q, cu_seqlens_k, block_table)
+            return _masked(query, key, value, mask, query_seq_lengths, lens, options)
+        if cu_seqlens_q is not None or cu_seqlens_k is not None:
+            most = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+            offsets = cu_seqlens_q, cu_seqlens_k
+            return _ragged(
+                query, key, value, offsets, query_seq_lengths, lens, block_table, options | most
+            )
+        return _dense(query, key, value, query_seq_lengths, lens, block_table, options)
+    except (ArgumentError, UnsupportedError) as error:
+        name = "key_value_seq_lengths" if kv_lens is None else "kv_lens"
+        names = _NAMES | {"cache_seqlens": name, "seqused_k": name}
+        text = _NAME.sub(lambda found: names[found[0]], str(error))
+        raise type(error)(text) from error
+
+
+def _window(size: Any) -> tuple[int, int]:
+    if size is None:
+        return -1, -1
+    sides = size if isinstance(size, (tuple, list)) else (size, size)
+    if len(sides) != 2:
+        raise ArgumentError(
+            f"local_window_size: got {parse.shown(size)}; wanted one number or (left, right)"
+        )
+    left, right = (-1 if x is None else parse.window(x, "local_window_size") for x in sides)
+    return left, right
+
+
+def _refuse_with_mask(cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any) -> None:
+    if not cu_seqlens_q is cu_seqlens_k is block_table is None:
+        raise UnsupportedError(
+            "mask: is for dense requests; pass none with cu_seqlens_q, cu_seqlens_k or block_table,"
+            " or plan a BatchPrefillWithPagedKVCacheWrapper with custom_mask"
+        )
+
+
+def _with_rows_lse(answer: Any, wants_lse: bool) -> Any:
+    """The LSE of flash_attn's functions, heads before rows, with the heads last."""
+    return (answer[0], answer[1].swapaxes(-1, -2)) if wants_lse else answer
+
+
+# --- ragged, or pages with offsets of query ---
+
+
+def _ragged(
+    q: Any,
+    k: Any,
+    v: Any,
+    offsets: tuple[Any, Any],
+    q_lens: Any,
+    kv_lens: Any,
+    table: Any,
+    options: dict[str, Any],
+) -> Any:
+    if offsets[0] is None:
+        raise ArgumentError("cu_seqlens_q: got None with cu_seqlens_k; wanted offsets of both")
+    if offsets[1] is None and table is None:
+        raise ArgumentError(
+            "cu_seqlens_k: got None with cu_seqlens_q; wanted offsets of both, or a block_table"
+        )
+    if table is not None and kv_lens is None and offsets[1] is None:
+        raise ArgumentError("kv_lens: got None with block_table; wanted keys of each request, [b]")
+    if q_lens is not None:
+        raise UnsupportedError(
+            "query_seq_lengths: cu_seqlens_q says how many rows each request has; pass one of them"
+        )
+    answer = flash_attn_varlen_func(
+        q, k, v, *offsets, seqused_k=kv_lens, block_table=table, **options
+    )
+    return _with_rows_lse(answer, options["return_softmax_lse"])
+
+
+# --- dense, or pages ---
+
+
+def _dense(
+    q: Any, k: Any, v: Any, q_lens: Any, kv_lens: Any, table: Any, options: dict[str, Any]
+) -> Any:
+    views = array.view(q, "q"), array.view(k, "k"), array.view(v, "v")
+    wants_lse = options["return_softmax_lse"]
+    if table is not None and kv_lens is None:
+        raise ArgumentError("kv_lens: got None with block_table; wanted keys of each request, [b]")
+    axes = len(views[0].shape)
+    if axes not in (3, 4):
+        raise ArgumentError(
+            f"q: shape is {list(views[0].shape)}; wanted [batch, tokens, heads, head_dim], or "
+            "without batch for one request"
+        )
+    if axes == 3 and table is not None:
+        raise ArgumentError(
+            f"q: shape is {list(views[0].shape)} with block_table; wanted [batch, tokens, heads, "
+            "head_dim], or cu_seqlens_q for rows of all requests"
+        )
+    if axes == 3:
+        return _without_batch(q, k, v, q_lens, kv_lens, options)
+    if table is None:
+        _check_dense(*views, q_lens, kv_lens, options)
+    if q_lens is not None:
+        return _with_query_lengths(q, k, v, views[0], q_lens, kv_lens, table, options)
+    if kv_lens is not None:
+        options = options | {"cache_seqlens": kv_lens, "page_table": table}
+        return _with_rows_lse(flash_attn_with_kvcache(q, k, v, **options), wants_lse)
+    if views[0].shape[0] == 1 and options["sinks"] is None:
+        return _single(q, k, v, views[0], options)
+    return _with_rows_lse(flash_attn_func(q, k, v, **options), wants_lse)
+
+
+def _check_dense(
+    vq: ArrayView, vk: ArrayView, vv: ArrayView, q_lens: Any, kv_lens: Any, options: dict[str, Any]
+) -> None:
+    for x, name in ((vk, "k"), (vv, "v")):
+        if len(x.shape) != 4 or x.shape[0] != vq.shape[0]:
+            raise ArgumentError(
+                f"{name}: shape is {list(x.shape)}; wanted [{vq.shape[0]}, tokens, kv_heads, "
+                "head_dim], with the batch of query"
+            )
+    is_placed = options["causal"] or options["window_size"] != (-1, -1)
+    if is_placed and q_lens is None and kv_lens is not None and 1 < vq.shape[1] == vk.shape[1]:
+        # Aligned to the last key that counts, padded rows would come ahead of the first key.
+        raise ArgumentError(
+            "query_seq_lengths: got None for requests of as many queries as keys, of which "
+            "key_value_seq_lengths count; wanted the same lengths, so that both are padded behind"
+        )
+
+
+def _without_batch(
+    q: Any, k: Any, v: Any, q_lens: Any, kv_lens: Any, options: dict[str, Any]
+) -> Any:
+    """One request without a batch axis, as a batch of one."""
+    out = options["out"]
+    options = options | {"out": None if out is None else out[None]}
+    answer = _dense(q[None], k[None], v[None], q_lens, kv_lens, None, options)
+    made, lse = answer if options["return_softmax_lse"] else (answer, None)
+    made = made[0] if out is None else out
+    return made if lse is None else (made, lse[0])
+
+
+def _with_query_lengths(
+    q: Any,
+    k: Any,
+    v: Any,
+    vq: ArrayView,
+    q_lens: Any,
+    kv_lens: Any,
+    table: Any,
+    options: dict[str, Any],
+) -> Any:
+    """Requests whose last rows do not count, as ragged ones: rows of zeros there."""
+    count, tokens, heads, _ = vq.shape
+    shape = (*vq.shape[:3], array.view(v, "v").shape[-1])
+    out, is_new = options["out"], options["out"] is None
+    if is_new:
+        dtype = vq.dtype if not vq.dtype.is_fp8 else dtypes.bfloat16
+        out = array.empty(shape, dtype, vq)
+    vout = array.view(out, "out")
+    if tuple(vout.shape) != shape or vout.readonly:
+        raise ArgumentError(f"out: shape is {list(vout.shape)}; wanted a writable {list(shape)}")
+    if kv_lens is None:
+        vk = array.view(k, "k")
+        kv_lens = progression(count, vk.shape[1], 0, vq)
+    rows = vout.shape[0] * vout.shape[1], *vout.shape[2:]
+    flat = out.reshape(rows)
+    if array.view(flat, "out").ptr != vout.ptr:
+        raise ArgumentError("out: has rows that are not equally far apart; pass a contiguous one")
+    _fill_with_zeros(flat)
+    options = options | {"out": flat, "max_seqlen_q": tokens}
+    offsets = progression(count + 1, 0, tokens, vq), None
+    flat_q = q.reshape(count * tokens, heads, vq.shape[3])
+    answer = flash_attn_varlen_func(
+        flat_q, k, v, *offsets, seqused_q=q_lens, seqused_k=kv_lens, block_table=table, **options
+    )
+    made = array.deliver(out, vq) if is_new else out
+    if not options["return_softmax_lse"]:
+        return made
+    return made, answer[1].swapaxes(-1, -2).reshape(count, tokens, heads)
+
+
+def _fill_with_zeros(x: Any) -> None:
+    """On the current stream of its framework."""
+    v = array.view(x, "out")
+    if v.framework == "torch":
+        x.zero_()
+    elif v.device.kind == "cpu":
+        array.as_numpy(v)[...] = 0
+    else:
+        array.as_cupy(v, np.dtype(f"u{v.dtype.itemsize}"))[...] = 0
+
+
+def _single(q: Any, k: Any, v: Any, vq: ArrayView, options: dict[str, Any]) -> Any:
+    """One request: its lengths are known here, so that the plan is made on the host."""
+    out, wants_lse = options["out"], options["return_softmax_lse"]
+    window = options["window_size"]
+    rows: dict[str, Any] = {"sm_scale": options["softmax_scale"], "return_lse": wants_lse}
+    rows |= {"logits_soft_cap": options["softcap"], "window_left": window[0]}
+    if vq.shape[1] == 1:
+        rows["out"] = None if out is None else out[0, 0]
+        answer = single_decode_with_kv_cache(q[0, 0], k[0], v[0], **rows)
+        lead: tuple[Any, ...] = None, None
+    else:
+        rows["out"] = None if out is None else out[0]
+        rows |= {"causal": options["causal"], "window_right": window[1]}
+        answer = single_prefill_with_kv_cache(q[0], k[0], v[0], **rows)
+        lead = (None,)
+    made, lse = answer if wants_lse else (answer, None)
+    made = made[lead] if out is None else out
+    return (made, array.scaled(lse, math.log(2.0))[lead]) if wants_lse else made
+
+
+# --- masks ---
+
+
+def _masked(
+    q: Any, k: Any, v: Any, mask: Any, q_lens: Any, kv_lens: Any, options: dict[str, Any]
+) -> Any:
+    """Request by request, each with a mask of all that hides keys."""
+    vq, vk, vm = array.view(q, "q"), array.view(k, "k"), array.view(mask, "mask")
+    axes = len(vq.shape)
+    if axes == 3:
+        out = options["out"]
+        options = options | {"out": None if out is None else out[None]}
+        answer = _masked(q[None], k[None], v[None], _with_axes(mask, vm, 4), q_lens, kv_lens,
+                         options)  # fmt: skip
+        made, lse = answer if options["return_softmax_lse"] else (answer, None)
+        made = made[0] if out is None else out
+        return made if lse is None else (made, lse[0])
+    if axes != 4:
+        raise ArgumentError(
+            f"q: shape is {list(vq.shape)}; wanted [batch, tokens, heads, head_dim]"
+        )
+    _check_dense(vq, vk, array.view(v, "v"), q_lens, kv_lens, options)
+    if q_lens is not None:
+        raise UnsupportedError("query_seq_lengths: pass a mask that hides all keys of such rows")
+    seen = _visible(mask, vm, vq, vk, kv_lens, options)
+    return _each_masked(q, k, v, vq, seen, options)
+
+
+def _with_axes(mask: Any, vm: ArrayView, axes: int) -> Any:
+    return mask.reshape((1,) * (axes - len(vm.shape)) + tuple(vm.shape))
+
+
+def _visible(
+    mask: Any, vm: ArrayView, vq: ArrayView, vk: ArrayView, kv_lens: Any, options: dict[str, Any]
+) -> Any:
+    """bool [b or 1, t, s] of torch, CuPy or NumPy."""
+    count, tokens, heads, _ = vq.shape
+    keys = vk.shape[1]
+    if vm.dtype is not dtypes.bool_:
+        raise ArgumentError(f"mask: dtype is {vm.dtype}; wanted bool, True where a row sees a key")
+    wanted = count, heads, tokens, keys
+    fits = len(vm.shape) <= 4 and all(
+        extent in (1, most) for extent, most in zip(vm.shape[::-1], wanted[::-1], strict=False)
+    )
+    if not fits:
+        raise ArgumentError(
+            f"mask: shape is {list(vm.shape)}; wanted one that broadcasts to {list(wanted)}"
+        )
+    array.same_device(query=vq, mask=vm)
+    full = array.view(_with_axes(mask, vm, 4), "mask")
+    if full.shape[1] > 1 and full.strides[1]:
+        raise UnsupportedError(
+            f"mask: shape is {list(vm.shape)}, with a mask for each head; wanted one for all heads,"
+            f" [{count}, 1, {tokens}, {keys}]"
+        )
+    left, right = options["window_size"]
+    if options["causal"]:
+        right = 0
+    row, column = progression(tokens, 0, 1, vq), progression(keys, 0, 1, vq)
+    views = [full, array.view(row, "rows"), array.view(column, "columns")]
+    if kv_lens is not None:
+        lens = array.view(kv_lens, "seqused_k")
+        if tuple(lens.shape) != (count,):
+            raise ArgumentError(f"seqused_k: shape is {list(lens.shape)}; wanted [{count}]")
+        views.append(lens)
+
+    def combine(given: Any, rows: Any, columns: Any, lens: Any = None) -> Any:
+        end = keys if lens is None else lens[:, None, None]
+        place, column = rows[None, :, None] + end - tokens, columns[None, None, :]
+        # Compared with all keys and rows, a mask of extents of 1 is repeated.
+        seen = given[:, 0] & (column < end) & (rows[None, :, None] >= 0)
+        if left >= 0:
+            seen = seen & (column >= place - left)
+        return seen & (column <= place + right) if right >= 0 else seen
+
+    return compute(combine, *views)
+
+
+def _each_masked(q: Any, k: Any, v: Any, vq: ArrayView, seen: Any, options: dict[str, Any]) -> Any:
+    wants_lse, out = options["return_softmax_lse"], options["out"]
+    count, tokens, heads, _ = vq.shape
+    shape = (*vq.shape[:3], array.view(v, "v").shape[-1])
+    made = array.empty(shape, vq.dtype, vq) if out is None else out
+    vout = array.view(made, "out")
+    if tuple(vout.shape) != shape:
+        raise ArgumentError(f"out: shape is {list(vout.shape)}; wanted {list(shape)}")
+    lse = array.empty((count, tokens, heads), dtypes.float32, vq) if wants_lse else None
+    for index in range(count):
+        single_prefill_with_kv_cache(
+            *(q[index], k[index], v[index]),
+            custom_mask=seen[min(index, len(seen) - 1)],
+            sm_scale=options["softmax_scale"],
+            logits_soft_cap=options["softcap"],
+            sinks=options["sinks"],
+            out=made[index],
+            lse=None if lse is None else lse[index],
+            return_lse=wants_lse,
+        )
+    made = array.deliver(made, vq) if out is None else out
+    if lse is None:
+        return made
+    return made, array.deliver(array.scaled(lse, math.log(2.0)), vq)

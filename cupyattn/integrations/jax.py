@@ -1,0 +1,290 @@
+"""JAX: attention inside jax.jit, lax.scan and shard_map, where arrays are tracers.
+
+XLA calls back into this process with its own buffers, on its own stream: nothing is copied to the
+host, and nothing is compiled but our kernels. Outside of jit the functions of `cupyattn` take JAX
+arrays as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from .. import dot_product, page
+from ..array import CPU, ArrayView, Device, as_cupy, as_numpy
+from ..core import dtypes
+from ..core.cupy_module import cupy_module
+from ..errors import ArgumentError, UnsupportedError
+from .xla_ffi import Buffer, Frame, handler
+
+__all__ = ["append_paged_kv_cache", "dot_product_attention"]
+
+_TARGET = "cupyattn_call"
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_table: Any = None,
+    kv_lens: Any = None,
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
+    return_lse: bool = False,
+    return_residual: bool = False,
+) -> Any:
+    """`cupyattn.dot_product_attention` of JAX arrays or tracers: dense, ragged and paged requests.
+
+    Arrays may be traced. Everything else is a constant of the compiled function: scale, is_causal,
+    local_window_size, max_seqlen_q, max_seqlen_k, logits_soft_cap and the flags.
+
+    Returns as that function does. Under vmap requests are computed one after another. There is no
+    gradient: grad and jvp raise UnsupportedError. Arguments that do not fit each other raise when
+    the compiled function runs, with cupyattn's sentence in JAX's error.
+    """
+    if bias is not None:
+        raise UnsupportedError("bias: is not supported; pass mask")
+    arrays = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "mask": mask,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "block_table": block_table,
+        "kv_lens": kv_lens,
+        "sinks": sinks,
+    }
+    constants = {
+        "scale": scale,
+        "is_causal": is_causal,
+        "local_window_size": local_window_size,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "logits_soft_cap": logits_soft_cap,
+    }
+    wants_lse = bool(return_lse or return_residual)
+    shape = (*query.shape[:-1], value.shape[-1])
+    outputs = [(shape, query.dtype)]
+    if wants_lse:
+        outputs.append((shape[:-1], "float32"))
+    made = _call("dot_product_attention", arrays, constants, outputs)
+    return (made[0], made[1]) if wants_lse else made[0]
+
+
+def append_paged_kv_cache(
+    append_key: Any,
+    append_value: Any,
+    batch_indices: Any,
+    positions: Any,
+    paged_kv_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kv_last_page_len: Any,
+    kv_layout: str = "NHD",
+    *,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+) -> Any:
+    """`cupyattn.append_paged_kv_cache` of JAX arrays or tracers; returns the cache with the tokens
+    in it, in the form that it was given in: one array, or (K, V).
+
+    In a function that the cache is donated to (jax.jit's donate_argnums) it is written in place;
+    otherwise XLA copies it first. Errors as in `dot_product_attention` here.
+    """
+    is_pair = isinstance(paged_kv_cache, (tuple, list))
+    pages = list(paged_kv_cache) if is_pair else [paged_kv_cache]
+    arrays = {
+        "append_key": append_key,
+        "append_value": append_value,
+        "batch_indices": batch_indices,
+        "positions": positions,
+        "kv_indices": kv_indices,
+        "kv_indptr": kv_indptr,
+        "kv_last_page_len": kv_last_page_len,
+        **{f"pages {index}": x for index, x in enumerate(pages)},
+    }
+    constants = {"kv_layout": kv_layout, "k_scale": k_scale, "v_scale": v_scale}
+    outputs = [(x.shape, x.dtype) for x in pages]
+    first = len(arrays) - len(pages)
+    aliases = {first + index: index for index in range(len(pages))}
+    made = _call("append_paged_kv_cache", arrays, constants, outputs, aliases)
+    return tuple(made) if is_pair else made[0]
+
+
+# --- the call site, while JAX traces ---
+
+
+def _call(
+    name: str,
+    arrays: dict[str, Any],
+    constants: dict[str, Any],
+    outputs: list[tuple[Any, Any]],
+    aliases: dict[int, int] | None = None,
+) -> Any:
+    """The outputs of a call, by XLA."""
+    import jax
+
+    _register()
+    given = {name: x for name, x in arrays.items() if x is not None}
+    for constant, x in constants.items():
+        if isinstance(x, jax.core.Tracer):
+            raise ArgumentError(
+                f"{constant}: is traced, but is a constant of the compiled function; pass a number,"
+                " or name its argument in jax.jit's static_argnames"
+            )
+    # What the handler is to do goes along as text, which also compilation caches can keep.
+    text = json.dumps([name, [*given], constants], default=_plain)
+    call = jax.ffi.ffi_call(
+        _TARGET,
+        [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs],
+        vmap_method="sequential",
+        input_output_aliases=aliases or {},
+    )
+
+    @jax.custom_jvp
+    def run(*values: Any) -> Any:
+        return call(*values, call=text)
+
+    run.defjvp(functools.partial(_refuse_gradient, name))
+    return run(*given.values())
+
+
+def _plain(x: Any) -> Any:
+    """A number that json does not know, NumPy's say."""
+    if hasattr(x, "item"):
+        return x.item()
+    raise ArgumentError(f"got {type(x).__name__} for a constant; wanted a number")
+
+
+def _refuse_gradient(name: str, primals: Any, tangents: Any) -> Any:
+    raise UnsupportedError(
+        f"{name}: cupyattn has no gradient; call it outside of jax.grad, or behind "
+        "jax.lax.stop_gradient"
+    )
+
+
+@functools.cache
+def _register() -> tuple[Any, ...]:
+    """Make the handlers known to XLA; returns them, to be kept."""
+    import jax
+
+    if not hasattr(jax, "ffi"):
+        import jax.ffi
+    import ctypes
+
+    kept = []
+    for platform, function in (("cpu", _on_cpu), ("CUDA", _on_gpu)):
+        made = handler(function)
+        pointer = ctypes.cast(made, ctypes.c_void_p).value
+        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(pointer), platform=platform)
+        kept.append(made)
+    return tuple(kept)
+
+
+# --- the call itself, when XLA runs it ---
+
+
+def _on_cpu(frame: Frame) -> None:
+    inputs, outputs = ([_as_numpy(x) for x in xs] for xs in (frame.inputs(), frame.outputs()))
+    _run(frame.text(), inputs, outputs)
+
+
+def _on_gpu(frame: Frame) -> None:
+    inputs, outputs = frame.inputs(), frame.outputs()
+    cupy = cupy_module()
+    owned = next((x.ptr for x in (*inputs, *outputs) if x.ptr), 0)
+    index = cupy.cuda.runtime.pointerGetAttributes(owned).device if owned else 0
+    with cupy.cuda.Device(index), _stream(frame.stream()):
+        arrays = ([_as_cupy(x, index) for x in xs] for xs in (inputs, outputs))
+        _run(frame.text(), *arrays)
+
+
+class _XlaStream:
+    """What CuPy takes a stream of another library from."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+@functools.lru_cache(maxsize=64)
+def _stream(pointer: int) -> Any:
+    """XLA's stream as CuPy's current one: kernels run on it, and scratch memory is in its order."""
+    stream = cupy_module().cuda.Stream
+    if pointer == 0:
+        return stream.null
+    return stream.from_external(_XlaStream(pointer))
+
+
+def _as_numpy(buffer: Buffer) -> Any:
+    return as_numpy(_view(buffer, CPU))
+
+
+def _as_cupy(buffer: Buffer, index: int) -> Any:
+    return as_cupy(_view(buffer, Device("cuda", index)))
+
+
+def _view(buffer: Buffer, device: Device) -> ArrayView:
+    strides, step = [], 1
+    for extent in reversed(buffer.shape):
+        strides.append(step)
+        step *= extent
+    dtype = dtypes.BY_NAME[buffer.dtype]
+    return ArrayView(
+        buffer.ptr, buffer.shape, tuple(reversed(strides)), dtype, device, "dlpack", False, None
+    )
+
+
+def _run(text: bytes, inputs: list[Any], outputs: list[Any]) -> None:
+    """Make the call that a call site names, from its inputs to its outputs."""
+    name, names, constants = _parse(text)
+    arrays = dict(zip(names, inputs, strict=True))
+    _RUNS[name](arrays, constants, outputs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse(text: bytes) -> tuple[str, list[str], dict[str, Any]]:
+    name, names, constants = json.loads(text)
+    return name, names, constants
+
+
+def _attend(arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any]) -> None:
+    out, *more = outputs
+    answer = dot_product.dot_product_attention(
+        **arrays, **constants, out=out, return_lse=bool(more)
+    )
+    if more:
+        more[0][...] = answer[1]
+
+
+def _append(arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any]) -> None:
+    """Into the outputs, which XLA has filled with what is in the caches."""
+    given = {name: x for name, x in arrays.items() if not name.startswith("pages ")}
+    cache = outputs[0] if len(outputs) == 1 else tuple(outputs)
+    page.append_paged_kv_cache(**given, **constants, paged_kv_cache=cache)
+
+
+_RUNS: dict[str, Callable[[dict[str, Any], dict[str, Any], list[Any]], None]] = {
+    "append_paged_kv_cache": _append,
+    "dot_product_attention": _attend,
+}

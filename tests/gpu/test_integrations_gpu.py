@@ -1,0 +1,277 @@
+"""The doors on a GPU: dot_product_attention, torch's operators, jax.jit, transformers' models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import jax_calls, torch_calls
+
+import cupyattn
+
+pytestmark = pytest.mark.gpu
+
+cupy = pytest.importorskip("cupy")
+
+
+# --- dot_product_attention: a GPU's answers beside the CPU's ---
+
+B, T, S, H, HK, D, PAGE = 3, 5, 48, 8, 2, 64, 16
+LENS, Q_LENS = np.array([48, 19, 7], np.int32), np.array([5, 2, 0], np.int32)
+TABLE = np.array([[4, 0, 7], [2, 5, 99], [8, 99, 99]], np.int32)
+OFFSETS = {"cu_seqlens_q": np.array([0, 5, 5, 9], np.int32)}
+FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "dense": ((B, T, H, D), (B, S, HK, D), {}),
+    "one": ((1, T, H, D), (1, S, HK, D), {}),
+    "token": ((1, 1, H, D), (1, S, HK, D), {}),
+    "no batch": ((T, H, D), (S, HK, D), {}),
+    "lengths": ((B, T, H, D), (B, S, HK, D), {"key_value_seq_lengths": LENS}),
+    "both": (
+        (B, T, H, D),
+        (B, S, HK, D),
+        {"key_value_seq_lengths": LENS, "query_seq_lengths": Q_LENS},
+    ),
+    "pages": ((B, 1, H, D), (9, PAGE, HK, D), {"block_table": TABLE, "kv_lens": LENS}),
+    "paged rows": (
+        (9, H, D),
+        (9, PAGE, HK, D),
+        {"block_table": TABLE, "kv_lens": LENS, "max_seqlen_q": 5, **OFFSETS},
+    ),
+    "ragged": (
+        (9, H, D),
+        (74, HK, D),
+        {"cu_seqlens_k": np.array([0, 48, 67, 74], np.int32), "max_seqlen_q": 5, **OFFSETS},
+    ),
+    "mask": ((B, T, H, D), (B, S, HK, D), {"mask": True}),
+    "mask, lengths": (
+        (B, T, H, D),
+        (B, S, HK, D),
+        {"mask": True, "key_value_seq_lengths": LENS, "local_window_size": (9, 4)},
+    ),
+}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True, "local_window_size": (7, 0)},
+    {"logits_soft_cap": 2.0, "scale": 0.2, "sinks": np.linspace(-1, 1, H).astype(np.float32)},
+]
+
+
+@pytest.mark.parametrize("framework", ["torch", "cupy", "jax"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "cap"])
+@pytest.mark.parametrize("form", FORMS)
+def test_dot_product_attention(
+    form: str, options: dict[str, Any], framework: str, request: pytest.FixtureRequest
+) -> None:
+    rng = np.random.default_rng(0)
+    shape_q, shape_k, more = FORMS[form]
+    named = more | options
+    if "mask" in named:
+        named["mask"] = rng.random((B, 1, T, S)) < 0.7
+    q, k, v = (
+        rng.standard_normal(shape).astype(np.float16) for shape in (shape_q, shape_k, shape_k)
+    )
+    want, want_lse = cupyattn.dot_product_attention(q, k, v, return_lse=True, **named)
+    if framework == "torch":
+        torch = request.getfixturevalue("torch")
+        put = lambda x: torch.from_numpy(x).cuda()  # noqa: E731
+        take = lambda x: x.cpu().numpy()  # noqa: E731
+    elif framework == "jax":
+        jax = _jax_on_gpu()
+        put, take = jax.numpy.asarray, np.asarray
+    else:
+        put, take = cupy.asarray, cupy.asnumpy
+    named = {n: put(x) if isinstance(x, np.ndarray) else x for n, x in named.items()}
+    for _ in range(2):  # checked, then cached
+        out, lse = cupyattn.dot_product_attention(put(q), put(k), put(v), return_lse=True, **named)
+        out, lse = take(out), take(lse)
+        rows = np.s_[:]
+        if "query_seq_lengths" in named:
+            rows = np.arange(T)[None] < Q_LENS[:, None]
+            assert not out[~rows].any()
+        np.testing.assert_allclose(out[rows], want[rows], atol=4e-3, rtol=4e-3)
+        np.testing.assert_allclose(lse[rows], want_lse[rows], atol=2e-3, rtol=1e-3)
+    out = cupyattn.dot_product_attention(put(q), put(k), put(v), **named)
+    np.testing.assert_allclose(take(out)[rows], want[rows], atol=4e-3, rtol=4e-3)
+
+
+def test_a_graph_captures_dot_product_attention(torch: Any) -> None:
+    """Its replays follow lengths that change."""
+    q, k, v = (
+        torch.randn(B, n, h, D, dtype=torch.float16, device="cuda")
+        for n, h in ((1, H), (S, HK), (S, HK))
+    )
+    lens = torch.tensor(LENS, device="cuda")
+
+    def call() -> Any:
+        return cupyattn.dot_product_attention(q, k, v, key_value_seq_lengths=lens)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for step in range(3):
+        lens.copy_(torch.tensor(LENS - step))
+        graph.replay()
+        torch.testing.assert_close(out, call(), rtol=0, atol=0)
+
+
+# --- torch ---
+
+
+@pytest.fixture
+def tensors(torch: Any) -> Any:
+    import cupyattn.integrations.torch  # noqa: F401
+
+    torch._dynamo.reset()
+    return torch_calls.Tensors(torch, "cuda", "float16")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", torch_calls.CALLS)
+def test_calls_in_a_compiled_graph(name: str, backend: str, tensors: Any) -> None:
+    _check_compiled(lambda q: torch_calls.CALLS[name](tensors, q), tensors, backend)
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill", "ragged"])
+def test_runs_in_a_compiled_graph(kind: str, tensors: Any) -> None:
+    run = torch_calls.wrapper(tensors, kind)
+    _check_compiled(lambda q: run(tensors, q), tensors, "inductor")
+
+
+def _check_compiled(function: Any, x: Any, backend: str) -> None:
+    torch = x.torch
+
+    def whole(q: Any) -> Any:
+        made = function(q * 2)
+        return [y * 2 for y in made] if isinstance(made, (tuple, list)) else made * 2
+
+    compiled = torch.compile(whole, backend=backend, fullgraph=True)
+    for scale in (1, 0.5):
+        torch.testing.assert_close(compiled(x.q * scale), whole(x.q * scale), rtol=0, atol=0)
+
+
+def test_reduce_overhead_captures_a_call(tensors: Any) -> None:
+    """Inductor's own CUDA graphs; the third call on replays one."""
+    torch, x = tensors.torch, tensors
+
+    def step(q: Any, lens: Any) -> Any:
+        return (
+            cupyattn.dot_product_attention(q * 2, *x.pages, block_table=x.table, kv_lens=lens) * 2
+        )
+
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    for n in range(5):
+        lens = x.lens - n % 2
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.testing.assert_close(compiled(x.q, lens).clone(), step(x.q, lens), rtol=0, atol=0)
+
+
+# --- JAX ---
+
+
+def _jax_on_gpu() -> Any:
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX is here without CUDA")
+    return jax
+
+
+@pytest.mark.parametrize("name", jax_calls.CALLS)
+def test_calls_inside_jit(name: str) -> None:
+    jax = _jax_on_gpu()
+    jax_calls.check(jax, name, jax_calls.Arrays(jax, "bfloat16"))
+
+
+@pytest.mark.parametrize("is_pair", [False, True])
+@pytest.mark.parametrize("donates", [False, True])
+def test_appending_inside_jit(is_pair: bool, donates: bool) -> None:
+    jax = _jax_on_gpu()
+    jax_calls.check_append(jax, jax_calls.Arrays(jax, "float16"), is_pair, donates=donates)
+
+
+def test_a_loop_on_xlas_stream() -> None:
+    """Each step reads what the one before has written, with XLA's own kernels between."""
+    jax = _jax_on_gpu()
+    import cupyattn.integrations.jax as door
+
+    x = jax_calls.Arrays(jax, "float16")
+
+    def step(q: Any, _: Any) -> Any:
+        out = door.dot_product_attention(q, x.k, x.v, is_causal=True)
+        return out * 2 + q, out
+
+    last, all_ = jax.jit(lambda q: jax.lax.scan(step, q, None, length=50))(x.q)
+    q = x.q
+    for at in range(50):
+        out = cupyattn.dot_product_attention(q, x.k, x.v, is_causal=True)
+        np.testing.assert_allclose(all_[at], out, rtol=2e-2, atol=2e-2)
+        q = out * 2 + q
+    assert last.shape == q.shape
+
+
+def test_an_error_inside_jit() -> None:
+    jax = _jax_on_gpu()
+    import cupyattn.integrations.jax as door
+
+    x = jax_calls.Arrays(jax, "float16")
+    with pytest.raises(Exception, match=r"ArgumentError: key: shape is"):
+        jax.block_until_ready(jax.jit(lambda q: door.dot_product_attention(q, x.k[:1], x.v))(x.q))
+
+
+# --- transformers ---
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_models_of_transformers(kind: str, padding: int, cache: str, torch: Any) -> None:
+    """Logits of prompts and of generated tokens beside eager attention's, in bfloat16; decoding of
+    static caches is compiled by transformers itself."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    from helpers import tiny_models
+
+    import cupyattn.integrations.transformers as door
+
+    door.register()
+    models = [m.to("cuda", torch.bfloat16) for m in tiny_models.pair(transformers, torch, kind)]
+    ids = torch.randint(2, 97, (2, 12), generator=torch.Generator().manual_seed(1)).cuda()
+    mask = torch.ones_like(ids)
+    ids[1, :padding], mask[1, :padding] = 0, 0
+    with torch.no_grad():
+        eager, ours = (m(input_ids=ids, attention_mask=mask).logits[mask > 0] for m in models)
+        exact = models[0].float()(input_ids=ids, attention_mask=mask).logits[mask > 0]
+        models[0].bfloat16()
+    error = (ours - exact).norm() / exact.norm()
+    allowed = (eager - exact).norm() / exact.norm()
+    assert error <= 1.5 * allowed + 1e-3, (error, allowed)
+    named = {"cache_implementation": "static"} if cache == "static" else {}
+    tokens = [
+        m.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **named)
+        for m in models
+    ]
+    assert tokens[0].shape == tokens[1].shape
+
+
+def test_continuous_batching(torch: Any) -> None:
+    """generate_batch by the flash-named alias: block tables, and transformers' CUDA graphs."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    from helpers import tiny_models
+
+    import cupyattn.integrations.transformers as door
+
+    door.register()
+    _, ours = tiny_models.pair(transformers, torch, "llama")
+    ours = ours.to("cuda", torch.bfloat16)
+    prompts = [[5, 9, 13, 40, 7], [6, 3], list(range(2, 40))]
+    config = transformers.GenerationConfig(
+        max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    answers = []
+    for name in (door.NAME, door.FLASH_NAME):
+        ours.set_attn_implementation(f"paged|{name}")
+        made = ours.generate_batch(prompts, generation_config=config)
+        answers.append([list(x.generated_tokens) for x in made.values()])
+    assert all(len(x) == 5 for tokens in answers for x in tokens)
+    assert sorted(answers[0]) == sorted(answers[1])

@@ -1,0 +1,97 @@
+"""Calls inside jax.jit beside eager ones: on the CPU, or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+B, T, S, H, HK, D, PAGE = 2, 3, 8, 4, 2, 64, 4
+
+
+class Arrays:
+    """q [B, T, H, D], k and v [B, S, HK, D], pages of the same, and what says where they are."""
+
+    def __init__(self, jax: Any, dtype: str) -> None:
+        rng, jnp = np.random.default_rng(0), jax.numpy
+        shapes = (B, T, H, D), (B, S, HK, D), (B, S, HK, D), (B, HK, D)
+        self.q, self.k, self.v, self.new = (
+            jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes
+        )
+        self.pages = tuple(x.reshape(-1, PAGE, HK, D) for x in (self.k, self.v))
+        self.table = jnp.arange(4, dtype="int32").reshape(B, 2)
+        self.lens, self.cu_q = jnp.asarray([8, 5], "int32"), jnp.asarray([0, T, 2 * T], "int32")
+        self.cu_k, self.few = jnp.asarray([0, 8, 13], "int32"), jnp.asarray([3, 2], "int32")
+        self.indptr = jnp.asarray([0, 2, 4], "int32")
+        self.mask = jnp.asarray(rng.random((B, 1, T, S)) < 0.7)
+        self.sinks = jnp.zeros(H, "float32")
+
+
+# Each calls a door's function, eager or inside jit, with q.
+CALLS: dict[str, Callable[[Any, Arrays, Any], Any]] = {
+    "dense": lambda f, x, q: f(q, x.k, x.v, is_causal=True, sinks=x.sinks, return_lse=True),
+    "window": lambda f, x, q: f(q, x.k, x.v, local_window_size=(2, 1), logits_soft_cap=2.0),
+    "lengths": lambda f, x, q: f(q, x.k, x.v, key_value_seq_lengths=x.lens, scale=0.3),
+    "both lengths": lambda f, x, q: f(
+        q, x.k, x.v, key_value_seq_lengths=x.lens, query_seq_lengths=x.few, is_causal=True
+    ),
+    "paged": lambda f, x, q: f(
+        q, *x.pages, block_table=x.table, kv_lens=x.lens, is_causal=True, return_residual=True
+    ),
+    "ragged": lambda f, x, q: f(
+        q.reshape(-1, H, D), x.k.reshape(-1, HK, D), x.v.reshape(-1, HK, D),
+        cu_seqlens_q=x.cu_q, cu_seqlens_k=x.cu_k, max_seqlen_q=T, is_causal=True,
+    ),
+    "mask": lambda f, x, q: f(q, x.k, x.v, mask=x.mask, return_lse=True),
+    "no batch": lambda f, x, q: f(q[0], x.k[0], x.v[0], is_causal=True),
+    "decode": lambda f, x, q: f(q[:1, :1], x.k[:1], x.v[:1], return_lse=True),
+}  # fmt: skip
+
+
+def pages_to_append(x: Arrays) -> tuple[Any, ...]:
+    """(what is ahead of the cache, what is behind it) of an append of a token a request."""
+    index = x.table.flatten()
+    return (x.new, x.new * 2, index[:2], x.few), (index, x.indptr, x.few)
+
+
+def check(jax: Any, name: str, x: Arrays) -> None:
+    """A compiled call, with XLA's work around it, gives what the eager call gives."""
+    import cupyattn
+    import cupyattn.integrations.jax as door
+
+    inside = jax.jit(lambda q: CALLS[name](door.dot_product_attention, x, q * 2))
+    for scale in (1, 0.5):
+        q = x.q * scale
+        want = CALLS[name](cupyattn.dot_product_attention, x, q * 2)
+        for got, expected in zip(jax.tree.leaves(inside(q)), jax.tree.leaves(want), strict=True):
+            assert got.dtype == expected.dtype and got.shape == expected.shape
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+
+
+def check_append(jax: Any, x: Arrays, is_pair: bool, *, donates: bool) -> None:
+    """An append in a compiled function, to a cache that is donated or kept."""
+    import cupyattn
+    import cupyattn.integrations.jax as door
+
+    def make() -> Any:
+        pages = [jax.numpy.array(y, copy=True) for y in x.pages]
+        return tuple(pages) if is_pair else jax.numpy.stack(pages, axis=1)
+
+    front, behind = pages_to_append(x)
+    want = cupyattn.append_paged_kv_cache(*front, make(), *behind)
+
+    def append(cache: Any) -> Any:
+        return door.append_paged_kv_cache(*front, cache, *behind)
+
+    compiled = jax.jit(append, donate_argnums=(0,) if donates else ())
+    cache = make()
+    first = jax.tree.leaves(cache)[0]
+    got = compiled(cache)
+    assert isinstance(got, tuple) == is_pair
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert first.is_deleted() == donates
+    if not donates:
+        for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(make()), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

@@ -1,0 +1,156 @@
+"""Calls inside jax.jit, on the CPU: XLA calls the handlers as it does on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("jax.ffi")
+
+from helpers import jax_calls  # noqa: E402
+from helpers.jax_calls import Arrays  # noqa: E402
+
+import cupyattn  # noqa: E402
+import cupyattn.integrations.jax as door  # noqa: E402
+from cupyattn.errors import ArgumentError, UnsupportedError  # noqa: E402
+from cupyattn.integrations import xla_ffi  # noqa: E402
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def x(request: pytest.FixtureRequest) -> Arrays:
+    return Arrays(jax, request.param)
+
+
+@pytest.mark.parametrize("name", jax_calls.CALLS)
+def test_a_compiled_call_answers_as_an_eager_one(name: str, x: Arrays) -> None:
+    jax_calls.check(jax, name, x)
+
+
+@pytest.mark.parametrize("is_pair", [False, True])
+@pytest.mark.parametrize("donates", [False, True])
+def test_appending(is_pair: bool, donates: bool, x: Arrays) -> None:
+    jax_calls.check_append(jax, x, is_pair, donates=donates)
+
+
+def test_arrays_outside_of_jit(x: Arrays) -> None:
+    want = cupyattn.dot_product_attention(x.q, x.k, x.v)
+    np.testing.assert_array_equal(door.dot_product_attention(x.q, x.k, x.v), want)
+
+
+def test_a_decoding_loop_in_scan(x: Arrays) -> None:
+    """A token a step is written and attended to; the cache is carried along."""
+    index = x.table.flatten()
+
+    def step(carry: Any, token: Any) -> Any:
+        pages, lens = carry
+        new = token[:, : jax_calls.HK]
+        pages = door.append_paged_kv_cache(new, new, index[:2], lens, pages, index, x.indptr, x.few)
+        out = door.dot_product_attention(
+            token[:, None], *pages, block_table=x.table, kv_lens=lens + 1
+        )
+        return (pages, lens + 1), out[:, 0]
+
+    tokens = jax.numpy.swapaxes(x.q, 0, 1)
+    (pages, lens), out = jax.jit(lambda c, t: jax.lax.scan(step, c, t))((x.pages, x.few), tokens)
+    np.testing.assert_array_equal(lens, x.few + 3)
+    carry: Any = (tuple(np.array(y) for y in x.pages), np.array(x.few))
+    for at, token in enumerate(np.asarray(tokens)):
+        new, lens = token[:, : jax_calls.HK], carry[1]
+        cupyattn.append_paged_kv_cache(
+            new, new, np.array(index[:2]), lens, carry[0], *map(np.array, (index, x.indptr, x.few))
+        )
+        carry = carry[0], lens + 1
+        want = cupyattn.dot_product_attention(
+            token[:, None], *carry[0], block_table=np.array(x.table), kv_lens=carry[1]
+        )
+        np.testing.assert_array_equal(out[at], want[:, 0])
+    np.testing.assert_array_equal(pages[0], carry[0][0])
+
+
+def test_vmap_is_one_request_after_another(x: Arrays) -> None:
+    inside = jax.jit(jax.vmap(lambda q, k, v: door.dot_product_attention(q, k, v, is_causal=True)))
+    want = cupyattn.dot_product_attention(x.q, x.k, x.v, is_causal=True)
+    np.testing.assert_allclose(np.asarray(inside(x.q, x.k, x.v), np.float32),
+                               np.asarray(want, np.float32), atol=1e-6)  # fmt: skip
+
+
+def test_shard_map(x: Arrays) -> None:
+    if not hasattr(jax, "shard_map"):
+        pytest.skip("this JAX has no jax.shard_map")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("heads",))
+    spec = jax.sharding.PartitionSpec(None, None, "heads")
+    sharded = jax.shard_map(
+        lambda q, k, v: door.dot_product_attention(q, k, v),
+        mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False,
+    )  # fmt: skip
+    want = cupyattn.dot_product_attention(x.q, x.k, x.v)
+    np.testing.assert_array_equal(jax.jit(sharded)(x.q, x.k, x.v), want)
+
+
+def test_gradients_are_refused(x: Arrays) -> None:
+    def loss(q: Any) -> Any:
+        return door.dot_product_attention(q, x.k, x.v).astype("float32").sum()
+
+    with pytest.raises(UnsupportedError, match=r"^dot_product_attention: cupyattn has no gradient"):
+        jax.grad(loss)(x.q)
+
+
+def test_constants_are_not_traced(x: Arrays) -> None:
+    compiled = jax.jit(lambda q, scale: door.dot_product_attention(q, x.k, x.v, scale=scale))
+    with pytest.raises(ArgumentError, match=r"^scale: is traced, but is a constant"):
+        compiled(x.q, 0.5)
+    with pytest.raises(UnsupportedError, match=r"^bias"):
+        door.dot_product_attention(x.q, x.k, x.v, bias=x.q)
+
+
+def test_errors_come_through_xla(x: Arrays) -> None:
+    compiled = jax.jit(lambda q, k: door.dot_product_attention(q, k, k))
+    with pytest.raises(Exception, match=r"INVALID_ARGUMENT.*ArgumentError: key: shape is \[1, 8"):
+        jax.block_until_ready(compiled(x.q, x.k[:1]))
+    # The next call is as before.
+    assert compiled(x.q, x.k).shape == x.q.shape
+
+
+def test_structures_have_the_sizes_of_the_header() -> None:
+    """Compiled from XLA's own header, which jaxlib carries."""
+    import ctypes
+    import shutil
+    import subprocess
+    import tempfile
+    from pathlib import Path
+
+    compiler = shutil.which("g++") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no compiler")
+    offsets = {
+        "XLA_FFI_Metadata, traits": xla_ffi._Metadata.traits.offset,
+        "XLA_FFI_Buffer, dims": xla_ffi._Buffer.dims.offset,
+        "XLA_FFI_CallFrame, args": xla_ffi._CallFrame.args.offset,
+        "XLA_FFI_CallFrame, rets": xla_ffi._CallFrame.rets.offset,
+        "XLA_FFI_CallFrame, attrs": xla_ffi._CallFrame.attributes.offset,
+        "XLA_FFI_CallFrame, stage": xla_ffi._CallFrame.stage.offset,
+        "XLA_FFI_Attrs, attrs": xla_ffi._Attributes.attributes.offset,
+        "XLA_FFI_Api, XLA_FFI_Error_Create": xla_ffi._Api.error_create.offset,
+        "XLA_FFI_Api, XLA_FFI_Stream_Get": xla_ffi._Api.stream_get.offset,
+        "XLA_FFI_Stream_Get_Args, stream": xla_ffi._StreamGet.stream.offset,
+        "XLA_FFI_Error_Create_Args, errc": xla_ffi._ErrorCreate.code.offset,
+        "XLA_FFI_Metadata_Extension, metadata": xla_ffi._MetadataExtension.metadata.offset,
+    }
+    sizes = {
+        "XLA_FFI_Error_Create_Args_STRUCT_SIZE": xla_ffi._ERROR_CREATE_SIZE,
+        "XLA_FFI_Stream_Get_Args_STRUCT_SIZE": ctypes.sizeof(xla_ffi._StreamGet),
+    }
+    lines = [f"static_assert(offsetof({at}) == {want});" for at, want in offsets.items()]
+    lines += [f"static_assert({name} == {want});" for name, want in sizes.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "sizes.cpp"
+        source.write_text('#include "xla/ffi/api/c_api.h"\n' + "\n".join(lines))
+        done = subprocess.run(
+            [compiler, "-std=c++17", "-fsyntax-only", "-I", jax.ffi.include_dir(), str(source)],
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr

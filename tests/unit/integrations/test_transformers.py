@@ -1,0 +1,232 @@
+"""Models with attn_implementation="cupyattn": logits and tokens of eager attention."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from helpers.tiny_models import KINDS, pair  # noqa: E402
+
+import cupyattn.integrations.transformers as door  # noqa: E402
+from cupyattn.errors import ArgumentError, UnsupportedError  # noqa: E402
+
+LENGTH = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    door.register()
+    door.register()
+
+
+@pytest.fixture(params=KINDS)
+def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    return pair(transformers, torch, request.param)
+
+
+def tokens(*padding: int, is_left: bool = True) -> tuple[Any, Any]:
+    """(ids, mask) of requests with so many tokens of padding."""
+    ids = torch.randint(2, 97, (len(padding), LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row, n in enumerate(padding):
+        where = slice(0, n) if is_left else slice(LENGTH - n, None)
+        ids[row, where], mask[row, where] = 0, 0
+    return ids, mask
+
+
+@torch.no_grad()
+def check(models: tuple[Any, Any], ids: Any, mask: Any, **named: Any) -> None:
+    """Equal logits where there is a token."""
+    logits = [m(input_ids=ids, attention_mask=mask, **named).logits for m in models]
+    seen = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask > 0
+    torch.testing.assert_close(logits[1][seen], logits[0][seen], rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("padding", [None, (0, 0), (0, 5), (3, 11)])
+def test_prompts(models: tuple[Any, Any], padding: Any) -> None:
+    ids, mask = tokens(*(padding or (0, 0)))
+    check(models, ids, None if padding is None else mask)
+
+
+def test_prompts_padded_behind(models: tuple[Any, Any]) -> None:
+    check(models, *tokens(0, 4, is_left=False))
+
+
+def test_a_mask_with_holes(models: tuple[Any, Any]) -> None:
+    ids, mask = tokens(0, 2)
+    mask[0, 4], mask[1, 7] = 0, 0
+    check(models, ids, mask)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padding", [(0, 0), (0, 5)])
+def test_generate(models: tuple[Any, Any], cache: str, padding: Any) -> None:
+    """Over the window's end; transformers compiles nothing on a CPU."""
+    ids, mask = tokens(*padding)
+    named: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "output_logits": True}
+    if cache == "static":
+        named["cache_implementation"] = "static"
+    made = [
+        m.generate(ids, attention_mask=mask, return_dict_in_generate=True, **named) for m in models
+    ]
+    for eager, ours in zip(*(x.logits for x in made), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=2e-4)
+    assert torch.equal(made[0].sequences, made[1].sequences)
+
+
+def test_packed_sequences() -> None:
+    """Positions that begin anew, without a mask: sequences do not see each other."""
+    models = pair(transformers, torch, "llama")
+    ids, _ = tokens(0)
+    positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)])[None]
+    with torch.no_grad():
+        logits = [m(input_ids=ids, position_ids=positions, use_cache=False).logits for m in models]
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=2e-4)
+
+
+def test_a_mask_of_the_users() -> None:
+    models = pair(transformers, torch, "llama")
+    ids, _ = tokens(0, 0)
+    seen = torch.rand(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.5
+    seen |= torch.eye(LENGTH, dtype=torch.bool)
+    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        eager = models[0](input_ids=ids, attention_mask=added).logits
+        torch.testing.assert_close(
+            models[1](input_ids=ids, attention_mask=seen).logits, eager, rtol=1e-4, atol=2e-4
+        )
+        with pytest.raises(UnsupportedError, match=r"attention_mask: dtype is torch\.float32"):
+            models[1](input_ids=ids, attention_mask=added)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_compiled_model_has_one_graph(kind: str) -> None:
+    torch._dynamo.reset()
+    eager, ours = pair(transformers, torch, kind)
+    ids, mask = tokens(0, 5)
+    compiled = torch.compile(ours.model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for given in (None, mask):
+            named = {"input_ids": ids, "attention_mask": given, "use_cache": False}
+            want, got = (m(**named).last_hidden_state for m in (eager.model, compiled))
+            seen = torch.ones_like(ids) > 0 if given is None else mask > 0
+            torch.testing.assert_close(got[seen], want[seen], rtol=1e-4, atol=2e-4)
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_static_cache_in_a_compiled_step() -> None:
+    """A step of decoding as transformers compiles it on a GPU."""
+    torch._dynamo.reset()
+    models = pair(transformers, torch, "gemma3")
+    answers = []
+    for model in models:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        step = model if model is models[0] else torch.compile(model, backend="eager",
+                                                              fullgraph=True)  # fmt: skip
+        ids, _ = tokens(0, 0)
+        with torch.no_grad():
+            logits = [model(input_ids=ids, past_key_values=cache).logits[:, -1]]
+            for token in (5, 9, 13):
+                one = torch.full((2, 1), token)
+                logits.append(step(input_ids=one, past_key_values=cache).logits[:, -1])
+        answers.append(torch.stack(logits))
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=2e-4)
+
+
+class Cache:
+    """What paged attention takes of continuous batching's cache: rows of one layer, in blocks."""
+
+    block_size, num_key_value_heads, head_dim = 4, 2, 16
+    layer_index_to_group_indices = ((0, 0),)
+
+    def __init__(self) -> None:
+        self.key_cache = [torch.randn(24, 2, 16)]
+        self.value_cache = [torch.randn(24, 2, 16)]
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, read_index: Any,
+               write_index: Any) -> Any:  # fmt: skip
+        for pool, new in ((self.key_cache, key_states), (self.value_cache, value_states)):
+            pool[layer_idx][write_index[0]] = new.transpose(1, 2)[0]
+        return self.key_cache[layer_idx][read_index[0]], self.value_cache[layer_idx][read_index[0]]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("is_dict", [False, True])
+def test_paged_attention_of_blocks_and_of_rows(window: Any, is_dict: bool) -> None:
+    """The same step by gathered rows and by block tables, after eager attention."""
+    module = types.SimpleNamespace(layer_idx=0, scaling=0.3, sliding_window=window)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 2, 16), torch.randn(1, 2, 2, 16), torch.randn(1, 2, 2, 16)
+    rows = torch.tensor([8, 9, 10, 11, 0, 4, 5, 6, 7, 12, 13])  # 5 keys and 6
+    write, cu_q = torch.tensor([0, 13]), torch.tensor([0, 1, 2], dtype=torch.int32)
+    cu_k: Any = torch.tensor([0, 5, 11], dtype=torch.int32)
+    most: Any = 6
+    if is_dict:
+        kind = "sliding_attention" if window else "full_attention"
+        cu_k, most = {kind: cu_k}, {kind: most}
+    table = torch.tensor([[[2, 0, -1], [1, 3, -1]]], dtype=torch.int32)
+    first, second = Cache(), Cache()
+    second.key_cache[0].copy_(first.key_cache[0])
+    second.value_cache[0].copy_(first.value_cache[0])
+    named = {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k, "max_seqlen_q": 1, "max_seqlen_k": most,
+             "softcap": 1.5, "s_aux": torch.zeros(4)}  # fmt: skip
+    gathered, _ = door.paged_attention(
+        module, q, k, v, None, cache=first, read_index=[rows], write_index=[write], **named
+    )
+    blocks, _ = door.paged_attention(
+        module, q, k, v, None, cache=second, block_table=table, **named
+    )
+    torch.testing.assert_close(blocks, gathered)
+    torch.testing.assert_close(first.key_cache[0], second.key_cache[0])
+    keys, values = first.key_cache[0][rows[5:]], first.value_cache[0][rows[5:]]
+    low = 0 if window is None else 6 - window
+    scores = 1.5 * torch.tanh((keys[low:, 1] @ q[0, 3, 1]) * 0.3 / 1.5)
+    weights = torch.softmax(torch.cat([scores, torch.zeros(1)]), 0)[:-1]
+    torch.testing.assert_close(gathered[1, 3], weights @ values[low:, 1])
+
+
+def test_continuous_batching() -> None:
+    """Prompts of several lengths in one batch, by both names, give the tokens of each alone."""
+    eager, ours = pair(transformers, torch, "llama")
+    prompts = [[5, 9, 13, 40, 7], [6, 3], [*range(2, 40)]]
+    named = {"max_new_tokens": 5, "do_sample": False}
+    want = [eager.generate(torch.tensor([p]), **named)[0, len(p) :].tolist() for p in prompts]
+    config = transformers.GenerationConfig(eos_token_id=-1, pad_token_id=0, **named)
+    for name in (door.NAME, door.FLASH_NAME):
+        ours.set_attn_implementation(f"paged|{name}")
+        made = ours.generate_batch(prompts, generation_config=config)
+        assert [list(x.generated_tokens) for x in made.values()] == want
+
+
+def test_the_flash_path_finds_our_functions() -> None:
+    from transformers.modeling_flash_attention_utils import lazy_import_paged_flash_attention
+    from transformers.utils.generic import is_flash_attention_requested
+
+    from cupyattn import flash_attn
+
+    found = lazy_import_paged_flash_attention(f"paged|{door.FLASH_NAME}")
+    assert found == (flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache)
+    assert is_flash_attention_requested(requested_attention_implementation=door.FLASH_NAME,
+                                        version=[2, 3])  # fmt: skip
+    eager, ours = pair(transformers, torch, "qwen3", door.FLASH_NAME)
+    check((eager, ours), *tokens(0, 5))
+
+
+def test_what_is_refused() -> None:
+    _, ours = pair(transformers, torch, "llama")
+    ids, _ = tokens(0)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="output_attentions"):
+        ours(input_ids=ids, output_attentions=True)
+    with pytest.raises(ArgumentError, match="requires grad, and cupyattn has no backward pass"):
+        ours(input_ids=ids)
+    q = torch.zeros(1, 4, 2, 16)
+    module = types.SimpleNamespace(is_causal=True)
+    with pytest.raises(UnsupportedError, match=r"dropout: got 0\.1"):
+        door.attention(module, q, q, q, None, dropout=0.1)
+    with pytest.raises(UnsupportedError, match=r"cache: .* is for continuous batching"):
+        door.paged_attention(module, q, q, q)
