@@ -278,10 +278,11 @@ def main() -> None:
     rows = []
     for mode, bs in ((Mode.DECODE, 64), (Mode.DECODE, 256), (Mode.TARGET_VERIFY, 32)):
         engine = Engine(bs, 8192, mode, (pool[0], pool[1]))
-        answers, calls = {}, {}
+        answers, calls, backends = {}, {}, []
         for name, make in makers.items():
             before = torch.cuda.memory_allocated()
             backend = make(engine.runner())
+            backends.append(backend)  # graphs read its buffers
             backend.init_cuda_graph_state(bs, len(engine.q))
             taken = torch.cuda.memory_allocated() - before
             metadata, attention = engine.captured(backend)

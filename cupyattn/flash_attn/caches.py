@@ -256,7 +256,7 @@ def with_even_rows(x: Any, v: ArrayView, name: str) -> tuple[Any, ArrayView]:
     requests, rows = v.shape[:2]
     if requests <= 1 or rows <= 1 or 0 in v.shape or v.strides[0] == rows * v.strides[1]:
         return x, v
-    made = x.contiguous() if v.framework == "torch" else compute(lambda a: a.copy(order="C"), v)
+    made = x.contiguous() if v.framework == "torch" else array.writable_copy(v)
     return made, array.view(made, name)
 
 

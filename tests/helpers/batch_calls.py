@@ -49,7 +49,7 @@ class Call(calls.Call):
         shape = (*rows, problem.dims[1])
         self.out = self.blank("out", shape, self.out_dtype, self._strides(shape))
         self.lse = self.blank("lse", rows, np.float32)
-        self.has_coarse_cap = problem.has_coarse_cap
+        self.has_coarse_cap, self.head_dim_qk = problem.has_coarse_cap, problem.dims[0]
         self.logit_magnitude = calls.logit_magnitude(
             20.0 * problem.is_capped,
             case.num_qo_heads * (problem.pos_encoding_mode == "ALIBI"),

@@ -40,6 +40,7 @@ class Call:
     q: np.ndarray
     is_repeatable = True
     has_coarse_cap = False
+    head_dim_qk = 256
     logit_magnitude = 0.0
 
     def __init__(self, case: Any, xp: ModuleType, *seed: int) -> None:
@@ -123,6 +124,7 @@ class Call:
             p_dtype=self.q.dtype,
             logit_magnitude=self.logit_magnitude,
             has_coarse_cap=may_be_hoppers and self.has_coarse_cap,
+            head_dim_qk=self.head_dim_qk,
         )
         self.assert_intact()
 

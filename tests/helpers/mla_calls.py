@@ -27,7 +27,7 @@ class Call(calls.Call):
         super().__init__(case, xp, case.seed, 94)
         self.workspace, problem = workspace, case.problem
         self.latent, self.rope = problem.dims
-        self.both = self.latent + self.rope
+        self.head_dim_qk = self.both = self.latent + self.rope
         rows = sum(case.qo_len)
         self.q = self.values(rows, case.heads, self.both, dtype=problem.dtype)
         self.qo_indptr = offsets(case.qo_len)
