@@ -141,9 +141,9 @@ def _store(given: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
     # --- 3. Launch on the caller's stream ---
     if 0 in (dims["n"], dims["num_kv_heads"], num_slots):
         return
-    for x, name in ((slots, "slot_mapping"), (table, "slot_map")):
-        if x is not None and not is_contiguous(x):
-            raise ArgumentError(f"{name}: is not contiguous; pass a contiguous array")
+    given_indices = slots, table
+    slots = _contiguous(slots)
+    table = None if table is None else _contiguous(table)
     k_slot, k_head, v_slot, v_head, k_page, v_page = cache.strides
     steps = [0 if x is None or x.shape[0] == 1 else x.strides[0] for x in scales]
     store = launcher.prepare(
@@ -154,7 +154,7 @@ def _store(given: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
         num_slots=num_slots,
         page_size=page_size,
     )
-    used = [x for x in (*inputs.values(), cache.k, cache.v) if x is not None]
+    used = [x for x in (*inputs.values(), cache.k, cache.v, slots, table) if x is not None]
     array.acquire(vk, *used)
     at = [0 if x is None else x.ptr for x in (*scales, slots, table)]
     store.enqueue(
@@ -167,7 +167,12 @@ def _store(given: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
         at[3],
     )
     array.release(vk, *used)
-    _STORES.insert(given, scalars, store, vk, vk.dtype, None, None)
+    if (slots, table) == given_indices:  # copies are made at each call
+        _STORES.insert(given, scalars, store, vk, vk.dtype, None, None)
+
+
+def _contiguous(v: ArrayView) -> ArrayView:
+    return v if is_contiguous(v) else array.row_major_view(v)
 
 
 def _store_on_cpu(

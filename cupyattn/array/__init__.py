@@ -15,6 +15,7 @@ from .memory import from_numpy as from_numpy
 from .memory import release as release
 from .memory import restride as restride
 from .memory import row_major as row_major
+from .memory import row_major_view as row_major_view
 from .memory import same_device as same_device
 from .memory import scaled as scaled
 from .memory import stream_reader as stream_reader

@@ -166,6 +166,19 @@ def writable_copy(v: ArrayView) -> Any:
     return made
 
 
+def row_major_view(v: ArrayView) -> ArrayView:
+    """A view of the elements in row-major memory of their own."""
+    if v.framework == "torch":
+        return view(v.owner.contiguous(), "a copy")
+    if not v.dtype.is_fp8 or v.device.kind == "cpu":
+        return view(writable_copy(v), "a copy")
+    # CuPy makes no fp8 arrays: these lie in an array of bytes.
+    rest = v.device, v.framework, v.readonly, v.owner
+    made = view(writable_copy(ArrayView(v.ptr, v.shape, v.strides, dtypes.uint8, *rest)), "a copy")
+    owner = made.device, made.framework, False, made.owner
+    return ArrayView(made.ptr, made.shape, made.strides, v.dtype, *owner)
+
+
 def from_numpy(a: np.ndarray, like: ArrayView) -> Any:
     """A NumPy answer as an array of like's framework on like's device.
 

@@ -64,7 +64,7 @@ def attend(batch: Batch, common: Common) -> Any:
         batch.is_fp8_q, batch.q = True, _widened(vq, batch.k, names)
         vq = array.view(batch.q, "q")
     if not is_ragged:
-        batch.q, vq = with_even_rows(batch.q, vq, "q")
+        batch.q, vq = with_even_rows(batch.q, vq)
     if common.attention_chunk and vq.device.kind == "cuda":
         return _attend_by_chunks(batch, common, vq)
     q_len = 0 if is_ragged else vq.shape[1]

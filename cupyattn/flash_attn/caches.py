@@ -189,7 +189,7 @@ class Append:
             table = int32_on_device(table, "page_table")
         caches = [array.view(x, n) for x, n in zip(self.pages, _CACHES, strict=True)]
         if self.offsets is None:
-            k, v = (with_even_rows(x.owner, x, name)[1] for x, name in ((k, "k"), (v, "v")))
+            k, v = (with_even_rows(x.owner, x)[1] for x in (k, v))
         tokens = merge_leading(k, "k", 2), merge_leading(v, "v", 2)
         rows = [
             Rows(x.ptr, cache.ptr, x.strides[:2], cache.strides[:3], x.shape[2], 1.0)  # type: ignore[arg-type]
@@ -251,13 +251,16 @@ class Append:
         return x.reshape(-1, *x.shape[2:])
 
 
-def with_even_rows(x: Any, v: ArrayView, name: str) -> tuple[Any, ArrayView]:
-    """x [b, s, h, d] whose rows of all requests are equally far apart: a copy, unless they are."""
+def with_even_rows(x: Any, v: ArrayView) -> tuple[Any, ArrayView]:
+    """x [b, s, h, d] whose rows of all requests are equally far apart: a copy, unless they are.
+
+    The owner of a copy of fp8 elements may be an array of bytes.
+    """
     requests, rows = v.shape[:2]
     if requests <= 1 or rows <= 1 or 0 in v.shape or v.strides[0] == rows * v.strides[1]:
         return x, v
-    made = x.contiguous() if v.framework == "torch" else array.writable_copy(v)
-    return made, array.view(made, name)
+    copy = array.row_major_view(v)
+    return copy.owner, copy
 
 
 def vector(x: Any, name: str) -> Any:

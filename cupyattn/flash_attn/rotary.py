@@ -52,7 +52,7 @@ class Rotary(NamedTuple):
         if cu_seqlens_q is None:
             _require_rows(vq, start.shape[0], "q")
             q_len = vq.shape[1]
-            vq = with_even_rows(q, vq, "q")[1]
+            vq = with_even_rows(q, vq)[1]
         else:
             offsets = offsets_of(cu_seqlens_q, "cu_seqlens_q")
             if offsets.shape[0] != start.shape[0] + 1 or len(vq.shape) != 3:

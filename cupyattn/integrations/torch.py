@@ -28,6 +28,8 @@ from .torch_calls import (
 
 # Wrappers whose runs are in a graph, by id. A graph is guarded by that id, and dropped with them.
 wrappers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# Older Dynamo keeps no object of a user beside its graph, which run() needs for its wrapper.
+RUNS_SINCE = (2, 13)
 _libraries: list[Any] = []
 _WRAPPERS = (
     decode.BatchDecodeWithPagedKVCacheWrapper,
@@ -283,6 +285,8 @@ def _open_run(kind: Any) -> None:
     itself asks whether it is traced."""
     import torch
 
+    if tuple(map(int, torch.__version__.split(".")[:2])) < RUNS_SINCE:
+        return
     run = kind.run
     packet = torch.ops.cupyattn.run
     operators = {form: getattr(packet, form or "default") for form in forms(RUN)}

@@ -136,6 +136,10 @@ def test_calls_in_a_compiled_graph(name: str, backend: str, tensors: Any) -> Non
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "ragged"])
 def test_runs_in_a_compiled_graph(kind: str, tensors: Any) -> None:
+    from cupyattn.integrations.torch import RUNS_SINCE
+
+    if tuple(map(int, tensors.torch.__version__.split(".")[:2])) < RUNS_SINCE:
+        pytest.skip("this torch keeps no wrapper beside a graph")
     run = torch_calls.wrapper(tensors, kind)
     _check_compiled(lambda q: run(tensors, q), tensors, "inductor")
 
@@ -246,7 +250,9 @@ def test_models_of_transformers(kind: str, padding: int, cache: str, torch: Any)
     error = (ours - exact).norm() / exact.norm()
     allowed = (eager - exact).norm() / exact.norm()
     assert error <= 1.5 * allowed + 1e-3, (error, allowed)
-    named = {"cache_implementation": "static"} if cache == "static" else {}
+    named: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
+    if named and kind in ("gemma2", "gemma3", "gpt_oss"):
+        named["disable_compile"] = True  # windows: see docs/integrations.md
     tokens = [
         m.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **named)
         for m in models

@@ -155,3 +155,18 @@ def test_writes_of_a_graph(torch: Any, xp: ModuleType) -> None:
         wanted[:4] = new
         wanted[[30, 9, 31]] = new[[0, 2, 3]]
         np.testing.assert_array_equal(poison.download(cache), wanted)
+
+
+def test_strided_slots_are_copied(xp: ModuleType) -> None:
+    """A column of a table of slots, again and again: the copy of one call is not the next one's."""
+    rng = np.random.default_rng(3)
+    values = rng.standard_normal((2, 6, 2, 64)).astype(np.float16)
+    caches = [poison.upload(np.zeros((40, 2, 64), np.float16), xp) for _ in "kv"]
+    k, v = (poison.upload(x, xp) for x in values)
+    slots = rng.permutation(40)[:18].reshape(6, 3)
+    table = poison.upload(slots.astype(np.int32), xp)
+    for column in range(3):
+        reshape_and_cache(k, v, *caches, table[:, column])
+    for cache, x in zip(caches, values, strict=True):
+        for column in range(3):
+            np.testing.assert_array_equal(poison.download(cache)[slots[:, column]], x)

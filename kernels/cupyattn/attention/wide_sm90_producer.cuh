@@ -174,7 +174,9 @@ struct WideSm90Producer {
         const int column = Tile::kPanelColumns * (panel < kSecond ? panel : panel - kSecond);
         const uint32_t place = Tile::further(to, i) + panel * Tile::kPanelBytes;
         const DTypeQ* const from = part + column + 8 * lane;
-        if constexpr (kIsKeys && Traits::kStreams) {
+        // Of ordinary heads ptxas 13.0 makes an illegal instruction where the policy of a copy meets
+        // an address that is uniform in part.
+        if constexpr (kIsKeys && Traits::kStreams && Traits::kLatent) {
           ptx::cp_async_16(place, from, exists, policy);
         } else {
           ptx::cp_async_16(place, from, exists);
