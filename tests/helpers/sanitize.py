@@ -32,6 +32,9 @@ PARTS = {
     "batch_graphs": 4,
     "streams": 3,
     "cascade": 4,
+    "mla": 4,
+    "serving": 3,
+    "flash_attn": 2,
     "prefill_sm90": 2,
     "shared_prefix": 1,
     "masked_wrappers": 2,
@@ -43,6 +46,8 @@ PARTS = {
     "array": 1,
     "bad_input": 1,
     "jit": 1,
+    "integrations": 1,
+    "serve": 1,
 }
 # Those of its tests that are marked large: a process under the sanitizer gives no memory back.
 LARGE_PARTS = {"batch": 2, "streams": 4, "page": 1, "merge": 1}
