@@ -19,6 +19,7 @@ import cupyattn
 from cupyattn import paging
 from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
+from cupyattn.inputs import call_cache
 from cupyattn.launch.driver import enqueue
 
 pytestmark = pytest.mark.gpu
@@ -127,6 +128,7 @@ def test_offsets_that_fall(xp: ModuleType) -> None:
 
 def test_debug_counts_what_is_left_out(xp: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     append = Append.prepare(STRAY, xp)
+    call_cache.clear_all()  # of calls before debugging, which a process begins with
     monkeypatch.setattr(enqueue.cuda(), "is_debugging", True)
     append.run_and_check()
     count = spoil(append, xp=xp)
