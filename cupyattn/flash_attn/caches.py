@@ -259,8 +259,11 @@ def with_even_rows(x: Any, v: ArrayView) -> tuple[Any, ArrayView]:
     requests, rows = v.shape[:2]
     if requests <= 1 or rows <= 1 or 0 in v.shape or v.strides[0] == rows * v.strides[1]:
         return x, v
-    copy = array.row_major_view(v)
-    return copy.owner, copy
+    if v.dtype.is_fp8:
+        copy = array.row_major_view(v)
+        return copy.owner, copy
+    made = x.contiguous() if v.framework == "torch" else compute(lambda a: a.copy(order="C"), v)
+    return made, array.view(made, "a copy")
 
 
 def vector(x: Any, name: str) -> Any:

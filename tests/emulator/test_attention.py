@@ -289,6 +289,11 @@ TESTED_ELSEWHERE = {
     "merge_states": "test_merge.py",
     "pad_lse": "test_mutations.py",
     "plan_batch": "test_plan_batch.py",
+    "append_new_kv": "test_flash_attn.py",
+    "store_kv": "test_page.py",
+    "serving_metadata": "test_serving.py",
+    "wide_sm80": "test_wide.py",
+    "wide_sm90": "test_wide_sm90.py",
 }
 
 

@@ -66,8 +66,9 @@ def test_padding_ahead_of_many_rows(
 def test_new_keys(first: int) -> None:
     """Rows, pages and positions of nobody among them."""
     for seed in range(first, first + 16):
-        with gpu.plugged_in(seed=seed % 3):
+        with gpu.plugged_in(seed=seed % 3) as emulated:
             random_new_keys(seed).run()
+        assert {launch.name for launch in emulated.launches} <= {"append_new_kv"}
 
 
 @pytest.mark.slow

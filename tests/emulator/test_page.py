@@ -116,6 +116,7 @@ def test_writes_to_slots(emulated: gpu.EmulatedGpu, first: int) -> None:
 
 def test_stray_slots_touch_nothing(emulated: gpu.EmulatedGpu) -> None:
     write_stray_slots()
+    assert [launch.name for launch in emulated.launches] == ["store_kv"]
 
 
 def write_stray_slots() -> None:

@@ -213,6 +213,7 @@ def _key_shapes(
         is_blackwell
         or (problem.soft_cap and (problem.paged or arch != "sm_90a"))
         or (is_mixed and (_is_transformed(problem) or not problem.aligned))
+        or (is_mixed and problem.pos_encoding == "ROPE_LLAMA" and arch == "sm_90a")
         or (problem.custom_mask and problem.head_dim_qk < problem.head_dim_vo)
         or (problem.pos_encoding == "ALIBI" and problem.paged and arch == "sm_90a")
     ):
