@@ -174,8 +174,8 @@ struct WideSm90Producer {
         const int column = Tile::kPanelColumns * (panel < kSecond ? panel : panel - kSecond);
         const uint32_t place = Tile::further(to, i) + panel * Tile::kPanelBytes;
         const DTypeQ* const from = part + column + 8 * lane;
-        // Of ordinary heads ptxas 13.0 makes an illegal instruction where the policy of a copy meets
-        // an address that is uniform in part.
+        // ptxas 13.0 makes an illegal instruction of a copy with a policy whose shared address is
+        // uniform in part, as it is for ordinary heads.
         if constexpr (kIsKeys && Traits::kStreams && Traits::kLatent) {
           ptx::cp_async_16(place, from, exists, policy);
         } else {
