@@ -172,7 +172,7 @@ class Found(Generic[_Checked]):
     prepared: Any = None
 
     def strides(self, place: int) -> tuple[int, ...]:
-        """Those of a free array, in elements."""
+        """The strides of a free array, in elements."""
         unit, itemsize = self.call.extents[place]
         return tuple(stride * unit // itemsize for stride in self.facts[place][_STRIDES])
 

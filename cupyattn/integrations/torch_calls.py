@@ -219,7 +219,7 @@ APPEND = (
     "positions, Tensor(a!)[] paged_kv_cache, Tensor kv_indices, Tensor kv_indptr, Tensor "
     'kv_last_page_len, str kv_layout="NHD", float? k_scale=None, float? v_scale=None) -> ()'
 )
-# Of a planned wrapper: its place in `wrappers`, q, and k and v or one tensor of both.
+# A planned wrapper runs on: its place in `wrappers`, q, and k and v or one tensor of both.
 RUN = (
     "int wrapper, Tensor q, Tensor[] kv_cache, "
     "float? q_scale=None, float? k_scale=None, float? v_scale=None, "

@@ -90,7 +90,7 @@ class FlashAttentionMetadata:
 
     @property
     def max_seq_len_k(self) -> int:
-        """Of the requests, not of the room that graphs have for them."""
+        """The most keys of the requests, without the room that graphs have for more."""
         meta = self.neutral
         if meta.batch is None or meta.batch.seq_lens_host is None:
             return int(self._lens().max(initial=0))

@@ -46,7 +46,7 @@ def test_random_calls(way: str) -> None:
         emulate(random_case(seed), seed=seed % 3, num_sms=4)
 
 
-# Of these, the wrappers' calls and one over lists.
+# These seeds are calls of the wrappers, and one over lists.
 @pytest.mark.parametrize("seed", [0, 1, 5, 7, 8])
 def test_calls_on_hopper(seed: int) -> None:
     """Boxes of pages, gathered rows, splits, plans made on the GPU, and lists."""

@@ -21,10 +21,10 @@ struct WideSm80 {
   static constexpr int kStages = Config::kStages;
   static constexpr int kHeadDimQK = Config::kHeadDimQK, kHeadDimVO = Config::kHeadDimVO;
   static constexpr bool kLatent = Config::kLatent, kSparse = Config::kSparse;
-  // Of S: warps along the rows and along the keys, and n-tiles of 8 keys of each.
+  // S is shared out to warps along the rows and along the keys; each has n-tiles of 8 keys.
   static constexpr int kRowWarps = min_of(kMmaQ, kWarps), kKeyWarps = kWarps / kRowWarps;
   static constexpr int kTilesS = kTileKV / 8 / kKeyWarps;
-  // Of O: columns of a warp, and groups of 16 of them.
+  // O is shared out by columns; a warp has groups of 16 of them.
   static constexpr int kColumns = kHeadDimVO / kWarps, kColumnGroups = kColumns / 16;
 
   using Traits = TraitsSm80<Config, kTileQ, kTileKV, kThreads>;
