@@ -118,8 +118,8 @@ def _candidates(
         parts = {n // num_tiles for n in items}
         chunks = {-(-longest // part) for part in parts if part > 1}
     else:
-        # The last part of a tile is not full, and a few blocks too many take a wave more. One and two
-        # waves are therefore also tried with room for half a part, or a whole one, at each end.
+        # The last part of a tile is not full, and a few blocks too many take a wave more. Therefore
+        # one and two waves are also tried with room for half a part, or a whole one, at each end.
         rooms = [items_per_wave * waves for waves in whole]
         rooms += [n - num_tiles * half // 2 for n in rooms[:2] for half in (1, 2)]
         chunks = {-(-total // room) for room in rooms if room > 0}
