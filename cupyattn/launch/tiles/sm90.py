@@ -44,6 +44,7 @@ class _Shape(NamedTuple):
     fp8_stages: int = 0
     converters: int = 0
     gatherers: int = 0
+    min_blocks: int = 1
 
 
 _THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
@@ -207,7 +208,7 @@ def l2_swizzle(
 
 
 def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
-    consumers, tile_kv, stages, slots, registers, _, fp8_stages, converters, _ = shape
+    consumers, tile_kv, stages, slots, registers, _, fp8_stages, converters, *_ = shape
     tile_q = 64 * consumers
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     has_fast_cap = problem.soft_cap and not problem.reads_rows
@@ -249,6 +250,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kMaskForm": MASK_FORMS.index(problem.mask_form),
         "kPaged": problem.paged,
         "kGatherers": shape.gatherers,
+        "kMinBlocks": shape.min_blocks,
         "kSharedBytes": shared,
     }
     threads = 128 * (1 + consumers + converters // 4 + shape.gatherers // 4)

@@ -267,9 +267,11 @@ struct PrefillSm90Consumer {
 
   // Warpgroups take turns at issuing products: while one is at its softmax, another multiplies.
   __device__ __forceinline__ void await_turn() const {
+    if constexpr (Traits::kConsumers == 1) return;
     ptx::named_barrier_sync(Traits::kSchedulerBarrier + group, 2 * kWarpgroup);
   }
   __device__ __forceinline__ void pass_turn() const {
+    if constexpr (Traits::kConsumers == 1) return;
     const int next = group + 1 == Traits::kConsumers ? 0 : group + 1;
     ptx::named_barrier_arrive(Traits::kSchedulerBarrier + next, 2 * kWarpgroup);
   }

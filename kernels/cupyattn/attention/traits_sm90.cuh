@@ -137,7 +137,7 @@ struct PrefillSm90Traits : Config {
   // A launch gives each thread an equal share; a block that asks for more would wait for ever.
   static_assert((kWarpgroups - kConsumers) * Config::kProducerRegisters +
                         kConsumers * Config::kConsumerRegisters <=
-                    kWarpgroups * (65536 / kThreads / 8 * 8),
+                    kWarpgroups * (65536 / (Config::kMinBlocks * kThreads) / 8 * 8),
                 "registers come from what the block was launched with");
   static_assert(kTileKV <= 128, "bits of a tile's keys are read at once");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
