@@ -181,7 +181,9 @@ class Layout:
         launches: tuple[tuple[Launch, int], ...]
         mask_bytes = 0
         if persistent is not None:
-            blocks = min(reserved.items * heads, reserved.slots or kernel.loaded.num_slots)
+            blocks = reserved.items * heads
+            if persistent.is_persistent:
+                blocks = min(blocks, reserved.slots or kernel.loaded.num_slots)
             prologue = scan_mask.prologue(persistent, reserved.items, self._device_index)
             launches = (
                 (Launch(function, (blocks, 1, 1), *size, reserved.items, False, prologue), 0),

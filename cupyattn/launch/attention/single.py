@@ -203,7 +203,10 @@ class AttentionLauncher:
         grid = self.num_kv_heads, plan.num_q_tiles - first_q_tile, plan.num_splits
         if tiles.is_sm90:
             num_items = grid[1] * grid[2]
-            grid = min(plan.num_blocks, kernel.num_slots), 1, 1
+            num_blocks = plan.num_blocks
+            if tiles.is_persistent:
+                num_blocks = min(num_blocks, kernel.num_slots)
+            grid = num_blocks, 1, 1
             prologue = scan_mask.prologue(tiles, num_items, self.device_index)
         else:
             grid = grid[0], min(grid[1], MAX_GRID_YZ), grid[2]

@@ -21,13 +21,18 @@ class TileConfig:
 
     @property
     def is_sm90(self) -> bool:
-        """Persistent blocks, which find keys by tensor maps."""
+        """Blocks that find keys by tensor maps."""
         return self.name == "prefill_sm90"
+
+    @property
+    def is_persistent(self) -> bool:
+        """Blocks take items until none is left, so as many as run at a time are launched."""
+        return self.config.get("kPersistent") is True
 
     @property
     def num_counters(self) -> int:
         """Counters by which blocks share out their work."""
-        return 1 if self.is_sm90 else 0
+        return 1 if self.is_persistent else 0
 
     @property
     def fused_merge(self) -> bool:

@@ -45,6 +45,7 @@ class _Shape(NamedTuple):
     converters: int = 0
     gatherers: int = 0
     min_blocks: int = 1
+    persistent: bool = True
 
 
 _THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
@@ -213,6 +214,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     has_fast_cap = problem.soft_cap and not problem.reads_rows
     dims = (problem.head_dim_qk, problem.head_dim_vo) if fp8_stages else ()
+    items = _ITEMS if shape.persistent else 1
     fp8_tiles = [Field(fp8_stages * tile_kv * dim, 128) for dim in dims]
     shared = struct_of(
         *fp8_tiles,
@@ -221,11 +223,11 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         _panels(tile_kv, problem.head_dim_vo, stages),
         Field(_ROW_BYTES * (tile_q if problem.reads_rows else 1), 16),
         Field(64 if has_fast_cap else 32, 16),
-        Field(_ITEMS * (_ITEM_BYTES + _MASK_MAP_BYTES * problem.custom_mask), 8),
+        Field(items * (_ITEM_BYTES + _MASK_MAP_BYTES * problem.custom_mask), 8),
         Field(stages * 16, 16),
         _row_bits(problem, tile_q, tile_kv, stages),
         Field(2 * problem.head_dim_qk if is_rotated else 4),
-        Field(8 * (2 * _ITEMS + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
+        Field(8 * (2 * items + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
     ).size
     config: dict[str, int | bool | DType] = {
         "DTypeQ": problem.dtype_q,
@@ -251,6 +253,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kPaged": problem.paged,
         "kGatherers": shape.gatherers,
         "kMinBlocks": shape.min_blocks,
+        "kPersistent": shape.persistent,
         "kSharedBytes": shared,
     }
     threads = 128 * (1 + consumers + converters // 4 + shape.gatherers // 4)

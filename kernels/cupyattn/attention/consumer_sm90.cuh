@@ -80,7 +80,27 @@ struct PrefillSm90Consumer {
         lane(threadIdx.x % kWarpSize),
         softmax(block, group) {}
 
+  // Of a block that has one item. Nothing of another item runs beside it.
+  __device__ __forceinline__ void run_only_item() {
+    const ItemStage stage;
+    const Item& item = block.await_item(stage);
+    if (!item.exists) return;
+    if (item.has_keys() && item.work.tile.num_rows > 64 * group) {
+      int tile = ptx::warp_uniform(item.tiles.end) - 1;
+      process_first_tile(item, tile, stage);
+      while (tile > last_tile) tile = process_tile(item, tile);
+      pending = Pending::kLastPV;
+    } else {
+      if (item.has_keys()) skip_item(item);
+      begin_item(item, stage);
+      clear_output();
+      pending = Pending::kStore;
+    }
+    complete_item();
+  }
+
   __device__ __forceinline__ void run() {
+    if constexpr (!Traits::kPersistent) return run_only_item();
     if (group == Traits::kConsumers - 1) pass_turn();  // the first turn is the first warpgroup's
     ptx::warp_sync();
     ItemStage next;
@@ -121,7 +141,7 @@ struct PrefillSm90Consumer {
     if constexpr (Traits::LogitsVariant::kScalesQueries) scale_queries();
     issue_scores(s);
     // A product is issued and waited for under one condition: ptxas serialises others.
-    if (pending == Pending::kLastPV) {
+    if (Traits::kPersistent && pending == Pending::kLastPV) {
       issue_output();
       pass_turn();
       const Output output = softmax.rows.finish_rows(softmax.online, item_stage.stage, last_slot);

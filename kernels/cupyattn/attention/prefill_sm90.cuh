@@ -26,6 +26,9 @@ struct PrefillSm90 {
     // spills.
     const PrefillSm90Block<Traits> block(params, shared);
     if (threadIdx.x == 0) init_barriers(params, shared);
+    if constexpr (!Traits::kPersistent) {
+      if (threadIdx.x / kWarpSize == 1) PrefillSm90Scheduler<Traits>{block}.find_only_item();
+    }
     if constexpr (Traits::kRope) shared.rope.fill(params.attention, threadIdx.x, Traits::kThreads);
     ptx::block_sync();
     // warp_uniform tells the compiler that the role is the same for a whole warp.
@@ -75,9 +78,8 @@ struct PrefillSm90 {
     for (int place = 0; place < Traits::kItems; ++place) {
       init(shared.full_item[place], 1);
       // The arrivals of warps that copy or gather, sweep, multiply, and convert.
-      init(shared.empty_item[place], max_of(1, kGatherers) +
-                                         (kConverts || kGatherers == 3 ? 0 : 2) + kConsumerWarps +
-                                         kConverters);
+      const int readers = max_of(1, kGatherers) + (kConverts || kGatherers == 3 ? 0 : 2) + kConverters;
+      init(shared.empty_item[place], kConsumerWarps + (Traits::kPersistent ? readers : 0));
     }
     for (int slot = 0; slot < Traits::kSlots; ++slot) {
       init(shared.full_q[slot], 1);

@@ -54,6 +54,7 @@ struct PrefillSm90Producer {
             copy_values(v, item, tile, tile.tile == pages.tile ? pages.present : pages.behind,
                         lane);
           });
+      if constexpr (!Traits::kPersistent) return;
       block.release_item(place, lane);
     }
   }

@@ -22,7 +22,28 @@ struct PrefillSm90Scheduler {
   const AttentionParams& params = block.params;
   typename Traits::SharedMemory& shared = block.shared;
 
+  // Of a block that has one item: finds it, for all roles.
+  __device__ __forceinline__ void find_only_item() const {
+    const ItemFacts item = item_of(blockIdx.x);
+    if (threadIdx.x % kWarpSize == 0) static_cast<ItemFacts&>(shared.items[0]) = item;
+  }
+  // Copies its rows of Q, and stores its O.
+  __device__ __forceinline__ void serve_only_item() const {
+    const int lane = threadIdx.x % kWarpSize;
+    const Item& item = shared.items[0];
+    PipelineState<kSlots> q;
+    int stored = 0;
+    if (!item.has_keys()) return;
+    copy_queries(q, item, lane);
+    if constexpr (kStagesOutput) {
+      await_phase(shared.empty_item[0], 0);
+      store_output(item, stored, lane);
+      if (lane == 0) ptx::bulk_wait_read();
+    }
+  }
+
   __device__ __forceinline__ void run() {
+    if constexpr (!Traits::kPersistent) return serve_only_item();
     PipelineState<kItems> place;
     PipelineState<kSlots> q;
     int stored = 0;  // the slot of Q from which the next O is stored
@@ -61,7 +82,7 @@ struct PrefillSm90Scheduler {
       index = next_index(num_items, lane);
     }
     if constexpr (kStagesOutput) {
-      static_assert(kItems == 2, "one item is left");
+      static_assert(kItems == 2 || !Traits::kPersistent, "one item is left");
       place.advance();
       if (published > 0) {
         await_phase(shared.empty_item[place.stage], place.parity ^ 1);

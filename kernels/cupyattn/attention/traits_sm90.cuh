@@ -37,13 +37,15 @@ struct PrefillSm90Traits : Config {
   static constexpr int kWarpgroups =
       1 + kConsumers + (kHasConverterWarpgroup || kHasGathererWarpgroup ? 1 : 0);
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
+  // Persistent blocks take items until none is left; others have one each, that of their index.
+  static constexpr bool kPersistent = Config::kPersistent;
   // The present item and the next. If a block took more, the last blocks would end late.
-  static constexpr int kItems = 2;
+  static constexpr int kItems = kPersistent ? 2 : 1;
   // Arrivals when a tile lands: one for a box, or one from each gathering thread.
   static constexpr int kArrivals = kGathers ? kGatherers * kWarpSize : 1;
   // Whether O may be stored from the place of its own rows of Q.
-  static constexpr bool kStagesOutput = kSlots > 1 &&
-                                        sizeof(DTypeO) == 2 && kHeadDimQK == kHeadDimVO;
+  static constexpr bool kStagesOutput = (kSlots > 1 || !kPersistent) && sizeof(DTypeO) == 2 &&
+                                        kHeadDimQK == kHeadDimVO;
 
   using QTile = PanelTile<DTypeQ, kTileQ, kHeadDimQK>;
   using KTile = PanelTile<DTypeQ, kTileKV, kHeadDimQK, kByPatterns>;
@@ -139,6 +141,7 @@ struct PrefillSm90Traits : Config {
                         kConsumers * Config::kConsumerRegisters <=
                     kWarpgroups * (65536 / (Config::kMinBlocks * kThreads) / 8 * 8),
                 "registers come from what the block was launched with");
+  static_assert(kPersistent || (!kMasked && !kRope), "the roles part with all that an item needs");
   static_assert(kTileKV <= 128, "bits of a tile's keys are read at once");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
   static_assert(!(kHasConverterWarpgroup && kHasGathererWarpgroup),
@@ -162,8 +165,9 @@ struct PrefillSm90Block {
   __device__ __forceinline__ PrefillSm90Block(const PrefillSm90Params& params, SharedMemory& shared)
       : all_params(params), params(params.attention), shared(shared) {}
 
+  // The item of a block that has one is there before the roles part.
   __device__ __forceinline__ const typename Traits::Item& await_item(const ItemStage& stage) const {
-    await_phase(shared.full_item[stage.stage], stage.parity);
+    if constexpr (Traits::kPersistent) await_phase(shared.full_item[stage.stage], stage.parity);
     return shared.items[stage.stage];
   }
   __device__ __forceinline__ void release_item(ItemStage& stage, int lane) const {
