@@ -82,6 +82,8 @@ struct PrefillSm90Consumer {
 
   // Of a block that has one item. Nothing of another item runs beside it.
   __device__ __forceinline__ void run_only_item() {
+    if (group == Traits::kConsumers - 1) pass_turn();
+    ptx::warp_sync();
     const ItemStage stage;
     const Item& item = block.await_item(stage);
     if (!item.exists) return;
@@ -285,10 +287,12 @@ struct PrefillSm90Consumer {
     adds_output = true;
   }
 
-  // Warpgroups take turns at issuing products: while one is at its softmax, another multiplies.
+  // Warpgroups take turns at issuing products: while one is at its softmax, another multiplies. A
+  // turn also says that all warps of the warpgroup are done with what they read before: O may then
+  // take the place of Q.
   __device__ __forceinline__ void await_turn() const {
-    if constexpr (Traits::kConsumers == 1) return;
-    ptx::named_barrier_sync(Traits::kSchedulerBarrier + group, 2 * kWarpgroup);
+    constexpr int kOthers = Traits::kConsumers == 1 ? 0 : kWarpgroup;
+    ptx::named_barrier_sync(Traits::kSchedulerBarrier + group, kWarpgroup + kOthers);
   }
   __device__ __forceinline__ void pass_turn() const {
     if constexpr (Traits::kConsumers == 1) return;
