@@ -36,6 +36,7 @@ from .tiles.select import (
     LARGE,
     SMALL,
     VERIFY,
+    large_tiles,
     mixed_config,
     row_class,
     tile_config,
@@ -198,7 +199,10 @@ def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
     if many:
         rows = {name for group in chosen.groups for name in _row_classes(group)}
     for problem, page_size in problems(chosen):
-        for name in sorted(rows):
+        names = {*rows}
+        if LARGE in rows:
+            names |= {*large_tiles(problem, SHARED_BYTES[arch], arch, page_size)}
+        for name in sorted(names):
             for is_batch in (True,) if problem.paged else (False, True):
                 yield from _of_rows(problem, name, is_batch, arch, page_size)
         if many:
@@ -228,7 +232,7 @@ def _of_rows(
     tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch, arch, page_size)
     yield tiles.name, tiles.config
     if not tiles.fused_merge:
-        yield "merge_splits", merge_splits.config(problem, tiles.tile_q)
+        yield "merge_splits", merge_splits.config(problem, tiles)
     if tiles.wants_rotated_keys:
         config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk, problem.paged)
         yield "rotate_keys", config
@@ -251,7 +255,7 @@ def _mixed(
         tiles = mixed_config(problem, large, small, SHARED_BYTES[arch], arch)
         if tiles is not None:
             yield tiles.name, tiles.config
-            yield "merge_splits", merge_splits.config(problem, tiles.prefill.tile_q)
+            yield "merge_splits", merge_splits.config(problem, tiles.prefill)
 
 
 def _latent(chosen: Selection, arch: str) -> Iterator[Instance]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from .balance import BLOCK_OVERHEAD, Costs
+from .makespan import TileTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,8 @@ class TileShape:
                     0: a launch merges
     rows_at_a_time  of such a merge
     least_share     of the time of a key tile with all slots busy, that of one where half are
+    times           where the kernel has been timed, what a plan goes by instead of these costs
+    num_sms         that these slots are on
     """
 
     tile_q: int
@@ -28,6 +31,8 @@ class TileShape:
     part_cost: float = 0.0
     rows_at_a_time: int = 1
     least_share: float = 1.0
+    times: TileTimes | None = None
+    num_sms: int = 1
 
     def cost_of_part(self, rows: int) -> float:
         """What a part of so many rows, or of a whole tile, adds to a merge."""

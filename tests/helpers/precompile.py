@@ -128,7 +128,7 @@ class Recorder:
                 None
             )
         if not prefill.fused_merge:
-            self.found["merge_splits", merge_splits.config(problem, prefill.tile_q)] = None
+            self.found["merge_splits", merge_splits.config(problem, prefill)] = None
         return SimpleNamespace(function=None, tiles=tiles, num_slots=264, num_sms=132)
 
     def load_kernel(
@@ -285,7 +285,7 @@ def planless_instances(arch: str) -> list[Instance]:
         tiles = tile_config(problem, rows, SHARED_BYTES[arch], True, arch, case.page_size)
         found |= dict.fromkeys(with_scan(tiles))
         if not tiles.fused_merge:
-            found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
+            found["merge_splits", merge_splits.config(problem, tiles)] = None
     return list(found)
 
 

@@ -104,6 +104,8 @@ class BatchLauncher:
             kernels = [self._kernels.get(rows) for rows, _ in found]
             kinds = [[(x, y.shapes[0])] for (_, x), y in zip(found, kernels, strict=True)]
             slots = self._blocks_of_first(kernels, kinds)
+        elif found and found[0][0] == LARGE:
+            found = [(self._large_tiles(requests, splitting), requests)]
         for rows, chosen in found:
             plan = self._plan(chosen, rows, splitting, slots)
             if len(plan.items):
@@ -111,6 +113,14 @@ class BatchLauncher:
                 works.append(self._kernel_work(rows, plan, exact, slots))
             slots = 0
         return self._of_requests(works, requests)
+
+    def _large_tiles(self, requests: BatchRequests, splitting: Splitting) -> str:
+        """The tiles of the row class LARGE for requests that have a launch of their own."""
+        if splitting.tokens:
+            return LARGE
+        return self._kernels.large_tiles(
+            requests, self.num_kv_heads, self.masking, splitting.may_split
+        )
 
     def _of_requests(
         self, works: list[KernelWork], requests: BatchRequests, capacity: Capacity | None = None
@@ -154,8 +164,9 @@ class BatchLauncher:
         ]
         parts = [part for plan in plans for part in plan.parts]
         dealt = [kind for group in groups for kind in group.dealt]
-        tile_rows = [tiles.tile_q for group in groups for tiles in group.kernel.kinds]
-        offsets, state_rows = state_offsets(parts, tile_rows)
+        kinds = [tiles for group in groups for tiles in group.kernel.kinds]
+        tile_rows = [(tiles.used_rows(self.group_size), tiles.tile_q) for tiles in kinds]
+        offsets, state_rows = state_offsets(parts, [rows for _, rows in tile_rows])
         num_rows = levels.num_rows if capacity is None else capacity.num_rows
         about = [(*x, part, n) for x, part, n in zip(dealt, parts, tile_rows, strict=True)]
         tables = level_tables(levels, about, offsets, self.group_size, num_rows)
@@ -227,8 +238,8 @@ class BatchLauncher:
         if not large:
             return [rest.served(MOST)]
         (tiles,) = large[0].kernel.kinds
-        edge = MOST_ROWS[SMALL]
-        return [[Served(tiles.tile_q, edge, MOST)], rest.served(edge)]
+        edge, rows = MOST_ROWS[SMALL], tiles.used_rows(self.group_size)
+        return [[Served(rows, edge, MOST, tiles.tile_q - rows)], rest.served(edge)]
 
     def _device(self, group: KernelGroup, slots: int = 0) -> Device:
         """slots: blocks that run at a time; 0: as many as the kernel has."""

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...core.device import device_props
 from ...core.problem import AttentionProblem
 from ...schedule.batch import BatchRequests
 from ...schedule.levels import Served
+from ...schedule.masking import Masking
+from ...schedule.tile_choice import choose_tiles
 from ...schedule.tile_shape import TileShape
 from ..tiles.config import TileConfig
-from ..tiles.select import DECODE, MOST_ROWS, ROW_CLASSES, VERIFY, row_class
+from ..tiles.select import (
+    DECODE,
+    LARGE,
+    MOST_ROWS,
+    ROW_CLASSES,
+    VERIFY,
+    large_tiles,
+    row_class,
+    shape_of,
+)
 from .single import LoadedKernel, load_kernel, load_mixed
 
 # A row class, or the two of a mixed kernel: prefill's, then decode's.
 Rows = str | tuple[str, str]
+# Choices of tiles that are remembered, by the lengths of a batch.
+_MAX_CHOICES = 4096
 
 
 class Kernel(NamedTuple):
@@ -41,7 +56,8 @@ class KernelGroup(NamedTuple):
         """What each kind serves of requests of up to `most` rows."""
         tiles = [kind.tile_q for kind in self.kernel.kinds]
         if len(tiles) == 1:
-            return [Served(tiles[0], 0, most)]
+            rows = self.kernel.shapes[0].tile_q
+            return [Served(rows, 0, most, tiles[0] - rows)]
         return [Served(tiles[0], tiles[1], most), Served(tiles[1], 0, tiles[1])]
 
 
@@ -56,6 +72,8 @@ class Kernels:
         self._page_size = page_size
         self._device_index = device_index
         self._known: dict[Rows, Kernel | None] = {}
+        self._choices: dict[tuple[object, ...], str] = {}
+        self._large: dict[str, TileShape] | None = None
 
     def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
         """The requests at these indices."""
@@ -75,12 +93,40 @@ class Kernels:
         found = None
         if isinstance(rows, str):
             single = load_kernel(self._problem, rows, self._device_index, True, self._page_size)
-            found = _kernel_of(single, (single.tiles,))
+            found = _kernel_of(single, (single.tiles,), self._group_size)
         elif (mixed := load_mixed(self._problem, *rows, self._device_index)) is not None:
             kinds = mixed.tiles.prefill, mixed.tiles.decode
-            found = _kernel_of(mixed, kinds)
+            found = _kernel_of(mixed, kinds, self._group_size)
         self._known[rows] = found
         return found
+
+    def large_tiles(
+        self, requests: BatchRequests, num_kv_heads: int, masking: Masking, may_split: bool
+    ) -> str:
+        """The tiles by which requests of the last row class are served soonest."""
+        if self._large is None:
+            self._large = self._large_shapes()
+        if not self._large:
+            return LARGE
+        key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), may_split
+        found = self._choices.get(key)
+        if found is None:
+            if len(self._choices) >= _MAX_CHOICES:
+                self._choices.clear()
+            shapes = list(self._large.values())
+            index = choose_tiles(
+                requests, self._group_size, num_kv_heads, shapes, masking, may_split
+            )
+            found = self._choices[key] = list(self._large)[index]
+        return found
+
+    def _large_shapes(self) -> dict[str, TileShape]:
+        """What a choice must know of tiles whose kernels may never be loaded."""
+        props = device_props(self._device_index)
+        made = large_tiles(self._problem, props.max_smem_per_block, props.arch, self._page_size)
+        return {
+            name: shape_of(tiles, self._group_size, props.num_sms) for name, tiles in made.items()
+        }
 
     def mixed_rows(self, lengths: np.ndarray) -> tuple[str, str] | None:
         """The row group_by_row_class of a mixed kernel for requests of so many query tokens.
@@ -128,7 +174,7 @@ def group_by_row_class(requests: BatchRequests, group_size: int) -> list[tuple[s
     return found
 
 
-def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...]) -> Kernel:
+def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...], group_size: int) -> Kernel:
     # A state of decode has few rows of its tile and is merged by the block that is last, whose
     # warps take a row each: 16 states are one round trip to L2, some 0.25 us. One of prefill has
     # 64 KB, and a launch merges them.
@@ -136,7 +182,9 @@ def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...]) -> Kern
     of_decode = 0.25, 0.03, loaded.tiles.threads // 32, least_share
     costs = (of_decode if tiles.fused_merge else (4.0, 0.0) for tiles in kinds)
     shapes = tuple(
-        TileShape(tiles.tile_q, tiles.tile_kv, loaded.num_slots, *cost)
+        TileShape(tiles.used_rows(group_size), tiles.tile_kv, loaded.num_slots, *cost)
         for tiles, cost in zip(kinds, costs, strict=True)
     )
+    if kinds[0].times is not None:
+        shapes = (replace(shapes[0], times=kinds[0].times, num_sms=loaded.num_sms),)
     return Kernel(loaded, kinds, shapes)

@@ -200,9 +200,9 @@ class Layout:
             )
         merge = None
         if reserved.split_tiles:
-            tile_q = kernel.kinds[0].tile_q
-            num_rows = reserved.split_tiles * tile_q
-            merge = merge_splits.prepare(self._problem, tile_q, num_rows, heads, self._device_index)
+            merged = kernel.kinds[0]
+            num_rows = reserved.split_tiles * merged.tile_q
+            merge = merge_splits.prepare(self._problem, merged, num_rows, heads, self._device_index)
         elif reserved.levels[0]:
             num_heads = heads * self._group_size
             merge = merge_levels.prepare(

@@ -8,18 +8,20 @@ from ... import jit
 from ...core.device import device_props, overlaps_launches
 from ...core.problem import AttentionProblem
 from ..driver.enqueue import Launch, load_function
+from ..tiles.config import TileConfig
 
 _WARPS = 4
 
 
 @lru_cache(maxsize=1024)
-def config(problem: AttentionProblem, tile_q: int) -> jit.Config:
-    """The kernel's Config for the partial states of a prefill tile of `tile_q` rows."""
+def config(problem: AttentionProblem, tiles: TileConfig) -> jit.Config:
+    """The kernel's Config for the partial states of these tiles of prefill."""
     return jit.Config(
         {
             "DTypeO": problem.dtype_o,
             "kHeadDimVO": problem.head_dim_vo,
-            "kTileQ": tile_q,
+            "kTileQ": tiles.tile_q,
+            "kWholeTokens": tiles.is_sm90,
             "kWarps": _WARPS,
             "kAligned": problem.aligned,
         }
@@ -32,10 +34,14 @@ def parts(head_dim: int) -> int:
 
 
 def prepare(
-    problem: AttentionProblem, tile_q: int, num_rows: int, num_kv_heads: int, device_index: int
+    problem: AttentionProblem,
+    tiles: TileConfig,
+    num_rows: int,
+    num_kv_heads: int,
+    device_index: int,
 ) -> Launch:
-    """The merge of `num_rows` packed rows a KV head; its arguments are those of the prefill."""
-    function = load_function("merge_splits", config(problem, tile_q), device_index)
+    """The merge of so many rows, in whole tiles, a KV head; its arguments are those of prefill."""
+    function = load_function("merge_splits", config(problem, tiles), device_index)
     grid = (-(-num_rows * parts(problem.head_dim_vo) // _WARPS), num_kv_heads, 1)
     early = overlaps_launches(device_props(device_index).arch)
     return Launch(function, grid, _WARPS * 32, 0, is_dependent=early)

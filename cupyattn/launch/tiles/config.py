@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ... import jit
+from ...schedule.makespan import TileTimes
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class TileConfig:
     threads: int
     shared_bytes: int
     wants_rotated_keys: bool = False
+    times: TileTimes | None = None
 
     @property
     def is_sm90(self) -> bool:
@@ -28,6 +30,12 @@ class TileConfig:
     def is_persistent(self) -> bool:
         """Blocks take items until none is left, so as many as run at a time are launched."""
         return self.config.get("kPersistent") is True
+
+    def used_rows(self, group_size: int) -> int:
+        """The rows of a tile that have work: tiles of prefill_sm90 hold whole tokens only."""
+        if not self.is_sm90 or group_size > self.tile_q:
+            return self.tile_q
+        return self.tile_q // group_size * group_size
 
     @property
     def num_counters(self) -> int:

@@ -8,6 +8,7 @@ from ... import jit
 from ...core import dtypes
 from ...core.dtypes import DType
 from ...core.problem import MASK_FORMS, AttentionProblem
+from ...schedule.makespan import TileTimes
 from ..driver import tensor_map
 from .config import Field, TileConfig, round_up, struct_of
 
@@ -32,7 +33,8 @@ class _Shape(NamedTuple):
     beside the same warpgroup's products. fp8_stages: tiles of fp8 in shared memory. converters:
     warps that convert them, a warpgroup of their own or two of the producer's. gatherers: warps
     that copy rows of pages that no TMA box fits, a warpgroup of their own or three of the
-    producer's.
+    producer's. min_blocks: that run on an SM at a time. persistent: blocks take items until none is
+    left; else each has one.
     """
 
     consumers: int
@@ -95,13 +97,53 @@ _TILES = {
 }
 
 
-def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
-    """The instance for a problem, or None: the portable kernel serves it."""
+# Other tiles of the problems that most prompts are, for work lists that fill the card badly with
+# those above: by name and as above. Plans choose by the times.
+_OTHERS: dict[tuple[str, str, int, int], _Shape] = {
+    ("middle", "ragged", 128, 128): _TWO,
+    ("short", "ragged", 128, 128): _Shape(
+        1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False
+    ),
+}
+_TIMES = {
+    ("large", "ragged", 128, 128): TileTimes(7.0, 2.2, 1.04),
+    ("middle", "ragged", 128, 128): TileTimes(7.0, 2.0, 1.30),
+    ("short", "ragged", 128, 128): TileTimes(6.0, 2.3, 0.68, 0.6),
+}
+
+
+def choose(
+    problem: AttentionProblem, max_shared_bytes: int, page_size: int, name: str = "large"
+) -> TileConfig | None:
+    """The instance for a problem, or None: the portable kernel serves it, or there is no such tile.
+
+    name: of the tile, one of select.LARGE_TILES.
+    """
+    if name == "large":
+        return _choose(problem, max_shared_bytes, page_size)
+    key = name, _kind(problem), problem.head_dim_qk, problem.head_dim_vo
+    shape = _OTHERS.get(key)
+    if shape is None or not _is_timed(problem) or not problem.aligned:
+        return None
+    if problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
+        return None
+    tiles = make(problem, shape, _TIMES.get(key))
+    return tiles if tiles.shared_bytes <= max_shared_bytes else None
+
+
+def _is_timed(problem: AttentionProblem) -> bool:
+    """Whether the times hold: those of plain attention over keys of 16 bits."""
+    has_option = problem.soft_cap or problem.custom_mask or problem.reads_rows
+    return not has_option and problem.pos_encoding == "NONE" and problem.dtype_kv.is_float16
+
+
+def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     is_wide, is_fp8 = problem.head_dim_vo > 128, problem.dtype_kv.is_fp8
     if not problem.aligned or (is_fp8 and is_rotated) or problem.own_value_pages:
         return None
-    shape = _shape(problem, _kind(problem))
+    kind = _kind(problem)
+    shape = _shape(problem, kind)
     if shape and problem.paged:
         # A box of 16-bit elements has whole panels.
         has_panels = is_fp8 or not (problem.head_dim_qk % 64 or problem.head_dim_vo % 64)
@@ -110,8 +152,10 @@ def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> 
             # not gather besides.
             if is_rotated or (problem.custom_mask and is_wide and not is_fp8):
                 return None
-            shape = _shape(problem, "fp8 gathered" if is_fp8 else "gathered")
-    tiles = shape and make(problem, shape)
+            kind = "fp8 gathered" if is_fp8 else "gathered"
+            shape = _shape(problem, kind)
+    key = "large", kind, problem.head_dim_qk, problem.head_dim_vo
+    tiles = shape and make(problem, shape, _TIMES.get(key) if _is_timed(problem) else None)
     return tiles if tiles and tiles.shared_bytes <= max_shared_bytes else None
 
 
@@ -208,7 +252,7 @@ def l2_swizzle(
     return L2Swizzle(num_heads, has_right_limit and num_heads < num_kv_heads)
 
 
-def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
+def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = None) -> TileConfig:
     consumers, tile_kv, stages, slots, registers, _, fp8_stages, converters, *_ = shape
     tile_q = 64 * consumers
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
@@ -258,7 +302,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
     }
     threads = 128 * (1 + consumers + converters // 4 + shape.gatherers // 4)
     return TileConfig(
-        "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated
+        "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated, times
     )
 
 

@@ -148,7 +148,9 @@ struct PrefillSm90Scheduler {
     const int place = first_place + rest / heads;
     const int kv_head = first_head + rest % heads;
     ItemFacts item{};
-    item.work = BlockWork::of_index(params, place, kv_head, Traits::kTileQ);
+    item.work = BlockWork::of_index(params, place, kv_head,
+                                    // mutate: tiles-of-broken-tokens
+                                    whole_token_rows(params, Traits::kTileQ));
     item.place = place;
     item.exists = 1;
     if (item.work.tile.num_rows <= 0) return item;  // mutate: spare-items-worked-on
@@ -160,8 +162,9 @@ struct PrefillSm90Scheduler {
     }
     const int box = all_params.output_box_rows, num_rows = item.work.tile.num_rows;
     const bool is_boxed = kStagesOutput && box > 0 && num_rows >= box && item.has_keys();
+    // A box has the rows of a warpgroup, or of a whole tile.
     // mutate: output-box-of-partial-rows
-    item.boxed_rows = is_boxed && !item.work.tile.leaves_state() ? num_rows / 64 * 64 : 0;
+    item.boxed_rows = is_boxed && !item.work.tile.leaves_state() ? num_rows / box * box : 0;
     return item;
   }
 
@@ -196,7 +199,7 @@ struct PrefillSm90Scheduler {
                             all_params.q, QTile::kPanelColumns * panel, head, token, 0, lands);
       }
     });
-    if (row < work.num_rows) gather_queries(tile, item, row, lane);
+    if (row < ceil_div(work.num_rows, 64) * 64) gather_queries(tile, item, row, lane);
     ptx::warp_sync();
     if (lane == 0) ptx::mbarrier_arrive(lands);
     ptx::warp_sync();

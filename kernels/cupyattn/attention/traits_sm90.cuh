@@ -69,7 +69,7 @@ struct PrefillSm90Traits : Config {
     KeyRange range;
     TileSpan tiles;
     int exists;      // 0 ends the block
-    int boxed_rows;  // rows of O that are stored in boxes: those of whole warpgroups
+    int boxed_rows;  // rows of O that are stored in boxes
 
     __device__ __forceinline__ bool has_keys() const { return tiles.begin < tiles.end; }
     __device__ __forceinline__ int first_key(int tile) const {

@@ -26,6 +26,12 @@ struct PackGqaRow {
   }
 };
 
+// The rows of a tile of up to `tile_rows` rows that holds whole tokens only, so that boxes copy them.
+__device__ __forceinline__ int whole_token_rows(const AttentionParams& params, int tile_rows) {
+  const int tokens = PackGqaRow::of(params, tile_rows).token;
+  return tokens > 0 ? tokens * params.group_size : tile_rows;
+}
+
 // The lengths of a request, and where its rows and keys begin (see WorkItem).
 struct Request {
   int q_start, qo_len, kv_start, kv_len, key_offset;
