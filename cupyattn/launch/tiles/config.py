@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ... import jit
 from ...schedule.makespan import TileTimes
@@ -21,7 +22,7 @@ class TileConfig:
     wants_rotated_keys: bool = False
     times: TileTimes | None = None
 
-    @property
+    @cached_property
     def is_sm90(self) -> bool:
         """Blocks that find keys by tensor maps."""
         return self.name == "prefill_sm90"
@@ -42,7 +43,7 @@ class TileConfig:
         """Counters by which blocks share out their work."""
         return 1 if self.is_persistent else 0
 
-    @property
+    @cached_property
     def fused_merge(self) -> bool:
         """The last block of a tile whose keys are split merges its partial states."""
         return self.name == "decode_sm80" or self.config.get("kFusedMerge") is True
