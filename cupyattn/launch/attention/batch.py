@@ -72,7 +72,7 @@ class BatchLauncher:
         )
         self._kernels = Kernels(problem, spec.group_size, spec.page_size, device_index)
         self._layout = Layout(self._kernels, problem, *heads, device_index)
-        self._packed: dict[tuple[int, float, float], bytes] = {}
+        self._packed: dict[tuple[int, float, float, int], bytes] = {}
         self._heads = tma_sm90.Heads(problem, *heads, spec.page_size)
 
     def schedule(
@@ -112,7 +112,22 @@ class BatchLauncher:
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
                 works.append(self._kernel_work(rows, plan, exact, slots))
             slots = 0
-        return self._of_requests(works, requests)
+        schedule = self._of_requests(works, requests)
+        if len(works) == 1 and not works[0].reserved.split_tiles:
+            schedule.only = self._only(requests, schedule)
+        return schedule
+
+    def _only(
+        self, requests: BatchRequests, schedule: BatchSchedule
+    ) -> tuple[int, int, int] | None:
+        """See BatchSchedule. What a list would say of one request is in the Params struct too."""
+        (part,), count = schedule.parts, requests.qo_len.size
+        if count != 1 or part.tiles is None or requests.mask_start is not None:
+            return None
+        if requests.q_start[0] or requests.kv_start[0] or requests.key_offset is not None:
+            return None
+        ((launch, _),) = part.launches
+        return int(requests.qo_len[0]), int(requests.kv_len[0]), launch.num_items
 
     def _large_tiles(self, requests: BatchRequests, splitting: Splitting) -> str:
         """The tiles of the row class LARGE for requests that have a launch of their own."""
@@ -352,19 +367,25 @@ class BatchLauncher:
         positions = 0 if schedule.positions < 0 else words + schedule.positions
         for part in schedule.parts:
             for launch, first_item in part.launches or _NO_LAUNCHES:
-                key = first_item, sm_scale, output_scale
+                qo_len, kv_len = part.levels
+                num_q_tiles, items = 0, words + part.items
+                if schedule.only is not None:
+                    qo_len, kv_len, num_q_tiles = schedule.only
+                    items = 0
+                key = first_item, sm_scale, output_scale, num_q_tiles
                 planned = params.PLANNED.pack(
                     workspace + part.partial_o,
                     workspace + part.partial_lse,
                     words + part.counters,
-                    words + part.items,
+                    items,
                     words + part.merges,
                     kv_indices,
                     positions,
                     strides,
                     mask_bytes,
                     mask_row_bytes,
-                    *part.levels,
+                    qo_len,
+                    kv_len,
                     self._packed.get(key) or self._constants(*key),
                 )
                 if launch is not None:
@@ -391,12 +412,18 @@ class BatchLauncher:
             self.problem, self.num_kv_heads, longest, self.spec.right_limit >= 0, l2_bytes
         )
 
-    def _constants(self, first_item: int, sm_scale: float, output_scale: float) -> bytes:
+    def _constants(
+        self, first_item: int, sm_scale: float, output_scale: float, num_q_tiles: int
+    ) -> bytes:
         """What is the same for all runs with these scales."""
         packed = params.pack_constants(
-            self.spec, sm_scale=sm_scale, output_scale=output_scale, first=first_item
+            self.spec,
+            sm_scale=sm_scale,
+            output_scale=output_scale,
+            first=first_item,
+            num_q_tiles=num_q_tiles,
         )
         if len(self._packed) >= _MAX_CACHED:
             self._packed.clear()
-        self._packed[first_item, sm_scale, output_scale] = packed
+        self._packed[first_item, sm_scale, output_scale, num_q_tiles] = packed
         return packed

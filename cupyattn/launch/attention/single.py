@@ -233,10 +233,7 @@ class AttentionLauncher:
         grid = self.num_kv_heads, plan.num_q_tiles - first_q_tile, plan.num_splits
         if tiles.is_sm90:
             num_items = grid[1] * grid[2]
-            num_blocks = plan.num_blocks
-            if tiles.is_persistent:
-                num_blocks = min(num_blocks, kernel.num_slots)
-            grid = num_blocks, 1, 1
+            grid = tiles.grid(num_items, self.num_kv_heads, kernel.num_slots)
             prologue = scan_mask.prologue(tiles, num_items, self.device_index)
         else:
             grid = grid[0], min(grid[1], MAX_GRID_YZ), grid[2]

@@ -38,6 +38,12 @@ class TileConfig:
             return self.tile_q
         return self.tile_q // group_size * group_size
 
+    def grid(self, num_items: int, num_kv_heads: int, num_slots: int) -> tuple[int, int, int]:
+        """The blocks of a launch of prefill_sm90: as many as run at a time, or one an item."""
+        if not self.is_persistent:
+            return num_kv_heads, num_items, 1
+        return min(num_items * num_kv_heads, num_slots), 1, 1
+
     @property
     def num_counters(self) -> int:
         """Counters by which blocks share out their work."""

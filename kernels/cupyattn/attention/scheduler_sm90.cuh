@@ -22,9 +22,10 @@ struct PrefillSm90Scheduler {
   const AttentionParams& params = block.params;
   typename Traits::SharedMemory& shared = block.shared;
 
-  // Of a block that has one item: finds it, for all roles.
+  // Of a block that has one item: finds it, for all roles. The grid is key heads x items, so there
+  // is nothing to divide: whatever is done here is ahead of all copies.
   __device__ __forceinline__ void find_only_item() const {
-    const ItemFacts item = item_of(blockIdx.x);
+    const ItemFacts item = facts_of(blockIdx.y, blockIdx.x);
     if (threadIdx.x % kWarpSize == 0) static_cast<ItemFacts&>(shared.items[0]) = item;
   }
   // Copies its rows of Q, and stores its O.
@@ -145,8 +146,10 @@ struct PrefillSm90Scheduler {
       heads = min_of(all_params.heads_per_swizzle, heads - first_head);
       rest = index - swizzle * per_swizzle;
     }
-    const int place = first_place + rest / heads;
-    const int kv_head = first_head + rest % heads;
+    return facts_of(first_place + rest / heads, first_head + rest % heads);
+  }
+
+  __device__ __forceinline__ ItemFacts facts_of(int place, int kv_head) const {
     ItemFacts item{};
     item.work = BlockWork::of_index(params, place, kv_head,
                                     // mutate: tiles-of-broken-tokens

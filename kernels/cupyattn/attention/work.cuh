@@ -98,7 +98,7 @@ struct BlockWork {
   static __device__ __forceinline__ BlockWork of_index(const AttentionParams& params, int place,
                                                        int kv_head, int tile_rows) {
     if (params.work != nullptr) return of_item(params, place, kv_head, tile_rows);
-    const int tile = place / params.num_splits;
+    const int tile = params.num_splits == 1 ? place : place / params.num_splits;
     return of_tile(params, params.num_q_tiles - 1 - tile, kv_head, place - tile * params.num_splits,
                    tile_rows);
   }
