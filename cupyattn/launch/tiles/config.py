@@ -8,6 +8,9 @@ from functools import cached_property
 from ... import jit
 from ...schedule.makespan import TileTimes
 
+# The share of a tile's rows that whole tokens may leave over.
+_MOST_LEFT_OVER = 16
+
 
 @dataclass(frozen=True)
 class TileConfig:
@@ -33,10 +36,11 @@ class TileConfig:
         return self.config.get("kPersistent") is True
 
     def used_rows(self, group_size: int) -> int:
-        """The rows of a tile that have work: tiles of prefill_sm90 hold whole tokens only."""
-        if not self.is_sm90 or group_size > self.tile_q:
-            return self.tile_q
-        return self.tile_q // group_size * group_size
+        """The rows of a tile that have work. Those of prefill_sm90 are whole tokens, which boxes
+        copy, unless too many would be left over (kernels/cupyattn/attention/work.cuh)."""
+        rows = self.tile_q // group_size * group_size
+        is_whole = self.is_sm90 and self.tile_q - rows <= self.tile_q // _MOST_LEFT_OVER
+        return rows if is_whole else self.tile_q
 
     def grid(self, num_items: int, num_kv_heads: int, num_slots: int) -> tuple[int, int, int]:
         """The blocks of a launch of prefill_sm90: as many as run at a time, or one an item."""

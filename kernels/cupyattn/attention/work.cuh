@@ -26,10 +26,11 @@ struct PackGqaRow {
   }
 };
 
-// The rows of a tile of up to `tile_rows` rows that holds whole tokens only, so that boxes copy them.
+// The rows of a tile that are used if it holds whole tokens only, so that boxes copy them: all if
+// more than a sixteenth would be left over (launch/tiles/config.py says the same).
 __device__ __forceinline__ int whole_token_rows(const AttentionParams& params, int tile_rows) {
-  const int tokens = PackGqaRow::of(params, tile_rows).token;
-  return tokens > 0 ? tokens * params.group_size : tile_rows;
+  const int rows = PackGqaRow::of(params, tile_rows).token * params.group_size;
+  return tile_rows - rows <= tile_rows / 16 ? rows : tile_rows;
 }
 
 // The lengths of a request, and where its rows and keys begin (see WorkItem).
