@@ -88,6 +88,35 @@ def test_groups(group: int) -> None:
     check(replace(CAUSAL, group=group, qo_len=500 // group))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qo_len": 20, "kv_len": 3000, "num_kv_heads": 1, "return_lse": True},
+        {"mask_kind": "packed", "mask_pattern": "tiles", "kv_len": 400},
+        {"pos_encoding_mode": "ROPE_LLAMA"},
+        {"pos_encoding_mode": "ALIBI", "kv_dtype": "float8_e4m3fn"},
+    ],
+    ids=str,
+)
+def test_tiles_of_whole_tokens(changes: dict[str, object]) -> None:
+    """Partial states and what launches ahead leave have as many tiles."""
+    answer = run.single(replace(CAUSAL, group=7, **{"qo_len": 60, **changes}))  # type: ignore[arg-type]
+    assert "prefill_sm90" in {launch.name for launch in answer.launches}
+    assert ("merge_splits" in kernels(answer)) == (changes.get("kv_len") == 3000)
+    answer.check()
+
+
+@pytest.mark.parametrize("kind", test_batch.KINDS)
+@pytest.mark.parametrize("group", [5, 8])
+def test_batches_of_one_request(kind: str, group: int) -> None:
+    """They have no work list, unless keys are split."""
+    case = replace(PAGED, qo_len=(90,), kv_len=(700,), group=group, **test_batch.KINDS[kind])
+    for split in ((None, True), (20 if kind == "paged" else 300, False)):
+        answer = run.batch(replace(case, split=split, has_sinks=True), num_sms=3)
+        assert kernels(answer) == ["prefill_sm90", "merge_splits"][: 1 + (split[0] is not None)]
+        answer.check()
+
+
 # A warpgroup has 64 rows of a tile's 192: of the last tile some have all, some a part, some none.
 @pytest.mark.parametrize("num_rows", [1, 64, 65, 128, 129])
 def test_rows_of_the_last_tile(num_rows: int) -> None:

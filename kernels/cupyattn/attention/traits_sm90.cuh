@@ -44,8 +44,8 @@ struct PrefillSm90Traits : Config {
   // Arrivals when a tile lands: one for a box, or one from each gathering thread.
   static constexpr int kArrivals = kGathers ? kGatherers * kWarpSize : 1;
   // Whether O may be stored from the place of its own rows of Q.
-  static constexpr bool kStagesOutput = (kSlots > 1 || !kPersistent) && sizeof(DTypeO) == 2 &&
-                                        kHeadDimQK == kHeadDimVO;
+  static constexpr bool kStagesOutput = kSlots > 1 &&
+                                        sizeof(DTypeO) == 2 && kHeadDimQK == kHeadDimVO;
 
   using QTile = PanelTile<DTypeQ, kTileQ, kHeadDimQK>;
   using KTile = PanelTile<DTypeQ, kTileKV, kHeadDimQK, kByPatterns>;
@@ -132,7 +132,9 @@ struct PrefillSm90Traits : Config {
     kSchedulerBarrier = 1,
     kNonFiniteBarrier = kSchedulerBarrier + kConsumers,
     kQueriesDone,
-    kDone = kQueriesDone + kConsumers
+    kDone = kQueriesDone + kConsumers,
+    kMayCopy = kDone + kConsumers,
+    kItemFound
   };
 
   static_assert(kHeadDimVO % 32 == 0, "rows of O are stored by vectors of whole quads");
@@ -141,7 +143,8 @@ struct PrefillSm90Traits : Config {
                         kConsumers * Config::kConsumerRegisters <=
                     kWarpgroups * (65536 / (Config::kMinBlocks * kThreads) / 8 * 8),
                 "registers come from what the block was launched with");
-  static_assert(kPersistent || (!kMasked && !kRope), "the roles part with all that an item needs");
+  static_assert(kPersistent || (!kMasked && !kRope && !kConverts && !kGathers),
+                "blocks of one item have the roles that all have");
   static_assert(kTileKV <= 128, "bits of a tile's keys are read at once");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
   static_assert(!(kHasConverterWarpgroup && kHasGathererWarpgroup),
