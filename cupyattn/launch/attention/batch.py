@@ -46,6 +46,9 @@ from .layout import BatchSchedule, Capacity, KernelWork, Layout, Reserved
 _MAX_CACHED = 1024
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
 _WORTHWHILE = 5.0
+# What a launch beside others takes at least, and by how much more time than that one of requests of
+# few rows is later than prefill_sm90, in microseconds.
+_LAUNCH, _OF_SMALL = 4.0, 8.0
 _NO_MERGES = np.zeros(0, np.int32)
 # A cascade without keys is nothing but its merge.
 _NO_LAUNCHES: tuple[tuple[Launch | None, int], ...] = ((None, 0),)
@@ -96,6 +99,8 @@ class BatchLauncher:
             check_limits(plan, most)
             return self._of_requests([self._kernel_work(rows, plan, most)], requests, capacity)
         found = group_by_row_class(requests, self.group_size)
+        if not splitting.tokens:
+            found = self._choose_tiles(found, requests, may_split)
         mixed = self._kernels.mixed_rows(requests.qo_len) if len(found) > 1 else None
         if mixed is not None:
             return self._layout.lay_out([self._mixed_work(mixed, requests, splitting)])
@@ -104,8 +109,6 @@ class BatchLauncher:
             kernels = [self._kernels.get(rows) for rows, _ in found]
             kinds = [[(x, y.shapes[0])] for (_, x), y in zip(found, kernels, strict=True)]
             slots = self._blocks_of_first(kernels, kinds)
-        elif found and found[0][0] == LARGE:
-            found = [(self._large_tiles(requests, splitting), requests)]
         for rows, chosen in found:
             plan = self._plan(chosen, rows, splitting, slots)
             if len(plan.items):
@@ -129,13 +132,24 @@ class BatchLauncher:
         ((launch, _),) = part.launches
         return int(requests.qo_len[0]), int(requests.kv_len[0]), launch.num_items
 
-    def _large_tiles(self, requests: BatchRequests, splitting: Splitting) -> str:
-        """The tiles of the row class LARGE for requests that have a launch of their own."""
-        if splitting.tokens:
-            return LARGE
-        return self._kernels.large_tiles(
-            requests, self.num_kv_heads, self.masking, splitting.may_split
-        )
+    def _choose_tiles(
+        self, found: list[tuple[str, BatchRequests]], requests: BatchRequests, may_split: bool
+    ) -> list[tuple[str, BatchRequests]]:
+        """The same requests with tiles of prefill_sm90 chosen by when launches are done: of those
+        of many rows, or of all, if their launch ends before each kind's own launch could."""
+        if not found or found[0][0] not in (SMALL, LARGE):
+            return found
+        heads = self.num_kv_heads, self.masking, may_split
+        together = self._kernels.choose_tiles(requests, *heads)
+        (name, first), *others = found
+        if not others and name == LARGE:
+            return [(together.name, requests)]
+        apart = _LAUNCH * len(others)
+        if name == LARGE:
+            apart += self._kernels.choose_tiles(first, *heads).time
+        else:
+            apart += _LAUNCH + _OF_SMALL
+        return [(together.name, requests)] if together.time < apart else found
 
     def _of_requests(
         self, works: list[KernelWork], requests: BatchRequests, capacity: Capacity | None = None

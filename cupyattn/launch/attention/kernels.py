@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,6 +32,14 @@ from .single import LoadedKernel, load_kernel, load_mixed
 Rows = str | tuple[str, str]
 # Choices of tiles that are remembered, by the lengths of a batch.
 _MAX_CHOICES = 4096
+
+
+class Choice(NamedTuple):
+    """Tiles of the last row class (select.LARGE_TILES), and when their launch would be done, in
+    microseconds; infinite where nothing is known of it."""
+
+    name: str
+    time: float
 
 
 class Kernel(NamedTuple):
@@ -72,7 +81,7 @@ class Kernels:
         self._page_size = page_size
         self._device_index = device_index
         self._known: dict[Rows, Kernel | None] = {}
-        self._choices: dict[tuple[object, ...], str] = {}
+        self._choices: dict[tuple[object, ...], Choice] = {}
         self._large: dict[str, TileShape] | None = None
 
     def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
@@ -100,33 +109,29 @@ class Kernels:
         self._known[rows] = found
         return found
 
-    def large_tiles(
+    def choose_tiles(
         self, requests: BatchRequests, num_kv_heads: int, masking: Masking, may_split: bool
-    ) -> str:
-        """The tiles by which requests of the last row class are served soonest."""
+    ) -> Choice:
+        """The tiles of the last row class by which one launch of all these requests is done
+        soonest."""
         if self._large is None:
-            self._large = self._large_shapes()
+            props = device_props(self._device_index)
+            made = large_tiles(self._problem, props.max_smem_per_block, props.arch, self._page_size)
+            facts = self._group_size, props.num_sms
+            self._large = {name: shape_of(tiles, *facts) for name, tiles in made.items()}
         if not self._large:
-            return LARGE
+            return Choice(LARGE, math.inf)
         key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), may_split
         found = self._choices.get(key)
         if found is None:
             if len(self._choices) >= _MAX_CHOICES:
                 self._choices.clear()
             shapes = list(self._large.values())
-            index = choose_tiles(
+            index, time = choose_tiles(
                 requests, self._group_size, num_kv_heads, shapes, masking, may_split
             )
-            found = self._choices[key] = list(self._large)[index]
+            found = self._choices[key] = Choice(list(self._large)[index], time)
         return found
-
-    def _large_shapes(self) -> dict[str, TileShape]:
-        """What a choice must know of tiles whose kernels may never be loaded."""
-        props = device_props(self._device_index)
-        made = large_tiles(self._problem, props.max_smem_per_block, props.arch, self._page_size)
-        return {
-            name: shape_of(tiles, self._group_size, props.num_sms) for name, tiles in made.items()
-        }
 
     def mixed_rows(self, lengths: np.ndarray) -> tuple[str, str] | None:
         """The row group_by_row_class of a mixed kernel for requests of so many query tokens.

@@ -216,7 +216,7 @@ class AttentionLauncher:
         requests = BatchRequests(zero + qo_len, zero + kv_len, zero, zero)
         shapes = [shape_of(tiles, self.group_size, props.num_sms) for tiles in made.values()]
         heads = self.group_size, self.num_kv_heads
-        return list(made)[choose_tiles(requests, *heads, shapes, masking, True)]
+        return list(made)[choose_tiles(requests, *heads, shapes, masking, True).chosen]
 
     def _part(
         self, kernel: LoadedKernel[TileConfig], plan: SinglePlan, first_q_tile: int

@@ -105,8 +105,8 @@ def test_short_tiles_are_for_work_that_does_not_fill_the_card(
     count: int, length: int, chosen: int
 ) -> None:
     requests = prompts(count, length)
-    assert choose_tiles(requests, 4, 8, [TALL, SHORT], CAUSAL, True) == chosen
+    assert choose_tiles(requests, 4, 8, [TALL, SHORT], CAUSAL, True).chosen == chosen
 
 
 def test_the_first_shape_stays_if_another_gains_nothing() -> None:
-    assert choose_tiles(prompts(1, 2048), 4, 8, [TALL, TALL], CAUSAL, True) == 0
+    assert choose_tiles(prompts(1, 2048), 4, 8, [TALL, TALL], CAUSAL, True).chosen == 0
