@@ -22,6 +22,9 @@ from .store import StepForm, Store, Tables, form_of, view_tables
 _MAX_FORMS = 64
 _MAX_LAYERS = _MAX_RECENT = 1024
 _WORKSPACE_BYTES = 64 << 20
+_UNSIGNED = {
+    np.dtype(f"{kind}{size}"): np.dtype(f"u{size}") for kind in "iu" for size in (1, 2, 4, 8)
+}
 
 
 class AttentionBackend:
@@ -116,44 +119,50 @@ class AttentionBackend:
 
     def _check(self, batch: BatchInfo) -> int:
         """The batch size, once the host's part of the batch is checked."""
-        if not isinstance(batch.mode, ForwardMode):
-            raise ArgumentError(f"mode: got {parse.shown(batch.mode)}; wanted a ForwardMode")
+        mode = batch.mode
+        if not isinstance(mode, ForwardMode):
+            raise ArgumentError(f"mode: got {parse.shown(mode)}; wanted a ForwardMode")
         shape: Any = getattr(batch.seq_lens, "shape", None)
         if shape is None:
             shape = array.view(batch.seq_lens, "seq_lens").shape
         if len(shape) != 1:
             raise ArgumentError(f"seq_lens: shape is {list(shape)}; wanted [bs]")
         bs = shape[0]
-        if batch.mode is ForwardMode.DRAFT_DECODE:
+        if mode is ForwardMode.DRAFT_DECODE:
             step = self._step(batch)
             if self.config.num_draft_steps and step >= self.config.num_draft_steps:
                 raise ArgumentError(
                     f"step: got {step}; the backend has num_draft_steps "
                     f"{self.config.num_draft_steps}"
                 )
-        if batch.mode.is_ragged and batch.extend_seq_lens_host is None:
+        if batch.seq_lens_host is not None:
+            self._check_on_host(batch.seq_lens_host, "seq_lens_host", bs)
+        if batch.encoder_lens_host is not None:
+            self._check_on_host(batch.encoder_lens_host, "encoder_lens_host", bs)
+        if batch.extend_seq_lens_host is not None:
+            self._check_on_host(batch.extend_seq_lens_host, "extend_seq_lens_host", bs)
+        elif mode.is_ragged:
             raise ArgumentError(
                 "extend_seq_lens_host: got None; wanted the query tokens of each request"
             )
-        for name in ("seq_lens_host", "extend_seq_lens_host", "encoder_lens_host"):
-            x = getattr(batch, name)
-            if x is None:
-                continue
-            numbers = np.asarray(x)
-            if numbers.shape != (bs,) or numbers.dtype.kind not in "iu":
-                raise ArgumentError(
-                    f"{name}: {numbers.dtype} of shape {list(numbers.shape)}; wanted integers "
-                    f"[{bs}]"
-                )
-            if bs and (numbers.min() < 0 or numbers.max() > self.config.max_context_len):
-                raise ArgumentError(
-                    f"{name}: {numbers.tolist()[:8]}; wanted lengths from 0 to max_context_len, "
-                    f"{self.config.max_context_len}"
-                )
-        if batch.mode.is_ragged and batch.extend_seq_lens is None and bs:
+        if mode.is_ragged and batch.extend_seq_lens is None and bs:
             lens = np.asarray(batch.extend_seq_lens_host, np.int32)
             batch.extend_seq_lens = array.from_numpy(lens, self._tables.req_to_token)
         return bs
+
+    def _check_on_host(self, lens: Any, name: str, bs: int) -> None:
+        numbers = np.asarray(lens)
+        unsigned = _UNSIGNED.get(numbers.dtype)
+        if numbers.shape != (bs,) or unsigned is None:
+            raise ArgumentError(
+                f"{name}: {numbers.dtype} of shape {list(numbers.shape)}; wanted integers [{bs}]"
+            )
+        # Negative numbers are large ones without a sign, so that one pass finds both.
+        if bs and np.maximum.reduce(numbers.view(unsigned)) > self.config.max_context_len:
+            raise ArgumentError(
+                f"{name}: {numbers.tolist()[:8]}; wanted lengths from 0 to max_context_len, "
+                f"{self.config.max_context_len}"
+            )
 
     # --- graphs ---
 

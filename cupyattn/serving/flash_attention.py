@@ -177,9 +177,11 @@ class FlashAttentionBackend:
         out_cache_loc: Any,
     ) -> BatchInfo:
         mode = mode_of(forward_mode, spec_info)
-        batch = BatchInfo(mode, req_pool_indices[:bs], seq_lens[:bs])
-        batch.seq_lens_host = None if seq_lens_cpu is None else _host(seq_lens_cpu)[:bs]
-        batch.encoder_lens = None if encoder_lens is None else encoder_lens[:bs]
+        batch = BatchInfo(mode, _first(req_pool_indices, bs), _first(seq_lens, bs))
+        if seq_lens_cpu is not None:
+            batch.seq_lens_host = _first(_host(seq_lens_cpu), bs)
+        if encoder_lens is not None:
+            batch.encoder_lens = _first(encoder_lens, bs)
         batch.out_cache_loc, batch.draft = out_cache_loc, self._draft(spec_info, mode)
         if mode is ForwardMode.DRAFT_EXTEND:
             batch.extend_seq_lens = spec_info.accept_length[:bs]
@@ -352,10 +354,19 @@ def mode_of(forward_mode: Any, spec_info: Any) -> ForwardMode:
     return mode
 
 
+def _first(x: Any, count: int) -> Any:
+    """The first entries of an array; a slice costs more than all of a step's checks."""
+    return x if x.shape[0] == count else x[:count]
+
+
 def _host(x: Any) -> np.ndarray:
     """Numbers of the host, in a list or an array of the CPU."""
+    if type(x) is np.ndarray:
+        return x
     if isinstance(x, (list, tuple)):
         return np.asarray(x, np.int64)
+    if getattr(x, "is_cuda", None) is False:  # torch's, several times as fast
+        return np.asarray(x.numpy())
     v = array.view(x, "a host array")
     if v.device.kind != "cpu":
         raise ArgumentError(

@@ -36,10 +36,12 @@ class ForwardMode(IntEnum):
     MIXED = 5
     IDLE = 6
 
-    @property
-    def is_ragged(self) -> bool:
-        """Whether requests have different numbers of query tokens."""
-        return self in (ForwardMode.EXTEND, ForwardMode.DRAFT_EXTEND, ForwardMode.MIXED)
+    # Modes are keys of dictionaries at every step, and an enum's own hash is a function in Python.
+    __hash__ = int.__hash__
+
+    def __init__(self, value: int) -> None:
+        # Whether requests have different numbers of query tokens.
+        self.is_ragged = value in (3, 4, 5)
 
 
 @dataclass(frozen=True)

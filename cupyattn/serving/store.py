@@ -133,7 +133,6 @@ class _Checked:
     """
 
     prepared: launcher.Prepared
-    is_wide: tuple[bool, ...]
     tree_unit: int
     loc_unit: int
     beams_unit: int
@@ -283,23 +282,24 @@ class Store:
         """Write the metadata of a batch of bs requests: one launch."""
         if bs == 0:
             return
-        draft = batch.draft
-        branches = self.form.branches
-        tree = beams = loc = None
+        form = self.form
+        given: tuple[Any, ...] = batch.seq_lens, batch.req_pool_indices
         num_real = bs
-        if branches is not None:
+        if form.branches is not None or not form.rows or self.config.has_encoder:
+            given += (
+                None if form.rows else batch.extend_seq_lens,
+                batch.encoder_lens if self.config.has_encoder else None,
+            )
+        if form.branches is not None:
+            draft = batch.draft
             if draft is None:
                 raise ArgumentError("draft: got None; wanted the drafts of this mode")
             if draft.num_real is not None:
                 num_real = min(bs, draft.num_real)
-            tree, beams = (draft.tree_mask, None) if branches == "tree" else (None, draft.beam_rows)
-            loc = batch.out_cache_loc if branches == "beams" else None
-        given = (
-            *(batch.seq_lens, batch.req_pool_indices),
-            batch.extend_seq_lens if not self.form.rows else None,
-            batch.encoder_lens if self.config.has_encoder else None,
-            *(loc, tree, beams),
-        )
+            if form.branches == "tree":
+                given += None, draft.tree_mask
+            else:
+                given += batch.out_cache_loc, None, draft.beam_rows
         if not self._write_cached(given, bs, num_real):
             self._write(given, bs, num_real)
 
@@ -308,28 +308,19 @@ class Store:
         if answer is None:
             return False
         found, at = answer
-        checked = found.call.checked
+        call = found.call
+        checked = call.checked
+        tree_size = 0
         if checked.beams_unit:
             num_real = min(num_real, found.lengths[_LOC] * checked.loc_unit // checked.beams_unit)
-        self._enqueue(
-            checked, at, found.lengths[_TREE] * checked.tree_unit, num_real,
-            found.call.current_stream(),
-        )  # fmt: skip
+        elif checked.tree_unit:
+            tree_size = found.lengths[_TREE] * checked.tree_unit
+        checked.prepared.enqueue(call.current_stream(), at, tree_size, num_real)
         return True
-
-    def _enqueue(
-        self, checked: _Checked, at: Any, tree_size: int, num_real: int, stream: int
-    ) -> None:
-        wide, table = checked.is_wide, self.tables.full_to_swa
-        pointers = (
-            *(at[0], wide[0], at[1], wide[1], at[2], wide[2], at[3], wide[3], at[4], wide[4]),
-            *((0, 0) if table is None else (table.ptr, table.dtype is dtypes.int64)),
-            *(self.tables.req_to_token.ptr, at[_TREE], at[_BEAMS]),
-        )
-        checked.prepared.enqueue(stream, pointers, tree_size, num_real)
 
     def _write(self, given: tuple[Any, ...], bs: int, num_real: int) -> None:
         # --- 1. Validate ---
+        signature, given = given, (*given, *[None] * (len(_ARGUMENTS) - len(given)))
         views, tree_form = self._views(given, bs)
         v = self.tables.req_to_token
         named = dict(zip(_ARGUMENTS, views, strict=True))
@@ -361,21 +352,25 @@ class Store:
         addresses = {name: array.view(x, name).ptr for name, x in self._arrays.items()}
         columns = self._columns()
         outputs_at = Outputs(**addresses)
-        prepared = launcher.prepare(outputs_at, sizes, columns, v.device.index)
+        wide = tuple(x is not None and x.dtype is dtypes.int64 for x in views[: _LOC + 1])
+        table = self.tables.full_to_swa
+        over = (0, 0) if table is None else (table.ptr, int(table.dtype is dtypes.int64))
+        prepared = launcher.prepare(
+            outputs_at, sizes, columns, v.device.index, wide, (*over, v.ptr)
+        )
         unit = 0
         if tree is not None:
             unit = math.prod(tree.shape[1:])
-        wide = tuple(x is not None and x.dtype is dtypes.int64 for x in views)
         loc_unit = math.prod(given[_LOC].shape[1:]) if loc is not None else 0
-        checked = _Checked(prepared, wide, unit, loc_unit, beams_unit)
+        checked = _Checked(prepared, unit, loc_unit, beams_unit)
         at = [0 if x is None else x.ptr for x in views]
         like = views[_SEQ_LENS]
         assert like is not None
         array.acquire(like, *used)
         size = 0 if tree is None else tree.shape[0] * unit
-        self._enqueue(checked, at, size, num_real, array.current_stream(like))
+        prepared.enqueue(array.current_stream(like), at, size, num_real)
         array.release(like, *used)
-        _CALLS.insert(given, (self._key, bs), checked, like, dtypes.int32, None, None)
+        _CALLS.insert(signature, (self._key, bs), checked, like, dtypes.int32, None, None)
 
     def _columns(self) -> int:
         """Entries of the tables that blocks of one request share."""
