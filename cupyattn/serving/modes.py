@@ -53,7 +53,9 @@ class BackendConfig:
     max_context_len      keys of one request at most, drafts included
     q_dtype, kv_dtype    names of dtypes; the pool must be of kv_dtype, default: of q_dtype. None:
                          as the arrays are
-    use_mla              must be False until MLA is here
+    use_mla              the pool has latent rows, whose first v_head_dim of head_dim columns are
+                         values too, and queries are absorbed; num_kv_heads is 1. Layers have no
+                         windows, chunks or encoder, and trees are verified in two passes
     attention_chunk_size    keys of a chunk of layers with local attention; None: no such layers
     sliding_window_size  the widest window of a layer, keys before a row's own; None: no such layers
     topk                 drafted tokens of a step, beams of a request
@@ -105,9 +107,13 @@ class BackendConfig:
                 dtypes.parse(getattr(self, name), name)
         for name in ("use_mla", "deterministic", "is_hybrid", "has_encoder"):
             parse.flag(getattr(self, name), name)
-        if self.use_mla:
-            raise UnsupportedError("use_mla: MLA is not here yet; pass False")
         parse.choice(self.tree_form, TREE_FORMS, "tree_form")
+        if self.use_mla:
+            object.__setattr__(self, "tree_form", "expand")
+            if self.num_kv_heads != 1:
+                raise ArgumentError(
+                    f"num_kv_heads: got {self.num_kv_heads}; a latent pool has one head, pass 1"
+                )
         if self.attention_chunk_size is not None:
             require_int(self.attention_chunk_size, "attention_chunk_size")
         if self.sliding_window_size is not None:
@@ -119,6 +125,9 @@ class BackendConfig:
                 raise UnsupportedError(
                     f"{name}: got {getattr(self, name)}; at most {MAX_ROWS} are supported"
                 )
+        for name in ("attention_chunk_size", "sliding_window_size", "is_hybrid", "has_encoder"):
+            if self.use_mla and getattr(self, name) not in (None, False):
+                raise UnsupportedError(f"{name}: latent attention has no such layers; leave it out")
         if self.is_hybrid and self.has_encoder:
             raise UnsupportedError(
                 "is_hybrid, has_encoder: a second pool has no place for encoder tokens; pass one "
