@@ -151,9 +151,12 @@ class AttentionBackend:
         if batch.extend_seq_lens_host is not None:
             self._check_on_host(batch.extend_seq_lens_host, "extend_seq_lens_host", bs)
         elif mode.is_ragged:
-            raise ArgumentError(
-                "extend_seq_lens_host: got None; wanted the query tokens of each request"
-            )
+            if batch.max_extend_len is None or batch.extend_seq_lens is None:
+                raise ArgumentError(
+                    "extend_seq_lens_host: got None; wanted the query tokens of each request, or "
+                    "extend_seq_lens with max_extend_len"
+                )
+            require_int(batch.max_extend_len, "max_extend_len", 0)
         if mode.is_ragged and batch.extend_seq_lens is None and bs:
             lens = np.asarray(batch.extend_seq_lens_host, np.int32)
             batch.extend_seq_lens = array.from_numpy(lens, self._tables.req_to_token)
@@ -469,11 +472,29 @@ class MultiStepDraftBackend:
     def init_forward_metadata(self, batch: BatchInfo) -> list[ForwardMetadata]:
         """The metadata of all prepared steps: one launch."""
         bs = self.backends[0]._check(batch)
+        return self._write(self._store_for(bs), batch, bs)
+
+    def init_forward_metadata_step(
+        self, step: int, batch: BatchInfo, *, in_graph: bool = False
+    ) -> ForwardMetadata:
+        """The metadata of one step, over the same memory: one launch.
+
+        For beams that change parents from step to step: `batch.draft.beam_rows` then counts up to
+        the column of this step, and the columns behind it name any beams. in_graph: the memory of
+        graphs, which a graph of all steps writes once for each.
+        """
+        bs = self.backends[0]._check(batch)
+        if not 0 <= require_int(step, "step", 0) < self.num_prepared:
+            raise ArgumentError(f"step: got {step}; there are {self.num_prepared} prepared steps")
+        store = self._require_graph_store(bs) if in_graph else self._store_for(bs)
+        return self._write(store, batch, bs)[step]
+
+    def _store_for(self, bs: int) -> Store:
         store = self._store
         if store is None or store.capacity < bs:
             capacity = 1 << max(0, bs - 1).bit_length()
             store = self._store = Store(self.config, self._form, capacity, self._tables)
-        return self._write(store, batch, bs)
+        return store
 
     def init_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         require_int(max_num_tokens, "max_num_tokens", require_int(max_bs, "max_bs"))
@@ -522,6 +543,8 @@ class MultiStepDraftBackend:
 
 def _max_rows(batch: BatchInfo) -> int:
     """The most query tokens of a request of a ragged mode."""
-    if not batch.mode.is_ragged or batch.extend_seq_lens_host is None:
+    if not batch.mode.is_ragged:
         return 1
+    if batch.extend_seq_lens_host is None:
+        return batch.max_extend_len or 1
     return int(np.max(batch.extend_seq_lens_host, initial=1))

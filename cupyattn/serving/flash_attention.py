@@ -279,10 +279,11 @@ class FlashAttentionBackend:
         heads = int(layer.tp_q_head_num)
         if use_mla and self._is_unabsorbed(forward_batch):
             return self._forward_unabsorbed(q, k, v, layer, spec, forward_batch)
+        dim, dim_v = int(layer.head_dim), int(getattr(layer, "v_head_dim", layer.head_dim))
         if len(q.shape) != 3:
-            q = q.reshape(q.shape[0], heads, -1)
+            q = q.reshape(-1, heads, dim if q_rope is None else dim_v)
         if q_rope is not None and len(q_rope.shape) != 3:
-            q_rope = q_rope.reshape(q_rope.shape[0], heads, -1)
+            q_rope = q_rope.reshape(-1, heads, dim - dim_v)
         out = self.core.forward(q, spec, q_rope=q_rope)
         return out.reshape(-1, heads * out.shape[-1])
 

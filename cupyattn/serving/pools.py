@@ -100,6 +100,12 @@ class MHATokenToKVPool:
             v = v.reshape(-1, *buffers[1].shape[1:])
         write_slots(buffers, loc, k, v, k_scale, v_scale, self.full_to_swa)
 
+    def move(self, new: Any, old: Any) -> None:
+        """Copy the keys and values of all layers from slots old [n] to slots new [n], as accepted
+        drafts move up. All are read before any is written; a negative new slot skips."""
+        for buffers in self._buffers:
+            move_slots(buffers, new, old, self.full_to_swa)
+
     def set_mla_kv_buffer(self, layer: Any, loc: Any, k_nope: Any, k_rope: Any) -> None:
         raise UnsupportedError("set_mla_kv_buffer: this pool is of MHA; make an MLATokenToKVPool")
 
@@ -180,6 +186,12 @@ class MLATokenToKVPool:
         """Write latent columns k_nope and rope columns k_rope, [n, 1, columns] or [n, columns]."""
         self._write(layer, loc, k_nope, k_rope, getattr(layer, "k_scale", None))
 
+    def move(self, new: Any, old: Any) -> None:
+        """Copy the rows of all layers from slots old [n] to slots new [n]. All are read before any
+        is written; a negative new slot skips."""
+        for parts in self._parts:
+            move_slots(parts, new, old)
+
     def _write(self, layer: Any, loc: Any, k_nope: Any, k_rope: Any, scale: Any) -> None:
         if len(k_nope.shape) == 2:
             k_nope = k_nope[:, None]
@@ -217,6 +229,14 @@ def write_slots(
         if not dtype.is_fp8 or array.view(k, "k").dtype.is_fp8:
             k_scale = v_scale = None
     reshape_and_cache(k, v, *buffers, loc, k_scale=k_scale, v_scale=v_scale, slot_map=full_to_swa)
+
+
+def move_slots(buffers: tuple[Any, Any], new: Any, old: Any, full_to_swa: Any = None) -> None:
+    """Copy rows of a layer's buffers from slots to slots."""
+    if full_to_swa is not None:
+        old = full_to_swa[old]
+    k, v = (x[old] for x in buffers)
+    reshape_and_cache(k, v, *buffers, new, slot_map=full_to_swa)
 
 
 def view_pages(buffer: Any, name: str, page_size: int, shape: tuple[int, int]) -> Any:

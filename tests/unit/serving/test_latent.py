@@ -298,3 +298,23 @@ def test_a_dense_backend_takes_no_rope_queries() -> None:
     q = np.ones((1, 1, 8), np.float32)
     with pytest.raises(ArgumentError, match="q_rope: given without use_mla"):
         backend.forward(q, LayerSpec(), q_rope=q)
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_keys_move_from_slots_to_slots(is_latent: bool) -> None:
+    """Where slots overlap, what was there before is moved; a negative new slot skips."""
+    rng = np.random.default_rng(8)
+    if is_latent:
+        pool: Any = pool_of()
+        buffers = [pool.get_key_buffer(layer) for layer in range(2)]
+    else:
+        pool = MHATokenToKVPool(96, 2, 8, 2, np.zeros(1, np.float32), dtype="float32")
+        buffers = [x for layer in range(2) for x in pool.get_kv_buffer(layer)]
+    for x in buffers:
+        x[...] = rng.standard_normal(x.shape)
+    before = [x.copy() for x in buffers]
+    pool.move(np.array([3, 4, -1, 5]), np.array([4, 9, 7, 3]))
+    for x, old in zip(buffers, before, strict=True):
+        wanted = old.copy()
+        wanted[[3, 4, 5]] = old[[4, 9, 3]]
+        np.testing.assert_array_equal(x, wanted)
