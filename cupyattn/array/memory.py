@@ -202,6 +202,22 @@ def from_numpy(a: np.ndarray, like: ArrayView) -> Any:
     return a
 
 
+def constant(a: np.ndarray, like: ArrayView) -> Any:
+    """`from_numpy` of what is kept between calls, ready on every stream of the device.
+
+    On a GPU the memory is CuPy's, also under a tensor of torch: what torch allocates while its
+    compiler warms up a CUDA graph belongs to that graph, and it refuses a graph whose memory
+    somebody keeps. Not to be called while a stream is captured.
+    """
+    if like.framework != "torch" or like.device.kind != "cuda":
+        return from_numpy(a, like)
+    cupy = cupy_module()
+    with cupy.cuda.Device(like.device.index):
+        made = cupy.asarray(a)
+        cupy.cuda.get_current_stream().synchronize()
+        return sys.modules["torch"].from_dlpack(made)
+
+
 # --- host access and comparisons ---
 
 
