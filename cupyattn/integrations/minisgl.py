@@ -23,7 +23,7 @@ def register(name: str = NAME) -> None:
     """Make attention_backend="cupyattn" known to mini-sglang, in this process, before its engine is
     made. A second call changes nothing.
 
-    "cupyattn" serves prompts and decoding. In a pair of names ("fa,cupyattn") it serves one of them.
+    "cupyattn" serves prompts and decoding. In a pair of names ("fa,cupyattn") it serves one.
     """
     from minisgl.attention import SUPPORTED_ATTENTION_BACKENDS
 
@@ -111,7 +111,7 @@ class Backend:
         return batch, sent[3 * count :]
 
     def forward(self, q: Any, k: Any, v: Any, layer_id: int, batch: Any) -> Any:
-        """Write k and v, and attend. q [rows, heads, head_dim]; k, v [rows, kv_heads * head_dim]."""
+        """Write k and v, [rows, kv_heads * head_dim], and attend. q is [rows, heads, head_dim]."""
         found = batch.attn_metadata
         if not found.is_written:
             self.core.init_forward_metadata(found.batch)

@@ -251,8 +251,6 @@ def test_models_of_transformers(kind: str, padding: int, cache: str, torch: Any)
     allowed = (eager - exact).norm() / exact.norm()
     assert error <= 1.5 * allowed + 1e-3, (error, allowed)
     named: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
-    if named and kind in ("gemma2", "gemma3", "gpt_oss"):
-        named["disable_compile"] = True  # windows: see docs/integrations.md
     tokens = [
         m.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **named)
         for m in models

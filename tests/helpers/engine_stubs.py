@@ -162,7 +162,7 @@ def _capture(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
 
 
 def torch_cuda(patch: pytest.MonkeyPatch) -> None:
-    """Let programs for a GPU run on the CPU: one stream, no memory to pin, devices that are none."""
+    """Let programs for a GPU run on the CPU: streams do nothing, no memory is pinned."""
     import torch._dynamo  # looks at what is replaced below when it is imported
     import torch.utils._device
 

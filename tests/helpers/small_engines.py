@@ -262,7 +262,11 @@ def dense_attention(q: Any, k: Any, v: Any) -> Any:
     import torch
 
     group, dtype = q.shape[1] // k.shape[1], q.dtype
-    q, k, v = q.float(), k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+    q, k, v = (
+        q.float(),
+        k.float().repeat_interleave(group, 1),
+        v.float().repeat_interleave(group, 1),
+    )
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     hidden = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device)
     hidden = ~hidden.tril(k.shape[0] - q.shape[0])
@@ -270,7 +274,9 @@ def dense_attention(q: Any, k: Any, v: Any) -> Any:
     return torch.einsum("hqk,khd->qhd", weights, v).to(dtype)
 
 
-def agree(got: list[list[int]], want: list[list[int]], margins: list[list[float]]) -> tuple[int, int]:
+def agree(
+    got: list[list[int]], want: list[list[int]], margins: list[list[float]]
+) -> tuple[int, int]:
     """(tokens compared, tokens in all). A request is compared up to where the reference's token is
     ahead of its next one by less than rounding moves logits; AssertionError where tokens differ
     before that."""
