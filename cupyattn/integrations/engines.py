@@ -7,11 +7,12 @@ from typing import Any
 
 
 @functools.cache
-def joined(own: type, base: type) -> type:
+def joined(name: str, own: type, base: type) -> Any:
     """A class of ours that is one of the engine's too: `own`, with what `base` has and it has not.
 
-    Our classes name no engine, so importing their modules needs none.
+    Our classes name no engine, so their modules are imported without one. Engines find a class by
+    its module and name: that module's `__getattr__` answers for `name`.
     """
-    made: Any = type(base)(own.__name__, (own, base), {"__doc__": own.__doc__})
-    made.__module__, made.__qualname__ = own.__module__, own.__qualname__
+    made: Any = type(base)(name, (own, base), {"__doc__": own.__doc__})
+    made.__module__, made.__qualname__ = own.__module__, name
     return made

@@ -35,7 +35,7 @@ def create(config: Any) -> Any:
     """The backend of an engine, for a model's config."""
     from minisgl.attention import BaseAttnBackend
 
-    return joined(Backend, BaseAttnBackend)(config)
+    return joined("CupyAttnBackend", Backend, BaseAttnBackend)(config)
 
 
 class Metadata:
@@ -87,7 +87,7 @@ class Backend:
         """Send the lengths of a batch to the device, in one copy."""
         from minisgl.attention import BaseAttnMetadata
 
-        made = joined(Metadata, BaseAttnMetadata)
+        made = joined("CupyAttnMetadata", Metadata, BaseAttnMetadata)
         batch.attn_metadata = made(*self._send(batch.padded_reqs, batch.is_decode))
 
     def _send(self, requests: list[Any], is_decode: bool) -> tuple[BatchInfo, Any]:
