@@ -188,6 +188,12 @@ def test_calls_inside_jit(name: str) -> None:
     jax_calls.check(jax, name, jax_calls.Arrays(jax, "bfloat16"))
 
 
+@pytest.mark.parametrize("name", jax_calls.OTHERS)
+def test_other_calls_inside_jit(name: str) -> None:
+    jax = _jax_on_gpu()
+    jax_calls.check_other(jax, name, jax_calls.Arrays(jax, "bfloat16"))
+
+
 @pytest.mark.parametrize("is_pair", [False, True])
 @pytest.mark.parametrize("donates", [False, True])
 def test_appending_inside_jit(is_pair: bool, donates: bool) -> None:
