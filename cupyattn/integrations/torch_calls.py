@@ -217,15 +217,12 @@ CALLS = (
         _rows_first("query", "kv_cache"),
         ignored=("enable_pdl", "multi_ctas_kv_counter_buffer", "use_fp16_softmax"),
     ),
-)
-
-CALLS += (
     Call(
         "mla",
         "trtllm_batch_decode_with_kv_cache_mla",
-        "Tensor query, Tensor[] kv_cache, Tensor? workspace_buffer, SymInt qk_nope_head_dim, SymInt "
-        "kv_lora_rank, SymInt qk_rope_head_dim, Tensor block_tables, Tensor seq_lens, SymInt "
-        "max_seq_len, SymInt sparse_mla_top_k=0, float bmm1_scale=1.0, float bmm2_scale=1.0, "
+        "Tensor query, Tensor[] kv_cache, Tensor? workspace_buffer, SymInt qk_nope_head_dim, "
+        "SymInt kv_lora_rank, SymInt qk_rope_head_dim, Tensor block_tables, Tensor seq_lens, "
+        "SymInt max_seq_len, SymInt sparse_mla_top_k=0, float bmm1_scale=1.0, float bmm2_scale=1.0, "
         "Tensor? sinks=None, Tensor? cum_seq_lens_q=None, SymInt? max_q_len=None, Tensor? "
         "sparse_mla_top_k_lens=None",
         _latent,
@@ -236,6 +233,7 @@ CALLS += (
         ),
     ),
 )
+
 # Calls with one form: where they are, and schemas with what they write.
 PLAIN = (
     (
