@@ -222,8 +222,8 @@ CALLS = (
         "trtllm_batch_decode_with_kv_cache_mla",
         "Tensor query, Tensor[] kv_cache, Tensor? workspace_buffer, SymInt qk_nope_head_dim, "
         "SymInt kv_lora_rank, SymInt qk_rope_head_dim, Tensor block_tables, Tensor seq_lens, "
-        "SymInt max_seq_len, SymInt sparse_mla_top_k=0, float bmm1_scale=1.0, float bmm2_scale=1.0, "
-        "Tensor? sinks=None, Tensor? cum_seq_lens_q=None, SymInt? max_q_len=None, Tensor? "
+        "SymInt max_seq_len, SymInt sparse_mla_top_k=0, float bmm1_scale=1.0, float bmm2_scale="
+        "1.0, Tensor? sinks=None, Tensor? cum_seq_lens_q=None, SymInt? max_q_len=None, Tensor? "
         "sparse_mla_top_k_lens=None",
         _latent,
         ignored=(

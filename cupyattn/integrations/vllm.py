@@ -25,14 +25,16 @@ _CACHE_DTYPES = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
 
 def register() -> None:
-    """Make the two backends known to vLLM, in this process. A second call changes nothing.
+    """Make the two backends known to vLLM, in this process. A second call changes nothing, nor does
+    CUSTOM where another plug-in has taken it.
 
     CUSTOM serves dense attention: all of its layers, prompts and decoding. CUPYATTN_MLA serves the
     decoding of latent attention; prompts of such models go vLLM's own way.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.CupyAttnBackend")
+    if not AttentionBackendEnum.CUSTOM.is_overridden():
+        register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.CupyAttnBackend")
     if MLA not in AttentionBackendEnum.__members__:
         register_backend(MLA, f"{__name__}.CupyAttnMLABackend")
 

@@ -123,7 +123,7 @@ MODULES: dict[str, dict[str, Interface]] = {
         "AttentionLayer": Interface(fields=("_k_scale", "_v_scale", "_k_scale_float")),
     },
     "vllm.v1.attention.backends.registry": {
-        "AttentionBackendEnum": Interface(fields=("CUSTOM",)),
+        "AttentionBackendEnum": Interface({"is_overridden": "self"}, ("CUSTOM",)),
         "": Interface({"register_backend": "backend, class_path=None, is_mamba=False"}),
     },
     "vllm.v1.attention.backends.triton_attn": {

@@ -257,7 +257,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_vllm_is_told_of_both_backends(engine: Any) -> None:
-    registered = {}
+    registered: dict[Any, str] = {}
     registry = sys.modules["vllm.v1.attention.backends.registry"]
     members = registry.AttentionBackendEnum.__members__ = {}
 
@@ -267,10 +267,20 @@ def test_vllm_is_told_of_both_backends(engine: Any) -> None:
             members[backend] = path
 
     registry.register_backend = register_backend
-    registry.AttentionBackendEnum.CUSTOM = custom = object()
+
+    class Custom:
+        def is_overridden(self) -> bool:
+            return self in registered
+
+    registry.AttentionBackendEnum.CUSTOM = custom = Custom()
+    registered[custom] = "another.plugin"
     vllm.register()
+    assert registered.pop(custom) == "another.plugin"
     vllm.register()
-    assert list(registered) == [custom, "CUPYATTN_MLA"]
+    assert sorted(registered.values()) == [
+        "cupyattn.integrations.vllm.CupyAttnBackend",
+        "cupyattn.integrations.vllm.CupyAttnMLABackend",
+    ]
     for path in registered.values():
         module, _, name = path.rpartition(".")
         made = getattr(sys.modules[module], name)
@@ -349,9 +359,10 @@ def test_vllm_refuses_calls(engine: Any) -> None:
         builder.build(0, SimpleNamespace(causal=torch.ones(2)))
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("wants_lse", [False, True])
 @pytest.mark.parametrize("is_pair", [False, True])
-def test_vllm_latent_attention(wants_lse: bool, is_pair: bool, engine: Any) -> None:
+def test_vllm_latent_attention(wants_lse: bool, is_pair: bool, kv_dtype: str, engine: Any) -> None:
     base = sys.modules["vllm.model_executor.layers.attention.mla_attention"].MLACommonImpl
 
     def init(self: Any, num_heads: int, head_size: int, scale: float, *rest: Any, **latent: Any):
@@ -360,18 +371,22 @@ def test_vllm_latent_attention(wants_lse: bool, is_pair: bool, engine: Any) -> N
 
     engine.setattr(base, "__init__", init)
     impl = vllm.CupyAttnMLAImpl(
-        *(HEADS, 576, 0.1, 1, None, None, "auto", None, "decoder", None),
+        *(HEADS, 576, 0.1, 1, None, None, kv_dtype, None, "decoder", None),
         kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
     )  # fmt: skip
     impl.need_to_return_lse_for_decode = wants_lse
     torch.manual_seed(0)
     q, cache = torch.randn(4, HEADS, 576), torch.randn(6, SIZE, 576)
+    given_cache, layer = cache, SimpleNamespace(_k_scale_float=2.0)
+    if kv_dtype == "fp8":
+        eight = (cache / 2).to(torch.float8_e4m3fn)
+        given_cache, cache = eight.view(torch.uint8), eight.float() * 2
     table = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
     lens = torch.tensor([19, 7], dtype=torch.int32)
     metadata = SimpleNamespace(decode=SimpleNamespace(block_table=table, seq_lens=lens),
                                max_seq_len=19)  # fmt: skip
     given = q.split([512, 64], -1) if is_pair else q
-    out, lse = impl.forward_mqa(given, cache, metadata, None)
+    out, lse = impl.forward_mqa(given, given_cache, metadata, layer)
     assert out.shape == (4, HEADS, 512) and (lse is not None) is wants_lse
     for n in range(2):
         keys = cache[table[n].long()].reshape(-1, 1, 576)[: lens[n]]
@@ -384,4 +399,4 @@ def test_vllm_latent_attention(wants_lse: bool, is_pair: bool, engine: Any) -> N
             assert not impl.lse_base_on_e
             np.testing.assert_allclose(lse[2 * n : 2 * n + 2], want_lse, atol=2e-4)
     with pytest.raises(ArgumentError, match="q: has 3 rows for 2 requests"):
-        impl.forward_mqa(q[:3], cache, metadata, None)
+        impl.forward_mqa(q[:3], given_cache, metadata, layer)
