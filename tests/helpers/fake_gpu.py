@@ -136,6 +136,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     replace(monkeypatch, single.load_mixed, load_mixed)
     replace(monkeypatch, enqueue.cuda, lambda: fake.api)
     replace(monkeypatch, real_allocator, allocator)
+    replace(monkeypatch, memory.constant, memory.from_numpy)
     monkeypatch.setattr(scratch, "_make", lambda device, stream: (COUNTERS, None))
     # torch gives its CPU tensors the index -1.
     monkeypatch.setattr(views, "_CUDA", (array.Device("cuda", 0),) * 2)

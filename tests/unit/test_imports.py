@@ -35,7 +35,8 @@ _RANKS = {
                 *("cudnn", "flash_attn", "flash_mla", "trtllm", "xqa"),
             ),
             ("dot_product",),
-            ("demo", "distributed", "integrations", "serving"),
+            ("demo", "distributed", "serving"),
+            ("integrations",),
             ("cli",),
             ("__init__", "__main__"),
         )
@@ -43,6 +44,7 @@ _RANKS = {
     for room in rooms
 }
 _FRAMEWORKS = {"cupy", "cupyx", "cupy_backends", "torch", "transformers", "jax", "jaxlib"}
+_FRAMEWORKS |= {"minisgl", "sglang", "vllm"}
 # Rooms that talk to the device; schedule, reference, paging and most of core never do.
 _MAY_IMPORT_CUPY = {
     *("array", "jit", "launch/driver", "launch/attention", "launch/ops", "inputs", "batch"),
