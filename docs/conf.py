@@ -1,15 +1,19 @@
 """Sphinx's configuration. The source folder is the root of the checkout, so that the links between
 documents, READMEs and raw results are the same on the site as in the tree."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from docutils.parsers.rst import Directive
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from cupyattn import __version__
-from docs.tools import docstrings
+from cupyattn import __version__, cli  # noqa: E402
+from docs.tools import docstrings  # noqa: E402
 
 project = "cupyattn"
 author = "The cupyattn authors"
@@ -33,7 +37,6 @@ myst_heading_anchors = 4
 
 # Signatures show the types of arguments as they are written.
 autodoc_typehints = "signature"
-autodoc_type_aliases = {"Array": "Array", "Pages": "Pages", "Scale": "Scale"}
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 python_maximum_signature_line_length = 80
@@ -50,9 +53,29 @@ pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
 
+class Command(Directive):
+    """The help of the command that is named, as it prints it."""
+
+    required_arguments, final_argument_whitespace = 1, True
+
+    def run(self) -> list[nodes.Node]:
+        words = self.arguments[0].split()
+        parser: Any = cli.parser()
+        for word in words[1:]:
+            (choices,) = (a.choices for a in parser._actions if isinstance(a.choices, dict))
+            parser = choices[word]
+        section = nodes.section(ids=[nodes.make_id(self.arguments[0])])
+        section += nodes.title(text=self.arguments[0])
+        section += nodes.literal_block(text=parser.format_help(), language="none")
+        return [section]
+
+
 def setup(app: Any) -> None:
-    """Read our docstrings as plain text, and leave a page without a toctree entry in peace."""
+    """Read our docstrings as plain text, and show the help of our commands."""
+    # argparse asks the terminal how wide it is; the site is as wide everywhere.
+    os.environ["COLUMNS"] = "88"
     app.connect("autodoc-process-docstring", _to_rest)
+    app.add_directive("command", Command)
 
 
 def _to_rest(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
