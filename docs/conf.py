@@ -3,6 +3,7 @@ documents, READMEs and raw results are the same on the site as in the tree."""
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ exclude_patterns = ["build", "dist", "cupyattn", "tests", "**/.*", "**/__pycache
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
+# Doors are documented without their frameworks, which would take longer than all the rest.
+autodoc_mock_imports = ["torch", "transformers", "jax"]
 # Signatures show the types of arguments as they are written.
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
@@ -48,26 +51,32 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_extra_path = ["home"]
 html_show_sphinx = False
+html_domain_indices = False
 html_copy_source = False
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
 
-class Command(Directive):
-    """The help of the command that is named, as it prints it."""
-
-    required_arguments, final_argument_whitespace = 1, True
+class Commands(Directive):
+    """The help of every command, as it is printed."""
 
     def run(self) -> list[nodes.Node]:
-        words = self.arguments[0].split()
-        parser: Any = cli.parser()
-        for word in words[1:]:
-            (choices,) = (a.choices for a in parser._actions if isinstance(a.choices, dict))
-            parser = choices[word]
-        section = nodes.section(ids=[nodes.make_id(self.arguments[0])])
-        section += nodes.title(text=self.arguments[0])
-        section += nodes.literal_block(text=parser.format_help(), language="none")
-        return [section]
+        found: list[nodes.Node] = []
+        for name, parser in _parsers("cupyattn", cli._parser()):
+            section = nodes.section(ids=[nodes.make_id(name)])
+            section += nodes.title(text=name)
+            section += nodes.literal_block(text=parser.format_help(), language="none")
+            found.append(section)
+        return found
+
+
+def _parsers(name: str, parser: Any) -> Iterator[tuple[str, Any]]:
+    """A command and all below it, but `demo`, which reads its options itself."""
+    yield name, parser
+    for action in parser._actions:
+        for word, inner in action.choices.items() if isinstance(action.choices, dict) else ():
+            if word != "demo":
+                yield from _parsers(f"{name} {word}", inner)
 
 
 def setup(app: Any) -> None:
@@ -75,7 +84,7 @@ def setup(app: Any) -> None:
     # argparse asks the terminal how wide it is; the site is as wide everywhere.
     os.environ["COLUMNS"] = "88"
     app.connect("autodoc-process-docstring", _to_rest)
-    app.add_directive("command", Command)
+    app.add_directive("commands", Commands)
 
 
 def _to_rest(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

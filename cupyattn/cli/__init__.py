@@ -39,17 +39,16 @@ def _run(args: list[str]) -> int:
         from ..demo import main as demo
 
         return demo(args[1:]) or 0
-    parsed = parser().parse_args(args)
+    parsed = _parser().parse_args(args)
     return int(parsed.run(parsed))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of all commands but `demo`, which has its own."""
-    made = argparse.ArgumentParser(prog="cupyattn", description="Attention on any DLPack tensors")
-    made.add_argument("--version", action="version", version=f"cupyattn {__version__}")
-    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cupyattn", description="Attention on any DLPack tensors")
+    parser.add_argument("--version", action="version", version=f"cupyattn {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     info.add_parser(commands)
     compiling.add_parser(commands)
     cache.add_parser(commands)
     commands.add_parser("demo", help="the main job: a prefill and a decode loop, checked and timed")
-    return made
+    return parser

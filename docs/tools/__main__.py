@@ -1,4 +1,4 @@
-"""Writes every drawing, generated page, table and chart of the documents that is not as it should be.
+"""Writes the drawings, generated pages, tables and charts that are not as they should be.
 
 python -m docs.tools
 """

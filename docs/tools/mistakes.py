@@ -16,6 +16,8 @@ import cupyattn
 from cupyattn import errors, jit
 from cupyattn.core import env
 
+from .support import table
+
 _HALF = np.float16
 _Q, _K = np.ones((3, 8, 64), _HALF), np.ones((9, 2, 64), _HALF)
 _POOL = np.zeros((3, 2, 4, 2, 64), _HALF)
@@ -23,28 +25,62 @@ _TABLE = tuple(np.array(x, np.int32) for x in ([0, 2, 3], [1, 0, 2], [3, 1]))
 _SIZES = 8, 2, 64, 4
 _HEAD = """# Troubleshooting
 
-What is wrong with a call is raised before anything is launched or written. A message names the argument, what came, what is
-wanted, and the remedy. Every error is a `cupyattn.CupyAttnError`, and also the standard kind that a caller expects.
+What is wrong with a call is raised before anything is launched or written. A message names the
+argument, what came, what is wanted, and the remedy. Every error is a `cupyattn.CupyAttnError`, and
+also the standard kind that a caller expects.
 
-Messages below are the library's own: `python -m docs.tools` makes each mistake and writes what it was told.
+Messages below are the library's own: `python -m docs.tools` makes each mistake and writes what it
+was told.
 """
-_SYMPTOMS = """## Not an error, but wrong
-
-| what you see | do |
-| --- | --- |
-| a fault or wrong values on the GPU | run with `CUPYATTN_DEBUG=1`: it waits for every launch, and checks page numbers and lengths |
-| an answer is in question | call with the same arrays on the CPU and compare; try `CUPYATTN_PORTABLE=1` |
-| other values than torch's SDPA | [the last query is at the last key](concepts/masks.md); layouts are tokens before heads |
-| a mask of bits hides other keys | bits are little-endian: `packbits(mask.flatten(), bitorder="little")` |
-| trtllm-style calls give wrong values for a pool in NHD | their default layout is "HND": say `kv_layout="NHD"` |
-| the first calls are slow | kernels compile, and a warning of the logger `cupyattn` says so: [compile ahead](howto/precompile.md), or keep `CUPYATTN_CACHE_DIR` |
-| `RuntimeWarning: the kernel cache ... cannot be used` | the warning says why: another owner, or a folder that cannot be written |
-| a graph capture fails | make the same call once before it, with `out=`; unset `CUPYATTN_DEBUG` |
-| `torch.compile` breaks its graph at a call, or `fullgraph=True` fails | [import the operators](integrations.md#torch) |
-| last bits differ with the batch | [fix the splits](howto/batch_invariance.md) |
-| NaN in a row | a NaN or infinity in a key that the row sees, or in its query. Keys that it does not see never touch it |
-
-`cupyattn info` shows what was found: GPU, driver, CuPy, NVRTC, kernels, cache. Put `cupyattn info --json` into a bug report.
+_SYMPTOMS = (
+    (
+        "a fault or wrong values on the GPU",
+        "run with `CUPYATTN_DEBUG=1`: it waits for every launch, and checks page numbers and "
+        "lengths",
+    ),
+    (
+        "an answer is in question",
+        "call with the same arrays on the CPU and compare; try `CUPYATTN_PORTABLE=1`",
+    ),
+    (
+        "other values than torch's SDPA",
+        "[the last query is at the last key](concepts/masks.md); tokens come before heads",
+    ),
+    (
+        "a mask of bits hides other keys",
+        'bits are little-endian: `packbits(mask.flatten(), bitorder="little")`',
+    ),
+    (
+        "trtllm-style calls give wrong values for a pool in NHD",
+        'their default layout is "HND": say `kv_layout="NHD"`',
+    ),
+    (
+        "the first calls are slow",
+        "kernels compile, and a warning of the logger `cupyattn` says so: [compile "
+        "ahead](howto/precompile.md), or keep `CUPYATTN_CACHE_DIR`",
+    ),
+    (
+        "`RuntimeWarning: the kernel cache ... cannot be used`",
+        "the warning says why: another owner, or a folder that cannot be written",
+    ),
+    (
+        "a graph capture fails",
+        "make the same call once before it, with `out=`; unset `CUPYATTN_DEBUG`",
+    ),
+    (
+        "`torch.compile` breaks its graph at a call, or `fullgraph=True` fails",
+        "[import the operators](integrations.md#torch)",
+    ),
+    ("last bits differ with the batch", "[fix the splits](howto/batch_invariance.md)"),
+    (
+        "NaN in a row",
+        "a NaN or infinity in a key that the row sees, or in its query. Keys that it does not see "
+        "never touch it",
+    ),
+)
+_END = """
+`cupyattn info` shows what was found: GPU, driver, CuPy, NVRTC, kernels, cache. Put
+`cupyattn info --json` into a bug report.
 """
 
 
@@ -75,7 +111,9 @@ def page() -> str:
     for quoted in QUOTED:
         row = quoted.what, f"`... {quoted.phrase} ...`", quoted.remedy
         found.setdefault(quoted.kind, []).append(row)
-    return "\n".join([_HEAD, *(_section(kind, rows) for kind, rows in found.items()), _SYMPTOMS])
+    sections = [_section(kind, rows) for kind, rows in found.items()]
+    symptoms = "## Not an error, but wrong\n\n" + table(("what you see", "do"), _SYMPTOMS)
+    return "\n".join([_HEAD, *sections, symptoms]) + _END
 
 
 def message(mistake: Mistake) -> str:
@@ -91,10 +129,8 @@ def _section(kind: type[Exception], rows: list[tuple[str, str, str]]) -> str:
     bases = [base.__name__ for base in kind.__bases__ if base is not errors.CupyAttnError]
     doc = " ".join((kind.__doc__ or "").split()) if kind.__module__ == errors.__name__ else ""
     also = f"Also a {' and a '.join(f'`{base}`' for base in bases)}. {doc}".strip()
-    lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    head = "| mistake | message | remedy |\n| --- | --- | --- |\n"
     said = f"{also}\n\n" if doc else ""
-    return f"## {kind.__name__}\n\n{said}{head}{lines}"
+    return f"## {kind.__name__}\n\n{said}" + table(("mistake", "message", "remedy"), rows)
 
 
 def _wrapper(num_bytes: int = 1 << 20, **options: Any) -> Any:

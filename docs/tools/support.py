@@ -36,8 +36,8 @@ _HEAD = """# Support matrix
 
 Made from the code by `python -m docs.tools`; a test holds it against the code.
 
-One H200 has been measured, and runs the GPU tests. For the other architectures kernels are compiled in the tests, without
-spills, and the portable kernels run on the host, thread by thread.
+One H200 has been measured, and runs the GPU tests. For the other architectures kernels are compiled
+in the tests, without spills, and the portable kernels run on the host, thread by thread.
 """
 
 
@@ -137,7 +137,9 @@ def _options() -> str:
         "`prefill_sm90` on Hopper. Everything\nelse, and rows off 16-byte boundaries, runs the "
         "portable kernels.\n"
     )
-    return "## Options on Hopper\n\n" + text + "\n" + table(["option", *(f[0] for f in forms)], rows)
+    return (
+        "## Options on Hopper\n\n" + text + "\n" + table(["option", *(f[0] for f in forms)], rows)
+    )
 
 
 def _doors() -> str:
@@ -147,9 +149,9 @@ def _doors() -> str:
         for name, has in found
     ]
     text = (
-        "✓: the call takes the option and answers differently for it, tried on CPU arrays. Masks of "
-        "decodes are those of draft\ntokens. [CUDA graphs](howto/cuda_graphs.md) can capture each of them. "
-        "Latent attention: [its page](mla.md).\n"
+        "✓: the call takes the option and answers differently for it, tried on CPU arrays. Masks\n"
+        "of decodes are those of draft tokens. [CUDA graphs](howto/cuda_graphs.md) can capture\n"
+        "each of them. Latent attention: [its page](mla.md).\n"
     )
     return "## Options by call\n\n" + text + "\n" + table(["call", *doors.OPTIONS], rows)
 

@@ -93,6 +93,12 @@ _TILES = {
 }
 
 
+HEAD_DIMS = tuple(
+    f"{qk}" if qk == vo else f"{qk}/{vo}" for kind, qk, vo in _TILES if kind == "paged"
+)
+"""What `cupyattn info` says of them. docs/support.md has the options with each."""
+
+
 def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
     """The instance for a problem, or None: the portable kernel serves it."""
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
@@ -163,18 +169,6 @@ def _most_keys(problem: AttentionProblem, kind: str) -> int:
 
 def _caps_rows(problem: AttentionProblem) -> bool:
     return problem.soft_cap and problem.reads_rows
-
-
-def summary() -> str:
-    """What runs on Hopper's own units, in a line."""
-    dims = ", ".join(
-        f"{qk}" if qk == vo else f"{qk}/{vo}" for kind, qk, vo in _TILES if kind == "paged"
-    )
-    return (
-        f"on sm_90 by wgmma for head dims {dims}; not for RoPE over fp8 keys, or in pages of other "
-        "than multiples of 8 keys, nor at head dim 256 for a custom mask over fp8 keys or such "
-        "pages, which the portable kernel serves"
-    )
 
 
 class L2Swizzle(NamedTuple):
