@@ -1,4 +1,4 @@
-"""The site: pages made from the code are today's, the API is whole, and Sphinx does not complain."""
+"""The site: pages made from code are today's, the API is whole, and Sphinx does not complain."""
 
 from __future__ import annotations
 
