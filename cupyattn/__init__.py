@@ -34,6 +34,10 @@ Pages and masks:
 Errors:
     CupyAttnError and its kinds ArgumentError, UnsupportedError, PlanError, WorkspaceError,
     CompileError, DeviceError
+Modules:
+    flash_attn, flash_mla (those libraries' functions), serving (an engine's attention backend),
+    integrations (torch.compile, jax.jit, transformers), paging (page tables in NumPy), reference
+    (the answers of the CPU), typing
 """
 
 from __future__ import annotations
@@ -99,7 +103,7 @@ _MODULES = (
     *("attention", "cascade", "decode", "mla", "prefill", "trtllm", "cudnn", "flash_attn", "page"),
     "flash_mla",
     *("paging", "quantization", "pod", "sparse", "errors", "typing"),
-    *("integrations", "reference"),
+    *("integrations", "reference", "serving"),
 )
 
 __all__ = ["__version__", *_EXPORTS]
