@@ -40,11 +40,13 @@ myst_heading_anchors = 4
 autodoc_mock_imports = ["torch", "transformers", "jax"]
 # Signatures show the types of arguments as they are written.
 autodoc_typehints = "signature"
+autodoc_use_type_comments = False
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 python_maximum_signature_line_length = 80
 toc_object_entries = False
 
+smartquotes = False
 html_theme = "furo"
 html_title = f"cupyattn {release}"
 html_static_path = ["static"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import posixpath
 import re
 import zipfile
@@ -132,8 +133,11 @@ def kernels_dir() -> Sources:
 
 @functools.cache
 def _archive(path: Path) -> zipfile.Path:
+    """The archive at `path`, in memory: an open file's position is shared with forked processes."""
     try:
-        return zipfile.Path(path)
+        archive = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+        archive.filename = str(path)
+        return zipfile.Path(archive)
     except (OSError, zipfile.BadZipFile) as error:
         raise CompileError(
             f"kernels: {path} cannot be read ({error}); reinstall cupyattn, or point "

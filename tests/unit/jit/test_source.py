@@ -190,6 +190,9 @@ def test_an_archive_of_sources_is_read_as_their_folder(
     assert program.includes == folder.includes and program.text == folder.text
     assert program.digest((), "13.0", "sm_80") == folder.digest((), "13.0", "sm_80")
     assert folder.include_folder == root and program.include_folder is None
+    assert str(archive) == f"{root.parent / source.ARCHIVE}/"
+    # A forked process would share the position of an open file.
+    assert source.ARCHIVE not in " ".join(str(x.resolve()) for x in Path("/proc/self/fd").iterdir())
     with pytest.raises(CompileError, match="kernels there are broken, indexing, slow, spilling"):
         Program.read("nothing", config)
 
