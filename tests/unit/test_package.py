@@ -36,10 +36,13 @@ print(float(cupyattn.single_decode_with_kv_cache(q, k, v).mean()))
 """
 
 COMPILE = """
+import hashlib
 from cupyattn import jit
 from cupyattn.launch.instances import LEVELS, instances
-name, config = next(iter(instances(LEVELS["standard"], "sm_90a")))
-print(jit.build(name, config, "sm_80").path.stat().st_size)
+found = dict(instances(LEVELS["standard"], "sm_90a"))
+for name in ("merge_states", "store_kv", "plan_batch"):
+    built = jit.build(name, found[name], "sm_90a")
+    print(hashlib.sha256(built.path.read_bytes()).hexdigest())
 """
 
 
@@ -90,7 +93,18 @@ def test_the_wheel_carries_every_kernel_file(wheel: Path) -> None:
         packed = zipfile.ZipFile(io.BytesIO(archive.read("cupyattn/_kernels.zip")))
     assert set(packed.namelist()) == set(sources)
     for name, path in sources.items():
-        assert packed.read(name) == path.read_bytes(), name
+        packed_lines = packed.read(name).decode().split("\n")
+        lines = path.read_text("utf-8").split("\n")
+        assert len(packed_lines) == len(lines), name
+        for short, line in zip(packed_lines, lines, strict=True):
+            assert line.startswith(short) and line[len(short) :].strip()[:2] in ("", "//"), name
+
+
+def test_comments_of_kernels_can_be_told_by_two_slashes() -> None:
+    for path in KERNELS.rglob("*.cu*"):
+        text = path.read_text("utf-8")
+        assert "/*" not in text, path.name
+        assert not re.search(r'^[^/\n]*"[^"\n]*//', text, re.M), path.name
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
@@ -141,9 +155,11 @@ def test_the_command_runs_outside_the_checkout(installed: Path, tmp_path: Path) 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="NVRTC is reached by CuPy")
 def test_the_wheel_compiles_its_kernels(installed: Path, tmp_path: Path) -> None:
-    (size,) = run_outside(installed, tmp_path, "-c", COMPILE)
-    assert int(size) > 0
-    assert list((tmp_path / "cache").rglob("*.cubin"))
+    digests = run_outside(installed, tmp_path, "-c", COMPILE)
+    assert len(list((tmp_path / "cache").rglob("*.cubin"))) == len(digests) == 3
+    # The checkout's own sources, with comments and in a folder, give the same binaries.
+    assert run_outside(ROOT, tmp_path, "-c", COMPILE) == digests
+    assert len(list((tmp_path / "cache").rglob("*.cubin"))) == 6
 
 
 @pytest.mark.slow
