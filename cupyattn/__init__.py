@@ -31,13 +31,13 @@ Latent attention (MLA), planned and with lengths on the GPU; flash_mla has Flash
 Pages and masks:
     append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens,
     packbits, segment_packbits
-Errors:
-    CupyAttnError and its kinds ArgumentError, UnsupportedError, PlanError, WorkspaceError,
-    CompileError, DeviceError
 Modules:
     flash_attn, flash_mla (those libraries' functions), serving (an engine's attention backend),
     integrations (torch.compile, jax.jit, transformers), paging (page tables in NumPy), reference
     (the answers of the CPU), typing
+Errors:
+    CupyAttnError and its kinds ArgumentError, UnsupportedError, PlanError, WorkspaceError,
+    CompileError, DeviceError
 """
 
 from __future__ import annotations

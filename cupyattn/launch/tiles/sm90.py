@@ -93,12 +93,6 @@ _TILES = {
 }
 
 
-HEAD_DIMS = tuple(
-    f"{qk}" if qk == vo else f"{qk}/{vo}" for kind, qk, vo in _TILES if kind == "paged"
-)
-"""What `cupyattn info` says of them. docs/support.md has the options with each."""
-
-
 def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
     """The instance for a problem, or None: the portable kernel serves it."""
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
@@ -169,6 +163,12 @@ def _most_keys(problem: AttentionProblem, kind: str) -> int:
 
 def _caps_rows(problem: AttentionProblem) -> bool:
     return problem.soft_cap and problem.reads_rows
+
+
+HEAD_DIMS = tuple(
+    f"{qk}" if qk == vo else f"{qk}/{vo}" for kind, qk, vo in _TILES if kind == "paged"
+)
+"""What `cupyattn info` says of them. docs/support.md has the options with each."""
 
 
 class L2Swizzle(NamedTuple):
