@@ -131,7 +131,8 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     wanted = {x.relative_to(ROOT).with_suffix(".html").as_posix() for x in DOCS.rglob("*.md")}
     assert wanted | {"index.html"} <= pages
     api = (tmp_path / "site/docs/api/wrappers.html").read_text("utf-8")
-    assert 'id="cupyattn.BatchDecodeWithPagedKVCacheWrapper.plan"' in api
+    for method in ("plan", "run", "workspace_size"):
+        assert f'id="cupyattn.BatchDecodeWithPagedKVCacheWrapper.{method}"' in api
     for page in sorted(wanted):
         text = (tmp_path / "site" / page).read_text("utf-8")
         assert "system-message" not in text, page
