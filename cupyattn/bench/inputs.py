@@ -43,11 +43,11 @@ class Arrays:
     """Makes arrays of one framework on one device: CuPy's on a GPU, or NumPy's."""
 
     def __init__(self, framework: str, device: Device, seed: int) -> None:
-        self._framework, self._device = framework, device
+        self.framework, self.device = framework, device
         self.random = np.random.default_rng(seed)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        return array.empty_on(self._framework, self._device, shape, dtype)
+        return array.empty_on(self.framework, self.device, shape, dtype)
 
     def normal(self, *shape: int) -> Any:
         """Standard normal numbers in bfloat16 (zeros would run faster than real data)."""
