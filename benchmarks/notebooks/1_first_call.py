@@ -5,12 +5,13 @@
 #
 # $$ o = \mathrm{softmax}\left(\frac{q\,k^\top}{\sqrt{D}}\right) v $$
 #
-# It takes arrays of any framework that speaks DLPack, on any device, and answers in the framework of
-# `q`. Arrays on a GPU are attended to by CUDA kernels, arrays on the CPU by a reference in NumPy
-# that computes in float64.
+# It takes arrays of any framework that speaks DLPack, on any device, and answers in the framework
+# of `q`. Arrays on a GPU are attended to by CUDA kernels, arrays on the CPU by a reference in
+# NumPy that computes in float64.
 
 # %%
 import importlib.util
+import os
 import time
 
 import lab
@@ -20,12 +21,14 @@ from lab import plt
 import cupyattn
 
 lab.begin()
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX takes most of a GPU at once
 
 # %% [markdown]
 # ## One call, three frameworks
 #
-# Two requests, 16 new tokens each behind 32 older ones, 8 query heads that share 2 key heads (GQA).
-# `is_causal` aligns rows to the *last* key: the last row sees all 48 keys, the one before it 47.
+# Two requests, 16 new tokens each behind 32 older ones, 8 query heads that share 2 key heads
+# (GQA). `is_causal` aligns rows to the *last* key: the last row sees all 48 keys, the one before
+# it 47.
 
 # %%
 rng = np.random.default_rng(0)
@@ -57,16 +60,15 @@ if lab.GPU:
 
 for name, o in answers.items():
     difference = np.abs(lab.host(o) - lab.host(answers["NumPy"])).max()
-    print(
-        f"{name:6} {type(o).__module__}.{type(o).__name__:10} largest difference {difference:.1e}"
-    )
+    kind = f"{type(o).__module__}.{type(o).__name__}"
+    print(f"{name:6} {kind:24} largest difference {difference:.1e}")
 
 # %% [markdown]
 # ## What a row sees
 #
-# If the values are the rows of an identity matrix, the answer *is* the row of probabilities. So the
-# library can draw its own masks: causality, a window of 16 keys, and a sink, a logit of each head that
-# takes part of the weight and has no value.
+# If the values are the rows of an identity matrix, the answer *is* the row of probabilities. So
+# the library can draw its own masks: causality, a window of 16 keys, and 24 rows at the end of
+# 64 keys.
 
 # %%
 keys = 64
@@ -94,8 +96,9 @@ lab.show()
 # %% [markdown]
 # ## What the first call costs
 #
-# Kernels are CUDA sources. NVRTC compiles one when a call first needs it and keeps it in a cache on
-# disk; later processes only load it. After that a call is a check of its arguments and a launch.
+# Kernels are CUDA sources. NVRTC compiles one when a call first needs it and keeps it in a cache
+# on disk; later processes only load it. After that a call is a check of its arguments and a
+# launch.
 
 
 # %%
@@ -115,5 +118,5 @@ print(f"first call in a process  {cost['first_ms']:8.1f} ms  (loads the kernel; 
 print(f"every later call         {cost['next_us']:8.1f} µs  of the host, then the GPU works alone")
 
 # %% [markdown]
-# **In short.** One function, the layout you know, the framework you have. The next notebook asks how
-# fast a decode can be at all.
+# **In short.** One function, the layout you know, the framework you have. The next notebook asks
+# how fast a decode can be at all.

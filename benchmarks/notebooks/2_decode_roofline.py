@@ -3,9 +3,9 @@
 #
 # A decode step computes attention of *one* new token for each request. It must read every key and
 # value of the request once, and it does little with each: with a group of $g$ query heads to a key
-# head, each 2-byte number read serves $2g$ operations, an intensity of $g$ FLOP a byte. A modern GPU
-# can do some 180 operations in the time of a byte. Decode is therefore bound by memory, and its speed
-# is quoted in GB/s.
+# head, each 2-byte number read serves $2g$ operations, an intensity of $g$ FLOP a byte. A modern
+# GPU can do some 180 operations in the time of a byte. Decode is therefore bound by memory, and
+# its speed is quoted in GB/s.
 
 # %%
 import lab
@@ -16,9 +16,9 @@ lab.begin()
 # %% [markdown]
 # ## Where decode stands
 #
-# The roof is what the GPU can do at most at each intensity: the bandwidth times the intensity, until
-# the matrix units are the limit. Both ceilings were measured in the run of each point, by a copy of
-# 2 GiB and by a product of two 8192 x 8192 matrices.
+# The roof is what the GPU can do at most at each intensity: the bandwidth times the intensity,
+# until the matrix units are the limit. Both ceilings were measured in the run of each point, by a
+# copy of 2 GiB and by a product of two 8192 x 8192 matrices.
 
 
 # %%
@@ -63,8 +63,8 @@ lab.show()
 # ## How many requests it takes
 #
 # One request of 2k keys has 8 MB. That is too little to keep the memory busy: a launch, the first
-# bytes of a block and the merge of split keys take some 10 µs whatever the size. The planner splits
-# the keys of few requests over all SMs; with many requests there is enough to do without.
+# bytes of a block and the merge of split keys take some 10 µs whatever the size. The planner
+# splits the keys of few requests over all SMs; with many requests there is enough to do without.
 
 
 # %%
@@ -77,9 +77,8 @@ def sweeps():
     for length in (256, 512, 1024, 2048, 4096, 8192, 16384):
         call = lab.decode(lab.paged([length] * 32))
         found["length"][length] = lab.times({"us": call}, watch)["us"]
-    calls = {
-        str(p): lab.decode(lab.paged([4096] * 32, page_size=p)) for p in (1, 2, 4, 16, 64, 128)
-    }
+    sizes = (1, 2, 4, 16, 64, 128)
+    calls = {str(n): lab.decode(lab.paged([4096] * 32, page_size=n)) for n in sizes}
     found["page"] = lab.times(calls, watch)
     return found
 
@@ -114,8 +113,8 @@ lab.show()
 #
 # A page table says where each block of tokens is. Small pages waste no memory at the end of a
 # request and can be shared at any token; large ones need fewer table entries and let a copy
-# instruction move more at a time. The kernel fetches page numbers ahead of the keys, so the price of
-# small pages is low:
+# instruction move more at a time. The kernel fetches page numbers ahead of the keys, so the price
+# of small pages is low:
 
 # %%
 fig, axis = plt.subplots(figsize=(7.2, 2.6))
@@ -132,8 +131,8 @@ lab.show()
 # %% [markdown]
 # ## Fewer bytes
 #
-# As decode is bound by bytes, halving them nearly halves the time. An fp8 cache does (64 requests of
-# 8k keys, committed runs):
+# As decode is bound by bytes, halving them nearly halves the time. An fp8 cache does (64 requests
+# of 8k keys, committed runs):
 
 # %%
 folder = "2026-11-20-h200-hopper"
@@ -155,5 +154,5 @@ axis.set_ylabel("µs")
 lab.show()
 
 # %% [markdown]
-# **In short.** Count the bytes, divide by the bandwidth, and you know what a decode can take. Above
-# some 100 MB of keys it takes that, with pages of any size; below, launches and merges show.
+# **In short.** Count the bytes, divide by the bandwidth, and you know what a decode can take.
+# Above some 100 MB of keys it takes that, with pages of any size; below, launches and merges show.

@@ -40,8 +40,8 @@ axis.set_ylabel("TFLOP/s")
 lab.show()
 
 # %% [markdown]
-# *cuDNN is from the run of 2026-11-20 on another machine, FlashAttention-3 and cupyattn are from one
-# process: compare the last two to a percent and the first to some eight.
+# *cuDNN is from the run of 2026-11-20 on another machine, FlashAttention-3 and cupyattn are from
+# one process: compare the last two to a percent and the first to some eight.
 #
 # Ragged batches, one request behind another with offsets, as servers have them:
 
@@ -58,9 +58,9 @@ lab.show()
 # %% [markdown]
 # ## The same on this machine
 #
-# 16k tokens in prompts of one length, beside what is installed of torch's SDPA (its own choice, and
-# held to cuDNN) and flash-attn. FlashInfer compiles for minutes at its first call, so it is left out
-# here: add it to `PEERS` if you have the time. This is `cupyattn bench` as a library.
+# 16k tokens in prompts of one length, beside what is installed of torch's SDPA (its own choice,
+# and held to cuDNN) and flash-attn. FlashInfer compiles for minutes at its first call, so it is
+# left out here: add it to `PEERS` if you have the time. This is `cupyattn bench` as a library.
 
 # %%
 PEERS = ("sdpa", "flash_attn")
@@ -109,9 +109,9 @@ lab.show()
 # %% [markdown]
 # ## Why short prompts are slower
 #
-# Of a tile of 128 rows and keys on the diagonal, half the pairs are hidden but computed. A prompt of
-# $n$ has $n/128$ such tiles among $\tfrac12 (n/128)^2$ or so, and every tile of rows pays once for
-# loading its queries and storing its answer:
+# Of a tile of 128 rows and keys on the diagonal, half the pairs are hidden but computed. A prompt
+# of $n$ has $n/128$ such tiles among $\tfrac12 (n/128)^2$ or so, and every tile of rows pays once
+# for loading its queries and storing its answer:
 
 # %%
 tile = 128

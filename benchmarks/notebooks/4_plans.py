@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 4 · Paged batches, skew, and what a plan does
 #
-# A server's batch is uneven: one chat has 128k tokens, most have a few hundred. If each request went
-# to one block of threads, the GPU would wait for the longest. `plan()` looks at the lengths once, on
-# the host, and writes a *work list*: which tile of rows meets which part of which request's keys.
-# Every layer of the model then runs the same list.
+# A server's batch is uneven: one chat has 128k tokens, most have a few hundred. If each request
+# went to one block of threads, the GPU would wait for the longest. `plan()` looks at the lengths
+# once, on the host, and writes a *work list*: which tile of rows meets which part of which
+# request's keys. Every layer of the model then runs the same list.
 
 # %%
 import heapq
@@ -25,7 +25,8 @@ lab.begin()
 # ## A page table
 #
 # Keys live in a pool of pages. Three arrays say which pages a request owns: `indices` are page
-# numbers, `indptr` says where each request begins in them, `last_page_len` how full its last page is.
+# numbers, `indptr` says where each request begins in them, `last_page_len` how full its last page
+# is.
 
 # %%
 batch = lab.paged([37, 5, 60], page_size=16)
@@ -36,8 +37,8 @@ print("last_page_len", batch.last_page_len)
 # %% [markdown]
 # ## The work list
 #
-# 64 requests: one of 128k keys and 63 of 512. An H200 has 132 SMs, and two blocks of the decode kernel
-# fit on each: 264 slots. The planner is a function of integers, so it runs without a GPU.
+# 64 requests: one of 128k keys and 63 of 512. An H200 has 132 SMs, and two blocks of the decode
+# kernel fit on each: 264 slots. The planner is a function of integers, so it runs without a GPU.
 
 # %%
 GROUP, KV_HEADS = 4, 8
@@ -60,9 +61,9 @@ for name, made in plans.items():
     print(f"{name:8} {len(made.items):4} items, {len(made.merges)} of 64 requests are split")
 
 # %% [markdown]
-# Each item is one block for each of the 8 key heads. The GPU deals blocks in the order of the list to
-# whatever slot is free. Here is that game, with the planner's own costs: a block pays 2 key tiles'
-# time for its start, and one for each tile of keys.
+# Each item is one block for each of the 8 key heads. The GPU deals blocks in the order of the list
+# to whatever slot is free. Here is that game, with the planner's own costs: a block pays 2 key
+# tiles' time for its start, and one for each tile of keys.
 
 
 # %%
@@ -109,10 +110,10 @@ axes[1].legend(fontsize=8, loc="lower right")
 lab.show()
 
 # %% [markdown]
-# Unsplit, 8 blocks (one for each key head) work through 1,024 tiles each while 256 slots stand empty.
-# The plan cuts the long request into parts that end together; the short ones fill what is left. The
-# parts are *states* (an answer and its log-sum-exp), and the block that is last of a request merges
-# them: notebook 9 shows why that is exact.
+# Unsplit, 8 blocks (one for each key head) work through 1,024 tiles each while 256 slots stand
+# empty. The plan cuts the long request into parts that end together; the short ones fill what is
+# left. The parts are *states* (an answer and its log-sum-exp), and the block that is last of a
+# request merges them: notebook 9 shows why that is exact.
 #
 # ## What it is worth
 
@@ -164,5 +165,5 @@ for axis in axes:
 lab.show()
 
 # %% [markdown]
-# **In short.** A plan costs some 80 µs a step, once for all layers, and makes a skewed batch as fast
-# as an even one of the same number of keys.
+# **In short.** A plan costs some 80 µs a step, once for all layers, and makes a skewed batch as
+# fast as an even one of the same number of keys.

@@ -3,8 +3,8 @@
 #
 # Requests often begin alike: a system prompt, a document, a few examples. The pages of that prefix
 # stand in the pool once, but a plain decode still *reads* them once for each request. A cascade
-# attends to the prefix once, with the query rows of all requests in one tile, and merges each row's
-# answer with that over the request's own keys. The merge is exact (notebook 9).
+# attends to the prefix once, with the query rows of all requests in one tile, and merges each
+# row's answer with that over the request's own keys. The merge is exact (notebook 9).
 
 # %%
 import lab
@@ -18,9 +18,9 @@ lab.begin()
 # %% [markdown]
 # ## Bytes
 #
-# $n$ requests that share $s$ keys and have $u$ of their own read $n(s+u)$ keys request by request, and
-# $s + nu$ in a cascade. The ratio is the most that sharing can gain, as long as the memory is the
-# limit:
+# $n$ requests that share $s$ keys and have $u$ of their own read $n(s+u)$ keys request by request,
+# and $s + nu$ in a cascade. The ratio is the most that sharing can gain, as long as the memory is
+# the limit:
 
 # %%
 REQUESTS, SHARED, OWN = (4, 16, 64, 256), (512, 2048, 8192, 32768), 256
@@ -43,9 +43,9 @@ def heatmap(axis, values, title, form="{:.1f}×", top=None):
 # %% [markdown]
 # ## Two ways to plan the same pages
 #
-# Every request's table begins with the shared pages. The flat plan takes these tables as they are; the
-# cascade takes two levels: one "request" of all rows over the shared pages, and each request over its
-# own.
+# Every request's table begins with the shared pages. The flat plan takes these tables as they are;
+# the cascade takes two levels: one "request" of all rows over the shared pages, and each request
+# over its own.
 
 
 # %%
@@ -113,10 +113,10 @@ axes[0].set_ylabel("requests, 256 keys of their own")
 lab.show()
 
 # %% [markdown]
-# The measured gain stays below the ratio of bytes for two reasons. The L2 cache of 50 MB serves a flat
-# decode too: requests that run together read the same pages. And with many rows the shared part is no
-# longer bound by memory but by the matrix units. Where a cascade would lose, `plan()` estimates so
-# and plans flat instead: those cells show 1.
+# The measured gain stays below the ratio of bytes for two reasons. The L2 cache of 50 MB serves a
+# flat decode too: requests that run together read the same pages. And with many rows the shared
+# part is no longer bound by memory but by the matrix units. Where a cascade would lose, `plan()`
+# estimates so and plans flat instead: those cells show 1.
 #
 # ## Beside others
 #

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 6 · Verifying a tree of drafts
 #
-# Speculative decoding lets a small model guess several tokens, and the large model check all of them
-# in one step. Guesses may branch: then they form a tree, and each node must see the keys of the
-# request and its own ancestors, but not the other branches.
+# Speculative decoding lets a small model guess several tokens, and the large model check all of
+# them in one step. Guesses may branch: then they form a tree, and each node must see the keys of
+# the request and its own ancestors, but not the other branches.
 
 # %%
 import lab
@@ -62,9 +62,9 @@ lab.show()
 # %% [markdown]
 # ## One call
 #
-# `q_len_per_req` says that each request has 8 rows at its end; `run(mask=)` brings the trees, here as
-# 8 bools a row. To see that it means what it says, each path is decoded by itself, as if it were the
-# end of an ordinary request:
+# `q_len_per_req` says that each request has 8 rows at its end; `run(mask=)` brings the trees, here
+# as 8 bools a row. To see that it means what it says, each path is decoded by itself, as if it
+# were the end of an ordinary request:
 
 # %%
 rng = np.random.default_rng(0)
@@ -151,5 +151,5 @@ axes[1].set_xlabel("draft tokens, committed runs")
 lab.show()
 
 # %% [markdown]
-# **In short.** Up to a tile of rows, drafts are nearly free, and a tree costs what a chain costs. A
-# library that takes a tree as a mask over *all* keys pays for reading that mask.
+# **In short.** Up to a tile of rows, drafts are nearly free, and a tree costs what a chain costs.
+# A library that takes a tree as a mask over *all* keys pays for reading that mask.

@@ -2,9 +2,10 @@
 # # 7 · Latent attention (MLA)
 #
 # DeepSeek's models cache one row for each token and layer, from which keys and values of all heads
-# follow: 512 *latent* columns and 64 with rotary positions. In the absorbed form the model multiplies
-# its queries by $W_{UK}$ before the attention and the answer by $W_{UV}$ behind it. What is left is
-# attention of many query heads over *one* key head of 576 columns, whose first 512 are the values.
+# follow: 512 *latent* columns and 64 with rotary positions. In the absorbed form the model
+# multiplies its queries by $W_{UK}$ before the attention and the answer by $W_{UV}$ behind it.
+# What is left is attention of many query heads over *one* key head of 576 columns, whose first 512
+# are the values.
 
 # %%
 import lab
@@ -41,8 +42,8 @@ lab.show()
 # %% [markdown]
 # ## It is ordinary attention
 #
-# The wrapper takes the latent and the rotary parts apart or in one array. The same answer comes from a
-# plain call with one key head whose values are a slice of the keys:
+# The wrapper takes the latent and the rotary parts apart or in one array. The same answer comes
+# from a plain call with one key head whose values are a slice of the keys:
 
 # %%
 rng = np.random.default_rng(0)
@@ -148,6 +149,6 @@ axis.set_ylabel("µs")
 lab.show()
 
 # %% [markdown]
-# **In short.** A latent cache has about a quarter of the bytes of GQA with 8 heads, and its decode has
-# enough arithmetic for each byte to reach the matrix units. Prompts are cheaper unabsorbed, with head
-# dims of 192 and 128 in the ragged wrapper.
+# **In short.** A latent cache has about a quarter of the bytes of GQA with 8 heads, and its decode
+# has enough arithmetic for each byte to reach the matrix units. Prompts are cheaper unabsorbed,
+# with head dims of 192 and 128 in the ragged wrapper.

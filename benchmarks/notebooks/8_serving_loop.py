@@ -20,8 +20,8 @@ LAYERS, PAGE = 32, 16
 # %% [markdown]
 # ## The loop
 #
-# A wrapper in graph mode has buffers of fixed size for its tables. Each step plans, which writes the
-# new lengths and pages *in place*, and then replays. The graph itself never changes.
+# A wrapper in graph mode has buffers of fixed size for its tables. Each step plans, which writes
+# the new lengths and pages *in place*, and then replays. The graph itself never changes.
 
 # %%
 CODE = """
@@ -40,8 +40,8 @@ print(CODE)
 # ## Measured
 #
 # Attention alone, 32 layers, requests of 1k keys. *Eager* calls `run()` for each layer; *graph*
-# replays. "Host" is the time until the last launch has returned; "step" is the time until the GPU is
-# done. Both begin with a plan.
+# replays. "Host" is the time until the last launch has returned; "step" is the time until the GPU
+# is done. Both begin with a plan.
 
 
 # %%
@@ -141,14 +141,14 @@ for count, us in data["us"].items():
     )
 
 # %% [markdown]
-# With few requests the step is the host's time: the GPU waits for launches. With many, launches hide
-# behind the GPU's work, and the graph saves little more than the gaps between kernels.
+# With few requests the step is the host's time: the GPU waits for launches. With many, launches
+# hide behind the GPU's work, and the graph saves little more than the gaps between kernels.
 #
 # ## A whole engine's metadata
 #
-# An engine also prepares page tables and lengths each step. `cupyattn.serving` does it in one launch
-# that reads the engine's own arrays on the GPU, so the graph may contain it. Beside the backend of
-# SGLang that it is modelled on (committed run, one decode step):
+# An engine also prepares page tables and lengths each step. `cupyattn.serving` does it in one
+# launch that reads the engine's own arrays on the GPU, so the graph may contain it. Beside the
+# backend of SGLang that it is modelled on (committed run, one decode step):
 
 # %%
 import json
@@ -179,5 +179,5 @@ lab.show()
 
 # %% [markdown]
 # **In short.** Plan once a step, replay one graph: what is left of the host is the plan. `make
-# serve-demo` runs a whole toy engine built this way, with prefix sharing, chunked prompts and trees of
-# drafts.
+# serve-demo` runs a whole toy engine built this way, with prefix sharing, chunked prompts and
+# trees of drafts.

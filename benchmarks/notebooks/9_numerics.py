@@ -1,12 +1,14 @@
 # %% [markdown]
 # # 9 · Numerics: errors, merges, and the same bits in every batch
 #
-# Attention in 16 bits is not exact. This notebook asks how far it is from float64, why answers over
-# parts of the keys can be merged without loss, and when two runs give the same bits.
+# Attention in 16 bits is not exact. This notebook asks how far it is from float64, why answers
+# over parts of the keys can be merged without loss, and when two runs give the same bits.
 
 # %%
-import ml_dtypes
+import itertools
+
 import lab
+import ml_dtypes
 import numpy as np
 from lab import plt
 
@@ -17,14 +19,14 @@ lab.begin()
 # %% [markdown]
 # ## States
 #
-# Attention over *some* of the keys is a state: an answer $o$ and its log-sum-exp $s$, the logarithm
-# (base 2) of the weight that these keys have in all. Two states over disjoint keys merge into that over
-# all of them:
+# Attention over *some* of the keys is a state: an answer $o$ and its log-sum-exp $s$, the
+# logarithm (base 2) of the weight that these keys have in all. Two states over disjoint keys merge
+# into that over all of them:
 #
-# $$ o = \frac{2^{s_a} o_a + 2^{s_b} o_b}{2^{s_a} + 2^{s_b}}, \qquad s = \log_2(2^{s_a} + 2^{s_b}) $$
+# $$ o = \frac{2^{s_a} o_a + 2^{s_b} o_b}{2^{s_a} + 2^{s_b}}, \quad s = \log_2(2^{s_a} + 2^{s_b}) $$
 #
-# Nothing is approximated, so keys may be split over blocks of threads, caches or GPUs. Here 200 keys are
-# cut in any three places:
+# Nothing is approximated, so keys may be split over blocks of threads, caches or GPUs. Here 200
+# keys are cut in any three places:
 
 # %%
 rng = np.random.default_rng(0)
@@ -36,7 +38,7 @@ for cuts in ([1, 50, 100], [64, 128, 192], [7, 8, 9]):
     edges = [0, *cuts, 200]
     states = [
         cupyattn.single_prefill_with_kv_cache(q, k[a:b], v[a:b], return_lse=True)
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in itertools.pairwise(edges)
     ]
     o, s = states[0]
     for other in states[1:]:
@@ -46,9 +48,9 @@ for cuts in ([1, 50, 100], [64, 128, 192], [7, 8, 9]):
 # %% [markdown]
 # ## Why the maximum is subtracted
 #
-# $2^x$ overflows float32 at $x = 128$. Logits of that size do occur, so kernels keep the maximum $m$ of
-# what a row has seen and compute $2^{x-m}$. A state whose maximum is far below another's then adds
-# exactly nothing, and one that saw no key has $s = -\infty$ and adds nothing either:
+# $2^x$ overflows float32 at $x = 128$. Logits of that size do occur, so kernels keep the maximum
+# $m$ of what a row has seen and compute $2^{x-m}$. A state whose maximum is far below another's
+# then adds exactly nothing, and one that saw no key has $s = -\infty$ and adds nothing either:
 
 # %%
 o, s = cupyattn.single_prefill_with_kv_cache(200 * q, k, v, return_lse=True)
@@ -61,9 +63,9 @@ print("merged with an empty state of NaN: unchanged", bool((merged == o).all()))
 # ## The error against float64
 #
 # A bfloat16 number has 8 bits of precision: rounding the answer alone costs up to $2^{-9}$ of it.
-# Kernels also round the probabilities before they multiply them with V. The bars below are RMS errors
-# over RMS answers of one decode, by the number of keys; the line is what rounding the exact answer to
-# the same dtype costs.
+# Kernels also round the probabilities before they multiply them with V. The bars below are RMS
+# errors over RMS answers of one decode, by the number of keys; the line is what rounding the exact
+# answer to the same dtype costs.
 
 
 # %%
@@ -103,21 +105,23 @@ lab.show()
 # %% [markdown]
 # ## The same bits in every batch
 #
-# Sums of floating-point numbers depend on their order. By default a plan splits a request's keys as the
-# rest of the batch suggests, so its last bits depend on its neighbours. With `fixed_split_size` (or
-# `disable_split_kv`) a request is split in the same places whatever else is there, and its answer is
-# the same bit for bit. The same request of 8k keys in batches of several sizes:
+# Sums of floating-point numbers depend on their order. By default a plan splits a request's keys
+# as the rest of the batch suggests, so its last bits depend on its neighbours. With
+# `fixed_split_size` (or `disable_split_kv`) a request is split in the same places whatever else is
+# there, and its answer is the same bit for bit. The same request of 8k keys in batches of several
+# sizes:
 
 
 # %%
 def invariance():
+    ways = {
+        "default": {},
+        "fixed_split_size=64": {"fixed_split_size": 64},
+        "disable_split_kv": {"disable_split_kv": True},
+    }
     found = {}
     sizes = (1, 2, 4, 16, 64)
-    for label, options in (
-        ("default", {}),
-        ("fixed_split_size=64", {"fixed_split_size": 64}),
-        ("disable_split_kv", {"disable_split_kv": True}),
-    ):
+    for label, options in ways.items():
         first, differ = None, {}
         for count in sizes:
             o = lab.host(lab.alone_and_with(count, 8192, **options))
@@ -125,11 +129,7 @@ def invariance():
             differ[count] = float((o != first).mean())
         found[label] = differ
     batch = lab.paged([8192] * 4)
-    calls = {
-        "default": lab.decode(batch),
-        "fixed_split_size=64": lab.decode(batch, fixed_split_size=64),
-    }
-    calls["disable_split_kv"] = lab.decode(batch, disable_split_kv=True)
+    calls = {name: lab.decode(batch, **options) for name, options in ways.items()}
     return {"differ": found, "us": lab.times(calls)}
 
 
@@ -155,6 +155,6 @@ axes[1].grid(axis="x", visible=False)
 lab.show()
 
 # %% [markdown]
-# **In short.** Errors stay near what rounding the answer costs anyway; merges lose nothing; and if you
-# need the same bits in every batch, name the splits, which costs speed only where few requests would
-# have been split further.
+# **In short.** Errors stay near what rounding the answer costs anyway; merges lose nothing; and if
+# you need the same bits in every batch, name the splits, which costs speed only where few requests
+# would have been split further.
