@@ -67,8 +67,8 @@ for name, o in answers.items():
 # ## What a row sees
 #
 # If the values are the rows of an identity matrix, the answer *is* the row of probabilities. So
-# the library can draw its own masks: causality, a window of 16 keys, and 24 rows at the end of
-# 64 keys.
+# the library can draw its own masks: causality, a window of 16 keys, and 24 rows at the end of 64
+# keys.
 
 # %%
 keys = 64

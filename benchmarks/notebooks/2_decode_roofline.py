@@ -123,6 +123,7 @@ rates = [lab.decode_bytes(32 * 4096) / us / 1e3 for us in pages.values()]
 drawn = axis.bar(list(pages), rates, color=lab.OURS, width=0.6)
 axis.bar_label(drawn, [f"{us:.1f} µs" for us in pages.values()], fontsize=8, padding=2)
 axis.axhline(data["copy_gbps"], color="black", ls="--", lw=1)
+axis.set_ylim(0, 1.15 * max(rates))
 axis.set_xlabel("tokens of a page; 32 requests of 4k keys")
 axis.set_ylabel("GB/s")
 axis.grid(axis="x", visible=False)

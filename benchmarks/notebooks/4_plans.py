@@ -37,13 +37,14 @@ print("last_page_len", batch.last_page_len)
 # %% [markdown]
 # ## The work list
 #
-# 64 requests: one of 128k keys and 63 of 512. An H200 has 132 SMs, and two blocks of the decode
-# kernel fit on each: 264 slots. The planner is a function of integers, so it runs without a GPU.
+# 64 requests: one of 64k keys, two of 16k, five of 4k, sixteen of 1k and forty of 256. An H200 has
+# 132 SMs, and two blocks of the decode kernel fit on each: 264 slots. The planner is a function of
+# integers, so it runs without a GPU.
 
 # %%
 GROUP, KV_HEADS = 4, 8
 SLOTS = TileShape(16, 128, 264, 0.25, 0.03, 4, 0.52)  # 264 slots, 128 keys a tile
-lengths = np.array([131072] + [512] * 63)
+lengths = np.array([65536] + [16384] * 2 + [4096] * 5 + [1024] * 16 + [256] * 40)
 
 
 def plan(lengths, splitting):
@@ -84,12 +85,17 @@ def play(made):
     return played
 
 
+SHADES = {65536: "#7a0019", 16384: lab.OURS, 4096: "#e8795f", 1024: "#f3b8a0", 256: "#b9c7d6"}
+
+
 def gantt(axis, played, end):
-    long = [p for p in played if p[3] == 0]
-    rest = [p for p in played if p[3] != 0]
-    for chosen, color, label in ((rest, "#b9c7d6", "63 of 512"), (long, lab.OURS, "one of 128k")):
-        slots, begins, widths = (np.array(x) for x in list(zip(*chosen, strict=True))[:3])
-        axis.barh(slots, widths, left=begins, height=1.0, color=color, lw=0, label=label)
+    for length, shade in SHADES.items():
+        chosen = [block[:3] for block in played if lengths[block[3]] == length]
+        slots, begins, widths = (np.array(x) for x in zip(*chosen, strict=True))
+        axis.barh(
+            slots, widths, left=begins, height=1, color=shade, ec="white", lw=0.1, rasterized=True
+        )
+        axis.bar(0, 0, color=shade, label=f"{lab.short(length)} keys")
     axis.set_xlim(0, end)
     axis.set_ylim(SLOTS.num_slots, 0)
     axis.grid(False)
@@ -103,17 +109,15 @@ for axis, (name, played) in zip(axes, games.items(), strict=True):
     busy = sum(n for _, _, n, _ in played) / (ends[name] * SLOTS.num_slots)
     axis.set_title(f"{name}: {ends[name]:.0f} tiles' time, {100 * busy:.0f} % busy")
     axis.set_xlabel("time, in key tiles")
-    for bar in axis.patches:
-        bar.set_rasterized(True)
 axes[0].set_ylabel("slot of the GPU")
-axes[1].legend(fontsize=8, loc="lower right")
+axes[0].legend(fontsize=8, loc="lower right")
 lab.show()
 
 # %% [markdown]
-# Unsplit, 8 blocks (one for each key head) work through 1,024 tiles each while 256 slots stand
-# empty. The plan cuts the long request into parts that end together; the short ones fill what is
-# left. The parts are *states* (an answer and its log-sum-exp), and the block that is last of a
-# request merges them: notebook 9 shows why that is exact.
+# Unsplit, 8 blocks (one for each key head) work through the long request's 512 tiles each while
+# the other slots soon stand empty. The plan cuts long requests into parts that end together; short
+# ones fill what is left. The parts are *states* (an answer and its log-sum-exp), and the block
+# that is last of a request merges them: notebook 9 shows why that is exact.
 #
 # ## What it is worth
 
@@ -121,8 +125,8 @@ lab.show()
 # %%
 def skewed():
     watch = lab.clock()
-    batch = lab.paged([131072] + [512] * 63)
-    even = lab.paged([2551] * 64)  # the same number of keys
+    batch = lab.paged(lengths.tolist())
+    even = lab.paged([int(lengths.mean())] * 64)  # the same number of keys
     found = lab.times(
         {
             "equal lengths": lab.decode(even),
@@ -150,7 +154,7 @@ print("plan(), µs of the host:", {int(n): us for n, us in data["plan_us"].items
 fig, axes = plt.subplots(1, 2, figsize=(7.6, 2.9))
 drawn = axes[0].bar(list(data["us"]), list(data["us"].values()), color=lab.OURS, width=0.6)
 axes[0].bar_label(drawn, fmt="{:,.0f}", fontsize=8, padding=1)
-axes[0].set_title("here")
+axes[0].set_title("this batch")
 axes[0].set_ylabel("µs")
 axes[0].tick_params(axis="x", labelsize=7.5)
 row = lab.committed("2026-11-20-h200-hopper", "decode_skew")
@@ -158,7 +162,7 @@ who = ("cupyattn", "FlashAttention-3", "FlashInfer")
 colors = [lab.COLORS[w] for w in who]
 drawn = axes[1].bar(who, [row[w]["us"] for w in who], color=colors, width=0.6)
 axes[1].bar_label(drawn, fmt="{:,.0f}", fontsize=8, padding=1)
-axes[1].set_title("planned, beside others (committed)")
+axes[1].set_title("1 of 128k and 63 of 512 (committed)")
 axes[1].tick_params(axis="x", labelsize=7.5)
 for axis in axes:
     axis.grid(axis="x", visible=False)

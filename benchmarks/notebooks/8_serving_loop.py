@@ -130,7 +130,7 @@ for axis in axes:
     axis.set_xticks(x, counts)
     axis.set_xlabel("requests")
     axis.grid(axis="x", visible=False)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=7.5, ncols=2, loc="lower left", bbox_to_anchor=(0, 1.08))
 lab.show()
 
 for count, us in data["us"].items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -70,14 +71,14 @@ def _keep_outputs(old: Any, new: Any) -> None:
             wanted.outputs, wanted.execution_count = have.outputs, have.execution_count
 
 
-def execute(made: Any, folder: Path = HERE, timeout: int = 300) -> Any:
+def execute(made: Any, timeout: int = 300) -> Any:
     """The notebook with new outputs. Raises CellExecutionError where a cell does."""
     from nbclient import NotebookClient
 
-    client = NotebookClient(
-        made, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    )
-    client.execute()
+    place = {"metadata": {"path": str(HERE)}}
+    client = NotebookClient(made, timeout=timeout, kernel_name="python3", resources=place)
+    roots = str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")
+    client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, roots))})
     for cell in made.cells:
         cell.metadata.clear()  # times of execution, which differ from run to run
     return made
