@@ -101,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=HERE, help="folder (default: beside scripts)")
     parser.add_argument("names", nargs="*", help="beginnings of names; default: all")
     args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
     for script in scripts():
         if args.names and not script.name.startswith(tuple(args.names)):
             continue

@@ -56,7 +56,7 @@ def test_a_committed_notebook_is_its_script_executed(script: Path) -> None:
 def test_it_runs_without_a_gpu(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("CUPYATTN_NOTEBOOKS_SAVE", raising=False)
-    made = building.execute(building.notebook(script), timeout=60)
+    made = building.execute(building.notebook(script))
     assert "No GPU here" in text(made) and "Committed run on NVIDIA" in text(made)
     stray = [output.text for output in outputs(made) if output.get("name") == "stderr"]
     assert not stray, stray
