@@ -91,3 +91,29 @@ def test_a_large_notebook_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="wanted 300000 at most"):
         building.write(made, tmp_path / "large.ipynb")
     assert not (tmp_path / "large.ipynb").exists()
+
+
+def test_a_run_is_kept_only_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.notebooks import lab
+    from cupyattn.core.device import NO_GPU
+
+    monkeypatch.setattr(lab, "HERE", tmp_path)
+    monkeypatch.setattr(lab, "GPU", NO_GPU)
+    monkeypatch.delenv(lab.SAVE, raising=False)
+    found = lab.measured("it", lambda: {"us": {8: 1.5}})
+    assert found["us"] == {"8": 1.5}, "keys are what another run will read"
+    assert not (tmp_path / "measured").exists()
+    monkeypatch.setenv(lab.SAVE, "1")
+    lab.measured("it", lambda: {"us": {8: 2.5}})
+    monkeypatch.setattr(lab, "GPU", None)
+    again = lab.measured("it", lambda: pytest.fail("there is no GPU"))
+    assert again["us"] == {"8": 2.5} and again["on"].startswith("no GPU, 20")
+
+
+def test_committed_rows_are_the_fastest_right_ones() -> None:
+    from benchmarks.notebooks import lab
+
+    rows = lab.committed("2026-11-20-h200-hopper", "decode_64x8k")
+    assert set(rows) == {"cupyattn", "FlashAttention-3", "FlashInfer", "ours_trtllm"}
+    assert all(row["status"] == "timed" for row in rows.values())
+    assert rows["cupyattn"]["peer"] == "ours"
