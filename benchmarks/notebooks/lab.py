@@ -79,6 +79,7 @@ def begin() -> None:
             "legend.frameon": False,
             "lines.linewidth": 1.8,
             "lines.markersize": 4.5,
+            "figure.dpi": 144,  # of what is drawn as pixels
             "svg.fonttype": "none",
             "svg.hashsalt": "cupyattn",
         }
@@ -93,8 +94,8 @@ def begin() -> None:
         print(f"{GPU.name}, {GPU.num_sms} SMs; cupyattn {cupyattn.__version__}")
     else:
         print(
-            f"No GPU here; cupyattn {cupyattn.__version__}. Calls on small NumPy arrays run on the "
-            "reference, and figures of speed show the committed run, which each of them names."
+            f"No GPU here; cupyattn {cupyattn.__version__}. Small calls run on the CPU's reference;\n"
+            "figures of speed show the committed run, and say which."
         )
 
 
