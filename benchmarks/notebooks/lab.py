@@ -94,7 +94,7 @@ def begin() -> None:
         print(f"{GPU.name}, {GPU.num_sms} SMs; cupyattn {cupyattn.__version__}")
     else:
         print(
-            f"No GPU here; cupyattn {cupyattn.__version__}. Small calls run on the CPU's reference;\n"
+            f"No GPU here; cupyattn {cupyattn.__version__}. Small calls run on the CPU;\n"
             "figures of speed show the committed run, and say which."
         )
 
