@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from helpers.fake_clock import FakeClock
 
 from cupyattn import array, cli
-from cupyattn.bench import machine, peers, report, wrappers
+from cupyattn.bench import clock, machine, peers, report, wrappers
 from cupyattn.bench import run as running
 from cupyattn.bench.candidate import Candidate, Unsupported
 from cupyattn.bench.cases import CASES, Case
@@ -42,8 +43,7 @@ def settings(*cases: Case, **others: Any) -> Settings:
 
 
 def measured(*cases: Case, clock: Any = None, **others: Any) -> list[list[dict[str, Any]]]:
-    clock = clock or FakeClock()
-    return list(running.rows(settings(*cases, **others), arrays(), clock))
+    return list(running.rows(settings(*cases, **others), arrays(), clock or FakeClock()))
 
 
 @by_name
@@ -215,6 +215,64 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ContextLost):
         measured(SMALL, clock=Lost())
+
+
+class Driver:
+    """CuPy's part of the clock: events take the time of a counter, which each launch moves on."""
+
+    def __init__(self, us_of_a_copy: float = 500.0) -> None:
+        self.log: list[str] = []
+        self.now, self.is_lost = 0.0, False
+        driver = self
+
+        class Event:
+            def record(self, stream: Any) -> None:
+                self.at = driver.now
+                driver.log.append("event")
+
+        class Memory:
+            def memset_async(self, value: int, size: int, stream: Any) -> None:
+                driver.log.append(f"flush {size >> 20}")
+                driver.now += 90.0
+
+            def copy_from_device_async(self, source: Any, size: int, stream: Any) -> None:
+                driver.now += us_of_a_copy
+
+        def synchronize() -> None:
+            driver.log.append("wait")
+            if driver.is_lost:
+                raise RuntimeError("cudaErrorIllegalAddress: an illegal\nmemory access")
+
+        self.cuda = SimpleNamespace(
+            Event=Event,
+            Stream=SimpleNamespace(null=None),
+            alloc=lambda size: Memory(),
+            get_elapsed_time=lambda begin, end: (end.at - begin.at) / 1e3,
+            runtime=SimpleNamespace(deviceSynchronize=synchronize),
+        )
+
+
+def test_the_clock_flushes_before_each_call_and_times_the_call_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(clock, "cupy_module", lambda: driver)
+    watch = clock.Clock()
+
+    def call() -> None:
+        driver.log.append("call")
+        driver.now += 40.0
+
+    visit = watch.visit(call, 2)
+    assert driver.log == ["flush 256", "event", "call", "event"] * 2
+    watch.wait()
+    assert watch.read(visit) == pytest.approx([40.0, 40.0])
+    # 1 GiB is read and written in 500 µs.
+    assert watch.copy_gbps() == pytest.approx(2 * 2**30 / 500e-6 / 1e9)
+    driver.is_lost = True
+    for ask in (watch.wait, watch.check_alive):
+        with pytest.raises(ContextLost, match=r"illegal \| memory access"):
+            ask()
 
 
 class Gpu(FakeClock):
