@@ -4,7 +4,7 @@
 # A decode step computes attention of *one* new token for each request. It must read every key and
 # value of the request once, and it does little with each: with a group of $g$ query heads to a key
 # head, each 2-byte number read serves $2g$ operations, an intensity of $g$ FLOP a byte. A modern
-# GPU can do some 180 operations in the time of a byte. Decode is therefore bound by memory, and
+# GPU can do some 170 operations in the time of a byte. Decode is therefore bound by memory, and
 # its speed is quoted in GB/s.
 
 # %%

@@ -113,10 +113,10 @@ axes[0].set_ylabel("requests, 256 keys of their own")
 lab.show()
 
 # %% [markdown]
-# The measured gain stays below the ratio of bytes for two reasons. The L2 cache of 50 MB serves a
-# flat decode too: requests that run together read the same pages. And with many rows the shared
-# part is no longer bound by memory but by the matrix units. Where a cascade would lose, `plan()`
-# estimates so and plans flat instead: those cells show 1.
+# The measured gain stays below the ratio of bytes for two reasons. The L2 cache serves a flat
+# decode too: requests that run together read the same pages. And with many rows the shared part is
+# no longer bound by memory but by the matrix units. Where a cascade would lose, `plan()` estimates
+# so and plans flat instead: those cells show 1.
 #
 # ## Beside others
 #
