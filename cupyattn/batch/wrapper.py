@@ -16,6 +16,7 @@ from ..core import parse
 from ..core.tracing import Untraced
 from ..errors import ArgumentError, PlanError
 from ..inputs import geometry as batch_geometry
+from ..inputs import logits
 from ..inputs.geometry import Geometry, PlanOptions, Variant, find_geometry, find_known
 from ..inputs.row_mask import NO_BITS, MaskBits
 from ..inputs.spec import Given
@@ -30,11 +31,12 @@ from ..inputs.workspace import (
 )
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.layout import BatchSchedule, Capacity
+from ..launch.driver import params
 from ..launch.driver.enqueue import cuda
 from .graph_buffers import GraphBuffers
 from .mask import NO_MASK, Mask
 from .own_workspace import enlarge, make_workspace, read_workspace
-from .requests import Batch, require_row_limit
+from .requests import Batch, require_row_limit, with_indices
 from .staging import Copy, DeviceBuffer, Staging
 from .threads import Turns
 
@@ -65,6 +67,7 @@ class Plan:
     is_uniform  whether the workspace and all views are of one framework, torch or CuPy
     owner       of the thread that planned, see threads.py
     bits        the mask on the device
+    logits      what the expressions of the plan read; `packed_logits` for launches
     bound       launches of the last run that was in the call cache, see run.py
     bounds      by (cached call, workspace, lengths)
     by_q_len    the plan for other numbers of query rows, of which a run of decode may have any
@@ -79,6 +82,8 @@ class Plan:
     page_ids: int = 0
     views: tuple[ArrayView, ...] = ()
     bits: MaskBits = NO_BITS
+    logits: tuple[ArrayView, ...] = ()
+    packed_logits: bytes = params.NO_LOGITS_ARRAYS
     is_uniform: bool = False
     owner: object = None
     prepared: dict[Variant, Prepared] = field(default_factory=dict)
@@ -268,9 +273,17 @@ class BatchWrapper(Untraced):
         return self._current
 
     def _install(
-        self, given: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
+        self,
+        given: PlanOptions,
+        batch: Batch,
+        mask: Mask,
+        split: tuple[int, bool],
+        arrays: tuple[ArrayView, ...] = (),
     ) -> None:
-        """Make a batch the current plan; nothing changes if anything is wrong with it."""
+        """Make a batch the current plan; nothing changes if anything is wrong with it.
+
+        arrays: what the expressions of `given` read.
+        """
         if self._is_probe:
             self._measured = self._sizes(given, batch, mask, split)
             return
@@ -278,8 +291,12 @@ class BatchWrapper(Untraced):
         geometry = find_geometry(given)
         require_row_limit(batch, geometry.spec.group_size)
         mask.check(batch, self._workspace)
+        batch = self._with_logits(geometry, batch, arrays)
         capacity = self._freeze(given, batch, mask, split) if self._is_graph else None
         plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
+        if arrays and geometry.spec.logits is not None:
+            plan.logits = plan.views = arrays
+            plan.packed_logits = params.pack_logits_arrays((v.ptr, v.shape) for v in arrays)
         # --- 2. Schedule on the host ---
         made = self._schedule(plan)
         if given.device.kind == "cpu":
@@ -291,6 +308,19 @@ class BatchWrapper(Untraced):
             self._frozen = given, capacity, split
         plan.owner = self._turns.begin()
         self._current = plan
+
+    def _with_logits(
+        self, geometry: Geometry, batch: Batch, arrays: tuple[ArrayView, ...]
+    ) -> Batch:
+        """A batch as the expressions of its plan read it; ArgumentError unless the arrays fit."""
+        expression = geometry.spec.logits
+        if expression is None:
+            return batch
+        lengths = batch.requests
+        most = (int(x.max(initial=0)) for x in (lengths.qo_len, lengths.kv_len))
+        found = logits.check_arrays(expression, arrays, geometry.spec, batch.num_requests, *most)
+        same_device(self._workspace, **found)
+        return with_indices(batch) if expression.reads("batch") else batch
 
     def _freeze(
         self, given: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
@@ -408,7 +438,7 @@ class BatchWrapper(Untraced):
             rotated = self._reserve_rotated(schedule)
             owner = self._words.view, self._rotated.view
             plan.prepared[variant] = Prepared(launcher, schedule, words, owner, rotated)
-        views = []
+        views = list(plan.logits)
         if on_device is not None:
             held = int32_on_device(on_device, "kv_indices")
             array.acquire(self._workspace, held)
