@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ... import jit
-from ...core import dtypes
-from ...core.dtypes import DType
+from ...core import dtypes, expression_cuda
 from ...core.problem import MASK_FORMS, AttentionProblem
+from ...jit.source import Constant, Members
 from ..driver import tensor_map
 from .config import Field, TileConfig, round_up, struct_of
 
@@ -226,7 +226,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         Field(2 * problem.head_dim_qk if is_rotated else 4),
         Field(8 * (2 * _ITEMS + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
     ).size
-    config: dict[str, int | bool | DType] = {
+    config: dict[str, Constant] = {
         "DTypeQ": problem.dtype_q,
         "DTypeKV": problem.dtype_kv,
         "DTypeO": problem.dtype_o,
@@ -247,6 +247,8 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kRowScales": problem.prescale_logits,
         "kCustomMask": problem.custom_mask,
         "kMaskForm": MASK_FORMS.index(problem.mask_form),
+        "kTransform": problem.transforms_logits,
+        "LogitsExpression": Members(expression_cuda.members(problem.logits)),
         "kPaged": problem.paged,
         "kGatherers": shape.gatherers,
         "kSharedBytes": shared,
