@@ -95,11 +95,11 @@ struct LogitAt {
     return a * ptx::rcp_approx(b);
   }
   static __device__ __forceinline__ float floor(float x) { return floorf(x); }
-  static __device__ __forceinline__ float sqrt(float x) { return sqrtf(x); }
+  static __device__ __forceinline__ float sqrt(float x) { return ptx::sqrt_approx(x); }
   static __device__ __forceinline__ float exp2(float x) { return ptx::ex2_approx(x); }
   static __device__ __forceinline__ float exp(float x) { return ptx::ex2_approx(x * kLog2e); }
-  static __device__ __forceinline__ float log2(float x) { return log2f(x); }
-  static __device__ __forceinline__ float log(float x) { return kLn2 * log2f(x); }
+  static __device__ __forceinline__ float log2(float x) { return ptx::lg2_approx(x); }
+  static __device__ __forceinline__ float log(float x) { return kLn2 * ptx::lg2_approx(x); }
   // Within a few ulps of 1: enough where the result is a part of a logit.
   static __device__ __forceinline__ float tanh(float x) {
     return fmaf(-2.0f, ptx::rcp_approx(1.0f + exp(2.0f * x)), 1.0f);
