@@ -44,17 +44,16 @@ def _refuse_form(logits_params: Any) -> None:
         )
 
 
+def _count_token(num_heads: Any, name: str, head_dim: Any) -> int:
+    """The elements of a token, which offsets of rows count with backend="cudnn"."""
+    return geometry.count(num_heads, name) * geometry.count(head_dim, "head_dim_qk")
+
+
 class _BatchPrefill(BatchWrapper, OlderCalls):
     """What both wrappers share: a plan may bring a mask, or multi-item scoring."""
 
     _in_elements = False  # offsets of rows count elements
     _takes_sinks = False  # run() takes sink and sm_scale after its arrays
-
-    def _count_token(self, num_heads: Any, name: str, head_dim_qk: Any) -> int:
-        """What a token counts in offsets of rows: with backend="cudnn" its elements."""
-        if not self._in_elements:
-            return 1
-        return geometry.count(num_heads, name) * geometry.count(head_dim_qk, "head_dim_qk")
 
     def _num_qo_heads(self) -> int:
         return self._require_plan().geometry.spec.num_qo_heads
@@ -213,7 +212,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         Raises as BatchDecodeWithPagedKVCacheWrapper.plan.
         """
         page_size = geometry.count(page_size, "page_size")
-        unit = self._count_token(num_qo_heads, "num_qo_heads", head_dim_qk)
+        unit = 1
+        if self._in_elements:
+            unit = _count_token(num_qo_heads, "num_qo_heads", head_dim_qk)
         batch = read_paged(
             read_rows(qo_indptr, unit=unit),
             paged_kv_indptr,
@@ -445,14 +446,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
 
         Raises as BatchDecodeWithPagedKVCacheWrapper.plan.
         """
-        units = [
-            self._count_token(heads, name, dim)
-            for dim in (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
-            for heads, name in ((num_qo_heads, "num_qo_heads"), (num_kv_heads, "num_kv_heads"))
-        ]
+        units = [1] * 4
+        if self._in_elements:
+            units = [
+                _count_token(heads, name, dim)
+                for dim in (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
+                for heads, name in ((num_qo_heads, "num_qo_heads"), (num_kv_heads, "num_kv_heads"))
+            ]
         batch = read_ragged(read_rows(qo_indptr, unit=units[0]), kv_indptr, units[1])
-        require_same_offsets(o_indptr, "o_indptr", batch.qo_indptr, units[2])
-        require_same_offsets(v_indptr, "v_indptr", batch.kv_indptr, units[3])
+        if not o_indptr is v_indptr is None:
+            require_same_offsets(o_indptr, "o_indptr", batch.qo_indptr, units[2])
+            require_same_offsets(v_indptr, "v_indptr", batch.kv_indptr, units[3])
         if self._in_elements:
             require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
             require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)

@@ -1,7 +1,7 @@
 """Calls with user-written logits, for the emulated GPU and for a real one.
 
-`single`, `ragged`, `paged` and `decode` make the call on arrays of `xp`, and return its answer and
-the one of the same call on the CPU. `compare` holds them together.
+`Single` and `Batch` make the same call on arrays of a device and on the CPU's; `compare` holds the
+answers together.
 """
 
 from __future__ import annotations
@@ -91,42 +91,45 @@ def _on(xp: ModuleType, options: dict[str, Any]) -> dict[str, Any]:
     return {name: put(x) for name, x in options.items()} | {"logits_params": own}
 
 
-def single(
-    name: str,
-    xp: ModuleType,
-    qo_len: int,
-    kv_len: int,
-    dims: tuple[int, int] = (64, 64),
-    dtype: str = "float16",
-    kv_dtype: str | None = None,
-    **options: Any,
-) -> tuple[Any, Any]:
-    """One request: the device's answer and the CPU's. One row without a batch is a decode."""
-    rng = np.random.default_rng(0)
-    q = _values(rng, qo_len, HEADS[0], dims[0], dtype=dtype)
-    k, v = (_values(rng, kv_len, HEADS[1], d, dtype=kv_dtype or dtype) for d in dims)
-    given = _given(name, 1, qo_len, kv_len) | {"return_lse": True} | options
-    call: Callable[..., Any] = cupyattn.single_prefill_with_kv_cache
-    if qo_len == 1:
-        q, call = q[0], cupyattn.single_decode_with_kv_cache
-    wanted = call(q, k, v, **given)
-    return call(*(upload(x, xp) for x in (q, k, v)), **_on(xp, given)), wanted
-
-
-class BatchCall:
-    """A planned wrapper on the device of `xp`, and the same on the CPU.
-
-    kind: "ragged", "paged" or "decode", whose requests have one row.
-    """
+class Single:
+    """One request. One row without a batch is a decode."""
 
     def __init__(
         self,
         name: str,
-        xp: ModuleType,
+        qo_len: int,
+        kv_len: int,
+        dims: tuple[int, int] = (64, 64),
+        dtype: str = "float16",
+        kv_dtype: str | None = None,
+        **options: Any,
+    ) -> None:
+        rng = np.random.default_rng(0)
+        q = _values(rng, qo_len, HEADS[0], dims[0], dtype=dtype)
+        self.arrays = q[0] if qo_len == 1 else q, *(
+            _values(rng, kv_len, HEADS[1], d, dtype=kv_dtype or dtype) for d in dims
+        )
+        self.options = _given(name, 1, qo_len, kv_len) | {"return_lse": True} | options
+
+    def run(self, xp: ModuleType | None = None) -> Any:
+        """The answer where the arrays of xp are; on the CPU without it."""
+        call: Callable[..., Any] = cupyattn.single_prefill_with_kv_cache
+        if self.arrays[0].ndim == 2:
+            call = cupyattn.single_decode_with_kv_cache
+        if xp is None:
+            return call(*self.arrays, **self.options)
+        return call(*(upload(x, xp) for x in self.arrays), **_on(xp, self.options))
+
+
+class Batch:
+    """A batch of a kind: "ragged", "paged", or "decode", whose requests have one row each."""
+
+    def __init__(
+        self,
+        name: str,
         kind: str,
         qo_len: list[int],
         kv_len: list[int],
-        workspace: Any,
         *,
         dims: tuple[int, int] = (64, 64),
         dtype: str = "float16",
@@ -137,38 +140,31 @@ class BatchCall:
         b = batches.make(
             qo_len, kv_len, page_size, heads=HEADS, dims=dims, dtype=dtype, kv_dtype=kv_dtype
         )
-        sizes = len(kv_len), max(qo_len), max(kv_len)
-        self.options = _given(name, *sizes) | options
-        self.arrays = (b.q, *b.ragged()) if kind == "ragged" else (b.q, b.cache)
-        types = {"q_data_type": dtype, "kv_data_type": kv_dtype or dtype}
-        makers: dict[str, Any] = {
+        self.options = _given(name, len(kv_len), max(qo_len), max(kv_len)) | options
+        self.arrays: tuple[Any, ...] = (b.q, *b.ragged()) if kind == "ragged" else (b.q, b.cache)
+        self.types = {"q_data_type": dtype, "kv_data_type": kv_dtype or dtype}
+        self.wrapper: Any = {
             "ragged": cupyattn.BatchPrefillWithRaggedKVCacheWrapper,
             "paged": cupyattn.BatchPrefillWithPagedKVCacheWrapper,
             "decode": cupyattn.BatchDecodeWithPagedKVCacheWrapper,
-        }
-        tables: tuple[Any, ...] = b.qo_indptr, b.kv_indptr
-        if kind != "ragged":
-            tables = (*(() if kind == "decode" else (b.qo_indptr,)), *b.table, page_size)
+        }[kind]
         heads = *HEADS, dims[0]
-        rows = (*tables, *heads) if kind == "ragged" else (*tables[:-1], *heads, tables[-1])
-        self.xp = xp
-        self.wrappers = []
-        for put, space in ((lambda x: x, batches.WORKSPACE), (None, workspace)):
-            w = makers[kind](space)
-            given = self.options if put else _on(xp, self.options)
-            w.plan(*rows, **given, **types)
-            self.wrappers.append(w)
+        if kind == "ragged":
+            self.planned: tuple[Any, ...] = b.qo_indptr, b.kv_indptr, *heads
+        else:
+            rows = () if kind == "decode" else (b.qo_indptr,)
+            self.planned = *rows, *b.table, *heads, page_size
 
-    def run(self, **params: np.ndarray) -> tuple[Any, Any]:
-        """(the device's answer, the CPU's); params replace those of the plan."""
-        on_cpu, on_device = self.wrappers
-        put = lambda x: (  # noqa: E731
-            tuple(upload(y, self.xp) for y in x) if isinstance(x, tuple) else upload(x, self.xp)
-        )
-        replaced: list[dict[str, Any]] = [{}, {}]
-        if params:
-            replaced = [{"logits_params": params}]
-            replaced.append({"logits_params": {n: upload(x, self.xp) for n, x in params.items()}})
-        wanted = on_cpu.run(*self.arrays, return_lse=True, **replaced[0])
-        got = on_device.run(*map(put, self.arrays), return_lse=True, **replaced[1])
-        return got, wanted
+    def plan(self, xp: ModuleType | None = None, workspace: Any = batches.WORKSPACE) -> Any:
+        """A planned wrapper, on the CPU without xp."""
+        wrapper = self.wrapper(workspace)
+        options = self.options if xp is None else _on(xp, self.options)
+        wrapper.plan(*self.planned, **options, **self.types)
+        return wrapper
+
+    def run(self, wrapper: Any, xp: ModuleType | None = None, **params: np.ndarray) -> Any:
+        """The answer of a wrapper; params replace those of its plan."""
+        put: Callable[[Any], Any] = lambda x: x if xp is None else upload(x, xp)  # noqa: E731
+        arrays = [tuple(map(put, x)) if isinstance(x, tuple) else put(x) for x in self.arrays]
+        given = {"logits_params": {n: put(x) for n, x in params.items()}} if params else {}
+        return wrapper.run(*arrays, return_lse=True, **given)
