@@ -80,7 +80,7 @@ def _split_row_value(node: Node) -> tuple[Node, Node]:
 
 
 def _is_costly(node: Node) -> bool:
-    return node.op == "element" or node.op in _FUNCTIONS and node.type == FLOAT
+    return node.op == "element" or (node.op in _FUNCTIONS and node.type == FLOAT)
 
 
 def _replaced(node: Node, old: Node) -> Node:

@@ -106,8 +106,9 @@ class Single:
     ) -> None:
         rng = np.random.default_rng(0)
         q = _values(rng, qo_len, HEADS[0], dims[0], dtype=dtype)
-        self.arrays = q[0] if qo_len == 1 else q, *(
-            _values(rng, kv_len, HEADS[1], d, dtype=kv_dtype or dtype) for d in dims
+        self.arrays = (
+            q[0] if qo_len == 1 else q,
+            *(_values(rng, kv_len, HEADS[1], d, dtype=kv_dtype or dtype) for d in dims),
         )
         self.options = _given(name, 1, qo_len, kv_len) | {"return_lse": True} | options
 
