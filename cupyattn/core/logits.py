@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ..errors import ExpressionError
 from . import expression
-from .dtypes import DType
+from .dtypes import DType, int32
 from .expression import (
     BOOL,
     FLOAT,
     FUNCTIONS,
+    INT,
     MAX_ARRAYS,
     MAX_NUMBERS,
     VARIABLES,
@@ -104,11 +105,41 @@ class LogitsExpression:
         is_value = node.op == "value" and isinstance(node.value, (int, float))
         return float(node.value) if is_value else 0.0  # type: ignore[arg-type]
 
+    def of_request(self, index: int) -> LogitsExpression:
+        """The expressions of one request of a batch, which read its place as a number.
+
+        Raises ExpressionError where there is no slot for it.
+        """
+        if not self.reads("batch"):
+            return self
+        slot = len(self.numbers)
+        if slot == MAX_NUMBERS:
+            raise ExpressionError(
+                f"logits_params: has {slot} numbers; wanted at most {slot - 1} beside batch"
+            )
+        place = Node("number", INT, (), slot)
+        numbers = (*self.numbers, Parameter("batch", int32, 0))
+        return LogitsExpression(
+            _with_place(self.transform, place),
+            _with_place(self.mask, place),
+            self.arrays,
+            numbers,
+            (*self.values, index),
+        )
+
     def without_transform(self) -> LogitsExpression | None:
         """The mask alone; None if there is none."""
         if self.mask is None:
             return None
         return LogitsExpression(None, self.mask, self.arrays, self.numbers, self.values)
+
+
+def _with_place(node: Node | None, place: Node) -> Node | None:
+    """The tree with `place` where it reads batch."""
+    if node is None or (node.op == "variable" and node.value == "batch"):
+        return node and place
+    args = (_with_place(x, place) for x in node.args)
+    return replace(node, args=tuple(x for x in args if x is not None))
 
 
 @lru_cache(maxsize=1024)

@@ -44,7 +44,7 @@ def read(
                 f"{'kv_idx <= q_idx' if name == 'mask_fn' else '30 * tanh(logit / 30)'!r}"
             )
     if logits_transform is mask_fn is None:
-        if logits_params:
+        if logits_params is not None:
             raise ArgumentError(
                 "logits_params: got parameters without an expression; pass logits_transform or "
                 "mask_fn too"
@@ -201,6 +201,27 @@ def check_arrays(
                     f"{label}: axis {axis} has {extent} elements; wanted at least {least}{of}"
                 )
     return {_label(x.name): v for x, v in zip(expression.arrays, views, strict=True)}
+
+
+def of_request(
+    expression: LogitsExpression, views: Sequence[ArrayView], index: int, num_requests: int
+) -> LogitsExpression:
+    """The expressions of one request of a batch that is answered request by request.
+
+    Raises ArgumentError unless arrays that `batch` indexes have an element for each request.
+    """
+    for node in (node for part in expression.parts for node in part.walk()):
+        if node.op != "element":
+            continue
+        assert isinstance(node.value, int)
+        for axis, place in enumerate(node.args):
+            extent = views[node.value].shape[axis]
+            if place.op == "variable" and place.value == "batch" and extent != num_requests:
+                raise ArgumentError(
+                    f"{_label(expression.arrays[node.value].name)}: axis {axis}, indexed by batch, "
+                    f"has {extent} elements; wanted {num_requests}, the batch size"
+                )
+    return expression.of_request(index)
 
 
 def pop_arrays(spec: AttentionSpec, views: dict[str, ArrayView]) -> list[ArrayView]:

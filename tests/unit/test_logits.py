@@ -261,7 +261,7 @@ def with_c(text, c):
 
 
 CALLS = [
-    ({"logits_params": {"c": 1.0}}, ArgumentError, "without an expression"),
+    ({"logits_params": {}}, ArgumentError, "without an expression"),
     ({"logits_transform": "2 * logit", "logits_params": [1]}, ArgumentError, "wanted a dict"),
     ({"logits_transform": "2 * logit", "logits_params": {"2c": 1}},
      ArgumentError, "letters, digits"),
@@ -356,3 +356,52 @@ def test_answers_overlap_no_parameter():
         cupyattn.single_prefill_with_kv_cache(
             q, k, v, out=memory, logits_transform="logit + s[head]", logits_params={"s": s}
         )
+
+
+# --- the one call ---
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_dot_product_attention_takes_them(count):
+    shape = (count, 5, HEADS, DIM)
+    q, k, v = (RNG.standard_normal(shape).astype(np.float32) for _ in range(3))
+    doc = RNG.integers(0, 2, (count, 5)).astype(np.int32)
+    bias = RNG.standard_normal((count, HEADS, 5, 5)).astype(np.float32)
+    out, lse = cupyattn.dot_product_attention(
+        q, k, v, is_causal=True, return_lse=True,
+        logits_transform="logit + bias[batch, head, q_row, kv_idx]",
+        mask_fn="doc[batch, q_idx] == doc[batch, kv_idx]",
+        logits_params={"bias": bias, "doc": doc},
+    )  # fmt: skip
+    logits = np.einsum("bqhd,bkhd->bhqk", q, k) / 4 + bias
+    seen = (np.arange(5)[:, None] >= np.arange(5)) & (doc[:, :, None] == doc[:, None])
+    weights = np.where(seen[:, None], np.exp(logits), 0)
+    total = weights.sum(-1)
+    wanted = np.einsum("bhqk,bkhd->bqhd", weights, v) / total.swapaxes(1, 2)[..., None]
+    assert_same((out, lse), (wanted, np.log(total).swapaxes(1, 2)))
+    given = {"logits_transform": "logit + t[batch] * kv_idx", "mask_fn": "kv_idx < 4"}
+    one = cupyattn.dot_product_attention(
+        q[0], k[0], v[0], logits_params={"t": SLOPES[:1].copy()}, **given
+    )
+    wanted = prefill(
+        q[0], k[0], v[0], logits_transform="logit + t * kv_idx", mask_fn="kv_idx < 4",
+        logits_params={"t": float(SLOPES[0])},
+    )  # fmt: skip
+    np.testing.assert_allclose(one, wanted[0], rtol=1e-6, atol=1e-6)
+
+
+def test_dot_product_attention_says_where_they_are_not():
+    q = rows(6).reshape(2, 3, HEADS, DIM)
+    for more in (
+        {"mask": np.ones((3, 3), bool)},
+        {"kv_lens": np.array([1, 2])},
+        {"cu_seqlens_q": np.array([0, 3]), "cu_seqlens_k": np.array([0, 3])},
+    ):
+        with pytest.raises(UnsupportedError, match="BatchPrefillWithRaggedKVCacheWrapper"):
+            cupyattn.dot_product_attention(q, q, q, mask_fn="kv_idx < 2", **more)
+    with pytest.raises(ArgumentError, match="wanted 2, the batch size"):
+        cupyattn.dot_product_attention(
+            q, q, q, logits_transform="logit + s[batch]", logits_params={"s": SLOPES}
+        )
+    with pytest.raises(UnsupportedError, match=r"bias\[head, q_row, kv_idx\]"):
+        cupyattn.dot_product_attention(q, q, q, bias=np.zeros((2, HEADS, 3, 3), np.float32))

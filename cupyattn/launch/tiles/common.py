@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ... import jit
 from ...core import expression_cuda
 from ...core.dtypes import bfloat16
 from ...core.problem import MASK_FORMS, AttentionProblem
-from ...jit.source import Constant, Members
 from .config import Field, round_up
 
 # kernels/cupyattn/attention: RowInfo, LogitConstants, NonFiniteKeys.
@@ -22,7 +22,7 @@ def tile_field(rows: int, head_dim: int, itemsize: int, count: int = 1) -> Field
     return Field(count * rows * (chunks | 1) * 16, 16)
 
 
-def common_constants(problem: AttentionProblem, rotates_keys: bool) -> dict[str, Constant]:
+def common_constants(problem: AttentionProblem, rotates_keys: bool) -> dict[str, jit.Constant]:
     """Constants that every attention kernel has."""
     return {
         "DTypeQ": problem.dtype_q,
@@ -40,7 +40,7 @@ def common_constants(problem: AttentionProblem, rotates_keys: bool) -> dict[str,
         "kCustomMask": problem.custom_mask,
         "kMaskForm": MASK_FORMS.index(problem.mask_form),
         "kTransform": problem.transforms_logits,
-        "LogitsExpression": Members(expression_cuda.members(problem.logits)),
+        "LogitsExpression": jit.Members(expression_cuda.members(problem.logits)),
         "kAligned": problem.aligned,
         "kPaged": problem.paged,
         "kOwnValuePages": problem.own_value_pages,

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from ... import jit
 from ...core import dtypes, expression_cuda
 from ...core.problem import MASK_FORMS, AttentionProblem
-from ...jit.source import Constant, Members
 from ..driver import tensor_map
 from .config import Field, TileConfig, round_up, struct_of
 
@@ -226,7 +225,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         Field(2 * problem.head_dim_qk if is_rotated else 4),
         Field(8 * (2 * _ITEMS + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
     ).size
-    config: dict[str, Constant] = {
+    config: dict[str, jit.Constant] = {
         "DTypeQ": problem.dtype_q,
         "DTypeKV": problem.dtype_kv,
         "DTypeO": problem.dtype_o,
@@ -248,7 +247,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kCustomMask": problem.custom_mask,
         "kMaskForm": MASK_FORMS.index(problem.mask_form),
         "kTransform": problem.transforms_logits,
-        "LogitsExpression": Members(expression_cuda.members(problem.logits)),
+        "LogitsExpression": jit.Members(expression_cuda.members(problem.logits)),
         "kPaged": problem.paged,
         "kGatherers": shape.gatherers,
         "kSharedBytes": shared,
