@@ -32,8 +32,8 @@ Pages and masks:
     append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens,
     packbits, segment_packbits
 Errors:
-    CupyAttnError and its kinds ArgumentError, UnsupportedError, PlanError, WorkspaceError,
-    CompileError, DeviceError
+    CupyAttnError and its kinds ArgumentError (ExpressionError), UnsupportedError, PlanError,
+    WorkspaceError, CompileError, DeviceError
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ _EXPORTS = {
     "segment_packbits": "quantization",
     "CupyAttnError": "errors",
     "ArgumentError": "errors",
+    "ExpressionError": "errors",
     "UnsupportedError": "errors",
     "PlanError": "errors",
     "WorkspaceError": "errors",
@@ -141,6 +142,7 @@ if TYPE_CHECKING:
     from .errors import CompileError as CompileError
     from .errors import CupyAttnError as CupyAttnError
     from .errors import DeviceError as DeviceError
+    from .errors import ExpressionError as ExpressionError
     from .errors import PlanError as PlanError
     from .errors import UnsupportedError as UnsupportedError
     from .errors import WorkspaceError as WorkspaceError

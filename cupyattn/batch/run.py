@@ -34,6 +34,7 @@ from ..inputs.row_mask import MaskBits
 from ..inputs.workspace import refuse_capture, same_device
 from ..launch.attention.bound_run import BoundRun
 from ..launch.driver import params
+from .logits import check as check_logits
 from .reference import requests_of
 from .requests import Batch
 from .wrapper import BatchWrapper, Plan, Prepared
@@ -406,15 +407,12 @@ def _check_logits(
     geometry: Geometry, batch: Batch, arrays: tuple[ArrayView, ...], vmask: ArrayView | None
 ) -> dict[str, ArrayView]:
     """The arrays that expressions read, by what messages call them."""
-    expression, lengths = geometry.spec.logits, batch.requests
-    assert expression is not None
-    if vmask is not None and expression.mask is not None:
+    if vmask is not None and geometry.spec.mask_form == "expression":
         raise UnsupportedError(
             "mask: is not supported beside the mask_fn of the plan; pass it as an array in "
             "logits_params and write mask_fn='... && seen[batch, q_row, kv_idx]'"
         )
-    most = (int(x.max(initial=0)) for x in (lengths.qo_len, lengths.kv_len))
-    return logits.check_arrays(expression, arrays, geometry.spec, batch.num_requests, *most)
+    return check_logits(geometry.spec, batch, arrays)
 
 
 def _check_outputs(

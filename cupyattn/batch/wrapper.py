@@ -16,7 +16,6 @@ from ..core import parse
 from ..core.tracing import Untraced
 from ..errors import ArgumentError, PlanError
 from ..inputs import geometry as batch_geometry
-from ..inputs import logits
 from ..inputs.geometry import Geometry, PlanOptions, Variant, find_geometry, find_known
 from ..inputs.row_mask import NO_BITS, MaskBits
 from ..inputs.spec import Given
@@ -33,10 +32,11 @@ from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.layout import BatchSchedule, Capacity
 from ..launch.driver import params
 from ..launch.driver.enqueue import cuda
+from . import logits
 from .graph_buffers import GraphBuffers
 from .mask import NO_MASK, Mask
 from .own_workspace import enlarge, make_workspace, read_workspace
-from .requests import Batch, require_row_limit, with_indices
+from .requests import Batch, require_row_limit
 from .staging import Copy, DeviceBuffer, Staging
 from .threads import Turns
 
@@ -319,7 +319,8 @@ class BatchWrapper(Untraced):
         if mask is not NO_MASK:
             mask.check(batch, self._workspace)
         if geometry.spec.logits is not None:
-            batch = self._with_logits(geometry, batch, arrays)
+            same_device(self._workspace, **logits.check(geometry.spec, batch, arrays))
+            batch = logits.with_places(geometry.spec, batch)
         capacity = self._freeze(given, batch, mask, split) if self._is_graph else None
         plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
         if arrays and geometry.spec.logits is not None:
@@ -336,19 +337,6 @@ class BatchWrapper(Untraced):
             self._frozen = given, capacity, split
         plan.owner = self._turns.begin()
         self._current = plan
-
-    def _with_logits(
-        self, geometry: Geometry, batch: Batch, arrays: tuple[ArrayView, ...]
-    ) -> Batch:
-        """A batch as the expressions of its plan read it; ArgumentError unless the arrays fit."""
-        expression = geometry.spec.logits
-        if expression is None:
-            return batch
-        lengths = batch.requests
-        most = (int(x.max(initial=0)) for x in (lengths.qo_len, lengths.kv_len))
-        found = logits.check_arrays(expression, arrays, geometry.spec, batch.num_requests, *most)
-        same_device(self._workspace, **found)
-        return with_indices(batch) if expression.reads("batch") else batch
 
     def _freeze(
         self, given: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]

@@ -67,9 +67,14 @@ class AttentionProblem:
         return self.logits is not None and self.logits.transform is not None
 
     @property
+    def biases_logits(self) -> bool:
+        """Whether a logit takes facts of its place: ALiBi, or an expression."""
+        return self.pos_encoding == "ALIBI" or self.transforms_logits
+
+    @property
     def reads_rows(self) -> bool:
         """Whether a logit takes facts of its row: a scale, a slope, or what an expression reads."""
-        return self.prescale_logits or self.pos_encoding == "ALIBI" or self.transforms_logits
+        return self.prescale_logits or self.biases_logits
 
     def check_dtypes(self) -> None:
         """Raise UnsupportedError or ArgumentError unless the dtypes make sense on any device."""

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from .. import array
+from ..batch.logits import check as check_logits
+from ..batch.logits import with_places
 from ..batch.mask import NO_MASK
 from ..batch.requests import PageNames, read_paged, require_row_limit, with_q_len
 from ..batch.run import NO_SCALES, Scales, run
@@ -277,7 +279,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             batch = with_q_len(plan.batch, q_len)
             changed = geometry.find_geometry(given)
             require_row_limit(batch, changed.spec.group_size)
-            batch = self._with_logits(changed, batch, plan.logits)
+            if changed.spec.logits is not None:
+                check_logits(changed.spec, batch, plan.logits)
+                batch = with_places(changed.spec, batch)
             plan.by_q_len[q_len] = replace(plan, geometry=changed, batch=batch, prepared={})
         return plan.by_q_len[q_len]
 

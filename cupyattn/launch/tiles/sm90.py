@@ -140,7 +140,8 @@ def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
 def _most_keys(problem: AttentionProblem, kind: str) -> int:
     """The keys of a tile for which a problem's options leave registers and shared memory: facts of
     rows, mask bits, rotations, biases and the coefficients of a cap."""
-    dim, has_positions = problem.head_dim_qk, problem.pos_encoding != "NONE"
+    dim = problem.head_dim_qk
+    has_positions = problem.pos_encoding != "NONE" or problem.transforms_logits
     if kind.startswith("fp8"):
         return 96 if problem.custom_mask or _caps_rows(problem) else 128
     if dim > 192:
@@ -148,14 +149,12 @@ def _most_keys(problem: AttentionProblem, kind: str) -> int:
     if _caps_rows(problem):
         return 80 if dim == 64 else 96
     if dim == 64 and has_positions:
-        return 96 if problem.prescale_logits or problem.pos_encoding == "ALIBI" else 112
+        return 96 if problem.prescale_logits or problem.biases_logits else 112
     if problem.soft_cap and problem.dtype_q is dtypes.bfloat16 and dim == 64:
         return 112
     if problem.soft_cap and problem.dtype_q is dtypes.float16 and dim == 128:
         return 112
-    if problem.pos_encoding == "ALIBI" and (
-        problem.prescale_logits or (dim > 128 and kind == "gathered")
-    ):
+    if problem.biases_logits and (problem.prescale_logits or (dim > 128 and kind == "gathered")):
         return 112
     return 128
 
