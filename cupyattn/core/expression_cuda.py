@@ -106,6 +106,10 @@ class _Writer:
             return f"({first} {node.op} {second})"
         if node.op == "!":
             return f"!{self.write(node.args[0])}"
+        if node.op == "*" and node.type == FLOAT:
+            for factor, place in (node.args, node.args[::-1]):
+                if _factor_of_key(place) and not factor.reads("logit", "kv_idx"):
+                    return self._slope(factor, place)
         args = [self._as(x, node.type) for x in node.args]
         if node.op == "negate":
             return f"at.subtract(0, {args[0]})" if node.type == INT else f"(-{args[0]})"
@@ -136,10 +140,20 @@ class _Writer:
             return f"({self.write(node.args[0])} ? {first} : {second})"
         factor = _factor_of_key(node)
         if factor:
-            base = self.write(_with_first_key(node))
+            first = self.write(_with_first_key(node))
             step = _real_literal(float(factor))
-            return f"(static_cast<float>({base}) + {step} * static_cast<float>(at.kv_step))"
+            return f"(static_cast<float>({first}) + {step} * static_cast<float>(at.kv_step))"
         return f"static_cast<float>({self.write(node)})"
+
+    def _slope(self, factor: Node, place: Node) -> str:
+        """factor * place, as a product for all keys of a thread, and a constant step times it.
+
+        One FFMA then adds both to a logit.
+        """
+        slope, step = self.real(factor), _real_literal(float(_factor_of_key(place) or 0))
+        first = self.write(_with_first_key(place))
+        steps = f"{step} * static_cast<float>(at.kv_step)"
+        return f"({slope} * static_cast<float>({first}) + {slope} * ({steps}))"
 
     def _as(self, node: Node, type: str) -> str:
         return self.real(node) if type == FLOAT else self.write(node)

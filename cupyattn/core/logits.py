@@ -23,6 +23,8 @@ from .expression import (
 
 # Variables that tell the rows of one request apart, but no heads of a row.
 _ROW_VARIABLES = "q_idx", "q_row", "head", "kv_head", "batch", "q_len", "kv_len"
+# Operations of a transform that takes no more registers than ALiBi, which has seven.
+_SHORT = 12
 RESERVED = frozenset((*VARIABLES, *FUNCTIONS, "true", "false"))
 
 
@@ -80,6 +82,13 @@ class LogitsExpression:
     def transform_reads_rows(self) -> bool:
         """Whether rows turn equal products into different logits."""
         return self.transform is not None and self.transform.reads(*_ROW_VARIABLES)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the transform takes more registers than a bias does."""
+        if self.transform is None:
+            return False
+        return sum(1 for _ in self.transform.walk()) > _SHORT
 
     @property
     def soft_cap(self) -> float:

@@ -72,6 +72,11 @@ class AttentionProblem:
         return self.pos_encoding == "ALIBI" or self.transforms_logits
 
     @property
+    def has_long_transform(self) -> bool:
+        """Whether an expression takes registers that a tile of the usual size does not leave."""
+        return self.logits is not None and self.logits.is_long
+
+    @property
     def reads_rows(self) -> bool:
         """Whether a logit takes facts of its row: a scale, a slope, or what an expression reads."""
         return self.prescale_logits or self.biases_logits

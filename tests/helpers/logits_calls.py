@@ -23,17 +23,20 @@ from .poison import download, upload
 HEADS = 6, 2
 ALIBI = "logit + slopes[head] * (kv_idx - q_idx)"
 LONG = (
-    "where(kv_idx % 5 == 4, logit - rel[head, min(max(q_idx - kv_idx, 0), 40)], "
-    "c * tanh(logit / c) + 0.01 * abs(kv_idx - q_idx))"
+    "where((kv_idx - q_idx) % 5 == 4, logit - rel[head, min(max(q_idx - kv_idx, 0), 40)], "
+    "c * tanh(logit / c) + 0.05 * ((kv_idx - q_idx) // 7))"
 )
+DOCUMENTS = "doc[batch, q_idx] == doc[batch, kv_idx] && kv_idx > q_idx - w || q_row == 3"
 # Transforms and masks by what they do that others do not.
 EXPRESSIONS: dict[str, tuple[str | None, str | None]] = {
     "transform": (LONG, None),
     "alibi": (ALIBI, None),
     "cap": ("c * tanh(logit / c)", None),
-    "mask": (None, "doc[batch, q_idx] == doc[batch, kv_idx] && kv_idx > q_idx - w || q_row == 3"),
+    "mask": (None, DOCUMENTS),
+    "everything": (LONG, DOCUMENTS),
     "mask by head": (None, "kv_idx <= q_idx && kv_idx > q_idx - 3 * (head + 1)"),
     "both": (ALIBI, "seen[q_row, kv_idx] || kv_idx == 0"),
+    "mask by parity": (None, "kv_idx // 3 % 2 == 0"),
     "requests": ("logit * t[batch] - q_len + exp2(-abs(logit))", "kv_idx // 3 % 2 == batch % 2"),
 }
 # Of the two answers, of 16 bits and of 32.

@@ -198,6 +198,9 @@ def _key_shapes(
     them differs by architecture; tests/compile allows no spills.
     """
     dim = max(problem.head_dim_qk, problem.head_dim_vo)
+    if problem.has_long_transform:
+        first = (32, 16) if dim <= 128 else (16, 16)
+        return [first, (16, 16)]
     is_blackwell = arch in ("sm_100a", "sm_120a")
     if not wide:
         first = (16, 16) if is_blackwell and problem.custom_mask and dim > 128 else (64, 16)

@@ -119,6 +119,7 @@ def _kind(problem: AttentionProblem) -> str:
     # room for the coefficients of a cap.
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     lacks_room = problem.reads_rows and (problem.soft_cap or problem.custom_mask)
+    lacks_room = lacks_room or problem.has_long_transform
     if problem.paged or lacks_room or (problem.soft_cap and is_rotated):
         return "paged"
     return "ragged capped" if problem.soft_cap else "ragged"
@@ -160,7 +161,8 @@ def _most_keys(problem: AttentionProblem, kind: str) -> int:
 
 
 def _caps_rows(problem: AttentionProblem) -> bool:
-    return problem.soft_cap and problem.reads_rows
+    """Whether logits take as many registers as a cap of logits that know their rows."""
+    return (problem.soft_cap and problem.reads_rows) or problem.has_long_transform
 
 
 def summary() -> str:
