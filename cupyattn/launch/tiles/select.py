@@ -186,7 +186,7 @@ def _choose_prefill(
 
 def _is_transformed(problem: AttentionProblem) -> bool:
     """True if more than one scale stands between the product and the softmax."""
-    return problem.soft_cap or problem.prescale_logits or problem.pos_encoding == "ALIBI"
+    return problem.soft_cap or problem.prescale_logits or problem.biases_logits
 
 
 def _key_shapes(
@@ -198,12 +198,15 @@ def _key_shapes(
     them differs by architecture; tests/compile allows no spills.
     """
     dim = max(problem.head_dim_qk, problem.head_dim_vo)
+    if problem.has_long_transform:
+        first = (32, 16) if dim <= 128 else (16, 16)
+        return [first, (16, 16)]
     is_blackwell = arch in ("sm_100a", "sm_120a")
     if not wide:
         first = (16, 16) if is_blackwell and problem.custom_mask and dim > 128 else (64, 16)
         if problem.dtype_kv.is_fp8 and dim > 128 and arch != "sm_90a":
             # Slopes beside scales of rows, which bfloat16 has over fp8, take two registers more.
-            has_both = problem.pos_encoding == "ALIBI" and problem.dtype_q is bfloat16
+            has_both = problem.biases_logits and problem.dtype_q is bfloat16
             first = (16, 16) if has_both and arch == "sm_80" else (32, 16)
     elif dim <= 64:
         first = (64, 16)
@@ -215,7 +218,7 @@ def _key_shapes(
         or (is_mixed and (_is_transformed(problem) or not problem.aligned))
         or (is_mixed and problem.pos_encoding == "ROPE_LLAMA" and arch == "sm_90a")
         or (problem.custom_mask and problem.head_dim_qk < problem.head_dim_vo)
-        or (problem.pos_encoding == "ALIBI" and problem.paged and arch == "sm_90a")
+        or (problem.biases_logits and problem.paged and arch == "sm_90a")
     ):
         first = (32, 32)
     else:
