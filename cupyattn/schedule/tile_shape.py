@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .balance import BLOCK_OVERHEAD, Costs
 
@@ -19,6 +19,7 @@ class TileShape:
                     0: a launch merges
     rows_at_a_time  of such a merge
     least_share     of the time of a key tile with all slots busy, that of one where half are
+    cluster         blocks that share the keys of an item; a slot is of them all then
     """
 
     tile_q: int
@@ -28,6 +29,18 @@ class TileShape:
     part_cost: float = 0.0
     rows_at_a_time: int = 1
     least_share: float = 1.0
+    cluster: int = 1
+
+    def in_clusters(self, cluster: int, num_clusters: int) -> TileShape:
+        """The same where `cluster` blocks share an item, as one block with as many more warps;
+        num_clusters of them run at a time."""
+        return replace(
+            self,
+            tile_kv=cluster * self.tile_kv,
+            num_slots=num_clusters,
+            rows_at_a_time=cluster * self.rows_at_a_time,
+            cluster=cluster,
+        )
 
     def cost_of_part(self, rows: int) -> float:
         """What a part of so many rows, or of a whole tile, adds to a merge."""
@@ -53,3 +66,16 @@ class TileShape:
 
     def _passes(self, rows: int) -> int:
         return -(-min(rows, self.tile_q) // self.rows_at_a_time)
+
+
+MOST_BLOCKS_OF_CLUSTER = 16
+
+
+def cluster_size(num_items: int, key_tiles: int, num_slots: int) -> int:
+    """How many blocks share an item: a power of two, as many as there is room for, and as tiles of
+    the longest request's keys.
+
+    Example: 8 items of 64 key tiles, 264 slots: 16 blocks an item, 128 in all.
+    """
+    most = min(num_slots // max(num_items, 1), key_tiles, MOST_BLOCKS_OF_CLUSTER)
+    return 1 << most.bit_length() - 1 if most > 1 else 1

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...core.device import NO_GPU, device_props
-from ...core.problem import AttentionProblem
+from ...core.problem import MAX_LENGTH, AttentionProblem
 from ...core.spec import AttentionSpec
 from ...schedule.batch import BatchPlan, BatchRequests, Splitting, plan_batch
 from ...schedule.levels import MOST, Levels, Served, check_level_limits, level_limits, level_tables
@@ -91,10 +91,12 @@ class BatchLauncher:
         splitting = Splitting(may_split, split_tokens)
         if capacity is not None:
             rows = row_class(capacity.max_qo_len * self.group_size)
-            plan = self._plan(requests, rows, splitting)
-            most = self._limits(self._kernels.get(rows).shapes[0], splitting, capacity)
+            shape = self.shape(rows, capacity.num_requests, MAX_LENGTH, splitting)
+            plan = self._plan(requests, shape, splitting)
+            most = self._limits(shape, splitting, capacity)
             check_limits(plan, most)
-            return self._of_requests([self._kernel_work(rows, plan, most)], requests, capacity)
+            work = self._kernel_work(rows, plan, most, cluster=shape.cluster)
+            return self._of_requests([work], requests, capacity)
         found = group_by_row_class(requests, self.group_size)
         mixed = self._kernels.mixed_rows(requests.qo_len) if len(found) > 1 else None
         if mixed is not None:
@@ -105,10 +107,16 @@ class BatchLauncher:
             kinds = [[(x, y.shapes[0])] for (_, x), y in zip(found, kernels, strict=True)]
             slots = self._blocks_of_first(kernels, kinds)
         for rows, chosen in found:
-            plan = self._plan(chosen, rows, splitting, slots)
+            shape = self._kernels.get(rows).shapes[0]
+            if slots:
+                shape = replace(shape, num_slots=slots)
+            elif len(found) == 1:
+                longest = int(np.maximum.reduce(requests.kv_len))
+                shape = self.shape(rows, len(requests.kv_len), longest, splitting)
+            plan = self._plan(chosen, shape, splitting)
             if len(plan.items):
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
-                works.append(self._kernel_work(rows, plan, exact, slots))
+                works.append(self._kernel_work(rows, plan, exact, slots, shape.cluster))
             slots = 0
         return self._of_requests(works, requests)
 
@@ -120,15 +128,29 @@ class BatchLauncher:
             schedule.longest = int(requests.kv_len.max(initial=0))
         return rotate_batch.reserve_rotated(schedule, requests, self._keys, capacity)
 
-    def tiles(self, rows: str) -> tuple[TileConfig, TileShape]:
-        """The tiles of a row class, and what a plan must know of them."""
-        kernel = self._kernels.get(rows)
-        return kernel.kinds[0], kernel.shapes[0]
+    def tiles(self, rows: str) -> TileConfig:
+        """The tiles of a row class."""
+        return self._kernels.get(rows).kinds[0]
 
-    def reserve(self, rows: str, most: Limits, longest: int) -> tuple[BatchSchedule, int]:
+    def shape(
+        self, rows: str, num_requests: int, longest: int, splitting: Splitting = Splitting()
+    ) -> TileShape:
+        """What a plan of so many requests of a row class must know of its tiles.
+
+        Who says how keys are split wants the order of sums not to depend on the batch, as it does
+        where blocks form clusters.
+        """
+        kernel = self._kernels.get(rows)
+        if splitting.tokens or not splitting.may_split:
+            return kernel.shapes[0]
+        return kernel.shape_for(num_requests * self.num_kv_heads, longest)
+
+    def reserve(
+        self, rows: str, most: Limits, longest: int, cluster: int = 1
+    ) -> tuple[BatchSchedule, int]:
         """A schedule whose words the device will write, and how many bytes they take."""
         part, words_bytes, workspace_bytes = self._layout.part(
-            rows, self._reserved(rows, most), 0, 0
+            rows, self._reserved(rows, most, cluster), 0, 0
         )
         schedule = BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=longest)
         return schedule, words_bytes
@@ -243,11 +265,8 @@ class BatchLauncher:
         return persistent_grid_size(kinds, self.group_size, self.masking, head_dims, itemsize)
 
     def _plan(
-        self, requests: BatchRequests, rows: str, splitting: Splitting, slots: int = 0
+        self, requests: BatchRequests, shape: TileShape, splitting: Splitting
     ) -> BatchPlan:
-        shape = self._kernels.get(rows).shapes[0]
-        if slots:
-            shape = replace(shape, num_slots=slots)
         plan = plan_batch(
             requests, self.group_size, self.num_kv_heads, shape, self.masking, splitting
         )
@@ -284,9 +303,11 @@ class BatchLauncher:
         reserved = Reserved(len(items), split_tiles, split_tiles, len(of_decode), state_rows)
         return KernelWork(rows, reserved, items, of_prefill)
 
-    def _kernel_work(self, rows: str, plan: BatchPlan, most: Limits, slots: int = 0) -> KernelWork:
+    def _kernel_work(
+        self, rows: str, plan: BatchPlan, most: Limits, slots: int = 0, cluster: int = 1
+    ) -> KernelWork:
         """With reserved for the most that may come."""
-        reserved = self._reserved(rows, most)
+        reserved = self._reserved(rows, most, cluster)
         if slots:
             reserved = reserved._replace(slots=slots)
         merges = _NO_MERGES
@@ -295,13 +316,15 @@ class BatchLauncher:
             merges[: len(plan.merges)] = plan.merges
         return KernelWork(rows, reserved, plan.items, merges)
 
-    def _reserved(self, rows: str, most: Limits) -> Reserved:
+    def _reserved(self, rows: str, most: Limits, cluster: int = 1) -> Reserved:
         tiles = self._kernels.get(rows).kinds[0]
         split_tiles, counters = most.num_split_tiles, 0
         if tiles.fused_merge:
             split_tiles, counters = 0, split_tiles
         state_rows = most.num_states * tiles.tile_q
-        return Reserved(most.num_items, split_tiles, split_tiles, counters, state_rows)
+        return Reserved(
+            most.num_items, split_tiles, split_tiles, counters, state_rows, cluster=cluster
+        )
 
     def _limits(self, shape: TileShape, splitting: Splitting, capacity: Capacity) -> Limits:
         return limits(

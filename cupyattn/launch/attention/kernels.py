@@ -9,7 +9,7 @@ import numpy as np
 from ...core.problem import AttentionProblem
 from ...schedule.batch import BatchRequests
 from ...schedule.levels import Served
-from ...schedule.tile_shape import TileShape
+from ...schedule.tile_shape import TileShape, cluster_size
 from ..tiles.config import TileConfig
 from ..tiles.select import DECODE, MOST_ROWS, ROW_CLASSES, VERIFY, row_class
 from .single import LoadedKernel, load_kernel, load_mixed
@@ -24,6 +24,19 @@ class Kernel(NamedTuple):
     loaded: LoadedKernel[Any]
     kinds: tuple[TileConfig, ...]
     shapes: tuple[TileShape, ...]
+
+    def shape_for(self, num_items: int, longest: int) -> TileShape:
+        """What a plan must know of the only kind of tiles: blocks form clusters where there are
+        few items, of up to `longest` keys."""
+        shape = self.shapes[0]
+        if 2 * num_items > shape.num_slots or not self.loaded.has_clusters:
+            return shape
+        cluster = cluster_size(num_items, -(-longest // shape.tile_kv), shape.num_slots)
+        while cluster > 1:
+            if most := self.loaded.most_clusters(cluster):
+                return shape.in_clusters(cluster, most)
+            cluster //= 2
+        return shape
 
 
 class KernelGroup(NamedTuple):

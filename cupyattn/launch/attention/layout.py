@@ -47,6 +47,7 @@ class Reserved(NamedTuple):
     state_rows   rows of the states of one KV head
     levels       (tokens, levels) for merge_levels, or (0, 0)
     slots        of persistent blocks: as many as the kernel has if 0
+    cluster      blocks that share an item
     """
 
     items: int
@@ -56,6 +57,7 @@ class Reserved(NamedTuple):
     state_rows: int = 0
     levels: tuple[int, int] = (0, 0)
     slots: int = 0
+    cluster: int = 1
 
 
 class KernelWork(NamedTuple):
@@ -189,12 +191,13 @@ class Layout:
             mask_bytes = 0 if prologue is None else reserved.items * scan_mask.MAP_BYTES
             launches = launches if blocks else ()
         else:
-            launches = tuple(
-                (
-                    Launch(function, (heads, min(reserved.items - first, MAX_GRID_YZ), 1), *size),
-                    first,
-                )
+            cluster = reserved.cluster
+            grids = (
+                ((heads * cluster, min(reserved.items - first, MAX_GRID_YZ), 1), first)
                 for first in range(0, reserved.items, MAX_GRID_YZ)
+            )
+            launches = tuple(
+                (Launch(function, grid, *size, cluster=cluster), first) for grid, first in grids
             )
         merge = None
         if reserved.split_tiles:

@@ -13,7 +13,6 @@ from ...core.device import device_props
 from ...core.dtypes import DType
 from ...errors import UnsupportedError
 from ...schedule.capacity import plan_capacity
-from ...schedule.tile_shape import TileShape
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue, load_function
 from ..tiles.config import TileConfig
@@ -104,14 +103,11 @@ class _Kind(NamedTuple):
     """What plans of one kind of tiles share.
 
     function  the planner's, with shared memory for the most requests that it may have
-    divisors  of tile_q, tile_kv and the group: magic and shift of each
     """
 
     function: int
     max_requests: int
     tiles: TileConfig
-    shape: TileShape
-    divisors: tuple[tuple[int, int], ...]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -120,15 +116,8 @@ def _kind(launcher: BatchLauncher, rows: str, is_ragged: bool) -> _Kind:
     shared_bytes = props.max_smem_per_block
     config = RAGGED if is_ragged else UNIFORM
     function = load_function("plan_batch", config, launcher.device_index, shared_bytes)
-    tiles, shape = launcher.tiles(rows)
-    numbers = shape.tile_q, shape.tile_kv, launcher.group_size
-    return _Kind(
-        function,
-        (shared_bytes - _SHARED_BYTES) // _BYTES_A_REQUEST,
-        tiles,
-        shape,
-        tuple(map(params.divisor, numbers)),
-    )
+    most = (shared_bytes - _SHARED_BYTES) // _BYTES_A_REQUEST
+    return _Kind(function, most, launcher.tiles(rows))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -140,13 +129,14 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     """Make ready for launches; UnsupportedError if a block cannot plan so many requests."""
     most_rows = lengths.max_qo_len * launcher.group_size
     rows = row_class(most_rows)
-    function, most, tiles, shape, divisors = _kind(launcher, rows, lengths.is_ragged)
+    function, most, tiles = _kind(launcher, rows, lengths.is_ragged)
     if lengths.num_requests > most:
         raise UnsupportedError(
             f"seq_lens: {lengths.num_requests} requests; at most {most} in one call are supported, "
             "pass the batch in parts"
         )
     shared_bytes = _SHARED_BYTES + _BYTES_A_REQUEST * lengths.num_requests
+    shape = launcher.shape(rows, lengths.num_requests, lengths.likely_kv_len)
     masking = launcher.masking
     capacity = plan_capacity(
         lengths.num_requests,
@@ -161,7 +151,9 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         last_block_merges=not tiles.fused_merge,
     )
     limits = capacity.limits()
-    schedule, words_bytes = launcher.reserve(rows, limits, lengths.likely_kv_len)
+    schedule, words_bytes = launcher.reserve(
+        rows, limits, lengths.likely_kv_len, shape.cluster
+    )
     part = schedule.parts[0]
     num_heads = launcher.num_kv_heads * launcher.group_size
     scale_k = words_bytes + 4 * num_heads
@@ -172,7 +164,8 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         window if window < lengths.max_kv_len else -1
         for window in (masking.window_left, masking.window_right)
     )
-    (tile_q_magic, tile_q_shift), (tile_kv_magic, tile_kv_shift), group = divisors
+    tile_q_magic, tile_q_shift = params.divisor(shape.tile_q)
+    tile_kv_magic, tile_kv_shift = params.divisor(shape.tile_kv)
     constants = _CONSTANTS.pack(
         _packed(lengths.formats),
         lengths.num_requests,
@@ -188,7 +181,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         tile_kv_shift,
         tile_q_magic,
         tile_kv_magic,
-        *group,
+        *params.divisor(launcher.group_size),
         *windows,
         capacity.items_per_wave,
         capacity.num_tiles,

@@ -152,16 +152,20 @@ __device__ __forceinline__ void store_output_vectors(DTypeO* row, const float (&
   }
 }
 
+// Counts a split of a tile; true for the last one.
+__device__ __forceinline__ bool count_arrival(const AttentionParams& params,
+                                              const TileWork& work) {
+  const uint32_t last = static_cast<uint32_t>(work.num_splits - 1);
+  uint32_t* counter = params.counters + work.counter(params);
+  return ptx::atomic_inc_wrap_acq_rel(counter, last) == last;
+}
+
 // Announces this block's partial states; true in exactly one block of the tile, the last one. One
 // thread orders the memory of all: barriers of the block pass its order on to the others.
 __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const TileWork& work,
                                             int thread, uint32_t* shared_flag) {
   ptx::block_sync();
-  if (thread == 0) {
-    const uint32_t last = static_cast<uint32_t>(work.num_splits - 1);
-    uint32_t* counter = params.counters + work.counter(params);
-    *shared_flag = ptx::atomic_inc_wrap_acq_rel(counter, last) == last;
-  }
+  if (thread == 0) *shared_flag = count_arrival(params, work);
   ptx::block_sync();  // mutate: last-block-flag-read-early
   return *shared_flag != 0;
 }

@@ -40,7 +40,7 @@ class Loads:
             self.found.add((tiles.name, tiles.config))
             kernel = stand_in(single.LoadedKernel)
             kernel.function, kernel.tiles = tiles, tiles
-            kernel.num_slots, kernel.num_sms = 264, 132
+            kernel.num_slots, kernel.num_sms, kernel.has_clusters = 264, 132, False
             return kernel
 
         def load_kernel(
