@@ -8,6 +8,7 @@ from ..batch.mask import read_intervals, read_mask
 from ..batch.requests import (
     Batch,
     PageNames,
+    on_host,
     read_paged,
     read_ragged,
     read_rows,
@@ -194,11 +195,16 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         """
         page_size = geometry.count(page_size, "page_size")
         unit = self._count_token(num_qo_heads, "num_qo_heads", head_dim_qk)
+        last = paged_kv_last_page_len
+        given = (
+            (qo_indptr, paged_kv_indptr) if page_size == 1 else (qo_indptr, paged_kv_indptr, last)
+        )
+        qo_indptr, paged_kv_indptr, *fetched = on_host(*given)
         batch = read_paged(
             read_rows(qo_indptr, unit=unit),
             paged_kv_indptr,
             paged_kv_indices,
-            paged_kv_last_page_len,
+            fetched[0] if fetched else last,
             page_size,
             _NAMES,
             self._is_debugging(),
@@ -420,6 +426,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
             for dim in (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
             for heads, name in ((num_qo_heads, "num_qo_heads"), (num_kv_heads, "num_kv_heads"))
         ]
+        qo_indptr, kv_indptr = on_host(qo_indptr, kv_indptr)
         batch = read_ragged(read_rows(qo_indptr, unit=units[0]), kv_indptr, units[1])
         require_same_offsets(o_indptr, "o_indptr", batch.qo_indptr, units[2])
         require_same_offsets(v_indptr, "v_indptr", batch.kv_indptr, units[3])

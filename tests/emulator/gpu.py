@@ -259,6 +259,7 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         replace(patch, index_arrays.fresh_progression, gpu.progression)
         replace(patch, array.scaled, _scaled)
         replace(patch, array.to_host, _to_host)
+        replace(patch, array.to_host_together, lambda views: [_to_host(v) for v in views])
         replace(patch, array.from_numpy, functools.partial(_from_numpy, gpu))
         yield gpu
         if counters:

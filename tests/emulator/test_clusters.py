@@ -15,8 +15,8 @@ from . import run
 from .test_batch import BASE
 
 DECODE = replace(BASE, qo_len=(1, 1), kv_len=(900, 700), has_sinks=True)
-# Blocks at a time, and into how many a cluster of two KV heads and two requests is divided.
-SIZES = {2: 8, 4: 16, 8: 32, 16: 64}
+# SMs, and the keys of the longest of two requests of two KV heads. A block takes 256 keys at a time.
+SIZES = {2: (16, 400), 4: (16, 1300), 8: (32, 1700)}
 
 
 def clusters(answer: run.Answer) -> set[int]:
@@ -25,9 +25,9 @@ def clusters(answer: run.Answer) -> set[int]:
 
 @pytest.mark.parametrize("cluster", SIZES)
 def test_clusters_of_each_size(cluster: int) -> None:
-    kv_len = (128 * cluster - 10, 128 * cluster + 70)
-    case = replace(DECODE, kv_len=kv_len)
-    answer = run.batch(case, num_sms=SIZES[cluster], has_clusters=True)
+    num_sms, longest = SIZES[cluster]
+    case = replace(DECODE, kv_len=(90, longest))
+    answer = run.batch(case, num_sms=num_sms, has_clusters=True)
     answer.check()
     assert clusters(answer) == {cluster}
     assert {launch.name for launch in answer.launches} == {"decode_sm80"}
@@ -53,7 +53,7 @@ def test_what_clusters_answer(changes: dict[str, Any], seed: int) -> None:
 @pytest.mark.parametrize("qo_len", [1, 8])
 def test_the_last_cluster_merges_the_splits(qo_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_shape, "MOST_BLOCKS_OF_CLUSTER", 2)
-    case = replace(DECODE, qo_len=(qo_len,), kv_len=(4000,), num_kv_heads=1)
+    case = replace(DECODE, qo_len=(qo_len,), kv_len=(7000,), num_kv_heads=1)
     answers = [run.batch(case, num_sms=64, seed=s, has_clusters=True) for s in (0, 5)]
     for answer in answers:
         answer.check()

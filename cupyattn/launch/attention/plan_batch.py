@@ -16,7 +16,6 @@ from ...schedule.capacity import plan_capacity
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue, load_function
 from ..tiles.config import TileConfig
-from ..tiles.select import row_class
 from .batch import BatchLauncher, BatchSchedule
 
 _THREADS = 512
@@ -128,7 +127,7 @@ def _packed(formats: tuple[IndexFormat, ...]) -> bytes:
 def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     """Make ready for launches; UnsupportedError if a block cannot plan so many requests."""
     most_rows = lengths.max_qo_len * launcher.group_size
-    rows = row_class(most_rows)
+    rows, shape = launcher.choose(lengths.num_requests, lengths.max_qo_len, lengths.likely_kv_len)
     function, most, tiles = _kind(launcher, rows, lengths.is_ragged)
     if lengths.num_requests > most:
         raise UnsupportedError(
@@ -136,7 +135,6 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
             "pass the batch in parts"
         )
     shared_bytes = _SHARED_BYTES + _BYTES_A_REQUEST * lengths.num_requests
-    shape = launcher.shape(rows, lengths.num_requests, lengths.likely_kv_len)
     masking = launcher.masking
     capacity = plan_capacity(
         lengths.num_requests,
@@ -148,12 +146,10 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         launcher.num_kv_heads,
         shape,
         masking,
-        last_block_merges=not tiles.fused_merge,
+        last_block_merges=not (tiles.fused_merge and shape.is_fused),
     )
     limits = capacity.limits()
-    schedule, words_bytes = launcher.reserve(
-        rows, limits, lengths.likely_kv_len, shape.cluster
-    )
+    schedule, words_bytes = launcher.reserve(rows, shape, limits, lengths.likely_kv_len)
     part = schedule.parts[0]
     num_heads = launcher.num_kv_heads * launcher.group_size
     scale_k = words_bytes + 4 * num_heads

@@ -13,7 +13,7 @@ from ...core.spec import AttentionSpec
 from ...schedule import MAX_GRID_YZ, Masking, SinglePlan, plan_single
 from ..driver import params, scratch
 from ..driver.enqueue import Launch, enqueue, load_function
-from ..driver.pdl import allow_large_clusters, most_clusters
+from ..driver.pdl import most_clusters
 from ..driver.scratch import Allocate
 from ..tiles import sm90
 from ..tiles.config import TileConfig
@@ -33,7 +33,15 @@ class LoadedKernel(Generic[_Tiles]):
     """A kernel on a device of so many SMs, with the number of its blocks that run at a time, and
     whether these can form clusters."""
 
-    __slots__ = ("_device_index", "_most", "function", "has_clusters", "num_slots", "num_sms", "tiles")
+    __slots__ = (
+        "_device_index",
+        "_most",
+        "function",
+        "has_clusters",
+        "num_slots",
+        "num_sms",
+        "tiles",
+    )
 
     def __init__(self, tiles: _Tiles, device_index: int) -> None:
         props = device_props(device_index)
@@ -54,7 +62,6 @@ class LoadedKernel(Generic[_Tiles]):
                 from cupy.cuda import Device
 
                 with Device(self._device_index):
-                    allow_large_clusters(self.function)
                     size = self.tiles.threads, self.tiles.shared_bytes
                     found = most_clusters(self.function, *size, cluster)
             self._most[cluster] = found

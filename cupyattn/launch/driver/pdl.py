@@ -20,7 +20,6 @@ from ...errors import DeviceError
 _CONFIG = struct.Struct("<7I 4x 2Q I 4x")
 _ATTRIBUTE = struct.Struct("<i 4x 3i 52x")
 _CLUSTER_DIMENSION, _SERIALIZATION = 4, 6
-_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CUfunction_attribute
 
 
 class _Room(threading.local):
@@ -56,13 +55,6 @@ def launch_clusters(
     attributes = _room.address + (_CONFIG.size if is_dependent else begin)
     sizes = x, y, z, block_x, block_y, block_z, shared_bytes
     _launch(function, sizes, stream, arguments, extra, attributes, 2 if is_dependent else 1)
-
-
-def allow_large_clusters(function: int) -> None:
-    """Let a kernel have clusters of more than eight blocks, which not every chip has."""
-    from cupy.cuda import driver
-
-    driver.funcSetAttribute(function, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
 
 
 def most_clusters(function: int, threads: int, shared_bytes: int, cluster: int) -> int:

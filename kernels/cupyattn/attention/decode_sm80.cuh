@@ -112,7 +112,7 @@ struct DecodeSm80 {
   __device__ __forceinline__ void run() {
     if (work.num_rows <= 0) return;
     // By the time that the block has its state, its counter is in L2.
-    if (merges() && thread == 0) ptx::prefetch_l2(params.counters + work.counter(params));
+    if (merges() && thread == 0) ptx::prefetch_l2(counter());
     const KeyRange range = KeyRange::of(params, BlockWork{request, work});
     const TileSpan tiles = TileSpan::of<Config::kCustomMask>(range, kTileKV, share_of_block());
     Stage* ring = shared.ring[warp];
@@ -255,9 +255,9 @@ struct DecodeSm80 {
     finish(softmax, o);
   }
 
-  // Whether the last block of the tile, or its last cluster, merges its states.
+  // Whether the last block of the tile merges its states, and no later launch does.
   __device__ __forceinline__ bool merges() const {
-    return work.num_splits > 1 && work.split_tile >= 0;
+    return work.num_splits > 1 && work.split_tile >= 0 && params.counters != nullptr;
   }
 
   // The work of this block: a cluster's is divided like a tile's, into one split for each block.
@@ -299,18 +299,17 @@ struct DecodeSm80 {
       const RowState state = merge_warps(states, row, column, sum);
       write_columns(row, column, state, sum);
     }
-    if (merges() && arrive_last(params, work, thread, &shared.flag)) {
+    if (merges() && arrive_last(counter(), work.num_splits, thread, &shared.flag)) {
       for (int row = warp; row < work.num_rows; row += kWarps) merge_splits(row);
     }
   }
 
-  // The same for the blocks of a cluster: each merges the warps' states of its own, then a share of
-  // the columns of all blocks.
+  // The same for the blocks of a cluster: each merges the warps' states of its own, then all blocks'
+  // states of a share of the rows.
   __device__ __forceinline__ void finish_cluster(WarpStates& states) {
     const int size = ptx::cluster_size(), rank = ptx::cluster_rank();
-    const int count = work.num_rows * kVectors;
     // --- the block's state of a row takes the place of the first warp's ---
-    for (int index = thread; index < count; index += kThreads) {
+    for (int index = thread; index < work.num_rows * kVectors; index += kThreads) {
       const int row = index / kVectors, column = 4 * (index % kVectors);
       float4 sum;
       const RowState state = merge_warps(states, row, column, sum);
@@ -318,31 +317,29 @@ struct DecodeSm80 {
       if (column == 0) shared.block_states[row] = make_float2(state.max, state.sum);
     }
     ptx::cluster_arrive();
-    ptx::cluster_wait();
+    ptx::cluster_wait();  // mutate: block-states-read-early
     // --- a share of the result ---
-    for (int index = rank * kThreads + thread; index < count; index += size * kThreads) {
-      const int row = index / kVectors, column = 4 * (index % kVectors);
+    for (int index = thread; rank + size * (index / kVectors) < work.num_rows; index += kThreads) {
+      const int row = rank + size * (index / kVectors), column = 4 * (index % kVectors);
       float4 sum;
-      const RowState state = merge_blocks(states, row, column, size, sum);
+      const RowState state = size <= 4 ? merge_blocks<4>(states, row, column, size, sum)
+                                       : merge_blocks<8>(states, row, column, size, sum);
       write_columns(row, column, state, sum);
     }
-    // No block ends, or overwrites its states, while another reads them.
     ptx::cluster_arrive();
-    ptx::cluster_wait();
-    if (!merges()) return;
-    // --- the last cluster merges the splits: its first block counts for all of it ---
-    if (rank == 0 && thread == 0) {
-      const uint32_t is_last = count_arrival(params, work);
-      for (int block = 0; block < size; ++block) {
-        ptx::store_cluster(ptx::shared_address(&shared.flag), block, is_last);
+    // --- of splits, the last block of this rank merges the same rows ---
+    if (merges() && arrive_last(counter(), work.num_splits, thread, &shared.flag)) {
+      for (int row = rank + size * warp; row < work.num_rows; row += size * kWarps) {
+        merge_splits(row);
       }
     }
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-    if (shared.flag == 0) return;
-    for (int row = rank * kWarps + warp; row < work.num_rows; row += size * kWarps) {
-      merge_splits(row);
-    }
+    // No block ends while another reads its states.
+    ptx::cluster_wait();  // mutate: block-ends-early
+  }
+
+  // The counter of the blocks that merge the same rows.
+  __device__ __forceinline__ uint32_t* counter() const {
+    return params.counters + work.counter(params) * ptx::cluster_size() + ptx::cluster_rank();
   }
 
   __device__ __forceinline__ void merge_splits(int row) {
@@ -369,11 +366,11 @@ struct DecodeSm80 {
     return state;
   }
 
-  // The same of the cluster's state: a lane asks for the states of several blocks before it uses
-  // the first.
+  // The same of the cluster's state: a lane asks for the states of kBatch blocks before it uses the
+  // first.
+  template <int kBatch>
   __device__ __forceinline__ RowState merge_blocks(const WarpStates& states, int row, int column,
                                                    int size, float4& sum) const {
-    constexpr int kBatch = 8;
     const uint32_t state_address = ptx::shared_address(&shared.block_states[row]);
     const uint32_t o_address = ptx::shared_address(&states.o[0][row][column]);
     RowState state{-ptx::infinity(), 0.0f};
@@ -398,7 +395,7 @@ struct DecodeSm80 {
         if (first + i >= size || of_block[i].y == 0.0f) continue;
         const float own_max = of_block[i].x;
         const float weight = own_max == state.max ? 1.0f : ptx::ex2_approx(own_max - state.max);
-        state.sum += weight * of_block[i].y;
+        state.sum += weight * of_block[i].y;  // mutate: block-sums-not-weighted
         add_scaled(sum, part[i], weight);
       }
     }

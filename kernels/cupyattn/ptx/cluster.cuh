@@ -81,18 +81,5 @@ __device__ __forceinline__ float4 load_cluster_vector(uint32_t address, int rank
 #endif
   return x;
 }
-// Stores a word to the shared memory of block `rank`.
-__device__ __forceinline__ void store_cluster(uint32_t address, int rank, uint32_t word) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "st.shared::cluster.u32 [remote], %2;\n"
-      "}\n" ::"r"(address),
-      "r"(rank), "r"(word)
-      : "memory");
-#endif
-}
 
 }  // namespace cupyattn::ptx

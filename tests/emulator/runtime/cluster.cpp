@@ -170,20 +170,4 @@ Floats4 load_cluster(uint32_t address, int rank, int num_bytes) {
   return loaded;
 }
 
-void store_cluster(uint32_t address, int rank, uint32_t word) {
-  check_shared(address, 4, 4, EMULATOR_CALLER);
-  if (machine.request.cluster == 1 || rank == present) {
-    write_shared(address, 4, false, EMULATOR_CALLER);
-    memcpy(shared_window.begin + address, &word, 4);
-    return;
-  }
-  Block& block = block_of(rank, EMULATOR_CALLER);
-  // As if a thread of that block had written: its clock moves on when the cluster meets.
-  for (uint32_t i = address; EMULATOR_CHECKED && i < address + 4; ++i) {
-    block.shadow.written[i] = write_record(0, block.warps[0].clock);
-    block.shadow.written_by_code[i] = static_cast<uint32_t>(code_offset(EMULATOR_CALLER));
-  }
-  memcpy(block.bytes.data() + address, &word, 4);
-}
-
 }  // namespace emulator

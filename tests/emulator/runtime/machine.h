@@ -171,7 +171,6 @@ extern std::vector<Copies> copies;
 // How often the cluster of the present block has met.
 extern uint32_t cluster_phase;
 // The time and the thread of a write.
-uint32_t write_record(int thread, const uint32_t* clock);
 uint32_t write_time(uint32_t record);
 int writing_thread(uint32_t record);
 bool is_module_data(uintptr_t address);

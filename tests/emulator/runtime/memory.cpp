@@ -101,9 +101,6 @@ void find_segments() {
   }
 }
 
-uint32_t write_record(int thread, const uint32_t* clock) {
-  return clock[thread / kLanes] << kWriteClockShift | static_cast<uint32_t>(thread);
-}
 uint32_t write_time(uint32_t record) { return record >> kWriteClockShift; }
 int writing_thread(uint32_t record) { return static_cast<int>(record & (kAtomicBit - 1)); }
 

@@ -54,7 +54,6 @@ int cluster_rank();
 int cluster_index();
 void cluster_wait(Where where);
 Floats4 load_cluster(uint32_t address, int rank, int num_bytes);
-void store_cluster(uint32_t address, int rank, uint32_t word);
 
 // --- global memory ---
 uint32_t atomic_inc_wrap(uint32_t* counter, uint32_t last);

@@ -32,8 +32,4 @@ EMULATOR_INLINE float4 load_cluster_vector(uint32_t address, int rank) {
   return float4{loaded.value[0], loaded.value[1], loaded.value[2], loaded.value[3]};
 }
 
-EMULATOR_INLINE void store_cluster(uint32_t address, int rank, uint32_t word) {
-  emulator::store_cluster(address, rank, word);
-}
-
 }  // namespace cupyattn::ptx
