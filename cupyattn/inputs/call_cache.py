@@ -49,9 +49,17 @@ def _read_torch(arrays: Sequence[Any]) -> _Seen:
             address = x.data_ptr()
             addresses.append(address)
             shapes.append(x.shape)
-            offset = address & 15 if address >= LOWEST_ADDRESS else None
-            is_refused = x.requires_grad or x.is_neg()
-            facts.append((type(x), x.dtype, x.stride(), x.get_device(), is_refused, offset))
+            # Names for its parts would cost an eighth of the time.
+            facts.append(
+                (
+                    type(x),
+                    x.dtype,
+                    x.stride(),
+                    x.get_device(),
+                    x.requires_grad or x.is_neg(),
+                    address & 15 if address >= LOWEST_ADDRESS else None,
+                )
+            )
     return addresses, shapes, facts
 
 

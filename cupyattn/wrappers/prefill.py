@@ -35,17 +35,16 @@ _LOG2, _NH = "log2", "NH"
 _NAMES = PageNames("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 
 
+def _count_token(num_heads: Any, name: str, head_dim: Any) -> int:
+    """The elements of a token, which offsets of rows count with backend="cudnn"."""
+    return geometry.count(num_heads, name) * geometry.count(head_dim, "head_dim_qk")
+
+
 class _BatchPrefill(BatchWrapper, OlderCalls):
     """What both wrappers share: a plan may bring a mask, or multi-item scoring."""
 
     _in_elements = False  # offsets of rows count elements
     _takes_sinks = False  # run() takes sink and sm_scale after its arrays
-
-    def _count_token(self, num_heads: Any, name: str, head_dim_qk: Any) -> int:
-        """What a token counts in offsets of rows: with backend="cudnn" its elements."""
-        if not self._in_elements:
-            return 1
-        return geometry.count(num_heads, name) * geometry.count(head_dim_qk, "head_dim_qk")
 
     def _num_qo_heads(self) -> int:
         return self._require_plan().geometry.spec.num_qo_heads
@@ -194,17 +193,16 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         Raises as BatchDecodeWithPagedKVCacheWrapper.plan.
         """
         page_size = geometry.count(page_size, "page_size")
-        unit = self._count_token(num_qo_heads, "num_qo_heads", head_dim_qk)
-        last = paged_kv_last_page_len
-        given = (
-            (qo_indptr, paged_kv_indptr) if page_size == 1 else (qo_indptr, paged_kv_indptr, last)
-        )
-        qo_indptr, paged_kv_indptr, *fetched = on_host(*given)
+        unit = 1
+        if self._in_elements:
+            unit = _count_token(num_qo_heads, "num_qo_heads", head_dim_qk)
+        last = None if page_size == 1 else paged_kv_last_page_len
+        qo_indptr, paged_kv_indptr, last = on_host(qo_indptr, paged_kv_indptr, last)
         batch = read_paged(
             read_rows(qo_indptr, unit=unit),
             paged_kv_indptr,
             paged_kv_indices,
-            fetched[0] if fetched else last,
+            paged_kv_last_page_len if last is None else last,
             page_size,
             _NAMES,
             self._is_debugging(),
@@ -421,15 +419,18 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
 
         Raises as BatchDecodeWithPagedKVCacheWrapper.plan.
         """
-        units = [
-            self._count_token(heads, name, dim)
-            for dim in (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
-            for heads, name in ((num_qo_heads, "num_qo_heads"), (num_kv_heads, "num_kv_heads"))
-        ]
+        units = [1] * 4
+        if self._in_elements:
+            units = [
+                _count_token(heads, name, dim)
+                for dim in (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
+                for heads, name in ((num_qo_heads, "num_qo_heads"), (num_kv_heads, "num_kv_heads"))
+            ]
         qo_indptr, kv_indptr = on_host(qo_indptr, kv_indptr)
         batch = read_ragged(read_rows(qo_indptr, unit=units[0]), kv_indptr, units[1])
-        require_same_offsets(o_indptr, "o_indptr", batch.qo_indptr, units[2])
-        require_same_offsets(v_indptr, "v_indptr", batch.kv_indptr, units[3])
+        if not o_indptr is v_indptr is None:
+            require_same_offsets(o_indptr, "o_indptr", batch.qo_indptr, units[2])
+            require_same_offsets(v_indptr, "v_indptr", batch.kv_indptr, units[3])
         if self._in_elements:
             require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
             require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
