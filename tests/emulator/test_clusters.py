@@ -15,7 +15,7 @@ from . import run
 from .test_batch import BASE
 
 DECODE = replace(BASE, qo_len=(1, 1), kv_len=(900, 700), has_sinks=True)
-# SMs, and the keys of the longest of two requests of two KV heads. A block takes 256 keys at a time.
+# SMs, and the keys of the longest of two requests of two KV heads. A block takes 256 at a time.
 SIZES = {2: (16, 400), 4: (16, 1300), 8: (32, 1700)}
 
 

@@ -170,7 +170,7 @@ class BatchLauncher:
         return self._kernels.get(rows).kinds[0]
 
     def choose(
-        self, num_requests: int, max_qo_len: int, longest: int, splitting: Splitting = Splitting()
+        self, num_requests: int, max_qo_len: int, longest: int, splitting: Splitting
     ) -> tuple[str, TileShape]:
         """The kernel of a plan of so many requests, and what the plan must know of its tiles.
 

@@ -12,6 +12,7 @@ from ...core import dtypes
 from ...core.device import device_props
 from ...core.dtypes import DType
 from ...errors import UnsupportedError
+from ...schedule.batch import Splitting
 from ...schedule.capacity import plan_capacity
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue, load_function
@@ -127,7 +128,9 @@ def _packed(formats: tuple[IndexFormat, ...]) -> bytes:
 def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     """Make ready for launches; UnsupportedError if a block cannot plan so many requests."""
     most_rows = lengths.max_qo_len * launcher.group_size
-    rows, shape = launcher.choose(lengths.num_requests, lengths.max_qo_len, lengths.likely_kv_len)
+    rows, shape = launcher.choose(
+        lengths.num_requests, lengths.max_qo_len, lengths.likely_kv_len, Splitting()
+    )
     function, most, tiles = _kind(launcher, rows, lengths.is_ragged)
     if lengths.num_requests > most:
         raise UnsupportedError(
