@@ -14,6 +14,10 @@ from helpers.cases import Case
 from helpers.verify_cases import FORMS
 
 import cupyattn
+from cupyattn.launch.attention import kernels as launch_kernels
+from cupyattn.launch.attention import single as launch_single
+from cupyattn.launch.tiles import select
+from cupyattn.schedule.tile_choice import TileChoice
 
 from . import gpu, run, test_attention, test_batch, test_planless
 
@@ -86,6 +90,47 @@ def test_groups(group: int) -> None:
     check(replace(CAUSAL, group=group, qo_len=400 // group + 3))
     # A last tile of which two warpgroups have rows.
     check(replace(CAUSAL, group=group, qo_len=500 // group))
+
+
+def force_tiles(name: str, patch: pytest.MonkeyPatch) -> None:
+    """Let plans choose these tiles wherever they have the choice."""
+    chosen = TileChoice(select.LARGE_TILES.index(name), 0.0)
+    for module in (launch_kernels, launch_single):
+        patch.setattr(module, "choose_tiles", lambda *_: chosen)
+
+
+# With no keys, one tile of them, and many; rows of a part of a tile, of a warpgroup and of none.
+@pytest.mark.parametrize("name", select.LARGE_TILES[1:])
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_tiles(name, monkeypatch)
+    case = replace(CAUSAL, head_dim_qk=128, head_dim_vo=128, group=group, return_lse=group == 4)
+    threads = {"middle": 384, "short": 256}[name]
+    for qo_len, kv_len in ((300 // group + 1, 400 // group + 9), (80, 0), (70, 50)):
+        answer = check(replace(case, qo_len=qo_len, kv_len=kv_len))
+        assert answer.launches[0].block[0] == threads
+    check(replace(case, causal=False, window_left=60, has_sinks=True))
+
+
+@pytest.mark.parametrize("name", select.LARGE_TILES[1:])
+@pytest.mark.parametrize("kind", test_batch.KINDS)
+def test_other_tiles_of_batches(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of few rows, one of none, and one whose values are not all finite."""
+    force_tiles(name, monkeypatch)
+    problem = Problem("bfloat16", "bfloat16", (128, 128))
+    lengths = {"qo_len": (90, 3, 0, 33), "kv_len": (300, 60, 7, 33)}
+    case = replace(PAGED, problem=problem, **lengths, **test_batch.KINDS[kind])
+    answer = run.batch(case, num_sms=3)
+    assert kernels(answer)[0] == "prefill_sm90"
+    answer.check()
+
+
+@pytest.mark.parametrize("name", select.LARGE_TILES[1:])
+def test_hidden_values_of_other_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_tiles(name, monkeypatch)
+    case = replace(CAUSAL, head_dim_qk=128, head_dim_vo=128)
+    for value in (np.nan, np.inf):
+        check(case, spoil={"v": [((290, 1, 3), value), ((40, 0, 60), value)]})
 
 
 @pytest.mark.parametrize(
