@@ -27,7 +27,7 @@ class TileTimes(NamedTuple):
     key_tile  with all slots busy
     alone     the share of key_tile and item where no other block is on the SM
     merge     the launch that merges states
-    state     writing and reading a state, all slots at once
+    state     writing and reading one of them (state_time)
     """
 
     launch: float
@@ -35,7 +35,7 @@ class TileTimes(NamedTuple):
     key_tile: float
     alone: float = 1.0
     merge: float = 3.5
-    state: float = 1.0
+    state: float = 0.0
 
 
 class Slots(NamedTuple):
@@ -43,6 +43,15 @@ class Slots(NamedTuple):
 
     blocks: int
     num_sms: int
+
+
+# Bytes that all SMs write and read in a microsecond.
+_BYTES = 3.5e6
+
+
+def state_time(rows: int, head_dim: int) -> float:
+    """What writing and reading a state of so many rows takes, in microseconds."""
+    return 2 * 4 * rows * head_dim / _BYTES
 
 
 class Split(NamedTuple):
@@ -82,7 +91,11 @@ def launch_time(sizes: np.ndarray, num_kv_heads: int, slots: Slots, times: TileT
 
 
 def best_split(
-    work: Work, num_kv_heads: int, slots: Slots, times: TileTimes, may_split: bool = True
+    work: Work,
+    num_kv_heads: int,
+    slots: Slots,
+    times: TileTimes,
+    may_split: bool = True,
 ) -> Split:
     """The split of keys after which a launch, and the merge that a split needs, end soonest."""
     sizes = work.array()
@@ -97,7 +110,7 @@ def best_split(
         parts = np.maximum(-(-sizes // chunk), 1)
         num_states = int(np.add.reduce(parts, where=parts > 1)) * num_kv_heads
         time = launch_time(np.repeat(sizes / parts, parts), num_kv_heads, slots, times)
-        time += times.merge + times.state * num_states / slots.blocks
+        time += times.merge + times.state * num_states
         if time < limit:
             best, limit = Split(chunk, time), time
     return best

@@ -122,7 +122,7 @@ def _soonest(
             continue
         parts = np.repeat(sizes / splits, splits)
         time = launch_time(parts, num_kv_heads, slots, times)
-        time += times.merge + times.state * parts.size * num_kv_heads / slots.blocks
+        time += times.merge + times.state * parts.size * num_kv_heads
         if time < limit:
             best, limit = splits, time
     return best

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ... import jit
 from ...core import dtypes, expression_cuda
 from ...core.problem import MASK_FORMS, AttentionProblem
-from ...schedule.makespan import TileTimes
+from ...schedule.makespan import TileTimes, state_time
 from ..driver import tensor_map
 from .config import Field, TileConfig, round_up, struct_of
 
@@ -97,18 +97,43 @@ _TILES = {
 }
 
 
-# Other tiles of the problems that most prompts are, for work lists that fill the card badly with
-# those above: by name and as above. Plans choose by the times.
-_OTHERS: dict[tuple[str, str, int, int], _Shape] = {
-    ("middle", "ragged", 128, 128): _TWO,
-    ("short", "ragged", 128, 128): _Shape(
-        1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False
+_LONE = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False)
+# Other tiles of the problems that most prompts are, whose blocks have one item each: for work lists
+# of few waves. By name and as above. (Those of head dim 256 have no registers for overlap.)
+_OTHERS = {
+    ("tall", "ragged", 128, 128): _THREE._replace(tile_kv=80, stages=3, persistent=False),
+    ("middle", "ragged", 128, 128): _TWO._replace(persistent=False),
+    ("short", "ragged", 128, 128): _LONE._replace(query_slots=2),
+    ("middle", "paged", 128, 128): _TWO._replace(persistent=False),
+    ("short", "paged", 128, 128): _LONE,
+    ("tall", "ragged", 64, 64): _THREE._replace(persistent=False),
+    ("short", "ragged", 64, 64): _LONE._replace(tile_kv=128),
+    ("tall", "paged", 64, 64): _THREE._replace(persistent=False),
+    ("short", "paged", 64, 64): _LONE._replace(tile_kv=128),
+    ("middle", "ragged", 96, 96): _TWO._replace(query_slots=1, persistent=False),
+    ("short", "ragged", 96, 96): _LONE,
+    ("short", "ragged", 256, 256): _LONE._replace(
+        registers=(96, 240), overlaps=False, min_blocks=1
     ),
+    ("short", "paged", 256, 256): _LONE._replace(registers=(96, 240), overlaps=False, min_blocks=1),
 }
+# Fitted to the times of some sixty launches of an H200 (docs/ladder.md), by which plans choose.
 _TIMES = {
-    ("large", "ragged", 128, 128): TileTimes(7.0, 2.2, 1.04),
-    ("middle", "ragged", 128, 128): TileTimes(7.0, 2.0, 1.30),
-    ("short", "ragged", 128, 128): TileTimes(6.0, 2.3, 0.68, 0.6),
+    ("large", "ragged", 128, 128): TileTimes(18.0, 2.1, 1.30),
+    ("tall", "ragged", 128, 128): TileTimes(7.6, 5.1, 1.24, 0.82),
+    ("middle", "ragged", 128, 128): TileTimes(7.2, 4.5, 1.40, 0.88),
+    ("short", "ragged", 128, 128): TileTimes(6.9, 4.2, 0.82, 0.55),
+    ("large", "paged", 128, 128): TileTimes(9.5, 3.1, 1.65, 0.92),
+    ("middle", "paged", 128, 128): TileTimes(6.9, 2.6, 1.69, 0.89),
+    ("short", "paged", 128, 128): TileTimes(8.0, 2.6, 1.00, 0.45),
+    ("large", "ragged", 64, 64): TileTimes(13.6, 1.8, 1.30, 0.52),
+    ("tall", "ragged", 64, 64): TileTimes(7.8, 4.2, 1.23, 0.41),
+    ("short", "ragged", 64, 64): TileTimes(6.8, 3.7, 1.00, 0.46),
+    ("large", "ragged", 96, 96): TileTimes(14.8, 4.7, 1.13, 0.90),
+    ("middle", "ragged", 96, 96): TileTimes(10.0, 3.2, 1.35, 0.90),
+    ("short", "ragged", 96, 96): TileTimes(7.3, 2.8, 0.92, 0.70),
+    ("large", "ragged", 256, 256): TileTimes(10.4, 3.7, 1.56),
+    ("short", "ragged", 256, 256): TileTimes(5.2, 5.1, 1.28, 0.80),
 }
 
 
@@ -127,7 +152,7 @@ def choose(
         return None
     if problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
         return None
-    tiles = make(problem, shape, _TIMES.get(key))
+    tiles = make(problem, shape, _times(problem, name))
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
@@ -135,6 +160,16 @@ def _is_timed(problem: AttentionProblem) -> bool:
     """Whether the times hold: those of plain attention over keys of 16 bits."""
     has_option = problem.soft_cap or problem.custom_mask or problem.reads_rows
     return not has_option and problem.pos_encoding == "NONE" and problem.dtype_kv.is_float16
+
+
+def _times(problem: AttentionProblem, name: str, kind: str = "") -> TileTimes | None:
+    """Those of ragged keys hold for pages too, where nothing was measured."""
+    dims = problem.head_dim_qk, problem.head_dim_vo
+    kind = kind or _kind(problem)
+    found = _TIMES.get((name, kind, *dims))
+    if found is None and kind == "paged":
+        found = _TIMES.get((name, "ragged", *dims))
+    return found if _is_timed(problem) else None
 
 
 def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
@@ -154,8 +189,7 @@ def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) ->
                 return None
             kind = "fp8 gathered" if is_fp8 else "gathered"
             shape = _shape(problem, kind)
-    key = "large", kind, problem.head_dim_qk, problem.head_dim_vo
-    tiles = shape and make(problem, shape, _TIMES.get(key) if _is_timed(problem) else None)
+    tiles = shape and make(problem, shape, _times(problem, "large", kind))
     return tiles if tiles and tiles.shared_bytes <= max_shared_bytes else None
 
 
@@ -298,6 +332,8 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
         "kTakesLate": shape.takes_late,
         "kSharedBytes": shared,
     }
+    if times is not None:
+        times = times._replace(state=state_time(tile_q, problem.head_dim_vo))
     threads = 128 * (1 + consumers + converters // 4 + shape.gatherers // 4)
     return TileConfig(
         "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated, times

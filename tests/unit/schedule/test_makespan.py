@@ -16,7 +16,7 @@ from cupyattn.schedule.masking import Masking
 from cupyattn.schedule.tile_choice import choose_tiles
 from cupyattn.schedule.tile_shape import TileShape
 
-TIMES = TileTimes(launch=6.0, item=2.0, key_tile=1.0, merge=4.0, state=1.0)
+TIMES = TileTimes(launch=6.0, item=2.0, key_tile=1.0, merge=4.0, state=0.01)
 SLOTS = Slots(132, 132)
 CAUSAL = Masking(-1, 0)
 
@@ -68,7 +68,7 @@ def test_a_full_wave_is_not_split() -> None:
 def test_a_few_long_tiles_fill_the_card_in_parts() -> None:
     split = best_split(even(4, 512), 8, SLOTS, TIMES)
     assert split.chunk == 128
-    assert split.time == pytest.approx(6.0 + 2.0 + 128 + 4.0 + 128 / 132)
+    assert split.time == pytest.approx(6.0 + 2.0 + 128 + 4.0 + 1.28)
     assert best_split(even(4, 512), 8, SLOTS, TIMES, may_split=False).chunk == 0
 
 
