@@ -101,6 +101,7 @@ PORTABLE = (
     Mutation("page-past-the-pool", "page >= table", "page > table", "append"),
     Mutation("page-offset-of-next-position", "position %", "(position + 1) %", "append"),
     Mutation("slot-past-the-cache", "slot <", "slot <=", "slots"),
+    Mutation("quotients-of-infinities", ": q;", ": corrected;", "wide values"),
     # Metadata of serving steps.
     Mutation(
         "chunk-rows-begin-with-the-chunk", "max_of(begin, first_position)", "begin", "serving"

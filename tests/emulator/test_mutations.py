@@ -213,6 +213,11 @@ _RAGGED_PLAN = test_plan_batch.Batch(
 )
 
 
+def _wide_values(**facts: object) -> None:
+    with gpu.plugged_in(**facts):
+        test_page.write_wide_values()
+
+
 def _slots(**facts: object) -> None:
     with gpu.plugged_in(**facts):
         test_page.write_stray_slots()
@@ -285,6 +290,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
         16, {"window_size": (90, 0)}, num_sms=4, **facts
     ),
     "slots": _slots,
+    "wide values": _wide_values,
     "serving": _serving,
     "device plans": _plans(
         _SPLIT_PLAN,
