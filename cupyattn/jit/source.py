@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import io
 import posixpath
 import re
+import zipfile
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,8 @@ from ..errors import CompileError
 
 # Raise when the meaning of a cache entry changes in a way no other part of the key shows.
 SCHEMA = 1
+# What hatch_build.py puts into the package.
+ARCHIVE = "_kernels.zip"
 
 _TYPES_HEADER = "cupyattn/common/types.cuh"
 _BUILTIN_TYPES = ("float", "bool")
@@ -120,23 +125,44 @@ def _member(key: str, value: object) -> str:
     return f"static constexpr int {key} = {int(value)};"
 
 
-def kernels_dir() -> Path:
-    """The folder of the CUDA sources: CUPYATTN_KERNELS_DIR, the installed copy, or a checkout's.
+# A folder of CUDA sources, or an archive of them: both have `/`, is_file(), is_dir(), iterdir() and
+# read_text().
+Sources: TypeAlias = Path | zipfile.Path
 
-    Raises CompileError if there is none.
+
+def kernels_dir() -> Sources:
+    """The CUDA sources: the folder CUPYATTN_KERNELS_DIR, the archive of an installed package, or a
+    checkout's folder.
+
+    Raises CompileError if there are none.
     """
     package = Path(__file__).resolve().parents[1]
     chosen = env.KERNELS_DIR.get()
     places = [Path(chosen).expanduser().absolute()] if chosen else []
-    places = places or [package / "_kernels", package.parent / "kernels"]
+    places = places or [package / ARCHIVE, package.parent / "kernels"]
     for place in places:
-        if (place / "entry").is_dir():
-            return place
+        found = _archive(place) if place.name == ARCHIVE and place.is_file() else place
+        if (found / "entry").is_dir():
+            return found
     looked = " and ".join(map(str, places))
     raise CompileError(
         f"kernels: no folder with an entry/ in it at {looked}; reinstall cupyattn, or point "
         f"{env.KERNELS_DIR.name} at the CUDA sources"
     )
+
+
+@functools.cache
+def _archive(path: Path) -> zipfile.Path:
+    """The archive at `path`, in memory: an open file's position is shared with forked processes."""
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+        archive.filename = str(path)
+        return zipfile.Path(archive)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CompileError(
+            f"kernels: {path} cannot be read ({error}); reinstall cupyattn, or point "
+            f"{env.KERNELS_DIR.name} at the CUDA sources"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -145,7 +171,7 @@ class Program:
 
     name: str
     config: Config
-    root: Path
+    root: Sources
     includes: dict[str, str]
 
     @classmethod
@@ -157,7 +183,8 @@ class Program:
         root = kernels_dir()
         entry = f"entry/{name}.cu"
         if not _KERNEL_NAME.match(name) or not (root / entry).is_file():
-            have = ", ".join(sorted(path.stem for path in (root / "entry").glob("*.cu"))) or "none"
+            names = (path.name for path in (root / "entry").iterdir())
+            have = ", ".join(sorted(x[:-3] for x in names if x.endswith(".cu"))) or "none"
             raise CompileError(f"kernel: no file {entry} in {root}; the kernels there are {have}")
         includes: dict[str, str] = {}
         _read_graph(root, _TYPES_HEADER, includes, "the generated Config")
@@ -169,8 +196,13 @@ class Program:
         return f"cupyattn_{self.name}"
 
     @property
-    def entry_path(self) -> Path:
+    def entry_path(self) -> Sources:
         return self.root / "entry" / f"{self.name}.cu"
+
+    @property
+    def include_folder(self) -> Path | None:
+        """Where the compiler finds includes; None if it must be given their text."""
+        return self.root if isinstance(self.root, Path) else None
 
     @property
     def text(self) -> str:
@@ -191,7 +223,7 @@ class Program:
         return hashlib.sha256(framed).hexdigest()[:32]
 
 
-def _read_graph(root: Path, path: str, seen: dict[str, str], includer: str) -> None:
+def _read_graph(root: Sources, path: str, seen: dict[str, str], includer: str) -> None:
     if path in seen:
         return
     try:
@@ -217,7 +249,7 @@ def _read_graph(root: Path, path: str, seen: dict[str, str], includer: str) -> N
         _read_graph(root, include, seen, where)
 
 
-def _resolve(root: Path, includer: str, include: str, seen: Container[str]) -> str | None:
+def _resolve(root: Sources, includer: str, include: str, seen: Container[str]) -> str | None:
     """The path below `root` that `include` means inside the file `includer`, if there is one."""
     for folder in (posixpath.dirname(includer), ""):
         candidate = posixpath.normpath(posixpath.join(folder, include))

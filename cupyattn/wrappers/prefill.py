@@ -9,6 +9,7 @@ from ..batch.mask import read_intervals, read_mask
 from ..batch.requests import (
     Batch,
     PageNames,
+    on_host,
     read_paged,
     read_ragged,
     read_rows,
@@ -216,11 +217,13 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         unit = 1
         if self._in_elements:
             unit = _count_token(num_qo_heads, "num_qo_heads", head_dim_qk)
+        last = None if page_size == 1 else paged_kv_last_page_len
+        qo_indptr, paged_kv_indptr, last = on_host(qo_indptr, paged_kv_indptr, last)
         batch = read_paged(
             read_rows(qo_indptr, unit=unit),
             paged_kv_indptr,
             paged_kv_indices,
-            paged_kv_last_page_len,
+            paged_kv_last_page_len if last is None else last,
             page_size,
             _NAMES,
             self._is_debugging(),
@@ -454,6 +457,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
                 for dim in (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
                 for heads, name in ((num_qo_heads, "num_qo_heads"), (num_kv_heads, "num_kv_heads"))
             ]
+        qo_indptr, kv_indptr = on_host(qo_indptr, kv_indptr)
         batch = read_ragged(read_rows(qo_indptr, unit=units[0]), kv_indptr, units[1])
         if not o_indptr is v_indptr is None:
             require_same_offsets(o_indptr, "o_indptr", batch.qo_indptr, units[2])

@@ -22,6 +22,8 @@ from .config import struct_of as _struct
 # Row classes, and the most packed query rows of each but the last.
 DECODE, VERIFY, SMALL, LARGE = ROW_CLASSES = "decode", "verify", "small", "large"
 MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
+# The same rows where a batch has so few blocks that each may have an SM of its own.
+FEW = {DECODE: "few decode", VERIFY: "few verify"}
 
 _MASK_MAP_BYTES = 4 + 2 * 4096 // 8
 _PLACEHOLDER = 16
@@ -122,6 +124,8 @@ def portable_config(
     arch: str = "sm_90a",
 ) -> TileConfig:
     """The same of the kernels that run on every architecture."""
+    if rows in FEW.values():
+        return _choose_few(problem, max_shared_bytes, 2 if rows == FEW[VERIFY] else 1)
     if rows == DECODE:
         return _choose_decode(problem, max_shared_bytes)
     if rows == VERIFY and (tiles := _choose_verify(problem, max_shared_bytes)):
@@ -266,6 +270,19 @@ def _choose_decode(
         ]
         if fitting:
             return fitting[-1]
+    raise AssertionError(f"no decode tile fits {max_shared_bytes} bytes of shared memory")
+
+
+def _choose_few(problem: AttentionProblem, max_shared_bytes: int, mma_q: int) -> TileConfig:
+    """Twice the warps of other blocks, and the shared memory of a whole SM for their stages."""
+    row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
+    q_in_registers = problem.head_dim_qk <= 192 and (mma_q == 1 or problem.head_dim_qk <= 64)
+    keys = 16 if row_bytes >= 512 or mma_q == 2 else 32
+    for warps in (8, 4, 2, 1):
+        for stages in (4, 3, 2):
+            tiles = decode_tiles(problem, warps, keys, stages, 1, q_in_registers, mma_q)
+            if tiles.shared_bytes <= max_shared_bytes:
+                return tiles
     raise AssertionError(f"no decode tile fits {max_shared_bytes} bytes of shared memory")
 
 

@@ -175,16 +175,10 @@ def _caps_rows(problem: AttentionProblem) -> bool:
     return is_long or (problem.soft_cap and problem.reads_rows)
 
 
-def summary() -> str:
-    """What runs on Hopper's own units, in a line."""
-    dims = ", ".join(
-        f"{qk}" if qk == vo else f"{qk}/{vo}" for kind, qk, vo in _TILES if kind == "paged"
-    )
-    return (
-        f"on sm_90 by wgmma for head dims {dims}; not for RoPE over fp8 keys, or in pages of other "
-        "than multiples of 8 keys, nor at head dim 256 for a custom mask over fp8 keys or such "
-        "pages, which the portable kernel serves"
-    )
+HEAD_DIMS = tuple(
+    f"{qk}" if qk == vo else f"{qk}/{vo}" for kind, qk, vo in _TILES if kind == "paged"
+)
+"""What `cupyattn info` says of them. docs/support.md has the options with each."""
 
 
 class L2Swizzle(NamedTuple):

@@ -60,7 +60,8 @@ struct AttentionParams {
   LogitsArray logits_arrays[kMaxLogitsArrays];  // read by user-written logits
   float* partial_o;       // [split tiles, num_kv_heads, num_splits, rows of a tile, head_dim_vo]
   float* partial_lse;     // [split tiles, num_kv_heads, num_splits, rows of a tile]
-  uint32_t* counters;     // [split tiles, num_kv_heads], zero before and after the launch
+  uint32_t* counters;     // [split tiles, num_kv_heads, blocks of a cluster], zero before and after
+                          // the launch; nullptr: a later launch merges
   const WorkItem* work;   // [num_work]; nullptr: one request, and the grid says who does what
   const int32_t* merges;  // [split tiles], an item of each in `work`; a cascade's: see levels.cuh
   const int32_t* kv_indices;  // pages of all requests, one after another; read by paged kernels
