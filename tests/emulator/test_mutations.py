@@ -332,6 +332,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "cascade in a graph": test_cascade.run_graph,
     # The kernels of Hopper; all others above are the portable ones.
     "hopper expression by head": _expression("mask by head", 90, 300),
+    "hopper linear expression": _expression("alibi", 90, 500),
     "hopper causal": _single({"causal": True, "qo_len": 80, "kv_len": 300, "group": 4}),
     "hopper alibi causal": _single(
         {"causal": True, "qo_len": 80, "kv_len": 300, "group": 4, "pos_encoding_mode": "ALIBI"}
