@@ -36,8 +36,8 @@ Modules:
     integrations (torch.compile, jax.jit, transformers), paging (page tables in NumPy), reference
     (the answers of the CPU), typing
 Errors:
-    CupyAttnError and its kinds ArgumentError, UnsupportedError, PlanError, WorkspaceError,
-    CompileError, DeviceError
+    CupyAttnError and its kinds ArgumentError (ExpressionError), UnsupportedError, PlanError,
+    WorkspaceError, CompileError, DeviceError
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ _EXPORTS = {
     "segment_packbits": "quantization",
     "CupyAttnError": "errors",
     "ArgumentError": "errors",
+    "ExpressionError": "errors",
     "UnsupportedError": "errors",
     "PlanError": "errors",
     "WorkspaceError": "errors",
@@ -145,6 +146,7 @@ if TYPE_CHECKING:
     from .errors import CompileError as CompileError
     from .errors import CupyAttnError as CupyAttnError
     from .errors import DeviceError as DeviceError
+    from .errors import ExpressionError as ExpressionError
     from .errors import PlanError as PlanError
     from .errors import UnsupportedError as UnsupportedError
     from .errors import WorkspaceError as WorkspaceError

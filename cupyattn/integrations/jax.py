@@ -12,14 +12,20 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from .. import dot_product, page
+from .. import cascade, dot_product, mla, page
 from ..array import CPU, ArrayView, Device, as_cupy, as_numpy
 from ..core import dtypes
 from ..core.cupy_module import cupy_module
 from ..errors import ArgumentError, UnsupportedError
 from .xla_ffi import Buffer, Frame, handler
 
-__all__ = ["append_paged_kv_cache", "dot_product_attention"]
+__all__ = [
+    "append_paged_kv_cache",
+    "dot_product_attention",
+    "merge_state",
+    "merge_states",
+    "trtllm_batch_decode_with_kv_cache_mla",
+]
 
 _TARGET = "cupyattn_call"
 
@@ -127,6 +133,80 @@ def append_paged_kv_cache(
     aliases = {first + index: index for index in range(len(pages))}
     made = _call("append_paged_kv_cache", arrays, constants, outputs, aliases)
     return tuple(made) if is_pair else made[0]
+
+
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: Any,
+    kv_cache: Any,
+    workspace_buffer: None,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Any,
+    seq_lens: Any,
+    max_seq_len: int,
+    sparse_mla_top_k: int = 0,
+    *,
+    bmm1_scale: float = 1.0,
+    bmm2_scale: float = 1.0,
+    sinks: Any = None,
+    return_lse: bool = False,
+    cum_seq_lens_q: Any = None,
+    max_q_len: int | None = None,
+    sparse_mla_top_k_lens: Any = None,
+) -> Any:
+    """`cupyattn.mla.trtllm_batch_decode_with_kv_cache_mla` of JAX arrays or tracers; workspaces are
+    memory of the call.
+
+    Arrays may be traced; dimensions, scales and max_seq_len are constants of the compiled function.
+    Returns as that function does. Errors and vmap as in `dot_product_attention` here.
+    """
+    if workspace_buffer is not None:
+        raise UnsupportedError("workspace_buffer: JAX arrays cannot be written; pass None")
+    arrays = {
+        "query": query,
+        "kv_cache": kv_cache,
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+        "sinks": sinks,
+        "cum_seq_lens_q": cum_seq_lens_q,
+        "sparse_mla_top_k_lens": sparse_mla_top_k_lens,
+    }
+    constants = {
+        "qk_nope_head_dim": qk_nope_head_dim,
+        "kv_lora_rank": kv_lora_rank,
+        "qk_rope_head_dim": qk_rope_head_dim,
+        "max_seq_len": max_seq_len,
+        "sparse_mla_top_k": sparse_mla_top_k,
+        "bmm1_scale": bmm1_scale,
+        "bmm2_scale": bmm2_scale,
+        "max_q_len": max_q_len,
+    }
+    rows = tuple(query.shape[:-1])
+    outputs = [((*rows, kv_lora_rank), query.dtype)]
+    if return_lse:
+        outputs.append((rows, "float32"))
+    made = _call("trtllm_batch_decode_with_kv_cache_mla", arrays, constants, outputs)
+    return (made[0], made[1]) if return_lse else made[0]
+
+
+def merge_state(
+    v_a: Any, s_a: Any, v_b: Any, s_b: Any, *, lse_base_on_e: bool = False
+) -> tuple[Any, Any]:
+    """`cupyattn.merge_state` of JAX arrays or tracers: (v [n, H, D], s float32 [n, H])."""
+    arrays = {"v_a": v_a, "s_a": s_a, "v_b": v_b, "s_b": s_b}
+    outputs = [(v_a.shape, v_a.dtype), (v_a.shape[:-1], "float32")]
+    out, lse = _call("merge_state", arrays, {"lse_base_on_e": lse_base_on_e}, outputs)
+    return out, lse
+
+
+def merge_states(v: Any, s: Any, *, lse_base_on_e: bool = False) -> tuple[Any, Any]:
+    """`cupyattn.merge_states` of JAX arrays or tracers, v [n, m, H, D] and s [n, m, H]."""
+    shape = (v.shape[0], *v.shape[2:])
+    outputs = [(shape, v.dtype), (shape[:-1], "float32")]
+    constants = {"lse_base_on_e": lse_base_on_e}
+    out, lse = _call("merge_states", {"v": v, "s": s}, constants, outputs)
+    return out, lse
 
 
 # --- the call site, while JAX traces ---
@@ -284,7 +364,26 @@ def _append(arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any
     page.append_paged_kv_cache(**given, **constants, paged_kv_cache=cache)
 
 
+def _attend_latent(arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any]) -> None:
+    out, lse = outputs[0], outputs[1] if len(outputs) > 1 else None
+    mla.trtllm_batch_decode_with_kv_cache_mla(
+        **arrays,
+        **constants,
+        workspace_buffer=None,
+        out=out,
+        lse=lse,
+        return_lse=lse is not None,
+    )
+
+
+def _merge(function: Any, arrays: dict[str, Any], constants: dict[str, Any], to: list[Any]) -> None:
+    function(**arrays, **constants, out=to[0], lse=to[1])
+
+
 _RUNS: dict[str, Callable[[dict[str, Any], dict[str, Any], list[Any]], None]] = {
     "append_paged_kv_cache": _append,
     "dot_product_attention": _attend,
+    "merge_state": functools.partial(_merge, cascade.merge_state),
+    "merge_states": functools.partial(_merge, cascade.merge_states),
+    "trtllm_batch_decode_with_kv_cache_mla": _attend_latent,
 }

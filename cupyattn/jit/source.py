@@ -32,7 +32,17 @@ _QUOTED = re.compile(r'"([^"]+)"')
 _INT32 = range(-(2**31), 2**31)
 
 
-class Config(Mapping[str, "int | bool | DType"]):
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The members of a type of a Config, as C++ that this library has written; never a caller's."""
+
+    text: str = ""
+
+
+Constant: TypeAlias = "int | bool | DType | Members"
+
+
+class Config(Mapping[str, Constant]):
     """The compile-time constants of one kernel: `kCamelCase` ints and bools, `CamelCase` types.
 
     Immutable; compares and hashes by `text`, the C++ struct it becomes, so two configs are equal
@@ -43,12 +53,12 @@ class Config(Mapping[str, "int | bool | DType"]):
 
     text: str
 
-    def __init__(self, values: Mapping[str, int | bool | DType]) -> None:
+    def __init__(self, values: Mapping[str, Constant]) -> None:
         self._values = dict(sorted(values.items()))
         members = "".join(f"  {_member(key, value)}\n" for key, value in self._values.items())
         self.text = f"struct Config {{\n{members}}};\n"
 
-    def __getitem__(self, key: str) -> int | bool | DType:
+    def __getitem__(self, key: str) -> Constant:
         return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -66,7 +76,7 @@ class Config(Mapping[str, "int | bool | DType"]):
     def __repr__(self) -> str:
         return "Config(" + ", ".join(f"{k}={v!r}" for k, v in self._values.items()) + ")"
 
-    def __reduce__(self) -> tuple[type[Config], tuple[dict[str, int | bool | DType]]]:
+    def __reduce__(self) -> tuple[type[Config], tuple[dict[str, Constant]]]:
         return Config, (self._values,)
 
     @property
@@ -75,7 +85,9 @@ class Config(Mapping[str, "int | bool | DType"]):
         parts = []
         for key, value in self._values.items():
             short = key[1:] if _CONSTANT_NAME.match(key) else key
-            if isinstance(value, DType):
+            if isinstance(value, Members):
+                parts += [short] if value.text else []
+            elif isinstance(value, DType):
                 parts.append(f"{short.removeprefix('DType')}-{value.name}")
             elif value is True:
                 parts.append(short)
@@ -84,10 +96,18 @@ class Config(Mapping[str, "int | bool | DType"]):
         return "_".join(parts)[:96]
 
     def as_json(self) -> dict[str, int | bool | str]:
-        return {k: v.name if isinstance(v, DType) else v for k, v in self._values.items()}
+        return {key: _plain(value) for key, value in self._values.items()}
+
+
+def _plain(value: Constant) -> int | bool | str:
+    if isinstance(value, Members):
+        return value.text
+    return value.name if isinstance(value, DType) else value
 
 
 def _member(key: str, value: object) -> str:
+    if isinstance(value, Members) and _TYPE_NAME.match(key):
+        return f"struct {key} {{\n{value.text}  }};" if value.text else f"struct {key} {{}};"
     if isinstance(value, DType):
         if _TYPE_NAME.match(key):
             scope = "" if value.cpp in _BUILTIN_TYPES else "cupyattn::"

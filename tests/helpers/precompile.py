@@ -129,7 +129,9 @@ class Recorder:
             )
         if not prefill.fused_merge:
             self.found["merge_splits", merge_splits.config(problem, prefill.tile_q)] = None
-        return SimpleNamespace(function=None, tiles=tiles, num_slots=264, num_sms=132)
+        return SimpleNamespace(
+            function=None, tiles=tiles, num_slots=264, num_sms=132, has_clusters=False
+        )
 
     def load_kernel(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,13 +10,18 @@ import numpy as np
 from ...core.problem import AttentionProblem
 from ...schedule.batch import BatchRequests
 from ...schedule.levels import Served
-from ...schedule.tile_shape import TileShape
+from ...schedule.tile_shape import TileShape, cluster_size
 from ..tiles.config import TileConfig
-from ..tiles.select import DECODE, MOST_ROWS, ROW_CLASSES, VERIFY, row_class
+from ..tiles.select import DECODE, FEW, MOST_ROWS, ROW_CLASSES, VERIFY, row_class
 from .single import LoadedKernel, load_kernel, load_mixed
 
 # A row class, or the two of a mixed kernel: prefill's, then decode's.
 Rows = str | tuple[str, str]
+# How often the warps of a block take a row of a tile to merge its parts, at most: more are left to
+# a launch, which takes some 2.5 us.
+_MOST_PASSES = 2
+# Of requests whose keys nobody has counted yet: many, but not so many that clusters are no use.
+UNKNOWN_LENGTH = 4096
 
 
 class Kernel(NamedTuple):
@@ -56,6 +62,8 @@ class Kernels:
         self._page_size = page_size
         self._device_index = device_index
         self._known: dict[Rows, Kernel | None] = {}
+        self._in_clusters = lru_cache(maxsize=None)(TileShape.in_clusters)
+        self._merged_apart = lru_cache(maxsize=None)(TileShape.merged_apart)
 
     def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
         """The requests at these indices."""
@@ -81,6 +89,29 @@ class Kernels:
             found = _kernel_of(mixed, kinds)
         self._known[rows] = found
         return found
+
+    def choose(
+        self, rows: str, num_items: int, longest: int, most_rows: int
+    ) -> tuple[str, TileShape]:
+        """The kernel for a row class and what a plan must know of its only kind of tiles.
+
+        num_items  of all KV heads without splits, each of up to `longest` keys and `most_rows` rows
+        """
+        kernel = self.get(rows)
+        shape = kernel.shapes[0]
+        if not kernel.kinds[0].fused_merge or self._problem.is_wide:
+            return rows, shape
+        if kernel.loaded.has_clusters and 4 * num_items <= kernel.loaded.num_sms:
+            few = self.get(FEW[rows])
+            key_tiles = -(-longest // few.shapes[0].tile_kv)
+            cluster = cluster_size(num_items, key_tiles, few.loaded.num_sms)
+            if cluster > 1:
+                most = few.loaded.most_clusters(cluster)
+                if num_items <= most:
+                    return FEW[rows], self._in_clusters(few.shapes[0], cluster, most)
+        if most_rows > _MOST_PASSES * shape.rows_at_a_time:
+            return rows, self._merged_apart(shape)
+        return rows, shape
 
     def mixed_rows(self, lengths: np.ndarray) -> tuple[str, str] | None:
         """The row group_by_row_class of a mixed kernel for requests of so many query tokens.

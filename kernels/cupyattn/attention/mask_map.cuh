@@ -18,7 +18,7 @@ template <typename Config>
 struct MaskScan {
   static constexpr int kTileKV = Config::kTileKV, kThreads = Config::kThreads;
   static constexpr int kWarps = kThreads / kWarpSize, kRowWords = ceil_div(kTileKV, 32);
-  using Mask = MaskOf<true, Config::kMaskForm>;
+  using Mask = MaskOfForm<Config::kMaskForm, typename Config::LogitsExpression>;
 
   const AttentionParams& params;
   MaskMap& map;  // in shared memory
@@ -50,18 +50,22 @@ struct MaskScan {
   __device__ __forceinline__ void add_tile(const Request& request, const KeyRange& range, int word,
                                            int key) const {
     const int first = range.first_token + threadIdx.x / kWarpSize, last = range.last_token;
+    const int num_heads = Mask::kReadsHeads ? params.num_kv_heads * params.group_size : 1;
     // Keys that some of these tokens see, and keys that all of them see.
     uint32_t some[kRowWords] = {}, all[kRowWords];
 #pragma unroll
     for (int w = 0; w < kRowWords; ++w) all[w] = ~0u;
 #pragma unroll 4
     for (int token = first; token <= last; token += kWarps) {  // mutate: mask-scanned-by-one-warp
-      uint32_t bits[kRowWords];
-      Mask::load(bits, params, request, token, key);
+#pragma unroll 1
+      for (int head = 0; head < num_heads; ++head) {  // mutate: mask-scanned-for-one-head
+        uint32_t bits[kRowWords];
+        Mask::load(bits, params, request, token, key, head);
 #pragma unroll
-      for (int w = 0; w < kRowWords; ++w) {
-        some[w] |= bits[w];
-        all[w] &= bits[w];
+        for (int w = 0; w < kRowWords; ++w) {
+          some[w] |= bits[w];
+          all[w] &= bits[w];
+        }
       }
     }
     bool is_any = false, is_mixed = range.cuts(key, kTileKV);

@@ -152,18 +152,24 @@ __device__ __forceinline__ void store_output_vectors(DTypeO* row, const float (&
   }
 }
 
-// Announces this block's partial states; true in exactly one block of the tile, the last one. One
-// thread orders the memory of all: barriers of the block pass its order on to the others.
-__device__ __forceinline__ bool arrive_last(const AttentionParams& params, const TileWork& work,
-                                            int thread, uint32_t* shared_flag) {
+// Announces this block's partial states; true in the last of `count` blocks only. One thread orders
+// the memory of all: barriers of the block pass its order on to the others.
+__device__ __forceinline__ bool arrive_last(uint32_t* counter, int count, int thread,
+                                            uint32_t* shared_flag) {
   ptx::block_sync();
   if (thread == 0) {
-    const uint32_t last = static_cast<uint32_t>(work.num_splits - 1);
-    uint32_t* counter = params.counters + work.counter(params);
+    const uint32_t last = static_cast<uint32_t>(count - 1);
     *shared_flag = ptx::atomic_inc_wrap_acq_rel(counter, last) == last;
   }
   ptx::block_sync();  // mutate: last-block-flag-read-early
   return *shared_flag != 0;
+}
+
+// The same of the blocks of a tile.
+__device__ __forceinline__ bool arrive_last(const AttentionParams& params, const TileWork& work,
+                                            int thread, uint32_t* shared_flag) {
+  uint32_t* const counter = params.counters + work.counter(params);
+  return arrive_last(counter, work.num_splits, thread, shared_flag);
 }
 
 // Merges the states of one row and writes the result; a whole warp takes part. All lanes call
