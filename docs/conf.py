@@ -96,12 +96,12 @@ def _to_rest(app: Any, what: str, name: str, obj: Any, options: Any, lines: list
 
 
 def _unlinked(app: Any, docname: str, content: list[str]) -> None:
-    """Folders of the tree, and notebooks that were not executed yet, are words without a link."""
+    """Folders of the tree, and notebooks that were not executed yet, become words without a link."""
     folder = (ROOT / docname).parent
 
     def plain(link: re.Match[str]) -> str:
         target = folder / link[2]
-        is_missing = target.suffix == ".ipynb" and not target.exists()
+        is_missing = target.suffix in ("", ".ipynb") and not target.exists()
         return link[1] if target.is_dir() or is_missing else link[0]
 
     content[0] = re.sub(r"\[([^\]\n]+)\]\(([^)\s#:]+)\)", plain, content[0])
