@@ -139,7 +139,8 @@ def flash_attn_func(
         *(q_descale, k_descale, v_descale, alibi_slopes, _either(sinks=sinks, s_aux=s_aux), out),
         _asks(return_attn_probs, return_softmax_lse),
     )
-    return attend(batch, common)
+    answer = None if rows is None else _again(batch, common)
+    return attend(batch, common) if answer is None else answer
 
 
 @untraced

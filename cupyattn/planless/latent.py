@@ -84,7 +84,7 @@ class _Prepared:
             x and at.workspace + place
             for x, place in zip((at.scale_q, 0, at.scale_v), plan.scales, strict=True)
         )
-        optional = params.OPTIONAL.pack(rows, 0, at.sinks, *used, 0)
+        optional = params.OPTIONAL.pack(rows, 0, at.sinks, *used, 0, params.NO_LOGITS_ARRAYS)
         scales = at.scale_q, 0, at.scale_v
         plan_batch.launch(plan, planned, indices, scales, device, stream)
         second = self.second.pack(at.q, at.q_rope, at.k, at.k_rope)

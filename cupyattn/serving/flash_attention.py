@@ -103,6 +103,8 @@ class FlashAttentionBackend:
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """The host's part: which memory a step uses. in_capture: that of graphs."""
         batch, core = self._batch(forward_batch), self.core
+        if in_capture:
+            batch.seq_lens_host = None  # of a batch made up for the capture: no bound of replays
         bs = core._check(batch)
         store = core._store_for(batch, bs, in_capture)
         core._use(store, bs, store.form.first_step, batch)

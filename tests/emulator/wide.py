@@ -200,7 +200,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         0 if is_latent else memory(v),
         memory(o, True),
         structs.OPTIONAL.pack(
-            memory(lse, True) if case.has_lse else 0, 0, memory(sinks), 0, 0, 0, 0
+            memory(lse, True) if case.has_lse else 0, 0, memory(sinks), 0, 0, 0, 0, b""
         ),
         memory(partial_o, True),
         memory(partial_lse, True),
@@ -245,6 +245,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
                 "DTypeO": dtypes.parse(case.o_dtype or case.dtype),
                 "kHeadDimVO": DIM_VO,
                 "kTileQ": TILE_Q,
+                "kSharesRows": False,
                 "kWarps": 4,
                 "kAligned": True,
             }
