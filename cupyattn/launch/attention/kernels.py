@@ -26,6 +26,9 @@ _MOST_TILES_OF_SMALL = 32
 # Of requests whose keys nobody has counted yet: many, but not so many that clusters are no use.
 UNKNOWN_LENGTH = 4096
 
+_in_clusters = lru_cache(maxsize=256)(TileShape.in_clusters)
+_merged_apart = lru_cache(maxsize=256)(TileShape.merged_apart)
+
 
 class Kernel(NamedTuple):
     """A kernel, and what a plan must know of each kind of its tiles."""
@@ -65,8 +68,6 @@ class Kernels:
         self._page_size = page_size
         self._device_index = device_index
         self._known: dict[Rows, Kernel | None] = {}
-        self._in_clusters = lru_cache(maxsize=None)(TileShape.in_clusters)
-        self._merged_apart = lru_cache(maxsize=None)(TileShape.merged_apart)
 
     def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
         """The requests at these indices."""
@@ -117,7 +118,7 @@ class Kernels:
                 # Clusters need neighbouring SMs, so fewer of them fit than their blocks.
                 most = few.loaded.most_clusters(cluster)
                 if num_items <= most:
-                    return FEW[rows], self._in_clusters(few.shapes[0], cluster, most)
+                    return FEW[rows], _in_clusters(few.shapes[0], cluster, most)
                 cluster //= 2
         if most_rows <= _MOST_PASSES * shape.rows_at_a_time:
             return rows, shape
@@ -126,7 +127,7 @@ class Kernels:
         tiles_a_slot = num_items * -(-longest // shape.tile_kv) / shape.num_slots
         if rows == VERIFY and tiles_a_slot <= _MOST_TILES_OF_SMALL and self._is_plain():
             return SMALL, self.get(SMALL).shapes[0]
-        return rows, self._merged_apart(shape)
+        return rows, _merged_apart(shape)
 
     def _is_plain(self) -> bool:
         """Whether the kernels of this problem were compared for these rows."""
