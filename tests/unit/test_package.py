@@ -138,6 +138,9 @@ def test_the_metadata(wheel: Path) -> None:
     assert {"Typing :: Typed", "Programming Language :: Python :: 3.14"} <= set(classifiers)
     assert metadata["License-Expression"] == "Apache-2.0" and "Apache License" in licence
     assert "cupyattn = cupyattn.cli:main" in entry_points
+    for group, engine in (("sglang.srt.plugins", "sglang"), ("vllm.general_plugins", "vllm")):
+        line = f"cupyattn = cupyattn.integrations.{engine}:register"
+        assert f"[{group}]\n{line}" in entry_points
 
 
 def test_the_wheel_answers_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
