@@ -165,6 +165,10 @@ class BatchLauncher:
             schedule.longest = int(requests.kv_len.max(initial=0))
         return rotate_batch.reserve_rotated(schedule, requests, self._keys, capacity)
 
+    def kernels(self) -> list[Kernel]:
+        """The kernels that plans have asked for so far."""
+        return self._kernels.known()
+
     def tiles(self, rows: str) -> TileConfig:
         """The tiles of a row class."""
         return self._kernels.get(rows).kinds[0]
