@@ -40,7 +40,14 @@ from ..tiles.config import TileConfig
 from ..tiles.select import LARGE, MOST_ROWS, SMALL, VERIFY, row_class
 from . import rotate_batch, rotate_keys, tma_sm90
 from .bound_run import BoundRun, Step, in_order
-from .kernels import UNKNOWN_LENGTH, Kernel, KernelGroup, Kernels, group_by_row_class
+from .kernels import (
+    MOST_PARTS,
+    UNKNOWN_LENGTH,
+    Kernel,
+    KernelGroup,
+    Kernels,
+    group_by_row_class,
+)
 from .layout import BatchSchedule, Capacity, EqualRequests, KernelWork, Layout, Reserved
 
 _MAX_CACHED = 1024
@@ -152,6 +159,8 @@ class BatchLauncher:
                 rows, shape = self.choose(len(requests.kv_len), qo_len, longest, splitting)
             plan = self._plan(chosen, shape, splitting)
             if len(plan.items):
+                if plan.num_states > MOST_PARTS and len(found) == 1:
+                    shape = self._kernels.merged_by(shape, plan)
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
                 works.append(self._kernel_work(rows, shape, plan, exact, slots))
             slots = 0

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.problem import AttentionProblem
-from ...schedule.batch import BatchRequests
+from ...schedule.batch import NUM_SPLITS, BatchPlan, BatchRequests
 from ...schedule.levels import Served
 from ...schedule.tile_shape import TileShape, cluster_size
 from ..tiles.config import TileConfig
@@ -23,6 +23,8 @@ _MOST_PASSES = 2
 # Tiles of keys for each block that runs at a time, up to which prefill's kernel serves 17 to 32
 # rows.
 _MOST_TILES_OF_SMALL = 32
+# States that a warp of a fused merge asks for at a time: more of them are two round trips.
+MOST_PARTS = 16
 # Of requests whose keys nobody has counted yet: many, but not so many that clusters are no use.
 UNKNOWN_LENGTH = 4096
 
@@ -128,6 +130,14 @@ class Kernels:
         if rows == VERIFY and tiles_a_slot <= _MOST_TILES_OF_SMALL and self._is_plain():
             return SMALL, self.get(SMALL).shapes[0]
         return rows, _merged_apart(shape)
+
+    def merged_by(self, shape: TileShape, plan: BatchPlan) -> TileShape:
+        """The shape of a plan where a launch merges, if a tile has more parts than a warp asks for
+        at a time; else the same."""
+        if not shape.is_fused or not shape.part_cost or shape.cluster > 1:
+            return shape
+        most = np.maximum.reduce(plan.items[plan.merges, NUM_SPLITS])
+        return self._merged_apart(shape) if most > MOST_PARTS else shape
 
     def _is_plain(self) -> bool:
         """Whether the kernels of this problem were compared for these rows."""
