@@ -151,6 +151,7 @@ class BatchWrapper(Untraced):
         self._turns = Turns(is_on_gpu=False)
         self._current: Plan | None = None
         self._frozen: tuple[PlanOptions, Capacity, tuple[int, bool]] | None = None
+        self._frozen_logits = params.NO_LOGITS_ARRAYS
         # The last run that needed another variant than the planned one: its geometry, its variant.
         self._preferred: tuple[Geometry, Variant] | None = None
         self._known: _Known | None = None
@@ -326,6 +327,11 @@ class BatchWrapper(Untraced):
         if arrays and geometry.spec.logits is not None:
             plan.logits = plan.views = arrays
             plan.packed_logits = params.pack_logits_arrays((v.ptr, v.shape) for v in arrays)
+        if self._frozen is not None and plan.packed_logits != self._frozen_logits:
+            raise PlanError(
+                "logits_params: has other arrays than the first plan of this wrapper, which a "
+                "captured graph reads; write into those, or use a separate wrapper"
+            )
         # --- 2. Schedule on the host ---
         made = self._schedule(plan)
         if given.device.kind == "cpu":
@@ -335,6 +341,7 @@ class BatchWrapper(Untraced):
             self._upload(plan, made)
         if capacity is not None and self._frozen is None:
             self._frozen = given, capacity, split
+            self._frozen_logits = plan.packed_logits
         plan.owner = self._turns.begin()
         self._current = plan
 

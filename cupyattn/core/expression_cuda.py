@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from .expression import COMPARISONS, FLOAT, INT, Node, Parameter
 from .logits import LogitsExpression
@@ -49,6 +50,10 @@ def members(logits: LogitsExpression | None) -> str:
         rest, row_value = _split_row_value(logits.transform)
         text += _function("float", "row_value", writer.real(row_value))
         text += _function("float", "transform", writer.real(rest))
+        exponent = writer.exponent(rest)
+        text += f"    static constexpr bool kIsLinear = {'true' if exponent else 'false'};\n"
+        if exponent:
+            text += _function("float", "exponent", exponent, ", float shift")
     if logits.mask is not None:
         heads = "true" if logits.mask_reads_heads else "false"
         text += f"    static constexpr bool kReadsHeads = {heads};\n"
@@ -56,10 +61,11 @@ def members(logits: LogitsExpression | None) -> str:
     return text
 
 
-def _function(type: str, name: str, body: str) -> str:
+def _function(type: str, name: str, body: str, more: str = "") -> str:
+    given = f"[[maybe_unused]] const At& at{more}"
     return (
         "    template <typename At>\n"
-        f"    static __device__ __forceinline__ {type} {name}([[maybe_unused]] const At& at) {{\n"
+        f"    static __device__ __forceinline__ {type} {name}({given}) {{\n"
         f"      return {body};\n"
         "    }\n"
     )
@@ -87,6 +93,21 @@ def _replaced(node: Node, old: Node) -> Node:
     if node == old:
         return _ROW_VALUE
     return replace(node, args=tuple(_replaced(x, old) for x in node.args))
+
+
+class _Linear(NamedTuple):
+    """The terms of a sum, as C++.
+
+    factors  what multiplies the logit
+    fixed    terms that no key changes
+    slopes   factors that no key changes, with the first key's integer and what it grows by a key
+    others   all else
+    """
+
+    factors: list[str]
+    fixed: list[str]
+    slopes: list[tuple[str, str, int]]
+    others: list[str]
 
 
 @dataclass(frozen=True)
@@ -154,6 +175,53 @@ class _Writer:
         first = self.write(_with_first_key(place))
         steps = f"{step} * static_cast<float>(at.kv_step)"
         return f"({slope} * static_cast<float>({first}) + {slope} * ({steps}))"
+
+    def exponent(self, node: Node) -> str:
+        """The transform to base 2 plus `shift`, if it is linear in the logit; else empty.
+
+        What no key changes joins the shift, and slopes are steps from a thread's first key: a
+        logit then takes one FFMA, and one more for all slopes.
+        """
+        parts = _Linear([], [], [], [])
+        self._flatten(node, "", parts)
+        if not parts.factors:
+            return ""
+        to_base_2 = "cupyattn::kLog2e"
+        fixed = " + ".join([*parts.fixed, *(f"{x} * {first}" for x, first, _ in parts.slopes)])
+        text = f"({to_base_2} * ({fixed}) + shift)" if fixed else "shift"
+        if parts.slopes:
+            steps = " + ".join(f"{x} * {_real_literal(float(k))}" for x, _, k in parts.slopes)
+            text = f"fmaf({to_base_2} * ({steps}), static_cast<float>(at.kv_step), {text})"
+        for x in parts.others:
+            text = f"fmaf({to_base_2}, {x}, {text})"
+        scale = "at.base2_scale"
+        if parts.factors != ["1.0f"]:
+            scale += f" * ({' + '.join(parts.factors)})"
+        return f"fmaf(at.product, {scale}, {text})"
+
+    def _flatten(self, node: Node, factor: str, parts: _Linear) -> None:
+        """Sort the terms of factor * node; the factor, which no key changes, may be empty for 1."""
+        times = f"{factor} * " if factor else ""
+        if node.op == "variable" and node.value == "logit":
+            parts.factors.append(factor or "1.0f")
+        elif not node.reads("logit", "kv_idx"):
+            parts.fixed.append(times + self.real(node))
+        elif node.type == INT and _factor_of_key(node):
+            first = f"static_cast<float>({self.write(_with_first_key(node))})"
+            parts.slopes.append((factor or "1.0f", first, _factor_of_key(node) or 0))
+        elif node.op == "negate":
+            self._flatten(node.args[0], f"{times}-1.0f", parts)
+        elif node.op in ("+", "-") and node.type == FLOAT:
+            self._flatten(node.args[0], factor, parts)
+            self._flatten(node.args[1], factor if node.op == "+" else f"{times}-1.0f", parts)
+        elif node.op == "*" and not all(x.reads("logit", "kv_idx") for x in node.args):
+            a, b = node.args if node.args[1].reads("logit", "kv_idx") else node.args[::-1]
+            self._flatten(b, times + self.real(a), parts)
+        elif node.op == "/" and not node.args[1].reads("logit", "kv_idx"):
+            inverse = f"at.divide_reals(1.0f, {self.real(node.args[1])})"
+            self._flatten(node.args[0], times + inverse, parts)
+        else:
+            parts.others.append(times + self.real(node))
 
     def _as(self, node: Node, type: str) -> str:
         return self.real(node) if type == FLOAT else self.write(node)

@@ -235,7 +235,7 @@ def _of_rows(
     yield tiles.name, tiles.config
     # A batch's splits of many rows are merged by a launch, whoever could do it.
     if not tiles.fused_merge or (is_batch and not problem.is_wide):
-        yield "merge_splits", merge_splits.config(problem, tiles)
+        yield from (("merge_splits", x) for x in merge_splits.configs(problem, tiles))
     if is_batch and rows in FEW and not problem.is_wide and overlaps_launches(arch):
         yield from _of_rows(problem, FEW[rows], is_batch, arch, page_size)
     if tiles.wants_rotated_keys:
@@ -260,7 +260,8 @@ def _mixed(
         tiles = mixed_config(problem, large, small, SHARED_BYTES[arch], arch)
         if tiles is not None:
             yield tiles.name, tiles.config
-            yield "merge_splits", merge_splits.config(problem, tiles.prefill)
+            merges = merge_splits.configs(problem, tiles.prefill)
+            yield from (("merge_splits", x) for x in merges)
 
 
 def _latent(chosen: Selection, arch: str) -> Iterator[Instance]:

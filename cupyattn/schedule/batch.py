@@ -34,7 +34,7 @@ WORK_FIELDS = (
     "split_tile",
     "key_offset",
 )
-_FIRST_ROW, _SPLIT, _NUM_SPLITS, _FIRST_STATE, _SPLIT_TILE, _KEY_OFFSET = 4, 5, 6, 7, 10, 11
+_FIRST_ROW, _SPLIT, NUM_SPLITS, _FIRST_STATE, _SPLIT_TILE, _KEY_OFFSET = 4, 5, 6, 7, 10, 11
 _NO_MERGES = np.zeros(0, np.int32)
 # Batches of more requests are not worth keeping a table for.
 _MOST_REMEMBERED = 4096
@@ -292,7 +292,7 @@ def _uniform_rows(num_requests: int, qo_len: int) -> np.ndarray:
     table = np.zeros((num_requests, len(WORK_FIELDS)), np.int32)
     table[:, 0] = np.arange(num_requests) * qo_len
     table[:, 1] = qo_len
-    table[:, _NUM_SPLITS] = 1
+    table[:, NUM_SPLITS] = 1
     return table
 
 
@@ -307,7 +307,7 @@ def _table(requests: BatchRequests, tiles: Tiles) -> np.ndarray:
     else:
         count = count if request is None else request.size
         table = np.zeros((count, len(WORK_FIELDS)), np.int32)
-        table[:, _NUM_SPLITS] = 1
+        table[:, NUM_SPLITS] = 1
         column = 0
         fields = [requests.q_start, requests.qo_len, requests.kv_start, requests.kv_len]
     for values in fields:
@@ -334,7 +334,7 @@ def build(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | None) -> B
     starts = np.cumsum(splits) - splits
     states = splits * is_split
     state_ends = np.cumsum(states)
-    table[:, _NUM_SPLITS] = splits
+    table[:, NUM_SPLITS] = splits
     table[:, _FIRST_STATE] = state_ends - states
     table[:, _SPLIT_TILE] = np.cumsum(is_split) - is_split
     table[:, _SPLIT] = starts
@@ -352,7 +352,7 @@ def build_states(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | Non
         splits = np.ones(count, np.int64)
     ends = np.cumsum(splits)
     starts = ends - splits
-    table[:, _NUM_SPLITS] = splits
+    table[:, NUM_SPLITS] = splits
     table[:, _FIRST_STATE] = starts
     table[:, _SPLIT_TILE] = -1
     items = np.repeat(table, splits, axis=0)

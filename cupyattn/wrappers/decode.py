@@ -40,7 +40,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
     paged_kv_indptr_buffer [B + 1], paged_kv_indices_buffer [max pages of a batch],
     paged_kv_last_page_len_buffer [B].
     use_tensor_cores, backend  accepted for compatibility: tensor cores are always used, the kernel
-            is chosen by the device. jit_args must be None.
+            is chosen by the device. jit_args must be None: FlashInfer's variants are written as
+            logits_transform and mask_fn of plan().
 
     Threads may share a wrapper: its calls wait for each other. A thread that has planned runs its
     own plan only, and PlanError tells it if another thread has planned since (until end_forward());

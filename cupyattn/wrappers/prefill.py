@@ -92,7 +92,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             query rows, and a plan between replays may have another mask. With backend="cudnn"
             qo_indptr counts elements of q, and pages are "HND".
     jit_args, jit_kwargs   None, or FlashInfer's for its variant AttentionSink: run() then takes
-            sink and sm_scale after its arrays, as BatchAttentionWithAttentionSinkWrapper.run.
+            sink and sm_scale after its arrays, as BatchAttentionWithAttentionSinkWrapper.run. Other
+            variants are written as logits_transform and mask_fn of plan().
     qo_indptr_buf [B + 1], paged_kv_indptr_buf [B + 1], paged_kv_indices_buf [max pages of a batch],
     paged_kv_last_page_len_buf [B]  int32 on the device: what graph mode needs, filled by plan().
     custom_mask_buf, mask_indptr_buf  uint8 [max bytes of a packed mask] and int32 [B + 1]: given if

@@ -85,9 +85,8 @@ def _check(instances: Iterator[tuple[str, jit.Config]], arch: str) -> None:
 @pytest.mark.parametrize(
     ("name", "rows", "arch"),
     [
-        ("both", LARGE, "sm_90a"),
         ("alibi", LARGE, "sm_90a"),
-        ("both", LARGE, "sm_80"),
+        ("by head", LARGE, "sm_90a"),
         ("both", DECODE, "sm_80"),
     ],
 )

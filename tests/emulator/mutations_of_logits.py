@@ -12,7 +12,8 @@ LOGITS = (
     Mutation("index-past-array", "min_of(index, params.logits_arrays[slot].extent[axis] - 1)",
              "index", "expression mask"),
     Mutation("expression-mask-of-lane-0", "first", "first_key", "expression mask"),
-    Mutation("mask-map-of-first-head", "head < num_heads", "head < 1", "expression by head"),
-    Mutation("mask-scanned-for-one-head", "head < num_heads", "head < 1",
+    Mutation("tile-seen-by-first-head", "head < heads", "head < 1", "expression by head"),
+    Mutation("mixed-expression-tile-is-whole", "if (is_mixed)", "if (false)",
              "hopper expression by head"),
+    Mutation("pair-shares-expression", "8 * n + 1", "8 * n", "hopper linear expression"),
 )  # fmt: skip

@@ -15,6 +15,7 @@ from helpers.verify_cases import FORMS
 
 import cupyattn
 from cupyattn.launch.attention import kernels as launch_kernels
+from cupyattn.launch.attention import merge_splits
 from cupyattn.launch.attention import single as launch_single
 from cupyattn.launch.tiles import select
 from cupyattn.launch.tiles.config import TileConfig
@@ -269,9 +270,13 @@ def check_a_large_key(*, cap: float = 30.0, size: float = 40.0, **facts: object)
     run.single(replace(case, kv_len=700), spoil={"k": [(5, size)]}, **facts).check()
 
 
-def test_splits() -> None:
+@pytest.mark.parametrize("few_rows", [0, 1024])
+def test_splits(few_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warp merges a row, or where there are few a block."""
+    monkeypatch.setattr(merge_splits, "_FEW_ROWS", few_rows)
     answer = check(replace(BASE, kv_len=900, group=1), num_sms=20)
-    assert answer.launches[-1].name == "merge_splits"
+    launch = answer.launches[-1]
+    assert launch.name == "merge_splits" and launch.grid[0] == (80 if few_rows else 20)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 50])

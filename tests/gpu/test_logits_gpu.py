@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.logits_calls import EXPRESSIONS, Batch, Single, compare
+from helpers.logits_calls import EXPRESSIONS, Batch, Single, compare, requests
 from helpers.on_gpu import capture, framework, workspace
 from helpers.poison import upload
 
@@ -14,12 +14,7 @@ pytestmark = pytest.mark.gpu
 
 cupy = pytest.importorskip("cupy")
 
-SINGLE = {
-    "prompt": (200, 900),
-    "append": (17, 1500),
-    "verification": (4, 3000),
-    "decode": (1, 2000),
-}
+REQUESTS = requests()
 LENGTHS = {
     "ragged": ([140, 0, 3, 90, 1], [450, 20, 1333, 90, 700]),
     "paged": ([140, 0, 3, 90, 1], [450, 20, 1333, 90, 700]),
@@ -27,41 +22,11 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("name", EXPRESSIONS)
-@pytest.mark.parametrize("shape", SINGLE)
-def test_one_request(shape: str, name: str) -> None:
-    index = list(EXPRESSIONS).index(name)
-    dtype = ("float16", "bfloat16")[index % 2]
-    call = Single(name, *SINGLE[shape], dims=(128, 128), dtype=dtype)
-    compare(call.run(framework(index)), call.run(), dtype)
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (256, 256), (192, 128)])
-@pytest.mark.parametrize("name", ["transform", "both"])
-def test_other_head_dims(name: str, dims: tuple[int, int]) -> None:
-    for lengths in ((200, 700), (3, 700)):
-        call = Single(name, *lengths, dims=dims)
-        compare(call.run(cupy), call.run())
-
-
-OPTIONS = {
-    "causal": {"causal": True},
-    "window": {"causal": True, "window_left": 100},
-    "rope": {"pos_encoding_mode": "ROPE_LLAMA"},
-    "sinks": {"sinks": np.linspace(-1, 2, 6).astype(np.float32)},
-    "scales by head": {"scale_q": np.linspace(0.5, 1.5, 6).astype(np.float32)},
-    "negative scale": {"sm_scale": -0.1},
-    "float32 output": {"o_dtype": "float32"},
-    "fp8 keys": {"kv_dtype": "float8_e4m3fn"},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", ["transform", "mask"])
-def test_other_options(name: str, options: str) -> None:
-    for lengths in ((150, 600), (2, 600)):
-        call = Single(name, *lengths, dims=(128, 128), **OPTIONS[options])
-        compare(call.run(cupy), call.run())
+@pytest.mark.parametrize("name", REQUESTS)
+def test_one_request(name: str) -> None:
+    call = Single(**REQUESTS[name])
+    xp = framework(list(REQUESTS).index(name))
+    compare(call.run(xp), call.run(), REQUESTS[name].get("dtype", "float16"))
 
 
 def test_a_transform_beside_a_custom_mask() -> None:

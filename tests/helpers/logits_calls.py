@@ -34,7 +34,7 @@ EXPRESSIONS: dict[str, tuple[str | None, str | None]] = {
     "cap": ("c * tanh(logit / c)", None),
     "mask": (None, DOCUMENTS),
     "everything": (LONG, DOCUMENTS),
-    "mask by head": (None, "kv_idx <= q_idx && kv_idx > q_idx - 3 * (head + 1)"),
+    "mask by head": (None, "kv_idx <= q_idx && kv_idx > q_idx - 50 * (head + 1)"),
     "both": (ALIBI, "seen[q_row, kv_idx] || kv_idx == 0"),
     "mask by parity": (None, "kv_idx // 3 % 2 == 0"),
     "requests": ("logit * t[batch] - q_len + exp2(-abs(logit))", "kv_idx // 3 % 2 == batch % 2"),
@@ -123,6 +123,40 @@ class Single:
         if xp is None:
             return call(*self.arrays, **self.options)
         return call(*(upload(x, xp) for x in self.arrays), **_on(xp, self.options))
+
+
+def requests() -> dict[str, dict[str, Any]]:
+    """Arguments of Single by name: the single requests of the GPU suite."""
+    found: dict[str, dict[str, Any]] = {}
+    shapes = {"prompt": (200, 900), "append": (17, 1500), "draft": (4, 3000), "row": (1, 2000)}
+    for index, name in enumerate(EXPRESSIONS):
+        dtype = ("float16", "bfloat16")[index % 2]
+        for shape, (qo_len, kv_len) in shapes.items():
+            found[f"{name}, {shape}"] = {
+                "name": name, "qo_len": qo_len, "kv_len": kv_len, "dims": (128, 128),
+                "dtype": dtype,
+            }  # fmt: skip
+    for dims in ((64, 64), (96, 96), (256, 256), (192, 128)):
+        for qo_len in (200, 3):
+            found[f"{qo_len} rows of {dims}"] = {
+                "name": "everything", "qo_len": qo_len, "kv_len": 700, "dims": dims,
+            }  # fmt: skip
+    heads = np.linspace(0.5, 1.5, HEADS[0]).astype(np.float32)
+    options: dict[str, dict[str, Any]] = {
+        "window": {"causal": True, "window_left": 100},
+        "rope": {"pos_encoding_mode": "ROPE_LLAMA"},
+        "sinks": {"sinks": heads - 1},
+        "scales by head": {"scale_q": heads},
+        "negative scale": {"sm_scale": -0.1},
+        "float32 output": {"o_dtype": "float32"},
+        "fp8 keys": {"kv_dtype": "float8_e4m3fn"},
+    }
+    for what, more in options.items():
+        for qo_len in (150, 2):
+            found[f"{qo_len} rows, {what}"] = {
+                "name": "everything", "qo_len": qo_len, "kv_len": 600, "dims": (128, 128), **more,
+            }  # fmt: skip
+    return found
 
 
 class Batch:

@@ -253,6 +253,30 @@ def test_numbers_of_a_graph_stay_those_of_its_first_plan():
         plan(2.0)
 
 
+def test_arrays_of_a_graph_stay_those_of_its_first_plan():
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(
+        np.zeros(1 << 22, np.uint8), use_cuda_graph=True,
+        paged_kv_indptr_buffer=np.zeros(2, np.int32),
+        paged_kv_indices_buffer=np.zeros(4, np.int32),
+        paged_kv_last_page_len_buffer=np.zeros(1, np.int32),
+    )  # fmt: skip
+    tables = np.array([0, 1], np.int32), np.array([0], np.int32), np.array([4], np.int32)
+    q, cache = rows(1), RNG.standard_normal((1, 2, 4, KV_HEADS, DIM)).astype(np.float32)
+    slopes = SLOPES.copy()
+
+    def plan(slopes):
+        w.plan(*tables, HEADS, KV_HEADS, DIM, 4, logits_params={"slopes": slopes},
+               logits_transform=ALIBI["logits_transform"], **TYPES)  # fmt: skip
+
+    plan(slopes)
+    before = w.run(q, cache)
+    slopes *= 5
+    plan(slopes)
+    assert np.abs(w.run(q, cache) - before).max() > 1e-3
+    with pytest.raises(PlanError, match="write into those"):
+        plan(slopes.copy())
+
+
 # --- what is refused ---
 
 

@@ -40,7 +40,14 @@ from ..tiles.config import TileConfig
 from ..tiles.select import FEW, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
 from . import rotate_batch, rotate_keys, tma_sm90
 from .bound_run import BoundRun, Step, in_order
-from .kernels import UNKNOWN_LENGTH, Kernel, KernelGroup, Kernels, group_by_row_class
+from .kernels import (
+    MOST_PARTS,
+    UNKNOWN_LENGTH,
+    Kernel,
+    KernelGroup,
+    Kernels,
+    group_by_row_class,
+)
 from .layout import BatchSchedule, Capacity, EqualRequests, KernelWork, Layout, Reserved
 
 _MAX_CACHED = 1024
@@ -157,6 +164,8 @@ class BatchLauncher:
                 rows, shape = self.choose(len(requests.kv_len), qo_len, longest, splitting)
             plan = self._plan(chosen, shape, splitting)
             if len(plan.items):
+                if plan.num_states > MOST_PARTS and len(found) == 1:
+                    shape = self._kernels.merged_by(shape, plan)
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
                 works.append(self._kernel_work(rows, shape, plan, exact, slots))
             slots = 0
@@ -203,6 +212,10 @@ class BatchLauncher:
         if any(part.tiles is not None for part in schedule.parts):
             schedule.longest = int(requests.kv_len.max(initial=0))
         return rotate_batch.reserve_rotated(schedule, requests, self._keys, capacity)
+
+    def kernels(self) -> list[Kernel]:
+        """The kernels that plans have asked for so far."""
+        return self._kernels.known()
 
     def tiles(self, rows: str) -> TileConfig:
         """The tiles of a row class."""

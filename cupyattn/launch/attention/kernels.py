@@ -11,7 +11,7 @@ import numpy as np
 
 from ...core.device import device_props
 from ...core.problem import AttentionProblem
-from ...schedule.batch import BatchRequests
+from ...schedule.batch import NUM_SPLITS, BatchPlan, BatchRequests
 from ...schedule.levels import Served
 from ...schedule.masking import Masking
 from ...schedule.tile_choice import choose_tiles
@@ -23,6 +23,7 @@ from ..tiles.select import (
     LARGE,
     MOST_ROWS,
     ROW_CLASSES,
+    SMALL,
     VERIFY,
     large_tiles,
     row_class,
@@ -35,6 +36,11 @@ Rows = str | tuple[str, str]
 # How often the warps of a block take a row of a tile to merge its parts, at most: more are left to
 # a launch, which takes some 2.5 us.
 _MOST_PASSES = 2
+# Tiles of keys for each block that runs at a time, up to which prefill's kernel serves 17 to 32
+# rows.
+_MOST_TILES_OF_SMALL = 32
+# States that a warp of a fused merge asks for at a time: more of them are two round trips.
+MOST_PARTS = 16
 # Of requests whose keys nobody has counted yet: many, but not so many that clusters are no use.
 UNKNOWN_LENGTH = 4096
 # Choices of tiles that are remembered, by the lengths of a batch.
@@ -47,6 +53,10 @@ class Choice(NamedTuple):
 
     name: str
     time: float
+
+
+_in_clusters = lru_cache(maxsize=256)(TileShape.in_clusters)
+_merged_apart = lru_cache(maxsize=256)(TileShape.merged_apart)
 
 
 class Kernel(NamedTuple):
@@ -90,8 +100,6 @@ class Kernels:
         self._known: dict[Rows, Kernel | None] = {}
         self._choices: dict[tuple[object, ...], Choice] = {}
         self._large: dict[str, TileShape] | None = None
-        self._in_clusters = lru_cache(maxsize=None)(TileShape.in_clusters)
-        self._merged_apart = lru_cache(maxsize=None)(TileShape.merged_apart)
 
     def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
         """The requests at these indices."""
@@ -117,6 +125,10 @@ class Kernels:
             found = _kernel_of(mixed, kinds, self._group_size)
         self._known[rows] = found
         return found
+
+    def known(self) -> list[Kernel]:
+        """The kernels that plans have asked for so far."""
+        return [kernel for kernel in self._known.values() if kernel is not None]
 
     def choose_tiles(
         self, requests: BatchRequests, num_kv_heads: int, masking: Masking, may_split: bool
@@ -153,17 +165,40 @@ class Kernels:
         shape = kernel.shapes[0]
         if not kernel.kinds[0].fused_merge or self._problem.is_wide:
             return rows, shape
-        if kernel.loaded.has_clusters and 4 * num_items <= kernel.loaded.num_sms:
-            few = self.get(FEW[rows])
-            key_tiles = -(-longest // few.shapes[0].tile_kv)
-            cluster = cluster_size(num_items, key_tiles, few.loaded.num_sms)
-            if cluster > 1:
+        if kernel.loaded.has_clusters:
+            num_sms = kernel.loaded.num_sms
+            # Blocks of few requests take twice the keys.
+            cluster = cluster_size(num_items, -(-longest // (2 * shape.tile_kv)), num_sms)
+            while cluster > 1:
+                few = self.get(FEW[rows])
+                # Clusters need neighbouring SMs, so fewer of them fit than their blocks.
                 most = few.loaded.most_clusters(cluster)
                 if num_items <= most:
-                    return FEW[rows], self._in_clusters(few.shapes[0], cluster, most)
-        if most_rows > _MOST_PASSES * shape.rows_at_a_time:
-            return rows, self._merged_apart(shape)
-        return rows, shape
+                    return FEW[rows], _in_clusters(few.shapes[0], cluster, most)
+                cluster //= 2
+        if most_rows <= _MOST_PASSES * shape.rows_at_a_time:
+            return rows, shape
+        # Of 32 rows O is much to merge among the warps of a block. Warps of prefill share the keys,
+        # not the rows, and are as fast unless memory decides.
+        tiles_a_slot = num_items * -(-longest // shape.tile_kv) / shape.num_slots
+        if rows == VERIFY and tiles_a_slot <= _MOST_TILES_OF_SMALL and self._is_plain():
+            return SMALL, self.get(SMALL).shapes[0]
+        return rows, _merged_apart(shape)
+
+    def merged_by(self, shape: TileShape, plan: BatchPlan) -> TileShape:
+        """The shape of a plan where a launch merges, if a tile has more parts than a warp asks for
+        at a time; else the same."""
+        if not shape.is_fused or not shape.part_cost or shape.cluster > 1:
+            return shape
+        most = np.maximum.reduce(plan.items[plan.merges, NUM_SPLITS])
+        return _merged_apart(shape) if most > MOST_PARTS else shape
+
+    def _is_plain(self) -> bool:
+        """Whether the kernels of this problem were compared for these rows."""
+        problem = self._problem
+        has_options = problem.custom_mask or problem.soft_cap or problem.pos_encoding != "NONE"
+        is_measured = problem.dtype_kv.is_float16 and problem.paged and problem.head_dim_qk <= 128
+        return is_measured and not has_options
 
     def mixed_rows(self, lengths: np.ndarray) -> tuple[str, str] | None:
         """The row group_by_row_class of a mixed kernel for requests of so many query tokens.

@@ -13,9 +13,16 @@ from ..tiles.config import TileConfig
 _WARPS = 4
 
 
+# Up to so many rows of all KV heads each have a block.
+_FEW_ROWS = 1024
+
+
 @lru_cache(maxsize=1024)
-def config(problem: AttentionProblem, tiles: TileConfig) -> jit.Config:
-    """The kernel's Config for the partial states of these tiles of prefill."""
+def config(problem: AttentionProblem, tiles: TileConfig, shares_rows: bool = False) -> jit.Config:
+    """The kernel's Config for the partial states of these tiles of prefill.
+
+    shares_rows: the warps of a block merge one row, each some of its states.
+    """
     return jit.Config(
         {
             "DTypeO": problem.dtype_o,
@@ -24,8 +31,19 @@ def config(problem: AttentionProblem, tiles: TileConfig) -> jit.Config:
             "kWholeTokens": tiles.is_sm90,
             "kWarps": _WARPS,
             "kAligned": problem.aligned,
+            "kSharesRows": shares_rows,
         }
     )
+
+
+def configs(problem: AttentionProblem, tiles: TileConfig) -> list[jit.Config]:
+    """The Configs for any number of rows."""
+    return [config(problem, tiles, few) for few in (False, True)[: 1 if is_wide(problem) else 2]]
+
+
+def is_wide(problem: AttentionProblem) -> bool:
+    """Whether a row is divided among warps by its columns."""
+    return parts(problem.head_dim_vo) > 1
 
 
 def parts(head_dim: int) -> int:
@@ -41,7 +59,9 @@ def prepare(
     device_index: int,
 ) -> Launch:
     """The merge of so many rows, in whole tiles, a KV head; its arguments are those of prefill."""
-    function = load_function("merge_splits", config(problem, tiles), device_index)
-    grid = (-(-num_rows * parts(problem.head_dim_vo) // _WARPS), num_kv_heads, 1)
+    shares_rows = num_rows * num_kv_heads <= _FEW_ROWS and not is_wide(problem)
+    function = load_function("merge_splits", config(problem, tiles, shares_rows), device_index)
+    rows_a_block = 1 if shares_rows else _WARPS
+    grid = (-(-num_rows * parts(problem.head_dim_vo) // rows_a_block), num_kv_heads, 1)
     early = overlaps_launches(device_props(device_index).arch)
     return Launch(function, grid, _WARPS * 32, 0, is_dependent=early)

@@ -214,7 +214,15 @@ def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
     if shape.fp8_stages and problem.custom_mask:
         # Warps that write mask bits take more registers.
         shape = shape._replace(registers=(48, 208))
-    if problem.soft_cap and is_wide:
+    if problem.mask_form == "expression":
+        # So do those that evaluate an expression: in launches of four warpgroups they have them at
+        # the cost of a warpgroup's, or of a third consumer.
+        if shape.consumers == 3:
+            shape = _TWO
+        registers = (48, 208) if shape.gatherers == 4 or shape.converters == 4 else (56, 224)
+        shape = shape._replace(registers=registers)
+    if (problem.soft_cap and is_wide) or problem.has_long_transform:
+        # Without overlap the kernel also has half as many copies of a transform to compile.
         shape = shape._replace(overlaps=False)
     return shape._replace(tile_kv=min(shape.tile_kv, _most_keys(problem, kind)))
 
@@ -243,7 +251,9 @@ def _most_keys(problem: AttentionProblem, kind: str) -> int:
 
 def _caps_rows(problem: AttentionProblem) -> bool:
     """Whether logits take as many registers as a cap of logits that know their rows."""
-    return (problem.soft_cap and problem.reads_rows) or problem.has_long_transform
+    masks_transformed = problem.transforms_logits and problem.custom_mask
+    is_long = problem.has_long_transform or masks_transformed
+    return is_long or (problem.soft_cap and problem.reads_rows)
 
 
 HEAD_DIMS = tuple(

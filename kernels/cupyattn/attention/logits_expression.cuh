@@ -2,6 +2,7 @@
 // expressions of a call as functions of a LogitAt, the members of Config::LogitsExpression:
 //   row_value  the part of the transform that no key changes, once a row
 //   transform  the logit in place of a scaled product
+//   exponent   the transform to base 2, plus a shift, of a transform that is linear in the logit
 //   sees       whether a row sees a key
 // Reals are float32; integers have 32 bits and wrap.
 #pragma once
@@ -9,6 +10,7 @@
 #include "cupyattn/attention/work.cuh"
 #include "cupyattn/common/math.cuh"
 #include "cupyattn/ptx/fp8.cuh"
+#include "cupyattn/ptx/memory.cuh"
 
 namespace cupyattn {
 
@@ -18,6 +20,8 @@ struct LogitAt {
   const AttentionParams& params;
   int q_idx, q_row, head, kv_head, batch, q_len, kv_len;
   int kv_first, kv_step;
+  float product, scale;  // the logit is the one times the other
+  float base2_scale;     // the scale to base 2
   float logit, row_value;
 
   // The place of a row, without a key. `batch` is read only where the plan numbers its requests.
@@ -35,7 +39,18 @@ struct LogitAt {
                    0,
                    0,
                    0.0f,
+                   0.0f,
+                   0.0f,
+                   0.0f,
                    0.0f};
+  }
+  // A key further, with its product.
+  __device__ __forceinline__ LogitAt key(int step, float key_product) const {
+    LogitAt here = *this;
+    here.kv_step = step;
+    here.product = key_product;
+    here.logit = key_product * scale;
+    return here;
   }
 
   __device__ __forceinline__ int kv_idx() const { return kv_first + kv_step; }
@@ -60,7 +75,9 @@ struct LogitAt {
     int axis = 0;
     // mutate: array-axes-swapped
     ((index = index * array.extent[++axis] + rest), ...);
-    return value_of(static_cast<const T*>(array.data)[index]);
+    using Bits = conditional<sizeof(T) == 4, uint32_t,
+                             conditional<sizeof(T) == 2, uint16_t, uint8_t>>;
+    return value_of(T{}, ptx::load_constant(static_cast<const Bits*>(array.data) + index));
   }
 
   // --- Integers ---
@@ -114,12 +131,19 @@ struct LogitAt {
  private:
   static constexpr float kLn2 = 0.6931471805599453f;
 
-  static __device__ __forceinline__ float value_of(float x) { return x; }
-  static __device__ __forceinline__ float value_of(half_t x) { return ptx::to_float(x); }
-  static __device__ __forceinline__ float value_of(bfloat16_t x) { return ptx::to_float(x); }
-  static __device__ __forceinline__ int value_of(int32_t x) { return x; }
-  static __device__ __forceinline__ int value_of(uint8_t x) { return x; }
-  static __device__ __forceinline__ bool value_of(bool x) { return x; }
+  // The value of an element of the first argument's type with these bits.
+  static __device__ __forceinline__ float value_of(float, uint32_t x) { return __uint_as_float(x); }
+  static __device__ __forceinline__ float value_of(half_t, uint16_t x) {
+    return ptx::to_float(half_t{x});
+  }
+  static __device__ __forceinline__ float value_of(bfloat16_t, uint16_t x) {
+    return ptx::to_float(bfloat16_t{x});
+  }
+  static __device__ __forceinline__ int value_of(int32_t, uint32_t x) {
+    return static_cast<int>(x);
+  }
+  static __device__ __forceinline__ int value_of(uint8_t, uint8_t x) { return x; }
+  static __device__ __forceinline__ bool value_of(bool, uint8_t x) { return x != 0; }
 };
 
 }  // namespace cupyattn

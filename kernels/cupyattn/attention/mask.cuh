@@ -165,7 +165,8 @@ __device__ __forceinline__ void load_bits(uint32_t (&bits)[kWords], const Attent
 
 // A form of mask has two functions:
 //   load       the keys that `token` sees from key `key` on; bits past the last key mean nothing.
-//              `head` is read only by masks that differ from head to head (kReadsHeads)
+//              An expression says of one key instead whether a token `sees` it, and its heads may
+//              differ (kReadsHeads)
 //   first_key  the first key that some row may not see
 struct AnyMask {
   static constexpr bool kReadsHeads = false, kIsExpression = false;
@@ -174,7 +175,7 @@ struct DenseMask : AnyMask {
   template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
-                                              int token, int key, int) {
+                                              int token, int key) {
     load_bits(bits, params, request.mask_start, static_cast<int64_t>(token) * request.kv_len + key);
   }
   static __device__ __forceinline__ int first_key(const Request&) { return 0; }
@@ -183,7 +184,7 @@ struct RowMask : AnyMask {
   template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
-                                              int token, int key, int) {
+                                              int token, int key) {
     const int64_t row = static_cast<int64_t>(request.q_start) + token;
     // mutate: mask-row-of-token
     const int64_t bit = 8 * row * params.mask_row_bytes + (key - first_key(request));
@@ -202,7 +203,7 @@ struct MultiItemMask : AnyMask {
   template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
-                                              int token, int key, int) {
+                                              int token, int key) {
     const auto* intervals = reinterpret_cast<const KeyInterval*>(params.mask);
     const KeyInterval hidden = intervals[request.q_start + token];
 #pragma unroll
@@ -218,36 +219,50 @@ template <typename Expression>
 struct ExpressionMask : AnyMask {
   static constexpr bool kReadsHeads = Expression::kReadsHeads, kIsExpression = true;
 
-  template <int kWords>
-  static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
-                                              const AttentionParams& params, const Request& request,
+  static __device__ __forceinline__ int first_key(const Request&) { return 0; }
+  static __device__ __forceinline__ bool sees(const AttentionParams& params, const Request& request,
                                               int token, int key, int head) {
     LogitAt at = LogitAt::of(params, request, token, request.position(params, token), head);
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      at.kv_first = key + 32 * i;
-      uint32_t word = 0;
-#pragma unroll 8
-      for (int bit = 0; bit < 32; ++bit) {
-        at.kv_step = bit;
-        word |= static_cast<uint32_t>(Expression::sees(at)) << bit;
-      }
-      bits[i] = word;
-    }
+    at.kv_first = key;
+    return Expression::sees(at);
   }
-  static __device__ __forceinline__ int first_key(const Request&) { return 0; }
-
   // Whether `row` sees key `first_key` + offset, for any of its offsets.
   static __device__ __forceinline__ auto test(const AttentionParams& params,
                                               const Request& request, const RowInfo& row,
                                               int first_key) {
     LogitAt at = LogitAt::of(params, request, row.token, row.position, row.head);
     at.kv_first = first_key;
-    return [=](int offset) {
-      LogitAt here = at;
-      here.kv_step = offset;
-      return Expression::sees(here);
-    };
+    return [=](int offset) { return Expression::sees(at.key(offset, 0.0f)); };
+  }
+};
+
+// What the tokens [first, last] see of a tile of keys under an expression: some key, and all keys
+// that exist. A whole warp calls this; each lane looks at keys of its own, so that what depends on
+// a key alone is found once. `num_heads` heads from `first_head` on see the same if the mask reads
+// no heads.
+struct TileSight {
+  bool some, all;
+
+  template <typename Mask, int kTileKV>
+  static __device__ __forceinline__ TileSight of(const AttentionParams& params,
+                                                 const Request& request, int first, int last,
+                                                 int key, int first_head, int num_heads) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const int heads = Mask::kReadsHeads ? num_heads : 1;
+    bool some = false, all = true;
+#pragma unroll
+    for (int w = 0; w < ceil_div(kTileKV, kWarpSize); ++w) {
+      const int own = kWarpSize * w + lane;
+      if (own >= kTileKV || key + own >= request.kv_len) continue;
+      for (int token = first; token <= last; ++token) {
+        for (int head = 0; head < heads; ++head) {  // mutate: tile-seen-by-first-head
+          const bool sees = Mask::sees(params, request, token, key + own, first_head + head);
+          some |= sees;
+          all &= sees;
+        }
+      }
+    }
+    return TileSight{ptx::warp_any(some), !ptx::warp_any(!all)};
   }
 };
 struct NoMask : AnyMask {};
@@ -255,10 +270,9 @@ struct NoMask : AnyMask {};
 // The bits of 64 keys, as one number.
 template <typename Mask>
 __device__ __forceinline__ uint64_t load_visible(const AttentionParams& params,
-                                                 const Request& request, int token, int key,
-                                                 int head) {
+                                                 const Request& request, int token, int key) {
   uint32_t bits[2];
-  Mask::load(bits, params, request, token, key, head);
+  Mask::load(bits, params, request, token, key);
   return (static_cast<uint64_t>(bits[1]) << 32) | bits[0];
 }
 
@@ -332,7 +346,7 @@ __device__ __forceinline__ bool apply_mask(float (&s)[kMmaQ][kTilesS][4],
     any |= hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
       const uint64_t bits =
           // mutate: mask-bits-of-another-key
-          load_visible<Mask>(params, request, row.token, first_key, row.head) >> (2 * (lane & 3));
+          load_visible<Mask>(params, request, row.token, first_key) >> (2 * (lane & 3));
       return [=](int offset) { return !((bits >> offset) & 1); };
     });
   }
@@ -358,34 +372,44 @@ struct MaskTileMap {
                                        int first_token, int last_token, TileSpan span, int thread,
                                        int threads) {
     static_assert(kTileKV <= 64, "64 bits hold what a row sees of a tile");
-    constexpr uint64_t kAll = ~0ull >> (64 - kTileKV);
     const Request& request = work.request;
-    const int first_head = work.tile.kv_head * params.group_size;
-    const int num_heads = Mask::kReadsHeads ? params.group_size : 1;
     const int ahead = max_of(Mask::first_key(request) - span.origin, 0);
     // mutate: mask-map-one-tile-late
     const int first_tile = min_of(max_of(span.begin, ahead / kTileKV), span.end);
     if (thread == 0) first = first_tile;
     const int tiles = min_of(span.end - first_tile, kCapacity);
+    if constexpr (Mask::kIsExpression) {
+      const int first_head = work.tile.kv_head * params.group_size;
+      for (int tile = thread / kWarpSize; tile < tiles; tile += threads / kWarpSize) {
+        const int key = span.origin + (first_tile + tile) * kTileKV;
+        const TileSight sight = TileSight::of<Mask, kTileKV>(
+            params, request, first_token, last_token, key, first_head, params.group_size);
+        if (thread % kWarpSize != 0) continue;
+        const uint32_t bit = 1u << (tile % 32);
+        const bool is_whole = sight.all && key + kTileKV <= request.kv_len;
+        if (sight.some) ptx::atomic_or_shared(&any[tile / 32], bit);
+        if (!is_whole) ptx::atomic_or_shared(&partial[tile / 32], bit);
+      }
+    } else {
+      scan_bits<Mask>(params, request, first_token, last_token, span, first_tile, tiles, thread,
+                      threads);
+    }
+  }
+  template <typename Mask>
+  __device__ __forceinline__ void scan_bits(const AttentionParams& params, const Request& request,
+                                            int first_token, int last_token, TileSpan span,
+                                            int first_tile, int tiles, int thread, int threads) {
+    constexpr uint64_t kAll = ~0ull >> (64 - kTileKV);
     const int64_t total = static_cast<int64_t>(tiles) * (last_token - first_token + 1);
     for (int64_t i = thread; i < total; i += threads) {
       const int tile = static_cast<int>(i % tiles);
       const int token = first_token + static_cast<int>(i / tiles);
       const int key = span.origin + (first_tile + tile) * kTileKV;
-      // What some of the token's heads see, and what all of them see.
-      uint64_t exists = kAll, some = 0;
-      if (key + kTileKV > request.kv_len) exists = (1ull << (request.kv_len - key)) - 1;
-      uint64_t all = exists;
-#pragma unroll 1
-      for (int head = 0; head < num_heads; ++head) {  // mutate: mask-map-of-first-head
-        const uint64_t visible =
-            load_visible<Mask>(params, request, token, key, first_head + head);
-        some |= visible & exists;
-        all &= visible;
-      }
-      if (some != 0) ptx::atomic_or_shared(&any[tile / 32], 1u << (tile % 32));
+      uint64_t visible = load_visible<Mask>(params, request, token, key) & kAll;
+      if (key + kTileKV > request.kv_len) visible &= (1ull << (request.kv_len - key)) - 1;
+      if (visible != 0) ptx::atomic_or_shared(&any[tile / 32], 1u << (tile % 32));
       // mutate: mixed-tile-counts-as-full
-      if (all != kAll) ptx::atomic_or_shared(&partial[tile / 32], 1u << (tile % 32));
+      if (visible != kAll) ptx::atomic_or_shared(&partial[tile / 32], 1u << (tile % 32));
     }
   }
   // The first tile from `tile` on that is worth visiting, or span.end.

@@ -85,7 +85,8 @@ struct PrefillSm90Softmax {
       if (ptx::opaque_copy(static_cast<uint32_t>(tile.needs_mask)) == 0) {
         const int first_key = first_key_of(tile);
         const auto path =
-            LogitsVariant::fast_path(shared.rows + rows.warp_row(), params, first_key, rows.lane);
+            LogitsVariant::fast_path(shared.rows + rows.warp_row(), params, item.work.request,
+                                     first_key, rows.lane);
         to.masked_key = -1;
         if (exponentiate_fast(to, s, path, room_of(first_key))) return;
       }

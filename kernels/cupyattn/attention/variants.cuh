@@ -70,8 +70,8 @@ struct TransformedLogits : LogitsDefaults {
     }
   };
   static __device__ __forceinline__ FastPath fast_path(const RowInfo* rows,
-                                                       const AttentionParams& params, int first_key,
-                                                       int lane) {
+                                                       const AttentionParams& params,
+                                                       const Request&, int first_key, int lane) {
     FastPath fast_path;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -162,6 +162,38 @@ struct TransformedLogits : LogitsDefaults {
 template <typename Expression, bool kRowScales>
 struct ExpressionLogits : LogitsDefaults {
   static constexpr bool kReadsRows = true;
+  static constexpr bool kFoldsBias = Expression::kIsLinear;
+
+  // In tiles that move no maximum and hide no key, a linear transform goes into the exponent.
+  struct FastPath {
+    static constexpr bool kHasMax = false;
+    LogitAt rows[2];  // of half h
+
+    __device__ __forceinline__ float2 exponents(int h, int n, float x, float y, float shift) const {
+      return make_float2(Expression::exponent(rows[h].key(8 * n, x), shift),
+                         // mutate: pair-shares-expression
+                         Expression::exponent(rows[h].key(8 * n + 1, y), shift));
+    }
+  };
+  static __device__ __forceinline__ FastPath fast_path(const RowInfo* rows,
+                                                       const AttentionParams& params,
+                                                       const Request& request, int first_key,
+                                                       int lane) {
+    return FastPath{{at_row(rows[lane >> 2], params, request, first_key, lane),
+                     at_row(rows[8 + (lane >> 2)], params, request, first_key, lane)}};
+  }
+  // A row, and the first of the thread's keys.
+  static __device__ __forceinline__ LogitAt at_row(const RowInfo& row,
+                                                   const AttentionParams& params,
+                                                   const Request& request, int first_key,
+                                                   int lane) {
+    LogitAt at = LogitAt::of(params, request, row.token, row.position, row.head);
+    at.scale = kRowScales ? row.scale : params.sm_scale;
+    at.base2_scale = kRowScales ? row.scale * kLog2e : params.softmax_scale;
+    at.row_value = row.slope;
+    at.kv_first = first_key + 2 * (lane & 3);
+    return at;
+  }
 
   static __device__ __forceinline__ float softmax_scale(const AttentionParams&) { return kLog2e; }
   static __device__ __forceinline__ float softmax_slack(const AttentionParams&) {
@@ -186,18 +218,13 @@ struct ExpressionLogits : LogitsDefaults {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const RowInfo& row = rows[16 * m + 8 * h + (lane >> 2)];
-        const float scale = kRowScales ? row.scale : params.sm_scale;
-        LogitAt at = LogitAt::of(params, request, row.token, row.position, row.head);
-        at.row_value = row.slope;
-        at.kv_first = first_key + 2 * (lane & 3);
+        const LogitAt at = at_row(row, params, request, first_key, lane);
 #pragma unroll
         for (int n = 0; n < kTilesS; ++n) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = s[m][n][2 * h + e];
-            at.logit = x * scale;
-            at.kv_step = 8 * n + e;  // mutate: expression-of-another-key
-            x = Expression::transform(at);
+            x = Expression::transform(at.key(8 * n + e, x));  // mutate: expression-of-another-key
           }
         }
       }

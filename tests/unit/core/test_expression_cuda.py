@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 
+import numpy as np
 import pytest
 
 from cupyattn import jit
 from cupyattn.core import dtypes, logits
 from cupyattn.core.expression_cuda import members
 from cupyattn.jit.source import Members
+from cupyattn.reference.expression import evaluate
 
+LOG2_E = math.log2(math.e)
 ARRAYS = (("s", dtypes.float32, 1), ("rel", dtypes.bfloat16, 2), ("seen", dtypes.bool_, 2))
 NUMBERS = (("c", dtypes.float32, 3.0), ("w", dtypes.int32, 8))
 
@@ -111,3 +116,87 @@ def test_equal_expressions_are_one_kernel():
     assert a == members(make("(s[head]) + logit").compiled)
     other = logits.make("bias[head] + logit", None, (("bias", dtypes.float32, 1),))
     assert members(other) == a
+
+
+# --- the functions, as Python ---
+
+
+class At:
+    """kernels/cupyattn/attention/logits_expression.cuh for one logit, in float64."""
+
+    s, rel = np.array([0.5, -2.0, 3.0]), np.arange(12.0).reshape(3, 4) - 5
+
+    def __init__(self, draw, made):
+        self.q_idx, self.q_row, self.kv_first, self.kv_step = draw.integers(0, 50, 4).tolist()
+        self.head = int(draw.integers(0, 3))
+        self.product, self.scale, self.shift = draw.standard_normal(3).tolist()
+        self.base2_scale = self.scale * LOG2_E
+        self.logit = self.product * self.scale
+        self.arrays = [getattr(self, x.name) for x in made.arrays]
+        self.values = made.values
+
+    def kv_idx(self):
+        return self.kv_first + self.kv_step
+
+    def real(self, slot):
+        return self.values[slot]
+
+    integer = real
+
+    def inside(self, slot, axis, index):
+        return min(max(index, 0), self.arrays[slot].shape[axis] - 1)
+
+    def element(self, slot, *indices):
+        return float(self.arrays[slot][indices])
+
+    add, subtract, multiply = map(staticmethod, (operator.add, operator.sub, operator.mul))
+    divide_reals = staticmethod(operator.truediv)
+    least, greatest, absolute = map(staticmethod, (min, max, abs))
+    tanh, exp = map(staticmethod, (math.tanh, math.exp))
+
+
+def called(name, text, at):
+    """The C++ function's value, by Python's rules."""
+    body = re.search(rf"{name}\(.*?return (.*?);\n", text, re.S)[1]
+    body = re.sub(r"(\d\.\d+(?:e[+-]\d+)?)f\b", r"\1", body)
+    body = re.sub(r"at\.template element<[\w:]+>", "at.element", body)
+    body = body.replace("static_cast<float>", "float").replace("cupyattn::kLog2e", str(LOG2_E))
+    names = {"at": at, "shift": at.shift, "fmaf": lambda a, b, c: a * b + c, "float": float}
+    return eval(body, {"__builtins__": {}}, names)
+
+
+LINEAR = [
+    "2 * logit",
+    "-logit",
+    "logit / c - 1",
+    "logit + s[head] * (kv_idx - q_idx)",
+    "(logit - (kv_idx - q_idx) * 2) / c * s[head] + exp(c - kv_idx)",
+    "logit - 3 * kv_idx + (q_idx - 2 * kv_idx) * c",
+    "-(logit - s[head]) * (c - 0.5 * kv_idx * 2) + logit * c",
+    "w * (logit + kv_idx) - -kv_idx",
+    "logit + rel[head, kv_idx - q_idx] + abs(kv_idx - q_idx) * 0.1",
+    "s[head] * (c * (logit + kv_idx) + tanh(logit)) + q_row",
+    "logit + logit * 2 + kv_idx * kv_idx * 0.1",
+    "tanh(logit) + max(logit, kv_idx) + logit / (1 + kv_idx)",
+]
+
+
+@pytest.mark.parametrize("source", LINEAR)
+def test_the_functions_compute_what_numpy_does(source):
+    made, draw = make(source), np.random.default_rng(0)
+    text = members(made)
+    is_linear = "kIsLinear = true" in text
+    # The last is not: its logits are in other functions, or over what keys change.
+    assert is_linear == (source != LINEAR[-1])
+    for _ in range(20):
+        at = At(draw, made)
+        at.row_value = called("row_value", text, at)
+        variables = {
+            "logit": at.logit, "q_idx": at.q_idx, "q_row": at.q_row, "kv_idx": at.kv_idx(),
+            "head": at.head,
+        }  # fmt: skip
+        wanted = float(evaluate(made.transform, variables, at.arrays, at.values))
+        assert called("transform", text, at) == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+        if is_linear:
+            to_base_2 = wanted * LOG2_E + at.shift
+            assert called("exponent", text, at) == pytest.approx(to_base_2, rel=1e-6, abs=1e-6)
