@@ -21,6 +21,7 @@ from cupyattn.launch.attention import merge_splits, tma_wide
 from cupyattn.launch.driver import params as structs
 from cupyattn.launch.driver import tensor_map
 from cupyattn.launch.tiles import wide_sm90
+from cupyattn.launch.tiles.config import TileConfig
 from cupyattn.reference import attention
 from cupyattn.schedule.batch import WORK_FIELDS
 
@@ -29,7 +30,6 @@ from .library import Range
 
 LATENT, ROPE = 512, 64
 DIM_VO = 512
-TILE_Q = 64
 _TYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -51,7 +51,8 @@ class Case:
     packed     latent and rope parts share rows of 576 elements
     spare      items of zeros at the end of the work list
     sharpness  multiplies queries, so that maxima move
-    overlaps   as in tiles/wide_sm90.py
+    tile_q     64, or 16 or 32 rows of wide_decode_sm90
+    fused      its last block merges the splits
     tma        boxes of pages bring the keys
     sparse     the table has an entry for each key, some negative: those keys are hidden
     rising     logits grow towards the first key, which is visited last
@@ -76,7 +77,8 @@ class Case:
     spare: int = 0
     sharpness: float = 1.0
     rising: float = 0.0
-    overlaps: bool = True
+    tile_q: int = 64
+    fused: bool = False
     sparse: bool = False
     tma: bool = False
     spoiled: tuple[tuple[int, int, int, float], ...] = ()
@@ -171,8 +173,9 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
             q_rope[...] = q[..., LATENT:]
             q[..., LATENT:] = np.nan
     states = num_states * case.kv_heads
-    partial_o = np.full((states, TILE_Q, DIM_VO), np.nan, np.float32)
-    partial_lse = np.full((states, TILE_Q), np.nan, np.float32)
+    partial_o = np.full((states, case.tile_q, DIM_VO), np.nan, np.float32)
+    partial_lse = np.full((states, case.tile_q), np.nan, np.float32)
+    counters = np.zeros(max(1, len(merges) * case.kv_heads), np.uint32)
     spec = SimpleNamespace(
         num_kv_heads=case.kv_heads,
         group_size=case.num_heads,
@@ -204,7 +207,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         ),
         memory(partial_o, True),
         memory(partial_lse, True),
-        0,
+        memory(counters, True) if case.fused else 0,
         memory(items),
         memory(merges),
         memory(table),
@@ -228,34 +231,44 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         assert boxes is not None
         with mock.patch.object(tensor_map, "encode", gpu.encode_tensor_map):
             packed += boxes.pack(k.ctypes.data, second.ctypes.data)
-    config = wide_sm90.config(
-        dtypes.parse(case.dtype),
-        dtypes.parse(case.o_dtype or case.dtype),
-        case.head_dims,
-        paged=case.is_paged,
-        overlaps=case.overlaps,
-        sparse=case.sparse,
-        tma=case.tma,
-    )
+    config = _config(case)
     grid = case.kv_heads, len(items), 1
-    _launch("wide_sm90", config.config, packed, grid, config, memory, seed, mode)
-    if len(merges):
+    _launch(config.name, config.config, packed, grid, config, memory, seed, mode)
+    if len(merges) and not case.fused:
         merge = jit.Config(
             {
                 "DTypeO": dtypes.parse(case.o_dtype or case.dtype),
                 "kHeadDimVO": DIM_VO,
-                "kTileQ": TILE_Q,
+                "kTileQ": case.tile_q,
                 "kWarps": 4,
                 "kAligned": True,
             }
         )
-        grid = len(merges) * TILE_Q * merge_splits.parts(DIM_VO) // 4, case.kv_heads, 1
+        grid = len(merges) * case.tile_q * merge_splits.parts(DIM_VO) // 4, case.kv_heads, 1
         size = SimpleNamespace(threads=128, shared_bytes=0)
         _launch("merge_splits", merge, packed, grid, size, memory, seed, mode)
     if q_rope is not None:
         q[..., LATENT:] = q_rope
     _check_guards(o)
+    assert not counters.any()
     return _answer(case, q, keys, values, o, lse, sinks, scale)
+
+
+def _config(case: Case) -> TileConfig:
+    dtype = dtypes.parse(case.dtype)
+    dtype_o = dtypes.parse(case.o_dtype or case.dtype)
+    if case.tile_q != 64:
+        return wide_sm90.decode_config(
+            dtype,
+            dtype_o,
+            case.tile_q,
+            sparse=case.sparse,
+            tma=case.tma,
+            fused_merge=case.fused,
+        )
+    return wide_sm90.config(
+        dtype, dtype_o, case.head_dims, paged=case.is_paged, sparse=case.sparse, tma=case.tma
+    )
 
 
 def _launch(
@@ -394,7 +407,7 @@ def _plan(case: Case, starts: list[int]) -> tuple[np.ndarray, np.ndarray, int]:
     """The work list, an item of each split tile, and the number of states."""
     items, merges, num_states, token = [], [], 0, 0
     for qo_len, kv_len, start in zip(case.qo_len, case.kv_len, starts, strict=True):
-        for first_row in range(0, qo_len * case.num_heads, TILE_Q):
+        for first_row in range(0, qo_len * case.num_heads, case.tile_q):
             if case.splits > 1:
                 merges.append(len(items))
             for split in range(case.splits):

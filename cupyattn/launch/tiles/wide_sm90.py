@@ -1,4 +1,5 @@
-"""Tile configurations of wide_sm90 (heads of 512 columns on Hopper), and what it serves."""
+"""Tile configurations of wide_sm90 and wide_decode_sm90 (heads of 512 columns on Hopper), and
+which problems they serve."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ TILE_Q = 64
 # A producer and two consumer warpgroups, and the registers of a thread of each kind.
 _THREADS = 3 * 128
 _REGISTERS = (40, 232)
-# The row class of requests of more than one tile (select.ROW_CLASSES).
-_LARGE = "large"
+# The packed rows of wide_decode_sm90, by the row class (select.ROW_CLASSES).
+_DECODE_ROWS = {"decode": 16, "verify": 32}
+_DECODE_THREADS = 2 * 128
 _PATTERN_BYTES = 1024
 _ITEM_BYTES = 104
 
@@ -28,8 +30,8 @@ def choose(
 ) -> TileConfig | None:
     """The instance for a problem, or None: the portable kernel serves it.
 
-    rows, the row class, decides by what a tile of keys is bound: requests of one tile of rows wait
-    for memory, others for products. Pages without a factor 8 are gathered row by row.
+    Latent attention of few rows has a kernel of its own. Pages without a factor 8 are gathered row
+    by row.
     """
     is_latent, is_sparse = (getattr(problem, name, False) for name in ("latent", "sparse"))
     head_dims = problem.head_dim_qk, problem.head_dim_vo
@@ -43,15 +45,20 @@ def choose(
     )
     if not has_dims or has_option or not problem.aligned or problem.dtype_kv is not problem.dtype_q:
         return None
-    tiles = config(
-        problem.dtype_q,
-        problem.dtype_o,
-        head_dims,
-        paged=problem.paged,
-        overlaps=rows == _LARGE,
-        sparse=is_sparse,
-        tma=is_latent and not is_sparse and has_boxes(page_size),
-    )
+    tma = is_latent and not is_sparse and has_boxes(page_size)
+    if is_latent and rows in _DECODE_ROWS:
+        tiles = decode_config(
+            problem.dtype_q, problem.dtype_o, _DECODE_ROWS[rows], sparse=is_sparse, tma=tma
+        )
+    else:
+        tiles = config(
+            problem.dtype_q,
+            problem.dtype_o,
+            head_dims,
+            paged=problem.paged,
+            sparse=is_sparse,
+            tma=tma,
+        )
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
@@ -66,13 +73,11 @@ def config(
     head_dims: tuple[int, int] = LATENT,
     *,
     paged: bool = True,
-    overlaps: bool = True,
     sparse: bool = False,
     tma: bool = False,
 ) -> TileConfig:
     """The instance for queries and keys of one type.
 
-    overlaps: O += P V of a tile runs beside the softmax of the next, which must have landed.
     sparse: kv_indices has an entry for each key, its slot, or a negative number for none.
     tma: boxes of pages bring latent keys, by maps of launch/attention/tma_wide.py.
     """
@@ -107,7 +112,6 @@ def config(
         "kSparse": sparse,
         "kTma": tma,
         "kPaged": paged,
-        "kIntraWarpgroupOverlap": overlaps,
         "kTileQ": TILE_Q,
         "kTileKV": tile_kv,
         "kStages": stages,
@@ -116,6 +120,50 @@ def config(
         "kSharedBytes": shared,
     }
     return TileConfig("wide_sm90", jit.Config(constants), TILE_Q, tile_kv, _THREADS, shared)
+
+
+def decode_config(
+    dtype: DType,
+    dtype_o: DType,
+    tile_q: int,
+    *,
+    sparse: bool = False,
+    tma: bool = False,
+    fused_merge: bool = False,
+) -> TileConfig:
+    """The instance of wide_decode_sm90 for up to `tile_q` packed rows, 16 or 32."""
+    head_dim_qk, head_dim_vo = LATENT
+    tile_kv, stages, num_pieces = 64, 2, 2
+    shared = struct_of(
+        _panels(tile_q, head_dim_qk, 1),
+        _panels(tile_kv, head_dim_qk, stages),
+        _panels(tile_q, tile_kv, 1),
+        Field(4 * 4 * tile_q, 16),  # of_warps
+        Field(8),  # nonfinite keys
+        Field(4),  # is_last
+        Field(stages * tile_kv if sparse else 1),
+        Field(_ITEM_BYTES, 8),
+        Field(8 * (1 + 2 * num_pieces * stages), 8),
+    ).size
+    constants: dict[str, int | bool | DType] = {
+        "DTypeQ": dtype,
+        "DTypeKV": dtype,
+        "DTypeO": dtype_o,
+        "kHeadDimQK": head_dim_qk,
+        "kHeadDimVO": head_dim_vo,
+        "kHeadDimRope": head_dim_qk - head_dim_vo,
+        "kLatent": True,
+        "kSparse": sparse,
+        "kTma": tma,
+        "kPaged": True,
+        "kFusedMerge": fused_merge,
+        "kTileQ": tile_q,
+        "kTileKV": tile_kv,
+        "kStages": stages,
+        "kSharedBytes": shared,
+    }
+    name, threads = "wide_decode_sm90", _DECODE_THREADS
+    return TileConfig(name, jit.Config(constants), tile_q, tile_kv, threads, shared)
 
 
 def _panels(rows: int, columns: int, count: int) -> Field:

@@ -174,9 +174,9 @@ struct WideSm90Producer {
         const int column = Tile::kPanelColumns * (panel < kSecond ? panel : panel - kSecond);
         const uint32_t place = Tile::further(to, i) + panel * Tile::kPanelBytes;
         const DTypeQ* const from = part + column + 8 * lane;
-        // ptxas 13.0 makes an illegal instruction of a copy with a policy whose shared address is
+        // Most keys are read once, and leave L2 first. ptxas 13.0 makes an illegal instruction of a copy with a policy whose shared address is
         // uniform in part, as it is for ordinary heads.
-        if constexpr (kIsKeys && Traits::kStreams && Traits::kLatent) {
+        if constexpr (kIsKeys && Traits::kLatent) {
           ptx::cp_async_16(place, from, exists, policy);
         } else {
           ptx::cp_async_16(place, from, exists);

@@ -95,11 +95,8 @@ struct WideSm90TmaProducer {
       const bool is_latent = panel < Traits::kLatentPanels;
       const int column = KTile::kPanelColumns * (is_latent ? panel : panel - Traits::kLatentPanels);
       const TensorMap& map = is_latent ? all_params.k : all_params.k_rope;
-      if constexpr (Traits::kStreams) {
-        ptx::tensor_copy_4d(to, map, column, slot, page, 0, lands, policy);
-      } else {
-        ptx::tensor_copy_4d(to, map, column, slot, page, 0, lands);
-      }
+      // Most keys are read once, and leave L2 first.
+      ptx::tensor_copy_4d(to, map, column, slot, page, 0, lands, policy);
     }
     ptx::warp_sync();
   }

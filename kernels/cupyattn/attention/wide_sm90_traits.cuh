@@ -1,30 +1,31 @@
-// What the roles of wide_sm90 share: tiles, the item of work and shared memory.
+// What the roles of wide_sm90 share: tiles, the item of work and shared memory. wide_decode_sm90
+// has the same tiles of keys and producers (WideSm90Tiles).
 #pragma once
 
 #include "cupyattn/attention/hidden_values.cuh"
+#include "cupyattn/attention/key_rows.cuh"
 #include "cupyattn/attention/softmax_sm90.cuh"
 #include "cupyattn/params/wide_sm90.cuh"
 
 namespace cupyattn {
 
 template <typename Config>
-struct WideSm90Traits : Config {
+struct WideSm90Tiles : Config {
   using Config::kHeadDimQK, Config::kHeadDimRope, Config::kHeadDimVO, Config::kLatent,
-      Config::kPaged, Config::kSparse, Config::kStages, Config::kTileKV, Config::kTma;
+      Config::kPaged, Config::kSparse, Config::kStages, Config::kTileKV, Config::kTileQ,
+      Config::kTma;
   using typename Config::DTypeKV;
   using typename Config::DTypeO;
   using typename Config::DTypeQ;
   using Params =
       conditional<kTma, WideSm90Params, conditional<kLatent, LatentParams, AttentionParams>>;
-  static constexpr int kTileQ = 64, kWarpgroup = 4 * kWarpSize, kThreads = 3 * kWarpgroup;
+  static constexpr int kWarpgroup = 4 * kWarpSize;
   // What the rows and softmax of prefill_sm90 ask for: this kernel rescales O itself, hides keys by
   // causality and windows only, and stores O from registers.
   static constexpr bool kOverlap = true, kMasked = false, kStagesOutput = false,
                         kAlignsTiles = false;
   using LogitsVariant = PlainLogits;
 
-  // Where memory, not products, takes the time: keys are read once, and leave L2 first.
-  static constexpr bool kStreams = !Config::kIntraWarpgroupOverlap;
   // Arrivals when a piece lands: one by the copy engine, or one from each thread that gathers.
   static constexpr int kArrivals = kTma ? 1 : kWarpgroup;
   // Sparse: a list says for each key where it is, or by a negative entry that it is hidden. The
@@ -66,6 +67,31 @@ struct WideSm90Traits : Config {
     }
   };
 
+  static_assert(!kLatent || kHeadDimQK == kHeadDimVO + kHeadDimRope,
+                "a key is a latent and a rope part");
+  static_assert(!kTma || (kLatent && kPaged && !kSparse && kTileKV == 64),
+                "boxes are of pages of latent keys");
+  static_assert(!kSparse || (kLatent && kPaged), "sparse lists are of latent keys");
+  static_assert(kColumns % VTile::kPanelColumns == 0 && kColumns <= 256,
+                "a warpgroup has whole panels, and one product has its columns");
+  static_assert(kHeadDimQK % KTile::kPanelColumns == 0 && kHeadDimRope % KTile::kPanelColumns == 0,
+                "the parts of a row have panels of their own");
+  static_assert(is_same<DTypeQ, DTypeKV> && sizeof(DTypeQ) == 2, "products of 16-bit elements");
+};
+
+template <typename Config>
+struct WideSm90Traits : WideSm90Tiles<Config> {
+  using Tiles = WideSm90Tiles<Config>;
+  using Tiles::kLatent, Tiles::kPieces, Tiles::kStages, Tiles::kTileKV, Tiles::kTileQ;
+  using typename Tiles::Item;
+  using typename Tiles::KeyMarks;
+  using typename Tiles::KTile;
+  using typename Tiles::LogitsVariant;
+  using typename Tiles::PTile;
+  using typename Tiles::QTile;
+  using typename Tiles::VTile;
+  static constexpr int kThreads = 3 * Tiles::kWarpgroup;
+
   struct ValueTiles {
     alignas(VTile::kAlign) unsigned char v[kStages][VTile::kBytes];
   };
@@ -95,16 +121,7 @@ struct WideSm90Traits : Config {
     }
   };
 
-  static_assert(!kLatent || kHeadDimQK == kHeadDimVO + kHeadDimRope,
-                "a key is a latent and a rope part");
-  static_assert(!kTma || (kLatent && kPaged && !kSparse && kTileKV == 64),
-                "boxes are of pages of latent keys");
-  static_assert(!kSparse || (kLatent && kPaged), "sparse lists are of latent keys");
-  static_assert(kColumns % VTile::kPanelColumns == 0 && kColumns <= 256,
-                "a warpgroup has whole panels, and one product has its columns");
-  static_assert(kHeadDimQK % KTile::kPanelColumns == 0 && kHeadDimRope % KTile::kPanelColumns == 0,
-                "the parts of a row have panels of their own");
-  static_assert(is_same<DTypeQ, DTypeKV> && sizeof(DTypeQ) == 2, "products of 16-bit elements");
+  static_assert(kTileQ == 64, "O of two warpgroups has 64 rows");
   static_assert(Config::kProducerRegisters + 2 * Config::kConsumerRegisters <=
                     3 * (65536 / kThreads / 8 * 8),
                 "registers come from what the block was launched with");
@@ -140,6 +157,42 @@ struct WideSm90Block {
   __device__ __forceinline__ WideSm90Block(const typename Traits::Params& params,
                                            SharedMemory& shared)
       : all_params(params), params(attention_of(params)), shared(shared) {}
+
+  // The first warp finds the block's work; a barrier of the block must follow.
+  __device__ __forceinline__ void describe_item() const {
+    typename Traits::Item item{};
+    item.work = BlockWork::of(params, Traits::kTileQ);
+    if (item.work.tile.num_rows > 0) {
+      item.range = KeyRange::of(params, item.work);
+      item.tiles =
+          TileSpan::of<Traits::kTma>(item.range, Traits::kTileKV, item.work.tile);
+    }
+    if (threadIdx.x == 0) shared.items[0] = item;
+  }
+
+  // Whether some row does not see some key of a tile. Boxes bring rows past the last key, too.
+  __device__ __forceinline__ bool hides_keys(const typename Traits::Item& item, int tile) const {
+    const int key = item.first_key(tile);
+    const int count =
+        Traits::kTma ? Traits::kTileKV : min_of(Traits::kTileKV, item.range.end - key);
+    return item.range.cuts(key, count);
+  }
+
+  // The row of a key's values.
+  __device__ __forceinline__ const typename Traits::DTypeKV* value_of(
+      const typename Traits::Item& item, int key) const {
+    const Request& request = item.work.request;
+    const int kv_head = item.work.tile.kv_head;
+    using T = typename Traits::DTypeKV;
+    if constexpr (Traits::kLatent) {
+      const PageSlot at = PageSlot::of(params, key);
+      return keys_of<T>(params, kv_head) +
+             paged_row(params.kv_indices[request.kv_start + at.page], at.slot, params.k_stride_page,
+                       params.k_stride_n);
+    } else {
+      return values_of<T>(params, kv_head) + value_row<Traits::kPaged>(params, request, key);
+    }
+  }
 };
 
 }  // namespace cupyattn

@@ -1,0 +1,407 @@
+// The consumer warpgroup of wide_decode_sm90. Its products are transposed: keys, and then columns of
+// values, are their 64 rows, and the few rows of queries are their columns. A thread has the logits
+// of two keys, 16 warp + lane / 4 (+ 8), and the columns of O that are as far into each panel of 64,
+// for rows 8 n + 2 (lane % 4) (+ 1). docs/wide_sm90.md says why.
+//
+// A tile of keys. "<-" names what a phase waits for.
+//   make_scores     S^T = K Q^T <- producer: each piece of K
+//   raise_maxima    every row's maximum <- other warps' maxima
+//   publish         P goes to shared memory, and O is rescaled where a maximum was raised
+//   make_output     O^T += V^T P^T <- other warps' P; releases the pieces of K
+#pragma once
+
+#include "cupyattn/attention/wide_decode_sm90_traits.cuh"
+
+namespace cupyattn {
+
+template <typename Traits>
+struct WideDecodeSm90Consumer {
+  using DTypeKV = typename Traits::DTypeKV;
+  using DTypeO = typename Traits::DTypeO;
+  using DTypeQ = typename Traits::DTypeQ;
+  using Item = typename Traits::Item;
+  using KTile = typename Traits::KTile;
+  using PTile = typename Traits::PTile;
+  using QTile = typename Traits::QTile;
+  using VTile = typename Traits::VTile;
+  using Stage = PipelineState<Traits::kStages>;
+  static constexpr int kTileQ = Traits::kTileQ, kTileKV = Traits::kTileKV;
+  static constexpr int kTilesQ = kTileQ / 8, kHeadDimVO = Traits::kHeadDimVO;
+  static constexpr int kPanels = kHeadDimVO / VTile::kPanelColumns;
+  static constexpr int kBarrier = 1;
+  using Scores = float[1][kTilesQ][4];
+  using OfRows = float[kTilesQ][2];  // a thread's rows
+
+  const WideSm90Block<Traits>& block;
+  const AttentionParams& params;
+  typename Traits::SharedMemory& shared;
+  const int warp = ptx::warp_uniform(threadIdx.x % Traits::kWarpgroup / kWarpSize);
+  const int lane = threadIdx.x % kWarpSize;
+  const float scale;  // turns logits to base 2
+  float o[kPanels][kTilesQ][4];
+  OfRows row_max, row_sum;  // sums of this thread's keys
+
+  __device__ __forceinline__ explicit WideDecodeSm90Consumer(const WideSm90Block<Traits>& block)
+      : block(block), params(block.params), shared(block.shared), scale(params.softmax_scale) {}
+
+  // A row of the tile; e: of a pair.
+  __device__ __forceinline__ int row_of(int n, int e) const { return 8 * n + 2 * (lane & 3) + e; }
+  __device__ __forceinline__ void sync() const {
+    ptx::named_barrier_sync(kBarrier, Traits::kWarpgroup);
+  }
+
+  __device__ __forceinline__ void run() {
+    const Item& item = shared.items[0];
+    clear();
+    if (item.has_keys()) {
+      Stage stage;
+      const int begin = ptx::warp_uniform(item.tiles.begin);
+      await_phase(shared.full_q, 0);
+      ptx::fence_proxy_async();
+      for (int tile = ptx::warp_uniform(item.tiles.end) - 1; tile >= begin; --tile) {
+        process_tile(item, tile, stage);
+        stage.advance();
+      }
+      add_sums();
+    }
+    finish(item);
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < kTilesQ; ++n) {
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[panel][n][e] = 0.0f;
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        row_max[n][e] = -ptx::infinity();
+        row_sum[n][e] = 0.0f;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void process_tile(const Item& item, int tile, const Stage& stage) {
+    Scores s;
+    make_scores(s, stage);
+    const int first_key = item.first_key(tile);
+    if constexpr (Traits::kSparse) hide_missing_keys(s, stage);
+    if (unlikely(item.range.cuts(first_key, kTileKV))) hide_keys(s, item, first_key);
+    raise_maxima(s);
+    publish(s);
+    const bool hides_keys = unlikely(block.hides_keys(item, tile));
+    if (hides_keys) zero_nonfinite_values(item, tile, stage);
+    make_output(stage, hides_keys ? tile : -1, item);
+  }
+
+  // --- Phases ---
+
+  __device__ __forceinline__ void make_scores(Scores& s, const Stage& stage) const {
+    const uint64_t queries = ptx::opaque_copy(operand_at<QTile>(ptx::shared_address(shared.q)));
+    const uint64_t keys =
+        ptx::opaque_copy(operand_at<KTile>(ptx::shared_address(shared.k[stage.stage])));
+    issue_piece<Traits::kOfFollower>(s, queries, keys, stage, false);
+    issue_piece<Traits::kOfLeader>(s, queries, keys, stage, true);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    take_results(s);
+  }
+  // The products by one piece, once it has landed.
+  template <int kPiece>
+  __device__ __forceinline__ void issue_piece(Scores& s, uint64_t queries, uint64_t keys,
+                                              const Stage& stage, bool adds) const {
+    // mutate: wide-decode-keys-not-awaited
+    await_phase(shared.full[stage.stage][kPiece], stage.parity);
+    if constexpr (!Traits::kTma) ptx::fence_proxy_async();
+    ptx::wgmma_fence();
+    issue_qk_panels<KTile, QTile, Traits::template kFirstPanel<kPiece>,
+                    Traits::template kEndPanel<kPiece>>(s, keys, queries, adds);
+  }
+
+  // Hides the keys that a sparse list lacks.
+  __device__ __forceinline__ void hide_missing_keys(Scores& s, const Stage& stage) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int key = 16 * warp + 8 * h + (lane >> 2);
+      if (shared.exists[stage.stage][key] != 0) continue;  // mutate: wide-decode-missing-keys-seen
+#pragma unroll
+      for (int n = 0; n < kTilesQ; ++n) s[0][n][2 * h] = s[0][n][2 * h + 1] = -ptx::infinity();
+    }
+  }
+
+  // Hides the keys that causality or a window hides from rows, and those past the last.
+  __device__ __forceinline__ void hide_keys(Scores& s, const Item& item, int first_key) const {
+    const TileWork& work = item.work.tile;
+#pragma unroll
+    for (int n = 0; n < kTilesQ; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = work.first_row + min_of(row_of(n, e), work.num_rows - 1);
+        const int token = PackGqaRow::of(params, row).token;
+        const KeyLimits limits = KeyLimits::of(params, item.work.request,
+                                               item.work.request.position(params, token));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int key = first_key + 16 * warp + 8 * h + (lane >> 2);
+          // mutate: wide-decode-hidden-keys-seen
+          if (key < limits.begin || key >= limits.end) s[0][n][2 * h + e] = -ptx::infinity();
+        }
+      }
+    }
+  }
+
+  // Takes every row's maximum over the keys of all warps, and rescales what it has so far.
+  __device__ __forceinline__ void raise_maxima(const Scores& s) {
+#pragma unroll
+    for (int n = 0; n < kTilesQ; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float largest = fmaxf(s[0][n][e], s[0][n][2 + e]);
+#pragma unroll
+        // mutate: wide-decode-maximum-of-some-keys
+        for (int mask = 4; mask < kWarpSize; mask *= 2) {
+          largest = fmaxf(largest, ptx::shuffle_xor(largest, mask));
+        }
+        if (lane < 4) shared.of_warps[row_of(n, e)][warp] = largest;
+      }
+    }
+    sync();  // mutate: wide-decode-maxima-read-early
+    bool is_raised = false;
+    OfRows factors;
+#pragma unroll
+    for (int n = 0; n < kTilesQ; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float4 of = *reinterpret_cast<const float4*>(shared.of_warps[row_of(n, e)]);
+        const float old_max = row_max[n][e];
+        const float new_max = fmaxf(fmaxf(fmaxf(of.x, of.y), fmaxf(of.z, of.w)), old_max);
+        row_max[n][e] = new_max;
+        factors[n][e] =
+            old_max == new_max ? 1.0f : ptx::ex2_approx((old_max - new_max) * scale);
+        row_sum[n][e] *= factors[n][e];  // mutate: wide-decode-sum-not-rescaled
+        is_raised |= old_max != new_max;
+      }
+    }
+    if (unlikely(ptx::warp_any(is_raised))) rescale(factors);
+  }
+  __device__ __forceinline__ void rescale(const OfRows& factors) {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+#pragma unroll
+      for (int n = 0; n < kTilesQ; ++n) {
+#pragma unroll
+        // mutate: wide-decode-output-not-rescaled
+        for (int e = 0; e < 4; ++e) o[panel][n][e] *= factors[n][e % 2];
+      }
+    }
+  }
+
+  // Makes the probabilities of a tile, and writes them as rows of queries.
+  __device__ __forceinline__ void publish(const Scores& s) {
+    // Lane 8 m + r gives the place of row r of the m-th matrix: rows of queries 8 (m / 2), keys
+    // 16 warp + 8 (m % 2).
+    const uint32_t to =
+        ptx::shared_address(shared.p) +
+        PTile::offset(8 * (lane >> 4) + (lane & 7), 2 * warp + ((lane >> 3) & 1));
+#pragma unroll
+    for (int n = 0; n < kTilesQ; n += 2) {
+      uint32_t p[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float pair[2][2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float max = row_max[n + i][e];
+          const float shift = max == -ptx::infinity() ? 0.0f : -max * scale;
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            pair[h][e] = ptx::ex2_approx(fmaf(s[0][n + i][2 * h + e], scale, shift));
+            row_sum[n + i][e] += pair[h][e];
+          }
+        }
+#pragma unroll
+        // mutate: wide-decode-p-of-other-keys
+        for (int h = 0; h < 2; ++h) p[2 * i + h] = ptx::pack_pair<DTypeQ>(pair[h][0], pair[h][1]);
+      }
+      ptx::stmatrix_x4_trans(to + n * PTile::kPatternBytes, p);
+    }
+    ptx::fence_proxy_async();
+  }
+
+  // tile: one that hides keys, or -1.
+  __device__ __forceinline__ void make_output(const Stage& stage, int tile, const Item& item) {
+    const uint64_t p = ptx::opaque_copy(operand_at<PTile>(ptx::shared_address(shared.p)));
+    const uint64_t values =
+        ptx::opaque_copy(operand_at<VTile>(ptx::shared_address(shared.values(stage.stage))));
+    sync();  // mutate: wide-decode-p-read-early
+    ptx::wgmma_fence();
+    constexpr int kFirst = Traits::template kFirstPanel<Traits::kOfFollower>;
+    issue_pv_transposed<VTile, PTile, kFirst, kPanels>(o, values, p);
+    ptx::wgmma_commit();
+    issue_pv_transposed<VTile, PTile, 0, kFirst>(o, values, p);
+    ptx::wgmma_commit();
+    if (tile < 0) {
+      ptx::wgmma_wait<1>();
+      release(shared.empty[stage.stage][Traits::kOfFollower]);
+    }
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_results(reinterpret_cast<float (&)[kPanels * kTilesQ * 4]>(o));
+    if (tile >= 0) {
+      add_nonfinite_values(item, tile);
+      release(shared.empty[stage.stage][Traits::kOfFollower]);
+    }
+    release(shared.empty[stage.stage][Traits::kOfLeader]);
+  }
+  __device__ __forceinline__ void release(uint64_t& barrier) const {
+    ptx::mbarrier_arrive_if(lane == 0, ptx::shared_address(&barrier));
+  }
+
+  // --- Non-finite values of hidden keys (see hidden_values.cuh and WideSm90Output) ---
+
+  __device__ __forceinline__ void zero_nonfinite_values(const Item& item, int tile,
+                                                        const Stage& stage) const {
+    constexpr int kBytes = kPanels * VTile::kPanelBytes;
+    const int thread = threadIdx.x % Traits::kWarpgroup;
+    const int num_keys = item.range.end - item.first_key(tile);
+    // All threads are done with the keys of the tile before, and scores with the values of this.
+    sync();
+    if (thread == 0) shared.nonfinite_keys = NonFiniteKeys{};
+    sync();
+    Vector16* chunks = reinterpret_cast<Vector16*>(shared.values(stage.stage));
+#pragma unroll 1
+    for (int i = thread; i < kBytes / 16; i += Traits::kWarpgroup) {
+      zero_nonfinite_chunk<DTypeKV>(chunks[i], shared.nonfinite_keys.word, VTile::row_at(16 * i),
+                                    num_keys);
+    }
+    ptx::fence_proxy_async();
+  }
+
+  __device__ __forceinline__ void add_nonfinite_values(const Item& item, int tile) {
+#pragma unroll 1
+    for (int word = 0; word < kTileKV / 32; ++word) {
+      for (uint32_t bits = shared.nonfinite_keys.word[word]; bits != 0; bits &= bits - 1) {
+        const int key = 32 * word + __ffs(static_cast<int>(bits)) - 1;
+        add_nonfinite_key(block.value_of(item, item.first_key(tile) + key), key);
+      }
+    }
+    ptx::warp_sync();
+  }
+  __device__ __forceinline__ void add_nonfinite_key(const DTypeKV* values, int key) {
+#pragma unroll
+    for (int n = 0; n < kTilesQ; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int at = PTile::offset(row_of(n, e), key / 8) + key % 8 * 2;
+        const float p = element_to_float(*reinterpret_cast<const DTypeQ*>(shared.p + at));
+        if (p == 0.0f) continue;  // mutate: wide-decode-bad-values-reach-all-rows
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float value = element_to_float(values[column_of(panel, h)]);
+            if (!is_finite(value)) o[panel][n][2 * h + e] += p * value;
+          }
+        }
+      }
+    }
+  }
+
+  // --- The end ---
+
+  __device__ __forceinline__ int column_of(int panel, int h) const {
+    return 64 * panel + 16 * warp + 8 * h + (lane >> 2);
+  }
+
+  // Adds the sums of all lanes and warps, whose maxima are the same.
+  __device__ __forceinline__ void add_sums() {
+#pragma unroll
+    for (int n = 0; n < kTilesQ; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int mask = 4; mask < kWarpSize; mask *= 2) {
+          row_sum[n][e] += ptx::shuffle_xor(row_sum[n][e], mask);
+        }
+        if (lane < 4) shared.of_warps[row_of(n, e)][warp] = row_sum[n][e];
+      }
+    }
+    sync();  // mutate: wide-decode-sums-read-early
+#pragma unroll
+    for (int n = 0; n < kTilesQ; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float4 of = *reinterpret_cast<const float4*>(shared.of_warps[row_of(n, e)]);
+        row_sum[n][e] = of.x + of.y + (of.z + of.w);  // mutate: wide-decode-sum-of-a-warp
+      }
+    }
+  }
+
+  // Normalises the rows and writes them, or the state of a split.
+  __device__ __forceinline__ void finish(const Item& item) {
+    const TileWork& work = item.work.tile;
+    const bool leaves_state = work.leaves_state();
+    const float output_scale = leaves_state ? 1.0f : output_scale_of(params, work.kv_head);
+    const int64_t first_state = (work.state(params) + work.split) * kTileQ;
+#pragma unroll
+    for (int n = 0; n < kTilesQ; ++n) {
+      float factors[2];
+      Place place{};  // of the row that this lane writes
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int r = row_of(n, e);
+        const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
+        const int head = work.kv_head * params.group_size + row.group_head;
+        const int64_t token = item.work.request.q_start + row.token;
+        const bool exists = r < work.num_rows;
+        if (e == ((lane >> 2) & 1)) place = Place{exists, head, token, first_state + r};
+        const float max = row_max[n][e] == -ptx::infinity() ? row_max[n][e] : row_max[n][e] * scale;
+        RowState state{max, row_sum[n][e]};
+        if (!leaves_state && exists) state.add_sink(sink_of(params, head));
+        factors[e] = state.normaliser(max) * output_scale;
+        if (!exists || warp != 0 || lane >= 4) continue;
+        if (leaves_state) {
+          params.partial_lse[first_state + r] = state.lse();
+        } else if (params.lse != nullptr) {
+          params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
+        }
+      }
+      if (leaves_state) {
+        write<float>(n, factors, place.exists, params.partial_o + place.state * kHeadDimVO);
+      } else {
+        write<DTypeO>(n, factors, place.exists,
+                      static_cast<DTypeO*>(params.o) + place.token * params.o_stride_n +
+                          place.head * params.o_stride_h);
+      }
+    }
+  }
+
+  // Where a row lies in o, and among the states.
+  struct Place {
+    bool exists;
+    int head;
+    int64_t token, state;
+  };
+
+  // Writes rows 8 n and on. Lanes four apart have neighbouring columns of the same two rows: the
+  // even one gets both columns of the first, the odd one those of the second.
+  template <typename T>
+  __device__ __forceinline__ void write(int n, const float (&factors)[2], bool exists, T* row) const {
+    const bool is_odd = (lane & 4) != 0;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float first = o[panel][n][2 * h] * factors[0];
+        const float second = o[panel][n][2 * h + 1] * factors[1];
+        const float got = ptx::shuffle_xor(is_odd ? first : second, 4);
+        if (!exists) continue;
+        store_pair<T, true>(row + (column_of(panel, h) & ~1), is_odd ? got : first,
+                            is_odd ? second : got);
+      }
+    }
+  }
+};
+
+}  // namespace cupyattn
