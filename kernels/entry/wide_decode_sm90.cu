@@ -7,9 +7,9 @@
 
 struct Config : DefaultConfig {
   static constexpr bool kLatent = true, kSparse = false, kTma = false, kPaged = true,
-                        kIntraWarpgroupOverlap = false, kFusedMerge = true;
+                        kFusedMerge = true;
   static constexpr int kHeadDimQK = 576, kHeadDimVO = 512, kHeadDimRope = 64;
-  static constexpr int kTileQ = 16, kTileKV = 64, kStages = 2, kSharedBytes = 168448;
+  static constexpr int kTileQ = 16, kTileKV = 64, kStages = 2, kSharedBytes = 168960;
 };
 #endif
 

@@ -34,6 +34,7 @@ _TYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float32": np.dtype(np.float32),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 # kernels/cupyattn/params/latent.cuh, behind AttentionParams.
 _LATENT = struct.Struct("<2Q 4q f i")
@@ -66,6 +67,7 @@ class Case:
     causal: bool = True
     dtype: str = "bfloat16"
     o_dtype: str = ""
+    kv_dtype: str = ""
     splits: int = 1
     packed: bool = True
     head_dims: tuple[int, int] = wide_sm90.LATENT
@@ -143,7 +145,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         q[..., :64] += dtype.type(1.0)
         for x in keys:
             x[..., :64] += case.rising * np.linspace(1.0, 0.0, len(x))[:, None, None]
-    keys = [x.astype(dtype) for x in keys]
+    keys = [x.astype(_TYPES[case.kv_dtype or case.dtype]) for x in keys]
     for request, key, column, value in case.spoiled if is_latent else ():
         keys[request][key, 0, column] = value
     if is_latent:
@@ -226,7 +228,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
     if case.tma:
         of_parts = _strides(k, 1, 0), _strides(second, 1, 0)
         boxes = tma_wide.boxes(
-            dtypes.parse(case.dtype), (LATENT, ROPE), *of_parts, (case.page_size, len(k))
+            dtypes.parse(case.kv_dtype or case.dtype), (LATENT, ROPE), *of_parts, (case.page_size, len(k))
         )
         assert boxes is not None
         with mock.patch.object(tensor_map, "encode", gpu.encode_tensor_map):
@@ -262,6 +264,7 @@ def _config(case: Case) -> TileConfig:
             dtype,
             dtype_o,
             case.tile_q,
+            dtype_kv=dtypes.parse(case.kv_dtype or case.dtype),
             sparse=case.sparse,
             tma=case.tma,
             fused_merge=case.fused,
@@ -344,7 +347,7 @@ def _paginate_latent(
     else:
         # Apart, with strides of their own.
         latent = np.full((num_pages, rows + 1, 1, columns), np.nan, dtype)[:, :rows, :, :LATENT]
-        rope = np.full((num_pages + 1, rows + 2, 1, ROPE + 8), np.nan, dtype)
+        rope = np.full((num_pages + 1, rows + 2, 1, ROPE + 16), np.nan, dtype)
         rope = rope[:num_pages, :rows, :, :ROPE]
     _fill_pages(case, table, starts, keys, latent)
     _fill_pages(case, table, starts, [x[..., LATENT:] for x in keys], rope)

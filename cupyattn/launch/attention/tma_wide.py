@@ -6,7 +6,7 @@ import functools
 import struct
 from typing import NamedTuple
 
-from ...core.dtypes import DType
+from ...core.dtypes import DType, float8_e4m3fn
 from ..driver import params, tensor_map
 from ..tiles import wide_sm90
 
@@ -18,7 +18,7 @@ _PARAMS = struct.Struct(f"<{_PADDING}x 128s 128s 2i 56x")
 
 class Boxes(NamedTuple):
     """Pages of latent keys whose two parts lie as `columns` and `strides` (row, page) say, in
-    elements."""
+    elements; an fp8 pair is one of 16 bits."""
 
     columns: tuple[int, int]
     strides: tuple[tuple[int, int], tuple[int, int]]
@@ -43,11 +43,17 @@ def boxes(
     pages         keys of a page, and how many pages there are
     """
     page_size, num_pages = pages
-    has_dims = (sum(columns), columns[0]) == wide_sm90.LATENT and dtype.is_float16
-    is_aligned = not any(stride % 8 for stride in (*latent, *rope))
-    if not (has_dims and is_aligned and num_pages and wide_sm90.has_boxes(page_size)):
+    has_dims = (sum(columns), columns[0]) == wide_sm90.LATENT
+    has_dtype = dtype.is_float16 or dtype is float8_e4m3fn
+    in_bytes = [dtype.itemsize * stride for stride in (*latent, *rope)]
+    if not (has_dims and has_dtype) or any(n % 16 for n in in_bytes):
         return None
-    return Boxes(columns, (latent, rope), page_size, num_pages)
+    if not (num_pages and wide_sm90.has_boxes(page_size, dtype)):
+        return None
+    of_latent, of_rope = columns[0] * dtype.itemsize // 2, columns[1] * dtype.itemsize // 2
+    row, page, rope_row, rope_page = (n // 2 for n in in_bytes)
+    strides = (row, page), (rope_row, rope_page)
+    return Boxes((of_latent, of_rope), strides, page_size, num_pages)
 
 
 @functools.lru_cache(maxsize=256)

@@ -45,7 +45,7 @@ def choose(
     )
     if not has_dims or has_option or not problem.aligned or problem.dtype_kv is not problem.dtype_q:
         return None
-    tma = is_latent and not is_sparse and has_boxes(page_size)
+    tma = is_latent and not is_sparse and has_boxes(page_size, problem.dtype_kv)
     if is_latent and rows in _DECODE_ROWS:
         tiles = decode_config(
             problem.dtype_q, problem.dtype_o, _DECODE_ROWS[rows], sparse=is_sparse, tma=tma
@@ -62,9 +62,10 @@ def choose(
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
-def has_boxes(page_size: int) -> bool:
-    """Whether the copy engine brings keys of such pages."""
-    return tensor_map.box_rows(page_size, 64) > 0
+def has_boxes(page_size: int, dtype: DType) -> bool:
+    """Whether the copy engine brings keys of such pages: boxes are whole patterns of eight lines,
+    and two rope parts of fp8 keys share a line."""
+    return tensor_map.box_rows(page_size, 64) * dtype.itemsize >= 16
 
 
 def config(
@@ -127,18 +128,28 @@ def decode_config(
     dtype_o: DType,
     tile_q: int,
     *,
+    dtype_kv: DType | None = None,
     sparse: bool = False,
     tma: bool = False,
     fused_merge: bool = False,
 ) -> TileConfig:
-    """The instance of wide_decode_sm90 for up to `tile_q` packed rows, 16 or 32."""
+    """The instance of wide_decode_sm90 for up to `tile_q` packed rows, 16 or 32.
+
+    dtype_kv: e4m3, or as `dtype`, that of queries.
+    """
+    dtype_kv = dtype_kv or dtype
     head_dim_qk, head_dim_vo = LATENT
-    tile_kv, stages, num_pieces = 64, 2, 2
+    tile_kv, num_pieces = 64, 2
+    stages = 5 if dtype_kv.is_fp8 else 2
+    keys = _panels(tile_kv, head_dim_qk, stages)
+    if dtype_kv.is_fp8:
+        keys = Field(stages * tile_kv * head_dim_qk, _PATTERN_BYTES)
     shared = struct_of(
         _panels(tile_q, head_dim_qk, 1),
-        _panels(tile_kv, head_dim_qk, stages),
+        keys,
         _panels(tile_q, tile_kv, 1),
         Field(4 * 4 * tile_q, 16),  # of_warps
+        Field(4 * (tile_q if dtype_kv.is_fp8 else 1)),  # row_scales
         Field(8),  # nonfinite keys
         Field(4),  # is_last
         Field(stages * tile_kv if sparse else 1),
@@ -147,7 +158,7 @@ def decode_config(
     ).size
     constants: dict[str, int | bool | DType] = {
         "DTypeQ": dtype,
-        "DTypeKV": dtype,
+        "DTypeKV": dtype_kv,
         "DTypeO": dtype_o,
         "kHeadDimQK": head_dim_qk,
         "kHeadDimVO": head_dim_vo,

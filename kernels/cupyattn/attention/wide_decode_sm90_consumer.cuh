@@ -10,15 +10,15 @@
 //   make_output     O^T += V^T P^T <- other warps' P; releases the pieces of K
 #pragma once
 
-#include "cupyattn/attention/wide_decode_sm90_traits.cuh"
+#include "cupyattn/attention/wide_decode_sm90_fp8.cuh"
 
 namespace cupyattn {
 
 template <typename Traits>
 struct WideDecodeSm90Consumer {
   using DTypeKV = typename Traits::DTypeKV;
+  using DTypeMma = typename Traits::DTypeMma;
   using DTypeO = typename Traits::DTypeO;
-  using DTypeQ = typename Traits::DTypeQ;
   using Item = typename Traits::Item;
   using KTile = typename Traits::KTile;
   using PTile = typename Traits::PTile;
@@ -27,7 +27,9 @@ struct WideDecodeSm90Consumer {
   using Stage = PipelineState<Traits::kStages>;
   static constexpr int kTileQ = Traits::kTileQ, kTileKV = Traits::kTileKV;
   static constexpr int kTilesQ = kTileQ / 8, kHeadDimVO = Traits::kHeadDimVO;
-  static constexpr int kPanels = kHeadDimVO / VTile::kPanelColumns;
+  static constexpr int kPanels = kHeadDimVO / 64;  // of O^T
+  static constexpr bool kFp8 = Traits::kFp8;
+  using Fp8 = WideDecodeSm90Fp8<Traits>;
   static constexpr int kBarrier = 1;
   using Scores = float[1][kTilesQ][4];
   using OfRows = float[kTilesQ][2];  // a thread's rows
@@ -37,12 +39,12 @@ struct WideDecodeSm90Consumer {
   typename Traits::SharedMemory& shared;
   const int warp = ptx::warp_uniform(threadIdx.x % Traits::kWarpgroup / kWarpSize);
   const int lane = threadIdx.x % kWarpSize;
-  const float scale;  // turns logits to base 2
+  OfRows scale;  // turns logits to base 2
   float o[kPanels][kTilesQ][4];
   OfRows row_max, row_sum;  // sums of this thread's keys
 
   __device__ __forceinline__ explicit WideDecodeSm90Consumer(const WideSm90Block<Traits>& block)
-      : block(block), params(block.params), shared(block.shared), scale(params.softmax_scale) {}
+      : block(block), params(block.params), shared(block.shared) {}
 
   // A row of the tile; e: of a pair.
   __device__ __forceinline__ int row_of(int n, int e) const { return 8 * n + 2 * (lane & 3) + e; }
@@ -56,8 +58,7 @@ struct WideDecodeSm90Consumer {
     if (item.has_keys()) {
       Stage stage;
       const int begin = ptx::warp_uniform(item.tiles.begin);
-      await_phase(shared.full_q, 0);
-      ptx::fence_proxy_async();
+      prepare_queries();
       for (int tile = ptx::warp_uniform(item.tiles.end) - 1; tile >= begin; --tile) {
         process_tile(item, tile, stage);
         stage.advance();
@@ -79,6 +80,24 @@ struct WideDecodeSm90Consumer {
       for (int e = 0; e < 2; ++e) {
         row_max[n][e] = -ptx::infinity();
         row_sum[n][e] = 0.0f;
+        scale[n][e] = params.softmax_scale;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void prepare_queries() {
+    await_phase(shared.full_q, 0);
+    if constexpr (kFp8) {
+      Fp8::prepare_queries(shared.q, shared.row_scales, latent_of(block.all_params).rope_scale, warp,
+                           lane);
+    }
+    ptx::fence_proxy_async();
+    if constexpr (kFp8) sync();  // mutate: wide-fp8-queries-read-early
+#pragma unroll
+    for (int n = 0; n < kTilesQ; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        scale[n][e] = params.softmax_scale * (kFp8 ? shared.row_scales[row_of(n, e)] : 1.0f);
       }
     }
   }
@@ -100,13 +119,41 @@ struct WideDecodeSm90Consumer {
 
   __device__ __forceinline__ void make_scores(Scores& s, const Stage& stage) const {
     const uint64_t queries = ptx::opaque_copy(operand_at<QTile>(ptx::shared_address(shared.q)));
-    const uint64_t keys =
-        ptx::opaque_copy(operand_at<KTile>(ptx::shared_address(shared.k[stage.stage])));
-    issue_piece<Traits::kOfFollower>(s, queries, keys, stage, false);
-    issue_piece<Traits::kOfLeader>(s, queries, keys, stage, true);
-    ptx::wgmma_commit();
+    if constexpr (kFp8) {
+      issue_fp8_scores(s, queries, stage);
+    } else {
+      const uint64_t keys =
+          ptx::opaque_copy(operand_at<KTile>(ptx::shared_address(shared.k[stage.stage])));
+      issue_piece<Traits::kOfFollower>(s, queries, keys, stage, false);
+      issue_piece<Traits::kOfLeader>(s, queries, keys, stage, true);
+      ptx::wgmma_commit();
+    }
     ptx::wgmma_wait<0>();
     take_results(s);
+  }
+  __device__ __forceinline__ void issue_fp8_scores(Scores& s, uint64_t queries,
+                                                   const Stage& stage) const {
+    float (&d)[kTileQ / 2] = reinterpret_cast<float (&)[kTileQ / 2]>(s);
+    typename Fp8::Fragments fragments[2];
+#pragma unroll
+    for (int i = 0; i < Fp8::kGroups; ++i) {
+      // The rope columns and those of the follower's piece come first.
+      constexpr int kHalf = (Fp8::kGroups - 1) / 2;
+      const int group = i == 0 ? Fp8::kGroups - 1 : (i - 1 + kHalf) % (2 * kHalf);
+      if (i == 0) await_phase(shared.full[stage.stage][Traits::kOfFollower], stage.parity);
+      if (i == kHalf + 1) await_phase(shared.full[stage.stage][Traits::kOfLeader], stage.parity);
+      if (i >= 2) ptx::wgmma_wait<1>();
+      Fp8::load_keys(fragments[i % 2], shared.k[stage.stage], group, warp, lane);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        ptx::Wgmma<kTileQ>::template multiply_rs_k_major<DTypeMma>(
+            d, fragments[i % 2][step],
+            operand_behind<QTile>(queries, group * (QTile::kPanelBytes / 16) + 2 * step),
+            i > 0 || step > 0);
+      }
+      ptx::wgmma_commit();
+    }
   }
   // The products by one piece, once it has landed.
   template <int kPiece>
@@ -179,7 +226,7 @@ struct WideDecodeSm90Consumer {
         const float new_max = fmaxf(fmaxf(fmaxf(of.x, of.y), fmaxf(of.z, of.w)), old_max);
         row_max[n][e] = new_max;
         factors[n][e] =
-            old_max == new_max ? 1.0f : ptx::ex2_approx((old_max - new_max) * scale);
+            old_max == new_max ? 1.0f : ptx::ex2_approx((old_max - new_max) * scale[n][e]);
         row_sum[n][e] *= factors[n][e];  // mutate: wide-decode-sum-not-rescaled
         is_raised |= old_max != new_max;
       }
@@ -214,16 +261,16 @@ struct WideDecodeSm90Consumer {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float max = row_max[n + i][e];
-          const float shift = max == -ptx::infinity() ? 0.0f : -max * scale;
+          const float shift = max == -ptx::infinity() ? 0.0f : -max * scale[n + i][e];
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            pair[h][e] = ptx::ex2_approx(fmaf(s[0][n + i][2 * h + e], scale, shift));
+            pair[h][e] = ptx::ex2_approx(fmaf(s[0][n + i][2 * h + e], scale[n + i][e], shift));
             row_sum[n + i][e] += pair[h][e];
           }
         }
 #pragma unroll
         // mutate: wide-decode-p-of-other-keys
-        for (int h = 0; h < 2; ++h) p[2 * i + h] = ptx::pack_pair<DTypeQ>(pair[h][0], pair[h][1]);
+        for (int h = 0; h < 2; ++h) p[2 * i + h] = ptx::pack_pair<DTypeMma>(pair[h][0], pair[h][1]);
       }
       ptx::stmatrix_x4_trans(to + n * PTile::kPatternBytes, p);
     }
@@ -233,26 +280,51 @@ struct WideDecodeSm90Consumer {
   // tile: one that hides keys, or -1.
   __device__ __forceinline__ void make_output(const Stage& stage, int tile, const Item& item) {
     const uint64_t p = ptx::opaque_copy(operand_at<PTile>(ptx::shared_address(shared.p)));
+    sync();  // mutate: wide-decode-p-read-early
+    if constexpr (kFp8) {
+      issue_fp8_output(stage, p);
+    } else {
+      issue_output(stage, p, tile < 0);
+    }
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_results(reinterpret_cast<float (&)[kPanels * kTilesQ * 4]>(o));
+    if (tile >= 0) add_nonfinite_values(item, tile);
+    if (kFp8 || tile >= 0) release(shared.empty[stage.stage][Traits::kOfFollower]);
+    release(shared.empty[stage.stage][Traits::kOfLeader]);
+  }
+  __device__ __forceinline__ void issue_output(const Stage& stage, uint64_t p, bool releases) {
     const uint64_t values =
         ptx::opaque_copy(operand_at<VTile>(ptx::shared_address(shared.values(stage.stage))));
-    sync();  // mutate: wide-decode-p-read-early
     ptx::wgmma_fence();
     constexpr int kFirst = Traits::template kFirstPanel<Traits::kOfFollower>;
     issue_pv_transposed<VTile, PTile, kFirst, kPanels>(o, values, p);
     ptx::wgmma_commit();
     issue_pv_transposed<VTile, PTile, 0, kFirst>(o, values, p);
     ptx::wgmma_commit();
-    if (tile < 0) {
-      ptx::wgmma_wait<1>();
-      release(shared.empty[stage.stage][Traits::kOfFollower]);
+    if (!releases) return;
+    ptx::wgmma_wait<1>();
+    release(shared.empty[stage.stage][Traits::kOfFollower]);
+  }
+  __device__ __forceinline__ void issue_fp8_output(const Stage& stage, uint64_t p) {
+    typename Fp8::Fragments fragments[2];
+#pragma unroll
+    for (int step = 0; step < kTileKV / 16; ++step) {
+      const auto values = Fp8::load_values(shared.k[stage.stage], 16 * step, warp, lane);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (step > 0) ptx::wgmma_wait<1>();
+        Fp8::convert_values(fragments[half], values, half);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kPanels / 2; ++i) {
+          float (&d)[kTileQ / 2] =
+              reinterpret_cast<float (&)[kTileQ / 2]>(o[kPanels / 2 * half + i]);
+          ptx::Wgmma<kTileQ>::template multiply_rs_k_major<DTypeMma>(
+              d, fragments[half][i], operand_behind<PTile>(p, 2 * step), true);
+        }
+        ptx::wgmma_commit();
+      }
     }
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_results(reinterpret_cast<float (&)[kPanels * kTilesQ * 4]>(o));
-    if (tile >= 0) {
-      add_nonfinite_values(item, tile);
-      release(shared.empty[stage.stage][Traits::kOfFollower]);
-    }
-    release(shared.empty[stage.stage][Traits::kOfLeader]);
   }
   __device__ __forceinline__ void release(uint64_t& barrier) const {
     ptx::mbarrier_arrive_if(lane == 0, ptx::shared_address(&barrier));
@@ -262,7 +334,7 @@ struct WideDecodeSm90Consumer {
 
   __device__ __forceinline__ void zero_nonfinite_values(const Item& item, int tile,
                                                         const Stage& stage) const {
-    constexpr int kBytes = kPanels * VTile::kPanelBytes;
+    constexpr int kBytes = Traits::kLatentPanels * VTile::kPanelBytes;
     const int thread = threadIdx.x % Traits::kWarpgroup;
     const int num_keys = item.range.end - item.first_key(tile);
     // All threads are done with the keys of the tile before, and scores with the values of this.
@@ -294,7 +366,7 @@ struct WideDecodeSm90Consumer {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int at = PTile::offset(row_of(n, e), key / 8) + key % 8 * 2;
-        const float p = element_to_float(*reinterpret_cast<const DTypeQ*>(shared.p + at));
+        const float p = element_to_float(*reinterpret_cast<const DTypeMma*>(shared.p + at));
         if (p == 0.0f) continue;  // mutate: wide-decode-bad-values-reach-all-rows
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
@@ -311,6 +383,7 @@ struct WideDecodeSm90Consumer {
   // --- The end ---
 
   __device__ __forceinline__ int column_of(int panel, int h) const {
+    if constexpr (kFp8) return 128 * warp + 16 * (lane >> 2) + 2 * panel + h;
     return 64 * panel + 16 * warp + 8 * h + (lane >> 2);
   }
 
@@ -338,68 +411,115 @@ struct WideDecodeSm90Consumer {
     }
   }
 
-  // Normalises the rows and writes them, or the state of a split.
-  __device__ __forceinline__ void finish(const Item& item) {
-    const TileWork& work = item.work.tile;
-    const bool leaves_state = work.leaves_state();
-    const float output_scale = leaves_state ? 1.0f : output_scale_of(params, work.kv_head);
-    const int64_t first_state = (work.state(params) + work.split) * kTileQ;
-#pragma unroll
-    for (int n = 0; n < kTilesQ; ++n) {
-      float factors[2];
-      Place place{};  // of the row that this lane writes
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int r = row_of(n, e);
-        const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
-        const int head = work.kv_head * params.group_size + row.group_head;
-        const int64_t token = item.work.request.q_start + row.token;
-        const bool exists = r < work.num_rows;
-        if (e == ((lane >> 2) & 1)) place = Place{exists, head, token, first_state + r};
-        const float max = row_max[n][e] == -ptx::infinity() ? row_max[n][e] : row_max[n][e] * scale;
-        RowState state{max, row_sum[n][e]};
-        if (!leaves_state && exists) state.add_sink(sink_of(params, head));
-        factors[e] = state.normaliser(max) * output_scale;
-        if (!exists || warp != 0 || lane >= 4) continue;
-        if (leaves_state) {
-          params.partial_lse[first_state + r] = state.lse();
-        } else if (params.lse != nullptr) {
-          params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
-        }
-      }
-      if (leaves_state) {
-        write<float>(n, factors, place.exists, params.partial_o + place.state * kHeadDimVO);
-      } else {
-        write<DTypeO>(n, factors, place.exists,
-                      static_cast<DTypeO*>(params.o) + place.token * params.o_stride_n +
-                          place.head * params.o_stride_h);
-      }
-    }
-  }
-
-  // Where a row lies in o, and among the states.
+  // Where a row lies in o, or among the states.
   struct Place {
     bool exists;
     int head;
     int64_t token, state;
   };
+  __device__ __forceinline__ Place place_of(const Item& item, int r) const {
+    const TileWork& work = item.work.tile;
+    const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
+    return Place{r < work.num_rows, work.kv_head * params.group_size + row.group_head,
+                 static_cast<int64_t>(item.work.request.q_start) + row.token,
+                 (work.state(params) + work.split) * kTileQ + r};
+  }
 
-  // Writes rows 8 n and on. Lanes four apart have neighbouring columns of the same two rows: the
-  // even one gets both columns of the first, the odd one those of the second.
-  template <typename T>
-  __device__ __forceinline__ void write(int n, const float (&factors)[2], bool exists, T* row) const {
-    const bool is_odd = (lane & 4) != 0;
+  // Normalises the rows and writes them, or the state of a split.
+  __device__ __forceinline__ void finish(const Item& item) const {
+    const TileWork& work = item.work.tile;
+    const bool leaves_state = work.leaves_state();
+    const float output_scale = leaves_state ? 1.0f : output_scale_of(params, work.kv_head);
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
+    for (int n = 0; n < kTilesQ; ++n) {
+      float factors[2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float first = o[panel][n][2 * h] * factors[0];
-        const float second = o[panel][n][2 * h + 1] * factors[1];
-        const float got = ptx::shuffle_xor(is_odd ? first : second, 4);
-        if (!exists) continue;
-        store_pair<T, true>(row + (column_of(panel, h) & ~1), is_odd ? got : first,
-                            is_odd ? second : got);
+      for (int e = 0; e < 2; ++e) {
+        const Place place = place_of(item, row_of(n, e));
+        const float max = row_max[n][e];
+        const float old_max = max == -ptx::infinity() ? max : max * scale[n][e];
+        RowState state{old_max, row_sum[n][e]};
+        if (!leaves_state && place.exists) state.add_sink(sink_of(params, place.head));
+        factors[e] = state.normaliser(old_max) * output_scale;
+        if (!place.exists || warp != 0 || lane >= 4) continue;
+        if (leaves_state) {
+          params.partial_lse[place.state] = state.lse();
+        } else if (params.lse != nullptr) {
+          params.lse[place.token * params.lse_stride_n + place.head * params.lse_stride_h] =
+              state.lse();
+        }
       }
+      if (leaves_state) {
+        write_rows(item, n, factors, [&](const Place& place) {
+          return params.partial_o + place.state * kHeadDimVO;
+        });
+      } else {
+        write_rows(item, n, factors, [&](const Place& place) {
+          return static_cast<DTypeO*>(params.o) + place.token * params.o_stride_n +
+                 place.head * params.o_stride_h;
+        });
+      }
+    }
+  }
+
+  // Writes rows 8 n and on, which begin where `at` says.
+  template <typename At>
+  __device__ __forceinline__ void write_rows(const Item& item, int n, const float (&factors)[2],
+                                             At&& at) const {
+    if constexpr (kFp8) {
+      // A lane has 16 neighbouring columns of two rows.
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const Place place = place_of(item, row_of(n, e));
+        float columns[2 * kPanels];
+#pragma unroll
+        for (int i = 0; i < 2 * kPanels; ++i) columns[i] = o[i / 2][n][i % 2 * 2 + e] * factors[e];
+        if (place.exists) store_columns(at(place) + column_of(0, 0), columns);
+      }
+    } else {
+      // Lanes four apart have neighbouring columns of the same two rows: the even one gets both
+      // columns of the first, the odd one those of the second.
+      const int is_odd = (lane >> 2) & 1;
+      const Place place = place_of(item, row_of(n, is_odd));
+      auto* const row = at(place);
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float first = o[panel][n][2 * h] * factors[0];
+          const float second = o[panel][n][2 * h + 1] * factors[1];
+          const float got = ptx::shuffle_xor(is_odd ? first : second, 4);
+          if (!place.exists) continue;
+          store_aligned_pair(row + (column_of(panel, h) & ~1), is_odd ? got : first,
+                             is_odd ? second : got);
+        }
+      }
+    }
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ void store_aligned_pair(T* to, float first, float second) {
+    store_pair<T, true>(to, first, second);
+  }
+  static __device__ __forceinline__ void store_columns(float* to,
+                                                       const float (&columns)[2 * kPanels]) {
+#pragma unroll
+    for (int i = 0; i < 2 * kPanels; i += 4) {
+      *reinterpret_cast<float4*>(to + i) =
+          make_float4(columns[i], columns[i + 1], columns[i + 2], columns[i + 3]);
+    }
+  }
+  template <typename T>
+  static __device__ __forceinline__ void store_columns(T* to,
+                                                       const float (&columns)[2 * kPanels]) {
+#pragma unroll
+    for (int i = 0; i < 2 * kPanels; i += 8) {
+      Vector16 packed;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        packed.word[w] = ptx::pack_pair<T>(columns[i + 2 * w], columns[i + 2 * w + 1]);
+      }
+      *reinterpret_cast<Vector16*>(to + i) = packed;
     }
   }
 };

@@ -26,6 +26,7 @@ struct WideDecodeSm90Traits : WideSm90Tiles<Config> {
     alignas(PTile::kAlign) unsigned char p[PTile::kBytes];
     // What each warp knows of a row: its largest logit of a tile, and in the end its sum.
     alignas(16) float of_warps[kTileQ][4];
+    float row_scales[Tiles::kFp8 ? kTileQ : 1];  // of logits (WideDecodeSm90Fp8::RowScale)
     NonFiniteKeys nonfinite_keys;
     uint32_t is_last;  // whether this block merges the states of its tile
     alignas(4) KeyMarks exists;

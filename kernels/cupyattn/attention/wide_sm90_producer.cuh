@@ -10,6 +10,7 @@ namespace cupyattn {
 
 template <typename Traits>
 struct WideSm90Producer {
+  using DTypeKV = typename Traits::DTypeKV;
   using DTypeQ = typename Traits::DTypeQ;
   using QTile = typename Traits::QTile;
   using KTile = typename Traits::KTile;
@@ -24,7 +25,7 @@ struct WideSm90Producer {
   // Where a row begins in two arrays: its latent and its rope part, or K and V. nullptr for a row
   // that does not exist.
   struct Row {
-    const DTypeQ *first, *second;
+    const void *first, *second;
   };
 
   const Block& block;
@@ -79,7 +80,9 @@ struct WideSm90Producer {
                      head * latent.q_rope_stride_h;  // mutate: wide-rope-of-first-head
       }
     }
-    copy_rows<QTile, 0, QTile::kPanels, Traits::kLatentPanels, false>(shared.q, own);
+    constexpr int kLatentPanels =
+        Traits::kLatent ? Traits::kHeadDimVO / QTile::kPanelColumns : QTile::kPanels;
+    copy_rows<QTile, 0, QTile::kPanels, kLatentPanels, false>(shared.q, own);
     ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full_q));
   }
 
@@ -111,17 +114,17 @@ struct WideSm90Producer {
       at = PageSlot{page, PageSlot::of(params, key).slot};
     }
     const int kv_head = item.work.tile.kv_head;
-    Row row{keys_of<DTypeQ>(params, kv_head) +
+    Row row{keys_of<DTypeKV>(params, kv_head) +
                 paged_row(at.page, at.slot, params.k_stride_page, params.k_stride_n),
             nullptr};
     if constexpr (Traits::kLatent) {
       const LatentParams& latent = latent_of(all_params);
       // mutate: wide-rope-page-by-latent-stride
       const int64_t stride_page = latent.k_rope_stride_page;
-      row.second = static_cast<const DTypeQ*>(latent.k_rope) +
+      row.second = static_cast<const DTypeKV*>(latent.k_rope) +
                    paged_row(at.page, at.slot, stride_page, latent.k_rope_stride_n);
     } else {
-      row.second = values_of<DTypeQ>(params, kv_head) +
+      row.second = values_of<DTypeKV>(params, kv_head) +
                    // mutate: wide-values-by-stride-of-keys
                    paged_row(at.page, at.slot, params.v_stride_page, params.v_stride_n);
     }
@@ -141,7 +144,10 @@ struct WideSm90Producer {
       constexpr int kFirst = Traits::template kFirstPanel<kPiece>;
       constexpr int kEnd = Traits::template kEndPanel<kPiece>;
       constexpr int kSecond = Traits::kLatent ? Traits::kLatentPanels : 0;
-      copy_rows<VTile, kFirst, kEnd, kSecond>(shared.values(stage.stage), own);
+      constexpr bool kHasFp8Rope = Traits::kFp8 && kPiece == Traits::kOfFollower;
+      copy_rows<VTile, kFirst, kHasFp8Rope ? kSecond : kEnd, kSecond>(shared.values(stage.stage),
+                                                                     own);
+      if constexpr (kHasFp8Rope) copy_fp8_rope(shared.k[stage.stage], own);
     }
     ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full[stage.stage][kPiece]));
   }
@@ -165,32 +171,48 @@ struct WideSm90Producer {
     const uint32_t to = ptx::shared_address(tile) + Tile::offset(kRows * group, lane);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const DTypeQ* const first = kHasFirst ? of_lane(own.first, i) : nullptr;
-      const DTypeQ* const second = kHasSecond ? of_lane(own.second, i) : nullptr;
+      const char* const first = kHasFirst ? of_lane(own.first, i) : nullptr;
+      const char* const second = kHasSecond ? of_lane(own.second, i) : nullptr;
       const bool exists = (kHasFirst ? first : second) != nullptr;
 #pragma unroll
       for (int panel = kFirst; panel < kEnd; ++panel) {
-        const DTypeQ* const part = panel < kSecond ? first : second;
-        const int column = Tile::kPanelColumns * (panel < kSecond ? panel : panel - kSecond);
-        const uint32_t place = Tile::further(to, i) + panel * Tile::kPanelBytes;
-        const DTypeQ* const from = part + column + 8 * lane;
-        // Most keys are read once, and leave L2 first. ptxas 13.0 makes an illegal instruction of a copy with a policy whose shared address is
-        // uniform in part, as it is for ordinary heads.
-        if constexpr (kIsKeys && Traits::kLatent) {
-          ptx::cp_async_16(place, from, exists, policy);
-        } else {
-          ptx::cp_async_16(place, from, exists);
-        }
+        const char* const part = panel < kSecond ? first : second;
+        const int line = panel < kSecond ? panel : panel - kSecond;
+        const char* const from = part + line * Tile::kRowBytes + 16 * lane;
+        copy_16<kIsKeys>(Tile::further(to, i) + panel * Tile::kPanelBytes, from, exists);
       }
     }
   }
 
+  // Copies the rope parts of fp8 keys, four lanes a row.
+  __device__ __forceinline__ void copy_fp8_rope(unsigned char* tile, const Row& own) const {
+#pragma unroll
+    for (int i = 0; i < kKeyRows; i += 2) {
+      const int row = i + lane / 4, chunk = lane % 4;
+      const char* const part = of_lane(own.second, row);
+      const uint32_t to =
+          ptx::shared_address(tile) + KTile::rope_offset(kKeyRows * group + row, chunk);
+      copy_16<true>(to, part + 16 * chunk, part != nullptr);
+    }
+  }
+
+  // Most keys are read once, and leave L2 first. ptxas 13.0 makes an illegal instruction of a copy
+  // with a policy whose shared address is uniform in part, as it is for ordinary heads.
+  template <bool kIsKeys>
+  __device__ __forceinline__ void copy_16(uint32_t to, const char* from, bool exists) const {
+    if constexpr (kIsKeys && Traits::kLatent) {
+      ptx::cp_async_16(to, from, exists, policy);
+    } else {
+      ptx::cp_async_16(to, from, exists);
+    }
+  }
+
   // A pointer of another lane of the same eight.
-  static __device__ __forceinline__ const DTypeQ* of_lane(const DTypeQ* pointer, int source) {
+  static __device__ __forceinline__ const char* of_lane(const void* pointer, int source) {
     const uint64_t bits = reinterpret_cast<uintptr_t>(pointer);
     const int low = ptx::shuffle_in_eight(static_cast<int>(bits), source);
     const int high = ptx::shuffle_in_eight(static_cast<int>(bits >> 32), source);
-    return reinterpret_cast<const DTypeQ*>(
+    return reinterpret_cast<const char*>(
         static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32 | static_cast<uint32_t>(low));
   }
 };

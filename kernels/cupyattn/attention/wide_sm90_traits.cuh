@@ -9,6 +9,23 @@
 
 namespace cupyattn {
 
+// Latent keys of 8 bits: panels of 128 latent columns, and one of 64 rope columns, two rows of which
+// are a line.
+template <typename Element, int kRowsInTile, int kLatentColumns, int kRopeColumns>
+struct Fp8KeyTile : PanelTile<Element, kRowsInTile, kLatentColumns> {
+  using Latent = PanelTile<Element, kRowsInTile, kLatentColumns>;
+  using Latent::kRows, Latent::kPanelBytes;
+  static constexpr int kPanels = Latent::kPanels + 1, kRopeRowBytes = 64;
+  static constexpr int kRope = Latent::kPanels * kPanelBytes;  // bytes to the rope panel
+  static constexpr int kBytes = kRope + kRows * kRopeRowBytes;
+  static_assert(kRopeColumns == kRopeRowBytes && kLatentColumns % 128 == 0, "rows fill lines");
+
+  static __device__ __forceinline__ uint32_t rope_offset(int row, int chunk) {
+    const int line = row / 2;
+    return kRope + line * 128 + ((4 * (row & 1) + chunk) ^ (line & 7)) * 16;
+  }
+};
+
 template <typename Config>
 struct WideSm90Tiles : Config {
   using Config::kHeadDimQK, Config::kHeadDimRope, Config::kHeadDimVO, Config::kLatent,
@@ -33,11 +50,16 @@ struct WideSm90Tiles : Config {
   static constexpr int kMarkers = kSparse ? kWarpgroup / kWarpSize : 0;
   using KeyMarks = conditional<kSparse, uint8_t[kStages][kTileKV], uint8_t>;
 
-  using QTile = PanelTile<DTypeQ, kTileQ, kHeadDimQK>;
-  using KTile = PanelTile<DTypeQ, kTileKV, kHeadDimQK>;
+  // fp8 keys become fragments of float16, which holds them exactly; so do q and P then.
+  static constexpr bool kFp8 = is_fp8<DTypeKV>;
+  using DTypeMma = conditional<kFp8, half_t, DTypeQ>;
+  using QTile = PanelTile<DTypeMma, kTileQ, kHeadDimQK>;
+  using KTile =
+      conditional<kFp8, Fp8KeyTile<DTypeKV, kTileKV, kHeadDimVO, kHeadDimRope>,
+                  PanelTile<DTypeQ, kTileKV, kHeadDimQK>>;
   // The latent columns of a key are also its value, so a tile of keys is one of values.
   using VTile = conditional<kLatent, KTile, PanelTile<DTypeQ, kTileKV, kHeadDimVO>>;
-  using PTile = PanelTile<DTypeQ, kTileQ, kTileKV>;
+  using PTile = PanelTile<DTypeMma, kTileQ, kTileKV>;
 
   // O and the values are split by columns over two consumer warpgroups. A stage comes in pieces,
   // each with barriers of its own: the values of the leader, those of the follower (with the rope
@@ -51,6 +73,10 @@ struct WideSm90Tiles : Config {
   template <int kPiece>
   // mutate: wide-rope-not-multiplied
   static constexpr int kEndPanel = kPiece == kOfLeader ? kPanelsOfPiece : VTile::kPanels;
+  template <int kPiece>
+  static constexpr int kPieceBytes =
+      kFp8 && kPiece == kOfFollower ? KTile::kBytes - kFirstPanel<kPiece> * KTile::kPanelBytes
+                                    : (kEndPanel<kPiece> - kFirstPanel<kPiece>)*KTile::kPanelBytes;
   // Where the second array of a row begins: the rope part.
   static constexpr int kLatentPanels = kLatent ? kHeadDimVO / KTile::kPanelColumns : KTile::kPanels;
 
@@ -74,9 +100,10 @@ struct WideSm90Tiles : Config {
   static_assert(!kSparse || (kLatent && kPaged), "sparse lists are of latent keys");
   static_assert(kColumns % VTile::kPanelColumns == 0 && kColumns <= 256,
                 "a warpgroup has whole panels, and one product has its columns");
-  static_assert(kHeadDimQK % KTile::kPanelColumns == 0 && kHeadDimRope % KTile::kPanelColumns == 0,
+  static_assert(kFp8 || (kHeadDimQK % 64 == 0 && kHeadDimRope % 64 == 0),
                 "the parts of a row have panels of their own");
-  static_assert(is_same<DTypeQ, DTypeKV> && sizeof(DTypeQ) == 2, "products of 16-bit elements");
+  static_assert(sizeof(DTypeQ) == 2 && (kFp8 ? kLatent : is_same<DTypeQ, DTypeKV>),
+                "products of 16-bit elements");
 };
 
 template <typename Config>

@@ -105,16 +105,16 @@ struct Wgmma;
                                                            ", p, 1, 1, " TA ", " TB ";\n}\n"      \
                : CUPYATTN_OUT##COUNT                                                              \
                : "l"(a), "l"(b), "r"(adds))
-#define CUPYATTN_WGMMA_RS(TYPE, N, COUNT, A, B, P)                                                \
+#define CUPYATTN_WGMMA_RS(TYPE, N, COUNT, A, B, P, TB)                                            \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
                "k16.f32." TYPE "." TYPE " {" CUPYATTN_NAMES##COUNT "}, {" A "}, " B               \
-                                                                   ", p, 1, 1, 1;\n}\n"           \
+                                                                   ", p, 1, 1, " TB ";\n}\n"      \
                : CUPYATTN_OUT##COUNT                                                              \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
 
 // d = A B, or d += A B if `adds` is 1.
 // multiply_ss: A and B are descriptors, K-major. multiply_ss_transposed: B is MN-major.
-// multiply_transposed_ss: A is MN-major.
+// multiply_transposed_ss: A is MN-major. multiply_rs_k_major: as multiply_rs, but B is K-major.
 // multiply_rs: A is a fragment of 16-bit pairs, B a descriptor, MN-major.
 #define CUPYATTN_WGMMA(N, COUNT, R0, R1, R2, R3, R4, R5)                                          \
   template <>                                                                                     \
@@ -132,9 +132,9 @@ struct Wgmma;
     static __device__ __forceinline__ void multiply_ss_transposed(float (&d)[N / 2], uint64_t a,  \
                                                                   uint64_t b, int adds) {         \
       if constexpr (is_same<T, half_t>) {                                                         \
-        CUPYATTN_WGMMA_SS("f16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "0", "1");                       \
+        CUPYATTN_WGMMA_SS("f16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "0", "1");                  \
       } else {                                                                                    \
-        CUPYATTN_WGMMA_SS("bf16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "0", "1");                      \
+        CUPYATTN_WGMMA_SS("bf16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "0", "1");                 \
       }                                                                                           \
     }                                                                                             \
     template <typename T>                                                                         \
@@ -151,10 +151,21 @@ struct Wgmma;
                                                        uint64_t b, int adds) {                    \
       if constexpr (is_same<T, half_t>) {                                                         \
         CUPYATTN_WGMMA_RS("f16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4,        \
-                          "%" #R5);                                                               \
+                          "%" #R5, "1");                                                          \
       } else {                                                                                    \
         CUPYATTN_WGMMA_RS("bf16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4,       \
-                          "%" #R5);                                                               \
+                          "%" #R5, "1");                                                          \
+      }                                                                                           \
+    }                                                                                             \
+    template <typename T>                                                                         \
+    static __device__ __forceinline__ void multiply_rs_k_major(                                   \
+        float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int adds) {                        \
+      if constexpr (is_same<T, half_t>) {                                                         \
+        CUPYATTN_WGMMA_RS("f16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4,        \
+                          "%" #R5, "0");                                                          \
+      } else {                                                                                    \
+        CUPYATTN_WGMMA_RS("bf16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4,       \
+                          "%" #R5, "0");                                                          \
       }                                                                                           \
     }                                                                                             \
   }
