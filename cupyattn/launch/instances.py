@@ -228,7 +228,7 @@ def _of_rows(
     tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch, arch, page_size)
     yield tiles.name, tiles.config
     if not tiles.fused_merge:
-        yield "merge_splits", merge_splits.config(problem, tiles.tile_q)
+        yield "merge_splits", merge_splits.config(problem, tiles.tile_q, tiles.fused_splits)
     if tiles.wants_rotated_keys:
         config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk, problem.paged)
         yield "rotate_keys", config

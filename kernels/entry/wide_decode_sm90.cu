@@ -6,10 +6,10 @@
 #include "entry/default_config.cuh"
 
 struct Config : DefaultConfig {
-  static constexpr bool kLatent = true, kSparse = false, kTma = false, kPaged = true,
-                        kFusedMerge = true;
+  static constexpr bool kLatent = true, kSparse = false, kTma = false, kPaged = true;
   static constexpr int kHeadDimQK = 576, kHeadDimVO = 512, kHeadDimRope = 64;
-  static constexpr int kTileQ = 16, kTileKV = 64, kStages = 2, kSharedBytes = 168960;
+  static constexpr int kTileQ = 16, kTileKV = 64, kStages = 2, kFusedSplits = 8;
+  static constexpr int kSharedBytes = 168960;
 };
 #endif
 

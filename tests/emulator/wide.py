@@ -53,7 +53,6 @@ class Case:
     spare      items of zeros at the end of the work list
     sharpness  multiplies queries, so that maxima move
     tile_q     64, or 16 or 32 rows of wide_decode_sm90
-    fused      its last block merges the splits
     tma        boxes of pages bring the keys
     sparse     the table has an entry for each key, some negative: those keys are hidden
     rising     logits grow towards the first key, which is visited last
@@ -80,7 +79,6 @@ class Case:
     sharpness: float = 1.0
     rising: float = 0.0
     tile_q: int = 64
-    fused: bool = False
     sparse: bool = False
     tma: bool = False
     spoiled: tuple[tuple[int, int, int, float], ...] = ()
@@ -209,7 +207,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         ),
         memory(partial_o, True),
         memory(partial_lse, True),
-        memory(counters, True) if case.fused else 0,
+        memory(counters, True) if case.tile_q < 64 else 0,
         memory(items),
         memory(merges),
         memory(table),
@@ -236,12 +234,13 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
     config = _config(case)
     grid = case.kv_heads, len(items), 1
     _launch(config.name, config.config, packed, grid, config, memory, seed, mode)
-    if len(merges) and not case.fused:
+    if len(merges):
         merge = jit.Config(
             {
                 "DTypeO": dtypes.parse(case.o_dtype or case.dtype),
                 "kHeadDimVO": DIM_VO,
                 "kTileQ": case.tile_q,
+                "kFusedSplits": config.fused_splits,
                 "kWarps": 4,
                 "kAligned": True,
             }
@@ -267,7 +266,6 @@ def _config(case: Case) -> TileConfig:
             dtype_kv=dtypes.parse(case.kv_dtype or case.dtype),
             sparse=case.sparse,
             tma=case.tma,
-            fused_merge=case.fused,
         )
     return wide_sm90.config(
         dtype, dtype_o, case.head_dims, paged=case.is_paged, sparse=case.sparse, tma=case.tma

@@ -285,7 +285,8 @@ def planless_instances(arch: str) -> list[Instance]:
         tiles = tile_config(problem, rows, SHARED_BYTES[arch], True, arch, case.page_size)
         found |= dict.fromkeys(with_scan(tiles))
         if not tiles.fused_merge:
-            found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
+            merge = merge_splits.config(problem, tiles.tile_q, tiles.fused_splits)
+            found["merge_splits", merge] = None
     return list(found)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from ...core.device import NO_GPU, device_props
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
-from ...schedule.batch import BatchPlan, BatchRequests, Splitting, plan_batch
+from ...schedule.batch import WORK_FIELDS, BatchPlan, BatchRequests, Splitting, plan_batch
 from ...schedule.levels import MOST, Levels, Served, check_level_limits, level_limits, level_tables
 from ...schedule.limits import Limits, check_limits, limits
 from ...schedule.masking import Masking
@@ -47,6 +47,7 @@ _MAX_CACHED = 1024
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
 _WORTHWHILE = 5.0
 _NO_MERGES = np.zeros(0, np.int32)
+_NUM_SPLITS = WORK_FIELDS.index("num_splits")
 # A cascade without keys is nothing but its merge.
 _NO_LAUNCHES: tuple[tuple[Launch | None, int], ...] = ((None, 0),)
 
@@ -108,7 +109,7 @@ class BatchLauncher:
             plan = self._plan(chosen, rows, splitting, slots)
             if len(plan.items):
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
-                works.append(self._kernel_work(rows, plan, exact, slots))
+                works.append(self._kernel_work(rows, plan, exact, slots, is_exact=True))
             slots = 0
         return self._of_requests(works, requests)
 
@@ -284,15 +285,23 @@ class BatchLauncher:
         reserved = Reserved(len(items), split_tiles, split_tiles, len(of_decode), state_rows)
         return KernelWork(rows, reserved, items, of_prefill)
 
-    def _kernel_work(self, rows: str, plan: BatchPlan, most: Limits, slots: int = 0) -> KernelWork:
-        """With reserved for the most that may come."""
+    def _kernel_work(
+        self, rows: str, plan: BatchPlan, most: Limits, slots: int = 0, is_exact: bool = False
+    ) -> KernelWork:
+        """With reserved for the most that may come; is_exact: that is this plan."""
         reserved = self._reserved(rows, most)
         if slots:
             reserved = reserved._replace(slots=slots)
+        given = plan.merges
+        fused_splits = self._kernels.get(rows).kinds[0].fused_splits
+        if fused_splits and is_exact:
+            # Often none is left, and no launch needed.
+            given = given[plan.items[given, _NUM_SPLITS] > fused_splits]
+            reserved = reserved._replace(merges=len(given), split_tiles=len(given))
         merges = _NO_MERGES
         if reserved.merges:
             merges = np.full(reserved.merges, -1, np.int32)
-            merges[: len(plan.merges)] = plan.merges
+            merges[: len(given)] = given
         return KernelWork(rows, reserved, plan.items, merges)
 
     def _reserved(self, rows: str, most: Limits) -> Reserved:
@@ -300,6 +309,8 @@ class BatchLauncher:
         split_tiles, counters = most.num_split_tiles, 0
         if tiles.fused_merge:
             split_tiles, counters = 0, split_tiles
+        elif tiles.fused_splits:
+            counters = split_tiles
         state_rows = most.num_states * tiles.tile_q
         return Reserved(most.num_items, split_tiles, split_tiles, counters, state_rows)
 

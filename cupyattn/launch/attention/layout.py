@@ -198,9 +198,11 @@ class Layout:
             )
         merge = None
         if reserved.split_tiles:
-            tile_q = kernel.kinds[0].tile_q
+            tile_q, fused_splits = kernel.kinds[0].tile_q, kernel.kinds[0].fused_splits
             num_rows = reserved.split_tiles * tile_q
-            merge = merge_splits.prepare(self._problem, tile_q, num_rows, heads, self._device_index)
+            merge = merge_splits.prepare(
+                self._problem, tile_q, num_rows, heads, self._device_index, fused_splits
+            )
         elif reserved.levels[0]:
             num_heads = heads * self._group_size
             merge = merge_levels.prepare(

@@ -13,13 +13,15 @@ _WARPS = 4
 
 
 @lru_cache(maxsize=1024)
-def config(problem: AttentionProblem, tile_q: int) -> jit.Config:
-    """The kernel's Config for the partial states of a prefill tile of `tile_q` rows."""
+def config(problem: AttentionProblem, tile_q: int, fused_splits: int = 0) -> jit.Config:
+    """The kernel's Config for the partial states of a prefill tile of `tile_q` rows. Tiles of up to
+    `fused_splits` splits are left to their last block (TileConfig)."""
     return jit.Config(
         {
             "DTypeO": problem.dtype_o,
             "kHeadDimVO": problem.head_dim_vo,
             "kTileQ": tile_q,
+            "kFusedSplits": fused_splits,
             "kWarps": _WARPS,
             "kAligned": problem.aligned,
         }
@@ -32,10 +34,16 @@ def parts(head_dim: int) -> int:
 
 
 def prepare(
-    problem: AttentionProblem, tile_q: int, num_rows: int, num_kv_heads: int, device_index: int
+    problem: AttentionProblem,
+    tile_q: int,
+    num_rows: int,
+    num_kv_heads: int,
+    device_index: int,
+    fused_splits: int = 0,
 ) -> Launch:
     """The merge of `num_rows` packed rows a KV head; its arguments are those of the prefill."""
-    function = load_function("merge_splits", config(problem, tile_q), device_index)
+    of_tiles = config(problem, tile_q, fused_splits)
+    function = load_function("merge_splits", of_tiles, device_index)
     grid = (-(-num_rows * parts(problem.head_dim_vo) // _WARPS), num_kv_heads, 1)
     early = overlaps_launches(device_props(device_index).arch)
     return Launch(function, grid, _WARPS * 32, 0, is_dependent=early)

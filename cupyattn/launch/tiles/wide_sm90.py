@@ -4,7 +4,7 @@ which problems they serve."""
 from __future__ import annotations
 
 from ... import jit
-from ...core.dtypes import DType
+from ...core.dtypes import DType, float8_e4m3fn
 from ...core.problem import AttentionProblem
 from ..driver import tensor_map
 from .config import Field, TileConfig, round_up, struct_of
@@ -21,6 +21,8 @@ _REGISTERS = (40, 232)
 # The packed rows of wide_decode_sm90, by the row class (select.ROW_CLASSES).
 _DECODE_ROWS = {"decode": 16, "verify": 32}
 _DECODE_THREADS = 2 * 128
+# So many splits of a tile are merged by the last of its blocks.
+FUSED_SPLITS = 8
 _PATTERN_BYTES = 1024
 _ITEM_BYTES = 104
 
@@ -30,8 +32,8 @@ def choose(
 ) -> TileConfig | None:
     """The instance for a problem, or None: the portable kernel serves it.
 
-    Latent attention of few rows has a kernel of its own. Pages without a factor 8 are gathered row
-    by row.
+    Latent attention of few rows, or of fp8 keys, has a kernel of its own. Pages without a factor 8,
+    or 16 of fp8 keys, are gathered row by row.
     """
     is_latent, is_sparse = (getattr(problem, name, False) for name in ("latent", "sparse"))
     head_dims = problem.head_dim_qk, problem.head_dim_vo
@@ -43,12 +45,19 @@ def choose(
         or problem.pos_encoding != "NONE"
         or problem.own_value_pages
     )
-    if not has_dims or has_option or not problem.aligned or problem.dtype_kv is not problem.dtype_q:
+    has_fp8 = is_latent and problem.dtype_kv is float8_e4m3fn
+    has_dtype = has_fp8 or problem.dtype_kv is problem.dtype_q
+    if not (has_dims and has_dtype and problem.aligned) or has_option:
         return None
     tma = is_latent and not is_sparse and has_boxes(page_size, problem.dtype_kv)
-    if is_latent and rows in _DECODE_ROWS:
+    if has_fp8 or (is_latent and rows in _DECODE_ROWS):
         tiles = decode_config(
-            problem.dtype_q, problem.dtype_o, _DECODE_ROWS[rows], sparse=is_sparse, tma=tma
+            problem.dtype_q,
+            problem.dtype_o,
+            _DECODE_ROWS.get(rows, 32),
+            dtype_kv=problem.dtype_kv,
+            sparse=is_sparse,
+            tma=tma,
         )
     else:
         tiles = config(
@@ -131,7 +140,6 @@ def decode_config(
     dtype_kv: DType | None = None,
     sparse: bool = False,
     tma: bool = False,
-    fused_merge: bool = False,
 ) -> TileConfig:
     """The instance of wide_decode_sm90 for up to `tile_q` packed rows, 16 or 32.
 
@@ -149,7 +157,9 @@ def decode_config(
         keys,
         _panels(tile_q, tile_kv, 1),
         Field(4 * 4 * tile_q, 16),  # of_warps
+        Field(4 * tile_q),  # factors
         Field(4 * (tile_q if dtype_kv.is_fp8 else 1)),  # row_scales
+        Field(4 * FUSED_SPLITS * tile_q),  # weights
         Field(8),  # nonfinite keys
         Field(4),  # is_last
         Field(stages * tile_kv if sparse else 1),
@@ -167,7 +177,7 @@ def decode_config(
         "kSparse": sparse,
         "kTma": tma,
         "kPaged": True,
-        "kFusedMerge": fused_merge,
+        "kFusedSplits": FUSED_SPLITS,
         "kTileQ": tile_q,
         "kTileKV": tile_kv,
         "kStages": stages,

@@ -166,15 +166,46 @@ __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const
   return *shared_flag != 0;
 }
 
-// Merges the states of one row and writes the result; a whole warp takes part. All lanes call
-// `row_of(i)` together; it returns the row of partial_o that holds state i. A lane weighs one state
-// of each 32 and holds the row's columns 4 * lane (+ 128) and on. kParts: a warp merges one part of
-// the columns, from `first_column` on.
-//
 // The time of a merge is round trips to L2, so a lane asks for many states before it uses the first.
 // What does not exist is read too, from an address that does: ptxas gives predicated loads the same
 // registers, and then each waits for the one before. `kWeighsLate` weighs states while their O are
 // under way, which takes more registers.
+//
+// Adds up to `count` states of a batch of kBatch, from state `begin` of the lanes' on: `row` is where
+// a lane's state is. `weigh(begin)` is called when they have been asked for, and `weight` holds the lane's
+// weight from then on.
+template <int kBatch, int kColumns, int kHeadDim, int kVectors, typename Weigh>
+__device__ __forceinline__ void add_states(float4 (&sum)[kVectors], const AttentionParams& params,
+                                           int row, const float& weight, int begin, int count,
+                                           int first_column, int lane, Weigh&& weigh) {
+  float4 part[kBatch][kVectors];
+#pragma unroll
+  for (int k = 0; k < kBatch; ++k) {
+    const int64_t place = ptx::shuffle(row, (begin + k) % kWarpSize);
+    const float* o = params.partial_o + place * kHeadDim + first_column;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int column = 4 * (lane + kWarpSize * i);
+      const bool exists = begin + k < count && (kColumns % 128 == 0 || column < kColumns);
+      part[k][i] = ptx::load_l2(reinterpret_cast<const float4*>(o + (exists ? column : 0)));
+    }
+  }
+  // ptxas moves no load below a barrier; without one it uses some before it asks for others.
+  ptx::warp_sync();
+  weigh(begin);
+#pragma unroll
+  for (int k = 0; k < kBatch; ++k) {
+    const float w = ptx::shuffle(weight, (begin + k) % kWarpSize);
+    if (begin + k >= count) continue;  // 0 * NaN is NaN
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) add_scaled(sum[i], part[k][i], w);
+  }
+}
+
+// Merges the states of one row and writes the result; a whole warp takes part. All lanes call
+// `row_of(i)` together; it returns the row of partial_o that holds state i. A lane weighs one state
+// of each 32 and holds the row's columns 4 * lane (+ 128) and on. kParts: a warp merges one part of
+// the columns, from `first_column` on.
 template <typename DTypeO, int kHeadDim, bool kAligned, bool kWeighsLate = false, int kParts = 1,
           typename RowOf>
 __device__ __forceinline__ void merge_states(const AttentionParams& params, int64_t token, int head,
@@ -206,29 +237,24 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
       for (int i = 0; i < kVectors; ++i) scale_by(sum[i], factor);
     };
     if constexpr (!kWeighsLate) weigh();
-    for (int begin = 0; begin < count; begin += kBatch) {
-      float4 part[kBatch][kVectors];
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        const int64_t place = ptx::shuffle(row, (begin + k) % kWarpSize);
-        const float* o = params.partial_o + place * kHeadDim + first_column;
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          const int column = 4 * (lane + kWarpSize * i);
-          const bool exists = begin + k < count && (kColumns % 128 == 0 || column < kColumns);
-          part[k][i] = ptx::load_l2(reinterpret_cast<const float4*>(o + (exists ? column : 0)));
-        }
-      }
-      // ptxas moves no load below a barrier; without one it uses some before it asks for others.
-      ptx::warp_sync();
+    const auto await_weight = [&](int begin) {
       if (kWeighsLate && begin == 0) weigh();
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        const float w = ptx::shuffle(weight, (begin + k) % kWarpSize);
-        if (begin + k >= count) continue;  // 0 * NaN is NaN
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) add_scaled(sum[i], part[k][i], w);
+    };
+    if constexpr (kBatch < 32) {
+      for (int begin = 0; begin < count; begin += kBatch) {
+        add_states<kBatch, kColumns, kHeadDim>(sum, params, row, weight, begin, count, first_column,
+                                               lane, await_weight);
       }
+    } else if (count <= 4) {
+      // Few states are the rule, and the many of a batch would be read for nothing.
+      add_states<4, kColumns, kHeadDim>(sum, params, row, weight, 0, count, first_column, lane,
+                                        await_weight);
+    } else if (count <= 12) {
+      add_states<12, kColumns, kHeadDim>(sum, params, row, weight, 0, count, first_column, lane,
+                                         await_weight);
+    } else {
+      add_states<kBatch, kColumns, kHeadDim>(sum, params, row, weight, 0, count, first_column, lane,
+                                             await_weight);
     }
   }
   const float old_max = state.max;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cupyattn/attention/wide_decode_sm90_consumer.cuh"
+#include "cupyattn/attention/wide_decode_sm90_merge.cuh"
 #include "cupyattn/attention/wide_sm90_tma.cuh"
 
 namespace cupyattn {
@@ -40,7 +41,7 @@ struct WideDecodeSm90 {
     } else {
       WideDecodeSm90Consumer<Traits>(block).run();
     }
-    if constexpr (Traits::kFusedMerge) merge(block);
+    WideDecodeSm90Merge<Traits>(block).run();
   }
 
   static __device__ __forceinline__ void init_barriers(SharedMemory& shared) {
@@ -56,22 +57,6 @@ struct WideDecodeSm90 {
       }
     }
     ptx::fence_mbarrier_init();
-  }
-
-  // The last block of a tile whose keys are split merges its states; a warp takes a row at a time.
-  static __device__ __forceinline__ void merge(const WideSm90Block<Traits>& block) {
-    const AttentionParams& params = block.params;
-    const BlockWork& work = block.shared.items[0].work;
-    if (work.tile.num_splits == 1 || work.tile.split_tile < 0) return;
-    if (!arrive_last(params, work.tile, threadIdx.x, &block.shared.is_last)) return;
-    const int lane = threadIdx.x % kWarpSize;
-    for (int row = ptx::warp_uniform(threadIdx.x / kWarpSize); row < work.tile.num_rows;
-         row += kThreads / kWarpSize) {
-      const PackGqaRow packed = PackGqaRow::of(params, work.tile.first_row + row);
-      merge_row<typename Traits::DTypeO, Traits::kHeadDimVO, Traits::kTileQ, true, true>(
-          params, work.tile, row, work.request.q_start + packed.token,
-          work.tile.kv_head * params.group_size + packed.group_head, lane);
-    }
   }
 };
 

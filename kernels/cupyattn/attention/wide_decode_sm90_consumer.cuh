@@ -39,7 +39,6 @@ struct WideDecodeSm90Consumer {
   typename Traits::SharedMemory& shared;
   const int warp = ptx::warp_uniform(threadIdx.x % Traits::kWarpgroup / kWarpSize);
   const int lane = threadIdx.x % kWarpSize;
-  OfRows scale;  // turns logits to base 2
   float o[kPanels][kTilesQ][4];
   OfRows row_max, row_sum;  // sums of this thread's keys
 
@@ -63,7 +62,6 @@ struct WideDecodeSm90Consumer {
         process_tile(item, tile, stage);
         stage.advance();
       }
-      add_sums();
     }
     finish(item);
   }
@@ -80,7 +78,6 @@ struct WideDecodeSm90Consumer {
       for (int e = 0; e < 2; ++e) {
         row_max[n][e] = -ptx::infinity();
         row_sum[n][e] = 0.0f;
-        scale[n][e] = params.softmax_scale;
       }
     }
   }
@@ -93,13 +90,11 @@ struct WideDecodeSm90Consumer {
     }
     ptx::fence_proxy_async();
     if constexpr (kFp8) sync();  // mutate: wide-fp8-queries-read-early
-#pragma unroll
-    for (int n = 0; n < kTilesQ; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        scale[n][e] = params.softmax_scale * (kFp8 ? shared.row_scales[row_of(n, e)] : 1.0f);
-      }
-    }
+  }
+  // What turns a row's logits to base 2.
+  __device__ __forceinline__ float scale_of(int n, int e) const {
+    if constexpr (kFp8) return params.softmax_scale * shared.row_scales[row_of(n, e)];
+    return params.softmax_scale;
   }
 
   __device__ __forceinline__ void process_tile(const Item& item, int tile, const Stage& stage) {
@@ -226,7 +221,7 @@ struct WideDecodeSm90Consumer {
         const float new_max = fmaxf(fmaxf(fmaxf(of.x, of.y), fmaxf(of.z, of.w)), old_max);
         row_max[n][e] = new_max;
         factors[n][e] =
-            old_max == new_max ? 1.0f : ptx::ex2_approx((old_max - new_max) * scale[n][e]);
+            old_max == new_max ? 1.0f : ptx::ex2_approx((old_max - new_max) * scale_of(n, e));
         row_sum[n][e] *= factors[n][e];  // mutate: wide-decode-sum-not-rescaled
         is_raised |= old_max != new_max;
       }
@@ -260,11 +255,11 @@ struct WideDecodeSm90Consumer {
         float pair[2][2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float max = row_max[n + i][e];
-          const float shift = max == -ptx::infinity() ? 0.0f : -max * scale[n + i][e];
+          const float max = row_max[n + i][e], scale = scale_of(n + i, e);
+          const float shift = max == -ptx::infinity() ? 0.0f : -max * scale;
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            pair[h][e] = ptx::ex2_approx(fmaf(s[0][n + i][2 * h + e], scale[n + i][e], shift));
+            pair[h][e] = ptx::ex2_approx(fmaf(s[0][n + i][2 * h + e], scale, shift));
             row_sum[n + i][e] += pair[h][e];
           }
         }
@@ -361,54 +356,95 @@ struct WideDecodeSm90Consumer {
     ptx::warp_sync();
   }
   __device__ __forceinline__ void add_nonfinite_key(const DTypeKV* values, int key) {
+    OfRows p;
 #pragma unroll
     for (int n = 0; n < kTilesQ; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int at = PTile::offset(row_of(n, e), key / 8) + key % 8 * 2;
-        const float p = element_to_float(*reinterpret_cast<const DTypeMma*>(shared.p + at));
-        if (p == 0.0f) continue;  // mutate: wide-decode-bad-values-reach-all-rows
+        p[n][e] = element_to_float(*reinterpret_cast<const DTypeMma*>(shared.p + at));
+      }
+    }
 #pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel) {
+    for (int panel = 0; panel < kPanels; ++panel) {
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float value = element_to_float(values[column_of(panel, h)]);
-            if (!is_finite(value)) o[panel][n][2 * h + e] += p * value;
+      for (int h = 0; h < 2; ++h) {
+        const float value = element_to_float(values[column_of(panel, h)]);
+        if (is_finite(value)) continue;
+#pragma unroll
+        for (int n = 0; n < kTilesQ; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            // mutate: wide-decode-bad-values-reach-all-rows
+            if (p[n][e] != 0.0f) o[panel][n][2 * h + e] += p[n][e] * value;
           }
         }
       }
     }
   }
-
-  // --- The end ---
-
+  // The column of O that a thread has in row h of its rows of a panel of O^T.
   __device__ __forceinline__ int column_of(int panel, int h) const {
     if constexpr (kFp8) return 128 * warp + 16 * (lane >> 2) + 2 * panel + h;
     return 64 * panel + 16 * warp + 8 * h + (lane >> 2);
   }
 
-  // Adds the sums of all lanes and warps, whose maxima are the same.
-  __device__ __forceinline__ void add_sums() {
-#pragma unroll
-    for (int n = 0; n < kTilesQ; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-#pragma unroll
-        for (int mask = 4; mask < kWarpSize; mask *= 2) {
-          row_sum[n][e] += ptx::shuffle_xor(row_sum[n][e], mask);
-        }
-        if (lane < 4) shared.of_warps[row_of(n, e)][warp] = row_sum[n][e];
-      }
-    }
+  // --- The end. Once an item, its code is not in the instruction cache: it is short. ---
+
+  // Normalises the rows and writes them, or the state of a split.
+  __device__ __forceinline__ void finish(const Item& item) {
+    publish_sums();
     sync();  // mutate: wide-decode-sums-read-early
+    const int thread = threadIdx.x % Traits::kWarpgroup;
+    if (thread < kTileQ) shared.factors[thread] = finish_row(item, thread);
+    sync();  // mutate: wide-decode-factors-read-early
+    stage_output();
+    sync();  // mutate: wide-decode-output-read-early
+    if (item.work.tile.leaves_state()) {
+      write_rows<float>(item, thread, [&](const Place& place) {
+        return params.partial_o + place.state * kHeadDimVO;
+      });
+    } else {
+      write_rows<DTypeO>(item, thread, [&](const Place& place) {
+        return static_cast<DTypeO*>(params.o) + place.token * params.o_stride_n +
+               place.head * params.o_stride_h;
+      });
+    }
+  }
+
+  // Each warp's sums, and the maxima in base 2, which all warps have.
+  __device__ __forceinline__ void publish_sums() {
 #pragma unroll
     for (int n = 0; n < kTilesQ; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float4 of = *reinterpret_cast<const float4*>(shared.of_warps[row_of(n, e)]);
-        row_sum[n][e] = of.x + of.y + (of.z + of.w);  // mutate: wide-decode-sum-of-a-warp
+        float sum = row_sum[n][e];
+#pragma unroll
+        for (int mask = 4; mask < kWarpSize; mask *= 2) sum += ptx::shuffle_xor(sum, mask);
+        if (lane >= 4) continue;
+        const float max = row_max[n][e];
+        shared.of_warps[row_of(n, e)][warp] = sum;
+        if (warp == 0) shared.factors[row_of(n, e)] = max == -ptx::infinity() ? max : max * scale_of(n, e);
       }
     }
+  }
+
+  // Writes the log-sum-exp of a row; returns what its O is to be multiplied by.
+  __device__ __forceinline__ float finish_row(const Item& item, int r) const {
+    const bool leaves_state = item.work.tile.leaves_state();
+    const Place place = place_of(item, r);
+    const float4 sums = *reinterpret_cast<const float4*>(shared.of_warps[r]);
+    const float old_max = shared.factors[r];
+    // mutate: wide-decode-sum-of-a-warp
+    RowState state{old_max, sums.x + sums.y + (sums.z + sums.w)};
+    if (!leaves_state && place.exists) state.add_sink(sink_of(params, place.head));
+    if (place.exists && leaves_state) {
+      params.partial_lse[place.state] = state.lse();
+    } else if (place.exists && params.lse != nullptr) {
+      params.lse[place.token * params.lse_stride_n + place.head * params.lse_stride_h] =
+          state.lse();
+    }
+    const float factor = state.normaliser(old_max);
+    return leaves_state ? factor : factor * output_scale_of(params, item.work.tile.kv_head);
   }
 
   // Where a row lies in o, or among the states.
@@ -425,101 +461,51 @@ struct WideDecodeSm90Consumer {
                  (work.state(params) + work.split) * kTileQ + r};
   }
 
-  // Normalises the rows and writes them, or the state of a split.
-  __device__ __forceinline__ void finish(const Item& item) const {
-    const TileWork& work = item.work.tile;
-    const bool leaves_state = work.leaves_state();
-    const float output_scale = leaves_state ? 1.0f : output_scale_of(params, work.kv_head);
+  // Rows of O in the place of keys, four words apart, so that rows begin in different banks.
+  static constexpr int kStagedRow = kHeadDimVO + 4;
+  static_assert(kTileQ * kStagedRow * 4 <= sizeof(shared.k), "O fits the place of keys");
+  __device__ __forceinline__ float* staged_row(int r) const {
+    return reinterpret_cast<float*>(shared.k[0]) + r * kStagedRow;
+  }
+  __device__ __forceinline__ void stage_output() const {
 #pragma unroll
     for (int n = 0; n < kTilesQ; ++n) {
-      float factors[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const Place place = place_of(item, row_of(n, e));
-        const float max = row_max[n][e];
-        const float old_max = max == -ptx::infinity() ? max : max * scale[n][e];
-        RowState state{old_max, row_sum[n][e]};
-        if (!leaves_state && place.exists) state.add_sink(sink_of(params, place.head));
-        factors[e] = state.normaliser(old_max) * output_scale;
-        if (!place.exists || warp != 0 || lane >= 4) continue;
-        if (leaves_state) {
-          params.partial_lse[place.state] = state.lse();
-        } else if (params.lse != nullptr) {
-          params.lse[place.token * params.lse_stride_n + place.head * params.lse_stride_h] =
-              state.lse();
+        const float factor = shared.factors[row_of(n, e)];
+        float* const row = staged_row(row_of(n, e)) + column_of(0, 0);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            row[kFp8 ? 2 * panel + h : 64 * panel + 8 * h] = o[panel][n][2 * h + e] * factor;
+          }
         }
       }
-      if (leaves_state) {
-        write_rows(item, n, factors, [&](const Place& place) {
-          return params.partial_o + place.state * kHeadDimVO;
-        });
+    }
+  }
+
+  // Writes the staged rows, 16 bytes a thread; `at` says where a row begins.
+  template <typename T, typename At>
+  __device__ __forceinline__ void write_rows(const Item& item, int thread, At&& at) const {
+    constexpr int kColumns = 16 / sizeof(T), kThreads = kHeadDimVO / kColumns;
+    constexpr int kRowsAtOnce = Traits::kWarpgroup / kThreads;
+    const int column = thread % kThreads * kColumns;
+#pragma unroll 2
+    for (int r = thread / kThreads; r < item.work.tile.num_rows; r += kRowsAtOnce) {
+      const float4* const from = reinterpret_cast<const float4*>(staged_row(r) + column);
+      T* const to = at(place_of(item, r)) + column;
+      if constexpr (sizeof(T) == 4) {
+        *reinterpret_cast<float4*>(to) = from[0];
       } else {
-        write_rows(item, n, factors, [&](const Place& place) {
-          return static_cast<DTypeO*>(params.o) + place.token * params.o_stride_n +
-                 place.head * params.o_stride_h;
-        });
-      }
-    }
-  }
-
-  // Writes rows 8 n and on, which begin where `at` says.
-  template <typename At>
-  __device__ __forceinline__ void write_rows(const Item& item, int n, const float (&factors)[2],
-                                             At&& at) const {
-    if constexpr (kFp8) {
-      // A lane has 16 neighbouring columns of two rows.
+        Vector16 packed;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const Place place = place_of(item, row_of(n, e));
-        float columns[2 * kPanels];
-#pragma unroll
-        for (int i = 0; i < 2 * kPanels; ++i) columns[i] = o[i / 2][n][i % 2 * 2 + e] * factors[e];
-        if (place.exists) store_columns(at(place) + column_of(0, 0), columns);
-      }
-    } else {
-      // Lanes four apart have neighbouring columns of the same two rows: the even one gets both
-      // columns of the first, the odd one those of the second.
-      const int is_odd = (lane >> 2) & 1;
-      const Place place = place_of(item, row_of(n, is_odd));
-      auto* const row = at(place);
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float first = o[panel][n][2 * h] * factors[0];
-          const float second = o[panel][n][2 * h + 1] * factors[1];
-          const float got = ptx::shuffle_xor(is_odd ? first : second, 4);
-          if (!place.exists) continue;
-          store_aligned_pair(row + (column_of(panel, h) & ~1), is_odd ? got : first,
-                             is_odd ? second : got);
+        for (int i = 0; i < 2; ++i) {
+          packed.word[2 * i] = ptx::pack_pair<T>(from[i].x, from[i].y);
+          packed.word[2 * i + 1] = ptx::pack_pair<T>(from[i].z, from[i].w);
         }
+        *reinterpret_cast<Vector16*>(to) = packed;
       }
-    }
-  }
-
-  template <typename T>
-  static __device__ __forceinline__ void store_aligned_pair(T* to, float first, float second) {
-    store_pair<T, true>(to, first, second);
-  }
-  static __device__ __forceinline__ void store_columns(float* to,
-                                                       const float (&columns)[2 * kPanels]) {
-#pragma unroll
-    for (int i = 0; i < 2 * kPanels; i += 4) {
-      *reinterpret_cast<float4*>(to + i) =
-          make_float4(columns[i], columns[i + 1], columns[i + 2], columns[i + 3]);
-    }
-  }
-  template <typename T>
-  static __device__ __forceinline__ void store_columns(T* to,
-                                                       const float (&columns)[2 * kPanels]) {
-#pragma unroll
-    for (int i = 0; i < 2 * kPanels; i += 8) {
-      Vector16 packed;
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        packed.word[w] = ptx::pack_pair<T>(columns[i + 2 * w], columns[i + 2 * w + 1]);
-      }
-      *reinterpret_cast<Vector16*>(to + i) = packed;
     }
   }
 };

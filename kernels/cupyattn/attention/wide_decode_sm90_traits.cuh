@@ -18,7 +18,7 @@ struct WideDecodeSm90Traits : WideSm90Tiles<Config> {
   using typename Tiles::VTile;
   // A producer and a consumer.
   static constexpr int kThreads = 2 * kWarpgroup;
-  static constexpr bool kFusedMerge = Config::kFusedMerge;
+  using Config::kFusedSplits;
 
   struct SharedMemory {
     alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
@@ -26,7 +26,9 @@ struct WideDecodeSm90Traits : WideSm90Tiles<Config> {
     alignas(PTile::kAlign) unsigned char p[PTile::kBytes];
     // What each warp knows of a row: its largest logit of a tile, and in the end its sum.
     alignas(16) float of_warps[kTileQ][4];
+    float factors[kTileQ];  // by which O is multiplied in the end
     float row_scales[Tiles::kFp8 ? kTileQ : 1];  // of logits (WideDecodeSm90Fp8::RowScale)
+    float weights[kTileQ][kFusedSplits];         // of the states that this block merges
     NonFiniteKeys nonfinite_keys;
     uint32_t is_last;  // whether this block merges the states of its tile
     alignas(4) KeyMarks exists;
