@@ -226,7 +226,10 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
     if case.tma:
         of_parts = _strides(k, 1, 0), _strides(second, 1, 0)
         boxes = tma_wide.boxes(
-            dtypes.parse(case.kv_dtype or case.dtype), (LATENT, ROPE), *of_parts, (case.page_size, len(k))
+            dtypes.parse(case.kv_dtype or case.dtype),
+            (LATENT, ROPE),
+            *of_parts,
+            (case.page_size, len(k)),
         )
         assert boxes is not None
         with mock.patch.object(tensor_map, "encode", gpu.encode_tensor_map):

@@ -37,7 +37,9 @@ class TileConfig:
     @property
     def fused_splits(self) -> int:
         """Where a launch merges: up to so many splits of a tile are merged by its last block."""
-        return int(self.config.get("kFusedSplits", 0))
+        most = self.config.get("kFusedSplits", 0)
+        assert isinstance(most, int)
+        return most
 
 
 def round_up(x: int, multiple: int) -> int:
