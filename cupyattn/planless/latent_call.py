@@ -63,6 +63,7 @@ class Options(NamedTuple):
     max_q_len    the most of one request; None: unknown
     max_kv_len   the same of its keys: it bounds how often keys are worth splitting
     is_list      block_tables names keys
+    key_scales   of the cache (core.problem.KEY_SCALES): "" or "rows"
     pads_lse     the LSE is [B, q_len, heads] in natural log; else like q, base 2
     """
 
@@ -80,6 +81,7 @@ class Options(NamedTuple):
     pads_lse: bool = False
     return_lse: bool = False
     o_dtype: Any = None
+    key_scales: str = ""
 
 
 @dataclass(slots=True)

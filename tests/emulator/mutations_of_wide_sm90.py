@@ -65,8 +65,8 @@ WIDE_SM90 = (
     ),
     Mutation(
         "wide-nonfinite-values-not-added",
-        "if (unlikely(swept_tile >= 0))",
-        "if (false)",
+        "this->add_nonfinite_values(item, swept_tile, stage, probabilities.p);",
+        ";",
         "hopper wide hidden",
     ),
     Mutation("wide-page-of-the-first-box", "+ at.page", "", "hopper wide boxes"),

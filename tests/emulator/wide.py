@@ -23,6 +23,7 @@ from cupyattn.launch.driver import tensor_map
 from cupyattn.launch.tiles import wide_sm90
 from cupyattn.launch.tiles.config import TileConfig
 from cupyattn.reference import attention
+from cupyattn.reference.latent_rows import NUM_BYTES, unpack_rows
 from cupyattn.schedule.batch import WORK_FIELDS
 
 from . import build, gpu, library
@@ -56,6 +57,7 @@ class Case:
     tma        boxes of pages bring the keys
     sparse     the table has an entry for each key, some negative: those keys are hidden
     rising     logits grow towards the first key, which is visited last
+    key_scales of keys of fp8 (core.problem.KEY_SCALES)
     spoiled    (request, key, column, value): values of keys that are not finite
     """
 
@@ -67,6 +69,7 @@ class Case:
     dtype: str = "bfloat16"
     o_dtype: str = ""
     kv_dtype: str = ""
+    key_scales: str = ""
     splits: int = 1
     packed: bool = True
     head_dims: tuple[int, int] = wide_sm90.LATENT
@@ -146,9 +149,17 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
     keys = [x.astype(_TYPES[case.kv_dtype or case.dtype]) for x in keys]
     for request, key, column, value in case.spoiled if is_latent else ():
         keys[request][key, 0, column] = value
-    if is_latent:
+    scales = None
+    if case.key_scales == "rows":
+        raw = [_scaled_rows(x, rng) for x in keys]
+        keys = [unpack_rows(x) for x in raw]
         values = [x[..., :LATENT] for x in keys]
+        table, starts, k, second = _paginate_latent(case, raw, rng)
+    elif is_latent:
         table, starts, k, second = _paginate_latent(case, keys, rng)
+        if case.key_scales:
+            scales, keys = _scale_tokens(case, table, keys, len(k), rng)
+        values = [x[..., :LATENT] for x in keys]
     else:
         values = [
             rng.standard_normal((n, case.kv_heads, DIM_VO)).astype(dtype) for n in case.kv_len
@@ -203,7 +214,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         0 if is_latent else memory(v),
         memory(o, True),
         structs.OPTIONAL.pack(
-            memory(lse, True) if case.has_lse else 0, 0, memory(sinks), 0, 0, 0, 0
+            memory(lse, True) if case.has_lse else 0, 0, memory(sinks), 0, memory(scales), 0, 0
         ),
         memory(partial_o, True),
         memory(partial_lse, True),
@@ -267,6 +278,7 @@ def _config(case: Case) -> TileConfig:
             dtype_o,
             case.tile_q,
             dtype_kv=dtypes.parse(case.kv_dtype or case.dtype),
+            key_scales=case.key_scales,
             sparse=case.sparse,
             tma=case.tma,
         )
@@ -342,6 +354,10 @@ def _paginate_latent(
     """Table, starts, and the pools [pages, page_size, 1, columns] of latent and rope parts."""
     table, starts, num_pages = _make_table(case, rng)
     dtype, columns, rows = keys[0].dtype, LATENT + ROPE, case.page_size
+    if case.key_scales == "rows":
+        whole = np.full((num_pages, rows, 1, NUM_BYTES), 0xFF, np.uint8)
+        _fill_pages(case, table, starts, keys, whole)
+        return table, starts, whole[..., :LATENT], whole[..., NUM_BYTES - 2 * ROPE :]
     if case.packed:
         whole = np.full((num_pages, rows, 1, columns), np.nan, dtype)
         latent, rope = whole[..., :LATENT], whole[..., LATENT:]
@@ -353,6 +369,35 @@ def _paginate_latent(
     _fill_pages(case, table, starts, keys, latent)
     _fill_pages(case, table, starts, [x[..., LATENT:] for x in keys], rope)
     return table, starts, latent, rope
+
+
+def _scaled_rows(keys: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Rows of 656 bytes of keys [n, 1, 576] of e4m3, with scales of any size."""
+    count = len(keys)
+    scales = np.exp2(rng.uniform(-9, 1, (count, 1, 4))).astype(np.float32)
+    rope = keys[..., LATENT:].astype(ml_dtypes.bfloat16)
+    parts = np.ascontiguousarray(keys[..., :LATENT]), scales, np.ascontiguousarray(rope)
+    in_bytes = [
+        x.view(np.uint8).reshape(count, 1, n) for x, n in zip(parts, (512, 16, 128), strict=True)
+    ]
+    return np.concatenate(in_bytes, -1)
+
+
+def _scale_tokens(
+    case: Case, table: np.ndarray, keys: list[np.ndarray], num_pages: int, rng: np.random.Generator
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Scales [num_pages, page_size] of tokens, NaN where nobody owns one, and keys times these."""
+    scales = np.full((num_pages, case.page_size), np.nan, np.float32)
+    scaled, place = [], 0
+    for own in keys:
+        made = np.exp2(rng.uniform(-6, 2, len(own))).astype(np.float32)
+        whole = own.astype(np.float32)
+        whole[..., :LATENT] *= made[:, None, None]
+        scaled.append(whole)
+        for i, scale in enumerate(made):
+            scales[table[place + i // case.page_size], i % case.page_size] = scale
+        place += -(-len(own) // case.page_size)
+    return scales, scaled
 
 
 def _lay_out(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ... import jit
 from ...core.dtypes import DType, float8_e4m3fn
-from ...core.problem import AttentionProblem
+from ...core.problem import KEY_SCALES, AttentionProblem
 from ..driver import tensor_map
 from .config import Field, TileConfig, round_up, struct_of
 
@@ -35,7 +35,7 @@ def choose(
     Latent attention of few rows, or of fp8 keys, has a kernel of its own. Pages without a factor 8,
     or 16 of fp8 keys, are gathered row by row.
     """
-    is_latent, is_sparse = (getattr(problem, name, False) for name in ("latent", "sparse"))
+    is_latent, is_sparse = problem.latent, problem.sparse
     head_dims = problem.head_dim_qk, problem.head_dim_vo
     has_dims = head_dims == LATENT and problem.paged if is_latent else head_dims in ORDINARY
     has_option = (
@@ -49,13 +49,15 @@ def choose(
     has_dtype = has_fp8 or problem.dtype_kv is problem.dtype_q
     if not (has_dims and has_dtype and problem.aligned) or has_option:
         return None
-    tma = is_latent and not is_sparse and has_boxes(page_size, problem.dtype_kv)
+    tma = is_latent and not (is_sparse or problem.key_scales)
+    tma = tma and has_boxes(page_size, problem.dtype_kv)
     if has_fp8 or (is_latent and rows in _DECODE_ROWS):
         tiles = decode_config(
             problem.dtype_q,
             problem.dtype_o,
             _DECODE_ROWS.get(rows, 32),
             dtype_kv=problem.dtype_kv,
+            key_scales=problem.key_scales,
             sparse=is_sparse,
             tma=tma,
         )
@@ -118,6 +120,7 @@ def config(
         "kHeadDimQK": head_dim_qk,
         "kHeadDimVO": head_dim_vo,
         "kHeadDimRope": head_dim_qk - head_dim_vo if is_latent else 0,
+        "kKeyScales": 0,
         "kLatent": is_latent,
         "kSparse": sparse,
         "kTma": tma,
@@ -138,20 +141,25 @@ def decode_config(
     tile_q: int,
     *,
     dtype_kv: DType | None = None,
+    key_scales: str = "",
     sparse: bool = False,
     tma: bool = False,
 ) -> TileConfig:
     """The instance of wide_decode_sm90 for up to `tile_q` packed rows, 16 or 32.
 
     dtype_kv: e4m3, or as `dtype`, that of queries.
+    key_scales: of e4m3 keys (core.problem.KEY_SCALES).
     """
     dtype_kv = dtype_kv or dtype
     head_dim_qk, head_dim_vo = LATENT
     tile_kv, num_pieces = 64, 2
-    stages = 5 if dtype_kv.is_fp8 else 2
-    keys = _panels(tile_kv, head_dim_qk, stages)
+    stages, keys = 2, _panels(tile_kv, head_dim_qk, 2)
     if dtype_kv.is_fp8:
-        keys = Field(stages * tile_kv * head_dim_qk, _PATTERN_BYTES)
+        row_bytes = head_dim_qk
+        if key_scales == "rows":
+            row_bytes = head_dim_vo + 16 + 2 * (head_dim_qk - head_dim_vo)
+        stages = 4 if key_scales == "rows" else 5
+        keys = Field(stages * tile_kv * row_bytes, _PATTERN_BYTES)
     shared = struct_of(
         _panels(tile_q, head_dim_qk, 1),
         keys,
@@ -162,6 +170,7 @@ def decode_config(
         Field(4 * FUSED_SPLITS * tile_q),  # weights
         Field(8),  # nonfinite keys
         Field(4),  # is_last
+        Field(4 * tile_kv * (stages if key_scales == "tokens" else 1)),
         Field(stages * tile_kv if sparse else 1),
         Field(_ITEM_BYTES, 8),
         Field(8 * (1 + 2 * num_pieces * stages), 8),
@@ -173,6 +182,7 @@ def decode_config(
         "kHeadDimQK": head_dim_qk,
         "kHeadDimVO": head_dim_vo,
         "kHeadDimRope": head_dim_qk - head_dim_vo,
+        "kKeyScales": KEY_SCALES.index(key_scales),
         "kLatent": True,
         "kSparse": sparse,
         "kTma": tma,

@@ -28,7 +28,7 @@ struct WideDecodeSm90Consumer {
   static constexpr int kTileQ = Traits::kTileQ, kTileKV = Traits::kTileKV;
   static constexpr int kTilesQ = kTileQ / 8, kHeadDimVO = Traits::kHeadDimVO;
   static constexpr int kPanels = kHeadDimVO / 64;  // of O^T
-  static constexpr bool kFp8 = Traits::kFp8;
+  static constexpr bool kFp8 = Traits::kFp8, kHasScales = Traits::kKeyScales != kNoScales;
   using Fp8 = WideDecodeSm90Fp8<Traits>;
   static constexpr int kBarrier = 1;
   using Scores = float[1][kTilesQ][4];
@@ -41,10 +41,14 @@ struct WideDecodeSm90Consumer {
   const int lane = threadIdx.x % kWarpSize;
   float o[kPanels][kTilesQ][4];
   OfRows row_max, row_sum;  // sums of this thread's keys
+  float key_log2[2];        // of keys that have scales
+  bool is_negative[2];
 
   __device__ __forceinline__ explicit WideDecodeSm90Consumer(const WideSm90Block<Traits>& block)
       : block(block), params(block.params), shared(block.shared) {}
 
+  // The keys of a thread's logits.
+  __device__ __forceinline__ int key_of(int h) const { return 16 * warp + 8 * h + (lane >> 2); }
   // A row of the tile; e: of a pair.
   __device__ __forceinline__ int row_of(int n, int e) const { return 8 * n + 2 * (lane & 3) + e; }
   __device__ __forceinline__ void sync() const {
@@ -93,6 +97,7 @@ struct WideDecodeSm90Consumer {
   }
   // What turns a row's logits to base 2.
   __device__ __forceinline__ float scale_of(int n, int e) const {
+    if constexpr (kHasScales) return 1.0f;
     if constexpr (kFp8) return params.softmax_scale * shared.row_scales[row_of(n, e)];
     return params.softmax_scale;
   }
@@ -103,6 +108,7 @@ struct WideDecodeSm90Consumer {
     const int first_key = item.first_key(tile);
     if constexpr (Traits::kSparse) hide_missing_keys(s, stage);
     if (unlikely(item.range.cuts(first_key, kTileKV))) hide_keys(s, item, first_key);
+    if constexpr (kHasScales) weigh_keys(stage);
     raise_maxima(s);
     publish(s);
     const bool hides_keys = unlikely(block.hides_keys(item, tile));
@@ -114,7 +120,10 @@ struct WideDecodeSm90Consumer {
 
   __device__ __forceinline__ void make_scores(Scores& s, const Stage& stage) const {
     const uint64_t queries = ptx::opaque_copy(operand_at<QTile>(ptx::shared_address(shared.q)));
-    if constexpr (kFp8) {
+    if constexpr (kHasScales) {
+      make_scaled_scores(s, queries, stage);
+      return;
+    } else if constexpr (kFp8) {
       issue_fp8_scores(s, queries, stage);
     } else {
       const uint64_t keys =
@@ -150,6 +159,91 @@ struct WideDecodeSm90Consumer {
       ptx::wgmma_commit();
     }
   }
+  // S of keys that have scales: the product of each panel of 128 columns is multiplied by its scale.
+  // Logits are in base 2 then.
+  __device__ __forceinline__ void make_scaled_scores(Scores& s, uint64_t queries,
+                                                     const Stage& stage) const {
+#pragma unroll
+    for (int n = 0; n < kTilesQ; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[0][n][e] = 0.0f;
+    }
+    float4 scales[2];
+    await_phase(shared.full[stage.stage][Traits::kOfFollower], stage.parity);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) scales[h] = Fp8::scales_of(shared, stage.stage, key_of(h));
+    add_scaled_panel(s, queries, stage, 2, scales[0].z, scales[1].z);
+    add_scaled_panel(s, queries, stage, 3, scales[0].w, scales[1].w);
+    if constexpr (!Fp8::kScalesInRows) add_scaled_panel(s, queries, stage, 4, 1.0f, 1.0f);
+    await_phase(shared.full[stage.stage][Traits::kOfLeader], stage.parity);
+    add_scaled_panel(s, queries, stage, 0, scales[0].x, scales[1].x);
+    add_scaled_panel(s, queries, stage, 1, scales[0].y, scales[1].y);
+    Scores rope;
+    if constexpr (Fp8::kScalesInRows) multiply_rope(rope, queries, stage);
+#pragma unroll
+    for (int n = 0; n < kTilesQ; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& x = s[0][n][e];
+        x *= shared.row_scales[row_of(n, e % 2)];
+        if constexpr (Fp8::kScalesInRows) x += rope[0][n][e];
+        x *= params.softmax_scale;
+      }
+    }
+  }
+  // panel: of 128 columns, or 4, of 64 rope columns.
+  __device__ __forceinline__ void add_scaled_panel(Scores& s, uint64_t queries, const Stage& stage,
+                                                   int panel, float scale, float upper_scale) const {
+    Scores part;
+    float (&d)[kTileQ / 2] = reinterpret_cast<float (&)[kTileQ / 2]>(part);
+    typename Fp8::Fragments fragments[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (panel == 4 && i == 1) continue;
+      const int group = 2 * panel + i;
+      Fp8::load_keys(fragments[i], shared.k[stage.stage], group, warp, lane);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        ptx::Wgmma<kTileQ>::template multiply_rs_k_major<DTypeMma>(
+            d, fragments[i][step],
+            operand_behind<QTile>(queries, group * (QTile::kPanelBytes / 16) + 2 * step),
+            i > 0 || step > 0);
+      }
+      ptx::wgmma_commit();
+    }
+    ptx::wgmma_wait<0>();
+    take_results(part);
+#pragma unroll
+    for (int n = 0; n < kTilesQ; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        // mutate: wide-fp8-scale-of-the-lower-key
+        s[0][n][e] = fmaf(part[0][n][e], e < 2 ? scale : upper_scale, s[0][n][e]);
+      }
+    }
+  }
+  // The products by rope columns of 16 bits.
+  __device__ __forceinline__ void multiply_rope(Scores& rope, uint64_t queries,
+                                                const Stage& stage) const {
+    using RopeTile = typename KTile::RopeTile;
+    float (&d)[kTileQ / 2] = reinterpret_cast<float (&)[kTileQ / 2]>(rope);
+    const uint64_t keys = ptx::opaque_copy(
+        operand_at<RopeTile>(ptx::shared_address(shared.k[stage.stage]) + KTile::kRope));
+    ptx::fence_proxy_async();
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      ptx::Wgmma<kTileQ>::template multiply_ss<bfloat16_t>(
+          d, operand_behind<RopeTile>(keys, 2 * step),
+          operand_behind<QTile>(queries, (QTile::kPanels - 1) * (QTile::kPanelBytes / 16) + 2 * step),
+          step > 0);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    take_results(rope);
+  }
+
   // The products by one piece, once it has landed.
   template <int kPiece>
   __device__ __forceinline__ void issue_piece(Scores& s, uint64_t queries, uint64_t keys,
@@ -166,8 +260,7 @@ struct WideDecodeSm90Consumer {
   __device__ __forceinline__ void hide_missing_keys(Scores& s, const Stage& stage) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int key = 16 * warp + 8 * h + (lane >> 2);
-      if (shared.exists[stage.stage][key] != 0) continue;  // mutate: wide-decode-missing-keys-seen
+      if (shared.exists[stage.stage][key_of(h)] != 0) continue;  // mutate: wide-decode-missing-keys-seen
 #pragma unroll
       for (int n = 0; n < kTilesQ; ++n) s[0][n][2 * h] = s[0][n][2 * h + 1] = -ptx::infinity();
     }
@@ -186,11 +279,25 @@ struct WideDecodeSm90Consumer {
                                                item.work.request.position(params, token));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int key = first_key + 16 * warp + 8 * h + (lane >> 2);
+          const int key = first_key + key_of(h);
           // mutate: wide-decode-hidden-keys-seen
           if (key < limits.begin || key >= limits.end) s[0][n][2 * h + e] = -ptx::infinity();
         }
       }
+    }
+  }
+
+  // Values are multiplied by a key's largest scale with its probability, which is the exponential of
+  // the logit and this logarithm. Maxima are those of the sums, so that 16 bits hold the products,
+  // but for keys whose scale is next to nothing.
+  __device__ __forceinline__ void weigh_keys(const Stage& stage) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float4 scales = Fp8::scales_of(shared, stage.stage, key_of(h));
+      const float sum = fabsf(scales.x) + fabsf(scales.y) + fabsf(scales.z) + fabsf(scales.w);
+      // Any scale that is not finite shows in the sum.
+      key_log2[h] = log2f(is_finite(sum) ? Fp8::largest_of(scales) : ptx::nan());
+      is_negative[h] = !Fp8::kScalesInRows && scales.x < 0.0f;
     }
   }
 
@@ -201,6 +308,11 @@ struct WideDecodeSm90Consumer {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float largest = fmaxf(s[0][n][e], s[0][n][2 + e]);
+        if constexpr (kHasScales) {
+          constexpr float kLeast = -30.0f;
+          largest = fmaxf(s[0][n][e] + fmaxf(key_log2[0], kLeast),
+                          s[0][n][2 + e] + fmaxf(key_log2[1], kLeast));
+        }
 #pragma unroll
         // mutate: wide-decode-maximum-of-some-keys
         for (int mask = 4; mask < kWarpSize; mask *= 2) {
@@ -259,8 +371,14 @@ struct WideDecodeSm90Consumer {
           const float shift = max == -ptx::infinity() ? 0.0f : -max * scale;
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            pair[h][e] = ptx::ex2_approx(fmaf(s[0][n + i][2 * h + e], scale, shift));
+            const float logit = s[0][n + i][2 * h + e], exponent = fmaf(logit, scale, shift);
+            pair[h][e] = ptx::ex2_approx(exponent);
             row_sum[n + i][e] += pair[h][e];
+            if constexpr (kHasScales) {
+              const float weighed = ptx::ex2_approx(exponent + key_log2[h]);
+              // The scale of a hidden key may be anything.
+              pair[h][e] = logit == -ptx::infinity() ? 0.0f : is_negative[h] ? -weighed : weighed;
+            }
           }
         }
 #pragma unroll
@@ -305,10 +423,15 @@ struct WideDecodeSm90Consumer {
 #pragma unroll
     for (int step = 0; step < kTileKV / 16; ++step) {
       const auto values = Fp8::load_values(shared.k[stage.stage], 16 * step, warp, lane);
+      typename Fp8::Ratios ratios;
+      if constexpr (Fp8::kScalesInRows) {
+        ratios = Fp8::load_ratios(shared, stage.stage, 16 * step, warp, lane);
+      }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (step > 0) ptx::wgmma_wait<1>();
         Fp8::convert_values(fragments[half], values, half);
+        if constexpr (Fp8::kScalesInRows) Fp8::scale_values(fragments[half], ratios);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kPanels / 2; ++i) {

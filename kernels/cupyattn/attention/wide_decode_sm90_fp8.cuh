@@ -22,6 +22,9 @@ struct WideDecodeSm90Fp8 {
   using KTile = typename Traits::KTile;
   using QTile = typename Traits::QTile;
   static constexpr int kGroups = QTile::kPanels;  // of 64 columns
+  static constexpr bool kScalesInRows = Traits::kKeyScales == KeyScales::kScalesInRows;
+  // Rope columns of 16 bits are multiplied as they are.
+  static constexpr int kConverted = kScalesInRows ? kGroups - 1 : kGroups;
   static_assert(kGroups == 9, "512 latent and 64 rope columns");
 
   // Fragments of four products. Two of these take turns, because a product reads its own until it is
@@ -55,9 +58,9 @@ struct WideDecodeSm90Fp8 {
     const int panel = lane / 8 % 2;
 #pragma unroll 1
     for (int row = warp; row < Traits::kTileQ; row += Traits::kWarpgroup / kWarpSize) {
-      float pairs[kGroups][2], largest = 0.0f;
+      float pairs[kConverted][2], largest = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kGroups; ++i) {
+      for (int i = 0; i < kConverted; ++i) {
         ptx::unpack_pair<DTypeQ>(*word_at(queries, row, i, lane), pairs[i][0], pairs[i][1]);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -68,7 +71,7 @@ struct WideDecodeSm90Fp8 {
       const RowScale scale = RowScale::of(warp_max(largest));
       ptx::warp_sync();  // mutate: wide-fp8-queries-overwritten
 #pragma unroll
-      for (int i = 0; i < kGroups; ++i) {
+      for (int i = 0; i < kConverted; ++i) {
         const bool is_rope = i == kGroups - 1;
         const int to_panel = is_rope ? i : i / 2 * 2 + panel;
         const int to = is_rope ? of_rope : even + i % 2 * 2;
@@ -134,6 +137,60 @@ struct WideDecodeSm90Fp8 {
           to[2 * w + i][2 * pair] = ptx::opaque_copy(low_pair(columns[i]));
           to[2 * w + i][2 * pair + 1] = ptx::opaque_copy(high_pair(columns[i]));
         }
+      }
+    }
+  }
+
+  // --- Scales of keys ---
+
+  // The scales of a key's four groups of columns: one is all four, where tokens have one.
+  static __device__ __forceinline__ float4 scales_of(
+      const typename Traits::SharedMemory& shared, int stage, int key) {
+    if constexpr (kScalesInRows) {
+      return *reinterpret_cast<const float4*>(shared.k[stage] + KTile::scales_offset(key));
+    } else {
+      const float scale = shared.token_scales[stage][key];
+      return make_float4(scale, scale, scale, scale);
+    }
+  }
+  static __device__ __forceinline__ float largest_of(const float4& scales) {
+    return fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w)));
+  }
+
+  // Multiplies values of a key by its scale of the warp's 128 columns over the largest of its scales,
+  // which its probabilities have. What is not finite counts in the probabilities.
+  struct Ratios {
+    uint32_t of_pair[2];
+  };
+  static __device__ __forceinline__ Ratios load_ratios(const typename Traits::SharedMemory& shared,
+                                                       int stage, int first_key, int warp,
+                                                       int lane) {
+    Ratios ratios;
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      float ratio[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = first_key + 8 * pair + 2 * (lane & 3) + i;
+        const float4 scales = scales_of(shared, stage, key);
+        const float own = warp == 0   ? scales.x
+                          : warp == 1 ? scales.y
+                          : warp == 2 ? scales.z
+                                      : scales.w;
+        const float found = own * ptx::rcp_approx(largest_of(scales));
+        ratio[i] = fabsf(found) <= 2.0f ? found : 0.0f;  // mutate: wide-fp8-scales-of-the-largest
+      }
+      ratios.of_pair[pair] = ptx::pack_pair<half_t>(ratio[0], ratio[1]);
+    }
+    return ratios;
+  }
+  static __device__ __forceinline__ void scale_values(Fragments& fragments, const Ratios& ratios) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        fragments[i][w] =
+            ptx::opaque_copy(ptx::multiply_half_pair(fragments[i][w], ratios.of_pair[w / 2]));
       }
     }
   }

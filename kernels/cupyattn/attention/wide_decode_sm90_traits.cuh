@@ -31,6 +31,7 @@ struct WideDecodeSm90Traits : WideSm90Tiles<Config> {
     float weights[kTileQ][kFusedSplits];         // of the states that this block merges
     NonFiniteKeys nonfinite_keys;
     uint32_t is_last;  // whether this block merges the states of its tile
+    float token_scales[Tiles::kHasTokenScales ? kStages : 1][kTileKV];
     alignas(4) KeyMarks exists;
     alignas(8) Item items[1];
     alignas(8) uint64_t full_q;

@@ -26,6 +26,7 @@ struct WideSm90Producer {
   // that does not exist.
   struct Row {
     const void *first, *second;
+    int64_t token;  // of the cache, where each has a scale
   };
 
   const Block& block;
@@ -69,7 +70,7 @@ struct WideSm90Producer {
     const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
     const int64_t token = static_cast<int64_t>(item.work.request.q_start) + row.token;
     const int head = work.kv_head * params.group_size + row.group_head;
-    Row own{nullptr, nullptr};
+    Row own{};
     // mutate: wide-query-past-the-last
     if (r < work.num_rows) {
       own.first = static_cast<const DTypeQ*>(params.q) + token * params.q_stride_n +
@@ -105,7 +106,7 @@ struct WideSm90Producer {
   }
   __device__ __forceinline__ Row key_row(const Item& item, int tile, int page) const {
     // mutate: wide-keys-past-the-end
-    if (page < 0) return Row{nullptr, nullptr};
+    if (page < 0) return Row{};
     const int key = own_key(item, tile);
     PageSlot at{0, item.work.request.kv_start + key};
     if constexpr (Traits::kSparse) {
@@ -116,7 +117,7 @@ struct WideSm90Producer {
     const int kv_head = item.work.tile.kv_head;
     Row row{keys_of<DTypeKV>(params, kv_head) +
                 paged_row(at.page, at.slot, params.k_stride_page, params.k_stride_n),
-            nullptr};
+            nullptr, static_cast<int64_t>(at.page) * params.page_size + at.slot};
     if constexpr (Traits::kLatent) {
       const LatentParams& latent = latent_of(all_params);
       // mutate: wide-rope-page-by-latent-stride
@@ -137,7 +138,7 @@ struct WideSm90Producer {
                                              const Row& own) const {
     // mutate: wide-piece-not-awaited
     await_phase(shared.empty[stage.stage][kPiece], stage.parity ^ 1);
-    if constexpr (Traits::kSparse && kPiece == Traits::kOfFollower) mark_keys(stage, own);
+    if constexpr (Traits::kMarkers > 0 && kPiece == Traits::kOfFollower) mark_keys(stage, own);
     if constexpr (kPiece == Traits::kKeys) {
       copy_rows<KTile, 0, KTile::kPanels, KTile::kPanels>(shared.k[stage.stage], own);
     } else {
@@ -147,16 +148,30 @@ struct WideSm90Producer {
       constexpr bool kHasFp8Rope = Traits::kFp8 && kPiece == Traits::kOfFollower;
       copy_rows<VTile, kFirst, kHasFp8Rope ? kSecond : kEnd, kSecond>(shared.values(stage.stage),
                                                                      own);
-      if constexpr (kHasFp8Rope) copy_fp8_rope(shared.k[stage.stage], own);
+      if constexpr (kHasFp8Rope && Traits::kKeyScales == kScalesInRows) {
+        copy_scaled_rope(shared.k[stage.stage], own);
+      } else if constexpr (kHasFp8Rope) {
+        copy_fp8_rope(shared.k[stage.stage], own);
+      }
     }
     ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full[stage.stage][kPiece]));
   }
 
-  // An arrival of its own for each warp, because those of the copies do not order these writes.
+  // Says which keys of a stage are there, and by what they are multiplied. An arrival of its own for
+  // each warp, because those of the copies do not order these writes.
   __device__ __forceinline__ void mark_keys(const typename Block::Stage& stage,
                                             const Row& own) const {
     const bool exists = own.first != nullptr;  // mutate: wide-hidden-keys-marked
-    if (lane < kKeyRows) shared.exists[stage.stage][kKeyRows * group + lane] = exists;
+    if constexpr (Traits::kSparse) {
+      if (lane < kKeyRows) shared.exists[stage.stage][kKeyRows * group + lane] = exists;
+    }
+    if constexpr (Traits::kHasTokenScales) {
+      if (lane < kKeyRows) {
+        // mutate: wide-scales-of-the-first-token
+        const float scale = exists ? params.scale_k[own.token] : 0.0f;
+        shared.token_scales[stage.stage][kKeyRows * group + lane] = scale;
+      }
+    }
     ptx::warp_sync();
     ptx::mbarrier_arrive_if(threadIdx.x % kWarpSize == 0,
                             ptx::shared_address(&shared.full[stage.stage][Traits::kOfFollower]));
@@ -193,6 +208,22 @@ struct WideSm90Producer {
       const uint32_t to =
           ptx::shared_address(tile) + KTile::rope_offset(kKeyRows * group + row, chunk);
       copy_16<true>(to, part + 16 * chunk, part != nullptr);
+    }
+  }
+
+  // Copies the rope parts of rows that have scales, and these.
+  __device__ __forceinline__ void copy_scaled_rope(unsigned char* tile, const Row& own) const {
+    const uint32_t to = ptx::shared_address(tile);
+#pragma unroll
+    for (int i = 0; i < kKeyRows; ++i) {
+      const char* const part = of_lane(own.second, i);
+      copy_16<true>(to + KTile::rope_offset(kKeyRows * group + i, lane), part + 16 * lane,
+                    part != nullptr);
+    }
+    const char* const row = static_cast<const char*>(own.first);
+    if (lane < kKeyRows) {
+      copy_16<true>(to + KTile::scales_offset(kKeyRows * group + lane),
+                    row + Traits::kHeadDimVO, row != nullptr);
     }
   }
 

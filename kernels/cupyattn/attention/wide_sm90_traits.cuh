@@ -9,27 +9,39 @@
 
 namespace cupyattn {
 
+// Which factors keys of 8 bits have: none, one for each token in an array of its own, or four in
+// rows of 656 bytes, for 128 latent columns each, whose rope columns are bfloat16
+// (cupyattn/reference/latent_rows.py).
+enum KeyScales { kNoScales, kTokenScales, kScalesInRows };
+
 // Latent keys of 8 bits: panels of 128 latent columns, and one of 64 rope columns, two rows of which
-// are a line.
-template <typename Element, int kRowsInTile, int kLatentColumns, int kRopeColumns>
+// are a line if they have 8 bits. Scales in rows follow.
+template <typename Element, int kRowsInTile, int kLatentColumns, int kRopeColumns, int kScales>
 struct Fp8KeyTile : PanelTile<Element, kRowsInTile, kLatentColumns> {
   using Latent = PanelTile<Element, kRowsInTile, kLatentColumns>;
+  using RopeTile = PanelTile<bfloat16_t, kRowsInTile, kRopeColumns>;  // where scales are in rows
   using Latent::kRows, Latent::kPanelBytes;
-  static constexpr int kPanels = Latent::kPanels + 1, kRopeRowBytes = 64;
+  static constexpr bool kHasScales = kScales == kScalesInRows;
+  static constexpr int kPanels = Latent::kPanels + 1, kRopeRowBytes = kHasScales ? 128 : 64;
   static constexpr int kRope = Latent::kPanels * kPanelBytes;  // bytes to the rope panel
-  static constexpr int kBytes = kRope + kRows * kRopeRowBytes;
-  static_assert(kRopeColumns == kRopeRowBytes && kLatentColumns % 128 == 0, "rows fill lines");
+  static constexpr int kScalesOffset = kRope + kRows * kRopeRowBytes;
+  static constexpr int kBytes = kScalesOffset + (kHasScales ? kRows * 16 : 0);
+  static_assert(kRopeColumns == 64 && kLatentColumns % 128 == 0, "rows fill lines");
 
   static __device__ __forceinline__ uint32_t rope_offset(int row, int chunk) {
+    if constexpr (kHasScales) return kRope + RopeTile::offset(row, chunk);
     const int line = row / 2;
     return kRope + line * 128 + ((4 * (row & 1) + chunk) ^ (line & 7)) * 16;
+  }
+  static __device__ __forceinline__ uint32_t scales_offset(int row) {
+    return kScalesOffset + row * 16;
   }
 };
 
 template <typename Config>
 struct WideSm90Tiles : Config {
-  using Config::kHeadDimQK, Config::kHeadDimRope, Config::kHeadDimVO, Config::kLatent,
-      Config::kPaged, Config::kSparse, Config::kStages, Config::kTileKV, Config::kTileQ,
+  using Config::kHeadDimQK, Config::kHeadDimRope, Config::kHeadDimVO, Config::kKeyScales,
+      Config::kLatent, Config::kPaged, Config::kSparse, Config::kStages, Config::kTileKV, Config::kTileQ,
       Config::kTma;
   using typename Config::DTypeKV;
   using typename Config::DTypeO;
@@ -47,7 +59,8 @@ struct WideSm90Tiles : Config {
   static constexpr int kArrivals = kTma ? 1 : kWarpgroup;
   // Sparse: a list says for each key where it is, or by a negative entry that it is hidden. The
   // producer marks the keys of a stage that are there.
-  static constexpr int kMarkers = kSparse ? kWarpgroup / kWarpSize : 0;
+  static constexpr bool kHasTokenScales = kKeyScales == kTokenScales;
+  static constexpr int kMarkers = kSparse || kHasTokenScales ? kWarpgroup / kWarpSize : 0;
   using KeyMarks = conditional<kSparse, uint8_t[kStages][kTileKV], uint8_t>;
 
   // fp8 keys become fragments of float16, which holds them exactly; so do q and P then.
@@ -55,7 +68,7 @@ struct WideSm90Tiles : Config {
   using DTypeMma = conditional<kFp8, half_t, DTypeQ>;
   using QTile = PanelTile<DTypeMma, kTileQ, kHeadDimQK>;
   using KTile =
-      conditional<kFp8, Fp8KeyTile<DTypeKV, kTileKV, kHeadDimVO, kHeadDimRope>,
+      conditional<kFp8, Fp8KeyTile<DTypeKV, kTileKV, kHeadDimVO, kHeadDimRope, kKeyScales>,
                   PanelTile<DTypeQ, kTileKV, kHeadDimQK>>;
   // The latent columns of a key are also its value, so a tile of keys is one of values.
   using VTile = conditional<kLatent, KTile, PanelTile<DTypeQ, kTileKV, kHeadDimVO>>;
@@ -95,8 +108,9 @@ struct WideSm90Tiles : Config {
 
   static_assert(!kLatent || kHeadDimQK == kHeadDimVO + kHeadDimRope,
                 "a key is a latent and a rope part");
-  static_assert(!kTma || (kLatent && kPaged && !kSparse && kTileKV == 64),
+  static_assert(!kTma || (kLatent && kPaged && !kSparse && kTileKV == 64 && !kKeyScales),
                 "boxes are of pages of latent keys");
+  static_assert(!kKeyScales || kFp8, "scales are of fp8 keys");
   static_assert(!kSparse || (kLatent && kPaged), "sparse lists are of latent keys");
   static_assert(kColumns % VTile::kPanelColumns == 0 && kColumns <= 256,
                 "a warpgroup has whole panels, and one product has its columns");

@@ -97,8 +97,8 @@ def test_good_runs_excuse_no_bad_ones(device: Device) -> None:
         p.wrapper.run(**{**arrays, **pages})
 
 
-def test_scales_of_tokens_have_no_kernel(device: Device) -> None:
-    p = Planned(device, replace(BASE, problem=PROBLEMS[3]))
+def test_scales_of_tokens_that_no_kernel_reads(device: Device) -> None:
+    p = Planned(device, replace(BASE, problem=PROBLEMS[0]))
     scales = device.put(np.ones(p.host.pool.shape[:2], np.float32))
-    with pytest.raises(UnsupportedError, match="ckv_scale_arr: scales of tokens have no GPU"):
+    with pytest.raises(UnsupportedError, match="ckv_scale_arr: scales of tokens of dtype"):
         p.wrapper.run(**p.arrays(False), ckv_scale_arr=scales)
