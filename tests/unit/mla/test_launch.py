@@ -98,7 +98,7 @@ def test_good_runs_excuse_no_bad_ones(device: Device) -> None:
 
 
 def test_scales_of_tokens_that_no_kernel_reads(device: Device) -> None:
-    p = Planned(device, replace(BASE, problem=PROBLEMS[0]))
+    p = Planned(device, replace(BASE, problem=PROBLEMS[3], sm_scale=-0.1))
     scales = device.put(np.ones(p.host.pool.shape[:2], np.float32))
-    with pytest.raises(UnsupportedError, match="ckv_scale_arr: scales of tokens of dtype"):
+    with pytest.raises(UnsupportedError, match="keys that have scales of their own"):
         p.wrapper.run(**p.arrays(False), ckv_scale_arr=scales)
