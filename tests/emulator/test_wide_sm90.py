@@ -14,7 +14,10 @@ from . import wide
 from .wide import Case
 
 BASE = Case()
-TILES = pytest.mark.parametrize("tile_q", [16, 32, 64])
+# Of 32 rows there are fewer tests, because each instance takes seconds to build.
+TILES = pytest.mark.parametrize("tile_q", [16, 64])
+ALL_TILES = pytest.mark.parametrize("tile_q", [16, 32, 64])
+E4M3 = "float8_e4m3fn"
 
 
 def check(case: Case, **facts: object) -> wide.Answer:
@@ -31,7 +34,7 @@ def test_dtypes(dtype: str, o_dtype: str, tile_q: int) -> None:
 
 
 @pytest.mark.parametrize("num_heads", [1, 5, 16, 40, 64, 128])
-@TILES
+@ALL_TILES
 def test_heads(num_heads: int, tile_q: int) -> None:
     check(replace(BASE, num_heads=num_heads, qo_len=(3, 1), kv_len=(70, 3), tile_q=tile_q))
 
@@ -50,7 +53,7 @@ def test_pages(page_size: int, tile_q: int) -> None:
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 48, 64, 128])
-@TILES
+@ALL_TILES
 def test_boxes_of_pages(page_size: int, tile_q: int) -> None:
     """Boxes bring rows past the last key, which nobody owns."""
     case = replace(BASE, tma=True, page_size=page_size, tile_q=tile_q)
@@ -71,7 +74,7 @@ def test_keys_of_many_tokens() -> None:
 
 
 @pytest.mark.parametrize("splits", [2, 3, 5, 9])
-@TILES
+@ALL_TILES
 def test_splits(splits: int, tile_q: int) -> None:
     """A split may have no tile of keys. The last block of a tile merges few splits, or a launch."""
     case = replace(BASE, qo_len=(2, 1), kv_len=(330, 100), num_heads=24, splits=splits)
@@ -140,6 +143,21 @@ def test_hidden_values_do_not_contaminate(
     check(replace(case, spoiled=spoiled[2:], window_left=40, splits=2))
     # Seen by some rows of a tile in which nothing is hidden.
     check(replace(case, spoiled=((0, 100, 100, np.nan),), kv_len=(500,)))
+
+
+@pytest.mark.parametrize("tile_q", [16, 32])
+@pytest.mark.parametrize("key_scales", ["", "tokens", "rows"])
+def test_fp8_keys(tile_q: int, key_scales: str) -> None:
+    """Pages of any size, splits, lists, masks, steep logits, values that are not finite."""
+    case = replace(BASE, kv_dtype=E4M3, key_scales=key_scales, tile_q=tile_q, page_size=5)
+    lengths = {"qo_len": (2, 1, 0, 1), "kv_len": (500, 164, 5, 0), "num_heads": 13}
+    check(replace(case, **lengths, splits=2, sharpness=4.0, rising=2.0, has_sinks=True))
+    check(replace(case, qo_len=(30,), kv_len=(130,), num_heads=3, window_left=70))
+    if not key_scales:
+        check(replace(case, **lengths, tma=True, page_size=16, packed=False))
+    if tile_q == 16:
+        check(replace(case, qo_len=(1, 1), kv_len=(300, 20), sparse=True))
+        check(replace(case, qo_len=(30,), kv_len=(130,), spoiled=((0, 120, 400, np.nan),)))
 
 
 def test_without_lse() -> None:
