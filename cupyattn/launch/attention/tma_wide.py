@@ -18,10 +18,11 @@ _PARAMS = struct.Struct(f"<{_PADDING}x 128s 128s 2i 56x")
 
 class Boxes(NamedTuple):
     """Pages of latent keys whose two parts lie as `columns` and `strides` (row, page) say, in
-    elements; an fp8 pair is one of 16 bits."""
+    elements of these sizes."""
 
     columns: tuple[int, int]
     strides: tuple[tuple[int, int], tuple[int, int]]
+    itemsizes: tuple[int, int]
     page_size: int
     num_pages: int
 
@@ -48,12 +49,14 @@ def boxes(
     in_bytes = [dtype.itemsize * stride for stride in (*latent, *rope)]
     if not (has_dims and has_dtype) or any(n % 16 for n in in_bytes):
         return None
-    if not (num_pages and wide_sm90.has_boxes(page_size, dtype)):
+    if not (num_pages and wide_sm90.has_boxes(page_size)):
         return None
-    of_latent, of_rope = columns[0] * dtype.itemsize // 2, columns[1] * dtype.itemsize // 2
-    row, page, rope_row, rope_page = (n // 2 for n in in_bytes)
-    strides = (row, page), (rope_row, rope_page)
-    return Boxes((of_latent, of_rope), strides, page_size, num_pages)
+    # Latent columns of fp8 are swizzled as pairs, which are elements of 16 bits. Their rope columns
+    # are half a line, which a box that is swizzled would fill up: rows land one after another.
+    of_latent = columns[0] * dtype.itemsize // 2
+    row, page = (n // 2 for n in in_bytes[:2])
+    itemsizes = 2, dtype.itemsize
+    return Boxes((of_latent, columns[1]), ((row, page), rope), itemsizes, page_size, num_pages)
 
 
 @functools.lru_cache(maxsize=256)
@@ -68,9 +71,10 @@ def _pack(boxes: Boxes, latent: int, rope: int) -> bytes:
             (columns, boxes.page_size, boxes.num_pages, 1),
             (stride_n, stride_page, 0),
             (rows, 1, 1),
+            itemsize,
         )
-        for address, columns, (stride_n, stride_page) in zip(
-            (latent, rope), boxes.columns, boxes.strides, strict=True
+        for address, columns, (stride_n, stride_page), itemsize in zip(
+            (latent, rope), boxes.columns, boxes.strides, boxes.itemsizes, strict=True
         )
     ]
     return _PARAMS.pack(*maps, rows, (TILE_KV // rows).bit_length() - 1)

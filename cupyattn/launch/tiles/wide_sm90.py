@@ -32,8 +32,8 @@ def choose(
 ) -> TileConfig | None:
     """The instance for a problem, or None: the portable kernel serves it.
 
-    Latent attention of few rows, or of fp8 keys, has a kernel of its own. Pages without a factor 8,
-    or 16 of fp8 keys, are gathered row by row.
+    Latent attention of few rows, or of keys that have scales, has a kernel of its own. Pages
+    without a factor 8 are gathered row by row.
     """
     is_latent, is_sparse = problem.latent, problem.sparse
     head_dims = problem.head_dim_qk, problem.head_dim_vo
@@ -45,13 +45,14 @@ def choose(
         or problem.pos_encoding != "NONE"
         or problem.own_value_pages
     )
-    has_fp8 = is_latent and problem.dtype_kv is float8_e4m3fn
+    has_few_rows = is_latent and (rows in _DECODE_ROWS or problem.key_scales != "")
+    has_fp8 = has_few_rows and problem.dtype_kv is float8_e4m3fn
     has_dtype = has_fp8 or problem.dtype_kv is problem.dtype_q
     if not (has_dims and has_dtype and problem.aligned) or has_option:
         return None
     tma = is_latent and not (is_sparse or problem.key_scales)
-    tma = tma and has_boxes(page_size, problem.dtype_kv)
-    if has_fp8 or (is_latent and rows in _DECODE_ROWS):
+    tma = tma and has_boxes(page_size)
+    if has_few_rows:
         tiles = decode_config(
             problem.dtype_q,
             problem.dtype_o,
@@ -73,10 +74,9 @@ def choose(
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
-def has_boxes(page_size: int, dtype: DType) -> bool:
-    """Whether the copy engine brings keys of such pages: boxes are whole patterns of eight lines,
-    and two rope parts of fp8 keys share a line."""
-    return tensor_map.box_rows(page_size, 64) * dtype.itemsize >= 16
+def has_boxes(page_size: int) -> bool:
+    """Whether the copy engine brings keys of such pages."""
+    return tensor_map.box_rows(page_size, 64) > 0
 
 
 def config(

@@ -4,7 +4,6 @@
 
 #include "cupyattn/attention/key_rows.cuh"
 #include "cupyattn/attention/wide_sm90_traits.cuh"
-#include "cupyattn/ptx/tensor_copy.cuh"
 
 namespace cupyattn {
 
@@ -34,7 +33,6 @@ struct WideSm90Producer {
   const AttentionParams& params;
   typename Traits::SharedMemory& shared;
   const int group, lane;
-  const uint64_t policy;
 
   __device__ __forceinline__ explicit WideSm90Producer(const Block& block)
       : block(block),
@@ -42,8 +40,7 @@ struct WideSm90Producer {
         params(block.params),
         shared(block.shared),
         group(threadIdx.x % Traits::kWarpgroup / 8),
-        lane(threadIdx.x % 8),
-        policy(ptx::evict_first_policy()) {}
+        lane(threadIdx.x % 8) {}
 
   __device__ __forceinline__ void run() const {
     const Item& item = shared.items[0];
@@ -83,7 +80,7 @@ struct WideSm90Producer {
     }
     constexpr int kLatentPanels =
         Traits::kLatent ? Traits::kHeadDimVO / QTile::kPanelColumns : QTile::kPanels;
-    copy_rows<QTile, 0, QTile::kPanels, kLatentPanels, false>(shared.q, own);
+    copy_rows<QTile, 0, QTile::kPanels, kLatentPanels>(shared.q, own);
     ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full_q));
   }
 
@@ -179,7 +176,7 @@ struct WideSm90Producer {
 
   // Copies some panels of this thread's rows, from the second array from panel kSecond on. Rows
   // that do not exist become zeros: nothing that nobody owns is multiplied.
-  template <typename Tile, int kFirst, int kEnd, int kSecond, bool kIsKeys = true>
+  template <typename Tile, int kFirst, int kEnd, int kSecond>
   __device__ __forceinline__ void copy_rows(unsigned char* tile, const Row& own) const {
     constexpr int kRows = Tile::kRows / kGroups;
     constexpr bool kHasFirst = kFirst<kSecond, kHasSecond = kEnd> kSecond;
@@ -194,7 +191,7 @@ struct WideSm90Producer {
         const char* const part = panel < kSecond ? first : second;
         const int line = panel < kSecond ? panel : panel - kSecond;
         const char* const from = part + line * Tile::kRowBytes + 16 * lane;
-        copy_16<kIsKeys>(Tile::further(to, i) + panel * Tile::kPanelBytes, from, exists);
+        ptx::cp_async_16(Tile::further(to, i) + panel * Tile::kPanelBytes, from, exists);
       }
     }
   }
@@ -207,7 +204,7 @@ struct WideSm90Producer {
       const char* const part = of_lane(own.second, row);
       const uint32_t to =
           ptx::shared_address(tile) + KTile::rope_offset(kKeyRows * group + row, chunk);
-      copy_16<true>(to, part + 16 * chunk, part != nullptr);
+      ptx::cp_async_16(to, part + 16 * chunk, part != nullptr);
     }
   }
 
@@ -217,24 +214,13 @@ struct WideSm90Producer {
 #pragma unroll
     for (int i = 0; i < kKeyRows; ++i) {
       const char* const part = of_lane(own.second, i);
-      copy_16<true>(to + KTile::rope_offset(kKeyRows * group + i, lane), part + 16 * lane,
+      ptx::cp_async_16(to + KTile::rope_offset(kKeyRows * group + i, lane), part + 16 * lane,
                     part != nullptr);
     }
     const char* const row = static_cast<const char*>(own.first);
     if (lane < kKeyRows) {
-      copy_16<true>(to + KTile::scales_offset(kKeyRows * group + lane),
+      ptx::cp_async_16(to + KTile::scales_offset(kKeyRows * group + lane),
                     row + Traits::kHeadDimVO, row != nullptr);
-    }
-  }
-
-  // Most keys are read once, and leave L2 first. ptxas 13.0 makes an illegal instruction of a copy
-  // with a policy whose shared address is uniform in part, as it is for ordinary heads.
-  template <bool kIsKeys>
-  __device__ __forceinline__ void copy_16(uint32_t to, const char* from, bool exists) const {
-    if constexpr (kIsKeys && Traits::kLatent) {
-      ptx::cp_async_16(to, from, exists, policy);
-    } else {
-      ptx::cp_async_16(to, from, exists);
     }
   }
 

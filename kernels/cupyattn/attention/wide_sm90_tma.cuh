@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cupyattn/attention/wide_sm90_producer.cuh"
+#include "cupyattn/ptx/tensor_copy.cuh"
 
 namespace cupyattn {
 
@@ -94,7 +95,7 @@ struct WideSm90TmaProducer {
       const bool is_latent = panel < Traits::kLatentPanels;
       const int row_bytes = Traits::kFp8 && !is_latent ? 64 : KTile::kRowBytes;
       const uint32_t to = tile + panel * KTile::kPanelBytes + row * row_bytes;
-      // For the maps, fp8 elements are pairs of 16 bits.
+      // For the map of latent columns, fp8 elements are pairs of 16 bits.
       const int column = 64 * (is_latent ? panel : panel - Traits::kLatentPanels);
       const TensorMap& map = is_latent ? all_params.k : all_params.k_rope;
       // Most keys are read once, and leave L2 first.

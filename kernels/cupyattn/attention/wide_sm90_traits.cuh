@@ -14,8 +14,8 @@ namespace cupyattn {
 // (cupyattn/reference/latent_rows.py).
 enum KeyScales { kNoScales, kTokenScales, kScalesInRows };
 
-// Latent keys of 8 bits: panels of 128 latent columns, and one of 64 rope columns, two rows of which
-// are a line if they have 8 bits. Scales in rows follow.
+// Latent keys of 8 bits: panels of 128 latent columns, and one of 64 rope columns, whose rows of 64
+// bytes follow each other if they have 8 bits. Scales in rows follow.
 template <typename Element, int kRowsInTile, int kLatentColumns, int kRopeColumns, int kScales>
 struct Fp8KeyTile : PanelTile<Element, kRowsInTile, kLatentColumns> {
   using Latent = PanelTile<Element, kRowsInTile, kLatentColumns>;
@@ -30,8 +30,7 @@ struct Fp8KeyTile : PanelTile<Element, kRowsInTile, kLatentColumns> {
 
   static __device__ __forceinline__ uint32_t rope_offset(int row, int chunk) {
     if constexpr (kHasScales) return kRope + RopeTile::offset(row, chunk);
-    const int line = row / 2;
-    return kRope + line * 128 + ((4 * (row & 1) + chunk) ^ (line & 7)) * 16;
+    return kRope + row * kRopeRowBytes + chunk * 16;
   }
   static __device__ __forceinline__ uint32_t scales_offset(int row) {
     return kScalesOffset + row * 16;
