@@ -7,6 +7,7 @@ from .memory import as_cupy as as_cupy
 from .memory import as_numpy as as_numpy
 from .memory import as_strided as as_strided
 from .memory import byte_range as byte_range
+from .memory import constant as constant
 from .memory import current_stream as current_stream
 from .memory import deliver as deliver
 from .memory import empty as empty
@@ -20,6 +21,7 @@ from .memory import same_device as same_device
 from .memory import scaled as scaled
 from .memory import stream_reader as stream_reader
 from .memory import to_host as to_host
+from .memory import to_host_together as to_host_together
 from .memory import writable_copy as writable_copy
 from .views import CPU as CPU
 from .views import LOWEST_ADDRESS as LOWEST_ADDRESS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import threading
 from collections import deque
@@ -202,6 +203,29 @@ def from_numpy(a: np.ndarray, like: ArrayView) -> Any:
     return a
 
 
+def constant(a: np.ndarray, like: ArrayView) -> Any:
+    """`from_numpy` of what is kept between calls, ready on every stream of the device.
+
+    On a GPU the memory is CuPy's, also under a tensor of torch: what torch allocates while its
+    compiler warms up a CUDA graph belongs to that graph, and it refuses a graph whose memory
+    somebody keeps. The copy has a stream of its own, so that nobody else's work is waited for. Not
+    to be called while a stream is captured.
+    """
+    if like.framework != "torch" or like.device.kind != "cuda":
+        return from_numpy(a, like)
+    cupy = cupy_module()
+    with cupy.cuda.Device(like.device.index), _copy_stream(like.device.index) as stream:
+        made = cupy.asarray(a)
+        stream.synchronize()
+        return sys.modules["torch"].from_dlpack(made)
+
+
+@functools.lru_cache(maxsize=64)
+def _copy_stream(device_index: int) -> Any:
+    with cupy_module().cuda.Device(device_index):
+        return cupy_module().cuda.Stream(non_blocking=True)
+
+
 # --- host access and comparisons ---
 
 
@@ -332,6 +356,46 @@ def to_host(v: ArrayView) -> np.ndarray:
         return as_numpy(view(x.cpu(), "a copy on the CPU"))
     with cupy_module().cuda.Device(v.device.index):
         return as_cupy(v, _carrier(v.dtype.numpy)).get().view(v.dtype.numpy)
+
+
+class _Landing(threading.local):
+    """Pinned memory of one thread, which copies from a GPU land in."""
+
+    def __init__(self) -> None:
+        self.memory: Any = None
+        self.num_bytes = 0
+
+    def reserve(self, num_bytes: int) -> Any:
+        if num_bytes > self.num_bytes:
+            self.num_bytes = max(1 << 14, 1 << (num_bytes - 1).bit_length())
+            self.memory = cupy_module().cuda.alloc_pinned_memory(self.num_bytes)
+        return self.memory
+
+
+_landing = _Landing()
+_DEVICE_TO_HOST = 2
+
+
+def to_host_together(views: Sequence[ArrayView]) -> list[np.ndarray]:
+    """Copies of contiguous arrays of one GPU and one framework, torch or CuPy.
+
+    As `to_host` of each, but the GPU is waited for once.
+    """
+    first = views[0]
+    runtime, stream = cupy_module().cuda.runtime, current_stream(first)
+    sizes = [math.prod(v.shape) * v.dtype.itemsize for v in views]
+    places = [0]
+    for size in sizes:
+        places.append(places[-1] + -(-size // 16) * 16)
+    memory = _landing.reserve(places[-1])
+    for v, size, place in zip(views, sizes, places, strict=False):
+        if size:
+            runtime.memcpyAsync(memory.ptr + place, v.ptr, size, _DEVICE_TO_HOST, stream)
+    runtime.streamSynchronize(stream)
+    return [
+        np.frombuffer(memory, v.dtype.numpy, math.prod(v.shape), place).reshape(v.shape).copy()
+        for v, place in zip(views, places, strict=False)
+    ]
 
 
 def scaled(x: Any, factor: float) -> Any:

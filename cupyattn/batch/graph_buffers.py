@@ -121,6 +121,8 @@ class GraphBuffers:
 
     def host_parts(self, batch: Batch) -> list[tuple[np.ndarray, int]]:
         """(values, address) of what plan() writes into the buffers from the host."""
+        if not self._views:
+            return []
         return [(value, v.ptr) for v, value in self._values(batch)]
 
     def _values(self, batch: Batch) -> list[tuple[ArrayView, np.ndarray]]:

@@ -191,6 +191,9 @@ def read_intervals(
 
     Arguments as in BatchPrefillWithPagedKVCacheWrapper.plan. Raises ArgumentError.
     """
+    if token_pos_in_items_len == 0 and type(token_pos_in_items_len) is int:
+        if prefix_len_ptr is token_pos_in_items_ptr is max_item_len_ptr is None:
+            return None
     given = {
         "prefix_len_ptr": prefix_len_ptr,
         "token_pos_in_items_ptr": token_pos_in_items_ptr,

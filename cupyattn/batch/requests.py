@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import array
 from ..array import ArrayView
+from ..array.match import is_contiguous
 from ..core import dtypes
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError
@@ -90,6 +91,31 @@ def host_integers(x: Any, name: str) -> np.ndarray:
     return a.astype(np.int64)
 
 
+def on_host(*tables: Any) -> tuple[Any, ...]:
+    """The tables; if several are on a GPU, copies of those, which is then waited for once.
+
+    What is no such table of integers is left as it is, for its reader to refuse.
+    """
+    on_device: dict[int, ArrayView] = {}
+    for at, x in enumerate(tables):
+        if x is None or isinstance(x, np.ndarray) or getattr(x, "is_cuda", True) is False:
+            continue
+        try:
+            v = array.view(x, "a table")
+        except (ArgumentError, UnsupportedError, TypeError):
+            continue
+        if v.device.kind == "cpu":
+            continue
+        is_table = len(v.shape) == 1 and v.dtype in (dtypes.int32, dtypes.int64)
+        if is_table and v.framework in ("torch", "cupy") and is_contiguous(v):
+            on_device[at] = v
+    views = list(on_device.values())
+    if len(views) < 2 or len({(v.device, v.framework) for v in views}) > 1:
+        return tables
+    copies = dict(zip(on_device, array.to_host_together(views), strict=True))
+    return tuple(copies.get(at, x) for at, x in enumerate(tables))
+
+
 def read_indptr(
     x: Any, name: str, num_requests: int | None = None, unit: int = 1
 ) -> tuple[np.ndarray, np.ndarray, int]:
@@ -161,6 +187,8 @@ def read_paged(
     the lengths of last pages are not read either.
     """
     expected = None if isinstance(rows, int) else rows[1].size
+    if page_size > 1 or has_lengths:
+        kv_indptr, last_page_len = on_host(kv_indptr, last_page_len)
     kv_indptr, num_pages, fewest = read_indptr(kv_indptr, names.indptr, expected)
     count, uniform = num_pages.size, -1
     if isinstance(rows, int):
@@ -360,6 +388,12 @@ def require_row_limit(batch: Batch, group_size: int) -> None:
                 f"qo_indptr: a request has {rows} query tokens for each of {group_size} heads; at "
                 f"most {MAX_LENGTH} query rows of one KV head are supported"
             )
+
+
+def with_indices(batch: Batch) -> Batch:
+    """The batch whose requests know their place in it, where the offset of a mask would be."""
+    indices = np.arange(batch.num_requests, dtype=np.int64)
+    return replace(batch, requests=replace(batch.requests, mask_start=indices))
 
 
 def with_mask(batch: Batch) -> Batch:

@@ -49,11 +49,11 @@ class Turns:
     def begin(self) -> object:
         """A sign, for a plan to bear, that it is this thread's."""
         thread = threading.get_ident()
-        if self._planner not in (None, thread):
-            self.is_shared = True
-        self._planner = thread
-        self.own = object()
-        return self.own
+        if self._planner != thread:
+            self.is_shared = self.is_shared or self._planner is not None
+            self._planner = thread
+        self._thread.own = sign = object()
+        return sign
 
     @property
     def own(self) -> object:

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,9 @@ from ..inputs.workspace import (
 )
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.layout import BatchSchedule, Capacity
+from ..launch.driver import params
 from ..launch.driver.enqueue import cuda
+from . import logits
 from .graph_buffers import GraphBuffers
 from .mask import NO_MASK, Mask
 from .own_workspace import enlarge, make_workspace, read_workspace
@@ -65,6 +67,7 @@ class Plan:
     is_uniform  whether the workspace and all views are of one framework, torch or CuPy
     owner       of the thread that planned, see threads.py
     bits        the mask on the device
+    logits      what the expressions of the plan read; `packed_logits` for launches
     bound       launches of the last run that was in the call cache, see run.py
     bounds      by (cached call, workspace, lengths)
     by_q_len    the plan for other numbers of query rows, of which a run of decode may have any
@@ -79,6 +82,8 @@ class Plan:
     page_ids: int = 0
     views: tuple[ArrayView, ...] = ()
     bits: MaskBits = NO_BITS
+    logits: tuple[ArrayView, ...] = ()
+    packed_logits: bytes = params.NO_LOGITS_ARRAYS
     is_uniform: bool = False
     owner: object = None
     prepared: dict[Variant, Prepared] = field(default_factory=dict)
@@ -87,13 +92,24 @@ class Plan:
     by_q_len: dict[int, Plan] = field(default_factory=dict, init=False)
 
 
+class _Known(NamedTuple):
+    """The options of the last plan(), none of them an array, whose values may change: as given,
+    their types, and what was made of them."""
+
+    asked: tuple[object, ...]
+    types: tuple[type, ...]
+    options: PlanOptions
+    geometry: Geometry
+
+
 def planning(plan: _F) -> _F:
     """Let a plan() alone change its wrapper meanwhile, which has a workspace to plan for."""
 
     @functools.wraps(plan)
     def locked(wrapper: BatchWrapper, *args: Any, **kwargs: Any) -> Any:
         with wrapper._turns.planning:
-            wrapper._require_workspace((*args, *kwargs.values()))
+            if not wrapper._has_workspace:
+                wrapper._open(make_workspace(wrapper._device, (*args, *kwargs.values())))
             return plan(wrapper, *args, **kwargs)
 
     return locked  # type: ignore[return-value]
@@ -135,8 +151,10 @@ class BatchWrapper(Untraced):
         self._turns = Turns(is_on_gpu=False)
         self._current: Plan | None = None
         self._frozen: tuple[PlanOptions, Capacity, tuple[int, bool]] | None = None
+        self._frozen_logits = params.NO_LOGITS_ARRAYS
         # The last run that needed another variant than the planned one: its geometry, its variant.
         self._preferred: tuple[Geometry, Variant] | None = None
+        self._known: _Known | None = None
         # Graph mode: words of the other variants that were ever run, which stay where they are.
         self._variant_words: dict[Variant, DeviceBuffer] = {}
         self._staging: Staging | None = None
@@ -244,9 +262,23 @@ class BatchWrapper(Untraced):
         **given: Any,
     ) -> PlanOptions:
         """PlanOptions of a plan(): heads of q and k, head dims of k and v, dtypes of q and k."""
+        asked = *heads_and_dims, page_size, *data_types, mask_form, *given, *given.values()
+        types, known = tuple(map(type, asked)), self._known
+        # With types that are the same too, True is not 1, and no array is compared.
+        if known is not None and types == known.types and asked == known.asked:
+            return known.options
         scalars = Given(kv_layout=self._kv_layout, **given)
         device = self._workspace.device
-        return PlanOptions(device, *heads_and_dims, page_size, *data_types, mask_form, scalars)
+        options = PlanOptions(device, *heads_and_dims, page_size, *data_types, mask_form, scalars)
+        if not any(hasattr(x, "__dlpack__") for x in asked):
+            self._known = _Known(asked, types, options, find_geometry(options))
+        return options
+
+    def _geometry(self, options: PlanOptions) -> Geometry:
+        known = self._known
+        if known is not None and known.options is options:
+            return known.geometry
+        return find_geometry(options)
 
     def _change(self, **changes: Any) -> None:
         """Change options of the current plan, of which None stay; its next run schedules anew."""
@@ -268,18 +300,38 @@ class BatchWrapper(Untraced):
         return self._current
 
     def _install(
-        self, given: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
+        self,
+        given: PlanOptions,
+        batch: Batch,
+        mask: Mask,
+        split: tuple[int, bool],
+        arrays: tuple[ArrayView, ...] = (),
     ) -> None:
-        """Make a batch the current plan; nothing changes if anything is wrong with it."""
+        """Make a batch the current plan; nothing changes if anything is wrong with it.
+
+        arrays: what the expressions of `given` read.
+        """
         if self._is_probe:
             self._measured = self._sizes(given, batch, mask, split)
             return
         # --- 1. Validate ---
-        geometry = find_geometry(given)
+        geometry = self._geometry(given)
         require_row_limit(batch, geometry.spec.group_size)
-        mask.check(batch, self._workspace)
+        if mask is not NO_MASK:
+            mask.check(batch, self._workspace)
+        if geometry.spec.logits is not None:
+            same_device(self._workspace, **logits.check(geometry.spec, batch, arrays))
+            batch = logits.with_places(geometry.spec, batch)
         capacity = self._freeze(given, batch, mask, split) if self._is_graph else None
         plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
+        if arrays and geometry.spec.logits is not None:
+            plan.logits = plan.views = arrays
+            plan.packed_logits = params.pack_logits_arrays((v.ptr, v.shape) for v in arrays)
+        if self._frozen is not None and plan.packed_logits != self._frozen_logits:
+            raise PlanError(
+                "logits_params: has other arrays than the first plan of this wrapper, which a "
+                "captured graph reads; write into those, or use a separate wrapper"
+            )
         # --- 2. Schedule on the host ---
         made = self._schedule(plan)
         if given.device.kind == "cpu":
@@ -289,6 +341,7 @@ class BatchWrapper(Untraced):
             self._upload(plan, made)
         if capacity is not None and self._frozen is None:
             self._frozen = given, capacity, split
+            self._frozen_logits = plan.packed_logits
         plan.owner = self._turns.begin()
         self._current = plan
 
@@ -300,7 +353,8 @@ class BatchWrapper(Untraced):
         if self._frozen is None:
             return self._capacity(batch, given.page_size)
         before, capacity, split_before = self._frozen
-        batch_geometry.require_frozen(before, given)
+        if given is not before:
+            batch_geometry.require_frozen(before, given)
         if split != split_before:
             raise PlanError(
                 "fixed_split_size, disable_split_kv: they differ from those of the first plan of "
@@ -370,7 +424,7 @@ class BatchWrapper(Untraced):
     def _enlarge_workspace(self, need: int) -> None:
         """Where it is the wrapper's own, and no captured graph keeps it."""
         is_fixed = not self._owns_workspace or self._is_probe or self._frozen is not None
-        if need > num_bytes(self._workspace) and not is_fixed:
+        if not is_fixed and need > num_bytes(self._workspace):
             # Launches on any stream may still use outgrown memory. Sizes double, so it stays small.
             self._outgrown.append(self._workspace)
             self._workspace = enlarge(self._workspace, need)
@@ -378,7 +432,7 @@ class BatchWrapper(Untraced):
     def _upload(self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]]) -> None:
         """Bring schedules, page table and mask to the device: one copy, and what a graph reads."""
         batch, buffers = plan.batch, self._buffers
-        on_device = batch.page_ids_device
+        on_device, target = batch.page_ids_device, buffers.kv_indices
         if on_device is not None:
             same_device(self._workspace, kv_indices=on_device)
         stream = self._current_stream()
@@ -390,11 +444,12 @@ class BatchWrapper(Untraced):
         outer += self._host_parts(plan)
         ids = None if batch.page_ids is None else batch.page_ids[: batch.num_page_ids]
         if ids is not None and ids.size:
-            if buffers.kv_indices is not None:
-                outer.append((ids, buffers.kv_indices.ptr))
+            if target is not None:
+                outer.append((ids, target.ptr))
             else:
                 inner.append(ids)
-        inner += plan.mask.device_parts(batch)
+        if plan.mask is not NO_MASK:
+            inner += plan.mask.device_parts(batch)
         block, copies, places = self._write(inner, outer)
         base = self._reserve(block, batch)
         if block:
@@ -405,24 +460,25 @@ class BatchWrapper(Untraced):
         # --- what a launch is told ---
         for variant, (launcher, schedule) in made.items():
             words = base if variant == default else self._variant_words[variant].address
-            rotated = self._reserve_rotated(schedule)
+            rotated = self._reserve_rotated(schedule) if schedule.rotated_bytes else 0
             owner = self._words.view, self._rotated.view
             plan.prepared[variant] = Prepared(launcher, schedule, words, owner, rotated)
-        views = []
+        views = list(plan.logits)
         if on_device is not None:
             held = int32_on_device(on_device, "kv_indices")
             array.acquire(self._workspace, held)
-            if buffers.kv_indices is not None:
+            if target is not None:
                 buffers.copy_page_ids(held, batch.num_page_ids, stream)
                 array.release(self._workspace, held)
             else:
                 plan.page_ids = held.ptr
                 views.append(held)
-        elif ids is not None and ids.size and buffers.kv_indices is None:
+        elif ids is not None and ids.size and target is None:
             plan.page_ids = base + 4 * places[0 if default is None else 1]
-        if buffers.kv_indices is not None:
-            plan.page_ids = buffers.kv_indices.ptr
-        buffers.copy_last_page_len(batch, stream)
+        if target is not None:
+            plan.page_ids = target.ptr
+        if batch.last_page_len_device is not None:
+            buffers.copy_last_page_len(batch, stream)
         if plan.mask is not NO_MASK:
             parts = [base + 4 * place for place in places[-2:]]
             plan.mask, plan.bits = plan.mask.on_device(
@@ -525,7 +581,7 @@ class BatchWrapper(Untraced):
         self, given: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
     ) -> tuple[int, int]:
         """(float bytes, int bytes) that planning this would take; nothing changes."""
-        geometry = find_geometry(given)
+        geometry = self._geometry(given)
         require_row_limit(batch, geometry.spec.group_size)
         capacity = self._capacity(batch, given.page_size) if self._is_graph else None
         plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)

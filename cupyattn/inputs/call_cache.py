@@ -4,6 +4,10 @@ Calls of a decoding loop differ in addresses, and some of them in lengths. All o
 checks depend on form the signature of a call. Two calls with equal signature pass the same checks,
 so only lengths and addresses are compared before the launch. The cache raises no error: a call that
 it does not find goes through the full checks, which raise the error if there is one.
+
+Most of the cost of a repeated call is to read its signature, attribute by attribute. torch compares
+several tensors with earlier ones in one call into C++, by which its compiler guards graphs. Where
+this torch has that, calls that repeat the last one but for addresses take the short way.
 """
 
 from __future__ import annotations
@@ -49,9 +53,17 @@ def _read_torch(arrays: Sequence[Any]) -> _Seen:
             address = x.data_ptr()
             addresses.append(address)
             shapes.append(x.shape)
-            offset = address & 15 if address >= LOWEST_ADDRESS else None
-            is_refused = x.requires_grad or x.is_neg()
-            facts.append((type(x), x.dtype, x.stride(), x.get_device(), is_refused, offset))
+            # Names for its parts would cost an eighth of the time.
+            facts.append(
+                (
+                    type(x),
+                    x.dtype,
+                    x.stride(),
+                    x.get_device(),
+                    x.requires_grad or x.is_neg(),
+                    address & 15 if address >= LOWEST_ADDRESS else None,
+                )
+            )
     return addresses, shapes, facts
 
 
@@ -75,30 +87,71 @@ def _read_cupy(arrays: Sequence[Any]) -> _Seen:
     return addresses, shapes, facts
 
 
+# Addresses of arrays, 0 for none, if their shapes and facts are as they were, else None.
+_Reread: TypeAlias = Callable[[Sequence[Any]], "list[int] | None"]
+
+
+def _rereader_torch(arrays: Sequence[Any], facts: list[Any]) -> _Reread | None:
+    """The short way for calls that repeat this one, None where this torch has none."""
+    tensors = [x for x in arrays if x is not None]
+    try:
+        guards = sys.modules["torch"]._C._dynamo.guards.TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[[*x.shape] for x in tensors],
+            dynamic_dims_strides=[[*x.stride()] for x in tensors],
+        )
+        # Types, dtypes, shapes, strides, devices, and whether gradients or signs are pending.
+        are_equal, count = guards.check, len(tensors)
+        if not are_equal(*tensors):
+            return None
+    except Exception:  # of a torch that has them in another form
+        return None
+    offsets = [fact and fact[_OFFSET] for fact in facts]
+
+    def reread(arrays: Sequence[Any]) -> list[int] | None:
+        tensors = [x for x in arrays if x is not None]
+        if len(tensors) != count or not are_equal(*tensors):
+            return None
+        addresses = [0 if x is None else x.data_ptr() for x in arrays]
+        found = [address & 15 if address >= LOWEST_ADDRESS else None for address in addresses]
+        return addresses if found == offsets else None
+
+    return reread
+
+
 class _Framework(NamedTuple):
-    """How to read arrays, the address of one, its bytes an element and bytes a unit of stride."""
+    """How to read arrays, the address of one, its bytes an element and bytes a unit of stride.
+
+    rereader  makes the short way to read arrays, of arrays and their facts
+    """
 
     read: _Read
     address: Callable[[Any], int]
     itemsize: Callable[[Any], int]
     stride_bytes: Callable[[Any], int]
+    rereader: Callable[[Sequence[Any], list[Any]], _Reread | None]
 
 
 _ELEMENT_SIZE = operator.methodcaller("element_size")
 _FRAMEWORKS = {
     "torch": _Framework(
-        _read_torch, operator.methodcaller("data_ptr"), _ELEMENT_SIZE, _ELEMENT_SIZE
+        _read_torch,
+        operator.methodcaller("data_ptr"),
+        _ELEMENT_SIZE,
+        _ELEMENT_SIZE,
+        _rereader_torch,
     ),
     "cupy": _Framework(
         _read_cupy,
         operator.attrgetter("data.ptr"),
         operator.attrgetter("itemsize"),
         lambda x: 1,
+        lambda arrays, facts: None,
     ),
 }
-_STRIDES, _DEVICE = 2, 3
+_STRIDES, _DEVICE, _OFFSET = 2, 3, 5
 # By type of the first array; only types of calls that passed the checks are here.
-_read_by_type: dict[type, _Read] = {}
+_framework_by_type: dict[type, _Framework] = {}
 
 
 class Argument(NamedTuple):
@@ -162,6 +215,7 @@ class Found(Generic[_Checked]):
              where there is none
     sizes    bytes from the address of each array to its end
     prepared what the way to call made for these lengths
+    reread   the short way to read arrays of these shapes, once two calls in a row had them
     """
 
     call: CachedCall[_Checked]
@@ -170,6 +224,7 @@ class Found(Generic[_Checked]):
     lengths: list[int]
     sizes: list[int]
     prepared: Any = None
+    reread: _Reread | None = None
 
     def strides(self, place: int) -> tuple[int, ...]:
         """The strides of a free array, in elements."""
@@ -216,8 +271,8 @@ class CallCache(Generic[_Checked]):
 
         `arrays` may end early, `scalars` are all other arguments.
         """
-        read = _read_by_type.get(type(arrays[0]))
-        if read is None:
+        framework = _framework_by_type.get(type(arrays[0]))
+        if framework is None:
             return None
         try:
             # Scalars are hashed, so that arrays among them are never compared.
@@ -227,15 +282,22 @@ class CallCache(Generic[_Checked]):
             for place in group.zeros_and_ones:
                 if type(scalars[place]) in BOOLS:
                     return None
-            addresses, shapes, facts = read(arrays)
+            last = group.last  # another thread may replace it at any time
+            known = None if last.reread is None else last.reread(arrays)
+            if known is not None:
+                if len(known) < len(self._absent):
+                    known += self._absent[len(known) :]
+                return last, known
+            addresses, shapes, facts = framework.read(arrays)
         except Exception:  # arguments raise what they like when they are read or hashed
             return None
-        last = group.last  # another thread may replace it at any time
         found: Found[_Checked] | None = last
         if facts != last.facts:
             found = self._find(group, shapes, facts)
         elif shapes != last.shapes:
             found = self._with_lengths(last, shapes) or self._find(group, shapes, facts)
+        elif last.reread is None:
+            last.reread = framework.rereader(arrays, facts)
         if found is None:
             return None
         group.last = found
@@ -360,7 +422,7 @@ class CallCache(Generic[_Checked]):
             group = self._groups[scalars] = _Group(found, {}, places)
         self._num_calls += key not in group.calls
         group.calls[key], group.last = call, found
-        _read_by_type[type(arrays[0])] = framework.read
+        _framework_by_type[type(arrays[0])] = framework
         return found
 
     def _fit(
@@ -416,7 +478,7 @@ _caches: list[CallCache[Any]] = []
 
 def clear_all() -> None:
     """Forget every call: a forked process and tests have another device under the library."""
-    _read_by_type.clear()
+    _framework_by_type.clear()
     for cache in _caches:
         cache.clear()
 

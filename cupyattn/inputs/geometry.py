@@ -162,11 +162,18 @@ def split_size(fixed_split_size: Any, disable_split_kv: Any, unit: int) -> tuple
     return (keys, True) if may_split else (0, False)
 
 
+# FlashInfer's variants come as source. Two of them ask for what an expression cannot say alone.
+REFUSED_SOURCE = (
+    "CUDA source of the caller's own is not taken; write its LogitsTransform and LogitsMask as "
+    "logits_transform and mask_fn of plan() (a variant without a softmax: docs/logits.md)"
+)
+
+
 def backend(value: object, jit_args: object) -> None:
     """Check arguments that choose among FlashInfer's kernels, and nothing here."""
     parse.choice(value, _BACKENDS, "backend")
     if jit_args is not None:
-        raise UnsupportedError("jit_args: kernels of the caller's own are not supported; pass None")
+        raise UnsupportedError(f"jit_args: {REFUSED_SOURCE}; pass None")
 
 
 def refuse(what: str, **arguments: Any) -> None:

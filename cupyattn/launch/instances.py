@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import jit
 from ..core import dtypes
+from ..core.device import overlaps_launches
 from ..core.dtypes import DType
 from ..core.problem import KEY_SCALES, AttentionProblem
 from ..errors import ArgumentError
@@ -33,6 +34,7 @@ from .ops import (
 from .ops.packbits import CONFIG as PACKBITS_CONFIG
 from .tiles.select import (
     DECODE,
+    FEW,
     LARGE,
     SMALL,
     VERIFY,
@@ -227,8 +229,12 @@ def _of_rows(
 ) -> Iterator[Instance]:
     tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch, arch, page_size)
     yield tiles.name, tiles.config
-    if not tiles.fused_merge:
-        yield "merge_splits", merge_splits.config(problem, tiles.tile_q, tiles.fused_splits)
+    # A batch's splits of many rows are merged by a launch, whoever could do it.
+    if not tiles.fused_merge or (is_batch and not problem.is_wide):
+        merges = merge_splits.configs(problem, tiles.tile_q, tiles.fused_splits)
+        yield from (("merge_splits", x) for x in merges)
+    if is_batch and rows in FEW and not problem.is_wide and overlaps_launches(arch):
+        yield from _of_rows(problem, FEW[rows], is_batch, arch, page_size)
     if tiles.wants_rotated_keys:
         config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk, problem.paged)
         yield "rotate_keys", config
@@ -251,7 +257,8 @@ def _mixed(
         tiles = mixed_config(problem, large, small, SHARED_BYTES[arch], arch)
         if tiles is not None:
             yield tiles.name, tiles.config
-            yield "merge_splits", merge_splits.config(problem, tiles.prefill.tile_q)
+            merges = merge_splits.configs(problem, tiles.prefill.tile_q)
+            yield from (("merge_splits", x) for x in merges)
 
 
 def _latent(chosen: Selection, arch: str) -> Iterator[Instance]:

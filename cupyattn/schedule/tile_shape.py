@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .balance import BLOCK_OVERHEAD, Costs
+
+# block, merge, state and part of Costs, fitted to times of an H200 (docs/ladder.md). Clusters are
+# one wave whatever the splits, so what a block pays at all does not matter.
+_OF_CLUSTERS = 0.0, 0.86, 0.0, 0.12
+_MERGED_APART = 3.0, 1.4, 0.3, 0.0
+# Where each block has an SM, latency decides, not memory's rate, unless most have one.
+_LEAST_SHARE_OF_CLUSTERS = 0.5
+# Tiles of keys for each SM from which on two smaller blocks an SM are as fast.
+_MOST_TILES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +28,8 @@ class TileShape:
                     0: a launch merges
     rows_at_a_time  of such a merge
     least_share     of the time of a key tile with all slots busy, that of one where half are
+    cluster         blocks that share the keys of an item; a slot is of them all then
+    is_fused        the last block of a tile merges its parts
     """
 
     tile_q: int
@@ -28,6 +39,24 @@ class TileShape:
     part_cost: float = 0.0
     rows_at_a_time: int = 1
     least_share: float = 1.0
+    cluster: int = 1
+    is_fused: bool = True
+
+    def in_clusters(self, cluster: int, num_clusters: int) -> TileShape:
+        """The same where `cluster` blocks share an item, as one block with as many more warps;
+        num_clusters of them run at a time."""
+        return replace(
+            self,
+            tile_kv=cluster * self.tile_kv,
+            num_slots=num_clusters,
+            rows_at_a_time=cluster * self.rows_at_a_time,
+            least_share=_LEAST_SHARE_OF_CLUSTERS,
+            cluster=cluster,
+        )
+
+    def merged_apart(self) -> TileShape:
+        """The same where a launch merges what the blocks leave."""
+        return replace(self, part_cost=0.0, is_fused=False)
 
     def cost_of_part(self, rows: int) -> float:
         """What a part of so many rows, or of a whole tile, adds to a merge."""
@@ -40,6 +69,10 @@ class TileShape:
 
     def costs(self, rows: int) -> Costs:
         """Of tiles of so many rows, in the time of a key tile with all slots busy."""
+        if self.cluster > 1:
+            return Costs(*_OF_CLUSTERS, self.least_share)
+        if not self.is_fused:
+            return Costs(*_MERGED_APART, self.least_share)
         if not self.part_cost:
             return Costs(state=self.state_cost)
         # In units of 2.1 us, which a key tile takes by memory's rate with all slots busy. The
@@ -53,3 +86,21 @@ class TileShape:
 
     def _passes(self, rows: int) -> int:
         return -(-min(rows, self.tile_q) // self.rows_at_a_time)
+
+
+# The most blocks of a cluster that every chip with clusters has.
+MOST_BLOCKS_OF_CLUSTER = 8
+
+
+def cluster_size(num_items: int, key_tiles: int, num_sms: int) -> int:
+    """How many blocks share an item where each has an SM of its own: a power of two.
+
+    1 where there is no room for eight blocks an item, where an item has but one tile of keys, or
+    where the keys of all items keep the memory busy anyway.
+
+    Example: 8 items of 32 key tiles, 132 SMs: 8 blocks an item, 64 in all.
+    """
+    has_room = MOST_BLOCKS_OF_CLUSTER * num_items <= num_sms
+    if not has_room or key_tiles <= 1 or num_items * key_tiles > _MOST_TILES * num_sms:
+        return 1
+    return min(MOST_BLOCKS_OF_CLUSTER, 1 << (key_tiles - 1).bit_length())

@@ -11,7 +11,7 @@ from .. import array
 from ..array import ArrayView
 from ..batch.mask import NO_MASK
 from ..batch.own_workspace import parse_device
-from ..batch.requests import PageNames, read_paged, read_rows
+from ..batch.requests import PageNames, on_host, read_paged, read_rows
 from ..batch.run import NO_SCALES, Scales, run
 from ..batch.wrapper import BatchWrapper, planning
 from ..core import parse
@@ -78,6 +78,7 @@ class BatchAttention(BatchWrapper):
         if parse.flag(use_profiler, "use_profiler"):
             raise UnsupportedError("use_profiler: kernels are not instrumented; pass False")
         page_size = geometry.count(page_size, "page_size")
+        qo_indptr, kv_indptr, kv_len_arr = on_host(qo_indptr, kv_indptr, kv_len_arr)
         arrays = kv_indptr, kv_indices, kv_len_arr
         rows, is_debugging = read_rows(qo_indptr), self._is_debugging()
         batch = read_paged(rows, *arrays, page_size, _NAMES, is_debugging, has_lengths=True)

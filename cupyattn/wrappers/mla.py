@@ -11,7 +11,7 @@ from .. import array
 from ..batch import latent
 from ..batch.latent import LatentScales
 from ..batch.mask import NO_MASK
-from ..batch.requests import PageNames, host_integers, read_paged, read_rows
+from ..batch.requests import PageNames, host_integers, on_host, read_paged, read_rows
 from ..batch.wrapper import BatchWrapper, planning
 from ..core import dtypes, parse
 from ..core.parse import require_int
@@ -185,8 +185,9 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             )
         table = _csr_of(metadata, page_size)
         split = geometry.split_size(fixed_split_size, disable_split_kv, page_size)
-        rows, is_debugging = read_rows(table.qo_indptr), self._is_debugging()
-        arrays = table.kv_indptr, table.kv_indices, table.kv_len_arr
+        tables = on_host(table.qo_indptr, table.kv_indptr, table.kv_len_arr)
+        rows, is_debugging = read_rows(tables[0]), self._is_debugging()
+        arrays = tables[1], table.kv_indices, tables[2]
         batch = read_paged(rows, *arrays, page_size, _NAMES, is_debugging, has_lengths=True)
         q_data_type = "bfloat16" if q_data_type is None else q_data_type
         options = self._options(

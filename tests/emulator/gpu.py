@@ -50,6 +50,7 @@ class Launched:
     name: str
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
+    cluster: int = 1
 
 
 @dataclass
@@ -59,6 +60,7 @@ class EmulatedGpu:
     num_sms, blocks_per_sm   decide when planners split keys
     seed                     0, or one of many orders of blocks, warps and lanes
     is_portable              the kernels of one architecture stay out of it
+    has_clusters             few blocks of decode form clusters
     """
 
     mode: str = "checked"
@@ -67,6 +69,7 @@ class EmulatedGpu:
     seed: int = 0
     arch: int = 900
     is_portable: bool = False
+    has_clusters: bool = False
     launches: list[Launched] = field(default_factory=list)
     _memory: dict[int, tuple[Range, Any]] = field(default_factory=dict)
 
@@ -127,12 +130,20 @@ class EmulatedGpu:
         return SimpleNamespace(function=kernel, set_shared_memory=lambda num_bytes: None)
 
     def launch(self, kernel: library.Library, *rest: int) -> None:
+        self._launch(kernel, rest, 1)
+
+    def launch_clusters(self, kernel: library.Library, *rest: int) -> None:
+        *rest, cluster, _ = rest
+        self._launch(kernel, rest, cluster)
+
+    def _launch(self, kernel: library.Library, rest: Sequence[int], cluster: int) -> None:
         x, y, z, threads, threads_y, threads_z, shared_bytes, _stream, arguments, _ = rest
         params = ctypes.c_uint64.from_address(arguments).value
         block = (threads, threads_y, threads_z)
         guards = self.guards() if self.mode == "asan" else ()
-        kernel.launch(params, (x, y, z), block, shared_bytes, self.ranges(), self.seed, guards)
-        self.launches.append(Launched(kernel.name, (x, y, z), block))
+        place = self.ranges(), self.seed, guards, cluster
+        kernel.launch(params, (x, y, z), block, shared_bytes, *place)
+        self.launches.append(Launched(kernel.name, (x, y, z), block, cluster))
 
     def has_launched(self, name: str) -> bool:
         return any(launch.name == name for launch in self.launches)
@@ -171,6 +182,7 @@ class EmulatedGpu:
             get_device=lambda: 0,
             is_capturing=lambda stream: False,
             is_debugging=False,
+            launch_clusters=self.launch_clusters,
             launch_early=self.launch,
             launch_kernel=self.launch,
             runtime=SimpleNamespace(
@@ -211,6 +223,10 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
             self.num_slots = gpu.num_sms * gpu.blocks_per_sm
             self.num_sms = gpu.num_sms
             self.tiles = tiles
+            self.has_clusters = gpu.has_clusters and tiles.name == "decode_sm80"
+
+        def most_clusters(self, cluster: int) -> int:
+            return self.num_slots // cluster
 
     def make_counters(index: int, stream: int) -> tuple[int, Any]:
         if not counters:
@@ -243,6 +259,7 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         replace(patch, index_arrays.fresh_progression, gpu.progression)
         replace(patch, array.scaled, _scaled)
         replace(patch, array.to_host, _to_host)
+        replace(patch, array.to_host_together, lambda views: [_to_host(v) for v in views])
         replace(patch, array.from_numpy, functools.partial(_from_numpy, gpu))
         yield gpu
         if counters:

@@ -33,6 +33,7 @@ class _Request(ctypes.Structure):
         ("guards", ctypes.POINTER(_Range)),
         ("num_guards", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
+        ("cluster", ctypes.c_uint64),
     ]
 
 
@@ -73,11 +74,12 @@ class Library:
         ranges: Sequence[Range],
         seed: int = 0,
         guards: Sequence[Range] = (),
+        cluster: int = 1,
     ) -> None:
         """Run a whole launch. `params` is the address of the kernel's struct; `ranges` are apart.
 
         seed: 0 runs blocks, warps and lanes in order, any other in one of many orders. guards: what
-        is poison to a kernel built for AddressSanitizer.
+        is poison to a kernel built for AddressSanitizer. cluster: blocks of one, along x.
         """
         request = _Request(
             params,
@@ -89,6 +91,7 @@ class Library:
             _pack(guards),
             len(guards),
             seed,
+            cluster,
         )
         report = _Report()
         if self._launch(ctypes.byref(request), ctypes.byref(report)):

@@ -31,6 +31,9 @@ PORTABLE = (
     Mutation("warp-states-read-early", _BARRIER, "", "decode"),
     Mutation("page-offsets-read-early", _WARP_BARRIER, "", "paged decode"),
     Mutation("last-block-flag-read-early", _BARRIER, "", "split decode"),
+    Mutation("block-states-read-early", "ptx::cluster_wait();", "", "clusters"),
+    Mutation("block-ends-early", "ptx::cluster_wait();", "", "clusters"),
+    Mutation("shares-read-early", _BARRIER, "", "split prefill"),
     # Fragments and fp8.
     Mutation("k-fragment-swapped", "b[i][0], b[i][1]", "b[i][1], b[i][0]", "prefill"),
     Mutation("values-not-transposed", "ldmatrix_x4_trans", "ldmatrix_x4", "prefill"),
@@ -57,7 +60,13 @@ PORTABLE = (
     Mutation("maximum-of-half-a-quad", "fmaxf(x, ptx::shuffle_xor(x, 2))", "x", "steep"),
     Mutation("sum-of-half-a-quad", "x + ptx::shuffle_xor(x, 2)", "x", "prefill"),
     Mutation("warp-sums-not-weighted", "weight *", "", "steep decode"),
-    Mutation("split-weights-inverted", "lse - state.max", "state.max - lse", "split prefill"),
+    Mutation(
+        "split-weights-inverted",
+        "lse - merged.state.max",
+        "merged.state.max - lse",
+        "split prefill",
+    ),
+    Mutation("block-sums-not-weighted", "weight *", "", "clusters"),
     Mutation("state-of-another-head", "+ kv_head * num_splits", "", "split prefill"),
     Mutation("sink-not-in-sum", "+ ptx::ex2_approx(sink_base2 - new_max)", "", "sinks"),
     Mutation("no-keys-divides-by-zero", "sum == 0.0f || (old_max", "false && (old_max", "no keys"),
@@ -227,7 +236,7 @@ PORTABLE = (
     Mutation("lengths-before-the-append", "begin + max_of<int64_t>(count, 0)", "begin", "new keys"),
     Mutation("first-key-beyond-keys", "request.kv_len", "0x7fffffff", "absurd offsets"),
     Mutation("first-key-not-listed", "request.kv_begin", "0", "padded prefill"),
-    Mutation("slopes-of-first-request", "first_slope + head", "head", "slopes"),
+    Mutation("slopes-of-first-request", "request.mask_start + head", "head", "slopes"),
     Mutation("key-steps-as-lengths", " - first", "", "device plans"),
     Mutation(
         "keys-beyond-k", "min_of(room, params.kv_room - request.kv_start)", "room", "absurd offsets"

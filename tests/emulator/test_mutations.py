@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import gpu_cases, page_faults
 from helpers.flash_cases import Case
+from helpers.logits_calls import Single
 from helpers.new_keys import random_new_keys
 from helpers.page_cases import Append
 from helpers.page_faults import STRAY
@@ -27,6 +28,7 @@ from . import (
     test_batch,
     test_cascade,
     test_flash_attn,
+    test_logits,
     test_merge,
     test_page,
     test_plan_batch,
@@ -40,10 +42,11 @@ from .library import EmulatorError
 from .mutation import Mutation, kernel_files
 from .mutations import PORTABLE
 from .mutations_of_hopper import HOPPER
+from .mutations_of_logits import LOGITS
 from .mutations_of_wide import WIDE
 from .mutations_of_wide_sm90 import WIDE_SM90
 
-MUTATIONS = (*PORTABLE, *HOPPER, *WIDE, *WIDE_SM90)
+MUTATIONS = (*PORTABLE, *HOPPER, *LOGITS, *WIDE, *WIDE_SM90)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -83,6 +86,13 @@ def _batch(
         test_batch.BASE, problem=problem, qo_len=qo_len, kv_len=kv_len, page_size=page_size
     )
     return lambda **facts: run.batch(case, num_sms=num_sms, **facts).check()
+
+
+def _clusters(**facts: object) -> None:
+    case = replace(
+        test_batch.BASE, qo_len=(1,), kv_len=(900,), num_kv_heads=1, group=3, sm_scale=1.0
+    )
+    run.batch(case, num_sms=32, has_clusters=True, **facts).check()
 
 
 def _verify(q_len: int, kv_len: tuple[int, ...], **facts: object) -> None:
@@ -218,6 +228,10 @@ def _slots(**facts: object) -> None:
         test_page.write_stray_slots()
 
 
+def _expression(name: str, qo_len: int, kv_len: int) -> Callable:
+    return lambda **facts: test_logits.check_single(Single(name, qo_len, kv_len), **facts)
+
+
 def _serving(**facts: object) -> None:
     for step in test_serving.STEPS_OF_MUTATIONS:
         test_serving.compare_metadata(*step, **facts)
@@ -255,6 +269,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "decode": _single(base=_DECODE),
     # 8 tiles in 3 parts.
     "split decode": _single({"kv_len": 1900}, facts={"num_sms": 6}, base=_DECODE),
+    "clusters": _clusters,
     "split prefill": _single({"kv_len": 700, "qo_len": 20}, facts={"num_sms": 20}),
     "sinks": _single({"has_sinks": True}),
     "no keys": _single({"kv_len": 0}),
@@ -271,6 +286,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
         {"logits_soft_cap": 1.0, "kv_len": 192, "pos_encoding_mode": "ALIBI"}
     ),
     "packbits": _packbits,
+    "expression": _expression("transform", 5, 300),
+    "expression mask": _expression("mask", 5, 300),
+    "expression by head": _expression("mask by head", 18, 300),
     "paged prefill": _batch((40, 70), (150, 90)),
     "paged decode": _batch((1, 3), (600, 150), num_sms=1),
     "odd pages": _batch((40, 1), (150, 90), page_size=3),
@@ -313,6 +331,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     ),
     "cascade in a graph": test_cascade.run_graph,
     # The kernels of Hopper; all others above are the portable ones.
+    "hopper expression by head": _expression("mask by head", 90, 300),
+    "hopper linear expression": _expression("alibi", 90, 500),
     "hopper causal": _single({"causal": True, "qo_len": 80, "kv_len": 300, "group": 4}),
     "hopper alibi causal": _single(
         {"causal": True, "qo_len": 80, "kv_len": 300, "group": 4, "pos_encoding_mode": "ALIBI"}

@@ -214,7 +214,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         0 if is_latent else memory(v),
         memory(o, True),
         structs.OPTIONAL.pack(
-            memory(lse, True) if case.has_lse else 0, 0, memory(sinks), 0, memory(scales), 0, 0
+            memory(lse, True) if case.has_lse else 0, 0, memory(sinks), 0, memory(scales), 0, 0, b""
         ),
         memory(partial_o, True),
         memory(partial_lse, True),
@@ -255,6 +255,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
                 "kHeadDimVO": DIM_VO,
                 "kTileQ": case.tile_q,
                 "kFusedSplits": config.fused_splits,
+                "kSharesRows": False,
                 "kWarps": 4,
                 "kAligned": True,
             }

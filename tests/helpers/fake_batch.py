@@ -83,6 +83,7 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(staging, "_make_event", lambda: Event(stream))
     monkeypatch.setattr(staging, "_alloc_pinned", _alloc)
     replace(monkeypatch, array.to_host, _to_host)
+    replace(monkeypatch, array.to_host_together, lambda views: [_to_host(v) for v in views])
 
     def keeping(real: Callable[..., Any]) -> Callable[..., Any]:
         """`real`, which gives allocators, with every array that they make kept."""

@@ -51,7 +51,12 @@ class Launched:
 
 
 class Gpu:
-    """The driver and what else is asked about a GPU, recorded."""
+    """The driver and what else is asked about a GPU, recorded.
+
+    has_clusters  blocks of decode form clusters where there are few
+    """
+
+    has_clusters = False
 
     def __init__(self) -> None:
         self.launches: list[Launched] = []
@@ -64,6 +69,7 @@ class Gpu:
             get_device=lambda: self.current,
             is_capturing=lambda stream: self.is_capturing,
             is_debugging=False,
+            launch_clusters=self._launch,
             launch_early=self._launch,
             launch_kernel=self._launch,
             runtime=SimpleNamespace(
@@ -77,7 +83,7 @@ class Gpu:
         return [launch for launch in self.launches if isinstance(launch.kernel, TileConfig)]
 
     def _launch(self, function: Any, *rest: int) -> None:
-        *sizes, shared_bytes, stream, arguments, _ = rest
+        *sizes, shared_bytes, stream, arguments, _ = rest[:10]
         address = ctypes.c_uint64.from_address(arguments).value
         self.launches.append(
             Launched(
@@ -110,14 +116,25 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         problem: Any, rows: str, device_index: int, is_batch: bool = False, page_size: int = 0
     ) -> SimpleNamespace:
         tiles = portable_config(problem, rows, MAX_SHARED, is_batch)
-        return SimpleNamespace(function=tiles, tiles=tiles, num_slots=SLOTS, num_sms=SLOTS // 2)
+        return SimpleNamespace(
+            function=tiles,
+            tiles=tiles,
+            num_slots=SLOTS,
+            num_sms=SLOTS // 2,
+            has_clusters=fake.has_clusters and tiles.name == "decode_sm80",
+            most_clusters=lambda cluster: SLOTS // 2 // cluster,
+        )
 
     def load_mixed(
         problem: Any, large: str, small: str, device_index: int
     ) -> SimpleNamespace | None:
         tiles = mixed_config(problem, large, small, MAX_SHARED)
         return tiles and SimpleNamespace(
-            function=tiles, tiles=tiles, num_slots=SLOTS, num_sms=SLOTS // 2
+            function=tiles,
+            tiles=tiles,
+            num_slots=SLOTS,
+            num_sms=SLOTS // 2,
+            has_clusters=False,
         )
 
     real_allocator = scratch.allocator
@@ -136,6 +153,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     replace(monkeypatch, single.load_mixed, load_mixed)
     replace(monkeypatch, enqueue.cuda, lambda: fake.api)
     replace(monkeypatch, real_allocator, allocator)
+    replace(monkeypatch, memory.constant, memory.from_numpy)
     monkeypatch.setattr(scratch, "_make", lambda device, stream: (COUNTERS, None))
     # torch gives its CPU tensors the index -1.
     monkeypatch.setattr(views, "_CUDA", (array.Device("cuda", 0),) * 2)
@@ -182,11 +200,14 @@ def fields() -> list[tuple[str, str]]:
     """(format, name) of every field of the kernels' struct, as its header has them."""
     body = HEADER.read_text().split("struct AttentionParams {")[1].split("};")[0]
     formats = {"int64_t": "q", "int32_t": "i", "float": "f", "uint32_t": "I"}
+    # Arrays are bytes here, but for the last one.
+    blocks = {"logits_arrays": "96s", "logits_numbers": "32s", "rope_step": "128I"}
     found = []
     for kind, names in re.findall(r"^\s*(?:const )?(\w+\*?) ([^;/]*);", body, re.MULTILINE):
         for name in names.split(", "):
-            code = "Q" if kind.endswith("*") else formats[kind]
-            found.append(("128" + code if "[" in name else code, name.split("[")[0]))
+            name = name.split("[")[0]
+            code = blocks.get(name) or ("Q" if kind.endswith("*") else formats[kind])
+            found.append((code, name))
     return found
 
 
@@ -202,13 +223,15 @@ def pointer(x: Any) -> int:
 
 
 def count_functions(call: Callable[[], Any]) -> int:
-    """The functions of the library written in Python that a call runs."""
+    """The functions of the library written in Python that a call runs. Comprehensions are none."""
     package = str(Path(cupyattn.__file__).parent)
     counted = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
         nonlocal counted
-        counted += event == "call" and frame.f_code.co_filename.startswith(package)
+        code = frame.f_code
+        is_function = event == "call" and not code.co_name.startswith("<")
+        counted += is_function and code.co_filename.startswith(package)
 
     sys.setprofile(count)
     try:

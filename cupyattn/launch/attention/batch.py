@@ -37,11 +37,11 @@ from ..driver import params
 from ..driver.enqueue import Launch, cuda
 from ..tiles import sm90
 from ..tiles.config import TileConfig
-from ..tiles.select import LARGE, MOST_ROWS, SMALL, row_class
+from ..tiles.select import LARGE, MOST_ROWS, SMALL, VERIFY, row_class
 from . import rotate_batch, rotate_keys, tma_sm90
 from .bound_run import BoundRun, Step, in_order
-from .kernels import Kernel, KernelGroup, Kernels, group_by_row_class
-from .layout import BatchSchedule, Capacity, KernelWork, Layout, Reserved
+from .kernels import UNKNOWN_LENGTH, Kernel, KernelGroup, Kernels, group_by_row_class
+from .layout import BatchSchedule, Capacity, EqualRequests, KernelWork, Layout, Reserved
 
 _MAX_CACHED = 1024
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
@@ -74,6 +74,7 @@ class BatchLauncher:
         self._kernels = Kernels(problem, spec.group_size, spec.page_size, device_index)
         self._layout = Layout(self._kernels, problem, *heads, device_index)
         self._packed: dict[tuple[int, float, float], bytes] = {}
+        self._equal: dict[tuple[object, ...], EqualRequests] = {}
         self._heads = tma_sm90.Heads(problem, *heads, spec.page_size)
 
     def schedule(
@@ -90,12 +91,49 @@ class BatchLauncher:
         a plan that does not is a PlanError.
         """
         splitting = Splitting(may_split, split_tokens)
+        key = None if capacity is not None else self._key_of_equal(requests, splitting)
+        if key is not None:
+            found = self._equal.get(key)
+            if found is None:
+                if len(self._equal) >= _MAX_CACHED:
+                    self._equal.clear()
+                made = self._schedule(requests, splitting, None)
+                found = self._equal[key] = EqualRequests(made, len(requests.kv_len))
+            return found.schedule(requests)
+        return self._schedule(requests, splitting, capacity)
+
+    def _key_of_equal(
+        self, requests: BatchRequests, splitting: Splitting
+    ) -> tuple[object, ...] | None:
+        """What decides the plan of requests with equally many rows and keys, but for places and
+        the keys of the last tile; None for others, and where a plan holds more."""
+        kv_len, uniform = requests.kv_len, requests.uniform
+        if uniform <= 0 or self.masking.has_mask or not kv_len.size or self._is_debugging():
+            return None
+        if requests.key_offset is not None or requests.is_shared is not None:
+            return None
+        first, last = int(kv_len[0]), int(kv_len[-1])
+        if first != last or (kv_len.size > 1 and not (kv_len == first).all()):
+            return None
+        if uniform * self.group_size > MOST_ROWS[VERIFY] or self.problem.is_wide:
+            return None
+        # No tile is shorter than 16 keys. A window begins anywhere in one.
+        tiles = first if self.masking.window_left >= 0 else -(-first // 16)
+        return uniform, kv_len.size, tiles, splitting
+
+    def _schedule(
+        self, requests: BatchRequests, splitting: Splitting, capacity: Capacity | None
+    ) -> BatchSchedule:
         if capacity is not None:
-            rows = row_class(capacity.max_qo_len * self.group_size)
-            plan = self._plan(requests, rows, splitting)
-            most = self._limits(self._kernels.get(rows).shapes[0], splitting, capacity)
+            rows, shape = self.choose(
+                capacity.num_requests, capacity.max_qo_len, UNKNOWN_LENGTH, splitting
+            )
+            plan = self._plan(requests, shape, splitting)
+            most = self._limits(shape, splitting, capacity)
             check_limits(plan, most)
-            return self._of_requests([self._kernel_work(rows, plan, most)], requests, capacity)
+            return self._of_requests(
+                [self._kernel_work(rows, shape, plan, most)], requests, capacity
+            )
         found = group_by_row_class(requests, self.group_size)
         mixed = self._kernels.mixed_rows(requests.qo_len) if len(found) > 1 else None
         if mixed is not None:
@@ -106,10 +144,17 @@ class BatchLauncher:
             kinds = [[(x, y.shapes[0])] for (_, x), y in zip(found, kernels, strict=True)]
             slots = self._blocks_of_first(kernels, kinds)
         for rows, chosen in found:
-            plan = self._plan(chosen, rows, splitting, slots)
+            shape = self._kernels.get(rows).shapes[0]
+            if slots:
+                shape = replace(shape, num_slots=slots)
+            elif len(found) == 1:
+                longest = int(np.maximum.reduce(requests.kv_len))
+                qo_len = requests.qo_range()[1]
+                rows, shape = self.choose(len(requests.kv_len), qo_len, longest, splitting)
+            plan = self._plan(chosen, shape, splitting)
             if len(plan.items):
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
-                works.append(self._kernel_work(rows, plan, exact, slots, is_exact=True))
+                works.append(self._kernel_work(rows, shape, plan, exact, slots, is_exact=True))
             slots = 0
         return self._of_requests(works, requests)
 
@@ -121,15 +166,34 @@ class BatchLauncher:
             schedule.longest = int(requests.kv_len.max(initial=0))
         return rotate_batch.reserve_rotated(schedule, requests, self._keys, capacity)
 
-    def tiles(self, rows: str) -> tuple[TileConfig, TileShape]:
-        """The tiles of a row class, and what a plan must know of them."""
-        kernel = self._kernels.get(rows)
-        return kernel.kinds[0], kernel.shapes[0]
+    def kernels(self) -> list[Kernel]:
+        """The kernels that plans have asked for so far."""
+        return self._kernels.known()
 
-    def reserve(self, rows: str, most: Limits, longest: int) -> tuple[BatchSchedule, int]:
+    def tiles(self, rows: str) -> TileConfig:
+        """The tiles of a row class."""
+        return self._kernels.get(rows).kinds[0]
+
+    def choose(
+        self, num_requests: int, max_qo_len: int, longest: int, splitting: Splitting
+    ) -> tuple[str, TileShape]:
+        """The kernel of a plan of so many requests, and what the plan must know of its tiles.
+
+        Who says how keys are split wants the order of sums not to depend on the batch, as it does
+        where blocks form clusters.
+        """
+        most_rows = max_qo_len * self.group_size
+        rows = row_class(most_rows)
+        if splitting.tokens or not splitting.may_split:
+            return rows, self._kernels.get(rows).shapes[0]
+        return self._kernels.choose(rows, num_requests * self.num_kv_heads, longest, most_rows)
+
+    def reserve(
+        self, rows: str, shape: TileShape, most: Limits, longest: int
+    ) -> tuple[BatchSchedule, int]:
         """A schedule whose words the device will write, and how many bytes they take."""
         part, words_bytes, workspace_bytes = self._layout.part(
-            rows, self._reserved(rows, most), 0, 0
+            rows, self._reserved(rows, shape, most), 0, 0
         )
         schedule = BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=longest)
         return schedule, words_bytes
@@ -243,12 +307,7 @@ class BatchLauncher:
         itemsize = self.problem.dtype_kv.itemsize
         return persistent_grid_size(kinds, self.group_size, self.masking, head_dims, itemsize)
 
-    def _plan(
-        self, requests: BatchRequests, rows: str, splitting: Splitting, slots: int = 0
-    ) -> BatchPlan:
-        shape = self._kernels.get(rows).shapes[0]
-        if slots:
-            shape = replace(shape, num_slots=slots)
+    def _plan(self, requests: BatchRequests, shape: TileShape, splitting: Splitting) -> BatchPlan:
         plan = plan_batch(
             requests, self.group_size, self.num_kv_heads, shape, self.masking, splitting
         )
@@ -286,10 +345,16 @@ class BatchLauncher:
         return KernelWork(rows, reserved, items, of_prefill)
 
     def _kernel_work(
-        self, rows: str, plan: BatchPlan, most: Limits, slots: int = 0, is_exact: bool = False
+        self,
+        rows: str,
+        shape: TileShape,
+        plan: BatchPlan,
+        most: Limits,
+        slots: int = 0,
+        is_exact: bool = False,
     ) -> KernelWork:
         """With reserved for the most that may come; is_exact: that is this plan."""
-        reserved = self._reserved(rows, most)
+        reserved = self._reserved(rows, shape, most)
         if slots:
             reserved = reserved._replace(slots=slots)
         given = plan.merges
@@ -304,15 +369,16 @@ class BatchLauncher:
             merges[: len(given)] = given
         return KernelWork(rows, reserved, plan.items, merges)
 
-    def _reserved(self, rows: str, most: Limits) -> Reserved:
-        tiles = self._kernels.get(rows).kinds[0]
+    def _reserved(self, rows: str, shape: TileShape, most: Limits) -> Reserved:
         split_tiles, counters = most.num_split_tiles, 0
-        if tiles.fused_merge:
+        tiles = self._kernels.get(rows).kinds[0]
+        if tiles.fused_merge and shape.is_fused:
             split_tiles, counters = 0, split_tiles
         elif tiles.fused_splits:
             counters = split_tiles
-        state_rows = most.num_states * tiles.tile_q
-        return Reserved(most.num_items, split_tiles, split_tiles, counters, state_rows)
+        state_rows = most.num_states * shape.tile_q
+        merged = split_tiles, split_tiles, counters
+        return Reserved(most.num_items, *merged, state_rows, cluster=shape.cluster)
 
     def _limits(self, shape: TileShape, splitting: Splitting, capacity: Capacity) -> Limits:
         return limits(
@@ -356,7 +422,7 @@ class BatchLauncher:
                 planned = params.PLANNED.pack(
                     workspace + part.partial_o,
                     workspace + part.partial_lse,
-                    words + part.counters,
+                    words + part.counters if part.has_counters else 0,
                     words + part.items,
                     words + part.merges,
                     kv_indices,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,13 +10,24 @@ import numpy as np
 from ...core.problem import AttentionProblem
 from ...schedule.batch import BatchRequests
 from ...schedule.levels import Served
-from ...schedule.tile_shape import TileShape
+from ...schedule.tile_shape import TileShape, cluster_size
 from ..tiles.config import TileConfig
-from ..tiles.select import DECODE, MOST_ROWS, ROW_CLASSES, VERIFY, row_class
+from ..tiles.select import DECODE, FEW, MOST_ROWS, ROW_CLASSES, SMALL, VERIFY, row_class
 from .single import LoadedKernel, load_kernel, load_mixed
 
 # A row class, or the two of a mixed kernel: prefill's, then decode's.
 Rows = str | tuple[str, str]
+# How often the warps of a block take a row of a tile to merge its parts, at most: more are left to
+# a launch, which takes some 2.5 us.
+_MOST_PASSES = 2
+# Tiles of keys for each block that runs at a time, up to which prefill's kernel serves 17 to 32
+# rows.
+_MOST_TILES_OF_SMALL = 32
+# Of requests whose keys nobody has counted yet: many, but not so many that clusters are no use.
+UNKNOWN_LENGTH = 4096
+
+_in_clusters = lru_cache(maxsize=256)(TileShape.in_clusters)
+_merged_apart = lru_cache(maxsize=256)(TileShape.merged_apart)
 
 
 class Kernel(NamedTuple):
@@ -81,6 +93,48 @@ class Kernels:
             found = _kernel_of(mixed, kinds)
         self._known[rows] = found
         return found
+
+    def known(self) -> list[Kernel]:
+        """The kernels that plans have asked for so far."""
+        return [kernel for kernel in self._known.values() if kernel is not None]
+
+    def choose(
+        self, rows: str, num_items: int, longest: int, most_rows: int
+    ) -> tuple[str, TileShape]:
+        """The kernel for a row class and what a plan must know of its only kind of tiles.
+
+        num_items  of all KV heads without splits, each of up to `longest` keys and `most_rows` rows
+        """
+        kernel = self.get(rows)
+        shape = kernel.shapes[0]
+        if not kernel.kinds[0].fused_merge or self._problem.is_wide:
+            return rows, shape
+        if kernel.loaded.has_clusters:
+            num_sms = kernel.loaded.num_sms
+            # Blocks of few requests take twice the keys.
+            cluster = cluster_size(num_items, -(-longest // (2 * shape.tile_kv)), num_sms)
+            while cluster > 1:
+                few = self.get(FEW[rows])
+                # Clusters need neighbouring SMs, so fewer of them fit than their blocks.
+                most = few.loaded.most_clusters(cluster)
+                if num_items <= most:
+                    return FEW[rows], _in_clusters(few.shapes[0], cluster, most)
+                cluster //= 2
+        if most_rows <= _MOST_PASSES * shape.rows_at_a_time:
+            return rows, shape
+        # Of 32 rows O is much to merge among the warps of a block. Warps of prefill share the keys,
+        # not the rows, and are as fast unless memory decides.
+        tiles_a_slot = num_items * -(-longest // shape.tile_kv) / shape.num_slots
+        if rows == VERIFY and tiles_a_slot <= _MOST_TILES_OF_SMALL and self._is_plain():
+            return SMALL, self.get(SMALL).shapes[0]
+        return rows, _merged_apart(shape)
+
+    def _is_plain(self) -> bool:
+        """Whether the kernels of this problem were compared for these rows."""
+        problem = self._problem
+        has_options = problem.custom_mask or problem.soft_cap or problem.pos_encoding != "NONE"
+        is_measured = problem.dtype_kv.is_float16 and problem.paged and problem.head_dim_qk <= 128
+        return is_measured and not has_options
 
     def mixed_rows(self, lengths: np.ndarray) -> tuple[str, str] | None:
         """The row group_by_row_class of a mixed kernel for requests of so many query tokens.

@@ -9,13 +9,14 @@ import numpy as np
 
 from ...core.problem import AttentionProblem
 from ...schedule import MAX_GRID_YZ
-from ...schedule.batch import WORK_FIELDS
+from ...schedule.batch import WORK_FIELDS, BatchRequests
 from ..driver.enqueue import Launch
 from ..tiles.config import TileConfig
 from . import merge_levels, merge_splits, scan_mask
 from .kernels import Kernels, Rows
 
 _ITEM_BYTES = 4 * len(WORK_FIELDS)
+_KV_START, _KV_LEN = WORK_FIELDS.index("kv_start"), WORK_FIELDS.index("kv_len")
 _MAX_CACHED = 1024
 
 
@@ -43,10 +44,12 @@ class Reserved(NamedTuple):
 
     merges       int32 words
     split_tiles  of prefill, which merge_splits merges
-    counters     split tiles of decode, for each KV head, or one by which blocks share work
+    counters     split tiles of decode, for each KV head and block of a cluster, or one by which
+                 blocks share work
     state_rows   rows of the states of one KV head
     levels       (tokens, levels) for merge_levels, or (0, 0)
     slots        of persistent blocks: as many as the kernel has if 0
+    cluster      blocks that share an item
     """
 
     items: int
@@ -56,6 +59,7 @@ class Reserved(NamedTuple):
     state_rows: int = 0
     levels: tuple[int, int] = (0, 0)
     slots: int = 0
+    cluster: int = 1
 
 
 class KernelWork(NamedTuple):
@@ -76,6 +80,7 @@ class LaunchPart:
     merge     what merges states afterwards: the splits of a prefill, or the levels of a cascade
     merges    what it reads: an item of each split tile, or the tables of (tokens, levels)
     mask_maps where in the workspace is what the launch ahead of it leaves
+    has_counters  blocks share work by counters, or count to know who merges
     """
 
     launches: tuple[tuple[Launch, int], ...]
@@ -88,6 +93,7 @@ class LaunchPart:
     levels: tuple[int, int] = (0, 0)
     tiles: TileConfig | None = None
     mask_maps: int = 0
+    has_counters: bool = True
 
 
 @dataclass(slots=True)
@@ -110,6 +116,28 @@ class BatchSchedule:
     longest: int = 0
     rotated: int = 0
     rotated_bytes: int = 0
+
+
+class EqualRequests:
+    """A schedule for requests of equal lengths: that of other ones differs by where keys begin."""
+
+    __slots__ = ("_made", "_num_items", "_parts")
+
+    def __init__(self, made: BatchSchedule, num_requests: int) -> None:
+        (part,) = made.parts
+        self._num_items = (part.merges - part.items) // _ITEM_BYTES
+        self._parts = self._num_items // num_requests
+        self._made = made
+
+    def schedule(self, requests: BatchRequests) -> BatchSchedule:
+        """The schedule of requests that have as many rows and tiles of keys."""
+        made = self._made
+        words = made.words.copy()
+        items = words[: self._num_items * len(WORK_FIELDS)].reshape(-1, len(WORK_FIELDS))
+        starts = requests.kv_start
+        items[:, _KV_START] = starts if self._parts == 1 else starts.repeat(self._parts)
+        items[:, _KV_LEN] = requests.kv_len[0]
+        return BatchSchedule(words, made.workspace_bytes, made.parts)
 
 
 class Layout:
@@ -189,12 +217,13 @@ class Layout:
             mask_bytes = 0 if prologue is None else reserved.items * scan_mask.MAP_BYTES
             launches = launches if blocks else ()
         else:
-            launches = tuple(
-                (
-                    Launch(function, (heads, min(reserved.items - first, MAX_GRID_YZ), 1), *size),
-                    first,
-                )
+            cluster = reserved.cluster
+            grids = (
+                ((heads * cluster, min(reserved.items - first, MAX_GRID_YZ), 1), first)
                 for first in range(0, reserved.items, MAX_GRID_YZ)
+            )
+            launches = tuple(
+                (Launch(function, grid, *size, cluster=cluster), first) for grid, first in grids
             )
         merge = None
         if reserved.split_tiles:
@@ -224,8 +253,9 @@ class Layout:
             reserved.levels,
             persistent,
             mask_maps,
+            persistent is not None or reserved.counters > 0 or not reserved.split_tiles,
         )
-        num_counters = reserved.counters * heads if persistent is None else 1
+        num_counters = reserved.counters * heads * reserved.cluster if persistent is None else 1
         end = counters + 4 * num_counters
         return part, _round_up(end), mask_maps + mask_bytes
 

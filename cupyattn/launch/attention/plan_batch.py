@@ -12,12 +12,11 @@ from ...core import dtypes
 from ...core.device import device_props
 from ...core.dtypes import DType
 from ...errors import UnsupportedError
+from ...schedule.batch import Splitting
 from ...schedule.capacity import plan_capacity
-from ...schedule.tile_shape import TileShape
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue, load_function
 from ..tiles.config import TileConfig
-from ..tiles.select import row_class
 from .batch import BatchLauncher, BatchSchedule
 
 _THREADS = 512
@@ -104,14 +103,11 @@ class _Kind(NamedTuple):
     """What plans of one kind of tiles share.
 
     function  the planner's, with shared memory for the most requests that it may have
-    divisors  of tile_q, tile_kv and the group: magic and shift of each
     """
 
     function: int
     max_requests: int
     tiles: TileConfig
-    shape: TileShape
-    divisors: tuple[tuple[int, int], ...]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -120,15 +116,8 @@ def _kind(launcher: BatchLauncher, rows: str, is_ragged: bool) -> _Kind:
     shared_bytes = props.max_smem_per_block
     config = RAGGED if is_ragged else UNIFORM
     function = load_function("plan_batch", config, launcher.device_index, shared_bytes)
-    tiles, shape = launcher.tiles(rows)
-    numbers = shape.tile_q, shape.tile_kv, launcher.group_size
-    return _Kind(
-        function,
-        (shared_bytes - _SHARED_BYTES) // _BYTES_A_REQUEST,
-        tiles,
-        shape,
-        tuple(map(params.divisor, numbers)),
-    )
+    most = (shared_bytes - _SHARED_BYTES) // _BYTES_A_REQUEST
+    return _Kind(function, most, launcher.tiles(rows))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -139,8 +128,10 @@ def _packed(formats: tuple[IndexFormat, ...]) -> bytes:
 def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     """Make ready for launches; UnsupportedError if a block cannot plan so many requests."""
     most_rows = lengths.max_qo_len * launcher.group_size
-    rows = row_class(most_rows)
-    function, most, tiles, shape, divisors = _kind(launcher, rows, lengths.is_ragged)
+    rows, shape = launcher.choose(
+        lengths.num_requests, lengths.max_qo_len, lengths.likely_kv_len, Splitting()
+    )
+    function, most, tiles = _kind(launcher, rows, lengths.is_ragged)
     if lengths.num_requests > most:
         raise UnsupportedError(
             f"seq_lens: {lengths.num_requests} requests; at most {most} in one call are supported, "
@@ -158,10 +149,10 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         launcher.num_kv_heads,
         shape,
         masking,
-        last_block_merges=not tiles.fused_merge,
+        last_block_merges=not (tiles.fused_merge and shape.is_fused),
     )
     limits = capacity.limits()
-    schedule, words_bytes = launcher.reserve(rows, limits, lengths.likely_kv_len)
+    schedule, words_bytes = launcher.reserve(rows, shape, limits, lengths.likely_kv_len)
     part = schedule.parts[0]
     num_heads = launcher.num_kv_heads * launcher.group_size
     scale_k = words_bytes + 4 * num_heads
@@ -172,7 +163,8 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         window if window < lengths.max_kv_len else -1
         for window in (masking.window_left, masking.window_right)
     )
-    (tile_q_magic, tile_q_shift), (tile_kv_magic, tile_kv_shift), group = divisors
+    tile_q_magic, tile_q_shift = params.divisor(shape.tile_q)
+    tile_kv_magic, tile_kv_shift = params.divisor(shape.tile_kv)
     constants = _CONSTANTS.pack(
         _packed(lengths.formats),
         lengths.num_requests,
@@ -188,7 +180,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         tile_kv_shift,
         tile_q_magic,
         tile_kv_magic,
-        *group,
+        *params.divisor(launcher.group_size),
         *windows,
         capacity.items_per_wave,
         capacity.num_tiles,

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
 
-from ...core.device import NO_GPU, DeviceProps, device_props
+from ...core.device import NO_GPU, DeviceProps, device_props, overlaps_launches
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
 from ...schedule import MAX_GRID_YZ, Masking, SinglePlan, plan_single
 from ..driver import params, scratch
 from ..driver.enqueue import Launch, enqueue, load_function
+from ..driver.pdl import most_clusters
 from ..driver.scratch import Allocate
 from ..tiles import sm90
 from ..tiles.config import TileConfig
@@ -29,9 +30,18 @@ _Tiles = TypeVar("_Tiles", TileConfig, MixedConfig)
 
 
 class LoadedKernel(Generic[_Tiles]):
-    """A kernel on a device of so many SMs, with the number of its blocks that run at a time."""
+    """A kernel on a device of so many SMs, with the number of its blocks that run at a time, and
+    whether these can form clusters."""
 
-    __slots__ = ("function", "num_slots", "num_sms", "tiles")
+    __slots__ = (
+        "_device_index",
+        "_most",
+        "function",
+        "has_clusters",
+        "num_slots",
+        "num_sms",
+        "tiles",
+    )
 
     def __init__(self, tiles: _Tiles, device_index: int) -> None:
         props = device_props(device_index)
@@ -40,6 +50,22 @@ class LoadedKernel(Generic[_Tiles]):
         self.num_slots = max(1, blocks) * props.num_sms
         self.num_sms = props.num_sms
         self.tiles: _Tiles = tiles
+        self.has_clusters = tiles.name == "decode_sm80" and overlaps_launches(props.arch)
+        self._device_index = device_index
+        self._most: dict[int, int] = {}
+
+    def most_clusters(self, cluster: int) -> int:
+        """How many clusters of so many blocks run at a time."""
+        if cluster not in self._most:
+            found = self.num_slots // cluster
+            if self._device_index != NO_GPU.index:
+                from cupy.cuda import Device
+
+                with Device(self._device_index):
+                    size = self.tiles.threads, self.tiles.shared_bytes
+                    found = most_clusters(self.function, *size, cluster)
+            self._most[cluster] = found
+        return self._most[cluster]
 
 
 def _blocks_per_sm(function: int, tiles: TileConfig | MixedConfig, props: DeviceProps) -> int:

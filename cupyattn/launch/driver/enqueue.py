@@ -11,7 +11,7 @@ from ... import array, jit
 from ...core import env
 from ...core.device import NO_GPU, device_props
 from .params import LaunchBuffer
-from .pdl import launch_early
+from .pdl import launch_clusters, launch_early
 
 
 @functools.cache
@@ -27,6 +27,7 @@ def cuda() -> SimpleNamespace:
         get_device=runtime.getDevice,
         is_capturing=runtime.streamIsCapturing,
         is_debugging=env.DEBUG.flag(),
+        launch_clusters=launch_clusters,
         launch_early=launch_early,
         launch_kernel=driver.launchKernel,
         runtime=runtime,
@@ -39,6 +40,7 @@ class Launch(NamedTuple):
     num_items     of persistent blocks
     is_dependent  on SMs that the launch before it leaves free (pdl.py)
     prologue      a launch with the same struct that comes first
+    cluster       blocks of a cluster, along x (pdl.py)
     """
 
     function: int
@@ -48,6 +50,7 @@ class Launch(NamedTuple):
     num_items: int = 0
     is_dependent: bool = False
     prologue: Launch | None = None
+    cluster: int = 1
 
 
 def load_function(name: str, config: jit.Config, device_index: int, shared_bytes: int = 0) -> int:
@@ -72,10 +75,15 @@ def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: 
     if not arguments.has_context:
         api.runtime.setDevice(device_index)
         arguments.has_context = True
-    function, (x, y, z), threads, shared_bytes, _, is_dependent, prologue = launch
+    function, (x, y, z), threads, shared_bytes, _, is_dependent, prologue, cluster = launch
     if prologue is not None:
         enqueue(prologue, arguments, device_index, stream)
-    call = api.launch_early if is_dependent else api.launch_kernel
-    call(function, x, y, z, threads, 1, 1, shared_bytes, stream, arguments.address, 0)
+    if cluster > 1:
+        sizes = x, y, z, threads, 1, 1, shared_bytes
+        place = stream, arguments.address, 0
+        api.launch_clusters(function, *sizes, *place, cluster, is_dependent)
+    else:
+        call = api.launch_early if is_dependent else api.launch_kernel
+        call(function, x, y, z, threads, 1, 1, shared_bytes, stream, arguments.address, 0)
     if api.is_debugging:
         api.runtime.streamSynchronize(stream)

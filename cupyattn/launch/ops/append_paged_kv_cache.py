@@ -99,7 +99,7 @@ def config(dtype: DType, dtype_cache: DType, is_aligned: bool) -> jit.Config:
     """The kernel's Config; fp8 caches convert wider types."""
     if dtype is dtype_cache:
         dtype = dtype_cache = COPIED[dtype.itemsize]
-    values: dict[str, int | bool | DType] = {"DType": dtype, "DTypeCache": dtype_cache}
+    values: dict[str, jit.Constant] = {"DType": dtype, "DTypeCache": dtype_cache}
     return jit.Config({**values, "kAligned": is_aligned, "kThreads": _THREADS})
 
 

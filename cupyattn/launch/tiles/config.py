@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ... import jit
 
@@ -19,7 +20,7 @@ class TileConfig:
     shared_bytes: int
     wants_rotated_keys: bool = False
 
-    @property
+    @cached_property
     def is_sm90(self) -> bool:
         """Persistent blocks, which find keys by tensor maps."""
         return self.name == "prefill_sm90"
@@ -29,7 +30,7 @@ class TileConfig:
         """Counters by which blocks share out their work."""
         return 1 if self.is_sm90 else 0
 
-    @property
+    @cached_property
     def fused_merge(self) -> bool:
         """The last block of a tile whose keys are split merges its partial states."""
         return self.name == "decode_sm80" or self.config.get("kFusedMerge") is True

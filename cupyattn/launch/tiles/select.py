@@ -22,6 +22,8 @@ from .config import struct_of as _struct
 # Row classes, and the most packed query rows of each but the last.
 DECODE, VERIFY, SMALL, LARGE = ROW_CLASSES = "decode", "verify", "small", "large"
 MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
+# The same rows where a batch has so few blocks that each may have an SM of its own.
+FEW = {DECODE: "few decode", VERIFY: "few verify"}
 
 _MASK_MAP_BYTES = 4 + 2 * 4096 // 8
 _PLACEHOLDER = 16
@@ -122,6 +124,8 @@ def portable_config(
     arch: str = "sm_90a",
 ) -> TileConfig:
     """The same of the kernels that run on every architecture."""
+    if rows in FEW.values():
+        return _choose_few(problem, max_shared_bytes, 2 if rows == FEW[VERIFY] else 1)
     if rows == DECODE:
         return _choose_decode(problem, max_shared_bytes)
     if rows == VERIFY and (tiles := _choose_verify(problem, max_shared_bytes)):
@@ -186,7 +190,7 @@ def _choose_prefill(
 
 def _is_transformed(problem: AttentionProblem) -> bool:
     """True if more than one scale stands between the product and the softmax."""
-    return problem.soft_cap or problem.prescale_logits or problem.pos_encoding == "ALIBI"
+    return problem.soft_cap or problem.prescale_logits or problem.biases_logits
 
 
 def _key_shapes(
@@ -198,12 +202,15 @@ def _key_shapes(
     them differs by architecture; tests/compile allows no spills.
     """
     dim = max(problem.head_dim_qk, problem.head_dim_vo)
+    if problem.has_long_transform:
+        first = (32, 16) if dim <= 128 else (16, 16)
+        return [first, (16, 16)]
     is_blackwell = arch in ("sm_100a", "sm_120a")
     if not wide:
         first = (16, 16) if is_blackwell and problem.custom_mask and dim > 128 else (64, 16)
         if problem.dtype_kv.is_fp8 and dim > 128 and arch != "sm_90a":
             # Slopes beside scales of rows, which bfloat16 has over fp8, take two registers more.
-            has_both = problem.pos_encoding == "ALIBI" and problem.dtype_q is bfloat16
+            has_both = problem.biases_logits and problem.dtype_q is bfloat16
             first = (16, 16) if has_both and arch == "sm_80" else (32, 16)
     elif dim <= 64:
         first = (64, 16)
@@ -215,7 +222,7 @@ def _key_shapes(
         or (is_mixed and (_is_transformed(problem) or not problem.aligned))
         or (is_mixed and problem.pos_encoding == "ROPE_LLAMA" and arch == "sm_90a")
         or (problem.custom_mask and problem.head_dim_qk < problem.head_dim_vo)
-        or (problem.pos_encoding == "ALIBI" and problem.paged and arch == "sm_90a")
+        or (problem.biases_logits and problem.paged and arch == "sm_90a")
     ):
         first = (32, 32)
     else:
@@ -263,6 +270,19 @@ def _choose_decode(
         ]
         if fitting:
             return fitting[-1]
+    raise AssertionError(f"no decode tile fits {max_shared_bytes} bytes of shared memory")
+
+
+def _choose_few(problem: AttentionProblem, max_shared_bytes: int, mma_q: int) -> TileConfig:
+    """Twice the warps of other blocks, and the shared memory of a whole SM for their stages."""
+    row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
+    q_in_registers = problem.head_dim_qk <= 192 and (mma_q == 1 or problem.head_dim_qk <= 64)
+    keys = 16 if row_bytes >= 512 or mma_q == 2 else 32
+    for warps in (8, 4, 2, 1):
+        for stages in (4, 3, 2):
+            tiles = decode_tiles(problem, warps, keys, stages, 1, q_in_registers, mma_q)
+            if tiles.shared_bytes <= max_shared_bytes:
+                return tiles
     raise AssertionError(f"no decode tile fits {max_shared_bytes} bytes of shared memory")
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ... import jit
-from ...core import dtypes
-from ...core.dtypes import DType
+from ...core import dtypes, expression_cuda
 from ...core.problem import MASK_FORMS, AttentionProblem
 from ..driver import tensor_map
 from .config import Field, TileConfig, round_up, struct_of
@@ -120,6 +119,7 @@ def _kind(problem: AttentionProblem) -> str:
     # room for the coefficients of a cap.
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     lacks_room = problem.reads_rows and (problem.soft_cap or problem.custom_mask)
+    lacks_room = lacks_room or problem.has_long_transform
     if problem.paged or lacks_room or (problem.soft_cap and is_rotated):
         return "paged"
     return "ragged capped" if problem.soft_cap else "ragged"
@@ -133,7 +133,15 @@ def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
     if shape.fp8_stages and problem.custom_mask:
         # Warps that write mask bits take more registers.
         shape = shape._replace(registers=(48, 208))
-    if problem.soft_cap and is_wide:
+    if problem.mask_form == "expression":
+        # So do those that evaluate an expression: in launches of four warpgroups they have them at
+        # the cost of a warpgroup's, or of a third consumer.
+        if shape.consumers == 3:
+            shape = _TWO
+        registers = (48, 208) if shape.gatherers == 4 or shape.converters == 4 else (56, 224)
+        shape = shape._replace(registers=registers)
+    if (problem.soft_cap and is_wide) or problem.has_long_transform:
+        # Without overlap the kernel also has half as many copies of a transform to compile.
         shape = shape._replace(overlaps=False)
     return shape._replace(tile_kv=min(shape.tile_kv, _most_keys(problem, kind)))
 
@@ -141,7 +149,8 @@ def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
 def _most_keys(problem: AttentionProblem, kind: str) -> int:
     """The keys of a tile for which a problem's options leave registers and shared memory: facts of
     rows, mask bits, rotations, biases and the coefficients of a cap."""
-    dim, has_positions = problem.head_dim_qk, problem.pos_encoding != "NONE"
+    dim = problem.head_dim_qk
+    has_positions = problem.pos_encoding != "NONE" or problem.transforms_logits
     if kind.startswith("fp8"):
         return 96 if problem.custom_mask or _caps_rows(problem) else 128
     if dim > 192:
@@ -149,32 +158,27 @@ def _most_keys(problem: AttentionProblem, kind: str) -> int:
     if _caps_rows(problem):
         return 80 if dim == 64 else 96
     if dim == 64 and has_positions:
-        return 96 if problem.prescale_logits or problem.pos_encoding == "ALIBI" else 112
+        return 96 if problem.prescale_logits or problem.biases_logits else 112
     if problem.soft_cap and problem.dtype_q is dtypes.bfloat16 and dim == 64:
         return 112
     if problem.soft_cap and problem.dtype_q is dtypes.float16 and dim == 128:
         return 112
-    if problem.pos_encoding == "ALIBI" and (
-        problem.prescale_logits or (dim > 128 and kind == "gathered")
-    ):
+    if problem.biases_logits and (problem.prescale_logits or (dim > 128 and kind == "gathered")):
         return 112
     return 128
 
 
 def _caps_rows(problem: AttentionProblem) -> bool:
-    return problem.soft_cap and problem.reads_rows
+    """Whether logits take as many registers as a cap of logits that know their rows."""
+    masks_transformed = problem.transforms_logits and problem.custom_mask
+    is_long = problem.has_long_transform or masks_transformed
+    return is_long or (problem.soft_cap and problem.reads_rows)
 
 
-def summary() -> str:
-    """What runs on Hopper's own units, in a line."""
-    dims = ", ".join(
-        f"{qk}" if qk == vo else f"{qk}/{vo}" for kind, qk, vo in _TILES if kind == "paged"
-    )
-    return (
-        f"on sm_90 by wgmma for head dims {dims}; not for RoPE over fp8 keys, or in pages of other "
-        "than multiples of 8 keys, nor at head dim 256 for a custom mask over fp8 keys or such "
-        "pages, which the portable kernel serves"
-    )
+HEAD_DIMS = tuple(
+    f"{qk}" if qk == vo else f"{qk}/{vo}" for kind, qk, vo in _TILES if kind == "paged"
+)
+"""What `cupyattn info` says of them. docs/support.md has the options with each."""
 
 
 class L2Swizzle(NamedTuple):
@@ -226,7 +230,7 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         Field(2 * problem.head_dim_qk if is_rotated else 4),
         Field(8 * (2 * _ITEMS + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
     ).size
-    config: dict[str, int | bool | DType] = {
+    config: dict[str, jit.Constant] = {
         "DTypeQ": problem.dtype_q,
         "DTypeKV": problem.dtype_kv,
         "DTypeO": problem.dtype_o,
@@ -247,6 +251,8 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "kRowScales": problem.prescale_logits,
         "kCustomMask": problem.custom_mask,
         "kMaskForm": MASK_FORMS.index(problem.mask_form),
+        "kTransform": problem.transforms_logits,
+        "LogitsExpression": jit.Members(expression_cuda.members(problem.logits)),
         "kPaged": problem.paged,
         "kGatherers": shape.gatherers,
         "kSharedBytes": shared,

@@ -113,7 +113,7 @@ def config(
         Field(_ITEM_BYTES, 8),
         Field(8 * (4 + 2 * num_pieces * stages), 8),
     ).size
-    constants: dict[str, int | bool | DType] = {
+    constants: dict[str, jit.Constant] = {
         "DTypeQ": dtype,
         "DTypeKV": dtype,
         "DTypeO": dtype_o,

@@ -1,9 +1,11 @@
 // Decode attention on mma.sync: 16 or 32 packed query rows of one KV head against many keys. Each
 // warp takes its share of the block's keys and has its own ring of stages, so only a warp barrier
-// stands between a load and its use. The warps' states merge at the end.
+// stands between a load and its use. The warps' states merge at the end. Where few requests leave
+// most SMs idle, the blocks of a cluster share the keys of one block and merge likewise.
 #pragma once
 
 #include "cupyattn/attention/traits_sm80.cuh"
+#include "cupyattn/ptx/cluster.cuh"
 
 namespace cupyattn {
 
@@ -21,6 +23,7 @@ struct DecodeSm80 {
   using VTile = typename Traits::VTile;
   using LogitsVariant = typename Traits::LogitsVariant;
   static constexpr int kHeadDimVO = Config::kHeadDimVO, kMmaQ = Config::kMmaQ;
+  static constexpr int kVectors = kHeadDimVO / 4;  // of a row of O
   static constexpr int kThreads = Traits::kThreads;
   static constexpr bool kPaged = Config::kPaged, kOwnValuePages = Config::kOwnValuePages;
 
@@ -40,7 +43,10 @@ struct DecodeSm80 {
     int64_t q_offset[kTileQ];
     NonFiniteKeys nonfinite_keys[kWarps];
     conditional<kPaged, RowOffsets<kKeys, kOwnValuePages>[kWarps], int64_t> pages;
-    alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
+    union {
+      alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
+      float2 block_states[kTileQ];  // maximum and sum of each row, for the blocks of the cluster
+    };
     alignas(KTile::kAlign) unsigned char k_wide[Traits::kWidenKeys ? kWarps * KTile::kBytes : 16];
     union {
       Stage ring[kWarps][kStages];
@@ -63,7 +69,7 @@ struct DecodeSm80 {
   const TileWork work;
 
   __device__ __forceinline__ DecodeSm80(const AttentionParams& params, SharedMemory& shared)
-      : DecodeSm80(params, shared, BlockWork::of(params, kTileQ)) {}
+      : DecodeSm80(params, shared, BlockWork::of(params, kTileQ, ptx::cluster_index())) {}
 
   __device__ __forceinline__ DecodeSm80(const AttentionParams& params, SharedMemory& shared,
                                         const BlockWork& block)
@@ -106,9 +112,9 @@ struct DecodeSm80 {
   __device__ __forceinline__ void run() {
     if (work.num_rows <= 0) return;
     // By the time that the block has its state, its counter is in L2.
-    if (merges() && thread == 0) ptx::prefetch_l2(params.counters + work.counter(params));
+    if (merges() && thread == 0) ptx::prefetch_l2(counter());
     const KeyRange range = KeyRange::of(params, BlockWork{request, work});
-    const TileSpan tiles = TileSpan::of<Config::kCustomMask>(range, kTileKV, work);
+    const TileSpan tiles = TileSpan::of<Config::kCustomMask>(range, kTileKV, share_of_block());
     Stage* ring = shared.ring[warp];
     const int warp_origin = tiles.origin + warp * kKeys;
     const int64_t first_row =
@@ -213,15 +219,18 @@ struct DecodeSm80 {
       }
       const bool is_masked = is_partial || range.cuts(first_key, kKeys);
       const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows, shared.logits, params,
-                                             first_key, lane, is_masked);
+                                             request, first_key, lane, is_masked);
+      bool hides_keys = is_masked;
       if (is_masked) {
-        apply_mask<Mask, decltype(form)>(s, params, request, range, is_partial, shared.rows,
-                                         first_key, lane);
+        const bool hides = apply_mask<Mask, decltype(form)>(s, params, request, range, is_partial,
+                                                            shared.rows, first_key, lane);
+        // No map says which tiles an expression leaves whole, and values are swept for the others.
+        if constexpr (Mask::kIsExpression) hides_keys = ptx::warp_any(hides);
       }
       // Memory limits decode, so every maximum can be taken; its probability is 1, unrounded.
       // mutate: decode-maximum-is-lazy
       if (!form.keeps_max()) softmax.raise_max(s, o, form, scale, 0.0f);
-      if (is_masked && ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
+      if (hides_keys && ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
         zero_nonfinite_values<VTile, kWarpSize>(ring[stage].v, shared.nonfinite_keys[warp], lane);
         ptx::warp_sync();
         const DTypeKV* const values = values_of<DTypeKV>(params, work.kv_head);
@@ -249,9 +258,17 @@ struct DecodeSm80 {
     finish(softmax, o);
   }
 
-  // Whether the last block of the tile merges its states.
+  // Whether the last block of the tile merges its states, and no later launch does.
   __device__ __forceinline__ bool merges() const {
-    return work.num_splits > 1 && work.split_tile >= 0;
+    return work.num_splits > 1 && work.split_tile >= 0 && params.counters != nullptr;
+  }
+
+  // The work of this block: a cluster's is divided like a tile's, into one split for each block.
+  __device__ __forceinline__ TileWork share_of_block() const {
+    TileWork share = work;
+    share.split = work.split * ptx::cluster_size() + ptx::cluster_rank();
+    share.num_splits = work.num_splits * ptx::cluster_size();
+    return share;
   }
 
   // Merges the warps' states, then writes the result, or this split's part of it.
@@ -277,53 +294,137 @@ struct DecodeSm80 {
       }
     }
     ptx::block_sync();  // mutate: warp-states-read-early
+    if (ptx::cluster_size() > 1) return finish_cluster(states);
 
-    const bool leaves_state = work.leaves_state();
-    constexpr int kVectors = kHeadDimVO / 4;
     for (int index = thread; index < work.num_rows * kVectors; index += kThreads) {
-      write_columns(states, index / kVectors, 4 * (index % kVectors), leaves_state);
+      const int row = index / kVectors, column = 4 * (index % kVectors);
+      float4 sum;
+      const RowState state = merge_warps(states, row, column, sum);
+      write_columns(row, column, state, sum);
     }
-    if (merges() && arrive_last(params, work, thread, &shared.flag)) {
-      for (int row = warp; row < work.num_rows; row += kWarps) {
-        merge_row<DTypeO, kHeadDimVO, kTileQ, Config::kAligned, true>(
-            params, work, row, request.q_start + shared.rows[row].token, shared.rows[row].head,
-            lane);
-      }
+    if (merges() && arrive_last(counter(), work.num_splits, thread, &shared.flag)) {
+      for (int row = warp; row < work.num_rows; row += kWarps) merge_splits(row);
     }
   }
 
-  __device__ __forceinline__ void write_columns(const WarpStates& states, int row, int column,
-                                                bool leaves_state) {
+  // The same for the blocks of a cluster: each merges the warps' states of its own, then all blocks'
+  // states of a share of the rows.
+  __device__ __forceinline__ void finish_cluster(WarpStates& states) {
+    const int size = ptx::cluster_size(), rank = ptx::cluster_rank();
+    // --- the block's state of a row takes the place of the first warp's ---
+    for (int index = thread; index < work.num_rows * kVectors; index += kThreads) {
+      const int row = index / kVectors, column = 4 * (index % kVectors);
+      float4 sum;
+      const RowState state = merge_warps(states, row, column, sum);
+      *reinterpret_cast<float4*>(&states.o[0][row][column]) = sum;
+      if (column == 0) shared.block_states[row] = make_float2(state.max, state.sum);
+    }
+    ptx::cluster_arrive();
+    ptx::cluster_wait();  // mutate: block-states-read-early
+    // --- a share of the result ---
+    for (int index = thread; rank + size * (index / kVectors) < work.num_rows; index += kThreads) {
+      const int row = rank + size * (index / kVectors), column = 4 * (index % kVectors);
+      float4 sum;
+      const RowState state = size <= 4 ? merge_blocks<4>(states, row, column, size, sum)
+                                       : merge_blocks<8>(states, row, column, size, sum);
+      write_columns(row, column, state, sum);
+    }
+    ptx::cluster_arrive();
+    // --- of splits, the last block of this rank merges the same rows ---
+    if (merges() && arrive_last(counter(), work.num_splits, thread, &shared.flag)) {
+      for (int row = rank + size * warp; row < work.num_rows; row += size * kWarps) {
+        merge_splits(row);
+      }
+    }
+    // No block ends while another reads its states.
+    ptx::cluster_wait();  // mutate: block-ends-early
+  }
+
+  // The counter of the blocks that merge the same rows.
+  __device__ __forceinline__ uint32_t* counter() const {
+    return params.counters + work.counter(params) * ptx::cluster_size() + ptx::cluster_rank();
+  }
+
+  __device__ __forceinline__ void merge_splits(int row) {
+    merge_row<DTypeO, kHeadDimVO, kTileQ, Config::kAligned, true>(
+        params, work, row, request.q_start + shared.rows[row].token, shared.rows[row].head, lane);
+  }
+
+  // Four columns of the block's state of a row: numerators over the maximum, which with the sum is
+  // the answer.
+  __device__ __forceinline__ RowState merge_warps(const WarpStates& states, int row, int column,
+                                                  float4& sum) const {
     RowState state{-ptx::infinity(), 0.0f};
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) state.max = fmaxf(state.max, states.row_max[w][row]);
-    const float old_max = state.max;
-    float sum[4] = {};
+    sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       if (states.row_sum[w][row] == 0.0f) continue;
       const float warp_max = states.row_max[w][row];
-      const float weight = warp_max == old_max ? 1.0f : ptx::ex2_approx(warp_max - old_max);
+      const float weight = warp_max == state.max ? 1.0f : ptx::ex2_approx(warp_max - state.max);
       state.sum += weight * states.row_sum[w][row];  // mutate: warp-sums-not-weighted
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[i] += weight * states.o[w][row][column + i];
+      add_scaled(sum, *reinterpret_cast<const float4*>(&states.o[w][row][column]), weight);
     }
+    return state;
+  }
+
+  // The same of the cluster's state: a lane asks for the states of kBatch blocks before it uses the
+  // first.
+  template <int kBatch>
+  __device__ __forceinline__ RowState merge_blocks(const WarpStates& states, int row, int column,
+                                                   int size, float4& sum) const {
+    const uint32_t state_address = ptx::shared_address(&shared.block_states[row]);
+    const uint32_t o_address = ptx::shared_address(&states.o[0][row][column]);
+    RowState state{-ptx::infinity(), 0.0f};
+    sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int first = 0; first < size; first += kBatch) {
+      float2 of_block[kBatch];
+      float4 part[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int block = min_of(first + i, size - 1);
+        of_block[i] = ptx::load_cluster_pair(state_address, block);
+        part[i] = ptx::load_cluster_vector(o_address, block);
+      }
+      const float old_max = state.max;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) state.max = fmaxf(state.max, of_block[i].x);
+      const float factor = old_max == state.max ? 1.0f : ptx::ex2_approx(old_max - state.max);
+      state.sum *= factor;
+      scale_by(sum, factor);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i >= size || of_block[i].y == 0.0f) continue;
+        const float own_max = of_block[i].x;
+        const float weight = own_max == state.max ? 1.0f : ptx::ex2_approx(own_max - state.max);
+        state.sum += weight * of_block[i].y;  // mutate: block-sums-not-weighted
+        add_scaled(sum, part[i], weight);
+      }
+    }
+    return state;
+  }
+
+  // Writes four columns of a state, or of the result.
+  __device__ __forceinline__ void write_columns(int row, int column, RowState state,
+                                                const float4& sum) {
+    const float old_max = state.max;
     const int head = shared.rows[row].head;
     const int token = request.q_start + shared.rows[row].token;  // mutate: requests-overlap
-    if (leaves_state) {
+    if (work.leaves_state()) {
       const int64_t index = (work.state(params) + work.split) * kTileQ + row;
       const float factor = state.normaliser(old_max);
       float* out = params.partial_o + index * kHeadDimVO + column;
       *reinterpret_cast<float4*>(out) =
-          make_float4(sum[0] * factor, sum[1] * factor, sum[2] * factor, sum[3] * factor);
+          make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
       if (column == 0) params.partial_lse[index] = state.lse();
     } else {
       state.add_sink(sink_of(params, head));
       const float factor = state.normaliser(old_max) * output_scale_of(params, work.kv_head);
       DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
                     head * params.o_stride_h + column;
-      store_pair<DTypeO, Config::kAligned>(out, sum[0] * factor, sum[1] * factor);
-      store_pair<DTypeO, Config::kAligned>(out + 2, sum[2] * factor, sum[3] * factor);
+      store_pair<DTypeO, Config::kAligned>(out, sum.x * factor, sum.y * factor);
+      store_pair<DTypeO, Config::kAligned>(out + 2, sum.z * factor, sum.w * factor);
       if (column == 0 && params.lse != nullptr) {
         params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
       }

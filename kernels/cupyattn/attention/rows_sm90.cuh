@@ -48,10 +48,10 @@ struct PrefillSm90Rows {
     const PackGqaRow row = token_of(item, r);
     ptx::warp_sync();
     if (lane < 16) {
+      const Request& request = item.work.request;
       shared.rows[r] =
-          LogitsVariant::make_row(params, row.token, item.work.request.position(params, row.token),
-                                  kv_head * params.group_size + row.group_head, kv_head,
-                                  item.work.request.mask_start);
+          LogitsVariant::make_row(params, request, row.token, request.position(params, row.token),
+                                  kv_head * params.group_size + row.group_head, kv_head);
     }
     ptx::warp_sync();
   }

@@ -54,10 +54,10 @@ struct PrefillSm90Traits : Config {
   using KLoadTile = Landing<KTile, kHeadDimQK>;
   using VLoadTile = Landing<VTile, kHeadDimVO>;
   static constexpr int kFp8Stages = kConverts ? Config::kFp8Stages : kStages;
-  using AnyLogits = Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>;
+  using AnyLogits = Logits<Config>;
   using LogitsVariant =
       conditional<is_same<AnyLogits, CappedLogits>, FastCappedLogits<DTypeQ>, AnyLogits>;
-  using Mask = MaskOf<Config::kCustomMask, Config::kMaskForm>;
+  using Mask = MaskOf<Config>;
   using KeyTiles = conditional<kMasked, KeyTileMap<kTileKV>, AllKeyTiles<kTileKV>>;
 
   // An item of work.

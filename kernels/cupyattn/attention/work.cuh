@@ -101,9 +101,14 @@ struct BlockWork {
   // neighbouring heads of the same keys. The longest causal tiles come first, so that short ones
   // fill the end of the grid; a work list has its own order.
   static __device__ __forceinline__ BlockWork of(const AttentionParams& params, int tile_rows) {
+    return of(params, tile_rows, static_cast<int>(blockIdx.x));
+  }
+  // The same of a KV head: all blocks of a cluster have one.
+  static __device__ __forceinline__ BlockWork of(const AttentionParams& params, int tile_rows,
+                                                 int kv_head) {
     const int index = params.first_q_tile + blockIdx.y;
-    if (params.work != nullptr) return of_item(params, index, blockIdx.x, tile_rows);
-    return of_tile(params, params.num_q_tiles - 1 - index, blockIdx.x, blockIdx.z, tile_rows);
+    if (params.work != nullptr) return of_item(params, index, kv_head, tile_rows);
+    return of_tile(params, params.num_q_tiles - 1 - index, kv_head, blockIdx.z, tile_rows);
   }
 };
 

@@ -20,16 +20,16 @@ namespace emulator {
 
 Machine machine;
 
-namespace {
-
-constexpr size_t kStackBytes = EMULATOR_STACK_BYTES;
-
 uint64_t next_random() {
   machine.random ^= machine.random << 13;
   machine.random ^= machine.random >> 7;
   machine.random ^= machine.random << 17;
   return machine.random;
 }
+
+namespace {
+
+constexpr size_t kStackBytes = EMULATOR_STACK_BYTES;
 
 // The lane to run next of those that are ready: the lowest, or with a seed any.
 int choose_lane(uint32_t ready) {
@@ -90,7 +90,9 @@ bool is_same_place(const Where& a, const Where& b) {
     } else {
       length += snprintf(
           text + length, sizeof text - length, "\n  from thread %d on: %s at %s:%u", thread.index,
-          thread.state == State::waits_for_warp ? "waits for its warp" : "waits for a barrier",
+          thread.state == State::waits_for_warp    ? "waits for its warp"
+          : thread.state == State::waits_for_block ? "waits for a barrier"
+                                                   : "waits for its cluster",
           base_name(thread.where.file_name()), thread.where.line());
     }
   }
@@ -104,7 +106,8 @@ void leave(bool is_over) {
   Thread& self = *machine.current;
   Thread* next = choose_thread(self.index / kLanes);
   if (next == &self) return;
-  if (next == nullptr && machine.num_over < machine.num_threads) fail_stuck();
+  const bool is_done = std::max(machine.num_over, machine.num_waiting) == machine.num_threads;
+  if (next == nullptr && !is_done) fail_stuck();
   if (next == nullptr) {
     switch_fiber(self.fiber, machine.main, is_over);
   } else {
@@ -144,8 +147,6 @@ void wake(Warp& warp, uint32_t lanes) {
   }
 }
 
-namespace {
-
 void make_stacks(int count) {
   const size_t old = machine.threads.size();
   if (old >= static_cast<size_t>(count)) return;
@@ -162,11 +163,15 @@ void make_stacks(int count) {
   }
 }
 
-void run_block(uint32_t index) {
-  const LaunchRequest& request = machine.request;
-  blockIdx.x = index % request.grid[0];
-  blockIdx.y = index / request.grid[0] % request.grid[1];
-  blockIdx.z = index / request.grid[0] / request.grid[1];
+void release_stacks() {
+  for (const Thread& thread : machine.threads) {
+    munmap(thread.fiber.stack, thread.fiber.stack_bytes);
+  }
+  machine.threads.clear();
+}
+
+void begin_block(uint3 index) {
+  blockIdx = index;
   begin_shared_memory();
   begin_copies();
   begin_hopper();
@@ -183,11 +188,16 @@ void run_block(uint32_t index) {
     machine.threads[t].state = State::ready;
     prepare(machine.threads[t].fiber, thread_main);
   }
-  machine.num_over = 0;
+  machine.num_over = machine.num_waiting = 0;
+}
+
+void run_threads() {
   Thread* first = choose_thread(0);
   enter(*first);
   switch_fiber(machine.main, first->fiber, false);
 }
+
+namespace {
 
 void poison_guards([[maybe_unused]] bool is_poison) {
 #if defined(__SANITIZE_ADDRESS__)
@@ -253,6 +263,20 @@ void fail_with(void* code, uint64_t other_code_offset, const char* format, ...) 
 
 // --- meeting points ---
 
+void join_clocks(const bool (&joins)[kMaxWarps], const bool (&learns)[kMaxWarps]) {
+  uint32_t joined[kMaxWarps] = {};
+  for (int w = 0; w < machine.num_warps; ++w) {
+    if (!joins[w]) continue;
+    ++machine.warps[w].clock[w];
+    for (int u = 0; u < machine.num_warps; ++u) {
+      joined[u] = std::max(joined[u], machine.warps[w].clock[u]);
+    }
+  }
+  for (int w = 0; w < machine.num_warps; ++w) {
+    if (learns[w]) memcpy(machine.warps[w].clock, joined, sizeof joined);
+  }
+}
+
 void meet_warp(Collective collective, void* arguments, Where where, void* code) {
   Warp& warp = machine.warp();
   if (warp.arrived == 0) {
@@ -276,20 +300,11 @@ void meet_warp(Collective collective, void* arguments, Where where, void* code) 
 
 namespace {
 
-// All of the barrier's warps have come: what each did before is before what any does next.
+// All of the barrier's warps have come.
 void complete(Barrier& barrier) {
-  uint32_t joined[kMaxWarps] = {};
-  for (int w = 0; w < machine.num_warps; ++w) {
-    if (!barrier.joins[w]) continue;
-    ++machine.warps[w].clock[w];
-    for (int u = 0; u < machine.num_warps; ++u) {
-      joined[u] = std::max(joined[u], machine.warps[w].clock[u]);
-    }
-  }
-  for (int w = 0; w < machine.num_warps; ++w) {
-    if (barrier.waiting[w] == 0) continue;
-    memcpy(machine.warps[w].clock, joined, sizeof joined);
-  }
+  bool learns[kMaxWarps];
+  for (int w = 0; w < kMaxWarps; ++w) learns[w] = barrier.waiting[w] != 0;
+  join_clocks(barrier.joins, learns);
   barrier.result = barrier.any;
   for (int w = 0; w < machine.num_warps; ++w) {
     if (barrier.waiting[w] != 0) wake(machine.warps[w], barrier.waiting[w]);
@@ -360,21 +375,25 @@ extern "C" __attribute__((visibility("default"))) int emulator_launch(
   find_segments();
   make_stacks(machine.num_threads);
   machine.warps.resize(machine.num_warps);
-  std::vector<uint32_t> order(static_cast<size_t>(gridDim.x) * gridDim.y * gridDim.z);
+  const uint32_t cluster = static_cast<uint32_t>(request->cluster), width = gridDim.x / cluster;
+  if (gridDim.x % cluster != 0) {
+    snprintf(report->message, sizeof report->message,
+             "a grid of %u blocks along x cannot be launched in clusters of %u", gridDim.x, cluster);
+    return 1;
+  }
+  std::vector<uint32_t> order(static_cast<size_t>(width) * gridDim.y * gridDim.z);
   std::iota(order.begin(), order.end(), 0u);
   if (request->seed != 0) {
     for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[next_random() % i]);
   }
   poison_guards(true);
-  for (const uint32_t block : order) {
-    run_block(block);
+  for (const uint32_t index : order) {
+    run_cluster(uint3{cluster * (index % width), index / width % gridDim.y,
+                      index / width / gridDim.y});
     if (machine.has_failed) break;
   }
   poison_guards(false);
   end_shared_memory();
-  for (const Thread& thread : machine.threads) {
-    munmap(thread.fiber.stack, thread.fiber.stack_bytes);
-  }
-  machine.threads.clear();
+  release_stacks();
   return machine.has_failed ? 1 : 0;
 }

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "emulator/cuda.h"
 #include "emulator/device.h"
 #include "fiber.h"
 
@@ -32,7 +33,8 @@ struct LaunchRequest {
   const Range* ranges;
   const Range* guards;  // memory around those that nothing else lies in
   uint64_t num_guards;
-  uint64_t seed;  // 0: blocks, warps and lanes in order
+  uint64_t seed;     // 0: blocks, warps and lanes in order
+  uint64_t cluster;  // blocks of a cluster, along x
 };
 
 // What went wrong, and where: offsets are addresses in this library, for addr2line; 0: none.
@@ -44,7 +46,7 @@ struct Report {
   int32_t thread;  // -1: no single one
 };
 
-enum class State : uint8_t { ready, waits_for_warp, waits_for_block, over };
+enum class State : uint8_t { ready, waits_for_warp, waits_for_block, waits_for_cluster, over };
 
 struct Thread {
   Fiber fiber;
@@ -90,6 +92,7 @@ struct Machine {
   Thread* current = nullptr;
   Fiber main;
   int num_over = 0;
+  int num_waiting = 0;  // threads that wait for their cluster
   bool has_failed = false;
   uint64_t random = 0;
 
@@ -108,6 +111,18 @@ uint64_t code_offset(const void* code);
 // Gives way to other threads until somebody wakes this one.
 void stop(State state, Where where, void* code);
 void wake(Warp& warp, uint32_t lanes);
+void make_stacks(int count);
+void release_stacks();
+void begin_block(uint3 index);
+// Runs the block that the machine holds, until all its threads are over or wait for their cluster.
+void run_threads();
+// What each warp did before is before what any does next.
+void join_clocks(const bool (&joins)[kMaxWarps], const bool (&learns)[kMaxWarps]);
+uint64_t next_random();
+
+// --- cluster.cpp ---
+// Runs the blocks whose places along x begin with that of `first`.
+void run_cluster(uint3 first);
 
 // --- hopper.cpp ---
 void begin_hopper();
@@ -139,6 +154,25 @@ struct Copy {
 std::vector<Copy> take_copies();
 // A thread's copies in flight are forgotten when a block begins.
 void begin_copies();
+// What is known of a block's shared memory: one entry a byte of the window. 0 is "never", for clocks
+// start at 1.
+struct Shadow {
+  std::vector<uint16_t> copying;  // thread + 1
+  std::vector<uint32_t> written, written_by_code, read_by_code;
+  std::vector<uint32_t> read[kMaxWarps];
+  std::vector<uint32_t> read_by_others;  // the phase of the cluster, + 1
+};
+struct Copies {
+  std::vector<Copy> started;
+  std::vector<size_t> groups;  // the end of each in `started`
+};
+extern Shadow shadow;
+extern std::vector<Copies> copies;
+// How often the cluster of the present block has met.
+extern uint32_t cluster_phase;
+// The time and the thread of a write.
+uint32_t write_time(uint32_t record);
+int writing_thread(uint32_t record);
 bool is_module_data(uintptr_t address);
 
 }  // namespace emulator

@@ -20,6 +20,9 @@ extern "C" void emulator_call_kernel(const void* params);
 namespace emulator {
 
 SharedWindow shared_window;
+Shadow shadow;
+std::vector<Copies> copies;
+uint32_t cluster_phase = 0;
 
 namespace {
 
@@ -29,20 +32,6 @@ constexpr uint32_t kSeveralLanes = 32;
 // A write: its time, whether it was atomic, its thread. A read: its time, its lane or several.
 constexpr int kThreadBits = 10, kAtomicBit = 1 << kThreadBits, kWriteClockShift = kThreadBits + 1;
 constexpr int kReadClockShift = 6;
-
-// One entry a byte of the window; 0 is "never", for clocks start at 1.
-struct Shadow {
-  std::vector<uint16_t> copying;  // thread + 1
-  std::vector<uint32_t> written, written_by_code, read_by_code;
-  std::vector<uint32_t> read[kMaxWarps];
-};
-Shadow shadow;
-
-struct Copies {
-  std::vector<Copy> started;
-  std::vector<size_t> groups;  // the end of each in `started`
-};
-std::vector<Copies> copies;
 
 // Data segments of this library: tables of constants, and threadIdx and its like.
 struct Segment {
@@ -110,13 +99,10 @@ void find_segments() {
     shared_bytes[0] = 0;  // thread-local storage is made when it is first touched
     dl_iterate_phdr(find_module, nullptr);
   }
-  shadow.copying.resize(shared_window.bytes);
-  if (EMULATOR_CHECKED) {
-    shadow.written.resize(shared_window.bytes);
-    shadow.written_by_code.resize(shared_window.bytes);
-    shadow.read_by_code.resize(shared_window.bytes);
-  }
 }
+
+uint32_t write_time(uint32_t record) { return record >> kWriteClockShift; }
+int writing_thread(uint32_t record) { return static_cast<int>(record & (kAtomicBit - 1)); }
 
 // A return address is that of the next instruction, which may be of the next line: one less.
 uint64_t code_offset(const void* code) {
@@ -132,11 +118,19 @@ bool is_module_data(uintptr_t address) {
 }
 
 void begin_shared_memory() {
+  shadow.copying.resize(shared_window.bytes);
+  if (EMULATOR_CHECKED) {
+    shadow.written.resize(shared_window.bytes);
+    shadow.written_by_code.resize(shared_window.bytes);
+    shadow.read_by_code.resize(shared_window.bytes);
+    shadow.read_by_others.resize(shared_window.bytes);
+  }
   memset(shared_window.begin, kPoison, dynamic_end());
   memset(shared_window.begin + dynamic_limit(), kPoison, shared_window.bytes - dynamic_limit());
   clear(shadow.copying);
   if (!EMULATOR_CHECKED) return;
   clear(shadow.written);
+  clear(shadow.read_by_others);
   for (int w = 0; w < machine.num_warps; ++w) {
     shadow.read[w].resize(shared_window.bytes);
     clear(shadow.read[w]);
@@ -211,6 +205,10 @@ void write_shared(uint32_t offset, int num_bytes, bool is_atomic, void* code) {
                   shadow.written_by_code[i], code);
     }
     checked = write;
+    if (shadow.read_by_others[i] == cluster_phase + 1) {
+      fail(code, "writes %d bytes at %u of shared memory, which another block of the cluster reads",
+           num_bytes, offset);
+    }
     for (int w = 0; w < machine.num_warps; ++w) {
       const uint32_t read = shadow.read[w][i];
       if (read >> kReadClockShift < clock[w]) continue;

@@ -216,7 +216,7 @@ def test_int64_tables_and_slices_of_larger_tables() -> None:
 
 
 def test_workspaces_are_refused_that_a_gpu_would_find_too_small() -> None:
-    b = batches.make([1], [3000], 16)
+    b = batches.make([1], [20000], 16)
     w = decode_wrapper()
     need, _ = w.workspace_size(*b.table, HQ, HKV, D, 16)
     assert 0 < need < 1 << 20
@@ -239,7 +239,7 @@ def test_workspaces_are_refused_that_a_gpu_would_find_too_small() -> None:
 
 
 def test_a_run_of_another_kind_needs_a_workspace_too() -> None:
-    b = batches.make([3], [3000], 16)
+    b = batches.make([3], [20000], 16)
     w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(np.zeros(16, np.uint8))
     w._workspace = array.view(WORKSPACE, "workspace")
     w.plan(*b.table, HQ, HKV, D, 16, q_len_per_req=3)

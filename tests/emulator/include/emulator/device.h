@@ -48,6 +48,13 @@ bool block_any(bool predicate, Where where);
 void named_barrier_sync(int barrier, int num_threads, Where where);
 void named_barrier_arrive(int barrier, int num_threads, Where where);
 
+// --- a cluster of blocks ---
+int cluster_size();
+int cluster_rank();
+int cluster_index();
+void cluster_wait(Where where);
+Floats4 load_cluster(uint32_t address, int rank, int num_bytes);
+
 // --- global memory ---
 uint32_t atomic_inc_wrap(uint32_t* counter, uint32_t last);
 void atomic_add(uint32_t* counter, uint32_t addend);

@@ -1,0 +1,62 @@
+"""Few requests of few rows: the blocks of a cluster share the keys, and merge in shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import batch_cases
+
+from cupyattn.schedule import tile_shape
+
+from . import run
+from .test_batch import BASE
+
+DECODE = replace(BASE, qo_len=(1, 1), kv_len=(900, 700), has_sinks=True)
+# The keys of the longest of two requests of two KV heads. A block takes 256 at a time.
+SIZES = {2: 400, 4: 900, 8: 1700}
+
+
+def clusters(answer: run.Answer) -> set[int]:
+    return {launch.cluster for launch in answer.launches if launch.name == "decode_sm80"}
+
+
+@pytest.mark.parametrize("cluster", SIZES)
+def test_clusters_of_each_size(cluster: int) -> None:
+    case = replace(DECODE, kv_len=(90, SIZES[cluster]))
+    answer = run.batch(case, num_sms=32, has_clusters=True)
+    answer.check()
+    assert clusters(answer) == {cluster}
+    assert {launch.name for launch in answer.launches} == {"decode_sm80"}
+
+
+@pytest.mark.parametrize("changes", [
+    {"qo_len": (8, 8), "kv_len": (900, 8)},
+    {"qo_len": (4, 3), "kv_len": (40, 1500)},
+    {"kv_len": (0, 900), "num_kv_heads": 1},
+    {"problem": batch_cases.Problem("bfloat16", "float8_e4m3fn", (128, 128))},
+    {"problem": batch_cases.Problem("float16", "float16", (128, 64))},
+    {"wrapper": "ragged", "page_size": 0},
+    {"window_left": 300},
+])  # fmt: skip
+@pytest.mark.parametrize("seed", [0, 3])
+def test_what_clusters_answer(changes: dict[str, Any], seed: int) -> None:
+    case = replace(DECODE, **changes)
+    answer = run.batch(case, num_sms=32, seed=seed, has_clusters=True)
+    answer.check()
+    assert max(clusters(answer)) > 1
+
+
+@pytest.mark.parametrize("qo_len", [1, 8])
+def test_the_last_cluster_merges_the_splits(qo_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_shape, "MOST_BLOCKS_OF_CLUSTER", 2)
+    case = replace(DECODE, qo_len=(qo_len,), kv_len=(7000,), num_kv_heads=1)
+    answers = [run.batch(case, num_sms=64, seed=s, has_clusters=True) for s in (0, 5)]
+    for answer in answers:
+        answer.check()
+    (launch,) = answers[0].launches
+    assert launch.cluster == 2 and launch.grid[1] > 2
+    for first, second in zip(*(answer.bits() for answer in answers), strict=True):
+        np.testing.assert_array_equal(first, second)
