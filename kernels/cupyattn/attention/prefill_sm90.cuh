@@ -104,7 +104,6 @@ struct PrefillSm90 {
     };
     for (int place = 0; place < Traits::kItems; ++place) {
       init(shared.full_item[place], 1);
-      init(shared.copied_item[place], max_of(1, kGatherers));
       // The arrivals of warps that copy or gather, sweep, multiply, and convert.
       const int readers = max_of(1, kGatherers) + (kConverts || kGatherers == 3 ? 0 : 2) + kConverters;
       init(shared.empty_item[place], kConsumerWarps + (Traits::kPersistent ? readers : 0));
