@@ -59,7 +59,7 @@ struct PrefillSm90 {
     }
   }
 
-  // A block that has one item, as launches of one wave have. What is ahead of its first copies is
+  // A block that has one item, as launches of few waves have. What is ahead of its first copies is
   // most of its time, so these warps begin as soon as they may: warp 1 finds the item while warp 2
   // makes the barriers, and all other warps wait for both.
   static __device__ __forceinline__ void run_only_item(const PrefillSm90Block<Traits>& block) {

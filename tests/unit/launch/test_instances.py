@@ -371,8 +371,7 @@ def test_what_is_compiled_ahead_is_launched_by_ordinary_calls(loads: Loads, on_g
     for name in CALLS:
         for _, found in _launched(name, loads, on_gpu):
             rest -= found
-    # Few rounds do not meet every combination of dtypes, head dims and options, and which tiles serve
-    # them depends on lengths too.
+    # Few rounds do not meet every combination of dtypes, head dims, options and lengths.
     assert len(rest) < 0.3 * len(standard), rest
 
 
