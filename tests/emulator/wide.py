@@ -196,6 +196,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         page_size=case.page_size,
         value_pages=0,
         pos_encoding="NONE",
+        logits=None,
     )
     # Arrays of keys and of values are [pages, rows of a page, heads, columns].
     v = k if is_latent else second
