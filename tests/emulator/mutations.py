@@ -66,7 +66,6 @@ PORTABLE = (
         "merged.state.max - lse",
         "split prefill",
     ),
-    Mutation("block-sums-not-weighted", "weight *", "", "clusters"),
     Mutation("state-of-another-head", "+ kv_head * num_splits", "", "split prefill"),
     Mutation("sink-not-in-sum", "+ ptx::ex2_approx(sink_base2 - new_max)", "", "sinks"),
     Mutation("no-keys-divides-by-zero", "sum == 0.0f || (old_max", "false && (old_max", "no keys"),
@@ -110,6 +109,7 @@ PORTABLE = (
     Mutation("page-past-the-pool", "page >= table", "page > table", "append"),
     Mutation("page-offset-of-next-position", "position %", "(position + 1) %", "append"),
     Mutation("slot-past-the-cache", "slot <", "slot <=", "slots"),
+    Mutation("quotients-of-infinities", ": q;", ": corrected;", "wide values"),
     # Metadata of serving steps.
     Mutation(
         "chunk-rows-begin-with-the-chunk", "max_of(begin, first_position)", "begin", "serving"

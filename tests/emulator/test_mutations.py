@@ -223,6 +223,11 @@ _RAGGED_PLAN = test_plan_batch.Batch(
 )
 
 
+def _wide_values(**facts: object) -> None:
+    with gpu.plugged_in(**facts):
+        test_page.write_wide_values()
+
+
 def _slots(**facts: object) -> None:
     with gpu.plugged_in(**facts):
         test_page.write_stray_slots()
@@ -303,6 +308,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
         16, {"window_size": (90, 0)}, num_sms=4, **facts
     ),
     "slots": _slots,
+    "wide values": _wide_values,
     "serving": _serving,
     "device plans": _plans(
         _SPLIT_PLAN,
@@ -344,6 +350,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
         {"causal": True, "qo_len": 200, "kv_len": 500, "group": 2, "window_left": 100}
     ),
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
+    "hopper whole tokens": _single({"group": 7, "qo_len": 60}),
     # So steep that even bfloat16 has no room for what passes the first tile's maximum.
     "hopper steep": _single({"sm_scale": 16.0, "kv_len": 700}),
     "hopper steep alibi": _single({"sm_scale": 16.0, "kv_len": 700, "pos_encoding_mode": "ALIBI"}),
