@@ -257,6 +257,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
                 "kTileQ": case.tile_q,
                 "kFusedSplits": config.fused_splits,
                 "kSharesRows": False,
+                "kWholeTokens": False,
                 "kWarps": 4,
                 "kAligned": True,
             }
