@@ -53,6 +53,7 @@ class Case:
     packed     latent and rope parts share rows of 576 elements
     spare      items of zeros at the end of the work list
     sharpness  multiplies queries, so that maxima move
+    counts     the last block of a tile may merge few splits
     tile_q     64, or 16 or 32 rows of wide_decode_sm90
     tma        boxes of pages bring the keys
     sparse     the table has an entry for each key, some negative: those keys are hidden
@@ -82,6 +83,7 @@ class Case:
     sharpness: float = 1.0
     rising: float = 0.0
     tile_q: int = 64
+    counts: bool = True
     sparse: bool = False
     tma: bool = False
     spoiled: tuple[tuple[int, int, int, float], ...] = ()
@@ -219,7 +221,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         ),
         memory(partial_o, True),
         memory(partial_lse, True),
-        memory(counters, True) if case.tile_q < 64 else 0,
+        memory(counters, True) if case.tile_q < 64 and case.counts else 0,
         memory(items),
         memory(merges),
         memory(table),
