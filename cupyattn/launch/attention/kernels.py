@@ -28,6 +28,10 @@ MOST_PARTS = 16
 # Of requests whose keys nobody has counted yet: many, but not so many that clusters are no use.
 UNKNOWN_LENGTH = 4096
 
+# Plans ask for the same few shapes.
+_in_clusters = lru_cache(maxsize=1024)(TileShape.in_clusters)
+_merged_apart = lru_cache(maxsize=1024)(TileShape.merged_apart)
+
 
 class Kernel(NamedTuple):
     """A kernel, and what a plan must know of each kind of its tiles."""
@@ -67,8 +71,6 @@ class Kernels:
         self._page_size = page_size
         self._device_index = device_index
         self._known: dict[Rows, Kernel | None] = {}
-        self._in_clusters = lru_cache(maxsize=None)(TileShape.in_clusters)
-        self._merged_apart = lru_cache(maxsize=None)(TileShape.merged_apart)
 
     def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
         """The requests at these indices."""
@@ -119,7 +121,7 @@ class Kernels:
                 # Clusters need neighbouring SMs, so fewer of them fit than their blocks.
                 most = few.loaded.most_clusters(cluster)
                 if num_items <= most:
-                    return FEW[rows], self._in_clusters(few.shapes[0], cluster, most)
+                    return FEW[rows], _in_clusters(few.shapes[0], cluster, most)
                 cluster //= 2
         if most_rows <= _MOST_PASSES * shape.rows_at_a_time:
             return rows, shape
@@ -128,15 +130,16 @@ class Kernels:
         tiles_a_slot = num_items * -(-longest // shape.tile_kv) / shape.num_slots
         if rows == VERIFY and tiles_a_slot <= _MOST_TILES_OF_SMALL and self._is_plain():
             return SMALL, self.get(SMALL).shapes[0]
-        return rows, self._merged_apart(shape)
+        return rows, _merged_apart(shape)
 
     def merged_by(self, shape: TileShape, plan: BatchPlan) -> TileShape:
         """The shape of a plan where a launch merges, if a tile has more parts than a warp asks for
         at a time; else the same."""
-        if not shape.is_fused or not shape.part_cost or shape.cluster > 1:
+        is_fused = shape.is_fused and shape.part_cost > 0 and not self._problem.is_wide
+        if not is_fused or shape.cluster > 1:
             return shape
         most = np.maximum.reduce(plan.items[plan.merges, NUM_SPLITS])
-        return self._merged_apart(shape) if most > MOST_PARTS else shape
+        return _merged_apart(shape) if most > MOST_PARTS else shape
 
     def _is_plain(self) -> bool:
         """Whether the kernels of this problem were compared for these rows."""
