@@ -33,6 +33,8 @@ help:
 	@echo 'make coverage-kernels    line coverage of kernels/ on the host'
 	@echo 'make sanitize   the GPU suite under compute-sanitizer (ARGS="racecheck:attention --share 0.3")'
 	@echo 'make bench      the benchmark CLI (ARGS="--op ... --case ...")'
+	@echo 'make docs       the site: build/site/index.html; written-docs: the pages and pictures made from code'
+	@echo 'make notebooks  execute benchmarks/notebooks on this GPU and keep what they measured (ARGS="4 9")'
 	@echo 'make wheel      dist/*.whl and dist/*.tar.gz'
 	@echo 'make clean      remove what was built; distclean also removes $(VENV)'
 	@echo 'variables: CUDA=12|13  PYTHON=python3  VENV=.venv  JOBS=2  ARGS=  PY=<your own interpreter>'
@@ -44,12 +46,12 @@ $(VENV)/.made-for-cuda$(CUDA): pyproject.toml tests/no-cuda-packages.txt
 	@if [ -L $(VENV) ]; then echo '$(VENV) is a link, and what it leads to is not cleared from here: make PY=$(VENV)/bin/python'; exit 1; fi
 	@echo "Setting up $(VENV) for CUDA $(CUDA) (once, a few minutes)"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PY) -m pip install -q -e '.[cuda$(CUDA)x,test-core,bench,dev]' $(NVRTC)
+	$(PY) -m pip install -q -e '.[cuda$(CUDA)x,test-core,bench,docs,notebooks,dev]' $(NVRTC)
 	$(PY) -m pip install -q -c tests/no-cuda-packages.txt 'cupyattn[test]' || \
 		echo 'NOTICE: no CPU build of torch was found; the tests that need torch will be skipped.'
 	@touch $@
 
-.PHONY: demo serve-demo test lint format test-gpu test-slow sanitize bench wheel clean distclean
+.PHONY: demo serve-demo test lint format test-gpu test-slow sanitize bench notebooks wheel clean distclean
 .PHONY: test-emulator test-emulator-slow coverage-kernels
 demo: $(STAMP)
 	@$(PY) -m cupyattn demo $(ARGS)
@@ -93,6 +95,18 @@ sanitize: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) -m benchmarks $(ARGS)
+
+.PHONY: docs written-docs
+docs: $(STAMP)
+	$(PY) -m sphinx -c docs -W --keep-going -q -d build/doctrees -b html . build/site
+	@echo 'build/site/index.html'
+
+written-docs: $(STAMP)
+	$(PY) -m docs.tools
+
+notebooks: export CUPYATTN_NOTEBOOKS_SAVE = 1
+notebooks: $(STAMP)
+	$(PY) -m benchmarks.notebooks --execute $(ARGS)
 
 wheel: $(STAMP)
 	$(PY) -m hatchling build

@@ -1,33 +1,4 @@
-"""What a peer (or ours) offers for one case: a call to time and the shape of its answer."""
+"""What a peer (or ours) offers for one case, in the form that `cupyattn bench` has as well."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-
-class Unsupported(Exception):
-    """The implementation cannot serve this case; the message is the reason that is recorded."""
-
-
-@dataclass
-class Candidate:
-    """One way of calling one implementation.
-
-    `call()` enqueues the whole case (all requests) and returns the library's own answer;
-    `output(answer)` views that as a torch tensor [batch, q_len, Hq, head_dim_vo] or, where requests
-    differ in length, [1, rows of all requests, Hq, head_dim_vo]. `buffer`, if any, is the tensor
-    that `call` writes into: it is poisoned before the check.
-    """
-
-    peer: str
-    variant: str
-    call: Callable[[], Any]
-    output: Callable[[Any], Any]
-    buffer: Any = None
-    note: str = ""
-
-    @property
-    def label(self) -> str:
-        return f"{self.peer}:{self.variant}"
+from cupyattn.bench.candidate import Candidate as Candidate
+from cupyattn.bench.candidate import Unsupported as Unsupported

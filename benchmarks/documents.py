@@ -65,8 +65,9 @@ class Row(NamedTuple):
 
 def documents() -> list[Path]:
     """The Markdown files of the project, without the notes among the results."""
-    folders = (ROOT, ROOT / "docs", ROOT / "kernels", ROOT / "benchmarks")
-    return [path for folder in folders for path in sorted(folder.glob("*.md"))]
+    folders = (ROOT, ROOT / "kernels", ROOT / "benchmarks")
+    found = [path for folder in folders for path in sorted(folder.glob("*.md"))]
+    return [*found, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def rendered() -> Iterator[tuple[Path, str]]:

@@ -8,7 +8,8 @@ index, loaded with stand-ins for the engine's modules. Both get the same batches
 
 - metadata: one `init_forward_metadata_replay_cuda_graph`; host time of an asynchronous call, and
   the time that the device takes for what it enqueues.
-- attention: one layer's `forward_decode` or `forward_extend` under replay of a graph, cold L2.
+- attention: one layer's `forward_decode` or `forward_extend` under replay of a graph, cold L2;
+  planned: a wrapper's run over the same keys, planned on the host, in a graph too.
 - buffers: bytes that `init_cuda_graph_state` takes.
 """
 
@@ -73,12 +74,14 @@ def load_peer(path: str, library: str) -> Any:
     def with_kvcache(
         q: Any, k_cache: Any, v_cache: Any, *, page_table: Any, cache_seqlens: Any,
         cu_seqlens_q: Any, max_seqlen_q: int, softmax_scale: float, causal: bool = False,
-        return_softmax_lse: bool = False, num_splits: int = 0, **rest: Any,
+        return_softmax_lse: bool = False, num_splits: int = 0,
+        window_size: tuple[int, int] = (-1, -1), **rest: Any,
     ) -> Any:  # fmt: skip
         out, lse, *_ = attend(
             q, k_cache, v_cache, page_table=page_table, seqused_k=cache_seqlens,
             cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale,
-            is_causal=causal, num_splits=num_splits,
+            is_causal=causal, num_splits=num_splits, window_size_left=window_size[0],
+            window_size_right=window_size[1],
         )  # fmt: skip
         return (out, lse, None, None) if return_softmax_lse else out
 
@@ -123,16 +126,18 @@ def load_ours() -> Any:
 class Engine:
     """Pools, slots and one batch of `bs` requests of `keys` keys, the same for both backends."""
 
-    def __init__(self, bs: int, keys: int, mode: Mode, pool: tuple[Any, Any]) -> None:
+    def __init__(
+        self, bs: int, keys: int, mode: Mode, pool: tuple[Any, Any], window: int | None = None
+    ) -> None:
         import torch
 
-        self.bs, self.mode = bs, mode
+        self.bs, self.mode, self.window = bs, mode, window
         generator = torch.Generator().manual_seed(bs)
         self.k, self.v = pool
         slots = torch.randperm(bs * (keys + DRAFT_TOKENS), generator=generator) % len(self.k)
         table = torch.zeros(bs, CONTEXT, dtype=torch.int32)
         table[:, : keys + DRAFT_TOKENS] = slots.view(bs, -1).int()
-        self.table = table.cuda()
+        self.table, self.slots = table.cuda(), slots.view(bs, -1)[:, :keys]
         self.requests = torch.randperm(bs, generator=generator).cuda()
         self.lens = torch.full((bs,), keys, device="cuda")
         self.lens_cpu = torch.full((bs,), keys)
@@ -155,7 +160,7 @@ class Engine:
         self.layer = SimpleNamespace(
             layer_id=0, tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, tp_v_head_num=KV_HEADS,
             head_dim=DIM, v_head_dim=DIM, scaling=DIM**-0.5, logit_cap=0.0, k_scale=None,
-            v_scale=None, sliding_window_size=None, is_cross_attention=False,
+            v_scale=None, sliding_window_size=window, is_cross_attention=False,
         )  # fmt: skip
 
     def runner(self) -> SimpleNamespace:
@@ -170,7 +175,7 @@ class Engine:
                 context_len=CONTEXT, attention_arch=Arch.MHA, is_encoder_decoder=False
             ),
             req_to_token_pool=SimpleNamespace(req_to_token=self.table),
-            token_to_kv_pool=self.pool, page_size=1, sliding_window_size=None,
+            token_to_kv_pool=self.pool, page_size=1, sliding_window_size=self.window,
             attention_chunk_size=None, is_hybrid=False, device="cuda", kv_cache_dtype=None,
         )  # fmt: skip
 
@@ -201,6 +206,24 @@ class Engine:
             return forward(self.q, None, None, self.layer, batch, save_kv_cache=False)
 
         return metadata, attention
+
+    def planned(self) -> Callable[[], Any]:
+        """Decode by a wrapper that plans on the host, over the same slots as pages of a token."""
+        import torch
+
+        import cupyattn
+
+        bs, keys = self.slots.shape
+        order = self.requests.cpu()
+        memory = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+        wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper(memory, "NHD")
+        wrapper.plan(
+            torch.arange(0, bs * keys + 1, keys, dtype=torch.int32),
+            self.slots[order].reshape(-1).int().cuda(),
+            torch.ones(bs, dtype=torch.int32), HEADS, KV_HEADS, DIM, 1, q_data_type=self.q.dtype,
+        )  # fmt: skip
+        q, pages = self.q.view(bs, HEADS, DIM), (self.k[:, None], self.v[:, None])
+        return lambda: wrapper.run(q, pages)
 
 
 def host_and_device(call: Callable[[], Any], count: int = 60) -> tuple[float, float]:
@@ -276,8 +299,12 @@ def main() -> None:
         torch.randn(slots, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda") for _ in "kv"
     )
     rows = []
-    for mode, bs in ((Mode.DECODE, 64), (Mode.DECODE, 256), (Mode.TARGET_VERIFY, 32)):
-        engine = Engine(bs, 8192, mode, (pool[0], pool[1]))
+    for mode, bs, window in (
+        (Mode.DECODE, 64, None), (Mode.DECODE, 256, None), (Mode.TARGET_VERIFY, 32, None),
+        (Mode.TARGET_VERIFY, 32, 1023),
+    ):  # fmt: skip
+        engine = Engine(bs, 8192, mode, (pool[0], pool[1]), window)
+        suffix = "" if window is None else f" window {window}"
         answers, calls, backends = {}, {}, []
         for name, make in makers.items():
             before = torch.cuda.memory_allocated()
@@ -290,11 +317,18 @@ def main() -> None:
             answers[name] = attention().float().reshape(len(engine.q), -1)
             calls[name] = graphed(attention)
             rows.append(
-                {"case": f"{mode.name} {bs}x8k", "who": name, "host_us": host, "device_us": device,
-                 "buffers": taken}
+                {"case": f"{mode.name} {bs}x8k{suffix}", "who": name, "host_us": host,
+                 "device_us": device, "buffers": taken}
             )  # fmt: skip
-        for name, us in cold(calls).items():
-            next(x for x in reversed(rows) if x["who"] == name)["attention_us"] = us
+        if mode is Mode.DECODE:
+            calls["planned"] = graphed(engine.planned())
+        times = cold(calls)
+        for name, us in times.items():
+            for row in rows[-len(makers) :]:
+                if row["who"] == name:
+                    row["attention_us"] = us
+        if "planned" in times:
+            rows[-len(makers)]["planned_us"] = times["planned"]
         if "sglang" in answers:
             difference = (answers["ours"] - answers["sglang"]).norm() / answers["sglang"].norm()
             rows[-1]["difference"] = float(difference)

@@ -31,9 +31,13 @@ Latent attention (MLA), planned and with lengths on the GPU; flash_mla has Flash
 Pages and masks:
     append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens,
     packbits, segment_packbits
+Modules:
+    flash_attn, flash_mla (those libraries' functions), serving (an engine's attention backend),
+    integrations (torch.compile, jax.jit, transformers), paging (page tables in NumPy), reference
+    (the answers of the CPU), typing
 Errors:
-    CupyAttnError and its kinds ArgumentError, UnsupportedError, PlanError, WorkspaceError,
-    CompileError, DeviceError
+    CupyAttnError and its kinds ArgumentError (ExpressionError), UnsupportedError, PlanError,
+    WorkspaceError, CompileError, DeviceError
 """
 
 from __future__ import annotations
@@ -89,6 +93,7 @@ _EXPORTS = {
     "segment_packbits": "quantization",
     "CupyAttnError": "errors",
     "ArgumentError": "errors",
+    "ExpressionError": "errors",
     "UnsupportedError": "errors",
     "PlanError": "errors",
     "WorkspaceError": "errors",
@@ -99,7 +104,7 @@ _MODULES = (
     *("attention", "cascade", "decode", "mla", "prefill", "trtllm", "cudnn", "flash_attn", "page"),
     "flash_mla",
     *("paging", "quantization", "pod", "sparse", "errors", "typing"),
-    *("integrations", "reference"),
+    *("integrations", "reference", "serving"),
 )
 
 __all__ = ["__version__", *_EXPORTS]
@@ -141,6 +146,7 @@ if TYPE_CHECKING:
     from .errors import CompileError as CompileError
     from .errors import CupyAttnError as CupyAttnError
     from .errors import DeviceError as DeviceError
+    from .errors import ExpressionError as ExpressionError
     from .errors import PlanError as PlanError
     from .errors import UnsupportedError as UnsupportedError
     from .errors import WorkspaceError as WorkspaceError

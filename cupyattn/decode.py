@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from .core import parse
 from .core.names import missing
 from .core.tracing import untraced
+from .inputs import logits
 from .single import run
 from .single.run import NO_EXTRAS, Extras
 from .typing import Array, returns_lse
@@ -65,6 +67,9 @@ def single_decode_with_kv_cache(
     sinks: Array | None = None,
     out: Array | None = None,
     lse: Array | None = None,
+    logits_transform: str | None = None,
+    mask_fn: str | None = None,
+    logits_params: Mapping[str, Any] | None = None,
 ) -> Any:
     """Attention of one query token over the KV cache of its request.
 
@@ -98,4 +103,8 @@ def single_decode_with_kv_cache(
         None,
     )
     extras = NO_EXTRAS if sinks is None else Extras(sinks=sinks)
+    if not (logits_transform is mask_fn is logits_params is None):
+        scalars, extras = run.with_logits(
+            scalars, extras, logits.read(logits_transform, mask_fn, logits_params)
+        )
     return run.run(q, k, v, scalars, extras, out, lse, return_lse, is_decode=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -11,13 +12,16 @@ import numpy as np
 from . import array
 from .array import ArrayView
 from .core import dtypes, parse
+from .core.logits import LogitsExpression
 from .core.names import refuse_names
 from .core.tracing import untraced
 from .decode import single_decode_with_kv_cache
 from .errors import ArgumentError, UnsupportedError
 from .flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from .inputs import logits
 from .inputs.index_arrays import compute, progression
 from .prefill import single_prefill_with_kv_cache
+from .single import run as single
 from .typing import Array, query_returns_lse
 
 __all__ = ["dot_product_attention"]
@@ -71,6 +75,9 @@ def dot_product_attention(
     out: Array | None = None,
     return_lse: Literal[False] = False,
     return_residual: bool = False,
+    logits_transform: str | None = None,
+    mask_fn: str | None = None,
+    logits_params: Mapping[str, Any] | None = None,
 ) -> Any:
     """softmax(query keyᵀ * scale) value, of one request or of many, without a plan.
 
@@ -107,6 +114,8 @@ def dot_product_attention(
     sinks   [num_heads]: logits of keys without values, natural and unscaled.
     out     array to write instead of a new one.
     return_lse, return_residual   two names of: return the log-sum-exp of each row too.
+    logits_transform, mask_fn, logits_params   expressions over each logit and its place, as in
+            single_prefill_with_kv_cache: dense requests of whole arrays, each a launch of its own.
     bias    must be None. implementation: accepted for compatibility.
 
     Lengths, offsets and tables are int32 or int64. They stay on their device: nothing is copied to
@@ -120,7 +129,10 @@ def dot_product_attention(
     served, before anything is written. Semantics: jax.nn.dot_product_attention, but for is_causal.
     """
     if bias is not None:
-        raise UnsupportedError("bias: is not supported; pass mask, or ALiBi slopes to flash_attn")
+        raise UnsupportedError(
+            "bias: is not supported; pass logits_transform='logit + bias[head, q_row, kv_idx]' "
+            "with logits_params={'bias': bias}"
+        )
     if implementation is not None and not isinstance(implementation, str):
         raise ArgumentError(f"implementation: got {parse.shown(implementation)}; wanted a string")
     if kv_lens is not None and key_value_seq_lengths is not None:
@@ -139,7 +151,12 @@ def dot_product_attention(
         "return_softmax_lse": wants_lse,
     }
     lens = key_value_seq_lengths if kv_lens is None else kv_lens
+    expression, arrays = logits.read(logits_transform, mask_fn, logits_params)
     try:
+        if expression is not None:
+            others = cu_seqlens_q, cu_seqlens_k, block_table, query_seq_lengths, lens, mask
+            _refuse_with_expression(*others)
+            return _expressed(query, key, value, expression, arrays, options)
         if mask is not None:
             _refuse_with_mask(cu_seqlens_q, cu_seqlens_k, block_table)
             return _masked(query, key, value, mask, query_seq_lengths, lens, options)
@@ -151,10 +168,14 @@ def dot_product_attention(
             )
         return _dense(query, key, value, query_seq_lengths, lens, block_table, options)
     except (ArgumentError, UnsupportedError) as error:
-        name = "key_value_seq_lengths" if kv_lens is None else "kv_lens"
-        names = _NAMES | {"cache_seqlens": name, "seqused_k": name}
-        text = _NAME.sub(lambda found: names[found[0]], str(error))
-        raise type(error)(text) from error
+        raise renamed(error, kv_lens is not None) from error
+
+
+def renamed(error: ArgumentError | UnsupportedError, has_kv_lens: bool = False) -> Exception:
+    """An error of what is called here, with the names that arguments have here."""
+    name = "kv_lens" if has_kv_lens else "key_value_seq_lengths"
+    names = _NAMES | {"cache_seqlens": name, "seqused_k": name}
+    return type(error)(_NAME.sub(lambda found: names[found[0]], str(error)))
 
 
 def _window(size: Any) -> tuple[int, int]:
@@ -332,21 +353,31 @@ def _fill_with_zeros(x: Any) -> None:
 def _single(q: Any, k: Any, v: Any, vq: ArrayView, options: dict[str, Any]) -> Any:
     """One request: its lengths are known here, so that the plan is made on the host."""
     out, wants_lse = options["out"], options["return_softmax_lse"]
-    window = options["window_size"]
-    rows: dict[str, Any] = {"sm_scale": options["softmax_scale"], "return_lse": wants_lse}
-    rows |= {"logits_soft_cap": options["softcap"], "window_left": window[0]}
-    if vq.shape[1] == 1:
-        rows["out"] = None if out is None else out[0, 0]
-        answer = single_decode_with_kv_cache(q[0, 0], k[0], v[0], **rows)
-        lead: tuple[Any, ...] = None, None
-    else:
-        rows["out"] = None if out is None else out[0]
-        rows |= {"causal": options["causal"], "window_right": window[1]}
-        answer = single_prefill_with_kv_cache(q[0], k[0], v[0], **rows)
-        lead = (None,)
+    function, arrays, rows = single_call(q, k, v, vq.shape[1], options)
+    answer = function(*arrays, **rows)
+    lead = (None, None) if vq.shape[1] == 1 else (None,)
     made, lse = answer if wants_lse else (answer, None)
     made = made[lead] if out is None else out
     return (made, array.scaled(lse, math.log(2.0))[lead]) if wants_lse else made
+
+
+def single_call(
+    q: Any, k: Any, v: Any, tokens: int, options: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The call of one request of `tokens` rows: a function, its arrays and its other arguments."""
+    out, window = options["out"], options["window_size"]
+    rows = {
+        "sm_scale": options["softmax_scale"],
+        "return_lse": options["return_softmax_lse"],
+        "logits_soft_cap": options["softcap"],
+        "window_left": window[0],
+    }
+    if tokens == 1:
+        rows["out"] = None if out is None else out[0, 0]
+        return single_decode_with_kv_cache, (q[0, 0], k[0], v[0]), rows
+    rows["out"] = None if out is None else out[0]
+    rows |= {"causal": options["causal"], "window_right": window[1]}
+    return single_prefill_with_kv_cache, (q[0], k[0], v[0]), rows
 
 
 # --- masks ---
@@ -446,6 +477,65 @@ def _each_masked(q: Any, k: Any, v: Any, vq: ArrayView, seen: Any, options: dict
             out=made[index],
             lse=None if lse is None else lse[index],
             return_lse=wants_lse,
+        )
+    made = array.deliver(made, vq) if out is None else out
+    if lse is None:
+        return made
+    return made, array.deliver(array.scaled(lse, math.log(2.0)), vq)
+
+
+# --- expressions ---
+
+
+def _refuse_with_expression(*others: Any) -> None:
+    if any(x is not None for x in others):
+        raise UnsupportedError(
+            "logits_transform, mask_fn: are for dense requests of whole arrays here; pass no mask "
+            "(name it in logits_params and mask_fn), lengths, cu_seqlens or block_table, or plan a "
+            "BatchPrefillWithPagedKVCacheWrapper or BatchPrefillWithRaggedKVCacheWrapper with them"
+        )
+
+
+def _expressed(
+    q: Any,
+    k: Any,
+    v: Any,
+    expression: LogitsExpression,
+    arrays: tuple[ArrayView, ...],
+    options: dict[str, Any],
+) -> Any:
+    """Request by request: each knows its place in the batch as a number."""
+    vq, out, wants_lse = array.view(q, "q"), options["out"], options["return_softmax_lse"]
+    if len(vq.shape) == 3:
+        options = options | {"out": None if out is None else out[None]}
+        answer = _expressed(q[None], k[None], v[None], expression, arrays, options)
+        made, lse = answer if wants_lse else (answer, None)
+        made = made[0] if out is None else out
+        return made if lse is None else (made, lse[0])
+    if len(vq.shape) != 4:
+        raise ArgumentError(
+            f"q: shape is {list(vq.shape)}; wanted [batch, tokens, heads, head_dim]"
+        )
+    _check_dense(vq, array.view(k, "k"), array.view(v, "v"), None, None, options)
+    shape = (*vq.shape[:3], array.view(v, "v").shape[-1])
+    made = array.empty(shape, vq.dtype, vq) if out is None else out
+    vout = array.view(made, "out")
+    if tuple(vout.shape) != shape:
+        raise ArgumentError(f"out: shape is {list(vout.shape)}; wanted {list(shape)}")
+    lse = array.empty(shape[:3], dtypes.float32, vq) if wants_lse else None
+    left, right = options["window_size"]
+    for index in range(shape[0]):
+        own = logits.of_request(expression, arrays, index, shape[0])
+        scalars = (
+            *("NHD", options["causal"], "NONE", left, options["softcap"], options["softmax_scale"]),
+            *(None, None, None, None, None, None, right, 0, False, False, own),
+        )
+        extras = single.Extras(sinks=options["sinks"], logits=arrays)
+        single.run(
+            *(q[index], k[index], v[index], scalars, extras, made[index]),
+            None if lse is None else lse[index],
+            wants_lse,
+            is_decode=False,
         )
     made = array.deliver(made, vq) if out is None else out
     if lse is None:

@@ -11,6 +11,14 @@ class ArgumentError(CupyAttnError, ValueError):
     """An argument has the wrong shape, dtype, device, layout or value."""
 
 
+class ExpressionError(ArgumentError):
+    """A user-written expression is wrong. `column` says where, counted from 1; 0: as a whole."""
+
+    def __init__(self, message: str, column: int = 0) -> None:
+        super().__init__(message)
+        self.column = column
+
+
 class UnsupportedError(CupyAttnError, NotImplementedError):
     """The request is meaningful but this library, or this device, cannot serve it."""
 

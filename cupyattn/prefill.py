@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from .core import parse
@@ -13,7 +13,7 @@ from .core.names import missing
 from .core.problem import KV_LAYOUTS
 from .core.tracing import untraced
 from .errors import ArgumentError
-from .inputs import geometry
+from .inputs import geometry, logits
 from .single import run
 from .single.run import NO_EXTRAS, Extras
 from .typing import Array, ArrayT, Scale, returns_lse
@@ -137,6 +137,9 @@ def single_prefill_with_kv_cache(
     out: Array | None = None,
     lse: Array | None = None,
     window_right: int = -1,
+    logits_transform: str | None = None,
+    mask_fn: str | None = None,
+    logits_params: Mapping[str, Any] | None = None,
 ) -> Any:
     """Attention of one request's new tokens, which end its KV cache.
 
@@ -167,6 +170,12 @@ def single_prefill_with_kv_cache(
     rope_scale, rope_theta  default 1 and 1e4.
     kv_cache_sf         scale factors of 4-bit caches: not supported, must be None.
     sinks               float32 [num_qo_heads]: extra natural-log logits in the denominator.
+    logits_transform  an expression over logit, q_idx, kv_idx, head, ... and logits_params in place
+            of each logit after its scale: docs/logits.md. Default: none.
+    mask_fn a condition of the same language, False where a row does not see a key; causality and
+            windows hold besides. Default: none.
+    logits_params       what the two read by name: numbers, and arrays of 1 to 4 axes (float32,
+            float16, bfloat16, int32, uint8 or bool; contiguous).
     out, lse            arrays to write instead of new ones; lse float32, base 2.
 
     Returns out [qo_len, num_qo_heads, head_dim_vo] in q's framework and device, or (out, lse
@@ -205,6 +214,10 @@ def single_prefill_with_kv_cache(
     if not (custom_mask is packed_custom_mask is sinks is scale_q is scale_k is scale_v is None):
         mask = custom_mask if packed_custom_mask is None else None
         extras = Extras(mask, packed_custom_mask, sinks, scale_q, scale_k, scale_v)
+    if not (logits_transform is mask_fn is logits_params is None):
+        scalars, extras = run.with_logits(
+            scalars, extras, logits.read(logits_transform, mask_fn, logits_params)
+        )
     return run.run(q, k, v, scalars, extras, out, lse, return_lse, is_decode=False)
 
 

@@ -7,6 +7,7 @@ from .memory import as_cupy as as_cupy
 from .memory import as_numpy as as_numpy
 from .memory import as_strided as as_strided
 from .memory import byte_range as byte_range
+from .memory import constant as constant
 from .memory import current_stream as current_stream
 from .memory import deliver as deliver
 from .memory import empty as empty

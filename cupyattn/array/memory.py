@@ -203,6 +203,29 @@ def from_numpy(a: np.ndarray, like: ArrayView) -> Any:
     return a
 
 
+def constant(a: np.ndarray, like: ArrayView) -> Any:
+    """`from_numpy` of what is kept between calls, ready on every stream of the device.
+
+    On a GPU the memory is CuPy's, also under a tensor of torch: what torch allocates while its
+    compiler warms up a CUDA graph belongs to that graph, and it refuses a graph whose memory
+    somebody keeps. The copy has a stream of its own, so that nobody else's work is waited for. Not
+    to be called while a stream is captured.
+    """
+    if like.framework != "torch" or like.device.kind != "cuda":
+        return from_numpy(a, like)
+    cupy = cupy_module()
+    with cupy.cuda.Device(like.device.index), _copy_stream(like.device.index) as stream:
+        made = cupy.asarray(a)
+        stream.synchronize()
+        return sys.modules["torch"].from_dlpack(made)
+
+
+@functools.lru_cache(maxsize=64)
+def _copy_stream(device_index: int) -> Any:
+    with cupy_module().cuda.Device(device_index):
+        return cupy_module().cuda.Stream(non_blocking=True)
+
+
 # --- host access and comparisons ---
 
 

@@ -33,7 +33,8 @@ def requests_of(plan: Plan, keys: Keys, vmask: ArrayView | None) -> Iterator[Req
         else:
             mask = row_mask.with_earlier_keys(seen[rows], kv_len)
         own_k, own_v = (_keys_of(x, batch, index, kv_len) for x in (k, v))
-        yield Request(rows, own_k, own_v, mask)
+        options = {} if spec.logits is None else {"batch": index}
+        yield Request(rows, own_k, own_v, mask, options=options)
 
 
 def _keys_of(x: np.ndarray, batch: Batch, index: int, kv_len: int) -> np.ndarray:

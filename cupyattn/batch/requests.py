@@ -390,6 +390,12 @@ def require_row_limit(batch: Batch, group_size: int) -> None:
             )
 
 
+def with_indices(batch: Batch) -> Batch:
+    """The batch whose requests know their place in it, where the offset of a mask would be."""
+    indices = np.arange(batch.num_requests, dtype=np.int64)
+    return replace(batch, requests=replace(batch.requests, mask_start=indices))
+
+
 def with_mask(batch: Batch) -> Batch:
     """The batch with the offsets of its requests' bits in a packed mask, each from a byte on."""
     lengths = batch.requests

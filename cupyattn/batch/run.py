@@ -25,8 +25,8 @@ from ..array.match import (
 )
 from ..core import dtypes, parse
 from ..core.dtypes import DType
-from ..errors import ArgumentError
-from ..inputs import cpu, row_mask
+from ..errors import ArgumentError, UnsupportedError
+from ..inputs import cpu, logits, row_mask
 from ..inputs.call_cache import Argument, CallCache, Found
 from ..inputs.geometry import Geometry, Variant
 from ..inputs.kv_cache import Keys, planned, view_paged, view_ragged
@@ -34,7 +34,9 @@ from ..inputs.row_mask import MaskBits
 from ..inputs.workspace import refuse_capture, same_device
 from ..launch.attention.bound_run import BoundRun
 from ..launch.driver import params
+from .logits import check as check_logits
 from .reference import requests_of
+from .requests import Batch
 from .wrapper import BatchWrapper, Plan, Prepared
 
 
@@ -105,12 +107,14 @@ def run(
     return_lse: bool,
     mask: Any = None,
     plan: Plan | None = None,
+    logits_params: Any = None,
 ) -> Any:
     """The answer of a batch: out, or (out, lse).
 
     v: None for pages, where k is the whole cache: one tensor, or a pair.
     mask: over the query tokens of requests that have equally many (inputs/row_mask.py).
     plan: default the wrapper's; another one is made, and run, while no other thread plans.
+    logits_params: arrays in place of those that the plan's expressions read.
     """
     if v is None and isinstance(k, (tuple, list)) and len(k) == 2:
         k, v = k
@@ -122,6 +126,9 @@ def run(
         plan = plan or wrapper._current or wrapper._require_plan()
         if turns.is_shared:
             turns.check(plan.owner)
+        if logits_params is not None:
+            read = logits.replaced(plan.geometry.spec.logits, plan.logits, logits_params)
+            return _run_checked(wrapper, plan, arrays, None, scales, return_lse, read)
         # A mask fits a number of rows, which are not part of a signature otherwise.
         rows = None if mask is None else (plan.batch.num_rows, plan.batch.requests.uniform)
         scalars: tuple[Any, ...] = plan.geometry, plan.framework, return_lse, rows
@@ -130,18 +137,22 @@ def run(
         answer = _run_cached(plan, wrapper._workspace.ptr, arrays, scalars, lse, mask, return_lse)
         if answer is not None:
             return answer
-        return _run_checked(wrapper, plan, arrays, scalars, scales, return_lse)
+        return _run_checked(wrapper, plan, arrays, scalars, scales, return_lse, plan.logits)
 
 
 def _run_checked(
     wrapper: BatchWrapper,
     plan: Plan,
     arrays: tuple[Any, ...],
-    scalars: tuple[Any, ...],
+    scalars: tuple[Any, ...] | None,
     scales: Scales,
     return_lse: bool,
+    logits_arrays: tuple[ArrayView, ...],
 ) -> Any:
-    """The answer of a run that is not in the call cache; arrays as in _run_cached."""
+    """The answer of a run that is not in the call cache; arrays as in _run_cached.
+
+    scalars: None for a run that no other one is like. logits_arrays: what expressions read.
+    """
     # --- 1. Validate ---
     return_lse = parse.flag(return_lse, "return_lse")
     q, k, v, out, lse, sinks, mask = (*arrays, None, None, None)[:7]
@@ -164,6 +175,8 @@ def _run_checked(
     k_name, v_name = keys.names
     inputs = {"q": vq, k_name: keys.k, v_name: keys.v, "sinks": vsinks, "mask": vmask}
     inputs |= head_scales
+    if geometry.spec.logits is not None:
+        inputs |= _check_logits(geometry, batch, logits_arrays, vmask)
     same_device(wrapper._workspace, **inputs, out=vout, lse=vlse)
     _check_outputs(plan, vout, vlse, inputs)
 
@@ -177,7 +190,8 @@ def _run_checked(
                 wrapper._prepare(plan, variant)
         spec = replace(geometry.spec, sm_scale=sm_scale, output_scale=output_scale)
         requests = requests_of(plan, keys, vmask)
-        answers = cpu.attend(spec, array.as_numpy(vq), requests, {"sinks": vsinks, **head_scales})
+        extras = {"sinks": vsinks, **head_scales}
+        answers = cpu.attend(spec, array.as_numpy(vq), requests, extras, logits_arrays)
         out = cpu.deliver(answers[0], vout, vq)
         lse = cpu.deliver(answers[1].astype(np.float32), vlse, vq)
         return (out, lse) if return_lse else out
@@ -201,11 +215,14 @@ def _run_checked(
         )
         extras = {"lse": vlse, "sinks": vsinks, "mask": vmask, **head_scales}
         factors = sm_scale, output_scale
-        bits = _launch(wrapper, plan, variant, vq, keys, vout, extras, strides, factors)
+        bits = _launch(
+            wrapper, plan, variant, vq, keys, vout, extras, strides, factors, logits_arrays
+        )
         # Bools are packed at each run, and arrays of scales are read at each run.
         is_mask_read = vmask is None or bits.address == vmask.ptr
         are_numbers = all(x is None or isinstance(x, (int, float)) for x in scales)
-        if plan.is_uniform and plan.framework == vq.framework and is_mask_read and are_numbers:
+        is_known = plan.is_uniform and plan.framework == vq.framework and is_mask_read
+        if scalars is not None and is_known and are_numbers:
             checked = _Checked(
                 variant,
                 keys.v.ptr - array.view(k if v is None else v, "v").ptr,
@@ -253,6 +270,8 @@ def _run_cached(
     call = found.call
     if call.outputs and call.overlaps(addresses, bound.sizes):
         return None
+    if call.outputs and plan.logits and _overlaps_logits(plan, addresses, bound.sizes):
+        return None
     checked, out = call.checked, arrays[_OUT]
     if out is None:
         out = call.make_out((plan.batch.num_rows, *checked.row_shape))
@@ -262,11 +281,25 @@ def _run_cached(
         addresses[_LSE] = call.address(lse)
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr = addresses
     optional = params.NO_OPTIONAL
-    if lse_ptr or sinks_ptr or mask_ptr:
-        optional = params.OPTIONAL.pack(lse_ptr, mask_ptr, sinks_ptr, 0, 0, 0, 0)
+    packed = plan.packed_logits
+    if lse_ptr or sinks_ptr or mask_ptr or packed:
+        optional = params.OPTIONAL.pack(lse_ptr, mask_ptr, sinks_ptr, 0, 0, 0, 0, packed)
     v_ptr = (v_ptr or k_ptr) + checked.v_offset
     bound.run.launch(q_ptr, k_ptr, v_ptr, o_ptr, optional, call.current_stream())
     return (out, lse) if return_lse else out
+
+
+def _overlaps_logits(plan: Plan, addresses: list[int], sizes: list[int]) -> bool:
+    """Whether an output lies in an array that expressions read."""
+    for low, high in map(array.byte_range, plan.logits):
+        for place in (_OUT, _LSE):
+            if (
+                addresses[place]
+                and low < addresses[place] + sizes[place]
+                and addresses[place] < high
+            ):
+                return True
+    return False
 
 
 def _bind_cached(
@@ -383,6 +416,18 @@ def _check_extras(geometry: Geometry, views: dict[str, ArrayView | None]) -> Non
         match_array(v, heads, dtypes.float32, label, planned(geometry))
 
 
+def _check_logits(
+    geometry: Geometry, batch: Batch, arrays: tuple[ArrayView, ...], vmask: ArrayView | None
+) -> dict[str, ArrayView]:
+    """The arrays that expressions read, by what messages call them."""
+    if vmask is not None and geometry.spec.mask_form == "expression":
+        raise UnsupportedError(
+            "mask: is not supported beside the mask_fn of the plan; pass it as an array in "
+            "logits_params and write mask_fn='... && seen[batch, q_row, kv_idx]'"
+        )
+    return check_logits(geometry.spec, batch, arrays)
+
+
 def _check_outputs(
     plan: Plan,
     vout: ArrayView | None,
@@ -408,17 +453,23 @@ def _launch(
     extras: dict[str, ArrayView | None],
     strides: bytes,
     factors: tuple[float, float],
+    logits_arrays: tuple[ArrayView, ...],
 ) -> MaskBits:
     """Enqueue the run; returns where the bits of its mask are."""
     prepared = wrapper._prepare(plan, variant)
     stream = array.current_stream(vq)
     inputs = [v for v in extras.values() if v is not None]
-    used = (keys.k, keys.v, vout, wrapper._workspace, *plan.views, *inputs)
+    used = (keys.k, keys.v, vout, wrapper._workspace, *plan.views, *logits_arrays, *inputs)
     array.acquire(vq, *used)
     bits = _mask_bits(wrapper, plan, extras.get("mask"), stream)
     lse, *others = (extras.get(n) for n in ("lse", "sinks", "scale_q", "scale_k", "scale_v"))
     optional = [0 if v is None else v.ptr for v in others]
-    addresses = params.OPTIONAL.pack(0 if lse is None else lse.ptr, bits.address, *optional, 0)
+    read = plan.packed_logits
+    if logits_arrays is not plan.logits:
+        read = params.pack_logits_arrays((v.ptr, v.shape) for v in logits_arrays)
+    addresses = params.OPTIONAL.pack(
+        0 if lse is None else lse.ptr, bits.address, *optional, 0, read
+    )
     bound = _bind(plan, prepared, wrapper._workspace.ptr, strides, keys.size, factors, bits)
     bound.launch(vq.ptr, keys.k.ptr, keys.v.ptr, vout.ptr, addresses, stream)
     array.release(vq, vq, *used)

@@ -30,7 +30,9 @@ from ..inputs.workspace import (
 )
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.layout import BatchSchedule, Capacity
+from ..launch.driver import params
 from ..launch.driver.enqueue import cuda
+from . import logits
 from .graph_buffers import GraphBuffers
 from .mask import NO_MASK, Mask
 from .own_workspace import enlarge, make_workspace, read_workspace
@@ -65,6 +67,7 @@ class Plan:
     is_uniform  whether the workspace and all views are of one framework, torch or CuPy
     owner       of the thread that planned, see threads.py
     bits        the mask on the device
+    logits      what the expressions of the plan read; `packed_logits` for launches
     bound       launches of the last run that was in the call cache, see run.py
     bounds      by (cached call, workspace, lengths)
     by_q_len    the plan for other numbers of query rows, of which a run of decode may have any
@@ -79,6 +82,8 @@ class Plan:
     page_ids: int = 0
     views: tuple[ArrayView, ...] = ()
     bits: MaskBits = NO_BITS
+    logits: tuple[ArrayView, ...] = ()
+    packed_logits: bytes = params.NO_LOGITS_ARRAYS
     is_uniform: bool = False
     owner: object = None
     prepared: dict[Variant, Prepared] = field(default_factory=dict)
@@ -146,6 +151,7 @@ class BatchWrapper(Untraced):
         self._turns = Turns(is_on_gpu=False)
         self._current: Plan | None = None
         self._frozen: tuple[PlanOptions, Capacity, tuple[int, bool]] | None = None
+        self._frozen_logits = params.NO_LOGITS_ARRAYS
         # The last run that needed another variant than the planned one: its geometry, its variant.
         self._preferred: tuple[Geometry, Variant] | None = None
         self._known: _Known | None = None
@@ -294,9 +300,17 @@ class BatchWrapper(Untraced):
         return self._current
 
     def _install(
-        self, given: PlanOptions, batch: Batch, mask: Mask, split: tuple[int, bool]
+        self,
+        given: PlanOptions,
+        batch: Batch,
+        mask: Mask,
+        split: tuple[int, bool],
+        arrays: tuple[ArrayView, ...] = (),
     ) -> None:
-        """Make a batch the current plan; nothing changes if anything is wrong with it."""
+        """Make a batch the current plan; nothing changes if anything is wrong with it.
+
+        arrays: what the expressions of `given` read.
+        """
         if self._is_probe:
             self._measured = self._sizes(given, batch, mask, split)
             return
@@ -305,8 +319,19 @@ class BatchWrapper(Untraced):
         require_row_limit(batch, geometry.spec.group_size)
         if mask is not NO_MASK:
             mask.check(batch, self._workspace)
+        if geometry.spec.logits is not None:
+            same_device(self._workspace, **logits.check(geometry.spec, batch, arrays))
+            batch = logits.with_places(geometry.spec, batch)
         capacity = self._freeze(given, batch, mask, split) if self._is_graph else None
         plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
+        if arrays and geometry.spec.logits is not None:
+            plan.logits = plan.views = arrays
+            plan.packed_logits = params.pack_logits_arrays((v.ptr, v.shape) for v in arrays)
+        if self._frozen is not None and plan.packed_logits != self._frozen_logits:
+            raise PlanError(
+                "logits_params: has other arrays than the first plan of this wrapper, which a "
+                "captured graph reads; write into those, or use a separate wrapper"
+            )
         # --- 2. Schedule on the host ---
         made = self._schedule(plan)
         if given.device.kind == "cpu":
@@ -316,6 +341,7 @@ class BatchWrapper(Untraced):
             self._upload(plan, made)
         if capacity is not None and self._frozen is None:
             self._frozen = given, capacity, split
+            self._frozen_logits = plan.packed_logits
         plan.owner = self._turns.begin()
         self._current = plan
 
@@ -437,7 +463,7 @@ class BatchWrapper(Untraced):
             rotated = self._reserve_rotated(schedule) if schedule.rotated_bytes else 0
             owner = self._words.view, self._rotated.view
             plan.prepared[variant] = Prepared(launcher, schedule, words, owner, rotated)
-        views = []
+        views = list(plan.logits)
         if on_device is not None:
             held = int32_on_device(on_device, "kv_indices")
             array.acquire(self._workspace, held)

@@ -1,4 +1,4 @@
-"""The `cupyattn` command: `info`, `compile`, `cache` and `demo`."""
+"""The `cupyattn` command: `info`, `compile`, `cache`, `demo` and `bench`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from . import cache, info
+from . import bench, cache, info
 from . import compile as compiling
 
 # What shells say of a process that SIGPIPE ends.
@@ -50,5 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     info.add_parser(commands)
     compiling.add_parser(commands)
     cache.add_parser(commands)
+    bench.add_parser(commands)
     commands.add_parser("demo", help="the main job: a prefill and a decode loop, checked and timed")
     return parser

@@ -225,7 +225,8 @@ def _compile(tasks: Sequence[Task], outcome: _Outcome, jobs: int) -> None:
                 else:
                     outcome.builds.append(build)
                 was_work = build is None or not build.info.cached
-                progress.step(f"{name} {arch}", _cost(done.task).seconds, was_work)
+                nbytes = build.info.cubin_bytes if build else 0
+                progress.step(f"{name} {arch}", _cost(done.task).seconds, was_work, nbytes)
     finally:
         progress.close()
 

@@ -31,6 +31,7 @@ _COSTS = {
     "prefill_sm80": Cost(1.1, 127 * _KIB),
     "serving_metadata": Cost(1.2, 70 * _KIB),
     "store_kv": Cost(0.09, 16 * _KIB),
+    "wide_sm80": Cost(0.5, 88 * _KIB),
 }
 _BY_ARCH = {
     "sm_90a": {
@@ -38,6 +39,7 @@ _BY_ARCH = {
         "mixed_sm80": Cost(1.6, 161 * _KIB),
         "prefill_sm80": Cost(0.90, 96 * _KIB),
         "prefill_sm90": Cost(1.9, 154 * _KIB),
+        "wide_sm90": Cost(1.5, 137 * _KIB),
     }
 }
 _UNKNOWN = Cost(0.1, 16 * _KIB)

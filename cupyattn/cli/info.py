@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import metadata
 from typing import Any
 
 from .. import jit
@@ -18,6 +22,7 @@ from ..jit import cache
 from ..launch.tiles import sm90
 
 _MIB = 2**20
+_FRAMEWORKS = "numpy", "torch", "jax"
 
 
 def add_parser(commands: Any) -> None:
@@ -25,84 +30,153 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "info", help="what was found: GPU, CuPy, NVRTC, kernel cache, environment"
     )
+    parser.add_argument("--json", action="store_true", help="the same as JSON, for programs")
     parser.set_defaults(run=run)
 
 
-def run(_: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print it; 0."""
-    print("\n".join(info_lines()))
+    found = facts()
+    print(json.dumps(found, indent=2) if args.json else "\n".join(_lines(found)))
     return 0
 
 
-def info_lines() -> list[str]:
-    """What this machine offers, a line each. Works without a GPU and without CuPy."""
-    lines = [f"cupyattn     {__version__}"]
-    lines += [f"Python       {platform.python_version()}, {platform.system()} {platform.machine()}"]
-    lines += _gpu_lines()
-    lines += [f"prefill      {sm90.summary()}"]
-    lines += [f"NVRTC        {_nvrtc()}"]
+def facts() -> dict[str, Any]:
+    """What this machine offers, as plain values. Works without a GPU and without CuPy.
+
+    A part that could not be found out has an `error` in its place: what was said.
+    """
+    return {
+        "cupyattn": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "frameworks": {x: version(x) for x in _FRAMEWORKS},
+        **_gpu_facts(),
+        "nvrtc": _told(jit.nvrtc_version),
+        "kernels": _told(lambda: str(jit.kernels_dir())),
+        "hopper_head_dims": list(sm90.HEAD_DIMS),
+        "cache": _cache_facts(),
+        "environment": {x.name: os.environ.get(x.name) for x in env.ALL},
+    }
+
+
+def version(name: str) -> str | None:
+    """The version of a package that is installed, without importing it."""
     try:
-        lines += [f"kernels      {jit.kernels_dir()}"]
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _told(find: Callable[[], str]) -> Any:
+    try:
+        return find()
     except CupyAttnError as error:
-        lines += [f"kernels      {error}"]
-    lines += _cache_lines()
+        return {"error": str(error)}
+
+
+def _gpu_facts() -> dict[str, Any]:
+    try:
+        cupy = cupy_module()
+    except DeviceError as error:
+        return {"cupy": {"error": str(error)}, "driver": None, "gpus": []}
+    runtime = cupy.cuda.runtime
+    try:
+        count = runtime.getDeviceCount()
+        driver = runtime.driverGetVersion()
+    except runtime.CUDARuntimeError as error:
+        return {"cupy": cupy.__version__, "driver": {"error": str(error)}, "gpus": []}
+    name = f"CUDA {driver // 1000}.{driver % 1000 // 10}"
+    return {"cupy": cupy.__version__, "driver": name, "gpus": [_gpu(i) for i in range(count)]}
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    try:
+        return asdict(device_props(index))
+    except CupyAttnError as error:
+        return {"index": index, "error": str(error)}
+
+
+def _cache_facts() -> Any:
+    try:
+        places = cache.places()
+    except CupyAttnError as error:
+        return {"error": str(error)}
+    found = []
+    for place in places:
+        count, nbytes = cache.contents(place)
+        access = cache.problem(place) or ("writable" if is_writable(place.path) else "read-only")
+        kind = "fallback" if place.is_private else "cache"
+        found.append(
+            {
+                "kind": kind,
+                "path": str(place.path),
+                "access": access,
+                "kernels": count,
+                "bytes": nbytes,
+            }
+        )
+    return found
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    """The facts for readers, a line each."""
+    lines = [
+        f"cupyattn     {found['cupyattn']}",
+        f"Python       {found['python']}, {found['platform']}",
+        f"frameworks   {_frameworks(found['frameworks'])}",
+    ]
+    lines += _gpu_lines(found)
+    dims = ", ".join(found["hopper_head_dims"])
+    lines += [
+        f"prefill      Hopper's own kernels for head dims {dims}; options: docs/support.md",
+        f"NVRTC        {_shown(found['nvrtc'])}",
+        f"kernels      {_shown(found['kernels'])}",
+    ]
+    lines += _cache_lines(found["cache"])
     lines += ["environment"]
     for variable in env.ALL:
-        value = os.environ.get(variable.name)
+        value = found["environment"][variable.name]
         shown = "not set" if value is None else f"= {value}"
         lines += [f"  {variable.name} {shown}: {variable.doc}"]
     return lines
 
 
-def _cache_lines() -> list[str]:
-    try:
-        places = cache.places()
-    except CupyAttnError as error:
-        return [f"cache        {error}"]
-    lines = []
-    for place in places:
-        count, nbytes = cache.contents(place)
-        access = cache.problem(place) or ("writable" if is_writable(place.path) else "read-only")
-        label = "fallback" if place.is_private else "cache"
-        lines += [f"{label:12} {place.path} ({access}): {count} kernels, {nbytes / _MIB:.1f} MiB"]
-    return lines or ["cache        none: no folder can be written"]
+def _shown(value: Any) -> str:
+    return str(value["error"] if isinstance(value, dict) else value)
 
 
-def _gpu_lines() -> list[str]:
-    try:
-        cupy = cupy_module()
-    except DeviceError as error:
-        return [
-            f"CuPy         {str(error).removeprefix('CuPy ')}",
-            "GPU          none without CuPy: NumPy and other CPU arrays run on the reference",
-        ]
-    lines = [f"CuPy         {cupy.__version__}"]
-    runtime = cupy.cuda.runtime
-    try:
-        count = runtime.getDeviceCount()
-        version = runtime.driverGetVersion()
-        lines += [f"driver       CUDA {version // 1000}.{version % 1000 // 10}"]
-    except runtime.CUDARuntimeError as error:
-        lines += [f"GPU          none usable ({error})"]
-        return [*lines, "             NumPy and other CPU arrays run on the reference"]
-    for index in range(count):
-        lines += [f"GPU {index}        {_gpu(index)}"]
-    return lines or ["GPU          none"]
+def _frameworks(found: dict[str, str | None]) -> str:
+    return ", ".join(f"{name} {known}" for name, known in found.items() if known) or "none"
 
 
-def _gpu(index: int) -> str:
-    try:
-        props = device_props(index)
-    except CupyAttnError as error:
-        return str(error)
+def _gpu_lines(found: dict[str, Any]) -> list[str]:
+    nothing = "NumPy and other CPU arrays run on the reference"
+    cupy, driver = found["cupy"], found["driver"]
+    lines = [f"CuPy         {_shown(cupy).removeprefix('CuPy ')}"]
+    if isinstance(cupy, dict):
+        return [*lines, f"GPU          none without CuPy: {nothing}"]
+    if isinstance(driver, dict):
+        return [*lines, f"GPU          none usable ({driver['error']})", f"             {nothing}"]
+    lines += [f"driver       {driver}"]
+    lines += [f"GPU {gpu['index']}        {_gpu_line(gpu)}" for gpu in found["gpus"]]
+    return lines if found["gpus"] else [*lines, "GPU          none"]
+
+
+def _gpu_line(gpu: dict[str, Any]) -> str:
+    if "error" in gpu:
+        return str(gpu["error"])
     return (
-        f"{props.name}: {props.arch}, {props.num_sms} SMs, {props.max_smem_per_block // 1024} KiB "
-        f"of shared memory a block, {props.l2_bytes / _MIB:.0f} MiB of L2"
+        f"{gpu['name']}: {gpu['arch']}, {gpu['num_sms']} SMs, {gpu['max_smem_per_block'] // 1024} "
+        f"KiB of shared memory a block, {gpu['l2_bytes'] / _MIB:.0f} MiB of L2"
     )
 
 
-def _nvrtc() -> str:
-    try:
-        return jit.nvrtc_version()
-    except CupyAttnError as error:
-        return str(error)
+def _cache_lines(found: Any) -> list[str]:
+    if isinstance(found, dict):
+        return [f"cache        {found['error']}"]
+    lines = []
+    for place in found:
+        size = f"{place['kernels']} kernels, {place['bytes'] / _MIB:.1f} MiB"
+        lines += [f"{place['kind']:12} {place['path']} ({place['access']}): {size}"]
+    return lines or ["cache        none: no folder can be written"]

@@ -9,11 +9,14 @@ from typing import Any
 
 from ..core import dtypes
 from ..core.parse import require_int
+from ..core.problem import LATENT_HEAD_DIMS
 from ..errors import ArgumentError, UnsupportedError
-from ..launch.instances import Selection
+from ..launch.instances import OPERATIONS, Selection
 
 # Names of head dims that are not attention's, by their first part.
 _OTHER_LAYERS = ("linear_", "mamba_")
+_ORDINARY = tuple(name for name in OPERATIONS if name != "mla")
+_LATENT = "prefill", "mla", "append", "merge", "page"
 
 
 def read(path: Path, given: Container[str] = ()) -> Selection:
@@ -28,19 +31,34 @@ def read(path: Path, given: Container[str] = ()) -> Selection:
     inner = config.get("text_config")
     if "num_attention_heads" not in config and isinstance(inner, dict):
         config = {"dtype": config.get("dtype"), "torch_dtype": config.get("torch_dtype"), **inner}
-    if config.get("kv_lora_rank"):
-        raise UnsupportedError(
-            "--model: kv_lora_rank: multi-head latent attention has no decode kernels; for its "
-            "prompts give --op prefill and --head-dim instead of --model"
-        )
-    fields: dict[str, Any] = {"options": (_options(config),)}
-    if "groups" not in given:
+    is_latent = bool(config.get("kv_lora_rank"))
+    fields: dict[str, Any] = {"options": (_options(config),), "operations": _ORDINARY}
+    if is_latent:
+        fields |= _latent(config, given)
+    elif "groups" not in given:
         fields["groups"] = (_group(config),)
-    if "head_dims" not in given:
+    if not is_latent and "head_dims" not in given:
         fields["head_dims"] = (_head_dims(config),)
     if "dtypes" not in given:
         fields["dtypes"] = (_dtypes(config),)
     return Selection(**fields)
+
+
+def _latent(config: Mapping[str, Any], given: Container[str]) -> dict[str, Any]:
+    """What a model of latent attention needs: its prompts as heads of their own, without a cache of
+    theirs, and everything else in absorbed form."""
+    latent = _count(config, "kv_lora_rank"), _count(config, "qk_rope_head_dim")
+    if latent not in LATENT_HEAD_DIMS:
+        wanted = ", ".join(f"{a} and {b}" for a, b in LATENT_HEAD_DIMS)
+        raise UnsupportedError(
+            f"--model: kv_lora_rank, qk_rope_head_dim: no kernels for {latent[0]} and {latent[1]}; "
+            f"wanted {wanted}"
+        )
+    fields: dict[str, Any] = {"operations": _LATENT, "groups": (1,), "page_sizes": (0,)}
+    if "head_dims" not in given:
+        qk = _count(config, "qk_nope_head_dim") + latent[1]
+        fields["head_dims"] = ((qk, _count(config, "v_head_dim")),)
+    return fields
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -20,16 +20,17 @@ class Progress:
         self, count: int, weight: float, stream: TextIO, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._count, self._left, self._stream, self._now = count, weight, stream, now
-        self._done, self._worked, self._label = 0, 0.0, ""
+        self._done, self._worked, self._bytes, self._label = 0, 0.0, 0, ""
         self._start = self._said = now()
         self._is_terminal = stream.isatty()
 
-    def step(self, label: str, weight: float, was_work: bool = True) -> None:
-        """One step is done. was_work: False if it took no time."""
+    def step(self, label: str, weight: float, was_work: bool = True, nbytes: int = 0) -> None:
+        """One step is done, and left `nbytes`. was_work: False if it took no time."""
         shares = SHARES * self._done // self._count
         self._done += 1
         self._left = max(0.0, self._left - weight)
         self._worked += weight * was_work
+        self._bytes += nbytes
         self._label = label
         self.tick(SHARES * self._done // self._count > shares)
 
@@ -51,7 +52,8 @@ class Progress:
 
     def _text(self, now: float) -> str:
         elapsed = now - self._start
-        text = f"{self._done}/{self._count} kernels in {duration(elapsed)}"
+        size = f", {self._bytes / 2**20:.1f} MiB," if self._bytes else ""
+        text = f"{self._done}/{self._count} kernels{size} in {duration(elapsed)}"
         if self._done == self._count or not self._worked:
             return text
         return f"{text}, about {duration(elapsed * self._left / self._worked)} left"

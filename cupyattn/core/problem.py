@@ -10,14 +10,18 @@ from dataclasses import dataclass
 from ..errors import ArgumentError, UnsupportedError
 from . import dtypes
 from .dtypes import DType
+from .logits import LogitsExpression
 
 KV_LAYOUTS = ("NHD", "HND")
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 # Forms of a custom mask, in the order of kernels/cupyattn/attention/mask.cuh.
-MASK_FORMS = ("whole", "rows", "runs")
+MASK_FORMS = ("whole", "rows", "runs", "expression")
 MAX_HEAD_DIM = 256
 # Head dims of q and k, and of v, beyond that; and latent and rope columns of latent attention.
 WIDE_HEAD_DIMS = (256, 512), (512, 512), (512, 256)
+# Scales of latent keys of fp8: one for all, one for each token, or four in rows of 656 bytes, whose
+# rope columns are bfloat16 (reference/latent_rows.py); as in attention/wide_sm90_traits.cuh.
+KEY_SCALES = ("", "tokens", "rows")
 LATENT_HEAD_DIMS = (512, 64), (512, 0), (256, 64), (256, 0)
 # Lengths are 32-bit in the kernels, which read indices up to a tile beyond the end.
 MAX_LENGTH = 2**31 - 1 - 64
@@ -31,8 +35,10 @@ class AttentionProblem:
     a 16-byte boundary; `prescale_logits` that the logit scale is not one positive number for all
     heads, so that it cannot be folded into the softmax; `paged` that keys are found through a page
     table, `own_value_pages` that values are found through another; `mask_form` what a custom mask
-    holds: bits of all keys, of a request's last keys, or runs; `latent` that a value is the first
-    head_dim_vo columns of its key, `sparse` that a list names each key. Causality, windows, sinks,
+    holds: bits of all keys, of a request's last keys, runs, or an expression of `logits`, which are
+    the caller's own; `latent` that a value is the first
+    head_dim_vo columns of its key, `sparse` that a list names each key, `key_scales` which scales
+    latent keys have (KEY_SCALES). Causality, windows, sinks,
     scales and LSE are run-time facts: they cost nothing when off, so they do not multiply the
     number of kernels.
     """
@@ -52,6 +58,8 @@ class AttentionProblem:
     own_value_pages: bool = False
     latent: bool = False
     sparse: bool = False
+    key_scales: str = ""
+    logits: LogitsExpression | None = None
 
     @property
     def is_wide(self) -> bool:
@@ -59,9 +67,24 @@ class AttentionProblem:
         return self.latent or max(self.head_dim_qk, self.head_dim_vo) > MAX_HEAD_DIM
 
     @property
+    def transforms_logits(self) -> bool:
+        """Whether an expression of the caller's takes the place of each logit."""
+        return self.logits is not None and self.logits.transform is not None
+
+    @property
+    def biases_logits(self) -> bool:
+        """Whether a logit takes facts of its place: ALiBi, or an expression."""
+        return self.pos_encoding == "ALIBI" or self.transforms_logits
+
+    @property
+    def has_long_transform(self) -> bool:
+        """Whether an expression takes registers that a tile of the usual size does not leave."""
+        return self.logits is not None and self.logits.is_long
+
+    @property
     def reads_rows(self) -> bool:
-        """Whether a logit takes facts of its row: a scale or a slope."""
-        return self.prescale_logits or self.pos_encoding == "ALIBI"
+        """Whether a logit takes facts of its row: a scale, a slope, or what an expression reads."""
+        return self.prescale_logits or self.biases_logits
 
     def check_dtypes(self) -> None:
         """Raise UnsupportedError or ArgumentError unless the dtypes make sense on any device."""
@@ -94,6 +117,12 @@ class AttentionProblem:
             )
         if self.is_wide:
             self._check_wide()
+            if self.logits is not None:
+                name = "mask_fn" if self.logits.transform is None else "logits_transform"
+                raise UnsupportedError(
+                    f"{name}: is not supported with head dims {self.head_dim_qk} and "
+                    f"{self.head_dim_vo}; wanted head dims up to {MAX_HEAD_DIM}"
+                )
             return
         for label, dim in (("qk", self.head_dim_qk), ("vo", self.head_dim_vo)):
             if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:

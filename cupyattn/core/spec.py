@@ -7,6 +7,7 @@ from typing import Any
 
 from . import dtypes
 from .dtypes import DType
+from .logits import LogitsExpression
 from .problem import AttentionProblem
 
 
@@ -24,6 +25,7 @@ class AttentionSpec:
     logits_soft_cap  0 for none
     latent        a value is the first head_dim_vo columns of its key
     sparse        a list names the rows of the cache that are keys, and negative numbers for none
+    logits        expressions of the caller's; a mask of its own has mask_form "expression"
     """
 
     num_qo_heads: int
@@ -48,6 +50,7 @@ class AttentionSpec:
     value_pages: int = 0
     latent: bool = False
     sparse: bool = False
+    logits: LogitsExpression | None = None
 
     @property
     def right_limit(self) -> int:
@@ -77,6 +80,7 @@ class AttentionSpec:
             own_value_pages=self.value_pages > 0,
             latent=self.latent,
             sparse=self.sparse,
+            logits=None if self.logits is None else self.logits.compiled,
         )
 
     def with_row_mask(self) -> AttentionSpec:
@@ -101,4 +105,5 @@ class AttentionSpec:
             "pos_encoding_mode": self.pos_encoding,
             "rope_scale": self.rope_scale,
             "rope_theta": self.rope_theta,
+            "logits": self.logits,
         }

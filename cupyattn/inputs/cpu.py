@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -36,14 +36,17 @@ def attend(
     q: np.ndarray,
     requests: Iterable[Request],
     extras: Mapping[str, ArrayView | None],
+    logits_arrays: Sequence[ArrayView] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
     """(o [rows, num_qo_heads, head_dim_vo] in dtype_o, lse [rows, num_qo_heads] in float64).
 
     An fp8 output is rounded to nearest, and saturated.
 
-    extras: sinks, scale_q, scale_k and scale_v by name. Rows of no request have 0 and -inf.
+    extras: sinks, scale_q, scale_k and scale_v by name. logits_arrays: what spec.logits reads, in
+    its order. Rows of no request have 0 and -inf.
     """
     given: dict[str, Any] = {name: array.as_numpy(v) for name, v in extras.items() if v is not None}
+    given["logits_arrays"] = [array.as_numpy(v) for v in logits_arrays]
     o = np.zeros((len(q), spec.num_qo_heads, spec.head_dim_vo))
     lse = np.full(o.shape[:-1], -np.inf)
     for rows, k, v, mask, answered, options in requests:

@@ -35,7 +35,7 @@ def progression(count: int, first: int, step: int, like: ArrayView) -> Any:
     if like.device.kind == "cuda" and cuda().is_capturing(array.current_stream(like)):
         return fresh_progression(count, first, step, like)
     values = first + step * np.arange(count, dtype=np.int64)
-    made = array.from_numpy(values.astype(_dtype(count, first, step).numpy), like)
+    made = array.constant(values.astype(_dtype(count, first, step).numpy), like)
     with _lock:
         if len(_kept) >= _MAX_KEPT:
             _kept.clear()

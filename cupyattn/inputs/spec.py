@@ -9,6 +9,7 @@ import numpy as np
 
 from ..core import dtypes, parse
 from ..core.dtypes import DType
+from ..core.logits import LogitsExpression
 from ..core.problem import MAX_LENGTH
 from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, UnsupportedError
@@ -33,11 +34,12 @@ class Given(NamedTuple):
     value_pages: int = 0
     latent: bool = False
     sparse: bool = False
+    logits: LogitsExpression | None = None
 
     @property
     def is_constant(self) -> bool:
         """Whether equal options always mean the same: a tensor may change its value."""
-        kinds = (str, int, float, np.generic)
+        kinds = (str, int, float, np.generic, LogitsExpression)
         return all(x is None or isinstance(x, kinds) for x in self._replace(o_dtype=None))
 
 
@@ -67,6 +69,12 @@ def make_spec(
     sm_scale = parse.finite(given.sm_scale, "sm_scale", default_scale)
     sm_scale *= parse.finite(given.q_scale, "q_scale", 1.0)
     sm_scale *= parse.finite(given.k_scale, "k_scale", 1.0)
+    pos_encoding = parse.pos_encoding_mode(given.pos_encoding_mode)
+    soft_cap, logits = parse.soft_cap(given.logits_soft_cap), given.logits
+    if logits is not None:
+        soft_cap, logits = check_logits(logits, pos_encoding, soft_cap, mask_form)
+        if logits is not None and logits.mask is not None:
+            mask_form = "expression"
     spec = AttentionSpec(
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
@@ -81,8 +89,8 @@ def make_spec(
         causal=causal,
         window_left=parse.window(given.window_left, "window_left"),
         window_right=parse.window(given.window_right, "window_right"),
-        pos_encoding=parse.pos_encoding_mode(given.pos_encoding_mode),
-        logits_soft_cap=parse.soft_cap(given.logits_soft_cap),
+        pos_encoding=pos_encoding,
+        logits_soft_cap=soft_cap,
         sm_scale=parse.finite(sm_scale, "sm_scale", 1.0),
         output_scale=parse.finite(given.v_scale, "v_scale", 1.0),
         rope_scale=parse.positive(given.rope_scale, "rope_scale", 1.0),
@@ -90,9 +98,44 @@ def make_spec(
         value_pages=given.value_pages,
         latent=given.latent,
         sparse=given.sparse,
+        logits=logits,
     )
     spec.problem().check_dtypes()
     return spec
+
+
+def check_logits(
+    logits: LogitsExpression, pos_encoding: str, soft_cap: float, mask_form: str | None
+) -> tuple[float, LogitsExpression | None]:
+    """(soft cap, expressions) of a call: a transform that is the soft cap becomes that option.
+
+    Raises UnsupportedError for options that an expression would have to take in.
+    """
+    if logits.mask is not None and mask_form is not None:
+        raise UnsupportedError(
+            "mask_fn: is not supported beside a custom mask; pass the mask as an array in "
+            "logits_params and write mask_fn='... && seen[q_row, kv_idx]'"
+        )
+    if mask_form == "whole" and logits.reads("batch"):
+        raise UnsupportedError(
+            "logits_transform: reads batch, which is not supported beside custom_mask; pass the "
+            "mask as an array in logits_params and name it in mask_fn"
+        )
+    if logits.transform is None:
+        return soft_cap, logits
+    if soft_cap:
+        raise UnsupportedError(
+            f"logits_soft_cap: got {soft_cap:g} with logits_transform; write it in the expression, "
+            f"as {soft_cap:g} * tanh(logit / {soft_cap:g})"
+        )
+    if pos_encoding == "ALIBI":
+        raise UnsupportedError(
+            "pos_encoding_mode: got 'ALIBI' with logits_transform; write it in the expression, as "
+            "logit + slopes[head] * (kv_idx - q_idx)"
+        )
+    if logits.soft_cap:
+        return logits.soft_cap, logits.without_transform()
+    return 0.0, logits
 
 
 def require_group(

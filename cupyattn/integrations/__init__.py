@@ -4,4 +4,7 @@ needed by the rest of the library:
 torch         torch.ops.cupyattn.*, and calls inside torch.compile's graphs
 transformers  attn_implementation="cupyattn" in transformers' models
 jax           calls inside jax.jit
+minisgl       attention_backend="cupyattn" in mini-sglang
+sglang        --attention-backend cupyattn, as a plug-in
+vllm          --attention-backend CUSTOM and CUPYATTN_MLA, as a plug-in
 """

@@ -12,14 +12,21 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from .. import dot_product, page
+from .. import cascade, dot_product, mla, page
 from ..array import CPU, ArrayView, Device, as_cupy, as_numpy
 from ..core import dtypes
 from ..core.cupy_module import cupy_module
 from ..errors import ArgumentError, UnsupportedError
+from ..inputs.workspace import on_device
 from .xla_ffi import Buffer, Frame, handler
 
-__all__ = ["append_paged_kv_cache", "dot_product_attention"]
+__all__ = [
+    "append_paged_kv_cache",
+    "dot_product_attention",
+    "merge_state",
+    "merge_states",
+    "trtllm_batch_decode_with_kv_cache_mla",
+]
 
 _TARGET = "cupyattn_call"
 
@@ -129,6 +136,80 @@ def append_paged_kv_cache(
     return tuple(made) if is_pair else made[0]
 
 
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: Any,
+    kv_cache: Any,
+    workspace_buffer: None,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Any,
+    seq_lens: Any,
+    max_seq_len: int,
+    sparse_mla_top_k: int = 0,
+    *,
+    bmm1_scale: float = 1.0,
+    bmm2_scale: float = 1.0,
+    sinks: Any = None,
+    return_lse: bool = False,
+    cum_seq_lens_q: Any = None,
+    max_q_len: int | None = None,
+    sparse_mla_top_k_lens: Any = None,
+) -> Any:
+    """`cupyattn.mla.trtllm_batch_decode_with_kv_cache_mla` of JAX arrays or tracers; workspaces are
+    memory of the call.
+
+    Arrays may be traced; dimensions, scales and max_seq_len are constants of the compiled function.
+    Returns as that function does. Errors and vmap as in `dot_product_attention` here.
+    """
+    if workspace_buffer is not None:
+        raise UnsupportedError("workspace_buffer: JAX arrays cannot be written; pass None")
+    arrays = {
+        "query": query,
+        "kv_cache": kv_cache,
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+        "sinks": sinks,
+        "cum_seq_lens_q": cum_seq_lens_q,
+        "sparse_mla_top_k_lens": sparse_mla_top_k_lens,
+    }
+    constants = {
+        "qk_nope_head_dim": qk_nope_head_dim,
+        "kv_lora_rank": kv_lora_rank,
+        "qk_rope_head_dim": qk_rope_head_dim,
+        "max_seq_len": max_seq_len,
+        "sparse_mla_top_k": sparse_mla_top_k,
+        "bmm1_scale": bmm1_scale,
+        "bmm2_scale": bmm2_scale,
+        "max_q_len": max_q_len,
+    }
+    rows = tuple(query.shape[:-1])
+    outputs = [((*rows, kv_lora_rank), query.dtype)]
+    if return_lse:
+        outputs.append((rows, "float32"))
+    made = _call("trtllm_batch_decode_with_kv_cache_mla", arrays, constants, outputs)
+    return (made[0], made[1]) if return_lse else made[0]
+
+
+def merge_state(
+    v_a: Any, s_a: Any, v_b: Any, s_b: Any, *, lse_base_on_e: bool = False
+) -> tuple[Any, Any]:
+    """`cupyattn.merge_state` of JAX arrays or tracers: (v [n, H, D], s float32 [n, H])."""
+    arrays = {"v_a": v_a, "s_a": s_a, "v_b": v_b, "s_b": s_b}
+    outputs = [(v_a.shape, v_a.dtype), (v_a.shape[:-1], "float32")]
+    out, lse = _call("merge_state", arrays, {"lse_base_on_e": lse_base_on_e}, outputs)
+    return out, lse
+
+
+def merge_states(v: Any, s: Any, *, lse_base_on_e: bool = False) -> tuple[Any, Any]:
+    """`cupyattn.merge_states` of JAX arrays or tracers, v [n, m, H, D] and s [n, m, H]."""
+    shape = (v.shape[0], *v.shape[2:])
+    outputs = [(shape, v.dtype), (shape[:-1], "float32")]
+    constants = {"lse_base_on_e": lse_base_on_e}
+    out, lse = _call("merge_states", {"v": v, "s": s}, constants, outputs)
+    return out, lse
+
+
 # --- the call site, while JAX traces ---
 
 
@@ -204,17 +285,45 @@ def _register() -> tuple[Any, ...]:
 
 def _on_cpu(frame: Frame) -> None:
     inputs, outputs = ([_as_numpy(x) for x in xs] for xs in (frame.inputs(), frame.outputs()))
-    _run(frame.text(), inputs, outputs)
+    _prepare(frame.text(), inputs, outputs)()
 
 
 def _on_gpu(frame: Frame) -> None:
-    inputs, outputs = frame.inputs(), frame.outputs()
-    cupy = cupy_module()
-    owned = next((x.ptr for x in (*inputs, *outputs) if x.ptr), 0)
-    index = cupy.cuda.runtime.pointerGetAttributes(owned).device if owned else 0
-    with cupy.cuda.Device(index), _stream(frame.stream()):
-        arrays = ([_as_cupy(x, index) for x in xs] for xs in (inputs, outputs))
-        _run(frame.text(), *arrays)
+    inputs, outputs, stream = frame.inputs(), frame.outputs(), frame.stream()
+    index = _device_of(stream) if stream else _owner((*inputs, *outputs))
+    if index is None:
+        index = _remember_device(stream, (*inputs, *outputs))
+    with on_device(index), _stream(stream):
+        _gpu_call(frame.text(), inputs, outputs, index)()
+
+
+@functools.lru_cache(maxsize=4096)
+def _gpu_call(
+    text: bytes, inputs: tuple[Buffer, ...], outputs: tuple[Buffer, ...], index: int
+) -> Callable[[], None]:
+    """The call of a call site on these buffers, its arrays made: a compiled function gets the same
+    memory of XLA each time that it runs."""
+    arrays = ([_as_cupy(x, index) for x in xs] for xs in (inputs, outputs))
+    return _prepare(text, *arrays)
+
+
+# The device of each stream.
+_devices: dict[int, int] = {}
+_device_of = _devices.get
+
+
+def _remember_device(stream: int, buffers: tuple[Buffer, ...]) -> int:
+    index = _owner(buffers)
+    if any(x.ptr for x in buffers):
+        _devices[stream] = index
+    return index
+
+
+def _owner(buffers: tuple[Buffer, ...]) -> int:
+    """The device that the memory of a call is on."""
+    runtime = cupy_module().cuda.runtime
+    owned = next((x.ptr for x in buffers if x.ptr), 0)
+    return int(runtime.pointerGetAttributes(owned).device) if owned else 0
 
 
 class _XlaStream:
@@ -255,17 +364,48 @@ def _view(buffer: Buffer, device: Device) -> ArrayView:
     )
 
 
-def _run(text: bytes, inputs: list[Any], outputs: list[Any]) -> None:
-    """Make the call that a call site names, from its inputs to its outputs."""
+def _prepare(text: bytes, inputs: list[Any], outputs: list[Any]) -> Callable[[], None]:
+    """The call that a call site names, from its inputs to its outputs."""
     name, names, constants = _parse(text)
     arrays = dict(zip(names, inputs, strict=True))
-    _RUNS[name](arrays, constants, outputs)
+    prepare = _PREPARES.get(name)
+    if prepare is not None:
+        return prepare(arrays, constants, outputs)
+    return functools.partial(_RUNS[name], arrays, constants, outputs)
 
 
 @functools.lru_cache(maxsize=4096)
 def _parse(text: bytes) -> tuple[str, list[str], dict[str, Any]]:
     name, names, constants = json.loads(text)
     return name, names, constants
+
+
+def _attention(
+    arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any]
+) -> Callable[[], None]:
+    """Attention; of one dense request, whose arrays are cut here and not at each call."""
+    q, k, v = (arrays[name] for name in ("query", "key", "value"))
+    is_dense = len(arrays) == 3 and all(len(x.shape) == 4 and x.shape[0] == 1 for x in (q, k, v))
+    if not is_dense or len(outputs) > 1:
+        return functools.partial(_attend, arrays, constants, outputs)
+    window = dot_product._window(constants["local_window_size"])
+    options = {
+        "softmax_scale": constants["scale"],
+        "causal": bool(constants["is_causal"]),
+        "window_size": window,
+        "softcap": constants["logits_soft_cap"] or 0.0,
+        "out": outputs[0],
+        "return_softmax_lse": False,
+    }
+    function, parts, named = dot_product.single_call(q, k, v, q.shape[1], options)
+
+    def attend() -> None:
+        try:
+            function(*parts, **named)
+        except (ArgumentError, UnsupportedError) as error:
+            raise dot_product.renamed(error) from error
+
+    return attend
 
 
 def _attend(arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any]) -> None:
@@ -284,7 +424,30 @@ def _append(arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any
     page.append_paged_kv_cache(**given, **constants, paged_kv_cache=cache)
 
 
-_RUNS: dict[str, Callable[[dict[str, Any], dict[str, Any], list[Any]], None]] = {
+def _attend_latent(arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any]) -> None:
+    out, lse = outputs[0], outputs[1] if len(outputs) > 1 else None
+    mla.trtllm_batch_decode_with_kv_cache_mla(
+        **arrays,
+        **constants,
+        workspace_buffer=None,
+        out=out,
+        lse=lse,
+        return_lse=lse is not None,
+    )
+
+
+def _merge(function: Any, arrays: dict[str, Any], constants: dict[str, Any], to: list[Any]) -> None:
+    function(**arrays, **constants, out=to[0], lse=to[1])
+
+
+_Run = Callable[[dict[str, Any], dict[str, Any], list[Any]], None]
+_RUNS: dict[str, _Run] = {
     "append_paged_kv_cache": _append,
     "dot_product_attention": _attend,
+    "merge_state": functools.partial(_merge, cascade.merge_state),
+    "merge_states": functools.partial(_merge, cascade.merge_states),
+    "trtllm_batch_decode_with_kv_cache_mla": _attend_latent,
 }
+# Calls with work that their buffers' addresses decide, done once for these.
+_Prepare = Callable[[dict[str, Any], dict[str, Any], list[Any]], Callable[[], None]]
+_PREPARES: dict[str, _Prepare] = {"dot_product_attention": _attention}

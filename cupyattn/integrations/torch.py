@@ -8,6 +8,7 @@ them. There is no backward pass: tensors that require grad are refused where gra
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import weakref
 from typing import Any
@@ -17,10 +18,12 @@ from ..core import tracing
 from .torch_calls import (
     APPEND,
     CALLS,
+    PLAIN,
     RUN,
     Call,
     answer_dtype,
     forms,
+    plain_shapes,
     planned_spec,
     refuse_grad,
     unknown,
@@ -52,6 +55,8 @@ def register() -> None:
             library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
             _implement(library, name, _operator(call, form), _fake(call, form))
         _substitute(call.function, _traced(call))
+    for module, schema in PLAIN:
+        _open_plain(library, module, schema)
     library.define(APPEND, tags=(torch.Tag.pt2_compliant_tag,))
     _implement(library, "append_paged_kv_cache", _append, _fake_append)
     _substitute(page.append_paged_kv_cache, _traced_append)
@@ -184,6 +189,37 @@ def _plain(name: str, x: Any) -> Any:
     if name.startswith("max_") and hasattr(x, "shape"):
         return None  # a bound in memory, which only speeds up
     return x
+
+
+# --- calls with one form ---
+
+
+def _open_plain(library: Any, module: str, schema: str) -> None:
+    import torch
+
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.partition("(")[0]
+    function = getattr(importlib.import_module(f"cupyattn.{module}"), name)
+
+    def fake(*args: Any, **named: Any) -> Any:
+        first = args[0] if args else next(iter(named.values()))
+        refuse_grad([*enumerate(args), *named.items()])
+        shapes = plain_shapes(name, first)
+        if shapes is None:
+            return None
+        return first.new_empty(shapes[0]), first.new_empty(shapes[1], dtype=torch.float32)
+
+    _implement(library, name, function, fake)
+    operator = getattr(torch.ops.cupyattn, name).default
+    known = {x.name for x in operator._schema.arguments}
+
+    def traced(*args: Any, **named: Any) -> Any:
+        for other, x in named.items():
+            if other not in known and x is not None:
+                raise unknown(name, other)
+        return operator(*args, **{n: x for n, x in named.items() if n in known})
+
+    _substitute(function, traced)
 
 
 # --- pages ---

@@ -39,6 +39,11 @@ def _heads_first(q: str, v: str) -> Shapes:
     return shapes
 
 
+def _latent(given: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    lead = tuple(given["query"].shape[:-1])
+    return (*lead, given["kv_lora_rank"]), lead
+
+
 def _values(x: Any) -> Any:
     """The values of a cache, which may be one tensor or a list (K, V)."""
     return x[-1] if isinstance(x, (list, tuple)) else x
@@ -212,7 +217,52 @@ CALLS = (
         _rows_first("query", "kv_cache"),
         ignored=("enable_pdl", "multi_ctas_kv_counter_buffer", "use_fp16_softmax"),
     ),
+    Call(
+        "mla",
+        "trtllm_batch_decode_with_kv_cache_mla",
+        "Tensor query, Tensor[] kv_cache, Tensor? workspace_buffer, SymInt qk_nope_head_dim, "
+        "SymInt kv_lora_rank, SymInt qk_rope_head_dim, Tensor block_tables, Tensor seq_lens, "
+        "SymInt max_seq_len, SymInt sparse_mla_top_k=0, float bmm1_scale=1.0, float bmm2_scale="
+        "1.0, Tensor? sinks=None, Tensor? cum_seq_lens_q=None, SymInt? max_q_len=None, Tensor? "
+        "sparse_mla_top_k_lens=None",
+        _latent,
+        ignored=(
+            *("enable_pdl", "backend", "is_var_seq", "uses_shared_paged_kv_idx", "cute_dsl_impl"),
+            *("kv_scale_format", "multi_ctas_kv_counter_buffer", "use_fp16_softmax"),
+            "skip_softmax_threshold_scale_factor",
+        ),
+    ),
 )
+
+# Calls with one form: where they are, and schemas with what they write.
+PLAIN = (
+    (
+        "cascade",
+        "merge_state(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, *, bool lse_base_on_e=False) "
+        "-> (Tensor, Tensor)",
+    ),
+    (
+        "cascade",
+        "merge_states(Tensor v, Tensor s, *, bool lse_base_on_e=False) -> (Tensor, Tensor)",
+    ),
+    (
+        "slots",
+        "reshape_and_cache(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor "
+        'slot_mapping, str kv_layout="NHD", *, float? k_scale=None, float? v_scale=None, Tensor? '
+        "slot_map=None) -> ()",
+    ),
+)
+
+
+def plain_shapes(name: str, first: Any) -> tuple[Any, Any] | None:
+    """Shapes of (v, s) of a merge, by its first argument; None of a call that writes."""
+    if name == "reshape_and_cache":
+        return None
+    shape = tuple(first.shape)
+    if name == "merge_states":
+        shape = (shape[0], *shape[2:])
+    return shape, shape[:-1]
+
 
 APPEND = (
     "append_paged_kv_cache(Tensor append_key, Tensor append_value, Tensor batch_indices, Tensor "

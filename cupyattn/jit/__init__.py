@@ -14,4 +14,6 @@ from .module import Kernel as Kernel
 from .module import build as build
 from .module import load as load
 from .source import Config as Config
+from .source import Constant as Constant
+from .source import Members as Members
 from .source import kernels_dir as kernels_dir

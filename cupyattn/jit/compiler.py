@@ -87,10 +87,16 @@ def compile_cubin(program: Program, arch: str) -> Compiled:
     """
     require_arch(arch)
     nvrtc = _nvrtc()
-    handle = nvrtc.createProgram(program.text, str(program.entry_path), (), ())
+    folder = program.include_folder
+    names = () if folder else tuple(program.includes)
+    # CuPy encodes the program, but not the headers.
+    texts = tuple(program.includes[name].encode() for name in names)
+    encoded = tuple(name.encode() for name in names)
+    where = (f"-I{folder}",) if folder else ()
+    handle = nvrtc.createProgram(program.text, str(program.entry_path), texts, encoded)
     start = time.perf_counter()
     try:
-        nvrtc.compileProgram(handle, (*options(arch), f"-I{program.root}"))
+        nvrtc.compileProgram(handle, (*options(arch), *where))
         # CuPy drops the last byte of the image, and tools that read the ELF then call it invalid.
         cubin = nvrtc.getCUBIN(handle) + b"\0"
         return Compiled(cubin, nvrtc.getProgramLog(handle), time.perf_counter() - start)

@@ -16,13 +16,12 @@ from typing import Any
 from ..core import env
 from ..core.cupy_module import cupy_module
 from ..core.device import check_arch
-from ..core.dtypes import DType
 from ..errors import CompileError, DeviceError, UnsupportedError
 from . import cache, compiler
 from .build_info import BuildInfo
-from .source import SCHEMA, Config, Program
+from .source import SCHEMA, Config, Constant, Program
 
-ConfigLike = Mapping[str, "int | bool | DType"]
+ConfigLike = Mapping[str, Constant]
 
 _LOG = logging.getLogger("cupyattn")
 

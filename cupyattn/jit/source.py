@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import io
 import posixpath
 import re
+import zipfile
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from ..core import env
 from ..core.dtypes import DType
@@ -15,6 +19,8 @@ from ..errors import CompileError
 
 # Raise when the meaning of a cache entry changes in a way no other part of the key shows.
 SCHEMA = 1
+# What hatch_build.py puts into the package.
+ARCHIVE = "_kernels.zip"
 
 _TYPES_HEADER = "cupyattn/common/types.cuh"
 _BUILTIN_TYPES = ("float", "bool")
@@ -26,7 +32,17 @@ _QUOTED = re.compile(r'"([^"]+)"')
 _INT32 = range(-(2**31), 2**31)
 
 
-class Config(Mapping[str, "int | bool | DType"]):
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The members of a type of a Config, as C++ that this library has written; never a caller's."""
+
+    text: str = ""
+
+
+Constant: TypeAlias = "int | bool | DType | Members"
+
+
+class Config(Mapping[str, Constant]):
     """The compile-time constants of one kernel: `kCamelCase` ints and bools, `CamelCase` types.
 
     Immutable; compares and hashes by `text`, the C++ struct it becomes, so two configs are equal
@@ -37,12 +53,12 @@ class Config(Mapping[str, "int | bool | DType"]):
 
     text: str
 
-    def __init__(self, values: Mapping[str, int | bool | DType]) -> None:
+    def __init__(self, values: Mapping[str, Constant]) -> None:
         self._values = dict(sorted(values.items()))
         members = "".join(f"  {_member(key, value)}\n" for key, value in self._values.items())
         self.text = f"struct Config {{\n{members}}};\n"
 
-    def __getitem__(self, key: str) -> int | bool | DType:
+    def __getitem__(self, key: str) -> Constant:
         return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -60,7 +76,7 @@ class Config(Mapping[str, "int | bool | DType"]):
     def __repr__(self) -> str:
         return "Config(" + ", ".join(f"{k}={v!r}" for k, v in self._values.items()) + ")"
 
-    def __reduce__(self) -> tuple[type[Config], tuple[dict[str, int | bool | DType]]]:
+    def __reduce__(self) -> tuple[type[Config], tuple[dict[str, Constant]]]:
         return Config, (self._values,)
 
     @property
@@ -69,7 +85,9 @@ class Config(Mapping[str, "int | bool | DType"]):
         parts = []
         for key, value in self._values.items():
             short = key[1:] if _CONSTANT_NAME.match(key) else key
-            if isinstance(value, DType):
+            if isinstance(value, Members):
+                parts += [short] if value.text else []
+            elif isinstance(value, DType):
                 parts.append(f"{short.removeprefix('DType')}-{value.name}")
             elif value is True:
                 parts.append(short)
@@ -78,10 +96,18 @@ class Config(Mapping[str, "int | bool | DType"]):
         return "_".join(parts)[:96]
 
     def as_json(self) -> dict[str, int | bool | str]:
-        return {k: v.name if isinstance(v, DType) else v for k, v in self._values.items()}
+        return {key: _plain(value) for key, value in self._values.items()}
+
+
+def _plain(value: Constant) -> int | bool | str:
+    if isinstance(value, Members):
+        return value.text
+    return value.name if isinstance(value, DType) else value
 
 
 def _member(key: str, value: object) -> str:
+    if isinstance(value, Members) and _TYPE_NAME.match(key):
+        return f"struct {key} {{\n{value.text}  }};" if value.text else f"struct {key} {{}};"
     if isinstance(value, DType):
         if _TYPE_NAME.match(key):
             scope = "" if value.cpp in _BUILTIN_TYPES else "cupyattn::"
@@ -99,23 +125,44 @@ def _member(key: str, value: object) -> str:
     return f"static constexpr int {key} = {int(value)};"
 
 
-def kernels_dir() -> Path:
-    """The folder of the CUDA sources: CUPYATTN_KERNELS_DIR, the installed copy, or a checkout's.
+# A folder of CUDA sources, or an archive of them: both have `/`, is_file(), is_dir(), iterdir() and
+# read_text().
+Sources: TypeAlias = Path | zipfile.Path
 
-    Raises CompileError if there is none.
+
+def kernels_dir() -> Sources:
+    """The CUDA sources: the folder CUPYATTN_KERNELS_DIR, the archive of an installed package, or a
+    checkout's folder.
+
+    Raises CompileError if there are none.
     """
     package = Path(__file__).resolve().parents[1]
     chosen = env.KERNELS_DIR.get()
     places = [Path(chosen).expanduser().absolute()] if chosen else []
-    places = places or [package / "_kernels", package.parent / "kernels"]
+    places = places or [package / ARCHIVE, package.parent / "kernels"]
     for place in places:
-        if (place / "entry").is_dir():
-            return place
+        found = _archive(place) if place.name == ARCHIVE and place.is_file() else place
+        if (found / "entry").is_dir():
+            return found
     looked = " and ".join(map(str, places))
     raise CompileError(
         f"kernels: no folder with an entry/ in it at {looked}; reinstall cupyattn, or point "
         f"{env.KERNELS_DIR.name} at the CUDA sources"
     )
+
+
+@functools.cache
+def _archive(path: Path) -> zipfile.Path:
+    """The archive at `path`, in memory: an open file's position is shared with forked processes."""
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+        archive.filename = str(path)
+        return zipfile.Path(archive)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CompileError(
+            f"kernels: {path} cannot be read ({error}); reinstall cupyattn, or point "
+            f"{env.KERNELS_DIR.name} at the CUDA sources"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -124,7 +171,7 @@ class Program:
 
     name: str
     config: Config
-    root: Path
+    root: Sources
     includes: dict[str, str]
 
     @classmethod
@@ -136,7 +183,8 @@ class Program:
         root = kernels_dir()
         entry = f"entry/{name}.cu"
         if not _KERNEL_NAME.match(name) or not (root / entry).is_file():
-            have = ", ".join(sorted(path.stem for path in (root / "entry").glob("*.cu"))) or "none"
+            names = (path.name for path in (root / "entry").iterdir())
+            have = ", ".join(sorted(x[:-3] for x in names if x.endswith(".cu"))) or "none"
             raise CompileError(f"kernel: no file {entry} in {root}; the kernels there are {have}")
         includes: dict[str, str] = {}
         _read_graph(root, _TYPES_HEADER, includes, "the generated Config")
@@ -148,8 +196,13 @@ class Program:
         return f"cupyattn_{self.name}"
 
     @property
-    def entry_path(self) -> Path:
+    def entry_path(self) -> Sources:
         return self.root / "entry" / f"{self.name}.cu"
+
+    @property
+    def include_folder(self) -> Path | None:
+        """Where the compiler finds includes; None if it must be given their text."""
+        return self.root if isinstance(self.root, Path) else None
 
     @property
     def text(self) -> str:
@@ -170,7 +223,7 @@ class Program:
         return hashlib.sha256(framed).hexdigest()[:32]
 
 
-def _read_graph(root: Path, path: str, seen: dict[str, str], includer: str) -> None:
+def _read_graph(root: Sources, path: str, seen: dict[str, str], includer: str) -> None:
     if path in seen:
         return
     try:
@@ -196,7 +249,7 @@ def _read_graph(root: Path, path: str, seen: dict[str, str], includer: str) -> N
         _read_graph(root, include, seen, where)
 
 
-def _resolve(root: Path, includer: str, include: str, seen: Container[str]) -> str | None:
+def _resolve(root: Sources, includer: str, include: str, seen: Container[str]) -> str | None:
     """The path below `root` that `include` means inside the file `includer`, if there is one."""
     for folder in (posixpath.dirname(includer), ""):
         candidate = posixpath.normpath(posixpath.join(folder, include))

@@ -77,14 +77,14 @@ class _Prepared:
         key = at.workspace, at.block_tables
         planned, attention = self.bound.get(key) or self._bind(*key)
         plan, device = self.plan, attention.device_index
-        indices = 0, at.kv_lens, at.qo_offsets, 0, 0
+        indices = 0, at.kv_lens, at.qo_offsets, at.kv_offsets, 0
         rows = at.lse if self.padding is None else at.workspace + self.lse_rows
         # The planner repeats scales for all heads, in the workspace.
         used = (
             x and at.workspace + place
             for x, place in zip((at.scale_q, 0, at.scale_v), plan.scales, strict=True)
         )
-        optional = params.OPTIONAL.pack(rows, 0, at.sinks, *used, 0)
+        optional = params.OPTIONAL.pack(rows, 0, at.sinks, *used, 0, params.NO_LOGITS_ARRAYS)
         scales = at.scale_q, 0, at.scale_v
         plan_batch.launch(plan, planned, indices, scales, device, stream)
         second = self.second.pack(at.q, at.q_rope, at.k, at.k_rope)
@@ -269,16 +269,22 @@ def _check(arrays: Arrays, options: Options) -> Call:
         latent=merge_leading(queries.latent, names.q, 2),
         rope=None if rope is None else merge_leading(rope, q_names[queries.offset < 0], 2),
     )
-    pages = latent.as_pages(latent.view_parts(arrays.k, arrays.k_rope, dims, k_names), None)
+    if options.key_scales:
+        keys = latent.view_scaled_rows(arrays.k, dims, names.k)
+    else:
+        keys = latent.view_parts(arrays.k, arrays.k_rope, dims, k_names)
+    pages = latent.as_pages(keys, None)
     vq = queries.latent
     table = _view_table(arrays.block_tables, options)
+    kv_lens, kv_starts = arrays.kv_lens, arrays.kv_offsets
     count = table.shape[0]
+    if kv_starts is not None and kv_lens is not None:
+        count = math.prod(array.view(kv_lens, names.kv_lens).shape)
     if options.is_list and count != vq.shape[0]:
         raise ArgumentError(
             f"{names.block_tables}: has lists for {count} tokens; wanted {vq.shape[0]}, the rows "
             f"of {names.q}"
         )
-    kv_lens = arrays.kv_lens
     if kv_lens is None:
         if not options.is_list:
             raise ArgumentError(f"{names.kv_lens}: got None; wanted the keys of each request, [B]")
@@ -287,6 +293,8 @@ def _check(arrays: Arrays, options: Options) -> Call:
     offsets = None
     if arrays.qo_offsets is not None:
         offsets = view_index(arrays.qo_offsets, names.qo_offsets, (count + 1,), vq, False)
+    if kv_starts is not None:
+        kv_starts = view_index(kv_starts, names.kv_offsets, (count,), vq, False)
     vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(shape),))
     o_dtype = options.o_dtype
     if o_dtype is None:
@@ -316,12 +324,13 @@ def _check(arrays: Arrays, options: Options) -> Call:
         table=table,
         kv_lens=vlens,
         qo_offsets=offsets,
+        kv_offsets=kv_starts,
         out=vout,
         lse=None if arrays.lse is None else array.view(arrays.lse, "lse"),
         sinks=None if arrays.sinks is None else view_sinks(arrays.sinks, heads),
         scales=(_view_scale(arrays.scale_q, names), _view_scale(arrays.scale_v, names)),
         geometry=geometry,
-        lengths=_lengths(options, vq, table, page_size, heads, vlens, offsets),
+        lengths=_lengths(options, vq, table, page_size, heads, vlens, offsets, kv_starts),
         out_shape=out_shape,
         lse_shape=lse_shape,
     )
@@ -361,8 +370,13 @@ def _lengths(
     heads: int,
     kv_lens: ArrayView,
     offsets: ArrayView | None,
+    kv_offsets: ArrayView | None,
 ) -> Lengths:
     names, (count, entries), num_rows = options.names, table.shape, vq.shape[0]
+    step = table.strides[0] if count > 1 else 0
+    if kv_offsets is not None:
+        # Requests may begin at any entry of the table.
+        count, entries, step = kv_lens.shape[0], count * entries, 0
     q_len = 0 if offsets is not None else options.q_len
     if offsets is None and num_rows != count * q_len:
         raise ArgumentError(
@@ -378,21 +392,25 @@ def _lengths(
             f"{names.q}, {names.block_tables}: {num_rows} query tokens over up to {max_keys} keys; "
             f"at most {MAX_LENGTH} keys and query rows are supported"
         )
+    room = max_keys
+    if options.most_kv_len is not None:
+        max_keys = min(max_keys, options.most_kv_len)
     likely = max_keys if options.max_kv_len is None else min(max_keys, options.max_kv_len)
     formats = [
         IndexFormat() if v is None else IndexFormat(v.strides[0], v.dtype)
-        for v in (None, kv_lens, offsets, None, None)
+        for v in (None, kv_lens, offsets, kv_offsets, None)
     ]
     return Lengths(
         num_requests=count,
         num_rows=num_rows,
         qo_len=q_len or -1,
         max_qo_len=most,
-        kv_step=table.strides[0] if count > 1 else 0,
+        kv_step=step,
         max_kv_len=max_keys,
         likely_kv_len=likely,
         formats=tuple(formats),  # type: ignore[arg-type]
-        is_ragged=offsets is not None,
+        is_ragged=not (offsets is kv_offsets is None),
+        kv_room=room,
     )
 
 
@@ -404,6 +422,7 @@ def _inputs(call: Call) -> dict[str, ArrayView | None]:
         names.block_tables: call.table,
         names.kv_lens: call.kv_lens,
         names.qo_offsets: call.qo_offsets,
+        names.kv_offsets: call.kv_offsets,
         "sinks": call.sinks,
         names.sm_scale: call.scales[0],
         names.output_scale: call.scales[1],
@@ -453,7 +472,8 @@ def _prepare(call: Call) -> _Prepared:
     pointers = functools.reduce(operator.or_, (x.ptr for x in (*rows, *keys)))
     is_aligned = are_rows_aligned(pointers, [(x.strides[:2], x.dtype) for x in (*rows, *keys)])
     prescale_logits = call.scales[0] is not None or options.sm_scale <= 0.0
-    launcher = call.geometry.launcher(Variant(is_aligned, prescale_logits))
+    variant = Variant(is_aligned, prescale_logits, key_scales=options.key_scales)
+    launcher = call.geometry.launcher(variant)
     plan = _plan(launcher, call.lengths)
     padding, lse_rows, size = None, 0, plan.num_bytes
     lse_strides = (0, 0) if vlse is None else tuple(vlse.strides[-2:])
@@ -507,6 +527,7 @@ def _launch(call: Call, prepared: _Prepared, vworkspace: ArrayView | None) -> No
         call.qo_offsets,
         call.sinks,
         *call.scales,
+        call.kv_offsets,
     )
     used = [v for v in (*views[1:], vworkspace) if v is not None]
     array.acquire(vq, *used)

@@ -19,6 +19,8 @@ class Arrays(NamedTuple):
     kv_lens      keys of each request [B]; None for a list: all of it
     qo_offsets   [B + 1], the first row of each request and their number
     scale_q, scale_v  one float32 each: they multiply the logits, and the output
+    kv_offsets   int32 [B], the entry of block_tables where each request's pages begin; None: its
+                 row
     """
 
     q: Any
@@ -34,6 +36,7 @@ class Arrays(NamedTuple):
     sinks: Any = None
     scale_q: Any = None
     scale_v: Any = None
+    kv_offsets: Any = None
 
 
 class Names(NamedTuple):
@@ -46,6 +49,7 @@ class Names(NamedTuple):
     block_tables: str = "block_tables"
     kv_lens: str = "seq_lens"
     qo_offsets: str = "cum_seq_lens_q"
+    kv_offsets: str = "kv_offsets"
     sm_scale: str = "bmm1_scale"
     output_scale: str = "bmm2_scale"
     out: str = "out"
@@ -62,7 +66,10 @@ class Options(NamedTuple):
     q_len        rows of each request; 0: qo_offsets say
     max_q_len    the most of one request; None: unknown
     max_kv_len   the same of its keys: it bounds how often keys are worth splitting
+    most_kv_len  with kv_offsets, the most keys of a request: more are cut. None: as many as the
+                 table has room for
     is_list      block_tables names keys
+    key_scales   of the cache (core.problem.KEY_SCALES): "" or "rows"
     pads_lse     the LSE is [B, q_len, heads] in natural log; else like q, base 2
     """
 
@@ -80,6 +87,8 @@ class Options(NamedTuple):
     pads_lse: bool = False
     return_lse: bool = False
     o_dtype: Any = None
+    key_scales: str = ""
+    most_kv_len: int | None = None
 
 
 @dataclass(slots=True)
@@ -92,6 +101,7 @@ class Call:
     table: ArrayView
     kv_lens: ArrayView
     qo_offsets: ArrayView | None
+    kv_offsets: ArrayView | None
     out: ArrayView | None
     lse: ArrayView | None
     sinks: ArrayView | None

@@ -66,8 +66,18 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray]) -> Iterator
     num_pages, page_size = call.pages.latent.shape[:2]
     is_list, on_cpu = call.options.is_list, call.queries.latent.device.kind == "cpu"
     most = num_pages * page_size if is_list else num_pages
+    begins = None
+    if call.kv_offsets is not None:
+        begins, table = read(call.kv_offsets).astype(np.int64), table.reshape(1, -1)
+        ends = begins - (-kv_lens // page_size)
+        if (begins < 0).any() or (ends > table.size).any():
+            raise ArgumentError(
+                f"{names.kv_offsets}: {begins.tolist()[:8]}; {names.block_tables} has {table.size} "
+                "entries, and pages of requests lie beyond"
+            )
     for index, kv_len in enumerate(kv_lens.tolist()):
-        ids = table[index, : kv_len if is_list else -(-kv_len // page_size)]
+        row, begin = (index, 0) if begins is None else (0, int(begins[index]))
+        ids = table[row, begin : begin + (kv_len if is_list else -(-kv_len // page_size))]
         ids = ids[ids >= 0] if is_list else ids
         outside = ids[(ids < 0) | (ids >= most)]
         if outside.size:

@@ -79,9 +79,13 @@ class Prepared:
                 at if x or not at else workspace + place
                 for at, x, place in zip(given, by_head, plan.scales, strict=True)
             )
-            optional = params.OPTIONAL.pack(rows, mask, sinks, *used, slopes)
+            optional = params.OPTIONAL.pack(
+                rows, mask, sinks, *used, slopes, params.NO_LOGITS_ARRAYS
+            )
         elif rows or sinks or mask or slopes:
-            optional = params.OPTIONAL.pack(rows, mask, sinks, 0, 0, 0, slopes)
+            optional = params.OPTIONAL.pack(
+                rows, mask, sinks, 0, 0, 0, slopes, params.NO_LOGITS_ARRAYS
+            )
         plan_batch.launch(plan, planned, indices, scales, device, stream)
         attention.launch(q, k, v, out, optional, stream)
         if self.padding is not None:

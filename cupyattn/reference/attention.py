@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..core import parse
+from ..core.logits import LogitsExpression
 from ..errors import ArgumentError
+from .expression import evaluate
 
 _LOG2_E = math.log2(math.e)
 _BLOCK_ROWS = 256
@@ -149,6 +152,9 @@ def attention(
     kv_layout: str = "NHD",
     attention_chunk: int = 0,
     alibi_slopes: np.ndarray | None = None,
+    logits: LogitsExpression | None = None,
+    logits_arrays: Sequence[np.ndarray] = (),
+    batch: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention with every option of the library, freely combined.
 
@@ -169,6 +175,9 @@ def attention(
                  flash_attn does.
     sinks        [num_qo_heads] natural-log logits that join the softmax's denominator and the LSE
                  with no value; not multiplied by sm_scale.
+    logits       expressions of the caller's (core.logits.make), their array parameters in
+                 `logits_arrays`: the transform takes the place of each logit after all of the
+                 above, the mask hides keys besides. `batch` is what they read by that name.
 
     Returns (o [qo_len, num_qo_heads, head_dim_vo], lse [qo_len, num_qo_heads]), float64; the LSE
     is base 2. A row that sees no key gives o = 0 and lse = -inf (with a sink: the sink's own LSE).
@@ -199,6 +208,9 @@ def attention(
         is_rotated=mode == "ROPE_LLAMA",
         soft_cap=parse.soft_cap(logits_soft_cap),
         sinks=_head_values("sinks", sinks, num_qo_heads, -np.inf),
+        logits=logits,
+        logits_arrays=logits_arrays,
+        batch=batch,
     )
     o = np.empty((qo_len, num_qo_heads, v.shape[2]))
     lse = np.empty((qo_len, num_qo_heads))
@@ -223,6 +235,9 @@ class _Variant:
     is_rotated: bool
     soft_cap: float  # 0: off
     sinks: np.ndarray  # [num_qo_heads], -inf: none
+    logits: LogitsExpression | None
+    logits_arrays: Sequence[np.ndarray]
+    batch: int
 
 
 def _attend_kv_head(
@@ -259,9 +274,44 @@ def _attend_kv_head(
         if variant.distance_slopes.any():
             logits -= variant.distance_slopes[heads, None, None] * np.abs(offset)
         seen = variant.sees.tile(rows, keys)
+        if variant.logits is not None:
+            logits, seen = _express(variant, logits, seen, rows, keys, heads, kv_head)
         block_o, block_lse = _softmax(logits, seen, v_head[keys], variant.sinks[heads])
         o[rows, heads] = block_o.swapaxes(0, 1) * variant.value_scale[kv_head]
         lse[rows, heads] = block_lse.T
+
+
+def _express(
+    variant: _Variant,
+    logits: np.ndarray,
+    seen: np.ndarray,
+    rows: slice,
+    keys: slice,
+    heads: slice,
+    kv_head: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The caller's logits [group, rows, keys], and what rows see: alike for a group, or by head."""
+    expression, qo_len, kv_len = variant.logits, variant.sees.qo_len, variant.sees.kv_len
+    assert expression is not None
+    token = np.arange(rows.start, rows.stop)[:, None]
+    variables = {
+        "logit": logits,
+        "q_row": token,
+        "q_idx": token + (kv_len - qo_len),
+        "kv_idx": np.arange(keys.start, keys.stop),
+        "head": np.arange(heads.start, heads.stop)[:, None, None],
+        "kv_head": kv_head,
+        "batch": variant.batch,
+        "q_len": qo_len,
+        "kv_len": kv_len,
+    }
+    given = variables, variant.logits_arrays, expression.values
+    if expression.mask is not None:
+        seen = seen & evaluate(expression.mask, *given)
+    if expression.transform is not None:
+        answer = evaluate(expression.transform, *given)
+        logits = np.broadcast_to(answer, logits.shape).astype(np.float64)
+    return logits, seen
 
 
 def _row_blocks(qo_len: int, logits_per_row: int) -> list[slice]:
@@ -281,6 +331,11 @@ def _softmax(
     logits: np.ndarray, seen: np.ndarray, v: np.ndarray, sinks: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """o [group, rows, Dvo] and base-2 lse [group, rows]; overwrites logits [group, rows, keys]."""
+    if seen.ndim == 3:  # heads of a group see different keys
+        parts = [
+            _softmax(logits[i : i + 1], seen[i], v, sinks[i : i + 1]) for i in range(len(seen))
+        ]
+        return np.concatenate([o for o, _ in parts]), np.concatenate([lse for _, lse in parts])
     np.copyto(logits, -np.inf, where=~seen)
     top = np.maximum(logits.max(axis=-1, initial=-np.inf), sinks[:, None])
     top = np.where(top == -np.inf, 0.0, top)

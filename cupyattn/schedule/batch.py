@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .balance import BLOCK_OVERHEAD, MAX_WAVES, Work, best_chunk
+from .makespan import Slots, best_split
 from .masking import Masking
 from .tile_shape import TileShape
 
@@ -243,6 +244,9 @@ def _splits(
         return None
     if splitting.tokens:
         chunk = max(1, splitting.tokens // shape.tile_kv)
+    elif shape.times is not None:
+        slots = Slots(shape.num_slots, shape.num_sms)
+        chunk = best_split(work, num_kv_heads, slots, shape.times).chunk or work.longest
     else:
         per_wave = max(1, shape.num_slots // num_kv_heads)
         least = shape.least_part(work.longest, most_rows)

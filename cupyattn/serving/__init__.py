@@ -21,6 +21,7 @@ from .modes import LayerSpec as LayerSpec
 from .pools import KVPool as KVPool
 from .pools import MHATokenToKVPool as MHATokenToKVPool
 from .pools import MLAPool as MLAPool
+from .pools import MLATokenToKVPool as MLATokenToKVPool
 
 __all__ = [
     "AttentionBackend",
@@ -36,6 +37,7 @@ __all__ = [
     "LayerSpec",
     "MHATokenToKVPool",
     "MLAPool",
+    "MLATokenToKVPool",
     "MultiStepDraftBackend",
     "reshape_and_cache",
 ]

@@ -20,7 +20,7 @@ from .modes import BackendConfig, LayerSpec
 LSE_LAYOUTS = "ht", "th"
 _LN_2 = math.log(2.0)
 # Beyond that one kernel serves any number of rows.
-_MANY_ROWS = 65
+MANY_ROWS = 65
 _NAMES = Names(
     *("q", "k_cache", "v_cache"),
     block_tables="page_table",
@@ -60,6 +60,7 @@ class Cache(NamedTuple):
     k: Any
     v: Any
     is_fp8: bool
+    dim_v: int
 
 
 class Workspace:
@@ -79,7 +80,7 @@ class Workspace:
         rows, heads, _ = q.shape
         found = self._states.get((heads, dim_v))
         if found is None:
-            vq = array.view(q, "q")
+            vq = array.view(getattr(q, "q", q), "q")
             shape = self.max_rows, heads
             shapes = (*shape, dim_v), shape, (*shape, dim_v), shape
             found = tuple(array.empty(each, dtypes.float32, vq) for each in shapes)
@@ -103,13 +104,32 @@ class Call:
     scalars: tuple[Any, ...]
     scalars_of_fp8: tuple[Any, ...]
 
+    def run(
+        self,
+        q: Any,
+        cache: Cache,
+        out: Any,
+        lse: Any,
+        return_lse: bool,
+        memory: Any,
+        o_dtype: DType | None = None,
+    ) -> Any:
+        """out, or (out, lse [rows, heads] of base 2)."""
+        is_fp8 = cache.is_fp8
+        arrays = (
+            *(q, cache.k, cache.v, memory, self.table, self.lens, out, lse),
+            *(self.arrays_of_fp8 if is_fp8 else self.arrays),
+        )
+        scalars = self.scalars_of_fp8 if is_fp8 else self.scalars
+        return run(arrays, _options, (*scalars, return_lse, o_dtype))
+
 
 def calls_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Call]:
     """The calls that answer for a layer: one, or two over the prefix and the drafts.
 
     Raises ArgumentError, UnsupportedError for a layer that the engine was not configured for.
     """
-    return [_call(config, layer, each) for each in _passes(config, layer, meta)]
+    return [_call(config, layer, each) for each in passes_of(config, layer, meta)]
 
 
 def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
@@ -126,7 +146,7 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
     places = over.qo_lens, qo_offsets, over.kv_offsets, None, None
     sinks = layer.sinks if each.has_sinks else None
     rest = (
-        *(over.q_len, min(over.max_seqlen_q, _MANY_ROWS)),
+        *(over.q_len, min(over.max_seqlen_q, MANY_ROWS)),
         1 if config.deterministic else next_power_of_two(over.max_seqlen_k),
         *(cap, mask.causal, mask.window),
         None if over.kv_offsets is None else over.max_seqlen_k,
@@ -144,7 +164,7 @@ def _call(config: BackendConfig, layer: LayerSpec, each: Pass) -> Call:
     )
 
 
-def _passes(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Pass]:
+def passes_of(config: BackendConfig, layer: LayerSpec, meta: ForwardMetadata) -> list[Pass]:
     left, right = _window(layer)
     if layer.is_cross_attention:
         if meta.encoder is None:
@@ -228,9 +248,9 @@ def _window(layer: LayerSpec) -> tuple[int, int]:
 
 
 def attend(
-    calls: list[Call],
+    calls: list[Any],
     q: Any,
-    caches: list[Cache],
+    caches: list[Any],
     out: Any,
     return_lse: bool,
     lse_layout: str,
@@ -238,50 +258,31 @@ def attend(
 ) -> Any:
     """out [rows, heads, v_head_dim], or (out, lse) in natural logarithms.
 
-    caches: of each call, pages of K and V as large as those of its table.
+    calls and caches: Call and Cache, or those of latent attention (latent.py); a cache for each
+    call, whose pages are as large as those of its table.
     """
     memory = workspace.memory
     if len(calls) == 1:
-        answer = _run(calls[0], q, caches[0], out, None, return_lse, memory)
+        answer = calls[0].run(q, caches[0], out, None, return_lse, memory)
         made, lse = answer if return_lse else (answer, None)
     else:
         found = []
-        states = workspace.states(q, caches[0].v.shape[-1])
+        states = workspace.states(q, caches[0].dim_v)
         for index, (call, cache) in enumerate(zip(calls, caches, strict=True)):
             v = s = None
             if states is not None:
                 v, s = states[2 * index : 2 * index + 2]
             # States are merged in float32, so that the answer is rounded once.
-            found.append(_run(call, q, cache, v, s, True, memory, dtypes.float32))
+            found.append(call.run(q, cache, v, s, True, memory, dtypes.float32))
         (v_a, s_a), (v_b, s_b) = found
         if out is None:
-            vq = array.view(q, "q")
+            vq = array.view(getattr(q, "q", q), "q")
             out = array.empty((*vq.shape[:-1], v_a.shape[-1]), vq.dtype, vq)
         made, lse = merge.run(merge.PAIR, (v_a, v_b, s_a, s_b, out), False)
     if not return_lse:
         return made
     lse = array.scaled(lse, _LN_2)
     return made, lse.swapaxes(0, 1) if lse_layout == "ht" else lse
-
-
-def _run(
-    call: Call,
-    q: Any,
-    cache: Cache,
-    out: Any,
-    lse: Any,
-    return_lse: bool,
-    memory: Any,
-    o_dtype: DType | None = None,
-) -> Any:
-    """out, or (out, lse [rows, heads] of base 2)."""
-    is_fp8 = cache.is_fp8
-    arrays = (
-        *(q, cache.k, cache.v, memory, call.table, call.lens, out, lse),
-        *(call.arrays_of_fp8 if is_fp8 else call.arrays),
-    )
-    scalars = call.scalars_of_fp8 if is_fp8 else call.scalars
-    return run(arrays, _options, (*scalars, return_lse, o_dtype))
 
 
 def _options(

@@ -12,8 +12,17 @@ from ..core import dtypes, parse
 from ..core.parse import require_int
 from ..core.tracing import untraced
 from ..errors import ArgumentError, PlanError
+from ..flash_attn.api import flash_attn_varlen_func
 from ..launch.driver.enqueue import cuda
 from .attend import LSE_LAYOUTS, Cache, Workspace, attend, calls_of
+from .latent import (
+    dims_of,
+    latent_buffers,
+    latent_calls_of,
+    require_kv_dtype,
+    split_queries,
+    view_latent_pages,
+)
 from .metadata import ForwardMetadata
 from .modes import BackendConfig, BatchInfo, ForwardMode, LayerSpec
 from .pools import view_pages
@@ -22,6 +31,9 @@ from .store import StepForm, Store, Tables, form_of, view_tables
 _MAX_FORMS = 64
 _MAX_LAYERS = _MAX_RECENT = 1024
 _WORKSPACE_BYTES = 64 << 20
+_UNSIGNED = {
+    np.dtype(f"{kind}{size}"): np.dtype(f"u{size}") for kind in "iu" for size in (1, 2, 4, 8)
+}
 
 
 class AttentionBackend:
@@ -57,7 +69,7 @@ class AttentionBackend:
         self._graph_stores: dict[ForwardMode, Store] = {}
         self._graph_bs = 0
         self._workspace = Workspace()
-        self._pages: dict[tuple[int, ...], tuple[Any, Any, Cache]] = {}
+        self._pages: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}
         self.forward_metadata: ForwardMetadata | None = None
 
     # --- metadata ---
@@ -116,44 +128,53 @@ class AttentionBackend:
 
     def _check(self, batch: BatchInfo) -> int:
         """The batch size, once the host's part of the batch is checked."""
-        if not isinstance(batch.mode, ForwardMode):
-            raise ArgumentError(f"mode: got {parse.shown(batch.mode)}; wanted a ForwardMode")
+        mode = batch.mode
+        if not isinstance(mode, ForwardMode):
+            raise ArgumentError(f"mode: got {parse.shown(mode)}; wanted a ForwardMode")
         shape: Any = getattr(batch.seq_lens, "shape", None)
         if shape is None:
             shape = array.view(batch.seq_lens, "seq_lens").shape
         if len(shape) != 1:
             raise ArgumentError(f"seq_lens: shape is {list(shape)}; wanted [bs]")
         bs = shape[0]
-        if batch.mode is ForwardMode.DRAFT_DECODE:
+        if mode is ForwardMode.DRAFT_DECODE:
             step = self._step(batch)
             if self.config.num_draft_steps and step >= self.config.num_draft_steps:
                 raise ArgumentError(
                     f"step: got {step}; the backend has num_draft_steps "
                     f"{self.config.num_draft_steps}"
                 )
-        if batch.mode.is_ragged and batch.extend_seq_lens_host is None:
-            raise ArgumentError(
-                "extend_seq_lens_host: got None; wanted the query tokens of each request"
-            )
-        for name in ("seq_lens_host", "extend_seq_lens_host", "encoder_lens_host"):
-            x = getattr(batch, name)
-            if x is None:
-                continue
-            numbers = np.asarray(x)
-            if numbers.shape != (bs,) or numbers.dtype.kind not in "iu":
+        if batch.seq_lens_host is not None:
+            self._check_on_host(batch.seq_lens_host, "seq_lens_host", bs)
+        if batch.encoder_lens_host is not None:
+            self._check_on_host(batch.encoder_lens_host, "encoder_lens_host", bs)
+        if batch.extend_seq_lens_host is not None:
+            self._check_on_host(batch.extend_seq_lens_host, "extend_seq_lens_host", bs)
+        elif mode.is_ragged:
+            if batch.max_extend_len is None or batch.extend_seq_lens is None:
                 raise ArgumentError(
-                    f"{name}: {numbers.dtype} of shape {list(numbers.shape)}; wanted integers "
-                    f"[{bs}]"
+                    "extend_seq_lens_host: got None; wanted the query tokens of each request, or "
+                    "extend_seq_lens with max_extend_len"
                 )
-            if bs and (numbers.min() < 0 or numbers.max() > self.config.max_context_len):
-                raise ArgumentError(
-                    f"{name}: {numbers.tolist()[:8]}; wanted lengths from 0 to max_context_len, "
-                    f"{self.config.max_context_len}"
-                )
-        if batch.mode.is_ragged and batch.extend_seq_lens is None and bs:
+            require_int(batch.max_extend_len, "max_extend_len", 0)
+        if mode.is_ragged and batch.extend_seq_lens is None and bs:
             lens = np.asarray(batch.extend_seq_lens_host, np.int32)
             batch.extend_seq_lens = array.from_numpy(lens, self._tables.req_to_token)
         return bs
+
+    def _check_on_host(self, lens: Any, name: str, bs: int) -> None:
+        numbers = np.asarray(lens)
+        unsigned = _UNSIGNED.get(numbers.dtype)
+        if numbers.shape != (bs,) or unsigned is None:
+            raise ArgumentError(
+                f"{name}: {numbers.dtype} of shape {list(numbers.shape)}; wanted integers [{bs}]"
+            )
+        # Negative numbers are large ones without a sign, so that one pass finds both.
+        if bs and np.maximum.reduce(numbers.view(unsigned)) > self.config.max_context_len:
+            raise ArgumentError(
+                f"{name}: {numbers.tolist()[:8]}; wanted lengths from 0 to max_context_len, "
+                f"{self.config.max_context_len}"
+            )
 
     # --- graphs ---
 
@@ -250,8 +271,13 @@ class AttentionBackend:
 
     # --- layers ---
 
-    def write_kv(self, layer: LayerSpec, loc: Any, k: Any, v: Any, k_rope: Any = None) -> None:
-        """Write new keys and values to slots of the pool: one launch."""
+    def write_kv(
+        self, layer: LayerSpec, loc: Any, k: Any, v: Any = None, k_rope: Any = None
+    ) -> None:
+        """Write new keys and values to slots of the pool: one launch.
+
+        With use_mla k has the rows of both parts, or the latent columns beside k_rope.
+        """
         if k_rope is not None:
             self.pool.set_mla_kv_buffer(layer, loc, k, k_rope)
         else:
@@ -273,12 +299,16 @@ class AttentionBackend:
         meta: ForwardMetadata | None = None,
         out: Any = None,
         *,
+        q_rope: Any = None,
         return_lse: bool = False,
         lse_layout: str = "ht",
     ) -> Any:
         """Attention of a layer over the keys of the pool.
 
-        q           [tokens, num_q_heads, head_dim], request after request
+        q           [tokens, num_q_heads, head_dim], request after request. With use_mla absorbed
+                    queries, latent columns first; or the latent ones alone, v_head_dim of them
+        q_rope      with use_mla, the rope columns that q lacks: [tokens, num_q_heads, head_dim -
+                    v_head_dim]
         meta        default: that of the last init_forward_metadata
         out         [tokens, num_q_heads, v_head_dim] to write instead of a new array
         return_lse  also give the LSE: natural logarithms, float32, sinks included, -inf where a row
@@ -296,12 +326,19 @@ class AttentionBackend:
         config = self.config
         heads = config.shape_of(layer)
         shape: Any = getattr(q, "shape", ())
-        if len(shape) != 3 or shape[1] != heads[0] or shape[2] != heads[2]:
+        if config.use_mla:
+            queries: Any = split_queries(q, q_rope, heads)
+        elif len(shape) != 3 or shape[1] != heads[0] or shape[2] != heads[2]:
             given = list(array.view(q, "q").shape)
             raise ArgumentError(f"q: shape is {given}; wanted [tokens, {heads[0]}, {heads[2]}]")
+        elif q_rope is not None:
+            raise ArgumentError("q_rope: given without use_mla; pass None, or configure use_mla")
+        else:
+            queries = q
         known = meta.calls.get(id(layer))
         if known is None or known[0] is not layer or known[1] is not config:
-            known = layer, config, calls_of(config, layer, meta)
+            make: Any = latent_calls_of if config.use_mla else calls_of
+            known = layer, config, make(config, layer, meta)
             if len(meta.calls) >= _MAX_LAYERS:
                 meta.calls.clear()
             meta.calls[id(layer)] = known
@@ -309,7 +346,67 @@ class AttentionBackend:
         if shape[0] == 0 or meta.batch_size == 0:
             return self._nothing(array.view(q, "q"), heads[3], out, return_lse, lse_layout)
         caches = [self._cache(layer.layer_id, each.page_size, heads) for each in calls]
-        return attend(calls, q, caches, out, return_lse, lse_layout, self._workspace)
+        return attend(calls, queries, caches, out, return_lse, lse_layout, self._workspace)
+
+    @untraced
+    def forward_ragged(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: LayerSpec,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_k: Any = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        *,
+        causal: bool = True,
+        out: Any = None,
+        return_lse: bool = False,
+        lse_layout: str = "ht",
+    ) -> Any:
+        """Attention over keys that are not in the pool: of MLA models, prompts unabsorbed.
+
+        q             [tokens, heads, head_dim]; k [keys, KV heads, head_dim] and v [keys, KV heads,
+                      v_head_dim], request after request
+        cu_seqlens_q  int32 [bs + 1]; default: that of the last metadata of a ragged mode
+        cu_seqlens_k  likewise of k; default: cu_seqlens_q
+        max_seqlen_q, max_seqlen_k   the most of one request, as far as is known
+        causal        True: new tokens over themselves. False: over a chunk of the prefix, in which
+                      sinks don't count, so that they do once in what is merged
+        Others, and what is returned, as in `forward`. `merge_state_v2` joins the parts.
+        """
+        if cu_seqlens_q is None:
+            meta = self.forward_metadata
+            if meta is None or meta.main.cu_seqlens_q is None:
+                raise PlanError(
+                    "cu_seqlens_q: there is no metadata of a ragged mode; call "
+                    "init_forward_metadata first, or pass offsets"
+                )
+            cu_seqlens_q = meta.main.cu_seqlens_q
+            max_seqlen_q = meta.main.max_seqlen_q if max_seqlen_q is None else max_seqlen_q
+        if cu_seqlens_k is None:
+            cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q
+        parse.choice(lse_layout, LSE_LAYOUTS, "lse_layout")
+        answer = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            softmax_scale=layer.softmax_scale,
+            causal=causal,
+            num_splits=int(self.config.deterministic),
+            softcap=layer.softcap,
+            sinks=layer.sinks if causal else None,
+            out=out,
+            return_softmax_lse=return_lse,
+        )
+        if not return_lse or lse_layout == "ht":
+            return answer
+        return answer[0], answer[1].swapaxes(0, 1)
 
     def _nothing(
         self, vq: ArrayView, dim_v: int, out: Any, return_lse: bool, lse_layout: str
@@ -323,23 +420,25 @@ class AttentionBackend:
         lse = np.full((rows, heads), -np.inf, np.float32)
         return out, array.from_numpy(lse if lse_layout == "th" else lse.T.copy(), vq)
 
-    def _cache(self, layer_id: int, page_size: int, heads: tuple[int, ...]) -> Cache:
+    def _cache(self, layer_id: int, page_size: int, heads: tuple[int, ...]) -> Any:
         """A layer as pages of a size, seen anew where the pool has other arrays."""
-        k, v = self.pool.get_kv_buffer(layer_id)
+        use_mla = self.config.use_mla
+        k, v = latent_buffers(self.pool, layer_id) if use_mla else self.pool.get_kv_buffer(layer_id)
         found = self._pages.get((layer_id, page_size))
         if found is not None and found[0] is k and found[1] is v:
             return found[2]
-        _, kv_heads, dim_k, dim_v = heads
-        wanted, dtype = self.config.kv_dtype, array.view(k, "k_cache").dtype
-        if wanted is not None and dtype is not dtypes.parse(wanted, "kv_dtype"):
-            raise ArgumentError(
-                f"k_cache: dtype is {dtype}; the backend was configured for kv_dtype {wanted}"
+        dtype = array.view(k, "k_cache").dtype
+        require_kv_dtype(dtype, self.config.kv_dtype)
+        if use_mla:
+            pages: Any = view_latent_pages(k, v, page_size, dims_of(heads))
+        else:
+            _, kv_heads, dim_k, dim_v = heads
+            pages = Cache(
+                view_pages(k, "k_cache", page_size, (kv_heads, dim_k)),
+                view_pages(v, "v_cache", page_size, (kv_heads, dim_v)),
+                dtype.is_fp8,
+                dim_v,
             )
-        pages = Cache(
-            view_pages(k, "k_cache", page_size, (kv_heads, dim_k)),
-            view_pages(v, "v_cache", page_size, (kv_heads, dim_v)),
-            dtype.is_fp8,
-        )
         self._pages[layer_id, page_size] = k, v, pages
         return pages
 
@@ -373,11 +472,29 @@ class MultiStepDraftBackend:
     def init_forward_metadata(self, batch: BatchInfo) -> list[ForwardMetadata]:
         """The metadata of all prepared steps: one launch."""
         bs = self.backends[0]._check(batch)
+        return self._write(self._store_for(bs), batch, bs)
+
+    def init_forward_metadata_step(
+        self, step: int, batch: BatchInfo, *, in_graph: bool = False
+    ) -> ForwardMetadata:
+        """The metadata of one step, over the same memory: one launch.
+
+        For beams that change parents from step to step: `batch.draft.beam_rows` then counts up to
+        the column of this step, and the columns behind it name any beams. in_graph: the memory of
+        graphs, which a graph of all steps writes once for each.
+        """
+        bs = self.backends[0]._check(batch)
+        if not 0 <= require_int(step, "step", 0) < self.num_prepared:
+            raise ArgumentError(f"step: got {step}; there are {self.num_prepared} prepared steps")
+        store = self._require_graph_store(bs) if in_graph else self._store_for(bs)
+        return self._write(store, batch, bs)[step]
+
+    def _store_for(self, bs: int) -> Store:
         store = self._store
         if store is None or store.capacity < bs:
             capacity = 1 << max(0, bs - 1).bit_length()
             store = self._store = Store(self.config, self._form, capacity, self._tables)
-        return self._write(store, batch, bs)
+        return store
 
     def init_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         require_int(max_num_tokens, "max_num_tokens", require_int(max_bs, "max_bs"))
@@ -426,6 +543,8 @@ class MultiStepDraftBackend:
 
 def _max_rows(batch: BatchInfo) -> int:
     """The most query tokens of a request of a ragged mode."""
-    if not batch.mode.is_ragged or batch.extend_seq_lens_host is None:
+    if not batch.mode.is_ragged:
         return 1
+    if batch.extend_seq_lens_host is None:
+        return batch.max_extend_len or 1
     return int(np.max(batch.extend_seq_lens_host, initial=1))

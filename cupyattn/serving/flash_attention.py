@@ -43,7 +43,7 @@ class FlashAttentionBackend:
     speculative_step_id, speculative_num_steps   of a draft worker; topk is that of the server
     fa_impl_ver    accepted for compatibility
 
-    `core` is the AttentionBackend. Raises UnsupportedError for MLA.
+    `core` is the AttentionBackend.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class FlashAttentionBackend:
         self.speculative_step_id = speculative_step_id
         self.speculative_num_draft_tokens = self.config.num_draft_tokens
         self.attention_chunk_size = self.config.attention_chunk_size
-        self.is_hybrid, self.use_mla = self.config.is_hybrid, False
+        self.is_hybrid, self.use_mla = self.config.is_hybrid, self.config.use_mla
         self.num_splits = int(self.config.deterministic)
         self._layers: dict[Any, tuple[tuple[Any, ...], LayerSpec]] = {}
         self._pending: tuple[Store, int, BatchInfo] | None = None
@@ -103,6 +103,8 @@ class FlashAttentionBackend:
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """The host's part: which memory a step uses. in_capture: that of graphs."""
         batch, core = self._batch(forward_batch), self.core
+        if in_capture:
+            batch.seq_lens_host = None  # of a batch made up for the capture: no bound of replays
         bs = core._check(batch)
         store = core._store_for(batch, bs, in_capture)
         core._use(store, bs, store.form.first_step, batch)
@@ -177,9 +179,11 @@ class FlashAttentionBackend:
         out_cache_loc: Any,
     ) -> BatchInfo:
         mode = mode_of(forward_mode, spec_info)
-        batch = BatchInfo(mode, req_pool_indices[:bs], seq_lens[:bs])
-        batch.seq_lens_host = None if seq_lens_cpu is None else _host(seq_lens_cpu)[:bs]
-        batch.encoder_lens = None if encoder_lens is None else encoder_lens[:bs]
+        batch = BatchInfo(mode, _first(req_pool_indices, bs), _first(seq_lens, bs))
+        if seq_lens_cpu is not None:
+            batch.seq_lens_host = _first(_host(seq_lens_cpu), bs)
+        if encoder_lens is not None:
+            batch.encoder_lens = _first(encoder_lens, bs)
         batch.out_cache_loc, batch.draft = out_cache_loc, self._draft(spec_info, mode)
         if mode is ForwardMode.DRAFT_EXTEND:
             batch.extend_seq_lens = spec_info.accept_length[:bs]
@@ -250,10 +254,17 @@ class FlashAttentionBackend:
 
         q [tokens, heads * head_dim] or [tokens, heads, head_dim]; returns [tokens, heads *
         v_head_dim]. sinks [heads] of any float dtype: natural, unscaled logits.
+
+        Of an MLA model q is absorbed, latent columns first, with or without q_rope beside them; k
+        and k_rope are what the pool's set_mla_kv_buffer takes. Where the batch says so by
+        attn_attend_prefix_cache, q, k and v are unabsorbed: over themselves, or over the chunk of
+        the prefix that prefix_chunk_idx names. Then the answer is [tokens, heads, v_head_dim], and
+        with mha_return_lse (answer, lse [tokens, heads]).
         """
-        if q_rope is not None or k_rope is not None:
-            raise UnsupportedError("q_rope, k_rope: MLA is not here yet; pass None")
         pool = getattr(forward_batch, "token_to_kv_pool", None) or self.core.pool
+        use_mla = self.config.use_mla
+        if not use_mla and (q_rope is not None or k_rope is not None):
+            raise ArgumentError("q_rope, k_rope: given for a model without MLA; pass None")
         if k is not None:
             if v is None:
                 raise ArgumentError("v: got None with k; wanted both, or none")
@@ -261,14 +272,50 @@ class FlashAttentionBackend:
                 loc = forward_batch.out_cache_loc
                 if layer.is_cross_attention:
                     loc = forward_batch.encoder_out_cache_loc
-                pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
+                if use_mla and k_rope is not None:
+                    pool.set_mla_kv_buffer(layer, loc, k, k_rope)
+                else:
+                    pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
         spec = self._layer(layer, pool, sinks)
         self.core.pool = pool
-        heads, dim = int(layer.tp_q_head_num), int(layer.head_dim)
+        heads = int(layer.tp_q_head_num)
+        if use_mla and self._is_unabsorbed(forward_batch):
+            return self._forward_unabsorbed(q, k, v, layer, spec, forward_batch)
+        dim, dim_v = int(layer.head_dim), int(getattr(layer, "v_head_dim", layer.head_dim))
         if len(q.shape) != 3:
-            q = q.reshape(-1, heads, dim)
-        out = self.core.forward(q, spec)
+            q = q.reshape(-1, heads, dim if q_rope is None else dim_v)
+        if q_rope is not None and len(q_rope.shape) != 3:
+            q_rope = q_rope.reshape(-1, heads, dim - dim_v)
+        out = self.core.forward(q, spec, q_rope=q_rope)
         return out.reshape(-1, heads * out.shape[-1])
+
+    @staticmethod
+    def _is_unabsorbed(forward_batch: Any) -> bool:
+        """Whether a batch of an MLA model attends with the heads of its keys."""
+        name = getattr(forward_batch.forward_mode, "name", "")
+        return getattr(
+            forward_batch, "attn_attend_prefix_cache", None
+        ) is not None and name not in ("TARGET_VERIFY", "DRAFT_EXTEND")
+
+    def _forward_unabsorbed(
+        self, q: Any, k: Any, v: Any, layer: Any, spec: LayerSpec, forward_batch: Any
+    ) -> Any:
+        fb, dim = forward_batch, int(layer.head_dim)
+        heads = int(layer.tp_q_head_num), int(layer.tp_k_head_num)
+        q = q.reshape(-1, heads[0], dim)
+        k, v = k.reshape(-1, heads[1], dim), v.reshape(-1, heads[1], int(layer.v_head_dim))
+        return_lse = bool(getattr(fb, "mha_return_lse", False))
+        if not fb.attn_attend_prefix_cache:
+            return self.core.forward_ragged(q, k, v, spec, return_lse=return_lse, lse_layout="th")
+        chunk = fb.prefix_chunk_idx
+        return self.core.forward_ragged(
+            *(q, k, v, spec),
+            cu_seqlens_k=fb.prefix_chunk_cu_seq_lens[chunk],
+            max_seqlen_k=int(fb.prefix_chunk_max_seq_lens[chunk]),
+            causal=False,
+            return_lse=return_lse,
+            lse_layout="th",
+        )
 
     forward_decode = forward_extend
 
@@ -319,14 +366,13 @@ def config_of(model_runner: Any, num_steps: int, tree_form: str = "mask") -> Bac
     """What a ModelRunner says, in the core's terms. Heads and head dims come with each layer."""
     model, args = model_runner.model_config, model_runner.server_args
     arch = getattr(model, "attention_arch", None)
-    if getattr(arch, "name", arch) == "MLA":
-        raise UnsupportedError("attention_arch: MLA is not here yet; use an MHA model")
     get = getattr
     columns = model_runner.req_to_token_pool.req_to_token.shape[1]
     return BackendConfig(
         num_q_heads=1,
         num_kv_heads=1,
         head_dim=1,
+        use_mla=getattr(arch, "name", arch) == "MLA",
         page_size=get(model_runner, "page_size", 1) or 1,
         max_context_len=min(int(model.context_len), columns),
         attention_chunk_size=get(model_runner, "attention_chunk_size", None),
@@ -352,10 +398,19 @@ def mode_of(forward_mode: Any, spec_info: Any) -> ForwardMode:
     return mode
 
 
+def _first(x: Any, count: int) -> Any:
+    """The first entries of an array; a slice costs more than all of a step's checks."""
+    return x if x.shape[0] == count else x[:count]
+
+
 def _host(x: Any) -> np.ndarray:
     """Numbers of the host, in a list or an array of the CPU."""
+    if type(x) is np.ndarray:
+        return x
     if isinstance(x, (list, tuple)):
         return np.asarray(x, np.int64)
+    if getattr(x, "is_cuda", None) is False:  # torch's, several times as fast
+        return np.asarray(x.numpy())
     v = array.view(x, "a host array")
     if v.device.kind != "cpu":
         raise ArgumentError(

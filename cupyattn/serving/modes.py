@@ -36,10 +36,12 @@ class ForwardMode(IntEnum):
     MIXED = 5
     IDLE = 6
 
-    @property
-    def is_ragged(self) -> bool:
-        """Whether requests have different numbers of query tokens."""
-        return self in (ForwardMode.EXTEND, ForwardMode.DRAFT_EXTEND, ForwardMode.MIXED)
+    # Modes are keys of dictionaries at every step, and an enum's own hash is a function in Python.
+    __hash__ = int.__hash__
+
+    def __init__(self, value: int) -> None:
+        # Whether requests have different numbers of query tokens.
+        self.is_ragged = value in (3, 4, 5)
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,11 @@ class BackendConfig:
     num_q_heads, num_kv_heads, head_dim, v_head_dim   of this GPU; v_head_dim None: head_dim
     page_size            tokens of a page; each page of a request holds consecutive tokens
     max_context_len      keys of one request at most, drafts included
-    q_dtype, kv_dtype    names of dtypes; the pool must be of kv_dtype, default: of q_dtype. None:
-                         as the arrays are
-    use_mla              must be False until MLA is here
+    q_dtype, kv_dtype    dtypes of any framework, or their names, which they become; the pool must
+                         be of kv_dtype, default: of q_dtype. None: as the arrays are
+    use_mla              the pool has latent rows, whose first v_head_dim of head_dim columns are
+                         values too, and queries are absorbed; num_kv_heads is 1. Layers have no
+                         windows, chunks or encoder, and trees are verified in two passes
     attention_chunk_size    keys of a chunk of layers with local attention; None: no such layers
     sliding_window_size  the widest window of a layer, keys before a row's own; None: no such layers
     topk                 drafted tokens of a step, beams of a request
@@ -70,8 +74,8 @@ class BackendConfig:
     v_head_dim: int | None = None
     page_size: int = 1
     max_context_len: int = 4096
-    q_dtype: str | None = None
-    kv_dtype: str | None = None
+    q_dtype: Any = None
+    kv_dtype: Any = None
     use_mla: bool = False
     attention_chunk_size: int | None = None
     sliding_window_size: int | None = None
@@ -99,13 +103,18 @@ class BackendConfig:
         if self.kv_dtype is None:
             object.__setattr__(self, "kv_dtype", self.q_dtype)
         for name in ("q_dtype", "kv_dtype"):
-            if getattr(self, name) is not None:
-                dtypes.parse(getattr(self, name), name)
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, dtypes.parse(given, name).name)
         for name in ("use_mla", "deterministic", "is_hybrid", "has_encoder"):
             parse.flag(getattr(self, name), name)
-        if self.use_mla:
-            raise UnsupportedError("use_mla: MLA is not here yet; pass False")
         parse.choice(self.tree_form, TREE_FORMS, "tree_form")
+        if self.use_mla:
+            object.__setattr__(self, "tree_form", "expand")
+            if self.num_kv_heads != 1:
+                raise ArgumentError(
+                    f"num_kv_heads: got {self.num_kv_heads}; a latent pool has one head, pass 1"
+                )
         if self.attention_chunk_size is not None:
             require_int(self.attention_chunk_size, "attention_chunk_size")
         if self.sliding_window_size is not None:
@@ -117,6 +126,9 @@ class BackendConfig:
                 raise UnsupportedError(
                     f"{name}: got {getattr(self, name)}; at most {MAX_ROWS} are supported"
                 )
+        for name in ("attention_chunk_size", "sliding_window_size", "is_hybrid", "has_encoder"):
+            if self.use_mla and getattr(self, name) not in (None, False):
+                raise UnsupportedError(f"{name}: latent attention has no such layers; leave it out")
         if self.is_hybrid and self.has_encoder:
             raise UnsupportedError(
                 "is_hybrid, has_encoder: a second pool has no place for encoder tokens; pass one "
@@ -211,7 +223,8 @@ class BatchInfo:
     seq_lens           int32 or int64 [bs], keys of each request, without drafts
     seq_lens_host      the same in NumPy, or None: then max_context_len bounds them
     extend_seq_lens    [bs] query tokens of each request, in ragged modes
-    extend_seq_lens_host   the same in NumPy
+    extend_seq_lens_host   the same in NumPy, or None with max_extend_len
+    max_extend_len     where the host knows no more: no request has more query tokens than that
     out_cache_loc      slots of the new tokens; of DRAFT_DECODE with topk > 1 those of all steps,
                        [bs, topk, num_draft_steps] in any shape
     encoder_lens       [bs] encoder tokens of each request, which come first in its row
@@ -227,3 +240,4 @@ class BatchInfo:
     encoder_lens: Any = None
     encoder_lens_host: np.ndarray | None = None
     draft: DraftInfo | None = None
+    max_extend_len: int | None = None

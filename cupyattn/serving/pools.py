@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from .. import array
 from ..array import ArrayView
-from ..core import dtypes
+from ..core import dtypes, parse
 from ..core.parse import require_int
 from ..errors import ArgumentError, UnsupportedError
 from ..slots import reshape_and_cache
@@ -29,7 +29,11 @@ class KVPool(Protocol):
 
 
 class MLAPool(Protocol):
-    """What a backend will need of a pool of latent keys, whose values are the first elements."""
+    """What a backend needs of a pool of latent keys, whose values are the first columns.
+
+    A pool whose rows are in two arrays has `get_latent_buffers(layer_id)` too: (latent rows, rope
+    rows), [slots, 1, columns] each.
+    """
 
     def get_key_buffer(self, layer_id: int) -> Any:
         """[slots, 1, kv_lora_rank + rope_dim] of a layer."""
@@ -75,13 +79,7 @@ class MHATokenToKVPool:
         ]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Any, Any]:
-        index = layer_id - self.start_layer
-        if not 0 <= index < len(self._buffers):
-            raise ArgumentError(
-                f"layer_id: got {layer_id}; the pool has layers {self.start_layer} to "
-                f"{self.start_layer + len(self._buffers) - 1}"
-            )
-        k, v = self._buffers[index]
+        k, v = self._buffers[layer_index(layer_id, self.start_layer, len(self._buffers))]
         return k, v
 
     def get_key_buffer(self, layer_id: int) -> Any:
@@ -102,8 +100,118 @@ class MHATokenToKVPool:
             v = v.reshape(-1, *buffers[1].shape[1:])
         write_slots(buffers, loc, k, v, k_scale, v_scale, self.full_to_swa)
 
+    def move(self, new: Any, old: Any) -> None:
+        """Copy the keys and values of all layers from slots old [n] to slots new [n], as accepted
+        drafts move up. All are read before any is written; a negative new slot skips."""
+        for buffers in self._buffers:
+            move_slots(buffers, new, old, self.full_to_swa)
+
     def set_mla_kv_buffer(self, layer: Any, loc: Any, k_nope: Any, k_rope: Any) -> None:
-        raise UnsupportedError("set_mla_kv_buffer: this pool is of MHA; MLA is not here yet")
+        raise UnsupportedError("set_mla_kv_buffer: this pool is of MHA; make an MLATokenToKVPool")
+
+
+class MLATokenToKVPool:
+    """Latent keys of multi-head latent attention, whose first columns are values too.
+
+    num_slots       tokens; a multiple of page_size
+    kv_lora_rank    latent columns
+    qk_rope_head_dim   rope columns
+    layer_num       layers, from start_layer on
+    like            an array: memory is of its framework, on its device
+    dtype           name of a dtype, float8_e4m3fn too: then a layer's k_scale, 1 by default, is
+                    what rows are divided by
+    is_split        the two parts in arrays of their own, else in one row
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        layer_num: int,
+        like: Any,
+        *,
+        dtype: Any = "bfloat16",
+        start_layer: int = 0,
+        is_split: bool = False,
+    ) -> None:
+        v = array.view(like, "like")
+        element = dtypes.parse(dtype, "dtype")
+        counts = {"num_slots": num_slots, "kv_lora_rank": kv_lora_rank}
+        counts |= {"qk_rope_head_dim": qk_rope_head_dim, "layer_num": layer_num}
+        slots, latent, rope, layers = (require_int(x, n) for n, x in counts.items())
+        self.start_layer, self.is_split = start_layer, parse.flag(is_split, "is_split")
+        self.kv_lora_rank, self.qk_rope_head_dim = latent, rope
+        self._parts: list[tuple[Any, Any]] = []
+        self._rows: list[Any] = []
+        for _ in range(layers):
+            if self.is_split:
+                first, second = (array.empty((slots, 1, n), element, v) for n in (latent, rope))
+            else:
+                row = array.empty((slots, 1, latent + rope), element, v)
+                self._rows.append(row)
+                first, second = row[..., :latent], row[..., latent:]
+            self._parts.append((first, second))
+
+    def get_latent_buffers(self, layer_id: int) -> tuple[Any, Any]:
+        """(rows of both parts, None), or with is_split (latent rows, rope rows)."""
+        index = self._index(layer_id)
+        return self._parts[index] if self.is_split else (self._rows[index], None)
+
+    def get_key_buffer(self, layer_id: int) -> Any:
+        """[slots, 1, kv_lora_rank + qk_rope_head_dim]."""
+        if self.is_split:
+            raise UnsupportedError(
+                "get_key_buffer: the pool has the parts of a row in two arrays; call "
+                "get_latent_buffers"
+            )
+        return self._rows[self._index(layer_id)]
+
+    def get_value_buffer(self, layer_id: int) -> Any:
+        """[slots, 1, kv_lora_rank]."""
+        return self._parts[self._index(layer_id)][0]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Any, Any]:
+        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
+
+    def set_kv_buffer(
+        self, layer: Any, loc: Any, k: Any, v: Any = None, k_scale: Any = None, v_scale: Any = None
+    ) -> None:
+        """Write rows of both parts, [n, 1, columns] or [n, columns], to slots `loc` [n]. v and
+        v_scale are not read: values are a part of their keys."""
+        latent = self.kv_lora_rank
+        self._write(layer, loc, k[..., :latent], k[..., latent:], k_scale)
+
+    def set_mla_kv_buffer(self, layer: Any, loc: Any, k_nope: Any, k_rope: Any) -> None:
+        """Write latent columns k_nope and rope columns k_rope, [n, 1, columns] or [n, columns]."""
+        self._write(layer, loc, k_nope, k_rope, getattr(layer, "k_scale", None))
+
+    def move(self, new: Any, old: Any) -> None:
+        """Copy the rows of all layers from slots old [n] to slots new [n]. All are read before any
+        is written; a negative new slot skips."""
+        for parts in self._parts:
+            move_slots(parts, new, old)
+
+    def _write(self, layer: Any, loc: Any, k_nope: Any, k_rope: Any, scale: Any) -> None:
+        if len(k_nope.shape) == 2:
+            k_nope = k_nope[:, None]
+        if len(k_rope.shape) == 2:
+            k_rope = k_rope[:, None]
+        parts = self._parts[self._index(layer.layer_id)]
+        write_slots(parts, loc, k_nope, k_rope, scale, scale)
+
+    def _index(self, layer_id: int) -> int:
+        return layer_index(layer_id, self.start_layer, len(self._parts))
+
+
+def layer_index(layer_id: int, first: int, count: int) -> int:
+    """The place of a layer in a pool of `count` layers from `first` on."""
+    index = layer_id - first
+    if not 0 <= index < count:
+        raise ArgumentError(
+            f"layer_id: got {layer_id}; the pool has layers {first} to {first + count - 1}"
+        )
+    return index
 
 
 def write_slots(
@@ -121,6 +229,14 @@ def write_slots(
         if not dtype.is_fp8 or array.view(k, "k").dtype.is_fp8:
             k_scale = v_scale = None
     reshape_and_cache(k, v, *buffers, loc, k_scale=k_scale, v_scale=v_scale, slot_map=full_to_swa)
+
+
+def move_slots(buffers: tuple[Any, Any], new: Any, old: Any, full_to_swa: Any = None) -> None:
+    """Copy rows of a layer's buffers from slots to slots."""
+    if full_to_swa is not None:
+        old = full_to_swa[old]
+    k, v = (x[old] for x in buffers)
+    reshape_and_cache(k, v, *buffers, new, slot_map=full_to_swa)
 
 
 def view_pages(buffer: Any, name: str, page_size: int, shape: tuple[int, int]) -> Any:

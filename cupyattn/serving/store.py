@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,17 +126,21 @@ def view_tables(config: BackendConfig, req_to_token: Any, full_to_swa: Any) -> T
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """What steps of one signature share.
+    """What steps of one signature share, whatever their number of requests.
 
+    per_request   (place of an array, its entries along the first axis for each request)
     tree_unit, loc_unit   elements behind the first axis of the mask, and of out_cache_loc
     beams_unit            slots of one request in out_cache_loc
+    launches      by the number of requests
     """
 
-    prepared: launcher.Prepared
+    tree_form: int
     is_wide: tuple[bool, ...]
+    per_request: tuple[tuple[int, int], ...]
     tree_unit: int
     loc_unit: int
     beams_unit: int
+    launches: dict[int, launcher.Prepared] = field(default_factory=dict)
 
 
 _ARGUMENTS = (
@@ -144,9 +148,7 @@ _ARGUMENTS = (
     *("tree_mask", "beam_rows"),
 )
 _SEQ_LENS, _ROWS, _EXTEND, _ENCODER, _LOC, _TREE, _BEAMS = range(7)
-_CALLS: CallCache[_Checked] = CallCache(
-    *(Argument(name, 0 if name in ("tree_mask", "out_cache_loc") else None) for name in _ARGUMENTS)
-)
+_CALLS: CallCache[_Checked] = CallCache(*(Argument(name, 0) for name in _ARGUMENTS))
 _keys = itertools.count()
 
 
@@ -158,7 +160,7 @@ class Store:
     ) -> None:
         self.config, self.form, self.tables = config, form, tables
         self.capacity = max(1, capacity)
-        self._key = next(_keys)
+        self._key = (next(_keys),)
         v = tables.req_to_token
         step, (rows, columns) = v.strides[0], v.shape
         entries = (rows - 1) * step + columns
@@ -283,62 +285,78 @@ class Store:
         """Write the metadata of a batch of bs requests: one launch."""
         if bs == 0:
             return
-        draft = batch.draft
-        branches = self.form.branches
-        tree = beams = loc = None
+        form = self.form
+        given: tuple[Any, ...] = batch.seq_lens, batch.req_pool_indices
         num_real = bs
-        if branches is not None:
+        if form.branches is not None or not form.rows or self.config.has_encoder:
+            given += (
+                None if form.rows else batch.extend_seq_lens,
+                batch.encoder_lens if self.config.has_encoder else None,
+            )
+        if form.branches is not None:
+            draft = batch.draft
             if draft is None:
                 raise ArgumentError("draft: got None; wanted the drafts of this mode")
             if draft.num_real is not None:
                 num_real = min(bs, draft.num_real)
-            tree, beams = (draft.tree_mask, None) if branches == "tree" else (None, draft.beam_rows)
-            loc = batch.out_cache_loc if branches == "beams" else None
-        given = (
-            *(batch.seq_lens, batch.req_pool_indices),
-            batch.extend_seq_lens if not self.form.rows else None,
-            batch.encoder_lens if self.config.has_encoder else None,
-            *(loc, tree, beams),
-        )
+            if form.branches == "tree":
+                given += None, draft.tree_mask
+            else:
+                given += batch.out_cache_loc, None, draft.beam_rows
         if not self._write_cached(given, bs, num_real):
             self._write(given, bs, num_real)
 
     def _write_cached(self, given: tuple[Any, ...], bs: int, num_real: int) -> bool:
-        answer = _CALLS.lookup(given, (self._key, bs))
+        answer = _CALLS.lookup(given, self._key)
         if answer is None:
             return False
         found, at = answer
-        checked = found.call.checked
+        call, lengths = found.call, found.lengths
+        checked = call.checked
+        prepared = found.prepared
+        if prepared is None:
+            if any(lengths[place] != bs * unit for place, unit in checked.per_request):
+                return False
+            prepared = found.prepared = self._launch_for(checked, bs)
+        tree_size = 0
         if checked.beams_unit:
-            num_real = min(num_real, found.lengths[_LOC] * checked.loc_unit // checked.beams_unit)
-        self._enqueue(
-            checked, at, found.lengths[_TREE] * checked.tree_unit, num_real,
-            found.call.current_stream(),
-        )  # fmt: skip
+            count, rest = divmod(lengths[_LOC] * checked.loc_unit, checked.beams_unit)
+            if rest or count > bs:
+                return False
+            num_real = min(num_real, count)
+        elif checked.tree_unit:
+            tree_size = lengths[_TREE] * checked.tree_unit
+        prepared.enqueue(call.current_stream(), at, tree_size, num_real)
         return True
 
-    def _enqueue(
-        self, checked: _Checked, at: Any, tree_size: int, num_real: int, stream: int
-    ) -> None:
-        wide, table = checked.is_wide, self.tables.full_to_swa
-        pointers = (
-            *(at[0], wide[0], at[1], wide[1], at[2], wide[2], at[3], wide[3], at[4], wide[4]),
-            *((0, 0) if table is None else (table.ptr, table.dtype is dtypes.int64)),
-            *(self.tables.req_to_token.ptr, at[_TREE], at[_BEAMS]),
-        )
-        checked.prepared.enqueue(stream, pointers, tree_size, num_real)
+    def _launch_for(self, checked: _Checked, bs: int) -> launcher.Prepared:
+        """The launch over bs requests."""
+        found = checked.launches.get(bs)
+        if found is None:
+            v, table = self.tables
+            over = (0, 0) if table is None else (table.ptr, int(table.dtype is dtypes.int64))
+            addresses = {name: array.view(x, name).ptr for name, x in self._arrays.items()}
+            found = checked.launches[bs] = launcher.prepare(
+                Outputs(**addresses),
+                self.sizes(bs)._replace(tree_form=checked.tree_form),
+                self._columns(),
+                v.device.index,
+                checked.is_wide,
+                (*over, v.ptr),
+            )
+        return found
 
     def _write(self, given: tuple[Any, ...], bs: int, num_real: int) -> None:
         # --- 1. Validate ---
+        signature, given = given, (*given, *[None] * (len(_ARGUMENTS) - len(given)))
         views, tree_form = self._views(given, bs)
         v = self.tables.req_to_token
         named = dict(zip(_ARGUMENTS, views, strict=True))
         array.same_device(req_to_token=v, **named)
         loc, tree = views[_LOC], views[_TREE]
         sizes = self.sizes(bs)._replace(tree_form=tree_form)
-        beams_unit = self.form.rows * self._draft_steps if loc is not None else 0
         if loc is not None:
-            num_real = min(num_real, loc.shape[0] // beams_unit)
+            num_real = min(num_real, loc.shape[0] // (self.form.rows * self._draft_steps))
         # --- 2. Write on the CPU ---
         if v.device.kind == "cpu":
             numbers: dict[str, Any] = {
@@ -358,24 +376,39 @@ class Store:
             return
         # --- 3. Launch on the caller's stream ---
         used = [x for x in views if x is not None]
-        addresses = {name: array.view(x, name).ptr for name, x in self._arrays.items()}
-        columns = self._columns()
-        outputs_at = Outputs(**addresses)
-        prepared = launcher.prepare(outputs_at, sizes, columns, v.device.index)
-        unit = 0
-        if tree is not None:
-            unit = math.prod(tree.shape[1:])
-        wide = tuple(x is not None and x.dtype is dtypes.int64 for x in views)
-        loc_unit = math.prod(given[_LOC].shape[1:]) if loc is not None else 0
-        checked = _Checked(prepared, wide, unit, loc_unit, beams_unit)
+        checked = self._checked(given, views, tree_form, bs)
+        prepared = self._launch_for(checked, bs)
         at = [0 if x is None else x.ptr for x in views]
         like = views[_SEQ_LENS]
         assert like is not None
         array.acquire(like, *used)
-        size = 0 if tree is None else tree.shape[0] * unit
-        self._enqueue(checked, at, size, num_real, array.current_stream(like))
+        size = 0 if tree is None else tree.shape[0] * checked.tree_unit
+        prepared.enqueue(array.current_stream(like), at, size, num_real)
         array.release(like, *used)
-        _CALLS.insert(given, (self._key, bs), checked, like, dtypes.int32, None, None)
+        if all(x is None or _is_dense(array.view(x, "x")) for x in given):
+            _CALLS.insert(signature, self._key, checked, like, dtypes.int32, None, None)
+
+    def _checked(
+        self, given: tuple[Any, ...], views: list[ArrayView | None], tree_form: int, bs: int
+    ) -> _Checked:
+        """What later steps with arrays like these share."""
+        tree, loc = given[_TREE], given[_LOC]
+        units = [
+            (place, 1)
+            for place in (_SEQ_LENS, _ROWS, _EXTEND, _ENCODER)
+            if given[place] is not None
+        ]
+        for place in (_TREE, _BEAMS):
+            if given[place] is not None and not (place == _TREE and tree_form == FLAT):
+                units.append((place, given[place].shape[0] // bs))
+        return _Checked(
+            tree_form,
+            tuple(x is not None and x.dtype is dtypes.int64 for x in views[: _LOC + 1]),
+            tuple(units),
+            0 if tree is None else math.prod(tree.shape[1:]),
+            0 if loc is None else math.prod(loc.shape[1:]),
+            0 if loc is None else self.form.rows * self._draft_steps,
+        )
 
     def _columns(self) -> int:
         """Entries of the tables that blocks of one request share."""
@@ -539,6 +572,12 @@ def _index(x: Any, name: str, count: int | None = None) -> ArrayView:
     if not is_contiguous(v):
         raise ArgumentError(f"{name}: is not contiguous; pass a contiguous array")
     return v
+
+
+def _is_dense(v: ArrayView) -> bool:
+    """Whether strides are those of a row-major array along axes of one entry too, so that they say
+    what longer arrays of equal strides are."""
+    return all(v.strides[axis] == math.prod(v.shape[axis + 1 :]) for axis in range(len(v.shape)))
 
 
 def _flat(x: Any, name: str) -> ArrayView:

@@ -26,10 +26,11 @@ from ..array.match import (
     require_same_dtype,
 )
 from ..core import dtypes, parse
+from ..core.logits import LogitsExpression
 from ..core.problem import MAX_LENGTH, AttentionProblem
 from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, UnsupportedError
-from ..inputs import cpu
+from ..inputs import cpu, logits
 from ..inputs.call_cache import Argument, CallCache
 from ..inputs.kv_cache import match_keys
 from ..inputs.spec import Given, make_spec, require_group
@@ -46,6 +47,7 @@ class Extras(NamedTuple):
     scale_q: Any = None
     scale_k: Any = None
     scale_v: Any = None
+    logits: tuple[ArrayView, ...] = ()  # what expressions read, in their order
 
 
 NO_EXTRAS = Extras()
@@ -220,6 +222,17 @@ def run(
     return (out, array.deliver(lse, vq)) if return_lse else out
 
 
+def with_logits(
+    scalars: tuple[Any, ...],
+    extras: Extras,
+    read: tuple[LogitsExpression | None, tuple[ArrayView, ...]],
+) -> tuple[tuple[Any, ...], Extras]:
+    """The scalars and the optional arrays of a call with the expressions that `read` found."""
+    expression, arrays = read
+    scalars = tuple(Given(*scalars)._replace(logits=expression))
+    return scalars, extras._replace(logits=arrays) if arrays else extras
+
+
 def run_unmasked(q: Any, k: Any, v: Any, kv_layout: str, sm_scale: float) -> tuple[Any, Any]:
     """(out, lse) of rows that see all keys."""
     scalars = (kv_layout, False, "NONE", -1, None, sm_scale, *[None] * 6)
@@ -340,9 +353,16 @@ def _view_extras(extras: Extras, call: _Call) -> dict[str, ArrayView]:
     """Views of the optional arrays, checked; absent ones are left out."""
     if extras is NO_EXTRAS:
         return {}
-    views = {name: array.view(x, name) for name, x in extras._asdict().items() if x is not None}
-    array.same_device(q=call.q, **views)
+    views = {
+        name: array.view(x, name)
+        for name, x in extras._asdict().items()
+        if x is not None and name != "logits"
+    }
     qo_len, kv_len, spec = call.qo_len, call.kv_len, call.entry.spec
+    read = {}
+    if spec.logits is not None:
+        read = logits.check_arrays(spec.logits, extras.logits, spec, 1, qo_len, kv_len)
+    array.same_device(q=call.q, **views, **read)
     dims = {
         "qo_len": qo_len,
         "kv_len": kv_len,
@@ -369,8 +389,8 @@ def _view_extras(extras: Extras, call: _Call) -> dict[str, ArrayView]:
             match_array(v, heads, dtypes.float32, name, dims)
     for target, name in ((call.out, "out"), (call.lse, "lse")):
         if target is not None:
-            require_output(target, name, **views)
-    return views
+            require_output(target, name, **views, **read)
+    return views | read
 
 
 def _launch(call: _Call, extras: dict[str, ArrayView]) -> bytes:
@@ -381,7 +401,7 @@ def _launch(call: _Call, extras: dict[str, ArrayView]) -> bytes:
     inputs = (vk, vv, *extras.values())
     array.acquire(vq, *inputs)
     mask = extras.get("packed_custom_mask")
-    if entry.problem.custom_mask and mask is None:
+    if entry.spec.mask_form == "whole" and mask is None:
         mask = _pack_mask(extras["custom_mask"], vq, stream)
     optional = (vlse, mask, *(extras.get(n) for n in ("sinks", "scale_q", "scale_k", "scale_v")))
     token = 0 if call.is_decode else 1
@@ -401,7 +421,9 @@ def _launch(call: _Call, extras: dict[str, ArrayView]) -> bytes:
         vk.ptr,
         vv.ptr,
         vout.ptr,
-        params.OPTIONAL.pack(*(0 if v is None else v.ptr for v in optional), 0),
+        params.OPTIONAL.pack(
+            *(0 if v is None else v.ptr for v in optional), 0, logits.pack(entry.spec, extras)
+        ),
         strides,
         0 if mask is None else mask.shape[0],
         call.qo_len,
@@ -431,7 +453,8 @@ def _run_reference(call: _Call, views: dict[str, ArrayView]) -> tuple[Any, Any]:
     mask = None if bools is None else array.as_numpy(bools)
     if bits is not None:
         mask = reference.unpack_mask(array.as_numpy(bits), len(q), len(k))
-    o, lse = cpu.attend(spec, q, [cpu.Request(slice(len(q)), k, v, mask)], extras)
+    arrays = logits.pop_arrays(spec, extras)
+    o, lse = cpu.attend(spec, q, [cpu.Request(slice(len(q)), k, v, mask)], extras, arrays)
     if call.is_decode:
         o, lse = o[0], lse[0]
     lse = lse.astype(np.float32)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 from .. import array
+from ..batch.logits import check as check_logits
+from ..batch.logits import with_places
 from ..batch.mask import NO_MASK
 from ..batch.requests import PageNames, read_paged, require_row_limit, with_q_len
 from ..batch.run import NO_SCALES, Scales, run
@@ -14,6 +17,7 @@ from ..core import parse
 from ..core.tracing import untraced
 from ..errors import PlanError
 from ..inputs import geometry
+from ..inputs.logits import read as read_logits
 from ..typing import Array, Pages, Scale, run_returns_lse
 from .legacy import OlderCalls, check_run, read_scales
 
@@ -36,7 +40,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
     paged_kv_indptr_buffer [B + 1], paged_kv_indices_buffer [max pages of a batch],
     paged_kv_last_page_len_buffer [B].
     use_tensor_cores, backend  accepted for compatibility: tensor cores are always used, the kernel
-            is chosen by the device. jit_args must be None.
+            is chosen by the device. jit_args must be None: FlashInfer's variants are written as
+            logits_transform and mask_fn of plan().
 
     Threads may share a wrapper: its calls wait for each other. A thread that has planned runs its
     own plan only, and PlanError tells it if another thread has planned since (until end_forward());
@@ -103,6 +108,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         window_right: int = 0,
         o_data_type: Any = None,
         q_len_per_req: int = 1,
+        logits_transform: str | None = None,
+        mask_fn: str | None = None,
+        logits_params: Mapping[str, Any] | None = None,
     ) -> None:
         """Schedule the batch that the next runs are for.
 
@@ -125,6 +133,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         fixed_split_size  pages after which keys are split, whatever else is in the batch: a
                 request's answer is then the same, bit for bit, in every batch. Default: as many
                 splits as keep the device busy. disable_split_kv: never split; it wins.
+        logits_transform, mask_fn, logits_params  as in single_prefill_with_kv_cache. Numbers stay
+                as they are; run(logits_params=) may replace arrays. Indices count from the first
+                query token and key of each request, which `batch` tells apart.
         Other options as in single_decode_with_kv_cache. non_blocking, block_tables and seq_lens are
         accepted for compatibility: copies never block, the arrays above say it all.
 
@@ -137,6 +148,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         is_causal = parse.window(window_right, "window_right") == 0
         q_len = geometry.count(q_len_per_req, "q_len_per_req")
         page_size = geometry.count(page_size, "page_size")
+        expression, arrays = read_logits(logits_transform, mask_fn, logits_params)
         tables = indptr, indices, last_page_len
         batch = read_paged(q_len, *tables, page_size, _NAMES, self._is_debugging())
         options = self._options(
@@ -152,6 +164,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
             o_dtype=o_data_type,
+            logits=expression,
         )
         split = geometry.split_size(fixed_split_size, disable_split_kv, page_size)
         if self._frozen is not None and q_len != self._q_len:
@@ -159,7 +172,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 f"q_len_per_req: the first plan of this wrapper said {self._q_len} and this one "
                 f"says {q_len}, but a captured graph keeps it; use a separate wrapper"
             )
-        self._install(options, batch, NO_MASK, split)
+        self._install(options, batch, NO_MASK, split, arrays)
         self._q_len, self._is_causal = q_len, is_causal
 
     begin_forward = plan
@@ -183,6 +196,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Any = None,
         mask: Array | None = None,
+        logits_params: Mapping[str, Any] | None = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -204,6 +218,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 are first packed into memory of the wrapper's own.
         q_len_per_req  as in plan(), for this run; default the plan's. The first run with another
                 schedules the batch anew, and in graph mode it must be the plan's.
+        logits_params  arrays in place of those of the plan that have these names.
         window_left  if given, must be the plan's. kv_cache_sf must be None. enable_pdl is accepted
                 for compatibility, and so is skip_softmax_threshold_scale_factor, which allows less
                 exact answers.
@@ -236,8 +251,14 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             if q_len_per_req not in (None, self._q_len):
                 with self._turns.planning:
                     plan, rest = self._plan_for(q_len_per_req, q), (scales, return_lse, mask)
-                    return run(self, q, paged_kv_cache, None, out, lse, sinks, *rest, plan)
-        return run(self, q, paged_kv_cache, None, out, lse, sinks, scales, return_lse, mask)
+                    return run(
+                        *(self, q, paged_kv_cache, None, out, lse, sinks, *rest, plan),
+                        logits_params,
+                    )
+        return run(
+            *(self, q, paged_kv_cache, None, out, lse, sinks, scales, return_lse, mask),
+            logits_params=logits_params,
+        )
 
     def _plan_for(self, q_len: int, q: Any) -> Plan:
         """The plan with another number of query rows of each request, as q has them."""
@@ -259,6 +280,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
             batch = with_q_len(plan.batch, q_len)
             changed = geometry.find_geometry(given)
             require_row_limit(batch, changed.spec.group_size)
+            if changed.spec.logits is not None:
+                check_logits(changed.spec, batch, plan.logits)
+                batch = with_places(changed.spec, batch)
             plan.by_q_len[q_len] = replace(plan, geometry=changed, batch=batch, prepared={})
         return plan.by_q_len[q_len]
 

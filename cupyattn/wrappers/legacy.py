@@ -115,8 +115,8 @@ def takes_sinks(jit_args: Any, jit_kwargs: Any) -> bool:
     if declared[::2] == [["sink"], ["sm_scale"], "AttentionSink"]:
         return True
     raise UnsupportedError(
-        "jit_args: kernels of the caller's own are not supported, but FlashInfer's AttentionSink "
-        "is; pass None"
+        f"jit_args: {geometry.REFUSED_SOURCE}. FlashInfer's AttentionSink is recognised; for "
+        "others pass None"
     )
 
 

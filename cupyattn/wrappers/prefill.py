@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..batch.mask import read_intervals, read_mask
@@ -18,7 +19,9 @@ from ..batch.requests import (
 )
 from ..batch.run import NO_SCALES, Scales, run
 from ..batch.wrapper import BatchWrapper, planning
+from ..errors import UnsupportedError
 from ..inputs import geometry
+from ..inputs.logits import read as read_logits
 from ..typing import Array, Pages, Scale, run_returns_lse
 from .legacy import (
     OlderCalls,
@@ -33,6 +36,13 @@ from .lse_form import run_in_form
 # Compared as objects, which takes any value; what is equal but not the same takes the longer way.
 _LOG2, _NH = "log2", "NH"
 _NAMES = PageNames("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+
+
+def _refuse_form(logits_params: Any) -> None:
+    if logits_params is not None:
+        raise UnsupportedError(
+            "logits_params: is not supported beside lse_base and lse_layout; pass it to plan()"
+        )
 
 
 def _count_token(num_heads: Any, name: str, head_dim: Any) -> int:
@@ -58,16 +68,20 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
         masks: tuple[Any, Any],
         items: tuple[Any, Any, Any, Any],
         split: tuple[Any, Any],
+        logits: tuple[Any, Any, Any],
         **given: Any,
     ) -> None:
         """Install a batch; the tuples hold arguments of plan() in its order."""
+        expression, arrays = read_logits(*logits)
         mask = read_mask(*masks, read_intervals(batch, *items))
         if self._takes_sinks:
             given["sm_scale"] = 1.0
         if mask.view is not None:
             batch = with_mask(batch)
-        options = self._options(heads_and_dims, page_size, data_types, mask.form, **given)
-        self._install(options, batch, mask, geometry.split_size(*split, page_size or 1))
+        options = self._options(
+            heads_and_dims, page_size, data_types, mask.form, logits=expression, **given
+        )
+        self._install(options, batch, mask, geometry.split_size(*split, page_size or 1), arrays)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
@@ -78,7 +92,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             query rows, and a plan between replays may have another mask. With backend="cudnn"
             qo_indptr counts elements of q, and pages are "HND".
     jit_args, jit_kwargs   None, or FlashInfer's for its variant AttentionSink: run() then takes
-            sink and sm_scale after its arrays, as BatchAttentionWithAttentionSinkWrapper.run.
+            sink and sm_scale after its arrays, as BatchAttentionWithAttentionSinkWrapper.run. Other
+            variants are written as logits_transform and mask_fn of plan().
     qo_indptr_buf [B + 1], paged_kv_indptr_buf [B + 1], paged_kv_indices_buf [max pages of a batch],
     paged_kv_last_page_len_buf [B]  int32 on the device: what graph mode needs, filled by plan().
     custom_mask_buf, mask_indptr_buf  uint8 [max bytes of a packed mask] and int32 [B + 1]: given if
@@ -160,6 +175,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         disable_split_kv: bool = False,
         *,
         window_right: int = -1,
+        logits_transform: str | None = None,
+        mask_fn: str | None = None,
+        logits_params: Mapping[str, Any] | None = None,
     ) -> None:
         """Schedule the batch that the next runs are for.
 
@@ -186,6 +204,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
                 request needs no place for may be left out); and [B], the longest item, which is
                 not needed. One request's may be without an axis. The first two are needed on the
                 host; causal is implied, a mask is refused.
+        logits_transform, mask_fn, logits_params  as in single_prefill_with_kv_cache. Numbers stay
+                as they are; run(logits_params=) may replace arrays. Indices count from the first
+                query token and key of each request, which `batch` tells apart.
         Other options as in single_prefill_with_kv_cache; the rest is accepted for compatibility.
         Older names and the older order without head_dim_vo are understood; data_type sets q's and
         the cache's.
@@ -222,6 +243,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             window_right=window_right,
+            logits=(logits_transform, mask_fn, logits_params),
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
@@ -252,6 +274,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         uses_spcompress: bool | None = None,
         lse_base: str = "log2",
         lse_layout: str = "NH",
+        logits_params: Mapping[str, Any] | None = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -263,6 +286,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         window_left  if given, must be the plan's. kv_cache_sf must be None.
         lse_base     of the LSE, given and returned: "log2", or "ln" for natural logarithms.
         lse_layout   likewise: "NH" for [rows, num_qo_heads], or "HN" for [num_qo_heads, rows].
+        logits_params  arrays in place of those of the plan that have these names.
         enable_pdl is accepted for compatibility, and so are skip_softmax_threshold_scale_factor,
         use_fp16_softmax and uses_spcompress, which allow less exact answers.
 
@@ -287,7 +311,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             planned = self._require_plan().geometry.spec.window_left
             check_run(window_left, planned, kv_cache_sf, skip_softmax_threshold_scale_factor)
         if lse_base is _LOG2 and lse_layout is _NH:
-            return run(self, q, paged_kv_cache, None, out, lse, sinks, scales, return_lse)
+            return run(
+                *(self, q, paged_kv_cache, None, out, lse, sinks, scales, return_lse),
+                logits_params=logits_params,
+            )
+        _refuse_form(logits_params)
         form = lse_base, lse_layout
         return run_in_form(form, self, q, paged_kv_cache, None, out, lse, sinks, scales, return_lse)
 
@@ -404,6 +432,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         o_indptr: Array | None = None,
         *,
         window_right: int = -1,
+        logits_transform: str | None = None,
+        mask_fn: str | None = None,
+        logits_params: Mapping[str, Any] | None = None,
     ) -> None:
         """Schedule the batch that the next runs are for.
 
@@ -446,6 +477,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             window_right=window_right,
+            logits=(logits_transform, mask_fn, logits_params),
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
@@ -475,6 +507,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         kv_cache_sf: Any = None,
         lse_base: str = "log2",
         lse_layout: str = "NH",
+        logits_params: Mapping[str, Any] | None = None,
     ) -> Any:
         """Attention of the planned batch.
 
@@ -503,7 +536,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
             check_run(window_left, planned, kv_cache_sf)
             geometry.refuse("not supported", o_scale=o_scale)
         if lse_base is _LOG2 and lse_layout is _NH:
-            return run(self, q, k, v, out, lse, sinks, scales, return_lse)
+            return run(
+                *(self, q, k, v, out, lse, sinks, scales, return_lse), logits_params=logits_params
+            )
+        _refuse_form(logits_params)
         form = lse_base, lse_layout
         return run_in_form(form, self, q, k, v, out, lse, sinks, scales, return_lse)
 

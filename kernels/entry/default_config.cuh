@@ -12,5 +12,7 @@ struct DefaultConfig {
   static constexpr bool kRope = false, kRotateKeys = false, kAlibi = false, kSoftCap = false;
   static constexpr bool kRowScales = false, kCustomMask = false;
   static constexpr int kMaskForm = 0;
+  static constexpr bool kTransform = false;
+  struct LogitsExpression {};
   static constexpr bool kAligned = true, kPaged = false, kOwnValuePages = false;
 };

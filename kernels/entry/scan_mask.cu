@@ -4,6 +4,7 @@
 #ifndef CUPYATTN_CONFIG
 struct Config {
   static constexpr int kTileQ = 192, kTileKV = 80, kMaskForm = 0, kThreads = 512;
+  struct LogitsExpression {};
 };
 #endif
 

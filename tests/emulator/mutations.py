@@ -109,6 +109,7 @@ PORTABLE = (
     Mutation("page-past-the-pool", "page >= table", "page > table", "append"),
     Mutation("page-offset-of-next-position", "position %", "(position + 1) %", "append"),
     Mutation("slot-past-the-cache", "slot <", "slot <=", "slots"),
+    Mutation("quotients-of-infinities", ": q;", ": corrected;", "wide values"),
     # Metadata of serving steps.
     Mutation(
         "chunk-rows-begin-with-the-chunk", "max_of(begin, first_position)", "begin", "serving"
@@ -235,7 +236,7 @@ PORTABLE = (
     Mutation("lengths-before-the-append", "begin + max_of<int64_t>(count, 0)", "begin", "new keys"),
     Mutation("first-key-beyond-keys", "request.kv_len", "0x7fffffff", "absurd offsets"),
     Mutation("first-key-not-listed", "request.kv_begin", "0", "padded prefill"),
-    Mutation("slopes-of-first-request", "first_slope + head", "head", "slopes"),
+    Mutation("slopes-of-first-request", "request.mask_start + head", "head", "slopes"),
     Mutation("key-steps-as-lengths", " - first", "", "device plans"),
     Mutation(
         "keys-beyond-k", "min_of(room, params.kv_room - request.kv_start)", "room", "absurd offsets"

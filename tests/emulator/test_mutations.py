@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import gpu_cases, page_faults
 from helpers.flash_cases import Case
+from helpers.logits_calls import Single
 from helpers.new_keys import random_new_keys
 from helpers.page_cases import Append
 from helpers.page_faults import STRAY
@@ -27,6 +28,7 @@ from . import (
     test_batch,
     test_cascade,
     test_flash_attn,
+    test_logits,
     test_merge,
     test_page,
     test_plan_batch,
@@ -40,10 +42,11 @@ from .library import EmulatorError
 from .mutation import Mutation, kernel_files
 from .mutations import PORTABLE
 from .mutations_of_hopper import HOPPER
+from .mutations_of_logits import LOGITS
 from .mutations_of_wide import WIDE
 from .mutations_of_wide_sm90 import WIDE_SM90
 
-MUTATIONS = (*PORTABLE, *HOPPER, *WIDE, *WIDE_SM90)
+MUTATIONS = (*PORTABLE, *HOPPER, *LOGITS, *WIDE, *WIDE_SM90)
 
 _PREFILL = replace(
     gpu_cases.PLAIN, qo_len=70, kv_len=150, num_kv_heads=2, group=2, head_dim_qk=64, head_dim_vo=64
@@ -220,9 +223,18 @@ _RAGGED_PLAN = test_plan_batch.Batch(
 )
 
 
+def _wide_values(**facts: object) -> None:
+    with gpu.plugged_in(**facts):
+        test_page.write_wide_values()
+
+
 def _slots(**facts: object) -> None:
     with gpu.plugged_in(**facts):
         test_page.write_stray_slots()
+
+
+def _expression(name: str, qo_len: int, kv_len: int) -> Callable:
+    return lambda **facts: test_logits.check_single(Single(name, qo_len, kv_len), **facts)
 
 
 def _serving(**facts: object) -> None:
@@ -279,6 +291,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
         {"logits_soft_cap": 1.0, "kv_len": 192, "pos_encoding_mode": "ALIBI"}
     ),
     "packbits": _packbits,
+    "expression": _expression("transform", 5, 300),
+    "expression mask": _expression("mask", 5, 300),
+    "expression by head": _expression("mask by head", 18, 300),
     "paged prefill": _batch((40, 70), (150, 90)),
     "paged decode": _batch((1, 3), (600, 150), num_sms=1),
     "odd pages": _batch((40, 1), (150, 90), page_size=3),
@@ -293,6 +308,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
         16, {"window_size": (90, 0)}, num_sms=4, **facts
     ),
     "slots": _slots,
+    "wide values": _wide_values,
     "serving": _serving,
     "device plans": _plans(
         _SPLIT_PLAN,
@@ -321,6 +337,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     ),
     "cascade in a graph": test_cascade.run_graph,
     # The kernels of Hopper; all others above are the portable ones.
+    "hopper expression by head": _expression("mask by head", 90, 300),
+    "hopper linear expression": _expression("alibi", 90, 500),
     "hopper causal": _single({"causal": True, "qo_len": 80, "kv_len": 300, "group": 4}),
     "hopper alibi causal": _single(
         {"causal": True, "qo_len": 80, "kv_len": 300, "group": 4, "pos_encoding_mode": "ALIBI"}
@@ -332,6 +350,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
         {"causal": True, "qo_len": 200, "kv_len": 500, "group": 2, "window_left": 100}
     ),
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
+    "hopper whole tokens": _single({"group": 7, "qo_len": 60}),
     # So steep that even bfloat16 has no room for what passes the first tile's maximum.
     "hopper steep": _single({"sm_scale": 16.0, "kv_len": 700}),
     "hopper steep alibi": _single({"sm_scale": 16.0, "kv_len": 700, "pos_encoding_mode": "ALIBI"}),
@@ -387,6 +406,22 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper wide sparse": _wide({"sparse": True}),
     "hopper wide splits": _wide({"splits": 2}),
     "hopper wide steep": _wide({"sharpness": 6.0, "rising": 2.0, "num_heads": 64}),
+    "hopper few rows": _wide({"tile_q": 16}),
+    "hopper few rows fp8": _wide({"tile_q": 16, "kv_dtype": "float8_e4m3fn", "kv_len": (100,)}),
+    "hopper few rows hidden": _wide(
+        {
+            "tile_q": 16,
+            "qo_len": (20,),
+            "num_heads": 3,
+            "kv_len": (80,),
+            "spoiled": ((0, 75, 3, np.nan),),
+        }
+    ),
+    "hopper few rows sparse": _wide({"tile_q": 16, "sparse": True}),
+    "hopper few rows splits": _wide({"tile_q": 16, "splits": 5}),
+    "hopper few rows steep": _wide(
+        {"tile_q": 16, "sharpness": 20.0, "rising": 4.0, "dtype": "float16"}
+    ),
     "latent": _latent(),
     # Splits of several tiles of keys.
     "long latent": _latent(split=13),

@@ -281,3 +281,19 @@ def test_a_second_gpu_is_read_without_switching_to_it() -> None:
     assert view(array.empty((2,), dtypes.float16, y), "out").device == Device("cuda", 1)
     with pytest.raises(ArgumentError, match="k: is on cuda:1 but q is on cuda:0"):
         same_device(q=first, k=v)
+
+
+def test_constants_take_no_memory_of_torch() -> None:
+    """What torch allocates may belong to a CUDA graph of its compiler, and must not be kept."""
+    torch = _torch()
+    like = view(torch.zeros(1, device="cuda"), "like")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda._sleep(_LONG)  # nobody's work is waited for
+    end = torch.cuda.Event()
+    end.record()
+    kept = array.constant(np.arange(5000, dtype=np.int32), like)
+    assert not end.query()
+    assert kept.is_cuda and torch.cuda.memory_allocated() == before
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.equal(kept.cpu(), torch.arange(5000, dtype=torch.int32))

@@ -188,6 +188,12 @@ def test_calls_inside_jit(name: str) -> None:
     jax_calls.check(jax, name, jax_calls.Arrays(jax, "bfloat16"))
 
 
+@pytest.mark.parametrize("name", jax_calls.OTHERS)
+def test_other_calls_inside_jit(name: str) -> None:
+    jax = _jax_on_gpu()
+    jax_calls.check_other(jax, name, jax_calls.Arrays(jax, "bfloat16"))
+
+
 @pytest.mark.parametrize("is_pair", [False, True])
 @pytest.mark.parametrize("donates", [False, True])
 def test_appending_inside_jit(is_pair: bool, donates: bool) -> None:
@@ -251,8 +257,6 @@ def test_models_of_transformers(kind: str, padding: int, cache: str, torch: Any)
     allowed = (eager - exact).norm() / exact.norm()
     assert error <= 1.5 * allowed + 1e-3, (error, allowed)
     named: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
-    if named and kind in ("gemma2", "gemma3", "gpt_oss"):
-        named["disable_compile"] = True  # windows: see docs/integrations.md
     tokens = [
         m.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **named)
         for m in models

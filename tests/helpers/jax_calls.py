@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,8 @@ class Arrays:
         self.indptr = jnp.asarray([0, 2, 4], "int32")
         self.mask = jnp.asarray(rng.random((B, 1, T, S)) < 0.7)
         self.sinks = jnp.zeros(H, "float32")
+        self.latents = jnp.asarray(rng.standard_normal((4, PAGE, 576)), dtype)
+        self.wide = jnp.asarray(rng.standard_normal((B, T, 2, 576)), dtype)
 
 
 # Each calls a door's function, eager or inside jit, with q.
@@ -47,6 +50,45 @@ CALLS: dict[str, Callable[[Any, Arrays, Any], Any]] = {
     "no batch": lambda f, x, q: f(q[0], x.k[0], x.v[0], is_causal=True),
     "decode": lambda f, x, q: f(q[:1, :1], x.k[:1], x.v[:1], return_lse=True),
 }  # fmt: skip
+
+
+def _latent(calls: Any, x: Arrays, q: Any) -> Any:
+    wide = x.wide + q[:, :, :2, :1]
+    return calls.trtllm_batch_decode_with_kv_cache_mla(
+        wide, x.latents, None, 128, 512, 64, x.table, x.lens, S, bmm1_scale=0.05, return_lse=True
+    )
+
+
+def _merged(calls: Any, x: Arrays, q: Any) -> Any:
+    import jax
+
+    v_a, v_b = q[0], x.q[1]
+    s_a, s_b = (y[..., 0].astype("float32") for y in (v_a, v_b))
+    stacked = jax.numpy.stack
+    many = calls.merge_states(stacked((v_a, v_b), 1), stacked((s_a, s_b), 1))
+    return calls.merge_state(v_a, s_a, v_b, s_b, lse_base_on_e=True), many
+
+
+# Other functions of the door, by functions of the same names.
+OTHERS: dict[str, Callable[[Any, Arrays, Any], Any]] = {"latent": _latent, "merge": _merged}
+
+
+def check_other(jax: Any, name: str, x: Arrays) -> None:
+    """The same as `check`."""
+    import cupyattn
+    import cupyattn.integrations.jax as door
+    from cupyattn.mla import trtllm_batch_decode_with_kv_cache_mla
+
+    eager = types.SimpleNamespace(
+        merge_state=cupyattn.merge_state,
+        merge_states=cupyattn.merge_states,
+        trtllm_batch_decode_with_kv_cache_mla=trtllm_batch_decode_with_kv_cache_mla,
+    )
+    got = jax.jit(lambda q: OTHERS[name](door, x, q * 2))(x.q)
+    want = OTHERS[name](eager, x, x.q * 2)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 def pages_to_append(x: Arrays) -> tuple[Any, ...]:

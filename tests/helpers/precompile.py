@@ -60,6 +60,7 @@ from helpers import (
     cascade_calls,
     gpu_cases,
     item_cases,
+    logits_calls,
     mixed_calls,
     planless_cases,
     prefill_sm90_cases,
@@ -82,6 +83,14 @@ def with_scan(tiles: TileConfig | MixedConfig) -> list[Instance]:
 
 def record(case: Case, arch: str, *, is_decode: bool = False) -> list[Instance]:
     """The kernels that one case needs on a GPU of `arch`."""
+    found = recorded(lambda: Call(case, np, is_decode=is_decode).start(), arch)
+    if case.mask_kind == "bool":
+        found.append(("packbits", PACKBITS_CONFIG))
+    return found
+
+
+def recorded(call: Callable[[], object], arch: str) -> list[Instance]:
+    """The kernels that a call of one request on NumPy arrays needs on a GPU of `arch`."""
     found: list[Instance] = []
 
     def recorder(call: Any, _: Any) -> Any:
@@ -91,16 +100,20 @@ def record(case: Case, arch: str, *, is_decode: bool = False) -> list[Instance]:
         if rows:
             tiles = tile_config(entry.problem, row_class(rows), SHARED_BYTES[arch], arch=arch)
             found.extend(with_scan(tiles))
-            if tiles.wants_rotated_keys and case.kv_len:
+            if tiles.wants_rotated_keys and call.kv_len:
                 config = rotate_keys.config(call.k.dtype, entry.problem.head_dim_qk, False)
                 found.append(("rotate_keys", config))
-        return call.out.owner, call.lse and call.lse.owner
+        return call.out and call.out.owner, call.lse and call.lse.owner
 
     with mock.patch.object(single, "_run_reference", recorder):
-        Call(case, np, is_decode=is_decode).start()
-    if case.mask_kind == "bool":
-        found.append(("packbits", PACKBITS_CONFIG))
+        call()
     return found
+
+
+def logits_instances(arch: str) -> list[Instance]:
+    """Every kernel of single requests with user-written logits, once."""
+    calls = (logits_calls.Single(**given).run for given in logits_calls.requests().values())
+    return list(dict.fromkeys(x for call in calls for x in recorded(call, arch)))
 
 
 def instances(arch: str, calls: Iterable[tuple[Case, bool]] | None = None) -> list[Instance]:
@@ -128,7 +141,7 @@ class Recorder:
                 None
             )
         if not prefill.fused_merge:
-            merges = merge_splits.configs(problem, prefill.tile_q)
+            merges = merge_splits.configs(problem, prefill)
             self.found |= dict.fromkeys(("merge_splits", config) for config in merges)
         return SimpleNamespace(
             function=None, tiles=tiles, num_slots=264, num_sms=132, has_clusters=False
@@ -288,7 +301,7 @@ def planless_instances(arch: str) -> list[Instance]:
         tiles = tile_config(problem, rows, SHARED_BYTES[arch], True, arch, case.page_size)
         found |= dict.fromkeys(with_scan(tiles))
         if not tiles.fused_merge:
-            merges = merge_splits.configs(problem, tiles.tile_q)
+            merges = merge_splits.configs(problem, tiles)
             found |= dict.fromkeys(("merge_splits", config) for config in merges)
     return list(found)
 
@@ -313,7 +326,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     start = time.perf_counter()
-    kinds = (instances, batch_instances, cascade_instances, shared_instances, planless_instances)
+    kinds = (
+        instances,
+        logits_instances,
+        batch_instances,
+        cascade_instances,
+        shared_instances,
+        planless_instances,
+    )
     found = dict.fromkeys(instance for kind in kinds for instance in kind(args.arch))
     found |= dict.fromkeys(page_instances())
     jobs = [(*instance, args.arch) for instance in found]

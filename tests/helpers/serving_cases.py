@@ -98,9 +98,7 @@ class Case:
         self.kind = kind or KINDS[seed % len(KINDS)]
         self.rng = rng = np.random.default_rng((seed, 52))
         self.bs = int(rng.integers(0 if seed % 7 == 3 else 1, 5))
-        self.kv_heads = int(rng.integers(1, 3))
-        self.heads = self.kv_heads * int(rng.integers(1, 4))
-        self.dim, self.dim_v = (64, 64) if is_gpu else (int(rng.choice([16, 24])) for _ in "kv")
+        self._choose_heads()
         self.dtype = np.dtype("float16" if is_gpu else rng.choice(["float32"] * 3 + ["bfloat16"]))
         self.kv_dtype = self.dtype
         if self.dtype != np.float32 and rng.random() < 0.3:
@@ -124,6 +122,14 @@ class Case:
 
     # --- what an engine has ---
 
+    def _choose_heads(self) -> None:
+        rng = self.rng
+        self.kv_heads = int(rng.integers(1, 3))
+        self.heads = self.kv_heads * int(rng.integers(1, 4))
+        self.dim, self.dim_v = (
+            (64, 64) if self.is_gpu else (int(rng.choice([16, 24])) for _ in "kv")
+        )
+
     def _choose_config(self) -> None:
         rng = self.rng
         self.topk = int(rng.integers(2, 5)) if self.kind in ("draft beams", "verify tree") else 1
@@ -138,6 +144,10 @@ class Case:
         has_others = self.window is not None or self.chunk is not None
         self.is_hybrid = bool(has_others and can_share and rng.random() < 0.4)
         self.has_encoder = not self.is_hybrid and rng.random() < 0.25
+        self._make_config()
+
+    def _make_config(self) -> None:
+        rng = self.rng
         self.config = BackendConfig(
             self.heads,
             self.kv_heads,
@@ -411,13 +421,23 @@ class Case:
         layout = "ht" if self.rng.random() < 0.5 else "th"
         options = {"return_lse": True, "lse_layout": layout}
         target = None if out is None else out.array
-        answer, lse = backend.forward(self.put(q), layer, None, target, **options)
+        answer, lse = self.forward(backend, q, layer, target, **options)
         lse = poison.download(lse)
         if out is not None:
             out.assert_intact("out")
             if self.bs:
                 answer = out.array
         self.check(q, poison.download(answer), lse.T if layout == "ht" else lse)
+
+    def forward(
+        self,
+        backend: serving.AttentionBackend,
+        q: np.ndarray,
+        layer: LayerSpec,
+        out: Any,
+        **kw: Any,
+    ) -> Any:
+        return backend.forward(self.put(q), layer, None, out, **kw)
 
     # --- the oracle ---
 
@@ -472,3 +492,83 @@ class Case:
             {"rtol": 1e-5, "atol": 1e-5} if not self.is_gpu else {"rtol": 0.01, "atol": 0.01}
         )
         np.testing.assert_allclose(lse, wanted_lse, err_msg=f"lse of {label}", **close_lse)
+
+
+@dataclass
+class LatentPool:
+    """One layer of latent rows, in one array or in two."""
+
+    parts: tuple[Any, Any]
+
+    def get_latent_buffers(self, layer_id: int) -> tuple[Any, Any]:
+        return self.parts
+
+    def get_key_buffer(self, layer_id: int) -> Any:
+        return self.parts[0]
+
+
+class LatentCase(Case):
+    """A step of an engine whose pool has latent rows; queries are absorbed."""
+
+    def _choose_heads(self) -> None:
+        rng = self.rng
+        self.kv_heads, self.heads = 1, int(rng.choice([1, 3, 8, 16]))
+        self.dim_v = 512 if self.is_gpu else int(rng.choice([256, 512]))
+        self.dim = self.dim_v + 64
+
+    def _make_config(self) -> None:
+        rng = self.rng
+        self.window = self.chunk = None
+        self.is_hybrid = self.has_encoder = False
+        self.is_split = bool(rng.random() < 0.4)
+        self.config = BackendConfig(
+            self.heads,
+            1,
+            self.dim,
+            v_head_dim=self.dim_v,
+            page_size=self.page,
+            max_context_len=self.columns,
+            q_dtype=self.dtype.name,
+            kv_dtype=self.kv_dtype.name,
+            use_mla=True,
+            topk=self.topk,
+            num_draft_steps=self.num_steps,
+            num_draft_tokens=self.drafts,
+            deterministic=bool(rng.random() < 0.2),
+        )
+
+    def _choose_layer(self) -> None:
+        super()._choose_layer()
+        self.softcap, self.scale = 0.0, float(self.rng.uniform(0.02, 0.1))
+        self.v_scale = self.k_scale = self.k_scale[:1]
+
+    def _fill_pools(self) -> None:
+        super()._fill_pools()
+        self.values[1] = self.values[0][..., : self.dim_v]
+
+    def pool(self) -> Any:
+        rows = np.full(self.values[0].shape, np.nan, np.float32).astype(self.kv_dtype)
+        rows[self.live] = self.values[0][self.live]
+        if not self.is_split:
+            return LatentPool((self.put(rows), None))
+        return LatentPool((self.put(rows[..., : self.dim_v]), self.put(rows[..., self.dim_v :])))
+
+    def layer(self) -> LayerSpec:
+        scale: Any = None
+        if self.has_scales:
+            scale = self.put(self.k_scale) if self.rng.random() < 0.5 else float(self.k_scale[0])
+        sinks = None if self.sinks is None else self.put(self.sinks)
+        return LayerSpec(0, softmax_scale=self.scale, k_scale=scale, sinks=sinks)
+
+    def forward(
+        self,
+        backend: serving.AttentionBackend,
+        q: np.ndarray,
+        layer: LayerSpec,
+        out: Any,
+        **kw: Any,
+    ) -> Any:
+        if self.rng.random() < 0.5:
+            return super().forward(backend, q, layer, out, **kw)
+        latent, rope = self.put(q[..., : self.dim_v]), self.put(q[..., self.dim_v :])
+        return backend.forward(latent, layer, None, out, q_rope=rope, **kw)

@@ -38,6 +38,16 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssForCausalLM",
         {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            **{"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "v_head_dim": 16},
+            **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "head_dim": 8, "n_group": 2},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "topk_group": 1},
+            **{"moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        },
+    ),
 }
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import cupyattn
-from cupyattn import flash_attn
+from cupyattn import flash_attn, mla
+from cupyattn.slots import reshape_and_cache
 
 B, T, S, H, HK, D, PAGE = 2, 3, 8, 4, 2, 64, 4
 
@@ -28,6 +29,7 @@ class Tensors:
         self.q, self.k, self.v = random(B, T, H, D), random(B, S, HK, D), random(B, S, HK, D)
         self.pages = self.k.reshape(-1, PAGE, HK, D), self.v.reshape(-1, PAGE, HK, D)
         self.pair = self.torch.stack(self.pages, dim=1)
+        self.latents = random(4, PAGE, 576)
         self.table = ints(0, 1, 2, 3).reshape(B, 2)
         self.lens, self.cu_q, self.cu_k = ints(8, 5), ints(0, T, 2 * T), ints(0, 8, 13)
         self.rows = self.q.reshape(-1, H, D)
@@ -80,6 +82,37 @@ CALLS: dict[str, Callable[[Tensors, Any], Any]] = {
 }  # fmt: skip
 
 
+def latent(x: Tensors, q: Any) -> Any:
+    """Latent attention, queries and keys of 576 columns, the LSE too."""
+    wide = q.reshape(B, T, -1).repeat(1, 1, 5)[..., : 2 * 576].reshape(B, T, 2, 576)
+    return mla.trtllm_batch_decode_with_kv_cache_mla(
+        wide, x.latents, None, 128, 512, 64, x.table, x.lens, S, bmm1_scale=0.05, return_lse=True
+    )
+
+
+def merged(x: Tensors, q: Any) -> Any:
+    rows = q.reshape(-1, H, D)
+    parts = [
+        flash_attn.flash_attn_varlen_func(
+            rows, *x.flat, x.cu_q, x.cu_k, T, S, causal=causal, return_softmax_lse=True
+        )
+        for causal in (False, True)
+    ]
+    (a, s_a), (b, s_b) = parts
+    two = cupyattn.merge_state(a, s_a.mT, b, s_b.mT, lse_base_on_e=True)
+    return *two, *cupyattn.merge_states(
+        x.torch.stack((a, b), 1), x.torch.stack((s_a.mT, s_b.mT), 1)
+    )
+
+
+def stored(x: Tensors, q: Any) -> Any:
+    """New keys into slots, one of them skipped."""
+    caches = [pages.clone() for pages in x.pages]
+    new = q[:, 0, :HK]
+    reshape_and_cache(new, new * 2, *caches, x.few - 3)
+    return q, *caches
+
+
 def appended(x: Tensors, q: Any) -> Any:
     """Decoding with new keys, which are written first; the caches are part of the answer."""
     caches = [pages.clone() for pages in x.pages]
@@ -105,6 +138,7 @@ def into(x: Tensors, q: Any) -> Any:
     return made + 1, lse, out
 
 
+CALLS |= {"latent": latent, "merges": merged, "reshape_and_cache": stored}
 CALLS |= {"append": appended, "append_paged_kv_cache": append_pages, "out": into}
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import email
 import importlib.util
+import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -33,10 +36,13 @@ print(float(cupyattn.single_decode_with_kv_cache(q, k, v).mean()))
 """
 
 COMPILE = """
+import hashlib
 from cupyattn import jit
 from cupyattn.launch.instances import LEVELS, instances
-name, config = next(iter(instances(LEVELS["standard"], "sm_90a")))
-print(jit.build(name, config, "sm_80").path.stat().st_size)
+found = dict(instances(LEVELS["standard"], "sm_90a"))
+for name in ("merge_states", "store_kv", "plan_batch"):
+    built = jit.build(name, found[name], "sm_90a")
+    print(hashlib.sha256(built.path.read_bytes()).hexdigest())
 """
 
 
@@ -84,8 +90,22 @@ def test_the_wheel_carries_every_kernel_file(wheel: Path) -> None:
     sources = {p.relative_to(KERNELS).as_posix(): p for p in KERNELS.rglob("*.cu*")}
     assert any(name.startswith("entry/") for name in sources)
     with zipfile.ZipFile(wheel) as archive:
-        for name, path in sources.items():
-            assert archive.read(f"cupyattn/_kernels/{name}") == path.read_bytes(), name
+        packed = zipfile.ZipFile(io.BytesIO(archive.read("cupyattn/_kernels.zip")))
+    assert set(packed.namelist()) == set(sources)
+    for name, path in sources.items():
+        packed_lines = packed.read(name).decode().split("\n")
+        lines = path.read_text("utf-8").split("\n")
+        assert len(packed_lines) == len(lines), name
+        for short, line in zip(packed_lines, lines, strict=True):
+            code, rest = line.lstrip()[: len(short)], line.lstrip()[len(short) :]
+            assert code == short and rest.strip()[:2] in ("", "//"), name
+
+
+def test_comments_of_kernels_can_be_told_by_two_slashes() -> None:
+    for path in KERNELS.rglob("*.cu*"):
+        text = path.read_text("utf-8")
+        assert "/*" not in text, path.name
+        assert not re.search(r'^[^/\n]*"[^"\n]*//', text, re.M), path.name
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
@@ -97,7 +117,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 def test_the_wheel_is_small(wheel: Path) -> None:
-    assert wheel.stat().st_size <= 700_000
+    assert wheel.stat().st_size <= 640_000
 
 
 def info_folder(wheel: Path) -> str:
@@ -113,32 +133,63 @@ def test_the_metadata(wheel: Path) -> None:
     needs = [n for n in metadata.get_all("Requires-Dist", []) if "extra ==" not in n]
     assert sorted(n.partition(">")[0] for n in needs) == ["ml-dtypes", "numpy"]
     extras = set(metadata.get_all("Provides-Extra", []))
-    assert extras >= {"cuda12x", "cuda13x", "test", "bench", "dev"}
+    assert extras >= {"cuda12x", "cuda13x", "test", "bench", "docs", "dev"}
     assert metadata["Requires-Python"] == ">=3.10"
+    text = metadata.get_payload()
+    (example,) = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
+    assert example in (ROOT / "README.md").read_text("utf-8")
+    # A package index shows the text alone, so relative links would be dead.
+    assert "](" not in text and metadata["Description-Content-Type"] == "text/markdown"
     classifiers = metadata.get_all("Classifier", [])
     assert {"Typing :: Typed", "Programming Language :: Python :: 3.14"} <= set(classifiers)
     assert metadata["License-Expression"] == "Apache-2.0" and "Apache License" in licence
     assert "cupyattn = cupyattn.cli:main" in entry_points
+    for group, engine in (("sglang.srt.plugins", "sglang"), ("vllm.general_plugins", "vllm")):
+        line = f"cupyattn = cupyattn.integrations.{engine}:register"
+        assert f"[{group}]\n{line}" in entry_points
 
 
 def test_the_wheel_answers_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     package, kernels, frameworks, answer = run_outside(installed, tmp_path, "-c", CALL)
     assert Path(package) == installed / "cupyattn" / "__init__.py"
-    assert Path(kernels) == installed / "cupyattn" / "_kernels"
+    assert Path(kernels) == installed / "cupyattn" / "_kernels.zip"
     assert frameworks == "[]"
     assert float(answer) == 3.0
 
 
 def test_the_command_runs_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     lines = run_outside(installed, tmp_path, "-m", "cupyattn", "info")
-    assert any(str(installed / "cupyattn" / "_kernels") in line for line in lines)
+    assert any(str(installed / "cupyattn" / "_kernels.zip") in line for line in lines)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="NVRTC is reached by CuPy")
 def test_the_wheel_compiles_its_kernels(installed: Path, tmp_path: Path) -> None:
-    (size,) = run_outside(installed, tmp_path, "-c", COMPILE)
-    assert int(size) > 0
-    assert list((tmp_path / "cache").rglob("*.cubin"))
+    digests = run_outside(installed, tmp_path, "-c", COMPILE)
+    assert len(list((tmp_path / "cache").rglob("*.cubin"))) == len(digests) == 3
+    # The checkout's own sources, with comments and in a folder, give the same binaries.
+    assert run_outside(ROOT, tmp_path, "-c", COMPILE) == digests
+    assert len(list((tmp_path / "cache").rglob("*.cubin"))) == 6
+
+
+@pytest.mark.slow
+def test_the_quick_start_runs_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
+    """With nothing but what the wheel asks for, from the package index."""
+    python = tmp_path / "venv" / "bin" / "python"
+    venv.create(tmp_path / "venv", with_pip=True)
+    install = [python, "-m", "pip", "install", "-q", "--retries", "1", str(wheel)]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        pytest.skip(f"the package index was not reached: {done.stderr[-200:]}")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.S | re.M)
+    (quick_start,) = (block for block in blocks if "torch" not in block)
+    command = tmp_path / "venv" / "bin" / "cupyattn"
+    for arguments in ([python, "-c", quick_start], [command, "info"], [command, "demo"]):
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        done = subprocess.run(
+            arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
 
 
 def test_the_source_archive_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
@@ -146,7 +197,15 @@ def test_the_source_archive_builds_the_same_wheel(wheel: Path, tmp_path: Path) -
     with tarfile.open(archive) as tar:
         tar.extractall(tmp_path / "source", filter="data")
     (source,) = (tmp_path / "source").iterdir()
-    kept = ("Makefile", "LICENSE", "README.md", "docs", "kernels/entry", "tests/conftest.py")
+    kept = (
+        "Makefile",
+        "LICENSE",
+        "README.md",
+        "docs",
+        "kernels/entry",
+        "tests/conftest.py",
+        "hatch_build.py",
+    )
     for name in kept:
         assert (source / name).exists(), name
     again = build("wheel", source, tmp_path / "wheel")

@@ -72,7 +72,7 @@ def config(dtype: DType, dtype_table: DType | None, is_aligned: bool) -> jit.Con
     """The kernel's Config; dtype_table None: nothing is rotated."""
     if dtype_table is None:
         dtype = COPIED[dtype.itemsize]
-    values: dict[str, int | bool | DType] = {
+    values: dict[str, jit.Constant] = {
         "DType": dtype,
         "DTypeTable": dtype_table or dtypes.float32,
         "kAligned": is_aligned,

@@ -23,6 +23,7 @@ def config(tiles: TileConfig) -> jit.Config | None:
             "kTileQ": tiles.tile_q,
             "kTileKV": tiles.tile_kv,
             "kMaskForm": tiles.config["kMaskForm"],
+            "LogitsExpression": tiles.config["LogitsExpression"],
             "kThreads": _THREADS,
         }
     )

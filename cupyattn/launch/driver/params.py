@@ -6,10 +6,13 @@ import ctypes
 import math
 import struct
 import threading
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
 
+from ...core.expression import FLOAT, MAX_ARRAYS, MAX_AXES, MAX_NUMBERS
+from ...core.logits import LogitsExpression
 from ...core.spec import AttentionSpec
 
 MAX_ROPE_PAIRS = 128
@@ -19,15 +22,21 @@ SLACK = 8.0
 
 # kernels/cupyattn/params/attention.cuh, field by field, in the parts that change together: what is
 # the same for many calls is packed once, and copied by each.
-OPTIONAL = struct.Struct("<7Q")  # lse, mask, sinks, scale_q, scale_k, scale_v, alibi_slopes
+# An array of user-written logits: its address and its extents.
+_LOGITS_ARRAY = "Q 4i"
+LOGITS_ARRAYS = struct.Struct("<" + MAX_ARRAYS * _LOGITS_ARRAY)
+LOGITS_NUMBERS = struct.Struct(f"<{MAX_NUMBERS * 4}s")
+# lse, mask, sinks, scale_q, scale_k, scale_v, alibi_slopes, logits_arrays
+OPTIONAL = struct.Struct(f"<7Q {LOGITS_ARRAYS.size}s")
 STRIDES = struct.Struct("<12q")  # (token, head) of q, k, v, o, lse; page of k, v
-CONSTANTS = struct.Struct("<6i 5f 2i I i I 2i")  # num_kv_heads to value_pages; RoPE follows
+# num_kv_heads to value_pages, logits_numbers; RoPE follows
+CONSTANTS = struct.Struct(f"<6i 5f 2i I i I 2i {LOGITS_NUMBERS.size}s")
 # q, k, v, o; OPTIONAL; partial_o, partial_lse, counters; work, merges, kv_indices, positions;
 # STRIDES; mask_bytes, mask_row_bytes; lengths; the rest.
 ATTENTION = struct.Struct(
     f"<4Q {OPTIONAL.size}s 7Q {STRIDES.size}s 2q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"
 )
-NO_OPTIONAL = bytes(OPTIONAL.size)
+NO_OPTIONAL, NO_LOGITS_ARRAYS = bytes(OPTIONAL.size), b""
 # The same struct where a run fills in what its plan does not decide: q, k, v, o; OPTIONAL; PLANNED.
 PLANNED = struct.Struct(
     f"<7Q {STRIDES.size}s 2q 2i {CONSTANTS.size + 4 * MAX_ROPE_PAIRS}s"  # from partial_o on
@@ -50,7 +59,7 @@ ROTATE_KEYS = struct.Struct(f"<Q {ROTATION.size}s")
 # kernels/cupyattn/params/packbits.cuh
 PACKBITS = struct.Struct("<4Q 4q 2i")
 
-_MAX_PARAMS_BYTES = 1472
+_MAX_PARAMS_BYTES = 1600
 # Tensor maps lie on multiples of this within a struct, and the struct likewise.
 _ALIGN = 64
 
@@ -132,8 +141,25 @@ def pack_constants(
         *(divisor(spec.page_size) if spec.page_size else (0, 0)),
         *divisor(spec.group_size),
         spec.value_pages,
+        pack_logits_numbers(spec.logits),
     )
     return packed + rope_table(spec)
+
+
+def pack_logits_numbers(logits: LogitsExpression | None) -> bytes:
+    """The numbers that user-written logits read: a float32 or an int32 each."""
+    if logits is None:
+        return b""
+    kinds = "".join("f" if x.type == FLOAT else "i" for x in logits.numbers)
+    return struct.pack(f"<{kinds}", *logits.values)
+
+
+def pack_logits_arrays(arrays: Iterable[tuple[int, Sequence[int]]]) -> bytes:
+    """LOGITS_ARRAYS of the arrays that user-written logits read: (address, shape) of each."""
+    return b"".join(
+        struct.pack(f"<{_LOGITS_ARRAY}", address, *shape, *[1] * (MAX_AXES - len(shape)))
+        for address, shape in arrays
+    )
 
 
 def rope_table(spec: AttentionSpec) -> bytes:

@@ -78,7 +78,7 @@ def config(
     is_one_chunk: bool,
 ) -> jit.Config:
     """The kernel's Config; `is_one_chunk`: a row has no more chunks than it gets threads."""
-    types: dict[str, int | bool | DType] = {"DType": dtype, "DTypeS": dtype_s, "DTypeO": dtype_o}
+    types: dict[str, jit.Constant] = {"DType": dtype, "DTypeS": dtype_s, "DTypeO": dtype_o}
     flags = {"kPairs": is_pair, "kAligned": is_aligned, "kOneChunk": is_one_chunk}
     return jit.Config({**types, **flags, "kThreads": _THREADS})
 

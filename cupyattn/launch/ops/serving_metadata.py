@@ -21,8 +21,7 @@ CONFIG = jit.Config({"kThreads": _THREADS, "kMaxRows": MAX_ROWS})
 _CHUNKS = struct.Struct("<4Q")
 _ROW_TABLES = struct.Struct("<2Q 2i")
 _SHARED = struct.Struct(f"<10Q {_CHUNKS.size}s {2 * _ROW_TABLES.size}s 7q 16i")
-_GIVEN = struct.Struct("<12Q 3Q 2q")
-SERVING_METADATA = struct.Struct(f"<{_GIVEN.size}s {_SHARED.size}s")
+SERVING_METADATA = struct.Struct(f"<12Q 3Q 2q {_SHARED.size}s")
 
 NO_TREE, FLAT, SQUARE, WORDS, BEAMS = range(5)
 
@@ -81,26 +80,46 @@ class Sizes(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A launch for steps of one form, whatever arrays they give."""
+    """A launch for steps of one form, whatever arrays they give.
+
+    is_wide  whether the first five arrays are of int64
+    over     address of full_to_swa, whether it is of int64, and the address of req_to_token
+    """
 
     launch: Launch
     shared: bytes
+    is_wide: tuple[bool, ...]
+    over: tuple[int, int, int]
     device_index: int
 
-    def enqueue(self, stream: int, given: Sequence[int], tree_size: int, num_real: int) -> None:
-        """given: (address, is int64) of seq_lens, req_pool_indices, extend_seq_lens, encoder_lens,
-        out_cache_loc and full_to_swa, then addresses of req_to_token, tree and beam_rows."""
+    def enqueue(self, stream: int, at: Sequence[int], tree_size: int, num_real: int) -> None:
+        """at: addresses of seq_lens, req_pool_indices, extend_seq_lens, encoder_lens,
+        out_cache_loc, tree and beam_rows, 0 for none."""
         arguments = params.this_thread.launch_buffer
+        lens, rows, extend, encoder, loc, tree, beams = at
+        wide = self.is_wide
         SERVING_METADATA.pack_into(
             arguments.buffer,
             arguments.offset,
-            _GIVEN.pack(*given, tree_size, num_real),
+            *(lens, wide[0], rows, wide[1], extend, wide[2], encoder, wide[3], loc, wide[4]),
+            *self.over,
+            tree,
+            beams,
+            tree_size,
+            num_real,
             self.shared,
         )
         enqueue(self.launch, arguments, self.device_index, stream)
 
 
-def prepare(outputs: Outputs, sizes: Sizes, columns: int, device: int) -> Prepared:
+def prepare(
+    outputs: Outputs,
+    sizes: Sizes,
+    columns: int,
+    device: int,
+    is_wide: tuple[bool, ...],
+    over: tuple[int, int, int],
+) -> Prepared:
     """columns: entries of the longest table that a request has."""
     kernel: Any = jit.load("serving_metadata", CONFIG, device, device_props(device).arch)
     parts = min(max(1, -(-columns // _THREADS)), _MAX_PARTS)
@@ -113,4 +132,4 @@ def prepare(outputs: Outputs, sizes: Sizes, columns: int, device: int) -> Prepar
         *sizes[7:23],
     )
     launch = Launch(kernel.function, (sizes.num_requests, parts, 1), _THREADS, 0)
-    return Prepared(launch, shared, device)
+    return Prepared(launch, shared, is_wide, over, device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ...core.dtypes import DType, bfloat16
+from ... import jit
+from ...core import expression_cuda
+from ...core.dtypes import bfloat16
 from ...core.problem import MASK_FORMS, AttentionProblem
 from .config import Field, round_up
 
@@ -20,9 +22,7 @@ def tile_field(rows: int, head_dim: int, itemsize: int, count: int = 1) -> Field
     return Field(count * rows * (chunks | 1) * 16, 16)
 
 
-def common_constants(
-    problem: AttentionProblem, rotates_keys: bool
-) -> dict[str, int | bool | DType]:
+def common_constants(problem: AttentionProblem, rotates_keys: bool) -> dict[str, jit.Constant]:
     """Constants that every attention kernel has."""
     return {
         "DTypeQ": problem.dtype_q,
@@ -39,6 +39,8 @@ def common_constants(
         or (problem.dtype_kv.is_fp8 and problem.dtype_q is bfloat16),
         "kCustomMask": problem.custom_mask,
         "kMaskForm": MASK_FORMS.index(problem.mask_form),
+        "kTransform": problem.transforms_logits,
+        "LogitsExpression": jit.Members(expression_cuda.members(problem.logits)),
         "kAligned": problem.aligned,
         "kPaged": problem.paged,
         "kOwnValuePages": problem.own_value_pages,

@@ -219,15 +219,18 @@ struct DecodeSm80 {
       }
       const bool is_masked = is_partial || range.cuts(first_key, kKeys);
       const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows, shared.logits, params,
-                                             first_key, lane, is_masked);
+                                             request, first_key, lane, is_masked);
+      bool hides_keys = is_masked;
       if (is_masked) {
-        apply_mask<Mask, decltype(form)>(s, params, request, range, is_partial, shared.rows,
-                                         first_key, lane);
+        const bool hides = apply_mask<Mask, decltype(form)>(s, params, request, range, is_partial,
+                                                            shared.rows, first_key, lane);
+        // No map says which tiles an expression leaves whole, and values are swept for the others.
+        if constexpr (Mask::kIsExpression) hides_keys = ptx::warp_any(hides);
       }
       // Memory limits decode, so every maximum can be taken; its probability is 1, unrounded.
       // mutate: decode-maximum-is-lazy
       if (!form.keeps_max()) softmax.raise_max(s, o, form, scale, 0.0f);
-      if (is_masked && ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
+      if (hides_keys && ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
         zero_nonfinite_values<VTile, kWarpSize>(ring[stage].v, shared.nonfinite_keys[warp], lane);
         ptx::warp_sync();
         const DTypeKV* const values = values_of<DTypeKV>(params, work.kv_head);

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cupyattn/attention/softmax.cuh"
-#include "cupyattn/params/attention.cuh"
+#include "cupyattn/attention/work.cuh"
 
 namespace cupyattn {
 
@@ -11,7 +11,7 @@ namespace cupyattn {
 struct RowInfo {
   int token, position, head;
   float scale;  // multiplies the raw product
-  float slope;  // ALiBi, in the units of the scaled product
+  float slope;  // ALiBi, in the units of the scaled product; of an expression its row value
 };
 
 // What a variant stores for a call, in shared memory: constants of a loop would cost registers.
@@ -51,8 +51,8 @@ struct LogitsDefaults {
   static constexpr bool kScalesQueries = false;  // Q is multiplied by a power of two
   static constexpr bool kHasFirstMax = false;    // rows may begin with a maximum
 
-  static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, int token,
-                                                     int position, int head, int, int64_t) {
+  static __device__ __forceinline__ RowInfo make_row(const AttentionParams&, const Request&,
+                                                     int token, int position, int head, int) {
     return RowInfo{token, position, head, 1.0f, 0.0f};
   }
   static __device__ __forceinline__ LogitConstants make_constants(const AttentionParams&) {

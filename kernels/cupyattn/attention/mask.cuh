@@ -2,11 +2,12 @@
 // masks: `KeyLimits` for one token, `KeyRange` for all the tokens of a tile.
 //
 // Causality is aligned to the bottom right: row i of qo_len sees keys up to i + kv_len - qo_len.
-// A custom mask holds besides causality and window. It has one of three forms, Config::kMaskForm:
+// A custom mask holds besides causality and window. It has one of four forms, Config::kMaskForm:
 //   DenseMask      bit token * kv_len + key, little-endian, from the request's byte `mask_start` on
 //   RowMask        a row of bits for each row of q, for the last qo_len keys, the query tokens: bit
 //                  key - (kv_len - qo_len); all earlier keys are visible
 //   MultiItemMask  a KeyInterval for each row of q; no bits, so sequences may be long
+//   ExpressionMask a condition of the caller's (logits_expression.cuh)
 #pragma once
 
 #include "cupyattn/attention/variants.cuh"
@@ -163,9 +164,14 @@ __device__ __forceinline__ void load_bits(uint32_t (&bits)[kWords], const Attent
 }
 
 // A form of mask has two functions:
-//   load       the keys that `token` sees from key `key` on; bits past the last key mean nothing
+//   load       the keys that `token` sees from key `key` on; bits past the last key mean nothing.
+//              An expression says of one key instead whether a token `sees` it, and its heads may
+//              differ (kReadsHeads)
 //   first_key  the first key that some row may not see
-struct DenseMask {
+struct AnyMask {
+  static constexpr bool kReadsHeads = false, kIsExpression = false;
+};
+struct DenseMask : AnyMask {
   template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
@@ -174,7 +180,7 @@ struct DenseMask {
   }
   static __device__ __forceinline__ int first_key(const Request&) { return 0; }
 };
-struct RowMask {
+struct RowMask : AnyMask {
   template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
@@ -193,7 +199,7 @@ struct RowMask {
     return request.kv_len - request.qo_len;  // mutate: row-mask-begins-late
   }
 };
-struct MultiItemMask {
+struct MultiItemMask : AnyMask {
   template <int kWords>
   static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
                                               const AttentionParams& params, const Request& request,
@@ -209,7 +215,57 @@ struct MultiItemMask {
   }
   static __device__ __forceinline__ int first_key(const Request&) { return 0; }
 };
-struct NoMask {};
+template <typename Expression>
+struct ExpressionMask : AnyMask {
+  static constexpr bool kReadsHeads = Expression::kReadsHeads, kIsExpression = true;
+
+  static __device__ __forceinline__ int first_key(const Request&) { return 0; }
+  static __device__ __forceinline__ bool sees(const AttentionParams& params, const Request& request,
+                                              int token, int key, int head) {
+    LogitAt at = LogitAt::of(params, request, token, request.position(params, token), head);
+    at.kv_first = key;
+    return Expression::sees(at);
+  }
+  // Whether `row` sees key `first_key` + offset, for any of its offsets.
+  static __device__ __forceinline__ auto test(const AttentionParams& params,
+                                              const Request& request, const RowInfo& row,
+                                              int first_key) {
+    LogitAt at = LogitAt::of(params, request, row.token, row.position, row.head);
+    at.kv_first = first_key;
+    return [=](int offset) { return Expression::sees(at.key(offset, 0.0f)); };
+  }
+};
+
+// What the tokens [first, last] see of a tile of keys under an expression: some key, and all keys
+// that exist. A whole warp calls this; each lane looks at keys of its own, so that what depends on
+// a key alone is found once. `num_heads` heads from `first_head` on see the same if the mask reads
+// no heads.
+struct TileSight {
+  bool some, all;
+
+  template <typename Mask, int kTileKV>
+  static __device__ __forceinline__ TileSight of(const AttentionParams& params,
+                                                 const Request& request, int first, int last,
+                                                 int key, int first_head, int num_heads) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const int heads = Mask::kReadsHeads ? num_heads : 1;
+    bool some = false, all = true;
+#pragma unroll
+    for (int w = 0; w < ceil_div(kTileKV, kWarpSize); ++w) {
+      const int own = kWarpSize * w + lane;
+      if (own >= kTileKV || key + own >= request.kv_len) continue;
+      for (int token = first; token <= last; ++token) {
+        for (int head = 0; head < heads; ++head) {  // mutate: tile-seen-by-first-head
+          const bool sees = Mask::sees(params, request, token, key + own, first_head + head);
+          some |= sees;
+          all &= sees;
+        }
+      }
+    }
+    return TileSight{ptx::warp_any(some), !ptx::warp_any(!all)};
+  }
+};
+struct NoMask : AnyMask {};
 
 // The bits of 64 keys, as one number.
 template <typename Mask>
@@ -220,17 +276,25 @@ __device__ __forceinline__ uint64_t load_visible(const AttentionParams& params,
   return (static_cast<uint64_t>(bits[1]) << 32) | bits[0];
 }
 
-template <bool kCustomMask, int kForm>
-using MaskOf = conditional<
-    !kCustomMask, NoMask,
-    conditional<kForm == 0, DenseMask, conditional<kForm == 1, RowMask, MultiItemMask>>>;
+template <int kForm, typename Expression>
+using MaskOfForm =
+    conditional<kForm == 0, DenseMask,
+                conditional<kForm == 1, RowMask,
+                            conditional<kForm == 2, MultiItemMask, ExpressionMask<Expression>>>>;
+
+// The mask that a Config asks for.
+template <typename Config>
+using MaskOf = conditional<Config::kCustomMask,
+                           MaskOfForm<Config::kMaskForm, typename Config::LogitsExpression>, NoMask>;
 
 // Sets the logits of hidden keys, in `Form`. The thread's accumulators are rows lane / 4 + 16 m
 // (+ 8) of `rows`, keys first_key + 8 n + 2 (lane % 4) (+ 1). `is_hidden_for(row)` returns a test
-// of an offset from the thread's first key, so that the inner loop compares with constants.
+// of an offset from the thread's first key, so that the inner loop compares with constants. Returns
+// whether the thread has hidden one.
 template <typename Form, int kMmaQ, int kTilesS, typename HiddenFor>
-__device__ __forceinline__ void hide_logits(float (&s)[kMmaQ][kTilesS][4], const RowInfo* rows,
+__device__ __forceinline__ bool hide_logits(float (&s)[kMmaQ][kTilesS][4], const RowInfo* rows,
                                             int lane, HiddenFor&& is_hidden_for) {
+  bool any = false;
 #pragma unroll
   for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
@@ -240,42 +304,53 @@ __device__ __forceinline__ void hide_logits(float (&s)[kMmaQ][kTilesS][4], const
       for (int n = 0; n < kTilesS; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (is_hidden(8 * n + e)) s[m][n][2 * h + e] = Form::hidden();
+          const bool hides = is_hidden(8 * n + e);
+          if (hides) s[m][n][2 * h + e] = Form::hidden();
+          any |= hides;
         }
       }
     }
   }
+  return any;
 }
 
-// Hides the logits of keys that rows do not see.
+// Hides the logits of keys that rows do not see. Returns whether the thread has hidden one.
 template <typename Mask, typename Form, int kMmaQ, int kTilesS>
-__device__ __forceinline__ void apply_mask(float (&s)[kMmaQ][kTilesS][4],
+__device__ __forceinline__ bool apply_mask(float (&s)[kMmaQ][kTilesS][4],
                                            const AttentionParams& params, const Request& request,
                                            const KeyRange& range, bool is_partial,
                                            const RowInfo* rows, int first_key, int lane) {
   const int first = first_key + 2 * (lane & 3);
+  bool any = false;
   if (range.cuts_end(first_key, 8 * kTilesS)) {
-    hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
+    any |= hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
       const int end = KeyLimits::of(params, request, row.position).end - first;
       return [=](int offset) { return offset >= end; };
     });
   }
   if (range.cuts_begin(first_key)) {
-    hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
+    any |= hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
       const int begin = KeyLimits::of(params, request, row.position).begin - first;
       return [=](int offset) { return offset < begin; };
     });
   }
-  if constexpr (!is_same<Mask, NoMask>) {
+  if constexpr (Mask::kIsExpression) {
+    if (!is_partial) return any;
+    any |= hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
+      const auto sees = Mask::test(params, request, row, first);  // mutate: expression-mask-of-lane-0
+      return [=](int offset) { return !sees(offset); };
+    });
+  } else if constexpr (!is_same<Mask, NoMask>) {
     static_assert(kTilesS <= 8, "64 bits hold what a row sees of a tile");
-    if (!is_partial) return;
-    hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
+    if (!is_partial) return any;
+    any |= hide_logits<Form>(s, rows, lane, [&](const RowInfo& row) {
       const uint64_t bits =
           // mutate: mask-bits-of-another-key
           load_visible<Mask>(params, request, row.token, first_key) >> (2 * (lane & 3));
       return [=](int offset) { return !((bits >> offset) & 1); };
     });
   }
+  return any;
 }
 
 // Which key tiles of a block's range have a visible key under a custom mask, and which also have a
@@ -293,16 +368,38 @@ struct MaskTileMap {
     for (int i = thread; i < kWords; i += threads) any[i] = partial[i] = 0;
   }
   template <typename Mask>
-  __device__ __forceinline__ void scan(const AttentionParams& params, const Request& request,
+  __device__ __forceinline__ void scan(const AttentionParams& params, const BlockWork& work,
                                        int first_token, int last_token, TileSpan span, int thread,
                                        int threads) {
     static_assert(kTileKV <= 64, "64 bits hold what a row sees of a tile");
-    constexpr uint64_t kAll = ~0ull >> (64 - kTileKV);
+    const Request& request = work.request;
     const int ahead = max_of(Mask::first_key(request) - span.origin, 0);
     // mutate: mask-map-one-tile-late
     const int first_tile = min_of(max_of(span.begin, ahead / kTileKV), span.end);
     if (thread == 0) first = first_tile;
     const int tiles = min_of(span.end - first_tile, kCapacity);
+    if constexpr (Mask::kIsExpression) {
+      const int first_head = work.tile.kv_head * params.group_size;
+      for (int tile = thread / kWarpSize; tile < tiles; tile += threads / kWarpSize) {
+        const int key = span.origin + (first_tile + tile) * kTileKV;
+        const TileSight sight = TileSight::of<Mask, kTileKV>(
+            params, request, first_token, last_token, key, first_head, params.group_size);
+        if (thread % kWarpSize != 0) continue;
+        const uint32_t bit = 1u << (tile % 32);
+        const bool is_whole = sight.all && key + kTileKV <= request.kv_len;
+        if (sight.some) ptx::atomic_or_shared(&any[tile / 32], bit);
+        if (!is_whole) ptx::atomic_or_shared(&partial[tile / 32], bit);
+      }
+    } else {
+      scan_bits<Mask>(params, request, first_token, last_token, span, first_tile, tiles, thread,
+                      threads);
+    }
+  }
+  template <typename Mask>
+  __device__ __forceinline__ void scan_bits(const AttentionParams& params, const Request& request,
+                                            int first_token, int last_token, TileSpan span,
+                                            int first_tile, int tiles, int thread, int threads) {
+    constexpr uint64_t kAll = ~0ull >> (64 - kTileKV);
     const int64_t total = static_cast<int64_t>(tiles) * (last_token - first_token + 1);
     for (int64_t i = thread; i < total; i += threads) {
       const int tile = static_cast<int>(i % tiles);

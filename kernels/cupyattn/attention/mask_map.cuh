@@ -18,14 +18,15 @@ template <typename Config>
 struct MaskScan {
   static constexpr int kTileKV = Config::kTileKV, kThreads = Config::kThreads;
   static constexpr int kWarps = kThreads / kWarpSize, kRowWords = ceil_div(kTileKV, 32);
-  using Mask = MaskOf<true, Config::kMaskForm>;
+  using Mask = MaskOfForm<Config::kMaskForm, typename Config::LogitsExpression>;
 
   const AttentionParams& params;
   MaskMap& map;  // in shared memory
 
   __device__ __forceinline__ void run(MaskMap* maps) const {
     const int thread = threadIdx.x;
-    const BlockWork work = BlockWork::of_index(params, blockIdx.x, 0, Config::kTileQ);
+    const int tile_rows = whole_token_rows(params, Config::kTileQ);
+    const BlockWork work = BlockWork::of_index(params, blockIdx.x, 0, tile_rows);
     if (work.tile.num_rows <= 0) return;
     const KeyRange range = KeyRange::of(params, work);
     const TileSpan span = TileSpan::of<true>(range, kTileKV, work.tile);
@@ -34,9 +35,16 @@ struct MaskScan {
     const int num_words = ceil_div(count, 32);
     for (int word = thread; word < num_words; word += kThreads) map.any[word] = map.mixed[word] = 0;
     ptx::block_sync();
-    for (int word = 0; word < num_words; ++word) {
-      const int tile = 32 * word + thread % kWarpSize;
-      if (tile < count) add_tile(work.request, range, word, span.origin + (first + tile) * kTileKV);
+    if constexpr (Mask::kIsExpression) {
+      for (int tile = thread / kWarpSize; tile < count; tile += kWarps) {
+        evaluate_tile(work.request, range, tile, span.origin + (first + tile) * kTileKV);
+      }
+    } else {
+      for (int word = 0; word < num_words; ++word) {
+        const int tile = 32 * word + thread % kWarpSize;
+        if (tile >= count) continue;
+        add_tile(work.request, range, word, span.origin + (first + tile) * kTileKV);
+      }
     }
     ptx::block_sync();
     for (int word = thread; word < num_words; word += kThreads) {
@@ -46,6 +54,20 @@ struct MaskScan {
   }
 
  private:
+  // Adds what the tokens see of a tile under an expression. A warp calls this.
+  __device__ __forceinline__ void evaluate_tile(const Request& request, const KeyRange& range,
+                                                int tile, int key) const {
+    const TileSight sight =
+        TileSight::of<Mask, kTileKV>(params, request, range.first_token, range.last_token, key, 0,
+                                     params.num_kv_heads * params.group_size);
+    if (threadIdx.x % kWarpSize != 0) return;
+    const uint32_t bit = 1u << (tile % 32);
+    const bool is_mixed = !sight.all || range.cuts(key, kTileKV);
+    if (sight.some) ptx::atomic_or_shared(&map.any[tile / 32], bit);
+    // mutate: mixed-expression-tile-is-whole
+    if (is_mixed) ptx::atomic_or_shared(&map.mixed[tile / 32], bit);
+  }
+
   // Adds what every kWarps-th token sees of this lane's tile.
   __device__ __forceinline__ void add_tile(const Request& request, const KeyRange& range, int word,
                                            int key) const {

@@ -120,21 +120,36 @@ struct KeyBits {
   uint32_t word[kWords];
 };
 
-// Writes which keys of a tile a token sees.
+// Writes which keys of a tile a token sees, or one of its heads. A thread does it alone; under an
+// expression a warp does it together, and each lane looks at keys of its own.
 template <typename Mask, int kTileKV>
 __device__ __forceinline__ void write_mask_bits(KeyBits<kTileKV>& to, const AttentionParams& params,
-                                                const Request& request, int token, int first_key) {
-  KeyBits<kTileKV> bits;
-  Mask::load(bits.word, params, request, token, first_key);
+                                                const Request& request, int token, int head,
+                                                int first_key) {
   const KeyLimits limits = KeyLimits::of(params, request, request.position(params, token));
+  if constexpr (Mask::kIsExpression) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+#pragma unroll 1
+    for (int w = 0; w < KeyBits<kTileKV>::kWords; ++w) {
+      const int key = first_key + 32 * w + lane;
+      const bool is_within = key >= limits.begin && key < limits.end;
+      const uint32_t bits =
+          ptx::warp_ballot(is_within && Mask::sees(params, request, token, key, head));
+      if (lane == 0) to.word[w] = bits;
+    }
+  } else {
+    KeyBits<kTileKV> bits;
+    Mask::load(bits.word, params, request, token, first_key);
 #pragma unroll
-  for (int w = 0; w < KeyBits<kTileKV>::kWords; ++w) {
-    const int key = first_key + 32 * w;
-    to.word[w] = bits.word[w] & low_bits(limits.end - key) & ~low_bits(limits.begin - key);
+    for (int w = 0; w < KeyBits<kTileKV>::kWords; ++w) {
+      const int key = first_key + 32 * w;
+      to.word[w] = bits.word[w] & low_bits(limits.end - key) & ~low_bits(limits.begin - key);
+    }
   }
 }
 
-// Which keys of each stage of V the tokens of an item see. `full` completes once a tile, but the
+// Which keys of each stage of V the tokens of an item see, or its rows if heads of a token see
+// different keys. `full` completes once a tile, but the
 // bits are only written for tiles that need masking. `tiles` names the tile that each stage of K
 // holds, because consumers have no time to look it up.
 template <int kTileQ, int kTileKV, int kStages>
@@ -152,10 +167,23 @@ struct RowBits {
     ptx::mbarrier_wait_parity(ptx::shared_address(&full[place.stage]), place.parity ^ 1);
     if (tile.needs_mask) {
       const int first_token = item.range.first_token, first_key = item.first_key(tile.tile);
+      constexpr int kWriters = Mask::kIsExpression ? kWarpSize : 1;  // threads that write a row
+      const int writer = thread / kWriters, num_writers = num_threads / kWriters;
+      if constexpr (Mask::kReadsHeads) {
+        const TileWork& work = item.work.tile;
 #pragma unroll 1
-      for (int token = thread; token <= item.range.last_token - first_token; token += num_threads) {
-        write_mask_bits<Mask>(of[place.stage][token], params, item.work.request,
-                              first_token + token, first_key);
+        for (int r = writer; r < work.num_rows; r += num_writers) {
+          const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
+          write_mask_bits<Mask>(of[place.stage][r], params, item.work.request, row.token,
+                                work.kv_head * params.group_size + row.group_head, first_key);
+        }
+      } else {
+#pragma unroll 1
+        for (int token = writer; token <= item.range.last_token - first_token;
+             token += num_writers) {
+          write_mask_bits<Mask>(of[place.stage][token], params, item.work.request,
+                                first_token + token, 0, first_key);
+        }
       }
     }
     ptx::warp_sync();

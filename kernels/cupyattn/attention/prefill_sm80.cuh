@@ -82,8 +82,8 @@ struct PrefillSm80 {
     copy_query_rows<QTile, Config::kHeadDimQK, Config::kAligned, kThreads>(
         ptx::shared_address(shared.q), params, shared.q_offset, work.tile.num_rows, thread);
     if constexpr (Config::kCustomMask) {
-      shared.mask_map.template scan<Mask>(params, work.request, range.first_token, range.last_token,
-                                          tiles, thread, kThreads);
+      shared.mask_map.template scan<Mask>(params, work, range.first_token, range.last_token, tiles,
+                                          thread, kThreads);
       ptx::block_sync();
     }
   }
@@ -244,7 +244,8 @@ struct PrefillSm80 {
     multiply_qk<typename Traits::DTypeS, KTile, Traits::kStepsQK, kMmaQ, kTileKV>(
         s, load_q, loop.k + loop.buffer * KTile::kBytes);
     const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows + warp_row(),
-                                           shared.logits, params, first_key, lane, kHides);
+                                           shared.logits, params, shared.work.request, first_key,
+                                           lane, kHides);
     if constexpr (kHides) hide_keys<decltype(form)>(s, first_key);
     if (!form.keeps_max()) {
       softmax.raise_max(s, o, form, scale, LogitsVariant::softmax_slack(params));

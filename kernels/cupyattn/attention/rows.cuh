@@ -17,8 +17,8 @@ __device__ __forceinline__ void fill_rows(RowInfo* rows, int64_t* q_offset, int 
     const PackGqaRow row = PackGqaRow::of(params, work.first_row + min_of(r, work.num_rows - 1));
     const int token = row.token;
     const int head = work.kv_head * params.group_size + row.group_head;
-    rows[r] = LogitsVariant::make_row(params, token, request.position(params, token), head,
-                                      work.kv_head, request.mask_start);
+    rows[r] = LogitsVariant::make_row(params, request, token, request.position(params, token), head,
+                                      work.kv_head);
     q_offset[r] = (static_cast<int64_t>(request.q_start) + token) * params.q_stride_n +
                   head * params.q_stride_h;
   }

@@ -48,10 +48,10 @@ struct PrefillSm90Rows {
     const PackGqaRow row = token_of(item, r);
     ptx::warp_sync();
     if (lane < 16) {
+      const Request& request = item.work.request;
       shared.rows[r] =
-          LogitsVariant::make_row(params, row.token, item.work.request.position(params, row.token),
-                                  kv_head * params.group_size + row.group_head, kv_head,
-                                  item.work.request.mask_start);
+          LogitsVariant::make_row(params, request, row.token, request.position(params, row.token),
+                                  kv_head * params.group_size + row.group_head, kv_head);
     }
     ptx::warp_sync();
   }
@@ -83,7 +83,7 @@ struct PrefillSm90Rows {
     const bool leaves_state = item.work.tile.leaves_state();
     const float output_scale =
         leaves_state ? 1.0f : output_scale_of(params, item.work.tile.kv_head);
-    Output output{place, slot, item.boxed_rows >= 64 * (group + 1), {}};
+    Output output{place, slot, item.boxed_rows > 64 * group, {}};
     if (!leaves_state && params.sinks == nullptr && params.lse == nullptr) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

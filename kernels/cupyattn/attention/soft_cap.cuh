@@ -73,7 +73,8 @@ struct CappedLogits : LogitsDefaults {
   template <int kMmaQ, int kTilesS>
   static __device__ __forceinline__ PolynomialForm
   apply(float (&s)[kMmaQ][kTilesS][4], const float (&row_max)[kMmaQ][2], const RowInfo*,
-        const LogitConstants& constants, const AttentionParams&, int, int, bool is_masked) {
+        const LogitConstants& constants, const AttentionParams&, const Request&, int, int,
+        bool is_masked) {
     // The cap makes logits smaller, so a bound of the product bounds the logit.
     if (!is_masked && !exceeds(s, [&](int m, int h) {
           // mutate: soft-cap-maximum-stays

@@ -115,7 +115,8 @@ struct FastCappedLogits : CappedLogits {
   static __device__ __forceinline__ ScaledForm apply(float (&s)[1][kTilesS][4],
                                                      const float (&)[1][2], const RowInfo*,
                                                      const Constants& constants,
-                                                     const AttentionParams&, int, int, bool) {
+                                                     const AttentionParams&, const Request&, int,
+                                                     int, bool) {
     if (exceeds(s, [&](int, int) { return constants.limit; })) {  // mutate: large-logits-said-small
       apply_tanh(s, constants.cap, constants.scale);
       return ScaledForm{1.0f};

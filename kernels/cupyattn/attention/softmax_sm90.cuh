@@ -85,7 +85,8 @@ struct PrefillSm90Softmax {
       if (ptx::opaque_copy(static_cast<uint32_t>(tile.needs_mask)) == 0) {
         const int first_key = first_key_of(tile);
         const auto path =
-            LogitsVariant::fast_path(shared.rows + rows.warp_row(), params, first_key, rows.lane);
+            LogitsVariant::fast_path(shared.rows + rows.warp_row(), params, item.work.request,
+                                     first_key, rows.lane);
         to.masked_key = -1;
         if (exponentiate_fast(to, s, path, room_of(first_key))) return;
       }
@@ -136,7 +137,8 @@ struct PrefillSm90Softmax {
     to.masked_key = needs_mask ? first_key : -1;
     const float scale = LogitsVariant::softmax_scale(params);
     const auto form = LogitsVariant::apply(s, online.row_max, shared.rows + rows.warp_row(),
-                                           shared.logits, params, first_key, rows.lane, needs_mask);
+                                           shared.logits, params, item.work.request, first_key,
+                                           rows.lane, needs_mask);
     if (unlikely(needs_mask)) {
       apply_mask<decltype(form)>(s, item, first_key, v);
       // Rows that causality cut in the first tile may have seen few keys or none. They also take
@@ -167,8 +169,11 @@ struct PrefillSm90Softmax {
       await_phase(shared.row_bits.full[v.stage], v.parity);  // mutate: mask-bits-not-awaited
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int token = rows.token_of(item, rows.own_row(h)).token - item.range.first_token;
-        mask_by_bits<Form>(s[0], h, shared.row_bits.of[v.stage][token], rows.lane);
+        int row = rows.token_of(item, rows.own_row(h)).token - item.range.first_token;
+        if constexpr (Traits::Mask::kReadsHeads) {
+          row = min_of(rows.own_row(h), item.work.tile.num_rows - 1);
+        }
+        mask_by_bits<Form>(s[0], h, shared.row_bits.of[v.stage][row], rows.lane);
       }
     } else {
 #pragma unroll

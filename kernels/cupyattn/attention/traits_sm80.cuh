@@ -34,8 +34,8 @@ struct TraitsSm80 : Config {
   using VTile = SharedTile<DTypeKV, kTileKeys, kHeadDimVO>;
   using KCopier = RowCopier<KSourceTile, kHeadDimQK, Config::kAligned, kCopyThreads, kPaged>;
   using VCopier = RowCopier<VTile, kHeadDimVO, Config::kAligned, kCopyThreads, kPaged>;
-  using Mask = MaskOf<Config::kCustomMask, Config::kMaskForm>;
-  using LogitsVariant = Logits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>;
+  using Mask = MaskOf<Config>;
+  using LogitsVariant = Logits<Config>;
   using Rope = conditional<Config::kRope, RopeSteps<kHeadDimQK>, uint32_t>;
   using Accumulators = float[kMmaQ][2 * kColumnGroups][4];
 

@@ -5,6 +5,7 @@
 // is exact only for one positive scale; other calls without a cap take TransformedLogits.
 #pragma once
 
+#include "cupyattn/attention/logits_expression.cuh"
 #include "cupyattn/attention/soft_cap.cuh"
 
 namespace cupyattn {
@@ -20,6 +21,14 @@ __device__ __forceinline__ float alibi_slope(int head, int num_heads) {
   return exp2f(exponent);
 }
 
+// The logit scale of a head, with the scales by head.
+__device__ __forceinline__ float row_scale(const AttentionParams& params, int head, int kv_head) {
+  float scale = params.sm_scale;
+  if (params.scale_q != nullptr) scale *= params.scale_q[head];
+  if (params.scale_k != nullptr) scale *= params.scale_k[kv_head];
+  return scale;
+}
+
 struct PlainLogits : LogitsDefaults {
   static __device__ __forceinline__ float softmax_scale(const AttentionParams& params) {
     return params.softmax_scale;
@@ -31,8 +40,8 @@ struct PlainLogits : LogitsDefaults {
   static __device__ __forceinline__ ScaledForm apply(float (&)[kMmaQ][kTilesS][4],
                                                      const float (&)[kMmaQ][2], const RowInfo*,
                                                      const LogitConstants&,
-                                                     const AttentionParams& params, int, int,
-                                                     bool) {
+                                                     const AttentionParams& params, const Request&,
+                                                     int, int, bool) {
     return ScaledForm{params.softmax_scale};
   }
 };
@@ -61,8 +70,8 @@ struct TransformedLogits : LogitsDefaults {
     }
   };
   static __device__ __forceinline__ FastPath fast_path(const RowInfo* rows,
-                                                       const AttentionParams& params, int first_key,
-                                                       int lane) {
+                                                       const AttentionParams& params,
+                                                       const Request&, int first_key, int lane) {
     FastPath fast_path;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -83,18 +92,17 @@ struct TransformedLogits : LogitsDefaults {
     return kSoftCap ? kTanhUnit * ptx::rcp_approx(params.logits_soft_cap) : kLog2e;
   }
 
-  static __device__ __forceinline__ RowInfo make_row(const AttentionParams& params, int token,
-                                                     int position, int head, int kv_head,
-                                                     int64_t first_slope) {
-    float scale = params.sm_scale;
-    if (params.scale_q != nullptr) scale *= params.scale_q[head];
-    if (params.scale_k != nullptr) scale *= params.scale_k[kv_head];
+  static __device__ __forceinline__ RowInfo make_row(const AttentionParams& params,
+                                                     const Request& request, int token,
+                                                     int position, int head, int kv_head) {
+    const float scale = row_scale(params, head, kv_head);
     const int num_heads = params.num_kv_heads * params.group_size;
     float slope = 0.0f;
     if constexpr (kAlibi) {
       slope = params.alibi_slopes == nullptr
                   ? alibi_slope(head, num_heads)
-                  : params.alibi_slopes[first_slope + head];  // mutate: slopes-of-first-request
+                  // mutate: slopes-of-first-request
+                  : params.alibi_slopes[request.mask_start + head];
     }
     return RowInfo{token, position, head, scale * unit(params), slope * unit(params)};
   }
@@ -112,8 +120,8 @@ struct TransformedLogits : LogitsDefaults {
   static __device__ __forceinline__ auto apply(float (&s)[kMmaQ][kTilesS][4],
                                                const float (&)[kMmaQ][2], const RowInfo* rows,
                                                const LogitConstants& constants,
-                                               const AttentionParams& params, int first_key,
-                                               int lane, bool is_masked) {
+                                               const AttentionParams& params, const Request&,
+                                               int first_key, int lane, bool is_masked) {
     uint32_t all_bits = 0;
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
@@ -149,8 +157,92 @@ struct TransformedLogits : LogitsDefaults {
   }
 };
 
+// The expression of the caller's that takes the place of each scaled logit (Config::kTransform).
+// Logits and maxima are natural; the softmax folds the way to base 2 into its FFMA.
+template <typename Expression, bool kRowScales>
+struct ExpressionLogits : LogitsDefaults {
+  static constexpr bool kReadsRows = true;
+  static constexpr bool kFoldsBias = Expression::kIsLinear;
+
+  // In tiles that move no maximum and hide no key, a linear transform goes into the exponent.
+  struct FastPath {
+    static constexpr bool kHasMax = false;
+    LogitAt rows[2];  // of half h
+
+    __device__ __forceinline__ float2 exponents(int h, int n, float x, float y, float shift) const {
+      return make_float2(Expression::exponent(rows[h].key(8 * n, x), shift),
+                         // mutate: pair-shares-expression
+                         Expression::exponent(rows[h].key(8 * n + 1, y), shift));
+    }
+  };
+  static __device__ __forceinline__ FastPath fast_path(const RowInfo* rows,
+                                                       const AttentionParams& params,
+                                                       const Request& request, int first_key,
+                                                       int lane) {
+    return FastPath{{at_row(rows[lane >> 2], params, request, first_key, lane),
+                     at_row(rows[8 + (lane >> 2)], params, request, first_key, lane)}};
+  }
+  // A row, and the first of the thread's keys.
+  static __device__ __forceinline__ LogitAt at_row(const RowInfo& row,
+                                                   const AttentionParams& params,
+                                                   const Request& request, int first_key,
+                                                   int lane) {
+    LogitAt at = LogitAt::of(params, request, row.token, row.position, row.head);
+    at.scale = kRowScales ? row.scale : params.sm_scale;
+    at.base2_scale = kRowScales ? row.scale * kLog2e : params.softmax_scale;
+    at.row_value = row.slope;
+    at.kv_first = first_key + 2 * (lane & 3);
+    return at;
+  }
+
+  static __device__ __forceinline__ float softmax_scale(const AttentionParams&) { return kLog2e; }
+  static __device__ __forceinline__ float softmax_slack(const AttentionParams&) {
+    return kRescaleThreshold / kLog2e;
+  }
+  static __device__ __forceinline__ RowInfo make_row(const AttentionParams& params,
+                                                     const Request& request, int token,
+                                                     int position, int head, int kv_head) {
+    const LogitAt at = LogitAt::of(params, request, token, position, head);
+    return RowInfo{token, position, head, row_scale(params, head, kv_head),
+                   Expression::row_value(at)};
+  }
+  template <int kMmaQ, int kTilesS>
+  static __device__ __forceinline__ ScaledForm apply(float (&s)[kMmaQ][kTilesS][4],
+                                                     const float (&)[kMmaQ][2], const RowInfo* rows,
+                                                     const LogitConstants&,
+                                                     const AttentionParams& params,
+                                                     const Request& request, int first_key,
+                                                     int lane, bool) {
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const RowInfo& row = rows[16 * m + 8 * h + (lane >> 2)];
+        const LogitAt at = at_row(row, params, request, first_key, lane);
+#pragma unroll
+        for (int n = 0; n < kTilesS; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[m][n][2 * h + e];
+            x = Expression::transform(at.key(8 * n + e, x));  // mutate: expression-of-another-key
+          }
+        }
+      }
+    }
+    return ScaledForm{kLog2e};
+  }
+};
+
 template <bool kAlibi, bool kSoftCap, bool kRowScales>
-using Logits = conditional<kAlibi || kRowScales, TransformedLogits<kAlibi, kSoftCap, kRowScales>,
-                           conditional<kSoftCap, CappedLogits, PlainLogits>>;
+using BuiltInLogits =
+    conditional<kAlibi || kRowScales, TransformedLogits<kAlibi, kSoftCap, kRowScales>,
+                conditional<kSoftCap, CappedLogits, PlainLogits>>;
+
+// The variant that a Config asks for.
+template <typename Config>
+using Logits =
+    conditional<Config::kTransform,
+                ExpressionLogits<typename Config::LogitsExpression, Config::kRowScales>,
+                BuiltInLogits<Config::kAlibi, Config::kSoftCap, Config::kRowScales>>;
 
 }  // namespace cupyattn

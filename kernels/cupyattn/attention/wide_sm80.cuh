@@ -432,7 +432,7 @@ struct WideSm80 {
       }
       const bool is_masked = is_partial || range.cuts(first_key, kTileKV);
       const auto form = LogitsVariant::apply(s, softmax.row_max, rows, shared.logits, params,
-                                             own_key, lane, is_masked || kSparse);
+                                             work.request, own_key, lane, is_masked || kSparse);
       using Form = decltype(form);
       if (is_masked) {
         apply_mask<Mask, Form>(s, params, work.request, range, is_partial, rows, own_key, lane);

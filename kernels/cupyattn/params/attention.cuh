@@ -26,7 +26,8 @@ struct alignas(16) WorkItem {
   int32_t split;        // 0 .. num_splits - 1
   int32_t num_splits;   // 1: the block writes the result itself
   int32_t first_state;  // partial states of the split tiles before this one, of one KV head
-  int64_t mask_start;   // the request's first byte of `mask`, or element of `alibi_slopes`
+  int64_t mask_start;   // the request's first byte of `mask`, or element of `alibi_slopes`, or its
+                        // place in the batch if user-written logits read that
   int32_t split_tile;   // index of this tile among the split tiles; -1 in a cascade, whose states a
                         // later launch merges
   int32_t key_offset;   // the first key's position, if there are `positions`; else the first key
@@ -34,6 +35,15 @@ struct alignas(16) WorkItem {
 };
 
 static_assert(sizeof(WorkItem) == 48, "schedule/batch.py lays out 12 words an item");
+
+// What user-written logits may read beside the logit and its place (core/expression.py).
+constexpr int kMaxLogitsArrays = 4, kMaxLogitsNumbers = 8, kMaxLogitsAxes = 4;
+
+// An array without gaps, the last axis fastest.
+struct LogitsArray {
+  const void* data;
+  int32_t extent[kMaxLogitsAxes];
+};
 
 struct AttentionParams {
   const void* q;          // [qo_len, num_qo_heads, head_dim_qk]
@@ -47,6 +57,7 @@ struct AttentionParams {
   const float* scale_k;   // [num_kv_heads]
   const float* scale_v;   // [num_kv_heads]
   const float* alibi_slopes;  // [num_qo_heads], from each request's `mask_start` on; may be nullptr
+  LogitsArray logits_arrays[kMaxLogitsArrays];  // read by user-written logits
   float* partial_o;       // [split tiles, num_kv_heads, num_splits, rows of a tile, head_dim_vo]
   float* partial_lse;     // [split tiles, num_kv_heads, num_splits, rows of a tile]
   uint32_t* counters;     // [split tiles, num_kv_heads, blocks of a cluster], zero before and after
@@ -80,10 +91,11 @@ struct AttentionParams {
   uint32_t group_magic;  // the same for n / group_size
   int32_t group_shift;
   int32_t value_pages;  // entries of kv_indices from a key's page to its value's, if they differ
+  uint32_t logits_numbers[kMaxLogitsNumbers];  // the bits of a float or of an int32_t each
   uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };
 
-static_assert(sizeof(AttentionParams) == 144 + 104 + 88 + 4 * kMaxRopePairs,
+static_assert(sizeof(AttentionParams) == 144 + 96 + 104 + 88 + 32 + 4 * kMaxRopePairs,
               "AttentionParams and its mirror in launch/driver/params.py must agree");
 
 }  // namespace cupyattn

@@ -38,7 +38,7 @@ struct PrefillSm90Params {
   TensorMap o;
 };
 
-static_assert(sizeof(PrefillSm90Params) == 960 + 512,
+static_assert(sizeof(PrefillSm90Params) == 1088 + 512,
               "PrefillSm90Params and its mirror in launch/driver/params.py must agree");
 
 }  // namespace cupyattn

@@ -57,6 +57,14 @@ __device__ __forceinline__ Vector16 load_no_allocate(const Vector16* pointer) {
                : "l"(pointer));
   return x;
 }
+// Loads what no thread writes while the kernel runs: the compiler may move such loads anywhere.
+__device__ __forceinline__ uint32_t load_constant(const uint32_t* pointer) {
+  return __ldg(pointer);
+}
+__device__ __forceinline__ uint16_t load_constant(const uint16_t* pointer) {
+  return __ldg(pointer);
+}
+__device__ __forceinline__ uint8_t load_constant(const uint8_t* pointer) { return __ldg(pointer); }
 __device__ __forceinline__ uint32_t funnel_shift_right(uint32_t low, uint32_t high,
                                                        uint32_t shift) {
   return __funnelshift_r(low, high, shift);

@@ -228,18 +228,19 @@ struct ServingMetadata {
     return static_cast<const uint8_t*>(params.tree)[index] != 0;
   }
 
-  // The bits of all draft rows, into shared memory.
+  // The bits of all draft rows, into shared memory: a warp for each word and a lane for each draft
+  // token, so that no load of the mask waits for another.
   __device__ __forceinline__ void read_drafts() {
-    for (int i = thread; i < params.rows * words; i += kThreads) {
-      const int row = i / words, word = i - row * words;
-      uint32_t bits = 0;
-      for (int bit = 0; bit < min_of(32, params.rows - 32 * word); ++bit) {
-        const int token = 32 * word + bit;
-        const bool is_seen =
-            params.tree_form == TreeForm::kBeams ? token == row : reads_seen(row, token);
-        bits |= static_cast<uint32_t>(is_seen) << bit;
+    const int lane = thread % 32;
+    for (int i = thread / 32; i < params.rows * words; i += kWarps) {
+      const int row = i / words, word = i - row * words, token = 32 * word + lane;
+      bool is_seen = token == row;
+      if (params.tree_form != TreeForm::kBeams) {
+        is_seen = token < params.rows && reads_seen(row, token);
       }
-      shared.seen[row][word] = bits;
+      // Lanes have a bit each, so their sum is all of them.
+      const uint32_t bits = ptx::warp_sum(static_cast<uint32_t>(is_seen) << lane);
+      if (lane == 0) shared.seen[row][word] = bits;
     }
     ptx::block_sync();
     for (int row = thread; row < params.rows; row += kThreads) {

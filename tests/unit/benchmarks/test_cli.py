@@ -25,6 +25,7 @@ from benchmarks.timing import (
     measure_host,
     round_order,
 )
+from cupyattn.bench import machine as facts
 
 CEILINGS = {"tflops": 800.0, "gbps": 4000.0}
 SMALL = Case("small", "prefill", "prefill", 9, 9, 2, num_qo_heads=4, num_kv_heads=2, head_dim_qk=16)
@@ -369,7 +370,8 @@ def test_header_records_what_it_can_and_why_not(monkeypatch: Any) -> None:
     def refuse(*_: Any) -> Any:
         raise OSError("no such tool")
 
-    monkeypatch.setattr(machine, "_run", refuse)
+    for module in (machine, facts):
+        monkeypatch.setattr(module, "run", refuse)
     found = machine.header(None)
     assert found["commit"] == "unknown" and found["smi"] == {"error": "OSError: no such tool"}
     assert found["versions"]["numpy"] == np.__version__

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import cupyattn
 from cupyattn import cli
-from cupyattn.core import env
+from cupyattn.cli import info
+from cupyattn.core import device, env
+from cupyattn.errors import UnsupportedError
 from cupyattn.jit import cache
 
 
@@ -26,6 +33,36 @@ def test_info_names_everything(place: Path, capsys: pytest.CaptureFixture[str]) 
         assert variable.name in out and variable.doc in out
     assert f"CUPYATTN_KERNELS_DIR = {place / 'kernels'}" in out
     assert not (place / "default-cache").exists()
+
+
+def test_info_as_json_says_the_same(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cupyattn"] == cupyattn.__version__ and found["kernels"] == str(place / "kernels")
+    assert found["cache"][0]["path"] == str(place / "default-cache")
+    assert set(found["environment"]) == {variable.name for variable in env.ALL}
+    assert "128" in found["hopper_head_dims"] and found["frameworks"]["numpy"] == np.__version__
+
+
+def test_info_of_gpus(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = dataclasses.replace(device.NO_GPU, index=0, name="a GPU")
+    runtime = types.SimpleNamespace(
+        getDeviceCount=lambda: 2, driverGetVersion=lambda: 13010, CUDARuntimeError=RuntimeError
+    )
+    cupy = types.SimpleNamespace(__version__="1", cuda=types.SimpleNamespace(runtime=runtime))
+
+    def props(index: int) -> device.DeviceProps:
+        if index:
+            raise UnsupportedError("too old")
+        return gpu
+
+    monkeypatch.setattr(info, "cupy_module", lambda: cupy)
+    monkeypatch.setattr(info, "device_props", props)
+    found = info.facts()
+    assert found["driver"] == "CUDA 13.1" and found["gpus"][0]["num_sms"] == 132
+    assert found["gpus"][1] == {"index": 1, "error": "too old"}
+    lines = "\n".join(info._lines(found))
+    assert "GPU 0        a GPU: sm_90a, 132 SMs" in lines and "GPU 1        too old" in lines
 
 
 def test_info_counts_kernels_and_says_read_only(

@@ -35,6 +35,17 @@ def test_on_a_terminal_it_is_one_line() -> None:
     assert f"[{'#' * 30}] 4/4 kernels in 0 s; kernel3" in shown
 
 
+def test_it_says_how_much_is_there() -> None:
+    stream = io.StringIO()
+    progress = Progress(2, 2.0, stream, Clock())
+    progress.step("kernel", 1.0, nbytes=3 << 19)
+    progress.step("kernel", 1.0, nbytes=1 << 19)
+    assert stream.getvalue().splitlines() == [
+        "1/2 kernels, 1.5 MiB, in 0 s, about 0 s left",
+        "2/2 kernels, 2.0 MiB, in 0 s",
+    ]
+
+
 def test_elsewhere_it_is_a_line_for_each_tenth() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = Progress(95, 95.0, stream, clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from cupyattn.cli import model, select
 from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError
-from cupyattn.launch.instances import LEVELS, OPTIONS, Selection, instances
+from cupyattn.launch.instances import LEVELS, OPERATIONS, OPTIONS, Selection, instances
 
 BF16, FP16, E4M3 = dtypes.bfloat16, dtypes.float16, dtypes.float8_e4m3fn
 LLAMA: dict[str, Any] = {
@@ -22,6 +23,22 @@ LLAMA: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "rope_theta": 5e5,
 }
+DEEPSEEK: dict[str, Any] = {
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "hidden_size": 7168,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+# What LLAMA needs.
+ORDINARY = Selection(
+    operations=tuple(name for name in OPERATIONS if name != "mla"),
+    dtypes=((BF16, BF16),),
+    head_dims=((128, 128),),
+    groups=(4,),
+)
 
 
 def chosen(*arguments: str) -> list[Selection]:
@@ -120,33 +137,35 @@ def test_a_selection_without_kernels_is_refused(
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({}, Selection(dtypes=((BF16, BF16),), head_dims=((128, 128),), groups=(4,))),
+        ({}, ORDINARY),
         (
             {"num_key_value_heads": ..., "dtype": "float16", "head_dim": None},
-            Selection(dtypes=((FP16, FP16),), head_dims=((128, 128),), groups=(1,)),
+            replace(ORDINARY, dtypes=((FP16, FP16),), groups=(1,)),
         ),
         (
             {"head_dim": 256, "attn_logit_softcapping": 50.0, "sliding_window": 4096},
-            Selection(
-                dtypes=((BF16, BF16),),
-                head_dims=((256, 256),),
-                groups=(4,),
-                options=(frozenset({"soft_cap"}),),
-            ),
+            replace(ORDINARY, head_dims=((256, 256),), options=(frozenset({"soft_cap"}),)),
         ),
         (
             {"head_dim": 192, "v_head_dim": 128, "linear_key_head_dim": 96, "alibi": True},
-            Selection(
-                dtypes=((BF16, BF16),),
-                head_dims=((192, 128),),
-                groups=(4,),
-                options=(frozenset({"alibi"}),),
-            ),
+            replace(ORDINARY, head_dims=((192, 128),), options=(frozenset({"alibi"}),)),
         ),
     ],
 )
 def test_a_model(tmp_path: Path, changes: dict[str, Any], wanted: Selection) -> None:
     assert model.read(config(tmp_path, **changes)) == wanted
+
+
+def test_a_model_of_latent_attention(tmp_path: Path) -> None:
+    found = model.read(config(tmp_path, **DEEPSEEK))
+    assert found.head_dims == ((192, 128),) and found.groups == (1,) and found.page_sizes == (0,)
+    names = {name for name, _ in instances([found], "sm_90a")}
+    assert {"wide_sm90", "prefill_sm90", "append_paged_kv_cache"} <= names
+    names = {name for name, _ in instances([model.read(config(tmp_path))], "sm_90a")}
+    assert {"decode_sm80", "merge_levels"} <= names and "wide_sm90" not in names
+    path = config(tmp_path, **DEEPSEEK)
+    (found,) = chosen("--model", str(path), "--head-dim", "128")
+    assert found.head_dims == ((128, 128),)
 
 
 def test_a_model_inside_another(tmp_path: Path) -> None:
@@ -181,7 +200,8 @@ def test_options_replace_what_a_model_says_or_lacks(tmp_path: Path) -> None:
         ({"torch_dtype": "float32"}, "no kernels for float32"),
         ({"torch_dtype": "auto"}, "unknown dtype 'auto'"),
         ({"attn_logit_softcapping": "50"}, "got '50'; wanted a number"),
-        ({"kv_lora_rank": 512}, "multi-head latent attention"),
+        (DEEPSEEK | {"kv_lora_rank": 384}, "no kernels for 384 and 64"),
+        (DEEPSEEK | {"v_head_dim": ...}, "the file has no v_head_dim"),
     ],
 )
 def test_a_model_that_is_not_understood(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

@@ -14,6 +14,7 @@ from helpers import (
     fake_gpu,
     gpu_cases,
     item_cases,
+    logits_calls,
     mla_calls,
     mla_cases,
     planless_calls,
@@ -44,6 +45,7 @@ def specs() -> list[AttentionSpec]:
         replace(patch, make_spec, recorder)
         for case in gpu_cases.ALONE.values():
             precompile.record(case, "sm_90a")
+        logits_calls.Single("everything", 3, 5).run()
         for cases in (batch_cases, item_cases):
             for seed in range(40):
                 batch_calls.Call(cases.random_case(seed), np, WORKSPACE).plan()

@@ -29,6 +29,11 @@ def test_a_compiled_call_answers_as_an_eager_one(name: str, x: Arrays) -> None:
     jax_calls.check(jax, name, x)
 
 
+@pytest.mark.parametrize("name", jax_calls.OTHERS)
+def test_latent_attention_and_merges(name: str, x: Arrays) -> None:
+    jax_calls.check_other(jax, name, x)
+
+
 @pytest.mark.parametrize("is_pair", [False, True])
 @pytest.mark.parametrize("donates", [False, True])
 def test_appending(is_pair: bool, donates: bool, x: Arrays) -> None:
@@ -104,6 +109,10 @@ def test_constants_are_not_traced(x: Arrays) -> None:
         compiled(x.q, 0.5)
     with pytest.raises(UnsupportedError, match=r"^bias"):
         door.dot_product_attention(x.q, x.k, x.v, bias=x.q)
+    with pytest.raises(UnsupportedError, match=r"^workspace_buffer"):
+        door.trtllm_batch_decode_with_kv_cache_mla(
+            x.wide, x.latents, x.q, 128, 512, 64, x.table, x.lens, 8
+        )
 
 
 def test_errors_come_through_xla(x: Arrays) -> None:

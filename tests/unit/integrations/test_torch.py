@@ -130,6 +130,21 @@ def test_appending_is_checked_too(x: Tensors) -> None:
                           test_utils=("test_schema", "test_faketensor"))  # fmt: skip
 
 
+def test_merges_and_stores_are_checked_too(x: Tensors) -> None:
+    ops, v, s = torch.ops.cupyattn, x.q[0], x.q[0, ..., 0].clone()
+    keys, values = (pages.clone() for pages in x.pages)
+    for operator, args in (
+        (ops.merge_state, (v, s, v.clone(), s.clone())),
+        (ops.merge_states, (x.q, x.q[..., 0].clone())),
+        (ops.reshape_and_cache, (x.new[:, 0], x.new[:, 0], keys, values, x.few)),
+    ):
+        torch.library.opcheck(operator.default, args, test_utils=("test_schema", "test_faketensor"))
+    q = v.clone().requires_grad_()
+    compiled = torch.compile(lambda q: cupyattn.merge_state(q, s, v, s)[0], backend="aot_eager")
+    with pytest.raises(Exception, match="requires grad, and cupyattn has no backward"):
+        compiled(q)
+
+
 def test_grad_is_refused_with_a_sentence(x: Tensors) -> None:
     q = x.q.clone().requires_grad_()
 

@@ -224,9 +224,10 @@ def test_cached_calls_run_few_functions(gpu: Gpu, make: Make) -> None:
     given = arguments(make, of_one(make))
     offsets, lengths = make(4, dtype="int32"), make(3, dtype="int32")
     for call, most in (
-        (lambda: cupyattn.append_paged_kv_cache(**given), 10),
+        (lambda: cupyattn.append_paged_kv_cache(**given), 13),
         (lambda: cupyattn.get_batch_indices_positions(offsets, lengths, 5), 17),
         (lambda: cupyattn.get_seq_lens(offsets, lengths, 5), 13),
     ):
         assert count_functions(call) > 2 * most
+        call()  # once more, and torch compares signatures
         assert count_functions(call) <= most

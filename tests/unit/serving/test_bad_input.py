@@ -116,7 +116,6 @@ TABLE: list[Row] = [
     ("page type", lambda: make(page_size=1.5), ArgumentError, "page_size"),
     ("dtype", lambda: make(q_dtype="int7"), ArgumentError, "q_dtype"),
     ("kv dtype", lambda: make(kv_dtype="what"), ArgumentError, "kv_dtype"),
-    ("mla", lambda: make(use_mla=True), UnsupportedError, "use_mla"),
     ("form", lambda: make(tree_form="sort"), ArgumentError, "tree_form"),
     ("chunk", lambda: make(attention_chunk_size=0), ArgumentError, "attention_chunk_size"),
     ("window", lambda: make(sliding_window_size=-2), ArgumentError, "sliding_window_size"),

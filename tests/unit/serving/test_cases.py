@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.serving_cases import KINDS, Case
+from helpers.serving_cases import KINDS, Case, LatentCase
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -18,6 +18,12 @@ def test_random_steps_of_torch(kind: str) -> None:
     torch = pytest.importorskip("torch")
     for seed in range(100, 108):
         Case(seed, torch, kind=kind).run()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_steps_over_latent_pools(kind: str) -> None:
+    for seed in range(12):
+        LatentCase(seed, kind=kind).run()
 
 
 @pytest.mark.slow

@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import serving_engine as engine
-from helpers.serving_cases import dense_row
+from helpers.serving_cases import LatentCase, dense_row
 from helpers.serving_engine import TREE_A, TREE_B, flat_mask
 
-from cupyattn.errors import ArgumentError, UnsupportedError
+from cupyattn.errors import ArgumentError
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 DECODE, VERIFY = "DECODE", "TARGET_VERIFY"
@@ -266,9 +266,13 @@ def test_fault_10_queries_are_not_cast_to_fp8() -> None:
     world.check(out, chain_paths(world, LENS, [1, 1]))
 
 
-def test_fault_11_mla_is_refused_not_slow() -> None:
-    with pytest.raises(UnsupportedError, match="MLA"):
-        engine.backend(arch="MLA")
+def test_fault_11_fp8_latent_pools_have_their_scale() -> None:
+    """And absorbed layers their sinks, which is a part of fault 13."""
+    cases = [LatentCase(seed, kind="decode") for seed in range(200)]
+    found = [case for case in cases if case.has_scales and case.sinks is not None and case.bs]
+    assert found
+    for case in found:
+        case.run()
 
 
 def test_fault_12_halves_are_merged_before_they_are_rounded() -> None:

@@ -11,6 +11,7 @@ import pytest
 from helpers import serving_engine as engine
 from helpers.serving_cases import Case
 
+from cupyattn.errors import ArgumentError
 from cupyattn.serving import (
     AttentionBackend,
     BackendConfig,
@@ -148,3 +149,54 @@ def test_a_graph_of_a_draft_worker_under_sglangs_names() -> None:
         own = loc.reshape(-1, 3)[:, :2]
         wanted[: len(own)] = own
         assert expand.page_table.tolist() == wanted.tolist()
+
+
+def test_beams_of_a_shared_store_change_parents_at_each_step() -> None:
+    """A step's metadata over the memory of all steps is that of a backend of its own, eager and in
+    the memory of graphs; the columns behind it name any beams."""
+    rng = np.random.default_rng(4)
+    bs, topk, steps = 2, 3, 4
+    table = engine.slots(1)
+    config = BackendConfig(1, 1, 8, max_context_len=64, topk=topk, num_draft_steps=steps)
+    together = MultiStepDraftBackend(config, None, table)
+    together.init_graph_state(bs, bs * topk)
+    rows, lens = np.array([2, 0]), np.array([5, 3])
+    slots = rng.permutation(900)[: bs * topk * steps].reshape(bs, topk, steps)
+    beams = np.zeros((bs * topk, steps), np.int32)
+    for step in range(steps - 1):
+        beams[:, : step + 1] = rng.integers(0, topk, (bs * topk, step + 1))
+        draft = DraftInfo(step, beam_rows=beams)
+        batch = BatchInfo(
+            ForwardMode.DRAFT_DECODE, rows, lens, out_cache_loc=slots, draft=draft
+        )  # fmt: skip
+        alone = AttentionBackend(config, None, table, step=step).init_forward_metadata(batch)
+        assert alone.expand is not None
+        for in_graph in (False, True):
+            shared = together.init_forward_metadata_step(step, batch, in_graph=in_graph)
+            assert shared is together.backends[step].forward_metadata
+            assert shared.expand is not None and shared.step == step
+            for name in ("cache_seqlens", "page_table"):
+                one, other = (getattr(x.expand, name) for x in (shared, alone))
+                np.testing.assert_array_equal(one, other)
+            np.testing.assert_array_equal(shared.main.cache_seqlens, lens)
+    with pytest.raises(ArgumentError, match="step: got 3; there are 3 prepared steps"):
+        together.init_forward_metadata_step(3, batch)
+
+
+def test_the_host_may_know_but_a_bound_of_new_tokens() -> None:
+    case = Case(11, kind="draft extend")
+    batch = case.batch()
+    batch.extend_seq_lens = case.q_lens
+    batch.extend_seq_lens_host, batch.max_extend_len = None, 4
+    backend, layer = case.backend(), case.layer()
+    backend.init_forward_metadata(batch)
+    case.answer_and_check(backend, layer)
+    batch.extend_seq_lens = None
+    with pytest.raises(ArgumentError, match="extend_seq_lens_host: got None"):
+        backend.init_forward_metadata(batch)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.dtype("float16"), "float16"])
+def test_dtypes_of_a_configuration_are_names(dtype: Any) -> None:
+    config = BackendConfig(1, 1, 8, q_dtype=dtype)
+    assert config.q_dtype == config.kv_dtype == "float16"

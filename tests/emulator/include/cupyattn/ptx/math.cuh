@@ -16,6 +16,10 @@ inline float rcp_approx(float x) {
   return divisor == 0.0f ? copysignf(INFINITY, divisor) : flush_denormal(1.0f / divisor);
 }
 
+inline float lg2_approx(float x) { return log2f(flush_denormal(x)); }
+
+inline float sqrt_approx(float x) { return sqrtf(flush_denormal(x)); }
+
 inline float sin_approx(float x) { return sinf(flush_denormal(x)); }
 
 inline float cos_approx(float x) { return cosf(flush_denormal(x)); }

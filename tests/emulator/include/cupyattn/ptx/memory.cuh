@@ -38,6 +38,12 @@ EMULATOR_INLINE float4 load_l2(const float4* pointer) {
 
 EMULATOR_INLINE Vector16 load_no_allocate(const Vector16* pointer) { return *pointer; }
 
+EMULATOR_INLINE uint32_t load_constant(const uint32_t* pointer) { return *pointer; }
+
+EMULATOR_INLINE uint16_t load_constant(const uint16_t* pointer) { return *pointer; }
+
+EMULATOR_INLINE uint8_t load_constant(const uint8_t* pointer) { return *pointer; }
+
 inline uint32_t funnel_shift_right(uint32_t low, uint32_t high, uint32_t shift) {
   const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
   return static_cast<uint32_t>(both >> (shift & 31u));

@@ -1,0 +1,1 @@
+"""Nine notebooks: `python -m benchmarks.notebooks` makes and executes them."""

@@ -1,0 +1,33 @@
+"""What one implementation offers for one case: a call to time, and the rows of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+class Unsupported(Exception):
+    """The implementation cannot serve this case; the message is the reason that is recorded."""
+
+
+@dataclass
+class Candidate:
+    """One way of calling one implementation.
+
+    `call()` enqueues the whole case (all requests) and returns the library's own answer;
+    `output(answer)` views that as an array [batch, q_len, Hq, head_dim_vo] or, where requests
+    differ in length, [1, rows of all requests, Hq, head_dim_vo]. `buffer`, if any, is the array
+    that `call` writes into: it is poisoned before the check.
+    """
+
+    peer: str
+    variant: str
+    call: Callable[[], Any]
+    output: Callable[[Any], Any]
+    buffer: Any = None
+    note: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.peer}:{self.variant}"

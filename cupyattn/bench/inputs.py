@@ -1,0 +1,102 @@
+"""Fresh inputs of a case: random normal arrays, and page tables whose pages are scattered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .. import array
+from ..array import Device
+from ..core import dtypes
+from .cases import DTYPE, Case
+
+# The noise repeats after so many elements. A prime keeps rows, heads and pages different.
+_PERIOD = 4_194_301
+NAN_BITS = 0x7FC0  # of bfloat16
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arrays of a case in bfloat16, tables in int32.
+
+    q        [rows, Hq, Dqk], the requests' rows one after another
+    k, v     ragged [keys, Hkv, D], or paged [pages, page_size, Hkv, D]; of a latent case k is all
+             and v the first columns of it
+    indices  [requests * pages of one], on the arrays' device; None if ragged
+    tables   the same on the host, [requests, pages of one]
+    out      [rows, Hq, Dvo], to be written
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    indices: Any = None
+    tables: np.ndarray | None = None
+
+
+class Arrays:
+    """Makes arrays of one framework on one device: CuPy's on a GPU, or NumPy's."""
+
+    def __init__(self, framework: str, device: Device, seed: int) -> None:
+        self.framework, self.device = framework, device
+        self.random = np.random.default_rng(seed)
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        return array.empty_on(self.framework, self.device, shape, dtype)
+
+    def normal(self, *shape: int) -> Any:
+        """Standard normal numbers in bfloat16 (zeros would run faster than real data)."""
+        made = self.empty(shape, dtypes.bfloat16)
+        flat = as_bits(made).reshape(-1)
+        start = min(_PERIOD, flat.size)
+        noise = self.random.standard_normal(start, np.float32).astype(ml_dtypes.bfloat16)
+        _write(flat[:start], noise.view(np.int16))
+        while start < flat.size:
+            stop = min(2 * start, flat.size)
+            flat[start:stop] = flat[: stop - start]
+            start = stop
+        return made
+
+    def int32(self, values: np.ndarray) -> Any:
+        made = self.empty(values.shape, dtypes.int32)
+        _write(made, values.astype(np.int32))
+        return made
+
+
+def as_bits(x: Any) -> Any:
+    """A bfloat16 array as int16, which every library can copy and hand over."""
+    found = array.view(x, "array")
+    if found.device.kind == "cpu":
+        return array.as_numpy(found).view(np.int16)
+    return array.as_cupy(found, np.dtype(np.int16))
+
+
+def _write(target: Any, values: np.ndarray) -> None:
+    if isinstance(target, np.ndarray):
+        target[...] = values
+    else:
+        target.set(values)
+
+
+def make_inputs(case: Case, arrays: Arrays) -> Inputs:
+    """Inputs of one case. The pool has one page more than is needed, which holds NaN."""
+    rows = case.requests * case.q_len
+    q = arrays.normal(rows, case.num_qo_heads, case.head_dim_qk)
+    out = arrays.empty((rows, case.num_qo_heads, case.head_dim_vo), dtypes.parse(DTYPE))
+    if not case.is_paged:
+        keys = case.requests * case.kv_len, case.num_kv_heads
+        k, v = (arrays.normal(*keys, dim) for dim in (case.head_dim_qk, case.head_dim_vo))
+        return Inputs(q, k, v, out)
+    pages = -(-case.kv_len // case.page_size)
+    tables = arrays.random.permutation(case.requests * pages).reshape(case.requests, pages)
+    pool = tables.size + 1, case.page_size, case.num_kv_heads
+    k = arrays.normal(*pool, case.head_dim_qk)
+    v = k[..., : case.head_dim_vo] if case.is_latent else arrays.normal(*pool, case.head_dim_vo)
+    for x in (k,) if case.is_latent else (k, v):
+        as_bits(x)[-1] = NAN_BITS
+    return Inputs(q, k, v, out, arrays.int32(tables.reshape(-1)), tables)

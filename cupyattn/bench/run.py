@@ -1,0 +1,131 @@
+"""One run of `cupyattn bench`: each case is made, answered, checked, and then timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import peers
+from .candidate import Candidate, Unsupported
+from .cases import Case
+from .check import TOLERANCE, expect, relative_error
+from .inputs import NAN_BITS, Arrays, Inputs, as_bits, make_inputs
+from .timing import ContextLost, Stopwatch, Timing, describe, measure, random_order
+from .wrappers import ours
+
+OURS = "cupyattn"
+ROUNDS = 10
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is made of. `deadline` is compared with `now()`; no case begins after it."""
+
+    cases: Sequence[Case]
+    peer_names: Sequence[str]
+    seed: int
+    deadline: float
+    rounds: int = ROUNDS
+    now: Callable[[], float] = time.time
+
+
+def rows(settings: Settings, arrays: Arrays, clock: Stopwatch) -> Iterator[list[Row]]:
+    """The rows of each case, ours first. Ends early at the deadline.
+
+    A row has case, kind, name, variant, status ("timed", "wrong", "failed", "unsupported") and a
+    note; if it was timed also us, p10, p90, rate, unit and error, and a peer's right answer has
+    speedup, its time over ours. Raises ContextLost if the device no longer answers.
+    """
+    for number, case in enumerate(settings.cases):
+        if number and settings.now() > settings.deadline:
+            return
+        yield _case(case, settings, arrays, clock)
+
+
+def _case(case: Case, settings: Settings, arrays: Arrays, clock: Stopwatch) -> list[Row]:
+    try:
+        inputs = make_inputs(case, arrays)
+    except Exception as error:  # too little memory, say
+        clock.check_alive()
+        return [_bare(case, OURS, "failed", describe(error))]
+    offered, found = _offers(case, settings.peer_names, inputs, clock)
+    expected = expect(case, inputs, arrays.random)
+    checked = []
+    for candidate in offered:
+        try:
+            checked.append((candidate, _error(candidate, expected, clock)))
+        except ContextLost:
+            raise
+        except Exception as error:
+            clock.check_alive()
+            found.append(_bare(case, candidate.peer, "failed", describe(error), candidate.variant))
+    calls = [candidate.call for candidate, _ in checked]
+    order = random_order(f"{settings.seed} {case.name}")
+    timings = measure(calls, clock, settings.rounds, settings.deadline, settings.now, order)
+    for (candidate, relative), timing in zip(checked, timings, strict=True):
+        found.append(_timed(case, candidate, relative, timing))
+    return _compared(found)
+
+
+def _offers(
+    case: Case, names: Sequence[str], inputs: Inputs, clock: Stopwatch
+) -> tuple[list[Candidate], list[Row]]:
+    """What can be called, and the rows of what cannot."""
+    offered: list[Candidate] = []
+    found: list[Row] = []
+    for name in (OURS, *names):
+        try:
+            offered += (
+                [ours(case, inputs)] if name == OURS else peers.candidates(name, case, inputs)
+            )
+        except Unsupported as reason:
+            found.append(_bare(case, name, "unsupported", str(reason)))
+        except Exception as error:
+            clock.check_alive()
+            found.append(_bare(case, name, "failed", describe(error)))
+    return offered, found
+
+
+def _error(candidate: Candidate, expected: Any, clock: Stopwatch) -> float:
+    """The relative error of one call, whose output held NaN before."""
+    if candidate.buffer is not None:
+        as_bits(candidate.buffer)[...] = NAN_BITS
+    answer = candidate.call()
+    clock.wait()
+    return relative_error(expected, candidate.output(answer))
+
+
+def _bare(case: Case, name: str, status: str, note: str, variant: str = "") -> Row:
+    row = {"case": case.name, "kind": case.kind, "name": name, "variant": variant}
+    return row | {"status": status, "note": note}
+
+
+def _timed(case: Case, candidate: Candidate, error: float, timing: Timing) -> Row:
+    if timing.error is not None:
+        return _bare(case, candidate.peer, "failed", timing.error, candidate.variant)
+    us = timing.percentile(50)
+    rate, unit = case.rate(us)
+    status = "timed" if error <= TOLERANCE else "wrong"  # NaN is wrong
+    return _bare(case, candidate.peer, status, candidate.note, candidate.variant) | {
+        "us": us,
+        "p10": timing.percentile(10),
+        "p90": timing.percentile(90),
+        "samples": len(timing.samples),
+        "rate": rate,
+        "unit": unit,
+        "error": error if error == error else "NaN",  # JSON has no NaN
+    }
+
+
+def _compared(found: list[Row]) -> list[Row]:
+    """Ours first, then the peers, the fastest first; each right peer with its time over ours."""
+    found.sort(key=lambda row: (row["name"] != OURS, row.get("us", float("inf"))))
+    mine = found[0]
+    for row in found[1:]:
+        if mine["status"] == row["status"] == "timed":
+            row["speedup"] = row["us"] / mine["us"]
+    return found

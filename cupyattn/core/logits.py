@@ -1,0 +1,244 @@
+"""The value object of user-written logits: two checked expressions and what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from ..errors import ExpressionError
+from . import expression
+from .dtypes import DType, int32
+from .expression import (
+    BOOL,
+    FLOAT,
+    FUNCTIONS,
+    INT,
+    MAX_ARRAYS,
+    MAX_NUMBERS,
+    VARIABLES,
+    Node,
+    Parameter,
+)
+
+# Variables that tell the rows of one request apart, but no heads of a row.
+_ROW_VARIABLES = "q_idx", "q_row", "head", "kv_head", "batch", "q_len", "kv_len"
+# Operations of a transform that takes no more registers than ALiBi, which has seven.
+_SHORT = 12
+RESERVED = frozenset((*VARIABLES, *FUNCTIONS, "true", "false"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitsExpression:
+    """What happens to the logits of a call beside its built-in options.
+
+    transform   a real number in place of each scaled logit; None: the logit itself
+    mask        a condition, False where a row does not see a key; None: no mask
+    arrays, numbers  the parameters, in the order of their slots
+    values      of the numbers; the kernel is the same for all values
+
+    Expressions are equal if they compute the same from parameters of the same names, however their
+    texts were spaced.
+    """
+
+    transform: Node | None
+    mask: Node | None
+    arrays: tuple[Parameter, ...] = ()
+    numbers: tuple[Parameter, ...] = ()
+    values: tuple[int | float, ...] = ()
+    # Comparing and hashing trees would cost each call microseconds.
+    _key: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        content = self.transform, self.mask, self.arrays, self.numbers, self.values
+        object.__setattr__(self, "_key", repr(content))
+
+    def __eq__(self, other: object) -> bool:
+        return self._key == other._key if isinstance(other, LogitsExpression) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def compiled(self) -> LogitsExpression:
+        """What a kernel is compiled for: the expressions without the values of numbers."""
+        return LogitsExpression(self.transform, self.mask, self.arrays, self.numbers)
+
+    @property
+    def parts(self) -> tuple[Node, ...]:
+        """The expressions that there are."""
+        return tuple(x for x in (self.transform, self.mask) if x is not None)
+
+    def reads(self, *names: str) -> bool:
+        """Whether an expression depends on one of these variables."""
+        return any(part.reads(*names) for part in self.parts)
+
+    @property
+    def mask_reads_heads(self) -> bool:
+        """Whether heads of a row may see different keys."""
+        return self.mask is not None and self.mask.reads("head", "kv_head")
+
+    @property
+    def transform_reads_rows(self) -> bool:
+        """Whether rows turn equal products into different logits."""
+        return self.transform is not None and self.transform.reads(*_ROW_VARIABLES)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the transform takes more registers than a bias does."""
+        if self.transform is None:
+            return False
+        return sum(1 for _ in self.transform.walk()) > _SHORT
+
+    @property
+    def soft_cap(self) -> float:
+        """The cap c if the transform is c * tanh(logit / c), else 0.
+
+        The kernels have that as an option, with a faster tanh for small logits.
+        """
+        node = self.transform
+        if node is None or node.op != "*":
+            return 0.0
+        for cap, other in (node.args, node.args[::-1]):
+            quotient = other.args[0] if other.op == "tanh" else None
+            if quotient is None or quotient.op != "/" or quotient.args[1] != cap:
+                continue
+            if quotient.args[0].op == "variable" and quotient.args[0].value == "logit":
+                return abs(self._constant(cap))
+        return 0.0
+
+    def _constant(self, node: Node) -> float:
+        """The value of a number that the call knows, 0 for all else."""
+        if node.op == "number" and isinstance(node.value, int):
+            return float(self.values[node.value])
+        is_value = node.op == "value" and isinstance(node.value, (int, float))
+        return float(node.value) if is_value else 0.0  # type: ignore[arg-type]
+
+    def of_request(self, index: int) -> LogitsExpression:
+        """The expressions of one request of a batch, which read its place as a number.
+
+        Raises ExpressionError where there is no slot for it.
+        """
+        if not self.reads("batch"):
+            return self
+        slot = len(self.numbers)
+        if slot == MAX_NUMBERS:
+            raise ExpressionError(
+                f"logits_params: has {slot} numbers; wanted at most {slot - 1} beside batch"
+            )
+        place = Node("number", INT, (), slot)
+        numbers = (*self.numbers, Parameter("batch", int32, 0))
+        return LogitsExpression(
+            _with_place(self.transform, place),
+            _with_place(self.mask, place),
+            self.arrays,
+            numbers,
+            (*self.values, index),
+        )
+
+    def without_transform(self) -> LogitsExpression | None:
+        """The mask alone; None if there is none."""
+        if self.mask is None:
+            return None
+        return LogitsExpression(None, self.mask, self.arrays, self.numbers, self.values)
+
+
+def _with_place(node: Node | None, place: Node) -> Node | None:
+    """The tree with `place` where it reads batch."""
+    if node is None or (node.op == "variable" and node.value == "batch"):
+        return node and place
+    args = (_with_place(x, place) for x in node.args)
+    return replace(node, args=tuple(x for x in args if x is not None))
+
+
+@lru_cache(maxsize=1024)
+def make(
+    transform: str | None,
+    mask: str | None,
+    arrays: tuple[tuple[str, DType, int], ...] = (),
+    numbers: tuple[tuple[str, DType, int | float], ...] = (),
+) -> LogitsExpression:
+    """The expressions of these texts; None stands for no expression.
+
+    arrays: name, dtype and number of axes of each; numbers: name, dtype (int32 or float32) and
+    value. Raises ExpressionError.
+    """
+    of_arrays = tuple(Parameter(*x) for x in arrays)
+    of_numbers = tuple(Parameter(name, dtype, 0) for name, dtype, _ in numbers)
+    for kind, found, most in (
+        ("arrays", of_arrays, MAX_ARRAYS),
+        ("numbers", of_numbers, MAX_NUMBERS),
+    ):
+        if len(found) > most:
+            names = ", ".join(x.name for x in found)
+            raise ExpressionError(
+                f"logits_params: has {len(found)} {kind} ({names}); wanted at most {most}: put "
+                "several into one array, as rows of it"
+            )
+    parameters = {x.name: x for x in (*of_arrays, *of_numbers)}
+    slots = {x.name: i for group in (of_arrays, of_numbers) for i, x in enumerate(group)}
+    values = tuple(value for *_, value in numbers)
+    made = LogitsExpression(
+        _transform(transform, parameters, slots), _mask(mask, parameters, slots), of_arrays,
+        of_numbers, values,
+    )  # fmt: skip
+    _check_parameters(made)
+    return made
+
+
+def _transform(
+    text: str | None, parameters: Mapping[str, Parameter], slots: Mapping[str, int]
+) -> Node | None:
+    if text is None:
+        return None
+    node = expression.parse(text, "logits_transform", parameters, slots)
+    if node.type == BOOL:
+        raise ExpressionError(
+            f"logits_transform: {text!r} is a condition; wanted a number, or pass it as mask_fn",
+            node.column,
+        )
+    # The logit itself is no transform.
+    return None if node == Node("variable", FLOAT, (), "logit") else node
+
+
+def _mask(
+    text: str | None, parameters: Mapping[str, Parameter], slots: Mapping[str, int]
+) -> Node | None:
+    if text is None:
+        return None
+    node = expression.parse(text, "mask_fn", parameters, slots)
+    if node.type != BOOL:
+        raise ExpressionError(
+            f"mask_fn: {text!r} is a number; wanted a condition, such as kv_idx <= q_idx",
+            node.column,
+        )
+    for found in node.walk():
+        if found.op == "variable" and found.value == "logit":
+            raise ExpressionError(
+                f"mask_fn: reads the logit at column {found.column} of {text!r}; a mask is known "
+                'before the logits. Write logits_transform="where(condition, logit, -1e30)"',
+                found.column,
+            )
+    return node
+
+
+def _check_parameters(made: LogitsExpression) -> None:
+    """ExpressionError for parameters that nothing reads, and divisors that are not positive."""
+    nodes = [node for part in made.parts for node in part.walk()]
+    for op, group in (("element", made.arrays), ("number", made.numbers)):
+        read = {node.value for node in nodes if node.op == op}
+        for slot, parameter in enumerate(group):
+            if slot not in read:
+                raise ExpressionError(
+                    f"logits_params: no expression reads {parameter.name!r}; leave it out"
+                )
+    for node in nodes:
+        if node.op in ("//", "%") and node.args[1].op == "number":
+            by = node.args[1].value
+            assert isinstance(by, int)
+            if made.values[by] <= 0:
+                raise ExpressionError(
+                    f"logits_params: {made.numbers[by].name!r} is {made.values[by]} and a "
+                    f"divisor of {node.op}; wanted a positive integer",
+                    node.column,
+                )

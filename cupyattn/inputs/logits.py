@@ -1,0 +1,239 @@
+"""User-written logits as given: texts and parameters, checked, as an expression and its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import array
+from ..array import ArrayView
+from ..core import dtypes, logits, parse
+from ..core.dtypes import DType
+from ..core.expression import MAX_AXES
+from ..core.logits import LogitsExpression
+from ..core.spec import AttentionSpec
+from ..errors import ArgumentError, ExpressionError, UnsupportedError
+from ..launch.driver import params
+
+_ELEMENT_TYPES = {
+    x.name: x
+    for x in (
+        *(dtypes.float32, dtypes.float16, dtypes.bfloat16),
+        *(dtypes.int32, dtypes.uint8, dtypes.bool_),
+    )
+}
+# Indices that are a variable alone, and the extent that an axis must have for each.
+_EXTENTS = {"head": "num_qo_heads", "kv_head": "num_kv_heads", "batch": "batch size"}
+_LENGTHS = {"q_row": "query tokens", "q_idx": "keys", "kv_idx": "keys"}
+
+
+def read(
+    logits_transform: Any, mask_fn: Any, logits_params: Any
+) -> tuple[LogitsExpression | None, tuple[ArrayView, ...]]:
+    """The expressions of a call, and views of the arrays among its parameters in their order.
+
+    logits_params: numbers and arrays by name, or None. Raises ExpressionError for the texts and
+    for parameters that they do not read, ArgumentError for what is no parameter.
+    """
+    for text, name in ((logits_transform, "logits_transform"), (mask_fn, "mask_fn")):
+        if text is not None and not isinstance(text, str):
+            raise ExpressionError(
+                f"{name}: got {parse.shown(text)}; wanted an expression as a string, such as "
+                f"{'kv_idx <= q_idx' if name == 'mask_fn' else '30 * tanh(logit / 30)'!r}"
+            )
+    if logits_transform is mask_fn is None:
+        if logits_params is not None:
+            raise ArgumentError(
+                "logits_params: got parameters without an expression; pass logits_transform or "
+                "mask_fn too"
+            )
+        return None, ()
+    arrays, numbers = _sort(logits_params)
+    declared = tuple((name, v.dtype, len(v.shape)) for name, v in arrays.items())
+    made = logits.make(logits_transform, mask_fn, declared, numbers)
+    return made, tuple(arrays.values())
+
+
+def replaced(
+    expression: LogitsExpression | None, views: tuple[ArrayView, ...], logits_params: Any
+) -> tuple[ArrayView, ...]:
+    """The arrays of a run, in which some of logits_params replace those of its plan."""
+    if logits_params is None:
+        return views
+    if expression is None:
+        raise ArgumentError(
+            "logits_params: the plan has no expression; pass logits_transform or mask_fn to plan()"
+        )
+    arrays, numbers = _sort(logits_params)
+    if numbers:
+        raise ArgumentError(
+            f"logits_params: {numbers[0][0]!r} is a number, which plan() fixes; pass it to plan(), "
+            "or as an array of one element"
+        )
+    found = list(views)
+    slots = {x.name: i for i, x in enumerate(expression.arrays)}
+    for name, view in arrays.items():
+        if name not in slots:
+            have = ", ".join(slots) or "none"
+            raise ArgumentError(f"logits_params: the plan has no array {name!r}; it has {have}")
+        wanted = expression.arrays[slots[name]]
+        if (view.dtype, len(view.shape)) != (wanted.dtype, wanted.ndim):
+            raise ArgumentError(
+                f"logits_params: {name!r} is {view.dtype} with {len(view.shape)} axes; the plan "
+                f"said {wanted.dtype} with {wanted.ndim}"
+            )
+        found[slots[name]] = view
+    return tuple(found)
+
+
+def _sort(
+    given: Any,
+) -> tuple[dict[str, ArrayView], tuple[tuple[str, DType, int | float], ...]]:
+    """The arrays and the numbers of logits_params, by name."""
+    if given is None:
+        return {}, ()
+    if not isinstance(given, Mapping):
+        raise ArgumentError(
+            f"logits_params: got {parse.shown(given)}; wanted a dict of names and values"
+        )
+    arrays: dict[str, ArrayView] = {}
+    numbers: list[tuple[str, DType, int | float]] = []
+    for name, value in given.items():
+        _check_name(name)
+        label = _label(name)
+        if isinstance(value, (bool, np.bool_)):
+            raise ArgumentError(f"{label}: got {value}; wanted a number or an array, as 1 or 0")
+        if isinstance(value, (int, np.integer)):
+            number = parse.require_int(value, label, least=-(2**31))
+            numbers.append((name, dtypes.int32, number))
+        elif isinstance(value, (float, np.floating)):
+            numbers.append((name, dtypes.float32, parse.finite(value, label, 0.0)))
+        else:
+            arrays[name] = _view(value, label)
+    return arrays, tuple(numbers)
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not (name.isidentifier() and name.isascii()):
+        raise ArgumentError(
+            f"logits_params: got the name {parse.shown(name)}; wanted letters, digits and "
+            "underscores, such as 'bias'"
+        )
+    if name in logits.RESERVED:
+        raise ArgumentError(
+            f"logits_params: {name!r} is a word of the expressions; wanted another name"
+        )
+
+
+def _view(value: Any, label: str) -> ArrayView:
+    if isinstance(value, (list, tuple, str)) or value is None:
+        raise ArgumentError(f"{label}: got {parse.shown(value)}; wanted a number or an array")
+    view = array.view(value, label)
+    if view.dtype.name not in _ELEMENT_TYPES:
+        raise UnsupportedError(
+            f"{label}: dtype {view.dtype} is not supported; wanted {', '.join(_ELEMENT_TYPES)}"
+        )
+    if not 1 <= len(view.shape) <= MAX_AXES:
+        raise ArgumentError(
+            f"{label}: shape is {list(view.shape)}; wanted a number or 1 to {MAX_AXES} axes"
+        )
+    return view
+
+
+def _label(name: str) -> str:
+    return f"logits_params[{name!r}]"
+
+
+def check_arrays(
+    expression: LogitsExpression,
+    views: Sequence[ArrayView],
+    spec: AttentionSpec,
+    num_requests: int,
+    qo_len: int,
+    kv_len: int,
+) -> dict[str, ArrayView]:
+    """The arrays by what messages call them; ArgumentError unless each covers what a variable alone
+    indexes.
+
+    qo_len, kv_len: the most of one request. Other indices are cut to the array when they are read.
+    """
+    extents = {
+        "head": spec.num_qo_heads,
+        "kv_head": spec.num_kv_heads,
+        "batch": num_requests,
+        "q_row": qo_len,
+        "q_idx": kv_len,
+        "kv_idx": kv_len,
+    }
+    for parameter, view in zip(expression.arrays, views, strict=True):
+        label = _label(parameter.name)
+        expected: list[int] = []
+        step = 1
+        for extent in reversed(view.shape):
+            expected.insert(0, step)
+            step *= extent
+        is_dense = all(
+            n <= 1 or a == b for n, a, b in zip(view.shape, view.strides, expected, strict=True)
+        )
+        if not is_dense:
+            raise ArgumentError(
+                f"{label}: has strides {list(view.strides)}; wanted a contiguous array"
+            )
+    for node in (node for part in expression.parts for node in part.walk()):
+        if node.op != "element":
+            continue
+        assert isinstance(node.value, int)
+        parameter, view = expression.arrays[node.value], views[node.value]
+        label = _label(parameter.name)
+        for axis, index in enumerate(node.args):
+            name = str(index.value) if index.op == "variable" else ""
+            least, extent = extents.get(name, 1), view.shape[axis]
+            if name in _EXTENTS and extent != least:
+                raise ArgumentError(
+                    f"{label}: axis {axis}, indexed by {name}, has {extent} elements; wanted "
+                    f"{least}, the {_EXTENTS[name]}"
+                )
+            if extent < least:
+                of = f", the {_LENGTHS[name]} of the longest request" if name in _LENGTHS else ""
+                raise ArgumentError(
+                    f"{label}: axis {axis} has {extent} elements; wanted at least {least}{of}"
+                )
+    return {_label(x.name): v for x, v in zip(expression.arrays, views, strict=True)}
+
+
+def of_request(
+    expression: LogitsExpression, views: Sequence[ArrayView], index: int, num_requests: int
+) -> LogitsExpression:
+    """The expressions of one request of a batch that is answered request by request.
+
+    Raises ArgumentError unless arrays that `batch` indexes have an element for each request.
+    """
+    for node in (node for part in expression.parts for node in part.walk()):
+        if node.op != "element":
+            continue
+        assert isinstance(node.value, int)
+        for axis, place in enumerate(node.args):
+            extent = views[node.value].shape[axis]
+            if place.op == "variable" and place.value == "batch" and extent != num_requests:
+                raise ArgumentError(
+                    f"{_label(expression.arrays[node.value].name)}: axis {axis}, indexed by batch, "
+                    f"has {extent} elements; wanted {num_requests}, the batch size"
+                )
+    return expression.of_request(index)
+
+
+def pop_arrays(spec: AttentionSpec, views: dict[str, ArrayView]) -> list[ArrayView]:
+    """Take the arrays of check_arrays out of others, in the order of their slots."""
+    if spec.logits is None:
+        return []
+    return [views.pop(_label(x.name)) for x in spec.logits.arrays]
+
+
+def pack(spec: AttentionSpec, views: Mapping[str, ArrayView]) -> bytes:
+    """params.LOGITS_ARRAYS of the arrays of check_arrays, which may be among others."""
+    if spec.logits is None:
+        return params.NO_LOGITS_ARRAYS
+    found = (views[_label(x.name)] for x in spec.logits.arrays)
+    return params.pack_logits_arrays((v.ptr, v.shape) for v in found)

@@ -1,0 +1,404 @@
+"""vLLM: --attention-backend CUSTOM, or CUPYATTN_MLA for models with latent attention.
+
+An installed cupyattn is found by vLLM itself (entry point vllm.general_plugins). In a program:
+
+import cupyattn.integrations.vllm
+
+cupyattn.integrations.vllm.register()
+llm = LLM(name, attention_config={"backend": "CUSTOM"})
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..core.problem import MAX_HEAD_DIM
+from ..errors import ArgumentError, UnsupportedError
+from ..flash_attn import flash_attn_varlen_func
+from ..mla import trtllm_batch_decode_with_kv_cache_mla
+from ..slots import reshape_and_cache
+from .engines import joined
+
+DENSE, MLA = "CUSTOM", "CUPYATTN_MLA"
+_CACHE_DTYPES = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
+
+
+def register() -> None:
+    """Make the two backends known to vLLM, in this process. A second call changes nothing, nor does
+    CUSTOM where another plug-in has taken it.
+
+    CUSTOM serves dense attention: all of its layers, prompts and decoding. CUPYATTN_MLA serves the
+    decoding of latent attention; prompts of such models go vLLM's own way.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if not AttentionBackendEnum.CUSTOM.is_overridden():
+        register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.CupyAttnBackend")
+    if MLA not in AttentionBackendEnum.__members__:
+        register_backend(MLA, f"{__name__}.CupyAttnMLABackend")
+
+
+def __getattr__(name: str) -> Any:
+    """The classes that vLLM asks for by name: ours, joined with its own bases."""
+    if name == "CupyAttnBackend":
+        from vllm.v1.attention.backend import AttentionBackend
+
+        return joined(name, Backend, AttentionBackend)
+    if name == "CupyAttnBuilder":
+        from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+
+        made = joined(name, Builder, AttentionMetadataBuilder)
+        made._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+        return made
+    if name == "CupyAttnImpl":
+        from vllm.v1.attention.backend import AttentionImpl
+
+        return joined(name, Impl, AttentionImpl)
+    if name == "CupyAttnMLABackend":
+        from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+
+        return joined(name, MLABackend, MLACommonBackend)
+    if name == "CupyAttnMLABuilder":
+        from vllm.model_executor.layers.attention import mla_attention
+        from vllm.v1.attention.backend import AttentionCGSupport
+
+        made = joined(name, MLABuilder, mla_attention.MLACommonMetadataBuilder)
+        made._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+        made.query_len_support = mla_attention.QueryLenSupport.UNIFORM
+        return made
+    if name == "CupyAttnMLAImpl":
+        from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
+
+        return joined(name, MLAImpl, MLACommonImpl)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _named(name: str) -> Any:
+    return __getattr__(name)
+
+
+# --- dense ---
+
+
+@dataclasses.dataclass
+class Metadata:
+    """A batch, as vLLM's CommonAttentionMetadata has it, under its names; all on the device."""
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Any
+    seq_lens: Any
+    block_table: Any
+    slot_mapping: Any
+    causal: bool
+
+
+class Backend:
+    """What vLLM asks before it makes layers: names, dtypes, head sizes and features."""
+
+    forward_includes_kv_cache_update = False
+    supported_kv_cache_dtypes = _CACHE_DTYPES
+
+    @staticmethod
+    def get_name() -> str:
+        return DENSE
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return _named("CupyAttnImpl")
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return _named("CupyAttnBuilder")
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """Of releases that ask the backend: the layout that vLLM 0.28 has by itself."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and head_size <= MAX_HEAD_DIM
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+
+class Builder:
+    """Metadata of a step: nothing is computed, lengths and tables stay where they are."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
+    ) -> None:
+        self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
+        self.vllm_config, self.device = vllm_config, device
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Metadata:
+        given = common_attn_metadata
+        if not isinstance(given.causal, bool):
+            raise UnsupportedError(
+                "causal: differs between requests; cupyattn takes one for a batch"
+            )
+        return Metadata(
+            given.num_actual_tokens,
+            given.max_query_len,
+            given.max_seq_len,
+            given.query_start_loc,
+            given.seq_lens,
+            given.block_table_tensor,
+            given.slot_mapping,
+            given.causal,
+        )
+
+
+class Impl:
+    """The attention of a layer over vLLM's cache, [blocks, kv_heads, block_size, 2 * head_size]."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: Any = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Any = None,
+    ) -> None:
+        """As vLLM's; sinks [num_heads]. Raises UnsupportedError for ALiBi and encoders."""
+        _refuse(alibi_slopes=alibi_slopes)
+        _decoder_only(attn_type)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.window_size = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        self.kv_cache_dtype, self.softcap = kv_cache_dtype, float(logits_soft_cap or 0)
+        self.attn_type, self.sinks = attn_type, sinks
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
+    ) -> None:
+        """Write key and value [tokens, kv_heads, head_size] to slots of the cache: one launch."""
+        caches = self._caches(kv_cache)
+        scales: dict[str, Any] = {}
+        if caches[0].dtype != key.dtype:
+            scales = {"k_scale": layer._k_scale.reshape(1), "v_scale": layer._v_scale.reshape(1)}
+        count = slot_mapping.shape[0]
+        reshape_and_cache(key[:count], value[:count], *caches, slot_mapping, **scales)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: Metadata | None,
+        output: Any,
+        output_scale: Any = None,
+        output_block_scale: Any = None,
+    ) -> Any:
+        """Write the attention of query [tokens, num_heads, head_size] to output, and return it."""
+        _refuse(output_scale=output_scale, output_block_scale=output_block_scale)
+        if attn_metadata is None:  # vLLM measures memory
+            return output.fill_(0)
+        found, count = attn_metadata, attn_metadata.num_actual_tokens
+        k_cache, v_cache = self._caches(kv_cache)
+        scales: dict[str, Any] = {}
+        if k_cache.dtype != query.dtype:
+            scales = {
+                "k_descale": layer._k_scale.reshape(1).expand(self.num_kv_heads),
+                "v_descale": layer._v_scale.reshape(1).expand(self.num_kv_heads),
+            }
+        flash_attn_varlen_func(
+            query[:count],
+            k_cache,
+            v_cache,
+            found.query_start_loc,
+            max_seqlen_q=found.max_query_len,
+            max_seqlen_k=found.max_seq_len,
+            seqused_k=found.seq_lens,
+            block_table=found.block_table,
+            softmax_scale=self.scale,
+            causal=found.causal,
+            window_size=self.window_size if found.causal else self._both_sides(),
+            softcap=self.softcap,
+            sinks=self.sinks,
+            out=output[:count].view(count, self.num_heads, self.head_size),
+            **scales,
+        )
+        return output
+
+    def _both_sides(self) -> tuple[int, int]:
+        return self.window_size[0], self.window_size[0]
+
+    def _caches(self, kv_cache: Any) -> tuple[Any, Any]:
+        """K and V, [blocks, block_size, kv_heads, head_size], in place."""
+        if len(kv_cache.shape) != 4 or kv_cache.shape[-1] != 2 * self.head_size:
+            raise ArgumentError(
+                f"kv_cache: shape is {list(kv_cache.shape)}; wanted [blocks, {self.num_kv_heads}, "
+                f"block_size, {2 * self.head_size}], as vLLM has it since 0.28"
+            )
+        if self.kv_cache_dtype.startswith("fp8"):
+            kv_cache = _as_fp8(kv_cache)
+        k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return k_cache, v_cache
+
+
+# --- latent attention ---
+
+
+class MLABackend:
+    """What vLLM asks of a backend for latent attention."""
+
+    supported_kv_cache_dtypes = _CACHE_DTYPES
+
+    @staticmethod
+    def get_name() -> str:
+        return MLA
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return _named("CupyAttnMLAImpl")
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return _named("CupyAttnMLABuilder")
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [576]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+
+class MLABuilder:
+    """vLLM's own metadata of latent attention: decoded requests first, with equally many tokens."""
+
+
+class MLAImpl:
+    """The decoding of a layer with latent attention; prompts and caches are vLLM's own."""
+
+    can_return_lse_for_decode = True
+    lse_base_on_e = False
+
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    kv_cache_dtype: str
+    scale: float
+    need_to_return_lse_for_decode: bool
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: Any,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **latent: Any,
+    ) -> None:
+        """As vLLM's. Raises UnsupportedError for ALiBi, windows, soft caps and encoders."""
+        given = alibi_slopes, sliding_window, logits_soft_cap
+        _refuse(alibi_slopes=given[0], sliding_window=given[1], logits_soft_cap=given[2] or None)
+        _decoder_only(attn_type)
+        first = num_heads, head_size, scale, num_kv_heads, *given[:2], kv_cache_dtype, given[2]
+        base: Any = super().__init__
+        base(*first, attn_type, kv_sharing_target_layer_name, **latent)
+        # Keys of 8 bits are widened as they are read: queries stay as they are.
+        self.supports_quant_query_input = False
+
+    def forward_mqa(
+        self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, layer: Any
+    ) -> tuple[Any, Any]:
+        """(out [tokens, heads, kv_lora_rank], lse [tokens, heads] or None).
+
+        q       [tokens, heads, kv_lora_rank + qk_rope_head_dim], or a pair of its two parts.
+        kv_c_and_k_pe_cache   [blocks, block_size, the same columns].
+        """
+        if isinstance(q, tuple):
+            import torch
+
+            q = torch.cat(q, dim=-1)
+        found = attn_metadata.decode
+        rows, heads, columns = q.shape
+        count = found.seq_lens.shape[0]
+        if count == 0 or rows % count:
+            raise ArgumentError(f"q: has {rows} rows for {count} requests; wanted as many of each")
+        cache, scale = kv_c_and_k_pe_cache, 1.0
+        if self.kv_cache_dtype.startswith("fp8"):
+            cache, scale = _as_fp8(cache), float(layer._k_scale_float)
+        wants_lse = bool(self.need_to_return_lse_for_decode)
+        made = trtllm_batch_decode_with_kv_cache_mla(
+            q.view(count, rows // count, heads, columns),
+            cache,
+            None,
+            self.qk_nope_head_dim,
+            self.kv_lora_rank,
+            self.qk_rope_head_dim,
+            found.block_table,
+            found.seq_lens,
+            attn_metadata.max_seq_len,
+            bmm1_scale=self.scale * scale,
+            bmm2_scale=scale,
+            return_lse=wants_lse,
+        )
+        out, lse = made if wants_lse else (made, None)
+        return out.reshape(rows, heads, -1), None if lse is None else lse.reshape(rows, heads)
+
+
+# --- both ---
+
+
+def _as_fp8(kv_cache: Any) -> Any:
+    import torch
+
+    return kv_cache.view(torch.float8_e4m3fn) if kv_cache.dtype == torch.uint8 else kv_cache
+
+
+def _refuse(**given: Any) -> None:
+    for name, x in given.items():
+        if x is not None:
+            raise UnsupportedError(f"{name}: is not supported here; choose another backend of vLLM")
+
+
+def _decoder_only(attn_type: Any) -> None:
+    name = getattr(attn_type, "value", attn_type)
+    if name != "decoder":
+        raise UnsupportedError(
+            f"attn_type: got {name}; only decoder layers are served, choose another backend of vLLM"
+        )

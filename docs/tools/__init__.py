@@ -1,0 +1,1 @@
+"""What makes the site: docstrings to reStructuredText, pictures, and pages made from the code."""

@@ -1,0 +1,39 @@
+"""Writes the drawings, generated pages, tables and charts that are not as they should be.
+
+python -m docs.tools
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import documents
+
+from . import mistakes, support
+from .pictures import PICTURES
+
+DOCS = Path(__file__).resolve().parents[1]
+
+
+def rendered() -> Iterator[tuple[Path, str]]:
+    """Every file that a command makes, as it should be."""
+    yield from documents.rendered()
+    yield DOCS / "support.md", support.page()
+    yield DOCS / "troubleshooting.md", mistakes.page()
+    for name, draw in PICTURES.items():
+        yield DOCS / "pictures" / f"{name}.svg", draw()
+
+
+def main() -> int:
+    """Write what differs, and name it."""
+    for path, text in list(rendered()):
+        if not path.exists() or path.read_text("utf-8") != text:
+            path.write_text(text, "utf-8")
+            print(path.relative_to(DOCS.parent))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

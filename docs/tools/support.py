@@ -1,0 +1,190 @@
+"""The support matrix of the documents, from the code: what is refused, which kernel serves what,
+and which call has which option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cupyattn.core import device, dtypes
+from cupyattn.core.problem import (
+    LATENT_HEAD_DIMS,
+    MAX_HEAD_DIM,
+    WIDE_HEAD_DIMS,
+    AttentionProblem,
+)
+from cupyattn.errors import CupyAttnError
+from cupyattn.launch.instances import OPTIONS, SHARED_BYTES, fields_of
+from cupyattn.launch.tiles.select import LARGE, MOST_ROWS, ROW_CLASSES, tile_config
+
+from . import doors
+
+HOPPER, OTHER = "sm_90a", "sm_80"
+CHIPS = {
+    "sm_80": "A100, A30",
+    "sm_86": "A10, A40, RTX 30",
+    "sm_89": "L4, L40S, RTX 40",
+    "sm_90a": "H100, H200, GH200",
+    "sm_100a": "B200, GB200",
+    "sm_120a": "RTX 50, RTX PRO Blackwell",
+}
+_HALF = dtypes.bfloat16, dtypes.float16
+_KEYS = (*_HALF, dtypes.float8_e4m3fn, dtypes.float8_e5m2, dtypes.float32)
+_OUTPUTS = (*_HALF, dtypes.float32, dtypes.float8_e4m3fn, dtypes.float8_e5m2)
+# The head dims of the table of kernels; other multiples of 8 stand for themselves.
+_DIMS = (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), *WIDE_HEAD_DIMS
+_HEAD = """# Support matrix
+
+Made from the code by `python -m docs.tools`; a test holds it against the code.
+
+One H200 has been measured, and runs the GPU tests. For the other architectures kernels are compiled
+in the tests, without spills, and the portable kernels run on the host, thread by thread.
+"""
+
+
+def page() -> str:
+    """docs/support.md as it should be."""
+    parts = [_HEAD, _architectures(), _dtypes(), _head_dims(), _kernels(), _options(), _doors()]
+    return "\n".join(parts)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *map(list, rows)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _architectures() -> str:
+    rows = []
+    for arch in device.ARCHS:
+        kernels = "portable, `prefill_sm90`, `wide_sm90`" if arch == HOPPER else "portable"
+        nvrtc = "12.8" if arch in ("sm_100a", "sm_120a") else "12"
+        shared = f"{SHARED_BYTES[arch] >> 10} KiB"
+        rows.append([f"`{arch}`", CHIPS[arch], kernels, nvrtc, shared])
+    head = "architecture", "GPUs, among others", "kernels", "NVRTC from", "shared memory of a block"
+    older = "Older GPUs, 8.7, 8.8, 10.3 and 12.1 are refused with `UnsupportedError`.\n"
+    return "## Architectures\n\n" + table(head, rows) + "\n" + older
+
+
+def _dtypes() -> str:
+    def answer(q: dtypes.DType, kv: dtypes.DType) -> str:
+        problem = AttentionProblem(q, kv, q, 128, 128)
+        if not _is_refused(problem):
+            return "GPU, CPU"
+        return "–" if _is_refused(problem, on_cpu=True) else "CPU"
+
+    queries = (*_HALF, dtypes.float32)
+    rows = [[f"`{q}`", *(answer(q, kv) for kv in _KEYS)] for q in queries]
+    outputs = ", ".join(
+        f"`{o}`" for o in _OUTPUTS if not _is_refused(AttentionProblem(*_HALF[:1] * 2, o, 64, 64))
+    )
+    head = ["q", *(f"k, v `{kv}`" for kv in _KEYS)]
+    said = f"Answers, in the calls with *output dtype* [below](#options-by-call): {outputs}.\n"
+    return "## Dtypes\n\n" + table(head, rows) + "\n" + said
+
+
+def _head_dims() -> str:
+    wide = ", ".join(f"{qk}/{vo}" for qk, vo in WIDE_HEAD_DIMS)
+    latent = ", ".join(f"{a} + {b}" for a, b in LATENT_HEAD_DIMS)
+    rows = (
+        ("q·k and v", f"any two multiples of 8 from 8 to {MAX_HEAD_DIM}"),
+        ("with RoPE inside attention", "q·k a multiple of 16"),
+        ("wide, q·k / v", wide),
+        ("latent + rope columns", latent),
+        ("query heads to key heads", "any ratio"),
+        ("page size", "any"),
+    )
+    return "## Head dims\n\n" + table(("what", "supported"), rows)
+
+
+def _kernels() -> str:
+    """Kernels by head dims and rows, on Hopper and elsewhere."""
+    names = [f"≤ {MOST_ROWS[c]}" if c in MOST_ROWS else "more" for c in ROW_CLASSES]
+    head = ["head dims", *(f"{n} rows" for n in names[:-1]), "more, Hopper", "more, others"]
+    rows = []
+    for dims in (*_DIMS, "latent"):
+        problem = _problem(dims)
+        kinds = [_kernel(problem, c, HOPPER) for c in ROW_CLASSES]
+        rows.append([_name(dims), *kinds, _kernel(problem, LARGE, OTHER)])
+    text = (
+        "Rows are packed rows: query tokens of a request times query heads of a key head. bfloat16 "
+        "over pages of 16, or of\n64 for latent attention. Wide kernels of other architectures are "
+        "`wide_sm80`.\n"
+    )
+    return "## Which kernel\n\n" + text + "\n" + table(head, rows)
+
+
+def _options() -> str:
+    """What long prompts run on Hopper, with each option."""
+    forms = (
+        ("ragged", dtypes.bfloat16, 0),
+        ("pages of 16", dtypes.bfloat16, 16),
+        ("pages of 1", dtypes.bfloat16, 1),
+        ("fp8, pages of 16", dtypes.float8_e4m3fn, 16),
+        ("fp8, pages of 1", dtypes.float8_e4m3fn, 1),
+    )
+    names = [x for x in OPTIONS if x != "draft_mask"]
+    rows = []
+    for name in names:
+        cells = []
+        for _, kv, page_size in forms:
+            dims = [d for d in _DIMS if max(d) <= MAX_HEAD_DIM]
+            fast = [d for d in dims if _is_fast(name, d, kv, page_size)]
+            cells.append(", ".join(map(_name, fast)) or "–")
+        rows.append([name.replace("_", " "), *cells])
+    text = (
+        "Head dims of the table above with which prompts of more than 64 packed rows run "
+        "`prefill_sm90` on Hopper. Everything\nelse, and rows off 16-byte boundaries, runs the "
+        "portable kernels.\n"
+    )
+    return (
+        "## Options on Hopper\n\n" + text + "\n" + table(["option", *(f[0] for f in forms)], rows)
+    )
+
+
+def _doors() -> str:
+    found = [(door.name, set(doors.options_of(door))) for door in doors.doors()]
+    rows = [
+        [f"`{name}`", *("✓" if option in has else "" for option in doors.OPTIONS)]
+        for name, has in found
+    ]
+    text = (
+        "✓: the call takes the option and answers differently for it, tried on CPU arrays. Masks\n"
+        "of decodes are those of draft tokens. [CUDA graphs](howto/cuda_graphs.md) can capture\n"
+        "each of them. Latent attention: [its page](mla.md).\n"
+    )
+    return "## Options by call\n\n" + text + "\n" + table(["call", *doors.OPTIONS], rows)
+
+
+def _is_refused(problem: AttentionProblem, on_cpu: bool = False) -> bool:
+    try:
+        problem.check_supported(on_cpu)
+    except CupyAttnError:
+        return True
+    return False
+
+
+def _problem(dims: tuple[int, int] | str) -> AttentionProblem:
+    q = dtypes.bfloat16
+    if dims == "latent":
+        return AttentionProblem(q, q, q, 576, 512, paged=True, latent=True)
+    return AttentionProblem(q, q, q, *dims, paged=True)  # type: ignore[misc]
+
+
+def _kernel(problem: AttentionProblem, rows: str, arch: str) -> str:
+    page_size = 64 if problem.latent else 16
+    return f"`{tile_config(problem, rows, SHARED_BYTES[arch], True, arch, page_size).name}`"
+
+
+def _is_fast(option: str, dims: tuple[int, int], kv: dtypes.DType, page_size: int) -> bool:
+    q = dtypes.bfloat16
+    fields = fields_of([option])
+    problem = AttentionProblem(q, kv, q, *dims, paged=page_size > 0, **fields)
+    tiles = tile_config(problem, LARGE, SHARED_BYTES[HOPPER], True, HOPPER, page_size)
+    return tiles.is_sm90
+
+
+def _name(dims: tuple[int, int] | str) -> str:
+    if isinstance(dims, str):
+        return "latent, 576/512"
+    return str(dims[0]) if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"

@@ -1,0 +1,19 @@
+"""Mistakes in what user-written logits read, and in how kernels apply them."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+LOGITS = (
+    Mutation("expression-of-another-key", "8 * n + e", "8 * n", "expression"),
+    Mutation("array-axes-swapped", "index * array.extent[++axis] + rest",
+             "index + rest * array.extent[++axis]", "expression"),
+    Mutation("quotient-toward-zero", "- static_cast<int>(a % b < 0)", "", "expression"),
+    Mutation("index-past-array", "min_of(index, params.logits_arrays[slot].extent[axis] - 1)",
+             "index", "expression mask"),
+    Mutation("expression-mask-of-lane-0", "first", "first_key", "expression mask"),
+    Mutation("tile-seen-by-first-head", "head < heads", "head < 1", "expression by head"),
+    Mutation("mixed-expression-tile-is-whole", "if (is_mixed)", "if (false)",
+             "hopper expression by head"),
+    Mutation("pair-shares-expression", "8 * n + 1", "8 * n", "hopper linear expression"),
+)  # fmt: skip

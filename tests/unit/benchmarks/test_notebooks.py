@@ -1,0 +1,119 @@
+"""The notebooks: made from their scripts, executed, small, and able to run without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+pytest.importorskip("matplotlib")
+
+from benchmarks.notebooks import __main__ as building  # noqa: E402
+
+SCRIPTS = building.scripts()
+by_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+
+
+def code(made: Any) -> list[Any]:
+    return [cell for cell in made.cells if cell.cell_type == "code"]
+
+
+def outputs(made: Any) -> list[Any]:
+    return [output for cell in code(made) for output in cell.outputs]
+
+
+def text(made: Any) -> str:
+    return "".join(output.get("text", "") for output in outputs(made))
+
+
+def test_there_are_nine() -> None:
+    assert [path.name[0] for path in SCRIPTS] == list("123456789")
+    page = (building.HERE / "README.md").read_text("utf-8")
+    assert all(f"({path.stem}.ipynb)" in page for path in SCRIPTS)
+
+
+@by_script
+def test_a_committed_notebook_is_its_script_executed(script: Path) -> None:
+    target = script.with_suffix(".ipynb")
+    have = nbformat.read(target, as_version=4)
+    nbformat.validate(have)
+    cells = [(cell.cell_type, cell.source) for cell in have.cells]
+    assert cells == building.cells(script.read_text("utf-8")), "run python -m benchmarks.notebooks"
+    assert have.cells[0].cell_type == "markdown" and have.cells[0].source.startswith("# ")
+    counts = [cell.execution_count for cell in code(have)]
+    assert counts == list(range(1, len(counts) + 1)), "not executed in order"
+    assert not [output for output in outputs(have) if output.output_type == "error"]
+    assert any("image/svg+xml" in output.get("data", {}) for output in outputs(have))
+    assert target.stat().st_size <= building.MOST_BYTES
+
+
+@by_script
+def test_it_runs_without_a_gpu(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("CUPYATTN_NOTEBOOKS_SAVE", raising=False)
+    made = building.execute(building.notebook(script))
+    assert "No GPU here" in text(made) and "Committed run on NVIDIA" in text(made)
+    stray = [output.text for output in outputs(made) if output.get("name") == "stderr"]
+    assert not stray, stray
+
+
+def test_each_committed_run_says_what_it_ran_on() -> None:
+    used = "".join(path.read_text("utf-8") for path in SCRIPTS)
+    for path in (building.HERE / "measured").glob("*.json"):
+        assert json.loads(path.read_text("utf-8"))["on"].startswith("NVIDIA ")
+        assert f'lab.measured("{path.stem}"' in used, f"{path.name} is shown by no notebook"
+
+
+def test_outputs_stay_where_no_code_changed(tmp_path: Path) -> None:
+    script = tmp_path / "1_it.py"
+    script.write_text("# %% [markdown]\n# # It\n#\n# says\n\n# %%\nprint(1)\n\n\n# %%\nx = 2\n")
+    kinds = ["markdown", "code", "code"]
+    made = building.notebook(script)
+    assert [cell.cell_type for cell in made.cells] == kinds
+    assert [cell.source for cell in made.cells] == ["# It\n\nsays", "print(1)", "x = 2"]
+    made.cells[1].outputs = [nbformat.v4.new_output("stream", text="1\n")]
+    building.write(made, script.with_suffix(".ipynb"))
+    script.write_text(script.read_text().replace("# says", "# tells"))
+    again = building.notebook(script)
+    assert again.cells[0].source.endswith("tells") and text(again) == "1\n"
+    script.write_text(script.read_text().replace("x = 2", "x = 3"))
+    assert text(building.notebook(script)) == ""
+
+
+def test_a_large_notebook_is_refused(tmp_path: Path) -> None:
+    made = nbformat.v4.new_notebook()
+    made.cells.append(nbformat.v4.new_markdown_cell("x" * building.MOST_BYTES))
+    with pytest.raises(ValueError, match="wanted 300000 at most"):
+        building.write(made, tmp_path / "large.ipynb")
+    assert not (tmp_path / "large.ipynb").exists()
+
+
+def test_a_run_is_kept_only_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.notebooks import lab
+    from cupyattn.core.device import NO_GPU
+
+    monkeypatch.setattr(lab, "HERE", tmp_path)
+    monkeypatch.setattr(lab, "GPU", NO_GPU)
+    monkeypatch.delenv(lab.SAVE, raising=False)
+    found = lab.measured("it", lambda: {"us": {8: 1.5}})
+    assert found["us"] == {"8": 1.5}, "keys are what another run will read"
+    assert not (tmp_path / "measured").exists()
+    monkeypatch.setenv(lab.SAVE, "1")
+    lab.measured("it", lambda: {"us": {8: 2.5}})
+    monkeypatch.setattr(lab, "GPU", None)
+    again = lab.measured("it", lambda: pytest.fail("there is no GPU"))
+    assert again["us"] == {"8": 2.5} and again["on"].startswith("no GPU, 20")
+
+
+def test_committed_rows_are_the_fastest_right_ones() -> None:
+    from benchmarks.notebooks import lab
+
+    rows = lab.committed("2026-11-20-h200-hopper", "decode_64x8k")
+    assert set(rows) == {"cupyattn", "FlashAttention-3", "FlashInfer", "ours_trtllm"}
+    assert all(row["status"] == "timed" for row in rows.values())
+    assert rows["cupyattn"]["peer"] == "ours"

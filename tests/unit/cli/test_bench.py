@@ -1,0 +1,377 @@
+"""`cupyattn bench` on the CPU: NumPy's arrays, and a clock that is told the time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.fake_clock import FakeClock
+
+from cupyattn import array, cli
+from cupyattn.bench import clock, machine, peers, report, wrappers
+from cupyattn.bench import run as running
+from cupyattn.bench.candidate import Candidate, Unsupported
+from cupyattn.bench.cases import CASES, Case
+from cupyattn.bench.check import expect, relative_error
+from cupyattn.bench.inputs import NAN_BITS, Arrays, as_bits, make_inputs
+from cupyattn.bench.run import Settings
+from cupyattn.bench.timing import ContextLost
+from cupyattn.cli import bench
+
+SMALL = Case("small", "decode", "", 3, 1, 37, 4, 2, 16, 16, 4)
+LATENT = Case("latent", "mla", "", 2, 1, 21, 8, 1, 576, 512, 4)
+KINDS = (
+    SMALL,
+    replace(SMALL, name="chunks", kind="append", q_len=7),
+    replace(SMALL, name="prompts", kind="prefill", q_len=37, page_size=0),
+    LATENT,
+)
+by_name = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
+
+
+def arrays(seed: int = 1) -> Arrays:
+    return Arrays("numpy", array.CPU, seed)
+
+
+def settings(*cases: Case, **others: Any) -> Settings:
+    return replace(Settings(cases, (), 5, float("inf"), rounds=2), **others)
+
+
+def measured(*cases: Case, clock: Any = None, **others: Any) -> list[list[dict[str, Any]]]:
+    return list(running.rows(settings(*cases, **others), arrays(), clock or FakeClock()))
+
+
+@by_name
+def test_each_kind_is_answered_checked_and_timed(case: Case) -> None:
+    ((row,),) = measured(case)
+    assert row["status"] == "timed", row
+    assert 0 < row["error"] < 4e-3 and row["us"] == row["p10"] == row["p90"] == 100
+    assert (row["rate"], row["unit"]) == case.rate(100)
+
+
+@by_name
+def test_the_check_sees_what_is_wrong(case: Case) -> None:
+    inputs = make_inputs(case, arrays())
+    expected = expect(case, inputs, np.random.default_rng(0))
+    assert {0, case.requests * case.q_len - 1} <= {item.row for item in expected}
+    candidate = wrappers.ours(case, inputs)
+    answer = np.array(candidate.output(candidate.call())).astype(np.float32)
+    assert relative_error(expected, answer) < 4e-3
+    assert relative_error(expected, answer * np.float32(1.01)) > 4e-3
+    answer[0, -1, 0, 0] = np.nan
+    assert not relative_error(expected, answer) <= 4e-3
+
+
+def test_inputs_are_fresh_normal_and_scattered() -> None:
+    one, same, other = (make_inputs(SMALL, arrays(seed)) for seed in (1, 1, 2))
+    assert (as_bits(one.k) == as_bits(same.k)).all() and (as_bits(one.k) != as_bits(other.k)).any()
+    assert (as_bits(one.k)[-1] == NAN_BITS).all() and np.isnan(one.v[-1].astype(np.float32)).all()
+    owned = one.k[:-1].astype(np.float32)
+    assert abs(owned.mean()) < 0.1 and 0.9 < owned.std() < 1.1
+    assert one.tables is not None
+    assert sorted(one.tables.reshape(-1)) == list(range(one.tables.size))
+    assert list(one.indices) == list(one.tables.reshape(-1)) != sorted(one.indices)
+
+
+def test_long_noise_repeats_after_a_prime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cupyattn.bench.inputs._PERIOD", 101)
+    flat = as_bits(arrays().normal(31, 16)).reshape(-1)
+    assert (flat[101:] == flat[:-101]).all() and len(np.unique(flat[:101])) > 90
+    assert (flat[16:] != flat[:-16]).any()
+
+
+def test_work_and_traffic_are_those_of_the_shape() -> None:
+    assert SMALL.bytes == 2 * 3 * (2 * 4 * 16 + 2 * 37 * 2 * 16)
+    assert LATENT.bytes == 2 * 2 * (8 * (576 + 512) + 21 * 576)  # values are columns of the keys
+    chunk = KINDS[1]
+    pairs = sum(37 - 7 + row + 1 for row in range(7))
+    assert chunk.flops == 3 * pairs * 4 * 2 * (16 + 16)
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert {case.kind for case in CASES} == {"decode", "prefill", "append", "mla"}
+    # The widest case fits a GPU of 8 GB, with dense copies for peers.
+    assert max(case.bytes for case in CASES) < 2 << 30
+
+
+class ByName(FakeClock):
+    """200 µs for a peer's call, 100 for ours."""
+
+    def visit(self, call: Any, calls: int) -> list[float]:
+        call()
+        return [200.0 if getattr(call, "is_peer", False) else 100.0] * calls
+
+
+def offer(error: Exception | None = None, answer: Any = None) -> Any:
+    """A peer that answers so, or fails at the call."""
+
+    def candidates(name: str, case: Case, inputs: Any) -> list[Candidate]:
+        mine = wrappers.ours(case, replace(inputs, out=np.empty_like(inputs.out)))
+
+        def call() -> Any:
+            if error:
+                raise error
+            return mine.call()
+
+        call.is_peer = True  # type: ignore[attr-defined]
+        output = mine.output if answer is None else lambda _: answer(mine.output(None))
+        return [Candidate(name, "it", call, output)]
+
+    return candidates
+
+
+def test_a_peer_stands_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "candidates", offer())
+    ((mine, peer),) = measured(SMALL, peer_names=("sdpa",), clock=ByName())
+    assert (mine["name"], peer["name"]) == ("cupyattn", "sdpa")
+    assert peer["us"] == 200 and peer["speedup"] == 2 and "speedup" not in mine
+    assert "2.00" in report.table([mine, peer]).splitlines()[-1]
+
+
+def test_a_wrong_peer_has_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "candidates", offer(answer=lambda x: x.astype(np.float32) * 2))
+    ((_, peer),) = measured(SMALL, peer_names=("sdpa",), clock=ByName())
+    assert peer["status"] == "wrong" and "speedup" not in peer and peer["us"] == 200
+    assert "WRONG" in report.table([peer])
+
+
+def test_a_failing_peer_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "candidates", offer(error=RuntimeError("no kernel\nimage")))
+    ((mine, peer),) = measured(SMALL, peer_names=("sdpa",))
+    assert mine["status"] == "timed"
+    assert (peer["status"], peer["note"]) == ("failed", "RuntimeError: no kernel | image")
+    assert "failed: RuntimeError" in report.table([mine, peer])
+
+
+def test_an_absent_peer_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    found = measured(SMALL, peer_names=peers.NAMES)[0]
+    assert [row["status"] for row in found] == ["timed", *["unsupported"] * 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "installed", "reason"),
+    [
+        ("flashinfer", ("torch",), "FlashInfer is not installed"),
+        ("flash_attn", ("torch",), "flash-attn is not installed"),
+        ("flash_attn", ("torch", "flash_attn"), "576 columns"),
+        ("sdpa", ("torch",), "576 columns"),
+    ],
+)
+def test_peers_say_what_they_cannot(
+    monkeypatch: pytest.MonkeyPatch, name: str, installed: tuple[str, ...], reason: str
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.delenv(peers.FA3_LIBRARY, raising=False)
+    monkeypatch.setattr(peers, "find_spec", lambda asked: asked if asked in installed else None)
+    peers._fa3_forward.cache_clear()
+    with pytest.raises(Unsupported, match=reason):
+        peers.candidates(name, LATENT, make_inputs(LATENT, arrays()))
+
+
+@pytest.mark.parametrize("case", KINDS[:3], ids=lambda case: case.name)
+def test_torch_answers_on_the_cpu(case: Case) -> None:
+    pytest.importorskip("torch")
+    inputs = make_inputs(case, arrays())
+    expected = expect(case, inputs, np.random.default_rng(0))
+    candidate = peers.candidates("sdpa", case, inputs)[0]
+    assert relative_error(expected, candidate.output(candidate.call())) < 6e-3
+
+
+@by_name
+def test_flash_attention_3_is_given_the_case(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    seen: dict[str, Any] = {}
+
+    def forward(q: Any, k: Any, v: Any, **named: Any) -> Any:
+        seen.update(named, q=q, k=k, v=v)
+        return (torch.zeros(case.requests, case.q_len, case.num_qo_heads, case.head_dim_vo),)
+
+    monkeypatch.setattr(peers, "_fa3_forward", lambda: forward)
+    inputs = make_inputs(case, arrays())
+    (one,) = peers.candidates("flash_attn", case, inputs)
+    shape = 1, case.requests * case.q_len, case.num_qo_heads, case.head_dim_vo
+    assert one.output(one.call()).shape == shape
+    assert seen["softmax_scale"] == case.sm_scale and seen["is_causal"]
+    assert ("page_table" in seen) == case.is_paged
+    rope = 64 if case.is_latent else case.head_dim_qk
+    assert seen["q"].shape[-1] == seen["k"].shape[-1] == rope
+    assert seen["v"].shape[-1] == case.head_dim_vo and ("q_v" in seen) == case.is_latent
+
+
+def test_no_case_begins_after_the_deadline() -> None:
+    times = iter([9.0, *[11.0] * 50])
+    found = measured(SMALL, LATENT, deadline=10.0, now=lambda: next(times))
+    assert [rows[0]["case"] for rows in found] == ["small"]
+
+
+def test_a_lost_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(FakeClock):
+        def wait(self) -> None:
+            raise ContextLost("illegal address")
+
+    with pytest.raises(ContextLost):
+        measured(SMALL, clock=Lost())
+
+
+class Driver:
+    """CuPy's part of the clock: events take the time of a counter, which each launch moves on."""
+
+    def __init__(self, us_of_a_copy: float = 500.0) -> None:
+        self.log: list[str] = []
+        self.now, self.is_lost = 0.0, False
+        driver = self
+
+        class Event:
+            def record(self, stream: Any) -> None:
+                self.at = driver.now
+                driver.log.append("event")
+
+        class Memory:
+            def memset_async(self, value: int, size: int, stream: Any) -> None:
+                driver.log.append(f"flush {size >> 20}")
+                driver.now += 90.0
+
+            def copy_from_device_async(self, source: Any, size: int, stream: Any) -> None:
+                driver.now += us_of_a_copy
+
+        def synchronize() -> None:
+            driver.log.append("wait")
+            if driver.is_lost:
+                raise RuntimeError("cudaErrorIllegalAddress: an illegal\nmemory access")
+
+        self.cuda = SimpleNamespace(
+            Event=Event,
+            Stream=SimpleNamespace(null=None),
+            alloc=lambda size: Memory(),
+            get_elapsed_time=lambda begin, end: (end.at - begin.at) / 1e3,
+            runtime=SimpleNamespace(deviceSynchronize=synchronize),
+        )
+
+
+def test_the_clock_flushes_before_each_call_and_times_the_call_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(clock, "cupy_module", lambda: driver)
+    watch = clock.Clock()
+
+    def call() -> None:
+        driver.log.append("call")
+        driver.now += 40.0
+
+    visit = watch.visit(call, 2)
+    assert driver.log == ["flush 256", "event", "call", "event"] * 2
+    watch.wait()
+    assert watch.read(visit) == pytest.approx([40.0, 40.0])
+    # 1 GiB is read and written in 500 µs.
+    assert watch.copy_gbps() == pytest.approx(2 * 2**30 / 500e-6 / 1e9)
+    driver.is_lost = True
+    for ask in (watch.wait, watch.check_alive):
+        with pytest.raises(ContextLost, match=r"illegal \| memory access"):
+            ask()
+
+
+class Gpu(FakeClock):
+    """Stands in for the clock of the command."""
+
+    def copy_gbps(self) -> float:
+        return 4000.0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that finds a GPU, whose arrays are NumPy's, and small cases."""
+    monkeypatch.setattr(bench, "Clock", Gpu)
+    monkeypatch.setattr(bench, "device_props", lambda index: machine.device_props(-1))
+    monkeypatch.setattr(bench, "Arrays", lambda framework, device, seed: arrays(seed))
+    monkeypatch.setattr(bench, "CASES", KINDS)
+
+
+def test_the_command_writes_what_can_be_pasted(
+    gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "--case", "small,lat*", "--peers", "", "--seed", "3", "--out"]
+    assert cli.main([*command, str(tmp_path / "new")]) == 0
+    data = json.loads((tmp_path / "new" / report.JSON_NAME).read_text())
+    assert [row["case"] for row in data["rows"]] == ["small", "latent"]
+    assert {"date", "cupyattn", "commit", "device", "versions", "nvrtc", "copy_gbps"} <= set(data)
+    assert data["seed"] == 3
+    out = capsys.readouterr().out
+    assert "4,000 GB/s" in out and "small" in out and "latent" in out
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "new" / report.PICTURE_NAME).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_without_matplotlib_it_says_so(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(*_: Any) -> None:
+        raise ImportError("No module named 'matplotlib'")
+
+    monkeypatch.setattr(report, "draw", absent)
+    assert cli.main(["bench", "--case", "small", "--peers", "", "--out", str(tmp_path)]) == 0
+    assert "matplotlib is not installed" in capsys.readouterr().out
+
+
+def test_a_wrong_answer_of_ours_fails(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(running, "relative_error", lambda *_: float("nan"))
+    assert cli.main(["bench", "--case", "small", "--peers", "", "--out", str(tmp_path)]) == 1
+    assert "WRONG" in capsys.readouterr().out
+    row = json.loads((tmp_path / report.JSON_NAME).read_text())["rows"][0]
+    assert (row["status"], row["error"]) == ("wrong", "NaN")
+
+
+def test_cases_without_time_are_named(
+    gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "--case", "small,latent", "--peers", "", "--seconds", "-1", "--out"]
+    assert cli.main([*command, str(tmp_path)]) == 0
+    assert "not measured: latent; give more --seconds" in capsys.readouterr().out
+
+
+def test_cases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--case", ""]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        case.name for case in CASES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--peers", "fa9"], "--peers: got 'fa9'; wanted some of sdpa, flashinfer, flash_attn"),
+        (["--case", "nope*"], "--case: nothing is called 'nope*'; wanted some of decode_64x4k"),
+    ],
+)
+def test_wrong_options(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from cupyattn.errors import DeviceError
+
+    def none(index: int) -> Any:
+        raise DeviceError("device: the CUDA driver reports no usable GPU (none)")
+
+    monkeypatch.setattr(bench, "device_props", none)
+    assert cli.main(["bench", "--out", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert "no usable GPU" in err and "`cupyattn demo` runs without one" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_commit_is_that_of_the_checkout_alone(tmp_path: Path) -> None:
+    assert machine.git_commit(tmp_path) == "unknown"
+    commit = machine.git_commit(Path(machine.__file__).parent)
+    assert commit == "unknown" or len(commit.partition("+")[0]) == 40

@@ -1,0 +1,402 @@
+"""Adapters of engines over stubs of their interfaces, and the stubs beside real packages."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import engine_interfaces
+
+from cupyattn import reference
+from cupyattn.errors import ArgumentError, UnsupportedError
+from cupyattn.integrations import minisgl, sglang, vllm
+from cupyattn.integrations.engines import joined
+
+torch = pytest.importorskip("torch")
+
+BASES = {
+    "sglang": {"CupyAttnBackend": ("layers.attention.base_attn_backend", "AttentionBackend")},
+    "vllm": {
+        "CupyAttnBackend": ("v1.attention.backend", "AttentionBackend"),
+        "CupyAttnBuilder": ("v1.attention.backend", "AttentionMetadataBuilder"),
+        "CupyAttnImpl": ("v1.attention.backend", "AttentionImpl"),
+        "CupyAttnMLABackend": ("model_executor.layers.attention.mla_attention", "MLACommonBackend"),
+        "CupyAttnMLABuilder": (
+            "model_executor.layers.attention.mla_attention",
+            "MLACommonMetadataBuilder",
+        ),
+        "CupyAttnMLAImpl": ("model_executor.layers.attention.mla_attention", "MLACommonImpl"),
+    },
+    "minisgl": {
+        "CupyAttnBackend": ("attention.base", "BaseAttnBackend"),
+        "CupyAttnMetadata": ("attention.base", "BaseAttnMetadata"),
+    },
+}
+
+
+@pytest.mark.parametrize("package", engine_interfaces.packages())
+def test_interfaces_are_those_of_the_package(package: str) -> None:
+    """Parsed from the sources of an installed one: nothing of it is imported."""
+    try:
+        assert engine_interfaces.differences(package) == []
+    except LookupError:
+        pytest.skip(f"{package} is not installed")
+
+
+def test_a_difference_is_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine/base.py").write_text(
+        "class A(ABC):\n    x: int\n    def f(self, a: int = 1): self.y = a\n"
+        "    @abstractmethod\n    def g(self): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    make = engine_interfaces.Interface
+    right = make({"f": "self, a=1", "g": "abstract self"}, ("x", "y"))
+    for wanted, number in (
+        (right, 0),
+        (make({"f": "self, a", "g": "self"}, ("z",)), 3),
+        (make({"h": "self"}), 2),
+    ):
+        modules = {"engine.base": {"A": wanted}, "engine.gone": {}}
+        monkeypatch.setattr(engine_interfaces, "MODULES", modules)
+        assert len(engine_interfaces.differences("engine")) == number + 1
+    with pytest.raises(LookupError):
+        engine_interfaces.differences("no_such_engine")
+
+
+@pytest.fixture(
+    params=[(p, c, s) for p, classes in BASES.items() for c in classes for s in ("stub", "real")],
+    ids="-".join,
+)
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any]:
+    """(our class, the engine's, what its interface says)."""
+    package, name, source = request.param
+    if source == "stub":
+        engine_interfaces.stub(monkeypatch, package)
+    else:
+        try:
+            engine_interfaces.real_classes(monkeypatch, package)
+        except LookupError:
+            pytest.skip(f"{package} is not installed")
+    module, title = BASES[package][name]
+    module = f"{package}.{'srt.' if package == 'sglang' else ''}{module}"
+    base = getattr(sys.modules[module], title)
+    if package == "vllm":
+        made = getattr(vllm, name)
+    else:
+        own = {"sglang": sglang.Backend, "minisgl": minisgl.Backend}[package]
+        if name == "CupyAttnMetadata":
+            own = minisgl.Metadata
+        made = joined(name, own, base)
+    return made, base, engine_interfaces.MODULES[module][title]
+
+
+def test_classes_are_the_engines_own(pair: tuple[Any, Any, Any]) -> None:
+    made, base, interface = pair
+    assert issubclass(made, base) and not inspect.isabstract(made)
+    for name, text in interface.methods.items():
+        method = inspect.getattr_static(made, name)
+        is_bound = not isinstance(method, staticmethod)
+        if name not in vars(base) or inspect.getattr_static(base, name) is not method:
+            engine_interfaces.accepts(getattr(made, name), text,
+                                      is_bound=is_bound and name != "__init__"
+                                      and isinstance(method, classmethod))  # fmt: skip
+
+
+# --- SGLang ---
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """SGLang's lists of backends."""
+    engine_interfaces.stub(monkeypatch, "sglang")
+    found: dict[str, Any] = {}
+    lists: dict[str, list[str]] = {"choices": [], "deterministic": []}
+    package = sys.modules["sglang.srt"]
+    attention = engine_interfaces.module(
+        monkeypatch, "sglang.srt.layers.attention.attention_registry"
+    )
+    attention.ATTENTION_BACKENDS = found
+    attention.register_attention_backend = lambda name: lambda f: found.setdefault(name, f)
+    args = engine_interfaces.module(monkeypatch, "sglang.srt.server_args")
+    args.add_attention_backend_choices = lists["choices"].extend
+    args.add_deterministic_attention_backend_choices = lists["deterministic"].extend
+    package.server_args = args
+    return {"backends": found, **lists}
+
+
+def runner(**changes: Any) -> SimpleNamespace:
+    torch.manual_seed(0)
+    buffers = [torch.randn(64, 2, 16), torch.randn(64, 2, 16)]
+
+    def write(layer: Any, loc: Any, k: Any, v: Any, k_scale: Any, v_scale: Any) -> None:
+        for buffer, x in zip(buffers, (k, v), strict=True):
+            buffer[loc] = x.view(-1, 2, 16)
+
+    made = {
+        "server_args": SimpleNamespace(),
+        "model_config": SimpleNamespace(context_len=16, is_encoder_decoder=False),
+        "req_to_token_pool": SimpleNamespace(req_to_token=torch.randperm(64).int().reshape(4, 16)),
+        "token_to_kv_pool": SimpleNamespace(
+            get_kv_buffer=lambda layer_id: tuple(buffers), set_kv_buffer=write
+        ),
+        "page_size": 1,
+    }
+    return SimpleNamespace(**(made | changes))
+
+
+class Mode(SimpleNamespace):
+    """SGLang's ForwardMode, as far as it is asked."""
+
+    def is_idle(self) -> bool:
+        return bool(self.name == "IDLE")
+
+
+def radix(**changes: Any) -> SimpleNamespace:
+    made = {"layer_id": 0, "tp_q_head_num": 4, "tp_k_head_num": 2, "head_dim": 16, "v_head_dim": 16,
+            "scaling": 0.25, "logit_cap": 0.0, "sliding_window_size": -1, "k_scale": None,
+            "is_cross_attention": False, "v_scale": None, "use_irope": False,
+            "attn_type": SimpleNamespace(value="decoder"), "pos_encoding_mode": "NONE",
+            "logit_capping_method": "tanh", "xai_temperature_len": -1}  # fmt: skip
+    return SimpleNamespace(**(made | changes))
+
+
+def batch(mode: str, lens: list[int], new: list[int], table: Any) -> SimpleNamespace:
+    slots = [table[n, length - k : length] for n, (length, k) in enumerate(zip(lens, new))]  # noqa: B905
+    return SimpleNamespace(
+        forward_mode=Mode(name=mode),
+        req_pool_indices=torch.arange(len(lens)),
+        seq_lens=torch.tensor(lens),
+        seq_lens_cpu=torch.tensor(lens),
+        extend_seq_lens=torch.tensor(new),
+        extend_seq_lens_cpu=new,
+        out_cache_loc=torch.cat(slots).long(),
+        spec_info=None,
+        encoder_lens=None,
+    )
+
+
+def dense(q: Any, k: Any, v: Any, scale: float, window: int = -1) -> np.ndarray:
+    """The reference, [rows, heads, dim]."""
+    named = {"sm_scale": scale, "causal": True, "window_left": window}
+    return reference.attention(*(x.numpy() for x in (q, k, v)), **named)[0]
+
+
+def test_sglang_serves_prompts_and_decoding(registry: dict[str, Any]) -> None:
+    sglang.register()
+    sglang.register()
+    assert registry["choices"] == registry["deterministic"] == ["cupyattn"]
+    given = runner()
+    backend = registry["backends"]["cupyattn"](given)
+    table = given.req_to_token_pool.req_to_token
+    keys, values = given.token_to_kv_pool.get_kv_buffer(0)
+    for mode, lens, new in (("EXTEND", [7, 3], [4, 3]), ("MIXED", [8, 4], [1, 4]),
+                            ("DECODE", [9, 5], [1, 1])):  # fmt: skip
+        fb = batch(mode, lens, new, table)
+        q = torch.randn(sum(new), 64)
+        k, v = torch.randn(sum(new), 32), torch.randn(sum(new), 32)
+        backend.init_forward_metadata_out_graph(fb)
+        backend.init_forward_metadata_in_graph(fb)
+        kept = backend.forward_metadata
+        backend.forward_metadata = None
+        backend.forward_metadata = kept
+        out = backend.forward(q, k, v, radix(sliding_window_size=4), fb)
+        at = 0
+        for n, (length, count) in enumerate(zip(lens, new, strict=True)):
+            slots = table[n, :length].long()
+            want = dense(q[at : at + count].view(-1, 4, 16), keys[slots], values[slots], 0.25, 4)
+            np.testing.assert_allclose(out[at : at + count].view(-1, 4, 16), want, atol=1e-5)
+            at += count
+
+
+def test_sglang_idles(registry: dict[str, Any]) -> None:
+    backend = sglang.create(runner())
+    idle = SimpleNamespace(forward_mode=Mode(name="IDLE"))
+    out = backend.forward(torch.zeros(3, 64), None, None, radix(), idle)
+    assert out.shape == (3, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"use_mla_backend": True}, "use_mla_backend"),
+        ({"server_args": SimpleNamespace(speculative_algorithm="EAGLE")}, "EAGLE"),
+        ({"is_hybrid_swa": True}, "--disable-hybrid-swa-memory"),
+        ({"server_args": SimpleNamespace(dcp_size=2)}, "dcp_size: got 2"),
+    ],
+)
+def test_sglang_refuses(changes: dict[str, Any], match: str, registry: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=match):
+        sglang.create(runner(**changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("attn_type", "encoder_only"), ("pos_encoding_mode", "ALIBI"), ("xai_temperature_len", 8)],
+)
+def test_sglang_refuses_layers(name: str, value: Any, registry: dict[str, Any]) -> None:
+    backend = sglang.create(runner())
+    with pytest.raises(UnsupportedError, match=f"{name}: layer 0 has {value}"):
+        backend.forward(torch.zeros(1, 64), None, None, radix(**{name: value}),
+                        SimpleNamespace(forward_mode=Mode(name="DECODE")))  # fmt: skip
+
+
+# --- vLLM ---
+
+BLOCKS, SIZE, HEADS, KV_HEADS, DIM = 8, 16, 4, 2, 32
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    engine_interfaces.stub(monkeypatch, "vllm")
+    return monkeypatch
+
+
+def test_vllm_is_told_of_both_backends(engine: Any) -> None:
+    registered: dict[Any, str] = {}
+    registry = sys.modules["vllm.v1.attention.backends.registry"]
+    members = registry.AttentionBackendEnum.__members__ = {}
+
+    def register_backend(backend: Any, path: str) -> None:
+        registered[backend] = path
+        if isinstance(backend, str):
+            members[backend] = path
+
+    registry.register_backend = register_backend
+
+    class Custom:
+        def is_overridden(self) -> bool:
+            return self in registered
+
+    registry.AttentionBackendEnum.CUSTOM = custom = Custom()
+    registered[custom] = "another.plugin"
+    vllm.register()
+    assert registered.pop(custom) == "another.plugin"
+    vllm.register()
+    assert sorted(registered.values()) == [
+        "cupyattn.integrations.vllm.CupyAttnBackend",
+        "cupyattn.integrations.vllm.CupyAttnMLABackend",
+    ]
+    for path in registered.values():
+        module, _, name = path.rpartition(".")
+        made = getattr(sys.modules[module], name)
+        assert f"{made.__module__}.{made.__qualname__}" == path
+        assert made.get_impl_cls() is getattr(vllm, made.get_impl_cls().__name__)
+        assert made.get_builder_cls() is getattr(vllm, made.get_builder_cls().__name__)
+    assert vllm.CupyAttnBackend.get_name() == "CUSTOM"
+    assert vllm.CupyAttnMLABackend.get_name() == "CUPYATTN_MLA"
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = vllm.Nothing
+
+
+@pytest.mark.parametrize("layout", ["heads first", "tokens first"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_vllm_dense(layout: str, kv_dtype: str, engine: Any) -> None:
+    torch.manual_seed(0)
+    shape = vllm.CupyAttnBackend.get_kv_cache_shape(BLOCKS, SIZE, KV_HEADS, DIM)
+    dtype = torch.float32 if kv_dtype == "auto" else torch.uint8
+    cache = torch.zeros(shape, dtype=dtype)
+    if layout == "tokens first":
+        cache = torch.zeros(BLOCKS, SIZE, KV_HEADS, 2 * DIM, dtype=dtype).transpose(1, 2)
+    impl = vllm.CupyAttnImpl(HEADS, DIM, 0.2, KV_HEADS, None, 6, kv_dtype, 1.5)
+    scales = [torch.tensor(x) for x in (0.5, 2.0)]
+    layer = SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])
+    lens = [20, 5]
+    table = torch.tensor([[5, 2], [7, 0]], dtype=torch.int32)
+    history = [[torch.randn(n, KV_HEADS, DIM) for n in lens] for _ in "kv"]
+    for n, length in enumerate(lens):
+        slots = (table[n, :, None] * SIZE + torch.arange(SIZE)).flatten()[:length].long()
+        impl.do_kv_cache_update(layer, history[0][n], history[1][n], cache, slots)
+    common = SimpleNamespace(
+        num_actual_tokens=4, max_query_len=3, max_seq_len=20, causal=True,
+        query_start_loc=torch.tensor([0, 3, 4], dtype=torch.int32),
+        seq_lens=torch.tensor(lens, dtype=torch.int32), block_table_tensor=table,
+        slot_mapping=torch.tensor([0]),
+    )  # fmt: skip
+    builder = vllm.CupyAttnBuilder(None, ["layer"], None, "cpu")
+    metadata = builder.build(0, common)
+    q, out = torch.randn(6, HEADS, DIM), torch.full((6, HEADS, DIM), torch.nan)
+    assert impl.forward(layer, q, None, None, cache, metadata, out) is out
+    assert out[4:].isnan().all()
+    if kv_dtype == "fp8":
+        history = [
+            [(y / s).to(torch.float8_e4m3fn).float() * s for y in x]
+            for x, s in zip(history, scales, strict=True)
+        ]
+    for n, rows in enumerate((slice(0, 3), slice(3, 4))):
+        want = reference.attention(
+            q[rows].numpy(), *(x[n].numpy() for x in history), sm_scale=0.2, causal=True,
+            window_left=5, logits_soft_cap=1.5,
+        )[0]  # fmt: skip
+        np.testing.assert_allclose(out[rows], want, atol=2e-5)
+    assert not impl.forward(layer, q, None, None, cache, None, out).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"alibi_slopes": [1.0]}, "alibi_slopes"),
+        ({"attn_type": "encoder_only"}, "attn_type: got encoder_only"),
+    ],
+)
+def test_vllm_refuses_layers(changes: dict[str, Any], match: str, engine: Any) -> None:
+    with pytest.raises(UnsupportedError, match=match):
+        vllm.CupyAttnImpl(HEADS, DIM, 0.2, KV_HEADS, **changes)
+
+
+def test_vllm_refuses_calls(engine: Any) -> None:
+    impl = vllm.CupyAttnImpl(HEADS, DIM, 0.2, KV_HEADS)
+    with pytest.raises(UnsupportedError, match="output_scale"):
+        impl.forward(None, None, None, None, None, None, None, output_scale=1)
+    with pytest.raises(ArgumentError, match=r"kv_cache: shape is \[2, 8, 16, 2, 32\]"):
+        impl.do_kv_cache_update(None, None, None, torch.zeros(2, 8, 16, 2, 32), None)
+    builder = vllm.CupyAttnBuilder(None, [], None, "cpu")
+    with pytest.raises(UnsupportedError, match="causal: differs"):
+        builder.build(0, SimpleNamespace(causal=torch.ones(2)))
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("wants_lse", [False, True])
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_vllm_latent_attention(wants_lse: bool, is_pair: bool, kv_dtype: str, engine: Any) -> None:
+    base = sys.modules["vllm.model_executor.layers.attention.mla_attention"].MLACommonImpl
+
+    def init(self: Any, num_heads: int, head_size: int, scale: float, *rest: Any, **latent: Any):
+        self.num_heads, self.scale, self.kv_cache_dtype = num_heads, scale, rest[3]
+        vars(self).update(latent)
+
+    engine.setattr(base, "__init__", init)
+    impl = vllm.CupyAttnMLAImpl(
+        *(HEADS, 576, 0.1, 1, None, None, kv_dtype, None, "decoder", None),
+        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    )  # fmt: skip
+    impl.need_to_return_lse_for_decode = wants_lse
+    torch.manual_seed(0)
+    q, cache = torch.randn(4, HEADS, 576), torch.randn(6, SIZE, 576)
+    given_cache, layer = cache, SimpleNamespace(_k_scale_float=2.0)
+    if kv_dtype == "fp8":
+        eight = (cache / 2).to(torch.float8_e4m3fn)
+        given_cache, cache = eight.view(torch.uint8), eight.float() * 2
+    table = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
+    lens = torch.tensor([19, 7], dtype=torch.int32)
+    metadata = SimpleNamespace(decode=SimpleNamespace(block_table=table, seq_lens=lens),
+                               max_seq_len=19)  # fmt: skip
+    given = q.split([512, 64], -1) if is_pair else q
+    out, lse = impl.forward_mqa(given, given_cache, metadata, layer)
+    assert out.shape == (4, HEADS, 512) and (lse is not None) is wants_lse
+    for n in range(2):
+        keys = cache[table[n].long()].reshape(-1, 1, 576)[: lens[n]]
+        want, want_lse = reference.attention(
+            q[2 * n : 2 * n + 2].numpy(), keys.numpy(), keys[..., :512].numpy(), sm_scale=0.1,
+            causal=True,
+        )  # fmt: skip
+        np.testing.assert_allclose(out[2 * n : 2 * n + 2], want, atol=2e-5)
+        if wants_lse:  # base 2, as the class says
+            assert not impl.lse_base_on_e
+            np.testing.assert_allclose(lse[2 * n : 2 * n + 2], want_lse, atol=2e-4)
+    with pytest.raises(ArgumentError, match="q: has 3 rows for 2 requests"):
+        impl.forward_mqa(q[:3], given_cache, metadata, layer)

@@ -1,0 +1,140 @@
+"""The site: pages made from code are today's, the API is whole, and Sphinx does not complain."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cupyattn
+from cupyattn import errors
+from docs.tools import docstrings, doors, mistakes, support
+from docs.tools.pictures import PICTURES
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+# Modules whose names are public without being exported by the package.
+MODULES = "flash_attn", "flash_mla", "serving", "typing", "integrations.jax"
+
+
+def read(name: str) -> str:
+    return (DOCS / name).read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_what_its_function_draws(name: str) -> None:
+    assert read(f"pictures/{name}.svg") == PICTURES[name](), "run python -m docs.tools"
+
+
+def test_every_picture_is_drawn_by_a_function_and_shown_on_a_page() -> None:
+    assert {path.stem for path in (DOCS / "pictures").iterdir()} == {*PICTURES}
+    text = "\n".join(path.read_text("utf-8") for path in DOCS.rglob("*.md"))
+    assert [name for name in PICTURES if f"pictures/{name}.svg)" not in text] == []
+
+
+def test_the_support_matrix_is_that_of_the_code() -> None:
+    assert read("support.md") == support.page(), "run python -m docs.tools"
+
+
+def test_the_page_of_errors_has_the_messages_of_the_code() -> None:
+    assert read("troubleshooting.md") == mistakes.page(), "run python -m docs.tools"
+
+
+def test_every_kind_of_error_is_on_the_page() -> None:
+    kinds = [x for x in vars(errors).values() if inspect.isclass(x)]
+    wanted = {x.__name__ for x in kinds if x is not errors.CupyAttnError}
+    assert wanted <= set(re.findall(r"^## (\w+)$", read("troubleshooting.md"), re.M))
+
+
+def test_phrases_of_messages_that_not_every_machine_gives_are_the_library_s() -> None:
+    sources = "\n".join(path.read_text("utf-8") for path in (ROOT / "cupyattn").rglob("*.py"))
+    joined = re.sub(r'"\s*f?"', "", re.sub(r"\{env\.NO_COMPILE\.name\} ", "", sources))
+    assert [x.phrase for x in mistakes.QUOTED if x.phrase not in joined] == []
+
+
+def test_a_door_has_an_option_only_if_the_answer_changes() -> None:
+    door = next(x for x in doors.doors() if x.name == "BatchAttention")
+    assert "soft cap" in doors.options_of(door) and "window" not in doors.options_of(door)
+    ignored = door._replace(call=lambda keys, options: door.call(keys, {}))
+    assert "soft cap" not in doors.options_of(ignored)
+
+
+def public() -> list[str]:
+    """Every public name, as the API pages spell it."""
+    found = [name for name in cupyattn.__all__ if name != "__version__"]
+    for name in MODULES:
+        module = importlib.import_module(f"cupyattn.{name}")
+        found += [f"{name}.{x}" for x in module.__all__]
+    return found
+
+
+def test_everything_public_is_on_an_api_page() -> None:
+    text = "\n".join(path.read_text("utf-8") for path in (DOCS / "api").glob("*.rst"))
+    listed = set(re.findall(r"auto(?:function|class):: (\S+)", text))
+    whole = set(re.findall(r"automodule:: cupyattn\.(\S+)", text))
+    missing = [
+        x
+        for x in public()
+        if x not in listed and x.rpartition(".")[0] not in whole and not error(x)
+    ]
+    assert missing == [] and "errors" in whole
+
+
+def error(name: str) -> bool:
+    return hasattr(errors, name)
+
+
+def test_everything_public_has_a_docstring() -> None:
+    missing = []
+    for name in public():
+        value = functools.reduce(getattr, name.split("."), cupyattn)
+        # Methods of `serving` are an engine's own names for what is documented beside them.
+        has_methods = inspect.isclass(value) and not name.startswith("serving.")
+        methods = [x for x in vars(value) if x[0] != "_"] if has_methods else []
+        named = {name: value} | {f"{name}.{x}": getattr(value, x) for x in methods}
+        missing += [x for x in named if callable(named[x]) and not inspect.getdoc(named[x])]
+    assert missing == []
+
+
+def test_docstrings_become_lists_of_arguments() -> None:
+    lines = ["Sum *all*.", "", "q, k   [n], of `dtype_`", "        and more", "out     an array."]
+    assert docstrings.to_rest(lines) == [
+        "Sum \\*all\\*.",
+        "",
+        "``q, k``",
+        "    [n], of ``dtype_``\\ and more".replace("\\ and", " and"),
+        "",
+        "``out``",
+        "    an array.",
+        "",
+        "",
+    ]
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(x) is None for x in ("sphinx", "myst_parser", "furo")),
+    reason="the extra `docs` is not installed",
+)
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-c", "docs", "-W", "--keep-going", "-q"]
+    command += ["-d", str(tmp_path / "doctrees"), "-b", "html", ".", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    pages = {x.relative_to(tmp_path / "site").as_posix() for x in tmp_path.rglob("*.html")}
+    wanted = {x.relative_to(ROOT).with_suffix(".html").as_posix() for x in DOCS.rglob("*.md")}
+    assert wanted | {"index.html"} <= pages
+    api = (tmp_path / "site/docs/api/wrappers.html").read_text("utf-8")
+    for method in ("plan", "run", "workspace_size"):
+        assert f'id="cupyattn.BatchDecodeWithPagedKVCacheWrapper.{method}"' in api
+    for page in sorted(wanted):
+        text = (tmp_path / "site" / page).read_text("utf-8")
+        assert "system-message" not in text, page
+        # A wide table scrolls in a box of its own, so that no page is wider than a phone.
+        assert text.count("<table") == text.count('<div class="table-wrapper'), page
