@@ -101,8 +101,13 @@ CASES: dict[str, tuple[dict[str, Any], ForwardMode, int, LayerSpec, list[str]]] 
         {**TREES, "attention_chunk_size": 16}, ForwardMode.DRAFT_DECODE, BS * TOPK, CHUNK,
         ATTENTION,
     ),
-    "extend": ({}, ForwardMode.EXTEND, 5 * BS, LAYER, ATTENTION),
-    "mixed, chunks": ({"attention_chunk_size": 16}, ForwardMode.MIXED, 5 * BS, CHUNK, ATTENTION),
+    "extend": (
+        {}, ForwardMode.EXTEND, 5 * BS, LAYER, ["plan_batch", "prefill_sm80", "merge_splits"],
+    ),
+    "mixed, chunks": (
+        {"attention_chunk_size": 16}, ForwardMode.MIXED, 5 * BS, CHUNK,
+        ["plan_batch", "prefill_sm80"],
+    ),
 }  # fmt: skip
 
 
