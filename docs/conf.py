@@ -96,7 +96,7 @@ def _to_rest(app: Any, what: str, name: str, obj: Any, options: Any, lines: list
 
 
 def _unlinked(app: Any, docname: str, content: list[str]) -> None:
-    """Folders of the tree, and notebooks that were not executed yet, become words without a link."""
+    """Folders of the tree, and notebooks that were not executed yet, become words without links."""
     folder = (ROOT / docname).parent
 
     def plain(link: re.Match[str]) -> str:

@@ -34,7 +34,7 @@ def instances(cases: Iterable[BatchCase]) -> list[tuple[str, Any]]:
             tiles = kernel.loaded.tiles
             found[tiles.name, tiles.config] = None
             if not launcher.problem.is_wide:
-                merges = merge_splits.configs(launcher.problem, kernel.kinds[0].tile_q)
+                merges = merge_splits.configs(launcher.problem, kernel.kinds[0])
                 found |= dict.fromkeys(("merge_splits", config) for config in merges)
     return list(found)
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from .balance import BLOCK_OVERHEAD, Costs
+from .makespan import TileTimes
 
 # block, merge, state and part of Costs, fitted to times of an H200 (docs/ladder.md). Clusters are
 # one wave whatever the splits, so what a block pays at all does not matter.
@@ -28,6 +29,8 @@ class TileShape:
                     0: a launch merges
     rows_at_a_time  of such a merge
     least_share     of the time of a key tile with all slots busy, that of one where half are
+    times           where the kernel has been timed, what a plan goes by instead of these costs
+    num_sms         that these slots are on
     cluster         blocks that share the keys of an item; a slot is of them all then
     is_fused        the last block of a tile merges its parts
     """
@@ -39,6 +42,8 @@ class TileShape:
     part_cost: float = 0.0
     rows_at_a_time: int = 1
     least_share: float = 1.0
+    times: TileTimes | None = None
+    num_sms: int = 1
     cluster: int = 1
     is_fused: bool = True
 

@@ -66,7 +66,6 @@ PORTABLE = (
         "merged.state.max - lse",
         "split prefill",
     ),
-    Mutation("block-sums-not-weighted", "weight *", "", "clusters"),
     Mutation("state-of-another-head", "+ kv_head * num_splits", "", "split prefill"),
     Mutation("sink-not-in-sum", "+ ptx::ex2_approx(sink_base2 - new_max)", "", "sinks"),
     Mutation("no-keys-divides-by-zero", "sum == 0.0f || (old_max", "false && (old_max", "no keys"),
