@@ -200,11 +200,17 @@ def fields() -> list[tuple[str, str]]:
     """(format, name) of every field of the kernels' struct, as its header has them."""
     body = HEADER.read_text().split("struct AttentionParams {")[1].split("};")[0]
     formats = {"int64_t": "q", "int32_t": "i", "float": "f", "uint32_t": "I"}
+    # What user-written logits read, as bytes.
+    blocks = {
+        "logits_arrays": f"{params.LOGITS_ARRAYS.size}s",
+        "logits_numbers": f"{params.LOGITS_NUMBERS.size}s",
+    }
     found = []
     for kind, names in re.findall(r"^\s*(?:const )?(\w+\*?) ([^;/]*);", body, re.MULTILINE):
         for name in names.split(", "):
-            code = "Q" if kind.endswith("*") else formats[kind]
-            found.append(("128" + code if "[" in name else code, name.split("[")[0]))
+            name, _, count = name.partition("[")
+            code = blocks.get(name) or ("Q" if kind.endswith("*") else formats[kind])
+            found.append((f"128{code}" if count and name not in blocks else code, name))
     return found
 
 
