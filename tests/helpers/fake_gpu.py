@@ -217,8 +217,10 @@ def fields() -> list[tuple[str, str]]:
 def unpack(raw: bytes) -> dict[str, Any]:
     known = fields()
     values = struct.unpack("<" + "".join(code for code, _ in known), raw)
+    # Blocks without an entry are 0, as pointers are.
+    values = [0 if isinstance(x, bytes) and not any(x) else x for x in values]
     named = dict(zip((name for _, name in known), values, strict=False))
-    return named | {"rope_step": values[len(known) - 1 :]}
+    return named | {"rope_step": tuple(values[len(known) - 1 :])}
 
 
 def pointer(x: Any) -> int:
