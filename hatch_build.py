@@ -2,7 +2,7 @@
 
 One stored archive compresses far better than its files by themselves, and is read where it is
 installed without unpacking anything. Comments stay in the repository and in the source archive:
-without them lines keep their numbers, and binaries are the same.
+without them, and without indentation, lines keep their numbers and binaries are the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ARCHIVE = "cupyattn/_kernels.zip"
 # Our sources have no other comments, and no such marks in strings (a test looks).
-_COMMENT = re.compile(r"[ \t]*//.*$", re.MULTILINE)
+_COMMENT = re.compile(r"^[ \t]+|[ \t]*//.*$", re.MULTILINE)
 
 
 class Kernels(BuildHookInterface):
@@ -43,5 +43,5 @@ def pack(kernels: Path, archive: Path) -> None:
 
 
 def without_comments(text: str) -> str:
-    """The source without its comments, on the same lines."""
+    """The source without its comments and indentation, on the same lines."""
     return _COMMENT.sub("", text)

@@ -6,7 +6,7 @@
 - torch: host time of an asynchronous call, through torch.ops.cupyattn and directly.
 - jax: time of one of many calls in a compiled function, and of the same call outside of jit.
 - prefill, decode: tokens/s of a random Llama of transformers, by attn_implementation; decode steps
-  follow a prompt, in a dynamic cache.
+  follow a prompt, in a dynamic cache. Padded prompts are of four lengths, in one batch.
 - continuous: tokens/s of `generate_batch`, by attn_implementation; the alias takes transformers'
   own path of flash-attn.
 
@@ -180,25 +180,32 @@ def in_turns(
 
 
 def prefill(device: str, small: bool) -> dict[str, Any]:
-    """A prompt of 4k tokens, alone and four together."""
+    """Prompts of 4k tokens: one, four, and four that are padded on their left."""
     import torch
 
     length = 32 if small else 4096
     found = {}
-    for count in (1, 4):
+    for count, is_padded in ((1, False), (4, False), (4, True)):
         ids = torch.randint(0, VOCABULARY, (count, length), device=device)
+        mask, tokens = None, count * length
+        if is_padded:
+            lens = length * torch.arange(4, 8, device=device) // 7
+            mask = torch.arange(length, device=device)[None] >= length - lens[:, None]
+            mask, tokens = mask.long(), int(lens.sum())
 
-        def make(name: str, ids: Any = ids) -> Callable[[], None]:
+        def make(name: str, ids: Any = ids, mask: Any = mask) -> Callable[[], None]:
             model = llama(name, device, small).model
 
             def call() -> None:
                 with torch.no_grad():
-                    model(input_ids=ids, use_cache=False).last_hidden_state[0, -1, 0].item()
+                    made = model(input_ids=ids, attention_mask=mask, use_cache=False)
+                    made.last_hidden_state[0, -1, 0].item()
 
             return call
 
         makers = {name: lambda name=name: make(name) for name in IMPLEMENTATIONS}
-        found[f"{count}x{length}"] = in_turns(makers, count * length, 2 if small else 9)
+        case = f"{count}x{length}{' padded' if is_padded else ''}"
+        found[case] = in_turns(makers, tokens, 2 if small else 9)
     return found
 
 

@@ -168,10 +168,14 @@ def dot_product_attention(
             )
         return _dense(query, key, value, query_seq_lengths, lens, block_table, options)
     except (ArgumentError, UnsupportedError) as error:
-        name = "key_value_seq_lengths" if kv_lens is None else "kv_lens"
-        names = _NAMES | {"cache_seqlens": name, "seqused_k": name}
-        text = _NAME.sub(lambda found: names[found[0]], str(error))
-        raise type(error)(text) from error
+        raise renamed(error, kv_lens is not None) from error
+
+
+def renamed(error: ArgumentError | UnsupportedError, has_kv_lens: bool = False) -> Exception:
+    """An error of what is called here, with the names that arguments have here."""
+    name = "kv_lens" if has_kv_lens else "key_value_seq_lengths"
+    names = _NAMES | {"cache_seqlens": name, "seqused_k": name}
+    return type(error)(_NAME.sub(lambda found: names[found[0]], str(error)))
 
 
 def _window(size: Any) -> tuple[int, int]:
@@ -349,21 +353,31 @@ def _fill_with_zeros(x: Any) -> None:
 def _single(q: Any, k: Any, v: Any, vq: ArrayView, options: dict[str, Any]) -> Any:
     """One request: its lengths are known here, so that the plan is made on the host."""
     out, wants_lse = options["out"], options["return_softmax_lse"]
-    window = options["window_size"]
-    rows: dict[str, Any] = {"sm_scale": options["softmax_scale"], "return_lse": wants_lse}
-    rows |= {"logits_soft_cap": options["softcap"], "window_left": window[0]}
-    if vq.shape[1] == 1:
-        rows["out"] = None if out is None else out[0, 0]
-        answer = single_decode_with_kv_cache(q[0, 0], k[0], v[0], **rows)
-        lead: tuple[Any, ...] = None, None
-    else:
-        rows["out"] = None if out is None else out[0]
-        rows |= {"causal": options["causal"], "window_right": window[1]}
-        answer = single_prefill_with_kv_cache(q[0], k[0], v[0], **rows)
-        lead = (None,)
+    function, arrays, rows = single_call(q, k, v, vq.shape[1], options)
+    answer = function(*arrays, **rows)
+    lead = (None, None) if vq.shape[1] == 1 else (None,)
     made, lse = answer if wants_lse else (answer, None)
     made = made[lead] if out is None else out
     return (made, array.scaled(lse, math.log(2.0))[lead]) if wants_lse else made
+
+
+def single_call(
+    q: Any, k: Any, v: Any, tokens: int, options: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The call of one request of `tokens` rows: a function, its arrays and its other arguments."""
+    out, window = options["out"], options["window_size"]
+    rows = {
+        "sm_scale": options["softmax_scale"],
+        "return_lse": options["return_softmax_lse"],
+        "logits_soft_cap": options["softcap"],
+        "window_left": window[0],
+    }
+    if tokens == 1:
+        rows["out"] = None if out is None else out[0, 0]
+        return single_decode_with_kv_cache, (q[0, 0], k[0], v[0]), rows
+    rows["out"] = None if out is None else out[0]
+    rows |= {"causal": options["causal"], "window_right": window[1]}
+    return single_prefill_with_kv_cache, (q[0], k[0], v[0]), rows
 
 
 # --- masks ---

@@ -2,6 +2,7 @@
 documents, READMEs and raw results are the same on the site as in the tree."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ include_patterns = [
     "docs/**.rst",
     "kernels/README.md",
     "benchmarks/README.md",
-    "benchmarks/results/**/README.md",
+    "benchmarks/**/README.md",
 ]
 exclude_patterns = ["build", "dist", "cupyattn", "tests", "**/.*", "**/__pycache__"]
 
@@ -87,7 +88,20 @@ def setup(app: Any) -> None:
     os.environ["COLUMNS"] = "88"
     app.connect("autodoc-process-docstring", _to_rest)
     app.add_directive("commands", Commands)
+    app.connect("source-read", _unlinked)
 
 
 def _to_rest(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     lines[:] = docstrings.to_rest(lines)
+
+
+def _unlinked(app: Any, docname: str, content: list[str]) -> None:
+    """Folders of the tree, and notebooks that were not executed yet, become words without links."""
+    folder = (ROOT / docname).parent
+
+    def plain(link: re.Match[str]) -> str:
+        target = folder / link[2]
+        is_missing = target.suffix in ("", ".ipynb") and not target.exists()
+        return link[1] if target.is_dir() or is_missing else link[0]
+
+    content[0] = re.sub(r"\[([^\]\n]+)\]\(([^)\s#:]+)\)", plain, content[0])

@@ -16,7 +16,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..inputs import geometry
 from ..inputs.index_arrays import compute, progression
 from ..planless.views import Names
-from .attend import Common, attend, attend_again, parse_window
+from .attend import Common, attend, attend_again, attend_cached, parse_window
 from .batch import Batch
 from .caches import (
     Append,
@@ -139,7 +139,8 @@ def flash_attn_func(
         *(q_descale, k_descale, v_descale, alibi_slopes, _either(sinks=sinks, s_aux=s_aux), out),
         _asks(return_attn_probs, return_softmax_lse),
     )
-    return attend(batch, common)
+    answer = None if rows is None else _again(batch, common)
+    return attend(batch, common) if answer is None else answer
 
 
 @untraced
@@ -353,6 +354,20 @@ def flash_attn_with_kvcache(
     for the new keys is one on the CPU, while on a GPU such keys are left out. Semantics: FA3's
     function of the same name.
     """
+    # Most calls of a decoding loop take the cache as it is and look like one that was checked.
+    if k is v is qv is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None and (
+        q_descale is k_descale is v_descale is block_table is s_aux is score_mod is None
+        and return_softmax_lse is False
+        and rotary_interleaved is True
+        and aux_tensors is None
+    ):
+        answer = attend_cached(
+            *(_CACHE, q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q),
+            *(softmax_scale, causal, window_size, attention_chunk, softcap, num_splits),
+            *(out, sinks, alibi_slopes),
+        )
+        if answer is not None:
+            return answer
     if rotary_interleaved is not True:
         parse.flag(rotary_interleaved, "rotary_interleaved")
     _refuse(0.0, score_mod=score_mod, aux_tensors=aux_tensors)
@@ -376,14 +391,6 @@ def flash_attn_with_kvcache(
         _asks(False, return_softmax_lse),
     )
     most = _bound(max_seqlen_q, "max_seqlen_q")
-    if table is not None and (
-        k is v is cache_batch_idx is cache_leftpad is rotary_cos is rotary_sin is None
-    ):
-        known = Batch(names, q, k_cache, v_cache, cache_seqlens, table, None, cu_seqlens_q)
-        known.max_seqlen_q = most
-        answer = _again(known, common)
-        if answer is not None:
-            return answer
     views = view_cache(k_cache, v_cache, names)
     vk = views[0]
     is_paged = table is not None

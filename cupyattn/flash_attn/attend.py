@@ -87,6 +87,53 @@ def attend_again(batch: Batch, common: Common) -> Any:
     return run_cached(arrays, _options, scalars)
 
 
+def attend_cached(
+    names: Names,
+    q: Any,
+    k: Any,
+    v: Any,
+    table: Any,
+    kv_lens: Any,
+    qo_offsets: Any,
+    max_q_len: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window: Any,
+    attention_chunk: Any,
+    softcap: Any,
+    num_splits: Any,
+    out: Any,
+    sinks: Any,
+    slopes: Any,
+) -> Any:
+    """The answer of a call over pages like an earlier one, whose arrays went to the kernels as they
+    were given; None if there was no such call."""
+    try:
+        shape, room = q.shape, table.shape[1] * k.shape[1]
+    except (AttributeError, IndexError, TypeError):  # which the checks explain
+        return None
+    axes = len(shape)
+    q_len = shape[1] if qo_offsets is None and axes == 4 else 0
+    if q_len:
+        max_q_len = q_len
+    elif max_q_len is not None:
+        if type(max_q_len) is not int or max_q_len < 0:
+            return None
+        max_q_len = min(max(max_q_len, 1), _MANY_ROWS)
+    if type(attention_chunk) is not int or attention_chunk:
+        return None
+    arrays = (
+        *(q, k, v, None, table, kv_lens, out, None, None, qo_offsets, None, None, None, sinks),
+        *(None, None, None, None, None, slopes),
+    )
+    scalars = (
+        *(names, axes, q_len, max_q_len, next_power_of_two(room), softmax_scale, causal),
+        *(tuple(window) if type(window) is list else window, attention_chunk, softcap, num_splits),
+        *(False, False, False, False),
+    )
+    return run_cached(arrays, _options, scalars)
+
+
 def _scalars(batch: Batch, common: Common, axes: int, q_len: int, *flags: bool) -> tuple[Any, ...]:
     """The arguments of `_options`."""
     max_q_len, window = q_len or batch.max_seqlen_q, common.window_size

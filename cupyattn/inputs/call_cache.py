@@ -87,18 +87,35 @@ def _read_cupy(arrays: Sequence[Any]) -> _Seen:
     return addresses, shapes, facts
 
 
-# Addresses of arrays, 0 for none, if their shapes and facts are as they were, else None.
-_Reread: TypeAlias = Callable[[Sequence[Any]], "list[int] | None"]
+# Addresses of arrays, 0 for none, if they look as they did, else None.
+_Compare: TypeAlias = Callable[[Sequence[Any]], "list[int] | None"]
 
 
-def _rereader_torch(arrays: Sequence[Any], facts: list[Any]) -> _Reread | None:
-    """The short way for calls that repeat this one, None where this torch has none."""
+def _comparer_torch(
+    arrays: Sequence[Any],
+    facts: list[Any],
+    axes: Sequence[int | None] | None = None,
+    free: Sequence[int] = (),
+) -> _Compare | None:
+    """A comparison of later calls with this one, None where this torch has none.
+
+    axes: of lengths that may be others, free: places of arrays with any lengths and strides.
+    """
     tensors = [x for x in arrays if x is not None]
+    sizes: list[list[Any]] = []
+    strides: list[list[Any]] = []
+    for place, x in enumerate(arrays):
+        if x is None:
+            continue
+        sizes.append([*x.shape])
+        strides.append([*x.stride()])
+        if place in free:
+            sizes[-1], strides[-1] = ([None] * x.dim() for _ in "ss")
+        elif (axis := None if axes is None else axes[place]) is not None and axis < x.dim():
+            sizes[-1][axis] = None
     try:
         guards = sys.modules["torch"]._C._dynamo.guards.TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=[[*x.shape] for x in tensors],
-            dynamic_dims_strides=[[*x.stride()] for x in tensors],
+            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
         )
         # Types, dtypes, shapes, strides, devices, and whether gradients or signs are pending.
         are_equal, count = guards.check, len(tensors)
@@ -108,7 +125,7 @@ def _rereader_torch(arrays: Sequence[Any], facts: list[Any]) -> _Reread | None:
         return None
     offsets = [fact and fact[_OFFSET] for fact in facts]
 
-    def reread(arrays: Sequence[Any]) -> list[int] | None:
+    def compare(arrays: Sequence[Any]) -> list[int] | None:
         tensors = [x for x in arrays if x is not None]
         if len(tensors) != count or not are_equal(*tensors):
             return None
@@ -116,20 +133,20 @@ def _rereader_torch(arrays: Sequence[Any], facts: list[Any]) -> _Reread | None:
         found = [address & 15 if address >= LOWEST_ADDRESS else None for address in addresses]
         return addresses if found == offsets else None
 
-    return reread
+    return compare
 
 
 class _Framework(NamedTuple):
     """How to read arrays, the address of one, its bytes an element and bytes a unit of stride.
 
-    rereader  makes the short way to read arrays, of arrays and their facts
+    comparer  makes a comparison with arrays, whose facts are known; see _comparer_torch
     """
 
     read: _Read
     address: Callable[[Any], int]
     itemsize: Callable[[Any], int]
     stride_bytes: Callable[[Any], int]
-    rereader: Callable[[Sequence[Any], list[Any]], _Reread | None]
+    comparer: Callable[..., _Compare | None]
 
 
 _ELEMENT_SIZE = operator.methodcaller("element_size")
@@ -139,14 +156,14 @@ _FRAMEWORKS = {
         operator.methodcaller("data_ptr"),
         _ELEMENT_SIZE,
         _ELEMENT_SIZE,
-        _rereader_torch,
+        _comparer_torch,
     ),
     "cupy": _Framework(
         _read_cupy,
         operator.attrgetter("data.ptr"),
         operator.attrgetter("itemsize"),
         lambda x: 1,
-        lambda arrays, facts: None,
+        lambda *arrays_and_facts: None,
     ),
 }
 _STRIDES, _DEVICE, _OFFSET = 2, 3, 5
@@ -184,6 +201,7 @@ class CachedCall(Generic[_Checked]):
     outputs    places of outputs that are given, each with the places that it may not overlap
     make_out, make_lse   make outputs of a shape like that of the first call, of any length
     address    of an array that they have made
+    compare    compares all of the signature, not lengths; None where the framework has no such way
     """
 
     checked: _Checked
@@ -193,6 +211,7 @@ class CachedCall(Generic[_Checked]):
     make_lse: Callable[[Sequence[int]], Any]
     address: Callable[[Any], int]
     current_stream: Callable[[], int]
+    compare: _Compare | None
 
     def overlaps(self, addresses: list[int], sizes: Sequence[int]) -> bool:
         """Whether the bytes of an output meet those of another array; the full checks find out
@@ -215,7 +234,7 @@ class Found(Generic[_Checked]):
              where there is none
     sizes    bytes from the address of each array to its end
     prepared what the way to call made for these lengths
-    reread   the short way to read arrays of these shapes, once two calls in a row had them
+    compare  compares lengths too, once two calls in a row had them
     """
 
     call: CachedCall[_Checked]
@@ -224,7 +243,7 @@ class Found(Generic[_Checked]):
     lengths: list[int]
     sizes: list[int]
     prepared: Any = None
-    reread: _Reread | None = None
+    compare: _Compare | None = None
 
     def strides(self, place: int) -> tuple[int, ...]:
         """The strides of a free array, in elements."""
@@ -283,7 +302,11 @@ class CallCache(Generic[_Checked]):
                 if type(scalars[place]) in BOOLS:
                     return None
             last = group.last  # another thread may replace it at any time
-            known = None if last.reread is None else last.reread(arrays)
+            known = None if last.compare is None else last.compare(arrays)
+            if known is None and last.call.compare is not None:
+                known = last.call.compare(arrays)
+                if known is not None:
+                    last = group.last = self._refit(last, arrays, framework)
             if known is not None:
                 if len(known) < len(self._absent):
                     known += self._absent[len(known) :]
@@ -296,14 +319,38 @@ class CallCache(Generic[_Checked]):
             found = self._find(group, shapes, facts)
         elif shapes != last.shapes:
             found = self._with_lengths(last, shapes) or self._find(group, shapes, facts)
-        elif last.reread is None:
-            last.reread = framework.rereader(arrays, facts)
         if found is None:
             return None
         group.last = found
         if len(addresses) < len(self._absent):
             addresses += self._absent[len(addresses) :]
         return found, addresses
+
+    def _refit(
+        self, last: Found[_Checked], arrays: Sequence[Any], framework: _Framework
+    ) -> Found[_Checked]:
+        """The last call for arrays that differ from its own in nothing but lengths."""
+        shapes = [None if x is None else x.shape for x in arrays]
+        if shapes == last.shapes and not self._free:
+            last.compare = framework.comparer(arrays, last.facts)
+            return last
+        facts, lengths = last.facts, self._absent.copy()
+        for place, shape in enumerate(shapes):
+            axis = self._axes[place]
+            if shape is not None and axis is not None and axis < len(shape):
+                lengths[place] = shape[axis]
+        if self._free:
+            facts = [*facts]
+            for place in self._free:
+                shape = shapes[place] if place < len(shapes) else None
+                if shape is not None:
+                    kind, dtype, _, *rest = facts[place]
+                    facts[place] = kind, dtype, arrays[place].stride(), *rest
+                    lengths[place] = shape[0] if shape else 0
+            if shapes == last.shapes and facts == last.facts:
+                last.compare = framework.comparer(arrays, facts)
+                return last
+        return self._fit(last.call, shapes, facts, lengths)
 
     def _with_lengths(self, last: Found[_Checked], shapes: list[Any]) -> Found[_Checked] | None:
         """The last call with other lengths, None if other extents differ too."""
@@ -407,6 +454,7 @@ class CallCache(Generic[_Checked]):
             make_lse=_maker(dtypes.float32, like, lse_shape),
             address=framework.address,
             current_stream=array.stream_reader(like),
+            compare=framework.comparer(arrays, facts, self._axes, self._free),
         )
         key, lengths = self._without_lengths(shapes, facts)
         if self._num_calls >= _MAX_CALLS:

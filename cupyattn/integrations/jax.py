@@ -17,6 +17,7 @@ from ..array import CPU, ArrayView, Device, as_cupy, as_numpy
 from ..core import dtypes
 from ..core.cupy_module import cupy_module
 from ..errors import ArgumentError, UnsupportedError
+from ..inputs.workspace import on_device
 from .xla_ffi import Buffer, Frame, handler
 
 __all__ = [
@@ -284,17 +285,45 @@ def _register() -> tuple[Any, ...]:
 
 def _on_cpu(frame: Frame) -> None:
     inputs, outputs = ([_as_numpy(x) for x in xs] for xs in (frame.inputs(), frame.outputs()))
-    _run(frame.text(), inputs, outputs)
+    _prepare(frame.text(), inputs, outputs)()
 
 
 def _on_gpu(frame: Frame) -> None:
-    inputs, outputs = frame.inputs(), frame.outputs()
-    cupy = cupy_module()
-    owned = next((x.ptr for x in (*inputs, *outputs) if x.ptr), 0)
-    index = cupy.cuda.runtime.pointerGetAttributes(owned).device if owned else 0
-    with cupy.cuda.Device(index), _stream(frame.stream()):
-        arrays = ([_as_cupy(x, index) for x in xs] for xs in (inputs, outputs))
-        _run(frame.text(), *arrays)
+    inputs, outputs, stream = frame.inputs(), frame.outputs(), frame.stream()
+    index = _device_of(stream) if stream else _owner((*inputs, *outputs))
+    if index is None:
+        index = _remember_device(stream, (*inputs, *outputs))
+    with on_device(index), _stream(stream):
+        _gpu_call(frame.text(), inputs, outputs, index)()
+
+
+@functools.lru_cache(maxsize=4096)
+def _gpu_call(
+    text: bytes, inputs: tuple[Buffer, ...], outputs: tuple[Buffer, ...], index: int
+) -> Callable[[], None]:
+    """The call of a call site on these buffers, its arrays made: a compiled function gets the same
+    memory of XLA each time that it runs."""
+    arrays = ([_as_cupy(x, index) for x in xs] for xs in (inputs, outputs))
+    return _prepare(text, *arrays)
+
+
+# The device of each stream.
+_devices: dict[int, int] = {}
+_device_of = _devices.get
+
+
+def _remember_device(stream: int, buffers: tuple[Buffer, ...]) -> int:
+    index = _owner(buffers)
+    if any(x.ptr for x in buffers):
+        _devices[stream] = index
+    return index
+
+
+def _owner(buffers: tuple[Buffer, ...]) -> int:
+    """The device that the memory of a call is on."""
+    runtime = cupy_module().cuda.runtime
+    owned = next((x.ptr for x in buffers if x.ptr), 0)
+    return int(runtime.pointerGetAttributes(owned).device) if owned else 0
 
 
 class _XlaStream:
@@ -335,17 +364,48 @@ def _view(buffer: Buffer, device: Device) -> ArrayView:
     )
 
 
-def _run(text: bytes, inputs: list[Any], outputs: list[Any]) -> None:
-    """Make the call that a call site names, from its inputs to its outputs."""
+def _prepare(text: bytes, inputs: list[Any], outputs: list[Any]) -> Callable[[], None]:
+    """The call that a call site names, from its inputs to its outputs."""
     name, names, constants = _parse(text)
     arrays = dict(zip(names, inputs, strict=True))
-    _RUNS[name](arrays, constants, outputs)
+    prepare = _PREPARES.get(name)
+    if prepare is not None:
+        return prepare(arrays, constants, outputs)
+    return functools.partial(_RUNS[name], arrays, constants, outputs)
 
 
 @functools.lru_cache(maxsize=4096)
 def _parse(text: bytes) -> tuple[str, list[str], dict[str, Any]]:
     name, names, constants = json.loads(text)
     return name, names, constants
+
+
+def _attention(
+    arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any]
+) -> Callable[[], None]:
+    """Attention; of one dense request, whose arrays are cut here and not at each call."""
+    q, k, v = (arrays[name] for name in ("query", "key", "value"))
+    is_dense = len(arrays) == 3 and all(len(x.shape) == 4 and x.shape[0] == 1 for x in (q, k, v))
+    if not is_dense or len(outputs) > 1:
+        return functools.partial(_attend, arrays, constants, outputs)
+    window = dot_product._window(constants["local_window_size"])
+    options = {
+        "softmax_scale": constants["scale"],
+        "causal": bool(constants["is_causal"]),
+        "window_size": window,
+        "softcap": constants["logits_soft_cap"] or 0.0,
+        "out": outputs[0],
+        "return_softmax_lse": False,
+    }
+    function, parts, named = dot_product.single_call(q, k, v, q.shape[1], options)
+
+    def attend() -> None:
+        try:
+            function(*parts, **named)
+        except (ArgumentError, UnsupportedError) as error:
+            raise dot_product.renamed(error) from error
+
+    return attend
 
 
 def _attend(arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any]) -> None:
@@ -380,10 +440,14 @@ def _merge(function: Any, arrays: dict[str, Any], constants: dict[str, Any], to:
     function(**arrays, **constants, out=to[0], lse=to[1])
 
 
-_RUNS: dict[str, Callable[[dict[str, Any], dict[str, Any], list[Any]], None]] = {
+_Run = Callable[[dict[str, Any], dict[str, Any], list[Any]], None]
+_RUNS: dict[str, _Run] = {
     "append_paged_kv_cache": _append,
     "dot_product_attention": _attend,
     "merge_state": functools.partial(_merge, cascade.merge_state),
     "merge_states": functools.partial(_merge, cascade.merge_states),
     "trtllm_batch_decode_with_kv_cache_mla": _attend_latent,
 }
+# Calls with work that their buffers' addresses decide, done once for these.
+_Prepare = Callable[[dict[str, Any], dict[str, Any], list[Any]], Callable[[], None]]
+_PREPARES: dict[str, _Prepare] = {"dot_product_attention": _attention}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dot_product import dot_product_attention
+from ..dot_product import dot_product_attention, single_call
 from ..errors import UnsupportedError
 from ..flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -197,8 +197,12 @@ def attention(
     UnsupportedError for dropout, weights, and masks that are added to the logits.
     """
     _refuse(dropout, kwargs)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    is_whole = attention_mask is None and kwargs.get("cu_seq_lens_q") is None
+    if is_whole and q.shape[0] == 1 and s_aux is None:
+        window = _window(sliding_window, causal)
+        return _one_request(q, k, v, causal, window, scaling, softcap), None
     options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": _sinks(s_aux)}
     if kwargs.get("cu_seq_lens_q") is not None and attention_mask is None:
         options |= {"causal": causal, "window_size": _window(sliding_window, causal)}
@@ -234,6 +238,23 @@ def _window(size: Any, causal: bool) -> tuple[int, int]:
 
 def _sinks(s_aux: Any) -> Any:
     return None if s_aux is None else s_aux.detach()
+
+
+def _one_request(
+    q: Any, k: Any, v: Any, causal: bool, window: tuple[int, int], scale: Any, softcap: Any
+) -> Any:
+    """A batch of one: the host knows its lengths and plans it, so nothing is planned on the GPU."""
+    options = {
+        "softmax_scale": scale,
+        "causal": causal,
+        "window_size": (window[0], -1 if causal else window[1]),
+        "softcap": softcap,
+        "out": None,
+        "return_softmax_lse": False,
+    }
+    function, arrays, named = single_call(q, k, v, q.shape[1], options)
+    made = function(*arrays, **named)
+    return made[None, None] if q.shape[1] == 1 else made[None]
 
 
 def _unmasked(q: Any, k: Any, v: Any, ranges: Any, options: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ fields are only added behind; what is read here is in front, so later minor vers
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -138,6 +139,18 @@ class _StreamGet(ctypes.Structure):
     )
 
 
+# Places of fields among words of 8 bytes: of a buffer, and of a call. The sizes of args, rets and
+# attributes are followed by what is read of them.
+_BUFFER_WORDS, _FRAME_WORDS = (ctypes.sizeof(x) // 8 for x in (_Buffer, _CallFrame))
+_DTYPE, _DATA, _RANK, _DIMS = (
+    getattr(_Buffer, name).offset // 8 for name in ("dtype", "data", "rank", "dims")
+)
+_CONTEXT = _CallFrame.context.offset // 8
+_ARGS, _RETS = (
+    (getattr(_CallFrame, name).offset + _Values.size.offset) // 8 for name in ("args", "rets")
+)
+_ATTRIBUTES = (_CallFrame.attributes.offset + _Attributes.size.offset) // 8
+_STREAM_GET_SIZE = ctypes.sizeof(_StreamGet)
 # XLA_FFI_STRUCT_SIZE ends with the last field, without padding behind it.
 _ERROR_CREATE_SIZE = _ErrorCreate.code.offset + ctypes.sizeof(ctypes.c_int)
 _create_error = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_ErrorCreate))
@@ -154,44 +167,61 @@ class Buffer(NamedTuple):
 
 
 class Frame:
-    """One call: its buffers, and the text that the call site was compiled with."""
+    """One call: its buffers, and the text that the call site was compiled with.
+
+    All is read as words where it lies: ctypes' structures take several times as long.
+    """
 
     def __init__(self, frame: Any) -> None:
         self._frame = frame
+        self._words = _words(_FRAME_WORDS)(ctypes.addressof(frame))[:]
 
-    def inputs(self) -> list[Buffer]:
-        return _buffers(self._frame.args)
+    def inputs(self) -> tuple[Buffer, ...]:
+        return _buffers(self._words[_ARGS], self._words[_ARGS + 2])
 
-    def outputs(self) -> list[Buffer]:
-        return _buffers(self._frame.rets)
+    def outputs(self) -> tuple[Buffer, ...]:
+        return _buffers(self._words[_RETS], self._words[_RETS + 2])
 
     def text(self) -> bytes:
         """The one attribute, a string."""
-        attributes = self._frame.attributes
-        if attributes.size != 1 or attributes.types[0] != _STRING:
+        count, types, _, attributes = self._words[_ATTRIBUTES : _ATTRIBUTES + 4]
+        if count != 1 or ctypes.c_int.from_address(types).value != _STRING:
             raise RuntimeError("XLA hands on other attributes than the call site has")
-        span = _Span.from_address(attributes.attributes[0])
-        return ctypes.string_at(span.ptr, span.len)
+        (span,) = _words(1)(attributes)
+        address, length = _words(2)(span)
+        return ctypes.string_at(address, length)
 
     def stream(self) -> int:
         """XLA's CUDA stream."""
-        asked = _StreamGet(ctypes.sizeof(_StreamGet), None, self._frame.context, None)
-        error = _get_stream(self._frame.api.contents.stream_get)(ctypes.byref(asked))
+        asked = _StreamGet(_STREAM_GET_SIZE, None, self._words[_CONTEXT], None)
+        error = _stream_getter(self._frame.api.contents.stream_get)(ctypes.byref(asked))
         if error:
             raise RuntimeError("XLA gives no stream for this call")
         return asked.stream or 0
 
 
-def _buffers(values: _Values) -> list[Buffer]:
+@functools.cache
+def _stream_getter(address: int) -> Any:
+    return _get_stream(address)
+
+
+@functools.cache
+def _words(count: int) -> Callable[[int], Any]:
+    """A function from an address to the words of 8 bytes there."""
+    return (ctypes.c_uint64 * count).from_address
+
+
+def _buffers(count: int, places: int) -> tuple[Buffer, ...]:
     found = []
-    for index in range(values.size):
-        buffer = values.values[index].contents
-        dtype = _DTYPES.get(buffer.dtype)
+    for place in _words(count)(places) if count else ():
+        words = _words(_BUFFER_WORDS)(place)[:]
+        code, rank = words[_DTYPE] & 0xFFFFFFFF, words[_RANK]
+        dtype = _DTYPES.get(code)
         if dtype is None:
-            raise ValueError(f"an array has XLA's dtype {buffer.dtype}, which is not supported")
-        shape = tuple(buffer.dims[: buffer.rank]) if buffer.rank else ()
-        found.append(Buffer(buffer.data or 0, shape, dtype))
-    return found
+            raise ValueError(f"an array has XLA's dtype {code}, which is not supported")
+        shape = tuple(_words(rank)(words[_DIMS])[:]) if rank else ()
+        found.append(Buffer(words[_DATA], shape, dtype))
+    return tuple(found)
 
 
 def handler(function: Callable[[Frame], None]) -> Any:

@@ -38,6 +38,7 @@ from .tiles.select import (
     LARGE,
     SMALL,
     VERIFY,
+    large_tiles,
     mixed_config,
     row_class,
     tile_config,
@@ -200,7 +201,10 @@ def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
     if many:
         rows = {name for group in chosen.groups for name in _row_classes(group)}
     for problem, page_size in problems(chosen):
-        for name in sorted(rows):
+        names = {*rows}
+        if LARGE in rows:
+            names |= {*large_tiles(problem, SHARED_BYTES[arch], arch, page_size)}
+        for name in sorted(names):
             for is_batch in (True,) if problem.paged else (False, True):
                 yield from _of_rows(problem, name, is_batch, arch, page_size)
         if many:
@@ -231,7 +235,7 @@ def _of_rows(
     yield tiles.name, tiles.config
     # A batch's splits of many rows are merged by a launch, whoever could do it.
     if not tiles.fused_merge or (is_batch and not problem.is_wide):
-        yield "merge_splits", merge_splits.config(problem, tiles.tile_q)
+        yield from (("merge_splits", x) for x in merge_splits.configs(problem, tiles))
     if is_batch and rows in FEW and not problem.is_wide and overlaps_launches(arch):
         yield from _of_rows(problem, FEW[rows], is_batch, arch, page_size)
     if tiles.wants_rotated_keys:
@@ -256,7 +260,8 @@ def _mixed(
         tiles = mixed_config(problem, large, small, SHARED_BYTES[arch], arch)
         if tiles is not None:
             yield tiles.name, tiles.config
-            yield "merge_splits", merge_splits.config(problem, tiles.prefill.tile_q)
+            merges = merge_splits.configs(problem, tiles.prefill)
+            yield from (("merge_splits", x) for x in merges)
 
 
 def _latent(chosen: Selection, arch: str) -> Iterator[Instance]:

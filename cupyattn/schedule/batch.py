@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .balance import BLOCK_OVERHEAD, MAX_WAVES, Work, best_chunk
+from .makespan import Slots, best_split
 from .masking import Masking
 from .tile_shape import TileShape
 
@@ -33,7 +34,7 @@ WORK_FIELDS = (
     "split_tile",
     "key_offset",
 )
-_FIRST_ROW, _SPLIT, _NUM_SPLITS, _FIRST_STATE, _SPLIT_TILE, _KEY_OFFSET = 4, 5, 6, 7, 10, 11
+_FIRST_ROW, _SPLIT, NUM_SPLITS, _FIRST_STATE, _SPLIT_TILE, _KEY_OFFSET = 4, 5, 6, 7, 10, 11
 _NO_MERGES = np.zeros(0, np.int32)
 # Batches of more requests are not worth keeping a table for.
 _MOST_REMEMBERED = 4096
@@ -243,6 +244,9 @@ def _splits(
         return None
     if splitting.tokens:
         chunk = max(1, splitting.tokens // shape.tile_kv)
+    elif shape.times is not None:
+        slots = Slots(shape.num_slots, shape.num_sms)
+        chunk = best_split(work, num_kv_heads, slots, shape.times).chunk or work.longest
     else:
         per_wave = max(1, shape.num_slots // num_kv_heads)
         least = shape.least_part(work.longest, most_rows)
@@ -288,7 +292,7 @@ def _uniform_rows(num_requests: int, qo_len: int) -> np.ndarray:
     table = np.zeros((num_requests, len(WORK_FIELDS)), np.int32)
     table[:, 0] = np.arange(num_requests) * qo_len
     table[:, 1] = qo_len
-    table[:, _NUM_SPLITS] = 1
+    table[:, NUM_SPLITS] = 1
     return table
 
 
@@ -303,7 +307,7 @@ def _table(requests: BatchRequests, tiles: Tiles) -> np.ndarray:
     else:
         count = count if request is None else request.size
         table = np.zeros((count, len(WORK_FIELDS)), np.int32)
-        table[:, _NUM_SPLITS] = 1
+        table[:, NUM_SPLITS] = 1
         column = 0
         fields = [requests.q_start, requests.qo_len, requests.kv_start, requests.kv_len]
     for values in fields:
@@ -330,7 +334,7 @@ def build(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | None) -> B
     starts = np.cumsum(splits) - splits
     states = splits * is_split
     state_ends = np.cumsum(states)
-    table[:, _NUM_SPLITS] = splits
+    table[:, NUM_SPLITS] = splits
     table[:, _FIRST_STATE] = state_ends - states
     table[:, _SPLIT_TILE] = np.cumsum(is_split) - is_split
     table[:, _SPLIT] = starts
@@ -348,7 +352,7 @@ def build_states(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | Non
         splits = np.ones(count, np.int64)
     ends = np.cumsum(splits)
     starts = ends - splits
-    table[:, _NUM_SPLITS] = splits
+    table[:, NUM_SPLITS] = splits
     table[:, _FIRST_STATE] = starts
     table[:, _SPLIT_TILE] = -1
     items = np.repeat(table, splits, axis=0)

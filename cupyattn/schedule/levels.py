@@ -42,7 +42,7 @@ class Levels:
 
 def level_tables(
     levels: Levels,
-    kinds: Sequence[tuple[np.ndarray, BatchRequests, BatchPlan, int]],
+    kinds: Sequence[tuple[np.ndarray, BatchRequests, BatchPlan, tuple[int, int]]],
     offsets: Sequence[int],
     group_size: int,
     max_rows: int,
@@ -50,7 +50,7 @@ def level_tables(
     """(words of rows [max_rows, num_levels, 2] and padding, tiles [num_tiles, 4]), int32.
 
     kinds: of each kind of tiles the indices of its requests in the batch, the requests, their plan
-    and the rows of a tile. offsets: where its states begin (mixed.state_offsets).
+    and the rows of a tile and of its states. offsets: where its states begin (mixed.state_offsets).
     """
     # Tiles begin on a 16-byte boundary.
     num_words = 2 * max_rows * levels.num_levels
@@ -59,14 +59,16 @@ def level_tables(
     rows[: levels.num_rows] = _NO_KEYS, 0
     rows[levels.num_rows :] = _NO_TOKEN, 0
     tables, num_tiles = [], 0
-    for (chosen, requests, plan, tile_rows), offset in zip(kinds, offsets, strict=True):
+    for (chosen, requests, plan, (tile_rows, state_rows)), offset in zip(
+        kinds, offsets, strict=True
+    ):
         counts = -(-requests.qo_len * group_size // tile_rows)
         begins = np.cumsum(counts) - counts
         assert plan.tiles is not None
         request, row, first_state, splits = plan.tiles.T
         table = np.zeros((len(plan.tiles), 4), np.int32)
         at = begins[request] + row // tile_rows
-        table[at, 0], table[at, 1], table[at, 2] = first_state + offset, splits, tile_rows
+        table[at, 0], table[at, 1], table[at, 2] = first_state + offset, splits, state_rows
         tables.append(table)
         begins += num_tiles
         _place_rows(rows, levels.level[chosen], requests, begins, group_size, tile_rows)
@@ -83,11 +85,19 @@ class LevelLimits(NamedTuple):
 
 
 class Served(NamedTuple):
-    """Tiles of so many rows are for requests of more rows than `above`, and of `most` at most."""
+    """Tiles of so many rows are for requests of more rows than `above`, and of `most` at most.
+
+    padding: rows of their states beyond those.
+    """
 
     tile_rows: int
     above: int
     most: int
+    padding: int = 0
+
+    @property
+    def state_rows(self) -> int:
+        return self.tile_rows + self.padding
 
 
 def level_limits(
@@ -104,20 +114,20 @@ def level_limits(
     waves    of items that splits may add
     """
     kinds = [kind for _, of_kernel in kernels for kind in of_kernel]
-    num_tiles, state_rows = 0, max(kind.tile_rows for kind in kinds)
+    num_tiles, state_rows = 0, max(kind.state_rows for kind in kinds)
     for num_requests, longest in levels:
         rows = longest * group_size
         usable = [kind for kind in kinds if kind.above < rows] or kinds[-1:]
         tiles = num_requests
-        for tile_rows, _, most in usable:
+        for tile_rows, _, most, _ in usable:
             # Those past the first of each request.
             each = -(-min(most, rows) // tile_rows) - 1
             tiles += max(0, min(num_requests * each, num_rows * group_size // tile_rows))
         num_tiles += tiles
-        state_rows += tiles * max(kind.tile_rows for kind in usable)
+        state_rows += tiles * max(kind.state_rows for kind in usable)
     # What splits add, to all levels together.
     for items, of_kernel in kernels:
-        state_rows += int(waves * items) * max(kind.tile_rows for kind in of_kernel)
+        state_rows += int(waves * items) * max(kind.state_rows for kind in of_kernel)
     more = int(waves * max(items for items, _ in kernels))
     merges = 2 * num_rows * len(levels)
     return LevelLimits(num_tiles + more, merges + merges % 4 + 4 * num_tiles, state_rows)

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from .makespan import WORTHWHILE, Slots, TileTimes, launch_time
 from .masking import Masking
 
 # In the time of a key tile: what a block pays besides its tiles (filling the pipeline, writing),
@@ -52,8 +55,10 @@ def plan_single(
     tile_kv: int,
     num_slots: int,
     masking: Masking,
+    times: TileTimes | None = None,
+    num_sms: int = 1,
 ) -> SinglePlan:
-    """Plan one request for a GPU that runs `num_slots` blocks at a time.
+    """Plan one request for a GPU that runs `num_slots` blocks at a time, on so many SMs.
 
     With fewer tiles than slots, keys are split so that the blocks fill one wave, or a few when that
     divides better. Example: 8 KV heads, 264 slots, 2,048 key tiles: 33 splits make 264 blocks of
@@ -68,8 +73,14 @@ def plan_single(
     first = max(0, (num_q_tiles - 1) * tile_q // group_size)
     begin, end = masking.key_span(first, last, qo_len, kv_len)
     tiles = -(-max(0, end - begin) // tile_kv)
+    candidates = _candidates(tiles, blocks, num_slots)
+    if times is not None:
+        spans = _spans(num_q_tiles, tile_q, tile_kv, qo_len, kv_len, group_size, masking)
+        slots = Slots(num_slots, num_sms)
+        splits = _soonest(spans, num_kv_heads, candidates, slots, times)
+        return SinglePlan(num_q_tiles, splits, blocks * splits)
     best, best_cost = 1, tiles + _BLOCK_OVERHEAD
-    for splits in _candidates(tiles, blocks, num_slots):
+    for splits in candidates:
         waves = -(-blocks * splits // num_slots)
         cost = waves * (-(-tiles // splits) + _BLOCK_OVERHEAD) + _MERGE_OVERHEAD
         cost += splits * _SPLIT_OVERHEAD
@@ -83,3 +94,35 @@ def _candidates(tiles: int, blocks: int, num_slots: int) -> list[int]:
     whole_waves = [waves * num_slots // blocks for waves in range(1, _MAX_WAVES + 1)]
     few_tiles = [-(-tiles // count) for count in range(1, 5)]
     return [min(splits, tiles, MAX_GRID_YZ) for splits in whole_waves + few_tiles]
+
+
+def _spans(
+    num_q_tiles: int,
+    tile_q: int,
+    tile_kv: int,
+    qo_len: int,
+    kv_len: int,
+    group_size: int,
+    masking: Masking,
+) -> np.ndarray:
+    """Key tiles of each tile of rows."""
+    first = np.arange(num_q_tiles) * tile_q
+    tokens = first // group_size, (first + (tile_q - 1)) // group_size
+    lengths = np.array([qo_len]), np.array([kv_len])
+    return -(-masking.span_lengths(*tokens, *lengths, None, tile_kv) // tile_kv)
+
+
+def _soonest(
+    sizes: np.ndarray, num_kv_heads: int, candidates: list[int], slots: Slots, times: TileTimes
+) -> int:
+    """The number of splits of every tile after which all is done soonest, with the merge."""
+    best, limit = 1, WORTHWHILE * launch_time(sizes, num_kv_heads, slots, times)
+    for splits in candidates:
+        if splits <= 1:
+            continue
+        parts = np.repeat(sizes / splits, splits)
+        time = launch_time(parts, num_kv_heads, slots, times)
+        time += times.merge + times.state * parts.size * num_kv_heads
+        if time < limit:
+            best, limit = splits, time
+    return best

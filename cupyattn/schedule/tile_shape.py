@@ -6,15 +6,16 @@ import math
 from dataclasses import dataclass, replace
 
 from .balance import BLOCK_OVERHEAD, Costs
+from .makespan import TileTimes
 
-# block, merge, state and part of Costs, fitted to times of an H200 (docs/ladder.md). A cluster's
-# blocks merge before they leave anything, and a launch that merges is half hidden.
-_OF_CLUSTERS = 3.5, 0.8, 0.1, 0.02
+# block, merge, state and part of Costs, fitted to times of an H200 (docs/ladder.md). Clusters are
+# one wave whatever the splits, so what a block pays at all does not matter.
+_OF_CLUSTERS = 0.0, 0.86, 0.0, 0.12
 _MERGED_APART = 3.0, 1.4, 0.3, 0.0
 # Where each block has an SM, latency decides, not memory's rate, unless most have one.
-_LEAST_SHARE_OF_CLUSTERS = 0.37
+_LEAST_SHARE_OF_CLUSTERS = 0.5
 # Tiles of keys for each SM from which on two smaller blocks an SM are as fast.
-_MOST_TILES = 32
+_MOST_TILES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class TileShape:
                     0: a launch merges
     rows_at_a_time  of such a merge
     least_share     of the time of a key tile with all slots busy, that of one where half are
+    times           where the kernel has been timed, what a plan goes by instead of these costs
+    num_sms         that these slots are on
     cluster         blocks that share the keys of an item; a slot is of them all then
     is_fused        the last block of a tile merges its parts
     """
@@ -39,6 +42,8 @@ class TileShape:
     part_cost: float = 0.0
     rows_at_a_time: int = 1
     least_share: float = 1.0
+    times: TileTimes | None = None
+    num_sms: int = 1
     cluster: int = 1
     is_fused: bool = True
 
@@ -95,12 +100,12 @@ MOST_BLOCKS_OF_CLUSTER = 8
 def cluster_size(num_items: int, key_tiles: int, num_sms: int) -> int:
     """How many blocks share an item where each has an SM of its own: a power of two.
 
-    1 where there is no room for four blocks an item, where an item has but one tile of keys, or
+    1 where there is no room for eight blocks an item, where an item has but one tile of keys, or
     where the keys of all items keep the memory busy anyway.
 
     Example: 8 items of 32 key tiles, 132 SMs: 8 blocks an item, 64 in all.
     """
-    if 4 * num_items > num_sms or key_tiles <= 1 or num_items * key_tiles > _MOST_TILES * num_sms:
+    has_room = MOST_BLOCKS_OF_CLUSTER * num_items <= num_sms
+    if not has_room or key_tiles <= 1 or num_items * key_tiles > _MOST_TILES * num_sms:
         return 1
-    most = MOST_BLOCKS_OF_CLUSTER if 8 * num_items <= num_sms else 4
-    return min(most, 1 << (key_tiles - 1).bit_length())
+    return min(MOST_BLOCKS_OF_CLUSTER, 1 << (key_tiles - 1).bit_length())

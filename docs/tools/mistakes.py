@@ -171,7 +171,8 @@ def _replan_for_a_graph() -> None:
 
 
 def _small_workspace() -> None:
-    table = np.array([0, 64], np.int32), np.arange(64, dtype=np.int32), np.array([16], np.int32)
+    pages = np.arange(4096, dtype=np.int32)
+    table = np.array([0, pages.size], np.int32), pages, np.array([16], np.int32)
     _wrapper(8).plan(*table, 8, 2, 64, 16)
 
 
@@ -251,6 +252,18 @@ MISTAKES = (
         _ARGUMENT,
         lambda: _planned().run(_Q, _POOL),
         "`plan()` again when the batch changes",
+    ),
+    Mistake(
+        "an expression that ends too early",
+        errors.ExpressionError,
+        lambda: _prefill(logits_transform="logit +"),
+        "[the language](logits.md#the-language); `column` says where",
+    ),
+    Mistake(
+        "an expression with a name that there is not",
+        errors.ExpressionError,
+        lambda: _prefill(logits_transform="logits * 2"),
+        "[the names](logits.md#the-language), and parameters that the call passes",
     ),
     Mistake(
         "a head dim without kernels",

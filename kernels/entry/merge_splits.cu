@@ -1,5 +1,6 @@
 // Merges the partial states of tiles whose keys another kernel has split. A warp merges one packed
-// row, or 128 columns of a wide one, so that it has states of many splits under way.
+// row, or 128 columns of a wide one, so that it has states of many splits under way. Where there are
+// few rows (`kSharesRows`), the warps of a block share one.
 #include "cupyattn/attention/state.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
 
@@ -8,6 +9,8 @@
 
 struct Config : DefaultConfig {
   static constexpr int kTileQ = 128;
+  static constexpr bool kSharesRows = false;
+  static constexpr bool kWholeTokens = false;
 };
 #endif
 
@@ -31,7 +34,9 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, kIsWide ? 3 : 
   const int kv_head = blockIdx.y;
   constexpr int kTileQ = Config::kTileQ;
   constexpr int kParts = kIsWide ? Config::kHeadDimVO / 128 : 1;
-  const int index = blockIdx.x * Config::kWarps + threadIdx.x / kWarpSize;
+  constexpr bool kSharesRows = Config::kSharesRows;
+  const int warp = threadIdx.x / kWarpSize;
+  const int index = kSharesRows ? blockIdx.x : blockIdx.x * Config::kWarps + warp;
   const int packed_row = index / kParts;
   // mutate: merged-columns-of-the-first-part
   const int first_column = index % kParts * (Config::kHeadDimVO / kParts);
@@ -39,13 +44,21 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, kIsWide ? 3 : 
   // Spare entries of `merges` are negative.
   const int item = params.work != nullptr ? params.merges[tile] : 0;
   if (item < 0) return await_states();
+  const int tile_rows = Config::kWholeTokens ? whole_token_rows(params, kTileQ) : kTileQ;
   const BlockWork work = params.work != nullptr
-                             ? BlockWork::of_item(params, item, kv_head, kTileQ)
-                             : BlockWork::of_tile(params, tile, kv_head, 0, kTileQ);
+                             ? BlockWork::of_item(params, item, kv_head, tile_rows)
+                             : BlockWork::of_tile(params, tile, kv_head, 0, tile_rows);
   if (row >= work.tile.num_rows) return await_states();
   const PackGqaRow packed = PackGqaRow::of(params, work.tile.first_row + row);
   const int head = kv_head * params.group_size + packed.group_head;
   await_states();
+  if constexpr (kSharesRows) {
+    __shared__ SharedMerge<Config::kHeadDimVO, Config::kWarps> shared;
+    const int first = static_cast<int>(work.tile.state(params) * kTileQ + row);
+    return merge_states_together<typename Config::DTypeO, Config::kHeadDimVO, Config::kAligned>(
+        shared, params, work.request.q_start + packed.token, head, kv_head, work.tile.num_splits,
+        warp, lane, [=](int i) { return first + i * kTileQ; });
+  }
   merge_row<typename Config::DTypeO, Config::kHeadDimVO, kTileQ, Config::kAligned, false, kParts>(
       params, work.tile, row, work.request.q_start + packed.token, head, lane, first_column);
 }

@@ -9,11 +9,13 @@ struct Config : DefaultConfig {
   static constexpr int kConsumers = 2, kTileKV = 128, kStages = 2, kQuerySlots = 2, kFp8Stages = 0;
   static constexpr int kConverters = 0, kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr bool kIntraWarpgroupOverlap = true;
-  static constexpr int kGatherers = 0, kSharedBytes = 197632;
+  static constexpr int kGatherers = 0, kMinBlocks = 1, kSharedBytes = 197632;
+  static constexpr bool kPersistent = true, kTakesLate = true;
 };
 #endif
 
-extern "C" __global__ void __launch_bounds__(cupyattn::PrefillSm90<Config>::kThreads, 1)
+extern "C" __global__ void __launch_bounds__(cupyattn::PrefillSm90<Config>::kThreads,
+                                             Config::kMinBlocks)
     cupyattn_prefill_sm90(const __grid_constant__ cupyattn::PrefillSm90Params params) {
   using Kernel = cupyattn::PrefillSm90<Config>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];

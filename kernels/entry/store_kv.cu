@@ -10,7 +10,7 @@ struct Config {
 };
 #endif
 
-// Grid: blocks of rows × {K, V}; a row is one head of one token.
+// Grid: blocks of tokens × {K, V} × heads.
 extern "C" __global__ void __launch_bounds__(Config::kThreads)
     cupyattn_store_kv(const __grid_constant__ cupyattn::StoreKvParams params) {
   cupyattn::store_rows<Config>(params, blockIdx.y);

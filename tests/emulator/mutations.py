@@ -31,6 +31,9 @@ PORTABLE = (
     Mutation("warp-states-read-early", _BARRIER, "", "decode"),
     Mutation("page-offsets-read-early", _WARP_BARRIER, "", "paged decode"),
     Mutation("last-block-flag-read-early", _BARRIER, "", "split decode"),
+    Mutation("block-states-read-early", "ptx::cluster_wait();", "", "clusters"),
+    Mutation("block-ends-early", "ptx::cluster_wait();", "", "clusters"),
+    Mutation("shares-read-early", _BARRIER, "", "split prefill"),
     # Fragments and fp8.
     Mutation("k-fragment-swapped", "b[i][0], b[i][1]", "b[i][1], b[i][0]", "prefill"),
     Mutation("values-not-transposed", "ldmatrix_x4_trans", "ldmatrix_x4", "prefill"),
@@ -57,7 +60,12 @@ PORTABLE = (
     Mutation("maximum-of-half-a-quad", "fmaxf(x, ptx::shuffle_xor(x, 2))", "x", "steep"),
     Mutation("sum-of-half-a-quad", "x + ptx::shuffle_xor(x, 2)", "x", "prefill"),
     Mutation("warp-sums-not-weighted", "weight *", "", "steep decode"),
-    Mutation("split-weights-inverted", "lse - state.max", "state.max - lse", "split prefill"),
+    Mutation(
+        "split-weights-inverted",
+        "lse - merged.state.max",
+        "merged.state.max - lse",
+        "split prefill",
+    ),
     Mutation("state-of-another-head", "+ kv_head * num_splits", "", "split prefill"),
     Mutation("sink-not-in-sum", "+ ptx::ex2_approx(sink_base2 - new_max)", "", "sinks"),
     Mutation("no-keys-divides-by-zero", "sum == 0.0f || (old_max", "false && (old_max", "no keys"),
@@ -101,6 +109,7 @@ PORTABLE = (
     Mutation("page-past-the-pool", "page >= table", "page > table", "append"),
     Mutation("page-offset-of-next-position", "position %", "(position + 1) %", "append"),
     Mutation("slot-past-the-cache", "slot <", "slot <=", "slots"),
+    Mutation("quotients-of-infinities", ": q;", ": corrected;", "wide values"),
     # Metadata of serving steps.
     Mutation(
         "chunk-rows-begin-with-the-chunk", "max_of(begin, first_position)", "begin", "serving"

@@ -80,9 +80,15 @@ HOPPER = (
         "idle-warpgroup-skips-turns", "if (has_keys) skip_item(*item);", "", "hopper wide pages"
     ),
     Mutation(
+        "tiles-of-broken-tokens",
+        "whole_token_rows(params, Traits::kTileQ)",
+        "Traits::kTileQ",
+        "hopper whole tokens",
+    ),
+    Mutation(
         "output-box-of-partial-rows",
-        "num_rows / 64 * 64",
-        "ceil_div(num_rows, 64) * 64",
+        "num_rows / box * box",
+        "ceil_div(num_rows, box) * box",
         "hopper steep",
     ),
     Mutation(

@@ -68,6 +68,13 @@ def test_levels_are_one_launch_of_both_kinds_and_a_merge() -> None:
     assert run_case(BASE) == ["prefill_sm90", "mixed_sm80", "merge_levels"] * 2
 
 
+def test_states_of_tiles_that_hold_whole_tokens() -> None:
+    """189 of 192 rows, by which the states of a tile still lie apart."""
+    levels = (((30, 33), (300, 64)), ((1, 3, 26, 33), (20, 7, 26, 40)))
+    names = run_case(replace(BASE, group=7, levels=levels))
+    assert names[0] == "prefill_sm90" and names[-1] == "merge_levels"
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_without_keys(causal: bool) -> None:
     """Everywhere, at one level, and at the last."""

@@ -88,6 +88,13 @@ def _batch(
     return lambda **facts: run.batch(case, num_sms=num_sms, **facts).check()
 
 
+def _clusters(**facts: object) -> None:
+    case = replace(
+        test_batch.BASE, qo_len=(1,), kv_len=(900,), num_kv_heads=1, group=3, sm_scale=1.0
+    )
+    run.batch(case, num_sms=32, has_clusters=True, **facts).check()
+
+
 def _verify(q_len: int, kv_len: tuple[int, ...], **facts: object) -> None:
     case = replace(
         test_batch.BASE,
@@ -216,6 +223,11 @@ _RAGGED_PLAN = test_plan_batch.Batch(
 )
 
 
+def _wide_values(**facts: object) -> None:
+    with gpu.plugged_in(**facts):
+        test_page.write_wide_values()
+
+
 def _slots(**facts: object) -> None:
     with gpu.plugged_in(**facts):
         test_page.write_stray_slots()
@@ -262,6 +274,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "decode": _single(base=_DECODE),
     # 8 tiles in 3 parts.
     "split decode": _single({"kv_len": 1900}, facts={"num_sms": 6}, base=_DECODE),
+    "clusters": _clusters,
     "split prefill": _single({"kv_len": 700, "qo_len": 20}, facts={"num_sms": 20}),
     "sinks": _single({"has_sinks": True}),
     "no keys": _single({"kv_len": 0}),
@@ -295,6 +308,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
         16, {"window_size": (90, 0)}, num_sms=4, **facts
     ),
     "slots": _slots,
+    "wide values": _wide_values,
     "serving": _serving,
     "device plans": _plans(
         _SPLIT_PLAN,
@@ -336,6 +350,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
         {"causal": True, "qo_len": 200, "kv_len": 500, "group": 2, "window_left": 100}
     ),
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
+    "hopper whole tokens": _single({"group": 7, "qo_len": 60}),
     # So steep that even bfloat16 has no room for what passes the first tile's maximum.
     "hopper steep": _single({"sm_scale": 16.0, "kv_len": 700}),
     "hopper steep alibi": _single({"sm_scale": 16.0, "kv_len": 700, "pos_encoding_mode": "ALIBI"}),

@@ -11,7 +11,7 @@ from helpers.page_cases import Append
 from helpers.page_faults import STRAY, random_case, spoil
 
 import cupyattn
-from cupyattn import paging
+from cupyattn import paging, reference
 from cupyattn.core import dtypes
 from cupyattn.errors import ArgumentError
 from cupyattn.launch.driver import enqueue
@@ -127,6 +127,31 @@ def write_stray_slots() -> None:
         cache.assert_intact("cache")
         assert (cache.values()[1] == 1).all()
         assert np.isnan(cache.values()[[0, 2]]).all()
+
+
+def test_quotients_are_those_of_divisions(emulated: gpu.EmulatedGpu) -> None:
+    write_wide_values()
+
+
+def write_wide_values() -> None:
+    """float16 of all sizes, with infinities, zeros and NaNs, by scales near 1 and far from it."""
+    bits = np.arange(0, 1 << 16, 61).astype(np.uint16)
+    special = np.array([0x7C00, 0xFC00, 0x8000, 0x7E00, 0x7BFF, 0xFBFF, 1, 0x8001], np.uint16)
+    values = np.concatenate([special, bits]).view(np.float16)
+    x = values[: values.size // 64 * 64].reshape(-1, 1, 64)
+    for scale in (0.3, 1.7, 3e-20, 2e19):
+        caches = [poison.blank((len(x), 1, 64), dtypes.float8_e5m2.numpy) for _ in "kv"]
+        slots = embed(np.arange(len(x)))
+        new = [embed_rows(x) for _ in "kv"]
+        targets = [c.array for c in caches]
+        reshape_and_cache(*new, *targets, slots, k_scale=scale, v_scale=scale)
+        wanted = np.zeros(x.shape, dtypes.float8_e5m2.numpy)
+        places = np.arange(len(x)), np.arange(len(x)), np.zeros(len(x), np.int64)
+        reference.store_rows(x, wanted[:, None], places, scale)
+        for cache in caches:
+            found, is_nan = cache.values(), np.isnan(wanted)
+            assert (np.isnan(found) == is_nan).all()
+            assert (found.view(np.uint8) == wanted.view(np.uint8))[~is_nan].all()
 
 
 def embed_rows(x: np.ndarray) -> Any:

@@ -14,6 +14,11 @@ from helpers.cases import Case
 from helpers.verify_cases import FORMS
 
 import cupyattn
+from cupyattn.launch.attention import kernels as launch_kernels
+from cupyattn.launch.attention import merge_splits
+from cupyattn.launch.attention import single as launch_single
+from cupyattn.launch.tiles import select
+from cupyattn.schedule.tile_choice import TileChoice
 
 from . import gpu, run, test_attention, test_batch, test_planless
 
@@ -79,12 +84,83 @@ def test_swizzles_of_heads(causal: bool) -> None:
     check(replace(BASE, **MANY_HEADS, causal=causal))
 
 
-# Whole tiles of rows come in boxes where groups divide them, and are gathered elsewhere.
-@pytest.mark.parametrize("group", [1, 3, 4, 8, 40])
+# Whole tiles of rows come in boxes where they are whole tokens, and are gathered elsewhere: of 192
+# rows 190 are used by groups of 5 and 189 by those of 7, all by those of 40.
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 40])
 def test_groups(group: int) -> None:
     check(replace(CAUSAL, group=group, qo_len=400 // group + 3))
     # A last tile of which two warpgroups have rows.
     check(replace(CAUSAL, group=group, qo_len=500 // group))
+
+
+def force_tiles(name: str, patch: pytest.MonkeyPatch) -> None:
+    """Let plans choose these tiles wherever they have the choice."""
+    chosen = TileChoice(select.LARGE_TILES.index(name), 0.0)
+    for module in (launch_kernels, launch_single):
+        patch.setattr(module, "choose_tiles", lambda *_: chosen)
+
+
+# With no keys, one tile of them, and many; rows of a part of a tile, of a warpgroup and of none.
+@pytest.mark.parametrize("name", select.LARGE_TILES[1:])
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_tiles(name, monkeypatch)
+    case = replace(CAUSAL, head_dim_qk=128, head_dim_vo=128, group=group, return_lse=group == 4)
+    threads = {"tall": 512, "middle": 384, "short": 256}[name]
+    for qo_len, kv_len in ((300 // group + 1, 400 // group + 9), (80, 0), (70, 50)):
+        answer = check(replace(case, qo_len=qo_len, kv_len=kv_len))
+        assert answer.launches[0].block[0] == threads
+    check(replace(case, causal=False, window_left=60, has_sinks=True))
+
+
+@pytest.mark.parametrize("name", select.LARGE_TILES[1:])
+@pytest.mark.parametrize("kind", test_batch.KINDS)
+def test_other_tiles_of_batches(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of few rows, one of none, and one whose values are not all finite."""
+    force_tiles(name, monkeypatch)
+    problem = Problem("bfloat16", "bfloat16", (128, 128))
+    lengths = {"qo_len": (90, 3, 0, 33), "kv_len": (300, 60, 7, 33)}
+    case = replace(PAGED, problem=problem, **lengths, **test_batch.KINDS[kind])
+    answer = run.batch(case, num_sms=3)
+    assert kernels(answer)[0] == "prefill_sm90"
+    answer.check()
+
+
+@pytest.mark.parametrize("name", select.LARGE_TILES[1:])
+def test_hidden_values_of_other_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_tiles(name, monkeypatch)
+    case = replace(CAUSAL, head_dim_qk=128, head_dim_vo=128)
+    for value in (np.nan, np.inf):
+        check(case, spoil={"v": [((290, 1, 3), value), ((40, 0, 60), value)]})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qo_len": 20, "kv_len": 3000, "num_kv_heads": 1, "return_lse": True},
+        {"mask_kind": "packed", "mask_pattern": "tiles", "kv_len": 400},
+        {"pos_encoding_mode": "ROPE_LLAMA"},
+        {"pos_encoding_mode": "ALIBI", "kv_dtype": "float8_e4m3fn"},
+    ],
+    ids=str,
+)
+def test_tiles_of_whole_tokens(changes: dict[str, object]) -> None:
+    """Partial states and what launches ahead leave have as many tiles."""
+    answer = run.single(replace(CAUSAL, group=7, **{"qo_len": 60, **changes}))  # type: ignore[arg-type]
+    assert "prefill_sm90" in {launch.name for launch in answer.launches}
+    assert ("merge_splits" in kernels(answer)) == (changes.get("kv_len") == 3000)
+    answer.check()
+
+
+@pytest.mark.parametrize("kind", test_batch.KINDS)
+@pytest.mark.parametrize("group", [5, 8])
+def test_batches_of_one_request(kind: str, group: int) -> None:
+    """They have no work list, unless keys are split."""
+    case = replace(PAGED, qo_len=(90,), kv_len=(700,), group=group, **test_batch.KINDS[kind])
+    for split in ((None, True), (20 if kind == "paged" else 300, False)):
+        answer = run.batch(replace(case, split=split, has_sinks=True), num_sms=3)
+        assert kernels(answer) == ["prefill_sm90", "merge_splits"][: 1 + (split[0] is not None)]
+        answer.check()
 
 
 # A warpgroup has 64 rows of a tile's 192: of the last tile some have all, some a part, some none.
@@ -182,9 +258,13 @@ def check_a_large_key(*, cap: float = 30.0, size: float = 40.0, **facts: object)
     run.single(replace(case, kv_len=700), spoil={"k": [(5, size)]}, **facts).check()
 
 
-def test_splits() -> None:
+@pytest.mark.parametrize("few_rows", [0, 1024])
+def test_splits(few_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warp merges a row, or where there are few a block."""
+    monkeypatch.setattr(merge_splits, "_FEW_ROWS", few_rows)
     answer = check(replace(BASE, kv_len=900, group=1), num_sms=20)
-    assert answer.launches[-1].name == "merge_splits"
+    launch = answer.launches[-1]
+    assert launch.name == "merge_splits" and launch.grid[0] == (80 if few_rows else 20)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 50])

@@ -245,6 +245,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
                 "DTypeO": dtypes.parse(case.o_dtype or case.dtype),
                 "kHeadDimVO": DIM_VO,
                 "kTileQ": TILE_Q,
+                "kSharesRows": False,
                 "kWarps": 4,
                 "kAligned": True,
             }

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from helpers import poison, serving_engine, slot_cases
 from helpers.on_gpu import capture, framework, same
-from helpers.serving_cases import KINDS, Case
+from helpers.serving_cases import KINDS, Case, LatentCase
 from helpers.share import some
 
-from cupyattn.serving import MHATokenToKVPool
+from cupyattn.serving import LayerSpec, MHATokenToKVPool, MLATokenToKVPool
 from cupyattn.slots import reshape_and_cache
 
 pytestmark = pytest.mark.gpu
@@ -44,40 +44,59 @@ def test_long_requests(kind: str) -> None:
         case_of(seed, framework(seed), kind, is_long=True).run()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_steps_over_latent_pools(kind: str) -> None:
+    failures = []
+    for seed in range(some(12)):
+        try:
+            LatentCase(seed, framework(seed), kind=kind, is_gpu=True, device="cuda").run()
+        except AssertionError as error:
+            failures.append(f"seed {seed}: {error}")
+    assert not failures, f"{len(failures)} failed:\n" + "\n".join(failures[:5])
+
+
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_replays_are_eager_steps(torch: Any, xp: ModuleType, kind: str) -> None:
     """Bit by bit, with padded requests, changing lengths and pages."""
     for seed in range(some(8)):
-        case = case_of(seed, xp, kind)
-        if not case.bs:
-            continue
-        case.pad(seed % 3)
-        backend, meta = case.capture()
-        # The oracle knows the batch that is made last.
-        batches = [case.batch_of_one_key(), case.batch()][::-1]
-        q, layer = case.queries(), case.layer()
-        given = case.put(q)
-        shape = (len(q), case.heads, case.dim_v)
-        out, again = (poison.upload(np.zeros(shape, case.dtype), xp) for _ in "ab")
-        backend.init_forward_metadata_replay(case.bs, batches[0])
-        backend.forward(given, layer, meta, out)
-        replay = capture(
-            torch, xp, lambda b=backend, g=given, x=layer, m=meta, o=out: b.forward(g, x, m, o)
-        )
-        eager = case.backend()
-        for step in range(6):
-            batch = batches[step % 2]
-            backend.init_forward_metadata_replay(case.bs, batch)
-            replay()
-            eager.pool = backend.pool
-            eager.init_forward_metadata(batch)
-            eager.forward(given, layer, None, again)
-            rows = len(case.paths()) if step % 2 == 0 else 0
-            same(out[:rows], again[:rows], (kind, seed, step))
-        backend.init_forward_metadata_replay(case.bs, batches[0])
+        replays_are_eager_steps(torch, xp, case_of(seed, xp, kind), (kind, seed))
+
+
+@pytest.mark.parametrize("kind", ["decode", "draft beams", "verify chain", "verify tree"])
+def test_replays_over_latent_pools_are_eager_steps(torch: Any, xp: ModuleType, kind: str) -> None:
+    for seed in range(some(3)):
+        case = LatentCase(seed, xp, kind=kind, is_gpu=True, device="cuda")
+        replays_are_eager_steps(torch, xp, case, (kind, seed))
+
+
+def replays_are_eager_steps(torch: Any, xp: ModuleType, case: Case, label: tuple[Any, ...]) -> None:
+    if not case.bs:
+        return
+    case.pad(case.seed % 3)
+    backend, meta = case.capture()
+    # The oracle knows the batch that is made last.
+    batches = [case.batch_of_one_key(), case.batch()][::-1]
+    q, layer = case.queries(), case.layer()
+    given = case.put(q)
+    shape = (len(q), case.heads, case.dim_v)
+    out, again = (poison.upload(np.zeros(shape, case.dtype), xp) for _ in "ab")
+    backend.init_forward_metadata_replay(case.bs, batches[0])
+    backend.forward(given, layer, meta, out)
+    replay = capture(torch, xp, lambda: backend.forward(given, layer, meta, out))
+    eager = case.backend()
+    for step in range(6):
+        batch = batches[step % 2]
+        backend.init_forward_metadata_replay(case.bs, batch)
         replay()
-        _, lse = eager.forward(given, layer, meta, return_lse=True, lse_layout="th")
-        case.check(q, poison.download(out), poison.download(lse))
+        eager.pool = backend.pool
+        eager.init_forward_metadata(batch)
+        eager.forward(given, layer, None, again)
+        rows = len(case.paths()) if step % 2 == 0 else 0
+        same(out[:rows], again[:rows], (*label, step))
+    backend.init_forward_metadata_replay(case.bs, batches[0])
+    replay()
+    _, lse = eager.forward(given, layer, meta, return_lse=True, lse_layout="th")
+    case.check(q, poison.download(out), poison.download(lse))
 
 
 def test_many_replays(torch: Any, xp: ModuleType) -> None:
@@ -170,3 +189,24 @@ def test_strided_slots_are_copied(xp: ModuleType) -> None:
     for cache, x in zip(caches, values, strict=True):
         for column in range(3):
             np.testing.assert_array_equal(poison.download(cache)[slots[:, column]], x)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_latent_rows_are_written_and_moved(dtype: str) -> None:
+    """As the pool of CPU arrays has them, bit for bit."""
+    rng = np.random.default_rng(5)
+    rows = rng.standard_normal((7, 1, 576)).astype(np.float16)
+    loc, layer = np.array([3, 9, -1, 0, 30, 31, 12]), LayerSpec(0, softmax_scale=1.0, k_scale=0.3)
+    for is_split in (False, True):
+        found = []
+        for xp in (np, framework(1)):
+            like = poison.upload(np.zeros(1, np.int32), xp)
+            pool = MLATokenToKVPool(32, 512, 64, 1, like, dtype=dtype, is_split=is_split)
+            parts = [x for x in pool.get_latent_buffers(0) if x is not None]
+            given = [poison.upload(x, xp) for x in (rows[..., :512], rows[..., 512:])]
+            pool.set_mla_kv_buffer(layer, poison.upload(loc, xp), *given)
+            pool.move(*(poison.upload(np.array(x), xp) for x in ([1, 2, -1], [3, 9, 9])))
+            written = [0, 1, 2, 3, 9, 12, 30, 31]
+            found.append([poison.download(x)[written].view(np.uint8) for x in parts])
+        for one, other in zip(*found, strict=True):
+            np.testing.assert_array_equal(one, other)

@@ -122,7 +122,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
             num_slots=SLOTS,
             num_sms=SLOTS // 2,
             has_clusters=fake.has_clusters and tiles.name == "decode_sm80",
-            most_clusters=lambda cluster: SLOTS // cluster,
+            most_clusters=lambda cluster: SLOTS // 2 // cluster,
         )
 
     def load_mixed(
@@ -200,27 +200,22 @@ def fields() -> list[tuple[str, str]]:
     """(format, name) of every field of the kernels' struct, as its header has them."""
     body = HEADER.read_text().split("struct AttentionParams {")[1].split("};")[0]
     formats = {"int64_t": "q", "int32_t": "i", "float": "f", "uint32_t": "I"}
-    # What user-written logits read, as bytes.
-    blocks = {
-        "logits_arrays": f"{params.LOGITS_ARRAYS.size}s",
-        "logits_numbers": f"{params.LOGITS_NUMBERS.size}s",
-    }
+    # Arrays are bytes here, but for the last one.
+    blocks = {"logits_arrays": "96s", "logits_numbers": "32s", "rope_step": "128I"}
     found = []
     for kind, names in re.findall(r"^\s*(?:const )?(\w+\*?) ([^;/]*);", body, re.MULTILINE):
         for name in names.split(", "):
-            name, _, count = name.partition("[")
+            name = name.split("[")[0]
             code = blocks.get(name) or ("Q" if kind.endswith("*") else formats[kind])
-            found.append((f"128{code}" if count and name not in blocks else code, name))
+            found.append((code, name))
     return found
 
 
 def unpack(raw: bytes) -> dict[str, Any]:
     known = fields()
     values = struct.unpack("<" + "".join(code for code, _ in known), raw)
-    # Blocks without an entry are 0, as pointers are.
-    values = [0 if isinstance(x, bytes) and not any(x) else x for x in values]
     named = dict(zip((name for _, name in known), values, strict=False))
-    return named | {"rope_step": tuple(values[len(known) - 1 :])}
+    return named | {"rope_step": values[len(known) - 1 :]}
 
 
 def pointer(x: Any) -> int:
@@ -228,13 +223,15 @@ def pointer(x: Any) -> int:
 
 
 def count_functions(call: Callable[[], Any]) -> int:
-    """The functions of the library written in Python that a call runs."""
+    """The functions of the library written in Python that a call runs. Comprehensions are none."""
     package = str(Path(cupyattn.__file__).parent)
     counted = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
         nonlocal counted
-        counted += event == "call" and frame.f_code.co_filename.startswith(package)
+        code = frame.f_code
+        is_function = event == "call" and not code.co_name.startswith("<")
+        counted += is_function and code.co_filename.startswith(package)
 
     sys.setprofile(count)
     try:

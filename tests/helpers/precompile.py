@@ -141,7 +141,8 @@ class Recorder:
                 None
             )
         if not prefill.fused_merge:
-            self.found["merge_splits", merge_splits.config(problem, prefill.tile_q)] = None
+            merges = merge_splits.configs(problem, prefill)
+            self.found |= dict.fromkeys(("merge_splits", config) for config in merges)
         return SimpleNamespace(
             function=None, tiles=tiles, num_slots=264, num_sms=132, has_clusters=False
         )
@@ -300,7 +301,8 @@ def planless_instances(arch: str) -> list[Instance]:
         tiles = tile_config(problem, rows, SHARED_BYTES[arch], True, arch, case.page_size)
         found |= dict.fromkeys(with_scan(tiles))
         if not tiles.fused_merge:
-            found["merge_splits", merge_splits.config(problem, tiles.tile_q)] = None
+            merges = merge_splits.configs(problem, tiles)
+            found |= dict.fromkeys(("merge_splits", config) for config in merges)
     return list(found)
 
 

@@ -85,7 +85,7 @@ def random_weights(named: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(7)
     made = {}
     for name, x in sorted(named):
-        y = torch.randn(x.shape, generator=generator)
+        y = torch.randn(x.shape, generator=generator, device="cpu")
         made[name] = 1 + 0.1 * y if "norm" in name else y * 1.5 * x.shape[-1] ** -0.5
     return made
 

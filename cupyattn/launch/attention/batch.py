@@ -37,15 +37,25 @@ from ..driver import params
 from ..driver.enqueue import Launch, cuda
 from ..tiles import sm90
 from ..tiles.config import TileConfig
-from ..tiles.select import LARGE, MOST_ROWS, SMALL, VERIFY, row_class
+from ..tiles.select import FEW, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
 from . import rotate_batch, rotate_keys, tma_sm90
 from .bound_run import BoundRun, Step, in_order
-from .kernels import UNKNOWN_LENGTH, Kernel, KernelGroup, Kernels, group_by_row_class
+from .kernels import (
+    MOST_PARTS,
+    UNKNOWN_LENGTH,
+    Kernel,
+    KernelGroup,
+    Kernels,
+    group_by_row_class,
+)
 from .layout import BatchSchedule, Capacity, EqualRequests, KernelWork, Layout, Reserved
 
 _MAX_CACHED = 1024
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
 _WORTHWHILE = 5.0
+# What a launch beside others takes at least, and by how much more time than that one of requests of
+# few rows is later than prefill_sm90, in microseconds.
+_LAUNCH, _OF_SMALL = 4.0, 8.0
 _NO_MERGES = np.zeros(0, np.int32)
 # A cascade without keys is nothing but its merge.
 _NO_LAUNCHES: tuple[tuple[Launch | None, int], ...] = ((None, 0),)
@@ -72,7 +82,7 @@ class BatchLauncher:
         )
         self._kernels = Kernels(problem, spec.group_size, spec.page_size, device_index)
         self._layout = Layout(self._kernels, problem, *heads, device_index)
-        self._packed: dict[tuple[int, float, float], bytes] = {}
+        self._packed: dict[tuple[int, float, float, int], bytes] = {}
         self._equal: dict[tuple[object, ...], EqualRequests] = {}
         self._heads = tma_sm90.Heads(problem, *heads, spec.page_size)
 
@@ -134,6 +144,8 @@ class BatchLauncher:
                 [self._kernel_work(rows, shape, plan, most)], requests, capacity
             )
         found = group_by_row_class(requests, self.group_size)
+        if not splitting.tokens:
+            found = self._choose_tiles(found, requests, splitting.may_split)
         mixed = self._kernels.mixed_rows(requests.qo_len) if len(found) > 1 else None
         if mixed is not None:
             return self._layout.lay_out([self._mixed_work(mixed, requests, splitting)])
@@ -146,16 +158,52 @@ class BatchLauncher:
             shape = self._kernels.get(rows).shapes[0]
             if slots:
                 shape = replace(shape, num_slots=slots)
-            elif len(found) == 1:
+            elif len(found) == 1 and rows in FEW:
                 longest = int(np.maximum.reduce(requests.kv_len))
                 qo_len = requests.qo_range()[1]
                 rows, shape = self.choose(len(requests.kv_len), qo_len, longest, splitting)
             plan = self._plan(chosen, shape, splitting)
             if len(plan.items):
+                if plan.num_states > MOST_PARTS and len(found) == 1:
+                    shape = self._kernels.merged_by(shape, plan)
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
                 works.append(self._kernel_work(rows, shape, plan, exact, slots))
             slots = 0
-        return self._of_requests(works, requests)
+        schedule = self._of_requests(works, requests)
+        if len(works) == 1 and not works[0].reserved.split_tiles:
+            schedule.only = self._only(requests, schedule)
+        return schedule
+
+    def _only(
+        self, requests: BatchRequests, schedule: BatchSchedule
+    ) -> tuple[int, int, int] | None:
+        """See BatchSchedule. What a list would say of one request is in the Params struct too."""
+        (part,), count = schedule.parts, requests.qo_len.size
+        if count != 1 or part.tiles is None or requests.mask_start is not None:
+            return None
+        if requests.q_start[0] or requests.kv_start[0] or requests.key_offset is not None:
+            return None
+        ((launch, _),) = part.launches
+        return int(requests.qo_len[0]), int(requests.kv_len[0]), launch.num_items
+
+    def _choose_tiles(
+        self, found: list[tuple[str, BatchRequests]], requests: BatchRequests, may_split: bool
+    ) -> list[tuple[str, BatchRequests]]:
+        """The same requests with tiles of prefill_sm90 chosen by when launches are done: of those
+        of many rows, or of all, if their launch ends before each kind's own launch could."""
+        if not found or found[0][0] not in (SMALL, LARGE):
+            return found
+        heads = self.num_kv_heads, self.masking, may_split
+        together = self._kernels.choose_tiles(requests, *heads)
+        (name, first), *others = found
+        if not others and name == LARGE:
+            return [(together.name, requests)]
+        apart = _LAUNCH * len(others)
+        if name == LARGE:
+            apart += self._kernels.choose_tiles(first, *heads).time
+        else:
+            apart += _LAUNCH + _OF_SMALL
+        return [(together.name, requests)] if together.time < apart else found
 
     def _of_requests(
         self, works: list[KernelWork], requests: BatchRequests, capacity: Capacity | None = None
@@ -164,6 +212,10 @@ class BatchLauncher:
         if any(part.tiles is not None for part in schedule.parts):
             schedule.longest = int(requests.kv_len.max(initial=0))
         return rotate_batch.reserve_rotated(schedule, requests, self._keys, capacity)
+
+    def kernels(self) -> list[Kernel]:
+        """The kernels that plans have asked for so far."""
+        return self._kernels.known()
 
     def tiles(self, rows: str) -> TileConfig:
         """The tiles of a row class."""
@@ -214,8 +266,9 @@ class BatchLauncher:
         ]
         parts = [part for plan in plans for part in plan.parts]
         dealt = [kind for group in groups for kind in group.dealt]
-        tile_rows = [tiles.tile_q for group in groups for tiles in group.kernel.kinds]
-        offsets, state_rows = state_offsets(parts, tile_rows)
+        kinds = [tiles for group in groups for tiles in group.kernel.kinds]
+        tile_rows = [(tiles.used_rows(self.group_size), tiles.tile_q) for tiles in kinds]
+        offsets, state_rows = state_offsets(parts, [rows for _, rows in tile_rows])
         num_rows = levels.num_rows if capacity is None else capacity.num_rows
         about = [(*x, part, n) for x, part, n in zip(dealt, parts, tile_rows, strict=True)]
         tables = level_tables(levels, about, offsets, self.group_size, num_rows)
@@ -287,8 +340,8 @@ class BatchLauncher:
         if not large:
             return [rest.served(MOST)]
         (tiles,) = large[0].kernel.kinds
-        edge = MOST_ROWS[SMALL]
-        return [[Served(tiles.tile_q, edge, MOST)], rest.served(edge)]
+        edge, rows = MOST_ROWS[SMALL], tiles.used_rows(self.group_size)
+        return [[Served(rows, edge, MOST, tiles.tile_q - rows)], rest.served(edge)]
 
     def _device(self, group: KernelGroup, slots: int = 0) -> Device:
         """slots: blocks that run at a time; 0: as many as the kernel has."""
@@ -354,9 +407,10 @@ class BatchLauncher:
 
     def _reserved(self, rows: str, shape: TileShape, most: Limits) -> Reserved:
         split_tiles, counters = most.num_split_tiles, 0
-        if self._kernels.get(rows).kinds[0].fused_merge and shape.is_fused:
+        tiles = self._kernels.get(rows).kinds[0]
+        if tiles.fused_merge and shape.is_fused:
             split_tiles, counters = 0, split_tiles
-        state_rows = most.num_states * shape.tile_q
+        state_rows = most.num_states * tiles.tile_q
         merged = split_tiles, split_tiles, counters
         return Reserved(most.num_items, *merged, state_rows, cluster=shape.cluster)
 
@@ -398,19 +452,25 @@ class BatchLauncher:
         positions = 0 if schedule.positions < 0 else words + schedule.positions
         for part in schedule.parts:
             for launch, first_item in part.launches or _NO_LAUNCHES:
-                key = first_item, sm_scale, output_scale
+                qo_len, kv_len = part.levels
+                num_q_tiles, items = 0, words + part.items
+                if schedule.only is not None:
+                    qo_len, kv_len, num_q_tiles = schedule.only
+                    items = 0
+                key = first_item, sm_scale, output_scale, num_q_tiles
                 planned = params.PLANNED.pack(
                     workspace + part.partial_o,
                     workspace + part.partial_lse,
                     words + part.counters if part.has_counters else 0,
-                    words + part.items,
+                    items,
                     words + part.merges,
                     kv_indices,
                     positions,
                     strides,
                     mask_bytes,
                     mask_row_bytes,
-                    *part.levels,
+                    qo_len,
+                    kv_len,
                     self._packed.get(key) or self._constants(*key),
                 )
                 if launch is not None:
@@ -437,12 +497,18 @@ class BatchLauncher:
             self.problem, self.num_kv_heads, longest, self.spec.right_limit >= 0, l2_bytes
         )
 
-    def _constants(self, first_item: int, sm_scale: float, output_scale: float) -> bytes:
+    def _constants(
+        self, first_item: int, sm_scale: float, output_scale: float, num_q_tiles: int
+    ) -> bytes:
         """What is the same for all runs with these scales."""
         packed = params.pack_constants(
-            self.spec, sm_scale=sm_scale, output_scale=output_scale, first=first_item
+            self.spec,
+            sm_scale=sm_scale,
+            output_scale=output_scale,
+            first=first_item,
+            num_q_tiles=num_q_tiles,
         )
         if len(self._packed) >= _MAX_CACHED:
             self._packed.clear()
-        self._packed[first_item, sm_scale, output_scale] = packed
+        self._packed[first_item, sm_scale, output_scale, num_q_tiles] = packed
         return packed

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...core.device import device_props
 from ...core.problem import AttentionProblem
-from ...schedule.batch import BatchRequests
+from ...schedule.batch import NUM_SPLITS, BatchPlan, BatchRequests
 from ...schedule.levels import Served
+from ...schedule.masking import Masking
+from ...schedule.tile_choice import choose_tiles
 from ...schedule.tile_shape import TileShape, cluster_size
 from ..tiles.config import TileConfig
-from ..tiles.select import DECODE, FEW, MOST_ROWS, ROW_CLASSES, VERIFY, row_class
+from ..tiles.select import (
+    DECODE,
+    FEW,
+    LARGE,
+    MOST_ROWS,
+    ROW_CLASSES,
+    SMALL,
+    VERIFY,
+    large_tiles,
+    row_class,
+    shape_of,
+)
 from .single import LoadedKernel, load_kernel, load_mixed
 
 # A row class, or the two of a mixed kernel: prefill's, then decode's.
@@ -20,8 +36,27 @@ Rows = str | tuple[str, str]
 # How often the warps of a block take a row of a tile to merge its parts, at most: more are left to
 # a launch, which takes some 2.5 us.
 _MOST_PASSES = 2
+# Tiles of keys for each block that runs at a time, up to which prefill's kernel serves 17 to 32
+# rows.
+_MOST_TILES_OF_SMALL = 32
+# States that a warp of a fused merge asks for at a time: more of them are two round trips.
+MOST_PARTS = 16
 # Of requests whose keys nobody has counted yet: many, but not so many that clusters are no use.
 UNKNOWN_LENGTH = 4096
+# Choices of tiles that are remembered, by the lengths of a batch.
+_MAX_CHOICES = 4096
+
+
+class Choice(NamedTuple):
+    """Tiles of the last row class (select.LARGE_TILES), and when their launch would be done, in
+    microseconds; infinite where nothing is known of it."""
+
+    name: str
+    time: float
+
+
+_in_clusters = lru_cache(maxsize=256)(TileShape.in_clusters)
+_merged_apart = lru_cache(maxsize=256)(TileShape.merged_apart)
 
 
 class Kernel(NamedTuple):
@@ -47,7 +82,8 @@ class KernelGroup(NamedTuple):
         """What each kind serves of requests of up to `most` rows."""
         tiles = [kind.tile_q for kind in self.kernel.kinds]
         if len(tiles) == 1:
-            return [Served(tiles[0], 0, most)]
+            rows = self.kernel.shapes[0].tile_q
+            return [Served(rows, 0, most, tiles[0] - rows)]
         return [Served(tiles[0], tiles[1], most), Served(tiles[1], 0, tiles[1])]
 
 
@@ -62,8 +98,8 @@ class Kernels:
         self._page_size = page_size
         self._device_index = device_index
         self._known: dict[Rows, Kernel | None] = {}
-        self._in_clusters = lru_cache(maxsize=None)(TileShape.in_clusters)
-        self._merged_apart = lru_cache(maxsize=None)(TileShape.merged_apart)
+        self._choices: dict[tuple[object, ...], Choice] = {}
+        self._large: dict[str, TileShape] | None = None
 
     def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
         """The requests at these indices."""
@@ -83,11 +119,39 @@ class Kernels:
         found = None
         if isinstance(rows, str):
             single = load_kernel(self._problem, rows, self._device_index, True, self._page_size)
-            found = _kernel_of(single, (single.tiles,))
+            found = _kernel_of(single, (single.tiles,), self._group_size)
         elif (mixed := load_mixed(self._problem, *rows, self._device_index)) is not None:
             kinds = mixed.tiles.prefill, mixed.tiles.decode
-            found = _kernel_of(mixed, kinds)
+            found = _kernel_of(mixed, kinds, self._group_size)
         self._known[rows] = found
+        return found
+
+    def known(self) -> list[Kernel]:
+        """The kernels that plans have asked for so far."""
+        return [kernel for kernel in self._known.values() if kernel is not None]
+
+    def choose_tiles(
+        self, requests: BatchRequests, num_kv_heads: int, masking: Masking, may_split: bool
+    ) -> Choice:
+        """The tiles of the last row class by which one launch of all these requests is done
+        soonest."""
+        if self._large is None:
+            props = device_props(self._device_index)
+            made = large_tiles(self._problem, props.max_smem_per_block, props.arch, self._page_size)
+            facts = self._group_size, props.num_sms
+            self._large = {name: shape_of(tiles, *facts) for name, tiles in made.items()}
+        if not self._large:
+            return Choice(LARGE, math.inf)
+        key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), may_split
+        found = self._choices.get(key)
+        if found is None:
+            if len(self._choices) >= _MAX_CHOICES:
+                self._choices.clear()
+            shapes = list(self._large.values())
+            index, time = choose_tiles(
+                requests, self._group_size, num_kv_heads, shapes, masking, may_split
+            )
+            found = self._choices[key] = Choice(list(self._large)[index], time)
         return found
 
     def choose(
@@ -101,17 +165,40 @@ class Kernels:
         shape = kernel.shapes[0]
         if not kernel.kinds[0].fused_merge or self._problem.is_wide:
             return rows, shape
-        if kernel.loaded.has_clusters and 4 * num_items <= kernel.loaded.num_sms:
-            few = self.get(FEW[rows])
-            key_tiles = -(-longest // few.shapes[0].tile_kv)
-            cluster = cluster_size(num_items, key_tiles, few.loaded.num_sms)
-            if cluster > 1:
+        if kernel.loaded.has_clusters:
+            num_sms = kernel.loaded.num_sms
+            # Blocks of few requests take twice the keys.
+            cluster = cluster_size(num_items, -(-longest // (2 * shape.tile_kv)), num_sms)
+            while cluster > 1:
+                few = self.get(FEW[rows])
+                # Clusters need neighbouring SMs, so fewer of them fit than their blocks.
                 most = few.loaded.most_clusters(cluster)
                 if num_items <= most:
-                    return FEW[rows], self._in_clusters(few.shapes[0], cluster, most)
-        if most_rows > _MOST_PASSES * shape.rows_at_a_time:
-            return rows, self._merged_apart(shape)
-        return rows, shape
+                    return FEW[rows], _in_clusters(few.shapes[0], cluster, most)
+                cluster //= 2
+        if most_rows <= _MOST_PASSES * shape.rows_at_a_time:
+            return rows, shape
+        # Of 32 rows O is much to merge among the warps of a block. Warps of prefill share the keys,
+        # not the rows, and are as fast unless memory decides.
+        tiles_a_slot = num_items * -(-longest // shape.tile_kv) / shape.num_slots
+        if rows == VERIFY and tiles_a_slot <= _MOST_TILES_OF_SMALL and self._is_plain():
+            return SMALL, self.get(SMALL).shapes[0]
+        return rows, _merged_apart(shape)
+
+    def merged_by(self, shape: TileShape, plan: BatchPlan) -> TileShape:
+        """The shape of a plan where a launch merges, if a tile has more parts than a warp asks for
+        at a time; else the same."""
+        if not shape.is_fused or not shape.part_cost or shape.cluster > 1:
+            return shape
+        most = np.maximum.reduce(plan.items[plan.merges, NUM_SPLITS])
+        return _merged_apart(shape) if most > MOST_PARTS else shape
+
+    def _is_plain(self) -> bool:
+        """Whether the kernels of this problem were compared for these rows."""
+        problem = self._problem
+        has_options = problem.custom_mask or problem.soft_cap or problem.pos_encoding != "NONE"
+        is_measured = problem.dtype_kv.is_float16 and problem.paged and problem.head_dim_qk <= 128
+        return is_measured and not has_options
 
     def mixed_rows(self, lengths: np.ndarray) -> tuple[str, str] | None:
         """The row group_by_row_class of a mixed kernel for requests of so many query tokens.
@@ -159,7 +246,7 @@ def group_by_row_class(requests: BatchRequests, group_size: int) -> list[tuple[s
     return found
 
 
-def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...]) -> Kernel:
+def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...], group_size: int) -> Kernel:
     # A state of decode has few rows of its tile and is merged by the block that is last, whose
     # warps take a row each: 16 states are one round trip to L2, some 0.25 us. One of prefill has
     # 64 KB, and a launch merges them.
@@ -167,7 +254,9 @@ def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...]) -> Kern
     of_decode = 0.25, 0.03, loaded.tiles.threads // 32, least_share
     costs = (of_decode if tiles.fused_merge else (4.0, 0.0) for tiles in kinds)
     shapes = tuple(
-        TileShape(tiles.tile_q, tiles.tile_kv, loaded.num_slots, *cost)
+        TileShape(tiles.used_rows(group_size), tiles.tile_kv, loaded.num_slots, *cost)
         for tiles, cost in zip(kinds, costs, strict=True)
     )
+    if kinds[0].times is not None:
+        shapes = (replace(shapes[0], times=kinds[0].times, num_sms=loaded.num_sms),)
     return Kernel(loaded, kinds, shapes)

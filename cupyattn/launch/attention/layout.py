@@ -105,6 +105,8 @@ class BatchSchedule:
     workspace_bytes  scratch for partial states and for what is found of masks (16-byte aligned)
     positions        bytes into the words, where the positions of rows are; -1 without any
     longest          the most keys of a request
+    only             of a batch of one request whose keys are not split, for prefill_sm90: its rows
+                     and keys, and its tiles; the kernel then reads no work list. None: any other
     rotated          rows of k, or pages, that are rotated ahead of the launches, and the bytes that
                      takes; 0 if none are
     """
@@ -116,6 +118,7 @@ class BatchSchedule:
     longest: int = 0
     rotated: int = 0
     rotated_bytes: int = 0
+    only: tuple[int, int, int] | None = None
 
 
 class EqualRequests:
@@ -203,19 +206,18 @@ class Layout:
         self, rows: Rows, reserved: Reserved, words_bytes: int, workspace_bytes: int
     ) -> tuple[LaunchPart, int, int]:
         kernel, heads = self._kernels.get(rows), self._num_kv_heads
-        tiles = kernel.loaded.tiles
+        loaded = kernel.loaded
+        tiles = loaded.tiles
         persistent = kernel.kinds[0] if kernel.kinds[0].is_sm90 else None
-        function, size = kernel.loaded.function, (tiles.threads, tiles.shared_bytes)
+        function, size = loaded.function, (tiles.threads, tiles.shared_bytes)
         launches: tuple[tuple[Launch, int], ...]
         mask_bytes = 0
         if persistent is not None:
-            blocks = min(reserved.items * heads, reserved.slots or kernel.loaded.num_slots)
+            grid = persistent.grid(reserved.items, heads, reserved.slots or loaded.num_slots)
             prologue = scan_mask.prologue(persistent, reserved.items, self._device_index)
-            launches = (
-                (Launch(function, (blocks, 1, 1), *size, reserved.items, False, prologue), 0),
-            )
+            launches = ((Launch(function, grid, *size, reserved.items, False, prologue), 0),)
             mask_bytes = 0 if prologue is None else reserved.items * scan_mask.MAP_BYTES
-            launches = launches if blocks else ()
+            launches = launches if reserved.items else ()
         else:
             cluster = reserved.cluster
             grids = (
@@ -227,9 +229,9 @@ class Layout:
             )
         merge = None
         if reserved.split_tiles:
-            tile_q = kernel.kinds[0].tile_q
-            num_rows = reserved.split_tiles * tile_q
-            merge = merge_splits.prepare(self._problem, tile_q, num_rows, heads, self._device_index)
+            merged = kernel.kinds[0]
+            num_rows = reserved.split_tiles * merged.tile_q
+            merge = merge_splits.prepare(self._problem, merged, num_rows, heads, self._device_index)
         elif reserved.levels[0]:
             num_heads = heads * self._group_size
             merge = merge_levels.prepare(

@@ -8,22 +8,42 @@ from ... import jit
 from ...core.device import device_props, overlaps_launches
 from ...core.problem import AttentionProblem
 from ..driver.enqueue import Launch, load_function
+from ..tiles.config import TileConfig
 
 _WARPS = 4
 
 
+# Up to so many rows of all KV heads each have a block.
+_FEW_ROWS = 1024
+
+
 @lru_cache(maxsize=1024)
-def config(problem: AttentionProblem, tile_q: int) -> jit.Config:
-    """The kernel's Config for the partial states of a prefill tile of `tile_q` rows."""
+def config(problem: AttentionProblem, tiles: TileConfig, shares_rows: bool = False) -> jit.Config:
+    """The kernel's Config for the partial states of these tiles of prefill.
+
+    shares_rows: the warps of a block merge one row, each some of its states.
+    """
     return jit.Config(
         {
             "DTypeO": problem.dtype_o,
             "kHeadDimVO": problem.head_dim_vo,
-            "kTileQ": tile_q,
+            "kTileQ": tiles.tile_q,
+            "kWholeTokens": tiles.is_sm90,
             "kWarps": _WARPS,
             "kAligned": problem.aligned,
+            "kSharesRows": shares_rows,
         }
     )
+
+
+def configs(problem: AttentionProblem, tiles: TileConfig) -> list[jit.Config]:
+    """The Configs for any number of rows."""
+    return [config(problem, tiles, few) for few in (False, True)[: 1 if is_wide(problem) else 2]]
+
+
+def is_wide(problem: AttentionProblem) -> bool:
+    """Whether a row is divided among warps by its columns."""
+    return parts(problem.head_dim_vo) > 1
 
 
 def parts(head_dim: int) -> int:
@@ -32,10 +52,16 @@ def parts(head_dim: int) -> int:
 
 
 def prepare(
-    problem: AttentionProblem, tile_q: int, num_rows: int, num_kv_heads: int, device_index: int
+    problem: AttentionProblem,
+    tiles: TileConfig,
+    num_rows: int,
+    num_kv_heads: int,
+    device_index: int,
 ) -> Launch:
-    """The merge of `num_rows` packed rows a KV head; its arguments are those of the prefill."""
-    function = load_function("merge_splits", config(problem, tile_q), device_index)
-    grid = (-(-num_rows * parts(problem.head_dim_vo) // _WARPS), num_kv_heads, 1)
+    """The merge of so many rows, in whole tiles, a KV head; its arguments are those of prefill."""
+    shares_rows = num_rows * num_kv_heads <= _FEW_ROWS and not is_wide(problem)
+    function = load_function("merge_splits", config(problem, tiles, shares_rows), device_index)
+    rows_a_block = 1 if shares_rows else _WARPS
+    grid = (-(-num_rows * parts(problem.head_dim_vo) // rows_a_block), num_kv_heads, 1)
     early = overlaps_launches(device_props(device_index).arch)
     return Launch(function, grid, _WARPS * 32, 0, is_dependent=early)

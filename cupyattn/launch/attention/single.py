@@ -7,17 +7,29 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from ...core.device import NO_GPU, DeviceProps, device_props, overlaps_launches
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
 from ...schedule import MAX_GRID_YZ, Masking, SinglePlan, plan_single
+from ...schedule.batch import BatchRequests
+from ...schedule.tile_choice import choose_tiles
 from ..driver import params, scratch
 from ..driver.enqueue import Launch, enqueue, load_function
 from ..driver.pdl import most_clusters
 from ..driver.scratch import Allocate
 from ..tiles import sm90
 from ..tiles.config import TileConfig
-from ..tiles.select import MixedConfig, mixed_config, row_class, tile_config
+from ..tiles.select import (
+    LARGE,
+    MixedConfig,
+    large_tiles,
+    mixed_config,
+    row_class,
+    shape_of,
+    tile_config,
+)
 from . import merge_splits, rotate_keys, scan_mask, tma_sm90
 
 # k's pair in params.STRIDES, after q's.
@@ -164,16 +176,22 @@ class AttentionLauncher:
         return found
 
     def _prepare(self, qo_len: int, kv_len: int) -> PreparedPlan:
-        kernel = load_kernel(self.problem, row_class(qo_len * self.group_size), self.device_index)
+        masking = Masking(self.spec.window_left, self.spec.right_limit)
+        name = row_class(qo_len * self.group_size)
+        if name == LARGE:
+            name = self._large_tiles(qo_len, kv_len, masking)
+        kernel = load_kernel(self.problem, name, self.device_index)
         plan = plan_single(
             qo_len,
             kv_len,
             self.group_size,
             self.num_kv_heads,
-            kernel.tiles.tile_q,
+            kernel.tiles.used_rows(self.group_size),
             kernel.tiles.tile_kv,
             kernel.num_slots,
-            Masking(self.spec.window_left, self.spec.right_limit),
+            masking,
+            kernel.tiles.times,
+            kernel.num_sms,
         )
         tiles = kernel.tiles
         swizzle = sm90.ONE_HEAD
@@ -197,8 +215,8 @@ class AttentionLauncher:
             )
         num_counters, merge = plan.num_q_tiles * self.num_kv_heads, None
         if not tiles.fused_merge:
-            rows, heads = qo_len * self.group_size, self.num_kv_heads
-            merge = merge_splits.prepare(self.problem, tiles.tile_q, rows, heads, self.device_index)
+            rows, heads = plan.num_q_tiles * tiles.tile_q, self.num_kv_heads
+            merge = merge_splits.prepare(self.problem, tiles, rows, heads, self.device_index)
             num_counters = tiles.num_counters
         lse_bytes = 4 * plan.num_blocks * tiles.tile_q
         o_bytes = lse_bytes * self.problem.head_dim_vo
@@ -213,6 +231,18 @@ class AttentionLauncher:
             swizzle,
             merge,
         )
+
+    def _large_tiles(self, qo_len: int, kv_len: int, masking: Masking) -> str:
+        """The tiles by which a request of many rows is served soonest."""
+        props = device_props(self.device_index)
+        made = large_tiles(self.problem, props.max_smem_per_block, props.arch, 0)
+        if not made:
+            return LARGE
+        zero = np.zeros(1, np.int64)
+        requests = BatchRequests(zero + qo_len, zero + kv_len, zero, zero)
+        shapes = [shape_of(tiles, self.group_size, props.num_sms) for tiles in made.values()]
+        heads = self.group_size, self.num_kv_heads
+        return list(made)[choose_tiles(requests, *heads, shapes, masking, True).chosen]
 
     def _part(
         self, kernel: LoadedKernel[TileConfig], plan: SinglePlan, first_q_tile: int
@@ -229,7 +259,7 @@ class AttentionLauncher:
         grid = self.num_kv_heads, plan.num_q_tiles - first_q_tile, plan.num_splits
         if tiles.is_sm90:
             num_items = grid[1] * grid[2]
-            grid = min(plan.num_blocks, kernel.num_slots), 1, 1
+            grid = tiles.grid(num_items, self.num_kv_heads, kernel.num_slots)
             prologue = scan_mask.prologue(tiles, num_items, self.device_index)
         else:
             grid = grid[0], min(grid[1], MAX_GRID_YZ), grid[2]

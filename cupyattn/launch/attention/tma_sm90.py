@@ -143,7 +143,7 @@ class Maps:
 
     def _box_rows(self, group: int) -> int:
         """Those of a warpgroup, else of a tile, if they are whole tokens; or 0."""
-        for rows in (_WARPGROUP_ROWS, self._tiles.tile_q):
+        for rows in (_WARPGROUP_ROWS, self._tiles.used_rows(group)):
             if rows % group == 0 and max(group, rows // group) <= _MAX_BOX:
                 return rows
         return 0

@@ -78,12 +78,12 @@ def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: 
     function, (x, y, z), threads, shared_bytes, _, is_dependent, prologue, cluster = launch
     if prologue is not None:
         enqueue(prologue, arguments, device_index, stream)
-    given = function, x, y, z, threads, 1, 1, shared_bytes, stream, arguments.address, 0
     if cluster > 1:
-        api.launch_clusters(*given, cluster, is_dependent)
-    elif is_dependent:
-        api.launch_early(*given)
+        sizes = x, y, z, threads, 1, 1, shared_bytes
+        place = stream, arguments.address, 0
+        api.launch_clusters(function, *sizes, *place, cluster, is_dependent)
     else:
-        api.launch_kernel(*given)
+        call = api.launch_early if is_dependent else api.launch_kernel
+        call(function, x, y, z, threads, 1, 1, shared_bytes, stream, arguments.address, 0)
     if api.is_debugging:
         api.runtime.streamSynchronize(stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ... import jit
 from ...core import dtypes
@@ -90,8 +90,12 @@ class Append(NamedTuple):
         )
         # The kernel walks on with rows beyond the last block.
         blocks = min(-(-nnz * self.num_kv_heads // (_THREADS >> self.lane_bits)), _MAX_BLOCKS)
-        launch = Launch(self.function, (blocks, 2, 1), _THREADS, 0)
-        enqueue(launch, arguments, self.device_index, stream)
+        enqueue(_launch(self.function, blocks), arguments, self.device_index, stream)
+
+
+@lru_cache(maxsize=1024)
+def _launch(function: Any, blocks: int) -> Launch:
+    return Launch(function, (blocks, 2, 1), _THREADS, 0)
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ from ..driver import params
 from ..driver.enqueue import Launch, enqueue
 
 _THREADS = 256
-_MAX_BLOCKS = 2**31 - 1
+_MAX_BLOCKS, _MAX_HEADS = 2**31 - 1, 2**16 - 1
 _MAX_LANE_BITS = 5
 # What a kernel that converts nothing takes elements of a size for: bytes are bytes.
 _COPIED = {1: dtypes.uint8, 2: dtypes.float16, 4: dtypes.float32}
@@ -81,10 +81,15 @@ class Store(NamedTuple):
             num_tokens,
             self.rest,
         )
-        # The kernel walks on with rows beyond the last block.
-        blocks = min(-(-num_tokens * self.num_heads // self.rows_per_block), _MAX_BLOCKS)
-        launch = Launch(self.function, (blocks, 2, 1), _THREADS, 0)
+        # The kernel walks on with tokens beyond the last block.
+        blocks = min(-(-num_tokens // self.rows_per_block), _MAX_BLOCKS)
+        launch = _launch(self.function, blocks, min(self.num_heads, _MAX_HEADS))
         enqueue(launch, arguments, self.device_index, stream)
+
+
+@lru_cache(maxsize=1024)
+def _launch(function: Any, blocks: int, heads: int) -> Launch:
+    return Launch(function, (blocks, 2, heads), _THREADS, 0)
 
 
 @lru_cache(maxsize=256)

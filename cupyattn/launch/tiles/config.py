@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ... import jit
+from ...schedule.makespan import TileTimes
+
+# The share of a tile's rows that whole tokens may leave over.
+_MOST_LEFT_OVER = 16
 
 
 @dataclass(frozen=True)
@@ -19,16 +23,35 @@ class TileConfig:
     threads: int
     shared_bytes: int
     wants_rotated_keys: bool = False
+    times: TileTimes | None = None
 
     @cached_property
     def is_sm90(self) -> bool:
-        """Persistent blocks, which find keys by tensor maps."""
+        """Blocks that find keys by tensor maps."""
         return self.name == "prefill_sm90"
+
+    @property
+    def is_persistent(self) -> bool:
+        """Blocks take items until none is left, so as many as run at a time are launched."""
+        return self.config.get("kPersistent") is True
+
+    def used_rows(self, group_size: int) -> int:
+        """The rows of a tile that have work. Those of prefill_sm90 are whole tokens, which boxes
+        copy, unless too many would be left over (kernels/cupyattn/attention/work.cuh)."""
+        rows = self.tile_q // group_size * group_size
+        is_whole = self.is_sm90 and self.tile_q - rows <= self.tile_q // _MOST_LEFT_OVER
+        return rows if is_whole else self.tile_q
+
+    def grid(self, num_items: int, num_kv_heads: int, num_slots: int) -> tuple[int, int, int]:
+        """The blocks of a launch of prefill_sm90: as many as run at a time, or one an item."""
+        if not self.is_persistent:
+            return num_kv_heads, num_items, 1
+        return min(num_items * num_kv_heads, num_slots), 1, 1
 
     @property
     def num_counters(self) -> int:
         """Counters by which blocks share out their work."""
-        return 1 if self.is_sm90 else 0
+        return 1 if self.is_persistent else 0
 
     @cached_property
     def fused_merge(self) -> bool:

@@ -13,6 +13,7 @@ from ... import jit
 from ...core import env
 from ...core.dtypes import bfloat16
 from ...core.problem import AttentionProblem
+from ...schedule.tile_shape import TileShape
 from . import sm90, wide, wide_sm90
 from .common import LOGIT_BYTES, NONFINITE_BYTES, ROW_BYTES, common_constants, tile_field
 from .config import Field as _Field
@@ -22,6 +23,9 @@ from .config import struct_of as _struct
 # Row classes, and the most packed query rows of each but the last.
 DECODE, VERIFY, SMALL, LARGE = ROW_CLASSES = "decode", "verify", "small", "large"
 MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
+# Tiles of the last class: the one for long launches, and others for work lists that fill the card
+# badly with it.
+LARGE_TILES = (LARGE, "tall", "middle", "short")
 # The same rows where a batch has so few blocks that each may have an SM of its own.
 FEW = {DECODE: "few decode", VERIFY: "few verify"}
 
@@ -109,11 +113,31 @@ def tile_config(
             if chosen is not None:
                 return chosen
         return wide.choose(problem, MOST_ROWS.get(rows, MOST_ROWS[SMALL]), max_shared_bytes)
-    if arch == "sm_90a" and rows == LARGE and not env.PORTABLE.flag():
-        chosen = sm90.choose(problem, max_shared_bytes, page_size)
+    if arch == "sm_90a" and rows in LARGE_TILES and not env.PORTABLE.flag():
+        chosen = sm90.choose(problem, max_shared_bytes, page_size, rows)
         if chosen is not None:
             return chosen
     return portable_config(problem, rows, max_shared_bytes, is_batch, arch)
+
+
+def large_tiles(
+    problem: AttentionProblem, max_shared_bytes: int, arch: str, page_size: int
+) -> dict[str, TileConfig]:
+    """The tiles that a plan of requests of the last class may choose from, by name.
+
+    Empty where there is no choice: a problem whose kernels have not been timed.
+    """
+    if arch != "sm_90a" or problem.is_wide or env.PORTABLE.flag():
+        return {}
+    made = {name: sm90.choose(problem, max_shared_bytes, page_size, name) for name in LARGE_TILES}
+    found = {name: tiles for name, tiles in made.items() if tiles and tiles.times}
+    return found if LARGE in found and len(found) > 1 else {}
+
+
+def shape_of(tiles: TileConfig, group_size: int, num_sms: int) -> TileShape:
+    """What a plan must know of timed tiles, whose kernel need not be loaded."""
+    slots, rows = _blocks(tiles.config) * num_sms, tiles.used_rows(group_size)
+    return TileShape(rows, tiles.tile_kv, slots, times=tiles.times, num_sms=num_sms)
 
 
 def portable_config(

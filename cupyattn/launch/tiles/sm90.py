@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ... import jit
 from ...core import dtypes, expression_cuda
 from ...core.problem import MASK_FORMS, AttentionProblem
+from ...schedule.makespan import TileTimes, state_time
 from ..driver import tensor_map
 from .config import Field, TileConfig, round_up, struct_of
 
@@ -31,7 +32,8 @@ class _Shape(NamedTuple):
     beside the same warpgroup's products. fp8_stages: tiles of fp8 in shared memory. converters:
     warps that convert them, a warpgroup of their own or two of the producer's. gatherers: warps
     that copy rows of pages that no TMA box fits, a warpgroup of their own or three of the
-    producer's.
+    producer's. min_blocks: that run on an SM at a time. persistent: blocks take items until none is
+    left; else each has one.
     """
 
     consumers: int
@@ -43,6 +45,9 @@ class _Shape(NamedTuple):
     fp8_stages: int = 0
     converters: int = 0
     gatherers: int = 0
+    min_blocks: int = 1
+    persistent: bool = True
+    takes_late: bool = False
 
 
 _THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
@@ -92,13 +97,88 @@ _TILES = {
 }
 
 
-def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
-    """The instance for a problem, or None: the portable kernel serves it."""
+_LONE = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False)
+# Other tiles of the problems that most prompts are, whose blocks have one item each: for work lists
+# of few waves. By name and as above. (Those of head dim 256 have no registers for overlap.)
+_OTHERS = {
+    ("tall", "ragged", 128, 128): _THREE._replace(tile_kv=80, stages=3, persistent=False),
+    ("middle", "ragged", 128, 128): _TWO._replace(persistent=False),
+    ("short", "ragged", 128, 128): _LONE._replace(query_slots=2),
+    ("middle", "paged", 128, 128): _TWO._replace(persistent=False),
+    ("short", "paged", 128, 128): _LONE,
+    ("tall", "ragged", 64, 64): _THREE._replace(persistent=False),
+    ("short", "ragged", 64, 64): _LONE._replace(tile_kv=128),
+    ("tall", "paged", 64, 64): _THREE._replace(persistent=False),
+    ("short", "paged", 64, 64): _LONE._replace(tile_kv=128),
+    ("middle", "ragged", 96, 96): _TWO._replace(query_slots=1, persistent=False),
+    ("short", "ragged", 96, 96): _LONE,
+    ("short", "ragged", 256, 256): _LONE._replace(
+        registers=(96, 240), overlaps=False, min_blocks=1
+    ),
+    ("short", "paged", 256, 256): _LONE._replace(registers=(96, 240), overlaps=False, min_blocks=1),
+}
+# Fitted to the times of some sixty launches of an H200 (docs/ladder.md), by which plans choose.
+_TIMES = {
+    ("large", "ragged", 128, 128): TileTimes(18.0, 2.1, 1.30),
+    ("tall", "ragged", 128, 128): TileTimes(7.6, 5.1, 1.24, 0.82),
+    ("middle", "ragged", 128, 128): TileTimes(7.2, 4.5, 1.40, 0.88),
+    ("short", "ragged", 128, 128): TileTimes(6.9, 4.2, 0.82, 0.55),
+    ("large", "paged", 128, 128): TileTimes(9.5, 3.1, 1.65, 0.92),
+    ("middle", "paged", 128, 128): TileTimes(6.9, 2.6, 1.69, 0.89),
+    ("short", "paged", 128, 128): TileTimes(8.0, 2.6, 1.00, 0.45),
+    ("large", "ragged", 64, 64): TileTimes(13.6, 1.8, 1.30, 0.52),
+    ("tall", "ragged", 64, 64): TileTimes(7.8, 4.2, 1.23, 0.41),
+    ("short", "ragged", 64, 64): TileTimes(6.8, 3.7, 1.00, 0.46),
+    ("large", "ragged", 96, 96): TileTimes(14.8, 4.7, 1.13, 0.90),
+    ("middle", "ragged", 96, 96): TileTimes(10.0, 3.2, 1.35, 0.90),
+    ("short", "ragged", 96, 96): TileTimes(7.3, 2.8, 0.92, 0.70),
+    ("large", "ragged", 256, 256): TileTimes(10.4, 3.7, 1.56),
+    ("short", "ragged", 256, 256): TileTimes(5.2, 5.1, 1.28, 0.80),
+}
+
+
+def choose(
+    problem: AttentionProblem, max_shared_bytes: int, page_size: int, name: str = "large"
+) -> TileConfig | None:
+    """The instance for a problem, or None: the portable kernel serves it, or there is no such tile.
+
+    name: of the tile, one of select.LARGE_TILES.
+    """
+    if name == "large":
+        return _choose(problem, max_shared_bytes, page_size)
+    key = name, _kind(problem), problem.head_dim_qk, problem.head_dim_vo
+    shape = _OTHERS.get(key)
+    if shape is None or not _is_timed(problem) or not problem.aligned:
+        return None
+    if problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
+        return None
+    tiles = make(problem, shape, _times(problem, name))
+    return tiles if tiles.shared_bytes <= max_shared_bytes else None
+
+
+def _is_timed(problem: AttentionProblem) -> bool:
+    """Whether the times hold: those of plain attention over keys of 16 bits."""
+    has_option = problem.soft_cap or problem.custom_mask or problem.reads_rows
+    return not has_option and problem.pos_encoding == "NONE" and problem.dtype_kv.is_float16
+
+
+def _times(problem: AttentionProblem, name: str, kind: str = "") -> TileTimes | None:
+    """Those of ragged keys hold for pages too, where nothing was measured."""
+    dims = problem.head_dim_qk, problem.head_dim_vo
+    kind = kind or _kind(problem)
+    found = _TIMES.get((name, kind, *dims))
+    if found is None and kind == "paged":
+        found = _TIMES.get((name, "ragged", *dims))
+    return found if _is_timed(problem) else None
+
+
+def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     is_wide, is_fp8 = problem.head_dim_vo > 128, problem.dtype_kv.is_fp8
     if not problem.aligned or (is_fp8 and is_rotated) or problem.own_value_pages:
         return None
-    shape = _shape(problem, _kind(problem))
+    kind = _kind(problem)
+    shape = _shape(problem, kind)
     if shape and problem.paged:
         # A box of 16-bit elements has whole panels.
         has_panels = is_fp8 or not (problem.head_dim_qk % 64 or problem.head_dim_vo % 64)
@@ -107,8 +187,9 @@ def choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> 
             # not gather besides.
             if is_rotated or (problem.custom_mask and is_wide and not is_fp8):
                 return None
-            shape = _shape(problem, "fp8 gathered" if is_fp8 else "gathered")
-    tiles = shape and make(problem, shape)
+            kind = "fp8 gathered" if is_fp8 else "gathered"
+            shape = _shape(problem, kind)
+    tiles = shape and make(problem, shape, _times(problem, "large", kind))
     return tiles if tiles and tiles.shared_bytes <= max_shared_bytes else None
 
 
@@ -209,12 +290,13 @@ def l2_swizzle(
     return L2Swizzle(num_heads, has_right_limit and num_heads < num_kv_heads)
 
 
-def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
-    consumers, tile_kv, stages, slots, registers, _, fp8_stages, converters, _ = shape
+def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = None) -> TileConfig:
+    consumers, tile_kv, stages, slots, registers, _, fp8_stages, converters, *_ = shape
     tile_q = 64 * consumers
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     has_fast_cap = problem.soft_cap and not problem.reads_rows
     dims = (problem.head_dim_qk, problem.head_dim_vo) if fp8_stages else ()
+    items = _ITEMS if shape.persistent else 1
     fp8_tiles = [Field(fp8_stages * tile_kv * dim, 128) for dim in dims]
     shared = struct_of(
         *fp8_tiles,
@@ -223,11 +305,11 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         _panels(tile_kv, problem.head_dim_vo, stages),
         Field(_ROW_BYTES * (tile_q if problem.reads_rows else 1), 16),
         Field(64 if has_fast_cap else 32, 16),
-        Field(_ITEMS * (_ITEM_BYTES + _MASK_MAP_BYTES * problem.custom_mask), 8),
+        Field(items * (_ITEM_BYTES + _MASK_MAP_BYTES * problem.custom_mask), 8),
         Field(stages * 16, 16),
         _row_bits(problem, tile_q, tile_kv, stages),
         Field(2 * problem.head_dim_qk if is_rotated else 4),
-        Field(8 * (2 * _ITEMS + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
+        Field(8 * (3 * items + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
     ).size
     config: dict[str, jit.Constant] = {
         "DTypeQ": problem.dtype_q,
@@ -254,11 +336,16 @@ def make(problem: AttentionProblem, shape: _Shape) -> TileConfig:
         "LogitsExpression": jit.Members(expression_cuda.members(problem.logits)),
         "kPaged": problem.paged,
         "kGatherers": shape.gatherers,
+        "kMinBlocks": shape.min_blocks,
+        "kPersistent": shape.persistent,
+        "kTakesLate": shape.takes_late,
         "kSharedBytes": shared,
     }
+    if times is not None:
+        times = times._replace(state=state_time(tile_q, problem.head_dim_vo))
     threads = 128 * (1 + consumers + converters // 4 + shape.gatherers // 4)
     return TileConfig(
-        "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated
+        "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated, times
     )
 
 

@@ -80,7 +80,29 @@ struct PrefillSm90Consumer {
         lane(threadIdx.x % kWarpSize),
         softmax(block, group) {}
 
+  // Of a block that has one item. Nothing of another item runs beside it.
+  __device__ __forceinline__ void run_only_item() {
+    if (group == Traits::kConsumers - 1) pass_turn();
+    ptx::warp_sync();
+    const ItemStage stage;
+    const Item& item = block.await_item(stage);
+    if (!item.exists) return;
+    if (item.has_keys() && item.work.tile.num_rows > 64 * group) {
+      int tile = ptx::warp_uniform(item.tiles.end) - 1;
+      process_first_tile(item, tile, stage);
+      while (tile > last_tile) tile = process_tile(item, tile);
+      pending = Pending::kLastPV;
+    } else {
+      if (item.has_keys()) skip_item(item);
+      begin_item(item, stage);
+      clear_output();
+      pending = Pending::kStore;
+    }
+    complete_item();
+  }
+
   __device__ __forceinline__ void run() {
+    if constexpr (!Traits::kPersistent) return run_only_item();
     if (group == Traits::kConsumers - 1) pass_turn();  // the first turn is the first warpgroup's
     ptx::warp_sync();
     ItemStage next;
@@ -121,7 +143,7 @@ struct PrefillSm90Consumer {
     if constexpr (Traits::LogitsVariant::kScalesQueries) scale_queries();
     issue_scores(s);
     // A product is issued and waited for under one condition: ptxas serialises others.
-    if (pending == Pending::kLastPV) {
+    if (Traits::kPersistent && pending == Pending::kLastPV) {
       issue_output();
       pass_turn();
       const Output output = softmax.rows.finish_rows(softmax.online, item_stage.stage, last_slot);
@@ -265,11 +287,15 @@ struct PrefillSm90Consumer {
     adds_output = true;
   }
 
-  // Warpgroups take turns at issuing products: while one is at its softmax, another multiplies.
+  // Warpgroups take turns at issuing products: while one is at its softmax, another multiplies. A
+  // turn also says that all warps of the warpgroup are done with what they read before: O may then
+  // take the place of Q.
   __device__ __forceinline__ void await_turn() const {
-    ptx::named_barrier_sync(Traits::kSchedulerBarrier + group, 2 * kWarpgroup);
+    constexpr int kOthers = Traits::kConsumers == 1 ? 0 : kWarpgroup;
+    ptx::named_barrier_sync(Traits::kSchedulerBarrier + group, kWarpgroup + kOthers);
   }
   __device__ __forceinline__ void pass_turn() const {
+    if constexpr (Traits::kConsumers == 1) return;
     const int next = group + 1 == Traits::kConsumers ? 0 : group + 1;
     ptx::named_barrier_arrive(Traits::kSchedulerBarrier + next, 2 * kWarpgroup);
   }

@@ -354,18 +354,16 @@ struct DecodeSm80 {
   // the answer.
   __device__ __forceinline__ RowState merge_warps(const WarpStates& states, int row, int column,
                                                   float4& sum) const {
-    RowState state{-ptx::infinity(), 0.0f};
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) state.max = fmaxf(state.max, states.row_max[w][row]);
-    sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float2 of_warp[kWarps];
+    float4 part[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      if (states.row_sum[w][row] == 0.0f) continue;
-      const float warp_max = states.row_max[w][row];
-      const float weight = warp_max == state.max ? 1.0f : ptx::ex2_approx(warp_max - state.max);
-      state.sum += weight * states.row_sum[w][row];  // mutate: warp-sums-not-weighted
-      add_scaled(sum, *reinterpret_cast<const float4*>(&states.o[w][row][column]), weight);
+      of_warp[w] = make_float2(states.row_max[w][row], states.row_sum[w][row]);
+      part[w] = *reinterpret_cast<const float4*>(&states.o[w][row][column]);
     }
+    RowState state{-ptx::infinity(), 0.0f};
+    sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    add_parts(state, sum, of_warp, part);
     return state;
   }
 
@@ -387,22 +385,37 @@ struct DecodeSm80 {
         of_block[i] = ptx::load_cluster_pair(state_address, block);
         part[i] = ptx::load_cluster_vector(o_address, block);
       }
-      const float old_max = state.max;
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) state.max = fmaxf(state.max, of_block[i].x);
-      const float factor = old_max == state.max ? 1.0f : ptx::ex2_approx(old_max - state.max);
-      state.sum *= factor;
-      scale_by(sum, factor);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        if (first + i >= size || of_block[i].y == 0.0f) continue;
-        const float own_max = of_block[i].x;
-        const float weight = own_max == state.max ? 1.0f : ptx::ex2_approx(own_max - state.max);
-        state.sum += weight * of_block[i].y;  // mutate: block-sums-not-weighted
-        add_scaled(sum, part[i], weight);
+        if (first + i >= size) of_block[i] = make_float2(-ptx::infinity(), 0.0f);
       }
+      add_parts(state, sum, of_block, part);
     }
     return state;
+  }
+
+  // Adds parts of a row, given their maxima and sums. Without branches, of which each would wait
+  // for a part by itself.
+  template <int kCount>
+  static __device__ __forceinline__ void add_parts(RowState& state, float4& sum,
+                                                   const float2 (&of_part)[kCount],
+                                                   const float4 (&part)[kCount]) {
+    const float old_max = state.max;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) state.max = fmaxf(state.max, of_part[i].x);
+    const float factor = old_max == state.max ? 1.0f : ptx::ex2_approx(old_max - state.max);
+    state.sum *= factor;
+    scale_by(sum, factor);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float own_max = of_part[i].x, own_sum = of_part[i].y;
+      const bool is_empty = own_sum == 0.0f;
+      const float known = own_max == state.max ? 1.0f : ptx::ex2_approx(own_max - state.max);
+      const float weight = is_empty ? 0.0f : known;
+      state.sum += weight * own_sum;  // mutate: warp-sums-not-weighted
+      const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      add_scaled(sum, is_empty ? zero : part[i], weight);
+    }
   }
 
   // Writes four columns of a state, or of the result.

@@ -76,6 +76,7 @@ struct PrefillSm90Gatherer {
             }
             v.advance();
           });
+      block.mark_copied(place, lane);
       block.release_item(place, lane);
     }
   }

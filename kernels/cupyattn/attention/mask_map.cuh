@@ -27,7 +27,8 @@ struct MaskScan {
 
   __device__ __forceinline__ void run(MaskMap* maps) const {
     const int thread = threadIdx.x;
-    const BlockWork work = BlockWork::of_index(params, blockIdx.x, 0, Config::kTileQ);
+    const int tile_rows = whole_token_rows(params, Config::kTileQ);
+    const BlockWork work = BlockWork::of_index(params, blockIdx.x, 0, tile_rows);
     if (work.tile.num_rows <= 0) return;
     const KeyRange range = KeyRange::of(params, work);
     const TileSpan span = TileSpan::of<true>(range, kTileKV, work.tile);

@@ -44,6 +44,7 @@ struct PrefillSm90NonFinite {
                        }
                        v.advance();
                      });
+      if constexpr (!Traits::kPersistent) return;
       block.release_item(place, thread % kWarpSize);
     }
   }

@@ -25,6 +25,7 @@ struct PrefillSm90 {
     // A local variable whose address is taken: otherwise ptxas loses track of whole warps and
     // spills.
     const PrefillSm90Block<Traits> block(params, shared);
+    if constexpr (!Traits::kPersistent) return run_only_item(block);
     if (threadIdx.x == 0) init_barriers(params, shared);
     if constexpr (Traits::kRope) shared.rope.fill(params.attention, threadIdx.x, Traits::kThreads);
     ptx::block_sync();
@@ -58,6 +59,35 @@ struct PrefillSm90 {
     }
   }
 
+  // A block that has one item, as launches of one wave have. What is ahead of its first copies is
+  // most of its time, so these warps begin as soon as they may: warp 1 finds the item while warp 2
+  // makes the barriers, and all other warps wait for both.
+  static __device__ __forceinline__ void run_only_item(const PrefillSm90Block<Traits>& block) {
+    constexpr int kCopying = 3 * kWarpSize;
+    const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);
+    if (warpgroup > 0) {
+      ptx::set_max_registers_up<Traits::kConsumerRegisters>();
+      ptx::named_barrier_sync(Traits::kItemFound, Traits::kThreads);
+      return PrefillSm90Consumer<Traits>(block, warpgroup - 1).run();
+    }
+    ptx::set_max_registers_down<Traits::kProducerRegisters>();
+    const int warp = ptx::warp_uniform(threadIdx.x / kWarpSize);
+    PrefillSm90Scheduler<Traits> scheduler{block};
+    if (warp < 2) {
+      if (warp == 1) scheduler.find_only_item();
+      ptx::named_barrier_sync(Traits::kMayCopy, kCopying);
+      ptx::named_barrier_arrive(Traits::kItemFound, Traits::kThreads);
+      if (warp == 1) return scheduler.run();
+      return PrefillSm90Producer<Traits>{block}.run();
+    }
+    if (threadIdx.x == 2 * kWarpSize) init_barriers(block.all_params, block.shared);
+    ptx::warp_sync();
+    if (warp == 2) ptx::named_barrier_arrive(Traits::kMayCopy, kCopying);
+    ptx::warp_sync();
+    ptx::named_barrier_sync(Traits::kItemFound, Traits::kThreads);
+    PrefillSm90NonFinite<Traits>{block}.run();
+  }
+
   static __device__ __forceinline__ void init_barriers(const PrefillSm90Params& params,
                                                        SharedMemory& shared) {
     constexpr bool kConverts = Traits::kConverts, kMasked = Traits::kMasked;
@@ -74,10 +104,10 @@ struct PrefillSm90 {
     };
     for (int place = 0; place < Traits::kItems; ++place) {
       init(shared.full_item[place], 1);
+      init(shared.copied_item[place], max_of(1, kGatherers));
       // The arrivals of warps that copy or gather, sweep, multiply, and convert.
-      init(shared.empty_item[place], max_of(1, kGatherers) +
-                                         (kConverts || kGatherers == 3 ? 0 : 2) + kConsumerWarps +
-                                         kConverters);
+      const int readers = max_of(1, kGatherers) + (kConverts || kGatherers == 3 ? 0 : 2) + kConverters;
+      init(shared.empty_item[place], kConsumerWarps + (Traits::kPersistent ? readers : 0));
     }
     for (int slot = 0; slot < Traits::kSlots; ++slot) {
       init(shared.full_q[slot], 1);

@@ -54,6 +54,8 @@ struct PrefillSm90Producer {
             copy_values(v, item, tile, tile.tile == pages.tile ? pages.present : pages.behind,
                         lane);
           });
+      if constexpr (!Traits::kPersistent) return;
+      block.mark_copied(place, lane);
       block.release_item(place, lane);
     }
   }

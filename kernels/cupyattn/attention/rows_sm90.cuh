@@ -83,7 +83,7 @@ struct PrefillSm90Rows {
     const bool leaves_state = item.work.tile.leaves_state();
     const float output_scale =
         leaves_state ? 1.0f : output_scale_of(params, item.work.tile.kv_head);
-    Output output{place, slot, item.boxed_rows >= 64 * (group + 1), {}};
+    Output output{place, slot, item.boxed_rows > 64 * group, {}};
     if (!leaves_state && params.sinks == nullptr && params.lse == nullptr) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

@@ -22,7 +22,29 @@ struct PrefillSm90Scheduler {
   const AttentionParams& params = block.params;
   typename Traits::SharedMemory& shared = block.shared;
 
+  // Of a block that has one item: finds it, for all roles. The grid is key heads x items, so there
+  // is nothing to divide: whatever is done here is ahead of all copies.
+  __device__ __forceinline__ void find_only_item() const {
+    const ItemFacts item = facts_of(blockIdx.y, blockIdx.x);
+    if (threadIdx.x % kWarpSize == 0) static_cast<ItemFacts&>(shared.items[0]) = item;
+  }
+  // Copies its rows of Q, and stores its O.
+  __device__ __forceinline__ void serve_only_item() const {
+    const int lane = threadIdx.x % kWarpSize;
+    const Item& item = shared.items[0];
+    PipelineState<kSlots> q;
+    int stored = 0;
+    if (!item.has_keys()) return;
+    copy_queries(q, item, lane);
+    if constexpr (kStagesOutput) {
+      await_phase(shared.empty_item[0], 0);
+      store_output(item, stored, lane);
+      if (lane == 0) ptx::bulk_wait_read();
+    }
+  }
+
   __device__ __forceinline__ void run() {
+    if constexpr (!Traits::kPersistent) return serve_only_item();
     PipelineState<kItems> place;
     PipelineState<kSlots> q;
     int stored = 0;  // the slot of Q from which the next O is stored
@@ -55,13 +77,16 @@ struct PrefillSm90Scheduler {
           }
           copy_queries(q, next, lane);
         }
+        // A block that took its next item at once would often have two long ones, while others
+        // are done: it does so when the present item's last keys are on their way.
+        if constexpr (Traits::kTakesLate) await_phase(shared.copied_item[place.stage], place.parity);
         place.advance();
         ++published;
       }
       index = next_index(num_items, lane);
     }
     if constexpr (kStagesOutput) {
-      static_assert(kItems == 2, "one item is left");
+      static_assert(kItems == 2 || !Traits::kPersistent, "one item is left");
       place.advance();
       if (published > 0) {
         await_phase(shared.empty_item[place.stage], place.parity ^ 1);
@@ -124,10 +149,14 @@ struct PrefillSm90Scheduler {
       heads = min_of(all_params.heads_per_swizzle, heads - first_head);
       rest = index - swizzle * per_swizzle;
     }
-    const int place = first_place + rest / heads;
-    const int kv_head = first_head + rest % heads;
+    return facts_of(first_place + rest / heads, first_head + rest % heads);
+  }
+
+  __device__ __forceinline__ ItemFacts facts_of(int place, int kv_head) const {
     ItemFacts item{};
-    item.work = BlockWork::of_index(params, place, kv_head, Traits::kTileQ);
+    item.work = BlockWork::of_index(params, place, kv_head,
+                                    // mutate: tiles-of-broken-tokens
+                                    whole_token_rows(params, Traits::kTileQ));
     item.place = place;
     item.exists = 1;
     if (item.work.tile.num_rows <= 0) return item;  // mutate: spare-items-worked-on
@@ -139,8 +168,9 @@ struct PrefillSm90Scheduler {
     }
     const int box = all_params.output_box_rows, num_rows = item.work.tile.num_rows;
     const bool is_boxed = kStagesOutput && box > 0 && num_rows >= box && item.has_keys();
+    // A box has the rows of a warpgroup, or of a whole tile.
     // mutate: output-box-of-partial-rows
-    item.boxed_rows = is_boxed && !item.work.tile.leaves_state() ? num_rows / 64 * 64 : 0;
+    item.boxed_rows = is_boxed && !item.work.tile.leaves_state() ? num_rows / box * box : 0;
     return item;
   }
 
@@ -175,7 +205,7 @@ struct PrefillSm90Scheduler {
                             all_params.q, QTile::kPanelColumns * panel, head, token, 0, lands);
       }
     });
-    if (row < work.num_rows) gather_queries(tile, item, row, lane);
+    if (row < ceil_div(work.num_rows, 64) * 64) gather_queries(tile, item, row, lane);
     ptx::warp_sync();
     if (lane == 0) ptx::mbarrier_arrive(lands);
     ptx::warp_sync();

@@ -172,44 +172,47 @@ __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const
   return arrive_last(counter, work.num_splits, thread, shared_flag);
 }
 
-// Merges the states of one row and writes the result; a whole warp takes part. All lanes call
-// `row_of(i)` together; it returns the row of partial_o that holds state i. A lane weighs one state
-// of each 32 and holds the row's columns 4 * lane (+ 128) and on. kParts: a warp merges one part of
-// the columns, from `first_column` on.
+// A row of states under way: numerators over the maximum, in the columns of this lane.
+template <int kVectors>
+struct RowMerge {
+  RowState state{-ptx::infinity(), 0.0f};
+  float4 sum[kVectors] = {};
+
+  __device__ __forceinline__ void rescale(float new_max) {
+    const float factor = new_max == state.max ? 1.0f : ptx::ex2_approx(state.max - new_max);
+    state.max = new_max;
+    state.sum *= factor;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) scale_by(sum[i], factor);
+  }
+};
+
+// Adds the states [begin, end) of one row; a whole warp takes part. All lanes call `row_of(i)`
+// together; it returns the row of partial_o that holds state i. A lane weighs one state of each 32
+// and holds the row's columns 4 * lane (+ 128) and on, of `kColumns` from `first_column` on.
 //
 // The time of a merge is round trips to L2, so a lane asks for many states before it uses the first.
 // What does not exist is read too, from an address that does: ptxas gives predicated loads the same
 // registers, and then each waits for the one before. `kWeighsLate` weighs states while their O are
 // under way, which takes more registers.
-template <typename DTypeO, int kHeadDim, bool kAligned, bool kWeighsLate = false, int kParts = 1,
-          typename RowOf>
-__device__ __forceinline__ void merge_states(const AttentionParams& params, int64_t token, int head,
-                                             int kv_head, int num_states, int lane, RowOf&& row_of,
-                                             int first_column = 0) {
-  constexpr int kColumns = kHeadDim / kParts, kVectors = ceil_div(kColumns, 4 * kWarpSize);
-  // Kernels that only merge have 80 registers, those of parts of wide rows twice as many.
-  constexpr int kBatch = kParts > 1 ? 32 : (kVectors > 1 && !kWeighsLate ? 12 : 16) / kVectors;
-  float4 sum[kVectors];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) sum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  RowState state{-ptx::infinity(), 0.0f};
-  for (int first = 0; first < num_states; first += kWarpSize) {
-    const int count = min_of(num_states - first, kWarpSize);
+template <int kHeadDim, int kColumns, int kBatch, bool kWeighsLate, int kVectors, typename RowOf>
+__device__ __forceinline__ void add_states(RowMerge<kVectors>& merged,
+                                           const AttentionParams& params, int begin_state,
+                                           int end_state, int lane, RowOf&& row_of,
+                                           int first_column) {
+  for (int first = begin_state; first < end_state; first += kWarpSize) {
+    const int count = min_of(end_state - first, kWarpSize);
     const int found = row_of(first + lane);
     const int row = ptx::shuffle(found, min_of(lane, count - 1));
     const float loaded = ptx::load_l2(params.partial_lse + row);
     float weight = 0.0f;
     const auto weigh = [&] {
       const float lse = lane < count ? loaded : -ptx::infinity();
-      const float old_max = state.max;
-      state.max = fmaxf(old_max, warp_max(lse));
-      const float factor = old_max == state.max ? 1.0f : ptx::ex2_approx(old_max - state.max);
+      merged.rescale(fmaxf(merged.state.max, warp_max(lse)));
       // An empty state weighs nothing, even if all states are empty.
       // mutate: split-weights-inverted
-      weight = lse == -ptx::infinity() ? 0.0f : ptx::ex2_approx(lse - state.max);
-      state.sum = state.sum * factor + warp_sum(weight);
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) scale_by(sum[i], factor);
+      weight = lse == -ptx::infinity() ? 0.0f : ptx::ex2_approx(lse - merged.state.max);
+      merged.state.sum += warp_sum(weight);
     };
     if constexpr (!kWeighsLate) weigh();
     for (int begin = 0; begin < count; begin += kBatch) {
@@ -233,10 +236,18 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
         const float w = ptx::shuffle(weight, (begin + k) % kWarpSize);
         if (begin + k >= count) continue;  // 0 * NaN is NaN
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) add_scaled(sum[i], part[k][i], w);
+        for (int i = 0; i < kVectors; ++i) add_scaled(merged.sum[i], part[k][i], w);
       }
     }
   }
+}
+
+// Writes the result of a row, or of columns of it.
+template <typename DTypeO, int kColumns, bool kAligned, int kVectors>
+__device__ __forceinline__ void write_merged(RowMerge<kVectors>& merged,
+                                             const AttentionParams& params, int64_t token, int head,
+                                             int kv_head, int lane, int first_column) {
+  RowState& state = merged.state;
   const float old_max = state.max;
   state.add_sink(sink_of(params, head));
   const float factor = state.normaliser(old_max) * output_scale_of(params, kv_head);
@@ -244,14 +255,80 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
   for (int i = 0; i < kVectors; ++i) {
     const int column = 4 * (lane + kWarpSize * i);
     if (column >= kColumns) continue;
+    const float4& sum = merged.sum[i];
     DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
                   head * params.o_stride_h + first_column + column;
-    store_pair<DTypeO, kAligned>(out, sum[i].x * factor, sum[i].y * factor);
-    store_pair<DTypeO, kAligned>(out + 2, sum[i].z * factor, sum[i].w * factor);
+    store_pair<DTypeO, kAligned>(out, sum.x * factor, sum.y * factor);
+    store_pair<DTypeO, kAligned>(out + 2, sum.z * factor, sum.w * factor);
   }
   if (lane == 0 && first_column == 0 && params.lse != nullptr) {
     params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
   }
+}
+
+// Merges the states of one row, as add_states has them, and writes the result. kParts: a warp
+// merges one part of the columns, from `first_column` on.
+template <typename DTypeO, int kHeadDim, bool kAligned, bool kWeighsLate = false, int kParts = 1,
+          typename RowOf>
+__device__ __forceinline__ void merge_states(const AttentionParams& params, int64_t token, int head,
+                                             int kv_head, int num_states, int lane, RowOf&& row_of,
+                                             int first_column = 0) {
+  constexpr int kColumns = kHeadDim / kParts, kVectors = ceil_div(kColumns, 4 * kWarpSize);
+  // Kernels that only merge have 80 registers, those of parts of wide rows twice as many.
+  constexpr int kBatch = kParts > 1 ? 32 : (kVectors > 1 && !kWeighsLate ? 12 : 16) / kVectors;
+  RowMerge<kVectors> merged;
+  add_states<kHeadDim, kColumns, kBatch, kWeighsLate>(merged, params, 0, num_states, lane, row_of,
+                                                      first_column);
+  write_merged<DTypeO, kColumns, kAligned>(merged, params, token, head, kv_head, lane,
+                                           first_column);
+}
+
+// What the warps of a block leave for the first, which writes the row that they merge together.
+template <int kHeadDim, int kWarps>
+struct SharedMerge {
+  float4 sum[kWarps][ceil_div(kHeadDim, 4)];
+  RowState state[kWarps];
+};
+
+// The same by all warps of a block, which take their shares of the states: where there are few rows
+// and many states, round trips to L2 one after another are most of the time.
+template <typename DTypeO, int kHeadDim, bool kAligned, int kWarps, typename RowOf>
+__device__ __forceinline__ void merge_states_together(SharedMerge<kHeadDim, kWarps>& shared,
+                                                      const AttentionParams& params, int64_t token,
+                                                      int head, int kv_head, int num_states,
+                                                      int warp, int lane, RowOf&& row_of) {
+  constexpr int kVectors = ceil_div(kHeadDim, 4 * kWarpSize);
+  const int share = ceil_div(num_states, kWarps);
+  const int begin = min_of(warp * share, num_states), end = min_of(begin + share, num_states);
+  RowMerge<kVectors> merged;
+  add_states<kHeadDim, kHeadDim, 8 / kVectors, false>(merged, params, begin, end, lane, row_of, 0);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (4 * (lane + kWarpSize * i) < kHeadDim) {
+      shared.sum[warp][lane + kWarpSize * i] = merged.sum[i];
+    }
+  }
+  if (lane == 0) shared.state[warp] = merged.state;
+  ptx::block_sync();  // mutate: shares-read-early
+  if (warp != 0) return;
+  float max = merged.state.max;
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) max = fmaxf(max, shared.state[w].max);
+  merged.rescale(max);
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) {
+    const RowState other = shared.state[w];
+    if (other.sum == 0.0f) continue;
+    const float weight = other.max == max ? 1.0f : ptx::ex2_approx(other.max - max);
+    merged.state.sum += weight * other.sum;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (4 * (lane + kWarpSize * i) < kHeadDim) {
+        add_scaled(merged.sum[i], shared.sum[w][lane + kWarpSize * i], weight);
+      }
+    }
+  }
+  write_merged<DTypeO, kHeadDim, kAligned>(merged, params, token, head, kv_head, lane, 0);
 }
 
 // Merges the splits of one packed row of a tile, or a part of its columns.

@@ -37,8 +37,11 @@ struct PrefillSm90Traits : Config {
   static constexpr int kWarpgroups =
       1 + kConsumers + (kHasConverterWarpgroup || kHasGathererWarpgroup ? 1 : 0);
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
+  // Persistent blocks take items until none is left; others have one each, that of their index.
+  static constexpr bool kPersistent = Config::kPersistent;
+  static constexpr bool kTakesLate = Config::kTakesLate;
   // The present item and the next. If a block took more, the last blocks would end late.
-  static constexpr int kItems = 2;
+  static constexpr int kItems = kPersistent ? 2 : 1;
   // Arrivals when a tile lands: one for a box, or one from each gathering thread.
   static constexpr int kArrivals = kGathers ? kGatherers * kWarpSize : 1;
   // Whether O may be stored from the place of its own rows of Q.
@@ -67,7 +70,7 @@ struct PrefillSm90Traits : Config {
     KeyRange range;
     TileSpan tiles;
     int exists;      // 0 ends the block
-    int boxed_rows;  // rows of O that are stored in boxes: those of whole warpgroups
+    int boxed_rows;  // rows of O that are stored in boxes
 
     __device__ __forceinline__ bool has_keys() const { return tiles.begin < tiles.end; }
     __device__ __forceinline__ int first_key(int tile) const {
@@ -117,6 +120,8 @@ struct PrefillSm90Traits : Config {
     conditional<kMasked, RowBits<kTileQ, kTileKV, kStages>, uint32_t> row_bits;
     conditional<kRope, RopeSteps<kHeadDimQK>, uint32_t> rope;
     alignas(8) uint64_t full_item[kItems], empty_item[kItems];
+    // Whether all copies of an item's keys have begun.
+    uint64_t copied_item[kItems];
     // Values of masked tiles arrive at `unchecked_v`; once swept, they are handed on to `full_v`.
     uint64_t full_q[kSlots], empty_q[kSlots];
     uint64_t full_k[kStages], empty_k[kStages], unchecked_v[kStages], full_v[kStages],
@@ -130,15 +135,19 @@ struct PrefillSm90Traits : Config {
     kSchedulerBarrier = 1,
     kNonFiniteBarrier = kSchedulerBarrier + kConsumers,
     kQueriesDone,
-    kDone = kQueriesDone + kConsumers
+    kDone = kQueriesDone + kConsumers,
+    kMayCopy = kDone + kConsumers,
+    kItemFound
   };
 
   static_assert(kHeadDimVO % 32 == 0, "rows of O are stored by vectors of whole quads");
   // A launch gives each thread an equal share; a block that asks for more would wait for ever.
   static_assert((kWarpgroups - kConsumers) * Config::kProducerRegisters +
                         kConsumers * Config::kConsumerRegisters <=
-                    kWarpgroups * (65536 / kThreads / 8 * 8),
+                    kWarpgroups * (65536 / (Config::kMinBlocks * kThreads) / 8 * 8),
                 "registers come from what the block was launched with");
+  static_assert(kPersistent || (!kMasked && !kRope && !kConverts && !kGathers),
+                "blocks of one item have the roles that all have");
   static_assert(kTileKV <= 128, "bits of a tile's keys are read at once");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
   static_assert(!(kHasConverterWarpgroup && kHasGathererWarpgroup),
@@ -162,9 +171,14 @@ struct PrefillSm90Block {
   __device__ __forceinline__ PrefillSm90Block(const PrefillSm90Params& params, SharedMemory& shared)
       : all_params(params), params(params.attention), shared(shared) {}
 
+  // The item of a block that has one is there before the roles part.
   __device__ __forceinline__ const typename Traits::Item& await_item(const ItemStage& stage) const {
-    await_phase(shared.full_item[stage.stage], stage.parity);
+    if constexpr (Traits::kPersistent) await_phase(shared.full_item[stage.stage], stage.parity);
     return shared.items[stage.stage];
+  }
+  // Of a warp that copies keys: it has begun the last copies of an item.
+  __device__ __forceinline__ void mark_copied(const ItemStage& stage, int lane) const {
+    if (lane == 0) arrive(shared.copied_item[stage.stage]);
   }
   __device__ __forceinline__ void release_item(ItemStage& stage, int lane) const {
     ptx::warp_sync();

@@ -26,6 +26,13 @@ struct PackGqaRow {
   }
 };
 
+// The rows of a tile that are used if it holds whole tokens only, so that boxes copy them: all if
+// more than a sixteenth would be left over (launch/tiles/config.py says the same).
+__device__ __forceinline__ int whole_token_rows(const AttentionParams& params, int tile_rows) {
+  const int rows = PackGqaRow::of(params, tile_rows).token * params.group_size;
+  return tile_rows - rows <= tile_rows / 16 ? rows : tile_rows;
+}
+
 // The lengths of a request, and where its rows and keys begin (see WorkItem).
 struct Request {
   int q_start, qo_len, kv_start, kv_len, key_offset;
@@ -92,7 +99,7 @@ struct BlockWork {
   static __device__ __forceinline__ BlockWork of_index(const AttentionParams& params, int place,
                                                        int kv_head, int tile_rows) {
     if (params.work != nullptr) return of_item(params, place, kv_head, tile_rows);
-    const int tile = place / params.num_splits;
+    const int tile = params.num_splits == 1 ? place : place / params.num_splits;
     return of_tile(params, params.num_q_tiles - 1 - tile, kv_head, place - tile * params.num_splits,
                    tile_rows);
   }

@@ -43,9 +43,32 @@ __device__ __forceinline__ void load_floats(const T* source, float (&value)[kCou
   }
 }
 
+// Quotients by one number, rounded as divisions are. A division takes ten instructions; a product
+// with the reciprocal, and its remainder times the reciprocal again, take three and round alike
+// (Markstein 1990) while all of them are normal numbers.
+struct Quotients {
+  float divisor, reciprocal;
+  bool is_plain;  // by a number so far from 1 that remainders could leave the normal range
+
+  __device__ __forceinline__ explicit Quotients(float divisor)
+      : divisor(divisor),
+        reciprocal(ptx::divide_rn(1.0f, divisor)),
+        is_plain(!(divisor >= 0x1p-60f && divisor <= 0x1p60f)) {}
+
+  __device__ __forceinline__ float operator()(float x) const {
+    if (is_plain) return ptx::divide_rn(x, divisor);
+    const float q = x * reciprocal;
+    const float rest = ptx::fma_rn(-q, divisor, x);
+    const float corrected = copysignf(ptx::fma_rn(rest, reciprocal, q), q);
+    // Infinities and NaNs have no remainder; fp8 saturates before it matters.
+    return fabsf(q) < 0x1p100f ? corrected : q;  // mutate: quotients-of-infinities
+  }
+};
+
 // Stores kCount elements from `source` at `target`, x / scale if they become fp8.
 template <int kCount, typename To, typename From>
-__device__ __forceinline__ void store_elements(To* target, const From* source, float scale) {
+__device__ __forceinline__ void store_elements(To* target, const From* source,
+                                               const Quotients& by_scale) {
   using Stored = Elements<To, kCount>;
   if constexpr (is_same<To, From>) {
     *reinterpret_cast<Stored*>(target) = *reinterpret_cast<const Stored*>(source);
@@ -53,9 +76,9 @@ __device__ __forceinline__ void store_elements(To* target, const From* source, f
     static_assert(is_fp8<To> && !is_fp8<From>, "only wider types become fp8");
     float value[kCount];
     load_floats(source, value);
-    if (scale != 1.0f) {
+    if (by_scale.divisor != 1.0f) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) value[i] = ptx::divide_rn(value[i], scale);
+      for (int i = 0; i < kCount; ++i) value[i] = by_scale(value[i]);
     }
     Stored stored;
     if constexpr (kCount == 1) {
@@ -86,7 +109,8 @@ struct SourceRow {
 // Copies a row to its slot: 2^lane_bits threads take part, x / scale if it becomes fp8.
 template <typename Config>
 __device__ __forceinline__ void copy_row(const AppendedRows& rows, const SourceRow& row,
-                                         const Slot& slot, int lane, int lane_bits, float scale) {
+                                         const Slot& slot, int lane, int lane_bits,
+                                         const Quotients& by_scale) {
   using DType = typename Config::DType;
   using DTypeCache = typename Config::DTypeCache;
   constexpr int kCount = Config::kAligned ? 16 / static_cast<int>(sizeof(DType)) : 1;
@@ -96,7 +120,7 @@ __device__ __forceinline__ void copy_row(const AppendedRows& rows, const SourceR
                        slot.offset * rows.cache_stride_n + row.head * rows.cache_stride_h;
   const int64_t stride = kCount << lane_bits;
   for (int64_t i = kCount * lane; i < rows.head_dim; i += stride) {
-    store_elements<kCount>(target + i, source + i, scale);
+    store_elements<kCount>(target + i, source + i, by_scale);
   }
 }
 
@@ -106,6 +130,7 @@ __device__ __forceinline__ void append_rows(const AppendPagedKvCacheParams& para
   const int lane = threadIdx.x & ((1 << params.lane_bits) - 1);
   const int64_t rows_per_block = Config::kThreads >> params.lane_bits;
   const int64_t num_rows = params.nnz * params.num_kv_heads;
+  const Quotients by_scale(rows.scale);
   int64_t row = blockIdx.x * rows_per_block + (threadIdx.x >> params.lane_bits);
   for (; row < num_rows; row += gridDim.x * rows_per_block) {
     const int64_t token = divide(row, params.num_kv_heads);
@@ -122,7 +147,7 @@ __device__ __forceinline__ void append_rows(const AppendPagedKvCacheParams& para
       continue;
     }
 
-    copy_row<Config>(rows, {token, head}, slot, lane, params.lane_bits, rows.scale);
+    copy_row<Config>(rows, {token, head}, slot, lane, params.lane_bits, by_scale);
   }
 }
 

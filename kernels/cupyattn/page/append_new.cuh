@@ -120,7 +120,7 @@ struct AppendNewKv {
           continue;
         }
       }
-      store_elements<kCount>(target + i, source + i, 1.0f);
+      store_elements<kCount>(target + i, source + i, Quotients(1.0f));
     }
   }
 

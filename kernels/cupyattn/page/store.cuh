@@ -16,24 +16,27 @@ __device__ __forceinline__ int64_t find_stored_slot(const StoreKvParams& params,
   return slot < params.num_slots ? slot : -1;  // mutate: slot-past-the-cache
 }
 
+// Blocks of one head: its scale is read once, and no row has to be divided by the heads.
 template <typename Config>
 __device__ __forceinline__ void store_rows(const StoreKvParams& params, int which) {
   const AppendedRows& rows = params.rows[which];
   const float* scales = params.scales[which];
   const int lane = threadIdx.x & ((1 << params.lane_bits) - 1);
   const int64_t rows_per_block = Config::kThreads >> params.lane_bits;
-  const int64_t num_rows = params.nnz * params.num_kv_heads;
-  int64_t row = blockIdx.x * rows_per_block + (threadIdx.x >> params.lane_bits);
-  for (; row < num_rows; row += gridDim.x * rows_per_block) {
-    const int64_t token = divide(row, params.num_kv_heads);
-    const int64_t head = row - token * params.num_kv_heads;
-    const int64_t slot = find_stored_slot(params, token);
-    if (slot < 0) continue;
-    const int64_t page = divide(slot, params.page_size);
-    const Slot place = {page, static_cast<int32_t>(slot - page * params.page_size)};
-    const float scale =
-        scales == nullptr ? rows.scale : scales[head * params.scale_strides[which]];
-    copy_row<Config>(rows, {token, head}, place, lane, params.lane_bits, scale);
+  for (int head = blockIdx.z; head < params.num_kv_heads; head += gridDim.z) {
+    const Quotients by_scale(scales == nullptr ? rows.scale
+                                               : scales[head * params.scale_strides[which]]);
+    int64_t token = blockIdx.x * rows_per_block + (threadIdx.x >> params.lane_bits);
+    for (; token < params.nnz; token += gridDim.x * rows_per_block) {
+      const int64_t slot = find_stored_slot(params, token);
+      if (slot < 0) continue;
+      Slot place = {slot, 0};
+      if (params.page_size > 1) {
+        place.page = divide(slot, params.page_size);
+        place.offset = static_cast<int32_t>(slot - place.page * params.page_size);
+      }
+      copy_row<Config>(rows, {token, head}, place, lane, params.lane_bits, by_scale);
+    }
   }
 }
 

@@ -57,6 +57,8 @@ __device__ __forceinline__ float to_float(bfloat16_t x) {
 
 // The quotient, rounded once under any fast-math option.
 __device__ __forceinline__ float divide_rn(float a, float b) { return __fdiv_rn(a, b); }
+// a * b + c, rounded once.
+__device__ __forceinline__ float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 // An fp8 format. All ones is a NaN in both.
 template <typename Fp8>

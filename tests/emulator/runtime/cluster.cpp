@@ -121,6 +121,7 @@ void run_cluster(uint3 first) {
                size - static_cast<int>(count));
       machine.has_failed = true;
     }
+    if (machine.has_failed) break;
     for (Block& block : blocks) meet(block);
     ++cluster_phase;
   }

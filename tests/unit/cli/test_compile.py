@@ -51,7 +51,7 @@ def test_it_fills_a_folder_to_ship(
     lines = first.err.splitlines()
     assert lines[0].startswith("sm_80, sm_90a: about 4 kernels, ")
     assert lines[0].endswith(f"in 2 processes, to {shipped}")
-    assert lines[-1].startswith("4/4 kernels in ") and len(lines) == 5
+    assert lines[-1].startswith("4/4 kernels, 0.0 MiB, in ") and len(lines) == 5
     assert cache.contents(cache.Place(shipped))[0] == 4
     assert cache.contents(cache.Place(place / "default-cache")) == (0, 0)
 

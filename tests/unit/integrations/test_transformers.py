@@ -47,7 +47,7 @@ def check(models: tuple[Any, Any], ids: Any, mask: Any, **named: Any) -> None:
     torch.testing.assert_close(logits[1][seen], logits[0][seen], rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("padding", [None, (0, 0), (0, 5), (3, 11)])
+@pytest.mark.parametrize("padding", [None, (0,), (0, 0), (0, 5), (3, 11)])
 def test_prompts(models: tuple[Any, Any], padding: Any) -> None:
     ids, mask = tokens(*(padding or (0, 0)))
     check(models, ids, None if padding is None else mask)
@@ -64,7 +64,7 @@ def test_a_mask_with_holes(models: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("padding", [(0, 0), (0, 5)])
+@pytest.mark.parametrize("padding", [(0,), (0, 5)])
 def test_generate(models: tuple[Any, Any], cache: str, padding: Any) -> None:
     """Over the window's end; transformers compiles nothing on a CPU."""
     ids, mask = tokens(*padding)

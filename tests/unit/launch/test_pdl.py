@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,7 @@ def test_the_launch_says_how_it_begins(is_dependent: bool, monkeypatch: pytest.M
     api = SimpleNamespace(
         get_device=lambda: 0,
         is_debugging=False,
+        launch_clusters=lambda *a: calls.append(("clusters", a)),
         launch_early=lambda *a: calls.append(("early", a)),
         launch_kernel=lambda *a: calls.append(("kernel", a)),
         runtime=SimpleNamespace(setDevice=lambda index: None),
@@ -46,6 +48,8 @@ def test_the_launch_says_how_it_begins(is_dependent: bool, monkeypatch: pytest.M
     enqueue.enqueue(launch(7, is_dependent=is_dependent), arguments, 0, 55)
     wanted = 7, 3, 2, 1, 128, 1, 1, 1000, 55, arguments.address, 0
     assert calls == [("early" if is_dependent else "kernel", wanted)]
+    enqueue.enqueue(launch(7, is_dependent=is_dependent, cluster=8), arguments, 0, 55)
+    assert calls[1:] == [("clusters", (*wanted, 8, is_dependent))]
 
 
 def test_the_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,3 +83,23 @@ def test_the_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [(3, 2, 1, 128, 1, 1, 1000, 55, 1, 6, 1, 0), (11, 77, 0)]
     with pytest.raises(DeviceError, match=r"a launch of \(3, 2, 1\) blocks \(error 1\)"):
         pdl.launch_early(*given)
+
+
+@pytest.mark.parametrize("is_dependent", [True, False])
+def test_the_driver_is_told_of_clusters(
+    is_dependent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, ...]] = []
+
+    def driver(config: int, *_: int) -> int:
+        count, begin = struct.unpack_from("<I", ctypes.string_at(config, 56), 48)[0], 0
+        (begin,) = struct.unpack_from("<Q", ctypes.string_at(config, 56), 40)
+        for place in range(count):
+            attribute = ctypes.string_at(begin + 72 * place, 72)
+            found.append(struct.unpack_from("<i 4x 3i", attribute))
+        return 0
+
+    monkeypatch.setattr(pdl, "_launch_kernel", lambda: driver)
+    pdl.launch_clusters(11, 16, 2, 1, 128, 1, 1, 1000, 55, 77, 0, 8, is_dependent)
+    early = [(6, 1, 0, 0)] if is_dependent else []
+    assert found == [*early, (4, 8, 1, 1)]

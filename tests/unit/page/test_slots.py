@@ -97,8 +97,8 @@ def test_repeated_writes_are_one_signature(make: Any) -> None:
         reshape_and_cache(*new, *caches, slots, k_scale=scale, v_scale=scale)
     assert [x.kernel for x in make.gpu.launches] == ["store_kv"] * 4
     assert len(slots_module._STORES) == 1
-    # Two heads a token, 8 threads a head: 256 threads have 32 heads; K and V.
-    assert {x.grid for x in make.gpu.launches} == {(1, 2, 1)}
+    # 8 threads a token: 256 threads have 32 tokens; K and V, and two heads.
+    assert {x.grid for x in make.gpu.launches} == {(1, 2, 2)}
 
 
 def test_counts_that_differ_are_found_in_repeated_writes(make: Any) -> None:

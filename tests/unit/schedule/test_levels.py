@@ -39,7 +39,7 @@ def test_the_tables_lead_every_row_to_states_of_all_its_keys(cascade: Cascade) -
     offsets_of, state_rows = state_offsets(plan.parts, tile_rows)
     items, merges = combine(plan.parts, offsets_of)
     assert not any(len(x) for x in merges)
-    about = [(*k, part, n) for k, part, n in zip(kinds, plan.parts, tile_rows, strict=True)]
+    about = [(*k, part, (n, n)) for k, part, n in zip(kinds, plan.parts, tile_rows, strict=True)]
     spare = 3
     words, tiles = level_tables(levels, about, offsets_of, group, levels.num_rows + spare)
     count = 2 * (levels.num_rows + spare) * levels.num_levels
@@ -174,7 +174,7 @@ def test_plans_that_fit_a_graph_have_room(cascade: Cascade, data: st.DataObject)
     plan = cascade.plan(kinds, Splitting(), leaves_states=True)
     offsets_of, state_rows = state_offsets(plan.parts, tile_rows)
     items, _ = combine(plan.parts, offsets_of)
-    about = [(*k, part, n) for k, part, n in zip(kinds, plan.parts, tile_rows, strict=True)]
+    about = [(*k, part, (n, n)) for k, part, n in zip(kinds, plan.parts, tile_rows, strict=True)]
     tables = level_tables(levels, about, offsets_of, cascade.group_size, num_rows)
     check_level_limits((len(items), sum(x.size for x in tables), state_rows), most)
 

@@ -1,0 +1,127 @@
+"""When the last block of a launch is done: a simulation of blocks that a GPU deals out, the longest
+first, in microseconds. By it prompts get their tiles, and splits of their keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .balance import Work
+
+# After so many waves a launch is as long as its slots are busy, and half of its shortest block.
+_MANY_WAVES = 8
+# A split must gain this share, and is only tried where blocks end so much later than the mean.
+WORTHWHILE = 0.95
+_UNEVEN = 1.1
+# Waves of blocks that splits are tried for.
+_SPLIT_WAVES = (1, 2, 3)
+
+
+class TileTimes(NamedTuple):
+    """What a kernel takes in microseconds, fitted to measurements (docs/ladder.md).
+
+    launch    from the launch to the first item, and from the last to the end
+    item      an item besides its key tiles
+    key_tile  with all slots busy
+    alone     the share of key_tile and item where no other block is on the SM
+    merge     the launch that merges states
+    state     writing and reading one of them (state_time)
+    """
+
+    launch: float
+    item: float
+    key_tile: float
+    alone: float = 1.0
+    merge: float = 3.5
+    state: float = 0.0
+
+
+class Slots(NamedTuple):
+    """How many blocks run at a time, and on how many SMs."""
+
+    blocks: int
+    num_sms: int
+
+
+# Bytes that all SMs write and read in a microsecond.
+_BYTES = 3.5e6
+
+
+def state_time(rows: int, head_dim: int) -> float:
+    """What writing and reading a state of so many rows takes, in microseconds."""
+    return 2 * 4 * rows * head_dim / _BYTES
+
+
+class Split(NamedTuple):
+    """Keys are split after so many key tiles (0: they are not), and when all is done then."""
+
+    chunk: int
+    time: float
+
+
+def makespan(times: np.ndarray, slots: int) -> float:
+    """When blocks that take so long are done, the longest first, each in the first free slot.
+
+    They are dealt a wave at a time, which is the same unless a wave's blocks differ by more than
+    the shortest of the wave before. Example: 176 blocks of 13 to 1 tiles on 132 slots are done
+    when the longest is.
+    """
+    if times.size <= slots:
+        return float(times[0]) if times.size else 0.0
+    if times.size > _MANY_WAVES * slots:
+        busy = float(np.add.reduce(times)) / slots
+        return max(float(times[0]), busy + 0.5 * float(times[-1]))
+    ends = times[:slots].copy()
+    for begin in range(slots, times.size, slots):
+        wave = times[begin : begin + slots]
+        ends.sort()
+        ends[: wave.size] += wave
+    return float(np.maximum.reduce(ends))
+
+
+def launch_time(sizes: np.ndarray, num_kv_heads: int, slots: Slots, times: TileTimes) -> float:
+    """When a launch is done whose items visit so many key tiles, each for all key heads."""
+    sizes = np.sort(sizes)[::-1]
+    if num_kv_heads > 1:
+        sizes = np.repeat(sizes, num_kv_heads)
+    share = times.alone if sizes.size <= slots.num_sms else 1.0
+    return times.launch + share * makespan(times.item + times.key_tile * sizes, slots.blocks)
+
+
+def best_split(
+    work: Work,
+    num_kv_heads: int,
+    slots: Slots,
+    times: TileTimes,
+    may_split: bool = True,
+) -> Split:
+    """The split of keys after which a launch, and the merge that a split needs, end soonest."""
+    sizes = work.array()
+    whole = Split(0, launch_time(sizes, num_kv_heads, slots, times))
+    if not may_split or work.longest <= 1:
+        return whole
+    busy = work.total * times.key_tile + work.num_tiles * times.item
+    if whole.time - times.launch <= _UNEVEN * busy * num_kv_heads / slots.blocks:
+        return whole
+    best, limit = whole, WORTHWHILE * whole.time
+    for chunk in _chunks(work, num_kv_heads, slots.blocks):
+        parts = np.maximum(-(-sizes // chunk), 1)
+        num_states = int(np.add.reduce(parts, where=parts > 1)) * num_kv_heads
+        time = launch_time(np.repeat(sizes / parts, parts), num_kv_heads, slots, times)
+        time += times.merge + times.state * num_states
+        if time < limit:
+            best, limit = Split(chunk, time), time
+    return best
+
+
+def _chunks(work: Work, num_kv_heads: int, slots: int) -> list[int]:
+    """Key tiles of a part by which all parts are some whole waves of blocks."""
+    total = work.total * num_kv_heads
+    found = {-(-total // (slots * waves)) for waves in _SPLIT_WAVES}
+    # As many parts of each tile as fill the slots: parts of equal tiles end together.
+    parts = slots // max(1, work.num_tiles * num_kv_heads)
+    if parts > 1:
+        found.add(-(-work.longest // parts))
+    return sorted(chunk for chunk in found if chunk < work.longest)

@@ -1,0 +1,50 @@
+"""Which of several tiles serves prompts soonest, by the simulated end of their work lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .batch import BatchRequests, count_work, make_tiles
+from .makespan import Slots, best_split
+from .masking import Masking
+from .tile_shape import TileShape
+
+# Where the slots are busy for so many of its longest items, the first shape is the fastest.
+_MANY_ITEMS = 12
+# Another shape must gain this share: estimates are no closer.
+_WORTHWHILE = 0.97
+
+
+class TileChoice(NamedTuple):
+    """One of several shapes, and when its launch would be done in microseconds."""
+
+    chosen: int
+    time: float
+
+
+def choose_tiles(
+    requests: BatchRequests,
+    group_size: int,
+    num_kv_heads: int,
+    shapes: Sequence[TileShape],
+    masking: Masking,
+    may_split: bool,
+) -> TileChoice:
+    """The shape whose launch is done soonest; all have times.
+
+    The first shape is the one that is fastest in long launches. Example: 128 tokens of 32 heads, 8
+    key heads: 3 tiles of 192 rows are 24 blocks, 8 of 64 rows are 64 that each take half as long.
+    """
+    best = TileChoice(0, 0.0)
+    for index, shape in enumerate(shapes):
+        tiles = make_tiles(requests, group_size, shape, masking)
+        work = count_work(requests, tiles, group_size, shape, masking)
+        assert shape.times is not None
+        slots = Slots(shape.num_slots, shape.num_sms)
+        time = best_split(work, num_kv_heads, slots, shape.times, may_split).time
+        if index == 0 or time < _WORTHWHILE * best.time:
+            best = TileChoice(index, time)
+        if index == 0 and work.total * num_kv_heads > _MANY_ITEMS * work.longest * shape.num_slots:
+            break
+    return best

@@ -1,0 +1,112 @@
+"""When blocks are done that a GPU deals out, and the splits and tiles that follow from it."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupyattn.schedule.balance import Work
+from cupyattn.schedule.batch import BatchRequests
+from cupyattn.schedule.makespan import Slots, TileTimes, best_split, launch_time, makespan
+from cupyattn.schedule.masking import Masking
+from cupyattn.schedule.tile_choice import choose_tiles
+from cupyattn.schedule.tile_shape import TileShape
+
+TIMES = TileTimes(launch=6.0, item=2.0, key_tile=1.0, merge=4.0, state=0.01)
+SLOTS = Slots(132, 132)
+CAUSAL = Masking(-1, 0)
+
+
+def longest_first(sizes: list[float]) -> np.ndarray:
+    return np.sort(np.array(sizes, np.float64))[::-1]
+
+
+def dealt_one_by_one(times: np.ndarray, slots: int) -> float:
+    ends = [0.0] * slots
+    for time in times:
+        heapq.heapreplace(ends, ends[0] + time)
+    return max(ends)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=300), st.integers(1, 40))
+def test_blocks_end_between_their_mean_and_a_block_later(sizes: list[int], slots: int) -> None:
+    times = longest_first([*map(float, sizes)])
+    end = makespan(times, slots)
+    assert max(times[0], times.sum() / slots) <= end * (1 + 1e-9)
+    assert end <= times.sum() / slots + times[0]
+
+
+@pytest.mark.parametrize("num_items", [100, 132, 133, 176, 264, 350, 500, 1000])
+def test_causal_tiles_end_as_if_dealt_one_by_one(num_items: int) -> None:
+    times = longest_first([2.0 + n % 22 for n in range(num_items)])
+    assert makespan(times, 132) == pytest.approx(dealt_one_by_one(times, 132), rel=0.06)
+
+
+def test_no_blocks_take_no_time() -> None:
+    assert makespan(np.zeros(0), 132) == 0.0
+
+
+def test_a_block_alone_on_its_sm_is_faster() -> None:
+    times = TileTimes(6.0, 2.0, 1.0, alone=0.5)
+    sizes, slots = np.full(100, 8), Slots(264, 132)
+    assert launch_time(sizes, 1, slots, times) == 6.0 + 0.5 * 10.0
+    assert launch_time(sizes, 2, slots, times) == 6.0 + 10.0
+
+
+def even(num_tiles: int, key_tiles: int) -> Work:
+    return Work(None, key_tiles, num_tiles * key_tiles, num_tiles)
+
+
+def test_a_full_wave_is_not_split() -> None:
+    assert best_split(even(132, 100), 1, SLOTS, TIMES).chunk == 0
+
+
+def test_a_few_long_tiles_fill_the_card_in_parts() -> None:
+    split = best_split(even(4, 512), 8, SLOTS, TIMES)
+    assert split.chunk == 128
+    assert split.time == pytest.approx(6.0 + 2.0 + 128 + 4.0 + 1.28)
+    assert best_split(even(4, 512), 8, SLOTS, TIMES, may_split=False).chunk == 0
+
+
+def test_a_short_prompt_is_not_split() -> None:
+    """A merge takes longer than its few key tiles."""
+    assert best_split(even(3, 2), 8, SLOTS, TIMES).chunk == 0
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 300), st.integers(0, 2**31))
+def test_a_split_is_never_estimated_slower(tiles: int, heads: int, most: int, seed: int) -> None:
+    sizes = np.random.default_rng(seed).integers(1, most + 1, tiles)
+    work = Work(sizes, int(sizes.max()), int(sizes.sum()), tiles)
+    whole = best_split(work, heads, SLOTS, TIMES, may_split=False)
+    split = best_split(work, heads, SLOTS, TIMES)
+    assert split.time <= whole.time
+    assert 0 <= split.chunk < max(2, work.longest)
+
+
+def prompts(count: int, length: int) -> BatchRequests:
+    lengths, starts = np.full(count, length), np.arange(count) * length
+    return BatchRequests(lengths, lengths, starts, starts)
+
+
+# Tiles of 192 rows multiply a little faster than those of 64, of which two share an SM.
+TALL = TileShape(192, 80, 132, times=TileTimes(7.0, 2.2, 1.04), num_sms=132)
+SHORT = TileShape(64, 64, 264, times=TileTimes(6.0, 2.2, 0.68, 0.6), num_sms=132)
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "chosen"),
+    [(1, 128, 1), (1, 256, 1), (1, 16_384, 0), (64, 1024, 0), (256, 512, 0)],
+)
+def test_short_tiles_are_for_work_that_does_not_fill_the_card(
+    count: int, length: int, chosen: int
+) -> None:
+    requests = prompts(count, length)
+    assert choose_tiles(requests, 4, 8, [TALL, SHORT], CAUSAL, True).chosen == chosen
+
+
+def test_the_first_shape_stays_if_another_gains_nothing() -> None:
+    assert choose_tiles(prompts(1, 2048), 4, 8, [TALL, TALL], CAUSAL, True).chosen == 0
