@@ -87,8 +87,8 @@ def flash_mla_with_kvcache(
 
     q       [b, seqlen_q, num_heads, 576], float16 or bfloat16 (on the CPU float32 too).
     k_cache [num_blocks, page_size, 1, 576] of q's dtype or float8_e4m3fn; any page size. With
-            is_fp8_kvcache also rows of 656 bytes: 512 e4m3, 4 float32 scales, 64 bfloat16; CPU
-            arrays only.
+            is_fp8_kvcache also rows of 656 bytes: 512 e4m3, 4 float32 scales, 64 bfloat16; on a
+            GPU beside q of bfloat16 and on sm_90 only.
     block_table int32 [b, max_blocks]; cache_seqlens int32 [b].
     head_dim_v  512 (or 256): the latent columns, the first of each row.
     tile_scheduler_metadata, num_splits   of get_mla_metadata; not read.
@@ -119,14 +119,14 @@ def flash_mla_with_kvcache(
         )
     count, q_len, heads, columns = vq.shape
     dims = _dims(columns, head_dim_v, "head_dim_v")
-    o_dtype = vq.dtype.name
+    o_dtype, key_scales = vq.dtype.name, ""
     if parse.flag(is_fp8_kvcache, "is_fp8_kvcache"):
-        q, k_cache = _widened(q, k_cache, vq)
+        q, k_cache, key_scales = _with_scales(q, k_cache, vq)
     scale = parse.finite(softmax_scale, "softmax_scale", 1.0 / math.sqrt(max(1, columns)))
     is_causal = parse.flag(causal, "causal")
     options = Options(
         _DENSE, dims, scale, q_axes=(4,), q_len=q_len, causal=is_causal and q_len > 1,
-        pads_lse=True, return_lse=True, o_dtype=o_dtype,
+        pads_lse=True, return_lse=True, o_dtype=o_dtype, key_scales=key_scales,
     )  # fmt: skip
     given: tuple[Any, ...]
     if indices is not None:
@@ -206,21 +206,24 @@ def _dims(columns: int, head_dim_v: Any, name: str) -> Dims:
     return Dims(latent, columns - latent)
 
 
-def _widened(q: Any, k_cache: Any, vq: ArrayView) -> tuple[Any, Any]:
-    """q and a cache of 656-byte rows in float32; a cache of plain fp8 as it is."""
+def _with_scales(q: Any, k_cache: Any, vq: ArrayView) -> tuple[Any, Any, str]:
+    """q, the cache and its scales (Options.key_scales). On the CPU rows of 656 bytes become rows of
+    float32, and q too."""
     v = array.view(k_cache, "k_cache")
     if v.shape[-1] != NUM_BYTES:
-        return q, k_cache
+        return q, k_cache, ""
     if v.dtype.itemsize != 1:
         raise ArgumentError(f"k_cache: dtype is {v.dtype}; wanted rows of {NUM_BYTES} bytes")
     if v.device.kind != "cpu":
-        raise UnsupportedError(
-            f"k_cache: rows of {NUM_BYTES} bytes, whose scales differ, have no GPU kernel; pass a "
-            "cache of bfloat16 or of float8_e4m3fn with 576 columns, or CPU arrays"
-        )
+        if vq.dtype is not dtypes.bfloat16:
+            raise UnsupportedError(
+                f"q: dtype {vq.dtype} has no kernel for rows of {NUM_BYTES} bytes, whose rope "
+                "columns are bfloat16; pass q in bfloat16"
+            )
+        return q, k_cache, "rows"
     rows = np.ascontiguousarray(array.as_numpy(v)).view(np.uint8)
     keys = array.from_numpy(unpack_rows(rows), vq)
-    return array.from_numpy(array.as_numpy(vq).astype(np.float32), vq), keys
+    return array.from_numpy(array.as_numpy(vq).astype(np.float32), vq), keys, ""
 
 
 def _repeated(lengths: Any, name: str, count: int, q_len: int) -> Any:

@@ -149,7 +149,9 @@ def _run_checked(
         require_contiguous_last(vout, "out")
     match_output(vout, shape_o, spec.dtype_o, "out", **inputs, lse=vlse)
     match_output(vlse, shape_o[:-1], dtypes.float32, "lse", **inputs)
-    variant = Variant(_are_aligned(queries, pages, vout), sm_scale <= 0.0)
+    key_scales = "" if vscales is None else "tokens"
+    is_aligned = _are_aligned(queries, pages, vout)
+    variant = Variant(is_aligned, sm_scale <= 0.0, key_scales=key_scales)
     vq = queries.latent
 
     # --- 2. Answer on the CPU ---
@@ -171,9 +173,7 @@ def _run_checked(
 
     # --- 3. Launch on the caller's stream ---
     if vscales is not None:
-        raise UnsupportedError(
-            "ckv_scale_arr: scales of tokens have no GPU kernel; pass one ckv_scale, or CPU arrays"
-        )
+        _check_token_scales(vscales, pages)
     given_out, given_lse = out, lse
     if vout is None:
         out = array.empty(shape_o, spec.dtype_o, vq)
@@ -189,8 +189,8 @@ def _run_checked(
             (sm_scale, output_scale),
             shape_o[1:],
         )
-        _launch(wrapper, plan, checked, queries, pages, vout, vlse, vsinks)
-        if plan.is_uniform and plan.framework == vq.framework:
+        _launch(wrapper, plan, checked, queries, pages, vout, vlse, vsinks, vscales)
+        if vscales is None and plan.is_uniform and plan.framework == vq.framework:
             made_out = shape_o if out is not given_out else None
             made_lse = shape_o[:-1] if lse is not given_lse else None
             _CALLS.insert(arrays, scalars, checked, vq, spec.dtype_o, made_out, made_lse)
@@ -278,18 +278,18 @@ def _launch(
     vout: ArrayView,
     vlse: ArrayView | None,
     vsinks: ArrayView | None,
+    vscales: ArrayView | None,
 ) -> None:
     prepared = wrapper._prepare(plan, checked.variant)
     vq, vk = queries.latent, pages.latent
     stream = array.current_stream(vq)
-    optional = [x for x in (queries.rope, pages.rope, vlse, vsinks) if x is not None]
+    given = queries.rope, pages.rope, vlse, vsinks, vscales
+    optional = [x for x in given if x is not None]
     used = (vk, vout, wrapper._workspace, *plan.views, *optional)
     array.acquire(vq, *used)
-    lse, sinks, q_rope, k_rope = (
-        0 if x is None else x.ptr for x in (vlse, vsinks, queries.rope, pages.rope)
-    )
+    q_rope, k_rope, lse, sinks, scales = (0 if x is None else x.ptr for x in given)
     bound = _bind(plan, prepared, wrapper._workspace.ptr, checked, vk.shape[0])
-    addresses = params.OPTIONAL.pack(lse, 0, sinks, 0, 0, 0, 0, params.NO_LOGITS_ARRAYS)
+    addresses = params.OPTIONAL.pack(lse, 0, sinks, 0, scales, 0, 0, params.NO_LOGITS_ARRAYS)
     second = checked.second.pack(vq.ptr, q_rope, vk.ptr, k_rope)
     bound.launch(vq.ptr, vk.ptr, vk.ptr, vout.ptr, addresses, stream, second)
     array.release(vq, vq, *used)
@@ -361,6 +361,19 @@ def _view_token_scales(x: Any, pages: Parts) -> ArrayView | None:
     extents = dict(zip(("num_pages", "page_size"), pages.latent.shape, strict=False))
     match_array(v, "num_pages page_size", dtypes.float32, "ckv_scale_arr", extents)
     return v
+
+
+def _check_token_scales(v: ArrayView, pages: Parts) -> None:
+    """Whether the kernel can read them."""
+    if pages.latent.dtype is not dtypes.float8_e4m3fn:
+        raise UnsupportedError(
+            f"ckv_scale_arr: scales of tokens of dtype {pages.latent.dtype} have no GPU kernel; "
+            "pass a cache of float8_e4m3fn, or CPU arrays"
+        )
+    if v.strides != (v.shape[1], 1) and v.shape[0] > 1:
+        raise UnsupportedError(
+            f"ckv_scale_arr: strides are {list(v.strides)}; wanted a contiguous array on the GPU"
+        )
 
 
 def _requests_of(

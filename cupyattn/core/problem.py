@@ -19,6 +19,9 @@ MASK_FORMS = ("whole", "rows", "runs", "expression")
 MAX_HEAD_DIM = 256
 # Head dims of q and k, and of v, beyond that; and latent and rope columns of latent attention.
 WIDE_HEAD_DIMS = (256, 512), (512, 512), (512, 256)
+# Scales of latent keys of fp8: one for all, one for each token, or four in rows of 656 bytes, whose
+# rope columns are bfloat16 (reference/latent_rows.py); as in attention/wide_sm90_traits.cuh.
+KEY_SCALES = ("", "tokens", "rows")
 LATENT_HEAD_DIMS = (512, 64), (512, 0), (256, 64), (256, 0)
 # Lengths are 32-bit in the kernels, which read indices up to a tile beyond the end.
 MAX_LENGTH = 2**31 - 1 - 64
@@ -34,7 +37,8 @@ class AttentionProblem:
     table, `own_value_pages` that values are found through another; `mask_form` what a custom mask
     holds: bits of all keys, of a request's last keys, runs, or an expression of `logits`, which are
     the caller's own; `latent` that a value is the first
-    head_dim_vo columns of its key, `sparse` that a list names each key. Causality, windows, sinks,
+    head_dim_vo columns of its key, `sparse` that a list names each key, `key_scales` which scales
+    latent keys have (KEY_SCALES). Causality, windows, sinks,
     scales and LSE are run-time facts: they cost nothing when off, so they do not multiply the
     number of kernels.
     """
@@ -54,6 +58,7 @@ class AttentionProblem:
     own_value_pages: bool = False
     latent: bool = False
     sparse: bool = False
+    key_scales: str = ""
     logits: LogitsExpression | None = None
 
     @property

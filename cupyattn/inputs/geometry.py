@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..array import Device
@@ -47,11 +47,13 @@ class PlanOptions(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a run decides about the kernel; see AttentionProblem. A run may bring a mask."""
+    """What a run decides about the kernel; see AttentionProblem. A run may bring a mask, or scales
+    of keys."""
 
     aligned: bool
     prescale_logits: bool
     has_mask: bool = False
+    key_scales: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,13 +76,14 @@ class Geometry:
     def launcher(self, variant: Variant) -> BatchLauncher:
         found = self.launchers.get(variant)
         if found is None:
-            aligned, prescale_logits, has_mask = variant
+            aligned, prescale_logits, has_mask, key_scales = variant
             spec, index = self.spec, self.given.device.index
             if self.given.device.kind == "cpu":
                 spec, index = spec.as_on_gpu(), NO_GPU.index
             if has_mask:
                 spec = spec.with_row_mask()
             problem = spec.problem(aligned=aligned, prescale_logits=prescale_logits)
+            problem = replace(problem, key_scales=key_scales)
             found = BatchLauncher(spec, problem, index)
             self.launchers[variant] = found
         return found

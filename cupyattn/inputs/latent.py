@@ -15,9 +15,11 @@ from .. import array
 from ..array import ArrayView
 from ..array.match import require_contiguous_last, require_same_dtype
 from ..core.device import device_props
+from ..core.dtypes import float8_e4m3fn
 from ..errors import ArgumentError
 from ..launch.attention import tma_wide
 from ..launch.driver import params
+from ..reference.latent_rows import NUM_BYTES
 
 
 class Dims(NamedTuple):
@@ -88,6 +90,29 @@ def view_parts(first: Any, second: Any, dims: Dims, names: tuple[str, str]) -> P
         )
     require_same_dtype(other, names[1], v, names[0])
     return Parts(v, other, names, -1)
+
+
+def view_scaled_rows(x: Any, dims: Dims, name: str) -> Parts:
+    """The parts of rows of 656 bytes on a GPU (reference/latent_rows.py).
+
+    Both count as e4m3, so that strides are bytes; the rope part, of bfloat16, begins behind the
+    scales.
+    """
+    v = array.view(x, name)
+    if dims != (512, 64):
+        raise ArgumentError(
+            f"{name}: rows of {NUM_BYTES} bytes have 512 latent and 64 rope columns; wanted "
+            f"{dims.latent} and {dims.rope}"
+        )
+    require_contiguous_last(v, name)
+    offset = NUM_BYTES - 2 * dims.rope
+    parts = [
+        array.as_strided(v, (*v.shape[:-1], columns), v.strides, begin)
+        for columns, begin in ((dims.latent, 0), (dims.rope, offset))
+    ]
+    for part in parts:
+        part.dtype = float8_e4m3fn
+    return Parts(parts[0], parts[1], (name, name), offset)
 
 
 def as_pages(parts: Parts, page_size: int | None) -> Parts:

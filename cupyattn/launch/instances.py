@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +12,7 @@ from .. import jit
 from ..core import dtypes
 from ..core.device import overlaps_launches
 from ..core.dtypes import DType
-from ..core.problem import AttentionProblem
+from ..core.problem import KEY_SCALES, AttentionProblem
 from ..errors import ArgumentError
 from .attention import (
     append_new_kv,
@@ -277,6 +277,12 @@ def _latent(chosen: Selection, arch: str) -> Iterator[Instance]:
         # Pages of one row are gathered; others may come in boxes.
         for rows, page_size in product((DECODE, VERIFY, LARGE), (1, 64)):
             yield from _of_rows(problem, rows, True, arch, page_size)
+        if arch != "sm_90a" or kv is not dtypes.float8_e4m3fn or not aligned:
+            continue
+        for key_scales in KEY_SCALES[1:] if q is dtypes.bfloat16 else ("tokens",):
+            for rows in (DECODE, VERIFY):
+                of_keys = replace(problem, key_scales=key_scales)
+                yield from _of_rows(of_keys, rows, True, arch, 1)
 
 
 def _cascade(chosen: Selection) -> Iterator[Instance]:

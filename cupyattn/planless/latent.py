@@ -269,7 +269,11 @@ def _check(arrays: Arrays, options: Options) -> Call:
         latent=merge_leading(queries.latent, names.q, 2),
         rope=None if rope is None else merge_leading(rope, q_names[queries.offset < 0], 2),
     )
-    pages = latent.as_pages(latent.view_parts(arrays.k, arrays.k_rope, dims, k_names), None)
+    if options.key_scales:
+        keys = latent.view_scaled_rows(arrays.k, dims, names.k)
+    else:
+        keys = latent.view_parts(arrays.k, arrays.k_rope, dims, k_names)
+    pages = latent.as_pages(keys, None)
     vq = queries.latent
     table = _view_table(arrays.block_tables, options)
     kv_lens, kv_starts = arrays.kv_lens, arrays.kv_offsets
@@ -468,7 +472,8 @@ def _prepare(call: Call) -> _Prepared:
     pointers = functools.reduce(operator.or_, (x.ptr for x in (*rows, *keys)))
     is_aligned = are_rows_aligned(pointers, [(x.strides[:2], x.dtype) for x in (*rows, *keys)])
     prescale_logits = call.scales[0] is not None or options.sm_scale <= 0.0
-    launcher = call.geometry.launcher(Variant(is_aligned, prescale_logits))
+    variant = Variant(is_aligned, prescale_logits, key_scales=options.key_scales)
+    launcher = call.geometry.launcher(variant)
     plan = _plan(launcher, call.lengths)
     padding, lse_rows, size = None, 0, plan.num_bytes
     lse_strides = (0, 0) if vlse is None else tuple(vlse.strides[-2:])

@@ -69,6 +69,7 @@ class Options(NamedTuple):
     most_kv_len  with kv_offsets, the most keys of a request: more are cut. None: as many as the
                  table has room for
     is_list      block_tables names keys
+    key_scales   of the cache (core.problem.KEY_SCALES): "" or "rows"
     pads_lse     the LSE is [B, q_len, heads] in natural log; else like q, base 2
     """
 
@@ -86,6 +87,7 @@ class Options(NamedTuple):
     pads_lse: bool = False
     return_lse: bool = False
     o_dtype: Any = None
+    key_scales: str = ""
     most_kv_len: int | None = None
 
 

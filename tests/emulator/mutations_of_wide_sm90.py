@@ -11,10 +11,10 @@ WIDE_SM90 = (
     Mutation(
         "wide-normaliser-of-the-upper-row", "rows.own_row(1)", "rows.own_row(0)", "hopper wide"
     ),
-    Mutation("wide-values-not-added", "adds_output = true;", "", "hopper wide"),
+    Mutation("wide-values-not-added", "true", "false", "hopper wide"),
     Mutation(
         "wide-keys-not-awaited",
-        "await_phase(shared.full[k.stage][kPiece], k.parity);",
+        "await_phase(shared.full[stage.stage][kPiece], stage.parity);",
         "",
         "hopper wide",
     ),
@@ -46,27 +46,27 @@ WIDE_SM90 = (
     Mutation("wide-missing-keys-seen", "!exists", "false", "hopper wide sparse"),
     Mutation(
         "wide-keys-kept",
-        "this->release(shared.empty[scored.stage][Traits::kKeys]);",
+        "this->release(shared.empty[stage.stage][Traits::kKeys]);",
         ";",
         "hopper wide ordinary",
     ),
     Mutation(
         "wide-values-not-awaited",
-        "await_phase(shared.full[v.stage][Traits::kOfLeader], v.parity);",
+        "await_phase(shared.full[stage.stage][Traits::kOfLeader], stage.parity);",
         "",
         "hopper wide ordinary",
     ),
     Mutation("wide-values-by-stride-of-keys", "v_stride_n", "k_stride_n", "hopper wide ordinary"),
     Mutation(
         "wide-hidden-values-stay",
-        "this->zero_nonfinite_values(item, tile, scored);",
+        "this->zero_nonfinite_values(item, tile, stage);",
         "",
         "hopper wide hidden",
     ),
     Mutation(
         "wide-nonfinite-values-not-added",
-        "if (unlikely(swept_tile >= 0))",
-        "if (false)",
+        "this->add_nonfinite_values(item, swept_tile, stage, probabilities.p);",
+        ";",
         "hopper wide hidden",
     ),
     Mutation("wide-page-of-the-first-box", "+ at.page", "", "hopper wide boxes"),
@@ -88,4 +88,39 @@ WIDE_SM90 = (
     Mutation(
         "wide-follower-output-not-rescaled", "multiply_rows(o, factors);", "", "hopper wide steep"
     ),
+    # wide_decode_sm90
+    Mutation(
+        "wide-decode-keys-not-awaited",
+        "await_phase(shared.full[stage.stage][kPiece], stage.parity);",
+        "",
+        "hopper few rows",
+    ),
+    Mutation("wide-decode-missing-keys-seen", "!= 0", ">= 0", "hopper few rows sparse"),
+    Mutation("wide-decode-hidden-keys-seen", "|| key >= limits.end", "", "hopper few rows"),
+    Mutation("wide-decode-maximum-of-some-keys", "mask = 4", "mask = 8", "hopper few rows steep"),
+    Mutation("wide-decode-maxima-read-early", "sync();", "", "hopper few rows"),
+    Mutation(
+        "wide-decode-sum-not-rescaled", "*= factors[n][e]", "*= 1.0f", "hopper few rows steep"
+    ),
+    Mutation("wide-decode-output-not-rescaled", "e < 4", "e < 3", "hopper few rows steep"),
+    Mutation("wide-decode-p-of-other-keys", "2 * i + h", "2 * i + 1 - h", "hopper few rows"),
+    Mutation("wide-decode-p-read-early", "sync();", "", "hopper few rows"),
+    Mutation(
+        "wide-decode-bad-values-reach-all-rows",
+        "p[n][e] != 0.0f",
+        "true",
+        "hopper few rows hidden",
+    ),
+    Mutation("wide-decode-sums-read-early", "sync();", "", "hopper few rows"),
+    Mutation("wide-decode-sum-of-a-warp", "sums.x + sums.y", "sums.x", "hopper few rows"),
+    Mutation("wide-decode-factors-read-early", "sync();", "", "hopper few rows"),
+    Mutation("wide-decode-output-read-early", "sync();", "", "hopper few rows"),
+    Mutation("wide-decode-weights-read-early", "ptx::block_sync();", "", "hopper few rows splits"),
+    Mutation(
+        "wide-decode-weights-of-some-splits", "mask = 1", "mask = 2", "hopper few rows splits"
+    ),
+    Mutation("wide-fp8-queries-overwritten", "ptx::warp_sync();", "", "hopper few rows fp8"),
+    Mutation("wide-fp8-rows-not-scaled", "scale.of_logits", "1.0f", "hopper few rows fp8"),
+    Mutation("wide-fp8-queries-read-early", "sync();", ";", "hopper few rows fp8"),
+    Mutation("wide-fp8-other-columns", "lane >> 2", "lane >> 3", "hopper few rows fp8"),
 )

@@ -293,6 +293,7 @@ TESTED_ELSEWHERE = {
     "store_kv": "test_page.py",
     "serving_metadata": "test_serving.py",
     "wide_sm80": "test_wide.py",
+    "wide_decode_sm90": "test_wide_sm90.py",
     "wide_sm90": "test_wide_sm90.py",
 }
 

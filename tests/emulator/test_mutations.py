@@ -406,6 +406,22 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper wide sparse": _wide({"sparse": True}),
     "hopper wide splits": _wide({"splits": 2}),
     "hopper wide steep": _wide({"sharpness": 6.0, "rising": 2.0, "num_heads": 64}),
+    "hopper few rows": _wide({"tile_q": 16}),
+    "hopper few rows fp8": _wide({"tile_q": 16, "kv_dtype": "float8_e4m3fn", "kv_len": (100,)}),
+    "hopper few rows hidden": _wide(
+        {
+            "tile_q": 16,
+            "qo_len": (20,),
+            "num_heads": 3,
+            "kv_len": (80,),
+            "spoiled": ((0, 75, 3, np.nan),),
+        }
+    ),
+    "hopper few rows sparse": _wide({"tile_q": 16, "sparse": True}),
+    "hopper few rows splits": _wide({"tile_q": 16, "splits": 5}),
+    "hopper few rows steep": _wide(
+        {"tile_q": 16, "sharpness": 20.0, "rising": 4.0, "dtype": "float16"}
+    ),
     "latent": _latent(),
     # Splits of several tiles of keys.
     "long latent": _latent(split=13),

@@ -10,6 +10,9 @@ import pytest
 from helpers import compare, gpu_cases, mla_calls
 from helpers.mla_cases import PROBLEMS, WAYS, WIDE, Case, random_case, wide_case
 
+from cupyattn.core.dtypes import bfloat16, float8_e4m3fn
+from cupyattn.reference.latent_rows import pack_rows
+
 from . import gpu, run, test_batch, test_cascade, test_planless
 
 # One request of 16 rows, one without keys, one of few rows with many keys.
@@ -51,7 +54,7 @@ def test_random_calls(way: str) -> None:
 def test_calls_on_hopper(seed: int) -> None:
     """Boxes of pages, gathered rows, splits, plans made on the GPU, and lists."""
     emulated = emulate(random_case(seed), seed=seed % 3, num_sms=4, is_portable=False)
-    assert emulated.has_launched("wide_sm90")
+    assert emulated.has_launched("wide_sm90") or emulated.has_launched("wide_decode_sm90")
 
 
 @pytest.mark.slow
@@ -199,3 +202,61 @@ def test_a_wrapper_for_graphs() -> None:
             np.testing.assert_array_equal(buffers[3], lengths)
             got = wrapper.run(query=call.device_q, kv_cache=call.device_cache, return_lse=True)
             call.check(*map(np.asarray, got))
+
+
+def test_rows_with_scales() -> None:
+    """FlashMLA's rows of 656 bytes: pages, and lists with keys that are none."""
+    from cupyattn import flash_mla
+
+    rng = np.random.default_rng(3)
+    cache = pack_rows(rng.standard_normal((6, 16, 1, 576)).astype(np.float32))
+    cache[[0, 3]] = 0xFF  # nobody's
+    table = np.array([[4, 1, 2], [5, 0, 0]], np.int32)
+    lens = np.array([39, 0], np.int32)
+    lists = rng.choice(np.r_[16:48, 64:96, -1], (2, 2, 90)).astype(np.int32)
+    q = rng.standard_normal((2, 2, 20, 576)).astype(bfloat16.numpy)
+    calls: tuple[dict[str, Any], ...] = (
+        {"block_table": table, "cache_seqlens": lens, "causal": True},
+        {"block_table": None, "cache_seqlens": None, "indices": lists},
+    )
+    for call in calls:
+        arguments = {"head_dim_v": 512, "is_fp8_kvcache": True} | call
+        expected = flash_mla.flash_mla_with_kvcache(q, cache, **arguments)
+        with gpu.plugged_in(num_sms=3) as emulated:
+            got = flash_mla.flash_mla_with_kvcache(q, cache, **arguments)
+            assert emulated.has_launched("wide_decode_sm90")
+        for one, other in zip(got, expected, strict=True):
+            one, other = (np.asarray(x, np.float32) for x in (one, other))
+            np.testing.assert_allclose(one, other, atol=0.02, rtol=0.01)
+
+
+def test_scales_of_tokens() -> None:
+    """NaN where nobody owns a token, and a scale of the rope part."""
+    from cupyattn import mla
+
+    rng = np.random.default_rng(4)
+    cache = rng.standard_normal((5, 8, 576)).astype(float8_e4m3fn.numpy)
+    scales = np.exp2(rng.uniform(-5, 1, (5, 8))).astype(np.float32)
+    scales[0] = np.nan
+    q = rng.standard_normal((3, 9, 576)).astype(np.float16)
+
+    def answer(workspace: Any) -> Any:
+        wrapper = mla.BatchMLAPagedAttentionWrapper(workspace)
+        table = np.array([3, 1, 4, 2], np.int32)
+        lengths = np.array([20, 3], np.int32)
+        wrapper.plan(
+            np.array([0, 2, 3], np.int32), np.array([0, 3, 4], np.int32), table, lengths,
+            9, 512, 64, 8, True, 0.07, "float16", "float8_e4m3fn",
+        )  # fmt: skip
+        return wrapper.run(
+            query=q, kv_cache=cache, ckv_scale_arr=scales, kpe_scale=0.7, return_lse=True
+        )
+
+    expected = answer(None)
+    with gpu.plugged_in(num_sms=3) as emulated:
+        got = answer(emulated.empty((8 << 20,), np.dtype(np.uint8)))
+        assert emulated.has_launched("wide_decode_sm90")
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(
+            one.astype(np.float32), other.astype(np.float32), atol=0.01, rtol=0.005
+        )

@@ -1,4 +1,5 @@
-"""wide_sm90 on the host, by hand-made Params: latent attention, and ordinary wide heads."""
+"""wide_sm90 and wide_decode_sm90 on the host, by hand-made Params: latent attention, and ordinary
+wide heads."""
 
 from __future__ import annotations
 
@@ -13,6 +14,10 @@ from . import wide
 from .wide import Case
 
 BASE = Case()
+# Of 32 rows there are fewer tests, because each instance takes seconds to build.
+TILES = pytest.mark.parametrize("tile_q", [16, 64])
+ALL_TILES = pytest.mark.parametrize("tile_q", [16, 32, 64])
+E4M3 = "float8_e4m3fn"
 
 
 def check(case: Case, **facts: object) -> wide.Answer:
@@ -23,33 +28,35 @@ def check(case: Case, **facts: object) -> wide.Answer:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("o_dtype", ["", "float32"])
-def test_dtypes(dtype: str, o_dtype: str) -> None:
-    check(replace(BASE, dtype=dtype, o_dtype=o_dtype))
+@TILES
+def test_dtypes(dtype: str, o_dtype: str, tile_q: int) -> None:
+    check(replace(BASE, dtype=dtype, o_dtype=o_dtype, tile_q=tile_q))
 
 
 @pytest.mark.parametrize("num_heads", [1, 5, 16, 40, 64, 128])
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_heads(num_heads: int, q_len: int) -> None:
-    check(replace(BASE, num_heads=num_heads, qo_len=(q_len, 1), kv_len=(70, 3)))
+@ALL_TILES
+def test_heads(num_heads: int, tile_q: int) -> None:
+    check(replace(BASE, num_heads=num_heads, qo_len=(3, 1), kv_len=(70, 3), tile_q=tile_q))
 
 
 @pytest.mark.parametrize("kv_len", [1, 63, 64, 65, 128, 129, 300])
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_lengths(kv_len: int, overlaps: bool) -> None:
-    check(replace(BASE, kv_len=(kv_len,), qo_len=(2,), overlaps=overlaps))
+@TILES
+def test_lengths(kv_len: int, tile_q: int) -> None:
+    check(replace(BASE, kv_len=(kv_len,), qo_len=(2,), tile_q=tile_q))
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 7, 64, 100])
-@pytest.mark.parametrize("packed", [True, False])
-def test_pages(page_size: int, packed: bool) -> None:
-    check(replace(BASE, kv_len=(150, 30), qo_len=(1, 2), page_size=page_size, packed=packed))
+@TILES
+def test_pages(page_size: int, tile_q: int) -> None:
+    case = replace(BASE, kv_len=(150, 30), qo_len=(1, 2), page_size=page_size, tile_q=tile_q)
+    check(replace(case, packed=page_size % 2 == 0))
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 48, 64, 128])
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_boxes_of_pages(page_size: int, overlaps: bool) -> None:
+@ALL_TILES
+def test_boxes_of_pages(page_size: int, tile_q: int) -> None:
     """Boxes bring rows past the last key, which nobody owns."""
-    case = replace(BASE, tma=True, page_size=page_size, overlaps=overlaps)
+    case = replace(BASE, tma=True, page_size=page_size, tile_q=tile_q)
     check(replace(case, kv_len=(150, 30, 0, 200), qo_len=(1, 2, 1, 0)), seed=page_size)
     check(replace(case, qo_len=(30,), kv_len=(290,), num_heads=8, packed=False, splits=2))
     check(replace(case, qo_len=(30,), kv_len=(290,), num_heads=3, window_left=70, splits=2))
@@ -66,49 +73,45 @@ def test_keys_of_many_tokens() -> None:
     check(replace(BASE, qo_len=(70,), kv_len=(130,), num_heads=8))
 
 
-@pytest.mark.parametrize("splits", [2, 3, 5])
-def test_splits(splits: int) -> None:
-    """A split may have no tile of keys."""
-    case = replace(BASE, qo_len=(2, 1), kv_len=(330, 100), num_heads=48, splits=splits)
-    check(replace(case, has_sinks=splits == 2))
+@pytest.mark.parametrize("splits", [2, 3, 5, 9])
+@ALL_TILES
+def test_splits(splits: int, tile_q: int) -> None:
+    """A split may have no tile of keys. The last block of a tile merges few splits, or a launch."""
+    case = replace(BASE, qo_len=(2, 1), kv_len=(330, 100), num_heads=24, splits=splits)
+    check(replace(case, has_sinks=splits in (2, 9), tile_q=tile_q))
 
 
 @pytest.mark.parametrize("window_left", [0, 20, 64, 100])
-def test_windows(window_left: int) -> None:
-    check(replace(BASE, qo_len=(70,), kv_len=(200,), num_heads=4, window_left=window_left))
+@TILES
+def test_windows(window_left: int, tile_q: int) -> None:
+    case = replace(BASE, qo_len=(40,), kv_len=(200,), num_heads=3, window_left=window_left)
+    check(replace(case, tile_q=tile_q))
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_rising_maxima(overlaps: bool) -> None:
+@TILES
+def test_rising_maxima(tile_q: int) -> None:
     """Both warpgroups rescale their columns."""
-    steep = replace(BASE, kv_len=(300,), num_heads=64, sharpness=6.0, rising=2.0)
-    check(replace(steep, overlaps=overlaps))
-    check(replace(steep, overlaps=overlaps, dtype="float16"))
+    steep = replace(BASE, kv_len=(300,), num_heads=64, sharpness=6.0, rising=2.0, tile_q=tile_q)
+    check(steep)
+    check(replace(steep, dtype="float16"))
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_sparse_lists(page_size: int, overlaps: bool) -> None:
-    case = replace(BASE, sparse=True, page_size=page_size, overlaps=overlaps)
-    check(replace(case, qo_len=(1, 1, 1), kv_len=(200, 0, 67), num_heads=128))
+@TILES
+def test_sparse_lists(page_size: int, tile_q: int) -> None:
+    case = replace(BASE, sparse=True, page_size=page_size, tile_q=tile_q)
+    check(replace(case, qo_len=(1, 1, 1), kv_len=(200, 0, 67), num_heads=2 * tile_q))
     check(replace(case, kv_len=(300,), splits=3, packed=False))
 
 
 ORDINARY = Case(qo_len=(9, 40), kv_len=(70, 130), num_heads=4, kv_heads=2, head_dims=(512, 512))
 
 
-@pytest.mark.parametrize(
-    ("head_dims", "overlaps", "is_paged"),
-    [
-        ((512, 512), True, True),
-        ((512, 512), False, False),
-        ((256, 512), True, False),
-        ((256, 512), False, True),
-    ],
-)
-def test_ordinary_heads(head_dims: tuple[int, int], overlaps: bool, is_paged: bool) -> None:
+@pytest.mark.parametrize("head_dims", [(512, 512), (256, 512)])
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_ordinary_heads(head_dims: tuple[int, int], is_paged: bool) -> None:
     assert head_dims in wide_sm90.ORDINARY
-    case = replace(ORDINARY, head_dims=head_dims, overlaps=overlaps, is_paged=is_paged, page_size=5)
+    case = replace(ORDINARY, head_dims=head_dims, is_paged=is_paged, page_size=5)
     check(case, seed=3)
     check(replace(case, qo_len=(1, 0, 3), kv_len=(200, 30, 0), splits=2, has_sinks=True))
 
@@ -117,12 +120,22 @@ def test_maxima_of_ordinary_heads() -> None:
     check(replace(ORDINARY, sharpness=6.0, rising=2.0, causal=False, window_left=90))
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("head_dims", [wide_sm90.LATENT, (512, 512)])
-def test_hidden_values_do_not_contaminate(overlaps: bool, head_dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("tile_q", "tma", "head_dims"),
+    [
+        (64, False, wide_sm90.LATENT),
+        (64, True, wide_sm90.LATENT),
+        (64, False, (512, 512)),
+        (16, False, wide_sm90.LATENT),
+        (32, True, wide_sm90.LATENT),
+    ],
+)
+def test_hidden_values_do_not_contaminate(
+    tile_q: int, tma: bool, head_dims: tuple[int, int]
+) -> None:
     """Values of keys that causality hides from some rows, in both warpgroups' columns."""
-    case = Case(qo_len=(70,), kv_len=(200,), num_heads=3, overlaps=overlaps, head_dims=head_dims)
-    case = replace(case, tma=overlaps and head_dims == wide_sm90.LATENT)
+    case = Case(qo_len=(70,), kv_len=(200,), num_heads=2, head_dims=head_dims)
+    case = replace(case, tile_q=tile_q, tma=tma)
     # An infinite key has infinite logits besides.
     second = np.nan if head_dims == wide_sm90.LATENT else np.inf
     spoiled = (0, 190, 3, np.nan), (0, 170, 400, second), (0, 150, 511, np.nan)
@@ -130,6 +143,21 @@ def test_hidden_values_do_not_contaminate(overlaps: bool, head_dims: tuple[int, 
     check(replace(case, spoiled=spoiled[2:], window_left=40, splits=2))
     # Seen by some rows of a tile in which nothing is hidden.
     check(replace(case, spoiled=((0, 100, 100, np.nan),), kv_len=(500,)))
+
+
+@pytest.mark.parametrize("tile_q", [16, 32])
+@pytest.mark.parametrize("key_scales", ["", "tokens", "rows"])
+def test_fp8_keys(tile_q: int, key_scales: str) -> None:
+    """Pages of any size, splits, lists, masks, steep logits, values that are not finite."""
+    case = replace(BASE, kv_dtype=E4M3, key_scales=key_scales, tile_q=tile_q, page_size=5)
+    lengths = {"qo_len": (2, 1, 0, 1), "kv_len": (500, 164, 5, 0), "num_heads": 13}
+    check(replace(case, **lengths, splits=2, sharpness=4.0, rising=2.0, has_sinks=True))
+    check(replace(case, qo_len=(30,), kv_len=(130,), num_heads=3, window_left=70))
+    if not key_scales:
+        check(replace(case, **lengths, tma=True, page_size=16, packed=False))
+    if tile_q == 16:
+        check(replace(case, qo_len=(1, 1), kv_len=(300, 20), sparse=True))
+        check(replace(case, qo_len=(30,), kv_len=(130,), spoiled=((0, 120, 400, np.nan),)))
 
 
 def test_without_lse() -> None:
@@ -169,6 +197,6 @@ def random_case(seed: int) -> Case:
         spare=int(rng.integers(0, 2)),
         sharpness=float(rng.choice([0.3, 1.0, 4.0])),
         rising=float(rng.choice([0.0, 0.0, 2.0])),
-        overlaps=bool(seed % 2),
+        tile_q=int(rng.choice([16, 32, 64])),
         seed=seed,
     )

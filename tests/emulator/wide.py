@@ -21,7 +21,9 @@ from cupyattn.launch.attention import merge_splits, tma_wide
 from cupyattn.launch.driver import params as structs
 from cupyattn.launch.driver import tensor_map
 from cupyattn.launch.tiles import wide_sm90
+from cupyattn.launch.tiles.config import TileConfig
 from cupyattn.reference import attention
+from cupyattn.reference.latent_rows import NUM_BYTES, unpack_rows
 from cupyattn.schedule.batch import WORK_FIELDS
 
 from . import build, gpu, library
@@ -29,11 +31,11 @@ from .library import Range
 
 LATENT, ROPE = 512, 64
 DIM_VO = 512
-TILE_Q = 64
 _TYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float32": np.dtype(np.float32),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 # kernels/cupyattn/params/latent.cuh, behind AttentionParams.
 _LATENT = struct.Struct("<2Q 4q f i")
@@ -51,10 +53,11 @@ class Case:
     packed     latent and rope parts share rows of 576 elements
     spare      items of zeros at the end of the work list
     sharpness  multiplies queries, so that maxima move
-    overlaps   as in tiles/wide_sm90.py
+    tile_q     64, or 16 or 32 rows of wide_decode_sm90
     tma        boxes of pages bring the keys
     sparse     the table has an entry for each key, some negative: those keys are hidden
     rising     logits grow towards the first key, which is visited last
+    key_scales of keys of fp8 (core.problem.KEY_SCALES)
     spoiled    (request, key, column, value): values of keys that are not finite
     """
 
@@ -65,6 +68,8 @@ class Case:
     causal: bool = True
     dtype: str = "bfloat16"
     o_dtype: str = ""
+    kv_dtype: str = ""
+    key_scales: str = ""
     splits: int = 1
     packed: bool = True
     head_dims: tuple[int, int] = wide_sm90.LATENT
@@ -76,7 +81,7 @@ class Case:
     spare: int = 0
     sharpness: float = 1.0
     rising: float = 0.0
-    overlaps: bool = True
+    tile_q: int = 64
     sparse: bool = False
     tma: bool = False
     spoiled: tuple[tuple[int, int, int, float], ...] = ()
@@ -141,12 +146,20 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         q[..., :64] += dtype.type(1.0)
         for x in keys:
             x[..., :64] += case.rising * np.linspace(1.0, 0.0, len(x))[:, None, None]
-    keys = [x.astype(dtype) for x in keys]
+    keys = [x.astype(_TYPES[case.kv_dtype or case.dtype]) for x in keys]
     for request, key, column, value in case.spoiled if is_latent else ():
         keys[request][key, 0, column] = value
-    if is_latent:
+    scales = None
+    if case.key_scales == "rows":
+        raw = [_scaled_rows(x, rng) for x in keys]
+        keys = [unpack_rows(x) for x in raw]
         values = [x[..., :LATENT] for x in keys]
+        table, starts, k, second = _paginate_latent(case, raw, rng)
+    elif is_latent:
         table, starts, k, second = _paginate_latent(case, keys, rng)
+        if case.key_scales:
+            scales, keys = _scale_tokens(case, table, keys, len(k), rng)
+        values = [x[..., :LATENT] for x in keys]
     else:
         values = [
             rng.standard_normal((n, case.kv_heads, DIM_VO)).astype(dtype) for n in case.kv_len
@@ -171,8 +184,9 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
             q_rope[...] = q[..., LATENT:]
             q[..., LATENT:] = np.nan
     states = num_states * case.kv_heads
-    partial_o = np.full((states, TILE_Q, DIM_VO), np.nan, np.float32)
-    partial_lse = np.full((states, TILE_Q), np.nan, np.float32)
+    partial_o = np.full((states, case.tile_q, DIM_VO), np.nan, np.float32)
+    partial_lse = np.full((states, case.tile_q), np.nan, np.float32)
+    counters = np.zeros(max(1, len(merges) * case.kv_heads), np.uint32)
     spec = SimpleNamespace(
         num_kv_heads=case.kv_heads,
         group_size=case.num_heads,
@@ -200,11 +214,11 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         0 if is_latent else memory(v),
         memory(o, True),
         structs.OPTIONAL.pack(
-            memory(lse, True) if case.has_lse else 0, 0, memory(sinks), 0, 0, 0, 0, b""
+            memory(lse, True) if case.has_lse else 0, 0, memory(sinks), 0, memory(scales), 0, 0, b""
         ),
         memory(partial_o, True),
         memory(partial_lse, True),
-        0,
+        memory(counters, True) if case.tile_q < 64 else 0,
         memory(items),
         memory(merges),
         memory(table),
@@ -223,40 +237,55 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
     if case.tma:
         of_parts = _strides(k, 1, 0), _strides(second, 1, 0)
         boxes = tma_wide.boxes(
-            dtypes.parse(case.dtype), (LATENT, ROPE), *of_parts, (case.page_size, len(k))
+            dtypes.parse(case.kv_dtype or case.dtype),
+            (LATENT, ROPE),
+            *of_parts,
+            (case.page_size, len(k)),
         )
         assert boxes is not None
         with mock.patch.object(tensor_map, "encode", gpu.encode_tensor_map):
             packed += boxes.pack(k.ctypes.data, second.ctypes.data)
-    config = wide_sm90.config(
-        dtypes.parse(case.dtype),
-        dtypes.parse(case.o_dtype or case.dtype),
-        case.head_dims,
-        paged=case.is_paged,
-        overlaps=case.overlaps,
-        sparse=case.sparse,
-        tma=case.tma,
-    )
+    config = _config(case)
     grid = case.kv_heads, len(items), 1
-    _launch("wide_sm90", config.config, packed, grid, config, memory, seed, mode)
+    _launch(config.name, config.config, packed, grid, config, memory, seed, mode)
     if len(merges):
         merge = jit.Config(
             {
                 "DTypeO": dtypes.parse(case.o_dtype or case.dtype),
                 "kHeadDimVO": DIM_VO,
-                "kTileQ": TILE_Q,
+                "kTileQ": case.tile_q,
+                "kFusedSplits": config.fused_splits,
                 "kSharesRows": False,
                 "kWarps": 4,
                 "kAligned": True,
             }
         )
-        grid = len(merges) * TILE_Q * merge_splits.parts(DIM_VO) // 4, case.kv_heads, 1
+        grid = len(merges) * case.tile_q * merge_splits.parts(DIM_VO) // 4, case.kv_heads, 1
         size = SimpleNamespace(threads=128, shared_bytes=0)
         _launch("merge_splits", merge, packed, grid, size, memory, seed, mode)
     if q_rope is not None:
         q[..., LATENT:] = q_rope
     _check_guards(o)
+    assert not counters.any()
     return _answer(case, q, keys, values, o, lse, sinks, scale)
+
+
+def _config(case: Case) -> TileConfig:
+    dtype = dtypes.parse(case.dtype)
+    dtype_o = dtypes.parse(case.o_dtype or case.dtype)
+    if case.tile_q != 64:
+        return wide_sm90.decode_config(
+            dtype,
+            dtype_o,
+            case.tile_q,
+            dtype_kv=dtypes.parse(case.kv_dtype or case.dtype),
+            key_scales=case.key_scales,
+            sparse=case.sparse,
+            tma=case.tma,
+        )
+    return wide_sm90.config(
+        dtype, dtype_o, case.head_dims, paged=case.is_paged, sparse=case.sparse, tma=case.tma
+    )
 
 
 def _launch(
@@ -326,17 +355,50 @@ def _paginate_latent(
     """Table, starts, and the pools [pages, page_size, 1, columns] of latent and rope parts."""
     table, starts, num_pages = _make_table(case, rng)
     dtype, columns, rows = keys[0].dtype, LATENT + ROPE, case.page_size
+    if case.key_scales == "rows":
+        whole = np.full((num_pages, rows, 1, NUM_BYTES), 0xFF, np.uint8)
+        _fill_pages(case, table, starts, keys, whole)
+        return table, starts, whole[..., :LATENT], whole[..., NUM_BYTES - 2 * ROPE :]
     if case.packed:
         whole = np.full((num_pages, rows, 1, columns), np.nan, dtype)
         latent, rope = whole[..., :LATENT], whole[..., LATENT:]
     else:
         # Apart, with strides of their own.
         latent = np.full((num_pages, rows + 1, 1, columns), np.nan, dtype)[:, :rows, :, :LATENT]
-        rope = np.full((num_pages + 1, rows + 2, 1, ROPE + 8), np.nan, dtype)
+        rope = np.full((num_pages + 1, rows + 2, 1, ROPE + 16), np.nan, dtype)
         rope = rope[:num_pages, :rows, :, :ROPE]
     _fill_pages(case, table, starts, keys, latent)
     _fill_pages(case, table, starts, [x[..., LATENT:] for x in keys], rope)
     return table, starts, latent, rope
+
+
+def _scaled_rows(keys: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Rows of 656 bytes of keys [n, 1, 576] of e4m3, with scales of any size."""
+    count = len(keys)
+    scales = np.exp2(rng.uniform(-9, 1, (count, 1, 4))).astype(np.float32)
+    rope = keys[..., LATENT:].astype(ml_dtypes.bfloat16)
+    parts = np.ascontiguousarray(keys[..., :LATENT]), scales, np.ascontiguousarray(rope)
+    in_bytes = [
+        x.view(np.uint8).reshape(count, 1, n) for x, n in zip(parts, (512, 16, 128), strict=True)
+    ]
+    return np.concatenate(in_bytes, -1)
+
+
+def _scale_tokens(
+    case: Case, table: np.ndarray, keys: list[np.ndarray], num_pages: int, rng: np.random.Generator
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Scales [num_pages, page_size] of tokens, NaN where nobody owns one, and keys times these."""
+    scales = np.full((num_pages, case.page_size), np.nan, np.float32)
+    scaled, place = [], 0
+    for own in keys:
+        made = np.exp2(rng.uniform(-6, 2, len(own))).astype(np.float32)
+        whole = own.astype(np.float32)
+        whole[..., :LATENT] *= made[:, None, None]
+        scaled.append(whole)
+        for i, scale in enumerate(made):
+            scales[table[place + i // case.page_size], i % case.page_size] = scale
+        place += -(-len(own) // case.page_size)
+    return scales, scaled
 
 
 def _lay_out(
@@ -395,7 +457,7 @@ def _plan(case: Case, starts: list[int]) -> tuple[np.ndarray, np.ndarray, int]:
     """The work list, an item of each split tile, and the number of states."""
     items, merges, num_states, token = [], [], 0, 0
     for qo_len, kv_len, start in zip(case.qo_len, case.kv_len, starts, strict=True):
-        for first_row in range(0, qo_len * case.num_heads, TILE_Q):
+        for first_row in range(0, qo_len * case.num_heads, case.tile_q):
             if case.splits > 1:
                 merges.append(len(items))
             for split in range(case.splits):

@@ -17,6 +17,7 @@ from helpers.share import some
 from cupyattn import flash_mla, mla
 from cupyattn.core import dtypes, env
 from cupyattn.errors import UnsupportedError
+from cupyattn.reference.latent_rows import pack_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -160,7 +161,7 @@ def _on(xp: ModuleType) -> dict[str, str]:
 
 
 def test_flash_mla(xp: ModuleType) -> None:
-    """Sinks are outside the LSE, and rows of 656 bytes have no kernel."""
+    """Sinks are outside the LSE, and rows of 656 bytes have no kernel beside float16."""
     rng = np.random.default_rng(4)
     q = rng.standard_normal((2, 1, 4, 576)).astype(np.float16)
     cache = rng.standard_normal((5, 4, 1, 576)).astype(np.float16)
@@ -177,6 +178,63 @@ def test_flash_mla(xp: ModuleType) -> None:
     with pytest.raises(UnsupportedError, match="rows of 656 bytes"):
         flash_mla.flash_mla_with_kvcache(
             upload(q, xp), rows, upload(table, xp), upload(lens, xp), 512, is_fp8_kvcache=True
+        )
+
+
+def test_rows_of_656_bytes(xp: ModuleType) -> None:
+    """Pages and lists, of few heads and of many."""
+    if xp.__name__ != "torch":
+        pytest.skip("bfloat16 queries")
+    rng = np.random.default_rng(6)
+    plain = rng.standard_normal((40, 64, 1, 576)).astype(np.float32)
+    plain[..., :512] *= np.exp2(rng.uniform(-6, 1, (40, 64, 1, 1)))
+    cache = pack_rows(plain)
+    table = rng.permutation(np.arange(1, 40))[:36].reshape(2, 18).astype(np.int32)
+    lens, lists = np.array([1100, 7], np.int32), rng.integers(-1, 2560, (2, 2, 700), np.int32)
+    for heads in (16, 128):
+        q = rng.standard_normal((2, 2, heads, 576)).astype(dtypes.bfloat16.numpy)
+        for names in ({"block_table": table, "cache_seqlens": lens}, {"indices": lists}):
+            arrays = {"block_table": None, "cache_seqlens": None} | names
+            wanted = flash_mla.flash_mla_with_kvcache(
+                q, cache, head_dim_v=512, is_fp8_kvcache=True, **arrays
+            )
+            on_gpu = {k: None if v is None else upload(v, xp) for k, v in arrays.items()}
+            got = flash_mla.flash_mla_with_kvcache(
+                upload(q, xp), upload(cache, xp), head_dim_v=512, is_fp8_kvcache=True, **on_gpu
+            )
+            for a, b in zip(got, wanted, strict=True):
+                a = a.float().cpu().numpy()
+                np.testing.assert_allclose(a, np.asarray(b, np.float32), atol=0.02, rtol=0.01)
+
+
+def test_scales_of_tokens(xp: ModuleType) -> None:
+    """Of e4m3 keys, in pages of one and of many."""
+    rng = np.random.default_rng(7)
+    kind = dtypes.float8_e4m3fn.numpy
+    for page_size, heads in ((1, 16), (64, 128)):
+        num_pages = 1280 // page_size
+        cache = rng.standard_normal((num_pages, page_size, 576)).astype(kind)
+        scales = np.exp2(rng.uniform(-6, 1, (num_pages, page_size))).astype(np.float32)
+        q = rng.standard_normal((2, heads, 576)).astype(np.float16)
+        count = 640 // page_size
+        table = rng.permutation(num_pages).astype(np.int32)
+        answers = []
+        for module in (np, xp):
+            w = mla.BatchMLAPagedAttentionWrapper(None if module is np else workspace(xp))
+            indptr = np.array([0, count, 2 * count], np.int32)
+            lens = np.array([640, 601], np.int32)
+            w.plan(
+                np.arange(3, dtype=np.int32), indptr, table[: 2 * count], lens, heads, 512, 64,
+                page_size, True, SCALE, "float16", "float8_e4m3fn",
+            )  # fmt: skip
+            arrays = {
+                name: upload(x, module)
+                for name, x in (("query", q), ("kv_cache", cache), ("ckv_scale_arr", scales))
+            }
+            out = w.run(**arrays, kpe_scale=0.7)
+            answers.append(out if module is np else download(out))
+        np.testing.assert_allclose(
+            answers[1].astype(np.float32), answers[0].astype(np.float32), atol=0.01, rtol=0.01
         )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from ...core.device import NO_GPU, device_props
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
-from ...schedule.batch import BatchPlan, BatchRequests, Splitting, plan_batch
+from ...schedule.batch import WORK_FIELDS, BatchPlan, BatchRequests, Splitting, plan_batch
 from ...schedule.levels import MOST, Levels, Served, check_level_limits, level_limits, level_tables
 from ...schedule.limits import Limits, check_limits, limits
 from ...schedule.masking import Masking
@@ -57,6 +57,7 @@ _WORTHWHILE = 5.0
 # few rows is later than prefill_sm90, in microseconds.
 _LAUNCH, _OF_SMALL = 4.0, 8.0
 _NO_MERGES = np.zeros(0, np.int32)
+_NUM_SPLITS = WORK_FIELDS.index("num_splits")
 # A cascade without keys is nothing but its merge.
 _NO_LAUNCHES: tuple[tuple[Launch | None, int], ...] = ((None, 0),)
 
@@ -167,7 +168,7 @@ class BatchLauncher:
                 if plan.num_states > MOST_PARTS and len(found) == 1:
                     shape = self._kernels.merged_by(shape, plan)
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
-                works.append(self._kernel_work(rows, shape, plan, exact, slots))
+                works.append(self._kernel_work(rows, shape, plan, exact, slots, is_exact=True))
             slots = 0
         schedule = self._of_requests(works, requests)
         if len(works) == 1 and not works[0].reserved.split_tiles:
@@ -393,16 +394,28 @@ class BatchLauncher:
         return KernelWork(rows, reserved, items, of_prefill)
 
     def _kernel_work(
-        self, rows: str, shape: TileShape, plan: BatchPlan, most: Limits, slots: int = 0
+        self,
+        rows: str,
+        shape: TileShape,
+        plan: BatchPlan,
+        most: Limits,
+        slots: int = 0,
+        is_exact: bool = False,
     ) -> KernelWork:
-        """With reserved for the most that may come."""
+        """With reserved for the most that may come; is_exact: that is this plan."""
         reserved = self._reserved(rows, shape, most)
         if slots:
             reserved = reserved._replace(slots=slots)
+        given = plan.merges
+        fused_splits = self._kernels.get(rows).kinds[0].fused_splits
+        if fused_splits and is_exact:
+            # Often none is left, and no launch needed.
+            given = given[plan.items[given, _NUM_SPLITS] > fused_splits]
+            reserved = reserved._replace(merges=len(given), split_tiles=len(given))
         merges = _NO_MERGES
         if reserved.merges:
             merges = np.full(reserved.merges, -1, np.int32)
-            merges[: len(plan.merges)] = plan.merges
+            merges[: len(given)] = given
         return KernelWork(rows, reserved, plan.items, merges)
 
     def _reserved(self, rows: str, shape: TileShape, most: Limits) -> Reserved:
@@ -410,6 +423,8 @@ class BatchLauncher:
         tiles = self._kernels.get(rows).kinds[0]
         if tiles.fused_merge and shape.is_fused:
             split_tiles, counters = 0, split_tiles
+        elif tiles.fused_splits:
+            counters = split_tiles
         state_rows = most.num_states * tiles.tile_q
         merged = split_tiles, split_tiles, counters
         return Reserved(most.num_items, *merged, state_rows, cluster=shape.cluster)

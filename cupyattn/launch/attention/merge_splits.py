@@ -29,6 +29,7 @@ def config(problem: AttentionProblem, tiles: TileConfig, shares_rows: bool = Fal
             "kHeadDimVO": problem.head_dim_vo,
             "kTileQ": tiles.tile_q,
             "kWholeTokens": tiles.is_sm90,
+            "kFusedSplits": tiles.fused_splits,
             "kWarps": _WARPS,
             "kAligned": problem.aligned,
             "kSharesRows": shares_rows,

@@ -6,7 +6,7 @@ import functools
 import struct
 from typing import NamedTuple
 
-from ...core.dtypes import DType
+from ...core.dtypes import DType, float8_e4m3fn
 from ..driver import params, tensor_map
 from ..tiles import wide_sm90
 
@@ -18,10 +18,11 @@ _PARAMS = struct.Struct(f"<{_PADDING}x 128s 128s 2i 56x")
 
 class Boxes(NamedTuple):
     """Pages of latent keys whose two parts lie as `columns` and `strides` (row, page) say, in
-    elements."""
+    elements of these sizes."""
 
     columns: tuple[int, int]
     strides: tuple[tuple[int, int], tuple[int, int]]
+    itemsizes: tuple[int, int]
     page_size: int
     num_pages: int
 
@@ -43,11 +44,19 @@ def boxes(
     pages         keys of a page, and how many pages there are
     """
     page_size, num_pages = pages
-    has_dims = (sum(columns), columns[0]) == wide_sm90.LATENT and dtype.is_float16
-    is_aligned = not any(stride % 8 for stride in (*latent, *rope))
-    if not (has_dims and is_aligned and num_pages and wide_sm90.has_boxes(page_size)):
+    has_dims = (sum(columns), columns[0]) == wide_sm90.LATENT
+    has_dtype = dtype.is_float16 or dtype is float8_e4m3fn
+    in_bytes = [dtype.itemsize * stride for stride in (*latent, *rope)]
+    if not (has_dims and has_dtype) or any(n % 16 for n in in_bytes):
         return None
-    return Boxes(columns, (latent, rope), page_size, num_pages)
+    if not (num_pages and wide_sm90.has_boxes(page_size)):
+        return None
+    # Latent columns of fp8 are swizzled as pairs, which are elements of 16 bits. Their rope columns
+    # are half a line, which a box that is swizzled would fill up: rows land one after another.
+    of_latent = columns[0] * dtype.itemsize // 2
+    row, page = (n // 2 for n in in_bytes[:2])
+    itemsizes = 2, dtype.itemsize
+    return Boxes((of_latent, columns[1]), ((row, page), rope), itemsizes, page_size, num_pages)
 
 
 @functools.lru_cache(maxsize=256)
@@ -62,9 +71,10 @@ def _pack(boxes: Boxes, latent: int, rope: int) -> bytes:
             (columns, boxes.page_size, boxes.num_pages, 1),
             (stride_n, stride_page, 0),
             (rows, 1, 1),
+            itemsize,
         )
-        for address, columns, (stride_n, stride_page) in zip(
-            (latent, rope), boxes.columns, boxes.strides, strict=True
+        for address, columns, (stride_n, stride_page), itemsize in zip(
+            (latent, rope), boxes.columns, boxes.strides, boxes.itemsizes, strict=True
         )
     ]
     return _PARAMS.pack(*maps, rows, (TILE_KV // rows).bit_length() - 1)

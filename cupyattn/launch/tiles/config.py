@@ -58,6 +58,13 @@ class TileConfig:
         """The last block of a tile whose keys are split merges its partial states."""
         return self.name == "decode_sm80" or self.config.get("kFusedMerge") is True
 
+    @property
+    def fused_splits(self) -> int:
+        """Where a launch merges: up to so many splits of a tile are merged by its last block."""
+        most = self.config.get("kFusedSplits", 0)
+        assert isinstance(most, int)
+        return most
+
 
 def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple

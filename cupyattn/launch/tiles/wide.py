@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ... import jit
 from ...core.problem import AttentionProblem
+from ...errors import UnsupportedError
 from .common import LOGIT_BYTES, NONFINITE_BYTES, ROW_BYTES, common_constants, tile_field
 from .config import Field, TileConfig, struct_of
 
@@ -20,6 +21,11 @@ _SHAPES = {
 
 def choose(problem: AttentionProblem, most_rows: int, max_shared_bytes: int) -> TileConfig:
     """The portable tiles for requests of up to `most_rows` packed rows: 16, 32, or 64 for more."""
+    if problem.key_scales:
+        raise UnsupportedError(
+            "k: keys that have scales of their own are read on sm_90 only, from 16-byte boundaries "
+            "and under one positive scale of the logits; pass a cache with one scale, or CPU arrays"
+        )
     for mma_q, warps, tile_kv in _SHAPES[most_rows]:
         tiles = wide_tiles(problem, mma_q, warps, tile_kv)
         if tiles is not None and tiles.shared_bytes <= max_shared_bytes:

@@ -1,10 +1,11 @@
-"""Tile configurations of wide_sm90 (heads of 512 columns on Hopper), and what it serves."""
+"""Tile configurations of wide_sm90 and wide_decode_sm90 (heads of 512 columns on Hopper), and
+which problems they serve."""
 
 from __future__ import annotations
 
 from ... import jit
-from ...core.dtypes import DType
-from ...core.problem import AttentionProblem
+from ...core.dtypes import DType, float8_e4m3fn
+from ...core.problem import KEY_SCALES, AttentionProblem
 from ..driver import tensor_map
 from .config import Field, TileConfig, round_up, struct_of
 
@@ -17,8 +18,11 @@ TILE_Q = 64
 # A producer and two consumer warpgroups, and the registers of a thread of each kind.
 _THREADS = 3 * 128
 _REGISTERS = (40, 232)
-# The row class of requests of more than one tile (select.ROW_CLASSES).
-_LARGE = "large"
+# The packed rows of wide_decode_sm90, by the row class (select.ROW_CLASSES).
+_DECODE_ROWS = {"decode": 16, "verify": 32}
+_DECODE_THREADS = 2 * 128
+# So many splits of a tile are merged by the last of its blocks.
+FUSED_SPLITS = 8
 _PATTERN_BYTES = 1024
 _ITEM_BYTES = 104
 
@@ -28,10 +32,10 @@ def choose(
 ) -> TileConfig | None:
     """The instance for a problem, or None: the portable kernel serves it.
 
-    rows, the row class, decides by what a tile of keys is bound: requests of one tile of rows wait
-    for memory, others for products. Pages without a factor 8 are gathered row by row.
+    Latent attention of few rows, or of keys that have scales, has a kernel of its own. Pages
+    without a factor 8 are gathered row by row.
     """
-    is_latent, is_sparse = (getattr(problem, name, False) for name in ("latent", "sparse"))
+    is_latent, is_sparse = problem.latent, problem.sparse
     head_dims = problem.head_dim_qk, problem.head_dim_vo
     has_dims = head_dims == LATENT and problem.paged if is_latent else head_dims in ORDINARY
     has_option = (
@@ -41,17 +45,32 @@ def choose(
         or problem.pos_encoding != "NONE"
         or problem.own_value_pages
     )
-    if not has_dims or has_option or not problem.aligned or problem.dtype_kv is not problem.dtype_q:
+    has_few_rows = is_latent and (rows in _DECODE_ROWS or problem.key_scales != "")
+    has_fp8 = has_few_rows and problem.dtype_kv is float8_e4m3fn
+    has_dtype = has_fp8 or problem.dtype_kv is problem.dtype_q
+    if not (has_dims and has_dtype and problem.aligned) or has_option:
         return None
-    tiles = config(
-        problem.dtype_q,
-        problem.dtype_o,
-        head_dims,
-        paged=problem.paged,
-        overlaps=rows == _LARGE,
-        sparse=is_sparse,
-        tma=is_latent and not is_sparse and has_boxes(page_size),
-    )
+    tma = is_latent and not (is_sparse or problem.key_scales)
+    tma = tma and has_boxes(page_size)
+    if has_few_rows:
+        tiles = decode_config(
+            problem.dtype_q,
+            problem.dtype_o,
+            _DECODE_ROWS.get(rows, 32),
+            dtype_kv=problem.dtype_kv,
+            key_scales=problem.key_scales,
+            sparse=is_sparse,
+            tma=tma,
+        )
+    else:
+        tiles = config(
+            problem.dtype_q,
+            problem.dtype_o,
+            head_dims,
+            paged=problem.paged,
+            sparse=is_sparse,
+            tma=tma,
+        )
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
@@ -66,13 +85,11 @@ def config(
     head_dims: tuple[int, int] = LATENT,
     *,
     paged: bool = True,
-    overlaps: bool = True,
     sparse: bool = False,
     tma: bool = False,
 ) -> TileConfig:
     """The instance for queries and keys of one type.
 
-    overlaps: O += P V of a tile runs beside the softmax of the next, which must have landed.
     sparse: kv_indices has an entry for each key, its slot, or a negative number for none.
     tma: boxes of pages bring latent keys, by maps of launch/attention/tma_wide.py.
     """
@@ -103,11 +120,11 @@ def config(
         "kHeadDimQK": head_dim_qk,
         "kHeadDimVO": head_dim_vo,
         "kHeadDimRope": head_dim_qk - head_dim_vo if is_latent else 0,
+        "kKeyScales": 0,
         "kLatent": is_latent,
         "kSparse": sparse,
         "kTma": tma,
         "kPaged": paged,
-        "kIntraWarpgroupOverlap": overlaps,
         "kTileQ": TILE_Q,
         "kTileKV": tile_kv,
         "kStages": stages,
@@ -116,6 +133,68 @@ def config(
         "kSharedBytes": shared,
     }
     return TileConfig("wide_sm90", jit.Config(constants), TILE_Q, tile_kv, _THREADS, shared)
+
+
+def decode_config(
+    dtype: DType,
+    dtype_o: DType,
+    tile_q: int,
+    *,
+    dtype_kv: DType | None = None,
+    key_scales: str = "",
+    sparse: bool = False,
+    tma: bool = False,
+) -> TileConfig:
+    """The instance of wide_decode_sm90 for up to `tile_q` packed rows, 16 or 32.
+
+    dtype_kv: e4m3, or as `dtype`, that of queries.
+    key_scales: of e4m3 keys (core.problem.KEY_SCALES).
+    """
+    dtype_kv = dtype_kv or dtype
+    head_dim_qk, head_dim_vo = LATENT
+    tile_kv, num_pieces = 64, 2
+    stages, keys = 2, _panels(tile_kv, head_dim_qk, 2)
+    if dtype_kv.is_fp8:
+        row_bytes = head_dim_qk
+        if key_scales == "rows":
+            row_bytes = head_dim_vo + 16 + 2 * (head_dim_qk - head_dim_vo)
+        stages = 4 if key_scales == "rows" else 5
+        keys = Field(stages * tile_kv * row_bytes, _PATTERN_BYTES)
+    shared = struct_of(
+        _panels(tile_q, head_dim_qk, 1),
+        keys,
+        _panels(tile_q, tile_kv, 1),
+        Field(4 * 4 * tile_q, 16),  # of_warps
+        Field(4 * tile_q),  # factors
+        Field(4 * (tile_q if dtype_kv.is_fp8 else 1)),  # row_scales
+        Field(4 * FUSED_SPLITS * tile_q),  # weights
+        Field(8),  # nonfinite keys
+        Field(4),  # is_last
+        Field(4 * tile_kv * (stages if key_scales == "tokens" else 1)),
+        Field(stages * tile_kv if sparse else 1),
+        Field(_ITEM_BYTES, 8),
+        Field(8 * (1 + 2 * num_pieces * stages), 8),
+    ).size
+    constants: dict[str, int | bool | DType] = {
+        "DTypeQ": dtype,
+        "DTypeKV": dtype_kv,
+        "DTypeO": dtype_o,
+        "kHeadDimQK": head_dim_qk,
+        "kHeadDimVO": head_dim_vo,
+        "kHeadDimRope": head_dim_qk - head_dim_vo,
+        "kKeyScales": KEY_SCALES.index(key_scales),
+        "kLatent": True,
+        "kSparse": sparse,
+        "kTma": tma,
+        "kPaged": True,
+        "kFusedSplits": FUSED_SPLITS,
+        "kTileQ": tile_q,
+        "kTileKV": tile_kv,
+        "kStages": stages,
+        "kSharedBytes": shared,
+    }
+    name, threads = "wide_decode_sm90", _DECODE_THREADS
+    return TileConfig(name, jit.Config(constants), tile_q, tile_kv, threads, shared)
 
 
 def _panels(rows: int, columns: int, count: int) -> Field:

@@ -277,8 +277,17 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
   // Kernels that only merge have 80 registers, those of parts of wide rows twice as many.
   constexpr int kBatch = kParts > 1 ? 32 : (kVectors > 1 && !kWeighsLate ? 12 : 16) / kVectors;
   RowMerge<kVectors> merged;
-  add_states<kHeadDim, kColumns, kBatch, kWeighsLate>(merged, params, 0, num_states, lane, row_of,
-                                                      first_column);
+  // Few states are the rule, and the many of a batch would be read for nothing.
+  if (kBatch == 32 && num_states <= 4) {
+    add_states<kHeadDim, kColumns, 4, kWeighsLate>(merged, params, 0, num_states, lane, row_of,
+                                                   first_column);
+  } else if (kBatch == 32 && num_states <= 12) {
+    add_states<kHeadDim, kColumns, 12, kWeighsLate>(merged, params, 0, num_states, lane, row_of,
+                                                    first_column);
+  } else {
+    add_states<kHeadDim, kColumns, kBatch, kWeighsLate>(merged, params, 0, num_states, lane, row_of,
+                                                        first_column);
+  }
   write_merged<DTypeO, kColumns, kAligned>(merged, params, token, head, kv_head, lane,
                                            first_column);
 }

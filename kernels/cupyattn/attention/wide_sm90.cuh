@@ -23,7 +23,7 @@ struct WideSm90 {
     // Variables whose address is taken, as in prefill_sm90.
     const WideSm90Block<Traits> block(params, shared);
     const int warp = ptx::warp_uniform(threadIdx.x / kWarpSize);
-    if (warp == 0) describe_item(block);
+    if (warp == 0) block.describe_item();
     if (threadIdx.x == kWarpSize) {
       init_barriers(shared);
       if constexpr (Traits::kTma) {
@@ -48,16 +48,6 @@ struct WideSm90 {
       ptx::set_max_registers_up<Traits::kConsumerRegisters>();
       WideSm90Follower<Traits>(block).run();
     }
-  }
-
-  static __device__ __forceinline__ void describe_item(const WideSm90Block<Traits>& block) {
-    typename Traits::Item item{};
-    item.work = BlockWork::of(block.params, Traits::kTileQ);
-    if (item.work.tile.num_rows > 0) {
-      item.range = KeyRange::of(block.params, item.work);
-      item.tiles = TileSpan::of<Traits::kTma>(item.range, Traits::kTileKV, item.work.tile);
-    }
-    if (threadIdx.x == 0) block.shared.items[0] = item;
   }
 
   static __device__ __forceinline__ void init_barriers(SharedMemory& shared) {

@@ -4,16 +4,14 @@
 //
 // The leader, for a tile of keys. "<-" names what a phase waits for.
 //   issue_scores          S = Q K^T <- producer: each piece of K
-//   issue_output          O += P V of the tile before, its own columns <- producer: values
 //   await_scores          <- S; releases keys that are not also values
-//   next_tile             softmax, beside O += P V of both warpgroups
+//   next_tile             softmax
 //   publish               P goes to shared memory <- follower: P of the tile before is read
-//   await_output          <- O; releases the first piece of the tile before
 //   rescale               O, in the rare tile that raised a maximum
-//   commit_probabilities  P becomes the operand of its own next product
-// Without overlap the leader issues O += P V of a tile when it has P, and waits for it: a tile is
-// released before the next has landed, so more of the keys are under way. That is faster where
-// memory, not products, takes the time.
+//   issue_output          O += P V, its own columns <- producer: values
+//   await_output          <- O; releases the first piece
+// O += P V is awaited before the next tile's scores, which wait for memory: a stage is released
+// before the next has landed, so more of the keys are under way.
 //
 // The follower, for a tile of keys.
 //   await P               <- leader: P of the tile; rescales O if a maximum was raised
@@ -42,14 +40,9 @@ struct WideSm90Leader : WideSm90Output<Traits> {
   using Softmax = PrefillSm90Softmax<Traits>;
   using Probabilities = typename Softmax::Probabilities;
   using Scores = float[1][kTileKV / 8][4];
-  static constexpr bool kOverlaps = Traits::kIntraWarpgroupOverlap;
 
-  Stage k, v;           // of the tile whose scores come next, and of that of `p`
-  Stage scored;         // of the present scores
-  int swept_tile = -1;  // the tile of `p` if it hides keys, or -1
+  Stage stage;
   uint32_t p_parity = 0;
-  bool adds_output = false;
-  uint32_t p[kSteps][1][4];
   Softmax softmax;
 
   __device__ __forceinline__ explicit WideSm90Leader(const WideSm90Block<Traits>& block)
@@ -68,9 +61,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     await_phase(shared.full_q, 0);
     ptx::fence_proxy_async();
     process_first_tile(item, tile);
-    if (!kOverlaps) complete_output(item);
     while (tile > begin) process_tile(item, --tile);
-    if (kOverlaps) complete_output(item);
     finish();
   }
 
@@ -78,27 +69,26 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     Scores s;
     Probabilities probabilities;
     issue_scores(s);
-    await_scores<0>(s);
+    await_scores(s);
     const int swept = sweep(item, tile);
-    softmax.first_tile(probabilities, s, item, KeyTile{tile, softmax.needs_mask(tile)}, v);
+    softmax.first_tile(probabilities, s, item, KeyTile{tile, softmax.needs_mask(tile)}, stage);
     publish(probabilities);
-    commit_probabilities(probabilities, swept);
+    issue_output(probabilities, false);
+    await_output(item, swept, probabilities);
   }
 
   __device__ __forceinline__ void process_tile(const Item& item, int tile) {
     Scores s;
     Probabilities probabilities;
     issue_scores(s);
-    if (kOverlaps) issue_output();
-    await_scores<kOverlaps ? 1 : 0>(s);
+    await_scores(s);
     const int swept = sweep(item, tile);
-    softmax.next_tile(probabilities, s, o, item, KeyTile{tile, softmax.needs_mask(tile)}, v);
+    softmax.next_tile(probabilities, s, o, item, KeyTile{tile, softmax.needs_mask(tile)}, stage);
     publish(probabilities);
-    if (kOverlaps) await_output(item);
     // mutate: wide-leader-output-not-rescaled
     if (unlikely(probabilities.raised)) multiply_rows(o, probabilities.factors);
-    commit_probabilities(probabilities, swept);
-    if (!kOverlaps) complete_output(item);
+    issue_output(probabilities, true);  // mutate: wide-values-not-added
+    await_output(item, swept, probabilities);
   }
 
   // --- Phases ---
@@ -108,7 +98,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     // Copies, because ptxas would keep the operand of each product in registers, and spill.
     const uint64_t queries = ptx::opaque_copy(operand_at<QTile>(ptx::shared_address(shared.q)));
     const uint64_t keys =
-        ptx::opaque_copy(operand_at<KTile>(ptx::shared_address(shared.k[k.stage])));
+        ptx::opaque_copy(operand_at<KTile>(ptx::shared_address(shared.k[stage.stage])));
     if constexpr (Traits::kLatent) {
       issue_piece<Traits::kOfFollower>(s, queries, keys, false);
       issue_piece<Traits::kOfLeader>(s, queries, keys, true);
@@ -116,8 +106,6 @@ struct WideSm90Leader : WideSm90Output<Traits> {
       issue_piece<Traits::kKeys>(s, queries, keys, false);
     }
     ptx::wgmma_commit();
-    scored = k;
-    k.advance();
   }
   // The products by one piece, once it has landed.
   template <int kPiece>
@@ -127,30 +115,28 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     constexpr int kFirst = kIsAll ? 0 : Traits::template kFirstPanel<kPiece>;
     constexpr int kEnd = kIsAll ? KTile::kPanels : Traits::template kEndPanel<kPiece>;
     // mutate: wide-keys-not-awaited
-    await_phase(shared.full[k.stage][kPiece], k.parity);
+    await_phase(shared.full[stage.stage][kPiece], stage.parity);
     if constexpr (!Traits::kTma) ptx::fence_proxy_async();
     ptx::wgmma_fence();
     issue_qk_panels<QTile, KTile, kFirst, kEnd>(s, queries, keys, adds);
   }
 
-  // kPending: groups of products that were issued after S.
-  template <int kPending>
   __device__ __forceinline__ void await_scores(Scores& s) const {
-    ptx::wgmma_wait<kPending>();
+    ptx::wgmma_wait<0>();
     take_results(s);
     // mutate: wide-keys-kept
-    if constexpr (!Traits::kLatent) this->release(shared.empty[scored.stage][Traits::kKeys]);
+    if constexpr (!Traits::kLatent) this->release(shared.empty[stage.stage][Traits::kKeys]);
     if constexpr (Traits::kSparse) hide_missing_keys(s);
   }
 
   // Sweeps the leader's values of the tile of the present scores if it hides keys, and returns the
   // tile then, else -1.
   __device__ __forceinline__ int sweep(const Item& item, int tile) {
-    if (!unlikely(softmax.needs_mask(tile)) || !this->hides_keys(item, tile)) return -1;
+    if (!unlikely(softmax.needs_mask(tile)) || !this->block.hides_keys(item, tile)) return -1;
     if constexpr (!Traits::kLatent) {
-      await_phase(shared.full[scored.stage][Traits::kOfLeader], scored.parity);
+      await_phase(shared.full[stage.stage][Traits::kOfLeader], stage.parity);
     }
-    this->zero_nonfinite_values(item, tile, scored);  // mutate: wide-hidden-values-stay
+    this->zero_nonfinite_values(item, tile, stage);  // mutate: wide-hidden-values-stay
     return tile;
   }
 
@@ -160,7 +146,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     for (int n = 0; n < kTileKV / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const bool exists = shared.exists[scored.stage][8 * n + 2 * (rows.lane & 3) + e] != 0;
+        const bool exists = shared.exists[stage.stage][8 * n + 2 * (rows.lane & 3) + e] != 0;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           if (!exists) s[0][n][2 * h + e] = -ptx::infinity();  // mutate: wide-missing-keys-seen
@@ -169,30 +155,27 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     }
   }
 
-  // O += P V of the tile of `p`.
-  __device__ __forceinline__ void issue_output() {
+  __device__ __forceinline__ void issue_output(const Probabilities& probabilities, bool adds) {
     if constexpr (!Traits::kLatent) {
       // mutate: wide-values-not-awaited
-      await_phase(shared.full[v.stage][Traits::kOfLeader], v.parity);
+      await_phase(shared.full[stage.stage][Traits::kOfLeader], stage.parity);
       ptx::fence_proxy_async();
     }
     ptx::wgmma_fence();
-    issue_pv<VTile, kColumns>(o, p, this->values(v), adds_output);
+    issue_pv<VTile, kColumns>(o, probabilities.p, this->values(stage), adds);
     ptx::wgmma_commit();
-    adds_output = true;  // mutate: wide-values-not-added
   }
 
-  __device__ __forceinline__ void await_output(const Item& item) {
+  __device__ __forceinline__ void await_output(const Item& item, int swept_tile,
+                                               const Probabilities& probabilities) {
     ptx::wgmma_wait<0>();
     take_results(o);
-    // mutate: wide-nonfinite-values-not-added
-    if (unlikely(swept_tile >= 0)) this->add_nonfinite_values(item, swept_tile, v, p);
-    this->release(shared.empty[v.stage][Traits::kOfLeader]);
-    v.advance();
-  }
-  __device__ __forceinline__ void complete_output(const Item& item) {
-    issue_output();
-    await_output(item);
+    if (unlikely(swept_tile >= 0)) {
+      // mutate: wide-nonfinite-values-not-added
+      this->add_nonfinite_values(item, swept_tile, stage, probabilities.p);
+    }
+    this->release(shared.empty[stage.stage][Traits::kOfLeader]);
+    stage.advance();
   }
 
   // Hands the probabilities of a tile to the follower, once it has read those before.
@@ -213,16 +196,6 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     ptx::fence_proxy_async();
     ptx::warp_sync();
     this->release(shared.full_p);
-  }
-
-  // Copies probabilities to `p`, which the product before has read until now.
-  __device__ __forceinline__ void commit_probabilities(const Probabilities& from, int swept) {
-    swept_tile = swept;
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) p[i][0][e] = ptx::opaque_copy(from.p[i][0][e]);
-    }
   }
 
   // Finishes the rows, hands their normalisers to the follower and writes O.
@@ -282,7 +255,7 @@ struct WideSm90Follower : WideSm90Output<Traits> {
           {shared.factors[rows.own_row(0)], shared.factors[rows.own_row(1)]}};
       multiply_rows(o, factors);  // mutate: wide-follower-output-not-rescaled
     }
-    const bool hides_keys = unlikely(this->hides_keys(item, tile));
+    const bool hides_keys = unlikely(this->block.hides_keys(item, tile));
     if (hides_keys) this->zero_nonfinite_values(item, tile, v);
     if constexpr (!Traits::kTma) ptx::fence_proxy_async();
     ptx::wgmma_fence();

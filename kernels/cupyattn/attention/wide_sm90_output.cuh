@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cupyattn/attention/hidden_values.cuh"
-#include "cupyattn/attention/key_rows.cuh"
 #include "cupyattn/attention/wide_sm90_traits.cuh"
 
 namespace cupyattn {
@@ -19,6 +18,7 @@ struct WideSm90Output {
   static constexpr int kColumns = Traits::kColumns, kTileKV = Traits::kTileKV;
   static constexpr int kSteps = kTileKV / MmaTraits<DTypeQ, DTypeQ>::kStep;
 
+  const WideSm90Block<Traits>& block;
   const AttentionParams& params;
   typename Traits::SharedMemory& shared;
   const int piece;  // of the columns
@@ -26,7 +26,8 @@ struct WideSm90Output {
   float o[1][kColumns / 8][4];
 
   __device__ __forceinline__ WideSm90Output(const WideSm90Block<Traits>& block, int piece)
-      : params(block.params),
+      : block(block),
+        params(block.params),
         shared(block.shared),
         piece(piece),
         rows{block.params, block.shared, 0} {}
@@ -59,13 +60,6 @@ struct WideSm90Output {
   // --- Non-finite values of keys that causality or a window hides from some rows (see
   // hidden_values.cuh): set to zero before the product, and added afterwards to rows that see them.
   // Tiles with such keys are few, and their values are hardly ever anything but finite. ---
-
-  // Whether some row does not see some key of a tile. Boxes bring rows past the last key, too.
-  __device__ __forceinline__ bool hides_keys(const Item& item, int tile) const {
-    const int key = item.first_key(tile);
-    const int count = Traits::kTma ? kTileKV : min_of(kTileKV, item.range.end - key);
-    return item.range.cuts(key, count);
-  }
 
   // Sets them to zero in the warpgroup's piece of a stage whose scores are complete.
   __device__ __forceinline__ void zero_nonfinite_values(const Item& item, int tile,
@@ -100,23 +94,10 @@ struct WideSm90Output {
            bits &= bits - 1) {
         const int key = 32 * word + __ffs(static_cast<int>(bits)) - 1;
         add_nonfinite_key<DTypeQ>(
-            o, p, key, value_of(item, item.first_key(tile) + key) + piece * kColumns, rows.lane);
+            o, p, key, block.value_of(item, item.first_key(tile) + key) + piece * kColumns, rows.lane);
       }
     }
     ptx::warp_sync();
-  }
-  // The row of a key's values.
-  __device__ __forceinline__ const DTypeQ* value_of(const Item& item, int key) const {
-    const Request& request = item.work.request;
-    const int kv_head = item.work.tile.kv_head;
-    if constexpr (Traits::kLatent) {
-      const PageSlot at = PageSlot::of(params, key);
-      return keys_of<DTypeQ>(params, kv_head) +
-             paged_row(params.kv_indices[request.kv_start + at.page], at.slot, params.k_stride_page,
-                       params.k_stride_n);
-    } else {
-      return values_of<DTypeQ>(params, kv_head) + value_row<Traits::kPaged>(params, request, key);
-    }
   }
 
   // Stores the warp's rows of the result, or of a state.

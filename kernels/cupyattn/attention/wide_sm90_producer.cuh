@@ -4,12 +4,12 @@
 
 #include "cupyattn/attention/key_rows.cuh"
 #include "cupyattn/attention/wide_sm90_traits.cuh"
-#include "cupyattn/ptx/tensor_copy.cuh"
 
 namespace cupyattn {
 
 template <typename Traits>
 struct WideSm90Producer {
+  using DTypeKV = typename Traits::DTypeKV;
   using DTypeQ = typename Traits::DTypeQ;
   using QTile = typename Traits::QTile;
   using KTile = typename Traits::KTile;
@@ -24,7 +24,8 @@ struct WideSm90Producer {
   // Where a row begins in two arrays: its latent and its rope part, or K and V. nullptr for a row
   // that does not exist.
   struct Row {
-    const DTypeQ *first, *second;
+    const void *first, *second;
+    int64_t token;  // of the cache, where each has a scale
   };
 
   const Block& block;
@@ -32,7 +33,6 @@ struct WideSm90Producer {
   const AttentionParams& params;
   typename Traits::SharedMemory& shared;
   const int group, lane;
-  const uint64_t policy;
 
   __device__ __forceinline__ explicit WideSm90Producer(const Block& block)
       : block(block),
@@ -40,8 +40,7 @@ struct WideSm90Producer {
         params(block.params),
         shared(block.shared),
         group(threadIdx.x % Traits::kWarpgroup / 8),
-        lane(threadIdx.x % 8),
-        policy(ptx::evict_first_policy()) {}
+        lane(threadIdx.x % 8) {}
 
   __device__ __forceinline__ void run() const {
     const Item& item = shared.items[0];
@@ -68,7 +67,7 @@ struct WideSm90Producer {
     const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
     const int64_t token = static_cast<int64_t>(item.work.request.q_start) + row.token;
     const int head = work.kv_head * params.group_size + row.group_head;
-    Row own{nullptr, nullptr};
+    Row own{};
     // mutate: wide-query-past-the-last
     if (r < work.num_rows) {
       own.first = static_cast<const DTypeQ*>(params.q) + token * params.q_stride_n +
@@ -79,7 +78,9 @@ struct WideSm90Producer {
                      head * latent.q_rope_stride_h;  // mutate: wide-rope-of-first-head
       }
     }
-    copy_rows<QTile, 0, QTile::kPanels, Traits::kLatentPanels, false>(shared.q, own);
+    constexpr int kLatentPanels =
+        Traits::kLatent ? Traits::kHeadDimVO / QTile::kPanelColumns : QTile::kPanels;
+    copy_rows<QTile, 0, QTile::kPanels, kLatentPanels>(shared.q, own);
     ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full_q));
   }
 
@@ -102,7 +103,7 @@ struct WideSm90Producer {
   }
   __device__ __forceinline__ Row key_row(const Item& item, int tile, int page) const {
     // mutate: wide-keys-past-the-end
-    if (page < 0) return Row{nullptr, nullptr};
+    if (page < 0) return Row{};
     const int key = own_key(item, tile);
     PageSlot at{0, item.work.request.kv_start + key};
     if constexpr (Traits::kSparse) {
@@ -111,17 +112,17 @@ struct WideSm90Producer {
       at = PageSlot{page, PageSlot::of(params, key).slot};
     }
     const int kv_head = item.work.tile.kv_head;
-    Row row{keys_of<DTypeQ>(params, kv_head) +
+    Row row{keys_of<DTypeKV>(params, kv_head) +
                 paged_row(at.page, at.slot, params.k_stride_page, params.k_stride_n),
-            nullptr};
+            nullptr, static_cast<int64_t>(at.page) * params.page_size + at.slot};
     if constexpr (Traits::kLatent) {
       const LatentParams& latent = latent_of(all_params);
       // mutate: wide-rope-page-by-latent-stride
       const int64_t stride_page = latent.k_rope_stride_page;
-      row.second = static_cast<const DTypeQ*>(latent.k_rope) +
+      row.second = static_cast<const DTypeKV*>(latent.k_rope) +
                    paged_row(at.page, at.slot, stride_page, latent.k_rope_stride_n);
     } else {
-      row.second = values_of<DTypeQ>(params, kv_head) +
+      row.second = values_of<DTypeKV>(params, kv_head) +
                    // mutate: wide-values-by-stride-of-keys
                    paged_row(at.page, at.slot, params.v_stride_page, params.v_stride_n);
     }
@@ -134,23 +135,40 @@ struct WideSm90Producer {
                                              const Row& own) const {
     // mutate: wide-piece-not-awaited
     await_phase(shared.empty[stage.stage][kPiece], stage.parity ^ 1);
-    if constexpr (Traits::kSparse && kPiece == Traits::kOfFollower) mark_keys(stage, own);
+    if constexpr (Traits::kMarkers > 0 && kPiece == Traits::kOfFollower) mark_keys(stage, own);
     if constexpr (kPiece == Traits::kKeys) {
       copy_rows<KTile, 0, KTile::kPanels, KTile::kPanels>(shared.k[stage.stage], own);
     } else {
       constexpr int kFirst = Traits::template kFirstPanel<kPiece>;
       constexpr int kEnd = Traits::template kEndPanel<kPiece>;
       constexpr int kSecond = Traits::kLatent ? Traits::kLatentPanels : 0;
-      copy_rows<VTile, kFirst, kEnd, kSecond>(shared.values(stage.stage), own);
+      constexpr bool kHasFp8Rope = Traits::kFp8 && kPiece == Traits::kOfFollower;
+      copy_rows<VTile, kFirst, kHasFp8Rope ? kSecond : kEnd, kSecond>(shared.values(stage.stage),
+                                                                     own);
+      if constexpr (kHasFp8Rope && Traits::kKeyScales == kScalesInRows) {
+        copy_scaled_rope(shared.k[stage.stage], own);
+      } else if constexpr (kHasFp8Rope) {
+        copy_fp8_rope(shared.k[stage.stage], own);
+      }
     }
     ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full[stage.stage][kPiece]));
   }
 
-  // An arrival of its own for each warp, because those of the copies do not order these writes.
+  // Says which keys of a stage are there, and by what they are multiplied. An arrival of its own for
+  // each warp, because those of the copies do not order these writes.
   __device__ __forceinline__ void mark_keys(const typename Block::Stage& stage,
                                             const Row& own) const {
     const bool exists = own.first != nullptr;  // mutate: wide-hidden-keys-marked
-    if (lane < kKeyRows) shared.exists[stage.stage][kKeyRows * group + lane] = exists;
+    if constexpr (Traits::kSparse) {
+      if (lane < kKeyRows) shared.exists[stage.stage][kKeyRows * group + lane] = exists;
+    }
+    if constexpr (Traits::kHasTokenScales) {
+      if (lane < kKeyRows) {
+        // mutate: wide-scales-of-the-first-token
+        const float scale = exists ? params.scale_k[own.token] : 0.0f;
+        shared.token_scales[stage.stage][kKeyRows * group + lane] = scale;
+      }
+    }
     ptx::warp_sync();
     ptx::mbarrier_arrive_if(threadIdx.x % kWarpSize == 0,
                             ptx::shared_address(&shared.full[stage.stage][Traits::kOfFollower]));
@@ -158,39 +176,60 @@ struct WideSm90Producer {
 
   // Copies some panels of this thread's rows, from the second array from panel kSecond on. Rows
   // that do not exist become zeros: nothing that nobody owns is multiplied.
-  template <typename Tile, int kFirst, int kEnd, int kSecond, bool kIsKeys = true>
+  template <typename Tile, int kFirst, int kEnd, int kSecond>
   __device__ __forceinline__ void copy_rows(unsigned char* tile, const Row& own) const {
     constexpr int kRows = Tile::kRows / kGroups;
     constexpr bool kHasFirst = kFirst<kSecond, kHasSecond = kEnd> kSecond;
     const uint32_t to = ptx::shared_address(tile) + Tile::offset(kRows * group, lane);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const DTypeQ* const first = kHasFirst ? of_lane(own.first, i) : nullptr;
-      const DTypeQ* const second = kHasSecond ? of_lane(own.second, i) : nullptr;
+      const char* const first = kHasFirst ? of_lane(own.first, i) : nullptr;
+      const char* const second = kHasSecond ? of_lane(own.second, i) : nullptr;
       const bool exists = (kHasFirst ? first : second) != nullptr;
 #pragma unroll
       for (int panel = kFirst; panel < kEnd; ++panel) {
-        const DTypeQ* const part = panel < kSecond ? first : second;
-        const int column = Tile::kPanelColumns * (panel < kSecond ? panel : panel - kSecond);
-        const uint32_t place = Tile::further(to, i) + panel * Tile::kPanelBytes;
-        const DTypeQ* const from = part + column + 8 * lane;
-        // ptxas 13.0 makes an illegal instruction of a copy with a policy whose shared address is
-        // uniform in part, as it is for ordinary heads.
-        if constexpr (kIsKeys && Traits::kStreams && Traits::kLatent) {
-          ptx::cp_async_16(place, from, exists, policy);
-        } else {
-          ptx::cp_async_16(place, from, exists);
-        }
+        const char* const part = panel < kSecond ? first : second;
+        const int line = panel < kSecond ? panel : panel - kSecond;
+        const char* const from = part + line * Tile::kRowBytes + 16 * lane;
+        ptx::cp_async_16(Tile::further(to, i) + panel * Tile::kPanelBytes, from, exists);
       }
     }
   }
 
+  // Copies the rope parts of fp8 keys, four lanes a row.
+  __device__ __forceinline__ void copy_fp8_rope(unsigned char* tile, const Row& own) const {
+#pragma unroll
+    for (int i = 0; i < kKeyRows; i += 2) {
+      const int row = i + lane / 4, chunk = lane % 4;
+      const char* const part = of_lane(own.second, row);
+      const uint32_t to =
+          ptx::shared_address(tile) + KTile::rope_offset(kKeyRows * group + row, chunk);
+      ptx::cp_async_16(to, part + 16 * chunk, part != nullptr);
+    }
+  }
+
+  // Copies the rope parts of rows that have scales, and these.
+  __device__ __forceinline__ void copy_scaled_rope(unsigned char* tile, const Row& own) const {
+    const uint32_t to = ptx::shared_address(tile);
+#pragma unroll
+    for (int i = 0; i < kKeyRows; ++i) {
+      const char* const part = of_lane(own.second, i);
+      ptx::cp_async_16(to + KTile::rope_offset(kKeyRows * group + i, lane), part + 16 * lane,
+                    part != nullptr);
+    }
+    const char* const row = static_cast<const char*>(own.first);
+    if (lane < kKeyRows) {
+      ptx::cp_async_16(to + KTile::scales_offset(kKeyRows * group + lane),
+                    row + Traits::kHeadDimVO, row != nullptr);
+    }
+  }
+
   // A pointer of another lane of the same eight.
-  static __device__ __forceinline__ const DTypeQ* of_lane(const DTypeQ* pointer, int source) {
+  static __device__ __forceinline__ const char* of_lane(const void* pointer, int source) {
     const uint64_t bits = reinterpret_cast<uintptr_t>(pointer);
     const int low = ptx::shuffle_in_eight(static_cast<int>(bits), source);
     const int high = ptx::shuffle_in_eight(static_cast<int>(bits >> 32), source);
-    return reinterpret_cast<const DTypeQ*>(
+    return reinterpret_cast<const char*>(
         static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32 | static_cast<uint32_t>(low));
   }
 };

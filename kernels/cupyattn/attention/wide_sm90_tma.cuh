@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cupyattn/attention/wide_sm90_producer.cuh"
+#include "cupyattn/ptx/tensor_copy.cuh"
 
 namespace cupyattn {
 
@@ -83,7 +84,7 @@ struct WideSm90TmaProducer {
     const uint32_t tile = ptx::shared_address(shared.k[stage.stage]);
     // mutate: wide-tma-piece-not-awaited
     await_phase(shared.empty[stage.stage][kPiece], stage.parity ^ 1);
-    if (lane == 0) ptx::mbarrier_arrive_expect_tx(lands, kCount * KTile::kPanelBytes);
+    if (lane == 0) ptx::mbarrier_arrive_expect_tx(lands, Traits::template kPieceBytes<kPiece>);
     ptx::warp_sync();
     for (int first = 0; first < kCount << all_params.box_shift; first += kWarpSize) {
       const int index = first + lane, panel = kFirst + (index >> all_params.box_shift);
@@ -91,15 +92,14 @@ struct WideSm90TmaProducer {
       const int page = ptx::shuffle(own.page, box), slot = ptx::shuffle(own.slot, box);
       if (panel >= kFirst + kCount) continue;
       const int row = box * all_params.box_rows;  // mutate: wide-boxes-in-one-place
-      const uint32_t to = tile + panel * KTile::kPanelBytes + row * KTile::kRowBytes;
       const bool is_latent = panel < Traits::kLatentPanels;
-      const int column = KTile::kPanelColumns * (is_latent ? panel : panel - Traits::kLatentPanels);
+      const int row_bytes = Traits::kFp8 && !is_latent ? 64 : KTile::kRowBytes;
+      const uint32_t to = tile + panel * KTile::kPanelBytes + row * row_bytes;
+      // For the map of latent columns, fp8 elements are pairs of 16 bits.
+      const int column = 64 * (is_latent ? panel : panel - Traits::kLatentPanels);
       const TensorMap& map = is_latent ? all_params.k : all_params.k_rope;
-      if constexpr (Traits::kStreams) {
-        ptx::tensor_copy_4d(to, map, column, slot, page, 0, lands, policy);
-      } else {
-        ptx::tensor_copy_4d(to, map, column, slot, page, 0, lands);
-      }
+      // Most keys are read once, and leave L2 first.
+      ptx::tensor_copy_4d(to, map, column, slot, page, 0, lands, policy);
     }
     ptx::warp_sync();
   }

@@ -1,42 +1,77 @@
-// What the roles of wide_sm90 share: tiles, the item of work and shared memory.
+// What the roles of wide_sm90 share: tiles, the item of work and shared memory. wide_decode_sm90
+// has the same tiles of keys and producers (WideSm90Tiles).
 #pragma once
 
 #include "cupyattn/attention/hidden_values.cuh"
+#include "cupyattn/attention/key_rows.cuh"
 #include "cupyattn/attention/softmax_sm90.cuh"
 #include "cupyattn/params/wide_sm90.cuh"
 
 namespace cupyattn {
 
+// Which factors keys of 8 bits have: none, one for each token in an array of its own, or four in
+// rows of 656 bytes, for 128 latent columns each, whose rope columns are bfloat16
+// (cupyattn/reference/latent_rows.py).
+enum KeyScales { kNoScales, kTokenScales, kScalesInRows };
+
+// Latent keys of 8 bits: panels of 128 latent columns, and one of 64 rope columns, whose rows of 64
+// bytes follow each other if they have 8 bits. Scales in rows follow.
+template <typename Element, int kRowsInTile, int kLatentColumns, int kRopeColumns, int kScales>
+struct Fp8KeyTile : PanelTile<Element, kRowsInTile, kLatentColumns> {
+  using Latent = PanelTile<Element, kRowsInTile, kLatentColumns>;
+  using RopeTile = PanelTile<bfloat16_t, kRowsInTile, kRopeColumns>;  // where scales are in rows
+  using Latent::kRows, Latent::kPanelBytes;
+  static constexpr bool kHasScales = kScales == kScalesInRows;
+  static constexpr int kPanels = Latent::kPanels + 1, kRopeRowBytes = kHasScales ? 128 : 64;
+  static constexpr int kRope = Latent::kPanels * kPanelBytes;  // bytes to the rope panel
+  static constexpr int kScalesOffset = kRope + kRows * kRopeRowBytes;
+  static constexpr int kBytes = kScalesOffset + (kHasScales ? kRows * 16 : 0);
+  static_assert(kRopeColumns == 64 && kLatentColumns % 128 == 0, "rows fill lines");
+
+  static __device__ __forceinline__ uint32_t rope_offset(int row, int chunk) {
+    if constexpr (kHasScales) return kRope + RopeTile::offset(row, chunk);
+    return kRope + row * kRopeRowBytes + chunk * 16;
+  }
+  static __device__ __forceinline__ uint32_t scales_offset(int row) {
+    return kScalesOffset + row * 16;
+  }
+};
+
 template <typename Config>
-struct WideSm90Traits : Config {
-  using Config::kHeadDimQK, Config::kHeadDimRope, Config::kHeadDimVO, Config::kLatent,
-      Config::kPaged, Config::kSparse, Config::kStages, Config::kTileKV, Config::kTma;
+struct WideSm90Tiles : Config {
+  using Config::kHeadDimQK, Config::kHeadDimRope, Config::kHeadDimVO, Config::kKeyScales,
+      Config::kLatent, Config::kPaged, Config::kSparse, Config::kStages, Config::kTileKV, Config::kTileQ,
+      Config::kTma;
   using typename Config::DTypeKV;
   using typename Config::DTypeO;
   using typename Config::DTypeQ;
   using Params =
       conditional<kTma, WideSm90Params, conditional<kLatent, LatentParams, AttentionParams>>;
-  static constexpr int kTileQ = 64, kWarpgroup = 4 * kWarpSize, kThreads = 3 * kWarpgroup;
+  static constexpr int kWarpgroup = 4 * kWarpSize;
   // What the rows and softmax of prefill_sm90 ask for: this kernel rescales O itself, hides keys by
   // causality and windows only, and stores O from registers.
   static constexpr bool kOverlap = true, kMasked = false, kStagesOutput = false,
                         kAlignsTiles = false;
   using LogitsVariant = PlainLogits;
 
-  // Where memory, not products, takes the time: keys are read once, and leave L2 first.
-  static constexpr bool kStreams = !Config::kIntraWarpgroupOverlap;
   // Arrivals when a piece lands: one by the copy engine, or one from each thread that gathers.
   static constexpr int kArrivals = kTma ? 1 : kWarpgroup;
   // Sparse: a list says for each key where it is, or by a negative entry that it is hidden. The
   // producer marks the keys of a stage that are there.
-  static constexpr int kMarkers = kSparse ? kWarpgroup / kWarpSize : 0;
+  static constexpr bool kHasTokenScales = kKeyScales == kTokenScales;
+  static constexpr int kMarkers = kSparse || kHasTokenScales ? kWarpgroup / kWarpSize : 0;
   using KeyMarks = conditional<kSparse, uint8_t[kStages][kTileKV], uint8_t>;
 
-  using QTile = PanelTile<DTypeQ, kTileQ, kHeadDimQK>;
-  using KTile = PanelTile<DTypeQ, kTileKV, kHeadDimQK>;
+  // fp8 keys become fragments of float16, which holds them exactly; so do q and P then.
+  static constexpr bool kFp8 = is_fp8<DTypeKV>;
+  using DTypeMma = conditional<kFp8, half_t, DTypeQ>;
+  using QTile = PanelTile<DTypeMma, kTileQ, kHeadDimQK>;
+  using KTile =
+      conditional<kFp8, Fp8KeyTile<DTypeKV, kTileKV, kHeadDimVO, kHeadDimRope, kKeyScales>,
+                  PanelTile<DTypeQ, kTileKV, kHeadDimQK>>;
   // The latent columns of a key are also its value, so a tile of keys is one of values.
   using VTile = conditional<kLatent, KTile, PanelTile<DTypeQ, kTileKV, kHeadDimVO>>;
-  using PTile = PanelTile<DTypeQ, kTileQ, kTileKV>;
+  using PTile = PanelTile<DTypeMma, kTileQ, kTileKV>;
 
   // O and the values are split by columns over two consumer warpgroups. A stage comes in pieces,
   // each with barriers of its own: the values of the leader, those of the follower (with the rope
@@ -50,6 +85,10 @@ struct WideSm90Traits : Config {
   template <int kPiece>
   // mutate: wide-rope-not-multiplied
   static constexpr int kEndPanel = kPiece == kOfLeader ? kPanelsOfPiece : VTile::kPanels;
+  template <int kPiece>
+  static constexpr int kPieceBytes =
+      kFp8 && kPiece == kOfFollower ? KTile::kBytes - kFirstPanel<kPiece> * KTile::kPanelBytes
+                                    : (kEndPanel<kPiece> - kFirstPanel<kPiece>)*KTile::kPanelBytes;
   // Where the second array of a row begins: the rope part.
   static constexpr int kLatentPanels = kLatent ? kHeadDimVO / KTile::kPanelColumns : KTile::kPanels;
 
@@ -65,6 +104,33 @@ struct WideSm90Traits : Config {
       return tiles.origin + tile * kTileKV;
     }
   };
+
+  static_assert(!kLatent || kHeadDimQK == kHeadDimVO + kHeadDimRope,
+                "a key is a latent and a rope part");
+  static_assert(!kTma || (kLatent && kPaged && !kSparse && kTileKV == 64 && !kKeyScales),
+                "boxes are of pages of latent keys");
+  static_assert(!kKeyScales || kFp8, "scales are of fp8 keys");
+  static_assert(!kSparse || (kLatent && kPaged), "sparse lists are of latent keys");
+  static_assert(kColumns % VTile::kPanelColumns == 0 && kColumns <= 256,
+                "a warpgroup has whole panels, and one product has its columns");
+  static_assert(kFp8 || (kHeadDimQK % 64 == 0 && kHeadDimRope % 64 == 0),
+                "the parts of a row have panels of their own");
+  static_assert(sizeof(DTypeQ) == 2 && (kFp8 ? kLatent : is_same<DTypeQ, DTypeKV>),
+                "products of 16-bit elements");
+};
+
+template <typename Config>
+struct WideSm90Traits : WideSm90Tiles<Config> {
+  using Tiles = WideSm90Tiles<Config>;
+  using Tiles::kLatent, Tiles::kPieces, Tiles::kStages, Tiles::kTileKV, Tiles::kTileQ;
+  using typename Tiles::Item;
+  using typename Tiles::KeyMarks;
+  using typename Tiles::KTile;
+  using typename Tiles::LogitsVariant;
+  using typename Tiles::PTile;
+  using typename Tiles::QTile;
+  using typename Tiles::VTile;
+  static constexpr int kThreads = 3 * Tiles::kWarpgroup;
 
   struct ValueTiles {
     alignas(VTile::kAlign) unsigned char v[kStages][VTile::kBytes];
@@ -95,16 +161,7 @@ struct WideSm90Traits : Config {
     }
   };
 
-  static_assert(!kLatent || kHeadDimQK == kHeadDimVO + kHeadDimRope,
-                "a key is a latent and a rope part");
-  static_assert(!kTma || (kLatent && kPaged && !kSparse && kTileKV == 64),
-                "boxes are of pages of latent keys");
-  static_assert(!kSparse || (kLatent && kPaged), "sparse lists are of latent keys");
-  static_assert(kColumns % VTile::kPanelColumns == 0 && kColumns <= 256,
-                "a warpgroup has whole panels, and one product has its columns");
-  static_assert(kHeadDimQK % KTile::kPanelColumns == 0 && kHeadDimRope % KTile::kPanelColumns == 0,
-                "the parts of a row have panels of their own");
-  static_assert(is_same<DTypeQ, DTypeKV> && sizeof(DTypeQ) == 2, "products of 16-bit elements");
+  static_assert(kTileQ == 64, "O of two warpgroups has 64 rows");
   static_assert(Config::kProducerRegisters + 2 * Config::kConsumerRegisters <=
                     3 * (65536 / kThreads / 8 * 8),
                 "registers come from what the block was launched with");
@@ -140,6 +197,42 @@ struct WideSm90Block {
   __device__ __forceinline__ WideSm90Block(const typename Traits::Params& params,
                                            SharedMemory& shared)
       : all_params(params), params(attention_of(params)), shared(shared) {}
+
+  // The first warp finds the block's work; a barrier of the block must follow.
+  __device__ __forceinline__ void describe_item() const {
+    typename Traits::Item item{};
+    item.work = BlockWork::of(params, Traits::kTileQ);
+    if (item.work.tile.num_rows > 0) {
+      item.range = KeyRange::of(params, item.work);
+      item.tiles =
+          TileSpan::of<Traits::kTma>(item.range, Traits::kTileKV, item.work.tile);
+    }
+    if (threadIdx.x == 0) shared.items[0] = item;
+  }
+
+  // Whether some row does not see some key of a tile. Boxes bring rows past the last key, too.
+  __device__ __forceinline__ bool hides_keys(const typename Traits::Item& item, int tile) const {
+    const int key = item.first_key(tile);
+    const int count =
+        Traits::kTma ? Traits::kTileKV : min_of(Traits::kTileKV, item.range.end - key);
+    return item.range.cuts(key, count);
+  }
+
+  // The row of a key's values.
+  __device__ __forceinline__ const typename Traits::DTypeKV* value_of(
+      const typename Traits::Item& item, int key) const {
+    const Request& request = item.work.request;
+    const int kv_head = item.work.tile.kv_head;
+    using T = typename Traits::DTypeKV;
+    if constexpr (Traits::kLatent) {
+      const PageSlot at = PageSlot::of(params, key);
+      return keys_of<T>(params, kv_head) +
+             paged_row(params.kv_indices[request.kv_start + at.page], at.slot, params.k_stride_page,
+                       params.k_stride_n);
+    } else {
+      return values_of<T>(params, kv_head) + value_row<Traits::kPaged>(params, request, key);
+    }
+  }
 };
 
 }  // namespace cupyattn

@@ -17,15 +17,6 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
                : "memory");
 }
 
-// The same by a policy of L2 (evict_first_policy).
-__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool valid,
-                                            uint64_t policy) {
-  asm volatile(
-      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;\n" ::"r"(destination),
-      "l"(source), "r"(valid ? 16 : 0), "l"(policy)
-      : "memory");
-}
-
 // Copies 4 bytes, or writes zeros, likewise.
 __device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(destination), "l"(source),

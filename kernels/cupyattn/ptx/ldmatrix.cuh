@@ -25,4 +25,11 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&f
                : "memory");
 }
 
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&fragment)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address),
+      "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+      : "memory");
+}
+
 }  // namespace cupyattn::ptx

@@ -68,6 +68,8 @@ struct Wgmma;
       CUPYATTN_OUTS8(4 * (i) + 3)
 #define CUPYATTN_NAMES8(a, b, c, d, e, f, g, h) \
   "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
+// 08, because names of eight are a macro with arguments.
+#define CUPYATTN_NAMES08 CUPYATTN_NAMES8(0, 1, 2, 3, 4, 5, 6, 7)
 #define CUPYATTN_NAMES16 \
   CUPYATTN_NAMES8(0, 1, 2, 3, 4, 5, 6, 7) ", " CUPYATTN_NAMES8(8, 9, 10, 11, 12, 13, 14, 15)
 #define CUPYATTN_NAMES32                                                   \
@@ -87,6 +89,7 @@ struct Wgmma;
   CUPYATTN_NAMES8(112, 113, 114, 115, 116, 117, 118, 119) ", "                                   \
   CUPYATTN_NAMES8(120, 121, 122, 123, 124, 125, 126, 127)
 
+#define CUPYATTN_OUT08 CUPYATTN_OUTS8(0)
 #define CUPYATTN_OUT16 CUPYATTN_OUTS8(0), CUPYATTN_OUTS8(1)
 #define CUPYATTN_OUT32 CUPYATTN_OUTS32(0)
 #define CUPYATTN_OUT40 CUPYATTN_OUTS32(0), CUPYATTN_OUTS8(4)
@@ -95,22 +98,23 @@ struct Wgmma;
 #define CUPYATTN_OUT64 CUPYATTN_OUTS32(0), CUPYATTN_OUTS32(1)
 #define CUPYATTN_OUT128 CUPYATTN_OUT64, CUPYATTN_OUTS32(2), CUPYATTN_OUTS32(3)
 
-// The operands A, B and P are numbered after the COUNT accumulators.
-#define CUPYATTN_WGMMA_SS(TYPE, N, COUNT, A, B, P, TB)                                            \
+// The operands A, B and P are numbered after the COUNT accumulators. TA, TB: A, B are MN-major.
+#define CUPYATTN_WGMMA_SS(TYPE, N, COUNT, A, B, P, TA, TB)                                        \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
                "k16.f32." TYPE "." TYPE " {" CUPYATTN_NAMES##COUNT "}, " A ", " B                 \
-                                                                   ", p, 1, 1, 0, " TB ";\n}\n"   \
+                                                           ", p, 1, 1, " TA ", " TB ";\n}\n"      \
                : CUPYATTN_OUT##COUNT                                                              \
                : "l"(a), "l"(b), "r"(adds))
-#define CUPYATTN_WGMMA_RS(TYPE, N, COUNT, A, B, P)                                                \
+#define CUPYATTN_WGMMA_RS(TYPE, N, COUNT, A, B, P, TB)                                            \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
                "k16.f32." TYPE "." TYPE " {" CUPYATTN_NAMES##COUNT "}, {" A "}, " B               \
-                                                                   ", p, 1, 1, 1;\n}\n"           \
+                                                                   ", p, 1, 1, " TB ";\n}\n"      \
                : CUPYATTN_OUT##COUNT                                                              \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
 
 // d = A B, or d += A B if `adds` is 1.
 // multiply_ss: A and B are descriptors, K-major. multiply_ss_transposed: B is MN-major.
+// multiply_transposed_ss: A is MN-major. multiply_rs_k_major: as multiply_rs, but B is K-major.
 // multiply_rs: A is a fragment of 16-bit pairs, B a descriptor, MN-major.
 #define CUPYATTN_WGMMA(N, COUNT, R0, R1, R2, R3, R4, R5)                                          \
   template <>                                                                                     \
@@ -119,18 +123,27 @@ struct Wgmma;
     static __device__ __forceinline__ void multiply_ss(float (&d)[N / 2], uint64_t a, uint64_t b, \
                                                        int adds) {                                \
       if constexpr (is_same<T, half_t>) {                                                         \
-        CUPYATTN_WGMMA_SS("f16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "0");                       \
+        CUPYATTN_WGMMA_SS("f16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "0", "0");                       \
       } else {                                                                                    \
-        CUPYATTN_WGMMA_SS("bf16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "0");                      \
+        CUPYATTN_WGMMA_SS("bf16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "0", "0");                      \
       }                                                                                           \
     }                                                                                             \
     template <typename T>                                                                         \
     static __device__ __forceinline__ void multiply_ss_transposed(float (&d)[N / 2], uint64_t a,  \
                                                                   uint64_t b, int adds) {         \
       if constexpr (is_same<T, half_t>) {                                                         \
-        CUPYATTN_WGMMA_SS("f16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "1");                       \
+        CUPYATTN_WGMMA_SS("f16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "0", "1");                  \
       } else {                                                                                    \
-        CUPYATTN_WGMMA_SS("bf16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "1");                      \
+        CUPYATTN_WGMMA_SS("bf16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "0", "1");                 \
+      }                                                                                           \
+    }                                                                                             \
+    template <typename T>                                                                         \
+    static __device__ __forceinline__ void multiply_transposed_ss(float (&d)[N / 2], uint64_t a,  \
+                                                                  uint64_t b, int adds) {         \
+      if constexpr (is_same<T, half_t>) {                                                         \
+        CUPYATTN_WGMMA_SS("f16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "1", "0");                  \
+      } else {                                                                                    \
+        CUPYATTN_WGMMA_SS("bf16", N, COUNT, "%" #R0, "%" #R1, "%" #R2, "1", "0");                 \
       }                                                                                           \
     }                                                                                             \
     template <typename T>                                                                         \
@@ -138,14 +151,26 @@ struct Wgmma;
                                                        uint64_t b, int adds) {                    \
       if constexpr (is_same<T, half_t>) {                                                         \
         CUPYATTN_WGMMA_RS("f16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4,        \
-                          "%" #R5);                                                               \
+                          "%" #R5, "1");                                                          \
       } else {                                                                                    \
         CUPYATTN_WGMMA_RS("bf16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4,       \
-                          "%" #R5);                                                               \
+                          "%" #R5, "1");                                                          \
+      }                                                                                           \
+    }                                                                                             \
+    template <typename T>                                                                         \
+    static __device__ __forceinline__ void multiply_rs_k_major(                                   \
+        float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int adds) {                        \
+      if constexpr (is_same<T, half_t>) {                                                         \
+        CUPYATTN_WGMMA_RS("f16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4,        \
+                          "%" #R5, "0");                                                          \
+      } else {                                                                                    \
+        CUPYATTN_WGMMA_RS("bf16", N, COUNT, "%" #R0 ", %" #R1 ", %" #R2 ", %" #R3, "%" #R4,       \
+                          "%" #R5, "0");                                                          \
       }                                                                                           \
     }                                                                                             \
   }
 
+CUPYATTN_WGMMA(16, 08, 8, 9, 10, 11, 12, 13);
 CUPYATTN_WGMMA(32, 16, 16, 17, 18, 19, 20, 21);
 CUPYATTN_WGMMA(64, 32, 32, 33, 34, 35, 36, 37);
 CUPYATTN_WGMMA(80, 40, 40, 41, 42, 43, 44, 45);

@@ -175,6 +175,26 @@ __device__ __forceinline__ void issue_pv_shared(float (&o)[1][kHeadDim / 8][4], 
   }
 }
 
+// Issues O^T += V^T P^T for some panels of 64 columns of values: columns are the rows of the
+// product, and rows of probabilities its columns.
+template <typename VTile, typename PTile, int kFirstPanel, int kEndPanel, int kPanels>
+__device__ __forceinline__ void issue_pv_transposed(float (&o)[kPanels][PTile::kRows / 8][4],
+                                                    uint64_t v, uint64_t p) {
+  constexpr int kStep = MmaTraits<typename PTile::T, typename VTile::T>::kStep;
+  static_assert(VTile::kRows <= PTile::kPanelColumns && VTile::kPanelColumns == 64,
+                "probabilities have one panel, and a product takes one of values");
+#pragma unroll
+  for (int panel = kFirstPanel; panel < kEndPanel; ++panel) {
+    float (&d)[PTile::kRows / 2] = reinterpret_cast<float (&)[PTile::kRows / 2]>(o[panel]);
+#pragma unroll
+    for (int step = 0; step < VTile::kRows / kStep; ++step) {
+      const uint32_t keys = panel * (VTile::kPanelBytes / 16) + step * (2 * VTile::kGroupBytes / 16);
+      ptx::Wgmma<PTile::kRows>::template multiply_transposed_ss<typename VTile::T>(
+          d, operand_behind<VTile>(v, keys), operand_behind<PTile>(p, 2 * step), true);
+    }
+  }
+}
+
 // Tells the compiler, after a wait, that the accumulators have changed.
 template <int kTiles>
 __device__ __forceinline__ void take_results(float (&accumulators)[1][kTiles][4]) {

@@ -143,8 +143,9 @@ static uint32_t check_box(uint32_t place, const TensorMap& map, void* code) {
   const uint32_t row_bytes = map.box[0] * map.element_bytes;
   const uint32_t span = 16u << static_cast<uint32_t>(map.swizzle);
   const uint32_t num_bytes = count * map.element_bytes;
-  if (map.swizzle != Swizzle::none && (row_bytes > span || place % (8 * span) != 0)) {
-    fail(code, "a box with rows of %u bytes goes to %u; wanted at most %u, on a multiple of %u",
+  // Shorter rows would be filled up: they take as much shared memory as rows of the whole span.
+  if (map.swizzle != Swizzle::none && (row_bytes != span || place % (8 * span) != 0)) {
+    fail(code, "a box with rows of %u bytes goes to %u; wanted %u bytes, on a multiple of %u",
          row_bytes, place, span, 8 * span);
   }
   if (row_bytes % 16 != 0 || place % 128 != 0) {

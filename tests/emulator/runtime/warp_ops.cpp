@@ -47,6 +47,7 @@ void run_ldmatrix(Warp& warp) {
 
 struct Stmatrix {
   uint32_t address;
+  bool is_transposed;
   Words4 fragment;
   void* code;
 };
@@ -57,9 +58,13 @@ void run_stmatrix(Warp& warp) {
     const Stmatrix& own = argument<Stmatrix>(warp, lane);
     check_shared(own.address, 16, 16, own.code);
     write_shared(own.address, 16, false, own.code);
-    for (int column = 0; column < 4; ++column) {
-      const Stmatrix& owner = argument<Stmatrix>(warp, lane % 8 * 4 + column);
-      memcpy(shared_window.begin + own.address + 4 * column, &owner.fragment.word[lane / 8], 4);
+    const int line = lane % 8, m = lane / 8;
+    for (int i = 0; i < 8; ++i) {
+      // Element i of the line is element (row, column) of the matrix that lanes hold in pairs.
+      const int row = own.is_transposed ? i : line, column = own.is_transposed ? line : i;
+      const Stmatrix& owner = argument<Stmatrix>(warp, row * 4 + column / 2);
+      const uint16_t bits = static_cast<uint16_t>(owner.fragment.word[m] >> (column % 2 * 16));
+      memcpy(shared_window.begin + own.address + 2 * i, &bits, 2);
     }
   }
 }
@@ -175,8 +180,8 @@ Words4 ldmatrix_x4(uint32_t address, bool is_transposed, Where where) {
   return own.fragment;
 }
 
-void stmatrix_x4(uint32_t address, Words4 fragment, Where where) {
-  Stmatrix own{address, fragment, EMULATOR_CALLER};
+void stmatrix_x4(uint32_t address, Words4 fragment, bool transposed, Where where) {
+  Stmatrix own{address, transposed, fragment, EMULATOR_CALLER};
   meet_warp(run_stmatrix, &own, where, EMULATOR_CALLER);
 }
 

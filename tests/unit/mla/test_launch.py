@@ -14,7 +14,10 @@ from helpers.mla_cases import PROBLEMS, Case
 
 from cupyattn import mla
 from cupyattn.batch import latent
+from cupyattn.core.dtypes import bfloat16, float8_e4m3fn
+from cupyattn.core.problem import AttentionProblem
 from cupyattn.errors import ArgumentError, UnsupportedError
+from cupyattn.launch.tiles.select import tile_config
 
 BASE = Case(1, "wrapper", PROBLEMS[1], (2, 1, 0), (70, 9, 5), 3, 16)
 
@@ -97,8 +100,17 @@ def test_good_runs_excuse_no_bad_ones(device: Device) -> None:
         p.wrapper.run(**{**arrays, **pages})
 
 
-def test_scales_of_tokens_have_no_kernel(device: Device) -> None:
-    p = Planned(device, replace(BASE, problem=PROBLEMS[3]))
-    scales = device.put(np.ones(p.host.pool.shape[:2], np.float32))
-    with pytest.raises(UnsupportedError, match="ckv_scale_arr: scales of tokens have no GPU"):
-        p.wrapper.run(**p.arrays(False), ckv_scale_arr=scales)
+@pytest.mark.parametrize("key_scales", ["tokens", "rows"])
+def test_scales_of_keys_that_no_kernel_reads(key_scales: str) -> None:
+    problem = AttentionProblem(
+        bfloat16, float8_e4m3fn, bfloat16, 576, 512, paged=True, latent=True, key_scales=key_scales
+    )
+    most = 232_448
+    for rows, tile_q in (("decode", 16), ("verify", 32), ("large", 32)):
+        tiles = tile_config(problem, rows, most)
+        assert (tiles.name, tiles.tile_q) == ("wide_decode_sm90", tile_q)
+    for change in ({"aligned": False}, {"prescale_logits": True}):
+        with pytest.raises(UnsupportedError, match="keys that have scales of their own"):
+            tile_config(replace(problem, **change), "decode", most)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="keys that have scales of their own"):
+        tile_config(problem, "decode", most, arch="sm_80")

@@ -24,7 +24,7 @@ void store_shared_16(uint32_t destination, Words4 value);
 void atomic_or_shared(uint32_t* word, uint32_t bits);
 uint32_t atomic_add_shared(uint32_t* word, uint32_t addend);
 Words4 ldmatrix_x4(uint32_t address, bool is_transposed, Where where);
-void stmatrix_x4(uint32_t address, Words4 fragment, Where where);
+void stmatrix_x4(uint32_t address, Words4 fragment, bool transposed, Where where);
 
 // --- asynchronous copies: data lands at the wait of the thread that started them ---
 void cp_async(uint32_t destination, const void* source, int num_bytes, bool is_valid);

@@ -13,10 +13,6 @@ EMULATOR_INLINE void cp_async_16(uint32_t destination, const void* source, bool 
   emulator::cp_async(destination, source, 16, valid);
 }
 
-EMULATOR_INLINE void cp_async_16(uint32_t destination, const void* source, bool valid, uint64_t) {
-  emulator::cp_async(destination, source, 16, valid);
-}
-
 EMULATOR_INLINE void cp_async_4(uint32_t destination, const void* source, bool valid) {
   emulator::cp_async(destination, source, 4, valid);
 }

@@ -20,7 +20,13 @@ EMULATOR_INLINE void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address
 
 EMULATOR_INLINE void stmatrix_x4(uint32_t address, const uint32_t (&fragment)[4],
                                  emulator::Where where = emulator::Where::current()) {
-  emulator::stmatrix_x4(address, {fragment[0], fragment[1], fragment[2], fragment[3]}, where);
+  emulator::stmatrix_x4(address, {fragment[0], fragment[1], fragment[2], fragment[3]}, false,
+                        where);
+}
+
+EMULATOR_INLINE void stmatrix_x4_trans(uint32_t address, const uint32_t (&fragment)[4],
+                                       emulator::Where where = emulator::Where::current()) {
+  emulator::stmatrix_x4(address, {fragment[0], fragment[1], fragment[2], fragment[3]}, true, where);
 }
 
 }  // namespace cupyattn::ptx

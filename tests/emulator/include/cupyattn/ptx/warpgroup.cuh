@@ -71,6 +71,22 @@ struct Wgmma {
   }
 
   template <typename T>
+  static EMULATOR_INLINE void multiply_transposed_ss(float (&d)[kN / 2], uint64_t a, uint64_t b,
+                                                     int adds, Where where = Where::current()) {
+    constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>;
+    emulator::warpgroup_multiply({.n = kN,
+                                  .d = d,
+                                  .a_descriptor = a,
+                                  .a = nullptr,
+                                  .b_descriptor = b,
+                                  .is_bfloat16 = kIsBfloat16,
+                                  .is_first = adds == 0,
+                                  .is_a_k_major = false,
+                                  .is_b_k_major = true},
+                                 where);
+  }
+
+  template <typename T>
   static EMULATOR_INLINE void multiply_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b,
                                           int adds, Where where = Where::current()) {
     constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>;
@@ -83,6 +99,23 @@ struct Wgmma {
                                   .is_first = adds == 0,
                                   .is_a_k_major = true,
                                   .is_b_k_major = false},
+                                 where);
+  }
+
+  template <typename T>
+  static EMULATOR_INLINE void multiply_rs_k_major(float (&d)[kN / 2], const uint32_t (&a)[4],
+                                                  uint64_t b, int adds,
+                                                  Where where = Where::current()) {
+    constexpr bool kIsBfloat16 = is_same<T, bfloat16_t>;
+    emulator::warpgroup_multiply({.n = kN,
+                                  .d = d,
+                                  .a_descriptor = 0,
+                                  .a = a,
+                                  .b_descriptor = b,
+                                  .is_bfloat16 = kIsBfloat16,
+                                  .is_first = adds == 0,
+                                  .is_a_k_major = true,
+                                  .is_b_k_major = true},
                                  where);
   }
 };

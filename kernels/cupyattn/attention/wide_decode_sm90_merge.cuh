@@ -1,0 +1,114 @@
+// The merge of few splits by the block of a tile that is last: all its threads, all states at once.
+// That is sooner over than a launch, which begins when every block has ended. Many splits are too
+// much for one block: a launch merges them (merge_splits).
+#pragma once
+
+#include "cupyattn/attention/wide_decode_sm90_traits.cuh"
+
+namespace cupyattn {
+
+template <typename Traits>
+struct WideDecodeSm90Merge {
+  using DTypeO = typename Traits::DTypeO;
+  static constexpr int kMost = Traits::kFusedSplits;  // splits that are merged here
+  static constexpr int kTileQ = Traits::kTileQ, kHeadDimVO = Traits::kHeadDimVO;
+  static constexpr int kThreadsOfRow = kHeadDimVO / 4;  // four columns a thread
+  static constexpr int kRowsAtOnce = Traits::kThreads / kThreadsOfRow;
+  static_assert(kMost == 8, "eight lanes weigh the splits of a row");
+
+  const WideSm90Block<Traits>& block;
+  const AttentionParams& params;
+  typename Traits::SharedMemory& shared;
+  const BlockWork& work;
+
+  __device__ __forceinline__ explicit WideDecodeSm90Merge(const WideSm90Block<Traits>& block)
+      : block(block),
+        params(block.params),
+        shared(block.shared),
+        work(block.shared.items[0].work) {}
+
+  __device__ __forceinline__ void run() const {
+    const TileWork& tile = work.tile;
+    if (tile.num_splits == 1 || tile.num_splits > kMost || tile.split_tile < 0) return;
+    if (!arrive_last(params, tile, threadIdx.x, &shared.is_last)) return;
+    for (int row = threadIdx.x / kMost; row < kTileQ; row += Traits::kThreads / kMost) weigh(row);
+    ptx::block_sync();  // mutate: wide-decode-weights-read-early
+    for (int row = threadIdx.x / kThreadsOfRow; row < tile.num_rows; row += 4 * kRowsAtOnce) {
+      tile.num_splits <= 4 ? merge_rows<4>(row) : merge_rows<kMost>(row);
+    }
+  }
+
+  __device__ __forceinline__ int64_t state_of(int row, int split) const {
+    return (work.tile.state(params) + split) * kTileQ + row;
+  }
+
+  // What the states of a row weigh, by the eight lanes of one split each.
+  __device__ __forceinline__ void weigh(int row) const {
+    const TileWork& tile = work.tile;
+    const int split = threadIdx.x % kMost;
+    const bool exists = row < tile.num_rows && split < tile.num_splits;
+    float lse = -ptx::infinity();
+    if (exists) lse = ptx::load_l2(params.partial_lse + state_of(row, split));
+    float max = lse;
+#pragma unroll
+    for (int mask = 1; mask < kMost; mask *= 2) max = fmaxf(max, ptx::shuffle_xor(max, mask));
+    // An empty state weighs nothing, even if all states are empty.
+    const float weight = lse == -ptx::infinity() ? 0.0f : ptx::ex2_approx(lse - max);
+    RowState state{max, weight};
+#pragma unroll
+    // mutate: wide-decode-weights-of-some-splits
+    for (int mask = 1; mask < kMost; mask *= 2) state.sum += ptx::shuffle_xor(state.sum, mask);
+    const PackGqaRow packed = PackGqaRow::of(params, tile.first_row + min_of(row, tile.num_rows - 1));
+    const int head = tile.kv_head * params.group_size + packed.group_head;
+    const float old_max = state.max;
+    state.add_sink(sink_of(params, head));
+    const float factor = state.normaliser(old_max) * output_scale_of(params, tile.kv_head);
+    shared.weights[row][split] = weight * factor;
+    if (split == 0 && row < tile.num_rows && params.lse != nullptr) {
+      const int64_t token = static_cast<int64_t>(work.request.q_start) + packed.token;
+      params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
+    }
+  }
+
+  // Merges four columns of four rows. All states are asked for before the first is used; what does
+  // not exist is read too, from an address that does (merge_states).
+  template <int kSplits>
+  __device__ __forceinline__ void merge_rows(int first_row) const {
+    const TileWork& tile = work.tile;
+    const int column = threadIdx.x % kThreadsOfRow * 4;
+    float4 part[4][kSplits];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = min_of(first_row + kRowsAtOnce * i, tile.num_rows - 1);
+#pragma unroll
+      for (int s = 0; s < kSplits; ++s) {
+        const int64_t state = state_of(row, min_of(s, tile.num_splits - 1));
+        part[i][s] = ptx::load_l2(reinterpret_cast<const float4*>(params.partial_o +
+                                                                  state * kHeadDimVO + column));
+      }
+    }
+    ptx::warp_sync();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first_row + kRowsAtOnce * i;
+      if (row >= tile.num_rows) break;
+      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+      for (int s = 0; s < kSplits; ++s) {
+        const float weight = shared.weights[row][s];
+        // Not what does not exist, and 0 * NaN is NaN.
+        if (weight != 0.0f) add_scaled(sum, part[i][s], weight);
+      }
+      const PackGqaRow packed = PackGqaRow::of(params, tile.first_row + row);
+      const int64_t token = static_cast<int64_t>(work.request.q_start) + packed.token;
+      DTypeO* const to = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
+                         (tile.kv_head * params.group_size + packed.group_head) *
+                             params.o_stride_h +
+                         column;
+      store_pair<DTypeO, true>(to, sum.x, sum.y);
+      store_pair<DTypeO, true>(to + 2, sum.z, sum.w);
+    }
+  }
+};
+
+}  // namespace cupyattn
