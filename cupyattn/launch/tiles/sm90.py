@@ -213,9 +213,8 @@ def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
     if shape.fp8_stages and problem.custom_mask:
         # Warps that write mask bits take more registers.
         shape = shape._replace(registers=(48, 208))
-    if problem.mask_form == "expression":
-        # So do those that evaluate an expression: in launches of four warpgroups they have them at
-        # the cost of a warpgroup's, or of a third consumer.
+    if problem.has_large_mask:
+        # So do those that evaluate an expression, at the cost of consumers, or of a third consumer.
         if shape.consumers == 3:
             shape = _TWO
         registers = (48, 208) if shape.gatherers == 4 or shape.converters == 4 else (56, 224)
