@@ -73,9 +73,9 @@ def both(n, shared, own, heads=(32, 8), head_dim=128, page_size=16):
     pool = (shared + n * own) // page_size, page_size, heads[1], head_dim
     q, k, v = lab.arrays.normal(n, heads[0], head_dim), *(lab.arrays.normal(*pool) for _ in "kv")
     dtypes = {"q_data_type": "bfloat16", "kv_data_type": "bfloat16"}
-    flat = cupyattn.BatchDecodeWithPagedKVCacheWrapper()
+    flat = cupyattn.BatchDecodeWithPagedKVCacheWrapper(lab.DEVICE)
     flat.plan(*one, *heads, head_dim, page_size, **dtypes)
-    cascade = cupyattn.MultiLevelCascadeAttentionWrapper(2, None, "NHD")
+    cascade = cupyattn.MultiLevelCascadeAttentionWrapper(2, lab.DEVICE, "NHD")
     cascade.plan(*two, *heads, head_dim, page_size, **dtypes)
     return {"flat": lambda: flat.run(q, (k, v)), "cascade": lambda: cascade.run(q, (k, v))}
 

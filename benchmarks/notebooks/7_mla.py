@@ -90,7 +90,7 @@ def heads_sweep():
     k = lab.arrays.normal(pages, 64, 576)
     order = np.random.default_rng(0).permutation(pages).astype(np.int32)
     for heads in (8, 16, 32, 64, 128):
-        wrapper = cupyattn.BatchMLAPagedAttentionWrapper(None)
+        wrapper = cupyattn.BatchMLAPagedAttentionWrapper(lab.DEVICE)
         q = lab.arrays.normal(requests, heads, 576)
         offsets = np.arange(requests + 1, dtype=np.int32)
         lengths = np.full(requests, length, np.int32)
