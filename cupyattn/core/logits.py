@@ -23,7 +23,7 @@ from .expression import (
 
 # Variables that tell the rows of one request apart, but no heads of a row.
 _ROW_VARIABLES = "q_idx", "q_row", "head", "kv_head", "batch", "q_len", "kv_len"
-# Operations of a transform that takes no more registers than ALiBi, which has seven.
+# Operations of an expression that takes few registers. ALiBi has seven, a window of each head nine.
 _SHORT = 12
 RESERVED = frozenset((*VARIABLES, *FUNCTIONS, "true", "false"))
 
@@ -91,6 +91,12 @@ class LogitsExpression:
         return sum(1 for _ in self.transform.walk()) > _SHORT
 
     @property
+    def has_large_mask(self) -> bool:
+        """Whether the mask takes more registers than bits of a mask in memory do."""
+        nodes = [] if self.mask is None else [*self.mask.walk()]
+        return len(nodes) > _SHORT or any(node.op == "element" for node in nodes)
+
+    @property
     def soft_cap(self) -> float:
         """The cap c if the transform is c * tanh(logit / c), else 0.
 
@@ -136,11 +142,87 @@ class LogitsExpression:
             (*self.values, index),
         )
 
+    def split_windows(self) -> tuple[int, int, Node | None]:
+        """(left, right, rest): the conditions of the mask that are a window, and all others.
+
+        left, right  keys beside the row's own that it sees to a side; -1: the mask does not say
+        A window is kv_idx <= q_idx + n or kv_idx >= q_idx - n with n >= 0, however it is written.
+        The kernels know windows: they visit no tile outside and look at few inside.
+        """
+        left = right = -1
+        rest: list[Node] = []
+        for part in _joined(self.mask):
+            side, keys = self._window(part)
+            if side == "right":
+                right = keys if right < 0 else min(right, keys)
+            elif side == "left":
+                left = keys if left < 0 else min(left, keys)
+            else:
+                rest.append(part)
+        node = rest[0] if rest else None
+        for part in rest[1:]:
+            assert node is not None
+            node = Node("&&", BOOL, (node, part))
+        return left, right, node
+
+    def _window(self, part: Node) -> tuple[str, int]:
+        """(side, keys) of a condition that is a window; ("", 0) for all others."""
+        if part.op not in ("<", "<=", ">", ">=") or any(x.type != INT for x in part.args):
+            return "", 0
+        first, second = (self._sum_of_places(x) for x in part.args)
+        if first is None or second is None:
+            return "", 0
+        key, row, more = (a - b for a, b in zip(first, second, strict=True))
+        if (key, row) not in ((1, -1), (-1, 1)):
+            return "", 0
+        # Now key - row + more stands against 0.
+        more *= key
+        is_upper = part.op.startswith("<") == (key > 0)
+        keys = (-more if is_upper else more) - int("=" not in part.op)
+        if not 0 <= keys < 2**31 - 1:
+            return "", 0
+        return "right" if is_upper else "left", keys
+
+    def _sum_of_places(self, node: Node) -> tuple[int, int, int] | None:
+        """(a, b, c) of an integer a * kv_idx + b * q_idx + c; None for all others."""
+        if node.op == "value" and isinstance(node.value, int):
+            return 0, 0, node.value
+        if node.op == "number" and isinstance(node.value, int):
+            return 0, 0, int(self.values[node.value])
+        if node.op == "variable" and node.value in ("kv_idx", "q_idx"):
+            return int(node.value == "kv_idx"), int(node.value == "q_idx"), 0
+        if node.op == "negate":
+            found = self._sum_of_places(node.args[0])
+            return None if found is None else (-found[0], -found[1], -found[2])
+        if node.op not in ("+", "-"):
+            return None
+        first, second = (self._sum_of_places(x) for x in node.args)
+        if first is None or second is None:
+            return None
+        sign = 1 if node.op == "+" else -1
+        a, b, c = (x + sign * y for x, y in zip(first, second, strict=True))
+        return a, b, c
+
+    def with_mask(self, mask: Node | None) -> LogitsExpression | None:
+        """The expressions with this mask; None if none is left."""
+        if mask is None and self.transform is None:
+            return None
+        return LogitsExpression(self.transform, mask, self.arrays, self.numbers, self.values)
+
     def without_transform(self) -> LogitsExpression | None:
         """The mask alone; None if there is none."""
         if self.mask is None:
             return None
         return LogitsExpression(None, self.mask, self.arrays, self.numbers, self.values)
+
+
+def _joined(node: Node | None) -> list[Node]:
+    """The conditions that && joins."""
+    if node is None:
+        return []
+    if node.op != "&&":
+        return [node]
+    return [part for x in node.args for part in _joined(x)]
 
 
 def _with_place(node: Node | None, place: Node) -> Node | None:

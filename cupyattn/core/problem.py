@@ -82,6 +82,11 @@ class AttentionProblem:
         return self.logits is not None and self.logits.is_long
 
     @property
+    def has_large_mask(self) -> bool:
+        """Whether an expression takes registers from the warps that write mask bits."""
+        return self.logits is not None and self.logits.has_large_mask
+
+    @property
     def reads_rows(self) -> bool:
         """Whether a logit takes facts of its row: a scale, a slope, or what an expression reads."""
         return self.prescale_logits or self.biases_logits

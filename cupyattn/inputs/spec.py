@@ -71,10 +71,17 @@ def make_spec(
     sm_scale *= parse.finite(given.k_scale, "k_scale", 1.0)
     pos_encoding = parse.pos_encoding_mode(given.pos_encoding_mode)
     soft_cap, logits = parse.soft_cap(given.logits_soft_cap), given.logits
+    windows = (
+        parse.window(given.window_left, "window_left"),
+        parse.window(given.window_right, "window_right"),
+    )
     if logits is not None:
         soft_cap, logits = check_logits(logits, pos_encoding, soft_cap, mask_form)
-        if logits is not None and logits.mask is not None:
-            mask_form = "expression"
+    if logits is not None and logits.mask is not None:
+        *own, mask = logits.split_windows()
+        windows = narrower(windows[0], own[0]), narrower(windows[1], own[1])
+        logits = logits.with_mask(mask)
+        mask_form = None if mask is None else "expression"
     spec = AttentionSpec(
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
@@ -87,8 +94,8 @@ def make_spec(
         page_size=page_size,
         mask_form="runs" if mask_form == "ranges" else mask_form,
         causal=causal,
-        window_left=parse.window(given.window_left, "window_left"),
-        window_right=parse.window(given.window_right, "window_right"),
+        window_left=windows[0],
+        window_right=windows[1],
         pos_encoding=pos_encoding,
         logits_soft_cap=soft_cap,
         sm_scale=parse.finite(sm_scale, "sm_scale", 1.0),
@@ -102,6 +109,11 @@ def make_spec(
     )
     spec.problem().check_dtypes()
     return spec
+
+
+def narrower(first: int, second: int) -> int:
+    """The window of two that shows less; -1 shows all."""
+    return max(first, second) if -1 in (first, second) else min(first, second)
 
 
 def check_logits(

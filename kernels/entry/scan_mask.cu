@@ -8,7 +8,8 @@ struct Config {
 };
 #endif
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads)
+extern "C" __global__ void
+    __launch_bounds__(Config::kThreads, cupyattn::MaskScan<Config>::kMinBlocks)
     cupyattn_scan_mask(const __grid_constant__ cupyattn::PrefillSm90Params params) {
   __shared__ cupyattn::MaskMap map;
   cupyattn::MaskScan<Config>{params.attention, map}.run(params.mask_maps);

@@ -214,6 +214,8 @@ def fields() -> list[tuple[str, str]]:
 def unpack(raw: bytes) -> dict[str, Any]:
     known = fields()
     values = struct.unpack("<" + "".join(code for code, _ in known), raw)
+    # Blocks of user-written logits that are empty are 0, as pointers are.
+    values = tuple(0 if isinstance(x, bytes) and not any(x) else x for x in values)
     named = dict(zip((name for _, name in known), values, strict=False))
     return named | {"rope_step": values[len(known) - 1 :]}
 

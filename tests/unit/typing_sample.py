@@ -172,7 +172,8 @@ def twice(x: ArrayT, scale: Scale, other: Array) -> ArrayT:
 def errors() -> tuple[type[cupyattn.CupyAttnError], ...]:
     assert_type(cupyattn.__version__, str)
     argument: type[ValueError] = cupyattn.ArgumentError
-    assert argument
+    expression: type[cupyattn.ArgumentError] = cupyattn.ExpressionError
+    assert argument and expression
     kinds = cupyattn.ArgumentError, cupyattn.UnsupportedError, cupyattn.PlanError
     return *kinds, cupyattn.WorkspaceError, cupyattn.CompileError, cupyattn.DeviceError
 

@@ -47,7 +47,6 @@ class _Shape(NamedTuple):
     gatherers: int = 0
     min_blocks: int = 1
     persistent: bool = True
-    takes_late: bool = False
 
 
 _THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
@@ -214,9 +213,8 @@ def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
     if shape.fp8_stages and problem.custom_mask:
         # Warps that write mask bits take more registers.
         shape = shape._replace(registers=(48, 208))
-    if problem.mask_form == "expression":
-        # So do those that evaluate an expression: in launches of four warpgroups they have them at
-        # the cost of a warpgroup's, or of a third consumer.
+    if problem.has_large_mask:
+        # So do those that evaluate an expression, at the cost of consumers, or of a third consumer.
         if shape.consumers == 3:
             shape = _TWO
         registers = (48, 208) if shape.gatherers == 4 or shape.converters == 4 else (56, 224)
@@ -310,7 +308,7 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
         Field(stages * 16, 16),
         _row_bits(problem, tile_q, tile_kv, stages),
         Field(2 * problem.head_dim_qk if is_rotated else 4),
-        Field(8 * (3 * items + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
+        Field(8 * (2 * items + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
     ).size
     config: dict[str, jit.Constant] = {
         "DTypeQ": problem.dtype_q,
@@ -339,7 +337,6 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
         "kGatherers": shape.gatherers,
         "kMinBlocks": shape.min_blocks,
         "kPersistent": shape.persistent,
-        "kTakesLate": shape.takes_late,
         "kSharedBytes": shared,
     }
     if times is not None:

@@ -220,6 +220,23 @@ struct ExpressionMask : AnyMask {
   static constexpr bool kReadsHeads = Expression::kReadsHeads, kIsExpression = true;
 
   static __device__ __forceinline__ int first_key(const Request&) { return 0; }
+  // The keys that a head of a token sees from key `key` on.
+  template <int kWords>
+  static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
+                                              const AttentionParams& params, const Request& request,
+                                              int token, int key, int head) {
+    const auto sees_key = test(
+        params, request, RowInfo{token, request.position(params, token), head, 1.0f, 0.0f}, key);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      uint32_t word = 0;
+#pragma unroll 4
+      for (int bit = 0; bit < 32; ++bit) {
+        word |= static_cast<uint32_t>(sees_key(32 * w + bit)) << bit;
+      }
+      bits[w] = word;
+    }
+  }
   static __device__ __forceinline__ bool sees(const AttentionParams& params, const Request& request,
                                               int token, int key, int head) {
     LogitAt at = LogitAt::of(params, request, token, request.position(params, token), head);
@@ -253,12 +270,14 @@ struct TileSight {
 #pragma unroll
     for (int w = 0; w < ceil_div(kTileKV, kWarpSize); ++w) {
       const int own = kWarpSize * w + lane;
-      if (own >= kTileKV || key + own >= request.kv_len) continue;
+      // Keys that do not exist are looked at too, because lanes that part cost more.
+      const bool exists = own < kTileKV && key + own < request.kv_len;
+#pragma unroll 4
       for (int token = first; token <= last; ++token) {
         for (int head = 0; head < heads; ++head) {  // mutate: tile-seen-by-first-head
           const bool sees = Mask::sees(params, request, token, key + own, first_head + head);
-          some |= sees;
-          all &= sees;
+          some |= sees && exists;
+          all &= sees || !exists;
         }
       }
     }

@@ -19,6 +19,8 @@ struct MaskScan {
   static constexpr int kTileKV = Config::kTileKV, kThreads = Config::kThreads;
   static constexpr int kWarps = kThreads / kWarpSize, kRowWords = ceil_div(kTileKV, 32);
   using Mask = MaskOfForm<Config::kMaskForm, typename Config::LogitsExpression>;
+  // ptxas would spill what an expression takes to make room for four blocks; 0 leaves it the choice.
+  static constexpr int kMinBlocks = Mask::kIsExpression ? 2 : 0;
 
   const AttentionParams& params;
   MaskMap& map;  // in shared memory

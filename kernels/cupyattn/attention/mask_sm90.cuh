@@ -120,31 +120,22 @@ struct KeyBits {
   uint32_t word[kWords];
 };
 
-// Writes which keys of a tile a token sees, or one of its heads. A thread does it alone; under an
-// expression a warp does it together, and each lane looks at keys of its own.
+// Writes which keys of a tile a token sees; of an expression that reads heads, one of its heads.
 template <typename Mask, int kTileKV>
 __device__ __forceinline__ void write_mask_bits(KeyBits<kTileKV>& to, const AttentionParams& params,
                                                 const Request& request, int token, int head,
                                                 int first_key) {
-  const KeyLimits limits = KeyLimits::of(params, request, request.position(params, token));
+  KeyBits<kTileKV> bits;
   if constexpr (Mask::kIsExpression) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-#pragma unroll 1
-    for (int w = 0; w < KeyBits<kTileKV>::kWords; ++w) {
-      const int key = first_key + 32 * w + lane;
-      const bool is_within = key >= limits.begin && key < limits.end;
-      const uint32_t bits =
-          ptx::warp_ballot(is_within && Mask::sees(params, request, token, key, head));
-      if (lane == 0) to.word[w] = bits;
-    }
+    Mask::load(bits.word, params, request, token, first_key, head);
   } else {
-    KeyBits<kTileKV> bits;
     Mask::load(bits.word, params, request, token, first_key);
+  }
+  const KeyLimits limits = KeyLimits::of(params, request, request.position(params, token));
 #pragma unroll
-    for (int w = 0; w < KeyBits<kTileKV>::kWords; ++w) {
-      const int key = first_key + 32 * w;
-      to.word[w] = bits.word[w] & low_bits(limits.end - key) & ~low_bits(limits.begin - key);
-    }
+  for (int w = 0; w < KeyBits<kTileKV>::kWords; ++w) {
+    const int key = first_key + 32 * w;
+    to.word[w] = bits.word[w] & low_bits(limits.end - key) & ~low_bits(limits.begin - key);
   }
 }
 
@@ -167,20 +158,18 @@ struct RowBits {
     ptx::mbarrier_wait_parity(ptx::shared_address(&full[place.stage]), place.parity ^ 1);
     if (tile.needs_mask) {
       const int first_token = item.range.first_token, first_key = item.first_key(tile.tile);
-      constexpr int kWriters = Mask::kIsExpression ? kWarpSize : 1;  // threads that write a row
-      const int writer = thread / kWriters, num_writers = num_threads / kWriters;
       if constexpr (Mask::kReadsHeads) {
         const TileWork& work = item.work.tile;
 #pragma unroll 1
-        for (int r = writer; r < work.num_rows; r += num_writers) {
+        for (int r = thread; r < work.num_rows; r += num_threads) {
           const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
           write_mask_bits<Mask>(of[place.stage][r], params, item.work.request, row.token,
                                 work.kv_head * params.group_size + row.group_head, first_key);
         }
       } else {
 #pragma unroll 1
-        for (int token = writer; token <= item.range.last_token - first_token;
-             token += num_writers) {
+        for (int token = thread; token <= item.range.last_token - first_token;
+             token += num_threads) {
           write_mask_bits<Mask>(of[place.stage][token], params, item.work.request,
                                 first_token + token, 0, first_key);
         }

@@ -366,3 +366,51 @@ def test_a_text_is_a_string(text):
 
     with pytest.raises(ExpressionError, match="wanted an expression as a string"):
         expression.parse(text, "mask_fn", {}, {})
+
+
+WINDOWS = [
+    ("kv_idx <= q_idx", (-1, 0), None),
+    ("q_idx >= kv_idx", (-1, 0), None),
+    ("kv_idx < q_idx + 1", (-1, 0), None),
+    ("kv_idx - q_idx <= 7", (-1, 7), None),
+    ("0 <= 7 + q_idx - kv_idx", (-1, 7), None),
+    ("kv_idx >= q_idx - size", (4, -1), None),
+    ("q_idx - kv_idx < size", (3, -1), None),
+    ("-kv_idx + q_idx <= 2 + size", (6, -1), None),
+    ("kv_idx <= q_idx && kv_idx > q_idx - size", (3, 0), None),
+    ("kv_idx <= q_idx + 5 && (kv_idx <= q_idx + 2 && kv_idx >= q_idx - 9)", (9, 2), None),
+    ("kv_idx <= q_idx && doc[q_idx] == doc[kv_idx]", (-1, 0), "doc[q_idx] == doc[kv_idx]"),
+    ("seen[q_row, kv_idx] && kv_idx <= q_idx && head < 2", (-1, 0),
+     "seen[q_row, kv_idx] && head < 2"),
+    # These are no windows: keys ahead of a row's own alone, other places, other conditions.
+    ("kv_idx < q_idx", (-1, -1), "kv_idx < q_idx"),
+    ("kv_idx >= q_idx + 1", (-1, -1), "kv_idx >= q_idx + 1"),
+    ("kv_idx <= q_row", (-1, -1), "kv_idx <= q_row"),
+    ("kv_idx <= 2 * q_idx", (-1, -1), "kv_idx <= 2 * q_idx"),
+    ("kv_idx <= q_idx || kv_idx < 3", (-1, -1), "kv_idx <= q_idx || kv_idx < 3"),
+    ("kv_idx == q_idx", (-1, -1), "kv_idx == q_idx"),
+    ("kv_idx * 1.0 <= q_idx", (-1, -1), "kv_idx * 1.0 <= q_idx"),
+    ("kv_idx <= q_idx + head", (-1, -1), "kv_idx <= q_idx + head"),
+    ("kv_idx <= 4", (-1, -1), "kv_idx <= 4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "window", "rest"), WINDOWS, ids=[x[0] for x in WINDOWS])
+def test_windows_are_recognised(text, window, rest):
+    left, right, node = make(None, text).split_windows()
+    assert (left, right) == window
+    if rest is None:
+        assert node is None
+    else:
+        # Numbers that the rest does not read stay among the parameters.
+        names = [x for x in NUMBERS if x[0] in text]
+        arrays = [x for x in ARRAYS if x[0] in text]
+        spelled = logits.make(None, text, tuple(arrays), tuple(names)).mask
+        assert node == (spelled if rest == text else make(None, rest).mask)
+    given = variables()
+    made = make(None, text)
+    whole = np.broadcast_to(value(made, made.mask, given), (4, 5, 9))
+    again = np.ones((4, 5, 9), bool) if node is None else value(made, node, given)
+    distance = given["kv_idx"] - given["q_idx"]
+    again = again & ((distance >= -left) | (left < 0)) & ((distance <= right) | (right < 0))
+    np.testing.assert_array_equal(whole, np.broadcast_to(again, whole.shape))
