@@ -156,7 +156,7 @@ BATCH_CASES: tuple[BatchCase, ...] = (
     _ragged("4x4k_d512", (4, 4096), num_qo_heads=8, num_kv_heads=2, head_dim_qk=512,
             head_dim_vo=512),
     *(_host_plan("decode", count, arrays)
-      for count in (64, 256, 1024) for arrays in ("numpy", "torch_cpu", "device")),
+      for count in (1, 64, 256, 1024) for arrays in ("numpy", "torch_cpu", "device")),
     *(_host_plan(api, 256, arrays)
       for api in ("paged", "ragged") for arrays in ("numpy", "torch_cpu", "device")),
     *(_host_run(api, framework, out)

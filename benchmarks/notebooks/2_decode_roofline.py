@@ -52,8 +52,11 @@ for marker, (name, (folder, case)) in zip(markers, points.items(), strict=True):
     row = lab.committed(folder, case)["cupyattn"]
     x = 1e3 * row["tflops"] / row["gbps"]
     axis.plot(x, row["tflops"], marker, ms=7, label=name)
-axis.set_xscale("log", base=2)
+lab.log2_ticks(axis, [1, 4, 16, 64, 256, 1024, 4096])
 axis.set_yscale("log")
+axis.set_yticks([3, 10, 30, 100, 300, 1000], ["3", "10", "30", "100", "300", "1,000"])
+axis.minorticks_off()
+axis.set_ylim(2, 1200)
 axis.set_xlabel("FLOP for each byte that must move")
 axis.set_ylabel("TFLOP/s")
 axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -136,7 +136,7 @@ def skewed():
     plan_us = {}
     for count in (16, 64, 256, 1024):
         tables = lab.paged([512] * count, heads=(4, 1), head_dim=64)
-        wrapper = lab.cupyattn.BatchDecodeWithPagedKVCacheWrapper()
+        wrapper = lab.cupyattn.BatchDecodeWithPagedKVCacheWrapper(lab.DEVICE)
         seconds = []
         for _ in range(60):
             start = time.perf_counter()

@@ -116,7 +116,7 @@ def drafts():
         tree = np.eye(count, dtype=bool)
         for row in range(1, count):
             tree[row] |= tree[(row - 1) // 2]
-        wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper()
+        wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper(lab.DEVICE)
         dtypes = {"q_data_type": "bfloat16", "kv_data_type": "bfloat16"}
         wrapper.plan(*batch.tables, 32, 8, 128, 16, q_len_per_req=count, **dtypes)
         trees = lab.mask_bits(np.repeat(tree[None], 32, axis=0))

@@ -73,7 +73,7 @@ def steps():
             zeros = [cupy.zeros(len(x), np.int32) for x in tables]
             workspace = cupy.zeros(64 << 20, np.uint8)
             wrapper = cupyattn.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *zeros)
-            eager = cupyattn.BatchDecodeWithPagedKVCacheWrapper()
+            eager = cupyattn.BatchDecodeWithPagedKVCacheWrapper(lab.DEVICE)
 
             def plan(w, tables=tables, sizes=sizes, dtypes=dtypes):
                 w.plan(*tables, *sizes, **dtypes)

@@ -23,7 +23,7 @@ import cupyattn
 from cupyattn.array import CPU, Device
 from cupyattn.bench import machine
 from cupyattn.bench.clock import Clock
-from cupyattn.bench.inputs import Arrays
+from cupyattn.bench.inputs import Arrays, as_bits
 from cupyattn.bench.timing import Timing, measure, random_order
 from cupyattn.core.device import DeviceProps, device_props
 from cupyattn.errors import CupyAttnError
@@ -58,6 +58,7 @@ def _gpu() -> DeviceProps | None:
 
 
 GPU = _gpu()
+DEVICE = "cuda" if GPU else "cpu"
 arrays = Arrays("cupy" if GPU else "numpy", Device("cuda", 0) if GPU else CPU, seed=0)
 
 
@@ -206,7 +207,7 @@ def paged(
 def decode(batch: Paged, **options: Any) -> Callable[[], Any]:
     """A decode of the batch that is planned: what one layer of a model then calls."""
     heads, head_dim = (batch.q.shape[1], batch.k.shape[2]), batch.q.shape[2]
-    wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper()
+    wrapper = cupyattn.BatchDecodeWithPagedKVCacheWrapper(DEVICE)
     dtypes = {"q_data_type": "bfloat16", "kv_data_type": "bfloat16"}
     wrapper.plan(*batch.tables, *heads, head_dim, batch.page_size, **dtypes, **options)
     out = arrays.normal(*batch.q.shape)
@@ -236,7 +237,8 @@ def alone_and_with(count: int, length: int, **options: Any) -> Any:
     row = generator.normal(1, *batch.q.shape[1:])
     order = np.arange(int(batch.indptr[-1]), dtype=np.int32)
     batch = replace(batch, indices=arrays.int32(order))
-    batch.q[:1], batch.k[:own], batch.v[:own] = row, *same
+    for whole, part in zip((batch.q, batch.k, batch.v), (row, *same), strict=True):
+        as_bits(whole)[: len(part)] = as_bits(part)
     return decode(batch, **options)()[:1]
 
 

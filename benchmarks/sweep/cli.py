@@ -17,6 +17,7 @@ from ..results import FILE_NAME
 from ..timing import random_order
 from ..worker import PROGRESS_NAME
 from .draw import draw_cases
+from .plans import compile_ahead
 from .summary import summarise_sweep, table
 
 SUMMARY_NAME = "sweep.json"
@@ -39,6 +40,9 @@ def main(given: Sequence[str]) -> int:
         return worker.run(args)
     for name in (FILE_NAME, PROGRESS_NAME):
         (args.out / name).unlink(missing_ok=True)
+    if args.jobs:
+        seconds = compile_ahead(args.cases, args.jobs)
+        print(f"kernels compiled in {seconds:.1f} s", flush=True)
     status = supervise(args, given)
     if not (args.out / FILE_NAME).exists():
         return status or 1
@@ -66,6 +70,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--no-build", action="store_true",
         help="leave out FlashInfer's modules that are not built yet",
+    )  # fmt: skip
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1,
+        help="processes that compile our kernels ahead; 0: each at its first use",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=4, help="rounds a shape (default 4)")
     parser.add_argument("--out", type=Path, help=f"folder of {SUMMARY_NAME} and {TABLE_NAME}")

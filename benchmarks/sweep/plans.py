@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -39,15 +42,28 @@ def instances(cases: Iterable[BatchCase]) -> list[tuple[str, Any]]:
     return list(found)
 
 
-def compile_instance(name: str, config: Any, arch: str) -> float:
-    """Compile one of them, unless it is in the kernel cache; returns the seconds."""
-    import time
+def compile_ahead(cases: Iterable[BatchCase], jobs: int) -> float:
+    """Compile these kernels in so many processes, those in the cache aside; returns the seconds.
 
-    from cupyattn import jit
-
+    A kernel that is refused is left to the run that needs it, whose row then says so.
+    """
     start = time.perf_counter()
-    jit.build(name, config, arch)
+    found = instances(cases)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile, *zip(*found, strict=True)))
     return time.perf_counter() - start
+
+
+def _compile(name: str, config: Any) -> bool:
+    from cupyattn import jit
+    from cupyattn.core.device import device_props
+    from cupyattn.errors import CupyAttnError
+
+    try:
+        jit.build(name, config, device_props(0).arch)
+    except CupyAttnError:
+        return False
+    return True
 
 
 def _wrapper(case: BatchCase) -> Any:

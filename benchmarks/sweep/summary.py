@@ -8,6 +8,7 @@ from typing import Any
 
 from ..batch.case import BatchCase
 from .draw import model_of, schedule_of
+from .predict import predict
 
 _WORST = 10
 
@@ -39,6 +40,7 @@ def summarise_sweep(cases: Iterable[BatchCase], results: dict[str, Any]) -> dict
         "by_model": _by(rated, lambda entry: entry["model"]),
         "by_kv_heads": _by(rated, lambda entry: str(entry["num_kv_heads"])),
         "by_batch": _by(rated, lambda entry: _batch_class(entry["batch"])),
+        "prediction": prediction_errors(entries),
         "worst": sorted(rated, key=lambda entry: entry["ratio"])[:_WORST],
         "shapes": rated,
     }
@@ -61,6 +63,21 @@ def figures(ratios: Iterable[float]) -> dict[str, Any]:
     }
 
 
+def prediction_errors(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """How far the plans' predictions are from what was measured: |predicted / measured - 1|."""
+    errors = sorted(
+        abs(entry["predicted_us"] / entry["ours_us"] - 1)
+        for entry in entries
+        if entry["ours_us"] and entry["predicted_us"]
+    )
+    if not errors:
+        return {"count": 0}
+    middle = len(errors) // 2
+    median = (errors[middle] + errors[~middle]) / 2
+    within = sum(error <= 0.2 for error in errors) / len(errors)
+    return {"count": len(errors), "median": median, "within_20_percent": within}
+
+
 def table(summary: dict[str, Any]) -> str:
     """The summary as text."""
     lines = [
@@ -76,6 +93,13 @@ def table(summary: dict[str, Any]) -> str:
     for entry in summary["worst"]:
         times = f"{entry['ratio']:7.3f}{entry['ours_us']:10.1f}{entry['best_peer_us']:10.1f}"
         lines.append(f"{entry['case']:64}{times}  {entry['best_peer']}, {entry['keys']}")
+    found = summary["prediction"]
+    if found["count"]:
+        lines += [
+            "",
+            f"prediction of {found['count']} shapes: median error {found['median']:.1%}, "
+            f"{found['within_20_percent']:.0%} within 20 %",
+        ]
     for name in ("without_peer", "ours_not_timed", "wrong", "not_repeatable"):
         if summary[name]:
             lines += ["", name.replace("_", " ") + ":", *(f"  {x}" for x in summary[name])]
@@ -101,7 +125,16 @@ def _entry(case: BatchCase, results: dict[str, Any]) -> dict[str, Any]:
         "ours_us": found["ours_us"],
         "best_peer": found["best_peer"],
         "best_peer_us": found["best_peer_us"],
+        "predicted_us": _predicted(case),
     }
+
+
+def _predicted(case: BatchCase) -> float | None:
+    """None as well where a case cannot be planned on the host."""
+    try:
+        return predict(case)
+    except Exception:
+        return None
 
 
 def _by(entries: list[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import array
 from .candidate import Candidate
 from .cases import DTYPE, Case
 from .inputs import Inputs
@@ -17,9 +18,10 @@ Table = Callable[[np.ndarray], Any]
 
 
 def ours(case: Case, inputs: Inputs) -> Candidate:
-    """cupyattn's wrapper of the case, which makes a workspace of its own."""
+    """cupyattn's wrapper of the case, which makes a workspace of its own on q's device."""
     library = import_module("cupyattn")
-    return candidate("cupyattn", library, library, "run", case, inputs, None, lambda x: x)
+    device = str(array.view(inputs.q, "q").device)
+    return candidate("cupyattn", library, library, "run", case, inputs, device, lambda x: x)
 
 
 def candidate(

@@ -39,6 +39,7 @@ _BY_ARCH = {
         "mixed_sm80": Cost(1.6, 161 * _KIB),
         "prefill_sm80": Cost(0.90, 96 * _KIB),
         "prefill_sm90": Cost(1.9, 154 * _KIB),
+        "wide_decode_sm90": Cost(0.45, 81 * _KIB),
         "wide_sm90": Cost(1.5, 137 * _KIB),
     }
 }

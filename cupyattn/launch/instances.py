@@ -233,8 +233,8 @@ def _of_rows(
 ) -> Iterator[Instance]:
     tiles = tile_config(problem, rows, SHARED_BYTES[arch], is_batch, arch, page_size)
     yield tiles.name, tiles.config
-    # A batch's splits of many rows are merged by a launch, whoever could do it.
-    if not tiles.fused_merge or (is_batch and not problem.is_wide):
+    # A batch's many splits, or those of many rows, are merged by a launch, whoever could do it.
+    if not tiles.fused_merge or is_batch:
         yield from (("merge_splits", x) for x in merge_splits.configs(problem, tiles))
     if is_batch and rows in FEW and not problem.is_wide and overlaps_launches(arch):
         yield from _of_rows(problem, FEW[rows], is_batch, arch, page_size)

@@ -15,20 +15,18 @@ import numpy as np
 
 from .. import array
 from ..array import ArrayView
-from ..array.match import is_contiguous, require_dtype
+from ..array.match import require_dtype
 from ..core import dtypes
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.call_cache import Argument, CallCache
 from ..inputs.index_arrays import progression
 from ..launch.ops import serving_metadata as launcher
-from ..launch.ops.serving_metadata import BEAMS, FLAT, NO_TREE, SQUARE, WORDS, Outputs, Sizes
+from ..launch.ops.serving_metadata import BEAMS, FLAT, NO_TREE, Outputs, Sizes
 from .fill import Given, fill
 from .metadata import AttentionMetadata, ForwardMetadata
 from .modes import BackendConfig, BatchInfo, ForwardMode
-
-_INDEX = (dtypes.int32, dtypes.int64)
-_BOOLS = (dtypes.bool_, dtypes.uint8)
+from .step_arrays import is_dense, view_flat, view_index, view_tree
 
 
 class StepForm(NamedTuple):
@@ -117,7 +115,7 @@ def view_tables(config: BackendConfig, req_to_token: Any, full_to_swa: Any) -> T
             raise ArgumentError(
                 "full_to_swa: got None; a hybrid wants the slots of its second pool"
             )
-        table = _index(full_to_swa, "full_to_swa")
+        table = view_index(full_to_swa, "full_to_swa")
         array.same_device(req_to_token=v, full_to_swa=table)
     elif full_to_swa is not None:
         raise ArgumentError("full_to_swa: given without is_hybrid; set it, or pass None")
@@ -385,7 +383,7 @@ class Store:
         size = 0 if tree is None else tree.shape[0] * checked.tree_unit
         prepared.enqueue(array.current_stream(like), at, size, num_real)
         array.release(like, *used)
-        if all(x is None or _is_dense(array.view(x, "x")) for x in given):
+        if all(x is None or is_dense(array.view(x, "x")) for x in given):
             _CALLS.insert(signature, self._key, checked, like, dtypes.int32, None, None)
 
     def _checked(
@@ -430,7 +428,7 @@ class Store:
             if x is None and is_wanted:
                 raise ArgumentError(f"{name}: got None; wanted int32 or int64 [{bs}]")
             if x is not None:
-                views[place] = _index(x, name, bs)
+                views[place] = view_index(x, name, bs)
         tree_form = NO_TREE
         if form.branches == "beams":
             tree_form = BEAMS
@@ -440,14 +438,14 @@ class Store:
                     "num_draft_steps]"
                 )
             unit = rows * self._draft_steps
-            views[_LOC] = loc = _flat(given[_LOC], "out_cache_loc")
+            views[_LOC] = loc = view_flat(given[_LOC], "out_cache_loc")
             if loc.shape[0] % unit or loc.shape[0] > bs * unit:
                 raise ArgumentError(
                     f"out_cache_loc: holds {loc.shape[0]} slots; wanted {unit} for each of {bs} "
                     f"requests, [bs, {rows}, {self._draft_steps}]"
                 )
             if given[_BEAMS] is not None:
-                views[_BEAMS] = beams = _flat(given[_BEAMS], "beam_rows")
+                views[_BEAMS] = beams = view_flat(given[_BEAMS], "beam_rows")
                 require_dtype(beams, dtypes.int32, "beam_rows")
                 if beams.shape[0] != bs * unit:
                     raise ArgumentError(
@@ -455,7 +453,7 @@ class Store:
                         f"{self._draft_steps}]"
                     )
         elif form.branches == "tree":
-            views[_TREE], tree_form = _tree(given[_TREE], bs, rows)
+            views[_TREE], tree_form = view_tree(given[_TREE], bs, rows)
         return views, tree_form
 
     # --- what attention reads ---
@@ -561,50 +559,3 @@ class Store:
                     uses_swa_pool=self.config.is_hybrid,
                 )
                 setattr(made, f"{name}_rows", own)
-
-
-def _index(x: Any, name: str, count: int | None = None) -> ArrayView:
-    v = array.view(x, name)
-    require_dtype(v, _INDEX, name)
-    if len(v.shape) != 1 or (count is not None and v.shape[0] != count):
-        wanted = "n" if count is None else count
-        raise ArgumentError(f"{name}: shape is {list(v.shape)}; wanted [{wanted}]")
-    if not is_contiguous(v):
-        raise ArgumentError(f"{name}: is not contiguous; pass a contiguous array")
-    return v
-
-
-def _is_dense(v: ArrayView) -> bool:
-    """Whether strides are those of a row-major array along axes of one entry too, so that they say
-    what longer arrays of equal strides are."""
-    return all(v.strides[axis] == math.prod(v.shape[axis + 1 :]) for axis in range(len(v.shape)))
-
-
-def _flat(x: Any, name: str) -> ArrayView:
-    """An index array of any shape in one axis."""
-    v = array.view(x, name)
-    require_dtype(v, _INDEX, name)
-    if not is_contiguous(v):
-        raise ArgumentError(f"{name}: is not contiguous; pass a contiguous array")
-    return array.as_strided(v, (math.prod(v.shape),), (1,))
-
-
-def _tree(x: Any, bs: int, rows: int) -> tuple[ArrayView, int]:
-    """A mask of draft tokens, and its form."""
-    if x is None:
-        raise ArgumentError("tree_mask: got None; wanted what each draft token sees")
-    v = array.view(x, "tree_mask")
-    require_dtype(v, (*_BOOLS, dtypes.uint64, dtypes.int64), "tree_mask")
-    shape = tuple(v.shape)
-    is_flat = len(shape) == 1 and v.dtype in _BOOLS
-    is_square = shape in ((bs, rows, rows), (bs * rows, rows)) and v.dtype in _BOOLS
-    is_words = shape in ((bs, rows), (bs * rows,)) and v.dtype not in _BOOLS and rows <= 64
-    if not (is_flat or is_square or is_words):
-        words = f" or words of 64 bits [{bs}, {rows}]" if rows <= 64 else ""
-        raise ArgumentError(
-            f"tree_mask: {v.dtype} of shape {list(shape)}; wanted bools [{bs}, {rows}, {rows}], "
-            f"flat bools, each request's [{rows}, seq_len + {rows}]{words}"
-        )
-    if not is_contiguous(v):
-        raise ArgumentError("tree_mask: is not contiguous; pass a contiguous array")
-    return v, FLAT if is_flat else SQUARE if is_square else WORDS

@@ -128,8 +128,10 @@ def _run_cached(form: Form, given: tuple[Any, ...], base_on_e: Any) -> Any:
     if form.is_in_place:
         addresses[_OUT], addresses[_LSE] = addresses[0], addresses[2]
     else:
+        if len(given) > _OUT:
+            out = given[_OUT]
         if len(given) > _LSE:
-            out, lse = given[_OUT], given[_LSE]
+            lse = given[_LSE]
         if out is None:
             out = call.make_out(checked.out_shape)
             addresses[_OUT] = call.address(out)

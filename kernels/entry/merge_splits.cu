@@ -48,8 +48,9 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, kIsWide ? 3 : 
   const BlockWork work = params.work != nullptr
                              ? BlockWork::of_item(params, item, kv_head, tile_rows)
                              : BlockWork::of_tile(params, tile, kv_head, 0, tile_rows);
-  // The last block of a tile has merged few splits.
-  const bool is_merged = work.tile.num_splits <= Config::kFusedSplits;
+  // The last block of a tile has merged few splits, if blocks count.
+  const bool is_merged =
+      work.tile.num_splits <= Config::kFusedSplits && params.counters != nullptr;
   if (row >= work.tile.num_rows || is_merged) return await_states();
   const PackGqaRow packed = PackGqaRow::of(params, work.tile.first_row + row);
   const int head = kv_head * params.group_size + packed.group_head;

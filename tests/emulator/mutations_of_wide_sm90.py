@@ -123,4 +123,9 @@ WIDE_SM90 = (
     Mutation("wide-fp8-rows-not-scaled", "scale.of_logits", "1.0f", "hopper few rows fp8"),
     Mutation("wide-fp8-queries-read-early", "sync();", ";", "hopper few rows fp8"),
     Mutation("wide-fp8-other-columns", "lane >> 2", "lane >> 3", "hopper few rows fp8"),
+    Mutation(
+        "wide-scales-of-the-first-token", "[own.token]", "[0]", "hopper few rows token scales"
+    ),
+    Mutation("wide-fp8-scale-of-the-lower-key", "upper_scale", "scale", "hopper few rows scales"),
+    Mutation("wide-fp8-scales-of-the-largest", "? found", "? 1.0f", "hopper few rows scales"),
 )

@@ -408,6 +408,12 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper wide steep": _wide({"sharpness": 6.0, "rising": 2.0, "num_heads": 64}),
     "hopper few rows": _wide({"tile_q": 16}),
     "hopper few rows fp8": _wide({"tile_q": 16, "kv_dtype": "float8_e4m3fn", "kv_len": (100,)}),
+    "hopper few rows scales": _wide(
+        {"tile_q": 16, "kv_dtype": "float8_e4m3fn", "key_scales": "rows", "kv_len": (70,)}
+    ),
+    "hopper few rows token scales": _wide(
+        {"tile_q": 16, "kv_dtype": "float8_e4m3fn", "key_scales": "tokens", "kv_len": (70,)}
+    ),
     "hopper few rows hidden": _wide(
         {
             "tile_q": 16,

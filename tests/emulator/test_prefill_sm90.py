@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from cupyattn.launch.attention import kernels as launch_kernels
 from cupyattn.launch.attention import merge_splits
 from cupyattn.launch.attention import single as launch_single
 from cupyattn.launch.tiles import select
-from cupyattn.schedule.tile_choice import TileChoice
+from cupyattn.launch.tiles.config import TileConfig
 
 from . import gpu, run, test_attention, test_batch, test_planless
 
@@ -95,9 +95,12 @@ def test_groups(group: int) -> None:
 
 def force_tiles(name: str, patch: pytest.MonkeyPatch) -> None:
     """Let plans choose these tiles wherever they have the choice."""
-    chosen = TileChoice(select.LARGE_TILES.index(name), 0.0)
+
+    def only(*arguments: object) -> dict[str, TileConfig]:
+        return {name: select.large_tiles(*arguments)[name]}  # type: ignore[arg-type]
+
     for module in (launch_kernels, launch_single):
-        patch.setattr(module, "choose_tiles", lambda *_: chosen)
+        patch.setattr(module, "large_tiles", only)
 
 
 # With no keys, one tile of them, and many; rows of a part of a tile, of a warpgroup and of none.
@@ -113,8 +116,17 @@ def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> 
     check(replace(case, causal=False, window_left=60, has_sinks=True))
 
 
-@pytest.mark.parametrize("name", select.LARGE_TILES[1:])
-@pytest.mark.parametrize("kind", test_batch.KINDS)
+@pytest.mark.parametrize(
+    ("name", "dim"), [("tall", 64), ("short", 64), ("middle", 96), ("short", 96), ("short", 256)]
+)
+def test_other_tiles_of_other_dims(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_tiles(name, monkeypatch)
+    check(replace(CAUSAL, head_dim_qk=dim, head_dim_vo=dim, group=3, return_lse=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*product(("middle", "short"), test_batch.KINDS), ("tall", "ragged")]
+)
 def test_other_tiles_of_batches(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of few rows, one of none, and one whose values are not all finite."""
     force_tiles(name, monkeypatch)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.serving_cases import KINDS, Case
+from helpers.serving_cases import KINDS, Case, LatentCase
 
 from . import gpu
 
@@ -82,6 +82,13 @@ def test_whole_steps(kind: str) -> None:
     for seed in range(3):
         with gpu.plugged_in(seed=seed % 3):
             Case(seed, kind=kind, is_gpu=True).run()
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("decode", 2), ("draft beams", 4), ("extend", 2)])
+def test_whole_steps_over_latent_pools(kind: str, seed: int) -> None:
+    """Pages of one token begin at any entry of req_to_token; beams take two passes and a merge."""
+    with gpu.plugged_in(seed=seed % 3):
+        LatentCase(seed, kind=kind, is_gpu=True).run()
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ class Case:
     packed     latent and rope parts share rows of 576 elements
     spare      items of zeros at the end of the work list
     sharpness  multiplies queries, so that maxima move
+    counts     the last block of a tile may merge few splits
     tile_q     64, or 16 or 32 rows of wide_decode_sm90
     tma        boxes of pages bring the keys
     sparse     the table has an entry for each key, some negative: those keys are hidden
@@ -82,6 +83,7 @@ class Case:
     sharpness: float = 1.0
     rising: float = 0.0
     tile_q: int = 64
+    counts: bool = True
     sparse: bool = False
     tma: bool = False
     spoiled: tuple[tuple[int, int, int, float], ...] = ()
@@ -196,6 +198,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         page_size=case.page_size,
         value_pages=0,
         pos_encoding="NONE",
+        logits=None,
     )
     # Arrays of keys and of values are [pages, rows of a page, heads, columns].
     v = k if is_latent else second
@@ -218,7 +221,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         ),
         memory(partial_o, True),
         memory(partial_lse, True),
-        memory(counters, True) if case.tile_q < 64 else 0,
+        memory(counters, True) if case.tile_q < 64 and case.counts else 0,
         memory(items),
         memory(merges),
         memory(table),
@@ -256,6 +259,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
                 "kTileQ": case.tile_q,
                 "kFusedSplits": config.fused_splits,
                 "kSharesRows": False,
+                "kWholeTokens": False,
                 "kWarps": 4,
                 "kAligned": True,
             }

@@ -30,6 +30,7 @@ if __name__ == "__main__":
 from cupyattn import jit
 from cupyattn.batch.levels import flatten, join_levels, read_levels
 from cupyattn.core import dtypes
+from cupyattn.core.device import overlaps_launches
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.core.spec import AttentionSpec
 from cupyattn.launch.attention import (
@@ -144,7 +145,12 @@ class Recorder:
             merges = merge_splits.configs(problem, prefill)
             self.found |= dict.fromkeys(("merge_splits", config) for config in merges)
         return SimpleNamespace(
-            function=None, tiles=tiles, num_slots=264, num_sms=132, has_clusters=False
+            function=None,
+            tiles=tiles,
+            num_slots=264,
+            num_sms=132,
+            has_clusters=tiles.name == "decode_sm80" and overlaps_launches(self.arch),
+            most_clusters=lambda cluster: 120 // cluster,
         )
 
     def load_kernel(

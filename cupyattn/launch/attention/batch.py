@@ -409,9 +409,11 @@ class BatchLauncher:
         given = plan.merges
         fused_splits = self._kernels.get(rows).kinds[0].fused_splits
         if fused_splits and is_exact:
-            # Often none is left, and no launch needed.
-            given = given[plan.items[given, _NUM_SPLITS] > fused_splits]
-            reserved = reserved._replace(merges=len(given), split_tiles=len(given))
+            if (plan.items[given, _NUM_SPLITS] <= fused_splits).all():
+                given = _NO_MERGES
+                reserved = reserved._replace(merges=0, split_tiles=0)
+            else:  # the launch waits for every block, and merges all tiles
+                reserved = reserved._replace(counters=0)
         merges = _NO_MERGES
         if reserved.merges:
             merges = np.full(reserved.merges, -1, np.int32)

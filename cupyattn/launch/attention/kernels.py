@@ -55,6 +55,7 @@ class Choice(NamedTuple):
     time: float
 
 
+# Plans ask for the same few shapes.
 _in_clusters = lru_cache(maxsize=256)(TileShape.in_clusters)
 _merged_apart = lru_cache(maxsize=256)(TileShape.merged_apart)
 
@@ -188,7 +189,8 @@ class Kernels:
     def merged_by(self, shape: TileShape, plan: BatchPlan) -> TileShape:
         """The shape of a plan where a launch merges, if a tile has more parts than a warp asks for
         at a time; else the same."""
-        if not shape.is_fused or not shape.part_cost or shape.cluster > 1:
+        is_fused = shape.is_fused and shape.part_cost > 0 and not self._problem.is_wide
+        if not is_fused or shape.cluster > 1:
             return shape
         most = np.maximum.reduce(plan.items[plan.merges, NUM_SPLITS])
         return _merged_apart(shape) if most > MOST_PARTS else shape

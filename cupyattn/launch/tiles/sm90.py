@@ -47,7 +47,6 @@ class _Shape(NamedTuple):
     gatherers: int = 0
     min_blocks: int = 1
     persistent: bool = True
-    takes_late: bool = False
 
 
 _THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
@@ -311,7 +310,7 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
         Field(stages * 16, 16),
         _row_bits(problem, tile_q, tile_kv, stages),
         Field(2 * problem.head_dim_qk if is_rotated else 4),
-        Field(8 * (3 * items + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
+        Field(8 * (2 * items + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
     ).size
     config: dict[str, jit.Constant] = {
         "DTypeQ": problem.dtype_q,
@@ -340,7 +339,6 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
         "kGatherers": shape.gatherers,
         "kMinBlocks": shape.min_blocks,
         "kPersistent": shape.persistent,
-        "kTakesLate": shape.takes_late,
         "kSharedBytes": shared,
     }
     if times is not None:

@@ -76,7 +76,6 @@ struct PrefillSm90Gatherer {
             }
             v.advance();
           });
-      block.mark_copied(place, lane);
       block.release_item(place, lane);
     }
   }

@@ -59,7 +59,7 @@ struct PrefillSm90 {
     }
   }
 
-  // A block that has one item, as launches of one wave have. What is ahead of its first copies is
+  // A block that has one item, as launches of few waves have. What is ahead of its first copies is
   // most of its time, so these warps begin as soon as they may: warp 1 finds the item while warp 2
   // makes the barriers, and all other warps wait for both.
   static __device__ __forceinline__ void run_only_item(const PrefillSm90Block<Traits>& block) {
@@ -104,7 +104,6 @@ struct PrefillSm90 {
     };
     for (int place = 0; place < Traits::kItems; ++place) {
       init(shared.full_item[place], 1);
-      init(shared.copied_item[place], max_of(1, kGatherers));
       // The arrivals of warps that copy or gather, sweep, multiply, and convert.
       const int readers = max_of(1, kGatherers) + (kConverts || kGatherers == 3 ? 0 : 2) + kConverters;
       init(shared.empty_item[place], kConsumerWarps + (Traits::kPersistent ? readers : 0));

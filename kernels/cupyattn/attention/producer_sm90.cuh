@@ -55,7 +55,6 @@ struct PrefillSm90Producer {
                         lane);
           });
       if constexpr (!Traits::kPersistent) return;
-      block.mark_copied(place, lane);
       block.release_item(place, lane);
     }
   }

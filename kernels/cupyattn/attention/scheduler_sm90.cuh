@@ -77,9 +77,6 @@ struct PrefillSm90Scheduler {
           }
           copy_queries(q, next, lane);
         }
-        // A block that took its next item at once would often have two long ones, while others
-        // are done: it does so when the present item's last keys are on their way.
-        if constexpr (Traits::kTakesLate) await_phase(shared.copied_item[place.stage], place.parity);
         place.advance();
         ++published;
       }

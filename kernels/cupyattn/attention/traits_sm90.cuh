@@ -39,7 +39,6 @@ struct PrefillSm90Traits : Config {
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   // Persistent blocks take items until none is left; others have one each, that of their index.
   static constexpr bool kPersistent = Config::kPersistent;
-  static constexpr bool kTakesLate = Config::kTakesLate;
   // The present item and the next. If a block took more, the last blocks would end late.
   static constexpr int kItems = kPersistent ? 2 : 1;
   // Arrivals when a tile lands: one for a box, or one from each gathering thread.
@@ -120,8 +119,6 @@ struct PrefillSm90Traits : Config {
     conditional<kMasked, RowBits<kTileQ, kTileKV, kStages>, uint32_t> row_bits;
     conditional<kRope, RopeSteps<kHeadDimQK>, uint32_t> rope;
     alignas(8) uint64_t full_item[kItems], empty_item[kItems];
-    // Whether all copies of an item's keys have begun.
-    uint64_t copied_item[kItems];
     // Values of masked tiles arrive at `unchecked_v`; once swept, they are handed on to `full_v`.
     uint64_t full_q[kSlots], empty_q[kSlots];
     uint64_t full_k[kStages], empty_k[kStages], unchecked_v[kStages], full_v[kStages],
@@ -175,10 +172,6 @@ struct PrefillSm90Block {
   __device__ __forceinline__ const typename Traits::Item& await_item(const ItemStage& stage) const {
     if constexpr (Traits::kPersistent) await_phase(shared.full_item[stage.stage], stage.parity);
     return shared.items[stage.stage];
-  }
-  // Of a warp that copies keys: it has begun the last copies of an item.
-  __device__ __forceinline__ void mark_copied(const ItemStage& stage, int lane) const {
-    if (lane == 0) arrive(shared.copied_item[stage.stage]);
   }
   __device__ __forceinline__ void release_item(ItemStage& stage, int lane) const {
     ptx::warp_sync();

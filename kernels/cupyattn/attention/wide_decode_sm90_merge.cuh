@@ -29,6 +29,8 @@ struct WideDecodeSm90Merge {
 
   __device__ __forceinline__ void run() const {
     const TileWork& tile = work.tile;
+    // Plans that must launch a merge leave it all tiles: it waits for every block.
+    if (params.counters == nullptr) return;
     if (tile.num_splits == 1 || tile.num_splits > kMost || tile.split_tile < 0) return;
     if (!arrive_last(params, tile, threadIdx.x, &shared.is_last)) return;
     for (int row = threadIdx.x / kMost; row < kTileQ; row += Traits::kThreads / kMost) weigh(row);

@@ -479,7 +479,9 @@ struct WideSm80 {
 #pragma unroll
       for (int h = 0; h < 2; ++h) write_row(m, h);
     }
-    const bool merges = work.tile.num_splits > 1 && work.tile.split_tile >= 0;
+    // Blocks count unless a launch merges.
+    const bool merges = work.tile.num_splits > 1 && work.tile.split_tile >= 0 &&
+                        params.counters != nullptr;
     if (Config::kFusedMerge && merges && arrive_last(params, work.tile, thread, &shared.flag)) {
       for (int row = warp; row < work.tile.num_rows; row += kWarps) {
         merge_row<DTypeO, kHeadDimVO, kTileQ, Config::kAligned>(

@@ -12,10 +12,12 @@ from helpers import batches, fake_batch
 from helpers.batches import HKV, HQ, D
 from helpers.fake_batch import Device, check
 from helpers.fake_gpu import pointer
+from helpers.patching import replace as replace_everywhere
 
 import cupyattn
 from cupyattn import array
 from cupyattn.errors import ArgumentError, PlanError, WorkspaceError
+from cupyattn.launch.attention import batch as launch_batch
 
 LENGTHS = ([3, 0, 5, 1], [17, 4, 11, 0])
 
@@ -314,3 +316,58 @@ def test_fast_decode_plan_reads_nothing_from_the_device(
         )
     got = w.run(device.put(b.q), device.put(b.one_tensor()), return_lse=True)
     check(device, got, b.expected())
+
+
+@pytest.mark.parametrize("kind", ["decode", "paged", "ragged"])
+def test_tables_on_the_device_are_waited_for_once(
+    device: Device, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = batches.make([2, 1], [17, 40], 4)
+    fetched: list[int] = []
+    real = array.to_host_together
+
+    def together(views: Any) -> Any:
+        fetched.append(len(views))
+        return real(views)
+
+    replace_everywhere(monkeypatch, real, together)
+    replace_everywhere(monkeypatch, array.to_host, None)
+    put = device.put
+    if kind == "decode":
+        w: Any = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
+        w.plan(*map(put, b.table), HQ, HKV, D, 4)
+    elif kind == "paged":
+        w = cupyattn.BatchPrefillWithPagedKVCacheWrapper(device.workspace())
+        w.plan(put(b.qo_indptr), *map(put, b.table), HQ, HKV, D, 4, causal=True)
+    else:
+        w = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(device.workspace())
+        w.plan(put(b.qo_indptr), put(b.kv_indptr), HQ, HKV, D, causal=True)
+    assert fetched == [3 if kind == "paged" else 2]
+
+
+@pytest.mark.parametrize("keys", [40, 41, 3000])
+def test_equal_requests_are_planned_once(
+    device: Device, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+    real = launch_batch.plan_batch
+
+    def plan_batch(*given: Any) -> Any:
+        planned.append(keys)
+        return real(*given)
+
+    monkeypatch.setattr(launch_batch, "plan_batch", plan_batch)
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(device.workspace())
+    for seed, length in enumerate((keys, keys + 1, keys, keys + 2)):
+        b = batches.make([1] * 3, [length] * 3, 4, seed=seed)
+        w.plan(*b.table, HQ, HKV, D, 4)
+        got = w.run(device.put(b.q), device.put(b.one_tensor()), return_lse=True)
+        check(device, got, b.expected())
+    assert len(planned) == 1 + (-(-keys // 16) != -(-(keys + 2) // 16))
+    b = batches.make([1] * 3, [keys, keys, keys + 64], 4)
+    w.plan(*b.table, HQ, HKV, D, 4)
+    check(
+        device,
+        w.run(device.put(b.q), device.put(b.one_tensor()), return_lse=True),
+        b.expected(),
+    )

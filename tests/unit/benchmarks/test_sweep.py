@@ -19,7 +19,9 @@ from benchmarks.results import FILE_NAME, Results
 from benchmarks.sweep import cli as sweep
 from benchmarks.sweep.draw import _MOST_FLOPS, _MOST_KV_BYTES, draw_case, draw_cases, schedule_of
 from benchmarks.sweep.models import MODELS, Model
-from benchmarks.sweep.summary import figures, summarise_sweep, table
+from benchmarks.sweep.plans import instances
+from benchmarks.sweep.predict import makespan, predict, works_of
+from benchmarks.sweep.summary import figures, prediction_errors, summarise_sweep, table
 from benchmarks.timing import random_order
 from benchmarks.worker import PROGRESS_NAME
 
@@ -155,6 +157,41 @@ def test_summary_of_a_run(tmp_path: Any) -> None:
     assert "12 of 16 shapes" in text and cases[0].name in text and "wrong:" in text
 
 
+def test_makespan_of_known_lists() -> None:
+    assert makespan([], 4) == 0.0
+    assert makespan([3.0, 1.0], 4) == 3.0
+    # The third begins when the second is done, the fourth when the first and third are.
+    assert makespan([4.0, 1.0, 3.0, 2.0], 2) == 6.0
+    assert makespan([1.0] * 10, 3) == 4.0
+
+
+def test_predictions_grow_with_the_work() -> None:
+    case = next(x for x in draw_cases(0, 50) if x.api == "decode" and not x.sinks)
+    case = replace(case, requests=((1, 1, 4096),), page_size=16, window_left=-1)
+    times = [predict(replace(case, requests=((n, 1, 4096),))) for n in (1, 16, 64, 256)]
+    assert times == sorted(times) and times[0] < 30 < times[-1]
+    (work,) = works_of(replace(case, requests=((300, 1, 100),)))
+    assert work.keys.tolist() == [100.0] * 300 and not work.is_merged
+
+
+def test_every_drawn_case_has_a_plan_and_kernels() -> None:
+    cases = draw_cases(1, 12)
+    assert all(predict(case) for case in cases)
+    found = instances(cases)
+    assert len(found) == len(set(found)) and "decode_sm80" in {name for name, _ in found}
+
+
+def test_errors_of_predictions() -> None:
+    entries = [
+        {"ours_us": us, "predicted_us": told}
+        for us, told in ((10.0, 11.0), (10.0, 5.0), (10.0, 10.0), (None, 3.0), (8.0, None))
+    ]
+    found = prediction_errors(entries)
+    assert found["count"] == 3 and found["median"] == pytest.approx(0.1)
+    assert found["within_20_percent"] == pytest.approx(2 / 3)
+    assert prediction_errors([]) == {"count": 0}
+
+
 def test_summary_of_nothing() -> None:
     found = summarise_sweep(draw_cases(1, 2), {"cases": {}, "rows": []})
     assert found["rated"] == 0 and "0 of 2 shapes" in table(found)
@@ -187,7 +224,7 @@ def test_a_sweep_whose_worker_dies_goes_on(tmp_path: Any, monkeypatch: Any) -> N
         return ends.pop(0)
 
     monkeypatch.setattr(cli, "_watch", watch)
-    arguments = ["sweep", "--seed", "2", "--count", "4", "--out", str(tmp_path)]
+    arguments = ["sweep", "--seed", "2", "--count", "4", "--jobs", "0", "--out", str(tmp_path)]
     assert cli.main(arguments) == 0
     assert Results(tmp_path / FILE_NAME).why_lost(cases[0], "fa3:fwd")
     assert not (tmp_path / PROGRESS_NAME).exists()

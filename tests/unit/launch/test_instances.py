@@ -371,14 +371,14 @@ def test_what_is_compiled_ahead_is_launched_by_ordinary_calls(loads: Loads, on_g
     for name in CALLS:
         for _, found in _launched(name, loads, on_gpu):
             rest -= found
-    # Few rounds do not meet every combination of dtypes, head dims and options.
-    assert len(rest) < 0.2 * len(standard), rest
+    # Few rounds do not meet every combination of dtypes, head dims, options and lengths.
+    assert len(rest) < 0.3 * len(standard), rest
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)
 def test_standard_is_small(arch: str) -> None:
     found = instances(LEVELS["standard"], arch)
-    assert len(found) == len(set(found)) <= 450
+    assert len(found) == len(set(found)) <= 480
 
 
 def test_options_without_kernels_of_their_own_are_the_same() -> None:

@@ -288,5 +288,5 @@ def test_bad_input(call: Callable[[], Any], kind: type[CupyAttnError], message: 
 def test_rope_parts_are_refused() -> None:
     backend = engine.backend()
     q = np.zeros((1, 16), np.float32)
-    with pytest.raises(UnsupportedError, match="q_rope"):
+    with pytest.raises(ArgumentError, match="q_rope"):
         backend.forward_decode(q, None, None, engine.layer(), SimpleNamespace(), q_rope=q)

@@ -12,7 +12,7 @@ from helpers.fake_gpu import Gpu, count_functions
 from cupyattn import array
 from cupyattn.errors import PlanError
 from cupyattn.inputs import index_arrays
-from cupyattn.planless import call, prepared
+from cupyattn.planless import call, latent, prepared
 from cupyattn.serving import (
     AttentionBackend,
     BackendConfig,
@@ -21,6 +21,7 @@ from cupyattn.serving import (
     ForwardMode,
     LayerSpec,
     MHATokenToKVPool,
+    MLATokenToKVPool,
     MultiStepDraftBackend,
 )
 from cupyattn.serving.store import Store
@@ -101,8 +102,13 @@ CASES: dict[str, tuple[dict[str, Any], ForwardMode, int, LayerSpec, list[str]]] 
         {**TREES, "attention_chunk_size": 16}, ForwardMode.DRAFT_DECODE, BS * TOPK, CHUNK,
         ATTENTION,
     ),
-    "extend": ({}, ForwardMode.EXTEND, 5 * BS, LAYER, ATTENTION),
-    "mixed, chunks": ({"attention_chunk_size": 16}, ForwardMode.MIXED, 5 * BS, CHUNK, ATTENTION),
+    "extend": (
+        {}, ForwardMode.EXTEND, 5 * BS, LAYER, ["plan_batch", "prefill_sm80", "merge_splits"],
+    ),
+    "mixed, chunks": (
+        {"attention_chunk_size": 16}, ForwardMode.MIXED, 5 * BS, CHUNK,
+        ["plan_batch", "prefill_sm80"],
+    ),
 }  # fmt: skip
 
 
@@ -226,3 +232,47 @@ def test_a_repeated_step_runs_few_functions(gpu: Gpu, make: Callable[..., Any]) 
     backend.forward(q, LAYER)
     assert count_functions(lambda: backend.init_forward_metadata(batch)) <= 30
     assert count_functions(lambda: backend.forward(q, LAYER)) <= 35
+
+
+@pytest.mark.parametrize("page_size", [1, 5])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_latent_layers_are_checked_once(
+    gpu: Gpu,
+    make: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    page_size: int,
+    is_split: bool,
+) -> None:
+    """Pages of a token are read through req_to_token itself; beams take two passes and a merge."""
+    heads, columns = 16, 576
+    pool = MLATokenToKVPool(1024, 512, 64, 1, make(1), is_split=is_split)
+    layer, table = LayerSpec(softmax_scale=0.1), make(8, COLUMNS, dtype="int32")
+    named = {"page_size": page_size, "max_context_len": COLUMNS, "use_mla": True}
+    for mode, rows, launches in (
+        (ForwardMode.DECODE, BS, 1), (ForwardMode.TARGET_VERIFY, BS * DRAFTS, 2),
+    ):  # fmt: skip
+        own = BackendConfig(
+            heads, 1, columns, 512, num_draft_tokens=DRAFTS, topk=TOPK * (launches - 1) or 1,
+            **named,
+        )  # fmt: skip
+        backend, q = AttentionBackend(own, pool, table), make(rows, heads, columns)
+        for _ in range(2):
+            batch = given(make, mode)
+            assert backend.init_forward_metadata(batch).main.page_size == page_size
+            out = make(rows, heads, 512)
+            assert names_of(gpu) == [STEP]
+            assert backend.forward(q, layer, None, out) is out
+            found = names_of(gpu)
+            assert found.count("plan_batch") == launches
+            assert found.count("merge_states") == launches - 1
+            with monkeypatch.context() as patch:
+                patch.setattr(latent, "_check", None)
+                assert backend.forward(q, layer, None, out) is out
+            assert names_of(gpu) == found
+
+
+def test_latent_rows_are_written_by_one_launch(gpu: Gpu, make: Callable[..., Any]) -> None:
+    pool = MLATokenToKVPool(64, 512, 64, 1, make(1), dtype="float8_e4m3fn")
+    layer = LayerSpec(softmax_scale=0.1, k_scale=0.5)
+    pool.set_mla_kv_buffer(layer, make(3, dtype="int64"), make(3, 1, 512), make(3, 1, 64))
+    assert names_of(gpu) == ["store_kv"]

@@ -1,0 +1,148 @@
+"""The call cache itself: what later calls it takes for calls of equal signature, whichever way it
+compares them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers import fake_gpu
+
+from cupyattn import array
+from cupyattn.core import dtypes
+from cupyattn.inputs import call_cache
+from cupyattn.inputs.call_cache import Argument, CallCache
+
+torch = pytest.importorskip("torch")
+WAYS = "in C++", "by attributes"
+
+
+@pytest.fixture(params=WAYS)
+def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Of calls with rows, an optional array, a table of any shape, and an output."""
+    fake_gpu.forget()
+    fake_gpu.maker("torch", monkeypatch)
+    if request.param == "by attributes":
+        monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", None)
+    made: CallCache[str] = CallCache(
+        Argument("rows", 0),
+        Argument("scale"),
+        Argument("other"),
+        Argument("table", is_free=True),
+        Argument("out", 0, is_output=True),
+    )
+    yield made
+    call_cache._caches.remove(made)
+    fake_gpu.forget()
+
+
+def rows(n: int = 4, dtype: Any = torch.float32, columns: int = 6) -> Any:
+    return torch.zeros(n, columns, dtype=dtype)
+
+
+def insert(cache: CallCache[str], *arrays: Any) -> None:
+    view = array.view(arrays[0], "rows")
+    cache.insert(arrays, (), "checked", view, dtypes.float32, None, None)
+
+
+def is_known(cache: CallCache[str], *arrays: Any) -> bool:
+    """Thrice: a comparison of lengths is made on the way."""
+    found = [cache.lookup(arrays, ()) for _ in range(3)]
+    assert len({x is None for x in found}) == 1
+    for answer in found:
+        if answer is not None:
+            call, addresses = answer
+            given = [0 if x is None else x.data_ptr() for x in arrays]
+            assert addresses[: len(given)] == given and not any(addresses[len(given) :])
+            assert call.lengths[0] == arrays[0].shape[0]
+            assert call.sizes[0] == 4 * arrays[0].stride(0) * (arrays[0].shape[0] - 1) + 24
+    return found[0] is not None
+
+
+SCALE, TABLE = torch.ones(3), torch.zeros(5, 7)
+
+
+def test_other_addresses_and_lengths_are_the_same_call(cache: CallCache[str]) -> None:
+    insert(cache, rows(), SCALE, None, TABLE, rows())
+    for n in (4, 4, 4, 9, 4, 1):
+        assert is_known(cache, rows(n), SCALE.clone(), None, torch.zeros(n, n + 1), rows(n))
+    assert is_known(cache, rows(), SCALE, None, torch.zeros(9, 9)[:3, :3], rows())
+    assert len(cache) == 1
+
+
+def test_lengths_are_those_of_the_call(cache: CallCache[str]) -> None:
+    insert(cache, rows(), SCALE, None, TABLE, rows())
+    for n, table in ((4, TABLE), (4, TABLE), (2, torch.zeros(3, 2)), (4, torch.zeros(8, 9)[:, :7])):
+        answer = cache.lookup((rows(n), SCALE, None, table, rows(n)), ())
+        assert answer is not None
+        call, _ = answer
+        assert call.lengths == [n, 0, 0, table.shape[0], n]
+        assert call.strides(3) == table.stride() and tuple(call.shapes[3]) == tuple(table.shape)
+        last = sum((k - 1) * s for k, s in zip(table.shape, table.stride(), strict=True))
+        assert call.sizes[3] == 4 * last + 4
+
+
+def changed(name: str) -> list[Any]:
+    x, out = rows(), rows()
+    arrays: list[Any] = [x, SCALE, None, TABLE, out]
+    if name == "dtype":
+        arrays[0] = rows(dtype=torch.int32)
+    elif name == "columns":
+        arrays[0] = rows(columns=7)
+    elif name == "strides":
+        arrays[0] = rows(columns=12)[:, :6]
+    elif name == "alignment":
+        arrays[0] = torch.zeros(25)[1:].view(4, 6)
+    elif name == "axes":
+        arrays[0] = x.view(4, 2, 3)
+    elif name == "gradient":
+        x.requires_grad_()
+    elif name == "sign":
+        arrays[0] = torch._neg_view(x)
+    elif name == "a parameter":
+        arrays[1] = torch.nn.Parameter(SCALE.clone(), requires_grad=False)
+    elif name == "another length of a scale":
+        arrays[1] = torch.ones(4)
+    elif name == "no scale":
+        arrays[1] = None
+    elif name == "the other array":
+        arrays[1:3] = None, SCALE
+    elif name == "one more":
+        arrays[2] = SCALE
+    elif name == "axes of a table":
+        arrays[3] = TABLE[0]
+    elif name == "fewer arrays":
+        arrays.pop()
+    elif name == "no memory":
+        arrays[0] = torch.empty(4, 6, device="meta")
+    return arrays
+
+
+CHANGES = (
+    *("dtype", "columns", "strides", "alignment", "axes", "gradient", "sign", "a parameter"),
+    *("another length of a scale", "no scale", "the other array", "one more", "axes of a table"),
+    *("fewer arrays", "no memory"),
+)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("repeats", [0, 3])
+def test_other_facts_are_other_calls(cache: CallCache[str], name: str, repeats: int) -> None:
+    """Before and after calls were compared with lengths."""
+    usual = rows(), SCALE, None, TABLE, rows()
+    insert(cache, *usual)
+    for _ in range(repeats):
+        assert is_known(cache, *usual)
+    given = changed(name)
+    assert [cache.lookup(given, ()) for _ in range(3)] == [None] * 3
+    assert is_known(cache, *usual)
+
+
+def test_a_tensor_without_gradients_now_is_checked_again_with_them(cache: CallCache[str]) -> None:
+    usual = rows(), SCALE, None, TABLE, rows()
+    insert(cache, *usual)
+    with torch.no_grad():
+        assert is_known(cache, *usual)
+    usual[0].requires_grad_()
+    assert cache.lookup(usual, ()) is None
