@@ -50,7 +50,8 @@ def members(logits: LogitsExpression | None) -> str:
         rest, row_value = _split_row_value(logits.transform)
         text += _function("float", "row_value", writer.real(row_value))
         text += _function("float", "transform", writer.real(rest))
-        exponent = writer.exponent(rest)
+        # A second way through a long transform would cost registers and time to compile.
+        exponent = "" if logits.is_long else writer.exponent(rest)
         text += f"    static constexpr bool kIsLinear = {'true' if exponent else 'false'};\n"
         if exponent:
             text += _function("float", "exponent", exponent, ", float shift")

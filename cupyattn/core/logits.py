@@ -85,10 +85,12 @@ class LogitsExpression:
 
     @property
     def is_long(self) -> bool:
-        """Whether the transform takes more registers than a bias does."""
+        """Whether the transform takes more registers than a slope does, or loads for each key."""
         if self.transform is None:
             return False
-        return sum(1 for _ in self.transform.walk()) > _SHORT
+        nodes = [*self.transform.walk()]
+        loads = (node.op == "element" and node.reads("kv_idx") for node in nodes)
+        return len(nodes) > _SHORT or any(loads)
 
     @property
     def has_large_mask(self) -> bool:

@@ -210,6 +210,8 @@ def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
     is_wide = problem.head_dim_qk > 192
     if shape is None or (shape.fp8_stages and _caps_rows(problem) and is_wide):
         return None
+    if shape.fp8_stages and problem.has_long_transform:
+        return None  # no tile leaves it registers
     if shape.fp8_stages and problem.custom_mask:
         # Warps that write mask bits take more registers.
         shape = shape._replace(registers=(48, 208))
