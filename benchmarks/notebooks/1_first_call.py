@@ -113,9 +113,10 @@ def first_calls():
     return {"first_ms": 1e3 * seconds[0], "next_us": 1e6 * float(np.median(seconds[200:]))}
 
 
-cost = lab.measured("first_call", first_calls)
-print(f"first call in a process  {cost['first_ms']:8.1f} ms  (loads the kernel; compiles it once)")
-print(f"every later call         {cost['next_us']:8.1f} µs  of the host, then the GPU works alone")
+data = lab.measured("first_call", first_calls)
+if data:
+    print(f"first call in a process  {data['first_ms']:8.1f} ms  (loads the kernel)")
+    print(f"every later call         {data['next_us']:8.1f} µs  of the host")
 
 # %% [markdown]
 # **In short.** One function, the layout you know, the framework you have. The next notebook asks

@@ -66,7 +66,7 @@ lab.show()
 # ## How many requests it takes
 #
 # One request of 2k keys has 8 MB. That is too little to keep the memory busy: a launch, the first
-# bytes of a block and the merge of split keys take some 10 µs whatever the size. The planner
+# bytes of a block and the merge of split keys take some 15 µs whatever the size. The planner
 # splits the keys of few requests over all SMs; with many requests there is enough to do without.
 
 
@@ -88,25 +88,40 @@ def sweeps():
 
 data = lab.measured("decode_roofline", sweeps)
 
+# %% [markdown]
+# Committed runs: the more bytes of keys there are, the nearer the rate comes to a copy's.
+
 # %%
-fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.0), sharey=True)
-for axis, key, label in (
-    (axes[0], "batch", "requests of 2k keys"),
-    (axes[1], "length", "keys of each of 32 requests"),
-):
-    sizes = [int(n) for n in data[key]]
-    tokens = [n * (2048 if key == "batch" else 32) for n in sizes]
-    rates = [
-        lab.decode_bytes(t) / us / 1e3 for t, us in zip(tokens, data[key].values(), strict=True)
-    ]
-    axis.plot(sizes, rates, "o-", color=lab.OURS)
-    axis.axhline(data["copy_gbps"], color="black", ls="--", lw=1)
-    axis.text(sizes[0], data["copy_gbps"], "copy", va="bottom", fontsize=8)
-    lab.log2_ticks(axis, sizes)
-    axis.set_xlabel(label)
-axes[0].set_ylabel("GB/s of keys and values")
-axes[0].set_ylim(0)
+sizes = {"64 x 1k": "decode_64x1k", "8 x 8k": "decode_8x8k", "1 x 128k": "decode_1x128k"}
+sizes |= {"256 x 2k": "decode_256x2k", "64 x 8k": "decode_64x8k"}
+found = {name: lab.committed("2026-11-25-h200-decode", case) for name, case in sizes.items()}
+fig, axis = plt.subplots(figsize=(7.2, 3.0))
+who = ("cupyattn", "FlashAttention-3")
+lab.bars(axis, {name: {w: row[w]["gbps"] for w in who} for name, row in found.items()})
+axis.axhline(top["gbps"], color="black", ls="--", lw=1)
+axis.set_ylabel("GB/s")
 lab.show()
+
+# %%
+if data:
+    fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.0), sharey=True)
+    for axis, key, label in (
+        (axes[0], "batch", "requests of 2k keys"),
+        (axes[1], "length", "keys of each of 32 requests"),
+    ):
+        sizes = [int(n) for n in data[key]]
+        tokens = [n * (2048 if key == "batch" else 32) for n in sizes]
+        rates = [
+            lab.decode_bytes(t) / us / 1e3 for t, us in zip(tokens, data[key].values(), strict=True)
+        ]
+        axis.plot(sizes, rates, "o-", color=lab.OURS)
+        axis.axhline(data["copy_gbps"], color="black", ls="--", lw=1)
+        axis.text(sizes[0], data["copy_gbps"], "copy", va="bottom", fontsize=8)
+        lab.log2_ticks(axis, sizes)
+        axis.set_xlabel(label)
+    axes[0].set_ylabel("GB/s of keys and values")
+    axes[0].set_ylim(0)
+    lab.show()
 
 # %% [markdown]
 # A decode may read *faster* than a copy, because a copy also writes, and turning the memory round
@@ -120,17 +135,32 @@ lab.show()
 # of small pages is low:
 
 # %%
-fig, axis = plt.subplots(figsize=(7.2, 2.6))
-pages = data["page"]
-rates = [lab.decode_bytes(32 * 4096) / us / 1e3 for us in pages.values()]
-drawn = axis.bar(list(pages), rates, color=lab.OURS, width=0.6)
-axis.bar_label(drawn, [f"{us:.1f} µs" for us in pages.values()], fontsize=8, padding=2)
-axis.axhline(data["copy_gbps"], color="black", ls="--", lw=1)
-axis.set_ylim(0, 1.15 * max(rates))
-axis.set_xlabel("tokens of a page; 32 requests of 4k keys")
-axis.set_ylabel("GB/s")
-axis.grid(axis="x", visible=False)
+folder = "2026-11-25-h200-decode"
+pages = {"1": "decode_64x8k_p1", "16": "decode_64x8k", "64": "decode_64x8k_p64"}
+found = {name: lab.committed(folder, case) for name, case in pages.items()}
+fig, axis = plt.subplots(figsize=(5.6, 2.8))
+who = ("cupyattn", "FlashAttention-3")
+lab.bars(axis, {name: {w: row[w]["us"] for w in who} for name, row in found.items()})
+axis.set_xlabel("tokens of a page; 64 requests of 8k keys, committed run")
+axis.set_ylabel("µs")
 lab.show()
+
+# %% [markdown]
+# More page sizes, 32 requests of 4k keys:
+
+# %%
+if data:
+    fig, axis = plt.subplots(figsize=(7.2, 2.6))
+    pages = data["page"]
+    rates = [lab.decode_bytes(32 * 4096) / us / 1e3 for us in pages.values()]
+    drawn = axis.bar(list(pages), rates, color=lab.OURS, width=0.6)
+    axis.bar_label(drawn, [f"{us:.1f} µs" for us in pages.values()], fontsize=8, padding=2)
+    axis.axhline(data["copy_gbps"], color="black", ls="--", lw=1)
+    axis.set_ylim(0, 1.15 * max(rates))
+    axis.set_xlabel("tokens of a page; 32 requests of 4k keys")
+    axis.set_ylabel("GB/s")
+    axis.grid(axis="x", visible=False)
+    lab.show()
 
 # %% [markdown]
 # ## Fewer bytes
@@ -158,5 +188,5 @@ axis.set_ylabel("µs")
 lab.show()
 
 # %% [markdown]
-# **In short.** Count the bytes, divide by the bandwidth, and you know what a decode can take.
-# Above some 100 MB of keys it takes that, with pages of any size; below, launches and merges show.
+# **In short.** Count the bytes, divide by the bandwidth, and you know what a decode can take. With
+# a gigabyte of keys it takes about that, with pages of any size; below, launches and merges show.

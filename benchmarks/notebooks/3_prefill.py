@@ -88,23 +88,24 @@ def prompts():
 data = lab.measured("prefill", prompts)
 
 # %%
-fig, axis = plt.subplots(figsize=(7.2, 3.2))
-styles = {
-    "cupyattn": (lab.OURS, "-"),
-    "flash-attn 3": (lab.FA3, "-"),
-    "flash-attn 2": (lab.FA3, ":"),
-    "SDPA cuDNN": (lab.CUDNN, "-"),
-    "FlashInfer fa3": (lab.FLASHINFER, "-"),
-    "FlashInfer fa2": (lab.FLASHINFER, ":"),
-}
-for name, values in data["tflops"].items():
-    color, line = styles.get(name, (lab.OTHER, "-"))
-    axis.plot(list(values), list(values.values()), "o", ls=line, color=color, label=name)
-axis.set_xlabel("prompts of a batch, causal, 32 query and 8 key heads of 128")
-axis.set_ylabel("TFLOP/s")
-axis.set_ylim(0)
-axis.legend(fontsize=8)
-lab.show()
+if data:
+    fig, axis = plt.subplots(figsize=(7.2, 3.2))
+    styles = {
+        "cupyattn": (lab.OURS, "-"),
+        "flash-attn 3": (lab.FA3, "-"),
+        "flash-attn 2": (lab.FA3, ":"),
+        "SDPA cuDNN": (lab.CUDNN, "-"),
+        "FlashInfer fa3": (lab.FLASHINFER, "-"),
+        "FlashInfer fa2": (lab.FLASHINFER, ":"),
+    }
+    for name, values in data["tflops"].items():
+        color, line = styles.get(name, (lab.OTHER, "-"))
+        axis.plot(list(values), list(values.values()), "o", ls=line, color=color, label=name)
+    axis.set_xlabel("prompts of a batch, causal, 32 query and 8 key heads of 128")
+    axis.set_ylabel("TFLOP/s")
+    axis.set_ylim(0)
+    axis.legend(fontsize=8)
+    lab.show()
 
 # %% [markdown]
 # ## Why short prompts are slower

@@ -99,24 +99,23 @@ def grid():
 
 
 data = lab.measured("cascade", grid)
-gain = np.array(
-    [
-        [data["us"][f"{n} {s}"]["flat"] / data["us"][f"{n} {s}"]["cascade"] for s in SHARED]
-        for n in REQUESTS
-    ]
-)
+panels = [(ratio, "bytes, flat over cascade", "{:.1f}×")]
+if data:
+    us = data["us"]
+    gain = [[us[f"{n} {s}"]["flat"] / us[f"{n} {s}"]["cascade"] for s in SHARED] for n in REQUESTS]
+    panels.append((np.array(gain), "time, flat over cascade", "{:.2f}×"))
 fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.3), sharey=True)
-top = ratio.max()
-heatmap(axes[0], ratio, "bytes, flat over cascade", top=top)
-heatmap(axes[1], gain, "time, flat over cascade", form="{:.2f}×", top=top)
+for axis, (values, title, form) in zip(axes, panels, strict=False):
+    heatmap(axis, values, title, form, top=ratio.max())
+axes[1].set_visible(len(panels) > 1)
 axes[0].set_ylabel("requests, 256 keys of their own")
 lab.show()
 
 # %% [markdown]
-# The measured gain stays below the ratio of bytes for two reasons. The L2 cache serves a flat
-# decode too: requests that run together read the same pages. And with many rows the shared part is
-# no longer bound by memory but by the matrix units. Where a cascade would lose, `plan()` estimates
-# so and plans flat instead: those cells show 1.
+# Time gains less than bytes, for two reasons. The L2 cache serves a flat decode too: requests that
+# run together read the same pages. And with many rows the shared part is no longer bound by memory
+# but by the matrix units. Where a cascade would lose, `plan()` estimates so and plans flat
+# instead.
 #
 # ## Beside others
 #
@@ -139,5 +138,5 @@ axis.set_ylabel("µs")
 lab.show()
 
 # %% [markdown]
-# **In short.** Sharing pays when many rows meet a long prefix: the gain is near the ratio of bytes
-# until the matrix units are the limit. Levels may be many: a system prompt, a document, a branch.
+# **In short.** Sharing pays when many rows meet a long prefix: 64 requests over 8k shared keys
+# take a fifth of the time. Levels may be many: a system prompt, a document, a branch.

@@ -127,27 +127,33 @@ def drafts():
 data = lab.measured("trees", drafts)
 
 # %%
-fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.0))
-us = data["us"]
-counts = [1, 2, 4, 8, 16]
-for kind, line in (("chain", "-"), ("tree", "--")):
-    values = [us["1 token"], *(us[f"{count}, {kind}"] for count in counts[1:])]
-    axes[0].plot(counts, values, "o", ls=line, color=lab.OURS, label=kind)
-lab.log2_ticks(axes[0], counts)
-axes[0].set_ylim(0)
-axes[0].set_xlabel("draft tokens of each of 32 requests")
-axes[0].set_ylabel("µs")
-axes[0].legend()
-axes[0].set_title("here")
+if data:
+    fig, axis = plt.subplots(figsize=(5.6, 2.6))
+    counts = [1, 2, 4, 8, 16]
+    for kind, line in (("chain", "-"), ("tree", "--")):
+        us = [data["us"]["1 token"], *(data["us"][f"{count}, {kind}"] for count in counts[1:])]
+        axis.plot(counts, us, "o", ls=line, color=lab.OURS, label=kind)
+    lab.log2_ticks(axis, counts)
+    axis.set_ylim(0)
+    axis.set_xlabel("draft tokens of each of 32 requests")
+    axis.set_ylabel("µs")
+    axis.legend()
+    lab.show()
+
+# %% [markdown]
+# Committed runs, 32 requests of 8k keys:
+
+# %%
 names = {"1": "q1", "4": "q4", "8": "q8", "4, tree": "q4_tree", "8, tree": "q8_tree"}
 groups = {}
 for name, case in names.items():
     row = lab.committed("2026-11-21-h200-hopper-batches", f"verify_32x8k_{case}")
     who = ("cupyattn", "FlashAttention-3", "FlashInfer")
     groups[name] = {w: row[w]["us"] for w in who if w in row}
-lab.bars(axes[1], groups)
-axes[1].legend(fontsize=7)
-axes[1].set_xlabel("draft tokens, committed runs")
+fig, axis = plt.subplots(figsize=(7.2, 3.0))
+lab.bars(axis, groups)
+axis.set_xlabel("draft tokens of a request")
+axis.set_ylabel("µs")
 lab.show()
 
 # %% [markdown]

@@ -106,25 +106,26 @@ def heads_sweep():
 data = lab.measured("mla", heads_sweep)
 
 # %%
-tokens = data["requests"] * data["length"]
-heads = [int(h) for h in data["us"]]
-us = list(data["us"].values())
-gbps = [tokens * 576 * 2 / t / 1e3 for t in us]
-tflops = [2 * (576 + 512) * h * tokens / t / 1e6 for h, t in zip(heads, us, strict=True)]
-fig, axes = plt.subplots(1, 3, figsize=(7.8, 2.7))
-for axis, values, label in (
-    (axes[0], us, "µs"),
-    (axes[1], gbps, "GB/s"),
-    (axes[2], tflops, "TFLOP/s"),
-):
-    axis.plot(heads, values, "o-", color=lab.OURS)
-    lab.log2_ticks(axis, heads)
-    axis.set_ylim(0)
-    axis.set_title(label)
-    axis.set_xlabel("query heads")
-axes[1].axhline(data["copy_gbps"], color="black", ls="--", lw=1)
-axes[1].text(heads[-1], data["copy_gbps"], "copy", ha="right", va="bottom", fontsize=8)
-lab.show()
+if data:
+    tokens = data["requests"] * data["length"]
+    heads = [int(h) for h in data["us"]]
+    us = list(data["us"].values())
+    gbps = [tokens * 576 * 2 / t / 1e3 for t in us]
+    tflops = [2 * (576 + 512) * h * tokens / t / 1e6 for h, t in zip(heads, us, strict=True)]
+    fig, axes = plt.subplots(1, 3, figsize=(7.8, 2.7))
+    for axis, values, label in (
+        (axes[0], us, "µs"),
+        (axes[1], gbps, "GB/s"),
+        (axes[2], tflops, "TFLOP/s"),
+    ):
+        axis.plot(heads, values, "o-", color=lab.OURS)
+        lab.log2_ticks(axis, heads)
+        axis.set_ylim(0)
+        axis.set_title(label)
+        axis.set_xlabel("query heads")
+    axes[1].axhline(data["copy_gbps"], color="black", ls="--", lw=1)
+    axes[1].text(heads[-1], data["copy_gbps"], "copy", ha="right", va="bottom", fontsize=8)
+    lab.show()
 
 # %% [markdown]
 # ## Beside FlashAttention-3

@@ -112,38 +112,69 @@ def steps():
 data = lab.measured("serving_loop", steps)
 
 # %%
-fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.1))
-counts = list(data["us"])
-x = np.arange(len(counts))
-for offset, way in ((-0.2, "eager"), (0.2, "graph")):
-    host = np.array([data["us"][c][way][0] for c in counts])
-    whole = np.array([data["us"][c][way][1] for c in counts])
-    plan = np.array([data["us"][c]["plan"] for c in counts])
-    color = lab.OTHER if way == "eager" else lab.OURS
-    axes[0].bar(x + offset, plan, 0.36, color="#333333", label="plan()" if way == "eager" else None)
-    axes[0].bar(x + offset, host - plan, 0.36, bottom=plan, color=color, label=f"launches, {way}")
-    axes[1].bar(x + offset, whole, 0.36, color=color, label=way)
-axes[0].set_title("host")
-axes[1].set_title("step, until the GPU is done")
-axes[0].set_ylabel("µs")
-for axis in axes:
-    axis.set_xticks(x, counts)
-    axis.set_xlabel("requests")
-    axis.grid(axis="x", visible=False)
-    axis.legend(fontsize=7.5, ncols=2, loc="lower left", bbox_to_anchor=(0, 1.08))
-lab.show()
+if data:
+    fig, axes = plt.subplots(1, 2, figsize=(7.6, 3.1))
+    counts = list(data["us"])
+    x = np.arange(len(counts))
+    for offset, way in ((-0.2, "eager"), (0.2, "graph")):
+        host = np.array([data["us"][c][way][0] for c in counts])
+        whole = np.array([data["us"][c][way][1] for c in counts])
+        plan = np.array([data["us"][c]["plan"] for c in counts])
+        color = lab.OTHER if way == "eager" else lab.OURS
+        axes[0].bar(
+            x + offset, plan, 0.36, color="#333333", label="plan()" if way == "eager" else None
+        )
+        axes[0].bar(
+            x + offset, host - plan, 0.36, bottom=plan, color=color, label=f"launches, {way}"
+        )
+        axes[1].bar(x + offset, whole, 0.36, color=color, label=way)
+    axes[0].set_title("host")
+    axes[1].set_title("step, until the GPU is done")
+    axes[0].set_ylabel("µs")
+    for axis in axes:
+        axis.set_xticks(x, counts)
+        axis.set_xlabel("requests")
+        axis.grid(axis="x", visible=False)
+        axis.legend(fontsize=7.5, ncols=2, loc="lower left", bbox_to_anchor=(0, 1.08))
+    lab.show()
 
-for count, us in data["us"].items():
-    saved = us["eager"][1] - us["graph"][1]
-    print(
-        f"{count:>4} requests: eager {us['eager'][1]:7.0f} µs, graph {us['graph'][1]:7.0f} µs, "
-        f"of which plan {us['plan']:4.0f}; saved {saved:5.0f}"
-    )
+    for count, us in data["us"].items():
+        saved = us["eager"][1] - us["graph"][1]
+        print(
+            f"{count:>4} requests: eager {us['eager'][1]:7.0f} µs, graph {us['graph'][1]:7.0f} µs, "
+            f"of which plan {us['plan']:4.0f}; saved {saved:5.0f}"
+        )
 
 # %% [markdown]
-# With few requests the step is the host's time: the GPU waits for launches. With many, launches
-# hide behind the GPU's work, and the graph saves little more than the gaps between kernels.
-#
+# Committed runs give the parts: a plan and the launches of 32 layers from Python, and what a graph
+# does for the toy engine of `make serve-demo` (a random Llama of 0.85e9 weights, 64 requests,
+# every layer of it in the graph).
+
+# %%
+host = "2026-11-20-h200-hopper"
+plan_us = lab.committed(host, "plan_decode_64_numpy")["cupyattn"]["us"]
+run_us = lab.committed(host, "run_decode_torch_out")["cupyattn"]["us"]
+served = (lab.RESULTS / "2026-11-25-h200-serving" / "serve.txt").read_text().splitlines()
+rates = {
+    line[:24].strip(): int(line[24:].split()[1].replace(",", ""))
+    for line in served
+    if line.startswith(("no drafts", "drafts"))
+}
+fig, axes = plt.subplots(1, 2, figsize=(7.6, 2.8), width_ratios=[1, 1.5])
+parts = {"plan()": plan_us, f"{LAYERS} x run()": LAYERS * run_us}
+drawn = axes[0].bar(list(parts), list(parts.values()), color=lab.OURS, width=0.6)
+axes[0].bar_label(drawn, fmt="{:,.0f}", fontsize=8)
+axes[0].set_title("host of an eager step, µs")
+labels = [name.replace(", CUDA", ",\nCUDA") for name in rates]
+drawn = axes[1].bar(labels, list(rates.values()), color=lab.OURS, width=0.6)
+axes[1].bar_label(drawn, fmt="{:,.0f}", fontsize=8)
+axes[1].set_title("toy engine, decoded tokens a second")
+for axis in axes:
+    axis.grid(axis="x", visible=False)
+    axis.tick_params(axis="x", labelsize=8)
+lab.show()
+
+# %% [markdown]
 # ## A whole engine's metadata
 #
 # An engine also prepares page tables and lengths each step. `cupyattn.serving` does it in one

@@ -103,9 +103,15 @@ def begin() -> None:
 def measured(name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `run()` returns on this GPU, or returned in the committed run if there is none here.
 
-    It must be plain JSON. The key "on" is added: the GPU, the date, the version and the commit.
+    Empty where there is neither. It must be plain JSON. The key "on" is added: the GPU, the date,
+    the version and the commit.
     """
     path, data = HERE / "measured" / f"{name}.json", {}
+    if not GPU and not path.exists():
+        print(
+            "Not measured: there is no GPU here and no committed run; `make notebooks` makes one."
+        )
+        return data
     if not GPU:
         data = json.loads(path.read_text("utf-8"))
         print(f"Committed run on {data['on']}")
