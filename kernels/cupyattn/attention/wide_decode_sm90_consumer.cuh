@@ -11,6 +11,7 @@
 #pragma once
 
 #include "cupyattn/attention/wide_decode_sm90_fp8.cuh"
+#include "cupyattn/attention/wide_decode_sm90_rows.cuh"
 
 namespace cupyattn {
 
@@ -30,6 +31,8 @@ struct WideDecodeSm90Consumer {
   static constexpr int kPanels = kHeadDimVO / 64;  // of O^T
   static constexpr bool kFp8 = Traits::kFp8, kHasScales = Traits::kKeyScales != kNoScales;
   using Fp8 = WideDecodeSm90Fp8<Traits>;
+  using Rows = WideDecodeSm90Rows<Traits>;
+  using Place = typename Rows::Place;
   static constexpr int kBarrier = 1;
   using Scores = float[1][kTilesQ][4];
   using OfRows = float[kTilesQ][2];  // a thread's rows
@@ -37,6 +40,7 @@ struct WideDecodeSm90Consumer {
   const WideSm90Block<Traits>& block;
   const AttentionParams& params;
   typename Traits::SharedMemory& shared;
+  const Rows rows;
   const int warp = ptx::warp_uniform(threadIdx.x % Traits::kWarpgroup / kWarpSize);
   const int lane = threadIdx.x % kWarpSize;
   float o[kPanels][kTilesQ][4];
@@ -45,7 +49,7 @@ struct WideDecodeSm90Consumer {
   bool is_negative[2];
 
   __device__ __forceinline__ explicit WideDecodeSm90Consumer(const WideSm90Block<Traits>& block)
-      : block(block), params(block.params), shared(block.shared) {}
+      : block(block), params(block.params), shared(block.shared), rows{params, shared} {}
 
   // The keys of a thread's logits.
   __device__ __forceinline__ int key_of(int h) const { return 16 * warp + 8 * h + (lane >> 2); }
@@ -523,11 +527,11 @@ struct WideDecodeSm90Consumer {
     stage_output();
     sync();  // mutate: wide-decode-output-read-early
     if (item.work.tile.leaves_state()) {
-      write_rows<float>(item, thread, [&](const Place& place) {
+      rows.template write<float>(item, thread, [&](const Place& place) {
         return params.partial_o + place.state * kHeadDimVO;
       });
     } else {
-      write_rows<DTypeO>(item, thread, [&](const Place& place) {
+      rows.template write<DTypeO>(item, thread, [&](const Place& place) {
         return static_cast<DTypeO*>(params.o) + place.token * params.o_stride_n +
                place.head * params.o_stride_h;
       });
@@ -554,7 +558,7 @@ struct WideDecodeSm90Consumer {
   // Writes the log-sum-exp of a row; returns what its O is to be multiplied by.
   __device__ __forceinline__ float finish_row(const Item& item, int r) const {
     const bool leaves_state = item.work.tile.leaves_state();
-    const Place place = place_of(item, r);
+    const Place place = rows.place_of(item, r);
     const float4 sums = *reinterpret_cast<const float4*>(shared.of_warps[r]);
     const float old_max = shared.factors[r];
     // mutate: wide-decode-sum-of-a-warp
@@ -570,33 +574,13 @@ struct WideDecodeSm90Consumer {
     return leaves_state ? factor : factor * output_scale_of(params, item.work.tile.kv_head);
   }
 
-  // Where a row lies in o, or among the states.
-  struct Place {
-    bool exists;
-    int head;
-    int64_t token, state;
-  };
-  __device__ __forceinline__ Place place_of(const Item& item, int r) const {
-    const TileWork& work = item.work.tile;
-    const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
-    return Place{r < work.num_rows, work.kv_head * params.group_size + row.group_head,
-                 static_cast<int64_t>(item.work.request.q_start) + row.token,
-                 (work.state(params) + work.split) * kTileQ + r};
-  }
-
-  // Rows of O in the place of keys, four words apart, so that rows begin in different banks.
-  static constexpr int kStagedRow = kHeadDimVO + 4;
-  static_assert(kTileQ * kStagedRow * 4 <= sizeof(shared.k), "O fits the place of keys");
-  __device__ __forceinline__ float* staged_row(int r) const {
-    return reinterpret_cast<float*>(shared.k[0]) + r * kStagedRow;
-  }
   __device__ __forceinline__ void stage_output() const {
 #pragma unroll
     for (int n = 0; n < kTilesQ; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float factor = shared.factors[row_of(n, e)];
-        float* const row = staged_row(row_of(n, e)) + column_of(0, 0);
+        float* const row = rows.staged(row_of(n, e)) + column_of(0, 0);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
 #pragma unroll
@@ -604,30 +588,6 @@ struct WideDecodeSm90Consumer {
             row[kFp8 ? 2 * panel + h : 64 * panel + 8 * h] = o[panel][n][2 * h + e] * factor;
           }
         }
-      }
-    }
-  }
-
-  // Writes the staged rows, 16 bytes a thread; `at` says where a row begins.
-  template <typename T, typename At>
-  __device__ __forceinline__ void write_rows(const Item& item, int thread, At&& at) const {
-    constexpr int kColumns = 16 / sizeof(T), kThreads = kHeadDimVO / kColumns;
-    constexpr int kRowsAtOnce = Traits::kWarpgroup / kThreads;
-    const int column = thread % kThreads * kColumns;
-#pragma unroll 2
-    for (int r = thread / kThreads; r < item.work.tile.num_rows; r += kRowsAtOnce) {
-      const float4* const from = reinterpret_cast<const float4*>(staged_row(r) + column);
-      T* const to = at(place_of(item, r)) + column;
-      if constexpr (sizeof(T) == 4) {
-        *reinterpret_cast<float4*>(to) = from[0];
-      } else {
-        Vector16 packed;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          packed.word[2 * i] = ptx::pack_pair<T>(from[i].x, from[i].y);
-          packed.word[2 * i + 1] = ptx::pack_pair<T>(from[i].z, from[i].w);
-        }
-        *reinterpret_cast<Vector16*>(to) = packed;
       }
     }
   }

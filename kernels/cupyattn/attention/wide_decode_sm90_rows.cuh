@@ -1,0 +1,64 @@
+// Where the rows of a tile of wide_decode_sm90 lie, and how they get there: from shared memory, with 16
+// bytes a thread.
+#pragma once
+
+#include "cupyattn/attention/wide_decode_sm90_fp8.cuh"
+
+namespace cupyattn {
+
+template <typename Traits>
+struct WideDecodeSm90Rows {
+  using Item = typename Traits::Item;
+  static constexpr int kTileQ = Traits::kTileQ, kHeadDimVO = Traits::kHeadDimVO;
+
+  const AttentionParams& params;
+  typename Traits::SharedMemory& shared;
+
+  // Where a row lies in o, or among the states.
+  struct Place {
+    bool exists;
+    int head;
+    int64_t token, state;
+  };
+  __device__ __forceinline__ Place place_of(const Item& item, int r) const {
+    const TileWork& work = item.work.tile;
+    const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
+    return Place{r < work.num_rows, work.kv_head * params.group_size + row.group_head,
+                 static_cast<int64_t>(item.work.request.q_start) + row.token,
+                 (work.state(params) + work.split) * kTileQ + r};
+  }
+
+  // Rows of O in the place of keys, four words apart, so that rows begin in different banks.
+  static constexpr int kStagedRow = kHeadDimVO + 4;
+  static_assert(kTileQ * kStagedRow * 4 <= sizeof(Traits::SharedMemory::k),
+                "O fits the place of keys");
+  __device__ __forceinline__ float* staged(int r) const {
+    return reinterpret_cast<float*>(shared.k[0]) + r * kStagedRow;
+  }
+
+  // Writes the staged rows, 16 bytes a thread; `at` says where a row begins.
+  template <typename T, typename At>
+  __device__ __forceinline__ void write(const Item& item, int thread, At&& at) const {
+    constexpr int kColumns = 16 / sizeof(T), kThreads = kHeadDimVO / kColumns;
+    constexpr int kRowsAtOnce = Traits::kWarpgroup / kThreads;
+    const int column = thread % kThreads * kColumns;
+#pragma unroll 2
+    for (int r = thread / kThreads; r < item.work.tile.num_rows; r += kRowsAtOnce) {
+      const float4* const from = reinterpret_cast<const float4*>(staged(r) + column);
+      T* const to = at(place_of(item, r)) + column;
+      if constexpr (sizeof(T) == 4) {
+        *reinterpret_cast<float4*>(to) = from[0];
+      } else {
+        Vector16 packed;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          packed.word[2 * i] = ptx::pack_pair<T>(from[i].x, from[i].y);
+          packed.word[2 * i + 1] = ptx::pack_pair<T>(from[i].z, from[i].w);
+        }
+        *reinterpret_cast<Vector16*>(to) = packed;
+      }
+    }
+  }
+};
+
+}  // namespace cupyattn
