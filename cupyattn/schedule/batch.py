@@ -100,6 +100,12 @@ class Splitting(NamedTuple):
     tokens: int = 0
     waves: float = MAX_WAVES
 
+    @property
+    def is_given(self) -> bool:
+        """Whether the caller says how keys are split: the order of sums is then the same in every
+        batch, so nothing that depends on a batch may choose tiles, or who merges."""
+        return self.tokens > 0 or not self.may_split
+
 
 @dataclass(slots=True)
 class BatchPlan:

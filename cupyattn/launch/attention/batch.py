@@ -145,8 +145,8 @@ class BatchLauncher:
                 [self._kernel_work(rows, shape, plan, most)], requests, capacity
             )
         found = group_by_row_class(requests, self.group_size)
-        if not splitting.tokens:
-            found = self._choose_tiles(found, requests, splitting.may_split)
+        if not splitting.is_given:
+            found = self._choose_tiles(found, requests)
         mixed = self._kernels.mixed_rows(requests.qo_len) if len(found) > 1 else None
         if mixed is not None:
             return self._layout.lay_out([self._mixed_work(mixed, requests, splitting)])
@@ -165,7 +165,8 @@ class BatchLauncher:
                 rows, shape = self.choose(len(requests.kv_len), qo_len, longest, splitting)
             plan = self._plan(chosen, shape, splitting)
             if len(plan.items):
-                if plan.num_states > MOST_PARTS and len(found) == 1:
+                is_free = not splitting.is_given and len(found) == 1
+                if is_free and plan.num_states > MOST_PARTS:
                     shape = self._kernels.merged_by(shape, plan)
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
                 works.append(self._kernel_work(rows, shape, plan, exact, slots, is_exact=True))
@@ -188,13 +189,13 @@ class BatchLauncher:
         return int(requests.qo_len[0]), int(requests.kv_len[0]), launch.num_items
 
     def _choose_tiles(
-        self, found: list[tuple[str, BatchRequests]], requests: BatchRequests, may_split: bool
+        self, found: list[tuple[str, BatchRequests]], requests: BatchRequests
     ) -> list[tuple[str, BatchRequests]]:
         """The same requests with tiles of prefill_sm90 chosen by when launches are done: of those
         of many rows, or of all, if their launch ends before each kind's own launch could."""
         if not found or found[0][0] not in (SMALL, LARGE):
             return found
-        heads = self.num_kv_heads, self.masking, may_split
+        heads = self.num_kv_heads, self.masking
         together = self._kernels.choose_tiles(requests, *heads)
         (name, first), *others = found
         if not others and name == LARGE:
@@ -225,14 +226,10 @@ class BatchLauncher:
     def choose(
         self, num_requests: int, max_qo_len: int, longest: int, splitting: Splitting
     ) -> tuple[str, TileShape]:
-        """The kernel of a plan of so many requests, and what the plan must know of its tiles.
-
-        Who says how keys are split wants the order of sums not to depend on the batch, as it does
-        where blocks form clusters.
-        """
+        """The kernel of a plan of so many requests, and what the plan must know of its tiles."""
         most_rows = max_qo_len * self.group_size
         rows = row_class(most_rows)
-        if splitting.tokens or not splitting.may_split:
+        if splitting.is_given:
             return rows, self._kernels.get(rows).shapes[0]
         return self._kernels.choose(rows, num_requests * self.num_kv_heads, longest, most_rows)
 

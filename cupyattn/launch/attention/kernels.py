@@ -131,9 +131,7 @@ class Kernels:
         """The kernels that plans have asked for so far."""
         return [kernel for kernel in self._known.values() if kernel is not None]
 
-    def choose_tiles(
-        self, requests: BatchRequests, num_kv_heads: int, masking: Masking, may_split: bool
-    ) -> Choice:
+    def choose_tiles(self, requests: BatchRequests, num_kv_heads: int, masking: Masking) -> Choice:
         """The tiles of the last row class by which one launch of all these requests is done
         soonest."""
         if self._large is None:
@@ -143,14 +141,14 @@ class Kernels:
             self._large = {name: shape_of(tiles, *facts) for name, tiles in made.items()}
         if not self._large:
             return Choice(LARGE, math.inf)
-        key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), may_split
+        key = requests.qo_len.tobytes(), requests.kv_len.tobytes()
         found = self._choices.get(key)
         if found is None:
             if len(self._choices) >= _MAX_CHOICES:
                 self._choices.clear()
             shapes = list(self._large.values())
             index, time = choose_tiles(
-                requests, self._group_size, num_kv_heads, shapes, masking, may_split
+                requests, self._group_size, num_kv_heads, shapes, masking, True
             )
             found = self._choices[key] = Choice(list(self._large)[index], time)
         return found
