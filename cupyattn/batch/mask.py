@@ -191,7 +191,7 @@ def read_intervals(
 
     Arguments as in BatchPrefillWithPagedKVCacheWrapper.plan. Raises ArgumentError.
     """
-    if token_pos_in_items_len == 0 and type(token_pos_in_items_len) is int:
+    if type(token_pos_in_items_len) is int and token_pos_in_items_len == 0:
         if prefix_len_ptr is token_pos_in_items_ptr is max_item_len_ptr is None:
             return None
     given = {

@@ -44,13 +44,19 @@ class Launcher(BatchLauncher):
         spec = AttentionSpec(*heads, _FLOAT, _FLOAT, _FLOAT, page_size=16, **windows)
         super().__init__(spec, spec.problem(), 0)
         # Prefill's are merged by a list of split tiles, decode's by counters.
-        self._tiles: Any = SimpleNamespace(fused_merge=shape.tile_q <= 32), shape
+        self._tiles: Any = SimpleNamespace(fused_merge=shape.tile_q <= 32)
+        self._shape = shape
 
     def tiles(self, rows: str) -> Any:
         return self._tiles
 
-    def reserve(self, rows: str, most: Limits, longest: int) -> tuple[BatchSchedule, int]:
-        tiles, shape = self._tiles
+    def choose(self, *_: Any) -> tuple[str, TileShape]:
+        return "", self._shape
+
+    def reserve(
+        self, rows: str, shape: TileShape, most: Limits, longest: int
+    ) -> tuple[BatchSchedule, int]:
+        tiles = self._tiles
         split, heads = most.num_split_tiles, self.num_kv_heads
         merges = 0 if tiles.fused_merge else split
         counters = 0 if merges else split * heads

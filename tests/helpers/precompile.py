@@ -179,10 +179,14 @@ class Recorder:
     def plugged_in(self) -> Iterator[None]:
         """batch.py asks the recorder."""
         api, launch = SimpleNamespace(is_debugging=False), Launch(None, (1, 1, 1), 32, 0)
+        props = SimpleNamespace(
+            arch=self.arch, max_smem_per_block=SHARED_BYTES[self.arch], num_sms=132
+        )
         with contextlib.ExitStack() as stack:
             for target, name, stand_in in (
                 (kernels, "load_kernel", self.load_kernel),
                 (kernels, "load_mixed", self.load_mixed),
+                (kernels, "device_props", lambda _: props),
                 (batch, "cuda", lambda: api),
                 (merge_levels, "prepare", self.merge_levels),
                 (merge_splits, "prepare", lambda *_: launch),

@@ -48,6 +48,10 @@ PARTS = {
     "jit": 1,
     "integrations": 1,
     "serve": 1,
+    "clusters": 1,
+    "documents": 1,
+    "engines": 1,
+    "logits": 2,
 }
 # Those of its tests that are marked large: a process under the sanitizer gives no memory back.
 LARGE_PARTS = {"batch": 2, "streams": 4, "page": 1, "merge": 1}
