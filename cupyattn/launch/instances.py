@@ -34,10 +34,10 @@ from .ops import (
 from .ops.packbits import CONFIG as PACKBITS_CONFIG
 from .tiles.select import (
     DECODE,
-    FEW,
     LARGE,
     SMALL,
     VERIFY,
+    few_rows,
     large_tiles,
     mixed_config,
     row_class,
@@ -236,8 +236,9 @@ def _of_rows(
     # A batch's many splits, or those of many rows, are merged by a launch, whoever could do it.
     if not tiles.fused_merge or is_batch:
         yield from (("merge_splits", x) for x in merge_splits.configs(problem, tiles))
-    if is_batch and rows in FEW and not problem.is_wide and overlaps_launches(arch):
-        yield from _of_rows(problem, FEW[rows], is_batch, arch, page_size)
+    few = few_rows(problem, rows)
+    if is_batch and few is not None and overlaps_launches(arch):
+        yield from _of_rows(problem, few, is_batch, arch, page_size)
     if tiles.wants_rotated_keys:
         config = rotate_keys.config(problem.dtype_q, problem.head_dim_qk, problem.paged)
         yield "rotate_keys", config

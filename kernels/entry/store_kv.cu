@@ -10,8 +10,9 @@ struct Config {
 };
 #endif
 
-// Grid: blocks of tokens × {K, V} × heads.
-extern "C" __global__ void __launch_bounds__(Config::kThreads)
+// Grid: blocks of tokens × {K, V} × heads. With four blocks an SM asked for, ptxas spills nothing
+// around the division of large slots.
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 4)
     cupyattn_store_kv(const __grid_constant__ cupyattn::StoreKvParams params) {
   cupyattn::store_rows<Config>(params, blockIdx.y);
 }

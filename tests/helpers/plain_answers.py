@@ -37,6 +37,7 @@ class Logits(NamedTuple):
     pos_encoding_mode: str = "NONE"
     rope_scale: float | None = None
     rope_theta: float | None = None
+    logits_transform: str | None = None  # "1": every logit is 1
 
 
 def _turned(x: np.ndarray, position: int, how: Logits) -> np.ndarray:
@@ -99,6 +100,8 @@ def attend(
                         logits = logits + _slope(h, heads) * (np.array(seen, float) - position)
                     if how.logits_soft_cap:
                         logits = how.logits_soft_cap * np.tanh(logits / how.logits_soft_cap)
+                    if how.logits_transform == "1":
+                        logits = np.ones_like(logits)
                     o, lse = _softmax(logits, v[seen, g].astype(float), sink)
                     found[0][i, h] = o * np.broadcast_to(of_v, k.shape[1])[g]
                     found[1][i, h] = lse * LOG2_E

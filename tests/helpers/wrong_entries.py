@@ -152,6 +152,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("bf16q_fp8kv_transform_mode", "allow_fp16_qk_reduction"), ignored),
     "lse_base": one_of("log2", "ln"),
     "lse_layout": one_of("NH", "HN"),
+    "logits_transform": one_of("1"),  # of the wrong values, the one that is an expression
 }
 
 

@@ -19,12 +19,12 @@ from ...schedule.tile_shape import TileShape, cluster_size
 from ..tiles.config import TileConfig
 from ..tiles.select import (
     DECODE,
-    FEW,
     LARGE,
     MOST_ROWS,
     ROW_CLASSES,
     SMALL,
     VERIFY,
+    few_rows,
     large_tiles,
     row_class,
     shape_of,
@@ -164,16 +164,17 @@ class Kernels:
         shape = kernel.shapes[0]
         if not kernel.kinds[0].fused_merge or self._problem.is_wide:
             return rows, shape
-        if kernel.loaded.has_clusters:
+        few_name = few_rows(self._problem, rows)
+        if few_name is not None and kernel.loaded.has_clusters:
             num_sms = kernel.loaded.num_sms
             # Blocks of few requests take twice the keys.
             cluster = cluster_size(num_items, -(-longest // (2 * shape.tile_kv)), num_sms)
             while cluster > 1:
-                few = self.get(FEW[rows])
+                few = self.get(few_name)
                 # Clusters need neighbouring SMs, so fewer of them fit than their blocks.
                 most = few.loaded.most_clusters(cluster)
                 if num_items <= most:
-                    return FEW[rows], _in_clusters(few.shapes[0], cluster, most)
+                    return few_name, _in_clusters(few.shapes[0], cluster, most)
                 cluster //= 2
         if most_rows <= _MOST_PASSES * shape.rows_at_a_time:
             return rows, shape

@@ -28,6 +28,7 @@ MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
 LARGE_TILES = (LARGE, "tall", "middle", "short")
 # The same rows where a batch has so few blocks that each may have an SM of its own.
 FEW = {DECODE: "few decode", VERIFY: "few verify"}
+_MOST_DIM_OF_FEW_VERIFY = 128  # wider rows of a tile of 32 do not fit the registers of such blocks
 
 _MASK_MAP_BYTES = 4 + 2 * 4096 // 8
 _PLACEHOLDER = 16
@@ -35,6 +36,15 @@ _WORK_BYTES = 64
 _RANGE_BYTES = (6 + 3 + 1) * 4
 # Both kinds of a mixed kernel have these, on every architecture.
 _MIXED_WARPS = 4
+
+
+def few_rows(problem: AttentionProblem, rows: str) -> str | None:
+    """The class of the same rows where a batch has few blocks; None if there is none."""
+    if problem.is_wide or rows not in FEW:
+        return None
+    if rows == VERIFY and problem.head_dim_vo > _MOST_DIM_OF_FEW_VERIFY:
+        return None
+    return FEW[rows]
 
 
 def row_class(rows: int) -> str:

@@ -275,7 +275,7 @@ __device__ __forceinline__ void merge_states(const AttentionParams& params, int6
                                              int first_column = 0) {
   constexpr int kColumns = kHeadDim / kParts, kVectors = ceil_div(kColumns, 4 * kWarpSize);
   // Kernels that only merge have 80 registers, those of parts of wide rows twice as many.
-  constexpr int kBatch = kParts > 1 ? 32 : (kVectors > 1 && !kWeighsLate ? 12 : 16) / kVectors;
+  constexpr int kBatch = kParts > 1 ? 32 : (kVectors > 1 ? 12 : 16) / kVectors;
   RowMerge<kVectors> merged;
   // Few states are the rule, and the many of a batch would be read for nothing.
   if (kBatch == 32 && num_states <= 4) {
