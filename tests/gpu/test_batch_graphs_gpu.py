@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import batches
 from helpers.on_gpu import capture, ints, same, scratch
-from helpers.poison import raw, upload
+from helpers.poison import download, raw, upload
 from helpers.share import some
 
 import cupyattn
@@ -44,6 +44,12 @@ def random_table(rng: np.random.Generator, count: int, longest: int = 1500) -> l
     return [indptr, ids, last]
 
 
+def alike(got: Any, wanted: Any, what: object) -> None:
+    """Up to rounding: outputs are averages of normal numbers in float16."""
+    a, b = (download(x).astype(np.float32) for x in (got, wanted))
+    np.testing.assert_allclose(a, b, rtol=0, atol=4e-3, err_msg=str(what))
+
+
 def queries(xp: Any, rows: int, seed: int = 1) -> Any:
     rng = np.random.default_rng(seed)
     return upload(rng.standard_normal((rows, HEADS, DIM)).astype(np.float16), xp)
@@ -62,22 +68,27 @@ _KINDS = {
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_replays_follow_the_plans(torch: Any, xp: Any, kind: str) -> None:
-    """1,000 replays a case, each as the eager call of another wrapper answers, bit for bit."""
+    """1,000 replays a case, each as the call of another wrapper of graphs answers, bit for bit.
+
+    Plans that no graph keeps may choose other tiles: their answers differ by rounding.
+    """
     q_len, count = _KINDS[kind]
     rng = np.random.default_rng(5)
     q, cache = queries(xp, q_len * count), pool(xp)
     out, lse = queries(xp, q_len * count, 2), upload(np.zeros((q_len * count, HEADS), "f4"), xp)
     is_decode = q_len <= 4
-    buffers = ints(xp, count + 1), ints(xp, 1100), ints(xp, count)
-    graph_wrapper: Any
-    eager: Any
-    if is_decode:
-        graph_wrapper = cupyattn.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(scratch(xp), *buffers)
-        eager = cupyattn.BatchDecodeWithPagedKVCacheWrapper(scratch(xp))
-    else:
+
+    def of_graphs() -> Any:
+        buffers = ints(xp, count + 1), ints(xp, 1100), ints(xp, count)
+        if is_decode:
+            return cupyattn.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(scratch(xp), *buffers)
         cls = cupyattn.BatchPrefillWithPagedKVCacheWrapper
-        graph_wrapper = cls(scratch(xp), "NHD", True, ints(xp, count + 1), *buffers)
-        eager = cls(scratch(xp))
+        return cls(scratch(xp), "NHD", True, ints(xp, count + 1), *buffers)
+
+    graph_wrapper, other = of_graphs(), of_graphs()
+    eager: Any = cupyattn.BatchPrefillWithPagedKVCacheWrapper(scratch(xp))
+    if is_decode:
+        eager = cupyattn.BatchDecodeWithPagedKVCacheWrapper(scratch(xp))
     rows = batches.offsets([q_len] * count)
 
     def plan(wrapper: Any, table: list[Any]) -> None:
@@ -86,7 +97,9 @@ def test_replays_follow_the_plans(torch: Any, xp: Any, kind: str) -> None:
         else:
             wrapper.plan(rows, *table, *SIZES, causal=True)
 
-    plan(graph_wrapper, random_table(rng, count))
+    first = random_table(rng, count)
+    plan(graph_wrapper, first)
+    plan(other, first)
     run = lambda: graph_wrapper.run(q, cache, out=out, lse=lse, return_lse=True)  # noqa: E731
     run()
     replay = capture(torch, xp, run)
@@ -98,10 +111,11 @@ def test_replays_follow_the_plans(torch: Any, xp: Any, kind: str) -> None:
         for _ in range(some(10)):
             raw(out)[...] = 0
             replay()
-        plan(eager, table)
-        wanted = eager.run(q, cache, return_lse=True)
-        same(out, wanted[0], (kind, step))
-        same(lse, wanted[1], (kind, step))
+        for wrapper, compare in ((other, same), (eager, alike)):
+            plan(wrapper, table)
+            wanted = wrapper.run(q, cache, return_lse=True)
+            compare(out, wanted[0], (kind, step))
+            compare(lse, wanted[1], (kind, step))
 
 
 def test_masks_change_between_replays(torch: Any) -> None:
@@ -140,7 +154,7 @@ def test_masks_change_between_replays(torch: Any) -> None:
     for step in range(some(60)):
         plan()
         replay()
-        same(out, eager.run(q, cache), step)
+        alike(out, eager.run(q, cache), step)
 
 
 def test_ragged_lengths_change_between_replays(torch: Any) -> None:
