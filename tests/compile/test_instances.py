@@ -10,6 +10,7 @@ float16 over e4m3, a third. The rest is slow.
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
@@ -140,6 +141,12 @@ GROUPS = _groups()
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty cache, so that every kernel of the run is compiled in the run."""
     return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def no_other_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are looked for in the temporary folder too, where other runs leave some."""
+    monkeypatch.setattr(tempfile, "tempdir", str(cache))
 
 
 def _faults(report: compiler.PtxasReport) -> list[str]:

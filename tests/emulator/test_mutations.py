@@ -80,11 +80,11 @@ def _batch(
     page_size: int = 16,
     num_sms: int = 16,
     dim: int = 64,
+    **changes: object,
 ) -> Callable:
     problem = replace(test_batch.BASE.problem, dims=(dim, dim))
-    case = replace(
-        test_batch.BASE, problem=problem, qo_len=qo_len, kv_len=kv_len, page_size=page_size
-    )
+    lengths = {"qo_len": qo_len, "kv_len": kv_len, "page_size": page_size}
+    case = replace(test_batch.BASE, problem=problem, **lengths, **changes)  # type: ignore[arg-type]
     return lambda **facts: run.batch(case, num_sms=num_sms, **facts).check()
 
 
@@ -357,8 +357,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper dominating probability": lambda **facts: test_prefill_sm90.check_dominating_probability(
         (128, 128), **facts
     ),
-    # Rows of more than one panel; a block has several whole tiles, one after another.
-    "hopper wide pages": _batch((40, 130), (300, 150), num_sms=1, dim=128),
+    # Rows of more than one panel; a block has several whole tiles, one after another: where splits
+    # are given, no tiles of one block each are chosen.
+    "hopper wide pages": _batch((40, 130), (300, 150), num_sms=1, dim=128, split=(None, True)),
     "hopper small pages": _batch((40, 70), (300, 90), page_size=3, num_sms=3),
     "hopper fp8": _single({"kv_dtype": "float8_e4m3fn", "kv_len": 500}),
     "hopper bad values": _bad_values,
