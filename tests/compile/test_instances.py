@@ -3,16 +3,16 @@
 `make test` builds the instances of bfloat16 for sm_90a, with a cache of e4m3, or rows that are
 gathered, those of head dim 128; for the other architectures those of bfloat16 and head dim 128,
 with masks for sm_80 alone, and none for sm_86, whose registers are sm_89's; of mixed kernels, which
-are two in one, fewer. Of all of these on architectures but sm_80 and sm_90a, and on sm_90a of
-kernels for other head dims (prefill_sm90 with an option), of portable kernels over e4m3 and of
-float16 over e4m3, a third. The rest is slow.
+are two in one, fewer. Of all of these it builds a quarter where an option is on, the cache is of
+fp8, the head dim is another (but of prefill_sm90) or the architecture is neither sm_80 nor sm_90a.
+The rest is slow.
 """
 
 from __future__ import annotations
 
 import tempfile
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +52,7 @@ GATED = (
     ),
 )
 _OPTIONS = ("kRope", "kAlibi", "kSoftCap", "kCustomMask", "kPaged")
+_MAIN = ("sm_80", "sm_90a")
 
 Instance = tuple[str, jit.Config]
 
@@ -89,28 +90,35 @@ def _is_sampled(arch: str, name: str, config: jit.Config) -> bool:
 
 
 def _is_one_of_many(arch: str, name: str, config: jit.Config) -> bool:
-    """Whether `make test` builds a third of the instances like this one."""
-    if "DTypeQ" not in config or name.startswith("wide_"):
-        return "DTypeQ" not in config and arch not in ("sm_80", "sm_90a")
-    if arch not in ("sm_80", "sm_90a"):
-        return True
-    is_converted = config["DTypeKV"] is not config["DTypeQ"]
-    is_bfloat16 = config["DTypeQ"] is dtypes.bfloat16
+    """Whether `make test` builds a quarter of the instances like this one."""
+    is_elsewhere = arch not in _MAIN
+    if "DTypeQ" not in config:
+        return is_elsewhere or name == "merge_splits"
+    if name.startswith("wide_"):
+        return False
+    # Options cost registers, and so do wider heads: kernels without options are built.
+    has_options = any(config.get(option) for option in _OPTIONS[:4])
     is_usual = (config["kHeadDimQK"], config["kHeadDimVO"]) == (128, 128)
-    if name == "prefill_sm90":
-        # Options cost registers: the kernel without any is built for all head dims.
-        has_options = any(config.get(option) for option in _OPTIONS[:4])
-        return has_options and (not is_usual or (is_converted and not is_bfloat16))
-    return is_converted or not is_usual
+    is_built = is_usual or name == "prefill_sm90"
+    is_bfloat16 = config["DTypeKV"] is dtypes.bfloat16
+    return is_elsewhere or has_options or not is_bfloat16 or not is_built
+
+
+def _kind(name: str, config: jit.Config) -> tuple[object, ...]:
+    """A kernel and its options; wide heads whose keys are in rows are no kind of their own."""
+    return name, *map(config.get, _OPTIONS[: 4 if name.startswith("wide_") else 5])
 
 
 def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
     """Name -> (architecture, instances, is_slow): a test for each kernel, dtypes and head dims."""
     found: dict[str, tuple[str, list[Instance], bool]] = {}
-    for turn, arch in enumerate(ARCHS):
+    met: Counter[object] = Counter()
+    for index, arch in enumerate(ARCHS):
+        # Of the main architectures the first of each kind, of the others another one each.
+        turn = 0 if arch in _MAIN else index
         groups: dict[str, list[Instance]] = defaultdict(list)
         slow: dict[str, bool] = {}
-        for index, (name, config) in enumerate(instances(GATED, arch)):
+        for name, config in instances(GATED, arch):
             q, kv = config.get("DTypeQ"), config.get("DTypeKV")
             label = f"{arch} {name}"
             if q is not None:
@@ -126,8 +134,11 @@ def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
                 label += " lists" * config["kSparse"] + " aligned" * config["kAligned"]
                 label += " paged" * config["kPaged"]
             is_slow = q is not None and not _is_sampled(arch, name, config)
-            if not is_slow and _is_one_of_many(arch, name, config) and (index + turn) % 3:
-                label, is_slow = f"{label}, two thirds", True
+            if not is_slow and _is_one_of_many(arch, name, config):
+                kind = (arch, *_kind(name, config))
+                met[kind] += 1
+                if (met[kind] + turn) % 4 != 1:
+                    label, is_slow = f"{label}, the rest", True
             groups[label].append((name, config))
             slow[label] = is_slow
         found |= {label: (arch, group, slow[label]) for label, group in groups.items()}
@@ -190,10 +201,8 @@ def test_instances_stay_out_of_local_memory(
 
 
 def _kinds(arch: str, *, fast: bool) -> set[object]:
-    """The kernels and options of a run."""
     return {
-        # Wide heads whose keys are in rows are slow.
-        (name, *(config.get(option) for option in _OPTIONS[: 4 if name.startswith("wide_") else 5]))
+        _kind(name, config)
         for other, group, is_slow in GROUPS.values()
         for name, config in group
         if other == arch and not (fast and is_slow)
@@ -202,7 +211,7 @@ def _kinds(arch: str, *, fast: bool) -> set[object]:
 
 def test_the_default_run_has_every_kernel_and_option() -> None:
     """What is slow varies dtypes and head dims; elsewhere masks and mixes are slow too."""
-    for arch in ("sm_90a", "sm_80"):
+    for arch in _MAIN:
         assert _kinds(arch, fast=False) == _kinds(arch, fast=True)
 
 

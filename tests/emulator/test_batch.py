@@ -44,12 +44,12 @@ KINDS = {"ragged": RAGGED, "paged": {}}
 
 @pytest.mark.parametrize("index", range(COUNT))
 def test_random_batches(index: int) -> None:
-    for seed in range(index, index + 4 * COUNT, COUNT):
+    for seed in range(index, index + 2 * COUNT, COUNT):
         run.batch(batch_cases.random_case(seed), seed=seed % 3).check()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(4 * COUNT, 30 * COUNT, COUNT))
+@pytest.mark.parametrize("first", range(2 * COUNT, 30 * COUNT, COUNT))
 def test_many_random_batches(first: int) -> None:
     for seed in range(first, first + COUNT):
         run.batch(batch_cases.random_case(seed), seed=seed % 3, num_sms=8 + seed % 30).check()

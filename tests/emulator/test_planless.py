@@ -33,12 +33,12 @@ def run(case: Case, **facts: Any) -> gpu.EmulatedGpu:
 
 @pytest.mark.parametrize("index", range(COUNT))
 def test_random_calls(index: int) -> None:
-    for seed in range(index, index + 8 * COUNT, COUNT):
+    for seed in range(index, index + 4 * COUNT, COUNT):
         run(random_case(seed), seed=seed % 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(8 * COUNT, 60 * COUNT, COUNT))
+@pytest.mark.parametrize("first", range(4 * COUNT, 60 * COUNT, COUNT))
 def test_many_random_calls(first: int) -> None:
     for seed in range(first, first + COUNT):
         run(random_case(seed), seed=seed % 3, num_sms=8 + seed % 30)

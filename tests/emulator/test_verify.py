@@ -23,7 +23,7 @@ def items(seed: int, problem: Problem) -> Case:
     return replace(item_cases.random_case(seed), problem=problem)
 
 
-@pytest.mark.parametrize("first", range(0, 36, BLOCK))
+@pytest.mark.parametrize("first", range(0, 18, BLOCK))
 @pytest.mark.parametrize("make", [verification, items])
 def test_random_cases(make: object, first: int) -> None:
     for seed in range(first, first + BLOCK):
@@ -32,7 +32,7 @@ def test_random_cases(make: object, first: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(36, 156, 20))
+@pytest.mark.parametrize("first", range(18, 158, 20))
 @pytest.mark.parametrize("make", [verify_cases.random_case, item_cases.random_case])
 def test_many_random_cases(make: object, first: int) -> None:
     for seed in range(first, first + 20):
