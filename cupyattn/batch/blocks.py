@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..schedule.batch import BatchRequests
-from .requests import Batch, PageNames, read_paged
+from .requests import Batch, PageNames, QueryRows, read_paged
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ def to_batch(blocks: Blocks, page_size: int, first_page: np.ndarray | int) -> Ba
     num_pages = np.bincount(blocks.request, pages, count).astype(np.int64)
     kv_indptr = np.append(0, np.cumsum(num_pages))
     names = PageNames("blocks", "blocks", "blocks")
-    last = np.full(count, page_size)
-    return read_paged((qo_indptr, qo_len), kv_indptr, ids, last, page_size, names, False)
+    rows, last = QueryRows(qo_indptr, qo_len, -1), np.full(count, page_size)
+    return read_paged(rows, kv_indptr, ids, last, page_size, names, False)
 
 
 def repeat_heads(batch: Batch, num_kv_heads: int, group: int) -> Batch:

@@ -151,27 +151,34 @@ def read_indptr(
     return indptr, steps, least
 
 
+class QueryRows(NamedTuple):
+    """Rows of q: int64 qo_indptr [B + 1] and qo_len [B]; how many all requests have, or -1."""
+
+    indptr: np.ndarray
+    lengths: np.ndarray
+    uniform: int
+
+
 @lru_cache(maxsize=256)
-def uniform_rows(num_requests: int, qo_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """(qo_indptr [B + 1], qo_len [B]) of requests with equally many rows; read-only."""
+def uniform_rows(num_requests: int, qo_len: int) -> QueryRows:
+    """Of requests with equally many rows; read-only."""
     indptr = np.arange(num_requests + 1, dtype=np.int64) * qo_len
     lengths = np.full(num_requests, qo_len, np.int64)
     indptr.flags.writeable = lengths.flags.writeable = False
-    return indptr, lengths
+    return QueryRows(indptr, lengths, qo_len)
 
 
-def read_rows(
-    qo_indptr: Any, name: str = "qo_indptr", unit: int = 1
-) -> tuple[np.ndarray, np.ndarray]:
-    """(qo_indptr [B + 1], qo_len [B]); `unit` as in read_indptr."""
-    indptr, lengths, _ = read_indptr(qo_indptr, name, unit=unit)
+def read_rows(qo_indptr: Any, name: str = "qo_indptr", unit: int = 1) -> QueryRows:
+    """The rows that offsets from 0 on deal out; `unit` as in read_indptr."""
+    indptr, lengths, least = read_indptr(qo_indptr, name, unit=unit)
     if indptr[0]:
         raise ArgumentError(f"{name}: the first offset is {indptr[0]}; wanted 0")
-    return indptr, lengths
+    is_uniform = least > 0 and least * lengths.size == indptr[-1]
+    return QueryRows(indptr, lengths, least if is_uniform else -1)
 
 
 def read_paged(
-    rows: tuple[np.ndarray, np.ndarray] | int,
+    rows: QueryRows | int,
     kv_indptr: Any,
     kv_indices: Any,
     last_page_len: Any,
@@ -186,15 +193,14 @@ def read_paged(
     unused. Ids of pages on the GPU stay there, unread unless `is_bounded`; with pages of one token
     the lengths of last pages are not read either.
     """
-    expected = None if isinstance(rows, int) else rows[1].size
+    expected = None if isinstance(rows, int) else rows.lengths.size
     if page_size > 1 or has_lengths:
         kv_indptr, last_page_len = on_host(kv_indptr, last_page_len)
     kv_indptr, num_pages, fewest = read_indptr(kv_indptr, names.indptr, expected)
-    count, uniform = num_pages.size, -1
+    count = num_pages.size
     if isinstance(rows, int):
-        uniform = rows
         rows = uniform_rows(count, rows)
-    qo_indptr, qo_len = rows
+    qo_indptr, qo_len, uniform = rows
     last, last_device, kv_len, label = None, None, num_pages, names.last_page_len
     if has_lengths:
         kv_len = _read_lengths(last_page_len, num_pages, page_size, label)
@@ -347,17 +353,17 @@ def join_page_ids(
 
 def with_q_len(batch: Batch, q_len: int) -> Batch:
     """The batch with so many rows of q for every request."""
-    qo_indptr, qo_len = uniform_rows(batch.num_requests, q_len)
+    qo_indptr, qo_len, _ = uniform_rows(batch.num_requests, q_len)
     own = batch.requests
     requests = BatchRequests(qo_len, own.kv_len, qo_indptr[:-1], own.kv_start, None, q_len)
     return replace(batch, requests=requests, num_rows=int(qo_indptr[-1]), qo_indptr=qo_indptr)
 
 
-def read_ragged(rows: tuple[np.ndarray, np.ndarray], kv_indptr: Any, unit: int = 1) -> Batch:
+def read_ragged(rows: QueryRows, kv_indptr: Any, unit: int = 1) -> Batch:
     """A batch whose keys are rows of one array; `unit` as in read_indptr."""
-    qo_indptr, qo_len = rows
+    qo_indptr, qo_len, uniform = rows
     kv_indptr, kv_len, _ = read_indptr(kv_indptr, "kv_indptr", qo_len.size, unit)
-    requests = BatchRequests(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1])
+    requests = BatchRequests(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1], None, uniform)
     return Batch(requests, int(qo_indptr[-1]), int(kv_indptr[-1]), qo_indptr, kv_indptr)
 
 

@@ -51,6 +51,7 @@ from .kernels import (
 from .layout import BatchSchedule, Capacity, EqualRequests, KernelWork, Layout, Reserved
 
 _MAX_CACHED = 1024
+_MAX_EQUAL = 64  # each holds a work list
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
 _WORTHWHILE = 5.0
 # What a launch beside others takes at least, and by how much more time than that one of requests of
@@ -105,10 +106,10 @@ class BatchLauncher:
         if key is not None:
             found = self._equal.get(key)
             if found is None:
-                if len(self._equal) >= _MAX_CACHED:
+                if len(self._equal) >= _MAX_EQUAL:
                     self._equal.clear()
                 made = self._schedule(requests, splitting, None)
-                found = self._equal[key] = EqualRequests(made, len(requests.kv_len))
+                found = self._equal[key] = EqualRequests(made, requests.uniform)
             return found.schedule(requests)
         return self._schedule(requests, splitting, capacity)
 
@@ -125,11 +126,15 @@ class BatchLauncher:
         first, last = int(kv_len[0]), int(kv_len[-1])
         if first != last or (kv_len.size > 1 and not (kv_len == first).all()):
             return None
-        if uniform * self.group_size > MOST_ROWS[VERIFY] or self.problem.is_wide:
+        is_long = uniform * self.group_size > MOST_ROWS[VERIFY]
+        # One prompt may need no list, and rotated keys take room by where they are.
+        is_prompt = kv_len.size == 1 and not self.problem.is_wide
+        if is_long and (is_prompt or self._keys.rope_table):
             return None
-        # No tile is shorter than 16 keys. A window begins anywhere in one.
-        tiles = first if self.masking.window_left >= 0 else -(-first // 16)
-        return uniform, kv_len.size, tiles, splitting
+        # No tile is shorter than 16 keys. A window begins anywhere in one, and so do the last keys
+        # that a tile of some of the rows sees.
+        is_exact = is_long or self.masking.window_left >= 0
+        return uniform, kv_len.size, first if is_exact else -(-first // 16), splitting
 
     def _schedule(
         self, requests: BatchRequests, splitting: Splitting, capacity: Capacity | None

@@ -16,7 +16,7 @@ from . import merge_levels, merge_splits, scan_mask
 from .kernels import Kernels, Rows
 
 _ITEM_BYTES = 4 * len(WORK_FIELDS)
-_KV_START, _KV_LEN = WORK_FIELDS.index("kv_start"), WORK_FIELDS.index("kv_len")
+_Q_START, _KV_START, _KV_LEN = map(WORK_FIELDS.index, ("q_start", "kv_start", "kv_len"))
 _MAX_CACHED = 1024
 
 
@@ -124,23 +124,25 @@ class BatchSchedule:
 class EqualRequests:
     """A schedule for requests of equal lengths: that of other ones differs by where keys begin."""
 
-    __slots__ = ("_made", "_num_items", "_parts")
+    __slots__ = ("_made", "_num_items", "_requests")
 
-    def __init__(self, made: BatchSchedule, num_requests: int) -> None:
+    def __init__(self, made: BatchSchedule, qo_len: int) -> None:
         (part,) = made.parts
         self._num_items = (part.merges - part.items) // _ITEM_BYTES
-        self._parts = self._num_items // num_requests
+        self._requests = self._items(made.words)[:, _Q_START] // qo_len
         self._made = made
+
+    def _items(self, words: np.ndarray) -> np.ndarray:
+        return words[: self._num_items * len(WORK_FIELDS)].reshape(-1, len(WORK_FIELDS))
 
     def schedule(self, requests: BatchRequests) -> BatchSchedule:
         """The schedule of requests that have as many rows and tiles of keys."""
         made = self._made
         words = made.words.copy()
-        items = words[: self._num_items * len(WORK_FIELDS)].reshape(-1, len(WORK_FIELDS))
-        starts = requests.kv_start
-        items[:, _KV_START] = starts if self._parts == 1 else starts.repeat(self._parts)
-        items[:, _KV_LEN] = requests.kv_len[0]
-        return BatchSchedule(words, made.workspace_bytes, made.parts)
+        items = self._items(words)
+        items[:, _KV_START] = requests.kv_start[self._requests]
+        items[:, _KV_LEN] = longest = int(requests.kv_len[0])
+        return BatchSchedule(words, made.workspace_bytes, made.parts, longest=longest)
 
 
 class Layout:
