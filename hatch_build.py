@@ -1,12 +1,14 @@
 """The CUDA sources as one file of the wheel.
 
-One stored archive compresses far better than its files by themselves, and is read where it is
+One compressed archive of stored files is far smaller than compressed files, and is read where it is
 installed without unpacking anything. Comments stay in the repository and in the source archive:
 without them, and without indentation, lines keep their numbers and binaries are the same.
 """
 
 from __future__ import annotations
 
+import io
+import lzma
 import re
 import zipfile
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-ARCHIVE = "cupyattn/_kernels.zip"
+ARCHIVE = "cupyattn/_kernels.zip.xz"
 # Our sources have no other comments, and no such marks in strings (a test looks).
 _COMMENT = re.compile(r"^[ \t]+|[ \t]*//.*$", re.MULTILINE)
 
@@ -25,21 +27,23 @@ class Kernels(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
             return
-        made = Path(self.directory) / "kernels.zip"
+        made = Path(self.directory) / "kernels.zip.xz"
         made.parent.mkdir(parents=True, exist_ok=True)
         pack(Path(self.root) / "kernels", made)
         build_data["force_include"][str(made)] = ARCHIVE
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        (Path(self.directory) / "kernels.zip").unlink(missing_ok=True)
+        (Path(self.directory) / "kernels.zip.xz").unlink(missing_ok=True)
 
 
 def pack(kernels: Path, archive: Path) -> None:
     """Write the sources below `kernels` to `archive`; equal sources make equal bytes."""
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as packed:
+    stored = io.BytesIO()
+    with zipfile.ZipFile(stored, "w", zipfile.ZIP_STORED) as packed:
         for path in sorted(kernels.rglob("*.cu*")):
             name = zipfile.ZipInfo(path.relative_to(kernels).as_posix())
             packed.writestr(name, without_comments(path.read_text("utf-8")))
+    archive.write_bytes(lzma.compress(stored.getvalue()))
 
 
 def without_comments(text: str) -> str:

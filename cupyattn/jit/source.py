@@ -20,7 +20,7 @@ from ..errors import CompileError
 # Raise when the meaning of a cache entry changes in a way no other part of the key shows.
 SCHEMA = 1
 # What hatch_build.py puts into the package.
-ARCHIVE = "_kernels.zip"
+ARCHIVE = "_kernels.zip.xz"
 
 _TYPES_HEADER = "cupyattn/common/types.cuh"
 _BUILTIN_TYPES = ("float", "bool")
@@ -154,11 +154,13 @@ def kernels_dir() -> Sources:
 @functools.cache
 def _archive(path: Path) -> zipfile.Path:
     """The archive at `path`, in memory: an open file's position is shared with forked processes."""
+    import lzma  # a Python may lack it, and a checkout does not need it
+
     try:
-        archive = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+        archive = zipfile.ZipFile(io.BytesIO(lzma.decompress(path.read_bytes())))
         archive.filename = str(path)
         return zipfile.Path(archive)
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, lzma.LZMAError, zipfile.BadZipFile) as error:
         raise CompileError(
             f"kernels: {path} cannot be read ({error}); reinstall cupyattn, or point "
             f"{env.KERNELS_DIR.name} at the CUDA sources"

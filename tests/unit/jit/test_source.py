@@ -172,7 +172,7 @@ def test_kernels_dir_prefers_the_variable(root: Path, monkeypatch: pytest.Monkey
 
 def test_kernels_dir_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUPYATTN_KERNELS_DIR", raising=False)
-    assert kernels_dir().name in ("kernels", "_kernels.zip")
+    assert kernels_dir().name in ("kernels", "_kernels.zip.xz")
 
 
 def test_an_archive_of_sources_is_read_as_their_folder(
