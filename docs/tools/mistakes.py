@@ -128,9 +128,13 @@ def message(mistake: Mistake) -> str:
 def _section(kind: type[Exception], rows: list[tuple[str, str, str]]) -> str:
     bases = [base.__name__ for base in kind.__bases__ if base is not errors.CupyAttnError]
     doc = " ".join((kind.__doc__ or "").split()) if kind.__module__ == errors.__name__ else ""
-    also = f"Also a {' and a '.join(f'`{base}`' for base in bases)}. {doc}".strip()
+    also = f"Also {' and '.join(f'{_article(base)} `{base}`' for base in bases)}. {doc}".strip()
     said = f"{also}\n\n" if doc else ""
     return f"## {kind.__name__}\n\n{said}" + table(("mistake", "message", "remedy"), rows)
+
+
+def _article(name: str) -> str:
+    return "an" if name[0] in "AEIOU" else "a"
 
 
 def _wrapper(num_bytes: int = 1 << 20, **options: Any) -> Any:

@@ -30,6 +30,7 @@ CHIPS = {
 _HALF = dtypes.bfloat16, dtypes.float16
 _KEYS = (*_HALF, dtypes.float8_e4m3fn, dtypes.float8_e5m2, dtypes.float32)
 _OUTPUTS = (*_HALF, dtypes.float32, dtypes.float8_e4m3fn, dtypes.float8_e5m2)
+_HOPPER_KERNELS = "portable, `prefill_sm90`, `wide_sm90`, `wide_decode_sm90`"
 # The head dims of the table of kernels; other multiples of 8 stand for themselves.
 _DIMS = (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), *WIDE_HEAD_DIMS
 _HEAD = """# Support matrix
@@ -57,7 +58,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def _architectures() -> str:
     rows = []
     for arch in device.ARCHS:
-        kernels = "portable, `prefill_sm90`, `wide_sm90`" if arch == HOPPER else "portable"
+        kernels = "portable" if arch != HOPPER else _HOPPER_KERNELS
         nvrtc = "12.8" if arch in ("sm_100a", "sm_120a") else "12"
         shared = f"{SHARED_BYTES[arch] >> 10} KiB"
         rows.append([f"`{arch}`", CHIPS[arch], kernels, nvrtc, shared])
@@ -109,7 +110,8 @@ def _kernels() -> str:
     text = (
         "Rows are packed rows: query tokens of a request times query heads of a key head. bfloat16 "
         "over pages of 16, or of\n64 for latent attention. Wide kernels of other architectures are "
-        "`wide_sm80`.\n"
+        "`wide_sm80`. A plan may\nchoose `prefill_sm80` for 17 to 32 rows of many requests, and "
+        "`prefill_sm90` for short requests beside long ones.\n"
     )
     return "## Which kernel\n\n" + text + "\n" + table(head, rows)
 
