@@ -80,7 +80,7 @@ struct PrefillSm90Consumer {
         lane(threadIdx.x % kWarpSize),
         softmax(block, group) {}
 
-  // Of a block that has one item. Nothing of another item runs beside it.
+  // Serves the only item of a block: nothing of another item runs beside it.
   __device__ __forceinline__ void run_only_item() {
     if (group == Traits::kConsumers - 1) pass_turn();
     ptx::warp_sync();

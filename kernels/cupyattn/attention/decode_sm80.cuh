@@ -307,8 +307,8 @@ struct DecodeSm80 {
     }
   }
 
-  // The same for the blocks of a cluster: each merges the warps' states of its own, then all blocks'
-  // states of a share of the rows.
+  // What finish() does where blocks form a cluster: each block merges its warps' states, and then
+  // all blocks' states of its share of the rows.
   __device__ __forceinline__ void finish_cluster(WarpStates& states) {
     const int size = ptx::cluster_size(), rank = ptx::cluster_rank();
     // --- the block's state of a row takes the place of the first warp's ---
@@ -340,7 +340,7 @@ struct DecodeSm80 {
     ptx::cluster_wait();  // mutate: block-ends-early
   }
 
-  // The counter of the blocks that merge the same rows.
+  // Counts the splits of the tile whose blocks of this rank have arrived: they merge the same rows.
   __device__ __forceinline__ uint32_t* counter() const {
     return params.counters + work.counter(params) * ptx::cluster_size() + ptx::cluster_rank();
   }
@@ -367,8 +367,8 @@ struct DecodeSm80 {
     return state;
   }
 
-  // The same of the cluster's state: a lane asks for the states of kBatch blocks before it uses the
-  // first.
+  // Four columns of the cluster's state of a row. A lane loads the states of kBatch blocks before
+  // it uses the first.
   template <int kBatch>
   __device__ __forceinline__ RowState merge_blocks(const WarpStates& states, int row, int column,
                                                    int size, float4& sum) const {
@@ -394,8 +394,8 @@ struct DecodeSm80 {
     return state;
   }
 
-  // Adds parts of a row, given their maxima and sums. Without branches, of which each would wait
-  // for a part by itself.
+  // Adds parts of a row, given their maxima and sums. No branch depends on a part: it would wait
+  // for that part alone.
   template <int kCount>
   static __device__ __forceinline__ void add_parts(RowState& state, float4& sum,
                                                    const float2 (&of_part)[kCount],

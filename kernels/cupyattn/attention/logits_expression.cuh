@@ -91,7 +91,7 @@ struct LogitAt {
   static __device__ __forceinline__ int multiply(int a, int b) {
     return static_cast<int>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b));
   }
-  // The divisor is positive. A remainder below zero is of a quotient rounded up.
+  // The divisor is positive. A remainder below zero means that the quotient was rounded up.
   static __device__ __forceinline__ int floor_divide(int a, int b) {
     return a / b - static_cast<int>(a % b < 0);  // mutate: quotient-toward-zero
   }

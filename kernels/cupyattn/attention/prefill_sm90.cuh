@@ -59,9 +59,9 @@ struct PrefillSm90 {
     }
   }
 
-  // A block that has one item, as launches of few waves have. What is ahead of its first copies is
-  // most of its time, so these warps begin as soon as they may: warp 1 finds the item while warp 2
-  // makes the barriers, and all other warps wait for both.
+  // Runs a block of one item, which launches of few waves have. Most of its time passes before its
+  // first copy. So warp 1 finds the item while warp 2 makes the barriers, and warps 0 and 1 begin
+  // to copy while the consumers still get their registers; all other warps wait for both.
   static __device__ __forceinline__ void run_only_item(const PrefillSm90Block<Traits>& block) {
     constexpr int kCopying = 3 * kWarpSize;
     const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);

@@ -22,13 +22,13 @@ struct PrefillSm90Scheduler {
   const AttentionParams& params = block.params;
   typename Traits::SharedMemory& shared = block.shared;
 
-  // Of a block that has one item: finds it, for all roles. The grid is key heads x items, so there
-  // is nothing to divide: whatever is done here is ahead of all copies.
+  // Finds the only item of a block, for all roles. The grid is key heads x items, so nothing is
+  // divided here: all copies wait for this.
   __device__ __forceinline__ void find_only_item() const {
     const ItemFacts item = facts_of(blockIdx.y, blockIdx.x);
     if (threadIdx.x % kWarpSize == 0) static_cast<ItemFacts&>(shared.items[0]) = item;
   }
-  // Copies its rows of Q, and stores its O.
+  // Copies the rows of Q of the only item, and stores its O.
   __device__ __forceinline__ void serve_only_item() const {
     const int lane = threadIdx.x % kWarpSize;
     const Item& item = shared.items[0];

@@ -165,7 +165,7 @@ __device__ __forceinline__ bool arrive_last(uint32_t* counter, int count, int th
   return *shared_flag != 0;
 }
 
-// The same of the blocks of a tile.
+// Announces the states of a split; true in the last block of its tile only.
 __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const TileWork& work,
                                             int thread, uint32_t* shared_flag) {
   uint32_t* const counter = params.counters + work.counter(params);
@@ -299,8 +299,8 @@ struct SharedMerge {
   RowState state[kWarps];
 };
 
-// The same by all warps of a block, which take their shares of the states: where there are few rows
-// and many states, round trips to L2 one after another are most of the time.
+// Merges the states of one row by all warps of a block, which take equal shares of them. Where
+// there are few rows and many states, successive round trips to L2 would take most of the time.
 template <typename DTypeO, int kHeadDim, bool kAligned, int kWarps, typename RowOf>
 __device__ __forceinline__ void merge_states_together(SharedMerge<kHeadDim, kWarps>& shared,
                                                       const AttentionParams& params, int64_t token,

@@ -157,7 +157,7 @@ struct TransformedLogits : LogitsDefaults {
   }
 };
 
-// The expression of the caller's that takes the place of each scaled logit (Config::kTransform).
+// The caller's expression, which takes the place of each scaled logit (Config::kTransform).
 // Logits and maxima are natural; the softmax folds the way to base 2 into its FFMA.
 template <typename Expression, bool kRowScales>
 struct ExpressionLogits : LogitsDefaults {

@@ -1,6 +1,6 @@
-// Latent attention of few rows of queries, on Hopper: starts the roles of a block. wide_sm90 would
-// pay for 64 rows. Here keys are the rows of products, and queries their columns, so that 16 or 32
-// rows of queries cost as much as they are, and one warpgroup holds all of O.
+// Latent attention of few rows of queries, on Hopper: starts the roles of a block. Keys are the
+// rows of products and queries their columns, so 16 or 32 rows of queries do not pay for the 64 rows
+// of wide_sm90, and one warpgroup holds all of O.
 #pragma once
 
 #include "cupyattn/attention/wide_decode_sm90_consumer.cuh"

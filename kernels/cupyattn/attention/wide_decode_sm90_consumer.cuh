@@ -45,8 +45,8 @@ struct WideDecodeSm90Consumer {
   const int lane = threadIdx.x % kWarpSize;
   float o[kPanels][kTilesQ][4];
   OfRows row_max, row_sum;  // sums of this thread's keys
-  float key_log2[2];        // of keys that have scales
-  bool is_negative[2];
+  float key_log2[2];        // of the largest scale of a thread's keys, if keys have scales
+  bool is_negative[2];      // whether that scale is below zero
 
   __device__ __forceinline__ explicit WideDecodeSm90Consumer(const WideSm90Block<Traits>& block)
       : block(block), params(block.params), shared(block.shared), rows{params, shared} {}
@@ -99,7 +99,7 @@ struct WideDecodeSm90Consumer {
     ptx::fence_proxy_async();
     if constexpr (kFp8) sync();  // mutate: wide-fp8-queries-read-early
   }
-  // What turns a row's logits to base 2.
+  // What a row's products are multiplied by to be logits in base 2.
   __device__ __forceinline__ float scale_of(int n, int e) const {
     if constexpr (kHasScales) return 1.0f;
     if constexpr (kFp8) return params.softmax_scale * shared.row_scales[row_of(n, e)];
@@ -163,8 +163,8 @@ struct WideDecodeSm90Consumer {
       ptx::wgmma_commit();
     }
   }
-  // S of keys that have scales: the product of each panel of 128 columns is multiplied by its scale.
-  // Logits are in base 2 then.
+  // S of keys that have scales, as logits in base 2: the product of each panel of 128 columns is
+  // multiplied by its scale.
   __device__ __forceinline__ void make_scaled_scores(Scores& s, uint64_t queries,
                                                      const Stage& stage) const {
 #pragma unroll
@@ -195,7 +195,7 @@ struct WideDecodeSm90Consumer {
       }
     }
   }
-  // panel: of 128 columns, or 4, of 64 rope columns.
+  // Adds a panel's product times its scale to S. panel: of 128 columns; 4: the 64 rope columns.
   __device__ __forceinline__ void add_scaled_panel(Scores& s, uint64_t queries, const Stage& stage,
                                                    int panel, float scale, float upper_scale) const {
     Scores part;
@@ -291,9 +291,9 @@ struct WideDecodeSm90Consumer {
     }
   }
 
-  // Values are multiplied by a key's largest scale with its probability, which is the exponential of
-  // the logit and this logarithm. Maxima are those of the sums, so that 16 bits hold the products,
-  // but for keys whose scale is next to nothing.
+  // Finds the logarithms of keys' largest scales. P carries that scale: its exponent is the logit
+  // plus the logarithm. Maxima are those of the sums, so that 16 bits hold P; for keys with tiny
+  // scales the logarithm counts as -30 there.
   __device__ __forceinline__ void weigh_keys(const Stage& stage) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -394,7 +394,7 @@ struct WideDecodeSm90Consumer {
     ptx::fence_proxy_async();
   }
 
-  // tile: one that hides keys, or -1.
+  // Adds V^T P^T to O^T. tile: that of the keys if some are hidden; else -1.
   __device__ __forceinline__ void make_output(const Stage& stage, int tile, const Item& item) {
     const uint64_t p = ptx::opaque_copy(operand_at<PTile>(ptx::shared_address(shared.p)));
     sync();  // mutate: wide-decode-p-read-early
@@ -515,7 +515,7 @@ struct WideDecodeSm90Consumer {
     return 64 * panel + 16 * warp + 8 * h + (lane >> 2);
   }
 
-  // --- The end. Once an item, its code is not in the instruction cache: it is short. ---
+  // --- The end. It runs once an item, from a cold instruction cache: its code is short. ---
 
   // Normalises the rows and writes them, or the state of a split.
   __device__ __forceinline__ void finish(const Item& item) {
@@ -538,7 +538,7 @@ struct WideDecodeSm90Consumer {
     }
   }
 
-  // Each warp's sums, and the maxima in base 2, which all warps have.
+  // Leaves each warp's sums in shared memory, and the maxima in base 2, which all warps have.
   __device__ __forceinline__ void publish_sums() {
 #pragma unroll
     for (int n = 0; n < kTilesQ; ++n) {

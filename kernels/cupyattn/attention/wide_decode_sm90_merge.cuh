@@ -1,5 +1,5 @@
-// The merge of few splits by the block of a tile that is last: all its threads, all states at once.
-// That is sooner over than a launch, which begins when every block has ended. Many splits are too
+// The merge of few splits by all threads of the last block of a tile, which load all states at
+// once. It ends sooner than a launch, which begins when every block has ended. Many splits are too
 // much for one block: a launch merges them (merge_splits).
 #pragma once
 
@@ -44,7 +44,7 @@ struct WideDecodeSm90Merge {
     return (work.tile.state(params) + split) * kTileQ + row;
   }
 
-  // What the states of a row weigh, by the eight lanes of one split each.
+  // Weighs the states of a row: eight lanes have one split each.
   __device__ __forceinline__ void weigh(int row) const {
     const TileWork& tile = work.tile;
     const int split = threadIdx.x % kMost;
@@ -98,7 +98,7 @@ struct WideDecodeSm90Merge {
 #pragma unroll
       for (int s = 0; s < kSplits; ++s) {
         const float weight = shared.weights[row][s];
-        // Not what does not exist, and 0 * NaN is NaN.
+        // A split that does not exist has weight 0, and what was read in its place may be NaN.
         if (weight != 0.0f) add_scaled(sum, part[i][s], weight);
       }
       const PackGqaRow packed = PackGqaRow::of(params, tile.first_row + row);

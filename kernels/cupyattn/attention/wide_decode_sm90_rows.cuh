@@ -1,5 +1,4 @@
-// Where the rows of a tile of wide_decode_sm90 lie, and how they get there: from shared memory, with 16
-// bytes a thread.
+// Where wide_decode_sm90 writes the rows of a tile, and how: from shared memory, 16 bytes a thread.
 #pragma once
 
 #include "cupyattn/attention/wide_decode_sm90_fp8.cuh"

@@ -26,8 +26,8 @@ struct PackGqaRow {
   }
 };
 
-// The rows of a tile that are used if it holds whole tokens only, so that boxes copy them: all if
-// more than a sixteenth would be left over (launch/tiles/config.py says the same).
+// The rows of a tile that have work: whole tokens, which boxes copy, or all rows if more than a
+// sixteenth would be left over. TileConfig.used_rows (launch/tiles/config.py) must agree.
 __device__ __forceinline__ int whole_token_rows(const AttentionParams& params, int tile_rows) {
   const int rows = PackGqaRow::of(params, tile_rows).token * params.group_size;
   return tile_rows - rows <= tile_rows / 16 ? rows : tile_rows;
@@ -110,7 +110,7 @@ struct BlockWork {
   static __device__ __forceinline__ BlockWork of(const AttentionParams& params, int tile_rows) {
     return of(params, tile_rows, static_cast<int>(blockIdx.x));
   }
-  // The same of a KV head: all blocks of a cluster have one.
+  // The work of this block for one KV head, which all blocks of a cluster have.
   static __device__ __forceinline__ BlockWork of(const AttentionParams& params, int tile_rows,
                                                  int kv_head) {
     const int index = params.first_q_tile + blockIdx.y;
