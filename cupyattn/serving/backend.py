@@ -276,10 +276,17 @@ class AttentionBackend:
     ) -> None:
         """Write new keys and values to slots of the pool: one launch.
 
-        With use_mla k has the rows of both parts, or the latent columns beside k_rope.
+        loc      slots of the new tokens, [n]
+        k, v     [n, num_kv_heads, head_dim] and [n, num_kv_heads, v_head_dim]
+        k_rope   with use_mla, the rope columns that k lacks. There k is [n, 1, columns], of both
+                 parts or of the latent one, and v is not read
+
+        Raises ArgumentError where v is missing.
         """
         if k_rope is not None:
             self.pool.set_mla_kv_buffer(layer, loc, k, k_rope)
+        elif v is None and not self.config.use_mla:
+            raise ArgumentError("v: got None; wanted values beside the keys, or use_mla configured")
         else:
             self.pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
 

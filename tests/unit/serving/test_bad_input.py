@@ -256,6 +256,12 @@ TABLE: list[Row] = [
     ),
     ("pool dim", lambda: pool_write(v=x(3, 2, 8)), ArgumentError, "v_cache"),
     (
+        "keys without values",
+        lambda: make().write_kv(LayerSpec(0), np.arange(3), x(3, 2, 16)),
+        ArgumentError,
+        "v: got None",
+    ),
+    (
         *(
             "pool mla",
             lambda: MHATokenToKVPool(4, 1, 8, 1, np.zeros(1, np.float32)).set_mla_kv_buffer(
