@@ -21,8 +21,6 @@ from .expression import (
     Parameter,
 )
 
-# Variables that tell the rows of one request apart, but no heads of a row.
-_ROW_VARIABLES = "q_idx", "q_row", "head", "kv_head", "batch", "q_len", "kv_len"
 # Operations of an expression that takes few registers. ALiBi has seven, a window of each head nine.
 _SHORT = 12
 RESERVED = frozenset((*VARIABLES, *FUNCTIONS, "true", "false"))
@@ -79,11 +77,6 @@ class LogitsExpression:
         return self.mask is not None and self.mask.reads("head", "kv_head")
 
     @property
-    def transform_reads_rows(self) -> bool:
-        """Whether rows turn equal products into different logits."""
-        return self.transform is not None and self.transform.reads(*_ROW_VARIABLES)
-
-    @property
     def is_long(self) -> bool:
         """Whether the transform takes more registers than a slope does, or loads for each key."""
         if self.transform is None:
@@ -132,7 +125,8 @@ class LogitsExpression:
         slot = len(self.numbers)
         if slot == MAX_NUMBERS:
             raise ExpressionError(
-                f"logits_params: has {slot} numbers; wanted at most {slot - 1} beside batch"
+                f"logits_params: has {slot} numbers; wanted at most {slot - 1} beside batch: put "
+                "several into one array, as rows of it"
             )
         place = Node("number", INT, (), slot)
         numbers = (*self.numbers, Parameter("batch", int32, 0))

@@ -63,7 +63,8 @@ def _refuse(runner: Any) -> None:
     for name in ("dcp_size", "attn_cp_size"):
         if (getattr(args, name, 1) or 1) > 1:
             raise UnsupportedError(
-                f"{name}: got {getattr(args, name)}; a request on several GPUs is not served here"
+                f"{name}: got {getattr(args, name)}; a request on several GPUs is not served "
+                "here, leave it at 1"
             )
 
 

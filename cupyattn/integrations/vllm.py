@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..core import parse
 from ..core.problem import MAX_HEAD_DIM
 from ..errors import ArgumentError, UnsupportedError
 from ..flash_attn import flash_attn_varlen_func
@@ -160,7 +161,8 @@ class Builder:
         given = common_attn_metadata
         if not isinstance(given.causal, bool):
             raise UnsupportedError(
-                "causal: differs between requests; cupyattn takes one for a batch"
+                "causal: differs between requests; wanted one bool for the batch, choose another "
+                "backend of vLLM"
             )
         return Metadata(
             given.num_actual_tokens,
@@ -393,7 +395,10 @@ def _as_fp8(kv_cache: Any) -> Any:
 def _refuse(**given: Any) -> None:
     for name, x in given.items():
         if x is not None:
-            raise UnsupportedError(f"{name}: is not supported here; choose another backend of vLLM")
+            raise UnsupportedError(
+                f"{name}: got {parse.shown(x)}, which is not supported here; choose another "
+                "backend of vLLM"
+            )
 
 
 def _decoder_only(attn_type: Any) -> None:

@@ -19,13 +19,12 @@ from .latent import (
     dims_of,
     latent_buffers,
     latent_calls_of,
-    require_kv_dtype,
     split_queries,
     view_latent_pages,
 )
 from .metadata import ForwardMetadata
 from .modes import BackendConfig, BatchInfo, ForwardMode, LayerSpec
-from .pools import view_pages
+from .pools import require_kv_dtype, view_pages
 from .store import StepForm, Store, Tables, form_of, view_tables
 
 _MAX_FORMS = 64
@@ -492,7 +491,9 @@ class MultiStepDraftBackend:
         """
         bs = self.backends[0]._check(batch)
         if not 0 <= require_int(step, "step", 0) < self.num_prepared:
-            raise ArgumentError(f"step: got {step}; there are {self.num_prepared} prepared steps")
+            raise ArgumentError(
+                f"step: got {step}; wanted one of the {self.num_prepared} prepared steps, from 0 on"
+            )
         store = self._require_graph_store(bs) if in_graph else self._store_for(bs)
         return self._write(store, batch, bs)[step]
 

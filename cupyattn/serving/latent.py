@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .. import array
-from ..core import dtypes, parse
+from ..core import parse
 from ..core.dtypes import DType
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.latent import Dims
@@ -108,7 +108,10 @@ def latent_calls_of(
         ("is_cross_attention", layer.is_cross_attention),
     ):
         if is_given:
-            raise UnsupportedError(f"{name}: latent attention has no such layers; leave it out")
+            raise UnsupportedError(
+                f"{name}: got {getattr(layer, name)}; latent attention has no such layers, leave "
+                "it out"
+            )
     if layer.softmax_scale is None:
         raise ArgumentError(
             "softmax_scale: got None; absorbed queries do not tell it, pass the model's, such as "
@@ -183,11 +186,3 @@ def split_queries(q: Any, q_rope: Any, heads: tuple[int, ...]) -> LatentQueries:
             given = list(array.view(x, name).shape)
             raise ArgumentError(f"{name}: shape is {given}; wanted [tokens, {heads[0]}, {columns}]")
     return LatentQueries(q, q_rope)
-
-
-def require_kv_dtype(dtype: DType, wanted: str | None) -> None:
-    """ArgumentError unless a pool is of the dtype that the backend was configured for."""
-    if wanted is not None and dtype is not dtypes.parse(wanted, "kv_dtype"):
-        raise ArgumentError(
-            f"k_cache: dtype is {dtype}; the backend was configured for kv_dtype {wanted}"
-        )

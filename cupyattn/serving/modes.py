@@ -40,7 +40,7 @@ class ForwardMode(IntEnum):
     __hash__ = int.__hash__
 
     def __init__(self, value: int) -> None:
-        # Whether requests have different numbers of query tokens.
+        # Whether requests have different numbers of query tokens: EXTEND, DRAFT_EXTEND, MIXED.
         self.is_ragged = value in (3, 4, 5)
 
 
@@ -128,7 +128,10 @@ class BackendConfig:
                 )
         for name in ("attention_chunk_size", "sliding_window_size", "is_hybrid", "has_encoder"):
             if self.use_mla and getattr(self, name) not in (None, False):
-                raise UnsupportedError(f"{name}: latent attention has no such layers; leave it out")
+                raise UnsupportedError(
+                    f"{name}: got {getattr(self, name)}; latent attention has no such layers, "
+                    "leave it out"
+                )
         if self.is_hybrid and self.has_encoder:
             raise UnsupportedError(
                 "is_hybrid, has_encoder: a second pool has no place for encoder tokens; pass one "

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from .. import array
 from ..array import ArrayView
 from ..core import dtypes, parse
+from ..core.dtypes import DType
 from ..core.parse import require_int
 from ..errors import ArgumentError, UnsupportedError
 from ..slots import reshape_and_cache
@@ -237,6 +238,15 @@ def move_slots(buffers: tuple[Any, Any], new: Any, old: Any, full_to_swa: Any = 
         old = full_to_swa[old]
     k, v = (x[old] for x in buffers)
     reshape_and_cache(k, v, *buffers, new, slot_map=full_to_swa)
+
+
+def require_kv_dtype(dtype: DType, wanted: str | None) -> None:
+    """ArgumentError unless a pool is of the dtype that the backend was configured for."""
+    if wanted is not None and dtype is not dtypes.parse(wanted, "kv_dtype"):
+        raise ArgumentError(
+            f"kv_dtype: the pool is of {dtype}, but the backend was configured for {wanted}; make "
+            "them the same, or pass kv_dtype None"
+        )
 
 
 def view_pages(buffer: Any, name: str, page_size: int, shape: tuple[int, int]) -> Any:

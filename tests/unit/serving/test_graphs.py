@@ -179,7 +179,7 @@ def test_beams_of_a_shared_store_change_parents_at_each_step() -> None:
                 one, other = (getattr(x.expand, name) for x in (shared, alone))
                 np.testing.assert_array_equal(one, other)
             np.testing.assert_array_equal(shared.main.cache_seqlens, lens)
-    with pytest.raises(ArgumentError, match="step: got 3; there are 3 prepared steps"):
+    with pytest.raises(ArgumentError, match="step: got 3; wanted one of the 3 prepared steps"):
         together.init_forward_metadata_step(3, batch)
 
 

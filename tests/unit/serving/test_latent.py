@@ -249,20 +249,20 @@ Q = np.ones((1, HEADS, LATENT + ROPE), np.float32)
         (lambda: backend_of().forward(Q, LAYER, q_rope=Q[..., :ROPE]), ArgumentError, "q: shape"),
         (
             lambda: backend_of().forward(Q, LayerSpec(softmax_scale=1.0, window_size=(3, 0))),
-            *(UnsupportedError, "window_size: latent attention has no such layers"),
+            *(UnsupportedError, r"window_size: got \(3, 0\); latent attention has no such layers"),
         ),
         (
             lambda: backend_of().forward(Q, LayerSpec(softmax_scale=1.0, softcap=2.0)),
-            *(UnsupportedError, "softcap: latent"),
+            *(UnsupportedError, "softcap: got 2.0; latent"),
         ),
         (
             lambda: backend_of().forward(Q, LayerSpec(softmax_scale=1.0, num_kv_heads=3)),
             *(ArgumentError, "num_kv_heads: got 3"),
         ),
-        (lambda: backend_of(sliding_window_size=3), UnsupportedError, "sliding_window_size: lat"),
-        (lambda: backend_of(attention_chunk_size=4), UnsupportedError, "attention_chunk_size: l"),
-        (lambda: backend_of(has_encoder=True), UnsupportedError, "has_encoder: latent"),
-        (lambda: backend_of(kv_dtype="float16").forward(Q, LAYER), ArgumentError, "k_cache: dty"),
+        (lambda: backend_of(sliding_window_size=3), UnsupportedError, "sliding_window_size: got 3"),
+        (lambda: backend_of(attention_chunk_size=4), UnsupportedError, "attention_chunk_size: got"),
+        (lambda: backend_of(has_encoder=True), UnsupportedError, "has_encoder: got True"),
+        (lambda: backend_of(kv_dtype="float16").forward(Q, LAYER), ArgumentError, "kv_dtype: the"),
         (
             lambda: BackendConfig(4, 2, LATENT + ROPE, LATENT, use_mla=True),
             *(ArgumentError, "num_kv_heads: got 2; a latent pool has one head"),
