@@ -1,4 +1,4 @@
-"""What issue 25 asks of single calls: device and host time, each beside what it must not lose to.
+"""Device and host time of single calls of serving, each beside what it must not lose to.
 
     CUPYATTN_BENCH_FA3=fa3.so python -m benchmarks.serving_calls --out results/serving
 
@@ -253,13 +253,13 @@ def appends() -> Iterator[Case]:
             max_seqlen_q=rows, softmax_scale=SCALE, is_causal=True, num_splits=0,
         )  # fmt: skip
 
-    def peer_by_heuristic() -> Any:
+    def unsplit() -> Any:
         return forward(
             by_request, pages.k, pages.v, page_table=pages.table, seqused_k=pages.lens,
             softmax_scale=SCALE, is_causal=True, num_splits=1,
         )  # fmt: skip
 
-    calls = {"ours": ours, "fa3": peer, "fa3 unsplit": peer_by_heuristic}
+    calls = {"ours": ours, "fa3": peer, "fa3 unsplit": unsplit}
     yield "device", "append 8x512 at 8k, flash_attn", "1.0", calls
 
 

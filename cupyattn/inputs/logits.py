@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import array
 from ..array import ArrayView
+from ..array.match import is_contiguous
 from ..core import dtypes, logits, parse
 from ..core.dtypes import DType
 from ..core.expression import MAX_AXES
@@ -168,18 +169,10 @@ def check_arrays(
         "kv_idx": kv_len,
     }
     for parameter, view in zip(expression.arrays, views, strict=True):
-        label = _label(parameter.name)
-        expected: list[int] = []
-        step = 1
-        for extent in reversed(view.shape):
-            expected.insert(0, step)
-            step *= extent
-        is_dense = all(
-            n <= 1 or a == b for n, a, b in zip(view.shape, view.strides, expected, strict=True)
-        )
-        if not is_dense:
+        if not is_contiguous(view):
             raise ArgumentError(
-                f"{label}: has strides {list(view.strides)}; wanted a contiguous array"
+                f"{_label(parameter.name)}: has strides {list(view.strides)}; wanted a contiguous "
+                "array"
             )
     for node in (node for part in expression.parts for node in part.walk()):
         if node.op != "element":

@@ -307,7 +307,7 @@ def _gpu_call(
     return _prepare(text, *arrays)
 
 
-# The device of each stream.
+# The device of each stream of XLA's.
 _devices: dict[int, int] = {}
 _device_of = _devices.get
 
@@ -383,7 +383,8 @@ def _parse(text: bytes) -> tuple[str, list[str], dict[str, Any]]:
 def _attention(
     arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any]
 ) -> Callable[[], None]:
-    """Attention; of one dense request, whose arrays are cut here and not at each call."""
+    """The call of attention on these buffers. The arrays of one dense request are cut here, once,
+    and not at each call."""
     q, k, v = (arrays[name] for name in ("query", "key", "value"))
     is_dense = len(arrays) == 3 and all(len(x.shape) == 4 and x.shape[0] == 1 for x in (q, k, v))
     if not is_dense or len(outputs) > 1:
@@ -448,6 +449,6 @@ _RUNS: dict[str, _Run] = {
     "merge_states": functools.partial(_merge, cascade.merge_states),
     "trtllm_batch_decode_with_kv_cache_mla": _attend_latent,
 }
-# Calls with work that their buffers' addresses decide, done once for these.
+# Calls of which a part depends on the buffers alone, and is done once for them.
 _Prepare = Callable[[dict[str, Any], dict[str, Any], list[Any]], Callable[[], None]]
 _PREPARES: dict[str, _Prepare] = {"dot_product_attention": _attention}

@@ -98,7 +98,7 @@ class Backend:
         lens[:] = [request.device_len for request in requests]
         new[:] = [request.extend_len for request in requests]
         offsets[0], offsets[1:] = 0, new.cumsum()
-        sent = _send(numbers, self.device)
+        sent = _to_device(numbers, self.device)
         batch = BatchInfo(
             ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
             sent[:count],
@@ -158,7 +158,7 @@ class Pool:
         write_slots(buffers, loc, k.view(-1, heads, dim), v.view(-1, heads, dim))
 
 
-def _send(numbers: np.ndarray, device: Any) -> Any:
+def _to_device(numbers: np.ndarray, device: Any) -> Any:
     """Numbers of the host as a tensor on the device, without waiting."""
     import torch
 

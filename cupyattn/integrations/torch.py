@@ -18,12 +18,12 @@ from ..core import tracing
 from .torch_calls import (
     APPEND,
     CALLS,
-    PLAIN,
+    ONE_FORM,
     RUN,
     Call,
     answer_dtype,
     forms,
-    plain_shapes,
+    merged_shapes,
     planned_spec,
     refuse_grad,
     unknown,
@@ -55,8 +55,8 @@ def register() -> None:
             library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
             _implement(library, name, _operator(call, form), _fake(call, form))
         _substitute(call.function, _traced(call))
-    for module, schema in PLAIN:
-        _open_plain(library, module, schema)
+    for module, schema in ONE_FORM:
+        _open_one_form(library, module, schema)
     library.define(APPEND, tags=(torch.Tag.pt2_compliant_tag,))
     _implement(library, "append_paged_kv_cache", _append, _fake_append)
     _substitute(page.append_paged_kv_cache, _traced_append)
@@ -194,7 +194,7 @@ def _plain(name: str, x: Any) -> Any:
 # --- calls with one form ---
 
 
-def _open_plain(library: Any, module: str, schema: str) -> None:
+def _open_one_form(library: Any, module: str, schema: str) -> None:
     import torch
 
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -204,7 +204,7 @@ def _open_plain(library: Any, module: str, schema: str) -> None:
     def fake(*args: Any, **named: Any) -> Any:
         first = args[0] if args else next(iter(named.values()))
         refuse_grad([*enumerate(args), *named.items()])
-        shapes = plain_shapes(name, first)
+        shapes = merged_shapes(name, first)
         if shapes is None:
             return None
         return first.new_empty(shapes[0]), first.new_empty(shapes[1], dtype=torch.float32)

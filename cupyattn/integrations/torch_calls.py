@@ -235,7 +235,7 @@ CALLS = (
 )
 
 # Calls with one form: where they are, and schemas with what they write.
-PLAIN = (
+ONE_FORM = (
     (
         "cascade",
         "merge_state(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, *, bool lse_base_on_e=False) "
@@ -254,7 +254,7 @@ PLAIN = (
 )
 
 
-def plain_shapes(name: str, first: Any) -> tuple[Any, Any] | None:
+def merged_shapes(name: str, first: Any) -> tuple[Any, Any] | None:
     """Shapes of (v, s) of a merge, by its first argument; None of a call that writes."""
     if name == "reshape_and_cache":
         return None

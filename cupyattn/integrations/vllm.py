@@ -122,7 +122,7 @@ class Backend:
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """Of releases that ask the backend: the layout that vLLM 0.28 has by itself."""
+        """The layout that vLLM has by itself since 0.28, for releases that ask the backend."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @classmethod

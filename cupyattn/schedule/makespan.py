@@ -10,10 +10,11 @@ import numpy as np
 
 from .balance import Work
 
-# After so many waves a launch is as long as its slots are busy, and half of its shortest block.
+# From so many waves on a launch takes as long as its slots are busy, and half its shortest block.
 _MANY_WAVES = 8
-# A split must gain this share, and is only tried where blocks end so much later than the mean.
+# A split must end within this share of the time without it.
 WORTHWHILE = 0.95
+# Splits are tried where the last block ends at so many times the mean of all.
 _UNEVEN = 1.1
 # Waves of blocks that splits are tried for.
 _SPLIT_WAVES = (1, 2, 3)

@@ -58,7 +58,9 @@ def plan_single(
     times: TileTimes | None = None,
     num_sms: int = 1,
 ) -> SinglePlan:
-    """Plan one request for a GPU that runs `num_slots` blocks at a time, on so many SMs.
+    """Plan one request for a GPU that runs `num_slots` blocks at a time, on `num_sms` SMs.
+
+    times: of the kernel, where it has been timed: splits are then chosen by a simulated launch.
 
     With fewer tiles than slots, keys are split so that the blocks fill one wave, or a few when that
     divides better. Example: 8 KV heads, 264 slots, 2,048 key tiles: 33 splits make 264 blocks of

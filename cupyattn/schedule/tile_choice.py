@@ -12,7 +12,7 @@ from .tile_shape import TileShape
 
 # Where the slots are busy for so many of its longest items, the first shape is the fastest.
 _MANY_ITEMS = 12
-# Another shape must gain this share: estimates are no closer.
+# Another shape must end within this share of the time of the best: estimates are no closer.
 _WORTHWHILE = 0.97
 
 

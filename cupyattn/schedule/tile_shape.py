@@ -22,16 +22,17 @@ _MOST_TILES = 12
 class TileShape:
     """What a plan must know of a kernel.
 
+    tile_q, tile_kv  rows and keys of a tile
     num_slots       blocks that run at a time
     state_cost      what writing and merging one partial state costs, in the time of a key tile
     part_cost       what a part adds to a merge that one block does at the end, for as many rows as
                     it merges at a time, in the time that a key tile takes where few blocks run;
                     0: a launch merges
-    rows_at_a_time  of such a merge
+    rows_at_a_time  rows that such a merge takes at a time
     least_share     of the time of a key tile with all slots busy, that of one where half are
     times           where the kernel has been timed, what a plan goes by instead of these costs
-    num_sms         that these slots are on
-    cluster         blocks that share the keys of an item; a slot is of them all then
+    num_sms         SMs that these slots are on
+    cluster         blocks that share the keys of an item; a slot then has all of them
     is_fused        the last block of a tile merges its parts
     """
 
@@ -48,8 +49,8 @@ class TileShape:
     is_fused: bool = True
 
     def in_clusters(self, cluster: int, num_clusters: int) -> TileShape:
-        """The same where `cluster` blocks share an item, as one block with as many more warps;
-        num_clusters of them run at a time."""
+        """The shape of clusters of `cluster` blocks, each of which shares an item as one wide block
+        would; num_clusters of them run at a time."""
         return replace(
             self,
             tile_kv=cluster * self.tile_kv,
@@ -60,7 +61,7 @@ class TileShape:
         )
 
     def merged_apart(self) -> TileShape:
-        """The same where a launch merges what the blocks leave."""
+        """The shape of blocks whose parts are merged by a launch."""
         return replace(self, part_cost=0.0, is_fused=False)
 
     def cost_of_part(self, rows: int) -> float:
@@ -73,7 +74,7 @@ class TileShape:
         return math.ceil(math.sqrt(key_tiles * self.cost_of_part(rows))) or 1
 
     def costs(self, rows: int) -> Costs:
-        """Of tiles of so many rows, in the time of a key tile with all slots busy."""
+        """The costs of tiles of so many rows, in the time of a key tile with all slots busy."""
         if self.cluster > 1:
             return Costs(*_OF_CLUSTERS, self.least_share)
         if not self.is_fused:

@@ -54,8 +54,8 @@ _MAX_CACHED = 1024
 _MAX_EQUAL = 64  # each holds a work list
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
 _WORTHWHILE = 5.0
-# What a launch beside others takes at least, and by how much more time than that one of requests of
-# few rows is later than prefill_sm90, in microseconds.
+# In microseconds: what a launch beside others takes at least, and what one of prefill's kernel for
+# few rows (SMALL) takes beyond that.
 _LAUNCH, _OF_SMALL = 4.0, 8.0
 _NO_MERGES = np.zeros(0, np.int32)
 _NUM_SPLITS = WORK_FIELDS.index("num_splits")

@@ -41,7 +41,7 @@ _MOST_PASSES = 2
 _MOST_TILES_OF_SMALL = 32
 # States that a warp of a fused merge asks for at a time: more of them are two round trips.
 MOST_PARTS = 16
-# Of requests whose keys nobody has counted yet: many, but not so many that clusters are no use.
+# The keys of a request that has not been counted yet: many, but few enough for clusters to help.
 UNKNOWN_LENGTH = 4096
 # Choices of tiles that are remembered, by the lengths of a batch.
 _MAX_CHOICES = 4096
@@ -178,8 +178,8 @@ class Kernels:
                 cluster //= 2
         if most_rows <= _MOST_PASSES * shape.rows_at_a_time:
             return rows, shape
-        # Of 32 rows O is much to merge among the warps of a block. Warps of prefill share the keys,
-        # not the rows, and are as fast unless memory decides.
+        # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Warps of
+        # prefill divide the rows: nothing is merged, and they are as fast unless memory decides.
         tiles_a_slot = num_items * -(-longest // shape.tile_kv) / shape.num_slots
         if rows == VERIFY and tiles_a_slot <= _MOST_TILES_OF_SMALL and self._is_plain():
             return SMALL, self.get(SMALL).shapes[0]

@@ -49,7 +49,7 @@ def launch_clusters(
     shared_bytes: int, stream: int, arguments: int, extra: int, cluster: int,
     is_dependent: bool = False,
 ) -> None:  # fmt: skip
-    """The same in clusters of so many blocks along x, and, if it `is_dependent`, early."""
+    """Launch a kernel in clusters of `cluster` blocks along x; early if it `is_dependent`."""
     begin = _CONFIG.size + _ATTRIBUTE.size
     _ATTRIBUTE.pack_into(_room.buffer, begin, _CLUSTER_DIMENSION, cluster, 1, 1)
     attributes = _room.address + (_CONFIG.size if is_dependent else begin)

@@ -8,7 +8,7 @@ from functools import cached_property
 from ... import jit
 from ...schedule.makespan import TileTimes
 
-# The share of a tile's rows that whole tokens may leave over.
+# Whole tokens may leave over one in so many of a tile's rows.
 _MOST_LEFT_OVER = 16
 
 

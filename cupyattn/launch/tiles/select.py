@@ -26,9 +26,10 @@ MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
 # Tiles of the last class: the one for long launches, and others for work lists that fill the card
 # badly with it.
 LARGE_TILES = (LARGE, "tall", "middle", "short")
-# The same rows where a batch has so few blocks that each may have an SM of its own.
+# The classes of such rows in batches of so few blocks that each may have an SM of its own.
 FEW = {DECODE: "few decode", VERIFY: "few verify"}
-_MOST_DIM_OF_FEW_VERIFY = 128  # wider rows of a tile of 32 do not fit the registers of such blocks
+# Tiles of 32 wider rows do not fit the registers of such blocks.
+_MOST_DIM_OF_FEW_VERIFY = 128
 
 _MASK_MAP_BYTES = 4 + 2 * 4096 // 8
 _PLACEHOLDER = 16
@@ -157,7 +158,7 @@ def portable_config(
     is_batch: bool = False,
     arch: str = "sm_90a",
 ) -> TileConfig:
-    """The same of the kernels that run on every architecture."""
+    """`tile_config` of the kernels that run on every architecture."""
     if rows in FEW.values():
         return _choose_few(problem, max_shared_bytes, 2 if rows == FEW[VERIFY] else 1)
     if rows == DECODE:

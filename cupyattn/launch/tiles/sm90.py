@@ -162,7 +162,8 @@ def _is_timed(problem: AttentionProblem) -> bool:
 
 
 def _times(problem: AttentionProblem, name: str, kind: str = "") -> TileTimes | None:
-    """Those of ragged keys hold for pages too, where nothing was measured."""
+    """The fitted times of a tile; None if there are none. Those of ragged keys stand in for pages
+    that were not timed."""
     dims = problem.head_dim_qk, problem.head_dim_vo
     kind = kind or _kind(problem)
     found = _TIMES.get((name, kind, *dims))
@@ -350,7 +351,7 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
 
 
 def _row_bits(problem: AttentionProblem, tile_q: int, tile_kv: int, stages: int) -> Field:
-    """Of a mask: a bit a row and key of each stage, and a tile and a barrier a stage."""
+    """The bits of a mask: one for each row and key of a stage, and a tile and a barrier a stage."""
     if not problem.custom_mask:
         return Field(4)
     words = -(-tile_kv // 32)
