@@ -2,7 +2,7 @@
 
 A block costs a start and so much a tile of keys. Blocks of all KV heads take the places that are
 free, in the order of the list. Memory and products bound what that says. The costs were fitted to
-150 shapes on an H200 (docs/ladder.md), of which half are within 6 %; plans are made on the host.
+150 shapes on an H200, of which half are within 6 %; plans are made on the host.
 """
 
 from __future__ import annotations
