@@ -26,7 +26,6 @@ INDICES = np.arange(5, dtype=np.int32)
 LAST = np.array([1, 2], np.int32)
 TABLE = np.array([[0, 1, 2], [3, 4, 4]], np.int32)
 FP8 = ml_dtypes.float8_e4m3fn
-SIZES = HEADS, KV_HEADS, DIM, PAGE
 
 # Option -> the value that asks for it, by the names that calls give to its argument.
 OPTIONS: dict[str, dict[str, Any]] = {
