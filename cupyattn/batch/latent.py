@@ -364,7 +364,7 @@ def _view_token_scales(x: Any, pages: Parts) -> ArrayView | None:
 
 
 def _check_token_scales(v: ArrayView, pages: Parts) -> None:
-    """Whether the kernel can read them."""
+    """UnsupportedError unless a kernel can read scales of tokens, [num_pages, page_size]."""
     if pages.latent.dtype is not dtypes.float8_e4m3fn:
         raise UnsupportedError(
             f"ckv_scale_arr: scales of tokens of dtype {pages.latent.dtype} have no GPU kernel; "

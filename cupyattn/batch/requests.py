@@ -152,7 +152,12 @@ def read_indptr(
 
 
 class QueryRows(NamedTuple):
-    """Rows of q: int64 qo_indptr [B + 1] and qo_len [B]; how many all requests have, or -1."""
+    """Rows of q.
+
+    indptr   int64 [B + 1], qo_indptr
+    lengths  int64 [B], qo_len
+    uniform  the rows of every request if all have as many; else -1
+    """
 
     indptr: np.ndarray
     lengths: np.ndarray
@@ -161,7 +166,7 @@ class QueryRows(NamedTuple):
 
 @lru_cache(maxsize=256)
 def uniform_rows(num_requests: int, qo_len: int) -> QueryRows:
-    """Of requests with equally many rows; read-only."""
+    """The rows of requests that have `qo_len` each; read-only."""
     indptr = np.arange(num_requests + 1, dtype=np.int64) * qo_len
     lengths = np.full(num_requests, qo_len, np.int64)
     indptr.flags.writeable = lengths.flags.writeable = False

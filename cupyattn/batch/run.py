@@ -151,7 +151,7 @@ def _run_checked(
 ) -> Any:
     """The answer of a run that is not in the call cache; arrays as in _run_cached.
 
-    scalars: None for a run that no other one is like. logits_arrays: what expressions read.
+    scalars: None for a run that is not to be cached. logits_arrays: what expressions read.
     """
     # --- 1. Validate ---
     return_lse = parse.flag(return_lse, "return_lse")
@@ -419,7 +419,7 @@ def _check_extras(geometry: Geometry, views: dict[str, ArrayView | None]) -> Non
 def _check_logits(
     geometry: Geometry, batch: Batch, arrays: tuple[ArrayView, ...], vmask: ArrayView | None
 ) -> dict[str, ArrayView]:
-    """The arrays that expressions read, by what messages call them."""
+    """The arrays that expressions read, checked, by what messages call them."""
     if vmask is not None and geometry.spec.mask_form == "expression":
         raise UnsupportedError(
             "mask: is not supported beside the mask_fn of the plan; pass it as an array in "
