@@ -17,6 +17,9 @@ from ..errors import ArgumentError, UnsupportedError
 from ..slots import reshape_and_cache
 
 
+_DTYPES = (dtypes.float16, dtypes.bfloat16, dtypes.float32)  # float32: of CPU arrays
+
+
 class KVPool(Protocol):
     """What a backend needs of a pool."""
 
@@ -49,7 +52,7 @@ class MHATokenToKVPool:
     num_slots       tokens; a multiple of page_size
     layer_num       layers, from start_layer on
     like            an array: memory is of its framework, on its device
-    dtype           name of a dtype, fp8 ones too
+    dtype           name of a dtype of keys: float16, bfloat16, float32 (CPU arrays) or an fp8 one
     full_to_swa     for a pool that is the second one of a hybrid: the slot here for each slot of
                     the first; what is written names slots of the first
     """
@@ -68,7 +71,7 @@ class MHATokenToKVPool:
         full_to_swa: Any = None,
     ) -> None:
         v = array.view(like, "like")
-        element = dtypes.parse(dtype, "dtype")
+        element = _parse_dtype(dtype)
         counts = {"num_slots": num_slots, "head_num": head_num, "head_dim": head_dim}
         counts |= {"layer_num": layer_num, "v_head_dim": v_head_dim or head_dim}
         slots, heads, dim_k, layers, dim_v = (require_int(x, n) for n, x in counts.items())
@@ -137,7 +140,7 @@ class MLATokenToKVPool:
         is_split: bool = False,
     ) -> None:
         v = array.view(like, "like")
-        element = dtypes.parse(dtype, "dtype")
+        element = _parse_dtype(dtype)
         counts = {"num_slots": num_slots, "kv_lora_rank": kv_lora_rank}
         counts |= {"qk_rope_head_dim": qk_rope_head_dim, "layer_num": layer_num}
         slots, latent, rope, layers = (require_int(x, n) for n, x in counts.items())
@@ -238,6 +241,17 @@ def move_slots(buffers: tuple[Any, Any], new: Any, old: Any, full_to_swa: Any = 
         old = full_to_swa[old]
     k, v = (x[old] for x in buffers)
     reshape_and_cache(k, v, *buffers, new, slot_map=full_to_swa)
+
+
+def _parse_dtype(dtype: Any) -> DType:
+    """The dtype of a pool of keys; ArgumentError for one that no attention reads."""
+    element = dtypes.parse(dtype, "dtype")
+    if element.is_fp8 or element in _DTYPES:
+        return element
+    raise ArgumentError(
+        f"dtype: got {element}; wanted a dtype of keys: "
+        f"{', '.join(str(x) for x in _DTYPES)}, float8_e4m3fn or float8_e5m2"
+    )
 
 
 def require_kv_dtype(dtype: DType, wanted: str | None) -> None:

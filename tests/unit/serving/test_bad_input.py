@@ -19,6 +19,7 @@ from cupyattn.serving import (
     ForwardMode,
     LayerSpec,
     MHATokenToKVPool,
+    MLATokenToKVPool,
     MultiStepDraftBackend,
 )
 
@@ -296,3 +297,12 @@ def test_rope_parts_are_refused() -> None:
     q = np.zeros((1, 16), np.float32)
     with pytest.raises(ArgumentError, match="q_rope"):
         backend.forward_decode(q, None, None, engine.layer(), SimpleNamespace(), q_rope=q)
+
+
+@pytest.mark.parametrize("pool", [MHATokenToKVPool, MLATokenToKVPool])
+def test_a_pool_holds_what_attention_reads(pool: Any) -> None:
+    like = np.zeros(1, np.float32)
+    for dtype in ("float16", "bfloat16", "float32", "float8_e4m3fn"):
+        pool(4, 8, 8, 1, like, dtype=dtype)
+    with pytest.raises(ArgumentError, match="dtype: got int32; wanted a dtype of keys: float16"):
+        pool(4, 8, 8, 1, like, dtype="int32")
