@@ -16,7 +16,6 @@ from ..core.parse import require_int
 from ..errors import ArgumentError, UnsupportedError
 from ..slots import reshape_and_cache
 
-
 _DTYPES = (dtypes.float16, dtypes.bfloat16, dtypes.float32)  # float32: of CPU arrays
 
 
