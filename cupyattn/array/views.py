@@ -154,8 +154,9 @@ def _find_reader(x: object, name: str) -> _Reader:
         if type(x).__torch_dispatch__ != plain.__torch_dispatch__:  # type: ignore[attr-defined]
             raise ArgumentError(
                 f"{name}: a {type(x).__name__} has no plain memory of its own; pass the "
-                "torch.Tensor inside it (a DTensor's to_local(), a nested tensor's values()), and "
-                "call outside of torch.compile tracing"
+                "torch.Tensor inside it (a DTensor's to_local(), a nested tensor's values()); what "
+                "torch traces or exports has to call torch.ops.cupyattn, which importing "
+                "cupyattn.integrations.torch makes"
             )
         for row in dtypes.ALL:
             torch_dtype = getattr(torch, row.name, None)
