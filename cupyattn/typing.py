@@ -60,16 +60,22 @@ class _TakesQuery(Protocol[_P]):
     ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 
 
+def _shown_as_bool(function: Any) -> Any:
+    """Literal[False] is for type checkers, who see the overloads; help() has no other line."""
+    function.__annotations__["return_lse"] = "bool"
+    return function
+
+
 def returns_lse(function: Callable[Concatenate[Any, _P], Any]) -> _TakesQ[_P]:
     """Type a function of q: it answers (out, lse) if return_lse. Returns the function itself."""
-    return function  # type: ignore[return-value]
+    return _shown_as_bool(function)
 
 
 def query_returns_lse(function: Callable[Concatenate[Any, _P], Any]) -> _TakesQuery[_P]:
     """`returns_lse` of a function of `query`."""
-    return function  # type: ignore[return-value]
+    return _shown_as_bool(function)
 
 
 def run_returns_lse(method: Callable[Concatenate[Any, Any, _P], Any]) -> _TakesQ[_P]:
     """`returns_lse` of a method of (self, q)."""
-    return method  # type: ignore[return-value]
+    return _shown_as_bool(method)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -130,6 +131,15 @@ _READERS: dict[type, _Reader] = {ArrayView: lambda v, name: v}
 _NUMPY_DTYPES: dict[Any, tuple[DType, int]] = {d.numpy: (d, d.itemsize - 1) for d in dtypes.ALL}
 _TORCH_DTYPES: dict[Any, tuple[DType, int]] = {}
 
+# What arguments want whose dtype does not depend on the call, by words in their names.
+_USUAL_DTYPES = (
+    (re.compile("packed.*mask|workspace"), "uint8"),
+    (re.compile("mask|^x$"), "bool"),
+    (re.compile("indptr|indices|_idx|len|table|positions|offset|slot|semaphore"), "int32"),
+    (re.compile("ranges|_sz|seqused|leftpad"), "int32"),
+    (re.compile("sink|scale|lse|slopes|^s(_|$)"), "float32"),
+)
+
 # Below this no allocator hands out memory: a smaller torch pointer is null, or null plus an offset.
 LOWEST_ADDRESS = 1 << 40
 
@@ -154,8 +164,9 @@ def _find_reader(x: object, name: str) -> _Reader:
         if type(x).__torch_dispatch__ != plain.__torch_dispatch__:  # type: ignore[attr-defined]
             raise ArgumentError(
                 f"{name}: a {type(x).__name__} has no plain memory of its own; pass the "
-                "torch.Tensor inside it (a DTensor's to_local(), a nested tensor's values()), and "
-                "call outside of torch.compile tracing"
+                "torch.Tensor inside it (a DTensor's to_local(), a nested tensor's values()); what "
+                "torch traces or exports has to call torch.ops.cupyattn, which importing "
+                "cupyattn.integrations.torch makes"
             )
         for row in dtypes.ALL:
             torch_dtype = getattr(torch, row.name, None)
@@ -187,9 +198,9 @@ def _find_reader(x: object, name: str) -> _Reader:
 
 
 def _unknown_dtype(name: str, dtype: object) -> ArgumentError:
-    wanted = "float16, bfloat16, or float32 where that is asked for"
-    if not str(dtype).removeprefix("torch.").startswith(("float", "complex")):
-        wanted = "the dtype that is asked for"
+    is_number = not str(dtype).removeprefix("torch.").startswith(("float", "complex"))
+    wanted = "the dtype" if is_number else "float16, bfloat16, or float32 where that"
+    wanted = next((x for words, x in _USUAL_DTYPES if words.search(name)), f"{wanted} is asked for")
     return ArgumentError(f"{name}: dtype {dtype} is not supported; cast it to {wanted}")
 
 

@@ -33,8 +33,10 @@ def _home() -> str:
 def temporary_folder() -> Path:
     """<tmp>/cupyattn-<uid>, or a folder of this process alone if somebody else owns that name.
 
-    Raises OSError where there is no temporary folder.
+    Raises OSError where there is no temporary folder, and where users have no numbers (Windows).
     """
+    if not hasattr(os, "getuid"):
+        raise OSError("users have no numbers on this system")
     folder = Path(tempfile.gettempdir()) / f"cupyattn-{os.getuid()}"
     try:
         found = folder.lstat()

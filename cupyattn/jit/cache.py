@@ -46,8 +46,13 @@ class Place(NamedTuple):
 def places() -> list[Place]:
     """Where kernels are looked for and stored, in this order.
 
-    Raises CompileError if CUPYATTN_CACHE_DIR is set to what is not an absolute path.
+    Raises CompileError if CUPYATTN_CACHE_DIR is set to what is not an absolute path, and on
+    Windows, which has no owners and descriptors of folders.
     """
+    if not hasattr(os, "getuid"):
+        raise CompileError(
+            "kernels are compiled and kept on Linux only; CPU arrays need none of them"
+        )
     found = []
     chosen = env.CACHE_DIR.get().strip()
     if chosen:

@@ -93,7 +93,9 @@ def compile_cubin(program: Program, arch: str) -> Compiled:
     texts = tuple(program.includes[name].encode() for name in names)
     encoded = tuple(name.encode() for name in names)
     where = (f"-I{folder}",) if folder else ()
-    handle = nvrtc.createProgram(program.text, str(program.entry_path), texts, encoded)
+    # NVRTC only shows this path; one that cannot be encoded is refused with the options below.
+    shown = str(program.entry_path).encode(errors="backslashreplace").decode()
+    handle = nvrtc.createProgram(program.text, shown, texts, encoded)
     start = time.perf_counter()
     try:
         nvrtc.compileProgram(handle, (*options(arch), *where))

@@ -185,9 +185,11 @@ def test_cpu_calls_need_nothing_that_windows_has_not() -> None:
         cupyattn.merge_state(q, lse, q, lse)
         cupyattn.get_seq_lens(one, two, 2)
         cupyattn.trtllm_batch_decode_with_kv_cache(q[:1], pool, None, one[None, :1], two, 2)
+        assert cupyattn.cli.main(["info"]) == 0
     """
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
+    assert "cache        kernels are compiled and kept on Linux only" in child.stdout
 
 
 def test_type_checkers_see_every_public_name() -> None:

@@ -98,6 +98,19 @@ def test_every_call_has_a_signature_and_a_docstring() -> None:
         assert isinstance(value, str) or inspect.getdoc(value), name
 
 
+def test_help_says_that_return_lse_is_a_bool() -> None:
+    shown = []
+    for name in cupyattn.__all__:
+        value = getattr(cupyattn, name)
+        if inspect.isclass(value):
+            shown += [f for _, f in inspect.getmembers(value, inspect.isfunction)]
+        elif callable(value):
+            shown.append(value)
+    found = [inspect.signature(f).parameters.get("return_lse") for f in shown]
+    kinds = {str(x.annotation) for x in found if x is not None}
+    assert kinds == {"bool"}
+
+
 def test_help_of_the_package_begins_with_what_users_call() -> None:
     text = pydoc.render_doc(cupyattn, renderer=pydoc.plaintext)
     before, contents, _ = text.partition("PACKAGE CONTENTS")

@@ -13,12 +13,14 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.wrong_calls import Arguments, Entry, Outcome, attempt, change, pool
 from helpers.wrong_others import entries
 
 import cupyattn
-from cupyattn.errors import CupyAttnError
+from cupyattn.array.views import view
+from cupyattn.errors import ArgumentError, CupyAttnError
 
 ENTRIES = {entry.name: entry for entry in entries()}
 SINGLES, PAIRS, SWAPS, ALIASES = 300, 120, 30, 30
@@ -93,6 +95,27 @@ def test_every_wrong_value_of_every_argument(name: str) -> None:
         if arguments is not None and (outcome := attempt(entry, arguments)).wrong:
             wrong.append(report(entry, str(which), outcome))
     assert not wrong, "\n".join(wrong[:20])
+
+
+def test_a_float64_array_is_to_be_cast_to_what_its_argument_takes() -> None:
+    same = dict.fromkeys(("bfloat16", "float8_e4m3fn", "float8_e5m2"), "float16") | {
+        "int64": "int32"
+    }
+    as_queries = {"out_partial", "rotary_cos", "rotary_sin"}  # or float32
+    wrong, count = [], 0
+    for entry in ENTRIES.values():
+        for name, x in {**entry.base, **entry.samples}.items():
+            name = name.rpartition(".")[2]
+            if not isinstance(x, np.ndarray) or x.dtype == np.float64 or name in as_queries:
+                continue
+            with pytest.raises(ArgumentError) as error:
+                view(x.astype(np.float64), name)
+            cast = str(error.value).rpartition("; cast it to ")[2].split(", ")[0]
+            count += 1
+            if cast != same.get(x.dtype.name, x.dtype.name):
+                wrong.append(f"{entry.name}, {name}: {cast}, and it is {x.dtype}")
+    assert not wrong, "\n".join(wrong)
+    assert count >= 200
 
 
 @pytest.mark.parametrize("name", ENTRIES)

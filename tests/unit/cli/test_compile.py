@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -185,3 +186,41 @@ def test_a_dry_run_adds_up_and_compiles_nothing(
     assert table["sm_90a", "decode_sm80"][0] == "26"
     assert last.startswith(f"all: {sum(int(row[0]) for row in table.values())} kernels, ")
     assert err == "" and not (place / "default-cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "row"),
+    [
+        ("--model", "a model "),
+        ("standard", "`--level standard`"),
+        pytest.param("full", "`--level full`", marks=pytest.mark.slow),
+    ],
+)
+def test_the_setup_page_says_what_compiling_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, row: str
+) -> None:
+    """To a tenth, or half of the last unit that the page has."""
+    llama = tmp_path / "config.json"
+    llama.write_text(
+        '{"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, '
+        '"num_key_value_heads": 8, "torch_dtype": "bfloat16"}'
+    )
+    choice = ["--model", str(llama)] if what == "--model" else ["--level", what]
+    assert cli.main(["compile", "--arch", "sm_90a", *choice, "--dry-run"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    kernels, nbytes = (int(re.findall(p, last)[0]) for p in (r"(\d+) kernels", r"(\d+) MiB"))
+    seconds = _seconds(last.split(", ")[1])
+
+    page = (Path(__file__).parents[3] / "docs" / "setup.md").read_text("utf-8")
+    (cells,) = (x.split(" | ") for x in page.splitlines() if x.startswith(f"| {row}"))
+    assert float(cells[1].removeprefix("about ").replace(",", "")) == pytest.approx(kernels, 0.1)
+    unit = 1 if cells[2].endswith(" s") else 60 if cells[2].endswith(" min") else 3600
+    assert _seconds(cells[2]) == pytest.approx(seconds, 0.1, unit / 2)
+    assert float(cells[3].rstrip(" |").replace(",", "")) == pytest.approx(nbytes, 0.1, 0.5)
+
+
+def _seconds(text: str) -> float:
+    """Of "7 min 46 s of CPU time", or "4 hours"."""
+    units = {"s": 1, "min": 60, "h": 3600, "hours": 3600}
+    found = re.findall(r"([\d.]+) (s|min|hours|h)\b", text)
+    return sum(float(number) * units[unit] for number, unit in found)

@@ -99,6 +99,28 @@ def test_fake_tensors(x: Tensors) -> None:
         assert ops.flash_attn_func(half, k.bfloat16(), v.bfloat16()).dtype == torch.bfloat16
 
 
+class Exported(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, q: Any) -> Any:
+        return self.call(q, q, q) * 2
+
+
+def test_modules_are_exported() -> None:
+    q = torch.randn(T, H, D)
+    public = cupyattn.single_prefill_with_kv_cache
+    operator = torch.ops.cupyattn.single_prefill_with_kv_cache
+    for call, strict in ((public, True), (operator, True), (operator, False)):
+        program = torch.export.export(Exported(call), (q,), strict=strict)
+        assert str(program.graph).count("torch.ops.cupyattn.single_prefill_with_kv_cache") == 1
+        assert torch.equal(program.module()(q), public(q, q, q) * 2)
+    # Python runs the call itself here; nobody asks what stands for it in a graph.
+    with pytest.raises(ArgumentError, match=r"exports has to call torch\.ops\.cupyattn"):
+        torch.export.export(Exported(public), (q,), strict=False)
+
+
 NAMES = [f"{call.name}.{form or 'default'}" for call in door.CALLS for form in call.forms]
 
 
