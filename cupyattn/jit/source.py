@@ -154,8 +154,13 @@ def kernels_dir() -> Sources:
 @functools.cache
 def _archive(path: Path) -> zipfile.Path:
     """The archive at `path`, in memory: an open file's position is shared with forked processes."""
-    import lzma  # a Python may lack it, and a checkout does not need it
-
+    try:
+        import lzma
+    except ImportError:
+        raise CompileError(
+            f"kernels: {path} is an xz archive, and this Python was built without lzma; install a "
+            f"Python that has it, or point {env.KERNELS_DIR.name} at the CUDA sources"
+        ) from None
     try:
         archive = zipfile.ZipFile(io.BytesIO(lzma.decompress(path.read_bytes())))
         archive.filename = str(path)

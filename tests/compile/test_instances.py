@@ -114,7 +114,8 @@ def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
     found: dict[str, tuple[str, list[Instance], bool]] = {}
     met: Counter[object] = Counter()
     for index, arch in enumerate(ARCHS):
-        # Of the main architectures the first of each kind, of the others another one each.
+        # The main architectures build the first instance of each kind; the others build later ones,
+        # so that between them they meet more.
         turn = 0 if arch in _MAIN else index
         groups: dict[str, list[Instance]] = defaultdict(list)
         slow: dict[str, bool] = {}

@@ -196,8 +196,12 @@ class BatchLauncher:
     def _choose_tiles(
         self, found: list[tuple[str, BatchRequests]], requests: BatchRequests
     ) -> list[tuple[str, BatchRequests]]:
-        """The same requests with tiles of prefill_sm90 chosen by when launches are done: of those
-        of many rows, or of all, if their launch ends before each kind's own launch could."""
+        """The requests of each kernel, with tiles of prefill_sm90 chosen by when launches are done.
+
+        Tiles are chosen for a launch by itself: of requests of many rows, or of all requests, if
+        one launch ends before each kind's own could. A launch beside others keeps the first tiles,
+        though its time is estimated with the best.
+        """
         if not found or found[0][0] not in (SMALL, LARGE):
             return found
         heads = self.num_kv_heads, self.masking

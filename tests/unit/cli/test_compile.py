@@ -220,7 +220,7 @@ def test_the_setup_page_says_what_compiling_costs(
 
 
 def _seconds(text: str) -> float:
-    """Of "7 min 46 s of CPU time", or "4 hours"."""
+    """The seconds that "7 min 46 s of CPU time" or "4 hours" name."""
     units = {"s": 1, "min": 60, "h": 3600, "hours": 3600}
     found = re.findall(r"([\d.]+) (s|min|hours|h)\b", text)
     return sum(float(number) * units[unit] for number, unit in found)

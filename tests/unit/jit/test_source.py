@@ -222,6 +222,12 @@ def test_a_damaged_archive_says_what_to_do(tmp_path: Path) -> None:
         source._archive(tmp_path / source.ARCHIVE)
 
 
+def test_a_python_without_lzma_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    with pytest.raises(CompileError, match=r"built without lzma.*CUPYATTN_KERNELS_DIR"):
+        source._archive(tmp_path / source.ARCHIVE)
+
+
 # --- the key ---
 
 
