@@ -16,7 +16,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..inputs import geometry
 from ..inputs.index_arrays import compute, progression
 from ..planless.views import Names
-from .attend import Common, attend, attend_again, attend_cached, parse_window
+from .attend import Common, attend, attend_cached, parse_window
 from .batch import Batch
 from .caches import (
     Append,
@@ -139,7 +139,17 @@ def flash_attn_func(
         *(q_descale, k_descale, v_descale, alibi_slopes, _either(sinks=sinks, s_aux=s_aux), out),
         _asks(return_attn_probs, return_softmax_lse),
     )
-    answer = None if rows is None else _again(batch, common)
+    answer = None
+    is_repeatable = q_descale is k_descale is v_descale is None and not common.attention_chunk
+    if rows is not None and is_repeatable and not common.return_lse:
+        given = (
+            *(q, batch.k, batch.v, None, None, batch.kv_lens, out, None, None, None),
+            *(batch.kv_offsets, None, None, common.sinks, None, None, None, None, None),
+            alibi_slopes,
+        )
+        window = tuple(window_size) if type(window_size) is list else window_size
+        options = "func", None, seqlen_k, softmax_scale, causal, window, softcap, num_splits
+        answer = attend_cached(_DENSE, given, options)
     return attend(batch, common) if answer is None else answer
 
 
@@ -215,6 +225,40 @@ def flash_attn_varlen_func(
     logarithms. Rows of no request hold anything, in a given `out` what they held. Errors as there.
     Semantics: flash_attn's function of the same name.
     """
+    # Most calls take their arrays as they are and look like one that was checked.
+    if (
+        qv is q_v is output_scale is score_mod is mask_mod is block_sparse_tensors is None
+        and aux_tensors is aux_tensor_leading_dims is dynamic_causal is cp_tot_seqused_k is None
+        and q_descale is k_descale is v_descale is s_aux is None
+        and return_attn_probs is return_softmax_lse is False
+        and (block_table is None or page_table is None)
+        and type(max_seqlen_k) is type(attention_chunk) is type(cp_world_size) is int
+        and (max_seqlen_q is None or (type(max_seqlen_q) is int and max_seqlen_q >= 0))
+        and type(dropout_p) is float
+        and dropout_p == 0.0
+        and cp_world_size == 1
+        and not attention_chunk
+        and max_seqlen_k >= 0
+    ):
+        table = page_table if block_table is None else block_table
+        lens, offsets = seqused_k, None if table is not None else cu_seqlens_k
+        names, form = _VARLEN, "varlen"
+        if lens is None:
+            names, form = _VARLEN_BY_OFFSETS, "varlen by offsets"
+            lens = None if table is None else cu_seqlens_k
+        given: tuple[Any, ...] = q, k, v, None, table, lens, out, None
+        given += seqused_q, cu_seqlens_q, offsets
+        if not sinks is alibi_slopes is None:
+            given += None, None, sinks, None, None, None, None, None, alibi_slopes
+        window = tuple(window_size) if type(window_size) is list else window_size
+        options = (
+            *(form, max_seqlen_q, max_seqlen_k, softmax_scale),
+            *(causal, window, softcap, num_splits),
+        )
+        has_kv_steps = table is not None and seqused_k is None
+        answer = attend_cached(names, given, options, has_kv_steps)
+        if answer is not None:
+            return answer
     _refuse(
         *(dropout_p, cp_world_size),
         qv=qv if q_v is None else q_v,
@@ -245,16 +289,6 @@ def flash_attn_varlen_func(
             kv_lens, is_cumulative = cu_seqlens_k, True
     if table is not None:
         kv_offsets = None
-    if not (most_k is None or (kv_offsets is table is None)):
-        known = Batch(
-            *(names, q, k, v, kv_lens, table, seqused_q, cu_seqlens_q, kv_offsets),
-            max_seqlen_q=most_q,
-            max_seqlen_k=most_k,
-            has_kv_steps=is_cumulative,
-        )
-        answer = _again(known, common)
-        if answer is not None:
-            return answer
     if seqused_k is None:
         offsets_of(cu_seqlens_k, "cu_seqlens_k")
     rows = None
@@ -360,12 +394,19 @@ def flash_attn_with_kvcache(
         and return_softmax_lse is False
         and rotary_interleaved is True
         and aux_tensors is None
+        and type(attention_chunk) is int
+        and not attention_chunk
+        and (max_seqlen_q is None or (type(max_seqlen_q) is int and max_seqlen_q >= 0))
     ):
-        answer = attend_cached(
-            *(_CACHE, q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q),
-            *(softmax_scale, causal, window_size, attention_chunk, softcap, num_splits),
-            *(out, sinks, alibi_slopes),
+        given: tuple[Any, ...] = q, k_cache, v_cache, None, page_table, cache_seqlens, out, None
+        if not cu_seqlens_q is sinks is alibi_slopes is None:
+            given += None, cu_seqlens_q, None, None, None, sinks, *(None,) * 5, alibi_slopes
+        window = tuple(window_size) if type(window_size) is list else window_size
+        options = (
+            *("with_kvcache", max_seqlen_q, None, softmax_scale),
+            *(causal, window, softcap, num_splits),
         )
+        answer = attend_cached(_CACHE, given, options)
         if answer is not None:
             return answer
     if rotary_interleaved is not True:
@@ -449,21 +490,6 @@ _signature = inspect.signature(flash_attn_with_kvcache)
 flash_attn_with_kvcache.__signature__ = _signature.replace(  # type: ignore[attr-defined]
     parameters=[x for x in _signature.parameters.values() if x.name != "block_table"]
 )
-
-
-def _again(batch: Batch, common: Common) -> Any:
-    """The answer of a call whose arrays go to the kernels as they are, if there was one like it,
-    else None."""
-    if common.return_lse or common.attention_chunk:
-        return None
-    if not common.q_descale is common.k_descale is common.v_descale is None:
-        return None
-    if batch.max_seqlen_k is None:
-        try:
-            batch.max_seqlen_k = batch.table.shape[1] * batch.k.shape[1]
-        except (AttributeError, IndexError, TypeError):  # which the checks explain
-            return None
-    return attend_again(batch, common)
 
 
 def _refuse(dropout_p: Any, cp_world_size: Any = 1, **arguments: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.index_arrays import compute, progression
 from ..inputs.workspace import on_device
-from ..planless.call import run, run_cached
+from ..planless.call import run, run_cached, run_repeat
 from ..planless.check import Arrays, Options
 from ..planless.views import Names, merge_leading, next_power_of_two
 from .batch import Batch
@@ -27,6 +27,23 @@ from .chunks import split_by_chunks
 
 # Beyond that one kernel serves any number of rows.
 _MANY_ROWS = 65
+
+
+class Repeated(NamedTuple):
+    """What decides, with its arrays, about a call whose arrays go to the kernels as they are given.
+
+    form   which function it is, and in which of its ways it says the lengths
+    max_seqlen_k   None where the page table says it
+    """
+
+    form: str
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    softcap: Any
+    num_splits: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,85 +90,62 @@ def attend(batch: Batch, common: Common) -> Any:
     return _attend(batch, common, vq, q_len)
 
 
-def attend_again(batch: Batch, common: Common) -> Any:
-    """The answer of a call like an earlier one, whose arrays went to the kernels as they were
-    given: such a call needs none of what `attend` does before. None if there was no such call."""
-    shape: Any = getattr(batch.q, "shape", ())
-    q_len = shape[1] if batch.qo_offsets is None and len(shape) == 4 else 0
-    arrays = (
-        *(batch.q, batch.k, batch.v, None, batch.table, batch.kv_lens, common.out, None),
-        *(batch.qo_lens, batch.qo_offsets, batch.kv_offsets, None, None, common.sinks),
-        *(None, None, None, None, None, common.alibi_slopes),
-    )
-    scalars = _scalars(batch, common, len(shape), q_len, False, False, False)
-    return run_cached(arrays, _options, scalars)
-
-
 def attend_cached(
+    names: Names, given: tuple[Any, ...], repeated: tuple[Any, ...], has_kv_steps: bool = False
+) -> Any:
+    """The answer of a call like an earlier one, whose arrays went to the kernels as they were
+    given: such a call needs none of what `attend` does before. None if there was no such call.
+
+    given: the fields of Arrays, which may end early; repeated: those of Repeated, hashable.
+    """
+    answer = run_repeat(given, repeated)
+    if answer is not None:
+        return answer
+    given += (None,) * (len(Arrays._fields) - len(given))
+    arrays, options = Arrays(*given), Repeated(*repeated)
+    try:
+        shape, most = arrays.q.shape, options.max_seqlen_k
+        if most is None:
+            most = arrays.block_tables.shape[1] * arrays.k.shape[1]
+    except (AttributeError, IndexError, TypeError):  # which the checks explain
+        return None
+    q_len = shape[1] if arrays.qo_offsets is None and len(shape) == 4 else 0
+    scalars = _scalars(
+        *(names, len(shape), q_len, options.max_seqlen_q, most, options.softmax_scale),
+        *(options.causal, options.window_size, 0, options.softcap, options.num_splits),
+        *(has_kv_steps, False, False, False),
+    )
+    return run_cached(given, _options, scalars, repeated)
+
+
+def _scalars(
     names: Names,
-    q: Any,
-    k: Any,
-    v: Any,
-    table: Any,
-    kv_lens: Any,
-    qo_offsets: Any,
-    max_q_len: Any,
+    axes: int,
+    q_len: int,
+    max_q_len: int | None,
+    max_kv_len: int | None,
     softmax_scale: Any,
     causal: Any,
     window: Any,
-    attention_chunk: Any,
-    softcap: Any,
-    num_splits: Any,
-    out: Any,
-    sinks: Any,
-    slopes: Any,
-) -> Any:
-    """The answer of a call over pages like an earlier one, whose arrays went to the kernels as they
-    were given; None if there was no such call."""
-    try:
-        shape, room = q.shape, table.shape[1] * k.shape[1]
-    except (AttributeError, IndexError, TypeError):  # which the checks explain
-        return None
-    axes = len(shape)
-    q_len = shape[1] if qo_offsets is None and axes == 4 else 0
+    *others: Any,
+) -> tuple[Any, ...]:
+    """The arguments of `_options`: those that bound lengths in few steps, so that calls of other
+    lengths have the same."""
     if q_len:
         max_q_len = q_len
     elif max_q_len is not None:
-        if type(max_q_len) is not int or max_q_len < 0:
-            return None
-        max_q_len = min(max(max_q_len, 1), _MANY_ROWS)
-    if type(attention_chunk) is not int or attention_chunk:
-        return None
-    arrays = (
-        *(q, k, v, None, table, kv_lens, out, None, None, qo_offsets, None, None, None, sinks),
-        *(None, None, None, None, None, slopes),
-    )
-    scalars = (
-        *(names, axes, q_len, max_q_len, next_power_of_two(room), softmax_scale, causal),
-        *(tuple(window) if type(window) is list else window, attention_chunk, softcap, num_splits),
-        *(False, False, False, False),
-    )
-    return run_cached(arrays, _options, scalars)
-
-
-def _scalars(batch: Batch, common: Common, axes: int, q_len: int, *flags: bool) -> tuple[Any, ...]:
-    """The arguments of `_options`."""
-    max_q_len, window = q_len or batch.max_seqlen_q, common.window_size
-    if not q_len and max_q_len is not None:
         max_q_len = min(max(max_q_len, 1), _MANY_ROWS)
     if type(window) is list:
         window = tuple(window)
-    return (
-        *(batch.names, axes, q_len, max_q_len),
-        *(next_power_of_two(batch.max_seqlen_k), common.softmax_scale, common.causal, window),
-        *(common.attention_chunk, common.softcap, common.num_splits, batch.has_kv_steps, *flags),
-    )
+    most = next_power_of_two(max_kv_len)
+    return (names, axes, q_len, max_q_len, most, softmax_scale, causal, window, *others)
 
 
 def _attend(
     batch: Batch, common: Common, vq: ArrayView, q_len: int, *, has_table_offsets: bool = False
 ) -> Any:
     """The same, of q_len rows a request, or 0 where offsets say it."""
+    names = batch.names
     sinks = None if common.sinks is None else float32_sinks(common.sinks)
     return_lse = parse.flag(common.return_lse, "return_softmax_lse")
     pads_lse = return_lse and q_len > 0
@@ -160,7 +154,10 @@ def _attend(
         lse = _empty_lse(vq)
         lse_rows = lse.swapaxes(-1, -2)
     scalars = _scalars(
-        *(batch, common, len(vq.shape), q_len, return_lse, pads_lse, has_table_offsets)
+        *(names, len(vq.shape), q_len, batch.max_seqlen_q, batch.max_seqlen_k),
+        *(common.softmax_scale, common.causal, common.window_size, common.attention_chunk),
+        *(common.softcap, common.num_splits, batch.has_kv_steps),
+        *(return_lse, pads_lse, has_table_offsets),
     )
     arrays = (
         *(batch.q, batch.k, batch.v, None, batch.table, batch.kv_lens, common.out, lse_rows),

@@ -123,14 +123,17 @@ def _comparer_torch(
             return None
     except Exception:  # of a torch that has them in another form
         return None
-    offsets = [fact and fact[_OFFSET] for fact in facts]
+    # Those that are not given most often are the last ones.
+    end = max(place for place, x in enumerate(arrays) if x is not None) + 1
+    offsets = [fact and fact[_OFFSET] for fact in facts[:end]]
+    lowest = LOWEST_ADDRESS
 
     def compare(arrays: Sequence[Any]) -> list[int] | None:
         tensors = [x for x in arrays if x is not None]
         if len(tensors) != count or not are_equal(*tensors):
             return None
-        addresses = [0 if x is None else x.data_ptr() for x in arrays]
-        found = [address & 15 if address >= LOWEST_ADDRESS else None for address in addresses]
+        addresses = [0 if x is None else x.data_ptr() for x in arrays[:end]]
+        found = [address & 15 if address >= lowest else None for address in addresses]
         return addresses if found == offsets else None
 
     return compare
@@ -273,6 +276,7 @@ class CallCache(Generic[_Checked]):
         self._free = [place for place, argument in enumerate(arguments) if argument.is_free]
         self._absent = [0] * len(arguments)
         self._groups: dict[tuple[Any, ...], _Group[_Checked]] = {}
+        self._repeats: dict[tuple[Any, ...], tuple[Found[_Checked], list[int]]] = {}
         self._num_calls = 0
         _caches.append(self)
 
@@ -281,7 +285,36 @@ class CallCache(Generic[_Checked]):
 
     def clear(self) -> None:
         self._groups.clear()
+        self._repeats.clear()
         self._num_calls = 0
+
+    def lookup_repeat(
+        self, arrays: Sequence[Any], options: tuple[Any, ...]
+    ) -> tuple[Found[_Checked], list[int]] | None:
+        """The call that `remember` got with equal options, and addresses as from `lookup`, if
+        `arrays` differ from its own in nothing but addresses; or None."""
+        try:
+            found, places = self._repeats[options]
+            for place in places:
+                if type(options[place]) in BOOLS:
+                    return None
+            compare = found.compare
+            addresses = None if compare is None else compare(arrays)
+        except Exception:  # as in lookup
+            return None
+        if addresses is None:
+            return None
+        addresses += self._absent[len(addresses) :]
+        return found, addresses
+
+    def remember(self, options: tuple[Any, ...], found: Found[_Checked]) -> None:
+        """Let `lookup_repeat` find a call by options that, with the shapes and strides of its
+        arrays, decide its scalars."""
+        if found.compare is None:
+            return
+        if len(self._repeats) >= _MAX_CALLS:
+            self._repeats.clear()
+        self._repeats[options] = found, zeros_and_ones(options)
 
     def lookup(
         self, arrays: Sequence[Any], scalars: tuple[Any, ...]

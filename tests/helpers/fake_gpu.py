@@ -155,6 +155,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     replace(monkeypatch, real_allocator, allocator)
     replace(monkeypatch, memory.constant, memory.from_numpy)
     monkeypatch.setattr(scratch, "_make", lambda device, stream: (COUNTERS, None))
+    monkeypatch.setattr(scratch, "_kept", scratch._Kept())
     # torch gives its CPU tensors the index -1.
     monkeypatch.setattr(views, "_CUDA", (array.Device("cuda", 0),) * 2)
     props = SimpleNamespace(arch="sm_90a", max_smem_per_block=MAX_SHARED, num_sms=132)

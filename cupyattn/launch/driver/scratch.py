@@ -1,4 +1,5 @@
-"""Scratch memory of launches: bytes for one launch, and the arrival counters of split ones."""
+"""Scratch memory of launches: bytes for one launch, or for one thread's launches on a stream, and
+the arrival counters of split ones."""
 
 from __future__ import annotations
 
@@ -16,6 +17,19 @@ _CAPACITY = 8192
 # (device, raw stream) -> address and owner.
 _counters: dict[tuple[int, int], tuple[int, object]] = {}
 _lock = threading.Lock()
+# As much as torch keeps for cuBLAS on a stream.
+_MAX_KEPT_BYTES = 32 << 20
+_MAX_KEPT_STREAMS = 16
+
+
+class _Kept(threading.local):
+    """(device, raw stream) -> bytes, address and owner."""
+
+    def __init__(self) -> None:
+        self.workspaces: dict[tuple[int, int], tuple[int, int, object]] = {}
+
+
+_kept = _Kept()
 
 
 def allocator(like: ArrayView) -> Allocate:
@@ -45,6 +59,25 @@ def allocator(like: ArrayView) -> Allocate:
         return memory.ptr, memory
 
     return allocate_cupy
+
+
+def workspace(
+    num_bytes: int, device_index: int, stream: int, allocate: Allocate
+) -> tuple[int, object]:
+    """The address of memory for launches that this thread enqueues next on a stream, and an owner.
+
+    One thread's launches on a stream are ordered, so they share memory, which an allocation at each
+    call would cost a tenth of the call. What a graph being captured uses belongs to its pool.
+    """
+    if num_bytes > _MAX_KEPT_BYTES or cuda().is_capturing(stream):
+        return allocate(num_bytes)
+    workspaces = _kept.workspaces
+    kept = workspaces.get((device_index, stream))
+    if kept is None or kept[0] < num_bytes:
+        if len(workspaces) >= _MAX_KEPT_STREAMS:
+            workspaces.clear()
+        kept = workspaces[device_index, stream] = num_bytes, *allocate(num_bytes)
+    return kept[1], kept[2]
 
 
 def counters(count: int, device_index: int, stream: int, allocate: Allocate) -> tuple[int, object]:

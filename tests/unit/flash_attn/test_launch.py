@@ -502,3 +502,73 @@ def test_steps_of_a_server_are_cached(
         num_requests, _, num_rows = struct.unpack_from("<3i", gpu.launches[0].params, 96 + 80)
         assert (num_requests, num_rows) == (count, out.shape[0])
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("form", [x for x in step(1, 1, 1) if not x.endswith("LSE")])
+def test_a_repeated_call_runs_few_functions(gpu: Gpu, make: Callable[..., Any], form: str) -> None:
+    """Whatever ran between: a step of a server has a call of these shapes for each layer."""
+    if not has_guards():
+        pytest.skip("this torch has no comparison of its own")
+    for rows, count, width in ((70, 3, 5), (99, 7, 6)):
+        for _ in range(3):
+            step(rows, count, width)[form](make)
+        assert count_functions(lambda: step(rows, count, width)[form](make)) <= 18  # noqa: B023
+
+
+def has_guards() -> bool:
+    return hasattr(torch._C._dynamo.guards, "TensorGuards")
+
+
+BAD_OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("softcap: got -1", {"softcap": -1}),
+    ("softcap: got True", {"softcap": True}),
+    ("causal: got 2", {"causal": 2}),
+    ("window_size: got 3", {"window_size": 3}),
+    ("num_splits: got -1", {"num_splits": -1}),
+    ("num_splits: got False", {"num_splits": False}),
+    ("attention_chunk: got -1", {"attention_chunk": -1}),
+    ("attention_chunk: got False", {"attention_chunk": False}),
+    ("softmax_scale: got nan", {"softmax_scale": float("nan")}),
+    ("max_seqlen_q: got -1", {"max_seqlen_q": -1}),
+    ("return_softmax_lse: got 2", {"return_softmax_lse": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "message", "changes"),
+    [
+        *((function, *bad) for function in (decode, varlen) for bad in BAD_OPTIONS),
+        (varlen, "max_seqlen_k: got -1", {"max_seqlen_k": -1}),
+        (varlen, "max_seqlen_k: got True", {"max_seqlen_k": True}),
+        (varlen, "dropout_p: there is no dropout", {"dropout_p": 0.1}),
+        (varlen, "cp_world_size: got 2", {"cp_world_size": 2}),
+        (varlen, "score_mod: is not supported", {"score_mod": "x"}),
+        (decode, "page_table, block_table: are two names", {"block_table": ints(1)}),
+        (decode, "sinks, s_aux: are two names", {"sinks": numbers(H), "s_aux": numbers(H)}),
+    ],
+)
+def test_an_option_is_checked_behind_calls_that_differ_in_it_alone(
+    gpu: Gpu,
+    make: Callable[..., Any],
+    function: Callable[..., Any],
+    message: str,
+    changes: dict[str, Any],
+) -> None:
+    for _ in range(4):
+        function(make)
+    gpu.launches.clear()
+    with pytest.raises(CupyAttnError) as caught:
+        function(make, **changes)
+    assert message in str(caught.value) and not gpu.launches
+
+
+def test_repeats_with_other_options_are_other_calls(gpu: Gpu, make: Callable[..., Any]) -> None:
+    """The scale and the window are in the struct of the attention kernel."""
+    for _ in range(4):
+        varlen(make, causal=True)
+    for scale, left in ((0.5, -1), (0.25, -1), (0.5, 7), (0.5, -1)):
+        gpu.launches.clear()
+        for _ in range(3):
+            varlen(make, causal=True, softmax_scale=scale, window_size=[left, 0])
+        told = [unpack(x.params) for x in gpu.attentions()]
+        assert [(x["sm_scale"], x["window_left"]) for x in told] == [(scale, left)] * 3

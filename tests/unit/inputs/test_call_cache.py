@@ -146,3 +146,52 @@ def test_a_tensor_without_gradients_now_is_checked_again_with_them(cache: CallCa
         assert is_known(cache, *usual)
     usual[0].requires_grad_()
     assert cache.lookup(usual, ()) is None
+
+
+def repeat(cache: CallCache[str], options: tuple[Any, ...], *arrays: Any) -> Any:
+    """The call that is found by its options, remembered after two of equal shapes."""
+    for _ in range(3):
+        found = cache.lookup(arrays, ())
+        assert found is not None
+        cache.remember(options, found[0])
+    return cache.lookup_repeat(arrays, options)
+
+
+@pytest.mark.parametrize("name", ["", *CHANGES, "rows", "a table"])
+def test_a_repeat_differs_in_addresses_alone(cache: CallCache[str], name: str) -> None:
+    usual = rows(), SCALE, None, TABLE, rows()
+    insert(cache, *usual)
+    has_comparison = repeat(cache, ("x", 1), *usual) is not None
+    assert has_comparison == (call_cache._comparer_torch(usual, [None] * 5) is not None)
+    given: Any = {
+        "": (rows(), SCALE.clone(), None, TABLE.clone(), rows()),
+        "rows": (rows(5), SCALE, None, TABLE, rows(5)),
+        "a table": (rows(), SCALE, None, TABLE[:4], rows()),
+    }.get(name) or changed(name)
+    answer = cache.lookup_repeat(given, ("x", 1))
+    assert (answer is not None) == (not name and has_comparison)
+    if answer is not None:
+        call, addresses = answer
+        assert call.lengths[0] == 4
+        assert addresses == [0 if x is None else x.data_ptr() for x in given]
+
+
+def test_a_repeat_has_equal_options(cache: CallCache[str]) -> None:
+    usual = rows(), SCALE, None, TABLE, rows()
+    insert(cache, *usual)
+    if repeat(cache, ("x", 1, False), *usual) is None:
+        return
+    assert cache.lookup_repeat(usual, ("x", 1, 0)) is not None
+    for options in (("x", True, False), ("x", 2, False), ("y", 1, False), ("x", [1], False)):
+        assert cache.lookup_repeat(usual, options) is None
+    cache.clear()
+    assert cache.lookup_repeat(usual, ("x", 1, False)) is None
+
+
+def test_few_repeats_are_remembered(cache: CallCache[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = rows(), SCALE, None, TABLE, rows()
+    insert(cache, *usual)
+    monkeypatch.setattr(call_cache, "_MAX_CALLS", 3)
+    for i in range(10):
+        repeat(cache, (i,), *usual)
+        assert len(cache._repeats) <= 3

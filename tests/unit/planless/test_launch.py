@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers.fake_gpu import STREAM, Gpu, Launched, count_functions, pointer, un
 import cupyattn
 from cupyattn.errors import ArgumentError, CupyAttnError, UnsupportedError, WorkspaceError
 from cupyattn.launch.attention import plan_batch
+from cupyattn.launch.driver import scratch
 from cupyattn.launch.ops import packbits
 from cupyattn.planless import call
 from cupyattn.schedule import Masking
@@ -448,11 +450,57 @@ def test_a_workspace_that_is_too_small(gpu: Gpu, make: Make) -> None:
     assert len(gpu.launches) == 2
 
 
-def test_no_workspace_is_memory_for_one_call(gpu: Gpu, make: Make) -> None:
+def test_no_workspace_is_memory_of_the_thread_on_its_stream(
+    gpu: Gpu, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = Calls(make, "xqa", workspace_buffer=None)
-    for _ in range(2):
-        calls(calls.arguments())
-    assert len(gpu.launches) == 4 and len(gpu.scratch) == 2
+
+    def planned_at() -> list[int]:
+        """Where work lists of two calls are."""
+        gpu.launches.clear()
+        for _ in range(2):
+            calls(calls.arguments())
+        planners = [x for x in gpu.launches if x.kernel == "plan_batch"]
+        return [struct.unpack_from("<Q", x.params, 64)[0] for x in planners]
+
+    calls(calls.arguments())  # is checked, and has memory for itself
+    gpu.scratch.clear()
+    first, second = planned_at()
+    assert first == second and len(gpu.scratch) == 1
+
+    # Another thread's launches lie between this one's, on the same stream.
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.extend(planned_at()))
+    thread.start()
+    thread.join()
+    assert found[0] == found[1] != first and len(gpu.scratch) == 2
+
+    # A graph has memory of its own for each call, and so has a call that takes much.
+    gpu.is_capturing = True
+    planned_at()
+    assert len(gpu.scratch) == 4
+    gpu.is_capturing = False
+    monkeypatch.setattr(scratch, "_MAX_KEPT_BYTES", 1)
+    planned_at()
+    assert len(gpu.scratch) == 6
+
+
+def test_memory_is_kept_for_few_streams_and_as_much_as_a_call_took(gpu: Gpu) -> None:
+    made: list[int] = []
+
+    def allocate(num_bytes: int) -> tuple[int, object]:
+        made.append(num_bytes)
+        return len(made), None
+
+    def workspace(num_bytes: int, stream: int = 0, device: int = 0) -> int:
+        return scratch.workspace(num_bytes, device, stream, allocate)[0]
+
+    assert [workspace(n) for n in (10, 8, 10, 11, 5)] == [1, 1, 1, 2, 2]
+    assert workspace(5, device=1) == 3 and workspace(5) == 2 and workspace(5, device=1) == 3
+    for stream in range(1, 100):
+        assert workspace(5, stream) == workspace(5, stream)
+        assert len(scratch._kept.workspaces) <= 16
+    assert made[:3] == [10, 11, 5]
 
 
 def test_lengths_on_the_host_are_cudnns(gpu: Gpu, make: Make) -> None:
