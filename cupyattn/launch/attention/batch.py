@@ -102,19 +102,19 @@ class BatchLauncher:
         a plan that does not is a PlanError.
         """
         splitting = Splitting(may_split, split_tokens)
-        key = None if capacity is not None else self._key_of_equal(requests, splitting)
+        key = self._key_of_equal(requests, splitting, capacity)
         if key is not None:
             found = self._equal.get(key)
             if found is None:
                 if len(self._equal) >= _MAX_EQUAL:
                     self._equal.clear()
-                made = self._schedule(requests, splitting, None)
+                made = self._schedule(requests, splitting, capacity)
                 found = self._equal[key] = EqualRequests(made, requests.uniform)
             return found.schedule(requests)
         return self._schedule(requests, splitting, capacity)
 
     def _key_of_equal(
-        self, requests: BatchRequests, splitting: Splitting
+        self, requests: BatchRequests, splitting: Splitting, capacity: Capacity | None
     ) -> tuple[object, ...] | None:
         """What decides the plan of requests with equally many rows and keys, but for places and
         the keys of the last tile; None for others, and where a plan holds more."""
@@ -123,10 +123,12 @@ class BatchLauncher:
             return None
         if requests.key_offset is not None or requests.is_shared is not None:
             return None
-        first, last = int(kv_len[0]), int(kv_len[-1])
-        if first != last or (kv_len.size > 1 and not (kv_len == first).all()):
+        # Each length is the next one's. Bytes are compared five times as fast as short arrays.
+        first, raw = int(kv_len[0]), kv_len.tobytes()
+        if raw[kv_len.itemsize :] != raw[: -kv_len.itemsize]:
             return None
-        is_long = uniform * self.group_size > MOST_ROWS[VERIFY]
+        most = uniform if capacity is None else max(uniform, capacity.max_qo_len)
+        is_long = most * self.group_size > MOST_ROWS[VERIFY]
         # One prompt may need no list, and rotated keys take room by where they are.
         is_prompt = kv_len.size == 1 and not self.problem.is_wide
         if is_long and (is_prompt or self._keys.rope_table):
@@ -134,7 +136,7 @@ class BatchLauncher:
         # No tile is shorter than 16 keys. A window begins anywhere in one, and so do the last keys
         # that a tile of some of the rows sees.
         is_exact = is_long or self.masking.window_left >= 0
-        return uniform, kv_len.size, first if is_exact else -(-first // 16), splitting
+        return uniform, kv_len.size, first if is_exact else -(-first // 16), splitting, capacity
 
     def _schedule(
         self, requests: BatchRequests, splitting: Splitting, capacity: Capacity | None

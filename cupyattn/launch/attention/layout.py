@@ -16,7 +16,9 @@ from . import merge_levels, merge_splits, scan_mask
 from .kernels import Kernels, Rows
 
 _ITEM_BYTES = 4 * len(WORK_FIELDS)
-_Q_START, _KV_START, _KV_LEN = map(WORK_FIELDS.index, ("q_start", "kv_start", "kv_len"))
+_Q_START, _QO_LEN, _KV_START, _KV_LEN = map(
+    WORK_FIELDS.index, ("q_start", "qo_len", "kv_start", "kv_len")
+)
 _MAX_CACHED = 1024
 
 
@@ -129,6 +131,9 @@ class EqualRequests:
     def __init__(self, made: BatchSchedule, qo_len: int) -> None:
         (part,) = made.parts
         self._num_items = (part.merges - part.items) // _ITEM_BYTES
+        items = self._items(made.words)
+        # Room for more items is behind those of this plan.
+        self._num_items = np.count_nonzero(items[:, _QO_LEN])
         self._requests = self._items(made.words)[:, _Q_START] // qo_len
         self._made = made
 

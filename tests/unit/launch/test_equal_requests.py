@@ -12,7 +12,7 @@ from helpers.precompile import Recorder
 from cupyattn.core import dtypes
 from cupyattn.core.spec import AttentionSpec
 from cupyattn.launch.attention.batch import BatchLauncher
-from cupyattn.launch.attention.layout import BatchSchedule, EqualRequests
+from cupyattn.launch.attention.layout import BatchSchedule, Capacity, EqualRequests
 from cupyattn.schedule.batch import BatchRequests, Splitting
 
 _HALF = dtypes.bfloat16
@@ -76,8 +76,38 @@ def test_plans_are_a_planners_own(name: str, qo_len: int) -> None:
                     _compare(got, wanted, (count, kv_len, splitting))
 
 
+def _capacities(count: int, qo_len: int) -> list[Capacity]:
+    """Of graphs whose first plan was like this one, or had more of everything."""
+    return [
+        Capacity(count, count * qo_len, qo_len, 1 << 23),
+        Capacity(count, count * 300, 300, 1 << 24),
+        Capacity(2 * count, 3 * count * qo_len, 2 * qo_len, 1 << 24),
+    ]
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("qo_len", [1, 5, 70])
+def test_plans_of_graphs_are_a_planners_own(name: str, qo_len: int) -> None:
+    rng = np.random.default_rng(qo_len)
+    spec, splittings = SPECS[name], (Splitting(), Splitting(may_split=False))
+    with Recorder("sm_90a").plugged_in():
+        remembers = BatchLauncher(spec, spec.problem(), 0)
+        for count in (1, 7, 40):
+            for kv_len in (300, 301, 300, 320, 4097):
+                requests = _requests(rng, count, qo_len, kv_len)
+                for capacity in _capacities(count, qo_len):
+                    for splitting in splittings:
+                        got = remembers.schedule(
+                            requests, may_split=splitting.may_split, capacity=capacity
+                        )
+                        fresh = BatchLauncher(spec, spec.problem(), 0)
+                        wanted = fresh._schedule(requests, splitting, capacity)
+                        _compare(got, wanted, (count, kv_len, splitting, capacity))
+
+
+@pytest.mark.parametrize("capacity", [None, Capacity(8, 8, 1, 40000)])
 @pytest.mark.parametrize("name", ["causal", "latent", "latent of many heads"])
-def test_they_are_planned_once(name: str) -> None:
+def test_they_are_planned_once(name: str, capacity: Capacity | None) -> None:
     rng = np.random.default_rng(0)
     spec = SPECS[name]
     with Recorder("sm_90a").plugged_in():
@@ -89,6 +119,6 @@ def test_they_are_planned_once(name: str) -> None:
             mock.patch.object(launcher, "_schedule", side_effect=launcher._schedule) as planned,
         ):
             for kv_len in (4090, 4091, 4096):
-                launcher.schedule(_requests(rng, 8, 1, kv_len))
+                launcher.schedule(_requests(rng, 8, 1, kv_len), capacity=capacity)
     assert reused.call_count == 3
     assert planned.call_count == (3 if name == "latent of many heads" else 1)
