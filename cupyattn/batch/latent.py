@@ -104,7 +104,9 @@ def run(
         plan = wrapper._current or wrapper._require_plan()
         if turns.is_shared:
             turns.check(plan.owner)
-        scalars = plan.geometry, plan.framework, return_lse, names, *scales
+        scalars: tuple[Any, ...] = plan.geometry, plan.framework, return_lse, names
+        if scales is not NO_SCALES:
+            scalars += scales
         answer = _run_cached(plan, wrapper._workspace.ptr, arrays, scalars, return_lse)
         if answer is not None:
             return answer

@@ -22,6 +22,8 @@ from ..schedule.levels import Levels
 _least, _most = np.minimum.reduce, np.maximum.reduce
 _UNSIGNED = {np.dtype(np.int32): np.uint32, np.dtype(np.int64): np.uint64}
 _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
+# Offsets of more requests are read anew each time.
+_MOST_KNOWN = 1025
 
 
 class PageNames(NamedTuple):
@@ -175,7 +177,23 @@ def uniform_rows(num_requests: int, qo_len: int) -> QueryRows:
 
 def read_rows(qo_indptr: Any, name: str = "qo_indptr", unit: int = 1) -> QueryRows:
     """The rows that offsets from 0 on deal out; `unit` as in read_indptr."""
-    indptr, lengths, least = read_indptr(qo_indptr, name, unit=unit)
+    x = qo_indptr
+    if type(x) is np.ndarray and x.ndim == 1 and x.size <= _MOST_KNOWN and x.dtype in _INTEGERS:
+        return _known_rows(x.tobytes(), x.itemsize, name, unit)
+    return _read_rows(x, name, unit)
+
+
+@lru_cache(maxsize=64)
+def _known_rows(raw: bytes, itemsize: int, name: str, unit: int) -> QueryRows:
+    """The rows of offsets in these bytes; read-only. Steps of a decoding loop have the same."""
+    x = np.frombuffer(raw, np.int32 if itemsize == 4 else np.int64)
+    rows = _read_rows(x, name, unit)
+    rows.indptr.flags.writeable = rows.lengths.flags.writeable = False
+    return rows
+
+
+def _read_rows(x: Any, name: str, unit: int) -> QueryRows:
+    indptr, lengths, least = read_indptr(x, name, unit=unit)
     if indptr[0]:
         raise ArgumentError(f"{name}: the first offset is {indptr[0]}; wanted 0")
     is_uniform = least > 0 and least * lengths.size == indptr[-1]
@@ -235,8 +253,9 @@ def _read_lengths(kv_len: Any, num_pages: np.ndarray, page_size: int, name: str)
     lengths = host_integers(kv_len, name)
     if lengths.size != num_pages.size:
         raise _wrong_count(name, lengths.shape, num_pages.size)
-    is_wrong = (lengths < 0) | (lengths > num_pages * page_size)
-    if is_wrong.any():
+    # As unsigned numbers, so that one pass finds negative lengths too.
+    is_wrong = lengths.view(np.uint64) > (num_pages * page_size).view(np.uint64)
+    if np.count_nonzero(is_wrong):
         at = int(np.argmax(is_wrong))
         raise ArgumentError(
             f"{name}: request {at} has {lengths[at]} keys in {num_pages[at]} pages of {page_size}; "

@@ -199,6 +199,7 @@ class CachedCall(Generic[_Checked]):
     """What calls of one signature share. It holds no array of the caller's.
 
     checked    what the way to call made of a call that passed its checks
+    axes       (place, length_axis) of arrays that are given and have that axis
     extents    (a, b) of each array: n rows along its length_axis lie within a * n + b bytes; of a
                free one the bytes of a unit of stride, and of an element
     outputs    places of outputs that are given, each with the places that it may not overlap
@@ -208,6 +209,7 @@ class CachedCall(Generic[_Checked]):
     """
 
     checked: _Checked
+    axes: tuple[tuple[int, int], ...]
     extents: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
     make_out: Callable[[Sequence[int]], Any]
@@ -368,10 +370,8 @@ class CallCache(Generic[_Checked]):
             last.compare = framework.comparer(arrays, last.facts)
             return last
         facts, lengths = last.facts, self._absent.copy()
-        for place, shape in enumerate(shapes):
-            axis = self._axes[place]
-            if shape is not None and axis is not None and axis < len(shape):
-                lengths[place] = shape[axis]
+        for place, axis in last.call.axes:
+            lengths[place] = shapes[place][axis]  # type: ignore[index]
         if self._free:
             facts = [*facts]
             for place in self._free:
@@ -481,6 +481,11 @@ class CallCache(Generic[_Checked]):
             extents[place] = step, rest
         call = CachedCall(
             checked=checked,
+            axes=tuple(
+                (place, axis)
+                for place, (axis, shape) in enumerate(zip(self._axes, shapes, strict=False))
+                if axis is not None and shape is not None and axis < len(shape)
+            ),
             extents=tuple(extents),
             outputs=self._outputs(arrays),
             make_out=_maker(dtype_o, like, out_shape),

@@ -22,9 +22,9 @@ from .check import Call
 _MAX_BOUND = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Prepared:
-    """What launches of calls with equal signature and lengths share.
+    """What launches of calls with equal signature and lengths share; nobody changes it.
 
     padding    turns rows of LSE, `lse_rows` bytes into the workspace, into the caller's; or None
     mask       how bits lie in the caller's memory; if it has bools, `mask.address` bytes into the

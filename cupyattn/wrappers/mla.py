@@ -251,15 +251,17 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         `return_lse`. It never waits for the device. Raises ArgumentError for arrays that do not fit
         the plan, PlanError without one, before anything is written.
         """
-        geometry.refuse("not supported", profiler_buffer=profiler_buffer, o_scale=o_scale)
-        geometry.refuse("plan() has the lengths", kv_len=kv_len, page_table=page_table)
+        if not (profiler_buffer is o_scale is kv_len is page_table is None):
+            geometry.refuse("not supported", profiler_buffer=profiler_buffer, o_scale=o_scale)
+            geometry.refuse("plan() has the lengths", kv_len=kv_len, page_table=page_table)
         queries, q_names = _parts(query, (q_nope, q_pe), "query", _PACKED[0], _SPLIT[0])
         pages, k_names = _parts(kv_cache, (ckv_cache, kpe_cache), "kv_cache", _PACKED[1], _SPLIT[1])
         scales = latent.NO_SCALES
         if not (ckv_scale is ckv_scale_arr is kpe_scale is bmm1_scale is bmm2_scale is None):
             scales = self._scales(ckv_scale, ckv_scale_arr, kpe_scale, bmm1_scale, bmm2_scale)
-        is_natural = parse.flag(return_lse_base_on_e, "return_lse_base_on_e")
-        is_natural = is_natural or self._lse_mode == "basee"
+        is_natural = self._lse_mode == "basee"
+        if return_lse_base_on_e is not False:
+            is_natural |= parse.flag(return_lse_base_on_e, "return_lse_base_on_e")
         if is_natural and (lse is not None or parse.flag(return_lse, "return_lse")):
             arrays = queries, pages, (q_names, k_names), out
             return self._run_natural(arrays, lse, sinks, scales, return_lse)

@@ -133,7 +133,7 @@ class EqualRequests:
         self._num_items = (part.merges - part.items) // _ITEM_BYTES
         items = self._items(made.words)
         # Room for more items is behind those of this plan.
-        self._num_items = np.count_nonzero(items[:, _QO_LEN])
+        self._num_items = int(np.count_nonzero(items[:, _QO_LEN]))
         self._requests = self._items(made.words)[:, _Q_START] // qo_len
         self._made = made
 
@@ -145,7 +145,7 @@ class EqualRequests:
         made = self._made
         words = made.words.copy()
         items = self._items(words)
-        items[:, _KV_START] = requests.kv_start[self._requests]
+        items[:, _KV_START] = requests.kv_start.take(self._requests)
         items[:, _KV_LEN] = longest = int(requests.kv_len[0])
         return BatchSchedule(words, made.workspace_bytes, made.parts, longest=longest)
 

@@ -30,7 +30,8 @@ UNIFORM, RAGGED = CONFIGS = tuple(
 
 # kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
 _FORMAT = struct.Struct("<q 2i")
-_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 11i 3I 9i 6f 2i 4x")
+_TILES = struct.Struct("<6i 3I i")  # group_size to group_shift
+_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 5i {_TILES.size}s 8i 6f 2i 4x")
 _PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
 PARAMS = struct.Struct(f"<8Q {_PLANNED.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
@@ -77,9 +78,10 @@ class Lengths(NamedTuple):
     kv_room: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class DevicePlan:
-    """All that launches of one geometry and batch size share. Positions are bytes.
+    """All that launches of one geometry and batch size share; nobody changes it. Positions are
+    bytes.
 
     planner    the launch that writes the work list
     schedule   the launches behind it; its words are on the device only
@@ -121,6 +123,16 @@ def _kind(launcher: BatchLauncher, rows: str, is_ragged: bool) -> _Kind:
 
 
 @functools.lru_cache(maxsize=1024)
+def _packed_tiles(group_size: int, num_kv_heads: int, tile_q: int, tile_kv: int) -> bytes:
+    """How rows and keys are counted in tiles, and rows in tokens."""
+    tile_q_magic, tile_q_shift = params.divisor(tile_q)
+    tile_kv_magic, tile_kv_shift = params.divisor(tile_kv)
+    magics = tile_q_magic, tile_kv_magic, *params.divisor(group_size)
+    sizes = group_size, num_kv_heads, tile_q, tile_q_shift, tile_kv, tile_kv_shift
+    return _TILES.pack(*sizes, *magics)
+
+
+@functools.lru_cache(maxsize=1024)
 def _packed(formats: tuple[IndexFormat, ...]) -> bytes:
     return b"".join(layout.pack() for layout in formats)
 
@@ -159,12 +171,8 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     scale_v = scale_k + 4 * launcher.num_kv_heads
     partials = -(-(scale_v + 4 * launcher.num_kv_heads) // 16) * 16
     # A window that no request outgrows is none.
-    windows = (
-        window if window < lengths.max_kv_len else -1
-        for window in (masking.window_left, masking.window_right)
-    )
-    tile_q_magic, tile_q_shift = params.divisor(shape.tile_q)
-    tile_kv_magic, tile_kv_shift = params.divisor(shape.tile_kv)
+    left, right = masking.window_left, masking.window_right
+    most_keys = lengths.max_kv_len
     constants = _CONSTANTS.pack(
         _packed(lengths.formats),
         lengths.num_requests,
@@ -172,16 +180,9 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         lengths.num_rows,
         lengths.kv_step,
         lengths.max_kv_len,
-        launcher.group_size,
-        launcher.num_kv_heads,
-        shape.tile_q,
-        tile_q_shift,
-        shape.tile_kv,
-        tile_kv_shift,
-        tile_q_magic,
-        tile_kv_magic,
-        *params.divisor(launcher.group_size),
-        *windows,
+        _packed_tiles(launcher.group_size, launcher.num_kv_heads, shape.tile_q, shape.tile_kv),
+        left if left < most_keys else -1,
+        right if right < most_keys else -1,
         capacity.items_per_wave,
         capacity.num_tiles,
         capacity.num_more,
