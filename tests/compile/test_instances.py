@@ -3,10 +3,10 @@
 `make test` builds the instances of bfloat16 for sm_90a, with a cache of e4m3, or rows that are
 gathered, those of head dim 128; for the other architectures those of bfloat16 and head dim 128,
 with masks for sm_80 alone, and none for sm_86, whose registers are sm_89's; of mixed kernels, which
-are two in one, fewer. Of all of these it builds one of twelve where an option is on, the cache is
-of fp8 or the head dim is another (every other one of prefill_sm90 without options, of
-wide_decode_sm90 and of mixed kernels), and one of eight where the architecture is neither sm_80 nor
-sm_90a. On these two every kernel meets every option, over keys in rows or in pages. The rest is
+are two in one, fewer. Of all of these it builds one of 24 where an option is on or the cache is of
+fp8, one of twelve where the head dim is another (every other one of prefill_sm90 without options,
+of wide_decode_sm90 and of mixed kernels), and one of eight where the architecture is neither sm_80
+nor sm_90a. On these two every kernel meets every option, over keys in rows or in pages. The rest is
 slow.
 """
 
@@ -101,7 +101,7 @@ def _share(arch: str, name: str, config: jit.Config) -> int:
         return 2 if name == "wide_decode_sm90" else 1
     # Options cost registers, and so do wider heads: kernels without options are built.
     if _option(config) is not None or config["DTypeKV"] is not dtypes.bfloat16:
-        return 12
+        return 24
     if name == "mixed_sm80":
         return 2
     if (config["kHeadDimQK"], config["kHeadDimVO"]) == (128, 128):

@@ -91,20 +91,20 @@ def _of_class(chosen: ProblemClass, seed: int) -> Case:
     return replace(case, qo_len=min(case.qo_len, rows), group=min(case.group, 8))
 
 
-# Every fourth class, of these every other in the ordinary suite; the last tests here have all.
-FEW = CLASSES[3::4]
+# Every twelfth class has many calls in the ordinary suite; the slow one has all, with fewer calls.
+FEW = CLASSES[6::12]
 PER_CLASS = 14
 
 
-@pytest.mark.parametrize("index", one_of(2, range(len(FEW))))
+@pytest.mark.parametrize("index", range(len(FEW)))
 def test_random_options_of_few_kernels(index: int) -> None:
     for seed in range(PER_CLASS * index, PER_CLASS * (index + 1)):
         check(_of_class(FEW[index], seed), seed=seed % 4, num_sms=12)
 
 
 def test_there_are_enough_random_combinations() -> None:
-    assert len(FEW) * PER_CLASS >= 200
-    dims = {dim for chosen in FEW[::2] for dim in chosen.dims}
+    assert len(FEW) * PER_CLASS >= 70
+    dims = {dim for chosen in FEW for dim in chosen.dims}
     assert {64, 80, 128, 192, 256} <= dims  # the others are among the options alone
 
 
