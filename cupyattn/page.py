@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -545,19 +546,40 @@ def append_paged_mla_kv_cache(
         )
     else:
         pages = _with_head(ckv_cache, "ckv_cache"), _with_head(kpe_cache, "kpe_cache")
-    made = append_paged_kv_cache(
-        _with_head(append_ckv, "append_ckv"),
-        _with_head(append_kpe, "append_kpe"),
-        batch_indices,
-        positions,
-        pages,
-        kv_indices,
-        kv_indptr,
-        kv_last_page_len,
-        k_scale=ckv_scale,
-        v_scale=kpe_scale,
-    )
+    try:
+        made = append_paged_kv_cache(
+            _with_head(append_ckv, "append_ckv"),
+            _with_head(append_kpe, "append_kpe"),
+            batch_indices,
+            positions,
+            pages,
+            kv_indices,
+            kv_indptr,
+            kv_last_page_len,
+            k_scale=ckv_scale,
+            v_scale=kpe_scale,
+        )
+    except ArgumentError as error:
+        raise _of_latent_rows(error, kpe_cache is not None) from error
     return None if made is None else tuple(x[:, :, 0] for x in made)
+
+
+_LATENT_NAMES = {
+    "paged_kv_cache": "ckv_cache",
+    "paged_kv_cache[0]": "ckv_cache",
+    "paged_kv_cache[1]": "kpe_cache",
+    "append_key": "append_ckv",
+    "append_value": "append_kpe",
+    "k_scale": "ckv_scale",
+    "v_scale": "kpe_scale",
+}
+_LATENT_NAME = re.compile(r"\b(?:paged_kv_cache(?:\[[01]\])?|append_(?:key|value)\b|[kv]_scale\b)")
+
+
+def _of_latent_rows(error: ArgumentError, has_kpe_cache: bool) -> ArgumentError:
+    """An error of append_paged_kv_cache, with the names that arguments of latent rows have."""
+    names = _LATENT_NAMES if has_kpe_cache else _LATENT_NAMES | {"paged_kv_cache[1]": "ckv_cache"}
+    return type(error)(_LATENT_NAME.sub(lambda found: names[found[0]], str(error)))
 
 
 def _with_head(x: Any, name: str) -> Any:

@@ -76,7 +76,7 @@ def make_spec(
         parse.window(given.window_right, "window_right"),
     )
     if logits is not None:
-        soft_cap, logits = check_logits(logits, pos_encoding, soft_cap, mask_form)
+        soft_cap, logits = resolve_logits(logits, pos_encoding, soft_cap, mask_form)
     if logits is not None and logits.mask is not None:
         *own, mask = logits.split_windows()
         windows = narrower(windows[0], own[0]), narrower(windows[1], own[1])
@@ -116,7 +116,7 @@ def narrower(first: int, second: int) -> int:
     return max(first, second) if -1 in (first, second) else min(first, second)
 
 
-def check_logits(
+def resolve_logits(
     logits: LogitsExpression, pos_encoding: str, soft_cap: float, mask_form: str | None
 ) -> tuple[float, LogitsExpression | None]:
     """(soft cap, expressions) of a call: a transform that is the soft cap becomes that option.

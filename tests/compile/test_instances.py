@@ -3,9 +3,11 @@
 `make test` builds the instances of bfloat16 for sm_90a, with a cache of e4m3, or rows that are
 gathered, those of head dim 128; for the other architectures those of bfloat16 and head dim 128,
 with masks for sm_80 alone, and none for sm_86, whose registers are sm_89's; of mixed kernels, which
-are two in one, fewer. Of all of these it builds a quarter where an option is on, the cache is of
-fp8, the head dim is another (but of prefill_sm90) or the architecture is neither sm_80 nor sm_90a.
-The rest is slow.
+are two in one, fewer. Of all of these it builds one of 24 where an option is on or the cache is of
+fp8, one of twelve where the head dim is another (every other one of prefill_sm90 without options,
+of wide_decode_sm90 and of mixed kernels), and one of eight where the architecture is neither sm_80
+nor sm_90a. On these two every kernel meets every option, over keys in rows or in pages. The rest is
+slow.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ GATED = (
         alignments=(True, False),
     ),
 )
-_OPTIONS = ("kRope", "kAlibi", "kSoftCap", "kCustomMask", "kPaged")
+_OPTIONS = ("kRope", "kAlibi", "kSoftCap", "kCustomMask")
 _MAIN = ("sm_80", "sm_90a")
 
 Instance = tuple[str, jit.Config]
@@ -89,24 +91,33 @@ def _is_sampled(arch: str, name: str, config: jit.Config) -> bool:
     return kv is dtypes.bfloat16 and is_usual and is_here
 
 
-def _is_one_of_many(arch: str, name: str, config: jit.Config) -> bool:
-    """Whether `make test` builds a quarter of the instances like this one."""
-    is_elsewhere = arch not in _MAIN
+def _share(arch: str, name: str, config: jit.Config) -> int:
+    """Of how many instances like this one `make test` builds one."""
+    if arch not in _MAIN:
+        return 8
     if "DTypeQ" not in config:
-        return is_elsewhere or name == "merge_splits"
+        return 12 if name == "merge_splits" else 3
     if name.startswith("wide_"):
-        return False
+        return 2 if name == "wide_decode_sm90" else 1
     # Options cost registers, and so do wider heads: kernels without options are built.
-    has_options = any(config.get(option) for option in _OPTIONS[:4])
-    is_usual = (config["kHeadDimQK"], config["kHeadDimVO"]) == (128, 128)
-    is_built = is_usual or name == "prefill_sm90"
-    is_bfloat16 = config["DTypeKV"] is dtypes.bfloat16
-    return is_elsewhere or has_options or not is_bfloat16 or not is_built
+    if _option(config) is not None or config["DTypeKV"] is not dtypes.bfloat16:
+        return 24
+    if name == "mixed_sm80":
+        return 2
+    if (config["kHeadDimQK"], config["kHeadDimVO"]) == (128, 128):
+        return 1
+    return 2 if name == "prefill_sm90" else 12
+
+
+def _option(config: jit.Config) -> str | None:
+    return next((option for option in _OPTIONS if config.get(option)), None)
 
 
 def _kind(name: str, config: jit.Config) -> tuple[object, ...]:
-    """A kernel and its options; wide heads whose keys are in rows are no kind of their own."""
-    return name, *map(config.get, _OPTIONS[: 4 if name.startswith("wide_") else 5])
+    """A kernel and its option; without one also where keys are, but of the longest to build."""
+    option = _option(config)
+    has_both = option is None and not name.startswith(("wide_", "mixed_"))
+    return name, option, has_both and config.get("kPaged")
 
 
 def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
@@ -114,9 +125,9 @@ def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
     found: dict[str, tuple[str, list[Instance], bool]] = {}
     met: Counter[object] = Counter()
     for index, arch in enumerate(ARCHS):
-        # The main architectures build the first instance of each kind; the others build later ones,
-        # so that between them they meet more.
-        turn = 0 if arch in _MAIN else index
+        # The main architectures build the first instance of each kind, or the second, which has its
+        # keys in pages; the others build later ones, so that between them they meet more.
+        turn = 0 if arch in (*_MAIN, "sm_100a") else index
         groups: dict[str, list[Instance]] = defaultdict(list)
         slow: dict[str, bool] = {}
         for name, config in instances(GATED, arch):
@@ -124,7 +135,7 @@ def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
             label = f"{arch} {name}"
             if q is not None:
                 label += f" {q}-{kv} {config['kHeadDimQK']}-{config['kHeadDimVO']}"
-            for option in _OPTIONS[:4]:
+            for option in _OPTIONS:
                 label += f" {option}" if config.get(option) else ""
             if config.get("kGathers"):
                 label += " gathered"
@@ -135,10 +146,11 @@ def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
                 label += " lists" * config["kSparse"] + " aligned" * config["kAligned"]
                 label += " paged" * config["kPaged"]
             is_slow = q is not None and not _is_sampled(arch, name, config)
-            if not is_slow and _is_one_of_many(arch, name, config):
+            if not is_slow and (share := _share(arch, name, config)) > 1:
                 kind = (arch, *_kind(name, config))
                 met[kind] += 1
-                if (met[kind] + turn) % 4 != 1:
+                place = turn + (_option(config) in ("kAlibi", "kCustomMask"))
+                if (met[kind] - 1 - place) % share:
                     label, is_slow = f"{label}, the rest", True
             groups[label].append((name, config))
             slow[label] = is_slow

@@ -3,17 +3,35 @@
     python -m emulator.sanitized ubsan "causal, prefill" "mistakes/shift_too_far"
 
 AddressSanitizer must be in a process from its start: `command` gives the environment for it. Arrays
-of a call lie between guards; for as long as a kernel runs the guards are poison to it.
+of a call lie between guards; for as long as a kernel runs the guards are poison to it. Such a
+process starts slowly, and a mistake ends it: with `--each` every case has a fork.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 TESTS = Path(__file__).resolve().parents[1]
+
+
+class Done(NamedTuple):
+    """How a case ended that had a fork of its own, and what was written meanwhile."""
+
+    status: int
+    text: str
+
+
+def run_each(mode: str, *names: str) -> list[Done]:
+    """As `run`, where one case may end its process and the next still runs."""
+    done = run(mode, "--each", *names)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [Done(*x) for x in json.loads(done.stdout)]
 
 
 def run(mode: str, *names: str) -> subprocess.CompletedProcess[str]:
@@ -33,19 +51,49 @@ def run(mode: str, *names: str) -> subprocess.CompletedProcess[str]:
 
 
 def main(mode: str, *names: str) -> None:
-    from helpers import gpu_cases
-
-    from . import run as cases
-    from . import test_cascade, test_mistakes
-
+    sys.modules["torch"] = None  # type: ignore[assignment]  # ten seconds under AddressSanitizer
+    if names[:1] == ("--each",):
+        print(json.dumps([_forked(mode, name) for name in names[1:]]))
+        return
     for name in names:
-        if name.startswith("mistakes/"):
-            test_mistakes.run(name.removeprefix("mistakes/"), mode)
-        elif name == "cascade":
-            test_cascade.run_case(test_cascade.BASE, mode=mode)
-        else:
-            cases.single(cases.small(gpu_cases.ALONE[name]), mode=mode).check()
+        _run_case(mode, name)
         print(name, "passed", flush=True)
+
+
+def _forked(mode: str, name: str) -> Done:
+    from . import test_mistakes as _  # noqa: F401  # once for all forks
+
+    with tempfile.TemporaryFile() as file:
+        child = os.fork()
+        if child == 0:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            status = 1
+            try:
+                _run_case(mode, name)
+                status = 0
+            finally:
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        file.seek(0)
+        return Done(status, file.read().decode(errors="replace"))
+
+
+def _run_case(mode: str, name: str) -> None:
+    if name.startswith("mistakes/"):
+        from . import test_mistakes
+
+        test_mistakes.run(name.removeprefix("mistakes/"), mode)
+    elif name == "cascade":
+        from . import test_cascade
+
+        test_cascade.run_case(test_cascade.BASE, mode=mode)
+    else:
+        from helpers import gpu_cases
+
+        from . import run as cases
+
+        cases.single(cases.small(gpu_cases.ALONE[name]), mode=mode).check()
 
 
 if __name__ == "__main__":

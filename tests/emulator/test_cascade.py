@@ -11,6 +11,7 @@ import pytest
 from helpers import cascade_calls, compare, mixed_calls
 from helpers.batch_cases import Problem
 from helpers.cascade_calls import Case
+from helpers.share import one_of
 
 import cupyattn
 from cupyattn.launch.attention.batch import BatchLauncher
@@ -46,7 +47,7 @@ def run_case(case: Case, is_shared: bool | None = True, seed: int = 0, **facts: 
     return [launch.name for launch in emulated.launches]
 
 
-@pytest.mark.parametrize("first", range(0, 48, 4))
+@pytest.mark.parametrize("first", one_of(4, range(0, 48, 4)))
 def test_random_cascades(first: int) -> None:
     for seed in range(first, first + 4):
         is_shared = (True, True, None, False)[seed % 4]
@@ -105,7 +106,7 @@ def plan(case: Case, emulated: gpu.EmulatedGpu, **made: Any) -> cascade_calls.Ca
     return call
 
 
-@pytest.mark.parametrize("seed", [5, 13, 26, 28])
+@pytest.mark.parametrize("seed", one_of(2, [5, 13, 28, 26]))
 def test_four_ways_to_the_same_answer(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cascade by levels, without levels, the paged wrapper and BatchAttention."""
     problem = replace(BASE.problem, is_capped=seed % 2 == 1)
@@ -182,7 +183,7 @@ def run_mixed(first: int, count: int) -> None:
         emulate(make, num_sms=8 + seed % 9, seed=seed % 3)
 
 
-@pytest.mark.parametrize("first", range(0, 16, 4))
+@pytest.mark.parametrize("first", one_of(4, range(0, 16, 4)))
 def test_random_mixed_batches(first: int) -> None:
     run_mixed(first, 4)
 

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 from helpers.flash_cases import FORMS, Case, dense
 from helpers.new_keys import random_new_keys
+from helpers.share import one_of
 
 from cupyattn.flash_attn import flash_attn_with_kvcache
 
 from . import gpu
 
 
+@pytest.mark.parametrize("rounds", one_of(2, [range(3), range(3, 8)]), ids=["few", "rest"])
 @pytest.mark.parametrize("form", FORMS)
-def test_random_calls(form: str) -> None:
-    for seed in range(FORMS.index(form), 8 * len(FORMS), len(FORMS)):
+def test_random_calls(form: str, rounds: range) -> None:
+    for seed in (FORMS.index(form) + len(FORMS) * i for i in rounds):
         with gpu.plugged_in(seed=seed % 3):
             Case(seed, is_gpu=True).run()
 
@@ -62,7 +64,7 @@ def test_padding_ahead_of_many_rows(
     run_padded(page_size, options, is_portable=is_portable, num_sms=4)
 
 
-@pytest.mark.parametrize("first", range(0, 48, 16))
+@pytest.mark.parametrize("first", one_of(3, range(0, 48, 16)))
 def test_new_keys(first: int) -> None:
     """Rows, pages and positions of nobody among them."""
     names = set()

@@ -9,6 +9,7 @@ import pytest
 from helpers import calls
 from helpers.merge_calls import Call, check_bad_offsets
 from helpers.merge_cases import FORMS, MergeCase, random_case
+from helpers.share import one_of
 
 import cupyattn
 
@@ -23,7 +24,7 @@ def run_and_check(case: MergeCase, emulated: gpu.EmulatedGpu) -> None:
     calls.run_and_check(Call(case, np))
 
 
-@pytest.mark.parametrize("first", range(0, 120, 40))
+@pytest.mark.parametrize("first", one_of(3, range(0, 120, 40)))
 def test_random_merges(emulated: gpu.EmulatedGpu, first: int) -> None:
     for seed in range(first, first + 40):
         emulated.seed, emulated.arch = seed % 3, (900, 800)[seed % 2]

@@ -9,6 +9,7 @@ import pytest
 from helpers import page_cases, poison, slot_cases
 from helpers.page_cases import Append
 from helpers.page_faults import STRAY, random_case, spoil
+from helpers.share import one_of
 
 import cupyattn
 from cupyattn import paging, reference
@@ -24,7 +25,7 @@ def embed(x: np.ndarray) -> Any:
     return poison.embed(x.astype(np.int32)).array
 
 
-@pytest.mark.parametrize("first", range(0, 240, 40))
+@pytest.mark.parametrize("first", one_of(3, range(0, 240, 40)))
 def test_random_appends(emulated: gpu.EmulatedGpu, first: int) -> None:
     for seed in range(first, first + 40):
         emulated.forget()
@@ -106,7 +107,7 @@ def test_fewer_rows_than_tokens(emulated: gpu.EmulatedGpu) -> None:
         p.assert_intact("output")
 
 
-@pytest.mark.parametrize("first", range(0, 120, 40))
+@pytest.mark.parametrize("first", one_of(3, range(0, 120, 40)))
 def test_writes_to_slots(emulated: gpu.EmulatedGpu, first: int) -> None:
     for seed in range(first, first + 40):
         emulated.forget()

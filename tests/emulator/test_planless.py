@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers.planless_calls import Call
 from helpers.planless_cases import ENTRIES, PROBLEMS, Case, Problem, random_case
+from helpers.share import one_of
 
 from . import gpu
 from .run import emulate
@@ -31,7 +32,7 @@ def run(case: Case, **facts: Any) -> gpu.EmulatedGpu:
     return emulate(lambda workspace: Call(case, np, workspace), **facts)
 
 
-@pytest.mark.parametrize("index", range(COUNT))
+@pytest.mark.parametrize("index", one_of(4, range(COUNT)))
 def test_random_calls(index: int) -> None:
     for seed in range(index, index + 4 * COUNT, COUNT):
         run(random_case(seed), seed=seed % 3)

@@ -11,6 +11,7 @@ from helpers import gpu_cases
 from helpers.batch_cases import Case as BatchCase
 from helpers.batch_cases import Problem
 from helpers.cases import Case
+from helpers.share import one_of, slow_unless
 from helpers.verify_cases import FORMS
 
 import cupyattn
@@ -43,14 +44,19 @@ def kernels(answer: run.Answer | run.BatchAnswer) -> list[str]:
     return [name for name in names if name != "scan_mask"]
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+
+
+# Every head dim and both dtypes; the rest is slow.
+@pytest.mark.parametrize(
+    ("dtype", "dims"), one_of(2, product(("float16", "bfloat16"), _DIMS), is_several=True)
+)
 def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
     case = replace(CAUSAL, dtype=dtype, kv_dtype=dtype, head_dim_qk=dims[0], head_dim_vo=dims[1])
     check(case)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)])
+@pytest.mark.parametrize("dims", one_of(3, [(64, 64), (96, 96), (128, 128)]))
 def test_a_dominating_probability_is_not_rounded(dims: tuple[int, int]) -> None:
     check_dominating_probability(dims)
 
@@ -79,7 +85,7 @@ def test_rows_do_not_depend_on_those_beside_them(dims: tuple[int, int]) -> None:
 MANY_HEADS = dict(head_dim_qk=128, head_dim_vo=128, qo_len=250, kv_len=600, group=4, num_kv_heads=4)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", one_of(2, [False, True], 1))
 def test_swizzles_of_heads(causal: bool) -> None:
     check(replace(BASE, **MANY_HEADS, causal=causal))
 
@@ -104,8 +110,10 @@ def force_tiles(name: str, patch: pytest.MonkeyPatch) -> None:
 
 
 # With no keys, one tile of them, and many; rows of a part of a tile, of a warpgroup and of none.
-@pytest.mark.parametrize("name", select.LARGE_TILES[1:])
-@pytest.mark.parametrize("group", [1, 4, 7])
+# Each of three tiles once in the ordinary suite, with another group each.
+@pytest.mark.parametrize(
+    ("group", "name"), one_of(4, product((1, 4, 7), select.LARGE_TILES[1:]), is_several=True)
+)
 def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     force_tiles(name, monkeypatch)
     case = replace(CAUSAL, head_dim_qk=128, head_dim_vo=128, group=group, return_lse=group == 4)
@@ -117,7 +125,12 @@ def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "dim"), [("tall", 64), ("short", 64), ("middle", 96), ("short", 96), ("short", 256)]
+    ("name", "dim"),
+    one_of(
+        2,
+        [("tall", 64), ("short", 64), ("middle", 96), ("short", 96), ("short", 256)],
+        is_several=True,
+    ),
 )
 def test_other_tiles_of_other_dims(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     force_tiles(name, monkeypatch)
@@ -125,7 +138,12 @@ def test_other_tiles_of_other_dims(name: str, dim: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*product(("middle", "short"), test_batch.KINDS), ("tall", "ragged")]
+    ("name", "kind"),
+    slow_unless(
+        (("middle", "ragged"), ("short", "paged"), ("tall", "ragged")).__contains__,
+        [*product(("middle", "short"), test_batch.KINDS), ("tall", "ragged")],
+        is_several=True,
+    ),
 )
 def test_other_tiles_of_batches(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of few rows, one of none, and one whose values are not all finite."""
@@ -148,12 +166,15 @@ def test_hidden_values_of_other_tiles(name: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"qo_len": 20, "kv_len": 3000, "num_kv_heads": 1, "return_lse": True},
-        {"mask_kind": "packed", "mask_pattern": "tiles", "kv_len": 400},
-        {"pos_encoding_mode": "ROPE_LLAMA"},
-        {"pos_encoding_mode": "ALIBI", "kv_dtype": "float8_e4m3fn"},
-    ],
+    one_of(
+        2,
+        [
+            {"qo_len": 20, "kv_len": 3000, "num_kv_heads": 1, "return_lse": True},
+            {"pos_encoding_mode": "ROPE_LLAMA"},
+            {"mask_kind": "packed", "mask_pattern": "tiles", "kv_len": 400},
+            {"pos_encoding_mode": "ALIBI", "kv_dtype": "float8_e4m3fn"},
+        ],
+    ),
     ids=str,
 )
 def test_tiles_of_whole_tokens(changes: dict[str, object]) -> None:
@@ -164,8 +185,14 @@ def test_tiles_of_whole_tokens(changes: dict[str, object]) -> None:
     answer.check()
 
 
-@pytest.mark.parametrize("kind", test_batch.KINDS)
-@pytest.mark.parametrize("group", [5, 8])
+@pytest.mark.parametrize(
+    ("group", "kind"),
+    slow_unless(
+        ((5, "ragged"), (8, "paged")).__contains__,
+        product((5, 8), test_batch.KINDS),
+        is_several=True,
+    ),
+)
 def test_batches_of_one_request(kind: str, group: int) -> None:
     """They have no work list, unless keys are split."""
     case = replace(PAGED, qo_len=(90,), kv_len=(700,), group=group, **test_batch.KINDS[kind])
@@ -344,14 +371,18 @@ def test_pages(page_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("dims", "page_size"),
-    [((96, 96), 16), ((128, 128), 1), ((128, 128), 16), ((192, 128), 2), ((256, 256), 4)],
+    one_of(
+        2,
+        [((96, 96), 16), ((128, 128), 16), ((128, 128), 1), ((192, 128), 2), ((256, 256), 4)],
+        is_several=True,
+    ),
 )
 def test_dims_over_pages(dims: tuple[int, int], page_size: int) -> None:
     problem = Problem("float16", "float16", dims)
     check_batch(replace(PAGED, problem=problem, page_size=page_size, window_left=150))
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("kv_dtype", one_of(2, ["bfloat16", "float8_e4m3fn"]))
 def test_masks_over_small_pages(kv_dtype: str) -> None:
     problem = Problem("bfloat16", kv_dtype, (64, 64))
     case = replace(test_batch.BASE, qo_len=(200, 90), kv_len=(600, 95), page_size=2)
@@ -363,14 +394,18 @@ FP8 = replace(CAUSAL, kv_dtype="float8_e4m3fn", scale_k="vector", scale_v="scala
 
 @pytest.mark.parametrize(
     ("dims", "dtype", "kv_dtype"),
-    [
-        ((64, 64), "float16", "float8_e4m3fn"),
-        ((64, 64), "bfloat16", "float8_e5m2"),
-        ((96, 96), "float16", "float8_e5m2"),
-        ((128, 128), "bfloat16", "float8_e4m3fn"),
-        ((192, 128), "float16", "float8_e4m3fn"),
-        ((256, 256), "bfloat16", "float8_e4m3fn"),
-    ],
+    one_of(
+        2,
+        [
+            ((64, 64), "float16", "float8_e4m3fn"),
+            ((64, 64), "bfloat16", "float8_e5m2"),
+            ((96, 96), "float16", "float8_e5m2"),
+            ((128, 128), "bfloat16", "float8_e4m3fn"),
+            ((256, 256), "bfloat16", "float8_e4m3fn"),
+            ((192, 128), "float16", "float8_e4m3fn"),
+        ],
+        is_several=True,
+    ),
 )
 def test_fp8(dims: tuple[int, int], dtype: str, kv_dtype: str) -> None:
     case = replace(FP8, dtype=dtype, kv_dtype=kv_dtype, head_dim_qk=dims[0], head_dim_vo=dims[1])
@@ -387,8 +422,9 @@ def test_hidden_fp8_values_do_not_contaminate(value: float) -> None:
     answer.check()
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dim", "page_size"), one_of(3, product((64, 128), (1, 16)), is_several=True)
+)
 def test_fp8_over_pages(dim: int, page_size: int) -> None:
     problem = Problem("bfloat16", "float8_e4m3fn", (dim, dim))
     check_batch(replace(PAGED, problem=problem, page_size=page_size, window_left=150))
@@ -410,8 +446,10 @@ def test_rope(changes: dict[str, object]) -> None:
 
 
 # Keys of requests of few rows, and of none, are not rotated ahead.
-@pytest.mark.parametrize("kind", test_batch.KINDS)
-@pytest.mark.parametrize("split", [(None, False), (8, False)])
+@pytest.mark.parametrize(
+    ("split", "kind"),
+    one_of(3, product([(None, False), (8, False)], test_batch.KINDS), is_several=True),
+)
 def test_rope_of_batches(kind: str, split: tuple[int | None, bool]) -> None:
     problem = Problem("float16", "float16", (64, 64), pos_encoding_mode="ROPE_LLAMA")
     lengths = {"qo_len": (200, 3, 0, 90), "kv_len": (500, 300, 7, 95)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from helpers import gpu_cases
 
@@ -39,13 +41,13 @@ def test_cases_are_clean(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MISTAKES)
 def test_mistakes_are_found(mode: str) -> None:
-    import re
-
-    for name, message in MISTAKES[mode].items():
-        done = sanitized.run(mode, f"mistakes/{name}")
-        text = done.stdout + done.stderr
-        assert done.returncode != 0 and re.search(message, text), f"{name}: {text[-3000:]}"
-        assert "mistakes.cu" in text, text[-3000:]
+    *found, fine = sanitized.run_each(
+        mode, *(f"mistakes/{name}" for name in (*MISTAKES[mode], "fine_copy"))
+    )
+    assert fine.status == 0, fine.text
+    for (name, message), done in zip(MISTAKES[mode].items(), found, strict=True):
+        assert done.status != 0 and re.search(message, done.text), f"{name}: {done.text[-3000:]}"
+        assert "mistakes.cu" in done.text, done.text[-3000:]
 
 
 @pytest.mark.slow

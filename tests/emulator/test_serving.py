@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.serving_cases import KINDS, Case, LatentCase
+from helpers.share import one_of
 
 from . import gpu
 
@@ -58,15 +59,18 @@ STEPS_OF_MUTATIONS = (
 )
 
 
+# The first seeds in the ordinary suite, the rest in the slow one.
+@pytest.mark.parametrize("seeds", one_of(2, [range(7), range(7, 20)]), ids=["few", "rest"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_metadata_is_its_twin(kind: str) -> None:
-    for seed in range(20):
+def test_metadata_is_its_twin(kind: str, seeds: range) -> None:
+    for seed in seeds:
         compare_metadata(seed, kind, order=seed % 3)
 
 
+@pytest.mark.parametrize("seeds", one_of(2, [range(6), range(6, 15)]), ids=["few", "rest"])
 @pytest.mark.parametrize("kind", ["draft chain", "draft beams"])
-def test_metadata_of_all_steps_is_its_twin(kind: str) -> None:
-    for seed in range(15):
+def test_metadata_of_all_steps_is_its_twin(kind: str, seeds: range) -> None:
+    for seed in seeds:
         compare_metadata(seed, kind, is_together=True)
 
 

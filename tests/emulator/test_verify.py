@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers import item_cases, verify_cases
 from helpers.batch_cases import Case, Problem
+from helpers.share import one_of
 
 from . import run
 
@@ -23,7 +24,7 @@ def items(seed: int, problem: Problem) -> Case:
     return replace(item_cases.random_case(seed), problem=problem)
 
 
-@pytest.mark.parametrize("first", range(0, 18, BLOCK))
+@pytest.mark.parametrize("first", one_of(3, range(0, 18, BLOCK)))
 @pytest.mark.parametrize("make", [verification, items])
 def test_random_cases(make: object, first: int) -> None:
     for seed in range(first, first + BLOCK):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import compare, gpu_cases, mla_calls
 from helpers.mla_cases import PROBLEMS, WAYS, WIDE, Case, random_case, wide_case
+from helpers.share import one_of
 
 from cupyattn.core.dtypes import bfloat16, float8_e4m3fn
 from cupyattn.reference.latent_rows import pack_rows
@@ -42,11 +43,12 @@ def answers(case: Case, **facts: Any) -> tuple[np.ndarray, np.ndarray | None]:
         return call.run()
 
 
+@pytest.mark.parametrize("is_second", one_of(2, [False, True]), ids=["first", "second"])
 @pytest.mark.parametrize("way", WAYS)
-def test_random_calls(way: str) -> None:
+def test_random_calls(way: str, is_second: bool) -> None:
     index = list(WAYS).index(way)
-    for seed in (index, index + len(WAYS) * (index % 2 + 1)):
-        emulate(random_case(seed), seed=seed % 3, num_sms=4)
+    seed = index + is_second * len(WAYS) * (index % 2 + 1)
+    emulate(random_case(seed), seed=seed % 3, num_sms=4)
 
 
 # These seeds are calls of the wrappers, and one over lists.
@@ -137,10 +139,11 @@ def check_hidden_value(value: float, **facts: Any) -> None:
     assert np.isnan(spoiled[4].astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("first", one_of(2, [0, 40]))
 @pytest.mark.parametrize("index", range(len(WIDE)))
-def test_wide_heads(index: int) -> None:
-    for seed in (index, index + 40):
-        run.batch(wide_case(index, seed), seed=seed % 3).check()
+def test_wide_heads(index: int, first: int) -> None:
+    seed = index + first
+    run.batch(wide_case(index, seed), seed=seed % 3).check()
 
 
 @pytest.mark.slow

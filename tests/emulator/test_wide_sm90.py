@@ -4,9 +4,11 @@ wide heads."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
+from helpers.share import one_of, slow_unless
 
 from cupyattn.launch.tiles import wide_sm90
 
@@ -52,8 +54,10 @@ def test_pages(page_size: int, tile_q: int) -> None:
     check(replace(case, packed=page_size % 2 == 0))
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 48, 64, 128])
-@ALL_TILES
+@pytest.mark.parametrize(
+    ("page_size", "tile_q"),
+    one_of(2, product((8, 16, 48, 64, 128), (16, 32, 64)), is_several=True),
+)
 def test_boxes_of_pages(page_size: int, tile_q: int) -> None:
     """Boxes bring rows past the last key, which nobody owns."""
     case = replace(BASE, tma=True, page_size=page_size, tile_q=tile_q)
@@ -148,8 +152,15 @@ def test_hidden_values_do_not_contaminate(
     check(replace(case, spoiled=((0, 100, 100, np.nan),), kv_len=(500,)))
 
 
-@pytest.mark.parametrize("tile_q", [16, 32])
-@pytest.mark.parametrize("key_scales", ["", "tokens", "rows"])
+# Every kind of scale, and both tiles; the rest is slow.
+@pytest.mark.parametrize(
+    ("key_scales", "tile_q"),
+    slow_unless(
+        (("", 16), ("tokens", 32), ("rows", 16)).__contains__,
+        product(("", "tokens", "rows"), (16, 32)),
+        is_several=True,
+    ),
+)
 def test_fp8_keys(tile_q: int, key_scales: str) -> None:
     """Pages of any size, splits, lists, masks, steep logits, values that are not finite."""
     case = replace(BASE, kv_dtype=E4M3, key_scales=key_scales, tile_q=tile_q, page_size=5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from helpers.fake_batches import LIBRARY, FakeDecode, as_float64, fa3, single_prefill, xqa
 from helpers.fake_clock import FakeClock
+from helpers.share import one_of
 
 import cupyattn
 from benchmarks import cli, peers, report, timing, worker
@@ -253,9 +255,13 @@ def test_xqa_is_given_scattered_pages_and_a_window(on_cpu: Any) -> None:
     assert rows["flashinfer_xqa:xqa"]["status"] == "timed", rows["flashinfer_xqa:xqa"]
 
 
+# Each case and each kind of arrays once; the rest is slow.
 @pytest.mark.parametrize("timed", ["plan", "run"])
-@pytest.mark.parametrize("arrays", ["numpy", "torch_cpu", "device"])
-@pytest.mark.parametrize("case", [DECODE, PAGED, RAGGED], ids=_ids)
+@pytest.mark.parametrize(
+    ("arrays", "case"),
+    one_of(4, product(["numpy", "torch_cpu", "device"], [DECODE, PAGED, RAGGED]), is_several=True),
+    ids=lambda x: x if isinstance(x, str) else _ids(x),
+)
 def test_host_times_of_plan_and_run(case: BatchCase, arrays: str, timed: str, on_cpu: Any) -> None:
     rows = on_cpu(replace(case, op="host_batch", arrays=arrays, timed=timed, out=timed == "plan"))
     assert rows[f"ours:{case.api}"]["status"] == "timed", rows

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.share import slow_unless
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -52,7 +53,10 @@ def test_a_committed_notebook_is_its_script_executed(script: Path) -> None:
     assert target.stat().st_size <= building.MOST_BYTES
 
 
-@by_script
+# Each starts a process of its own; those of one request, of plans and of latent keys are ordinary.
+@pytest.mark.parametrize(
+    "script", slow_unless(lambda path: path.name[0] in "147", SCRIPTS), ids=lambda path: path.stem
+)
 def test_it_runs_without_a_gpu(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("CUPYATTN_NOTEBOOKS_SAVE", raising=False)

@@ -371,8 +371,10 @@ def test_what_is_compiled_ahead_is_launched_by_ordinary_calls(loads: Loads, on_g
     for name in CALLS:
         for _, found in _launched(name, loads, on_gpu):
             rest -= found
-    # Few rounds do not meet every combination of dtypes, head dims, options and lengths.
-    assert len(rest) < 0.3 * len(standard), rest
+    # Few rounds do not meet every combination of dtypes, head dims, options and lengths, of which
+    # Hopper has more.
+    most = {"sm_80": 0.16, "sm_90a": 0.3}[loads.arch]
+    assert len(rest) < most * len(standard), rest
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)

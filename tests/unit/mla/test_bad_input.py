@@ -181,7 +181,16 @@ ROWS = [
     append("cache", "ckv_cache: shape is", ckv_cache=of("float32", PAGES, 512)),
     append("columns", "ckv_cache: rows have 512 columns; wanted 576", kpe_cache=None),
     append("no slot", "positions", positions=ints(8, 20)),
-    append("scale of 32 bits", "k_scale", ckv_scale=0.5),
+    append("scale of 32 bits", "ckv_scale", ckv_scale=0.5),
+    append("other scale of 32 bits", "kpe_scale", kpe_scale=0.5),
+    append("read-only", "ckv_cache: a read-only",
+           ckv_cache=read_only(of("float32", PAGES, PAGE, 512))),
+    append("read-only rope", "kpe_cache: a read-only",
+           kpe_cache=read_only(of("float32", PAGES, PAGE, 64))),
+    append("read-only rows of both", "ckv_cache: a read-only",
+           ckv_cache=read_only(of("float32", PAGES, PAGE, 576)), kpe_cache=None),
+    append("pages apart", "kpe_cache: ", kpe_cache=of("float32", PAGES - 1, PAGE, 64)),
+    append("dtypes apart", "append_kpe: ", append_kpe=of("float16", 2, 64)),
 ]  # fmt: skip
 
 
