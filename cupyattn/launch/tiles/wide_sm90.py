@@ -20,7 +20,6 @@ _THREADS = 3 * 128
 _REGISTERS = (40, 232)
 # The packed rows of wide_decode_sm90, by the row class (select.ROW_CLASSES).
 _DECODE_ROWS = {"decode": 16, "verify": 32}
-_DECODE_THREADS = 2 * 128
 # So many splits of a tile are merged by the last of its blocks.
 FUSED_SPLITS = 8
 _PATTERN_BYTES = 1024
@@ -153,8 +152,11 @@ def decode_config(
     dtype_kv = dtype_kv or dtype
     head_dim_qk, head_dim_vo = LATENT
     tile_kv, num_pieces = 64, 2
-    stages, keys = 2, _panels(tile_kv, head_dim_qk, 2)
+    stages, keys, consumers = 2, _panels(tile_kv, head_dim_qk, 2), 1
     if dtype_kv.is_fp8:
+        # One that converts keys would wait for its own results for longer than memory takes. Of 32
+        # rows there are not the registers for two.
+        consumers = 2 if tile_q == 16 else 1
         row_bytes = head_dim_qk
         if key_scales == "rows":
             row_bytes = head_dim_vo + 16 + 2 * (head_dim_qk - head_dim_vo)
@@ -163,12 +165,12 @@ def decode_config(
     shared = struct_of(
         _panels(tile_q, head_dim_qk, 1),
         keys,
-        _panels(tile_q, tile_kv, 1),
-        Field(4 * 4 * tile_q, 16),  # of_warps
-        Field(4 * tile_q),  # factors
+        _panels(tile_q, tile_kv, consumers),
+        Field(4 * 4 * tile_q * consumers, 16),  # of_warps
+        Field(4 * tile_q * consumers),  # factors
         Field(4 * (tile_q if dtype_kv.is_fp8 else 1)),  # row_scales
         Field(4 * FUSED_SPLITS * tile_q),  # weights
-        Field(8),  # nonfinite keys
+        Field(8 * consumers),  # nonfinite keys
         Field(4),  # is_last
         Field(4 * tile_kv * (stages if key_scales == "tokens" else 1)),
         Field(stages * tile_kv if sparse else 1),
@@ -187,13 +189,14 @@ def decode_config(
         "kSparse": sparse,
         "kTma": tma,
         "kPaged": True,
+        "kConsumers": consumers,
         "kFusedSplits": FUSED_SPLITS,
         "kTileQ": tile_q,
         "kTileKV": tile_kv,
         "kStages": stages,
         "kSharedBytes": shared,
     }
-    name, threads = "wide_decode_sm90", _DECODE_THREADS
+    name, threads = "wide_decode_sm90", 128 * (1 + consumers)
     return TileConfig(name, jit.Config(constants), tile_q, tile_kv, threads, shared)
 
 
