@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cupyattn/attention/wide_sm90_consumer.cuh"
+#include "cupyattn/attention/wide_sm90_converter.cuh"
 #include "cupyattn/attention/wide_sm90_tma.cuh"
 
 namespace cupyattn {
@@ -38,6 +39,8 @@ struct WideSm90 {
       ptx::set_max_registers_down<Traits::kProducerRegisters>();
       if constexpr (Traits::kTma) {
         WideSm90TmaProducer<Traits>(block).run();
+      } else if constexpr (Traits::kConverts) {
+        WideSm90Converter<Traits>(block).run();
       } else {
         WideSm90Producer<Traits>(block).run();
       }

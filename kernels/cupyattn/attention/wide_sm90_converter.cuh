@@ -1,0 +1,274 @@
+// The producer warpgroup of wide_sm90 where keys have 8 bits: it loads them into registers and
+// writes them to shared memory as 16-bit elements, which products take. Keys that have scales are
+// multiplied by them and rounded.
+//
+// Four threads load a row at a time, 16 bytes each of 64 columns, and write 32. Eight threads write
+// two neighbouring rows at once, and their chunks lie in different banks. A thread has the same
+// columns of each panel, in two rows of a tile. Lines come to L2 a tile ahead, and to registers some
+// panels ahead, from one tile to the next.
+#pragma once
+
+#include "cupyattn/attention/wide_sm90_producer.cuh"
+
+namespace cupyattn {
+
+template <typename Traits>
+struct WideSm90Converter {
+  using DTypeKV = typename Traits::DTypeKV;
+  using DTypeQ = typename Traits::DTypeQ;
+  using KTile = typename Traits::KTile;
+  using Item = typename Traits::Item;
+  using Block = WideSm90Block<Traits>;
+  using Stage = typename Block::Stage;
+  static constexpr int kThreadsOfRow = 4, kRowsAtOnce = Traits::kWarpgroup / kThreadsOfRow;
+  static constexpr int kRows = Traits::kTileKV / kRowsAtOnce;
+  static constexpr int kPanels = KTile::kPanels, kRope = Traits::kLatentPanels;  // its panel
+  // Panels whose loads are under way. Every tile begins with the first buffer.
+  static constexpr int kAhead = 3;
+  static_assert(kPanels % kAhead == 0, "a buffer has the same panels of every tile");
+  static constexpr bool kTokenScales = Traits::kKeyScales == KeyScales::kTokenScales;
+  static constexpr bool kRowScales = Traits::kKeyScales == KeyScales::kScalesInRows;
+
+  // Where this thread's columns of the first panels of its rows lie; nullptr for a row that does not
+  // exist.
+  struct Rows {
+    const unsigned char *latent[kRows], *rope[kRows];
+  };
+  // Of the latent columns of its rows: one of a token, or one of each 128 columns.
+  struct Scales {
+    float of_token[kTokenScales ? kRows : 1];
+    float4 in_row[kRowScales ? kRows : 1];
+  };
+  using Pages = int[kRows];
+  // A thread's 16 bytes of each row of a panel, or 32 of rope columns that have 16 bits.
+  using Buffer = Vector16[kRows][kRowScales ? 2 : 1];
+
+  const Block& block;
+  const AttentionParams& params;
+  const LatentParams& latent;
+  typename Traits::SharedMemory& shared;
+  const int row, lane;  // the first of the thread's rows, and which of its four threads it is
+
+  __device__ __forceinline__ explicit WideSm90Converter(const Block& block)
+      : block(block),
+        params(block.params),
+        latent(latent_of(block.all_params)),
+        shared(block.shared),
+        row(threadIdx.x / kThreadsOfRow),
+        lane(threadIdx.x % kThreadsOfRow) {}
+
+  __device__ __forceinline__ void run() const {
+    const Item& item = shared.items[0];
+    if (!item.has_keys()) return;
+    int tile = item.tiles.end - 1;
+    Pages pages;
+    look_up(pages, item, tile);
+    Rows rows;
+    find(rows, item, tile, pages);
+    Scales scales;
+    load_scales(scales, item, tile, pages, rows);
+    look_up(pages, item, tile - 1);
+    Buffer buffers[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) load(buffers[i], rows, panel_at(i));
+    WideSm90Producer<Traits>(block).copy_queries(item);
+    Stage stage;
+    for (; tile >= item.tiles.begin; --tile) {
+      prefetch(item, tile - 1, pages);
+      convert_tile(item, tile, stage, rows, scales, pages, buffers);
+      stage.advance();
+    }
+  }
+
+  // The order in which consumers want the panels: the rope panel, so that its address is needed for
+  // a moment only, the follower's, the leader's.
+  static constexpr int kFollowers = kPanels - Traits::kPanelsOfPiece;
+  static __device__ __forceinline__ constexpr int panel_at(int i) {
+    return i == 0 ? kRope : i < kFollowers ? Traits::kPanelsOfPiece + i - 1 : i - kFollowers;
+  }
+
+  // --- Where keys are ---
+
+  __device__ __forceinline__ void look_up(Pages& pages, const Item& item, int tile) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int key = item.first_key(tile) + row + i * kRowsAtOnce;
+      pages[i] = -1;
+      if (tile < item.tiles.begin || key >= item.range.end) continue;
+      const int entry = Traits::kSparse ? key : PageSlot::of(params, key).page;
+      pages[i] = params.kv_indices[item.work.request.kv_start + entry];
+    }
+  }
+
+  __device__ __forceinline__ PageSlot slot_of(const Item& item, int tile, int i, int page) const {
+    if constexpr (Traits::kSparse) return PageSlot::of(params, page);
+    const int key = item.first_key(tile) + row + i * kRowsAtOnce;
+    return PageSlot{page, PageSlot::of(params, key).slot};
+  }
+  __device__ __forceinline__ void find(Rows& rows, const Item& item, int tile,
+                                       const Pages& pages) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      rows.latent[i] = rows.rope[i] = nullptr;
+      if (pages[i] < 0) continue;
+      const PageSlot at = slot_of(item, tile, i, pages[i]);
+      rows.latent[i] =
+          reinterpret_cast<const unsigned char*>(keys_of<DTypeKV>(params, 0)) +
+          paged_row(at.page, at.slot, params.k_stride_page, params.k_stride_n) + 16 * lane;
+      rows.rope[i] = static_cast<const unsigned char*>(latent.k_rope) +
+                     paged_row(at.page, at.slot, latent.k_rope_stride_page,
+                               latent.k_rope_stride_n) +
+                     (kRowScales ? 32 : 16) * lane;
+    }
+  }
+  __device__ __forceinline__ void load_scales(Scales& scales, const Item& item, int tile,
+                                              const Pages& pages, const Rows& rows) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if constexpr (kTokenScales) {
+        scales.of_token[i] = 0.0f;
+        if (pages[i] < 0) continue;
+        const PageSlot at = slot_of(item, tile, i, pages[i]);
+        const int64_t token = static_cast<int64_t>(at.page) * params.page_size + at.slot;
+        scales.of_token[i] = params.scale_k[token];  // mutate: wide-converter-scale-of-another-token
+      } else if constexpr (kRowScales) {
+        scales.in_row[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (rows.latent[i] == nullptr) continue;
+        scales.in_row[i] = *reinterpret_cast<const float4*>(rows.latent[i] - 16 * lane +
+                                                            Traits::kHeadDimVO);
+      }
+    }
+  }
+
+  // Brings the lines of a tile's rows to L2, four and the last.
+  __device__ __forceinline__ void prefetch(const Item& item, int tile, const Pages& pages) const {
+    Rows rows;
+    find(rows, item, tile, pages);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (rows.latent[i] == nullptr) continue;
+      ptx::prefetch_l2(rows.latent[i] + 112 * lane);
+      if (lane == 0) ptx::prefetch_l2(rows.rope[i]);
+    }
+  }
+
+  // --- Panels ---
+
+  // Loads the thread's columns of a panel; rows that do not exist are zeros.
+  __device__ __forceinline__ void load(Buffer& to, const Rows& rows, int panel) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const unsigned char* const from =
+          panel == kRope ? rows.rope[i] : rows.latent[i] + 64 * panel;
+      const int count = kRowScales && panel == kRope ? 2 : 1;
+#pragma unroll
+      for (int v = 0; v < count; ++v) {
+        to[i][v] = Vector16{};
+        if (rows.latent[i] == nullptr) continue;  // mutate: wide-converter-absent-key-read
+        to[i][v] = ptx::load_no_allocate(reinterpret_cast<const Vector16*>(from) + v);
+      }
+    }
+  }
+
+  // Writes the thread's columns of a panel. to: where its two chunks of the first row and panel go.
+  __device__ __forceinline__ void store(unsigned char* const (&to)[2], const Buffer& from,
+                                        const Scales& scales, int panel) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Vector16 converted;
+        if (kRowScales && panel == kRope) {
+          converted = from[i][kRowScales ? half : 0];
+        } else if (panel == kRope) {
+          converted = convert<true>(from[i][0], half, latent.rope_scale);
+        } else {
+          constexpr bool kScaled = kTokenScales || kRowScales;
+          converted = convert<kScaled>(from[i][0], half, scale_of(scales, i, panel));
+        }
+        *reinterpret_cast<Vector16*>(to[half] + i * (kRowsAtOnce / 8) * KTile::kGroupBytes +
+                                     panel * KTile::kPanelBytes) = converted;
+      }
+      ptx::warp_sync();  // one row's elements in registers at a time
+    }
+  }
+  // Of a row's columns of a panel.
+  static __device__ __forceinline__ float scale_of(const Scales& scales, int i, int panel) {
+    if constexpr (kTokenScales) return scales.of_token[i];
+    if constexpr (!kRowScales) return 1.0f;
+    const float4& of = scales.in_row[kRowScales ? i : 0];
+    // mutate: wide-converter-scale-of-the-first-columns
+    return panel < 2 ? of.x : panel < 4 ? of.y : panel < 6 ? of.z : of.w;
+  }
+  // Eight of sixteen bytes as elements of 16 bits.
+  template <bool kScaled>
+  static __device__ __forceinline__ Vector16 convert(const Vector16& bytes, int half, float scale) {
+    Vector16 converted;
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      const uint32_t word = bytes.word[2 * half + w];
+      converted.word[2 * w] = pair_of<kScaled, 0, 1>(word, scale);
+      converted.word[2 * w + 1] = pair_of<kScaled, 2, 3>(word, scale);
+    }
+    return converted;
+  }
+  template <bool kScaled, int kLow, int kHigh>
+  static __device__ __forceinline__ uint32_t pair_of(uint32_t bytes, float scale) {
+    if constexpr (!kScaled) {
+      return ptx::fp8_to_pair<DTypeQ, DTypeKV, kLow, kHigh>(bytes);
+    } else {
+      float low, high;
+      ptx::unpack_pair<half_t>(ptx::Fp8ToHalfPair<DTypeKV, kLow, kHigh>::convert(bytes), low, high);
+      return ptx::pack_pair<DTypeQ>(low * scale, high * scale);
+    }
+  }
+
+  // Writes the panels of a tile once their places are free. In the end `rows`, `scales` and `buffers`
+  // are those of the tile before it, and `pages` those of the next but one: looked up early, because
+  // the page table is far away.
+  __device__ __forceinline__ void convert_tile(const Item& item, int tile, const Stage& stage,
+                                               Rows& rows, Scales& scales, Pages& pages,
+                                               Buffer (&buffers)[kAhead]) const {
+    Scales next_scales;
+    unsigned char* const keys = shared.k[stage.stage];
+    unsigned char* const to[2] = {keys + KTile::offset(row, 2 * lane),
+                                  keys + KTile::offset(row, 2 * lane + 1)};
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) {
+      if (i == 0) {
+        // mutate: wide-converter-place-not-awaited
+        await_phase(shared.empty[stage.stage][Traits::kOfFollower], stage.parity ^ 1);
+        if constexpr (Traits::kSparse) mark_keys(stage, rows);
+      }
+      if (i == kFollowers) {
+        await_phase(shared.empty[stage.stage][Traits::kOfLeader], stage.parity ^ 1);
+      }
+      store(to, buffers[i % kAhead], scales, panel_at(i));
+      if (i == kPanels - kAhead) {
+        find(rows, item, tile - 1, pages);  // mutate: wide-converter-rows-of-the-same-tile
+        load_scales(next_scales, item, tile - 1, pages, rows);
+        look_up(pages, item, tile - 2);
+      }
+      load(buffers[i % kAhead], rows, panel_at((i + kAhead) % kPanels));
+      if (i == kFollowers - 1) pass_on(shared.full[stage.stage][Traits::kOfFollower]);
+    }
+    pass_on(shared.full[stage.stage][Traits::kOfLeader]);
+    scales = next_scales;
+  }
+  __device__ __forceinline__ void pass_on(uint64_t& full) const {
+    ptx::fence_proxy_async();  // mutate: wide-converter-not-fenced
+    ptx::warp_sync();
+    ptx::mbarrier_arrive_if(threadIdx.x % kWarpSize == 0, ptx::shared_address(&full));
+  }
+
+  // Says which keys of a stage are there.
+  __device__ __forceinline__ void mark_keys(const Stage& stage, const Rows& rows) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const bool exists = rows.latent[i] != nullptr;  // mutate: wide-converter-hidden-keys-marked
+      if (lane == 0) shared.exists[stage.stage][row + i * kRowsAtOnce] = exists;
+    }
+  }
+};
+
+}  // namespace cupyattn
