@@ -152,7 +152,6 @@ WIDE_SM90 = (
         "",
         "hopper wide fp8",
     ),
-    Mutation("wide-converter-not-fenced", "ptx::fence_proxy_async();", "", "hopper wide fp8"),
     Mutation(
         "wide-converter-hidden-keys-marked", "!= nullptr", "== nullptr", "hopper wide fp8 sparse"
     ),

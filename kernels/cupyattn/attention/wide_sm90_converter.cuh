@@ -256,7 +256,7 @@ struct WideSm90Converter {
     scales = next_scales;
   }
   __device__ __forceinline__ void pass_on(uint64_t& full) const {
-    ptx::fence_proxy_async();  // mutate: wide-converter-not-fenced
+    ptx::fence_proxy_async();
     ptx::warp_sync();
     ptx::mbarrier_arrive_if(threadIdx.x % kWarpSize == 0, ptx::shared_address(&full));
   }
