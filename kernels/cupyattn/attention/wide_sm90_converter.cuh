@@ -1,11 +1,10 @@
-// The producer warpgroup of wide_sm90 where keys have 8 bits: it loads them into registers and
-// writes them to shared memory as 16-bit elements, which products take. Keys that have scales are
-// multiplied by them and rounded.
+// The producer warpgroup of wide_sm90 where keys have 8 bits: it makes 16-bit elements of them in
+// shared memory, which products take. Keys that have scales are multiplied by them and rounded.
 //
-// Four threads load a row at a time, 16 bytes each of 64 columns, and write 32. Eight threads write
-// two neighbouring rows at once, and their chunks lie in different banks. A thread has the same
-// columns of each panel, in two rows of a tile. Lines come to L2 a tile ahead, and to registers some
-// panels ahead, from one tile to the next.
+// A thread has the same columns of each panel, in two rows of a tile: 16 bytes, which become 32. They
+// land where the first of these are to lie, so nobody else's are in their way, and a whole tile is
+// under way without registers. Four threads have neighbouring columns of a row; eight have two
+// neighbouring rows, whose chunks lie in different banks. Lines come to L2 a tile ahead.
 #pragma once
 
 #include "cupyattn/attention/wide_sm90_producer.cuh"
@@ -23,9 +22,6 @@ struct WideSm90Converter {
   static constexpr int kThreadsOfRow = 4, kRowsAtOnce = Traits::kWarpgroup / kThreadsOfRow;
   static constexpr int kRows = Traits::kTileKV / kRowsAtOnce;
   static constexpr int kPanels = KTile::kPanels, kRope = Traits::kLatentPanels;  // its panel
-  // Panels whose loads are under way. Every tile begins with the first buffer.
-  static constexpr int kAhead = 3;
-  static_assert(kPanels % kAhead == 0, "a buffer has the same panels of every tile");
   static constexpr bool kTokenScales = Traits::kKeyScales == KeyScales::kTokenScales;
   static constexpr bool kRowScales = Traits::kKeyScales == KeyScales::kScalesInRows;
 
@@ -40,8 +36,6 @@ struct WideSm90Converter {
     float4 in_row[kRowScales ? kRows : 1];
   };
   using Pages = int[kRows];
-  // A thread's 16 bytes of each row of a panel, or 32 of rope columns that have 16 bits.
-  using Buffer = Vector16[kRows][kRowScales ? 2 : 1];
 
   const Block& block;
   const AttentionParams& params;
@@ -61,30 +55,30 @@ struct WideSm90Converter {
     const Item& item = shared.items[0];
     if (!item.has_keys()) return;
     int tile = item.tiles.end - 1;
-    Pages pages;
+    // Those of the tile that is copied next are looked up a tile ahead: the page table is far away.
+    Pages pages, next;
     look_up(pages, item, tile);
-    Rows rows;
-    find(rows, item, tile, pages);
-    Scales scales;
-    load_scales(scales, item, tile, pages, rows);
-    look_up(pages, item, tile - 1);
-    Buffer buffers[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) load(buffers[i], rows, panel_at(i));
+    look_up(next, item, tile - 1);
     WideSm90Producer<Traits>(block).copy_queries(item);
+    Scales scales;
     Stage stage;
-    for (; tile >= item.tiles.begin; --tile) {
-      prefetch(item, tile - 1, pages);
-      convert_tile(item, tile, stage, rows, scales, pages, buffers);
+    copy_tile(item, tile, stage, pages, scales);
+    while (true) {
+      prefetch(item, tile - 1, next);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) pages[i] = next[i];
+      look_up(next, item, tile - 2);  // mutate: wide-converter-page-of-the-same-tile
+      convert_tile(stage, scales);
       stage.advance();
+      if (--tile < item.tiles.begin) return;
+      copy_tile(item, tile, stage, pages, scales);
     }
   }
 
-  // The order in which consumers want the panels: the rope panel, so that its address is needed for
-  // a moment only, the follower's, the leader's.
+  // The order in which consumers want the panels: the follower's, with the rope panel, the leader's.
   static constexpr int kFollowers = kPanels - Traits::kPanelsOfPiece;
   static __device__ __forceinline__ constexpr int panel_at(int i) {
-    return i == 0 ? kRope : i < kFollowers ? Traits::kPanelsOfPiece + i - 1 : i - kFollowers;
+    return i < kFollowers ? Traits::kPanelsOfPiece + i : i - kFollowers;
   }
 
   // --- Where keys are ---
@@ -152,44 +146,105 @@ struct WideSm90Converter {
     }
   }
 
-  // --- Panels ---
+  // --- Copies ---
 
-  // Loads the thread's columns of a panel; rows that do not exist are zeros.
-  __device__ __forceinline__ void load(Buffer& to, const Rows& rows, int panel) const {
+  // Where the thread's first chunks of its first row and the first panel go.
+  struct Place {
+    unsigned char* chunks[2];
+
+    __device__ __forceinline__ unsigned char* at(int chunk, int i, int panel) const {
+      return chunks[chunk] + i * (kRowsAtOnce / 8) * KTile::kGroupBytes +
+             panel * KTile::kPanelBytes;
+    }
+  };
+  __device__ __forceinline__ Place place_of(const Stage& stage) const {
+    unsigned char* const keys = shared.k[stage.stage];
+    return Place{{keys + KTile::offset(row, 2 * lane), keys + KTile::offset(row, 2 * lane + 1)}};
+  }
+
+  // Starts the copies of a tile's rows as their places become free. Rows that do not exist become
+  // zeros.
+  __device__ __forceinline__ void copy_tile(const Item& item, int tile, const Stage& stage,
+                                            const Pages& pages, Scales& scales) const {
+    Rows rows;
+    find(rows, item, tile, pages);
+    load_scales(scales, item, tile, pages, rows);
+    const Place to = place_of(stage);
+    // mutate: wide-converter-place-not-awaited
+    await_phase(shared.empty[stage.stage][Traits::kOfFollower], stage.parity ^ 1);
+    if constexpr (Traits::kSparse) mark_keys(stage, rows);
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) {
+      if (i == kFollowers) {
+        ptx::cp_async_commit();
+        await_phase(shared.empty[stage.stage][Traits::kOfLeader], stage.parity ^ 1);
+      }
+      copy(to, rows, panel_at(i));
+    }
+    ptx::cp_async_commit();
+  }
+  __device__ __forceinline__ void copy(const Place& to, const Rows& rows, int panel) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const unsigned char* const from =
           panel == kRope ? rows.rope[i] : rows.latent[i] + 64 * panel;
-      const int count = kRowScales && panel == kRope ? 2 : 1;
-#pragma unroll
-      for (int v = 0; v < count; ++v) {
-        to[i][v] = Vector16{};
-        if (rows.latent[i] == nullptr) continue;  // mutate: wide-converter-absent-key-read
-        to[i][v] = ptx::load_no_allocate(reinterpret_cast<const Vector16*>(from) + v);
+      const bool exists = rows.latent[i] != nullptr;  // mutate: wide-converter-absent-key-read
+      ptx::cp_async_16(ptx::shared_address(to.at(0, i, panel)), from, exists);
+      if (kRowScales && panel == kRope) {
+        ptx::cp_async_16(ptx::shared_address(to.at(1, i, panel)), from + 16, exists);
       }
     }
   }
 
-  // Writes the thread's columns of a panel. to: where its two chunks of the first row and panel go.
-  __device__ __forceinline__ void store(unsigned char* const (&to)[2], const Buffer& from,
-                                        const Scales& scales, int panel) const {
+  // Says which keys of a stage are there.
+  __device__ __forceinline__ void mark_keys(const Stage& stage, const Rows& rows) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const bool exists = rows.latent[i] != nullptr;  // mutate: wide-converter-hidden-keys-marked
+      if (lane == 0) shared.exists[stage.stage][row + i * kRowsAtOnce] = exists;
+    }
+  }
+
+  // --- Conversions ---
+
+  // Converts what this thread has copied, and passes the pieces on.
+  __device__ __forceinline__ void convert_tile(const Stage& stage, const Scales& scales) const {
+    const Place place = place_of(stage);
+    ptx::cp_async_wait_group<1>();  // mutate: wide-converter-copies-not-awaited
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) {
+      if (i == kFollowers) {
+        pass_on(shared.full[stage.stage][Traits::kOfFollower]);
+        ptx::cp_async_wait_group<0>();
+      }
+      convert_panel(place, scales, panel_at(i));
+    }
+    pass_on(shared.full[stage.stage][Traits::kOfLeader]);
+  }
+  __device__ __forceinline__ void pass_on(uint64_t& full) const {
+    ptx::fence_proxy_async();
+    ptx::warp_sync();
+    ptx::mbarrier_arrive_if(threadIdx.x % kWarpSize == 0, ptx::shared_address(&full));
+  }
+  __device__ __forceinline__ void convert_panel(const Place& place, const Scales& scales,
+                                                int panel) const {
+    const bool is_rope = panel == kRope;
+    if (kRowScales && is_rope) return;  // they have 16 bits
+    Vector16 bytes[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      bytes[i] = *reinterpret_cast<const Vector16*>(place.at(0, i, panel));
+    }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        Vector16 converted;
-        if (kRowScales && panel == kRope) {
-          converted = from[i][kRowScales ? half : 0];
-        } else if (panel == kRope) {
-          converted = convert<true>(from[i][0], half, latent.rope_scale);
-        } else {
-          constexpr bool kScaled = kTokenScales || kRowScales;
-          converted = convert<kScaled>(from[i][0], half, scale_of(scales, i, panel));
-        }
-        *reinterpret_cast<Vector16*>(to[half] + i * (kRowsAtOnce / 8) * KTile::kGroupBytes +
-                                     panel * KTile::kPanelBytes) = converted;
+        constexpr bool kScaled = kTokenScales || kRowScales;
+        const Vector16 converted =
+            is_rope ? convert<true>(bytes[i], half, latent.rope_scale)
+                    : convert<kScaled>(bytes[i], half, scale_of(scales, i, panel));
+        *reinterpret_cast<Vector16*>(place.at(half, i, panel)) = converted;
       }
-      ptx::warp_sync();  // one row's elements in registers at a time
     }
   }
   // Of a row's columns of a panel.
@@ -220,53 +275,6 @@ struct WideSm90Converter {
       float low, high;
       ptx::unpack_pair<half_t>(ptx::Fp8ToHalfPair<DTypeKV, kLow, kHigh>::convert(bytes), low, high);
       return ptx::pack_pair<DTypeQ>(low * scale, high * scale);
-    }
-  }
-
-  // Writes the panels of a tile once their places are free. In the end `rows`, `scales` and `buffers`
-  // are those of the tile before it, and `pages` those of the next but one: looked up early, because
-  // the page table is far away.
-  __device__ __forceinline__ void convert_tile(const Item& item, int tile, const Stage& stage,
-                                               Rows& rows, Scales& scales, Pages& pages,
-                                               Buffer (&buffers)[kAhead]) const {
-    Scales next_scales;
-    unsigned char* const keys = shared.k[stage.stage];
-    unsigned char* const to[2] = {keys + KTile::offset(row, 2 * lane),
-                                  keys + KTile::offset(row, 2 * lane + 1)};
-#pragma unroll
-    for (int i = 0; i < kPanels; ++i) {
-      if (i == 0) {
-        // mutate: wide-converter-place-not-awaited
-        await_phase(shared.empty[stage.stage][Traits::kOfFollower], stage.parity ^ 1);
-        if constexpr (Traits::kSparse) mark_keys(stage, rows);
-      }
-      if (i == kFollowers) {
-        await_phase(shared.empty[stage.stage][Traits::kOfLeader], stage.parity ^ 1);
-      }
-      store(to, buffers[i % kAhead], scales, panel_at(i));
-      if (i == kPanels - kAhead) {
-        find(rows, item, tile - 1, pages);  // mutate: wide-converter-rows-of-the-same-tile
-        load_scales(next_scales, item, tile - 1, pages, rows);
-        look_up(pages, item, tile - 2);
-      }
-      load(buffers[i % kAhead], rows, panel_at((i + kAhead) % kPanels));
-      if (i == kFollowers - 1) pass_on(shared.full[stage.stage][Traits::kOfFollower]);
-    }
-    pass_on(shared.full[stage.stage][Traits::kOfLeader]);
-    scales = next_scales;
-  }
-  __device__ __forceinline__ void pass_on(uint64_t& full) const {
-    ptx::fence_proxy_async();
-    ptx::warp_sync();
-    ptx::mbarrier_arrive_if(threadIdx.x % kWarpSize == 0, ptx::shared_address(&full));
-  }
-
-  // Says which keys of a stage are there.
-  __device__ __forceinline__ void mark_keys(const Stage& stage, const Rows& rows) const {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const bool exists = rows.latent[i] != nullptr;  // mutate: wide-converter-hidden-keys-marked
-      if (lane == 0) shared.exists[stage.stage][row + i * kRowsAtOnce] = exists;
     }
   }
 };
