@@ -115,7 +115,8 @@ WIDE_SM90 = (
     Mutation("wide-decode-sum-of-a-warp", "sums.x + sums.y", "sums.x", "hopper few rows"),
     Mutation("wide-decode-factors-read-early", "sync_consumers();", "", "hopper few rows"),
     Mutation("wide-decode-output-read-early", "sync_consumers();", "", "hopper few rows"),
-    Mutation("wide-decode-weights-read-early", "Sync{}();", "", "hopper few rows splits"),
+    Mutation("wide-decode-weights-read-early", "sync();", "", "hopper few rows splits"),
+    Mutation("wide-decode-flag-read-early", "sync();", "", "hopper few rows splits"),
     Mutation(
         "wide-decode-weights-of-some-splits", "mask = 1", "mask = 2", "hopper few rows splits"
     ),

@@ -152,31 +152,24 @@ __device__ __forceinline__ void store_output_vectors(DTypeO* row, const float (&
   }
 }
 
-struct BlockSync {
-  __device__ __forceinline__ void operator()() const { ptx::block_sync(); }
-};
-
 // Announces this block's partial states; true in the last of `count` blocks only. One thread orders
-// the memory of all: barriers of the threads that call pass its order on to the others.
-template <typename Sync = BlockSync>
+// the memory of all: barriers of the block pass its order on to the others.
 __device__ __forceinline__ bool arrive_last(uint32_t* counter, int count, int thread,
-                                            uint32_t* shared_flag, const Sync& sync = Sync{}) {
-  sync();
+                                            uint32_t* shared_flag) {
+  ptx::block_sync();
   if (thread == 0) {
     const uint32_t last = static_cast<uint32_t>(count - 1);
     *shared_flag = ptx::atomic_inc_wrap_acq_rel(counter, last) == last;
   }
-  sync();  // mutate: last-block-flag-read-early
+  ptx::block_sync();  // mutate: last-block-flag-read-early
   return *shared_flag != 0;
 }
 
 // Announces the states of a split; true in the last block of its tile only.
-template <typename Sync = BlockSync>
 __device__ __forceinline__ bool arrive_last(const AttentionParams& params, const TileWork& work,
-                                            int thread, uint32_t* shared_flag,
-                                            const Sync& sync = Sync{}) {
+                                            int thread, uint32_t* shared_flag) {
   uint32_t* const counter = params.counters + work.counter(params);
-  return arrive_last(counter, work.num_splits, thread, shared_flag, sync);
+  return arrive_last(counter, work.num_splits, thread, shared_flag);
 }
 
 // A row of states under way: numerators over the maximum, in the columns of this lane.

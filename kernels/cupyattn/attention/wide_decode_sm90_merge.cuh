@@ -25,11 +25,7 @@ struct WideDecodeSm90Merge {
   const BlockWork& work;
   const int thread = threadIdx.x - kFirst;
 
-  struct Sync {
-    __device__ __forceinline__ void operator()() const {
-      ptx::named_barrier_sync(kBarrier, kThreads);
-    }
-  };
+  __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(kBarrier, kThreads); }
 
   __device__ __forceinline__ explicit WideDecodeSm90Merge(const WideSm90Block<Traits>& block)
       : block(block),
@@ -42,12 +38,25 @@ struct WideDecodeSm90Merge {
     // Plans that must launch a merge leave it all tiles: it waits for every block.
     if (params.counters == nullptr) return;
     if (tile.num_splits == 1 || tile.num_splits > kMost || tile.split_tile < 0) return;
-    if (!arrive_last(params, tile, thread, &shared.is_last, Sync{})) return;
+    if (!arrive_last()) return;
     for (int row = thread / kMost; row < kTileQ; row += kThreads / kMost) weigh(row);
-    Sync{}();  // mutate: wide-decode-weights-read-early
+    sync();  // mutate: wide-decode-weights-read-early
     for (int row = thread / kThreadsOfRow; row < tile.num_rows; row += 4 * kRowsAtOnce) {
       tile.num_splits <= 4 ? merge_rows<4>(row) : merge_rows<kMost>(row);
     }
+  }
+
+  // Announces the states of this block's split; true in the last block of its tile only. As in
+  // state.cuh, for the threads that merge: a producer may still be at work.
+  __device__ __forceinline__ bool arrive_last() const {
+    sync();
+    if (thread == 0) {
+      const uint32_t last = static_cast<uint32_t>(work.tile.num_splits - 1);
+      uint32_t* const counter = params.counters + work.tile.counter(params);
+      shared.is_last = ptx::atomic_inc_wrap_acq_rel(counter, last) == last;
+    }
+    sync();  // mutate: wide-decode-flag-read-early
+    return shared.is_last != 0;
   }
 
   __device__ __forceinline__ int64_t state_of(int row, int split) const {
