@@ -146,7 +146,7 @@ WIDE_SM90 = (
         "",
         "hopper wide fp8",
     ),
-    Mutation("wide-converter-page-of-the-same-tile", "tile - 2", "tile - 1", "hopper wide fp8"),
+    Mutation("wide-converter-page-of-the-same-tile", "2 * kProducers", "kProducers", "hopper wide fp8"),
     Mutation("wide-converter-absent-key-read", "!= nullptr", "!= from", "hopper wide fp8"),
     Mutation(
         "wide-converter-copies-not-awaited",

@@ -426,7 +426,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     ),
     "hopper few rows sparse": _wide({"tile_q": 16, "sparse": True}),
     "hopper wide fp8": _wide(
-        {"kv_dtype": "float8_e4m3fn", "kv_len": (200,), "num_heads": 40, "page_size": 24}
+        {"kv_dtype": "float8_e4m3fn", "kv_len": (400,), "num_heads": 40, "page_size": 24}
     ),
     "hopper wide fp8 sparse": _wide({"kv_dtype": "float8_e4m3fn", "sparse": True}),
     "hopper wide fp8 scales": _wide({"kv_dtype": "float8_e4m3fn", "key_scales": "rows"}),

@@ -15,10 +15,10 @@ from .config import Field, TileConfig, round_up, struct_of
 LATENT = (576, 512)
 ORDINARY = {(512, 512): 2, (256, 512): 3}
 TILE_Q = 64
-# A producer and two consumer warpgroups, and the registers of a thread of each kind, and where the
-# producer converts keys.
-_THREADS = 3 * 128
-_REGISTERS, _REGISTERS_FP8 = (40, 232), (88, 208)
+# A producer and two consumer warpgroups, and the registers of a thread of each kind; and with two
+# producers, which convert keys.
+_THREADS, _REGISTERS = 3 * 128, (40, 232)
+_THREADS_FP8, _REGISTERS_FP8 = 4 * 128, (48, 208)
 # The packed rows of wide_decode_sm90, by the row class (select.ROW_CLASSES).
 _DECODE_ROWS = {"decode": 16, "verify": 32}
 # So many splits of a tile are merged by the last of its blocks.
@@ -103,7 +103,9 @@ def config(
     dtype_kv = dtype_kv or dtype
     head_dim_qk, head_dim_vo = head_dims
     is_latent = head_dims == LATENT
-    registers = _REGISTERS_FP8 if dtype_kv.is_fp8 else _REGISTERS
+    threads, registers = _THREADS, _REGISTERS
+    if dtype_kv.is_fp8:
+        threads, registers = _THREADS_FP8, _REGISTERS_FP8
     # Where values are not keys too, twice 64 keys do not fit.
     tile_kv, stages = (64, 2) if is_latent else (32, ORDINARY[head_dims])
     num_pieces = 2 if is_latent else 3
@@ -141,7 +143,7 @@ def config(
         "kConsumerRegisters": registers[1],
         "kSharedBytes": shared,
     }
-    return TileConfig("wide_sm90", jit.Config(constants), TILE_Q, tile_kv, _THREADS, shared)
+    return TileConfig("wide_sm90", jit.Config(constants), TILE_Q, tile_kv, threads, shared)
 
 
 def decode_config(

@@ -1,10 +1,11 @@
-// The producer warpgroup of wide_sm90 where keys have 8 bits: it makes 16-bit elements of them in
+// A producer warpgroup of wide_sm90 where keys have 8 bits: it makes 16-bit elements of them in
 // shared memory, which products take. Keys that have scales are multiplied by them and rounded.
 //
 // A thread has the same columns of each panel, in two rows of a tile: 16 bytes, which become 32. They
 // land where the first of these are to lie, so nobody else's are in their way, and a whole tile is
 // under way without registers. Four threads have neighbouring columns of a row; eight have two
-// neighbouring rows, whose chunks lie in different banks. Lines come to L2 a tile ahead.
+// neighbouring rows, whose chunks lie in different banks. Two producers take every other tile, a
+// stage each: one converts while the other's keys land. Lines come to L2 a tile ahead.
 #pragma once
 
 #include "cupyattn/attention/wide_sm90_producer.cuh"
@@ -19,6 +20,7 @@ struct WideSm90Converter {
   using Item = typename Traits::Item;
   using Block = WideSm90Block<Traits>;
   using Stage = typename Block::Stage;
+  static constexpr int kProducers = Traits::kProducers;
   static constexpr int kThreadsOfRow = 4, kRowsAtOnce = Traits::kWarpgroup / kThreadsOfRow;
   static constexpr int kRows = Traits::kTileKV / kRowsAtOnce;
   static constexpr int kPanels = KTile::kPanels, kRope = Traits::kLatentPanels;  // its panel
@@ -41,36 +43,43 @@ struct WideSm90Converter {
   const AttentionParams& params;
   const LatentParams& latent;
   typename Traits::SharedMemory& shared;
+  const int index;      // of the producer
   const int row, lane;  // the first of the thread's rows, and which of its four threads it is
 
-  __device__ __forceinline__ explicit WideSm90Converter(const Block& block)
+  __device__ __forceinline__ WideSm90Converter(const Block& block, int index)
       : block(block),
         params(block.params),
         latent(latent_of(block.all_params)),
         shared(block.shared),
-        row(threadIdx.x / kThreadsOfRow),
+        index(index),
+        row(threadIdx.x % Traits::kWarpgroup / kThreadsOfRow),
         lane(threadIdx.x % kThreadsOfRow) {}
 
   __device__ __forceinline__ void run() const {
     const Item& item = shared.items[0];
-    if (!item.has_keys()) return;
-    int tile = item.tiles.end - 1;
-    // Those of the tile that is copied next are looked up a tile ahead: the page table is far away.
+    int tile = item.tiles.end - 1 - index;
+    if (index == 0 && item.has_keys()) WideSm90Producer<Traits>(block).copy_queries(item);
+    if (tile < item.tiles.begin) return;
+    // Those of the tile that is copied next are looked up before they are needed: the page table is
+    // far away.
     Pages pages, next;
     look_up(pages, item, tile);
-    look_up(next, item, tile - 1);
-    WideSm90Producer<Traits>(block).copy_queries(item);
+    look_up(next, item, tile - kProducers);
     Scales scales;
     Stage stage;
+    if (index > 0) stage.advance();
     copy_tile(item, tile, stage, pages, scales);
     while (true) {
-      prefetch(item, tile - 1, next);
+      prefetch(item, tile - kProducers, next);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) pages[i] = next[i];
-      look_up(next, item, tile - 2);  // mutate: wide-converter-page-of-the-same-tile
+      // mutate: wide-converter-page-of-the-same-tile
+      look_up(next, item, tile - 2 * kProducers);
       convert_tile(stage, scales);
-      stage.advance();
-      if (--tile < item.tiles.begin) return;
+#pragma unroll
+      for (int i = 0; i < kProducers; ++i) stage.advance();
+      tile -= kProducers;
+      if (tile < item.tiles.begin) return;
       copy_tile(item, tile, stage, pages, scales);
     }
   }

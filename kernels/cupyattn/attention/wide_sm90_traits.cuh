@@ -136,7 +136,9 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
   using typename Tiles::PTile;
   using typename Tiles::QTile;
   using typename Tiles::VTile;
-  static constexpr int kThreads = 3 * Tiles::kWarpgroup;
+  // Two warpgroups that convert keys take every other tile: one needs twice the time of the products.
+  static constexpr int kProducers = Tiles::kConverts ? 2 : 1, kWarpgroups = kProducers + 2;
+  static constexpr int kThreads = kWarpgroups * Tiles::kWarpgroup;
 
   struct ValueTiles {
     alignas(VTile::kAlign) unsigned char v[kStages][VTile::kBytes];
@@ -168,8 +170,8 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
   };
 
   static_assert(kTileQ == 64, "O of two warpgroups has 64 rows");
-  static_assert(Config::kProducerRegisters + 2 * Config::kConsumerRegisters <=
-                    3 * (65536 / kThreads / 8 * 8),
+  static_assert(kProducers * Config::kProducerRegisters + 2 * Config::kConsumerRegisters <=
+                    kWarpgroups * (65536 / kThreads / 8 * 8),
                 "registers come from what the block was launched with");
 };
 
