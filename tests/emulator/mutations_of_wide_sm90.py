@@ -146,19 +146,23 @@ WIDE_SM90 = (
         "",
         "hopper wide fp8",
     ),
-    Mutation("wide-converter-page-of-the-same-tile", "2 * kProducers", "kProducers", "hopper wide fp8"),
-    Mutation("wide-converter-absent-key-read", "!= nullptr", "!= from", "hopper wide fp8"),
+    Mutation("wide-converter-page-of-the-same-tile", "tile - kProducers", "tile", "hopper wide fp8"),
+    Mutation("wide-converter-absent-key-read", "from != nullptr", "true", "hopper wide fp8"),
     Mutation(
         "wide-converter-copies-not-awaited",
         "ptx::cp_async_wait_group<1>();",
         "",
         "hopper wide fp8",
     ),
+    Mutation("wide-converter-overwritten", "ptx::warp_sync();", "", "hopper wide fp8"),
     Mutation(
         "wide-converter-hidden-keys-marked", "!= nullptr", "== nullptr", "hopper wide fp8 sparse"
     ),
     Mutation(
-        "wide-converter-scale-of-the-first-columns", "panel < 2", "true", "hopper wide fp8 scales"
+        "wide-converter-scale-of-the-first-columns",
+        "pair == 0 ?",
+        "pair >= 0 ?",
+        "hopper wide fp8 scales",
     ),
     Mutation(
         "wide-converter-scale-of-another-token",

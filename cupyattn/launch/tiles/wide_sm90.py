@@ -18,7 +18,7 @@ TILE_Q = 64
 # A producer and two consumer warpgroups, and the registers of a thread of each kind; and with two
 # producers, which convert keys.
 _THREADS, _REGISTERS = 3 * 128, (40, 232)
-_THREADS_FP8, _REGISTERS_FP8 = 4 * 128, (48, 208)
+_THREADS_FP8, _REGISTERS_FP8 = 4 * 128, (40, 216)
 # The packed rows of wide_decode_sm90, by the row class (select.ROW_CLASSES).
 _DECODE_ROWS = {"decode": 16, "verify": 32}
 # So many splits of a tile are merged by the last of its blocks.
