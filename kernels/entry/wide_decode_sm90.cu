@@ -8,7 +8,8 @@
 struct Config : DefaultConfig {
   static constexpr bool kLatent = true, kSparse = false, kTma = false, kPaged = true;
   static constexpr int kHeadDimQK = 576, kHeadDimVO = 512, kHeadDimRope = 64;
-  static constexpr int kTileQ = 16, kTileKV = 64, kStages = 2, kFusedSplits = 8, kKeyScales = 0;
+  static constexpr int kTileQ = 16, kTileKV = 64, kStages = 2, kConsumers = 1;
+  static constexpr int kFusedSplits = 8, kKeyScales = 0;
   static constexpr int kSharedBytes = 169984;
 };
 #endif

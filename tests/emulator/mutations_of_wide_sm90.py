@@ -111,21 +111,63 @@ WIDE_SM90 = (
         "true",
         "hopper few rows hidden",
     ),
-    Mutation("wide-decode-sums-read-early", "sync();", "", "hopper few rows"),
+    Mutation("wide-decode-sums-read-early", "sync_consumers();", "", "hopper few rows"),
     Mutation("wide-decode-sum-of-a-warp", "sums.x + sums.y", "sums.x", "hopper few rows"),
-    Mutation("wide-decode-factors-read-early", "sync();", "", "hopper few rows"),
-    Mutation("wide-decode-output-read-early", "sync();", "", "hopper few rows"),
-    Mutation("wide-decode-weights-read-early", "ptx::block_sync();", "", "hopper few rows splits"),
+    Mutation("wide-decode-factors-read-early", "sync_consumers();", "", "hopper few rows"),
+    Mutation("wide-decode-output-read-early", "sync_consumers();", "", "hopper few rows"),
+    Mutation("wide-decode-weights-read-early", "sync();", "", "hopper few rows splits"),
+    Mutation("wide-decode-flag-read-early", "sync();", "", "hopper few rows splits"),
     Mutation(
         "wide-decode-weights-of-some-splits", "mask = 1", "mask = 2", "hopper few rows splits"
     ),
     Mutation("wide-fp8-queries-overwritten", "ptx::warp_sync();", "", "hopper few rows fp8"),
     Mutation("wide-fp8-rows-not-scaled", "scale.of_logits", "1.0f", "hopper few rows fp8"),
-    Mutation("wide-fp8-queries-read-early", "sync();", ";", "hopper few rows fp8"),
+    Mutation("wide-fp8-queries-read-early", "sync_consumers();", ";", "hopper few rows fp8"),
     Mutation("wide-fp8-other-columns", "lane >> 2", "lane >> 3", "hopper few rows fp8"),
     Mutation(
         "wide-scales-of-the-first-token", "[own.token]", "[0]", "hopper few rows token scales"
     ),
     Mutation("wide-fp8-scale-of-the-lower-key", "upper_scale", "scale", "hopper few rows scales"),
     Mutation("wide-fp8-scales-of-the-largest", "? found", "? 1.0f", "hopper few rows scales"),
+    Mutation(
+        "wide-decode-tiles-of-the-first-consumer",
+        "if (index > 0) stage.advance();",
+        "",
+        "hopper few rows fp8",
+    ),
+    Mutation(
+        "wide-decode-consumers-weigh-alike", "weights[i] * factor", "factor", "hopper few rows fp8"
+    ),
+    Mutation("wide-decode-output-added-early", "sync_consumers();", "", "hopper few rows fp8"),
+    # The producer that converts
+    Mutation(
+        "wide-converter-place-not-awaited",
+        "await_phase(shared.empty[stage.stage][Traits::kOfFollower], stage.parity ^ 1);",
+        "",
+        "hopper wide fp8",
+    ),
+    Mutation("wide-converter-page-of-the-same-tile", "tile - kProducers", "tile", "hopper wide fp8"),
+    Mutation("wide-converter-absent-key-read", "from != nullptr", "true", "hopper wide fp8"),
+    Mutation(
+        "wide-converter-copies-not-awaited",
+        "ptx::cp_async_wait_group<1>();",
+        "",
+        "hopper wide fp8",
+    ),
+    Mutation("wide-converter-overwritten", "ptx::warp_sync();", "", "hopper wide fp8"),
+    Mutation(
+        "wide-converter-hidden-keys-marked", "!= nullptr", "== nullptr", "hopper wide fp8 sparse"
+    ),
+    Mutation(
+        "wide-converter-scale-of-the-first-columns",
+        "pair == 0 ?",
+        "pair >= 0 ?",
+        "hopper wide fp8 scales",
+    ),
+    Mutation(
+        "wide-converter-scale-of-another-token",
+        "[token]",
+        "[0]",
+        "hopper wide fp8 token scales",
+    ),
 )

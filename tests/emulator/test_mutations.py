@@ -426,6 +426,12 @@ CATCHERS: dict[str, Callable[..., None]] = {
         }
     ),
     "hopper few rows sparse": _wide({"tile_q": 16, "sparse": True}),
+    "hopper wide fp8": _wide(
+        {"kv_dtype": "float8_e4m3fn", "kv_len": (400,), "num_heads": 40, "page_size": 24}
+    ),
+    "hopper wide fp8 sparse": _wide({"kv_dtype": "float8_e4m3fn", "sparse": True}),
+    "hopper wide fp8 scales": _wide({"kv_dtype": "float8_e4m3fn", "key_scales": "rows"}),
+    "hopper wide fp8 token scales": _wide({"kv_dtype": "float8_e4m3fn", "key_scales": "tokens"}),
     "hopper few rows splits": _wide({"tile_q": 16, "splits": 5}),
     "hopper few rows steep": _wide(
         {"tile_q": 16, "sharpness": 20.0, "rising": 4.0, "dtype": "float16"}

@@ -156,8 +156,8 @@ def test_hidden_values_do_not_contaminate(
 @pytest.mark.parametrize(
     ("key_scales", "tile_q"),
     slow_unless(
-        (("", 16), ("tokens", 32), ("rows", 16)).__contains__,
-        product(("", "tokens", "rows"), (16, 32)),
+        (("", 16), ("tokens", 32), ("rows", 16), ("tokens", 64)).__contains__,
+        product(("", "tokens", "rows"), (16, 32, 64)),
         is_several=True,
     ),
 )
@@ -167,11 +167,19 @@ def test_fp8_keys(tile_q: int, key_scales: str) -> None:
     lengths = {"qo_len": (2, 1, 0, 1), "kv_len": (500, 164, 5, 0), "num_heads": 13}
     check(replace(case, **lengths, splits=2, sharpness=4.0, rising=2.0, has_sinks=True))
     check(replace(case, qo_len=(30,), kv_len=(130,), num_heads=3, window_left=70))
-    if not key_scales:
+    if not key_scales and tile_q < 64:
         check(replace(case, **lengths, tma=True, page_size=16, packed=False))
-    if tile_q == 16:
+    if tile_q != 32:
         check(replace(case, qo_len=(1, 1), kv_len=(300, 20), sparse=True))
         check(replace(case, qo_len=(30,), kv_len=(130,), spoiled=((0, 120, 400, np.nan),)))
+
+
+@pytest.mark.parametrize("kv_len", [1, 63, 64, 65, 128, 129, 300])
+@TILES
+def test_lengths_of_fp8_keys(kv_len: int, tile_q: int) -> None:
+    """Of 16 rows, two consumers have every other tile, or the second none."""
+    check(replace(BASE, kv_len=(kv_len,), qo_len=(2,), tile_q=tile_q, kv_dtype=E4M3))
+    check(replace(BASE, kv_len=(kv_len,), tile_q=tile_q, kv_dtype=E4M3, packed=False, splits=2))
 
 
 def test_without_lse() -> None:

@@ -63,14 +63,19 @@ def test_long_keys(xp: ModuleType, heads: int, kv_len: tuple[int, ...]) -> None:
 
 @pytest.mark.usefixtures("kernel")
 def test_plans_change_between_replays(xp: ModuleType, torch: Any) -> None:
-    """A captured run follows later plans."""
+    """A captured run follows later plans, bit for bit as another wrapper of graphs. Plans that no
+    graph keeps may split keys otherwise: their answers differ by rounding."""
     rng, count, heads, page = np.random.default_rng(2), 5, 16, 16
     pool = upload(rng.standard_normal((400, page, 576)).astype(np.float16), xp)
     q = upload(rng.standard_normal((count, heads, 576)).astype(np.float16), xp)
     out = upload(np.zeros((count, heads, 512), np.float16), xp)
     lse = upload(np.zeros((count, heads), np.float32), xp)
-    buffers = ints(xp, count + 1), ints(xp, count + 1), ints(xp, 400), ints(xp, count)
-    graph_wrapper = mla.BatchMLAPagedAttentionWrapper(scratch(xp), True, *buffers)
+
+    def of_graphs() -> tuple[Any, Any]:
+        buffers = ints(xp, count + 1), ints(xp, count + 1), ints(xp, 400), ints(xp, count)
+        return mla.BatchMLAPagedAttentionWrapper(scratch(xp), True, *buffers), buffers[3]
+
+    (graph_wrapper, kept_lens), (other, _) = of_graphs(), of_graphs()
     eager = mla.BatchMLAPagedAttentionWrapper(scratch(xp))
 
     def plans() -> None:
@@ -79,9 +84,9 @@ def test_plans_change_between_replays(xp: ModuleType, torch: Any) -> None:
         ids = rng.permutation(400)[: pages.sum()].astype(np.int32)
         indptr = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
         table = np.arange(count + 1, dtype=np.int32), indptr, ids, lens.astype(np.int32)
-        for wrapper in (graph_wrapper, eager):
+        for wrapper in (graph_wrapper, other, eager):
             wrapper.plan(*table, heads, 512, 64, page, True, SCALE, "float16", "float16")
-        assert (download(buffers[3]) == lens).all()
+        assert (download(kept_lens) == lens).all()
 
     plans()
     run = lambda: graph_wrapper.run(  # noqa: E731
@@ -93,9 +98,12 @@ def test_plans_change_between_replays(xp: ModuleType, torch: Any) -> None:
         plans()
         raw(out)[...] = 0
         replay()
-        wanted = eager.run(query=q, kv_cache=pool, return_lse=True)
+        wanted = other.run(query=q, kv_cache=pool, return_lse=True)
         same(out, wanted[0], step)
         same(lse, wanted[1], step)
+        loosely = eager.run(query=q, kv_cache=pool, return_lse=True)
+        for got, expected in zip((out, lse), loosely, strict=True):
+            np.testing.assert_allclose(download(got), download(expected), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.usefixtures("kernel")

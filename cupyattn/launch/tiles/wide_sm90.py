@@ -15,12 +15,12 @@ from .config import Field, TileConfig, round_up, struct_of
 LATENT = (576, 512)
 ORDINARY = {(512, 512): 2, (256, 512): 3}
 TILE_Q = 64
-# A producer and two consumer warpgroups, and the registers of a thread of each kind.
-_THREADS = 3 * 128
-_REGISTERS = (40, 232)
+# A producer and two consumer warpgroups, and the registers of a thread of each kind; and with two
+# producers, which convert keys.
+_THREADS, _REGISTERS = 3 * 128, (40, 232)
+_THREADS_FP8, _REGISTERS_FP8 = 4 * 128, (40, 216)
 # The packed rows of wide_decode_sm90, by the row class (select.ROW_CLASSES).
 _DECODE_ROWS = {"decode": 16, "verify": 32}
-_DECODE_THREADS = 2 * 128
 # So many splits of a tile are merged by the last of its blocks.
 FUSED_SPLITS = 8
 _PATTERN_BYTES = 1024
@@ -32,8 +32,8 @@ def choose(
 ) -> TileConfig | None:
     """The instance for a problem, or None: the portable kernel serves it.
 
-    Latent attention of few rows, or of keys that have scales, has a kernel of its own. Pages
-    without a factor 8 are gathered row by row.
+    Latent attention of few rows has a kernel of its own. Pages without a factor 8 are gathered row
+    by row.
     """
     is_latent, is_sparse = problem.latent, problem.sparse
     head_dims = problem.head_dim_qk, problem.head_dim_vo
@@ -45,18 +45,19 @@ def choose(
         or problem.pos_encoding != "NONE"
         or problem.own_value_pages
     )
-    has_few_rows = is_latent and (rows in _DECODE_ROWS or problem.key_scales != "")
-    has_fp8 = has_few_rows and problem.dtype_kv is float8_e4m3fn
+    has_few_rows = is_latent and rows in _DECODE_ROWS
+    has_fp8 = is_latent and problem.dtype_kv is float8_e4m3fn
     has_dtype = has_fp8 or problem.dtype_kv is problem.dtype_q
     if not (has_dims and has_dtype and problem.aligned) or has_option:
         return None
-    tma = is_latent and not (is_sparse or problem.key_scales)
+    is_converted = has_fp8 and not has_few_rows
+    tma = is_latent and not (is_sparse or problem.key_scales or is_converted)
     tma = tma and has_boxes(page_size)
     if has_few_rows:
         tiles = decode_config(
             problem.dtype_q,
             problem.dtype_o,
-            _DECODE_ROWS.get(rows, 32),
+            _DECODE_ROWS[rows],
             dtype_kv=problem.dtype_kv,
             key_scales=problem.key_scales,
             sparse=is_sparse,
@@ -67,6 +68,8 @@ def choose(
             problem.dtype_q,
             problem.dtype_o,
             head_dims,
+            dtype_kv=problem.dtype_kv,
+            key_scales=problem.key_scales,
             paged=problem.paged,
             sparse=is_sparse,
             tma=tma,
@@ -84,17 +87,25 @@ def config(
     dtype_o: DType,
     head_dims: tuple[int, int] = LATENT,
     *,
+    dtype_kv: DType | None = None,
+    key_scales: str = "",
     paged: bool = True,
     sparse: bool = False,
     tma: bool = False,
 ) -> TileConfig:
-    """The instance for queries and keys of one type.
+    """The instance for queries and keys of one type, or for latent keys of e4m3.
 
+    dtype_kv: e4m3, which a warpgroup converts, or as `dtype`, that of queries.
+    key_scales: of e4m3 keys (core.problem.KEY_SCALES).
     sparse: kv_indices has an entry for each key, its slot, or a negative number for none.
     tma: boxes of pages bring latent keys, by maps of launch/attention/tma_wide.py.
     """
+    dtype_kv = dtype_kv or dtype
     head_dim_qk, head_dim_vo = head_dims
     is_latent = head_dims == LATENT
+    threads, registers = _THREADS, _REGISTERS
+    if dtype_kv.is_fp8:
+        threads, registers = _THREADS_FP8, _REGISTERS_FP8
     # Where values are not keys too, twice 64 keys do not fit.
     tile_kv, stages = (64, 2) if is_latent else (32, ORDINARY[head_dims])
     num_pieces = 2 if is_latent else 3
@@ -115,12 +126,12 @@ def config(
     ).size
     constants: dict[str, jit.Constant] = {
         "DTypeQ": dtype,
-        "DTypeKV": dtype,
+        "DTypeKV": dtype_kv,
         "DTypeO": dtype_o,
         "kHeadDimQK": head_dim_qk,
         "kHeadDimVO": head_dim_vo,
         "kHeadDimRope": head_dim_qk - head_dim_vo if is_latent else 0,
-        "kKeyScales": 0,
+        "kKeyScales": KEY_SCALES.index(key_scales),
         "kLatent": is_latent,
         "kSparse": sparse,
         "kTma": tma,
@@ -128,11 +139,11 @@ def config(
         "kTileQ": TILE_Q,
         "kTileKV": tile_kv,
         "kStages": stages,
-        "kProducerRegisters": _REGISTERS[0],
-        "kConsumerRegisters": _REGISTERS[1],
+        "kProducerRegisters": registers[0],
+        "kConsumerRegisters": registers[1],
         "kSharedBytes": shared,
     }
-    return TileConfig("wide_sm90", jit.Config(constants), TILE_Q, tile_kv, _THREADS, shared)
+    return TileConfig("wide_sm90", jit.Config(constants), TILE_Q, tile_kv, threads, shared)
 
 
 def decode_config(
@@ -153,8 +164,11 @@ def decode_config(
     dtype_kv = dtype_kv or dtype
     head_dim_qk, head_dim_vo = LATENT
     tile_kv, num_pieces = 64, 2
-    stages, keys = 2, _panels(tile_kv, head_dim_qk, 2)
+    stages, keys, consumers = 2, _panels(tile_kv, head_dim_qk, 2), 1
     if dtype_kv.is_fp8:
+        # One that converts keys would wait for its own results for longer than memory takes. Of 32
+        # rows there are not the registers for two.
+        consumers = 2 if tile_q == 16 else 1
         row_bytes = head_dim_qk
         if key_scales == "rows":
             row_bytes = head_dim_vo + 16 + 2 * (head_dim_qk - head_dim_vo)
@@ -163,12 +177,12 @@ def decode_config(
     shared = struct_of(
         _panels(tile_q, head_dim_qk, 1),
         keys,
-        _panels(tile_q, tile_kv, 1),
-        Field(4 * 4 * tile_q, 16),  # of_warps
-        Field(4 * tile_q),  # factors
+        _panels(tile_q, tile_kv, consumers),
+        Field(4 * 4 * tile_q * consumers, 16),  # of_warps
+        Field(4 * tile_q * consumers),  # factors
         Field(4 * (tile_q if dtype_kv.is_fp8 else 1)),  # row_scales
         Field(4 * FUSED_SPLITS * tile_q),  # weights
-        Field(8),  # nonfinite keys
+        Field(8 * consumers),  # nonfinite keys
         Field(4),  # is_last
         Field(4 * tile_kv * (stages if key_scales == "tokens" else 1)),
         Field(stages * tile_kv if sparse else 1),
@@ -187,13 +201,14 @@ def decode_config(
         "kSparse": sparse,
         "kTma": tma,
         "kPaged": True,
+        "kConsumers": consumers,
         "kFusedSplits": FUSED_SPLITS,
         "kTileQ": tile_q,
         "kTileKV": tile_kv,
         "kStages": stages,
         "kSharedBytes": shared,
     }
-    name, threads = "wide_decode_sm90", _DECODE_THREADS
+    name, threads = "wide_decode_sm90", 128 * (1 + consumers)
     return TileConfig(name, jit.Config(constants), tile_q, tile_kv, threads, shared)
 
 

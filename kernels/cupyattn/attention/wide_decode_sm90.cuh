@@ -1,6 +1,7 @@
 // Latent attention of few rows of queries, on Hopper: starts the roles of a block. Keys are the
 // rows of products and queries their columns, so 16 or 32 rows of queries do not pay for the 64 rows
-// of wide_sm90, and one warpgroup holds all of O.
+// of wide_sm90, and one warpgroup holds all of O. Of fp8 keys and 16 rows two
+// do, for every other tile.
 #pragma once
 
 #include "cupyattn/attention/wide_decode_sm90_consumer.cuh"
@@ -32,16 +33,17 @@ struct WideDecodeSm90 {
     }
     ptx::block_sync();
     if (shared.items[0].work.tile.num_rows <= 0) return;
-    if (warp < Traits::kWarpgroup / kWarpSize) {
+    const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);
+    if (warpgroup == 0) {
       if constexpr (Traits::kTma) {
         WideSm90TmaProducer<Traits>(block).run();
       } else {
         WideSm90Producer<Traits>(block).run();
       }
     } else {
-      WideDecodeSm90Consumer<Traits>(block).run();
+      WideDecodeSm90Consumer<Traits>(block, warpgroup - 1).run();
     }
-    WideDecodeSm90Merge<Traits>(block).run();
+    if (Traits::kConsumers == 1 || warpgroup > 0) WideDecodeSm90Merge<Traits>(block).run();
   }
 
   static __device__ __forceinline__ void init_barriers(SharedMemory& shared) {

@@ -1,4 +1,4 @@
-// The consumer warpgroup of wide_decode_sm90. Its products are transposed: keys, and then columns of
+// A consumer warpgroup of wide_decode_sm90. Its products are transposed: keys, and then columns of
 // values, are their 64 rows, and the few rows of queries are their columns. A thread has the logits
 // of two keys, 16 warp + lane / 4 (+ 8), and the columns of O that are as far into each panel of 64,
 // for rows 8 n + 2 (lane % 4) (+ 1). docs/wide_sm90.md says why.
@@ -8,6 +8,8 @@
 //   raise_maxima    every row's maximum <- other warps' maxima
 //   publish         P goes to shared memory, and O is rescaled where a maximum was raised
 //   make_output     O^T += V^T P^T <- other warps' P; releases the pieces of K
+// Two consumers take every other tile, and have rows of their own until the end: keys that are
+// converted keep one warpgroup waiting for its own results for most of the time.
 #pragma once
 
 #include "cupyattn/attention/wide_decode_sm90_fp8.cuh"
@@ -33,7 +35,8 @@ struct WideDecodeSm90Consumer {
   using Fp8 = WideDecodeSm90Fp8<Traits>;
   using Rows = WideDecodeSm90Rows<Traits>;
   using Place = typename Rows::Place;
-  static constexpr int kBarrier = 1;
+  static constexpr int kConsumers = Traits::kConsumers;
+  static constexpr int kBarrier = 1;  // of the first consumer, then the second, then of both
   using Scores = float[1][kTilesQ][4];
   using OfRows = float[kTilesQ][2];  // a thread's rows
 
@@ -41,6 +44,7 @@ struct WideDecodeSm90Consumer {
   const AttentionParams& params;
   typename Traits::SharedMemory& shared;
   const Rows rows;
+  const int index;  // of the consumer
   const int warp = ptx::warp_uniform(threadIdx.x % Traits::kWarpgroup / kWarpSize);
   const int lane = threadIdx.x % kWarpSize;
   float o[kPanels][kTilesQ][4];
@@ -48,15 +52,22 @@ struct WideDecodeSm90Consumer {
   float key_log2[2];        // of the largest scale of a thread's keys, if keys have scales
   bool is_negative[2];      // whether that scale is below zero
 
-  __device__ __forceinline__ explicit WideDecodeSm90Consumer(const WideSm90Block<Traits>& block)
-      : block(block), params(block.params), shared(block.shared), rows{params, shared} {}
+  __device__ __forceinline__ WideDecodeSm90Consumer(const WideSm90Block<Traits>& block, int index)
+      : block(block),
+        params(block.params),
+        shared(block.shared),
+        rows{params, shared},
+        index(index) {}
 
   // The keys of a thread's logits.
   __device__ __forceinline__ int key_of(int h) const { return 16 * warp + 8 * h + (lane >> 2); }
   // A row of the tile; e: of a pair.
   __device__ __forceinline__ int row_of(int n, int e) const { return 8 * n + 2 * (lane & 3) + e; }
   __device__ __forceinline__ void sync() const {
-    ptx::named_barrier_sync(kBarrier, Traits::kWarpgroup);
+    ptx::named_barrier_sync(kBarrier + index, Traits::kWarpgroup);
+  }
+  __device__ __forceinline__ void sync_consumers() const {
+    ptx::named_barrier_sync(kBarrier + kConsumers, Traits::kConsumerThreads);
   }
 
   __device__ __forceinline__ void run() {
@@ -66,9 +77,12 @@ struct WideDecodeSm90Consumer {
       Stage stage;
       const int begin = ptx::warp_uniform(item.tiles.begin);
       prepare_queries();
-      for (int tile = ptx::warp_uniform(item.tiles.end) - 1; tile >= begin; --tile) {
+      if (index > 0) stage.advance();  // mutate: wide-decode-tiles-of-the-first-consumer
+      for (int tile = ptx::warp_uniform(item.tiles.end) - 1 - index; tile >= begin;
+           tile -= kConsumers) {
         process_tile(item, tile, stage);
-        stage.advance();
+#pragma unroll
+        for (int i = 0; i < kConsumers; ++i) stage.advance();
       }
     }
     finish(item);
@@ -93,11 +107,11 @@ struct WideDecodeSm90Consumer {
   __device__ __forceinline__ void prepare_queries() {
     await_phase(shared.full_q, 0);
     if constexpr (kFp8) {
-      Fp8::prepare_queries(shared.q, shared.row_scales, latent_of(block.all_params).rope_scale, warp,
-                           lane);
+      Fp8::prepare_queries(shared.q, shared.row_scales, latent_of(block.all_params).rope_scale,
+                           warp + index * (Traits::kWarpgroup / kWarpSize), lane);
     }
     ptx::fence_proxy_async();
-    if constexpr (kFp8) sync();  // mutate: wide-fp8-queries-read-early
+    if constexpr (kFp8) sync_consumers();  // mutate: wide-fp8-queries-read-early
   }
   // What a row's products are multiplied by to be logits in base 2.
   __device__ __forceinline__ float scale_of(int n, int e) const {
@@ -322,7 +336,7 @@ struct WideDecodeSm90Consumer {
         for (int mask = 4; mask < kWarpSize; mask *= 2) {
           largest = fmaxf(largest, ptx::shuffle_xor(largest, mask));
         }
-        if (lane < 4) shared.of_warps[row_of(n, e)][warp] = largest;
+        if (lane < 4) shared.of_warps[index][row_of(n, e)][warp] = largest;
       }
     }
     sync();  // mutate: wide-decode-maxima-read-early
@@ -332,7 +346,7 @@ struct WideDecodeSm90Consumer {
     for (int n = 0; n < kTilesQ; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float4 of = *reinterpret_cast<const float4*>(shared.of_warps[row_of(n, e)]);
+        const float4 of = *reinterpret_cast<const float4*>(shared.of_warps[index][row_of(n, e)]);
         const float old_max = row_max[n][e];
         const float new_max = fmaxf(fmaxf(fmaxf(of.x, of.y), fmaxf(of.z, of.w)), old_max);
         row_max[n][e] = new_max;
@@ -361,7 +375,7 @@ struct WideDecodeSm90Consumer {
     // Lane 8 m + r gives the place of row r of the m-th matrix: rows of queries 8 (m / 2), keys
     // 16 warp + 8 (m % 2).
     const uint32_t to =
-        ptx::shared_address(shared.p) +
+        ptx::shared_address(shared.p[index]) +
         PTile::offset(8 * (lane >> 4) + (lane & 7), 2 * warp + ((lane >> 3) & 1));
 #pragma unroll
     for (int n = 0; n < kTilesQ; n += 2) {
@@ -396,7 +410,7 @@ struct WideDecodeSm90Consumer {
 
   // Adds V^T P^T to O^T. tile: that of the keys if some are hidden; else -1.
   __device__ __forceinline__ void make_output(const Stage& stage, int tile, const Item& item) {
-    const uint64_t p = ptx::opaque_copy(operand_at<PTile>(ptx::shared_address(shared.p)));
+    const uint64_t p = ptx::opaque_copy(operand_at<PTile>(ptx::shared_address(shared.p[index])));
     sync();  // mutate: wide-decode-p-read-early
     if constexpr (kFp8) {
       issue_fp8_output(stage, p);
@@ -461,12 +475,12 @@ struct WideDecodeSm90Consumer {
     const int num_keys = item.range.end - item.first_key(tile);
     // All threads are done with the keys of the tile before, and scores with the values of this.
     sync();
-    if (thread == 0) shared.nonfinite_keys = NonFiniteKeys{};
+    if (thread == 0) shared.nonfinite_keys[index] = NonFiniteKeys{};
     sync();
     Vector16* chunks = reinterpret_cast<Vector16*>(shared.values(stage.stage));
 #pragma unroll 1
     for (int i = thread; i < kBytes / 16; i += Traits::kWarpgroup) {
-      zero_nonfinite_chunk<DTypeKV>(chunks[i], shared.nonfinite_keys.word, VTile::row_at(16 * i),
+      zero_nonfinite_chunk<DTypeKV>(chunks[i], shared.nonfinite_keys[index].word, VTile::row_at(16 * i),
                                     num_keys);
     }
     ptx::fence_proxy_async();
@@ -475,7 +489,7 @@ struct WideDecodeSm90Consumer {
   __device__ __forceinline__ void add_nonfinite_values(const Item& item, int tile) {
 #pragma unroll 1
     for (int word = 0; word < kTileKV / 32; ++word) {
-      for (uint32_t bits = shared.nonfinite_keys.word[word]; bits != 0; bits &= bits - 1) {
+      for (uint32_t bits = shared.nonfinite_keys[index].word[word]; bits != 0; bits &= bits - 1) {
         const int key = 32 * word + __ffs(static_cast<int>(bits)) - 1;
         add_nonfinite_key(block.value_of(item, item.first_key(tile) + key), key);
       }
@@ -489,7 +503,7 @@ struct WideDecodeSm90Consumer {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int at = PTile::offset(row_of(n, e), key / 8) + key % 8 * 2;
-        p[n][e] = element_to_float(*reinterpret_cast<const DTypeMma*>(shared.p + at));
+        p[n][e] = element_to_float(*reinterpret_cast<const DTypeMma*>(shared.p[index] + at));
       }
     }
 #pragma unroll
@@ -520,12 +534,12 @@ struct WideDecodeSm90Consumer {
   // Normalises the rows and writes them, or the state of a split.
   __device__ __forceinline__ void finish(const Item& item) {
     publish_sums();
-    sync();  // mutate: wide-decode-sums-read-early
-    const int thread = threadIdx.x % Traits::kWarpgroup;
-    if (thread < kTileQ) shared.factors[thread] = finish_row(item, thread);
-    sync();  // mutate: wide-decode-factors-read-early
+    sync_consumers();  // mutate: wide-decode-sums-read-early
+    const int thread = threadIdx.x - (Traits::kThreads - Traits::kConsumerThreads);
+    if (thread < kTileQ) finish_row(item, thread);
+    sync_consumers();  // mutate: wide-decode-factors-read-early
     stage_output();
-    sync();  // mutate: wide-decode-output-read-early
+    sync_consumers();  // mutate: wide-decode-output-read-early
     if (item.work.tile.leaves_state()) {
       rows.template write<float>(item, thread, [&](const Place& place) {
         return params.partial_o + place.state * kHeadDimVO;
@@ -549,20 +563,30 @@ struct WideDecodeSm90Consumer {
         for (int mask = 4; mask < kWarpSize; mask *= 2) sum += ptx::shuffle_xor(sum, mask);
         if (lane >= 4) continue;
         const float max = row_max[n][e];
-        shared.of_warps[row_of(n, e)][warp] = sum;
-        if (warp == 0) shared.factors[row_of(n, e)] = max == -ptx::infinity() ? max : max * scale_of(n, e);
+        shared.of_warps[index][row_of(n, e)][warp] = sum;
+        if (warp > 0) continue;
+        shared.factors[index][row_of(n, e)] =
+            max == -ptx::infinity() ? max : max * scale_of(n, e);
       }
     }
   }
 
-  // Writes the log-sum-exp of a row; returns what its O is to be multiplied by.
-  __device__ __forceinline__ float finish_row(const Item& item, int r) const {
+  // Writes the log-sum-exp of a row, and leaves what each consumer's O is to be multiplied by.
+  __device__ __forceinline__ void finish_row(const Item& item, int r) const {
     const bool leaves_state = item.work.tile.leaves_state();
     const Place place = rows.place_of(item, r);
-    const float4 sums = *reinterpret_cast<const float4*>(shared.of_warps[r]);
-    const float old_max = shared.factors[r];
-    // mutate: wide-decode-sum-of-a-warp
-    RowState state{old_max, sums.x + sums.y + (sums.z + sums.w)};
+    float old_max = shared.factors[0][r], weights[kConsumers], sum = 0.0f;
+#pragma unroll
+    for (int i = 1; i < kConsumers; ++i) old_max = fmaxf(old_max, shared.factors[i][r]);
+#pragma unroll
+    for (int i = 0; i < kConsumers; ++i) {
+      const float4 sums = *reinterpret_cast<const float4*>(shared.of_warps[i][r]);
+      const float max = shared.factors[i][r];
+      weights[i] = max == old_max ? 1.0f : ptx::ex2_approx(max - old_max);
+      // mutate: wide-decode-sum-of-a-warp
+      sum += weights[i] * (sums.x + sums.y + (sums.z + sums.w));
+    }
+    RowState state{old_max, sum};
     if (!leaves_state && place.exists) state.add_sink(sink_of(params, place.head));
     if (place.exists && leaves_state) {
       params.partial_lse[place.state] = state.lse();
@@ -570,22 +594,38 @@ struct WideDecodeSm90Consumer {
       params.lse[place.token * params.lse_stride_n + place.head * params.lse_stride_h] =
           state.lse();
     }
-    const float factor = state.normaliser(old_max);
-    return leaves_state ? factor : factor * output_scale_of(params, item.work.tile.kv_head);
+    float factor = state.normaliser(old_max);
+    if (!leaves_state) factor *= output_scale_of(params, item.work.tile.kv_head);
+#pragma unroll
+    // mutate: wide-decode-consumers-weigh-alike
+    for (int i = 0; i < kConsumers; ++i) shared.factors[i][r] = weights[i] * factor;
   }
 
+  // Leaves O in shared memory; the second consumer's is there first.
   __device__ __forceinline__ void stage_output() const {
+    if constexpr (kConsumers == 1) {
+      stage_rows<false>();
+    } else {
+      if (index > 0) stage_rows<false>();
+      sync_consumers();  // mutate: wide-decode-output-added-early
+      if (index == 0) stage_rows<true>();
+    }
+  }
+  template <bool kAdds>
+  __device__ __forceinline__ void stage_rows() const {
 #pragma unroll
     for (int n = 0; n < kTilesQ; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float factor = shared.factors[row_of(n, e)];
+        const float factor = shared.factors[index][row_of(n, e)];
         float* const row = rows.staged(row_of(n, e)) + column_of(0, 0);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            row[kFp8 ? 2 * panel + h : 64 * panel + 8 * h] = o[panel][n][2 * h + e] * factor;
+            float& to = row[kFp8 ? 2 * panel + h : 64 * panel + 8 * h];
+            const float value = o[panel][n][2 * h + e] * factor;
+            to = kAdds ? to + value : value;
           }
         }
       }

@@ -48,8 +48,8 @@ struct WideDecodeSm90Fp8 {
     }
   };
 
-  // Turns rows of queries into float16 in the order of columns of keys; a warp takes a row at a time
-  // and a lane a pair of each panel. `scales` of the rows are for the logits.
+  // Turns rows of queries into float16 in the order of columns of keys; each warp of all consumers
+  // takes a row at a time and a lane a pair of each panel. `scales` of the rows are for the logits.
   static __device__ __forceinline__ void prepare_queries(unsigned char* queries, float* scales,
                                                          float rope_scale, int warp, int lane) {
     // Where a pair of an even panel, or of the rope panel, goes; an odd one's is two further.
@@ -57,7 +57,7 @@ struct WideDecodeSm90Fp8 {
     const int even = 8 * step + 4 * half + lane / 16, of_rope = 8 * step + 4 * half + lane / 8;
     const int panel = lane / 8 % 2;
 #pragma unroll 1
-    for (int row = warp; row < Traits::kTileQ; row += Traits::kWarpgroup / kWarpSize) {
+    for (int row = warp; row < Traits::kTileQ; row += Traits::kConsumerThreads / kWarpSize) {
       float pairs[kConverted][2], largest = 0.0f;
 #pragma unroll
       for (int i = 0; i < kConverted; ++i) {

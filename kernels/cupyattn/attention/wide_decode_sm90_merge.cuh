@@ -1,4 +1,4 @@
-// The merge of few splits by all threads of the last block of a tile, which load all states at
+// The merge of few splits by two warpgroups of the last block of a tile, which load all states at
 // once. It ends sooner than a launch, which begins when every block has ended. Many splits are too
 // much for one block: a launch merges them (merge_splits).
 #pragma once
@@ -12,14 +12,20 @@ struct WideDecodeSm90Merge {
   using DTypeO = typename Traits::DTypeO;
   static constexpr int kMost = Traits::kFusedSplits;  // splits that are merged here
   static constexpr int kTileQ = Traits::kTileQ, kHeadDimVO = Traits::kHeadDimVO;
+  // Both warpgroups of a block, or both consumers of three.
+  static constexpr int kThreads = 2 * Traits::kWarpgroup, kFirst = Traits::kThreads - kThreads;
+  static constexpr int kBarrier = 4;
   static constexpr int kThreadsOfRow = kHeadDimVO / 4;  // four columns a thread
-  static constexpr int kRowsAtOnce = Traits::kThreads / kThreadsOfRow;
+  static constexpr int kRowsAtOnce = kThreads / kThreadsOfRow;
   static_assert(kMost == 8, "eight lanes weigh the splits of a row");
 
   const WideSm90Block<Traits>& block;
   const AttentionParams& params;
   typename Traits::SharedMemory& shared;
   const BlockWork& work;
+  const int thread = threadIdx.x - kFirst;
+
+  __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(kBarrier, kThreads); }
 
   __device__ __forceinline__ explicit WideDecodeSm90Merge(const WideSm90Block<Traits>& block)
       : block(block),
@@ -32,12 +38,25 @@ struct WideDecodeSm90Merge {
     // Plans that must launch a merge leave it all tiles: it waits for every block.
     if (params.counters == nullptr) return;
     if (tile.num_splits == 1 || tile.num_splits > kMost || tile.split_tile < 0) return;
-    if (!arrive_last(params, tile, threadIdx.x, &shared.is_last)) return;
-    for (int row = threadIdx.x / kMost; row < kTileQ; row += Traits::kThreads / kMost) weigh(row);
-    ptx::block_sync();  // mutate: wide-decode-weights-read-early
-    for (int row = threadIdx.x / kThreadsOfRow; row < tile.num_rows; row += 4 * kRowsAtOnce) {
+    if (!arrive_last()) return;
+    for (int row = thread / kMost; row < kTileQ; row += kThreads / kMost) weigh(row);
+    sync();  // mutate: wide-decode-weights-read-early
+    for (int row = thread / kThreadsOfRow; row < tile.num_rows; row += 4 * kRowsAtOnce) {
       tile.num_splits <= 4 ? merge_rows<4>(row) : merge_rows<kMost>(row);
     }
+  }
+
+  // Announces the states of this block's split; true in the last block of its tile only. As in
+  // state.cuh, for the threads that merge: a producer may still be at work.
+  __device__ __forceinline__ bool arrive_last() const {
+    sync();
+    if (thread == 0) {
+      const uint32_t last = static_cast<uint32_t>(work.tile.num_splits - 1);
+      uint32_t* const counter = params.counters + work.tile.counter(params);
+      shared.is_last = ptx::atomic_inc_wrap_acq_rel(counter, last) == last;
+    }
+    sync();  // mutate: wide-decode-flag-read-early
+    return shared.is_last != 0;
   }
 
   __device__ __forceinline__ int64_t state_of(int row, int split) const {
@@ -47,7 +66,7 @@ struct WideDecodeSm90Merge {
   // Weighs the states of a row: eight lanes have one split each.
   __device__ __forceinline__ void weigh(int row) const {
     const TileWork& tile = work.tile;
-    const int split = threadIdx.x % kMost;
+    const int split = thread % kMost;
     const bool exists = row < tile.num_rows && split < tile.num_splits;
     float lse = -ptx::infinity();
     if (exists) lse = ptx::load_l2(params.partial_lse + state_of(row, split));
@@ -77,7 +96,7 @@ struct WideDecodeSm90Merge {
   template <int kSplits>
   __device__ __forceinline__ void merge_rows(int first_row) const {
     const TileWork& tile = work.tile;
-    const int column = threadIdx.x % kThreadsOfRow * 4;
+    const int column = thread % kThreadsOfRow * 4;
     float4 part[4][kSplits];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

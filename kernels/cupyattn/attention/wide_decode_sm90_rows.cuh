@@ -39,7 +39,7 @@ struct WideDecodeSm90Rows {
   template <typename T, typename At>
   __device__ __forceinline__ void write(const Item& item, int thread, At&& at) const {
     constexpr int kColumns = 16 / sizeof(T), kThreads = kHeadDimVO / kColumns;
-    constexpr int kRowsAtOnce = Traits::kWarpgroup / kThreads;
+    constexpr int kRowsAtOnce = Traits::kConsumerThreads / kThreads;
     const int column = thread % kThreads * kColumns;
 #pragma unroll 2
     for (int r = thread / kThreads; r < item.work.tile.num_rows; r += kRowsAtOnce) {

@@ -1,10 +1,12 @@
 // Attention whose O is too wide for one warpgroup, on Hopper: starts the roles of a block. Three
-// warpgroups: a producer, and two consumers that hold half of the columns of O each. Multi-head
+// warpgroups: a producer, or two that convert keys, and two consumers that hold half of the columns
+// of O each. Multi-head
 // latent attention (absorbed) is grouped-query attention with one key head whose values are the
 // first columns of its keys, so a tile of keys is read once for both products.
 #pragma once
 
 #include "cupyattn/attention/wide_sm90_consumer.cuh"
+#include "cupyattn/attention/wide_sm90_converter.cuh"
 #include "cupyattn/attention/wide_sm90_tma.cuh"
 
 namespace cupyattn {
@@ -34,14 +36,16 @@ struct WideSm90 {
     ptx::block_sync();
     if (shared.items[0].work.tile.num_rows <= 0) return;
     const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);
-    if (warpgroup == 0) {
+    if (warpgroup < Traits::kProducers) {
       ptx::set_max_registers_down<Traits::kProducerRegisters>();
       if constexpr (Traits::kTma) {
         WideSm90TmaProducer<Traits>(block).run();
+      } else if constexpr (Traits::kConverts) {
+        WideSm90Converter<Traits>(block, warpgroup).run();
       } else {
         WideSm90Producer<Traits>(block).run();
       }
-    } else if (warpgroup == 1) {
+    } else if (warpgroup == Traits::kProducers) {
       ptx::set_max_registers_up<Traits::kConsumerRegisters>();
       WideSm90Leader<Traits>(block).run();
     } else {

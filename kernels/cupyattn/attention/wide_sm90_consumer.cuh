@@ -162,7 +162,11 @@ struct WideSm90Leader : WideSm90Output<Traits> {
       ptx::fence_proxy_async();
     }
     ptx::wgmma_fence();
-    issue_pv<VTile, kColumns>(o, probabilities.p, this->values(stage), adds);
+#pragma unroll
+    for (int i = 0; i < Base::kParts; ++i) {
+      issue_pv<VTile, Base::kPart>(this->part(i), probabilities.p,
+                                   this->values(stage) + i * Base::kToPart, adds);
+    }
     ptx::wgmma_commit();
   }
 
@@ -259,8 +263,12 @@ struct WideSm90Follower : WideSm90Output<Traits> {
     if (hides_keys) this->zero_nonfinite_values(item, tile, v);
     if constexpr (!Traits::kTma) ptx::fence_proxy_async();
     ptx::wgmma_fence();
-    issue_pv_shared<PTile, VTile, kColumns>(o, operand_at<PTile>(ptx::shared_address(shared.p)),
-                                            this->values(v), adds);
+#pragma unroll
+    for (int i = 0; i < Base::kParts; ++i) {
+      issue_pv_shared<PTile, VTile, Base::kPart>(
+          this->part(i), operand_at<PTile>(ptx::shared_address(shared.p)),
+          this->values(v) + i * Base::kToPart, adds);
+    }
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     take_results(o);

@@ -18,6 +18,11 @@ struct WideSm90Output {
   static constexpr int kColumns = Traits::kColumns, kTileKV = Traits::kTileKV;
   static constexpr int kSteps = kTileKV / MmaTraits<DTypeQ, DTypeQ>::kStep;
 
+  // A product has all columns; or half of them, where four warpgroups share the registers: ptxas
+  // compiles none for which the registers of a launch do not suffice.
+  static constexpr int kParts = Traits::kProducers, kPart = kColumns / kParts;
+  static constexpr int kToPart = kPart / VTile::kPanelColumns * (VTile::kPanelBytes / 16);
+
   const WideSm90Block<Traits>& block;
   const AttentionParams& params;
   typename Traits::SharedMemory& shared;
@@ -38,6 +43,10 @@ struct WideSm90Output {
 #pragma unroll
       for (int e = 0; e < 4; ++e) o[0][n][e] = 0.0f;
     }
+  }
+
+  __device__ __forceinline__ float (&part(int i))[1][kPart / 8][4] {
+    return reinterpret_cast<float (&)[1][kPart / 8][4]>(o[0][i * (kPart / 8)]);
   }
 
   // The warpgroup's columns of the values of a stage.

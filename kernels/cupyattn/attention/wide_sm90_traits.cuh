@@ -54,16 +54,21 @@ struct WideSm90Tiles : Config {
                         kAlignsTiles = false;
   using LogitsVariant = PlainLogits;
 
-  // Arrivals when a piece lands: one by the copy engine, or one from each thread that gathers.
-  static constexpr int kArrivals = kTma ? 1 : kWarpgroup;
+  // fp8 keys of 64 rows become 16-bit elements on their way to shared memory (WideSm90Converter).
+  static constexpr bool kConverts = is_fp8<DTypeKV> && kTileQ == 64;
+  // Arrivals when a piece lands: one by the copy engine, one from each warp that converts, or one
+  // from each thread that gathers.
+  static constexpr int kArrivals = kTma ? 1 : kConverts ? kWarpgroup / kWarpSize : kWarpgroup;
   // Sparse: a list says for each key where it is, or by a negative entry that it is hidden. The
   // producer marks the keys of a stage that are there.
   static constexpr bool kHasTokenScales = kKeyScales == kTokenScales;
-  static constexpr int kMarkers = kSparse || kHasTokenScales ? kWarpgroup / kWarpSize : 0;
+  static constexpr bool kIsMarked = (kSparse || kHasTokenScales) && !kConverts;
+  static constexpr int kMarkers = kIsMarked ? kWarpgroup / kWarpSize : 0;
   using KeyMarks = conditional<kSparse, uint8_t[kStages][kTileKV], uint8_t>;
 
-  // fp8 keys become fragments of float16, which holds them exactly; so do q and P then.
-  static constexpr bool kFp8 = is_fp8<DTypeKV>;
+  // fp8 keys of fewer rows lie in shared memory as they are, and become fragments of float16, which
+  // holds them exactly; so do q and P then.
+  static constexpr bool kFp8 = is_fp8<DTypeKV> && !kConverts;
   using DTypeMma = conditional<kFp8, half_t, DTypeQ>;
   using QTile = PanelTile<DTypeMma, kTileQ, kHeadDimQK>;
   using KTile =
@@ -109,13 +114,14 @@ struct WideSm90Tiles : Config {
                 "a key is a latent and a rope part");
   static_assert(!kTma || (kLatent && kPaged && !kSparse && kTileKV == 64 && !kKeyScales),
                 "boxes are of pages of latent keys");
-  static_assert(!kKeyScales || kFp8, "scales are of fp8 keys");
+  static_assert(!kTma || !kConverts, "keys are converted on their way");
+  static_assert(!kKeyScales || is_fp8<DTypeKV>, "scales are of fp8 keys");
   static_assert(!kSparse || (kLatent && kPaged), "sparse lists are of latent keys");
   static_assert(kColumns % VTile::kPanelColumns == 0 && kColumns <= 256,
                 "a warpgroup has whole panels, and one product has its columns");
   static_assert(kFp8 || (kHeadDimQK % 64 == 0 && kHeadDimRope % 64 == 0),
                 "the parts of a row have panels of their own");
-  static_assert(sizeof(DTypeQ) == 2 && (kFp8 ? kLatent : is_same<DTypeQ, DTypeKV>),
+  static_assert(sizeof(DTypeQ) == 2 && (is_fp8<DTypeKV> ? kLatent : is_same<DTypeQ, DTypeKV>),
                 "products of 16-bit elements");
 };
 
@@ -130,7 +136,9 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
   using typename Tiles::PTile;
   using typename Tiles::QTile;
   using typename Tiles::VTile;
-  static constexpr int kThreads = 3 * Tiles::kWarpgroup;
+  // Two warpgroups that convert keys take every other tile: one needs twice the time of the products.
+  static constexpr int kProducers = Tiles::kConverts ? 2 : 1, kWarpgroups = kProducers + 2;
+  static constexpr int kThreads = kWarpgroups * Tiles::kWarpgroup;
 
   struct ValueTiles {
     alignas(VTile::kAlign) unsigned char v[kStages][VTile::kBytes];
@@ -162,8 +170,8 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
   };
 
   static_assert(kTileQ == 64, "O of two warpgroups has 64 rows");
-  static_assert(Config::kProducerRegisters + 2 * Config::kConsumerRegisters <=
-                    3 * (65536 / kThreads / 8 * 8),
+  static_assert(kProducers * Config::kProducerRegisters + 2 * Config::kConsumerRegisters <=
+                    kWarpgroups * (65536 / kThreads / 8 * 8),
                 "registers come from what the block was launched with");
 };
 

@@ -106,9 +106,13 @@ def test_scales_of_keys_that_no_kernel_reads(key_scales: str) -> None:
         bfloat16, float8_e4m3fn, bfloat16, 576, 512, paged=True, latent=True, key_scales=key_scales
     )
     most = 232_448
-    for rows, tile_q in (("decode", 16), ("verify", 32), ("large", 32)):
+    for rows, name, tile_q in (
+        ("decode", "wide_decode_sm90", 16),
+        ("verify", "wide_decode_sm90", 32),
+        ("large", "wide_sm90", 64),
+    ):
         tiles = tile_config(problem, rows, most)
-        assert (tiles.name, tiles.tile_q) == ("wide_decode_sm90", tile_q)
+        assert (tiles.name, tiles.tile_q) == (name, tile_q)
     for change in ({"aligned": False}, {"prescale_logits": True}):
         with pytest.raises(UnsupportedError, match="keys that have scales of their own"):
             tile_config(replace(problem, **change), "decode", most)  # type: ignore[arg-type]
