@@ -146,7 +146,9 @@ WIDE_SM90 = (
         "",
         "hopper wide fp8",
     ),
-    Mutation("wide-converter-page-of-the-same-tile", "tile - kProducers", "tile", "hopper wide fp8"),
+    Mutation(
+        "wide-converter-page-of-the-same-tile", "tile - kProducers", "tile", "hopper wide fp8"
+    ),
     Mutation("wide-converter-absent-key-read", "from != nullptr", "true", "hopper wide fp8"),
     Mutation(
         "wide-converter-copies-not-awaited",
