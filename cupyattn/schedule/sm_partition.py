@@ -1,4 +1,4 @@
-"""How many blocks a launch of persistent blocks has, if another runs beside it.
+"""How many blocks a launch of prefill has, if others follow it, and when all are done.
 
 A persistent block keeps an SM to the end of its launch. Where all SMs have one, the launch that
 follows begins when they are done: first the matrix units work, then the memory. With fewer, the
@@ -7,12 +7,18 @@ other launch streams its keys on SMs of its own meanwhile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from .balance import BLOCK_OVERHEAD
+import numpy as np
+
+from .balance import BLOCK_OVERHEAD, Work
 from .batch import BatchRequests, count_work, make_tiles
+from .makespan import Slots, best_split
 from .masking import Masking
 from .mixed import Kinds
+from .tile_choice import fills_many_waves
 from .tile_shape import TileShape
 
 # What an SM of an H200 does in a microsecond, measured: products by wgmma, and bytes of keys and
@@ -22,6 +28,183 @@ _FLOP, _BYTES = 4.6e6, 75e3
 _MOST = 0.42
 # Of SMs: the choice is coarse, so that plans of like batches share what is made for it.
 _STEP = 4
+# What all SMs stream in a microsecond, and what they do by blocks of prefill.
+_ALL_BYTES, _BYTES_BY_PREFILL = 4.0e6, 3.4e6
+# In microseconds: a launch that follows another, without its keys; each further one; and what the
+# longest request adds, whose parts are as many as the root of its tiles of 64 keys.
+_FOLLOWING, _FURTHER, _LONGEST = 6.0, 4.0, 0.35
+_KEYS = 64
+# What an item of decode takes of an SM, in microseconds, besides its keys.
+_ITEM = 0.85
+# Products beside streams take so much longer: both need L2.
+_BESIDE = 1.05
+# Something else than the first form must end within this share of its time.
+_WORTHWHILE = 0.97
+
+
+class Streams(NamedTuple):
+    """Launches of decode's kernels that follow one of prefill.
+
+    num_bytes  of keys and values that they read
+    num_items  of all KV heads
+    longest    keys of a request
+    num_launches
+    """
+
+    num_bytes: float
+    num_items: int
+    longest: int
+    num_launches: int = 1
+
+    def busy(self) -> float:
+        """For how long one SM would be busy with them."""
+        return self.num_bytes / _BYTES + _ITEM * self.num_items
+
+    def time(self) -> float:
+        """What they take on all SMs, but for the part of a launch that the one before hides."""
+        latency = _FOLLOWING + _FURTHER * (self.num_launches - 1)
+        return latency + _LONGEST * math.sqrt(self.longest / _KEYS) + self.num_bytes / _ALL_BYTES
+
+    def time_by_prefill(self) -> float:
+        """What reading the keys takes at least in a launch of prefill."""
+        return _FOLLOWING + self.num_bytes / _BYTES_BY_PREFILL
+
+
+class Partition(NamedTuple):
+    """Blocks of prefill that run at a time, and when they and the streams are done."""
+
+    num_slots: int
+    time: float
+
+
+class BesideChoice(NamedTuple):
+    """One of several shapes for a launch of prefill before others, blocks that run at a time, and
+    when all are done in microseconds."""
+
+    chosen: int
+    num_slots: int
+    time: float
+
+
+def streams_of(
+    others: Sequence[BatchRequests], num_kv_heads: int, key_bytes: int, masking: Masking
+) -> Streams:
+    """What launches of these requests of few rows stream. key_bytes: of a key and its value."""
+    num_keys, num_items, longest = 0, 0, 0
+    for requests in others:
+        keys = requests.kv_len
+        if masking.window_left >= 0:
+            keys = np.minimum(keys, requests.qo_len + masking.window_left)
+        num_keys += int(np.add.reduce(keys))
+        num_items += keys.size
+        longest = max(longest, int(np.maximum.reduce(keys, initial=0)))
+    num_bytes = float(num_keys * num_kv_heads * key_bytes)
+    return Streams(num_bytes, num_items * num_kv_heads, longest, len(others))
+
+
+def choose_beside(
+    requests: BatchRequests,
+    group_size: int,
+    num_kv_heads: int,
+    shapes: Sequence[TileShape],
+    masking: Masking,
+    streams: Streams,
+) -> BesideChoice:
+    """The shape and the number of blocks for requests of many rows by which they, and the streams
+    that are launched behind them, are done soonest.
+
+    All shapes have times. The first is that of persistent blocks, which leave SMs to the streams;
+    the others' blocks have an item each.
+    """
+    best, soonest = BesideChoice(0, 0, math.inf), streams.time()
+    for index, shape in enumerate(shapes):
+        tiles = make_tiles(requests, group_size, shape, masking)
+        work = count_work(requests, tiles, group_size, shape, masking)
+        limit = _WORTHWHILE * best.time
+        num_slots, time = best_partition(work, num_kv_heads, shape, streams, index == 0, limit)
+        if time < limit:
+            best = BesideChoice(index, num_slots, time)
+        if index == 0 and fills_many_waves(work, num_kv_heads, shape):
+            break
+        if _WORTHWHILE * best.time <= soonest:  # the streams decide
+            break
+    return best
+
+
+def best_partition(
+    work: Work,
+    num_kv_heads: int,
+    shape: TileShape,
+    streams: Streams,
+    is_persistent: bool,
+    limit: float = math.inf,
+) -> Partition:
+    """How many blocks of prefill run at a time for all to be done soonest: all there is room for,
+    unless fewer gain. The time is infinite if it cannot be within the limit.
+
+    Example: 512 items of 374 us on all SMs beside a gigabyte of keys, 264 us on all SMs, take 640
+    one after another, and some 540 with the items on 108 SMs.
+    """
+    times = shape.times
+    assert times is not None
+    busy = (work.total * times.key_tile + work.num_tiles * times.item) * num_kv_heads
+    if times.launch + times.alone * busy / shape.num_slots >= limit:
+        return Partition(shape.num_slots, math.inf)
+    num_items = work.num_tiles * num_kv_heads
+    best = _partition(work, num_kv_heads, shape.num_slots, shape, streams)
+    soonest = streams.time()
+    soonest = max(soonest, times.launch + times.alone * busy / shape.num_slots)
+    for num_slots in _slots_to_try(busy, num_items, shape, streams, is_persistent):
+        if _WORTHWHILE * best.time <= soonest:
+            break
+        other = _partition(work, num_kv_heads, num_slots, shape, streams)
+        if other.time < _WORTHWHILE * best.time:
+            best = other
+    return best
+
+
+def _slots_to_try(
+    busy: float, num_items: int, shape: TileShape, streams: Streams, is_persistent: bool
+) -> list[int]:
+    """Fewer slots than all: they bind persistent blocks, or leave the keys of few items whole."""
+    full, found = shape.num_slots, []
+    if num_items * 4 <= full * 3:
+        found.append(num_items)
+    elif is_persistent:
+        share = min(streams.busy() / (busy + streams.busy()), _MOST)
+        balanced = full - int(share * full / _STEP) * _STEP
+        # Blocks with as many items each as these have, or one less: no wave is nearly empty.
+        waves = -(-num_items // balanced)
+        counts = [balanced, *(-(-num_items // n) for n in (waves, waves - 1) if 0 < n <= 4)]
+        found += [count for count in counts if (1 - _MOST) * full <= count < full]
+    return list(dict.fromkeys(found))
+
+
+def _partition(
+    work: Work, num_kv_heads: int, num_slots: int, shape: TileShape, streams: Streams
+) -> Partition:
+    """Blocks of prefill on so many slots, and streams on what they leave."""
+    times = shape.times
+    assert times is not None
+    chunk, end = best_split(work, num_kv_heads, Slots(num_slots, shape.num_sms), times)
+    blocks = num_slots if chunk else min(num_slots, work.num_tiles * num_kv_heads)
+    used = min(shape.num_sms, -(-blocks * shape.num_sms // shape.num_slots))
+    busy = (work.total * times.key_tile + work.num_tiles * times.item) * num_kv_heads
+    mean = min(end, times.launch + busy / max(1, blocks))
+    return Partition(num_slots, time_beside(end, mean, shape.num_sms, used, streams))
+
+
+def time_beside(end: float, mean: float, num_sms: int, used: int, streams: Streams) -> float:
+    """When a launch on `used` SMs that ends then, its blocks at `mean` on average, and the streams
+    behind it are done. They stream on SMs without blocks from the beginning, on the others as
+    blocks end, and what is left on all."""
+    if used < num_sms:
+        end, mean = _BESIDE * end, _BESIDE * mean
+    idle, busy = (num_sms - used) * end + used * (end - mean), streams.busy()
+    left = max(0.0, 1.0 - idle / busy)
+    rest = left * max(busy / num_sms, streams.num_bytes / _ALL_BYTES)
+    begin = 0.0 if used < num_sms else mean
+    return max(end + rest, begin + streams.time())
 
 
 def persistent_grid_size(

@@ -134,15 +134,13 @@ def tile_config(
 def large_tiles(
     problem: AttentionProblem, max_shared_bytes: int, arch: str, page_size: int
 ) -> dict[str, TileConfig]:
-    """The tiles that a plan of requests of the last class may choose from, by name.
-
-    Empty where there is no choice: a problem whose kernels have not been timed.
-    """
+    """The tiles that a plan of requests of the last class may choose from, by name, the one for
+    long launches first. Empty for a problem whose kernels have not been timed."""
     if arch != "sm_90a" or problem.is_wide or env.PORTABLE.flag():
         return {}
     made = {name: sm90.choose(problem, max_shared_bytes, page_size, name) for name in LARGE_TILES}
     found = {name: tiles for name, tiles in made.items() if tiles and tiles.times}
-    return found if LARGE in found and len(found) > 1 else {}
+    return found if LARGE in found else {}
 
 
 def shape_of(tiles: TileConfig, group_size: int, num_sms: int) -> TileShape:

@@ -125,6 +125,7 @@ _TIMES = {
     ("large", "paged", 128, 128): TileTimes(9.5, 3.1, 1.65, 0.92),
     ("middle", "paged", 128, 128): TileTimes(6.9, 2.6, 1.69, 0.89),
     ("short", "paged", 128, 128): TileTimes(8.0, 2.6, 1.00, 0.45),
+    ("large", "gathered", 128, 128): TileTimes(9.5, 3.1, 2.05, 0.92),
     ("large", "ragged", 64, 64): TileTimes(13.6, 1.8, 1.30, 0.52),
     ("tall", "ragged", 64, 64): TileTimes(7.8, 4.2, 1.23, 0.41),
     ("short", "ragged", 64, 64): TileTimes(6.8, 3.7, 1.00, 0.46),
