@@ -18,7 +18,6 @@ from .batch import BatchRequests, count_work, make_tiles
 from .makespan import Slots, best_split
 from .masking import Masking
 from .mixed import Kinds
-from .tile_choice import fills_many_waves
 from .tile_shape import TileShape
 
 # What an SM of an H200 does in a microsecond, measured: products by wgmma, and bytes of keys and
@@ -37,23 +36,26 @@ _KEYS = 64
 # What an item of decode takes of an SM, in microseconds, besides its keys.
 _ITEM = 0.85
 # Products beside streams take so much longer: both need L2.
-_BESIDE = 1.05
-# Something else than the first form must end within this share of its time.
-_WORTHWHILE = 0.97
+_BESIDE = 1.14
+# Something else than the first form must end within this share of its time; but one launch serves
+# all if it is done by the other: no launch then waits for another, and it is closer to estimates.
+_WORTHWHILE, _AS_SOON = 0.97, 1.03
+# Where the slots are busy for so many of its longest items, only the first shape is looked at.
+_LONG = 3
 
 
 class Streams(NamedTuple):
     """Launches of decode's kernels that follow one of prefill.
 
+    keys       that each request sees
     num_bytes  of keys and values that they read
     num_items  of all KV heads
-    longest    keys of a request
     num_launches
     """
 
+    keys: np.ndarray
     num_bytes: float
     num_items: int
-    longest: int
     num_launches: int = 1
 
     def busy(self) -> float:
@@ -62,8 +64,9 @@ class Streams(NamedTuple):
 
     def time(self) -> float:
         """What they take on all SMs, but for the part of a launch that the one before hides."""
+        longest = int(np.maximum.reduce(self.keys, initial=0))
         latency = _FOLLOWING + _FURTHER * (self.num_launches - 1)
-        return latency + _LONGEST * math.sqrt(self.longest / _KEYS) + self.num_bytes / _ALL_BYTES
+        return latency + _LONGEST * math.sqrt(longest / _KEYS) + self.num_bytes / _ALL_BYTES
 
     def time_by_prefill(self) -> float:
         """What reading the keys takes at least in a launch of prefill."""
@@ -77,58 +80,73 @@ class Partition(NamedTuple):
     time: float
 
 
-class BesideChoice(NamedTuple):
-    """One of several shapes for a launch of prefill before others, blocks that run at a time, and
-    when all are done in microseconds."""
+class LaunchChoice(NamedTuple):
+    """One of several shapes for a launch of prefill, blocks that run at a time, and when all is
+    done, in microseconds. is_alone: it serves requests of few rows too, else launches follow."""
 
     chosen: int
     num_slots: int
     time: float
+    is_alone: bool
 
 
 def streams_of(
-    others: Sequence[BatchRequests], num_kv_heads: int, key_bytes: int, masking: Masking
+    few: Sequence[BatchRequests], num_kv_heads: int, key_bytes: int, masking: Masking
 ) -> Streams:
     """What launches of these requests of few rows stream. key_bytes: of a key and its value."""
-    num_keys, num_items, longest = 0, 0, 0
-    for requests in others:
-        keys = requests.kv_len
-        if masking.window_left >= 0:
-            keys = np.minimum(keys, requests.qo_len + masking.window_left)
-        num_keys += int(np.add.reduce(keys))
-        num_items += keys.size
-        longest = max(longest, int(np.maximum.reduce(keys, initial=0)))
-    num_bytes = float(num_keys * num_kv_heads * key_bytes)
-    return Streams(num_bytes, num_items * num_kv_heads, longest, len(others))
+    keys = np.concatenate([requests.kv_len for requests in few])
+    if masking.window_left >= 0:
+        rows = np.concatenate([requests.qo_len for requests in few])
+        keys = np.minimum(keys, rows + masking.window_left)
+    num_bytes = float(np.add.reduce(keys)) * num_kv_heads * key_bytes
+    return Streams(keys, num_bytes, keys.size * num_kv_heads, len(few))
 
 
-def choose_beside(
-    requests: BatchRequests,
+def choose_launches(
+    many: BatchRequests,
+    streams: Streams,
     group_size: int,
     num_kv_heads: int,
     shapes: Sequence[TileShape],
     masking: Masking,
-    streams: Streams,
-) -> BesideChoice:
-    """The shape and the number of blocks for requests of many rows by which they, and the streams
-    that are launched behind them, are done soonest.
+) -> LaunchChoice:
+    """The launches by which requests of many rows and those of few are done soonest: one of prefill
+    that serves all, or one for the many which leaves SMs to the streams, or all SMs to one after
+    the other.
 
-    All shapes have times. The first is that of persistent blocks, which leave SMs to the streams;
-    the others' blocks have an item each.
+    All shapes have times. The first is that of persistent blocks, which can leave SMs; the others'
+    blocks have an item each.
     """
-    best, soonest = BesideChoice(0, 0, math.inf), streams.time()
+    best = LaunchChoice(0, 0, math.inf, False)
+    together, soonest = best, streams.time()
     for index, shape in enumerate(shapes):
-        tiles = make_tiles(requests, group_size, shape, masking)
-        work = count_work(requests, tiles, group_size, shape, masking)
-        limit = _WORTHWHILE * best.time
+        times, limit = shape.times, _WORTHWHILE * best.time
+        assert times is not None
+        tiles = make_tiles(many, group_size, shape, masking)
+        work = count_work(many, tiles, group_size, shape, masking)
         num_slots, time = best_partition(work, num_kv_heads, shape, streams, index == 0, limit)
         if time < limit:
-            best = BesideChoice(index, num_slots, time)
-        if index == 0 and fills_many_waves(work, num_kv_heads, shape):
+            best = LaunchChoice(index, num_slots, time, False)
+        limit = min(_AS_SOON * best.time, _WORTHWHILE * together.time)
+        if streams.time_by_prefill() < limit:
+            work = _with_streams(work, streams, shape.tile_kv)
+            if times.least(work, num_kv_heads, shape.num_slots) < limit:
+                slots = Slots(shape.num_slots, shape.num_sms)
+                time = best_split(work, num_kv_heads, slots, times).time
+                if time < limit:
+                    together = LaunchChoice(index, shape.num_slots, time, True)
+        is_long = work.total * num_kv_heads > _LONG * work.longest * shape.num_slots
+        if is_long or _WORTHWHILE * best.time <= soonest:
             break
-        if _WORTHWHILE * best.time <= soonest:  # the streams decide
-            break
-    return best
+    return together if together.time <= _AS_SOON * best.time else best
+
+
+def _with_streams(work: Work, streams: Streams, tile_kv: int) -> Work:
+    """The work of a launch that serves all: few rows are one tile."""
+    few = (streams.keys + (tile_kv - 1)) // tile_kv
+    key_tiles = np.concatenate((work.array(), few))
+    longest = max(work.longest, int(np.maximum.reduce(few, initial=0)))
+    return Work(key_tiles, longest, work.total + int(np.add.reduce(few)), key_tiles.size)
 
 
 def best_partition(
@@ -147,19 +165,25 @@ def best_partition(
     """
     times = shape.times
     assert times is not None
-    busy = (work.total * times.key_tile + work.num_tiles * times.item) * num_kv_heads
-    if times.launch + times.alone * busy / shape.num_slots >= limit:
+    soonest = times.least(work, num_kv_heads, shape.num_slots) + streams.busy() / shape.num_sms
+    soonest = max(soonest, streams.time())
+    if soonest >= limit:
         return Partition(shape.num_slots, math.inf)
-    num_items = work.num_tiles * num_kv_heads
-    best = _partition(work, num_kv_heads, shape.num_slots, shape, streams)
-    soonest = streams.time()
-    soonest = max(soonest, times.launch + times.alone * busy / shape.num_slots)
-    for num_slots in _slots_to_try(busy, num_items, shape, streams, is_persistent):
-        if _WORTHWHILE * best.time <= soonest:
-            break
-        other = _partition(work, num_kv_heads, num_slots, shape, streams)
-        if other.time < _WORTHWHILE * best.time:
-            best = other
+    num_items, busy = work.num_tiles * num_kv_heads, times.busy(work, num_kv_heads)
+    best, tried = Partition(shape.num_slots, math.inf), [shape.num_slots]
+    for num_slots in tried:
+        chunk, end = best_split(work, num_kv_heads, Slots(num_slots, shape.num_sms), times)
+        is_full = num_slots == shape.num_slots
+        if chunk and not (is_full or is_persistent):
+            continue  # parts are more blocks than there are items
+        blocks = num_slots if chunk else min(num_slots, num_items)
+        used = min(shape.num_sms, -(-blocks * shape.num_sms // shape.num_slots))
+        mean = min(end, times.launch + busy / max(1, blocks))
+        time = time_beside(end, mean, shape.num_sms, used, streams)
+        if time < _WORTHWHILE * best.time:
+            best = Partition(num_slots, time)
+        if is_full and _WORTHWHILE * time > soonest:
+            tried += _slots_to_try(busy, num_items, shape, streams, is_persistent)
     return best
 
 
@@ -178,20 +202,6 @@ def _slots_to_try(
         counts = [balanced, *(-(-num_items // n) for n in (waves, waves - 1) if 0 < n <= 4)]
         found += [count for count in counts if (1 - _MOST) * full <= count < full]
     return list(dict.fromkeys(found))
-
-
-def _partition(
-    work: Work, num_kv_heads: int, num_slots: int, shape: TileShape, streams: Streams
-) -> Partition:
-    """Blocks of prefill on so many slots, and streams on what they leave."""
-    times = shape.times
-    assert times is not None
-    chunk, end = best_split(work, num_kv_heads, Slots(num_slots, shape.num_sms), times)
-    blocks = num_slots if chunk else min(num_slots, work.num_tiles * num_kv_heads)
-    used = min(shape.num_sms, -(-blocks * shape.num_sms // shape.num_slots))
-    busy = (work.total * times.key_tile + work.num_tiles * times.item) * num_kv_heads
-    mean = min(end, times.launch + busy / max(1, blocks))
-    return Partition(num_slots, time_beside(end, mean, shape.num_sms, used, streams))
 
 
 def time_beside(end: float, mean: float, num_sms: int, used: int, streams: Streams) -> float:

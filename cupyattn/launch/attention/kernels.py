@@ -15,7 +15,7 @@ from ...core.problem import AttentionProblem
 from ...schedule.batch import NUM_SPLITS, BatchPlan, BatchRequests
 from ...schedule.levels import Served
 from ...schedule.masking import Masking
-from ...schedule.sm_partition import choose_beside, streams_of
+from ...schedule.sm_partition import choose_launches, streams_of
 from ...schedule.tile_choice import choose_tiles
 from ...schedule.tile_shape import TileShape, cluster_size
 from ..tiles.config import TileConfig
@@ -45,9 +45,6 @@ _MOST_TILES_OF_SMALL = 32
 MOST_PARTS = 16
 # The keys of a request that has not been counted yet: many, but few enough for clusters to help.
 UNKNOWN_LENGTH = 4096
-# One launch serves all requests if it is done by this share of the time of several: no launch then
-# waits for another, and estimates of one are closer.
-_AS_SOON = 1.03
 # Choices of tiles that are remembered, by the lengths of a batch.
 _MAX_CHOICES = 4096
 
@@ -168,6 +165,8 @@ class Kernels:
         """The tiles for one launch of all these requests, or of those of many rows with a launch
         behind it for each class of `few`: what is done soonest."""
         shapes = self._timed_shapes()
+        if len(shapes) == 1 and not few:
+            return Choice(LARGE, 0.0)
         if not shapes or not few:
             return self.choose_tiles(requests, num_kv_heads, masking)
         key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), "beside"
@@ -177,16 +176,10 @@ class Kernels:
             head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
             key_bytes = head_dims * self._problem.dtype_kv.itemsize
             streams = streams_of(few, num_kv_heads, key_bytes, masking)
-            facts = self._group_size, num_kv_heads
-            index, slots, time = choose_beside(many, *facts, timed, masking, streams)
-            made = Choice(names[index], time, False, slots if slots < timed[index].num_slots else 0)
-            limit = _AS_SOON * time
-            if streams.time_by_prefill() <= limit:
-                # With the same tiles, or with the shortest, which suit few rows.
-                tried = [timed[i] for i in dict.fromkeys((index, len(timed) - 1))]
-                chosen, time = choose_tiles(requests, *facts, tried, masking, True, limit)
-                if time <= limit:
-                    made = Choice(names[timed.index(tried[chosen])], time)
+            facts = self._group_size, num_kv_heads, timed, masking
+            index, slots, time, is_alone = choose_launches(many, streams, *facts)
+            slots = 0 if is_alone or slots == timed[index].num_slots else slots
+            made = Choice(names[index], time, is_alone, slots)
             found = self._remember(key, made)
         return found
 
