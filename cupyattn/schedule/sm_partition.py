@@ -27,19 +27,22 @@ _FLOP, _BYTES = 4.6e6, 75e3
 _MOST = 0.42
 # Of SMs: the choice is coarse, so that plans of like batches share what is made for it.
 _STEP = 4
-# What all SMs stream in a microsecond, and what they do by blocks of prefill.
-_ALL_BYTES, _BYTES_BY_PREFILL = 4.0e6, 3.4e6
-# In microseconds: a launch that follows another, without its keys; each further one; and what the
-# longest request adds, whose parts are as many as the root of its tiles of 64 keys.
-_FOLLOWING, _FURTHER, _LONGEST = 6.0, 4.0, 0.35
+# What all SMs stream in a microsecond, what they do by blocks of prefill, and one such block.
+_ALL_BYTES, _BYTES_BY_PREFILL, _BYTES_OF_BLOCK = 4.3e6, 3.2e6, 45e3
+# In microseconds: until a launch of decode runs on SMs that are free; what it takes without its
+# keys; each further launch; and what the longest request adds, whose parts are as many as the root
+# of its tiles of 64 keys.
+_START, _LATENCY, _FURTHER, _LONGEST = 4.0, 9.0, 4.0, 0.35
 _KEYS = 64
 # What an item of decode takes of an SM, in microseconds, besides its keys.
 _ITEM = 0.85
-# Products beside streams take so much longer: both need L2.
-_BESIDE = 1.14
-# Something else than the first form must end within this share of its time; but one launch serves
-# all if it is done by the other: no launch then waits for another, and it is closer to estimates.
-_WORTHWHILE, _AS_SOON = 0.97, 1.03
+# Products and streams beside each other take so much longer, because both need L2.
+_BESIDE = 1.07
+# A merge of prompts comes after the streams, and takes so many microseconds more than elsewhere.
+_LATE_MERGE = 6.0
+# Another form must end within this share of the time of the best; but one launch serves all if it
+# is done by the others: none then waits for another, and it is closer to estimates.
+_WORTHWHILE, _AS_SOON = 0.97, 1.06
 # Where the slots are busy for so many of its longest items, only the first shape is looked at.
 _LONG = 3
 
@@ -62,15 +65,15 @@ class Streams(NamedTuple):
         """For how long one SM would be busy with them."""
         return self.num_bytes / _BYTES + _ITEM * self.num_items
 
-    def time(self) -> float:
-        """What they take on all SMs, but for the part of a launch that the one before hides."""
+    def latency(self) -> float:
+        """What they take as soon as SMs are free, but for memory's rate."""
         longest = int(np.maximum.reduce(self.keys, initial=0))
-        latency = _FOLLOWING + _FURTHER * (self.num_launches - 1)
-        return latency + _LONGEST * math.sqrt(longest / _KEYS) + self.num_bytes / _ALL_BYTES
+        further = _FURTHER * (self.num_launches - 1)
+        return _LATENCY + further + _LONGEST * math.sqrt(longest / _KEYS)
 
-    def time_by_prefill(self) -> float:
-        """What reading the keys takes at least in a launch of prefill."""
-        return _FOLLOWING + self.num_bytes / _BYTES_BY_PREFILL
+    def time(self) -> float:
+        """What they take on all SMs."""
+        return _START + self.latency() + self.num_bytes / _ALL_BYTES
 
 
 class Partition(NamedTuple):
@@ -128,25 +131,48 @@ def choose_launches(
         if time < limit:
             best = LaunchChoice(index, num_slots, time, False)
         limit = min(_AS_SOON * best.time, _WORTHWHILE * together.time)
-        if streams.time_by_prefill() < limit:
-            work = _with_streams(work, streams, shape.tile_kv)
-            if times.least(work, num_kv_heads, shape.num_slots) < limit:
-                slots = Slots(shape.num_slots, shape.num_sms)
-                time = best_split(work, num_kv_heads, slots, times).time
-                if time < limit:
-                    together = LaunchChoice(index, shape.num_slots, time, True)
+        time = time_together(work, num_kv_heads, shape, streams, limit)
+        if time < limit:
+            together = LaunchChoice(index, shape.num_slots, time, True)
         is_long = work.total * num_kv_heads > _LONG * work.longest * shape.num_slots
         if is_long or _WORTHWHILE * best.time <= soonest:
             break
     return together if together.time <= _AS_SOON * best.time else best
 
 
-def _with_streams(work: Work, streams: Streams, tile_kv: int) -> Work:
-    """The work of a launch that serves all: few rows are one tile."""
-    few = (streams.keys + (tile_kv - 1)) // tile_kv
-    key_tiles = np.concatenate((work.array(), few))
-    longest = max(work.longest, int(np.maximum.reduce(few, initial=0)))
-    return Work(key_tiles, longest, work.total + int(np.add.reduce(few)), key_tiles.size)
+def time_together(
+    work: Work, num_kv_heads: int, shape: TileShape, streams: Streams, limit: float = math.inf
+) -> float:
+    """When one launch that serves all is done; infinite if that cannot be within the limit."""
+    times, slots = shape.times, Slots(shape.num_slots, shape.num_sms)
+    assert times is not None
+    if times.launch + streams.num_bytes / _BYTES_BY_PREFILL >= limit:
+        return math.inf
+    # Few rows are one tile.
+    few = (streams.keys + (shape.tile_kv - 1)) // shape.tile_kv
+    sizes, of_many = np.concatenate((few, work.array())), few.size
+    longest = int(np.maximum.reduce(few))
+    both = Work(sizes, max(work.longest, longest), work.total + int(np.add.reduce(few)), sizes.size)
+    if times.least(both, num_kv_heads, shape.num_slots) >= limit:
+        return math.inf
+    chunk, time = best_split(both, num_kv_heads, slots, times)
+    if time >= limit:
+        return math.inf
+    merge, is_few = 0.0, np.arange(sizes.size) < of_many
+    if chunk:
+        parts, merge, longest = -(-sizes // chunk), times.merge, min(longest, chunk)
+        sizes, is_few = np.repeat(sizes / parts, parts), np.repeat(is_few, parts)
+    # The longest items come first. A wave in which many are of few rows is as long as their keys
+    # take, though its products were done sooner.
+    order = np.argsort(-sizes, kind="stable")
+    sizes, is_few = sizes[order], is_few[order]
+    waves = np.arange(0, sizes.size, max(1, shape.num_slots // num_kv_heads))
+    tile_bytes = streams.num_bytes / float(np.add.reduce(streams.keys)) * shape.tile_kv
+    reading = np.add.reduceat(sizes * is_few, waves) * (tile_bytes / _BYTES_BY_PREFILL)
+    busy = np.add.reduceat(times.item + times.key_tile * sizes, waves) * num_kv_heads
+    all_waves = float(np.add.reduce(np.maximum(reading, busy / shape.num_slots)))
+    of_longest = longest * tile_bytes / num_kv_heads / _BYTES_OF_BLOCK
+    return max(time, times.launch + max(all_waves, of_longest) + merge)
 
 
 def best_partition(
@@ -165,7 +191,7 @@ def best_partition(
     """
     times = shape.times
     assert times is not None
-    soonest = times.least(work, num_kv_heads, shape.num_slots) + streams.busy() / shape.num_sms
+    soonest = times.least(work, num_kv_heads, shape.num_slots)
     soonest = max(soonest, streams.time())
     if soonest >= limit:
         return Partition(shape.num_slots, math.inf)
@@ -176,10 +202,14 @@ def best_partition(
         is_full = num_slots == shape.num_slots
         if chunk and not (is_full or is_persistent):
             continue  # parts are more blocks than there are items
-        blocks = num_slots if chunk else min(num_slots, num_items)
-        used = min(shape.num_sms, -(-blocks * shape.num_sms // shape.num_slots))
-        mean = min(end, times.launch + busy / max(1, blocks))
-        time = time_beside(end, mean, shape.num_sms, used, streams)
+        if chunk:  # parts end together
+            used = min(num_slots, shape.num_sms)
+            end -= times.merge
+            time = time_beside(end, end, shape.num_sms, used, streams) + times.merge + _LATE_MERGE
+        else:  # blocks go to free SMs first
+            blocks = min(num_slots, num_items)
+            mean = min(end, times.launch + busy / max(1, blocks))
+            time = time_beside(end, mean, shape.num_sms, min(blocks, shape.num_sms), streams)
         if time < _WORTHWHILE * best.time:
             best = Partition(num_slots, time)
         if is_full and _WORTHWHILE * time > soonest:
@@ -194,7 +224,7 @@ def _slots_to_try(
     full, found = shape.num_slots, []
     if num_items * 4 <= full * 3:
         found.append(num_items)
-    elif is_persistent:
+    if is_persistent:
         share = min(streams.busy() / (busy + streams.busy()), _MOST)
         balanced = full - int(share * full / _STEP) * _STEP
         # Blocks with as many items each as these have, or one less: no wave is nearly empty.
@@ -206,15 +236,18 @@ def _slots_to_try(
 
 def time_beside(end: float, mean: float, num_sms: int, used: int, streams: Streams) -> float:
     """When a launch on `used` SMs that ends then, its blocks at `mean` on average, and the streams
-    behind it are done. They stream on SMs without blocks from the beginning, on the others as
-    blocks end, and what is left on all."""
-    if used < num_sms:
-        end, mean = _BESIDE * end, _BESIDE * mean
-    idle, busy = (num_sms - used) * end + used * (end - mean), streams.busy()
-    left = max(0.0, 1.0 - idle / busy)
-    rest = left * max(busy / num_sms, streams.num_bytes / _ALL_BYTES)
-    begin = 0.0 if used < num_sms else mean
-    return max(end + rest, begin + streams.time())
+    behind it are done. They stream on SMs without blocks from the beginning, and what is left at
+    `mean` on all."""
+    done, streamed, free = 0.0, 0.0, num_sms - used
+    if free:
+        streamed = _BESIDE * streams.time()
+        more = 1.0 + (_BESIDE - 1.0) * min(1.0, streamed / end)
+        end, mean = more * end, more * mean
+        done = free * max(0.0, mean - _START) / streams.busy()
+    if done < 1.0:
+        left = (1.0 - done) * streams.num_bytes / _ALL_BYTES
+        streamed = max(streamed, mean + streams.latency() + left)
+    return max(end, streamed)
 
 
 def persistent_grid_size(

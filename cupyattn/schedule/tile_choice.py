@@ -10,8 +10,9 @@ from .makespan import Slots, best_split
 from .masking import Masking
 from .tile_shape import TileShape
 
-# Where the slots are busy for so many of its longest items, the first shape is the fastest.
-_MANY_ITEMS = 12
+# Where the slots are busy for so many of its longest items, and these have more than a few key
+# tiles, the first shape is the fastest.
+_MANY_ITEMS, _FEW_TILES = 12, 4
 # Another shape must end within this share of the time of the best: estimates are no closer.
 _WORTHWHILE = 0.97
 
@@ -45,6 +46,7 @@ def choose_tiles(
         time = best_split(work, num_kv_heads, slots, shape.times, may_split).time
         if index == 0 or time < _WORTHWHILE * best.time:
             best = TileChoice(index, time)
-        if index == 0 and work.total * num_kv_heads > _MANY_ITEMS * work.longest * shape.num_slots:
+        is_long = work.total * num_kv_heads > _MANY_ITEMS * work.longest * shape.num_slots
+        if index == 0 and is_long and work.longest > _FEW_TILES:
             break
     return best

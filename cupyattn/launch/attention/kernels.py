@@ -21,6 +21,7 @@ from ...schedule.tile_shape import TileShape, cluster_size
 from ..tiles.config import TileConfig
 from ..tiles.select import (
     DECODE,
+    FOLLOWED_TILES,
     LARGE,
     MOST_ROWS,
     ROW_CLASSES,
@@ -172,7 +173,8 @@ class Kernels:
         key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), "beside"
         found = self._choices.get(key)
         if found is None:
-            names, timed = [*shapes], [*shapes.values()]
+            names = [name for name in shapes if name in FOLLOWED_TILES]
+            timed = [shapes[name] for name in names]
             head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
             key_bytes = head_dims * self._problem.dtype_kv.itemsize
             streams = streams_of(few, num_kv_heads, key_bytes, masking)
@@ -208,6 +210,11 @@ class Kernels:
         shape = kernel.shapes[0]
         if not kernel.kinds[0].fused_merge or self._problem.is_wide:
             return rows, shape
+        # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Warps of
+        # prefill divide the rows: nothing is merged, and they are faster unless memory decides.
+        tiles_a_slot = num_items * -(-longest // shape.tile_kv) / shape.num_slots
+        if rows == VERIFY and tiles_a_slot <= _MOST_TILES_OF_SMALL and self._is_plain():
+            return SMALL, self.get(SMALL).shapes[0]
         few_name = few_rows(self._problem, rows)
         if few_name is not None and kernel.loaded.has_clusters:
             num_sms = kernel.loaded.num_sms
@@ -222,11 +229,6 @@ class Kernels:
                 cluster //= 2
         if most_rows <= _MOST_PASSES * shape.rows_at_a_time:
             return rows, shape
-        # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Warps of
-        # prefill divide the rows: nothing is merged, and they are as fast unless memory decides.
-        tiles_a_slot = num_items * -(-longest // shape.tile_kv) / shape.num_slots
-        if rows == VERIFY and tiles_a_slot <= _MOST_TILES_OF_SMALL and self._is_plain():
-            return SMALL, self.get(SMALL).shapes[0]
         return rows, _merged_apart(shape)
 
     def merged_by(self, shape: TileShape, plan: BatchPlan) -> TileShape:

@@ -1,4 +1,4 @@
-"""Which launches a plan of prompts and decodes has."""
+"""Which launches a plan of prompts, drafts and decodes has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import cupyattn
-from cupyattn.schedule.batch import WORK_FIELDS
+from cupyattn.launch.attention.kernels import UNKNOWN_LENGTH
+from cupyattn.schedule.batch import WORK_FIELDS, Splitting
 
 Lengths = list[tuple[int, int]]
 
@@ -78,9 +79,9 @@ def test_one_launch_serves_chunks_and_a_few_short_decodes(page_size: int) -> Non
     assert [name for name, *_ in found] == ["prefill_sm90"]
 
 
-def test_a_short_chunk_beside_decodes_has_blocks_of_one_item() -> None:
-    found = launches([(256, 1024)] + [(1, 3000)] * 24, (4, 1))
-    assert found[0] == ("prefill_sm90", False, 16)
+def test_chunks_before_decodes_have_blocks_of_one_item() -> None:
+    found = launches([(1024, 6144)] * 4 + [(1, 3317)] * 20, (4, 1))
+    assert found[0] == ("prefill_sm90", False, 128)
     assert found[1][0] == "decode_sm80"
 
 
@@ -109,3 +110,34 @@ def test_a_plan_of_the_same_lengths_is_the_same() -> None:
     again = planned(CHUNK_AND_DECODES, (32, 8))[1]
     assert launcher.kernels()
     assert (first.words == again.words).all()
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(4, (8, 1)), (4, (28, 4)), (8, (32, 8)), (5, (8, 2))])
+@pytest.mark.parametrize("keys", [1024, 16_384])
+def test_blocks_of_prefill_serve_drafts_of_17_to_32_rows(
+    rows: int, heads: tuple[int, int], keys: int
+) -> None:
+    """Measured: 13.2 us by them and 17.7 in clusters for 4 tokens of 8 heads, 4k keys."""
+    ((name, is_persistent, _),) = launches([(rows, keys)], heads)
+    assert (name, is_persistent) == ("prefill_sm80", False)
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(1, (8, 1)), (2, (8, 1)), (4, (32, 8))])
+def test_clusters_serve_up_to_16_rows_of_few_requests(rows: int, heads: tuple[int, int]) -> None:
+    _, schedule = planned([(rows, 4096)], heads)
+    ((launch, _),) = schedule.parts[0].launches
+    assert launch.cluster == 8
+
+
+def test_a_plan_of_a_captured_graph_has_the_same_kernel_for_drafts() -> None:
+    launcher, _ = planned([(4, 4096)], (8, 1))
+    for num_requests, longest in ((1, 4096), (4, UNKNOWN_LENGTH), (16, 8192)):
+        name, shape = launcher.choose(num_requests, 4, longest, Splitting())
+        assert (name, shape.cluster, shape.is_fused) == ("small", 1, True)
+    assert launcher.choose(1, 2, UNKNOWN_LENGTH, Splitting())[0] == "few decode"
+
+
+def test_many_short_prompts_in_pages_have_two_blocks_an_sm() -> None:
+    """Measured: 71.3 us by them, 85.7 by the tiles for long launches."""
+    ((name, is_persistent, blocks),) = launches([(128, 128)] * 64, (32, 8))
+    assert (name, is_persistent, blocks) == ("prefill_sm90", True, 264)
