@@ -21,7 +21,6 @@ from ...schedule.tile_shape import TileShape, cluster_size
 from ..tiles.config import TileConfig
 from ..tiles.select import (
     DECODE,
-    FOLLOWED_TILES,
     LARGE,
     MOST_ROWS,
     ROW_CLASSES,
@@ -173,7 +172,8 @@ class Kernels:
         key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), "beside"
         found = self._choices.get(key)
         if found is None:
-            names = [name for name in shapes if name in FOLLOWED_TILES]
+            # Of persistent blocks those for long launches were timed with others behind them.
+            names = [x for x, shape in shapes.items() if x == LARGE or not shape.is_persistent]
             timed = [shapes[name] for name in names]
             head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
             key_bytes = head_dims * self._problem.dtype_kv.itemsize

@@ -26,8 +26,6 @@ MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
 # Tiles of the last class: the one for long launches, and others for work lists that fill the card
 # badly with it.
 LARGE_TILES = (LARGE, "broad", "twin", "tall", "middle", "short")
-# Those of them that were timed with other launches behind them.
-FOLLOWED_TILES = (LARGE, "tall", "middle", "short")
 # The classes of such rows in batches of so few blocks that each may have an SM of its own.
 FEW = {DECODE: "few decode", VERIFY: "few verify"}
 # Tiles of 32 wider rows do not fit the registers of such blocks.
@@ -148,7 +146,14 @@ def large_tiles(
 def shape_of(tiles: TileConfig, group_size: int, num_sms: int) -> TileShape:
     """What a plan must know of timed tiles, whose kernel need not be loaded."""
     slots, rows = _blocks(tiles.config) * num_sms, tiles.used_rows(group_size)
-    return TileShape(rows, tiles.tile_kv, slots, times=tiles.times, num_sms=num_sms)
+    return TileShape(
+        rows,
+        tiles.tile_kv,
+        slots,
+        times=tiles.times,
+        num_sms=num_sms,
+        is_persistent=tiles.is_persistent,
+    )
 
 
 def portable_config(
