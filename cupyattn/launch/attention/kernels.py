@@ -172,8 +172,9 @@ class Kernels:
         key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), "beside"
         found = self._choices.get(key)
         if found is None:
-            # Of persistent blocks those for long launches were timed with others behind them.
-            names = [x for x, shape in shapes.items() if x == LARGE or not shape.is_persistent]
+            # Of persistent blocks only the first were timed with launches behind them.
+            first = next(iter(shapes))
+            names = [x for x, shape in shapes.items() if x == first or not shape.is_persistent]
             timed = [shapes[name] for name in names]
             head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
             key_bytes = head_dims * self._problem.dtype_kv.itemsize
