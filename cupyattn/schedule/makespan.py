@@ -38,6 +38,14 @@ class TileTimes(NamedTuple):
     merge: float = 3.5
     state: float = 0.0
 
+    def busy(self, work: Work, num_kv_heads: int) -> float:
+        """What all items take, one after another."""
+        return (work.total * self.key_tile + work.num_tiles * self.item) * num_kv_heads
+
+    def least(self, work: Work, num_kv_heads: int, num_slots: int) -> float:
+        """What a launch on so many slots takes at least."""
+        return self.launch + self.alone * self.busy(work, num_kv_heads) / num_slots
+
 
 class Slots(NamedTuple):
     """How many blocks run at a time, and on how many SMs."""
@@ -103,8 +111,7 @@ def best_split(
     whole = Split(0, launch_time(sizes, num_kv_heads, slots, times))
     if not may_split or work.longest <= 1:
         return whole
-    busy = work.total * times.key_tile + work.num_tiles * times.item
-    if whole.time - times.launch <= _UNEVEN * busy * num_kv_heads / slots.blocks:
+    if whole.time - times.launch <= _UNEVEN * times.busy(work, num_kv_heads) / slots.blocks:
         return whole
     best, limit = whole, WORTHWHILE * whole.time
     for chunk in _chunks(work, num_kv_heads, slots.blocks):

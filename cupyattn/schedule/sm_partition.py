@@ -1,4 +1,4 @@
-"""How many blocks a launch of persistent blocks has, if another runs beside it.
+"""How many blocks a launch of prefill has, if others follow it, and when all are done.
 
 A persistent block keeps an SM to the end of its launch. Where all SMs have one, the launch that
 follows begins when they are done: first the matrix units work, then the memory. With fewer, the
@@ -7,10 +7,15 @@ other launch streams its keys on SMs of its own meanwhile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from .balance import BLOCK_OVERHEAD
+import numpy as np
+
+from .balance import BLOCK_OVERHEAD, Work
 from .batch import BatchRequests, count_work, make_tiles
+from .makespan import Slots, best_split
 from .masking import Masking
 from .mixed import Kinds
 from .tile_shape import TileShape
@@ -22,6 +27,227 @@ _FLOP, _BYTES = 4.6e6, 75e3
 _MOST = 0.42
 # Of SMs: the choice is coarse, so that plans of like batches share what is made for it.
 _STEP = 4
+# What all SMs stream in a microsecond, what they do by blocks of prefill, and one such block.
+_ALL_BYTES, _BYTES_BY_PREFILL, _BYTES_OF_BLOCK = 4.3e6, 3.2e6, 45e3
+# In microseconds: until a launch of decode runs on SMs that are free; what it takes without its
+# keys; each further launch; and what the longest request adds, whose parts are as many as the root
+# of its tiles of 64 keys.
+_START, _LATENCY, _FURTHER, _LONGEST = 4.0, 9.0, 4.0, 0.35
+_KEYS = 64
+# What an item of decode takes of an SM, in microseconds, besides its keys.
+_ITEM = 0.85
+# Products and streams beside each other take so much longer, because both need L2.
+_BESIDE = 1.07
+# A merge of prompts comes after the streams, and takes so many microseconds more than elsewhere.
+_LATE_MERGE = 6.0
+# Another form must end within this share of the time of the best; but one launch serves all if it
+# is done by the others: none then waits for another, and it is closer to estimates.
+_WORTHWHILE, _AS_SOON = 0.97, 1.06
+# Where the slots are busy for so many of its longest items, only the first shape is looked at.
+_LONG = 3
+
+
+class Streams(NamedTuple):
+    """Launches of decode's kernels that follow one of prefill.
+
+    keys       that each request sees
+    num_bytes  of keys and values that they read
+    num_items  of all KV heads
+    num_launches
+    """
+
+    keys: np.ndarray
+    num_bytes: float
+    num_items: int
+    num_launches: int = 1
+
+    def busy(self) -> float:
+        """For how long one SM would be busy with them."""
+        return self.num_bytes / _BYTES + _ITEM * self.num_items
+
+    def latency(self) -> float:
+        """What they take as soon as SMs are free, but for memory's rate."""
+        longest = int(np.maximum.reduce(self.keys, initial=0))
+        further = _FURTHER * (self.num_launches - 1)
+        return _LATENCY + further + _LONGEST * math.sqrt(longest / _KEYS)
+
+    def time(self) -> float:
+        """What they take on all SMs."""
+        return _START + self.latency() + self.num_bytes / _ALL_BYTES
+
+
+class Partition(NamedTuple):
+    """Blocks of prefill that run at a time, and when they and the streams are done."""
+
+    num_slots: int
+    time: float
+
+
+class LaunchChoice(NamedTuple):
+    """One of several shapes for a launch of prefill, blocks that run at a time, and when all is
+    done, in microseconds. is_alone: it serves requests of few rows too, else launches follow."""
+
+    chosen: int
+    num_slots: int
+    time: float
+    is_alone: bool
+
+
+def streams_of(
+    few: Sequence[BatchRequests], num_kv_heads: int, key_bytes: int, masking: Masking
+) -> Streams:
+    """What launches of these requests of few rows stream. key_bytes: of a key and its value."""
+    keys = np.concatenate([requests.kv_len for requests in few])
+    if masking.window_left >= 0:
+        rows = np.concatenate([requests.qo_len for requests in few])
+        keys = np.minimum(keys, rows + masking.window_left)
+    num_bytes = float(np.add.reduce(keys)) * num_kv_heads * key_bytes
+    return Streams(keys, num_bytes, keys.size * num_kv_heads, len(few))
+
+
+def choose_launches(
+    many: BatchRequests,
+    streams: Streams,
+    group_size: int,
+    num_kv_heads: int,
+    shapes: Sequence[TileShape],
+    masking: Masking,
+) -> LaunchChoice:
+    """The launches by which requests of many rows and those of few are done soonest: one of prefill
+    that serves all, or one for the many which leaves SMs to the streams, or all SMs to one after
+    the other.
+
+    All shapes have times. The first is that of persistent blocks, which can leave SMs; the others'
+    blocks have an item each.
+    """
+    best = LaunchChoice(0, 0, math.inf, False)
+    together, soonest = best, streams.time()
+    for index, shape in enumerate(shapes):
+        times, limit = shape.times, _WORTHWHILE * best.time
+        assert times is not None
+        tiles = make_tiles(many, group_size, shape, masking)
+        work = count_work(many, tiles, group_size, shape, masking)
+        num_slots, time = best_partition(work, num_kv_heads, shape, streams, index == 0, limit)
+        if time < limit:
+            best = LaunchChoice(index, num_slots, time, False)
+        limit = min(_AS_SOON * best.time, _WORTHWHILE * together.time)
+        time = time_together(work, num_kv_heads, shape, streams, limit)
+        if time < limit:
+            together = LaunchChoice(index, shape.num_slots, time, True)
+        is_long = work.total * num_kv_heads > _LONG * work.longest * shape.num_slots
+        if is_long or _WORTHWHILE * best.time <= soonest:
+            break
+    return together if together.time <= _AS_SOON * best.time else best
+
+
+def time_together(
+    work: Work, num_kv_heads: int, shape: TileShape, streams: Streams, limit: float = math.inf
+) -> float:
+    """When one launch that serves all is done; infinite if that cannot be within the limit."""
+    times, slots = shape.times, Slots(shape.num_slots, shape.num_sms)
+    assert times is not None
+    if times.launch + streams.num_bytes / _BYTES_BY_PREFILL >= limit:
+        return math.inf
+    # Few rows are one tile.
+    few = (streams.keys + (shape.tile_kv - 1)) // shape.tile_kv
+    sizes, of_many = np.concatenate((few, work.array())), few.size
+    longest = int(np.maximum.reduce(few))
+    both = Work(sizes, max(work.longest, longest), work.total + int(np.add.reduce(few)), sizes.size)
+    if times.least(both, num_kv_heads, shape.num_slots) >= limit:
+        return math.inf
+    chunk, time = best_split(both, num_kv_heads, slots, times)
+    if time >= limit:
+        return math.inf
+    merge, is_few = 0.0, np.arange(sizes.size) < of_many
+    if chunk:
+        parts, merge, longest = -(-sizes // chunk), times.merge, min(longest, chunk)
+        sizes, is_few = np.repeat(sizes / parts, parts), np.repeat(is_few, parts)
+    # The longest items come first. A wave in which many are of few rows is as long as their keys
+    # take, though its products were done sooner.
+    order = np.argsort(-sizes, kind="stable")
+    sizes, is_few = sizes[order], is_few[order]
+    waves = np.arange(0, sizes.size, max(1, shape.num_slots // num_kv_heads))
+    tile_bytes = streams.num_bytes / float(np.add.reduce(streams.keys)) * shape.tile_kv
+    reading = np.add.reduceat(sizes * is_few, waves) * (tile_bytes / _BYTES_BY_PREFILL)
+    busy = np.add.reduceat(times.item + times.key_tile * sizes, waves) * num_kv_heads
+    all_waves = float(np.add.reduce(np.maximum(reading, busy / shape.num_slots)))
+    of_longest = longest * tile_bytes / num_kv_heads / _BYTES_OF_BLOCK
+    return max(time, times.launch + max(all_waves, of_longest) + merge)
+
+
+def best_partition(
+    work: Work,
+    num_kv_heads: int,
+    shape: TileShape,
+    streams: Streams,
+    is_persistent: bool,
+    limit: float = math.inf,
+) -> Partition:
+    """How many blocks of prefill run at a time for all to be done soonest: all there is room for,
+    unless fewer gain. The time is infinite if it cannot be within the limit.
+
+    Example: 512 items of 374 us on all SMs beside a gigabyte of keys, 264 us on all SMs, take 640
+    one after another, and some 540 with the items on 108 SMs.
+    """
+    times = shape.times
+    assert times is not None
+    soonest = times.least(work, num_kv_heads, shape.num_slots)
+    soonest = max(soonest, streams.time())
+    if soonest >= limit:
+        return Partition(shape.num_slots, math.inf)
+    num_items, busy = work.num_tiles * num_kv_heads, times.busy(work, num_kv_heads)
+    best, tried = Partition(shape.num_slots, math.inf), [shape.num_slots]
+    for num_slots in tried:
+        chunk, end = best_split(work, num_kv_heads, Slots(num_slots, shape.num_sms), times)
+        is_full = num_slots == shape.num_slots
+        if chunk and not (is_full or is_persistent):
+            continue  # parts are more blocks than there are items
+        if chunk:  # parts end together
+            used = min(num_slots, shape.num_sms)
+            end -= times.merge
+            time = time_beside(end, end, shape.num_sms, used, streams) + times.merge + _LATE_MERGE
+        else:  # blocks go to free SMs first
+            blocks = min(num_slots, num_items)
+            mean = min(end, times.launch + busy / max(1, blocks))
+            time = time_beside(end, mean, shape.num_sms, min(blocks, shape.num_sms), streams)
+        if time < _WORTHWHILE * best.time:
+            best = Partition(num_slots, time)
+        if is_full and _WORTHWHILE * time > soonest:
+            tried += _slots_to_try(busy, num_items, shape, streams, is_persistent)
+    return best
+
+
+def _slots_to_try(
+    busy: float, num_items: int, shape: TileShape, streams: Streams, is_persistent: bool
+) -> list[int]:
+    """Fewer slots than all: they bind persistent blocks, or leave the keys of few items whole."""
+    full, found = shape.num_slots, []
+    if num_items * 4 <= full * 3:
+        found.append(num_items)
+    if is_persistent:
+        share = min(streams.busy() / (busy + streams.busy()), _MOST)
+        balanced = full - int(share * full / _STEP) * _STEP
+        # Blocks with as many items each as these have, or one less: no wave is nearly empty.
+        waves = -(-num_items // balanced)
+        counts = [balanced, *(-(-num_items // n) for n in (waves, waves - 1) if 0 < n <= 4)]
+        found += [count for count in counts if (1 - _MOST) * full <= count < full]
+    return list(dict.fromkeys(found))
+
+
+def time_beside(end: float, mean: float, num_sms: int, used: int, streams: Streams) -> float:
+    """When a launch on `used` SMs that ends then, its blocks at `mean` on average, and the streams
+    behind it are done. They stream on SMs without blocks from the beginning, and what is left at
+    `mean` on all."""
+    done, streamed, free = 0.0, 0.0, num_sms - used
+    if free:
+        streamed = _BESIDE * streams.time()
+        more = 1.0 + (_BESIDE - 1.0) * min(1.0, streamed / end)
+        end, mean = more * end, more * mean
+        done = free * max(0.0, mean - _START) / streams.busy()
+    if done < 1.0:
+        left = (1.0 - done) * streams.num_bytes / _ALL_BYTES
+        streamed = max(streamed, mean + streams.latency() + left)
+    return max(end, streamed)
 
 
 def persistent_grid_size(

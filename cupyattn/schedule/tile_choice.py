@@ -10,8 +10,11 @@ from .makespan import Slots, best_split
 from .masking import Masking
 from .tile_shape import TileShape
 
-# Where the slots are busy for so many of its longest items, the first shape is the fastest.
-_MANY_ITEMS = 12
+# Where the slots are busy for so many of its longest items, blocks of one item are never faster
+# than the first shape, and others only if items have no more than a few key tiles.
+_MANY_ITEMS, _FEW_TILES = 12, 4
+# Other persistent blocks are only looked at where the first shape's have more than so many items.
+_WAVES = 4
 # Another shape must end within this share of the time of the best: estimates are no closer.
 _WORTHWHILE = 0.97
 
@@ -36,15 +39,23 @@ def choose_tiles(
     The first shape is the one that is fastest in long launches. Example: 128 tokens of 32 heads, 8
     key heads: 3 tiles of 192 rows are 24 blocks, 8 of 64 rows are 64 that each take half as long.
     """
-    best = TileChoice(0, 0.0)
+    best, limit = TileChoice(0, 0.0), 0.0
+    has_waves = is_long = False
     for index, shape in enumerate(shapes):
+        if index and not (has_waves if shape.is_persistent else not is_long):
+            continue
         tiles = make_tiles(requests, group_size, shape, masking)
         work = count_work(requests, tiles, group_size, shape, masking)
         assert shape.times is not None
+        if index and shape.times.least(work, num_kv_heads, shape.num_slots) >= limit:
+            continue
         slots = Slots(shape.num_slots, shape.num_sms)
         time = best_split(work, num_kv_heads, slots, shape.times, may_split).time
-        if index == 0 or time < _WORTHWHILE * best.time:
-            best = TileChoice(index, time)
-        if index == 0 and work.total * num_kv_heads > _MANY_ITEMS * work.longest * shape.num_slots:
-            break
+        if index == 0 or time < limit:
+            best, limit = TileChoice(index, time), _WORTHWHILE * time
+        if index == 0:
+            has_waves = work.num_tiles * num_kv_heads > _WAVES * shape.num_slots
+            is_long = work.total * num_kv_heads > _MANY_ITEMS * work.longest * shape.num_slots
+            if is_long and work.longest > _FEW_TILES:
+                break
     return best

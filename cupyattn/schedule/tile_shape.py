@@ -32,6 +32,7 @@ class TileShape:
     least_share     of the time of a key tile with all slots busy, that of one where half are
     times           where the kernel has been timed, what a plan goes by instead of these costs
     num_sms         SMs that these slots are on
+    is_persistent   timed blocks take items until none is left; else each has one
     cluster         blocks that share the keys of an item; a slot then has all of them
     is_fused        the last block of a tile merges its parts
     """
@@ -45,6 +46,7 @@ class TileShape:
     least_share: float = 1.0
     times: TileTimes | None = None
     num_sms: int = 1
+    is_persistent: bool = False
     cluster: int = 1
     is_fused: bool = True
 

@@ -33,7 +33,7 @@ def test_clusters_of_each_size(cluster: int) -> None:
 
 
 @pytest.mark.parametrize("changes", [
-    {"qo_len": (8, 8), "kv_len": (900, 8)},
+    {"qo_len": (8, 8), "kv_len": (900, 8), "wrapper": "ragged", "page_size": 0},
     {"qo_len": (4, 3), "kv_len": (40, 1500)},
     {"kv_len": (0, 900), "num_kv_heads": 1},
     {"problem": batch_cases.Problem("bfloat16", "float8_e4m3fn", (128, 128))},
@@ -52,7 +52,9 @@ def test_what_clusters_answer(changes: dict[str, Any], seed: int) -> None:
 @pytest.mark.parametrize("qo_len", [1, 8])
 def test_the_last_cluster_merges_the_splits(qo_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_shape, "MOST_BLOCKS_OF_CLUSTER", 2)
-    case = replace(DECODE, qo_len=(qo_len,), kv_len=(7000,), num_kv_heads=1)
+    # In pages, more than 16 rows have another kernel.
+    pages = {"wrapper": "ragged", "page_size": 0} if qo_len > 4 else {}
+    case = replace(DECODE, qo_len=(qo_len,), kv_len=(7000,), num_kv_heads=1, **pages)
     answers = [run.batch(case, num_sms=64, seed=s, has_clusters=True) for s in (0, 5)]
     for answer in answers:
         answer.check()

@@ -117,7 +117,7 @@ def force_tiles(name: str, patch: pytest.MonkeyPatch) -> None:
 def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     force_tiles(name, monkeypatch)
     case = replace(CAUSAL, head_dim_qk=128, head_dim_vo=128, group=group, return_lse=group == 4)
-    threads = {"tall": 512, "middle": 384, "short": 256}[name]
+    threads = {"broad": 384, "twin": 256, "tall": 512, "middle": 384, "short": 256}[name]
     for qo_len, kv_len in ((300 // group + 1, 400 // group + 9), (80, 0), (70, 50)):
         answer = check(replace(case, qo_len=qo_len, kv_len=kv_len))
         assert answer.launches[0].block[0] == threads
@@ -140,8 +140,17 @@ def test_other_tiles_of_other_dims(name: str, dim: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "kind"),
     slow_unless(
-        (("middle", "ragged"), ("short", "paged"), ("tall", "ragged")).__contains__,
-        [*product(("middle", "short"), test_batch.KINDS), ("tall", "ragged")],
+        (
+            ("middle", "ragged"),
+            ("short", "paged"),
+            ("twin", "paged"),
+            ("broad", "ragged"),
+        ).__contains__,
+        [
+            *product(("twin", "middle", "short"), test_batch.KINDS),
+            ("broad", "ragged"),
+            ("tall", "ragged"),
+        ],
         is_several=True,
     ),
 )

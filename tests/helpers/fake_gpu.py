@@ -156,6 +156,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     replace(monkeypatch, memory.constant, memory.from_numpy)
     monkeypatch.setattr(scratch, "_make", lambda device, stream: (COUNTERS, None))
     monkeypatch.setattr(scratch, "_kept", scratch._Kept())
+
+    def allocate_on(num_bytes: int, *_: int) -> tuple[int, object]:
+        owner = fake.api.alloc(num_bytes)
+        fake.scratch.append((owner.ptr, num_bytes))
+        return owner.ptr, owner
+
+    monkeypatch.setattr(scratch, "_allocate_on", allocate_on)
     # torch gives its CPU tensors the index -1.
     monkeypatch.setattr(views, "_CUDA", (array.Device("cuda", 0),) * 2)
     props = SimpleNamespace(arch="sm_90a", max_smem_per_block=MAX_SHARED, num_sms=132)

@@ -8,6 +8,7 @@ launch merges.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -149,19 +150,17 @@ class BatchLauncher:
             most = self._limits(shape, splitting, capacity)
             check_limits(plan, most)
             return self._of_requests(
-                [self._kernel_work(rows, shape, plan, most)], requests, capacity
+                [self._kernel_work(rows, shape, plan, most, splitting)], requests, capacity
             )
-        found = group_by_row_class(requests, self.group_size)
+        found, slots = group_by_row_class(requests, self.group_size), -1
         if not splitting.is_given:
-            found = self._choose_tiles(found, requests)
+            found, slots = self._choose_launches(found, requests)
         mixed = self._kernels.mixed_rows(requests.qo_len) if len(found) > 1 else None
         if mixed is not None:
             return self._layout.lay_out([self._mixed_work(mixed, requests, splitting)])
-        works, slots = [], 0
-        if len(found) > 1:
-            kernels = [self._kernels.get(rows) for rows, _ in found]
-            kinds = [[(x, y.shapes[0])] for (_, x), y in zip(found, kernels, strict=True)]
-            slots = self._blocks_of_first(kernels, kinds)
+        if slots < 0:
+            slots = self._slots_of_first(found)
+        works = []
         for rows, chosen in found:
             shape = self._kernels.get(rows).shapes[0]
             if slots:
@@ -176,7 +175,9 @@ class BatchLauncher:
                 if is_free and plan.num_states > MOST_PARTS:
                     shape = self._kernels.merged_by(shape, plan)
                 exact = Limits(len(plan.items), len(plan.merges), plan.num_states)
-                works.append(self._kernel_work(rows, shape, plan, exact, slots, is_exact=True))
+                works.append(
+                    self._kernel_work(rows, shape, plan, exact, splitting, slots, is_exact=True)
+                )
             slots = 0
         schedule = self._of_requests(works, requests)
         if len(works) == 1 and not works[0].reserved.split_tiles:
@@ -195,28 +196,44 @@ class BatchLauncher:
         ((launch, _),) = part.launches
         return int(requests.qo_len[0]), int(requests.kv_len[0]), launch.num_items
 
-    def _choose_tiles(
+    def _choose_launches(
         self, found: list[tuple[str, BatchRequests]], requests: BatchRequests
-    ) -> list[tuple[str, BatchRequests]]:
-        """The requests of each kernel, with tiles of prefill_sm90 chosen by when launches are done.
+    ) -> tuple[list[tuple[str, BatchRequests]], int]:
+        """The requests of each kernel, with tiles of prefill_sm90 chosen by when all launches are
+        done, and the blocks of the first launch that run at a time; 0: as many as it has, -1: that
+        is not chosen.
 
-        Tiles are chosen for a launch by itself: of requests of many rows, or of all requests, if
-        one launch ends before each kind's own could. A launch beside others keeps the first tiles,
-        though its time is estimated with the best.
+        One launch serves all, or requests of few rows have launches that follow.
         """
         if not found or found[0][0] not in (SMALL, LARGE):
-            return found
+            return found, -1
         heads = self.num_kv_heads, self.masking
+        if found[0][0] == LARGE:
+            # Tiles of prefill_sm90 are faster for SMALL too, and need no launch of their own.
+            few = [kind for kind in found if kind[0] not in (SMALL, LARGE)]
+            many = found[0][1]
+            if len(few) + 1 < len(found):
+                rows = requests.qo_len * self.group_size
+                many = requests.select(np.flatnonzero(rows > MOST_ROWS[VERIFY]))
+            choice = self._kernels.choose_launches(requests, many, [x for _, x in few], *heads)
+            if choice.time == math.inf and len(found) > 1:
+                return found, -1
+            if choice.is_alone:
+                return [(choice.name, requests)], 0
+            return [(choice.name, many), *few], choice.slots
         together = self._kernels.choose_tiles(requests, *heads)
-        (name, first), *others = found
-        if not others and name == LARGE:
-            return [(together.name, requests)]
-        apart = _LAUNCH * len(others)
-        if name == LARGE:
-            apart += self._kernels.choose_tiles(first, *heads).time
-        else:
-            apart += _LAUNCH + _OF_SMALL
-        return [(together.name, requests)] if together.time < apart else found
+        if together.time < _LAUNCH * len(found) + _OF_SMALL:
+            return [(together.name, requests)], 0
+        return found, -1
+
+    def _slots_of_first(self, found: list[tuple[str, BatchRequests]]) -> int:
+        """Blocks of the first of several launches that run at a time, if its kernel has not been
+        timed; 0: as many as it has."""
+        if len(found) < 2:
+            return 0
+        kernels = [self._kernels.get(rows) for rows, _ in found]
+        kinds = [[(x, y.shapes[0])] for (_, x), y in zip(found, kernels, strict=True)]
+        return self._blocks_of_first(kernels, kinds)
 
     def _of_requests(
         self, works: list[KernelWork], requests: BatchRequests, capacity: Capacity | None = None
@@ -399,6 +416,7 @@ class BatchLauncher:
         items, (of_prefill, of_decode) = combine(plan.parts, offsets)
         split_tiles = len(of_prefill)
         reserved = Reserved(len(items), split_tiles, split_tiles, len(of_decode), state_rows)
+        reserved = reserved._replace(keeps_order=splitting.is_given)
         return KernelWork(rows, reserved, items, of_prefill)
 
     def _kernel_work(
@@ -407,20 +425,22 @@ class BatchLauncher:
         shape: TileShape,
         plan: BatchPlan,
         most: Limits,
+        splitting: Splitting,
         slots: int = 0,
         is_exact: bool = False,
     ) -> KernelWork:
         """With reserved for the most that may come; is_exact: that is this plan."""
-        reserved = self._reserved(rows, shape, most)
-        if slots:
+        reserved = self._reserved(rows, shape, most)._replace(keeps_order=splitting.is_given)
+        if slots and self._kernels.get(rows).kinds[0].is_persistent:
             reserved = reserved._replace(slots=slots)
         given = plan.merges
         fused_splits = self._kernels.get(rows).kinds[0].fused_splits
         if fused_splits and is_exact:
-            if (plan.items[given, _NUM_SPLITS] <= fused_splits).all():
+            are_few = (plan.items[given, _NUM_SPLITS] <= fused_splits).all()
+            if are_few and not (reserved.keeps_order and len(given)):
                 given = _NO_MERGES
                 reserved = reserved._replace(merges=0, split_tiles=0)
-            else:  # the launch waits for every block, and merges all tiles
+            else:  # the launch waits for every block, and merges all tiles; or always, in order
                 reserved = reserved._replace(counters=0)
         merges = _NO_MERGES
         if reserved.merges:

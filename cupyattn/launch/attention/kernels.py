@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from ...core.problem import AttentionProblem
 from ...schedule.batch import NUM_SPLITS, BatchPlan, BatchRequests
 from ...schedule.levels import Served
 from ...schedule.masking import Masking
+from ...schedule.sm_partition import choose_launches, streams_of
 from ...schedule.tile_choice import choose_tiles
 from ...schedule.tile_shape import TileShape, cluster_size
 from ..tiles.config import TileConfig
@@ -48,11 +50,17 @@ _MAX_CHOICES = 4096
 
 
 class Choice(NamedTuple):
-    """Tiles of the last row class (select.LARGE_TILES), and when their launch would be done, in
-    microseconds; infinite where nothing is known of it."""
+    """Tiles of the last row class (select.LARGE_TILES), and when all would be done, in
+    microseconds; infinite where nothing is known of it.
+
+    is_alone  one launch serves all requests; else those of few rows have launches that follow
+    slots     blocks that then run at a time; 0: as many as the kernel has
+    """
 
     name: str
     time: float
+    is_alone: bool = True
+    slots: int = 0
 
 
 # Plans ask for the same few shapes.
@@ -134,24 +142,63 @@ class Kernels:
     def choose_tiles(self, requests: BatchRequests, num_kv_heads: int, masking: Masking) -> Choice:
         """The tiles of the last row class by which one launch of all these requests is done
         soonest."""
+        shapes = self._timed_shapes()
+        if not shapes:
+            return Choice(LARGE, math.inf)
+        key = requests.qo_len.tobytes(), requests.kv_len.tobytes()
+        found = self._choices.get(key)
+        if found is None:
+            index, time = choose_tiles(
+                requests, self._group_size, num_kv_heads, [*shapes.values()], masking, True
+            )
+            found = self._remember(key, Choice([*shapes][index], time))
+        return found
+
+    def choose_launches(
+        self,
+        requests: BatchRequests,
+        many: BatchRequests,
+        few: Sequence[BatchRequests],
+        num_kv_heads: int,
+        masking: Masking,
+    ) -> Choice:
+        """The tiles for one launch of all these requests, or of those of many rows with a launch
+        behind it for each class of `few`: what is done soonest."""
+        shapes = self._timed_shapes()
+        if len(shapes) == 1 and not few:
+            return Choice(next(iter(shapes)), 0.0)
+        if not shapes or not few:
+            return self.choose_tiles(requests, num_kv_heads, masking)
+        key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), "beside"
+        found = self._choices.get(key)
+        if found is None:
+            # Of persistent blocks only the first were timed with launches behind them.
+            first = next(iter(shapes))
+            names = [x for x, shape in shapes.items() if x == first or not shape.is_persistent]
+            timed = [shapes[name] for name in names]
+            head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
+            key_bytes = head_dims * self._problem.dtype_kv.itemsize
+            streams = streams_of(few, num_kv_heads, key_bytes, masking)
+            facts = self._group_size, num_kv_heads, timed, masking
+            index, slots, time, is_alone = choose_launches(many, streams, *facts)
+            slots = 0 if is_alone or slots == timed[index].num_slots else slots
+            made = Choice(names[index], time, is_alone, slots)
+            found = self._remember(key, made)
+        return found
+
+    def _timed_shapes(self) -> dict[str, TileShape]:
         if self._large is None:
             props = device_props(self._device_index)
             made = large_tiles(self._problem, props.max_smem_per_block, props.arch, self._page_size)
             facts = self._group_size, props.num_sms
             self._large = {name: shape_of(tiles, *facts) for name, tiles in made.items()}
-        if not self._large:
-            return Choice(LARGE, math.inf)
-        key = requests.qo_len.tobytes(), requests.kv_len.tobytes()
-        found = self._choices.get(key)
-        if found is None:
-            if len(self._choices) >= _MAX_CHOICES:
-                self._choices.clear()
-            shapes = list(self._large.values())
-            index, time = choose_tiles(
-                requests, self._group_size, num_kv_heads, shapes, masking, True
-            )
-            found = self._choices[key] = Choice(list(self._large)[index], time)
-        return found
+        return self._large
+
+    def _remember(self, key: tuple[object, ...], choice: Choice) -> Choice:
+        if len(self._choices) >= _MAX_CHOICES:
+            self._choices.clear()
+        self._choices[key] = choice
+        return choice
 
     def choose(
         self, rows: str, num_items: int, longest: int, most_rows: int
@@ -164,6 +211,11 @@ class Kernels:
         shape = kernel.shapes[0]
         if not kernel.kinds[0].fused_merge or self._problem.is_wide:
             return rows, shape
+        # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Warps of
+        # prefill divide the rows: nothing is merged, and they are faster unless memory decides.
+        tiles_a_slot = num_items * -(-longest // shape.tile_kv) / shape.num_slots
+        if rows == VERIFY and tiles_a_slot <= _MOST_TILES_OF_SMALL and self._is_plain():
+            return SMALL, self.get(SMALL).shapes[0]
         few_name = few_rows(self._problem, rows)
         if few_name is not None and kernel.loaded.has_clusters:
             num_sms = kernel.loaded.num_sms
@@ -178,11 +230,6 @@ class Kernels:
                 cluster //= 2
         if most_rows <= _MOST_PASSES * shape.rows_at_a_time:
             return rows, shape
-        # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Warps of
-        # prefill divide the rows: nothing is merged, and they are as fast unless memory decides.
-        tiles_a_slot = num_items * -(-longest // shape.tile_kv) / shape.num_slots
-        if rows == VERIFY and tiles_a_slot <= _MOST_TILES_OF_SMALL and self._is_plain():
-            return SMALL, self.get(SMALL).shapes[0]
         return rows, _merged_apart(shape)
 
     def merged_by(self, shape: TileShape, plan: BatchPlan) -> TileShape:

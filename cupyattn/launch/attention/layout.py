@@ -52,6 +52,7 @@ class Reserved(NamedTuple):
     levels       (tokens, levels) for merge_levels, or (0, 0)
     slots        of persistent blocks: as many as the kernel has if 0
     cluster      blocks that share an item
+    keeps_order  states are merged in an order that no other request decides
     """
 
     items: int
@@ -62,6 +63,7 @@ class Reserved(NamedTuple):
     levels: tuple[int, int] = (0, 0)
     slots: int = 0
     cluster: int = 1
+    keeps_order: bool = False
 
 
 class KernelWork(NamedTuple):
@@ -238,7 +240,9 @@ class Layout:
         if reserved.split_tiles:
             merged = kernel.kinds[0]
             num_rows = reserved.split_tiles * merged.tile_q
-            merge = merge_splits.prepare(self._problem, merged, num_rows, heads, self._device_index)
+            merge = merge_splits.prepare(
+                self._problem, merged, num_rows, heads, self._device_index, reserved.keeps_order
+            )
         elif reserved.levels[0]:
             num_heads = heads * self._group_size
             merge = merge_levels.prepare(

@@ -11,8 +11,6 @@ from ..driver.enqueue import Launch, load_function
 from ..tiles.config import TileConfig
 
 _WARPS = 4
-
-
 # Up to so many rows of all KV heads each have a block.
 _FEW_ROWS = 1024
 
@@ -58,9 +56,14 @@ def prepare(
     num_rows: int,
     num_kv_heads: int,
     device_index: int,
+    keeps_order: bool = False,
 ) -> Launch:
-    """The merge of so many rows, in whole tiles, a KV head; its arguments are those of prefill."""
-    shares_rows = num_rows * num_kv_heads <= _FEW_ROWS and not is_wide(problem)
+    """The merge of so many rows, in whole tiles, a KV head; its arguments are those of prefill.
+
+    keeps_order: the number of rows does not decide how one is merged.
+    """
+    has_few = num_rows * num_kv_heads <= _FEW_ROWS and not keeps_order
+    shares_rows = has_few and not is_wide(problem)
     function = load_function("merge_splits", config(problem, tiles, shares_rows), device_index)
     rows_a_block = 1 if shares_rows else _WARPS
     grid = (-(-num_rows * parts(problem.head_dim_vo) // rows_a_block), num_kv_heads, 1)

@@ -67,7 +67,9 @@ def workspace(
     """The address of memory for launches that this thread enqueues next on a stream, and an owner.
 
     One thread's launches on a stream are ordered, so they share memory, which an allocation at each
-    call would cost a tenth of the call. What a graph being captured uses belongs to its pool.
+    call would cost a tenth of the call. It is CuPy's: torch runs a graph's functions once in the
+    graph's own pool, where nothing may be kept. What a graph being captured uses belongs to its
+    pool.
     """
     if num_bytes > _MAX_KEPT_BYTES or cuda().is_capturing(stream):
         return allocate(num_bytes)
@@ -76,8 +78,18 @@ def workspace(
     if kept is None or kept[0] < num_bytes:
         if len(workspaces) >= _MAX_KEPT_STREAMS:
             workspaces.clear()
-        kept = workspaces[device_index, stream] = num_bytes, *allocate(num_bytes)
+        made = _allocate_on(num_bytes, device_index, stream)
+        kept = workspaces[device_index, stream] = num_bytes, *made
     return kept[1], kept[2]
+
+
+def _allocate_on(num_bytes: int, device_index: int, stream: int) -> tuple[int, object]:
+    """Of CuPy's pool of this stream, so that what is let go is used by later launches on it."""
+    import cupy
+
+    with cupy.cuda.Device(device_index), cupy.cuda.ExternalStream(stream, device_index):
+        memory = cupy.cuda.alloc(num_bytes)
+    return memory.ptr, memory
 
 
 def counters(count: int, device_index: int, stream: int, allocate: Allocate) -> tuple[int, object]:

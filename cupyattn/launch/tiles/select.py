@@ -25,7 +25,7 @@ DECODE, VERIFY, SMALL, LARGE = ROW_CLASSES = "decode", "verify", "small", "large
 MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
 # Tiles of the last class: the one for long launches, and others for work lists that fill the card
 # badly with it.
-LARGE_TILES = (LARGE, "tall", "middle", "short")
+LARGE_TILES = (LARGE, "broad", "twin", "tall", "middle", "short")
 # The classes of such rows in batches of so few blocks that each may have an SM of its own.
 FEW = {DECODE: "few decode", VERIFY: "few verify"}
 # Tiles of 32 wider rows do not fit the registers of such blocks.
@@ -134,21 +134,26 @@ def tile_config(
 def large_tiles(
     problem: AttentionProblem, max_shared_bytes: int, arch: str, page_size: int
 ) -> dict[str, TileConfig]:
-    """The tiles that a plan of requests of the last class may choose from, by name.
-
-    Empty where there is no choice: a problem whose kernels have not been timed.
-    """
+    """The tiles that a plan of requests of the last class may choose from, by name, the one for
+    long launches first. Empty for a problem whose kernels have not been timed."""
     if arch != "sm_90a" or problem.is_wide or env.PORTABLE.flag():
         return {}
     made = {name: sm90.choose(problem, max_shared_bytes, page_size, name) for name in LARGE_TILES}
     found = {name: tiles for name, tiles in made.items() if tiles and tiles.times}
-    return found if LARGE in found and len(found) > 1 else {}
+    return found if LARGE in found else {}
 
 
 def shape_of(tiles: TileConfig, group_size: int, num_sms: int) -> TileShape:
     """What a plan must know of timed tiles, whose kernel need not be loaded."""
     slots, rows = _blocks(tiles.config) * num_sms, tiles.used_rows(group_size)
-    return TileShape(rows, tiles.tile_kv, slots, times=tiles.times, num_sms=num_sms)
+    return TileShape(
+        rows,
+        tiles.tile_kv,
+        slots,
+        times=tiles.times,
+        num_sms=num_sms,
+        is_persistent=tiles.is_persistent,
+    )
 
 
 def portable_config(

@@ -97,12 +97,17 @@ _TILES = {
 
 
 _LONE = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False)
-# Other tiles of the problems that most prompts are, whose blocks have one item each: for work lists
-# of few waves. By name and as above. (Those of head dim 256 have no registers for overlap.)
+_TWIN = _LONE._replace(query_slots=2, persistent=True)
+# Other tiles of the problems that most prompts are, by name and as above. Most have blocks of one
+# item each, for work lists of few waves; those of `broad` and `twin` are persistent, for items that
+# are many and short. (Those of head dim 256 have no registers for overlap.)
 _OTHERS = {
+    ("broad", "ragged", 128, 128): _TWO,
+    ("twin", "ragged", 128, 128): _TWIN,
     ("tall", "ragged", 128, 128): _THREE._replace(tile_kv=80, stages=3, persistent=False),
     ("middle", "ragged", 128, 128): _TWO._replace(persistent=False),
     ("short", "ragged", 128, 128): _LONE._replace(query_slots=2),
+    ("twin", "paged", 128, 128): _TWIN,
     ("middle", "paged", 128, 128): _TWO._replace(persistent=False),
     ("short", "paged", 128, 128): _LONE,
     ("tall", "ragged", 64, 64): _THREE._replace(persistent=False),
@@ -116,15 +121,19 @@ _OTHERS = {
     ),
     ("short", "paged", 256, 256): _LONE._replace(registers=(96, 240), overlaps=False, min_blocks=1),
 }
-# Fitted to the times of some sixty launches of an H200 (docs/ladder.md), by which plans choose.
+# Fitted to the times of some eighty launches of an H200 (docs/ladder.md), by which plans choose.
 _TIMES = {
-    ("large", "ragged", 128, 128): TileTimes(18.0, 2.1, 1.30),
-    ("tall", "ragged", 128, 128): TileTimes(7.6, 5.1, 1.24, 0.82),
-    ("middle", "ragged", 128, 128): TileTimes(7.2, 4.5, 1.40, 0.88),
-    ("short", "ragged", 128, 128): TileTimes(6.9, 4.2, 0.82, 0.55),
-    ("large", "paged", 128, 128): TileTimes(9.5, 3.1, 1.65, 0.92),
-    ("middle", "paged", 128, 128): TileTimes(6.9, 2.6, 1.69, 0.89),
-    ("short", "paged", 128, 128): TileTimes(8.0, 2.6, 1.00, 0.45),
+    ("large", "ragged", 128, 128): TileTimes(21.6, 2.0, 1.30, 0.98),
+    ("broad", "ragged", 128, 128): TileTimes(19.5, 3.4, 1.40, 0.90),
+    ("twin", "ragged", 128, 128): TileTimes(13.0, 2.8, 0.90, 0.70),
+    ("tall", "ragged", 128, 128): TileTimes(7.6, 5.1, 1.24, 0.86),
+    ("middle", "ragged", 128, 128): TileTimes(8.6, 4.5, 1.40, 0.88),
+    ("short", "ragged", 128, 128): TileTimes(6.0, 4.4, 0.82, 0.67),
+    ("large", "paged", 128, 128): TileTimes(12.9, 3.3, 1.65, 0.90),
+    ("twin", "paged", 128, 128): TileTimes(13.8, 2.6, 0.92, 0.70),
+    ("middle", "paged", 128, 128): TileTimes(6.8, 3.9, 1.67, 0.90),
+    ("short", "paged", 128, 128): TileTimes(7.2, 3.1, 1.01, 0.68),
+    ("large", "gathered", 128, 128): TileTimes(9.5, 3.1, 2.05, 0.92),
     ("large", "ragged", 64, 64): TileTimes(13.6, 1.8, 1.30, 0.52),
     ("tall", "ragged", 64, 64): TileTimes(7.8, 4.2, 1.23, 0.41),
     ("short", "ragged", 64, 64): TileTimes(6.8, 3.7, 1.00, 0.46),

@@ -485,12 +485,16 @@ def test_no_workspace_is_memory_of_the_thread_on_its_stream(
     assert len(gpu.scratch) == 6
 
 
-def test_memory_is_kept_for_few_streams_and_as_much_as_a_call_took(gpu: Gpu) -> None:
+def test_memory_is_kept_for_few_streams_and_as_much_as_a_call_took(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
 
-    def allocate(num_bytes: int) -> tuple[int, object]:
+    def allocate(num_bytes: int, *_: int) -> tuple[int, object]:
         made.append(num_bytes)
         return len(made), None
+
+    monkeypatch.setattr(scratch, "_allocate_on", allocate)
 
     def workspace(num_bytes: int, stream: int = 0, device: int = 0) -> int:
         return scratch.workspace(num_bytes, device, stream, allocate)[0]

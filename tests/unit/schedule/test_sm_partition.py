@@ -1,15 +1,29 @@
-"""How many persistent blocks leave room for the launch beside them."""
+"""How many persistent blocks leave room for a launch beside them, and which launches there are."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyattn.schedule import Masking
-from cupyattn.schedule.batch import BatchRequests
+from cupyattn.schedule.batch import BatchRequests, count_work, make_tiles
+from cupyattn.schedule.makespan import TileTimes
 from cupyattn.schedule.mixed import Kinds
-from cupyattn.schedule.sm_partition import persistent_grid_size
+from cupyattn.schedule.sm_partition import (
+    LaunchChoice,
+    Streams,
+    best_partition,
+    choose_launches,
+    persistent_grid_size,
+    streams_of,
+    time_beside,
+    time_together,
+)
+from cupyattn.schedule.tile_choice import choose_tiles
 from cupyattn.schedule.tile_shape import TileShape
 
 LARGE, SMALL = TileShape(128, 128, 132, 4.0), TileShape(16, 64, 264, 0.25)
@@ -45,3 +59,126 @@ def test_a_short_decode_is_not_worth_an_sm() -> None:
 def test_more_decodes_take_more_but_never_most(rows: int, count: int, keys: int) -> None:
     found = [blocks([(rows, rows)], [(1, keys)] * n) for n in (count, 2 * count)]
     assert 132 >= found[0] >= found[1] > 132 // 2
+
+
+CAUSAL = Masking(-1, 0)
+# Persistent tiles, and others of one item a block, as over pages of 16 at head dim 128.
+SHAPES = [
+    TileShape(128, 128, 132, times=TileTimes(12.9, 3.3, 1.65, 0.90), num_sms=132),
+    TileShape(128, 128, 132, times=TileTimes(6.8, 3.9, 1.67, 0.90), num_sms=132),
+    TileShape(64, 64, 264, times=TileTimes(7.2, 3.1, 1.01, 0.68), num_sms=132),
+]
+Lengths = list[tuple[int, int]]
+
+
+def requests_of(lengths: Lengths) -> BatchRequests:
+    """Requests of (rows, keys)."""
+    rows, keys = np.array(lengths, np.int64).reshape(-1, 2).T
+    return BatchRequests(rows, keys, np.cumsum(rows) - rows, np.cumsum(keys) - keys)
+
+
+def streams(decodes: Lengths, heads: int = 8) -> Streams:
+    return streams_of([requests_of(decodes)], heads, 512, CAUSAL)
+
+
+def choose(chunks: Lengths, decodes: Lengths, heads: int = 8) -> LaunchChoice:
+    few = streams(decodes, heads)
+    return choose_launches(requests_of(chunks), few, 4, heads, SHAPES, CAUSAL)
+
+
+def test_streams_are_what_each_request_sees() -> None:
+    of = streams_of([requests_of([(1, 4096), (1, 10)]), requests_of([(3, 50)])], 2, 512, CAUSAL)
+    assert of.keys.tolist() == [4096, 10, 50]
+    assert (of.num_bytes, of.num_items, of.num_launches) == (4156 * 1024, 6, 2)
+    window = streams_of([requests_of([(3, 4096), (1, 10)])], 1, 512, Masking(100, 0))
+    assert window.keys.tolist() == [103, 10]
+
+
+def test_a_chunk_leaves_sms_to_many_decodes() -> None:
+    """Measured on an H200: 562 us with 108 of 132 SMs, 630 to 686 with all."""
+    found = choose([(2048, 8192)], [(1, 4096)] * 63)
+    assert not found.is_alone
+    assert 96 <= found.num_slots <= 112
+    assert found.time == pytest.approx(562, rel=0.08)
+
+
+def test_a_few_short_decodes_join_the_chunks() -> None:
+    """A launch of their own would follow blocks that have no SM to spare."""
+    found = choose([(512, 3072), (512, 512), (512, 2560), (512, 1536)], [(1, 470)] * 6, heads=5)
+    assert found.is_alone
+
+
+def test_chunks_before_decodes_have_tiles_of_their_own() -> None:
+    """Measured on an H200: 90 us with blocks of one item, 93 with persistent ones, 97 in one
+    launch."""
+    found = choose([(1024, 6144)] * 4, [(1, 3317)] * 20, heads=1)
+    assert (found.chosen, found.num_slots, found.is_alone) == (1, 132, False)
+    assert found.time == pytest.approx(90, rel=0.1)
+
+
+def test_a_merge_of_prompts_would_come_late() -> None:
+    """Measured: 145 us where 80 blocks take whole items, 169 to 180 where their keys are split."""
+    found = choose_of_three([(2048, 10_240), (2048, 2048)], [(1, 19_525)] * 43)
+    assert not found.is_alone and found.num_slots <= 88
+
+
+def choose_of_three(chunks: Lengths, decodes: Lengths) -> LaunchChoice:
+    """Three heads that share one of keys."""
+    few = streams(decodes, 1)
+    return choose_launches(requests_of(chunks), few, 3, 1, SHAPES, CAUSAL)
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+def test_keys_of_many_decodes_take_one_launch_as_long_as_memory_does(heads: int) -> None:
+    few, shape = streams([(1, 500)] * 218, heads), SHAPES[2]
+    work = count_work(*_tiles(requests_of([(64, 64)]), shape), 4, shape, CAUSAL)
+    time = time_together(work, heads, shape, few)
+    assert few.num_bytes / 3.3e6 <= time <= 30 + few.num_bytes / 3e6
+    assert time_together(work, heads, shape, few, 0.9 * time) == math.inf
+
+
+def test_keys_that_memory_brings_are_left_to_decode() -> None:
+    found = choose([(128, 128)] * 4, [(1, 20_000)] * 70)
+    assert not found.is_alone
+    assert found.time >= streams([(1, 20_000)] * 70).time()
+
+
+def test_items_that_fit_leave_the_other_sms() -> None:
+    """64 items of a chunk are not split while decodes use the other half of the card."""
+    work = count_work(*_tiles(requests_of([(256, 2048)]), SHAPES[0]), 4, SHAPES[0], CAUSAL)
+    found = best_partition(work, 8, SHAPES[0], streams([(1, 500)] * 218), True)
+    assert found.num_slots == 64
+
+
+def _tiles(requests: BatchRequests, shape: TileShape) -> tuple[BatchRequests, object]:
+    return requests, make_tiles(requests, 4, shape, CAUSAL)
+
+
+@given(
+    st.floats(1, 1000),
+    st.floats(0.1, 1),
+    st.integers(1, 132),
+    st.integers(1, 200),
+    st.integers(1, 9000),
+)
+def test_all_is_done_when_both_are(
+    end: float, mean: float, used: int, count: int, keys: int
+) -> None:
+    few = streams([(1, keys)] * count)
+    time = time_beside(end, mean * end, 132, used, few)
+    assert (
+        max(end, few.time()) <= time <= 1.15 * end + max(few.time(), few.busy() / 132) + few.time()
+    )
+
+
+@given(st.data())
+def test_no_choice_is_estimated_slower_than_one_launch_after_another(data: st.DataObject) -> None:
+    rows = st.tuples(st.integers(17, 1500), st.integers(0, 9000)).map(lambda x: (x[0], sum(x)))
+    chunks = data.draw(st.lists(rows, min_size=1, max_size=5))
+    keys = st.integers(1, 9000).map(lambda n: (1, n))
+    decodes = data.draw(st.lists(keys, min_size=1, max_size=80))
+    heads = data.draw(st.sampled_from([1, 2, 5, 8]))
+    alone = choose_tiles(requests_of(chunks), 4, heads, SHAPES, CAUSAL, True).time
+    few = streams(decodes, heads)
+    apart = alone + max(few.time(), few.busy() / 132)
+    assert choose(chunks, decodes, heads).time <= 1.04 * apart
