@@ -5,8 +5,8 @@
 
 A selection is tool:file or a tool. Exit status 1: a report about a kernel of ours, a failed test, a
 run cut short, or a planted mistake that is not found. Reports about the frameworks' kernels are
-printed, and are theirs. Hazards in prefill_sm90 are printed, and no more than that, by a racecheck
-that reports the ORDERED kernels too: nothing tells them from real ones.
+printed, and are theirs. Hazards in kernels that hand over by mbarriers are printed, and no more
+than that, by a racecheck that reports the ORDERED kernels too: nothing tells them from real ones.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ cupy.cuda.Device().synchronize()
 # hand_overs.cu has one more mistake, and two kernels in order. Racecheck 2025.3.1 also reports the
 # second of these: if one thread arrives after a bar.sync of many, or a __syncwarp, it takes that to
 # speak for the one alone.
+# Kernels whose warps hand memory over by mbarriers.
+_HANDING_OVER = ("cupyattn_prefill_sm90", "cupyattn_wide_sm90", "cupyattn_wide_decode_sm90")
 EARLY, ORDERED = "cupyattn_arrive_early", ("cupyattn_all_arrive", "cupyattn_one_arrives")
 HAND_OVERS = """
 import cupy, numpy, pathlib
@@ -229,7 +231,7 @@ def _is_unjudged(job: Job, what: str) -> bool:
     # where the tests are this kernel's own.
     if "Maximum number of hazards" in what:
         return job.file == "prefill_sm90"
-    return what.endswith(": Race in kernel cupyattn_prefill_sm90")
+    return what.endswith(tuple(f": Race in kernel {name}" for name in _HANDING_OVER))
 
 
 def _is_clean(job: Job, how: str, seconds: float, path: Path, *, can_judge: bool = True) -> bool:
@@ -244,7 +246,7 @@ def _is_clean(job: Job, how: str, seconds: float, path: Path, *, can_judge: bool
     if num_unjudged:
         why = "it also reports a hand-over that is in order"
         print(
-            f"    {num_unjudged} reports in prefill_sm90 that this tool can't judge: {why}",
+            f"    {num_unjudged} reports of hand-overs that this tool can't judge: {why}",
             flush=True,
         )
     is_ours = not all(_IS_THEIRS.search(what) for what in found)

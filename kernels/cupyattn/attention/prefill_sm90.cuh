@@ -61,13 +61,13 @@ struct PrefillSm90 {
 
   // Runs a block of one item, which launches of few waves have. Most of its time passes before its
   // first copy. So warp 1 finds the item while warp 2 makes the barriers, and warps 0 and 1 begin
-  // to copy while the consumers still get their registers; all other warps wait for both.
+  // to copy while the consumers still get their registers; warp 2 tells all others of both.
   static __device__ __forceinline__ void run_only_item(const PrefillSm90Block<Traits>& block) {
-    constexpr int kCopying = 3 * kWarpSize;
+    constexpr int kCopying = 3 * kWarpSize, kOthers = Traits::kThreads - 2 * kWarpSize;
     const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);
     if (warpgroup > 0) {
       ptx::set_max_registers_up<Traits::kConsumerRegisters>();
-      ptx::named_barrier_sync(Traits::kItemFound, Traits::kThreads);
+      ptx::named_barrier_sync(Traits::kItemFound, kOthers);
       return PrefillSm90Consumer<Traits>(block, warpgroup - 1).run();
     }
     ptx::set_max_registers_down<Traits::kProducerRegisters>();
@@ -76,15 +76,14 @@ struct PrefillSm90 {
     if (warp < 2) {
       if (warp == 1) scheduler.find_only_item();
       ptx::named_barrier_sync(Traits::kMayCopy, kCopying);
-      ptx::named_barrier_arrive(Traits::kItemFound, Traits::kThreads);
       if (warp == 1) return scheduler.run();
       return PrefillSm90Producer<Traits>{block}.run();
     }
     if (threadIdx.x == 2 * kWarpSize) init_barriers(block.all_params, block.shared);
     ptx::warp_sync();
-    if (warp == 2) ptx::named_barrier_arrive(Traits::kMayCopy, kCopying);
+    if (warp == 2) ptx::named_barrier_sync(Traits::kMayCopy, kCopying);
     ptx::warp_sync();
-    ptx::named_barrier_sync(Traits::kItemFound, Traits::kThreads);
+    ptx::named_barrier_sync(Traits::kItemFound, kOthers);
     PrefillSm90NonFinite<Traits>{block}.run();
   }
 

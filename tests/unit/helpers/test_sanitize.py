@@ -91,6 +91,7 @@ CRASH = """\
     ("selection", "report", "num_unjudged"),
     [
         ("racecheck:prefill_sm90", 2 * OURS + END, 2),
+        ("racecheck:mla", OURS.replace("prefill_sm90", "wide_decode_sm90") + END, 1),
         ("racecheck:prefill_sm90", OURS + LIMIT + END, 2),
         ("racecheck:prefill_sm90", OURS + CRASH + END, None),
         ("racecheck:batch", OURS + END, 1),
@@ -115,7 +116,7 @@ def test_only_what_racecheck_cannot_judge_is_let_pass(
     is_clean = sanitize._is_clean(job, "reports", 1.0, path, can_judge=False)
     assert is_clean is (num_unjudged is not None)
     if num_unjudged:
-        assert f"    {num_unjudged} reports in prefill_sm90 that" in capsys.readouterr().out
+        assert f"    {num_unjudged} reports of hand-overs that" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -141,3 +141,13 @@ def test_many_short_prompts_in_pages_have_two_blocks_an_sm() -> None:
     """Measured: 71.3 us by them, 85.7 by the tiles for long launches."""
     ((name, is_persistent, blocks),) = launches([(128, 128)] * 64, (32, 8))
     assert (name, is_persistent, blocks) == ("prefill_sm90", True, 264)
+
+
+def test_a_given_split_merges_a_request_alike_in_every_batch() -> None:
+    """Few rows are merged by more warps, each some of the states: in another order."""
+
+    def merges(**options: Any) -> set[Any]:
+        schedules = [planned([(70, 3000)] * n, (8, 2), **options)[1] for n in (1, 2, 9)]
+        return {part.merge.function for made in schedules for part in made.parts if part.merge}
+
+    assert len(merges(fixed_split_size=8)) == 1
