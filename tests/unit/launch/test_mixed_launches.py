@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cupyattn
+from cupyattn.launch.attention import merge_splits
 from cupyattn.launch.attention.kernels import UNKNOWN_LENGTH
 from cupyattn.schedule.batch import WORK_FIELDS, Splitting
 
@@ -143,11 +144,14 @@ def test_many_short_prompts_in_pages_have_two_blocks_an_sm() -> None:
     assert (name, is_persistent, blocks) == ("prefill_sm90", True, 264)
 
 
-def test_a_given_split_merges_a_request_alike_in_every_batch() -> None:
+def test_a_given_split_merges_a_request_alike_in_every_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Few rows are merged by more warps, each some of the states: in another order."""
+    monkeypatch.setattr(merge_splits, "load_function", lambda name, config, index: config)
 
-    def merges(**options: Any) -> set[Any]:
-        schedules = [planned([(70, 3000)] * n, (8, 2), **options)[1] for n in (1, 2, 9)]
+    def merges(heads: tuple[int, int], **options: Any) -> set[Any]:
+        schedules = [planned([(70, 3000)] * n, heads, **options)[1] for n in (1, 2, 9)]
         return {part.merge.function for made in schedules for part in made.parts if part.merge}
 
-    assert len(merges(fixed_split_size=8)) == 1
+    assert len(merges((12, 3), fixed_split_size=8)) == 1
