@@ -154,4 +154,4 @@ def test_a_given_split_merges_a_request_alike_in_every_batch(
         schedules = [planned([(70, 3000)] * n, heads, **options)[1] for n in (1, 2, 9)]
         return {part.merge.function for made in schedules for part in made.parts if part.merge}
 
-    assert len(merges((12, 3), fixed_split_size=8)) == 1
+    assert len(merges((8, 1), fixed_split_size=8)) == 1
