@@ -133,7 +133,6 @@ _TIMES = {
     ("twin", "paged", 128, 128): TileTimes(13.8, 2.6, 0.92, 0.70),
     ("middle", "paged", 128, 128): TileTimes(6.8, 3.9, 1.67, 0.90),
     ("short", "paged", 128, 128): TileTimes(7.2, 3.1, 1.01, 0.68),
-    ("large", "gathered", 128, 128): TileTimes(9.5, 3.1, 2.05, 0.92),
     ("large", "ragged", 64, 64): TileTimes(13.6, 1.8, 1.30, 0.52),
     ("tall", "ragged", 64, 64): TileTimes(7.8, 4.2, 1.23, 0.41),
     ("short", "ragged", 64, 64): TileTimes(6.8, 3.7, 1.00, 0.46),

@@ -74,10 +74,14 @@ def test_a_chunk_leaves_sms_to_many_decodes() -> None:
     assert of_decodes[0] == "decode_sm80"
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_one_launch_serves_chunks_and_a_few_short_decodes(page_size: int) -> None:
-    found = launches(CHUNKS_AND_FEW, (20, 5), page_size)
+def test_one_launch_serves_chunks_and_a_few_short_decodes() -> None:
+    found = launches(CHUNKS_AND_FEW, (20, 5), 16)
     assert [name for name, *_ in found] == ["prefill_sm90"]
+
+
+def test_launches_of_a_kernel_that_was_not_timed_are_not_chosen() -> None:
+    found = launches(CHUNKS_AND_FEW, (20, 5), 1)
+    assert [name for name, *_ in found] == ["prefill_sm90", "decode_sm80"]
 
 
 def test_chunks_before_decodes_have_blocks_of_one_item() -> None:
