@@ -132,4 +132,19 @@ def _chunks(work: Work, num_kv_heads: int, slots: int) -> list[int]:
     parts = slots // max(1, work.num_tiles * num_kv_heads)
     if parts > 1:
         found.add(-(-work.longest // parts))
+        if work.key_tiles is not None:
+            found.add(_chunk_of_parts(work.key_tiles, slots // num_kv_heads))
     return sorted(chunk for chunk in found if chunk < work.longest)
+
+
+def _chunk_of_parts(sizes: np.ndarray, most: int) -> int:
+    """Key tiles of a part so that uneven tiles have at most so many parts, and not many fewer.
+
+    Example: tiles of 361, 361, 103 and 103 key tiles have 18 parts of 58, and 16 of 61.
+    """
+    chunk = -(-int(np.add.reduce(sizes)) // most)
+    while True:
+        num_parts = int(np.add.reduce(-(-sizes // chunk)))
+        if num_parts <= most:
+            return chunk
+        chunk += max(1, chunk * (num_parts - most) // (num_parts + most))

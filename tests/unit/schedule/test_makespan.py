@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from cupyattn.schedule.balance import Work
 from cupyattn.schedule.batch import BatchRequests
-from cupyattn.schedule.makespan import Slots, TileTimes, best_split, launch_time, makespan
+from cupyattn.schedule.makespan import (
+    Slots,
+    TileTimes,
+    _chunk_of_parts,
+    best_split,
+    launch_time,
+    makespan,
+)
 from cupyattn.schedule.masking import Masking
 from cupyattn.schedule.tile_choice import choose_tiles
 from cupyattn.schedule.tile_shape import TileShape
@@ -70,6 +77,24 @@ def test_a_few_long_tiles_fill_the_card_in_parts() -> None:
     assert split.chunk == 128
     assert split.time == pytest.approx(6.0 + 2.0 + 128 + 4.0 + 1.28)
     assert best_split(even(4, 512), 8, SLOTS, TIMES, may_split=False).chunk == 0
+
+
+def test_uneven_tiles_fill_a_wave_in_parts() -> None:
+    """Parts of the mean fit no wave: 18 parts of 8 heads are 144."""
+    sizes = np.array([361, 361, 103, 103])
+    split = best_split(Work(sizes, 361, 928, 4), 8, Slots(132, 132), TIMES)
+    assert split.chunk == 61
+    assert split.time == pytest.approx(6.0 + 2.0 + 361 / 6 + 4.0 + 1.28)
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=30), st.integers(0, 100))
+def test_parts_are_as_many_as_they_may_be_or_not_many_fewer(sizes: list[int], more: int) -> None:
+    most = len(sizes) + more
+    chunk = _chunk_of_parts(np.array(sizes), most)
+    num_parts = sum(-(-size // chunk) for size in sizes)
+    assert len(sizes) <= num_parts <= most
+    least = next(c for c in range(1, max(sizes) + 1) if sum(-(-x // c) for x in sizes) <= most)
+    assert least <= chunk <= 1.5 * least + 1
 
 
 def test_a_short_prompt_is_not_split() -> None:
