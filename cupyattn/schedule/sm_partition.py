@@ -167,7 +167,8 @@ def time_together(
     order = np.argsort(-sizes, kind="stable")
     sizes, is_few = sizes[order], is_few[order]
     waves = np.arange(0, sizes.size, max(1, shape.num_slots // num_kv_heads))
-    tile_bytes = streams.num_bytes / float(np.add.reduce(streams.keys)) * shape.tile_kv
+    num_keys = max(1.0, float(np.add.reduce(streams.keys)))
+    tile_bytes = streams.num_bytes / num_keys * shape.tile_kv
     reading = np.add.reduceat(sizes * is_few, waves) * (tile_bytes / _BYTES_BY_PREFILL)
     busy = np.add.reduceat(times.item + times.key_tile * sizes, waves) * num_kv_heads
     all_waves = float(np.add.reduce(np.maximum(reading, busy / shape.num_slots)))

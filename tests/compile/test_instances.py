@@ -73,12 +73,14 @@ def _is_sampled(arch: str, name: str, config: jit.Config) -> bool:
         return False
     if name == "wide_sm90":
         is_latent = bool(config["kLatent"])
-        return kv is dtypes.bfloat16 and (is_latent or (dims == (512, 512) and config["kPaged"]))
+        if is_latent:
+            return config["DTypeQ"] is dtypes.bfloat16
+        return kv is dtypes.bfloat16 and dims == (512, 512) and bool(config["kPaged"])
     if name == "wide_sm80":
         # The largest tile has the fewest registers to spare; of latent keys all tiles. On Hopper
-        # those of 16 bits run wide_sm90.
+        # all but those of e5m2 run wide_sm90.
         is_elsewhere = arch == "sm_90a" and config["kLatent"]
-        stays = dtypes.float8_e4m3fn if is_elsewhere else dtypes.bfloat16
+        stays = dtypes.float8_e5m2 if is_elsewhere else dtypes.bfloat16
         is_whole = config["kAligned"] and config["kPaged"] and kv is stays
         if config["kLatent"]:
             return is_whole and not config["kSparse"] and arch in ("sm_80", "sm_90a", "sm_120a")

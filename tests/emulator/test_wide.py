@@ -218,16 +218,17 @@ def test_rows_with_scales() -> None:
     lens = np.array([39, 0], np.int32)
     lists = rng.choice(np.r_[16:48, 64:96, -1], (2, 2, 90)).astype(np.int32)
     q = rng.standard_normal((2, 2, 20, 576)).astype(bfloat16.numpy)
-    calls: tuple[dict[str, Any], ...] = (
-        {"block_table": table, "cache_seqlens": lens, "causal": True},
-        {"block_table": None, "cache_seqlens": None, "indices": lists},
+    # 40 rows of a request, and 20 of a token with a list.
+    calls: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("wide_sm90", {"block_table": table, "cache_seqlens": lens, "causal": True}),
+        ("wide_decode_sm90", {"block_table": None, "cache_seqlens": None, "indices": lists}),
     )
-    for call in calls:
+    for kernel, call in calls:
         arguments = {"head_dim_v": 512, "is_fp8_kvcache": True} | call
         expected = flash_mla.flash_mla_with_kvcache(q, cache, **arguments)
         with gpu.plugged_in(num_sms=3) as emulated:
             got = flash_mla.flash_mla_with_kvcache(q, cache, **arguments)
-            assert emulated.has_launched("wide_decode_sm90")
+            assert emulated.has_launched(kernel)
         for one, other in zip(got, expected, strict=True):
             one, other = (np.asarray(x, np.float32) for x in (one, other))
             np.testing.assert_allclose(one, other, atol=0.02, rtol=0.01)

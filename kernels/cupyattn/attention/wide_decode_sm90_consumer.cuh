@@ -13,66 +13,41 @@
 #pragma once
 
 #include "cupyattn/attention/wide_decode_sm90_fp8.cuh"
-#include "cupyattn/attention/wide_decode_sm90_rows.cuh"
+#include "cupyattn/attention/wide_decode_sm90_output.cuh"
 
 namespace cupyattn {
 
 template <typename Traits>
-struct WideDecodeSm90Consumer {
+struct WideDecodeSm90Consumer : WideDecodeSm90Output<Traits> {
+  using Base = WideDecodeSm90Output<Traits>;
+  using Base::kConsumers, Base::kFp8, Base::kHasScales, Base::kHeadDimVO, Base::kPanels, Base::kTileQ,
+      Base::kTilesQ;
+  using Base::block, Base::index, Base::lane, Base::o, Base::params, Base::row_max, Base::row_of,
+      Base::row_sum, Base::scale_of, Base::shared, Base::sync, Base::sync_consumers, Base::warp;
+  using typename Base::Item;
+  using typename Base::OfRows;
   using DTypeKV = typename Traits::DTypeKV;
   using DTypeMma = typename Traits::DTypeMma;
-  using DTypeO = typename Traits::DTypeO;
-  using Item = typename Traits::Item;
   using KTile = typename Traits::KTile;
   using PTile = typename Traits::PTile;
   using QTile = typename Traits::QTile;
   using VTile = typename Traits::VTile;
   using Stage = PipelineState<Traits::kStages>;
-  static constexpr int kTileQ = Traits::kTileQ, kTileKV = Traits::kTileKV;
-  static constexpr int kTilesQ = kTileQ / 8, kHeadDimVO = Traits::kHeadDimVO;
-  static constexpr int kPanels = kHeadDimVO / 64;  // of O^T
-  static constexpr bool kFp8 = Traits::kFp8, kHasScales = Traits::kKeyScales != kNoScales;
+  static constexpr int kTileKV = Traits::kTileKV;
   using Fp8 = WideDecodeSm90Fp8<Traits>;
-  using Rows = WideDecodeSm90Rows<Traits>;
-  using Place = typename Rows::Place;
-  static constexpr int kConsumers = Traits::kConsumers;
-  static constexpr int kBarrier = 1;  // of the first consumer, then the second, then of both
   using Scores = float[1][kTilesQ][4];
-  using OfRows = float[kTilesQ][2];  // a thread's rows
 
-  const WideSm90Block<Traits>& block;
-  const AttentionParams& params;
-  typename Traits::SharedMemory& shared;
-  const Rows rows;
-  const int index;  // of the consumer
-  const int warp = ptx::warp_uniform(threadIdx.x % Traits::kWarpgroup / kWarpSize);
-  const int lane = threadIdx.x % kWarpSize;
-  float o[kPanels][kTilesQ][4];
-  OfRows row_max, row_sum;  // sums of this thread's keys
-  float key_log2[2];        // of the largest scale of a thread's keys, if keys have scales
-  bool is_negative[2];      // whether that scale is below zero
+  float key_log2[2];    // of the largest scale of a thread's keys, if keys have scales
+  bool is_negative[2];  // whether that scale is below zero
 
-  __device__ __forceinline__ WideDecodeSm90Consumer(const WideSm90Block<Traits>& block, int index)
-      : block(block),
-        params(block.params),
-        shared(block.shared),
-        rows{params, shared},
-        index(index) {}
+  using Base::Base;
 
   // The keys of a thread's logits.
   __device__ __forceinline__ int key_of(int h) const { return 16 * warp + 8 * h + (lane >> 2); }
-  // A row of the tile; e: of a pair.
-  __device__ __forceinline__ int row_of(int n, int e) const { return 8 * n + 2 * (lane & 3) + e; }
-  __device__ __forceinline__ void sync() const {
-    ptx::named_barrier_sync(kBarrier + index, Traits::kWarpgroup);
-  }
-  __device__ __forceinline__ void sync_consumers() const {
-    ptx::named_barrier_sync(kBarrier + kConsumers, Traits::kConsumerThreads);
-  }
 
   __device__ __forceinline__ void run() {
     const Item& item = shared.items[0];
-    clear();
+    this->clear();
     if (item.has_keys()) {
       Stage stage;
       const int begin = ptx::warp_uniform(item.tiles.begin);
@@ -85,23 +60,7 @@ struct WideDecodeSm90Consumer {
         for (int i = 0; i < kConsumers; ++i) stage.advance();
       }
     }
-    finish(item);
-  }
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int n = 0; n < kTilesQ; ++n) {
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[panel][n][e] = 0.0f;
-      }
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        row_max[n][e] = -ptx::infinity();
-        row_sum[n][e] = 0.0f;
-      }
-    }
+    this->finish(item);
   }
 
   __device__ __forceinline__ void prepare_queries() {
@@ -112,12 +71,6 @@ struct WideDecodeSm90Consumer {
     }
     ptx::fence_proxy_async();
     if constexpr (kFp8) sync_consumers();  // mutate: wide-fp8-queries-read-early
-  }
-  // What a row's products are multiplied by to be logits in base 2.
-  __device__ __forceinline__ float scale_of(int n, int e) const {
-    if constexpr (kHasScales) return 1.0f;
-    if constexpr (kFp8) return params.softmax_scale * shared.row_scales[row_of(n, e)];
-    return params.softmax_scale;
   }
 
   __device__ __forceinline__ void process_tile(const Item& item, int tile, const Stage& stage) {
@@ -510,7 +463,7 @@ struct WideDecodeSm90Consumer {
     for (int panel = 0; panel < kPanels; ++panel) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float value = element_to_float(values[column_of(panel, h)]);
+        const float value = element_to_float(values[this->column_of(panel, h)]);
         if (is_finite(value)) continue;
 #pragma unroll
         for (int n = 0; n < kTilesQ; ++n) {
@@ -518,114 +471,6 @@ struct WideDecodeSm90Consumer {
           for (int e = 0; e < 2; ++e) {
             // mutate: wide-decode-bad-values-reach-all-rows
             if (p[n][e] != 0.0f) o[panel][n][2 * h + e] += p[n][e] * value;
-          }
-        }
-      }
-    }
-  }
-  // The column of O that a thread has in row h of its rows of a panel of O^T.
-  __device__ __forceinline__ int column_of(int panel, int h) const {
-    if constexpr (kFp8) return 128 * warp + 16 * (lane >> 2) + 2 * panel + h;
-    return 64 * panel + 16 * warp + 8 * h + (lane >> 2);
-  }
-
-  // --- The end. It runs once an item, from a cold instruction cache: its code is short. ---
-
-  // Normalises the rows and writes them, or the state of a split.
-  __device__ __forceinline__ void finish(const Item& item) {
-    publish_sums();
-    sync_consumers();  // mutate: wide-decode-sums-read-early
-    const int thread = threadIdx.x - (Traits::kThreads - Traits::kConsumerThreads);
-    if (thread < kTileQ) finish_row(item, thread);
-    sync_consumers();  // mutate: wide-decode-factors-read-early
-    stage_output();
-    sync_consumers();  // mutate: wide-decode-output-read-early
-    if (item.work.tile.leaves_state()) {
-      rows.template write<float>(item, thread, [&](const Place& place) {
-        return params.partial_o + place.state * kHeadDimVO;
-      });
-    } else {
-      rows.template write<DTypeO>(item, thread, [&](const Place& place) {
-        return static_cast<DTypeO*>(params.o) + place.token * params.o_stride_n +
-               place.head * params.o_stride_h;
-      });
-    }
-  }
-
-  // Leaves each warp's sums in shared memory, and the maxima in base 2, which all warps have.
-  __device__ __forceinline__ void publish_sums() {
-#pragma unroll
-    for (int n = 0; n < kTilesQ; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float sum = row_sum[n][e];
-#pragma unroll
-        for (int mask = 4; mask < kWarpSize; mask *= 2) sum += ptx::shuffle_xor(sum, mask);
-        if (lane >= 4) continue;
-        const float max = row_max[n][e];
-        shared.of_warps[index][row_of(n, e)][warp] = sum;
-        if (warp > 0) continue;
-        shared.factors[index][row_of(n, e)] =
-            max == -ptx::infinity() ? max : max * scale_of(n, e);
-      }
-    }
-  }
-
-  // Writes the log-sum-exp of a row, and leaves what each consumer's O is to be multiplied by.
-  __device__ __forceinline__ void finish_row(const Item& item, int r) const {
-    const bool leaves_state = item.work.tile.leaves_state();
-    const Place place = rows.place_of(item, r);
-    float old_max = shared.factors[0][r], weights[kConsumers], sum = 0.0f;
-#pragma unroll
-    for (int i = 1; i < kConsumers; ++i) old_max = fmaxf(old_max, shared.factors[i][r]);
-#pragma unroll
-    for (int i = 0; i < kConsumers; ++i) {
-      const float4 sums = *reinterpret_cast<const float4*>(shared.of_warps[i][r]);
-      const float max = shared.factors[i][r];
-      weights[i] = max == old_max ? 1.0f : ptx::ex2_approx(max - old_max);
-      // mutate: wide-decode-sum-of-a-warp
-      sum += weights[i] * (sums.x + sums.y + (sums.z + sums.w));
-    }
-    RowState state{old_max, sum};
-    if (!leaves_state && place.exists) state.add_sink(sink_of(params, place.head));
-    if (place.exists && leaves_state) {
-      params.partial_lse[place.state] = state.lse();
-    } else if (place.exists && params.lse != nullptr) {
-      params.lse[place.token * params.lse_stride_n + place.head * params.lse_stride_h] =
-          state.lse();
-    }
-    float factor = state.normaliser(old_max);
-    if (!leaves_state) factor *= output_scale_of(params, item.work.tile.kv_head);
-#pragma unroll
-    // mutate: wide-decode-consumers-weigh-alike
-    for (int i = 0; i < kConsumers; ++i) shared.factors[i][r] = weights[i] * factor;
-  }
-
-  // Leaves O in shared memory; the second consumer's is there first.
-  __device__ __forceinline__ void stage_output() const {
-    if constexpr (kConsumers == 1) {
-      stage_rows<false>();
-    } else {
-      if (index > 0) stage_rows<false>();
-      sync_consumers();  // mutate: wide-decode-output-added-early
-      if (index == 0) stage_rows<true>();
-    }
-  }
-  template <bool kAdds>
-  __device__ __forceinline__ void stage_rows() const {
-#pragma unroll
-    for (int n = 0; n < kTilesQ; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float factor = shared.factors[index][row_of(n, e)];
-        float* const row = rows.staged(row_of(n, e)) + column_of(0, 0);
-#pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            float& to = row[kFp8 ? 2 * panel + h : 64 * panel + 8 * h];
-            const float value = o[panel][n][2 * h + e] * factor;
-            to = kAdds ? to + value : value;
           }
         }
       }

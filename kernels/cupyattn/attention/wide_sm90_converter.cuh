@@ -126,8 +126,9 @@ struct WideSm90Converter {
                           KTile::offset(kRows * warp + r, lane % 8);
 #pragma unroll
       for (int pair = kFirst; pair < kEnd; ++pair) {
-        // mutate: wide-converter-absent-key-read
-        ptx::cp_async_16(to + 2 * pair * KTile::kPanelBytes, from + 128 * pair + 16 * (lane % 8), from != nullptr);
+        const bool exists = from != nullptr;  // mutate: wide-converter-absent-key-read
+        ptx::cp_async_16(to + 2 * pair * KTile::kPanelBytes, from + 128 * pair + 16 * (lane % 8),
+                         exists);
       }
     }
   }
@@ -229,8 +230,10 @@ struct WideSm90Converter {
       write<true>(of_rows, bytes, latent.rope_scale);
     }
   }
-  // mutate: wide-converter-scale-of-the-first-columns
-  static __device__ __forceinline__ float of_pair(const float4& x, int pair) { return pair == 0 ? x.x : pair == 1 ? x.y : pair == 2 ? x.z : x.w; }
+  static __device__ __forceinline__ float of_pair(const float4& scales, int pair) {
+    // mutate: wide-converter-scale-of-the-first-columns
+    return pair == 0 ? scales.x : pair == 1 ? scales.y : pair == 2 ? scales.z : scales.w;
+  }
 
   // A chunk of this lane's row.
   __device__ __forceinline__ Vector16* chunk_at(unsigned char* rows, int chunk) const {
