@@ -94,7 +94,7 @@ def _is_sampled(arch: str, name: str, config: jit.Config) -> bool:
 
 
 def _share(arch: str, name: str, config: jit.Config) -> int:
-    """Of how many instances like this one `make test` builds one."""
+    """`make test` builds one instance of so many that are like this one."""
     if arch not in _MAIN:
         return 8
     if "DTypeQ" not in config:

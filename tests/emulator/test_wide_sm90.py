@@ -177,7 +177,7 @@ def test_fp8_keys(tile_q: int, key_scales: str) -> None:
 @pytest.mark.parametrize("kv_len", [1, 63, 64, 65, 128, 129, 300])
 @TILES
 def test_lengths_of_fp8_keys(kv_len: int, tile_q: int) -> None:
-    """Of 16 rows, two consumers have every other tile, or the second none."""
+    """Two consumers of 16 rows have every other tile each, or the second has none."""
     check(replace(BASE, kv_len=(kv_len,), qo_len=(2,), tile_q=tile_q, kv_dtype=E4M3))
     check(replace(BASE, kv_len=(kv_len,), tile_q=tile_q, kv_dtype=E4M3, packed=False, splits=2))
 

@@ -54,7 +54,7 @@ from .layout import BatchSchedule, Capacity, EqualRequests, KernelWork, Layout, 
 _MAX_CACHED = 1024
 _MAX_EQUAL = 64  # each holds a work list
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
-_WORTHWHILE = 5.0
+_LEAST_GAIN = 5.0
 # In microseconds: what a launch beside others takes at least, and what one of prefill's kernel for
 # few rows (SMALL) takes beyond that.
 _LAUNCH, _OF_SMALL = 4.0, 8.0
@@ -332,7 +332,7 @@ class BatchLauncher:
             )
             for of, is_shared in ((requests, True), (flat, False))
         )
-        return shared + _WORTHWHILE < alone
+        return shared + _LEAST_GAIN < alone
 
     def _level_groups(
         self, requests: BatchRequests, capacity: Capacity | None
@@ -440,7 +440,7 @@ class BatchLauncher:
             if are_few and not (reserved.keeps_order and len(given)):
                 given = _NO_MERGES
                 reserved = reserved._replace(merges=0, split_tiles=0)
-            else:  # the launch waits for every block, and merges all tiles; or always, in order
+            else:  # the launch waits for every block, so it merges all tiles; or it keeps the order
                 reserved = reserved._replace(counters=0)
         merges = _NO_MERGES
         if reserved.merges:

@@ -172,7 +172,7 @@ class Kernels:
         key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), "beside"
         found = self._choices.get(key)
         if found is None:
-            # Of persistent blocks only the first were timed with launches behind them.
+            # Only the first persistent tiles were timed with launches behind them.
             first = next(iter(shapes))
             names = [x for x, shape in shapes.items() if x == first or not shape.is_persistent]
             timed = [shapes[name] for name in names]

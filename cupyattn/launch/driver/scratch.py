@@ -84,7 +84,7 @@ def workspace(
 
 
 def _allocate_on(num_bytes: int, device_index: int, stream: int) -> tuple[int, object]:
-    """Of CuPy's pool of this stream, so that what is let go is used by later launches on it."""
+    """Memory from CuPy's pool of this stream: only later launches on it get what is let go."""
     import cupy
 
     with cupy.cuda.Device(device_index), cupy.cuda.ExternalStream(stream, device_index):

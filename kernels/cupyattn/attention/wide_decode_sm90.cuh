@@ -1,7 +1,7 @@
 // Latent attention of few rows of queries, on Hopper: starts the roles of a block. Keys are the
 // rows of products and queries their columns, so 16 or 32 rows of queries do not pay for the 64 rows
-// of wide_sm90, and one warpgroup holds all of O. Of fp8 keys and 16 rows two
-// do, for every other tile.
+// of wide_sm90, and one warpgroup holds all of O. Where 16 rows have fp8 keys, two warpgroups do, each
+// for every other tile.
 #pragma once
 
 #include "cupyattn/attention/wide_decode_sm90_consumer.cuh"

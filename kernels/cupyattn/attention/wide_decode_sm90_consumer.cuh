@@ -433,8 +433,8 @@ struct WideDecodeSm90Consumer : WideDecodeSm90Output<Traits> {
     Vector16* chunks = reinterpret_cast<Vector16*>(shared.values(stage.stage));
 #pragma unroll 1
     for (int i = thread; i < kBytes / 16; i += Traits::kWarpgroup) {
-      zero_nonfinite_chunk<DTypeKV>(chunks[i], shared.nonfinite_keys[index].word, VTile::row_at(16 * i),
-                                    num_keys);
+      zero_nonfinite_chunk<DTypeKV>(chunks[i], shared.nonfinite_keys[index].word,
+                                    VTile::row_at(16 * i), num_keys);
     }
     ptx::fence_proxy_async();
   }

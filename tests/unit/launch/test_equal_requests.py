@@ -77,7 +77,7 @@ def test_plans_are_a_planners_own(name: str, qo_len: int) -> None:
 
 
 def _capacities(count: int, qo_len: int) -> list[Capacity]:
-    """Of graphs whose first plan was like this one, or had more of everything."""
+    """The first plan of a graph was like this one, or had more of everything."""
     return [
         Capacity(count, count * qo_len, qo_len, 1 << 23),
         Capacity(count, count * 300, 300, 1 << 24),
