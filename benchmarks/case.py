@@ -20,7 +20,8 @@ class Case:
     q [Hq, D]. `mask` gives the causal mask as a custom mask ("bool" or "packed") in place of the
     flag. `sinks` adds a logit of each head to the denominator. `framework` and `out` matter
     to host cases: whose arrays ours is called with, and whether it gets `out=`. `goals` are (peer
-    or peer:variant, factor): ours should take at most 1/factor of its time.
+    or peer:variant, factor): ours should take at most 1/factor of its time; "best" is the fastest
+    peer.
     """
 
     name: str

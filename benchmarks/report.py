@@ -66,12 +66,12 @@ def table(data: dict[str, Any]) -> str:
         "",
     )
     lines = [columns, *(_line(row) for row in data.get("rows", ()))]
-    parts.append(_align(lines))
+    parts.append(align(lines))
     goals = [line for case in data.get("cases", {}).items() for line in _goals(*case)]
     if goals:
-        parts.append(_align([("case", "goal", "measured", "met"), *goals]))
+        parts.append(align([("case", "goal", "measured", "met"), *goals]))
     if ratios := _ratios(data):
-        parts.append(_align([("case", "implementation", "times as long as", ""), *ratios]))
+        parts.append(align([("case", "implementation", "times as long as", ""), *ratios]))
     for lost in data.get("lost", ()):
         parts.append("lost: {case} {label} in {stage}: {reason}".format(**lost))
     return "\n\n".join(parts) + "\n"
@@ -150,7 +150,8 @@ def _ratios(data: dict[str, Any]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _align(lines: Sequence[Sequence[str]]) -> str:
+def align(lines: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width; the first two and the last are flush left."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     left = (0, 1, len(widths) - 1)
 

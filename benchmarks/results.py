@@ -139,6 +139,7 @@ def summarise(case: AnyCase, rows: list[dict[str, Any]]) -> dict[str, Any]:
         name, _, variant = peer.partition(":")
         meant = [row for row in timed if variant in ("", row["variant"])]
         row = _fastest(meant, lambda found, wanted=name: found == wanted)  # type: ignore[misc]
+        row = best if name == "best" else row
         ratio = row["us"] / ours["us"] if row and ours else None
         met = None if ratio is None else ratio >= factor
         goals.append({"peer": peer, "factor": factor, "ratio": ratio, "met": met})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,7 +22,10 @@ class BatchCase:
     of the flag, "tree" lets a query row see all earlier keys and its ancestors in a binary tree of
     the rows. `dtype` is that of q and o; `sinks` adds a logit of each head to the denominator. The
     check samples rows of `checked` requests (None: of all). The report divides the time of
-    this case by that of the one `against` names.
+    this case by that of the one `against` names, which must take at least `against_goal` of it.
+    `is_portable`: ours runs only in a process with CUPYATTN_PORTABLE=1.
+    `pool`: each request's keys are a list of slots drawn from a pool of so many (sparse latent
+    attention, pages of 1); 0: each has keys of its own.
 
     For host cases: `timed` is "run" or "plan"; `framework` and `out` say whose arrays ours is
     called with, and whether it gets `out=`; `arrays` says what plan() gets its tables as, "numpy",
@@ -47,7 +51,10 @@ class BatchCase:
     sinks: bool = False
     checked: int | None = None
     shared: int = 0
+    pool: int = 0
+    is_portable: bool = False
     against: str = ""
+    against_goal: float | None = None
     timed: str = "run"
     framework: str = "torch"
     out: bool = True
@@ -138,7 +145,8 @@ class BatchCase:
 
     @property
     def bytes(self) -> int:
-        """Least device traffic: q, o, masks, each visible key and value once; no tables."""
+        """Least device traffic: q, o, masks, each visible key and value once; no tables. Of
+        lists: as many distinct slots as are to be expected."""
         one = self.request(0)
         shared_values = 0
         if self.api == "mla":  # a value is part of its key
@@ -146,6 +154,10 @@ class BatchCase:
             shared_values = sum(self.kv_lens) * of_values
         row = self.num_kv_heads * (self.head_dim_qk + self.head_dim_vo) * one.kv_itemsize
         both = sum(group.bytes for group in self.groups) - shared_values
+        if self.pool:
+            unlisted = math.prod(1 - listed / self.pool for listed in self.kv_lens)
+            repeated = sum(self.kv_lens) - round(self.pool * (1 - unlisted))
+            return both - repeated * self.num_kv_heads * self.head_dim_qk * one.kv_itemsize
         return both - (self.batch - 1) * self.shared * row
 
     def floor_us(self, tflops: float, gbps: float) -> float:

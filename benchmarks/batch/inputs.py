@@ -65,7 +65,9 @@ def make_batch_inputs(case: BatchCase, device: str = "cuda") -> BatchInputs:
     generator = torch.Generator(device=device)
     generator.manual_seed(seed)
     dtype, kv_dtype = getattr(torch, case.dtype), getattr(torch, case.kv_dtype)
-    tables = page_tables(case.kv_lens, case.page_size, seed, case.shared) if case.is_paged else None
+    tables = None
+    if case.is_paged:
+        tables = page_tables(case.kv_lens, case.page_size, seed, case.shared, case.pool)
 
     def normal(*shape: int) -> Any:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)

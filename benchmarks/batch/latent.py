@@ -1,7 +1,8 @@
 """Latent attention (MLA): ours, planned and not, FlashInfer's wrapper, FlashAttention-3 with q_v.
 
 Inputs are those of a batch whose values are the first 512 columns of its keys. The scale is that of
-all cases, 1 / sqrt of the columns.
+all cases, 1 / sqrt of the columns. Sparse attention is ours by lists; the peers on this device have
+none, and get each list as the page table of a request, pages of one slot.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from .wrappers import Calls, empty_output, workspace
 def candidates(name: str, case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
     """What one implementation offers; Unsupported with the reason if it has none."""
     if name == "ours":
+        if case.is_portable and not import_module("cupyattn.core.env").PORTABLE.flag():
+            raise Unsupported("CUPYATTN_PORTABLE is not 1")
+        if case.pool:
+            return [_lists(name, case, inputs)]
         return [_wrapper(name, import_module("cupyattn.mla"), {}, case, inputs)]
     if name == "ours_trtllm":
         return [_planless(name, case, inputs)]
@@ -74,6 +79,8 @@ def _planless(name: str, case: BatchCase, inputs: BatchInputs) -> Candidate:
     assert inputs.tables is not None
     if len(set(case.q_lens)) != 1:
         raise Unsupported("has equally many rows a request")
+    if case.pool:
+        raise Unsupported("lists are measured by FlashMLA's function")
     device, tables, out = inputs.q.device, inputs.tables, empty_output(case, inputs)
     shape = (case.batch, case.q_lens[0], case.num_qo_heads)
     call = functools.partial(
@@ -91,6 +98,25 @@ def _planless(name: str, case: BatchCase, inputs: BatchInputs) -> Candidate:
         out=out.view(*shape, -1),
     )
     return Candidate(name, "trtllm", call, lambda answer: answer.view(1, *out.shape), out)
+
+
+def _lists(name: str, case: BatchCase, inputs: BatchInputs) -> Candidate:
+    """FlashMLA's function over lists of slots, which plans on the device; a token a request."""
+    import torch
+
+    assert inputs.tables is not None and set(case.q_lens) == {1} and case.page_size == 1
+    lists = torch.from_numpy(inputs.tables.block_table()).to(inputs.q.device)
+    call = functools.partial(
+        import_module("cupyattn.flash_mla").flash_mla_with_kvcache,
+        inputs.q[:, None],
+        inputs.k,
+        None,
+        None,
+        case.head_dim_vo,
+        softmax_scale=_scale(case),
+        indices=lists[:, None],
+    )
+    return Candidate(name, "list", call, lambda answer: answer[0][None, :, 0])
 
 
 def _fa3(case: BatchCase, inputs: BatchInputs) -> Candidate:

@@ -24,7 +24,7 @@ class PageTables:
     indices: Any  # [indptr[-1]]
     last_page_len: Any  # [batch]
     num_pages: int
-    unowned: Any  # [num_pages - indptr[-1]]
+    unowned: Any  # [num_pages - indptr[-1]], more where requests list the same pages
 
     def pages(self, b: int) -> Any:
         """The pages of one request, in the order of its keys."""
@@ -41,14 +41,24 @@ class PageTables:
         return table
 
 
-def page_tables(kv_lens: Sequence[int], page_size: int, seed: int, shared: int = 0) -> PageTables:
+def page_tables(
+    kv_lens: Sequence[int], page_size: int, seed: int, shared: int = 0, pool: int = 0
+) -> PageTables:
     """Tables for requests of these lengths, each at least 1. No page follows its predecessor.
 
-    The first `shared` keys of all requests, whole pages, are the same ones.
+    The first `shared` keys of all requests, whole pages, are the same ones. With `pool`, each
+    request lists pages of a pool of so many, none of them twice.
     """
     lengths = np.asarray(kv_lens, np.int64)
     counts = -(-lengths // page_size)
     indptr = np.concatenate(([0], np.cumsum(counts)))
+    last_page_len = (lengths - (counts - 1) * page_size).astype(np.int32)
+    if pool:
+        random = np.random.default_rng(seed)
+        ids = np.concatenate([random.choice(pool, count, replace=False) for count in counts])
+        unlisted = np.setdiff1d(np.arange(pool), ids)
+        fixed = lengths.astype(np.int32), indptr.astype(np.int32), ids.astype(np.int32)
+        return PageTables(page_size, *fixed, last_page_len, pool, unlisted)
     same = shared // page_size
     owned = int(indptr[-1]) - (len(counts) - 1) * same
     num_pages = owned + max(_LEAST_SPARE, owned // _SPARE_FRACTION)
@@ -62,7 +72,7 @@ def page_tables(kv_lens: Sequence[int], page_size: int, seed: int, shared: int =
         lengths.astype(np.int32),
         indptr.astype(np.int32),
         ids.astype(np.int32),
-        (lengths - (counts - 1) * page_size).astype(np.int32),
+        last_page_len,
         num_pages,
         np.sort(order[owned:]),
     )

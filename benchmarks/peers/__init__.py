@@ -10,7 +10,10 @@ from ..candidate import Candidate, Unsupported
 from ..cases import AnyCase
 from ..merge.case import MergeCase
 
-PEERS = ("fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa", "sdpa_flash", "sdpa_cudnn")
+PEERS = (
+    *("fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa"),
+    *("sdpa_flash", "sdpa_cudnn", "sdpa_efficient"),
+)
 OURS = ("ours", "ours_single", "ours_apart", "ours_trtllm")
 IMPLEMENTATIONS = (*OURS, *PEERS)
 
@@ -26,13 +29,24 @@ _BATCH = {
     "host_batch": ("ours", "flashinfer_fa2"),
     "mla": ("ours", "ours_trtllm", "fa3", "flashinfer_fa2", "flashinfer_fa3"),
 }
+# The peer of kernels that do without Hopper's instructions.
+_PORTABLE = ("ours", "flashinfer_fa2")
+# Head dims beyond 256, which neither FlashAttention-3 nor cuDNN has.
+_WIDE = {
+    "batch_decode": ("ours", "ours_trtllm", "flashinfer_fa2", "sdpa_efficient"),
+    "ragged": ("ours", "flashinfer_fa2", "sdpa_efficient"),
+}
 
 
 def offering(case: AnyCase) -> tuple[str, ...]:
     """The implementations that a case is meant for; others have no row in it."""
     if isinstance(case, MergeCase):
         return _MERGE
-    return _BATCH[case.op] if isinstance(case, BatchCase) else _SINGLE
+    if not isinstance(case, BatchCase):
+        return _SINGLE
+    if case.is_portable:
+        return _PORTABLE
+    return (_WIDE if case.head_dim_vo > 256 else {}).get(case.op) or _BATCH[case.op]
 
 
 def candidates(name: str, case: AnyCase, inputs: Any, build: bool = True) -> list[Candidate]:

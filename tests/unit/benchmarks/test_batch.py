@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ from helpers.fake_clock import FakeClock
 from helpers.share import one_of
 
 import cupyattn
-from benchmarks import cli, peers, report, timing, worker
+from benchmarks import candidate as candidate_module
+from benchmarks import cli, musts, peers, report, timing, worker
 from benchmarks.batch import latent, wrappers
 from benchmarks.batch.case import BatchCase
 from benchmarks.batch.cases import BATCH_CASES, zipf_lengths
@@ -91,6 +93,75 @@ def test_latent_candidates_answer_alike(monkeypatch: Any) -> None:
         got = candidate.output(candidate.call()).float().numpy()
         for one in expected:
             np.testing.assert_allclose(got[0, one.rows], np.asarray(one.answer), atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["ours", "fa3", "flashinfer_fa2"])
+def test_lists_are_attended_as_requests_of_one_token(name: str, monkeypatch: Any) -> None:
+    """Ours by lists; what a peer is given as pages is the same attention."""
+    torch = pytest.importorskip("torch")
+    case = replace(
+        BY_NAME["mla_sparse_8_h16"], requests=((5, 1, 60),), pool=200, num_qo_heads=4
+    )  # fmt: skip
+    inputs = make_batch_inputs(case, "cpu")
+    tables = inputs.tables
+    assert tables is not None and tables.num_pages == 200
+    assert all(len(set(tables.pages(b))) == 60 for b in range(5))
+    assert len(np.union1d(tables.unowned, tables.indices)) == 200
+    assert inputs.k.isnan().all(-1).sum() == len(tables.unowned)
+    monkeypatch.setattr(wrappers, "_WORKSPACE_BYTES", 32 << 20)
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", cupyattn.mla)
+    made = cupyattn.mla.BatchMLAPagedAttentionWrapper
+    monkeypatch.setattr(
+        cupyattn.mla, "BatchMLAPagedAttentionWrapper", lambda space, backend="": made(space)
+    )
+
+    def qv(q_pe: Any, kpe: Any, ckv: Any, q_v: Any, page_table: Any, **options: Any) -> Any:
+        assert options["seqused_k"].tolist() == [60] * 5
+        keys = torch.cat([ckv, kpe], -1)[:, 0][page_table.long()].float()
+        logits = torch.einsum("bhd,bngd->bhn", torch.cat([q_v, q_pe], -1).float(), keys)
+        weights = torch.softmax(logits * options["softmax_scale"], -1)
+        return (torch.einsum("bhn,bngd->bhd", weights, keys[..., :512]),)
+
+    monkeypatch.setattr(latent, "forward", lambda: qv)
+    (candidate,) = peers.candidates(name, case, inputs)
+    got = candidate.output(candidate.call()).float().numpy()
+    for one in expect_batch(case, inputs):
+        np.testing.assert_allclose(got[0, one.rows], np.asarray(one.answer), atol=0.02)
+
+
+def test_bytes_of_lists_count_distinct_slots() -> None:
+    case = BY_NAME["mla_sparse_256_h128"]
+    slots = np.unique(page_tables(case.kv_lens, 1, 3, pool=case.pool).indices).size
+    rows = 2 * 256 * 128 * (576 + 512)
+    assert case.bytes - rows == pytest.approx(slots * 576 * 2, rel=2e-3)
+
+
+def test_portable_kernels_are_timed_in_a_process_of_their_own(monkeypatch: Any) -> None:
+    case = replace(BY_NAME["mla_32x8k_h16_portable"], requests=((2, 1, 70),))
+    inputs = make_batch_inputs(case, "cpu")
+    assert peers.offering(case) == ("ours", "flashinfer_fa2")
+    with pytest.raises(candidate_module.Unsupported, match="CUPYATTN_PORTABLE"):
+        peers.candidates("ours", case, inputs)
+    monkeypatch.setenv("CUPYATTN_PORTABLE", "1")
+    monkeypatch.setattr(wrappers, "_WORKSPACE_BYTES", 32 << 20)
+    assert peers.candidates("ours", case, inputs)
+
+
+@pytest.mark.parametrize("name", ["decode_64x4k_d512", "ragged_4x4k_d512"])
+def test_sdpa_serves_wide_heads(name: str, monkeypatch: Any) -> None:
+    attention_of_torch = pytest.importorskip("torch.nn.attention")
+    monkeypatch.setattr(attention_of_torch, "sdpa_kernel", lambda kernel: nullcontext())
+    length = 1 if name.startswith("decode") else 40
+    case = replace(BY_NAME[name], requests=((2, length, 40),), head_dim_qk=32, head_dim_vo=32)
+    assert "sdpa_efficient" in peers.offering(BY_NAME[name])
+    inputs = make_batch_inputs(case, "cpu")
+    (candidate,) = peers.candidates("sdpa_efficient", case, inputs)
+    got = candidate.output(candidate.call()).float().numpy()
+    for one in expect_batch(case, inputs):
+        np.testing.assert_allclose(got[0, one.rows], np.asarray(one.answer), atol=0.02)
+    with pytest.raises(candidate_module.Unsupported, match="one length"):
+        mixed = replace(case, requests=((1, length, 40), (1, length, 41)))
+        peers.candidates("sdpa_efficient", mixed, inputs)
 
 
 def test_counts_follow_published_figures() -> None:
@@ -289,6 +360,32 @@ def test_report_divides_a_case_by_the_one_it_is_held_against(on_cpu: Any, tmp_pa
     assert ["long", "ours:decode", "short", "1.00"] in lines
 
 
+def test_musts_say_what_was_met(on_cpu: Any, tmp_path: Any, capsys: Any) -> None:
+    goals = {"goals": (("best", 0.9),)}
+    on_cpu(replace(DECODE, name="level", **goals))
+    on_cpu(replace(DECODE, name="missed", goals=(("best", 1.1),)))
+    on_cpu(replace(DECODE, name="half", **goals, against="level", against_goal=1.5))
+    path = tmp_path / FILE_NAME
+    data = json.loads(path.read_text())
+    timed = [row for row in data["rows"] if row["status"] == "timed"]
+    for row in timed:
+        row["us"] *= 0.5 if row["case"] == "half" and row["peer"] == "ours" else 1.0
+    path.write_text(json.dumps(data))
+    found = [(must.case, must.of, must.is_met) for must in musts.musts(data)]
+    assert found == [
+        ("level", "best peer", True),
+        ("missed", "best peer", False),
+        ("half", "best peer", True),
+        ("half", "level", True),
+    ]
+    assert musts.main([str(tmp_path)]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("missed")]
+    assert lines[-1].endswith(">= 1.10 of best peer  MISSED")
+    for row in timed:  # a larger error than the fastest peer's is no success
+        row["relative_error"] = 2e-3 if row["peer"] == "ours" else 1e-3
+    assert {must.is_met for must in musts.musts(data) if must.best} == {False}
+
+
 def test_a_plan_that_ends_the_process_is_lost_in_its_case_alone(tmp_path: Any) -> None:
     progress = {"stage": "build", "case": "decode_skew", "label": "ours"}
     (tmp_path / worker.PROGRESS_NAME).write_text(json.dumps(progress))
@@ -318,3 +415,11 @@ def test_prebuild_knows_the_modules_of_batches() -> None:
         (16, 128, 4), (64, 128, 4), (16, 64, 8),
     ]  # fmt: skip
     assert of("run_*_torch_out", "fa2") == [prefill, decode]
+    wide = {"head_dim_qk": 512, "head_dim_vo": 512}
+    assert of("*_d512", "fa2", "fa3", "xqa") == [replace(prefill, **wide), replace(decode, **wide)]
+    latent_cases = select(["mla"], ["*"])
+    latent = {
+        (m.kind, m.backend, m.kv_dtype) for m in prebuild.modules(latent_cases, ["fa2", "fa3"])
+    }
+    dtypes = ("bfloat16", "float8_e4m3fn")
+    assert latent == {("batch_mla", backend, x) for backend in ("fa2", "fa3") for x in dtypes}
