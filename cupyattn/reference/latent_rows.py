@@ -31,7 +31,8 @@ def unpack_rows(rows: np.ndarray) -> np.ndarray:
 
 def pack_rows(rows: np.ndarray) -> np.ndarray:
     """uint8 [..., 656] of float32 [..., 576], with scales that are powers of two."""
-    groups = rows[..., :_LATENT].reshape(*rows.shape[:-1], -1, _GROUP).astype(np.float32)
+    shape = *rows.shape[:-1], _LATENT // _GROUP, _GROUP
+    groups = rows[..., :_LATENT].reshape(shape).astype(np.float32)
     largest = np.abs(groups).max(-1, keepdims=True)
     with np.errstate(divide="ignore"):
         power = np.ceil(np.log2(largest / 448.0))

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import kernel_caches
 from helpers.patching import replace
 
 from cupyattn import array, jit
@@ -237,7 +238,7 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
 
     api = gpu.api()
     with pytest.MonkeyPatch.context() as patch:
-        _forget_calls()
+        kernel_caches.forget()
         replace(patch, jit.load, gpu.load)
         replace(patch, device.device_props, gpu.props)
         replace(patch, enqueue.cuda, lambda: api)
@@ -264,7 +265,7 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         yield gpu
         if counters:
             assert not counters["owner"].any(), "a launch left arrival counters that are not zero"
-    _forget_calls()
+    kernel_caches.forget()
 
 
 def encode_tensor_map(
@@ -324,29 +325,3 @@ def _from_numpy(gpu: EmulatedGpu, values: np.ndarray, like: ArrayView) -> np.nda
     x = gpu.empty(values.shape, values.dtype)
     x[...] = values
     return x
-
-
-def _forget_calls() -> None:
-    """Empty the caches: what they hold belongs to kernels and addresses of another device."""
-    from cupyattn.inputs import call_cache, geometry
-    from cupyattn.launch.attention import merge_levels, merge_splits
-    from cupyattn.launch.tiles import select
-    from cupyattn.planless import prepared
-    from cupyattn.single import run
-    from cupyattn.wrappers import shared_prefix
-
-    run._entries.clear()
-    call_cache.clear_all()
-    geometry._geometries.clear()
-    shared_prefix._padded.clear()
-    caches: list[Callable[..., Any]] = [
-        single.load_kernel,
-        single.load_mixed,
-        merge_levels.config,
-        merge_splits.config,
-        select.mixed_config,
-        select.tile_config,
-        prepared.plan_of,
-    ]
-    for cached in caches:
-        cached.cache_clear()  # type: ignore[attr-defined]

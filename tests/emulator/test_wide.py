@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import compare, gpu_cases, mla_calls
-from helpers.mla_cases import PROBLEMS, WAYS, WIDE, Case, random_case, wide_case
+from helpers.mla_cases import PROBLEMS, WAYS, WIDE, Case, portable, random_case, wide_case
 from helpers.share import one_of
 
 from cupyattn.core.dtypes import bfloat16, float8_e4m3fn
@@ -33,12 +33,13 @@ BASE = Case(
 
 def emulate(case: Case, **facts: Any) -> gpu.EmulatedGpu:
     """Run and check a call on the portable kernel."""
-    facts.setdefault("is_portable", True)
+    if facts.setdefault("is_portable", True):
+        case = portable(case)
     return run.emulate(lambda workspace: mla_calls.Call(case, np, workspace), **facts)
 
 
 def answers(case: Case, **facts: Any) -> tuple[np.ndarray, np.ndarray | None]:
-    with gpu.plugged_in(is_portable=True, **facts) as emulated:
+    with gpu.plugged_in(**{"is_portable": True, **facts}) as emulated:
         call = mla_calls.Call(case, np, emulated.empty((16 << 20,), np.dtype(np.uint8)))
         return call.run()
 
@@ -51,8 +52,9 @@ def test_random_calls(way: str, is_second: bool) -> None:
     emulate(random_case(seed), seed=seed % 3, num_sms=4)
 
 
-# These seeds are calls of the wrappers, and one over lists.
-@pytest.mark.parametrize("seed", [0, 1, 5, 7, 8])
+# These seeds are calls of the wrappers, and one over lists; then rows of 656 bytes in lists and in
+# pages, and a scale of each token in both kernels.
+@pytest.mark.parametrize("seed", [0, 1, 5, 7, 8, 9, 72, 66, 121])
 def test_calls_on_hopper(seed: int) -> None:
     """Boxes of pages, gathered rows, splits, plans made on the GPU, and lists."""
     emulated = emulate(random_case(seed), seed=seed % 3, num_sms=4, is_portable=False)
@@ -96,11 +98,13 @@ def test_the_order_of_threads_changes_no_bit() -> None:
                 compare.assert_bitwise_equal(a, b, case)
 
 
-def test_batches_do_not_change_a_request() -> None:
+@pytest.mark.parametrize("is_portable", [True, False], ids=["portable", "hopper"])
+def test_batches_do_not_change_a_request(is_portable: bool) -> None:
     """With splits of one size a request's bits are the same alone and among others."""
     many = replace(BASE, qo_len=(2, 2, 2), kv_len=(90, 33, 200), split=2, heads=8, with_out=False)
-    together = answers(many, num_sms=4)
-    with gpu.plugged_in(num_sms=4, is_portable=True) as emulated:
+    facts = {"num_sms": 4, "is_portable": is_portable}
+    together = answers(many, **facts)
+    with gpu.plugged_in(**facts) as emulated:
         call = mla_calls.Call(many, np, emulated.empty((16 << 20,), np.dtype(np.uint8)))
         wrapper, at = call.wrapper, call.kv_indptr
         rows, ids, n = call.q[2:4], call.ids[at[1] : at[2]], at[2] - at[1]

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import batch_calls, compare, mla_calls
-from helpers.mla_cases import NUM_CASES, PROBLEMS, WIDE, Case, random_case, wide_case
-from helpers.on_gpu import capture, ints, same, scratch, try_random, workspace
+from helpers import absorbed, batch_calls, compare, mla_calls, planless_calls, single_calls
+from helpers.batches import offsets
+from helpers.mla_cases import (
+    NUM_CASES,
+    PROBLEMS,
+    WIDE,
+    Case,
+    portable,
+    random_case,
+    wide_case,
+    wide_planless,
+    wide_single,
+)
+from helpers.on_gpu import capture, ints, kernels, same, scratch, try_random, workspace
 from helpers.poison import download, raw, upload
 from helpers.share import some
 
 from cupyattn import flash_mla, mla
-from cupyattn.core import dtypes, env
+from cupyattn.core import dtypes
 from cupyattn.errors import UnsupportedError
 from cupyattn.reference.latent_rows import pack_rows
 
@@ -29,10 +41,10 @@ SCALE = 192**-0.5
 
 
 @pytest.fixture(params=["best kernel", "portable kernel"])
-def kernel(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def kernel(request: Any) -> Iterator[None]:
     """On Hopper both; elsewhere they are one."""
-    if request.param == "portable kernel":
-        monkeypatch.setenv(env.PORTABLE.name, "1")
+    with kernels(is_portable=request.param == "portable kernel"):
+        yield
 
 
 @pytest.mark.parametrize("first", range(0, NUM_CASES, BLOCK))
@@ -41,10 +53,70 @@ def test_random_calls(first: int) -> None:
     try_random(first, BLOCK, make, turn=len(PROBLEMS))
 
 
+@pytest.mark.parametrize("first", range(0, 440, BLOCK))
+def test_random_calls_of_the_portable_kernel(first: int) -> None:
+    make = lambda seed, xp: mla_calls.Call(portable(random_case(seed)), xp, workspace(xp))  # noqa: E731
+    with kernels(is_portable=True):
+        try_random(first, BLOCK, make, turn=len(PROBLEMS))
+
+
 @pytest.mark.parametrize("index", range(len(WIDE)))
 def test_wide_heads(index: int) -> None:
     make = lambda seed, xp: batch_calls.planned(wide_case(index, seed), xp, workspace(xp))  # noqa: E731
     try_random(0, 60, make, turn=3)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("index", range(len(WIDE)))
+def test_wide_heads_of_one_request(index: int) -> None:
+    make = lambda seed, xp: single_calls.Call(wide_single(index, seed), xp)  # noqa: E731
+    try_random(0, 20, make)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_wide_heads_without_a_plan() -> None:
+    make = lambda seed, xp: planless_calls.Call(wide_planless(seed), xp, workspace(xp))  # noqa: E731
+    try_random(0, 60, make, turn=3)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_absorbed_is_unabsorbed_and_chunks_of_the_prefix_are_the_whole(xp: ModuleType) -> None:
+    absorbed.check(xp, workspace(xp))
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("heads", [8, 16, 128])
+def test_batches_do_not_change_a_request(xp: ModuleType, heads: int) -> None:
+    """With splits of one size its bits are the same alone, and beside any others."""
+    rng = np.random.default_rng(heads)
+    for page, split in ((1, 64), (16, 8), (64, 4)):
+        count, tokens = 5, int(rng.integers(1, 4))
+        lens = rng.integers(1, 1200, count)
+        pages = -(-lens // page)
+        pool = upload(rng.standard_normal((pages.sum(), page, 576)).astype(np.float16), xp)
+        ids = np.split(rng.permutation(pages.sum()).astype(np.int32), np.cumsum(pages)[:-1])
+        q = rng.standard_normal((count, tokens, heads, 576)).astype(np.float16)
+
+        def attend(
+            chosen: list[int], page: int = page, split: int = split, tokens: int = tokens,
+            lens: Any = lens, pages: Any = pages, ids: Any = ids, q: Any = q, pool: Any = pool,
+        ) -> list[np.ndarray]:  # fmt: skip
+            """(out, lse) of these requests, in this order."""
+            w = mla.BatchMLAPagedAttentionWrapper(workspace(xp))
+            table = offsets([tokens] * len(chosen)), offsets(pages[chosen])
+            own = np.concatenate([ids[b] for b in chosen]), lens[chosen].astype(np.int32)
+            w.plan(
+                *table, *own, heads, 512, 64, page, True, SCALE, "float16", "float16",
+                fixed_split_size=split,
+            )  # fmt: skip
+            rows = upload(q[chosen].reshape(-1, heads, 576), xp)
+            answer = w.run(query=rows, kv_cache=pool, return_lse=True)
+            return [download(x).reshape(len(chosen), tokens, heads, -1) for x in answer]
+
+        together = attend([*range(count)])
+        for chosen in ([0], [2], [4, 1], [3, 0, 2, 1]):
+            for alone, all_of_them in zip(attend(chosen), together, strict=True):
+                compare.assert_bitwise_equal(alone, all_of_them[chosen], (page, chosen))
 
 
 @pytest.mark.usefixtures("kernel")

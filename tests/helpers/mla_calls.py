@@ -12,6 +12,7 @@ import numpy as np
 
 from cupyattn import flash_mla, mla
 from cupyattn.core import dtypes
+from cupyattn.reference.latent_rows import NUM_BYTES, pack_rows, unpack_rows
 
 from . import calls, poison
 from .batches import blank_pages, fill_pages, offsets
@@ -63,36 +64,61 @@ class Call(calls.Call):
             for i, x in enumerate(parts)
         )
 
+    def _rows(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Random rows of the cache as they are stored, and what they stand for."""
+        case = self.case
+        values = self.values(count, self.both, dtype=case.problem.kv_dtype)
+        if case.form != "rows":
+            return values, values
+        sizes = np.exp2(self.rng.uniform(-4, 1, (count, 1)).astype(np.float32))
+        rows = pack_rows(values.astype(np.float32) * sizes)
+        return rows, unpack_rows(rows)
+
+    def _pool_of(self, *shape: int) -> np.ndarray:
+        """Pages of nobody."""
+        if self.case.form == "rows":
+            return np.full((*shape, NUM_BYTES), 0xFF, np.uint8)
+        kind = dtypes.parse(self.case.problem.kv_dtype).numpy
+        return blank_pages(*shape, self.both, dtype=kind)
+
     def _place_keys(self) -> None:
-        case, kind = self.case, dtypes.parse(self.case.problem.kv_dtype).numpy
+        case = self.case
         if case.is_list:
-            self._place_list(kind)
+            self._place_list()
             return
         pages = [-(-n // case.page_size) for n in case.kv_len]
         self.kv_indptr = offsets(pages)
         count = sum(pages) + 3
         order = self.rng.permutation(count)[: sum(pages)].astype(np.int32)
-        pool = blank_pages(count, case.page_size, self.both, dtype=kind)
+        pool = self._pool_of(count, case.page_size)
+        self.token_scales = np.full(pool.shape[:2], np.nan, np.float32)
         self.keys = []
         self.table = np.full((len(pages), max((1, *pages)) + 1), ABSURD, np.int32)
         for i, n in enumerate(case.kv_len):
             own = order[self.kv_indptr[i] : self.kv_indptr[i + 1]]
-            values = self.values(n, self.both, dtype=case.problem.kv_dtype)
-            fill_pages(pool, own, values)
+            stored, values = self._rows(n)
+            fill_pages(pool, own, stored)
+            if case.form == "tokens":  # powers of two: no product is rounded
+                scales = np.exp2(self.rng.integers(-4, 2, n)).astype(np.float32)
+                fill_pages(self.token_scales, own, scales)
+                values = values.astype(np.float32)
+                values[:, : self.latent] *= scales[:, None]
             self.keys.append(values[:, None])
             self.table[i, : len(own)] = own
         self.pool = pool
         self.ids = np.concatenate([order, np.full(5, ABSURD, np.int32)])
 
-    def _place_list(self, kind: np.dtype) -> None:
+    def _place_list(self) -> None:
         """A pool of which some slots are keys, and a list for each token, with repetitions."""
         case, rng = self.case, self.rng
         most = max((1, *case.kv_len))
         num_pages = -(-2 * most // case.page_size) + 1
         slots = num_pages * case.page_size
-        pool = blank_pages(slots, self.both, dtype=kind)
+        pool = self._pool_of(slots)
         used = rng.permutation(slots)[: max(1, most)]
-        pool[used] = self.values(len(used), self.both, dtype=case.problem.kv_dtype)
+        pool[used], values = self._rows(len(used))
+        keys = np.full((slots, self.both), np.nan, values.dtype)
+        keys[used] = values
         tokens = sum(case.qo_len)
         self.lists = rng.choice(used, (tokens, most)).astype(np.int32)
         self.lists[rng.random(self.lists.shape) < case.absent] = -1
@@ -103,8 +129,8 @@ class Call(calls.Call):
         self.keys = []
         for row, n in zip(self.lists, self.counts, strict=True):
             seen = row[:n]
-            self.keys.append(pool[seen[seen >= 0]][:, None])
-        self.pool = pool.reshape(num_pages, case.page_size, self.both)
+            self.keys.append(keys[seen[seen >= 0]][:, None])
+        self.pool = pool.reshape(num_pages, case.page_size, -1)
 
     # --- the call ---
 
@@ -141,7 +167,10 @@ class Call(calls.Call):
 
     def _start_wrapper(self) -> None:
         case, named = self.case, {"sinks": self._sinks(), "return_lse": True}
-        if case.problem.kv_dtype != case.problem.dtype:
+        if case.form == "tokens":
+            scales = poison.upload(self.token_scales, self.xp)
+            named |= {"ckv_scale_arr": scales, "kpe_scale": case.scales[1]}
+        elif case.problem.kv_dtype != case.problem.dtype:
             named |= {"ckv_scale": case.scales[0], "kpe_scale": case.scales[1]}
         if case.way == "wrapper":
             named["return_lse_base_on_e"] = case.is_natural
@@ -235,11 +264,16 @@ class Call(calls.Call):
         case, count, q_len = self.case, len(self.case.qo_len), self.case.qo_len[0]
         metadata = flash_mla.get_mla_metadata()
         out, lse = flash_mla.flash_mla_with_kvcache(
-            self._reshaped(self.device_q, count, q_len), self.device_cache,
+            self._reshaped(self.device_q, count, q_len), self._flash_cache(),
             self._index(self.table), self._index(case.kv_len), self.latent, *metadata,
             softmax_scale=case.sm_scale, causal=case.causal, attn_sink=self._sinks(),
+            is_fp8_kvcache=case.form == "rows",
         )  # fmt: skip
         self._keep_natural(out, lse)
+
+    def _flash_cache(self) -> Any:
+        """With the axis of one head that rows of 656 bytes need."""
+        return self.device_cache[:, :, None] if self.case.form == "rows" else self.device_cache
 
     def _keep_natural(self, out: Any, lse: Any) -> None:
         """FlashMLA's LSE, [b, heads, s]."""
@@ -264,9 +298,9 @@ class Call(calls.Call):
         lists = self.lists.reshape(count, q_len, -1)
         lengths = self._index(case.kv_len) if case.has_lengths else None
         out, lse = flash_mla.flash_mla_with_kvcache(
-            self._reshaped(self.device_q, count, q_len), self.device_cache, None, None, self.latent,
-            softmax_scale=case.sm_scale, indices=self._index(lists), attn_sink=self._sinks(),
-            topk_length=lengths,
+            self._reshaped(self.device_q, count, q_len), self._flash_cache(), None, None,
+            self.latent, softmax_scale=case.sm_scale, indices=self._index(lists),
+            attn_sink=self._sinks(), topk_length=lengths, is_fp8_kvcache=case.form == "rows",
         )  # fmt: skip
         self._keep_natural(out, lse)
 

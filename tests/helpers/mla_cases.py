@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from . import batch_cases
+from . import batch_cases, cases, planless_cases
 from .batch_cases import Problem
 from .cases import pick
+from .gpu_cases import ProblemClass
 
 NUM_CASES = 1600
 _BF16, _HALF, _E4M3 = "bfloat16", "float16", "float8_e4m3fn"
@@ -60,6 +61,8 @@ class Case:
     absent       of a list: the share of its entries that name no key
     has_lengths  of a list: only so many of its entries count
     split        fixed_split_size in pages, or None
+    form         of a cache of fp8: "" for scales of the whole, "tokens" for one of each token,
+                 "rows" for FlashMLA's rows of 656 bytes
     """
 
     seed: int
@@ -80,6 +83,7 @@ class Case:
     is_natural: bool = False
     with_out: bool = False
     sm_scale: float = 192**-0.5
+    form: str = ""
 
     @property
     def is_list(self) -> bool:
@@ -110,7 +114,11 @@ def random_case(seed: int, ways: tuple[str, ...] = tuple(WAYS)) -> Case:
     scales = (1.0, 1.0)
     if is_fp8 and way in ("wrapper", "metadata"):
         scales = pick(rng, ((1.0, 1.0), (0.5, 0.5), (0.75, 1.5)))
+    form = _form(seed, way, problem)
+    if form == "tokens":
+        scales = (1.0, pick(rng, (1.0, 0.5)))  # products of q with it are exact
     return Case(
+        form=form,
         seed=seed,
         way=way,
         problem=problem,
@@ -132,11 +140,54 @@ def random_case(seed: int, ways: tuple[str, ...] = tuple(WAYS)) -> Case:
     )
 
 
+def _form(seed: int, way: str, problem: Problem) -> str:
+    """Of most calls of each kind that may have one."""
+    rng = np.random.default_rng((seed, 95))
+    if problem.kv_dtype != _E4M3 or rng.random() < 0.3:
+        return ""
+    if way in ("wrapper", "metadata"):
+        return "tokens"
+    # Rows have columns of bfloat16, which no float16 holds.
+    has_rows = way in ("flash_mla", "list of tokens") and problem.dtype == _BF16
+    return "rows" if has_rows else ""
+
+
+def portable(case: Case) -> Case:
+    """The same call with scales of the whole cache: portable kernels read no others."""
+    return replace(case, form="")
+
+
+def wide_single(index: int, seed: int) -> cases.Case:
+    """A random call of one request with head dims beyond 256."""
+    problem, case = WIDE[index], cases.random_case(40_000 + seed)
+    made = ProblemClass(
+        problem.dtype, problem.kv_dtype, problem.dims, problem.pos_encoding_mode,
+        problem.is_capped, problem.is_masked, problem.prescale_logits, problem.is_aligned,
+    )  # fmt: skip
+    few = replace(case, kv_len=min(case.kv_len, 300), num_kv_heads=1, group=min(case.group, 4))
+    return made.apply(few)
+
+
+def wide_planless(seed: int) -> planless_cases.Case:
+    """A random call without a plan, of FlashInfer's functions, with head dims of 512."""
+    entries = planless_cases.ENTRIES[:3]
+    case = planless_cases.random_case(seed)
+    while case.entry not in entries or case.has_value_pages:
+        seed += 100_003
+        case = planless_cases.random_case(seed)
+    dtype, kv_dtype = ((_BF16, _BF16), (_HALF, _HALF), (_BF16, _E4M3))[seed % 3]
+    problem = planless_cases.Problem(dtype, kv_dtype, (512, 512))
+    lens = {"kv_len": tuple(min(n, 300) for n in case.kv_len)}
+    return replace(case, problem=problem, num_kv_heads=1, group=min(case.group, 4), **lens)  # type: ignore[arg-type]
+
+
 def wide_case(index: int, seed: int) -> batch_cases.Case:
     """A random batch with head dims beyond 256, of fewer keys."""
     problem = WIDE[index]
     case = batch_cases.random_case(seed)
-    wrapper = "paged" if case.wrapper == "decode" else case.wrapper
+    wrapper = case.wrapper
+    if wrapper == "decode" and (problem.is_masked or problem.dims[0] != problem.dims[1]):
+        wrapper = "paged"
     lengths = {"qo_len": case.qo_len[:3], "kv_len": tuple(min(n, 150) for n in case.kv_len[:3])}
     tree = {"tree": "", "has_items": False}
     changed = replace(case, problem=problem, wrapper=wrapper, num_kv_heads=1, **lengths, **tree)  # type: ignore[arg-type]

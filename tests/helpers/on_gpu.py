@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 
-from . import compare
+from cupyattn.core import env
+from cupyattn.launch.attention import single
+
+from . import compare, kernel_caches
 from .calls import run_and_check
 from .poison import download, upload
 from .share import some
@@ -50,6 +55,29 @@ def try_random(
         except AssertionError as error:
             failures.append(f"seed {seed}: {error}")
     assert not failures, f"{len(failures)} of {count} failed:\n" + "\n".join(failures[:5])
+
+
+@contextmanager
+def kernels(is_portable: bool) -> Iterator[None]:
+    """Kernels are chosen and loaded anew, those of every architecture alone or the device's best.
+
+    What has run is looked at afterwards, because a kernel that was kept would be run again.
+    """
+    names: list[str] = []
+    load = single.LoadedKernel.__init__
+
+    def note(self: Any, tiles: Any, device_index: int) -> None:
+        names.append(tiles.name)
+        load(self, tiles, device_index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(env.PORTABLE.name, str(int(is_portable)))
+        patch.setattr(single.LoadedKernel, "__init__", note)
+        kernel_caches.forget()
+        yield
+    kernel_caches.forget()
+    assert names, "no kernel was loaded"
+    assert not (is_portable and any("sm90" in name for name in names)), names
 
 
 def ints(xp: Any, count: int) -> Any:

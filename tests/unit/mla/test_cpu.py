@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import mla_calls
+from helpers import absorbed, mla_calls
 from helpers.batches import WORKSPACE
 from helpers.calls import run_and_check
 from helpers.mla_cases import NUM_CASES, random_case
@@ -53,36 +53,8 @@ def planned(lens: list[int], q_lens: list[int], heads: int, causal: bool = True)
     return mla_calls.Call(case, np, WORKSPACE)
 
 
-def test_absorbed_is_unabsorbed() -> None:
-    """W_UK goes into the queries and W_UV behind the answer: ordinary attention of 192 and 128."""
-    rng = np.random.default_rng(5)
-    heads, nope, rope, rank, n, rows = 4, 128, 64, 512, 37, 5
-    c = rng.standard_normal((n, rank)).astype(np.float32)
-    k_rope = rng.standard_normal((n, rope)).astype(np.float32)
-    q_nope = rng.standard_normal((rows, heads, nope)).astype(np.float32)
-    q_rope = rng.standard_normal((rows, heads, rope)).astype(np.float32)
-    w_uk, w_uv = (rng.standard_normal((heads, nope, rank)).astype(np.float32) / 16 for _ in "kv")
-    k = np.concatenate(
-        [
-            np.einsum("nr,hdr->nhd", c, w_uk),
-            np.broadcast_to(k_rope[:, None], (n, heads, rope)),
-        ],
-        -1,
-    )
-    v = np.einsum("nr,hdr->nhd", c, w_uv)
-    wanted, wanted_lse = reference.attention(
-        np.concatenate([q_nope, q_rope], -1), k, v, causal=True, sm_scale=SCALE
-    )
-    wrapper = mla.BatchMLAPagedAttentionWrapper(WORKSPACE)
-    one = np.array([0, 1], np.int32)
-    wrapper.plan(
-        np.array([0, rows], np.int32), one, np.zeros(1, np.int32), np.array([n], np.int32), heads,
-        rank, rope, n, True, SCALE, "float32", "float32",
-    )  # fmt: skip
-    absorbed = np.einsum("thd,hdr->thr", q_nope, w_uk)
-    out, lse = wrapper.run(absorbed, q_rope, c[None], k_rope[None], return_lse=True)
-    np.testing.assert_allclose(np.einsum("thr,hdr->thd", out, w_uv), wanted, atol=2e-4)
-    np.testing.assert_allclose(lse, wanted_lse, atol=1e-4)
+def test_absorbed_is_unabsorbed_and_chunks_of_the_prefix_are_the_whole() -> None:
+    absorbed.check(np, WORKSPACE)
 
 
 def test_chunks_of_the_keys_merge_to_the_whole() -> None:

@@ -1,0 +1,32 @@
+"""What calls have been found to need, forgotten: kernels are chosen and loaded anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cupyattn.inputs import call_cache, geometry
+from cupyattn.launch.attention import merge_levels, merge_splits, single
+from cupyattn.launch.tiles import select
+from cupyattn.planless import prepared
+from cupyattn.single import run
+from cupyattn.wrappers import shared_prefix
+
+
+def forget() -> None:
+    """Empty the caches of calls, plans and kernels. Wrappers that are there keep their own."""
+    run._entries.clear()
+    call_cache.clear_all()
+    geometry._geometries.clear()
+    shared_prefix._padded.clear()
+    caches: list[Callable[..., Any]] = [
+        single.load_kernel,
+        single.load_mixed,
+        merge_levels.config,
+        merge_splits.config,
+        select.mixed_config,
+        select.tile_config,
+        prepared.plan_of,
+    ]
+    for cached in caches:
+        cached.cache_clear()  # type: ignore[attr-defined]
