@@ -62,12 +62,14 @@ class _Checked:
 
 
 class _Bound(NamedTuple):
-    """A plan's launches for arrays of these lengths, and bytes of each array."""
+    """A plan's launches for arrays of these lengths, bytes of each array, and what they are told of
+    the second parts: the number of pages is no fact of the signature."""
 
     found: Found[_Checked]
     workspace: int
     sizes: list[int]
     run: BoundRun
+    second: Second
 
 
 _CALLS: CallCache[_Checked] = CallCache(
@@ -230,7 +232,7 @@ def _run_cached(
     optional = params.NO_OPTIONAL
     if lse_ptr or sinks:
         optional = params.OPTIONAL.pack(lse_ptr, 0, sinks, 0, 0, 0, 0, params.NO_LOGITS_ARRAYS)
-    second = checked.second.pack(q, q_rope, k, k_rope)
+    second = bound.second.pack(q, q_rope, k, k_rope)
     bound.run.launch(q, k, k, o, optional, call.current_stream(), second)
     return (out, lse) if return_lse else out
 
@@ -267,7 +269,8 @@ def _bind_cached(
     run = _bind(plan, prepared, workspace, checked, pages)
     if len(plan.bounds) >= _MAX_BOUNDS:
         plan.bounds.clear()
-    bound = plan.bounds[key] = _Bound(found, workspace, found.sizes, run)
+    second = checked.second.with_pages(pages)
+    bound = plan.bounds[key] = _Bound(found, workspace, found.sizes, run, second)
     return bound
 
 

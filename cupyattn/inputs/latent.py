@@ -190,6 +190,10 @@ class Second(NamedTuple):
         )
         return packed if self.boxes is None else packed + self.boxes.pack(k, second)
 
+    def with_pages(self, num_pages: int) -> Second:
+        """The same of a cache of so many pages."""
+        return self if self.boxes is None else self._replace(boxes=self.boxes.with_pages(num_pages))
+
 
 def second_parts(queries: Parts, pages: Parts, rope_scale: float) -> Second:
     """What a launch is told of the second parts, as of `pack_strides`."""

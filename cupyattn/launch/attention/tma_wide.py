@@ -30,6 +30,10 @@ class Boxes(NamedTuple):
         """What follows params.LATENT for parts at these addresses."""
         return _pack(self, latent, rope)
 
+    def with_pages(self, num_pages: int) -> Boxes:
+        """The same of a cache of so many pages. The copy engine gives zeros beyond the last."""
+        return Boxes(self.columns, self.strides, self.itemsizes, self.page_size, num_pages)
+
 
 def boxes(
     dtype: DType,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,13 @@ from cupyattn.batch import latent
 from cupyattn.core.dtypes import bfloat16, float8_e4m3fn
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.errors import ArgumentError, UnsupportedError
+from cupyattn.inputs import latent as inputs
+from cupyattn.launch.attention import tma_wide
 from cupyattn.launch.tiles.select import tile_config
 
 BASE = Case(1, "wrapper", PROBLEMS[1], (2, 1, 0), (70, 9, 5), 3, 16)
+
+_boxes = inputs._boxes  # which the device has not
 
 
 class Planned:
@@ -81,6 +86,29 @@ def test_a_later_plan_moves_cached_runs(device: Device) -> None:
         )
         wanted = host.run(query=p.host.q, kv_cache=p.host.pool)
         np.testing.assert_array_equal(device.get(p.wrapper.run(**arrays)), wanted)
+
+
+def test_a_larger_cache_has_maps_of_its_own(device: Device, monkeypatch: Any) -> None:
+    """The copy engine gives zeros for pages that the first cache had not."""
+    mapped: list[int] = []
+
+    def pack(boxes: tma_wide.Boxes, k: int, rope: int) -> bytes:
+        mapped.append(boxes.num_pages)
+        return b""
+
+    monkeypatch.setattr(tma_wide.Boxes, "pack", pack)
+    monkeypatch.setattr(inputs, "_boxes", _boxes)
+    monkeypatch.setattr(inputs, "device_props", lambda index: SimpleNamespace(arch="sm_90a"))
+    p = Planned(device)
+    arrays = p.arrays(True)
+    cache = {name: device.get(arrays[name]) for name in ("ckv_cache", "kpe_cache")}
+    for more in (0, 3, 90, 1):
+        grown = {
+            name: device.put(np.concatenate([x, np.zeros((more, *x.shape[1:]), x.dtype)]))
+            for name, x in cache.items()
+        }
+        p.wrapper.run(**{**arrays, **grown})
+        assert mapped.pop() == len(cache["ckv_cache"]) + more and not mapped
 
 
 def test_good_runs_excuse_no_bad_ones(device: Device) -> None:
