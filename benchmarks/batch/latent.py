@@ -26,7 +26,7 @@ def candidates(name: str, case: BatchCase, inputs: BatchInputs) -> list[Candidat
         if case.is_portable and not import_module("cupyattn.core.env").PORTABLE.flag():
             raise Unsupported("CUPYATTN_PORTABLE is not 1")
         if case.pool:
-            return [_lists(name, case, inputs)]
+            return _lists(name, case, inputs)
         return [_wrapper(name, import_module("cupyattn.mla"), {}, case, inputs)]
     if name == "ours_trtllm":
         return [_planless(name, case, inputs)]
@@ -79,10 +79,12 @@ def _planless(name: str, case: BatchCase, inputs: BatchInputs) -> Candidate:
     assert inputs.tables is not None
     if len(set(case.q_lens)) != 1:
         raise Unsupported("has equally many rows a request")
-    if case.pool:
-        raise Unsupported("lists are measured by FlashMLA's function")
     device, tables, out = inputs.q.device, inputs.tables, empty_output(case, inputs)
     shape = (case.batch, case.q_lens[0], case.num_qo_heads)
+    table = torch.from_numpy(tables.block_table()).to(device)
+    lists = {}
+    if case.pool:
+        table, lists = table[:, None], {"sparse_mla_top_k": max(case.kv_lens)}
     call = functools.partial(
         import_module("cupyattn.mla").trtllm_batch_decode_with_kv_cache_mla,
         inputs.q.view(*shape, -1),
@@ -91,17 +93,19 @@ def _planless(name: str, case: BatchCase, inputs: BatchInputs) -> Candidate:
         128,
         case.head_dim_vo,
         case.head_dim_qk - case.head_dim_vo,
-        torch.from_numpy(tables.block_table()).to(device),
+        table,
         torch.from_numpy(tables.kv_lens).to(device),
         max(case.kv_lens),
         bmm1_scale=_scale(case),
         out=out.view(*shape, -1),
+        **lists,
     )
     return Candidate(name, "trtllm", call, lambda answer: answer.view(1, *out.shape), out)
 
 
-def _lists(name: str, case: BatchCase, inputs: BatchInputs) -> Candidate:
-    """FlashMLA's function over lists of slots, which plans on the device; a token a request."""
+def _lists(name: str, case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
+    """FlashMLA's function over lists of slots, which plans on the device; a token a request. And
+    the same as an engine runs it, in a graph."""
     import torch
 
     assert inputs.tables is not None and set(case.q_lens) == {1} and case.page_size == 1
@@ -116,7 +120,24 @@ def _lists(name: str, case: BatchCase, inputs: BatchInputs) -> Candidate:
         softmax_scale=_scale(case),
         indices=lists[:, None],
     )
-    return Candidate(name, "list", call, lambda answer: answer[0][None, :, 0])
+
+    def rows(answer: Any) -> Any:
+        return answer[0][None, :, 0]
+
+    found = [Candidate(name, "list", call, rows)]
+    if lists.is_cuda:
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            answer = call()
+
+        def replay() -> Any:
+            graph.replay()
+            return answer
+
+        found.append(Candidate(name, "list in a graph", replay, rows))
+    return found
 
 
 def _fa3(case: BatchCase, inputs: BatchInputs) -> Candidate:

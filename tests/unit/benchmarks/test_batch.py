@@ -95,7 +95,7 @@ def test_latent_candidates_answer_alike(monkeypatch: Any) -> None:
             np.testing.assert_allclose(got[0, one.rows], np.asarray(one.answer), atol=0.02)
 
 
-@pytest.mark.parametrize("name", ["ours", "fa3", "flashinfer_fa2"])
+@pytest.mark.parametrize("name", ["ours", "ours_trtllm", "fa3", "flashinfer_fa2"])
 def test_lists_are_attended_as_requests_of_one_token(name: str, monkeypatch: Any) -> None:
     """Ours by lists; what a peer is given as pages is the same attention."""
     torch = pytest.importorskip("torch")
