@@ -69,6 +69,26 @@ class _Checked:
     row_shape: tuple[int, int]
 
 
+@dataclass(slots=True)
+class _Views:
+    """Views of a run's arrays, and what its checks give.
+
+    head_scales  scales with one number a head, by name
+    factors      as in _Checked
+    """
+
+    q: ArrayView
+    keys: Keys
+    out: ArrayView | None
+    lse: ArrayView | None
+    sinks: ArrayView | None
+    mask: ArrayView | None
+    head_scales: dict[str, ArrayView]
+    logits: tuple[ArrayView, ...]
+    variant: Variant
+    factors: tuple[float, float]
+
+
 class _Bound(NamedTuple):
     """A plan's launches for arrays of these lengths, and bytes of each array, of the mask too."""
 
@@ -155,87 +175,43 @@ def _run_checked(
     """
     # --- 1. Validate ---
     return_lse = parse.flag(return_lse, "return_lse")
-    q, k, v, out, lse, sinks, mask = (*arrays, None, None, None)[:7]
-    geometry, batch = plan.geometry, plan.batch
-    vq = array.view(q, "q")
-    dims, layout = planned(geometry), geometry.spec.kv_layout
-    if geometry.spec.page_size:
-        keys = view_paged(k if v is None else (k, v), layout, dims)
-    else:
-        keys = view_ragged(k, v, layout, dims)
-    _check_arrays(plan, vq, keys)
-    vout = None if out is None else array.view(out, "out")
-    vlse = None if lse is None else array.view(lse, "lse")
-    vsinks = None if sinks is None else array.view(sinks, "sinks")
-    vmask = None
-    if mask is not None:
-        vmask = row_mask.view_row_mask(mask, batch.num_rows, batch.requests.uniform)
-    sm_scale, output_scale, head_scales = _read_scales(scales, geometry)
-    _check_extras(geometry, {"sinks": vsinks, **head_scales})
-    k_name, v_name = keys.names
-    inputs = {"q": vq, k_name: keys.k, v_name: keys.v, "sinks": vsinks, "mask": vmask}
-    inputs |= head_scales
-    if geometry.spec.logits is not None:
-        inputs |= _check_logits(geometry, batch, logits_arrays, vmask)
-    same_device(wrapper._workspace, **inputs, out=vout, lse=vlse)
-    _check_outputs(plan, vout, vlse, inputs)
-
-    prescale_logits = bool(head_scales.keys() & {"scale_q", "scale_k"}) or sm_scale <= 0.0
-    variant = Variant(_is_aligned(vq, keys, vout), prescale_logits, vmask is not None)
+    views = _check_run(wrapper, plan, arrays, scales, logits_arrays)
 
     # --- 2. Answer on the CPU ---
+    vq, spec, num_rows = views.q, plan.geometry.spec, plan.batch.num_rows
     if vq.device.kind == "cpu":
-        if batch.num_rows:
-            with wrapper._turns.planning:
-                wrapper._prepare(plan, variant)
-        spec = replace(geometry.spec, sm_scale=sm_scale, output_scale=output_scale)
-        requests = requests_of(plan, keys, vmask)
-        extras = {"sinks": vsinks, **head_scales}
-        answers = cpu.attend(spec, array.as_numpy(vq), requests, extras, logits_arrays)
-        out = cpu.deliver(answers[0], vout, vq)
-        lse = cpu.deliver(answers[1].astype(np.float32), vlse, vq)
+        out, lse = _answer_on_cpu(wrapper, plan, views)
         return (out, lse) if return_lse else out
 
     # --- 3. Launch on the caller's stream ---
-    given_lse = lse
-    shape_o = (batch.num_rows, geometry.spec.num_qo_heads, geometry.spec.head_dim_vo)
-    if vout is None:
-        out = array.empty(shape_o, geometry.spec.dtype_o, vq)
-        vout = array.view(out, "out")
-    if vlse is None and return_lse:
-        lse = array.empty(shape_o[:-1], dtypes.float32, vq)
-        vlse = array.view(lse, "lse")
-    if batch.num_rows:
-        strides = params.STRIDES.pack(
-            *(vq.strides[0], vq.strides[1]),
-            *keys.strides[:4],
-            *(vout.strides[0], vout.strides[1]),
-            *((0, 0) if vlse is None else vlse.strides),
-            *keys.strides[4:],
-        )
-        extras = {"lse": vlse, "sinks": vsinks, "mask": vmask, **head_scales}
-        factors = sm_scale, output_scale
-        bits = _launch(
-            wrapper, plan, variant, vq, keys, vout, extras, strides, factors, logits_arrays
-        )
+    out, lse = (*arrays, None)[_OUT : _LSE + 1]
+    shape_o = (num_rows, spec.num_qo_heads, spec.head_dim_vo)
+    made_out = made_lse = None
+    if out is None:
+        out, made_out = array.empty(shape_o, spec.dtype_o, vq), shape_o
+        views.out = array.view(out, "out")
+    if lse is None and return_lse:
+        lse, made_lse = array.empty(shape_o[:-1], dtypes.float32, vq), shape_o[:-1]
+        views.lse = array.view(lse, "lse")
+    if num_rows:
+        strides = _pack_strides(views)
+        bits = _launch(wrapper, plan, views, strides)
         # Bools are packed at each run, and arrays of scales are read at each run.
-        is_mask_read = vmask is None or bits.address == vmask.ptr
+        is_mask_read = views.mask is None or bits.address == views.mask.ptr
         are_numbers = all(x is None or isinstance(x, (int, float)) for x in scales)
         is_known = plan.is_uniform and plan.framework == vq.framework and is_mask_read
         if scalars is not None and is_known and are_numbers:
+            _, k, v, *_ = arrays
             checked = _Checked(
-                variant,
-                keys.v.ptr - array.view(k if v is None else v, "v").ptr,
+                views.variant,
+                views.keys.v.ptr - array.view(k if v is None else v, "v").ptr,
                 strides,
-                None if vmask is None else bits,
-                factors,
+                None if views.mask is None else bits,
+                views.factors,
                 shape_o[1:],
             )
-            calls = _CALLS[geometry.kv_axis]
-            dtype_o = geometry.spec.dtype_o
-            made_out = shape_o if out is not arrays[_OUT] else None
-            made_lse = shape_o[:-1] if lse is not given_lse else None
-            calls.insert(arrays, scalars, checked, vq, dtype_o, made_out, made_lse)
+            calls = _CALLS[plan.geometry.kv_axis]
+            calls.insert(arrays, scalars, checked, vq, spec.dtype_o, made_out, made_lse)
     out = array.deliver(out, vq)
     return (out, array.deliver(lse, vq)) if return_lse else out
 
@@ -342,6 +318,44 @@ def _bind_cached(
     return bound
 
 
+def _check_run(
+    wrapper: BatchWrapper,
+    plan: Plan,
+    arrays: tuple[Any, ...],
+    scales: Scales,
+    logits_arrays: tuple[ArrayView, ...],
+) -> _Views:
+    """The run, checked. Raises ArgumentError, UnsupportedError."""
+    q, k, v, out, lse, sinks, mask = (*arrays, None, None, None)[:7]
+    geometry, batch = plan.geometry, plan.batch
+    vq = array.view(q, "q")
+    dims, layout = planned(geometry), geometry.spec.kv_layout
+    if geometry.spec.page_size:
+        keys = view_paged(k if v is None else (k, v), layout, dims)
+    else:
+        keys = view_ragged(k, v, layout, dims)
+    _check_arrays(plan, vq, keys)
+    vout = None if out is None else array.view(out, "out")
+    vlse = None if lse is None else array.view(lse, "lse")
+    vsinks = None if sinks is None else array.view(sinks, "sinks")
+    vmask = None
+    if mask is not None:
+        vmask = row_mask.view_row_mask(mask, batch.num_rows, batch.requests.uniform)
+    sm_scale, output_scale, head_scales = _read_scales(scales, geometry)
+    _check_extras(geometry, {"sinks": vsinks, **head_scales})
+    k_name, v_name = keys.names
+    inputs = {"q": vq, k_name: keys.k, v_name: keys.v, "sinks": vsinks, "mask": vmask}
+    inputs |= head_scales
+    if geometry.spec.logits is not None:
+        inputs |= _check_logits(geometry, batch, logits_arrays, vmask)
+    same_device(wrapper._workspace, **inputs, out=vout, lse=vlse)
+    _check_outputs(plan, vout, vlse, inputs)
+    prescale_logits = bool(head_scales.keys() & {"scale_q", "scale_k"}) or sm_scale <= 0.0
+    variant = Variant(_is_aligned(vq, keys, vout), prescale_logits, vmask is not None)
+    factors = sm_scale, output_scale
+    return _Views(vq, keys, vout, vlse, vsinks, vmask, head_scales, logits_arrays, variant, factors)
+
+
 def _check_arrays(plan: Plan, vq: ArrayView, keys: Keys) -> None:
     geometry, batch = plan.geometry, plan.batch
     spec = geometry.spec
@@ -443,34 +457,53 @@ def _check_outputs(
     match_output(vlse, shape[:-1], dtypes.float32, "lse", **others)
 
 
-def _launch(
-    wrapper: BatchWrapper,
-    plan: Plan,
-    variant: Variant,
-    vq: ArrayView,
-    keys: Keys,
-    vout: ArrayView,
-    extras: dict[str, ArrayView | None],
-    strides: bytes,
-    factors: tuple[float, float],
-    logits_arrays: tuple[ArrayView, ...],
-) -> MaskBits:
-    """Enqueue the run; returns where the bits of its mask are."""
-    prepared = wrapper._prepare(plan, variant)
-    stream = array.current_stream(vq)
-    inputs = [v for v in extras.values() if v is not None]
-    used = (keys.k, keys.v, vout, wrapper._workspace, *plan.views, *logits_arrays, *inputs)
-    array.acquire(vq, *used)
-    bits = _mask_bits(wrapper, plan, extras.get("mask"), stream)
-    lse, *others = (extras.get(n) for n in ("lse", "sinks", "scale_q", "scale_k", "scale_v"))
-    optional = [0 if v is None else v.ptr for v in others]
-    read = plan.packed_logits
-    if logits_arrays is not plan.logits:
-        read = params.pack_logits_arrays((v.ptr, v.shape) for v in logits_arrays)
-    addresses = params.OPTIONAL.pack(
-        0 if lse is None else lse.ptr, bits.address, *optional, 0, read
+def _answer_on_cpu(wrapper: BatchWrapper, plan: Plan, views: _Views) -> tuple[Any, Any]:
+    """(out, lse), by the reference."""
+    if plan.batch.num_rows:
+        with wrapper._turns.planning:
+            wrapper._prepare(plan, views.variant)
+    sm_scale, output_scale = views.factors
+    spec = replace(plan.geometry.spec, sm_scale=sm_scale, output_scale=output_scale)
+    requests = requests_of(plan, views.keys, views.mask)
+    extras = {"sinks": views.sinks, **views.head_scales}
+    out, lse = cpu.attend(spec, array.as_numpy(views.q), requests, extras, views.logits)
+    lse = lse.astype(np.float32)
+    return cpu.deliver(out, views.out, views.q), cpu.deliver(lse, views.lse, views.q)
+
+
+def _pack_strides(views: _Views) -> bytes:
+    vq, vout, key_strides = views.q, views.out, views.keys.strides
+    assert vout is not None
+    return params.STRIDES.pack(
+        *(vq.strides[0], vq.strides[1]),
+        *key_strides[:4],
+        *(vout.strides[0], vout.strides[1]),
+        *((0, 0) if views.lse is None else views.lse.strides),
+        *key_strides[4:],
     )
-    bound = _bind(plan, prepared, wrapper._workspace.ptr, strides, keys.size, factors, bits)
+
+
+def _launch(wrapper: BatchWrapper, plan: Plan, views: _Views, strides: bytes) -> MaskBits:
+    """Enqueue the run; returns where the bits of its mask are."""
+    prepared = wrapper._prepare(plan, views.variant)
+    vq, keys, vout = views.q, views.keys, views.out
+    assert vout is not None
+    stream = array.current_stream(vq)
+    optional = {"lse": views.lse, "sinks": views.sinks, **views.head_scales}
+    inputs = [v for v in (*optional.values(), views.mask) if v is not None]
+    used = (keys.k, keys.v, vout, wrapper._workspace, *plan.views, *views.logits, *inputs)
+    array.acquire(vq, *used)
+    bits = _mask_bits(wrapper, plan, views.mask, stream)
+    lse, *others = (
+        0 if (v := optional.get(name)) is None else v.ptr
+        for name in ("lse", "sinks", "scale_q", "scale_k", "scale_v")
+    )
+    read = plan.packed_logits
+    if views.logits is not plan.logits:
+        read = params.pack_logits_arrays((v.ptr, v.shape) for v in views.logits)
+    addresses = params.OPTIONAL.pack(lse, bits.address, *others, 0, read)
+    workspace = wrapper._workspace.ptr
+    bound = _bind(plan, prepared, workspace, strides, keys.size, views.factors, bits)
     bound.launch(vq.ptr, keys.k.ptr, keys.v.ptr, vout.ptr, addresses, stream)
     array.release(vq, vq, *used)
     return bits

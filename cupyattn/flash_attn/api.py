@@ -280,32 +280,26 @@ def flash_attn_varlen_func(
         _asks(return_attn_probs, return_softmax_lse),
     )
     most_q, most_k = _bound(max_seqlen_q, "max_seqlen_q"), _bound(max_seqlen_k, "max_seqlen_k")
-    kv_lens, kv_offsets, is_cumulative = seqused_k, cu_seqlens_k, False
-    if kv_lens is None:
+    if seqused_k is None:
         if cu_seqlens_k is None:
             raise ArgumentError("cu_seqlens_k: got None without seqused_k; wanted one of them")
         names = _VARLEN_BY_OFFSETS
-        if table is not None:
-            kv_lens, is_cumulative = cu_seqlens_k, True
-    if table is not None:
-        kv_offsets = None
-    if seqused_k is None:
         offsets_of(cu_seqlens_k, "cu_seqlens_k")
-    rows = None
+    batch = Batch(
+        *(names, q, k, v, seqused_k, table),
+        *(seqused_q, cu_seqlens_q, cu_seqlens_k),
+        max_seqlen_q=most_q,
+        max_seqlen_k=most_k,
+    )
     if table is not None:
-        table = page_table_of(table, "block_table", view_cache(k, v, names))
+        batch.table = page_table_of(table, "block_table", view_cache(k, v, names))
+        batch.kv_offsets = None
+        if seqused_k is None:
+            batch.kv_lens, batch.has_kv_steps = cu_seqlens_k, True
     elif cu_seqlens_k is None:
         # Keys of each request in a row of their own, of which the first count.
         views = view_cache(k, v, names)
-        rows = progression(views[0].shape[0], 0, 1, views[0])[:, None]
-    batch = Batch(
-        *(names, q, k, v, kv_lens, rows if table is None else table),
-        *(seqused_q, cu_seqlens_q, kv_offsets),
-        max_seqlen_q=most_q,
-        max_seqlen_k=most_k,
-        has_kv_steps=is_cumulative,
-    )
-    if rows is not None:
+        batch.table = progression(views[0].shape[0], 0, 1, views[0])[:, None]
         _prefer_rows(batch, views, attention_chunk)
     return attend(batch, common)
 
@@ -433,29 +427,14 @@ def flash_attn_with_kvcache(
     )
     most = _bound(max_seqlen_q, "max_seqlen_q")
     views = view_cache(k_cache, v_cache, names)
-    vk = views[0]
     is_paged = table is not None
-    if is_paged:
-        table = page_table_of(table, "page_table", views)
-        if cache_batch_idx is not None:
-            table = select_rows(table, cache_batch_idx, "page_table")
-        room = table.shape[1] * vk.shape[1]
-    else:
-        rows = cache_batch_idx
-        if rows is None:
-            rows = progression(vk.shape[0], 0, 1, vk)
-        names = names._replace(
-            block_tables="requests of k_cache" if cache_batch_idx is None else "cache_batch_idx"
-        )
-        table, room = vector(rows, "cache_batch_idx")[:, None], vk.shape[1]
+    names, table, room = _pages_or_rows(names, views, table, cache_batch_idx)
     count = table.shape[0]
     if cache_seqlens is None:
-        begin = progression(count, room, 0, vk)
+        begin = progression(count, room, 0, views[0])
     else:
-        begin = lengths(cache_seqlens, count, vk, "cache_seqlens")
-    append = None
-    kv_lens = begin
-    rotation = None
+        begin = lengths(cache_seqlens, count, views[0], "cache_seqlens")
+    append, kv_lens, rotation = None, begin, None
     if rotary_cos is not None or rotary_sin is not None:
         rotary = Rotary(
             *(rotary_cos, rotary_sin, begin if rotary_seqlens is None else rotary_seqlens),
@@ -540,6 +519,23 @@ def _bound(x: Any, name: str) -> int | None:
     if number is not None and number < 0:
         raise ArgumentError(f"{name}: got {number}; wanted 0 or more")
     return number
+
+
+def _pages_or_rows(
+    names: Names, views: tuple[ArrayView, ArrayView], table: Any, cache_batch_idx: Any
+) -> tuple[Names, Any, int]:
+    """(names, table, most keys of a request); without pages each row of a cache is a page."""
+    if table is not None:
+        table = page_table_of(table, "page_table", views)
+        if cache_batch_idx is not None:
+            table = select_rows(table, cache_batch_idx, "page_table")
+        return names, table, table.shape[1] * views[0].shape[1]
+    num_rows, room, *_ = views[0].shape
+    rows, label = cache_batch_idx, "cache_batch_idx"
+    if rows is None:
+        rows, label = progression(num_rows, 0, 1, views[0]), "requests of k_cache"
+    names = names._replace(block_tables=label)
+    return names, vector(rows, "cache_batch_idx")[:, None], room
 
 
 def _prefer_rows(batch: Batch, views: tuple[ArrayView, ArrayView], chunk: Any) -> None:

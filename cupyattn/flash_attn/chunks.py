@@ -6,6 +6,7 @@ rows of that chunk's keys, up to the end of the request: what causality and wind
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -52,28 +53,7 @@ def split_by_chunks(batch: Batch, vq: ArrayView, chunk: int) -> Batch:
             row_counts = compute(lambda x: x[1:] - x[:-1], offsets)
     most = -(-max(rows - 1, 0) // chunk) + 1
 
-    def split(starts: Any, counts: Any, keys_from: Any, lengths: Any, pad: Any, index: Any) -> Any:
-        if room:
-            lengths = lengths.clip(0, room)
-        lengths = (lengths - pad).clip(0, None)  # chunks begin behind what is padded
-        first = (lengths - counts)[:, None]
-        begin = (first // chunk + index[None, :]) * chunk
-        low = first + (begin - first).clip(0, None)  # the later of the two
-        lengths = lengths[:, None]
-        high = lengths - (lengths - begin - chunk).clip(0, None)  # the earlier
-        key = begin.clip(0, None)
-        # A chunk may begin within a page.
-        page = (key + pad[:, None]) // page_size
-        behind = pad[:, None] - page * page_size  # from the chunk's pages to its positions
-        found = (
-            (high - low).clip(0, None),
-            starts[:, None] + low - first,
-            (high + behind) * (high > key),
-            keys_from[:, None] + page,
-            key + behind,
-        )
-        return [x.reshape(-1) for x in found]
-
+    split = functools.partial(_split, chunk, page_size, room)
     given = (
         (row_starts, names.qo_offsets),
         (row_counts, names.qo_lens),
@@ -97,3 +77,41 @@ def split_by_chunks(batch: Batch, vq: ArrayView, chunk: int) -> Batch:
         max_seqlen_q=min(rows, chunk),
         max_seqlen_k=chunk if batch.max_seqlen_k is None else min(batch.max_seqlen_k, chunk),
     )
+
+
+def _split(
+    chunk: int,
+    page_size: int,
+    room: int,
+    starts: Any,
+    counts: Any,
+    keys_from: Any,
+    lengths: Any,
+    pad: Any,
+    index: Any,
+) -> list[Any]:
+    """The requests' arrays in the order of Batch: rows and where they begin, keys, pages, padding.
+
+    room: keys that a row of the table holds; 0 without a table. index: numbers of the chunks that
+    the rows of one request may lie in. All other arrays have a number for each request.
+    """
+    if room:
+        lengths = lengths.clip(0, room)
+    lengths = (lengths - pad).clip(0, None)  # chunks begin behind what is padded
+    first = (lengths - counts)[:, None]
+    begin = (first // chunk + index[None, :]) * chunk
+    low = first + (begin - first).clip(0, None)  # the later of the two
+    lengths = lengths[:, None]
+    high = lengths - (lengths - begin - chunk).clip(0, None)  # the earlier
+    key = begin.clip(0, None)
+    # A chunk may begin within a page.
+    page = (key + pad[:, None]) // page_size
+    behind = pad[:, None] - page * page_size  # from the chunk's pages to its positions
+    found = (
+        (high - low).clip(0, None),
+        starts[:, None] + low - first,
+        (high + behind) * (high > key),
+        keys_from[:, None] + page,
+        key + behind,
+    )
+    return [x.reshape(-1) for x in found]

@@ -456,29 +456,9 @@ class CallCache(Generic[_Checked]):
             group = self._groups.get(scalars)
         except (AttributeError, TypeError):  # another framework's; an argument without a hash
             return None
-        extents = [(0, 0)] * len(self._arguments)
-        for place, (x, shape, fact) in enumerate(zip(arrays, shapes, facts, strict=True)):
-            if fact is None:
-                continue
-            _, _, strides, device, is_refused, offset = fact
-            if is_refused or offset is None or device != facts[0][_DEVICE]:
-                return None
-            if 0 in shape or min(strides, default=0) < 0:
-                return None
-            axis = self._axes[place]
-            unit = framework.stride_bytes(x)
-            if self._arguments[place].is_free:
-                extents[place] = unit, framework.itemsize(x)
-                continue
-            steps = [stride * unit for stride in strides]
-            step = 0 if axis is None else steps[axis]
-            span = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
-            rest = span + framework.itemsize(x) - step * (1 if axis is None else shape[axis])
-            if self._arguments[place].is_output and axis is not None and rest > 0:
-                return (
-                    None  # its rows reach into the next, and may share elements from some length on
-                )
-            extents[place] = step, rest
+        extents = self._extents_of(framework, arrays, shapes, facts)
+        if extents is None:
+            return None
         call = CachedCall(
             checked=checked,
             axes=tuple(
@@ -486,7 +466,7 @@ class CallCache(Generic[_Checked]):
                 for place, (axis, shape) in enumerate(zip(self._axes, shapes, strict=False))
                 if axis is not None and shape is not None and axis < len(shape)
             ),
-            extents=tuple(extents),
+            extents=extents,
             outputs=self._outputs(arrays),
             make_out=_maker(dtype_o, like, out_shape),
             make_lse=_maker(dtypes.float32, like, lse_shape),
@@ -510,6 +490,34 @@ class CallCache(Generic[_Checked]):
         group.calls[key], group.last = call, found
         _framework_by_type[type(arrays[0])] = framework
         return found
+
+    def _extents_of(
+        self, framework: _Framework, arrays: Sequence[Any], shapes: list[Any], facts: list[Any]
+    ) -> tuple[tuple[int, int], ...] | None:
+        """`CachedCall.extents`; None if there is an array by which nothing is cached."""
+        extents = [(0, 0)] * len(self._arguments)
+        for place, (x, shape, fact) in enumerate(zip(arrays, shapes, facts, strict=True)):
+            if fact is None:
+                continue
+            _, _, strides, device, is_refused, offset = fact
+            if is_refused or offset is None or device != facts[0][_DEVICE]:
+                return None
+            if 0 in shape or min(strides, default=0) < 0:
+                return None
+            axis = self._axes[place]
+            unit = framework.stride_bytes(x)
+            if self._arguments[place].is_free:
+                extents[place] = unit, framework.itemsize(x)
+                continue
+            steps = [stride * unit for stride in strides]
+            step = 0 if axis is None else steps[axis]
+            span = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+            rest = span + framework.itemsize(x) - step * (1 if axis is None else shape[axis])
+            # Rows of an output that reach into the next may share elements from some length on.
+            if self._arguments[place].is_output and axis is not None and rest > 0:
+                return None
+            extents[place] = step, rest
+        return tuple(extents)
 
     def _fit(
         self, call: CachedCall[_Checked], shapes: list[Any], facts: list[Any], lengths: list[int]

@@ -22,6 +22,7 @@ from ..launch.attention.plan_batch import IndexFormat, Lengths
 from .views import (
     Names,
     Scales,
+    Tables,
     merge_leading,
     view_cache,
     view_index,
@@ -270,14 +271,8 @@ def check(arrays: Arrays, options: Options) -> Call:
     vq = merge_leading(given_q, names.q, 2)
     dims["head_dim_qk"] = vq.shape[2]
     dims.source["head_dim_qk"] = names.q
-    table, value_table, value_pages = None, None, 0
-    if arrays.block_tables is None:
-        keys = view_ragged(arrays.k, arrays.v, "NHD", dims, (names.k, names.v))
-    else:
-        keys = view_cache(arrays.k, arrays.v, layout, names, dims)
-        are_shared = parse.flag(options.shares_pages, "uses_shared_paged_kv_idx")
-        tables = view_tables(arrays.block_tables, names.block_tables, are_shared)
-        table, value_table, value_pages = tables
+    keys, tables = _view_keys(arrays, options, layout, dims)
+    table, value_table, value_pages = tables or (None, None, 0)
     _check_extents(options, dims, layout)
     other_heads = dims["page_size"] if names.has_layout and table is not None else 0
     name = f"{names.q}, {names.k}"
@@ -292,32 +287,12 @@ def check(arrays: Arrays, options: Options) -> Call:
         (count, dims["num_kv_heads"]) if options.scales_by_head else None,
     )
     vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(given_q.shape),))
-    o_dtype = options.o_dtype
-    if o_dtype is None:
-        o_dtype = vq.dtype if vout is None else vout.dtype
-    # The reference takes slopes as they are given.
-    has_slopes = arrays.alibi_slopes is not None and vq.device.kind == "cuda"
-    given = Given(
-        kv_layout=layout,
-        causal=options.causal,
-        pos_encoding_mode="ALIBI" if has_slopes else options.pos_encoding_mode,
-        window_left=options.window_left,
-        logits_soft_cap=options.logits_soft_cap,
-        sm_scale=scales.logits,
-        o_dtype=dtypes.parse(o_dtype, names.o_dtype),
-        value_pages=value_pages,
-        window_right=options.window_right,
-    )
+    given = _given(arrays, options, layout, vq, vout, scales.logits, value_pages)
     geometry = find_geometry(
         PlanOptions(
-            vq.device,
-            vq.shape[1],
-            dims["num_kv_heads"],
-            dims["head_dim_qk"],
-            dims["head_dim_vo"],
-            dims.get("page_size", 0),
-            vq.dtype,
-            keys.k.dtype,
+            *(vq.device, vq.shape[1], dims["num_kv_heads"]),
+            *(dims["head_dim_qk"], dims["head_dim_vo"], dims.get("page_size", 0)),
+            *(vq.dtype, keys.k.dtype),
             None,
             given,
         )
@@ -361,26 +336,72 @@ def check(arrays: Arrays, options: Options) -> Call:
     if vq.device.kind == "cuda":
         _refuse_on_gpu(call, names)
     if arrays.mask is not None:
-        call.mask_bits, is_ragged = call.lengths.qo_len, call.lengths.qo_len < 1
-        if is_ragged:
-            call.mask_bits = require_int(options.max_q_len, names.max_q_len)
-        call.mask = row_mask.view_row_mask(
-            arrays.mask, call.lengths.num_rows, call.mask_bits, is_ragged=is_ragged
-        )
+        call.mask, call.mask_bits = _view_mask(arrays.mask, options, call.lengths)
     if options.pads_lse:
-        most = require_int(options.max_q_len, names.max_q_len, min(1, vq.shape[0]))
-        call.lse_shape = call.lengths.num_requests, most, vq.shape[1]
-        if call.return_lse and math.prod(call.lse_shape) > MAX_LENGTH:
-            raise UnsupportedError(
-                f"{names.max_q_len}: got {most}, so that the LSE has shape {list(call.lse_shape)}; "
-                f"at most {MAX_LENGTH} elements are supported"
-            )
+        call.lse_shape = _padded_lse_shape(call, options)
     _check_places(call, names)
-    if call.out is not None:
-        call.out = merge_leading(call.out, names.out, 2)
-    if call.lse is not None and not options.pads_lse:
-        call.lse = merge_leading(call.lse, "lse", 1)
     return call
+
+
+def _view_keys(
+    arrays: Arrays, options: Options, kv_layout: str, dims: Dims
+) -> tuple[Keys, Tables | None]:
+    """Keys and values in pages, with their tables, or in rows of all requests."""
+    names = options.names
+    if arrays.block_tables is None:
+        return view_ragged(arrays.k, arrays.v, "NHD", dims, (names.k, names.v)), None
+    keys = view_cache(arrays.k, arrays.v, kv_layout, names, dims)
+    are_shared = parse.flag(options.shares_pages, "uses_shared_paged_kv_idx")
+    return keys, view_tables(arrays.block_tables, names.block_tables, are_shared)
+
+
+def _given(
+    arrays: Arrays,
+    options: Options,
+    kv_layout: str,
+    vq: ArrayView,
+    vout: ArrayView | None,
+    sm_scale: float,
+    value_pages: int,
+) -> Given:
+    o_dtype = options.o_dtype
+    if o_dtype is None:
+        o_dtype = vq.dtype if vout is None else vout.dtype
+    # The reference takes slopes as they are given.
+    has_slopes = arrays.alibi_slopes is not None and vq.device.kind == "cuda"
+    return Given(
+        kv_layout=kv_layout,
+        causal=options.causal,
+        pos_encoding_mode="ALIBI" if has_slopes else options.pos_encoding_mode,
+        window_left=options.window_left,
+        logits_soft_cap=options.logits_soft_cap,
+        sm_scale=sm_scale,
+        o_dtype=dtypes.parse(o_dtype, options.names.o_dtype),
+        value_pages=value_pages,
+        window_right=options.window_right,
+    )
+
+
+def _view_mask(mask: Any, options: Options, lengths: Lengths) -> tuple[ArrayView, int]:
+    """The mask, and the bits of each of its rows."""
+    is_ragged = lengths.qo_len < 1
+    num_bits = lengths.qo_len
+    if is_ragged:
+        num_bits = require_int(options.max_q_len, options.names.max_q_len)
+    return row_mask.view_row_mask(mask, lengths.num_rows, num_bits, is_ragged=is_ragged), num_bits
+
+
+def _padded_lse_shape(call: Call, options: Options) -> tuple[int, ...]:
+    num_rows, num_heads, _ = call.q.shape
+    name = options.names.max_q_len
+    most = require_int(options.max_q_len, name, min(1, num_rows))
+    shape = call.lengths.num_requests, most, num_heads
+    if call.return_lse and math.prod(shape) > MAX_LENGTH:
+        raise UnsupportedError(
+            f"{name}: got {most}, so that the LSE has shape {list(shape)}; at most {MAX_LENGTH} "
+            "elements are supported"
+        )
+    return shape
 
 
 def _refuse_on_gpu(call: Call, names: Names) -> None:
@@ -506,7 +527,7 @@ def _length_form(
 
 
 def _check_places(call: Call, names: Names) -> None:
-    """Where arrays are, and whether the answers may be written."""
+    """Where arrays are, and whether the answers may be written, whose leading axes it merges."""
     inputs = {
         names.q: call.q,
         names.k: call.keys.k,
@@ -525,3 +546,7 @@ def _check_places(call: Call, names: Names) -> None:
     dtype_o = call.geometry.spec.dtype_o
     match_output(call.out, call.out_shape, dtype_o, names.out, **inputs, lse=call.lse)
     match_output(call.lse, call.lse_shape, dtypes.float32, "lse", **inputs)
+    if call.out is not None:
+        call.out = merge_leading(call.out, names.out, 2)
+    if call.lse is not None and not call.pads_lse:
+        call.lse = merge_leading(call.lse, "lse", 1)

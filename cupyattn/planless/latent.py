@@ -260,41 +260,15 @@ def _check(arrays: Arrays, options: Options) -> Call:
     """The call, checked as far as the host can. Raises ArgumentError, UnsupportedError."""
     names, dims = options.names, options.dims
     latent.require_columns(dims)
-    q_names, k_names = (names.q, names.q_rope), (names.k, names.k_rope)
-    queries = latent.view_parts(arrays.q, arrays.q_rope, dims, q_names)
-    shape = tuple(queries.latent.shape)
-    view_rows(arrays.q, names.q, options.q_axes)
-    rope = queries.rope
-    queries = queries._replace(
-        latent=merge_leading(queries.latent, names.q, 2),
-        rope=None if rope is None else merge_leading(rope, q_names[queries.offset < 0], 2),
-    )
+    queries, shape = _view_queries(arrays, options)
     if options.key_scales:
         keys = latent.view_scaled_rows(arrays.k, dims, names.k)
     else:
-        keys = latent.view_parts(arrays.k, arrays.k_rope, dims, k_names)
+        keys = latent.view_parts(arrays.k, arrays.k_rope, dims, (names.k, names.k_rope))
     pages = latent.as_pages(keys, None)
     vq = queries.latent
-    table = _view_table(arrays.block_tables, options)
-    kv_lens, kv_starts = arrays.kv_lens, arrays.kv_offsets
-    count = table.shape[0]
-    if kv_starts is not None and kv_lens is not None:
-        count = math.prod(array.view(kv_lens, names.kv_lens).shape)
-    if options.is_list and count != vq.shape[0]:
-        raise ArgumentError(
-            f"{names.block_tables}: has lists for {count} tokens; wanted {vq.shape[0]}, the rows "
-            f"of {names.q}"
-        )
-    if kv_lens is None:
-        if not options.is_list:
-            raise ArgumentError(f"{names.kv_lens}: got None; wanted the keys of each request, [B]")
-        kv_lens = progression(count, table.shape[1], 0, vq)
-    vlens = view_index(kv_lens, names.kv_lens, (count,), vq, False)
-    offsets = None
-    if arrays.qo_offsets is not None:
-        offsets = view_index(arrays.qo_offsets, names.qo_offsets, (count + 1,), vq, False)
-    if kv_starts is not None:
-        kv_starts = view_index(kv_starts, names.kv_offsets, (count,), vq, False)
+    table, kv_lens, kv_starts, offsets = _view_indices(arrays, options, vq)
+    count = kv_lens.shape[0]
     vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(shape),))
     o_dtype = options.o_dtype
     if o_dtype is None:
@@ -322,7 +296,7 @@ def _check(arrays: Arrays, options: Options) -> Call:
         queries=queries,
         pages=pages,
         table=table,
-        kv_lens=vlens,
+        kv_lens=kv_lens,
         qo_offsets=offsets,
         kv_offsets=kv_starts,
         out=vout,
@@ -330,12 +304,52 @@ def _check(arrays: Arrays, options: Options) -> Call:
         sinks=None if arrays.sinks is None else view_sinks(arrays.sinks, heads),
         scales=(_view_scale(arrays.scale_q, names), _view_scale(arrays.scale_v, names)),
         geometry=geometry,
-        lengths=_lengths(options, vq, table, page_size, heads, vlens, offsets, kv_starts),
+        lengths=_lengths(options, vq, table, page_size, heads, kv_lens, offsets, kv_starts),
         out_shape=out_shape,
         lse_shape=lse_shape,
     )
     _check_places(call)
     return call
+
+
+def _view_queries(arrays: Arrays, options: Options) -> tuple[latent.Parts, tuple[int, ...]]:
+    """The queries with their leading axes merged, and the shape of their latent part as given."""
+    q_names = options.names.q, options.names.q_rope
+    queries = latent.view_parts(arrays.q, arrays.q_rope, options.dims, q_names)
+    shape, rope = tuple(queries.latent.shape), queries.rope
+    view_rows(arrays.q, options.names.q, options.q_axes)
+    queries = queries._replace(
+        latent=merge_leading(queries.latent, options.names.q, 2),
+        rope=None if rope is None else merge_leading(rope, q_names[queries.offset < 0], 2),
+    )
+    return queries, shape
+
+
+def _view_indices(
+    arrays: Arrays, options: Options, vq: ArrayView
+) -> tuple[ArrayView, ArrayView, ArrayView | None, ArrayView | None]:
+    """(table, kv_lens, kv_offsets, qo_offsets); lists without lengths are as long as the table."""
+    names = options.names
+    table = _view_table(arrays.block_tables, options)
+    kv_lens, kv_starts, offsets = arrays.kv_lens, arrays.kv_offsets, arrays.qo_offsets
+    count = table.shape[0]
+    if kv_starts is not None and kv_lens is not None:
+        count = math.prod(array.view(kv_lens, names.kv_lens).shape)
+    if options.is_list and count != vq.shape[0]:
+        raise ArgumentError(
+            f"{names.block_tables}: has lists for {count} tokens; wanted {vq.shape[0]}, the rows "
+            f"of {names.q}"
+        )
+    if kv_lens is None:
+        if not options.is_list:
+            raise ArgumentError(f"{names.kv_lens}: got None; wanted the keys of each request, [B]")
+        kv_lens = progression(count, table.shape[1], 0, vq)
+    kv_lens = view_index(kv_lens, names.kv_lens, (count,), vq, False)
+    if offsets is not None:
+        offsets = view_index(offsets, names.qo_offsets, (count + 1,), vq, False)
+    if kv_starts is not None:
+        kv_starts = view_index(kv_starts, names.kv_offsets, (count,), vq, False)
+    return table, kv_lens, kv_starts, offsets
 
 
 def _view_scale(x: Any, names: Names) -> ArrayView | None:

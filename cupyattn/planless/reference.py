@@ -31,11 +31,53 @@ class Request(NamedTuple):
     kv_begin: int = 0
 
 
+class _Lengths(NamedTuple):
+    """Of each request, as int64 [B]: its rows and keys, where they begin, and the first key that
+    its rows may see."""
+
+    starts: np.ndarray
+    qo_len: np.ndarray
+    kv_start: np.ndarray
+    kv_len: np.ndarray
+    kv_begin: np.ndarray
+
+
 def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Names) -> list[Request]:
     """The requests' lengths, checked; `read` brings an index array to the host.
 
     Raises ArgumentError for what the GPU would cut.
     """
+    found = _read_lengths(call, read, names)
+    starts, qo_len, _, kv_len, kv_begin = found
+    if call.mask is not None and (qo_len > call.mask_bits).any():
+        raise ArgumentError(
+            f"mask: a request has {qo_len.max()} rows, but those of the mask are of "
+            f"{call.mask_bits} bits; wanted {names.max_q_len} to be the most rows of one request"
+        )
+    _check_room(call, found, names)
+    order = np.argsort(starts[qo_len > 0])
+    first, behind = (x[qo_len > 0][order] for x in (starts, starts + qo_len))
+    if (first[1:] < behind[:-1]).any():
+        raise ArgumentError(
+            f"{names.qo_offsets}: requests share rows of {names.q}; wanted rows of its own for each"
+        )
+    if call.pads_lse and _gives_lse(call) and qo_len.max(initial=0) > call.lse_shape[1]:
+        raise ArgumentError(
+            f"{names.max_q_len}: got {call.lse_shape[1]}, but request {qo_len.argmax()} has "
+            f"{qo_len.max()} rows, which the LSE needs room for"
+        )
+    wrong = np.flatnonzero((kv_begin < 0) | (kv_begin > np.maximum(kv_len, 0)))
+    if wrong.size:
+        at = int(wrong[0])
+        raise ArgumentError(
+            f"{names.kv_begin}: request {at} begins at key {kv_begin[at]} of {kv_len[at]}; wanted "
+            "one of its keys"
+        )
+    return [Request(*map(int, each)) for each in zip(*found, strict=True)]
+
+
+def _read_lengths(call: Call, read: Callable[[ArrayView], np.ndarray], names: Names) -> _Lengths:
+    """Lengths and offsets as the call means them: in tokens, and those left out from the others."""
     lengths, given = call.lengths, call.indices
     count, formats = lengths.num_requests, lengths.formats
 
@@ -52,7 +94,8 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Name
 
     qo_len = tokens(given.qo_lens, 1, names.qo_lens)
     kv_len = tokens(given.kv_lens, abs(formats[1].unit), names.kv_lens)
-    if formats[1].unit < 0 and kv_len is not None:
+    assert kv_len is not None
+    if formats[1].unit < 0:
         kv_len = np.diff(kv_len)
     starts = tokens(given.qo_offsets, formats[2].unit, names.qo_offsets)
     kv_start = tokens(given.kv_offsets, formats[3].unit, names.kv_offsets)
@@ -66,7 +109,6 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Name
                 f"batch_offsets_{what}: it names other rows than the offsets of "
                 f"{'q' if what == 'o' else 'k'}; pass offsets of the same rows, or none"
             )
-    assert kv_len is not None
     if qo_len is None:
         if lengths.qo_len >= 0:
             qo_len = np.full(count, lengths.qo_len)
@@ -75,56 +117,39 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray], names: Name
             qo_len = np.diff(starts)
     if starts is None:
         starts = np.arange(count) * max(lengths.qo_len, 0)
-    if kv_start is None:
-        kv_start = np.zeros(count, np.int64)
-    if call.mask is not None and (qo_len > call.mask_bits).any():
-        raise ArgumentError(
-            f"mask: a request has {qo_len.max()} rows, but those of the mask are of "
-            f"{call.mask_bits} bits; wanted {names.max_q_len} to be the most rows of one request"
-        )
+    kv_begin = tokens(given.kv_begin, 1, names.kv_begin)
+    none = np.zeros(count, np.int64)
+    return _Lengths(
+        starts[:count],
+        qo_len,
+        none if kv_start is None else kv_start[:count],
+        kv_len,
+        none if kv_begin is None else kv_begin,
+    )
+
+
+def _check_room(call: Call, found: _Lengths, names: Names) -> None:
+    """ArgumentError for rows or keys that the arrays do not hold."""
+    lengths = call.lengths
     for name, begin, size, longest, most in (
-        (names.qo_offsets, starts[:count], qo_len, lengths.num_rows, lengths.num_rows),
-        (names.kv_lens, kv_start[:count], kv_len, lengths.max_kv_len, lengths.kv_room),
+        (names.qo_offsets, found.starts, found.qo_len, lengths.num_rows, lengths.num_rows),
+        (names.kv_lens, found.kv_start, found.kv_len, lengths.max_kv_len, lengths.kv_room),
     ):
         # Sums might be beyond 64 bits.
         is_outside = (size < 0) | (begin < 0) | (size > longest) | (begin > most - size)
         wrong = np.flatnonzero(is_outside)
-        if wrong.size:
-            at = int(wrong[0])
-            hint = ""
-            may_hint = names.has_layout and name == names.kv_lens
-            if may_hint and _fits_other_layout(call, int(begin[at]) + int(size[at])):
-                hint = f". With kv_layout={parse.other_layout(call.geometry.spec.kv_layout)!r} "
-                hint += "they would hold as many"
-            raise ArgumentError(
-                f"{name}: request {at} has {size[at]} from {begin[at]} on; wanted them within "
-                f"{most}, what the arrays hold{hint}"
-            )
-    order = np.argsort(starts[:count][qo_len > 0])
-    first, behind = (x[qo_len > 0][order] for x in (starts[:count], starts[:count] + qo_len))
-    if (first[1:] < behind[:-1]).any():
-        raise ArgumentError(
-            f"{names.qo_offsets}: requests share rows of {names.q}; wanted rows of its own for each"
-        )
-    if call.pads_lse and _gives_lse(call) and qo_len.max(initial=0) > call.lse_shape[1]:
-        raise ArgumentError(
-            f"{names.max_q_len}: got {call.lse_shape[1]}, but request {qo_len.argmax()} has "
-            f"{qo_len.max()} rows, which the LSE needs room for"
-        )
-    kv_begin = tokens(given.kv_begin, 1, names.kv_begin)
-    if kv_begin is None:
-        kv_begin = np.zeros(count, np.int64)
-    wrong = np.flatnonzero((kv_begin < 0) | (kv_begin > np.maximum(kv_len, 0)))
-    if wrong.size:
+        if not wrong.size:
+            continue
         at = int(wrong[0])
+        hint = ""
+        may_hint = names.has_layout and name == names.kv_lens
+        if may_hint and _fits_other_layout(call, int(begin[at]) + int(size[at])):
+            hint = f". With kv_layout={parse.other_layout(call.geometry.spec.kv_layout)!r} "
+            hint += "they would hold as many"
         raise ArgumentError(
-            f"{names.kv_begin}: request {at} begins at key {kv_begin[at]} of {kv_len[at]}; wanted "
-            "one of its keys"
+            f"{name}: request {at} has {size[at]} from {begin[at]} on; wanted them within "
+            f"{most}, what the arrays hold{hint}"
         )
-    return [
-        Request(*map(int, each))
-        for each in zip(starts[:count], qo_len, kv_start[:count], kv_len, kv_begin, strict=True)
-    ]
 
 
 def _fits_other_layout(call: Call, num_keys: int) -> bool:

@@ -144,82 +144,28 @@ def run(
 
     # --- 1. Validate ---
     return_lse = parse.flag(return_lse, "return_lse")
-    given = Given(*scalars)
-    view = array.view
-    vq, vk, vv = view(q, "q"), view(k, "k"), view(v, "v")
-    vout = None if out is None else view(out, "out")
-    vlse = None if lse is None else view(lse, "lse")
-    pointers = vq.ptr | vk.ptr | vv.ptr | (0 if vout is None else vout.ptr)
-    has_mask = extras.custom_mask is not None or extras.packed_custom_mask is not None
-    has_scales = not (extras.scale_q is extras.scale_k is None)
-    # Everything of k and v but the length, which changes from call to call.
-    layout = parse.kv_layout(given.kv_layout)
-    kept = slice(None, None, 2) if layout == "HND" else slice(1, None)
-    key: tuple[object, ...] = (
-        is_decode,
-        vq.shape[-2:],
-        vq.strides,
-        vq.dtype,
-        vq.device,
-        vk.shape[kept],
-        vk.strides,
-        vk.dtype,
-        vv.shape[kept],
-        vv.strides,
-        vv.dtype,
-        None if vout is None else (vout.strides, vout.dtype),
-        pointers & 15,
-        has_mask,
-        has_scales,
-        given,
-    )
-    try:
-        entry = _entries.get(key)
-    except TypeError:
-        entry, key = None, ()
-    if entry is not None and any(type(given[i]) in parse.BOOLS for i in entry.zeros_and_ones):
-        entry = None
-    if entry is None:
-        entry = _make_entry(vq, vk, vv, vout, given, pointers, has_mask, has_scales, is_decode)
-        if key and entry.is_constant:
-            if len(_entries) >= _MAX_ENTRIES:
-                _entries.clear()
-            _entries[key] = entry
-    qo_len = 1 if is_decode else vq.shape[0]
-    kv_len, out_shape = vk.shape[entry.kv_axis], (*vq.shape[:-1], entry.spec.head_dim_vo)
-    call = _Call(vq, vk, vv, vout, vlse, is_decode, entry, qo_len, kv_len, out_shape)
-    _check_call(call)
-    extra_views = _view_extras(extras, call)
+    call = _check_call(q, k, v, Given(*scalars), extras, out, lse, is_decode)
+    views = _view_extras(extras, call)
 
     # --- 2. Answer on the CPU ---
-    if vq.device.kind == "cpu":
-        out, lse = _run_reference(call, extra_views)
+    if call.q.device.kind == "cpu":
+        out, lse = _run_reference(call, views)
         return (out, lse) if return_lse else out
 
     # --- 3. Launch on the caller's stream ---
-    given_out = out
+    given_out, entry = out, call.entry
     if out is None:
-        out = array.empty(out_shape, entry.spec.dtype_o, vq)
-        call.out = view(out, "out")
+        out = array.empty(call.out_shape, entry.spec.dtype_o, call.q)
+        call.out = array.view(out, "out")
     if lse is None and return_lse:
-        lse = array.empty(out_shape[:-1], dtypes.float32, vq)
-        call.lse = view(lse, "lse")
-    if qo_len:
-        strides = _launch(call, extra_views)
-        if is_plain and entry.is_constant and entry.launcher is not None:
-            checked = _Checked(
-                entry.launcher,
-                MAX_LENGTH // entry.spec.group_size,
-                strides,
-                out_shape[-2:],
-                scratch.allocator(vq),
-            )
-            made_shape = out_shape if given_out is None else None
-            calls.insert(
-                (q, k, v, given_out), scalars, checked, vq, entry.spec.dtype_o, made_shape, None
-            )
-    out = array.deliver(out, vq)
-    return (out, array.deliver(lse, vq)) if return_lse else out
+        lse = array.empty(call.out_shape[:-1], dtypes.float32, call.q)
+        call.lse = array.view(lse, "lse")
+    if call.qo_len:
+        strides = _launch(call, views)
+        if is_plain and entry.is_constant:
+            _insert(calls, (q, k, v, given_out), scalars, call, strides)
+    out = array.deliver(out, call.q)
+    return (out, array.deliver(lse, call.q)) if return_lse else out
 
 
 def with_logits(
@@ -280,6 +226,88 @@ def _run_cached(
     return out
 
 
+def _insert(
+    calls: CallCache[_Checked],
+    arrays: tuple[Any, Any, Any, Any],
+    scalars: tuple[Any, ...],
+    call: _Call,
+    strides: bytes,
+) -> None:
+    """Cache a call that was launched; arrays as given, None for an output that was made."""
+    entry, out_shape = call.entry, call.out_shape
+    assert entry.launcher is not None
+    max_qo_len = MAX_LENGTH // entry.spec.group_size
+    allocate = scratch.allocator(call.q)
+    checked = _Checked(entry.launcher, max_qo_len, strides, out_shape[-2:], allocate)
+    made_shape = out_shape if arrays[_OUT] is None else None
+    calls.insert(arrays, scalars, checked, call.q, entry.spec.dtype_o, made_shape, None)
+
+
+def _check_call(
+    q: Any, k: Any, v: Any, given: Given, extras: Extras, out: Any, lse: Any, is_decode: bool
+) -> _Call:
+    """The call, checked but for its optional arrays. Raises ArgumentError, UnsupportedError."""
+    view = array.view
+    vq, vk, vv = view(q, "q"), view(k, "k"), view(v, "v")
+    vout = None if out is None else view(out, "out")
+    vlse = None if lse is None else view(lse, "lse")
+    entry = _find_entry(vq, vk, vv, vout, given, extras, is_decode)
+    qo_len = 1 if is_decode else vq.shape[0]
+    kv_len, out_shape = vk.shape[entry.kv_axis], (*vq.shape[:-1], entry.spec.head_dim_vo)
+    call = _Call(vq, vk, vv, vout, vlse, is_decode, entry, qo_len, kv_len, out_shape)
+    _check_lengths(call)
+    return call
+
+
+def _find_entry(
+    vq: ArrayView,
+    vk: ArrayView,
+    vv: ArrayView,
+    vout: ArrayView | None,
+    given: Given,
+    extras: Extras,
+    is_decode: bool,
+) -> Entry:
+    """What an earlier call of equal geometry was checked to be, or a new entry."""
+    pointers = vq.ptr | vk.ptr | vv.ptr | (0 if vout is None else vout.ptr)
+    has_mask = extras.custom_mask is not None or extras.packed_custom_mask is not None
+    has_scales = not (extras.scale_q is extras.scale_k is None)
+    # Everything of k and v but the length, which changes from call to call.
+    layout = parse.kv_layout(given.kv_layout)
+    kept = slice(None, None, 2) if layout == "HND" else slice(1, None)
+    key: tuple[object, ...] = (
+        is_decode,
+        vq.shape[-2:],
+        vq.strides,
+        vq.dtype,
+        vq.device,
+        vk.shape[kept],
+        vk.strides,
+        vk.dtype,
+        vv.shape[kept],
+        vv.strides,
+        vv.dtype,
+        None if vout is None else (vout.strides, vout.dtype),
+        pointers & 15,
+        has_mask,
+        has_scales,
+        given,
+    )
+    try:
+        entry = _entries.get(key)
+    except TypeError:  # an option that cannot be hashed
+        entry, key = None, ()
+    if entry is not None and any(type(given[i]) in parse.BOOLS for i in entry.zeros_and_ones):
+        entry = None
+    if entry is None:
+        entry = _make_entry(vq, vk, vv, vout, given, pointers, has_mask, has_scales, is_decode)
+        if key and entry.is_constant:
+            if len(_entries) >= _MAX_ENTRIES:
+                _entries.clear()
+            _entries[key] = entry
+    return entry
+
+
 def _make_entry(
     vq: ArrayView,
     vk: ArrayView,
@@ -326,7 +354,7 @@ def _make_entry(
     return Entry(spec, problem, kv_strides, axis, is_constant, launcher, places)
 
 
-def _check_call(call: _Call) -> None:
+def _check_lengths(call: _Call) -> None:
     """The checks that depend on lengths and addresses."""
     vq, vk, vv, spec = call.q, call.k, call.v, call.entry.spec
     if vk.device != vq.device or vv.device != vq.device:

@@ -24,9 +24,9 @@ def run_and_check(case: MergeCase, emulated: gpu.EmulatedGpu) -> None:
     calls.run_and_check(Call(case, np))
 
 
-@pytest.mark.parametrize("first", one_of(3, range(0, 120, 40)))
+@pytest.mark.parametrize("first", one_of(6, range(0, 120, 20)))
 def test_random_merges(emulated: gpu.EmulatedGpu, first: int) -> None:
-    for seed in range(first, first + 40):
+    for seed in range(first, first + 20):
         emulated.seed, emulated.arch = seed % 3, (900, 800)[seed % 2]
         run_and_check(random_case(seed), emulated)
 

@@ -466,18 +466,20 @@ def mutant(mutation: Mutation) -> Path:
     return place
 
 
-def _one_of_each_file() -> set[str]:
-    """Names of mutations: the first in the list of those that change a kernel file."""
+def _one_of_some_files() -> set[str]:
+    """Names of mutations: the first in the list of those that change a kernel file, of every other
+    file."""
     where = {slug: file.path for file in kernel_files(kernels_dir()) for slug in file.marked}
-    first: dict[Path | str, str] = {}
+    first: dict[str, str] = {}
     for mutation in MUTATIONS:
-        first.setdefault(where.get(mutation.slug, mutation.slug), mutation.slug)
-    return set(first.values())
+        if mutation.slug in where:
+            first.setdefault(where[mutation.slug], mutation.slug)
+    return {first[path] for path in sorted(first)[::2]}
 
 
-# Every mistake is a kernel to compile: the ordinary suite sows one in each kernel file, and tries
-# what catches these; the others are slow.
-ORDINARY = _one_of_each_file()
+# Every mistake is a kernel to compile: the ordinary suite sows one in every other kernel file, and
+# tries what catches these; the others are slow.
+ORDINARY = _one_of_some_files()
 _SOWN = [
     pytest.param(m, id=m.slug, marks=() if m.slug in ORDINARY else pytest.mark.slow)
     for m in MUTATIONS
@@ -507,5 +509,6 @@ def test_markers_and_mutations_match() -> None:
     assert "// mutate" not in "".join(line for file in files for line in file.lines)
     for mutation in MUTATIONS:
         mutation.apply(files)
-    changed = {x.path for x in files for slug in x.marked if slug in ORDINARY}
-    assert changed == {x.path for x in files if x.marked} and len(changed) >= 50
+    assert len([x for x in files if x.marked]) >= 50
+    changed = [x.path for x in files for slug in x.marked if slug in ORDINARY]
+    assert len(changed) == len(set(changed)) >= 25

@@ -25,9 +25,9 @@ def embed(x: np.ndarray) -> Any:
     return poison.embed(x.astype(np.int32)).array
 
 
-@pytest.mark.parametrize("first", one_of(3, range(0, 240, 40)))
+@pytest.mark.parametrize("first", one_of(6, range(0, 240, 20)))
 def test_random_appends(emulated: gpu.EmulatedGpu, first: int) -> None:
-    for seed in range(first, first + 40):
+    for seed in range(first, first + 20):
         emulated.forget()
         emulated.seed, emulated.arch = seed % 3, (900, 800)[seed % 2]
         Append.prepare(random_case(seed), np).run_and_check()
@@ -107,9 +107,9 @@ def test_fewer_rows_than_tokens(emulated: gpu.EmulatedGpu) -> None:
         p.assert_intact("output")
 
 
-@pytest.mark.parametrize("first", one_of(3, range(0, 120, 40)))
+@pytest.mark.parametrize("first", one_of(6, range(0, 120, 20)))
 def test_writes_to_slots(emulated: gpu.EmulatedGpu, first: int) -> None:
-    for seed in range(first, first + 40):
+    for seed in range(first, first + 20):
         emulated.forget()
         emulated.seed, emulated.arch = seed % 3, (900, 800)[seed % 2]
         slot_cases.Case(seed).run()

@@ -292,11 +292,16 @@ def l2_swizzle(
     has_right_limit: bool,
     l2_bytes: int,
 ) -> L2Swizzle:
-    """The order for requests of up to `kv_len` keys."""
+    """The order for requests of up to `kv_len` keys: as many heads at a time as fit into L2, and
+    equally many each time where their number has such a divisor."""
     row_bytes = problem.dtype_kv.itemsize * (problem.head_dim_qk + problem.head_dim_vo)
     head_bytes = kv_len * row_bytes
     fitting = int(_SHARE_OF_L2 * l2_bytes) // max(1, head_bytes)
-    num_heads = max(1, min(num_kv_heads, 1 << max(0, fitting.bit_length() - 1)))
+    num_heads = most = max(1, min(num_kv_heads, fitting))
+    while num_kv_heads % num_heads:
+        num_heads -= 1
+    if 2 * num_heads < most:
+        num_heads = -(-num_kv_heads // -(-num_kv_heads // most))
     return L2Swizzle(num_heads, has_right_limit and num_heads < num_kv_heads)
 
 

@@ -33,6 +33,30 @@ def test_the_shortest_items_come_last_where_there_are_several_swizzles() -> None
     assert swizzle(128, 4096, causal=False) == (8, False)
 
 
+@pytest.mark.parametrize(
+    ("num_kv_heads", "fitting", "heads"),
+    [
+        (5, 5, [5]),
+        (6, 5, [3, 3]),
+        (8, 7, [4, 4]),
+        (10, 8, [5, 5]),
+        (12, 11, [6, 6]),
+        (128, 9, [8] * 16),
+        # No divisor comes near what fits.
+        (5, 4, [3, 2]),
+        (7, 6, [4, 3]),
+        (13, 3, [3, 3, 3, 3, 1]),
+        (4, 0, [1] * 4),
+    ],
+)
+def test_swizzles_have_equally_many_heads(
+    num_kv_heads: int, fitting: int, heads: list[int]
+) -> None:
+    kv_len = int(0.6 * L2_BYTES) // (640 * fitting) if fitting else 1 << 20
+    each = swizzle(num_kv_heads, kv_len).heads_per_swizzle
+    assert [len(range(num_kv_heads)[i : i + each]) for i in range(0, num_kv_heads, each)] == heads
+
+
 @pytest.mark.parametrize("num_items", [1, 4, 5, 32, 1000])
 def test_some_items_are_last(num_items: int) -> None:
     assert 0 <= swizzle(128, 4096).num_tail_items(num_items) <= num_items // 4
