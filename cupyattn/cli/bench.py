@@ -24,7 +24,7 @@ from ..errors import ArgumentError, CupyAttnError, DeviceError
 
 _INDEX = 0
 _ALIASES = {"torch": "sdpa", "flash-attn": "flash_attn"}
-_REMEDY = "it measures a GPU: `cupyattn demo` runs without one, `cupyattn info` says what is here"
+_REMEDY = "`cupyattn demo` runs without a GPU, and `cupyattn info` says what is here"
 
 
 def add_parser(commands: Any) -> None:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         props = device_props(_INDEX)
         clock = Clock()
     except CupyAttnError as error:
-        remedy = f"; {_REMEDY}" if isinstance(error, DeviceError) else ""
+        remedy = f".\n{_REMEDY}" if isinstance(error, DeviceError) else ""
         print(f"cupyattn bench: {error}{remedy}", file=sys.stderr)
         return 2
     record = report.Record(args.out, {**machine.header(_INDEX), "seed": settings.seed})

@@ -508,7 +508,7 @@ def test_without_a_gpu_it_says_what_to_do(
     monkeypatch.setattr(bench, "device_props", none)
     assert cli.main(["bench", "--out", str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err
-    assert "no usable GPU" in err and "`cupyattn demo` runs without one" in err
+    assert "no usable GPU" in err and "`cupyattn demo` runs without a GPU" in err
     assert not (tmp_path / "out").exists()
 
 
