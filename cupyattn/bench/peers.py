@@ -241,3 +241,4 @@ _OFFERS: dict[str, Callable[[Case, Inputs], list[Candidate]]] = {
 # FlashInfer compiles a module at its first call, for minutes, where none is prebuilt.
 COMPILES = ("flashinfer",)
 NAMES = (*_OFFERS, *COMPILES)
+TITLES = {"sdpa": "SDPA", "flash_attn": "flash-attn", "flashinfer": "FlashInfer"}

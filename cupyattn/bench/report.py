@@ -20,10 +20,11 @@ def heading(data: dict[str, Any]) -> str:
     """What the run was measured on."""
     device, smi = data.get("device", {}), data.get("smi", {})
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    commit = "" if data["commit"] == "unknown" else f" ({data['commit'][:12]})"
     return (
         f"{device.get('name', 'unknown GPU')}, driver {smi.get('driver_version', 'unknown')}, "
         f"copy {data['copy_gbps']:,.0f} GB/s\n"
-        f"cupyattn {data['cupyattn']} ({data['commit'][:12]}), {versions}\n"
+        f"cupyattn {data['cupyattn']}{commit}, {versions}\n"
         "Each answer was checked against float64; then each call was timed with a cold L2, in "
         "random order."
     )
@@ -124,7 +125,9 @@ def draw(data: dict[str, Any], path: Path) -> None:
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axis, (name, rows) in zip(axes, panels.items(), strict=False):
         _panel(axis, name, rows)
-    figure.suptitle(f"{data['device'].get('name', 'GPU')}: µs a call, less is better", fontsize=11)
+    name, date = data["device"].get("name", "GPU"), data["date"][:10]
+    title = f"{name}, cupyattn {data['cupyattn']}, {date}: µs a call, less is better"
+    figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=120)
 
 

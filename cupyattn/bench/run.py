@@ -93,10 +93,10 @@ def _offers(
                 told = None if tried is None else tried.get(case.kind, {})
                 offered += peers.candidates(name, case, inputs, told)
         except Unsupported as reason:
-            found.append(_bare(case, name, "unsupported", str(reason)))
+            found.append(_bare(case, peers.TITLES.get(name, name), "unsupported", str(reason)))
         except Exception as error:
             clock.check_alive()
-            found.append(_bare(case, name, "failed", describe(error)))
+            found.append(_bare(case, peers.TITLES.get(name, name), "failed", describe(error)))
     return offered, found
 
 

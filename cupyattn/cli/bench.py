@@ -99,17 +99,27 @@ def _measure(
     if not names:
         return
     record.draw()
-    tried, start = {}, settings.now()
-    for name in peers.COMPILES:
-        if name in names:
-            print(f"\n{name}: may compile for {seconds:.0f} s (--compile-seconds)", flush=True)
-            kinds = list(dict.fromkeys(case.kind for case in settings.cases))
-            tried[name] = trial.run(name, kinds, seconds)
+    start = settings.now()
+    tried = {name: _try(name, settings, seconds) for name in peers.COMPILES if name in names}
     deadline = settings.deadline + settings.now() - start
     beside = replace(settings, peer_names=names, tried=tried, deadline=deadline)
     print("\nThe same again, beside peers:", flush=True)
+    left = [case.name for case in settings.cases]
     for found in rows(beside, arrays, clock):
         record.add(found)
+        left.remove(found[0]["case"])
+    if left:
+        print(f"\nwithout peers: {', '.join(left)}; give more --seconds")
+
+
+def _try(name: str, settings: Settings, seconds: float) -> trial.Answers:
+    """What a peer that compiles can answer."""
+    title = peers.TITLES[name]
+    print(f"\n{title} has {seconds:.0f} s to compile what is not prebuilt ...", flush=True)
+    answers = trial.run(name, list(dict.fromkeys(case.kind for case in settings.cases)), seconds)
+    if not all(set(found) - {""} for found in answers.values()):
+        print(f"{title} has not answered for all cases; --compile-seconds 600 gives it time")
+    return answers
 
 
 def _settings(args: argparse.Namespace) -> Settings:

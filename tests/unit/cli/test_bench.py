@@ -332,7 +332,7 @@ def test_ours_comes_first_and_then_stands_beside_peers(
         data = json.loads((tmp_path / report.JSON_NAME).read_text())
         written.append([row["name"] for row in data["rows"]])
         assert (name, list(kinds), seconds) == ("flashinfer", ["decode", "mla"], 4.0)
-        return {}
+        return {"decode": {"fa2": "", "": "was not compiled"}, "mla": {"": "was not compiled"}}
 
     monkeypatch.setattr(bench.trial, "run", tried)
     command = ["bench", "--case", "small,latent", "--compile-seconds", "4", "--out", str(tmp_path)]
@@ -342,11 +342,25 @@ def test_ours_comes_first_and_then_stands_beside_peers(
     assert [row["name"] for row in rows] == ["cupyattn", "sdpa", "flashinfer"] * 2
     out = capsys.readouterr().out
     assert "flash-attn is not installed" in out
+    assert "FlashInfer has not answered for all cases; --compile-seconds 600" in out
+    assert "FlashInfer has 4 s to compile what is not prebuilt" in out
     first, second = out.split("beside peers:")
     assert "sdpa it" not in first
     for part in (first, second):
         lines = [line.split() for line in part.splitlines()]
         assert [x[0] for x in lines if "cupyattn" in x[1:2]] == ["small", "latent"]
+
+
+def test_cases_that_no_peer_came_to_are_named(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "candidates", offer())
+    monkeypatch.setattr(peers, "absence", lambda name: "")
+    command = ["bench", "--case", "small,latent", "--peers", "torch", "--seconds", "-1", "--out"]
+    assert cli.main([*command, str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "without peers: latent; give more --seconds" in out
+    assert "not measured: latent; give more --seconds" in out
 
 
 def test_a_case_of_ours_that_fails_beside_peers_keeps_its_figures(tmp_path: Path) -> None:
