@@ -21,7 +21,7 @@ from lab import plt
 import cupyattn
 
 lab.begin()
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX takes most of a GPU at once
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX takes most of a GPU at once
 
 # %% [markdown]
 # ## One call, three frameworks

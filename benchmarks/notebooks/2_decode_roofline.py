@@ -66,7 +66,7 @@ lab.show()
 # ## How many requests it takes
 #
 # One request of 2k keys has 8 MB. That is too little to keep the memory busy: a launch, the first
-# bytes of a block and the merge of split keys take some 15 µs whatever the size. The planner
+# bytes of a block and the merge of split keys take some 10 µs whatever the size. The planner
 # splits the keys of few requests over all SMs; with many requests there is enough to do without.
 
 

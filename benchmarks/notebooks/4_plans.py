@@ -179,5 +179,5 @@ for axis, drawn in zip(axes, (bars, plans_of), strict=True):
 lab.show()
 
 # %% [markdown]
-# **In short.** A plan takes under 100 µs of the host, once a step for all layers, and keeps a
+# **In short.** A plan takes about 100 µs of the host, once a step for all layers, and keeps a
 # skewed batch near the rate of the memory.

@@ -2,8 +2,8 @@
 # # 8 · A serving loop with CUDA graphs: where the microseconds go
 #
 # A decode step of a server plans once and attends in every layer. The GPU's part of a layer may be
-# 20 µs, and a Python call takes the host 10. Whoever launches layer by layer from Python may wait
-# for the host; a CUDA graph launches all layers at once.
+# 20 µs, and a Python call takes the host 10 to 30. Whoever launches layer by layer from Python may
+# wait for the host; a CUDA graph launches all layers at once.
 
 # %%
 import time

@@ -11,6 +11,10 @@ class Unsupported(Exception):
     """The implementation cannot serve this case; the message is the reason that is recorded."""
 
 
+class Skipped(Exception):
+    """The implementation was not called for this case; the message says why."""
+
+
 @dataclass
 class Candidate:
     """One way of calling one implementation.

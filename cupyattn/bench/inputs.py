@@ -12,6 +12,7 @@ import numpy as np
 from .. import array
 from ..array import Device
 from ..core import dtypes
+from ..core.cupy_module import cupy_module
 from .cases import DTYPE, Case
 
 # The noise repeats after so many elements. A prime keeps rows, heads and pages different.
@@ -61,6 +62,11 @@ class Arrays:
             flat[start:stop] = flat[: stop - start]
             start = stop
         return made
+
+    def wait(self) -> None:
+        """Until the device has done what it was told. Raises what went wrong there."""
+        if self.device.kind == "cuda":
+            cupy_module().cuda.runtime.deviceSynchronize()
 
     def int32(self, values: np.ndarray) -> Any:
         made = self.empty(values.shape, dtypes.int32)

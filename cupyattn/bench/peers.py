@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import wrappers
-from .candidate import Candidate, Unsupported
+from .candidate import Candidate, Skipped, Unsupported
 from .cases import Case
 from .inputs import Inputs, as_bits
 
@@ -21,14 +21,32 @@ FA3_LIBRARY = "CUPYATTN_BENCH_FA3"
 _WORKSPACE_BYTES = 384 << 20
 
 
-def candidates(name: str, case: Case, inputs: Inputs) -> list[Candidate]:
+def absence(name: str) -> str:
+    """What is not installed of a peer of `NAMES`, or "" if it is there."""
+    if find_spec("torch") is None:
+        return "torch is not installed"
+    if name == "flashinfer" and find_spec("flashinfer") is None:
+        return "FlashInfer is not installed"
+    libraries = "flash_attn_interface", "flash_attn"
+    if name == "flash_attn" and not os.environ.get(FA3_LIBRARY):
+        return "" if any(map(find_spec, libraries)) else "flash-attn is not installed"
+    return ""
+
+
+def candidates(
+    name: str, case: Case, inputs: Inputs, tried: Mapping[str, str] | None = None
+) -> list[Candidate]:
     """What one peer of `NAMES` offers for a case.
 
+    tried: what `trial` found out about a peer of `COMPILES` for this kind of case; only backends
+    that answered are called. None: all are.
     Raises Unsupported with the reason if it is not installed or cannot serve the case.
     """
-    if find_spec("torch") is None:
-        raise Unsupported("torch is not installed")
-    return list(_OFFERS[name](case, _as_torch(inputs)))
+    if reason := absence(name):
+        raise Unsupported(reason)
+    if name == "flashinfer":
+        return _flashinfer(case, _as_torch(inputs), tried)
+    return _OFFERS[name](case, _as_torch(inputs))
 
 
 def _as_torch(inputs: Inputs) -> Inputs:
@@ -118,10 +136,8 @@ def _sdpa_call(
 # --- FlashInfer ---
 
 
-def _flashinfer(case: Case, inputs: Inputs) -> list[Candidate]:
+def _flashinfer(case: Case, inputs: Inputs, tried: Mapping[str, str] | None) -> list[Candidate]:
     """Its wrappers with backend "fa2", and "fa3" on Hopper where it has one."""
-    if find_spec("flashinfer") is None:
-        raise Unsupported("FlashInfer is not installed")
     import torch
 
     library = import_module("flashinfer")
@@ -135,6 +151,10 @@ def _flashinfer(case: Case, inputs: Inputs) -> list[Candidate]:
         return torch.from_numpy(values).to(inputs.q.device)
 
     def offer(backend: str) -> Candidate:
+        fault = "" if tried is None else tried.get(backend, tried.get("", "was not tried"))
+        if fault:
+            error = Skipped(fault)
+            return Candidate("FlashInfer", backend, functools.partial(_raise, error), _identity)
         own = replace(inputs, out=torch.empty_like(inputs.out))
         space, named = _workspace(str(inputs.q.device)), {"backend": backend, **options}
         try:
@@ -170,8 +190,6 @@ def _flash_attn(case: Case, inputs: Inputs) -> list[Candidate]:
     forward = _fa3_forward()
     if forward is not None:
         return [_fa3(forward, case, inputs)]
-    if find_spec("flash_attn") is None:
-        raise Unsupported("flash-attn is not installed")
     if case.is_latent:
         raise Unsupported("FlashAttention-2 has no kernel for 576 columns")
     library = import_module("flash_attn")
@@ -218,7 +236,9 @@ def _fa3(forward: Any, case: Case, inputs: Inputs) -> Candidate:
 
 _OFFERS: dict[str, Callable[[Case, Inputs], list[Candidate]]] = {
     "sdpa": _sdpa,
-    "flashinfer": _flashinfer,
     "flash_attn": _flash_attn,
 }
-NAMES = tuple(_OFFERS)
+# FlashInfer compiles a module at its first call, for minutes, where none is prebuilt.
+COMPILES = ("flashinfer",)
+NAMES = (*_OFFERS, *COMPILES)
+TITLES = {"sdpa": "SDPA", "flash_attn": "flash-attn", "flashinfer": "FlashInfer"}

@@ -20,10 +20,11 @@ def heading(data: dict[str, Any]) -> str:
     """What the run was measured on."""
     device, smi = data.get("device", {}), data.get("smi", {})
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    commit = "" if data["commit"] == "unknown" else f" ({data['commit'][:12]})"
     return (
         f"{device.get('name', 'unknown GPU')}, driver {smi.get('driver_version', 'unknown')}, "
         f"copy {data['copy_gbps']:,.0f} GB/s\n"
-        f"cupyattn {data['cupyattn']} ({data['commit'][:12]}), {versions}\n"
+        f"cupyattn {data['cupyattn']}{commit}, {versions}\n"
         "Each answer was checked against float64; then each call was timed with a cold L2, in "
         "random order."
     )
@@ -63,19 +64,47 @@ def _aligned(line: Sequence[str]) -> str:
     return "  ".join([*cells, line[-1]]).rstrip()
 
 
-def write(data: dict[str, Any], folder: Path) -> list[str]:
-    """Write the JSON and, where matplotlib is installed, the picture; a line about each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / JSON_NAME
-    target.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
-    lines = [f"{target}: every figure, to paste into an issue"]
-    try:
-        draw(data, folder / PICTURE_NAME)
-        return [*lines, f"{folder / PICTURE_NAME}: the picture"]
-    except ImportError:
-        return [*lines, "no picture: matplotlib is not installed (pip install matplotlib)"]
-    except Exception as error:  # a result without its picture is still a result
-        return [*lines, f"no picture: {describe(error)}"]
+class Record:
+    """A run as it comes: each case is printed, and the JSON file is whole after each.
+
+    data    what the file has beside the rows
+    blocks  the rows of each case, ours first
+    """
+
+    def __init__(self, folder: Path, data: dict[str, Any]) -> None:
+        self.data, self._folder = data, folder
+        self.blocks: dict[str, list[dict[str, Any]]] = {}
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for block in self.blocks.values() for row in block]
+
+    def add(self, block: list[dict[str, Any]]) -> None:
+        """Print and keep the rows of one case. They replace what it had, unless ours failed."""
+        case = block[0]["case"]
+        is_first = not self.blocks or case == next(iter(self.blocks))
+        print(table(block, with_head=is_first), flush=True)
+        before = self.blocks.get(case, []) if block[0]["status"] == "failed" else []
+        self.blocks[case] = before + block
+        self.save()
+
+    def save(self) -> str:
+        """Write the JSON file; a line about it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        target = self._folder / JSON_NAME
+        target.write_text(json.dumps({**self.data, "rows": self.rows}, indent=1) + "\n", "utf-8")
+        return f"{target}: every figure, to paste into an issue"
+
+    def draw(self) -> str:
+        """Draw the picture where matplotlib is installed; a line about it."""
+        target = self._folder / PICTURE_NAME
+        try:
+            draw({**self.data, "rows": self.rows}, target)
+            return f"{target}: the picture"
+        except ImportError:
+            return "no picture: matplotlib is not installed (pip install matplotlib)"
+        except Exception as error:  # a result without its picture is still a result
+            return f"no picture: {describe(error)}"
 
 
 def draw(data: dict[str, Any], path: Path) -> None:
@@ -96,7 +125,9 @@ def draw(data: dict[str, Any], path: Path) -> None:
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axis, (name, rows) in zip(axes, panels.items(), strict=False):
         _panel(axis, name, rows)
-    figure.suptitle(f"{data['device'].get('name', 'GPU')}: µs a call, less is better", fontsize=11)
+    name, date = data["device"].get("name", "GPU"), data["date"][:10]
+    title = f"{name}, cupyattn {data['cupyattn']}, {date}: µs a call, less is better"
+    figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=120)
 
 

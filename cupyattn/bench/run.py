@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import peers
-from .candidate import Candidate, Unsupported
+from .candidate import Candidate, Skipped, Unsupported
 from .cases import Case
 from .check import TOLERANCE, expect, relative_error
 from .inputs import NAN_BITS, Arrays, Inputs, as_bits, make_inputs
 from .timing import ContextLost, Stopwatch, Timing, describe, measure, random_order
+from .trial import Answers
 from .wrappers import ours
 
 OURS = "cupyattn"
@@ -23,7 +24,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is made of. `deadline` is compared with `now()`; no case begins after it."""
+    """What a run is made of. `deadline` is compared with `now()`; no case begins after it.
+
+    tried  peer -> what `trial` found out about it, for peers that compile
+    """
 
     cases: Sequence[Case]
     peer_names: Sequence[str]
@@ -31,14 +35,15 @@ class Settings:
     deadline: float
     rounds: int = ROUNDS
     now: Callable[[], float] = time.time
+    tried: Mapping[str, Answers] = field(default_factory=dict)
 
 
 def rows(settings: Settings, arrays: Arrays, clock: Stopwatch) -> Iterator[list[Row]]:
     """The rows of each case, ours first. Ends early at the deadline.
 
-    A row has case, kind, name, variant, status ("timed", "wrong", "failed", "unsupported") and a
-    note; if it was timed also us, p10, p90, rate, unit and error, and a peer's right answer has
-    speedup, its time over ours. Raises ContextLost if the device no longer answers.
+    A row has case, kind, name, variant, status ("timed", "wrong", "failed", "unsupported",
+    "skipped") and a note; if it was timed also us, p10, p90, rate, unit and error, and a peer's
+    right answer has speedup, its time over ours. Raises ContextLost if the device answers no more.
     """
     for number, case in enumerate(settings.cases):
         if number and settings.now() > settings.deadline:
@@ -52,7 +57,7 @@ def _case(case: Case, settings: Settings, arrays: Arrays, clock: Stopwatch) -> l
     except Exception as error:  # too little memory, say
         clock.check_alive()
         return [_bare(case, OURS, "failed", describe(error))]
-    offered, found = _offers(case, settings.peer_names, inputs, clock)
+    offered, found = _offers(case, settings, inputs, clock)
     expected = expect(case, inputs, arrays.random)
     checked = []
     for candidate in offered:
@@ -60,6 +65,8 @@ def _case(case: Case, settings: Settings, arrays: Arrays, clock: Stopwatch) -> l
             checked.append((candidate, _error(candidate, expected, clock)))
         except ContextLost:
             raise
+        except Skipped as reason:
+            found.append(_bare(case, candidate.peer, "skipped", str(reason), candidate.variant))
         except Exception as error:
             clock.check_alive()
             found.append(_bare(case, candidate.peer, "failed", describe(error), candidate.variant))
@@ -72,21 +79,24 @@ def _case(case: Case, settings: Settings, arrays: Arrays, clock: Stopwatch) -> l
 
 
 def _offers(
-    case: Case, names: Sequence[str], inputs: Inputs, clock: Stopwatch
+    case: Case, settings: Settings, inputs: Inputs, clock: Stopwatch
 ) -> tuple[list[Candidate], list[Row]]:
     """What can be called, and the rows of what cannot."""
     offered: list[Candidate] = []
     found: list[Row] = []
-    for name in (OURS, *names):
+    for name in (OURS, *settings.peer_names):
         try:
-            offered += (
-                [ours(case, inputs)] if name == OURS else peers.candidates(name, case, inputs)
-            )
+            if name == OURS:
+                offered.append(ours(case, inputs))
+            else:
+                tried = settings.tried.get(name)
+                told = None if tried is None else tried.get(case.kind, {})
+                offered += peers.candidates(name, case, inputs, told)
         except Unsupported as reason:
-            found.append(_bare(case, name, "unsupported", str(reason)))
+            found.append(_bare(case, peers.TITLES.get(name, name), "unsupported", str(reason)))
         except Exception as error:
             clock.check_alive()
-            found.append(_bare(case, name, "failed", describe(error)))
+            found.append(_bare(case, peers.TITLES.get(name, name), "failed", describe(error)))
     return offered, found
 
 

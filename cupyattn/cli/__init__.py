@@ -39,7 +39,11 @@ def _run(args: list[str]) -> int:
         from ..demo import main as demo
 
         return demo(args[1:]) or 0
-    parsed = _parser().parse_args(args)
+    parser = _parser()
+    if not args:
+        parser.print_help(sys.stderr)
+        return 2
+    parsed = parser.parse_args(args)
     return int(parsed.run(parsed))
 
 

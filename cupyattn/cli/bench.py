@@ -8,11 +8,12 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..array import Device
-from ..bench import machine, peers, report
+from ..bench import machine, peers, report, trial
 from ..bench.cases import CASES, Case
 from ..bench.clock import Clock
 from ..bench.inputs import Arrays
@@ -22,7 +23,8 @@ from ..core.device import device_props
 from ..errors import ArgumentError, CupyAttnError, DeviceError
 
 _INDEX = 0
-_REMEDY = "it measures a GPU: `cupyattn demo` runs without one, `cupyattn info` says what is here"
+_ALIASES = {"torch": "sdpa", "flash-attn": "flash_attn"}
+_REMEDY = "`cupyattn demo` runs without a GPU, and `cupyattn info` says what is here"
 
 
 def add_parser(commands: Any) -> None:
@@ -30,9 +32,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="a benchmark of a minute: decode, prefill, append and MLA on this GPU",
-        description="Measure decode, prefill, append and latent attention on the first GPU, beside "
-        "what is installed of torch's SDPA, FlashInfer and flash-attn. Every answer is checked "
-        "first. FlashInfer may compile for minutes at its first run; leave it out by --peers.",
+        description="Measure decode, prefill, append and latent attention on the first GPU, first "
+        "alone and then beside what is installed of torch's SDPA, flash-attn and FlashInfer. Every "
+        "answer is checked before it is timed.",
     )
     parser.add_argument(
         "--case", default="*", help="cases, with commas and wildcards; --case '' lists them"
@@ -41,7 +43,14 @@ def add_parser(commands: Any) -> None:
         "--peers", default=",".join(peers.NAMES), help="default: %(default)s; '' for none"
     )
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="begin no case after them (default: 60)"
+        "--compile-seconds",
+        type=float,
+        default=15.0,
+        help="how long FlashInfer may compile where it is not prebuilt (default: 15); what it has "
+        "compiled stays, and the next run goes on from there",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=45.0, help="begin no case after them (default: 45)"
     )
     parser.add_argument("--seed", type=int, help="of the inputs (default: a new one)")
     parser.add_argument(
@@ -60,25 +69,62 @@ def run(args: argparse.Namespace) -> int:
         props = device_props(_INDEX)
         clock = Clock()
     except CupyAttnError as error:
-        remedy = f"; {_REMEDY}" if isinstance(error, DeviceError) else ""
+        remedy = f".\n{_REMEDY}" if isinstance(error, DeviceError) else ""
         print(f"cupyattn bench: {error}{remedy}", file=sys.stderr)
         return 2
-    data: dict[str, Any] = {**machine.header(_INDEX), "seed": settings.seed, "rows": []}
-    data["copy_gbps"] = clock.copy_gbps()
-    print(report.heading(data) + "\n")
+    record = report.Record(args.out, {**machine.header(_INDEX), "seed": settings.seed})
+    record.data["copy_gbps"] = clock.copy_gbps()
+    print(report.heading(record.data), flush=True)
     try:
         arrays = Arrays("cupy", Device("cuda", props.index), settings.seed)
-        for found in rows(settings, arrays, clock):
-            print(report.table(found, with_head=not data["rows"]), flush=True)
-            data["rows"] += found
+        _measure(record, settings, arrays, clock, args.compile_seconds)
     except ContextLost as error:
-        data["lost"] = str(error)
+        record.data["stopped"] = str(error)
         print(f"cupyattn bench: the GPU stopped answering: {error}", file=sys.stderr)
-    return _finish(data, settings, args.out)
+    except KeyboardInterrupt:
+        record.data["stopped"] = "interrupted"
+    return _finish(record, settings)
+
+
+def _measure(
+    record: report.Record, settings: Settings, arrays: Arrays, clock: Clock, seconds: float
+) -> None:
+    """Ours alone, so that its rows are there whatever a peer does, and then again beside peers."""
+    for found in rows(replace(settings, peer_names=()), arrays, clock):
+        record.add(found)
+    absent = {name: peers.absence(name) for name in settings.peer_names}
+    names = [name for name, reason in absent.items() if not reason]
+    if any(absent.values()):
+        print("\n" + "; ".join(dict.fromkeys(filter(None, absent.values()))), flush=True)
+    if not names:
+        return
+    record.draw()
+    start = settings.now()
+    tried = {name: _try(name, settings, seconds) for name in peers.COMPILES if name in names}
+    deadline = settings.deadline + settings.now() - start
+    beside = replace(settings, peer_names=names, tried=tried, deadline=deadline)
+    print("\nThe same again, beside peers:", flush=True)
+    left = [case.name for case in settings.cases]
+    for found in rows(beside, arrays, clock):
+        record.add(found)
+        left.remove(found[0]["case"])
+    if left:
+        print(f"\nwithout peers: {', '.join(left)}; give more --seconds")
+
+
+def _try(name: str, settings: Settings, seconds: float) -> trial.Answers:
+    """What a peer that compiles can answer."""
+    title = peers.TITLES[name]
+    print(f"\n{title} has {seconds:.0f} s to compile what is not prebuilt ...", flush=True)
+    answers = trial.run(name, list(dict.fromkeys(case.kind for case in settings.cases)), seconds)
+    if not all(set(found) - {""} for found in answers.values()):
+        print(f"{title} has not answered for all cases; --compile-seconds 600 gives it time")
+    return answers
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    names = [name.strip() for name in args.peers.split(",") if name.strip()]
+    asked = [name.strip() for name in args.peers.split(",") if name.strip()]
+    names = [_ALIASES.get(name, name) for name in asked]
     for name in names:
         if name not in peers.NAMES:
             raise ArgumentError(
@@ -102,12 +148,11 @@ def _cases(patterns: str) -> Sequence[Case]:
     return found
 
 
-def _finish(data: dict[str, Any], settings: Settings, folder: Path) -> int:
+def _finish(record: report.Record, settings: Settings) -> int:
     """Write what there is; the exit status."""
-    measured = {row["case"] for row in data["rows"]}
-    left = [case.name for case in settings.cases if case.name not in measured]
+    left = [case.name for case in settings.cases if case.name not in record.blocks]
     if left:
         print(f"\nnot measured: {', '.join(left)}; give more --seconds")
-    print("\n" + "\n".join(report.write(data, folder)))
-    mine = [row["status"] == "timed" for row in data["rows"] if row["name"] == OURS]
-    return 0 if mine and all(mine) and "lost" not in data else 1
+    print("\n" + "\n".join([record.save(), record.draw()]))
+    mine = [row["status"] == "timed" for row in record.rows if row["name"] == OURS]
+    return 0 if mine and all(mine) and "stopped" not in record.data else 1

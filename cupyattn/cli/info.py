@@ -53,7 +53,7 @@ def facts() -> dict[str, Any]:
         "frameworks": {x: version(x) for x in _FRAMEWORKS},
         **_gpu_facts(),
         "nvrtc": _told(jit.nvrtc_version),
-        "kernels": _told(lambda: str(jit.kernels_dir())),
+        "kernels": _told(lambda: str(jit.kernels_dir()).rstrip("/")),
         "hopper_head_dims": list(sm90.HEAD_DIMS),
         "cache": _cache_facts(),
         "environment": {x.name: os.environ.get(x.name) for x in env.ALL},
@@ -129,7 +129,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     lines += _gpu_lines(found)
     dims = ", ".join(found["hopper_head_dims"])
     lines += [
-        f"prefill      Hopper's own kernels for head dims {dims}; options: docs/support.md",
+        f"Hopper       prefill kernels of its own for head dims {dims}",
         f"NVRTC        {_shown(found['nvrtc'])}",
         f"kernels      {_shown(found['kernels'])}",
     ]
@@ -137,8 +137,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     lines += ["environment"]
     for variable in env.ALL:
         value = found["environment"][variable.name]
-        shown = "not set" if value is None else f"= {value}"
-        lines += [f"  {variable.name} {shown}: {variable.doc}"]
+        shown = "(not set)" if value is None else f"= {value}"
+        lines += [f"  {variable.name:24} {shown:9}  {variable.doc}"]
     return lines
 
 

@@ -24,36 +24,35 @@ class Variable:
 CACHE_DIR = Variable(
     "CUPYATTN_CACHE_DIR",
     "",
-    "Folder of compiled kernels, an absolute path (default: $XDG_CACHE_HOME/cupyattn, or "
-    "~/.cache/cupyattn).",
+    "folder of compiled kernels, an absolute path (default: $XDG_CACHE_HOME/cupyattn, or "
+    "~/.cache/cupyattn)",
 )
 CACHE_SHARED = Variable(
     "CUPYATTN_CACHE_SHARED",
     "0",
-    "1: that folder is shared: others may read and write it as the umask lets them, and kernels "
-    "that they stored are run. Otherwise what is stored is private, and only kernels of this user "
-    "or of root are run.",
+    "1 shares that folder: the umask says who may read and write it, and kernels that others "
+    "stored are run. Otherwise it is private, and only kernels of this user or of root are run",
 )
 CACHE_LIMIT = Variable(
     "CUPYATTN_CACHE_LIMIT_MIB",
     "4096",
-    "MiB that kernels may take, 0 for no limit: the least recently used are removed.",
+    "MiB that kernels may take, beyond which the least recently used are removed; 0 for no limit",
 )
 NO_COMPILE = Variable(
-    "CUPYATTN_NO_COMPILE", "0", "1: a kernel missing from the cache is an error, never a compile."
+    "CUPYATTN_NO_COMPILE", "0", "1 makes a kernel that the cache has not an error, never a compile"
 )
 DEBUG = Variable(
     "CUPYATTN_DEBUG",
     "0",
-    "1: synchronise after every launch, and check ids of pages on a GPU (read at the first one).",
+    "1 waits for every launch, and checks page numbers on a GPU (read at the first launch)",
 )
 PORTABLE = Variable(
     "CUPYATTN_PORTABLE",
     "0",
-    "1: only kernels that run on every architecture, none of Hopper's own (read at the first one).",
+    "1 leaves out Hopper's own kernels, for those that run everywhere (read at the first launch)",
 )
 KERNELS_DIR = Variable(
-    "CUPYATTN_KERNELS_DIR", "", "Folder of the CUDA sources (default: the ones shipped)."
+    "CUPYATTN_KERNELS_DIR", "", "folder of the CUDA sources (default: those of the package)"
 )
 
 ALL = (CACHE_DIR, CACHE_SHARED, CACHE_LIMIT, NO_COMPILE, DEBUG, PORTABLE, KERNELS_DIR)

@@ -108,6 +108,7 @@ def load(name: str, config: ConfigLike, device_index: int, arch: str) -> Kernel:
     with _load_lock:
         if key not in _kernels:
             _kernels[key] = Kernel(*_build(name, config, arch), device_index)
+            _LOG.info("cupyattn: kernel %s loaded on device %d: %r", name, device_index, config)
         return _kernels[key]
 
 

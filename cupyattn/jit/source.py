@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import json
 import posixpath
 import re
 import zipfile
@@ -20,7 +21,7 @@ from ..errors import CompileError
 # Raise when the meaning of a cache entry changes in a way no other part of the key shows.
 SCHEMA = 1
 # What hatch_build.py puts into the package.
-ARCHIVE = "_kernels.zip.xz"
+ARCHIVE = "_kernels.json.bz2"
 
 _TYPES_HEADER = "cupyattn/common/types.cuh"
 _BUILTIN_TYPES = ("float", "bool")
@@ -153,23 +154,28 @@ def kernels_dir() -> Sources:
 
 @functools.cache
 def _archive(path: Path) -> zipfile.Path:
-    """The archive at `path`, in memory: an open file's position is shared with forked processes."""
+    """The sources that the file at `path` holds as {path: text}, as an archive in memory."""
     try:
-        import lzma
+        import bz2
     except ImportError:
         raise CompileError(
-            f"kernels: {path} is an xz archive, and this Python was built without lzma; install a "
-            f"Python that has it, or point {env.KERNELS_DIR.name} at the CUDA sources"
+            f"kernels: {path} is compressed by bzip2, and this Python was built without bz2; "
+            f"install a Python that has it, or point {env.KERNELS_DIR.name} at the CUDA sources"
         ) from None
     try:
-        archive = zipfile.ZipFile(io.BytesIO(lzma.decompress(path.read_bytes())))
-        archive.filename = str(path)
-        return zipfile.Path(archive)
-    except (OSError, lzma.LZMAError, zipfile.BadZipFile) as error:
+        sources: dict[str, str] = json.loads(bz2.decompress(path.read_bytes()))
+    except (OSError, ValueError, EOFError) as error:
         raise CompileError(
             f"kernels: {path} cannot be read ({error}); reinstall cupyattn, or point "
             f"{env.KERNELS_DIR.name} at the CUDA sources"
         ) from None
+    stored = io.BytesIO()
+    with zipfile.ZipFile(stored, "w") as made:
+        for name, text in sources.items():
+            made.writestr(zipfile.ZipInfo(name), text)
+    archive = zipfile.ZipFile(stored)
+    archive.filename = str(path)
+    return zipfile.Path(archive)
 
 
 @dataclass(frozen=True)

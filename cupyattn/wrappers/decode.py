@@ -27,11 +27,11 @@ _NAMES = PageNames("indptr", "indices", "last_page_len")
 class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
     """Decode attention of a batch over a paged KV cache: plan() once, run() for every layer.
 
-    float_workspace_buffer  contiguous bytes of any dtype on the device of the arrays to come, from
-            a 16-byte boundary on; 128 MB serve any batch. It decides the device: on the CPU, the
-            reference answers. None: memory of the wrapper's own, where the first plan() finds its
-            arrays (on their GPU, if one is on a GPU), and larger as plans need it. So is that on a
-            device that is named ("cuda:1", "cpu", a torch.device) or that a JAX array is on.
+    float_workspace_buffer  contiguous bytes of any dtype that begin at a 16-byte boundary, on the
+            device of the arrays to come; 128 MB serve any batch. On the CPU the reference answers.
+            A device in its place ("cuda:1", "cpu", a torch.device, or a JAX array on it) makes the
+            wrapper own memory there, which grows as plans need it. So does None: the device is
+            then that of the first plan's arrays, a GPU if one of them is on it.
     kv_layout   "NHD" or "HND": pages [page_size, num_kv_heads, head_dim], or heads first.
     use_cuda_graph  runs are going to be captured. The next three are needed then, on the device,
             int32; plan() fills them, and may be called between replays with other lengths and page

@@ -60,6 +60,11 @@ _SYMPTOMS = (
         "ahead](howto/precompile.md), or keep `CUPYATTN_CACHE_DIR`",
     ),
     (
+        "it is unclear which kernels served a call",
+        "`logging.basicConfig(level=\"INFO\")` names each kernel, with its configuration, when the "
+        "process first loads it",
+    ),
+    (
         "`RuntimeWarning: the kernel cache ... cannot be used`",
         "the warning says why: another owner, or a folder that cannot be written",
     ),

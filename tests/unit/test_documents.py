@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from helpers import translated
 
 from benchmarks import documents
+from cupyattn.bench.cases import CASES
 from cupyattn.core import env
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,6 +142,24 @@ def test_the_setup_page_names_every_variable() -> None:
 def test_tables_and_charts_are_those_of_the_results() -> None:
     for path, text in documents.rendered():
         assert path.read_text("utf-8") == text, f"{name(path)}: run python -m benchmarks.documents"
+
+
+def test_the_table_of_the_small_benchmark_is_that_of_its_file() -> None:
+    rows = json.loads((RESULTS / "2026-11-25-h200-bench" / "bench.json").read_text())["rows"]
+    text = (ROOT / "docs" / "results.md").read_text("utf-8")
+    for case in CASES:
+        best = {}
+        for row in rows:
+            if row["case"] == case.name and row["status"] == "timed":
+                best[row["name"]] = min(row["us"], best.get(row["name"], row["us"]))
+        times = [best.get(name) for name in ("cupyattn", "flash-attn", "SDPA")]
+        ours, *peers = [
+            "–" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.1f}" for x in times
+        ]
+        rate, unit = case.rate(best["cupyattn"])
+        speedup = min(x for x in times[1:] if x is not None) / best["cupyattn"]
+        cells = case.about, ours, f"{rate:,.0f} {unit}", *peers, f"{speedup:.2f}×"
+        assert f"| {' | '.join(cells)} |\n" in text, case.name
 
 
 def test_a_case_that_is_not_in_the_results_is_named() -> None:

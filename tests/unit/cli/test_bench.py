@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import pytest
 from helpers.fake_clock import FakeClock
 
 from cupyattn import array, cli
-from cupyattn.bench import clock, machine, peers, report, wrappers
+from cupyattn.bench import clock, machine, peers, report, trial, wrappers
 from cupyattn.bench import run as running
 from cupyattn.bench.candidate import Candidate, Unsupported
 from cupyattn.bench.cases import CASES, Case
@@ -108,7 +110,7 @@ class ByName(FakeClock):
 def offer(error: Exception | None = None, answer: Any = None) -> Any:
     """A peer that answers so, or fails at the call."""
 
-    def candidates(name: str, case: Case, inputs: Any) -> list[Candidate]:
+    def candidates(name: str, case: Case, inputs: Any, tried: Any = None) -> list[Candidate]:
         mine = wrappers.ours(case, replace(inputs, out=np.empty_like(inputs.out)))
 
         def call() -> Any:
@@ -191,6 +193,7 @@ def test_flash_attention_3_is_given_the_case(case: Case, monkeypatch: pytest.Mon
         return (torch.zeros(case.requests, case.q_len, case.num_qo_heads, case.head_dim_vo),)
 
     monkeypatch.setattr(peers, "_fa3_forward", lambda: forward)
+    monkeypatch.setattr(peers, "absence", lambda name: "")
     inputs = make_inputs(case, arrays())
     (one,) = peers.candidates("flash_attn", case, inputs)
     shape = 1, case.requests * case.q_len, case.num_qo_heads, case.head_dim_vo
@@ -317,6 +320,158 @@ def test_without_matplotlib_it_says_so(
     assert "matplotlib is not installed" in capsys.readouterr().out
 
 
+def test_ours_comes_first_and_then_stands_beside_peers(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "candidates", offer())
+    missing = {"flash_attn": "flash-attn is not installed"}
+    monkeypatch.setattr(peers, "absence", lambda name: missing.get(name, ""))
+    written: list[list[str]] = []
+
+    def tried(name: str, kinds: Any, seconds: float) -> dict[str, dict[str, str]]:
+        data = json.loads((tmp_path / report.JSON_NAME).read_text())
+        written.append([row["name"] for row in data["rows"]])
+        assert (name, list(kinds), seconds) == ("flashinfer", ["decode", "mla"], 4.0)
+        return {"decode": {"fa2": "", "": "was not compiled"}, "mla": {"": "was not compiled"}}
+
+    monkeypatch.setattr(bench.trial, "run", tried)
+    command = ["bench", "--case", "small,latent", "--compile-seconds", "4", "--out", str(tmp_path)]
+    assert cli.main(command) == 0
+    assert written == [["cupyattn", "cupyattn"]]  # before any peer was called
+    rows = json.loads((tmp_path / report.JSON_NAME).read_text())["rows"]
+    assert [row["name"] for row in rows] == ["cupyattn", "sdpa", "flashinfer"] * 2
+    out = capsys.readouterr().out
+    assert "flash-attn is not installed" in out
+    assert "FlashInfer has not answered for all cases; --compile-seconds 600" in out
+    assert "FlashInfer has 4 s to compile what is not prebuilt" in out
+    first, second = out.split("beside peers:")
+    assert "sdpa it" not in first
+    for part in (first, second):
+        lines = [line.split() for line in part.splitlines()]
+        assert [x[0] for x in lines if "cupyattn" in x[1:2]] == ["small", "latent"]
+
+
+def test_cases_that_no_peer_came_to_are_named(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "candidates", offer())
+    monkeypatch.setattr(peers, "absence", lambda name: "")
+    command = ["bench", "--case", "small,latent", "--peers", "torch", "--seconds", "-1", "--out"]
+    assert cli.main([*command, str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "without peers: latent; give more --seconds" in out
+    assert "not measured: latent; give more --seconds" in out
+
+
+def test_a_case_of_ours_that_fails_beside_peers_keeps_its_figures(tmp_path: Path) -> None:
+    record = report.Record(tmp_path, {})
+    ((mine,),) = measured(SMALL)
+    record.add([mine])
+    record.add([mine | {"status": "failed", "note": "out of memory"}])
+    assert [row["status"] for row in record.rows] == ["timed", "failed"]
+    record.add([mine])
+    assert record.rows == [mine]
+
+
+def test_ctrl_c_leaves_what_was_measured(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = bench.rows
+
+    def rows(*given: Any) -> Any:
+        yield next(real(*given))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "rows", rows)
+    assert cli.main(["bench", "--case", "small,latent", "--peers", "", "--out", str(tmp_path)]) == 1
+    data = json.loads((tmp_path / report.JSON_NAME).read_text())
+    assert [row["case"] for row in data["rows"]] == ["small"] and data["stopped"] == "interrupted"
+
+
+def peer_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """A program in place of the one that calls a peer for the first time."""
+    program = tmp_path / "python"
+    program.write_text(f"#!{sys.executable}\nimport json, os, subprocess, sys, time\n{body}")
+    program.chmod(0o755)
+    monkeypatch.setattr(trial.sys, "executable", str(program))
+
+
+def ends(pid: int) -> bool:
+    """Whether a process ends within seconds."""
+    for _ in range(200):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are seen in /proc")
+def test_a_peer_that_compiles_for_too_long_is_ended_with_its_compilers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "pid"
+    body = (
+        'print(json.dumps(["decode", "fa2", ""]), flush=True)\n'
+        'compiler = subprocess.Popen(["sleep", "60"])\n'
+        f'with open({str(note)!r}, "w") as file: print(compiler.pid, file=file)\n'
+        "time.sleep(60)\n"
+    )
+    peer_process(tmp_path, monkeypatch, body)
+    start = time.monotonic()
+    found = trial.run("flashinfer", ["decode", "mla"], 2.0)
+    assert time.monotonic() - start < 30
+    left = "was not compiled in 2 s"
+    assert found == {"decode": {"": left, "fa2": ""}, "mla": {"": left}}
+    assert ends(int(note.read_text()))
+
+
+def test_a_peer_that_crashes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = (
+        'print(json.dumps(["decode", "fa2", "RuntimeError: no nvcc"]))\n'
+        'print("[half a line")\n'
+        "sys.exit(3)\n"
+    )
+    peer_process(tmp_path, monkeypatch, body)
+    left = "its process ended with status 3"
+    assert trial.run("flashinfer", ["decode", "mla"], 60.0) == {
+        "decode": {"": left, "fa2": "RuntimeError: no nvcc"},
+        "mla": {"": left},
+    }
+
+
+def test_the_process_of_a_peer_answers_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def candidates(name: str, case: Case, inputs: Any) -> list[Candidate]:
+        assert case.requests == 1 and case.kv_len <= 64
+        if case.kind == "append":
+            raise RuntimeError("no module")
+        return offer(ValueError("no kernel") if case.kind == "mla" else None)(name, case, inputs)
+
+    monkeypatch.setattr(peers, "candidates", candidates)
+    assert list(trial.answers("flashinfer", ["prefill", "append", "mla"], arrays())) == [
+        ("prefill", "it", ""),
+        ("append", "", "RuntimeError: no module"),
+        ("mla", "it", "ValueError: no kernel"),
+    ]
+
+
+def test_what_a_trial_did_not_answer_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(peers, "absence", lambda name: "")
+    monkeypatch.setattr(peers, "import_module", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    chunks = KINDS[1]
+    tried = {"flashinfer": {"append": {"fa2": "RuntimeError: no nvcc", "": "was not compiled"}}}
+    (rows,) = measured(chunks, peer_names=("flashinfer",), tried=tried)
+    assert [(row["status"], row["variant"], row["note"]) for row in rows[1:]] == [
+        ("skipped", "fa2", "RuntimeError: no nvcc"),
+        ("skipped", "fa3", "was not compiled"),
+    ]
+
+
 def test_a_wrong_answer_of_ours_fails(
     gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,7 +500,7 @@ def test_cases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--peers", "fa9"], "--peers: got 'fa9'; wanted some of sdpa, flashinfer, flash_attn"),
+        (["--peers", "fa9"], "--peers: got 'fa9'; wanted some of sdpa, flash_attn, flashinfer"),
         (["--case", "nope*"], "--case: nothing is called 'nope*'; wanted some of decode_64x4k"),
     ],
 )
@@ -367,7 +522,7 @@ def test_without_a_gpu_it_says_what_to_do(
     monkeypatch.setattr(bench, "device_props", none)
     assert cli.main(["bench", "--out", str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err
-    assert "no usable GPU" in err and "`cupyattn demo` runs without one" in err
+    assert "no usable GPU" in err and "`cupyattn demo` runs without a GPU" in err
     assert not (tmp_path / "out").exists()
 
 

@@ -31,7 +31,7 @@ def test_info_names_everything(place: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"{place / 'default-cache'} (writable): 0 kernels" in out
     for variable in env.ALL:
         assert variable.name in out and variable.doc in out
-    assert f"CUPYATTN_KERNELS_DIR = {place / 'kernels'}" in out
+    assert f"CUPYATTN_KERNELS_DIR     = {place / 'kernels'}  {env.KERNELS_DIR.doc}" in out
     assert not (place / "default-cache").exists()
 
 

@@ -165,14 +165,20 @@ def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> type[_FakeKernel]:
 
 
 def test_load_is_a_lookup_after_the_first_call(
-    place: Path, fake_kernel: type[_FakeKernel], monkeypatch: pytest.MonkeyPatch
+    place: Path,
+    fake_kernel: type[_FakeKernel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO", "cupyattn")
     config = jit.Config({"kScale": 3})
     first = jit.load("tiny", config, 0, "sm_80")
+    assert caplog.messages[-1] == f"cupyattn: kernel tiny loaded on device 0: {config!r}"
+    caplog.clear()
     monkeypatch.setenv("CUPYATTN_KERNELS_DIR", str(place / "gone"))
     assert jit.load("tiny", config, 0, "sm_80") is first
     assert jit.load("tiny", {"kScale": 3}, 0, "sm_80") is first
-    assert fake_kernel.made == 1
+    assert fake_kernel.made == 1 and not caplog.messages
 
 
 def test_load_keeps_configs_devices_and_archs_apart(fake_kernel: type[_FakeKernel]) -> None:

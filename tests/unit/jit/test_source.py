@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import json
 import pickle
 import subprocess
@@ -172,7 +173,7 @@ def test_kernels_dir_prefers_the_variable(root: Path, monkeypatch: pytest.Monkey
 
 def test_kernels_dir_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUPYATTN_KERNELS_DIR", raising=False)
-    assert kernels_dir().name in ("kernels", "_kernels.zip.xz")
+    assert kernels_dir().name in ("kernels", source.ARCHIVE)
 
 
 def test_an_archive_of_sources_is_read_as_their_folder(
@@ -210,21 +211,22 @@ def test_equal_sources_make_equal_archives(root: Path, tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     import hatch_build
 
-    made = tmp_path / "one.zip", tmp_path / "two.zip"
+    made = tmp_path / "one.bz2", tmp_path / "two.bz2"
     for path in made:
         hatch_build.pack(root, path)
     assert made[0].read_bytes() == made[1].read_bytes()
 
 
-def test_a_damaged_archive_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / source.ARCHIVE).write_bytes(b"no archive")
+@pytest.mark.parametrize("held", [b"no archive", bz2.compress(b"no JSON"), bz2.compress(b"{}")[:9]])
+def test_a_damaged_archive_says_what_to_do(held: bytes, tmp_path: Path) -> None:
+    (tmp_path / source.ARCHIVE).write_bytes(held)
     with pytest.raises(CompileError, match="reinstall cupyattn"):
         source._archive(tmp_path / source.ARCHIVE)
 
 
-def test_a_python_without_lzma_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lzma", None)
-    with pytest.raises(CompileError, match=r"built without lzma.*CUPYATTN_KERNELS_DIR"):
+def test_a_python_without_bz2_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bz2", None)
+    with pytest.raises(CompileError, match=r"built without bz2.*CUPYATTN_KERNELS_DIR"):
         source._archive(tmp_path / source.ARCHIVE)
 
 
