@@ -165,8 +165,8 @@ __device__ __forceinline__ void load_bits(uint32_t (&bits)[kWords], const Attent
 
 // A form of mask has two functions:
 //   load       the keys that `token` sees from key `key` on; bits past the last key mean nothing.
-//              An expression says of one key instead whether a token `sees` it, and its heads may
-//              differ (kReadsHeads)
+//              An expression says it of one key (`sees`) or of 32 (`seen_of_word`) instead, and its
+//              heads may differ (kReadsHeads)
 //   first_key  the first key that some row may not see
 struct AnyMask {
   static constexpr bool kReadsHeads = false, kIsExpression = false;
@@ -220,22 +220,16 @@ struct ExpressionMask : AnyMask {
   static constexpr bool kReadsHeads = Expression::kReadsHeads, kIsExpression = true;
 
   static __device__ __forceinline__ int first_key(const Request&) { return 0; }
-  // The keys that a head of a token sees from key `key` on.
-  template <int kWords>
-  static __device__ __forceinline__ void load(uint32_t (&bits)[kWords],
-                                              const AttentionParams& params, const Request& request,
-                                              int token, int key, int head) {
+  // Which of 32 keys from `key` on a head of a token sees.
+  static __device__ __forceinline__ uint32_t seen_of_word(const AttentionParams& params,
+                                                          const Request& request, int token,
+                                                          int key, int head) {
     const auto sees_key = test(
         params, request, RowInfo{token, request.position(params, token), head, 1.0f, 0.0f}, key);
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      uint32_t word = 0;
+    uint32_t word = 0;
 #pragma unroll 4
-      for (int bit = 0; bit < 32; ++bit) {
-        word |= static_cast<uint32_t>(sees_key(32 * w + bit)) << bit;
-      }
-      bits[w] = word;
-    }
+    for (int bit = 0; bit < 32; ++bit) word |= static_cast<uint32_t>(sees_key(bit)) << bit;
+    return word;
   }
   static __device__ __forceinline__ bool sees(const AttentionParams& params, const Request& request,
                                               int token, int key, int head) {

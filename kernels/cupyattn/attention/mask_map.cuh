@@ -64,10 +64,9 @@ struct MaskScan {
                                      params.num_kv_heads * params.group_size);
     if (threadIdx.x % kWarpSize != 0) return;
     const uint32_t bit = 1u << (tile % 32);
-    const bool is_mixed = !sight.all || range.cuts(key, kTileKV);
     if (sight.some) ptx::atomic_or_shared(&map.any[tile / 32], bit);
     // mutate: mixed-expression-tile-is-whole
-    if (is_mixed) ptx::atomic_or_shared(&map.mixed[tile / 32], bit);
+    if (!sight.all) ptx::atomic_or_shared(&map.mixed[tile / 32], bit);
   }
 
   // Adds what every kWarps-th token sees of this lane's tile.
@@ -88,7 +87,7 @@ struct MaskScan {
         all[w] &= bits[w];
       }
     }
-    bool is_any = false, is_mixed = range.cuts(key, kTileKV);
+    bool is_any = false, is_mixed = false;
 #pragma unroll
     for (int w = 0; w < kRowWords; ++w) {
       const uint32_t exists = low_bits(min_of(request.kv_len - key, kTileKV) - 32 * w);
