@@ -181,7 +181,8 @@ struct RowBits {
     }
   }
 
-  // A thread evaluates 32 keys at a time. Neighbours have the same keys, of tokens in a row.
+  // Threads share rows, or the words of rows if there are more threads. Neighbours have the same
+  // keys, of tokens in a row.
   template <typename Mask, typename Item>
   static __device__ __forceinline__ void evaluate(KeyBits<kTileKV> (&rows)[kTileQ],
                                                   const AttentionParams& params, const Item& item,
@@ -193,21 +194,28 @@ struct RowBits {
     const int first_key = item.first_key(tile.tile);
     const int num_rows =
         Mask::kReadsHeads ? work.num_rows : item.range.last_token - item.range.first_token + 1;
+    const int num_shares = min_of(kWords, max_of(num_threads / num_rows, 1));
 #pragma unroll 1
-    for (int index = thread; index < kWords * num_rows; index += num_threads) {
-      const int w = index / num_rows, r = index - w * num_rows, key = first_key + 32 * w;
+    for (int index = thread; index < num_shares * num_rows; index += num_threads) {
+      const int share = index / num_rows, r = index - share * num_rows;
       int token = item.range.first_token + r, head = 0;
       if constexpr (Mask::kReadsHeads) {
         const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
         token = row.token;
         head = work.kv_head * params.group_size + row.group_head;
       }
-      uint32_t bits = ~0u;
-      if (tile.needs_mask == KeyTile::kMask) {
-        bits = Mask::seen_of_word(params, request, token, key, head);
+      const int position = request.position(params, token);
+      const KeyLimits limits = KeyLimits::of(params, request, position);
+      const RowInfo row{token, position, head, 1.0f, 0.0f};
+#pragma unroll 1
+      for (int w = share; w < kWords; w += num_shares) {
+        const int key = first_key + 32 * w;
+        uint32_t bits = ~0u;
+        if (tile.needs_mask == KeyTile::kMask) {
+          bits = Mask::seen_of_word(params, request, row, key);
+        }
+        rows[r].word[w] = within(bits, limits, key);
       }
-      rows[r].word[w] =
-          within(bits, KeyLimits::of(params, request, request.position(params, token)), key);
     }
   }
 };
