@@ -11,6 +11,7 @@ import numpy as np
 
 from . import array
 from .array import ArrayView
+from .array.match import is_contiguous
 from .core import dtypes, parse
 from .core.logits import LogitsExpression
 from .core.names import refuse_names
@@ -94,9 +95,12 @@ def dot_product_attention(
     query   float16 or bfloat16, on the CPU float32 too. key and value have its dtype or are fp8;
             value's head_dim may differ. Any number of query heads shares a key head. Any strides
             but a contiguous last dimension.
-    mask    bool, broadcastable to [b, num_heads, t, s] ([num_heads, t, s] without b), one for all
-            heads: True where a row sees a key. Dense requests alone; is_causal, the window and
-            lengths hold besides. Each request is a launch of its own then.
+    bias    float32 or of 16 bits, broadcastable to [b, num_heads, t, s] ([num_heads, t, s] without
+            b), contiguous: added to the scaled logits. Dense requests of whole arrays alone, each
+            a launch of its own; the kernel is compiled on its first use.
+    mask    bool, of the same shapes: True where a row sees a key. Dense requests alone; is_causal,
+            the window and lengths hold besides. Each request is a launch of its own then. One that
+            differs by head, or comes with a bias, is taken as the bias is.
     scale   of the logits; default 1 / sqrt(head_dim).
     is_causal   the last query of a request is at its last key: row i of t sees keys up to
             i + s - t. (jax.nn and torch put the first query at the first key. Both mean the same
@@ -116,7 +120,7 @@ def dot_product_attention(
     return_lse, return_residual   two names of: return the log-sum-exp of each row too.
     logits_transform, mask_fn, logits_params   expressions over each logit and its place, as in
             single_prefill_with_kv_cache: dense requests of whole arrays, each a launch of its own.
-    bias    must be None. implementation: accepted for compatibility.
+    implementation: accepted for compatibility.
 
     Lengths, offsets and tables are int32 or int64. They stay on their device: nothing is copied to
     the host and nothing waits, so that a CUDA graph may capture the call.
@@ -128,11 +132,6 @@ def dot_product_attention(
     Raises ArgumentError for arguments that do not fit each other, UnsupportedError for what is not
     served, before anything is written. Semantics: jax.nn.dot_product_attention, but for is_causal.
     """
-    if bias is not None:
-        raise UnsupportedError(
-            "bias: is not supported; pass logits_transform='logit + bias[head, q_row, kv_idx]' "
-            "with logits_params={'bias': bias}"
-        )
     if implementation is not None and not isinstance(implementation, str):
         raise ArgumentError(f"implementation: got {parse.shown(implementation)}; wanted a string")
     if kv_lens is not None and key_value_seq_lengths is not None:
@@ -141,6 +140,7 @@ def dot_product_attention(
         )
     wants_lse = parse.flag(return_lse, "return_lse")
     wants_lse = parse.flag(return_residual, "return_residual") or wants_lse
+    lens = key_value_seq_lengths if kv_lens is None else kv_lens
     options = {
         "softmax_scale": scale,
         "causal": parse.flag(is_causal, "is_causal"),
@@ -150,7 +150,12 @@ def dot_product_attention(
         "out": out,
         "return_softmax_lse": wants_lse,
     }
-    lens = key_value_seq_lengths if kv_lens is None else kv_lens
+    if bias is not None or (mask is not None and _has_heads(mask)):
+        name = "mask" if bias is None else "bias"
+        _refuse_with_arrays(name, logits_transform, mask_fn, logits_params)
+        _refuse_lengths(name, query_seq_lengths, lens, cu_seqlens_q, cu_seqlens_k, block_table)
+        logits_transform, mask_fn, logits_params = _as_expressions(bias, mask, query, key)
+        mask = None
     expression, arrays = logits.read(logits_transform, mask_fn, logits_params)
     try:
         if expression is not None:
@@ -430,11 +435,6 @@ def _visible(
         )
     array.same_device(query=vq, mask=vm)
     full = array.view(_with_axes(mask, vm, 4), "mask")
-    if full.shape[1] > 1 and full.strides[1]:
-        raise UnsupportedError(
-            f"mask: shape is {list(vm.shape)}, with a mask for each head; wanted one for all heads,"
-            f" [{count}, 1, {tokens}, {keys}]"
-        )
     left, right = options["window_size"]
     if options["causal"]:
         right = 0
@@ -485,6 +485,67 @@ def _each_masked(q: Any, k: Any, v: Any, vq: ArrayView, seen: Any, options: dict
 
 
 # --- expressions ---
+
+
+def _has_heads(mask: Any) -> bool:
+    """Whether heads may have different masks."""
+    v = array.view(mask, "mask")
+    return len(v.shape) > 2 and v.shape[-3] > 1 and v.strides[-3] != 0
+
+
+def _refuse_with_arrays(name: str, *expressions: Any) -> None:
+    if any(x is not None for x in expressions):
+        raise ArgumentError(
+            f"{name}: got an array beside logits_transform, mask_fn or logits_params; name it there"
+        )
+
+
+def _refuse_lengths(name: str, *others: Any) -> None:
+    if any(x is not None for x in others):
+        kind = "one" if name == "bias" else "a mask for each head"
+        raise UnsupportedError(
+            f"{name}: got {kind} beside lengths, cu_seqlens or block_table; wanted dense requests "
+            "of whole arrays"
+        )
+
+
+def _as_expressions(
+    bias: Any, mask: Any, query: Any, key: Any
+) -> tuple[str | None, str | None, dict[str, Any]]:
+    """Arrays over all logits as (logits_transform, mask_fn, logits_params)."""
+    q, k = array.view(query, "q"), array.view(key, "k")
+    if len(q.shape) not in (3, 4) or len(k.shape) != len(q.shape):
+        raise ArgumentError(
+            f"query, key: shapes are {list(q.shape)} and {list(k.shape)}; wanted [batch, tokens, "
+            "heads, head_dim], or both without batch"
+        )
+    wanted = q.shape[0] if len(q.shape) == 4 else 1, q.shape[-2], q.shape[-3], k.shape[-3]
+    texts: dict[str, str] = {}
+    arrays = {}
+    for name, x in (("bias", bias), ("mask", mask)):
+        if x is not None:
+            arrays[name], places = _over_logits(x, name, wanted)
+            texts[name] = f"{name}[{', '.join(places)}]"
+    return f"logit + {texts['bias']}" if "bias" in texts else None, texts.get("mask"), arrays
+
+
+def _over_logits(x: Any, name: str, wanted: tuple[int, ...]) -> tuple[Any, list[str]]:
+    """An array that broadcasts to [b, num_heads, t, s], with four axes, and what indexes each."""
+    v, is_bias = array.view(x, name), name == "bias"
+    full = _with_axes(x, v, 4) if len(v.shape) <= 4 else x
+    shape = full.shape
+    if len(shape) != 4 or any(n not in (1, most) for n, most in zip(shape, wanted, strict=True)):
+        raise ArgumentError(
+            f"{name}: shape is {list(v.shape)}; wanted one that broadcasts to {list(wanted)}"
+        )
+    floats = dtypes.float32, dtypes.float16, dtypes.bfloat16
+    if v.dtype not in (floats if is_bias else (dtypes.bool_,)):
+        want = "float32, float16 or bfloat16" if is_bias else "bool, True where a row sees a key"
+        raise ArgumentError(f"{name}: dtype is {v.dtype}; wanted {want}")
+    if not is_contiguous(array.view(full, name)):
+        raise ArgumentError(f"{name}: has strides {list(v.strides)}; wanted a contiguous array")
+    places = zip(("batch", "head", "q_row", "kv_idx"), shape, strict=True)
+    return full, [place if n > 1 else "0" for place, n in places]
 
 
 def _refuse_with_expression(*others: Any) -> None:

@@ -92,26 +92,48 @@ class LogitsExpression:
         return len(nodes) > _SHORT or any(node.op == "element" for node in nodes)
 
     @property
-    def soft_cap(self) -> float:
-        """The cap c if the transform is c * tanh(logit / c), else 0.
+    def soft_cap(self) -> tuple[float, float]:
+        """(c, factor) if the transform is c * tanh(factor * logit / c), both positive; else (0, 0).
 
-        The kernels have that as an option, with a faster tanh for small logits.
+        The kernels have that as an option, with a faster tanh for small logits. However it is
+        written: a * tanh(b * logit) is the cap |a| of logits times a * b.
         """
-        node = self.transform
-        if node is None or node.op != "*":
-            return 0.0
-        for cap, other in (node.args, node.args[::-1]):
-            quotient = other.args[0] if other.op == "tanh" else None
-            if quotient is None or quotient.op != "/" or quotient.args[1] != cap:
+        outer, function = self._factor(self.transform, "tanh")
+        if function is None:
+            return 0.0, 0.0
+        inner, logit = self._factor(function.args[0], "variable")
+        if logit is None or logit.value != "logit" or not outer * inner > 0.0:
+            return 0.0, 0.0
+        return abs(outer), outer * inner
+
+    def _factor(self, node: Node | None, op: str) -> tuple[float, Node | None]:
+        """(a, x) if the node is a number a times x, a node of this operation; else (0, None)."""
+        if node is None or node.op == op:
+            return 1.0, node
+        if node.op == "negate":
+            factor, found = self._factor(node.args[0], op)
+            return -factor, found
+        if node.op not in ("*", "/"):
+            return 0.0, None
+        for constant, other in (node.args, node.args[::-1]):
+            by = self._constant(constant)
+            if by == 0.0 or (node.op == "/" and other is not node.args[0]):
                 continue
-            if quotient.args[0].op == "variable" and quotient.args[0].value == "logit":
-                return abs(self._constant(cap))
-        return 0.0
+            factor, found = self._factor(other, op)
+            return (factor * by if node.op == "*" else factor / by), found
+        return 0.0, None
 
     def _constant(self, node: Node) -> float:
-        """The value of a number that the call knows, 0 for all else."""
+        """The value of a product of numbers that the call knows, 0 for all else."""
         if node.op == "number" and isinstance(node.value, int):
             return float(self.values[node.value])
+        if node.op == "negate":
+            return -self._constant(node.args[0])
+        if node.op in ("*", "/"):
+            first, second = (self._constant(x) for x in node.args)
+            if second == 0.0:
+                return 0.0
+            return first * second if node.op == "*" else first / second
         is_value = node.op == "value" and isinstance(node.value, (int, float))
         return float(node.value) if is_value else 0.0  # type: ignore[arg-type]
 
@@ -142,19 +164,22 @@ class LogitsExpression:
         """(left, right, rest): the conditions of the mask that are a window, and all others.
 
         left, right  keys beside the row's own that it sees to a side; -1: the mask does not say
-        A window is kv_idx <= q_idx + n or kv_idx >= q_idx - n with n >= 0, however it is written.
+        A window is kv_idx <= q_idx + n or kv_idx >= q_idx - n with n >= 0, however it is written,
+        or both at once, abs(kv_idx - q_idx) <= n.
         The kernels know windows: they visit no tile outside and look at few inside.
         """
         left = right = -1
         rest: list[Node] = []
         for part in _joined(self.mask):
-            side, keys = self._window(part)
-            if side == "right":
-                right = keys if right < 0 else min(right, keys)
-            elif side == "left":
-                left = keys if left < 0 else min(left, keys)
-            else:
+            found = [self._window(x) for x in _without_abs(part)]
+            if "" in (side for side, _ in found):
                 rest.append(part)
+                continue
+            for side, keys in found:
+                if side == "right":
+                    right = keys if right < 0 else min(right, keys)
+                else:
+                    left = keys if left < 0 else min(left, keys)
         node = rest[0] if rest else None
         for part in rest[1:]:
             assert node is not None
@@ -219,6 +244,19 @@ def _joined(node: Node | None) -> list[Node]:
     if node.op != "&&":
         return [node]
     return [part for x in node.args for part in _joined(x)]
+
+
+def _without_abs(node: Node) -> list[Node]:
+    """The conditions of x and of -x that a condition abs(x) <= n is; the node alone otherwise."""
+    for op, small in (("<", 0), (">", 1)):
+        if node.op.startswith(op) and node.args[small].op == "abs":
+            x = node.args[small].args[0]
+            signs = x, Node("negate", x.type, (x,))
+            return [
+                replace(node, args=(y, node.args[1]) if small == 0 else (node.args[0], y))
+                for y in signs
+            ]
+    return [node]
 
 
 def _with_place(node: Node | None, place: Node) -> Node | None:

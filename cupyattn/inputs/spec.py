@@ -76,7 +76,8 @@ def make_spec(
         parse.window(given.window_right, "window_right"),
     )
     if logits is not None:
-        soft_cap, logits = resolve_logits(logits, pos_encoding, soft_cap, mask_form)
+        soft_cap, factor, logits = resolve_logits(logits, pos_encoding, soft_cap, mask_form)
+        sm_scale *= factor
     if logits is not None and logits.mask is not None:
         *own, mask = logits.split_windows()
         windows = narrower(windows[0], own[0]), narrower(windows[1], own[1])
@@ -118,8 +119,9 @@ def narrower(first: int, second: int) -> int:
 
 def resolve_logits(
     logits: LogitsExpression, pos_encoding: str, soft_cap: float, mask_form: str | None
-) -> tuple[float, LogitsExpression | None]:
-    """(soft cap, expressions) of a call: a transform that is the soft cap becomes that option.
+) -> tuple[float, float, LogitsExpression | None]:
+    """(soft cap, factor of logits, expressions) of a call: a transform that is the soft cap becomes
+    that option.
 
     Raises UnsupportedError for options that an expression would have to take in.
     """
@@ -134,7 +136,7 @@ def resolve_logits(
             "mask as an array in logits_params and name it in mask_fn"
         )
     if logits.transform is None:
-        return soft_cap, logits
+        return soft_cap, 1.0, logits
     if soft_cap:
         raise UnsupportedError(
             f"logits_soft_cap: got {soft_cap:g} with logits_transform; write it in the expression, "
@@ -145,9 +147,10 @@ def resolve_logits(
             "pos_encoding_mode: got 'ALIBI' with logits_transform; write it in the expression, as "
             "logit + slopes[head] * (kv_idx - q_idx)"
         )
-    if logits.soft_cap:
-        return logits.soft_cap, logits.without_transform()
-    return 0.0, logits
+    cap, factor = logits.soft_cap
+    if cap:
+        return cap, factor, logits.without_transform()
+    return 0.0, 1.0, logits
 
 
 def require_group(

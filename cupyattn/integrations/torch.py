@@ -15,6 +15,7 @@ from typing import Any
 
 from .. import decode, page, prefill
 from ..core import tracing
+from . import torch_others
 from .torch_calls import (
     APPEND,
     CALLS,
@@ -49,6 +50,8 @@ def register() -> None:
         return
     library = torch.library.Library("cupyattn", "FRAGMENT")
     _libraries.append(library)
+    library.define(torch_others.SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    _implement(library, "call", functools.partial(torch_others.run, wrappers), torch_others.fake)
     for call in CALLS:
         for form, schema in call.forms.items():
             name = f"{call.name}.{form}" if form else call.name
@@ -66,6 +69,8 @@ def register() -> None:
         _implement(library, name, _run(form), _fake_run(form))
     for kind in _WRAPPERS:
         _open_run(kind)
+    for other in torch_others.OTHERS:
+        _open_other(other)
 
 
 def _implement(library: Any, name: str, function: Any, fake: Any) -> None:
@@ -144,7 +149,8 @@ def _traced(call: Call) -> Any:
     operators = {form: getattr(packet, form or "default") for form in call.forms}
     parameters, names = call.parameters, call.arguments
     order, aliases = tuple(parameters), dict(call.aliases)
-    title, ignored, flag, appends = call.name, call.ignored, call.flag, call.appends
+    ignored, flag, appends = call.ignored, call.flag, call.appends
+    with_all = torch_others.traced(torch_others.of_call(call), call.function, False)
     defaults = {name: parameters.get(name) for name in names}
     if "block_table" in names:
         defaults["block_table"] = None
@@ -163,7 +169,7 @@ def _traced(call: Call) -> Any:
                 if x is not None or name not in given:
                     given[name] = _plain(name, x)
             elif name not in ignored and x is not None and x != parameters.get(name):
-                raise unknown(title, name)
+                return with_all(*args, **kwargs)
         form = "append" if appends and given[appends] is not None else ""
         if out is not None:
             form = form + "_out" if form else "out"
@@ -327,7 +333,9 @@ def _open_run(kind: Any) -> None:
     packet = torch.ops.cupyattn.run
     operators = {form: getattr(packet, form or "default") for form in forms(RUN)}
     is_compiling = torch.compiler.is_compiling
-    count = 2 if kind is prefill.BatchPrefillWithRaggedKVCacheWrapper else 1
+    is_ragged = kind is prefill.BatchPrefillWithRaggedKVCacheWrapper
+    keys = ("k", "v") if is_ragged else ("paged_kv_cache",)
+    count = len(keys)
     named = _NAMED[3:]
     ignored = "enable_pdl", "window_left", "skip_softmax_threshold_scale_factor"
 
@@ -337,6 +345,7 @@ def _open_run(kind: Any) -> None:
         return 0
 
     def traced(self: Any, q: Any, *arrays: Any, **kwargs: Any) -> Any:
+        arrays = (*arrays, *(kwargs.pop(x) for x in keys[len(arrays) :] if x in kwargs))
         if len(arrays) != count:
             raise unknown("run()", "scales by position")
         keep(self)
@@ -372,6 +381,36 @@ def _open_run(kind: Any) -> None:
 
     tracing.traced(method)
     kind.run = method
+
+
+def _open_other(other: torch_others.Other) -> None:
+    """Let Dynamo trace a call that has no operator of its own."""
+    import torch
+
+    owner, function = torch_others.public(other.path)
+    call = torch_others.traced(other, function, owner is not None)
+    if owner is None:
+        _substitute(function, call)
+        return
+    if tuple(map(int, torch.__version__.split(".")[:2])) < RUNS_SINCE:
+        return
+    is_compiling = torch.compiler.is_compiling
+
+    @torch._dynamo.assume_constant_result
+    def keep(wrapper: Any) -> int:
+        wrappers[id(wrapper)] = wrapper
+        return 0
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            keep(self)
+            return call(id(self), *args, **kwargs)
+        return function(self, *args, **kwargs)
+
+    tracing.traced(method)
+    method.outside_of_graphs = function  # type: ignore[attr-defined]
+    setattr(owner, other.path.rpartition(".")[2], method)
 
 
 register()

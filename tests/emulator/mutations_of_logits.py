@@ -13,7 +13,7 @@ LOGITS = (
              "index", "expression mask"),
     Mutation("expression-mask-of-lane-0", "first", "first_key", "expression mask"),
     Mutation("tile-seen-by-first-head", "head < heads", "head < 1", "expression by head"),
-    Mutation("mixed-expression-tile-is-whole", "if (is_mixed)", "if (false)",
+    Mutation("mixed-expression-tile-is-whole", "if (!sight.all)", "if (false)",
              "hopper expression by head"),
     Mutation("pair-shares-expression", "8 * n + 1", "8 * n", "hopper linear expression"),
 )  # fmt: skip

@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +96,13 @@ def missing(name: str) -> bool:
     return any(importlib.util.find_spec(x) is None for x in ("torch", "transformers", name))
 
 
+def meeting_place(path: Path) -> str:
+    """Where the processes of torch.distributed meet: a file. The engines' own places are ports with
+    fixed numbers, which one process of a machine has at a time."""
+    path.mkdir(parents=True, exist_ok=True)
+    return f"file://{tempfile.mkdtemp(dir=path)}/meeting"
+
+
 def check(tokens: list[Any], want: list[Any], ahead: list[Any]) -> None:
     compared, count = agree(tokens, want, ahead)
     assert compared > count * 0.6, (compared, count)
@@ -127,6 +135,7 @@ def minisgl(
     import_minisgl(patch)
     import minisgl.core
     import minisgl.distributed.info
+    import minisgl.engine.config
     import minisgl.engine.engine
     import minisgl.layers.rotary
     import minisgl.scheduler.scheduler
@@ -142,6 +151,10 @@ def minisgl(
         found = random_weights(self.model.state_dict().items())
         return {name: x.to(self.device, self.dtype) for name, x in found.items()}
 
+    address = meeting_place(path)
+    patch.setattr(
+        minisgl.engine.config.EngineConfig, "distributed_addr", property(lambda _: address)
+    )
     patch.setattr(minisgl.engine.engine.Engine, "_load_weight_state_dict", weights)
     if not torch.cuda.is_available():
         _play_graphs(patch)
@@ -345,8 +358,11 @@ def nanovllm_tokens(
         engine_stubs.module(patch, "xxhash", xxh64=engine_stubs.Hash)
     patch.setattr(torch, "compile", lambda function: function)
     init = torch.distributed.init_process_group
-    patch.setattr(torch.distributed, "init_process_group",
-                  lambda backend, *args, **named: init("gloo", *args, **named))  # fmt: skip
+
+    def init_process_group(backend: str, address: str, **named: Any) -> None:
+        init("gloo", meeting_place(path), **named)
+
+    patch.setattr(torch.distributed, "init_process_group", init_process_group)
     patch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 29, 1 << 29))
     from nanovllm.engine import llm_engine, model_runner
     from nanovllm.engine.scheduler import Scheduler

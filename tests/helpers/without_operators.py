@@ -28,3 +28,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delitem(known, key, raising=False)
     for kind in module._WRAPPERS:
         monkeypatch.setattr(kind, "run", kind.run.__wrapped__)
+    for other in module.torch_others.OTHERS:
+        kind, function = module.torch_others.public(other.path)
+        if kind is not None:
+            monkeypatch.setattr(kind, "run", function)

@@ -237,6 +237,29 @@ def test_as_jax() -> None:
             np.testing.assert_allclose(lse, want_lse, atol=1e-5)
 
 
+@pytest.mark.parametrize("bias", [None, (B, H, S, S), (1, H, 1, S), (S, S), (B, 1, S, 1)])
+@pytest.mark.parametrize("mask", [None, (B, H, S, S), (H, S, S), (B, 1, 1, S)])
+def test_biases_and_masks_of_heads_as_jax(bias: Any, mask: Any) -> None:
+    jax = pytest.importorskip("jax")
+    rng = np.random.default_rng(11)
+    q, k, v = (jax.numpy.asarray(rng.standard_normal((B, S, n, D)), "float32") for n in (H, HK, HK))
+    named: dict[str, Any] = {"is_causal": True, "scale": 0.3}
+    if bias is not None:
+        named["bias"] = jax.numpy.asarray(rng.standard_normal(bias), "float32")
+    if mask is not None:
+        named["mask"] = jax.numpy.asarray(rng.random(mask) < 0.7).at[..., 0].set(True)
+    # JAX wants all four axes.
+    given = [n for n in ("bias", "mask") if n in named]
+    whole = {n: named[n].reshape((1,) * (4 - named[n].ndim) + named[n].shape) for n in given}
+    want = jax.nn.dot_product_attention(q, k, v, **(named | whole))
+    got, lse = cupyattn.dot_product_attention(q, k, v, return_lse=True, **named)
+    assert type(got) is type(q) and lse.shape == (B, S, H)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    one = {n: x if n not in whole or whole[n].shape[0] == 1 else x[0] for n, x in named.items()}
+    alone = cupyattn.dot_product_attention(q[0], k[0], v[0], **one)
+    np.testing.assert_allclose(alone, want[0], atol=1e-5)
+
+
 @pytest.mark.parametrize("named", [{}, {"is_causal": True}, {"key_value_seq_lengths": True},
                                    {"key_value_seq_lengths": True, "query_seq_lengths": True},
                                    {"mask": True}])  # fmt: skip
@@ -263,7 +286,15 @@ def wrong(**change: Any) -> dict[str, Any]:
 
 _OFFSETS = np.array([0, 2, 5], np.int32)
 WRONG = [
-    (wrong(bias=np.zeros(1)), UnsupportedError, "^bias: is not supported"),
+    (wrong(bias=np.zeros(1)), ArgumentError, "^bias: dtype float64"),
+    (wrong(bias=np.zeros((T, S), np.bool_)), ArgumentError, "^bias: dtype is bool"),
+    (wrong(bias=np.zeros((2, 1, 1, 1), np.float32)), ArgumentError, "^bias: shape is"),
+    (wrong(bias=np.zeros((1, 1, 1, 1, 1), np.float32)), ArgumentError, "^bias: shape is"),
+    (wrong(bias=np.zeros((S, T), np.float32).T), ArgumentError, "^bias: has strides"),
+    (wrong(bias=np.zeros((T, S), np.float32), mask_fn="kv_idx > 0"), ArgumentError,
+     "^bias: got an array beside"),
+    (wrong(bias=np.zeros((T, S), np.float32), kv_lens=_OFFSETS), UnsupportedError,
+     "^bias: got one beside lengths"),
     (wrong(key=np.zeros((2, S, HK, D), np.float32)), ArgumentError, r"^key: shape is \[2, 9"),
     (wrong(value=np.zeros((B, 4, HK, D), np.float32)), ArgumentError, "^value"),
     (wrong(key=np.zeros((B, S, 3, D), np.float32), value=np.zeros((B, S, 3, D), np.float32)),
@@ -277,7 +308,8 @@ WRONG = [
     (wrong(return_lse=3), ArgumentError, "^return_lse"),
     (wrong(mask=np.ones((T, 4), np.bool_)), ArgumentError, "^mask: shape"),
     (wrong(mask=np.ones((T, S), np.float32)), ArgumentError, "^mask: dtype is float32"),
-    (wrong(mask=np.ones((B, H, T, S), np.bool_)), UnsupportedError, "^mask: .* each head"),
+    (wrong(mask=np.ones((B, H, T, S), np.bool_), kv_lens=_OFFSETS), UnsupportedError,
+     "^mask: got a mask for each head"),
     (wrong(mask=np.ones((T, S), np.bool_), block_table=1), UnsupportedError, "^mask: is for dense"),
     (wrong(kv_lens=_OFFSETS, key_value_seq_lengths=_OFFSETS), ArgumentError, "two names"),
     (wrong(kv_lens=_OFFSETS[:2]), ArgumentError, "^kv_lens"),

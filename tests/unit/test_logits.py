@@ -42,6 +42,7 @@ def assert_same(found, wanted, tolerance=1e-6):
 # An expression, and the built-in option that means the same.
 BUILT_IN = [
     ({"logits_transform": "7 * tanh(logit / 7)"}, {"logits_soft_cap": 7.0}),
+    ({"logits_transform": "3 * tanh(logit * 0.5)"}, {"logits_soft_cap": 3.0, "q_scale": 1.5}),
     ({"logits_transform": "c * tanh(logit / c) + 0", "logits_params": {"c": 7}},
      {"logits_soft_cap": 7.0}),
     (ALIBI, {"pos_encoding_mode": "ALIBI"}),
@@ -427,5 +428,3 @@ def test_dot_product_attention_says_where_they_are_not():
         cupyattn.dot_product_attention(
             q, q, q, logits_transform="logit + s[batch]", logits_params={"s": SLOPES}
         )
-    with pytest.raises(UnsupportedError, match=r"bias\[head, q_row, kv_idx\]"):
-        cupyattn.dot_product_attention(q, q, q, bias=np.zeros((2, HEADS, 3, 3), np.float32))

@@ -8,8 +8,10 @@
 
 namespace cupyattn {
 
-// The number of a key tile, and whether some row does not see one of its keys.
+// The number of a key tile, and what hides its keys from rows: nothing; causality, windows and the
+// end of the keys alone; a custom mask.
 struct KeyTile {
+  enum HiddenBy : int { kNothing, kLimits, kMask };
   int tile;
   int needs_mask;
 };
@@ -38,7 +40,8 @@ struct AllKeyTiles {
 };
 
 // The key tiles of an item under a custom mask, from `first` on. The mask does not reach earlier
-// tiles, in which only causality and windows hide keys. Tiles beyond the capacity count as mixed.
+// tiles. In tiles that are not mixed, only causality and windows hide keys. Tiles beyond the
+// capacity count as mixed.
 template <int kTileKV>
 struct KeyTileMap {
   int first;
@@ -58,10 +61,12 @@ struct KeyTileMap {
         : map(item), range(item.range), span(item.tiles), tile(item.tiles.end - 1) {
       load(tile - map.first);
     }
-    __device__ __forceinline__ bool needs_mask() const {
+    __device__ __forceinline__ int needs_mask() const {
       const int index = tile - map.first;
-      if (index < 0) return range.cuts(span.origin + tile * kTileKV, kTileKV);
-      return index >= MaskMap::kCapacity || ((mixed >> (index % 32)) & 1);
+      if (index >= MaskMap::kCapacity) return KeyTile::kMask;
+      if (index >= 0 && ((mixed >> (index % 32)) & 1)) return KeyTile::kMask;
+      const bool is_cut = range.cuts(span.origin + tile * kTileKV, kTileKV);
+      return is_cut ? KeyTile::kLimits : KeyTile::kNothing;
     }
     // The new tile may lie below all tiles.
     __device__ __forceinline__ void advance() {
@@ -120,25 +125,6 @@ struct KeyBits {
   uint32_t word[kWords];
 };
 
-// Writes which keys of a tile a token sees; of an expression that reads heads, one of its heads.
-template <typename Mask, int kTileKV>
-__device__ __forceinline__ void write_mask_bits(KeyBits<kTileKV>& to, const AttentionParams& params,
-                                                const Request& request, int token, int head,
-                                                int first_key) {
-  KeyBits<kTileKV> bits;
-  if constexpr (Mask::kIsExpression) {
-    Mask::load(bits.word, params, request, token, first_key, head);
-  } else {
-    Mask::load(bits.word, params, request, token, first_key);
-  }
-  const KeyLimits limits = KeyLimits::of(params, request, request.position(params, token));
-#pragma unroll
-  for (int w = 0; w < KeyBits<kTileKV>::kWords; ++w) {
-    const int key = first_key + 32 * w;
-    to.word[w] = bits.word[w] & low_bits(limits.end - key) & ~low_bits(limits.begin - key);
-  }
-}
-
 // Which keys of each stage of V the tokens of an item see, or its rows if heads of a token see
 // different keys. `full` completes once a tile, but the
 // bits are only written for tiles that need masking. `tiles` names the tile that each stage of K
@@ -156,27 +142,81 @@ struct RowBits {
                                        const AttentionParams& params, const Item& item,
                                        const KeyTile& tile, int thread, int num_threads) {
     ptx::mbarrier_wait_parity(ptx::shared_address(&full[place.stage]), place.parity ^ 1);
-    if (tile.needs_mask) {
-      const int first_token = item.range.first_token, first_key = item.first_key(tile.tile);
-      if constexpr (Mask::kReadsHeads) {
-        const TileWork& work = item.work.tile;
-#pragma unroll 1
-        for (int r = thread; r < work.num_rows; r += num_threads) {
-          const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
-          write_mask_bits<Mask>(of[place.stage][r], params, item.work.request, row.token,
-                                work.kv_head * params.group_size + row.group_head, first_key);
-        }
+    if (tile.needs_mask != KeyTile::kNothing) {
+      KeyBits<kTileKV>(&rows)[kTileQ] = of[place.stage];
+      if constexpr (Mask::kIsExpression) {
+        evaluate<Mask>(rows, params, item, tile, thread, num_threads);
       } else {
-#pragma unroll 1
-        for (int token = thread; token <= item.range.last_token - first_token;
-             token += num_threads) {
-          write_mask_bits<Mask>(of[place.stage][token], params, item.work.request,
-                                first_token + token, 0, first_key);
-        }
+        load<Mask>(rows, params, item, tile, thread, num_threads);
       }
     }
     ptx::warp_sync();
     if (thread % kWarpSize == 0) ptx::mbarrier_arrive(ptx::shared_address(&full[place.stage]));
+  }
+
+ private:
+  // What a thread sees of a token's keys from `key` on, of the bits of a word.
+  static __device__ __forceinline__ uint32_t within(uint32_t bits, const KeyLimits& limits,
+                                                    int key) {
+    return bits & low_bits(limits.end - key) & ~low_bits(limits.begin - key);
+  }
+
+  template <typename Mask, typename Item>
+  static __device__ __forceinline__ void load(KeyBits<kTileKV> (&rows)[kTileQ],
+                                              const AttentionParams& params, const Item& item,
+                                              const KeyTile& tile, int thread, int num_threads) {
+    const int first_key = item.first_key(tile.tile);
+    const Request& request = item.work.request;
+#pragma unroll 1
+    for (int token = item.range.first_token + thread; token <= item.range.last_token;
+         token += num_threads) {
+      KeyBits<kTileKV> bits;
+      Mask::load(bits.word, params, request, token, first_key);
+      const KeyLimits limits = KeyLimits::of(params, request, request.position(params, token));
+#pragma unroll
+      for (int w = 0; w < KeyBits<kTileKV>::kWords; ++w) {
+        rows[token - item.range.first_token].word[w] =
+            within(bits.word[w], limits, first_key + 32 * w);
+      }
+    }
+  }
+
+  // Threads share rows, or the words of rows if there are more threads. Neighbours have the same
+  // keys, of tokens in a row.
+  template <typename Mask, typename Item>
+  static __device__ __forceinline__ void evaluate(KeyBits<kTileKV> (&rows)[kTileQ],
+                                                  const AttentionParams& params, const Item& item,
+                                                  const KeyTile& tile, int thread,
+                                                  int num_threads) {
+    constexpr int kWords = KeyBits<kTileKV>::kWords;
+    const TileWork& work = item.work.tile;
+    const Request& request = item.work.request;
+    const int first_key = item.first_key(tile.tile);
+    const int num_rows =
+        Mask::kReadsHeads ? work.num_rows : item.range.last_token - item.range.first_token + 1;
+    const int num_shares = min_of(kWords, max_of(num_threads / num_rows, 1));
+#pragma unroll 1
+    for (int index = thread; index < num_shares * num_rows; index += num_threads) {
+      const int share = index / num_rows, r = index - share * num_rows;
+      int token = item.range.first_token + r, head = 0;
+      if constexpr (Mask::kReadsHeads) {
+        const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
+        token = row.token;
+        head = work.kv_head * params.group_size + row.group_head;
+      }
+      const int position = request.position(params, token);
+      const KeyLimits limits = KeyLimits::of(params, request, position);
+      const RowInfo row{token, position, head, 1.0f, 0.0f};
+#pragma unroll 1
+      for (int w = share; w < kWords; w += num_shares) {
+        const int key = first_key + 32 * w;
+        uint32_t bits = ~0u;
+        if (tile.needs_mask == KeyTile::kMask) {
+          bits = Mask::seen_of_word(params, request, row, key);
+        }
+        rows[r].word[w] = within(bits, limits, key);
+      }
+    }
   }
 };
 

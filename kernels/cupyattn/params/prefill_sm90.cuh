@@ -17,7 +17,7 @@ struct PageUnits {
 struct MaskMap {
   static constexpr int kCapacity = 2048;
   uint32_t any[kCapacity / 32];    // some row sees some key
-  uint32_t mixed[kCapacity / 32];  // some row does not see some key
+  uint32_t mixed[kCapacity / 32];  // it hides some key from some row
 };
 
 struct PrefillSm90Params {

@@ -220,21 +220,30 @@ def test_spaces_and_names_of_the_text_do_not_tell_expressions_apart():
 
 
 @pytest.mark.parametrize(
-    ("text", "cap"),
+    ("text", "cap", "factor"),
     [
-        ("cap * tanh(logit / cap)", 30.0),
-        ("tanh(logit / cap) * cap", 30.0),
-        ("20 * tanh(logit / 20)", 20.0),
-        ("-2.5 * tanh(logit / -2.5)", 2.5),
-        ("20 * tanh(logit / 21)", 0.0),
-        ("20 * tanh(2 * logit / 20)", 0.0),
-        ("cap * tanh(logit / cap) + 1", 0.0),
-        ("bias[head] * tanh(logit / bias[head])", 0.0),
-        ("2 * logit", 0.0),
+        ("cap * tanh(logit / cap)", 30.0, 1.0),
+        ("tanh(logit / cap) * cap", 30.0, 1.0),
+        ("20 * tanh(logit / 20)", 20.0, 1.0),
+        ("-2.5 * tanh(logit / -2.5)", 2.5, 1.0),
+        ("20 * tanh(logit / 25)", 20.0, 0.8),
+        ("20 * tanh(2 * logit / 20)", 20.0, 2.0),
+        ("20 * tanh(logit * 0.5)", 20.0, 10.0),
+        ("tanh(logit)", 1.0, 1.0),
+        ("-tanh(-logit)", 1.0, 1.0),
+        ("2 * cap * tanh(logit * (0.5 / cap))", 60.0, 1.0),
+        ("20 * tanh(-logit / 20)", 0.0, 0.0),
+        ("20 * tanh(20 / logit)", 0.0, 0.0),
+        ("0 * tanh(logit)", 0.0, 0.0),
+        ("tanh(logit + 1)", 0.0, 0.0),
+        ("tanh(kv_idx * logit)", 0.0, 0.0),
+        ("cap * tanh(logit / cap) + 1", 0.0, 0.0),
+        ("bias[head] * tanh(logit / bias[head])", 0.0, 0.0),
+        ("2 * logit", 0.0, 0.0),
     ],
 )
-def test_the_soft_cap_is_recognised(text, cap):
-    assert make(text).soft_cap == cap
+def test_the_soft_cap_is_recognised(text, cap, factor):
+    assert make(text).soft_cap == pytest.approx((cap, factor))
 
 
 def test_facts_that_kernels_are_chosen_by():
@@ -381,6 +390,12 @@ WINDOWS = [
     ("kv_idx <= q_idx && doc[q_idx] == doc[kv_idx]", (-1, 0), "doc[q_idx] == doc[kv_idx]"),
     ("seen[q_row, kv_idx] && kv_idx <= q_idx && head < 2", (-1, 0),
      "seen[q_row, kv_idx] && head < 2"),
+    ("abs(kv_idx - q_idx) <= 3", (3, 3), None),
+    ("size > abs(q_idx - kv_idx) && kv_idx <= q_idx", (3, 0), None),
+    ("abs(kv_idx - q_idx - 1) < size", (2, 4), None),
+    ("abs(kv_idx - q_idx) <= head", (-1, -1), "abs(kv_idx - q_idx) <= head"),
+    ("abs(kv_idx - q_idx) >= 2", (-1, -1), "abs(kv_idx - q_idx) >= 2"),
+    ("abs(kv_idx - q_idx - 9) <= 2", (-1, -1), "abs(kv_idx - q_idx - 9) <= 2"),
     # These are no windows: keys ahead of a row's own alone, other places, other conditions.
     ("kv_idx < q_idx", (-1, -1), "kv_idx < q_idx"),
     ("kv_idx >= q_idx + 1", (-1, -1), "kv_idx >= q_idx + 1"),

@@ -5,6 +5,9 @@ Their sources must be importable; torch.cuda is replaced, graphs of mini-sglang 
 
 from __future__ import annotations
 
+import contextlib
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,16 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 4}
     monkeypatch.setattr(small_engines, "CONFIG", small_engines.CONFIG | changes)
     monkeypatch.setattr(small_engines, "NUM_TOKENS", 6)
+
+
+@pytest.fixture(autouse=True)
+def busy_port() -> Iterator[None]:
+    """The port that both engines meet at is taken, as when tests run beside each other."""
+    with socket.socket() as held:
+        with contextlib.suppress(OSError):  # somebody else holds it
+            held.bind(("127.0.0.1", 2333))
+            held.listen()
+        yield
 
 
 def minisgl_tokens(path: Path, backend: str, graphs: list[int], **named: Any) -> Any:

@@ -1,0 +1,146 @@
+"""Every public call in one graph of torch.compile, with the answer of the eager call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from helpers.wrong_calls import Entry  # noqa: E402
+from helpers.wrong_others import entries  # noqa: E402
+
+import cupyattn  # noqa: E402
+import cupyattn.integrations.torch as door  # noqa: E402
+from cupyattn import array  # noqa: E402
+from cupyattn.errors import ArgumentError  # noqa: E402
+from cupyattn.integrations import torch_others  # noqa: E402
+from cupyattn.integrations.torch_calls import CALLS, ONE_FORM  # noqa: E402
+
+LIKE = array.view(torch.zeros(1), "like")
+# What no graph has: offsets that only the data know; calls that plan, outside of graphs.
+OUTSIDE = {"segment_packbits"}
+
+
+def as_torch(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return array.from_numpy(x.copy(), LIKE)
+    if isinstance(x, (list, tuple)) and any(isinstance(y, np.ndarray) for y in x):
+        return type(x)(as_torch(y) for y in x)
+    return x
+
+
+def last_step(entry: Entry) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The call that launches, of a planned wrapper or a function, and its arguments."""
+    given = {name: as_torch(x) for name, x in entry.arguments().items()}
+    made: Any = None
+    for index, (step, target) in enumerate(entry.steps):
+        own = {n.partition(".")[2]: x for n, x in given.items() if n.partition(".")[0] == step}
+        if index == len(entry.steps) - 1:
+            return (getattr(made, target.__name__) if index else target), own
+        made = target(**own) if index == 0 else [target(made, **own), made][1]
+    raise AssertionError(entry.name)
+
+
+def leaves(x: Any) -> list[Any]:
+    if isinstance(x, (list, tuple)):
+        return [leaf for y in x for leaf in leaves(y)]
+    return [] if x is None else [x]
+
+
+ENTRIES = {entry.name: entry for entry in entries()}
+
+
+def launches(entry: Entry) -> bool:
+    """Whether the last step is what a graph is to have."""
+    name = entry.steps[-1][1].__name__
+    return entry.name not in OUTSIDE and name not in ("plan", "begin_forward", "forward")
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [n for n, entry in ENTRIES.items() if launches(entry)])
+def test_every_public_call_is_in_one_graph(name: str, backend: str) -> None:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        call, given = last_step(ENTRIES[name])
+        wanted = leaves([call(**given), list(given.values())])
+        call, given = last_step(ENTRIES[name])
+        compiled = torch.compile(lambda **x: call(**x), backend=backend, fullgraph=True)
+        found = leaves([compiled(**given), list(given.values())])
+    assert len(found) == len(wanted)
+    for x, y in zip(found, wanted, strict=True):
+        if isinstance(x, torch.Tensor):
+            assert x.dtype == y.dtype and x.shape == y.shape
+            np.testing.assert_array_equal(*(z.float().numpy() for z in (x, y)))
+
+
+# Arguments that the calls' own operators do not take.
+X = torch.randn(2, 5, 4, 16, generator=torch.Generator().manual_seed(1))
+MORE: dict[str, Callable[[Any], Any]] = {
+    "bias and a mask by head": lambda q: cupyattn.dot_product_attention(
+        q, X, X, torch.arange(5.0), mask=X[:, :, :, :5].permute(0, 2, 1, 3).contiguous() > -0.5
+    ),
+    "expressions": lambda q: cupyattn.dot_product_attention(
+        q, X, X, logits_transform="logit + b[head] + c", mask_fn="kv_idx <= q_idx + w",
+        logits_params={"b": X[0, 0, :, 0].contiguous(), "c": 0.5, "w": 1}, return_residual=True,
+    ),
+    "one request": lambda q: cupyattn.single_prefill_with_kv_cache(
+        q[0], X[0], X[0], mask_fn="kv_idx != 2", o_dtype=torch.float32, return_lse=True
+    ),
+    "an LSE to write": lambda q: cupyattn.single_decode_with_kv_cache(
+        q[0, 0], X[0], X[0], lse=q[0, 0, :, 0].contiguous(), return_lse=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", MORE)
+@torch.no_grad()
+def test_arguments_that_no_operator_takes_are_in_the_graph_too(name: str, backend: str) -> None:
+    torch._dynamo.reset()
+    call = MORE[name]
+    compiled = torch.compile(lambda x: call(x * 2), backend=backend, fullgraph=True)
+    for x, y in zip(leaves(compiled(X)), leaves(call(X * 2)), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_numbers_of_rows_may_change() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    call = lambda x: cupyattn.packbits(x[:, 0, 0, 0] > 0, "little")  # noqa: E731
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n in (9, 17, 30):
+        x = torch.randn(n, 2, 2, 2)
+        assert torch.equal(compiled(x), call(x))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_grad_is_refused() -> None:
+    torch._dynamo.reset()
+    q = X[0].clone().requires_grad_()
+    call = lambda x: cupyattn.single_prefill_with_kv_cache_return_lse(x, x, x)  # noqa: E731
+    with pytest.raises(Exception, match="requires grad, and cupyattn has no backward pass"):
+        torch.compile(call, backend="aot_eager", fullgraph=True)(q)
+    with pytest.raises(ArgumentError, match="requires grad"):
+        call(q)
+
+
+def test_no_public_call_is_left_out() -> None:
+    """Each is in the test of all, or plans, or is known to stay outside."""
+    named = {other.path.partition(":")[2].partition(".")[0] for other in torch_others.OTHERS}
+    named |= {call.name for call in CALLS} | {schema.partition("(")[0] for _, schema in ONE_FORM}
+    named |= {kind.__name__ for kind in door._WRAPPERS} | {"append_paged_kv_cache"} | OUTSIDE
+    for name in cupyattn.__all__:
+        value = getattr(cupyattn, name)
+        if inspect.ismodule(value) or not callable(value) or name in ("fast_decode_plan",):
+            continue
+        if inspect.isclass(value):
+            is_call = hasattr(value, "run")
+            assert not is_call or named & {x.__name__ for x in value.__mro__}, name
+        else:
+            assert name in named, name
