@@ -22,7 +22,7 @@ from .errors import ArgumentError, UnsupportedError
 from .inputs import geometry
 from .inputs.index_arrays import compute, fresh_progression
 from .inputs.latent import Dims
-from .planless.latent import NAMES, Options, run
+from .planless.latent import NAMES, Options, repeat_of, run, run_repeat
 from .reference.latent_rows import NUM_BYTES, unpack_rows
 
 __all__ = [
@@ -112,6 +112,16 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache=extra_indices_in_kvcache,
         extra_topk_length=extra_topk_length,
     )
+    repeat = None
+    if indices is topk_length is None:
+        scalars = "flash_mla", head_dim_v, causal, is_fp8_kvcache
+        repeat = repeat_of(*scalars, scales=(softmax_scale,))
+    given: tuple[Any, ...] = (
+        *(q, None, k_cache, None, None, block_table, cache_seqlens, None, None, None, attn_sink),
+    )
+    answer = run_repeat(given, repeat) if attn_sink is None else None
+    if answer is not None:
+        return answer  # type: ignore[no-any-return]
     vq = array.view(q, "q")
     if len(vq.shape) != 4:
         raise ArgumentError(
@@ -128,7 +138,6 @@ def flash_mla_with_kvcache(
         _DENSE, dims, scale, q_axes=(4,), q_len=q_len, causal=is_causal and q_len > 1,
         pads_lse=True, return_lse=True, o_dtype=o_dtype, key_scales=key_scales,
     )  # fmt: skip
-    given: tuple[Any, ...]
     if indices is not None:
         if is_causal:
             raise ArgumentError("causal: got True with indices, which name all keys; pass False")
@@ -140,25 +149,7 @@ def flash_mla_with_kvcache(
     else:
         if topk_length is not None:
             raise ArgumentError("topk_length: given without indices; pass both, or none")
-        lse = array.empty((count, heads, q_len), dtypes.float32, vq)
-        if vq.device.kind == "cpu":
-            array.as_numpy(array.view(lse, "lse"))[...] = -np.inf
-        rows = lse.swapaxes(-1, -2)
-        given = (
-            q,
-            None,
-            k_cache,
-            None,
-            None,
-            block_table,
-            cache_seqlens,
-            None,
-            rows,
-            None,
-            attn_sink,
-        )
-        out, _ = run(given, options)
-        lse = array.deliver(lse, vq)
+        out, lse = run((q, None, k_cache, *given[3:]), options, repeat)
     return out, lse if attn_sink is None else _without_sink(lse, attn_sink, (heads, 1))
 
 

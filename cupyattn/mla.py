@@ -13,7 +13,15 @@ from .errors import ArgumentError, UnsupportedError
 from .inputs import geometry
 from .inputs.latent import Dims
 from .page import append_paged_mla_kv_cache
-from .planless.latent import NAMES, Options, bounded, read_scale, run
+from .planless.latent import (
+    NAMES,
+    Options,
+    bounded,
+    read_scale,
+    repeat_of,
+    run,
+    run_repeat,
+)
 from .typing import Array, Scale
 from .wrappers.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
@@ -102,6 +110,22 @@ def trtllm_batch_decode_with_kv_cache_mla(
     ArgumentError, UnsupportedError or WorkspaceError before anything is written. Semantics:
     FlashInfer's function of the same name, which runs on Blackwell only.
     """
+    is_dense = type(sparse_mla_top_k) is int and sparse_mla_top_k == 0
+    is_plain = is_dense and sparse_mla_top_k_lens is causal_seqlens_kv_global is None
+    repeat = None
+    if is_plain:
+        repeat = repeat_of(
+            *("trtllm", kv_lora_rank, qk_rope_head_dim, max_seq_len, backend, return_lse),
+            *(uses_shared_paged_kv_idx, max_q_len, enable_dcp, cp_world, return_lse_base),
+            scales=(bmm1_scale, bmm2_scale),
+        )
+    arrays: tuple[Any, ...] = (
+        *(query, None, kv_cache, None, workspace_buffer, block_tables, seq_lens, out, lse),
+        *(cum_seq_lens_q, sinks),
+    )
+    answer = run_repeat(arrays, repeat)
+    if answer is not None:
+        return answer
     parse.choice(backend, _BACKENDS, "backend")
     geometry.refuse(
         "is not supported",
@@ -146,12 +170,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
                 f"block_tables: shape is {list(given)}; wanted [B, q_len, {top_k}], "
                 "sparse_mla_top_k slots of each token, without cum_seq_lens_q"
             )
-    lengths = sparse_mla_top_k_lens if top_k else seq_lens
-    arrays = (
-        *(query, None, kv_cache, None, workspace_buffer, block_tables, lengths, out, lse),
-        *(cum_seq_lens_q, sinks, scale_q, scale_v),
-    )
-    return run(arrays, options)
+        arrays = *arrays[:6], sparse_mla_top_k_lens, *arrays[7:]
+    if not scale_q is scale_v is None:
+        arrays += scale_q, scale_v
+    return run(arrays, options, repeat)
 
 
 @untraced
@@ -179,6 +201,15 @@ def xqa_batch_decode_with_kv_cache_mla(
     Returns out [B, num_heads, kv_lora_rank], which `out` may be. Semantics: FlashInfer's function
     of the same name, which runs on SM120 only, for 128 heads of fp8.
     """
+    scalars = "xqa_batch", kv_lora_rank, qk_rope_head_dim, max_seq_len
+    repeat = repeat_of(*scalars, scales=(bmm1_scale, bmm2_scale))
+    arrays: tuple[Any, ...] = (
+        *(_one_row(query, "query"), None, kv_cache, None, workspace_buffer),
+        *(block_tables, seq_lens, out, None, None, sinks),
+    )
+    answer = run_repeat(arrays, repeat)
+    if answer is not None:
+        return answer
     dims = _dims(kv_lora_rank, qk_rope_head_dim)
     sm_scale, scale_q = read_scale(bmm1_scale, "bmm1_scale")
     output_scale, scale_v = read_scale(bmm2_scale, "bmm2_scale")
@@ -190,11 +221,7 @@ def xqa_batch_decode_with_kv_cache_mla(
         output_scale=output_scale,
         causal=False,
     )
-    arrays = (
-        *(_one_row(query, "query"), None, kv_cache, None, workspace_buffer),
-        *(block_tables, seq_lens, out, None, None, sinks, scale_q, scale_v),
-    )
-    return run(arrays, options)
+    return run((*arrays, scale_q, scale_v), options, repeat)
 
 
 @untraced
@@ -230,6 +257,16 @@ def xqa_mla(
     Returns None where `output` is given, else the output. Semantics: FlashInfer's function of the
     same name, which runs on SM120 only, for 128 heads of fp8.
     """
+    repeat = None
+    if v_cache is k_cache:
+        repeat = repeat_of("xqa", page_size, scales=(q_scale, kv_scale))
+    arrays: tuple[Any, ...] = (
+        *(q, None, k_cache, None, workspace_buffer, page_table, seq_lens, output, None),
+        *(None, None),
+    )
+    answer = run_repeat(arrays, repeat)
+    if answer is not None:
+        return answer if output is None else None
     vk, vv = array.view(k_cache, "k_cache"), array.view(v_cache, "v_cache")
     if vk.ptr != vv.ptr or vk.shape[:-1] != vv.shape[:-1]:
         raise ArgumentError(
@@ -253,12 +290,9 @@ def xqa_mla(
         causal=False,
     )  # fmt: skip
     if output is not None and len(array.view(output, "output").shape) == 3:
-        options, q = options._replace(q_axes=(3,)), _one_row(q, "q")
-    arrays = (
-        *(q, None, k_cache, None, workspace_buffer, page_table, seq_lens, output, None),
-        *(None, None, scale_q),
-    )
-    answer = run(arrays, options)
+        options, repeat = options._replace(q_axes=(3,)), None
+        arrays = _one_row(q, "q"), *arrays[1:]
+    answer = run((*arrays, scale_q), options, repeat)
     return answer if output is None else None
 
 

@@ -81,23 +81,35 @@ def _sparse(label: str, tokens: int, **more: object) -> BatchCase:
     return _mla(label, (tokens, 1, 2048), page_size=1, pool=1 << 17, **more)
 
 
+_LATENT: dict[str, object] = {"num_kv_heads": 1, "head_dim_qk": 576, "head_dim_vo": 512}
+_LATENT |= {"num_qo_heads": 16}
+_HOST_PAGES = {"ragged": 0, "mla": 64}
+
+
+def _host(api: str, group: tuple[int, int, int], **more: object) -> dict[str, object]:
+    """What host cases of an API share."""
+    page_size = _HOST_PAGES.get(api, 16)
+    options = {"causal": api != "decode", "page_size": page_size, "requests": (group,)} | more
+    return options | (_LATENT if api == "mla" else {})
+
+
 def _host_plan(api: str, count: int, arrays: str) -> BatchCase:
-    """1,024 keys a request; a decode's row a request, or 16 new rows."""
-    group = (count, 1 if api == "decode" else 16, 1024)
+    """1,024 keys a request; a row a request of decode and latent attention, or 16 new rows."""
+    group = (count, 1 if api in ("decode", "mla") else 16, 1024)
+    goals = ((_FA2, 1.5 if arrays == "device" else 1.1 if count == 1 else 1.0),)
     return BatchCase(
-        f"plan_{api}_{count}_{arrays}", "host_batch", api, (group,), timed="plan", arrays=arrays,
-        causal=api != "decode", page_size=0 if api == "ragged" else 16, goals=((_FA2, 1.0),),
-    )  # fmt: skip
+        f"plan_{api}_{count}_{arrays}", "host_batch", api, timed="plan", arrays=arrays,
+        **_host(api, group, goals=goals),
+    )  # type: ignore[arg-type]  # fmt: skip
 
 
 def _host_run(api: str, framework: str, out: bool) -> BatchCase:
-    group = (8, 1 if api == "decode" else 16, 128)
+    group = (8, 1 if api in ("decode", "mla") else 16, 128)
+    goal = 12.0 if api == "mla" else 10.0 if out else 14.0
     return BatchCase(
-        f"run_{api}_{framework}_{'out' if out else 'alloc'}", "host_batch", api, (group,),
-        framework=framework, out=out, causal=api != "decode",
-        page_size=0 if api == "ragged" else 16,
-        host_goal_us=10.0 if out else 14.0,
-    )  # fmt: skip
+        f"run_{api}_{framework}_{'out' if out else 'alloc'}", "host_batch", api,
+        framework=framework, out=out, **_host(api, group, host_goal_us=goal),
+    )  # type: ignore[arg-type]  # fmt: skip
 
 
 _WIDE_64 = {"num_qo_heads": 64, "head_dim_qk": 64, "head_dim_vo": 64}
@@ -174,7 +186,10 @@ BATCH_CASES: tuple[BatchCase, ...] = (
       for count in (1, 64, 256, 1024) for arrays in ("numpy", "torch_cpu", "device")),
     *(_host_plan(api, 256, arrays)
       for api in ("paged", "ragged") for arrays in ("numpy", "torch_cpu", "device")),
+    *(_host_plan("decode", count, "device") for count in (16, 128)),
+    *(_host_plan(api, count, "device") for api in ("paged", "mla") for count in (1, 16, 128)),
     *(_host_run(api, framework, out)
       for api in ("decode", "paged", "ragged") for framework in ("torch", "cupy")
       for out in (True, False)),
+    *(_host_run("mla", "torch", out) for out in (True, False)),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dtypes
+from ..core import dtypes, recording
 from ..core.cupy_module import cupy_module
 from ..core.dtypes import DType
 from ..errors import ArgumentError
@@ -49,6 +49,7 @@ def acquire(like: ArrayView, *views: ArrayView) -> None:
     Costs nothing if all arrays are of one framework. Inside a CUDA graph capture it does nothing:
     what a graph reads must be ready before each replay, and memory must outlive the graph.
     """
+    recording.spoil()
     foreign = [v for v in views if v.framework != like.framework]
     if not foreign:
         return
@@ -137,6 +138,7 @@ def empty_on(framework: str, device: Device, shape: Sequence[int], dtype: DType)
 
 
 def _empty_cupy(dtype: np.dtype, device_index: int, shape: Sequence[int]) -> Any:
+    recording.spoil()
     cupy = cupy_module()
     with cupy.cuda.Device(device_index):
         return cupy.empty(shape, dtype)
@@ -286,7 +288,7 @@ def restride(
         return x.as_strided(shape, strides, x.storage_offset() + offset)
     made = as_strided(v, shape, strides, offset)
     if v.framework == "cupy":
-        return as_cupy(made)
+        return _as_cupy(made, v.dtype.numpy)
     return made.owner if v.framework == "numpy" else made
 
 
@@ -336,12 +338,17 @@ def row_major(x: Any, name: str) -> Any:
 
 def as_cupy(v: ArrayView, dtype: np.dtype | None = None) -> Any:
     """The elements of a CUDA view as a CuPy array, without a copy; `dtype` reinterprets them."""
+    recording.spoil()  # CuPy is going to compute with it
+    return _as_cupy(v, dtype or v.dtype.numpy)
+
+
+def _as_cupy(v: ArrayView, dtype: np.dtype) -> Any:
     cupy = cupy_module()
     low, high = byte_range(v)
     memory = cupy.cuda.UnownedMemory(low, high - low, v, v.device.index)
     pointer = cupy.cuda.MemoryPointer(memory, v.ptr - low)
     strides = tuple(stride * v.dtype.itemsize for stride in v.strides)
-    return cupy.ndarray(v.shape, dtype or v.dtype.numpy, pointer, strides)
+    return cupy.ndarray(v.shape, dtype, pointer, strides)
 
 
 def to_host(v: ArrayView) -> np.ndarray:

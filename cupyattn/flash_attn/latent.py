@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from .. import array
-from ..core import dtypes, parse
+from ..core import parse
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.index_arrays import progression
 from ..inputs.latent import Dims
@@ -68,7 +66,6 @@ def attend_latent(
     else:
         kv_lens = lengths(cache_seqlens, count, vk, "cache_seqlens")
     q_len = 1 if is_ragged else vq.shape[1]
-    heads = vq.shape[-2]
     options = Options(
         _NAMES,
         dims,
@@ -80,19 +77,11 @@ def attend_latent(
         pads_lse=return_lse and not is_ragged,
         return_lse=return_lse,
     )
-    lse = None
-    if return_lse and not is_ragged:
-        made = array.empty((count, heads, q_len), dtypes.float32, vq)
-        if vq.device.kind == "cpu":
-            array.as_numpy(array.view(made, "lse"))[...] = -np.inf
-        lse = made.swapaxes(-1, -2)
-    given = qv, q, v_cache, k_cache, None, table, kv_lens, out, lse, cu_seqlens_q, sinks
+    given = qv, q, v_cache, k_cache, None, table, kv_lens, out, None, cu_seqlens_q, sinks
     answer = run(given, options)
-    if not return_lse:
-        return answer
-    if not is_ragged:
-        return answer[0], array.deliver(made, vq)
-    return answer[0], array.scaled(answer[1], math.log(2.0)).swapaxes(-1, -2)
+    if return_lse and is_ragged:
+        return answer[0], array.scaled(answer[1], math.log(2.0)).swapaxes(-1, -2)
+    return answer
 
 
 def _is_given(x: Any) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from .. import array
 from ..array import LOWEST_ADDRESS, ArrayView
-from ..core import dtypes
+from ..core import dtypes, recording
 from ..core.dtypes import DType
 from ..core.parse import BOOLS, zeros_and_ones
 
@@ -306,6 +306,8 @@ class CallCache(Generic[_Checked]):
             return None
         if addresses is None:
             return None
+        if recording.current is not None:
+            recording.keep((found, arrays))
         addresses += self._absent[len(addresses) :]
         return found, addresses
 
@@ -336,30 +338,33 @@ class CallCache(Generic[_Checked]):
             for place in group.zeros_and_ones:
                 if type(scalars[place]) in BOOLS:
                     return None
-            last = group.last  # another thread may replace it at any time
-            known = None if last.compare is None else last.compare(arrays)
-            if known is None and last.call.compare is not None:
-                known = last.call.compare(arrays)
-                if known is not None:
-                    last = group.last = self._refit(last, arrays, framework)
-            if known is not None:
-                if len(known) < len(self._absent):
-                    known += self._absent[len(known) :]
-                return last, known
-            addresses, shapes, facts = framework.read(arrays)
+            found = group.last  # another thread may replace it at any time
+            addresses = None if found.compare is None else found.compare(arrays)
+            if addresses is None and found.call.compare is not None:
+                addresses = found.call.compare(arrays)
+                if addresses is not None:
+                    found = group.last = self._refit(found, arrays, framework)
+            if addresses is None:
+                addresses, shapes, facts = framework.read(arrays)
+                if shapes != found.shapes or facts != found.facts:
+                    other = self._other(group, found, shapes, facts)
+                    if other is None:
+                        return None
+                    found = group.last = other
         except Exception:  # arguments raise what they like when they are read or hashed
             return None
-        found: Found[_Checked] | None = last
-        if facts != last.facts:
-            found = self._find(group, shapes, facts)
-        elif shapes != last.shapes:
-            found = self._with_lengths(last, shapes) or self._find(group, shapes, facts)
-        if found is None:
-            return None
-        group.last = found
+        if recording.current is not None:
+            recording.keep((found, arrays))
         if len(addresses) < len(self._absent):
             addresses += self._absent[len(addresses) :]
         return found, addresses
+
+    def _other(
+        self, group: _Group[_Checked], last: Found[_Checked], shapes: list[Any], facts: list[Any]
+    ) -> Found[_Checked] | None:
+        """The call of arrays that the last one's are not like."""
+        known = self._with_lengths(last, shapes) if facts == last.facts else None
+        return known or self._find(group, shapes, facts)
 
     def _refit(
         self, last: Found[_Checked], arrays: Sequence[Any], framework: _Framework

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import cascade, dot_product, mla, page
 from ..array import CPU, ArrayView, Device, as_cupy, as_numpy
 from ..core import dtypes
 from ..core.cupy_module import cupy_module
+from ..core.recording import Recording, spoil
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.workspace import on_device
+from ..launch.driver.enqueue import enqueue_again
 from .xla_ffi import Buffer, Frame, handler
 
 __all__ = [
@@ -289,37 +291,54 @@ def _on_cpu(frame: Frame) -> None:
 
 
 def _on_gpu(frame: Frame) -> None:
-    inputs, outputs, stream = frame.inputs(), frame.outputs(), frame.stream()
-    index = _device_of(stream) if stream else _owner((*inputs, *outputs))
-    if index is None:
-        index = _remember_device(stream, (*inputs, *outputs))
-    with on_device(index), _stream(stream):
-        _gpu_call(frame.text(), inputs, outputs, index)()
+    key = frame.stream(), frame.signature()
+    call = _calls.get(key)
+    if call is None:
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        call = _calls[key] = _GpuCall(frame, key[0])
+    call.run()
 
 
-@functools.lru_cache(maxsize=4096)
-def _gpu_call(
-    text: bytes, inputs: tuple[Buffer, ...], outputs: tuple[Buffer, ...], index: int
-) -> Callable[[], None]:
-    """The call of a call site on these buffers, its arrays made: a compiled function gets the same
-    memory of XLA each time that it runs."""
-    arrays = ([_as_cupy(x, index) for x in xs] for xs in (inputs, outputs))
-    return _prepare(text, *arrays)
+class _GpuCall:
+    """The call of a call site on these buffers and this stream, its arrays made: a compiled
+    function gets the same memory of XLA each time that it runs.
+
+    The first run checks its arguments. The second one finds the call in the call cache, and what it
+    launches is recorded; later ones do no more than launch that.
+    """
+
+    __slots__ = ("_call", "_has_run", "_index", "_recording", "_stream")
+
+    def __init__(self, frame: Frame, stream: int) -> None:
+        inputs, outputs = frame.inputs(), frame.outputs()
+        self._index, self._stream = _owner((*inputs, *outputs)), stream
+        self._has_run = False
+        self._recording: Recording | None = None
+        with on_device(self._index), _stream(stream):
+            arrays = ([_as_cupy(x, self._index) for x in xs] for xs in (inputs, outputs))
+            self._call = _prepare(frame.text(), *arrays)
+
+    def run(self) -> None:
+        made = self._recording
+        if made is not None and made.is_whole:
+            enqueue_again(made, self._index, self._stream)
+            return
+        with on_device(self._index), _stream(self._stream):
+            if self._has_run and made is None:
+                with Recording() as made:
+                    self._call()
+                self._recording = made
+            else:
+                self._call()
+                self._has_run = True
 
 
-# The device of each stream of XLA's.
-_devices: dict[int, int] = {}
-_device_of = _devices.get
+_MAX_CALLS = 4096
+_calls: dict[tuple[Any, ...], _GpuCall] = {}
 
 
-def _remember_device(stream: int, buffers: tuple[Buffer, ...]) -> int:
-    index = _owner(buffers)
-    if any(x.ptr for x in buffers):
-        _devices[stream] = index
-    return index
-
-
-def _owner(buffers: tuple[Buffer, ...]) -> int:
+def _owner(buffers: Sequence[Buffer]) -> int:
     """The device that the memory of a call is on."""
     runtime = cupy_module().cuda.runtime
     owned = next((x.ptr for x in buffers if x.ptr), 0)
@@ -411,6 +430,8 @@ def _attention(
 
 def _attend(arrays: dict[str, Any], constants: dict[str, Any], outputs: list[Any]) -> None:
     out, *more = outputs
+    if more:
+        spoil()
     answer = dot_product.dot_product_attention(
         **arrays, **constants, out=out, return_lse=bool(more)
     )

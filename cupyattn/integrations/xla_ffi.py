@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -142,20 +144,19 @@ class _StreamGet(ctypes.Structure):
 # Places of fields among words of 8 bytes: of a buffer, and of a call. The sizes of args, rets and
 # attributes are followed by what is read of them.
 _BUFFER_WORDS, _FRAME_WORDS = (ctypes.sizeof(x) // 8 for x in (_Buffer, _CallFrame))
-_DTYPE, _DATA, _RANK, _DIMS = (
-    getattr(_Buffer, name).offset // 8 for name in ("dtype", "data", "rank", "dims")
+_EXTENSION, _API, _CONTEXT, _STAGE = (
+    getattr(_CallFrame, name).offset // 8 for name in ("extension_start", "api", "context", "stage")
 )
-_CONTEXT = _CallFrame.context.offset // 8
 _ARGS, _RETS = (
     (getattr(_CallFrame, name).offset + _Values.size.offset) // 8 for name in ("args", "rets")
 )
 _ATTRIBUTES = (_CallFrame.attributes.offset + _Attributes.size.offset) // 8
-_STREAM_GET_SIZE = ctypes.sizeof(_StreamGet)
+_INT = 0xFFFFFFFF  # what counts of a word that holds an int: padding is behind it
 # XLA_FFI_STRUCT_SIZE ends with the last field, without padding behind it.
 _ERROR_CREATE_SIZE = _ErrorCreate.code.offset + ctypes.sizeof(ctypes.c_int)
 _create_error = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_ErrorCreate))
-_get_stream = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_StreamGet))
-_Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))
+_get_stream = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+_Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
 class Buffer(NamedTuple):
@@ -166,15 +167,33 @@ class Buffer(NamedTuple):
     dtype: str
 
 
+class _Thread(threading.local):
+    """What a thread of XLA's keeps from call to call: the struct by which it asks for its stream.
+
+    Python forgets a thread that it did not start as soon as a callback returns: launch buffers,
+    scratch memory and CuPy's state would be made anew in each call. A hold on the thread's state,
+    which is never given up, keeps all that.
+    """
+
+    def __init__(self) -> None:
+        ctypes.pythonapi.PyGILState_Ensure()
+        self.asked = _StreamGet(ctypes.sizeof(_StreamGet), None, None, None)
+        self.address = ctypes.addressof(self.asked)
+
+
+_thread = _Thread()
+
+
 class Frame:
     """One call: its buffers, and the text that the call site was compiled with.
 
     All is read as words where it lies: ctypes' structures take several times as long.
     """
 
-    def __init__(self, frame: Any) -> None:
-        self._frame = frame
-        self._words = _words(_FRAME_WORDS)(ctypes.addressof(frame))[:]
+    __slots__ = ("_words",)
+
+    def __init__(self, words: list[int]) -> None:
+        self._words = words
 
     def inputs(self) -> tuple[Buffer, ...]:
         return _buffers(self._words[_ARGS], self._words[_ARGS + 2])
@@ -185,24 +204,37 @@ class Frame:
     def text(self) -> bytes:
         """The one attribute, a string."""
         count, types, _, attributes = self._words[_ATTRIBUTES : _ATTRIBUTES + 4]
-        if count != 1 or ctypes.c_int.from_address(types).value != _STRING:
+        if count != 1 or _read_word(types)[0] & _INT != _STRING:
             raise RuntimeError("XLA hands on other attributes than the call site has")
-        (span,) = _words(1)(attributes)
-        address, length = _words(2)(span)
-        return ctypes.string_at(address, length)
+        address, length = _read_span(_read_word(attributes)[0])
+        return _bytes(length)(address).raw
+
+    def signature(self) -> tuple[Any, ...]:
+        """What tells calls apart, read in a fraction of the time that the parts take: the text,
+        and dtype, address and shape of each buffer."""
+        found: list[Any] = [self.text()]
+        words = self._words
+        for at in (_ARGS, _RETS):
+            count = words[at]
+            found.append(count)
+            for place in _words(count)(words[at + 2])[:] if count else ():
+                code, ptr, rank, dims = _unpack_buffer(_read_buffer(place))
+                found += code, ptr, _bytes(8 * rank)(dims).raw if rank else b""
+        return tuple(found)
 
     def stream(self) -> int:
         """XLA's CUDA stream."""
-        asked = _StreamGet(_STREAM_GET_SIZE, None, self._words[_CONTEXT], None)
-        error = _stream_getter(self._frame.api.contents.stream_get)(ctypes.byref(asked))
-        if error:
+        words, thread = self._words, _thread
+        asked = thread.asked
+        asked.context = words[_CONTEXT]
+        if _stream_getter(words[_API])(thread.address):
             raise RuntimeError("XLA gives no stream for this call")
         return asked.stream or 0
 
 
 @functools.cache
-def _stream_getter(address: int) -> Any:
-    return _get_stream(address)
+def _stream_getter(api: int) -> Any:
+    return _get_stream(_Api.from_address(api).stream_get)
 
 
 @functools.cache
@@ -211,16 +243,26 @@ def _words(count: int) -> Callable[[int], Any]:
     return (ctypes.c_uint64 * count).from_address
 
 
+@functools.cache
+def _bytes(count: int) -> Callable[[int], Any]:
+    return (ctypes.c_char * count).from_address
+
+
+_read_frame, _read_buffer, _read_word = map(_words, (_FRAME_WORDS, _BUFFER_WORDS, 1))
+_read_span = _words(2)
+# dtype, address, rank, and where the extents are.
+_unpack_buffer = struct.Struct(f"<{_Buffer.dtype.offset}x I 4x Q Q Q").unpack_from
+
+
 def _buffers(count: int, places: int) -> tuple[Buffer, ...]:
     found = []
-    for place in _words(count)(places) if count else ():
-        words = _words(_BUFFER_WORDS)(place)[:]
-        code, rank = words[_DTYPE] & 0xFFFFFFFF, words[_RANK]
+    for place in _words(count)(places)[:] if count else ():
+        code, ptr, rank, dims = _unpack_buffer(_read_buffer(place))
         dtype = _DTYPES.get(code)
         if dtype is None:
             raise ValueError(f"an array has XLA's dtype {code}, which is not supported")
-        shape = tuple(_words(rank)(words[_DIMS])[:]) if rank else ()
-        found.append(Buffer(words[_DATA], shape, dtype))
+        shape = tuple(_words(rank)(dims)[:]) if rank else ()
+        found.append(Buffer(ptr, shape, dtype))
     return tuple(found)
 
 
@@ -231,20 +273,22 @@ def handler(function: Callable[[Frame], None]) -> Any:
     since memory that a call takes from elsewhere would not outlive one.
     """
 
-    def handle(pointer: Any) -> int | None:
-        frame = pointer.contents
-        if frame.extension_start and frame.extension_start.contents.type == _METADATA:
-            _describe(frame)
+    def handle(address: int) -> int | None:
+        words = _read_frame(address)[:]
+        if words[_EXTENSION] and _Extension.from_address(words[_EXTENSION]).type == _METADATA:
+            _describe(_CallFrame.from_address(address))
             return None
-        if frame.stage != _EXECUTE:
+        if words[_STAGE] & _INT != _EXECUTE:
             return None
         try:
-            function(Frame(frame))
+            function(Frame(words))
         except Exception as error:  # nothing may pass through C
             code = _INVALID_ARGUMENT if isinstance(error, ValueError) else _INTERNAL
             text = f"{type(error).__name__}: {error}".encode()
             made = _ErrorCreate(_ERROR_CREATE_SIZE, None, text, code)
-            return _create_error(frame.api.contents.error_create)(ctypes.byref(made))
+            create = _create_error(_Api.from_address(words[_API]).error_create)
+            answer: int | None = create(ctypes.byref(made))
+            return answer
         return None
 
     return _Handler(handle)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError, WorkspaceError
 from ..inputs import latent
-from ..inputs.call_cache import Argument, CallCache
+from ..inputs.call_cache import Argument, CallCache, Found
 from ..inputs.geometry import PlanOptions, Variant, find_geometry
 from ..inputs.index_arrays import progression
 from ..inputs.latent import Dims, Second
@@ -72,25 +73,32 @@ class _Prepared:
     factors: tuple[float, float]
     bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
 
-    def launch(self, at: Arrays, stream: int) -> None:
-        """Enqueue the planner and all behind it, on arrays at these addresses, 0 for none."""
-        key = at.workspace, at.block_tables
-        planned, attention = self.bound.get(key) or self._bind(*key)
+    def launch(self, addresses: Sequence[int], stream: int) -> None:
+        """Enqueue the planner and all behind it, on `Arrays` at these addresses, 0 for none."""
+        # fmt: off
+        (
+            q, q_rope, k, k_rope, workspace, block_tables, kv_lens, out, lse, qo_offsets, sinks,
+            scale_q, scale_v, kv_offsets,
+        ) = addresses
+        # fmt: on
+        found = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
+        planned, attention = found
         plan, device = self.plan, attention.device_index
-        indices = 0, at.kv_lens, at.qo_offsets, at.kv_offsets, 0
-        rows = at.lse if self.padding is None else at.workspace + self.lse_rows
-        # The planner repeats scales for all heads, in the workspace.
-        used = (
-            x and at.workspace + place
-            for x, place in zip((at.scale_q, 0, at.scale_v), plan.scales, strict=True)
-        )
-        optional = params.OPTIONAL.pack(rows, 0, at.sinks, *used, 0, params.NO_LOGITS_ARRAYS)
-        scales = at.scale_q, 0, at.scale_v
-        plan_batch.launch(plan, planned, indices, scales, device, stream)
-        second = self.second.pack(at.q, at.q_rope, at.k, at.k_rope)
-        attention.launch(at.q, at.k, at.k, at.out, optional, stream, second)
+        indices = 0, kv_lens, qo_offsets, kv_offsets, 0
+        rows = lse if self.padding is None else workspace + self.lse_rows
+        optional = params.NO_OPTIONAL
+        if rows or sinks or scale_q or scale_v:
+            # The planner repeats scales for all heads, in the workspace.
+            of_q, _, of_v = plan.scales
+            optional = params.OPTIONAL.pack(
+                *(rows, 0, sinks, scale_q and workspace + of_q, 0, scale_v and workspace + of_v),
+                *(0, params.NO_LOGITS_ARRAYS),
+            )
+        plan_batch.launch(plan, planned, indices, (scale_q, 0, scale_v), device, stream)
+        second = self.second.pack(q, q_rope, k, k_rope)
+        attention.launch(q, k, k, out, optional, stream, second)
         if self.padding is not None:
-            pad_lse.launch(self.padding, planned, indices, rows, at.lse, device, stream)
+            pad_lse.launch(self.padding, planned, indices, rows, lse, device, stream)
 
     def _bind(self, workspace: int, block_tables: int) -> tuple[bytes, BoundRun]:
         plan = self.plan
@@ -129,6 +137,7 @@ class _Checked:
 _CALLS: CallCache[_Checked] = CallCache(
     *(Argument(name, is_output=name in ("workspace", "out", "lse")) for name in Arrays._fields)
 )
+_WORKSPACE, _KV_LENS, _OUT, _LSE = map(Arrays._fields.index, ("workspace", "kv_lens", "out", "lse"))
 
 
 def decode(given: tuple[Any, ...], *, sm_scale: Any, return_lse: Any) -> Any:
@@ -158,11 +167,18 @@ def read_scale(scale: Any, name: str) -> tuple[float, Any]:
     return 1.0, held
 
 
-def run(given: tuple[Any, ...], options: Options) -> Any:
-    """The answer of a call: out, or (out, lse) if `return_lse`; given are the fields of Arrays."""
-    answer = _run_cached(given, options)
+def run(given: tuple[Any, ...], options: Options, repeat: tuple[Any, ...] | None = None) -> Any:
+    """The answer of a call: out, or (out, lse) if `return_lse`; given are the fields of Arrays.
+
+    repeat: what decides, with the shapes and strides of the arrays, all of `options`.
+    """
+    answer = _CALLS.lookup(given, options)
     if answer is not None:
-        return answer
+        made = _launch_cached(*answer, given)
+        if made is not None:
+            if repeat is not None:
+                _CALLS.remember(repeat, answer[0])
+            return made
 
     # --- 1. Validate ---
     arrays = Arrays(*given)
@@ -181,7 +197,7 @@ def run(given: tuple[Any, ...], options: Options) -> Any:
         call.out = merge_leading(array.view(out, "out"), "out", 2)
     if lse is None and options.return_lse:
         lse = array.empty(call.lse_shape, dtypes.float32, vq)
-        call.lse = _merged_lse(array.view(lse, "lse"), options)
+        call.lse = _rows_of_lse(array.view(lse, "lse"), options)
     if vq.shape[0]:
         if cuda().is_debugging:
             list(latent_reference.requests_of(call, array.to_host))
@@ -193,34 +209,42 @@ def run(given: tuple[Any, ...], options: Options) -> Any:
     return (out, array.deliver(lse, vq)) if options.return_lse else out
 
 
-def _run_cached(given: tuple[Any, ...], options: Options) -> Any:
-    """The answer of a call that is in the cache, else None."""
-    answer = _CALLS.lookup(given, options)
-    if answer is None:
-        return None
-    found, addresses = answer
+def run_repeat(given: tuple[Any, ...], repeat: tuple[Any, ...] | None) -> Any:
+    """The answer of `run` if it had equal `repeat` before, and arrays that differ from these in
+    nothing but addresses; else None."""
+    answer = None if repeat is None else _CALLS.lookup_repeat(given, repeat)
+    return None if answer is None else _launch_cached(*answer, given)
+
+
+def repeat_of(*scalars: Any, scales: tuple[Any, ...] = ()) -> tuple[Any, ...] | None:
+    """`repeat` of a call: a name of its function, and all its other arguments but arrays. None
+    where a scale is an array, whose number may change."""
+    if all(type(x) is float or type(x) is int or x is None for x in scales):
+        return *scalars, *scales
+    return None
+
+
+def _launch_cached(found: Found[_Checked], addresses: list[int], given: tuple[Any, ...]) -> Any:
+    """The answer of a call that was found; None if an output may share memory with another."""
     call = found.call
-    if call.overlaps(addresses, found.sizes):
+    if call.outputs and call.overlaps(addresses, found.sizes):
         return None
-    checked, at = call.checked, Arrays(*addresses)
-    arrays = Arrays(*given)
-    out, lse, owner = arrays.out, arrays.lse, None
-    workspace, out_at, lse_at = at.workspace, at.out, at.lse
+    checked, out, lse = call.checked, given[_OUT], given[_LSE]
+    prepared, stream = checked.prepared, call.current_stream()
     if out is None:
         out = call.make_out(checked.out_shape)
-        out_at = call.address(out)
+        addresses[_OUT] = call.address(out)
     if lse is None and checked.return_lse:
         lse = call.make_lse(checked.lse_shape)
-        lse_at = call.address(lse)
-    if not workspace:
-        workspace, owner = checked.allocate(checked.prepared.num_bytes)
-    at = at._replace(
-        workspace=workspace,
-        out=out_at,
-        lse=lse_at,
-        kv_lens=at.kv_lens or checked.kv_lens_address,
-    )
-    checked.prepared.launch(at, call.current_stream())
+        addresses[_LSE] = call.address(lse)
+    if not addresses[_KV_LENS]:
+        addresses[_KV_LENS] = checked.kv_lens_address
+    owner: object = None
+    if not addresses[_WORKSPACE]:
+        addresses[_WORKSPACE], owner = scratch.workspace(
+            prepared.num_bytes, prepared.launcher.device_index, stream, checked.allocate
+        )
+    prepared.launch(addresses, stream)
     del owner  # memory for one call may go once everything is enqueued
     return (out, lse) if checked.return_lse else out
 
@@ -290,7 +314,7 @@ def _check(arrays: Arrays, options: Options) -> Call:
     )  # fmt: skip
     geometry = find_geometry(options_of_plan)
     out_shape = (*shape[:-1], dims.latent)
-    lse_shape = (count, options.q_len, heads) if options.pads_lse else shape[:-1]
+    lse_shape = (count, heads, options.q_len) if options.pads_lse else shape[:-1]
     call = Call(
         options=options,
         queries=queries,
@@ -455,11 +479,15 @@ def _check_places(call: Call) -> None:
     if call.out is not None:
         call.out = merge_leading(call.out, names.out, 2)
     if call.lse is not None:
-        call.lse = _merged_lse(call.lse, call.options)
+        call.lse = _rows_of_lse(call.lse, call.options)
 
 
-def _merged_lse(v: ArrayView, options: Options) -> ArrayView:
-    return v if options.pads_lse else merge_leading(v, "lse", 1)
+def _rows_of_lse(v: ArrayView, options: Options) -> ArrayView:
+    """An LSE with the heads last, and leading axes merged where it is not padded."""
+    if not options.pads_lse:
+        return merge_leading(v, "lse", 1)
+    (count, heads, rows), (step, of_head, of_row) = v.shape, v.strides
+    return array.as_strided(v, (count, rows, heads), (step, of_row, of_head))
 
 
 def _view_workspace(x: Any, call: Call) -> ArrayView | None:
@@ -545,7 +573,8 @@ def _launch(call: Call, prepared: _Prepared, vworkspace: ArrayView | None) -> No
     )
     used = [v for v in (*views[1:], vworkspace) if v is not None]
     array.acquire(vq, *used)
-    addresses = Arrays(*(0 if x is None else x.ptr for x in views))._replace(workspace=workspace)
+    addresses = [0 if x is None else x.ptr for x in views]
+    addresses[_WORKSPACE] = workspace
     prepared.launch(addresses, stream)
     array.release(vq, vq, *used)
     del owner  # memory for one call may go once everything is enqueued

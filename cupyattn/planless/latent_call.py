@@ -70,7 +70,7 @@ class Options(NamedTuple):
                  table has room for
     is_list      block_tables names keys
     key_scales   of the cache (core.problem.KEY_SCALES): "" or "rows"
-    pads_lse     the LSE is [B, q_len, heads] in natural log; else like q, base 2
+    pads_lse     the LSE is [B, heads, q_len] in natural log; else like q, base 2
     """
 
     names: Names
@@ -93,7 +93,8 @@ class Options(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """A checked call. Views of q, out and lse have their leading axes merged."""
+    """A checked call. Views of q, out and lse have their leading axes merged; a padded LSE is
+    viewed as [B, q_len, heads]."""
 
     options: Options
     queries: Parts

@@ -31,10 +31,14 @@ def answer(call: Call, arrays: Arrays) -> Any:
     if not (options.return_lse or call.lse is not None):
         return out
     if options.pads_lse:
-        lse = (lse * math.log(2.0)).reshape(call.lse_shape)
-        owned = np.ones(len(lse), np.bool_)
-    lse = lse.astype(np.float32)
-    lse = cpu.deliver(lse if call.lse else lse.reshape(call.lse_shape), call.lse, vq, owned)
+        count, heads, rows = call.lse_shape
+        lse = (lse * math.log(2.0)).reshape(count, rows, heads)
+        if call.lse is None:
+            lse = lse.swapaxes(-1, -2)
+        owned = np.ones(count, np.bool_)
+    elif call.lse is None:
+        lse = lse.reshape(call.lse_shape)
+    lse = cpu.deliver(np.ascontiguousarray(lse, np.float32), call.lse, vq, owned)
     lse = lse if arrays.lse is None else arrays.lse
     return (out, lse) if options.return_lse else out
 

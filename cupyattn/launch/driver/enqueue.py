@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from ... import array, jit
-from ...core import env
+from ...core import env, recording
 from ...core.device import NO_GPU, device_props
-from .params import LaunchBuffer
+from .params import LaunchBuffer, this_thread
 from .pdl import launch_clusters, launch_early
 
 
@@ -75,9 +75,17 @@ def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: 
     if not arguments.has_context:
         api.runtime.setDevice(device_index)
         arguments.has_context = True
-    function, (x, y, z), threads, shared_bytes, _, is_dependent, prologue, cluster = launch
-    if prologue is not None:
-        enqueue(prologue, arguments, device_index, stream)
+    if recording.current is not None:
+        recording.add_launch(launch, arguments.struct())
+    if launch.prologue is not None:
+        _submit(api, launch.prologue, arguments, stream)
+    _submit(api, launch, arguments, stream)
+    if api.is_debugging:
+        api.runtime.streamSynchronize(stream)
+
+
+def _submit(api: SimpleNamespace, launch: Launch, arguments: LaunchBuffer, stream: int) -> None:
+    function, (x, y, z), threads, shared_bytes, _, is_dependent, _, cluster = launch
     if cluster > 1:
         sizes = x, y, z, threads, 1, 1, shared_bytes
         place = stream, arguments.address, 0
@@ -85,5 +93,11 @@ def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: 
     else:
         call = api.launch_early if is_dependent else api.launch_kernel
         call(function, x, y, z, threads, 1, 1, shared_bytes, stream, arguments.address, 0)
-    if api.is_debugging:
-        api.runtime.streamSynchronize(stream)
+
+
+def enqueue_again(made: recording.Recording, device_index: int, stream: int) -> None:
+    """Make the launches of a recording that is whole, on a raw stream."""
+    arguments = this_thread.launch_buffer
+    for launch, struct in made.launches:
+        arguments.write(struct)
+        enqueue(launch, arguments, device_index, stream)

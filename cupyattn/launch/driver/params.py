@@ -80,6 +80,14 @@ class LaunchBuffer:
         struct.pack_into("<Q", self.buffer, 0, self.address + self.offset)
         self.has_context = False
 
+    def struct(self) -> bytes:
+        """A copy of the struct, with whatever is behind it."""
+        return bytes(self.buffer[self.offset :][:_MAX_PARAMS_BYTES])
+
+    def write(self, struct: bytes) -> None:
+        """Put a struct that another buffer had where the driver reads it."""
+        self.buffer[self.offset : self.offset + len(struct)] = struct
+
 
 class _ThisThread(threading.local):
     def __init__(self) -> None:

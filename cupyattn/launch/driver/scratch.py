@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 from ...array import ArrayView
+from ...core import recording
 from .enqueue import cuda
 
 Allocate = Callable[[int], tuple[int, object]]
@@ -44,6 +45,8 @@ def allocator(like: ArrayView) -> Allocate:
 
         def allocate_torch(num_bytes: int) -> tuple[int, object]:
             memory = empty(num_bytes, dtype=uint8, device=device)
+            if recording.current is not None:
+                recording.keep(memory)
             return memory.data_ptr(), memory
 
         return allocate_torch
@@ -56,6 +59,8 @@ def allocator(like: ArrayView) -> Allocate:
         else:
             with api.Device(index):
                 memory = api.alloc(num_bytes)
+        if recording.current is not None:
+            recording.keep(memory)
         return memory.ptr, memory
 
     return allocate_cupy
@@ -80,6 +85,8 @@ def workspace(
             workspaces.clear()
         made = _allocate_on(num_bytes, device_index, stream)
         kept = workspaces[device_index, stream] = num_bytes, *made
+    if recording.current is not None:
+        recording.keep(kept[2])
     return kept[1], kept[2]
 
 
@@ -101,6 +108,7 @@ def counters(count: int, device_index: int, stream: int, allocate: Allocate) -> 
     """
     api = cuda()
     if count > _CAPACITY or api.is_capturing(stream):
+        recording.spoil()  # each launch finds them zeroed
         address, owner = allocate(4 * count)
         api.runtime.memsetAsync(address, 0, 4 * count, stream)
         return address, owner

@@ -414,7 +414,8 @@ def test_prebuild_knows_the_modules_of_batches() -> None:
     assert [(m.page_size, m.head_dim_qk, m.group) for m in xqa] == [
         (16, 128, 4), (64, 128, 4), (16, 64, 8),
     ]  # fmt: skip
-    assert of("run_*_torch_out", "fa2") == [prefill, decode]
+    host_latent = prebuild.Module("batch_mla", head_dim_qk=576, head_dim_vo=512)
+    assert of("run_*_torch_out", "fa2") == [prefill, decode, host_latent]
     wide = {"head_dim_qk": 512, "head_dim_vo": 512}
     assert of("*_d512", "fa2", "fa3", "xqa") == [replace(prefill, **wide), replace(decode, **wide)]
     latent_cases = select(["mla"], ["*"])

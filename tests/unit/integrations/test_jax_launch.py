@@ -1,0 +1,239 @@
+"""Calls of XLA's on a GPU that is not there: what is launched again is what was launched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cupy")
+
+from helpers import fake_gpu
+from helpers.patching import replace
+from helpers.xla_frames import XlaCall
+
+import cupyattn.integrations.jax as door
+from cupyattn.array import memory
+from cupyattn.core import recording
+from cupyattn.errors import ArgumentError
+from cupyattn.inputs import latent
+from cupyattn.integrations import xla_ffi
+from cupyattn.launch.driver import scratch
+
+H, HK, D = 16, 8, 128
+ATTENTION = {"scale": None, "is_causal": True, "local_window_size": None, "max_seqlen_q": None}
+ATTENTION |= {"max_seqlen_k": None, "logits_soft_cap": None}
+LATENT = {"qk_nope_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_seq_len": 64}
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.Gpu:
+    made = fake_gpu.pretend(monkeypatch)
+    fake_gpu.forget()
+    monkeypatch.setattr(door, "_owner", lambda buffers: 0)
+    monkeypatch.setattr(door, "_stream", lambda pointer: contextlib.nullcontext())
+    monkeypatch.setattr(door, "_calls", {})
+    # Tensor maps are made by libcuda, which need not be here.
+    monkeypatch.setattr(latent, "_boxes", lambda pages: None)
+    return made
+
+
+@pytest.fixture
+def make(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Make:
+    made = fake_gpu.maker("cupy", monkeypatch)
+    replace(monkeypatch, memory.from_numpy, lambda a, like: made(*a.shape, dtype=a.dtype.name))
+    return made
+
+
+def _dense(make: Make) -> tuple[Any, ...]:
+    arrays = {"query": make(1, 1, H, D), "key": make(1, 64, HK, D), "value": make(1, 64, HK, D)}
+    return "dot_product_attention", arrays, [make(1, 1, H, D)], ATTENTION
+
+
+def _split(make: Make) -> tuple[Any, ...]:
+    arrays = {"query": make(1, 1, H, D), "key": make(1, 9000, HK, D), "value": make(1, 9000, HK, D)}
+    return "dot_product_attention", arrays, [make(1, 1, H, D)], ATTENTION
+
+
+def _batch(make: Make) -> tuple[Any, ...]:
+    arrays = {"query": make(2, 3, H, D), "key": make(2, 64, HK, D), "value": make(2, 64, HK, D)}
+    return "dot_product_attention", arrays, [make(2, 3, H, D)], ATTENTION
+
+
+def _paged(make: Make) -> tuple[Any, ...]:
+    arrays = {"query": make(4, 1, H, D), "key": make(64, 16, HK, D), "value": make(64, 16, HK, D)}
+    arrays |= {"block_table": make(4, 8, dtype="int32"), "kv_lens": make(4, dtype="int32")}
+    return "dot_product_attention", arrays, [make(4, 1, H, D)], ATTENTION
+
+
+def _append(make: Make) -> tuple[Any, ...]:
+    index = {"batch_indices": 4, "positions": 4, "kv_indices": 32, "kv_indptr": 5}
+    index |= {"kv_last_page_len": 4}
+    arrays = {"append_key": make(4, HK, D), "append_value": make(4, HK, D)}
+    arrays |= {name: make(count, dtype="int32") for name, count in index.items()}
+    pages = [make(32, 16, HK, D) for _ in "kv"]
+    arrays |= {f"pages {at}": x for at, x in enumerate(pages)}
+    constants = {"kv_layout": "NHD", "k_scale": None, "v_scale": None}
+    return "append_paged_kv_cache", arrays, pages, constants
+
+
+def _latent(make: Make) -> tuple[Any, ...]:
+    arrays = {"query": make(4, 1, H, 576), "kv_cache": make(64, 16, 576)}
+    arrays |= {"block_tables": make(4, 4, dtype="int32"), "seq_lens": make(4, dtype="int32")}
+    outputs = [make(4, 1, H, 512), make(4, 1, H, dtype="float32")]
+    return "trtllm_batch_decode_with_kv_cache_mla", arrays, outputs, LATENT
+
+
+def _merge(make: Make) -> tuple[Any, ...]:
+    arrays = {"v_a": make(4, H, D), "s_a": make(4, H, dtype="float32")}
+    arrays |= {"v_b": make(4, H, D), "s_b": make(4, H, dtype="float32")}
+    outputs = [make(4, H, D), make(4, H, dtype="float32")]
+    return "merge_state", arrays, outputs, {"lse_base_on_e": False}
+
+
+CALLS = {
+    "dense": _dense, "split": _split, "batch": _batch, "paged": _paged, "append": _append,
+    "latent": _latent, "merge": _merge,
+}  # fmt: skip
+
+
+def _launches(gpu: fake_gpu.Gpu, call: XlaCall) -> list[fake_gpu.Launched]:
+    gpu.launches.clear()
+    door._on_gpu(call.frame())
+    return [*gpu.launches]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_recorded_call_launches_what_its_first_run_did(
+    name: str, gpu: fake_gpu.Gpu, make: Make
+) -> None:
+    call = XlaCall(*CALLS[name](make), fake_gpu.STREAM)
+    _, second, third, fourth = (_launches(gpu, call) for _ in range(4))
+    (made,) = door._calls.values()
+    assert made._recording is not None and made._recording.is_whole
+    assert second and second == third == fourth
+    assert all(launch.stream == fake_gpu.STREAM for launch in second)
+
+
+def test_other_memory_is_another_call(gpu: fake_gpu.Gpu, make: Make) -> None:
+    calls = [XlaCall(*_dense(make), fake_gpu.STREAM) for _ in "ab"]
+    for _ in range(4):
+        a, b = (_launches(gpu, call) for call in calls)
+        assert a != b
+    assert len(door._calls) == 2
+
+
+def test_other_shapes_on_the_same_memory_are_another_call(gpu: fake_gpu.Gpu, make: Make) -> None:
+    name, arrays, outputs, constants = _dense(make)
+    call = XlaCall(name, arrays, outputs, constants, fake_gpu.STREAM)
+    short = arrays | {part: arrays[part][:, :32] for part in ("key", "value")}
+    other = XlaCall(name, short, outputs, constants, fake_gpu.STREAM)
+    for _ in range(4):
+        assert _launches(gpu, call) != _launches(gpu, other)
+
+
+def test_other_streams_are_other_calls(gpu: fake_gpu.Gpu, make: Make) -> None:
+    given = _dense(make)
+    for stream in (fake_gpu.STREAM, fake_gpu.STREAM + 8):
+        call = XlaCall(*given, stream)
+        door._on_gpu(call.frame())
+    assert len(door._calls) == 2
+
+
+def test_a_call_that_copies_is_made_anew(gpu: fake_gpu.Gpu, make: Make) -> None:
+    """The LSE of attention is brought to XLA's array by a copy, which no launch repeats."""
+    name, arrays, outputs, constants = _paged(make)
+    lse = make(4, 1, H, dtype="float32")
+    call = XlaCall(name, arrays, [*outputs, lse], constants, fake_gpu.STREAM)
+    with contextlib.suppress(Exception):  # the copy itself needs a GPU
+        for _ in range(3):
+            door._on_gpu(call.frame())
+    (made,) = door._calls.values()
+    assert made._recording is None or not made._recording.is_whole
+
+
+def test_a_refused_call_is_refused_again(gpu: fake_gpu.Gpu, make: Make) -> None:
+    name, arrays, outputs, constants = _dense(make)
+    arrays["value"] = make(1, 32, HK, D)
+    call = XlaCall(name, arrays, outputs, constants, fake_gpu.STREAM)
+    for _ in range(4):
+        with pytest.raises(ArgumentError, match=r"^value: "):
+            door._on_gpu(call.frame())
+    assert not gpu.launches
+
+
+def test_a_stream_is_asked_of_xla(gpu: fake_gpu.Gpu, make: Make) -> None:
+    call = XlaCall(*_dense(make), 1234)
+    assert call.frame().stream() == 1234
+
+
+def test_a_frame_is_read_as_it_was_written(make: Make) -> None:
+    name, arrays, outputs, constants = _paged(make)
+    call = XlaCall(name, arrays, outputs, constants, 0)
+    frame = call.frame()
+    wanted = [(fake_gpu.pointer(x), x.shape) for x in arrays.values()]
+    assert [(x.ptr, x.shape) for x in frame.inputs()] == wanted
+    assert [x.dtype for x in frame.inputs()] == ["bfloat16"] * 3 + ["int32"] * 2
+    assert [x.shape for x in frame.outputs()] == [outputs[0].shape]
+
+
+def test_threads_keep_their_state() -> None:
+    """Python forgets threads that it did not start after each callback, unless held back."""
+    import ctypes
+
+    pthread = ctypes.CDLL(None)
+    if not hasattr(pthread, "pthread_create"):
+        pytest.skip("there are no POSIX threads")
+    found: list[int] = []
+
+    def look(_: Any) -> None:
+        found.append(xla_ffi._thread.address)
+
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    twice = kind(look)
+    body = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+    inner = ctypes.cast(twice, ctypes.CFUNCTYPE(None, ctypes.c_void_p))
+
+    def run(argument: Any) -> int:
+        inner(argument)
+        inner(argument)
+        return 0
+
+    thread, kept = ctypes.c_void_p(), body(run)
+    assert pthread.pthread_create(ctypes.byref(thread), None, kept, None) == 0
+    assert pthread.pthread_join(thread, None) == 0
+    assert found[0] == found[1] != xla_ffi._thread.address
+
+
+def test_a_recording_is_spoiled_by_its_own_thread_only() -> None:
+    import threading
+
+    with recording.Recording() as made:
+        recording.add_launch("a", b"1")
+        other = threading.Thread(target=lambda: (recording.spoil(), recording.add_launch("b", b"")))
+        other.start()
+        other.join()
+        with recording.Recording() as second:
+            recording.keep("memory")
+    assert made.is_whole and made.launches == [("a", b"1")] and made.kept == ["memory"]
+    assert not second.is_whole and not second.launches
+    with recording.Recording() as made:
+        recording.add_launch("a", b"1")
+        recording.spoil()
+    assert not made.is_whole
+    with recording.Recording() as made:
+        pass
+    assert not made.is_whole and recording.current is None
+
+
+def test_scratch_memory_of_a_recording_is_kept(gpu: fake_gpu.Gpu, make: Make) -> None:
+    call = XlaCall(*_paged(make), fake_gpu.STREAM)
+    for _ in range(2):
+        door._on_gpu(call.frame())
+    (made,) = door._calls.values()
+    assert made._recording is not None
+    owners = [kept[2] for kept in scratch._kept.workspaces.values()]
+    assert owners and all(any(x is owner for x in made._recording.kept) for owner in owners)

@@ -1,0 +1,154 @@
+"""Calls without a plan that repeat others but for addresses, on a GPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from helpers import fake_gpu
+
+from cupyattn import flash_mla, mla
+from cupyattn.errors import ArgumentError, UnsupportedError
+from cupyattn.inputs import latent as parts
+from cupyattn.planless import latent
+
+B, H, PAGES, SIZE = 3, 16, 4, 16
+
+
+class Arrays:
+    """The arrays of a decode, at addresses of their own."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.q, self.kv = make(B, 1, H, 576), make(B * PAGES, SIZE, 576)
+        self.kv_of_one_head = self.kv[:, :, None]
+        self.table, self.lens = make(B, PAGES, dtype="int32"), make(B, dtype="int32")
+        self.workspace = make(1 << 20, dtype="uint8")
+
+
+def _trtllm(x: Arrays, **given: Any) -> Any:
+    options = {"max_seq_len": 64, "bmm1_scale": 0.07} | given
+    return mla.trtllm_batch_decode_with_kv_cache_mla(
+        x.q, x.kv, x.workspace, 128, 512, 64, x.table, x.lens, **options
+    )
+
+
+def _xqa_batch(x: Arrays, **given: Any) -> Any:
+    options = {"max_seq_len": 64, "bmm1_scale": 0.07} | given
+    return mla.xqa_batch_decode_with_kv_cache_mla(
+        x.q, x.kv, x.workspace, 128, 512, 64, x.table, x.lens, **options
+    )
+
+
+def _xqa(x: Arrays, **given: Any) -> Any:
+    options = {"q_scale": 0.07, "workspace_buffer": x.workspace} | given
+    cache = x.kv_of_one_head
+    return mla.xqa_mla(x.q, cache, cache, x.table, x.lens, **options)
+
+
+def _flash_mla(x: Arrays, **given: Any) -> Any:
+    options = {"softmax_scale": 0.07} | given
+    return flash_mla.flash_mla_with_kvcache(x.q, x.kv_of_one_head, x.table, x.lens, 512, **options)
+
+
+FACES = {"trtllm": _trtllm, "xqa_batch": _xqa_batch, "xqa": _xqa, "flash_mla": _flash_mla}
+SCALES = {"trtllm": "bmm1_scale", "xqa_batch": "bmm1_scale", "xqa": "q_scale"}
+SCALES["flash_mla"] = "softmax_scale"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.Gpu:
+    gpu = fake_gpu.pretend(monkeypatch)
+    fake_gpu.forget()
+    # Tensor maps are made by libcuda, which need not be here.
+    monkeypatch.setattr(parts, "_boxes", lambda pages: None)
+    return gpu
+
+
+@pytest.fixture
+def make(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    return fake_gpu.maker("torch", monkeypatch)
+
+
+def _shapes(answer: Any) -> list[Any]:
+    return [x.shape for x in answer] if isinstance(answer, tuple) else [answer.shape]
+
+
+def _sizes(gpu: fake_gpu.Gpu) -> list[Any]:
+    """What was launched, without addresses."""
+    return [(x.kernel, x.grid, x.block, x.stream) for x in gpu.launches]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_repeated_call_is_not_looked_at(
+    face: str, gpu: fake_gpu.Gpu, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = [Arrays(make) for _ in range(4)]
+    shapes = [_shapes(FACES[face](x)) for x in arrays[:3]]
+    wanted = _sizes(gpu)[: len(gpu.launches) // 3]
+    gpu.launches.clear()
+    monkeypatch.setattr(latent, "run", None)
+    for module in (mla, flash_mla):
+        monkeypatch.setattr(module, "run", None)
+    assert _shapes(FACES[face](arrays[3])) == shapes[0]
+    assert wanted and _sizes(gpu) == wanted
+    (attention,) = gpu.attentions()
+    named = fake_gpu.unpack(attention.params)
+    assert (named["q"], named["k"]) == tuple(map(fake_gpu.pointer, (arrays[3].q, arrays[3].kv)))
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_other_numbers_are_another_call(
+    face: str, gpu: fake_gpu.Gpu, make: Callable[..., Any]
+) -> None:
+    x = Arrays(make)
+    for scale in (0.07, 0.07, 0.07, 0.5):
+        FACES[face](x, **{SCALES[face]: scale})
+        named = fake_gpu.unpack(gpu.attentions()[-1].params)
+        assert named["sm_scale"] == pytest.approx(scale)
+
+
+def test_good_calls_excuse_no_bad_ones(gpu: fake_gpu.Gpu, make: Callable[..., Any]) -> None:
+    x = Arrays(make)
+    for call in FACES.values():
+        for _ in range(4):
+            call(x)
+    for _ in range(4):
+        _trtllm(x, max_seq_len=1)
+    gpu.launches.clear()
+    bad: list[tuple[Any, dict[str, Any], str]] = [
+        (_trtllm, {"max_seq_len": True}, "max_seq_len"),
+        (_trtllm, {"bmm1_scale": float("nan")}, "bmm1_scale"),
+        (_trtllm, {"enable_dcp": True}, "enable_dcp"),
+        (_trtllm, {"backend": "cutlass"}, "backend"),
+        (_trtllm, {"sparse_mla_top_k": 3}, "block_tables"),
+        (_trtllm, {"cp_world": 2}, "cp_world"),
+        (_trtllm, {"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx"),
+        (_xqa_batch, {"max_seq_len": -1}, "max_seq_len"),
+        (_xqa, {"page_size": 8}, "page_size"),
+        (_flash_mla, {"causal": "no"}, "causal"),
+        (_flash_mla, {"topk_length": x.lens}, "topk_length"),
+        (_flash_mla, {"extra_k_cache": x.kv}, "a second cache|extra_k_cache"),
+    ]
+    for call, given, message in bad:
+        with pytest.raises((ArgumentError, UnsupportedError), match=message):
+            call(x, **given)
+    out = x.q[..., :512]
+    with pytest.raises(ArgumentError, match="overlaps"):
+        _trtllm(x, out=out)
+    x.lens = x.lens[:2]
+    for call in FACES.values():
+        with pytest.raises(ArgumentError):
+            call(x)
+    assert not gpu.launches
+
+
+def test_the_lse_of_flash_mla_has_its_heads_first(
+    gpu: fake_gpu.Gpu, make: Callable[..., Any]
+) -> None:
+    x = Arrays(make)
+    for _ in range(4):
+        _, lse = _flash_mla(x)
+        assert lse.shape == (B, H, 1) and lse.is_contiguous()
+        padded = [launch for launch in gpu.launches if launch.kernel == "pad_lse"]
+        assert padded
