@@ -9,6 +9,7 @@ from typing import Any
 from ..batch.case import BatchCase
 from .draw import model_of, schedule_of
 from .predict import predict
+from .profiles import lines_of
 
 _WORST = 10
 
@@ -93,6 +94,8 @@ def table(summary: dict[str, Any]) -> str:
     for entry in summary["worst"]:
         times = f"{entry['ratio']:7.3f}{entry['ours_us']:10.1f}{entry['best_peer_us']:10.1f}"
         lines.append(f"{entry['case']:64}{times}  {entry['best_peer']}, {entry['keys']}")
+    if summary.get("profiles"):
+        lines += ["", "kernels of the worst: us, blocks x threads", *lines_of(summary["profiles"])]
     found = summary["prediction"]
     if found["count"]:
         lines += [

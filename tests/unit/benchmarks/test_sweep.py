@@ -17,6 +17,7 @@ from benchmarks.batch.oracle import checked_requests
 from benchmarks.peers import prebuild
 from benchmarks.results import FILE_NAME, Results
 from benchmarks.sweep import cli as sweep
+from benchmarks.sweep import profiles
 from benchmarks.sweep.draw import _MOST_FLOPS, _MOST_KV_BYTES, draw_case, draw_cases, schedule_of
 from benchmarks.sweep.models import MODELS, Model
 from benchmarks.sweep.plans import instances
@@ -158,6 +159,46 @@ def test_summary_of_a_run(tmp_path: Any) -> None:
     assert "12 of 16 shapes" in text and cases[0].name in text and "wrong:" in text
 
 
+def test_profiles_of_the_worst(tmp_path: Any, monkeypatch: Any) -> None:
+    """Kernels by name and size, in the order of launches; what empties L2 is none of a call's."""
+
+    def event(name: str, ts: float, dur: float, grid: list[int]) -> dict[str, Any]:
+        return {
+            "cat": "kernel", "name": name, "ts": ts, "dur": dur,
+            "args": {"grid": grid, "block": [128, 1, 1]},
+        }  # fmt: skip
+
+    events = [event("void merge", 5.0, 2.0, [8, 1, 1]), event("void decode", 1.0, 10.0, [4, 3, 1])]
+    events += [event("void decode", 11.0, 12.0, [4, 3, 1]), event("merge", 15.0, 2.0, [8, 1, 1])]
+    events += [event("FillFunctor<char>", 0.0, 80.0, [9, 1, 1]), {"cat": "cpu_op", "name": "x"}]
+    found = profiles.kernels_of({"traceEvents": events}, 2)
+    assert found == [("decode", 11.0, 1.0, 12, 128), ("merge", 2.0, 1.0, 8, 128)]
+
+    cases = draw_cases(5, 16)
+    _results(cases, tmp_path)
+    arguments = ["sweep", "--seed", "5", "--count", "16", "--jobs", "0", "--out", str(tmp_path)]
+    monkeypatch.setattr(sweep, "supervise", lambda args, given: _results(cases, tmp_path) or 0)
+
+    def run(command: list[str], **_: Any) -> None:
+        assert command[2:] == ["benchmarks.sweep.profiles", str(tmp_path), "--most", "10"]
+        monkeypatch.setattr(profiles, "Clock", lambda: None)
+        monkeypatch.setattr(profiles, "profile_shape", shape)
+        assert profiles.main(command[3:]) == 0
+
+    def shape(entry: dict[str, Any], seed: int, clock: Any) -> dict[str, Any]:
+        assert seed == 5 and draw_case(seed, int(entry["case"].split("_")[1])).name == entry["case"]
+        if entry["case"] == cases[3].name:
+            raise RuntimeError("no counters")
+        return {"ours": [kernel._asdict() for kernel in found]}
+
+    monkeypatch.setattr(sweep.subprocess, "run", run)
+    assert cli.main(arguments) == 0
+    text = (tmp_path / sweep.TABLE_NAME).read_text()
+    assert "11.0 us    12 x  128  decode\n" in text
+    assert "not profiled: RuntimeError: no counters" in text
+    assert json.loads((tmp_path / sweep.SUMMARY_NAME).read_text())["profiles"][cases[0].name]
+
+
 def test_makespan_of_known_lists() -> None:
     assert makespan([], 4) == 0.0
     assert makespan([3.0, 1.0], 4) == 3.0
@@ -266,6 +307,7 @@ def test_a_sweep_whose_worker_dies_goes_on(tmp_path: Any, monkeypatch: Any) -> N
 
     monkeypatch.setattr(cli, "_watch", watch)
     arguments = ["sweep", "--seed", "2", "--count", "4", "--jobs", "0", "--out", str(tmp_path)]
+    arguments += ["--profiles", "0"]
     assert cli.main(arguments) == 0
     assert Results(tmp_path / FILE_NAME).why_lost(cases[0], "fa3:fwd")
     assert not (tmp_path / PROGRESS_NAME).exists()
