@@ -92,9 +92,9 @@ _PROMPT, _LEAST_ALONE, _PROMPT_MERGE = 1.05, 0.8, 1.56
 _PROMPT_BYTES_PER_US, _PROMPT_LATENCY_US = 2.94e6, 10.0
 
 
-def predict(case: BatchCase) -> float | None:
-    """µs of a case on an H200; None where nothing is known of its kernels."""
-    works = works_of(case)
+def predict(case: BatchCase, works: Sequence[Work] | None = None) -> float | None:
+    """µs of a case on an H200, by its launches; None where nothing is known of its kernels."""
+    works = works_of(case) if works is None else works
     if not works or not {work.kernel for work in works} <= COSTS.keys():
         return None
     us = _time_of_all(works, case)

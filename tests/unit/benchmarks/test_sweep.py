@@ -155,7 +155,11 @@ def test_summary_of_a_run(tmp_path: Any) -> None:
     assert len(found["worst"]) == 10
     for group in ("by_schedule", "by_model", "by_kv_heads", "by_batch"):
         assert sum(x["count"] for x in found[group].values()) == 12
+    by_kernels = found["prediction_by_kernels"]
+    assert sum(x["count"] for x in by_kernels.values()) == found["prediction"]["count"] == 13
+    assert by_kernels["decode_sm80"]["bias"] > 0
     text = (tmp_path / sweep.TABLE_NAME).read_text()
+    assert "told / taken" in text
     assert "12 of 16 shapes" in text and cases[0].name in text and "wrong:" in text
 
 
