@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -18,11 +20,13 @@ from ..timing import random_order
 from ..worker import PROGRESS_NAME
 from .draw import draw_cases
 from .plans import compile_ahead
+from .profiles import FILE_NAME as PROFILES_NAME
 from .summary import summarise_sweep, table
 
 SUMMARY_NAME = "sweep.json"
 TABLE_NAME = "sweep.txt"
 _PEERS = ("ours", "fa3", "flashinfer_fa2", "flashinfer_fa3", "flashinfer_xqa", "sdpa_cudnn")
+_PROFILE_SECONDS = 90.0
 _PREHEAT_SECONDS = 0.05  # a case; the one before has just kept the GPU busy
 
 
@@ -38,7 +42,7 @@ def main(given: Sequence[str]) -> int:
         from .. import worker
 
         return worker.run(args)
-    for name in (FILE_NAME, PROGRESS_NAME):
+    for name in (FILE_NAME, PROGRESS_NAME, PROFILES_NAME):
         (args.out / name).unlink(missing_ok=True)
     if args.jobs:
         seconds = compile_ahead(args.cases, args.jobs)
@@ -47,8 +51,26 @@ def main(given: Sequence[str]) -> int:
     if not (args.out / FILE_NAME).exists():
         return status or 1
     summary = write(args)
+    if args.profiles and summary["worst"]:
+        _profile(args)
+        summary = write(args)
     print(table(summary), end="")
     return status
+
+
+def _profile(args: argparse.Namespace) -> None:
+    """Profile the worst shapes in a process of their own: what it does not get to is left out."""
+    command = [sys.executable, "-m", "benchmarks.sweep.profiles", str(args.out.resolve())]
+    root = Path(__file__).resolve().parents[2]
+    try:
+        subprocess.run(
+            [*command, "--most", str(args.profiles)],
+            cwd=root,
+            timeout=_PROFILE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        print(f"profiles: ended after {_PROFILE_SECONDS:g} s", flush=True)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -75,6 +97,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--jobs", type=int, default=os.cpu_count() or 1,
         help="processes that compile our kernels ahead; 0: each at its first use",
     )  # fmt: skip
+    parser.add_argument(
+        "--profiles", type=int, default=10, help="of the worst shapes (default 10; 0: none)"
+    )
     parser.add_argument("--rounds", type=int, default=4, help="rounds a shape (default 4)")
     parser.add_argument("--out", type=Path, help=f"folder of {SUMMARY_NAME} and {TABLE_NAME}")
     parser.add_argument("--commit", default=os.environ.get("CUPYATTN_BENCH_COMMIT"))
@@ -108,6 +133,8 @@ def write(args: argparse.Namespace) -> dict[str, Any]:
         "header": results.get("header"),
         **summarise_sweep(args.cases, results),
     }
+    if (args.out / PROFILES_NAME).exists():
+        summary["profiles"] = json.loads((args.out / PROFILES_NAME).read_text())
     (args.out / SUMMARY_NAME).write_text(json.dumps(summary, indent=1))
     (args.out / TABLE_NAME).write_text(table(summary))
     return summary

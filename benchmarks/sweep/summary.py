@@ -8,7 +8,8 @@ from typing import Any
 
 from ..batch.case import BatchCase
 from .draw import model_of, schedule_of
-from .predict import predict
+from .predict import predict, works_of
+from .profiles import lines_of
 
 _WORST = 10
 
@@ -41,6 +42,7 @@ def summarise_sweep(cases: Iterable[BatchCase], results: dict[str, Any]) -> dict
         "by_kv_heads": _by(rated, lambda entry: str(entry["num_kv_heads"])),
         "by_batch": _by(rated, lambda entry: _batch_class(entry["batch"])),
         "prediction": prediction_errors(entries),
+        "prediction_by_kernels": _errors_by_kernels(entries),
         "worst": sorted(rated, key=lambda entry: entry["ratio"])[:_WORST],
         "shapes": rated,
     }
@@ -72,10 +74,27 @@ def prediction_errors(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
     )
     if not errors:
         return {"count": 0}
-    middle = len(errors) // 2
-    median = (errors[middle] + errors[~middle]) / 2
+    median = _median(errors)
     within = sum(error <= 0.2 for error in errors) / len(errors)
     return {"count": len(errors), "median": median, "within_20_percent": within}
+
+
+def _errors_by_kernels(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Of each combination of kernels: the same, and the median of told over measured."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for entry in entries:
+        if entry["ours_us"] and entry["predicted_us"]:
+            groups.setdefault(entry["kernels"], []).append(entry)
+    found = {}
+    for kernels, group in sorted(groups.items(), key=lambda item: -len(item[1])):
+        ratios = sorted(entry["predicted_us"] / entry["ours_us"] for entry in group)
+        found[kernels] = prediction_errors(group) | {"bias": _median(ratios)}
+    return found
+
+
+def _median(ordered: list[float]) -> float:
+    middle = len(ordered) // 2
+    return (ordered[middle] + ordered[~middle]) / 2
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -93,12 +112,18 @@ def table(summary: dict[str, Any]) -> str:
     for entry in summary["worst"]:
         times = f"{entry['ratio']:7.3f}{entry['ours_us']:10.1f}{entry['best_peer_us']:10.1f}"
         lines.append(f"{entry['case']:64}{times}  {entry['best_peer']}, {entry['keys']}")
+    if summary.get("profiles"):
+        lines += ["", "kernels of the worst: us, blocks x threads", *lines_of(summary["profiles"])]
     found = summary["prediction"]
     if found["count"]:
         lines += [
             "",
             f"prediction of {found['count']} shapes: median error {found['median']:.1%}, "
             f"{found['within_20_percent']:.0%} within 20 %",
+        ]
+        lines += [
+            f"  {kernels:36}{x['count']:4} shapes {x['median']:.1%}; told / taken {x['bias']:.2f}"
+            for kernels, x in summary["prediction_by_kernels"].items()
         ]
     for name in ("without_peer", "ours_not_timed", "wrong", "not_repeatable"):
         if summary[name]:
@@ -108,7 +133,7 @@ def table(summary: dict[str, Any]) -> str:
 
 def _entry(case: BatchCase, results: dict[str, Any]) -> dict[str, Any]:
     found = results["cases"][case.name]
-    kv_lens = case.kv_lens
+    kv_lens, (predicted, kernels) = case.kv_lens, _predicted(case)
     return {
         "case": case.name,
         "schedule": schedule_of(case),
@@ -125,16 +150,18 @@ def _entry(case: BatchCase, results: dict[str, Any]) -> dict[str, Any]:
         "ours_us": found["ours_us"],
         "best_peer": found["best_peer"],
         "best_peer_us": found["best_peer_us"],
-        "predicted_us": _predicted(case),
+        "predicted_us": predicted,
+        "kernels": kernels,
     }
 
 
-def _predicted(case: BatchCase) -> float | None:
-    """None as well where a case cannot be planned on the host."""
+def _predicted(case: BatchCase) -> tuple[float | None, str]:
+    """What the plan promises, and its kernels; None where a case cannot be planned on the host."""
     try:
-        return predict(case)
+        works = works_of(case)
+        return predict(case, works), " + ".join(dict.fromkeys(work.kernel for work in works))
     except Exception:
-        return None
+        return None, ""
 
 
 def _by(entries: list[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> dict[str, Any]:

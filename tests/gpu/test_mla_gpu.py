@@ -26,7 +26,7 @@ from helpers.on_gpu import capture, ints, kernels, same, scratch, try_random, wo
 from helpers.poison import download, raw, upload
 from helpers.share import some
 
-from cupyattn import flash_mla, mla
+from cupyattn import flash_mla, mla, reference
 from cupyattn.core import dtypes
 from cupyattn.errors import UnsupportedError
 from cupyattn.reference.latent_rows import pack_rows
@@ -134,6 +134,27 @@ def test_long_keys(xp: ModuleType, heads: int, kv_len: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("page", [16, 64])
+def test_caches_grow(xp: ModuleType, page: int) -> None:
+    """Runs that look like earlier ones but for the number of pages read all of them."""
+    rng, heads = np.random.default_rng(page), 16
+    q = rng.standard_normal((2, heads, 576)).astype(np.float16)
+    wrapper = mla.BatchMLAPagedAttentionWrapper(workspace(xp))
+    for pages in (4, 4, 60, 7, 61):
+        pool = rng.standard_normal((pages, page, 576)).astype(np.float16)
+        ids = rng.permutation(pages)[: 2 * (pages // 2)].astype(np.int32)
+        each = pages // 2
+        table = np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32) * each, ids
+        lens = np.full(2, each * page, np.int32)
+        wrapper.plan(*table, lens, heads, 512, 64, page, True, SCALE, "float16", "float16")
+        got = download(wrapper.run(query=upload(q, xp), kv_cache=upload(pool, xp)))
+        for b in range(2):
+            keys = pool[ids[b * each : (b + 1) * each]].reshape(-1, 1, 576)
+            wanted, _ = reference.attention(q[b : b + 1], keys, keys[..., :512], sm_scale=SCALE)
+            np.testing.assert_allclose(got[b : b + 1].astype(np.float64), wanted, atol=2e-3)
+
+
+@pytest.mark.usefixtures("kernel")
 def test_plans_change_between_replays(xp: ModuleType, torch: Any) -> None:
     """A captured run follows later plans, bit for bit as another wrapper of graphs. Plans that no
     graph keeps may split keys otherwise: their answers differ by rounding."""
@@ -229,8 +250,6 @@ def test_parts_far_apart(xp: ModuleType) -> None:
     table = np.array([0, 1]), np.array([0, 2]), np.array([1, count - 1]), np.array([1024 + 64])
     w.plan(*table, 16, 512, 64, 1024, True, SCALE, "float16", "float16")
     keys = np.concatenate([rows[0], np.zeros((960, 576), np.float16), rows[1]])[:, None]
-    from cupyattn import reference
-
     wanted, _ = reference.attention(q, keys, keys[..., :512], sm_scale=SCALE)
     got = download(w.run(query=upload(q, xp), kv_cache=cache))
     np.testing.assert_allclose(got.astype(np.float64), wanted, atol=2e-3)

@@ -26,6 +26,7 @@ class Call(calls.Call):
         rows = sum(case.qo_len) + case.spare_rows
         self.qo_indptr = offsets(case.qo_len)
         self.q = self.values(rows, case.num_qo_heads, problem.dims[0], dtype=problem.dtype)
+        self.head_dim_qk = problem.dims[0]
         dims = problem.dims if case.cache != "same" else (problem.dims[0],) * 2
         self.keys = [
             [self.values(n, case.num_kv_heads, dim, dtype=problem.kv_dtype) for dim in dims]

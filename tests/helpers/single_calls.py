@@ -21,6 +21,7 @@ class Call(calls.Call):
         self.is_decode = is_decode
         self.inputs = inputs = cases.make_inputs(case)
         self.q = inputs["q"]
+        self.head_dim_qk = case.head_dim_qk
         self.has_coarse_cap = cases.has_coarse_cap(case)
         self.logit_magnitude = cases.logit_magnitude(case)
         self.arrays: dict[str, Any] = {

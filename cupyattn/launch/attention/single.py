@@ -25,6 +25,7 @@ from ..tiles.select import (
     LARGE,
     MixedConfig,
     large_tiles,
+    min_blocks,
     mixed_config,
     row_class,
     shape_of,
@@ -81,9 +82,11 @@ class LoadedKernel(Generic[_Tiles]):
 
 
 def _blocks_per_sm(function: int, tiles: TileConfig | MixedConfig, props: DeviceProps) -> int:
-    """How many blocks run on an SM at a time; without a GPU as many as fit its shared memory."""
+    """How many blocks run on an SM at a time; without a GPU as many as fit its shared memory, or as
+    the registers of prefill_sm90 are dealt out for."""
     if props is NO_GPU:
-        return props.smem_per_sm // (tiles.shared_bytes + _RESERVED_BYTES)
+        fitting = props.smem_per_sm // (tiles.shared_bytes + _RESERVED_BYTES)
+        return min(fitting, min_blocks(tiles.config)) if tiles.name == "prefill_sm90" else fitting
     from cupy.cuda import Device, driver
 
     with Device(props.index):

@@ -93,14 +93,15 @@ def mixed_config(
     both = prefill.config, decode.config
     config = {name: both[0][name] for name in common_constants(problem, False)}
     config["kRotateKeys"] = both[0]["kRotateKeys"] or both[1]["kRotateKeys"]
-    config |= {"kWarps": warps, "kMinBlocks": min(_blocks(x) for x in both)}
+    config |= {"kWarps": warps, "kMinBlocks": min(min_blocks(x) for x in both)}
     for kind, own in zip(("Prefill", "Decode"), both, strict=True):
         config |= {f"k{kind}{name[1:]}": own[name] for name in own if name not in config}
     shared_bytes = max(prefill.shared_bytes, decode.shared_bytes)
     return MixedConfig("mixed_sm80", jit.Config(config), prefill, decode, 32 * warps, shared_bytes)
 
 
-def _blocks(config: jit.Config) -> int:
+def min_blocks(config: jit.Config) -> int:
+    """How many blocks an SM has registers for, by what the kernel is compiled with."""
     blocks = config["kMinBlocks"]
     assert isinstance(blocks, int)
     return blocks
@@ -145,7 +146,7 @@ def large_tiles(
 
 def shape_of(tiles: TileConfig, group_size: int, num_sms: int) -> TileShape:
     """What a plan must know of timed tiles, whose kernel need not be loaded."""
-    slots, rows = _blocks(tiles.config) * num_sms, tiles.used_rows(group_size)
+    slots, rows = min_blocks(tiles.config) * num_sms, tiles.used_rows(group_size)
     return TileShape(
         rows,
         tiles.tile_kv,

@@ -17,13 +17,15 @@ from benchmarks.batch.oracle import checked_requests
 from benchmarks.peers import prebuild
 from benchmarks.results import FILE_NAME, Results
 from benchmarks.sweep import cli as sweep
+from benchmarks.sweep import profiles
 from benchmarks.sweep.draw import _MOST_FLOPS, _MOST_KV_BYTES, draw_case, draw_cases, schedule_of
 from benchmarks.sweep.models import MODELS, Model
 from benchmarks.sweep.plans import instances
-from benchmarks.sweep.predict import makespan, predict, works_of
+from benchmarks.sweep.predict import COSTS, Work, makespan, parts_of, predict, works_of
 from benchmarks.sweep.summary import figures, prediction_errors, summarise_sweep, table
 from benchmarks.timing import random_order
 from benchmarks.worker import PROGRESS_NAME
+from cupyattn.schedule.makespan import TileTimes
 
 
 def test_draws_are_functions_of_seed_and_number() -> None:
@@ -153,8 +155,52 @@ def test_summary_of_a_run(tmp_path: Any) -> None:
     assert len(found["worst"]) == 10
     for group in ("by_schedule", "by_model", "by_kv_heads", "by_batch"):
         assert sum(x["count"] for x in found[group].values()) == 12
+    by_kernels = found["prediction_by_kernels"]
+    assert sum(x["count"] for x in by_kernels.values()) == found["prediction"]["count"] == 13
+    assert by_kernels["decode_sm80"]["bias"] > 0
     text = (tmp_path / sweep.TABLE_NAME).read_text()
+    assert "told / taken" in text
     assert "12 of 16 shapes" in text and cases[0].name in text and "wrong:" in text
+
+
+def test_profiles_of_the_worst(tmp_path: Any, monkeypatch: Any) -> None:
+    """Kernels by name and size, in the order of launches; what empties L2 is none of a call's."""
+
+    def event(name: str, ts: float, dur: float, grid: list[int]) -> dict[str, Any]:
+        return {
+            "cat": "kernel", "name": name, "ts": ts, "dur": dur,
+            "args": {"grid": grid, "block": [128, 1, 1]},
+        }  # fmt: skip
+
+    events = [event("void merge", 5.0, 2.0, [8, 1, 1]), event("void decode", 1.0, 10.0, [4, 3, 1])]
+    events += [event("void decode", 11.0, 12.0, [4, 3, 1]), event("merge", 15.0, 2.0, [8, 1, 1])]
+    events += [event("FillFunctor<char>", 0.0, 80.0, [9, 1, 1]), {"cat": "cpu_op", "name": "x"}]
+    found = profiles.kernels_of({"traceEvents": events}, 2)
+    assert found == [("decode", 11.0, 1.0, 12, 128), ("merge", 2.0, 1.0, 8, 128)]
+
+    cases = draw_cases(5, 16)
+    _results(cases, tmp_path)
+    arguments = ["sweep", "--seed", "5", "--count", "16", "--jobs", "0", "--out", str(tmp_path)]
+    monkeypatch.setattr(sweep, "supervise", lambda args, given: _results(cases, tmp_path) or 0)
+
+    def run(command: list[str], **_: Any) -> None:
+        assert command[2:] == ["benchmarks.sweep.profiles", str(tmp_path), "--most", "10"]
+        monkeypatch.setattr(profiles, "Clock", lambda: None)
+        monkeypatch.setattr(profiles, "profile_shape", shape)
+        assert profiles.main(command[3:]) == 0
+
+    def shape(entry: dict[str, Any], seed: int, clock: Any) -> dict[str, Any]:
+        assert seed == 5 and draw_case(seed, int(entry["case"].split("_")[1])).name == entry["case"]
+        if entry["case"] == cases[3].name:
+            raise RuntimeError("no counters")
+        return {"ours": [kernel._asdict() for kernel in found]}
+
+    monkeypatch.setattr(sweep.subprocess, "run", run)
+    assert cli.main(arguments) == 0
+    text = (tmp_path / sweep.TABLE_NAME).read_text()
+    assert "11.0 us    12 x  128  decode\n" in text
+    assert "not profiled: RuntimeError: no counters" in text
+    assert json.loads((tmp_path / sweep.SUMMARY_NAME).read_text())["profiles"][cases[0].name]
 
 
 def test_makespan_of_known_lists() -> None:
@@ -172,6 +218,46 @@ def test_predictions_grow_with_the_work() -> None:
     assert times == sorted(times) and times[0] < 30 < times[-1]
     (work,) = works_of(replace(case, requests=((300, 1, 100),)))
     assert work.keys.tolist() == [100.0] * 300 and not work.is_merged
+
+
+def test_blocks_of_known_costs() -> None:
+    """Two tiles of keys in each block, one wave; then states of two parts of each tile."""
+    case = BatchCase("c", "batch_decode", "decode", ((4, 1, 128),), num_kv_heads=1)
+    keys, whole, halves = np.full(4, 128.0), np.ones(4, int), np.full(4, 2)
+    decode = Work("decode_sm80", keys, whole, 16, 16, 1, 264, False)
+    cost = COSTS["decode_sm80"]
+    # 128 + 128 columns of 16 bits.
+    blocks = cost.block + 2 * (cost.keys + cost.rows)
+    assert parts_of(decode, case) == pytest.approx((cost.launch, blocks, 0.0))
+    two_waves = parts_of(decode._replace(slots=2), case)
+    assert two_waves == pytest.approx((cost.launch, 2 * blocks, 0.0))
+    fused = parts_of(decode._replace(splits=halves), case)
+    merged = parts_of(decode._replace(splits=halves, is_merged=True), case)
+    assert 0 < fused.merge < merged.merge and fused[:2] == merged[:2]
+    times = TileTimes(10.0, 2.0, 1.0, 0.9, 4.0, 0.5)
+    prompt = Work("prefill_sm90", keys, whole, 64, 64, 2, 132, False, 64, times, 132)
+    found = parts_of(prompt, case)
+    assert found.launch == 10.0 and found.merge == 0.0
+    assert found.blocks == pytest.approx(1.05 * 0.9 * (2.0 + 2 * 1.0))
+    many = prompt._replace(keys=np.full(200, 128.0), splits=np.full(200, 2), is_merged=True)
+    again = parts_of(many, case)
+    assert again.blocks > 3 * found.blocks and again.merge == pytest.approx(
+        1.56 * (4.0 + 0.5 * 400)
+    )
+
+
+def test_launches_behind_prompts_stream_beside_them() -> None:
+    """The launches of a mixed batch take less than one after another, and more than the prompts."""
+    case = next(x for x in draw_cases(0, 200) if x.op == "mixed" and x.head_dim_qk == 128)
+    case = replace(
+        case, requests=((1, 2048, 8192), (63, 1, 8192)), num_qo_heads=32, num_kv_heads=8,
+        page_size=16, kv_dtype="bfloat16", dtype="bfloat16", window_left=-1,
+    )  # fmt: skip
+    chunk, *others = works_of(case)
+    assert (chunk.kernel, {work.kernel for work in others}) == ("prefill_sm90", {"decode_sm80"})
+    alone = [sum(parts_of(work, case)) for work in (chunk, *others)]
+    whole = predict(case)
+    assert whole is not None and alone[0] < whole < 1.05 * sum(alone)
 
 
 def test_every_drawn_case_has_a_plan_and_kernels() -> None:
@@ -225,6 +311,7 @@ def test_a_sweep_whose_worker_dies_goes_on(tmp_path: Any, monkeypatch: Any) -> N
 
     monkeypatch.setattr(cli, "_watch", watch)
     arguments = ["sweep", "--seed", "2", "--count", "4", "--jobs", "0", "--out", str(tmp_path)]
+    arguments += ["--profiles", "0"]
     assert cli.main(arguments) == 0
     assert Results(tmp_path / FILE_NAME).why_lost(cases[0], "fa3:fwd")
     assert not (tmp_path / PROGRESS_NAME).exists()

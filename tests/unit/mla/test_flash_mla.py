@@ -71,6 +71,12 @@ def test_rows_of_656_bytes() -> None:
         unpack_rows(rows[..., :600])
 
 
+def test_no_rows_are_packed_and_unpacked() -> None:
+    none = np.zeros((0, 3, 576), np.float32)
+    assert pack_rows(none).shape == (0, 3, 656)
+    assert unpack_rows(pack_rows(none)).shape == (0, 3, 576)
+
+
 def test_lists_of_tokens() -> None:
     indices = RNG.integers(-1, 20, (2, 3, 7)).astype(np.int32)
     out, lse = flash_mla.flash_mla_with_kvcache(
