@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import struct
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from ...core.dtypes import DType, float8_e4m3fn
 from ..driver import params, tensor_map
 from ..tiles import wide_sm90
 
 TILE_KV = 64
+_MAX_PACKED = 256  # a model has a cache a layer
 # kernels/cupyattn/params/wide_sm90.cuh, aligned: maps of k and k_rope, box_rows, box_shift.
 _PADDING = -(params.ATTENTION.size + params.LATENT.size) % 64
 _PARAMS = struct.Struct(f"<{_PADDING}x 128s 128s 2i 56x")
 
 
-class Boxes(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Boxes:
     """Pages of latent keys whose two parts lie as `columns` and `strides` (row, page) say, in
     elements of these sizes."""
 
@@ -25,10 +26,35 @@ class Boxes(NamedTuple):
     itemsizes: tuple[int, int]
     page_size: int
     num_pages: int
+    _packed: dict[tuple[int, int], bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def pack(self, latent: int, rope: int) -> bytes:
         """What follows params.LATENT for parts at these addresses."""
-        return _pack(self, latent, rope)
+        found = self._packed.get((latent, rope))
+        if found is None:
+            if len(self._packed) >= _MAX_PACKED:
+                self._packed.clear()
+            found = self._packed[latent, rope] = self._pack(latent, rope)
+        return found
+
+    def _pack(self, latent: int, rope: int) -> bytes:
+        # Another instance serves parts off 16-byte boundaries, for which there are no maps.
+        if latent % 16 or rope % 16:
+            return b""
+        rows = tensor_map.box_rows(self.page_size, TILE_KV)
+        maps = [
+            tensor_map.of_rows(
+                address,
+                (columns, self.page_size, self.num_pages, 1),
+                (stride_n, stride_page, 0),
+                (rows, 1, 1),
+                itemsize,
+            )
+            for address, columns, (stride_n, stride_page), itemsize in zip(
+                (latent, rope), self.columns, self.strides, self.itemsizes, strict=True
+            )
+        ]
+        return _PARAMS.pack(*maps, rows, (TILE_KV // rows).bit_length() - 1)
 
 
 def boxes(
@@ -57,24 +83,3 @@ def boxes(
     row, page = (n // 2 for n in in_bytes[:2])
     itemsizes = 2, dtype.itemsize
     return Boxes((of_latent, columns[1]), ((row, page), rope), itemsizes, page_size, num_pages)
-
-
-@functools.lru_cache(maxsize=256)
-def _pack(boxes: Boxes, latent: int, rope: int) -> bytes:
-    # Another instance serves parts off 16-byte boundaries, for which there are no maps.
-    if latent % 16 or rope % 16:
-        return b""
-    rows = tensor_map.box_rows(boxes.page_size, TILE_KV)
-    maps = [
-        tensor_map.of_rows(
-            address,
-            (columns, boxes.page_size, boxes.num_pages, 1),
-            (stride_n, stride_page, 0),
-            (rows, 1, 1),
-            itemsize,
-        )
-        for address, columns, (stride_n, stride_page), itemsize in zip(
-            (latent, rope), boxes.columns, boxes.strides, boxes.itemsizes, strict=True
-        )
-    ]
-    return _PARAMS.pack(*maps, rows, (TILE_KV // rows).bit_length() - 1)
