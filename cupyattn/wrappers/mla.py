@@ -260,7 +260,9 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             queries, q_names = _parts(query, (q_nope, q_pe), "query", _PACKED[0], _SPLIT[0])
             keys = ckv_cache, kpe_cache
             pages, k_names = _parts(kv_cache, keys, "kv_cache", _PACKED[1], _SPLIT[1])
-            parts, names = (*queries, *pages), (q_names, k_names)
+            parts = *queries, *pages
+            is_packed = q_names is _PACKED[0] and k_names is _PACKED[1]
+            names = _PACKED if is_packed else (q_names, k_names)
         scales = latent.NO_SCALES
         if not (ckv_scale is ckv_scale_arr is kpe_scale is bmm1_scale is bmm2_scale is None):
             scales = self._scales(ckv_scale, ckv_scale_arr, kpe_scale, bmm1_scale, bmm2_scale)

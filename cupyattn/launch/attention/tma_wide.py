@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...core.dtypes import DType, float8_e4m3fn
 from ..driver import params, tensor_map
 from ..tiles import wide_sm90
 
 TILE_KV = 64
-_MAX_PACKED = 256  # a model has a cache a layer
 # kernels/cupyattn/params/wide_sm90.cuh, aligned: maps of k and k_rope, box_rows, box_shift.
 _PADDING = -(params.ATTENTION.size + params.LATENT.size) % 64
 _PARAMS = struct.Struct(f"<{_PADDING}x 128s 128s 2i 56x")
 
 
-@dataclass(frozen=True, slots=True)
-class Boxes:
+class Boxes(NamedTuple):
     """Pages of latent keys whose two parts lie as `columns` and `strides` (row, page) say, in
     elements of these sizes."""
 
@@ -26,18 +24,9 @@ class Boxes:
     itemsizes: tuple[int, int]
     page_size: int
     num_pages: int
-    _packed: dict[tuple[int, int], bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def pack(self, latent: int, rope: int) -> bytes:
         """What follows params.LATENT for parts at these addresses."""
-        found = self._packed.get((latent, rope))
-        if found is None:
-            if len(self._packed) >= _MAX_PACKED:
-                self._packed.clear()
-            found = self._packed[latent, rope] = self._pack(latent, rope)
-        return found
-
-    def _pack(self, latent: int, rope: int) -> bytes:
         # Another instance serves parts off 16-byte boundaries, for which there are no maps.
         if latent % 16 or rope % 16:
             return b""
