@@ -29,6 +29,8 @@ from ..launch.driver import params
 from .wrapper import BatchWrapper, Plan, Prepared
 
 _MAX_BOUNDS = 256
+# What the caller calls the two parts of q, and of the pages.
+Names = tuple[tuple[str, str], tuple[str, str]]
 
 
 class LatentScales(NamedTuple):
@@ -61,15 +63,40 @@ class _Checked:
     row_shape: tuple[int, int]
 
 
+@dataclass(slots=True)
+class _Run:
+    """A checked run: views of its arrays, None for none. An output that is made is put here."""
+
+    variant: Variant
+    queries: Parts
+    pages: Parts
+    out: ArrayView | None
+    lse: ArrayView | None
+    sinks: ArrayView | None
+    token_scales: ArrayView | None
+    factors: tuple[float, float]
+    rope_scale: float
+    shape_o: tuple[int, int, int]
+
+
 class _Bound(NamedTuple):
-    """A plan's launches for arrays of these lengths, bytes of each array, and what they are told of
-    the second parts: the number of pages is no fact of the signature."""
+    """A plan's launches for arrays of these lengths.
+
+    return_lse, names, scales   of the run that it was made for
+    sizes    bytes of each array
+    second   of a cache of this size
+    shape_o  of the output
+    """
 
     found: Found[_Checked]
     workspace: int
+    return_lse: bool
+    names: Names
+    scales: LatentScales
     sizes: list[int]
     run: BoundRun
     second: Second
+    shape_o: tuple[int, int, int]
 
 
 _CALLS: CallCache[_Checked] = CallCache(
@@ -82,36 +109,44 @@ _CALLS: CallCache[_Checked] = CallCache(
     Argument("sinks"),
 )
 _OUT, _LSE = 4, 5
+_NO_ADDRESSES = [0] * 7
 
 
 def run(
     wrapper: BatchWrapper,
-    queries: tuple[Any, Any],
-    pages: tuple[Any, Any],
-    names: tuple[tuple[str, str], tuple[str, str]],
-    out: Any,
-    lse: Any,
-    sinks: Any,
+    arrays: tuple[Any, ...],
+    names: Names,
     scales: LatentScales,
     return_lse: bool,
 ) -> Any:
     """The answer of a batch: out [rows, heads, latent columns], or (out, lse [rows, heads]).
 
-    queries, pages  the two parts, of which the second is None where the first holds both; names
-                    are what the caller calls them
+    arrays  the two parts of q and of the pages, of which the second is None where the first holds
+            both; out, lse and sinks, each may be None
+    names   what the caller calls the parts
     """
-    arrays = (*queries, *pages, out, lse, sinks)
     turns = wrapper._turns
     with turns.running:
         plan = wrapper._current or wrapper._require_plan()
         if turns.is_shared:
             turns.check(plan.owner)
+        workspace, last = wrapper._workspace.ptr, plan.bound
+        # By objects: a bool differs from a number, and scales that are given are made anew.
+        if last is not None and last.workspace == workspace and last.names is names:
+            if last.return_lse is return_lse and last.scales is scales:
+                answer = _run_last(last, arrays, return_lse)
+                if answer is not None:
+                    return answer
         scalars: tuple[Any, ...] = plan.geometry, plan.framework, return_lse, names
         if scales is not NO_SCALES:
             scalars += scales
-        answer = _run_cached(plan, wrapper._workspace.ptr, arrays, scalars, return_lse)
-        if answer is not None:
-            return answer
+        found = _CALLS.lookup(arrays, scalars) if plan.is_uniform else None
+        if found is not None:
+            bound = _bind_cached(plan, workspace, found[0], arrays, (return_lse, names, scales))
+            answer = bound and _launch_bound(bound, found[1], arrays, return_lse)
+            if answer is not None:
+                plan.bound = bound  # another thread may do the same
+                return answer
         return _run_checked(wrapper, plan, arrays, names, scalars, scales, return_lse)
 
 
@@ -125,108 +160,126 @@ def _run_checked(
     wrapper: BatchWrapper,
     plan: Plan,
     arrays: tuple[Any, ...],
-    names: tuple[tuple[str, str], tuple[str, str]],
+    names: Names,
     scalars: tuple[Any, ...],
     scales: LatentScales,
     return_lse: bool,
 ) -> Any:
+    """The answer of a run that is not in the call cache."""
     # --- 1. Validate ---
     return_lse = parse.flag(return_lse, "return_lse")
+    run = _check(wrapper, plan, arrays, names, scales)
+    like, spec = run.queries.latent, plan.geometry.spec
+
+    # --- 2. Answer on the CPU ---
+    if like.device.kind == "cpu":
+        return _answer_on_cpu(wrapper, plan, run, return_lse)
+
+    # --- 3. Launch on the caller's stream ---
+    if run.token_scales is not None:
+        _check_token_scales(run.token_scales, run.pages)
+    *_, out, lse, _ = arrays
+    shape_o, made_out, made_lse = run.shape_o, None, None
+    if out is None:
+        out, made_out = array.empty(shape_o, spec.dtype_o, like), shape_o
+        run.out = array.view(out, "out")
+    if lse is None and return_lse:
+        lse, made_lse = array.empty(shape_o[:-1], dtypes.float32, like), shape_o[:-1]
+        run.lse = array.view(lse, "lse")
+    if plan.batch.num_rows:
+        checked = _launch(wrapper, plan, run)
+        is_known = run.token_scales is None and plan.is_uniform
+        if is_known and plan.framework == like.framework:
+            _CALLS.insert(arrays, scalars, checked, like, spec.dtype_o, made_out, made_lse)
+    out = array.deliver(out, like)
+    return (out, array.deliver(lse, like)) if return_lse else out
+
+
+def _check(
+    wrapper: BatchWrapper,
+    plan: Plan,
+    arrays: tuple[Any, ...],
+    names: Names,
+    scales: LatentScales,
+) -> _Run:
+    """The run, its arrays checked against the plan and each other."""
     q, q_rope, k, k_rope, out, lse, sinks = arrays
-    geometry, batch = plan.geometry, plan.batch
-    spec, dims = geometry.spec, dims_of(plan.geometry)
+    spec, dims = plan.geometry.spec, dims_of(plan.geometry)
     queries = latent.view_parts(q, q_rope, dims, names[0])
     pages = latent.as_pages(latent.view_parts(k, k_rope, dims, names[1]), spec.page_size)
     _check_arrays(plan, queries, pages)
-    vout = None if out is None else array.view(out, "out")
-    vlse = None if lse is None else array.view(lse, "lse")
-    vsinks = None if sinks is None else array.view(sinks, "sinks")
+    vout, vlse, vsinks = (
+        None if x is None else array.view(x, name)
+        for x, name in ((out, "out"), (lse, "lse"), (sinks, "sinks"))
+    )
     if vsinks is not None:
         known = {"num_qo_heads": spec.num_qo_heads}
         match_array(vsinks, "num_qo_heads", dtypes.float32, "sinks", known)
-    sm_scale, output_scale, rope_scale = _read_scales(scales, geometry)
-    vscales = _view_token_scales(scales.token_scales, pages)
-    inputs = {**queries.views, **pages.views, "sinks": vsinks, "ckv_scale_arr": vscales}
+    token_scales = _view_token_scales(scales.token_scales, pages)
+    inputs = {**queries.views, **pages.views, "sinks": vsinks, "ckv_scale_arr": token_scales}
     same_device(wrapper._workspace, **inputs, out=vout, lse=vlse)
-    shape_o = (batch.num_rows, spec.num_qo_heads, spec.head_dim_vo)
+    shape_o = plan.batch.num_rows, spec.num_qo_heads, spec.head_dim_vo
     if vout is not None:
         require_contiguous_last(vout, "out")
     match_output(vout, shape_o, spec.dtype_o, "out", **inputs, lse=vlse)
     match_output(vlse, shape_o[:-1], dtypes.float32, "lse", **inputs)
-    key_scales = "" if vscales is None else "tokens"
-    is_aligned = _are_aligned(queries, pages, vout)
-    variant = Variant(is_aligned, sm_scale <= 0.0, key_scales=key_scales)
-    vq = queries.latent
-
-    # --- 2. Answer on the CPU ---
-    if vq.device.kind == "cpu":
-        if batch.num_rows:
-            with wrapper._turns.planning:
-                wrapper._prepare(plan, variant)
-        of_run = replace(spec, sm_scale=sm_scale, output_scale=output_scale)
-        tokens = None if vscales is None else array.as_numpy(vscales)
-        found = cpu.attend(
-            of_run,
-            latent.as_rows(queries, rope_scale),
-            _requests_of(plan, pages, tokens),
-            {"sinks": vsinks},
-        )
-        out = cpu.deliver(found[0], vout, vq)
-        lse = cpu.deliver(found[1].astype(np.float32), vlse, vq)
-        return (out, lse) if return_lse else out
-
-    # --- 3. Launch on the caller's stream ---
-    if vscales is not None:
-        _check_token_scales(vscales, pages)
-    given_out, given_lse = out, lse
-    if vout is None:
-        out = array.empty(shape_o, spec.dtype_o, vq)
-        vout = array.view(out, "out")
-    if vlse is None and return_lse:
-        lse = array.empty(shape_o[:-1], dtypes.float32, vq)
-        vlse = array.view(lse, "lse")
-    if batch.num_rows:
-        checked = _Checked(
-            variant,
-            latent.pack_strides(queries, pages, vout, (0, 0) if vlse is None else vlse.strides),
-            latent.second_parts(queries, pages, rope_scale),
-            (sm_scale, output_scale),
-            shape_o[1:],
-        )
-        _launch(wrapper, plan, checked, queries, pages, vout, vlse, vsinks, vscales)
-        if vscales is None and plan.is_uniform and plan.framework == vq.framework:
-            made_out = shape_o if out is not given_out else None
-            made_lse = shape_o[:-1] if lse is not given_lse else None
-            _CALLS.insert(arrays, scalars, checked, vq, spec.dtype_o, made_out, made_lse)
-    out = array.deliver(out, vq)
-    return (out, array.deliver(lse, vq)) if return_lse else out
+    sm_scale, output_scale, rope_scale = _read_scales(scales, plan.geometry)
+    variant = Variant(
+        _are_aligned(queries, pages, vout),
+        sm_scale <= 0.0,
+        key_scales="" if token_scales is None else "tokens",
+    )
+    factors = sm_scale, output_scale
+    return _Run(
+        variant, queries, pages, vout, vlse, vsinks, token_scales, factors, rope_scale, shape_o
+    )
 
 
-def _run_cached(
-    plan: Plan, workspace: int, arrays: tuple[Any, ...], scalars: tuple[Any, ...], return_lse: bool
+def _answer_on_cpu(wrapper: BatchWrapper, plan: Plan, run: _Run, return_lse: bool) -> Any:
+    if plan.batch.num_rows:
+        with wrapper._turns.planning:
+            wrapper._prepare(plan, run.variant)
+    sm_scale, output_scale = run.factors
+    spec = replace(plan.geometry.spec, sm_scale=sm_scale, output_scale=output_scale)
+    tokens = None if run.token_scales is None else array.as_numpy(run.token_scales)
+    found = cpu.attend(
+        spec,
+        latent.as_rows(run.queries, run.rope_scale),
+        _requests_of(plan, run.pages, tokens),
+        {"sinks": run.sinks},
+    )
+    out = cpu.deliver(found[0], run.out, run.queries.latent)
+    lse = cpu.deliver(found[1].astype(np.float32), run.lse, run.queries.latent)
+    return (out, lse) if return_lse else out
+
+
+def _run_last(last: _Bound, arrays: tuple[Any, ...], return_lse: bool) -> Any:
+    """The answer of a run whose arrays differ from the last one's in nothing but addresses; None
+    for others, or where that is not known."""
+    compare = last.found.compare
+    try:
+        addresses = None if compare is None else compare(arrays)
+    except Exception:  # as in CallCache.lookup
+        return None
+    if addresses is None:
+        return None
+    addresses += _NO_ADDRESSES[len(addresses) :]
+    return _launch_bound(last, addresses, arrays, return_lse)
+
+
+def _launch_bound(
+    bound: _Bound, addresses: list[int], arrays: tuple[Any, ...], return_lse: bool
 ) -> Any:
-    """The answer of a run that is in the cache and fits the plan, else None."""
-    if not plan.is_uniform:
-        return None
-    answer = _CALLS.lookup(arrays, scalars)
-    if answer is None:
-        return None
-    found, addresses = answer
-    bound = plan.bound
-    if bound is None or bound.found is not found or bound.workspace != workspace:
-        bound = _bind_cached(plan, workspace, found, arrays)
-        if bound is None:
-            return None
-        plan.bound = bound  # another thread may do the same
-    call, checked = found.call, found.call.checked
+    """The answer of a run that passes all checks, or None where an output may share memory."""
+    call = bound.found.call
     if call.outputs and call.overlaps(addresses, bound.sizes):
         return None
     out, lse = arrays[_OUT], arrays[_LSE]
     if out is None:
-        out = call.make_out((plan.batch.num_rows, *checked.row_shape))
+        out = call.make_out(bound.shape_o)
         addresses[_OUT] = call.address(out)
     if lse is None and return_lse:
-        lse = call.make_lse((plan.batch.num_rows, checked.row_shape[0]))
+        lse = call.make_lse(bound.shape_o[:-1])
         addresses[_LSE] = call.address(lse)
     q, q_rope, k, k_rope, o, lse_ptr, sinks = addresses
     optional = params.NO_OPTIONAL
@@ -238,59 +291,52 @@ def _run_cached(
 
 
 def _bind_cached(
-    plan: Plan, workspace: int, found: Found[_Checked], arrays: tuple[Any, ...]
+    plan: Plan,
+    workspace: int,
+    found: Found[_Checked],
+    arrays: tuple[Any, ...],
+    asked: tuple[bool, Names, LatentScales],
 ) -> _Bound | None:
     """The launches of a plan for arrays of these lengths, or None if they do not fit it."""
     batch, checked = plan.batch, found.call.checked
     key = found.call, workspace, *found.lengths
     known = plan.bounds.get(key)
     if known is not None:
-        return known._replace(found=found)
+        return known if known.found is found else known._replace(found=found)
     prepared = plan.prepared.get(checked.variant)
-    rows_of_q, rows_of_rope, pages, rope_pages, rows_of_out, rows_of_lse, *_ = found.lengths
-    rows = [
-        length
-        for x, length in zip(
-            (arrays[0], arrays[1], arrays[_OUT], arrays[_LSE]),
-            (rows_of_q, rows_of_rope, rows_of_out, rows_of_lse),
-            strict=True,
-        )
-        if x is not None
-    ]
-    if (
-        prepared is None
-        or set(rows) != {batch.num_rows}
-        or (arrays[3] is not None and rope_pages != pages)
-        or not batch.num_rows
-        or not pages
-        or pages <= batch.max_page
-    ):
+    given = zip(arrays, found.lengths, strict=True)
+    q, q_rope, k, k_rope, out, lse, _ = (None if x is None else n for x, n in given)
+    fits = {n for n in (q, q_rope, out, lse) if n is not None} == {batch.num_rows}
+    if prepared is None or not fits or not batch.num_rows or k_rope not in (None, k):
         return None
-    run = _bind(plan, prepared, workspace, checked, pages)
+    if not k or k <= batch.max_page:
+        return None
+    run = _bind(plan, prepared, workspace, checked, k)
     if len(plan.bounds) >= _MAX_BOUNDS:
         plan.bounds.clear()
-    second = checked.second.with_pages(pages)
-    bound = plan.bounds[key] = _Bound(found, workspace, found.sizes, run, second)
+    shape_o = batch.num_rows, *checked.row_shape
+    second = checked.second.of_pages(k)
+    bound = _Bound(found, workspace, *asked, found.sizes, run, second, shape_o)
+    plan.bounds[key] = bound
     return bound
 
 
-def _launch(
-    wrapper: BatchWrapper,
-    plan: Plan,
-    checked: _Checked,
-    queries: Parts,
-    pages: Parts,
-    vout: ArrayView,
-    vlse: ArrayView | None,
-    vsinks: ArrayView | None,
-    vscales: ArrayView | None,
-) -> None:
-    prepared = wrapper._prepare(plan, checked.variant)
+def _launch(wrapper: BatchWrapper, plan: Plan, run: _Run) -> _Checked:
+    """Enqueue a run; returns what later ones of its signature share with it."""
+    queries, pages, vout, vlse = run.queries, run.pages, run.out, run.lse
+    assert vout is not None
+    checked = _Checked(
+        run.variant,
+        latent.pack_strides(queries, pages, vout, (0, 0) if vlse is None else vlse.strides),
+        latent.second_parts(queries, pages, run.rope_scale),
+        run.factors,
+        run.shape_o[1:],
+    )
+    prepared = wrapper._prepare(plan, run.variant)
     vq, vk = queries.latent, pages.latent
     stream = array.current_stream(vq)
-    given = queries.rope, pages.rope, vlse, vsinks, vscales
-    optional = [x for x in given if x is not None]
-    used = (vk, vout, wrapper._workspace, *plan.views, *optional)
+    given = queries.rope, pages.rope, vlse, run.sinks, run.token_scales
+    used = (vk, vout, wrapper._workspace, *plan.views, *(x for x in given if x is not None))
     array.acquire(vq, *used)
     q_rope, k_rope, lse, sinks, scales = (0 if x is None else x.ptr for x in given)
     bound = _bind(plan, prepared, wrapper._workspace.ptr, checked, vk.shape[0])
@@ -298,6 +344,7 @@ def _launch(
     second = checked.second.pack(vq.ptr, q_rope, vk.ptr, k_rope)
     bound.launch(vq.ptr, vk.ptr, vk.ptr, vout.ptr, addresses, stream, second)
     array.release(vq, vq, *used)
+    return checked
 
 
 def _bind(

@@ -169,30 +169,55 @@ def pack_strides(
     )
 
 
-class Second(NamedTuple):
+class Second:
     """How a launch is told of the second parts.
 
     offsets  bytes from the first part to the second of q, and of k, where one array holds both
-    strides  of a token and a head of q, of a token and a page of k
-    boxes    of the cache, where the copy engine may bring its keys
+    rest     params.LATENT_REST, packed
+    boxes    of the cache, where the copy engine may bring its keys: it knows how many pages there
+             are, and reads zeros beyond them
     """
 
-    offsets: tuple[int, int]
-    strides: tuple[int, int, int, int]
-    rope_scale: float = 1.0
-    boxes: tma_wide.Boxes | None = None
+    __slots__ = ("_boxes", "_of_pages", "_offsets", "_rest", "_rests")
+
+    def __init__(
+        self, offsets: tuple[int, int], rest: bytes, boxes: tma_wide.Boxes | None = None
+    ) -> None:
+        self._offsets, self._rest, self._boxes = offsets, rest, boxes
+        # What follows the addresses in the struct, by those of the cache.
+        self._rests: dict[tuple[int, int], bytes] = {}
+        self._of_pages: dict[int, Second] = {}
+
+    def of_pages(self, num_pages: int) -> Second:
+        """The same for a cache of so many pages."""
+        boxes = self._boxes
+        if boxes is None or boxes.num_pages == num_pages:
+            return self
+        found = self._of_pages.get(num_pages)
+        if found is None:
+            if len(self._of_pages) >= _MAX_KEPT:
+                self._of_pages.clear()
+            found = Second(self._offsets, self._rest, boxes._replace(num_pages=num_pages))
+            self._of_pages[num_pages] = found
+        return found
 
     def pack(self, q: int, q_rope: int, k: int, k_rope: int) -> bytes:
         """params.LATENT for parts at these addresses; 0 for a second part in the first's array."""
-        second = k_rope or k + self.offsets[1]
-        packed = params.LATENT.pack(
-            q_rope or q + self.offsets[0], second, *self.strides, self.rope_scale
-        )
-        return packed if self.boxes is None else packed + self.boxes.pack(k, second)
+        of_q, of_k = self._offsets
+        second = k_rope or k + of_k
+        rest = self._rests.get((k, second)) or self._rest_of(k, second)
+        return params.LATENT_PLACES.pack(q_rope or q + of_q, second) + rest
 
-    def with_pages(self, num_pages: int) -> Second:
-        """The same of a cache of so many pages."""
-        return self if self.boxes is None else self._replace(boxes=self.boxes.with_pages(num_pages))
+    def _rest_of(self, k: int, second: int) -> bytes:
+        if self._boxes is None:
+            return self._rest
+        if len(self._rests) >= _MAX_KEPT:
+            self._rests.clear()
+        found = self._rests[k, second] = self._rest + self._boxes.pack(k, second)
+        return found
+
+
+_MAX_KEPT = 256  # a model has a cache a layer
 
 
 def second_parts(queries: Parts, pages: Parts, rope_scale: float) -> Second:
@@ -202,7 +227,7 @@ def second_parts(queries: Parts, pages: Parts, rope_scale: float) -> Second:
     if q is not None and k is not None:
         strides = q.strides[0], q.strides[1], k.strides[1], k.strides[0]
     offsets = max(0, queries.offset), max(0, pages.offset)
-    return Second(offsets, strides, rope_scale, _boxes(pages))
+    return Second(offsets, params.LATENT_REST.pack(*strides, rope_scale), _boxes(pages))
 
 
 def _boxes(pages: Parts) -> tma_wide.Boxes | None:

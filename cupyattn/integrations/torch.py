@@ -92,17 +92,26 @@ def _substitute(function: Any, traced: Any) -> None:
 
 
 def _operator(call: Call, form: str) -> Any:
-    """What an operator runs: the public call, by its names."""
+    """What an operator runs: the public call, by position as far as that has the same order."""
     function, names = call.function, call.arguments
     writes_out, wants_lse = "out" in form, form.endswith("lse")
     if writes_out:
         names = *names, "out"
+    count = _count_common(names, tuple(call.parameters))
+    rest, flag = names[count:], call.flag
+    # A cache comes as a list: of one tensor, or of K and V.
+    at = names.index("kv_cache") if "kv_cache" in names else None
 
     def operator(*args: Any, **named: Any) -> Any:
-        named.update(zip(names, args, strict=False))
+        if at is not None:
+            cache = args[at]
+            args = *args[:at], cache[0] if len(cache) == 1 else tuple(cache), *args[at + 1 :]
+        if len(args) > count:
+            named.update(zip(rest, args[count:], strict=False))
+            args = args[:count]
         if wants_lse:
-            named[call.flag] = True
-        answer = function(**_pages(named))
+            named[flag] = True
+        answer = function(*args, **named)
         if writes_out:
             return answer[1].contiguous() if wants_lse else None
         # What a compiled graph was told: rows one after another.
@@ -111,12 +120,14 @@ def _operator(call: Call, form: str) -> Any:
     return operator
 
 
-def _pages(named: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with a cache as public calls take it: one tensor, or (K, V)."""
-    cache = named.get("kv_cache")
-    if cache is not None:
-        named["kv_cache"] = cache[0] if len(cache) == 1 else tuple(cache)
-    return named
+def _count_common(names: tuple[str, ...], parameters: tuple[str, ...]) -> int:
+    """How many arguments a call takes by position as an operator does."""
+    count = 0
+    for name, parameter in zip(names, parameters, strict=False):
+        if name != parameter:
+            break
+        count += 1
+    return count
 
 
 def _fake(call: Call, form: str) -> Any:

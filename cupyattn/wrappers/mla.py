@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import array
 from ..batch import latent
-from ..batch.latent import LatentScales
+from ..batch.latent import LatentScales, Names
 from ..batch.mask import NO_MASK
 from ..batch.requests import PageNames, host_integers, on_host, read_paged, read_rows
 from ..batch.wrapper import BatchWrapper, planning
@@ -22,8 +22,8 @@ from ..typing import Array
 
 _NAMES = PageNames("kv_indptr", "kv_indices", "kv_len_arr")
 # What run() calls its arrays in its two forms.
-_SPLIT = ("q_nope", "q_pe"), ("ckv_cache", "kpe_cache")
-_PACKED = ("query", "query[1]"), ("kv_cache", "kv_cache[1]")
+_SPLIT: Names = ("q_nope", "q_pe"), ("ckv_cache", "kpe_cache")
+_PACKED: Names = ("query", "query[1]"), ("kv_cache", "kv_cache[1]")
 _LSE_MODES = "none", "base2", "basee"
 _SCALE_MODES = "default", "kv-per-tensor", "bmm-scalar"
 
@@ -254,8 +254,15 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         if not (profiler_buffer is o_scale is kv_len is page_table is None):
             geometry.refuse("not supported", profiler_buffer=profiler_buffer, o_scale=o_scale)
             geometry.refuse("plan() has the lengths", kv_len=kv_len, page_table=page_table)
-        queries, q_names = _parts(query, (q_nope, q_pe), "query", _PACKED[0], _SPLIT[0])
-        pages, k_names = _parts(kv_cache, (ckv_cache, kpe_cache), "kv_cache", _PACKED[1], _SPLIT[1])
+        parts: tuple[Any, ...] = q_nope, q_pe, ckv_cache, kpe_cache
+        names = _SPLIT
+        if not (query is kv_cache is None) or q_nope is None or ckv_cache is None:
+            queries, q_names = _parts(query, (q_nope, q_pe), "query", _PACKED[0], _SPLIT[0])
+            keys = ckv_cache, kpe_cache
+            pages, k_names = _parts(kv_cache, keys, "kv_cache", _PACKED[1], _SPLIT[1])
+            parts = *queries, *pages
+            is_packed = q_names is _PACKED[0] and k_names is _PACKED[1]
+            names = _PACKED if is_packed else (q_names, k_names)
         scales = latent.NO_SCALES
         if not (ckv_scale is ckv_scale_arr is kpe_scale is bmm1_scale is bmm2_scale is None):
             scales = self._scales(ckv_scale, ckv_scale_arr, kpe_scale, bmm1_scale, bmm2_scale)
@@ -263,23 +270,21 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         if return_lse_base_on_e is not False:
             is_natural |= parse.flag(return_lse_base_on_e, "return_lse_base_on_e")
         if is_natural and (lse is not None or parse.flag(return_lse, "return_lse")):
-            arrays = queries, pages, (q_names, k_names), out
-            return self._run_natural(arrays, lse, sinks, scales, return_lse)
-        names = q_names, k_names
-        return latent.run(self, queries, pages, names, out, lse, sinks, scales, return_lse)
+            return self._run_natural((*parts, out, lse, sinks), names, scales, return_lse)
+        return latent.run(self, (*parts, out, lse, sinks), names, scales, return_lse)
 
     def _run_natural(
-        self, arrays: Any, lse: Any, sinks: Any, scales: LatentScales, return_lse: bool
+        self, arrays: tuple[Any, ...], names: Names, scales: LatentScales, return_lse: bool
     ) -> Any:
-        """The run, with natural logarithms in `lse`."""
-        queries, pages, names, out = arrays
+        """The run, with natural logarithms in its LSE."""
+        *parts, out, lse, sinks = arrays
+        like = array.view(parts[0], names[0][0])
         if lse is None:
-            vq, plan = array.view(queries[0], names[0][0]), self._require_plan()
+            plan = self._require_plan()
             shape = plan.batch.num_rows, plan.geometry.spec.num_qo_heads
-            lse = array.empty(shape, dtypes.float32, vq)
-        out = latent.run(self, queries, pages, names, out, lse, sinks, scales, False)
+            lse = array.empty(shape, dtypes.float32, like)
+        out = latent.run(self, (*parts, out, lse, sinks), names, scales, False)
         array.scaled(lse, math.log(2.0))
-        like = array.view(queries[0], names[0][0])
         return (out, array.deliver(lse, like)) if return_lse else out
 
     def _scales(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 from typing import NamedTuple
 
@@ -28,11 +27,23 @@ class Boxes(NamedTuple):
 
     def pack(self, latent: int, rope: int) -> bytes:
         """What follows params.LATENT for parts at these addresses."""
-        return _pack(self, latent, rope)
-
-    def with_pages(self, num_pages: int) -> Boxes:
-        """The same of a cache of so many pages. The copy engine gives zeros beyond the last."""
-        return Boxes(self.columns, self.strides, self.itemsizes, self.page_size, num_pages)
+        # Another instance serves parts off 16-byte boundaries, for which there are no maps.
+        if latent % 16 or rope % 16:
+            return b""
+        rows = tensor_map.box_rows(self.page_size, TILE_KV)
+        maps = [
+            tensor_map.of_rows(
+                address,
+                (columns, self.page_size, self.num_pages, 1),
+                (stride_n, stride_page, 0),
+                (rows, 1, 1),
+                itemsize,
+            )
+            for address, columns, (stride_n, stride_page), itemsize in zip(
+                (latent, rope), self.columns, self.strides, self.itemsizes, strict=True
+            )
+        ]
+        return _PARAMS.pack(*maps, rows, (TILE_KV // rows).bit_length() - 1)
 
 
 def boxes(
@@ -61,24 +72,3 @@ def boxes(
     row, page = (n // 2 for n in in_bytes[:2])
     itemsizes = 2, dtype.itemsize
     return Boxes((of_latent, columns[1]), ((row, page), rope), itemsizes, page_size, num_pages)
-
-
-@functools.lru_cache(maxsize=256)
-def _pack(boxes: Boxes, latent: int, rope: int) -> bytes:
-    # Another instance serves parts off 16-byte boundaries, for which there are no maps.
-    if latent % 16 or rope % 16:
-        return b""
-    rows = tensor_map.box_rows(boxes.page_size, TILE_KV)
-    maps = [
-        tensor_map.of_rows(
-            address,
-            (columns, boxes.page_size, boxes.num_pages, 1),
-            (stride_n, stride_page, 0),
-            (rows, 1, 1),
-            itemsize,
-        )
-        for address, columns, (stride_n, stride_page), itemsize in zip(
-            (latent, rope), boxes.columns, boxes.strides, boxes.itemsizes, strict=True
-        )
-    ]
-    return _PARAMS.pack(*maps, rows, (TILE_KV // rows).bit_length() - 1)

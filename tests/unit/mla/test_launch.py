@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import mla_calls
+from helpers import fake_batch, mla_calls
 from helpers.batches import WORKSPACE
 from helpers.fake_batch import Device
+from helpers.fake_gpu import pointer
 from helpers.mla_cases import PROBLEMS, Case
 
 from cupyattn import mla
@@ -18,13 +18,12 @@ from cupyattn.batch import latent
 from cupyattn.core.dtypes import bfloat16, float8_e4m3fn
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.errors import ArgumentError, UnsupportedError
-from cupyattn.inputs import latent as inputs
+from cupyattn.inputs import latent as parts
 from cupyattn.launch.attention import tma_wide
+from cupyattn.launch.driver import tensor_map
 from cupyattn.launch.tiles.select import tile_config
 
 BASE = Case(1, "wrapper", PROBLEMS[1], (2, 1, 0), (70, 9, 5), 3, 16)
-
-_boxes = inputs._boxes  # which the device has not
 
 
 class Planned:
@@ -88,29 +87,6 @@ def test_a_later_plan_moves_cached_runs(device: Device) -> None:
         np.testing.assert_array_equal(device.get(p.wrapper.run(**arrays)), wanted)
 
 
-def test_a_larger_cache_has_maps_of_its_own(device: Device, monkeypatch: Any) -> None:
-    """The copy engine gives zeros for pages that the first cache had not."""
-    mapped: list[int] = []
-
-    def pack(boxes: tma_wide.Boxes, k: int, rope: int) -> bytes:
-        mapped.append(boxes.num_pages)
-        return b""
-
-    monkeypatch.setattr(tma_wide.Boxes, "pack", pack)
-    monkeypatch.setattr(inputs, "_boxes", _boxes)
-    monkeypatch.setattr(inputs, "device_props", lambda index: SimpleNamespace(arch="sm_90a"))
-    p = Planned(device)
-    arrays = p.arrays(True)
-    cache = {name: device.get(arrays[name]) for name in ("ckv_cache", "kpe_cache")}
-    for more in (0, 3, 90, 1):
-        grown = {
-            name: device.put(np.concatenate([x, np.zeros((more, *x.shape[1:]), x.dtype)]))
-            for name, x in cache.items()
-        }
-        p.wrapper.run(**{**arrays, **grown})
-        assert mapped.pop() == len(cache["ckv_cache"]) + more and not mapped
-
-
 def test_good_runs_excuse_no_bad_ones(device: Device) -> None:
     p = Planned(device)
     arrays = p.arrays(True)
@@ -146,3 +122,31 @@ def test_scales_of_keys_that_no_kernel_reads(key_scales: str) -> None:
             tile_config(replace(problem, **change), "decode", most)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="keys that have scales of their own"):
         tile_config(problem, "decode", most, arch="sm_80")
+
+
+def test_boxes_of_a_cache_know_how_many_pages_it_has(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the pages of its boxes the copy engine reads zeros: a run in the call cache has those
+    of its own pool, not of the pool that passed the checks."""
+    boxes = tma_wide.Boxes((512, 64), ((576, 9216), (576, 9216)), (2, 2), 16, 0)
+    monkeypatch.setattr(
+        parts, "_boxes", lambda pages: boxes._replace(num_pages=pages.latent.shape[0])
+    )
+    seen: list[tuple[int, int]] = []
+
+    def encode(address: int, dims: tuple[int, ...], *_: Any) -> bytes:
+        seen.append((address, dims[2]))
+        return bytes(tensor_map.BYTES)
+
+    monkeypatch.setattr(tensor_map, "encode", encode)
+    monkeypatch.setattr(fake_batch.BoundRun, "launch", lambda self, *args: None)
+    p = Planned(device)
+    arrays = p.arrays(False)
+    pool = p.host.pool
+    more = [device.put(np.concatenate([pool] * count)) for count in (1, 2, 3, 2, 1)]
+    for cache in more:
+        for _ in range(3):
+            p.wrapper.run(query=arrays["query"], kv_cache=cache)
+    wanted = {(pointer(cache), cache.shape[0]) for cache in more}
+    assert {x for x in seen if x[0] in {pointer(cache) for cache in more}} == wanted
