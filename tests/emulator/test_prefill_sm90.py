@@ -128,7 +128,10 @@ def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> 
     ("name", "dim"),
     one_of(
         2,
-        [("tall", 64), ("short", 64), ("lean", 64), ("middle", 96), ("lean", 96), ("short", 256)],
+        [
+            *(("tall", 64), ("short", 64), ("lean", 64), ("pair", 64)),
+            *(("middle", 96), ("lean", 96), ("short", 256)),
+        ],
         is_several=True,
     ),
 )
@@ -147,9 +150,10 @@ def test_other_tiles_of_other_dims(name: str, dim: int, monkeypatch: pytest.Monk
             ("broad", "ragged"),
             ("lean", "ragged"),
             ("lean", "paged"),
+            ("pair", "ragged"),
         ).__contains__,
         [
-            *product(("twin", "middle", "short", "lean"), test_batch.KINDS),
+            *product(("twin", "middle", "short", "lean", "pair"), test_batch.KINDS),
             ("broad", "ragged"),
             ("tall", "ragged"),
         ],

@@ -1,16 +1,16 @@
-// Prefill on Hopper in lean blocks: one warpgroup, which copies its own keys, for one item of 64
-// rows. Blocks have no registers of warps that only copy, so three or four of them run on an SM and
-// fill each other's waits. Softmax and rows are those of prefill_sm90.
+// Prefill on Hopper in lean blocks, for one item each of one or two warpgroups' rows: consumers
+// copy their keys themselves. No registers go to warps that only copy, so four warpgroups run on an SM
+// and fill each other's waits. Softmax and rows are those of prefill_sm90.
 //
 // Phases of a block. "<-" names what a phase waits for.
-//   find_item             warp 0; warp 1 makes the barriers
-//   copy_next             warp 0: Q, and as many tiles of keys and values as the ring holds
-//   process_tile          for every tile of keys, from the last to the first:
-//     S = Q K^T           <- K and Q have landed; frees K's slot, to which warp 0 copies
+//   find_only_item        warp 0; warp 1 makes the barriers
+//   copy_first            warp 0: Q, and as many tiles of keys and values as the ring holds
+//   process_tile          for every tile of keys that a row sees, from the last to the first:
+//     S = Q K^T           <- K and Q have landed; frees K's slot
 //     softmax
-//     sweep_values        of tiles that need a mask
 //     O += P V            <- V has landed; frees V's slot
-//   write                 normalises and stores O, in place of Q where boxes do
+//   write                 normalises and stores O, in the place of Q where boxes do
+// Warp 0 copies the next tile to a slot that has been freed.
 #pragma once
 
 #include "cupyattn/attention/hidden_values.cuh"
@@ -30,7 +30,7 @@ struct LeanSm90Traits : PrefillSm90Traits<Config> {
   using typename Base::LogitsVariant;
   using typename Base::QTile;
   using typename Base::VTile;
-  static constexpr int kThreads = Base::kWarpgroup, kStages = Base::kStages;
+  static constexpr int kStages = Base::kStages, kThreads = Base::kConsumers * Base::kWarpgroup;
   static constexpr bool kStagesOutput =
       sizeof(DTypeO) == 2 && Base::kHeadDimQK == Base::kHeadDimVO;
 
@@ -41,29 +41,32 @@ struct LeanSm90Traits : PrefillSm90Traits<Config> {
     alignas(16) RowInfo rows[LogitsVariant::kReadsRows ? Base::kTileQ : 1];
     typename LogitsVariant::Constants logits;
     alignas(8) Item items[1];
-    // Bits of the keys whose values of the present tile were not finite.
-    Vector16 nonfinite_keys;
     alignas(8) uint64_t full_q[1], empty_q[1], empty_item[1];
     uint64_t full[kStages], empty[kStages];
   };
 
-  static_assert(Base::kConsumers == 1 && !Base::kPersistent, "a block is a warpgroup of one item");
+  static_assert(!Base::kPersistent, "a block has one item");
   static_assert(Base::kSlots == 1 && !Base::kOverlap, "a tile is over when the next begins");
   static_assert(is_same<KTile, VTile>, "slots hold either");
+  static_assert((kStages & (kStages - 1)) == 0, "a count of tiles tells the slot");
 };
 
 template <typename Config>
 struct LeanSm90 {
   using Traits = LeanSm90Traits<Config>;
+  using DTypeKV = typename Traits::DTypeKV;
   using SharedMemory = typename Traits::SharedMemory;
   using Tile = typename Traits::KTile;
   using QTile = typename Traits::QTile;
   using Item = typename Traits::Item;
   using Softmax = PrefillSm90Softmax<Traits>;
   using Probabilities = typename Softmax::Probabilities;
-  using Slot = PipelineState<Traits::kStages>;
   static constexpr int kThreads = Traits::kThreads, kTileKV = Traits::kTileKV;
   static constexpr int kHeadDimQK = Traits::kHeadDimQK, kHeadDimVO = Traits::kHeadDimVO;
+  static constexpr int kConsumers = Traits::kConsumers, kStages = Traits::kStages;
+  // Warp 0 refills the slot before the one that it left itself, because another warpgroup may still
+  // read the latter.
+  static constexpr int kBehind = kConsumers - 1;
 
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/tiles/sm90.py) must agree");
@@ -71,21 +74,21 @@ struct LeanSm90 {
   const PrefillSm90Block<Traits>& block;
   const PrefillSm90Params& all_params;
   SharedMemory& shared;
-  const int warp, lane;
-  // The slot of the next tile that is multiplied; and, in warp 0, what is copied next, and whereto.
-  Slot next, to;
-  int copied_tile = 0;
-  bool copies_values = false;
+  const int group, warp, lane;
+  // Tiles that have been copied and multiplied: K, then V, of one key tile after another.
+  int copied = 0, multiplied = 0;
+  bool has_rows = true;  // of the warp
   float o[1][kHeadDimVO / 8][4];
   Softmax softmax;
 
-  __device__ __forceinline__ explicit LeanSm90(const PrefillSm90Block<Traits>& block)
+  __device__ __forceinline__ LeanSm90(const PrefillSm90Block<Traits>& block, int group)
       : block(block),
         all_params(block.all_params),
         shared(block.shared),
+        group(group),
         warp(ptx::warp_uniform(threadIdx.x / kWarpSize)),
         lane(threadIdx.x % kWarpSize),
-        softmax(block, 0) {}
+        softmax(block, group) {}
 
   static __device__ __forceinline__ void run(const PrefillSm90Params& params,
                                              SharedMemory& shared) {
@@ -94,7 +97,7 @@ struct LeanSm90 {
     if (warp == 0) PrefillSm90Scheduler<Traits>{block}.find_only_item();
     if (threadIdx.x == kWarpSize) init_barriers(params, shared);
     ptx::block_sync();
-    LeanSm90(block).run_item();
+    LeanSm90(block, kConsumers == 1 ? 0 : warp / 4).run_item();
   }
 
   static __device__ __forceinline__ void init_barriers(const PrefillSm90Params& params,
@@ -104,10 +107,10 @@ struct LeanSm90 {
     };
     init(shared.full_q[0], 1);
     init(shared.empty_q[0], 1);
-    init(shared.empty_item[0], 4);
-    for (int stage = 0; stage < Traits::kStages; ++stage) {
+    init(shared.empty_item[0], 4 * kConsumers);
+    for (int stage = 0; stage < kStages; ++stage) {
       init(shared.full[stage], 1);
-      init(shared.empty[stage], 4);
+      init(shared.empty[stage], 4 * kConsumers);
     }
     shared.logits = Traits::LogitsVariant::make_constants(params.attention);
     ptx::fence_mbarrier_init();
@@ -115,24 +118,22 @@ struct LeanSm90 {
 
   __device__ __forceinline__ void run_item() {
     const Item& item = shared.items[0];
-    const bool has_keys = item.has_keys();
-    copied_tile = ptx::warp_uniform(item.tiles.end) - 1;
-    if (has_keys && warp == 0) copy_first(item);
-    softmax.begin_item(item);
-    if (has_keys) {
-      int tile = ptx::warp_uniform(item.tiles.end) - 1;
-      const int last_tile = ptx::warp_uniform(item.tiles.begin);
-      await_phase(shared.full_q[0], 0);
-      process_tile<true>(item, tile);
-      while (tile > last_tile) process_tile<false>(item, --tile);
-      // O takes the place of Q, which no warp reads any more.
-      if (Traits::kStagesOutput) ptx::block_sync();
+    if (warp == 0) copy_first(item);
+    has_rows = softmax.rows.warp_row() < ptx::warp_uniform(item.work.tile.num_rows);
+    const int end = begin_item(item), begin = ptx::warp_uniform(item.tiles.begin);
+    int tile = ptx::warp_uniform(item.tiles.end);
+    for (; tile > end; --tile) {
+      pass_slot(item);
+      pass_slot(item);
+    }
+    if (item.has_keys()) await_phase(shared.full_q[0], 0);
+    if (tile > begin) {
+      process_tile<true>(item, --tile);
+      while (tile > begin) process_tile<false>(item, --tile);
+      // O takes the place of Q, which no warp of the warpgroup reads any more.
+      if (Traits::kStagesOutput) ptx::named_barrier_sync(own_barrier(), Traits::kWarpgroup);
     } else {
-#pragma unroll
-      for (int n = 0; n < kHeadDimVO / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[0][n][e] = 0.0f;
-      }
+      clear_output();
     }
     softmax.rows.write(softmax.rows.finish_rows(softmax.online, 0, 0), o);
     if (Traits::kStagesOutput && warp == 0) {
@@ -143,11 +144,29 @@ struct LeanSm90 {
     }
   }
 
+  // Returns the end of the key tiles that rows of this warpgroup see.
+  __device__ __forceinline__ int begin_item(const Item& item) {
+    softmax.begin_item(item);
+    const int end = ptx::warp_uniform(item.tiles.end);
+    if constexpr (kConsumers == 1) return end;
+    if (!item.has_keys()) return end;
+    BlockWork own = item.work;
+    own.tile.first_row += 64 * group;
+    own.tile.num_rows = min_of(own.tile.num_rows - 64 * group, 64);
+    if (own.tile.num_rows <= 0) return min_of(end, ptx::warp_uniform(item.tiles.begin));
+    const KeyRange range = KeyRange::of(block.params, own);
+    softmax.full_begin = range.full_begin;
+    softmax.full_end = range.full_end;
+    return min_of(end, ceil_div(max_of(range.end - softmax.origin, 0), kTileKV));
+  }
+
+  // --- Copies ---
+
   __device__ __forceinline__ void copy_first(const Item& item) {
 #pragma unroll 1
-    for (int i = 0; i < Traits::kStages; ++i) {
+    for (int i = 0; i < kStages; ++i) {
       copy_next(item);
-      if (i > 0) continue;
+      if (i > 0 || !item.has_keys()) continue;
       PipelineState<1> q;
       PrefillSm90Scheduler<Traits>{block}.copy_queries(q, item, lane);
     }
@@ -155,103 +174,126 @@ struct LeanSm90 {
 
   // Copies the next tile of keys or values to the next slot, once all warps have left it.
   __device__ __forceinline__ void copy_next(const Item& item) {
-    if (copied_tile < item.tiles.begin) return;
+    const int tile = ptx::warp_uniform(item.tiles.end) - 1 - copied / 2;
+    if (tile < ptx::warp_uniform(item.tiles.begin)) return;
     const PrefillSm90Producer<Traits> producer{block};
+    const int slot = copied % kStages;
+    const bool is_value = copied % 2 != 0;
     int page = -1;
-    if constexpr (Traits::kPaged) page = producer.page_of_box(item, copied_tile, lane);
+    if constexpr (Traits::kPaged) page = producer.page_of_box(item, tile, lane);
     producer.template copy_boxes<Tile, false>(
-        copies_values ? all_params.v : all_params.k,
-        copies_values ? all_params.v_units : all_params.k_units,
-        {shared.ring[to.stage], shared.empty[to.stage], shared.full[to.stage], to.parity}, item,
-        KeyTile{copied_tile, 0}, page, lane);
-    if (copies_values) --copied_tile;
-    copies_values = !copies_values;
-    to.advance();
+        is_value ? all_params.v : all_params.k, is_value ? all_params.v_units : all_params.k_units,
+        {shared.ring[slot], shared.empty[slot], shared.full[slot], round_of(copied)}, item,
+        KeyTile{tile, 0}, page, lane);
+    ++copied;
   }
+
+  static __device__ __forceinline__ uint32_t round_of(int count) { return count / kStages % 2; }
+
+  __device__ __forceinline__ void await_slot() const {
+    await_phase(shared.full[multiplied % kStages], round_of(multiplied));
+  }
+  __device__ __forceinline__ uint64_t operand_in_slot() const {
+    return operand_at<Tile>(ptx::shared_address(shared.ring[multiplied % kStages]));
+  }
+  // Leaves the slot that was multiplied.
+  __device__ __forceinline__ void release_slot(const Item& item) {
+    ptx::mbarrier_arrive_if(lane == 0, ptx::shared_address(&shared.empty[multiplied % kStages]));
+    ++multiplied;
+    if (warp == 0 && copied < multiplied + kStages - kBehind) copy_next(item);
+  }
+
+  // Passes over a tile that no row of the warpgroup sees. It must have landed: whoever released a
+  // slot twice in a round would speak for another warp.
+  __device__ __forceinline__ void pass_slot(const Item& item) {
+    await_slot();  // mutate: lean-slot-released-early
+    release_slot(item);
+  }
+
+  // --- One tile ---
 
   template <bool kIsFirst>
   __device__ __forceinline__ void process_tile(const Item& item, int tile) {
     const KeyTile key_tile{tile, softmax.needs_mask(tile)};
     float s[1][kTileKV / 8][4];
     Probabilities probabilities;
-    await_phase(shared.full[next.stage], next.parity);
+    await_slot();
     ptx::wgmma_fence();
-    issue_qk<QTile, Tile, kHeadDimQK>(s, operand_at<QTile>(ptx::shared_address(shared.q[0])),
-                                      operand_at<Tile>(slot_address()));
+    const uint32_t rows = ptx::shared_address(shared.q[0]) + 64 * group * QTile::kRowBytes;
+    issue_qk<QTile, Tile, kHeadDimQK>(s, operand_at<QTile>(rows), operand_in_slot());
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     take_results(s);
     release_slot(item);
-    if constexpr (kIsFirst) {
+    if (!has_rows) {
+      clear(probabilities.p);
+    } else if constexpr (kIsFirst) {
       softmax.first_tile(probabilities, s, item, key_tile, {});
     } else {
       softmax.next_tile(probabilities, s, o, item, key_tile, {});
     }
-    await_phase(shared.full[next.stage], next.parity);
-    const bool has_nonfinite = probabilities.masked_key >= 0 && sweep_values(item, tile);
-    ptx::wgmma_fence();
-    issue_pv<Tile, kHeadDimVO>(o, probabilities.p, operand_at<Tile>(slot_address()), !kIsFirst);
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    take_results(o);
-    if (has_nonfinite) add_nonfinite_keys(item, probabilities);
+    await_slot();
+    if (key_tile.needs_mask && has_nonfinite_values()) {
+      if (kIsFirst) clear_output();
+      add_values(item, probabilities, softmax.first_key_of(key_tile));
+    } else {
+      ptx::wgmma_fence();
+      issue_pv<Tile, kHeadDimVO>(o, probabilities.p, operand_in_slot(), !kIsFirst);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      take_results(o);
+    }
     release_slot(item);
   }
 
-  __device__ __forceinline__ uint32_t slot_address() const {
-    return ptx::shared_address(shared.ring[next.stage]);
-  }
-  // Leaves the slot that was multiplied; warp 0 copies to it.
-  __device__ __forceinline__ void release_slot(const Item& item) {
-    ptx::mbarrier_arrive_if(lane == 0, ptx::shared_address(&shared.empty[next.stage]));
-    next.advance();
-    if (warp == 0) copy_next(item);
+  // A warp of a partial tile may have no rows; it takes part in products alone.
+  static __device__ __forceinline__ void clear(uint32_t (&p)[Softmax::kSteps][1][4]) {
+#pragma unroll
+    for (int i = 0; i < Softmax::kSteps; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) p[i][0][e] = 0;
+    }
   }
 
-  // Sets non-finite values of the tile to zero, because a hidden one would give 0 * NaN, and marks
-  // their keys. Returns whether there were any.
-  __device__ __forceinline__ bool sweep_values(const Item& item, int tile) const {
-    Vector16* const chunks = reinterpret_cast<Vector16*>(shared.ring[next.stage]);
-    const int thread = threadIdx.x;
+  __device__ __forceinline__ void clear_output() {
+#pragma unroll
+    for (int n = 0; n < kHeadDimVO / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[0][n][e] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ int own_barrier() const { return 1 + group; }
+
+  // Whether a value of the tile is not finite: a hidden one would give 0 * NaN in the product.
+  __device__ __forceinline__ bool has_nonfinite_values() const {
+    const Vector16* const chunks =
+        reinterpret_cast<const Vector16*>(shared.ring[multiplied % kStages]);
     uint32_t seen[4] = {};
 #pragma unroll
-    for (int i = 0; i < Tile::kBytes / 16 / kThreads; ++i) {
-      const Vector16 values = chunks[thread + i * kThreads];
+    for (int i = 0; i < Tile::kBytes / 16 / Traits::kWarpgroup; ++i) {
+      const Vector16 values = chunks[threadIdx.x % Traits::kWarpgroup + i * Traits::kWarpgroup];
       // Zero times a value that is not finite is NaN, and a sum keeps it.
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        seen[w] =
-            ptx::multiply_add_pair<typename Traits::DTypeKV>(values.word[w], 0u, seen[w]);
+        seen[w] = ptx::multiply_add_pair<DTypeKV>(values.word[w], 0u, seen[w]);
       }
     }
-    if (!ptx::block_any(((seen[0] | seen[1] | seen[2] | seen[3]) & 0x7fff7fffu) != 0)) return false;
-    if (thread == 0) shared.nonfinite_keys = Vector16{};
-    ptx::block_sync();
-#pragma unroll 1
-    for (int index = thread; index < Tile::kBytes / 16; index += kThreads) {
-      zero_nonfinite_chunk<typename Traits::DTypeKV>(
-          chunks[index], shared.nonfinite_keys.word, Tile::row_at(16 * index),
-          item.range.end - item.first_key(tile));
-    }
-    ptx::fence_proxy_async();
-    ptx::block_sync();
-    return true;
+    // mutate: lean-values-not-checked
+    return ptx::named_barrier_any(own_barrier(), Traits::kWarpgroup,
+                                  ((seen[0] | seen[1] | seen[2] | seen[3]) & 0x7fff7fffu) != 0);
   }
 
-  // Rows that see a key whose values are not finite get its values here.
-  __device__ __forceinline__ void add_nonfinite_keys(const Item& item,
-                                                     const Probabilities& probabilities) {
-    for (int word = 0; word < ceil_div(kTileKV, 32); ++word) {
-      for (uint32_t bits = shared.nonfinite_keys.word[word]; bits != 0; bits &= bits - 1) {
-        const int key = 32 * word + __ffs(static_cast<int>(bits)) - 1;
-        const auto* values =
-            values_of<typename Traits::DTypeKV>(block.params, item.work.tile.kv_head);
-        add_nonfinite_key<typename Traits::DTypeQ>(
-            o, probabilities.p, key,
-            values + value_row<Traits::kPaged>(block.params, item.work.request,
-                                               probabilities.masked_key + key),
-            lane);
-      }
+  // O += P V of a tile by hand, for rows that see a key.
+  __device__ __forceinline__ void add_values(const Item& item, const Probabilities& probabilities,
+                                             int first_key) {
+    const auto* values = values_of<DTypeKV>(block.params, item.work.tile.kv_head);
+    const int num_keys = min_of(item.range.end - first_key, kTileKV);
+#pragma unroll 1
+    for (int key = 0; key < num_keys; ++key) {
+      const int64_t row =
+          value_row<Traits::kPaged>(block.params, item.work.request, first_key + key);
+      add_nonfinite_key<typename Traits::DTypeQ, true>(o, probabilities.p, key, values + row, lane);
     }
     ptx::warp_sync();
   }
