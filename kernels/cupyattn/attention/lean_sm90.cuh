@@ -126,7 +126,7 @@ struct LeanSm90 {
       pass_slot(item);
       pass_slot(item);
     }
-    if (item.has_keys()) await_phase(shared.full_q[0], 0);
+    if (item.has_keys()) await_phase(shared.full_q[0], 0);  // mutate: lean-queries-not-awaited
     if (tile > begin) {
       process_tile<true>(item, --tile);
       while (tile > begin) process_tile<false>(item, --tile);
@@ -233,7 +233,7 @@ struct LeanSm90 {
       softmax.next_tile(probabilities, s, o, item, key_tile, {});
     }
     await_slot();
-    if (key_tile.needs_mask && has_nonfinite_values()) {
+    if (key_tile.needs_mask && has_nonfinite_values()) {  // mutate: lean-values-not-checked
       if (kIsFirst) clear_output();
       add_values(item, probabilities, softmax.first_key_of(key_tile));
     } else {
@@ -279,7 +279,6 @@ struct LeanSm90 {
         seen[w] = ptx::multiply_add_pair<DTypeKV>(values.word[w], 0u, seen[w]);
       }
     }
-    // mutate: lean-values-not-checked
     return ptx::named_barrier_any(own_barrier(), Traits::kWarpgroup,
                                   ((seen[0] | seen[1] | seen[2] | seen[3]) & 0x7fff7fffu) != 0);
   }
