@@ -147,11 +147,11 @@ def _bad_values(**facts: object) -> None:
 
 
 def _lean(**facts: object) -> None:
-    """Blocks of two warpgroups: the last has rows for one, keys come by rounds of the ring, and
-    a hidden value is not finite."""
+    """Keys come by two rounds of the ring, a partial tile leaves warps without rows, and a hidden
+    value is not finite."""
     with pytest.MonkeyPatch.context() as patch:
-        test_prefill_sm90.force_tiles("pair", patch)
-        case = replace(_PREFILL, causal=True, qo_len=60, group=3, kv_len=400, **_WIDE, **_BFLOAT16)
+        test_prefill_sm90.force_tiles("lean", patch)
+        case = replace(_PREFILL, causal=True, qo_len=60, kv_len=400, **_WIDE, **_BFLOAT16)
         run.single(case, spoil={"v": [((390, 0, 5), np.inf)]}, num_sms=1, **facts).check()
 
 

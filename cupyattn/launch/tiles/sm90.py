@@ -101,7 +101,6 @@ _TILES = {
 _LONE = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False)
 _TWIN = _LONE._replace(query_slots=2, persistent=True)
 _LEAN = _Shape(1, 32, 4, 1, (24, 24), overlaps=False, min_blocks=4, persistent=False, lean=True)
-_PAIR = _LEAN._replace(consumers=2, stages=8, min_blocks=2)
 # Other tiles of the problems that most prompts are, by name and as above. Most have blocks of one
 # item each, for work lists of few waves; those of `broad` and `twin` are persistent, for items that
 # are many and short. (Those of head dim 256 have no registers for overlap.)
@@ -116,13 +115,12 @@ _OTHERS = {
     ("short", "paged", 128, 128): _LONE,
     ("tall", "ragged", 64, 64): _THREE._replace(persistent=False),
     ("short", "ragged", 64, 64): _LONE._replace(tile_kv=128),
-    ("lean", "ragged", 64, 64): _LEAN._replace(tile_kv=64),
+    ("lean", "ragged", 64, 64): _LEAN._replace(tile_kv=80),
+    ("flat", "ragged", 64, 64): _LEAN._replace(tile_kv=64),
     ("lean", "ragged", 96, 96): _LEAN,
     ("lean", "ragged", 128, 128): _LEAN,
     ("lean", "paged", 128, 128): _LEAN,
-    ("pair", "ragged", 64, 64): _PAIR._replace(tile_kv=64),
-    ("pair", "ragged", 128, 128): _PAIR,
-    ("pair", "paged", 128, 128): _PAIR,
+    ("flat", "ragged", 128, 128): _LEAN._replace(tile_kv=64, stages=3, min_blocks=3),
     ("tall", "paged", 64, 64): _THREE._replace(persistent=False),
     ("short", "paged", 64, 64): _LONE._replace(tile_kv=128),
     ("middle", "ragged", 96, 96): _TWO._replace(query_slots=1, persistent=False),
@@ -141,7 +139,7 @@ _TIMES = {
     ("middle", "ragged", 128, 128): TileTimes(8.6, 4.5, 1.40, 0.88),
     ("short", "ragged", 128, 128): TileTimes(6.0, 4.4, 0.82, 0.67),
     ("lean", "ragged", 128, 128): TileTimes(8.0, 8.0, 2.0, 0.7),
-    ("pair", "ragged", 128, 128): TileTimes(8.0, 8.0, 2.0, 0.7),
+    ("flat", "ragged", 128, 128): TileTimes(8.0, 8.0, 2.0, 0.7),
     ("large", "paged", 128, 128): TileTimes(12.9, 3.3, 1.65, 0.90),
     ("twin", "paged", 128, 128): TileTimes(13.8, 2.6, 0.92, 0.70),
     ("middle", "paged", 128, 128): TileTimes(6.8, 3.9, 1.67, 0.90),
@@ -150,7 +148,7 @@ _TIMES = {
     ("tall", "ragged", 64, 64): TileTimes(7.8, 4.2, 1.23, 0.41),
     ("short", "ragged", 64, 64): TileTimes(6.8, 3.7, 1.00, 0.46),
     ("lean", "ragged", 64, 64): TileTimes(8.0, 8.0, 2.0, 0.7),
-    ("pair", "ragged", 64, 64): TileTimes(8.0, 8.0, 2.0, 0.7),
+    ("flat", "ragged", 64, 64): TileTimes(8.0, 8.0, 2.0, 0.7),
     ("large", "ragged", 96, 96): TileTimes(14.8, 4.7, 1.13, 0.90),
     ("middle", "ragged", 96, 96): TileTimes(10.0, 3.2, 1.35, 0.90),
     ("short", "ragged", 96, 96): TileTimes(7.3, 2.8, 0.92, 0.70),

@@ -1,11 +1,11 @@
-// Prefill on Hopper in lean blocks, for one item each of one or two warpgroups' rows: consumers
-// copy their keys themselves. No registers go to warps that only copy, so four warpgroups run on an SM
-// and fill each other's waits. Softmax and rows are those of prefill_sm90.
+// Prefill on Hopper in lean blocks: one warpgroup, which copies its keys itself, for one item of 64
+// rows. No registers go to warps that only copy, so three or four blocks run on an SM and fill each
+// other's waits. Softmax and rows are those of prefill_sm90.
 //
 // Phases of a block. "<-" names what a phase waits for.
 //   find_only_item        warp 0; warp 1 makes the barriers
 //   copy_first            warp 0: Q, and as many tiles of keys and values as the ring holds
-//   process_tile          for every tile of keys that a row sees, from the last to the first:
+//   process_tile          for every tile of keys, from the last to the first:
 //     S = Q K^T           <- K and Q have landed; frees K's slot
 //     softmax
 //     O += P V            <- V has landed; frees V's slot
@@ -30,7 +30,7 @@ struct LeanSm90Traits : PrefillSm90Traits<Config> {
   using typename Base::LogitsVariant;
   using typename Base::QTile;
   using typename Base::VTile;
-  static constexpr int kStages = Base::kStages, kThreads = Base::kConsumers * Base::kWarpgroup;
+  static constexpr int kStages = Base::kStages, kThreads = Base::kWarpgroup;
   static constexpr bool kStagesOutput =
       sizeof(DTypeO) == 2 && Base::kHeadDimQK == Base::kHeadDimVO;
 
@@ -45,10 +45,9 @@ struct LeanSm90Traits : PrefillSm90Traits<Config> {
     uint64_t full[kStages], empty[kStages];
   };
 
-  static_assert(!Base::kPersistent, "a block has one item");
+  static_assert(Base::kConsumers == 1 && !Base::kPersistent, "a block is a warpgroup of one item");
   static_assert(Base::kSlots == 1 && !Base::kOverlap, "a tile is over when the next begins");
   static_assert(is_same<KTile, VTile>, "slots hold either");
-  static_assert((kStages & (kStages - 1)) == 0, "a count of tiles tells the slot");
 };
 
 template <typename Config>
@@ -63,10 +62,7 @@ struct LeanSm90 {
   using Probabilities = typename Softmax::Probabilities;
   static constexpr int kThreads = Traits::kThreads, kTileKV = Traits::kTileKV;
   static constexpr int kHeadDimQK = Traits::kHeadDimQK, kHeadDimVO = Traits::kHeadDimVO;
-  static constexpr int kConsumers = Traits::kConsumers, kStages = Traits::kStages;
-  // Warp 0 refills the slot before the one that it left itself, because another warpgroup may still
-  // read the latter.
-  static constexpr int kBehind = kConsumers - 1;
+  static constexpr int kStages = Traits::kStages;
 
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/tiles/sm90.py) must agree");
@@ -74,21 +70,20 @@ struct LeanSm90 {
   const PrefillSm90Block<Traits>& block;
   const PrefillSm90Params& all_params;
   SharedMemory& shared;
-  const int group, warp, lane;
+  const int warp, lane;
   // Tiles that have been copied and multiplied: K, then V, of one key tile after another.
-  int copied = 0, multiplied = 0;
+  uint32_t copied = 0, multiplied = 0;
   bool has_rows = true;  // of the warp
   float o[1][kHeadDimVO / 8][4];
   Softmax softmax;
 
-  __device__ __forceinline__ LeanSm90(const PrefillSm90Block<Traits>& block, int group)
+  __device__ __forceinline__ explicit LeanSm90(const PrefillSm90Block<Traits>& block)
       : block(block),
         all_params(block.all_params),
         shared(block.shared),
-        group(group),
         warp(ptx::warp_uniform(threadIdx.x / kWarpSize)),
         lane(threadIdx.x % kWarpSize),
-        softmax(block, group) {}
+        softmax(block, 0) {}
 
   static __device__ __forceinline__ void run(const PrefillSm90Params& params,
                                              SharedMemory& shared) {
@@ -97,7 +92,7 @@ struct LeanSm90 {
     if (warp == 0) PrefillSm90Scheduler<Traits>{block}.find_only_item();
     if (threadIdx.x == kWarpSize) init_barriers(params, shared);
     ptx::block_sync();
-    LeanSm90(block, kConsumers == 1 ? 0 : warp / 4).run_item();
+    LeanSm90(block).run_item();
   }
 
   static __device__ __forceinline__ void init_barriers(const PrefillSm90Params& params,
@@ -105,12 +100,15 @@ struct LeanSm90 {
     const auto init = [](uint64_t& barrier, int count) {
       ptx::mbarrier_init(ptx::shared_address(&barrier), count);
     };
+    ptx::prefetch_tensor_map(params.q);
+    ptx::prefetch_tensor_map(params.k);
+    ptx::prefetch_tensor_map(params.v);
     init(shared.full_q[0], 1);
     init(shared.empty_q[0], 1);
-    init(shared.empty_item[0], 4 * kConsumers);
+    init(shared.empty_item[0], 4);
     for (int stage = 0; stage < kStages; ++stage) {
       init(shared.full[stage], 1);
-      init(shared.empty[stage], 4 * kConsumers);
+      init(shared.empty[stage], 4);
     }
     shared.logits = Traits::LogitsVariant::make_constants(params.attention);
     ptx::fence_mbarrier_init();
@@ -120,18 +118,15 @@ struct LeanSm90 {
     const Item& item = shared.items[0];
     if (warp == 0) copy_first(item);
     has_rows = softmax.rows.warp_row() < ptx::warp_uniform(item.work.tile.num_rows);
-    const int end = begin_item(item), begin = ptx::warp_uniform(item.tiles.begin);
+    softmax.begin_item(item);
+    const int begin = ptx::warp_uniform(item.tiles.begin);
     int tile = ptx::warp_uniform(item.tiles.end);
-    for (; tile > end; --tile) {
-      pass_slot(item);
-      pass_slot(item);
-    }
-    if (item.has_keys()) await_phase(shared.full_q[0], 0);  // mutate: lean-queries-not-awaited
     if (tile > begin) {
+      await_phase(shared.full_q[0], 0);  // mutate: lean-queries-not-awaited
       process_tile<true>(item, --tile);
       while (tile > begin) process_tile<false>(item, --tile);
       // O takes the place of Q, which no warp of the warpgroup reads any more.
-      if (Traits::kStagesOutput) ptx::named_barrier_sync(own_barrier(), Traits::kWarpgroup);
+      if (Traits::kStagesOutput) ptx::block_sync();
     } else {
       clear_output();
     }
@@ -142,22 +137,6 @@ struct LeanSm90 {
       PrefillSm90Scheduler<Traits>{block}.store_output(item, stored, lane);
       if (lane == 0) ptx::bulk_wait_read();
     }
-  }
-
-  // Returns the end of the key tiles that rows of this warpgroup see.
-  __device__ __forceinline__ int begin_item(const Item& item) {
-    softmax.begin_item(item);
-    const int end = ptx::warp_uniform(item.tiles.end);
-    if constexpr (kConsumers == 1) return end;
-    if (!item.has_keys()) return end;
-    BlockWork own = item.work;
-    own.tile.first_row += 64 * group;
-    own.tile.num_rows = min_of(own.tile.num_rows - 64 * group, 64);
-    if (own.tile.num_rows <= 0) return min_of(end, ptx::warp_uniform(item.tiles.begin));
-    const KeyRange range = KeyRange::of(block.params, own);
-    softmax.full_begin = range.full_begin;
-    softmax.full_end = range.full_end;
-    return min_of(end, ceil_div(max_of(range.end - softmax.origin, 0), kTileKV));
   }
 
   // --- Copies ---
@@ -174,10 +153,10 @@ struct LeanSm90 {
 
   // Copies the next tile of keys or values to the next slot, once all warps have left it.
   __device__ __forceinline__ void copy_next(const Item& item) {
-    const int tile = ptx::warp_uniform(item.tiles.end) - 1 - copied / 2;
+    const int tile = ptx::warp_uniform(item.tiles.end) - 1 - static_cast<int>(copied / 2);
     if (tile < ptx::warp_uniform(item.tiles.begin)) return;
     const PrefillSm90Producer<Traits> producer{block};
-    const int slot = copied % kStages;
+    const uint32_t slot = copied % kStages;
     const bool is_value = copied % 2 != 0;
     int page = -1;
     if constexpr (Traits::kPaged) page = producer.page_of_box(item, tile, lane);
@@ -188,7 +167,7 @@ struct LeanSm90 {
     ++copied;
   }
 
-  static __device__ __forceinline__ uint32_t round_of(int count) { return count / kStages % 2; }
+  static __device__ __forceinline__ uint32_t round_of(uint32_t count) { return count / kStages % 2; }
 
   __device__ __forceinline__ void await_slot() const {
     await_phase(shared.full[multiplied % kStages], round_of(multiplied));
@@ -200,14 +179,7 @@ struct LeanSm90 {
   __device__ __forceinline__ void release_slot(const Item& item) {
     ptx::mbarrier_arrive_if(lane == 0, ptx::shared_address(&shared.empty[multiplied % kStages]));
     ++multiplied;
-    if (warp == 0 && copied < multiplied + kStages - kBehind) copy_next(item);
-  }
-
-  // Passes over a tile that no row of the warpgroup sees. It must have landed: whoever released a
-  // slot twice in a round would speak for another warp.
-  __device__ __forceinline__ void pass_slot(const Item& item) {
-    await_slot();  // mutate: lean-slot-released-early
-    release_slot(item);
+    if (warp == 0) copy_next(item);  // mutate: lean-slot-not-refilled
   }
 
   // --- One tile ---
@@ -219,7 +191,7 @@ struct LeanSm90 {
     Probabilities probabilities;
     await_slot();
     ptx::wgmma_fence();
-    const uint32_t rows = ptx::shared_address(shared.q[0]) + 64 * group * QTile::kRowBytes;
+    const uint32_t rows = ptx::shared_address(shared.q[0]);
     issue_qk<QTile, Tile, kHeadDimQK>(s, operand_at<QTile>(rows), operand_in_slot());
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
@@ -263,24 +235,21 @@ struct LeanSm90 {
     }
   }
 
-  __device__ __forceinline__ int own_barrier() const { return 1 + group; }
-
   // Whether a value of the tile is not finite: a hidden one would give 0 * NaN in the product.
   __device__ __forceinline__ bool has_nonfinite_values() const {
     const Vector16* const chunks =
         reinterpret_cast<const Vector16*>(shared.ring[multiplied % kStages]);
     uint32_t seen[4] = {};
 #pragma unroll
-    for (int i = 0; i < Tile::kBytes / 16 / Traits::kWarpgroup; ++i) {
-      const Vector16 values = chunks[threadIdx.x % Traits::kWarpgroup + i * Traits::kWarpgroup];
+    for (int i = 0; i < Tile::kBytes / 16 / kThreads; ++i) {
+      const Vector16 values = chunks[threadIdx.x + i * kThreads];
       // Zero times a value that is not finite is NaN, and a sum keeps it.
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         seen[w] = ptx::multiply_add_pair<DTypeKV>(values.word[w], 0u, seen[w]);
       }
     }
-    return ptx::named_barrier_any(own_barrier(), Traits::kWarpgroup,
-                                  ((seen[0] | seen[1] | seen[2] | seen[3]) & 0x7fff7fffu) != 0);
+    return ptx::block_any(((seen[0] | seen[1] | seen[2] | seen[3]) & 0x7fff7fffu) != 0);
   }
 
   // O += P V of a tile by hand, for rows that see a key.
