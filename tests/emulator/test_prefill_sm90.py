@@ -156,6 +156,7 @@ def test_other_tiles_of_other_dims(name: str, dim: int, monkeypatch: pytest.Monk
             *product(("twin", "middle", "short", "lean"), test_batch.KINDS),
             ("broad", "ragged"),
             ("tall", "ragged"),
+            ("flat", "ragged"),
         ],
         is_several=True,
     ),
