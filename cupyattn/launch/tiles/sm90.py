@@ -21,6 +21,8 @@ _ITEMS = 2
 _SHARE_OF_L2 = 0.6
 # One in so many is enough for blocks to end together, by a simulation; they read keys anew.
 _TAIL_SHARE = 5
+# Lean blocks multiply more slowly than others, and win by what they do besides.
+MOST_KEYS_OF_LEAN = 512
 
 
 class _Shape(NamedTuple):
