@@ -11,7 +11,8 @@ from .masking import Masking
 from .tile_shape import TileShape
 
 # Where the slots are busy for so many of its longest items, blocks of one item are never faster
-# than the first shape, and others only if items have no more than a few key tiles.
+# than the first shape unless they are for few keys, and others only if items have no more than a
+# few key tiles.
 _MANY_ITEMS, _FEW_TILES = 12, 4
 # Other persistent blocks are only looked at where the first shape's have more than so many items.
 _WAVES = 4
@@ -41,8 +42,12 @@ def choose_tiles(
     """
     best, limit = TileChoice(0, 0.0), 0.0
     has_waves = is_long = False
+    longest = int(requests.kv_len.max(initial=0))
     for index, shape in enumerate(shapes):
-        if index and not (has_waves if shape.is_persistent else not is_long):
+        if shape.most_keys:
+            if longest > shape.most_keys:
+                continue
+        elif index and not (has_waves if shape.is_persistent else not is_long):
             continue
         tiles = make_tiles(requests, group_size, shape, masking)
         work = count_work(requests, tiles, group_size, shape, masking)

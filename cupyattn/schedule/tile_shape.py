@@ -35,6 +35,7 @@ class TileShape:
     is_persistent   timed blocks take items until none is left; else each has one
     cluster         blocks that share the keys of an item; a slot then has all of them
     is_fused        the last block of a tile merges its parts
+    most_keys       of a request, up to which plans of timed blocks look at this shape; 0: any
     """
 
     tile_q: int
@@ -49,6 +50,7 @@ class TileShape:
     is_persistent: bool = False
     cluster: int = 1
     is_fused: bool = True
+    most_keys: int = 0
 
     def in_clusters(self, cluster: int, num_clusters: int) -> TileShape:
         """The shape of clusters of `cluster` blocks, each of which shares an item as one wide block

@@ -1,4 +1,5 @@
 // Prefill and append attention for Hopper (sm_90a).
+#include "cupyattn/attention/lean_sm90.cuh"
 #include "cupyattn/attention/prefill_sm90.cuh"
 #include "cupyattn/ptx/grid_dependency.cuh"
 
@@ -10,14 +11,15 @@ struct Config : DefaultConfig {
   static constexpr int kConverters = 0, kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr bool kIntraWarpgroupOverlap = true;
   static constexpr int kGatherers = 0, kMinBlocks = 1, kSharedBytes = 197632;
-  static constexpr bool kPersistent = true;
+  static constexpr bool kPersistent = true, kLean = false;
 };
 #endif
 
-extern "C" __global__ void __launch_bounds__(cupyattn::PrefillSm90<Config>::kThreads,
-                                             Config::kMinBlocks)
+using Kernel = cupyattn::conditional<Config::kLean, cupyattn::LeanSm90<Config>,
+                                     cupyattn::PrefillSm90<Config>>;
+
+extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Config::kMinBlocks)
     cupyattn_prefill_sm90(const __grid_constant__ cupyattn::PrefillSm90Params params) {
-  using Kernel = cupyattn::PrefillSm90<Config>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   cupyattn::ptx::launch_dependents();
   Kernel::run(params, *reinterpret_cast<typename Kernel::SharedMemory*>(shared_bytes));

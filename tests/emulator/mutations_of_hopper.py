@@ -16,6 +16,9 @@ HOPPER = (
     ),
     Mutation("quad-halves-swapped", "got : kept", "kept : got", "hopper odd groups"),
     Mutation("hopper-bad-values-stay", "& ~holes.word[w]", "", "hopper bad values"),
+    Mutation("lean-slot-not-refilled", "warp == 0", "warp == 1", "hopper lean"),
+    Mutation("lean-values-not-checked", "has_nonfinite_values()", "false", "hopper lean"),
+    Mutation("lean-queries-not-awaited", "await_phase(shared.full_q[0], 0);", "", "hopper lean"),
     Mutation("bad-keys-not-marked", "key < num_keys", "key < 0", "hopper bad values"),
     Mutation("pair-shares-alibi-bias", "8 * n + 1", "8 * n", "hopper alibi"),
     Mutation(

@@ -41,6 +41,7 @@ MESSAGES = {
     "parted_lanes": "lanes of a warp have parted",
     "lanes_at_two_barriers": "different barriers",
     "named_barrier_of_others": _NO_BARRIER,
+    "warps_at_two_barriers": "at different places",
     "misaligned_shared_vector": "misaligned",
     "misaligned_copy": "misaligned",
     "misaligned_copy_source": "misaligned",
@@ -64,6 +65,7 @@ SEEN_WHEN_PLAIN = {
     "barrier_half_a_warp_does_not_reach": _STUCK,
     "parted_lanes": "lanes of a warp have parted",
     "lanes_at_two_barriers": "different barriers",
+    "warps_at_two_barriers": "at different places",
     "misaligned_copy": "misaligned",
     "misaligned_copy_source": "misaligned",
     "misaligned_matrix": "misaligned",
@@ -125,6 +127,7 @@ def test_what_is_right_passes(name: str, mode: str, seed: int) -> None:
         "fine_copy": values[:128],
         "fine_copy_of_nothing": np.zeros(128),
         "fine_named_barriers": values[lanes ^ 32],
+        "fine_barriers_of_roles": values[lanes ^ 64],
     }
     np.testing.assert_array_equal(out[:128], expected[name])
 

@@ -146,6 +146,15 @@ def _bad_values(**facts: object) -> None:
         run.single(case, spoil=spoil, **facts).check()
 
 
+def _lean(**facts: object) -> None:
+    """Keys come by two rounds of the ring, a partial tile leaves warps without rows, and a hidden
+    value is not finite."""
+    with pytest.MonkeyPatch.context() as patch:
+        test_prefill_sm90.force_tiles("lean", patch)
+        case = replace(_PREFILL, causal=True, qo_len=60, kv_len=400, **_WIDE, **_BFLOAT16)
+        run.single(case, spoil={"v": [((390, 0, 5), np.inf)]}, num_sms=1, **facts).check()
+
+
 def _packbits(**facts: object) -> None:
     bits = np.random.default_rng(0).random(999) < 0.5
     cuts = np.array([0, 3, 100, 108, 999])
@@ -364,6 +373,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper small pages": _batch((40, 70), (300, 90), page_size=3, num_sms=3),
     "hopper fp8": _single({"kv_dtype": "float8_e4m3fn", "kv_len": 500}),
     "hopper bad values": _bad_values,
+    "hopper lean": _lean,
     "hopper capped": _single(
         *(
             {"logits_soft_cap": 30.0, "kv_len": 400, **_BFLOAT16, **changes}

@@ -172,9 +172,13 @@ class Kernels:
         key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), "beside"
         found = self._choices.get(key)
         if found is None:
-            # Only the first persistent tiles were timed with launches behind them.
+            # Only the first persistent tiles were timed with launches behind them, lean blocks not.
             first = next(iter(shapes))
-            names = [x for x, shape in shapes.items() if x == first or not shape.is_persistent]
+            names = [
+                x
+                for x, shape in shapes.items()
+                if x == first or not (shape.is_persistent or shape.most_keys)
+            ]
             timed = [shapes[name] for name in names]
             head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
             key_bytes = head_dims * self._problem.dtype_kv.itemsize

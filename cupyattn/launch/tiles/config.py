@@ -35,6 +35,11 @@ class TileConfig:
         """Blocks take items until none is left, so as many as run at a time are launched."""
         return self.config.get("kPersistent") is True
 
+    @property
+    def is_lean(self) -> bool:
+        """Blocks of prefill_sm90 that are a consumer alone."""
+        return self.config.get("kLean") is True
+
     def used_rows(self, group_size: int) -> int:
         """The rows of a tile that have work. Those of prefill_sm90 are whole tokens, which boxes
         copy, unless too many would be left over (kernels/cupyattn/attention/work.cuh)."""

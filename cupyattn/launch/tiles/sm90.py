@@ -21,6 +21,8 @@ _ITEMS = 2
 _SHARE_OF_L2 = 0.6
 # One in so many is enough for blocks to end together, by a simulation; they read keys anew.
 _TAIL_SHARE = 5
+# Lean blocks multiply more slowly than others, and win by what they do besides.
+MOST_KEYS_OF_LEAN = 512
 
 
 class _Shape(NamedTuple):
@@ -33,7 +35,8 @@ class _Shape(NamedTuple):
     warps that convert them, a warpgroup of their own or two of the producer's. gatherers: warps
     that copy rows of pages that no TMA box fits, a warpgroup of their own or three of the
     producer's. min_blocks: that run on an SM at a time. persistent: blocks take items until none is
-    left; else each has one.
+    left; else each has one. lean: a block is a consumer alone, which copies its own keys; each of
+    its stages has K or V.
     """
 
     consumers: int
@@ -47,6 +50,7 @@ class _Shape(NamedTuple):
     gatherers: int = 0
     min_blocks: int = 1
     persistent: bool = True
+    lean: bool = False
 
 
 _THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
@@ -98,6 +102,7 @@ _TILES = {
 
 _LONE = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False)
 _TWIN = _LONE._replace(query_slots=2, persistent=True)
+_LEAN = _Shape(1, 32, 4, 1, (24, 24), overlaps=False, min_blocks=4, persistent=False, lean=True)
 # Other tiles of the problems that most prompts are, by name and as above. Most have blocks of one
 # item each, for work lists of few waves; those of `broad` and `twin` are persistent, for items that
 # are many and short. (Those of head dim 256 have no registers for overlap.)
@@ -112,6 +117,12 @@ _OTHERS = {
     ("short", "paged", 128, 128): _LONE,
     ("tall", "ragged", 64, 64): _THREE._replace(persistent=False),
     ("short", "ragged", 64, 64): _LONE._replace(tile_kv=128),
+    ("lean", "ragged", 64, 64): _LEAN._replace(tile_kv=80),
+    ("flat", "ragged", 64, 64): _LEAN._replace(tile_kv=64),
+    ("lean", "ragged", 96, 96): _LEAN,
+    ("lean", "ragged", 128, 128): _LEAN,
+    ("lean", "paged", 128, 128): _LEAN,
+    ("flat", "ragged", 128, 128): _LEAN._replace(tile_kv=64, stages=3, min_blocks=3),
     ("tall", "paged", 64, 64): _THREE._replace(persistent=False),
     ("short", "paged", 64, 64): _LONE._replace(tile_kv=128),
     ("middle", "ragged", 96, 96): _TWO._replace(query_slots=1, persistent=False),
@@ -129,6 +140,8 @@ _TIMES = {
     ("tall", "ragged", 128, 128): TileTimes(7.6, 5.1, 1.24, 0.86),
     ("middle", "ragged", 128, 128): TileTimes(8.6, 4.5, 1.40, 0.88),
     ("short", "ragged", 128, 128): TileTimes(6.0, 4.4, 0.82, 0.67),
+    ("lean", "ragged", 128, 128): TileTimes(8.0, 8.0, 2.0, 0.7),
+    ("flat", "ragged", 128, 128): TileTimes(8.0, 8.0, 2.0, 0.7),
     ("large", "paged", 128, 128): TileTimes(12.9, 3.3, 1.65, 0.90),
     ("twin", "paged", 128, 128): TileTimes(13.8, 2.6, 0.92, 0.70),
     ("middle", "paged", 128, 128): TileTimes(6.8, 3.9, 1.67, 0.90),
@@ -136,9 +149,12 @@ _TIMES = {
     ("large", "ragged", 64, 64): TileTimes(13.6, 1.8, 1.30, 0.52),
     ("tall", "ragged", 64, 64): TileTimes(7.8, 4.2, 1.23, 0.41),
     ("short", "ragged", 64, 64): TileTimes(6.8, 3.7, 1.00, 0.46),
+    ("lean", "ragged", 64, 64): TileTimes(8.0, 8.0, 2.0, 0.7),
+    ("flat", "ragged", 64, 64): TileTimes(8.0, 8.0, 2.0, 0.7),
     ("large", "ragged", 96, 96): TileTimes(14.8, 4.7, 1.13, 0.90),
     ("middle", "ragged", 96, 96): TileTimes(10.0, 3.2, 1.35, 0.90),
     ("short", "ragged", 96, 96): TileTimes(7.3, 2.8, 0.92, 0.70),
+    ("lean", "ragged", 96, 96): TileTimes(8.0, 8.0, 2.0, 0.7),
     ("large", "ragged", 256, 256): TileTimes(10.4, 3.7, 1.56),
     ("short", "ragged", 256, 256): TileTimes(5.2, 5.1, 1.28, 0.80),
 }
@@ -313,18 +329,26 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
     dims = (problem.head_dim_qk, problem.head_dim_vo) if fp8_stages else ()
     items = _ITEMS if shape.persistent else 1
     fp8_tiles = [Field(fp8_stages * tile_kv * dim, 128) for dim in dims]
+    keys = [_panels(tile_kv, problem.head_dim_qk, stages)]
+    if not shape.lean:
+        keys.append(_panels(tile_kv, problem.head_dim_vo, stages))
+    if shape.lean:
+        rest = [Field(8 * (3 + 2 * stages), 8)]
+    else:
+        rest = [
+            Field(stages * 16, 16),
+            _row_bits(problem, tile_q, tile_kv, stages),
+            Field(2 * problem.head_dim_qk if is_rotated else 4),
+            Field(8 * (2 * items + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
+        ]
     shared = struct_of(
         *fp8_tiles,
         _panels(tile_q, problem.head_dim_qk, slots),
-        _panels(tile_kv, problem.head_dim_qk, stages),
-        _panels(tile_kv, problem.head_dim_vo, stages),
+        *keys,
         Field(_ROW_BYTES * (tile_q if problem.reads_rows else 1), 16),
         Field(64 if has_fast_cap else 32, 16),
         Field(items * (_ITEM_BYTES + _MASK_MAP_BYTES * problem.custom_mask), 8),
-        Field(stages * 16, 16),
-        _row_bits(problem, tile_q, tile_kv, stages),
-        Field(2 * problem.head_dim_qk if is_rotated else 4),
-        Field(8 * (2 * items + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
+        *rest,
     ).size
     config: dict[str, jit.Constant] = {
         "DTypeQ": problem.dtype_q,
@@ -353,11 +377,12 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
         "kGatherers": shape.gatherers,
         "kMinBlocks": shape.min_blocks,
         "kPersistent": shape.persistent,
+        "kLean": shape.lean,
         "kSharedBytes": shared,
     }
     if times is not None:
         times = times._replace(state=state_time(tile_q, problem.head_dim_vo))
-    threads = 128 * (1 + consumers + converters // 4 + shape.gatherers // 4)
+    threads = 128 * (not shape.lean) + 128 * (consumers + converters // 4 + shape.gatherers // 4)
     return TileConfig(
         "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated, times
     )

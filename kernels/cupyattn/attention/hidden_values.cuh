@@ -133,12 +133,13 @@ __device__ __forceinline__ void zero_nonfinite_chunk(Vector16& chunk, uint32_t* 
 
 __device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < ptx::infinity(); }
 
-// O += P V for one value of a key, column e of n-tile n, if the value is not finite and the row
-// sees the key. Branches for each column and row would take most of the kernel's compile time.
-template <int kMmaQ, int kTilesO>
+// O += P V for one value of a key, column e of n-tile n, if the value is not finite (or any, if
+// kAll) and the row sees the key. Branches for each column and row would take most of the kernel's
+// compile time.
+template <bool kAll = false, int kMmaQ, int kTilesO>
 __device__ __forceinline__ void add_nonfinite_value(float (&o)[kMmaQ][kTilesO][4], int n, int e,
                                                     const float (&p)[kMmaQ][2], float value) {
-  const float bad = is_finite(value) ? 0.0f : value;
+  const float bad = !kAll && is_finite(value) ? 0.0f : value;
 #pragma unroll
   for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
@@ -189,8 +190,9 @@ __device__ __forceinline__ void add_nonfinite_key(float (&o)[kMmaQ][kTilesO][4],
 }
 
 // O += P V for one key, by probabilities that are fragments already: p[i] holds keys 16 i and on,
-// in pairs of type P. Rows of values are aligned, and O has the columns of 16-bit fragments.
-template <typename P, typename T, int kMmaQ, int kSteps, int kTilesO>
+// in pairs of type P. Rows of values are aligned, and O has the columns of 16-bit fragments. kAll:
+// the key's finite values are added too.
+template <typename P, bool kAll = false, typename T, int kMmaQ, int kSteps, int kTilesO>
 __device__ __forceinline__ void add_nonfinite_key(float (&o)[kMmaQ][kTilesO][4],
                                                   const uint32_t (&p)[kSteps][kMmaQ][4], int key,
                                                   const T* value_row, int lane) {
@@ -216,7 +218,7 @@ __device__ __forceinline__ void add_nonfinite_key(float (&o)[kMmaQ][kTilesO][4],
     float values[2];
     load_pair(value_row + 8 * n + 2 * (lane & 3), values);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) add_nonfinite_value(o, n, e, of_key, values[e]);
+    for (int e = 0; e < 2; ++e) add_nonfinite_value<kAll>(o, n, e, of_key, values[e]);
   }
 }
 

@@ -67,7 +67,7 @@ struct PrefillSm90 {
     const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);
     if (warpgroup > 0) {
       ptx::set_max_registers_up<Traits::kConsumerRegisters>();
-      ptx::named_barrier_sync(Traits::kItemFound, kOthers);
+      ptx::named_barrier_sync_unaligned(Traits::kItemFound, kOthers);
       return PrefillSm90Consumer<Traits>(block, warpgroup - 1).run();
     }
     ptx::set_max_registers_down<Traits::kProducerRegisters>();
@@ -75,15 +75,15 @@ struct PrefillSm90 {
     PrefillSm90Scheduler<Traits> scheduler{block};
     if (warp < 2) {
       if (warp == 1) scheduler.find_only_item();
-      ptx::named_barrier_sync(Traits::kMayCopy, kCopying);
+      ptx::named_barrier_sync_unaligned(Traits::kMayCopy, kCopying);
       if (warp == 1) return scheduler.run();
       return PrefillSm90Producer<Traits>{block}.run();
     }
     if (threadIdx.x == 2 * kWarpSize) init_barriers(block.all_params, block.shared);
     ptx::warp_sync();
-    if (warp == 2) ptx::named_barrier_sync(Traits::kMayCopy, kCopying);
+    if (warp == 2) ptx::named_barrier_sync_unaligned(Traits::kMayCopy, kCopying);
     ptx::warp_sync();
-    ptx::named_barrier_sync(Traits::kItemFound, kOthers);
+    ptx::named_barrier_sync_unaligned(Traits::kItemFound, kOthers);
     PrefillSm90NonFinite<Traits>{block}.run();
   }
 

@@ -61,9 +61,14 @@ __device__ __forceinline__ void mbarrier_wait_parity(uint32_t barrier, uint32_t 
       : "memory");
 }
 
-// Barriers 1 to 15 of `num_threads` threads in whole warps: wait, or arrive without waiting.
+// Barriers 1 to 15 of `num_threads` threads in whole warps: wait, or arrive without waiting. All
+// that wait must wait at the same instruction.
 __device__ __forceinline__ void named_barrier_sync(int barrier, int num_threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+// The same for warps that wait at different instructions, each in its role.
+__device__ __forceinline__ void named_barrier_sync_unaligned(int barrier, int num_threads) {
+  asm volatile("barrier.sync %0, %1;\n" ::"r"(barrier), "r"(num_threads) : "memory");
 }
 
 __device__ __forceinline__ void named_barrier_arrive(int barrier, int num_threads) {

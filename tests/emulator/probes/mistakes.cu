@@ -166,6 +166,24 @@ void named_barrier_of_others(Block& b) {
   emulator::named_barrier_sync(1 + b.thread / 64, 64, here);
   b.params.out[b.thread] = b.neighbour(64);
 }
+void warps_at_two_barriers(Block& b) {
+  const auto here = emulator::Where::current();
+  if (b.thread < 64) {
+    emulator::named_barrier_sync(1, 128, here);
+  } else {
+    emulator::named_barrier_sync(1, 128, emulator::Where::current());
+  }
+}
+void fine_barriers_of_roles(Block& b) {
+  b.shared[b.thread] = b.params.in[b.thread];
+  const auto here = emulator::Where::current();
+  if (b.thread < 64) {
+    emulator::named_barrier_sync_unaligned(1, 128, here);
+  } else {
+    emulator::named_barrier_sync_unaligned(1, 128, emulator::Where::current());
+  }
+  b.params.out[b.thread] = b.shared[b.thread ^ 64];
+}
 void misaligned_shared_vector(Block& b) {
   float4* vector = reinterpret_cast<float4*>(b.shared + 4 * b.thread + 1);
   *vector = make_float4(1.0f, 2.0f, 3.0f, 4.0f);
@@ -270,5 +288,7 @@ extern "C" __global__ void cupyattn_mistakes(const __grid_constant__ Params para
     case 38: return shift_too_far(b);
     case 39: return overflowing_sum(b);
     case 40: return index_past_a_local_array(b);
+    case 41: return warps_at_two_barriers(b);
+    case 42: return fine_barriers_of_roles(b);
   }
 }

@@ -312,15 +312,28 @@ void complete(Barrier& barrier) {
     barrier.joins[w] = false;
   }
   barrier.arrived = 0;
+  barrier.num_waiting = 0;
   barrier.any = false;
+}
+
+// Aligned threads wait at the same instruction, so a barrier that has one has no others.
+void check_place(Barrier& barrier, int index, Meeting how, Where where, void* code) {
+  const bool is_aligned = how == Meeting::aligned;
+  if (barrier.num_waiting++ == 0) {
+    barrier.is_aligned = is_aligned;
+    barrier.where = where;
+  } else if ((is_aligned || barrier.is_aligned) && !is_same_place(barrier.where, where)) {
+    fail(code, "barrier %d is waited for at different places: %s:%u and %s:%u", index,
+         base_name(where.file_name()), where.line(), base_name(barrier.where.file_name()),
+         barrier.where.line());
+  }
 }
 
 }  // namespace
 
-// Arrives at a barrier, and unless `only_arrives` waits there. Returns whether any thread that came
+// Arrives at a barrier, and waits there if the thread does. Returns whether any thread that came
 // had a true predicate.
-bool meet_block(int index, int num_threads, bool predicate, bool only_arrives, Where where,
-                void* code) {
+bool meet_block(int index, int num_threads, bool predicate, Meeting how, Where where, void* code) {
   Barrier& barrier = machine.barriers[index];
   Warp& warp = machine.warp();
   if (barrier.arrived == 0) barrier.expected = num_threads;
@@ -339,12 +352,15 @@ bool meet_block(int index, int num_threads, bool predicate, bool only_arrives, W
   barrier.any |= predicate;
   barrier.joins[warp.index] = true;
   ++barrier.arrived;
-  if (!only_arrives) barrier.waiting[warp.index] |= 1u << machine.lane();
+  if (how != Meeting::arrives) {
+    check_place(barrier, index, how, where, code);
+    barrier.waiting[warp.index] |= 1u << machine.lane();
+  }
   if (barrier.arrived == barrier.expected) {
     complete(barrier);
     return barrier.result;
   }
-  if (!only_arrives) stop(State::waits_for_block, where, code);
+  if (how != Meeting::arrives) stop(State::waits_for_block, where, code);
   return barrier.result;
 }
 

@@ -74,8 +74,15 @@ struct Warp {
   uint32_t clock[kMaxWarps];
 };
 
+// How a thread comes to a barrier: it waits where all others do that wait, or anywhere, or it only
+// arrives.
+enum class Meeting { aligned, unaligned, arrives };
+
 struct Barrier {
   int expected = 0, arrived = 0;
+  int num_waiting = 0;
+  bool is_aligned = false;  // of the first that waits, as the next
+  Where where;
   bool any = false, result = false;
   uint32_t waiting[kMaxWarps] = {};  // lanes
   bool joins[kMaxWarps] = {};

@@ -7,8 +7,7 @@
 namespace emulator {
 
 void meet_warp(Collective collective, void* arguments, Where where, void* code);
-bool meet_block(int index, int num_threads, bool predicate, bool only_arrives, Where where,
-                void* code);
+bool meet_block(int index, int num_threads, bool predicate, Meeting how, Where where, void* code);
 
 namespace {
 
@@ -223,19 +222,23 @@ bool warp_any(bool predicate, Where where) {
 void warp_sync(Where where) { meet_warp(run_sync, nullptr, where, EMULATOR_CALLER); }
 
 void block_sync(Where where) {
-  meet_block(0, machine.num_threads, false, false, where, EMULATOR_CALLER);
+  meet_block(0, machine.num_threads, false, Meeting::aligned, where, EMULATOR_CALLER);
 }
 
 bool block_any(bool predicate, Where where) {
-  return meet_block(0, machine.num_threads, predicate, false, where, EMULATOR_CALLER);
+  return meet_block(0, machine.num_threads, predicate, Meeting::aligned, where, EMULATOR_CALLER);
 }
 
 void named_barrier_sync(int barrier, int num_threads, Where where) {
-  meet_block(barrier, num_threads, false, false, where, EMULATOR_CALLER);
+  meet_block(barrier, num_threads, false, Meeting::aligned, where, EMULATOR_CALLER);
+}
+
+void named_barrier_sync_unaligned(int barrier, int num_threads, Where where) {
+  meet_block(barrier, num_threads, false, Meeting::unaligned, where, EMULATOR_CALLER);
 }
 
 void named_barrier_arrive(int barrier, int num_threads, Where where) {
-  meet_block(barrier, num_threads, false, true, where, EMULATOR_CALLER);
+  meet_block(barrier, num_threads, false, Meeting::arrives, where, EMULATOR_CALLER);
 }
 
 }  // namespace emulator

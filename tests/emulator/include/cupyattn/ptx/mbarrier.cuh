@@ -40,6 +40,11 @@ EMULATOR_INLINE void named_barrier_sync(int barrier, int num_threads,
   emulator::named_barrier_sync(barrier, num_threads, where);
 }
 
+EMULATOR_INLINE void named_barrier_sync_unaligned(int barrier, int num_threads,
+                                                  Where where = Where::current()) {
+  emulator::named_barrier_sync_unaligned(barrier, num_threads, where);
+}
+
 EMULATOR_INLINE void named_barrier_arrive(int barrier, int num_threads,
                                           Where where = Where::current()) {
   emulator::named_barrier_arrive(barrier, num_threads, where);
