@@ -176,8 +176,8 @@ def xqa_batch_decode_with_kv_cache_mla(
 
     query   [B, 1, num_heads, columns]. Nothing in workspace_buffer needs to be zero.
 
-    Returns out [B, num_heads, kv_lora_rank], which `out` may be. Semantics: FlashInfer's function
-    of the same name, which runs on SM120 only, for 128 heads of fp8.
+    Returns out [B, num_heads, kv_lora_rank], which `out` may be. Errors as there. Semantics:
+    FlashInfer's function of the same name, which runs on SM120 only, for 128 heads of fp8.
     """
     dims = _dims(kv_lora_rank, qk_rope_head_dim)
     sm_scale, scale_q = read_scale(bmm1_scale, "bmm1_scale")
@@ -227,8 +227,8 @@ def xqa_mla(
     workspace_buffer  as in `trtllm_batch_decode_with_kv_cache_mla`; semaphores, sm_count and
                 enable_pdl are accepted for compatibility.
 
-    Returns None where `output` is given, else the output. Semantics: FlashInfer's function of the
-    same name, which runs on SM120 only, for 128 heads of fp8.
+    Returns None where `output` is given, else the output. Errors as there. Semantics: FlashInfer's
+    function of the same name, which runs on SM120 only, for 128 heads of fp8.
     """
     vk, vv = array.view(k_cache, "k_cache"), array.view(v_cache, "v_cache")
     if vk.ptr != vv.ptr or vk.shape[:-1] != vv.shape[:-1]:
