@@ -106,7 +106,7 @@ def merge_states(
 ) -> tuple[ArrayT, ArrayT]:
     """The states over the keys of m states each: v [n, m, H, D], s [n, m, H].
 
-    m = 0 gives v = 0 and s = -inf, m = 1 a copy. The rest as in `merge_state`.
+    m = 0 gives v = 0 and s = -inf, m = 1 a copy. The rest, and errors, as in `merge_state`.
 
     Returns (v [n, H, D], s float32 [n, H]). Semantics: FlashInfer's merge_states.
     """

@@ -52,9 +52,10 @@ class FlashMLASchedMeta:
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """(metadata, num_splits) for flash_mla_with_kvcache, which needs neither.
 
-    Without arguments FlashMLASchedMeta() and None. In the older form, get_mla_metadata(
+    Returns without arguments FlashMLASchedMeta() and None. In the older form, get_mla_metadata(
     cache_seqlens, ...), int32 arrays of its framework, [1, 8] and [B + 1] of zeros, which programs
-    may copy about.
+    may copy about; raises ArgumentError for what is no array. Semantics: FlashMLA's function of the
+    same name.
     """
     lengths = kwargs.get("cache_seqlens", args[0] if args else None)
     if lengths is None:

@@ -198,8 +198,8 @@ def xqa_batch_decode_with_kv_cache_mla(
 
     query   [B, 1, num_heads, columns]. Nothing in workspace_buffer needs to be zero.
 
-    Returns out [B, num_heads, kv_lora_rank], which `out` may be. Semantics: FlashInfer's function
-    of the same name, which runs on SM120 only, for 128 heads of fp8.
+    Returns out [B, num_heads, kv_lora_rank], which `out` may be. Errors as there. Semantics:
+    FlashInfer's function of the same name, which runs on SM120 only, for 128 heads of fp8.
     """
     scalars = "xqa_batch", kv_lora_rank, qk_rope_head_dim, max_seq_len
     repeat = repeat_of(*scalars, scales=(bmm1_scale, bmm2_scale))
@@ -254,8 +254,8 @@ def xqa_mla(
     workspace_buffer  as in `trtllm_batch_decode_with_kv_cache_mla`; semaphores, sm_count and
                 enable_pdl are accepted for compatibility.
 
-    Returns None where `output` is given, else the output. Semantics: FlashInfer's function of the
-    same name, which runs on SM120 only, for 128 heads of fp8.
+    Returns None where `output` is given, else the output. Errors as there. Semantics: FlashInfer's
+    function of the same name, which runs on SM120 only, for 128 heads of fp8.
     """
     repeat = None
     if v_cache is k_cache:

@@ -8,7 +8,9 @@ CSR          kv_indptr [B + 1], kv_indices [n], kv_last_page_len [B]: request b 
              kv_indices[kv_indptr[b]:kv_indptr[b + 1]], the last with kv_last_page_len[b] keys
 block table  [B, max_pages], row b begins with the pages of request b
 
-Arguments may be any integers; answers are int64, which no product of sizes overflows.
+Arguments are NumPy arrays of any integers; answers are int64, which no product of sizes overflows.
+All functions raise ArgumentError for arrays of other kinds and shapes, and for lengths, offsets and
+pages that do not fit each other.
 """
 
 from __future__ import annotations

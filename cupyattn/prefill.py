@@ -235,7 +235,8 @@ def _number_or_array(scale: Any, factor: Any, name: str) -> tuple[Any, Any]:
 def single_prefill_with_kv_cache_return_lse(
     q: ArrayT, *args: Any, **kwargs: Any
 ) -> tuple[ArrayT, ArrayT]:
-    """`single_prefill_with_kv_cache` that returns (out, lse) by default."""
+    """`single_prefill_with_kv_cache` that returns (out, lse) by default; arguments and errors as
+    there. Semantics: FlashInfer's function of the same name."""
     answer: Any = single_prefill_with_kv_cache(q, *args, **{"return_lse": True, **kwargs})
     return answer
 

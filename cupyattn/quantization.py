@@ -47,6 +47,7 @@ def segment_packbits(x: ArrayT, indptr: Array, bitorder: str = "big") -> tuple[A
 
     Returns (uint8 [new_indptr[B]], new_indptr int32 [B + 1]), offsets in bytes, in x's framework
     and device. Raises ArgumentError for other ranks and dtypes, or offsets that fall or leave x.
+    Semantics: FlashInfer's segment_packbits.
     """
     vx = _view_bits(x, bitorder)
     vi = array.view(indptr, "indptr")

@@ -183,7 +183,8 @@ def xqa_batch_decode_with_kv_cache(
     """`trtllm_batch_decode_with_kv_cache` with its arguments in another order, and NHD by default.
 
     q_cu_seq_lens is that function's cum_seq_lens_q. Nothing in workspace_buffer needs to be zero.
-    Semantics: FlashInfer's function of the same name, which has no LSE.
+    Answers and errors as there. Semantics: FlashInfer's function of the same name, which has no
+    LSE.
     """
     scalars = (
         True, kv_layout, q_len_per_req, None, next_power_of_two(max_seq_len), window_left, None,

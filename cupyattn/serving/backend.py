@@ -505,6 +505,7 @@ class MultiStepDraftBackend:
         return store
 
     def init_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Memory for graphs of up to max_bs requests and max_num_tokens query tokens, all steps."""
         require_int(max_num_tokens, "max_num_tokens", require_int(max_bs, "max_bs"))
         self._graph_store = Store(self.config, self._form, max_bs, self._tables)
         workspace = self.backends[0]._make_workspace(max_num_tokens)
@@ -512,6 +513,7 @@ class MultiStepDraftBackend:
             backend._workspace = workspace
 
     def graph_num_bytes(self) -> int:
+        """Device memory of the graphs' metadata."""
         return 0 if self._graph_store is None else self._graph_store.num_bytes
 
     def init_forward_metadata_capture(self, bs: int) -> list[ForwardMetadata]:
@@ -520,6 +522,7 @@ class MultiStepDraftBackend:
         return [self._give(store, bs, step) for step in range(self.num_prepared)]
 
     def init_forward_metadata_replay(self, bs: int, batch: BatchInfo) -> list[ForwardMetadata]:
+        """Write a batch into the memory of the graph of bs requests: one launch for all steps."""
         store = self._require_graph_store(bs)
         if self.backends[0]._check(batch) != bs:
             raise ArgumentError(

@@ -91,6 +91,7 @@ class FlashAttentionBackend:
 
     @property
     def forward_metadata_spec_decode_expand(self) -> FlashAttentionExpandMetadata | None:
+        """The second pass over drafts, `forward_metadata.expand`; None where there is none."""
         meta = self.forward_metadata
         return None if meta is None else meta.expand
 
@@ -118,6 +119,7 @@ class FlashAttentionBackend:
         store.write(batch, bs)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Memory for graphs of up to max_bs requests and max_num_tokens query tokens."""
         config = self.config
         rows = max(config.num_draft_tokens, config.num_draft_steps + 1, config.topk)
         most = max(max_num_tokens, max_bs * rows) if config.num_draft_tokens else max_num_tokens
@@ -133,6 +135,7 @@ class FlashAttentionBackend:
         forward_mode: Any,
         spec_info: Any,
     ) -> None:
+        """Give the capture of a graph of bs requests its memory, and fill it where that can be."""
         mode = mode_of(forward_mode, spec_info)
         batch: BatchInfo | None = BatchInfo(mode, req_pool_indices[:bs], seq_lens[:bs])
         assert batch is not None
@@ -161,6 +164,10 @@ class FlashAttentionBackend:
         seq_lens_cpu: Any,
         out_cache_loc: Any = None,
     ) -> None:
+        """Write a batch into the memory of the graph of bs requests: one launch.
+
+        seq_lens_sum is not read. Arrays may be longer than bs.
+        """
         batch = self._replay_batch(
             *(bs, req_pool_indices, seq_lens, encoder_lens, forward_mode, spec_info),
             *(seq_lens_cpu, out_cache_loc),
@@ -193,6 +200,7 @@ class FlashAttentionBackend:
         return batch
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The sequence length of requests that pad a batch."""
         return self.core.graph_seq_len_fill_value()
 
     def _batch(self, fb: Any) -> BatchInfo:
@@ -447,15 +455,19 @@ class FlashAttentionMultiStepBackend:
         self.core.backends = [backend.core for backend in self.attn_backends]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
+        """The metadata of all steps: one launch."""
         self.core.init_forward_metadata(self.attn_backends[0]._batch(forward_batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """As of FlashAttentionBackend, for all steps."""
         self.core.init_graph_state(max_bs, max(max_num_tokens, max_bs * max(1, self.topk)))
 
     def init_forward_metadata_capture_cuda_graph(self, forward_batch: Any) -> None:
+        """Give the capture of a graph of all steps its memory."""
         self.core.init_forward_metadata_capture(forward_batch.batch_size)
 
     def init_forward_metadata_replay_cuda_graph(self, forward_batch: Any, bs: int) -> None:
+        """Write the first bs requests of a batch into the memory of their graph: one launch."""
         fb = forward_batch
         batch = self.attn_backends[0]._replay_batch(
             *(bs, fb.req_pool_indices, fb.seq_lens, getattr(fb, "encoder_lens", None)),

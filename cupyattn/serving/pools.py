@@ -82,20 +82,31 @@ class MHATokenToKVPool:
         ]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Any, Any]:
+        """K [num_slots, head_num, head_dim] and V [num_slots, head_num, v_head_dim] of a layer.
+
+        Raises ArgumentError for a layer that the pool does not have.
+        """
         k, v = self._buffers[layer_index(layer_id, self.start_layer, len(self._buffers))]
         return k, v
 
     def get_key_buffer(self, layer_id: int) -> Any:
+        """K of `get_kv_buffer`."""
         return self.get_kv_buffer(layer_id)[0]
 
     def get_value_buffer(self, layer_id: int) -> Any:
+        """V of `get_kv_buffer`."""
         return self.get_kv_buffer(layer_id)[1]
 
     def set_kv_buffer(
         self, layer: Any, loc: Any, k: Any, v: Any, k_scale: Any = None, v_scale: Any = None
     ) -> None:
-        """One launch: copies, or quantises to fp8 what is divided by the scales. k and v may be
-        [n, heads * head_dim]."""
+        """Write k [n, head_num, head_dim] and v [n, head_num, v_head_dim] to slots `loc` [n] of the
+        layer `layer.layer_id`: one launch.
+
+        They may also be [n, heads * columns]. In a pool of fp8 they are divided by k_scale and
+        v_scale (None: 1), and rounded; other pools read no scales. Arrays and errors as in
+        `slots.reshape_and_cache`.
+        """
         buffers = self.get_kv_buffer(layer.layer_id)
         if len(k.shape) == 2:
             k = k.reshape(-1, *buffers[0].shape[1:])
@@ -110,6 +121,7 @@ class MHATokenToKVPool:
             move_slots(buffers, new, old, self.full_to_swa)
 
     def set_mla_kv_buffer(self, layer: Any, loc: Any, k_nope: Any, k_rope: Any) -> None:
+        """Raises UnsupportedError: latent keys have a pool of their own."""
         raise UnsupportedError("set_mla_kv_buffer: this pool is of MHA; make an MLATokenToKVPool")
 
 
@@ -162,7 +174,10 @@ class MLATokenToKVPool:
         return self._parts[index] if self.is_split else (self._rows[index], None)
 
     def get_key_buffer(self, layer_id: int) -> Any:
-        """[slots, 1, kv_lora_rank + qk_rope_head_dim]."""
+        """Keys of a layer, [num_slots, 1, kv_lora_rank + qk_rope_head_dim].
+
+        Raises UnsupportedError where the two parts are in arrays of their own.
+        """
         if self.is_split:
             raise UnsupportedError(
                 "get_key_buffer: the pool has the parts of a row in two arrays; call "
@@ -171,10 +186,11 @@ class MLATokenToKVPool:
         return self._rows[self._index(layer_id)]
 
     def get_value_buffer(self, layer_id: int) -> Any:
-        """[slots, 1, kv_lora_rank]."""
+        """Values of a layer, [num_slots, 1, kv_lora_rank]: the latent columns of its keys."""
         return self._parts[self._index(layer_id)][0]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Any, Any]:
+        """The two above."""
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
     def set_kv_buffer(

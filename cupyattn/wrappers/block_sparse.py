@@ -75,7 +75,9 @@ class BlockSparseAttentionWrapper(BlockSparseBase):
 
     A block of rows is a request, and its blocks of columns are its pages. So blocks that are not in
     the mask cost nothing, and any R and C serve; rows of blocks of 8 columns and more are copied
-    fastest. Semantics: FlashInfer's class of the same name.
+    fastest.
+
+    Raises as BatchDecodeWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name.
     """
 
     @planning

@@ -367,6 +367,9 @@ def fast_decode_plan(
     Meant for an indptr on the device whose values the caller has on the host too: then nothing is
     waited for. It may take plan()'s place in a wrapper:
     `wrapper.plan = functools.partial(fast_decode_plan, wrapper)`.
+
+    Returns and raises as BatchDecodeWithPagedKVCacheWrapper.plan. Semantics: FlashInfer's function
+    of the same name.
     """
     if global_override_indptr_cpu is not None:
         indptr = global_override_indptr_cpu

@@ -75,8 +75,8 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
     backend     accepted for compatibility; all names serve.
     kv_layout   accepted for compatibility: a latent cache has one head.
 
-    Semantics: FlashInfer's class of the same name. On Hopper and older GPUs this one also takes any
-    number of heads, sinks and head_dim_ckv 256.
+    Raises as BatchDecodeWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name. On
+    Hopper and older GPUs this one also takes any number of heads, sinks and head_dim_ckv 256.
     """
 
     def __init__(

@@ -33,7 +33,8 @@ class VariableBlockSparseAttentionWrapper(BlockSparseBase):
     A block of rows of a query head is a request, and its columns are pages, as large as what
     divides all blocks of columns. So blocks that are not in the mask cost nothing; sizes that are
     multiples of 8 are copied fastest. Query heads that share a KV head are requests of their own.
-    Semantics: FlashInfer's class of the same name.
+
+    Raises as BatchDecodeWithPagedKVCacheWrapper. Semantics: FlashInfer's class of the same name.
     """
 
     @planning

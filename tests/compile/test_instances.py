@@ -125,6 +125,19 @@ def _kind(name: str, config: jit.Config) -> tuple[object, ...]:
     return name, option, has_both and config.get("kPaged")
 
 
+def _what_else(name: str, config: jit.Config) -> str:
+    """What the label of an instance says besides its dtypes and head dims."""
+    said = [option for option in _OPTIONS if config.get(option)]
+    said += ["gathered"] if config.get("kGathers") else []
+    if name == "mixed_sm80":
+        said.append(f"{config['kPrefillMmaQ']}-{config['kDecodeMmaQ']}")
+    if name == "wide_sm80":
+        said.append(f"{16 * int(config['kMmaQ'])} rows")
+        named = {"lists": "kSparse", "aligned": "kAligned", "paged": "kPaged"}
+        said += [word for word, constant in named.items() if config[constant]]
+    return "".join(f" {word}" for word in said)
+
+
 def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
     """Name -> (architecture, instances, is_slow): a test for each kernel, dtypes and head dims."""
     found: dict[str, tuple[str, list[Instance], bool]] = {}
@@ -137,26 +150,17 @@ def _groups() -> dict[str, tuple[str, list[Instance], bool]]:
         slow: dict[str, bool] = {}
         for name, config in instances(GATED, arch):
             q, kv = config.get("DTypeQ"), config.get("DTypeKV")
-            label = f"{arch} {name}"
-            if q is not None:
-                label += f" {q}-{kv} {config['kHeadDimQK']}-{config['kHeadDimVO']}"
-            for option in _OPTIONS:
-                label += f" {option}" if config.get(option) else ""
-            if config.get("kGathers"):
-                label += " gathered"
-            if name == "mixed_sm80":
-                label += f" {config['kPrefillMmaQ']}-{config['kDecodeMmaQ']}"
-            if name == "wide_sm80":
-                label += f" {16 * int(config['kMmaQ'])} rows"
-                label += " lists" * config["kSparse"] + " aligned" * config["kAligned"]
-                label += " paged" * config["kPaged"]
             is_slow = q is not None and not _is_sampled(arch, name, config)
             if not is_slow and (share := _share(arch, name, config)) > 1:
                 kind = (arch, *_kind(name, config))
                 met[kind] += 1
                 place = turn + (_option(config) in ("kAlibi", "kCustomMask"))
-                if (met[kind] - 1 - place) % share:
-                    label, is_slow = f"{label}, the rest", True
+                is_slow = (met[kind] - 1 - place) % share != 0
+            label = f"{arch} {name}"
+            if q is not None:
+                label += f" {q}-{kv} {config['kHeadDimQK']}-{config['kHeadDimVO']}"
+            # Slow instances are thousands, and every run of the suite collects their tests.
+            label += ", the rest" if is_slow else _what_else(name, config)
             groups[label].append((name, config))
             slow[label] = is_slow
         found |= {label: (arch, group, slow[label]) for label, group in groups.items()}

@@ -95,12 +95,25 @@ def test_everything_public_has_a_docstring() -> None:
     missing = []
     for name in public():
         value = functools.reduce(getattr, name.split("."), cupyattn)
-        # Methods of `serving` are an engine's own names for what is documented beside them.
-        has_methods = inspect.isclass(value) and not name.startswith("serving.")
-        methods = [x for x in vars(value) if x[0] != "_"] if has_methods else []
+        methods = [x for x in vars(value) if x[0] != "_"] if inspect.isclass(value) else []
         named = {name: value} | {f"{name}.{x}": getattr(value, x) for x in methods}
         missing += [x for x in named if callable(named[x]) and not inspect.getdoc(named[x])]
     assert missing == []
+
+
+# What a docstring of a function says, itself or by naming the function whose docstring does.
+_SAYS = {
+    "what is returned": r"[Rr]eturns|[Aa]nswers?\b",
+    "what is raised": r"[Rr]aises?\b|[Ee]rrors?\b",
+    "whose semantics it has": r"Semantics:",
+}
+
+
+def test_an_exported_function_says_what_it_returns_raises_and_follows() -> None:
+    functions = [x for x in cupyattn.__all__ if inspect.isfunction(getattr(cupyattn, x))]
+    for name in functions:
+        text = inspect.getdoc(getattr(cupyattn, name)) or ""
+        assert [what for what, how in _SAYS.items() if not re.search(how, text)] == [], name
 
 
 def test_docstrings_become_lists_of_arguments() -> None:

@@ -109,6 +109,86 @@ struct DecodeSm80 {
     return ptx::shared_address(keys);
   }
 
+  // Starts the copies of all stages but one; Q arrives with the first. Returns this lane's page of
+  // the next tile.
+  template <typename FindPage, typename LoadStage>
+  __device__ __forceinline__ int fill_pipeline(const TileSpan& tiles, const FindPage& find_page,
+                                               const LoadStage& load_stage) {
+    int pages[kPaged ? kStages : 1] = {};
+    if constexpr (kPaged) {
+#pragma unroll
+      for (int stage = 0; stage < kStages; ++stage) pages[stage] = find_page(tiles.begin + stage);
+    }
+    if constexpr (kPaged) load_q();
+#pragma unroll
+    for (int stage = 0; stage < kStages - 1; ++stage) {
+      const int load_tile = tiles.begin + stage;
+      if (load_tile < tiles.end) {
+        load_stage(stage, load_tile, pages[kPaged ? stage : 0]);
+        // The next tile's offsets overwrite these.
+        if constexpr (kPaged) ptx::warp_sync();
+      }
+      // Q is looked up while pages are, or while the first keys arrive.
+      if (!kPaged && stage == 0) load_q();
+      ptx::cp_async_commit();
+    }
+    return pages[kPaged ? kStages - 1 : 0];
+  }
+
+  using QRegisters = uint32_t[Config::kQInRegisters ? Traits::kStepsQK : 1][kMmaQ][4];
+
+  __device__ __forceinline__ static void load_q_registers(QRegisters& q, uint32_t q_lane) {
+#pragma unroll
+    for (int step = 0; step < Traits::kStepsQK; ++step) {
+#pragma unroll
+      for (int m = 0; m < kMmaQ; ++m) load_q_fragment<QTile>(q[step][m], q_lane, 16 * m, step);
+    }
+  }
+
+  // Turns products into logits and hides what the range and the mask exclude. `hides_keys` says
+  // whether this may have hidden any key of the tile.
+  template <typename Logits>
+  __device__ __forceinline__ auto transform_and_mask(Logits& s, OnlineSoftmax<kMmaQ>& softmax,
+                                                     const KeyRange& range, int first_key,
+                                                     bool& hides_keys) {
+    using Mask = typename Traits::Mask;
+    bool is_partial = Config::kCustomMask;
+    if constexpr (is_same<Mask, RowMask>) {
+      // mutate: first-masked-tile-unmasked
+      is_partial = first_key + kKeys > Mask::first_key(request);
+    }
+    const bool is_masked = is_partial || range.cuts(first_key, kKeys);
+    const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows, shared.logits, params,
+                                           request, first_key, lane, is_masked);
+    hides_keys = is_masked;
+    if (is_masked) {
+      const bool hides = apply_mask<Mask, decltype(form)>(s, params, request, range, is_partial,
+                                                          shared.rows, first_key, lane);
+      // No map says which tiles an expression leaves whole, and values are swept for the others.
+      if constexpr (Mask::kIsExpression) hides_keys = ptx::warp_any(hides);
+    }
+    return form;
+  }
+
+  // Values that are not finite leave the stage, and are added to the rows that see them one by one.
+  template <typename Logits, typename Form>
+  __device__ __forceinline__ void clean_hidden_values(
+      Stage& stage, typename Traits::Accumulators& o, const Logits& s,
+      const OnlineSoftmax<kMmaQ>& softmax, const Form& form, float scale, int first_key) {
+    zero_nonfinite_values<VTile, kWarpSize>(stage.v, shared.nonfinite_keys[warp], lane);
+    ptx::warp_sync();
+    const DTypeKV* const values = values_of<DTypeKV>(params, work.kv_head);
+    for (int key = 0; key < kKeys; ++key) {
+      if ((shared.nonfinite_keys[warp].word[key / 32] >> (key % 32)) & 1) {
+        add_nonfinite_key<kHeadDimVO>(
+            o, s, softmax, form, scale, key,
+            values + value_row<kPaged, kOwnValuePages>(params, request, first_key + key), lane);
+      }
+    }
+    ptx::warp_sync();
+    if (lane == 0) shared.nonfinite_keys[warp] = NonFiniteKeys{};
+  }
+
   __device__ __forceinline__ void run() {
     if (work.num_rows <= 0) return;
     // By the time that the block has its state, its counter is in L2.
@@ -149,40 +229,13 @@ struct DecodeSm80 {
       v_copier.skip(kTileKV - kKeys);
     };
 
-    // Fill the pipeline; Q arrives with the first stage.
-    int pages[kPaged ? kStages : 1] = {};
-    if constexpr (kPaged) {
-#pragma unroll
-      for (int stage = 0; stage < kStages; ++stage) pages[stage] = find_page(tiles.begin + stage);
-    }
-    if constexpr (kPaged) load_q();
-#pragma unroll
-    for (int stage = 0; stage < kStages - 1; ++stage) {
-      const int load_tile = tiles.begin + stage;
-      if (load_tile < tiles.end) {
-        load_stage(stage, load_tile, pages[kPaged ? stage : 0]);
-        // The next tile's offsets overwrite these.
-        if constexpr (kPaged) ptx::warp_sync();
-      }
-      // Q is looked up while pages are, or while the first keys arrive.
-      if (!kPaged && stage == 0) load_q();
-      ptx::cp_async_commit();
-    }
-    int next_page = pages[kPaged ? kStages - 1 : 0];
+    int next_page = fill_pipeline(tiles, find_page, load_stage);
     ptx::cp_async_wait_group<kStages - 2>();
     ptx::block_sync();
     Traits::prepare_q(shared, work.num_rows, thread, warp, lane);
     const uint32_t q_lane = lane_address<QTile>(ptx::shared_address(shared.q), lane);
-    uint32_t q_registers[Config::kQInRegisters ? Traits::kStepsQK : 1][kMmaQ][4];
-    if constexpr (Config::kQInRegisters) {
-#pragma unroll
-      for (int step = 0; step < Traits::kStepsQK; ++step) {
-#pragma unroll
-        for (int m = 0; m < kMmaQ; ++m) {
-          load_q_fragment<QTile>(q_registers[step][m], q_lane, 16 * m, step);
-        }
-      }
-    }
+    QRegisters q_registers;
+    if constexpr (Config::kQInRegisters) load_q_registers(q_registers, q_lane);
     const auto q = [&](uint32_t (&a)[4], int m, int step) {
       if constexpr (Config::kQInRegisters) {
 #pragma unroll
@@ -211,38 +264,13 @@ struct DecodeSm80 {
       const uint32_t k = k_lane_address<KTile>(prepare_k(ring[stage], first_key), lane);
       float s[kMmaQ][kKeys / 8][4];
       multiply_qk<typename Traits::DTypeS, KTile, Traits::kStepsQK, kMmaQ, kKeys>(s, q, k);
-      using Mask = typename Traits::Mask;
-      bool is_partial = Config::kCustomMask;
-      if constexpr (is_same<Mask, RowMask>) {
-        // mutate: first-masked-tile-unmasked
-        is_partial = first_key + kKeys > Mask::first_key(request);
-      }
-      const bool is_masked = is_partial || range.cuts(first_key, kKeys);
-      const auto form = LogitsVariant::apply(s, softmax.row_max, shared.rows, shared.logits, params,
-                                             request, first_key, lane, is_masked);
-      bool hides_keys = is_masked;
-      if (is_masked) {
-        const bool hides = apply_mask<Mask, decltype(form)>(s, params, request, range, is_partial,
-                                                            shared.rows, first_key, lane);
-        // No map says which tiles an expression leaves whole, and values are swept for the others.
-        if constexpr (Mask::kIsExpression) hides_keys = ptx::warp_any(hides);
-      }
+      bool hides_keys = false;
+      const auto form = transform_and_mask(s, softmax, range, first_key, hides_keys);
       // Memory limits decode, so every maximum can be taken; its probability is 1, unrounded.
       // mutate: decode-maximum-is-lazy
       if (!form.keeps_max()) softmax.raise_max(s, o, form, scale, 0.0f);
       if (hides_keys && ptx::warp_any(!are_values_finite<VTile, kWarpSize>(ring[stage].v, lane))) {
-        zero_nonfinite_values<VTile, kWarpSize>(ring[stage].v, shared.nonfinite_keys[warp], lane);
-        ptx::warp_sync();
-        const DTypeKV* const values = values_of<DTypeKV>(params, work.kv_head);
-        for (int key = 0; key < kKeys; ++key) {
-          if ((shared.nonfinite_keys[warp].word[key / 32] >> (key % 32)) & 1) {
-            add_nonfinite_key<kHeadDimVO>(
-                o, s, softmax, form, scale, key,
-                values + value_row<kPaged, kOwnValuePages>(params, request, first_key + key), lane);
-          }
-        }
-        ptx::warp_sync();
-        if (lane == 0) shared.nonfinite_keys[warp] = NonFiniteKeys{};
+        clean_hidden_values(ring[stage], o, s, softmax, form, scale, first_key);
       }
       // O += P V.
       const uint32_t v = lane_address<VTile>(ptx::shared_address(ring[stage].v), lane);
