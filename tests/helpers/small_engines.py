@@ -356,7 +356,9 @@ def nanovllm_tokens(
     engine_stubs.absent(patch, "triton", "triton.language")
     if importlib.util.find_spec("xxhash") is None:
         engine_stubs.module(patch, "xxhash", xxh64=engine_stubs.Hash)
-    patch.setattr(torch, "compile", lambda function: function)
+    if torch.cuda.is_available():
+        torch.cuda.init()  # it imports what is replaced below
+    patch.setattr(torch, "compile", lambda function, **_: function)
     init = torch.distributed.init_process_group
 
     def init_process_group(backend: str, address: str, **named: Any) -> None:
