@@ -333,14 +333,28 @@ def _eager_run(wrapper: Any) -> Any:
     return functools.partial(getattr(run, "__wrapped__", run), wrapper)
 
 
+def _has_runs(run: Any) -> bool:
+    """Whether this torch can have runs of wrappers in a graph; where not, run() says so."""
+    import torch
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= RUNS_SINCE:
+        return True
+    needed = ".".join(map(str, RUNS_SINCE))
+    run._torchdynamo_disable_msg = (
+        f"run() of a planned wrapper is in graphs from torch {needed} on, and this is torch "
+        f"{torch.__version__}; leave fullgraph=True out, update torch, or use a call without a plan"
+    )
+    return False
+
+
 def _open_run(kind: Any) -> None:
     """Let Dynamo trace run() of a class of wrappers: methods have no substitutes, so the method
     itself asks whether it is traced."""
     import torch
 
-    if tuple(map(int, torch.__version__.split(".")[:2])) < RUNS_SINCE:
-        return
     run = kind.run
+    if not _has_runs(run):
+        return
     packet = torch.ops.cupyattn.run
     operators = {form: getattr(packet, form or "default") for form in forms(RUN)}
     is_compiling = torch.compiler.is_compiling
@@ -403,7 +417,7 @@ def _open_other(other: torch_others.Other) -> None:
     if owner is None:
         _substitute(function, call)
         return
-    if tuple(map(int, torch.__version__.split(".")[:2])) < RUNS_SINCE:
+    if not _has_runs(function):
         return
     is_compiling = torch.compiler.is_compiling
 

@@ -60,6 +60,12 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
+@functools.cache
+def _without_its_cache() -> tuple[str, ...]:
+    """NVRTC 13 keeps binaries of its own, and has no report of ptxas for those."""
+    return ("--no-cache",) if int(nvrtc_version().partition(".")[0]) >= 13 else ()
+
+
 def options(arch: str) -> tuple[str, ...]:
     """The compiler options that are part of the cache key: all but the include folder."""
     return (f"-arch={arch}", *_OPTIONS)
@@ -98,7 +104,7 @@ def compile_cubin(program: Program, arch: str) -> Compiled:
     handle = nvrtc.createProgram(program.text, shown, texts, encoded)
     start = time.perf_counter()
     try:
-        nvrtc.compileProgram(handle, (*options(arch), *where))
+        nvrtc.compileProgram(handle, (*options(arch), *_without_its_cache(), *where))
         # CuPy drops the last byte of the image, and tools that read the ELF then call it invalid.
         cubin = nvrtc.getCUBIN(handle) + b"\0"
         return Compiled(cubin, nvrtc.getProgramLog(handle), time.perf_counter() - start)

@@ -350,13 +350,16 @@ def nanovllm_tokens(
     import torch.distributed
     from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
+    if torch.cuda.is_available():
+        torch.cuda.init()  # ahead of all that is replaced: it imports triton
+
     patch.setitem(sys.modules, "flash_attn", flash_attn)
     for name in [x for x in sys.modules if x.partition(".")[0] == "nanovllm"]:
         patch.delitem(sys.modules, name)
     engine_stubs.absent(patch, "triton", "triton.language")
     if importlib.util.find_spec("xxhash") is None:
         engine_stubs.module(patch, "xxhash", xxh64=engine_stubs.Hash)
-    patch.setattr(torch, "compile", lambda function: function)
+    patch.setattr(torch, "compile", lambda function, **_: function)
     init = torch.distributed.init_process_group
 
     def init_process_group(backend: str, address: str, **named: Any) -> None:

@@ -6,16 +6,12 @@ It is told the same as the kernel behind it, and does for all KV heads what each
 from __future__ import annotations
 
 from ... import jit
-from ...core.problem import MASK_FORMS
 from ..driver.enqueue import Launch, load_function
 from ..tiles.config import TileConfig
 
 _THREADS = 512
 # kernels/cupyattn/params/prefill_sm90.cuh, MaskMap.
 MAP_BYTES = 2 * 2048 // 8
-# Blocks that share the tiles of an item under an expression, sixteen tiles each in turn: the last
-# items have most tiles, and would be the last to end.
-_SHARES = 8
 
 
 def config(tiles: TileConfig) -> jit.Config | None:
@@ -39,6 +35,4 @@ def prologue(tiles: TileConfig, num_items: int, device_index: int) -> Launch | N
     if kernel_config is None or not num_items:
         return None
     function = load_function("scan_mask", kernel_config, device_index)
-    is_evaluated = tiles.config["kMaskForm"] == MASK_FORMS.index("expression")
-    shares = _SHARES if is_evaluated else 1
-    return Launch(function, (num_items, shares, 1), _THREADS, 0)
+    return Launch(function, (num_items, 1, 1), _THREADS, 0)

@@ -220,12 +220,6 @@ struct ExpressionMask : AnyMask {
   static constexpr bool kReadsHeads = Expression::kReadsHeads, kIsExpression = true;
 
   static __device__ __forceinline__ int first_key(const Request&) { return 0; }
-  static __device__ __forceinline__ bool sees(const AttentionParams& params, const Request& request,
-                                              int token, int position, int key, int head) {
-    LogitAt at = LogitAt::of(params, request, token, position, head);
-    at.kv_first = key;
-    return Expression::sees(at);
-  }
   // Which of 32 keys from `key` on a row sees.
   static __device__ __forceinline__ uint32_t seen_of_word(const AttentionParams& params,
                                                           const Request& request,
@@ -235,6 +229,12 @@ struct ExpressionMask : AnyMask {
 #pragma unroll 4
     for (int bit = 0; bit < 32; ++bit) word |= static_cast<uint32_t>(sees_key(bit)) << bit;
     return word;
+  }
+  static __device__ __forceinline__ bool sees(const AttentionParams& params, const Request& request,
+                                              int token, int key, int head) {
+    LogitAt at = LogitAt::of(params, request, token, request.position(params, token), head);
+    at.kv_first = key;
+    return Expression::sees(at);
   }
   // Whether `row` sees key `first_key` + offset, for any of its offsets.
   static __device__ __forceinline__ auto test(const AttentionParams& params,
@@ -257,24 +257,20 @@ struct TileSight {
   static __device__ __forceinline__ TileSight of(const AttentionParams& params,
                                                  const Request& request, int first, int last,
                                                  int key, int first_head, int num_heads) {
-    constexpr int kWords = ceil_div(kTileKV, kWarpSize);
-    const int own = key + static_cast<int>(threadIdx.x) % kWarpSize;
-    const int end = min_of(key + kTileKV, request.kv_len);
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     const int heads = Mask::kReadsHeads ? num_heads : 1;
     bool some = false, all = true;
-    // Keys are the innermost loop: a row's own part is then found once for all of them.
-#pragma unroll 2
-    for (int token = first; token <= last; ++token) {
-      const int position = request.position(params, token);
-      for (int head = 0; head < heads; ++head) {  // mutate: tile-seen-by-first-head
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          const int own_key = own + kWarpSize * w;
-          // Keys that do not exist are looked at too, because lanes that part cost more.
-          const bool sees =
-              Mask::sees(params, request, token, position, own_key, first_head + head);
-          some |= sees && own_key < end;
-          all &= sees || own_key >= end;
+    for (int w = 0; w < ceil_div(kTileKV, kWarpSize); ++w) {
+      const int own = kWarpSize * w + lane;
+      // Keys that do not exist are looked at too, because lanes that part cost more.
+      const bool exists = own < kTileKV && key + own < request.kv_len;
+#pragma unroll 4
+      for (int token = first; token <= last; ++token) {
+        for (int head = 0; head < heads; ++head) {  // mutate: tile-seen-by-first-head
+          const bool sees = Mask::sees(params, request, token, key + own, first_head + head);
+          some |= sees && exists;
+          all &= sees || !exists;
         }
       }
     }

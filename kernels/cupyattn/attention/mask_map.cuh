@@ -34,56 +34,39 @@ struct MaskScan {
     const TileSpan span = TileSpan::of<true>(range, kTileKV, work.tile);
     const int first = first_masked_tile<Mask, kTileKV>(work.request, span);
     const int count = min_of(span.end - first, MaskMap::kCapacity);
-    const int first_key = span.origin + first * kTileKV, num_words = ceil_div(count, 32);
+    const int num_words = ceil_div(count, 32);
+    for (int word = thread; word < num_words; word += kThreads) map.any[word] = map.mixed[word] = 0;
+    ptx::block_sync();
     if constexpr (Mask::kIsExpression) {
-      for (int half = blockIdx.y; half < 2 * num_words; half += gridDim.y) {
-        evaluate_tiles(maps[blockIdx.x], work.request, range, half, count, first_key);
+      for (int tile = thread / kWarpSize; tile < count; tile += kWarps) {
+        evaluate_tile(work.request, range, tile, span.origin + (first + tile) * kTileKV);
       }
     } else {
-      for (int word = thread; word < num_words; word += kThreads) {
-        map.any[word] = map.mixed[word] = 0;
-      }
-      ptx::block_sync();
       for (int word = 0; word < num_words; ++word) {
         const int tile = 32 * word + thread % kWarpSize;
-        if (tile < count) add_tile(work.request, range, word, first_key + tile * kTileKV);
+        if (tile >= count) continue;
+        add_tile(work.request, range, word, span.origin + (first + tile) * kTileKV);
       }
-      ptx::block_sync();
-      for (int word = thread; word < num_words; word += kThreads) {
-        maps[blockIdx.x].any[word] = map.any[word];
-        maps[blockIdx.x].mixed[word] = map.mixed[word];
-      }
+    }
+    ptx::block_sync();
+    for (int word = thread; word < num_words; word += kThreads) {
+      maps[blockIdx.x].any[word] = map.any[word];
+      maps[blockIdx.x].mixed[word] = map.mixed[word];
     }
   }
 
  private:
-  static constexpr int kTilesAtOnce = 16;  // half a word of the map
-
-  // Finds what the tokens see of sixteen tiles under an expression, a warp for each.
-  __device__ __forceinline__ void evaluate_tiles(MaskMap& to, const Request& request,
-                                                 const KeyRange& range, int half, int count,
-                                                 int first_key) const {
-    static_assert(!Mask::kIsExpression || kWarps == kTilesAtOnce, "each warp has a tile");
-    const int own = threadIdx.x / kWarpSize, tile = kTilesAtOnce * half + own;
-    if (threadIdx.x == 0) map.any[0] = map.mixed[0] = 0;
-    ptx::block_sync();
-    if (tile < count) {
-      const TileSight sight =
-          TileSight::of<Mask, kTileKV>(params, request, range.first_token, range.last_token,
-                                       first_key + tile * kTileKV, 0,
-                                       params.num_kv_heads * params.group_size);
-      if (threadIdx.x % kWarpSize == 0) {
-        if (sight.some) ptx::atomic_or_shared(&map.any[0], 1u << own);
-        // mutate: mixed-expression-tile-is-whole
-        if (!sight.all) ptx::atomic_or_shared(&map.mixed[0], 1u << own);
-      }
-    }
-    ptx::block_sync();
-    if (threadIdx.x == 0) {
-      reinterpret_cast<uint16_t*>(to.any)[half] = static_cast<uint16_t>(map.any[0]);
-      reinterpret_cast<uint16_t*>(to.mixed)[half] = static_cast<uint16_t>(map.mixed[0]);
-    }
-    ptx::block_sync();
+  // Adds what the tokens see of a tile under an expression. A warp calls this.
+  __device__ __forceinline__ void evaluate_tile(const Request& request, const KeyRange& range,
+                                                int tile, int key) const {
+    const TileSight sight =
+        TileSight::of<Mask, kTileKV>(params, request, range.first_token, range.last_token, key, 0,
+                                     params.num_kv_heads * params.group_size);
+    if (threadIdx.x % kWarpSize != 0) return;
+    const uint32_t bit = 1u << (tile % 32);
+    if (sight.some) ptx::atomic_or_shared(&map.any[tile / 32], bit);
+    // mutate: mixed-expression-tile-is-whole
+    if (!sight.all) ptx::atomic_or_shared(&map.mixed[tile / 32], bit);
   }
 
   // Adds what every kWarps-th token sees of this lane's tile.

@@ -17,6 +17,7 @@ from helpers.wrong_others import entries  # noqa: E402
 import cupyattn  # noqa: E402
 import cupyattn.integrations.torch as door  # noqa: E402
 from cupyattn import array  # noqa: E402
+from cupyattn.core.tracing import untraced  # noqa: E402
 from cupyattn.errors import ArgumentError  # noqa: E402
 from cupyattn.integrations import torch_others  # noqa: E402
 from cupyattn.integrations.torch_calls import CALLS, ONE_FORM  # noqa: E402
@@ -41,6 +42,8 @@ def last_step(entry: Entry) -> tuple[Callable[..., Any], dict[str, Any]]:
     for index, (step, target) in enumerate(entry.steps):
         own = {n.partition(".")[2]: x for n, x in given.items() if n.partition(".")[0] == step}
         if index == len(entry.steps) - 1:
+            if index and tuple(map(int, torch.__version__.split(".")[:2])) < door.RUNS_SINCE:
+                pytest.skip("this torch has no runs of wrappers in graphs")
             return (getattr(made, target.__name__) if index else target), own
         made = target(**own) if index == 0 else [target(made, **own), made][1]
     raise AssertionError(entry.name)
@@ -128,6 +131,19 @@ def test_grad_is_refused() -> None:
         torch.compile(call, backend="aot_eager", fullgraph=True)(q)
     with pytest.raises(ArgumentError, match="requires grad"):
         call(q)
+
+
+def test_runs_say_which_torch_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    @untraced
+    def run(x: Any) -> Any:
+        return x
+
+    monkeypatch.setattr(door, "RUNS_SINCE", (99, 1))
+    assert not door._has_runs(run)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"run\(\) .* is in graphs from torch 99\.1 on"):
+        torch.compile(lambda x: run(x) + 1, backend="eager", fullgraph=True)(X)
+    assert torch.equal(torch.compile(lambda x: run(x) + 1, backend="eager")(X), X + 1)
 
 
 def test_no_public_call_is_left_out() -> None:
