@@ -61,7 +61,7 @@ _SYMPTOMS = (
     ),
     (
         "it is unclear which kernels served a call",
-        "`logging.basicConfig(level=\"INFO\")` names each kernel, with its configuration, when the "
+        '`logging.basicConfig(level="INFO")` names each kernel, with its configuration, when the '
         "process first loads it",
     ),
     (
