@@ -6,7 +6,7 @@
 // converts 16 rows of a tile: what it writes of latent columns overwrites nothing but what it has
 // read.
 //
-// WideSm90TmaConverter has keys brought by boxes. One warpgroup converts all tiles.
+// WideSm90TmaConverter has keys brought by boxes: one warp copies, and three convert all tiles.
 // WideSm90Converter gathers them: a warp copies the rows that it converts, rope columns to the rows of
 // theirs. Two producers take every other tile, a stage each: one converts while the other's keys land.
 #pragma once
@@ -222,11 +222,7 @@ struct WideSm90Converter {
       ptx::warp_sync();  // mutate: wide-converter-overwritten
       const float4& own = scales[i % 2];
       const float scale = kTokenScales ? own.x : of_pair(own, kFirst + i / 2);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        write<kTokenScales || kRowScales>(group_of(i) + half * KTile::kPanelBytes, own_row(),
-                                          bytes.of_half[half], scale);
-      }
+      write_both<kTokenScales || kRowScales>(group_of(i), bytes, scale);
     }
   }
   // This lane's bytes of eight rows of a pair of panels: of the columns of each.
@@ -235,6 +231,14 @@ struct WideSm90Converter {
   };
   __device__ __forceinline__ Bytes load(unsigned char* rows) const {
     return Bytes{{*chunk_at(rows, lane % 4), *chunk_at(rows, 4 + lane % 4)}};
+  }
+  template <bool kScaled>
+  __device__ __forceinline__ void write_both(unsigned char* rows, const Bytes& bytes,
+                                             float scale) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      write<kScaled>(rows + half * KTile::kPanelBytes, own_row(), bytes.of_half[half], scale);
+    }
   }
   __device__ __forceinline__ void convert_rope(unsigned char* rows) const {
 #pragma unroll
@@ -288,12 +292,14 @@ struct WideSm90Converter {
 template <typename Traits>
 struct WideSm90TmaConverter : WideSm90Converter<Traits> {
   using Base = WideSm90Converter<Traits>;
-  using Base::block, Base::kPairs, Base::kPairsOfPiece, Base::kRope, Base::kRows, Base::lane,
-      Base::shared, Base::warp;
+  using Base::block, Base::kPairs, Base::kPairsOfPiece, Base::kRope, Base::lane, Base::shared,
+      Base::warp;
+  using typename Base::Bytes;
   using typename Base::Item;
   using typename Base::KTile;
   using typename Base::Stage;
-  using Boxes = WideSm90TmaProducer<Traits>;
+  // Warps behind the first convert, eight rows at a time.
+  static constexpr int kWarps = Traits::kConvertingWarps, kRowGroups = Traits::kTileKV / 8;
   static_assert(Traits::kHalfQueries, "boxes bring no scales");
 
   __device__ __forceinline__ explicit WideSm90TmaConverter(const WideSm90Block<Traits>& block)
@@ -301,25 +307,11 @@ struct WideSm90TmaConverter : WideSm90Converter<Traits> {
 
   __device__ __forceinline__ void run() const {
     const Item& item = shared.items[0];
-    if (!item.has_keys()) return;
-    const Boxes boxes(block);
-    const int begin = item.tiles.begin, last = item.tiles.end - 1;
-    Stage stage, ahead;
-    int copied = last + 1;  // the tile that was copied last
-    typename Boxes::Box next = boxes.box_of(item, last);
-    for (int tile = last; tile >= begin; --tile) {
-      if (warp == 0) {
-        // All stages are free at first. Later the place of a tile is free only after the tile before
-        // it has been converted.
-        const int until = max_of(tile == last ? last + 1 - Traits::kStages : tile, begin);
-        while (copied > until) {
-          const typename Boxes::Box present = next;
-          // Looked up a tile ahead, because the page table is far away.
-          next = boxes.box_of(item, --copied - 1);
-          boxes.copy_tile(ahead, present);
-        }
-      }
-      if (tile == last) WideSm90Producer<Traits>(block).copy_queries(item);
+    // The first warp copies keys. If it converted too, the next tile would land only after that.
+    WideSm90TmaProducer<Traits>(block).run();
+    if (warp == 0 || !item.has_keys()) return;
+    Stage stage;
+    for (int tile = item.tiles.end - 1; tile >= item.tiles.begin; --tile) {
       convert_tile(stage);
       stage.advance();
     }
@@ -327,33 +319,58 @@ struct WideSm90TmaConverter : WideSm90Converter<Traits> {
 
   // Converts the pieces of a tile as they land, and passes them on.
   __device__ __forceinline__ void convert_tile(const Stage& stage) const {
-    constexpr float4 kNoScales[2] = {};
+    unsigned char* const keys = shared.k[stage.stage];
     // mutate: wide-converter-boxes-not-awaited
     await_phase(shared.landed[stage.stage][Traits::kOfFollower], stage.parity);
-    convert_rope(stage);
-    this->template convert_pairs<kPairsOfPiece, kPairs>(stage, kNoScales);
+    convert_rope(keys + kRope * KTile::kPanelBytes);
+    convert_pairs(keys + 2 * kPairsOfPiece * KTile::kPanelBytes);
     this->pass_on(shared.full[stage.stage][Traits::kOfFollower]);
     await_phase(shared.landed[stage.stage][Traits::kOfLeader], stage.parity);
-    this->template convert_pairs<0, kPairsOfPiece>(stage, kNoScales);
+    convert_pairs(keys);
     this->pass_on(shared.full[stage.stage][Traits::kOfLeader]);
   }
-  // Rows of rope columns land one after another: a warp's 16 lie where others' rows go.
-  __device__ __forceinline__ void convert_rope(const Stage& stage) const {
-    constexpr int kBarrier = 4;
-    constexpr int kRowBytes = Traits::kRopeRowBytes;
-    const unsigned char* const from =
-        shared.k[stage.stage] + kRope * KTile::kPanelBytes + kRows * warp * kRowBytes + 16 * lane;
-    unsigned char* const to = this->rows_of(stage) + kRope * KTile::kPanelBytes;
-    Vector16 bytes[2];
+
+  // Converts every third eight rows of the pairs of a piece.
+  __device__ __forceinline__ void convert_pairs(unsigned char* panels) const {
+    constexpr int kMost = ceil_div(kRowGroups, kWarps), kUnits = kPairsOfPiece * kMost;
+    const int first = warp - 1;
+    unsigned char* const rows = panels + first * KTile::kGroupBytes;
+    const auto rows_of = [&](int unit) {
+      return rows + unit / kMost * 2 * KTile::kPanelBytes +
+             unit % kMost * kWarps * KTile::kGroupBytes;
+    };
+    const auto exists = [&](int unit) { return first + unit % kMost * kWarps < kRowGroups; };
+    Bytes next = this->load(rows_of(0));
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      bytes[i] = *reinterpret_cast<const Vector16*>(from + 8 * i * kRowBytes);
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const Bytes bytes = next;
+      if (unit + 1 < kUnits && exists(unit + 1)) next = this->load(rows_of(unit + 1));
+      ptx::warp_sync();
+      if (exists(unit)) this->template write_both<false>(rows_of(unit), bytes, 1.0f);
+    }
+  }
+
+  // Rows of rope columns land one after another: where eight lie, eight others go.
+  __device__ __forceinline__ void convert_rope(unsigned char* panel) const {
+    constexpr int kBarrier = 4, kCount = ceil_div(kRowGroups, kWarps);
+    const int first = kWarps - warp;  // the last warp, which has fewer latent rows, has more here
+    Vector16 bytes[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int group = first + kWarps * i;
+      if (group < kRowGroups) {
+        bytes[i] = *reinterpret_cast<const Vector16*>(panel + group * 8 * Traits::kRopeRowBytes +
+                                                      16 * lane);
+      }
     }
     // mutate: wide-converter-rope-overwritten
-    ptx::named_barrier_sync(kBarrier, Traits::kWarpgroup);
+    ptx::named_barrier_sync(kBarrier, kWarps * kWarpSize);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      this->template write<false>(to + i * KTile::kGroupBytes, lane / 4, bytes[i], 1.0f);
+    for (int i = 0; i < kCount; ++i) {
+      const int group = first + kWarps * i;
+      if (group < kRowGroups) {
+        this->template write<false>(panel + group * KTile::kGroupBytes, lane / 4, bytes[i], 1.0f);
+      }
     }
   }
 };

@@ -56,9 +56,11 @@ struct WideSm90Tiles : Config {
 
   // fp8 keys of 64 rows become 16-bit elements in shared memory (WideSm90Converter).
   static constexpr bool kConverts = is_fp8<DTypeKV> && kTileQ == 64;
+  // All warps of a producer convert what they have gathered; of boxes all but the one that copies.
+  static constexpr int kConvertingWarps = kWarpgroup / kWarpSize - (kTma ? 1 : 0);
   // Arrivals when a piece is there: one from each warp that converts, one by the copy engine, or
   // one from each thread that gathers.
-  static constexpr int kArrivals = kConverts ? kWarpgroup / kWarpSize : kTma ? 1 : kWarpgroup;
+  static constexpr int kArrivals = kConverts ? kConvertingWarps : kTma ? 1 : kWarpgroup;
   // Copies of 16 bytes arrive by themselves, so readers have the fence between them and products.
   static constexpr bool kFencesReads = !kTma && !kConverts;
   // Sparse: a list says for each key where it is, or by a negative entry that it is hidden. The
