@@ -139,7 +139,27 @@ WIDE_SM90 = (
         "wide-decode-consumers-weigh-alike", "weights[i] * factor", "factor", "hopper few rows fp8"
     ),
     Mutation("wide-decode-output-added-early", "sync_consumers();", "", "hopper few rows fp8"),
-    # The producer that converts
+    # Producers that convert, and queries of float16
+    Mutation(
+        "wide-queries-read-early",
+        "ptx::named_barrier_sync(kBarrier, kWarps * kWarpSize);",
+        "",
+        "hopper wide fp8",
+    ),
+    Mutation("wide-rope-of-queries-not-scaled", "kPanels - 1", "kPanels", "hopper wide fp8 boxes"),
+    Mutation("wide-rows-not-scaled", "scale.of_logits", "1.0f", "hopper wide fp8 small queries"),
+    Mutation(
+        "wide-converter-boxes-not-awaited",
+        "await_phase(shared.landed[stage.stage][Traits::kOfFollower], stage.parity);",
+        "",
+        "hopper wide fp8 boxes",
+    ),
+    Mutation(
+        "wide-converter-rope-overwritten",
+        "ptx::named_barrier_sync(kBarrier, Traits::kWarpgroup);",
+        "",
+        "hopper wide fp8 boxes",
+    ),
     Mutation(
         "wide-converter-place-not-awaited",
         "await_phase(shared.empty[stage.stage][Traits::kOfFollower], stage.parity ^ 1);",

@@ -439,6 +439,17 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper wide fp8": _wide(
         {"kv_dtype": "float8_e4m3fn", "kv_len": (400,), "num_heads": 40, "page_size": 24}
     ),
+    "hopper wide fp8 boxes": _wide(
+        {
+            "kv_dtype": "float8_e4m3fn",
+            "kv_len": (400,),
+            "num_heads": 40,
+            "page_size": 64,
+            "tma": True,
+            "rope_scale": 2.0,
+        }
+    ),
+    "hopper wide fp8 small queries": _wide({"kv_dtype": "float8_e4m3fn", "sharpness": 2e-3}),
     "hopper wide fp8 sparse": _wide({"kv_dtype": "float8_e4m3fn", "sparse": True}),
     "hopper wide fp8 scales": _wide({"kv_dtype": "float8_e4m3fn", "key_scales": "rows"}),
     "hopper wide fp8 token scales": _wide({"kv_dtype": "float8_e4m3fn", "key_scales": "tokens"}),

@@ -167,11 +167,18 @@ def test_fp8_keys(tile_q: int, key_scales: str) -> None:
     lengths = {"qo_len": (2, 1, 0, 1), "kv_len": (500, 164, 5, 0), "num_heads": 13}
     check(replace(case, **lengths, splits=2, sharpness=4.0, rising=2.0, has_sinks=True))
     check(replace(case, qo_len=(30,), kv_len=(130,), num_heads=3, window_left=70))
-    if not key_scales and tile_q < 64:
+    if not key_scales:
         check(replace(case, **lengths, tma=True, page_size=16, packed=False))
+        # Rows of queries that float16 takes by a factor.
+        check(replace(case, sharpness=2e-3, rope_scale=0.75))
     if tile_q != 32:
         check(replace(case, qo_len=(1, 1), kv_len=(300, 20), sparse=True))
-        check(replace(case, qo_len=(30,), kv_len=(130,), spoiled=((0, 120, 400, np.nan),)))
+        spoiled = replace(case, qo_len=(30,), kv_len=(130,), spoiled=((0, 120, 400, np.nan),))
+        check(spoiled)
+        if key_scales != "rows":
+            check(replace(case, rope_scale=0.75))
+        if not key_scales:
+            check(replace(spoiled, tma=True, page_size=64))
 
 
 @pytest.mark.parametrize("kv_len", [1, 63, 64, 65, 128, 129, 300])
@@ -179,6 +186,7 @@ def test_fp8_keys(tile_q: int, key_scales: str) -> None:
 def test_lengths_of_fp8_keys(kv_len: int, tile_q: int) -> None:
     """Two consumers of 16 rows have every other tile each, or the second has none."""
     check(replace(BASE, kv_len=(kv_len,), qo_len=(2,), tile_q=tile_q, kv_dtype=E4M3))
+    check(replace(BASE, kv_len=(kv_len,), qo_len=(2,), tile_q=tile_q, kv_dtype=E4M3, tma=True))
     check(replace(BASE, kv_len=(kv_len,), tile_q=tile_q, kv_dtype=E4M3, packed=False, splits=2))
 
 

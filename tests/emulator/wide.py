@@ -59,6 +59,7 @@ class Case:
     sparse     the table has an entry for each key, some negative: those keys are hidden
     rising     logits grow towards the first key, which is visited last
     key_scales of keys of fp8 (core.problem.KEY_SCALES)
+    rope_scale of rope columns of keys of fp8
     spoiled    (request, key, column, value): values of keys that are not finite
     """
 
@@ -71,6 +72,7 @@ class Case:
     o_dtype: str = ""
     kv_dtype: str = ""
     key_scales: str = ""
+    rope_scale: float = 1.0
     splits: int = 1
     packed: bool = True
     head_dims: tuple[int, int] = wide_sm90.LATENT
@@ -168,6 +170,8 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
             values[request][key, -1, column] = value
         table, starts, k, second = _lay_out(case, keys, values, rng)
     if is_latent:
+        if case.rope_scale != 1.0:
+            keys = [_scale_rope(x, case.rope_scale) for x in keys]
         if case.key_scales and case.tile_q == 64:
             # What the producer that converts makes of them.
             keys = [x.astype(dtype).astype(np.float64) for x in keys]
@@ -239,7 +243,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
     if is_latent:
         assert q_rope is not None
         rope_strides = *_strides(q_rope, 0, 1), *_strides(second, 1, 0)
-        packed += _LATENT.pack(memory(q_rope), memory(second), *rope_strides, 1.0, 0)
+        packed += _LATENT.pack(memory(q_rope), memory(second), *rope_strides, case.rope_scale, 0)
     if case.tma:
         of_parts = _strides(k, 1, 0), _strides(second, 1, 0)
         boxes = tma_wide.boxes(
@@ -396,6 +400,12 @@ def _scaled_rows(keys: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         x.view(np.uint8).reshape(count, 1, n) for x, n in zip(parts, (512, 16, 128), strict=True)
     ]
     return np.concatenate(in_bytes, -1)
+
+
+def _scale_rope(keys: np.ndarray, scale: float) -> np.ndarray:
+    scaled = keys.astype(np.float32)
+    scaled[..., LATENT:] *= np.float32(scale)
+    return scaled
 
 
 def _scale_tokens(

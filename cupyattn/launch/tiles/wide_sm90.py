@@ -16,9 +16,10 @@ LATENT = (576, 512)
 ORDINARY = {(512, 512): 2, (256, 512): 3}
 TILE_Q = 64
 # A producer and two consumer warpgroups, and the registers of a thread of each kind; and with two
-# producers, which convert keys.
+# producers, which gather keys and convert them.
 _THREADS, _REGISTERS = 3 * 128, (40, 232)
-_THREADS_FP8, _REGISTERS_FP8 = 4 * 128, (40, 216)
+_REGISTERS_CONVERTED = 56, 224
+_THREADS_GATHERED, _REGISTERS_GATHERED = 4 * 128, (40, 216)
 # The packed rows of wide_decode_sm90, by the row class (select.ROW_CLASSES).
 _DECODE_ROWS = {"decode": 16, "verify": 32}
 # So many splits of a tile are merged by the last of its blocks.
@@ -50,9 +51,7 @@ def choose(
     has_dtype = has_fp8 or problem.dtype_kv is problem.dtype_q
     if not (has_dims and has_dtype and problem.aligned) or has_option:
         return None
-    is_converted = has_fp8 and not has_few_rows
-    tma = is_latent and not (is_sparse or problem.key_scales or is_converted)
-    tma = tma and has_boxes(page_size)
+    tma = is_latent and not (is_sparse or problem.key_scales) and has_boxes(page_size)
     if has_few_rows:
         tiles = decode_config(
             problem.dtype_q,
@@ -95,7 +94,7 @@ def config(
 ) -> TileConfig:
     """The instance for queries and keys of one type, or for latent keys of e4m3.
 
-    dtype_kv: e4m3, which a warpgroup converts, or as `dtype`, that of queries.
+    dtype_kv: e4m3, which is converted in shared memory, or as `dtype`, that of queries.
     key_scales: of e4m3 keys (core.problem.KEY_SCALES).
     sparse: kv_indices has an entry for each key, its slot, or a negative number for none.
     tma: boxes of pages bring latent keys, by maps of launch/attention/tma_wide.py.
@@ -104,8 +103,12 @@ def config(
     head_dim_qk, head_dim_vo = head_dims
     is_latent = head_dims == LATENT
     threads, registers = _THREADS, _REGISTERS
-    if dtype_kv.is_fp8:
-        threads, registers = _THREADS_FP8, _REGISTERS_FP8
+    if dtype_kv.is_fp8 and tma:
+        registers = _REGISTERS_CONVERTED
+    elif dtype_kv.is_fp8:
+        threads, registers = _THREADS_GATHERED, _REGISTERS_GATHERED
+    # Queries become float16 beside e4m3 keys that have no scales of their own.
+    scales_rows = dtype_kv.is_fp8 and not key_scales
     # Where values are not keys too, twice 64 keys do not fit.
     tile_kv, stages = (64, 2) if is_latent else (32, ORDINARY[head_dims])
     num_pieces = 2 if is_latent else 3
@@ -117,12 +120,14 @@ def config(
         _panels(TILE_Q, tile_kv, 1),
         Field(4 * 2 * TILE_Q),  # factors and normalisers
         Field(4 * 4),  # raised
+        Field(4 * (TILE_Q if scales_rows else 1)),  # row_scales
         Field(32, 16),  # constants of logits
         Field(20),  # facts of a row, which no logit here takes
         Field(2 * stages * 8),  # nonfinite keys
         Field(stages * tile_kv if sparse else 1),
         Field(_ITEM_BYTES, 8),
         Field(8 * (4 + 2 * num_pieces * stages), 8),
+        Field(8 * num_pieces * (stages if dtype_kv.is_fp8 and tma else 1)),  # landed
     ).size
     constants: dict[str, jit.Constant] = {
         "DTypeQ": dtype,

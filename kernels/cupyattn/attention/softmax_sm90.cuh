@@ -15,7 +15,7 @@ struct PrefillSm90Softmax {
   static constexpr int kTileKV = Traits::kTileKV;
   static constexpr bool kOverlap = Traits::kOverlap, kHasFastPath = LogitsVariant::kHasFastPath;
   static constexpr bool kHasFirstMax = LogitsVariant::kHasFirstMax;
-  using Mma = MmaTraits<typename Traits::DTypeQ, typename Traits::KTile::T>;
+  using Mma = MmaTraits<typename Traits::QTile::T, typename Traits::KTile::T>;
   static constexpr int kSteps = kTileKV / Mma::kStep;
   using Logits = float[1][kTileKV / 8][4];
   using Online = OnlineSoftmax<1, LogitsVariant::kTileSumBits>;

@@ -11,6 +11,7 @@
 //            lane / 4 + 8 of panel p of O^T are columns 2 p and 2 p + 1 of these.
 #pragma once
 
+#include "cupyattn/attention/query_scale.cuh"
 #include "cupyattn/attention/wide_decode_sm90_traits.cuh"
 
 namespace cupyattn {
@@ -30,23 +31,6 @@ struct WideDecodeSm90Fp8 {
   // Fragments of four products. Two of these take turns, because a product reads its own until it is
   // over.
   using Fragments = uint32_t[4][4];
-
-  // The powers of two by which a row of queries is multiplied, so that float16 holds it, and by
-  // which its logits are.
-  struct RowScale {
-    float of_query, of_logits;
-
-    // largest: of the row's magnitudes. The row becomes less than 2^15; what is 2^28 times smaller
-    // than the largest loses bits.
-    static __device__ __forceinline__ RowScale of(float largest) {
-      constexpr uint32_t kBias = 127, kLargest = 14, kLeast = kLargest + 1, kInfinite = 255;
-      const uint32_t exponent = __float_as_uint(largest) >> 23;
-      if (exponent == kInfinite) return RowScale{1.0f, 1.0f};
-      const uint32_t kept = exponent < kLeast ? kLeast : exponent;
-      return RowScale{__uint_as_float((2 * kBias + kLargest - kept) << 23),
-                      __uint_as_float((kept - kLargest) << 23)};
-    }
-  };
 
   // Turns rows of queries into float16 in the order of columns of keys; each warp of all consumers
   // takes a row at a time and a lane a pair of each panel. `scales` of the rows are for the logits.
@@ -68,7 +52,7 @@ struct WideDecodeSm90Fp8 {
           largest = fmaxf(largest, fabsf(pairs[i][e]));
         }
       }
-      const RowScale scale = RowScale::of(warp_max(largest));
+      const QueryScale scale = QueryScale::of(warp_max(largest));
       ptx::warp_sync();  // mutate: wide-fp8-queries-overwritten
 #pragma unroll
       for (int i = 0; i < kConverted; ++i) {

@@ -28,7 +28,7 @@ struct WideDecodeSm90Traits : WideSm90Tiles<Config> {
     // What each warp knows of a row: its largest logit of a tile, and in the end its sum.
     alignas(16) float of_warps[kConsumers][kTileQ][4];
     float factors[kConsumers][kTileQ];  // by which O is multiplied in the end
-    float row_scales[Tiles::kFp8 ? kTileQ : 1];  // of logits (WideDecodeSm90Fp8::RowScale)
+    float row_scales[Tiles::kFp8 ? kTileQ : 1];  // of logits (QueryScale)
     float weights[kTileQ][kFusedSplits];         // of the states that this block merges
     NonFiniteKeys nonfinite_keys[kConsumers];
     uint32_t is_last;  // whether this block merges the states of its tile

@@ -1,13 +1,12 @@
 // Attention whose O is too wide for one warpgroup, on Hopper: starts the roles of a block. Three
-// warpgroups: a producer, or two that convert keys, and two consumers that hold half of the columns
-// of O each. Multi-head
-// latent attention (absorbed) is grouped-query attention with one key head whose values are the
-// first columns of its keys, so a tile of keys is read once for both products.
+// warpgroups: a producer, or two that gather keys and convert them, and two consumers that hold half
+// of the columns of O each. Multi-head latent attention (absorbed) is grouped-query attention with
+// one key head whose values are the first columns of its keys, so a tile of keys is read once for
+// both products.
 #pragma once
 
 #include "cupyattn/attention/wide_sm90_consumer.cuh"
 #include "cupyattn/attention/wide_sm90_converter.cuh"
-#include "cupyattn/attention/wide_sm90_tma.cuh"
 
 namespace cupyattn {
 
@@ -38,7 +37,9 @@ struct WideSm90 {
     const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);
     if (warpgroup < Traits::kProducers) {
       ptx::set_max_registers_down<Traits::kProducerRegisters>();
-      if constexpr (Traits::kTma) {
+      if constexpr (Traits::kLands) {
+        WideSm90TmaConverter<Traits>(block).run();
+      } else if constexpr (Traits::kTma) {
         WideSm90TmaProducer<Traits>(block).run();
       } else if constexpr (Traits::kConverts) {
         WideSm90Converter<Traits>(block, warpgroup).run();
@@ -67,6 +68,7 @@ struct WideSm90 {
         const bool is_marked = piece == Traits::kOfFollower;
         init(shared.full[stage][piece], Traits::kArrivals + (is_marked ? Traits::kMarkers : 0));
         init(shared.empty[stage][piece], 4);
+        if constexpr (Traits::kLands) init(shared.landed[stage][piece], 1);
       }
     }
     ptx::fence_mbarrier_init();

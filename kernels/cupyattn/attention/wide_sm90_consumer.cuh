@@ -30,12 +30,11 @@ struct WideSm90Leader : WideSm90Output<Traits> {
   using Base = WideSm90Output<Traits>;
   using Base::kColumns, Base::kSteps, Base::kTileKV, Base::o, Base::params, Base::rows,
       Base::shared;
-  using typename Base::DTypeQ;
   using typename Base::Item;
   using typename Base::PTile;
   using typename Base::Stage;
   using typename Base::VTile;
-  using QTile = typename Traits::QTile;
+  using typename Base::QTile;
   using KTile = typename Traits::KTile;
   using Softmax = PrefillSm90Softmax<Traits>;
   using Probabilities = typename Softmax::Probabilities;
@@ -43,6 +42,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
 
   Stage stage;
   uint32_t p_parity = 0;
+  bool scales_rows = false;  // whether logits of the warp's rows have factors
   Softmax softmax;
 
   __device__ __forceinline__ explicit WideSm90Leader(const WideSm90Block<Traits>& block)
@@ -58,8 +58,11 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     }
     const int begin = ptx::warp_uniform(item.tiles.begin);
     int tile = ptx::warp_uniform(item.tiles.end) - 1;
-    await_phase(shared.full_q, 0);
-    ptx::fence_proxy_async();
+    this->prepare_queries();
+    if constexpr (Traits::kHalfQueries) {
+      const float scale = shared.row_scales[rows.warp_row() + rows.lane % 16];
+      scales_rows = ptx::warp_any(scale != 1.0f);
+    }
     process_first_tile(item, tile);
     while (tile > begin) process_tile(item, --tile);
     finish();
@@ -116,7 +119,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     constexpr int kEnd = kIsAll ? KTile::kPanels : Traits::template kEndPanel<kPiece>;
     // mutate: wide-keys-not-awaited
     await_phase(shared.full[stage.stage][kPiece], stage.parity);
-    if constexpr (!Traits::kTma) ptx::fence_proxy_async();
+    if constexpr (Traits::kFencesReads) ptx::fence_proxy_async();
     ptx::wgmma_fence();
     issue_qk_panels<QTile, KTile, kFirst, kEnd>(s, queries, keys, adds);
   }
@@ -126,6 +129,13 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     take_results(s);
     // mutate: wide-keys-kept
     if constexpr (!Traits::kLatent) this->release(shared.empty[stage.stage][Traits::kKeys]);
+    if constexpr (Traits::kHalfQueries) {
+      if (unlikely(scales_rows)) {
+        const float factors[1][2] = {
+            {shared.row_scales[rows.own_row(0)], shared.row_scales[rows.own_row(1)]}};
+        multiply_rows(s, factors);
+      }
+    }
     if constexpr (Traits::kSparse) hide_missing_keys(s);
   }
 
@@ -219,7 +229,6 @@ template <typename Traits>
 struct WideSm90Follower : WideSm90Output<Traits> {
   using Base = WideSm90Output<Traits>;
   using Base::kColumns, Base::kSteps, Base::o, Base::rows, Base::shared;
-  using typename Base::DTypeQ;
   using typename Base::Item;
   using typename Base::PTile;
   using typename Base::Stage;
@@ -231,6 +240,7 @@ struct WideSm90Follower : WideSm90Output<Traits> {
   __device__ __forceinline__ void run() {
     const Item& item = shared.items[0];
     if (item.has_keys()) {
+      if constexpr (Traits::kHalfQueries) this->prepare_queries();
       Stage v;
       uint32_t p_parity = 0;
       const int count = ptx::warp_uniform(item.tiles.end - item.tiles.begin);
@@ -261,7 +271,7 @@ struct WideSm90Follower : WideSm90Output<Traits> {
     }
     const bool hides_keys = unlikely(this->block.hides_keys(item, tile));
     if (hides_keys) this->zero_nonfinite_values(item, tile, v);
-    if constexpr (!Traits::kTma) ptx::fence_proxy_async();
+    if constexpr (Traits::kFencesReads) ptx::fence_proxy_async();
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Base::kParts; ++i) {

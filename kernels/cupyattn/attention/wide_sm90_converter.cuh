@@ -1,21 +1,24 @@
-// A producer warpgroup of wide_sm90 where keys have 8 bits: it makes 16-bit elements of them in
+// Producer warpgroups of wide_sm90 where keys have 8 bits: they make 16-bit elements of them in
 // shared memory, which products take. Keys that have scales are multiplied by them and rounded.
 //
 // Keys land where they are converted, so a whole tile is under way without registers or room of its
-// own: 128 columns of 8 bits in a row of the first of the two panels that they become, rope columns
-// in the rows of theirs. A warp copies, and converts, 16 rows of a tile: what it writes overwrites
-// nothing but what it has read. Two producers take every other tile, a stage each: one converts
-// while the other's keys land.
+// own: 128 columns of 8 bits in a row of the first of the two panels that they become. A warp
+// converts 16 rows of a tile: what it writes of latent columns overwrites nothing but what it has
+// read.
+//
+// WideSm90TmaConverter has keys brought by boxes: one warp copies, and three convert all tiles.
+// WideSm90Converter gathers them: a warp copies the rows that it converts, rope columns to the rows of
+// theirs. Two producers take every other tile, a stage each: one converts while the other's keys land.
 #pragma once
 
-#include "cupyattn/attention/wide_sm90_producer.cuh"
+#include "cupyattn/attention/wide_sm90_tma.cuh"
 
 namespace cupyattn {
 
 template <typename Traits>
 struct WideSm90Converter {
   using DTypeKV = typename Traits::DTypeKV;
-  using DTypeQ = typename Traits::DTypeQ;
+  using DTypeMma = typename Traits::DTypeMma;
   using KTile = typename Traits::KTile;
   using Item = typename Traits::Item;
   using Block = WideSm90Block<Traits>;
@@ -167,21 +170,17 @@ struct WideSm90Converter {
 
   // Converts what this warp has copied, and passes the pieces on.
   __device__ __forceinline__ void convert_tile(const Stage& stage, const float4& scales) const {
-    unsigned char* const rows =
-        shared.k[stage.stage] + kRows * warp / 8 * KTile::kGroupBytes;
     float4 own_scales[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) own_scales[i] = scales_of(scales, 8 * i + own_row());
     ptx::cp_async_wait_group<1>();  // mutate: wide-converter-copies-not-awaited
     ptx::warp_sync();
-    if constexpr (!kRowScales) convert_rope(rows);
-#pragma unroll
-    for (int pair = kPairsOfPiece; pair < kPairs; ++pair) convert_pair(rows, pair, own_scales);
+    if constexpr (!kRowScales) convert_rope(rows_of(stage));
+    convert_pairs<kPairsOfPiece, kPairs>(stage, own_scales);
     pass_on(shared.full[stage.stage][Traits::kOfFollower]);
     ptx::cp_async_wait_group<0>();
     ptx::warp_sync();
-#pragma unroll
-    for (int pair = 0; pair < kPairsOfPiece; ++pair) convert_pair(rows, pair, own_scales);
+    convert_pairs<0, kPairsOfPiece>(stage, own_scales);
     pass_on(shared.full[stage.stage][Traits::kOfLeader]);
   }
   __device__ __forceinline__ void pass_on(uint64_t& full) const {
@@ -200,25 +199,45 @@ struct WideSm90Converter {
     return scales;
   }
 
-  // rows: of this warp, in the first panel.
-  __device__ __forceinline__ void convert_pair(unsigned char* rows, int pair,
-                                               const float4 (&scales)[2]) const {
-    unsigned char* const panels = rows + 2 * pair * KTile::kPanelBytes;
+  // The rows of this warp, in the first panel.
+  __device__ __forceinline__ unsigned char* rows_of(const Stage& stage) const {
+    return shared.k[stage.stage] + kRows * warp / 8 * KTile::kGroupBytes;
+  }
+
+  // Converts pairs of panels, eight rows of one at a time. The bytes of the next are loaded before
+  // the present ones are converted, because one warp has nothing else to do until they are there.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void convert_pairs(const Stage& stage,
+                                                const float4 (&scales)[2]) const {
+    constexpr int kCount = 2 * (kEnd - kFirst);
+    unsigned char* const rows = rows_of(stage);
+    const auto group_of = [&](int i) {
+      return rows + 2 * (kFirst + i / 2) * KTile::kPanelBytes + i % 2 * KTile::kGroupBytes;
+    };
+    Bytes next = load(group_of(0));
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      unsigned char* const of_rows = panels + i * KTile::kGroupBytes;
-      Vector16 bytes[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        bytes[half] = *chunk_at(of_rows, 4 * half + lane % 4);
-      }
+    for (int i = 0; i < kCount; ++i) {
+      const Bytes bytes = next;
+      if (i + 1 < kCount) next = load(group_of(i + 1));
       ptx::warp_sync();  // mutate: wide-converter-overwritten
+      const float4& own = scales[i % 2];
+      const float scale = kTokenScales ? own.x : of_pair(own, kFirst + i / 2);
+      write_both<kTokenScales || kRowScales>(group_of(i), bytes, scale);
+    }
+  }
+  // This lane's bytes of eight rows of a pair of panels: of the columns of each.
+  struct Bytes {
+    Vector16 of_half[2];
+  };
+  __device__ __forceinline__ Bytes load(unsigned char* rows) const {
+    return Bytes{{*chunk_at(rows, lane % 4), *chunk_at(rows, 4 + lane % 4)}};
+  }
+  template <bool kScaled>
+  __device__ __forceinline__ void write_both(unsigned char* rows, const Bytes& bytes,
+                                             float scale) const {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float scale = kTokenScales ? scales[i].x : of_pair(scales[i], pair);
-        write<kTokenScales || kRowScales>(of_rows + half * KTile::kPanelBytes, bytes[half], scale);
-      }
-      ptx::warp_sync();  // few elements in registers at a time
+    for (int half = 0; half < 2; ++half) {
+      write<kScaled>(rows + half * KTile::kPanelBytes, own_row(), bytes.of_half[half], scale);
     }
   }
   __device__ __forceinline__ void convert_rope(unsigned char* rows) const {
@@ -227,7 +246,8 @@ struct WideSm90Converter {
       unsigned char* const of_rows = rows + kRope * KTile::kPanelBytes + i * KTile::kGroupBytes;
       const Vector16 bytes = *chunk_at(of_rows, lane % 4);
       ptx::warp_sync();
-      write<true>(of_rows, bytes, latent.rope_scale);
+      // Float16 queries have taken the scale.
+      write<!Traits::kHalfQueries>(of_rows, own_row(), bytes, latent.rope_scale);
     }
   }
   static __device__ __forceinline__ float of_pair(const float4& scales, int pair) {
@@ -239,9 +259,9 @@ struct WideSm90Converter {
   __device__ __forceinline__ Vector16* chunk_at(unsigned char* rows, int chunk) const {
     return reinterpret_cast<Vector16*>(rows + KTile::offset(own_row(), chunk));
   }
-  // Writes 16 bytes as two chunks.
+  // Writes 16 bytes of a row as two chunks.
   template <bool kScaled>
-  __device__ __forceinline__ void write(unsigned char* rows, const Vector16& bytes,
+  __device__ __forceinline__ void write(unsigned char* rows, int row, const Vector16& bytes,
                                         float scale) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -252,17 +272,105 @@ struct WideSm90Converter {
         converted.word[2 * w] = pair_of<kScaled, 0, 1>(word, scale);
         converted.word[2 * w + 1] = pair_of<kScaled, 2, 3>(word, scale);
       }
-      *chunk_at(rows, 2 * (lane % 4) + half) = converted;
+      *reinterpret_cast<Vector16*>(rows + KTile::offset(row, 2 * (lane % 4) + half)) = converted;
     }
   }
   template <bool kScaled, int kLow, int kHigh>
   static __device__ __forceinline__ uint32_t pair_of(uint32_t bytes, float scale) {
-    if constexpr (!kScaled) {
-      return ptx::fp8_to_pair<DTypeQ, DTypeKV, kLow, kHigh>(bytes);
-    } else {
+    const uint32_t pair = ptx::Fp8ToHalfPair<DTypeKV, kLow, kHigh>::convert(bytes);
+    if constexpr (kScaled) {
       float low, high;
-      ptx::unpack_pair<half_t>(ptx::Fp8ToHalfPair<DTypeKV, kLow, kHigh>::convert(bytes), low, high);
-      return ptx::pack_pair<DTypeQ>(low * scale, high * scale);
+      ptx::unpack_pair<half_t>(pair, low, high);
+      return ptx::pack_pair<DTypeMma>(low * scale, high * scale);
+    } else {
+      static_assert(is_same<DTypeMma, half_t>, "without a scale e4m3 stays what it is");
+      return pair;
+    }
+  }
+};
+
+template <typename Traits>
+struct WideSm90TmaConverter : WideSm90Converter<Traits> {
+  using Base = WideSm90Converter<Traits>;
+  using Base::block, Base::kPairs, Base::kPairsOfPiece, Base::kRope, Base::lane, Base::shared,
+      Base::warp;
+  using typename Base::Bytes;
+  using typename Base::Item;
+  using typename Base::KTile;
+  using typename Base::Stage;
+  // Warps behind the first convert, eight rows at a time.
+  static constexpr int kWarps = Traits::kConvertingWarps, kRowGroups = Traits::kTileKV / 8;
+  static_assert(Traits::kHalfQueries, "boxes bring no scales");
+
+  __device__ __forceinline__ explicit WideSm90TmaConverter(const WideSm90Block<Traits>& block)
+      : Base(block, 0) {}
+
+  __device__ __forceinline__ void run() const {
+    const Item& item = shared.items[0];
+    // The first warp copies keys. If it converted too, the next tile would land only after that.
+    WideSm90TmaProducer<Traits>(block).run();
+    if (warp == 0 || !item.has_keys()) return;
+    Stage stage;
+    for (int tile = item.tiles.end - 1; tile >= item.tiles.begin; --tile) {
+      convert_tile(stage);
+      stage.advance();
+    }
+  }
+
+  // Converts the pieces of a tile as they land, and passes them on.
+  __device__ __forceinline__ void convert_tile(const Stage& stage) const {
+    unsigned char* const keys = shared.k[stage.stage];
+    // mutate: wide-converter-boxes-not-awaited
+    await_phase(shared.landed[stage.stage][Traits::kOfFollower], stage.parity);
+    convert_rope(keys + kRope * KTile::kPanelBytes);
+    convert_pairs(keys + 2 * kPairsOfPiece * KTile::kPanelBytes);
+    this->pass_on(shared.full[stage.stage][Traits::kOfFollower]);
+    await_phase(shared.landed[stage.stage][Traits::kOfLeader], stage.parity);
+    convert_pairs(keys);
+    this->pass_on(shared.full[stage.stage][Traits::kOfLeader]);
+  }
+
+  // Converts every third eight rows of the pairs of a piece.
+  __device__ __forceinline__ void convert_pairs(unsigned char* panels) const {
+    constexpr int kMost = ceil_div(kRowGroups, kWarps), kUnits = kPairsOfPiece * kMost;
+    const int first = warp - 1;
+    unsigned char* const rows = panels + first * KTile::kGroupBytes;
+    const auto rows_of = [&](int unit) {
+      return rows + unit / kMost * 2 * KTile::kPanelBytes +
+             unit % kMost * kWarps * KTile::kGroupBytes;
+    };
+    const auto exists = [&](int unit) { return first + unit % kMost * kWarps < kRowGroups; };
+    Bytes next = this->load(rows_of(0));
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const Bytes bytes = next;
+      if (unit + 1 < kUnits && exists(unit + 1)) next = this->load(rows_of(unit + 1));
+      ptx::warp_sync();
+      if (exists(unit)) this->template write_both<false>(rows_of(unit), bytes, 1.0f);
+    }
+  }
+
+  // Rows of rope columns land one after another: where eight lie, eight others go.
+  __device__ __forceinline__ void convert_rope(unsigned char* panel) const {
+    constexpr int kBarrier = 4, kCount = ceil_div(kRowGroups, kWarps);
+    const int first = kWarps - warp;  // the last warp, which has fewer latent rows, has more here
+    Vector16 bytes[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int group = first + kWarps * i;
+      if (group < kRowGroups) {
+        bytes[i] = *reinterpret_cast<const Vector16*>(panel + group * 8 * Traits::kRopeRowBytes +
+                                                      16 * lane);
+      }
+    }
+    // mutate: wide-converter-rope-overwritten
+    ptx::named_barrier_sync(kBarrier, kWarps * kWarpSize);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int group = first + kWarps * i;
+      if (group < kRowGroups) {
+        this->template write<false>(panel + group * KTile::kGroupBytes, lane / 4, bytes[i], 1.0f);
+      }
     }
   }
 };

@@ -54,11 +54,15 @@ struct WideSm90Tiles : Config {
                         kAlignsTiles = false;
   using LogitsVariant = PlainLogits;
 
-  // fp8 keys of 64 rows become 16-bit elements on their way to shared memory (WideSm90Converter).
+  // fp8 keys of 64 rows become 16-bit elements in shared memory (WideSm90Converter).
   static constexpr bool kConverts = is_fp8<DTypeKV> && kTileQ == 64;
-  // Arrivals when a piece lands: one by the copy engine, one from each warp that converts, or one
-  // from each thread that gathers.
-  static constexpr int kArrivals = kTma ? 1 : kConverts ? kWarpgroup / kWarpSize : kWarpgroup;
+  // All warps of a producer convert what they have gathered; of boxes all but the one that copies.
+  static constexpr int kConvertingWarps = kWarpgroup / kWarpSize - (kTma ? 1 : 0);
+  // Arrivals when a piece is there: one from each warp that converts, one by the copy engine, or
+  // one from each thread that gathers.
+  static constexpr int kArrivals = kConverts ? kConvertingWarps : kTma ? 1 : kWarpgroup;
+  // Copies of 16 bytes arrive by themselves, so readers have the fence between them and products.
+  static constexpr bool kFencesReads = !kTma && !kConverts;
   // Sparse: a list says for each key where it is, or by a negative entry that it is hidden. The
   // producer marks the keys of a stage that are there.
   static constexpr bool kHasTokenScales = kKeyScales == kTokenScales;
@@ -66,14 +70,16 @@ struct WideSm90Tiles : Config {
   static constexpr int kMarkers = kIsMarked ? kWarpgroup / kWarpSize : 0;
   using KeyMarks = conditional<kSparse, uint8_t[kStages][kTileKV], uint8_t>;
 
-  // fp8 keys of fewer rows lie in shared memory as they are, and become fragments of float16, which
-  // holds them exactly; so do q and P then.
+  // fp8 keys of fewer rows lie in shared memory as they are, and become fragments.
   static constexpr bool kFp8 = is_fp8<DTypeKV> && !kConverts;
-  using DTypeMma = conditional<kFp8, half_t, DTypeQ>;
+  // fp8 keys are multiplied as float16, which holds them exactly and is one instruction away; so are
+  // q and P then. Keys that are multiplied by scales of their own may leave its range.
+  static constexpr bool kHalfQueries = kConverts && !kKeyScales;
+  using DTypeMma = conditional<kFp8 || kHalfQueries, half_t, DTypeQ>;
   using QTile = PanelTile<DTypeMma, kTileQ, kHeadDimQK>;
   using KTile =
       conditional<kFp8, Fp8KeyTile<DTypeKV, kTileKV, kHeadDimVO, kHeadDimRope, kKeyScales>,
-                  PanelTile<DTypeQ, kTileKV, kHeadDimQK>>;
+                  PanelTile<DTypeMma, kTileKV, kHeadDimQK>>;
   // The latent columns of a key are also its value, so a tile of keys is one of values.
   using VTile = conditional<kLatent, KTile, PanelTile<DTypeQ, kTileKV, kHeadDimVO>>;
   using PTile = PanelTile<DTypeMma, kTileQ, kTileKV>;
@@ -90,12 +96,18 @@ struct WideSm90Tiles : Config {
   template <int kPiece>
   // mutate: wide-rope-not-multiplied
   static constexpr int kEndPanel = kPiece == kOfLeader ? kPanelsOfPiece : VTile::kPanels;
-  template <int kPiece>
-  static constexpr int kPieceBytes =
-      kFp8 && kPiece == kOfFollower ? KTile::kBytes - kFirstPanel<kPiece> * KTile::kPanelBytes
-                                    : (kEndPanel<kPiece> - kFirstPanel<kPiece>)*KTile::kPanelBytes;
   // Where the second array of a row begins: the rope part.
   static constexpr int kLatentPanels = kLatent ? kHeadDimVO / KTile::kPanelColumns : KTile::kPanels;
+
+  // Boxes of keys land as lines of 128 bytes, and rope columns of fp8 as rows of 64. Lines that are
+  // converted land in the first of the two panels that they become.
+  static constexpr bool kLands = kConverts && kTma;
+  static constexpr int kBoxPanels = kConverts ? kLatentPanels / 2 : kLatentPanels;
+  static constexpr int kBoxPanelBytes = kConverts ? 2 * KTile::kPanelBytes : KTile::kPanelBytes;
+  static constexpr int kRopeRowBytes = is_fp8<DTypeKV> ? 64 : KTile::kRowBytes;
+  template <int kPiece>
+  static constexpr int kBoxBytes = kBoxPanels / 2 * kTileKV * KTile::kRowBytes +
+                                   (kPiece == kOfFollower ? kTileKV * kRopeRowBytes : 0);
 
   // The block's item of work.
   struct Item {
@@ -114,7 +126,6 @@ struct WideSm90Tiles : Config {
                 "a key is a latent and a rope part");
   static_assert(!kTma || (kLatent && kPaged && !kSparse && kTileKV == 64 && !kKeyScales),
                 "boxes are of pages of latent keys");
-  static_assert(!kTma || !kConverts, "keys are converted on their way");
   static_assert(!kKeyScales || is_fp8<DTypeKV>, "scales are of fp8 keys");
   static_assert(!kSparse || (kLatent && kPaged), "sparse lists are of latent keys");
   static_assert(kColumns % VTile::kPanelColumns == 0 && kColumns <= 256,
@@ -136,8 +147,10 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
   using typename Tiles::PTile;
   using typename Tiles::QTile;
   using typename Tiles::VTile;
-  // Two warpgroups that convert keys take every other tile: one needs twice the time of the products.
-  static constexpr int kProducers = Tiles::kConverts ? 2 : 1, kWarpgroups = kProducers + 2;
+  // Two warpgroups that gather keys, and convert them, take every other tile; of keys that land in
+  // boxes one converts all.
+  static constexpr int kProducers = Tiles::kConverts && !Tiles::kLands ? 2 : 1;
+  static constexpr int kWarpgroups = kProducers + 2;
   static constexpr int kThreads = kWarpgroups * Tiles::kWarpgroup;
 
   struct ValueTiles {
@@ -152,6 +165,7 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
     float factors[kTileQ];      // by which the second warpgroup rescales O, if `raised`
     float normalisers[kTileQ];  // of the rows of O
     uint32_t raised[4];         // whether rows of a warp have a larger maximum, for each warp
+    float row_scales[Tiles::kHalfQueries ? kTileQ : 1];  // of logits (QueryScale)
     typename LogitsVariant::Constants logits;
     RowInfo rows[1];
     NonFiniteKeys nonfinite_keys[2][kStages];  // of each warpgroup's values of a stage
@@ -159,6 +173,7 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
     alignas(8) Item items[1];
     alignas(8) uint64_t full_q, full_p, empty_p, full_normalisers;
     uint64_t full[kStages][kPieces], empty[kStages][kPieces];
+    uint64_t landed[Tiles::kLands ? kStages : 1][kPieces];  // pieces that are yet to be converted
 
     __device__ __forceinline__ unsigned char* values(int stage) {
       if constexpr (kLatent) {
