@@ -118,3 +118,19 @@ def test_scales_of_keys_that_no_kernel_reads(key_scales: str) -> None:
             tile_config(replace(problem, **change), "decode", most)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="keys that have scales of their own"):
         tile_config(problem, "decode", most, arch="sm_80")
+
+
+def test_e4m3_keys_of_many_rows_come_in_boxes() -> None:
+    """Where they have no scales of their own, and pages that boxes fit."""
+    problem = AttentionProblem(bfloat16, float8_e4m3fn, bfloat16, 576, 512, paged=True, latent=True)
+
+    def has_boxes(page_size: int, **change: object) -> bool:
+        changed = replace(problem, **change)  # type: ignore[arg-type]
+        tiles = tile_config(changed, "large", 232_448, page_size=page_size)
+        assert tiles.name == "wide_sm90"
+        return bool(tiles.config["kTma"])
+
+    assert has_boxes(64) and has_boxes(8)
+    assert not has_boxes(1) and not has_boxes(100)
+    assert not has_boxes(64, sparse=True)
+    assert not has_boxes(64, key_scales="tokens")
