@@ -156,7 +156,7 @@ WIDE_SM90 = (
     ),
     Mutation(
         "wide-converter-rope-overwritten",
-        "ptx::named_barrier_sync(kBarrier, Traits::kWarpgroup);",
+        "ptx::named_barrier_sync(kBarrier, kWarps * kWarpSize);",
         "",
         "hopper wide fp8 boxes",
     ),

@@ -15,11 +15,11 @@ from .config import Field, TileConfig, round_up, struct_of
 LATENT = (576, 512)
 ORDINARY = {(512, 512): 2, (256, 512): 3}
 TILE_Q = 64
-# A producer and two consumer warpgroups, and the registers of a thread of each kind; and with two
-# producers, which gather keys and convert them.
+# A producer and two consumer warpgroups, and the registers of a thread of each kind; those of a
+# producer that also converts what boxes bring; and with two producers, which gather and convert.
 _THREADS, _REGISTERS = 3 * 128, (40, 232)
 _REGISTERS_CONVERTED = 56, 224
-_THREADS_GATHERED, _REGISTERS_GATHERED = 4 * 128, (40, 216)
+_THREADS_GATHERED, _REGISTERS_GATHERED = 4 * 128, (48, 208)
 # The packed rows of wide_decode_sm90, by the row class (select.ROW_CLASSES).
 _DECODE_ROWS = {"decode": 16, "verify": 32}
 # So many splits of a tile are merged by the last of its blocks.

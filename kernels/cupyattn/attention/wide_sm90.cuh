@@ -1,8 +1,8 @@
 // Attention whose O is too wide for one warpgroup, on Hopper: starts the roles of a block. Three
-// warpgroups: a producer, or two that gather keys and convert them, and two consumers that hold half
-// of the columns of O each. Multi-head latent attention (absorbed) is grouped-query attention with
-// one key head whose values are the first columns of its keys, so a tile of keys is read once for
-// both products.
+// warpgroups: a producer, or two that gather keys and convert them, and two consumers that hold
+// half of the columns of O each. Multi-head latent attention (absorbed) is grouped-query attention
+// with one key head whose values are the first columns of its keys, so a tile of keys is read once
+// for both products.
 #pragma once
 
 #include "cupyattn/attention/wide_sm90_consumer.cuh"

@@ -7,8 +7,9 @@
 // read.
 //
 // WideSm90TmaConverter has keys brought by boxes: one warp copies, and three convert all tiles.
-// WideSm90Converter gathers them: a warp copies the rows that it converts, rope columns to the rows of
-// theirs. Two producers take every other tile, a stage each: one converts while the other's keys land.
+// WideSm90Converter gathers them: a warp copies the rows that it converts, rope columns to the rows
+// of theirs. Two producers take every other tile, a stage each: one converts while the other's keys
+// land.
 #pragma once
 
 #include "cupyattn/attention/wide_sm90_tma.cuh"

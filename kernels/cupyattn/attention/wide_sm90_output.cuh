@@ -45,7 +45,7 @@ struct WideSm90Output {
     await_phase(shared.full_q, 0);
     if constexpr (Traits::kHalfQueries) {
       constexpr int kWarps = 2 * Traits::kWarpgroup / kWarpSize, kBarrier = 3;
-#pragma unroll 2
+#pragma unroll(Traits::kLands ? 2 : 1)
       for (int row = kWarps / 2 * piece + rows.warp; row < Traits::kTileQ; row += kWarps) {
         prepare_row(row);
       }

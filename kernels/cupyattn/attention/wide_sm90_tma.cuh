@@ -78,9 +78,9 @@ struct WideSm90TmaProducer {
   template <int kPiece>
   __device__ __forceinline__ void copy_piece(const typename Block::Stage& stage,
                                              const Box& own) const {
-    constexpr int kHalf = Traits::kBoxPanels / 2, kFirst = kPiece == Traits::kOfFollower ? kHalf : 0;
-    // The rope panel is the last.
-    constexpr int kCount = kPiece == Traits::kOfFollower ? kHalf + 1 : kHalf;
+    constexpr bool kHasRope = kPiece == Traits::kOfFollower;  // the last panel
+    constexpr int kHalf = Traits::kBoxPanels / 2;
+    constexpr int kFirst = kHasRope ? kHalf : 0, kCount = kHasRope ? kHalf + 1 : kHalf;
     const uint32_t lands = landing_of(stage.stage, kPiece);
     const uint32_t tile = ptx::shared_address(shared.k[stage.stage]);
     // mutate: wide-tma-piece-not-awaited

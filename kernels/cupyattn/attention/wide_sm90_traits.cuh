@@ -72,8 +72,8 @@ struct WideSm90Tiles : Config {
 
   // fp8 keys of fewer rows lie in shared memory as they are, and become fragments.
   static constexpr bool kFp8 = is_fp8<DTypeKV> && !kConverts;
-  // fp8 keys are multiplied as float16, which holds them exactly and is one instruction away; so are
-  // q and P then. Keys that are multiplied by scales of their own may leave its range.
+  // fp8 keys are multiplied as float16, which holds them exactly and is one instruction away; so
+  // are q and P then. Keys that are multiplied by scales of their own may leave its range.
   static constexpr bool kHalfQueries = kConverts && !kKeyScales;
   using DTypeMma = conditional<kFp8 || kHalfQueries, half_t, DTypeQ>;
   using QTile = PanelTile<DTypeMma, kTileQ, kHeadDimQK>;

@@ -150,3 +150,19 @@ def test_boxes_of_a_cache_know_how_many_pages_it_has(
             p.wrapper.run(query=arrays["query"], kv_cache=cache)
     wanted = {(pointer(cache), cache.shape[0]) for cache in more}
     assert {x for x in seen if x[0] in {pointer(cache) for cache in more}} == wanted
+
+
+def test_e4m3_keys_of_many_rows_come_in_boxes() -> None:
+    """Where they have no scales of their own, and pages that boxes fit."""
+    problem = AttentionProblem(bfloat16, float8_e4m3fn, bfloat16, 576, 512, paged=True, latent=True)
+
+    def has_boxes(page_size: int, **change: object) -> bool:
+        changed = replace(problem, **change)  # type: ignore[arg-type]
+        tiles = tile_config(changed, "large", 232_448, page_size=page_size)
+        assert tiles.name == "wide_sm90"
+        return bool(tiles.config["kTma"])
+
+    assert has_boxes(64) and has_boxes(8)
+    assert not has_boxes(1) and not has_boxes(100)
+    assert not has_boxes(64, sparse=True)
+    assert not has_boxes(64, key_scales="tokens")
