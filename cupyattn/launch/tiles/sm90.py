@@ -103,6 +103,7 @@ _TILES = {
 _LONE = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False)
 _TWIN = _LONE._replace(query_slots=2, persistent=True)
 _LEAN = _Shape(1, 32, 4, 1, (24, 24), overlaps=False, min_blocks=4, persistent=False, lean=True)
+_FLAT = _LEAN._replace(tile_kv=64, stages=3, min_blocks=3)
 # Other tiles of the problems that most prompts are, by name and as above. Most have blocks of one
 # item each, for work lists of few waves; those of `broad` and `twin` are persistent, for items that
 # are many and short. (Those of head dim 256 have no registers for overlap.)
@@ -122,7 +123,8 @@ _OTHERS = {
     ("lean", "ragged", 96, 96): _LEAN,
     ("lean", "ragged", 128, 128): _LEAN,
     ("lean", "paged", 128, 128): _LEAN,
-    ("flat", "ragged", 128, 128): _LEAN._replace(tile_kv=64, stages=3, min_blocks=3),
+    ("flat", "ragged", 96, 96): _FLAT,
+    ("flat", "ragged", 128, 128): _FLAT,
     ("tall", "paged", 64, 64): _THREE._replace(persistent=False),
     ("short", "paged", 64, 64): _LONE._replace(tile_kv=128),
     ("middle", "ragged", 96, 96): _TWO._replace(query_slots=1, persistent=False),
@@ -132,29 +134,31 @@ _OTHERS = {
     ),
     ("short", "paged", 256, 256): _LONE._replace(registers=(96, 240), overlaps=False, min_blocks=1),
 }
-# Fitted to the times of some eighty launches of an H200 (docs/ladder.md), by which plans choose.
+# Fitted to the times of some 130 launches of an H200 (docs/ladder.md), by which plans choose.
 _TIMES = {
-    ("large", "ragged", 128, 128): TileTimes(21.6, 2.0, 1.30, 0.98),
-    ("broad", "ragged", 128, 128): TileTimes(19.5, 3.4, 1.40, 0.90),
-    ("twin", "ragged", 128, 128): TileTimes(13.0, 2.8, 0.90, 0.70),
-    ("tall", "ragged", 128, 128): TileTimes(7.6, 5.1, 1.24, 0.86),
-    ("middle", "ragged", 128, 128): TileTimes(8.6, 4.5, 1.40, 0.88),
-    ("short", "ragged", 128, 128): TileTimes(6.0, 4.4, 0.82, 0.67),
-    ("lean", "ragged", 128, 128): TileTimes(8.0, 8.0, 2.0, 0.7),
-    ("flat", "ragged", 128, 128): TileTimes(8.0, 8.0, 2.0, 0.7),
+    ("large", "ragged", 128, 128): TileTimes(18.94, 1.95, 1.35, 0.7),
+    ("broad", "ragged", 128, 128): TileTimes(17.25, 3.17, 1.42, 0.68),
+    ("twin", "ragged", 128, 128): TileTimes(12.03, 3.6, 0.86, 0.7),
+    ("tall", "ragged", 128, 128): TileTimes(7.64, 5.49, 1.26, 0.75),
+    ("middle", "ragged", 128, 128): TileTimes(7.05, 4.61, 1.44, 0.97),
+    ("short", "ragged", 128, 128): TileTimes(5.63, 4.71, 0.75, 0.69),
+    ("lean", "ragged", 128, 128): TileTimes(4.64, 5.11, 1.43, 0.65),
+    ("flat", "ragged", 128, 128): TileTimes(6.47, 4.21, 1.58, 0.66),
     ("large", "paged", 128, 128): TileTimes(12.9, 3.3, 1.65, 0.90),
     ("twin", "paged", 128, 128): TileTimes(13.8, 2.6, 0.92, 0.70),
     ("middle", "paged", 128, 128): TileTimes(6.8, 3.9, 1.67, 0.90),
     ("short", "paged", 128, 128): TileTimes(7.2, 3.1, 1.01, 0.68),
-    ("large", "ragged", 64, 64): TileTimes(13.6, 1.8, 1.30, 0.52),
-    ("tall", "ragged", 64, 64): TileTimes(7.8, 4.2, 1.23, 0.41),
-    ("short", "ragged", 64, 64): TileTimes(6.8, 3.7, 1.00, 0.46),
-    ("lean", "ragged", 64, 64): TileTimes(8.0, 8.0, 2.0, 0.7),
-    ("flat", "ragged", 64, 64): TileTimes(8.0, 8.0, 2.0, 0.7),
-    ("large", "ragged", 96, 96): TileTimes(14.8, 4.7, 1.13, 0.90),
-    ("middle", "ragged", 96, 96): TileTimes(10.0, 3.2, 1.35, 0.90),
-    ("short", "ragged", 96, 96): TileTimes(7.3, 2.8, 0.92, 0.70),
-    ("lean", "ragged", 96, 96): TileTimes(8.0, 8.0, 2.0, 0.7),
+    ("lean", "paged", 128, 128): TileTimes(5.69, 5.2, 1.49, 0.71),
+    ("large", "ragged", 64, 64): TileTimes(14.89, 1.56, 1.3, 0.74),
+    ("tall", "ragged", 64, 64): TileTimes(8.37, 3.38, 1.44, 0.84),
+    ("short", "ragged", 64, 64): TileTimes(5.08, 4.13, 1.07, 0.75),
+    ("lean", "ragged", 64, 64): TileTimes(4.03, 4.2, 1.53, 0.82),
+    ("flat", "ragged", 64, 64): TileTimes(4.14, 3.95, 1.48, 0.8),
+    ("large", "ragged", 96, 96): TileTimes(8.34, 5.83, 1.11, 0.62),
+    ("middle", "ragged", 96, 96): TileTimes(5.27, 5.22, 1.15, 0.61),
+    ("short", "ragged", 96, 96): TileTimes(3.75, 4.93, 0.8, 0.66),
+    ("lean", "ragged", 96, 96): TileTimes(3.86, 4.18, 1.32, 0.95),
+    ("flat", "ragged", 96, 96): TileTimes(5.83, 3.15, 1.75, 0.92),
     ("large", "ragged", 256, 256): TileTimes(10.4, 3.7, 1.56),
     ("short", "ragged", 256, 256): TileTimes(5.2, 5.1, 1.28, 0.80),
 }

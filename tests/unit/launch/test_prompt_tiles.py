@@ -1,0 +1,73 @@
+"""Which tiles of prefill_sm90 plans choose for dense prompts, by the times that were fitted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupyattn.core import dtypes
+from cupyattn.core.problem import AttentionProblem
+from cupyattn.launch.instances import SHARED_BYTES
+from cupyattn.launch.tiles import select
+from cupyattn.schedule.batch import BatchRequests
+from cupyattn.schedule.masking import Masking
+from cupyattn.schedule.tile_choice import choose_tiles
+
+ARCH, NUM_SMS = "sm_90a", 132
+LEAN = {"lean", "flat"}
+
+
+def chosen(count: int, length: int, heads: tuple[int, int], dim: int, causal: bool) -> str:
+    kind = dtypes.bfloat16
+    made = select.large_tiles(
+        AttentionProblem(kind, kind, kind, dim, dim), SHARED_BYTES[ARCH], ARCH, 0
+    )
+    group = heads[0] // heads[1]
+    shapes = [select.shape_of(tiles, group, NUM_SMS) for tiles in made.values()]
+    lengths, starts = np.full(count, length), np.arange(count) * length
+    requests = BatchRequests(lengths, lengths, starts, starts)
+    masking = Masking(-1, 0 if causal else -1)
+    return [*made][choose_tiles(requests, group, heads[1], shapes, masking, True).chosen]
+
+
+# Tiles within 4 % of the fastest of an H200 (docs/ladder.md).
+@pytest.mark.parametrize(
+    ("count", "length", "heads", "dim", "fast"),
+    [
+        (16, 128, (32, 8), 128, {"lean"}),
+        (8, 128, (32, 8), 128, {"lean"}),
+        (128, 64, (32, 8), 128, {"lean"}),
+        (16, 128, (32, 32), 128, {"lean"}),
+        (64, 128, (32, 32), 128, {"flat"}),
+        (1, 128, (32, 8), 128, {"short", "lean", "flat"}),
+        (1, 1024, (32, 8), 128, {"short", "middle", "tall"}),
+        (4, 1024, (32, 32), 128, {"broad"}),
+        (16, 512, (32, 8), 128, {"large"}),
+        (16, 256, (32, 32), 64, {"flat"}),
+        (8, 256, (32, 8), 64, LEAN),
+        (16, 128, (32, 32), 96, {"lean"}),
+    ],
+)
+def test_causal_prompts(
+    count: int, length: int, heads: tuple[int, int], dim: int, fast: set[str]
+) -> None:
+    assert chosen(count, length, heads, dim, True) in fast
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "num_heads", "fast"),
+    [
+        (15, 197, 16, {"lean"}),
+        (64, 197, 12, {"lean"}),
+        (32, 128, 16, {"flat"}),
+        (2, 577, 8, {"short"}),
+        (1, 197, 16, {"short"}),
+    ],
+)
+def test_images(count: int, length: int, num_heads: int, fast: set[str]) -> None:
+    assert chosen(count, length, (num_heads, num_heads), 64, False) in fast
+
+
+@pytest.mark.parametrize("count", [1, 4, 64])
+def test_long_prompts_do_not_have_lean_blocks(count: int) -> None:
+    assert chosen(count, 513, (32, 8), 128, True) not in LEAN
