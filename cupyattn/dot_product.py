@@ -11,7 +11,6 @@ import numpy as np
 
 from . import array
 from .array import ArrayView
-from .array.match import is_contiguous
 from .core import dtypes, parse
 from .core.logits import LogitsExpression
 from .core.names import refuse_names
@@ -150,11 +149,11 @@ def dot_product_attention(
         "out": out,
         "return_softmax_lse": wants_lse,
     }
-    if bias is not None or (mask is not None and _has_heads(mask)):
+    if bias is not None or (mask is not None and logits.differs_by_head(mask)):
         name = "mask" if bias is None else "bias"
         _refuse_with_arrays(name, logits_transform, mask_fn, logits_params)
         _refuse_lengths(name, query_seq_lengths, lens, cu_seqlens_q, cu_seqlens_k, block_table)
-        logits_transform, mask_fn, logits_params = _as_expressions(bias, mask, query, key)
+        logits_transform, mask_fn, logits_params = logits.of_arrays(bias, mask, query, key)
         mask = None
     expression, arrays = logits.read(logits_transform, mask_fn, logits_params)
     try:
@@ -487,12 +486,6 @@ def _each_masked(q: Any, k: Any, v: Any, vq: ArrayView, seen: Any, options: dict
 # --- expressions ---
 
 
-def _has_heads(mask: Any) -> bool:
-    """Whether heads may have different masks."""
-    v = array.view(mask, "mask")
-    return len(v.shape) > 2 and v.shape[-3] > 1 and v.strides[-3] != 0
-
-
 def _refuse_with_arrays(name: str, *expressions: Any) -> None:
     if any(x is not None for x in expressions):
         raise ArgumentError(
@@ -507,45 +500,6 @@ def _refuse_lengths(name: str, *others: Any) -> None:
             f"{name}: got {kind} beside lengths, cu_seqlens or block_table; wanted dense requests "
             "of whole arrays"
         )
-
-
-def _as_expressions(
-    bias: Any, mask: Any, query: Any, key: Any
-) -> tuple[str | None, str | None, dict[str, Any]]:
-    """Arrays over all logits as (logits_transform, mask_fn, logits_params)."""
-    q, k = array.view(query, "q"), array.view(key, "k")
-    if len(q.shape) not in (3, 4) or len(k.shape) != len(q.shape):
-        raise ArgumentError(
-            f"query, key: shapes are {list(q.shape)} and {list(k.shape)}; wanted [batch, tokens, "
-            "heads, head_dim], or both without batch"
-        )
-    wanted = q.shape[0] if len(q.shape) == 4 else 1, q.shape[-2], q.shape[-3], k.shape[-3]
-    texts: dict[str, str] = {}
-    arrays = {}
-    for name, x in (("bias", bias), ("mask", mask)):
-        if x is not None:
-            arrays[name], places = _over_logits(x, name, wanted)
-            texts[name] = f"{name}[{', '.join(places)}]"
-    return f"logit + {texts['bias']}" if "bias" in texts else None, texts.get("mask"), arrays
-
-
-def _over_logits(x: Any, name: str, wanted: tuple[int, ...]) -> tuple[Any, list[str]]:
-    """An array that broadcasts to [b, num_heads, t, s], with four axes, and what indexes each."""
-    v, is_bias = array.view(x, name), name == "bias"
-    full = _with_axes(x, v, 4) if len(v.shape) <= 4 else x
-    shape = full.shape
-    if len(shape) != 4 or any(n not in (1, most) for n, most in zip(shape, wanted, strict=True)):
-        raise ArgumentError(
-            f"{name}: shape is {list(v.shape)}; wanted one that broadcasts to {list(wanted)}"
-        )
-    floats = dtypes.float32, dtypes.float16, dtypes.bfloat16
-    if v.dtype not in (floats if is_bias else (dtypes.bool_,)):
-        want = "float32, float16 or bfloat16" if is_bias else "bool, True where a row sees a key"
-        raise ArgumentError(f"{name}: dtype is {v.dtype}; wanted {want}")
-    if not is_contiguous(array.view(full, name)):
-        raise ArgumentError(f"{name}: has strides {list(v.strides)}; wanted a contiguous array")
-    places = zip(("batch", "head", "q_row", "kv_idx"), shape, strict=True)
-    return full, [place if n > 1 else "0" for place, n in places]
 
 
 def _refuse_with_expression(*others: Any) -> None:

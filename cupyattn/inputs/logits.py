@@ -230,3 +230,51 @@ def pack(spec: AttentionSpec, views: Mapping[str, ArrayView]) -> bytes:
         return params.NO_LOGITS_ARRAYS
     found = (views[_label(x.name)] for x in spec.logits.arrays)
     return params.pack_logits_arrays((v.ptr, v.shape) for v in found)
+
+
+# --- arrays over all logits ---
+
+
+def differs_by_head(mask: Any) -> bool:
+    """Whether a mask over all logits may be another one for another head."""
+    v = array.view(mask, "mask")
+    return len(v.shape) > 2 and v.shape[-3] > 1 and v.strides[-3] != 0
+
+
+def of_arrays(
+    bias: Any, mask: Any, query: Any, key: Any
+) -> tuple[str | None, str | None, dict[str, Any]]:
+    """Arrays over all logits as (logits_transform, mask_fn, logits_params)."""
+    q, k = array.view(query, "query"), array.view(key, "key")
+    if len(q.shape) not in (3, 4) or len(k.shape) != len(q.shape):
+        raise ArgumentError(
+            f"query, key: shapes are {list(q.shape)} and {list(k.shape)}; wanted [batch, tokens, "
+            "heads, head_dim], or both without batch"
+        )
+    wanted = q.shape[0] if len(q.shape) == 4 else 1, q.shape[-2], q.shape[-3], k.shape[-3]
+    texts: dict[str, str] = {}
+    arrays = {}
+    for name, x in (("bias", bias), ("mask", mask)):
+        if x is not None:
+            arrays[name], places = _over_logits(x, name, wanted)
+            texts[name] = f"{name}[{', '.join(places)}]"
+    return f"logit + {texts['bias']}" if "bias" in texts else None, texts.get("mask"), arrays
+
+
+def _over_logits(x: Any, name: str, wanted: tuple[int, ...]) -> tuple[Any, list[str]]:
+    """An array that broadcasts to [b, num_heads, t, s], with four axes, and what indexes each."""
+    v, is_bias = array.view(x, name), name == "bias"
+    full = x.reshape((1,) * (4 - len(v.shape)) + tuple(v.shape)) if len(v.shape) < 4 else x
+    shape = full.shape
+    if len(shape) != 4 or any(n not in (1, most) for n, most in zip(shape, wanted, strict=True)):
+        raise ArgumentError(
+            f"{name}: shape is {list(v.shape)}; wanted one that broadcasts to {list(wanted)}"
+        )
+    floats = dtypes.float32, dtypes.float16, dtypes.bfloat16
+    if v.dtype not in (floats if is_bias else (dtypes.bool_,)):
+        want = "float32, float16 or bfloat16" if is_bias else "bool, True where a row sees a key"
+        raise ArgumentError(f"{name}: dtype is {v.dtype}; wanted {want}")
+    if not is_contiguous(array.view(full, name)):
+        raise ArgumentError(f"{name}: has strides {list(v.strides)}; wanted a contiguous array")
+    places = zip(("batch", "head", "q_row", "kv_idx"), shape, strict=True)
+    return full, [place if n > 1 else "0" for place, n in places]
