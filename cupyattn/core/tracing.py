@@ -17,7 +17,7 @@ _REASON = (
     "which makes such calls operators of a graph"
 )
 _T = TypeVar("_T")
-# Functions with the mark that Dynamo has not been told of.
+# Marked functions of which Dynamo has not been told yet.
 _untold: list[Any] = []
 
 

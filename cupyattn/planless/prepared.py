@@ -64,7 +64,7 @@ class Prepared:
         bound = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
         planned, attention = bound
         if not kv_lens:
-            kv_lens = kv_offsets  # whose steps they are
+            kv_lens = kv_offsets  # lengths are the steps of offsets
         plan, device = self.plan, attention.device_index
         scales: tuple[int, ...] = (0, 0, 0)
         optional = params.NO_OPTIONAL
@@ -72,7 +72,7 @@ class Prepared:
         rows = lse if self.padding is None else workspace + self.lse_rows
         if self.has_scales:
             given = scale_q, scale_k, scale_v
-            # The planner repeats what is one number for all heads, in the workspace.
+            # The planner writes a scale that is one number to the workspace, once for each head.
             by_head = self.scales_by_head
             scales = tuple(0 if x else at for at, x in zip(given, by_head, strict=True))
             used = (

@@ -41,11 +41,11 @@ _MOST_REMEMBERED = 4096
 # Waves of the longest items that the short ones at the end of a list amount to. (A wave leaves
 # blocks 1 % further apart where items have few tiles.)
 _SHORT_WAVES = 3
-# Half the time of the methods on short arrays.
+# On short arrays these take half as long as the methods min() and max().
 _least, _most = np.minimum.reduce, np.maximum.reduce
 
 
-# Made for every plan, and dear when frozen: nobody changes one.
+# Not frozen, because every plan makes one and a frozen one is slow to make. No field changes.
 @dataclass(slots=True)
 class BatchRequests:
     """The lengths of a batch's requests and where their parts begin: int64 NumPy arrays [B].

@@ -125,7 +125,7 @@ def level_limits(
             tiles += max(0, min(num_requests * each, num_rows * group_size // tile_rows))
         num_tiles += tiles
         state_rows += tiles * max(kind.state_rows for kind in usable)
-    # What splits add, to all levels together.
+    # Splits add at most this many rows, to all levels together.
     for items, of_kernel in kernels:
         state_rows += int(waves * items) * max(kind.state_rows for kind in of_kernel)
     more = int(waves * max(items for items, _ in kernels))

@@ -10,11 +10,11 @@ import numpy as np
 
 from .balance import Work
 
-# From so many waves on a launch takes as long as its slots are busy, and half its shortest block.
+# A launch of this many waves takes as long as its slots are busy, and half its shortest block.
 _MANY_WAVES = 8
 # A split must end within this share of the time without it.
 WORTHWHILE = 0.95
-# Splits are tried where the last block ends at so many times the mean of all.
+# Splits are tried where the last block ends later than this many times the mean of all.
 _UNEVEN = 1.1
 # Waves of blocks that splits are tried for.
 _SPLIT_WAVES = (1, 2, 3)

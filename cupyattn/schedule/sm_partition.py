@@ -23,9 +23,9 @@ from .tile_shape import TileShape
 # What an SM of an H200 does in a microsecond, measured: products by wgmma, and bytes of keys and
 # values that blocks of decode stream, while SMs are few enough not to be limited by memory.
 _FLOP, _BYTES = 4.6e6, 75e3
-# With so large a share of the SMs all that memory gives is streamed.
+# With this share of the SMs decode streams all that memory gives.
 _MOST = 0.42
-# Of SMs: the choice is coarse, so that plans of like batches share what is made for it.
+# Partitions are multiples of so many SMs, so that plans of like batches share their launchers.
 _STEP = 4
 # What all SMs stream in a microsecond, what they do by blocks of prefill, and one such block.
 _ALL_BYTES, _BYTES_BY_PREFILL, _BYTES_OF_BLOCK = 4.3e6, 3.2e6, 45e3
@@ -36,7 +36,7 @@ _START, _LATENCY, _FURTHER, _LONGEST = 4.0, 9.0, 4.0, 0.35
 _KEYS = 64
 # What an item of decode takes of an SM, in microseconds, besides its keys.
 _ITEM = 0.85
-# Products and streams beside each other take so much longer, because both need L2.
+# Products and streams that run beside each other take this much longer, because both need L2.
 _BESIDE = 1.07
 # A merge of prompts comes after the streams, and takes so many microseconds more than elsewhere.
 _LATE_MERGE = 6.0

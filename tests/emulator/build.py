@@ -58,12 +58,13 @@ MODES = {
     ),
     "asan": Mode(
         ("-O0", "-g1", "-fsanitize=address"),
-        ("-O1", "-g1", "-fsanitize=address"),
+        ("-O0", "-g1", "-fsanitize=address"),
         ("-fsanitize=address",),
         stack_bytes=512 * 1024,
     ),
     "ubsan": Mode(
         ("-O0", "-g1", *_UNDEFINED, "-fno-sanitize-recover=all"),
+        ("-O0", "-g1"),
         link=("-fsanitize=undefined",),
         stack_bytes=256 * 1024,
     ),

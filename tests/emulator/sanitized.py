@@ -51,6 +51,7 @@ def run(mode: str, *names: str) -> subprocess.CompletedProcess[str]:
 
 
 def main(mode: str, *names: str) -> None:
+    os.environ.pop("LD_PRELOAD", None)  # of this process alone: compilers need no sanitizer
     sys.modules["torch"] = None  # type: ignore[assignment]  # ten seconds under AddressSanitizer
     if names[:1] == ("--each",):
         print(json.dumps([_forked(mode, name) for name in names[1:]]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,14 @@ def _imports(path: Path) -> list[tuple[str, str, bool]]:
 def test_every_room_has_a_rank() -> None:
     rooms = {_room(_module(path)) for path in _sources(PACKAGE, "*.py")}
     assert rooms - {"launch"} <= set(_RANKS)  # launch/__init__.py has no code
+
+
+def test_contributors_find_every_room_on_the_map() -> None:
+    text = (ROOT / "docs" / "CONTRIBUTING.md").read_text("utf-8")
+    places = text[text.index("In `cupyattn/`, from") : text.index("To follow one call")]
+    named = set(re.findall(r"\w+", places))
+    rooms = {_room(_module(path)).rpartition("/")[2] for path in _sources(PACKAGE, "*.py")}
+    assert rooms - {"__init__", "__main__", "_version"} <= named
 
 
 @pytest.mark.parametrize("path", _sources(PACKAGE, "*.py"), ids=lambda p: str(p.relative_to(ROOT)))

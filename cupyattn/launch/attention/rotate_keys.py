@@ -15,7 +15,7 @@ from ..driver.scratch import Allocate
 _THREADS = 256
 _BLOCKS_AN_SM = 16
 _MAX_DEPTH = 1024
-# Of a key whose sines and cosines a thread shares out.
+# A thread computes sines and cosines of a key once for so many heads.
 _HEADS = 4
 # The fields of pages of the struct, where keys have none.
 NO_PAGES = 0, 0, 0

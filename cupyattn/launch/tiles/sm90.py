@@ -312,16 +312,17 @@ def l2_swizzle(
     has_right_limit: bool,
     l2_bytes: int,
 ) -> L2Swizzle:
-    """The order for requests of up to `kv_len` keys: as many heads at a time as fit into L2, and
-    equally many each time where their number has such a divisor."""
+    """The order for requests of up to `kv_len` keys: a power of two of heads that fit into L2, or
+    another number where that would leave fewer heads for the last time."""
     row_bytes = problem.dtype_kv.itemsize * (problem.head_dim_qk + problem.head_dim_vo)
     head_bytes = kv_len * row_bytes
     fitting = int(_SHARE_OF_L2 * l2_bytes) // max(1, head_bytes)
-    num_heads = most = max(1, min(num_kv_heads, fitting))
-    while num_kv_heads % num_heads:
-        num_heads -= 1
-    if 2 * num_heads < most:
-        num_heads = -(-num_kv_heads // -(-num_kv_heads // most))
+    most = max(1, min(num_kv_heads, fitting))
+    num_heads = 1 << (most.bit_length() - 1)
+    if num_kv_heads % num_heads:
+        num_heads = next(n for n in range(most, 0, -1) if num_kv_heads % n == 0)
+        if 2 * num_heads < most:  # no divisor comes near what fits
+            num_heads = -(-num_kv_heads // -(-num_kv_heads // most))
     return L2Swizzle(num_heads, has_right_limit and num_heads < num_kv_heads)
 
 

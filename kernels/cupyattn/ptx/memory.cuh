@@ -10,7 +10,7 @@ namespace cupyattn::ptx {
 __device__ __forceinline__ uint32_t atomic_inc_wrap(uint32_t* counter, uint32_t last) {
   return atomicInc(counter, last);
 }
-// The same, ordered: who reads a number sees what threads wrote that have counted before.
+// The same, ordered: a thread sees all that was written by threads that counted before it.
 __device__ __forceinline__ uint32_t atomic_inc_wrap_acq_rel(uint32_t* counter, uint32_t last) {
   uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;\n"

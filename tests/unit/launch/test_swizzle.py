@@ -40,7 +40,9 @@ def test_the_shortest_items_come_last_where_there_are_several_swizzles() -> None
         (6, 5, [3, 3]),
         (8, 7, [4, 4]),
         (10, 8, [5, 5]),
+        (12, 6, [4, 4, 4]),
         (12, 11, [6, 6]),
+        (12, 12, [12]),
         (128, 9, [8] * 16),
         # No divisor comes near what fits.
         (5, 4, [3, 2]),
