@@ -369,14 +369,14 @@ class _Landing(threading.local):
     """Pinned memory of one thread, which copies from a GPU land in."""
 
     def __init__(self) -> None:
-        self.memory: Any = None
-        self.num_bytes = 0
+        self.raw = np.empty(0, np.uint8)
+        self.address = 0
 
-    def reserve(self, num_bytes: int) -> Any:
-        if num_bytes > self.num_bytes:
-            self.num_bytes = max(1 << 14, 1 << (num_bytes - 1).bit_length())
-            self.memory = cupy_module().cuda.alloc_pinned_memory(self.num_bytes)
-        return self.memory
+    def reserve(self, num_bytes: int) -> None:
+        if num_bytes > self.raw.size:
+            size = max(1 << 14, 1 << (num_bytes - 1).bit_length())
+            memory = cupy_module().cuda.alloc_pinned_memory(size)
+            self.raw, self.address = np.frombuffer(memory, np.uint8, size), memory.ptr
 
 
 _landing = _Landing()
@@ -388,21 +388,24 @@ def to_host_together(views: Sequence[ArrayView]) -> list[np.ndarray]:
 
     As `to_host` of each, but the GPU is waited for once.
     """
-    first = views[0]
-    runtime, stream = cupy_module().cuda.runtime, current_stream(first)
-    sizes = [math.prod(v.shape) * v.dtype.itemsize for v in views]
-    places = [0]
-    for size in sizes:
-        places.append(places[-1] + -(-size // 16) * 16)
-    memory = _landing.reserve(places[-1])
-    for v, size, place in zip(views, sizes, places, strict=False):
+    runtime, stream = cupy_module().cuda.runtime, current_stream(views[0])
+    places, total = [], 0
+    for v in views:
+        size = math.prod(v.shape) * v.dtype.itemsize
+        places.append((total, size))
+        total += -(-size // 16) * 16
+    landing = _landing
+    landing.reserve(total)
+    address, raw = landing.address, landing.raw
+    for v, (place, size) in zip(views, places, strict=True):
         if size:
-            runtime.memcpyAsync(memory.ptr + place, v.ptr, size, _DEVICE_TO_HOST, stream)
+            runtime.memcpyAsync(address + place, v.ptr, size, _DEVICE_TO_HOST, stream)
     runtime.streamSynchronize(stream)
-    return [
-        np.frombuffer(memory, v.dtype.numpy, math.prod(v.shape), place).reshape(v.shape).copy()
-        for v, place in zip(views, places, strict=False)
-    ]
+    found = []
+    for v, (place, size) in zip(views, places, strict=True):
+        copy = raw[place : place + size].copy().view(v.dtype.numpy)
+        found.append(copy if len(v.shape) == 1 else copy.reshape(v.shape))
+    return found
 
 
 def scaled(x: Any, factor: float) -> Any:

@@ -22,6 +22,7 @@ from ..schedule.levels import Levels
 _least, _most = np.minimum.reduce, np.maximum.reduce
 _UNSIGNED = {np.dtype(np.int32): np.uint32, np.dtype(np.int64): np.uint64}
 _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
+_TABLE_DTYPES = dtypes.int32, dtypes.int64
 # Offsets of more requests are read anew each time.
 _MOST_KNOWN = 1025
 
@@ -98,7 +99,7 @@ def on_host(*tables: Any) -> tuple[Any, ...]:
 
     What is no such table of integers is left as it is, for its reader to refuse.
     """
-    on_device: dict[int, ArrayView] = {}
+    places, views = [], []
     for at, x in enumerate(tables):
         if x is None or isinstance(x, np.ndarray) or getattr(x, "is_cuda", True) is False:
             continue
@@ -106,16 +107,20 @@ def on_host(*tables: Any) -> tuple[Any, ...]:
             v = array.view(x, "a table")
         except (ArgumentError, UnsupportedError, TypeError):
             continue
-        if v.device.kind == "cpu":
+        if v.device.kind == "cpu" or len(v.shape) > 2 or v.dtype not in _TABLE_DTYPES:
             continue
-        is_table = len(v.shape) == 1 and v.dtype in (dtypes.int32, dtypes.int64)
-        if is_table and v.framework in ("torch", "cupy") and is_contiguous(v):
-            on_device[at] = v
-    views = list(on_device.values())
-    if len(views) < 2 or len({(v.device, v.framework) for v in views}) > 1:
+        if v.framework in ("torch", "cupy") and is_contiguous(v):
+            places.append(at)
+            views.append(v)
+    if len(views) < 2:
         return tables
-    copies = dict(zip(on_device, array.to_host_together(views), strict=True))
-    return tuple(copies.get(at, x) for at, x in enumerate(tables))
+    first = views[0]
+    if any(v.device != first.device or v.framework != first.framework for v in views):
+        return tables
+    found = [*tables]
+    for at, copy in zip(places, array.to_host_together(views), strict=True):
+        found[at] = copy
+    return tuple(found)
 
 
 def read_indptr(

@@ -143,7 +143,7 @@ class _StreamGet(ctypes.Structure):
 
 # Places of fields among words of 8 bytes: of a buffer, and of a call. The sizes of args, rets and
 # attributes are followed by what is read of them.
-_BUFFER_WORDS, _FRAME_WORDS = (ctypes.sizeof(x) // 8 for x in (_Buffer, _CallFrame))
+_FRAME_WORDS = ctypes.sizeof(_CallFrame) // 8
 _EXTENSION, _API, _CONTEXT, _STAGE = (
     getattr(_CallFrame, name).offset // 8 for name in ("extension_start", "api", "context", "stage")
 )
@@ -152,6 +152,8 @@ _ARGS, _RETS = (
 )
 _ATTRIBUTES = (_CallFrame.attributes.offset + _Attributes.size.offset) // 8
 _INT = 0xFFFFFFFF  # what counts of a word that holds an int: padding is behind it
+# All of this process, from address 0 on: struct reads from it at any address.
+_MEMORY = (ctypes.c_char * (2**63 - 1)).from_address(0)
 # XLA_FFI_STRUCT_SIZE ends with the last field, without padding behind it.
 _ERROR_CREATE_SIZE = _ErrorCreate.code.offset + ctypes.sizeof(ctypes.c_int)
 _create_error = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_ErrorCreate))
@@ -187,12 +189,13 @@ _thread = _Thread()
 class Frame:
     """One call: its buffers, and the text that the call site was compiled with.
 
-    All is read as words where it lies: ctypes' structures take several times as long.
+    `words` are those of its struct. All is read where it lies: ctypes' structures take several
+    times as long.
     """
 
     __slots__ = ("_words",)
 
-    def __init__(self, words: list[int]) -> None:
+    def __init__(self, words: tuple[Any, ...]) -> None:
         self._words = words
 
     def inputs(self) -> tuple[Buffer, ...]:
@@ -204,10 +207,11 @@ class Frame:
     def text(self) -> bytes:
         """The one attribute, a string."""
         count, types, _, attributes = self._words[_ATTRIBUTES : _ATTRIBUTES + 4]
-        if count != 1 or _read_word(types)[0] & _INT != _STRING:
+        if count != 1 or _read_int(_MEMORY, types)[0] != _STRING:
             raise RuntimeError("XLA hands on other attributes than the call site has")
-        address, length = _read_span(_read_word(attributes)[0])
-        return _bytes(length)(address).raw
+        address, length = _read_span(_MEMORY, _read_word(_MEMORY, attributes)[0])
+        text: bytes = _reader(f"{length}s")(_MEMORY, address)[0]
+        return text
 
     def signature(self) -> tuple[Any, ...]:
         """What tells calls apart, read in a fraction of the time that the parts take: the text,
@@ -217,9 +221,9 @@ class Frame:
         for at in (_ARGS, _RETS):
             count = words[at]
             found.append(count)
-            for place in _words(count)(words[at + 2])[:] if count else ():
-                code, ptr, rank, dims = _unpack_buffer(_read_buffer(place))
-                found += code, ptr, _bytes(8 * rank)(dims).raw if rank else b""
+            for place in _reader(f"{count}Q")(_MEMORY, words[at + 2]) if count else ():
+                code, ptr, rank, dims = _read_buffer(_MEMORY, place)
+                found += code, ptr, _EXTENTS[rank](_MEMORY, dims) if rank else ()
         return tuple(found)
 
     def stream(self) -> int:
@@ -238,30 +242,27 @@ def _stream_getter(api: int) -> Any:
 
 
 @functools.cache
-def _words(count: int) -> Callable[[int], Any]:
-    """A function from an address to the words of 8 bytes there."""
-    return (ctypes.c_uint64 * count).from_address
+def _reader(fields: str) -> Callable[[Any, int], tuple[Any, ...]]:
+    """A function from _MEMORY and an address to what is there, in struct's language."""
+    return struct.Struct(f"<{fields}").unpack_from
 
 
-@functools.cache
-def _bytes(count: int) -> Callable[[int], Any]:
-    return (ctypes.c_char * count).from_address
-
-
-_read_frame, _read_buffer, _read_word = map(_words, (_FRAME_WORDS, _BUFFER_WORDS, 1))
-_read_span = _words(2)
+_read_frame = _reader(f"{_FRAME_WORDS}Q")
+_read_span, _read_word, _read_int = _reader("2Q"), _reader("Q"), _reader("i")
 # dtype, address, rank, and where the extents are.
-_unpack_buffer = struct.Struct(f"<{_Buffer.dtype.offset}x I 4x Q Q Q").unpack_from
+_read_buffer = _reader(f"{_Buffer.dtype.offset}x I 4x Q Q Q")
+# By the rank of an array; none that a call takes has nearly as many axes.
+_EXTENTS = [_reader(f"{rank}Q") for rank in range(65)]
 
 
 def _buffers(count: int, places: int) -> tuple[Buffer, ...]:
     found = []
-    for place in _words(count)(places)[:] if count else ():
-        code, ptr, rank, dims = _unpack_buffer(_read_buffer(place))
+    for place in _reader(f"{count}Q")(_MEMORY, places) if count else ():
+        code, ptr, rank, dims = _read_buffer(_MEMORY, place)
         dtype = _DTYPES.get(code)
         if dtype is None:
             raise ValueError(f"an array has XLA's dtype {code}, which is not supported")
-        shape = tuple(_words(rank)(dims)[:]) if rank else ()
+        shape = _EXTENTS[rank](_MEMORY, dims) if rank else ()
         found.append(Buffer(ptr, shape, dtype))
     return tuple(found)
 
@@ -274,7 +275,7 @@ def handler(function: Callable[[Frame], None]) -> Any:
     """
 
     def handle(address: int) -> int | None:
-        words = _read_frame(address)[:]
+        words = _read_frame(_MEMORY, address)
         if words[_EXTENSION] and _Extension.from_address(words[_EXTENSION]).type == _METADATA:
             _describe(_CallFrame.from_address(address))
             return None

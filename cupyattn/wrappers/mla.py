@@ -379,8 +379,10 @@ def _csr_of(metadata: MLAPlanMetadata, page_size: int) -> MLAPlanMetadata:
     for name, x in (("cum_seq_lens_q", metadata.qo_indptr), ("seq_lens", metadata.kv_len_arr)):
         if x is None:
             raise ArgumentError(f"{name}: got None; wanted it beside block_tables")
-    table = array.to_host(array.view(metadata.block_tables, "block_tables"))
-    lengths = host_integers(metadata.kv_len_arr, "seq_lens")
+    given = metadata.qo_indptr, metadata.block_tables, metadata.kv_len_arr
+    qo_indptr, block_tables, kv_lens = on_host(*given)
+    table = array.to_host(array.view(block_tables, "block_tables"))
+    lengths = host_integers(kv_lens, "seq_lens")
     if table.ndim != 2 or len(table) != len(lengths):
         raise ArgumentError(
             f"block_tables: shape is {list(table.shape)}; wanted [{len(lengths)}, max_pages], a "
@@ -394,4 +396,4 @@ def _csr_of(metadata: MLAPlanMetadata, page_size: int) -> MLAPlanMetadata:
     pages = -(-lengths // page_size)
     indptr = np.concatenate([[0], np.cumsum(pages)])
     used = np.arange(table.shape[1]) < pages[:, None]
-    return MLAPlanMetadata(metadata.qo_indptr, indptr, table[used], metadata.kv_len_arr)
+    return MLAPlanMetadata(qo_indptr, indptr, table[used], lengths)

@@ -61,7 +61,7 @@ class XlaCall:
 
     def frame(self) -> xla_ffi.Frame:
         """What a handler's function gets."""
-        return xla_ffi.Frame(xla_ffi._read_frame(self.address)[:])
+        return xla_ffi.Frame(xla_ffi._read_frame(xla_ffi._MEMORY, self.address))
 
     def _keep(self, x: Any) -> Any:
         self._kept.append(x)
