@@ -255,6 +255,27 @@ def test_parts_far_apart(xp: ModuleType) -> None:
     np.testing.assert_allclose(got.astype(np.float64), wanted, atol=2e-3)
 
 
+@pytest.mark.usefixtures("kernel")
+def test_a_larger_pool_after_a_small_one(xp: ModuleType) -> None:
+    """A run in the call cache reads its own pool to its end, whichever pool passed the checks."""
+    from cupyattn import reference
+
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((1, 16, 576)).astype(np.float16)
+    w = mla.BatchMLAPagedAttentionWrapper(workspace(xp))
+    for count in (2, 40, 3):
+        cache = rng.standard_normal((count, 64, 576)).astype(np.float16)
+        pool = upload(cache, xp)
+        pages = np.array([count - 1, 0])
+        table = np.array([0, 1]), np.array([0, 2]), pages, np.array([128])
+        w.plan(*table, 16, 512, 64, 64, True, SCALE, "float16", "float16")
+        keys = cache[pages].reshape(-1, 1, 576)
+        wanted, _ = reference.attention(q, keys, keys[..., :512], sm_scale=SCALE)
+        for _ in range(3):
+            got = download(w.run(query=upload(q, xp), kv_cache=pool))
+            np.testing.assert_allclose(got.astype(np.float64), wanted, atol=4e-3)
+
+
 def _on(xp: ModuleType) -> dict[str, str]:
     return {"device": "cuda"} if xp.__name__ == "torch" else {}
 

@@ -12,8 +12,9 @@ from helpers.batches import WORKSPACE
 from helpers.fake_batch import Device
 from helpers.fake_gpu import pointer
 from helpers.mla_cases import PROBLEMS, Case
+from helpers.patching import replace as replace_everywhere
 
-from cupyattn import mla
+from cupyattn import array, mla
 from cupyattn.batch import latent
 from cupyattn.core.dtypes import bfloat16, float8_e4m3fn
 from cupyattn.core.problem import AttentionProblem
@@ -166,3 +167,33 @@ def test_e4m3_keys_of_many_rows_come_in_boxes() -> None:
     assert not has_boxes(1) and not has_boxes(100)
     assert not has_boxes(64, sparse=True)
     assert not has_boxes(64, key_scales="tokens")
+
+
+@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
+def test_tables_on_the_device_are_waited_for_once(
+    device: Device, is_dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[int] = []
+    real, to_host = array.to_host_together, array.to_host
+
+    def together(views: Any) -> Any:
+        fetched.append(len(views))
+        return real(views)
+
+    def alone(v: Any) -> Any:
+        assert v.device.kind == "cpu"
+        return to_host(v)
+
+    replace_everywhere(monkeypatch, real, together)
+    replace_everywhere(monkeypatch, to_host, alone)
+    put, sizes = device.put, (3, 512, 64, 16, True, BASE.sm_scale, "float16", "float16")
+    w = mla.BatchMLAPagedAttentionWrapper(device.workspace())
+    qo_indptr, lengths = np.array([0, 1, 2], np.int32), np.array([20, 9], np.int32)
+    if is_dense:
+        table = np.array([[3, 1], [2, 0]], np.int32)
+        metadata = mla.MLAPlanMetadata.dense(put(qo_indptr), put(table), put(lengths))
+    else:
+        pages = np.array([0, 2, 3], np.int32), np.array([3, 1, 2], np.int32)
+        metadata = mla.MLAPlanMetadata.csr(put(qo_indptr), *map(put, pages), put(lengths))
+    w.plan(None, None, None, None, *sizes, metadata=metadata)
+    assert fetched == [3]
