@@ -317,6 +317,7 @@ def check_a_large_key(*, cap: float = 30.0, size: float = 40.0, **facts: object)
 def test_splits(few_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A warp merges a row, or where there are few a block."""
     monkeypatch.setattr(merge_splits, "_FEW_ROWS", few_rows)
+    force_tiles("tall", monkeypatch)
     answer = check(replace(BASE, kv_len=3000, group=1), num_sms=20)
     launch = answer.launches[-1]
     assert launch.name == "merge_splits" and launch.grid[0] == (192 if few_rows else 48)
