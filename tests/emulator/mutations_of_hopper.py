@@ -92,7 +92,7 @@ HOPPER = (
         "output-box-of-partial-rows",
         "num_rows / box * box",
         "ceil_div(num_rows, box) * box",
-        "hopper steep",
+        "hopper partial rows",
     ),
     Mutation(
         "converted-before-empty",

@@ -349,7 +349,10 @@ CATCHERS: dict[str, Callable[..., None]] = {
     # The kernels of Hopper; all others above are the portable ones.
     "hopper expression by head": _expression("mask by head", 90, 300),
     "hopper linear expression": _expression("alibi", 90, 500),
-    "hopper causal": _single({"causal": True, "qo_len": 80, "kv_len": 300, "group": 4}),
+    # More keys than lean blocks are looked at for.
+    "hopper causal": _single({"causal": True, "qo_len": 80, "kv_len": 600, "group": 4}),
+    # The last tile of a token's rows ends within a box.
+    "hopper partial rows": _single({"causal": True, "qo_len": 350, "kv_len": 600, "group": 2}),
     "hopper alibi causal": _single(
         {"causal": True, "qo_len": 80, "kv_len": 300, "group": 4, "pos_encoding_mode": "ALIBI"}
     ),
@@ -357,7 +360,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper swizzle": _single({**test_prefill_sm90.MANY_HEADS, "causal": True}),
     # The second tile of keys of the first 96 tokens would begin 27 keys into what causality cuts.
     "hopper window": _single(
-        {"causal": True, "qo_len": 200, "kv_len": 500, "group": 2, "window_left": 100}
+        {"causal": True, "qo_len": 200, "kv_len": 628, "group": 2, "window_left": 100}
     ),
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
     "hopper whole tokens": _single({"group": 7, "qo_len": 60}),

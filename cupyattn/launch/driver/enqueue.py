@@ -75,17 +75,11 @@ def enqueue(launch: Launch, arguments: LaunchBuffer, device_index: int, stream: 
     if not arguments.has_context:
         api.runtime.setDevice(device_index)
         arguments.has_context = True
+    function, (x, y, z), threads, shared_bytes, _, is_dependent, prologue, cluster = launch
+    if prologue is not None:
+        enqueue(prologue, arguments, device_index, stream)
     if recording.current is not None:
-        recording.add_launch(launch, arguments.struct())
-    if launch.prologue is not None:
-        _submit(api, launch.prologue, arguments, stream)
-    _submit(api, launch, arguments, stream)
-    if api.is_debugging:
-        api.runtime.streamSynchronize(stream)
-
-
-def _submit(api: SimpleNamespace, launch: Launch, arguments: LaunchBuffer, stream: int) -> None:
-    function, (x, y, z), threads, shared_bytes, _, is_dependent, _, cluster = launch
+        recording.add_launch(launch._replace(prologue=None), arguments.struct())
     if cluster > 1:
         sizes = x, y, z, threads, 1, 1, shared_bytes
         place = stream, arguments.address, 0
@@ -93,6 +87,8 @@ def _submit(api: SimpleNamespace, launch: Launch, arguments: LaunchBuffer, strea
     else:
         call = api.launch_early if is_dependent else api.launch_kernel
         call(function, x, y, z, threads, 1, 1, shared_bytes, stream, arguments.address, 0)
+    if api.is_debugging:
+        api.runtime.streamSynchronize(stream)
 
 
 def enqueue_again(made: recording.Recording, device_index: int, stream: int) -> None:
