@@ -64,7 +64,7 @@ class Work(NamedTuple):
 
     @property
     def num_states(self) -> int:
-        """Of all heads: those of tiles whose keys are split."""
+        """How many parts all heads have of tiles whose keys are split."""
         return int(np.count_nonzero(self.splits > 1)) * self.heads
 
 

@@ -80,7 +80,7 @@ def prediction_errors(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _errors_by_kernels(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Of each combination of kernels: the same, and the median of told over measured."""
+    """The same for each combination of kernels, and the median of estimate over measurement."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
         if entry["ours_us"] and entry["predicted_us"]:

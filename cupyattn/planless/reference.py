@@ -32,8 +32,8 @@ class Request(NamedTuple):
 
 
 class _Lengths(NamedTuple):
-    """Of each request, as int64 [B]: its rows and keys, where they begin, and the first key that
-    its rows may see."""
+    """The rows and keys of each request, where they begin, and the first key that its rows may see:
+    int64 [B]."""
 
     starts: np.ndarray
     qo_len: np.ndarray

@@ -141,7 +141,7 @@ def random_case(seed: int, ways: tuple[str, ...] = tuple(WAYS)) -> Case:
 
 
 def _form(seed: int, way: str, problem: Problem) -> str:
-    """Of most calls of each kind that may have one."""
+    """The form of fp8 keys, "" for plain ones; most calls that may have another form do."""
     rng = np.random.default_rng((seed, 95))
     if problem.kv_dtype != _E4M3 or rng.random() < 0.3:
         return ""

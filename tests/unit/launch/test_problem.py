@@ -86,7 +86,7 @@ def test_the_cpu_refuses_what_a_gpu_refuses_but_for_float32() -> None:
     ("dim", "rows", "blocks"), [(128, LARGE, 1), (128, DECODE, 2), (64, LARGE, 1), (64, "short", 2)]
 )
 def test_as_many_blocks_run_on_no_gpu_as_fit_an_sm(dim: int, rows: str, blocks: int) -> None:
-    """Of shared memory, and of registers where a kernel deals them out to its warps."""
+    """Shared memory bounds them, and registers where a kernel deals them out to its warps."""
     assert NO_GPU is device_props(NO_GPU.index)
     problem = AttentionProblem(HALF, HALF, HALF, dim, dim, paged=True)
     loaded = load_kernel(problem, rows, NO_GPU.index, True, 16)
