@@ -183,6 +183,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         table, starts, keys = _scatter(case, table, keys, rng)
         values = [x[..., :LATENT] for x in keys]
     items, merges, num_states = _plan(case, starts)
+    config = _config(case)
 
     memory = _Memory()
     first_q, q_rope = q, None
@@ -228,7 +229,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         ),
         memory(partial_o, True),
         memory(partial_lse, True),
-        memory(counters, True) if case.tile_q < 64 and case.counts else 0,
+        memory(counters, True) if config.fused_splits and case.counts else 0,
         memory(items),
         memory(merges),
         memory(table),
@@ -255,7 +256,6 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         assert boxes is not None
         with mock.patch.object(tensor_map, "encode", gpu.encode_tensor_map):
             packed += boxes.pack(k.ctypes.data, second.ctypes.data)
-    config = _config(case)
     grid = case.kv_heads, len(items), 1
     _launch(config.name, config.config, packed, grid, config, memory, seed, mode)
     if len(merges):
