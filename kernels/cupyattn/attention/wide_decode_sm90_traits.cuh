@@ -20,7 +20,6 @@ struct WideDecodeSm90Traits : WideSm90Tiles<Config> {
   using Config::kConsumers;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
-  static constexpr int kMergedParts = 32;
 
   struct SharedMemory {
     alignas(QTile::kAlign) unsigned char q[QTile::kBytes];

@@ -18,8 +18,7 @@ struct WideMergeSm90 {
   static constexpr int kBarrier = 4;
   static constexpr int kThreadsOfRow = kHeadDimVO / 4;  // four columns a thread
   static constexpr int kRowsAtOnce = kThreads / kThreadsOfRow;
-  // Vectors that a thread has under way.
-  static constexpr int kParts = Traits::kMergedParts;
+  static constexpr int kParts = 32;  // vectors that a thread has under way
   static_assert(kWarpSize % kMost == 0, "lanes weigh the splits of a row");
   static_assert(kTileQ % (kParts / 4 * kRowsAtOnce) == 0, "rows are read in whole batches");
 
