@@ -62,8 +62,8 @@ def test_tokens_are_those_of_a_dense_model(
 
 @pytest.mark.parametrize("has_graphs", [False, True], ids=["eager", "graphs"])
 def test_a_perfect_draft_model_is_right(torch: Any, has_graphs: bool) -> None:
-    """But for near ties, and where the last token of an answer cuts drafts off."""
-    model = Llama.random(SHAPE, torch.bfloat16, DEVICE)
+    """But for near ties, of which bfloat16 has too many: its logits tie in 2 of 100 tokens."""
+    model = Llama.random(SHAPE, torch.float16, DEVICE)
     copy = model.draft_model(SHAPE.layers, noise=0.0)
     engine, _ = served(model, copy, CHAIN, LIMITS, has_graphs)
     assert accepted_length(engine) > CHAIN.depth + 0.5
