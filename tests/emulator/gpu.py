@@ -126,8 +126,7 @@ class EmulatedGpu:
     # --- the driver ---
 
     def load(self, name: str, config: jit.Config, index: int, arch: str) -> SimpleNamespace:
-        source = build.Source.of_kernel(name, config)
-        kernel = library.load(build.build(source, self.mode, self.arch), name)
+        kernel = library.load(build.build_kernel(name, config, self.mode, self.arch), name)
         return SimpleNamespace(function=kernel, set_shared_memory=lambda num_bytes: None)
 
     def launch(self, kernel: library.Library, *rest: int) -> None:

@@ -316,7 +316,7 @@ def _launch(
     seed: int,
     mode: str,
 ) -> None:
-    kernel = library.load(build.build(build.Source.of_kernel(name, config), mode), name)
+    kernel = library.load(build.build_kernel(name, config, mode), name)
     room = np.zeros(len(packed) + 64, np.uint8)
     begin = -room.ctypes.data % 64
     room[begin : begin + len(packed)] = np.frombuffer(packed, np.uint8)
