@@ -167,8 +167,7 @@ def _store(given: tuple[Any, ...], scalars: tuple[Any, ...]) -> None:
         at[3],
     )
     array.release(vk, *used)
-    # Copies are made at each call. One slot is contiguous whatever its stride, several are not.
-    if (slots, table) == given_indices and slots.strides == (1,):
+    if (slots, table) == given_indices:  # copies are made at each call
         _STORES.insert(given, scalars, store, vk, vk.dtype, None, None)
 
 
