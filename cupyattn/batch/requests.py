@@ -249,7 +249,7 @@ def read_paged(
         )
     requests = BatchRequests(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1], None, uniform)
     batch = Batch(requests, int(qo_indptr[-1]), 0, qo_indptr, kv_indptr, last, last_device)
-    _read_page_ids(batch, kv_indices, names, is_bounded)
+    read_page_ids(batch, kv_indices, names, is_bounded)
     return batch
 
 
@@ -294,7 +294,8 @@ def _wrong_count(name: str, shape: Any, wanted: int) -> ArgumentError:
     return ArgumentError(f"{name}: shape is {list(shape)}; wanted [{wanted}], one for each request")
 
 
-def _read_page_ids(batch: Batch, kv_indices: Any, names: PageNames, is_bounded: bool) -> None:
+def read_page_ids(batch: Batch, kv_indices: Any, names: PageNames, is_bounded: bool) -> None:
+    """Give a batch its page table, checked; ids on the GPU only if `is_bounded`."""
     needed, name = batch.num_page_ids, names.indices
     is_numpy = type(kv_indices) is np.ndarray
     v = None if is_numpy else array.view(kv_indices, name)

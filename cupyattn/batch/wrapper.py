@@ -29,6 +29,7 @@ from ..inputs.workspace import (
     view_workspace,
 )
 from ..launch.attention.batch import BatchLauncher
+from ..launch.attention import read_tables
 from ..launch.attention.layout import BatchSchedule, Capacity
 from ..launch.driver import params
 from ..launch.driver.enqueue import cuda
@@ -37,7 +38,9 @@ from .graph_buffers import GraphBuffers
 from .mask import NO_MASK, Mask
 from .own_workspace import enlarge, make_workspace, read_workspace
 from .requests import Batch, require_row_limit
+from . import tables as device_tables
 from .staging import Copy, DeviceBuffer, Staging
+from .tables import NO_READING, Tables
 from .threads import Turns
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -177,6 +180,7 @@ class BatchWrapper(Untraced):
         is_on_gpu = workspace.device.kind == "cuda"
         self._current_stream = array.stream_reader(workspace) if is_on_gpu else int
         self._words = DeviceBuffer(workspace)
+        self._next_words = DeviceBuffer(workspace)  # of a list that the GPU makes
         self._rotated = DeviceBuffer(workspace)  # keys, where a plan rotates them ahead
         self._mask_words = DeviceBuffer(workspace)  # packed masks of bools, of runs
         self._turns.open(is_on_gpu)
@@ -253,6 +257,35 @@ class BatchWrapper(Untraced):
 
     # --- planning ---
 
+    def _reading(
+        self,
+        tables: Tables,
+        options: PlanOptions | None = None,
+        split: tuple[int, bool] = (0, False),
+    ) -> Any:
+        """A context in which tables that are on the GPU come to the host (tables.py).
+
+        With the options of a plan the GPU makes its work list too, where it can.
+        """
+        workspace = self._workspace
+        if workspace.device.kind != "cuda" or type(tables.kv_indptr) is np.ndarray:
+            return NO_READING
+        found = device_tables.find(tables, workspace)
+        if found is None:
+            return NO_READING
+        stream = self._current_stream()
+        self._refuse_capture(stream)
+        planner, words = None, 0
+        if options is not None and split == (0, True) and not (self._is_graph or self._is_probe):
+            geometry = self._geometry(options)
+            (variant,) = self._variants(geometry)
+            if not variant.has_mask:
+                launcher = geometry.launcher(variant)
+                planner = read_tables.planner(launcher, found.num_requests, found.q_len)
+        if planner is not None:
+            words = self._next_words.reserve(planner.num_words)
+        return device_tables.begin(found, planner, words, workspace.device.index, stream)
+
     def _options(
         self,
         heads_and_dims: tuple[Any, Any, Any, Any],
@@ -306,10 +339,12 @@ class BatchWrapper(Untraced):
         mask: Mask,
         split: tuple[int, bool],
         arrays: tuple[ArrayView, ...] = (),
+        planned: BatchSchedule | None = None,
     ) -> None:
         """Make a batch the current plan; nothing changes if anything is wrong with it.
 
-        arrays: what the expressions of `given` read.
+        arrays: what the expressions of `given` read. planned: by the GPU, with its list in
+        `_next_words`.
         """
         if self._is_probe:
             self._measured = self._sizes(given, batch, mask, split)
@@ -332,13 +367,16 @@ class BatchWrapper(Untraced):
                 "logits_params: has other arrays than the first plan of this wrapper, which a "
                 "captured graph reads; write into those, or use a separate wrapper"
             )
-        # --- 2. Schedule on the host ---
-        made = self._schedule(plan)
-        if given.device.kind == "cpu":
-            self._keep_on_cpu(plan)
-            plan.prepared = {variant: Prepared(*pair) for variant, pair in made.items()}
+        # --- 2. Schedule, on the host where the GPU has not done it ---
+        if planned is not None and batch.page_ids_device is not None:
+            self._adopt(plan, planned, batch.page_ids_device)
         else:
-            self._upload(plan, made)
+            made = self._schedule(plan)
+            if given.device.kind == "cpu":
+                self._keep_on_cpu(plan)
+                plan.prepared = {variant: Prepared(*pair) for variant, pair in made.items()}
+            else:
+                self._upload(plan, made)
         if capacity is not None and self._frozen is None:
             self._frozen = given, capacity, split
             self._frozen_logits = plan.packed_logits
@@ -428,6 +466,22 @@ class BatchWrapper(Untraced):
             # Launches on any stream may still use outgrown memory. Sizes double, so it stays small.
             self._outgrown.append(self._workspace)
             self._workspace = enlarge(self._workspace, need)
+
+    def _adopt(self, plan: Plan, schedule: BatchSchedule, page_ids: ArrayView) -> None:
+        """Launch by the list that the GPU has made, and the page table that is there."""
+        same_device(self._workspace, kv_indices=page_ids)
+        self._enlarge_workspace(schedule.workspace_bytes)
+        require_workspace(self._workspace, schedule.workspace_bytes, "this plan")
+        held = int32_on_device(page_ids, "kv_indices")
+        array.acquire(self._workspace, held)
+        plan.page_ids, plan.views = held.ptr, (*plan.logits, held)
+        made = self._next_words
+        (variant,) = self._variants(plan.geometry)
+        launcher = plan.geometry.launcher(variant)
+        plan.prepared[variant] = Prepared(launcher, schedule, made.address, made.view)
+        plan.is_uniform = held.framework == plan.framework
+        # The list of the plan before stayed where it was, in case this one had failed.
+        self._words, self._next_words = made, self._words
 
     def _upload(self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]]) -> None:
         """Bring schedules, page table and mask to the device: one copy, and what a graph reads."""

@@ -10,8 +10,15 @@ from .. import array
 from ..batch.logits import check as check_logits
 from ..batch.logits import with_places
 from ..batch.mask import NO_MASK
-from ..batch.requests import PageNames, read_paged, require_row_limit, with_q_len
+from ..batch.requests import (
+    PageNames,
+    read_page_ids,
+    read_paged,
+    require_row_limit,
+    with_q_len,
+)
 from ..batch.run import NO_SCALES, Scales, run
+from ..batch.tables import Tables
 from ..batch.wrapper import BatchWrapper, Plan, planning
 from ..core import parse
 from ..core.tracing import untraced
@@ -149,8 +156,6 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         q_len = geometry.count(q_len_per_req, "q_len_per_req")
         page_size = geometry.count(page_size, "page_size")
         expression, arrays = read_logits(logits_transform, mask_fn, logits_params)
-        tables = indptr, indices, last_page_len
-        batch = read_paged(q_len, *tables, page_size, _NAMES, self._is_debugging())
         options = self._options(
             (num_qo_heads, num_kv_heads, head_dim, None),
             page_size,
@@ -172,7 +177,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 f"q_len_per_req: the first plan of this wrapper said {self._q_len} and this one "
                 f"says {q_len}, but a captured graph keeps it; use a separate wrapper"
             )
-        self._install(options, batch, NO_MASK, split, arrays)
+        tables, is_debugging = (indptr, indices, last_page_len), self._is_debugging()
+        given = Tables(q_len, indptr, last_page_len, page_size, _NAMES)
+        with self._reading(given, options, split) as reading:
+            batch = reading.wait()
+        if batch is None:
+            batch = read_paged(q_len, *tables, page_size, _NAMES, is_debugging)
+        else:
+            read_page_ids(batch, indices, _NAMES, is_debugging)
+        self._install(options, batch, NO_MASK, split, arrays, reading.schedule)
         self._q_len, self._is_causal = q_len, is_causal
 
     begin_forward = plan

@@ -11,7 +11,15 @@ from .. import array
 from ..batch import latent
 from ..batch.latent import LatentScales, Names
 from ..batch.mask import NO_MASK
-from ..batch.requests import PageNames, host_integers, on_host, read_paged, read_rows
+from ..batch.requests import (
+    PageNames,
+    host_integers,
+    on_host,
+    read_page_ids,
+    read_paged,
+    read_rows,
+)
+from ..batch.tables import Tables
 from ..batch.wrapper import BatchWrapper, planning
 from ..core import dtypes, parse
 from ..core.parse import require_int
@@ -185,20 +193,26 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             )
         table = _csr_of(metadata, page_size)
         split = geometry.split_size(fixed_split_size, disable_split_kv, page_size)
-        tables = on_host(table.qo_indptr, table.kv_indptr, table.kv_len_arr)
-        rows, is_debugging = read_rows(tables[0]), self._is_debugging()
-        arrays = tables[1], table.kv_indices, tables[2]
-        batch = read_paged(rows, *arrays, page_size, _NAMES, is_debugging, has_lengths=True)
         q_data_type = "bfloat16" if q_data_type is None else q_data_type
-        options = self._options(
-            (heads, 1, ckv + kpe, ckv),
-            page_size,
-            (q_data_type, q_data_type if kv_data_type is None else kv_data_type),
-            causal=False if causal is None else causal,
-            sm_scale=sm_scale,
-            o_dtype=output_dtype,
-            latent=True,
-        )
+        given = table.qo_indptr, table.kv_indptr, table.kv_len_arr, page_size, _NAMES
+        with self._reading(Tables(*given, has_keys=True)) as reading:
+            options = self._options(
+                (heads, 1, ckv + kpe, ckv),
+                page_size,
+                (q_data_type, q_data_type if kv_data_type is None else kv_data_type),
+                causal=False if causal is None else causal,
+                sm_scale=sm_scale,
+                o_dtype=output_dtype,
+                latent=True,
+            )
+            batch = reading.wait()
+        is_debugging = self._is_debugging()
+        if batch is None:
+            tables = on_host(table.qo_indptr, table.kv_indptr, table.kv_len_arr)
+            rows, arrays = read_rows(tables[0]), (tables[1], table.kv_indices, tables[2])
+            batch = read_paged(rows, *arrays, page_size, _NAMES, is_debugging, has_lengths=True)
+        else:
+            read_page_ids(batch, table.kv_indices, _NAMES, is_debugging)
         self._install(options, batch, NO_MASK, split)
         if not self._is_probe:
             self._lse_mode = lse_mode

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from ..batch.mask import read_intervals, read_mask
+from ..batch.mask import NO_MASK, has_items, read_intervals, read_mask
 from ..batch.requests import (
     Batch,
     PageNames,
     on_host,
+    read_page_ids,
     read_paged,
     read_ragged,
     read_rows,
@@ -18,6 +19,7 @@ from ..batch.requests import (
     with_mask,
 )
 from ..batch.run import NO_SCALES, Scales, run
+from ..batch.tables import NO_READING, Tables
 from ..batch.wrapper import BatchWrapper, planning
 from ..errors import UnsupportedError
 from ..inputs import geometry
@@ -61,7 +63,8 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
 
     def _plan(
         self,
-        batch: Batch,
+        tables: Tables | None,
+        read: Callable[[Batch | None], Batch],
         heads_and_dims: tuple[Any, Any, Any, Any],
         page_size: int,
         data_types: tuple[Any, Any],
@@ -71,17 +74,27 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
         logits: tuple[Any, Any, Any],
         **given: Any,
     ) -> None:
-        """Install a batch; the tuples hold arguments of plan() in its order."""
+        """Install a batch; the tuples hold arguments of plan() in its order.
+
+        tables: those that the GPU may read. read: makes the batch of what it has read, if anything.
+        """
         expression, arrays = read_logits(*logits)
-        mask = read_mask(*masks, read_intervals(batch, *items))
         if self._takes_sinks:
             given["sm_scale"] = 1.0
-        if mask.view is not None:
-            batch = with_mask(batch)
-        options = self._options(
-            heads_and_dims, page_size, data_types, mask.form, logits=expression, **given
-        )
-        self._install(options, batch, mask, geometry.split_size(*split, page_size or 1), arrays)
+        splits = geometry.split_size(*split, page_size or 1)
+        asked = heads_and_dims, page_size, data_types
+        is_plain = masks[0] is masks[1] is None and not has_items(*items)
+        mask = NO_MASK
+        with NO_READING if tables is None else self._reading(tables) as reading:
+            if is_plain:  # while the tables are on their way
+                options = self._options(*asked, None, logits=expression, **given)
+            batch = read(reading.wait())
+        if not is_plain:
+            mask = read_mask(*masks, read_intervals(batch, *items))
+            if mask.view is not None:
+                batch = with_mask(batch)
+            options = self._options(*asked, mask.form, logits=expression, **given)
+        self._install(options, batch, mask, splits, arrays)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
@@ -217,22 +230,28 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         unit = 1
         if self._in_elements:
             unit = _count_token(num_qo_heads, "num_qo_heads", head_dim_qk)
-        last = None if page_size == 1 else paged_kv_last_page_len
-        qo_indptr, paged_kv_indptr, last = on_host(qo_indptr, paged_kv_indptr, last)
-        batch = read_paged(
-            read_rows(qo_indptr, unit=unit),
-            paged_kv_indptr,
-            paged_kv_indices,
-            paged_kv_last_page_len if last is None else last,
-            page_size,
-            _NAMES,
-            self._is_debugging(),
-        )
-        if self._in_elements:
-            require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
-            require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
+        is_debugging = self._is_debugging()
+
+        def read(landed: Batch | None) -> Batch:
+            if landed is not None:
+                read_page_ids(landed, paged_kv_indices, _NAMES, is_debugging)
+                return landed
+            last = None if page_size == 1 else paged_kv_last_page_len
+            rows, kv_indptr, last = on_host(qo_indptr, paged_kv_indptr, last)
+            last = paged_kv_last_page_len if last is None else last
+            lengths = kv_indptr, paged_kv_indices, last
+            batch = read_paged(
+                read_rows(rows, unit=unit), *lengths, page_size, _NAMES, is_debugging
+            )
+            if self._in_elements:
+                require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
+                require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
+            return batch
+
+        given = qo_indptr, paged_kv_indptr, paged_kv_last_page_len, page_size, _NAMES
         self._plan(
-            batch,
+            None if self._in_elements else Tables(*given),
+            read,
             (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
             page_size,
             (q_data_type, kv_data_type),
@@ -457,16 +476,24 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
                 for dim in (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
                 for heads, name in ((num_qo_heads, "num_qo_heads"), (num_kv_heads, "num_kv_heads"))
             ]
-        qo_indptr, kv_indptr = on_host(qo_indptr, kv_indptr)
-        batch = read_ragged(read_rows(qo_indptr, unit=units[0]), kv_indptr, units[1])
-        if not o_indptr is v_indptr is None:
-            require_same_offsets(o_indptr, "o_indptr", batch.qo_indptr, units[2])
-            require_same_offsets(v_indptr, "v_indptr", batch.kv_indptr, units[3])
-        if self._in_elements:
-            require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
-            require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
+
+        def read(landed: Batch | None) -> Batch:
+            batch = landed
+            if batch is None:
+                rows, keys = on_host(qo_indptr, kv_indptr)
+                batch = read_ragged(read_rows(rows, unit=units[0]), keys, units[1])
+            if not o_indptr is v_indptr is None:
+                require_same_offsets(o_indptr, "o_indptr", batch.qo_indptr, units[2])
+                require_same_offsets(v_indptr, "v_indptr", batch.kv_indptr, units[3])
+            if self._in_elements:
+                require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
+                require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
+            return batch
+
+        given = qo_indptr, kv_indptr, None, 0, ("kv_indptr", "", "")
         self._plan(
-            batch,
+            None if self._in_elements else Tables(*given),
+            read,
             (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
             0,
             (q_data_type, kv_data_type),

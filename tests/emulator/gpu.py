@@ -29,7 +29,7 @@ from cupyattn.array import ArrayView, Device, memory, views
 from cupyattn.batch import staging
 from cupyattn.core import device
 from cupyattn.inputs import index_arrays, workspace
-from cupyattn.launch.attention import single
+from cupyattn.launch.attention import read_tables, single
 from cupyattn.launch.driver import enqueue, scratch, tensor_map
 from cupyattn.launch.tiles import sm90, wide_sm90
 from cupyattn.launch.tiles.select import TileConfig
@@ -149,6 +149,10 @@ class EmulatedGpu:
     def has_launched(self, name: str) -> bool:
         return any(launch.name == name for launch in self.launches)
 
+    def alloc_landing(self, num_numbers: int) -> tuple[np.ndarray, object]:
+        numbers = self.empty((num_numbers,), np.dtype(np.int64))
+        return numbers, numbers
+
     def read(self, x: np.ndarray, name: str) -> ArrayView:
         """The view of a NumPy array, which is on this GPU."""
         v = views._read_numpy(x, name)
@@ -253,6 +257,8 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
         patch.setitem(views._READERS, np.ndarray, gpu.read)
         replace(patch, staging._alloc_pinned, _alloc_pinned)
         replace(patch, staging._make_event, _make_event)
+        replace(patch, read_tables._alloc_pinned, gpu.alloc_landing)
+        patch.setattr(read_tables, "_idle", _NeverIdle())
         replace(patch, workspace.int32_on_device, lambda v, name: gpu.narrow(v, name))
         replace(patch, workspace.steps, gpu.steps)
         replace(patch, index_arrays.compute, gpu.compute)
@@ -290,6 +296,13 @@ def encode_tensor_map(
         itemsize,
         3 * (itemsize == 2),
     )
+
+
+class _NeverIdle(list[Any]):
+    """Keeps no memory of a launch for the next one, which may not touch it."""
+
+    def append(self, x: Any) -> None:
+        pass
 
 
 def _whole(x: np.ndarray) -> tuple[int, int]:

@@ -20,13 +20,13 @@ from cupyattn.array import match
 from cupyattn.batch import staging
 from cupyattn.core import dtypes
 from cupyattn.inputs import call_cache, geometry, latent, workspace
-from cupyattn.launch.attention import batch
+from cupyattn.launch.attention import batch, read_tables
 from cupyattn.launch.driver import params
 from cupyattn.launch.ops import packbits
 from cupyattn.schedule.batch import WORK_FIELDS
 from cupyattn.wrappers import shared_prefix
 
-from . import fake_gpu
+from . import device_tables, fake_gpu
 from .patching import replace
 
 PINNED = 1 << 44  # no address of the host's
@@ -40,6 +40,7 @@ class Stream:
         self.added = self.done = self.launches = 0
         self.copies: list[tuple[int, int, int]] = []
         self.waits = 0
+        self.readings: list[bool] = []  # of tables, and whether a list was made
         # What a GPU's allocators give back in stream order, the host's do at once.
         self.kept: list[Any] = []
 
@@ -84,6 +85,19 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(staging, "_alloc_pinned", _alloc)
     replace(monkeypatch, array.to_host, _to_host)
     replace(monkeypatch, array.to_host_together, lambda views: [_to_host(v) for v in views])
+
+    def launch_reading(*given: Any) -> Reading:
+        *asked, words, device, raw = given
+        assert raw == fake_gpu.STREAM and device == 0
+        stream.finish()  # the host waits for it
+        numbers, made = device_tables.land(*asked)
+        if made.size:
+            assert made.size <= asked[-1].num_words
+            memory(words, np.dtype(np.int32), made.size)[...] = made
+        stream.readings.append(bool(made.size))
+        return Reading(numbers, asked[2])
+
+    replace(monkeypatch, read_tables.launch, launch_reading)
 
     def keeping(real: Callable[..., Any]) -> Callable[..., Any]:
         """`real`, which gives allocators, with every array that they make kept."""
@@ -173,6 +187,19 @@ def _packbits(
     stream.add(job)
 
 
+class Reading:
+    """Tables that have come to the host."""
+
+    def __init__(self, numbers: np.ndarray, num_requests: int) -> None:
+        self._numbers, self.num_requests = numbers, num_requests
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait(self) -> np.ndarray:
+        return self._numbers
+
+
 class BoundRun:
     """A run that computes with the reference, when the stream gets to it."""
 
@@ -207,7 +234,9 @@ def _compute(
     latent: bytes = b"",
 ) -> None:
     assert words % 16 == 0 and workspace % 16 == 0
-    on_device = memory(words, np.dtype(np.int32), schedule.words.size)
+    # The words of a list that the device has made are only there.
+    size = max((schedule.words.size, *(part.merges // 4 for part in schedule.parts)))
+    on_device = memory(words, np.dtype(np.int32), size)
     steps = params.STRIDES.unpack(strides)
     pointers = params.OPTIONAL.unpack(optional)
     problem = launcher.problem
