@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,7 +17,6 @@ from ..core.tracing import Untraced
 from ..errors import ArgumentError, PlanError
 from ..inputs import geometry as batch_geometry
 from ..inputs.geometry import Geometry, PlanOptions, Variant, find_geometry, find_known
-from ..inputs.row_mask import NO_BITS, MaskBits
 from ..inputs.spec import Given
 from ..inputs.workspace import (
     int32_on_device,
@@ -29,7 +28,6 @@ from ..inputs.workspace import (
     view_workspace,
 )
 from ..launch.attention.batch import BatchLauncher
-from ..launch.attention import read_tables
 from ..launch.attention.layout import BatchSchedule, Capacity
 from ..launch.driver import params
 from ..launch.driver.enqueue import cuda
@@ -37,62 +35,13 @@ from . import logits
 from .graph_buffers import GraphBuffers
 from .mask import NO_MASK, Mask
 from .own_workspace import enlarge, make_workspace, read_workspace
+from .plan import Plan, Prepared
 from .requests import Batch, require_row_limit
-from . import tables as device_tables
 from .staging import Copy, DeviceBuffer, Staging
-from .tables import NO_READING, Tables
+from .tables import NO_READING, NoReading, TableReading
 from .threads import Turns
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-@dataclass(slots=True)
-class Prepared:
-    """One variant of a plan on the device: the addresses of its schedule (`words`) and of the keys
-    that are rotated before the run (`rotated`, 0 for none). `owner` keeps that memory. On the CPU,
-    which schedules to refuse what a GPU refuses, there is none."""
-
-    launcher: BatchLauncher
-    schedule: BatchSchedule
-    words: int = 0
-    owner: object = None
-    rotated: int = 0
-
-
-@dataclass(slots=True)
-class Plan:
-    """What a run needs of the last plan().
-
-    split       (keys of a split or 0, whether keys may be split)
-    page_ids    address of the page table on the device, 0 for ragged keys and on the CPU
-    views       arrays of the caller that launches read besides those of the run
-    framework   of the workspace
-    is_uniform  whether the workspace and all views are of one framework, torch or CuPy
-    owner       of the thread that planned, see threads.py
-    bits        the mask on the device
-    logits      what the expressions of the plan read; `packed_logits` for launches
-    bound       launches of the last run that was in the call cache, see run.py
-    bounds      by (cached call, workspace, lengths)
-    by_q_len    the plan for other numbers of query rows, of which a run of decode may have any
-    """
-
-    geometry: Geometry
-    batch: Batch
-    split: tuple[int, bool]
-    capacity: Capacity | None
-    mask: Mask
-    framework: str
-    page_ids: int = 0
-    views: tuple[ArrayView, ...] = ()
-    bits: MaskBits = NO_BITS
-    logits: tuple[ArrayView, ...] = ()
-    packed_logits: bytes = params.NO_LOGITS_ARRAYS
-    is_uniform: bool = False
-    owner: object = None
-    prepared: dict[Variant, Prepared] = field(default_factory=dict)
-    bound: Any = field(default=None, init=False)
-    bounds: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False)
-    by_q_len: dict[int, Plan] = field(default_factory=dict, init=False)
 
 
 class _Known(NamedTuple):
@@ -133,6 +82,8 @@ class BatchWrapper(Untraced):
     """What all batch wrappers share; their own documentation says what the arguments are."""
 
     _rows_name = "qo_indptr"  # the argument of plan() that says how many rows there are
+    _takes_sinks = False  # run() takes sink and sm_scale after its arrays
+    _facts = -1  # a number for all that plans depend on besides their arguments (plan_again.py)
     # FlashInfer's users read and set these. They change nothing here.
     _int_workspace_buffer: Any = None
     _backend = "auto"
@@ -257,35 +208,6 @@ class BatchWrapper(Untraced):
 
     # --- planning ---
 
-    def _reading(
-        self,
-        tables: Tables,
-        options: PlanOptions | None = None,
-        split: tuple[int, bool] = (0, False),
-    ) -> Any:
-        """A context in which tables that are on the GPU come to the host (tables.py).
-
-        With the options of a plan the GPU makes its work list too, where it can.
-        """
-        workspace = self._workspace
-        if workspace.device.kind != "cuda" or type(tables.kv_indptr) is np.ndarray:
-            return NO_READING
-        found = device_tables.find(tables, workspace)
-        if found is None:
-            return NO_READING
-        stream = self._current_stream()
-        self._refuse_capture(stream)
-        planner, words = None, 0
-        if options is not None and split == (0, True) and not (self._is_graph or self._is_probe):
-            geometry = self._geometry(options)
-            (variant,) = self._variants(geometry)
-            if not variant.has_mask:
-                launcher = geometry.launcher(variant)
-                planner = read_tables.planner(launcher, found.num_requests, found.q_len)
-        if planner is not None:
-            words = self._next_words.reserve(planner.num_words)
-        return device_tables.begin(found, planner, words, workspace.device.index, stream)
-
     def _options(
         self,
         heads_and_dims: tuple[Any, Any, Any, Any],
@@ -339,12 +261,11 @@ class BatchWrapper(Untraced):
         mask: Mask,
         split: tuple[int, bool],
         arrays: tuple[ArrayView, ...] = (),
-        planned: BatchSchedule | None = None,
+        reading: TableReading | NoReading = NO_READING,
     ) -> None:
         """Make a batch the current plan; nothing changes if anything is wrong with it.
 
-        arrays: what the expressions of `given` read. planned: by the GPU, with its list in
-        `_next_words`.
+        arrays: what the expressions of `given` read. reading: of its tables.
         """
         if self._is_probe:
             self._measured = self._sizes(given, batch, mask, split)
@@ -358,7 +279,7 @@ class BatchWrapper(Untraced):
             same_device(self._workspace, **logits.check(geometry.spec, batch, arrays))
             batch = logits.with_places(geometry.spec, batch)
         capacity = self._freeze(given, batch, mask, split) if self._is_graph else None
-        plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
+        plan = Plan(geometry, batch, split, self._workspace.framework, capacity, mask)
         if arrays and geometry.spec.logits is not None:
             plan.logits = plan.views = arrays
             plan.packed_logits = params.pack_logits_arrays((v.ptr, v.shape) for v in arrays)
@@ -368,18 +289,28 @@ class BatchWrapper(Untraced):
                 "captured graph reads; write into those, or use a separate wrapper"
             )
         # --- 2. Schedule, on the host where the GPU has not done it ---
-        if planned is not None and batch.page_ids_device is not None:
-            self._adopt(plan, planned, batch.page_ids_device)
-        else:
-            made = self._schedule(plan)
-            if given.device.kind == "cpu":
-                self._keep_on_cpu(plan)
-                plan.prepared = {variant: Prepared(*pair) for variant, pair in made.items()}
-            else:
-                self._upload(plan, made)
+        self._take(plan, reading)
         if capacity is not None and self._frozen is None:
             self._frozen = given, capacity, split
             self._frozen_logits = plan.packed_logits
+
+    def _take(self, plan: Plan, reading: TableReading | NoReading) -> None:
+        """Make a checked plan the current one."""
+        batch = plan.batch
+        if reading.schedule is not None and batch.page_ids_device is not None:
+            self._adopt(plan, reading.schedule, self._next_words)
+            # The list of the plan before was kept, in case this one had failed.
+            self._words, self._next_words = self._next_words, self._words
+        else:
+            made = self._schedule(plan)
+            if self._workspace.device.kind == "cpu":
+                self._keep_on_cpu(plan)
+                plan.prepared = {variant: Prepared(*pair) for variant, pair in made.items()}
+            elif plan.capacity is plan.batch.page_ids is None and plan.mask is NO_MASK and made:
+                ((_, schedule),) = made.values()
+                self._adopt(plan, schedule, self._words)
+            else:
+                self._upload(plan, made)
         plan.owner = self._turns.begin()
         self._current = plan
 
@@ -467,21 +398,42 @@ class BatchWrapper(Untraced):
             self._outgrown.append(self._workspace)
             self._workspace = enlarge(self._workspace, need)
 
-    def _adopt(self, plan: Plan, schedule: BatchSchedule, page_ids: ArrayView) -> None:
-        """Launch by the list that the GPU has made, and the page table that is there."""
-        same_device(self._workspace, kv_indices=page_ids)
-        self._enlarge_workspace(schedule.workspace_bytes)
-        require_workspace(self._workspace, schedule.workspace_bytes, "this plan")
-        held = int32_on_device(page_ids, "kv_indices")
-        array.acquire(self._workspace, held)
-        plan.page_ids, plan.views = held.ptr, (*plan.logits, held)
-        made = self._next_words
-        (variant,) = self._variants(plan.geometry)
-        launcher = plan.geometry.launcher(variant)
-        plan.prepared[variant] = Prepared(launcher, schedule, made.address, made.view)
-        plan.is_uniform = held.framework == plan.framework
-        # The list of the plan before stayed where it was, in case this one had failed.
-        self._words, self._next_words = made, self._words
+    def _adopt(self, plan: Plan, schedule: BatchSchedule, words: DeviceBuffer) -> None:
+        """Launch by this schedule, and by ids of pages that are on the GPU; no graph reads them.
+
+        words: where the work list goes, or is if the GPU has made it.
+        """
+        views, page_ids, rotated = plan.logits, plan.batch.page_ids_device, 0
+        if page_ids is not None:
+            if not plan.is_uniform:
+                same_device(self._workspace, kv_indices=page_ids)
+                page_ids = int32_on_device(page_ids, "kv_indices")
+                array.acquire(self._workspace, page_ids)
+            plan.page_ids, views = page_ids.ptr, (*views, page_ids)
+        if not plan.is_uniform:
+            is_known = plan.framework in ("torch", "cupy")
+            plan.is_uniform = is_known and all(v.framework == plan.framework for v in views)
+        plan.views = views
+        if schedule.workspace_bytes:
+            self._enlarge_workspace(schedule.workspace_bytes)
+            require_workspace(self._workspace, schedule.workspace_bytes, "this plan")
+        if schedule.rotated_bytes:
+            rotated = self._reserve_rotated(schedule)
+        if words is self._words:
+            self._send(schedule.words, words)
+        (variant,), owner = self._variants(plan.geometry), (words.view, self._rotated.view)
+        launcher = plan.geometry.launchers[variant]
+        plan.prepared[variant] = Prepared(launcher, schedule, words.address, owner, rotated)
+
+    def _send(self, list_words: np.ndarray, buffer: DeviceBuffer) -> None:
+        """Enqueue the copy of a work list to the device."""
+        stream, size = self._current_stream(), list_words.size
+        self._refuse_capture(stream)
+        if self._staging is None:
+            self._staging = Staging(self._workspace.device.index)
+        address = buffer.reserve(size)
+        self._staging.block(size)[:size] = list_words
+        self._staging.send([(0, size, address)], stream)
 
     def _upload(self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]]) -> None:
         """Bring schedules, page table and mask to the device: one copy, and what a graph reads."""
@@ -638,7 +590,7 @@ class BatchWrapper(Untraced):
         geometry = self._geometry(given)
         require_row_limit(batch, geometry.spec.group_size)
         capacity = self._capacity(batch, given.page_size) if self._is_graph else None
-        plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
+        plan = Plan(geometry, batch, split, self._workspace.framework, capacity, mask)
         if batch.num_rows == 0 and capacity is None:
             return 0, 0
         _, schedule = self._schedule_variant(plan, self._variants(geometry)[0])

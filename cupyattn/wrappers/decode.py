@@ -10,16 +10,20 @@ from .. import array
 from ..batch.logits import check as check_logits
 from ..batch.logits import with_places
 from ..batch.mask import NO_MASK
+from ..batch.plan import Plan
+from ..batch.plan_again import plan_again, remember
+from ..batch.plan_again import read as read_tables
 from ..batch.requests import (
     PageNames,
     read_page_ids,
     read_paged,
     require_row_limit,
+    view_page_ids,
     with_q_len,
 )
 from ..batch.run import NO_SCALES, Scales, run
 from ..batch.tables import Tables
-from ..batch.wrapper import BatchWrapper, Plan, planning
+from ..batch.wrapper import BatchWrapper, planning
 from ..core import parse
 from ..core.tracing import untraced
 from ..errors import PlanError
@@ -149,13 +153,23 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         Raises ArgumentError, UnsupportedError, WorkspaceError (naming the bytes it needs) or
         PlanError (naming what a captured graph keeps); the last plan then stays in force.
         """
+        arrays = indptr, indices, last_page_len
+        scalars = (
+            *(num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left),
+            *(logits_soft_cap, q_data_type, kv_data_type, data_type, sm_scale, rope_scale),
+            *(rope_theta, fixed_split_size, disable_split_kv, window_right, o_data_type),
+            *(q_len_per_req, logits_transform, mask_fn, logits_params),
+        )
         q_data_type = data_type if q_data_type is None else q_data_type
         kv_data_type = data_type if kv_data_type is None else kv_data_type
         # A right window of 0 is causality, in whose place a run may bring a mask.
         is_causal = parse.window(window_right, "window_right") == 0
         q_len = geometry.count(q_len_per_req, "q_len_per_req")
+        if plan_again(self, arrays, scalars):
+            self._q_len, self._is_causal = q_len, is_causal
+            return
         page_size = geometry.count(page_size, "page_size")
-        expression, arrays = read_logits(logits_transform, mask_fn, logits_params)
+        expression, logits_arrays = read_logits(logits_transform, mask_fn, logits_params)
         options = self._options(
             (num_qo_heads, num_kv_heads, head_dim, None),
             page_size,
@@ -177,15 +191,17 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 f"q_len_per_req: the first plan of this wrapper said {self._q_len} and this one "
                 f"says {q_len}, but a captured graph keeps it; use a separate wrapper"
             )
-        tables, is_debugging = (indptr, indices, last_page_len), self._is_debugging()
-        given = Tables(q_len, indptr, last_page_len, page_size, _NAMES)
-        with self._reading(given, options, split) as reading:
+        tables = Tables(q_len, indptr, last_page_len, page_size, _NAMES)
+        with read_tables(self, tables, options, split) as reading:
+            ids, is_debugging = view_page_ids(indices, _NAMES), self._is_debugging()
             batch = reading.wait()
         if batch is None:
-            batch = read_paged(q_len, *tables, page_size, _NAMES, is_debugging)
+            given = q_len, indptr, ids, last_page_len, page_size
+            batch = read_paged(*given, _NAMES, is_debugging)
         else:
-            read_page_ids(batch, indices, _NAMES, is_debugging)
-        self._install(options, batch, NO_MASK, split, arrays, reading.schedule)
+            read_page_ids(batch, ids, _NAMES, is_debugging)
+        self._install(options, batch, NO_MASK, split, logits_arrays, reading)
+        remember(self, arrays, scalars, tables)
         self._q_len, self._is_causal = q_len, is_causal
 
     begin_forward = plan

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from ..batch.mask import NO_MASK, has_items, read_intervals, read_mask
+from ..batch.plan_again import plan_again, remember
+from ..batch.plan_again import read as read_tables
 from ..batch.requests import (
     Batch,
     PageNames,
@@ -16,6 +18,7 @@ from ..batch.requests import (
     read_rows,
     require_same_lengths,
     require_same_offsets,
+    view_page_ids,
     with_mask,
 )
 from ..batch.run import NO_SCALES, Scales, run
@@ -56,7 +59,6 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
     """What both wrappers share: a plan may bring a mask, or multi-item scoring."""
 
     _in_elements = False  # offsets of rows count elements
-    _takes_sinks = False  # run() takes sink and sm_scale after its arrays
 
     def _num_qo_heads(self) -> int:
         return self._require_plan().geometry.spec.num_qo_heads
@@ -64,28 +66,36 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
     def _plan(
         self,
         tables: Tables | None,
+        kv_indices: Any,
         read: Callable[[Batch | None], Batch],
         heads_and_dims: tuple[Any, Any, Any, Any],
-        page_size: int,
         data_types: tuple[Any, Any],
         masks: tuple[Any, Any],
         items: tuple[Any, Any, Any, Any],
         split: tuple[Any, Any],
         logits: tuple[Any, Any, Any],
+        page_size: int = 0,
         **given: Any,
     ) -> None:
         """Install a batch; the tuples hold arguments of plan() in its order.
 
         tables: those that the GPU may read. read: makes the batch of what it has read, if anything.
         """
-        expression, arrays = read_logits(*logits)
+        is_plain = masks[0] is masks[1] is None and not has_items(*items)
+        arrays = None
+        scalars: tuple[Any, ...] = (*heads_and_dims, page_size, *data_types, *split, *logits)
+        if tables is not None and is_plain:
+            arrays = tables.kv_indptr, kv_indices, tables.lengths, tables.rows
+            scalars += (*given.values(),)
+            if plan_again(self, arrays, scalars):
+                return
+        expression, logits_arrays = read_logits(*logits)
         if self._takes_sinks:
             given["sm_scale"] = 1.0
         splits = geometry.split_size(*split, page_size or 1)
         asked = heads_and_dims, page_size, data_types
-        is_plain = masks[0] is masks[1] is None and not has_items(*items)
         mask = NO_MASK
-        with NO_READING if tables is None else self._reading(tables) as reading:
+        with NO_READING if tables is None else read_tables(self, tables) as reading:
             if is_plain:  # while the tables are on their way
                 options = self._options(*asked, None, logits=expression, **given)
             batch = read(reading.wait())
@@ -94,7 +104,9 @@ class _BatchPrefill(BatchWrapper, OlderCalls):
             if mask.view is not None:
                 batch = with_mask(batch)
             options = self._options(*asked, mask.form, logits=expression, **given)
-        self._install(options, batch, mask, splits, arrays)
+        self._install(options, batch, mask, splits, logits_arrays)
+        if tables is not None and arrays is not None:
+            remember(self, arrays, scalars, tables)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
@@ -234,7 +246,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
 
         def read(landed: Batch | None) -> Batch:
             if landed is not None:
-                read_page_ids(landed, paged_kv_indices, _NAMES, is_debugging)
+                ids = view_page_ids(paged_kv_indices, _NAMES)
+                read_page_ids(landed, ids, _NAMES, is_debugging)
                 return landed
             last = None if page_size == 1 else paged_kv_last_page_len
             rows, kv_indptr, last = on_host(qo_indptr, paged_kv_indptr, last)
@@ -251,18 +264,19 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
         given = qo_indptr, paged_kv_indptr, paged_kv_last_page_len, page_size, _NAMES
         self._plan(
             None if self._in_elements else Tables(*given),
+            paged_kv_indices,
             read,
             (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
-            page_size,
             (q_data_type, kv_data_type),
             (custom_mask, packed_custom_mask),
             (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
             (fixed_split_size, disable_split_kv),
+            (logits_transform, mask_fn, logits_params),
+            page_size,
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             window_right=window_right,
-            logits=(logits_transform, mask_fn, logits_params),
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
@@ -490,21 +504,23 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
                 require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
             return batch
 
-        given = qo_indptr, kv_indptr, None, 0, ("kv_indptr", "", "")
+        tables = None
+        if o_indptr is v_indptr is None and not self._in_elements:
+            tables = Tables(qo_indptr, kv_indptr, None, 0, ("kv_indptr", "", ""))
         self._plan(
-            None if self._in_elements else Tables(*given),
+            tables,
+            None,
             read,
             (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
-            0,
             (q_data_type, kv_data_type),
             (custom_mask, packed_custom_mask),
             (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
             (fixed_split_size, disable_split_kv),
+            (logits_transform, mask_fn, logits_params),
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             window_right=window_right,
-            logits=(logits_transform, mask_fn, logits_params),
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,

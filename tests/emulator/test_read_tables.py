@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cupyattn.launch.attention import read_tables
 from cupyattn.launch.attention.kernels import MOST_PARTS
-from cupyattn.launch.attention.read_tables import KEYS, LAST_PAGE, NO_LENGTHS, NO_TABLE, Table
+from cupyattn.launch.attention.read_tables import KEYS, LAST_PAGE, NO_LENGTHS, DeviceTables, Planner
 from cupyattn.schedule import Masking
 from cupyattn.schedule.batch import WORK_FIELDS, BatchRequests, Splitting, plan_batch
 from cupyattn.schedule.tile_shape import TileShape
@@ -55,7 +55,9 @@ class Given:
         kv_indptr = np.cumsum([self.first, *self.kv_steps])
         qo_indptr = None if self.rows is None else np.cumsum([0, *self.rows])
         lengths = None if self.lengths is None else np.array(self.lengths)
-        return [None if x is None else x.astype(self.dtype) for x in (qo_indptr, kv_indptr, lengths)]
+        return [
+            None if x is None else x.astype(self.dtype) for x in (qo_indptr, kv_indptr, lengths)
+        ]
 
 
 def read(
@@ -63,19 +65,20 @@ def read(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(what lands on the host, the words of the list), among memory that is not the kernel's."""
     emulated.forget()
-    tables, words = [], np.zeros(0, np.int32)
+    tables: list[Any] = []
+    words = np.zeros(0, np.int32)
     for x in of.arrays() if arrays is None else arrays:
         if x is not None:
             emulated.register(x.ctypes.data, x.nbytes, x, False)
-        tables.append(NO_TABLE if x is None else Table(x.ctypes.data, x.itemsize == 8))
+        tables += (0, False) if x is None else (x.ctypes.data, x.itemsize == 8)
     address = 0
     if planner is not None:
         address, owner = emulated.allocate(4 * planner.num_words)
         words = np.ndarray(planner.num_words, np.int32, owner, address - owner.ctypes.data)
         words[...] = _FILL
     sizes = of.kind, len(of.kv_steps), 0 if of.rows is not None else of.q_len, of.page_size
-    with read_tables.launch(tuple(tables), *sizes, planner, address, 0, gpu.STREAM) as reading:
-        return reading.wait(), words
+    asked = DeviceTables(tuple(tables), *sizes)
+    return read_tables.launch(asked, planner, address, 0, gpu.STREAM).take(gpu.STREAM), words
 
 
 def split(numbers: np.ndarray, of: Given) -> list[list[int]]:
@@ -206,10 +209,7 @@ def test_a_list_that_outgrows_its_room_is_not_written(emulated: gpu.EmulatedGpu)
     planner = read_tables.planner(Launcher(SHAPES[0], 4, 8, Masking()), 4, 1)
     assert planner is not None
     room = 12 * 5
-    small = planner._replace(
-        num_words=room, packed=read_tables._PLANNED.pack(
-            room, *read_tables._PLANNED.unpack(planner.packed)[1:]
-        ),
-    )  # fmt: skip
+    packed = read_tables._PLANNED.pack(room, *read_tables._PLANNED.unpack(planner.packed)[1:])
+    small = Planner(planner._launcher, planner._rows, planner._shape, room, packed)
     numbers, words = read(emulated, Given((50_000,) * 4), small)
     assert numbers[1] == 0 and numbers[4] == 0 and (words == _FILL).all()

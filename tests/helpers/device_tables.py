@@ -8,31 +8,26 @@ import numpy as np
 
 from cupyattn.core.problem import MAX_LENGTH
 from cupyattn.launch.attention.kernels import MOST_PARTS
-from cupyattn.launch.attention.read_tables import KEYS, LAST_PAGE, Planner, Table
+from cupyattn.launch.attention.read_tables import KEYS, LAST_PAGE, DeviceTables, Planner
 from cupyattn.schedule.batch import NUM_SPLITS, BatchRequests, Splitting, plan_batch
 
 
-def read(table: Table, count: int) -> np.ndarray | None:
+def read(address: int, is_wide: bool, count: int) -> np.ndarray | None:
     """The numbers at an address."""
-    if not table.address:
+    if not address:
         return None
-    kind = np.dtype(np.int64 if table.is_wide else np.int32)
-    raw = (ctypes.c_char * (count * kind.itemsize)).from_address(table.address)
+    kind = np.dtype(np.int64 if is_wide else np.int32)
+    raw = (ctypes.c_char * (count * kind.itemsize)).from_address(address)
     return np.frombuffer(raw, kind).astype(np.int64)
 
 
-def land(
-    tables: tuple[Table, Table, Table],
-    kind: int,
-    num_requests: int,
-    qo_len: int,
-    page_size: int,
-    planner: Planner | None,
-) -> tuple[np.ndarray, np.ndarray]:
+def land(asked: DeviceTables, planner: Planner | None) -> tuple[np.ndarray, np.ndarray]:
     """(what lands on the host, the words of the work list)."""
-    qo_indptr = read(tables[0], num_requests + 1)
-    kv_indptr = read(tables[1], num_requests + 1)
-    lengths = read(tables[2], num_requests)
+    tables, kind, num_requests, qo_len, page_size = asked
+    page_size = page_size or 1
+    qo_indptr = read(*tables[:2], num_requests + 1)
+    kv_indptr = read(*tables[2:4], num_requests + 1)
+    lengths = read(*tables[4:], num_requests)
     assert kv_indptr is not None
     if qo_indptr is None:
         qo_indptr = np.arange(num_requests + 1) * qo_len
@@ -59,12 +54,12 @@ def land(
     numbers = np.concatenate([head, kv_indptr, keys, lengths, qo_indptr, rows])
     if planner is None or numbers[1]:
         return numbers, np.zeros(0, np.int32)
-    launcher = planner.launcher
+    launcher, shape = planner._launcher, planner._shape
     requests = BatchRequests(rows, keys, qo_indptr[:-1], kv_indptr[:-1], None, qo_len)
-    sizes = launcher.group_size, launcher.num_kv_heads, planner.shape
+    sizes = launcher.group_size, launcher.num_kv_heads, shape
     made = plan_batch(requests, *sizes, launcher.masking, Splitting())
     most = made.items[:, NUM_SPLITS].max()
     numbers[4:8] = len(made.items), len(made.merges), made.num_states, most
-    is_apart = not planner.shape.is_fused or (planner.shape.part_cost > 0 and most > MOST_PARTS)
+    is_apart = not shape.is_fused or (shape.part_cost > 0 and most > MOST_PARTS)
     counters = np.zeros(len(made.merges) * launcher.num_kv_heads, np.int32)
     return numbers, np.concatenate([made.items.ravel(), made.merges if is_apart else counters])

@@ -114,9 +114,7 @@ class BatchLauncher:
             return found.schedule(requests)
         return self._schedule(requests, splitting, capacity)
 
-    def choose_for_any_length(
-        self, num_requests: int, qo_len: int
-    ) -> tuple[str, TileShape] | None:
+    def choose_for_any_length(self, num_requests: int, qo_len: int) -> tuple[str, TileShape] | None:
         """`choose` for decode of so many requests, whatever their lengths; None if those decide, or
         it is no decode."""
         most_rows = qo_len * self.group_size

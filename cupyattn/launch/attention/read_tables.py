@@ -1,5 +1,7 @@
-"""Launches the read_tables kernel: the tables of a plan, checked and brought to the host, which waits
-for them. Of a decode the kernel also writes the work list."""
+"""Launches the read_tables kernel: it brings the tables of a plan to the host, checked.
+
+The host waits for them. Of a decode the kernel also writes the work list.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ MOST_REQUESTS = 8192
 # What `lengths` hold: nothing, the tokens of the last page of each request, or its keys.
 NO_LENGTHS, LAST_PAGE, KEYS = range(3)
 
-# kernels/cupyattn/params/read_tables.cuh: addresses and kinds of the tables, landing, words, ticket;
+# kernels/cupyattn/params/read_tables.cuh: address and width of each table; landing, words, ticket;
 # num_requests, qo_len, page_size, kind; what a planned list depends on.
 _PLANNED = struct.Struct("<6i 7d")
 _PARAMS = struct.Struct(f"<9Q 4i {_PLANNED.size}s")
@@ -39,52 +41,78 @@ _LEAST_NUMBERS = 4096
 # Looks at the ticket before the driver is asked to wait, some 50 us. Only x86 sees what the GPU
 # writes in its order.
 _LOOKS = 1000 if platform.machine() in ("x86_64", "AMD64") else 0
+_MAX_CACHED = 1024
 
 
-class Table(NamedTuple):
-    """The address of a table on the GPU, 0 for none, and whether its numbers have 64 bits."""
+class DeviceTables(NamedTuple):
+    """qo_indptr, kv_indptr and lengths, which one launch reads.
 
-    address: int = 0
-    is_wide: bool = False
-
-
-NO_TABLE = Table()
-
-
-class Planner(NamedTuple):
-    """What the kernel is told to plan requests of one batch size.
-
-    rows, shape  of the launcher's kernel
-    num_words    room for the longest list
+    tables     the address of each, 0 for none, and whether its numbers have 64 bits
+    kind       of lengths
+    q_len      rows of every request; 0: qo_indptr says
+    page_size  0 for ragged keys
     """
 
-    launcher: BatchLauncher
-    rows: str
-    shape: TileShape
-    num_words: int
-    packed: bytes
+    tables: tuple[int, bool, int, bool, int, bool]
+    kind: int
+    num_requests: int
+    q_len: int
+    page_size: int
+
+
+class Planner:
+    """What the kernel is told to plan requests of one batch size.
+
+    num_words  room for the longest list
+    """
+
+    __slots__ = ("_launcher", "_rows", "_schedules", "_shape", "num_words", "packed")
+
+    def __init__(
+        self, launcher: BatchLauncher, rows: str, shape: TileShape, num_words: int, packed: bytes
+    ) -> None:
+        self._launcher, self._rows, self._shape = launcher, rows, shape
+        self.num_words, self.packed = num_words, packed
+        self._schedules: dict[tuple[int, ...], BatchSchedule] = {}
+
+    def schedule(self, *made: int) -> BatchSchedule | None:
+        """The launches of the list that the kernel has written, of so many items, split tiles,
+        states and parts of a tile; None if it has written none."""
+        if not made[0]:
+            return None
+        found = self._schedules.get(made)
+        if found is None:
+            if len(self._schedules) >= _MAX_CACHED:
+                self._schedules.clear()
+            *counts, most_parts = made
+            given = self._rows, self._shape, Limits(*counts), most_parts
+            found = self._schedules[made] = self._launcher.schedule_planned(*given)
+        return found
 
 
 class Landing:
-    """Pinned memory in which one launch leaves numbers for the host."""
+    """Pinned memory in which one launch at a time leaves numbers for the host."""
 
-    __slots__ = ("_memory", "_words", "address", "numbers", "ticket")
+    __slots__ = ("_memory", "_numbers", "_words", "address", "num_numbers", "size", "ticket")
 
     def __init__(self, num_numbers: int) -> None:
-        size = max(_LEAST_NUMBERS, 1 << (num_numbers - 1).bit_length())
-        self.numbers, self._memory = _alloc_pinned(size)
-        self.numbers[0] = 0
-        self.address = self.numbers.ctypes.data
-        self.ticket = 0
-        self._words = memoryview(self.numbers)
+        self.size = max(_LEAST_NUMBERS, 1 << (num_numbers - 1).bit_length())
+        self._numbers, self._memory = _alloc_pinned(self.size)
+        self._numbers[0] = self.ticket = self.num_numbers = 0
+        self.address = self._numbers.ctypes.data
+        self._words = memoryview(self._numbers)  # type: ignore[arg-type]
 
-    def wait(self, stream: int) -> None:
-        """Until the launch whose ticket was taken last has left all its numbers."""
+    def take(self, stream: int) -> np.ndarray:
+        """int64: TablesHead, and what the launch has left behind it, once all is there."""
         words, ticket = self._words, self.ticket
         for _ in range(_LOOKS):
             if words[0] == ticket:
-                return
-        cuda().runtime.streamSynchronize(stream)  # raises what went wrong on the GPU
+                break
+        else:
+            cuda().runtime.streamSynchronize(stream)  # raises what went wrong on the GPU
+        found = self._numbers[: self.num_numbers].copy()
+        _idle.append(self)
+        return found
 
 
 def _alloc_pinned(num_numbers: int) -> tuple[np.ndarray, object]:
@@ -98,67 +126,31 @@ def _alloc_pinned(num_numbers: int) -> tuple[np.ndarray, object]:
 _idle: list[Landing] = []
 
 
-class Reading:
-    """Tables on their way to the host, a context that ends when the GPU is done with its memory."""
-
-    __slots__ = ("_landing", "_num_numbers", "_stream", "num_requests")
-
-    def __init__(self, landing: Landing, num_requests: int, num_numbers: int, stream: int) -> None:
-        self._landing: Landing | None = landing
-        self._num_numbers, self._stream = num_numbers, stream
-        self.num_requests = num_requests
-
-    def __enter__(self) -> Reading:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._landing is not None:
-            self.wait()
-
-    def wait(self) -> np.ndarray:
-        """int64: TablesHead, and what the kernel writes behind it."""
-        landing = self._landing
-        assert landing is not None
-        landing.wait(self._stream)
-        found = landing.numbers[: self._num_numbers].copy()
-        self._landing = None
-        _idle.append(landing)
-        return found
-
-
 def launch(
-    tables: tuple[Table, Table, Table],
-    kind: int,
-    num_requests: int,
-    qo_len: int,
-    page_size: int,
-    planner: Planner | None,
-    words: int,
-    device: int,
-    stream: int,
-) -> Reading:
-    """Enqueue the kernel. tables: qo_indptr, or none where each request has `qo_len` rows;
-    kv_indptr; lengths. words: where the work list goes on the GPU."""
+    asked: DeviceTables, planner: Planner | None, words: int, device: int, stream: int
+) -> Landing:
+    """Enqueue the kernel. words: where the work list goes on the GPU."""
     recording.spoil()
+    tables, kind, num_requests, q_len, page_size = asked
     num_numbers = HEAD + 3 * num_requests + 1
-    if tables[0].address:
+    if not q_len:
         num_numbers += 2 * num_requests + 1
     try:
         landing = _idle.pop()
     except IndexError:
         landing = Landing(num_numbers)
-    if landing.numbers.size < num_numbers:
+    if landing.size < num_numbers:
         landing = Landing(num_numbers)
-    landing.ticket += 1
-    (qo, qo_wide), (kv, kv_wide), (lengths, is_wide) = tables
+    landing.num_numbers = num_numbers
+    landing.ticket = ticket = landing.ticket + 1
     arguments = params.this_thread.launch_buffer
+    packed = _NO_PLAN if planner is None else planner.packed
     _PARAMS.pack_into(
-        *(arguments.buffer, arguments.offset, qo, qo_wide, kv, kv_wide, lengths, is_wide),
-        *(landing.address, words, landing.ticket, num_requests, qo_len, page_size, kind),
-        _NO_PLAN if planner is None else planner.packed,
+        *(arguments.buffer, arguments.offset, *tables, landing.address, words, ticket),
+        *(num_requests, q_len, page_size or 1, kind, packed),
     )
     enqueue(_launch(device), arguments, device, stream)
-    return Reading(landing, num_requests, num_numbers, stream)
+    return landing
 
 
 @functools.lru_cache(maxsize=1024)
@@ -186,16 +178,6 @@ def planner(launcher: BatchLauncher, num_requests: int, qo_len: int) -> Planner 
         *(shape.cost_of_part(most_rows), *costs, costs.least_share * costs.block),
     )
     return Planner(launcher, rows, shape, num_words, packed)
-
-
-def planned_schedule(
-    planner: Planner, num_items: int, num_split_tiles: int, num_states: int, most_parts: int
-) -> BatchSchedule | None:
-    """The launches of the list that the kernel has written; None if it has written none."""
-    if not num_items:
-        return None
-    made = Limits(num_items, num_split_tiles, num_states)
-    return planner.launcher.schedule_planned(planner.rows, planner.shape, made, most_parts)
 
 
 @functools.cache
