@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .. import array
-from ..array import ArrayView
+from ..array import ArrayView, Device
 from ..array.match import is_contiguous
 from ..core import dtypes
 from ..inputs.call_cache import Argument, CallCache
@@ -30,7 +30,8 @@ class _Checked(NamedTuple):
     split: tuple[int, bool]
     tables: DeviceTables
     has_lengths: bool
-    like: ArrayView
+    device: Device
+    framework: str
 
 
 # kv_indptr, kv_indices, lengths and qo_indptr: those that plan() takes.
@@ -57,7 +58,7 @@ def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any,
     if answer is None:
         return False
     found, (kv_indptr, ids, lengths, qo_indptr) = answer
-    geometry, split, first, has_lengths, like = found.call.checked
+    geometry, split, first, has_lengths, device, framework = found.call.checked
     num_offsets, num_ids, num_lengths, num_rows = found.lengths
     count = num_offsets - 1
     if not 0 < count <= MOST_REQUESTS or (has_lengths and num_lengths != count):
@@ -77,10 +78,10 @@ def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any,
     if ids:
         if batch.num_page_ids > num_ids:
             return False
-        rest = like.device, like.framework, False, arrays[1]
+        rest = device, framework, False, arrays[1]
         batch.page_ids_device = ArrayView(ids, (num_ids,), (1,), dtypes.int32, *rest)
     require_row_limit(batch, geometry.spec.group_size)
-    plan = Plan(geometry, batch, split, like.framework, is_uniform=True)
+    plan = Plan(geometry, batch, split, framework, is_uniform=True)
     wrapper._take(plan, reading)
     return True
 
@@ -120,7 +121,9 @@ def remember(
 ) -> None:
     """Let later plans of this signature be made by `plan_again`: this one was, of nothing else."""
     plan, workspace = wrapper._current, wrapper._workspace
-    found = None if wrapper._is_graph or wrapper._is_probe else tables.find(given, workspace)
+    if wrapper._is_graph or wrapper._is_probe or wrapper._is_debugging():
+        return
+    found = tables.find(given, workspace)
     if plan is None or found is None or plan.geometry.spec.logits is not None:
         return
     if not plan.geometry.given.given.is_constant or any(hasattr(x, "__dlpack__") for x in scalars):
@@ -131,5 +134,6 @@ def remember(
         if v.dtype is not dtypes.int32 or not is_contiguous(v) or v.device != workspace.device:
             return
     like = array.view(arrays[0], "kv_indptr")
-    checked = _Checked(plan.geometry, plan.split, found[0], given.lengths is not None, like)
+    place = workspace.device, workspace.framework
+    checked = _Checked(plan.geometry, plan.split, found[0], given.lengths is not None, *place)
     _CALLS.insert(arrays, (wrapper._facts, *scalars), checked, like, dtypes.int32, None, None)

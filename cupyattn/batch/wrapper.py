@@ -37,7 +37,7 @@ from .mask import NO_MASK, Mask
 from .own_workspace import enlarge, make_workspace, read_workspace
 from .plan import Plan, Prepared
 from .requests import Batch, require_row_limit
-from .staging import Copy, DeviceBuffer, Staging
+from .staging import DeviceBuffer, Staging
 from .tables import NO_READING, NoReading, TableReading
 from .threads import Turns
 
@@ -429,11 +429,14 @@ class BatchWrapper(Untraced):
         """Enqueue the copy of a work list to the device."""
         stream, size = self._current_stream(), list_words.size
         self._refuse_capture(stream)
+        address, staging = buffer.reserve(size), self._pinned()
+        staging.block(size)[:size] = list_words
+        staging.send([(0, size, address)], stream)
+
+    def _pinned(self) -> Staging:
         if self._staging is None:
             self._staging = Staging(self._workspace.device.index)
-        address = buffer.reserve(size)
-        self._staging.block(size)[:size] = list_words
-        self._staging.send([(0, size, address)], stream)
+        return self._staging
 
     def _upload(self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]]) -> None:
         """Bring schedules, page table and mask to the device: one copy, and what a graph reads."""
@@ -456,13 +459,12 @@ class BatchWrapper(Untraced):
                 inner.append(ids)
         if plan.mask is not NO_MASK:
             inner += plan.mask.device_parts(batch)
-        block, copies, places = self._write(inner, outer)
+        block, copies, places = self._pinned().write(inner, outer)
         base = self._reserve(block, batch)
         if block:
             copies.insert(0, (0, block, base))
         if copies:
-            assert self._staging is not None
-            self._staging.send(copies, stream)
+            self._pinned().send(copies, stream)
         # --- what a launch is told ---
         for variant, (launcher, schedule) in made.items():
             words = base if variant == default else self._variant_words[variant].address
@@ -519,32 +521,6 @@ class BatchWrapper(Untraced):
         spare = 8 * (batch.num_requests + 3) if self._buffers.mask is not None else 0
         return self._words.reserve(num_words + spare, exactly=True)
 
-    def _write(
-        self, inner: list[np.ndarray], outer: list[tuple[np.ndarray, int]]
-    ) -> tuple[int, list[Copy], list[int]]:
-        """Write parts into a staging block, each from a 16-byte boundary on.
-
-        Returns the words that all inner parts take, the copies of the outer ones, and the places
-        (in words) of the inner ones.
-        """
-        places, total = [], 0
-        parts = [*inner, *(part for part, _ in outer)]
-        for part in parts:
-            places.append(total)
-            total += -(-part.size // 4) * 4
-        if total:
-            if self._staging is None:
-                self._staging = Staging(self._workspace.device.index)
-            block = self._staging.block(total)
-            for part, place in zip(parts, places, strict=True):
-                block[place : place + part.size] = part
-        end = places[len(inner)] if outer else total
-        copies = [
-            (place, part.size, target)
-            for (part, target), place in zip(outer, places[len(inner) :], strict=True)
-        ]
-        return end, copies, places[: len(inner)]
-
     def _prepare(self, plan: Plan, variant: Variant) -> Prepared:
         """The plan for a variant, scheduled now if plan() did not do so."""
         found = plan.prepared.get(variant)
@@ -566,10 +542,9 @@ class BatchWrapper(Untraced):
         require_workspace(self._workspace, schedule.workspace_bytes, "this run")
         words = DeviceBuffer(self._workspace)
         address = words.reserve(schedule.words.size, exactly=True)
-        _, copies, _ = self._write([], [(schedule.words, address)])
+        _, copies, _ = self._pinned().write([], [(schedule.words, address)])
         if copies:
-            assert self._staging is not None
-            self._staging.send(copies, stream)
+            self._pinned().send(copies, stream)
         if self._is_graph:
             self._variant_words[variant] = words
         self._preferred = plan.geometry, variant

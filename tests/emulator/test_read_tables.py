@@ -78,7 +78,10 @@ def read(
         words[...] = _FILL
     sizes = of.kind, len(of.kv_steps), 0 if of.rows is not None else of.q_len, of.page_size
     asked = DeviceTables(tuple(tables), *sizes)
-    return read_tables.launch(asked, planner, address, 0, gpu.STREAM).take(gpu.STREAM), words
+    landing = read_tables.launch(asked, planner, address, 0, gpu.STREAM)
+    numbers = landing.take(gpu.STREAM)
+    assert numbers[0] == landing.ticket
+    return numbers, words
 
 
 def split(numbers: np.ndarray, of: Given) -> list[list[int]]:
@@ -123,6 +126,10 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_tables(emulated: gpu.EmulatedGpu, name: str) -> None:
+    check_bad(emulated, name)
+
+
+def check_bad(emulated: gpu.EmulatedGpu, name: str = "too many keys") -> None:
     of = BAD[name]
     arrays = of.arrays()
     if name == "rows begin late":
@@ -194,6 +201,12 @@ def test_lists_are_those_of_the_host(
     check_list(emulated, keys, shape, 4, heads, q_len)
 
 
+def check_random(emulated: gpu.EmulatedGpu) -> None:
+    """A batch with long requests, short ones and empty ones."""
+    keys = np.random.default_rng(3).integers(0, 3000, 90)
+    check_list(emulated, [*keys.tolist(), 50_000], SHAPES[0], 4, 8, 1)
+
+
 @pytest.mark.parametrize("count", [33, 256, 511, 512])
 def test_lists_of_many_requests(emulated: gpu.EmulatedGpu, count: int) -> None:
     random = np.random.default_rng(count)
@@ -206,6 +219,10 @@ def test_lists_of_many_requests(emulated: gpu.EmulatedGpu, count: int) -> None:
 
 
 def test_a_list_that_outgrows_its_room_is_not_written(emulated: gpu.EmulatedGpu) -> None:
+    check_list_without_room(emulated)
+
+
+def check_list_without_room(emulated: gpu.EmulatedGpu) -> None:
     planner = read_tables.planner(Launcher(SHAPES[0], 4, 8, Masking()), 4, 1)
     assert planner is not None
     room = 12 * 5

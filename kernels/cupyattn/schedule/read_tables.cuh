@@ -102,7 +102,7 @@ struct ReadTables {
     } else {
       found.is_good = true;
     }
-    found.is_good = found.is_good && found.keys <= kMostLength;
+    found.is_good = found.is_good && found.keys <= kMostLength;  // mutate: too-many-keys
     return found;
   }
 
@@ -195,7 +195,7 @@ struct ReadTables {
 #pragma unroll 4
       for (int other = 0; other < count; ++other) place += shared.rank[other] < own ? 1 : 0;
     }
-    ptx::block_sync();
+    ptx::block_sync();  // mutate: ranks-read-late
     uint32_t key_tiles = 0;
     if (exists) {
       const int keys = static_cast<int>((thread - own) >> 32);
@@ -259,7 +259,7 @@ struct ReadTables {
       if (room <= 0) return longest;
       size = ceil_div<int64_t>(total, room);
     }
-    if (size < ceil_div<int64_t>(total, wave * kMaxWaves)) return longest;  // mutate: list-too-long
+    if (size < ceil_div<int64_t>(total, wave * kMaxWaves)) return longest;
     const double least = ceil(sqrt(longest * params.part_cost));
     return static_cast<int>(max_of(static_cast<double>(size), max_of(least, 1.0)));
   }
