@@ -131,8 +131,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         last_page_len   int32 or int64 [B], 1 to page_size: tokens in the last page of each request.
                 A request without pages has no keys, and its rows answer 0.
         All three may be on the host or on the device. indptr and last_page_len are needed on the
-        host: on a device they cost one copy that waits for it (of indptr alone, if page_size is
-        1). indices on a device are read in place by the kernels (in graph mode they are copied
+        host: from a device a launch brings them, which checks them and makes the list of work, and
+        which plan() waits for. indices on a device are read in place by the kernels (in graph mode they are copied
         into the buffer), so they must not change before the runs are over; on the host they are
         checked, and copied with the schedule.
         num_qo_heads, num_kv_heads, head_dim, page_size  of the arrays that run() is going to get.

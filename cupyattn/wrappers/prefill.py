@@ -414,7 +414,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
 
         qo_indptr   int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
         kv_indptr   int32 or int64 [B + 1]: rows of k and v of each request. Both may be on the host
-                or on the device, where they cost one copy that waits for it.
+                or on the device, from which a launch brings them that plan() waits for.
         num_qo_heads to head_dim_vo   of the arrays that run() is going to get; head_dim_vo defaults
                 to head_dim_qk.
         fixed_split_size        keys after which a request is split; the rest as in
