@@ -26,8 +26,7 @@ from ..inputs.latent import Dims, Parts, Second
 from ..inputs.workspace import same_device
 from ..launch.attention.bound_run import BoundRun
 from ..launch.driver import params
-from .plan import Plan, Prepared
-from .wrapper import BatchWrapper
+from .wrapper import BatchWrapper, Plan, Prepared
 
 _MAX_BOUNDS = 256
 # What the caller calls the two parts of q, and of the pages.

@@ -180,18 +180,6 @@ def read_mask(
 # Semantics: FlashInfer's mask mode of the same name (flashinfer-ai/flashinfer pull request 1015).
 
 
-def has_items(
-    prefix_len_ptr: Any,
-    token_pos_in_items_ptr: Any,
-    token_pos_in_items_len: Any,
-    max_item_len_ptr: Any,
-) -> bool:
-    """Whether any of these arguments is given."""
-    if type(token_pos_in_items_len) is not int or token_pos_in_items_len:
-        return True
-    return not prefix_len_ptr is token_pos_in_items_ptr is max_item_len_ptr is None
-
-
 def read_intervals(
     batch: Batch,
     prefix_len_ptr: Any,
@@ -203,9 +191,9 @@ def read_intervals(
 
     Arguments as in BatchPrefillWithPagedKVCacheWrapper.plan. Raises ArgumentError.
     """
-    items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
-    if not has_items(*items):
-        return None
+    if type(token_pos_in_items_len) is int and token_pos_in_items_len == 0:
+        if prefix_len_ptr is token_pos_in_items_ptr is max_item_len_ptr is None:
+            return None
     given = {
         "prefix_len_ptr": prefix_len_ptr,
         "token_pos_in_items_ptr": token_pos_in_items_ptr,

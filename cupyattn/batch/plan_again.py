@@ -1,7 +1,9 @@
 """A plan() whose arguments are those of an earlier one, but for what its tables on the GPU hold.
 
 The call cache compares all arguments (inputs/call_cache.py), so no check of them is made again.
-What the tables hold is checked by the launch that brings them to the host (tables.py).
+What the tables hold is checked by the launch that brings them to the host, which also makes the
+work list of most decodes (launch/attention/read_tables.py). A plan() that differs from all earlier
+ones, or whose tables are wrong, is made as any other, and its errors say what is wrong.
 """
 
 from __future__ import annotations
@@ -9,131 +11,211 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .. import array
 from ..array import ArrayView, Device
 from ..array.match import is_contiguous
 from ..core import dtypes
 from ..inputs.call_cache import Argument, CallCache
-from ..inputs.geometry import Geometry, PlanOptions
-from ..launch.attention.read_tables import MOST_REQUESTS, DeviceTables
-from . import tables
-from .plan import Plan
-from .requests import require_row_limit
-from .tables import NO_READING, NoReading, TableReading, Tables
-from .wrapper import BatchWrapper
+from ..inputs.geometry import Geometry
+from ..inputs.workspace import require_workspace
+from ..launch.attention import read_tables
+from ..launch.attention.read_tables import DeviceTables, Planner
+from ..schedule.batch import BatchRequests
+from .mask import NO_MASK
+from .requests import Batch, require_row_limit, uniform_rows
+from .staging import Staging
+from .wrapper import BatchWrapper, Plan, Prepared
+
+_IS_WIDE = {dtypes.int32: False, dtypes.int64: True}
 
 
 class _Checked(NamedTuple):
-    """What plans of one signature share. tables: those of the first of them."""
+    """What plans of one signature share.
+
+    tables   those of the first one
+    has_ids, has_lengths  whether there are pages, and lengths
+    """
 
     geometry: Geometry
     split: tuple[int, bool]
     tables: DeviceTables
+    has_ids: bool
     has_lengths: bool
     device: Device
     framework: str
 
 
-# kv_indptr, kv_indices, lengths and qo_indptr: those that plan() takes.
 _CALLS: CallCache[_Checked] = CallCache(
     Argument("kv_indptr", 0),
     Argument("kv_indices", 0),
     Argument("lengths", 0),
     Argument("qo_indptr", 0),
 )
-# Of kinds of wrappers.
+# Of facts about wrappers that their plans depend on.
 _numbers: dict[tuple[object, ...], int] = {}
 
 
 def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any, ...]) -> bool:
     """Plan, if there was such a plan(); else, or if anything is wrong, nothing changes.
 
-    arrays: as _CALLS has them. scalars: all other arguments.
+    arrays: kv_indptr, kv_indices, lengths and qo_indptr, as far as plan() takes them.
+    scalars: all its other arguments.
     """
+    # --- 1. Find what passed the checks ---
     if wrapper._is_graph or wrapper._is_probe:
         return False
-    if wrapper._facts < 0:
-        wrapper._facts = _number_of(wrapper)
-    answer = _CALLS.lookup(arrays, (wrapper._facts, *scalars))
+    answer = _CALLS.lookup(arrays, (_number_of(wrapper), *scalars))
     if answer is None:
         return False
     found, (kv_indptr, ids, lengths, qo_indptr) = answer
-    geometry, split, first, has_lengths, device, framework = found.call.checked
+    geometry, split, first, has_ids, has_lengths, device, framework = found.call.checked
     num_offsets, num_ids, num_lengths, num_rows = found.lengths
     count = num_offsets - 1
-    if not 0 < count <= MOST_REQUESTS or (has_lengths and num_lengths != count):
+    fits = 0 < count <= read_tables.MOST_REQUESTS
+    fits = fits and (not has_lengths or num_lengths == count)
+    if not fits or (not first.q_len and num_rows != num_offsets):
         return False
-    if qo_indptr and num_rows != num_offsets:
-        return False
+    # --- 2. Read the tables ---
     stream = found.call.current_stream()
     wrapper._refuse_capture(stream)
-    (_, rows_wide, _, kv_wide, has_read, wide), kind, _, q_len, page_size = first
-    read = qo_indptr, rows_wide, kv_indptr, kv_wide, lengths if has_read else 0, wide
-    given = DeviceTables(read, kind, count, q_len, page_size)
-    plans = geometry if split == (0, True) else None
-    with tables.begin(wrapper, given, plans, stream) as reading:
-        batch = reading.wait()
-    if batch is None:
+    (_, rows_wide, _, kv_wide, has_read, is_wide), kind, _, q_len, page_size = first
+    given = qo_indptr, rows_wide, kv_indptr, kv_wide, lengths if has_read else 0, is_wide
+    tables = DeviceTables(given, kind, count, q_len, page_size)
+    planner, words = None, 0
+    (variant,) = wrapper._variants(geometry)
+    launcher = geometry.launcher(variant)
+    if has_ids and q_len and split == (0, True) and not variant.has_mask:
+        planner = read_tables.planner(launcher, count, q_len)
+        if planner is not None:
+            words = wrapper._next_words.reserve(planner.num_words)
+    numbers = read_tables.read(tables, planner, words, device.index, stream)
+    _, is_bad, least_rows, most_rows, *made = numbers[: read_tables.HEAD].tolist()
+    if is_bad:
         return False
-    if ids:
-        if batch.num_page_ids > num_ids:
-            return False
-        rest = device, framework, False, arrays[1]
-        batch.page_ids_device = ArrayView(ids, (num_ids,), (1,), dtypes.int32, *rest)
+    batch = _batch_of(numbers, tables, least_rows if least_rows == most_rows else -1)
+    if has_ids and batch.num_page_ids > num_ids:
+        return False
+    # --- 3. Make it the current plan ---
     require_row_limit(batch, geometry.spec.group_size)
-    plan = Plan(geometry, batch, split, framework, is_uniform=True)
-    wrapper._take(plan, reading)
+    plan = Plan(geometry, batch, split, None, NO_MASK, framework, is_uniform=True)
+    if has_ids:
+        view = ArrayView(ids, (num_ids,), (1,), dtypes.int32, device, framework, False, arrays[1])
+        batch.page_ids_device, plan.page_ids, plan.views = view, ids, (view,)
+    if batch.num_rows:
+        plan.prepared[variant] = _prepared(wrapper, plan, launcher, planner, made, stream)
+    plan.owner = wrapper._turns.begin()
+    wrapper._current = plan
     return True
 
 
-def _number_of(wrapper: BatchWrapper) -> int:
-    workspace = wrapper._workspace
-    place = workspace.framework, workspace.device, wrapper._kv_layout
-    return _numbers.setdefault((type(wrapper), *place, wrapper._takes_sinks), len(_numbers))
+def _batch_of(numbers: np.ndarray, tables: DeviceTables, uniform: int) -> Batch:
+    """The batch without its page table, of what landed on the host."""
+    _, kind, count, q_len, page_size = tables
+    begin = read_tables.HEAD
+    at_keys = begin + count + 1
+    at_lengths, at_rows = at_keys + count, at_keys + 2 * count
+    kv_indptr, keys = numbers[begin:at_keys], numbers[at_keys:at_lengths]
+    if q_len:
+        qo_indptr, qo_len, uniform = uniform_rows(count, q_len)
+        num_rows = count * q_len
+    else:
+        qo_indptr = numbers[at_rows : at_rows + count + 1]
+        qo_len, num_rows = numbers[at_rows + count + 1 :], int(qo_indptr[-1])
+    requests = BatchRequests(
+        qo_len, keys, qo_indptr[:-1], kv_indptr[:-1], None, uniform if uniform > 0 else -1
+    )
+    num_keys = 0 if page_size else int(kv_indptr[-1])
+    last = numbers[at_lengths:at_rows] if kind == read_tables.LAST_PAGE else None
+    return Batch(requests, num_rows, num_keys, qo_indptr, kv_indptr, last)
 
 
-def read(
+def _prepared(
     wrapper: BatchWrapper,
-    given: Tables,
-    options: PlanOptions | None = None,
-    split: tuple[int, bool] = (0, False),
-) -> TableReading | NoReading:
-    """A context in which tables that are on the GPU come to the host.
+    plan: Plan,
+    launcher: Any,
+    planner: Planner | None,
+    made: Sequence[int],
+    stream: int,
+) -> Prepared:
+    """The schedule of a plan on the device: the one that the GPU has made, else the host's."""
+    schedule = None if planner is None else planner.schedule(*made)
+    is_made = schedule is not None
+    if schedule is None:
+        tokens, may_split = plan.split
+        schedule = launcher.schedule(plan.batch.requests, split_tokens=tokens, may_split=may_split)
+    if schedule.workspace_bytes:
+        wrapper._enlarge_workspace(schedule.workspace_bytes)
+        require_workspace(wrapper._workspace, schedule.workspace_bytes, "this plan")
+    rotated = wrapper._reserve_rotated(schedule) if schedule.rotated_bytes else 0
+    if is_made:
+        # The list of the plan before was kept, in case this one had failed.
+        wrapper._words, wrapper._next_words = wrapper._next_words, wrapper._words
+    else:
+        size = schedule.words.size
+        if wrapper._staging is None:
+            wrapper._staging = Staging(wrapper._workspace.device.index)
+        wrapper._staging.block(size)[:size] = schedule.words
+        wrapper._staging.send([(0, size, wrapper._words.reserve(size))], stream)
+    words = wrapper._words
+    owner = words.view, wrapper._rotated.view
+    return Prepared(launcher, schedule, words.address, owner, rotated)
 
-    With the options of a plan the GPU makes its work list too, where it can.
-    """
-    found = tables.find(given, wrapper._workspace)
-    if found is None:
-        return NO_READING
-    stream = wrapper._current_stream()
-    wrapper._refuse_capture(stream)
-    plans = options is not None and split == (0, True)
-    geometry = None
-    if plans and options is not None and not (wrapper._is_graph or wrapper._is_probe):
-        geometry = wrapper._geometry(options)
-    reading = tables.begin(wrapper, found[0], geometry, stream)
-    reading.last = found[1]
-    return reading
+
+def _number_of(wrapper: BatchWrapper) -> int:
+    """What plans of a wrapper depend on besides their arguments, as a number."""
+    if wrapper._facts < 0:
+        workspace = wrapper._workspace
+        place = workspace.framework, workspace.device, wrapper._kv_layout
+        own = (getattr(wrapper, name, None) for name in ("_takes_sinks", "_in_elements"))
+        wrapper._facts = _numbers.setdefault((type(wrapper), *place, *own), len(_numbers))
+    return wrapper._facts
 
 
 def remember(
-    wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any, ...], given: Tables
+    wrapper: BatchWrapper,
+    arrays: Sequence[Any],
+    scalars: tuple[Any, ...],
+    page_size: int,
+    q_len: int = 0,
+    has_keys: bool = False,
 ) -> None:
-    """Let later plans of this signature be made by `plan_again`: this one was, of nothing else."""
+    """Let later plans of this signature be made by `plan_again`. The last one was.
+
+    q_len: rows of every request, 0 where qo_indptr says. has_keys: lengths are those of all keys.
+    """
     plan, workspace = wrapper._current, wrapper._workspace
     if wrapper._is_graph or wrapper._is_probe or wrapper._is_debugging():
         return
-    found = tables.find(given, workspace)
-    if plan is None or found is None or plan.geometry.spec.logits is not None:
+    # Offsets that count elements are left to the host.
+    if plan is None or getattr(wrapper, "_in_elements", False):
+        return
+    if workspace.framework not in ("torch", "cupy"):
+        return
+    if type(arrays[0]) is np.ndarray or workspace.device.kind == "cpu":
         return
     if not plan.geometry.given.given.is_constant or any(hasattr(x, "__dlpack__") for x in scalars):
         return
-    ids = arrays[1]
-    if ids is not None:
-        v = array.view(ids, "kv_indices")
-        if v.dtype is not dtypes.int32 or not is_contiguous(v) or v.device != workspace.device:
+    views = [None if x is None else array.view(x, "a table") for x in (*arrays, None)[:4]]
+    for v in views:
+        if v is None:
+            continue
+        is_read = v.device == workspace.device and v.framework == workspace.framework
+        if not is_read or v.dtype not in _IS_WIDE or not is_contiguous(v) or len(v.shape) != 1:
             return
-    like = array.view(arrays[0], "kv_indptr")
-    place = workspace.device, workspace.framework
-    checked = _Checked(plan.geometry, plan.split, found[0], given.lengths is not None, *place)
-    _CALLS.insert(arrays, (wrapper._facts, *scalars), checked, like, dtypes.int32, None, None)
+    kv_indptr, ids, lengths, rows = views
+    if kv_indptr is None or (ids is not None and ids.dtype is not dtypes.int32):
+        return
+    kind = read_tables.NO_LENGTHS
+    if lengths is not None and (page_size > 1 or has_keys):
+        kind = read_tables.KEYS if has_keys else read_tables.LAST_PAGE
+    read = rows, kv_indptr, None if kind == read_tables.NO_LENGTHS else lengths
+    facts = [x for v in read for x in ((0, False) if v is None else (v.ptr, _IS_WIDE[v.dtype]))]
+    tables = DeviceTables(tuple(facts), kind, 0, q_len, page_size)  # type: ignore[arg-type]
+    has = ids is not None, lengths is not None
+    checked = _Checked(
+        plan.geometry, plan.split, tables, *has, workspace.device, workspace.framework
+    )
+    key = _number_of(wrapper), *scalars
+    _CALLS.insert(arrays, key, checked, kv_indptr, dtypes.int32, None, None)

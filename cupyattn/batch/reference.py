@@ -10,8 +10,8 @@ from ..array import ArrayView
 from ..inputs import row_mask
 from ..inputs.cpu import Request, gather, tokens_first
 from ..inputs.kv_cache import Keys
-from .plan import Plan
 from .requests import Batch
+from .wrapper import Plan
 
 
 def requests_of(plan: Plan, keys: Keys, vmask: ArrayView | None) -> Iterator[Request]:

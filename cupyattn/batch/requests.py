@@ -249,7 +249,7 @@ def read_paged(
         )
     requests = BatchRequests(qo_len, kv_len, qo_indptr[:-1], kv_indptr[:-1], None, uniform)
     batch = Batch(requests, int(qo_indptr[-1]), 0, qo_indptr, kv_indptr, last, last_device)
-    read_page_ids(batch, view_page_ids(kv_indices, names), names, is_bounded)
+    _read_page_ids(batch, kv_indices, names, is_bounded)
     return batch
 
 
@@ -294,36 +294,26 @@ def _wrong_count(name: str, shape: Any, wanted: int) -> ArgumentError:
     return ArgumentError(f"{name}: shape is {list(shape)}; wanted [{wanted}], one for each request")
 
 
-def view_page_ids(kv_indices: Any, names: PageNames) -> np.ndarray | ArrayView:
-    """Ids of pages for read_page_ids: a NumPy array as it is, a view of any other."""
-    if type(kv_indices) is np.ndarray:
-        return kv_indices
-    return array.view(kv_indices, names.indices)
-
-
-def read_page_ids(
-    batch: Batch, kv_indices: np.ndarray | ArrayView, names: PageNames, is_bounded: bool
-) -> None:
-    """Give a batch its page table, checked; ids on the GPU only if `is_bounded`."""
+def _read_page_ids(batch: Batch, kv_indices: Any, names: PageNames, is_bounded: bool) -> None:
     needed, name = batch.num_page_ids, names.indices
-    v = kv_indices if type(kv_indices) is ArrayView else None
-    shape = kv_indices.shape
+    is_numpy = type(kv_indices) is np.ndarray
+    v = None if is_numpy else array.view(kv_indices, name)
+    shape = kv_indices.shape if v is None else v.shape
     if len(shape) != 1 or shape[0] < needed:
         raise ArgumentError(
             f"{name}: shape is {list(shape)}; wanted one dimension of at least {needed}, the "
             f"last offset of {names.indptr}"
         )
     if v is not None and v.device.kind == "cuda":
-        if v.dtype not in _TABLE_DTYPES:
+        if v.dtype not in (dtypes.int32, dtypes.int64):
             raise ArgumentError(f"{name}: dtype is {v.dtype}; wanted int32 or int64")
         batch.page_ids_device = v
         if not is_bounded:
             return
         ids = array.to_host(v)
     elif v is not None:
-        ids = v.owner.numpy() if v.framework == "torch" else array.as_numpy(v)
+        ids = kv_indices.numpy() if v.framework == "torch" else array.as_numpy(v)
     else:
-        assert isinstance(kv_indices, np.ndarray)
         ids = kv_indices
     if ids.dtype not in _INTEGERS:
         raise ArgumentError(f"{name}: dtype is {ids.dtype}; wanted int32 or int64")

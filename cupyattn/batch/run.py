@@ -35,10 +35,9 @@ from ..inputs.workspace import refuse_capture, same_device
 from ..launch.attention.bound_run import BoundRun
 from ..launch.driver import params
 from .logits import check as check_logits
-from .plan import Plan, Prepared
 from .reference import requests_of
 from .requests import Batch
-from .wrapper import BatchWrapper
+from .wrapper import BatchWrapper, Plan, Prepared
 
 
 class Scales(NamedTuple):

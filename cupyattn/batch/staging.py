@@ -76,30 +76,6 @@ class Staging:
                 block = self._blocks[self._turn] = _Block(size)
         return block.words
 
-    def write(
-        self, inner: Sequence[np.ndarray], outer: Sequence[tuple[np.ndarray, int]]
-    ) -> tuple[int, list[Copy], list[int]]:
-        """Write parts into a block, each from a 16-byte boundary on. Outer ones have addresses.
-
-        Returns the words that all inner parts take, the copies of the outer ones, and the places
-        (in words) of the inner ones.
-        """
-        places, total = [], 0
-        parts = [*inner, *(part for part, _ in outer)]
-        for part in parts:
-            places.append(total)
-            total += -(-part.size // 4) * 4
-        if total:
-            block = self.block(total)
-            for part, place in zip(parts, places, strict=True):
-                block[place : place + part.size] = part
-        end = places[len(inner)] if outer else total
-        copies = [
-            (place, part.size, target)
-            for (part, target), place in zip(outer, places[len(inner) :], strict=True)
-        ]
-        return end, copies, places[: len(inner)]
-
     def send(self, copies: Sequence[Copy], stream: int) -> None:
         """Enqueue copies out of the block that `block` returned last."""
         block = self._blocks[self._turn]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from ..core.tracing import Untraced
 from ..errors import ArgumentError, PlanError
 from ..inputs import geometry as batch_geometry
 from ..inputs.geometry import Geometry, PlanOptions, Variant, find_geometry, find_known
+from ..inputs.row_mask import NO_BITS, MaskBits
 from ..inputs.spec import Given
 from ..inputs.workspace import (
     int32_on_device,
@@ -35,13 +36,60 @@ from . import logits
 from .graph_buffers import GraphBuffers
 from .mask import NO_MASK, Mask
 from .own_workspace import enlarge, make_workspace, read_workspace
-from .plan import Plan, Prepared
 from .requests import Batch, require_row_limit
-from .staging import DeviceBuffer, Staging
-from .tables import NO_READING, NoReading, TableReading
+from .staging import Copy, DeviceBuffer, Staging
 from .threads import Turns
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(slots=True)
+class Prepared:
+    """One variant of a plan on the device: the addresses of its schedule (`words`) and of the keys
+    that are rotated before the run (`rotated`, 0 for none). `owner` keeps that memory. On the CPU,
+    which schedules to refuse what a GPU refuses, there is none."""
+
+    launcher: BatchLauncher
+    schedule: BatchSchedule
+    words: int = 0
+    owner: object = None
+    rotated: int = 0
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a run needs of the last plan().
+
+    split       (keys of a split or 0, whether keys may be split)
+    page_ids    address of the page table on the device, 0 for ragged keys and on the CPU
+    views       arrays of the caller that launches read besides those of the run
+    framework   of the workspace
+    is_uniform  whether the workspace and all views are of one framework, torch or CuPy
+    owner       of the thread that planned, see threads.py
+    bits        the mask on the device
+    logits      what the expressions of the plan read; `packed_logits` for launches
+    bound       launches of the last run that was in the call cache, see run.py
+    bounds      by (cached call, workspace, lengths)
+    by_q_len    the plan for other numbers of query rows, of which a run of decode may have any
+    """
+
+    geometry: Geometry
+    batch: Batch
+    split: tuple[int, bool]
+    capacity: Capacity | None
+    mask: Mask
+    framework: str
+    page_ids: int = 0
+    views: tuple[ArrayView, ...] = ()
+    bits: MaskBits = NO_BITS
+    logits: tuple[ArrayView, ...] = ()
+    packed_logits: bytes = params.NO_LOGITS_ARRAYS
+    is_uniform: bool = False
+    owner: object = None
+    prepared: dict[Variant, Prepared] = field(default_factory=dict)
+    bound: Any = field(default=None, init=False)
+    bounds: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False)
+    by_q_len: dict[int, Plan] = field(default_factory=dict, init=False)
 
 
 class _Known(NamedTuple):
@@ -82,8 +130,6 @@ class BatchWrapper(Untraced):
     """What all batch wrappers share; their own documentation says what the arguments are."""
 
     _rows_name = "qo_indptr"  # the argument of plan() that says how many rows there are
-    _takes_sinks = False  # run() takes sink and sm_scale after its arrays
-    _facts = -1  # a number for all that plans depend on besides their arguments (plan_again.py)
     # FlashInfer's users read and set these. They change nothing here.
     _int_workspace_buffer: Any = None
     _backend = "auto"
@@ -112,7 +158,7 @@ class BatchWrapper(Untraced):
         # Graph mode: words of the other variants that were ever run, which stay where they are.
         self._variant_words: dict[Variant, DeviceBuffer] = {}
         self._staging: Staging | None = None
-        self._is_probe, self._measured = False, (0, 0)
+        self._is_probe, self._measured, self._facts = False, (0, 0), -1
         self._given_buffers = buffers if self._is_graph else {}
         workspace, self._device = read_workspace(float_workspace_buffer)
         # A workspace of the wrapper's own becomes larger as plans need it.
@@ -131,7 +177,7 @@ class BatchWrapper(Untraced):
         is_on_gpu = workspace.device.kind == "cuda"
         self._current_stream = array.stream_reader(workspace) if is_on_gpu else int
         self._words = DeviceBuffer(workspace)
-        self._next_words = DeviceBuffer(workspace)  # of a list that the GPU makes
+        self._next_words = DeviceBuffer(workspace)  # of a list that the GPU makes (plan_again.py)
         self._rotated = DeviceBuffer(workspace)  # keys, where a plan rotates them ahead
         self._mask_words = DeviceBuffer(workspace)  # packed masks of bools, of runs
         self._turns.open(is_on_gpu)
@@ -261,11 +307,10 @@ class BatchWrapper(Untraced):
         mask: Mask,
         split: tuple[int, bool],
         arrays: tuple[ArrayView, ...] = (),
-        reading: TableReading | NoReading = NO_READING,
     ) -> None:
         """Make a batch the current plan; nothing changes if anything is wrong with it.
 
-        arrays: what the expressions of `given` read. reading: of its tables.
+        arrays: what the expressions of `given` read.
         """
         if self._is_probe:
             self._measured = self._sizes(given, batch, mask, split)
@@ -279,7 +324,7 @@ class BatchWrapper(Untraced):
             same_device(self._workspace, **logits.check(geometry.spec, batch, arrays))
             batch = logits.with_places(geometry.spec, batch)
         capacity = self._freeze(given, batch, mask, split) if self._is_graph else None
-        plan = Plan(geometry, batch, split, self._workspace.framework, capacity, mask)
+        plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
         if arrays and geometry.spec.logits is not None:
             plan.logits = plan.views = arrays
             plan.packed_logits = params.pack_logits_arrays((v.ptr, v.shape) for v in arrays)
@@ -288,29 +333,16 @@ class BatchWrapper(Untraced):
                 "logits_params: has other arrays than the first plan of this wrapper, which a "
                 "captured graph reads; write into those, or use a separate wrapper"
             )
-        # --- 2. Schedule, on the host where the GPU has not done it ---
-        self._take(plan, reading)
+        # --- 2. Schedule on the host ---
+        made = self._schedule(plan)
+        if given.device.kind == "cpu":
+            self._keep_on_cpu(plan)
+            plan.prepared = {variant: Prepared(*pair) for variant, pair in made.items()}
+        else:
+            self._upload(plan, made)
         if capacity is not None and self._frozen is None:
             self._frozen = given, capacity, split
             self._frozen_logits = plan.packed_logits
-
-    def _take(self, plan: Plan, reading: TableReading | NoReading) -> None:
-        """Make a checked plan the current one."""
-        batch = plan.batch
-        if reading.schedule is not None and batch.page_ids_device is not None:
-            self._adopt(plan, reading.schedule, self._next_words)
-            # The list of the plan before was kept, in case this one had failed.
-            self._words, self._next_words = self._next_words, self._words
-        else:
-            made = self._schedule(plan)
-            if self._workspace.device.kind == "cpu":
-                self._keep_on_cpu(plan)
-                plan.prepared = {variant: Prepared(*pair) for variant, pair in made.items()}
-            elif plan.capacity is plan.batch.page_ids is None and plan.mask is NO_MASK and made:
-                ((_, schedule),) = made.values()
-                self._adopt(plan, schedule, self._words)
-            else:
-                self._upload(plan, made)
         plan.owner = self._turns.begin()
         self._current = plan
 
@@ -398,46 +430,6 @@ class BatchWrapper(Untraced):
             self._outgrown.append(self._workspace)
             self._workspace = enlarge(self._workspace, need)
 
-    def _adopt(self, plan: Plan, schedule: BatchSchedule, words: DeviceBuffer) -> None:
-        """Launch by this schedule, and by ids of pages that are on the GPU; no graph reads them.
-
-        words: where the work list goes, or is if the GPU has made it.
-        """
-        views, page_ids, rotated = plan.logits, plan.batch.page_ids_device, 0
-        if page_ids is not None:
-            if not plan.is_uniform:
-                same_device(self._workspace, kv_indices=page_ids)
-                page_ids = int32_on_device(page_ids, "kv_indices")
-                array.acquire(self._workspace, page_ids)
-            plan.page_ids, views = page_ids.ptr, (*views, page_ids)
-        if not plan.is_uniform:
-            is_known = plan.framework in ("torch", "cupy")
-            plan.is_uniform = is_known and all(v.framework == plan.framework for v in views)
-        plan.views = views
-        if schedule.workspace_bytes:
-            self._enlarge_workspace(schedule.workspace_bytes)
-            require_workspace(self._workspace, schedule.workspace_bytes, "this plan")
-        if schedule.rotated_bytes:
-            rotated = self._reserve_rotated(schedule)
-        if words is self._words:
-            self._send(schedule.words, words)
-        (variant,), owner = self._variants(plan.geometry), (words.view, self._rotated.view)
-        launcher = plan.geometry.launchers[variant]
-        plan.prepared[variant] = Prepared(launcher, schedule, words.address, owner, rotated)
-
-    def _send(self, list_words: np.ndarray, buffer: DeviceBuffer) -> None:
-        """Enqueue the copy of a work list to the device."""
-        stream, size = self._current_stream(), list_words.size
-        self._refuse_capture(stream)
-        address, staging = buffer.reserve(size), self._pinned()
-        staging.block(size)[:size] = list_words
-        staging.send([(0, size, address)], stream)
-
-    def _pinned(self) -> Staging:
-        if self._staging is None:
-            self._staging = Staging(self._workspace.device.index)
-        return self._staging
-
     def _upload(self, plan: Plan, made: dict[Variant, tuple[BatchLauncher, BatchSchedule]]) -> None:
         """Bring schedules, page table and mask to the device: one copy, and what a graph reads."""
         batch, buffers = plan.batch, self._buffers
@@ -459,12 +451,13 @@ class BatchWrapper(Untraced):
                 inner.append(ids)
         if plan.mask is not NO_MASK:
             inner += plan.mask.device_parts(batch)
-        block, copies, places = self._pinned().write(inner, outer)
+        block, copies, places = self._write(inner, outer)
         base = self._reserve(block, batch)
         if block:
             copies.insert(0, (0, block, base))
         if copies:
-            self._pinned().send(copies, stream)
+            assert self._staging is not None
+            self._staging.send(copies, stream)
         # --- what a launch is told ---
         for variant, (launcher, schedule) in made.items():
             words = base if variant == default else self._variant_words[variant].address
@@ -521,6 +514,32 @@ class BatchWrapper(Untraced):
         spare = 8 * (batch.num_requests + 3) if self._buffers.mask is not None else 0
         return self._words.reserve(num_words + spare, exactly=True)
 
+    def _write(
+        self, inner: list[np.ndarray], outer: list[tuple[np.ndarray, int]]
+    ) -> tuple[int, list[Copy], list[int]]:
+        """Write parts into a staging block, each from a 16-byte boundary on.
+
+        Returns the words that all inner parts take, the copies of the outer ones, and the places
+        (in words) of the inner ones.
+        """
+        places, total = [], 0
+        parts = [*inner, *(part for part, _ in outer)]
+        for part in parts:
+            places.append(total)
+            total += -(-part.size // 4) * 4
+        if total:
+            if self._staging is None:
+                self._staging = Staging(self._workspace.device.index)
+            block = self._staging.block(total)
+            for part, place in zip(parts, places, strict=True):
+                block[place : place + part.size] = part
+        end = places[len(inner)] if outer else total
+        copies = [
+            (place, part.size, target)
+            for (part, target), place in zip(outer, places[len(inner) :], strict=True)
+        ]
+        return end, copies, places[: len(inner)]
+
     def _prepare(self, plan: Plan, variant: Variant) -> Prepared:
         """The plan for a variant, scheduled now if plan() did not do so."""
         found = plan.prepared.get(variant)
@@ -542,9 +561,10 @@ class BatchWrapper(Untraced):
         require_workspace(self._workspace, schedule.workspace_bytes, "this run")
         words = DeviceBuffer(self._workspace)
         address = words.reserve(schedule.words.size, exactly=True)
-        _, copies, _ = self._pinned().write([], [(schedule.words, address)])
+        _, copies, _ = self._write([], [(schedule.words, address)])
         if copies:
-            self._pinned().send(copies, stream)
+            assert self._staging is not None
+            self._staging.send(copies, stream)
         if self._is_graph:
             self._variant_words[variant] = words
         self._preferred = plan.geometry, variant
@@ -565,7 +585,7 @@ class BatchWrapper(Untraced):
         geometry = self._geometry(given)
         require_row_limit(batch, geometry.spec.group_size)
         capacity = self._capacity(batch, given.page_size) if self._is_graph else None
-        plan = Plan(geometry, batch, split, self._workspace.framework, capacity, mask)
+        plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)
         if batch.num_rows == 0 and capacity is None:
             return 0, 0
         _, schedule = self._schedule_variant(plan, self._variants(geometry)[0])

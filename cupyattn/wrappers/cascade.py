@@ -12,10 +12,9 @@ from .. import array
 from ..batch.graph_buffers import GraphBuffers
 from ..batch.levels import flatten, join_ids_on_device, join_ids_on_host, join_levels, read_levels
 from ..batch.mask import NO_MASK, Mask
-from ..batch.plan import Plan
 from ..batch.requests import Batch
 from ..batch.run import NO_SCALES, Scales, run
-from ..batch.wrapper import BatchWrapper, planning
+from ..batch.wrapper import BatchWrapper, Plan, planning
 from ..core import dtypes
 from ..errors import ArgumentError, UnsupportedError, WorkspaceError
 from ..inputs import geometry as batch_geometry

@@ -10,20 +10,10 @@ from .. import array
 from ..batch.logits import check as check_logits
 from ..batch.logits import with_places
 from ..batch.mask import NO_MASK
-from ..batch.plan import Plan
 from ..batch.plan_again import plan_again, remember
-from ..batch.plan_again import read as read_tables
-from ..batch.requests import (
-    PageNames,
-    read_page_ids,
-    read_paged,
-    require_row_limit,
-    view_page_ids,
-    with_q_len,
-)
+from ..batch.requests import PageNames, read_paged, require_row_limit, with_q_len
 from ..batch.run import NO_SCALES, Scales, run
-from ..batch.tables import Tables
-from ..batch.wrapper import BatchWrapper, planning
+from ..batch.wrapper import BatchWrapper, Plan, planning
 from ..core import parse
 from ..core.tracing import untraced
 from ..errors import PlanError
@@ -131,10 +121,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         last_page_len   int32 or int64 [B], 1 to page_size: tokens in the last page of each request.
                 A request without pages has no keys, and its rows answer 0.
         All three may be on the host or on the device. indptr and last_page_len are needed on the
-        host: from a device a launch brings them, which checks them and makes the list of work, and
-        which plan() waits for. indices on a device are read in place by the kernels (in graph mode they are copied
-        into the buffer), so they must not change before the runs are over; on the host they are
-        checked, and copied with the schedule.
+        host: plan() waits for what brings them from a device, and in later plans also checks them
+        there and makes the list of work. indices on a device are read in place by the kernels (in
+        graph mode they are copied into the buffer), so they must not change before the runs are
+        over; on the host they are checked, and copied with the schedule.
         num_qo_heads, num_kv_heads, head_dim, page_size  of the arrays that run() is going to get.
         q_data_type, kv_data_type, o_data_type  default float16, that of q, that of q; data_type is
                 the default of the first two.
@@ -153,23 +143,24 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         Raises ArgumentError, UnsupportedError, WorkspaceError (naming the bytes it needs) or
         PlanError (naming what a captured graph keeps); the last plan then stays in force.
         """
-        arrays = indptr, indices, last_page_len
+        given = indptr, indices, last_page_len
         scalars = (
             *(num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left),
             *(logits_soft_cap, q_data_type, kv_data_type, data_type, sm_scale, rope_scale),
             *(rope_theta, fixed_split_size, disable_split_kv, window_right, o_data_type),
             *(q_len_per_req, logits_transform, mask_fn, logits_params),
         )
-        q_data_type = data_type if q_data_type is None else q_data_type
-        kv_data_type = data_type if kv_data_type is None else kv_data_type
         # A right window of 0 is causality, in whose place a run may bring a mask.
         is_causal = parse.window(window_right, "window_right") == 0
         q_len = geometry.count(q_len_per_req, "q_len_per_req")
-        if plan_again(self, arrays, scalars):
+        if plan_again(self, given, scalars):
             self._q_len, self._is_causal = q_len, is_causal
             return
+        q_data_type = data_type if q_data_type is None else q_data_type
+        kv_data_type = data_type if kv_data_type is None else kv_data_type
         page_size = geometry.count(page_size, "page_size")
-        expression, logits_arrays = read_logits(logits_transform, mask_fn, logits_params)
+        expression, arrays = read_logits(logits_transform, mask_fn, logits_params)
+        batch = read_paged(q_len, *given, page_size, _NAMES, self._is_debugging())
         options = self._options(
             (num_qo_heads, num_kv_heads, head_dim, None),
             page_size,
@@ -191,17 +182,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 f"q_len_per_req: the first plan of this wrapper said {self._q_len} and this one "
                 f"says {q_len}, but a captured graph keeps it; use a separate wrapper"
             )
-        tables = Tables(q_len, indptr, last_page_len, page_size, _NAMES)
-        with read_tables(self, tables, options, split) as reading:
-            ids, is_debugging = view_page_ids(indices, _NAMES), self._is_debugging()
-            batch = reading.wait()
-        if batch is None:
-            given = q_len, indptr, ids, last_page_len, page_size
-            batch = read_paged(*given, _NAMES, is_debugging)
-        else:
-            read_page_ids(batch, ids, _NAMES, is_debugging)
-        self._install(options, batch, NO_MASK, split, logits_arrays, reading)
-        remember(self, arrays, scalars, tables)
+        self._install(options, batch, NO_MASK, split, arrays)
+        remember(self, given, scalars, page_size, q_len)
         self._q_len, self._is_causal = q_len, is_causal
 
     begin_forward = plan

@@ -12,17 +12,7 @@ from ..batch import latent
 from ..batch.latent import LatentScales, Names
 from ..batch.mask import NO_MASK
 from ..batch.plan_again import plan_again, remember
-from ..batch.plan_again import read as read_tables
-from ..batch.requests import (
-    PageNames,
-    host_integers,
-    on_host,
-    read_page_ids,
-    read_paged,
-    read_rows,
-    view_page_ids,
-)
-from ..batch.tables import Tables
+from ..batch.requests import PageNames, host_integers, on_host, read_paged, read_rows
 from ..batch.wrapper import BatchWrapper, planning
 from ..core import dtypes, parse
 from ..core.parse import require_int
@@ -194,39 +184,32 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
                 f"metadata: got {parse.shown(metadata)}; wanted MLAPlanMetadata.csr(...) or "
                 "MLAPlanMetadata.dense(...)"
             )
-        table = _csr_of(metadata, page_size)
-        given = table.qo_indptr, table.kv_indptr, table.kv_len_arr, page_size, _NAMES
-        arrays = table.kv_indptr, table.kv_indices, table.kv_len_arr, table.qo_indptr
+        given = metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr, metadata.qo_indptr
         scalars = (
             *(heads, ckv, kpe, page_size, causal, sm_scale, q_data_type, kv_data_type),
-            *(output_dtype, fixed_split_size, disable_split_kv),
+            *(output_dtype, fixed_split_size, disable_split_kv, metadata.block_tables),
         )
-        if plan_again(self, arrays, scalars):
+        if plan_again(self, given, scalars):
             self._lse_mode = lse_mode
             return
+        table = _csr_of(metadata, page_size)
         split = geometry.split_size(fixed_split_size, disable_split_kv, page_size)
-        dtype = "bfloat16" if q_data_type is None else q_data_type
-        tables = Tables(*given, has_keys=True)
-        with read_tables(self, tables) as reading:
-            options = self._options(
-                (heads, 1, ckv + kpe, ckv),
-                page_size,
-                (dtype, dtype if kv_data_type is None else kv_data_type),
-                causal=False if causal is None else causal,
-                sm_scale=sm_scale,
-                o_dtype=output_dtype,
-                latent=True,
-            )
-            ids, is_debugging = view_page_ids(table.kv_indices, _NAMES), self._is_debugging()
-            batch = reading.wait()
-        if batch is None:
-            rows, kv_indptr, kv_len = on_host(table.qo_indptr, table.kv_indptr, table.kv_len_arr)
-            own = read_rows(rows), kv_indptr, ids, kv_len, page_size
-            batch = read_paged(*own, _NAMES, is_debugging, has_lengths=True)
-        else:
-            read_page_ids(batch, ids, _NAMES, is_debugging)
+        tables = on_host(table.qo_indptr, table.kv_indptr, table.kv_len_arr)
+        rows, is_debugging = read_rows(tables[0]), self._is_debugging()
+        arrays = tables[1], table.kv_indices, tables[2]
+        batch = read_paged(rows, *arrays, page_size, _NAMES, is_debugging, has_lengths=True)
+        q_data_type = "bfloat16" if q_data_type is None else q_data_type
+        options = self._options(
+            (heads, 1, ckv + kpe, ckv),
+            page_size,
+            (q_data_type, q_data_type if kv_data_type is None else kv_data_type),
+            causal=False if causal is None else causal,
+            sm_scale=sm_scale,
+            o_dtype=output_dtype,
+            latent=True,
+        )
         self._install(options, batch, NO_MASK, split)
-        remember(self, arrays, scalars, tables)
+        remember(self, given, scalars, page_size, has_keys=True)
         if not self._is_probe:
             self._lse_mode = lse_mode
 

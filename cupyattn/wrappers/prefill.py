@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ..batch.mask import read_intervals, read_mask
+from ..batch.plan_again import plan_again, remember
 from ..batch.requests import (
     Batch,
     PageNames,
     on_host,
-    read_page_ids,
     read_paged,
     read_ragged,
     read_rows,
     require_same_lengths,
     require_same_offsets,
-    view_page_ids,
+    with_mask,
 )
 from ..batch.run import NO_SCALES, Scales, run
-from ..batch.tables import Tables
-from ..batch.wrapper import planning
+from ..batch.wrapper import BatchWrapper, planning
 from ..errors import UnsupportedError
 from ..inputs import geometry
+from ..inputs.logits import read as read_logits
 from ..typing import Array, Pages, Scale, run_returns_lse
-from .batch_prefill import BatchPrefill
 from .legacy import (
+    OlderCalls,
     accepts_old_plans,
     check_run,
     read_scales,
@@ -50,7 +51,41 @@ def _count_token(num_heads: Any, name: str, head_dim: Any) -> int:
     return geometry.count(num_heads, name) * geometry.count(head_dim, "head_dim_qk")
 
 
-class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
+class _BatchPrefill(BatchWrapper, OlderCalls):
+    """What both wrappers share: a plan may bring a mask, or multi-item scoring."""
+
+    _in_elements = False  # offsets of rows count elements
+    _takes_sinks = False  # run() takes sink and sm_scale after its arrays
+
+    def _num_qo_heads(self) -> int:
+        return self._require_plan().geometry.spec.num_qo_heads
+
+    def _plan(
+        self,
+        batch: Batch,
+        heads_and_dims: tuple[Any, Any, Any, Any],
+        page_size: int,
+        data_types: tuple[Any, Any],
+        masks: tuple[Any, Any],
+        items: tuple[Any, Any, Any, Any],
+        split: tuple[Any, Any],
+        logits: tuple[Any, Any, Any],
+        **given: Any,
+    ) -> None:
+        """Install a batch; the tuples hold arguments of plan() in its order."""
+        expression, arrays = read_logits(*logits)
+        mask = read_mask(*masks, read_intervals(batch, *items))
+        if self._takes_sinks:
+            given["sm_scale"] = 1.0
+        if mask.view is not None:
+            batch = with_mask(batch)
+        options = self._options(
+            heads_and_dims, page_size, data_types, mask.form, logits=expression, **given
+        )
+        self._install(options, batch, mask, geometry.split_size(*split, page_size or 1), arrays)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
     """Prefill or append attention of a batch over a paged KV cache: plan() once, run() per layer.
 
     float_workspace_buffer, kv_layout, use_cuda_graph, backend  as in
@@ -179,51 +214,55 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
 
         Raises as BatchDecodeWithPagedKVCacheWrapper.plan.
         """
+        given = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr
+        scalars = (
+            *(num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, custom_mask),
+            *(packed_custom_mask, causal, pos_encoding_mode, sm_scale, window_left),
+            *(logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type),
+            *(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
+            *(fixed_split_size, disable_split_kv, window_right, logits_transform, mask_fn),
+            logits_params,
+        )
+        if plan_again(self, given, scalars):
+            return
         page_size = geometry.count(page_size, "page_size")
         unit = 1
         if self._in_elements:
             unit = _count_token(num_qo_heads, "num_qo_heads", head_dim_qk)
-        is_debugging = self._is_debugging()
-
-        def read(landed: Batch | None) -> Batch:
-            if landed is not None:
-                ids = view_page_ids(paged_kv_indices, _NAMES)
-                read_page_ids(landed, ids, _NAMES, is_debugging)
-                return landed
-            last = None if page_size == 1 else paged_kv_last_page_len
-            rows, kv_indptr, last = on_host(qo_indptr, paged_kv_indptr, last)
-            last = paged_kv_last_page_len if last is None else last
-            lengths = kv_indptr, paged_kv_indices, last
-            batch = read_paged(
-                read_rows(rows, unit=unit), *lengths, page_size, _NAMES, is_debugging
-            )
-            if self._in_elements:
-                require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
-                require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
-            return batch
-
-        given = qo_indptr, paged_kv_indptr, paged_kv_last_page_len, page_size, _NAMES
-        self._plan(
-            None if self._in_elements else Tables(*given),
+        last = None if page_size == 1 else paged_kv_last_page_len
+        qo_indptr, paged_kv_indptr, last = on_host(qo_indptr, paged_kv_indptr, last)
+        batch = read_paged(
+            read_rows(qo_indptr, unit=unit),
+            paged_kv_indptr,
             paged_kv_indices,
-            read,
+            paged_kv_last_page_len if last is None else last,
+            page_size,
+            _NAMES,
+            self._is_debugging(),
+        )
+        if self._in_elements:
+            require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
+            require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
+        self._plan(
+            batch,
             (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
+            page_size,
             (q_data_type, kv_data_type),
             (custom_mask, packed_custom_mask),
             (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
             (fixed_split_size, disable_split_kv),
-            (logits_transform, mask_fn, logits_params),
-            page_size,
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             window_right=window_right,
+            logits=(logits_transform, mask_fn, logits_params),
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
             o_dtype=o_data_type,
         )
+        remember(self, given, scalars, page_size)
 
     begin_forward = plan
 
@@ -328,7 +367,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefill):
             )
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
+class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
     """Prefill or append attention of a batch over ragged keys: plan() once, run() for every layer.
 
     float_workspace_buffer, use_cuda_graph, backend, jit_args, jit_kwargs  as in
@@ -414,7 +453,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
 
         qo_indptr   int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
         kv_indptr   int32 or int64 [B + 1]: rows of k and v of each request. Both may be on the host
-                or on the device, from which a launch brings them that plan() waits for.
+                or on the device, from where plan() waits for them.
         num_qo_heads to head_dim_vo   of the arrays that run() is going to get; head_dim_vo defaults
                 to head_dim_qk.
         fixed_split_size        keys after which a request is split; the rest as in
@@ -424,6 +463,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
 
         Raises as BatchDecodeWithPagedKVCacheWrapper.plan.
         """
+        given = kv_indptr, None, None, qo_indptr
+        scalars = (
+            *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, custom_mask),
+            *(packed_custom_mask, causal, pos_encoding_mode, window_left, logits_soft_cap),
+            *(sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type),
+            *(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
+            *(fixed_split_size, disable_split_kv, v_indptr, o_indptr, window_right),
+            *(logits_transform, mask_fn, logits_params),
+        )
+        if plan_again(self, given, scalars):
+            return
         units = [1] * 4
         if self._in_elements:
             units = [
@@ -431,43 +481,34 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefill):
                 for dim in (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
                 for heads, name in ((num_qo_heads, "num_qo_heads"), (num_kv_heads, "num_kv_heads"))
             ]
-
-        def read(landed: Batch | None) -> Batch:
-            batch = landed
-            if batch is None:
-                rows, keys = on_host(qo_indptr, kv_indptr)
-                batch = read_ragged(read_rows(rows, unit=units[0]), keys, units[1])
-            if not o_indptr is v_indptr is None:
-                require_same_offsets(o_indptr, "o_indptr", batch.qo_indptr, units[2])
-                require_same_offsets(v_indptr, "v_indptr", batch.kv_indptr, units[3])
-            if self._in_elements:
-                require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
-                require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
-            return batch
-
-        tables = None
-        if o_indptr is v_indptr is None and not self._in_elements:
-            tables = Tables(qo_indptr, kv_indptr, None, 0, ("kv_indptr", "", ""))
+        qo_indptr, kv_indptr = on_host(qo_indptr, kv_indptr)
+        batch = read_ragged(read_rows(qo_indptr, unit=units[0]), kv_indptr, units[1])
+        if not o_indptr is v_indptr is None:
+            require_same_offsets(o_indptr, "o_indptr", batch.qo_indptr, units[2])
+            require_same_offsets(v_indptr, "v_indptr", batch.kv_indptr, units[3])
+        if self._in_elements:
+            require_same_lengths(seq_lens_q, "seq_lens_q", batch.requests.qo_len)
+            require_same_lengths(seq_lens, "seq_lens", batch.requests.kv_len)
         self._plan(
-            tables,
-            None,
-            read,
+            batch,
             (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
+            0,
             (q_data_type, kv_data_type),
             (custom_mask, packed_custom_mask),
             (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
             (fixed_split_size, disable_split_kv),
-            (logits_transform, mask_fn, logits_params),
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             window_right=window_right,
+            logits=(logits_transform, mask_fn, logits_params),
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
             o_dtype=o_data_type,
         )
+        remember(self, given, scalars, 0)
 
     begin_forward = plan
 

@@ -11,8 +11,8 @@ from helpers.on_gpu import same, scratch
 from helpers.poison import download, upload
 
 import cupyattn
-from cupyattn.batch import plan_again
 from cupyattn.errors import ArgumentError
+from cupyattn.wrappers import decode
 
 pytestmark = pytest.mark.gpu
 
@@ -123,10 +123,7 @@ def test_a_signature_is_found_again(xp: Any, monkeypatch: pytest.MonkeyPatch) ->
     w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(scratch(xp))
     first = batch_of(5)
     w.plan(*(upload(x, xp) for x in first.table), *HEADS, DIM, PAGE)
-    monkeypatch.setattr(plan_again, "read", None)
-    from cupyattn.wrappers import decode
-
-    monkeypatch.setattr(decode, "read_tables", None)
+    monkeypatch.setattr(decode, "read_paged", None)
     for seed in (6, 7):
         b = batch_of(seed)
         w.plan(*(upload(x, xp) for x in b.table), *HEADS, DIM, PAGE)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,7 +86,7 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
     replace(monkeypatch, array.to_host, _to_host)
     replace(monkeypatch, array.to_host_together, lambda views: [_to_host(v) for v in views])
 
-    def launch_reading(asked: Any, planner: Any, words: int, device: int, raw: int) -> Any:
+    def read(asked: Any, planner: Any, words: int, device: int, raw: int) -> np.ndarray:
         assert raw == fake_gpu.STREAM and device == 0
         stream.finish()  # the host waits for it
         numbers, made = device_tables.land(asked, planner)
@@ -95,9 +94,9 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
             assert made.size <= planner.num_words
             memory(words, np.dtype(np.int32), made.size)[...] = made
         stream.readings.append(bool(made.size))
-        return SimpleNamespace(take=lambda raw: numbers)
+        return numbers
 
-    replace(monkeypatch, read_tables.launch, launch_reading)
+    replace(monkeypatch, read_tables.read, read)
 
     def keeping(real: Callable[..., Any]) -> Callable[..., Any]:
         """`real`, which gives allocators, with every array that they make kept."""

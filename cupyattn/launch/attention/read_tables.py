@@ -93,26 +93,22 @@ class Planner:
 class Landing:
     """Pinned memory in which one launch at a time leaves numbers for the host."""
 
-    __slots__ = ("_memory", "_numbers", "_words", "address", "num_numbers", "size", "ticket")
+    __slots__ = ("_memory", "_words", "address", "numbers", "ticket")
 
     def __init__(self, num_numbers: int) -> None:
-        self.size = max(_LEAST_NUMBERS, 1 << (num_numbers - 1).bit_length())
-        self._numbers, self._memory = _alloc_pinned(self.size)
-        self._numbers[0] = self.ticket = self.num_numbers = 0
-        self.address = self._numbers.ctypes.data
-        self._words = memoryview(self._numbers)  # type: ignore[arg-type]
+        size = max(_LEAST_NUMBERS, 1 << (num_numbers - 1).bit_length())
+        self.numbers, self._memory = _alloc_pinned(size)
+        self.numbers[0] = self.ticket = 0
+        self.address = self.numbers.ctypes.data
+        self._words = memoryview(self.numbers)  # type: ignore[arg-type]
 
-    def take(self, stream: int) -> np.ndarray:
-        """int64: TablesHead, and what the launch has left behind it, once all is there."""
+    def wait(self, stream: int) -> None:
+        """Until the launch whose ticket was taken last has left all its numbers."""
         words, ticket = self._words, self.ticket
         for _ in range(_LOOKS):
             if words[0] == ticket:
-                break
-        else:
-            cuda().runtime.streamSynchronize(stream)  # raises what went wrong on the GPU
-        found = self._numbers[: self.num_numbers].copy()
-        _idle.append(self)
-        return found
+                return
+        cuda().runtime.streamSynchronize(stream)  # raises what went wrong on the GPU
 
 
 def _alloc_pinned(num_numbers: int) -> tuple[np.ndarray, object]:
@@ -126,10 +122,13 @@ def _alloc_pinned(num_numbers: int) -> tuple[np.ndarray, object]:
 _idle: list[Landing] = []
 
 
-def launch(
+def read(
     asked: DeviceTables, planner: Planner | None, words: int, device: int, stream: int
-) -> Landing:
-    """Enqueue the kernel. words: where the work list goes on the GPU."""
+) -> np.ndarray:
+    """int64: TablesHead, and what the kernel leaves behind it. The GPU is waited for.
+
+    words: where the planner's work list goes on the GPU.
+    """
     recording.spoil()
     tables, kind, num_requests, q_len, page_size = asked
     num_numbers = HEAD + 3 * num_requests + 1
@@ -139,9 +138,8 @@ def launch(
         landing = _idle.pop()
     except IndexError:
         landing = Landing(num_numbers)
-    if landing.size < num_numbers:
+    if landing.numbers.size < num_numbers:
         landing = Landing(num_numbers)
-    landing.num_numbers = num_numbers
     landing.ticket = ticket = landing.ticket + 1
     arguments = params.this_thread.launch_buffer
     packed = _NO_PLAN if planner is None else planner.packed
@@ -149,8 +147,15 @@ def launch(
         *(arguments.buffer, arguments.offset, *tables, landing.address, words, ticket),
         *(num_requests, q_len, page_size or 1, kind, packed),
     )
-    enqueue(_launch(device), arguments, device, stream)
-    return landing
+    try:
+        enqueue(_launch(device), arguments, device, stream)
+        landing.wait(stream)
+    except BaseException:  # an interrupt comes while the GPU still writes there
+        cuda().runtime.streamSynchronize(stream)
+        raise
+    found = landing.numbers[:num_numbers].copy()
+    _idle.append(landing)
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
