@@ -8,8 +8,9 @@ ones, or whose tables are wrong, is made as any other, and its errors say what i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from .staging import Staging
 from .wrapper import BatchWrapper, Plan, Prepared
 
 _IS_WIDE = {dtypes.int32: False, dtypes.int64: True}
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _Checked(NamedTuple):
@@ -36,6 +38,7 @@ class _Checked(NamedTuple):
 
     tables   those of the first one
     has_ids, has_lengths  whether there are pages, and lengths
+    state    attributes of the wrapper
     """
 
     geometry: Geometry
@@ -45,6 +48,7 @@ class _Checked(NamedTuple):
     has_lengths: bool
     device: Device
     framework: str
+    state: dict[str, Any]
 
 
 _CALLS: CallCache[_Checked] = CallCache(
@@ -57,20 +61,49 @@ _CALLS: CallCache[_Checked] = CallCache(
 _numbers: dict[tuple[object, ...], int] = {}
 
 
+def repeated(*tables: str, state: tuple[str, ...] = ()) -> Callable[[_F], _F]:
+    """Let plans be made by `plan_again`, where there was one with such arguments before.
+
+    tables: the first arguments of plan(): qo_indptr, if it takes that; kv_indptr; kv_indices and
+    lengths, if keys are in pages. state: attributes that plan() sets besides the plan.
+    """
+    count, has_rows = len(tables), tables[0] == "qo_indptr"
+    absent = [None] * (4 - count)
+
+    def decorate(plan: _F) -> _F:
+        @functools.wraps(plan)
+        def planned(wrapper: BatchWrapper, *args: Any, **kwargs: Any) -> None:
+            given, rest = args[:count], kwargs
+            if len(given) < count:
+                given += tuple(kwargs.get(name) for name in tables[len(given) :])
+                rest = {name: x for name, x in kwargs.items() if name not in tables}
+            is_on_host = type(given[0]) is np.ndarray or not getattr(given[0], "is_cuda", True)
+            if is_on_host or wrapper._is_graph or wrapper._is_probe:
+                plan(wrapper, *args, **kwargs)
+                return
+            arrays = (*given[1:], *absent, given[0]) if has_rows else given
+            scalars = (*args[count:], *rest.values(), *rest, _number_of(wrapper))
+            if not plan_again(wrapper, arrays, scalars):
+                plan(wrapper, *args, **kwargs)
+                kept = {name: getattr(wrapper, name) for name in state}
+                _remember(wrapper, arrays, scalars, "kv_len_arr" in tables, kept)
+
+        return planned  # type: ignore[return-value]
+
+    return decorate
+
+
 def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any, ...]) -> bool:
     """Plan, if there was such a plan(); else, or if anything is wrong, nothing changes.
 
-    arrays: kv_indptr, kv_indices, lengths and qo_indptr, as far as plan() takes them.
-    scalars: all its other arguments.
+    arrays: as _CALLS has them. scalars: all other arguments.
     """
     # --- 1. Find what passed the checks ---
-    if wrapper._is_graph or wrapper._is_probe:
-        return False
-    answer = _CALLS.lookup(arrays, (_number_of(wrapper), *scalars))
+    answer = _CALLS.lookup(arrays, scalars)
     if answer is None:
         return False
     found, (kv_indptr, ids, lengths, qo_indptr) = answer
-    geometry, split, first, has_ids, has_lengths, device, framework = found.call.checked
+    geometry, split, first, has_ids, has_lengths, device, framework, state = found.call.checked
     num_offsets, num_ids, num_lengths, num_rows = found.lengths
     count = num_offsets - 1
     fits = 0 < count <= read_tables.MOST_REQUESTS
@@ -107,6 +140,7 @@ def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any,
         plan.prepared[variant] = _prepared(wrapper, plan, launcher, planner, made, stream)
     plan.owner = wrapper._turns.begin()
     wrapper._current = plan
+    wrapper.__dict__.update(state)
     return True
 
 
@@ -173,49 +207,49 @@ def _number_of(wrapper: BatchWrapper) -> int:
     return wrapper._facts
 
 
-def remember(
+def _remember(
     wrapper: BatchWrapper,
     arrays: Sequence[Any],
     scalars: tuple[Any, ...],
-    page_size: int,
-    q_len: int = 0,
-    has_keys: bool = False,
+    has_keys: bool,
+    state: dict[str, Any],
 ) -> None:
-    """Let later plans of this signature be made by `plan_again`. The last one was.
+    """Let later plans of this signature be made by `plan_again`. The wrapper's plan was.
 
-    q_len: rows of every request, 0 where qo_indptr says. has_keys: lengths are those of all keys.
+    has_keys: lengths are those of all keys of a request.
     """
     plan, workspace = wrapper._current, wrapper._workspace
-    if wrapper._is_graph or wrapper._is_probe or wrapper._is_debugging():
+    if plan is None or wrapper._is_debugging() or workspace.device.kind == "cpu":
         return
+    spec, given = plan.geometry.spec, plan.geometry.given.given
+    is_plain = plan.mask is NO_MASK and spec.logits is None and given.is_constant
     # Offsets that count elements are left to the host.
-    if plan is None or getattr(wrapper, "_in_elements", False):
+    if not is_plain or getattr(wrapper, "_in_elements", False):
         return
-    if workspace.framework not in ("torch", "cupy"):
-        return
-    if type(arrays[0]) is np.ndarray or workspace.device.kind == "cpu":
-        return
-    if not plan.geometry.given.given.is_constant or any(hasattr(x, "__dlpack__") for x in scalars):
+    if any(hasattr(x, "__dlpack__") for x in scalars):
         return
     views = [None if x is None else array.view(x, "a table") for x in (*arrays, None)[:4]]
     for v in views:
-        if v is None:
-            continue
-        is_read = v.device == workspace.device and v.framework == workspace.framework
-        if not is_read or v.dtype not in _IS_WIDE or not is_contiguous(v) or len(v.shape) != 1:
+        if v is not None and not _is_read(v, workspace):
             return
     kv_indptr, ids, lengths, rows = views
     if kv_indptr is None or (ids is not None and ids.dtype is not dtypes.int32):
         return
     kind = read_tables.NO_LENGTHS
-    if lengths is not None and (page_size > 1 or has_keys):
+    if lengths is not None and (spec.page_size > 1 or has_keys):
         kind = read_tables.KEYS if has_keys else read_tables.LAST_PAGE
     read = rows, kv_indptr, None if kind == read_tables.NO_LENGTHS else lengths
     facts = [x for v in read for x in ((0, False) if v is None else (v.ptr, _IS_WIDE[v.dtype]))]
-    tables = DeviceTables(tuple(facts), kind, 0, q_len, page_size)  # type: ignore[arg-type]
+    q_len = 0 if rows is not None else plan.batch.requests.uniform
+    tables = DeviceTables(tuple(facts), kind, 0, q_len, spec.page_size)  # type: ignore[arg-type]
     has = ids is not None, lengths is not None
-    checked = _Checked(
-        plan.geometry, plan.split, tables, *has, workspace.device, workspace.framework
-    )
-    key = _number_of(wrapper), *scalars
-    _CALLS.insert(arrays, key, checked, kv_indptr, dtypes.int32, None, None)
+    place = workspace.device, workspace.framework
+    checked = _Checked(plan.geometry, plan.split, tables, *has, *place, state)
+    _CALLS.insert(arrays, scalars, checked, kv_indptr, dtypes.int32, None, None)
+
+
+def _is_read(v: ArrayView, workspace: ArrayView) -> bool:
+    """Whether the launch can read a table, as it is."""
+    is_there = v.device == workspace.device and v.framework == workspace.framework
+    is_there = is_there and v.framework in ("torch", "cupy")
+    return is_there and v.dtype in _IS_WIDE and len(v.shape) == 1 and is_contiguous(v)

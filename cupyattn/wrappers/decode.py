@@ -10,7 +10,7 @@ from .. import array
 from ..batch.logits import check as check_logits
 from ..batch.logits import with_places
 from ..batch.mask import NO_MASK
-from ..batch.plan_again import plan_again, remember
+from ..batch.plan_again import repeated
 from ..batch.requests import PageNames, read_paged, require_row_limit, with_q_len
 from ..batch.run import NO_SCALES, Scales, run
 from ..batch.wrapper import BatchWrapper, Plan, planning
@@ -82,6 +82,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         return self._use_tensor_cores
 
     @planning
+    @repeated("indptr", "indices", "last_page_len", state=("_q_len", "_is_causal"))
     def plan(
         self,
         indptr: Array,
@@ -143,24 +144,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         Raises ArgumentError, UnsupportedError, WorkspaceError (naming the bytes it needs) or
         PlanError (naming what a captured graph keeps); the last plan then stays in force.
         """
-        given = indptr, indices, last_page_len
-        scalars = (
-            *(num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left),
-            *(logits_soft_cap, q_data_type, kv_data_type, data_type, sm_scale, rope_scale),
-            *(rope_theta, fixed_split_size, disable_split_kv, window_right, o_data_type),
-            *(q_len_per_req, logits_transform, mask_fn, logits_params),
-        )
+        q_data_type = data_type if q_data_type is None else q_data_type
+        kv_data_type = data_type if kv_data_type is None else kv_data_type
         # A right window of 0 is causality, in whose place a run may bring a mask.
         is_causal = parse.window(window_right, "window_right") == 0
         q_len = geometry.count(q_len_per_req, "q_len_per_req")
-        if plan_again(self, given, scalars):
-            self._q_len, self._is_causal = q_len, is_causal
-            return
-        q_data_type = data_type if q_data_type is None else q_data_type
-        kv_data_type = data_type if kv_data_type is None else kv_data_type
         page_size = geometry.count(page_size, "page_size")
         expression, arrays = read_logits(logits_transform, mask_fn, logits_params)
-        batch = read_paged(q_len, *given, page_size, _NAMES, self._is_debugging())
+        tables = indptr, indices, last_page_len
+        batch = read_paged(q_len, *tables, page_size, _NAMES, self._is_debugging())
         options = self._options(
             (num_qo_heads, num_kv_heads, head_dim, None),
             page_size,
@@ -183,7 +175,6 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
                 f"says {q_len}, but a captured graph keeps it; use a separate wrapper"
             )
         self._install(options, batch, NO_MASK, split, arrays)
-        remember(self, given, scalars, page_size, q_len)
         self._q_len, self._is_causal = q_len, is_causal
 
     begin_forward = plan

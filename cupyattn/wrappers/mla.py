@@ -11,7 +11,7 @@ from .. import array
 from ..batch import latent
 from ..batch.latent import LatentScales, Names
 from ..batch.mask import NO_MASK
-from ..batch.plan_again import plan_again, remember
+from ..batch.plan_again import repeated
 from ..batch.requests import PageNames, host_integers, on_host, read_paged, read_rows
 from ..batch.wrapper import BatchWrapper, planning
 from ..core import dtypes, parse
@@ -102,6 +102,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         self._lse_mode = "base2"
 
     @planning
+    @repeated("qo_indptr", *_NAMES, state=("_lse_mode",))
     def plan(
         self,
         qo_indptr: Array | None = None,
@@ -184,14 +185,6 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
                 f"metadata: got {parse.shown(metadata)}; wanted MLAPlanMetadata.csr(...) or "
                 "MLAPlanMetadata.dense(...)"
             )
-        given = metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr, metadata.qo_indptr
-        scalars = (
-            *(heads, ckv, kpe, page_size, causal, sm_scale, q_data_type, kv_data_type),
-            *(output_dtype, fixed_split_size, disable_split_kv, metadata.block_tables),
-        )
-        if plan_again(self, given, scalars):
-            self._lse_mode = lse_mode
-            return
         table = _csr_of(metadata, page_size)
         split = geometry.split_size(fixed_split_size, disable_split_kv, page_size)
         tables = on_host(table.qo_indptr, table.kv_indptr, table.kv_len_arr)
@@ -209,7 +202,6 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             latent=True,
         )
         self._install(options, batch, NO_MASK, split)
-        remember(self, given, scalars, page_size, has_keys=True)
         if not self._is_probe:
             self._lse_mode = lse_mode
 

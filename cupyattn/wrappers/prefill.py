@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..batch.mask import read_intervals, read_mask
-from ..batch.plan_again import plan_again, remember
+from ..batch.plan_again import repeated
 from ..batch.requests import (
     Batch,
     PageNames,
@@ -137,6 +137,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             self._kv_layout = "HND"
 
     @planning
+    @repeated("qo_indptr", *_NAMES)
     @accepts_old_plans(slot=8)
     def plan(
         self,
@@ -214,17 +215,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
 
         Raises as BatchDecodeWithPagedKVCacheWrapper.plan.
         """
-        given = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, qo_indptr
-        scalars = (
-            *(num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, custom_mask),
-            *(packed_custom_mask, causal, pos_encoding_mode, sm_scale, window_left),
-            *(logits_soft_cap, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type),
-            *(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
-            *(fixed_split_size, disable_split_kv, window_right, logits_transform, mask_fn),
-            logits_params,
-        )
-        if plan_again(self, given, scalars):
-            return
         page_size = geometry.count(page_size, "page_size")
         unit = 1
         if self._in_elements:
@@ -262,7 +252,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             rope_theta=rope_theta,
             o_dtype=o_data_type,
         )
-        remember(self, given, scalars, page_size)
 
     begin_forward = plan
 
@@ -408,6 +397,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         self._in_elements = backend == "cudnn"
 
     @planning
+    @repeated("qo_indptr", "kv_indptr")
     @accepts_old_plans(slot=5)
     def plan(
         self,
@@ -463,17 +453,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
 
         Raises as BatchDecodeWithPagedKVCacheWrapper.plan.
         """
-        given = kv_indptr, None, None, qo_indptr
-        scalars = (
-            *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, custom_mask),
-            *(packed_custom_mask, causal, pos_encoding_mode, window_left, logits_soft_cap),
-            *(sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type),
-            *(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr),
-            *(fixed_split_size, disable_split_kv, v_indptr, o_indptr, window_right),
-            *(logits_transform, mask_fn, logits_params),
-        )
-        if plan_again(self, given, scalars):
-            return
         units = [1] * 4
         if self._in_elements:
             units = [
@@ -508,7 +487,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
             rope_theta=rope_theta,
             o_dtype=o_data_type,
         )
-        remember(self, given, scalars, 0)
 
     begin_forward = plan
 
