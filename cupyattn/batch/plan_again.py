@@ -8,6 +8,7 @@ ones, or whose tables are wrong, is made as any other, and its errors say what i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -34,20 +35,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _Checked(NamedTuple):
-    """What plans of one signature share.
-
-    tables   those of the first one
-    has_ids, has_lengths  whether there are pages, and lengths
-    state    attributes of the wrapper
-    """
+    """What plans of one signature share. tables: those of the first one. state: attributes of the
+    wrapper."""
 
     geometry: Geometry
     split: tuple[int, bool]
     tables: DeviceTables
-    has_ids: bool
-    has_lengths: bool
-    device: Device
-    framework: str
     state: dict[str, Any]
 
 
@@ -79,7 +72,7 @@ def repeated(*tables: str, state: tuple[str, ...] = ()) -> Callable[[_F], _F]:
                 rest = {name: x for name, x in kwargs.items() if name not in tables}
             is_on_host = type(given[0]) is np.ndarray or not getattr(given[0], "is_cuda", True)
             if is_on_host or wrapper._is_graph or wrapper._is_probe:
-                plan(wrapper, *args, **kwargs)
+                plan(wrapper, *map(_faster, args[:count]), *args[count:], **kwargs)
                 return
             arrays = (*given[1:], *absent, given[0]) if has_rows else given
             scalars = (*args[count:], *rest.values(), *rest, _number_of(wrapper))
@@ -93,6 +86,14 @@ def repeated(*tables: str, state: tuple[str, ...] = ()) -> Callable[[_F], _F]:
     return decorate
 
 
+def _faster(x: Any) -> Any:
+    """A tensor of torch on the CPU as a NumPy array, which takes less time to read."""
+    if not getattr(x, "is_cuda", True):
+        with contextlib.suppress(Exception):  # plan() says why it cannot be read
+            return x.numpy()
+    return x
+
+
 def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any, ...]) -> bool:
     """Plan, if there was such a plan(); else, or if anything is wrong, nothing changes.
 
@@ -103,23 +104,22 @@ def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any,
     if answer is None:
         return False
     found, (kv_indptr, ids, lengths, qo_indptr) = answer
-    geometry, split, first, has_ids, has_lengths, device, framework, state = found.call.checked
+    geometry, split, first, state = found.call.checked
+    (_, rows_wide, _, kv_wide, has_read, is_wide), kind, _, q_len, page_size = first
     num_offsets, num_ids, num_lengths, num_rows = found.lengths
     count = num_offsets - 1
-    fits = 0 < count <= read_tables.MOST_REQUESTS
-    fits = fits and (not has_lengths or num_lengths == count)
-    if not fits or (not first.q_len and num_rows != num_offsets):
+    fits = 0 < count <= read_tables.MOST_REQUESTS and (not page_size or num_lengths == count)
+    if not fits or (not q_len and num_rows != num_offsets):
         return False
     # --- 2. Read the tables ---
-    stream = found.call.current_stream()
+    stream, (device, framework) = found.call.current_stream(), _place_of(wrapper)
     wrapper._refuse_capture(stream)
-    (_, rows_wide, _, kv_wide, has_read, is_wide), kind, _, q_len, page_size = first
     given = qo_indptr, rows_wide, kv_indptr, kv_wide, lengths if has_read else 0, is_wide
     tables = DeviceTables(given, kind, count, q_len, page_size)
     planner, words = None, 0
     (variant,) = wrapper._variants(geometry)
     launcher = geometry.launcher(variant)
-    if has_ids and q_len and split == (0, True) and not variant.has_mask:
+    if page_size and q_len and split == (0, True) and not variant.has_mask:
         planner = read_tables.planner(launcher, count, q_len)
         if planner is not None:
             words = wrapper._next_words.reserve(planner.num_words)
@@ -128,12 +128,12 @@ def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any,
     if is_bad:
         return False
     batch = _batch_of(numbers, tables, least_rows if least_rows == most_rows else -1)
-    if has_ids and batch.num_page_ids > num_ids:
+    if page_size and batch.num_page_ids > num_ids:
         return False
     # --- 3. Make it the current plan ---
     require_row_limit(batch, geometry.spec.group_size)
     plan = Plan(geometry, batch, split, None, NO_MASK, framework, is_uniform=True)
-    if has_ids:
+    if page_size:
         view = ArrayView(ids, (num_ids,), (1,), dtypes.int32, device, framework, False, arrays[1])
         batch.page_ids_device, plan.page_ids, plan.views = view, ids, (view,)
     if batch.num_rows:
@@ -200,11 +200,14 @@ def _prepared(
 def _number_of(wrapper: BatchWrapper) -> int:
     """What plans of a wrapper depend on besides their arguments, as a number."""
     if wrapper._facts < 0:
-        workspace = wrapper._workspace
-        place = workspace.framework, workspace.device, wrapper._kv_layout
         own = (getattr(wrapper, name, None) for name in ("_takes_sinks", "_in_elements"))
-        wrapper._facts = _numbers.setdefault((type(wrapper), *place, *own), len(_numbers))
+        facts = type(wrapper), wrapper._kv_layout, *_place_of(wrapper), *own
+        wrapper._facts = _numbers.setdefault(facts, len(_numbers))
     return wrapper._facts
+
+
+def _place_of(wrapper: BatchWrapper) -> tuple[Device, str]:
+    return wrapper._workspace.device, wrapper._workspace.framework
 
 
 def _remember(
@@ -218,8 +221,8 @@ def _remember(
 
     has_keys: lengths are those of all keys of a request.
     """
-    plan, workspace = wrapper._current, wrapper._workspace
-    if plan is None or wrapper._is_debugging() or workspace.device.kind == "cpu":
+    plan, place = wrapper._current, _place_of(wrapper)
+    if plan is None or wrapper._is_debugging() or place[1] not in ("torch", "cupy"):
         return
     spec, given = plan.geometry.spec, plan.geometry.given.given
     is_plain = plan.mask is NO_MASK and spec.logits is None and given.is_constant
@@ -230,26 +233,20 @@ def _remember(
         return
     views = [None if x is None else array.view(x, "a table") for x in (*arrays, None)[:4]]
     for v in views:
-        if v is not None and not _is_read(v, workspace):
+        if v is None:
+            continue
+        is_read = (v.device, v.framework) == place and v.dtype in _IS_WIDE
+        if not is_read or len(v.shape) != 1 or not is_contiguous(v):
             return
     kv_indptr, ids, lengths, rows = views
     if kv_indptr is None or (ids is not None and ids.dtype is not dtypes.int32):
         return
-    kind = read_tables.NO_LENGTHS
-    if lengths is not None and (spec.page_size > 1 or has_keys):
-        kind = read_tables.KEYS if has_keys else read_tables.LAST_PAGE
-    read = rows, kv_indptr, None if kind == read_tables.NO_LENGTHS else lengths
+    kind = read_tables.KEYS if has_keys else read_tables.LAST_PAGE
+    if spec.page_size <= 1 and not has_keys:  # pages of one token are full
+        kind, lengths = read_tables.NO_LENGTHS, None
+    read = (rows, kv_indptr, lengths)
     facts = [x for v in read for x in ((0, False) if v is None else (v.ptr, _IS_WIDE[v.dtype]))]
     q_len = 0 if rows is not None else plan.batch.requests.uniform
     tables = DeviceTables(tuple(facts), kind, 0, q_len, spec.page_size)  # type: ignore[arg-type]
-    has = ids is not None, lengths is not None
-    place = workspace.device, workspace.framework
-    checked = _Checked(plan.geometry, plan.split, tables, *has, *place, state)
+    checked = _Checked(plan.geometry, plan.split, tables, state)
     _CALLS.insert(arrays, scalars, checked, kv_indptr, dtypes.int32, None, None)
-
-
-def _is_read(v: ArrayView, workspace: ArrayView) -> bool:
-    """Whether the launch can read a table, as it is."""
-    is_there = v.device == workspace.device and v.framework == workspace.framework
-    is_there = is_there and v.framework in ("torch", "cupy")
-    return is_there and v.dtype in _IS_WIDE and len(v.shape) == 1 and is_contiguous(v)

@@ -149,9 +149,8 @@ class EmulatedGpu:
     def has_launched(self, name: str) -> bool:
         return any(launch.name == name for launch in self.launches)
 
-    def alloc_landing(self, num_numbers: int) -> tuple[np.ndarray, object]:
-        numbers = self.empty((num_numbers,), np.dtype(np.int64))
-        return numbers, numbers
+    def alloc_landing(self) -> np.ndarray:
+        return self.empty((read_tables.MOST_NUMBERS,), np.dtype(np.int64))
 
     def read(self, x: np.ndarray, name: str) -> ArrayView:
         """The view of a NumPy array, which is on this GPU."""

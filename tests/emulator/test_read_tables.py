@@ -79,7 +79,7 @@ def read(
     sizes = of.kind, len(of.kv_steps), 0 if of.rows is not None else of.q_len, of.page_size
     asked = DeviceTables(tuple(tables), *sizes)
     numbers = read_tables.read(asked, planner, address, 0, gpu.STREAM)
-    assert numbers[0] == 1, "the ticket of a first launch"
+    assert numbers[0] > 0, "no ticket"
     return numbers, words
 
 

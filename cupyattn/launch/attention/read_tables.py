@@ -6,6 +6,7 @@ The host waits for them. Of a decode the kernel also writes the work list.
 from __future__ import annotations
 
 import functools
+import itertools
 import platform
 import struct
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from .layout import BatchSchedule
 _THREADS = 512
 CONFIG = jit.Config({"kThreads": _THREADS})
 # One block reads them all, so that more are read faster by copies.
-MOST_REQUESTS = 8192
+MOST_REQUESTS = 4096
 # What `lengths` hold: nothing, the tokens of the last page of each request, or its keys.
 NO_LENGTHS, LAST_PAGE, KEYS = range(3)
 
@@ -37,7 +38,7 @@ _PLANNED = struct.Struct("<6i 7d")
 _PARAMS = struct.Struct(f"<9Q 4i {_PLANNED.size}s")
 HEAD = 8  # numbers of TablesHead
 _NO_PLAN = bytes(_PLANNED.size)
-_LEAST_NUMBERS = 4096
+MOST_NUMBERS = HEAD + 5 * MOST_REQUESTS + 2
 # Looks at the ticket before the driver is asked to wait, some 50 us. Only x86 sees what the GPU
 # writes in its order.
 _LOOKS = 1000 if platform.machine() in ("x86_64", "AMD64") else 0
@@ -90,36 +91,17 @@ class Planner:
         return found
 
 
-class Landing:
-    """Pinned memory in which one launch at a time leaves numbers for the host."""
-
-    __slots__ = ("_memory", "_words", "address", "numbers", "ticket")
-
-    def __init__(self, num_numbers: int) -> None:
-        size = max(_LEAST_NUMBERS, 1 << (num_numbers - 1).bit_length())
-        self.numbers, self._memory = _alloc_pinned(size)
-        self.numbers[0] = self.ticket = 0
-        self.address = self.numbers.ctypes.data
-        self._words = memoryview(self.numbers)  # type: ignore[arg-type]
-
-    def wait(self, stream: int) -> None:
-        """Until the launch whose ticket was taken last has left all its numbers."""
-        words, ticket = self._words, self.ticket
-        for _ in range(_LOOKS):
-            if words[0] == ticket:
-                return
-        cuda().runtime.streamSynchronize(stream)  # raises what went wrong on the GPU
+# Pinned memory in which one launch at a time leaves numbers: as an array, a view, an address. Lists
+# are safe for threads, and for a signal handler that plans.
+_idle: list[tuple[np.ndarray, memoryview, int]] = []
+_tickets = itertools.count(1)
 
 
-def _alloc_pinned(num_numbers: int) -> tuple[np.ndarray, object]:
+def _alloc_pinned() -> np.ndarray:
     from cupy.cuda import alloc_pinned_memory
 
-    memory = alloc_pinned_memory(8 * num_numbers)
-    return np.frombuffer(memory, np.int64, num_numbers), memory
-
-
-# Those that no launch writes. Lists are safe for threads, and for a signal handler that plans.
-_idle: list[Landing] = []
+    # The array keeps the memory.
+    return np.frombuffer(alloc_pinned_memory(8 * MOST_NUMBERS), np.int64, MOST_NUMBERS)
 
 
 def read(
@@ -131,29 +113,30 @@ def read(
     """
     recording.spoil()
     tables, kind, num_requests, q_len, page_size = asked
-    num_numbers = HEAD + 3 * num_requests + 1
-    if not q_len:
-        num_numbers += 2 * num_requests + 1
     try:
         landing = _idle.pop()
     except IndexError:
-        landing = Landing(num_numbers)
-    if landing.numbers.size < num_numbers:
-        landing = Landing(num_numbers)
-    landing.ticket = ticket = landing.ticket + 1
-    arguments = params.this_thread.launch_buffer
-    packed = _NO_PLAN if planner is None else planner.packed
+        made = _alloc_pinned()
+        made[0] = 0
+        landing = made, memoryview(made), made.ctypes.data  # type: ignore[arg-type]
+    numbers, seen, address = landing
+    arguments, ticket = params.this_thread.launch_buffer, next(_tickets)
     _PARAMS.pack_into(
-        *(arguments.buffer, arguments.offset, *tables, landing.address, words, ticket),
-        *(num_requests, q_len, page_size or 1, kind, packed),
+        *(arguments.buffer, arguments.offset, *tables, address, words, ticket),
+        *(num_requests, q_len, page_size or 1, kind),
+        _NO_PLAN if planner is None else planner.packed,
     )
     try:
         enqueue(_launch(device), arguments, device, stream)
-        landing.wait(stream)
+        for _ in range(_LOOKS):
+            if seen[0] == ticket:
+                break
+        else:
+            cuda().runtime.streamSynchronize(stream)  # raises what went wrong on the GPU
     except BaseException:  # an interrupt comes while the GPU still writes there
         cuda().runtime.streamSynchronize(stream)
         raise
-    found = landing.numbers[:num_numbers].copy()
+    found = numbers[: HEAD + (3 if q_len else 5) * num_requests + 2].copy()
     _idle.append(landing)
     return found
 
