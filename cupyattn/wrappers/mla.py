@@ -11,6 +11,7 @@ from .. import array
 from ..batch import latent
 from ..batch.latent import LatentScales, Names
 from ..batch.mask import NO_MASK
+from ..batch.plan_again import repeated
 from ..batch.requests import PageNames, host_integers, on_host, read_paged, read_rows
 from ..batch.wrapper import BatchWrapper, planning
 from ..core import dtypes, parse
@@ -101,6 +102,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         self._lse_mode = "base2"
 
     @planning
+    @repeated("qo_indptr", *_NAMES, state=("_lse_mode",))
     def plan(
         self,
         qo_indptr: Array | None = None,

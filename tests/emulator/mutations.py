@@ -212,6 +212,18 @@ PORTABLE = (
         "",
         "device plans",
     ),
+    # Tables of plans, and lists by them.
+    Mutation("too-many-keys", "found.is_good && found.keys <= kMostLength", "true", "bad tables"),
+    Mutation("longest-last", "- (", "+ (", "tables"),
+    Mutation("ranks-read-late", _BARRIER, "", "tables"),
+    Mutation("states-of-whole-requests", "- (place - tile.split_tile)", "", "tables"),
+    Mutation("list-outgrows-its-room", "return;", "{}", "list without room"),
+    Mutation(
+        "ticket-not-written",
+        "ptx::store_release_system(landing, params.ticket);",
+        "",
+        "tables",
+    ),
     Mutation("end-counts-as-inside", "> x", ">= x", "device plans"),
     Mutation(
         "spare-items-kept", "zeros", "i < kChunks * items ? zeros : chunks[i]", "device plans"

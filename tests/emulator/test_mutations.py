@@ -35,6 +35,7 @@ from . import (
     test_plan_batch,
     test_planless,
     test_prefill_sm90,
+    test_read_tables,
     test_serving,
     test_wide,
     wide,
@@ -252,6 +253,14 @@ def _serving(**facts: object) -> None:
         test_serving.compare_metadata(*step, **facts)
 
 
+def _tables(check: Callable[[gpu.EmulatedGpu], None]) -> Callable[..., None]:
+    def catch(**facts: object) -> None:
+        with gpu.plugged_in(**facts) as emulated:
+            check(emulated)
+
+    return catch
+
+
 CATCHERS: dict[str, Callable[..., None]] = {
     "prefill": _single(),
     "largest probability": lambda **facts: test_attention.check_largest_probability(
@@ -320,6 +329,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "slots": _slots,
     "wide values": _wide_values,
     "serving": _serving,
+    "tables": _tables(test_read_tables.check_random),
+    "bad tables": _tables(test_read_tables.check_bad),
+    "list without room": _tables(test_read_tables.check_list_without_room),
     "device plans": _plans(
         _SPLIT_PLAN,
         replace(_SPLIT_PLAN, shape=replace(_SPLIT_PLAN.shape, tile_q=64, state_cost=4.0)),

@@ -20,13 +20,13 @@ from cupyattn.array import match
 from cupyattn.batch import staging
 from cupyattn.core import dtypes
 from cupyattn.inputs import call_cache, geometry, latent, workspace
-from cupyattn.launch.attention import batch
+from cupyattn.launch.attention import batch, read_tables
 from cupyattn.launch.driver import params
 from cupyattn.launch.ops import packbits
 from cupyattn.schedule.batch import WORK_FIELDS
 from cupyattn.wrappers import shared_prefix
 
-from . import fake_gpu
+from . import device_tables, fake_gpu
 from .patching import replace_all
 
 PINNED = 1 << 44  # no address of the host's
@@ -40,6 +40,7 @@ class Stream:
         self.added = self.done = self.launches = 0
         self.copies: list[tuple[int, int, int]] = []
         self.waits = 0
+        self.readings: list[bool] = []  # of tables, and whether a list was made
         # What a GPU's allocators give back in stream order, the host's do at once.
         self.kept: list[Any] = []
 
@@ -83,6 +84,16 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(staging, "_make_event", lambda: Event(stream))
     monkeypatch.setattr(staging, "_alloc_pinned", _alloc)
 
+    def read(asked: Any, planner: Any, words: int, device: int, raw: int) -> np.ndarray:
+        assert raw == fake_gpu.STREAM and device == 0
+        stream.finish()  # the host waits for it
+        numbers, made = device_tables.land(asked, planner)
+        if made.size:
+            assert made.size <= planner.num_words
+            memory(words, np.dtype(np.int32), made.size)[...] = made
+        stream.readings.append(bool(made.size))
+        return numbers
+
     def keeping(real: Callable[..., Any]) -> Callable[..., Any]:
         """`real`, which gives allocators, with every array that they make kept."""
 
@@ -103,6 +114,7 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
         (array.to_host_together, lambda views: [_to_host(v) for v in views]),
         *((real, keeping(real)) for real in (array.allocator, call_cache._maker)),
         (workspace.int32_on_device, _narrow),
+        (read_tables.read, read),
     )
     monkeypatch.setattr(packbits, "launch", lambda *a, **named: _packbits(stream, *a, **named))
     monkeypatch.setattr(batch.BatchLauncher, "bind", lambda *a: BoundRun(stream, *a))
@@ -209,7 +221,9 @@ def _compute(
     latent: bytes = b"",
 ) -> None:
     assert words % 16 == 0 and workspace % 16 == 0
-    on_device = memory(words, np.dtype(np.int32), schedule.words.size)
+    # The words of a list that the device has made are only there.
+    size = max((schedule.words.size, *(part.merges // 4 for part in schedule.parts)))
+    on_device = memory(words, np.dtype(np.int32), size)
     steps = params.STRIDES.unpack(strides)
     pointers = params.OPTIONAL.unpack(optional)
     problem = launcher.problem

@@ -38,7 +38,7 @@ from ..driver import params
 from ..driver.enqueue import Launch, cuda
 from ..tiles import sm90
 from ..tiles.config import TileConfig
-from ..tiles.select import FEW, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
+from ..tiles.select import DECODE, FEW, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
 from . import rotate_batch, rotate_keys, tma_sm90
 from .bound_run import BoundRun, Step, in_order
 from .kernels import (
@@ -114,6 +114,27 @@ class BatchLauncher:
             return found.schedule(requests)
         return self._schedule(requests, splitting, capacity)
 
+    def choose_for_any_length(self, num_requests: int, qo_len: int) -> tuple[str, TileShape] | None:
+        """`choose` for decode of so many requests, whatever their lengths; None if those decide, or
+        it is no decode."""
+        most_rows = qo_len * self.group_size
+        if row_class(most_rows) != DECODE or self._is_debugging():
+            return None
+        shape = self._kernels.choose_for_any_length(num_requests * self.num_kv_heads, most_rows)
+        return None if shape is None else (DECODE, shape)
+
+    def schedule_planned(
+        self, rows: str, shape: TileShape, made: Limits, most_parts: int
+    ) -> BatchSchedule:
+        """The launches of a list that the device has made, whose words it has written.
+
+        most_parts: of a tile.
+        """
+        if most_parts > MOST_PARTS:
+            shape = self._kernels.merged_if_many(shape)
+        part, _, workspace_bytes = self._layout.part(rows, self._reserved(rows, shape, made), 0, 0)
+        return BatchSchedule(_NO_MERGES, workspace_bytes, (part,))
+
     def _key_of_equal(
         self, requests: BatchRequests, splitting: Splitting, capacity: Capacity | None
     ) -> tuple[object, ...] | None:
@@ -130,14 +151,15 @@ class BatchLauncher:
             return None
         most = uniform if capacity is None else max(uniform, capacity.max_qo_len)
         is_long = most * self.group_size > MOST_ROWS[VERIFY]
-        # One prompt may need no list, and rotated keys take room by where they are.
-        is_prompt = kv_len.size == 1 and not self.problem.is_wide
-        if is_long and (is_prompt or self._keys.rope_table):
+        if is_long and self._keys.rope_table:  # rotated keys take room by where they are
             return None
         # No tile is shorter than 16 keys. A window begins anywhere in one, and so do the last keys
         # that a tile of some of the rows sees.
         is_exact = is_long or self.masking.window_left >= 0
-        return uniform, kv_len.size, first if is_exact else -(-first // 16), splitting, capacity
+        tiles = first if is_exact else -(-first // 16)
+        # One prompt whose keys come first may need no list.
+        is_first = kv_len.size == 1 and not requests.kv_start[0]
+        return uniform, kv_len.size, tiles, is_first, splitting, capacity
 
     def _schedule(
         self, requests: BatchRequests, splitting: Splitting, capacity: Capacity | None

@@ -149,7 +149,8 @@ class EqualRequests:
         items = self._items(words)
         items[:, _KV_START] = requests.kv_start.take(self._requests)
         items[:, _KV_LEN] = longest = int(requests.kv_len[0])
-        return BatchSchedule(words, made.workspace_bytes, made.parts, longest=longest)
+        shared = made.workspace_bytes, made.parts
+        return BatchSchedule(words, *shared, longest=longest, only=made.only)
 
 
 class Layout:
