@@ -38,6 +38,7 @@ from ..inputs.workspace import int32_on_device, num_bytes, view_workspace
 from ..launch.attention import pad_lse, plan_batch
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.bound_run import BoundRun
+from ..launch.attention.layout import BatchSchedule
 from ..launch.attention.pad_lse import Padding
 from ..launch.attention.plan_batch import DevicePlan, IndexFormat, Lengths
 from ..launch.driver import params, scratch
@@ -60,10 +61,16 @@ _MANY_ROWS = 65
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What launches of calls with equal signature share; see planless.call.Prepared."""
+    """What launches of calls with equal signature share; see planless.call.Prepared.
+
+    plan      None for lists of one length, which need none
+    partials  where partial states begin, in bytes into the workspace
+    """
 
     launcher: BatchLauncher
-    plan: DevicePlan
+    plan: DevicePlan | None
+    schedule: BatchSchedule
+    partials: int
     padding: Padding | None
     lse_rows: int
     num_bytes: int
@@ -89,23 +96,23 @@ class _Prepared:
         optional = params.NO_OPTIONAL
         if rows or sinks or scale_q or scale_v:
             # The planner repeats scales for all heads, in the workspace.
-            of_q, _, of_v = plan.scales
+            of_q, _, of_v = (0, 0, 0) if plan is None else plan.scales
             optional = params.OPTIONAL.pack(
                 *(rows, 0, sinks, scale_q and workspace + of_q, 0, scale_v and workspace + of_v),
                 *(0, params.NO_LOGITS_ARRAYS),
             )
-        plan_batch.launch(plan, planned, indices, (scale_q, 0, scale_v), device, stream)
+        if plan is not None:
+            plan_batch.launch(plan, planned, indices, (scale_q, 0, scale_v), device, stream)
         second = self.second.pack(q, q_rope, k, k_rope)
         attention.launch(q, k, k, out, optional, stream, second)
         if self.padding is not None:
             pad_lse.launch(self.padding, planned, indices, rows, lse, device, stream)
 
     def _bind(self, workspace: int, block_tables: int) -> tuple[bytes, BoundRun]:
-        plan = self.plan
         attention = self.launcher.bind(
-            plan.schedule,
+            self.schedule,
             workspace,
-            workspace + plan.partials,
+            workspace + self.partials,
             self.strides,
             self.num_pages,
             block_tables,
@@ -116,7 +123,8 @@ class _Prepared:
         )
         if len(self.bound) >= _MAX_BOUND:
             self.bound.clear()
-        found = plan_batch.bind(plan, workspace), attention
+        planned = b"" if self.plan is None else plan_batch.bind(self.plan, workspace)
+        found = planned, attention
         self.bound[workspace, block_tables] = found
         return found
 
@@ -320,6 +328,7 @@ def _check(arrays: Arrays, options: Options) -> Call:
         queries=queries,
         pages=pages,
         table=table,
+        has_whole_lists=options.is_list and arrays.kv_lens is None and kv_starts is None,
         kv_lens=kv_lens,
         qo_offsets=offsets,
         kv_offsets=kv_starts,
@@ -516,8 +525,12 @@ def _prepare(call: Call) -> _Prepared:
     prescale_logits = call.scales[0] is not None or options.sm_scale <= 0.0
     variant = Variant(is_aligned, prescale_logits, key_scales=options.key_scales)
     launcher = call.geometry.launcher(variant)
-    plan = _plan(launcher, call.lengths)
-    padding, lse_rows, size = None, 0, plan.num_bytes
+    plan, schedule, partials = None, _schedule_lists(call, launcher), 0
+    if schedule is None:
+        plan = _plan(launcher, call.lengths)
+        schedule, partials = plan.schedule, plan.partials
+    size = partials + schedule.workspace_bytes
+    padding, lse_rows, list_step = None, 0, call.lengths.kv_step
     lse_strides = (0, 0) if vlse is None else tuple(vlse.strides[-2:])
     if options.pads_lse and vlse is not None:
         padding = pad_lse.prepare(vlse.shape, vlse.strides, launcher.device_index)
@@ -526,14 +539,23 @@ def _prepare(call: Call) -> _Prepared:
     return _Prepared(
         launcher,
         plan,
+        schedule,
+        partials,
         padding,
         lse_rows,
         size,
         latent.pack_strides(queries, pages, vout, lse_strides),  # type: ignore[arg-type]
-        latent.second_parts(queries, pages, options.rope_scale),
+        latent.second_parts(queries, pages, options.rope_scale, list_step),
         pages.latent.shape[0],
         (options.sm_scale, options.output_scale),
     )
+
+
+def _schedule_lists(call: Call, launcher: BatchLauncher) -> BatchSchedule | None:
+    """The launches of lists that are all as long as the table; None for other calls."""
+    if not call.has_whole_lists or call.scales != (None, None):
+        return None
+    return launcher.schedule_lists(*call.table.shape)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -94,12 +94,16 @@ class Options(NamedTuple):
 @dataclass(slots=True)
 class Call:
     """A checked call. Views of q, out and lse have their leading axes merged; a padded LSE is
-    viewed as [B, q_len, heads]."""
+    viewed as [B, q_len, heads].
+
+    has_whole_lists  block_tables names keys, and all of them count
+    """
 
     options: Options
     queries: Parts
     pages: Parts
     table: ArrayView
+    has_whole_lists: bool
     kv_lens: ArrayView
     qo_offsets: ArrayView | None
     kv_offsets: ArrayView | None

@@ -236,7 +236,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         strides,
         0,
         0,
-        0,
+        len(merges),
         0,
         structs.pack_constants(spec, sm_scale=scale, output_scale=1.0),
     )

@@ -100,6 +100,15 @@ class LaunchPart:
     has_counters: bool = True
 
 
+class Uniform(NamedTuple):
+    """Rows and keys of each of equal requests; the tiles of all, and the splits of each."""
+
+    qo_len: int
+    kv_len: int
+    num_tiles: int
+    num_splits: int = 1
+
+
 @dataclass(slots=True)
 class BatchSchedule:
     """One plan, ready for launches; nobody changes it.
@@ -109,8 +118,9 @@ class BatchSchedule:
     workspace_bytes  scratch for partial states and for what is found of masks (16-byte aligned)
     positions        bytes into the words, where the positions of rows are; -1 without any
     longest          the most keys of a request
-    only             of a batch of one request whose keys are not split, for prefill_sm90: its rows
-                     and keys, and its tiles; the kernel then reads no work list. None: any other
+    uniform          where the kernel reads no work list, because the grid says who does what: for
+                     prefill_sm90 one request whose keys are not split, for lists of keys any
+                     number of equal lengths. None: any other
     rotated          rows of k, or pages, that are rotated ahead of the launches, and the bytes that
                      takes; 0 if none are
     """
@@ -122,7 +132,7 @@ class BatchSchedule:
     longest: int = 0
     rotated: int = 0
     rotated_bytes: int = 0
-    only: tuple[int, int, int] | None = None
+    uniform: Uniform | None = None
 
 
 class EqualRequests:
@@ -236,9 +246,9 @@ class Layout:
             launches = tuple(
                 (Launch(function, grid, *size, cluster=cluster), first) for grid, first in grids
             )
-        merge = None
+        merge, levels = None, reserved.levels
         if reserved.split_tiles:
-            merged = kernel.kinds[0]
+            merged, levels = kernel.kinds[0], (reserved.split_tiles, 0)
             num_rows = reserved.split_tiles * merged.tile_q
             merge = merge_splits.prepare(
                 self._problem, merged, num_rows, heads, self._device_index, reserved.keeps_order
@@ -261,7 +271,7 @@ class Layout:
             counters,
             workspace_bytes,
             partial_lse,
-            reserved.levels,
+            levels,
             persistent,
             mask_maps,
             persistent is not None or reserved.counters > 0 or not reserved.split_tiles,

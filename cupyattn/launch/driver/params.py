@@ -44,9 +44,9 @@ PLANNED = struct.Struct(
 RUN = struct.Struct(f"<4Q {OPTIONAL.size}s {PLANNED.size}s")
 
 # kernels/cupyattn/params/latent.cuh: what follows ATTENTION. q_rope, k_rope; strides of a token and
-# a head of q_rope, of a token and a page of k_rope; rope_scale.
-LATENT = struct.Struct("<2Q 4q f 4x")
-LATENT_PLACES, LATENT_REST = struct.Struct("<2Q"), struct.Struct("<4q f 4x")
+# a head of q_rope, of a token and a page of k_rope; rope_scale, list_step.
+LATENT = struct.Struct("<2Q 4q f i")
+LATENT_PLACES, LATENT_REST = struct.Struct("<2Q"), struct.Struct("<4q f i")
 
 # kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_swizzle,
 # box_rows, query_box_rows; PageUnits of k and v; output_box_rows, num_tail_items; mask_maps; maps
