@@ -65,6 +65,7 @@ class _Prepared:
 
     plan      None for lists of one length, which need none
     partials  where partial states begin, in bytes into the workspace
+    factors   of the logits, of the output, and of the LSE in base 2
     """
 
     launcher: BatchLauncher
@@ -77,7 +78,7 @@ class _Prepared:
     strides: bytes
     second: Second
     num_pages: int
-    factors: tuple[float, float]
+    factors: tuple[float, float, float]
     bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
@@ -120,6 +121,7 @@ class _Prepared:
             0,
             self.factors[1],
             self.factors[0],
+            lse_scale=self.factors[2],
         )
         if len(self.bound) >= _MAX_BOUND:
             self.bound.clear()
@@ -492,10 +494,13 @@ def _check_places(call: Call) -> None:
 
 
 def _rows_of_lse(v: ArrayView, options: Options) -> ArrayView:
-    """An LSE with the heads last, and leading axes merged where it is not padded."""
+    """An LSE with the heads last, and leading axes merged where they are those of q: [rows, heads],
+    else [B, rows of each, heads]."""
     if not options.pads_lse:
         return merge_leading(v, "lse", 1)
     (count, heads, rows), (step, of_head, of_row) = v.shape, v.strides
+    if rows == 1 == options.q_len:
+        return array.as_strided(v, (count, heads), (step, of_head))
     return array.as_strided(v, (count, rows, heads), (step, of_row, of_head))
 
 
@@ -532,7 +537,9 @@ def _prepare(call: Call) -> _Prepared:
     size = partials + schedule.workspace_bytes
     padding, lse_rows, list_step = None, 0, call.lengths.kv_step
     lse_strides = (0, 0) if vlse is None else tuple(vlse.strides[-2:])
-    if options.pads_lse and vlse is not None:
+    lse_scale = math.log(2.0) if options.natural_lse else 1.0
+    if vlse is not None and len(vlse.shape) == 3:
+        lse_scale = 1.0  # the launch that pads takes base 2
         padding = pad_lse.prepare(vlse.shape, vlse.strides, launcher.device_index)
         lse_rows, lse_strides = size, (vq.shape[1], 1)
         size += 4 * vq.shape[0] * vq.shape[1]
@@ -547,7 +554,7 @@ def _prepare(call: Call) -> _Prepared:
         latent.pack_strides(queries, pages, vout, lse_strides),  # type: ignore[arg-type]
         latent.second_parts(queries, pages, options.rope_scale, list_step),
         pages.latent.shape[0],
-        (options.sm_scale, options.output_scale),
+        (options.sm_scale, options.output_scale, lse_scale),
     )
 
 

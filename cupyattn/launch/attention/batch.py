@@ -102,7 +102,7 @@ class BatchLauncher:
         )
         self._kernels = Kernels(problem, spec.group_size, spec.page_size, device_index)
         self._layout = Layout(self._kernels, problem, *heads, device_index)
-        self._packed: dict[tuple[int, float, float, int, int], bytes] = {}
+        self._packed: dict[tuple[int, float, float, int, int, float], bytes] = {}
         self._equal: dict[tuple[object, ...], EqualRequests] = {}
         self._heads = tma_sm90.Heads(problem, *heads, spec.page_size)
 
@@ -524,12 +524,14 @@ class BatchLauncher:
         output_scale: float,
         sm_scale: float,
         rotated: int = 0,
+        lse_scale: float = 1.0,
     ) -> BoundRun:
         """What runs on arrays of these strides enqueue, as long as nothing else moves either.
 
         `strides` are params.STRIDES, packed. num_keys: rows that k and v hold, or pages. The mask
         has mask_bytes bytes, in rows of mask_row_bytes (mask.cuh). The scales are those of the
-        options times what the run adds to them. rotated: room for schedule.rotated_bytes.
+        options times what the run adds to them. rotated: room for schedule.rotated_bytes. lse_scale
+        multiplies the LSE.
         """
         steps: list[Step] = []
         merges: list[Step] = []
@@ -537,12 +539,12 @@ class BatchLauncher:
         positions = 0 if schedule.positions < 0 else words + schedule.positions
         for part in schedule.parts:
             for launch, first_item in part.launches or _NO_LAUNCHES:
-                qo_len, kv_len = part.levels
+                qo_len, kv_len = part.merge_sizes
                 num_q_tiles, num_splits, items = 0, 1, words + part.items
                 if schedule.uniform is not None:
                     qo_len, kv_len, num_q_tiles, num_splits = schedule.uniform
                     items = 0
-                key = first_item, sm_scale, output_scale, num_q_tiles, num_splits
+                key = first_item, sm_scale, output_scale, num_q_tiles, num_splits, lse_scale
                 planned = params.PLANNED.pack(
                     workspace + part.partial_o,
                     workspace + part.partial_lse,
@@ -589,6 +591,7 @@ class BatchLauncher:
         output_scale: float,
         num_q_tiles: int,
         num_splits: int,
+        lse_scale: float,
     ) -> bytes:
         """What is the same for all runs with these scales."""
         packed = params.pack_constants(
@@ -598,8 +601,10 @@ class BatchLauncher:
             first=first_item,
             num_q_tiles=num_q_tiles,
             num_splits=num_splits,
+            lse_scale=lse_scale,
         )
         if len(self._packed) >= _MAX_CACHED:
             self._packed.clear()
-        self._packed[first_item, sm_scale, output_scale, num_q_tiles, num_splits] = packed
+        key = first_item, sm_scale, output_scale, num_q_tiles, num_splits, lse_scale
+        self._packed[key] = packed
         return packed

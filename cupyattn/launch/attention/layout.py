@@ -83,6 +83,7 @@ class LaunchPart:
     tiles     of the kernel, where its blocks are persistent
     merge     what merges states afterwards: the splits of a prefill, or the levels of a cascade
     merges    what it reads: an item of each split tile, or the tables of (tokens, levels)
+    merge_sizes   (split tiles, 0), or (tokens, levels)
     mask_maps where in the workspace is what the launch ahead of it leaves
     has_counters  blocks share work by counters, or count to know who merges
     """
@@ -94,7 +95,7 @@ class LaunchPart:
     counters: int
     partial_o: int
     partial_lse: int
-    levels: tuple[int, int] = (0, 0)
+    merge_sizes: tuple[int, int] = (0, 0)
     tiles: TileConfig | None = None
     mask_maps: int = 0
     has_counters: bool = True
@@ -246,9 +247,9 @@ class Layout:
             launches = tuple(
                 (Launch(function, grid, *size, cluster=cluster), first) for grid, first in grids
             )
-        merge, levels = None, reserved.levels
+        merge, merge_sizes = None, reserved.levels
         if reserved.split_tiles:
-            merged, levels = kernel.kinds[0], (reserved.split_tiles, 0)
+            merged, merge_sizes = kernel.kinds[0], (reserved.split_tiles, 0)
             num_rows = reserved.split_tiles * merged.tile_q
             merge = merge_splits.prepare(
                 self._problem, merged, num_rows, heads, self._device_index, reserved.keeps_order
@@ -271,7 +272,7 @@ class Layout:
             counters,
             workspace_bytes,
             partial_lse,
-            levels,
+            merge_sizes,
             persistent,
             mask_maps,
             persistent is not None or reserved.counters > 0 or not reserved.split_tiles,
