@@ -220,9 +220,7 @@ class Second:
 _MAX_KEPT = 256  # a model has a cache a layer
 
 
-def second_parts(
-    queries: Parts, pages: Parts, rope_scale: float, list_step: int = 0
-) -> Second:
+def second_parts(queries: Parts, pages: Parts, rope_scale: float, list_step: int = 0) -> Second:
     """What a launch is told of the second parts, as of `pack_strides`.
 
     list_step  entries from a token's list of keys to the next one's, where lists are of one length

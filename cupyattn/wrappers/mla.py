@@ -13,7 +13,7 @@ from ..batch.latent import LatentScales, Names
 from ..batch.mask import NO_MASK
 from ..batch.requests import PageNames, host_integers, on_host, read_paged, read_rows
 from ..batch.wrapper import BatchWrapper, planning
-from ..core import dtypes, parse
+from ..core import parse
 from ..core.parse import require_int
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import geometry

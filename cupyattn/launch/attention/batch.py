@@ -283,7 +283,11 @@ class BatchLauncher:
         part, words_bytes, workspace_bytes = self._layout.part(
             rows, self._reserved(rows, shape, most), 0, 0
         )
-        if WAITS and self.problem.is_wide and overlaps_launches(device_props(self.device_index).arch):
+        if (
+            WAITS
+            and self.problem.is_wide
+            and overlaps_launches(device_props(self.device_index).arch)
+        ):
             # These kernels wait for the launch that writes the words, so they begin beside it.
             early = tuple((launch._replace(is_dependent=True), x) for launch, x in part.launches)
             part = replace(part, launches=early)
@@ -307,9 +311,7 @@ class BatchLauncher:
         grid = self.num_kv_heads, num_tiles, splits
         part = replace(part, launches=((launch._replace(grid=grid), first),))
         uniform = Uniform(1, kv_len, num_tiles, splits)
-        return BatchSchedule(
-            _NO_MERGES, workspace_bytes, (part,), longest=kv_len, uniform=uniform
-        )
+        return BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=kv_len, uniform=uniform)
 
     def schedule_levels(
         self,
