@@ -420,6 +420,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper wide ordinary": _wide({"head_dims": (512, 512), "kv_heads": 2, "kv_len": (120,)}),
     "hopper wide sparse": _wide({"sparse": True}),
     "hopper wide splits": _wide({"splits": 2}),
+    "hopper wide lists": _wide(
+        {"sparse": True, "uniform": True, "qo_len": (1, 1), "kv_len": (150, 150)}
+    ),
     "hopper wide steep": _wide({"sharpness": 6.0, "rising": 2.0, "num_heads": 64}),
     "hopper few rows": _wide({"tile_q": 16}),
     "hopper few rows fp8": _wide({"tile_q": 16, "kv_dtype": "float8_e4m3fn", "kv_len": (100,)}),

@@ -111,6 +111,14 @@ def test_sparse_lists(page_size: int, tile_q: int) -> None:
     check(replace(case, kv_len=(300,), splits=3, packed=False))
 
 
+@TILES
+def test_lists_of_one_length(tile_q: int) -> None:
+    """Without a work list the grid says who does what: tiles of tokens, and their splits."""
+    case = replace(BASE, sparse=True, uniform=True, tile_q=tile_q, qo_len=(1, 1, 1))
+    check(replace(case, kv_len=(200,) * 3, num_heads=2 * tile_q), seed=3)
+    check(replace(case, kv_len=(300,) * 3, num_heads=tile_q + 8, splits=2, has_sinks=True))
+
+
 ORDINARY = Case(qo_len=(9, 40), kv_len=(70, 130), num_heads=4, kv_heads=2, head_dims=(512, 512))
 
 
