@@ -467,6 +467,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     # Splits of several tiles of keys.
     "long latent": _latent(split=13),
     "steep latent": _latent(split=13, sm_scale=3.0),
+    "latent natural": _latent(is_natural=True),
     "latent list": _latent(way="list", qo_len=(1, 1), absent=0.3),
     "bad latent values": _bad_latent_values,
 }
