@@ -1,5 +1,4 @@
 // Plans a batch whose lengths are in device memory. One block writes the work list.
-#include "cupyattn/ptx/grid_dependency.cuh"
 #include "cupyattn/schedule/plan_batch.cuh"
 
 #ifndef CUPYATTN_CONFIG

@@ -20,6 +20,7 @@ from ..tiles.config import TileConfig
 from .batch import BatchLauncher, BatchSchedule
 
 _THREADS = 512
+EARLY = False
 _SHARED_BYTES = 29_264
 _BYTES_A_REQUEST = 16
 # Rows and pages by steps, or by lengths and offsets too.
@@ -195,7 +196,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         lengths.kv_room or lengths.max_kv_len,
     )
     return DevicePlan(
-        Launch(function, (1, 1, 1), _THREADS, shared_bytes),
+        Launch(function, (1, 1, 1), _THREADS, shared_bytes, is_dependent=EARLY),
         schedule,
         part.items,
         part.merges,

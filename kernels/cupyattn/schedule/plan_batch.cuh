@@ -7,6 +7,7 @@
 // requests are cut to what the arrays hold, and a list that outgrows its room ends early.
 #pragma once
 
+#include "cupyattn/ptx/grid_dependency.cuh"
 #include "cupyattn/ptx/memory.cuh"
 #include "cupyattn/schedule/planned_request.cuh"
 
@@ -85,6 +86,7 @@ struct PlanBatch {
 
   __device__ __forceinline__ void run() {
     ask_for_params();
+    ptx::grid_dependency_wait();
     // Half of the warps write what needs no lengths, while lengths are on their way to the others.
     if (warp >= kWarps / 2) write_rest(thread - kThreads / 2);
     const Totals totals = read_requests();
