@@ -264,13 +264,13 @@ def _insert(given: tuple[Any, ...], options: Options, call: Call, prepared: _Pre
     arrays = Arrays(*given)
     if call.table.ptr != array.view(arrays.block_tables, options.names.block_tables).ptr:
         return
-    made = arrays.kv_lens is None
+    made = arrays.kv_lens is None and call.kv_lens is not None
     if made and cuda().is_capturing(array.current_stream(call.queries.latent)):
         return  # only the graph writes those lengths
     checked = _Checked(
         prepared,
-        call.kv_lens.owner if made else None,
-        call.kv_lens.ptr if made else 0,
+        call.kv_lens.owner if made and call.kv_lens else None,
+        call.kv_lens.ptr if made and call.kv_lens else 0,
         call.out_shape,
         call.lse_shape,
         options.return_lse,
@@ -302,7 +302,7 @@ def _check(arrays: Arrays, options: Options) -> Call:
     pages = latent.as_pages(keys, None)
     vq = queries.latent
     table, kv_lens, kv_starts, offsets = _view_indices(arrays, options, vq)
-    count = kv_lens.shape[0]
+    count = table.shape[0] if kv_lens is None else kv_lens.shape[0]
     vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(shape),))
     o_dtype = options.o_dtype
     if o_dtype is None:
@@ -330,7 +330,6 @@ def _check(arrays: Arrays, options: Options) -> Call:
         queries=queries,
         pages=pages,
         table=table,
-        has_whole_lists=options.is_list and arrays.kv_lens is None and kv_starts is None,
         kv_lens=kv_lens,
         qo_offsets=offsets,
         kv_offsets=kv_starts,
@@ -362,8 +361,8 @@ def _view_queries(arrays: Arrays, options: Options) -> tuple[latent.Parts, tuple
 
 def _view_indices(
     arrays: Arrays, options: Options, vq: ArrayView
-) -> tuple[ArrayView, ArrayView, ArrayView | None, ArrayView | None]:
-    """(table, kv_lens, kv_offsets, qo_offsets); lists without lengths are as long as the table."""
+) -> tuple[ArrayView, ArrayView | None, ArrayView | None, ArrayView | None]:
+    """(table, kv_lens, kv_offsets, qo_offsets); no kv_lens where lists are as long as the table."""
     names = options.names
     table = _view_table(arrays.block_tables, options)
     kv_lens, kv_starts, offsets = arrays.kv_lens, arrays.kv_offsets, arrays.qo_offsets
@@ -375,11 +374,10 @@ def _view_indices(
             f"{names.block_tables}: has lists for {count} tokens; wanted {vq.shape[0]}, the rows "
             f"of {names.q}"
         )
-    if kv_lens is None:
-        if not options.is_list:
-            raise ArgumentError(f"{names.kv_lens}: got None; wanted the keys of each request, [B]")
-        kv_lens = progression(count, table.shape[1], 0, vq)
-    kv_lens = view_index(kv_lens, names.kv_lens, (count,), vq, False)
+    if kv_lens is not None:
+        kv_lens = view_index(kv_lens, names.kv_lens, (count,), vq, False)
+    elif not options.is_list or kv_starts is not None:
+        raise ArgumentError(f"{names.kv_lens}: got None; wanted the keys of each request, [B]")
     if offsets is not None:
         offsets = view_index(offsets, names.qo_offsets, (count + 1,), vq, False)
     if kv_starts is not None:
@@ -417,13 +415,13 @@ def _lengths(
     table: ArrayView,
     page_size: int,
     heads: int,
-    kv_lens: ArrayView,
+    kv_lens: ArrayView | None,
     offsets: ArrayView | None,
     kv_offsets: ArrayView | None,
 ) -> Lengths:
     names, (count, entries), num_rows = options.names, table.shape, vq.shape[0]
     step = table.strides[0] if count > 1 else 0
-    if kv_offsets is not None:
+    if kv_offsets is not None and kv_lens is not None:
         # Requests may begin at any entry of the table.
         count, entries, step = kv_lens.shape[0], count * entries, 0
     q_len = 0 if offsets is not None else options.q_len
@@ -532,6 +530,9 @@ def _prepare(call: Call) -> _Prepared:
     launcher = call.geometry.launcher(variant)
     plan, schedule, partials = None, _schedule_lists(call, launcher), 0
     if schedule is None:
+        if call.kv_lens is None:
+            count, entries = call.table.shape
+            call.kv_lens = array.view(progression(count, entries, 0, vq), options.names.kv_lens)
         plan = _plan(launcher, call.lengths)
         schedule, partials = plan.schedule, plan.partials
     size = partials + schedule.workspace_bytes
@@ -560,7 +561,7 @@ def _prepare(call: Call) -> _Prepared:
 
 def _schedule_lists(call: Call, launcher: BatchLauncher) -> BatchSchedule | None:
     """The launches of lists that are all as long as the table; None for other calls."""
-    if not call.has_whole_lists or call.scales != (None, None):
+    if call.kv_lens is not None or call.scales != (None, None):
         return None
     return launcher.schedule_lists(*call.table.shape)
 

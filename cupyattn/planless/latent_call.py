@@ -98,15 +98,14 @@ class Call:
     """A checked call. Views of q, out and lse have their leading axes merged; a padded LSE is
     viewed as [B, q_len, heads], or [B, heads] of one row each.
 
-    has_whole_lists  block_tables names keys, and all of them count
+    kv_lens  None where block_tables names keys, and all of them count
     """
 
     options: Options
     queries: Parts
     pages: Parts
     table: ArrayView
-    has_whole_lists: bool
-    kv_lens: ArrayView
+    kv_lens: ArrayView | None
     qo_offsets: ArrayView | None
     kv_offsets: ArrayView | None
     out: ArrayView | None

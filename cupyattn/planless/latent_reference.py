@@ -52,8 +52,11 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray]) -> Iterator
     Raises ArgumentError for what the GPU would cut, or read astray.
     """
     names, lengths = call.options.names, call.lengths
-    kv_lens = read(call.kv_lens).reshape(-1).astype(np.int64)
     table = read(call.table).astype(np.int64)
+    if call.kv_lens is None:
+        kv_lens = np.full(table.shape[0], table.shape[1])
+    else:
+        kv_lens = read(call.kv_lens).reshape(-1).astype(np.int64)
     if call.qo_offsets is None:
         starts = np.arange(lengths.num_requests + 1) * max(lengths.qo_len, 0)
     else:
