@@ -1,9 +1,10 @@
 // Plans a batch whose lengths are in device memory. One block writes the work list.
+#include "cupyattn/ptx/grid_dependency.cuh"
 #include "cupyattn/schedule/plan_batch.cuh"
 
 #ifndef CUPYATTN_CONFIG
 struct Config {
-  static constexpr bool kRagged = true;
+  static constexpr bool kRagged = true, kPlain = false;
   static constexpr int kThreads = 512, kSharedBytes = 29264;
 };
 #endif

@@ -7,7 +7,6 @@
 // requests are cut to what the arrays hold, and a list that outgrows its room ends early.
 #pragma once
 
-#include "cupyattn/ptx/grid_dependency.cuh"
 #include "cupyattn/ptx/memory.cuh"
 #include "cupyattn/schedule/planned_request.cuh"
 
@@ -15,7 +14,8 @@ namespace cupyattn {
 
 template <typename Config>
 struct PlanBatch {
-  static constexpr bool kRagged = Config::kRagged;
+  // Plain requests have equally many rows, all of which see all keys, and lengths of int32.
+  static constexpr bool kRagged = Config::kRagged, kPlain = Config::kPlain;
   static constexpr int kThreads = Config::kThreads;
   static constexpr int kWarps = kThreads / kWarpSize;
   static constexpr int kBuckets = 64;
@@ -54,6 +54,7 @@ struct PlanBatch {
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/attention/plan_batch.py) must agree");
   static_assert(kWarps == kSizes, "a warp judges one size");
+  static_assert(!kRagged || !kPlain, "plain requests have no lengths of q");
   static_assert(kBuckets * kLanesApart == kThreads, "a thread scans one bucket");
 
   const PlanBatchParams& params;
@@ -86,10 +87,9 @@ struct PlanBatch {
 
   __device__ __forceinline__ void run() {
     ask_for_params();
-    ptx::grid_dependency_wait();
     // Half of the warps write what needs no lengths, while lengths are on their way to the others.
     if (warp >= kWarps / 2) write_rest(thread - kThreads / 2);
-    const Totals totals = read_requests();
+    const Totals totals = kPlain ? read_plain_requests() : read_requests();
     const int size = choose_size(totals);
     const bool is_sorted = totals.longest2 > totals.shortest2;
     if (is_sorted) params.num_requests <= kFewRequests ? sort_few(totals, size) : sort(totals, size);
@@ -112,7 +112,7 @@ struct PlanBatch {
   __device__ __forceinline__ void write_rest(int first) {
     constexpr int kStep = kThreads / 2;
     // Each tile of rows has an item. How many there are is known where q has no lengths of its own.
-    const int tiles = kRagged ? 0 : params.num_requests * PlannedRequest::by_steps(params, 0, 0).num_tiles(params);
+    const int tiles = kRagged ? 0 : params.num_requests * tiles_of_uniform();
     const Vector16 zeros{};
     Vector16* chunks = reinterpret_cast<Vector16*>(params.items);
 #pragma unroll 1
@@ -163,26 +163,65 @@ struct PlanBatch {
       most_tiles = max_of(most_tiles, static_cast<uint32_t>(count));
       longest2 = max_of(longest2, ends);
     }
-    const uint32_t sums[3] = {tiles, twice, bound}, maxima[3] = {most_tiles, longest2, inverse};
-    uint32_t sum[3], most[3];
+    uint32_t sums[3] = {tiles, twice, bound}, maxima[3] = {most_tiles, longest2, inverse};
+    reduce(sums, maxima);
+    return Totals{static_cast<int>(sums[0]),          static_cast<int>(maxima[0]),
+                  static_cast<int>(maxima[1]),        static_cast<int>(kNoSplit - maxima[2]),
+                  0.5f * static_cast<float>(sums[1]), static_cast<float>(sums[2])};
+  }
+
+  __device__ __forceinline__ Totals read_plain_requests() {
+    const int32_t* const kv_lens = static_cast<const int32_t*>(params.kv_lens);
+    uint32_t sums[1] = {0}, maxima[2] = {0, 0};
+    shared.bucket[thread] = 0;
+#pragma unroll 1
+    for (int index = thread; index < params.num_requests; index += kThreads) {
+      const int kv_len = max_of(min_of(kv_lens[index], params.max_kv_len), 0);
+      const int keys = PlannedRequest::divide_up(params, kv_len);
+      lengths[index] = kv_len;
+      both_ends[index] = 2 * keys;
+      sums[0] += keys;
+      maxima[0] = max_of(maxima[0], static_cast<uint32_t>(keys));
+      maxima[1] = max_of(maxima[1], static_cast<uint32_t>(kNoSplit - 2 * keys));
+    }
+    const int tiles = tiles_of_uniform();
+    reduce(sums, maxima);
+    const float key_tiles = static_cast<float>(tiles * sums[0]);
+    return Totals{tiles * params.num_requests,
+                  tiles,
+                  static_cast<int>(2 * maxima[0]),
+                  static_cast<int>(kNoSplit - maxima[1]),
+                  key_tiles,
+                  key_tiles};
+  }
+
+  // The sums and maxima of all threads' values, for all.
+  template <int kSums, int kMaxima>
+  __device__ __forceinline__ void reduce(uint32_t (&sums)[kSums], uint32_t (&maxima)[kMaxima]) {
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      sum[i] = ptx::warp_sum(sums[i]);
-      most[i] = ptx::warp_max(maxima[i]);
-      if (lane == 0) {
-        shared.sum[i][warp] = sum[i];
-        shared.most[i][warp] = most[i];
-      }
+    for (int i = 0; i < kSums; ++i) {
+      sums[i] = ptx::warp_sum(sums[i]);
+      if (lane == 0) shared.sum[i][warp] = sums[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kMaxima; ++i) {
+      maxima[i] = ptx::warp_max(maxima[i]);
+      if (lane == 0) shared.most[i][warp] = maxima[i];
     }
     ptx::block_sync();
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      sum[i] = ptx::warp_sum(lane < kWarps ? shared.sum[i][lane] : 0);
-      most[i] = ptx::warp_max(lane < kWarps ? shared.most[i][lane] : 0);
+    for (int i = 0; i < kSums; ++i) {
+      sums[i] = ptx::warp_sum(lane < kWarps ? shared.sum[i][lane] : 0);
     }
-    return Totals{static_cast<int>(sum[0]),          static_cast<int>(most[0]),
-                  static_cast<int>(most[1]),         static_cast<int>(kNoSplit - most[2]),
-                  0.5f * static_cast<float>(sum[1]), static_cast<float>(sum[2])};
+#pragma unroll
+    for (int i = 0; i < kMaxima; ++i) {
+      maxima[i] = ptx::warp_max(lane < kWarps ? shared.most[i][lane] : 0);
+    }
+  }
+
+  // The tiles of rows of each request, where q has no lengths of its own.
+  __device__ __forceinline__ int tiles_of_uniform() const {
+    return PlannedRequest::by_steps(params, 0, 0).num_tiles(params);
   }
 
   // The tiles of rows of a request.
@@ -202,15 +241,14 @@ struct PlanBatch {
   // Chooses the most key tiles of one part, by an estimate of when the last block is done.
   __device__ __forceinline__ int choose_size(const Totals& totals) {
     const int longest = (totals.longest2 + 1) / 2;
-    const float a_wave = ptx::rcp_approx(static_cast<float>(params.items_per_wave));
-    const float share = totals.key_tiles * a_wave;
+    const float a_wave = params.a_wave, share = totals.key_tiles * a_wave;
     if (params.max_more == 0 || longest <= 1 || longest <= kShort * share) return kNoSplit;
     // Rounded up, because sums of floats are not exact and parts must not outgrow the list.
-    const int fewest = static_cast<int>(totals.bound * 1.0001f *
-                                        ptx::rcp_approx(static_cast<float>(params.max_more))) +
-                       1;
-    const int least = max_of(
-        fewest, static_cast<int>(ceilf(sqrtf(static_cast<float>(longest) * params.least_part_cost))));
+    int least = static_cast<int>(totals.bound * 1.0001f * params.a_more) + 1;
+    if (params.least_part_cost > 0.0f) {
+      const float cost = static_cast<float>(longest) * params.least_part_cost;
+      least = max_of(least, static_cast<int>(ceilf(sqrtf(cost))));
+    }
     const int size = size_to_judge(totals, longest, least);
     const float time = time_of(totals, size, size < longest, a_wave);
     if (lane == 0) {
@@ -412,8 +450,9 @@ struct PlanBatch {
         split_tiles += total >> kSplitsBits;
       }
       ptx::block_sync();  // mutate: tiles-read-early
-      spread(items, total & kSplitsMask, count);
-      items += total & kSplitsMask;
+      total &= kSplitsMask;
+      total == count ? write_whole(items, count) : write_parts(items, count);
+      items += total;
       ptx::block_sync();  // mutate: tile-rounds-overlap
     }
   }
@@ -446,27 +485,37 @@ struct PlanBatch {
     item.first_row = row_tile * params.tile_q;
     item.num_splits = 1;
     if (size != kNoSplit) {
-      const int keys = request.key_tiles(params, item.first_row);
+      const int keys = kPlain ? both_ends[index] / 2 : request.key_tiles(params, item.first_row);
       item.num_splits = max_of(ceil_div(keys, size), 1);
     }
     return item;
   }
 
-  // Writes all parts of the `tiles` tiles in shared memory: `count` items from `first` on. Threads
-  // write neighbouring words, because one block alone is slow to write.
-  __device__ __forceinline__ void spread(int first, int count, int tiles) {
+  // Writes the items of the `tiles` tiles in shared memory, which are not split, from `first` on.
+  // Threads write neighbouring words, because one block alone is slow to write.
+  __device__ __forceinline__ void write_whole(int first, int tiles) {
     Vector16* chunks = reinterpret_cast<Vector16*>(params.items + first);
-    const int room = kChunks * min_of(count, params.max_items - first);
+    const int room = kChunks * min_of(tiles, params.max_items - first);
 #pragma unroll 1
     for (int i = thread; i < room; i += kThreads) {
-      const int item = i / kChunks, part = i % kChunks;
-      const int tile = count == tiles ? item : find(shared.tile_end, tiles, item);
-      Vector16 chunk = reinterpret_cast<const Vector16*>(shared.tile + tile)[part];
-      if (part == kSplitChunk && count != tiles) {
-        // mutate: splits-from-round
-        chunk.word[kSplitWord] = item - (shared.tile_end[tile] - shared.tile[tile].num_splits);
+      chunks[i] = reinterpret_cast<const Vector16*>(shared.tile)[i];
+    }
+  }
+  // The same for tiles whose keys are split, by a warp each.
+  __device__ __forceinline__ void write_parts(int first, int tiles) {
+#pragma unroll 1
+    for (int tile = warp; tile < tiles; tile += kWarps) {
+      const int splits = shared.tile[tile].num_splits;
+      const int begin = first + shared.tile_end[tile] - splits;
+      Vector16* chunks = reinterpret_cast<Vector16*>(params.items + begin);
+      const int room = kChunks * min_of(splits, params.max_items - begin);
+#pragma unroll 1
+      for (int i = lane; i < room; i += kWarpSize) {
+        const int split = i / kChunks, part = i % kChunks;
+        Vector16 chunk = reinterpret_cast<const Vector16*>(shared.tile + tile)[part];
+        if (part == kSplitChunk) chunk.word[kSplitWord] = split;  // mutate: splits-from-round
+        chunks[i] = chunk;
       }
-      chunks[i] = chunk;
     }
   }
 };
