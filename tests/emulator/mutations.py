@@ -207,7 +207,12 @@ PORTABLE = (
     Mutation("bucket-requests-collide", "+ tiles_end[index]", "", "many requests"),
     Mutation("equal-requests-collide", "other < index", "false", "device plans"),
     Mutation("states-of-whole-tiles", "- (tile - split_tile)", "", "device plans"),
-    Mutation("splits-from-round", "split;", "i;", "device plans"),
+    Mutation(
+        "splits-from-round",
+        "- (shared.tile_end[tile] - shared.tile[tile].num_splits)",
+        "",
+        "device plans",
+    ),
     Mutation("end-counts-as-inside", "> x", ">= x", "device plans"),
     Mutation("spare-items-kept", "zeros", "chunks[i]", "device plans"),
     Mutation("counters-kept", "= 0", "+= 0", "device plans"),

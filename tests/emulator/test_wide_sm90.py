@@ -120,9 +120,7 @@ def test_lists_of_one_length(tile_q: int) -> None:
     check(replace(case, kv_len=(300,) * 3, num_heads=tile_q + 8, splits=2, has_sinks=True))
 
 
-@pytest.mark.parametrize(
-    ("heads", "tokens", "width"), [(16, 3, 700), (24, 2, 130), (128, 2, 1100)]
-)
+@pytest.mark.parametrize(("heads", "tokens", "width"), [(16, 3, 700), (24, 2, 130), (128, 2, 1100)])
 def test_lists_of_one_length_need_no_plan(heads: int, tokens: int, width: int) -> None:
     rng = np.random.default_rng(heads)
     q = rng.standard_normal((tokens, heads, 576)).astype(np.float16)

@@ -6,7 +6,6 @@ Whatever no request owns is NaN.
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -278,7 +277,8 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
             }
         )
         # Fewer blocks than rows, so that each merges several.
-        grid = min(24, len(merges) * case.tile_q * merge_splits.parts(DIM_VO) // 4), case.kv_heads, 1
+        num_blocks = len(merges) * case.tile_q * merge_splits.parts(DIM_VO) // 4
+        grid = min(24, num_blocks), case.kv_heads, 1
         size = SimpleNamespace(threads=128, shared_bytes=0)
         _launch("merge_splits", merge, packed, grid, size, memory, seed, mode)
     if q_rope is not None:

@@ -75,7 +75,6 @@ _LEAST_GAIN = 5.0
 # few rows (SMALL) takes beyond that.
 _LAUNCH, _OF_SMALL = 4.0, 8.0
 _NO_MERGES = np.zeros(0, np.int32)
-WAITS = True
 _NUM_SPLITS = WORK_FIELDS.index("num_splits")
 # A cascade without keys is nothing but its merge.
 _NO_LAUNCHES: tuple[tuple[Launch | None, int], ...] = ((None, 0),)
@@ -277,18 +276,17 @@ class BatchLauncher:
         return self._kernels.choose(rows, num_requests * self.num_kv_heads, longest, most_rows)
 
     def reserve(
-        self, rows: str, shape: TileShape, most: Limits, longest: int
+        self, rows: str, shape: TileShape, most: Limits, longest: int, begins_early: bool = False
     ) -> tuple[BatchSchedule, int]:
-        """A schedule whose words the device will write, and how many bytes they take."""
+        """A schedule whose words the device will write, and how many bytes they take.
+
+        begins_early: its kernels begin beside the launch that writes the words, if they wait for it
+        """
         part, words_bytes, workspace_bytes = self._layout.part(
             rows, self._reserved(rows, shape, most), 0, 0
         )
-        if (
-            WAITS
-            and self.problem.is_wide
-            and overlaps_launches(device_props(self.device_index).arch)
-        ):
-            # These kernels wait for the launch that writes the words, so they begin beside it.
+        is_overlapped = overlaps_launches(device_props(self.device_index).arch)
+        if begins_early and self.problem.is_wide and is_overlapped:
             early = tuple((launch._replace(is_dependent=True), x) for launch, x in part.launches)
             part = replace(part, launches=early)
         schedule = BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=longest)

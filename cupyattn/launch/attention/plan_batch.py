@@ -179,7 +179,11 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         last_block_merges=not (tiles.fused_merge and shape.is_fused),
     )
     limits = capacity.limits()
-    schedule, words_bytes = launcher.reserve(rows, shape, limits, lengths.likely_kv_len)
+    # Blocks that take their SMs before the plan is there were slower where each SM has several.
+    is_one_wave = capacity.num_tiles <= capacity.items_per_wave
+    schedule, words_bytes = launcher.reserve(
+        rows, shape, limits, lengths.likely_kv_len, is_one_wave
+    )
     part = schedule.parts[0]
     num_heads = launcher.num_kv_heads * launcher.group_size
     scale_k = words_bytes + 4 * num_heads

@@ -44,9 +44,7 @@ class _Config:
         begin = self.address + _CONFIG.size
         _CONFIG.pack_into(self._buffer, 0, *sizes, stream, begin, len(attributes))
         for place, attribute in enumerate(attributes):
-            _ATTRIBUTE.pack_into(
-                self._buffer, _CONFIG.size + place * _ATTRIBUTE.size, *attribute
-            )
+            _ATTRIBUTE.pack_into(self._buffer, _CONFIG.size + place * _ATTRIBUTE.size, *attribute)
 
 
 @functools.lru_cache(maxsize=_MAX_KEPT)

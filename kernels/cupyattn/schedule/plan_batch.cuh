@@ -450,9 +450,8 @@ struct PlanBatch {
         split_tiles += total >> kSplitsBits;
       }
       ptx::block_sync();  // mutate: tiles-read-early
-      total &= kSplitsMask;
-      total == count ? write_whole(items, count) : write_parts(items, count);
-      items += total;
+      spread(items, total & kSplitsMask, count);
+      items += total & kSplitsMask;
       ptx::block_sync();  // mutate: tile-rounds-overlap
     }
   }
@@ -491,31 +490,21 @@ struct PlanBatch {
     return item;
   }
 
-  // Writes the items of the `tiles` tiles in shared memory, which are not split, from `first` on.
-  // Threads write neighbouring words, because one block alone is slow to write.
-  __device__ __forceinline__ void write_whole(int first, int tiles) {
+  // Writes all parts of the `tiles` tiles in shared memory: `count` items from `first` on. Threads
+  // write neighbouring words, because one block alone is slow to write.
+  __device__ __forceinline__ void spread(int first, int count, int tiles) {
     Vector16* chunks = reinterpret_cast<Vector16*>(params.items + first);
-    const int room = kChunks * min_of(tiles, params.max_items - first);
+    const int room = kChunks * min_of(count, params.max_items - first);
 #pragma unroll 1
     for (int i = thread; i < room; i += kThreads) {
-      chunks[i] = reinterpret_cast<const Vector16*>(shared.tile)[i];
-    }
-  }
-  // The same for tiles whose keys are split, by a warp each.
-  __device__ __forceinline__ void write_parts(int first, int tiles) {
-#pragma unroll 1
-    for (int tile = warp; tile < tiles; tile += kWarps) {
-      const int splits = shared.tile[tile].num_splits;
-      const int begin = first + shared.tile_end[tile] - splits;
-      Vector16* chunks = reinterpret_cast<Vector16*>(params.items + begin);
-      const int room = kChunks * min_of(splits, params.max_items - begin);
-#pragma unroll 1
-      for (int i = lane; i < room; i += kWarpSize) {
-        const int split = i / kChunks, part = i % kChunks;
-        Vector16 chunk = reinterpret_cast<const Vector16*>(shared.tile + tile)[part];
-        if (part == kSplitChunk) chunk.word[kSplitWord] = split;  // mutate: splits-from-round
-        chunks[i] = chunk;
+      const int item = i / kChunks, part = i % kChunks;
+      const int tile = count == tiles ? item : find(shared.tile_end, tiles, item);
+      Vector16 chunk = reinterpret_cast<const Vector16*>(shared.tile + tile)[part];
+      if (part == kSplitChunk && count != tiles) {
+        // mutate: splits-from-round
+        chunk.word[kSplitWord] = item - (shared.tile_end[tile] - shared.tile[tile].num_splits);
       }
+      chunks[i] = chunk;
     }
   }
 };

@@ -144,6 +144,20 @@ def test_good_calls_excuse_no_bad_ones(gpu: fake_gpu.Gpu, make: Callable[..., An
     assert not gpu.launches
 
 
+def test_attention_begins_beside_the_launch_that_plans_it(
+    gpu: fake_gpu.Gpu, make: Callable[..., Any]
+) -> None:
+    early: list[Any] = []
+    launch = gpu.api.launch_early
+    gpu.api.launch_early = lambda *given: (early.append(given[0]), launch(*given))
+    for _ in range(3):
+        early.clear()
+        _trtllm(Arrays(make))
+        (attention,) = gpu.attentions()
+        assert early[0] == attention.kernel and "plan_batch" not in early
+        gpu.launches.clear()
+
+
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_the_lse_of_flash_mla_has_its_heads_first(
     tokens: int, gpu: fake_gpu.Gpu, make: Callable[..., Any]

@@ -239,9 +239,7 @@ def test_unequal_decodes_of_one_key_head_end_together(count: int, median: int, s
     assert last <= 1.15 * ideal + 7
 
 
-@given(
-    num_tiles=st.integers(0, 700), kv_len=st.integers(0, 40_000), num_slots=st.integers(1, 300)
-)
+@given(num_tiles=st.integers(0, 700), kv_len=st.integers(0, 40_000), num_slots=st.integers(1, 300))
 def test_equal_tiles_are_split_as_a_batch_of_them(
     num_tiles: int, kv_len: int, num_slots: int
 ) -> None:
