@@ -94,8 +94,8 @@ struct BlockWork {
                               split, params.num_splits, q_tile * params.num_splits, q_tile}};
   }
 
-  // As of_tile, where `params` say the lengths of each of many requests and the grid has the tiles of
-  // all. kv_step: from a request's kv_start to the next one's.
+  // As of_tile, where `params` say the lengths of each of many requests and the grid has the tiles
+  // of all. kv_step: from a request's kv_start to the next one's.
   static __device__ __forceinline__ BlockWork of_equal(const AttentionParams& params, int q_tile,
                                                        int kv_head, int split, int tile_rows,
                                                        int kv_step) {

@@ -92,7 +92,11 @@ struct PlanBatch {
     const Totals totals = kPlain ? read_plain_requests() : read_requests();
     const int size = choose_size(totals);
     const bool is_sorted = totals.longest2 > totals.shortest2;
-    if (is_sorted) params.num_requests <= kFewRequests ? sort_few(totals, size) : sort(totals, size);
+    if (is_sorted && params.num_requests <= kFewRequests) {
+      sort_few(totals, size);
+    } else if (is_sorted) {
+      sort(totals, size);
+    }
     // Requests of equally many tiles, as all are where q has none of its own lengths.
     const bool is_even = !kRagged || totals.tiles == totals.most_tiles * params.num_requests;
     if (!is_even) count_tiles(totals, is_sorted);
@@ -295,7 +299,8 @@ struct PlanBatch {
 #pragma unroll 1
     for (int index = lane; index < params.num_requests; index += kWarpSize) {
       const uint32_t count = num_tiles(totals, index), twice = both_ends[index];
-      const uint32_t parts = count * static_cast<uint32_t>(fmaxf(ceilf(0.5f * twice * inverse), 1.0f));
+      const float parts_of_tile = fmaxf(ceilf(0.5f * twice * inverse), 1.0f);
+      const uint32_t parts = count * static_cast<uint32_t>(parts_of_tile);
       // Short parts fill gaps, but long ones come in whole waves.
       const bool is_long = twice > static_cast<uint32_t>(size);
       items += parts;
@@ -357,7 +362,9 @@ struct PlanBatch {
   __device__ __forceinline__ void sort_few(const Totals& totals, int size) {
     const float most = fminf(static_cast<float>(totals.longest2), 2.0f * size);
     // `tiles_end` holds the parts' lengths for now. They are positive, so their bits compare.
-    if (thread < params.num_requests) tiles_end[thread] = static_cast<int>(__float_as_uint(part_of(thread, most)));
+    if (thread < params.num_requests) {
+      tiles_end[thread] = static_cast<int>(__float_as_uint(part_of(thread, most)));
+    }
     ptx::block_sync();
     const int index = thread / kPlacers;
     int before = 0;
