@@ -276,6 +276,18 @@ def _splits(
     return split_after(work, chunk)
 
 
+def equal_splits(
+    num_tiles: int, kv_len: int, num_kv_heads: int, most_rows: int, shape: TileShape
+) -> int:
+    """In how many parts each of equal tiles of rows over so many keys is split."""
+    key_tiles = -(-kv_len // shape.tile_kv)
+    work = Work(None, key_tiles, key_tiles * num_tiles, num_tiles)
+    if not num_tiles:
+        return 1
+    splits = _splits(work, num_kv_heads, most_rows, shape, Splitting())
+    return 1 if splits is None else int(splits[0])
+
+
 def split_after(work: Work, chunk: int) -> np.ndarray | None:
     """In how many parts each tile's keys are split, if after `chunk` key tiles; None: none is."""
     if chunk >= work.longest:

@@ -432,6 +432,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper wide ordinary": _wide({"head_dims": (512, 512), "kv_heads": 2, "kv_len": (120,)}),
     "hopper wide sparse": _wide({"sparse": True}),
     "hopper wide splits": _wide({"splits": 2}),
+    "hopper wide lists": _wide(
+        {"sparse": True, "uniform": True, "qo_len": (1, 1), "kv_len": (150, 150)}
+    ),
     "hopper wide steep": _wide({"sharpness": 6.0, "rising": 2.0, "num_heads": 64}),
     "hopper few rows": _wide({"tile_q": 16}),
     "hopper few rows fp8": _wide({"tile_q": 16, "kv_dtype": "float8_e4m3fn", "kv_len": (100,)}),
@@ -476,6 +479,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     # Splits of several tiles of keys.
     "long latent": _latent(split=13),
     "steep latent": _latent(split=13, sm_scale=3.0),
+    "latent natural": _latent(is_natural=True),
     "latent list": _latent(way="list", qo_len=(1, 1), absent=0.3),
     "bad latent values": _bad_latent_values,
 }

@@ -191,7 +191,8 @@ class BoundRun:
     """A run that computes with the reference, when the stream gets to it."""
 
     def __init__(self, stream: Stream, *plan: Any) -> None:
-        self._stream, self._plan = stream, plan
+        has_lse_scale = len(plan) > 12
+        self._stream, self._plan = stream, plan if has_lse_scale else (*plan, 1.0)
 
     def launch(self, *args: Any) -> None:
         *arrays, raw = args[:6]
@@ -213,6 +214,7 @@ def _compute(
     output_scale: float,
     sm_scale: float,
     _rotated: int,
+    lse_scale: float,
     q: int,
     k: int,
     v: int,
@@ -236,7 +238,7 @@ def _compute(
     spec = launcher.spec
     answers: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     sinks = per_head[0]
-    is_cascade = schedule.parts and schedule.parts[-1].levels[0] > 0
+    is_cascade = schedule.parts and schedule.parts[-1].merge_sizes[1] > 0
     for request in _requests(schedule, on_device):
         q_start, qo_len, kv_start, kv_len, mask_start, key_offset = request
         mask = None
@@ -321,6 +323,7 @@ def _compute(
         place = np.array([row])
         _scatter(o, value * output_scale, problem.dtype_o, place * steps[6], steps[7])
         if pointers[0]:
+            total = lse_scale * total
             _scatter(pointers[0], total[..., None], dtypes.float32, place * steps[8], steps[9])
 
 
@@ -344,7 +347,7 @@ def _finish_levels(
     shape: tuple[int, int],
 ) -> None:
     """Sinks, and rows without keys, as merge_levels has them."""
-    rows, levels = part.levels
+    rows, levels = part.merge_sizes
     table = on_device[part.merges // 4 :][: 2 * rows * levels].reshape(rows, levels, 2)
     log2_e = np.log2(np.e)
     sink = np.full(shape[0], -np.inf) if sinks is None else sinks.astype(np.float64) * log2_e
