@@ -115,7 +115,7 @@ struct WideMergeSm90 {
     if (split > 0) return;
     block.merged_rows().offsets[row] = token * params.o_stride_n + head * params.o_stride_h;
     if (row < tile.num_rows && params.lse != nullptr) {
-      params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
+      store_lse(params, token, head, state.lse());
     }
   }
 

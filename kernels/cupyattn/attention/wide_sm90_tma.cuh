@@ -40,7 +40,7 @@ struct WideSm90TmaProducer {
   __device__ __forceinline__ bool reads_many() const {
     const Item& item = shared.items[0];
     constexpr int kMany = (240 << 20) / KTile::kBytes;  // tiles of keys
-    const int num_blocks = static_cast<int>(gridDim.x * gridDim.y);
+    const int num_blocks = static_cast<int>(gridDim.x * gridDim.y * gridDim.z);
     return item.tiles.end - item.tiles.begin > kMany / num_blocks;
   }
 
