@@ -54,6 +54,7 @@ class Case:
     spare      items of zeros at the end of the work list
     sharpness  multiplies queries, so that maxima move
     counts     the last block of a tile may merge few splits
+    fused      of 64 rows, too
     tile_q     64, or 16 or 32 rows of wide_decode_sm90
     tma        boxes of pages bring the keys
     sparse     the table has an entry for each key, some negative: those keys are hidden
@@ -86,6 +87,7 @@ class Case:
     rising: float = 0.0
     tile_q: int = 64
     counts: bool = True
+    fused: bool = False
     sparse: bool = False
     tma: bool = False
     spoiled: tuple[tuple[int, int, int, float], ...] = ()
@@ -228,7 +230,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         ),
         memory(partial_o, True),
         memory(partial_lse, True),
-        memory(counters, True) if case.tile_q < 64 and case.counts else 0,
+        memory(counters, True) if (case.tile_q < 64 or case.fused) and case.counts else 0,
         memory(items),
         memory(merges),
         memory(table),
@@ -303,6 +305,7 @@ def _config(case: Case) -> TileConfig:
         paged=case.is_paged,
         sparse=case.sparse,
         tma=case.tma,
+        fused_splits=wide_sm90.FUSED_SPLITS if case.fused else 0,
     )
 
 

@@ -158,6 +158,31 @@ struct OnlineSoftmax {
     return moves;
   }
 
+  // Makes the probabilities of a tile under the maxima of all its logits. Returns whether a maximum
+  // has moved; O must then be multiplied by `factors`. The largest probabilities of a row are then 1,
+  // or were when they were made, and are not rounded.
+  template <typename T, int kSteps, int kTilesS, typename Form>
+  __device__ __forceinline__ bool raise_and_exponentiate(uint32_t (&p)[kSteps][kMmaQ][4],
+                                                         const float (&s)[kMmaQ][kTilesS][4],
+                                                         float (&factors)[kMmaQ][2],
+                                                         const Form& form, float scale) {
+    float tile_sum[kMmaQ][2];
+    raise_where_asked<true>(s, factors, tile_sum, form, scale, 0.0f);
+    bool moves = false;
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) moves |= factors[m][h] != 1.0f;
+    }
+    exponentiate_all<T>(p, s, form, scale, tile_sum);
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) row_sum[m][h] += tile_sum[m][h];
+    }
+    return ptx::warp_any(moves);
+  }
+
   // Raises each row by its own logits alone: its bits do not depend on the rows beside it.
   template <bool kIsFirst, int kTilesS, typename Form>
   __device__ __forceinline__ void raise_where_asked(const float (&s)[kMmaQ][kTilesS][4],
