@@ -172,6 +172,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int m = 0; m < kMmaQ; ++m) {
 #pragma unroll
+      // mutate: wide-raised-maxima-not-told
       for (int h = 0; h < 2; ++h) moves |= factors[m][h] != 1.0f;
     }
     exponentiate_all<T>(p, s, form, scale, tile_sum);

@@ -172,8 +172,10 @@ struct WideSm90Fp8Consumer {
     } else {
       hide_all(s);
     }
-    publish(s);
+    OfRows tile_sum;
+    publish(s, tile_sum);
     uint32_t swept = make_output(item, tile, first, 0);
+    add_sums(tile_sum);  // while products run
     if (has_second) swept |= make_output(item, tile - 1, second, 1);
     ptx::wgmma_wait<0>();
     ptx::wgmma_results(reinterpret_cast<float (&)[kBlocks * kTilesQ * 4]>(o));
@@ -251,10 +253,15 @@ struct WideSm90Fp8Consumer {
 
   // Makes the probabilities of the own tile under the present maxima. Where a row asks for a larger
   // one, in any warp, all take it and make them again.
-  __device__ __forceinline__ void publish(const Scores& s) {
+  __device__ __forceinline__ void publish(const Scores& s, OfRows& tile_sum) {
     await_phase(shared.empty_p, p_parity ^ 1);  // mutate: wide-fp8-p-overwritten
-    OfRows tile_sum;
-    const bool asks = ptx::warp_any(exponentiate(s, tile_sum) > kRescaleThreshold);
+    exponentiate(s, tile_sum);
+    // Two probabilities with that sum have one whose exponent is beyond kRescaleThreshold.
+    constexpr float kMostOfTwo = 512.0f;
+    float most = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kTilesQ; ++n) most = fmaxf(most, fmaxf(tile_sum[n][0], tile_sum[n][1]));
+    const bool asks = ptx::warp_any(most > kMostOfTwo);
     if (lane == 0) shared.raised[reader] = asks;
     ptx::fence_proxy_async();
     sync_consumers();  // mutate: wide-fp8-p-read-early
@@ -267,7 +274,6 @@ struct WideSm90Fp8Consumer {
       ptx::fence_proxy_async();
       sync_consumers();
     }
-    add_sums(tile_sum);
   }
   // Adds the sums of lanes that have the same rows. Lanes divide the rows: each hands half of what it
   // has to another, three times over, so that a sum needs no register for each of a thread's rows.
@@ -289,14 +295,13 @@ struct WideSm90Fp8Consumer {
 #pragma unroll
     for (int e = 0; e < 2; ++e) row_sum[e] += tile_sum[0][e];
   }
-  // Writes P as rows of queries, and returns the thread's largest exponent.
-  __device__ __forceinline__ float exponentiate(const Scores& s, OfRows& tile_sum) const {
+  // Writes P as rows of queries.
+  __device__ __forceinline__ void exponentiate(const Scores& s, OfRows& tile_sum) const {
     // Lane 8 m + r gives the place of row r of the m-th matrix: rows of queries 8 (m / 2), keys
     // 16 warp + 8 (m % 2).
     const uint32_t to =
         ptx::shared_address(shared.p[index]) +
         PTile::offset(8 * (lane >> 4) + (lane & 7), 2 * warp + ((lane >> 3) & 1));
-    float most = -ptx::infinity();
 #pragma unroll
     for (int n = 0; n < kTilesQ; n += 2) {
       uint32_t p[4];
@@ -310,9 +315,7 @@ struct WideSm90Fp8Consumer {
           const float scale = e == 0 ? rows.x : rows.z, shift = e == 0 ? rows.y : rows.w;
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float exponent = fmaf(s[0][n + i][2 * h + e], scale, shift);
-            most = fmaxf(most, exponent);
-            pair[h][e] = ptx::ex2_approx(exponent);
+            pair[h][e] = ptx::ex2_approx(fmaf(s[0][n + i][2 * h + e], scale, shift));
           }
           tile_sum[n + i][e] = pair[0][e] + pair[1][e];
         }
@@ -321,7 +324,6 @@ struct WideSm90Fp8Consumer {
       }
       ptx::stmatrix_x4_trans(to + n * PTile::kPatternBytes, p);
     }
-    return most;
   }
 
   // Gives every row that asks for it the maximum of all keys of the turn. A row's maximum depends on
