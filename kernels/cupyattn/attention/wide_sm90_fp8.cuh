@@ -190,16 +190,22 @@ struct WideSm90Fp8Consumer {
     const uint64_t queries = ptx::opaque_copy(operand_at<QTile>(ptx::shared_address(shared.q)));
     float (&d)[kTileQ / 2] = reinterpret_cast<float (&)[kTileQ / 2]>(s);
     typename Fp8::Fragments fragments[2];
-#pragma unroll
-    for (int i = 0; i < Fp8::kGroups; ++i) {
-      // The rope columns and those of the follower's piece come first.
-      constexpr int kHalf = (Fp8::kGroups - 1) / 2;
+    // The rope columns and those of the follower's piece come first.
+    constexpr int kHalf = (Fp8::kGroups - 1) / 2;
+    const auto load = [&](int i) {
       const int group = i == 0 ? Fp8::kGroups - 1 : (i - 1 + kHalf) % (2 * kHalf);
       // mutate: wide-fp8-keys-not-awaited
       if (i == 0) await_phase(shared.full[stage.stage][Traits::kOfFollower], stage.parity);
       if (i == kHalf + 1) await_phase(shared.full[stage.stage][Traits::kOfLeader], stage.parity);
+      return Fp8::load_key_bytes(shared.k[stage.stage], group, warp, lane);
+    };
+    // Bytes are loaded a group ahead, while products run.
+    typename Fp8::KeyBytes bytes = load(0);
+#pragma unroll
+    for (int i = 0; i < Fp8::kGroups; ++i) {
+      const int group = i == 0 ? Fp8::kGroups - 1 : (i - 1 + kHalf) % (2 * kHalf);
       if (i >= 2) ptx::wgmma_wait<1>();
-      Fp8::load_keys(fragments[i % 2], shared.k[stage.stage], group, warp, lane);
+      Fp8::convert_keys(fragments[i % 2], bytes);
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
@@ -209,6 +215,7 @@ struct WideSm90Fp8Consumer {
             i > 0 || step > 0);
       }
       ptx::wgmma_commit();
+      if (i + 1 < Fp8::kGroups) bytes = load(i + 1);
     }
     ptx::wgmma_wait<0>();
     take_results(s);
@@ -389,10 +396,11 @@ struct WideSm90Fp8Consumer {
     const uint64_t p =
         ptx::opaque_copy(operand_at<PTile>(ptx::shared_address(shared.p[of_turn])));
     uint32_t fragments[2][kBlocks][4];
+    ValueBytes bytes = load_values(shared.k[stage.stage], 0);
 #pragma unroll
     for (int step = 0; step < kTileKV / 16; ++step) {
       ptx::wgmma_wait<1>();
-      load_values(fragments[step % 2], shared.k[stage.stage], 16 * step);
+      convert_values(fragments[step % 2], bytes);
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
@@ -401,29 +409,41 @@ struct WideSm90Fp8Consumer {
             operand_behind<PTile>(p, 2 * step), true);
       }
       ptx::wgmma_commit();
+      // A step ahead, while products run.
+      if (step + 1 < kTileKV / 16) bytes = load_values(shared.k[stage.stage], 16 * (step + 1));
     }
     ptx::warp_sync();
     release(shared.empty[stage.stage][Traits::kOfFollower]);
     release(shared.empty[stage.stage][Traits::kOfLeader]);
     return hides_keys ? 1u << of_turn : 0u;
   }
-  // Fragments of 16 keys: row lane / 4 (+ 8) of block i is the thread's column 2 i (+ 1).
-  __device__ __forceinline__ void load_values(uint32_t (&to)[kBlocks][4],
-                                              const unsigned char* values, int first_key) const {
+  // A thread's eight columns of the four keys that it has of 16.
+  struct ValueBytes {
     uint64_t of_key[4];
+  };
+  __device__ __forceinline__ ValueBytes load_values(const unsigned char* values,
+                                                    int first_key) const {
+    const int chunk = kColumns / 16 * index + 4 * warp + (lane >> 3);
+    const uint32_t even = KTile::offset(2 * (lane & 3), chunk) + 8 * ((lane >> 2) & 1);
+    ValueBytes bytes;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int key = first_key + 8 * (i / 2) + 2 * (lane & 3) + i % 2;
-      const int chunk = kColumns / 16 * index + 4 * warp + (lane >> 3);
-      of_key[i] = *reinterpret_cast<const uint64_t*>(values + KTile::offset(key, chunk) +
-                                                     8 * ((lane >> 2) & 1));
+      // The next key's chunk lies behind another bit.
+      const uint32_t own = i % 2 == 0 ? even : even ^ (KTile::kRowBytes | 16);
+      const uint32_t below = (first_key + i / 2 * 8) * KTile::kRowBytes;
+      bytes.of_key[i] = *reinterpret_cast<const uint64_t*>(values + own + below);
     }
+    return bytes;
+  }
+  // Fragments of 16 keys: row lane / 4 (+ 8) of block i is the thread's column 2 i (+ 1).
+  static __device__ __forceinline__ void convert_values(uint32_t (&to)[kBlocks][4],
+                                                        const ValueBytes& from) {
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
-        const uint32_t first = static_cast<uint32_t>(of_key[2 * pair] >> (32 * w));
-        const uint32_t second = static_cast<uint32_t>(of_key[2 * pair + 1] >> (32 * w));
+        const uint32_t first = static_cast<uint32_t>(from.of_key[2 * pair] >> (32 * w));
+        const uint32_t second = static_cast<uint32_t>(from.of_key[2 * pair + 1] >> (32 * w));
         // Bytes of the two keys, side by side, for two columns at a time.
         const uint32_t columns[2] = {ptx::permute_bytes(first, second, 0x5140u),
                                      ptx::permute_bytes(first, second, 0x7362u)};
