@@ -89,10 +89,7 @@ WIDE_SM90 = (
         "wide-follower-output-not-rescaled", "multiply_rows(o, factors);", "", "hopper wide steep"
     ),
     Mutation(
-        "wide-raised-maxima-not-told",
-        "factors[m][h] != 1.0f",
-        "false",
-        "hopper wide ordinary steep",
+        "wide-raised-maxima-not-told", "factors[m][h] != 1.0f", "false", "hopper wide ordinary steep"
     ),
     # wide_decode_sm90
     Mutation(
@@ -100,12 +97,6 @@ WIDE_SM90 = (
         "await_phase(shared.full[stage.stage][kPiece], stage.parity);",
         "",
         "hopper few rows",
-    ),
-    Mutation(
-        "wide-decode-values-not-awaited",
-        "await_phase(shared.full[stage.stage][Traits::kOfLeader], stage.parity);",
-        "",
-        "hopper few rows ordinary",
     ),
     Mutation("wide-decode-missing-keys-seen", "!= 0", ">= 0", "hopper few rows sparse"),
     Mutation("wide-decode-hidden-keys-seen", "|| key >= limits.end", "", "hopper few rows"),
@@ -174,7 +165,9 @@ WIDE_SM90 = (
         "keeps_upper ? upper : lower",
         "hopper wide fp8",
     ),
-    Mutation("wide-fp8-maximum-of-some-keys", "mask = 4", "mask = 8", "hopper wide fp8 steep"),
+    Mutation(
+        "wide-fp8-maximum-of-some-keys", "mask = 4", "mask = 8", "hopper wide fp8 steep"
+    ),
     Mutation("wide-fp8-maxima-read-early", "sync_consumers();", "", "hopper wide fp8"),
     Mutation("wide-fp8-factors-read-early", "sync_consumers();", "", "hopper wide fp8 steep"),
     Mutation(
@@ -200,14 +193,9 @@ WIDE_SM90 = (
         "hopper wide fp8 token scales",
     ),
     Mutation(
-        "wide-converter-page-of-the-same-tile",
-        "tile - kProducers",
-        "tile",
-        "hopper wide fp8 token scales",
+        "wide-converter-page-of-the-same-tile", "tile - kProducers", "tile", "hopper wide fp8 token scales"
     ),
-    Mutation(
-        "wide-converter-absent-key-read", "from != nullptr", "true", "hopper wide fp8 token scales"
-    ),
+    Mutation("wide-converter-absent-key-read", "from != nullptr", "true", "hopper wide fp8 token scales"),
     Mutation(
         "wide-converter-copies-not-awaited",
         "ptx::cp_async_wait_group<1>();",
@@ -216,10 +204,7 @@ WIDE_SM90 = (
     ),
     Mutation("wide-converter-overwritten", "ptx::warp_sync();", "", "hopper wide fp8 token scales"),
     Mutation(
-        "wide-converter-hidden-keys-marked",
-        "!= nullptr",
-        "== nullptr",
-        "hopper wide fp8 sparse scales",
+        "wide-converter-hidden-keys-marked", "!= nullptr", "== nullptr", "hopper wide fp8 sparse scales"
     ),
     Mutation(
         "wide-converter-scale-of-the-first-columns",

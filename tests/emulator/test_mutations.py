@@ -481,9 +481,6 @@ CATCHERS: dict[str, Callable[..., None]] = {
             "page_size": 24,
         }
     ),
-    "hopper few rows ordinary": _wide(
-        {"tile_q": 16, "head_dims": (512, 512), "kv_heads": 2, "kv_len": (120,)}
-    ),
     "hopper few rows splits": _wide({"tile_q": 16, "splits": 5}),
     "hopper few rows steep": _wide(
         {"tile_q": 16, "sharpness": 20.0, "rising": 4.0, "dtype": "float16"}

@@ -114,31 +114,25 @@ def test_sparse_lists(page_size: int, tile_q: int) -> None:
 ORDINARY = Case(qo_len=(9, 40), kv_len=(70, 130), num_heads=4, kv_heads=2, head_dims=(512, 512))
 
 
-@pytest.mark.parametrize(
-    ("head_dims", "tile_q"), [((512, 512), 64), ((256, 512), 64), (wide_sm90.EQUAL, 16)]
-)
+@pytest.mark.parametrize("head_dims", [(512, 512), (256, 512)])
 @pytest.mark.parametrize("is_paged", [True, False])
-def test_ordinary_heads(head_dims: tuple[int, int], is_paged: bool, tile_q: int) -> None:
+def test_ordinary_heads(head_dims: tuple[int, int], is_paged: bool) -> None:
     assert head_dims in wide_sm90.ORDINARY
-    case = replace(ORDINARY, head_dims=head_dims, is_paged=is_paged, page_size=5, tile_q=tile_q)
+    case = replace(ORDINARY, head_dims=head_dims, is_paged=is_paged, page_size=5)
     check(case, seed=3)
     check(replace(case, qo_len=(1, 0, 3), kv_len=(200, 30, 0), splits=2, has_sinks=True))
 
 
 @pytest.mark.parametrize("splits", [2, 5, 9])
-@TILES
-def test_last_blocks_merge_few_ordinary_rows(splits: int, tile_q: int) -> None:
+def test_last_blocks_merge_few_ordinary_rows(splits: int) -> None:
     few = replace(ORDINARY, qo_len=(1, 0, 3, 2), kv_len=(200, 30, 0, 330), fused=True)
-    few = replace(few, tile_q=tile_q)
     check(replace(few, splits=splits, has_sinks=splits == 5))
     if splits == 2:
         check(replace(few, splits=splits, counts=False))
 
 
-@TILES
-def test_maxima_of_ordinary_heads(tile_q: int) -> None:
-    steep = replace(ORDINARY, sharpness=6.0, rising=2.0, causal=False, window_left=90)
-    check(replace(steep, tile_q=tile_q))
+def test_maxima_of_ordinary_heads() -> None:
+    check(replace(ORDINARY, sharpness=6.0, rising=2.0, causal=False, window_left=90))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +141,6 @@ def test_maxima_of_ordinary_heads(tile_q: int) -> None:
         (64, False, wide_sm90.LATENT),
         (64, True, wide_sm90.LATENT),
         (64, False, (512, 512)),
-        (16, False, (512, 512)),
         (16, False, wide_sm90.LATENT),
         (32, True, wide_sm90.LATENT),
     ],

@@ -291,10 +291,8 @@ def _config(case: Case) -> TileConfig:
             dtype,
             dtype_o,
             case.tile_q,
-            case.head_dims,
             dtype_kv=dtypes.parse(case.kv_dtype or case.dtype),
             key_scales=case.key_scales,
-            paged=case.is_paged,
             sparse=case.sparse,
             tma=case.tma,
         )

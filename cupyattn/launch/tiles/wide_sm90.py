@@ -12,8 +12,8 @@ from .config import Field, TileConfig, round_up, struct_of
 # Head dims of q, k and of v, o. The first are those of latent attention, 512 and 64 rotated ones:
 # values are the first columns of keys. Others have values of their own, and as many stages of keys
 # as shared memory has room for.
-LATENT, EQUAL = (576, 512), (512, 512)
-ORDINARY = {EQUAL: 2, (256, 512): 3}
+LATENT = (576, 512)
+ORDINARY = {(512, 512): 2, (256, 512): 3}
 TILE_Q = 64
 # A producer and two consumer warpgroups, and the registers of a thread of each kind; those of a
 # producer that also converts what boxes bring; and with two producers, which gather and convert.
@@ -46,8 +46,7 @@ def choose(
         or problem.pos_encoding != "NONE"
         or problem.own_value_pages
     )
-    # Keys and values of their own leave room for 16 rows only.
-    has_few_rows = rows in _DECODE_ROWS and (is_latent or (rows == "decode" and head_dims == EQUAL))
+    has_few_rows = is_latent and rows in _DECODE_ROWS
     has_fp8 = is_latent and problem.dtype_kv is float8_e4m3fn
     has_dtype = has_fp8 or problem.dtype_kv is problem.dtype_q
     if not (has_dims and has_dtype and problem.aligned) or has_option:
@@ -58,10 +57,8 @@ def choose(
             problem.dtype_q,
             problem.dtype_o,
             _DECODE_ROWS[rows],
-            head_dims,
             dtype_kv=problem.dtype_kv,
             key_scales=problem.key_scales,
-            paged=problem.paged,
             sparse=is_sparse,
             tma=tma,
         )
@@ -183,27 +180,21 @@ def decode_config(
     dtype: DType,
     dtype_o: DType,
     tile_q: int,
-    head_dims: tuple[int, int] = LATENT,
     *,
     dtype_kv: DType | None = None,
     key_scales: str = "",
-    paged: bool = True,
     sparse: bool = False,
     tma: bool = False,
 ) -> TileConfig:
-    """The instance of wide_decode_sm90 for up to `tile_q` packed rows, 16 or 32; of heads that are
-    EQUAL, 16.
+    """The instance of wide_decode_sm90 for up to `tile_q` packed rows, 16 or 32.
 
     dtype_kv: e4m3, or as `dtype`, that of queries.
     key_scales: of e4m3 keys (core.problem.KEY_SCALES).
     """
     dtype_kv = dtype_kv or dtype
-    head_dim_qk, head_dim_vo = head_dims
-    is_latent = head_dims == LATENT
-    tile_kv, num_pieces, consumers = 64, 2, 1
-    # Keys and values that are apart take turns in three stages.
-    stages = 2 if is_latent else 3
-    keys = _panels(tile_kv, head_dim_qk, stages)
+    head_dim_qk, head_dim_vo = LATENT
+    tile_kv, num_pieces = 64, 2
+    stages, keys, consumers = 2, _panels(tile_kv, head_dim_qk, 2), 1
     if dtype_kv.is_fp8:
         # One that converts keys would wait for its own results for longer than memory takes. Of 32
         # rows there are not the registers for two.
@@ -234,12 +225,12 @@ def decode_config(
         "DTypeO": dtype_o,
         "kHeadDimQK": head_dim_qk,
         "kHeadDimVO": head_dim_vo,
-        "kHeadDimRope": head_dim_qk - head_dim_vo if is_latent else 0,
+        "kHeadDimRope": head_dim_qk - head_dim_vo,
         "kKeyScales": KEY_SCALES.index(key_scales),
-        "kLatent": is_latent,
+        "kLatent": True,
         "kSparse": sparse,
         "kTma": tma,
-        "kPaged": paged,
+        "kPaged": True,
         "kConsumers": consumers,
         "kFusedSplits": FUSED_SPLITS,
         "kTileQ": tile_q,

@@ -73,13 +73,9 @@ struct WideDecodeSm90Consumer : WideDecodeSm90Output<Traits> {
     if constexpr (kFp8) sync_consumers();  // mutate: wide-fp8-queries-read-early
   }
 
-  __device__ __forceinline__ void process_tile(const Item& item, int tile, Stage& stage) {
+  __device__ __forceinline__ void process_tile(const Item& item, int tile, const Stage& stage) {
     Scores s;
     make_scores(s, stage);
-    if constexpr (Traits::kSharesRing) {
-      release_stage(stage);
-      stage.advance();  // to the values
-    }
     const int first_key = item.first_key(tile);
     if constexpr (Traits::kSparse) hide_missing_keys(s, stage);
     if (unlikely(item.range.cuts(first_key, kTileKV))) hide_keys(s, item, first_key);
@@ -87,7 +83,6 @@ struct WideDecodeSm90Consumer : WideDecodeSm90Output<Traits> {
     raise_maxima(s);
     publish(s);
     const bool hides_keys = unlikely(block.hides_keys(item, tile));
-    if constexpr (Traits::kSharesRing) await_values(stage);
     if (hides_keys) zero_nonfinite_values(item, tile, stage);
     make_output(stage, hides_keys ? tile : -1, item);
   }
@@ -366,13 +361,6 @@ struct WideDecodeSm90Consumer : WideDecodeSm90Output<Traits> {
     ptx::fence_proxy_async();
   }
 
-  // Waits for values that are not also keys.
-  __device__ __forceinline__ void await_values(const Stage& stage) const {
-    await_phase(shared.full[stage.stage][Traits::kOfFollower], stage.parity);
-    // mutate: wide-decode-values-not-awaited
-    await_phase(shared.full[stage.stage][Traits::kOfLeader], stage.parity);
-    ptx::fence_proxy_async();
-  }
   // Adds V^T P^T to O^T. tile: that of the keys if some are hidden; else -1.
   __device__ __forceinline__ void make_output(const Stage& stage, int tile, const Item& item) {
     const uint64_t p = ptx::opaque_copy(operand_at<PTile>(ptx::shared_address(shared.p[index])));
@@ -386,10 +374,6 @@ struct WideDecodeSm90Consumer : WideDecodeSm90Output<Traits> {
     ptx::wgmma_results(reinterpret_cast<float (&)[kPanels * kTilesQ * 4]>(o));
     if (tile >= 0) add_nonfinite_values(item, tile);
     if (kFp8 || tile >= 0) release(shared.empty[stage.stage][Traits::kOfFollower]);
-    release(shared.empty[stage.stage][Traits::kOfLeader]);
-  }
-  __device__ __forceinline__ void release_stage(const Stage& stage) const {
-    release(shared.empty[stage.stage][Traits::kOfFollower]);
     release(shared.empty[stage.stage][Traits::kOfLeader]);
   }
   __device__ __forceinline__ void issue_output(const Stage& stage, uint64_t p, bool releases) {

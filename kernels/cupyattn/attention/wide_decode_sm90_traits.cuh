@@ -23,7 +23,7 @@ struct WideDecodeSm90Traits : WideSm90Tiles<Config> {
 
   struct SharedMemory {
     alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
-    alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];  // or values (kSharesRing)
+    alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];
     alignas(PTile::kAlign) unsigned char p[kConsumers][PTile::kBytes];
     // What each warp knows of a row: its largest logit of a tile, and in the end its sum.
     alignas(16) float of_warps[kConsumers][kTileQ][4];
@@ -41,7 +41,7 @@ struct WideDecodeSm90Traits : WideSm90Tiles<Config> {
     __device__ __forceinline__ unsigned char* values(int stage) { return k[stage]; }
   };
 
-  static_assert(kLatent || KTile::kBytes == VTile::kBytes, "keys and values fit the same stages");
+  static_assert(kLatent, "values are the first columns of keys");
   static_assert(kConsumers == 1 || (kConsumers == 2 && kTileQ == 16),
                 "three warpgroups have registers for O of 16 rows");
   static_assert((kTileQ == 16 || kTileQ == 32) && kTileKV == 64,

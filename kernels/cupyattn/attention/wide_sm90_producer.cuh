@@ -53,15 +53,10 @@ struct WideSm90Producer {
       // Looked up a tile ahead, because the page table is far away.
       page = page_of(item, tile - 1);  // mutate: wide-page-of-the-same-tile
       // In the order in which consumers want them.
-      if constexpr (Traits::kSharesRing) {
-        copy_stage(stage, own.first);
-        copy_stage(stage, own.second);
-      } else {
-        if constexpr (!Traits::kLatent) copy_piece<Traits::kKeys>(stage, own);
-        copy_piece<Traits::kOfFollower>(stage, own);
-        copy_piece<Traits::kOfLeader>(stage, own);
-        stage.advance();
-      }
+      if constexpr (!Traits::kLatent) copy_piece<Traits::kKeys>(stage, own);
+      copy_piece<Traits::kOfFollower>(stage, own);
+      copy_piece<Traits::kOfLeader>(stage, own);
+      stage.advance();
     }
   }
 
@@ -157,13 +152,6 @@ struct WideSm90Producer {
       }
     }
     ptx::cp_async_mbarrier_arrive_noinc(ptx::shared_address(&shared.full[stage.stage][kPiece]));
-  }
-
-  // Copies keys, or values, where both have stages of one ring.
-  __device__ __forceinline__ void copy_stage(typename Block::Stage& stage, const void* row) const {
-    copy_piece<Traits::kOfFollower>(stage, Row{row, row, 0});
-    copy_piece<Traits::kOfLeader>(stage, Row{row, row, 0});
-    stage.advance();
   }
 
   // Says which keys of a stage are there, and by what they are multiplied. An arrival of its own for

@@ -87,10 +87,8 @@ struct WideSm90Tiles : Config {
   // each with barriers of its own: the values of the leader, those of the follower (with the rope
   // part of latent keys), and keys that are not also values. A piece of values is free when its
   // warpgroup has multiplied by it.
-  // Few rows of ordinary heads have keys and values in stages of one ring, pieces alike.
   enum Piece { kOfLeader, kOfFollower, kKeys };
-  static constexpr bool kSharesRing = !kLatent && kTileQ < 64;
-  static constexpr int kPieces = kLatent || kSharesRing ? 2 : 3, kColumns = kHeadDimVO / 2;
+  static constexpr int kPieces = kLatent ? 2 : 3, kColumns = kHeadDimVO / 2;
   static constexpr int kPanelsOfPiece = kColumns / VTile::kPanelColumns;
   template <int kPiece>
   static constexpr int kFirstPanel = kPiece == kOfFollower ? kPanelsOfPiece : 0;
