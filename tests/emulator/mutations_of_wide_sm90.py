@@ -89,7 +89,10 @@ WIDE_SM90 = (
         "wide-follower-output-not-rescaled", "multiply_rows(o, factors);", "", "hopper wide steep"
     ),
     Mutation(
-        "wide-raised-maxima-not-told", "factors[m][h] != 1.0f", "false", "hopper wide ordinary steep"
+        "wide-raised-maxima-not-told",
+        "factors[m][h] != 1.0f",
+        "false",
+        "hopper wide ordinary steep",
     ),
     # wide_decode_sm90
     Mutation(
@@ -165,9 +168,7 @@ WIDE_SM90 = (
         "keeps_upper ? upper : lower",
         "hopper wide fp8",
     ),
-    Mutation(
-        "wide-fp8-maximum-of-some-keys", "mask = 4", "mask = 8", "hopper wide fp8 steep"
-    ),
+    Mutation("wide-fp8-maximum-of-some-keys", "mask = 4", "mask = 8", "hopper wide fp8 steep"),
     Mutation("wide-fp8-maxima-read-early", "sync_consumers();", "", "hopper wide fp8"),
     Mutation("wide-fp8-factors-read-early", "sync_consumers();", "", "hopper wide fp8 steep"),
     Mutation(
@@ -193,9 +194,14 @@ WIDE_SM90 = (
         "hopper wide fp8 token scales",
     ),
     Mutation(
-        "wide-converter-page-of-the-same-tile", "tile - kProducers", "tile", "hopper wide fp8 token scales"
+        "wide-converter-page-of-the-same-tile",
+        "tile - kProducers",
+        "tile",
+        "hopper wide fp8 token scales",
     ),
-    Mutation("wide-converter-absent-key-read", "from != nullptr", "true", "hopper wide fp8 token scales"),
+    Mutation(
+        "wide-converter-absent-key-read", "from != nullptr", "true", "hopper wide fp8 token scales"
+    ),
     Mutation(
         "wide-converter-copies-not-awaited",
         "ptx::cp_async_wait_group<1>();",
@@ -204,7 +210,10 @@ WIDE_SM90 = (
     ),
     Mutation("wide-converter-overwritten", "ptx::warp_sync();", "", "hopper wide fp8 token scales"),
     Mutation(
-        "wide-converter-hidden-keys-marked", "!= nullptr", "== nullptr", "hopper wide fp8 sparse scales"
+        "wide-converter-hidden-keys-marked",
+        "!= nullptr",
+        "== nullptr",
+        "hopper wide fp8 sparse scales",
     ),
     Mutation(
         "wide-converter-scale-of-the-first-columns",
