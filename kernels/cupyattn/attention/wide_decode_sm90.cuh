@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cupyattn/attention/wide_decode_sm90_consumer.cuh"
-#include "cupyattn/attention/wide_decode_sm90_merge.cuh"
+#include "cupyattn/attention/wide_sm90_merge.cuh"
 #include "cupyattn/attention/wide_sm90_tma.cuh"
 
 namespace cupyattn {
@@ -43,7 +43,7 @@ struct WideDecodeSm90 {
     } else {
       WideDecodeSm90Consumer<Traits>(block, warpgroup - 1).run();
     }
-    if (Traits::kConsumers == 1 || warpgroup > 0) WideDecodeSm90Merge<Traits>(block).run();
+    if (Traits::kConsumers == 1 || warpgroup > 0) WideSm90Merge<Traits>(block).run();
   }
 
   static __device__ __forceinline__ void init_barriers(SharedMemory& shared) {

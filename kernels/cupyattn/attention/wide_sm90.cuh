@@ -5,10 +5,10 @@
 // for both products.
 #pragma once
 
-#include "cupyattn/attention/wide_decode_sm90_merge.cuh"
 #include "cupyattn/attention/wide_sm90_consumer.cuh"
 #include "cupyattn/attention/wide_sm90_converter.cuh"
 #include "cupyattn/attention/wide_sm90_fp8.cuh"
+#include "cupyattn/attention/wide_sm90_merge.cuh"
 #include "cupyattn/attention/wide_sm90_tma.cuh"
 
 namespace cupyattn {
@@ -57,7 +57,7 @@ struct WideSm90 {
       } else {
         WideSm90Follower<Traits>(block).run();
       }
-      if constexpr (Traits::kMergesSplits) WideDecodeSm90Merge<Traits>(block).run();
+      if constexpr (Traits::kMergesSplits) WideSm90Merge<Traits>(block).run();
     }
   }
 

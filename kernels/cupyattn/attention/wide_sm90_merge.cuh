@@ -3,16 +3,17 @@
 // much for one block: a launch merges them (merge_splits).
 #pragma once
 
-#include "cupyattn/attention/wide_decode_sm90_traits.cuh"
+#include "cupyattn/attention/state.cuh"
+#include "cupyattn/attention/wide_sm90_traits.cuh"
 
 namespace cupyattn {
 
 template <typename Traits>
-struct WideDecodeSm90Merge {
+struct WideSm90Merge {
   using DTypeO = typename Traits::DTypeO;
   static constexpr int kMost = Traits::kFusedSplits;  // splits that are merged here
   static constexpr int kTileQ = Traits::kTileQ, kHeadDimVO = Traits::kHeadDimVO;
-  // Both warpgroups of a block, or both consumers of three.
+  // Both warpgroups of a block, or the last two of three.
   static constexpr int kThreads = 2 * Traits::kWarpgroup, kFirst = Traits::kThreads - kThreads;
   static constexpr int kBarrier = 4;
   static constexpr int kThreadsOfRow = kHeadDimVO / 4;  // four columns a thread
@@ -27,7 +28,7 @@ struct WideDecodeSm90Merge {
 
   __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(kBarrier, kThreads); }
 
-  __device__ __forceinline__ explicit WideDecodeSm90Merge(const WideSm90Block<Traits>& block)
+  __device__ __forceinline__ explicit WideSm90Merge(const WideSm90Block<Traits>& block)
       : block(block),
         params(block.params),
         shared(block.shared),
