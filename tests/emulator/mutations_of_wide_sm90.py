@@ -145,75 +145,46 @@ WIDE_SM90 = (
         "wide-decode-consumers-weigh-alike", "weights[i] * factor", "factor", "hopper few rows fp8"
     ),
     Mutation("wide-decode-output-added-early", "sync_consumers();", "", "hopper few rows fp8"),
-    # Keys of fp8 of 64 rows
-    Mutation("wide-fp8-rows-read-early", "sync_consumers();", "", "hopper wide fp8"),
+    # Producers that convert, and queries of float16
     Mutation(
-        "wide-fp8-keys-not-awaited",
-        "await_phase(shared.full[stage.stage][Traits::kOfFollower], stage.parity);",
-        ";",
+        "wide-queries-read-early",
+        "ptx::named_barrier_sync(kBarrier, kWarps * kWarpSize);",
+        "",
+        "hopper wide fp8",
+    ),
+    Mutation("wide-rope-of-queries-not-scaled", "kPanels - 1", "kPanels", "hopper wide fp8 boxes"),
+    Mutation("wide-rows-not-scaled", "scale.of_logits", "1.0f", "hopper wide fp8 small queries"),
+    Mutation(
+        "wide-converter-boxes-not-awaited",
+        "await_phase(shared.landed[stage.stage][Traits::kOfFollower], stage.parity);",
+        "",
         "hopper wide fp8 boxes",
     ),
-    Mutation("wide-fp8-missing-keys-seen", "!= 0", ">= 0", "hopper wide fp8 sparse"),
-    Mutation("wide-fp8-hidden-keys-seen", "|| key >= limits.end", "", "hopper wide fp8"),
     Mutation(
-        "wide-fp8-p-overwritten",
-        "await_phase(shared.empty_p, p_parity ^ 1);",
+        "wide-converter-rope-overwritten",
+        "ptx::named_barrier_sync(kBarrier, kWarps * kWarpSize);",
         "",
-        "hopper wide fp8",
+        "hopper wide fp8 boxes",
     ),
-    Mutation("wide-fp8-p-read-early", "sync_consumers();", "", "hopper wide fp8"),
-    Mutation(
-        "wide-fp8-sums-of-other-rows",
-        "keeps_upper ? lower : upper",
-        "keeps_upper ? upper : lower",
-        "hopper wide fp8",
-    ),
-    Mutation("wide-fp8-maximum-of-some-keys", "mask = 4", "mask = 8", "hopper wide fp8 steep"),
-    Mutation("wide-fp8-maxima-read-early", "sync_consumers();", "", "hopper wide fp8"),
-    Mutation("wide-fp8-factors-read-early", "sync_consumers();", "", "hopper wide fp8 steep"),
-    Mutation(
-        "wide-fp8-sum-not-rescaled",
-        "*= shared.factors[2 * lane + e]",
-        "*= 1.0f",
-        "hopper wide fp8 steep",
-    ),
-    Mutation("wide-fp8-output-not-rescaled", "h < 2", "h < 1", "hopper wide fp8 steep"),
-    Mutation(
-        "wide-fp8-bad-values-reach-all-rows",
-        "if (seen != 0.0f) ",
-        "",
-        "hopper wide fp8 hidden",
-    ),
-    Mutation("wide-fp8-sums-read-early", "sync_consumers();", "", "hopper wide fp8"),
-    Mutation("wide-fp8-normalisers-read-early", "sync_consumers();", "", "hopper wide fp8"),
-    # Producers that convert
     Mutation(
         "wide-converter-place-not-awaited",
         "await_phase(shared.empty[stage.stage][Traits::kOfFollower], stage.parity ^ 1);",
         "",
-        "hopper wide fp8 token scales",
+        "hopper wide fp8",
     ),
     Mutation(
-        "wide-converter-page-of-the-same-tile",
-        "tile - kProducers",
-        "tile",
-        "hopper wide fp8 token scales",
+        "wide-converter-page-of-the-same-tile", "tile - kProducers", "tile", "hopper wide fp8"
     ),
-    Mutation(
-        "wide-converter-absent-key-read", "from != nullptr", "true", "hopper wide fp8 token scales"
-    ),
+    Mutation("wide-converter-absent-key-read", "from != nullptr", "true", "hopper wide fp8"),
     Mutation(
         "wide-converter-copies-not-awaited",
         "ptx::cp_async_wait_group<1>();",
         "",
-        "hopper wide fp8 token scales",
+        "hopper wide fp8",
     ),
-    Mutation("wide-converter-overwritten", "ptx::warp_sync();", "", "hopper wide fp8 token scales"),
+    Mutation("wide-converter-overwritten", "ptx::warp_sync();", "", "hopper wide fp8"),
     Mutation(
-        "wide-converter-hidden-keys-marked",
-        "!= nullptr",
-        "== nullptr",
-        "hopper wide fp8 sparse scales",
+        "wide-converter-hidden-keys-marked", "!= nullptr", "== nullptr", "hopper wide fp8 sparse"
     ),
     Mutation(
         "wide-converter-scale-of-the-first-columns",

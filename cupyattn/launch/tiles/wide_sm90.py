@@ -18,7 +18,7 @@ TILE_Q = 64
 # A producer and two consumer warpgroups, and the registers of a thread of each kind; those of a
 # producer that also converts what boxes bring; and with two producers, which gather and convert.
 _THREADS, _REGISTERS = 3 * 128, (40, 232)
-_REGISTERS_FP8 = 24, 240
+_REGISTERS_CONVERTED = 56, 224
 _THREADS_GATHERED, _REGISTERS_GATHERED = 4 * 128, (48, 208)
 # The packed rows of wide_decode_sm90, by the row class (select.ROW_CLASSES).
 _DECODE_ROWS = {"decode": 16, "verify": 32}
@@ -104,29 +104,36 @@ def config(
     """
     dtype_kv = dtype_kv or dtype
     head_dim_qk, head_dim_vo = head_dims
-    is_latent, is_fp8 = head_dims == LATENT, dtype_kv.is_fp8
+    is_latent = head_dims == LATENT
     threads, registers = _THREADS, _REGISTERS
-    if key_scales:
+    if dtype_kv.is_fp8 and tma:
+        registers = _REGISTERS_CONVERTED
+    elif dtype_kv.is_fp8:
         threads, registers = _THREADS_GATHERED, _REGISTERS_GATHERED
+    # Queries become float16 beside e4m3 keys that have no scales of their own.
+    scales_rows = dtype_kv.is_fp8 and not key_scales
     # Where values are not keys too, twice 64 keys do not fit.
     tile_kv, stages = (64, 2) if is_latent else (32, ORDINARY[head_dims])
-    if is_fp8 and not key_scales:
-        stages, registers = 3, _REGISTERS_FP8
-        shared = struct_of(
-            _panels(TILE_Q, head_dim_qk, 1),
-            Field(stages * tile_kv * head_dim_qk, _PATTERN_BYTES),
-            _panels(TILE_Q, tile_kv, 2),
-            Field(4 * 8 * TILE_Q, 16),  # of_warps
-            Field(8 * TILE_Q, 16),  # row_scale
-            Field(4 * 8, 16),  # raised
-            Field(4 * 2 * TILE_Q),  # row_scales and factors
-            Field(8 * 2 * 2),  # nonfinite keys
-            Field(stages * tile_kv if sparse else 1),
-            Field(_ITEM_BYTES, 8),
-            Field(8 * (2 + 2 * 2 * stages), 8),
-        ).size
-    else:
-        shared = _shared_bytes(head_dims, tile_kv, stages, fused_splits, sparse)
+    num_pieces = 2 if is_latent else 3
+    values = [] if is_latent else [_panels(tile_kv, head_dim_vo, stages)]
+    shared = struct_of(
+        *values,
+        _panels(TILE_Q, head_dim_qk, 1),
+        _panels(tile_kv, head_dim_qk, stages),
+        _panels(TILE_Q, tile_kv, 1),
+        Field(4 * 2 * TILE_Q),  # factors and normalisers
+        Field(4 * 4),  # raised
+        Field(4 * (TILE_Q * fused_splits or 1)),  # weights
+        Field(4),  # is_last
+        Field(4 * (TILE_Q if scales_rows else 1)),  # row_scales
+        Field(32, 16),  # constants of logits
+        Field(20),  # facts of a row, which no logit here takes
+        Field(2 * stages * 8),  # nonfinite keys
+        Field(stages * tile_kv if sparse else 1),
+        Field(_ITEM_BYTES, 8),
+        Field(8 * (4 + 2 * num_pieces * stages), 8),
+        Field(8 * num_pieces * (stages if dtype_kv.is_fp8 and tma else 1)),  # landed
+    ).size
     constants: dict[str, jit.Constant] = {
         "DTypeQ": dtype,
         "DTypeKV": dtype_kv,
@@ -148,32 +155,6 @@ def config(
         "kSharedBytes": shared,
     }
     return TileConfig("wide_sm90", jit.Config(constants), TILE_Q, tile_kv, threads, shared)
-
-
-def _shared_bytes(
-    head_dims: tuple[int, int], tile_kv: int, stages: int, fused_splits: int, sparse: bool
-) -> int:
-    """The shared memory of a leader and a follower."""
-    head_dim_qk, head_dim_vo = head_dims
-    is_latent = head_dims == LATENT
-    values = [] if is_latent else [_panels(tile_kv, head_dim_vo, stages)]
-    num_pieces = 2 if is_latent else 3
-    return struct_of(
-        *values,
-        _panels(TILE_Q, head_dim_qk, 1),
-        _panels(tile_kv, head_dim_qk, stages),
-        _panels(TILE_Q, tile_kv, 1),
-        Field(4 * 2 * TILE_Q),  # factors and normalisers
-        Field(4 * 4),  # raised
-        Field(4 * (TILE_Q * fused_splits or 1)),  # weights
-        Field(4),  # is_last
-        Field(32, 16),  # constants of logits
-        Field(20),  # facts of a row, which no logit here takes
-        Field(2 * stages * 8),  # nonfinite keys
-        Field(stages * tile_kv if sparse else 1),
-        Field(_ITEM_BYTES, 8),
-        Field(8 * (4 + 2 * num_pieces * stages), 8),
-    ).size
 
 
 def decode_config(

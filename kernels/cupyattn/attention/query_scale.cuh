@@ -21,6 +21,15 @@ struct QueryScale {
     return QueryScale{__uint_as_float((kBias + kTop - kept) << 23),
                       __uint_as_float((kBias + kept - kTop) << 23)};
   }
+
+  // The same, but 1 for a row of usual size, whose logits then take no factor: what is 2^13 times
+  // smaller than its largest is off by at most 2^-21 of that.
+  static __device__ __forceinline__ QueryScale if_needed(float largest) {
+    constexpr uint32_t kLeast = kBias - 4;
+    const uint32_t exponent = __float_as_uint(largest) >> 23;
+    if (exponent >= kLeast && exponent <= kTop) return QueryScale{1.0f, 1.0f};
+    return of(largest);
+  }
 };
 
 }  // namespace cupyattn

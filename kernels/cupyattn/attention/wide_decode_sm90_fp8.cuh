@@ -74,35 +74,17 @@ struct WideDecodeSm90Fp8 {
   // The fragments of a group of 64 columns of keys.
   static __device__ __forceinline__ void load_keys(Fragments& to, const unsigned char* keys,
                                                    int group, int warp, int lane) {
-    convert_keys(to, load_key_bytes(keys, group, warp, lane));
-  }
-  struct KeyBytes {
-    Vector16 of_row[2];
-  };
-  static __device__ __forceinline__ KeyBytes load_key_bytes(const unsigned char* keys, int group,
-                                                            int warp, int lane) {
-    // What groups have in common comes first, so that it takes few registers.
-    const int row = 16 * warp + (lane >> 2), chunk = lane & 3;
-    const bool is_rope = group == kGroups - 1;
-    const uint32_t in_panel = is_rope ? KTile::rope_offset(row, chunk)
-                                      : KTile::offset(row, 2 * chunk) ^ (group % 2 * 16);
-    const uint32_t panel = is_rope ? 0 : group / 2 * KTile::kPanelBytes;
-    constexpr int kRowBytes = KTile::kRowBytes;
-    KeyBytes bytes;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const uint32_t below = 8 * h * (is_rope ? KTile::kRopeRowBytes : kRowBytes);
-      bytes.of_row[h] = *reinterpret_cast<const Vector16*>(keys + in_panel + (panel + below));
-    }
-    return bytes;
-  }
-  static __device__ __forceinline__ void convert_keys(Fragments& to, const KeyBytes& from) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
+      const int row = 16 * warp + 8 * h + (lane >> 2), chunk = lane & 3;
+      const uint32_t at = group == kGroups - 1
+                              ? KTile::rope_offset(row, chunk)
+                              : KTile::offset(row, 8 * (group / 2) + 2 * chunk + group % 2);
+      const Vector16 bytes = *reinterpret_cast<const Vector16*>(keys + at);
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
-        to[step][h] = ptx::opaque_copy(low_pair(from.of_row[h].word[step]));
-        to[step][2 + h] = ptx::opaque_copy(high_pair(from.of_row[h].word[step]));
+        to[step][h] = ptx::opaque_copy(low_pair(bytes.word[step]));
+        to[step][2 + h] = ptx::opaque_copy(high_pair(bytes.word[step]));
       }
     }
   }

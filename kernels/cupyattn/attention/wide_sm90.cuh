@@ -7,16 +7,13 @@
 
 #include "cupyattn/attention/wide_sm90_consumer.cuh"
 #include "cupyattn/attention/wide_sm90_converter.cuh"
-#include "cupyattn/attention/wide_sm90_fp8.cuh"
 #include "cupyattn/attention/wide_sm90_merge.cuh"
-#include "cupyattn/attention/wide_sm90_tma.cuh"
 
 namespace cupyattn {
 
 template <typename Config>
 struct WideSm90 {
-  static constexpr bool kFp8 = WideSm90Tiles<Config>::kFp8;
-  using Traits = conditional<kFp8, WideSm90Fp8Traits<Config>, WideSm90Traits<Config>>;
+  using Traits = WideSm90Traits<Config>;
   using SharedMemory = typename Traits::SharedMemory;
   using Params = typename Traits::Params;
   static constexpr int kThreads = Traits::kThreads;
@@ -41,7 +38,9 @@ struct WideSm90 {
     const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);
     if (warpgroup < Traits::kProducers) {
       ptx::set_max_registers_down<Traits::kProducerRegisters>();
-      if constexpr (Traits::kTma) {
+      if constexpr (Traits::kLands) {
+        WideSm90TmaConverter<Traits>(block).run();
+      } else if constexpr (Traits::kTma) {
         WideSm90TmaProducer<Traits>(block).run();
       } else if constexpr (Traits::kConverts) {
         WideSm90Converter<Traits>(block, warpgroup).run();
@@ -50,9 +49,7 @@ struct WideSm90 {
       }
     } else {
       ptx::set_max_registers_up<Traits::kConsumerRegisters>();
-      if constexpr (kFp8) {
-        WideSm90Fp8Consumer<Traits>(block, warpgroup - Traits::kProducers).run();
-      } else if (warpgroup == Traits::kProducers) {
+      if (warpgroup == Traits::kProducers) {
         WideSm90Leader<Traits>(block).run();
       } else {
         WideSm90Follower<Traits>(block).run();
@@ -66,16 +63,15 @@ struct WideSm90 {
       ptx::mbarrier_init(ptx::shared_address(&barrier), count);
     };
     init(shared.full_q, Traits::kWarpgroup);
-    init(shared.empty_p, Traits::kReaders);
-    if constexpr (!kFp8) {
-      init(shared.full_p, 4);
-      init(shared.full_normalisers, 4);
-    }
+    init(shared.full_p, 4);
+    init(shared.empty_p, 4);
+    init(shared.full_normalisers, 4);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       for (int piece = 0; piece < Traits::kPieces; ++piece) {
         const bool is_marked = piece == Traits::kOfFollower;
         init(shared.full[stage][piece], Traits::kArrivals + (is_marked ? Traits::kMarkers : 0));
-        init(shared.empty[stage][piece], Traits::kReaders);
+        init(shared.empty[stage][piece], 4);
+        if constexpr (Traits::kLands) init(shared.landed[stage][piece], 1);
       }
     }
     ptx::fence_mbarrier_init();

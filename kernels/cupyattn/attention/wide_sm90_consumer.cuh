@@ -42,6 +42,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
 
   Stage stage;
   uint32_t p_parity = 0;
+  bool scales_rows = false;  // whether logits of the warp's rows have factors
   Softmax softmax;
 
   __device__ __forceinline__ explicit WideSm90Leader(const WideSm90Block<Traits>& block)
@@ -57,8 +58,11 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     }
     const int begin = ptx::warp_uniform(item.tiles.begin);
     int tile = ptx::warp_uniform(item.tiles.end) - 1;
-    await_phase(shared.full_q, 0);
-    ptx::fence_proxy_async();
+    this->prepare_queries();
+    if constexpr (Traits::kHalfQueries) {
+      const float scale = shared.row_scales[rows.warp_row() + rows.lane % 16];
+      scales_rows = ptx::warp_any(scale != 1.0f);
+    }
     process_first_tile(item, tile);
     while (tile > begin) process_tile(item, --tile);
     finish();
@@ -125,6 +129,13 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     take_results(s);
     // mutate: wide-keys-kept
     if constexpr (!Traits::kLatent) this->release(shared.empty[stage.stage][Traits::kKeys]);
+    if constexpr (Traits::kHalfQueries) {
+      if (unlikely(scales_rows)) {
+        const float factors[1][2] = {
+            {shared.row_scales[rows.own_row(0)], shared.row_scales[rows.own_row(1)]}};
+        multiply_rows(s, factors);
+      }
+    }
     if constexpr (Traits::kSparse) hide_missing_keys(s);
   }
 
@@ -229,6 +240,7 @@ struct WideSm90Follower : WideSm90Output<Traits> {
   __device__ __forceinline__ void run() {
     const Item& item = shared.items[0];
     if (item.has_keys()) {
+      if constexpr (Traits::kHalfQueries) this->prepare_queries();
       Stage v;
       uint32_t p_parity = 0;
       const int count = ptx::warp_uniform(item.tiles.end - item.tiles.begin);

@@ -1,16 +1,18 @@
-// Producer warpgroups of wide_sm90 where keys have 8 bits and scales of their own: they multiply
-// them, and leave rounded 16-bit elements in shared memory, which products take.
+// Producer warpgroups of wide_sm90 where keys have 8 bits: they make 16-bit elements of them in
+// shared memory, which products take. Keys that have scales are multiplied by them and rounded.
 //
 // Keys land where they are converted, so a whole tile is under way without registers or room of its
 // own: 128 columns of 8 bits in a row of the first of the two panels that they become. A warp
 // converts 16 rows of a tile: what it writes of latent columns overwrites nothing but what it has
 // read.
 //
-// A warp copies the rows that it converts, rope columns to the rows of theirs. Two producers take
-// every other tile, a stage each: one converts while the other's keys land.
+// WideSm90TmaConverter has keys brought by boxes: one warp copies, and three convert all tiles.
+// WideSm90Converter gathers them: a warp copies the rows that it converts, rope columns to the rows
+// of theirs. Two producers take every other tile, a stage each: one converts while the other's keys
+// land.
 #pragma once
 
-#include "cupyattn/attention/wide_sm90_producer.cuh"
+#include "cupyattn/attention/wide_sm90_tma.cuh"
 
 namespace cupyattn {
 
@@ -245,7 +247,8 @@ struct WideSm90Converter {
       unsigned char* const of_rows = rows + kRope * KTile::kPanelBytes + i * KTile::kGroupBytes;
       const Vector16 bytes = *chunk_at(of_rows, lane % 4);
       ptx::warp_sync();
-      write<true>(of_rows, own_row(), bytes, latent.rope_scale);
+      // Float16 queries have taken the scale.
+      write<!Traits::kHalfQueries>(of_rows, own_row(), bytes, latent.rope_scale);
     }
   }
   static __device__ __forceinline__ float of_pair(const float4& scales, int pair) {
@@ -283,6 +286,92 @@ struct WideSm90Converter {
     } else {
       static_assert(is_same<DTypeMma, half_t>, "without a scale e4m3 stays what it is");
       return pair;
+    }
+  }
+};
+
+template <typename Traits>
+struct WideSm90TmaConverter : WideSm90Converter<Traits> {
+  using Base = WideSm90Converter<Traits>;
+  using Base::block, Base::kPairs, Base::kPairsOfPiece, Base::kRope, Base::lane, Base::shared,
+      Base::warp;
+  using typename Base::Bytes;
+  using typename Base::Item;
+  using typename Base::KTile;
+  using typename Base::Stage;
+  // Warps behind the first convert, eight rows at a time.
+  static constexpr int kWarps = Traits::kConvertingWarps, kRowGroups = Traits::kTileKV / 8;
+  static_assert(Traits::kHalfQueries, "boxes bring no scales");
+
+  __device__ __forceinline__ explicit WideSm90TmaConverter(const WideSm90Block<Traits>& block)
+      : Base(block, 0) {}
+
+  __device__ __forceinline__ void run() const {
+    const Item& item = shared.items[0];
+    // The first warp copies keys. If it converted too, the next tile would land only after that.
+    WideSm90TmaProducer<Traits>(block).run();
+    if (warp == 0 || !item.has_keys()) return;
+    Stage stage;
+    for (int tile = item.tiles.end - 1; tile >= item.tiles.begin; --tile) {
+      convert_tile(stage);
+      stage.advance();
+    }
+  }
+
+  // Converts the pieces of a tile as they land, and passes them on.
+  __device__ __forceinline__ void convert_tile(const Stage& stage) const {
+    unsigned char* const keys = shared.k[stage.stage];
+    // mutate: wide-converter-boxes-not-awaited
+    await_phase(shared.landed[stage.stage][Traits::kOfFollower], stage.parity);
+    convert_rope(keys + kRope * KTile::kPanelBytes);
+    convert_pairs(keys + 2 * kPairsOfPiece * KTile::kPanelBytes);
+    this->pass_on(shared.full[stage.stage][Traits::kOfFollower]);
+    await_phase(shared.landed[stage.stage][Traits::kOfLeader], stage.parity);
+    convert_pairs(keys);
+    this->pass_on(shared.full[stage.stage][Traits::kOfLeader]);
+  }
+
+  // Converts every third eight rows of the pairs of a piece.
+  __device__ __forceinline__ void convert_pairs(unsigned char* panels) const {
+    constexpr int kMost = ceil_div(kRowGroups, kWarps), kUnits = kPairsOfPiece * kMost;
+    const int first = warp - 1;
+    unsigned char* const rows = panels + first * KTile::kGroupBytes;
+    const auto rows_of = [&](int unit) {
+      return rows + unit / kMost * 2 * KTile::kPanelBytes +
+             unit % kMost * kWarps * KTile::kGroupBytes;
+    };
+    const auto exists = [&](int unit) { return first + unit % kMost * kWarps < kRowGroups; };
+    Bytes next = this->load(rows_of(0));
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const Bytes bytes = next;
+      if (unit + 1 < kUnits && exists(unit + 1)) next = this->load(rows_of(unit + 1));
+      ptx::warp_sync();
+      if (exists(unit)) this->template write_both<false>(rows_of(unit), bytes, 1.0f);
+    }
+  }
+
+  // Rows of rope columns land one after another: where eight lie, eight others go.
+  __device__ __forceinline__ void convert_rope(unsigned char* panel) const {
+    constexpr int kBarrier = 4, kCount = ceil_div(kRowGroups, kWarps);
+    const int first = kWarps - warp;  // the last warp, which has fewer latent rows, has more here
+    Vector16 bytes[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int group = first + kWarps * i;
+      if (group < kRowGroups) {
+        bytes[i] = *reinterpret_cast<const Vector16*>(panel + group * 8 * Traits::kRopeRowBytes +
+                                                      16 * lane);
+      }
+    }
+    // mutate: wide-converter-rope-overwritten
+    ptx::named_barrier_sync(kBarrier, kWarps * kWarpSize);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int group = first + kWarps * i;
+      if (group < kRowGroups) {
+        this->template write<false>(panel + group * KTile::kGroupBytes, lane / 4, bytes[i], 1.0f);
+      }
     }
   }
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cupyattn/attention/hidden_values.cuh"
+#include "cupyattn/attention/query_scale.cuh"
 #include "cupyattn/attention/wide_sm90_traits.cuh"
 
 namespace cupyattn {
@@ -37,6 +38,51 @@ struct WideSm90Output {
         shared(block.shared),
         piece(piece),
         rows{block.params, block.shared, 0} {}
+
+  // Waits for Q. Where keys are float16, both warpgroups turn rows into that, each warp a row of
+  // eight.
+  __device__ __forceinline__ void prepare_queries() const {
+    await_phase(shared.full_q, 0);
+    if constexpr (Traits::kHalfQueries) {
+      constexpr int kWarps = 2 * Traits::kWarpgroup / kWarpSize, kBarrier = 3;
+#pragma unroll(Traits::kLands ? 2 : 1)
+      for (int row = kWarps / 2 * piece + rows.warp; row < Traits::kTileQ; row += kWarps) {
+        prepare_row(row);
+      }
+      ptx::fence_proxy_async();
+      ptx::named_barrier_sync(kBarrier, kWarps * kWarpSize);  // mutate: wide-queries-read-early
+    } else {
+      ptx::fence_proxy_async();
+    }
+  }
+  // A lane has a pair of each panel. The rope columns of keys have a scale, which those of Q take.
+  __device__ __forceinline__ void prepare_row(int row) const {
+    constexpr int kPanels = QTile::kPanels;
+    const auto word_of = [&](int panel) {
+      return reinterpret_cast<uint32_t*>(shared.q +
+                                         QTile::offset(row, 8 * panel + rows.lane / 4)) +
+             rows.lane % 4;
+    };
+    float pairs[kPanels][2];
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) {
+      ptx::unpack_pair<typename Traits::DTypeQ>(*word_of(i), pairs[i][0], pairs[i][1]);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        // mutate: wide-rope-of-queries-not-scaled
+        if (i == kPanels - 1) pairs[i][e] *= latent_of(block.all_params).rope_scale;
+        largest = max_of(largest, __float_as_uint(fabsf(pairs[i][e])));
+      }
+    }
+    const QueryScale scale = QueryScale::if_needed(__uint_as_float(ptx::warp_max(largest)));
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) {
+      *word_of(i) =
+          ptx::pack_pair<half_t>(pairs[i][0] * scale.of_query, pairs[i][1] * scale.of_query);
+    }
+    if (rows.lane == 0) shared.row_scales[row] = scale.of_logits;  // mutate: wide-rows-not-scaled
+  }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll

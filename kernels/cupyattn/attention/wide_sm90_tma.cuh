@@ -79,9 +79,9 @@ struct WideSm90TmaProducer {
   __device__ __forceinline__ void copy_piece(const typename Block::Stage& stage,
                                              const Box& own) const {
     constexpr bool kHasRope = kPiece == Traits::kOfFollower;  // the last panel
-    constexpr int kHalf = Traits::kLatentPanels / 2;
+    constexpr int kHalf = Traits::kBoxPanels / 2;
     constexpr int kFirst = kHasRope ? kHalf : 0, kCount = kHasRope ? kHalf + 1 : kHalf;
-    const uint32_t lands = ptx::shared_address(&shared.full[stage.stage][kPiece]);
+    const uint32_t lands = landing_of(stage.stage, kPiece);
     const uint32_t tile = ptx::shared_address(shared.k[stage.stage]);
     // mutate: wide-tma-piece-not-awaited
     await_phase(shared.empty[stage.stage][kPiece], stage.parity ^ 1);
@@ -93,16 +93,24 @@ struct WideSm90TmaProducer {
       const int page = ptx::shuffle(own.page, box), slot = ptx::shuffle(own.slot, box);
       if (panel >= kFirst + kCount) continue;
       const int row = box * all_params.box_rows;  // mutate: wide-boxes-in-one-place
-      const bool is_latent = panel < Traits::kLatentPanels;
+      const bool is_latent = panel < Traits::kBoxPanels;
       const int row_bytes = is_latent ? KTile::kRowBytes : Traits::kRopeRowBytes;
-      const uint32_t to = tile + panel * KTile::kPanelBytes + row * row_bytes;
+      const uint32_t to = tile + panel * Traits::kBoxPanelBytes + row * row_bytes;
       // For the map of latent columns, fp8 elements are pairs of 16 bits.
-      const int column = 64 * (is_latent ? panel : panel - Traits::kLatentPanels);
+      const int column = 64 * (is_latent ? panel : panel - Traits::kBoxPanels);
       const TensorMap& map = is_latent ? all_params.k : all_params.k_rope;
       // Most keys are read once, and leave L2 first.
       ptx::tensor_copy_4d(to, map, column, slot, page, 0, lands, policy);
     }
     ptx::warp_sync();
+  }
+  // The barrier that counts the bytes of a piece.
+  __device__ __forceinline__ uint32_t landing_of(int stage, int piece) const {
+    if constexpr (Traits::kLands) {
+      return ptx::shared_address(&shared.landed[stage][piece]);
+    } else {
+      return ptx::shared_address(&shared.full[stage][piece]);
+    }
   }
 };
 

@@ -56,12 +56,13 @@ struct WideSm90Tiles : Config {
   static constexpr bool kTakesMaxima = !kLatent;
   using LogitsVariant = PlainLogits;
 
-  // fp8 keys of 64 rows that have scales become 16-bit elements in shared memory
-  // (WideSm90Converter).
-  static constexpr bool kConverts = is_fp8<DTypeKV> && kTileQ == 64 && kKeyScales;
+  // fp8 keys of 64 rows become 16-bit elements in shared memory (WideSm90Converter).
+  static constexpr bool kConverts = is_fp8<DTypeKV> && kTileQ == 64;
+  // All warps of a producer convert what they have gathered; of boxes all but the one that copies.
+  static constexpr int kConvertingWarps = kWarpgroup / kWarpSize - (kTma ? 1 : 0);
   // Arrivals when a piece is there: one from each warp that converts, one by the copy engine, or
   // one from each thread that gathers.
-  static constexpr int kArrivals = kConverts ? kWarpgroup / kWarpSize : kTma ? 1 : kWarpgroup;
+  static constexpr int kArrivals = kConverts ? kConvertingWarps : kTma ? 1 : kWarpgroup;
   // Copies of 16 bytes arrive by themselves, so readers have the fence between them and products.
   static constexpr bool kFencesReads = !kTma && !kConverts;
   // Sparse: a list says for each key where it is, or by a negative entry that it is hidden. The
@@ -71,10 +72,12 @@ struct WideSm90Tiles : Config {
   static constexpr int kMarkers = kIsMarked ? kWarpgroup / kWarpSize : 0;
   using KeyMarks = conditional<kSparse, uint8_t[kStages][kTileKV], uint8_t>;
 
-  // Other fp8 keys lie in shared memory as they are, and become fragments. They are multiplied as
-  // float16, which holds them exactly and is one instruction away; so are q and P then.
+  // fp8 keys of fewer rows lie in shared memory as they are, and become fragments.
   static constexpr bool kFp8 = is_fp8<DTypeKV> && !kConverts;
-  using DTypeMma = conditional<kFp8, half_t, DTypeQ>;
+  // fp8 keys are multiplied as float16, which holds them exactly and is one instruction away; so
+  // are q and P then. Keys that are multiplied by scales of their own may leave its range.
+  static constexpr bool kHalfQueries = kConverts && !kKeyScales;
+  using DTypeMma = conditional<kFp8 || kHalfQueries, half_t, DTypeQ>;
   using QTile = PanelTile<DTypeMma, kTileQ, kHeadDimQK>;
   using KTile =
       conditional<kFp8, Fp8KeyTile<DTypeKV, kTileKV, kHeadDimVO, kHeadDimRope, kKeyScales>,
@@ -98,10 +101,14 @@ struct WideSm90Tiles : Config {
   // Where the second array of a row begins: the rope part.
   static constexpr int kLatentPanels = kLatent ? kHeadDimVO / KTile::kPanelColumns : KTile::kPanels;
 
-  // Boxes of keys land as lines of 128 bytes, and rope columns of fp8 as rows of 64.
+  // Boxes of keys land as lines of 128 bytes, and rope columns of fp8 as rows of 64. Lines that are
+  // converted land in the first of the two panels that they become.
+  static constexpr bool kLands = kConverts && kTma;
+  static constexpr int kBoxPanels = kConverts ? kLatentPanels / 2 : kLatentPanels;
+  static constexpr int kBoxPanelBytes = kConverts ? 2 * KTile::kPanelBytes : KTile::kPanelBytes;
   static constexpr int kRopeRowBytes = is_fp8<DTypeKV> ? 64 : KTile::kRowBytes;
   template <int kPiece>
-  static constexpr int kBoxBytes = kLatentPanels / 2 * kTileKV * KTile::kRowBytes +
+  static constexpr int kBoxBytes = kBoxPanels / 2 * kTileKV * KTile::kRowBytes +
                                    (kPiece == kOfFollower ? kTileKV * kRopeRowBytes : 0);
 
   // The block's item of work.
@@ -142,11 +149,11 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
   using typename Tiles::PTile;
   using typename Tiles::QTile;
   using typename Tiles::VTile;
-  // Two warpgroups that gather keys, and convert them, take every other tile.
-  static constexpr int kProducers = Tiles::kConverts ? 2 : 1;
+  // Two warpgroups that gather keys, and convert them, take every other tile; of keys that land in
+  // boxes one converts all.
+  static constexpr int kProducers = Tiles::kConverts && !Tiles::kLands ? 2 : 1;
   static constexpr int kWarpgroups = kProducers + 2;
   static constexpr int kThreads = kWarpgroups * Tiles::kWarpgroup;
-  static constexpr int kReaders = 4;  // warps that release a piece
   // The last block of a tile merges its splits, if it has few rows.
   using Config::kFusedSplits;
   static constexpr bool kMergesSplits = kFusedSplits > 0;
@@ -166,6 +173,7 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
     // Of the states that this block merges, and whether it merges those of its tile.
     float weights[kMergesSplits ? kTileQ : 1][kMergesSplits ? kFusedSplits : 1];
     uint32_t is_last;
+    float row_scales[Tiles::kHalfQueries ? kTileQ : 1];  // of logits (QueryScale)
     typename LogitsVariant::Constants logits;
     RowInfo rows[1];
     NonFiniteKeys nonfinite_keys[2][kStages];  // of each warpgroup's values of a stage
@@ -173,6 +181,7 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
     alignas(8) Item items[1];
     alignas(8) uint64_t full_q, full_p, empty_p, full_normalisers;
     uint64_t full[kStages][kPieces], empty[kStages][kPieces];
+    uint64_t landed[Tiles::kLands ? kStages : 1][kPieces];  // pieces that are yet to be converted
 
     __device__ __forceinline__ unsigned char* values(int stage) {
       if constexpr (kLatent) {
