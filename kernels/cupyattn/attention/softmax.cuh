@@ -1,7 +1,8 @@
 // Online softmax of the rows that one thread has in accumulator fragments: two rows (lane / 4
 // and lane / 4 + 8) for each m-tile of 16.
 //
-// decode_sm80 takes every maximum. prefill_sm80 and prefill_sm90 are lazy, so O is rarely rescaled.
+// decode_sm80, and wide_sm90 of ordinary heads, take every maximum. prefill_sm80 and prefill_sm90 are
+// lazy, so O is rarely rescaled.
 // prefill_sm80 moves the maximum when a logit exceeds it by more than kRescaleThreshold (base 2),
 // prefill_sm90 when the sum of a tile's probabilities is large compared with the row's sum. The
 // result is the same up to rounding, because numerator and denominator share the maximum. P of
@@ -158,9 +159,9 @@ struct OnlineSoftmax {
     return moves;
   }
 
-  // Makes the probabilities of a tile under the maxima of all its logits. Returns whether a maximum
-  // has moved; O must then be multiplied by `factors`. The largest probabilities of a row are then 1,
-  // or were when they were made, and are not rounded.
+  // Makes the probabilities of a tile under the maxima of all logits so far. Returns whether a
+  // maximum has moved; O must then be multiplied by `factors`. The largest probabilities of a row are
+  // 1, or were when they were made, and 1 is not rounded.
   template <typename T, int kSteps, int kTilesS, typename Form>
   __device__ __forceinline__ bool raise_and_exponentiate(uint32_t (&p)[kSteps][kMmaQ][4],
                                                          const float (&s)[kMmaQ][kTilesS][4],
