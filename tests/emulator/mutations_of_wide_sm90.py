@@ -90,6 +90,12 @@ WIDE_SM90 = (
         "wide-follower-output-not-rescaled", "multiply_rows(o, factors);", "", "hopper wide steep"
     ),
     Mutation("wide-rest-of-tiles-lost", "+ min_of(split, rest)", "", "hopper wide splits"),
+    Mutation(
+        "wide-raised-maxima-not-told",
+        "factors[m][h] != 1.0f",
+        "false",
+        "hopper wide ordinary steep",
+    ),
     # wide_decode_sm90
     Mutation(
         "wide-decode-keys-not-awaited",

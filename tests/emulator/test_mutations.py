@@ -430,6 +430,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
         }
     ),
     "hopper wide ordinary": _wide({"head_dims": (512, 512), "kv_heads": 2, "kv_len": (120,)}),
+    "hopper wide ordinary steep": _wide(
+        {"head_dims": (512, 512), "kv_heads": 1, "sharpness": 6.0, "rising": 2.0, "num_heads": 64}
+    ),
     "hopper wide sparse": _wide({"sparse": True}),
     "hopper wide splits": _wide({"splits": 2}),
     "hopper wide lists": _wide(

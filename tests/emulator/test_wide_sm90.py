@@ -152,6 +152,14 @@ def test_ordinary_heads(head_dims: tuple[int, int], is_paged: bool) -> None:
     check(replace(case, qo_len=(1, 0, 3), kv_len=(200, 30, 0), splits=2, has_sinks=True))
 
 
+@pytest.mark.parametrize("splits", [2, 5, 9])
+def test_last_blocks_merge_few_ordinary_rows(splits: int) -> None:
+    few = replace(ORDINARY, qo_len=(1, 0, 3, 2), kv_len=(200, 30, 0, 330), fused=True)
+    check(replace(few, splits=splits, has_sinks=splits == 5))
+    if splits == 2:
+        check(replace(few, splits=splits, counts=False))
+
+
 def test_maxima_of_ordinary_heads() -> None:
     check(replace(ORDINARY, sharpness=6.0, rising=2.0, causal=False, window_left=90))
 

@@ -51,6 +51,7 @@ class Case:
     spare      items of zeros at the end of the work list
     sharpness  multiplies queries, so that maxima move
     counts     the last block of a tile may merge few splits
+    fused      of 64 rows of ordinary heads, too
     tile_q     64, or 16 or 32 rows of wide_decode_sm90
     tma        boxes of pages bring the keys
     sparse     the table has an entry for each key, some negative: those keys are hidden
@@ -84,6 +85,7 @@ class Case:
     rising: float = 0.0
     tile_q: int = 64
     counts: bool = True
+    fused: bool = False
     sparse: bool = False
     uniform: bool = False
     tma: bool = False
@@ -311,6 +313,7 @@ def _config(case: Case) -> TileConfig:
         paged=case.is_paged,
         sparse=case.sparse,
         tma=case.tma,
+        fused_splits=wide_sm90.FUSED_SPLITS_OF_FEW if case.fused else 0,
     )
 
 

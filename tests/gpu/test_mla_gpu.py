@@ -16,6 +16,7 @@ from helpers.mla_cases import (
     PROBLEMS,
     WIDE,
     Case,
+    few_wide_rows,
     portable,
     random_case,
     wide_case,
@@ -126,6 +127,23 @@ def test_long_keys(xp: ModuleType, heads: int, kv_len: tuple[int, ...]) -> None:
     """Keys that many blocks share, and the same bits again."""
     case = replace(BASE, heads=heads, qo_len=(1,) * len(kv_len), kv_len=kv_len)
     call = mla_calls.Call(case, xp, workspace(xp))
+    first = call.run()
+    call.check(*first)
+    for a, b in zip(first, call.run(), strict=True):
+        assert a is not None and b is not None
+        compare.assert_bitwise_equal(a, b, case)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("tokens", [1, 6, 30])
+@pytest.mark.parametrize("kv_len", [(20_000, 0, 700), (3000,) * 40])
+def test_long_keys_of_wide_heads(
+    xp: ModuleType, index: int, tokens: int, kv_len: tuple[int, ...]
+) -> None:
+    """Splits that the last block merges, of 4 and 24 rows, or a launch; and the same bits again."""
+    case = few_wide_rows(index, tokens, kv_len)
+    call = batch_calls.planned(case, xp, workspace(xp))
     first = call.run()
     call.check(*first)
     for a, b in zip(first, call.run(), strict=True):

@@ -61,6 +61,8 @@ struct WideSm90Tiles : Config {
   // causality and windows only, and stores O from registers.
   static constexpr bool kOverlap = true, kMasked = false, kStagesOutput = false,
                         kAlignsTiles = false;
+  // Tiles of 32 keys leave room between products to take every maximum.
+  static constexpr bool kTakesMaxima = !kLatent;
   using LogitsVariant = PlainLogits;
 
   // fp8 keys of 64 rows become 16-bit elements in shared memory (WideSm90Converter).

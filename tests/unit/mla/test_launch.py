@@ -22,7 +22,7 @@ from cupyattn.errors import ArgumentError, UnsupportedError
 from cupyattn.inputs import latent as parts
 from cupyattn.launch.attention import tma_wide
 from cupyattn.launch.driver import tensor_map
-from cupyattn.launch.tiles.select import tile_config
+from cupyattn.launch.tiles.select import ROW_CLASSES, few_rows, tile_config
 
 BASE = Case(1, "wrapper", PROBLEMS[1], (2, 1, 0), (70, 9, 5), 3, 16)
 
@@ -190,6 +190,23 @@ def test_e4m3_keys_of_many_rows_come_in_boxes() -> None:
     assert not has_boxes(1) and not has_boxes(100)
     assert not has_boxes(64, sparse=True)
     assert not has_boxes(64, key_scales="tokens")
+
+
+@pytest.mark.parametrize("head_dims", [(512, 512), (256, 512)])
+def test_last_blocks_merge_few_rows_of_wide_heads(head_dims: tuple[int, int]) -> None:
+    problem = AttentionProblem(bfloat16, bfloat16, bfloat16, *head_dims, paged=True)
+    merged = {
+        rows: tile_config(problem, rows, 232_448, page_size=16).fused_splits for rows in ROW_CLASSES
+    }
+    assert merged == {"decode": 8, "verify": 8, "small": 0, "large": 0}
+
+
+def test_tiles_that_would_spill_are_refused() -> None:
+    """32 rows of heads of 256 columns do not fit the registers of blocks with an SM each."""
+    problem = AttentionProblem(bfloat16, bfloat16, bfloat16, 256, 256, paged=True)
+    assert few_rows(problem, "verify") is None
+    with pytest.raises(AssertionError, match="would spill"):
+        tile_config(problem, "few verify", 232_448, is_batch=True, page_size=16)
 
 
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
