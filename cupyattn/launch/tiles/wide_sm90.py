@@ -101,7 +101,7 @@ def config(
     key_scales: of e4m3 keys (core.problem.KEY_SCALES).
     sparse: kv_indices has an entry for each key, its slot, or a negative number for none.
     tma: boxes of pages bring latent keys, by maps of launch/attention/tma_wide.py.
-    fused_splits: of heads that are not latent, so many splits of a tile are merged by its last block.
+    fused_splits: so many splits of a tile of ordinary heads are merged by its last block.
     """
     dtype_kv = dtype_kv or dtype
     head_dim_qk, head_dim_vo = head_dims
