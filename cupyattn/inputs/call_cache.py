@@ -422,13 +422,10 @@ class CallCache(Generic[_Checked]):
                 return self._fit(call, shapes, facts, lengths)
         return None
 
-    def _single(self, shapes: list[Any]) -> tuple[int, ...]:
-        """`CachedCall.single` of a call with these shapes."""
-        return tuple(
-            place
-            for place, (axis, shape) in enumerate(zip(self._axes, shapes, strict=False))
-            if axis is not None and shape is not None and axis < len(shape) and shape[axis] == 1
-        )
+    def _axes_of(self, shapes: list[Any]) -> tuple[tuple[int, int], ...]:
+        """`CachedCall.axes` of a call with these shapes."""
+        given = enumerate(zip(self._axes, shapes, strict=False))
+        return tuple((at, a) for at, (a, x) in given if a is not None and x and a < len(x))
 
     def _without_lengths(
         self, shapes: list[Any], facts: list[Any], single: tuple[int, ...]
@@ -436,12 +433,11 @@ class CallCache(Generic[_Checked]):
         """(shapes without lengths, but for `single` places, and all facts; lengths)."""
         lengths = self._absent.copy()
         extents = [*shapes]
-        for place, shape in enumerate(shapes):
-            axis = self._axes[place]
-            if axis is not None and shape is not None and axis < len(shape):
-                lengths[place] = shape[axis]
-                if place not in single:
-                    extents[place] = shape[:axis], shape[axis + 1 :]
+        for place, axis in self._axes_of(shapes):
+            shape = shapes[place]
+            lengths[place] = shape[axis]
+            if place not in single:
+                extents[place] = shape[:axis], shape[axis + 1 :]
         if self._free:
             facts = [*facts]
             for place in self._free:
@@ -481,15 +477,12 @@ class CallCache(Generic[_Checked]):
         extents = self._extents_of(framework, arrays, shapes, facts)
         if extents is None:
             return None
-        single = self._single(shapes)
+        axes = self._axes_of(shapes)
+        single = tuple(place for place, axis in axes if shapes[place][axis] == 1)
         varying = [None if place in single else axis for place, axis in enumerate(self._axes)]
         call = CachedCall(
             checked=checked,
-            axes=tuple(
-                (place, axis)
-                for place, (axis, shape) in enumerate(zip(self._axes, shapes, strict=False))
-                if axis is not None and shape is not None and axis < len(shape)
-            ),
+            axes=axes,
             single=single,
             extents=extents,
             outputs=self._outputs(arrays),
