@@ -18,6 +18,8 @@ WORTHWHILE = 0.95
 _UNEVEN = 1.1
 # Waves of blocks that splits are tried for.
 _SPLIT_WAVES = (1, 2, 3)
+# Splits of few tiles are tried for all slots, for half and for a quarter of them.
+_SPLIT_SHARES = (1, 2, 4)
 
 
 class TileTimes(NamedTuple):
@@ -117,8 +119,17 @@ def best_split(
     for chunk in _chunks(work, num_kv_heads, slots.blocks):
         parts = np.maximum(-(-sizes // chunk), 1)
         num_states = int(np.add.reduce(parts, where=parts > 1)) * num_kv_heads
-        time = launch_time(np.repeat(sizes / parts, parts), num_kv_heads, slots, times)
-        time += times.merge + times.state * num_states
+        num_items = int(np.add.reduce(parts)) * num_kv_heads
+        merge, lengths = times.merge + times.state * num_states, sizes / parts
+        longest = times.item + times.key_tile * float(np.maximum.reduce(lengths))
+        if num_items <= slots.blocks:  # the longest ends last
+            share = times.alone if num_items <= slots.num_sms else 1.0
+            time = times.launch + share * longest + merge
+        else:
+            busy = work.total * num_kv_heads * times.key_tile + num_items * times.item
+            if times.launch + max(busy / slots.blocks, longest) + merge >= limit:
+                continue
+            time = launch_time(np.repeat(lengths, parts), num_kv_heads, slots, times) + merge
         if time < limit:
             best, limit = Split(chunk, time), time
     return best
@@ -128,12 +139,15 @@ def _chunks(work: Work, num_kv_heads: int, slots: int) -> list[int]:
     """Key tiles of a part by which all parts are some whole waves of blocks."""
     total = work.total * num_kv_heads
     found = {-(-total // (slots * waves)) for waves in _SPLIT_WAVES}
-    # As many parts of each tile as fill the slots: parts of equal tiles end together.
-    parts = slots // max(1, work.num_tiles * num_kv_heads)
-    if parts > 1:
-        found.add(-(-work.longest // parts))
-        if work.key_tiles is not None:
-            found.add(_chunk_of_parts(work.key_tiles, slots // num_kv_heads))
+    # As many parts of each tile as fill the slots, or a share of them, which leaves fewer states:
+    # parts of equal tiles end together.
+    num_items = max(1, work.num_tiles * num_kv_heads)
+    for share in _SPLIT_SHARES:
+        parts = slots // (share * num_items)
+        if parts > 1:
+            found.add(-(-work.longest // parts))
+            if work.key_tiles is not None:
+                found.add(_chunk_of_parts(work.key_tiles, slots // (share * num_kv_heads)))
     return sorted(chunk for chunk in found if chunk < work.longest)
 
 
