@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ... import jit
 from ...core import dtypes, expression_cuda
 from ...core.problem import MASK_FORMS, AttentionProblem
-from ...schedule.makespan import TileTimes, state_time
+from ...schedule.makespan import TileTimes, read_time, state_time
 from ..driver import tensor_map
 from .config import Field, TileConfig, round_up, struct_of
 
@@ -390,7 +390,10 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
         "kSharedBytes": shared,
     }
     if times is not None:
-        times = times._replace(state=state_time(tile_q, problem.head_dim_vo))
+        row_bytes = problem.dtype_kv.itemsize * (problem.head_dim_qk + problem.head_dim_vo)
+        times = times._replace(
+            state=state_time(tile_q, problem.head_dim_vo), read=read_time(tile_kv, row_bytes)
+        )
     threads = 128 * (not shape.lean) + 128 * (consumers + converters // 4 + shape.gatherers // 4)
     return TileConfig(
         "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated, times
