@@ -222,7 +222,9 @@ def count_work(
         spans = _spans(requests, tiles, kv_len, group_size, shape, masking)
     key_tiles = (spans + (shape.tile_kv - 1)) // shape.tile_kv
     longest = int(_most(key_tiles)) if key_tiles.size else 0
-    num_read = int(np.add.reduce(requests.kv_len)) // shape.tile_kv if masking.window_left < 0 else 0
+    num_read = 0
+    if masking.window_left < 0:
+        num_read = int(np.add.reduce(requests.kv_len)) // shape.tile_kv
     return Work(key_tiles, longest, int(np.add.reduce(key_tiles)), key_tiles.size, num_read)
 
 
