@@ -103,9 +103,11 @@ def makespan(times: np.ndarray, slots: int) -> float:
 
 def launch_time(sizes: np.ndarray, num_kv_heads: int, slots: Slots, times: TileTimes) -> float:
     """When a launch is done whose items visit so many key tiles, each for all key heads."""
-    sizes = np.sort(sizes)[::-1]
+    sizes = sizes.copy()
+    sizes.sort()
+    sizes = sizes[::-1]
     if num_kv_heads > 1:
-        sizes = np.repeat(sizes, num_kv_heads)
+        sizes = sizes.repeat(num_kv_heads)
     share = times.alone if sizes.size <= slots.num_sms else 1.0
     return times.launch + share * makespan(times.item + times.key_tile * sizes, slots.blocks)
 
@@ -139,7 +141,7 @@ def best_split(
             busy = work.total * num_kv_heads * times.key_tile + num_items * times.item
             if times.launch + max(busy / slots.blocks, longest) + merge >= limit:
                 continue
-            time = launch_time(np.repeat(lengths, parts), num_kv_heads, slots, times)
+            time = launch_time(lengths.repeat(parts), num_kv_heads, slots, times)
         time = max(time, least) + merge
         if time < limit:
             best, limit = Split(chunk, time), time

@@ -1,6 +1,5 @@
 // Multi-head latent attention, and heads of 512 columns, for Hopper (sm_90a).
 #include "cupyattn/attention/wide_sm90.cuh"
-#include "cupyattn/common/pdl.cuh"
 
 #ifndef CUPYATTN_CONFIG
 #include "entry/default_config.cuh"
@@ -17,7 +16,5 @@ extern "C" __global__ void __launch_bounds__(cupyattn::WideSm90<Config>::kThread
     cupyattn_wide_sm90(const __grid_constant__ cupyattn::WideSm90<Config>::Params params) {
   using Kernel = cupyattn::WideSm90<Config>;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  cupyattn::ptx::launch_dependents();
   Kernel::run(params, *reinterpret_cast<typename Kernel::SharedMemory*>(shared_bytes));
-  cupyattn::complete_after_previous_grid();
 }

@@ -6,7 +6,6 @@ Whatever no request owns is NaN.
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -37,8 +36,6 @@ _TYPES = {
     "float32": np.dtype(np.float32),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }
-# kernels/cupyattn/params/latent.cuh, behind AttentionParams.
-_LATENT = struct.Struct("<2Q 4q f i")
 _EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 
@@ -57,6 +54,7 @@ class Case:
     tile_q     64, or 16 or 32 rows of wide_decode_sm90
     tma        boxes of pages bring the keys
     sparse     the table has an entry for each key, some negative: those keys are hidden
+    uniform    the grid says who does what, for lists of one length; there is no work list
     rising     logits grow towards the first key, which is visited last
     key_scales of keys of fp8 (core.problem.KEY_SCALES)
     rope_scale of rope columns of keys of fp8
@@ -87,6 +85,7 @@ class Case:
     tile_q: int = 64
     counts: bool = True
     sparse: bool = False
+    uniform: bool = False
     tma: bool = False
     spoiled: tuple[tuple[int, int, int, float], ...] = ()
     seed: int = 0
@@ -207,6 +206,8 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         pos_encoding="NONE",
         logits=None,
     )
+    num_tiles = len(items) // case.splits
+    of_grid = {"num_q_tiles": num_tiles, "num_splits": case.splits} if case.uniform else {}
     # Arrays of keys and of values are [pages, rows of a page, heads, columns].
     v = k if is_latent else second
     strides = structs.STRIDES.pack(
@@ -228,22 +229,24 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         ),
         memory(partial_o, True),
         memory(partial_lse, True),
-        memory(counters, True) if case.tile_q < 64 and case.counts else 0,
-        memory(items),
-        memory(merges),
+        memory(counters, True) if case.tile_q < 64 and case.counts and not case.uniform else 0,
+        0 if case.uniform else memory(items),
+        0 if case.uniform else memory(merges),
         memory(table),
         0,
         strides,
         0,
         0,
-        0,
-        0,
-        structs.pack_constants(spec, sm_scale=scale, output_scale=1.0),
+        *((1, case.kv_len[0]) if case.uniform else (len(merges), 0)),
+        structs.pack_constants(spec, sm_scale=scale, output_scale=1.0, **of_grid),
     )
     if is_latent:
         assert q_rope is not None
         rope_strides = *_strides(q_rope, 0, 1), *_strides(second, 1, 0)
-        packed += _LATENT.pack(memory(q_rope), memory(second), *rope_strides, case.rope_scale, 0)
+        list_step = case.kv_len[0] if case.uniform else 0
+        packed += structs.LATENT.pack(
+            memory(q_rope), memory(second), *rope_strides, case.rope_scale, list_step
+        )
     if case.tma:
         of_parts = _strides(k, 1, 0), _strides(second, 1, 0)
         boxes = tma_wide.boxes(
@@ -257,6 +260,8 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
             packed += boxes.pack(k.ctypes.data, second.ctypes.data)
     config = _config(case)
     grid = case.kv_heads, len(items), 1
+    if case.uniform:
+        grid = case.kv_heads, num_tiles, case.splits
     _launch(config.name, config.config, packed, grid, config, memory, seed, mode)
     if len(merges):
         merge = jit.Config(
@@ -271,7 +276,9 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
                 "kAligned": True,
             }
         )
-        grid = len(merges) * case.tile_q * merge_splits.parts(DIM_VO) // 4, case.kv_heads, 1
+        # Fewer blocks than rows, so that each merges several.
+        num_blocks = len(merges) * case.tile_q * merge_splits.parts(DIM_VO) // 4
+        grid = min(24, num_blocks), case.kv_heads, 1
         size = SimpleNamespace(threads=128, shared_bytes=0)
         _launch("merge_splits", merge, packed, grid, size, memory, seed, mode)
     if q_rope is not None:
@@ -316,7 +323,7 @@ def _launch(
     seed: int,
     mode: str,
 ) -> None:
-    kernel = library.load(build.build(build.Source.of_kernel(name, config), mode), name)
+    kernel = library.load(build.build_kernel(name, config, mode), name)
     room = np.zeros(len(packed) + 64, np.uint8)
     begin = -room.ctypes.data % 64
     room[begin : begin + len(packed)] = np.frombuffer(packed, np.uint8)

@@ -200,10 +200,11 @@ def test_plans_change_between_replays(xp: ModuleType, torch: Any) -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("is_list", [False, True], ids=["pages", "lists"])
-def test_lengths_change_between_replays(xp: ModuleType, torch: Any, is_list: bool) -> None:
+@pytest.mark.parametrize("form", ["pages", "lists", "whole lists"])
+def test_lengths_change_between_replays(xp: ModuleType, torch: Any, form: str) -> None:
     """A captured call without a plan follows lengths, tables and lists in device memory."""
-    rng, count, heads, page, width = np.random.default_rng(3), 4, 16, 64, 40
+    rng, count, heads, page = np.random.default_rng(3), 4, 16, 64
+    is_list, width = form != "pages", 700 if form == "whole lists" else 40
     pool = upload(rng.standard_normal((200, page, 576)).astype(np.float16), xp)
     q = upload(rng.standard_normal((count, 1, heads, 576)).astype(np.float16), xp)
     shape = (count, 1, width) if is_list else (count, width)
@@ -217,7 +218,9 @@ def test_lengths_change_between_replays(xp: ModuleType, torch: Any, is_list: boo
             target[...] = upload(new.astype(np.int32), xp)
 
     def run() -> Any:
-        named = {"sparse_mla_top_k": width, "sparse_mla_top_k_lens": lens} if is_list else {}
+        named: dict[str, Any] = {"sparse_mla_top_k": width} if is_list else {}
+        if form == "lists":
+            named["sparse_mla_top_k_lens"] = lens
         return mla.trtllm_batch_decode_with_kv_cache_mla(
             q, pool, scratch_memory, 128, 512, 64, table, lens, width * page, bmm1_scale=SCALE,
             out=out, **named,

@@ -87,7 +87,7 @@ struct WideDecodeSm90Merge {
     shared.weights[row][split] = weight * factor;
     if (split == 0 && row < tile.num_rows && params.lse != nullptr) {
       const int64_t token = static_cast<int64_t>(work.request.q_start) + packed.token;
-      params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
+      store_lse(params, token, head, state.lse());
     }
   }
 

@@ -136,8 +136,7 @@ struct WideDecodeSm90Output {
     if (place.exists && leaves_state) {
       params.partial_lse[place.state] = state.lse();
     } else if (place.exists && params.lse != nullptr) {
-      params.lse[place.token * params.lse_stride_n + place.head * params.lse_stride_h] =
-          state.lse();
+      store_lse(params, place.token, place.head, state.lse());
     }
     float factor = state.normaliser(old_max);
     if (!leaves_state) factor *= output_scale_of(params, item.work.tile.kv_head);

@@ -24,7 +24,7 @@ struct WideSm90 {
     // Variables whose address is taken, as in prefill_sm90.
     const WideSm90Block<Traits> block(params, shared);
     const int warp = ptx::warp_uniform(threadIdx.x / kWarpSize);
-    if (warp == 0) block.describe_item();
+    if (warp == 0) block.await_item();
     if (threadIdx.x == kWarpSize) {
       init_barriers(shared);
       if constexpr (Traits::kTma) {
@@ -33,6 +33,8 @@ struct WideSm90 {
       }
     }
     ptx::block_sync();
+    // A merge reads the work list too, so it begins no sooner.
+    ptx::launch_dependents();
     if (shared.items[0].work.tile.num_rows <= 0) return;
     const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);
     if (warpgroup < Traits::kProducers) {

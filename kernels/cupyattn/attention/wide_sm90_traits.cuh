@@ -6,6 +6,7 @@
 #include "cupyattn/attention/key_rows.cuh"
 #include "cupyattn/attention/softmax_sm90.cuh"
 #include "cupyattn/params/wide_sm90.cuh"
+#include "cupyattn/ptx/grid_dependency.cuh"
 
 namespace cupyattn {
 
@@ -221,16 +222,28 @@ struct WideSm90Block {
                                            SharedMemory& shared)
       : all_params(params), params(attention_of(params)), shared(shared) {}
 
-  // The first warp finds the block's work; a barrier of the block must follow.
-  __device__ __forceinline__ void describe_item() const {
+  // The first warp finds the block's work, once the launch ahead that may write it has ended; a
+  // barrier of the block must follow.
+  __device__ __forceinline__ void await_item() const {
+    ptx::grid_dependency_wait();
     typename Traits::Item item{};
-    item.work = BlockWork::of(params, Traits::kTileQ);
+    item.work = find_work();
     if (item.work.tile.num_rows > 0) {
       item.range = KeyRange::of(params, item.work);
       item.tiles =
           TileSpan::of<Traits::kTma>(item.range, Traits::kTileKV, item.work.tile);
     }
     if (threadIdx.x == 0) shared.items[0] = item;
+  }
+
+  __device__ __forceinline__ BlockWork find_work() const {
+    if constexpr (Traits::kSparse) {
+      if (params.work == nullptr) {
+        return BlockWork::of_equal(params, params.first_q_tile + blockIdx.y, blockIdx.x, blockIdx.z,
+                                   Traits::kTileQ, latent_of(all_params).list_step);
+      }
+    }
+    return BlockWork::of(params, Traits::kTileQ);
   }
 
   // Whether some row does not see some key of a tile. Boxes bring rows past the last key, too.
