@@ -9,7 +9,7 @@ struct Config : DefaultConfig {
   static constexpr int kHeadDimQK = 576, kHeadDimVO = 512, kHeadDimRope = 64;
   static constexpr int kTileQ = 16, kTileKV = 64, kStages = 2, kConsumers = 1;
   static constexpr int kFusedSplits = 8, kKeyScales = 0;
-  static constexpr int kSharedBytes = 169984;
+  static constexpr int kSharedBytes = 168960;
 };
 #endif
 

@@ -8,6 +8,7 @@ struct Config : DefaultConfig {
   static constexpr bool kLatent = true, kSparse = false, kTma = false, kPaged = true;
   static constexpr int kHeadDimQK = 576, kHeadDimVO = 512, kHeadDimRope = 64;
   static constexpr int kTileQ = 64, kTileKV = 64, kStages = 2, kKeyScales = 0;
+  static constexpr int kFusedSplits = 4;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232, kSharedBytes = 230400;
 };
 #endif

@@ -89,6 +89,7 @@ WIDE_SM90 = (
     Mutation(
         "wide-follower-output-not-rescaled", "multiply_rows(o, factors);", "", "hopper wide steep"
     ),
+    Mutation("wide-rest-of-tiles-lost", "+ min_of(split, rest)", "", "hopper wide splits"),
     # wide_decode_sm90
     Mutation(
         "wide-decode-keys-not-awaited",

@@ -182,6 +182,8 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         table, starts, keys = _scatter(case, table, keys, rng)
         values = [x[..., :LATENT] for x in keys]
     items, merges, num_states = _plan(case, starts)
+    config = _config(case)
+    counts = config.fused_splits > 0 and case.counts and not case.uniform
 
     memory = _Memory()
     first_q, q_rope = q, None
@@ -229,7 +231,7 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         ),
         memory(partial_o, True),
         memory(partial_lse, True),
-        memory(counters, True) if case.tile_q < 64 and case.counts and not case.uniform else 0,
+        memory(counters, True) if counts else 0,
         0 if case.uniform else memory(items),
         0 if case.uniform else memory(merges),
         memory(table),
@@ -258,7 +260,6 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         assert boxes is not None
         with mock.patch.object(tensor_map, "encode", gpu.encode_tensor_map):
             packed += boxes.pack(k.ctypes.data, second.ctypes.data)
-    config = _config(case)
     grid = case.kv_heads, len(items), 1
     if case.uniform:
         grid = case.kv_heads, num_tiles, case.splits

@@ -121,7 +121,7 @@ def test_batches_do_not_change_a_request(xp: ModuleType, heads: int) -> None:
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("heads", [1, 8, 16, 24, 64, 128])
-@pytest.mark.parametrize("kv_len", [(30_000, 5, 700), (4096,) * 4])
+@pytest.mark.parametrize("kv_len", [(30_000, 5, 700), (4096,) * 4, (1200,) * 40])
 def test_long_keys(xp: ModuleType, heads: int, kv_len: tuple[int, ...]) -> None:
     """Keys that many blocks share, and the same bits again."""
     case = replace(BASE, heads=heads, qo_len=(1,) * len(kv_len), kv_len=kv_len)

@@ -160,8 +160,9 @@ class EqualRequests:
         items = self._items(words)
         items[:, _KV_START] = requests.kv_start.take(self._requests)
         items[:, _KV_LEN] = longest = int(requests.kv_len[0])
+        uniform = made.uniform and made.uniform._replace(kv_len=longest)
         shared = made.workspace_bytes, made.parts
-        return BatchSchedule(words, *shared, longest=longest, only=made.only)
+        return BatchSchedule(words, *shared, longest=longest, uniform=uniform)
 
 
 class Layout:

@@ -22,8 +22,8 @@ _REGISTERS_CONVERTED = 56, 224
 _THREADS_GATHERED, _REGISTERS_GATHERED = 4 * 128, (48, 208)
 # The packed rows of wide_decode_sm90, by the row class (select.ROW_CLASSES).
 _DECODE_ROWS = {"decode": 16, "verify": 32}
-# So many splits of a tile are merged by the last of its blocks.
-FUSED_SPLITS = 8
+# So many splits of a tile of so many rows of latent attention are merged by the last of its blocks.
+FUSED_SPLITS = {16: 8, 32: 8, 64: 4}
 _PATTERN_BYTES = 1024
 _ITEM_BYTES = 104
 
@@ -120,6 +120,7 @@ def config(
         _panels(TILE_Q, tile_kv, 1),
         Field(4 * 2 * TILE_Q),  # factors and normalisers
         Field(4 * 4),  # raised
+        Field(4),  # is_last
         Field(4 * (TILE_Q if scales_rows else 1)),  # row_scales
         Field(32, 16),  # constants of logits
         Field(20),  # facts of a row, which no logit here takes
@@ -141,6 +142,7 @@ def config(
         "kSparse": sparse,
         "kTma": tma,
         "kPaged": paged,
+        "kFusedSplits": FUSED_SPLITS[TILE_Q] if is_latent else 0,
         "kTileQ": TILE_Q,
         "kTileKV": tile_kv,
         "kStages": stages,
@@ -186,7 +188,6 @@ def decode_config(
         Field(4 * 4 * tile_q * consumers, 16),  # of_warps
         Field(4 * tile_q * consumers),  # factors
         Field(4 * (tile_q if dtype_kv.is_fp8 else 1)),  # row_scales
-        Field(4 * FUSED_SPLITS * tile_q),  # weights
         Field(8 * consumers),  # nonfinite keys
         Field(4),  # is_last
         Field(4 * tile_kv * (stages if key_scales == "tokens" else 1)),
@@ -207,7 +208,7 @@ def decode_config(
         "kTma": tma,
         "kPaged": True,
         "kConsumers": consumers,
-        "kFusedSplits": FUSED_SPLITS,
+        "kFusedSplits": FUSED_SPLITS[tile_q],
         "kTileQ": tile_q,
         "kTileKV": tile_kv,
         "kStages": stages,

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cupyattn/attention/wide_decode_sm90_consumer.cuh"
-#include "cupyattn/attention/wide_decode_sm90_merge.cuh"
+#include "cupyattn/attention/wide_merge_sm90.cuh"
 #include "cupyattn/attention/wide_sm90_tma.cuh"
 
 namespace cupyattn {
@@ -45,7 +45,7 @@ struct WideDecodeSm90 {
     } else {
       WideDecodeSm90Consumer<Traits>(block, warpgroup - 1).run();
     }
-    if (Traits::kConsumers == 1 || warpgroup > 0) WideDecodeSm90Merge<Traits>(block).run();
+    if (Traits::kConsumers == 1 || warpgroup > 0) WideMergeSm90<Traits>(block).run();
   }
 
   static __device__ __forceinline__ void init_barriers(SharedMemory& shared) {

@@ -86,9 +86,7 @@ struct WideDecodeSm90Output {
     stage_output();
     sync_consumers();  // mutate: wide-decode-output-read-early
     if (item.work.tile.leaves_state()) {
-      rows.template write<float>(item, thread, [&](const Place& place) {
-        return params.partial_o + place.state * kHeadDimVO;
-      });
+      rows.write_state(item, thread);
     } else {
       rows.template write<DTypeO>(item, thread, [&](const Place& place) {
         return static_cast<DTypeO*>(params.o) + place.token * params.o_stride_n +

@@ -5,6 +5,7 @@
 // for both products.
 #pragma once
 
+#include "cupyattn/attention/wide_merge_sm90.cuh"
 #include "cupyattn/attention/wide_sm90_consumer.cuh"
 #include "cupyattn/attention/wide_sm90_converter.cuh"
 
@@ -48,12 +49,14 @@ struct WideSm90 {
       } else {
         WideSm90Producer<Traits>(block).run();
       }
-    } else if (warpgroup == Traits::kProducers) {
-      ptx::set_max_registers_up<Traits::kConsumerRegisters>();
-      WideSm90Leader<Traits>(block).run();
     } else {
       ptx::set_max_registers_up<Traits::kConsumerRegisters>();
-      WideSm90Follower<Traits>(block).run();
+      if (warpgroup == Traits::kProducers) {
+        WideSm90Leader<Traits>(block).run();
+      } else {
+        WideSm90Follower<Traits>(block).run();
+      }
+      if constexpr (Traits::kFusedSplits > 0) WideMergeSm90<Traits>(block).run();
     }
   }
 

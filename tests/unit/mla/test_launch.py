@@ -105,6 +105,29 @@ def test_good_runs_excuse_no_bad_ones(device: Device) -> None:
         p.wrapper.run(**{**arrays, **pages})
 
 
+@pytest.mark.parametrize(
+    ("count", "tokens", "heads", "kv_len", "merges"),
+    [(32, 1, 16, 8192, "block"), (32, 2, 16, 8192, "block"), (32, 4, 16, 8192, "block"),
+     (12, 4, 16, 8192, "launch"), (1, 1, 128, 32768, "launch"), (200, 1, 16, 8192, "nobody")],
+)  # fmt: skip
+def test_who_merges_splits(count: int, tokens: int, heads: int, kv_len: int, merges: str) -> None:
+    """The last block of a tile merges few splits, of 64 rows up to four; a launch merges many."""
+    pages = kv_len // 64
+    table = np.arange(count + 1, dtype=np.int32)
+    ids = np.arange(count * pages, dtype=np.int32)
+    wrapper = mla.BatchMLAPagedAttentionWrapper(None)
+    wrapper.plan(
+        *(table * tokens, table * pages, ids, np.full(count, kv_len, np.int32)),
+        *(heads, 512, 64, 64, True, BASE.sm_scale, "bfloat16", "bfloat16"),
+    )
+    plan = wrapper._require_plan()
+    schedule = wrapper._prepare(plan, plan.geometry.default_variant).schedule
+    (part,) = schedule.parts
+    assert (part.merge is not None) == (merges == "launch")
+    assert part.has_counters == (merges != "launch")
+    assert (schedule.workspace_bytes > 0) == (merges != "nobody")
+
+
 @pytest.mark.parametrize("key_scales", ["tokens", "rows"])
 def test_scales_of_keys_that_no_kernel_reads(key_scales: str) -> None:
     problem = AttentionProblem(
