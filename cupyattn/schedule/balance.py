@@ -37,12 +37,16 @@ class Costs(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Key tiles that each tile of rows visits: None if all visit `longest`."""
+    """Key tiles that each tile of rows visits: None if all visit `longest`.
+
+    num_read  those that all requests have, each once; 0 where nobody asks
+    """
 
     key_tiles: np.ndarray | None
     longest: int
     total: int
     num_tiles: int
+    num_read: int = 0
 
     def array(self) -> np.ndarray:
         return np.full(self.num_tiles, self.longest) if self.key_tiles is None else self.key_tiles
@@ -54,7 +58,7 @@ def best_chunk(work: Work, items_per_wave: int, costs: Costs, least: int = 1) ->
     Example: 64 requests, one of 1,024 key tiles and the others of 4, 8 heads, 264 slots: unsplit
     the long one takes 1,024 tiles' time, in parts of 39 all slots are busy to the end.
     """
-    _, longest, total, num_tiles = work
+    longest, total, num_tiles = work.longest, work.total, work.num_tiles
     is_even = longest * num_tiles <= _EVEN * total
     chunks = _candidates(work, items_per_wave, is_even, least, costs.least_share)
     if not chunks:
@@ -109,7 +113,7 @@ def _candidates(
     work: Work, items_per_wave: int, is_even: bool, least: int, least_share: float
 ) -> list[int]:
     """Sizes of parts worth a look. None makes more than MAX_WAVES more waves of blocks."""
-    _, longest, total, num_tiles = work
+    longest, total, num_tiles = work.longest, work.total, work.num_tiles
     whole = range(1, MAX_WAVES + 1)
     if is_even:
         items = [items_per_wave * waves for waves in whole]

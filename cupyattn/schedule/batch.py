@@ -231,13 +231,17 @@ def count_work(
         # The last row of a request sees all its keys.
         if request is None and are_equal(kv_len):
             longest = -(-int(kv_len[0]) // shape.tile_kv)
-            return Work(None, longest, longest * kv_len.size, kv_len.size)
+            total = longest * kv_len.size
+            return Work(None, longest, total, kv_len.size, total)
         spans = kv_len
     else:
         spans = _spans(requests, tiles, kv_len, group_size, shape, masking)
     key_tiles = (spans + (shape.tile_kv - 1)) // shape.tile_kv
     longest = int(_most(key_tiles)) if key_tiles.size else 0
-    return Work(key_tiles, longest, int(np.add.reduce(key_tiles)), key_tiles.size)
+    num_read = 0
+    if masking.window_left < 0:
+        num_read = int(np.add.reduce(requests.kv_len)) // shape.tile_kv
+    return Work(key_tiles, longest, int(np.add.reduce(key_tiles)), key_tiles.size, num_read)
 
 
 def _spans(

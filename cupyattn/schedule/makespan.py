@@ -18,6 +18,10 @@ WORTHWHILE = 0.95
 _UNEVEN = 1.1
 # Waves of blocks that splits are tried for.
 _SPLIT_WAVES = (1, 2, 3)
+# Waves that parts fill with room for half a part, or a whole one, of each tile.
+_FULL_WAVES = (1, 2)
+# Splits of few tiles are tried for all slots, for half and for a quarter of them.
+_SPLIT_SHARES = (1, 2, 4)
 
 
 class TileTimes(NamedTuple):
@@ -29,6 +33,7 @@ class TileTimes(NamedTuple):
     alone     the share of key_tile and item where no other block is on the SM
     merge     the launch that merges states
     state     writing and reading one of them (state_time)
+    read      what memory takes at least for the keys and values of a key tile (read_time)
     """
 
     launch: float
@@ -37,6 +42,7 @@ class TileTimes(NamedTuple):
     alone: float = 1.0
     merge: float = 3.5
     state: float = 0.0
+    read: float = 0.0
 
     def busy(self, work: Work, num_kv_heads: int) -> float:
         """What all items take, one after another."""
@@ -54,13 +60,18 @@ class Slots(NamedTuple):
     num_sms: int
 
 
-# Bytes that all SMs write and read in a microsecond.
-_BYTES = 3.5e6
+# Bytes that all SMs write and read in a microsecond, and that blocks of prefill read of memory.
+_BYTES, _READ_BYTES = 3.5e6, 3.2e6
 
 
 def state_time(rows: int, head_dim: int) -> float:
     """What writing and reading a state of so many rows takes, in microseconds."""
     return 2 * 4 * rows * head_dim / _BYTES
+
+
+def read_time(keys: int, row_bytes: int) -> float:
+    """What memory takes for so many keys and values, in microseconds."""
+    return keys * row_bytes / _READ_BYTES
 
 
 class Split(NamedTuple):
@@ -110,7 +121,8 @@ def best_split(
 ) -> Split:
     """The split of keys after which a launch, and the merge that a split needs, end soonest."""
     sizes = work.array()
-    whole = Split(0, launch_time(sizes, num_kv_heads, slots, times))
+    least = times.launch + times.read * work.num_read * num_kv_heads
+    whole = Split(0, max(least, launch_time(sizes, num_kv_heads, slots, times)))
     if not may_split or work.longest <= 1:
         return whole
     if whole.time - times.launch <= _UNEVEN * times.busy(work, num_kv_heads) / slots.blocks:
@@ -119,8 +131,18 @@ def best_split(
     for chunk in _chunks(work, num_kv_heads, slots.blocks):
         parts = np.maximum(-(-sizes // chunk), 1)
         num_states = int(np.add.reduce(parts, where=parts > 1)) * num_kv_heads
-        time = launch_time((sizes / parts).repeat(parts), num_kv_heads, slots, times)
-        time += times.merge + times.state * num_states
+        num_items = int(np.add.reduce(parts)) * num_kv_heads
+        merge, lengths = times.merge + times.state * num_states, sizes / parts
+        longest = times.item + times.key_tile * float(np.maximum.reduce(lengths))
+        if num_items <= slots.blocks:  # the longest ends last
+            share = times.alone if num_items <= slots.num_sms else 1.0
+            time = times.launch + share * longest
+        else:
+            busy = work.total * num_kv_heads * times.key_tile + num_items * times.item
+            if times.launch + max(busy / slots.blocks, longest) + merge >= limit:
+                continue
+            time = launch_time(lengths.repeat(parts), num_kv_heads, slots, times)
+        time = max(time, least) + merge
         if time < limit:
             best, limit = Split(chunk, time), time
     return best
@@ -128,14 +150,20 @@ def best_split(
 
 def _chunks(work: Work, num_kv_heads: int, slots: int) -> list[int]:
     """Key tiles of a part by which all parts are some whole waves of blocks."""
-    total = work.total * num_kv_heads
+    total, num_items = work.total * num_kv_heads, max(1, work.num_tiles * num_kv_heads)
     found = {-(-total // (slots * waves)) for waves in _SPLIT_WAVES}
-    # As many parts of each tile as fill the slots: parts of equal tiles end together.
-    parts = slots // max(1, work.num_tiles * num_kv_heads)
-    if parts > 1:
-        found.add(-(-work.longest // parts))
-        if work.key_tiles is not None:
-            found.add(_chunk_of_parts(work.key_tiles, slots // num_kv_heads))
+    if work.key_tiles is not None:
+        # The last part of a tile is not full, and a few blocks too many take a wave more.
+        rooms = [slots * waves - num_items * half // 2 for waves in _FULL_WAVES for half in (1, 2)]
+        found |= {-(-total // room) for room in rooms if room > num_items}
+    # As many parts of each tile as fill the slots, or a share of them, which leaves fewer states:
+    # parts of equal tiles end together.
+    for share in _SPLIT_SHARES:
+        parts, most = slots // (share * num_items), slots // (share * num_kv_heads)
+        if parts > 1:
+            found.add(-(-work.longest // parts))
+        if work.key_tiles is not None and most > work.num_tiles:
+            found.add(_chunk_of_parts(work.key_tiles, most))
     return sorted(chunk for chunk in found if chunk < work.longest)
 
 

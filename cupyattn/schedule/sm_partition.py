@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,8 @@ _ITEM = 0.85
 _BESIDE = 1.07
 # A merge of prompts comes after the streams, and takes so many microseconds more than elsewhere.
 _LATE_MERGE = 6.0
+# Persistent blocks that launches follow end so many microseconds later than others.
+_FOLLOWED = 3.0
 # Another form must end within this share of the time of the best; but one launch serves all if it
 # is done by the others: none then waits for another, and it is closer to estimates.
 _WORTHWHILE, _AS_SOON = 0.97, 1.06
@@ -126,7 +129,10 @@ def choose_launches(
         times, limit = shape.times, _WORTHWHILE * best.time
         assert times is not None
         work = work_of(many, group_size, shape, masking)
-        num_slots, time = best_partition(work, num_kv_heads, shape, streams, index == 0, limit)
+        followed = shape
+        if shape.is_persistent:
+            followed = replace(shape, times=times._replace(launch=times.launch + _FOLLOWED))
+        num_slots, time = best_partition(work, num_kv_heads, followed, streams, index == 0, limit)
         if time < limit:
             best = LaunchChoice(index, num_slots, time, False)
         limit = min(_AS_SOON * best.time, _WORTHWHILE * together.time)

@@ -14,7 +14,8 @@ from .tile_shape import TileShape
 # than the first shape unless they are for few keys, and others only if items have no more than a
 # few key tiles.
 _MANY_ITEMS, _FEW_TILES = 12, 4
-# Other persistent blocks are only looked at where the first shape's have more than so many items.
+# Where lean blocks serve all requests, other persistent blocks are only looked at if the first
+# shape's have more than so many items.
 _WAVES = 4
 # Another shape must end within this share of the time of the best: estimates are no closer.
 _WORTHWHILE = 0.97
@@ -43,11 +44,12 @@ def choose_tiles(
     best, limit = TileChoice(0, 0.0), 0.0
     has_waves = is_long = False
     longest = int(requests.kv_len.max(initial=0))
+    is_short = any(longest <= shape.most_keys for shape in shapes)
     for index, shape in enumerate(shapes):
         if shape.most_keys:
             if longest > shape.most_keys:
                 continue
-        elif index and not (has_waves if shape.is_persistent else not is_long):
+        elif index and (is_short and not has_waves if shape.is_persistent else is_long):
             continue
         work = work_of(requests, group_size, shape, masking)
         assert shape.times is not None

@@ -84,7 +84,7 @@ class TileShape:
         if not self.is_fused:
             return Costs(*_MERGED_APART, self.least_share)
         if not self.part_cost:
-            return Costs(state=self.state_cost)
+            return Costs(state=self.state_cost, least_share=self.least_share)
         # In units of 2.1 us, which a key tile takes by memory's rate with all slots busy. The
         # first pass of a merge costs what was fitted to times of an H200, each further one two
         # round trips to L2, 0.4 us. A key tile is 0.6 us where few blocks run (docs/ladder.md).

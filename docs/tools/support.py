@@ -110,8 +110,8 @@ def _kernels() -> str:
     text = (
         "Rows are packed rows: query tokens of a request times query heads of a key head. bfloat16 "
         "over pages of 16, or of\n64 for latent attention. Wide kernels of other architectures are "
-        "`wide_sm80`. A plan may\nchoose `prefill_sm80` for 17 to 32 rows of many requests, and "
-        "`prefill_sm90` for short requests beside long ones.\n"
+        "`wide_sm80`. A plan may\nchoose `prefill_sm90` for 17 to 64 rows over pages and for short "
+        "requests beside long ones, and `prefill_sm80` for\n17 to 32 rows elsewhere.\n"
     )
     return "## Which kernel\n\n" + text + "\n" + table(head, rows)
 

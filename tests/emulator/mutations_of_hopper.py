@@ -45,6 +45,7 @@ HOPPER = (
         "k-stage-not-awaited", "await_phase(place.empty, place.parity ^ 1);", "", "hopper causal"
     ),
     Mutation("item-counter-not-reset", "num_items - 1", "num_items", "hopper swizzle"),
+    Mutation("end-not-announced", "item.nears_end(tile, next)", "tile == next", "hopper swizzle"),
     Mutation("q-rows-of-first-tile", "work.first_row + r", "r", "hopper odd groups"),
     Mutation("q-row-past-tile", "r < work.num_rows", "r <= work.num_rows", "hopper odd groups"),
     Mutation("maximum-never-moves", "tile_sum > most ||", "", "hopper steep alibi"),

@@ -90,6 +90,15 @@ def test_swizzles_of_heads(causal: bool) -> None:
     check(replace(BASE, **MANY_HEADS, causal=causal))
 
 
+# A block takes its next item before the last four key tiles of an item are copied, or after the
+# first tile of a short item. A sparse mask hides whole tiles there.
+@pytest.mark.parametrize("mask", [{}, {"mask_kind": "packed", "mask_pattern": "sparse"}])
+@pytest.mark.parametrize("kv_len", [100, 1500])
+def test_blocks_take_items_one_after_another(kv_len: int, mask: dict[str, str]) -> None:
+    answer = check(replace(BASE, qo_len=400, kv_len=kv_len, **mask), num_sms=2)
+    assert [x.grid for x in answer.launches if x.name == "prefill_sm90"] == [(2, 1, 1)]
+
+
 # Whole tiles of rows come in boxes where they are whole tokens, and are gathered elsewhere: of 192
 # rows 190 are used by groups of 5 and 189 by those of 7, all by those of 40.
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 40])

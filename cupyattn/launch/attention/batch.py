@@ -241,7 +241,7 @@ class BatchLauncher:
 
         One launch serves all, or requests of few rows have launches that follow.
         """
-        if not found or found[0][0] not in (SMALL, LARGE):
+        if not found or found[0][0] not in (VERIFY, SMALL, LARGE):
             return found, -1
         heads = self.num_kv_heads, self.masking
         if found[0][0] == LARGE:
@@ -257,10 +257,15 @@ class BatchLauncher:
             if choice.is_alone:
                 return [(choice.name, requests)], 0
             return [(choice.name, many), *few], choice.slots
-        together = self._kernels.choose_tiles(requests, *heads)
-        if together.time < _LAUNCH * len(found) + _OF_SMALL:
-            return [(together.name, requests)], 0
-        return found, -1
+        tiles = None
+        if len(found) == 1:
+            tiles = self._kernels.tiles_of_few(found[0][0], requests, self.num_kv_heads)
+        is_short = not tiles or np.maximum.reduce(requests.kv_len) <= sm90.MOST_KEYS_OF_LEAN
+        if found[0][0] == SMALL and is_short and (tiles or len(found) > 1):
+            together = self._kernels.choose_tiles(requests, *heads)
+            if together.time < _LAUNCH * len(found) + _OF_SMALL:
+                return [(together.name, requests)], 0
+        return ([(tiles, requests)], 0) if tiles else (found, -1)
 
     def _slots_of_first(self, found: list[tuple[str, BatchRequests]]) -> int:
         """Blocks of the first of several launches that run at a time, if its kernel has not been

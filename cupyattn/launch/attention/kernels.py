@@ -43,6 +43,8 @@ _MOST_PASSES = 2
 _MOST_TILES_OF_SMALL = 32
 # States that a warp of a fused merge asks for at a time: more of them are two round trips.
 MOST_PARTS = 16
+# Tiles of prefill_sm90 for few rows.
+_SHORT = "short"
 # The keys of a request that has not been counted yet: many, but few enough for clusters to help.
 UNKNOWN_LENGTH = 4096
 # Choices of tiles that are remembered, by the lengths of a batch.
@@ -190,6 +192,16 @@ class Kernels:
             found = self._remember(key, made)
         return found
 
+    def tiles_of_few(self, rows: str, requests: BatchRequests, num_kv_heads: int) -> str | None:
+        """Tiles of prefill_sm90 for requests of 17 to 64 rows over pages; None if blocks of the
+        portable kernels are as fast: those of decode for VERIFY where memory decides."""
+        shape = self._timed_shapes().get(_SHORT)
+        if shape is None or not self._problem.paged:
+            return None
+        key_tiles = int(np.add.reduce(requests.kv_len)) // shape.tile_kv * num_kv_heads
+        is_long = key_tiles > _MOST_TILES_OF_SMALL * shape.num_slots
+        return None if rows == VERIFY and is_long else _SHORT
+
     def _timed_shapes(self) -> dict[str, TileShape]:
         if self._large is None:
             props = device_props(self._device_index)
@@ -313,16 +325,25 @@ def group_by_row_class(requests: BatchRequests, group_size: int) -> list[tuple[s
 
 
 def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...], group_size: int) -> Kernel:
-    # A state of decode has few rows of its tile and is merged by the block that is last, whose
-    # warps take a row each: 16 states are one round trip to L2, some 0.25 us. One of prefill has
-    # 64 KB, and a launch merges them.
-    least_share = 0.52 if loaded.num_slots >= 2 * loaded.num_sms else 1.0
-    of_decode = 0.25, 0.03, loaded.tiles.threads // 32, least_share
-    costs = (of_decode if tiles.fused_merge else (4.0, 0.0) for tiles in kinds)
     shapes = tuple(
-        TileShape(tiles.used_rows(group_size), tiles.tile_kv, loaded.num_slots, *cost)
-        for tiles, cost in zip(kinds, costs, strict=True)
+        TileShape(
+            tiles.used_rows(group_size), tiles.tile_kv, loaded.num_slots, *_costs(loaded, tiles)
+        )
+        for tiles in kinds
     )
     if kinds[0].times is not None:
         shapes = (replace(shapes[0], times=kinds[0].times, num_sms=loaded.num_sms),)
     return Kernel(loaded, kinds, shapes)
+
+
+def _costs(loaded: LoadedKernel[Any], tiles: TileConfig) -> tuple[float, float, int, float]:
+    """TileShape's state_cost, part_cost, rows_at_a_time and least_share."""
+    has_two = loaded.num_slots >= 2 * loaded.num_sms
+    # A state of decode has few rows of its tile and is merged by the block that is last, whose
+    # warps take a row each: 16 states are one round trip to L2, some 0.25 us.
+    if tiles.fused_merge:
+        return 0.25, 0.03, loaded.tiles.threads // 32, 0.52 if has_two else 1.0
+    # One of prefill has up to 64 KB, and a launch merges them. Two blocks of few rows an SM take
+    # longer than one, because keys are waited for by latency.
+    is_small = tiles.name == "prefill_sm80" and tiles.tile_q <= MOST_ROWS[SMALL]
+    return (2.0, 0.0, 1, 0.7 if has_two else 1.0) if is_small else (4.0, 0.0, 1, 1.0)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ... import jit
 from ...core import dtypes, expression_cuda
 from ...core.problem import MASK_FORMS, AttentionProblem
-from ...schedule.makespan import TileTimes, state_time
+from ...schedule.makespan import TileTimes, read_time, state_time
 from ..driver import tensor_map
 from .config import Field, TileConfig, round_up, struct_of
 
@@ -136,31 +136,35 @@ _OTHERS = {
 }
 # Fitted to the times of some 130 launches of an H200 (docs/ladder.md), by which plans choose.
 _TIMES = {
-    ("large", "ragged", 128, 128): TileTimes(18.94, 1.95, 1.35, 0.7),
-    ("broad", "ragged", 128, 128): TileTimes(17.25, 3.17, 1.42, 0.68),
-    ("twin", "ragged", 128, 128): TileTimes(12.03, 3.6, 0.86, 0.7),
+    ("large", "ragged", 128, 128): TileTimes(12.4, 2.6, 1.18, 0.85),
+    ("broad", "ragged", 128, 128): TileTimes(9.6, 3.4, 1.3, 0.85),
+    ("twin", "ragged", 128, 128): TileTimes(8.0, 3.6, 0.82, 0.85),
     ("tall", "ragged", 128, 128): TileTimes(7.64, 5.49, 1.26, 0.75),
     ("middle", "ragged", 128, 128): TileTimes(7.05, 4.61, 1.44, 0.97),
     ("short", "ragged", 128, 128): TileTimes(5.63, 4.71, 0.75, 0.69),
     ("lean", "ragged", 128, 128): TileTimes(4.64, 5.11, 1.43, 0.65),
     ("flat", "ragged", 128, 128): TileTimes(6.47, 4.21, 1.58, 0.66),
-    ("large", "paged", 128, 128): TileTimes(12.9, 3.3, 1.65, 0.90),
-    ("twin", "paged", 128, 128): TileTimes(13.8, 2.6, 0.92, 0.70),
+    ("large", "paged", 128, 128): TileTimes(9.9, 3.2, 1.4, 1.0),
+    ("twin", "paged", 128, 128): TileTimes(8.0, 3.1, 0.91, 0.85),
     ("middle", "paged", 128, 128): TileTimes(6.8, 3.9, 1.67, 0.90),
     ("short", "paged", 128, 128): TileTimes(7.2, 3.1, 1.01, 0.68),
     ("lean", "paged", 128, 128): TileTimes(5.69, 5.2, 1.49, 0.71),
-    ("large", "ragged", 64, 64): TileTimes(14.89, 1.56, 1.3, 0.74),
+    ("large", "ragged", 64, 64): TileTimes(11.2, 1.7, 1.31, 0.93),
     ("tall", "ragged", 64, 64): TileTimes(8.37, 3.38, 1.44, 0.84),
     ("short", "ragged", 64, 64): TileTimes(5.08, 4.13, 1.07, 0.75),
     ("lean", "ragged", 64, 64): TileTimes(4.03, 4.2, 1.53, 0.82),
     ("flat", "ragged", 64, 64): TileTimes(4.14, 3.95, 1.48, 0.8),
-    ("large", "ragged", 96, 96): TileTimes(8.34, 5.83, 1.11, 0.62),
+    ("large", "ragged", 96, 96): TileTimes(5.7, 5.3, 1.06, 0.85),
     ("middle", "ragged", 96, 96): TileTimes(5.27, 5.22, 1.15, 0.61),
     ("short", "ragged", 96, 96): TileTimes(3.75, 4.93, 0.8, 0.66),
     ("lean", "ragged", 96, 96): TileTimes(3.86, 4.18, 1.32, 0.95),
     ("flat", "ragged", 96, 96): TileTimes(5.83, 3.15, 1.75, 0.92),
-    ("large", "ragged", 256, 256): TileTimes(10.4, 3.7, 1.56),
+    ("large", "ragged", 256, 256): TileTimes(11.8, 5.5, 1.45, 0.85),
     ("short", "ragged", 256, 256): TileTimes(5.2, 5.1, 1.28, 0.80),
+    ("large", "gathered", 64, 64): TileTimes(8.5, 1.9, 1.21, 0.70),
+    ("large", "gathered", 96, 96): TileTimes(7.5, 2.5, 1.43, 0.95),
+    ("large", "gathered", 128, 128): TileTimes(6.5, 3.7, 1.57, 0.93),
+    ("large", "gathered", 256, 256): TileTimes(4.5, 8.7, 2.0, 0.91),
 }
 
 
@@ -344,7 +348,7 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
             Field(stages * 16, 16),
             _row_bits(problem, tile_q, tile_kv, stages),
             Field(2 * problem.head_dim_qk if is_rotated else 4),
-            Field(8 * (2 * items + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
+            Field(8 * (1 + 2 * items + 2 * slots + 5 * stages + 4 * (fp8_stages or stages)), 8),
         ]
     shared = struct_of(
         *fp8_tiles,
@@ -386,7 +390,10 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
         "kSharedBytes": shared,
     }
     if times is not None:
-        times = times._replace(state=state_time(tile_q, problem.head_dim_vo))
+        row_bytes = problem.dtype_kv.itemsize * (problem.head_dim_qk + problem.head_dim_vo)
+        times = times._replace(
+            state=state_time(tile_q, problem.head_dim_vo), read=read_time(tile_kv, row_bytes)
+        )
     threads = 128 * (not shape.lean) + 128 * (consumers + converters // 4 + shape.gatherers // 4)
     return TileConfig(
         "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated, times

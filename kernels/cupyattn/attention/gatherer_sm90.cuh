@@ -62,6 +62,7 @@ struct PrefillSm90Gatherer {
             gather<typename Traits::KLoadTile>(keys, all_params.k_units, producer.key_slot(k), item,
                                                tile, present);
             next = look_up(item, next_tile);
+            if (gatherer == 0) block.announce_end(item, present_tile, next_tile, lane);
             k.advance();
           },
           [&](const KeyTile& tile) {

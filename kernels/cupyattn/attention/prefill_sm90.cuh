@@ -107,6 +107,7 @@ struct PrefillSm90 {
       const int readers = max_of(1, kGatherers) + (kConverts || kGatherers == 3 ? 0 : 2) + kConverters;
       init(shared.empty_item[place], kConsumerWarps + (Traits::kPersistent ? readers : 0));
     }
+    init(shared.near_end, 1);
     for (int slot = 0; slot < Traits::kSlots; ++slot) {
       init(shared.full_q[slot], 1);
       init(shared.empty_q[slot], kConsumerWarps);

@@ -49,6 +49,7 @@ struct PrefillSm90Producer {
             }
             copy_keys(k, item, tile, pages.present, lane);
             if constexpr (kPaged) pages.next = page_of_box(item, next, lane);
+            block.announce_end(item, tile.tile, next, lane);
           },
           [&](const KeyTile& tile) {
             copy_values(v, item, tile, tile.tile == pages.tile ? pages.present : pages.behind,

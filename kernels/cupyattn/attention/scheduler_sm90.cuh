@@ -49,6 +49,7 @@ struct PrefillSm90Scheduler {
     PipelineState<kSlots> q;
     int stored = 0;  // the slot of Q from which the next O is stored
     int published = 0;
+    uint32_t near_end_parity = 0;
     const int lane = threadIdx.x % kWarpSize;
     const int num_items = all_params.num_items * params.num_kv_heads;
     for (int index = blockIdx.x;;) {
@@ -76,6 +77,11 @@ struct PrefillSm90Scheduler {
             ptx::warp_sync();
           }
           copy_queries(q, next, lane);
+        }
+        // The block takes no further item before it needs one.
+        if (next.has_keys()) {
+          await_phase(shared.near_end, near_end_parity);
+          near_end_parity ^= 1;
         }
         place.advance();
         ++published;

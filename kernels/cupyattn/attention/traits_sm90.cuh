@@ -42,6 +42,9 @@ struct PrefillSm90Traits : Config {
   static constexpr bool kPersistent = Config::kPersistent;
   // The present item and the next. If a block took more, the last blocks would end late.
   static constexpr int kItems = kPersistent ? 2 : 1;
+  // A block takes its next item when so many key tiles of the newest one are left to copy: early
+  // enough for Q and keys to land in time, and no earlier, because another block may be free first.
+  static constexpr int kClaimTiles = 4;
   // Arrivals when a tile lands: one for a box, or one from each gathering thread.
   static constexpr int kArrivals = kGathers ? kGatherers * kWarpSize : 1;
   // Whether O may be stored from the place of its own rows of Q.
@@ -75,6 +78,12 @@ struct PrefillSm90Traits : Config {
     __device__ __forceinline__ bool has_keys() const { return tiles.begin < tiles.end; }
     __device__ __forceinline__ int first_key(int tile) const {
       return tiles.origin + tile * kTileKV;
+    }
+    // Whether the copy of `tile`, which `next` follows, leaves few tiles for the first time. A
+    // mask may leave out tiles between the two.
+    __device__ __forceinline__ bool nears_end(int tile, int next) const {
+      const int near = min_of(tiles.begin + kClaimTiles, tiles.end - 1);
+      return tile >= near && next < near;
     }
   };
   // A published item, with the key tiles that a mask leaves.
@@ -120,6 +129,7 @@ struct PrefillSm90Traits : Config {
     conditional<kMasked, RowBits<kTileQ, kTileKV, kStages>, uint32_t> row_bits;
     conditional<kRope, RopeSteps<kHeadDimQK>, uint32_t> rope;
     alignas(8) uint64_t full_item[kItems], empty_item[kItems];
+    uint64_t near_end;
     // Values of masked tiles arrive at `unchecked_v`; once swept, they are handed on to `full_v`.
     uint64_t full_q[kSlots], empty_q[kSlots];
     uint64_t full_k[kStages], empty_k[kStages], unchecked_v[kStages], full_v[kStages],
@@ -173,6 +183,13 @@ struct PrefillSm90Block {
   __device__ __forceinline__ const typename Traits::Item& await_item(const ItemStage& stage) const {
     if constexpr (Traits::kPersistent) await_phase(shared.full_item[stage.stage], stage.parity);
     return shared.items[stage.stage];
+  }
+  // Lets the scheduler take the next item, once in each that has keys. One warp calls this for every
+  // tile of keys that it has copied.
+  __device__ __forceinline__ void announce_end(const typename Traits::Item& item, int tile, int next,
+                                               int lane) const {
+    // mutate: end-not-announced
+    if (Traits::kPersistent && lane == 0 && item.nears_end(tile, next)) arrive(shared.near_end);
   }
   __device__ __forceinline__ void release_item(ItemStage& stage, int lane) const {
     ptx::warp_sync();

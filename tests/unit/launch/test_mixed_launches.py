@@ -80,13 +80,19 @@ def test_one_launch_serves_chunks_and_a_few_short_decodes() -> None:
 
 
 def test_launches_of_a_kernel_that_was_not_timed_are_not_chosen() -> None:
-    found = launches(CHUNKS_AND_FEW, (20, 5), 1)
+    found = launches(CHUNKS_AND_FEW, (20, 5), 16, logits_soft_cap=30.0)
     assert [name for name, *_ in found] == ["prefill_sm90", "decode_sm80"]
 
 
-def test_chunks_before_decodes_have_blocks_of_one_item() -> None:
+def test_one_launch_serves_chunks_and_a_few_decodes_over_gathered_pages() -> None:
+    """Measured: 41 us by two launches, whose prompts were merged besides."""
+    lengths = [(256, 1280), (256, 1792), (256, 256), (256, 512)] + [(1, 1800)] * 12
+    assert [name for name, *_ in launches(lengths, (4, 2), 1)] == ["prefill_sm90"]
+
+
+def test_chunks_before_decodes_have_a_block_for_each_item() -> None:
     found = launches([(1024, 6144)] * 4 + [(1, 3317)] * 20, (4, 1))
-    assert found[0] == ("prefill_sm90", False, 128)
+    assert (found[0][0], found[0][2]) == ("prefill_sm90", 128)
     assert found[1][0] == "decode_sm80"
 
 
@@ -124,7 +130,21 @@ def test_blocks_of_prefill_serve_drafts_of_17_to_32_rows(
 ) -> None:
     """Measured: 13.2 us by them and 17.7 in clusters for 4 tokens of 8 heads, 4k keys."""
     ((name, is_persistent, _),) = launches([(rows, keys)], heads)
+    assert (name, is_persistent) == ("prefill_sm90", False)
+    ((name, is_persistent, _),) = launches([(rows, keys)], heads, 1)
     assert (name, is_persistent) == ("prefill_sm80", False)
+
+
+@pytest.mark.parametrize(("rows", "name"), [(4, "decode_sm80"), (12, "prefill_sm90")])
+def test_memory_decides_for_drafts_of_many_requests(rows: int, name: str) -> None:
+    assert [x for x, *_ in launches([(rows, 8192)] * 48, (32, 8))] == [name]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_few_long_drafts_leave_half_of_the_places(page_size: int) -> None:
+    """Measured: 17.9 us by 128 blocks, 20.1 by 256, which leave twice the states."""
+    ((_, _, blocks),) = launches([(4, 16_384)], (8, 1), page_size)
+    assert blocks == 128
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(1, (8, 1)), (2, (8, 1)), (4, (32, 8))])

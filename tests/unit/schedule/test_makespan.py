@@ -97,6 +97,28 @@ def test_parts_are_as_many_as_they_may_be_or_not_many_fewer(sizes: list[int], mo
     assert least <= chunk <= 1.5 * least + 1
 
 
+def test_states_that_cost_more_than_key_tiles_are_fewer() -> None:
+    """Parts for all 264 places are blocks of one key tile, which leave twice the states."""
+    times, slots = TileTimes(7.0, 3.0, 1.0, alone=0.7, merge=3.5, state=0.02), Slots(264, 132)
+    assert best_split(even(1, 256), 1, slots, times).chunk == 2
+    assert best_split(even(1, 256), 1, slots, times._replace(state=0.001)).chunk == 2
+    assert best_split(even(1, 256), 1, slots, times._replace(state=0.1)).chunk == 4
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(2, 300), st.integers(0, 2**31))
+def test_the_time_of_a_split_is_that_of_its_launch(
+    tiles: int, heads: int, most: int, seed: int
+) -> None:
+    sizes = np.random.default_rng(seed).integers(1, most + 1, tiles)
+    work = Work(sizes, int(sizes.max()), int(sizes.sum()), tiles)
+    split = best_split(work, heads, SLOTS, TIMES)
+    if split.chunk:
+        parts = -(-sizes // split.chunk)
+        time = launch_time(np.repeat(sizes / parts, parts), heads, SLOTS, TIMES) + TIMES.merge
+        time += TIMES.state * int(parts[parts > 1].sum()) * heads
+        assert split.time == pytest.approx(time)
+
+
 def test_a_short_prompt_is_not_split() -> None:
     """A merge takes longer than its few key tiles."""
     assert best_split(even(3, 2), 8, SLOTS, TIMES).chunk == 0
