@@ -90,8 +90,8 @@ HOPPER = (
     ),
     Mutation(
         "output-box-of-partial-rows",
-        "num_rows / box * box",
-        "ceil_div(num_rows, box) * box",
+        "num_rows & ~63",
+        "(num_rows + 63) & ~63",
         "hopper partial rows",
     ),
     Mutation(

@@ -117,7 +117,7 @@ def force_tiles(name: str, patch: pytest.MonkeyPatch) -> None:
 def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     force_tiles(name, monkeypatch)
     case = replace(CAUSAL, head_dim_qk=128, head_dim_vo=128, group=group, return_lse=group == 4)
-    threads = {"broad": 384, "tall": 512, "middle": 384, "lean": 128, "flat": 128}.get(name, 256)
+    threads = {"broad": 384, "tall": 512, "middle": 384, "lean": 128, "flat": 128, "queue": 160}.get(name, 256)
     for qo_len, kv_len in ((300 // group + 1, 400 // group + 9), (80, 0), (70, 50)):
         answer = check(replace(case, qo_len=qo_len, kv_len=kv_len))
         assert answer.launches[0].block[0] == threads
@@ -150,10 +150,12 @@ def test_other_tiles_of_other_dims(name: str, dim: int, monkeypatch: pytest.Monk
             ("broad", "ragged"),
             ("lean", "ragged"),
             ("lean", "paged"),
+            ("queue", "ragged"),
+            ("queue", "paged"),
             ("flat", "ragged"),
         ).__contains__,
         [
-            *product(("twin", "middle", "short", "lean"), test_batch.KINDS),
+            *product(("twin", "middle", "short", "lean", "queue"), test_batch.KINDS),
             ("broad", "ragged"),
             ("tall", "ragged"),
             ("flat", "ragged"),

@@ -25,7 +25,7 @@ DECODE, VERIFY, SMALL, LARGE = ROW_CLASSES = "decode", "verify", "small", "large
 MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
 # Tiles of the last class: the one for long launches, and others for work lists that fill the card
 # badly with it.
-LARGE_TILES = (LARGE, "broad", "twin", "tall", "middle", "short", "lean", "flat")
+LARGE_TILES = (LARGE, "broad", "twin", "tall", "middle", "short", "lean", "flat", "queue", "queue4", "trio")
 # The classes of such rows in batches of so few blocks that each may have an SM of its own.
 FEW = {DECODE: "few decode", VERIFY: "few verify"}
 # Tiles of 32 wider rows do not fit the registers of such blocks.

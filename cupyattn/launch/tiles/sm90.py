@@ -104,6 +104,8 @@ _LONE = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persiste
 _TWIN = _LONE._replace(query_slots=2, persistent=True)
 _LEAN = _Shape(1, 32, 4, 1, (24, 24), overlaps=False, min_blocks=4, persistent=False, lean=True)
 _FLAT = _LEAN._replace(tile_kv=64, stages=3, min_blocks=3)
+_TRIO = _TWIN._replace(tile_kv=32, registers=(32, 128), overlaps=False, min_blocks=3)
+_QUEUE = _LEAN._replace(stages=5, query_slots=2, min_blocks=3, persistent=True)
 # Other tiles of the problems that most prompts are, by name and as above. Most have blocks of one
 # item each, for work lists of few waves; those of `broad` and `twin` are persistent, for items that
 # are many and short. (Those of head dim 256 have no registers for overlap.)
@@ -123,6 +125,18 @@ _OTHERS = {
     ("lean", "ragged", 96, 96): _LEAN,
     ("lean", "ragged", 128, 128): _LEAN,
     ("lean", "paged", 128, 128): _LEAN,
+    ("queue", "ragged", 128, 128): _QUEUE,
+    ("queue", "paged", 128, 128): _QUEUE,
+    ("queue", "ragged", 64, 64): _QUEUE._replace(tile_kv=80),
+    ("twin", "ragged", 64, 64): _TWIN._replace(tile_kv=128),
+    ("trio", "ragged", 64, 64): _TRIO._replace(tile_kv=80),
+    ("trio", "ragged", 128, 128): _TRIO,
+    ("queue4", "ragged", 64, 64): _QUEUE._replace(tile_kv=32, min_blocks=4),
+    ("lean", "ragged", 192, 128): _LEAN._replace(min_blocks=3),
+    ("flat", "ragged", 192, 128): _LEAN._replace(tile_kv=64, stages=3, min_blocks=2),
+    ("lean", "ragged", 256, 256): _LEAN._replace(min_blocks=2),
+    ("flat", "ragged", 256, 256): _LEAN._replace(tile_kv=64, stages=2, min_blocks=2),
+    ("queue", "ragged", 192, 128): _QUEUE._replace(stages=2),
     ("flat", "ragged", 96, 96): _FLAT,
     ("flat", "ragged", 128, 128): _FLAT,
     ("tall", "paged", 64, 64): _THREE._replace(persistent=False),
@@ -144,6 +158,12 @@ _TIMES = {
     ("short", "ragged", 128, 128): TileTimes(5.63, 4.71, 0.75, 0.69),
     ("lean", "ragged", 128, 128): TileTimes(4.64, 5.11, 1.43, 0.65),
     ("flat", "ragged", 128, 128): TileTimes(6.47, 4.21, 1.58, 0.66),
+    ("queue", "ragged", 128, 128): TileTimes(8.0, 3.4, 1.1, 0.7),
+    ("queue", "paged", 128, 128): TileTimes(8.0, 3.4, 1.2, 0.7),
+    ("queue", "ragged", 64, 64): TileTimes(8.0, 3.4, 1.2, 0.7),
+    ("large", "ragged", 192, 128): TileTimes(19, 3, 2.0, 0.7),
+    ("lean", "ragged", 192, 128): TileTimes(5, 5, 1.5, 0.7),
+    ("queue", "ragged", 192, 128): TileTimes(8.0, 3.4, 1.3, 0.7),
     ("large", "paged", 128, 128): TileTimes(12.9, 3.3, 1.65, 0.90),
     ("twin", "paged", 128, 128): TileTimes(13.8, 2.6, 0.92, 0.70),
     ("middle", "paged", 128, 128): TileTimes(6.8, 3.9, 1.67, 0.90),
@@ -334,12 +354,11 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
     dims = (problem.head_dim_qk, problem.head_dim_vo) if fp8_stages else ()
     items = _ITEMS if shape.persistent else 1
     fp8_tiles = [Field(fp8_stages * tile_kv * dim, 128) for dim in dims]
-    keys = [_panels(tile_kv, problem.head_dim_qk, stages)]
-    if not shape.lean:
-        keys.append(_panels(tile_kv, problem.head_dim_vo, stages))
     if shape.lean:
-        rest = [Field(8 * (3 + 2 * stages), 8)]
+        keys = [_panels(tile_kv, max(problem.head_dim_qk, problem.head_dim_vo), stages)]
+        rest = [Field(8 * (2 * items + 2 * slots + 2 * stages), 8)]
     else:
+        keys = [_panels(tile_kv, dim, stages) for dim in (problem.head_dim_qk, problem.head_dim_vo)]
         rest = [
             Field(stages * 16, 16),
             _row_bits(problem, tile_q, tile_kv, stages),
@@ -387,7 +406,9 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
     }
     if times is not None:
         times = times._replace(state=state_time(tile_q, problem.head_dim_vo))
-    threads = 128 * (not shape.lean) + 128 * (consumers + converters // 4 + shape.gatherers // 4)
+    # The warps that only copy: a warpgroup, or one warp of a persistent lean block, or none.
+    copying = 32 * shape.persistent if shape.lean else 128
+    threads = copying + 128 * (consumers + converters // 4 + shape.gatherers // 4)
     return TileConfig(
         "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated, times
     )

@@ -16,6 +16,7 @@ struct PrefillSm90Scheduler {
   static constexpr int kTileKV = Traits::kTileKV, kItems = Traits::kItems, kSlots = Traits::kSlots;
   static constexpr bool kPaged = Traits::kPaged, kMasked = Traits::kMasked;
   static constexpr bool kStagesOutput = Traits::kStagesOutput;
+  static constexpr int kOutputPanels = ceil_div(Traits::kHeadDimVO, QTile::kPanelColumns);
 
   const PrefillSm90Block<Traits>& block;
   const PrefillSm90Params& all_params = block.all_params;
@@ -25,7 +26,8 @@ struct PrefillSm90Scheduler {
   // Finds the only item of a block, for all roles. The grid is key heads x items, so nothing is
   // divided here: all copies wait for this.
   __device__ __forceinline__ void find_only_item() const {
-    const ItemFacts item = facts_of(blockIdx.y, blockIdx.x);
+    const ListPlace at{static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x)};
+    const ItemFacts item = facts_of(at, BlockWork::load(params, at.place));
     if (threadIdx.x % kWarpSize == 0) static_cast<ItemFacts&>(shared.items[0]) = item;
   }
   // Copies the rows of Q of the only item, and stores its O.
@@ -43,49 +45,66 @@ struct PrefillSm90Scheduler {
     }
   }
 
+  // The list's entry of the first item comes while barriers are made.
+  __device__ __forceinline__ void prefetch_first() const {
+    if (params.work != nullptr) ptx::prefetch_l2(params.work + list_place(blockIdx.x).place);
+  }
+
+  // Each item costs memory two round trips, one for its number and one for the list. Both pass
+  // while this warp does something else: blocks of short items wait for nothing but their next item.
   __device__ __forceinline__ void run() {
     if constexpr (!Traits::kPersistent) return serve_only_item();
     PipelineState<kItems> place;
     PipelineState<kSlots> q;
-    int stored = 0;  // the slot of Q from which the next O is stored
-    int published = 0;
+    int stored = 0;    // the slot of Q from which the next O is stored
+    int unstored = 0;  // published items whose O is still to be stored
+    int taken = 0;
     const int lane = threadIdx.x % kWarpSize;
     const int num_items = all_params.num_items * params.num_kv_heads;
-    for (int index = blockIdx.x;;) {
+    for (int index = blockIdx.x;; index = index_of(taken)) {
       const bool exists = index < num_items;
-      const ItemFacts item = exists ? item_of(index) : ItemFacts{};
-      // A captured graph has spare items of zeros, which are skipped.
-      if (!exists || item.work.tile.num_rows > 0) {
-        if (item.has_keys()) prefetch_queries(item, lane);
-        Item& next = shared.items[place.stage];
-        await_phase(shared.empty_item[place.stage], place.parity ^ 1);
-        if (published >= kItems) store_output(shared.items[place.stage], stored, lane);
-        ptx::warp_sync();
-        if (lane == 0) static_cast<ItemFacts&>(next) = item;
-        if constexpr (kMasked) {
-          ptx::warp_sync();
-          if (exists) skip_masked_tiles(next, lane);
-        }
-        if (lane == 0) arrive(shared.full_item[place.stage]);
-        ptx::warp_sync();
-        if (!exists) break;
-        // Copy Q as soon as a slot is free, not behind the keys of the item before.
-        if (next.has_keys()) {
-          if constexpr (kStagesOutput) {
-            if (lane == 0) ptx::bulk_wait_read();  // mutate: q-overwrites-output
-            ptx::warp_sync();
-          }
-          copy_queries(q, next, lane);
-        }
-        place.advance();
-        ++published;
+      ListPlace at{};
+      WorkItem listed{};
+      if (exists) {
+        at = list_place(index);
+        listed = BlockWork::load(params, at.place);
       }
-      index = next_index(num_items, lane);
+      Item& next = shared.items[place.stage];
+      await_phase(shared.empty_item[place.stage], place.parity ^ 1);
+      ptx::warp_sync();
+      if (exists) taken = take_next(num_items, lane);
+      if (unstored == kItems) {
+        store_output(next, stored, lane);
+        --unstored;
+      }
+      const ItemFacts item = exists ? facts_of(at, listed) : ItemFacts{};
+      // A captured graph has spare items of zeros, which are skipped.
+      if (exists && item.work.tile.num_rows <= 0) continue;
+      ptx::warp_sync();
+      if (lane == 0) static_cast<ItemFacts&>(next) = item;
+      if constexpr (kMasked) {
+        ptx::warp_sync();
+        if (exists) skip_masked_tiles(next, lane);
+      }
+      if (lane == 0) arrive(shared.full_item[place.stage]);
+      ptx::warp_sync();
+      if (!exists) break;
+      // Copy Q as soon as a slot is free, not behind the keys of the item before.
+      if (next.has_keys()) {
+        if (kSlots == 1) prefetch_queries(next, lane);
+        if constexpr (kStagesOutput) {
+          if (lane == 0) ptx::bulk_wait_read();  // mutate: q-overwrites-output
+          ptx::warp_sync();
+        }
+        copy_queries(q, next, lane);
+      }
+      place.advance();
+      ++unstored;
     }
     if constexpr (kStagesOutput) {
       static_assert(kItems == 2 || !Traits::kPersistent, "one item is left");
       place.advance();
-      if (published > 0) {
+      if (unstored > 0) {
         await_phase(shared.empty_item[place.stage], place.parity ^ 1);
         store_output(shared.items[place.stage], stored, lane);
         if (lane == 0) ptx::bulk_wait_read();
@@ -102,7 +121,7 @@ struct PrefillSm90Scheduler {
         const int head = item.work.tile.kv_head * params.group_size;
         for_boxes(item, all_params.output_box_rows, item.boxed_rows, [&](int row, int token) {
 #pragma unroll
-          for (int panel = 0; panel < QTile::kPanels; ++panel) {
+          for (int panel = 0; panel < kOutputPanels; ++panel) {
             ptx::tensor_store_4d(all_params.o, QTile::kPanelColumns * panel, head, token, 0,
                                  rows + row * QTile::kRowBytes + panel * QTile::kPanelBytes);
           }
@@ -123,17 +142,27 @@ struct PrefillSm90Scheduler {
 
   // A block begins with the item of its own index, and then takes the next item that no block has.
   // Blocks ask as often as there are items, so the counter ends at zero, as it began.
-  __device__ __forceinline__ int next_index(int num_items, int lane) const {
+  __device__ __forceinline__ int take_next(int num_items, int lane) const {
     int taken = 0;
     // mutate: item-counter-not-reset
     if (lane == 0) taken = static_cast<int>(ptx::atomic_inc_wrap(params.counters, num_items - 1));
+    return taken;
+  }
+  __device__ __forceinline__ int index_of(int taken) const {
     return static_cast<int>(gridDim.x) + ptx::warp_uniform(taken);
   }
 
   // The order of items (L2Swizzle): groups of heads come one after another, so that their keys stay
   // in L2; within a group the heads of an item are neighbours. The shortest items of all heads come
   // last, so that blocks end together.
+  struct ListPlace {
+    int place, kv_head;
+  };
   __device__ __forceinline__ ItemFacts item_of(int index) const {
+    const ListPlace at = list_place(index);
+    return facts_of(at, BlockWork::load(params, at.place));
+  }
+  __device__ __forceinline__ ListPlace list_place(int index) const {
     const int num_swizzled = all_params.num_items - all_params.num_tail_items;
     // mutate: tail-items-from-first
     int first_place = num_swizzled, first_head = 0, heads = params.num_kv_heads;
@@ -146,15 +175,15 @@ struct PrefillSm90Scheduler {
       heads = min_of(all_params.heads_per_swizzle, heads - first_head);
       rest = index - swizzle * per_swizzle;
     }
-    return facts_of(first_place + rest / heads, first_head + rest % heads);
+    return ListPlace{first_place + rest / heads, first_head + rest % heads};
   }
 
-  __device__ __forceinline__ ItemFacts facts_of(int place, int kv_head) const {
+  __device__ __forceinline__ ItemFacts facts_of(const ListPlace& at, const WorkItem& listed) const {
     ItemFacts item{};
-    item.work = BlockWork::of_index(params, place, kv_head,
+    item.work = BlockWork::of_index(params, at.place, listed, at.kv_head,
                                     // mutate: tiles-of-broken-tokens
                                     whole_token_rows(params, Traits::kTileQ));
-    item.place = place;
+    item.place = at.place;
     item.exists = 1;
     if (item.work.tile.num_rows <= 0) return item;  // mutate: spare-items-worked-on
     item.range = KeyRange::of(params, item.work);
@@ -167,7 +196,8 @@ struct PrefillSm90Scheduler {
     const bool is_boxed = kStagesOutput && box > 0 && num_rows >= box && item.has_keys();
     // A box has the rows of a warpgroup, or of a whole tile.
     // mutate: output-box-of-partial-rows
-    item.boxed_rows = is_boxed && !item.work.tile.leaves_state() ? num_rows / box * box : 0;
+    const int boxed_rows = box == 64 ? num_rows & ~63 : box;
+    item.boxed_rows = is_boxed && !item.work.tile.leaves_state() ? boxed_rows : 0;
     return item;
   }
 
