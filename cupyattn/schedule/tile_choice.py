@@ -15,7 +15,7 @@ from .tile_shape import TileShape
 # few key tiles.
 _MANY_ITEMS, _FEW_TILES = 12, 4
 # Other persistent blocks are only looked at where the first shape's have more than so many items.
-_WAVES = 4
+_WAVES = 2
 # Another shape must end within this share of the time of the best: estimates are no closer.
 _WORTHWHILE = 0.97
 

@@ -172,12 +172,12 @@ class Kernels:
         key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), "beside"
         found = self._choices.get(key)
         if found is None:
-            # Only the first persistent tiles were timed with launches behind them, lean blocks not.
+            # Only the first persistent tiles were timed with launches behind them.
             first = next(iter(shapes))
             names = [
                 x
                 for x, shape in shapes.items()
-                if x == first or not (shape.is_persistent or shape.most_keys)
+                if x == first or shape.most_keys or not shape.is_persistent
             ]
             timed = [shapes[name] for name in names]
             head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo

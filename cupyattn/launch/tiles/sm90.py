@@ -104,7 +104,6 @@ _LONE = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persiste
 _TWIN = _LONE._replace(query_slots=2, persistent=True)
 _LEAN = _Shape(1, 32, 4, 1, (24, 24), overlaps=False, min_blocks=4, persistent=False, lean=True)
 _FLAT = _LEAN._replace(tile_kv=64, stages=3, min_blocks=3)
-_TRIO = _TWIN._replace(tile_kv=32, registers=(32, 128), overlaps=False, min_blocks=3)
 _QUEUE = _LEAN._replace(stages=5, query_slots=2, min_blocks=3, persistent=True)
 # Other tiles of the problems that most prompts are, by name and as above. Most have blocks of one
 # item each, for work lists of few waves; those of `broad` and `twin` are persistent, for items that
@@ -128,15 +127,8 @@ _OTHERS = {
     ("queue", "ragged", 128, 128): _QUEUE,
     ("queue", "paged", 128, 128): _QUEUE,
     ("queue", "ragged", 64, 64): _QUEUE._replace(tile_kv=80),
-    ("twin", "ragged", 64, 64): _TWIN._replace(tile_kv=128),
-    ("trio", "ragged", 64, 64): _TRIO._replace(tile_kv=80),
-    ("trio", "ragged", 128, 128): _TRIO,
-    ("queue4", "ragged", 64, 64): _QUEUE._replace(tile_kv=32, min_blocks=4),
     ("lean", "ragged", 192, 128): _LEAN._replace(min_blocks=3),
-    ("flat", "ragged", 192, 128): _LEAN._replace(tile_kv=64, stages=3, min_blocks=2),
-    ("lean", "ragged", 256, 256): _LEAN._replace(min_blocks=2),
     ("flat", "ragged", 256, 256): _LEAN._replace(tile_kv=64, stages=2, min_blocks=2),
-    ("queue", "ragged", 192, 128): _QUEUE._replace(stages=2),
     ("flat", "ragged", 96, 96): _FLAT,
     ("flat", "ragged", 128, 128): _FLAT,
     ("tall", "paged", 64, 64): _THREE._replace(persistent=False),
@@ -148,39 +140,40 @@ _OTHERS = {
     ),
     ("short", "paged", 256, 256): _LONE._replace(registers=(96, 240), overlaps=False, min_blocks=1),
 }
-# Fitted to the times of some 130 launches of an H200 (docs/ladder.md), by which plans choose.
+# Fitted to the times of some 150 launches of an H200 and an H100 (docs/ladder.md), by which plans
+# choose.
 _TIMES = {
-    ("large", "ragged", 128, 128): TileTimes(18.94, 1.95, 1.35, 0.7),
-    ("broad", "ragged", 128, 128): TileTimes(17.25, 3.17, 1.42, 0.68),
-    ("twin", "ragged", 128, 128): TileTimes(12.03, 3.6, 0.86, 0.7),
-    ("tall", "ragged", 128, 128): TileTimes(7.64, 5.49, 1.26, 0.75),
-    ("middle", "ragged", 128, 128): TileTimes(7.05, 4.61, 1.44, 0.97),
-    ("short", "ragged", 128, 128): TileTimes(5.63, 4.71, 0.75, 0.69),
-    ("lean", "ragged", 128, 128): TileTimes(4.64, 5.11, 1.43, 0.65),
-    ("flat", "ragged", 128, 128): TileTimes(6.47, 4.21, 1.58, 0.66),
-    ("queue", "ragged", 128, 128): TileTimes(8.0, 3.4, 1.1, 0.7),
-    ("queue", "paged", 128, 128): TileTimes(8.0, 3.4, 1.2, 0.7),
-    ("queue", "ragged", 64, 64): TileTimes(8.0, 3.4, 1.2, 0.7),
-    ("large", "ragged", 192, 128): TileTimes(19, 3, 2.0, 0.7),
-    ("lean", "ragged", 192, 128): TileTimes(5, 5, 1.5, 0.7),
-    ("queue", "ragged", 192, 128): TileTimes(8.0, 3.4, 1.3, 0.7),
+    ("large", "ragged", 128, 128): TileTimes(18.1, 2.0, 1.24, 0.78, own_keys=1.19),
+    ("broad", "ragged", 128, 128): TileTimes(15.3, 2.67, 1.23, 0.99, own_keys=1.21),
+    ("twin", "ragged", 128, 128): TileTimes(13.3, 2.65, 0.74, 0.8, own_keys=1.39),
+    ("tall", "ragged", 128, 128): TileTimes(10.7, 4.52, 1.31, 0.71, own_keys=1.07),
+    ("middle", "ragged", 128, 128): TileTimes(8.71, 4.33, 1.44, own_keys=1.07),
+    ("short", "ragged", 128, 128): TileTimes(7.07, 4.47, 0.79, own_keys=1.2),
+    ("lean", "ragged", 128, 128): TileTimes(6.19, 5.57, 1.25, 0.9, own_keys=1.2),
+    ("flat", "ragged", 128, 128): TileTimes(6.75, 4.26, 1.52, own_keys=1.21),
+    ("queue", "ragged", 128, 128): TileTimes(6.4, 3.0, 0.97, 0.7, own_keys=1.51),
+    ("queue", "paged", 128, 128): TileTimes(6.0, 3.3, 1.04, 0.7, own_keys=1.43),
+    ("queue", "ragged", 64, 64): TileTimes(8.94, 2.0, 0.75, 0.7, own_keys=1.34),
+    ("large", "ragged", 192, 128): TileTimes(14.5, 5.14, 1.85, 0.7),
+    ("lean", "ragged", 192, 128): TileTimes(5.43, 5.51, 1.43, 0.7, own_keys=1.15),
     ("large", "paged", 128, 128): TileTimes(12.9, 3.3, 1.65, 0.90),
-    ("twin", "paged", 128, 128): TileTimes(13.8, 2.6, 0.92, 0.70),
+    ("twin", "paged", 128, 128): TileTimes(13.8, 2.6, 0.92, 0.70, own_keys=1.24),
     ("middle", "paged", 128, 128): TileTimes(6.8, 3.9, 1.67, 0.90),
     ("short", "paged", 128, 128): TileTimes(7.2, 3.1, 1.01, 0.68),
-    ("lean", "paged", 128, 128): TileTimes(5.69, 5.2, 1.49, 0.71),
-    ("large", "ragged", 64, 64): TileTimes(14.89, 1.56, 1.3, 0.74),
-    ("tall", "ragged", 64, 64): TileTimes(8.37, 3.38, 1.44, 0.84),
-    ("short", "ragged", 64, 64): TileTimes(5.08, 4.13, 1.07, 0.75),
-    ("lean", "ragged", 64, 64): TileTimes(4.03, 4.2, 1.53, 0.82),
-    ("flat", "ragged", 64, 64): TileTimes(4.14, 3.95, 1.48, 0.8),
+    ("lean", "paged", 128, 128): TileTimes(5.69, 5.2, 1.49, 0.71, own_keys=1.4),
+    ("large", "ragged", 64, 64): TileTimes(14.9, 1.32, 1.31, own_keys=1.03),
+    ("tall", "ragged", 64, 64): TileTimes(8.2, 2.96, 1.51, 0.91, own_keys=1.07),
+    ("short", "ragged", 64, 64): TileTimes(6.83, 3.28, 0.97, 0.79, own_keys=1.12),
+    ("lean", "ragged", 64, 64): TileTimes(3.1, 4.46, 1.44, own_keys=1.16),
+    ("flat", "ragged", 64, 64): TileTimes(3.97, 4.19, 1.36, own_keys=1.08),
     ("large", "ragged", 96, 96): TileTimes(8.34, 5.83, 1.11, 0.62),
     ("middle", "ragged", 96, 96): TileTimes(5.27, 5.22, 1.15, 0.61),
     ("short", "ragged", 96, 96): TileTimes(3.75, 4.93, 0.8, 0.66),
     ("lean", "ragged", 96, 96): TileTimes(3.86, 4.18, 1.32, 0.95),
     ("flat", "ragged", 96, 96): TileTimes(5.83, 3.15, 1.75, 0.92),
-    ("large", "ragged", 256, 256): TileTimes(10.4, 3.7, 1.56),
-    ("short", "ragged", 256, 256): TileTimes(5.2, 5.1, 1.28, 0.80),
+    ("large", "ragged", 256, 256): TileTimes(18.0, 4.33, 1.57, 0.72, own_keys=1.13),
+    ("flat", "ragged", 256, 256): TileTimes(8.67, 5.32, 1.95, own_keys=1.18),
+    ("short", "ragged", 256, 256): TileTimes(10.0, 4.89, 0.84, own_keys=1.09),
 }
 
 

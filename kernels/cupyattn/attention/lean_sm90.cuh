@@ -212,7 +212,8 @@ struct LeanSm90 {
       init(shared.full_q[slot], 1);
       init(shared.empty_q[slot], 1);
       init(shared.full_item[slot], 1);
-      init(shared.empty_item[slot], kPersistent ? 5 : 4);
+      // Each warp leaves an item when its O is written, warp 0 once more when O is stored.
+      init(shared.empty_item[slot], kPersistent ? 5 : 4);  // mutate: lean-item-released-early
     }
     for (int stage = 0; stage < kStages; ++stage) {
       init(shared.full[stage], 1);

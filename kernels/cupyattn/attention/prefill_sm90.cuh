@@ -27,7 +27,6 @@ struct PrefillSm90 {
     const PrefillSm90Block<Traits> block(params, shared);
     if constexpr (!Traits::kPersistent) return run_only_item(block);
     if (threadIdx.x == 0) init_barriers(params, shared);
-    if (threadIdx.x == kWarpSize) PrefillSm90Scheduler<Traits>{block}.prefetch_first();
     if constexpr (Traits::kRope) shared.rope.fill(params.attention, threadIdx.x, Traits::kThreads);
     ptx::block_sync();
     // warp_uniform tells the compiler that the role is the same for a whole warp.

@@ -35,7 +35,6 @@ struct PrefillSm90Producer {
     PipelineState<Traits::kItems> place;
     Stage k, v;
     const int lane = threadIdx.x % kWarpSize;
-    bool is_first = Traits::kPersistent;
     for (;;) {
       const Item& item = block.await_item(place);
       if (!item.exists) return;
@@ -52,10 +51,6 @@ struct PrefillSm90Producer {
             if constexpr (kPaged) pages.next = page_of_box(item, next, lane);
           },
           [&](const KeyTile& tile) {
-            // All blocks begin at once. Until memory has brought what their first products need,
-            // Q and the last tile of keys, nothing else is asked for.
-            if (is_first) await_phase(shared.full_q[0], 0);
-            is_first = false;
             copy_values(v, item, tile, tile.tile == pages.tile ? pages.present : pages.behind,
                         lane);
           });

@@ -45,66 +45,49 @@ struct PrefillSm90Scheduler {
     }
   }
 
-  // The list's entry of the first item comes while barriers are made.
-  __device__ __forceinline__ void prefetch_first() const {
-    if (params.work != nullptr) ptx::prefetch_l2(params.work + list_place(blockIdx.x).place);
-  }
-
-  // Each item costs memory two round trips, one for its number and one for the list. Both pass
-  // while this warp does something else: blocks of short items wait for nothing but their next item.
   __device__ __forceinline__ void run() {
     if constexpr (!Traits::kPersistent) return serve_only_item();
     PipelineState<kItems> place;
     PipelineState<kSlots> q;
-    int stored = 0;    // the slot of Q from which the next O is stored
-    int unstored = 0;  // published items whose O is still to be stored
-    int taken = 0;
+    int stored = 0;  // the slot of Q from which the next O is stored
+    int published = 0;
     const int lane = threadIdx.x % kWarpSize;
     const int num_items = all_params.num_items * params.num_kv_heads;
-    for (int index = blockIdx.x;; index = index_of(taken)) {
+    for (int index = blockIdx.x;;) {
       const bool exists = index < num_items;
-      ListPlace at{};
-      WorkItem listed{};
-      if (exists) {
-        at = list_place(index);
-        listed = BlockWork::load(params, at.place);
-      }
-      Item& next = shared.items[place.stage];
-      await_phase(shared.empty_item[place.stage], place.parity ^ 1);
-      ptx::warp_sync();
-      if (exists) taken = take_next(num_items, lane);
-      if (unstored == kItems) {
-        store_output(next, stored, lane);
-        --unstored;
-      }
-      const ItemFacts item = exists ? facts_of(at, listed) : ItemFacts{};
+      const ItemFacts item = exists ? item_of(index) : ItemFacts{};
       // A captured graph has spare items of zeros, which are skipped.
-      if (exists && item.work.tile.num_rows <= 0) continue;
-      ptx::warp_sync();
-      if (lane == 0) static_cast<ItemFacts&>(next) = item;
-      if constexpr (kMasked) {
+      if (!exists || item.work.tile.num_rows > 0) {
+        if (item.has_keys()) prefetch_queries(item, lane);
+        Item& next = shared.items[place.stage];
+        await_phase(shared.empty_item[place.stage], place.parity ^ 1);
+        if (published >= kItems) store_output(shared.items[place.stage], stored, lane);
         ptx::warp_sync();
-        if (exists) skip_masked_tiles(next, lane);
-      }
-      if (lane == 0) arrive(shared.full_item[place.stage]);
-      ptx::warp_sync();
-      if (!exists) break;
-      // Copy Q as soon as a slot is free, not behind the keys of the item before.
-      if (next.has_keys()) {
-        if (kSlots == 1) prefetch_queries(next, lane);
-        if constexpr (kStagesOutput) {
-          if (lane == 0) ptx::bulk_wait_read();  // mutate: q-overwrites-output
+        if (lane == 0) static_cast<ItemFacts&>(next) = item;
+        if constexpr (kMasked) {
           ptx::warp_sync();
+          if (exists) skip_masked_tiles(next, lane);
         }
-        copy_queries(q, next, lane);
+        if (lane == 0) arrive(shared.full_item[place.stage]);
+        ptx::warp_sync();
+        if (!exists) break;
+        // Copy Q as soon as a slot is free, not behind the keys of the item before.
+        if (next.has_keys()) {
+          if constexpr (kStagesOutput) {
+            if (lane == 0) ptx::bulk_wait_read();  // mutate: q-overwrites-output
+            ptx::warp_sync();
+          }
+          copy_queries(q, next, lane);
+        }
+        place.advance();
+        ++published;
       }
-      place.advance();
-      ++unstored;
+      index = next_index(num_items, lane);
     }
     if constexpr (kStagesOutput) {
       static_assert(kItems == 2 || !Traits::kPersistent, "one item is left");
       place.advance();
-      if (unstored > 0) {
+      if (published > 0) {
         await_phase(shared.empty_item[place.stage], place.parity ^ 1);
         store_output(shared.items[place.stage], stored, lane);
         if (lane == 0) ptx::bulk_wait_read();
@@ -142,6 +125,10 @@ struct PrefillSm90Scheduler {
 
   // A block begins with the item of its own index, and then takes the next item that no block has.
   // Blocks ask as often as there are items, so the counter ends at zero, as it began.
+  __device__ __forceinline__ int next_index(int num_items, int lane) const {
+    return index_of(take_next(num_items, lane));
+  }
+  // Its two parts, between which the counter answers.
   __device__ __forceinline__ int take_next(int num_items, int lane) const {
     int taken = 0;
     // mutate: item-counter-not-reset
@@ -155,13 +142,13 @@ struct PrefillSm90Scheduler {
   // The order of items (L2Swizzle): groups of heads come one after another, so that their keys stay
   // in L2; within a group the heads of an item are neighbours. The shortest items of all heads come
   // last, so that blocks end together.
-  struct ListPlace {
-    int place, kv_head;
-  };
   __device__ __forceinline__ ItemFacts item_of(int index) const {
     const ListPlace at = list_place(index);
     return facts_of(at, BlockWork::load(params, at.place));
   }
+  struct ListPlace {
+    int place, kv_head;
+  };
   __device__ __forceinline__ ListPlace list_place(int index) const {
     const int num_swizzled = all_params.num_items - all_params.num_tail_items;
     // mutate: tail-items-from-first

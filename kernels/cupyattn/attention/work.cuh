@@ -100,7 +100,7 @@ struct BlockWork {
   }
 
   // The work at `place` of the work list, or of the tiles and splits of one request. The longest
-  // causal tiles come first. The second form has loaded the item of a list before.
+  // causal tiles come first. The second form has loaded the list's entry before.
   static __device__ __forceinline__ BlockWork of_index(const AttentionParams& params, int place,
                                                        int kv_head, int tile_rows) {
     return of_index(params, place, load(params, place), kv_head, tile_rows);
