@@ -178,7 +178,8 @@ class Argument(NamedTuple):
     """An array that a way to call takes; None stands for an optional array that is not given.
 
     length_axis  the axis whose extent varies from call to call and is compared at each; all other
-                 extents belong to the signature. None: the whole shape does
+                 extents belong to the signature. None: the whole shape does. One row is a signature
+                 of its own: it may have any stride, which says nothing about that of several
     is_free      lengths and strides vary from call to call along all axes, and the way to call
                  compares them; the signature has how many axes there are
     is_output    the call writes the array, so no other may overlap it
@@ -200,6 +201,7 @@ class CachedCall(Generic[_Checked]):
 
     checked    what the way to call made of a call that passed its checks
     axes       (place, length_axis) of arrays that are given and have that axis
+    single     places of arrays of one row: their stride passed no check, so later ones have one too
     extents    (a, b) of each array: n rows along its length_axis lie within a * n + b bytes; of a
                free one the bytes of a unit of stride, and of an element
     outputs    places of outputs that are given, each with the places that it may not overlap
@@ -210,6 +212,7 @@ class CachedCall(Generic[_Checked]):
 
     checked: _Checked
     axes: tuple[tuple[int, int], ...]
+    single: tuple[int, ...]
     extents: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
     make_out: Callable[[Sequence[int]], Any]
@@ -261,11 +264,13 @@ class _Group(Generic[_Checked]):
     """The cached calls with equal scalars, by facts without lengths.
 
     last  the last of them: to compare facts is faster than to hash them
+    single  what these calls have as `CachedCall.single`
     zeros_and_ones  places of scalars that are numbers 0 or 1, to which a bool would be equal
     """
 
     last: Found[_Checked]
     calls: dict[tuple[Any, ...], CachedCall[_Checked]]
+    single: dict[tuple[int, ...], None]
     zeros_and_ones: list[int]
 
 
@@ -397,7 +402,7 @@ class CallCache(Generic[_Checked]):
         for place, (new, old) in enumerate(zip(shapes, last.shapes, strict=True)):
             if new != old:
                 axis = axes[place]
-                if axis is None:
+                if axis is None or place in last.call.single:
                     return None
                 known = [*old]
                 known[axis] = length = new[axis]
@@ -410,21 +415,33 @@ class CallCache(Generic[_Checked]):
     def _find(
         self, group: _Group[_Checked], shapes: list[Any], facts: list[Any]
     ) -> Found[_Checked] | None:
-        key, lengths = self._without_lengths(shapes, facts)
-        call = group.calls.get(key)
-        return None if call is None else self._fit(call, shapes, facts, lengths)
+        for single in (*group.single,):  # another thread may add to it at any time
+            key, lengths = self._without_lengths(shapes, facts, single)
+            call = group.calls.get(key)
+            if call is not None:
+                return self._fit(call, shapes, facts, lengths)
+        return None
+
+    def _single(self, shapes: list[Any]) -> tuple[int, ...]:
+        """`CachedCall.single` of a call with these shapes."""
+        return tuple(
+            place
+            for place, (axis, shape) in enumerate(zip(self._axes, shapes, strict=False))
+            if axis is not None and shape is not None and axis < len(shape) and shape[axis] == 1
+        )
 
     def _without_lengths(
-        self, shapes: list[Any], facts: list[Any]
+        self, shapes: list[Any], facts: list[Any], single: tuple[int, ...]
     ) -> tuple[tuple[Any, ...], list[int]]:
-        """(shapes without lengths and all facts, lengths)."""
+        """(shapes without lengths, but for `single` places, and all facts; lengths)."""
         lengths = self._absent.copy()
         extents = [*shapes]
         for place, shape in enumerate(shapes):
             axis = self._axes[place]
             if axis is not None and shape is not None and axis < len(shape):
                 lengths[place] = shape[axis]
-                extents[place] = shape[:axis], shape[axis + 1 :]
+                if place not in single:
+                    extents[place] = shape[:axis], shape[axis + 1 :]
         if self._free:
             facts = [*facts]
             for place in self._free:
@@ -464,6 +481,8 @@ class CallCache(Generic[_Checked]):
         extents = self._extents_of(framework, arrays, shapes, facts)
         if extents is None:
             return None
+        single = self._single(shapes)
+        varying = [None if place in single else axis for place, axis in enumerate(self._axes)]
         call = CachedCall(
             checked=checked,
             axes=tuple(
@@ -471,15 +490,16 @@ class CallCache(Generic[_Checked]):
                 for place, (axis, shape) in enumerate(zip(self._axes, shapes, strict=False))
                 if axis is not None and shape is not None and axis < len(shape)
             ),
+            single=single,
             extents=extents,
             outputs=self._outputs(arrays),
             make_out=_maker(dtype_o, like, out_shape),
             make_lse=_maker(dtypes.float32, like, lse_shape),
             address=framework.address,
             current_stream=array.stream_reader(like),
-            compare=framework.comparer(arrays, facts, self._axes, self._free),
+            compare=framework.comparer(arrays, facts, varying, self._free),
         )
-        key, lengths = self._without_lengths(shapes, facts)
+        key, lengths = self._without_lengths(shapes, facts, single)
         if self._num_calls >= _MAX_CALLS:
             self.clear()
             group = None
@@ -490,8 +510,9 @@ class CallCache(Generic[_Checked]):
             del self._groups[scalars]
             group = None
         if group is None:
-            group = self._groups[scalars] = _Group(found, {}, places)
+            group = self._groups[scalars] = _Group(found, {}, {}, places)
         self._num_calls += key not in group.calls
+        group.single[single] = None
         group.calls[key], group.last = call, found
         _framework_by_type[type(arrays[0])] = framework
         return found

@@ -27,12 +27,6 @@ def view_index(x: Any, name: str, count: int | None = None) -> ArrayView:
     return v
 
 
-def is_dense(v: ArrayView) -> bool:
-    """Whether strides are those of a row-major array along axes of one entry too, so that they say
-    what longer arrays of equal strides are."""
-    return all(v.strides[axis] == math.prod(v.shape[axis + 1 :]) for axis in range(len(v.shape)))
-
-
 def view_flat(x: Any, name: str) -> ArrayView:
     """An index array of any shape in one axis."""
     v = array.view(x, name)

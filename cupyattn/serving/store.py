@@ -26,7 +26,7 @@ from ..launch.ops.serving_metadata import BEAMS, FLAT, NO_TREE, Outputs, Sizes
 from .fill import Given, fill
 from .metadata import AttentionMetadata, ForwardMetadata
 from .modes import BackendConfig, BatchInfo, ForwardMode
-from .step_arrays import is_dense, view_flat, view_index, view_tree
+from .step_arrays import view_flat, view_index, view_tree
 
 
 class StepForm(NamedTuple):
@@ -383,8 +383,7 @@ class Store:
         size = 0 if tree is None else tree.shape[0] * checked.tree_unit
         prepared.enqueue(array.current_stream(like), at, size, num_real)
         array.release(like, *used)
-        if all(x is None or is_dense(array.view(x, "x")) for x in given):
-            _CALLS.insert(signature, self._key, checked, like, dtypes.int32, None, None)
+        _CALLS.insert(signature, self._key, checked, like, dtypes.int32, None, None)
 
     def _checked(
         self, given: tuple[Any, ...], views: list[ArrayView | None], tree_form: int, bs: int

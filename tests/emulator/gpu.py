@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import kernel_caches
-from helpers.patching import replace
+from helpers.patching import replace_all
 
 from cupyattn import array, jit
 from cupyattn.array import ArrayView, Device, memory, views
@@ -239,29 +239,32 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
     api = gpu.api()
     with pytest.MonkeyPatch.context() as patch:
         kernel_caches.forget()
-        replace(patch, jit.load, gpu.load)
-        replace(patch, device.device_props, gpu.props)
-        replace(patch, enqueue.cuda, lambda: api)
-        replace(patch, single.LoadedKernel, Loaded)
-        replace(patch, scratch._make, make_counters)
-        replace(patch, tensor_map.encode, encode_tensor_map)
+        replace_all(
+            patch,
+            (jit.load, gpu.load),
+            (device.device_props, gpu.props),
+            (enqueue.cuda, lambda: api),
+            (single.LoadedKernel, Loaded),
+            (scratch._make, make_counters),
+            (tensor_map.encode, encode_tensor_map),
+            (views.cupy_stream, lambda index: STREAM),
+            (memory._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype)),
+            (staging._alloc_pinned, _alloc_pinned),
+            (staging._make_event, _make_event),
+            (workspace.int32_on_device, lambda v, name: gpu.narrow(v, name)),
+            (workspace.steps, gpu.steps),
+            (index_arrays.compute, gpu.compute),
+            (index_arrays.progression, gpu.progression),
+            (index_arrays.fresh_progression, gpu.progression),
+            (array.scaled, _scaled),
+            (array.to_host, _to_host),
+            (array.to_host_together, lambda views: [_to_host(v) for v in views]),
+            (array.from_numpy, functools.partial(_from_numpy, gpu)),
+        )
         if gpu.is_portable:
             patch.setattr(sm90, "choose", lambda *_: None)
             patch.setattr(wide_sm90, "choose", lambda *_: None)
-        replace(patch, views.cupy_stream, lambda index: STREAM)
-        replace(patch, memory._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype))
         patch.setitem(views._READERS, np.ndarray, gpu.read)
-        replace(patch, staging._alloc_pinned, _alloc_pinned)
-        replace(patch, staging._make_event, _make_event)
-        replace(patch, workspace.int32_on_device, lambda v, name: gpu.narrow(v, name))
-        replace(patch, workspace.steps, gpu.steps)
-        replace(patch, index_arrays.compute, gpu.compute)
-        replace(patch, index_arrays.progression, gpu.progression)
-        replace(patch, index_arrays.fresh_progression, gpu.progression)
-        replace(patch, array.scaled, _scaled)
-        replace(patch, array.to_host, _to_host)
-        replace(patch, array.to_host_together, lambda views: [_to_host(v) for v in views])
-        replace(patch, array.from_numpy, functools.partial(_from_numpy, gpu))
         yield gpu
         if counters:
             assert not counters["owner"].any(), "a launch left arrival counters that are not zero"

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from helpers import card_memory
 
-# JAX would otherwise take three quarters of the memory for itself.
+# JAX would otherwise take three quarters of the memory for itself, and keeps what it has had.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.05")
+
+
+@pytest.fixture(autouse=True)
+def _memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Many processes share a card: one large test at a time, and pools that keep little."""
+    large = request.node.get_closest_marker("large")
+    if large is None:
+        yield
+        card_memory.give_back(above=card_memory.KEPT)
+        return
+    with card_memory.one_at_a_time():
+        card_memory.give_back()
+        if card_memory.free() < large.kwargs["gib"] << 30:
+            pytest.skip(f"needs {large.kwargs['gib']} GiB of free memory")
+        yield
+        card_memory.give_back()
 
 
 @pytest.fixture

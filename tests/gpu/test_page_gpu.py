@@ -146,7 +146,7 @@ def test_int64_indices_are_converted_on_the_device(xp: ModuleType) -> None:
 # --- far offsets ---
 
 
-@pytest.mark.large
+@pytest.mark.large(gib=8)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16"])
 def test_a_cache_of_more_elements_than_31_bits_count(dtype: str) -> None:
     page_size, heads, dim = 16, 8, 128
@@ -173,7 +173,7 @@ def test_a_cache_of_more_elements_than_31_bits_count(dtype: str) -> None:
     assert not any(bool(pool[i : i + 4096].any()) for i in range(0, num_pages, 4096))
 
 
-@pytest.mark.large
+@pytest.mark.large(gib=8)
 def test_more_rows_than_32_bits_count() -> None:
     heads = 2**20
     nnz = 2**32 // heads + 3

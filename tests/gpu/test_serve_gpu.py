@@ -62,10 +62,10 @@ def test_tokens_are_those_of_a_dense_model(
 
 @pytest.mark.parametrize("has_graphs", [False, True], ids=["eager", "graphs"])
 def test_a_perfect_draft_model_is_right(torch: Any, has_graphs: bool) -> None:
-    """But for near ties, and where the last token of an answer cuts drafts off."""
-    model = Llama.random(SHAPE, torch.bfloat16, DEVICE)
+    """But for near ties. Of bfloat16's logits 2 in 100 tie, of float16's few do."""
+    model = Llama.random(SHAPE, torch.float16, DEVICE)
     copy = model.draft_model(SHAPE.layers, noise=0.0)
     engine, _ = served(model, copy, CHAIN, LIMITS, has_graphs)
-    assert accepted_length(engine) > CHAIN.depth + 0.5
+    assert accepted_length(engine) > CHAIN.depth + 0.8
     engine, _ = served(model, copy, TREE, LIMITS, has_graphs)
-    assert accepted_length(engine) > TREE.depth - 0.5
+    assert accepted_length(engine) > TREE.depth + 0.5

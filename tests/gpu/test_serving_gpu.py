@@ -177,7 +177,8 @@ def test_writes_of_a_graph(torch: Any, xp: ModuleType) -> None:
 
 
 def test_strided_slots_are_copied(xp: ModuleType) -> None:
-    """A column of a table of slots, again and again: the copy of one call is not the next one's."""
+    """A column of a table of slots, again and again. A copy is not the next call's, and
+    one slot, which is contiguous whatever its stride, says nothing about several."""
     rng = np.random.default_rng(3)
     values = rng.standard_normal((2, 6, 2, 64)).astype(np.float16)
     caches = [poison.upload(np.zeros((40, 2, 64), np.float16), xp) for _ in "kv"]
@@ -185,6 +186,7 @@ def test_strided_slots_are_copied(xp: ModuleType) -> None:
     slots = rng.permutation(40)[:18].reshape(6, 3)
     table = poison.upload(slots.astype(np.int32), xp)
     for column in range(3):
+        reshape_and_cache(k[:1], v[:1], *caches, table[:1, column])
         reshape_and_cache(k, v, *caches, table[:, column])
     for cache, x in zip(caches, values, strict=True):
         for column in range(3):

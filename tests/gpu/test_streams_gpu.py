@@ -268,15 +268,13 @@ def test_a_decode_loop_over_growing_lengths() -> None:
         compare.assert_close(*host, *ref, *low, what=case, p_dtype=bf16)
 
 
-@pytest.mark.large
+@pytest.mark.large(gib=20)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("far", ["token", "head"])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("qo_len", [1, 40])
 def test_offsets_beyond_32_bits(layout: str, far: str, kv_dtype: str, qo_len: int) -> None:
     """q, k, v and out spread so far that the last element is 2^31 elements and more away."""
-    if cupy.cuda.runtime.memGetInfo()[0] < 30 << 30:
-        pytest.skip("needs 30 GiB of free memory")
     plain = replace(gpu_cases.PLAIN, kv_dtype=kv_dtype, kv_layout=layout, causal=True)
     case = replace(plain, qo_len=qo_len, kv_len=45)
     inputs = cases.make_inputs(case)
@@ -290,8 +288,6 @@ def test_offsets_beyond_32_bits(layout: str, far: str, kv_dtype: str, qo_len: in
     ref, low = cases.reference(case, inputs), cases.low_precision(case, inputs)
     got = cupy.ascontiguousarray(raw(out)).get().view(case.out_dtype)
     compare.assert_close(got, lse.get(), *ref, *low, what=case, p_dtype=case.out_dtype)
-    del q, k, v, out
-    cupy.get_default_memory_pool().free_all_blocks()
 
 
 def spread(x: np.ndarray, axis: int) -> Any:
@@ -310,7 +306,7 @@ def spread(x: np.ndarray, axis: int) -> Any:
     return view.view(x.dtype)
 
 
-@pytest.mark.large
+@pytest.mark.large(gib=4)
 def test_more_row_tiles_than_a_grid_is_high() -> None:
     """Rows that repeat, so that their answers do too."""
     period, dim = 1000, 8
@@ -327,7 +323,7 @@ def test_more_row_tiles_than_a_grid_is_high() -> None:
     assert (bits == bits[0]).all(), "answers differ from one repetition to the next"
 
 
-@pytest.mark.large
+@pytest.mark.large(gib=4)
 def test_a_mask_of_more_bits_than_32_bits_count() -> None:
     """All but a few keys of the last rows are hidden, behind more than 2^31 bits."""
     qo_len, kv_len, dim = 4100, 2**19 + 7, 64

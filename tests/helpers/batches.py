@@ -14,6 +14,8 @@ from cupyattn.core import dtypes
 HQ, HKV, D = 4, 2, 16
 # It serves any batch. The CPU touches none of it, but refuses what a GPU would find too small.
 WORKSPACE = np.zeros(128 << 20, np.uint8)
+# For tests that copy what they pass.
+SMALL_WORKSPACE = WORKSPACE[: 1 << 20]
 
 
 @dataclass

@@ -27,7 +27,7 @@ from cupyattn.schedule.batch import WORK_FIELDS
 from cupyattn.wrappers import shared_prefix
 
 from . import fake_gpu
-from .patching import replace
+from .patching import replace_all
 
 PINNED = 1 << 44  # no address of the host's
 
@@ -82,8 +82,6 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
     gpu.api.runtime.eventRecord = record
     monkeypatch.setattr(staging, "_make_event", lambda: Event(stream))
     monkeypatch.setattr(staging, "_alloc_pinned", _alloc)
-    replace(monkeypatch, array.to_host, _to_host)
-    replace(monkeypatch, array.to_host_together, lambda views: [_to_host(v) for v in views])
 
     def keeping(real: Callable[..., Any]) -> Callable[..., Any]:
         """`real`, which gives allocators, with every array that they make kept."""
@@ -99,9 +97,13 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
 
         return make_allocator
 
-    for real in (array.allocator, call_cache._maker):
-        replace(monkeypatch, real, keeping(real))
-    replace(monkeypatch, workspace.int32_on_device, _narrow)
+    replace_all(
+        monkeypatch,
+        (array.to_host, _to_host),
+        (array.to_host_together, lambda views: [_to_host(v) for v in views]),
+        *((real, keeping(real)) for real in (array.allocator, call_cache._maker)),
+        (workspace.int32_on_device, _narrow),
+    )
     monkeypatch.setattr(packbits, "launch", lambda *a, **named: _packbits(stream, *a, **named))
     monkeypatch.setattr(batch.BatchLauncher, "bind", lambda *a: BoundRun(stream, *a))
     # Tensor maps are made by libcuda, which need not be here.

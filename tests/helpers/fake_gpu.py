@@ -31,7 +31,7 @@ from cupyattn.launch.tiles.select import mixed_config, portable_config
 from cupyattn.planless import prepared as planless
 from cupyattn.single import run
 
-from .patching import replace
+from .patching import replace, replace_all
 
 STREAM, COUNTERS, SLOTS, MAX_SHARED = 77, 3 << 40, 264, 227 * 1024
 HEADER = Path(__file__).parents[2] / "kernels/cupyattn/params/attention.cuh"
@@ -149,11 +149,16 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
         return allocate
 
-    replace(monkeypatch, single.load_kernel, load_kernel)
-    replace(monkeypatch, single.load_mixed, load_mixed)
-    replace(monkeypatch, enqueue.cuda, lambda: fake.api)
-    replace(monkeypatch, real_allocator, allocator)
-    replace(monkeypatch, memory.constant, memory.from_numpy)
+    props = SimpleNamespace(arch="sm_90a", max_smem_per_block=MAX_SHARED, num_sms=132)
+    replace_all(
+        monkeypatch,
+        (single.load_kernel, load_kernel),
+        (single.load_mixed, load_mixed),
+        (enqueue.cuda, lambda: fake.api),
+        (real_allocator, allocator),
+        (memory.constant, memory.from_numpy),
+        (device.device_props, lambda index: props),
+    )
     monkeypatch.setattr(scratch, "_make", lambda device, stream: (COUNTERS, None))
     monkeypatch.setattr(scratch, "_kept", scratch._Kept())
 
@@ -165,8 +170,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(scratch, "_allocate_on", allocate_on)
     # torch gives its CPU tensors the index -1.
     monkeypatch.setattr(views, "_CUDA", (array.Device("cuda", 0),) * 2)
-    props = SimpleNamespace(arch="sm_90a", max_smem_per_block=MAX_SHARED, num_sms=132)
-    replace(monkeypatch, device.device_props, lambda index: props)
     loaded = {"set_shared_memory": lambda num_bytes: None}
     monkeypatch.setattr(jit, "load", lambda name, *_: SimpleNamespace(function=name, **loaded))
     return fake

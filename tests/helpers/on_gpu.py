@@ -112,3 +112,20 @@ def capture(torch: Any, xp: Any, run: Callable[[], Any]) -> Callable[[], None]:
         run()
         captured = stream.end_capture()
     return lambda: captured.launch(cupy.cuda.get_current_stream())
+
+
+def leaves_running(torch: Any, call: Callable[[], Any]) -> bool:
+    """Whether `call` returns while a kernel ahead of it on the stream spins.
+
+    Where other processes delay the host by more than the kernel takes, a longer one is tried.
+    """
+    for cycles in (100_000_000, 400_000_000, 1_600_000_000):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        end = torch.cuda.Event()
+        end.record()
+        call()
+        if not end.query():
+            torch.cuda.synchronize()
+            return True
+    return False

@@ -23,11 +23,21 @@ for _module in pkgutil.walk_packages(cupyattn.__path__, "cupyattn."):
 
 def replace(patch: pytest.MonkeyPatch, original: Any, replacement: Any) -> None:
     """Put `replacement` wherever a module of the library holds `original`, by whatever name."""
-    found = 0
+    replace_all(patch, (original, replacement))
+
+
+def replace_all(patch: pytest.MonkeyPatch, *pairs: tuple[Any, Any]) -> None:
+    """`replace` of each (original, replacement), in one look through the library."""
+    replacements = {id(original): replacement for original, replacement in pairs}
+    found = set()
     for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "cupyattn":
-            for name, value in list(vars(module).items()):
-                if value is original:
-                    patch.setattr(module, name, replacement)
-                    found += 1
-    assert found, f"{original} is nowhere in the library"
+        if not module_name.startswith("cupyattn"):
+            continue
+        if replacements.keys().isdisjoint(map(id, vars(module).values())):
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in replacements:
+                patch.setattr(module, name, replacements[id(value)])
+                found.add(id(value))
+    for original, _ in pairs:
+        assert id(original) in found, f"{original} is nowhere in the library"

@@ -13,7 +13,7 @@ import numpy as np
 import cupyattn
 
 from . import plain_answers as plain
-from .batches import WORKSPACE
+from .batches import SMALL_WORKSPACE as WORKSPACE
 from .plain_answers import LOG2_E, Logits, attend, by_offsets
 from .wrong_calls import Arguments, Entry, Rule
 from .wrong_values import (

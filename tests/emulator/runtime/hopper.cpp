@@ -310,15 +310,21 @@ void multiply(const Group& group, void* code) {
       b[k][column] = load(matrix, column, k, first.is_b_k_major, format, code);
     }
   }
-  for (int thread = 0; thread < kGroupThreads; ++thread) {
-    const int lane = thread % kLanes;
-    for (int i = 0; i < first.n / 2; ++i) {
-      const int row = thread / kLanes * 16 + lane / 4 + 8 * (i / 2 % 2);
-      const int column = i / 4 * 8 + 2 * (lane % 4) + i % 2;
-      float sum = first.is_first ? 0.0f : group.products[thread]->d[i];
-      for (int k = 0; k < kDepth; ++k) sum += a[row][k] * b[k][column];
-      group.products[thread]->d[i] = sum;
+  // Thread and index of element (row, column) of the sum.
+  const auto place = [&](int row, int column) -> float& {
+    const int lane = row % 8 * 4 + column % 8 / 2;
+    const int i = column / 8 * 4 + row / 8 % 2 * 2 + column % 2;
+    return group.products[row / 16 * kLanes + lane]->d[i];
+  };
+  for (int row = 0; row < kRows; ++row) {
+    float sum[256] = {};
+    for (int column = 0; column < first.n && !first.is_first; ++column) {
+      sum[column] = place(row, column);
     }
+    for (int k = 0; k < kDepth; ++k) {
+      for (int column = 0; column < first.n; ++column) sum[column] += a[row][k] * b[k][column];
+    }
+    for (int column = 0; column < first.n; ++column) place(row, column) = sum[column];
   }
 }
 

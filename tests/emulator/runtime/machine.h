@@ -167,6 +167,7 @@ struct Shadow {
   std::vector<uint16_t> copying;  // thread + 1
   std::vector<uint32_t> written, written_by_code, read_by_code;
   std::vector<uint32_t> read[kMaxWarps];
+  std::vector<uint32_t> read_last[kMaxWarps];  // the latest of each line of bytes
   std::vector<uint32_t> read_by_others;  // the phase of the cluster, + 1
 };
 struct Copies {

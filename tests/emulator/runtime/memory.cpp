@@ -32,6 +32,7 @@ constexpr uint32_t kSeveralLanes = 32;
 // A write: its time, whether it was atomic, its thread. A read: its time, its lane or several.
 constexpr int kThreadBits = 10, kAtomicBit = 1 << kThreadBits, kWriteClockShift = kThreadBits + 1;
 constexpr int kReadClockShift = 6;
+constexpr uint32_t kLine = 128;  // bytes whose last read is kept, so that few are looked at
 
 // Data segments of this library: tables of constants, and threadIdx and its like.
 struct Segment {
@@ -134,6 +135,7 @@ void begin_shared_memory() {
   for (int w = 0; w < machine.num_warps; ++w) {
     shadow.read[w].resize(shared_window.bytes);
     clear(shadow.read[w]);
+    shadow.read_last[w].assign(shared_window.bytes / kLine + 1, 0);
   }
 }
 
@@ -183,6 +185,27 @@ void read_shared(uint32_t offset, int num_bytes, bool is_warps, void* code) {
     const bool is_shared = old >= now && (old & 63) != lane;
     reads[i] = now | (is_shared ? kSeveralLanes : lane);
     shadow.read_by_code[i] = static_cast<uint32_t>(code_offset(code));
+    shadow.read_last[warp][i / kLine] = now | kSeveralLanes;
+  }
+}
+
+// Each warp's reads must be ordered before a write of the present thread, which may overwrite its own.
+static void check_reads(uint32_t offset, int num_bytes, void* code) {
+  const int thread = machine.current->index, warp = thread / kLanes;
+  const uint32_t lane = thread % kLanes;
+  for (int w = 0; w < machine.num_warps; ++w) {
+    const uint32_t begin = machine.warps[warp].clock[w] << kReadClockShift;
+    for (uint32_t i = offset; i < offset + num_bytes; ++i) {
+      if (shadow.read_last[w][i / kLine] < begin) {
+        i |= kLine - 1;  // nothing of the line
+        continue;
+      }
+      const uint32_t read = shadow.read[w][i];
+      if (read < begin || read == 0 || (w == warp && (read & 63) == lane)) continue;
+      const int reader = w * kLanes + ((read & 63) == kSeveralLanes ? 0 : read & 63);
+      fail_access("writes", offset, num_bytes, " that were read with no barrier between", reader,
+                  shadow.read_by_code[i], code);
+    }
   }
 }
 
@@ -190,7 +213,6 @@ void write_shared(uint32_t offset, int num_bytes, bool is_atomic, void* code) {
   check_copying("writes", offset, num_bytes, code);
   if (!EMULATOR_CHECKED) return;
   const int thread = machine.current->index, warp = thread / kLanes;
-  const uint32_t lane = thread % kLanes;
   const uint32_t* clock = machine.warps[warp].clock;
   const uint32_t record = clock[warp] << kWriteClockShift | (is_atomic ? kAtomicBit : 0) | thread;
   const uint32_t place = static_cast<uint32_t>(code_offset(code));
@@ -209,18 +231,10 @@ void write_shared(uint32_t offset, int num_bytes, bool is_atomic, void* code) {
       fail(code, "writes %d bytes at %u of shared memory, which another block of the cluster reads",
            num_bytes, offset);
     }
-    for (int w = 0; w < machine.num_warps; ++w) {
-      const uint32_t read = shadow.read[w][i];
-      if (read >> kReadClockShift < clock[w]) continue;
-      if (w == warp && (read & 63) == lane) continue;
-      if (read == 0) continue;
-      const int reader = w * kLanes + ((read & 63) == kSeveralLanes ? 0 : read & 63);
-      fail_access("writes", offset, num_bytes, " that were read with no barrier between", reader,
-                  shadow.read_by_code[i], code);
-    }
     shadow.written[i] = record;
     shadow.written_by_code[i] = place;
   }
+  check_reads(offset, num_bytes, code);
 }
 
 // From its start to its end a copy may write at any time: to begin with it writes what it should

@@ -195,3 +195,22 @@ def test_few_repeats_are_remembered(cache: CallCache[str], monkeypatch: pytest.M
     for i in range(10):
         repeat(cache, (i,), *usual)
         assert len(cache._repeats) <= 3
+
+
+def test_one_row_says_nothing_of_the_stride_of_several(cache: CallCache[str]) -> None:
+    """Its stride passed no check, for it is contiguous whatever its stride is."""
+    wide = torch.zeros(9, 16)[:, :6]
+    insert(cache, wide[:1], SCALE, None, TABLE, rows(1))
+    assert is_known(cache, wide[3:4], SCALE, None, TABLE, rows(1))
+    for n in (4, 2):
+        assert not is_known(cache, wide[:n], SCALE, None, TABLE, rows(n))
+        assert not is_known(cache, wide[:n], SCALE, None, TABLE, rows(1))
+        assert not is_known(cache, wide[:1], SCALE, None, TABLE, rows(n))
+    assert is_known(cache, wide[:1], SCALE, None, TABLE, rows(1))
+
+
+def test_several_rows_say_what_one_does(cache: CallCache[str]) -> None:
+    insert(cache, rows(1), SCALE, None, TABLE, rows(1))
+    insert(cache, rows(4), SCALE, None, TABLE, rows(4))
+    for n in (1, 4, 1, 3):
+        assert is_known(cache, rows(n), SCALE, None, TABLE, rows(n))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -140,16 +141,25 @@ def test_a_pair_without_values_is_no_cache_of_both(gpu: Gpu, make: Make) -> None
 
 
 def test_copied_index_arrays_are_not_cached(gpu: Gpu, make: Make) -> None:
-    """Nor those of one element, whose stride says nothing about longer ones."""
     if not hasattr(make(1), "untyped_storage"):
         pytest.skip("the fake GPU copies torch's arrays alone")
     given = arguments(make, of_one(make), nnz=1)
-    wide = make(2, dtype="int32")
-    for change in (make(1, dtype="int64"), wide[::2]):
-        cupyattn.append_paged_kv_cache(**given | {"positions": change})
-        cupyattn.get_batch_indices_positions(wide, change, 3)
-        cupyattn.get_seq_lens(wide, change, 3)
+    offsets, longer = make(2, dtype="int32"), make(1, dtype="int64")
+    cupyattn.append_paged_kv_cache(**given | {"positions": longer})
+    cupyattn.get_batch_indices_positions(offsets, longer, 3)
+    cupyattn.get_seq_lens(offsets, longer, 3)
     assert not len(page._APPENDS) and not len(page._POSITIONS) and not len(page._SEQ_LENS)
+
+
+def test_one_strided_index_says_nothing_of_several(gpu: Gpu, make: Make) -> None:
+    """One element is contiguous whatever its stride is, and several of that stride are copied."""
+    if not hasattr(make(1), "untyped_storage"):
+        pytest.skip("the fake GPU copies torch's arrays alone")
+    for count in (1, 1, 3):
+        lengths = make(2 * count, dtype="int32")[::2]
+        cupyattn.get_seq_lens(make(count + 1, dtype="int32"), lengths, 3)
+        is_given = struct.pack("<Q", lengths.data_ptr()) in gpu.launches[-1].params
+        assert is_given == (count == 1)
 
 
 def test_debugging_counts_tokens_at_every_call(

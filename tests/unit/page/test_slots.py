@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from helpers.slot_cases import Case
 
 from cupyattn import slots as slots_module
 from cupyattn.errors import ArgumentError
+from cupyattn.launch.ops import store_kv as launcher
 from cupyattn.slots import reshape_and_cache
 
 
@@ -88,6 +90,12 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make
 
 
+def slots_of(launch: fake_gpu.Launched) -> int:
+    """The address of the slots in the kernel's struct, after both rows and their scales."""
+    ahead = 2 * (struct.calcsize("<2Q") + launcher._ROWS.size) + struct.calcsize("<2Q")
+    return struct.unpack_from("<Q", launch.params, ahead)[0]
+
+
 def test_repeated_writes_are_one_signature(make: Any) -> None:
     caches = [make(5, 16, 2, 64, dtype="float8_e4m3fn") for _ in "kv"]
     scale = make(1, dtype="float32")
@@ -107,3 +115,16 @@ def test_counts_that_differ_are_found_in_repeated_writes(make: Any) -> None:
     with pytest.raises(ArgumentError, match="slot_mapping"):
         reshape_and_cache(make(4, 2, 64), make(4, 2, 64), *caches, make(3, dtype="int32"))
     assert len(make.gpu.launches) == 1
+
+
+def test_one_strided_slot_is_no_signature_of_several(make: Any) -> None:
+    """A column of a table of one row is contiguous, that of a longer one is copied."""
+    torch = pytest.importorskip("torch")
+    caches = [make(5, 16, 2, 64) for _ in "kv"]
+    addresses = []
+    for n in (1, 1, 4):
+        column = torch.zeros((n, 3), dtype=torch.int32)[:, 1]
+        assert column.stride() == (3,)
+        reshape_and_cache(make(n, 2, 64), make(n, 2, 64), *caches, column)
+        addresses.append((slots_of(make.gpu.launches[-1]), column.data_ptr()))
+    assert [used == given for used, given in addresses] == [True, True, False]
