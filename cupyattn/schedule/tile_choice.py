@@ -52,6 +52,10 @@ def choose_tiles(
         tiles = make_tiles(requests, group_size, shape, masking)
         work = count_work(requests, tiles, group_size, shape, masking)
         assert shape.times is not None
+        # Persistent blocks for few keys win by what they do ahead of their next item.
+        is_ahead = shape.most_keys and shape.is_persistent
+        if is_ahead and work.num_tiles * num_kv_heads <= shape.num_slots:
+            continue
         if index and shape.times.least(work, num_kv_heads, shape.num_slots) >= limit:
             continue
         slots = Slots(shape.num_slots, shape.num_sms)

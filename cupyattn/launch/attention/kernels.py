@@ -310,5 +310,6 @@ def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...], group_s
         for tiles, cost in zip(kinds, costs, strict=True)
     )
     if kinds[0].times is not None:
-        shapes = (replace(shapes[0], times=kinds[0].times, num_sms=loaded.num_sms),)
+        times = kinds[0].times.of_group(group_size)
+        shapes = (replace(shapes[0], times=times, num_sms=loaded.num_sms),)
     return Kernel(loaded, kinds, shapes)
