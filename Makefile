@@ -41,13 +41,14 @@ help:
 
 # The default torch build for Linux x86-64 brings gigabytes of CUDA packages. Under the constraints pip
 # refuses it and takes the CPU build where an index has one; where none has, the torch tests skip.
+# Of tens of thousands of files few are ever imported, and Python compiles those itself.
 $(VENV)/.made-for-cuda$(CUDA): pyproject.toml tests/no-cuda-packages.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "cupyattn needs Python 3.10 or newer: make PYTHON=<one>")'
 	@if [ -L $(VENV) ]; then echo '$(VENV) is a link, and what it leads to is not cleared from here: make PY=$(VENV)/bin/python'; exit 1; fi
 	@echo "Setting up $(VENV) for CUDA $(CUDA) (once, a few minutes)"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PY) -m pip install -q -e '.[cuda$(CUDA)x,test-core,bench,docs,notebooks,dev]' $(NVRTC)
-	$(PY) -m pip install -q -c tests/no-cuda-packages.txt 'cupyattn[test]' || \
+	$(PY) -m pip install -q --no-compile -e '.[cuda$(CUDA)x,test-core,bench,docs,notebooks,dev]' $(NVRTC)
+	$(PY) -m pip install -q --no-compile -c tests/no-cuda-packages.txt 'cupyattn[test]' || \
 		echo 'NOTICE: no CPU build of torch was found; the tests that need torch will be skipped.'
 	@touch $@
 

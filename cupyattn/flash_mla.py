@@ -137,7 +137,7 @@ def flash_mla_with_kvcache(
     is_causal = parse.flag(causal, "causal")
     options = Options(
         _DENSE, dims, scale, q_axes=(4,), q_len=q_len, causal=is_causal and q_len > 1,
-        pads_lse=True, return_lse=True, o_dtype=o_dtype, key_scales=key_scales,
+        pads_lse=True, natural_lse=True, return_lse=True, o_dtype=o_dtype, key_scales=key_scales,
     )  # fmt: skip
     if indices is not None:
         if is_causal:
@@ -146,7 +146,7 @@ def flash_mla_with_kvcache(
         lengths = _repeated(topk_length, "topk_length", count, q_len)
         given = q, None, k_cache, None, None, indices, lengths, None, None, None, attn_sink
         out, lse = run(given, options)
-        lse = array.scaled(lse, math.log(2.0)).swapaxes(-1, -2)
+        lse = lse.swapaxes(-1, -2)
     else:
         if topk_length is not None:
             raise ArgumentError("topk_length: given without indices; pass both, or none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 
@@ -36,6 +37,12 @@ def _missing_device() -> str | None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := _missing_device()):
         pytest.skip(reason)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay: the collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:

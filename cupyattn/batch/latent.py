@@ -7,6 +7,7 @@ schedules and launches are the same.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ class LatentScales(NamedTuple):
     token_scales  float32 [num_pages, page_size] of the latent parts of a cache of fp8, or None
     output        of the output
     logits        the whole scale of the logits, in place of the plan's; or None
+    lse           of the LSE, which is in base 2
     """
 
     latent: float = 1.0
@@ -47,19 +49,24 @@ class LatentScales(NamedTuple):
     token_scales: Any = None
     output: float = 1.0
     logits: float | None = None
+    lse: float = 1.0
+
+    def in_base_e(self) -> LatentScales:
+        return self._replace(lse=math.log(2.0))
 
 
 NO_SCALES = LatentScales()
+NATURAL = NO_SCALES.in_base_e()
 
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """What runs of one signature share; factors are (scale of the logits, scale of the output)."""
+    """What runs of one signature share; factors are scales of the logits, the output, the LSE."""
 
     variant: Variant
     strides: bytes
     second: Second
-    factors: tuple[float, float]
+    factors: tuple[float, float, float]
     row_shape: tuple[int, int]
 
 
@@ -74,7 +81,7 @@ class _Run:
     lse: ArrayView | None
     sinks: ArrayView | None
     token_scales: ArrayView | None
-    factors: tuple[float, float]
+    factors: tuple[float, float, float]
     rope_scale: float
     shape_o: tuple[int, int, int]
 
@@ -229,7 +236,7 @@ def _check(
         sm_scale <= 0.0,
         key_scales="" if token_scales is None else "tokens",
     )
-    factors = sm_scale, output_scale
+    factors = sm_scale, output_scale, scales.lse
     return _Run(
         variant, queries, pages, vout, vlse, vsinks, token_scales, factors, rope_scale, shape_o
     )
@@ -239,7 +246,7 @@ def _answer_on_cpu(wrapper: BatchWrapper, plan: Plan, run: _Run, return_lse: boo
     if plan.batch.num_rows:
         with wrapper._turns.planning:
             wrapper._prepare(plan, run.variant)
-    sm_scale, output_scale = run.factors
+    sm_scale, output_scale, lse_scale = run.factors
     spec = replace(plan.geometry.spec, sm_scale=sm_scale, output_scale=output_scale)
     tokens = None if run.token_scales is None else array.as_numpy(run.token_scales)
     found = cpu.attend(
@@ -249,7 +256,7 @@ def _answer_on_cpu(wrapper: BatchWrapper, plan: Plan, run: _Run, return_lse: boo
         {"sinks": run.sinks},
     )
     out = cpu.deliver(found[0], run.out, run.queries.latent)
-    lse = cpu.deliver(found[1].astype(np.float32), run.lse, run.queries.latent)
+    lse = cpu.deliver((found[1] * lse_scale).astype(np.float32), run.lse, run.queries.latent)
     return (out, lse) if return_lse else out
 
 
@@ -350,7 +357,7 @@ def _launch(wrapper: BatchWrapper, plan: Plan, run: _Run) -> _Checked:
 def _bind(
     plan: Plan, prepared: Prepared, workspace: int, checked: _Checked, num_pages: int
 ) -> BoundRun:
-    sm_scale, output_scale = checked.factors
+    sm_scale, output_scale, lse_scale = checked.factors
     return prepared.launcher.bind(
         prepared.schedule,
         prepared.words,
@@ -363,6 +370,7 @@ def _bind(
         output_scale,
         sm_scale,
         prepared.rotated,
+        lse_scale,
     )
 
 

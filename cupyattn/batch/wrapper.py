@@ -158,7 +158,7 @@ class BatchWrapper(Untraced):
         # Graph mode: words of the other variants that were ever run, which stay where they are.
         self._variant_words: dict[Variant, DeviceBuffer] = {}
         self._staging: Staging | None = None
-        self._is_probe, self._measured = False, (0, 0)
+        self._is_probe, self._measured, self._facts = False, (0, 0), -1
         self._given_buffers = buffers if self._is_graph else {}
         workspace, self._device = read_workspace(float_workspace_buffer)
         # A workspace of the wrapper's own becomes larger as plans need it.
@@ -177,6 +177,7 @@ class BatchWrapper(Untraced):
         is_on_gpu = workspace.device.kind == "cuda"
         self._current_stream = array.stream_reader(workspace) if is_on_gpu else int
         self._words = DeviceBuffer(workspace)
+        self._next_words = DeviceBuffer(workspace)  # of a list that the GPU makes (plan_again.py)
         self._rotated = DeviceBuffer(workspace)  # keys, where a plan rotates them ahead
         self._mask_words = DeviceBuffer(workspace)  # packed masks of bools, of runs
         self._turns.open(is_on_gpu)

@@ -75,12 +75,13 @@ def attend_latent(
         max_q_len=max_seqlen_q,
         causal=parse.flag(causal, "causal"),
         pads_lse=return_lse and not is_ragged,
+        natural_lse=return_lse,
         return_lse=return_lse,
     )
     given = qv, q, v_cache, k_cache, None, table, kv_lens, out, None, cu_seqlens_q, sinks
     answer = run(given, options)
     if return_lse and is_ragged:
-        return answer[0], array.scaled(answer[1], math.log(2.0)).swapaxes(-1, -2)
+        return answer[0], answer[1].swapaxes(-1, -2)
     return answer
 
 

@@ -61,17 +61,17 @@ class Geometry:
     """What plans with the same options share.
 
     kv_axis  the axis of a cache along which its size may change: pages, or rows of ragged keys
+    default_variant  for arrays on 16-byte boundaries without scales by head
     """
 
     given: PlanOptions
     spec: AttentionSpec
     kv_axis: int
     launchers: dict[Variant, BatchLauncher] = field(default_factory=dict)
+    default_variant: Variant = field(init=False)
 
-    @property
-    def default_variant(self) -> Variant:
-        """The variant for arrays on 16-byte boundaries without scales by head."""
-        return Variant(True, self.spec.sm_scale <= 0.0)
+    def __post_init__(self) -> None:
+        self.default_variant = Variant(True, self.spec.sm_scale <= 0.0)
 
     def launcher(self, variant: Variant) -> BatchLauncher:
         found = self.launchers.get(variant)

@@ -220,14 +220,17 @@ class Second:
 _MAX_KEPT = 256  # a model has a cache a layer
 
 
-def second_parts(queries: Parts, pages: Parts, rope_scale: float) -> Second:
-    """What a launch is told of the second parts, as of `pack_strides`."""
+def second_parts(queries: Parts, pages: Parts, rope_scale: float, list_step: int = 0) -> Second:
+    """What a launch is told of the second parts, as of `pack_strides`.
+
+    list_step  entries from a token's list of keys to the next one's, where lists are of one length
+    """
     q, k = queries.rope, pages.rope
     strides = (0, 0, 0, 0)
     if q is not None and k is not None:
         strides = q.strides[0], q.strides[1], k.strides[1], k.strides[0]
     offsets = max(0, queries.offset), max(0, pages.offset)
-    return Second(offsets, params.LATENT_REST.pack(*strides, rope_scale), _boxes(pages))
+    return Second(offsets, params.LATENT_REST.pack(*strides, rope_scale, list_step), _boxes(pages))
 
 
 def _boxes(pages: Parts) -> tma_wide.Boxes | None:

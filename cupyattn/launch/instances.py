@@ -20,6 +20,7 @@ from .attention import (
     merge_splits,
     pad_lse,
     plan_batch,
+    read_tables,
     rotate_keys,
     scan_mask,
 )
@@ -197,6 +198,7 @@ def _attention(chosen: Selection, arch: str) -> Iterator[Instance]:
         return
     yield "pad_lse", pad_lse.CONFIG
     yield from (("plan_batch", config) for config in plan_batch.CONFIGS)
+    yield "read_tables", read_tables.CONFIG
     rows = {row_class(group) for group in chosen.groups}
     if many:
         rows = {name for group in chosen.groups for name in _row_classes(group)}
@@ -271,6 +273,7 @@ def _latent(chosen: Selection, arch: str) -> Iterator[Instance]:
         return
     yield "pad_lse", pad_lse.CONFIG
     yield from (("plan_batch", config) for config in plan_batch.CONFIGS)
+    yield "read_tables", read_tables.CONFIG
     for (q, kv), aligned, sparse in product(chosen.dtypes, chosen.alignments, (False, True)):
         problem = AttentionProblem(
             q, kv, q, 576, 512, aligned=aligned, paged=True, latent=True, sparse=sparse

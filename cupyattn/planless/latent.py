@@ -38,6 +38,7 @@ from ..inputs.workspace import int32_on_device, num_bytes, view_workspace
 from ..launch.attention import pad_lse, plan_batch
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.bound_run import BoundRun
+from ..launch.attention.layout import BatchSchedule
 from ..launch.attention.pad_lse import Padding
 from ..launch.attention.plan_batch import DevicePlan, IndexFormat, Lengths
 from ..launch.driver import params, scratch
@@ -60,17 +61,24 @@ _MANY_ROWS = 65
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What launches of calls with equal signature share; see planless.call.Prepared."""
+    """What launches of calls with equal signature share; see planless.call.Prepared.
+
+    plan      None for lists of one length, which need none
+    partials  where partial states begin, in bytes into the workspace
+    factors   of the logits, of the output, and of the LSE in base 2
+    """
 
     launcher: BatchLauncher
-    plan: DevicePlan
+    plan: DevicePlan | None
+    schedule: BatchSchedule
+    partials: int
     padding: Padding | None
     lse_rows: int
     num_bytes: int
     strides: bytes
     second: Second
     num_pages: int
-    factors: tuple[float, float]
+    factors: tuple[float, float, float]
     bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
@@ -89,23 +97,23 @@ class _Prepared:
         optional = params.NO_OPTIONAL
         if rows or sinks or scale_q or scale_v:
             # The planner repeats scales for all heads, in the workspace.
-            of_q, _, of_v = plan.scales
+            of_q, _, of_v = (0, 0, 0) if plan is None else plan.scales
             optional = params.OPTIONAL.pack(
                 *(rows, 0, sinks, scale_q and workspace + of_q, 0, scale_v and workspace + of_v),
                 *(0, params.NO_LOGITS_ARRAYS),
             )
-        plan_batch.launch(plan, planned, indices, (scale_q, 0, scale_v), device, stream)
+        if plan is not None:
+            plan_batch.launch(plan, planned, indices, (scale_q, 0, scale_v), device, stream)
         second = self.second.pack(q, q_rope, k, k_rope)
         attention.launch(q, k, k, out, optional, stream, second)
         if self.padding is not None:
             pad_lse.launch(self.padding, planned, indices, rows, lse, device, stream)
 
     def _bind(self, workspace: int, block_tables: int) -> tuple[bytes, BoundRun]:
-        plan = self.plan
         attention = self.launcher.bind(
-            plan.schedule,
+            self.schedule,
             workspace,
-            workspace + plan.partials,
+            workspace + self.partials,
             self.strides,
             self.num_pages,
             block_tables,
@@ -113,10 +121,12 @@ class _Prepared:
             0,
             self.factors[1],
             self.factors[0],
+            lse_scale=self.factors[2],
         )
         if len(self.bound) >= _MAX_BOUND:
             self.bound.clear()
-        found = plan_batch.bind(plan, workspace), attention
+        planned = b"" if self.plan is None else plan_batch.bind(self.plan, workspace)
+        found = planned, attention
         self.bound[workspace, block_tables] = found
         return found
 
@@ -254,13 +264,13 @@ def _insert(given: tuple[Any, ...], options: Options, call: Call, prepared: _Pre
     arrays = Arrays(*given)
     if call.table.ptr != array.view(arrays.block_tables, options.names.block_tables).ptr:
         return
-    made = arrays.kv_lens is None
+    made = arrays.kv_lens is None and call.kv_lens is not None
     if made and cuda().is_capturing(array.current_stream(call.queries.latent)):
         return  # only the graph writes those lengths
     checked = _Checked(
         prepared,
-        call.kv_lens.owner if made else None,
-        call.kv_lens.ptr if made else 0,
+        call.kv_lens.owner if made and call.kv_lens else None,
+        call.kv_lens.ptr if made and call.kv_lens else 0,
         call.out_shape,
         call.lse_shape,
         options.return_lse,
@@ -292,7 +302,7 @@ def _check(arrays: Arrays, options: Options) -> Call:
     pages = latent.as_pages(keys, None)
     vq = queries.latent
     table, kv_lens, kv_starts, offsets = _view_indices(arrays, options, vq)
-    count = kv_lens.shape[0]
+    count = table.shape[0] if kv_lens is None else kv_lens.shape[0]
     vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(shape),))
     o_dtype = options.o_dtype
     if o_dtype is None:
@@ -351,8 +361,8 @@ def _view_queries(arrays: Arrays, options: Options) -> tuple[latent.Parts, tuple
 
 def _view_indices(
     arrays: Arrays, options: Options, vq: ArrayView
-) -> tuple[ArrayView, ArrayView, ArrayView | None, ArrayView | None]:
-    """(table, kv_lens, kv_offsets, qo_offsets); lists without lengths are as long as the table."""
+) -> tuple[ArrayView, ArrayView | None, ArrayView | None, ArrayView | None]:
+    """(table, kv_lens, kv_offsets, qo_offsets); no kv_lens where lists are as long as the table."""
     names = options.names
     table = _view_table(arrays.block_tables, options)
     kv_lens, kv_starts, offsets = arrays.kv_lens, arrays.kv_offsets, arrays.qo_offsets
@@ -364,11 +374,10 @@ def _view_indices(
             f"{names.block_tables}: has lists for {count} tokens; wanted {vq.shape[0]}, the rows "
             f"of {names.q}"
         )
-    if kv_lens is None:
-        if not options.is_list:
-            raise ArgumentError(f"{names.kv_lens}: got None; wanted the keys of each request, [B]")
-        kv_lens = progression(count, table.shape[1], 0, vq)
-    kv_lens = view_index(kv_lens, names.kv_lens, (count,), vq, False)
+    if kv_lens is not None:
+        kv_lens = view_index(kv_lens, names.kv_lens, (count,), vq, False)
+    elif not options.is_list or kv_starts is not None:
+        raise ArgumentError(f"{names.kv_lens}: got None; wanted the keys of each request, [B]")
     if offsets is not None:
         offsets = view_index(offsets, names.qo_offsets, (count + 1,), vq, False)
     if kv_starts is not None:
@@ -406,13 +415,13 @@ def _lengths(
     table: ArrayView,
     page_size: int,
     heads: int,
-    kv_lens: ArrayView,
+    kv_lens: ArrayView | None,
     offsets: ArrayView | None,
     kv_offsets: ArrayView | None,
 ) -> Lengths:
     names, (count, entries), num_rows = options.names, table.shape, vq.shape[0]
     step = table.strides[0] if count > 1 else 0
-    if kv_offsets is not None:
+    if kv_offsets is not None and kv_lens is not None:
         # Requests may begin at any entry of the table.
         count, entries, step = kv_lens.shape[0], count * entries, 0
     q_len = 0 if offsets is not None else options.q_len
@@ -483,10 +492,13 @@ def _check_places(call: Call) -> None:
 
 
 def _rows_of_lse(v: ArrayView, options: Options) -> ArrayView:
-    """An LSE with the heads last, and leading axes merged where it is not padded."""
+    """An LSE with the heads last, and leading axes merged where they are those of q: [rows, heads],
+    else [B, rows of each, heads]."""
     if not options.pads_lse:
         return merge_leading(v, "lse", 1)
     (count, heads, rows), (step, of_head, of_row) = v.shape, v.strides
+    if rows == 1 == options.q_len:
+        return array.as_strided(v, (count, heads), (step, of_head))
     return array.as_strided(v, (count, rows, heads), (step, of_row, of_head))
 
 
@@ -516,24 +528,42 @@ def _prepare(call: Call) -> _Prepared:
     prescale_logits = call.scales[0] is not None or options.sm_scale <= 0.0
     variant = Variant(is_aligned, prescale_logits, key_scales=options.key_scales)
     launcher = call.geometry.launcher(variant)
-    plan = _plan(launcher, call.lengths)
-    padding, lse_rows, size = None, 0, plan.num_bytes
+    plan, schedule, partials = None, _schedule_lists(call, launcher), 0
+    if schedule is None:
+        if call.kv_lens is None:
+            count, entries = call.table.shape
+            call.kv_lens = array.view(progression(count, entries, 0, vq), options.names.kv_lens)
+        plan = _plan(launcher, call.lengths)
+        schedule, partials = plan.schedule, plan.partials
+    size = partials + schedule.workspace_bytes
+    padding, lse_rows, list_step = None, 0, call.lengths.kv_step
     lse_strides = (0, 0) if vlse is None else tuple(vlse.strides[-2:])
-    if options.pads_lse and vlse is not None:
+    lse_scale = math.log(2.0) if options.natural_lse else 1.0
+    if vlse is not None and len(vlse.shape) == 3:
+        lse_scale = 1.0  # the launch that pads takes base 2
         padding = pad_lse.prepare(vlse.shape, vlse.strides, launcher.device_index)
         lse_rows, lse_strides = size, (vq.shape[1], 1)
         size += 4 * vq.shape[0] * vq.shape[1]
     return _Prepared(
         launcher,
         plan,
+        schedule,
+        partials,
         padding,
         lse_rows,
         size,
         latent.pack_strides(queries, pages, vout, lse_strides),  # type: ignore[arg-type]
-        latent.second_parts(queries, pages, options.rope_scale),
+        latent.second_parts(queries, pages, options.rope_scale, list_step),
         pages.latent.shape[0],
-        (options.sm_scale, options.output_scale),
+        (options.sm_scale, options.output_scale, lse_scale),
     )
+
+
+def _schedule_lists(call: Call, launcher: BatchLauncher) -> BatchSchedule | None:
+    """The launches of lists that are all as long as the table; None for other calls."""
+    if call.kv_lens is not None or call.scales != (None, None):
+        return None
+    return launcher.schedule_lists(*call.table.shape)
 
 
 @functools.lru_cache(maxsize=1024)

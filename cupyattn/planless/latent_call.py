@@ -70,7 +70,8 @@ class Options(NamedTuple):
                  table has room for
     is_list      block_tables names keys
     key_scales   of the cache (core.problem.KEY_SCALES): "" or "rows"
-    pads_lse     the LSE is [B, heads, q_len] in natural log; else like q, base 2
+    pads_lse     the LSE is [B, heads, q_len]; else like q
+    natural_lse  it has natural logarithms; else base 2. One that is padded must
     """
 
     names: Names
@@ -85,6 +86,7 @@ class Options(NamedTuple):
     causal: bool = True
     is_list: bool = False
     pads_lse: bool = False
+    natural_lse: bool = False
     return_lse: bool = False
     o_dtype: Any = None
     key_scales: str = ""
@@ -94,13 +96,16 @@ class Options(NamedTuple):
 @dataclass(slots=True)
 class Call:
     """A checked call. Views of q, out and lse have their leading axes merged; a padded LSE is
-    viewed as [B, q_len, heads]."""
+    viewed as [B, q_len, heads], or [B, heads] of one row each.
+
+    kv_lens  None where block_tables names keys, and all of them count
+    """
 
     options: Options
     queries: Parts
     pages: Parts
     table: ArrayView
-    kv_lens: ArrayView
+    kv_lens: ArrayView | None
     qo_offsets: ArrayView | None
     kv_offsets: ArrayView | None
     out: ArrayView | None

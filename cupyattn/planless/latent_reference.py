@@ -30,14 +30,17 @@ def answer(call: Call, arrays: Arrays) -> Any:
     out = out if arrays.out is None else arrays.out
     if not (options.return_lse or call.lse is not None):
         return out
-    if options.pads_lse:
+    if options.natural_lse:
+        lse = lse * math.log(2.0)
+    if options.pads_lse and call.lse is None:
         count, heads, rows = call.lse_shape
-        lse = (lse * math.log(2.0)).reshape(count, rows, heads)
-        if call.lse is None:
-            lse = lse.swapaxes(-1, -2)
-        owned = np.ones(count, np.bool_)
+        lse = lse.reshape(count, rows, heads).swapaxes(-1, -2)
     elif call.lse is None:
         lse = lse.reshape(call.lse_shape)
+    else:
+        lse = lse.reshape(call.lse.shape)
+    if options.pads_lse:
+        owned = np.ones(len(lse), np.bool_)
     lse = cpu.deliver(np.ascontiguousarray(lse, np.float32), call.lse, vq, owned)
     lse = lse if arrays.lse is None else arrays.lse
     return (out, lse) if options.return_lse else out
@@ -49,8 +52,11 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray]) -> Iterator
     Raises ArgumentError for what the GPU would cut, or read astray.
     """
     names, lengths = call.options.names, call.lengths
-    kv_lens = read(call.kv_lens).reshape(-1).astype(np.int64)
     table = read(call.table).astype(np.int64)
+    if call.kv_lens is None:
+        kv_lens = np.full(table.shape[0], table.shape[1])
+    else:
+        kv_lens = read(call.kv_lens).reshape(-1).astype(np.int64)
     if call.qo_offsets is None:
         starts = np.arange(lengths.num_requests + 1) * max(lengths.qo_len, 0)
     else:

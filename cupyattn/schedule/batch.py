@@ -147,14 +147,25 @@ def plan_batch(
 
 
 def make_tiles(
-    requests: BatchRequests, group_size: int, shape: TileShape, masking: Masking
+    requests: BatchRequests,
+    group_size: int,
+    shape: TileShape,
+    masking: Masking,
+    is_in_order: bool = True,
 ) -> Tiles:
-    """The tiles of query rows of all requests."""
+    """The tiles of query rows of all requests; of those as they come if not `is_in_order`."""
     least, most = requests.qo_range()
+    order = _longest_first(requests, masking) if is_in_order else None
     if least > 0 and most * group_size <= shape.tile_q:
-        return Tiles(_longest_first(requests, masking), None)
+        return Tiles(order, None)
     num_tiles = -(-(requests.qo_len * group_size) // shape.tile_q)
-    return _tiles(num_tiles, _longest_first(requests, masking), shape.tile_q)
+    return _tiles(num_tiles, order, shape.tile_q)
+
+
+def work_of(requests: BatchRequests, group_size: int, shape: TileShape, masking: Masking) -> Work:
+    """The work of all tiles in any order, for estimates."""
+    tiles = make_tiles(requests, group_size, shape, masking, is_in_order=False)
+    return count_work(requests, tiles, group_size, shape, masking)
 
 
 class Tiles(NamedTuple):
@@ -175,13 +186,18 @@ def _longest_first(requests: BatchRequests, masking: Masking) -> np.ndarray | No
     keys = requests.kv_len
     if masking.window_left >= 0:
         keys = np.minimum(keys, requests.qo_len + masking.window_left)
-    if not keys.size or (keys[0] == keys[-1] and _least(keys) == _most(keys)):
+    if not keys.size or are_equal(keys):
         return None
     # A sort of numbers is faster than one of indices: keys in the high half, downwards, and the
     # index in the low one.
     packed = np.arange(keys.size) - (keys << 32)
     packed.sort()
     return packed & 0xFFFFFFFF
+
+
+def are_equal(numbers: np.ndarray) -> bool:
+    """Whether these are one number, some times."""
+    return bool(numbers[0] == numbers[-1] and _least(numbers) == _most(numbers))
 
 
 def _tiles(num_tiles: np.ndarray, order: np.ndarray | None, tile_q: int) -> Tiles:
@@ -193,12 +209,12 @@ def _tiles(num_tiles: np.ndarray, order: np.ndarray | None, tile_q: int) -> Tile
         return Tiles(order, None)
     if _least(counts) == 0:
         order, counts = order[counts > 0], counts[counts > 0]
-    ends = np.cumsum(counts)
+    ends = counts.cumsum()
     total = int(ends[-1]) if ends.size else 0
     if total == counts.size:
         return Tiles(order, None)
-    index = np.repeat(ends, counts) - np.arange(1, total + 1)
-    return Tiles(np.repeat(order, counts), index * tile_q)
+    index = ends.repeat(counts) - np.arange(1, total + 1)
+    return Tiles(order.repeat(counts), index * tile_q)
 
 
 def count_work(
@@ -213,7 +229,7 @@ def count_work(
     kv_len = requests.kv_len if request is None else requests.kv_len[request]
     if first_row is None and masking.window_left < 0:
         # The last row of a request sees all its keys.
-        if request is None:
+        if request is None and are_equal(kv_len):
             longest = -(-int(kv_len[0]) // shape.tile_kv)
             return Work(None, longest, longest * kv_len.size, kv_len.size)
         spans = kv_len
@@ -260,6 +276,18 @@ def _splits(
     return split_after(work, chunk)
 
 
+def equal_splits(
+    num_tiles: int, kv_len: int, num_kv_heads: int, most_rows: int, shape: TileShape
+) -> int:
+    """In how many parts each of equal tiles of rows over so many keys is split."""
+    key_tiles = -(-kv_len // shape.tile_kv)
+    work = Work(None, key_tiles, key_tiles * num_tiles, num_tiles)
+    if not num_tiles:
+        return 1
+    splits = _splits(work, num_kv_heads, most_rows, shape, Splitting())
+    return 1 if splits is None else int(splits[0])
+
+
 def split_after(work: Work, chunk: int) -> np.ndarray | None:
     """In how many parts each tile's keys are split, if after `chunk` key tiles; None: none is."""
     if chunk >= work.longest:
@@ -281,13 +309,13 @@ def short_last(
     if not (sizes[1:] > sizes[:-1]).any():
         return tiles, splits
     costs = sizes + BLOCK_OVERHEAD
-    work_up_to = np.cumsum(np.bincount(sizes, costs if splits is None else costs * splits))
+    work_up_to = np.bincount(sizes, costs if splits is None else costs * splits).cumsum()
     longest = work_up_to.size - 1 + BLOCK_OVERHEAD
-    end = np.searchsorted(work_up_to, _SHORT_WAVES * items_per_wave * longest)
+    end = work_up_to.searchsorted(_SHORT_WAVES * items_per_wave * longest)
     is_short = sizes < end
-    short = np.flatnonzero(is_short)
-    short = short[np.argsort(-sizes[short], kind="stable")]
-    order = np.concatenate((np.flatnonzero(~is_short), short))
+    (short,) = is_short.nonzero()
+    short = short[(-sizes[short]).argsort(kind="stable")]
+    order = np.concatenate((*(~is_short).nonzero(), short))
     request = None if tiles.request is None else tiles.request[order]
     return Tiles(request, tiles.first_row[order]), None if splits is None else splits[order]
 
@@ -337,14 +365,14 @@ def build(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | None) -> B
     if splits is None:
         return BatchPlan(table, _NO_MERGES, 0)
     is_split = splits > 1
-    starts = np.cumsum(splits) - splits
+    starts = splits.cumsum() - splits
     states = splits * is_split
-    state_ends = np.cumsum(states)
+    state_ends = states.cumsum()
     table[:, NUM_SPLITS] = splits
     table[:, _FIRST_STATE] = state_ends - states
-    table[:, _SPLIT_TILE] = np.cumsum(is_split) - is_split
+    table[:, _SPLIT_TILE] = is_split.cumsum() - is_split
     table[:, _SPLIT] = starts
-    items = np.repeat(table, splits, axis=0)
+    items = table.repeat(splits, axis=0)
     split = items[:, _SPLIT]
     np.subtract(np.arange(len(items), dtype=np.int32), split, out=split)
     return BatchPlan(items, starts[is_split].astype(np.int32), int(state_ends[-1]))
@@ -356,13 +384,13 @@ def build_states(requests: BatchRequests, tiles: Tiles, splits: np.ndarray | Non
     count = len(table)
     if splits is None:
         splits = np.ones(count, np.int64)
-    ends = np.cumsum(splits)
+    ends = splits.cumsum()
     starts = ends - splits
     table[:, NUM_SPLITS] = splits
     table[:, _FIRST_STATE] = starts
     table[:, _SPLIT_TILE] = -1
-    items = np.repeat(table, splits, axis=0)
-    items[:, _SPLIT] = np.arange(len(items)) - np.repeat(starts, splits)
+    items = table.repeat(splits, axis=0)
+    items[:, _SPLIT] = np.arange(len(items)) - starts.repeat(splits)
     about = np.zeros((count, 4), np.int64)
     about[:, 0] = np.arange(count) if tiles.request is None else tiles.request
     about[:, 1] = 0 if tiles.first_row is None else tiles.first_row

@@ -102,9 +102,11 @@ def makespan(times: np.ndarray, slots: int) -> float:
 
 def launch_time(sizes: np.ndarray, num_kv_heads: int, slots: Slots, times: TileTimes) -> float:
     """When a launch is done whose items visit so many key tiles, each for all key heads."""
-    sizes = np.sort(sizes)[::-1]
+    sizes = sizes.copy()
+    sizes.sort()
+    sizes = sizes[::-1]
     if num_kv_heads > 1:
-        sizes = np.repeat(sizes, num_kv_heads)
+        sizes = sizes.repeat(num_kv_heads)
     share = times.alone if sizes.size <= slots.num_sms else 1.0
     return times.launch + share * makespan(times.item + times.key_tile * sizes, slots.blocks)
 
@@ -127,7 +129,7 @@ def best_split(
     for chunk in _chunks(work, num_kv_heads, slots.blocks):
         parts = np.maximum(-(-sizes // chunk), 1)
         num_states = int(np.add.reduce(parts, where=parts > 1)) * num_kv_heads
-        time = launch_time(np.repeat(sizes / parts, parts), num_kv_heads, slots, times)
+        time = launch_time((sizes / parts).repeat(parts), num_kv_heads, slots, times)
         time += times.merge + times.state * num_states
         if time < limit:
             best, limit = Split(chunk, time), time

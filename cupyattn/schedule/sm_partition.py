@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .balance import BLOCK_OVERHEAD, Work
-from .batch import BatchRequests, count_work, make_tiles
+from .batch import BatchRequests, work_of
 from .makespan import Slots, best_split
 from .masking import Masking
 from .mixed import Kinds
@@ -128,8 +128,7 @@ def choose_launches(
             continue
         times, limit = shape.times, _WORTHWHILE * best.time
         assert times is not None
-        tiles = make_tiles(many, group_size, shape, masking)
-        work = count_work(many, tiles, group_size, shape, masking)
+        work = work_of(many, group_size, shape, masking)
         if not shape.most_keys:
             num_slots, time = best_partition(work, num_kv_heads, shape, streams, index == 0, limit)
             if time < limit:
@@ -164,10 +163,10 @@ def time_together(
     merge, is_few = 0.0, np.arange(sizes.size) < of_many
     if chunk:
         parts, merge, longest = -(-sizes // chunk), times.merge, min(longest, chunk)
-        sizes, is_few = np.repeat(sizes / parts, parts), np.repeat(is_few, parts)
+        sizes, is_few = (sizes / parts).repeat(parts), is_few.repeat(parts)
     # The longest items come first. A wave in which many are of few rows is as long as their keys
     # take, though its products were done sooner.
-    order = np.argsort(-sizes, kind="stable")
+    order = (-sizes).argsort(kind="stable")
     sizes, is_few = sizes[order], is_few[order]
     waves = np.arange(0, sizes.size, max(1, shape.num_slots // num_kv_heads))
     num_keys = max(1.0, float(np.add.reduce(streams.keys)))
@@ -277,6 +276,5 @@ def persistent_grid_size(
 def _key_tiles(kind: tuple[BatchRequests, TileShape], group_size: int, masking: Masking) -> float:
     """How many each KV head's blocks visit, or might in the time of their starts and ends."""
     requests, shape = kind
-    tiles = make_tiles(requests, group_size, shape, masking)
-    work = count_work(requests, tiles, group_size, shape, masking)
+    work = work_of(requests, group_size, shape, masking)
     return work.total + BLOCK_OVERHEAD * work.num_tiles

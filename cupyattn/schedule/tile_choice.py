@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .batch import BatchRequests, count_work, make_tiles
+from .batch import BatchRequests, work_of
 from .makespan import Slots, best_split
 from .masking import Masking
 from .tile_shape import TileShape
@@ -49,8 +49,7 @@ def choose_tiles(
                 continue
         elif index and not (has_waves if shape.is_persistent else not is_long):
             continue
-        tiles = make_tiles(requests, group_size, shape, masking)
-        work = count_work(requests, tiles, group_size, shape, masking)
+        work = work_of(requests, group_size, shape, masking)
         assert shape.times is not None
         # Persistent blocks for few keys win by what they do ahead of their next item.
         is_ahead = shape.most_keys and shape.is_persistent

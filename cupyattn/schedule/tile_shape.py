@@ -110,7 +110,15 @@ def cluster_size(num_items: int, key_tiles: int, num_sms: int) -> int:
 
     Example: 8 items of 32 key tiles, 132 SMs: 8 blocks an item, 64 in all.
     """
-    has_room = MOST_BLOCKS_OF_CLUSTER * num_items <= num_sms
-    if not has_room or key_tiles <= 1 or num_items * key_tiles > _MOST_TILES * num_sms:
+    if (
+        not may_cluster(num_items, num_sms)
+        or key_tiles <= 1
+        or num_items * key_tiles > _MOST_TILES * num_sms
+    ):
         return 1
     return min(MOST_BLOCKS_OF_CLUSTER, 1 << (key_tiles - 1).bit_length())
+
+
+def may_cluster(num_items: int, num_sms: int) -> bool:
+    """Whether there is room for eight blocks an item."""
+    return MOST_BLOCKS_OF_CLUSTER * num_items <= num_sms

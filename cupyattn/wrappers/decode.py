@@ -10,6 +10,7 @@ from .. import array
 from ..batch.logits import check as check_logits
 from ..batch.logits import with_places
 from ..batch.mask import NO_MASK
+from ..batch.plan_again import repeated
 from ..batch.requests import PageNames, read_paged, require_row_limit, with_q_len
 from ..batch.run import NO_SCALES, Scales, run
 from ..batch.wrapper import BatchWrapper, Plan, planning
@@ -81,6 +82,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         return self._use_tensor_cores
 
     @planning
+    @repeated("indptr", "indices", "last_page_len", state=("_q_len", "_is_causal"))
     def plan(
         self,
         indptr: Array,
@@ -120,10 +122,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper, OlderCalls):
         last_page_len   int32 or int64 [B], 1 to page_size: tokens in the last page of each request.
                 A request without pages has no keys, and its rows answer 0.
         All three may be on the host or on the device. indptr and last_page_len are needed on the
-        host: on a device they cost one copy that waits for it (of indptr alone, if page_size is
-        1). indices on a device are read in place by the kernels (in graph mode they are copied
-        into the buffer), so they must not change before the runs are over; on the host they are
-        checked, and copied with the schedule.
+        host: plan() waits for what brings them from a device, and in later plans also checks them
+        there and makes the list of work. indices on a device are read in place by the kernels (in
+        graph mode they are copied into the buffer), so they must not change before the runs are
+        over; on the host they are checked, and copied with the schedule.
         num_qo_heads, num_kv_heads, head_dim, page_size  of the arrays that run() is going to get.
         q_data_type, kv_data_type, o_data_type  default float16, that of q, that of q; data_type is
                 the default of the first two.

@@ -11,9 +11,10 @@ from .. import array
 from ..batch import latent
 from ..batch.latent import LatentScales, Names
 from ..batch.mask import NO_MASK
+from ..batch.plan_again import repeated
 from ..batch.requests import PageNames, host_integers, on_host, read_paged, read_rows
 from ..batch.wrapper import BatchWrapper, planning
-from ..core import dtypes, parse
+from ..core import parse
 from ..core.parse import require_int
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import geometry
@@ -101,6 +102,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         self._lse_mode = "base2"
 
     @planning
+    @repeated("qo_indptr", *_NAMES, state=("_lse_mode",))
     def plan(
         self,
         qo_indptr: Array | None = None,
@@ -238,7 +240,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
                 head_dim_kpe]. Or `kv_cache`, likewise. An axis of one head before or behind
                 page_size is allowed, and none of page_size for pages of one token. Strides are any.
         out, lse    arrays to write instead of new ones; lse float32 [rows, num_heads].
-        return_lse_base_on_e   natural logarithms, not base 2; one more pass over the LSE.
+        return_lse_base_on_e   natural logarithms, not base 2.
         ckv_scale, kpe_scale   of a cache of fp8: each part times its scale. ckv_scale_arr, float32
                 [num_pages, page_size], scales the latent part of each token; CPU arrays only.
         sinks       float32 [num_heads]: extra natural-log logits in the denominator.
@@ -269,23 +271,9 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         is_natural = self._lse_mode == "basee"
         if return_lse_base_on_e is not False:
             is_natural |= parse.flag(return_lse_base_on_e, "return_lse_base_on_e")
-        if is_natural and (lse is not None or parse.flag(return_lse, "return_lse")):
-            return self._run_natural((*parts, out, lse, sinks), names, scales, return_lse)
+        if is_natural:
+            scales = latent.NATURAL if scales is latent.NO_SCALES else scales.in_base_e()
         return latent.run(self, (*parts, out, lse, sinks), names, scales, return_lse)
-
-    def _run_natural(
-        self, arrays: tuple[Any, ...], names: Names, scales: LatentScales, return_lse: bool
-    ) -> Any:
-        """The run, with natural logarithms in its LSE."""
-        *parts, out, lse, sinks = arrays
-        like = array.view(parts[0], names[0][0])
-        if lse is None:
-            plan = self._require_plan()
-            shape = plan.batch.num_rows, plan.geometry.spec.num_qo_heads
-            lse = array.empty(shape, dtypes.float32, like)
-        out = latent.run(self, (*parts, out, lse, sinks), names, scales, False)
-        array.scaled(lse, math.log(2.0))
-        return (out, array.deliver(lse, like)) if return_lse else out
 
     def _scales(
         self, ckv_scale: Any, ckv_scale_arr: Any, kpe_scale: Any, bmm1: Any, bmm2: Any

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..batch.mask import read_intervals, read_mask
+from ..batch.plan_again import repeated
 from ..batch.requests import (
     Batch,
     PageNames,
@@ -136,6 +137,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_BatchPrefill):
             self._kv_layout = "HND"
 
     @planning
+    @repeated("qo_indptr", *_NAMES)
     @accepts_old_plans(slot=8)
     def plan(
         self,
@@ -395,6 +397,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
         self._in_elements = backend == "cudnn"
 
     @planning
+    @repeated("qo_indptr", "kv_indptr")
     @accepts_old_plans(slot=5)
     def plan(
         self,
@@ -440,7 +443,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_BatchPrefill):
 
         qo_indptr   int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
         kv_indptr   int32 or int64 [B + 1]: rows of k and v of each request. Both may be on the host
-                or on the device, where they cost one copy that waits for it.
+                or on the device, from where plan() waits for them.
         num_qo_heads to head_dim_vo   of the arrays that run() is going to get; head_dim_vo defaults
                 to head_dim_qk.
         fixed_split_size        keys after which a request is split; the rest as in

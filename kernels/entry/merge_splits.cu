@@ -17,51 +17,70 @@ struct Config : DefaultConfig {
 static_assert(Config::kTileQ % Config::kWarps == 0, "a block merges rows of one tile");
 
 constexpr bool kIsWide = Config::kHeadDimVO > 256;
+constexpr int kParts = kIsWide ? Config::kHeadDimVO / 128 : 1;
 
-// Six blocks an SM: for more blocks ptxas saves registers by waiting for each load. Wide rows have
-// twice as many states under way.
-extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, kIsWide ? 3 : 6)
-    cupyattn_merge_splits(const __grid_constant__ cupyattn::AttentionParams params) {
+__device__ __forceinline__ cupyattn::BlockWork of_grid(const cupyattn::AttentionParams& params,
+                                                       int tile, int kv_head, int tile_rows) {
+  using cupyattn::BlockWork;
+  if (kIsWide) return BlockWork::of_equal(params, tile, kv_head, 0, tile_rows, 0);
+  return BlockWork::of_tile(params, tile, kv_head, 0, tile_rows);
+}
+
+// Merges the row that `index` counts, with its parts of columns; false past the last tile that is
+// split, where entries of `merges` are negative.
+__device__ __forceinline__ bool merge_row_at(const cupyattn::AttentionParams& params, int index) {
   using namespace cupyattn;
   // The work list is older than the launch that leaves the states. For wide rows, which have the
   // registers, it is looked up beside that launch. All blocks wait, because this launch must not be
   // over before that one.
   if (!kIsWide) ptx::grid_dependency_wait();
-  const auto await_states = [] {
-    if (kIsWide) ptx::grid_dependency_wait();
-  };
-  const int lane = threadIdx.x % kWarpSize;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int kv_head = blockIdx.y;
   constexpr int kTileQ = Config::kTileQ;
-  constexpr int kParts = kIsWide ? Config::kHeadDimVO / 128 : 1;
-  constexpr bool kSharesRows = Config::kSharesRows;
-  const int warp = threadIdx.x / kWarpSize;
-  const int index = kSharesRows ? blockIdx.x : blockIdx.x * Config::kWarps + warp;
   const int packed_row = index / kParts;
   // mutate: merged-columns-of-the-first-part
   const int first_column = index % kParts * (Config::kHeadDimVO / kParts);
   const int tile = packed_row / kTileQ, row = packed_row % kTileQ;
-  // Spare entries of `merges` are negative.
   const int item = params.work != nullptr ? params.merges[tile] : 0;
-  if (item < 0) return await_states();
+  if (item < 0) return false;
   const int tile_rows = Config::kWholeTokens ? whole_token_rows(params, kTileQ) : kTileQ;
   const BlockWork work = params.work != nullptr
                              ? BlockWork::of_item(params, item, kv_head, tile_rows)
-                             : BlockWork::of_tile(params, tile, kv_head, 0, tile_rows);
+                             : of_grid(params, tile, kv_head, tile_rows);
   // The last block of a tile has merged few splits, if blocks count.
   const bool is_merged =
       work.tile.num_splits <= Config::kFusedSplits && params.counters != nullptr;
-  if (row >= work.tile.num_rows || is_merged) return await_states();
+  if (row >= work.tile.num_rows || is_merged) return true;
   const PackGqaRow packed = PackGqaRow::of(params, work.tile.first_row + row);
   const int head = kv_head * params.group_size + packed.group_head;
-  await_states();
-  if constexpr (kSharesRows) {
+  if (kIsWide) ptx::grid_dependency_wait();
+  if constexpr (Config::kSharesRows) {
     __shared__ SharedMerge<Config::kHeadDimVO, Config::kWarps> shared;
     const int first = static_cast<int>(work.tile.state(params) * kTileQ + row);
-    return merge_states_together<typename Config::DTypeO, Config::kHeadDimVO, Config::kAligned>(
+    merge_states_together<typename Config::DTypeO, Config::kHeadDimVO, Config::kAligned>(
         shared, params, work.request.q_start + packed.token, head, kv_head, work.tile.num_splits,
         warp, lane, [=](int i) { return first + i * kTileQ; });
+  } else {
+    merge_row<typename Config::DTypeO, Config::kHeadDimVO, kTileQ, Config::kAligned, false, kParts>(
+        params, work.tile, row, work.request.q_start + packed.token, head, lane, first_column);
   }
-  merge_row<typename Config::DTypeO, Config::kHeadDimVO, kTileQ, Config::kAligned, false, kParts>(
-      params, work.tile, row, work.request.q_start + packed.token, head, lane, first_column);
+  return true;
+}
+
+// Six blocks an SM: for more blocks ptxas saves registers by waiting for each load. Wide rows have
+// twice as many states under way.
+extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, kIsWide ? 3 : 6)
+    cupyattn_merge_splits(const __grid_constant__ cupyattn::AttentionParams params) {
+  constexpr int kRows = Config::kSharesRows ? 1 : Config::kWarps;
+  const int warp = Config::kSharesRows ? 0 : threadIdx.x / cupyattn::kWarpSize;
+  int index = blockIdx.x * kRows + warp;
+  if constexpr (kIsWide) {
+    // There may be far more rows than are split, so blocks walk on.
+    const int tiles = params.work != nullptr ? params.qo_len : params.num_q_tiles;
+    const int end = tiles * Config::kTileQ * kParts;
+    while (index < end && merge_row_at(params, index)) index += gridDim.x * kRows;
+    cupyattn::ptx::grid_dependency_wait();
+  } else {
+    merge_row_at(params, index);
+  }
 }

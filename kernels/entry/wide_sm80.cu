@@ -1,6 +1,6 @@
 // Attention with head dims beyond 256, and latent attention, portable tier (sm_80 and later).
 #include "cupyattn/attention/wide_sm80.cuh"
-#include "cupyattn/common/pdl.cuh"
+#include "cupyattn/ptx/grid_dependency.cuh"
 
 #ifndef CUPYATTN_CONFIG
 #include "entry/default_config.cuh"
@@ -17,7 +17,8 @@ extern "C" __global__ void __launch_bounds__(Config::kWarps * 32, Config::kMinBl
     cupyattn_wide_sm80(const __grid_constant__ cupyattn::WideParams<Config> params) {
   using Kernel = cupyattn::WideSm80<Config>;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
+  // The launch ahead may write the work list, which a merge behind reads too.
+  cupyattn::ptx::grid_dependency_wait();
   cupyattn::ptx::launch_dependents();
   Kernel(params, *reinterpret_cast<typename Kernel::SharedMemory*>(shared_bytes)).run();
-  cupyattn::complete_after_previous_grid();
 }

@@ -5,9 +5,10 @@ gathered, those of head dim 128; for the other architectures those of bfloat16 a
 with masks for sm_80 alone, and none for sm_86, whose registers are sm_89's; of mixed kernels, which
 are two in one, and of prefill_sm90 at head dim 128, fewer. Of all of these it builds one of 24
 where an option is on or the cache is of fp8, one of twelve where the head dim is another (every
-other one of prefill_sm90 without options, of wide_decode_sm90 and of mixed kernels), and one of
-eight where the architecture is neither sm_80 nor sm_90a. On these two every kernel meets every
-option, over keys in rows or in pages; mixed kernels meet theirs on sm_90a. The rest is slow.
+other one of prefill_sm90 without options and of mixed kernels), every other one of decode_sm80
+and of the wide kernels without options, and one of 16 where the architecture is neither sm_80 nor
+sm_90a. On these two every kernel meets every option, over keys in rows or in pages; mixed kernels
+meet theirs on sm_90a. The rest is slow.
 """
 
 from __future__ import annotations
@@ -99,18 +100,18 @@ def _is_sampled(arch: str, name: str, config: jit.Config) -> bool:
 def _share(arch: str, name: str, config: jit.Config) -> int:
     """`make test` builds one instance of so many that are like this one."""
     if arch not in _MAIN:
-        return 8
+        return 16
     if "DTypeQ" not in config:
-        return 12 if name == "merge_splits" else 3
+        return 24 if name == "merge_splits" else 6
     if name.startswith("wide_"):
-        return 2 if name == "wide_decode_sm90" else 1
+        return 2 if _option(config) is None else 1
     # Options cost registers, and so do wider heads: kernels without options are built.
     if _option(config) is not None or config["DTypeKV"] is not dtypes.bfloat16:
         return 24
     if name == "mixed_sm80":
         return 2
     if (config["kHeadDimQK"], config["kHeadDimVO"]) == (128, 128):
-        return 1
+        return 2 if name == "decode_sm80" else 1
     return 2 if name == "prefill_sm90" else 12
 
 

@@ -93,7 +93,16 @@ def run_cases() -> None:
             test_plan_batch.check(emulated, device_plans.random_batch(seed))
     names = (
         *("bad values", "packbits", "sparse mask", "verify", "verify many", "items"),
-        *("device plans", "many requests", "slots", "wide values", "serving"),
+        *(
+            "device plans",
+            "many requests",
+            "tables",
+            "bad tables",
+            "list without room",
+            "slots",
+            "wide values",
+            "serving",
+        ),
     )
     for name in names:
         test_mutations.CATCHERS[name](mode="coverage")

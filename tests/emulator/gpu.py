@@ -29,7 +29,7 @@ from cupyattn.array import ArrayView, Device, memory, views
 from cupyattn.batch import staging
 from cupyattn.core import device
 from cupyattn.inputs import index_arrays, workspace
-from cupyattn.launch.attention import single
+from cupyattn.launch.attention import read_tables, single
 from cupyattn.launch.driver import enqueue, scratch, tensor_map
 from cupyattn.launch.tiles import sm90, wide_sm90
 from cupyattn.launch.tiles.select import TileConfig
@@ -126,8 +126,7 @@ class EmulatedGpu:
     # --- the driver ---
 
     def load(self, name: str, config: jit.Config, index: int, arch: str) -> SimpleNamespace:
-        source = build.Source.of_kernel(name, config)
-        kernel = library.load(build.build(source, self.mode, self.arch), name)
+        kernel = library.load(build.build_kernel(name, config, self.mode, self.arch), name)
         return SimpleNamespace(function=kernel, set_shared_memory=lambda num_bytes: None)
 
     def launch(self, kernel: library.Library, *rest: int) -> None:
@@ -148,6 +147,9 @@ class EmulatedGpu:
 
     def has_launched(self, name: str) -> bool:
         return any(launch.name == name for launch in self.launches)
+
+    def alloc_landing(self) -> np.ndarray:
+        return self.empty((read_tables.MOST_NUMBERS,), np.dtype(np.int64))
 
     def read(self, x: np.ndarray, name: str) -> ArrayView:
         """The view of a NumPy array, which is on this GPU."""
@@ -251,6 +253,7 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
             (memory._empty_cupy, lambda dtype, index, shape: gpu.empty(shape, dtype)),
             (staging._alloc_pinned, _alloc_pinned),
             (staging._make_event, _make_event),
+            (read_tables._alloc_pinned, gpu.alloc_landing),
             (workspace.int32_on_device, lambda v, name: gpu.narrow(v, name)),
             (workspace.steps, gpu.steps),
             (index_arrays.compute, gpu.compute),
@@ -265,6 +268,7 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
             patch.setattr(sm90, "choose", lambda *_: None)
             patch.setattr(wide_sm90, "choose", lambda *_: None)
         patch.setitem(views._READERS, np.ndarray, gpu.read)
+        patch.setattr(read_tables, "_idle", _NeverIdle())
         yield gpu
         if counters:
             assert not counters["owner"].any(), "a launch left arrival counters that are not zero"
@@ -293,6 +297,13 @@ def encode_tensor_map(
         itemsize,
         3 * (itemsize == 2),
     )
+
+
+class _NeverIdle(list[Any]):
+    """Keeps no memory of a launch for the next one, which may not touch it."""
+
+    def append(self, x: Any) -> None:
+        pass
 
 
 def _whole(x: np.ndarray) -> tuple[int, int]:

@@ -203,8 +203,9 @@ PORTABLE = (
     # Plans on the device.
     Mutation("tiles-read-early", _BARRIER, "", "device plans"),
     Mutation("tile-rounds-overlap", _BARRIER, "", "many requests"),
-    Mutation("buckets-read-early", _BARRIER, "", "device plans"),
+    Mutation("buckets-read-early", _BARRIER, "", "many requests"),
     Mutation("bucket-requests-collide", "+ tiles_end[index]", "", "many requests"),
+    Mutation("equal-requests-collide", "other < index", "false", "device plans"),
     Mutation("states-of-whole-tiles", "- (tile - split_tile)", "", "device plans"),
     Mutation(
         "splits-from-round",
@@ -212,10 +213,20 @@ PORTABLE = (
         "",
         "device plans",
     ),
-    Mutation("end-counts-as-inside", "> x", ">= x", "device plans"),
+    # Tables of plans, and lists by them.
+    Mutation("too-many-keys", "found.is_good && found.keys <= kMostLength", "true", "bad tables"),
+    Mutation("longest-last", "- (", "+ (", "tables"),
+    Mutation("ranks-read-late", _BARRIER, "", "tables"),
+    Mutation("states-of-whole-requests", "- (place - tile.split_tile)", "", "tables"),
+    Mutation("list-outgrows-its-room", "return;", "{}", "list without room"),
     Mutation(
-        "spare-items-kept", "zeros", "i < kChunks * items ? zeros : chunks[i]", "device plans"
+        "ticket-not-written",
+        "ptx::store_release_system(landing, params.ticket);",
+        "",
+        "tables",
     ),
+    Mutation("end-counts-as-inside", "> x", ">= x", "device plans"),
+    Mutation("spare-items-kept", "zeros", "chunks[i]", "device plans"),
     Mutation("counters-kept", "= 0", "+= 0", "device plans"),
     Mutation("spare-merges-kept", "= -1", "+= 0", "device plans"),
     Mutation(

@@ -8,6 +8,7 @@ _BARRIER = "ptx::block_sync();"
 
 WIDE = (
     # Where keys and queries lie.
+    Mutation("lse-in-base-2", "lse * params.lse_scale", "lse", "latent natural"),
     Mutation("wide-page-of-another-request", "request.kv_start + entry", "entry", "latent"),
     Mutation("wide-absent-key-read", "Config::kSparse && found < 0", "false", "latent list"),
     Mutation(

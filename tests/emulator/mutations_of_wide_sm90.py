@@ -78,6 +78,7 @@ WIDE_SM90 = (
     ),
     Mutation("wide-boxes-in-one-place", "box * all_params.box_rows", "0", "hopper wide boxes"),
     Mutation("merged-columns-of-the-first-part", "index % kParts", "0", "hopper wide splits"),
+    Mutation("lists-in-one-place", "request * kv_step", "0", "hopper wide lists"),
     Mutation("wide-state-columns-of-the-leader", "+ first_column", "", "hopper wide splits"),
     Mutation(
         "wide-leader-output-not-rescaled",
@@ -87,6 +88,13 @@ WIDE_SM90 = (
     ),
     Mutation(
         "wide-follower-output-not-rescaled", "multiply_rows(o, factors);", "", "hopper wide steep"
+    ),
+    Mutation("wide-rest-of-tiles-lost", "+ min_of(split, rest)", "", "hopper wide splits"),
+    Mutation(
+        "wide-raised-maxima-not-told",
+        "factors[m][h] != 1.0f",
+        "false",
+        "hopper wide ordinary steep",
     ),
     # wide_decode_sm90
     Mutation(

@@ -43,7 +43,7 @@ RAGGED: dict[str, Any] = {"wrapper": "ragged", "page_size": 0}
 KINDS = {"ragged": RAGGED, "paged": {}}
 
 
-@pytest.mark.parametrize("index", one_of(6, range(COUNT)))
+@pytest.mark.parametrize("index", one_of(12, range(COUNT)))
 def test_random_batches(index: int) -> None:
     for seed in range(index, index + 2 * COUNT, COUNT):
         run.batch(batch_cases.random_case(seed), seed=seed % 3).check()

@@ -47,7 +47,7 @@ def run_case(case: Case, is_shared: bool | None = True, seed: int = 0, **facts: 
     return [launch.name for launch in emulated.launches]
 
 
-@pytest.mark.parametrize("first", one_of(6, range(0, 48, 4)))
+@pytest.mark.parametrize("first", one_of(12, range(0, 48, 4)))
 def test_random_cascades(first: int) -> None:
     for seed in range(first, first + 4):
         is_shared = (True, True, None, False)[seed % 4]

@@ -35,6 +35,7 @@ from . import (
     test_plan_batch,
     test_planless,
     test_prefill_sm90,
+    test_read_tables,
     test_serving,
     test_wide,
     wide,
@@ -260,6 +261,14 @@ def _serving(**facts: object) -> None:
         test_serving.compare_metadata(*step, **facts)
 
 
+def _tables(check: Callable[[gpu.EmulatedGpu], None]) -> Callable[..., None]:
+    def catch(**facts: object) -> None:
+        with gpu.plugged_in(**facts) as emulated:
+            check(emulated)
+
+    return catch
+
+
 CATCHERS: dict[str, Callable[..., None]] = {
     "prefill": _single(),
     "largest probability": lambda **facts: test_attention.check_largest_probability(
@@ -328,6 +337,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "slots": _slots,
     "wide values": _wide_values,
     "serving": _serving,
+    "tables": _tables(test_read_tables.check_random),
+    "bad tables": _tables(test_read_tables.check_bad),
+    "list without room": _tables(test_read_tables.check_list_without_room),
     "device plans": _plans(
         _SPLIT_PLAN,
         replace(_SPLIT_PLAN, shape=replace(_SPLIT_PLAN.shape, tile_q=64, state_cost=4.0)),
@@ -427,8 +439,14 @@ CATCHERS: dict[str, Callable[..., None]] = {
         }
     ),
     "hopper wide ordinary": _wide({"head_dims": (512, 512), "kv_heads": 2, "kv_len": (120,)}),
+    "hopper wide ordinary steep": _wide(
+        {"head_dims": (512, 512), "kv_heads": 1, "sharpness": 6.0, "rising": 2.0, "num_heads": 64}
+    ),
     "hopper wide sparse": _wide({"sparse": True}),
     "hopper wide splits": _wide({"splits": 2}),
+    "hopper wide lists": _wide(
+        {"sparse": True, "uniform": True, "qo_len": (1, 1), "kv_len": (150, 150)}
+    ),
     "hopper wide steep": _wide({"sharpness": 6.0, "rising": 2.0, "num_heads": 64}),
     "hopper few rows": _wide({"tile_q": 16}),
     "hopper few rows fp8": _wide({"tile_q": 16, "kv_dtype": "float8_e4m3fn", "kv_len": (100,)}),
@@ -473,6 +491,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     # Splits of several tiles of keys.
     "long latent": _latent(split=13),
     "steep latent": _latent(split=13, sm_scale=3.0),
+    "latent natural": _latent(is_natural=True),
     "latent list": _latent(way="list", qo_len=(1, 1), absent=0.3),
     "bad latent values": _bad_latent_values,
 }

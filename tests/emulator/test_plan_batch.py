@@ -17,7 +17,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.launch.attention import plan_batch
 from cupyattn.schedule import Masking
 from cupyattn.schedule.balance import Work, _time_of_even
-from cupyattn.schedule.batch import Splitting
+from cupyattn.schedule.batch import WORK_FIELDS, Splitting
 from cupyattn.schedule.batch import plan_batch as plan_batch_on_host
 from cupyattn.schedule.tile_shape import TileShape
 
@@ -124,6 +124,37 @@ def test_work_is_covered_once_and_balanced(emulated: gpu.EmulatedGpu, batch: Bat
     emulated.seed = len(batch.kv_len) % 3
     check(emulated, batch)
     emulated.seed = 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_plain_requests_have_the_plan_of_any_others(
+    emulated: gpu.EmulatedGpu, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a planner writes that looks for more."""
+    rng = np.random.default_rng((seed, 5))
+    count = (3, 40, 64, 65, 300, 700)[seed % 6]
+    kv_len = rng.integers(0, 4000, count) if seed % 3 else np.full(count, 2000)
+    kv_len[rng.integers(count)] = 50_000
+    batch = Batch(
+        (int(rng.integers(1, 4)),) * count,
+        tuple(kv_len.tolist()),
+        group=int(rng.integers(1, 40)),
+        kv_heads=1,
+        shape=TileShape(16, 64, 132, 4.0 * (seed % 2)),
+        masking=Masking(-1, -1),
+        max_kv_len=40_000,
+    )
+    made = check(emulated, batch)
+    assert "Plain" in plan_batch.PLAIN.tag
+    monkeypatch.setattr(plan_batch, "PLAIN", plan_batch.UNIFORM)
+    plan_batch._kind.cache_clear()
+    other = run_on(emulated, batch)
+    plan_batch._kind.cache_clear()
+    # Atomics place requests of one bucket, in any order.
+    places = [WORK_FIELDS.index(x) for x in ("split_tile", "first_state")] if count > 64 else []
+    got, wanted = (np.delete(x.plan().items, places, axis=1).tolist() for x in (made, other))
+    assert sorted(got) == sorted(wanted)
+    assert got == wanted or count > 64
 
 
 def test_more_requests_than_threads(emulated: gpu.EmulatedGpu) -> None:

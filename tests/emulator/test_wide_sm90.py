@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from helpers.share import one_of, slow_unless
 
+from cupyattn import flash_mla
 from cupyattn.launch.tiles import wide_sm90
 
-from . import wide
+from . import gpu, wide
 from .wide import Case
 
 BASE = Case()
@@ -84,7 +85,7 @@ def test_splits(splits: int, tile_q: int) -> None:
     case = replace(BASE, qo_len=(2, 1), kv_len=(330, 100), num_heads=24, splits=splits)
     case = replace(case, has_sinks=splits in (2, 9), tile_q=tile_q)
     check(case)
-    if splits == 3 and tile_q < 64:
+    if splits == 3:
         check(replace(case, counts=False))
 
 
@@ -111,6 +112,34 @@ def test_sparse_lists(page_size: int, tile_q: int) -> None:
     check(replace(case, kv_len=(300,), splits=3, packed=False))
 
 
+@TILES
+def test_lists_of_one_length(tile_q: int) -> None:
+    """Without a work list the grid says who does what: tiles of tokens, and their splits."""
+    case = replace(BASE, sparse=True, uniform=True, tile_q=tile_q, qo_len=(1, 1, 1))
+    check(replace(case, kv_len=(200,) * 3, num_heads=2 * tile_q), seed=3)
+    check(replace(case, kv_len=(300,) * 3, num_heads=tile_q + 8, splits=2, has_sinks=True))
+
+
+@pytest.mark.parametrize(("heads", "tokens", "width"), [(16, 3, 700), (24, 2, 130), (128, 2, 1100)])
+def test_lists_of_one_length_need_no_plan(heads: int, tokens: int, width: int) -> None:
+    rng = np.random.default_rng(heads)
+    q = rng.standard_normal((tokens, heads, 576)).astype(np.float16)
+    kv = rng.standard_normal((500, 1, 576)).astype(np.float16)
+    lists = rng.integers(-100, 500, (tokens, 1, width)).astype(np.int32)
+    lengths = np.full(tokens, width, np.int32)
+    wanted = flash_mla.flash_mla_sparse_fwd(q, kv, lists, 192**-0.5)
+    with gpu.plugged_in(num_sms=40, seed=heads) as emulated:
+        for given in (None, lengths, None):
+            emulated.launches.clear()
+            got = flash_mla.flash_mla_sparse_fwd(q, kv, lists, 192**-0.5, topk_length=given)
+            names = [launch.name for launch in emulated.launches]
+            assert ("plan_batch" in names) == (given is not None), names
+            is_split = given is not None or width > 130
+            assert ("merge_splits" in names) == is_split
+            np.testing.assert_allclose(got[0].astype(np.float64), wanted[0], atol=4e-3)
+            np.testing.assert_allclose(got[2], wanted[2], atol=1e-4)
+
+
 ORDINARY = Case(qo_len=(9, 40), kv_len=(70, 130), num_heads=4, kv_heads=2, head_dims=(512, 512))
 
 
@@ -121,6 +150,14 @@ def test_ordinary_heads(head_dims: tuple[int, int], is_paged: bool) -> None:
     case = replace(ORDINARY, head_dims=head_dims, is_paged=is_paged, page_size=5)
     check(case, seed=3)
     check(replace(case, qo_len=(1, 0, 3), kv_len=(200, 30, 0), splits=2, has_sinks=True))
+
+
+@pytest.mark.parametrize("splits", [2, 5, 9])
+def test_last_blocks_merge_few_ordinary_rows(splits: int) -> None:
+    few = replace(ORDINARY, qo_len=(1, 0, 3, 2), kv_len=(200, 30, 0, 330), fused=True)
+    check(replace(few, splits=splits, has_sinks=splits == 5))
+    if splits == 2:
+        check(replace(few, splits=splits, counts=False))
 
 
 def test_maxima_of_ordinary_heads() -> None:
@@ -203,7 +240,7 @@ def test_bits_do_not_depend_on_the_order(splits: int) -> None:
             np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.parametrize("first", range(0, 24, 8))
+@pytest.mark.parametrize("first", one_of(3, range(0, 24, 8)))
 def test_random_cases(first: int) -> None:
     for seed in range(first, first + 8):
         check(random_case(seed), seed=seed % 4)

@@ -6,7 +6,6 @@ Whatever no request owns is NaN.
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -37,8 +36,6 @@ _TYPES = {
     "float32": np.dtype(np.float32),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }
-# kernels/cupyattn/params/latent.cuh, behind AttentionParams.
-_LATENT = struct.Struct("<2Q 4q f i")
 _EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 
@@ -54,9 +51,11 @@ class Case:
     spare      items of zeros at the end of the work list
     sharpness  multiplies queries, so that maxima move
     counts     the last block of a tile may merge few splits
+    fused      of 64 rows of ordinary heads, too
     tile_q     64, or 16 or 32 rows of wide_decode_sm90
     tma        boxes of pages bring the keys
     sparse     the table has an entry for each key, some negative: those keys are hidden
+    uniform    the grid says who does what, for lists of one length; there is no work list
     rising     logits grow towards the first key, which is visited last
     key_scales of keys of fp8 (core.problem.KEY_SCALES)
     rope_scale of rope columns of keys of fp8
@@ -86,7 +85,9 @@ class Case:
     rising: float = 0.0
     tile_q: int = 64
     counts: bool = True
+    fused: bool = False
     sparse: bool = False
+    uniform: bool = False
     tma: bool = False
     spoiled: tuple[tuple[int, int, int, float], ...] = ()
     seed: int = 0
@@ -183,6 +184,8 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         table, starts, keys = _scatter(case, table, keys, rng)
         values = [x[..., :LATENT] for x in keys]
     items, merges, num_states = _plan(case, starts)
+    config = _config(case)
+    counts = config.fused_splits > 0 and case.counts and not case.uniform
 
     memory = _Memory()
     first_q, q_rope = q, None
@@ -207,6 +210,8 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         pos_encoding="NONE",
         logits=None,
     )
+    num_tiles = len(items) // case.splits
+    of_grid = {"num_q_tiles": num_tiles, "num_splits": case.splits} if case.uniform else {}
     # Arrays of keys and of values are [pages, rows of a page, heads, columns].
     v = k if is_latent else second
     strides = structs.STRIDES.pack(
@@ -228,22 +233,24 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         ),
         memory(partial_o, True),
         memory(partial_lse, True),
-        memory(counters, True) if case.tile_q < 64 and case.counts else 0,
-        memory(items),
-        memory(merges),
+        memory(counters, True) if counts else 0,
+        0 if case.uniform else memory(items),
+        0 if case.uniform else memory(merges),
         memory(table),
         0,
         strides,
         0,
         0,
-        0,
-        0,
-        structs.pack_constants(spec, sm_scale=scale, output_scale=1.0),
+        *((1, case.kv_len[0]) if case.uniform else (len(merges), 0)),
+        structs.pack_constants(spec, sm_scale=scale, output_scale=1.0, **of_grid),
     )
     if is_latent:
         assert q_rope is not None
         rope_strides = *_strides(q_rope, 0, 1), *_strides(second, 1, 0)
-        packed += _LATENT.pack(memory(q_rope), memory(second), *rope_strides, case.rope_scale, 0)
+        list_step = case.kv_len[0] if case.uniform else 0
+        packed += structs.LATENT.pack(
+            memory(q_rope), memory(second), *rope_strides, case.rope_scale, list_step
+        )
     if case.tma:
         of_parts = _strides(k, 1, 0), _strides(second, 1, 0)
         boxes = tma_wide.boxes(
@@ -255,8 +262,9 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         assert boxes is not None
         with mock.patch.object(tensor_map, "encode", gpu.encode_tensor_map):
             packed += boxes.pack(k.ctypes.data, second.ctypes.data)
-    config = _config(case)
     grid = case.kv_heads, len(items), 1
+    if case.uniform:
+        grid = case.kv_heads, num_tiles, case.splits
     _launch(config.name, config.config, packed, grid, config, memory, seed, mode)
     if len(merges):
         merge = jit.Config(
@@ -271,7 +279,9 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
                 "kAligned": True,
             }
         )
-        grid = len(merges) * case.tile_q * merge_splits.parts(DIM_VO) // 4, case.kv_heads, 1
+        # Fewer blocks than rows, so that each merges several.
+        num_blocks = len(merges) * case.tile_q * merge_splits.parts(DIM_VO) // 4
+        grid = min(24, num_blocks), case.kv_heads, 1
         size = SimpleNamespace(threads=128, shared_bytes=0)
         _launch("merge_splits", merge, packed, grid, size, memory, seed, mode)
     if q_rope is not None:
@@ -303,6 +313,7 @@ def _config(case: Case) -> TileConfig:
         paged=case.is_paged,
         sparse=case.sparse,
         tma=case.tma,
+        fused_splits=wide_sm90.FUSED_SPLITS_OF_FEW if case.fused else 0,
     )
 
 
@@ -316,7 +327,7 @@ def _launch(
     seed: int,
     mode: str,
 ) -> None:
-    kernel = library.load(build.build(build.Source.of_kernel(name, config), mode), name)
+    kernel = library.load(build.build_kernel(name, config, mode), name)
     room = np.zeros(len(packed) + 64, np.uint8)
     begin = -room.ctypes.data % 64
     room[begin : begin + len(packed)] = np.frombuffer(packed, np.uint8)

@@ -16,6 +16,7 @@ from helpers.mla_cases import (
     PROBLEMS,
     WIDE,
     Case,
+    few_wide_rows,
     portable,
     random_case,
     wide_case,
@@ -121,11 +122,28 @@ def test_batches_do_not_change_a_request(xp: ModuleType, heads: int) -> None:
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("heads", [1, 8, 16, 24, 64, 128])
-@pytest.mark.parametrize("kv_len", [(30_000, 5, 700), (4096,) * 4])
+@pytest.mark.parametrize("kv_len", [(30_000, 5, 700), (4096,) * 4, (1200,) * 40])
 def test_long_keys(xp: ModuleType, heads: int, kv_len: tuple[int, ...]) -> None:
     """Keys that many blocks share, and the same bits again."""
     case = replace(BASE, heads=heads, qo_len=(1,) * len(kv_len), kv_len=kv_len)
     call = mla_calls.Call(case, xp, workspace(xp))
+    first = call.run()
+    call.check(*first)
+    for a, b in zip(first, call.run(), strict=True):
+        assert a is not None and b is not None
+        compare.assert_bitwise_equal(a, b, case)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("tokens", [1, 6, 30])
+@pytest.mark.parametrize("kv_len", [(20_000, 0, 700), (3000,) * 40])
+def test_long_keys_of_wide_heads(
+    xp: ModuleType, index: int, tokens: int, kv_len: tuple[int, ...]
+) -> None:
+    """Splits that the last block merges, of 4 and 24 rows, or a launch; and the same bits again."""
+    case = few_wide_rows(index, tokens, kv_len)
+    call = batch_calls.planned(case, xp, workspace(xp))
     first = call.run()
     call.check(*first)
     for a, b in zip(first, call.run(), strict=True):
@@ -200,10 +218,11 @@ def test_plans_change_between_replays(xp: ModuleType, torch: Any) -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("is_list", [False, True], ids=["pages", "lists"])
-def test_lengths_change_between_replays(xp: ModuleType, torch: Any, is_list: bool) -> None:
+@pytest.mark.parametrize("form", ["pages", "lists", "whole lists"])
+def test_lengths_change_between_replays(xp: ModuleType, torch: Any, form: str) -> None:
     """A captured call without a plan follows lengths, tables and lists in device memory."""
-    rng, count, heads, page, width = np.random.default_rng(3), 4, 16, 64, 40
+    rng, count, heads, page = np.random.default_rng(3), 4, 16, 64
+    is_list, width = form != "pages", 700 if form == "whole lists" else 40
     pool = upload(rng.standard_normal((200, page, 576)).astype(np.float16), xp)
     q = upload(rng.standard_normal((count, 1, heads, 576)).astype(np.float16), xp)
     shape = (count, 1, width) if is_list else (count, width)
@@ -217,7 +236,9 @@ def test_lengths_change_between_replays(xp: ModuleType, torch: Any, is_list: boo
             target[...] = upload(new.astype(np.int32), xp)
 
     def run() -> Any:
-        named = {"sparse_mla_top_k": width, "sparse_mla_top_k_lens": lens} if is_list else {}
+        named: dict[str, Any] = {"sparse_mla_top_k": width} if is_list else {}
+        if form == "lists":
+            named["sparse_mla_top_k_lens"] = lens
         return mla.trtllm_batch_decode_with_kv_cache_mla(
             q, pool, scratch_memory, 128, 512, 64, table, lens, width * page, bmm1_scale=SCALE,
             out=out, **named,

@@ -54,7 +54,7 @@ class Launcher(BatchLauncher):
         return "", self._shape
 
     def reserve(
-        self, rows: str, shape: TileShape, most: Limits, longest: int
+        self, rows: str, shape: TileShape, most: Limits, longest: int, begins_early: bool = False
     ) -> tuple[BatchSchedule, int]:
         tiles = self._tiles
         split, heads = most.num_split_tiles, self.num_kv_heads

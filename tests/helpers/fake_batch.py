@@ -20,13 +20,13 @@ from cupyattn.array import match
 from cupyattn.batch import staging
 from cupyattn.core import dtypes
 from cupyattn.inputs import call_cache, geometry, latent, workspace
-from cupyattn.launch.attention import batch
+from cupyattn.launch.attention import batch, read_tables
 from cupyattn.launch.driver import params
 from cupyattn.launch.ops import packbits
 from cupyattn.schedule.batch import WORK_FIELDS
 from cupyattn.wrappers import shared_prefix
 
-from . import fake_gpu
+from . import device_tables, fake_gpu
 from .patching import replace_all
 
 PINNED = 1 << 44  # no address of the host's
@@ -40,6 +40,7 @@ class Stream:
         self.added = self.done = self.launches = 0
         self.copies: list[tuple[int, int, int]] = []
         self.waits = 0
+        self.readings: list[bool] = []  # of tables, and whether a list was made
         # What a GPU's allocators give back in stream order, the host's do at once.
         self.kept: list[Any] = []
 
@@ -83,6 +84,16 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(staging, "_make_event", lambda: Event(stream))
     monkeypatch.setattr(staging, "_alloc_pinned", _alloc)
 
+    def read(asked: Any, planner: Any, words: int, device: int, raw: int) -> np.ndarray:
+        assert raw == fake_gpu.STREAM and device == 0
+        stream.finish()  # the host waits for it
+        numbers, made = device_tables.land(asked, planner)
+        if made.size:
+            assert made.size <= planner.num_words
+            memory(words, np.dtype(np.int32), made.size)[...] = made
+        stream.readings.append(bool(made.size))
+        return numbers
+
     def keeping(real: Callable[..., Any]) -> Callable[..., Any]:
         """`real`, which gives allocators, with every array that they make kept."""
 
@@ -103,6 +114,7 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
         (array.to_host_together, lambda views: [_to_host(v) for v in views]),
         *((real, keeping(real)) for real in (array.allocator, call_cache._maker)),
         (workspace.int32_on_device, _narrow),
+        (read_tables.read, read),
     )
     monkeypatch.setattr(packbits, "launch", lambda *a, **named: _packbits(stream, *a, **named))
     monkeypatch.setattr(batch.BatchLauncher, "bind", lambda *a: BoundRun(stream, *a))
@@ -179,7 +191,8 @@ class BoundRun:
     """A run that computes with the reference, when the stream gets to it."""
 
     def __init__(self, stream: Stream, *plan: Any) -> None:
-        self._stream, self._plan = stream, plan
+        has_lse_scale = len(plan) > 12
+        self._stream, self._plan = stream, plan if has_lse_scale else (*plan, 1.0)
 
     def launch(self, *args: Any) -> None:
         *arrays, raw = args[:6]
@@ -201,6 +214,7 @@ def _compute(
     output_scale: float,
     sm_scale: float,
     _rotated: int,
+    lse_scale: float,
     q: int,
     k: int,
     v: int,
@@ -209,7 +223,9 @@ def _compute(
     latent: bytes = b"",
 ) -> None:
     assert words % 16 == 0 and workspace % 16 == 0
-    on_device = memory(words, np.dtype(np.int32), schedule.words.size)
+    # The words of a list that the device has made are only there.
+    size = max((schedule.words.size, *(part.merges // 4 for part in schedule.parts)))
+    on_device = memory(words, np.dtype(np.int32), size)
     steps = params.STRIDES.unpack(strides)
     pointers = params.OPTIONAL.unpack(optional)
     problem = launcher.problem
@@ -222,7 +238,7 @@ def _compute(
     spec = launcher.spec
     answers: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     sinks = per_head[0]
-    is_cascade = schedule.parts and schedule.parts[-1].levels[0] > 0
+    is_cascade = schedule.parts and schedule.parts[-1].merge_sizes[1] > 0
     for request in _requests(schedule, on_device):
         q_start, qo_len, kv_start, kv_len, mask_start, key_offset = request
         mask = None
@@ -307,6 +323,7 @@ def _compute(
         place = np.array([row])
         _scatter(o, value * output_scale, problem.dtype_o, place * steps[6], steps[7])
         if pointers[0]:
+            total = lse_scale * total
             _scatter(pointers[0], total[..., None], dtypes.float32, place * steps[8], steps[9])
 
 
@@ -330,7 +347,7 @@ def _finish_levels(
     shape: tuple[int, int],
 ) -> None:
     """Sinks, and rows without keys, as merge_levels has them."""
-    rows, levels = part.levels
+    rows, levels = part.merge_sizes
     table = on_device[part.merges // 4 :][: 2 * rows * levels].reshape(rows, levels, 2)
     log2_e = np.log2(np.e)
     sink = np.full(shape[0], -np.inf) if sinks is None else sinks.astype(np.float64) * log2_e

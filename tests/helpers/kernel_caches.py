@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cupyattn.inputs import call_cache, geometry
-from cupyattn.launch.attention import merge_levels, merge_splits, single
+from cupyattn.launch.attention import merge_levels, merge_splits, read_tables, single
 from cupyattn.launch.tiles import select
 from cupyattn.planless import prepared
 from cupyattn.single import run
@@ -27,6 +27,8 @@ def forget() -> None:
         select.mixed_config,
         select.tile_config,
         prepared.plan_of,
+        read_tables._launch,
+        read_tables.planner,
     ]
     for cached in caches:
         cached.cache_clear()  # type: ignore[attr-defined]

@@ -181,6 +181,14 @@ def wide_planless(seed: int) -> planless_cases.Case:
     return replace(case, problem=problem, num_kv_heads=1, group=min(case.group, 4), **lens)  # type: ignore[arg-type]
 
 
+def few_wide_rows(index: int, tokens: int, kv_len: tuple[int, ...]) -> batch_cases.Case:
+    """A causal batch with head dims beyond 256, of four query heads a KV head."""
+    lengths = {"qo_len": (tokens,) * len(kv_len), "kv_len": kv_len}
+    case = replace(wide_case(index, 0), wrapper="paged", group=4, num_kv_heads=2, **lengths)  # type: ignore[arg-type]
+    plain = {"causal": True, "window_left": -1, "split": (None, False), "scale_v": "none"}
+    return replace(case, page_size=16, **plain)  # type: ignore[arg-type]
+
+
 def wide_case(index: int, seed: int) -> batch_cases.Case:
     """A random batch with head dims beyond 256, of fewer keys."""
     problem = WIDE[index]

@@ -40,6 +40,7 @@ from cupyattn.launch.attention import (
     merge_splits,
     pad_lse,
     plan_batch,
+    read_tables,
     rotate_keys,
     scan_mask,
 )
@@ -292,6 +293,7 @@ def planless_instances(arch: str) -> list[Instance]:
     found: dict[Instance, None] = {
         ("pad_lse", pad_lse.CONFIG): None,
         **dict.fromkeys(("plan_batch", config) for config in plan_batch.CONFIGS),
+        ("read_tables", read_tables.CONFIG): None,
     }
     for case in map(planless_cases.random_case, range(planless_cases.NUM_CASES)):
         wanted = case.problem

@@ -23,7 +23,7 @@ from cupyattn.array.views import view
 from cupyattn.errors import ArgumentError, CupyAttnError
 
 ENTRIES = {entry.name: entry for entry in entries()}
-SINGLES, PAIRS, SWAPS, ALIASES = 300, 120, 30, 30
+SINGLES, PAIRS, SWAPS, ALIASES = 130, 60, 15, 15
 # No call; one whose arguments are those of the plan that it makes; one of two caches that are one;
 # and one over other calls, whose wrong values are in test_dot_product.py.
 OTHERS = {"__version__", "fast_decode_plan", "xqa_mla", "dot_product_attention"}

@@ -14,10 +14,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...core.device import NO_GPU, device_props
+from ...core.device import NO_GPU, device_props, overlaps_launches
 from ...core.problem import AttentionProblem
 from ...core.spec import AttentionSpec
-from ...schedule.batch import WORK_FIELDS, BatchPlan, BatchRequests, Splitting, plan_batch
+from ...schedule import MAX_GRID_YZ
+from ...schedule.batch import (
+    WORK_FIELDS,
+    BatchPlan,
+    BatchRequests,
+    Splitting,
+    equal_splits,
+    plan_batch,
+)
 from ...schedule.levels import MOST, Levels, Served, check_level_limits, level_limits, level_tables
 from ...schedule.limits import Limits, check_limits, limits
 from ...schedule.masking import Masking
@@ -38,7 +46,7 @@ from ..driver import params
 from ..driver.enqueue import Launch, cuda
 from ..tiles import sm90
 from ..tiles.config import TileConfig
-from ..tiles.select import FEW, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
+from ..tiles.select import DECODE, FEW, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
 from . import rotate_batch, rotate_keys, tma_sm90
 from .bound_run import BoundRun, Step, in_order
 from .kernels import (
@@ -49,7 +57,15 @@ from .kernels import (
     Kernels,
     group_by_row_class,
 )
-from .layout import BatchSchedule, Capacity, EqualRequests, KernelWork, Layout, Reserved
+from .layout import (
+    BatchSchedule,
+    Capacity,
+    EqualRequests,
+    KernelWork,
+    Layout,
+    Reserved,
+    Uniform,
+)
 
 _MAX_CACHED = 1024
 _MAX_EQUAL = 64  # each holds a work list
@@ -85,7 +101,7 @@ class BatchLauncher:
         )
         self._kernels = Kernels(problem, spec.group_size, spec.page_size, device_index)
         self._layout = Layout(self._kernels, problem, *heads, device_index)
-        self._packed: dict[tuple[int, float, float, int], bytes] = {}
+        self._packed: dict[tuple[int, float, float, int, int, float], bytes] = {}
         self._equal: dict[tuple[object, ...], EqualRequests] = {}
         self._heads = tma_sm90.Heads(problem, *heads, spec.page_size)
 
@@ -114,6 +130,27 @@ class BatchLauncher:
             return found.schedule(requests)
         return self._schedule(requests, splitting, capacity)
 
+    def choose_for_any_length(self, num_requests: int, qo_len: int) -> tuple[str, TileShape] | None:
+        """`choose` for decode of so many requests, whatever their lengths; None if those decide, or
+        it is no decode."""
+        most_rows = qo_len * self.group_size
+        if row_class(most_rows) != DECODE or self._is_debugging():
+            return None
+        shape = self._kernels.choose_for_any_length(num_requests * self.num_kv_heads, most_rows)
+        return None if shape is None else (DECODE, shape)
+
+    def schedule_planned(
+        self, rows: str, shape: TileShape, made: Limits, most_parts: int
+    ) -> BatchSchedule:
+        """The launches of a list that the device has made, whose words it has written.
+
+        most_parts: of a tile.
+        """
+        if most_parts > MOST_PARTS:
+            shape = self._kernels.merged_if_many(shape)
+        part, _, workspace_bytes = self._layout.part(rows, self._reserved(rows, shape, made), 0, 0)
+        return BatchSchedule(_NO_MERGES, workspace_bytes, (part,))
+
     def _key_of_equal(
         self, requests: BatchRequests, splitting: Splitting, capacity: Capacity | None
     ) -> tuple[object, ...] | None:
@@ -130,14 +167,15 @@ class BatchLauncher:
             return None
         most = uniform if capacity is None else max(uniform, capacity.max_qo_len)
         is_long = most * self.group_size > MOST_ROWS[VERIFY]
-        # One prompt may need no list, and rotated keys take room by where they are.
-        is_prompt = kv_len.size == 1 and not self.problem.is_wide
-        if is_long and (is_prompt or self._keys.rope_table):
+        if is_long and self._keys.rope_table:  # rotated keys take room by where they are
             return None
         # No tile is shorter than 16 keys. A window begins anywhere in one, and so do the last keys
         # that a tile of some of the rows sees.
         is_exact = is_long or self.masking.window_left >= 0
-        return uniform, kv_len.size, first if is_exact else -(-first // 16), splitting, capacity
+        tiles = first if is_exact else -(-first // 16)
+        # One prompt whose keys come first may need no list.
+        is_first = kv_len.size == 1 and not requests.kv_start[0]
+        return uniform, kv_len.size, tiles, is_first, splitting, capacity
 
     def _schedule(
         self, requests: BatchRequests, splitting: Splitting, capacity: Capacity | None
@@ -181,12 +219,10 @@ class BatchLauncher:
             slots = 0
         schedule = self._of_requests(works, requests)
         if len(works) == 1 and not works[0].reserved.split_tiles:
-            schedule.only = self._only(requests, schedule)
+            schedule.uniform = self._uniform(requests, schedule)
         return schedule
 
-    def _only(
-        self, requests: BatchRequests, schedule: BatchSchedule
-    ) -> tuple[int, int, int] | None:
+    def _uniform(self, requests: BatchRequests, schedule: BatchSchedule) -> Uniform | None:
         """See BatchSchedule. What a list would say of one request is in the Params struct too."""
         (part,), count = schedule.parts, requests.qo_len.size
         if count != 1 or part.tiles is None or requests.mask_start is not None:
@@ -194,7 +230,7 @@ class BatchLauncher:
         if requests.q_start[0] or requests.kv_start[0] or requests.key_offset is not None:
             return None
         ((launch, _),) = part.launches
-        return int(requests.qo_len[0]), int(requests.kv_len[0]), launch.num_items
+        return Uniform(int(requests.qo_len[0]), int(requests.kv_len[0]), launch.num_items)
 
     def _choose_launches(
         self, found: list[tuple[str, BatchRequests]], requests: BatchRequests
@@ -262,14 +298,40 @@ class BatchLauncher:
         return self._kernels.choose(rows, num_requests * self.num_kv_heads, longest, most_rows)
 
     def reserve(
-        self, rows: str, shape: TileShape, most: Limits, longest: int
+        self, rows: str, shape: TileShape, most: Limits, longest: int, begins_early: bool = False
     ) -> tuple[BatchSchedule, int]:
-        """A schedule whose words the device will write, and how many bytes they take."""
+        """A schedule whose words the device will write, and how many bytes they take.
+
+        begins_early: its kernels begin beside the launch that writes the words, if they wait for it
+        """
         part, words_bytes, workspace_bytes = self._layout.part(
             rows, self._reserved(rows, shape, most), 0, 0
         )
+        is_overlapped = overlaps_launches(device_props(self.device_index).arch)
+        if begins_early and self.problem.is_wide and is_overlapped:
+            early = tuple((launch._replace(is_dependent=True), x) for launch, x in part.launches)
+            part = replace(part, launches=early)
         schedule = BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=longest)
         return schedule, words_bytes
+
+    def schedule_lists(self, count: int, kv_len: int) -> BatchSchedule | None:
+        """The schedule of `count` tokens with lists of so many keys each, which has no words; None
+        where kernels need a work list."""
+        rows, shape = self.choose(count, 1, kv_len, Splitting())
+        tiles = self._kernels.get(rows).kinds[0]
+        num_tiles = count * -(-self.group_size // shape.tile_q)
+        if not tiles.reads_uniform or num_tiles > MAX_GRID_YZ:
+            return None
+        splits = equal_splits(num_tiles, kv_len, self.num_kv_heads, self.group_size, shape)
+        is_split = splits > 1
+        state_rows = num_tiles * splits * tiles.tile_q if is_split else 0
+        reserved = Reserved(num_tiles * splits, 0, num_tiles * is_split, 0, state_rows)
+        part, _, workspace_bytes = self._layout.part(rows, reserved, 0, 0)
+        (launch, first), *_ = part.launches
+        grid = self.num_kv_heads, num_tiles, splits
+        part = replace(part, launches=((launch._replace(grid=grid), first),))
+        uniform = Uniform(1, kv_len, num_tiles, splits)
+        return BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=kv_len, uniform=uniform)
 
     def schedule_levels(
         self,
@@ -484,12 +546,14 @@ class BatchLauncher:
         output_scale: float,
         sm_scale: float,
         rotated: int = 0,
+        lse_scale: float = 1.0,
     ) -> BoundRun:
         """What runs on arrays of these strides enqueue, as long as nothing else moves either.
 
         `strides` are params.STRIDES, packed. num_keys: rows that k and v hold, or pages. The mask
         has mask_bytes bytes, in rows of mask_row_bytes (mask.cuh). The scales are those of the
-        options times what the run adds to them. rotated: room for schedule.rotated_bytes.
+        options times what the run adds to them. rotated: room for schedule.rotated_bytes. lse_scale
+        multiplies the LSE.
         """
         steps: list[Step] = []
         merges: list[Step] = []
@@ -497,12 +561,12 @@ class BatchLauncher:
         positions = 0 if schedule.positions < 0 else words + schedule.positions
         for part in schedule.parts:
             for launch, first_item in part.launches or _NO_LAUNCHES:
-                qo_len, kv_len = part.levels
-                num_q_tiles, items = 0, words + part.items
-                if schedule.only is not None:
-                    qo_len, kv_len, num_q_tiles = schedule.only
+                qo_len, kv_len = part.merge_sizes
+                num_q_tiles, num_splits, items = 0, 1, words + part.items
+                if schedule.uniform is not None:
+                    qo_len, kv_len, num_q_tiles, num_splits = schedule.uniform
                     items = 0
-                key = first_item, sm_scale, output_scale, num_q_tiles
+                key = first_item, sm_scale, output_scale, num_q_tiles, num_splits, lse_scale
                 planned = params.PLANNED.pack(
                     workspace + part.partial_o,
                     workspace + part.partial_lse,
@@ -543,7 +607,13 @@ class BatchLauncher:
         )
 
     def _constants(
-        self, first_item: int, sm_scale: float, output_scale: float, num_q_tiles: int
+        self,
+        first_item: int,
+        sm_scale: float,
+        output_scale: float,
+        num_q_tiles: int,
+        num_splits: int,
+        lse_scale: float,
     ) -> bytes:
         """What is the same for all runs with these scales."""
         packed = params.pack_constants(
@@ -552,8 +622,11 @@ class BatchLauncher:
             output_scale=output_scale,
             first=first_item,
             num_q_tiles=num_q_tiles,
+            num_splits=num_splits,
+            lse_scale=lse_scale,
         )
         if len(self._packed) >= _MAX_CACHED:
             self._packed.clear()
-        self._packed[first_item, sm_scale, output_scale, num_q_tiles] = packed
+        key = first_item, sm_scale, output_scale, num_q_tiles, num_splits, lse_scale
+        self._packed[key] = packed
         return packed

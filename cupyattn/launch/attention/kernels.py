@@ -17,7 +17,7 @@ from ...schedule.levels import Served
 from ...schedule.masking import Masking
 from ...schedule.sm_partition import choose_launches, streams_of
 from ...schedule.tile_choice import choose_tiles
-from ...schedule.tile_shape import TileShape, cluster_size
+from ...schedule.tile_shape import TileShape, cluster_size, may_cluster
 from ..tiles.config import TileConfig
 from ..tiles.select import (
     DECODE,
@@ -236,14 +236,28 @@ class Kernels:
             return rows, shape
         return rows, _merged_apart(shape)
 
+    def choose_for_any_length(self, num_items: int, most_rows: int) -> TileShape | None:
+        """What `choose` gives of decode, however many keys requests have; None if they decide."""
+        kernel = self.get(DECODE)
+        if not kernel.kinds[0].fused_merge or self._problem.is_wide:
+            return None
+        if kernel.loaded.has_clusters and may_cluster(num_items, kernel.loaded.num_sms):
+            return None
+        return self.choose(DECODE, num_items, 1, most_rows)[1]
+
     def merged_by(self, shape: TileShape, plan: BatchPlan) -> TileShape:
         """The shape of a plan where a launch merges, if a tile has more parts than a warp asks for
         at a time; else the same."""
-        is_fused = shape.is_fused and shape.part_cost > 0 and not self._problem.is_wide
-        if not is_fused or shape.cluster > 1:
+        apart = self.merged_if_many(shape)
+        if apart is shape:
             return shape
         most = np.maximum.reduce(plan.items[plan.merges, NUM_SPLITS])
-        return _merged_apart(shape) if most > MOST_PARTS else shape
+        return apart if most > MOST_PARTS else shape
+
+    def merged_if_many(self, shape: TileShape) -> TileShape:
+        """The shape of a plan some of whose tiles have more than MOST_PARTS."""
+        is_fused = shape.is_fused and shape.part_cost > 0 and not self._problem.is_wide
+        return _merged_apart(shape) if is_fused and shape.cluster == 1 else shape
 
     def _is_plain(self) -> bool:
         """Whether the kernels of this problem were compared for these rows."""

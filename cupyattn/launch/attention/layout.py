@@ -83,6 +83,7 @@ class LaunchPart:
     tiles     of the kernel, where its blocks are persistent
     merge     what merges states afterwards: the splits of a prefill, or the levels of a cascade
     merges    what it reads: an item of each split tile, or the tables of (tokens, levels)
+    merge_sizes   (split tiles, 0), or (tokens, levels)
     mask_maps where in the workspace is what the launch ahead of it leaves
     has_counters  blocks share work by counters, or count to know who merges
     """
@@ -94,10 +95,19 @@ class LaunchPart:
     counters: int
     partial_o: int
     partial_lse: int
-    levels: tuple[int, int] = (0, 0)
+    merge_sizes: tuple[int, int] = (0, 0)
     tiles: TileConfig | None = None
     mask_maps: int = 0
     has_counters: bool = True
+
+
+class Uniform(NamedTuple):
+    """Rows and keys of each of equal requests; the tiles of all, and the splits of each."""
+
+    qo_len: int
+    kv_len: int
+    num_tiles: int
+    num_splits: int = 1
 
 
 @dataclass(slots=True)
@@ -109,8 +119,9 @@ class BatchSchedule:
     workspace_bytes  scratch for partial states and for what is found of masks (16-byte aligned)
     positions        bytes into the words, where the positions of rows are; -1 without any
     longest          the most keys of a request
-    only             of a batch of one request whose keys are not split, for prefill_sm90: its rows
-                     and keys, and its tiles; the kernel then reads no work list. None: any other
+    uniform          where the kernel reads no work list, because the grid says who does what: for
+                     prefill_sm90 one request whose keys are not split, for lists of keys any
+                     number of equal lengths. None: any other
     rotated          rows of k, or pages, that are rotated ahead of the launches, and the bytes that
                      takes; 0 if none are
     """
@@ -122,7 +133,7 @@ class BatchSchedule:
     longest: int = 0
     rotated: int = 0
     rotated_bytes: int = 0
-    only: tuple[int, int, int] | None = None
+    uniform: Uniform | None = None
 
 
 class EqualRequests:
@@ -149,7 +160,9 @@ class EqualRequests:
         items = self._items(words)
         items[:, _KV_START] = requests.kv_start.take(self._requests)
         items[:, _KV_LEN] = longest = int(requests.kv_len[0])
-        return BatchSchedule(words, made.workspace_bytes, made.parts, longest=longest)
+        uniform = made.uniform and made.uniform._replace(kv_len=longest)
+        shared = made.workspace_bytes, made.parts
+        return BatchSchedule(words, *shared, longest=longest, uniform=uniform)
 
 
 class Layout:
@@ -236,9 +249,9 @@ class Layout:
             launches = tuple(
                 (Launch(function, grid, *size, cluster=cluster), first) for grid, first in grids
             )
-        merge = None
+        merge, merge_sizes = None, reserved.levels
         if reserved.split_tiles:
-            merged = kernel.kinds[0]
+            merged, merge_sizes = kernel.kinds[0], (reserved.split_tiles, 0)
             num_rows = reserved.split_tiles * merged.tile_q
             merge = merge_splits.prepare(
                 self._problem, merged, num_rows, heads, self._device_index, reserved.keeps_order
@@ -261,7 +274,7 @@ class Layout:
             counters,
             workspace_bytes,
             partial_lse,
-            reserved.levels,
+            merge_sizes,
             persistent,
             mask_maps,
             persistent is not None or reserved.counters > 0 or not reserved.split_tiles,

@@ -13,6 +13,8 @@ from ..tiles.config import TileConfig
 _WARPS = 4
 # Up to so many rows of all KV heads each have a block.
 _FEW_ROWS = 1024
+# Blocks for each SM that merge wide rows: as many as run at a time.
+_WIDE_BLOCKS = 3
 
 
 @lru_cache(maxsize=1024)
@@ -66,6 +68,10 @@ def prepare(
     shares_rows = has_few and not is_wide(problem)
     function = load_function("merge_splits", config(problem, tiles, shares_rows), device_index)
     rows_a_block = 1 if shares_rows else _WARPS
-    grid = (-(-num_rows * parts(problem.head_dim_vo) // rows_a_block), num_kv_heads, 1)
-    early = overlaps_launches(device_props(device_index).arch)
+    blocks = -(-num_rows * parts(problem.head_dim_vo) // rows_a_block)
+    props = device_props(device_index)
+    if is_wide(problem):
+        blocks = min(blocks, _WIDE_BLOCKS * props.num_sms)
+    grid = (blocks, num_kv_heads, 1)
+    early = overlaps_launches(props.arch)
     return Launch(function, grid, _WARPS * 32, 0, is_dependent=early)

@@ -22,16 +22,24 @@ from .batch import BatchLauncher, BatchSchedule
 _THREADS = 512
 _SHARED_BYTES = 29_264
 _BYTES_A_REQUEST = 16
-# Rows and pages by steps, or by lengths and offsets too.
-UNIFORM, RAGGED = CONFIGS = tuple(
-    jit.Config({"kRagged": is_ragged, "kThreads": _THREADS, "kSharedBytes": _SHARED_BYTES})
-    for is_ragged in (False, True)
+# Rows and pages by steps, or by lengths and offsets too; by steps, where nothing but int32 lengths
+# of keys decides.
+UNIFORM, RAGGED, PLAIN = CONFIGS = tuple(
+    jit.Config(
+        {
+            "kRagged": is_ragged,
+            "kPlain": is_plain,
+            "kThreads": _THREADS,
+            "kSharedBytes": _SHARED_BYTES,
+        }
+    )
+    for is_ragged, is_plain in ((False, False), (True, False), (False, True))
 )
 
 # kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
 _FORMAT = struct.Struct("<q 2i")
 _TILES = struct.Struct("<6i 3I i")  # group_size to group_shift
-_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 5i {_TILES.size}s 8i 6f 2i 4x")
+_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 5i {_TILES.size}s 8i 6f 2i 2f 4x")
 _PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
 PARAMS = struct.Struct(f"<8Q {_PLANNED.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
@@ -113,10 +121,9 @@ class _Kind(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _kind(launcher: BatchLauncher, rows: str, is_ragged: bool) -> _Kind:
+def _kind(launcher: BatchLauncher, rows: str, config: jit.Config) -> _Kind:
     props = device_props(launcher.device_index)
     shared_bytes = props.max_smem_per_block
-    config = RAGGED if is_ragged else UNIFORM
     function = load_function("plan_batch", config, launcher.device_index, shared_bytes)
     most = (shared_bytes - _SHARED_BYTES) // _BYTES_A_REQUEST
     return _Kind(function, most, launcher.tiles(rows))
@@ -143,14 +150,22 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     rows, shape = launcher.choose(
         lengths.num_requests, lengths.max_qo_len, lengths.likely_kv_len, Splitting()
     )
-    function, most, tiles = _kind(launcher, rows, lengths.is_ragged)
+    masking = launcher.masking
+    # A window that no request outgrows is none.
+    left, right = (
+        x if x < lengths.max_kv_len else -1 for x in (masking.window_left, masking.window_right)
+    )
+    sees_all = left < 0 and (right < 0 or lengths.qo_len == 1)
+    config = RAGGED if lengths.is_ragged else UNIFORM
+    if not lengths.is_ragged and sees_all and lengths.formats[1] == IndexFormat():
+        config = PLAIN
+    function, most, tiles = _kind(launcher, rows, config)
     if lengths.num_requests > most:
         raise UnsupportedError(
             f"seq_lens: {lengths.num_requests} requests; at most {most} in one call are supported, "
             "pass the batch in parts"
         )
     shared_bytes = _SHARED_BYTES + _BYTES_A_REQUEST * lengths.num_requests
-    masking = launcher.masking
     capacity = plan_capacity(
         lengths.num_requests,
         lengths.num_rows,
@@ -164,15 +179,16 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         last_block_merges=not (tiles.fused_merge and shape.is_fused),
     )
     limits = capacity.limits()
-    schedule, words_bytes = launcher.reserve(rows, shape, limits, lengths.likely_kv_len)
+    # Blocks that take their SMs before the plan is there were slower where each SM has several.
+    is_one_wave = capacity.num_tiles <= capacity.items_per_wave
+    schedule, words_bytes = launcher.reserve(
+        rows, shape, limits, lengths.likely_kv_len, is_one_wave
+    )
     part = schedule.parts[0]
     num_heads = launcher.num_kv_heads * launcher.group_size
     scale_k = words_bytes + 4 * num_heads
     scale_v = scale_k + 4 * launcher.num_kv_heads
     partials = -(-(scale_v + 4 * launcher.num_kv_heads) // 16) * 16
-    # A window that no request outgrows is none.
-    left, right = masking.window_left, masking.window_right
-    most_keys = lengths.max_kv_len
     constants = _CONSTANTS.pack(
         _packed(lengths.formats),
         lengths.num_requests,
@@ -181,8 +197,8 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         lengths.kv_step,
         lengths.max_kv_len,
         _packed_tiles(launcher.group_size, launcher.num_kv_heads, shape.tile_q, shape.tile_kv),
-        left if left < most_keys else -1,
-        right if right < most_keys else -1,
+        left,
+        right,
         capacity.items_per_wave,
         capacity.num_tiles,
         capacity.num_more,
@@ -193,6 +209,8 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         *shape.costs(most_rows),
         lengths.slope_step,
         lengths.kv_room or lengths.max_kv_len,
+        1.0 / capacity.items_per_wave,
+        1.0 / max(1, capacity.num_more),
     )
     return DevicePlan(
         Launch(function, (1, 1, 1), _THREADS, shared_bytes),

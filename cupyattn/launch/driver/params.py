@@ -30,7 +30,7 @@ LOGITS_NUMBERS = struct.Struct(f"<{MAX_NUMBERS * 4}s")
 OPTIONAL = struct.Struct(f"<7Q {LOGITS_ARRAYS.size}s")
 STRIDES = struct.Struct("<12q")  # (token, head) of q, k, v, o, lse; page of k, v
 # num_kv_heads to value_pages, logits_numbers; RoPE follows
-CONSTANTS = struct.Struct(f"<6i 5f 2i I i I 2i {LOGITS_NUMBERS.size}s")
+CONSTANTS = struct.Struct(f"<6i 6f 2i I i I 2i 4x {LOGITS_NUMBERS.size}s")
 # q, k, v, o; OPTIONAL; partial_o, partial_lse, counters; work, merges, kv_indices, positions;
 # STRIDES; mask_bytes, mask_row_bytes; lengths; the rest.
 ATTENTION = struct.Struct(
@@ -44,9 +44,9 @@ PLANNED = struct.Struct(
 RUN = struct.Struct(f"<4Q {OPTIONAL.size}s {PLANNED.size}s")
 
 # kernels/cupyattn/params/latent.cuh: what follows ATTENTION. q_rope, k_rope; strides of a token and
-# a head of q_rope, of a token and a page of k_rope; rope_scale.
-LATENT = struct.Struct("<2Q 4q f 4x")
-LATENT_PLACES, LATENT_REST = struct.Struct("<2Q"), struct.Struct("<4q f 4x")
+# a head of q_rope, of a token and a page of k_rope; rope_scale, list_step.
+LATENT = struct.Struct("<2Q 4q f i")
+LATENT_PLACES, LATENT_REST = struct.Struct("<2Q"), struct.Struct("<4q f i")
 
 # kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_swizzle,
 # box_rows, query_box_rows; PageUnits of k and v; output_box_rows, num_tail_items; mask_maps; maps
@@ -125,11 +125,12 @@ def pack_constants(
     first: int = 0,
     num_q_tiles: int = 0,
     num_splits: int = 1,
+    lse_scale: float = 1.0,
 ) -> bytes:
     """CONSTANTS and the table of RoPE steps: what all launches of a plan and these scales share.
 
     first: the first tile of q, or item, of the launch. The scales are those of the spec times what
-    a run adds to them.
+    a run adds to them. lse_scale multiplies the LSE, which is in base 2.
     """
     # Read by the kernels only if the scale is positive and shared by all heads.
     softmax_scale = sm_scale * LOG2_E
@@ -145,6 +146,7 @@ def pack_constants(
         output_scale,
         softmax_scale,
         SLACK / softmax_scale if softmax_scale else 0.0,
+        lse_scale,
         first,
         spec.page_size,
         *(divisor(spec.page_size) if spec.page_size else (0, 0)),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import threading
 from typing import Any
 
 from ...errors import DeviceError
@@ -22,17 +21,39 @@ _ATTRIBUTE = struct.Struct("<i 4x 3i 52x")
 _CLUSTER_DIMENSION, _SERIALIZATION = 4, 6
 
 
-class _Room(threading.local):
-    """One thread's structs, which the driver reads during the call."""
+_MAX_KEPT = 1024
 
-    def __init__(self) -> None:
-        self.buffer = bytearray(_CONFIG.size + 2 * _ATTRIBUTE.size)
-        self._pinned = (ctypes.c_char * len(self.buffer)).from_buffer(self.buffer)
+
+class _Config:
+    """A CUlaunchConfig and its attributes, which nobody changes: launches of one shape on a stream
+    share it."""
+
+    __slots__ = ("_buffer", "_pinned", "address")
+
+    def __init__(
+        self, sizes: tuple[int, ...], stream: int, cluster: int = 1, is_dependent: bool = False
+    ) -> None:
+        attributes = []
+        if is_dependent:
+            attributes.append((_SERIALIZATION, 1, 0, 0))
+        if cluster > 1:
+            attributes.append((_CLUSTER_DIMENSION, cluster, 1, 1))
+        self._buffer = bytearray(_CONFIG.size + len(attributes) * _ATTRIBUTE.size)
+        self._pinned = (ctypes.c_char * len(self._buffer)).from_buffer(self._buffer)
         self.address = ctypes.addressof(self._pinned)
-        _ATTRIBUTE.pack_into(self.buffer, _CONFIG.size, _SERIALIZATION, 1, 0, 0)
+        begin = self.address + _CONFIG.size
+        _CONFIG.pack_into(self._buffer, 0, *sizes, stream, begin, len(attributes))
+        for place, attribute in enumerate(attributes):
+            _ATTRIBUTE.pack_into(self._buffer, _CONFIG.size + place * _ATTRIBUTE.size, *attribute)
 
 
-_room = _Room()
+@functools.lru_cache(maxsize=_MAX_KEPT)
+def _config(
+    x: int, y: int, z: int, block_x: int, block_y: int, block_z: int, shared_bytes: int,
+    stream: int, cluster: int, is_dependent: bool,
+) -> _Config:  # fmt: skip
+    sizes = x, y, z, block_x, block_y, block_z, shared_bytes
+    return _Config(sizes, stream, cluster, is_dependent)
 
 
 def launch_early(
@@ -40,8 +61,8 @@ def launch_early(
     shared_bytes: int, stream: int, arguments: int, extra: int,
 ) -> None:  # fmt: skip
     """As cuLaunchKernel, with its arguments. Raises DeviceError if the driver refuses."""
-    sizes = x, y, z, block_x, block_y, block_z, shared_bytes
-    _launch(function, sizes, stream, arguments, extra, _room.address + _CONFIG.size, 1)
+    config = _config(x, y, z, block_x, block_y, block_z, shared_bytes, stream, 1, True)
+    _launch(config, function, arguments, extra, (x, y, z))
 
 
 def launch_clusters(
@@ -50,40 +71,29 @@ def launch_clusters(
     is_dependent: bool = False,
 ) -> None:  # fmt: skip
     """Launch a kernel in clusters of `cluster` blocks along x; early if it `is_dependent`."""
-    begin = _CONFIG.size + _ATTRIBUTE.size
-    _ATTRIBUTE.pack_into(_room.buffer, begin, _CLUSTER_DIMENSION, cluster, 1, 1)
-    attributes = _room.address + (_CONFIG.size if is_dependent else begin)
     sizes = x, y, z, block_x, block_y, block_z, shared_bytes
-    _launch(function, sizes, stream, arguments, extra, attributes, 2 if is_dependent else 1)
+    config = _config(*sizes, stream, cluster, is_dependent)
+    _launch(config, function, arguments, extra, (x, y, z))
 
 
 def most_clusters(function: int, threads: int, shared_bytes: int, cluster: int) -> int:
     """How many clusters of so many blocks run at a time on the current device."""
-    begin, count = _CONFIG.size + _ATTRIBUTE.size, ctypes.c_int()
-    _ATTRIBUTE.pack_into(_room.buffer, begin, _CLUSTER_DIMENSION, cluster, 1, 1)
-    sizes = cluster, 1, 1, threads, 1, 1, shared_bytes
-    _CONFIG.pack_into(_room.buffer, 0, *sizes, 0, _room.address + begin, 1)
+    count = ctypes.c_int()
+    config = _Config((cluster, 1, 1, threads, 1, 1, shared_bytes), 0, cluster)
     call = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters
     call.argtypes = [ctypes.c_void_p] * 3
-    status = call(ctypes.addressof(count), function, _room.address)
+    status = call(ctypes.addressof(count), function, config.address)
     if status:
         raise DeviceError(f"the driver does not say how many clusters run (error {status})")
     return count.value
 
 
 def _launch(
-    function: int,
-    sizes: tuple[int, ...],
-    stream: int,
-    arguments: int,
-    extra: int,
-    attributes: int,
-    count: int,
+    config: _Config, function: int, arguments: int, extra: int, blocks: tuple[int, int, int]
 ) -> None:
-    _CONFIG.pack_into(_room.buffer, 0, *sizes, stream, attributes, count)
-    status = _launch_kernel()(_room.address, function, arguments, extra)
+    status = _launch_kernel()(config.address, function, arguments, extra)
     if status:
-        raise DeviceError(f"the driver refuses a launch of {sizes[:3]} blocks (error {status})")
+        raise DeviceError(f"the driver refuses a launch of {blocks} blocks (error {status})")
 
 
 @functools.cache

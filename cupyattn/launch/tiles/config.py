@@ -64,6 +64,11 @@ class TileConfig:
         return self.name == "decode_sm80" or self.config.get("kFusedMerge") is True
 
     @property
+    def reads_uniform(self) -> bool:
+        """Blocks of lists of keys find their work by the grid where all lists are equally long."""
+        return self.name in ("wide_sm90", "wide_decode_sm90") and self.config.get("kSparse") is True
+
+    @property
     def fused_splits(self) -> int:
         """Where a launch merges: up to so many splits of a tile are merged by its last block."""
         most = self.config.get("kFusedSplits", 0)

@@ -317,6 +317,7 @@ def _choose_decode(
 
 def _choose_few(problem: AttentionProblem, max_shared_bytes: int, mma_q: int) -> TileConfig:
     """Twice the warps of other blocks, and the shared memory of a whole SM for their stages."""
+    assert mma_q == 1 or problem.head_dim_vo <= _MOST_DIM_OF_FEW_VERIFY, "tiles that would spill"
     row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.dtype_kv.itemsize
     q_in_registers = problem.head_dim_qk <= 192 and (mma_q == 1 or problem.head_dim_qk <= 64)
     keys = 16 if row_bytes >= 512 or mma_q == 2 else 32

@@ -22,8 +22,9 @@ _REGISTERS_CONVERTED = 56, 224
 _THREADS_GATHERED, _REGISTERS_GATHERED = 4 * 128, (48, 208)
 # The packed rows of wide_decode_sm90, by the row class (select.ROW_CLASSES).
 _DECODE_ROWS = {"decode": 16, "verify": 32}
-# So many splits of a tile are merged by the last of its blocks.
-FUSED_SPLITS = 8
+# So many splits of a tile of so many rows of latent attention are merged by the last of its blocks,
+# and so many of few rows of other wide heads.
+FUSED_SPLITS, FUSED_SPLITS_OF_FEW = {16: 8, 32: 8, 64: 4}, 8
 _PATTERN_BYTES = 1024
 _ITEM_BYTES = 104
 
@@ -72,6 +73,7 @@ def choose(
             paged=problem.paged,
             sparse=is_sparse,
             tma=tma,
+            fused_splits=FUSED_SPLITS_OF_FEW if rows in _DECODE_ROWS else 0,
         )
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
@@ -91,6 +93,7 @@ def config(
     paged: bool = True,
     sparse: bool = False,
     tma: bool = False,
+    fused_splits: int = 0,
 ) -> TileConfig:
     """The instance for queries and keys of one type, or for latent keys of e4m3.
 
@@ -98,6 +101,7 @@ def config(
     key_scales: of e4m3 keys (core.problem.KEY_SCALES).
     sparse: kv_indices has an entry for each key, its slot, or a negative number for none.
     tma: boxes of pages bring latent keys, by maps of launch/attention/tma_wide.py.
+    fused_splits: of heads that are not latent, so many splits of a tile are merged by its last block.
     """
     dtype_kv = dtype_kv or dtype
     head_dim_qk, head_dim_vo = head_dims
@@ -120,6 +124,7 @@ def config(
         _panels(TILE_Q, tile_kv, 1),
         Field(4 * 2 * TILE_Q),  # factors and normalisers
         Field(4 * 4),  # raised
+        Field(4),  # is_last
         Field(4 * (TILE_Q if scales_rows else 1)),  # row_scales
         Field(32, 16),  # constants of logits
         Field(20),  # facts of a row, which no logit here takes
@@ -141,6 +146,7 @@ def config(
         "kSparse": sparse,
         "kTma": tma,
         "kPaged": paged,
+        "kFusedSplits": FUSED_SPLITS[TILE_Q] if is_latent else fused_splits,
         "kTileQ": TILE_Q,
         "kTileKV": tile_kv,
         "kStages": stages,
@@ -186,7 +192,6 @@ def decode_config(
         Field(4 * 4 * tile_q * consumers, 16),  # of_warps
         Field(4 * tile_q * consumers),  # factors
         Field(4 * (tile_q if dtype_kv.is_fp8 else 1)),  # row_scales
-        Field(4 * FUSED_SPLITS * tile_q),  # weights
         Field(8 * consumers),  # nonfinite keys
         Field(4),  # is_last
         Field(4 * tile_kv * (stages if key_scales == "tokens" else 1)),
@@ -207,7 +212,7 @@ def decode_config(
         "kTma": tma,
         "kPaged": True,
         "kConsumers": consumers,
-        "kFusedSplits": FUSED_SPLITS,
+        "kFusedSplits": FUSED_SPLITS[tile_q],
         "kTileQ": tile_q,
         "kTileKV": tile_kv,
         "kStages": stages,

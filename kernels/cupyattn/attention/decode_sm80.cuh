@@ -467,7 +467,7 @@ struct DecodeSm80 {
       store_pair<DTypeO, Config::kAligned>(out, sum.x * factor, sum.y * factor);
       store_pair<DTypeO, Config::kAligned>(out + 2, sum.z * factor, sum.w * factor);
       if (column == 0 && params.lse != nullptr) {
-        params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
+        store_lse(params, token, head, state.lse());
       }
     }
   }

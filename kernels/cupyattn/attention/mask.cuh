@@ -39,9 +39,11 @@ struct KeyLimits {
 struct PositionSpan {
   int low, high;
 
+  template <bool kMayHavePositions>
   static __device__ __forceinline__ PositionSpan of(const AttentionParams& params,
                                                     const Request& request, int first, int last) {
-    if (params.positions == nullptr) {  // mutate: positions-in-order
+    // mutate: positions-in-order
+    if (!kMayHavePositions || params.positions == nullptr) {
       return PositionSpan{request.position(params, first), request.position(params, last)};
     }
     int low = 0x7fffffff, high = -low;
@@ -61,13 +63,15 @@ struct KeyRange {
   int begin, end, full_begin, full_end;
   int first_token, last_token;
 
+  // kMayHavePositions: whether a level of a cascade may ask.
+  template <bool kMayHavePositions = true>
   static __device__ __forceinline__ KeyRange of(const AttentionParams& params,
                                                 const BlockWork& work) {
     const int first_row = work.tile.first_row;
     const int last_row = first_row + work.tile.num_rows - 1;
     const int first = ptx::warp_uniform(PackGqaRow::of(params, first_row).token);
     const int last = ptx::warp_uniform(PackGqaRow::of(params, last_row).token);
-    const PositionSpan span = PositionSpan::of(params, work.request, first, last);
+    const PositionSpan span = PositionSpan::of<kMayHavePositions>(params, work.request, first, last);
     const KeyLimits a = KeyLimits::of(params, work.request, span.low);
     const KeyLimits b = KeyLimits::of(params, work.request, span.high);
     // Tiles begin with the range, so no row has to hide the keys ahead of the first.

@@ -405,7 +405,7 @@ struct PrefillSm80 {
               [&](int column) { return out + column; }, o[m], h, factor, lane);
         }
         if (exists && params.lse != nullptr && (lane & 3) == 0) {
-          params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
+          store_lse(params, token, head, state.lse());
         }
       }
     }

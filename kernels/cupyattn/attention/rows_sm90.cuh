@@ -103,7 +103,7 @@ struct PrefillSm90Rows {
       if (leaves_state) {
         params.partial_lse[row.state] = state.lse();
       } else if (params.lse != nullptr) {
-        params.lse[row.token * params.lse_stride_n + row.head * params.lse_stride_h] = state.lse();
+        store_lse(params, row.token, row.head, state.lse());
       }
     }
     return output;

@@ -1,7 +1,8 @@
 // Online softmax of the rows that one thread has in accumulator fragments: two rows (lane / 4
 // and lane / 4 + 8) for each m-tile of 16.
 //
-// decode_sm80 takes every maximum. prefill_sm80 and prefill_sm90 are lazy, so O is rarely rescaled.
+// decode_sm80, and wide_sm90 of ordinary heads, take every maximum. prefill_sm80 and prefill_sm90 are
+// lazy, so O is rarely rescaled.
 // prefill_sm80 moves the maximum when a logit exceeds it by more than kRescaleThreshold (base 2),
 // prefill_sm90 when the sum of a tile's probabilities is large compared with the row's sum. The
 // result is the same up to rounding, because numerator and denominator share the maximum. P of
@@ -156,6 +157,32 @@ struct OnlineSoftmax {
       for (int h = 0; h < 2; ++h) row_sum[m][h] += tile_sum[m][h];
     }
     return moves;
+  }
+
+  // Makes the probabilities of a tile under the maxima of all logits so far. Returns whether a
+  // maximum has moved; O must then be multiplied by `factors`. The largest probabilities of a row are
+  // 1, or were when they were made, and 1 is not rounded.
+  template <typename T, int kSteps, int kTilesS, typename Form>
+  __device__ __forceinline__ bool raise_and_exponentiate(uint32_t (&p)[kSteps][kMmaQ][4],
+                                                         const float (&s)[kMmaQ][kTilesS][4],
+                                                         float (&factors)[kMmaQ][2],
+                                                         const Form& form, float scale) {
+    float tile_sum[kMmaQ][2];
+    raise_where_asked<true>(s, factors, tile_sum, form, scale, 0.0f);
+    bool moves = false;
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      // mutate: wide-raised-maxima-not-told
+      for (int h = 0; h < 2; ++h) moves |= factors[m][h] != 1.0f;
+    }
+    exponentiate_all<T>(p, s, form, scale, tile_sum);
+#pragma unroll
+    for (int m = 0; m < kMmaQ; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) row_sum[m][h] += tile_sum[m][h];
+    }
+    return ptx::warp_any(moves);
   }
 
   // Raises each row by its own logits alone: its bits do not depend on the rows beside it.

@@ -151,10 +151,15 @@ struct PrefillSm90Softmax {
         }
       }
     }
-    // Rows that begin with a maximum take another only if they must.
-    constexpr bool kTakesMax = kIsFirst && !kHasFirstMax;
-    to.raised = online.template exponentiate_or_raise<typename Mma::P, kTakesMax>(
-        to.p, s, to.factors, form, scale, room_of(first_key));
+    if constexpr (!kIsFirst && Traits::kTakesMaxima) {
+      to.raised =
+          online.template raise_and_exponentiate<typename Mma::P>(to.p, s, to.factors, form, scale);
+    } else {
+      // Rows that begin with a maximum take another only if they must.
+      constexpr bool kTakesMax = kIsFirst && !kHasFirstMax;
+      to.raised = online.template exponentiate_or_raise<typename Mma::P, kTakesMax>(
+          to.p, s, to.factors, form, scale, room_of(first_key));
+    }
     if constexpr (!kIsFirst && !kOverlap) {
       if (unlikely(to.raised)) multiply_rows(o, to.factors);
     }

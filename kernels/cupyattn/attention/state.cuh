@@ -63,6 +63,12 @@ __device__ __forceinline__ float sink_of(const AttentionParams& params, int head
   return params.sinks == nullptr ? -ptx::infinity() : params.sinks[head] * kLog2e;
 }
 
+__device__ __forceinline__ void store_lse(const AttentionParams& params, int64_t token, int head,
+                                          float lse) {
+  // mutate: lse-in-base-2
+  params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = lse * params.lse_scale;
+}
+
 __device__ __forceinline__ float output_scale_of(const AttentionParams& params, int kv_head) {
   return params.scale_v == nullptr ? params.output_scale
                                    : params.output_scale * params.scale_v[kv_head];
@@ -262,7 +268,7 @@ __device__ __forceinline__ void write_merged(RowMerge<kVectors>& merged,
     store_pair<DTypeO, kAligned>(out + 2, sum.z * factor, sum.w * factor);
   }
   if (lane == 0 && first_column == 0 && params.lse != nullptr) {
-    params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
+    store_lse(params, token, head, state.lse());
   }
 }
 

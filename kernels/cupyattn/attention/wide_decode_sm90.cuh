@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cupyattn/attention/wide_decode_sm90_consumer.cuh"
-#include "cupyattn/attention/wide_decode_sm90_merge.cuh"
+#include "cupyattn/attention/wide_merge_sm90.cuh"
 #include "cupyattn/attention/wide_sm90_tma.cuh"
 
 namespace cupyattn {
@@ -23,7 +23,7 @@ struct WideDecodeSm90 {
   static __device__ __forceinline__ void run(const Params& params, SharedMemory& shared) {
     const WideSm90Block<Traits> block(params, shared);
     const int warp = ptx::warp_uniform(threadIdx.x / kWarpSize);
-    if (warp == 0) block.describe_item();
+    if (warp == 0) block.await_item();
     if (threadIdx.x == kWarpSize) {
       init_barriers(shared);
       if constexpr (Traits::kTma) {
@@ -32,6 +32,8 @@ struct WideDecodeSm90 {
       }
     }
     ptx::block_sync();
+    // A merge reads the work list too, so it begins no sooner.
+    ptx::launch_dependents();
     if (shared.items[0].work.tile.num_rows <= 0) return;
     const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);
     if (warpgroup == 0) {
@@ -43,7 +45,7 @@ struct WideDecodeSm90 {
     } else {
       WideDecodeSm90Consumer<Traits>(block, warpgroup - 1).run();
     }
-    if (Traits::kConsumers == 1 || warpgroup > 0) WideDecodeSm90Merge<Traits>(block).run();
+    if (Traits::kConsumers == 1 || warpgroup > 0) WideMergeSm90<Traits>(block).run();
   }
 
   static __device__ __forceinline__ void init_barriers(SharedMemory& shared) {

@@ -86,9 +86,7 @@ struct WideDecodeSm90Output {
     stage_output();
     sync_consumers();  // mutate: wide-decode-output-read-early
     if (item.work.tile.leaves_state()) {
-      rows.template write<float>(item, thread, [&](const Place& place) {
-        return params.partial_o + place.state * kHeadDimVO;
-      });
+      rows.write_state(item, thread);
     } else {
       rows.template write<DTypeO>(item, thread, [&](const Place& place) {
         return static_cast<DTypeO*>(params.o) + place.token * params.o_stride_n +
@@ -136,8 +134,7 @@ struct WideDecodeSm90Output {
     if (place.exists && leaves_state) {
       params.partial_lse[place.state] = state.lse();
     } else if (place.exists && params.lse != nullptr) {
-      params.lse[place.token * params.lse_stride_n + place.head * params.lse_stride_h] =
-          state.lse();
+      store_lse(params, place.token, place.head, state.lse());
     }
     float factor = state.normaliser(old_max);
     if (!leaves_state) factor *= output_scale_of(params, item.work.tile.kv_head);

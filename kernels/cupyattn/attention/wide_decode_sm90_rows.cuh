@@ -35,7 +35,31 @@ struct WideDecodeSm90Rows {
     return reinterpret_cast<float*>(shared.k[0]) + r * kStagedRow;
   }
 
-  // Writes the staged rows, 16 bytes a thread; `at` says where a row begins.
+  // Writes the staged rows as a state, whose rows follow each other.
+  __device__ __forceinline__ void write_state(const Item& item, int thread) const {
+    constexpr int kThreads = kHeadDimVO / 4, kRowsAtOnce = Traits::kConsumerThreads / kThreads;
+    const int first = thread / kThreads, column = thread % kThreads * 4;
+    const float* const from = staged(first) + column;
+    float* const to = params.partial_o + place_of(item, first).state * kHeadDimVO + column;
+    constexpr int kBatch = 4;
+#pragma unroll
+    for (int begin = 0; begin < kTileQ / kRowsAtOnce; begin += kBatch) {
+      float4 x[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int step = (begin + i) * kRowsAtOnce;
+        x[i] = *reinterpret_cast<const float4*>(from + step * kStagedRow);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int step = (begin + i) * kRowsAtOnce;
+        if (first + step >= item.work.tile.num_rows) continue;
+        *reinterpret_cast<float4*>(to + step * kHeadDimVO) = x[i];
+      }
+    }
+  }
+
+  // Writes the staged rows of the answer, 16 bytes a thread; `at` says where a row begins.
   template <typename T, typename At>
   __device__ __forceinline__ void write(const Item& item, int thread, At&& at) const {
     constexpr int kColumns = 16 / sizeof(T), kThreads = kHeadDimVO / kColumns;

@@ -17,7 +17,7 @@ struct WideDecodeSm90Traits : WideSm90Tiles<Config> {
   using typename Tiles::QTile;
   using typename Tiles::VTile;
   // A producer, and a consumer or two, which take every other tile of keys.
-  using Config::kConsumers, Config::kFusedSplits;
+  using Config::kConsumers;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
 
@@ -29,7 +29,6 @@ struct WideDecodeSm90Traits : WideSm90Tiles<Config> {
     alignas(16) float of_warps[kConsumers][kTileQ][4];
     float factors[kConsumers][kTileQ];  // by which O is multiplied in the end
     float row_scales[Tiles::kFp8 ? kTileQ : 1];  // of logits (QueryScale)
-    float weights[kTileQ][kFusedSplits];         // of the states that this block merges
     NonFiniteKeys nonfinite_keys[kConsumers];
     uint32_t is_last;  // whether this block merges the states of its tile
     float token_scales[Tiles::kHasTokenScales ? kStages : 1][kTileKV];

@@ -521,7 +521,7 @@ struct WideSm80 {
           [&](int column) { return out + column; }, o[m], h, factor, lane);
     }
     if (exists && is_first && params.lse != nullptr) {
-      params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = state.lse();
+      store_lse(params, token, head, state.lse());
     }
   }
 };

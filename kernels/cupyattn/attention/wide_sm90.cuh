@@ -5,6 +5,7 @@
 // for both products.
 #pragma once
 
+#include "cupyattn/attention/wide_merge_sm90.cuh"
 #include "cupyattn/attention/wide_sm90_consumer.cuh"
 #include "cupyattn/attention/wide_sm90_converter.cuh"
 
@@ -24,7 +25,7 @@ struct WideSm90 {
     // Variables whose address is taken, as in prefill_sm90.
     const WideSm90Block<Traits> block(params, shared);
     const int warp = ptx::warp_uniform(threadIdx.x / kWarpSize);
-    if (warp == 0) block.describe_item();
+    if (warp == 0) block.await_item();
     if (threadIdx.x == kWarpSize) {
       init_barriers(shared);
       if constexpr (Traits::kTma) {
@@ -33,6 +34,8 @@ struct WideSm90 {
       }
     }
     ptx::block_sync();
+    // A merge reads the work list too, so it begins no sooner.
+    ptx::launch_dependents();
     if (shared.items[0].work.tile.num_rows <= 0) return;
     const int warpgroup = ptx::warp_uniform(threadIdx.x / Traits::kWarpgroup);
     if (warpgroup < Traits::kProducers) {
@@ -46,12 +49,14 @@ struct WideSm90 {
       } else {
         WideSm90Producer<Traits>(block).run();
       }
-    } else if (warpgroup == Traits::kProducers) {
-      ptx::set_max_registers_up<Traits::kConsumerRegisters>();
-      WideSm90Leader<Traits>(block).run();
     } else {
       ptx::set_max_registers_up<Traits::kConsumerRegisters>();
-      WideSm90Follower<Traits>(block).run();
+      if (warpgroup == Traits::kProducers) {
+        WideSm90Leader<Traits>(block).run();
+      } else {
+        WideSm90Follower<Traits>(block).run();
+      }
+      if constexpr (Traits::kFusedSplits > 0) WideMergeSm90<Traits>(block).run();
     }
   }
 

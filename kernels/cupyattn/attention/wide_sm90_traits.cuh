@@ -6,6 +6,7 @@
 #include "cupyattn/attention/key_rows.cuh"
 #include "cupyattn/attention/softmax_sm90.cuh"
 #include "cupyattn/params/wide_sm90.cuh"
+#include "cupyattn/ptx/grid_dependency.cuh"
 
 namespace cupyattn {
 
@@ -37,6 +38,14 @@ struct Fp8KeyTile : PanelTile<Element, kRowsInTile, kLatentColumns> {
   }
 };
 
+// What a block that merges splits knows of rows: what the state of each split weighs, and elements
+// from the first of `o` to the row's.
+template <int kRows, int kSplits>
+struct MergedRows {
+  float weights[kRows][kSplits];
+  int64_t offsets[kRows];
+};
+
 template <typename Config>
 struct WideSm90Tiles : Config {
   using Config::kHeadDimQK, Config::kHeadDimRope, Config::kHeadDimVO, Config::kKeyScales,
@@ -52,6 +61,8 @@ struct WideSm90Tiles : Config {
   // causality and windows only, and stores O from registers.
   static constexpr bool kOverlap = true, kMasked = false, kStagesOutput = false,
                         kAlignsTiles = false;
+  // Tiles of 32 keys leave room between products to take every maximum.
+  static constexpr bool kTakesMaxima = !kLatent;
   using LogitsVariant = PlainLogits;
 
   // fp8 keys of 64 rows become 16-bit elements in shared memory (WideSm90Converter).
@@ -83,6 +94,11 @@ struct WideSm90Tiles : Config {
   // The latent columns of a key are also its value, so a tile of keys is one of values.
   using VTile = conditional<kLatent, KTile, PanelTile<DTypeQ, kTileKV, kHeadDimVO>>;
   using PTile = PanelTile<DTypeMma, kTileQ, kTileKV>;
+
+  // The last block of a tile merges up to so many splits (WideMergeSm90); 0: a launch does.
+  static constexpr int kFusedSplits = Config::kFusedSplits;
+  using MergedRows = cupyattn::MergedRows<kTileQ, max_of(kFusedSplits, 1)>;
+  static_assert(kFusedSplits == 0 || sizeof(MergedRows) <= PTile::kBytes, "rows fit P's place");
 
   // O and the values are split by columns over two consumer warpgroups. A stage comes in pieces,
   // each with barriers of its own: the values of the leader, those of the follower (with the rope
@@ -165,6 +181,7 @@ struct WideSm90Traits : WideSm90Tiles<Config> {
     float factors[kTileQ];      // by which the second warpgroup rescales O, if `raised`
     float normalisers[kTileQ];  // of the rows of O
     uint32_t raised[4];         // whether rows of a warp have a larger maximum, for each warp
+    uint32_t is_last;           // whether this block merges the states of its tile
     float row_scales[Tiles::kHalfQueries ? kTileQ : 1];  // of logits (QueryScale)
     typename LogitsVariant::Constants logits;
     RowInfo rows[1];
@@ -221,16 +238,47 @@ struct WideSm90Block {
                                            SharedMemory& shared)
       : all_params(params), params(attention_of(params)), shared(shared) {}
 
-  // The first warp finds the block's work; a barrier of the block must follow.
-  __device__ __forceinline__ void describe_item() const {
+  // The first warp finds the block's work, once the launch ahead that may write it has ended; a
+  // barrier of the block must follow.
+  __device__ __forceinline__ void await_item() const {
+    ptx::grid_dependency_wait();
     typename Traits::Item item{};
-    item.work = BlockWork::of(params, Traits::kTileQ);
+    item.work = find_work();
     if (item.work.tile.num_rows > 0) {
-      item.range = KeyRange::of(params, item.work);
-      item.tiles =
-          TileSpan::of<Traits::kTma>(item.range, Traits::kTileKV, item.work.tile);
+      item.range = KeyRange::of<!Traits::kLatent>(params, item.work);
+      item.tiles = tiles_of(item);
     }
     if (threadIdx.x == 0) shared.items[0] = item;
+  }
+  // The tiles of keys of a split, as many as of any other or one more. TileSpan::of divides 64 bits,
+  // by a call into code that nobody has fetched, and the first keys would wait for it.
+  static __device__ __forceinline__ TileSpan tiles_of(const typename Traits::Item& item) {
+    TileWork whole = item.work.tile;
+    whole.num_splits = 1;
+    TileSpan span = TileSpan::of<Traits::kTma>(item.range, Traits::kTileKV, whole);
+    const int split = item.work.tile.split, num_splits = item.work.tile.num_splits;
+    const int each = static_cast<int>(static_cast<uint32_t>(span.end) /
+                                      static_cast<uint32_t>(num_splits));
+    const int rest = span.end - each * num_splits;
+    // mutate: wide-rest-of-tiles-lost
+    span.begin = ptx::warp_uniform(each * split + min_of(split, rest));
+    span.end = ptx::warp_uniform(span.begin + each + (split < rest ? 1 : 0));
+    return span;
+  }
+
+  // In the place of P, which no product reads by then.
+  __device__ __forceinline__ typename Traits::MergedRows& merged_rows() const {
+    return *reinterpret_cast<typename Traits::MergedRows*>(&shared.p);
+  }
+
+  __device__ __forceinline__ BlockWork find_work() const {
+    if constexpr (Traits::kSparse) {
+      if (params.work == nullptr) {
+        return BlockWork::of_equal(params, params.first_q_tile + blockIdx.y, blockIdx.x, blockIdx.z,
+                                   Traits::kTileQ, latent_of(all_params).list_step);
+      }
+    }
+    return BlockWork::of(params, Traits::kTileQ);
   }
 
   // Whether some row does not see some key of a tile. Boxes bring rows past the last key, too.

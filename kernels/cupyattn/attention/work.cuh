@@ -99,6 +99,21 @@ struct BlockWork {
                               split, params.num_splits, q_tile * params.num_splits, q_tile}};
   }
 
+  // As of_tile, where `params` say the lengths of each of many requests and the grid has the tiles
+  // of all. kv_step: from a request's kv_start to the next one's.
+  static __device__ __forceinline__ BlockWork of_equal(const AttentionParams& params, int q_tile,
+                                                       int kv_head, int split, int tile_rows,
+                                                       int kv_step) {
+    const int num_tiles = ceil_div(params.qo_len * params.group_size, tile_rows);
+    const int request = q_tile / num_tiles;
+    BlockWork work = of_tile(params, q_tile - request * num_tiles, kv_head, split, tile_rows);
+    work.request.q_start = request * params.qo_len;
+    work.request.kv_start = request * kv_step;  // mutate: lists-in-one-place
+    work.tile.first_state = q_tile * params.num_splits;
+    work.tile.split_tile = q_tile;
+    return work;
+  }
+
   // The work at `place` of the work list, or of the tiles and splits of one request. The longest
   // causal tiles come first. The second form has loaded the list's entry before.
   static __device__ __forceinline__ BlockWork of_index(const AttentionParams& params, int place,

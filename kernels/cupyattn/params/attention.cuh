@@ -50,7 +50,7 @@ struct AttentionParams {
   const void* k;          // [kv_len, num_kv_heads, head_dim_qk], or pages of page_size such rows
   const void* v;          // [kv_len, num_kv_heads, head_dim_vo], likewise
   void* o;                // [qo_len, num_qo_heads, head_dim_vo]
-  float* lse;             // [qo_len, num_qo_heads], base 2; may be nullptr
+  float* lse;             // [qo_len, num_qo_heads], base 2 times lse_scale; may be nullptr
   const uint8_t* mask;    // see mask.cuh; read only by custom-mask kernels
   const float* sinks;     // [num_qo_heads], natural-log logits; may be nullptr
   const float* scale_q;   // [num_qo_heads]; may be nullptr, as may the next two
@@ -84,6 +84,7 @@ struct AttentionParams {
   float output_scale;     // multiplies the output
   float softmax_scale;    // sm_scale to base 2; read only if it is positive and the whole scale
   float softmax_slack;    // 8 / softmax_scale
+  float lse_scale;        // multiplies the LSE: 1, or ln 2 for natural logarithms
   int32_t first_q_tile;   // first tile, or item, of this launch: grids are limited, requests not
   int32_t page_size;      // read by paged kernels, as are the next two
   uint32_t page_magic;    // n / page_size is the high half of 2 n * page_magic, >> page_shift
@@ -91,11 +92,12 @@ struct AttentionParams {
   uint32_t group_magic;  // the same for n / group_size
   int32_t group_shift;
   int32_t value_pages;  // entries of kv_indices from a key's page to its value's, if they differ
+  int32_t unused;       // 0
   uint32_t logits_numbers[kMaxLogitsNumbers];  // the bits of a float or of an int32_t each
   uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };
 
-static_assert(sizeof(AttentionParams) == 144 + 96 + 104 + 88 + 32 + 4 * kMaxRopePairs,
+static_assert(sizeof(AttentionParams) == 144 + 96 + 104 + 96 + 32 + 4 * kMaxRopePairs,
               "AttentionParams and its mirror in launch/driver/params.py must agree");
 
 }  // namespace cupyattn

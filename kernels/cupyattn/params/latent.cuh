@@ -15,7 +15,7 @@ struct LatentParams {
   int64_t q_rope_stride_n, q_rope_stride_h;
   int64_t k_rope_stride_n, k_rope_stride_page;
   float rope_scale;  // multiplies q_rope: what the scale of k_rope is to the scale of k
-  int32_t reserved;
+  int32_t list_step;  // from a token's list of keys to the next one's, if there is no work list
 };
 
 static_assert(sizeof(LatentParams) == sizeof(AttentionParams) + 56,

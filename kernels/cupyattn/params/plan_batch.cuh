@@ -48,6 +48,7 @@ struct PlanBatchParams {
   float block, merge, state, part, least_share;  // as in schedule/balance.py, Costs
   int32_t slope_step;  // from a request's slopes to the next one's, see WorkItem::mask_start
   int32_t kv_room;     // what kv_offsets may name: rows of k, or keys of a table
+  float a_wave, a_more;  // 1 / items_per_wave, 1 / max_more
   int32_t padding;
 };
 
@@ -59,7 +60,7 @@ struct PadLseParams {
   int32_t num_heads, max_qo_len;
 };
 
-static_assert(sizeof(PlanBatchParams) == 96 + 80 + 128 &&
+static_assert(sizeof(PlanBatchParams) == 96 + 80 + 136 &&
                   sizeof(PadLseParams) == sizeof(PlanBatchParams) + 48,
               "the structs and their mirrors in launch/attention must agree");
 

@@ -37,6 +37,9 @@ __device__ __forceinline__ float cos_approx(float x) {
   return y;
 }
 
+// A product that is rounded before anything is added to it.
+__device__ __forceinline__ double multiply(double a, double b) { return __dmul_rn(a, b); }
+
 // min(x * x, 1), and 0 for a NaN.
 __device__ __forceinline__ float square_saturated(float x) {
   float y;

@@ -34,6 +34,11 @@ __device__ __forceinline__ uint32_t atomic_add_shared(uint32_t* word, uint32_t a
 __device__ __forceinline__ void atomic_or_shared(uint32_t* word, uint32_t bits) {
   atomicOr(word, bits);
 }
+// Writes a number that the host may read, behind all that this block wrote before its last barrier.
+__device__ __forceinline__ void store_release_system(int64_t* pointer, int64_t value) {
+  asm volatile("st.release.sys.global.s64 [%0], %1;\n" ::"l"(pointer), "l"(value) : "memory");
+}
+
 // Loads from L2. Volatile, so that the compiler keeps several loads together ahead of the first use.
 __device__ __forceinline__ float load_l2(const float* pointer) {
   float x;

@@ -14,7 +14,8 @@ namespace cupyattn {
 
 template <typename Config>
 struct PlanBatch {
-  static constexpr bool kRagged = Config::kRagged;
+  // Plain requests have equally many rows, all of which see all keys, and lengths of int32.
+  static constexpr bool kRagged = Config::kRagged, kPlain = Config::kPlain;
   static constexpr int kThreads = Config::kThreads;
   static constexpr int kWarps = kThreads / kWarpSize;
   static constexpr int kBuckets = 64;
@@ -33,6 +34,8 @@ struct PlanBatch {
   // Items are written 16 bytes at a time; the last two constants say where `split` lies.
   static constexpr int kChunks = sizeof(WorkItem) / sizeof(Vector16);
   static constexpr int kSplitChunk = 1, kSplitWord = 1;
+  // Lanes that place one of a few requests in the order, and how many requests are few.
+  static constexpr int kPlacers = 8, kFewRequests = kThreads / kPlacers;
 
   struct SharedMemory {
     WorkItem tile[kThreads];  // tiles of rows, with their first parts
@@ -51,6 +54,7 @@ struct PlanBatch {
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/attention/plan_batch.py) must agree");
   static_assert(kWarps == kSizes, "a warp judges one size");
+  static_assert(!kRagged || !kPlain, "plain requests have no lengths of q");
   static_assert(kBuckets * kLanesApart == kThreads, "a thread scans one bucket");
 
   const PlanBatchParams& params;
@@ -82,18 +86,62 @@ struct PlanBatch {
         tiles_end(order + params.num_requests) {}
 
   __device__ __forceinline__ void run() {
-    const Totals totals = read_requests();
+    ask_for_params();
+    // Half of the warps write what needs no lengths, while lengths are on their way to the others.
+    if (warp >= kWarps / 2) write_rest(thread - kThreads / 2);
+    const Totals totals = kPlain ? read_plain_requests() : read_requests();
     const int size = choose_size(totals);
     const bool is_sorted = totals.longest2 > totals.shortest2;
-    if (is_sorted) sort(totals, size);
-    // Tile t of the list belongs to request t, or to place t of the order.
-    const bool is_one_each = totals.most_tiles <= 1 && totals.tiles == params.num_requests;
-    if (!is_one_each) count_tiles(totals, is_sorted);
-    write_items(min_of(totals.tiles, params.max_tiles), size, is_sorted, is_one_each);
-    write_rest();
+    if (is_sorted && params.num_requests <= kFewRequests) {
+      sort_few(totals, size);
+    } else if (is_sorted) {
+      sort(totals, size);
+    }
+    // Requests of equally many tiles, as all are where q has none of its own lengths.
+    const bool is_even = !kRagged || totals.tiles == totals.most_tiles * params.num_requests;
+    if (!is_even) count_tiles(totals, is_sorted);
+    const int tiles = min_of(totals.tiles, params.max_tiles);
+    write_items(tiles, size, is_sorted, is_even ? totals.most_tiles : 0);
   }
 
  private:
+  // The arguments come from memory a line at a time. Each warp asks for one, before any is needed.
+  __device__ __forceinline__ void ask_for_params() {
+    constexpr int kLine = 16, kWords = sizeof(PlanBatchParams) / 4;
+    const int word = min_of(kLine * warp, kWords - 1);
+    if (lane == 0) shared.warp_sum[warp] = reinterpret_cast<const int*>(&params)[word];
+  }
+
+  // Writes spare items and merges, where the plan will not, and all that needs no lengths.
+  __device__ __forceinline__ void write_rest(int first) {
+    constexpr int kStep = kThreads / 2;
+    // Each tile of rows has an item. How many there are is known where q has no lengths of its own.
+    const int tiles = kRagged ? 0 : params.num_requests * tiles_of_uniform();
+    const Vector16 zeros{};
+    Vector16* chunks = reinterpret_cast<Vector16*>(params.items);
+#pragma unroll 1
+    for (int i = kChunks * tiles + first; i < kChunks * params.max_items; i += kStep) {
+      chunks[i] = zeros;  // mutate: spare-items-kept
+    }
+#pragma unroll 1
+    // mutate: spare-merges-kept
+    for (int i = first; i < params.num_merges; i += kStep) params.merges[i] = -1;
+#pragma unroll 1
+    // mutate: counters-kept
+    for (int i = first; i < params.num_counters; i += kStep) params.counters[i] = 0;
+    const int num_qo_heads = params.num_kv_heads * params.group_size;
+    repeat(params.scale_q, params.scales, num_qo_heads, first);
+    repeat(params.scale_k, params.scales + num_qo_heads, params.num_kv_heads, first);
+    repeat(params.scale_v, params.scales + num_qo_heads + params.num_kv_heads, params.num_kv_heads,
+           first);
+  }
+
+  __device__ __forceinline__ void repeat(const float* scale, float* out, int count, int first) {
+    if (scale == nullptr) return;
+#pragma unroll 1
+    for (int i = first; i < count; i += kThreads / 2) out[i] = *scale;
+  }
+
   __device__ __forceinline__ Totals read_requests() {
     uint32_t tiles = 0, twice = 0, bound = 0;
     uint32_t most_tiles = 0, longest2 = 0, inverse = 0;
@@ -119,26 +167,65 @@ struct PlanBatch {
       most_tiles = max_of(most_tiles, static_cast<uint32_t>(count));
       longest2 = max_of(longest2, ends);
     }
-    const uint32_t sums[3] = {tiles, twice, bound}, maxima[3] = {most_tiles, longest2, inverse};
-    uint32_t sum[3], most[3];
+    uint32_t sums[3] = {tiles, twice, bound}, maxima[3] = {most_tiles, longest2, inverse};
+    reduce(sums, maxima);
+    return Totals{static_cast<int>(sums[0]),          static_cast<int>(maxima[0]),
+                  static_cast<int>(maxima[1]),        static_cast<int>(kNoSplit - maxima[2]),
+                  0.5f * static_cast<float>(sums[1]), static_cast<float>(sums[2])};
+  }
+
+  __device__ __forceinline__ Totals read_plain_requests() {
+    const int32_t* const kv_lens = static_cast<const int32_t*>(params.kv_lens);
+    uint32_t sums[1] = {0}, maxima[2] = {0, 0};
+    shared.bucket[thread] = 0;
+#pragma unroll 1
+    for (int index = thread; index < params.num_requests; index += kThreads) {
+      const int kv_len = max_of(min_of(kv_lens[index], params.max_kv_len), 0);
+      const int keys = PlannedRequest::divide_up(params, kv_len);
+      lengths[index] = kv_len;
+      both_ends[index] = 2 * keys;
+      sums[0] += keys;
+      maxima[0] = max_of(maxima[0], static_cast<uint32_t>(keys));
+      maxima[1] = max_of(maxima[1], static_cast<uint32_t>(kNoSplit - 2 * keys));
+    }
+    const int tiles = tiles_of_uniform();
+    reduce(sums, maxima);
+    const float key_tiles = static_cast<float>(tiles * sums[0]);
+    return Totals{tiles * params.num_requests,
+                  tiles,
+                  static_cast<int>(2 * maxima[0]),
+                  static_cast<int>(kNoSplit - maxima[1]),
+                  key_tiles,
+                  key_tiles};
+  }
+
+  // The sums and maxima of all threads' values, for all.
+  template <int kSums, int kMaxima>
+  __device__ __forceinline__ void reduce(uint32_t (&sums)[kSums], uint32_t (&maxima)[kMaxima]) {
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      sum[i] = ptx::warp_sum(sums[i]);
-      most[i] = ptx::warp_max(maxima[i]);
-      if (lane == 0) {
-        shared.sum[i][warp] = sum[i];
-        shared.most[i][warp] = most[i];
-      }
+    for (int i = 0; i < kSums; ++i) {
+      sums[i] = ptx::warp_sum(sums[i]);
+      if (lane == 0) shared.sum[i][warp] = sums[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kMaxima; ++i) {
+      maxima[i] = ptx::warp_max(maxima[i]);
+      if (lane == 0) shared.most[i][warp] = maxima[i];
     }
     ptx::block_sync();
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      sum[i] = ptx::warp_sum(lane < kWarps ? shared.sum[i][lane] : 0);
-      most[i] = ptx::warp_max(lane < kWarps ? shared.most[i][lane] : 0);
+    for (int i = 0; i < kSums; ++i) {
+      sums[i] = ptx::warp_sum(lane < kWarps ? shared.sum[i][lane] : 0);
     }
-    return Totals{static_cast<int>(sum[0]),          static_cast<int>(most[0]),
-                  static_cast<int>(most[1]),         static_cast<int>(kNoSplit - most[2]),
-                  0.5f * static_cast<float>(sum[1]), static_cast<float>(sum[2])};
+#pragma unroll
+    for (int i = 0; i < kMaxima; ++i) {
+      maxima[i] = ptx::warp_max(lane < kWarps ? shared.most[i][lane] : 0);
+    }
+  }
+
+  // The tiles of rows of each request, where q has no lengths of its own.
+  __device__ __forceinline__ int tiles_of_uniform() const {
+    return PlannedRequest::by_steps(params, 0, 0).num_tiles(params);
   }
 
   // The tiles of rows of a request.
@@ -158,15 +245,14 @@ struct PlanBatch {
   // Chooses the most key tiles of one part, by an estimate of when the last block is done.
   __device__ __forceinline__ int choose_size(const Totals& totals) {
     const int longest = (totals.longest2 + 1) / 2;
-    const float a_wave = ptx::rcp_approx(static_cast<float>(params.items_per_wave));
-    const float share = totals.key_tiles * a_wave;
+    const float a_wave = params.a_wave, share = totals.key_tiles * a_wave;
     if (params.max_more == 0 || longest <= 1 || longest <= kShort * share) return kNoSplit;
     // Rounded up, because sums of floats are not exact and parts must not outgrow the list.
-    const int fewest = static_cast<int>(totals.bound * 1.0001f *
-                                        ptx::rcp_approx(static_cast<float>(params.max_more))) +
-                       1;
-    const int least = max_of(
-        fewest, static_cast<int>(ceilf(sqrtf(static_cast<float>(longest) * params.least_part_cost))));
+    int least = static_cast<int>(totals.bound * 1.0001f * params.a_more) + 1;
+    if (params.least_part_cost > 0.0f) {
+      const float cost = static_cast<float>(longest) * params.least_part_cost;
+      least = max_of(least, static_cast<int>(ceilf(sqrtf(cost))));
+    }
     const int size = size_to_judge(totals, longest, least);
     const float time = time_of(totals, size, size < longest, a_wave);
     if (lane == 0) {
@@ -209,41 +295,42 @@ struct PlanBatch {
   __device__ __forceinline__ float time_of(const Totals& totals, int size, bool is_split,
                                            float a_wave) const {
     const float inverse = ptx::rcp_approx(static_cast<float>(size));
-    float items = 0.0f, long_items = 0.0f, long_tiles = 0.0f;
+    uint32_t items = 0, long_items = 0, long_twice = 0;
 #pragma unroll 1
     for (int index = lane; index < params.num_requests; index += kWarpSize) {
-      const float count = static_cast<float>(num_tiles(totals, index));
-      const float keys = 0.5f * both_ends[index];
-      const float parts = count * fmaxf(ceilf(keys * inverse), 1.0f);
+      const uint32_t count = num_tiles(totals, index), twice = both_ends[index];
+      const float parts_of_tile = fmaxf(ceilf(0.5f * twice * inverse), 1.0f);
+      const uint32_t parts = count * static_cast<uint32_t>(parts_of_tile);
       // Short parts fill gaps, but long ones come in whole waves.
-      const bool is_long = 2.0f * keys > size;
+      const bool is_long = twice > static_cast<uint32_t>(size);
       items += parts;
-      long_items += is_long ? parts : 0.0f;
-      long_tiles += is_long ? count * keys : 0.0f;
+      long_items += is_long ? parts : 0;
+      long_twice += is_long ? count * twice : 0;
     }
-#pragma unroll
-    for (int step = kWarpSize / 2; step > 0; step /= 2) {
-      items += ptx::shuffle_xor(items, step);
-      long_items += ptx::shuffle_xor(long_items, step);
-      long_tiles += ptx::shuffle_xor(long_tiles, step);
-    }
-    const float busy = (totals.key_tiles + items * params.block) * a_wave;
-    const float mean = long_items > 0.0f ? long_tiles * ptx::rcp_approx(long_items) : 0.0f;
-    float waves = ceilf(long_items * a_wave);
+    const float num_items = static_cast<float>(ptx::warp_sum(items));
+    const float num_long = static_cast<float>(ptx::warp_sum(long_items));
+    const float long_tiles = 0.5f * static_cast<float>(ptx::warp_sum(long_twice));
+    const float busy = (totals.key_tiles + num_items * params.block) * a_wave;
+    const float mean = num_long > 0.0f ? long_tiles * ptx::rcp_approx(num_long) : 0.0f;
+    float waves = ceilf(num_long * a_wave);
     // The fewer blocks of one wave, the faster each.
-    if (waves <= 1.0f && totals.is_even()) waves = fmaxf(params.least_share, long_items * a_wave);
+    if (waves <= 1.0f && totals.is_even()) waves = fmaxf(params.least_share, num_long * a_wave);
     const float done = fmaxf(busy, waves * (mean + params.block));
-    const float merge = params.merge + params.state * items * a_wave +
+    const float merge = params.merge + params.state * num_items * a_wave +
                         params.part * ceilf(0.5f * totals.longest2 * inverse);
     return is_split ? done + merge : done;
   }
 
-  __device__ __forceinline__ int bucket_of(int index, float most, float scale) const {
-    // Lengths are twice the number of key tiles.
+  // The length of a request's parts, which are at most this long. Lengths are twice the number of
+  // key tiles.
+  __device__ __forceinline__ float part_of(int index, float most) const {
     const float keys = static_cast<float>(both_ends[index]);
     const float parts = ceilf(keys * ptx::rcp_approx(most));
-    const float part = most < keys ? keys * ptx::rcp_approx(parts) : keys;
-    const int place = min_of(static_cast<int>(part * scale), kBuckets - 1);
+    return most < keys ? keys * ptx::rcp_approx(parts) : keys;
+  }
+
+  __device__ __forceinline__ int bucket_of(int index, float most, float scale) const {
+    const int place = min_of(static_cast<int>(part_of(index, most) * scale), kBuckets - 1);
     return (kBuckets - 1 - place) * kLanesApart + lane % kLanesApart;
   }
 
@@ -268,6 +355,31 @@ struct PlanBatch {
       // mutate: bucket-requests-collide
       order[static_cast<int>(shared.bucket[bucket]) + tiles_end[index]] = index;
     }
+    ptx::block_sync();
+  }
+
+  // The same for few requests: eight lanes count who comes before one of them.
+  __device__ __forceinline__ void sort_few(const Totals& totals, int size) {
+    const float most = fminf(static_cast<float>(totals.longest2), 2.0f * size);
+    // `tiles_end` holds the parts' lengths for now. They are positive, so their bits compare.
+    if (thread < params.num_requests) {
+      tiles_end[thread] = static_cast<int>(__float_as_uint(part_of(thread, most)));
+    }
+    ptx::block_sync();
+    const int index = thread / kPlacers;
+    int before = 0;
+    if (index < params.num_requests) {
+      const int own = tiles_end[index];
+#pragma unroll 1
+      for (int other = thread % kPlacers; other < params.num_requests; other += kPlacers) {
+        const int part = tiles_end[other];
+        // mutate: equal-requests-collide
+        before += part > own || (part == own && other < index) ? 1 : 0;
+      }
+    }
+#pragma unroll
+    for (int step = 1; step < kPlacers; step *= 2) before += ptx::shuffle(before, lane ^ step);
+    if (thread % kPlacers == 0 && index < params.num_requests) order[before] = index;
     ptx::block_sync();
   }
 
@@ -319,14 +431,15 @@ struct PlanBatch {
     return low;
   }
 
+  // tiles_each: of every request, or 0 where they differ.
   __device__ __forceinline__ void write_items(int tiles, int size, bool is_sorted,
-                                              bool is_one_each) {
+                                              int tiles_each) {
     int items = 0, split_tiles = 0;
 #pragma unroll 1
     for (int base = 0; base < tiles; base += kThreads) {
       const int tile = base + thread;
       WorkItem item{};
-      if (tile < tiles) item = item_of(tile, size, is_sorted, is_one_each);
+      if (tile < tiles) item = item_of(tile, size, is_sorted, tiles_each);
       shared.tile[thread] = item;
       int count = min_of(tiles - base, kThreads), total = count, start = thread;
       if (size != kNoSplit) {
@@ -348,21 +461,19 @@ struct PlanBatch {
       items += total & kSplitsMask;
       ptx::block_sync();  // mutate: tile-rounds-overlap
     }
-    const Vector16 zeros{};
-    Vector16* chunks = reinterpret_cast<Vector16*>(params.items);
-#pragma unroll 1
-    for (int i = kChunks * items + thread; i < kChunks * params.max_items; i += kThreads) {
-      chunks[i] = zeros;  // mutate: spare-items-kept
-    }
-#pragma unroll 1
-    // mutate: spare-merges-kept
-    for (int i = split_tiles + thread; i < params.num_merges; i += kThreads) params.merges[i] = -1;
   }
 
   // The first part of a tile of rows. A request's last tile, which sees the most keys, comes first.
   __device__ __forceinline__ WorkItem item_of(int tile, int size, bool is_sorted,
-                                              bool is_one_each) const {
-    const int place = is_one_each ? tile : find(tiles_end, params.num_requests, tile);
+                                              int tiles_each) const {
+    int place = tile, row_tile = 0;
+    if (tiles_each == 0) {
+      place = find(tiles_end, params.num_requests, tile);
+      row_tile = tiles_end[place] - 1 - tile;
+    } else if (tiles_each > 1) {
+      place = tile / tiles_each;
+      row_tile = (place + 1) * tiles_each - 1 - tile;
+    }
     const int index = is_sorted ? order[place] : place;
     PlannedRequest request;
     if constexpr (kRagged) {
@@ -370,7 +481,6 @@ struct PlanBatch {
     } else {
       request = PlannedRequest::by_steps(params, index, lengths[index]);
     }
-    const int row_tile = is_one_each ? 0 : tiles_end[place] - 1 - tile;
     WorkItem item{};
     item.q_start = request.q_start;
     item.qo_len = request.qo_len;
@@ -381,7 +491,7 @@ struct PlanBatch {
     item.first_row = row_tile * params.tile_q;
     item.num_splits = 1;
     if (size != kNoSplit) {
-      const int keys = request.key_tiles(params, item.first_row);
+      const int keys = kPlain ? both_ends[index] / 2 : request.key_tiles(params, item.first_row);
       item.num_splits = max_of(ceil_div(keys, size), 1);
     }
     return item;
@@ -403,23 +513,6 @@ struct PlanBatch {
       }
       chunks[i] = chunk;
     }
-  }
-
-  // Writes what needs no lengths. It comes last, because the other steps wait for memory.
-  __device__ __forceinline__ void write_rest() {
-#pragma unroll 1
-    // mutate: counters-kept
-    for (int i = thread; i < params.num_counters; i += kThreads) params.counters[i] = 0;
-    const int num_qo_heads = params.num_kv_heads * params.group_size;
-    repeat(params.scale_q, params.scales, num_qo_heads);
-    repeat(params.scale_k, params.scales + num_qo_heads, params.num_kv_heads);
-    repeat(params.scale_v, params.scales + num_qo_heads + params.num_kv_heads, params.num_kv_heads);
-  }
-
-  __device__ __forceinline__ void repeat(const float* scale, float* out, int count) {
-    if (scale == nullptr) return;
-#pragma unroll 1
-    for (int i = thread; i < count; i += kThreads) out[i] = *scale;
   }
 };
 

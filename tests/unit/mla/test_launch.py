@@ -22,7 +22,7 @@ from cupyattn.errors import ArgumentError, UnsupportedError
 from cupyattn.inputs import latent as parts
 from cupyattn.launch.attention import tma_wide
 from cupyattn.launch.driver import tensor_map
-from cupyattn.launch.tiles.select import tile_config
+from cupyattn.launch.tiles.select import ROW_CLASSES, few_rows, tile_config
 
 BASE = Case(1, "wrapper", PROBLEMS[1], (2, 1, 0), (70, 9, 5), 3, 16)
 
@@ -105,6 +105,29 @@ def test_good_runs_excuse_no_bad_ones(device: Device) -> None:
         p.wrapper.run(**{**arrays, **pages})
 
 
+@pytest.mark.parametrize(
+    ("count", "tokens", "heads", "kv_len", "merges"),
+    [(32, 1, 16, 8192, "block"), (32, 2, 16, 8192, "block"), (32, 4, 16, 8192, "block"),
+     (12, 4, 16, 8192, "launch"), (1, 1, 128, 32768, "launch"), (200, 1, 16, 8192, "nobody")],
+)  # fmt: skip
+def test_who_merges_splits(count: int, tokens: int, heads: int, kv_len: int, merges: str) -> None:
+    """The last block of a tile merges few splits, of 64 rows up to four; a launch merges many."""
+    pages = kv_len // 64
+    table = np.arange(count + 1, dtype=np.int32)
+    ids = np.arange(count * pages, dtype=np.int32)
+    wrapper = mla.BatchMLAPagedAttentionWrapper(None)
+    wrapper.plan(
+        *(table * tokens, table * pages, ids, np.full(count, kv_len, np.int32)),
+        *(heads, 512, 64, 64, True, BASE.sm_scale, "bfloat16", "bfloat16"),
+    )
+    plan = wrapper._require_plan()
+    schedule = wrapper._prepare(plan, plan.geometry.default_variant).schedule
+    (part,) = schedule.parts
+    assert (part.merge is not None) == (merges == "launch")
+    assert part.has_counters == (merges != "launch")
+    assert (schedule.workspace_bytes > 0) == (merges != "nobody")
+
+
 @pytest.mark.parametrize("key_scales", ["tokens", "rows"])
 def test_scales_of_keys_that_no_kernel_reads(key_scales: str) -> None:
     problem = AttentionProblem(
@@ -167,6 +190,23 @@ def test_e4m3_keys_of_many_rows_come_in_boxes() -> None:
     assert not has_boxes(1) and not has_boxes(100)
     assert not has_boxes(64, sparse=True)
     assert not has_boxes(64, key_scales="tokens")
+
+
+@pytest.mark.parametrize("head_dims", [(512, 512), (256, 512)])
+def test_last_blocks_merge_few_rows_of_wide_heads(head_dims: tuple[int, int]) -> None:
+    problem = AttentionProblem(bfloat16, bfloat16, bfloat16, *head_dims, paged=True)
+    merged = {
+        rows: tile_config(problem, rows, 232_448, page_size=16).fused_splits for rows in ROW_CLASSES
+    }
+    assert merged == {"decode": 8, "verify": 8, "small": 0, "large": 0}
+
+
+def test_tiles_that_would_spill_are_refused() -> None:
+    """32 rows of heads of 256 columns do not fit the registers of blocks with an SM each."""
+    problem = AttentionProblem(bfloat16, bfloat16, bfloat16, 256, 256, paged=True)
+    assert few_rows(problem, "verify") is None
+    with pytest.raises(AssertionError, match="would spill"):
+        tile_config(problem, "few verify", 232_448, is_batch=True, page_size=16)
 
 
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])

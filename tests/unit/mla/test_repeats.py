@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -143,12 +144,33 @@ def test_good_calls_excuse_no_bad_ones(gpu: fake_gpu.Gpu, make: Callable[..., An
     assert not gpu.launches
 
 
-def test_the_lse_of_flash_mla_has_its_heads_first(
+def test_attention_begins_beside_the_launch_that_plans_it(
     gpu: fake_gpu.Gpu, make: Callable[..., Any]
 ) -> None:
+    early: list[Any] = []
+    launch = gpu.api.launch_early
+    gpu.api.launch_early = lambda *given: (early.append(given[0]), launch(*given))
+    for _ in range(3):
+        early.clear()
+        _trtllm(Arrays(make))
+        (attention,) = gpu.attentions()
+        assert early[0] == attention.kernel and "plan_batch" not in early
+        gpu.launches.clear()
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_the_lse_of_flash_mla_has_its_heads_first(
+    tokens: int, gpu: fake_gpu.Gpu, make: Callable[..., Any]
+) -> None:
+    """One token's is written in place, in natural logarithms; of more a launch pads it."""
     x = Arrays(make)
+    x.q = make(B, tokens, H, 576)
     for _ in range(4):
         _, lse = _flash_mla(x)
-        assert lse.shape == (B, H, 1) and lse.is_contiguous()
-        padded = [launch for launch in gpu.launches if launch.kernel == "pad_lse"]
-        assert padded
+        assert lse.shape == (B, H, tokens) and lse.is_contiguous()
+        names = [launch.kernel for launch in gpu.launches]
+        assert ("pad_lse" in names) == (tokens > 1)
+        named = fake_gpu.unpack(gpu.attentions()[-1].params)
+        assert (named["lse"] == fake_gpu.pointer(lse)) == (tokens == 1)
+        assert named["lse_scale"] == pytest.approx(math.log(2.0) if tokens == 1 else 1.0)
+        assert (named["lse_stride_n"], named["lse_stride_h"]) == (H, 1)

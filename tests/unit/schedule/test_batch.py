@@ -20,6 +20,7 @@ from cupyattn.schedule.batch import (
     BatchPlan,
     BatchRequests,
     Splitting,
+    equal_splits,
     plan_batch,
 )
 from cupyattn.schedule.limits import check_limits, limits
@@ -236,6 +237,16 @@ def test_unequal_decodes_of_one_key_head_end_together(count: int, median: int, s
     batch = Batch(requests, 8, 1, shape, Masking(), Splitting())
     last, ideal = finish(batch.plan(), batch)
     assert last <= 1.15 * ideal + 7
+
+
+@given(num_tiles=st.integers(0, 700), kv_len=st.integers(0, 40_000), num_slots=st.integers(1, 300))
+def test_equal_tiles_are_split_as_a_batch_of_them(
+    num_tiles: int, kv_len: int, num_slots: int
+) -> None:
+    shape = TileShape(16, 64, num_slots, 4.0)
+    batch = Batch(((1, kv_len),) * num_tiles, 16, 1, shape, Masking(), Splitting())
+    splits = equal_splits(num_tiles, kv_len, 1, 16, shape)
+    assert len(batch.plan().items) == splits * num_tiles
 
 
 def test_unequal_requests_of_a_decode_come_longest_first() -> None:

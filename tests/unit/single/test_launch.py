@@ -44,7 +44,12 @@ def test_the_struct_of_a_decode_call(gpu: Gpu, make: Callable) -> None:
         expected |= {"num_q_tiles": 1, "num_splits": splits, "window_left": 1500}
         expected |= {"window_right": -1}
         expected |= {"group_magic": 2**31 + 1, "group_shift": 2}  # n // 4
-        expected |= {"sm_scale": 0.5, "output_scale": 2.0, "rope_step": (0,) * 128}
+        expected |= {
+            "sm_scale": 0.5,
+            "output_scale": 2.0,
+            "lse_scale": 1.0,
+            "rope_step": (0,) * 128,
+        }
         got = unpack(launch.params)
         assert got.pop("softmax_scale") == pytest.approx(0.5 * np.log2(np.e))
         assert got.pop("softmax_slack") == pytest.approx(8.0 / (0.5 * np.log2(np.e)))

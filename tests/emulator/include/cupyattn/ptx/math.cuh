@@ -24,6 +24,8 @@ inline float sin_approx(float x) { return sinf(flush_denormal(x)); }
 
 inline float cos_approx(float x) { return cosf(flush_denormal(x)); }
 
+inline double multiply(double a, double b) { return a * b; }
+
 inline float square_saturated(float x) {
   const float square = x * x;
   return square > 1.0f ? 1.0f : square >= 0.0f ? square : 0.0f;

@@ -29,6 +29,8 @@ EMULATOR_INLINE void atomic_or_shared(uint32_t* word, uint32_t bits) {
   emulator::atomic_or_shared(word, bits);
 }
 
+EMULATOR_INLINE void store_release_system(int64_t* pointer, int64_t value) { *pointer = value; }
+
 EMULATOR_INLINE float load_l2(const float* pointer) { return emulator::load_l2(pointer); }
 
 EMULATOR_INLINE float4 load_l2(const float4* pointer) {

@@ -1,0 +1,252 @@
+"""A plan() whose arguments are those of an earlier one, but for what its tables on the GPU hold.
+
+The call cache compares all arguments (inputs/call_cache.py), so no check of them is made again.
+What the tables hold is checked by the launch that brings them to the host, which also makes the
+work list of most decodes (launch/attention/read_tables.py). A plan() that differs from all earlier
+ones, or whose tables are wrong, is made as any other, and its errors say what is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from .. import array
+from ..array import ArrayView, Device
+from ..array.match import is_contiguous
+from ..core import dtypes
+from ..inputs.call_cache import Argument, CallCache
+from ..inputs.geometry import Geometry
+from ..inputs.workspace import require_workspace
+from ..launch.attention import read_tables
+from ..launch.attention.read_tables import DeviceTables, Planner
+from ..schedule.batch import BatchRequests
+from .mask import NO_MASK
+from .requests import Batch, require_row_limit, uniform_rows
+from .staging import Staging
+from .wrapper import BatchWrapper, Plan, Prepared
+
+_IS_WIDE = {dtypes.int32: False, dtypes.int64: True}
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class _Checked(NamedTuple):
+    """What plans of one signature share. tables: those of the first one. state: attributes of the
+    wrapper."""
+
+    geometry: Geometry
+    split: tuple[int, bool]
+    tables: DeviceTables
+    state: dict[str, Any]
+
+
+_CALLS: CallCache[_Checked] = CallCache(
+    Argument("kv_indptr", 0),
+    Argument("kv_indices", 0),
+    Argument("lengths", 0),
+    Argument("qo_indptr", 0),
+)
+# Of facts about wrappers that their plans depend on.
+_numbers: dict[tuple[object, ...], int] = {}
+
+
+def repeated(*tables: str, state: tuple[str, ...] = ()) -> Callable[[_F], _F]:
+    """Let plans be made by `plan_again`, where there was one with such arguments before.
+
+    tables: the first arguments of plan(): qo_indptr, if it takes that; kv_indptr; kv_indices and
+    lengths, if keys are in pages. state: attributes that plan() sets besides the plan.
+    """
+    count, has_rows = len(tables), tables[0] == "qo_indptr"
+    absent = [None] * (4 - count)
+
+    def decorate(plan: _F) -> _F:
+        @functools.wraps(plan)
+        def planned(wrapper: BatchWrapper, *args: Any, **kwargs: Any) -> None:
+            given, rest = args[:count], kwargs
+            if len(given) < count:
+                given += tuple(kwargs.get(name) for name in tables[len(given) :])
+                rest = {name: x for name, x in kwargs.items() if name not in tables}
+            is_on_host = type(given[0]) is np.ndarray or not getattr(given[0], "is_cuda", True)
+            if is_on_host or wrapper._is_graph or wrapper._is_probe:
+                plan(wrapper, *map(_faster, args[:count]), *args[count:], **kwargs)
+                return
+            arrays = (*given[1:], *absent, given[0]) if has_rows else given
+            scalars = (*args[count:], *rest.values(), *rest, _number_of(wrapper))
+            if not plan_again(wrapper, arrays, scalars):
+                plan(wrapper, *args, **kwargs)
+                kept = {name: getattr(wrapper, name) for name in state}
+                _remember(wrapper, arrays, scalars, "kv_len_arr" in tables, kept)
+
+        return planned  # type: ignore[return-value]
+
+    return decorate
+
+
+def _faster(x: Any) -> Any:
+    """A tensor of torch on the CPU as a NumPy array, which takes less time to read."""
+    if not getattr(x, "is_cuda", True):
+        with contextlib.suppress(Exception):  # plan() says why it cannot be read
+            return x.numpy()
+    return x
+
+
+def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any, ...]) -> bool:
+    """Plan, if there was such a plan(); else, or if anything is wrong, nothing changes.
+
+    arrays: as _CALLS has them. scalars: all other arguments.
+    """
+    # --- 1. Find what passed the checks ---
+    answer = _CALLS.lookup(arrays, scalars)
+    if answer is None:
+        return False
+    found, (kv_indptr, ids, lengths, qo_indptr) = answer
+    geometry, split, first, state = found.call.checked
+    (_, rows_wide, _, kv_wide, has_read, is_wide), kind, _, q_len, page_size = first
+    num_offsets, num_ids, num_lengths, num_rows = found.lengths
+    count = num_offsets - 1
+    fits = 0 < count <= read_tables.MOST_REQUESTS and (not page_size or num_lengths == count)
+    if not fits or (not q_len and num_rows != num_offsets):
+        return False
+    # --- 2. Read the tables ---
+    stream, (device, framework) = found.call.current_stream(), _place_of(wrapper)
+    wrapper._refuse_capture(stream)
+    given = qo_indptr, rows_wide, kv_indptr, kv_wide, lengths if has_read else 0, is_wide
+    tables = DeviceTables(given, kind, count, q_len, page_size)
+    planner, words = None, 0
+    (variant,) = wrapper._variants(geometry)
+    launcher = geometry.launcher(variant)
+    if page_size and q_len and split == (0, True) and not variant.has_mask:
+        planner = read_tables.planner(launcher, count, q_len)
+        if planner is not None:
+            words = wrapper._next_words.reserve(planner.num_words)
+    numbers = read_tables.read(tables, planner, words, device.index, stream)
+    _, is_bad, least_rows, most_rows, *made = numbers[: read_tables.HEAD].tolist()
+    if is_bad:
+        return False
+    batch = _batch_of(numbers, tables, least_rows if least_rows == most_rows else -1)
+    if page_size and batch.num_page_ids > num_ids:
+        return False
+    # --- 3. Make it the current plan ---
+    require_row_limit(batch, geometry.spec.group_size)
+    plan = Plan(geometry, batch, split, None, NO_MASK, framework, is_uniform=True)
+    if page_size:
+        view = ArrayView(ids, (num_ids,), (1,), dtypes.int32, device, framework, False, arrays[1])
+        batch.page_ids_device, plan.page_ids, plan.views = view, ids, (view,)
+    if batch.num_rows:
+        plan.prepared[variant] = _prepared(wrapper, plan, launcher, planner, made, stream)
+    plan.owner = wrapper._turns.begin()
+    wrapper._current = plan
+    wrapper.__dict__.update(state)
+    return True
+
+
+def _batch_of(numbers: np.ndarray, tables: DeviceTables, uniform: int) -> Batch:
+    """The batch without its page table, of what landed on the host."""
+    _, kind, count, q_len, page_size = tables
+    begin = read_tables.HEAD
+    at_keys = begin + count + 1
+    at_lengths, at_rows = at_keys + count, at_keys + 2 * count
+    kv_indptr, keys = numbers[begin:at_keys], numbers[at_keys:at_lengths]
+    if q_len:
+        qo_indptr, qo_len, uniform = uniform_rows(count, q_len)
+        num_rows = count * q_len
+    else:
+        qo_indptr = numbers[at_rows : at_rows + count + 1]
+        qo_len, num_rows = numbers[at_rows + count + 1 :], int(qo_indptr[-1])
+    requests = BatchRequests(
+        qo_len, keys, qo_indptr[:-1], kv_indptr[:-1], None, uniform if uniform > 0 else -1
+    )
+    num_keys = 0 if page_size else int(kv_indptr[-1])
+    last = numbers[at_lengths:at_rows] if kind == read_tables.LAST_PAGE else None
+    return Batch(requests, num_rows, num_keys, qo_indptr, kv_indptr, last)
+
+
+def _prepared(
+    wrapper: BatchWrapper,
+    plan: Plan,
+    launcher: Any,
+    planner: Planner | None,
+    made: Sequence[int],
+    stream: int,
+) -> Prepared:
+    """The schedule of a plan on the device: the one that the GPU has made, else the host's."""
+    schedule = None if planner is None else planner.schedule(*made)
+    is_made = schedule is not None
+    if schedule is None:
+        tokens, may_split = plan.split
+        schedule = launcher.schedule(plan.batch.requests, split_tokens=tokens, may_split=may_split)
+    if schedule.workspace_bytes:
+        wrapper._enlarge_workspace(schedule.workspace_bytes)
+        require_workspace(wrapper._workspace, schedule.workspace_bytes, "this plan")
+    rotated = wrapper._reserve_rotated(schedule) if schedule.rotated_bytes else 0
+    if is_made:
+        # The list of the plan before was kept, in case this one had failed.
+        wrapper._words, wrapper._next_words = wrapper._next_words, wrapper._words
+    else:
+        size = schedule.words.size
+        if wrapper._staging is None:
+            wrapper._staging = Staging(wrapper._workspace.device.index)
+        wrapper._staging.block(size)[:size] = schedule.words
+        wrapper._staging.send([(0, size, wrapper._words.reserve(size))], stream)
+    words = wrapper._words
+    owner = words.view, wrapper._rotated.view
+    return Prepared(launcher, schedule, words.address, owner, rotated)
+
+
+def _number_of(wrapper: BatchWrapper) -> int:
+    """What plans of a wrapper depend on besides their arguments, as a number."""
+    if wrapper._facts < 0:
+        own = (getattr(wrapper, name, None) for name in ("_takes_sinks", "_in_elements"))
+        facts = type(wrapper), wrapper._kv_layout, *_place_of(wrapper), *own
+        wrapper._facts = _numbers.setdefault(facts, len(_numbers))
+    return wrapper._facts
+
+
+def _place_of(wrapper: BatchWrapper) -> tuple[Device, str]:
+    return wrapper._workspace.device, wrapper._workspace.framework
+
+
+def _remember(
+    wrapper: BatchWrapper,
+    arrays: Sequence[Any],
+    scalars: tuple[Any, ...],
+    has_keys: bool,
+    state: dict[str, Any],
+) -> None:
+    """Let later plans of this signature be made by `plan_again`. The wrapper's plan was.
+
+    has_keys: lengths are those of all keys of a request.
+    """
+    plan, place = wrapper._current, _place_of(wrapper)
+    if plan is None or wrapper._is_debugging() or place[1] not in ("torch", "cupy"):
+        return
+    spec, given = plan.geometry.spec, plan.geometry.given.given
+    is_plain = plan.mask is NO_MASK and spec.logits is None and given.is_constant
+    # Offsets that count elements are left to the host.
+    if not is_plain or getattr(wrapper, "_in_elements", False):
+        return
+    if any(hasattr(x, "__dlpack__") for x in scalars):
+        return
+    views = [None if x is None else array.view(x, "a table") for x in (*arrays, None)[:4]]
+    for v in views:
+        if v is None:
+            continue
+        is_read = (v.device, v.framework) == place and v.dtype in _IS_WIDE
+        if not is_read or len(v.shape) != 1 or not is_contiguous(v):
+            return
+    kv_indptr, ids, lengths, rows = views
+    if kv_indptr is None or (ids is not None and ids.dtype is not dtypes.int32):
+        return
+    kind = read_tables.KEYS if has_keys else read_tables.LAST_PAGE
+    if spec.page_size <= 1 and not has_keys:  # pages of one token are full
+        kind, lengths = read_tables.NO_LENGTHS, None
+    read = (rows, kv_indptr, lengths)
+    facts = [x for v in read for x in ((0, False) if v is None else (v.ptr, _IS_WIDE[v.dtype]))]
+    q_len = 0 if rows is not None else plan.batch.requests.uniform
+    tables = DeviceTables(tuple(facts), kind, 0, q_len, spec.page_size)  # type: ignore[arg-type]
+    checked = _Checked(plan.geometry, plan.split, tables, state)
+    _CALLS.insert(arrays, scalars, checked, kv_indptr, dtypes.int32, None, None)

@@ -1,0 +1,173 @@
+"""Launches the read_tables kernel: it brings the tables of a plan to the host, checked.
+
+The host waits for them. Of a decode the kernel also writes the work list.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import platform
+import struct
+from typing import NamedTuple
+
+import numpy as np
+
+from ... import jit
+from ...core import recording
+from ...schedule.balance import MAX_WAVES
+from ...schedule.batch import WORK_FIELDS
+from ...schedule.limits import Limits
+from ...schedule.tile_shape import TileShape
+from ..driver import params
+from ..driver.enqueue import Launch, cuda, enqueue, load_function
+from .batch import BatchLauncher
+from .kernels import MOST_PARTS
+from .layout import BatchSchedule
+
+_THREADS = 512
+CONFIG = jit.Config({"kThreads": _THREADS})
+# One block reads them all, so that more are read faster by copies.
+MOST_REQUESTS = 4096
+# What `lengths` hold: nothing, the tokens of the last page of each request, or its keys.
+NO_LENGTHS, LAST_PAGE, KEYS = range(3)
+
+# kernels/cupyattn/params/read_tables.cuh: address and width of each table; landing, words, ticket;
+# num_requests, qo_len, page_size, kind; what a planned list depends on.
+_PLANNED = struct.Struct("<6i 7d")
+_PARAMS = struct.Struct(f"<9Q 4i {_PLANNED.size}s")
+HEAD = 8  # numbers of TablesHead
+_NO_PLAN = bytes(_PLANNED.size)
+MOST_NUMBERS = HEAD + 5 * MOST_REQUESTS + 2
+# Looks at the ticket before the driver is asked to wait, some 50 us. Only x86 sees what the GPU
+# writes in its order.
+_LOOKS = 1000 if platform.machine() in ("x86_64", "AMD64") else 0
+_MAX_CACHED = 1024
+
+
+class DeviceTables(NamedTuple):
+    """qo_indptr, kv_indptr and lengths, which one launch reads.
+
+    tables     the address of each, 0 for none, and whether its numbers have 64 bits
+    kind       of lengths
+    q_len      rows of every request; 0: qo_indptr says
+    page_size  0 for ragged keys
+    """
+
+    tables: tuple[int, bool, int, bool, int, bool]
+    kind: int
+    num_requests: int
+    q_len: int
+    page_size: int
+
+
+class Planner:
+    """What the kernel is told to plan requests of one batch size.
+
+    num_words  room for the longest list
+    """
+
+    __slots__ = ("_launcher", "_rows", "_schedules", "_shape", "num_words", "packed")
+
+    def __init__(
+        self, launcher: BatchLauncher, rows: str, shape: TileShape, num_words: int, packed: bytes
+    ) -> None:
+        self._launcher, self._rows, self._shape = launcher, rows, shape
+        self.num_words, self.packed = num_words, packed
+        self._schedules: dict[tuple[int, ...], BatchSchedule] = {}
+
+    def schedule(self, *made: int) -> BatchSchedule | None:
+        """The launches of the list that the kernel has written, of so many items, split tiles,
+        states and parts of a tile; None if it has written none."""
+        if not made[0]:
+            return None
+        found = self._schedules.get(made)
+        if found is None:
+            if len(self._schedules) >= _MAX_CACHED:
+                self._schedules.clear()
+            *counts, most_parts = made
+            given = self._rows, self._shape, Limits(*counts), most_parts
+            found = self._schedules[made] = self._launcher.schedule_planned(*given)
+        return found
+
+
+# Pinned memory in which one launch at a time leaves numbers: as an array, a view, an address. Lists
+# are safe for threads, and for a signal handler that plans.
+_idle: list[tuple[np.ndarray, memoryview, int]] = []
+_tickets = itertools.count(1)
+
+
+def _alloc_pinned() -> np.ndarray:
+    from cupy.cuda import alloc_pinned_memory
+
+    # The array keeps the memory.
+    return np.frombuffer(alloc_pinned_memory(8 * MOST_NUMBERS), np.int64, MOST_NUMBERS)
+
+
+def read(
+    asked: DeviceTables, planner: Planner | None, words: int, device: int, stream: int
+) -> np.ndarray:
+    """int64: TablesHead, and what the kernel leaves behind it. The GPU is waited for.
+
+    words: where the planner's work list goes on the GPU.
+    """
+    recording.spoil()
+    tables, kind, num_requests, q_len, page_size = asked
+    try:
+        landing = _idle.pop()
+    except IndexError:
+        made = _alloc_pinned()
+        made[0] = 0
+        landing = made, memoryview(made), made.ctypes.data  # type: ignore[arg-type]
+    numbers, seen, address = landing
+    arguments, ticket = params.this_thread.launch_buffer, next(_tickets)
+    _PARAMS.pack_into(
+        *(arguments.buffer, arguments.offset, *tables, address, words, ticket),
+        *(num_requests, q_len, page_size or 1, kind),
+        _NO_PLAN if planner is None else planner.packed,
+    )
+    try:
+        enqueue(_launch(device), arguments, device, stream)
+        for _ in range(_LOOKS):
+            if seen[0] == ticket:
+                break
+        else:
+            cuda().runtime.streamSynchronize(stream)  # raises what went wrong on the GPU
+    except BaseException:  # an interrupt comes while the GPU still writes there
+        cuda().runtime.streamSynchronize(stream)
+        raise
+    found = numbers[: HEAD + (3 if q_len else 5) * num_requests + 2].copy()
+    _idle.append(landing)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def planner(launcher: BatchLauncher, num_requests: int, qo_len: int) -> Planner | None:
+    """What plans so many requests of `qo_len` rows; None where the host has to do it: the kernel
+    plans tiles of decode that see all keys, if no length decides which kernel serves them."""
+    masking = launcher.masking
+    if masking.window_left >= 0 or masking.has_mask or launcher.spec.logits is not None:
+        return None
+    chosen = launcher.choose_for_any_length(num_requests, qo_len)
+    if chosen is None or num_requests > _THREADS:
+        return None
+    rows, shape = chosen
+    most_rows, heads = qo_len * launcher.group_size, launcher.num_kv_heads
+    if most_rows > shape.tile_q or shape.times is not None:
+        return None
+    per_wave = max(1, shape.num_slots // heads)
+    num_words = len(WORK_FIELDS) * (num_requests + MAX_WAVES * per_wave) + num_requests * heads
+    most_fused = 1
+    if shape.is_fused:
+        most_fused = MOST_PARTS if shape.part_cost else num_words
+    costs = shape.costs(most_rows)
+    packed = _PLANNED.pack(
+        *(num_words, shape.tile_kv, per_wave, heads, most_fused, 0),
+        *(shape.cost_of_part(most_rows), *costs, costs.least_share * costs.block),
+    )
+    return Planner(launcher, rows, shape, num_words, packed)
+
+
+@functools.cache
+def _launch(device: int) -> Launch:
+    return Launch(load_function("read_tables", CONFIG, device), (1, 1, 1), _THREADS, 0)

@@ -1,0 +1,213 @@
+"""Plans from tables on a GPU that is not there: later ones skip checks that earlier ones passed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import batches
+from helpers.batches import HKV, HQ, D
+from helpers.fake_batch import Device, check, memory
+from helpers.fake_gpu import pointer
+from helpers.patching import replace
+
+import cupyattn
+from cupyattn.batch import requests
+from cupyattn.errors import ArgumentError, CupyAttnError, PlanError, UnsupportedError
+
+KINDS = ("decode", "paged", "ragged")
+
+
+def wrapper_of(device: Device, kind: str) -> Any:
+    classes = {
+        "decode": cupyattn.BatchDecodeWithPagedKVCacheWrapper,
+        "paged": cupyattn.BatchPrefillWithPagedKVCacheWrapper,
+        "ragged": cupyattn.BatchPrefillWithRaggedKVCacheWrapper,
+    }
+    return classes[kind](device.workspace())
+
+
+def batch_of(kind: str, seed: int, page_size: int = 4) -> batches.Batch:
+    """Another number of requests, rows and pages for each seed."""
+    rng = np.random.default_rng(seed)
+    count = 3 + seed % 3
+    rows = [1] * count if kind == "decode" else rng.integers(1, 5, count).tolist()
+    return batches.make(rows, rng.integers(5, 60, count).tolist(), page_size, seed=seed)
+
+
+def tables_of(kind: str, b: batches.Batch) -> list[np.ndarray]:
+    if kind == "ragged":
+        return [b.qo_indptr, b.kv_indptr]
+    return [*b.table] if kind == "decode" else [b.qo_indptr, *b.table]
+
+
+def plan(w: Any, kind: str, tables: list[Any], page_size: int = 4, **options: Any) -> None:
+    sizes = (HQ, HKV, D) if kind == "ragged" else (HQ, HKV, D, page_size)
+    if kind != "decode":
+        options = {"causal": True, **options}
+    w.plan(*tables, *sizes, **options)
+
+
+def run(device: Device, w: Any, kind: str, b: batches.Batch) -> None:
+    """Run the plan, and check the answer."""
+    arrays = map(device.put, b.ragged()) if kind == "ragged" else (device.put(b.one_tensor()),)
+    check(device, w.run(device.put(b.q), *arrays, return_lse=True), b.expected(causal=True))
+
+
+def only_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on plans have to be like earlier ones."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a checked plan where a known one was expected")
+
+    for reader in (requests.read_paged, requests.read_ragged):
+        replace(monkeypatch, reader, refuse)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_other_tables(
+    device: Device, kind: str, page_size: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(4):
+        # The ids of pages stay 32 bits wide: others are copied, so they are checked.
+        b, w = batch_of(kind, seed, page_size), wrapper_of(device, kind)
+        given = [x if x is b.table[1] else x.astype(dtype) for x in tables_of(kind, b)]
+        tables = [device.put(x) for x in given]
+        plan(w, kind, tables, page_size)
+        run(device, w, kind, b)
+        if not seed:
+            only_again(monkeypatch)
+    assert all(made == (kind == "decode") for made in device.stream.readings)
+
+
+def test_a_plan_follows_what_its_tables_hold(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same arrays, written anew between plans of one wrapper."""
+    w = wrapper_of(device, "decode")
+    b = batch_of("decode", 0)
+    tables = [device.put(x) for x in b.table]
+    plan(w, "decode", tables)
+    only_again(monkeypatch)
+    for last in (1, 3, 2):
+        device.stream.finish()
+        b.table[2][...] = last
+        memory(pointer(tables[2]), b.table[2].dtype, len(b.table[2]))[...] = last
+        plan(w, "decode", tables)
+        pages = np.diff(b.table[0])
+        assert w._current.batch.requests.kv_len.tolist() == ((pages - 1) * 4 + last).tolist()
+
+
+BAD: dict[str, tuple[int, Callable[[np.ndarray], Any]]] = {
+    "offsets fall": (0, lambda x: np.array([*x[:-1], -1])),
+    "offsets begin below 0": (0, lambda x: x - 1),
+    "pages that are not listed": (1, lambda x: x[:2]),
+    "an empty last page": (2, lambda x: 0 * x),
+    "a last page too full": (2, lambda x: 0 * x + 5),
+    "a length too many": (2, lambda x: np.append(x, 1)),
+    "a request too many": (0, lambda x: np.append(x, x[-1])),
+}
+
+
+def refused(call: Callable[[], Any]) -> tuple[type, str]:
+    with pytest.raises(CupyAttnError) as caught:
+        call()
+    return caught.type, str(caught.value)
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("kind", ["decode", "paged"])
+def test_errors_are_those_of_tables_on_the_host(device: Device, kind: str, name: str) -> None:
+    """They come before and after a good plan, which stays as it was."""
+    w, b = wrapper_of(device, kind), batch_of(kind, 1)
+    place, spoil = BAD[name]
+    tables = tables_of(kind, b)
+    spoilt = list(tables)
+    place += kind == "paged"
+    spoilt[place] = spoil(spoilt[place]).astype(np.int32)
+    wanted = refused(lambda: plan(wrapper_of(device, kind), kind, spoilt))
+    on_gpu = [device.put(x) for x in spoilt]
+    assert refused(lambda: plan(w, kind, on_gpu)) == wanted
+    plan(w, kind, [device.put(x) for x in tables])
+    assert refused(lambda: plan(w, kind, on_gpu)) == wanted
+    run(device, w, kind, b)
+
+
+def test_too_many_keys(device: Device) -> None:
+    w = wrapper_of(device, "decode")
+    b = batch_of("decode", 0)
+    plan(w, "decode", [device.put(x) for x in b.table])
+    indptr = b.table[0].astype(np.int64)
+    for x, kind in ((2**31, UnsupportedError), (2**29, ArgumentError)):
+        tables = [device.put(y) for y in (indptr, *b.table[1:])]
+        tables[0] = device.put(np.where(indptr == indptr[-1], x, indptr))
+        with pytest.raises(kind):
+            plan(w, "decode", tables)
+
+
+def test_other_arguments_are_checked(device: Device) -> None:
+    for kind in KINDS:
+        w, b = wrapper_of(device, kind), batch_of(kind, 2)
+        tables = [device.put(x) for x in tables_of(kind, b)]
+        plan(w, kind, tables)
+        plan(w, kind, tables, sm_scale=0.5)
+        assert w._current.geometry.spec.sm_scale == 0.5
+        with pytest.raises(ArgumentError, match="window_left"):
+            plan(w, kind, tables, window_left=-7)
+        with pytest.raises(ArgumentError, match="disable_split_kv"):
+            plan(w, kind, tables, disable_split_kv="no")
+        plan(w, kind, tables)
+        run(device, w, kind, b)
+
+
+def test_tables_of_another_form(device: Device) -> None:
+    """Strided ones and ones on the host are read as ever."""
+    w, b = wrapper_of(device, "decode"), batch_of("decode", 1)
+    tables = [device.put(x) for x in b.table]
+    plan(w, "decode", tables)
+    for place in range(3):
+        for other in (b.table[place], device.put(np.repeat(b.table[place], 2))[::2]):
+            mixed = [*tables]
+            mixed[place] = other
+            plan(w, "decode", mixed)
+            run(device, w, "decode", b)
+
+
+def test_not_while_a_graph_is_captured(device: Device, gpu: Any) -> None:
+    w, b = wrapper_of(device, "decode"), batch_of("decode", 1)
+    tables = [device.put(x) for x in b.table]
+    for _ in range(2):
+        gpu.is_capturing = True
+        with pytest.raises(PlanError, match="call it before the capture"):
+            plan(w, "decode", tables)
+        gpu.is_capturing = False
+        plan(w, "decode", tables)
+        run(device, w, "decode", b)
+
+
+def test_workspace_sizes(device: Device) -> None:
+    for kind in KINDS:
+        w, b = wrapper_of(device, kind), batch_of(kind, 2)
+        tables = tables_of(kind, b)
+        sizes = (HQ, HKV, D) if kind == "ragged" else (HQ, HKV, D, 4)
+        # Page ids on the host take room of the wrapper's own.
+        if kind != "ragged":
+            tables[-2] = device.put(tables[-2])
+        wanted = w.workspace_size(*tables, *sizes)
+        on_gpu = [device.put(x) if type(x) is np.ndarray else x for x in tables]
+        plan(w, kind, on_gpu)
+        assert w.workspace_size(*on_gpu, *sizes) == wanted
+
+
+def test_a_failing_plan_leaves_the_list_of_the_one_before(device: Device) -> None:
+    w, b = wrapper_of(device, "decode"), batch_of("decode", 1)
+    plan(w, "decode", [device.put(x) for x in b.table])
+    other = batch_of("decode", 4)
+    tables = [device.put(x) for x in other.table]
+    with pytest.raises(ArgumentError, match="indices: shape"):
+        plan(w, "decode", [tables[0], device.put(other.table[1][:2]), tables[2]])
+    run(device, w, "decode", b)
