@@ -34,6 +34,8 @@ class TileTimes(NamedTuple):
     merge     the launch that merges states
     state     writing and reading one of them (state_time)
     read      what memory takes at least for the keys and values of a key tile (read_time)
+    own_keys  the factor of item and key_tile where each query head has keys of its own, which
+              few blocks share
     """
 
     launch: float
@@ -43,6 +45,14 @@ class TileTimes(NamedTuple):
     merge: float = 3.5
     state: float = 0.0
     read: float = 0.0
+    own_keys: float = 1.0
+
+    def of_group(self, group_size: int) -> TileTimes:
+        """The times where so many query heads share a KV head."""
+        if group_size > 1 or self.own_keys == 1.0:
+            return self
+        item, key_tile = self.own_keys * self.item, self.own_keys * self.key_tile
+        return self._replace(item=item, key_tile=key_tile, own_keys=1.0)
 
     def busy(self, work: Work, num_kv_heads: int) -> float:
         """What all items take, one after another."""

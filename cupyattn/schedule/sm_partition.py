@@ -120,28 +120,33 @@ def choose_launches(
     that serves all, or one for the many which leaves SMs to the streams, or all SMs to one after
     the other.
 
-    All shapes have times. The first is that of persistent blocks, which can leave SMs; the others'
-    blocks have an item each.
+    All shapes have times. The first is that of persistent blocks, which can leave SMs; those for
+    few keys serve all requests or none; the others' blocks have an item each.
     """
     best = LaunchChoice(0, 0, math.inf, False)
-    together, soonest = best, streams.time()
+    together, soonest, is_settled = best, streams.time(), False
+    longest = max(int(keys.max(initial=0)) for keys in (many.kv_len, streams.keys))
     for index, shape in enumerate(shapes):
+        if longest > shape.most_keys if shape.most_keys else is_settled:
+            continue
         times, limit = shape.times, _WORTHWHILE * best.time
         assert times is not None
         work = work_of(many, group_size, shape, masking)
-        followed = shape
-        if shape.is_persistent:
-            followed = replace(shape, times=times._replace(launch=times.launch + _FOLLOWED))
-        num_slots, time = best_partition(work, num_kv_heads, followed, streams, index == 0, limit)
-        if time < limit:
-            best = LaunchChoice(index, num_slots, time, False)
+        if not shape.most_keys:
+            followed = shape
+            if shape.is_persistent:
+                followed = replace(shape, times=times._replace(launch=times.launch + _FOLLOWED))
+            num_slots, time = best_partition(
+                work, num_kv_heads, followed, streams, index == 0, limit
+            )
+            if time < limit:
+                best = LaunchChoice(index, num_slots, time, False)
         limit = min(_AS_SOON * best.time, _WORTHWHILE * together.time)
         time = time_together(work, num_kv_heads, shape, streams, limit)
         if time < limit:
             together = LaunchChoice(index, shape.num_slots, time, True)
         is_long = work.total * num_kv_heads > _LONG * work.longest * shape.num_slots
-        if is_long or _WORTHWHILE * best.time <= soonest:
-            break
+        is_settled = is_settled or is_long or _WORTHWHILE * best.time <= soonest
     return together if together.time <= _AS_SOON * best.time else best
 
 

@@ -16,7 +16,7 @@ from .tile_shape import TileShape
 _MANY_ITEMS, _FEW_TILES = 12, 4
 # Where lean blocks serve all requests, other persistent blocks are only looked at if the first
 # shape's have more than so many items.
-_WAVES = 4
+_WAVES = 2
 # Another shape must end within this share of the time of the best: estimates are no closer.
 _WORTHWHILE = 0.97
 
@@ -53,6 +53,10 @@ def choose_tiles(
             continue
         work = work_of(requests, group_size, shape, masking)
         assert shape.times is not None
+        # Persistent blocks for few keys win by what they do ahead of their next item.
+        is_ahead = shape.most_keys and shape.is_persistent
+        if is_ahead and work.num_tiles * num_kv_heads <= shape.num_slots:
+            continue
         if index and shape.times.least(work, num_kv_heads, shape.num_slots) >= limit:
             continue
         slots = Slots(shape.num_slots, shape.num_sms)

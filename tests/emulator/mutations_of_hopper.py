@@ -18,7 +18,16 @@ HOPPER = (
     Mutation("hopper-bad-values-stay", "& ~holes.word[w]", "", "hopper bad values"),
     Mutation("lean-slot-not-refilled", "warp == 0", "warp == 1", "hopper lean"),
     Mutation("lean-values-not-checked", "has_nonfinite_values()", "false", "hopper lean"),
-    Mutation("lean-queries-not-awaited", "await_phase(shared.full_q[0], 0);", "", "hopper lean"),
+    Mutation(
+        "lean-queries-not-awaited",
+        "await_phase(shared.full_q[q.stage], q.parity);",
+        "",
+        "hopper lean",
+    ),
+    Mutation(
+        "lean-queries-overwrite-output", "ptx::bulk_wait_read();", "", "hopper lean, persistent"
+    ),
+    Mutation("lean-item-released-early", "kPersistent ? 5 : 4", "4", "hopper lean, persistent"),
     Mutation("bad-keys-not-marked", "key < num_keys", "key < 0", "hopper bad values"),
     Mutation("pair-shares-alibi-bias", "8 * n + 1", "8 * n", "hopper alibi"),
     Mutation(
@@ -91,8 +100,8 @@ HOPPER = (
     ),
     Mutation(
         "output-box-of-partial-rows",
-        "num_rows / box * box",
-        "ceil_div(num_rows, box) * box",
+        "num_rows & ~63",
+        "(num_rows + 63) & ~63",
         "hopper partial rows",
     ),
     Mutation(

@@ -156,6 +156,14 @@ def _lean(**facts: object) -> None:
         run.single(case, spoil={"v": [((390, 0, 5), np.inf)]}, num_sms=1, **facts).check()
 
 
+def _persistent_lean(**facts: object) -> None:
+    """Several items a block, each with a store of O."""
+    with pytest.MonkeyPatch.context() as patch:
+        test_prefill_sm90.force_tiles("queue", patch)
+        case = replace(_PREFILL, causal=True, qo_len=300, kv_len=320, **_WIDE, **_BFLOAT16)
+        run.single(case, num_sms=1, **facts).check()
+
+
 def _packbits(**facts: object) -> None:
     bits = np.random.default_rng(0).random(999) < 0.5
     cuts = np.array([0, 3, 100, 108, 999])
@@ -389,6 +397,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper fp8": _single({"kv_dtype": "float8_e4m3fn", "kv_len": 500}),
     "hopper bad values": _bad_values,
     "hopper lean": _lean,
+    "hopper lean, persistent": _persistent_lean,
     "hopper capped": _single(
         *(
             {"logits_soft_cap": 30.0, "kv_len": 400, **_BFLOAT16, **changes}

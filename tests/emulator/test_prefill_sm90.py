@@ -126,7 +126,8 @@ def force_tiles(name: str, patch: pytest.MonkeyPatch) -> None:
 def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     force_tiles(name, monkeypatch)
     case = replace(CAUSAL, head_dim_qk=128, head_dim_vo=128, group=group, return_lse=group == 4)
-    threads = {"broad": 384, "tall": 512, "middle": 384, "lean": 128, "flat": 128}.get(name, 256)
+    lean = {"lean": 128, "flat": 128, "queue": 160}
+    threads = {"broad": 384, "tall": 512, "middle": 384, **lean}.get(name, 256)
     for qo_len, kv_len in ((300 // group + 1, 400 // group + 9), (80, 0), (70, 50)):
         answer = check(replace(case, qo_len=qo_len, kv_len=kv_len))
         assert answer.launches[0].block[0] == threads
@@ -134,19 +135,22 @@ def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "dim"),
+    ("name", "dims"),
     one_of(
         2,
         [
-            *(("tall", 64), ("short", 64), ("lean", 64), ("flat", 64)),
-            *(("middle", 96), ("lean", 96), ("short", 256)),
+            *((name, (64, 64)) for name in ("tall", "short", "lean", "flat", "queue")),
+            *(("middle", (96, 96)), ("lean", (96, 96)), ("lean", (192, 128))),
+            *(("short", (256, 256)), ("flat", (256, 256))),
         ],
         is_several=True,
     ),
 )
-def test_other_tiles_of_other_dims(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tiles_of_other_dims(
+    name: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     force_tiles(name, monkeypatch)
-    check(replace(CAUSAL, head_dim_qk=dim, head_dim_vo=dim, group=3, return_lse=True))
+    check(replace(CAUSAL, head_dim_qk=dims[0], head_dim_vo=dims[1], group=3, return_lse=True))
 
 
 @pytest.mark.parametrize(
@@ -159,10 +163,12 @@ def test_other_tiles_of_other_dims(name: str, dim: int, monkeypatch: pytest.Monk
             ("broad", "ragged"),
             ("lean", "ragged"),
             ("lean", "paged"),
+            ("queue", "ragged"),
+            ("queue", "paged"),
             ("flat", "ragged"),
         ).__contains__,
         [
-            *product(("twin", "middle", "short", "lean"), test_batch.KINDS),
+            *product(("twin", "middle", "short", "lean", "queue"), test_batch.KINDS),
             ("broad", "ragged"),
             ("tall", "ragged"),
             ("flat", "ragged"),

@@ -174,12 +174,12 @@ class Kernels:
         key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), "beside"
         found = self._choices.get(key)
         if found is None:
-            # Only the first persistent tiles were timed with launches behind them, lean blocks not.
+            # Only the first persistent tiles were timed with launches behind them.
             first = next(iter(shapes))
             names = [
                 x
                 for x, shape in shapes.items()
-                if x == first or not (shape.is_persistent or shape.most_keys)
+                if x == first or shape.most_keys or not shape.is_persistent
             ]
             timed = [shapes[name] for name in names]
             head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
@@ -332,7 +332,8 @@ def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...], group_s
         for tiles in kinds
     )
     if kinds[0].times is not None:
-        shapes = (replace(shapes[0], times=kinds[0].times, num_sms=loaded.num_sms),)
+        times = kinds[0].times.of_group(group_size)
+        shapes = (replace(shapes[0], times=times, num_sms=loaded.num_sms),)
     return Kernel(loaded, kinds, shapes)
 
 

@@ -193,7 +193,7 @@ class AttentionLauncher:
             kernel.tiles.tile_kv,
             kernel.num_slots,
             masking,
-            kernel.tiles.times,
+            kernel.tiles.times and kernel.tiles.times.of_group(self.group_size),
             kernel.num_sms,
         )
         tiles = kernel.tiles

@@ -25,7 +25,7 @@ DECODE, VERIFY, SMALL, LARGE = ROW_CLASSES = "decode", "verify", "small", "large
 MOST_ROWS = {DECODE: 16, VERIFY: 32, SMALL: 64}
 # Tiles of the last class: the one for long launches, and others for work lists that fill the card
 # badly with it.
-LARGE_TILES = (LARGE, "broad", "twin", "tall", "middle", "short", "lean", "flat")
+LARGE_TILES = (LARGE, "broad", "twin", "tall", "middle", "short", "queue", "lean", "flat")
 # The classes of such rows in batches of so few blocks that each may have an SM of its own.
 FEW = {DECODE: "few decode", VERIFY: "few verify"}
 # Tiles of 32 wider rows do not fit the registers of such blocks.
@@ -151,7 +151,7 @@ def shape_of(tiles: TileConfig, group_size: int, num_sms: int) -> TileShape:
         rows,
         tiles.tile_kv,
         slots,
-        times=tiles.times,
+        times=tiles.times and tiles.times.of_group(group_size),
         num_sms=num_sms,
         is_persistent=tiles.is_persistent,
         most_keys=sm90.MOST_KEYS_OF_LEAN if tiles.is_lean else 0,

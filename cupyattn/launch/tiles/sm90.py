@@ -35,8 +35,8 @@ class _Shape(NamedTuple):
     warps that convert them, a warpgroup of their own or two of the producer's. gatherers: warps
     that copy rows of pages that no TMA box fits, a warpgroup of their own or three of the
     producer's. min_blocks: that run on an SM at a time. persistent: blocks take items until none is
-    left; else each has one. lean: a block is a consumer alone, which copies its own keys; each of
-    its stages has K or V.
+    left; else each has one. lean: a block is a consumer alone, which copies its own keys, or
+    beside a warp that copies if it is persistent; each of its stages has K or V.
     """
 
     consumers: int
@@ -104,9 +104,11 @@ _LONE = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persiste
 _TWIN = _LONE._replace(query_slots=2, persistent=True)
 _LEAN = _Shape(1, 32, 4, 1, (24, 24), overlaps=False, min_blocks=4, persistent=False, lean=True)
 _FLAT = _LEAN._replace(tile_kv=64, stages=3, min_blocks=3)
+_QUEUE = _LEAN._replace(stages=5, query_slots=2, min_blocks=3, persistent=True)
 # Other tiles of the problems that most prompts are, by name and as above. Most have blocks of one
 # item each, for work lists of few waves; those of `broad` and `twin` are persistent, for items that
-# are many and short. (Those of head dim 256 have no registers for overlap.)
+# are many and short, and so are those of `queue`, which are lean. (Those of head dim 256 have no
+# registers for overlap.)
 _OTHERS = {
     ("broad", "ragged", 128, 128): _TWO,
     ("twin", "ragged", 128, 128): _TWIN,
@@ -123,6 +125,11 @@ _OTHERS = {
     ("lean", "ragged", 96, 96): _LEAN,
     ("lean", "ragged", 128, 128): _LEAN,
     ("lean", "paged", 128, 128): _LEAN,
+    ("queue", "ragged", 128, 128): _QUEUE,
+    ("queue", "paged", 128, 128): _QUEUE,
+    ("queue", "ragged", 64, 64): _QUEUE._replace(tile_kv=80),
+    ("lean", "ragged", 192, 128): _LEAN._replace(min_blocks=3),
+    ("flat", "ragged", 256, 256): _LEAN._replace(tile_kv=64, stages=2, min_blocks=2),
     ("flat", "ragged", 96, 96): _FLAT,
     ("flat", "ragged", 128, 128): _FLAT,
     ("tall", "paged", 64, 64): _THREE._replace(persistent=False),
@@ -134,33 +141,40 @@ _OTHERS = {
     ),
     ("short", "paged", 256, 256): _LONE._replace(registers=(96, 240), overlaps=False, min_blocks=1),
 }
-# Fitted to the times of some 130 launches of an H200 (docs/ladder.md), by which plans choose.
+# Fitted to the times of some 150 launches of an H200 and an H100 (docs/ladder.md), by which plans
+# choose.
 _TIMES = {
     ("large", "ragged", 128, 128): TileTimes(12.4, 2.6, 1.18, 0.85),
     ("broad", "ragged", 128, 128): TileTimes(9.6, 3.4, 1.3, 0.85),
     ("twin", "ragged", 128, 128): TileTimes(8.0, 3.6, 0.82, 0.85),
-    ("tall", "ragged", 128, 128): TileTimes(7.64, 5.49, 1.26, 0.75),
-    ("middle", "ragged", 128, 128): TileTimes(7.05, 4.61, 1.44, 0.97),
-    ("short", "ragged", 128, 128): TileTimes(5.63, 4.71, 0.75, 0.69),
-    ("lean", "ragged", 128, 128): TileTimes(4.64, 5.11, 1.43, 0.65),
-    ("flat", "ragged", 128, 128): TileTimes(6.47, 4.21, 1.58, 0.66),
+    ("tall", "ragged", 128, 128): TileTimes(10.7, 4.52, 1.31, 0.71, own_keys=1.07),
+    ("middle", "ragged", 128, 128): TileTimes(8.71, 4.33, 1.44, own_keys=1.07),
+    ("short", "ragged", 128, 128): TileTimes(7.07, 4.47, 0.79, own_keys=1.2),
+    ("lean", "ragged", 128, 128): TileTimes(6.19, 5.57, 1.25, 0.9, own_keys=1.2),
+    ("flat", "ragged", 128, 128): TileTimes(6.75, 4.26, 1.52, own_keys=1.19),
+    ("queue", "ragged", 128, 128): TileTimes(6.4, 3.0, 0.97, 0.7, own_keys=1.51),
+    ("queue", "paged", 128, 128): TileTimes(6.0, 3.3, 1.04, 0.7, own_keys=1.43),
+    ("queue", "ragged", 64, 64): TileTimes(8.94, 2.0, 0.75, 0.7, own_keys=1.34),
+    ("large", "ragged", 192, 128): TileTimes(14.5, 5.14, 1.85, 0.7),
+    ("lean", "ragged", 192, 128): TileTimes(5.43, 5.51, 1.43, 0.7, own_keys=1.15),
     ("large", "paged", 128, 128): TileTimes(9.9, 3.2, 1.4, 1.0),
     ("twin", "paged", 128, 128): TileTimes(8.0, 3.1, 0.91, 0.85),
     ("middle", "paged", 128, 128): TileTimes(6.8, 3.9, 1.67, 0.90),
     ("short", "paged", 128, 128): TileTimes(7.2, 3.1, 1.01, 0.68),
-    ("lean", "paged", 128, 128): TileTimes(5.69, 5.2, 1.49, 0.71),
+    ("lean", "paged", 128, 128): TileTimes(5.69, 5.2, 1.49, 0.71, own_keys=1.4),
     ("large", "ragged", 64, 64): TileTimes(11.2, 1.7, 1.31, 0.93),
-    ("tall", "ragged", 64, 64): TileTimes(8.37, 3.38, 1.44, 0.84),
-    ("short", "ragged", 64, 64): TileTimes(5.08, 4.13, 1.07, 0.75),
-    ("lean", "ragged", 64, 64): TileTimes(4.03, 4.2, 1.53, 0.82),
-    ("flat", "ragged", 64, 64): TileTimes(4.14, 3.95, 1.48, 0.8),
+    ("tall", "ragged", 64, 64): TileTimes(8.2, 2.96, 1.51, 0.91, own_keys=1.07),
+    ("short", "ragged", 64, 64): TileTimes(6.83, 3.28, 0.97, 0.79, own_keys=1.12),
+    ("lean", "ragged", 64, 64): TileTimes(3.1, 4.46, 1.44, own_keys=1.16),
+    ("flat", "ragged", 64, 64): TileTimes(3.97, 4.19, 1.36, own_keys=1.08),
     ("large", "ragged", 96, 96): TileTimes(5.7, 5.3, 1.06, 0.85),
     ("middle", "ragged", 96, 96): TileTimes(5.27, 5.22, 1.15, 0.61),
     ("short", "ragged", 96, 96): TileTimes(3.75, 4.93, 0.8, 0.66),
     ("lean", "ragged", 96, 96): TileTimes(3.86, 4.18, 1.32, 0.95),
     ("flat", "ragged", 96, 96): TileTimes(5.83, 3.15, 1.75, 0.92),
     ("large", "ragged", 256, 256): TileTimes(11.8, 5.5, 1.45, 0.85),
-    ("short", "ragged", 256, 256): TileTimes(5.2, 5.1, 1.28, 0.80),
+    ("flat", "ragged", 256, 256): TileTimes(8.67, 5.32, 1.95, own_keys=1.18),
+    ("short", "ragged", 256, 256): TileTimes(10.0, 4.89, 0.84, own_keys=1.09),
     ("large", "gathered", 64, 64): TileTimes(8.5, 1.9, 1.21, 0.70),
     ("large", "gathered", 96, 96): TileTimes(7.5, 2.5, 1.43, 0.95),
     ("large", "gathered", 128, 128): TileTimes(6.5, 3.7, 1.57, 0.93),
@@ -338,12 +352,11 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
     dims = (problem.head_dim_qk, problem.head_dim_vo) if fp8_stages else ()
     items = _ITEMS if shape.persistent else 1
     fp8_tiles = [Field(fp8_stages * tile_kv * dim, 128) for dim in dims]
-    keys = [_panels(tile_kv, problem.head_dim_qk, stages)]
-    if not shape.lean:
-        keys.append(_panels(tile_kv, problem.head_dim_vo, stages))
     if shape.lean:
-        rest = [Field(8 * (3 + 2 * stages), 8)]
+        keys = [_panels(tile_kv, max(problem.head_dim_qk, problem.head_dim_vo), stages)]
+        rest = [Field(8 * (2 * items + 2 * slots + 2 * stages), 8)]
     else:
+        keys = [_panels(tile_kv, dim, stages) for dim in (problem.head_dim_qk, problem.head_dim_vo)]
         rest = [
             Field(stages * 16, 16),
             _row_bits(problem, tile_q, tile_kv, stages),
@@ -394,7 +407,9 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
         times = times._replace(
             state=state_time(tile_q, problem.head_dim_vo), read=read_time(tile_kv, row_bytes)
         )
-    threads = 128 * (not shape.lean) + 128 * (consumers + converters // 4 + shape.gatherers // 4)
+    # The warps that only copy: a warpgroup, or one warp of a persistent lean block, or none.
+    copying = 32 * shape.persistent if shape.lean else 128
+    threads = copying + 128 * (consumers + converters // 4 + shape.gatherers // 4)
     return TileConfig(
         "prefill_sm90", jit.Config(config), tile_q, tile_kv, threads, shared, is_rotated, times
     )

@@ -1,16 +1,20 @@
-// Prefill on Hopper in lean blocks: one warpgroup, which copies its keys itself, for one item of 64
-// rows. No registers go to warps that only copy, so three or four blocks run on an SM and fill each
-// other's waits. Softmax and rows are those of prefill_sm90.
+// Prefill on Hopper in lean blocks: one warpgroup that multiplies, for items of 64 rows. No registers
+// go to a warpgroup that only copies, so three or four blocks run on an SM and fill each other's
+// waits. Softmax and rows are those of prefill_sm90.
 //
-// Phases of a block. "<-" names what a phase waits for.
-//   find_only_item        warp 0; warp 1 makes the barriers
-//   copy_first            warp 0: Q, and as many tiles of keys and values as the ring holds
+// A block of one item copies for itself. A persistent block has a fifth warp that copies: it is one
+// item ahead, so Q and keys of the next item arrive while the present one is multiplied.
+//
+// Phases of an item. "<-" names what a phase waits for.
+//   find_item             the copying warp
+//   copy_item             the copying warp: Q, and the keys and values of one tile after another
+//                         <- free slots
 //   process_tile          for every tile of keys, from the last to the first:
 //     S = Q K^T           <- K and Q have landed; frees K's slot
 //     softmax
 //     O += P V            <- V has landed; frees V's slot
-//   write                 normalises and stores O, in the place of Q where boxes do
-// Warp 0 copies the next tile to a slot that has been freed.
+//   write                 normalises O, in the place of Q where boxes store it
+//   store                 warp 0: boxes of O
 #pragma once
 
 #include "cupyattn/attention/hidden_values.cuh"
@@ -30,24 +34,113 @@ struct LeanSm90Traits : PrefillSm90Traits<Config> {
   using typename Base::LogitsVariant;
   using typename Base::QTile;
   using typename Base::VTile;
-  static constexpr int kStages = Base::kStages, kThreads = Base::kWarpgroup;
+  using Base::kItems, Base::kSlots, Base::kStages, Base::kWarpgroup;
+  static constexpr int kThreads = kWarpgroup + (Base::kPersistent ? kWarpSize : 0);
+  // O has the place of the first panels of Q.
   static constexpr bool kStagesOutput =
-      sizeof(DTypeO) == 2 && Base::kHeadDimQK == Base::kHeadDimVO;
+      sizeof(DTypeO) == 2 && Base::kHeadDimVO <= Base::kHeadDimQK;
+  static constexpr int kSlotBytes = max_of(KTile::kBytes, VTile::kBytes);
 
   struct SharedMemory {
-    alignas(QTile::kAlign) unsigned char q[1][QTile::kBytes];
+    alignas(QTile::kAlign) unsigned char q[kSlots][QTile::kBytes];
     // K and V of one tile after another.
-    alignas(KTile::kAlign) unsigned char ring[kStages][KTile::kBytes];
+    alignas(KTile::kAlign) unsigned char ring[kStages][kSlotBytes];
     alignas(16) RowInfo rows[LogitsVariant::kReadsRows ? Base::kTileQ : 1];
     typename LogitsVariant::Constants logits;
-    alignas(8) Item items[1];
-    alignas(8) uint64_t full_q[1], empty_q[1], empty_item[1];
+    alignas(8) Item items[kItems];
+    alignas(8) uint64_t full_item[kItems], empty_item[kItems];
+    uint64_t full_q[kSlots], empty_q[kSlots];
     uint64_t full[kStages], empty[kStages];
   };
 
-  static_assert(Base::kConsumers == 1 && !Base::kPersistent, "a block is a warpgroup of one item");
-  static_assert(Base::kSlots == 1 && !Base::kOverlap, "a tile is over when the next begins");
-  static_assert(is_same<KTile, VTile>, "slots hold either");
+  // Barriers of the warps that multiply.
+  enum NamedBarrier { kQueriesRead = 1, kOutputStaged, kNonFinite };
+
+  static_assert(Base::kConsumers == 1 && !Base::kOverlap, "a tile is over when the next begins");
+  static_assert(kSlots == kItems, "an item ahead has its rows of Q");
+};
+
+// The warp that finds items and copies their rows of Q, and their keys and values.
+template <typename Traits>
+struct LeanSm90Copier {
+  using Item = typename Traits::Item;
+  using ItemFacts = typename Traits::ItemFacts;
+  static constexpr int kStages = Traits::kStages;
+
+  const PrefillSm90Block<Traits>& block;
+  typename Traits::SharedMemory& shared = block.shared;
+  const int lane = threadIdx.x % kWarpSize;
+  uint32_t copied = 0;  // tiles: K, then V, of one key tile after another
+  PipelineState<Traits::kSlots> q{};
+
+  // Serves a persistent block to its end. `item`: its first.
+  __device__ __forceinline__ void run(ItemFacts item) {
+    const PrefillSm90Scheduler<Traits> scheduler{block};
+    const int num_items = block.all_params.num_items * block.params.num_kv_heads;
+    PipelineState<Traits::kItems> place;
+    for (;;) {
+      Item& present = shared.items[place.stage];
+      await_phase(shared.empty_item[place.stage], place.parity ^ 1);
+      ptx::warp_sync();
+      if (lane == 0) {
+        static_cast<ItemFacts&>(present) = item;
+        arrive(shared.full_item[place.stage]);
+      }
+      ptx::warp_sync();
+      if (!item.exists) return;
+      place.advance();
+      // The number of the next item is on its way while this one is copied.
+      const int next = scheduler.take_next(num_items, lane);
+      int tile = copy_first(present, 2);
+      const int index = scheduler.index_of(next);
+      typename PrefillSm90Scheduler<Traits>::ListPlace at{};
+      WorkItem listed{};
+      if (index < num_items) {
+        at = scheduler.list_place(index);
+        listed = BlockWork::load(block.params, at.place);
+      }
+      while (copy_tile(present, tile)) ++tile;
+      item = index < num_items ? scheduler.facts_of(at, listed) : ItemFacts{};
+      if (item.has_keys()) scheduler.prefetch_queries(item, lane);
+    }
+  }
+
+  // Copies Q and the first tiles of keys and values; returns the number of those.
+  __device__ __forceinline__ int copy_first(const Item& item, int most) {
+    int index = 0;
+#pragma unroll 1
+    for (; index < most && copy_tile(item, index); ++index) {
+      if (index == 0) PrefillSm90Scheduler<Traits>{block}.copy_queries(q, item, lane);
+    }
+    return index;
+  }
+
+  // Copies a tile of an item to the next slot, once all warps have left that: the last keys, their
+  // values, the keys ahead of them, and so on. Returns false if there is none.
+  __device__ __forceinline__ bool copy_tile(const Item& item, int index) {
+    const int tile = ptx::warp_uniform(item.tiles.end) - 1 - index / 2;
+    if (tile < ptx::warp_uniform(item.tiles.begin)) return false;
+    const auto& params = block.all_params;
+    if (index % 2 == 0) {
+      copy_boxes<typename Traits::KTile>(params.k, params.k_units, item, tile);
+    } else {
+      copy_boxes<typename Traits::VTile>(params.v, params.v_units, item, tile);
+    }
+    ++copied;
+    return true;
+  }
+
+  template <typename Tile>
+  __device__ __forceinline__ void copy_boxes(const TensorMap& map, const PageUnits& units,
+                                             const Item& item, int tile) const {
+    const PrefillSm90Producer<Traits> producer{block};
+    const uint32_t slot = copied % kStages;
+    int page = -1;
+    if constexpr (Traits::kPaged) page = producer.page_of_box(item, tile, lane);
+    producer.template copy_boxes<Tile, false>(
+        map, units, {shared.ring[slot], shared.empty[slot], shared.full[slot], copied / kStages % 2},
+        item, KeyTile{tile, 0}, page, lane);
+  }
 };
 
 template <typename Config>
@@ -55,44 +148,56 @@ struct LeanSm90 {
   using Traits = LeanSm90Traits<Config>;
   using DTypeKV = typename Traits::DTypeKV;
   using SharedMemory = typename Traits::SharedMemory;
-  using Tile = typename Traits::KTile;
+  using KTile = typename Traits::KTile;
+  using VTile = typename Traits::VTile;
   using QTile = typename Traits::QTile;
   using Item = typename Traits::Item;
   using Softmax = PrefillSm90Softmax<Traits>;
   using Probabilities = typename Softmax::Probabilities;
-  static constexpr int kThreads = Traits::kThreads, kTileKV = Traits::kTileKV;
+  static constexpr int kThreads = Traits::kThreads, kWarpgroup = Traits::kWarpgroup;
+  static constexpr int kTileKV = Traits::kTileKV, kStages = Traits::kStages;
   static constexpr int kHeadDimQK = Traits::kHeadDimQK, kHeadDimVO = Traits::kHeadDimVO;
-  static constexpr int kStages = Traits::kStages;
+  static constexpr bool kPersistent = Traits::kPersistent;
 
   static_assert(sizeof(SharedMemory) == Config::kSharedBytes,
                 "the host's shared-memory arithmetic (launch/tiles/sm90.py) must agree");
 
   const PrefillSm90Block<Traits>& block;
-  const PrefillSm90Params& all_params;
   SharedMemory& shared;
   const int warp, lane;
-  // Tiles that have been copied and multiplied: K, then V, of one key tile after another.
-  uint32_t copied = 0, multiplied = 0;
-  bool has_rows = true;  // of the warp
+  LeanSm90Copier<Traits> copier;  // of warp 0, in a block of one item
+  uint32_t multiplied = 0;        // tiles, likewise
+  PipelineState<Traits::kItems> place;
+  PipelineState<Traits::kSlots> q;
+  bool has_rows = true;     // of the warp
+  bool has_stored = false;  // whether an item before left its O in the other place of Q
   float o[1][kHeadDimVO / 8][4];
   Softmax softmax;
 
   __device__ __forceinline__ explicit LeanSm90(const PrefillSm90Block<Traits>& block)
       : block(block),
-        all_params(block.all_params),
         shared(block.shared),
         warp(ptx::warp_uniform(threadIdx.x / kWarpSize)),
         lane(threadIdx.x % kWarpSize),
+        copier{block},
         softmax(block, 0) {}
 
   static __device__ __forceinline__ void run(const PrefillSm90Params& params,
                                              SharedMemory& shared) {
     const PrefillSm90Block<Traits> block(params, shared);
+    const PrefillSm90Scheduler<Traits> scheduler{block};
     const int warp = ptx::warp_uniform(threadIdx.x / kWarpSize);
-    if (warp == 0) PrefillSm90Scheduler<Traits>{block}.find_only_item();
     if (threadIdx.x == kWarpSize) init_barriers(params, shared);
-    ptx::block_sync();
-    LeanSm90(block).run_item();
+    if constexpr (kPersistent) {
+      typename Traits::ItemFacts first;
+      if (warp == 4) first = scheduler.item_of(blockIdx.x);
+      ptx::block_sync();
+      if (warp == 4) return LeanSm90Copier<Traits>{block}.run(first);
+    } else {
+      if (warp == 0) scheduler.find_only_item();
+      ptx::block_sync();
+    }
+    LeanSm90(block).run_items();
   }
 
   static __device__ __forceinline__ void init_barriers(const PrefillSm90Params& params,
@@ -103,9 +208,13 @@ struct LeanSm90 {
     ptx::prefetch_tensor_map(params.q);
     ptx::prefetch_tensor_map(params.k);
     ptx::prefetch_tensor_map(params.v);
-    init(shared.full_q[0], 1);
-    init(shared.empty_q[0], 1);
-    init(shared.empty_item[0], 4);
+    for (int slot = 0; slot < Traits::kSlots; ++slot) {
+      init(shared.full_q[slot], 1);
+      init(shared.empty_q[slot], 1);
+      init(shared.full_item[slot], 1);
+      // Each warp leaves an item when its O is written, warp 0 once more when O is stored.
+      init(shared.empty_item[slot], kPersistent ? 5 : 4);  // mutate: lean-item-released-early
+    }
     for (int stage = 0; stage < kStages; ++stage) {
       init(shared.full[stage], 1);
       init(shared.empty[stage], 4);
@@ -114,64 +223,70 @@ struct LeanSm90 {
     ptx::fence_mbarrier_init();
   }
 
-  __device__ __forceinline__ void run_item() {
-    const Item& item = shared.items[0];
-    if (warp == 0) copy_first(item);
+  __device__ __forceinline__ void run_items() {
+    if constexpr (kPersistent) {
+      for (;;) {
+        const Item& item = block.await_item(place);
+        if (!item.exists) break;
+        run_item(item);
+        place.advance();
+      }
+    } else {
+      if (warp == 0) copier.copy_first(shared.items[0], kStages);
+      run_item(shared.items[0]);
+    }
+    if (Traits::kStagesOutput && threadIdx.x == 0) ptx::bulk_wait_read();
+  }
+
+  __device__ __forceinline__ void run_item(const Item& item) {
     has_rows = softmax.rows.warp_row() < ptx::warp_uniform(item.work.tile.num_rows);
     softmax.begin_item(item);
     const int begin = ptx::warp_uniform(item.tiles.begin);
     int tile = ptx::warp_uniform(item.tiles.end);
-    if (tile > begin) {
-      await_phase(shared.full_q[0], 0);  // mutate: lean-queries-not-awaited
+    const bool has_keys = tile > begin;
+    if (has_keys) {
+      await_phase(shared.full_q[q.stage], q.parity);  // mutate: lean-queries-not-awaited
       process_tile<true>(item, --tile);
       while (tile > begin) process_tile<false>(item, --tile);
       // O takes the place of Q, which no warp of the warpgroup reads any more.
-      if (Traits::kStagesOutput) ptx::block_sync();
+      if (Traits::kStagesOutput) ptx::named_barrier_sync(Traits::kQueriesRead, kWarpgroup);
     } else {
       clear_output();
     }
-    softmax.rows.write(softmax.rows.finish_rows(softmax.online, 0, 0), o);
-    if (Traits::kStagesOutput && warp == 0) {
-      int stored = 0;
-      await_phase(shared.empty_item[0], 0);
+    softmax.rows.write(softmax.rows.finish_rows(softmax.online, place.stage, q.stage), o);
+    if (has_keys) store_output(item);
+    if constexpr (kPersistent) {
+      ptx::warp_sync();
+      if (threadIdx.x == 0) arrive(shared.empty_item[place.stage]);
+    }
+  }
+
+  // Warp 0 stores O once all warps have written it to the place of Q.
+  __device__ __forceinline__ void store_output(const Item& item) {
+    int stored = q.stage;
+    if (warp == 0) {
+      ptx::named_barrier_sync(Traits::kOutputStaged, kWarpgroup);
       PrefillSm90Scheduler<Traits>{block}.store_output(item, stored, lane);
-      if (lane == 0) ptx::bulk_wait_read();
+    } else {
+      ptx::named_barrier_arrive(Traits::kOutputStaged, kWarpgroup);
     }
+    q.advance();
+    has_stored = true;
   }
-
-  // --- Copies ---
-
-  __device__ __forceinline__ void copy_first(const Item& item) {
-#pragma unroll 1
-    for (int i = 0; i < kStages; ++i) {
-      copy_next(item);
-      if (i > 0 || !item.has_keys()) continue;
-      PipelineState<1> q;
-      PrefillSm90Scheduler<Traits>{block}.copy_queries(q, item, lane);
+  // Lets the copying warp have the other place of Q, once O of the item before has left it.
+  __device__ __forceinline__ void release_stored_output() {
+    if (!kPersistent || !has_stored || warp != 0) return;
+    if (lane == 0) {
+      ptx::bulk_wait_read();  // mutate: lean-queries-overwrite-output
+      arrive(shared.empty_q[q.stage ^ 1]);
     }
+    ptx::warp_sync();
   }
-
-  // Copies the next tile of keys or values to the next slot, once all warps have left it.
-  __device__ __forceinline__ void copy_next(const Item& item) {
-    const int tile = ptx::warp_uniform(item.tiles.end) - 1 - static_cast<int>(copied / 2);
-    if (tile < ptx::warp_uniform(item.tiles.begin)) return;
-    const PrefillSm90Producer<Traits> producer{block};
-    const uint32_t slot = copied % kStages;
-    const bool is_value = copied % 2 != 0;
-    int page = -1;
-    if constexpr (Traits::kPaged) page = producer.page_of_box(item, tile, lane);
-    producer.template copy_boxes<Tile, false>(
-        is_value ? all_params.v : all_params.k, is_value ? all_params.v_units : all_params.k_units,
-        {shared.ring[slot], shared.empty[slot], shared.full[slot], round_of(copied)}, item,
-        KeyTile{tile, 0}, page, lane);
-    ++copied;
-  }
-
-  static __device__ __forceinline__ uint32_t round_of(uint32_t count) { return count / kStages % 2; }
 
   __device__ __forceinline__ void await_slot() const {
-    await_phase(shared.full[multiplied % kStages], round_of(multiplied));
+    await_phase(shared.full[multiplied % kStages], multiplied / kStages % 2);
   }
+  template <typename Tile>
   __device__ __forceinline__ uint64_t operand_in_slot() const {
     return operand_at<Tile>(ptx::shared_address(shared.ring[multiplied % kStages]));
   }
@@ -179,7 +294,8 @@ struct LeanSm90 {
   __device__ __forceinline__ void release_slot(const Item& item) {
     ptx::mbarrier_arrive_if(lane == 0, ptx::shared_address(&shared.empty[multiplied % kStages]));
     ++multiplied;
-    if (warp == 0) copy_next(item);  // mutate: lean-slot-not-refilled
+    if constexpr (kPersistent) return;
+    if (warp == 0) copier.copy_tile(item, copier.copied);  // mutate: lean-slot-not-refilled
   }
 
   // --- One tile ---
@@ -191,8 +307,8 @@ struct LeanSm90 {
     Probabilities probabilities;
     await_slot();
     ptx::wgmma_fence();
-    const uint32_t rows = ptx::shared_address(shared.q[0]);
-    issue_qk<QTile, Tile, kHeadDimQK>(s, operand_at<QTile>(rows), operand_in_slot());
+    const uint32_t rows = ptx::shared_address(shared.q[q.stage]);
+    issue_qk<QTile, KTile, kHeadDimQK>(s, operand_at<QTile>(rows), operand_in_slot<KTile>());
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     take_results(s);
@@ -204,13 +320,14 @@ struct LeanSm90 {
     } else {
       softmax.next_tile(probabilities, s, o, item, key_tile, {});
     }
+    if (kIsFirst) release_stored_output();
     await_slot();
     if (key_tile.needs_mask && has_nonfinite_values()) {  // mutate: lean-values-not-checked
       if (kIsFirst) clear_output();
       add_values(item, probabilities, softmax.first_key_of(key_tile));
     } else {
       ptx::wgmma_fence();
-      issue_pv<Tile, kHeadDimVO>(o, probabilities.p, operand_in_slot(), !kIsFirst);
+      issue_pv<VTile, kHeadDimVO>(o, probabilities.p, operand_in_slot<VTile>(), !kIsFirst);
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
       take_results(o);
@@ -241,15 +358,16 @@ struct LeanSm90 {
         reinterpret_cast<const Vector16*>(shared.ring[multiplied % kStages]);
     uint32_t seen[4] = {};
 #pragma unroll
-    for (int i = 0; i < Tile::kBytes / 16 / kThreads; ++i) {
-      const Vector16 values = chunks[threadIdx.x + i * kThreads];
+    for (int i = 0; i < VTile::kBytes / 16 / kWarpgroup; ++i) {
+      const Vector16 values = chunks[threadIdx.x + i * kWarpgroup];
       // Zero times a value that is not finite is NaN, and a sum keeps it.
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         seen[w] = ptx::multiply_add_pair<DTypeKV>(values.word[w], 0u, seen[w]);
       }
     }
-    return ptx::block_any(((seen[0] | seen[1] | seen[2] | seen[3]) & 0x7fff7fffu) != 0);
+    const uint32_t any = (seen[0] | seen[1] | seen[2] | seen[3]) & 0x7fff7fffu;
+    return ptx::named_barrier_any(Traits::kNonFinite, kWarpgroup, any != 0);
   }
 
   // O += P V of a tile by hand, for rows that see a key.

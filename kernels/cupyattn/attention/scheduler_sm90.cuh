@@ -16,6 +16,7 @@ struct PrefillSm90Scheduler {
   static constexpr int kTileKV = Traits::kTileKV, kItems = Traits::kItems, kSlots = Traits::kSlots;
   static constexpr bool kPaged = Traits::kPaged, kMasked = Traits::kMasked;
   static constexpr bool kStagesOutput = Traits::kStagesOutput;
+  static constexpr int kOutputPanels = ceil_div(Traits::kHeadDimVO, QTile::kPanelColumns);
 
   const PrefillSm90Block<Traits>& block;
   const PrefillSm90Params& all_params = block.all_params;
@@ -25,7 +26,8 @@ struct PrefillSm90Scheduler {
   // Finds the only item of a block, for all roles. The grid is key heads x items, so nothing is
   // divided here: all copies wait for this.
   __device__ __forceinline__ void find_only_item() const {
-    const ItemFacts item = facts_of(blockIdx.y, blockIdx.x);
+    const ListPlace at{static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x)};
+    const ItemFacts item = facts_of(at, BlockWork::load(params, at.place));
     if (threadIdx.x % kWarpSize == 0) static_cast<ItemFacts&>(shared.items[0]) = item;
   }
   // Copies the rows of Q of the only item, and stores its O.
@@ -108,7 +110,7 @@ struct PrefillSm90Scheduler {
         const int head = item.work.tile.kv_head * params.group_size;
         for_boxes(item, all_params.output_box_rows, item.boxed_rows, [&](int row, int token) {
 #pragma unroll
-          for (int panel = 0; panel < QTile::kPanels; ++panel) {
+          for (int panel = 0; panel < kOutputPanels; ++panel) {
             ptx::tensor_store_4d(all_params.o, QTile::kPanelColumns * panel, head, token, 0,
                                  rows + row * QTile::kRowBytes + panel * QTile::kPanelBytes);
           }
@@ -130,9 +132,16 @@ struct PrefillSm90Scheduler {
   // A block begins with the item of its own index, and then takes the next item that no block has.
   // Blocks ask as often as there are items, so the counter ends at zero, as it began.
   __device__ __forceinline__ int next_index(int num_items, int lane) const {
+    return index_of(take_next(num_items, lane));
+  }
+  // Its two parts, between which the counter answers.
+  __device__ __forceinline__ int take_next(int num_items, int lane) const {
     int taken = 0;
     // mutate: item-counter-not-reset
     if (lane == 0) taken = static_cast<int>(ptx::atomic_inc_wrap(params.counters, num_items - 1));
+    return taken;
+  }
+  __device__ __forceinline__ int index_of(int taken) const {
     return static_cast<int>(gridDim.x) + ptx::warp_uniform(taken);
   }
 
@@ -140,6 +149,13 @@ struct PrefillSm90Scheduler {
   // in L2; within a group the heads of an item are neighbours. The shortest items of all heads come
   // last, so that blocks end together.
   __device__ __forceinline__ ItemFacts item_of(int index) const {
+    const ListPlace at = list_place(index);
+    return facts_of(at, BlockWork::load(params, at.place));
+  }
+  struct ListPlace {
+    int place, kv_head;
+  };
+  __device__ __forceinline__ ListPlace list_place(int index) const {
     const int num_swizzled = all_params.num_items - all_params.num_tail_items;
     // mutate: tail-items-from-first
     int first_place = num_swizzled, first_head = 0, heads = params.num_kv_heads;
@@ -152,15 +168,15 @@ struct PrefillSm90Scheduler {
       heads = min_of(all_params.heads_per_swizzle, heads - first_head);
       rest = index - swizzle * per_swizzle;
     }
-    return facts_of(first_place + rest / heads, first_head + rest % heads);
+    return ListPlace{first_place + rest / heads, first_head + rest % heads};
   }
 
-  __device__ __forceinline__ ItemFacts facts_of(int place, int kv_head) const {
+  __device__ __forceinline__ ItemFacts facts_of(const ListPlace& at, const WorkItem& listed) const {
     ItemFacts item{};
-    item.work = BlockWork::of_index(params, place, kv_head,
+    item.work = BlockWork::of_index(params, at.place, listed, at.kv_head,
                                     // mutate: tiles-of-broken-tokens
                                     whole_token_rows(params, Traits::kTileQ));
-    item.place = place;
+    item.place = at.place;
     item.exists = 1;
     if (item.work.tile.num_rows <= 0) return item;  // mutate: spare-items-worked-on
     item.range = KeyRange::of(params, item.work);
@@ -173,7 +189,8 @@ struct PrefillSm90Scheduler {
     const bool is_boxed = kStagesOutput && box > 0 && num_rows >= box && item.has_keys();
     // A box has the rows of a warpgroup, or of a whole tile.
     // mutate: output-box-of-partial-rows
-    item.boxed_rows = is_boxed && !item.work.tile.leaves_state() ? num_rows / box * box : 0;
+    const int boxed_rows = box == 64 ? num_rows & ~63 : box;
+    item.boxed_rows = is_boxed && !item.work.tile.leaves_state() ? boxed_rows : 0;
     return item;
   }
 

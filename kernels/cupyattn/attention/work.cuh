@@ -74,7 +74,12 @@ struct BlockWork {
 
   static __device__ __forceinline__ BlockWork of_item(const AttentionParams& params, int index,
                                                       int kv_head, int tile_rows) {
-    const WorkItem item = params.work[index];
+    return of_listed(params, params.work[index], kv_head, tile_rows);
+  }
+
+  static __device__ __forceinline__ BlockWork of_listed(const AttentionParams& params,
+                                                        const WorkItem& item, int kv_head,
+                                                        int tile_rows) {
     const int first_row = ptx::warp_uniform(item.first_row);
     const int qo_len = ptx::warp_uniform(item.qo_len);
     return BlockWork{
@@ -110,10 +115,18 @@ struct BlockWork {
   }
 
   // The work at `place` of the work list, or of the tiles and splits of one request. The longest
-  // causal tiles come first.
+  // causal tiles come first. The second form has loaded the list's entry before.
   static __device__ __forceinline__ BlockWork of_index(const AttentionParams& params, int place,
                                                        int kv_head, int tile_rows) {
-    if (params.work != nullptr) return of_item(params, place, kv_head, tile_rows);
+    return of_index(params, place, load(params, place), kv_head, tile_rows);
+  }
+  static __device__ __forceinline__ WorkItem load(const AttentionParams& params, int place) {
+    return params.work == nullptr ? WorkItem{} : params.work[place];
+  }
+  static __device__ __forceinline__ BlockWork of_index(const AttentionParams& params, int place,
+                                                       const WorkItem& listed, int kv_head,
+                                                       int tile_rows) {
+    if (params.work != nullptr) return of_listed(params, listed, kv_head, tile_rows);
     const int tile = params.num_splits == 1 ? place : place / params.num_splits;
     return of_tile(params, params.num_q_tiles - 1 - tile, kv_head, place - tile * params.num_splits,
                    tile_rows);

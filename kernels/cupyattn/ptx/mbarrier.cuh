@@ -71,6 +71,22 @@ __device__ __forceinline__ void named_barrier_sync_unaligned(int barrier, int nu
   asm volatile("barrier.sync %0, %1;\n" ::"r"(barrier), "r"(num_threads) : "memory");
 }
 
+// The same as named_barrier_sync; returns whether any of the threads has `predicate`.
+__device__ __forceinline__ bool named_barrier_any(int barrier, int num_threads, bool predicate) {
+  uint32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "bar.red.or.pred q, %1, %2, p;\n"
+      "selp.u32 %0, 1, 0, q;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(barrier), "r"(num_threads), "r"(static_cast<uint32_t>(predicate))
+      : "memory");
+  return any != 0;
+}
+
 __device__ __forceinline__ void named_barrier_arrive(int barrier, int num_threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "r"(num_threads) : "memory");
 }

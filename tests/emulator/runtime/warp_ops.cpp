@@ -237,6 +237,10 @@ void named_barrier_sync_unaligned(int barrier, int num_threads, Where where) {
   meet_block(barrier, num_threads, false, Meeting::unaligned, where, EMULATOR_CALLER);
 }
 
+bool named_barrier_any(int barrier, int num_threads, bool predicate, Where where) {
+  return meet_block(barrier, num_threads, predicate, Meeting::aligned, where, EMULATOR_CALLER);
+}
+
 void named_barrier_arrive(int barrier, int num_threads, Where where) {
   meet_block(barrier, num_threads, false, Meeting::arrives, where, EMULATOR_CALLER);
 }

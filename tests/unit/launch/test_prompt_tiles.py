@@ -14,14 +14,15 @@ from cupyattn.schedule.masking import Masking
 from cupyattn.schedule.tile_choice import choose_tiles
 
 ARCH, NUM_SMS = "sm_90a", 132
-LEAN = {"lean", "flat"}
+LEAN = {"lean", "flat", "queue"}
 
 
-def chosen(count: int, length: int, heads: tuple[int, int], dim: int, causal: bool) -> str:
+def chosen(
+    count: int, length: int, heads: tuple[int, int], dim: int, causal: bool, dim_vo: int = 0
+) -> str:
     kind = dtypes.bfloat16
-    made = select.large_tiles(
-        AttentionProblem(kind, kind, kind, dim, dim), SHARED_BYTES[ARCH], ARCH, 0
-    )
+    problem = AttentionProblem(kind, kind, kind, dim, dim_vo or dim)
+    made = select.large_tiles(problem, SHARED_BYTES[ARCH], ARCH, 0)
     group = heads[0] // heads[1]
     shapes = [select.shape_of(tiles, group, NUM_SMS) for tiles in made.values()]
     lengths, starts = np.full(count, length), np.arange(count) * length
@@ -30,15 +31,17 @@ def chosen(count: int, length: int, heads: tuple[int, int], dim: int, causal: bo
     return [*made][choose_tiles(requests, group, heads[1], shapes, masking, True).chosen]
 
 
-# Tiles within 4 % of the fastest of an H200 (docs/ladder.md).
+# Tiles within 4 % of the fastest of an H200 or an H100 (docs/ladder.md).
 @pytest.mark.parametrize(
     ("count", "length", "heads", "dim", "fast"),
     [
-        (16, 128, (32, 8), 128, {"lean"}),
-        (8, 128, (32, 8), 128, {"lean"}),
-        (128, 64, (32, 8), 128, {"lean"}),
+        (16, 128, (32, 8), 128, {"queue"}),
+        (64, 128, (32, 8), 128, {"queue"}),
+        (5, 200, (64, 8), 128, {"queue"}),
+        (8, 128, (32, 8), 128, {"lean", "queue"}),
+        (128, 64, (32, 8), 128, {"queue"}),
         (16, 128, (32, 32), 128, {"lean"}),
-        (64, 128, (32, 32), 128, {"flat"}),
+        (64, 128, (32, 32), 128, {"flat", "twin"}),
         (1, 128, (32, 8), 128, {"short", "lean", "flat"}),
         (1, 1024, (32, 8), 128, {"broad", "short", "middle", "tall"}),
         (1, 2048, (32, 8), 128, {"large", "broad"}),
@@ -62,7 +65,7 @@ def test_causal_prompts(
     ("count", "length", "num_heads", "fast"),
     [
         (15, 197, 16, {"lean"}),
-        (64, 197, 12, {"lean"}),
+        (64, 197, 12, {"queue"}),
         (32, 128, 16, {"flat"}),
         (2, 577, 8, {"short"}),
         (1, 197, 16, {"short"}),
@@ -70,6 +73,27 @@ def test_causal_prompts(
 )
 def test_images(count: int, length: int, num_heads: int, fast: set[str]) -> None:
     assert chosen(count, length, (num_heads, num_heads), 64, False) in fast
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "heads", "dims", "fast"),
+    [
+        (14, 100, (64, 64), (192, 128), {"lean"}),
+        (4, 512, (64, 64), (192, 128), {"large"}),
+        (16, 128, (8, 4), (256, 256), {"flat"}),
+        (4, 512, (16, 8), (256, 256), {"flat"}),
+        (2, 1024, (8, 4), (256, 256), {"short"}),
+    ],
+)
+def test_wide_heads(
+    count: int, length: int, heads: tuple[int, int], dims: tuple[int, int], fast: set[str]
+) -> None:
+    assert chosen(count, length, heads, dims[0], True, dims[1]) in fast
+
+
+def test_persistent_lean_blocks_have_several_items() -> None:
+    """Two requests of 128 tokens are 128 items, for which 396 blocks find no next one."""
+    assert chosen(2, 128, (32, 8), 128, True) != "queue"
 
 
 @pytest.mark.parametrize("count", [1, 4, 64])

@@ -47,6 +47,7 @@ bool block_any(bool predicate, Where where);
 // bar.sync and bar.arrive of `num_threads` threads, whole warps, on barriers 1 to 15.
 void named_barrier_sync(int barrier, int num_threads, Where where);
 void named_barrier_sync_unaligned(int barrier, int num_threads, Where where);
+bool named_barrier_any(int barrier, int num_threads, bool predicate, Where where);
 void named_barrier_arrive(int barrier, int num_threads, Where where);
 
 // --- a cluster of blocks ---

@@ -45,6 +45,11 @@ EMULATOR_INLINE void named_barrier_sync_unaligned(int barrier, int num_threads,
   emulator::named_barrier_sync_unaligned(barrier, num_threads, where);
 }
 
+EMULATOR_INLINE bool named_barrier_any(int barrier, int num_threads, bool predicate,
+                                       Where where = Where::current()) {
+  return emulator::named_barrier_any(barrier, num_threads, predicate, where);
+}
+
 EMULATOR_INLINE void named_barrier_arrive(int barrier, int num_threads,
                                           Where where = Where::current()) {
   emulator::named_barrier_arrive(barrier, num_threads, where);
