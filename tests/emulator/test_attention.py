@@ -306,6 +306,7 @@ TESTED_ELSEWHERE = {
     "merge_states": "test_merge.py",
     "pad_lse": "test_mutations.py",
     "plan_batch": "test_plan_batch.py",
+    "read_tables": "test_read_tables.py",
     "append_new_kv": "test_flash_attn.py",
     "store_kv": "test_page.py",
     "serving_metadata": "test_serving.py",

@@ -444,6 +444,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     ),
     "hopper wide sparse": _wide({"sparse": True}),
     "hopper wide splits": _wide({"splits": 2}),
+    "hopper wide launched merge": _wide({"splits": 2, "counts": False}),
     "hopper wide lists": _wide(
         {"sparse": True, "uniform": True, "qo_len": (1, 1), "kv_len": (150, 150)}
     ),

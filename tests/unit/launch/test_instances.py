@@ -23,7 +23,7 @@ from cupyattn.planless import call as planless
 from cupyattn.planless import latent
 
 Instance = tuple[str, jit.Config]
-_ROUNDS, _WORKSPACE = 75, 128 << 20
+_ROUNDS, _WORKSPACE = 150, 128 << 20
 
 
 class Loads:

@@ -82,7 +82,7 @@ def test_images(count: int, length: int, num_heads: int, fast: set[str]) -> None
         (4, 512, (64, 64), (192, 128), {"large"}),
         (16, 128, (8, 4), (256, 256), {"flat"}),
         (4, 512, (16, 8), (256, 256), {"flat"}),
-        (2, 1024, (8, 4), (256, 256), {"short"}),
+        (2, 1024, (8, 4), (256, 256), {"short", "large"}),
     ],
 )
 def test_wide_heads(
