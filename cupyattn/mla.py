@@ -13,15 +13,8 @@ from .errors import ArgumentError, UnsupportedError
 from .inputs import geometry
 from .inputs.latent import Dims
 from .page import append_paged_mla_kv_cache
-from .planless.latent import (
-    NAMES,
-    Options,
-    bounded,
-    read_scale,
-    repeat_of,
-    run,
-    run_repeat,
-)
+from .planless.latent import NAMES, Options, repeat_of, run, run_repeat
+from .planless.latent_call import bounded, read_scale
 from .typing import Array, Scale
 from .wrappers.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 

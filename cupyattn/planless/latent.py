@@ -25,7 +25,6 @@ from ..array.match import (
     require_output,
 )
 from ..core import dtypes, parse
-from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError, WorkspaceError
 from ..inputs import latent
@@ -47,8 +46,6 @@ from . import latent_reference
 from .latent_call import NAMES, Arrays, Call, Names, Options
 from .views import (
     merge_leading,
-    next_power_of_two,
-    number_or_array,
     view_index,
     view_rows,
     view_sinks,
@@ -162,21 +159,6 @@ def decode(given: tuple[Any, ...], *, sm_scale: Any, return_lse: Any) -> Any:
     return run(given, options)
 
 
-def read_scale(scale: Any, name: str) -> tuple[float, Any]:
-    """(number, array of one element or None) of a scale; one on the host is read."""
-    number, held = number_or_array(scale)
-    if held is None:
-        return parse.finite(number, name, 1.0), None
-    v = array.view(held, name)
-    if math.prod(v.shape) != 1 or v.dtype is not dtypes.float32:
-        raise ArgumentError(
-            f"{name}: got {v.dtype} {list(v.shape)}; wanted a number, or a float32 array of one"
-        )
-    if v.device.kind == "cpu":
-        return parse.finite(float(array.as_numpy(v).ravel()[0]), name, 1.0), None
-    return 1.0, held
-
-
 def run(given: tuple[Any, ...], options: Options, repeat: tuple[Any, ...] | None = None) -> Any:
     """The answer of a call: out, or (out, lse) if `return_lse`; given are the fields of Arrays.
 
@@ -281,13 +263,6 @@ def _insert(given: tuple[Any, ...], options: Options, call: Call, prepared: _Pre
 
 
 # --- Checks ---
-
-
-def bounded(max_kv_len: Any, name: str) -> int | None:
-    """A bound of lengths, rounded up, so that calls of growing requests have equal signatures."""
-    if max_kv_len is None:
-        return None
-    return int(next_power_of_two(require_int(max_kv_len, name, 0, 2**32)))
 
 
 def _check(arrays: Arrays, options: Options) -> Call:

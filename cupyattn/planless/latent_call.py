@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .. import array
 from ..array import ArrayView
+from ..core import dtypes, parse
+from ..core.parse import require_int
+from ..errors import ArgumentError
 from ..inputs.geometry import Geometry
 from ..inputs.latent import Dims, Parts
 from ..launch.attention.plan_batch import Lengths
+from .views import next_power_of_two, number_or_array
 
 
 class Arrays(NamedTuple):
@@ -116,3 +122,25 @@ class Call:
     lengths: Lengths
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+
+
+def read_scale(scale: Any, name: str) -> tuple[float, Any]:
+    """(number, array of one element or None) of a scale; one on the host is read."""
+    number, held = number_or_array(scale)
+    if held is None:
+        return parse.finite(number, name, 1.0), None
+    v = array.view(held, name)
+    if math.prod(v.shape) != 1 or v.dtype is not dtypes.float32:
+        raise ArgumentError(
+            f"{name}: got {v.dtype} {list(v.shape)}; wanted a number, or a float32 array of one"
+        )
+    if v.device.kind == "cpu":
+        return parse.finite(float(array.as_numpy(v).ravel()[0]), name, 1.0), None
+    return 1.0, held
+
+
+def bounded(max_kv_len: Any, name: str) -> int | None:
+    """A bound of lengths, rounded up, so that calls of growing requests have equal signatures."""
+    if max_kv_len is None:
+        return None
+    return int(next_power_of_two(require_int(max_kv_len, name, 0, 2**32)))

@@ -14,7 +14,8 @@ from ..core import parse
 from ..core.dtypes import DType
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.latent import Dims
-from ..planless.latent import NAMES, Options, read_scale, run
+from ..planless.latent import NAMES, Options, run
+from ..planless.latent_call import read_scale
 from ..planless.views import next_power_of_two
 from .attend import MANY_ROWS, Pass, passes_of
 from .metadata import ForwardMetadata

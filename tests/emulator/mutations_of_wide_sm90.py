@@ -77,7 +77,9 @@ WIDE_SM90 = (
         "hopper wide boxes",
     ),
     Mutation("wide-boxes-in-one-place", "box * all_params.box_rows", "0", "hopper wide boxes"),
-    Mutation("merged-columns-of-the-first-part", "index % kParts", "0", "hopper wide launched merge"),
+    Mutation(
+        "merged-columns-of-the-first-part", "index % kParts", "0", "hopper wide launched merge"
+    ),
     Mutation("lists-in-one-place", "request * kv_step", "0", "hopper wide lists"),
     Mutation("wide-state-columns-of-the-leader", "+ first_column", "", "hopper wide splits"),
     Mutation(

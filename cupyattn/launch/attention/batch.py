@@ -49,6 +49,7 @@ from ..tiles.config import TileConfig
 from ..tiles.select import DECODE, FEW, LARGE, MOST_ROWS, SMALL, VERIFY, row_class
 from . import rotate_batch, rotate_keys, tma_sm90
 from .bound_run import BoundRun, Step, in_order
+from .equal_requests import EqualRequests, key_of_equal, uniform_of
 from .kernels import (
     MOST_PARTS,
     UNKNOWN_LENGTH,
@@ -57,15 +58,7 @@ from .kernels import (
     Kernels,
     group_by_row_class,
 )
-from .layout import (
-    BatchSchedule,
-    Capacity,
-    EqualRequests,
-    KernelWork,
-    Layout,
-    Reserved,
-    Uniform,
-)
+from .layout import BatchSchedule, Capacity, KernelWork, Layout, Reserved, Uniform
 
 _MAX_CACHED = 1024
 _MAX_EQUAL = 64  # each holds a work list
@@ -119,7 +112,9 @@ class BatchLauncher:
         a plan that does not is a PlanError.
         """
         splitting = Splitting(may_split, split_tokens)
-        key = self._key_of_equal(requests, splitting, capacity)
+        facts = self.group_size, self.masking, bool(self._keys.rope_table)
+        may_know = not self._is_debugging()
+        key = key_of_equal(requests, *facts, splitting, capacity) if may_know else None
         if key is not None:
             found = self._equal.get(key)
             if found is None:
@@ -150,32 +145,6 @@ class BatchLauncher:
             shape = self._kernels.merged_if_many(shape)
         part, _, workspace_bytes = self._layout.part(rows, self._reserved(rows, shape, made), 0, 0)
         return BatchSchedule(_NO_MERGES, workspace_bytes, (part,))
-
-    def _key_of_equal(
-        self, requests: BatchRequests, splitting: Splitting, capacity: Capacity | None
-    ) -> tuple[object, ...] | None:
-        """What decides the plan of requests with equally many rows and keys, but for places and
-        the keys of the last tile; None for others, and where a plan holds more."""
-        kv_len, uniform = requests.kv_len, requests.uniform
-        if uniform <= 0 or self.masking.has_mask or not kv_len.size or self._is_debugging():
-            return None
-        if requests.key_offset is not None or requests.is_shared is not None:
-            return None
-        # Each length is the next one's. Bytes are compared five times as fast as short arrays.
-        first, raw = int(kv_len[0]), kv_len.tobytes()
-        if raw[kv_len.itemsize :] != raw[: -kv_len.itemsize]:
-            return None
-        most = uniform if capacity is None else max(uniform, capacity.max_qo_len)
-        is_long = most * self.group_size > MOST_ROWS[VERIFY]
-        if is_long and self._keys.rope_table:  # rotated keys take room by where they are
-            return None
-        # No tile is shorter than 16 keys. A window begins anywhere in one, and so do the last keys
-        # that a tile of some of the rows sees.
-        is_exact = is_long or self.masking.window_left >= 0
-        tiles = first if is_exact else -(-first // 16)
-        # One prompt whose keys come first may need no list.
-        is_first = kv_len.size == 1 and not requests.kv_start[0]
-        return uniform, kv_len.size, tiles, is_first, splitting, capacity
 
     def _schedule(
         self, requests: BatchRequests, splitting: Splitting, capacity: Capacity | None
@@ -219,18 +188,8 @@ class BatchLauncher:
             slots = 0
         schedule = self._of_requests(works, requests)
         if len(works) == 1 and not works[0].reserved.split_tiles:
-            schedule.uniform = self._uniform(requests, schedule)
+            schedule.uniform = uniform_of(requests, schedule)
         return schedule
-
-    def _uniform(self, requests: BatchRequests, schedule: BatchSchedule) -> Uniform | None:
-        """See BatchSchedule. What a list would say of one request is in the Params struct too."""
-        (part,), count = schedule.parts, requests.qo_len.size
-        if count != 1 or part.tiles is None or requests.mask_start is not None:
-            return None
-        if requests.q_start[0] or requests.kv_start[0] or requests.key_offset is not None:
-            return None
-        ((launch, _),) = part.launches
-        return Uniform(int(requests.qo_len[0]), int(requests.kv_len[0]), launch.num_items)
 
     def _choose_launches(
         self, found: list[tuple[str, BatchRequests]], requests: BatchRequests

@@ -9,16 +9,13 @@ import numpy as np
 
 from ...core.problem import AttentionProblem
 from ...schedule import MAX_GRID_YZ
-from ...schedule.batch import WORK_FIELDS, BatchRequests
+from ...schedule.batch import WORK_FIELDS
 from ..driver.enqueue import Launch
 from ..tiles.config import TileConfig
 from . import merge_levels, merge_splits, scan_mask
 from .kernels import Kernels, Rows
 
-_ITEM_BYTES = 4 * len(WORK_FIELDS)
-_Q_START, _QO_LEN, _KV_START, _KV_LEN = map(
-    WORK_FIELDS.index, ("q_start", "qo_len", "kv_start", "kv_len")
-)
+ITEM_BYTES = 4 * len(WORK_FIELDS)
 _MAX_CACHED = 1024
 
 
@@ -136,35 +133,6 @@ class BatchSchedule:
     uniform: Uniform | None = None
 
 
-class EqualRequests:
-    """A schedule for requests of equal lengths: that of other ones differs by where keys begin."""
-
-    __slots__ = ("_made", "_num_items", "_requests")
-
-    def __init__(self, made: BatchSchedule, qo_len: int) -> None:
-        (part,) = made.parts
-        self._num_items = (part.merges - part.items) // _ITEM_BYTES
-        items = self._items(made.words)
-        # Room for more items is behind those of this plan.
-        self._num_items = int(np.count_nonzero(items[:, _QO_LEN]))
-        self._requests = self._items(made.words)[:, _Q_START] // qo_len
-        self._made = made
-
-    def _items(self, words: np.ndarray) -> np.ndarray:
-        return words[: self._num_items * len(WORK_FIELDS)].reshape(-1, len(WORK_FIELDS))
-
-    def schedule(self, requests: BatchRequests) -> BatchSchedule:
-        """The schedule of requests that have as many rows and tiles of keys."""
-        made = self._made
-        words = made.words.copy()
-        items = self._items(words)
-        items[:, _KV_START] = requests.kv_start.take(self._requests)
-        items[:, _KV_LEN] = longest = int(requests.kv_len[0])
-        uniform = made.uniform and made.uniform._replace(kv_len=longest)
-        shared = made.workspace_bytes, made.parts
-        return BatchSchedule(words, *shared, longest=longest, uniform=uniform)
-
-
 class Layout:
     """Lays out the schedules of one problem, device and geometry."""
 
@@ -261,7 +229,7 @@ class Layout:
             merge = merge_levels.prepare(
                 self._problem, reserved.levels[0], num_heads, self._device_index
             )
-        merges = words_bytes + reserved.items * _ITEM_BYTES
+        merges = words_bytes + reserved.items * ITEM_BYTES
         counters = merges + 4 * reserved.merges
         lse_bytes = 4 * reserved.state_rows * heads
         partial_lse = workspace_bytes + lse_bytes * self._problem.head_dim_vo

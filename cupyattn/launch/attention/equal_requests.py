@@ -1,0 +1,89 @@
+"""Plans of requests of equal lengths: one list serves all that differ by where their keys begin."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...schedule.batch import WORK_FIELDS, BatchRequests, Splitting
+from ...schedule.masking import Masking
+from ..tiles.select import MOST_ROWS, VERIFY
+from .layout import ITEM_BYTES, BatchSchedule, Capacity, Uniform
+
+_Q_START, _QO_LEN, _KV_START, _KV_LEN = map(
+    WORK_FIELDS.index, ("q_start", "qo_len", "kv_start", "kv_len")
+)
+
+
+def key_of_equal(
+    requests: BatchRequests,
+    group_size: int,
+    masking: Masking,
+    has_table: bool,
+    splitting: Splitting,
+    capacity: Capacity | None,
+) -> tuple[object, ...] | None:
+    """What decides the plan of requests with equally many rows and keys, but for places and the
+    keys of the last tile; None for others, and where a plan holds more.
+
+    has_table: keys are rotated by a table of angles.
+    """
+    kv_len, uniform = requests.kv_len, requests.uniform
+    if uniform <= 0 or masking.has_mask or not kv_len.size:
+        return None
+    if requests.key_offset is not None or requests.is_shared is not None:
+        return None
+    # Each length is the next one's. Bytes are compared five times as fast as short arrays.
+    first, raw = int(kv_len[0]), kv_len.tobytes()
+    if raw[kv_len.itemsize :] != raw[: -kv_len.itemsize]:
+        return None
+    most = uniform if capacity is None else max(uniform, capacity.max_qo_len)
+    is_long = most * group_size > MOST_ROWS[VERIFY]
+    if is_long and has_table:  # rotated keys take room by where they are
+        return None
+    # No tile is shorter than 16 keys. A window begins anywhere in one, and so do the last keys
+    # that a tile of some of the rows sees.
+    is_exact = is_long or masking.window_left >= 0
+    tiles = first if is_exact else -(-first // 16)
+    # One prompt whose keys come first may need no list.
+    is_first = kv_len.size == 1 and not requests.kv_start[0]
+    return uniform, kv_len.size, tiles, is_first, splitting, capacity
+
+
+def uniform_of(requests: BatchRequests, schedule: BatchSchedule) -> Uniform | None:
+    """See BatchSchedule. What a list would say of one request is in the Params struct too."""
+    (part,), count = schedule.parts, requests.qo_len.size
+    if count != 1 or part.tiles is None or requests.mask_start is not None:
+        return None
+    if requests.q_start[0] or requests.kv_start[0] or requests.key_offset is not None:
+        return None
+    ((launch, _),) = part.launches
+    return Uniform(int(requests.qo_len[0]), int(requests.kv_len[0]), launch.num_items)
+
+
+class EqualRequests:
+    """A schedule for requests of equal lengths: that of other ones differs by where keys begin."""
+
+    __slots__ = ("_made", "_num_items", "_requests")
+
+    def __init__(self, made: BatchSchedule, qo_len: int) -> None:
+        (part,) = made.parts
+        self._num_items = (part.merges - part.items) // ITEM_BYTES
+        items = self._items(made.words)
+        # Room for more items is behind those of this plan.
+        self._num_items = int(np.count_nonzero(items[:, _QO_LEN]))
+        self._requests = self._items(made.words)[:, _Q_START] // qo_len
+        self._made = made
+
+    def _items(self, words: np.ndarray) -> np.ndarray:
+        return words[: self._num_items * len(WORK_FIELDS)].reshape(-1, len(WORK_FIELDS))
+
+    def schedule(self, requests: BatchRequests) -> BatchSchedule:
+        """The schedule of requests that have as many rows and tiles of keys."""
+        made = self._made
+        words = made.words.copy()
+        items = self._items(words)
+        items[:, _KV_START] = requests.kv_start.take(self._requests)
+        items[:, _KV_LEN] = longest = int(requests.kv_len[0])
+        uniform = made.uniform and made.uniform._replace(kv_len=longest)
+        shared = made.workspace_bytes, made.parts
+        return BatchSchedule(words, *shared, longest=longest, uniform=uniform)
