@@ -170,7 +170,8 @@ def time_together(
         return math.inf
     merge, is_few = 0.0, np.arange(sizes.size) < of_many
     if chunk:
-        parts, merge, longest = -(-sizes // chunk), times.merge, min(longest, chunk)
+        parts = np.maximum(-(-sizes // chunk), 1)  # of no keys, too
+        merge, longest = times.merge, min(longest, chunk)
         sizes, is_few = (sizes / parts).repeat(parts), is_few.repeat(parts)
     # The longest items come first. A wave in which many are of few rows is as long as their keys
     # take, though its products were done sooner.

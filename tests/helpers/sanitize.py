@@ -52,6 +52,7 @@ PARTS = {
     "documents": 1,
     "engines": 1,
     "logits": 2,
+    "plans": 1,
 }
 # Those of its tests that are marked large: a process under the sanitizer gives no memory back.
 LARGE_PARTS = {"batch": 2, "streams": 4, "page": 1, "merge": 1}

@@ -197,6 +197,8 @@ def choose(
         return None
     if problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
         return None
+    if name == "queue" and not problem.dtype_o.is_float16:  # it would spill
+        return None
     tiles = make(problem, shape, _times(problem, name))
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 

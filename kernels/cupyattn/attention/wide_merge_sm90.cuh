@@ -28,7 +28,10 @@ struct WideMergeSm90 {
   const BlockWork& work;
   const int thread = threadIdx.x - kFirst;
 
-  __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(kBarrier, kThreads); }
+  // The compiler may give each of the two warpgroups a copy of what follows.
+  __device__ __forceinline__ void sync() const {
+    ptx::named_barrier_sync_unaligned(kBarrier, kThreads);
+  }
 
   __device__ __forceinline__ explicit WideMergeSm90(const WideSm90Block<Traits>& block)
       : block(block),

@@ -32,17 +32,7 @@ struct WideSm90TmaProducer {
         params(block.params),
         shared(block.shared),
         lane(threadIdx.x % kWarpSize),
-        policy(reads_many() ? ptx::evict_normal_policy() : ptx::evict_first_policy()) {}
-
-  // Whether the launch reads several times what L2 holds, if all blocks have as much to read.
-  // Fewer keys leave L2 first, and what others have written there, and would have to be written
-  // back, stays. Of many keys it is not spared, and they are read faster by the usual policy.
-  __device__ __forceinline__ bool reads_many() const {
-    const Item& item = shared.items[0];
-    constexpr int kMany = (240 << 20) / KTile::kBytes;  // tiles of keys
-    const int num_blocks = static_cast<int>(gridDim.x * gridDim.y * gridDim.z);
-    return item.tiles.end - item.tiles.begin > kMany / num_blocks;
-  }
+        policy(ptx::evict_first_policy()) {}
 
   __device__ __forceinline__ void run() const {
     const Item& item = shared.items[0];
@@ -109,6 +99,7 @@ struct WideSm90TmaProducer {
       // For the map of latent columns, fp8 elements are pairs of 16 bits.
       const int column = 64 * (is_latent ? panel : panel - Traits::kBoxPanels);
       const TensorMap& map = is_latent ? all_params.k : all_params.k_rope;
+      // Most keys are read once, and leave L2 first.
       ptx::tensor_copy_4d(to, map, column, slot, page, 0, lands, policy);
     }
     ptx::warp_sync();

@@ -20,13 +20,8 @@ __device__ __forceinline__ void tensor_copy_4d(uint32_t destination, const Tenso
       : "memory");
 }
 
-// Which lines leave L2 first: those of copies with the first policy, or those used longest ago.
+// Which lines leave L2 first: those of copies with this policy.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-createpolicy
-__device__ __forceinline__ uint64_t evict_normal_policy() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;\n" : "=l"(policy));
-  return policy;
-}
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));

@@ -12,7 +12,8 @@ from helpers.precompile import Recorder
 from cupyattn.core import dtypes
 from cupyattn.core.spec import AttentionSpec
 from cupyattn.launch.attention.batch import BatchLauncher
-from cupyattn.launch.attention.layout import BatchSchedule, Capacity, EqualRequests
+from cupyattn.launch.attention.equal_requests import EqualRequests
+from cupyattn.launch.attention.layout import BatchSchedule, Capacity
 from cupyattn.schedule.batch import BatchRequests, Splitting
 
 _HALF = dtypes.bfloat16

@@ -16,7 +16,6 @@ EMULATOR_INLINE void tensor_copy_4d(uint32_t destination, const TensorMap& map, 
                         {x, y, z, w, 0}, barrier);
 }
 
-inline uint64_t evict_normal_policy() { return 0; }
 inline uint64_t evict_first_policy() { return 0; }
 
 EMULATOR_INLINE void tensor_copy_4d(uint32_t destination, const TensorMap& map, int x, int y, int z,
