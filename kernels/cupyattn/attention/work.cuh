@@ -74,7 +74,8 @@ struct BlockWork {
 
   static __device__ __forceinline__ BlockWork of_item(const AttentionParams& params, int index,
                                                       int kv_head, int tile_rows) {
-    return of_listed(params, params.work[index], kv_head, tile_rows);
+    const WorkItem item = params.work[index];  // as a whole, by two loads at once
+    return of_listed(params, item, kv_head, tile_rows);
   }
 
   static __device__ __forceinline__ BlockWork of_listed(const AttentionParams& params,
