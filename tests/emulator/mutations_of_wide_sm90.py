@@ -152,7 +152,7 @@ WIDE_SM90 = (
     # Producers that convert, and queries of float16
     Mutation(
         "wide-queries-read-early",
-        "ptx::named_barrier_sync(kBarrier, kWarps * kWarpSize);",
+        "ptx::named_barrier_sync_unaligned(kBarrier, kWarps * kWarpSize);",
         "",
         "hopper wide fp8",
     ),
@@ -166,7 +166,7 @@ WIDE_SM90 = (
     ),
     Mutation(
         "wide-converter-rope-overwritten",
-        "ptx::named_barrier_sync(kBarrier, kWarps * kWarpSize);",
+        "ptx::named_barrier_sync_unaligned(kBarrier, kWarps * kWarpSize);",
         "",
         "hopper wide fp8 boxes",
     ),

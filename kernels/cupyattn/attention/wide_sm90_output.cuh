@@ -50,7 +50,9 @@ struct WideSm90Output {
         prepare_row(row);
       }
       ptx::fence_proxy_async();
-      ptx::named_barrier_sync(kBarrier, kWarps * kWarpSize);  // mutate: wide-queries-read-early
+      // Leader and follower wait at instructions of their own.
+      // mutate: wide-queries-read-early
+      ptx::named_barrier_sync_unaligned(kBarrier, kWarps * kWarpSize);
     } else {
       ptx::fence_proxy_async();
     }
