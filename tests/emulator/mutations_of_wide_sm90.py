@@ -166,7 +166,7 @@ WIDE_SM90 = (
     ),
     Mutation(
         "wide-converter-rope-overwritten",
-        "ptx::named_barrier_sync_unaligned(kBarrier, kWarps * kWarpSize);",
+        "ptx::named_barrier_sync(kBarrier, kWarps * kWarpSize);",
         "",
         "hopper wide fp8 boxes",
     ),
