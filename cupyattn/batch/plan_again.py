@@ -50,7 +50,7 @@ _CALLS: CallCache[_Checked] = CallCache(
     Argument("lengths", 0),
     Argument("qo_indptr", 0),
 )
-# Of facts about wrappers that their plans depend on.
+# A number stands for each set of facts about wrappers that plans depend on.
 _numbers: dict[tuple[object, ...], int] = {}
 
 

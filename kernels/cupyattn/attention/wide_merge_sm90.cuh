@@ -88,7 +88,7 @@ struct WideMergeSm90 {
   __device__ __forceinline__ int64_t state_of(int row, int split) const {
     return (work.tile.state(params) + split) * kTileQ + row;
   }
-  // Of the split that a lane weighs.
+  // Returns the LSE of the split that a lane weighs.
   __device__ __forceinline__ float lse_of(int row) const {
     const int split = thread % kMost;
     const bool exists = row < work.tile.num_rows && split < work.tile.num_splits;

@@ -24,7 +24,7 @@ struct ReadTablesParams {
   int32_t qo_len;
   int32_t page_size;  // 1 for keys in rows
   LengthKind kind;
-  // Of a planned list, as in schedule/balance.py and schedule/tile_shape.py.
+  // These are facts of a planned list, named as in schedule/balance.py and schedule/tile_shape.py.
   int32_t num_words, tile_kv, items_per_wave;
   int32_t counters_a_tile;  // of each tile whose keys are split
   int32_t most_fused;       // parts of a tile that its last block merges; more are left to a launch

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cupyattn/ptx/memory.cuh"
+#include "cupyattn/schedule/block_scan.cuh"
 #include "cupyattn/schedule/planned_request.cuh"
 
 namespace cupyattn {
@@ -383,21 +384,8 @@ struct PlanBatch {
     ptx::block_sync();
   }
 
-  // Returns the sum of all earlier threads' values, and the total. The caller synchronises before
-  // the next scan.
   __device__ __forceinline__ int scan(int value, int& total) {
-    int inclusive = value;
-#pragma unroll
-    for (int step = 1; step < kWarpSize; step *= 2) {
-      const int below = ptx::shuffle(inclusive, lane - step);
-      if (lane >= step) inclusive += below;
-    }
-    if (lane == kWarpSize - 1) shared.warp_sum[warp] = inclusive;
-    ptx::block_sync();
-    const int sum = lane < kWarps ? shared.warp_sum[lane] : 0;
-    total = static_cast<int>(ptx::warp_sum(static_cast<uint32_t>(sum)));
-    const int before = lane < warp ? sum : 0;
-    return static_cast<int>(ptx::warp_sum(static_cast<uint32_t>(before))) + inclusive - value;
+    return block_scan(shared.warp_sum, warp, lane, value, total);
   }
 
   // Fills `tiles_end`.

@@ -12,6 +12,7 @@
 #include "cupyattn/ptx/math.cuh"
 #include "cupyattn/ptx/memory.cuh"
 #include "cupyattn/ptx/warp.cuh"
+#include "cupyattn/schedule/block_scan.cuh"
 
 namespace cupyattn {
 
@@ -232,7 +233,7 @@ struct ReadTables {
       const int judged = shared.size[i];
       if (judged == kNoSplit) continue;
       const double time = shared.time[i];
-      // Of equal times that of the shortest parts counts, which the host looks at first.
+      // The shortest parts win among equal times, because the host looks at them first.
       if (time < best_time || (time == best_time && best != kNoSplit && judged < best)) {
         best = judged;
         best_time = time;
@@ -328,7 +329,7 @@ struct ReadTables {
     const int start = before & kSplitsMask, split_tile = before >> kSplitsBits;
     const int num_items = total & kSplitsMask, num_split = total >> kSplitsBits;
     const int num_states = num_items - (count - num_split);
-    // Of tiles in this order the first has the most parts.
+    // The first tile has the most parts, because the longest come first.
     const int most = size == kNoSplit ? 1 : ceil_div(shared.tile[0].key_tiles, size);
     const bool is_fused = most <= params.most_fused;
     const int rest = num_split * (is_fused ? params.counters_a_tile : 1);
@@ -354,20 +355,8 @@ struct ReadTables {
     shared.head.most_parts = most;
   }
 
-  // Returns the sum of all earlier threads' values, and the total.
   __device__ __forceinline__ int scan(int value, int& total) {
-    int inclusive = value;
-#pragma unroll
-    for (int step = 1; step < kWarpSize; step *= 2) {
-      const int below = ptx::shuffle(inclusive, lane - step);
-      if (lane >= step) inclusive += below;
-    }
-    if (lane == kWarpSize - 1) shared.warp_sum[warp] = inclusive;
-    ptx::block_sync();
-    const int sum = lane < kWarps ? shared.warp_sum[lane] : 0;
-    total = static_cast<int>(ptx::warp_sum(static_cast<uint32_t>(sum)));
-    const int before = lane < warp ? sum : 0;
-    return static_cast<int>(ptx::warp_sum(static_cast<uint32_t>(before))) + inclusive - value;
+    return block_scan(shared.warp_sum, warp, lane, value, total);
   }
 
   // Threads write neighbouring chunks of 16 bytes, because one block alone is slow to write.
