@@ -162,10 +162,24 @@ def make_tiles(
     return _tiles(num_tiles, order, shape.tile_q)
 
 
-def work_of(requests: BatchRequests, group_size: int, shape: TileShape, masking: Masking) -> Work:
-    """The work of all tiles in any order, for estimates."""
-    tiles = make_tiles(requests, group_size, shape, masking, is_in_order=False)
-    return count_work(requests, tiles, group_size, shape, masking)
+class TileWork:
+    """The work of all tiles of some requests in any order, for estimates of several shapes."""
+
+    def __init__(self, requests: BatchRequests, group_size: int, masking: Masking) -> None:
+        self._requests, self._group_size, self._masking = requests, group_size, masking
+        self._tiles: dict[int, Tiles] = {}
+        self._works: dict[tuple[int, int], Work] = {}
+
+    def of(self, shape: TileShape) -> Work:
+        """That of this shape's tiles, counted once for all shapes with tiles of its size."""
+        size = shape.tile_q, shape.tile_kv
+        if size not in self._works:
+            given = self._requests, self._group_size, shape, self._masking
+            if shape.tile_q not in self._tiles:
+                self._tiles[shape.tile_q] = make_tiles(*given, is_in_order=False)
+            tiles = self._tiles[shape.tile_q]
+            self._works[size] = count_work(given[0], tiles, *given[1:])
+        return self._works[size]
 
 
 class Tiles(NamedTuple):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .balance import BLOCK_OVERHEAD, Work
-from .batch import BatchRequests, work_of
+from .batch import BatchRequests, TileWork
 from .makespan import Slots, best_split
 from .masking import Masking
 from .mixed import Kinds
@@ -126,12 +126,13 @@ def choose_launches(
     best = LaunchChoice(0, 0, math.inf, False)
     together, soonest, is_settled = best, streams.time(), False
     longest = max(int(keys.max(initial=0)) for keys in (many.kv_len, streams.keys))
+    works = TileWork(many, group_size, masking)
     for index, shape in enumerate(shapes):
         if longest > shape.most_keys if shape.most_keys else is_settled:
             continue
         times, limit = shape.times, _WORTHWHILE * best.time
         assert times is not None
-        work = work_of(many, group_size, shape, masking)
+        work = works.of(shape)
         if not shape.most_keys:
             followed = shape
             if shape.is_persistent:
@@ -285,5 +286,5 @@ def persistent_grid_size(
 def _key_tiles(kind: tuple[BatchRequests, TileShape], group_size: int, masking: Masking) -> float:
     """How many each KV head's blocks visit, or might in the time of their starts and ends."""
     requests, shape = kind
-    work = work_of(requests, group_size, shape, masking)
+    work = TileWork(requests, group_size, masking).of(shape)
     return work.total + BLOCK_OVERHEAD * work.num_tiles

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .batch import BatchRequests, work_of
+from .batch import BatchRequests, TileWork
 from .makespan import Slots, best_split
 from .masking import Masking
 from .tile_shape import TileShape
@@ -43,6 +43,7 @@ def choose_tiles(
     """
     best, limit = TileChoice(0, 0.0), 0.0
     has_waves = is_long = False
+    works = TileWork(requests, group_size, masking)
     longest = int(requests.kv_len.max(initial=0))
     is_short = any(longest <= shape.most_keys for shape in shapes)
     for index, shape in enumerate(shapes):
@@ -51,7 +52,7 @@ def choose_tiles(
                 continue
         elif index and (is_short and not has_waves if shape.is_persistent else is_long):
             continue
-        work = work_of(requests, group_size, shape, masking)
+        work = works.of(shape)
         assert shape.times is not None
         # Persistent blocks for few keys win by what they do ahead of their next item.
         is_ahead = shape.most_keys and shape.is_persistent
