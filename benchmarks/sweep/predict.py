@@ -48,6 +48,7 @@ class Work(NamedTuple):
     slots     that run at a time
     times     of a tile of prefill_sm90, where plans know them, and tile_kv its keys
     blocks    of the launch, as many as run at a time where they are persistent
+    is_gathered  warps copy keys row by row
     """
 
     kernel: str
@@ -61,6 +62,7 @@ class Work(NamedTuple):
     tile_kv: int = _TILE
     times: TileTimes | None = None
     blocks: int = 0
+    is_gathered: bool = False
 
     @property
     def num_states(self) -> int:
@@ -111,7 +113,8 @@ def _time_of_all(works: Sequence[Work], case: BatchCase) -> float:
     if first.kernel == "prefill_sm90" and {work.kernel for work in others} == {"decode_sm80"}:
         end = parts[0].launch + parts[0].blocks
         used = min(_NUM_SMS, first.blocks)
-        return time_beside(end, end, _NUM_SMS, used, _streams(case, len(others))) + parts[0].merge
+        streams = _streams(case, len(others))._replace(is_gathered=first.is_gathered)
+        return time_beside(end, end, _NUM_SMS, used, streams) + parts[0].merge
     return parts[0].launch + sum(part.blocks + part.merge for part in parts)
 
 
@@ -191,6 +194,7 @@ def works_of(case: BatchCase) -> list[Work]:
                     kind.tile_kv,
                     kind.times,
                     int(np.multiply.reduce(launch.grid)),
+                    kind.is_gathered,
                 )
             )
     return works

@@ -37,6 +37,9 @@ _START, _LATENCY, _FURTHER, _LONGEST = 4.0, 9.0, 4.0, 0.35
 _KEYS = 64
 # What an item of decode takes of an SM, in microseconds, besides its keys.
 _ITEM = 0.85
+# The same and _BYTES where both launches gather the keys of pages that no box fits. Parts of long
+# requests count as items, and are as many as decode's blocks that run at a time.
+_GATHERED_ITEM, _GATHERED_BYTES, _LEAST_ITEMS = 3.5, 38e3, 264
 # Products and streams that run beside each other take this much longer, because both need L2.
 _BESIDE = 1.07
 # A merge of prompts comes after the streams, and takes so many microseconds more than elsewhere.
@@ -57,15 +60,20 @@ class Streams(NamedTuple):
     num_bytes  of keys and values that they read
     num_items  of all KV heads
     num_launches
+    is_gathered  their keys are gathered, as those of the prompts are
     """
 
     keys: np.ndarray
     num_bytes: float
     num_items: int
     num_launches: int = 1
+    is_gathered: bool = False
 
     def busy(self) -> float:
         """For how long one SM would be busy with them."""
+        if self.is_gathered:
+            num_items = max(self.num_items, _LEAST_ITEMS)
+            return self.num_bytes / _GATHERED_BYTES + _GATHERED_ITEM * num_items
         return self.num_bytes / _BYTES + _ITEM * self.num_items
 
     def latency(self) -> float:
@@ -97,7 +105,11 @@ class LaunchChoice(NamedTuple):
 
 
 def streams_of(
-    few: Sequence[BatchRequests], num_kv_heads: int, key_bytes: int, masking: Masking
+    few: Sequence[BatchRequests],
+    num_kv_heads: int,
+    key_bytes: int,
+    masking: Masking,
+    is_gathered: bool = False,
 ) -> Streams:
     """What launches of these requests of few rows stream. key_bytes: of a key and its value."""
     keys = np.concatenate([requests.kv_len for requests in few])
@@ -105,7 +117,7 @@ def streams_of(
         rows = np.concatenate([requests.qo_len for requests in few])
         keys = np.minimum(keys, rows + masking.window_left)
     num_bytes = float(np.add.reduce(keys)) * num_kv_heads * key_bytes
-    return Streams(keys, num_bytes, keys.size * num_kv_heads, len(few))
+    return Streams(keys, num_bytes, keys.size * num_kv_heads, len(few), is_gathered)
 
 
 def choose_launches(

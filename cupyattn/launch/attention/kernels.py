@@ -184,7 +184,8 @@ class Kernels:
             timed = [shapes[name] for name in names]
             head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
             key_bytes = head_dims * self._problem.dtype_kv.itemsize
-            streams = streams_of(few, num_kv_heads, key_bytes, masking)
+            is_gathered = shapes[first].is_gathered
+            streams = streams_of(few, num_kv_heads, key_bytes, masking, is_gathered)
             facts = self._group_size, num_kv_heads, timed, masking
             index, slots, time, is_alone = choose_launches(many, streams, *facts)
             slots = 0 if is_alone or slots == timed[index].num_slots else slots
