@@ -25,6 +25,7 @@ from .plans import plan_of
 _TILE = 64  # keys
 _NUM_SMS = 132
 _MOST_FEW_ROWS = 32  # of a request that a kernel of decode serves
+_FEW_KEYS = 8  # of a page whose keys are found one by one
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ class Work(NamedTuple):
     slots     that run at a time
     times     of a tile of prefill_sm90, where plans know them, and tile_kv its keys
     blocks    of the launch, as many as run at a time where they are persistent
-    is_gathered  warps copy keys row by row
     """
 
     kernel: str
@@ -62,7 +62,6 @@ class Work(NamedTuple):
     tile_kv: int = _TILE
     times: TileTimes | None = None
     blocks: int = 0
-    is_gathered: bool = False
 
     @property
     def num_states(self) -> int:
@@ -113,8 +112,7 @@ def _time_of_all(works: Sequence[Work], case: BatchCase) -> float:
     if first.kernel == "prefill_sm90" and {work.kernel for work in others} == {"decode_sm80"}:
         end = parts[0].launch + parts[0].blocks
         used = min(_NUM_SMS, first.blocks)
-        streams = _streams(case, len(others))._replace(is_gathered=first.is_gathered)
-        return time_beside(end, end, _NUM_SMS, used, streams) + parts[0].merge
+        return time_beside(end, end, _NUM_SMS, used, _streams(case, len(others))) + parts[0].merge
     return parts[0].launch + sum(part.blocks + part.merge for part in parts)
 
 
@@ -152,7 +150,8 @@ def _streams(case: BatchCase, num_launches: int) -> Streams:
         keys = np.minimum(keys, case.window_left + 1)
     row_bytes = (case.head_dim_qk + case.head_dim_vo) * case.groups[0].kv_itemsize
     num_bytes = float(np.add.reduce(keys)) * case.num_kv_heads * row_bytes
-    return Streams(keys, num_bytes, keys.size * case.num_kv_heads, num_launches)
+    num_items, is_tiny = keys.size * case.num_kv_heads, case.page_size < _FEW_KEYS
+    return Streams(keys, num_bytes, num_items, num_launches, is_tiny)
 
 
 def makespan(durations: Sequence[float], places: int) -> float:
@@ -194,7 +193,6 @@ def works_of(case: BatchCase) -> list[Work]:
                     kind.tile_kv,
                     kind.times,
                     int(np.multiply.reduce(launch.grid)),
-                    kind.is_gathered,
                 )
             )
     return works

@@ -14,6 +14,8 @@ from .balance import Work
 _MANY_WAVES = 8
 # A split must end within this share of the time without it.
 WORTHWHILE = 0.95
+# Launches whose tiles share keys take so many times what memory takes for them, at least.
+_SHARED_READING = 1.125
 # Splits are tried where the last block ends later than this many times the mean of all.
 _UNEVEN = 1.1
 # Waves of blocks that splits are tried for.
@@ -152,8 +154,10 @@ def best_split(
 ) -> Split:
     """The split of keys after which a launch, and the merge that a split needs, end soonest."""
     sizes = work.array()
-    reading = times.read * work.num_read * num_kv_heads
-    whole = Split(0, launch_time(sizes, num_kv_heads, slots, times, reading))
+    reading, least = times.read * work.num_read * num_kv_heads, 0.0
+    if work.shares_keys:  # blocks do not ask memory for all that they read
+        least, reading = times.launch + _SHARED_READING * reading, 0.0
+    whole = Split(0, max(least, launch_time(sizes, num_kv_heads, slots, times, reading)))
     if not may_split or work.longest <= 1:
         return whole
     if whole.time - times.launch <= _UNEVEN * times.busy(work, num_kv_heads) / slots.blocks:
@@ -164,16 +168,18 @@ def best_split(
         num_states = int(np.add.reduce(parts, where=parts > 1)) * num_kv_heads
         num_items = int(np.add.reduce(parts)) * num_kv_heads
         merge, lengths = times.merge + times.state * num_states, sizes / parts
+        longest = times.item + times.key_tile * float(np.maximum.reduce(lengths))
+        busy = work.total * num_kv_heads * times.key_tile + num_items * times.item
         share = times.alone if num_items <= slots.num_sms else 1.0
-        longest = share * (times.item + times.key_tile * float(np.maximum.reduce(lengths)))
-        busy = share * (work.total * num_kv_heads * times.key_tile + num_items * times.item)
-        if num_items <= slots.blocks and reading * num_items <= busy:  # the longest ends last
-            time = times.launch + longest
+        is_one_wave = num_items <= slots.blocks
+        if is_one_wave and reading * num_items <= share * busy:
+            time = times.launch + share * longest  # the longest ends last
         else:
-            if times.launch + max(busy / slots.blocks, longest, reading) + merge >= limit:
+            soonest = times.launch + max(busy / slots.blocks, longest, reading)
+            if not is_one_wave and soonest + merge >= limit:
                 continue
             time = launch_time(lengths.repeat(parts), num_kv_heads, slots, times, reading)
-        time += merge
+        time = max(time, least) + merge
         if time < limit:
             best, limit = Split(chunk, time), time
     return best

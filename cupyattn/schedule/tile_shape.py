@@ -36,7 +36,6 @@ class TileShape:
     cluster         blocks that share the keys of an item; a slot then has all of them
     is_fused        the last block of a tile merges its parts
     most_keys       of a request, up to which plans of timed blocks look at this shape; 0: any
-    is_gathered     keys are copied row by row, from pages that no box fits
     """
 
     tile_q: int
@@ -52,7 +51,6 @@ class TileShape:
     cluster: int = 1
     is_fused: bool = True
     most_keys: int = 0
-    is_gathered: bool = False
 
     def in_clusters(self, cluster: int, num_clusters: int) -> TileShape:
         """The shape of clusters of `cluster` blocks, each of which shares an item as one wide block

@@ -40,11 +40,6 @@ class TileConfig:
         """Blocks of prefill_sm90 that are a consumer alone."""
         return self.config.get("kLean") is True
 
-    @property
-    def is_gathered(self) -> bool:
-        """Warps of prefill_sm90 copy rows of pages that no box fits."""
-        return bool(self.config.get("kGatherers"))
-
     def used_rows(self, group_size: int) -> int:
         """The rows of a tile that have work. Those of prefill_sm90 are whole tokens, which boxes
         copy, unless too many would be left over (kernels/cupyattn/attention/work.cuh)."""

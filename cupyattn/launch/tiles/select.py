@@ -155,7 +155,6 @@ def shape_of(tiles: TileConfig, group_size: int, num_sms: int) -> TileShape:
         num_sms=num_sms,
         is_persistent=tiles.is_persistent,
         most_keys=sm90.MOST_KEYS_OF_LEAN if tiles.is_lean else 0,
-        is_gathered=tiles.is_gathered,
     )
 
 

@@ -94,14 +94,14 @@ def test_streams_are_what_each_request_sees() -> None:
     assert window.keys.tolist() == [103, 10]
 
 
-def test_keys_that_are_gathered_beside_others_stream_slowly() -> None:
+def test_keys_of_tiny_pages_stream_slowly_beside_others() -> None:
     streams = Streams(np.full(63, 4096), 1e9, 63 * 8)
-    gathered = streams._replace(is_gathered=True)
-    assert gathered.busy() > 1.5 * streams.busy()
+    tiny = streams._replace(has_tiny_pages=True)
+    assert tiny.busy() > 1.5 * streams.busy()
     # Few requests are as many blocks as run at a time.
-    few = gathered._replace(num_items=8)
-    assert few.busy() == few._replace(num_items=64).busy() < gathered.busy()
-    assert gathered.time() == streams.time()
+    few = tiny._replace(num_items=8)
+    assert few.busy() == few._replace(num_items=64).busy() < tiny.busy()
+    assert tiny.time() == streams.time()
 
 
 def test_a_chunk_leaves_sms_to_many_decodes() -> None:
