@@ -25,6 +25,7 @@ from .plans import plan_of
 _TILE = 64  # keys
 _NUM_SMS = 132
 _MOST_FEW_ROWS = 32  # of a request that a kernel of decode serves
+_FEW_KEYS = 8  # of a page whose keys are found one by one
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ def _streams(case: BatchCase, num_launches: int) -> Streams:
         keys = np.minimum(keys, case.window_left + 1)
     row_bytes = (case.head_dim_qk + case.head_dim_vo) * case.groups[0].kv_itemsize
     num_bytes = float(np.add.reduce(keys)) * case.num_kv_heads * row_bytes
-    return Streams(keys, num_bytes, keys.size * case.num_kv_heads, num_launches)
+    num_items, is_tiny = keys.size * case.num_kv_heads, case.page_size < _FEW_KEYS
+    return Streams(keys, num_bytes, num_items, num_launches, is_tiny)
 
 
 def makespan(durations: Sequence[float], places: int) -> float:

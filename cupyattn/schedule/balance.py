@@ -39,7 +39,8 @@ class Costs(NamedTuple):
 class Work(NamedTuple):
     """Key tiles that each tile of rows visits: None if all visit `longest`.
 
-    num_read  those that all requests have, each once; 0 where nobody asks
+    num_read     those that all requests have, each once; 0 where nobody asks
+    shares_keys  several tiles of rows visit the same
     """
 
     key_tiles: np.ndarray | None
@@ -47,6 +48,7 @@ class Work(NamedTuple):
     total: int
     num_tiles: int
     num_read: int = 0
+    shares_keys: bool = False
 
     def array(self) -> np.ndarray:
         return np.full(self.num_tiles, self.longest) if self.key_tiles is None else self.key_tiles

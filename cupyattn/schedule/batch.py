@@ -255,7 +255,8 @@ def count_work(
     num_read = 0
     if masking.window_left < 0:
         num_read = int(np.add.reduce(requests.kv_len)) // shape.tile_kv
-    return Work(key_tiles, longest, int(np.add.reduce(key_tiles)), key_tiles.size, num_read)
+    total, shares_keys = int(np.add.reduce(key_tiles)), first_row is not None
+    return Work(key_tiles, longest, total, key_tiles.size, num_read, shares_keys)
 
 
 def _spans(

@@ -14,6 +14,8 @@ from .balance import Work
 _MANY_WAVES = 8
 # A split must end within this share of the time without it.
 WORTHWHILE = 0.95
+# Launches whose tiles share keys take so many times what memory takes for them, at least.
+_SHARED_READING = 1.125
 # Splits are tried where the last block ends later than this many times the mean of all.
 _UNEVEN = 1.1
 # Waves of blocks that splits are tried for.
@@ -71,7 +73,7 @@ class Slots(NamedTuple):
 
 
 # Bytes that all SMs write and read in a microsecond, and that blocks of prefill read of memory.
-_BYTES, _READ_BYTES = 3.5e6, 3.2e6
+_BYTES, _READ_BYTES = 3.5e6, 3.6e6
 
 
 def state_time(rows: int, head_dim: int) -> float:
@@ -91,27 +93,47 @@ class Split(NamedTuple):
     time: float
 
 
-def makespan(times: np.ndarray, slots: int) -> float:
+def makespan(times: np.ndarray, slots: int, reading: float = 0.0) -> float:
     """When blocks that take so long are done, the longest first, each in the first free slot.
 
     They are dealt a wave at a time, which is the same unless a wave's blocks differ by more than
     the shortest of the wave before. Example: 176 blocks of 13 to 1 tiles on 132 slots are done
     when the longest is.
+
+    reading: what memory takes for the keys of all. Blocks wait for it while they ask together for
+    more than it brings. The last ones ask for less: memory that then idles has to be added.
     """
-    if times.size <= slots:
-        return float(times[0]) if times.size else 0.0
+    if not times.size:
+        return 0.0
     if times.size > _MANY_WAVES * slots:
-        busy = float(np.add.reduce(times)) / slots
+        busy = max(float(np.add.reduce(times)) / slots, reading)
         return max(float(times[0]), busy + 0.5 * float(times[-1]))
-    ends = times[:slots].copy()
-    for begin in range(slots, times.size, slots):
-        wave = times[begin : begin + slots]
-        ends.sort()
-        ends[: wave.size] += wave
-    return float(np.maximum.reduce(ends))
+    if times.size <= slots:
+        ends = times
+    else:
+        ends = times[:slots].copy()
+        for begin in range(slots, times.size, slots):
+            wave = times[begin : begin + slots]
+            ends.sort()
+            ends[: wave.size] += wave
+    return _end_with_memory(ends, reading) if reading else float(np.maximum.reduce(ends))
 
 
-def launch_time(sizes: np.ndarray, num_kv_heads: int, slots: Slots, times: TileTimes) -> float:
+def _end_with_memory(ends: np.ndarray, reading: float) -> float:
+    """When the last block is done whose ends these would be if none waited for memory."""
+    # What each block asks for of all that memory brings.
+    asked = reading / float(np.add.reduce(ends))
+    if asked * ends.size <= 1.0:
+        return float(np.maximum.reduce(ends))
+    ends = np.sort(ends)
+    running = np.arange(ends.size, 0, -1)
+    rates = np.maximum(1.0, asked * running)
+    return float(np.add.reduce(np.diff(ends, prepend=0.0) * rates))
+
+
+def launch_time(
+    sizes: np.ndarray, num_kv_heads: int, slots: Slots, times: TileTimes, reading: float = 0.0
+) -> float:
     """When a launch is done whose items visit so many key tiles, each for all key heads."""
     sizes = sizes.copy()
     sizes.sort()
@@ -119,7 +141,8 @@ def launch_time(sizes: np.ndarray, num_kv_heads: int, slots: Slots, times: TileT
     if num_kv_heads > 1:
         sizes = sizes.repeat(num_kv_heads)
     share = times.alone if sizes.size <= slots.num_sms else 1.0
-    return times.launch + share * makespan(times.item + times.key_tile * sizes, slots.blocks)
+    items = times.item + times.key_tile * sizes
+    return times.launch + share * makespan(items, slots.blocks, reading / share)
 
 
 def best_split(
@@ -131,8 +154,10 @@ def best_split(
 ) -> Split:
     """The split of keys after which a launch, and the merge that a split needs, end soonest."""
     sizes = work.array()
-    least = times.launch + times.read * work.num_read * num_kv_heads
-    whole = Split(0, max(least, launch_time(sizes, num_kv_heads, slots, times)))
+    reading, least = times.read * work.num_read * num_kv_heads, 0.0
+    if work.shares_keys:  # blocks do not ask memory for all that they read
+        least, reading = times.launch + _SHARED_READING * reading, 0.0
+    whole = Split(0, max(least, launch_time(sizes, num_kv_heads, slots, times, reading)))
     if not may_split or work.longest <= 1:
         return whole
     if whole.time - times.launch <= _UNEVEN * times.busy(work, num_kv_heads) / slots.blocks:
@@ -144,14 +169,16 @@ def best_split(
         num_items = int(np.add.reduce(parts)) * num_kv_heads
         merge, lengths = times.merge + times.state * num_states, sizes / parts
         longest = times.item + times.key_tile * float(np.maximum.reduce(lengths))
-        if num_items <= slots.blocks:  # the longest ends last
-            share = times.alone if num_items <= slots.num_sms else 1.0
-            time = times.launch + share * longest
+        busy = work.total * num_kv_heads * times.key_tile + num_items * times.item
+        share = times.alone if num_items <= slots.num_sms else 1.0
+        is_one_wave = num_items <= slots.blocks
+        if is_one_wave and reading * num_items <= share * busy:
+            time = times.launch + share * longest  # the longest ends last
         else:
-            busy = work.total * num_kv_heads * times.key_tile + num_items * times.item
-            if times.launch + max(busy / slots.blocks, longest) + merge >= limit:
+            soonest = times.launch + max(busy / slots.blocks, longest, reading)
+            if not is_one_wave and soonest + merge >= limit:
                 continue
-            time = launch_time(lengths.repeat(parts), num_kv_heads, slots, times)
+            time = launch_time(lengths.repeat(parts), num_kv_heads, slots, times, reading)
         time = max(time, least) + merge
         if time < limit:
             best, limit = Split(chunk, time), time

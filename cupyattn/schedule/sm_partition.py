@@ -37,6 +37,9 @@ _START, _LATENCY, _FURTHER, _LONGEST = 4.0, 9.0, 4.0, 0.35
 _KEYS = 64
 # What an item of decode takes of an SM, in microseconds, besides its keys.
 _ITEM = 0.85
+# The same, and _BYTES, where each key is looked up by itself: fitted to 39 batches over pages of 1.
+# Decode's blocks then take long however few their keys, and are at least as many as run at a time.
+_TINY_PAGES_ITEM, _TINY_PAGES_BYTES, _LEAST_ITEMS = 5.0, 50e3, 264
 # Products and streams that run beside each other take this much longer, because both need L2.
 _BESIDE = 1.07
 # A merge of prompts comes after the streams, and takes so many microseconds more than elsewhere.
@@ -57,15 +60,20 @@ class Streams(NamedTuple):
     num_bytes  of keys and values that they read
     num_items  of all KV heads
     num_launches
+    has_tiny_pages  each of their keys is looked up by itself
     """
 
     keys: np.ndarray
     num_bytes: float
     num_items: int
     num_launches: int = 1
+    has_tiny_pages: bool = False
 
     def busy(self) -> float:
         """For how long one SM would be busy with them."""
+        if self.has_tiny_pages:
+            num_items = max(self.num_items, _LEAST_ITEMS)
+            return self.num_bytes / _TINY_PAGES_BYTES + _TINY_PAGES_ITEM * num_items
         return self.num_bytes / _BYTES + _ITEM * self.num_items
 
     def latency(self) -> float:
@@ -97,7 +105,11 @@ class LaunchChoice(NamedTuple):
 
 
 def streams_of(
-    few: Sequence[BatchRequests], num_kv_heads: int, key_bytes: int, masking: Masking
+    few: Sequence[BatchRequests],
+    num_kv_heads: int,
+    key_bytes: int,
+    masking: Masking,
+    has_tiny_pages: bool = False,
 ) -> Streams:
     """What launches of these requests of few rows stream. key_bytes: of a key and its value."""
     keys = np.concatenate([requests.kv_len for requests in few])
@@ -105,7 +117,7 @@ def streams_of(
         rows = np.concatenate([requests.qo_len for requests in few])
         keys = np.minimum(keys, rows + masking.window_left)
     num_bytes = float(np.add.reduce(keys)) * num_kv_heads * key_bytes
-    return Streams(keys, num_bytes, keys.size * num_kv_heads, len(few))
+    return Streams(keys, num_bytes, keys.size * num_kv_heads, len(few), has_tiny_pages)
 
 
 def choose_launches(
@@ -210,24 +222,40 @@ def best_partition(
         return Partition(shape.num_slots, math.inf)
     num_items, busy = work.num_tiles * num_kv_heads, times.busy(work, num_kv_heads)
     best, tried = Partition(shape.num_slots, math.inf), [shape.num_slots]
+    # Tiny pages change whether a launch of their own is worth it, but not which SMs it should have.
+    usual = streams._replace(has_tiny_pages=False)
     for num_slots in tried:
-        chunk, end = best_split(work, num_kv_heads, Slots(num_slots, shape.num_sms), times)
+        time, is_split = _partition_time(work, num_kv_heads, shape, usual, num_slots)
         is_full = num_slots == shape.num_slots
-        if chunk and not (is_full or is_persistent):
+        if is_split and not (is_full or is_persistent):
             continue  # parts are more blocks than there are items
-        if chunk:  # parts end together
-            used = min(num_slots, shape.num_sms)
-            end -= times.merge
-            time = time_beside(end, end, shape.num_sms, used, streams) + times.merge + _LATE_MERGE
-        else:  # blocks go to free SMs first
-            blocks = min(num_slots, num_items)
-            mean = min(end, times.launch + busy / max(1, blocks))
-            time = time_beside(end, mean, shape.num_sms, min(blocks, shape.num_sms), streams)
         if time < _WORTHWHILE * best.time:
             best = Partition(num_slots, time)
         if is_full and _WORTHWHILE * time > soonest:
-            tried += _slots_to_try(busy, num_items, shape, streams, is_persistent)
+            tried += _slots_to_try(busy, num_items, shape, usual, is_persistent)
+    if streams.has_tiny_pages:
+        time, _ = _partition_time(work, num_kv_heads, shape, streams, best.num_slots)
+        best = best._replace(time=time)
     return best
+
+
+def _partition_time(
+    work: Work, num_kv_heads: int, shape: TileShape, streams: Streams, num_slots: int
+) -> tuple[float, bool]:
+    """When prefill, with so many blocks at a time, and the streams are done, and whether keys of
+    prefill are split."""
+    times = shape.times
+    assert times is not None
+    chunk, end = best_split(work, num_kv_heads, Slots(num_slots, shape.num_sms), times)
+    if chunk:  # parts end together
+        used = min(num_slots, shape.num_sms)
+        end -= times.merge
+        time = time_beside(end, end, shape.num_sms, used, streams) + times.merge + _LATE_MERGE
+    else:  # blocks go to free SMs first
+        blocks = min(num_slots, work.num_tiles * num_kv_heads)
+        mean = min(end, times.launch + times.busy(work, num_kv_heads) / max(1, blocks))
+        time = time_beside(end, mean, shape.num_sms, min(blocks, shape.num_sms), streams)
+    return time, bool(chunk)
 
 
 def _slots_to_try(

@@ -239,8 +239,10 @@ class BatchLauncher:
         self, works: list[KernelWork], requests: BatchRequests, capacity: Capacity | None = None
     ) -> BatchSchedule:
         schedule = self._layout.lay_out(works)
-        if any(part.tiles is not None for part in schedule.parts):
-            schedule.longest = int(requests.kv_len.max(initial=0))
+        for tiles in (part.tiles for part in schedule.parts if part.tiles is not None):
+            rows = requests.qo_len * self.group_size
+            shared = requests.kv_len[rows > tiles.used_rows(self.group_size)]
+            schedule.longest = max(schedule.longest, int(shared.max(initial=0)))
         return rotate_batch.reserve_rotated(schedule, requests, self._keys, capacity)
 
     def kernels(self) -> list[Kernel]:

@@ -83,7 +83,8 @@ class EqualRequests:
         words = made.words.copy()
         items = self._items(words)
         items[:, _KV_START] = requests.kv_start.take(self._requests)
-        items[:, _KV_LEN] = longest = int(requests.kv_len[0])
-        uniform = made.uniform and made.uniform._replace(kv_len=longest)
+        items[:, _KV_LEN] = kv_len = int(requests.kv_len[0])
+        uniform = made.uniform and made.uniform._replace(kv_len=kv_len)
+        longest = kv_len if made.longest else 0
         shared = made.workspace_bytes, made.parts
         return BatchSchedule(words, *shared, longest=longest, uniform=uniform)

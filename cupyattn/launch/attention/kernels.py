@@ -45,6 +45,8 @@ _MOST_TILES_OF_SMALL = 32
 MOST_PARTS = 16
 # Tiles of prefill_sm90 for few rows.
 _SHORT = "short"
+# Of a page: keys of smaller ones are found one by one, by every kernel.
+_FEW_KEYS = 8
 # The keys of a request that has not been counted yet: many, but few enough for clusters to help.
 UNKNOWN_LENGTH = 4096
 # Choices of tiles that are remembered, by the lengths of a batch.
@@ -184,7 +186,8 @@ class Kernels:
             timed = [shapes[name] for name in names]
             head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
             key_bytes = head_dims * self._problem.dtype_kv.itemsize
-            streams = streams_of(few, num_kv_heads, key_bytes, masking)
+            has_tiny_pages = self._page_size < _FEW_KEYS
+            streams = streams_of(few, num_kv_heads, key_bytes, masking, has_tiny_pages)
             facts = self._group_size, num_kv_heads, timed, masking
             index, slots, time, is_alone = choose_launches(many, streams, *facts)
             slots = 0 if is_alone or slots == timed[index].num_slots else slots

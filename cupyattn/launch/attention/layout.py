@@ -115,7 +115,8 @@ class BatchSchedule:
                      memory as they are, on a 16-byte boundary
     workspace_bytes  scratch for partial states and for what is found of masks (16-byte aligned)
     positions        bytes into the words, where the positions of rows are; -1 without any
-    longest          the most keys of a request
+    longest          the most keys that several tiles of rows read, by which heads take turns; 0:
+                     no tiles share keys
     uniform          where the kernel reads no work list, because the grid says who does what: for
                      prefill_sm90 one request whose keys are not split, for lists of keys any
                      number of equal lengths. None: any other

@@ -94,6 +94,16 @@ def test_streams_are_what_each_request_sees() -> None:
     assert window.keys.tolist() == [103, 10]
 
 
+def test_keys_of_tiny_pages_stream_slowly_beside_others() -> None:
+    streams = Streams(np.full(63, 4096), 1e9, 63 * 8)
+    tiny = streams._replace(has_tiny_pages=True)
+    assert tiny.busy() > 1.5 * streams.busy()
+    # Few requests are as many blocks as run at a time.
+    few = tiny._replace(num_items=8)
+    assert few.busy() == few._replace(num_items=64).busy() < tiny.busy()
+    assert tiny.time() == streams.time()
+
+
 def test_a_chunk_leaves_sms_to_many_decodes() -> None:
     """Measured on an H200: 562 us with 108 of 132 SMs, 630 to 686 with all."""
     found = choose([(2048, 8192)], [(1, 4096)] * 63)
