@@ -24,7 +24,7 @@ def chosen(
     problem = AttentionProblem(kind, kind, kind, dim, dim_vo or dim)
     made = select.large_tiles(problem, SHARED_BYTES[ARCH], ARCH, 0)
     group = heads[0] // heads[1]
-    shapes = [select.shape_of(tiles, group, NUM_SMS) for tiles in made.values()]
+    shapes = [select.shape_of(tiles, group, heads[1], NUM_SMS) for tiles in made.values()]
     lengths, starts = np.full(count, length), np.arange(count) * length
     requests = BatchRequests(lengths, lengths, starts, starts)
     masking = Masking(-1, 0 if causal else -1)
