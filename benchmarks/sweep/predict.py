@@ -186,7 +186,7 @@ def works_of(case: BatchCase) -> list[Work]:
                     _keys(chosen, kind.tile_q, launcher) / launch.cluster,
                     chosen[:, 6],
                     kind.tile_q,
-                    kind.used_rows(launcher.group_size),
+                    kind.used_rows(launcher.group_size, launcher.num_kv_heads),
                     launcher.num_kv_heads,
                     max(1, kernel.loaded.num_slots // launch.cluster),
                     part.merge is not None,

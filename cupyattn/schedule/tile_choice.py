@@ -14,11 +14,8 @@ from .tile_shape import TileShape
 # than the first shape unless they are for few keys, and others only if items have no more than a
 # few key tiles.
 _MANY_ITEMS, _FEW_TILES = 12, 4
-# Where lean blocks serve all requests, other persistent blocks are only looked at if the first
-# shape's have more than so many items.
-_WAVES = 2
 # Another shape must end within this share of the time of the best: estimates are no closer.
-_WORTHWHILE = 0.97
+_WORTHWHILE = 0.98
 
 
 class TileChoice(NamedTuple):
@@ -42,15 +39,14 @@ def choose_tiles(
     key heads: 3 tiles of 192 rows are 24 blocks, 8 of 64 rows are 64 that each take half as long.
     """
     best, limit = TileChoice(0, 0.0), 0.0
-    has_waves = is_long = False
+    is_long = False
     works = TileWork(requests, group_size, masking)
     longest = int(requests.kv_len.max(initial=0))
-    is_short = any(longest <= shape.most_keys for shape in shapes)
     for index, shape in enumerate(shapes):
         if shape.most_keys:
             if longest > shape.most_keys:
                 continue
-        elif index and (is_short and not has_waves if shape.is_persistent else is_long):
+        elif index and is_long and not shape.is_persistent:
             continue
         work = works.of(shape)
         assert shape.times is not None
@@ -65,7 +61,6 @@ def choose_tiles(
         if index == 0 or time < limit:
             best, limit = TileChoice(index, time), _WORTHWHILE * time
         if index == 0:
-            has_waves = work.num_tiles * num_kv_heads > _WAVES * shape.num_slots
             is_long = work.total * num_kv_heads > _MANY_ITEMS * work.longest * shape.num_slots
             if is_long and work.longest > _FEW_TILES:
                 break

@@ -99,6 +99,12 @@ HOPPER = (
         "hopper whole tokens",
     ),
     Mutation(
+        "boxes-of-rows-at-tokens",
+        "boxes.step == boxes.rows",
+        "false",
+        "hopper rows of one head",
+    ),
+    Mutation(
         "output-box-of-partial-rows",
         "num_rows & ~63",
         "(num_rows + 63) & ~63",

@@ -390,6 +390,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     ),
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
     "hopper whole tokens": _single({"group": 7, "qo_len": 60}),
+    "hopper rows of one head": _single({"group": 7, "qo_len": 60, "num_kv_heads": 1}),
     # So steep that even bfloat16 has no room for what passes the first tile's maximum.
     "hopper steep": _single({"sm_scale": 16.0, "kv_len": 700}),
     "hopper steep alibi": _single({"sm_scale": 16.0, "kv_len": 700, "pos_encoding_mode": "ALIBI"}),

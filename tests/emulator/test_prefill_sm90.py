@@ -108,6 +108,27 @@ def test_groups(group: int) -> None:
     check(replace(CAUSAL, group=group, qo_len=500 // group))
 
 
+# PackGQA rows of one KV head lie one after another, so boxes copy any 64 of them. Rows of other
+# strides are gathered.
+@pytest.mark.parametrize("gap", ["", "q", "o"])
+@pytest.mark.parametrize("group", [7, 71])
+def test_rows_of_one_kv_head(group: int, gap: str) -> None:
+    strides = tuple("padded" if x == gap else "packed" for x in "qkvo")
+    case = replace(CAUSAL, group=group, num_kv_heads=1, strides=strides)
+    for qo_len in (400 // group + 3, 500 // group):
+        check(replace(case, qo_len=qo_len))
+
+
+@pytest.mark.parametrize("group", [7, 71])
+def test_batches_of_one_kv_head(group: int) -> None:
+    lengths = (300 // group, 70 // group + 1, 450 // group)
+    case = replace(PAGED, group=group, num_kv_heads=1, qo_len=lengths, kv_len=(300, 80, 450))
+    for kind in ("ragged", "paged"):
+        answer = run.batch(replace(case, **test_batch.KINDS[kind], causal=True), num_sms=3)
+        assert "prefill_sm90" in kernels(answer)
+        answer.check()
+
+
 def force_tiles(name: str, patch: pytest.MonkeyPatch) -> None:
     """Let plans choose these tiles wherever they have the choice."""
 

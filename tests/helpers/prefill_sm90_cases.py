@@ -57,6 +57,8 @@ CASES = {
     "ragged": Case(SHORT, SHORT, options={"causal": True}),
     "dim 64": Case(SHORT, SHORT, dim=64, options={"causal": True}),
     "dim 256": Case(SHORT, SHORT, dim=256, options={"causal": True}),
+    # Boxes copy any rows of one KV head.
+    "one KV head": Case(SHORT, SHORT, 0, 64, {"causal": True}, num_qo_heads=71, num_kv_heads=1),
     "all keys": Case((500, 20), (700, 900)),
     "window": Case((400, 90), (1200, 900), options={"causal": True, "window_left": 200}),
     "soft cap": Case((400, 90), (400, 900), options={"causal": True, "logits_soft_cap": 30.0}),

@@ -92,7 +92,7 @@ class BatchLauncher:
             params.rope_table(spec),
             device_index,
         )
-        self._kernels = Kernels(problem, spec.group_size, spec.page_size, device_index)
+        self._kernels = Kernels(problem, *heads, spec.page_size, device_index)
         self._layout = Layout(self._kernels, problem, *heads, device_index)
         self._packed: dict[tuple[int, float, float, int, int, float], bytes] = {}
         self._equal: dict[tuple[object, ...], EqualRequests] = {}
@@ -321,7 +321,7 @@ class BatchLauncher:
         parts = [part for plan in plans for part in plan.parts]
         dealt = [kind for group in groups for kind in group.dealt]
         kinds = [tiles for group in groups for tiles in group.kernel.kinds]
-        tile_rows = [(tiles.used_rows(self.group_size), tiles.tile_q) for tiles in kinds]
+        tile_rows = [(self._used_rows(tiles), tiles.tile_q) for tiles in kinds]
         offsets, state_rows = state_offsets(parts, [rows for _, rows in tile_rows])
         num_rows = levels.num_rows if capacity is None else capacity.num_rows
         about = [(*x, part, n) for x, part, n in zip(dealt, parts, tile_rows, strict=True)]
@@ -394,8 +394,11 @@ class BatchLauncher:
         if not large:
             return [rest.served(MOST)]
         (tiles,) = large[0].kernel.kinds
-        edge, rows = MOST_ROWS[SMALL], tiles.used_rows(self.group_size)
+        edge, rows = MOST_ROWS[SMALL], self._used_rows(tiles)
         return [[Served(rows, edge, MOST, tiles.tile_q - rows)], rest.served(edge)]
+
+    def _used_rows(self, tiles: TileConfig) -> int:
+        return tiles.used_rows(self.group_size, self.num_kv_heads)
 
     def _device(self, group: KernelGroup, slots: int = 0) -> Device:
         """slots: blocks that run at a time; 0: as many as the kernel has."""

@@ -104,9 +104,15 @@ class Kernels:
     """The kernels of one problem, page size and device, and who is served by which."""
 
     def __init__(
-        self, problem: AttentionProblem, group_size: int, page_size: int, device_index: int
+        self,
+        problem: AttentionProblem,
+        num_kv_heads: int,
+        group_size: int,
+        page_size: int,
+        device_index: int,
     ) -> None:
         self._problem = problem
+        self._heads = group_size, num_kv_heads
         self._group_size = group_size
         self._page_size = page_size
         self._device_index = device_index
@@ -132,10 +138,10 @@ class Kernels:
         found = None
         if isinstance(rows, str):
             single = load_kernel(self._problem, rows, self._device_index, True, self._page_size)
-            found = _kernel_of(single, (single.tiles,), self._group_size)
+            found = _kernel_of(single, (single.tiles,), *self._heads)
         elif (mixed := load_mixed(self._problem, *rows, self._device_index)) is not None:
             kinds = mixed.tiles.prefill, mixed.tiles.decode
-            found = _kernel_of(mixed, kinds, self._group_size)
+            found = _kernel_of(mixed, kinds, *self._heads)
         self._known[rows] = found
         return found
 
@@ -209,7 +215,7 @@ class Kernels:
         if self._large is None:
             props = device_props(self._device_index)
             made = large_tiles(self._problem, props.max_smem_per_block, props.arch, self._page_size)
-            facts = self._group_size, props.num_sms
+            facts = *self._heads, props.num_sms
             self._large = {name: shape_of(tiles, *facts) for name, tiles in made.items()}
         return self._large
 
@@ -327,10 +333,15 @@ def group_by_row_class(requests: BatchRequests, group_size: int) -> list[tuple[s
     return found
 
 
-def _kernel_of(loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...], group_size: int) -> Kernel:
+def _kernel_of(
+    loaded: LoadedKernel[Any], kinds: tuple[TileConfig, ...], group_size: int, num_kv_heads: int
+) -> Kernel:
     shapes = tuple(
         TileShape(
-            tiles.used_rows(group_size), tiles.tile_kv, loaded.num_slots, *_costs(loaded, tiles)
+            tiles.used_rows(group_size, num_kv_heads),
+            tiles.tile_kv,
+            loaded.num_slots,
+            *_costs(loaded, tiles),
         )
         for tiles in kinds
     )

@@ -54,9 +54,10 @@ def of_part(
     ((launch, _),) = part.launches
     _, _, k_row, k_head, *_, k_page, _ = params.STRIDES.unpack(strides)
     page = (keys.page_size, *params.divisor(keys.page_size)) if keys.page_size else NO_PAGES
+    rows = part.tiles.used_rows(group_size, keys.num_kv_heads)
     packed = params.ROTATION.pack(
         *(words + part.items, kv_indices, to.address, k_row, k_head, k_page),
-        *(0, keys.num_kv_heads, group_size, part.tiles.used_rows(group_size), *page, 0),
+        *(0, keys.num_kv_heads, group_size, rows, *page, 0),
         keys.rope_table,
     )
     return Rotation(step(keys, launch.num_items), packed, to)

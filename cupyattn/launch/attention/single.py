@@ -189,7 +189,7 @@ class AttentionLauncher:
             kv_len,
             self.group_size,
             self.num_kv_heads,
-            kernel.tiles.used_rows(self.group_size),
+            kernel.tiles.used_rows(self.group_size, self.num_kv_heads),
             kernel.tiles.tile_kv,
             kernel.num_slots,
             masking,
@@ -243,7 +243,8 @@ class AttentionLauncher:
             return LARGE
         zero = np.zeros(1, np.int64)
         requests = BatchRequests(zero + qo_len, zero + kv_len, zero, zero)
-        shapes = [shape_of(tiles, self.group_size, props.num_sms) for tiles in made.values()]
+        facts = self.group_size, self.num_kv_heads, props.num_sms
+        shapes = [shape_of(tiles, *facts) for tiles in made.values()]
         heads = self.group_size, self.num_kv_heads
         return list(made)[choose_tiles(requests, *heads, shapes, masking, True).chosen]
 

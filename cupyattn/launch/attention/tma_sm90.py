@@ -82,8 +82,8 @@ class Maps:
 
     def _make(self, q: int, k: int, v: int, o: int) -> bytes:
         problem, page_size = self._heads.problem, self._heads.page_size
-        query_box_rows, query_map = self._row_boxes(q, problem.head_dim_qk, self._queries)
-        output_box_rows, output_map = self._row_boxes(o, problem.head_dim_vo, self._outputs)
+        query_boxes, query_map = self._row_boxes(q, problem.head_dim_qk, self._queries)
+        output_boxes, output_map = self._row_boxes(o, problem.head_dim_vo, self._outputs)
         maps = [query_map]
         gathers = self._tiles.config["kGatherers"]
         rows = 0 if gathers else tensor_map.box_rows(page_size, self._tiles.tile_kv)
@@ -98,10 +98,11 @@ class Maps:
                 made, where = self._gathered(strides, size)
             maps.append(made)
             units += where
-        head = *self._head, rows, query_box_rows
         maps.append(output_map)
+        (query_rows, query_step), (output_rows, output_step) = query_boxes, output_boxes
+        head = *self._head, rows, query_rows, *units, output_rows, self._num_tail_items
         return params.PREFILL_SM90.pack(
-            *head, *units, output_box_rows, self._num_tail_items, self._mask_maps, b"".join(maps)
+            *head, self._mask_maps, query_step, output_step, b"".join(maps)
         )
 
     def _in_boxes(
@@ -132,18 +133,25 @@ class Maps:
         in_bytes = unit * self._heads.problem.dtype_kv.itemsize
         return bytes(tensor_map.BYTES), (page // unit, 0, row // unit, in_bytes)
 
-    def _row_boxes(self, address: int, dim: int, strides: tuple[int, int]) -> tuple[int, bytes]:
-        """How many rows of q or o are one box, and their map. strides: of a head, a row."""
+    def _row_boxes(
+        self, address: int, dim: int, strides: tuple[int, int]
+    ) -> tuple[tuple[int, int], bytes]:
+        """How many rows of q or o are one box, and how many steps of their map; and the map.
+        strides: of a head, a row."""
         _, num_kv_heads, group, _ = self._heads
+        head, row = strides
+        if num_kv_heads == 1 and row == group * head:
+            group, row = 1, head  # PackGQA rows lie one after another
         # A map has no strides of 0, of which arrays that repeat themselves are made.
-        rows = self._box_rows(group) if min(strides) > 0 else 0
+        rows = self._box_rows(group) if min(head, row) > 0 else 0
         dims = (num_kv_heads * group, _NO_BOUND, 1) if rows else (1, 1, 1)
         box = (group, rows // group, 1) if rows else (1, 1, 1)
-        return rows, tensor_map.of_rows(address, (dim, *dims), (*strides, 0), box)
+        made = tensor_map.of_rows(address, (dim, *dims), (head, row, 0), box)
+        return (rows, rows // group), made
 
     def _box_rows(self, group: int) -> int:
         """Those of a warpgroup, else of a tile, if they are whole tokens; or 0."""
-        for rows in (_WARPGROUP_ROWS, self._tiles.used_rows(group)):
+        for rows in (_WARPGROUP_ROWS, self._tiles.used_rows(group, self._heads.num_kv_heads)):
             if rows % group == 0 and max(group, rows // group) <= _MAX_BOX:
                 return rows
         return 0

@@ -49,9 +49,9 @@ LATENT = struct.Struct("<2Q 4q f i")
 LATENT_PLACES, LATENT_REST = struct.Struct("<2Q"), struct.Struct("<4q f i")
 
 # kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_swizzle,
-# box_rows, query_box_rows; PageUnits of k and v; output_box_rows, num_tail_items; mask_maps; maps
-# of q, k, v and o.
-PREFILL_SM90 = struct.Struct(f"<14i Q {-(ATTENTION.size + 64) % 64}x 512s")
+# box_rows, query_box_rows; PageUnits of k and v; output_box_rows, num_tail_items; mask_maps;
+# query_box_step, output_box_step; maps of q, k, v and o.
+PREFILL_SM90 = struct.Struct(f"<14i Q 2i {-(ATTENTION.size + 72) % 64}x 512s")
 
 # kernels/cupyattn/params/rotate_keys.cuh: k, and the rest, with the table of RoPE steps.
 ROTATION = struct.Struct(f"<3Q 3q 5i I 2i {4 * MAX_ROPE_PAIRS}s")

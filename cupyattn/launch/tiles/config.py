@@ -40,12 +40,13 @@ class TileConfig:
         """Blocks of prefill_sm90 that are a consumer alone."""
         return self.config.get("kLean") is True
 
-    def used_rows(self, group_size: int) -> int:
+    def used_rows(self, group_size: int, num_kv_heads: int) -> int:
         """The rows of a tile that have work. Those of prefill_sm90 are whole tokens, which boxes
-        copy, unless too many would be left over (kernels/cupyattn/attention/work.cuh)."""
+        copy, unless too many would be left over. Boxes copy any rows of one KV head, because they
+        lie one after another (kernels/cupyattn/attention/work.cuh)."""
         rows = self.tile_q // group_size * group_size
-        is_whole = self.is_sm90 and self.tile_q - rows <= self.tile_q // _MOST_LEFT_OVER
-        return rows if is_whole else self.tile_q
+        is_whole = self.tile_q - rows <= self.tile_q // _MOST_LEFT_OVER
+        return rows if self.is_sm90 and num_kv_heads > 1 and is_whole else self.tile_q
 
     def grid(self, num_items: int, num_kv_heads: int, num_slots: int) -> tuple[int, int, int]:
         """The blocks of a launch of prefill_sm90: as many as run at a time, or one an item."""

@@ -144,11 +144,11 @@ def large_tiles(
     return found if LARGE in found else {}
 
 
-def shape_of(tiles: TileConfig, group_size: int, num_sms: int) -> TileShape:
+def shape_of(tiles: TileConfig, group_size: int, num_kv_heads: int, num_sms: int) -> TileShape:
     """What a plan must know of timed tiles, whose kernel need not be loaded."""
-    slots, rows = min_blocks(tiles.config) * num_sms, tiles.used_rows(group_size)
+    slots = min_blocks(tiles.config) * num_sms
     return TileShape(
-        rows,
+        tiles.used_rows(group_size, num_kv_heads),
         tiles.tile_kv,
         slots,
         times=tiles.times and tiles.times.of_group(group_size),

@@ -141,18 +141,18 @@ _OTHERS = {
     ),
     ("short", "paged", 256, 256): _LONE._replace(registers=(96, 240), overlaps=False, min_blocks=1),
 }
-# Fitted to the times of some 150 launches of an H200 and an H100 (docs/ladder.md), by which plans
+# Fitted to the times of some 300 launches of an H200 and an H100 (docs/ladder.md), by which plans
 # choose.
 _TIMES = {
-    ("large", "ragged", 128, 128): TileTimes(14.9, 2.64, 1.15, 0.99, own_keys=1.2),
-    ("broad", "ragged", 128, 128): TileTimes(14.5, 3.4, 1.2, own_keys=1.16),
-    ("twin", "ragged", 128, 128): TileTimes(12, 2.79, 0.78, 0.91, own_keys=1.32),
-    ("tall", "ragged", 128, 128): TileTimes(9.48, 5.04, 1.22, 0.78, own_keys=1.13),
-    ("middle", "ragged", 128, 128): TileTimes(8.44, 4.47, 1.43, own_keys=1.08),
-    ("short", "ragged", 128, 128): TileTimes(6.98, 4.37, 0.83, 0.96, own_keys=1.23),
-    ("lean", "ragged", 128, 128): TileTimes(6.47, 5.92, 1.12, 0.83, own_keys=1.21),
-    ("flat", "ragged", 128, 128): TileTimes(6.42, 4.44, 1.49, 0.99, own_keys=1.2),
-    ("queue", "ragged", 128, 128): TileTimes(5.94, 3.5, 0.77, 0.7, own_keys=1.6),
+    ("large", "ragged", 128, 128): TileTimes(9.9, 2.6, 1.13, 0.93, 4.8, own_keys=1.2),
+    ("broad", "ragged", 128, 128): TileTimes(9.96, 2.62, 1.21, 0.93, 4.8, own_keys=1.22),
+    ("twin", "ragged", 128, 128): TileTimes(8.08, 2.59, 0.75, 0.83, 4.8, own_keys=1.25),
+    ("tall", "ragged", 128, 128): TileTimes(5.66, 5.67, 1.16, 0.94, 4.8, own_keys=1.13),
+    ("middle", "ragged", 128, 128): TileTimes(5.97, 4.75, 1.32, 0.96, 4.8, own_keys=1.1),
+    ("short", "ragged", 128, 128): TileTimes(4.86, 4.49, 0.74, 0.89, 4.8, own_keys=1.13),
+    ("lean", "ragged", 128, 128): TileTimes(5.7, 5.4, 1.2, 0.86, own_keys=1.08),
+    ("flat", "ragged", 128, 128): TileTimes(5.77, 4.16, 1.4, 0.89, own_keys=1.1),
+    ("queue", "ragged", 128, 128): TileTimes(7.1, 3.37, 0.71, 0.82, own_keys=1.5),
     ("queue", "paged", 128, 128): TileTimes(6.0, 3.3, 1.04, 0.7, own_keys=1.43),
     ("queue", "ragged", 64, 64): TileTimes(9.11, 2.26, 0.71, 0.7, own_keys=1.32),
     ("large", "ragged", 192, 128): TileTimes(14.5, 5.14, 1.85, 0.7),

@@ -66,6 +66,8 @@ struct LeanSm90Copier {
   using Item = typename Traits::Item;
   using ItemFacts = typename Traits::ItemFacts;
   static constexpr int kStages = Traits::kStages;
+  // Tiles of K or V that are left to copy when a block takes its next item.
+  static constexpr int kClaimTiles = 6;
 
   const PrefillSm90Block<Traits>& block;
   typename Traits::SharedMemory& shared = block.shared;
@@ -89,9 +91,12 @@ struct LeanSm90Copier {
       ptx::warp_sync();
       if (!item.exists) return;
       place.advance();
-      // The number of the next item is on its way while this one is copied.
+      // The block takes no further item before it needs one. The number of the next, and then its
+      // entry of the list, are on their way while the last tiles are copied.
+      const int num_tiles = 2 * ptx::warp_uniform(present.tiles.end - present.tiles.begin);
+      int tile = copy_tiles(present, 0, num_tiles - kClaimTiles);
       const int next = scheduler.take_next(num_items, lane);
-      int tile = copy_first(present, 2);
+      tile = copy_tiles(present, tile, tile + 2);
       const int index = scheduler.index_of(next);
       typename PrefillSm90Scheduler<Traits>::ListPlace at{};
       WorkItem listed{};
@@ -99,17 +104,17 @@ struct LeanSm90Copier {
         at = scheduler.list_place(index);
         listed = BlockWork::load(block.params, at.place);
       }
-      while (copy_tile(present, tile)) ++tile;
+      copy_tiles(present, tile, num_tiles);
       item = index < num_items ? scheduler.facts_of(at, listed) : ItemFacts{};
       if (item.has_keys()) scheduler.prefetch_queries(item, lane);
     }
   }
 
-  // Copies Q and the first tiles of keys and values; returns the number of those.
-  __device__ __forceinline__ int copy_first(const Item& item, int most) {
-    int index = 0;
+  // Copies tiles of keys and values from `index` up to `end`, if there are so many, and Q after the
+  // first of all; returns the number of those copied so far.
+  __device__ __forceinline__ int copy_tiles(const Item& item, int index, int end) {
 #pragma unroll 1
-    for (; index < most && copy_tile(item, index); ++index) {
+    for (; index < end && copy_tile(item, index); ++index) {
       if (index == 0) PrefillSm90Scheduler<Traits>{block}.copy_queries(q, item, lane);
     }
     return index;
@@ -232,7 +237,7 @@ struct LeanSm90 {
         place.advance();
       }
     } else {
-      if (warp == 0) copier.copy_first(shared.items[0], kStages);
+      if (warp == 0) copier.copy_tiles(shared.items[0], 0, kStages);
       run_item(shared.items[0]);
     }
     if (Traits::kStagesOutput && threadIdx.x == 0) ptx::bulk_wait_read();

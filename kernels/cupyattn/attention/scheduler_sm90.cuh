@@ -108,7 +108,8 @@ struct PrefillSm90Scheduler {
       if (lane == 0) {
         const uint32_t rows = ptx::shared_address(shared.q[stored]);
         const int head = item.work.tile.kv_head * params.group_size;
-        for_boxes(item, all_params.output_box_rows, item.boxed_rows, [&](int row, int token) {
+        const Boxes boxes{all_params.output_box_rows, all_params.output_box_step};
+        for_boxes(item, boxes, item.boxed_rows, [&](int row, int token) {
 #pragma unroll
           for (int panel = 0; panel < kOutputPanels; ++panel) {
             ptx::tensor_store_4d(all_params.o, QTile::kPanelColumns * panel, head, token, 0,
@@ -197,7 +198,8 @@ struct PrefillSm90Scheduler {
   // Fetches rows of Q into L2 early, because memory is slow.
   __device__ __forceinline__ void prefetch_queries(const ItemFacts& item, int lane) const {
     if (lane != 0) return;
-    for_boxes(item, all_params.query_box_rows, item.work.tile.num_rows, [&](int, int token) {
+    const Boxes boxes{all_params.query_box_rows, all_params.query_box_step};
+    for_boxes(item, boxes, item.work.tile.num_rows, [&](int, int token) {
 #pragma unroll
       for (int panel = 0; panel < QTile::kPanels; ++panel) {
         ptx::tensor_prefetch_4d(all_params.q, QTile::kPanelColumns * panel,
@@ -215,10 +217,11 @@ struct PrefillSm90Scheduler {
     const uint32_t lands = ptx::shared_address(&shared.full_q[q.stage]);
     await_phase(shared.empty_q[q.stage], q.parity ^ 1);
     ptx::warp_sync();
-    const int box = all_params.query_box_rows, head = work.kv_head * params.group_size;
-    const int row = for_boxes(item, box, work.num_rows, [&](int row, int token) {
+    const int head = work.kv_head * params.group_size;
+    const Boxes boxes{all_params.query_box_rows, all_params.query_box_step};
+    const int row = for_boxes(item, boxes, work.num_rows, [&](int row, int token) {
       if (lane != 0) return;
-      ptx::mbarrier_expect_tx(lands, box * QTile::kPanels * QTile::kRowBytes);
+      ptx::mbarrier_expect_tx(lands, boxes.rows * QTile::kPanels * QTile::kRowBytes);
 #pragma unroll
       for (int panel = 0; panel < QTile::kPanels; ++panel) {
         ptx::tensor_copy_4d(tile + panel * QTile::kPanelBytes + row * QTile::kRowBytes,
@@ -255,15 +258,24 @@ struct PrefillSm90Scheduler {
     ptx::fence_proxy_async();
   }
 
-  // Calls body(row, token) for the first `num_rows` rows of an item in boxes of `box` rows, which
-  // are whole tokens; returns the row after.
+  // Boxes of so many rows, which are `step` tokens, or rows of the map (PrefillSm90Params).
+  struct Boxes {
+    int rows, step;
+  };
+  // Calls body(row, place) for the first `num_rows` rows of an item in boxes; returns the row after.
+  // place: of the box along the map's tokens or rows.
   template <typename Body>
-  __device__ __forceinline__ int for_boxes(const ItemFacts& item, int box, int num_rows,
+  __device__ __forceinline__ int for_boxes(const ItemFacts& item, const Boxes& boxes, int num_rows,
                                            Body&& body) const {
-    const int tokens = PackGqaRow::of(params, box).token;
-    int token = item.work.request.q_start + PackGqaRow::of(params, item.work.tile.first_row).token;
+    const int first_token = item.work.request.q_start, first_row = item.work.tile.first_row;
+    // mutate: boxes-of-rows-at-tokens
+    int place = boxes.step == boxes.rows
+                    ? first_token * params.group_size + first_row
+                    : first_token + PackGqaRow::of(params, first_row).token;
     int row = 0;
-    for (; box > 0 && row + box <= num_rows; row += box, token += tokens) body(row, token);
+    for (; boxes.rows > 0 && row + boxes.rows <= num_rows; row += boxes.rows, place += boxes.step) {
+      body(row, place);
+    }
     return row;
   }
 };

@@ -27,10 +27,11 @@ struct PackGqaRow {
 };
 
 // The rows of a tile that have work: whole tokens, which boxes copy, or all rows if more than a
-// sixteenth would be left over. TileConfig.used_rows (launch/tiles/config.py) must agree.
+// sixteenth would be left over. Those of one KV head lie one after another, so boxes copy any rows.
+// TileConfig.used_rows (launch/tiles/config.py) must agree.
 __device__ __forceinline__ int whole_token_rows(const AttentionParams& params, int tile_rows) {
   const int rows = PackGqaRow::of(params, tile_rows).token * params.group_size;
-  return tile_rows - rows <= tile_rows / 16 ? rows : tile_rows;
+  return params.num_kv_heads > 1 && tile_rows - rows <= tile_rows / 16 ? rows : tile_rows;
 }
 
 // The lengths of a request, and where its rows and keys begin (see WorkItem).

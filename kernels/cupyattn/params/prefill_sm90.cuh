@@ -30,11 +30,14 @@ struct PrefillSm90Params {
   int32_t output_box_rows;  // rows of O of one tensor copy, likewise
   int32_t num_tail_items;   // the last items, which run after the swizzled ones of all heads
   MaskMap* mask_maps;       // [num_items], if there is a custom mask
-  // [rows, num_qo_heads, head_dim]
+  // What a box is of the map's second outer dimension: tokens, or packed rows, which lie one after
+  // another where one KV head has all heads of a token.
+  int32_t query_box_step, output_box_step;
+  // [rows, num_qo_heads, head_dim], or [packed rows, 1, head_dim]
   alignas(64) TensorMap q;
   // [num_kv_heads, rows, head_dim]; pages: [pages and heads, page_size / 8, head_dim / 64, 8, 64]
   TensorMap k, v;
-  // [rows, num_qo_heads, head_dim]
+  // as q
   TensorMap o;
 };
 

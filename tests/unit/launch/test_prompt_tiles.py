@@ -24,7 +24,7 @@ def chosen(
     problem = AttentionProblem(kind, kind, kind, dim, dim_vo or dim)
     made = select.large_tiles(problem, SHARED_BYTES[ARCH], ARCH, 0)
     group = heads[0] // heads[1]
-    shapes = [select.shape_of(tiles, group, NUM_SMS) for tiles in made.values()]
+    shapes = [select.shape_of(tiles, group, heads[1], NUM_SMS) for tiles in made.values()]
     lengths, starts = np.full(count, length), np.arange(count) * length
     requests = BatchRequests(lengths, lengths, starts, starts)
     masking = Masking(-1, 0 if causal else -1)
@@ -37,8 +37,12 @@ def chosen(
     [
         (16, 128, (32, 8), 128, {"queue"}),
         (64, 128, (32, 8), 128, {"queue"}),
-        (5, 200, (64, 8), 128, {"queue"}),
-        (8, 128, (32, 8), 128, {"lean", "queue"}),
+        (5, 200, (64, 8), 128, {"queue", "large"}),
+        (8, 128, (32, 8), 128, {"lean", "queue", "twin"}),
+        (4, 256, (32, 8), 128, {"twin"}),
+        (2, 512, (32, 8), 128, {"twin"}),
+        (1, 2048, (8, 1), 128, {"broad", "middle", "short", "twin"}),
+        (4, 777, (8, 1), 128, {"short", "twin"}),
         (128, 64, (32, 8), 128, {"queue"}),
         (16, 128, (32, 32), 128, {"lean"}),
         (64, 128, (32, 32), 128, {"flat", "twin"}),
