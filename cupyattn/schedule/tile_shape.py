@@ -41,9 +41,8 @@ _CLUSTER = DecodeTimes(3.9, 0.035, 5.75, 0.5, 3.65, 0.06)
 _ONE_AN_SM = DecodeTimes(3.05, 0.06, 4.55, 0.485, 3.8, 0.037)
 _TWO_AN_SM = DecodeTimes(5.35, 0.02, 1.2, 0.44, 4.95, 0.064)
 _TWO_MERGED_APART = DecodeTimes(7.9, 0.05, 3.75, 0.525, 1.2, 0.001)
+# block, merge, state and part of the Costs of splits that a launch merges, also fitted.
 _MERGED_APART = 3.0, 1.4, 0.3, 0.0
-# Tiles of keys for each SM from which on two smaller blocks an SM are as fast.
-_MOST_TILES = 12
 
 
 @dataclass(frozen=True, slots=True)
