@@ -79,12 +79,14 @@ class Parts(NamedTuple):
 
 COSTS = {
     "decode_sm80": Cost(4.5, 4.3, 0.78, 0.37),
-    "clusters": Cost(4.4, 4.65, 0.70, 0.27),
+    "clusters": Cost(3.9, 6.0, 0.5, 0.1),
+    "alone": Cost(3.05, 4.8, 0.52, 0.1),
     "prefill_sm80": Cost(4.1, 2.6, 2.4, 0.024),
     "prefill_sm90": Cost(6.8, 6.3, 0.157, 0.0815),
 }
 # A launch that merges, the last block of a tile that does, and that for each of its splits.
 _MERGE_US, _FUSED_US, _FUSED_SPLIT_US = 5.0, 2.2, 0.05
+_FUSED_FEW_US = 3.7  # where blocks have an SM each
 _BYTES_PER_US, _FLOPS_PER_US = 4.3e6, 0.75e9
 _MOST_LATENCY_US = 21.0  # of a case that memory or products bound, before and after it
 # Items of prompts take so much longer in a sweep, and nearly all of it where they have an SM alone;
@@ -136,8 +138,9 @@ def parts_of(work: Work, case: BatchCase) -> Parts:
     merge = 0.0
     if work.is_merged:
         merge = _MERGE_US + of_state * work.num_states
-    elif work.num_states and work.kernel != "clusters":
-        merge = _FUSED_US + _FUSED_SPLIT_US * float(np.maximum.reduce(work.splits))
+    elif work.num_states:
+        merge = _FUSED_US if work.kernel == "decode_sm80" else _FUSED_FEW_US
+        merge += _FUSED_SPLIT_US * float(np.maximum.reduce(work.splits))
     return Parts(cost.launch, blocks, merge)
 
 
@@ -176,13 +179,16 @@ def works_of(case: BatchCase) -> list[Work]:
         kernel = kernels[launch.threads, launch.shared_bytes]
         items = schedule.words[part.items // 4 : part.merges // 4].reshape(-1, 12)
         for kind in kernel.kinds:
+            name = kind.name
+            if name == "decode_sm80" and kernel.loaded.num_slots < 2 * _NUM_SMS:
+                name = "clusters" if launch.cluster > 1 else "alone"
             chosen = items
             if len(kernel.kinds) > 1:
                 is_small = items[:, 1] * launcher.group_size <= kernel.kinds[1].tile_q
                 chosen = items[is_small == (kind is kernel.kinds[1])]
             works.append(
                 Work(
-                    "clusters" if launch.cluster > 1 else kind.name,
+                    name,
                     _keys(chosen, kind.tile_q, launcher) / launch.cluster,
                     chosen[:, 6],
                     kind.tile_q,

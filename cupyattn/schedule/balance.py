@@ -54,7 +54,14 @@ class Work(NamedTuple):
         return np.full(self.num_tiles, self.longest) if self.key_tiles is None else self.key_tiles
 
 
-def best_chunk(work: Work, items_per_wave: int, costs: Costs, least: int = 1) -> int:
+class Chunk(NamedTuple):
+    """Keys are split after so many key tiles, and when the last block is done then."""
+
+    size: int
+    time: float
+
+
+def best_chunk(work: Work, items_per_wave: int, costs: Costs, least: int = 1) -> Chunk:
     """The most key tiles of one block, `least` or more, by an estimate of when the last is done.
 
     Example: 64 requests, one of 1,024 key tiles and the others of 4, 8 heads, 264 slots: unsplit
@@ -64,21 +71,22 @@ def best_chunk(work: Work, items_per_wave: int, costs: Costs, least: int = 1) ->
     is_even = longest * num_tiles <= _EVEN * total
     chunks = _candidates(work, items_per_wave, is_even, least, costs.least_share)
     if not chunks:
-        return longest
+        return Chunk(longest, _time_of_even(work, longest, items_per_wave, costs)[0])
     chunks.append(longest)
     if is_even:
         estimates = [_time_of_even(work, chunk, items_per_wave, costs) for chunk in chunks]
     else:
         estimates = _times_of_uneven(work, chunks, items_per_wave, costs.block)
-    best, best_time = longest, estimates.pop()[0] * _WORTHWHILE
+    whole = estimates.pop()[0]
+    best, best_time = longest, whole * _WORTHWHILE
     if best_time <= total / items_per_wave + costs.least_share * costs.block:
-        return longest
+        return Chunk(longest, whole)
     for chunk, (done, num_items) in zip(chunks, estimates, strict=False):
         estimate = done + costs.merge + costs.state * num_items / items_per_wave
         estimate += costs.part * -(-longest // chunk)
         if estimate < best_time:
             best, best_time = chunk, estimate
-    return best
+    return Chunk(best, whole if best == longest else best_time)
 
 
 def _time_of_even(work: Work, chunk: int, items_per_wave: int, costs: Costs) -> tuple[float, float]:

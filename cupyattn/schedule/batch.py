@@ -291,7 +291,7 @@ def _splits(
     else:
         per_wave = max(1, shape.num_slots // num_kv_heads)
         least = shape.least_part(work.longest, most_rows)
-        chunk = best_chunk(work, per_wave, shape.costs(most_rows), least)
+        chunk = best_chunk(work, per_wave, shape.costs(most_rows), least).size
     return split_after(work, chunk)
 
 

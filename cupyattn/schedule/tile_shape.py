@@ -4,18 +4,45 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .balance import BLOCK_OVERHEAD, Costs
 from .makespan import TileTimes
 
-# block, merge, state and part of Costs, fitted to times of an H200 (docs/ladder.md). Clusters are
-# one wave whatever the splits, so what a block pays at all does not matter.
-_OF_CLUSTERS = 0.0, 0.86, 0.0, 0.12
+# What memory takes in microseconds for a key tile of each slot.
+_KEY_TILE = 2.2
+
+
+class DecodeTimes(NamedTuple):
+    """What a launch of decode takes in microseconds, fitted to times of an H200 (docs/ladder.md).
+
+    start        before its blocks and after them
+    row          each row of a tile
+    block        each block besides its key tiles
+    least_share  of a key tile's time, that of a block whose keys memory brings at once
+    merge        what a split adds at all
+    part         what each part of a tile adds, for as many rows as are merged at a time
+    """
+
+    start: float
+    row: float
+    block: float
+    least_share: float
+    merge: float
+    part: float
+
+    def costs(self, passes: int) -> Costs:
+        """These in the time of a key tile, as splits are chosen by."""
+        part = self.part * passes / _KEY_TILE
+        return Costs(self.block / _KEY_TILE, self.merge / _KEY_TILE, 0.0, part, self.least_share)
+
+
+_CLUSTER = DecodeTimes(3.9, 0.035, 5.75, 0.5, 3.65, 0.06)
+_ONE_AN_SM = DecodeTimes(3.05, 0.06, 4.55, 0.485, 3.8, 0.037)
+_TWO_AN_SM = DecodeTimes(5.35, 0.02, 1.2, 0.44, 4.95, 0.064)
+_TWO_MERGED_APART = DecodeTimes(7.9, 0.05, 3.75, 0.525, 1.2, 0.001)
+# block, merge, state and part of the Costs of splits that a launch merges, also fitted.
 _MERGED_APART = 3.0, 1.4, 0.3, 0.0
-# Where each block has an SM, latency decides, not memory's rate, unless most have one.
-_LEAST_SHARE_OF_CLUSTERS = 0.5
-# Tiles of keys for each SM from which on two smaller blocks an SM are as fast.
-_MOST_TILES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +63,7 @@ class TileShape:
     cluster         blocks that share the keys of an item; a slot then has all of them
     is_fused        the last block of a tile merges its parts
     most_keys       of a request, up to which plans of timed blocks look at this shape; 0: any
+    decode          of blocks of decode that were timed for few requests, what plans go by
     """
 
     tile_q: int
@@ -51,18 +79,28 @@ class TileShape:
     cluster: int = 1
     is_fused: bool = True
     most_keys: int = 0
+    decode: DecodeTimes | None = None
 
     def in_clusters(self, cluster: int, num_clusters: int) -> TileShape:
         """The shape of clusters of `cluster` blocks, each of which shares an item as one wide block
         would; num_clusters of them run at a time."""
-        return replace(
+        wide = replace(
             self,
             tile_kv=cluster * self.tile_kv,
             num_slots=num_clusters,
             rows_at_a_time=cluster * self.rows_at_a_time,
-            least_share=_LEAST_SHARE_OF_CLUSTERS,
             cluster=cluster,
         )
+        return wide.timed(_CLUSTER)
+
+    def alone(self) -> TileShape:
+        """The shape of blocks that have an SM each."""
+        return self.timed(_ONE_AN_SM)
+
+    def timed(self, times: DecodeTimes) -> TileShape:
+        """The shape of blocks of decode that take so long."""
+        part_cost = times.part / (times.least_share * _KEY_TILE)
+        return replace(self, part_cost=part_cost, least_share=times.least_share, decode=times)
 
     def merged_apart(self) -> TileShape:
         """The shape of blocks whose parts are merged by a launch."""
@@ -79,8 +117,8 @@ class TileShape:
 
     def costs(self, rows: int) -> Costs:
         """The costs of tiles of so many rows, in the time of a key tile with all slots busy."""
-        if self.cluster > 1:
-            return Costs(*_OF_CLUSTERS, self.least_share)
+        if self.decode is not None:
+            return self.decode.costs(self._passes(rows))
         if not self.is_fused:
             return Costs(*_MERGED_APART, self.least_share)
         if not self.part_cost:
@@ -98,27 +136,38 @@ class TileShape:
         return -(-min(rows, self.tile_q) // self.rows_at_a_time)
 
 
-# The most blocks of a cluster that every chip with clusters has.
-MOST_BLOCKS_OF_CLUSTER = 8
+# Sizes of clusters, which every chip that has clusters runs.
+CLUSTERS = (8, 4)
 
 
-def cluster_size(num_items: int, key_tiles: int, num_sms: int) -> int:
-    """How many blocks share an item where each has an SM of its own: a power of two.
+def decode_time(
+    shape: TileShape, num_tiles: int, longest: int, total: int, num_kv_heads: int, rows: int
+) -> float:
+    """When a launch of decode is done, in microseconds, whose keys are split as suits it best.
 
-    1 where there is no room for eight blocks an item, where an item has but one tile of keys, or
-    where the keys of all items keep the memory busy anyway.
+    num_tiles  of so many rows, each for all KV heads, which together have no more than its slots
+    longest    keys of one of them; `total`: of all
 
-    Example: 8 items of 32 key tiles, 132 SMs: 8 blocks an item, 64 in all.
+    A block waits for its keys, or memory decides: the longest tile's keys, or all keys over all
+    slots. Parts divide the former, and cost a merge.
     """
-    if (
-        not may_cluster(num_items, num_sms)
-        or key_tiles <= 1
-        or num_items * key_tiles > _MOST_TILES * num_sms
-    ):
-        return 1
-    return min(MOST_BLOCKS_OF_CLUSTER, 1 << (key_tiles - 1).bit_length())
-
-
-def may_cluster(num_items: int, num_sms: int) -> bool:
-    """Whether there is room for eight blocks an item."""
-    return MOST_BLOCKS_OF_CLUSTER * num_items <= num_sms
+    times = shape.decode
+    if times is None:
+        is_alone = shape.num_slots < 2 * shape.num_sms
+        times = _ONE_AN_SM if is_alone else _TWO_AN_SM if shape.is_fused else _TWO_MERGED_APART
+    key_tiles = math.ceil(longest / shape.tile_kv)
+    waits = _KEY_TILE * times.least_share * key_tiles
+    all_tiles = max(total / shape.tile_kv, 1.0)
+    # Clusters leave SMs idle, but memory is as fast without them.
+    full = max(shape.num_slots, shape.num_sms / shape.cluster)
+    busy = _KEY_TILE * all_tiles * num_kv_heads / full
+    first = times.start + times.row * rows + times.block
+    whole = first + max(waits, busy)
+    # As many parts in all as run at a time, but for the end of each tile; where tiles alone take
+    # more of the slots, their parts come in waves.
+    room = shape.num_slots / num_kv_heads - 0.5 * num_tiles
+    part = times.part * -(-min(rows, shape.tile_q) // shape.rows_at_a_time)
+    parts = min(key_tiles, key_tiles * room / all_tiles, math.sqrt(waits / part), waits / busy)
+    if parts < 2.0 or room < num_tiles:
+        return whole
+    return min(whole, first + max(waits / parts, busy) + times.merge + part * parts)

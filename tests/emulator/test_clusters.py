@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from helpers import batch_cases
 from helpers.share import one_of
 
-from cupyattn.schedule import tile_shape
+from cupyattn.launch.attention import kernels
+from cupyattn.schedule.tile_shape import TileShape
 
 from . import run
 from .test_batch import BASE
@@ -20,12 +22,28 @@ DECODE = replace(BASE, qo_len=(1, 1), kv_len=(900, 700), has_sinks=True)
 SIZES = {2: 400, 4: 900, 8: 1700}
 
 
+@pytest.fixture(autouse=True)
+def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Plans that prefer clusters, or those of these sizes; 1: blocks that have an SM each."""
+
+    def prefer(*sizes: int) -> None:
+        def time(shape: TileShape, *_: int) -> float:
+            return 2.0 if shape.decode is None else 1.0 / shape.cluster
+
+        monkeypatch.setattr(kernels, "CLUSTERS", [size for size in sizes if size > 1])
+        monkeypatch.setattr(kernels, "decode_time", time)
+
+    prefer(8, 4)
+    return prefer
+
+
 def clusters(answer: run.Answer) -> set[int]:
     return {launch.cluster for launch in answer.launches if launch.name == "decode_sm80"}
 
 
 @pytest.mark.parametrize("cluster", SIZES)
-def test_clusters_of_each_size(cluster: int) -> None:
+def test_clusters_of_each_size(cluster: int, prefer: Callable[..., None]) -> None:
+    prefer(cluster)
     case = replace(DECODE, kv_len=(90, SIZES[cluster]))
     answer = run.batch(case, num_sms=32, has_clusters=True)
     answer.check()
@@ -50,9 +68,24 @@ def test_what_clusters_answer(changes: dict[str, Any], seed: int) -> None:
     assert max(clusters(answer)) > 1
 
 
+@pytest.mark.parametrize(("tiles", "is_fused"), [((7, 40), True), ((90,), False)])
+def test_blocks_with_an_sm_each(
+    tiles: tuple[int, ...], is_fused: bool, prefer: Callable[..., None]
+) -> None:
+    """The last block of a tile merges up to 32 parts, a launch merges more."""
+    prefer(1)
+    kv_len, qo_len = tuple(256 * n - 6 for n in tiles), (1,) * len(tiles)
+    case = replace(DECODE, qo_len=qo_len, kv_len=kv_len, num_kv_heads=1)
+    answer = run.batch(case, num_sms=128, has_clusters=True)
+    answer.check()
+    launch, *merges = answer.launches
+    assert (launch.cluster, launch.block[0]) == (1, 256) and launch.grid[1] > 2
+    assert [x.name for x in merges] == ["merge_splits"] * (not is_fused)
+
+
 @pytest.mark.parametrize("qo_len", [1, 8])
-def test_the_last_cluster_merges_the_splits(qo_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_shape, "MOST_BLOCKS_OF_CLUSTER", 2)
+def test_the_last_cluster_merges_the_splits(qo_len: int, prefer: Callable[..., None]) -> None:
+    prefer(2)
     # In pages, more than 16 rows have another kernel.
     pages = {"wrapper": "ragged", "page_size": 0} if qo_len > 4 else {}
     case = replace(DECODE, qo_len=(qo_len,), kv_len=(7000,), num_kv_heads=1, **pages)

@@ -19,6 +19,8 @@ SHAPES = [  # query heads, KV heads, rows a request, keys
     (32, 8, 8, (8, 4097)),
     (28, 4, 1, (40_000,)),
     (12, 1, 2, (700, 65, 1)),
+    (4, 2, 1, (8905, 19_828, 20_074)),  # blocks that have an SM each, as the next
+    (5, 1, 1, (460,) * 80),
 ]
 
 

@@ -56,6 +56,7 @@ from .kernels import (
     Kernel,
     KernelGroup,
     Kernels,
+    Keys,
     group_by_row_class,
 )
 from .layout import BatchSchedule, Capacity, KernelWork, Layout, Reserved, Uniform
@@ -150,9 +151,8 @@ class BatchLauncher:
         self, requests: BatchRequests, splitting: Splitting, capacity: Capacity | None
     ) -> BatchSchedule:
         if capacity is not None:
-            rows, shape = self.choose(
-                capacity.num_requests, capacity.max_qo_len, UNKNOWN_LENGTH, splitting
-            )
+            keys = Keys.equal(capacity.num_requests, UNKNOWN_LENGTH)
+            rows, shape = self.choose(keys, capacity.max_qo_len, splitting)
             plan = self._plan(requests, shape, splitting)
             most = self._limits(shape, splitting, capacity)
             check_limits(plan, most)
@@ -173,9 +173,8 @@ class BatchLauncher:
             if slots:
                 shape = replace(shape, num_slots=slots)
             elif len(found) == 1 and rows in FEW:
-                longest = int(np.maximum.reduce(requests.kv_len))
-                qo_len = requests.qo_range()[1]
-                rows, shape = self.choose(len(requests.kv_len), qo_len, longest, splitting)
+                keys = Keys.of(requests.kv_len)
+                rows, shape = self.choose(keys, requests.qo_range()[1], splitting)
             plan = self._plan(chosen, shape, splitting)
             if len(plan.items):
                 is_free = not splitting.is_given and len(found) == 1
@@ -241,7 +240,7 @@ class BatchLauncher:
         schedule = self._layout.lay_out(works)
         for tiles in (part.tiles for part in schedule.parts if part.tiles is not None):
             rows = requests.qo_len * self.group_size
-            shared = requests.kv_len[rows > tiles.used_rows(self.group_size)]
+            shared = requests.kv_len[rows > self._used_rows(tiles)]
             schedule.longest = max(schedule.longest, int(shared.max(initial=0)))
         return rotate_batch.reserve_rotated(schedule, requests, self._keys, capacity)
 
@@ -253,15 +252,18 @@ class BatchLauncher:
         """The tiles of a row class."""
         return self._kernels.get(rows).kinds[0]
 
-    def choose(
-        self, num_requests: int, max_qo_len: int, longest: int, splitting: Splitting
-    ) -> tuple[str, TileShape]:
-        """The kernel of a plan of so many requests, and what the plan must know of its tiles."""
+    def choose(self, keys: Keys, max_qo_len: int, splitting: Splitting) -> tuple[str, TileShape]:
+        """The kernel of a plan of such requests, and what the plan must know of its tiles."""
         most_rows = max_qo_len * self.group_size
         rows = row_class(most_rows)
         if splitting.is_given:
             return rows, self._kernels.get(rows).shapes[0]
-        return self._kernels.choose(rows, num_requests * self.num_kv_heads, longest, most_rows)
+        window = self.masking.window_left
+        if window >= 0:
+            most = window + max_qo_len
+            total = min(keys.total, keys.num_requests * most)
+            keys = Keys(keys.num_requests, min(keys.longest, most), total)
+        return self._kernels.choose(rows, self.num_kv_heads, keys, most_rows)
 
     def reserve(
         self, rows: str, shape: TileShape, most: Limits, longest: int, begins_early: bool = False
@@ -283,7 +285,7 @@ class BatchLauncher:
     def schedule_lists(self, count: int, kv_len: int) -> BatchSchedule | None:
         """The schedule of `count` tokens with lists of so many keys each, which has no words; None
         where kernels need a work list."""
-        rows, shape = self.choose(count, 1, kv_len, Splitting())
+        rows, shape = self.choose(Keys.equal(count, kv_len), 1, Splitting())
         tiles = self._kernels.get(rows).kinds[0]
         num_tiles = count * -(-self.group_size // shape.tile_q)
         if not tiles.reads_uniform or num_tiles > MAX_GRID_YZ:

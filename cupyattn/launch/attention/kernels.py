@@ -17,7 +17,7 @@ from ...schedule.levels import Served
 from ...schedule.masking import Masking
 from ...schedule.sm_partition import choose_launches, streams_of
 from ...schedule.tile_choice import choose_tiles
-from ...schedule.tile_shape import TileShape, cluster_size, may_cluster
+from ...schedule.tile_shape import CLUSTERS, TileShape, decode_time
 from ..tiles.config import TileConfig
 from ..tiles.select import (
     DECODE,
@@ -43,6 +43,10 @@ _MOST_PASSES = 2
 _MOST_TILES_OF_SMALL = 32
 # States that a warp of a fused merge asks for at a time: more of them are two round trips.
 MOST_PARTS = 16
+# Parts up to which more warps than those of an ordinary block merge as fast as a launch.
+_PARTS_A_WARP = 4
+# Blocks that have an SM each must end within this share of the time of ordinary ones.
+_WORTHWHILE = 0.98
 # Tiles of prefill_sm90 for few rows.
 _SHORT = "short"
 # Of a page: keys of smaller ones are found one by one, by every kernel.
@@ -67,8 +71,25 @@ class Choice(NamedTuple):
     slots: int = 0
 
 
+class Keys(NamedTuple):
+    """The keys of so many requests: those of the longest, and of all."""
+
+    num_requests: int
+    longest: int
+    total: int
+
+    @classmethod
+    def of(cls, kv_len: np.ndarray) -> Keys:
+        if not kv_len.size:
+            return cls(0, 0, 0)
+        return cls(kv_len.size, int(np.maximum.reduce(kv_len)), int(np.add.reduce(kv_len)))
+
+    @classmethod
+    def equal(cls, num_requests: int, kv_len: int) -> Keys:
+        return cls(num_requests, kv_len, num_requests * kv_len)
+
+
 # Plans ask for the same few shapes.
-_in_clusters = lru_cache(maxsize=256)(TileShape.in_clusters)
 _merged_apart = lru_cache(maxsize=256)(TileShape.merged_apart)
 
 
@@ -119,6 +140,7 @@ class Kernels:
         self._known: dict[Rows, Kernel | None] = {}
         self._choices: dict[tuple[object, ...], Choice] = {}
         self._large: dict[str, TileShape] | None = None
+        self._few: dict[str, list[tuple[str, TileShape]]] = {}
 
     def group(self, rows: Rows, requests: BatchRequests, chosen: np.ndarray) -> KernelGroup:
         """The requests at these indices."""
@@ -226,45 +248,63 @@ class Kernels:
         return choice
 
     def choose(
-        self, rows: str, num_items: int, longest: int, most_rows: int
+        self, rows: str, num_kv_heads: int, keys: Keys, most_rows: int
     ) -> tuple[str, TileShape]:
-        """The kernel for a row class and what a plan must know of its only kind of tiles.
-
-        num_items  of all KV heads without splits, each of up to `longest` keys and `most_rows` rows
-        """
+        """The kernel for a row class, a tile of rows each request, and what a plan must know of its
+        only kind of tiles: that by which requests of so many keys are done soonest."""
         kernel = self.get(rows)
         shape = kernel.shapes[0]
         if not kernel.kinds[0].fused_merge or self._problem.is_wide:
             return rows, shape
         # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Warps of
         # prefill divide the rows: nothing is merged, and they are faster unless memory decides.
-        tiles_a_slot = num_items * -(-longest // shape.tile_kv) / shape.num_slots
+        num_blocks = keys.num_requests * num_kv_heads
+        tiles_a_slot = num_blocks * -(-keys.longest // shape.tile_kv) / shape.num_slots
         if rows == VERIFY and tiles_a_slot <= _MOST_TILES_OF_SMALL and self._is_plain():
             return SMALL, self.get(SMALL).shapes[0]
-        few_name = few_rows(self._problem, rows)
-        if few_name is not None and kernel.loaded.has_clusters:
-            num_sms = kernel.loaded.num_sms
-            # Blocks of few requests take twice the keys.
-            cluster = cluster_size(num_items, -(-longest // (2 * shape.tile_kv)), num_sms)
-            while cluster > 1:
-                few = self.get(few_name)
-                # Clusters need neighbouring SMs, so fewer of them fit than their blocks.
-                most = few.loaded.most_clusters(cluster)
-                if num_items <= most:
-                    return few_name, _in_clusters(few.shapes[0], cluster, most)
-                cluster //= 2
-        if most_rows <= _MOST_PASSES * shape.rows_at_a_time:
-            return rows, shape
-        return rows, _merged_apart(shape)
+        best = rows, shape
+        if most_rows > _MOST_PASSES * shape.rows_at_a_time:
+            best = rows, _merged_apart(shape)
+        if not self._may_be_few(kernel, rows, num_blocks):
+            return best
+        facts = *keys, num_kv_heads, most_rows
+        limit = _WORTHWHILE * decode_time(best[1], *facts)
+        for name, few in self._shapes_of_few(rows):
+            if num_blocks <= few.num_slots:
+                time = decode_time(few, *facts)
+                if time < limit:
+                    best, limit = (name, few), time
+        return best
+
+    def _may_be_few(self, kernel: Kernel, rows: str, num_blocks: int) -> bool:
+        """Whether each of so many blocks may have an SM of its own."""
+        if not kernel.loaded.has_clusters or few_rows(self._problem, rows) is None:
+            return False
+        return num_blocks <= kernel.loaded.num_sms
+
+    def _shapes_of_few(self, rows: str) -> list[tuple[str, TileShape]]:
+        """The blocks for few requests of a row class: those that have an SM each, and clusters."""
+        found = self._few.get(rows)
+        if found is None:
+            name = few_rows(self._problem, rows)
+            assert name is not None, rows
+            few = self.get(name)
+            # Clusters need neighbouring SMs, so fewer of them fit than their blocks.
+            shapes = [few.shapes[0].in_clusters(x, few.loaded.most_clusters(x)) for x in CLUSTERS]
+            # More than 16 rows were timed in clusters only.
+            if rows == DECODE:
+                shapes.insert(0, few.shapes[0].alone())
+            found = self._few[rows] = [(name, shape) for shape in shapes]
+        return found
 
     def choose_for_any_length(self, num_items: int, most_rows: int) -> TileShape | None:
         """What `choose` gives of decode, however many keys requests have; None if they decide."""
         kernel = self.get(DECODE)
         if not kernel.kinds[0].fused_merge or self._problem.is_wide:
             return None
-        if kernel.loaded.has_clusters and may_cluster(num_items, kernel.loaded.num_sms):
+        if self._may_be_few(kernel, DECODE, num_items):
             return None
-        return self.choose(DECODE, num_items, 1, most_rows)[1]
+        return self.choose(DECODE, 1, Keys(num_items, 1, num_items), most_rows)[1]
 
     def merged_by(self, shape: TileShape, plan: BatchPlan) -> TileShape:
         """The shape of a plan where a launch merges, if a tile has more parts than a warp asks for
@@ -273,7 +313,7 @@ class Kernels:
         if apart is shape:
             return shape
         most = np.maximum.reduce(plan.items[plan.merges, NUM_SPLITS])
-        return apart if most > MOST_PARTS else shape
+        return apart if most > max(MOST_PARTS, _PARTS_A_WARP * shape.rows_at_a_time) else shape
 
     def merged_if_many(self, shape: TileShape) -> TileShape:
         """The shape of a plan some of whose tiles have more than MOST_PARTS."""
@@ -342,12 +382,13 @@ def _kernel_of(
             tiles.tile_kv,
             loaded.num_slots,
             *_costs(loaded, tiles),
+            num_sms=loaded.num_sms,
         )
         for tiles in kinds
     )
     if kinds[0].times is not None:
         times = kinds[0].times.of_group(group_size)
-        shapes = (replace(shapes[0], times=times, num_sms=loaded.num_sms),)
+        shapes = (replace(shapes[0], times=times),)
     return Kernel(loaded, kinds, shapes)
 
 

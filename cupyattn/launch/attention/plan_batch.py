@@ -18,6 +18,7 @@ from ..driver import params
 from ..driver.enqueue import Launch, enqueue, load_function
 from ..tiles.config import TileConfig
 from .batch import BatchLauncher, BatchSchedule
+from .kernels import Keys
 
 _THREADS = 512
 _SHARED_BYTES = 29_264
@@ -147,9 +148,8 @@ def _packed(formats: tuple[IndexFormat, ...]) -> bytes:
 def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
     """Make ready for launches; UnsupportedError if a block cannot plan so many requests."""
     most_rows = lengths.max_qo_len * launcher.group_size
-    rows, shape = launcher.choose(
-        lengths.num_requests, lengths.max_qo_len, lengths.likely_kv_len, Splitting()
-    )
+    keys = Keys.equal(lengths.num_requests, lengths.likely_kv_len)
+    rows, shape = launcher.choose(keys, lengths.max_qo_len, Splitting())
     masking = launcher.masking
     # A window that no request outgrows is none.
     left, right = (

@@ -188,7 +188,7 @@ def test_frameworks(framework: str) -> None:
 
 @pytest.mark.parametrize("place", ["none", "name", "torch.device", "a JAX array", "replaced"])
 def test_a_workspace_of_the_wrappers_own(place: str) -> None:
-    b = batches.make([2, 1], [7, 5000], 4)
+    b = batches.make([2, 1], [7, 30_000], 4)
     given = {
         "none": lambda: None,
         "name": lambda: "cpu",

@@ -10,7 +10,7 @@ import pytest
 
 import cupyattn
 from cupyattn.launch.attention import merge_splits
-from cupyattn.launch.attention.kernels import UNKNOWN_LENGTH
+from cupyattn.launch.attention.kernels import UNKNOWN_LENGTH, Keys
 from cupyattn.schedule.batch import WORK_FIELDS, Splitting
 
 Lengths = list[tuple[int, int]]
@@ -183,19 +183,62 @@ def test_few_long_drafts_leave_half_of_the_places(page_size: int) -> None:
     assert blocks == 128
 
 
-@pytest.mark.parametrize(("rows", "heads"), [(1, (8, 1)), (2, (8, 1)), (4, (32, 8))])
-def test_clusters_serve_up_to_16_rows_of_few_requests(rows: int, heads: tuple[int, int]) -> None:
-    _, schedule = planned([(rows, 4096)], heads)
+@pytest.mark.parametrize(
+    ("lengths", "heads", "cluster"),
+    [
+        ([(1, 1024)], (8, 1), 8),
+        ([(2, 1024)], (8, 1), 8),
+        ([(4, 2048)], (32, 8), 8),
+        ([(1, 1024)] * 12, (5, 1), 8),
+        ([(1, 8905), (1, 19_828), (1, 20_074)], (4, 2), 1),
+        ([(1, 460)] * 80, (5, 1), 1),
+    ],
+)
+def test_few_requests_of_up_to_16_rows_have_an_sm_a_block(
+    lengths: Lengths, heads: tuple[int, int], cluster: int
+) -> None:
+    launcher, schedule = planned(lengths, heads)
     ((launch, _),) = schedule.parts[0].launches
-    assert launch.cluster == 8
+    assert (launch.threads, launch.cluster) == (256, cluster)
+    # One wave, whose blocks merge what they have split.
+    assert np.prod(launch.grid) <= launcher.kernels()[-1].loaded.num_sms
+    assert schedule.parts[0].merge is None
+
+
+@pytest.mark.parametrize("lengths", [[(1, 150)] * 60, [(1, 9000)] * 200])
+def test_short_keys_and_many_requests_have_two_blocks_an_sm(lengths: Lengths) -> None:
+    _, schedule = planned(lengths, (5, 1))
+    ((launch, _),) = schedule.parts[0].launches
+    assert (launch.threads, launch.cluster) == (128, 1)
+
+
+def test_requests_of_one_length_are_served_alike_wherever_they_are_planned() -> None:
+    """Plans of the GPU know a likely length, those of the host all of them."""
+    assert Keys.of(np.full(7, 300)) == Keys.equal(7, 300)
+    launcher, _ = planned([(1, 4096)], (8, 1))
+    for count, length in ((1, 700), (3, 20_000), (16, 4096), (90, 460)):
+        _, schedule = planned([(1, length)] * count, (8, 1))
+        ((launch, _),) = schedule.parts[0].launches
+        name, shape = launcher.choose(Keys.equal(count, length), 1, Splitting())
+        assert (launch.cluster, launch.threads) == (shape.cluster, launcher.tiles(name).threads)
+
+
+def test_a_window_bounds_the_keys_that_decide() -> None:
+    launchers = [planned([(1, 4096)], (8, 1), window_left=x)[0] for x in (1023, -1)]
+    by_window, by_length = (
+        launcher.choose(Keys.equal(1, length), 1, Splitting())
+        for launcher, length in zip(launchers, (30_000, 1024), strict=True)
+    )
+    assert by_window == by_length
 
 
 def test_a_plan_of_a_captured_graph_has_the_same_kernel_for_drafts() -> None:
     launcher, _ = planned([(4, 4096)], (8, 1))
     for num_requests, longest in ((1, 4096), (4, UNKNOWN_LENGTH), (16, 8192)):
-        name, shape = launcher.choose(num_requests, 4, longest, Splitting())
+        name, shape = launcher.choose(Keys.equal(num_requests, longest), 4, Splitting())
         assert (name, shape.cluster, shape.is_fused) == ("small", 1, True)
-    assert launcher.choose(1, 2, UNKNOWN_LENGTH, Splitting())[0] == "few decode"
+    keys = Keys.equal(1, UNKNOWN_LENGTH)
+    assert launcher.choose(keys, 2, Splitting())[0] == "few decode"
 
 
 def test_many_short_prompts_in_pages_have_three_blocks_an_sm() -> None:
