@@ -531,6 +531,7 @@ def _bind(
         factors[1],
         factors[0],
         prepared.rotated,
+        num_rows=plan.batch.num_rows,
     )
 
 

@@ -55,8 +55,8 @@ HOPPER = (
     ),
     Mutation("item-counter-not-reset", "num_items - 1", "num_items", "hopper swizzle"),
     Mutation("end-not-announced", "item.nears_end(tile, next)", "tile == next", "hopper swizzle"),
-    Mutation("q-rows-of-first-tile", "work.first_row + r", "r", "hopper odd groups"),
-    Mutation("q-row-past-tile", "r < work.num_rows", "r <= work.num_rows", "hopper odd groups"),
+    Mutation("q-rows-of-first-tile", "work.first_row + r", "r", "hopper broken tokens"),
+    Mutation("q-row-past-tile", "r < work.num_rows", "r <= work.num_rows", "hopper broken tokens"),
     Mutation("maximum-never-moves", "tile_sum > most ||", "", "hopper steep alibi"),
     Mutation("hopper-output-not-rescaled", "factors[m][e / 2]", "1.0f", "hopper steep"),
     Mutation(

@@ -390,6 +390,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     ),
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
     "hopper whole tokens": _single({"group": 7, "qo_len": 60}),
+    # Tokens fill neither a warpgroup's rows nor a tile's, so rows of Q are copied one by one.
+    "hopper broken tokens": _single({"group": 40, "qo_len": 21, "kv_len": 300}),
     # So steep that even bfloat16 has no room for what passes the first tile's maximum.
     "hopper steep": _single({"sm_scale": 16.0, "kv_len": 700}),
     "hopper steep alibi": _single({"sm_scale": 16.0, "kv_len": 700, "pos_encoding_mode": "ALIBI"}),

@@ -15,7 +15,7 @@ from ..tiles.sm90 import L2Swizzle
 PageUnits = tuple[int, int, int, int]
 
 _MAX_CACHED = 256
-# Rows of q are copied in boxes only where all of a box are the tile's own, so no bound is needed.
+# Rows of o are stored in boxes only where all of a box are the tile's own, so no bound is needed.
 _NO_BOUND = 2**31 - 1
 _MAX_BOX = 256
 _WARPGROUP_ROWS = 64
@@ -35,7 +35,7 @@ class Maps:
     """The maps of q, k, v and o of some strides and sizes, remembered by their addresses."""
 
     __slots__ = (
-        *("_head", "_heads", "_keys", "_known", "_mask_maps", "_num_tail_items"),
+        *("_head", "_heads", "_keys", "_known", "_mask_maps", "_num_rows", "_num_tail_items"),
         *("_outputs", "_queries", "_tiles", "_values"),
     )
 
@@ -46,19 +46,21 @@ class Maps:
         num_items: int,
         swizzle: L2Swizzle,
         strides: bytes,
+        num_rows: int,
         size: int,
         rotated: tuple[tuple[int, int, int], int] | None = None,
         mask_maps: int = 0,
     ) -> None:
-        """strides: params.STRIDES, packed. size: rows of k and v, or pages, that may be read.
-        rotated: the (token, head, page) strides and the size of k, if they are others. mask_maps:
-        the address of what scan_mask leaves, if it is launched.
+        """strides: params.STRIDES, packed. num_rows: of q. size: rows of k and v, or pages, that
+        may be read. rotated: the (token, head, page) strides and the size of k, if they are others.
+        mask_maps: the address of what scan_mask leaves, if it is launched.
         """
         self._heads = heads
         self._tiles = tiles
         self._head = num_items, swizzle.heads_per_swizzle
         self._num_tail_items = swizzle.num_tail_items(num_items)
         self._mask_maps = mask_maps
+        self._num_rows = num_rows
         q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, *_ = params.STRIDES.unpack(
             strides
         )
@@ -82,8 +84,12 @@ class Maps:
 
     def _make(self, q: int, k: int, v: int, o: int) -> bytes:
         problem, page_size = self._heads.problem, self._heads.page_size
-        query_box_rows, query_map = self._row_boxes(q, problem.head_dim_qk, self._queries)
-        output_box_rows, output_map = self._row_boxes(o, problem.head_dim_vo, self._outputs)
+        query_box_rows, query_map = self._row_boxes(
+            q, problem.head_dim_qk, self._queries, self._num_rows
+        )
+        output_box_rows, output_map = self._row_boxes(
+            o, problem.head_dim_vo, self._outputs, _NO_BOUND
+        )
         maps = [query_map]
         gathers = self._tiles.config["kGatherers"]
         rows = 0 if gathers else tensor_map.box_rows(page_size, self._tiles.tile_kv)
@@ -132,12 +138,14 @@ class Maps:
         in_bytes = unit * self._heads.problem.dtype_kv.itemsize
         return bytes(tensor_map.BYTES), (page // unit, 0, row // unit, in_bytes)
 
-    def _row_boxes(self, address: int, dim: int, strides: tuple[int, int]) -> tuple[int, bytes]:
-        """How many rows of q or o are one box, and their map. strides: of a head, a row."""
+    def _row_boxes(
+        self, address: int, dim: int, strides: tuple[int, int], num_rows: int
+    ) -> tuple[int, bytes]:
+        """How many packed rows of q or o are one box, and their map. strides: of a head, a row."""
         _, num_kv_heads, group, _ = self._heads
         # A map has no strides of 0, of which arrays that repeat themselves are made.
         rows = self._box_rows(group) if min(strides) > 0 else 0
-        dims = (num_kv_heads * group, _NO_BOUND, 1) if rows else (1, 1, 1)
+        dims = (num_kv_heads * group, num_rows, 1) if rows else (1, 1, 1)
         box = (group, rows // group, 1) if rows else (1, 1, 1)
         return rows, tensor_map.of_rows(address, (dim, *dims), (*strides, 0), box)
 

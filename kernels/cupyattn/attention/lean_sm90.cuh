@@ -110,7 +110,8 @@ struct LeanSm90Copier {
     int index = 0;
 #pragma unroll 1
     for (; index < most && copy_tile(item, index); ++index) {
-      if (index == 0) PrefillSm90Scheduler<Traits>{block}.copy_queries(q, item, lane);
+      // Behind the first values, because rows that fill no box are waited for.
+      if (index == 1) PrefillSm90Scheduler<Traits>{block}.copy_queries(q, item, lane);
     }
     return index;
   }

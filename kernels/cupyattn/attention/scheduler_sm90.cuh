@@ -206,8 +206,8 @@ struct PrefillSm90Scheduler {
     });
   }
 
-  // Copies rows of Q: boxes whose rows all belong to the item, then the other rows one by one. Rows
-  // that the last warpgroup lacks become zeros; warpgroups without rows do not read theirs.
+  // Copies rows of Q in boxes, if boxes are whole tokens, else one by one. The last box also brings
+  // rows of others, and zeros past the last row of q: nobody stores what becomes of them.
   __device__ __forceinline__ void copy_queries(PipelineState<kSlots>& q, const Item& item,
                                                int lane) const {
     const TileWork& work = item.work.tile;
@@ -232,6 +232,8 @@ struct PrefillSm90Scheduler {
     q.advance();
   }
 
+  // Copies rows of Q one by one. Rows that the last warpgroup lacks become zeros; warpgroups without
+  // rows do not read theirs.
   __device__ __forceinline__ void gather_queries(uint32_t tile, const Item& item, int first_row,
                                                  int lane) const {
     const TileWork& work = item.work.tile;
@@ -255,15 +257,15 @@ struct PrefillSm90Scheduler {
     ptx::fence_proxy_async();
   }
 
-  // Calls body(row, token) for the first `num_rows` rows of an item in boxes of `box` rows, which
-  // are whole tokens; returns the row after.
+  // Calls body(row, token) for the boxes, of `box` rows, which are whole tokens, that hold the first
+  // `num_rows` rows of an item; returns the row after. Without boxes that is the first.
   template <typename Body>
   __device__ __forceinline__ int for_boxes(const ItemFacts& item, int box, int num_rows,
                                            Body&& body) const {
     const int tokens = PackGqaRow::of(params, box).token;
     int token = item.work.request.q_start + PackGqaRow::of(params, item.work.tile.first_row).token;
     int row = 0;
-    for (; box > 0 && row + box <= num_rows; row += box, token += tokens) body(row, token);
+    for (; box > 0 && row < num_rows; row += box, token += tokens) body(row, token);
     return row;
   }
 };
