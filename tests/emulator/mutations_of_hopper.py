@@ -27,6 +27,12 @@ HOPPER = (
     Mutation(
         "lean-queries-overwrite-output", "ptx::bulk_wait_read();", "", "hopper lean, persistent"
     ),
+    Mutation(
+        "lean-missing-rows-stay",
+        "softmax.rows.own_row(h) < num_rows",
+        "h < 2",
+        "hopper lean, capped",
+    ),
     Mutation("lean-item-released-early", "kPersistent ? 5 : 4", "4", "hopper lean, persistent"),
     Mutation("bad-keys-not-marked", "key < num_keys", "key < 0", "hopper bad values"),
     Mutation("pair-shares-alibi-bias", "8 * n + 1", "8 * n", "hopper alibi"),

@@ -162,6 +162,12 @@ def _lean(**facts: object) -> None:
         run.single(case, spoil={"v": [((390, 0, 5), np.inf)]}, num_sms=1, **facts).check()
 
 
+def _lean_beside(**facts: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_prefill_sm90.force_tiles("lean", patch)
+        test_prefill_sm90.check_beside_other_requests(True, **facts)
+
+
 def _persistent_lean(**facts: object) -> None:
     """Several items a block, each with a store of O."""
     with pytest.MonkeyPatch.context() as patch:
@@ -405,6 +411,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper fp8": _single({"kv_dtype": "float8_e4m3fn", "kv_len": 500}),
     "hopper bad values": _bad_values_of_large_tiles,
     "hopper lean": _lean,
+    "hopper lean, capped": _lean_beside,
     "hopper lean, persistent": _persistent_lean,
     "hopper capped": _single(
         *(

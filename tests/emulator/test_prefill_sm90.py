@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from helpers import gpu_cases
+from helpers import batch_calls, gpu_cases
 from helpers.batch_cases import Case as BatchCase
 from helpers.batch_cases import Problem
 from helpers.cases import Case
@@ -150,7 +150,11 @@ def test_other_tiles_of_other_dims(
     name: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force_tiles(name, monkeypatch)
-    check(replace(CAUSAL, head_dim_qk=dims[0], head_dim_vo=dims[1], group=3, return_lse=True))
+    case = replace(CAUSAL, head_dim_qk=dims[0], head_dim_vo=dims[1], group=3, return_lse=True)
+    check(case)
+    if (name, dims) != ("queue", (64, 64)):  # which would spill
+        for dtype in ("bfloat16", "float16"):
+            check(replace(case, logits_soft_cap=5.0, dtype=dtype, kv_dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -185,6 +189,32 @@ def test_other_tiles_of_batches(name: str, kind: str, monkeypatch: pytest.Monkey
     answer = run.batch(case, num_sms=3)
     assert kernels(answer)[0] == "prefill_sm90"
     answer.check()
+
+
+# A box of Q may bring rows of the next request, whose logits decide nothing of those beside them.
+@pytest.mark.parametrize("is_capped", [False, True])
+@pytest.mark.parametrize("name", ["large", "short", "lean", "flat"])
+def test_rows_do_not_depend_on_other_requests(
+    name: str, is_capped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_tiles(name, monkeypatch)
+    check_beside_other_requests(is_capped)
+
+
+def check_beside_other_requests(is_capped: bool, **facts: object) -> None:
+    problem = Problem("float16", "float16", (64, 64), is_capped=is_capped)
+    lengths = {"qo_len": (20, 80), "kv_len": (60, 80), "group": 2}
+    case = replace(PAGED, problem=problem, **lengths, **test_batch.RAGGED)
+    answers = []
+    for factor in (1, 100):
+        with gpu.plugged_in(num_sms=3, **facts) as emulated:
+            call = batch_calls.Call(case, np, emulated.empty((16 << 20,), np.dtype(np.uint8)))
+            call.device_q[20:] *= factor
+            call.plan()
+            answers.append(call.run()[0].copy())
+            assert {launch.name for launch in emulated.launches} == {"prefill_sm90"}
+    np.testing.assert_array_equal(answers[0][:20].view("u2"), answers[1][:20].view("u2"))
+    assert not np.array_equal(answers[0][20:], answers[1][20:])
 
 
 @pytest.mark.parametrize("name", select.LARGE_TILES[1:])

@@ -21,6 +21,8 @@ _ITEMS = 2
 _SHARE_OF_L2 = 0.6
 # One in so many is enough for blocks to end together, by a simulation; they read keys anew.
 _TAIL_SHARE = 5
+# What a key tile takes under a soft cap, by that of plain attention.
+_CAPPED = 1.25
 # Lean blocks multiply more slowly than others, and win by what they do besides.
 MOST_KEYS_OF_LEAN = 512
 
@@ -191,33 +193,46 @@ def choose(
     """
     if name == "large":
         return _choose(problem, max_shared_bytes, page_size)
-    key = name, _kind(problem), problem.head_dim_qk, problem.head_dim_vo
+    key = name, _timed_kind(problem), problem.head_dim_qk, problem.head_dim_vo
     shape = _OTHERS.get(key)
     if shape is None or not _is_timed(problem) or not problem.aligned:
         return None
     if problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
         return None
-    if name == "queue" and not problem.dtype_o.is_float16:  # it would spill
+    if name == "queue" and _spills_in_queue(problem):
         return None
     tiles = make(problem, shape, _times(problem, name))
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
+def _spills_in_queue(problem: AttentionProblem) -> bool:
+    return not problem.dtype_o.is_float16 or (problem.soft_cap and problem.head_dim_qk == 64)
+
+
 def _is_timed(problem: AttentionProblem) -> bool:
-    """Whether the times hold: those of plain attention over keys of 16 bits."""
-    has_option = problem.soft_cap or problem.custom_mask or problem.reads_rows
+    """Whether the times hold: those of plain or capped attention over keys of 16 bits."""
+    has_option = problem.custom_mask or problem.reads_rows
     return not has_option and problem.pos_encoding == "NONE" and problem.dtype_kv.is_float16
+
+
+def _timed_kind(problem: AttentionProblem) -> str:
+    """The kind of keys, by which tiles and their times are found."""
+    return _kind(problem).removesuffix(" capped")
 
 
 def _times(problem: AttentionProblem, name: str, kind: str = "") -> TileTimes | None:
     """The fitted times of a tile; None if there are none. Those of ragged keys stand in for pages
     that were not timed."""
     dims = problem.head_dim_qk, problem.head_dim_vo
-    kind = kind or _kind(problem)
+    kind = (kind or _kind(problem)).removesuffix(" capped")
     found = _TIMES.get((name, kind, *dims))
     if found is None and kind == "paged":
         found = _TIMES.get((name, "ragged", *dims))
-    return found if _is_timed(problem) else None
+    if found is None or not _is_timed(problem):
+        return None
+    if problem.soft_cap:
+        found = found._replace(key_tile=_CAPPED * found.key_tile)
+    return found
 
 
 def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
@@ -350,7 +365,7 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
     consumers, tile_kv, stages, slots, registers, _, fp8_stages, converters, *_ = shape
     tile_q = 64 * consumers
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
-    has_fast_cap = problem.soft_cap and not problem.reads_rows
+    has_fast_cap = problem.soft_cap and not (problem.reads_rows or shape.lean)
     dims = (problem.head_dim_qk, problem.head_dim_vo) if fp8_stages else ()
     items = _ITEMS if shape.persistent else 1
     fp8_tiles = [Field(fp8_stages * tile_kv * dim, 128) for dim in dims]

@@ -31,10 +31,13 @@ struct LeanSm90Traits : PrefillSm90Traits<Config> {
   using typename Base::DTypeO;
   using typename Base::Item;
   using typename Base::KTile;
-  using typename Base::LogitsVariant;
   using typename Base::QTile;
   using typename Base::VTile;
   using Base::kItems, Base::kSlots, Base::kStages, Base::kWarpgroup;
+  // A short item has few tiles that a fast path could serve.
+  using AnyLogits = typename Base::AnyLogits;
+  using LogitsVariant = conditional<is_same<AnyLogits, CappedLogits>, CappedInPlace, AnyLogits>;
+  static constexpr bool kRowsAreAlone = !LogitsVariant::kReadsRows;
   static constexpr int kThreads = kWarpgroup + (Base::kPersistent ? kWarpSize : 0);
   // O has the place of the first panels of Q.
   static constexpr bool kStagesOutput =
@@ -313,6 +316,7 @@ struct LeanSm90 {
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     take_results(s);
+    if constexpr (!Traits::Base::kRowsAreAlone) clear_missing_rows(s, item);
     release_slot(item);
     if (!has_rows) {
       clear(probabilities.p);
@@ -334,6 +338,20 @@ struct LeanSm90 {
       take_results(o);
     }
     release_slot(item);
+  }
+
+  // Clears the logits of rows that the item lacks, where a warp's largest logit decides how all its
+  // rows are capped.
+  __device__ __forceinline__ void clear_missing_rows(float (&s)[1][kTileKV / 8][4],
+                                                     const Item& item) const {
+    const int num_rows = ptx::warp_uniform(item.work.tile.num_rows);
+    if (softmax.rows.warp_row() + 16 <= num_rows) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (softmax.rows.own_row(h) < num_rows) continue;  // mutate: lean-missing-rows-stay
+#pragma unroll
+      for (int n = 0; n < kTileKV / 8; ++n) s[0][n][2 * h] = s[0][n][2 * h + 1] = 0.0f;
+    }
   }
 
   // A warp of a partial tile may have no rows; it takes part in products alone.

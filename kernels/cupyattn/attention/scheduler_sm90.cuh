@@ -206,7 +206,7 @@ struct PrefillSm90Scheduler {
     });
   }
 
-  // Copies rows of Q in boxes, if boxes are whole tokens, else one by one. The last box also brings
+  // Copies rows of Q in boxes, if boxes are whole tokens, else one by one. The last box may also bring
   // rows of others, and zeros past the last row of q: nobody stores what becomes of them.
   __device__ __forceinline__ void copy_queries(PipelineState<kSlots>& q, const Item& item,
                                                int lane) const {
@@ -216,7 +216,8 @@ struct PrefillSm90Scheduler {
     await_phase(shared.empty_q[q.stage], q.parity ^ 1);
     ptx::warp_sync();
     const int box = all_params.query_box_rows, head = work.kv_head * params.group_size;
-    const int row = for_boxes(item, box, work.num_rows, [&](int row, int token) {
+    const int boxed_rows = Traits::kRowsAreAlone ? work.num_rows : work.num_rows - box + 1;
+    const int row = for_boxes(item, box, boxed_rows, [&](int row, int token) {
       if (lane != 0) return;
       ptx::mbarrier_expect_tx(lands, box * QTile::kPanels * QTile::kRowBytes);
 #pragma unroll

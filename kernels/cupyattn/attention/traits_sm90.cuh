@@ -63,6 +63,9 @@ struct PrefillSm90Traits : Config {
   using AnyLogits = Logits<Config>;
   using LogitsVariant =
       conditional<is_same<AnyLogits, CappedLogits>, FastCappedLogits<DTypeQ>, AnyLogits>;
+  // Whether the other rows of a warp decide nothing of a row. A tile may then have rows of other
+  // requests where it lacks its own.
+  static constexpr bool kRowsAreAlone = is_same<AnyLogits, PlainLogits>;
   using Mask = MaskOf<Config>;
   using KeyTiles = conditional<kMasked, KeyTileMap<kTileKV>, AllKeyTiles<kTileKV>>;
 
