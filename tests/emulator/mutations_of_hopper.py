@@ -14,7 +14,6 @@ HOPPER = (
         "0",
         "hopper padded prefill",
     ),
-    Mutation("short-list-of-first-rows", "listed[2]", "0", "hopper short list"),
     Mutation("quad-halves-swapped", "got : kept", "kept : got", "hopper odd groups"),
     Mutation("hopper-bad-values-stay", "& ~holes.word[w]", "", "hopper bad values"),
     Mutation("lean-slot-not-refilled", "item, copier.copied", "item, 0", "hopper lean"),

@@ -394,7 +394,6 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper window": _single(
         {"causal": True, "qo_len": 200, "kv_len": 628, "group": 2, "window_left": 100}
     ),
-    "hopper short list": _batch((40, 70), (100, 150)),
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
     "hopper whole tokens": _single({"group": 7, "qo_len": 60}),
     # Tokens fill neither a warpgroup's rows nor a tile's, so rows of Q are copied one by one.

@@ -59,7 +59,6 @@ from .kernels import (
     group_by_row_class,
 )
 from .layout import BatchSchedule, Capacity, KernelWork, Layout, Reserved, Uniform
-from .short_list import short_list
 
 _MAX_CACHED = 1024
 _MAX_EQUAL = 64  # each holds a work list
@@ -190,7 +189,6 @@ class BatchLauncher:
         schedule = self._of_requests(works, requests)
         if len(works) == 1 and not works[0].reserved.split_tiles:
             schedule.uniform = uniform_of(requests, schedule)
-        schedule.is_final = True
         return schedule
 
     def _choose_launches(
@@ -533,9 +531,6 @@ class BatchLauncher:
                 if schedule.uniform is not None:
                     qo_len, kv_len, num_q_tiles, num_splits = schedule.uniform
                     items = 0
-                listed = short_list(schedule, part, launch)
-                if listed:
-                    items = 0
                 key = first_item, sm_scale, output_scale, num_q_tiles, num_splits, lse_scale
                 planned = params.PLANNED.pack(
                     workspace + part.partial_o,
@@ -550,7 +545,7 @@ class BatchLauncher:
                     mask_row_bytes,
                     qo_len,
                     kv_len,
-                    (self._packed.get(key) or self._constants(*key)) + listed,
+                    self._packed.get(key) or self._constants(*key),
                 )
                 if launch is not None:
                     maps = None

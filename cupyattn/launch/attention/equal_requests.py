@@ -86,5 +86,4 @@ class EqualRequests:
         items[:, _KV_LEN] = longest = int(requests.kv_len[0])
         uniform = made.uniform and made.uniform._replace(kv_len=longest)
         shared = made.workspace_bytes, made.parts
-        is_final = made.is_final
-        return BatchSchedule(words, *shared, longest=longest, uniform=uniform, is_final=is_final)
+        return BatchSchedule(words, *shared, longest=longest, uniform=uniform)

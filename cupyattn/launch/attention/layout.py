@@ -119,7 +119,6 @@ class BatchSchedule:
     uniform          where the kernel reads no work list, because the grid says who does what: for
                      prefill_sm90 one request whose keys are not split, for lists of keys any
                      number of equal lengths. None: any other
-    is_final         no later plan changes the words under the same launches, as in a captured graph
     rotated          rows of k, or pages, that are rotated ahead of the launches, and the bytes that
                      takes; 0 if none are
     """
@@ -132,7 +131,6 @@ class BatchSchedule:
     rotated: int = 0
     rotated_bytes: int = 0
     uniform: Uniform | None = None
-    is_final: bool = False
 
 
 class Layout:

@@ -21,8 +21,12 @@ _ITEMS = 2
 _SHARE_OF_L2 = 0.6
 # One in so many is enough for blocks to end together, by a simulation; they read keys anew.
 _TAIL_SHARE = 5
-# What a key tile takes under a soft cap, by that of plain attention.
-_CAPPED = 1.25
+# Under a soft cap a launch takes so many microseconds longer, because it has more instructions, and
+# a key tile of lean blocks so many times as long, because these have no fast path.
+_CAPPED_LAUNCH, _CAPPED_LEAN = 2.0, 1.25
+# The other tiles are slower under a cap than one of these wherever they were timed.
+_CAPPED_TILES = ("middle", "short", "queue", "lean", "flat")
+_LEAN_TILES = ("queue", "lean", "flat")
 # Lean blocks multiply more slowly than others, and win by what they do besides.
 MOST_KEYS_OF_LEAN = 512
 
@@ -201,6 +205,8 @@ def choose(
         return None
     if name == "queue" and _spills_in_queue(problem):
         return None
+    if problem.soft_cap and name not in _CAPPED_TILES:
+        return None
     tiles = make(problem, shape, _times(problem, name))
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
@@ -210,8 +216,9 @@ def _spills_in_queue(problem: AttentionProblem) -> bool:
 
 
 def _is_timed(problem: AttentionProblem) -> bool:
-    """Whether the times hold: those of plain or capped attention over keys of 16 bits."""
-    has_option = problem.custom_mask or problem.reads_rows
+    """Whether the times hold: those of plain attention over keys of 16 bits, and of a cap if keys
+    are in rows."""
+    has_option = problem.custom_mask or problem.reads_rows or (problem.soft_cap and problem.paged)
     return not has_option and problem.pos_encoding == "NONE" and problem.dtype_kv.is_float16
 
 
@@ -230,9 +237,11 @@ def _times(problem: AttentionProblem, name: str, kind: str = "") -> TileTimes | 
         found = _TIMES.get((name, "ragged", *dims))
     if found is None or not _is_timed(problem):
         return None
-    if problem.soft_cap:
-        found = found._replace(key_tile=_CAPPED * found.key_tile)
-    return found
+    if not problem.soft_cap:
+        return found
+    if name in _LEAN_TILES:
+        return found._replace(key_tile=_CAPPED_LEAN * found.key_tile)
+    return found._replace(launch=found.launch + _CAPPED_LAUNCH)
 
 
 def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:

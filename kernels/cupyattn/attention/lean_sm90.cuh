@@ -38,13 +38,12 @@ struct LeanSm90Traits : PrefillSm90Traits<Config> {
   using AnyLogits = typename Base::AnyLogits;
   using LogitsVariant = conditional<is_same<AnyLogits, CappedLogits>, CappedInPlace, AnyLogits>;
   static constexpr bool kRowsAreAlone = !LogitsVariant::kReadsRows;
-  // A block of one item has one piece of code for all its tiles, because instructions come from
-  // memory once a launch: it looks for maxima in each.
-  static constexpr bool kTakesMaxima = !Base::kPersistent;
   static constexpr int kThreads = kWarpgroup + (Base::kPersistent ? kWarpSize : 0);
   // O has the place of the first panels of Q.
   static constexpr bool kStagesOutput =
       sizeof(DTypeO) == 2 && Base::kHeadDimVO <= Base::kHeadDimQK;
+  // Two on each SM of an H100 or H200.
+  static constexpr uint32_t kFewBlocks = 264;
   static constexpr int kSlotBytes = max_of(KTile::kBytes, VTile::kBytes);
 
   struct SharedMemory {
@@ -121,16 +120,17 @@ struct LeanSm90Copier {
     return index;
   }
 
-  // Copies Q and the tiles that the ring holds, by all warps of a block: instructions come from
-  // memory once a launch, and one warp would wait for those of each copy.
+  // Copies Q and the tiles that the ring holds, each by a warp of its own: instructions come from
+  // memory once a launch, and a single warp would wait for those of one copy after another.
   __device__ __forceinline__ void copy_side_by_side(const Item& item, int warp) {
+    static_assert(kStages <= 4, "a warp has one tile of the ring");
     if (!item.has_keys()) return;
     if (warp == 0) PrefillSm90Scheduler<Traits>{block}.copy_queries(q, item, lane);
     const int num_tiles = ptx::warp_uniform(item.tiles.end - item.tiles.begin);
-    const uint32_t num_slots = min_of(kStages, 2 * num_tiles);
-#pragma unroll 1
-    for (copied = (warp + 3) % 4; copied < num_slots; copied += 3) copy_tile(item, copied);
-    copied = num_slots;
+    const uint32_t num_copied = min_of(kStages, 2 * num_tiles);
+    copied = (warp + 3) % 4;
+    if (copied < num_copied) copy_tile(item, copied);
+    copied = num_copied;
   }
 
   // Copies a tile of an item to the next slot, once all warps have left that: the last keys, their
@@ -140,7 +140,8 @@ struct LeanSm90Copier {
     if (tile < ptx::warp_uniform(item.tiles.begin)) return false;
     const auto& params = block.all_params;
     const bool is_key = index % 2 == 0;
-    if constexpr (is_same<typename Traits::KTile, typename Traits::VTile>) {
+    constexpr bool kAreAlike = is_same<typename Traits::KTile, typename Traits::VTile>;
+    if constexpr (kAreAlike && !Traits::kPersistent) {  // by the same instructions
       copy_boxes<typename Traits::KTile>(is_key ? params.k : params.v,
                                          is_key ? params.k_units : params.v_units, item, tile);
     } else if (is_key) {
@@ -191,6 +192,7 @@ struct LeanSm90 {
   uint32_t multiplied = 0;        // tiles, likewise
   PipelineState<Traits::kItems> place;
   PipelineState<Traits::kSlots> q;
+  bool has_rows = true;     // of the warp
   bool has_stored = false;  // whether an item before left its O in the other place of Q
   float o[1][kHeadDimVO / 8][4];
   Softmax softmax;
@@ -253,26 +255,27 @@ struct LeanSm90 {
         place.advance();
       }
     } else {
-      copier.copy_side_by_side(shared.items[0], warp);
+      // Many blocks wait for memory, which should bring first what is multiplied first.
+      if (gridDim.x * gridDim.y <= Traits::kFewBlocks) {
+        copier.copy_side_by_side(shared.items[0], warp);
+      } else if (warp == 0) {
+        copier.copy_first(shared.items[0], kStages);
+      }
       run_item(shared.items[0]);
     }
     if (Traits::kStagesOutput && threadIdx.x == 0) ptx::bulk_wait_read();
   }
 
   __device__ __forceinline__ void run_item(const Item& item) {
+    has_rows = softmax.rows.warp_row() < ptx::warp_uniform(item.work.tile.num_rows);
     softmax.begin_item(item);
+    const int begin = ptx::warp_uniform(item.tiles.begin);
     int tile = ptx::warp_uniform(item.tiles.end);
-    const auto is_left = [&] { return tile > ptx::warp_uniform(item.tiles.begin); };
-    const bool has_keys = is_left();
+    const bool has_keys = tile > begin;
     if (has_keys) {
       await_phase(shared.full_q[q.stage], q.parity);  // mutate: lean-queries-not-awaited
-      if constexpr (kPersistent) {
-        process_tile(item, --tile, Constant<true>{});
-        while (is_left()) process_tile(item, --tile, Constant<false>{});
-      } else {
-#pragma unroll 1
-        while (is_left()) process_tile(item, --tile, AnyTile{multiplied});
-      }
+      process_tile<true>(item, --tile);
+      while (tile > begin) process_tile<false>(item, --tile);
       // O takes the place of Q, which no warp of the warpgroup reads any more.
       if (Traits::kStagesOutput) ptx::named_barrier_sync(Traits::kQueriesRead, kWarpgroup);
     } else {
@@ -325,21 +328,8 @@ struct LeanSm90 {
 
   // --- One tile ---
 
-  // Whether a tile is the first of its item: known ahead, or in a block of one item by what has been
-  // multiplied.
-  template <bool kIs>
-  struct Constant {
-    static constexpr bool kIsFirst = kIs;
-    static __device__ __forceinline__ bool is_first() { return kIs; }
-  };
-  struct AnyTile {
-    static constexpr bool kIsFirst = false;
-    const uint32_t& multiplied;
-    __device__ __forceinline__ bool is_first() const { return multiplied < 2; }
-  };
-
-  template <typename Place>
-  __device__ __forceinline__ void process_tile(const Item& item, int tile, const Place& place) {
+  template <bool kIsFirst>
+  __device__ __forceinline__ void process_tile(const Item& item, int tile) {
     const KeyTile key_tile{tile, softmax.needs_mask(tile)};
     float s[1][kTileKV / 8][4];
     Probabilities probabilities;
@@ -352,22 +342,21 @@ struct LeanSm90 {
     take_results(s);
     if constexpr (!Traits::Base::kRowsAreAlone) clear_missing_rows(s, item);
     release_slot(item);
-    if (softmax.rows.warp_row() >= ptx::warp_uniform(item.work.tile.num_rows)) {
+    if (!has_rows) {
       clear(probabilities.p);
-    } else if constexpr (Place::kIsFirst) {
+    } else if constexpr (kIsFirst) {
       softmax.first_tile(probabilities, s, item, key_tile, {});
     } else {
       softmax.next_tile(probabilities, s, o, item, key_tile, {});
     }
-    if (Place::kIsFirst) release_stored_output();
+    if (kIsFirst) release_stored_output();
     await_slot();
     if (key_tile.needs_mask && has_nonfinite_values()) {  // mutate: lean-values-not-checked
-      if (place.is_first()) clear_output();
+      if (kIsFirst) clear_output();
       add_values(item, probabilities, softmax.first_key_of(key_tile));
     } else {
       ptx::wgmma_fence();
-      issue_pv<VTile, kHeadDimVO>(o, probabilities.p, operand_in_slot<VTile>(),
-                                !place.is_first());
+      issue_pv<VTile, kHeadDimVO>(o, probabilities.p, operand_in_slot<VTile>(), !kIsFirst);
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
       take_results(o);

@@ -143,8 +143,7 @@ struct PrefillSm90Softmax {
       apply_mask<decltype(form)>(s, item, first_key, v);
       // Rows that causality cut in the first tile may have seen few keys or none. They also take
       // the maximum of the next cut tile, if O is complete.
-      if constexpr (!kIsFirst && !kOverlap && !kHasFastPath && !Traits::kMasked &&
-                    !Traits::kTakesMaxima) {
+      if constexpr (!kIsFirst && !kOverlap && !kHasFastPath && !Traits::kMasked) {
         if (first_key + kTileKV > full_end) {
           const float no_sums[1][2] = {};
           online.template raise_where_asked<true>(s, to.factors, no_sums, form, scale, 0.0f);

@@ -122,22 +122,12 @@ struct BlockWork {
     return of_index(params, place, load(params, place), kv_head, tile_rows);
   }
   static __device__ __forceinline__ WorkItem load(const AttentionParams& params, int place) {
-    if (params.work != nullptr) return params.work[place];
-    WorkItem item{};
-    if (params.num_q_tiles > 0) return item;
-    const uint32_t* listed = params.rope_step + 4 * place;
-    item.q_start = static_cast<int>(listed[0]);
-    item.kv_start = static_cast<int>(listed[1]);
-    item.first_row = static_cast<int>(listed[2]);  // mutate: short-list-of-first-rows
-    item.qo_len = static_cast<int>(listed[3] & 0xffff);
-    item.kv_len = static_cast<int>(listed[3] >> 16);
-    item.num_splits = 1;
-    return item;
+    return params.work == nullptr ? WorkItem{} : params.work[place];
   }
   static __device__ __forceinline__ BlockWork of_index(const AttentionParams& params, int place,
                                                        const WorkItem& listed, int kv_head,
                                                        int tile_rows) {
-    if (params.num_q_tiles == 0) return of_listed(params, listed, kv_head, tile_rows);
+    if (params.work != nullptr) return of_listed(params, listed, kv_head, tile_rows);
     const int tile = params.num_splits == 1 ? place : place / params.num_splits;
     return of_tile(params, params.num_q_tiles - 1 - tile, kv_head, place - tile * params.num_splits,
                    tile_rows);

@@ -62,7 +62,7 @@ struct AttentionParams {
   float* partial_lse;     // [split tiles, num_kv_heads, num_splits, rows of a tile]
   uint32_t* counters;     // [split tiles, num_kv_heads, blocks of a cluster], zero before and after
                           // the launch; nullptr: a later launch merges
-  const WorkItem* work;   // [num_work]; nullptr: a short list, or one request's tiles by the grid
+  const WorkItem* work;   // [num_work]; nullptr: one request, and the grid says who does what
   const int32_t* merges;  // [split tiles], an item of each in `work`; a cascade's: see levels.cuh
   const int32_t* kv_indices;  // pages of all requests, one after another; read by paged kernels
   const int32_t* positions;   // [rows of q]; nullptr: the rows are the last tokens of the request
@@ -94,9 +94,7 @@ struct AttentionParams {
   int32_t value_pages;  // entries of kv_indices from a key's page to its value's, if they differ
   int32_t unused;       // 0
   uint32_t logits_numbers[kMaxLogitsNumbers];  // the bits of a float or of an int32_t each
-  // Turns per position of each rotated pair, times 2^32; or a short list, if there is neither a work
-  // list nor a number of tiles: q_start, kv_start, first_row, kv_len << 16 | qo_len of each item.
-  uint32_t rope_step[kMaxRopePairs];
+  uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };
 
 static_assert(sizeof(AttentionParams) == 144 + 96 + 104 + 96 + 32 + 4 * kMaxRopePairs,

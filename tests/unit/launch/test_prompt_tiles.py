@@ -18,10 +18,16 @@ LEAN = {"lean", "flat", "queue"}
 
 
 def chosen(
-    count: int, length: int, heads: tuple[int, int], dim: int, causal: bool, dim_vo: int = 0
+    count: int,
+    length: int,
+    heads: tuple[int, int],
+    dim: int,
+    causal: bool,
+    dim_vo: int = 0,
+    soft_cap: bool = False,
 ) -> str:
     kind = dtypes.bfloat16
-    problem = AttentionProblem(kind, kind, kind, dim, dim_vo or dim)
+    problem = AttentionProblem(kind, kind, kind, dim, dim_vo or dim, soft_cap=soft_cap)
     made = select.large_tiles(problem, SHARED_BYTES[ARCH], ARCH, 0)
     group = heads[0] // heads[1]
     shapes = [select.shape_of(tiles, group, NUM_SMS) for tiles in made.values()]
@@ -89,6 +95,25 @@ def test_wide_heads(
     count: int, length: int, heads: tuple[int, int], dims: tuple[int, int], fast: set[str]
 ) -> None:
     assert chosen(count, length, heads, dims[0], True, dims[1]) in fast
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "heads", "dim", "fast"),
+    [
+        (2, 60, (32, 16), 128, {"flat", "lean"}),
+        (6, 40, (16, 8), 256, {"flat"}),
+        (1, 512, (32, 16), 128, {"short"}),
+        (8, 300, (8, 4), 128, {"short"}),
+        (16, 400, (4, 2), 256, {"flat"}),
+        (1, 300, (16, 8), 256, {"short"}),
+        (1, 4096, (8, 4), 128, {"middle"}),
+        (2, 2000, (32, 16), 128, {"large"}),
+    ],
+)
+def test_soft_caps(
+    count: int, length: int, heads: tuple[int, int], dim: int, fast: set[str]
+) -> None:
+    assert chosen(count, length, heads, dim, True, soft_cap=True) in fast
 
 
 def test_persistent_lean_blocks_have_several_items() -> None:
