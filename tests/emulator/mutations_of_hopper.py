@@ -16,6 +16,9 @@ HOPPER = (
     ),
     Mutation("quad-halves-swapped", "got : kept", "kept : got", "hopper odd groups"),
     Mutation("hopper-bad-values-stay", "& ~holes.word[w]", "", "hopper bad values"),
+    Mutation(
+        "last-small-box-left-out", "row < num_keys", "row + 16 < num_keys", "hopper small boxes"
+    ),
     Mutation("lean-slot-not-refilled", "item, copier.copied", "item, 0", "hopper lean"),
     Mutation("lean-values-not-checked", "has_nonfinite_values()", "false", "hopper lean"),
     Mutation(

@@ -162,6 +162,12 @@ def _lean(**facts: object) -> None:
         run.single(case, spoil={"v": [((390, 0, 5), np.inf)]}, num_sms=1, **facts).check()
 
 
+def _small_boxes(**facts: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_prefill_sm90.force_tiles("twin", patch)
+        test_prefill_sm90.check_small_boxes(**facts)
+
+
 def _lean_beside(**facts: object) -> None:
     with pytest.MonkeyPatch.context() as patch:
         test_prefill_sm90.force_tiles("lean", patch)
@@ -411,6 +417,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper fp8": _single({"kv_dtype": "float8_e4m3fn", "kv_len": 500}),
     "hopper bad values": _bad_values_of_large_tiles,
     "hopper lean": _lean,
+    "hopper small boxes": _small_boxes,
     "hopper lean, capped": _lean_beside,
     "hopper lean, persistent": _persistent_lean,
     "hopper capped": _single(

@@ -140,7 +140,8 @@ def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> 
         2,
         [
             *((name, (64, 64)) for name in ("tall", "short", "lean", "flat", "queue")),
-            *(("middle", (96, 96)), ("lean", (96, 96)), ("lean", (192, 128))),
+            *(("middle", (96, 96)), ("lean", (96, 96))),
+            *((name, (192, 128)) for name in ("twin", "short", "flat")),
             *(("short", (256, 256)), ("flat", (256, 256))),
         ],
         is_several=True,
@@ -196,6 +197,23 @@ def test_many_lean_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     force_tiles("lean", monkeypatch)
     answer = check(replace(CAUSAL, group=1, num_kv_heads=90, qo_len=129, kv_len=129))
     assert answer.launches[0].grid == (90, 3, 1)
+
+
+# Tokens of three heads do not fill a small box of Q; one block has several items at a time.
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_small_boxes(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_tiles("twin", monkeypatch)
+    check_small_boxes(group)
+
+
+def check_small_boxes(group: int = 1, **facts: object) -> None:
+    problem = Problem("bfloat16", "bfloat16", (192, 128))
+    lengths = {"qo_len": (90, 3, 0, 33, 64), "kv_len": (300, 60, 7, 33, 65), "group": group}
+    answer = run.batch(
+        replace(PAGED, problem=problem, **lengths, **test_batch.RAGGED), num_sms=1, **facts
+    )
+    assert kernels(answer)[0] == "prefill_sm90"
+    answer.check()
 
 
 # A box of Q may bring rows of the next request, whose logits decide nothing of those beside them.

@@ -518,7 +518,7 @@ class BatchLauncher:
         `strides` are params.STRIDES, packed. num_keys: rows that k and v hold, or pages. The mask
         has mask_bytes bytes, in rows of mask_row_bytes (mask.cuh). The scales are those of the
         options times what the run adds to them. rotated: room for schedule.rotated_bytes. lse_scale
-        multiplies the LSE. num_rows: of q, where heads are not latent.
+        multiplies the LSE. num_rows: of q; 0: not known, or heads are latent.
         """
         steps: list[Step] = []
         merges: list[Step] = []

@@ -51,9 +51,10 @@ class Maps:
         rotated: tuple[tuple[int, int, int], int] | None = None,
         mask_maps: int = 0,
     ) -> None:
-        """strides: params.STRIDES, packed. num_rows: of q. size: rows of k and v, or pages, that
-        may be read. rotated: the (token, head, page) strides and the size of k, if they are others.
-        mask_maps: the address of what scan_mask leaves, if it is launched.
+        """strides: params.STRIDES, packed. num_rows: of q, or 0 where more may come. size: rows of
+        k and v, or pages, that may be read. rotated: the (token, head, page) strides and the size
+        of k, if they are others. mask_maps: the address of what scan_mask leaves, if it is
+        launched.
         """
         self._heads = heads
         self._tiles = tiles
@@ -84,15 +85,17 @@ class Maps:
 
     def _make(self, q: int, k: int, v: int, o: int) -> bytes:
         problem, page_size = self._heads.problem, self._heads.page_size
+        small = self._tiles.small_box_rows
         query_box_rows, query_map = self._row_boxes(
-            q, problem.head_dim_qk, self._queries, self._num_rows
+            q, problem.head_dim_qk, self._queries, self._num_rows, small
         )
         output_box_rows, output_map = self._row_boxes(
             o, problem.head_dim_vo, self._outputs, _NO_BOUND
         )
         maps = [query_map]
         gathers = self._tiles.config["kGatherers"]
-        rows = 0 if gathers else tensor_map.box_rows(page_size, self._tiles.tile_kv)
+        most = small or self._tiles.tile_kv
+        rows = 0 if gathers else tensor_map.box_rows(page_size, most)
         units: list[int] = []
         for address, dim, (strides, size) in (
             (k, problem.head_dim_qk, self._keys),
@@ -139,19 +142,20 @@ class Maps:
         return bytes(tensor_map.BYTES), (page // unit, 0, row // unit, in_bytes)
 
     def _row_boxes(
-        self, address: int, dim: int, strides: tuple[int, int], num_rows: int
+        self, address: int, dim: int, strides: tuple[int, int], num_rows: int, small: int = 0
     ) -> tuple[int, bytes]:
-        """How many packed rows of q or o are one box, and their map. strides: of a head, a row."""
+        """How many packed rows of q or o are one box, and their map. strides: of a head, a row.
+        small: the rows of a box, if they are whole tokens."""
         _, num_kv_heads, group, _ = self._heads
         # A map has no strides of 0, of which arrays that repeat themselves are made.
-        rows = self._box_rows(group) if min(strides) > 0 else 0
+        rows = self._box_rows(group, small) if min(strides) > 0 and num_rows else 0
         dims = (num_kv_heads * group, num_rows, 1) if rows else (1, 1, 1)
         box = (group, rows // group, 1) if rows else (1, 1, 1)
         return rows, tensor_map.of_rows(address, (dim, *dims), (*strides, 0), box)
 
-    def _box_rows(self, group: int) -> int:
-        """Those of a warpgroup, else of a tile, if they are whole tokens; or 0."""
-        for rows in (_WARPGROUP_ROWS, self._tiles.used_rows(group)):
-            if rows % group == 0 and max(group, rows // group) <= _MAX_BOX:
+    def _box_rows(self, group: int, small: int) -> int:
+        """`small`, else those of a warpgroup, else of a tile, if they are whole tokens; or 0."""
+        for rows in (small, _WARPGROUP_ROWS, self._tiles.used_rows(group)):
+            if rows and rows % group == 0 and max(group, rows // group) <= _MAX_BOX:
                 return rows
         return 0

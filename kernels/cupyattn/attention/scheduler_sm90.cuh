@@ -216,9 +216,13 @@ struct PrefillSm90Scheduler {
     await_phase(shared.empty_q[q.stage], q.parity ^ 1);
     ptx::warp_sync();
     const int box = all_params.query_box_rows, head = work.kv_head * params.group_size;
-    const int boxed_rows = Traits::kRowsAreAlone ? work.num_rows : work.num_rows - box + 1;
+    int boxed_rows = Traits::kRowsAreAlone ? work.num_rows : work.num_rows - box + 1;
+    if constexpr (Traits::kHasSmallBoxes && Traits::kRowsAreAlone) {
+      if (box == Traits::kBoxRows) boxed_rows = ceil_div(work.num_rows, 64) * 64;
+    }
     const int row = for_boxes(item, box, boxed_rows, [&](int row, int token) {
       if (lane != 0) return;
+      if (Traits::kHasSmallBoxes && row >= work.num_rows) token = Traits::kNoRow;
       ptx::mbarrier_expect_tx(lands, box * QTile::kPanels * QTile::kRowBytes);
 #pragma unroll
       for (int panel = 0; panel < QTile::kPanels; ++panel) {
