@@ -153,7 +153,7 @@ def test_other_tiles_of_other_dims(
     force_tiles(name, monkeypatch)
     case = replace(CAUSAL, head_dim_qk=dims[0], head_dim_vo=dims[1], group=3, return_lse=True)
     check(case)
-    if name not in ("tall", "queue"):  # which caps do not have
+    if name not in ("tall", "queue") and dims[0] != 192:  # which caps do not have
         for dtype in ("bfloat16", "float16"):
             check(replace(case, logits_soft_cap=5.0, dtype=dtype, kv_dtype=dtype))
 

@@ -373,7 +373,7 @@ def test_what_is_compiled_ahead_is_launched_by_ordinary_calls(loads: Loads, on_g
             rest -= found
     # Few rounds do not meet every combination of dtypes, head dims, options and lengths, of which
     # Hopper has more.
-    most = {"sm_80": 0.16, "sm_90a": 0.3}[loads.arch]
+    most = {"sm_80": 0.16, "sm_90a": 0.32}[loads.arch]
     assert len(rest) < most * len(standard), rest
 
 
