@@ -519,6 +519,9 @@ def _bind(
     bits: MaskBits,
 ) -> BoundRun:
     """The launches of a plan on k and v of so many rows, or pages; factors as in _Checked."""
+    num_rows, capacity = plan.batch.num_rows, plan.capacity
+    if capacity is not None and capacity.num_rows > num_rows:
+        num_rows = 0  # a graph of these launches may be replayed with more
     return prepared.launcher.bind(
         prepared.schedule,
         prepared.words,
@@ -531,6 +534,7 @@ def _bind(
         factors[1],
         factors[0],
         prepared.rotated,
+        num_rows=num_rows,
     )
 
 

@@ -30,6 +30,7 @@ class Prepared:
     mask       how bits lie in the caller's memory; if it has bools, `mask.address` bytes into the
                workspace, where they are packed first
     num_bytes  of the workspace
+    num_rows   rows that q holds
     num_keys   rows that k and v hold, or pages
     lse_shape  of an LSE that the call makes
     bound      what a workspace and a page table at these addresses make of the launches
@@ -42,6 +43,7 @@ class Prepared:
     mask: MaskBits
     num_bytes: int
     strides: bytes
+    num_rows: int
     num_keys: int
     sm_scale: float
     output_scale: float
@@ -104,6 +106,7 @@ class Prepared:
             self.mask.row_bytes,
             self.output_scale,
             self.sm_scale,
+            num_rows=self.num_rows,
         )
         if len(self.bound) >= _MAX_BOUND:
             self.bound.clear()
@@ -138,6 +141,7 @@ def prepare(call: Call) -> Prepared:
         NO_BITS,
         plan.num_bytes,
         packed,
+        vq.shape[0],
         keys.size,
         scales.logits,
         scales.output,
@@ -193,6 +197,7 @@ def of_lengths(
         first.mask,
         num_bytes,
         strides,
+        num_rows,
         num_keys,
         first.sm_scale,
         first.output_scale,

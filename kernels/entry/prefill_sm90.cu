@@ -11,6 +11,7 @@ struct Config : DefaultConfig {
   static constexpr int kConverters = 0, kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr bool kIntraWarpgroupOverlap = true;
   static constexpr int kGatherers = 0, kMinBlocks = 1, kSharedBytes = 197632;
+  static constexpr int kItems = 2, kBoxRows = 128;
   static constexpr bool kPersistent = true, kLean = false;
 };
 #endif

@@ -16,7 +16,10 @@ HOPPER = (
     ),
     Mutation("quad-halves-swapped", "got : kept", "kept : got", "hopper odd groups"),
     Mutation("hopper-bad-values-stay", "& ~holes.word[w]", "", "hopper bad values"),
-    Mutation("lean-slot-not-refilled", "warp == 0", "warp == 1", "hopper lean"),
+    Mutation(
+        "last-small-box-left-out", "row < num_keys", "row + 16 < num_keys", "hopper small boxes"
+    ),
+    Mutation("lean-slot-not-refilled", "item, copier.copied", "item, 0", "hopper lean"),
     Mutation("lean-values-not-checked", "has_nonfinite_values()", "false", "hopper lean"),
     Mutation(
         "lean-queries-not-awaited",
@@ -26,6 +29,12 @@ HOPPER = (
     ),
     Mutation(
         "lean-queries-overwrite-output", "ptx::bulk_wait_read();", "", "hopper lean, persistent"
+    ),
+    Mutation(
+        "lean-missing-rows-stay",
+        "softmax.rows.own_row(h) < num_rows",
+        "h < 2",
+        "hopper lean, capped",
     ),
     Mutation("lean-item-released-early", "kPersistent ? 5 : 4", "4", "hopper lean, persistent"),
     Mutation("bad-keys-not-marked", "key < num_keys", "key < 0", "hopper bad values"),
@@ -55,8 +64,8 @@ HOPPER = (
     ),
     Mutation("item-counter-not-reset", "num_items - 1", "num_items", "hopper swizzle"),
     Mutation("end-not-announced", "item.nears_end(tile, next)", "tile == next", "hopper swizzle"),
-    Mutation("q-rows-of-first-tile", "work.first_row + r", "r", "hopper odd groups"),
-    Mutation("q-row-past-tile", "r < work.num_rows", "r <= work.num_rows", "hopper odd groups"),
+    Mutation("q-rows-of-first-tile", "work.first_row + r", "r", "hopper broken tokens"),
+    Mutation("q-row-past-tile", "r < work.num_rows", "r <= work.num_rows", "hopper broken tokens"),
     Mutation("maximum-never-moves", "tile_sum > most ||", "", "hopper steep alibi"),
     Mutation("hopper-output-not-rescaled", "factors[m][e / 2]", "1.0f", "hopper steep"),
     Mutation(

@@ -162,6 +162,18 @@ def _lean(**facts: object) -> None:
         run.single(case, spoil={"v": [((390, 0, 5), np.inf)]}, num_sms=1, **facts).check()
 
 
+def _small_boxes(**facts: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_prefill_sm90.force_tiles("twin", patch)
+        test_prefill_sm90.check_small_boxes(**facts)
+
+
+def _lean_beside(**facts: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_prefill_sm90.force_tiles("lean", patch)
+        test_prefill_sm90.check_beside_other_requests(True, **facts)
+
+
 def _persistent_lean(**facts: object) -> None:
     """Several items a block, each with a store of O."""
     with pytest.MonkeyPatch.context() as patch:
@@ -391,6 +403,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
     "hopper whole tokens": _single({"group": 7, "qo_len": 60}),
     "hopper rows of one head": _single({"group": 7, "qo_len": 60, "num_kv_heads": 1}),
+    # Tokens fill neither a warpgroup's rows nor a tile's, so rows of Q are copied one by one.
+    "hopper broken tokens": _single({"group": 40, "qo_len": 21, "kv_len": 300}),
     # So steep that even bfloat16 has no room for what passes the first tile's maximum.
     "hopper steep": _single({"sm_scale": 16.0, "kv_len": 700}),
     "hopper steep alibi": _single({"sm_scale": 16.0, "kv_len": 700, "pos_encoding_mode": "ALIBI"}),
@@ -404,6 +418,8 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper fp8": _single({"kv_dtype": "float8_e4m3fn", "kv_len": 500}),
     "hopper bad values": _bad_values_of_large_tiles,
     "hopper lean": _lean,
+    "hopper small boxes": _small_boxes,
+    "hopper lean, capped": _lean_beside,
     "hopper lean, persistent": _persistent_lean,
     "hopper capped": _single(
         *(

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from helpers import gpu_cases
+from helpers import batch_calls, gpu_cases
 from helpers.batch_cases import Case as BatchCase
 from helpers.batch_cases import Problem
 from helpers.cases import Case
@@ -161,7 +161,8 @@ def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> 
         2,
         [
             *((name, (64, 64)) for name in ("tall", "short", "lean", "flat", "queue")),
-            *(("middle", (96, 96)), ("lean", (96, 96)), ("lean", (192, 128))),
+            *(("middle", (96, 96)), ("lean", (96, 96))),
+            *((name, (192, 128)) for name in ("twin", "short", "flat")),
             *(("short", (256, 256)), ("flat", (256, 256))),
         ],
         is_several=True,
@@ -171,7 +172,11 @@ def test_other_tiles_of_other_dims(
     name: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force_tiles(name, monkeypatch)
-    check(replace(CAUSAL, head_dim_qk=dims[0], head_dim_vo=dims[1], group=3, return_lse=True))
+    case = replace(CAUSAL, head_dim_qk=dims[0], head_dim_vo=dims[1], group=3, return_lse=True)
+    check(case)
+    if name not in ("tall", "queue") and dims[0] != 192:  # which caps do not have
+        for dtype in ("bfloat16", "float16"):
+            check(replace(case, logits_soft_cap=5.0, dtype=dtype, kv_dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -206,6 +211,56 @@ def test_other_tiles_of_batches(name: str, kind: str, monkeypatch: pytest.Monkey
     answer = run.batch(case, num_sms=3)
     assert kernels(answer)[0] == "prefill_sm90"
     answer.check()
+
+
+def test_many_lean_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warp copies where there are more blocks than two on each SM."""
+    force_tiles("lean", monkeypatch)
+    answer = check(replace(CAUSAL, group=1, num_kv_heads=90, qo_len=129, kv_len=129))
+    assert answer.launches[0].grid == (90, 3, 1)
+
+
+# Tokens of three heads do not fill a small box of Q; one block has several items at a time.
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_small_boxes(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_tiles("twin", monkeypatch)
+    check_small_boxes(group)
+
+
+def check_small_boxes(group: int = 1, **facts: object) -> None:
+    problem = Problem("bfloat16", "bfloat16", (192, 128))
+    lengths = {"qo_len": (90, 3, 0, 33, 64), "kv_len": (300, 60, 7, 33, 65), "group": group}
+    answer = run.batch(
+        replace(PAGED, problem=problem, **lengths, **test_batch.RAGGED), num_sms=1, **facts
+    )
+    assert kernels(answer)[0] == "prefill_sm90"
+    answer.check()
+
+
+# A box of Q may bring rows of the next request, whose logits decide nothing of those beside them.
+@pytest.mark.parametrize("is_capped", [False, True])
+@pytest.mark.parametrize("name", ["large", "short", "lean", "flat"])
+def test_rows_do_not_depend_on_other_requests(
+    name: str, is_capped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_tiles(name, monkeypatch)
+    check_beside_other_requests(is_capped)
+
+
+def check_beside_other_requests(is_capped: bool, **facts: object) -> None:
+    problem = Problem("float16", "float16", (64, 64), is_capped=is_capped)
+    lengths = {"qo_len": (20, 80), "kv_len": (60, 80), "group": 2}
+    case = replace(PAGED, problem=problem, **lengths, **test_batch.RAGGED)
+    answers = []
+    for factor in (1, 100):
+        with gpu.plugged_in(num_sms=3, **facts) as emulated:
+            call = batch_calls.Call(case, np, emulated.empty((16 << 20,), np.dtype(np.uint8)))
+            call.device_q[20:] *= factor
+            call.plan()
+            answers.append(call.run()[0].copy())
+            assert {launch.name for launch in emulated.launches} == {"prefill_sm90"}
+    np.testing.assert_array_equal(answers[0][:20].view("u2"), answers[1][:20].view("u2"))
+    assert not np.array_equal(answers[0][20:], answers[1][20:])
 
 
 @pytest.mark.parametrize("name", select.LARGE_TILES[1:])

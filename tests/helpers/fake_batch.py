@@ -117,7 +117,7 @@ def pretend(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> Stream:
         (read_tables.read, read),
     )
     monkeypatch.setattr(packbits, "launch", lambda *a, **named: _packbits(stream, *a, **named))
-    monkeypatch.setattr(batch.BatchLauncher, "bind", lambda *a: BoundRun(stream, *a))
+    monkeypatch.setattr(batch.BatchLauncher, "bind", lambda *a, **_: BoundRun(stream, *a))
     # Tensor maps are made by libcuda, which need not be here.
     monkeypatch.setattr(latent, "_boxes", lambda pages: None)
     forget()

@@ -518,13 +518,14 @@ class BatchLauncher:
         sm_scale: float,
         rotated: int = 0,
         lse_scale: float = 1.0,
+        num_rows: int = 0,
     ) -> BoundRun:
         """What runs on arrays of these strides enqueue, as long as nothing else moves either.
 
         `strides` are params.STRIDES, packed. num_keys: rows that k and v hold, or pages. The mask
         has mask_bytes bytes, in rows of mask_row_bytes (mask.cuh). The scales are those of the
         options times what the run adds to them. rotated: room for schedule.rotated_bytes. lse_scale
-        multiplies the LSE.
+        multiplies the LSE. num_rows: of q; 0: not known, or heads are latent.
         """
         steps: list[Step] = []
         merges: list[Step] = []
@@ -563,8 +564,8 @@ class BatchLauncher:
                             of_keys = self._keys, strides, kv_indices, self.group_size
                             rotation = rotate_batch.of_part(part, words, *of_keys, to)
                         maps = tma_sm90.Maps(
-                            self._heads, part.tiles, launch.num_items, swizzle, strides, num_keys,
-                            keys, workspace + part.mask_maps,
+                            self._heads, part.tiles, launch.num_items, swizzle, strides, num_rows,
+                            num_keys, keys, workspace + part.mask_maps,
                         )  # fmt: skip
                     steps.append((launch, planned, maps))
             if part.merge is not None:

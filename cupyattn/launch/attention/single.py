@@ -164,7 +164,7 @@ class AttentionLauncher:
         )
         self._plans: dict[tuple[int, int], PreparedPlan] = {}
         self._heads = tma_sm90.Heads(problem, spec.num_kv_heads, spec.group_size, 0)
-        self._maps: dict[tuple[int, int, bytes, int], tma_sm90.Maps] = {}
+        self._maps: dict[tuple[int, int, int, bytes, int], tma_sm90.Maps] = {}
 
     def plan(self, qo_len: int, kv_len: int) -> PreparedPlan:
         """The plan for these lengths; plans are remembered by the number of key tiles."""
@@ -329,22 +329,28 @@ class AttentionLauncher:
                 constants,
             )
             if launch.num_items:
-                maps = self._maps_of(plan, launch, strides, kv_len, mask_maps)
+                lengths = qo_len, kv_len
+                maps = self._maps_of(plan, launch, strides, lengths, mask_maps)
                 maps.pack(arguments, q, k, v, o)
             enqueue(launch, arguments, self.device_index, stream)
         if plan.merge is not None:
             enqueue(plan.merge, arguments, self.device_index, stream)
 
     def _maps_of(
-        self, plan: PreparedPlan, launch: Launch, strides: bytes, kv_len: int, mask_maps: int
+        self,
+        plan: PreparedPlan,
+        launch: Launch,
+        strides: bytes,
+        lengths: tuple[int, int],
+        mask_maps: int,
     ) -> tma_sm90.Maps:
-        key = launch.num_items, kv_len, strides, mask_maps
+        key = launch.num_items, *lengths, strides, mask_maps
         found = self._maps.get(key)
         if found is None:
             if len(self._maps) > 256:
                 self._maps.clear()
             found = self._maps[key] = tma_sm90.Maps(
-                self._heads, plan.tiles, launch.num_items, plan.swizzle, strides, kv_len,
+                self._heads, plan.tiles, launch.num_items, plan.swizzle, strides, *lengths,
                 mask_maps=mask_maps,
             )  # fmt: skip
         return found

@@ -15,7 +15,7 @@ from ..tiles.sm90 import L2Swizzle
 PageUnits = tuple[int, int, int, int]
 
 _MAX_CACHED = 256
-# Rows of q are copied in boxes only where all of a box are the tile's own, so no bound is needed.
+# Rows of o are stored in boxes only where all of a box are the tile's own, so no bound is needed.
 _NO_BOUND = 2**31 - 1
 _MAX_BOX = 256
 _WARPGROUP_ROWS = 64
@@ -35,7 +35,7 @@ class Maps:
     """The maps of q, k, v and o of some strides and sizes, remembered by their addresses."""
 
     __slots__ = (
-        *("_head", "_heads", "_keys", "_known", "_mask_maps", "_num_tail_items"),
+        *("_head", "_heads", "_keys", "_known", "_mask_maps", "_num_rows", "_num_tail_items"),
         *("_outputs", "_queries", "_tiles", "_values"),
     )
 
@@ -46,19 +46,22 @@ class Maps:
         num_items: int,
         swizzle: L2Swizzle,
         strides: bytes,
+        num_rows: int,
         size: int,
         rotated: tuple[tuple[int, int, int], int] | None = None,
         mask_maps: int = 0,
     ) -> None:
-        """strides: params.STRIDES, packed. size: rows of k and v, or pages, that may be read.
-        rotated: the (token, head, page) strides and the size of k, if they are others. mask_maps:
-        the address of what scan_mask leaves, if it is launched.
+        """strides: params.STRIDES, packed. num_rows: of q, or 0 where more may come. size: rows of
+        k and v, or pages, that may be read. rotated: the (token, head, page) strides and the size
+        of k, if they are others. mask_maps: the address of what scan_mask leaves, if it is
+        launched.
         """
         self._heads = heads
         self._tiles = tiles
         self._head = num_items, swizzle.heads_per_swizzle
         self._num_tail_items = swizzle.num_tail_items(num_items)
         self._mask_maps = mask_maps
+        self._num_rows = num_rows
         q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, *_ = params.STRIDES.unpack(
             strides
         )
@@ -82,11 +85,15 @@ class Maps:
 
     def _make(self, q: int, k: int, v: int, o: int) -> bytes:
         problem, page_size = self._heads.problem, self._heads.page_size
-        query_boxes, query_map = self._row_boxes(q, problem.head_dim_qk, self._queries)
-        output_boxes, output_map = self._row_boxes(o, problem.head_dim_vo, self._outputs)
+        small = self._tiles.small_box_rows
+        query_boxes, query_map = self._row_boxes(
+            q, problem.head_dim_qk, self._queries, self._num_rows, small
+        )
+        output_boxes, output_map = self._row_boxes(o, problem.head_dim_vo, self._outputs, _NO_BOUND)
         maps = [query_map]
         gathers = self._tiles.config["kGatherers"]
-        rows = 0 if gathers else tensor_map.box_rows(page_size, self._tiles.tile_kv)
+        most = small or self._tiles.tile_kv
+        rows = 0 if gathers else tensor_map.box_rows(page_size, most)
         units: list[int] = []
         for address, dim, (strides, size) in (
             (k, problem.head_dim_qk, self._keys),
@@ -134,24 +141,38 @@ class Maps:
         return bytes(tensor_map.BYTES), (page // unit, 0, row // unit, in_bytes)
 
     def _row_boxes(
-        self, address: int, dim: int, strides: tuple[int, int]
+        self,
+        address: int,
+        dim: int,
+        strides: tuple[int, int],
+        num_rows: int,
+        small: int = 0,
     ) -> tuple[tuple[int, int], bytes]:
-        """How many rows of q or o are one box, and how many steps of their map; and the map.
-        strides: of a head, a row."""
+        """How many packed rows of q or o are one box, and how many steps of their map; and the map.
+
+        strides   of a head, a row
+        num_rows  of q or o, in tokens; 0: nobody knows, so there are no boxes
+        small     the rows of a box, if they are whole tokens
+        """
         _, num_kv_heads, group, _ = self._heads
         head, row = strides
         if num_kv_heads == 1 and row == group * head:
-            group, row = 1, head  # PackGQA rows lie one after another
+            # PackGQA rows lie one after another.
+            num_rows, group, row = min(num_rows * group, _NO_BOUND), 1, head
         # A map has no strides of 0, of which arrays that repeat themselves are made.
-        rows = self._box_rows(group) if min(head, row) > 0 else 0
-        dims = (num_kv_heads * group, _NO_BOUND, 1) if rows else (1, 1, 1)
+        rows = self._box_rows(group, small) if min(head, row) > 0 and num_rows else 0
+        dims = (num_kv_heads * group, num_rows, 1) if rows else (1, 1, 1)
         box = (group, rows // group, 1) if rows else (1, 1, 1)
         made = tensor_map.of_rows(address, (dim, *dims), (head, row, 0), box)
         return (rows, rows // group), made
 
-    def _box_rows(self, group: int) -> int:
-        """Those of a warpgroup, else of a tile, if they are whole tokens; or 0."""
-        for rows in (_WARPGROUP_ROWS, self._tiles.used_rows(group, self._heads.num_kv_heads)):
-            if rows % group == 0 and max(group, rows // group) <= _MAX_BOX:
+    def _box_rows(self, group: int, small: int) -> int:
+        """`small`, else those of a warpgroup, else of a tile, if they are whole tokens; or 0."""
+        for rows in (
+            small,
+            _WARPGROUP_ROWS,
+            self._tiles.used_rows(group, self._heads.num_kv_heads),
+        ):
+            if rows and rows % group == 0 and max(group, rows // group) <= _MAX_BOX:
                 return rows
         return 0

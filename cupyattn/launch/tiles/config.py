@@ -36,9 +36,16 @@ class TileConfig:
         return self.config.get("kPersistent") is True
 
     @property
-    def is_lean(self) -> bool:
-        """Blocks of prefill_sm90 that are a consumer alone."""
-        return self.config.get("kLean") is True
+    def is_for_short_items(self) -> bool:
+        """Blocks of prefill_sm90 that are a consumer alone, or hold more than the next item."""
+        return self.config.get("kLean") is True or self.config.get("kItems") == 3
+
+    @property
+    def small_box_rows(self) -> int:
+        """Rows of Q and of ragged keys of one copy, where keys of a tile have several; else 0."""
+        rows = self.config["kBoxRows"]
+        assert isinstance(rows, int)
+        return rows if rows < self.tile_kv else 0
 
     def used_rows(self, group_size: int, num_kv_heads: int) -> int:
         """The rows of a tile that have work. Those of prefill_sm90 are whole tokens, which boxes

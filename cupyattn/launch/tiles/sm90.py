@@ -21,7 +21,13 @@ _ITEMS = 2
 _SHARE_OF_L2 = 0.6
 # One in so many is enough for blocks to end together, by a simulation; they read keys anew.
 _TAIL_SHARE = 5
-# Lean blocks multiply more slowly than others, and win by what they do besides.
+# Under a soft cap a launch takes so many microseconds longer, because it has more instructions, and
+# a key tile of lean blocks so many times as long, because these have no fast path.
+_CAPPED_LAUNCH, _CAPPED_LEAN = 2.0, 1.25
+# The other tiles are slower under a cap than one of these wherever they were timed.
+_CAPPED_TILES = ("middle", "short", "queue", "lean", "flat")
+_LEAN_TILES = ("queue", "lean", "flat")
+# Blocks for short items multiply more slowly than others, and win by what they do besides.
 MOST_KEYS_OF_LEAN = 512
 
 
@@ -36,7 +42,9 @@ class _Shape(NamedTuple):
     that copy rows of pages that no TMA box fits, a warpgroup of their own or three of the
     producer's. min_blocks: that run on an SM at a time. persistent: blocks take items until none is
     left; else each has one. lean: a block is a consumer alone, which copies its own keys, or
-    beside a warp that copies if it is persistent; each of its stages has K or V.
+    beside a warp that copies if it is persistent; each of its stages has K or V. items: that a
+    persistent block holds. box_rows: of Q and of ragged keys that one copy brings, so that items
+    read no more than they have; 0: the rows of a warpgroup, the keys of a tile.
     """
 
     consumers: int
@@ -51,6 +59,8 @@ class _Shape(NamedTuple):
     min_blocks: int = 1
     persistent: bool = True
     lean: bool = False
+    items: int = _ITEMS
+    box_rows: int = 0
 
 
 _THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
@@ -128,7 +138,9 @@ _OTHERS = {
     ("queue", "ragged", 128, 128): _QUEUE,
     ("queue", "paged", 128, 128): _QUEUE,
     ("queue", "ragged", 64, 64): _QUEUE._replace(tile_kv=80),
-    ("lean", "ragged", 192, 128): _LEAN._replace(min_blocks=3),
+    ("twin", "ragged", 192, 128): _TWIN._replace(query_slots=1, items=3, box_rows=16),
+    ("short", "ragged", 192, 128): _LONE,
+    ("flat", "ragged", 192, 128): _FLAT._replace(stages=2),
     ("flat", "ragged", 256, 256): _LEAN._replace(tile_kv=64, stages=2, min_blocks=2),
     ("flat", "ragged", 96, 96): _FLAT,
     ("flat", "ragged", 128, 128): _FLAT,
@@ -155,8 +167,10 @@ _TIMES = {
     ("queue", "ragged", 128, 128): TileTimes(7.1, 3.37, 0.71, 0.82, own_keys=1.5),
     ("queue", "paged", 128, 128): TileTimes(6.0, 3.3, 1.04, 0.7, own_keys=1.43),
     ("queue", "ragged", 64, 64): TileTimes(9.11, 2.26, 0.71, 0.7, own_keys=1.32),
-    ("large", "ragged", 192, 128): TileTimes(14.5, 5.14, 1.85, 0.7),
-    ("lean", "ragged", 192, 128): TileTimes(5.43, 5.51, 1.43, 0.7, own_keys=1.15),
+    ("large", "ragged", 192, 128): TileTimes(12.5, 2.8, 1.9, 0.5),
+    ("twin", "ragged", 192, 128): TileTimes(7.4, 2.95, 1.63, 0.6),
+    ("short", "ragged", 192, 128): TileTimes(5.8, 4.6, 1.28, 0.63),
+    ("flat", "ragged", 192, 128): TileTimes(4, 6, 2.03, 0.73),
     ("large", "paged", 128, 128): TileTimes(9.9, 3.2, 1.4, own_keys=1.3),
     ("twin", "paged", 128, 128): TileTimes(8.0, 3.1, 0.91, 0.85, own_keys=1.24),
     ("middle", "paged", 128, 128): TileTimes(6.8, 3.9, 1.67, 0.90),
@@ -191,33 +205,52 @@ def choose(
     """
     if name == "large":
         return _choose(problem, max_shared_bytes, page_size)
-    key = name, _kind(problem), problem.head_dim_qk, problem.head_dim_vo
+    key = name, _timed_kind(problem), problem.head_dim_qk, problem.head_dim_vo
     shape = _OTHERS.get(key)
     if shape is None or not _is_timed(problem) or not problem.aligned:
         return None
     if problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
         return None
-    if name == "queue" and not problem.dtype_o.is_float16:  # it would spill
+    if name == "queue" and _spills_in_queue(problem):
+        return None
+    # Capped tiles of 192/128 columns were not timed, and `flat` would spill.
+    if problem.soft_cap and (name not in _CAPPED_TILES or problem.head_dim_qk == 192):
         return None
     tiles = make(problem, shape, _times(problem, name))
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
+def _spills_in_queue(problem: AttentionProblem) -> bool:
+    return not problem.dtype_o.is_float16 or (problem.soft_cap and problem.head_dim_qk == 64)
+
+
 def _is_timed(problem: AttentionProblem) -> bool:
-    """Whether the times hold: those of plain attention over keys of 16 bits."""
-    has_option = problem.soft_cap or problem.custom_mask or problem.reads_rows
+    """Whether the times hold: those of plain attention over keys of 16 bits, and of a cap if keys
+    are in rows."""
+    has_option = problem.custom_mask or problem.reads_rows or (problem.soft_cap and problem.paged)
     return not has_option and problem.pos_encoding == "NONE" and problem.dtype_kv.is_float16
+
+
+def _timed_kind(problem: AttentionProblem) -> str:
+    """The kind of keys, by which tiles and their times are found."""
+    return _kind(problem).removesuffix(" capped")
 
 
 def _times(problem: AttentionProblem, name: str, kind: str = "") -> TileTimes | None:
     """The fitted times of a tile; None if there are none. Those of ragged keys stand in for pages
     that were not timed."""
     dims = problem.head_dim_qk, problem.head_dim_vo
-    kind = kind or _kind(problem)
+    kind = (kind or _kind(problem)).removesuffix(" capped")
     found = _TIMES.get((name, kind, *dims))
     if found is None and kind == "paged":
         found = _TIMES.get((name, "ragged", *dims))
-    return found if _is_timed(problem) else None
+    if found is None or not _is_timed(problem):
+        return None
+    if not problem.soft_cap:
+        return found
+    if name in _LEAN_TILES:
+        return found._replace(key_tile=_CAPPED_LEAN * found.key_tile)
+    return found._replace(launch=found.launch + _CAPPED_LAUNCH)
 
 
 def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
@@ -350,9 +383,9 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
     consumers, tile_kv, stages, slots, registers, _, fp8_stages, converters, *_ = shape
     tile_q = 64 * consumers
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
-    has_fast_cap = problem.soft_cap and not problem.reads_rows
+    has_fast_cap = problem.soft_cap and not (problem.reads_rows or shape.lean)
     dims = (problem.head_dim_qk, problem.head_dim_vo) if fp8_stages else ()
-    items = _ITEMS if shape.persistent else 1
+    items = shape.items if shape.persistent else 1
     fp8_tiles = [Field(fp8_stages * tile_kv * dim, 128) for dim in dims]
     if shape.lean:
         keys = [_panels(tile_kv, max(problem.head_dim_qk, problem.head_dim_vo), stages)]
@@ -401,6 +434,8 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
         "kGatherers": shape.gatherers,
         "kMinBlocks": shape.min_blocks,
         "kPersistent": shape.persistent,
+        "kItems": items,
+        "kBoxRows": shape.box_rows or tile_kv,
         "kLean": shape.lean,
         "kSharedBytes": shared,
     }

@@ -31,14 +31,19 @@ struct LeanSm90Traits : PrefillSm90Traits<Config> {
   using typename Base::DTypeO;
   using typename Base::Item;
   using typename Base::KTile;
-  using typename Base::LogitsVariant;
   using typename Base::QTile;
   using typename Base::VTile;
   using Base::kItems, Base::kSlots, Base::kStages, Base::kWarpgroup;
+  // A short item has few tiles that a fast path could serve.
+  using AnyLogits = typename Base::AnyLogits;
+  using LogitsVariant = conditional<is_same<AnyLogits, CappedLogits>, CappedInPlace, AnyLogits>;
+  static constexpr bool kRowsAreAlone = !LogitsVariant::kReadsRows;
   static constexpr int kThreads = kWarpgroup + (Base::kPersistent ? kWarpSize : 0);
   // O has the place of the first panels of Q.
   static constexpr bool kStagesOutput =
       sizeof(DTypeO) == 2 && Base::kHeadDimVO <= Base::kHeadDimQK;
+  // Two on each SM of an H100 or H200.
+  static constexpr uint32_t kFewBlocks = 264;
   static constexpr int kSlotBytes = max_of(KTile::kBytes, VTile::kBytes);
 
   struct SharedMemory {
@@ -120,13 +125,31 @@ struct LeanSm90Copier {
     return index;
   }
 
+  // Copies Q and the tiles that the ring holds, each by a warp of its own: instructions come from
+  // memory once a launch, and a single warp would wait for those of one copy after another.
+  __device__ __forceinline__ void copy_side_by_side(const Item& item, int warp) {
+    static_assert(kStages <= 4, "a warp has one tile of the ring");
+    if (!item.has_keys()) return;
+    if (warp == 0) PrefillSm90Scheduler<Traits>{block}.copy_queries(q, item, lane);
+    const int num_tiles = ptx::warp_uniform(item.tiles.end - item.tiles.begin);
+    const uint32_t num_copied = min_of(kStages, 2 * num_tiles);
+    copied = (warp + 3) % 4;
+    if (copied < num_copied) copy_tile(item, copied);
+    copied = num_copied;
+  }
+
   // Copies a tile of an item to the next slot, once all warps have left that: the last keys, their
   // values, the keys ahead of them, and so on. Returns false if there is none.
   __device__ __forceinline__ bool copy_tile(const Item& item, int index) {
     const int tile = ptx::warp_uniform(item.tiles.end) - 1 - index / 2;
     if (tile < ptx::warp_uniform(item.tiles.begin)) return false;
     const auto& params = block.all_params;
-    if (index % 2 == 0) {
+    const bool is_key = index % 2 == 0;
+    constexpr bool kAreAlike = is_same<typename Traits::KTile, typename Traits::VTile>;
+    if constexpr (kAreAlike && !Traits::kPersistent) {  // by the same instructions
+      copy_boxes<typename Traits::KTile>(is_key ? params.k : params.v,
+                                         is_key ? params.k_units : params.v_units, item, tile);
+    } else if (is_key) {
       copy_boxes<typename Traits::KTile>(params.k, params.k_units, item, tile);
     } else {
       copy_boxes<typename Traits::VTile>(params.v, params.v_units, item, tile);
@@ -237,7 +260,12 @@ struct LeanSm90 {
         place.advance();
       }
     } else {
-      if (warp == 0) copier.copy_tiles(shared.items[0], 0, kStages);
+      // Many blocks wait for memory, which should bring first what is multiplied first.
+      if (gridDim.x * gridDim.y <= Traits::kFewBlocks) {
+        copier.copy_side_by_side(shared.items[0], warp);
+      } else if (warp == 0) {
+        copier.copy_tiles(shared.items[0], 0, kStages);
+      }
       run_item(shared.items[0]);
     }
     if (Traits::kStagesOutput && threadIdx.x == 0) ptx::bulk_wait_read();
@@ -317,6 +345,7 @@ struct LeanSm90 {
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     take_results(s);
+    if constexpr (!Traits::Base::kRowsAreAlone) clear_missing_rows(s, item);
     release_slot(item);
     if (!has_rows) {
       clear(probabilities.p);
@@ -338,6 +367,20 @@ struct LeanSm90 {
       take_results(o);
     }
     release_slot(item);
+  }
+
+  // Clears the logits of rows that the item lacks, where a warp's largest logit decides how all its
+  // rows are capped.
+  __device__ __forceinline__ void clear_missing_rows(float (&s)[1][kTileKV / 8][4],
+                                                     const Item& item) const {
+    const int num_rows = ptx::warp_uniform(item.work.tile.num_rows);
+    if (softmax.rows.warp_row() + 16 <= num_rows) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (softmax.rows.own_row(h) < num_rows) continue;  // mutate: lean-missing-rows-stay
+#pragma unroll
+      for (int n = 0; n < kTileKV / 8; ++n) s[0][n][2 * h] = s[0][n][2 * h + 1] = 0.0f;
+    }
   }
 
   // A warp of a partial tile may have no rows; it takes part in products alone.

@@ -122,11 +122,18 @@ struct PrefillSm90Producer {
       if (lane == 0) {
         if (place.name != nullptr) *place.name = tile;  // mutate: tile-not-named
         ptx::mbarrier_arrive_expect_tx(lands, Tile::kBytes);
+        const int num_keys = item.range.end - first_key;
+#pragma unroll 1
+        for (int row = 0; row < Traits::kTileKV; row += Traits::kBoxRows) {
+          // mutate: last-small-box-left-out
+          const bool is_row = !Traits::kHasSmallBoxes || row < num_keys;
+          const int key = is_row ? request.kv_start + first_key + row : Traits::kNoRow;
 #pragma unroll
-        for (int panel = 0; panel < Tile::kPanels; ++panel) {
-          ptx::tensor_copy_4d(destination + panel * Tile::kPanelBytes, map,
-                              Tile::kPanelColumns * panel, request.kv_start + first_key,
-                              kv_head * units.head, 0, lands);
+          for (int panel = 0; panel < Tile::kPanels; ++panel) {
+            ptx::tensor_copy_4d(destination + panel * Tile::kPanelBytes + row * Tile::kRowBytes,
+                                map, Tile::kPanelColumns * panel, key, kv_head * units.head, 0,
+                                lands);
+          }
         }
       }
     } else {

@@ -208,8 +208,8 @@ struct PrefillSm90Scheduler {
     });
   }
 
-  // Copies rows of Q: boxes whose rows all belong to the item, then the other rows one by one. Rows
-  // that the last warpgroup lacks become zeros; warpgroups without rows do not read theirs.
+  // Copies rows of Q in boxes, if boxes are whole tokens, else one by one. The last box may also bring
+  // rows of others, and zeros past the last row of q: nobody stores what becomes of them.
   __device__ __forceinline__ void copy_queries(PipelineState<kSlots>& q, const Item& item,
                                                int lane) const {
     const TileWork& work = item.work.tile;
@@ -219,8 +219,13 @@ struct PrefillSm90Scheduler {
     ptx::warp_sync();
     const int head = work.kv_head * params.group_size;
     const Boxes boxes{all_params.query_box_rows, all_params.query_box_step};
-    const int row = for_boxes(item, boxes, work.num_rows, [&](int row, int token) {
+    int boxed_rows = Traits::kRowsAreAlone ? work.num_rows : work.num_rows - boxes.rows + 1;
+    if constexpr (Traits::kHasSmallBoxes && Traits::kRowsAreAlone) {
+      if (boxes.rows == Traits::kBoxRows) boxed_rows = ceil_div(work.num_rows, 64) * 64;
+    }
+    const int row = for_boxes(item, boxes, boxed_rows, [&](int row, int token) {
       if (lane != 0) return;
+      if (Traits::kHasSmallBoxes && row >= work.num_rows) token = Traits::kNoRow;
       ptx::mbarrier_expect_tx(lands, boxes.rows * QTile::kPanels * QTile::kRowBytes);
 #pragma unroll
       for (int panel = 0; panel < QTile::kPanels; ++panel) {
@@ -235,6 +240,8 @@ struct PrefillSm90Scheduler {
     q.advance();
   }
 
+  // Copies rows of Q one by one. Rows that the last warpgroup lacks become zeros; warpgroups without
+  // rows do not read theirs.
   __device__ __forceinline__ void gather_queries(uint32_t tile, const Item& item, int first_row,
                                                  int lane) const {
     const TileWork& work = item.work.tile;
@@ -262,8 +269,8 @@ struct PrefillSm90Scheduler {
   struct Boxes {
     int rows, step;
   };
-  // Calls body(row, place) for the first `num_rows` rows of an item in boxes; returns the row after.
-  // place: of the box along the map's tokens or rows.
+  // Calls body(row, place) for the boxes that hold the first `num_rows` rows of an item; returns the
+  // row after. Without boxes that is the first. place: of the box along the map's tokens or rows.
   template <typename Body>
   __device__ __forceinline__ int for_boxes(const ItemFacts& item, const Boxes& boxes, int num_rows,
                                            Body&& body) const {
@@ -273,7 +280,7 @@ struct PrefillSm90Scheduler {
                     ? first_token * params.group_size + first_row
                     : first_token + PackGqaRow::of(params, first_row).token;
     int row = 0;
-    for (; boxes.rows > 0 && row + boxes.rows <= num_rows; row += boxes.rows, place += boxes.step) {
+    for (; boxes.rows > 0 && row < num_rows; row += boxes.rows, place += boxes.step) {
       body(row, place);
     }
     return row;

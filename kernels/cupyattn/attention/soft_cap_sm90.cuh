@@ -5,6 +5,33 @@
 
 namespace cupyattn {
 
+// A cap in place, whatever is masked: logits that are capped take no registers besides.
+struct CappedInPlace : CappedLogits {
+  template <int kTilesS>
+  static __device__ __forceinline__ ScaledForm apply(float (&s)[1][kTilesS][4],
+                                                     const float (&)[1][2], const RowInfo*,
+                                                     const LogitConstants& constants,
+                                                     const AttentionParams&, const Request&, int,
+                                                     int, bool) {
+    if (exceeds(s, [&](int, int) { return constants.limit; })) {  // mutate: large-logits-said-small
+      apply_tanh(s, constants.cap, constants.scale);
+      return ScaledForm{1.0f};
+    }
+    const PolynomialForm form = polynomial(constants);
+#pragma unroll
+    for (int n = 0; n < kTilesS; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[0][n][e] *= form.factor(s[0][n][e]);
+    }
+    return ScaledForm{1.0f};
+  }
+
+ protected:
+  static __device__ __forceinline__ PolynomialForm polynomial(const LogitConstants& constants) {
+    return PolynomialForm{constants.c0, constants.c2, constants.c4, false};
+  }
+};
+
 // A cubic: one operation a logit less than PolynomialForm. Beyond 1, far outside its range, it
 // keeps its slope at 1, so that it increases everywhere.
 struct CubicForm {
@@ -25,7 +52,7 @@ struct CubicForm {
 // bfloat16 queries take a cubic. They are multiplied by a power of two, which rounds nothing, so
 // that a product of 1 is half of the cap or more.
 template <typename TypeP>
-struct FastCappedLogits : CappedLogits {
+struct FastCappedLogits : CappedInPlace {
   // bfloat16 probabilities have the exponents of float32, so rows need no maximum of their own.
   // Under a cap they begin with one that hardly a logit exceeds, and O is never rescaled.
   static constexpr bool kHasFirstMax = is_same<TypeP, bfloat16_t>;
@@ -111,29 +138,7 @@ struct FastCappedLogits : CappedLogits {
     return static_cast<int>(keys);
   }
 
-  template <int kTilesS>
-  static __device__ __forceinline__ ScaledForm apply(float (&s)[1][kTilesS][4],
-                                                     const float (&)[1][2], const RowInfo*,
-                                                     const Constants& constants,
-                                                     const AttentionParams&, const Request&, int,
-                                                     int, bool) {
-    if (exceeds(s, [&](int, int) { return constants.limit; })) {  // mutate: large-logits-said-small
-      apply_tanh(s, constants.cap, constants.scale);
-      return ScaledForm{1.0f};
-    }
-    const PolynomialForm form = polynomial(constants);
-#pragma unroll
-    for (int n = 0; n < kTilesS; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[0][n][e] *= form.factor(s[0][n][e]);
-    }
-    return ScaledForm{1.0f};
-  }
-
  private:
-  static __device__ __forceinline__ PolynomialForm polynomial(const Constants& constants) {
-    return PolynomialForm{constants.c0, constants.c2, constants.c4, false};
-  }
   // The least power of two above `unit`, from 2^-32 to 1; 1 where there is none.
   static __device__ __forceinline__ float power_of_two_above(float unit) {
     const float power = __uint_as_float((__float_as_uint(unit) & 0x7f800000u) + 0x00800000u);

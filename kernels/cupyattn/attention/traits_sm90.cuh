@@ -40,11 +40,18 @@ struct PrefillSm90Traits : Config {
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   // Persistent blocks take items until none is left; others have one each, that of their index.
   static constexpr bool kPersistent = Config::kPersistent;
-  // The present item and the next. If a block took more, the last blocks would end late.
-  static constexpr int kItems = kPersistent ? 2 : 1;
+  // The present item and the next; in blocks for short items one more, whose keys are copied while
+  // the next Q waits for its place. If others took more, the last blocks would end late.
+  static constexpr int kItems = Config::kItems;
   // A block takes its next item when so many key tiles of the newest one are left to copy: early
   // enough for Q and keys to land in time, and no earlier, because another block may be free first.
   static constexpr int kClaimTiles = 4;
+  // Ragged keys come in boxes of so many rows, a tile's or less. Small ones, of which Q is made too,
+  // bring no more rows than an item has: those past its end lie at kNoRow, ahead of all rows, and are
+  // zeros.
+  static constexpr int kBoxRows = Config::kBoxRows;
+  static constexpr bool kHasSmallBoxes = kBoxRows < kTileKV;
+  static constexpr int kNoRow = -(1 << 20);
   // Arrivals when a tile lands: one for a box, or one from each gathering thread.
   static constexpr int kArrivals = kGathers ? kGatherers * kWarpSize : 1;
   // Whether O may be stored from the place of its own rows of Q.
@@ -63,6 +70,9 @@ struct PrefillSm90Traits : Config {
   using AnyLogits = Logits<Config>;
   using LogitsVariant =
       conditional<is_same<AnyLogits, CappedLogits>, FastCappedLogits<DTypeQ>, AnyLogits>;
+  // Whether the other rows of a warp decide nothing of a row. A tile may then have rows of other
+  // requests where it lacks its own.
+  static constexpr bool kRowsAreAlone = is_same<AnyLogits, PlainLogits>;
   using Mask = MaskOf<Config>;
   using KeyTiles = conditional<kMasked, KeyTileMap<kTileKV>, AllKeyTiles<kTileKV>>;
 
@@ -156,6 +166,8 @@ struct PrefillSm90Traits : Config {
                 "registers come from what the block was launched with");
   static_assert(kPersistent || (!kMasked && !kRope && !kConverts && !kGathers),
                 "blocks of one item have the roles that all have");
+  static_assert(kTileKV % kBoxRows == 0 && (!kHasSmallBoxes || (64 % kBoxRows == 0 && !kGathers)),
+                "boxes fill a tile of keys, and the rows of a warpgroup");
   static_assert(kTileKV <= 128, "bits of a tile's keys are read at once");
   static_assert(!kGathers || !kRope, "rotated keys are found by their map");
   static_assert(!(kHasConverterWarpgroup && kHasGathererWarpgroup),

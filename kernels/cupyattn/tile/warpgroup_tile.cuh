@@ -49,6 +49,9 @@ __device__ __forceinline__ void scale_rows(unsigned char* tile, int first_row, f
   const uint32_t factors = ptx::pack_pair<typename Tile::T>(factor, factor);
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    // A thread's chunks are all of one column. Nobody has written, or multiplies, those past the last.
+    const int chunk_of_row = 8 * panel + ((thread ^ (thread >> 3)) & 7);
+    if (Tile::kChunks < 8 * Tile::kPanels && chunk_of_row >= Tile::kChunks) continue;
     Vector16* rows =
         reinterpret_cast<Vector16*>(tile + panel * Tile::kPanelBytes + first_row * Tile::kRowBytes);
 #pragma unroll

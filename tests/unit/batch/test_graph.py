@@ -13,6 +13,7 @@ from helpers.fake_gpu import pointer
 
 import cupyattn
 from cupyattn.errors import ArgumentError, PlanError
+from cupyattn.launch.attention import batch
 
 
 def graph_wrapper(device: Device, num: int, pages: int, kind: str, **more: Any) -> Any:
@@ -87,6 +88,25 @@ def test_a_captured_run_follows_the_plans(device: Device, ids: str, kind: str) -
         np.testing.assert_array_equal(read["kv_last_page_len"], b.last_page_len)
         used = b.indptr[-1]
         np.testing.assert_array_equal(read["kv_indices"][:used], b.indices[:used])
+
+
+def test_launches_know_the_rows_of_q_if_no_replay_has_more(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Boxes of Q end with the array that a captured run was given."""
+    w, told = graph_wrapper(device, 2, 60, "prefill"), []
+    bind = batch.BatchLauncher.bind
+
+    def bound(*args: Any, num_rows: int) -> Any:
+        told.append(num_rows)
+        return bind(*args)
+
+    monkeypatch.setattr(batch.BatchLauncher, "bind", bound)
+    for qo_len in ([4, 5], [1, 3], [5, 4]):
+        b = batches.make(qo_len, [20, 30], 4)
+        w.plan(b.qo_indptr, *b.table, HQ, HKV, D, 4)
+        w.run(device.put(b.q), device.put(b.one_tensor()))
+    assert told == [9, 0, 9]
 
 
 FROZEN: dict[str, dict[str, Any]] = {

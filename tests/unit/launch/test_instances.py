@@ -373,14 +373,14 @@ def test_what_is_compiled_ahead_is_launched_by_ordinary_calls(loads: Loads, on_g
             rest -= found
     # Few rounds do not meet every combination of dtypes, head dims, options and lengths, of which
     # Hopper has more.
-    most = {"sm_80": 0.16, "sm_90a": 0.3}[loads.arch]
+    most = {"sm_80": 0.16, "sm_90a": 0.32}[loads.arch]
     assert len(rest) < most * len(standard), rest
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)
 def test_standard_is_small(arch: str) -> None:
     found = instances(LEVELS["standard"], arch)
-    assert len(found) == len(set(found)) <= 540
+    assert len(found) == len(set(found)) <= 570
 
 
 def test_options_without_kernels_of_their_own_are_the_same() -> None:

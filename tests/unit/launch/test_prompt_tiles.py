@@ -18,10 +18,16 @@ LEAN = {"lean", "flat", "queue"}
 
 
 def chosen(
-    count: int, length: int, heads: tuple[int, int], dim: int, causal: bool, dim_vo: int = 0
+    count: int,
+    length: int,
+    heads: tuple[int, int],
+    dim: int,
+    causal: bool,
+    dim_vo: int = 0,
+    soft_cap: bool = False,
 ) -> str:
     kind = dtypes.bfloat16
-    problem = AttentionProblem(kind, kind, kind, dim, dim_vo or dim)
+    problem = AttentionProblem(kind, kind, kind, dim, dim_vo or dim, soft_cap=soft_cap)
     made = select.large_tiles(problem, SHARED_BYTES[ARCH], ARCH, 0)
     group = heads[0] // heads[1]
     shapes = [select.shape_of(tiles, group, heads[1], NUM_SMS) for tiles in made.values()]
@@ -82,8 +88,13 @@ def test_images(count: int, length: int, num_heads: int, fast: set[str]) -> None
 @pytest.mark.parametrize(
     ("count", "length", "heads", "dims", "fast"),
     [
-        (14, 100, (64, 64), (192, 128), {"lean"}),
+        (45, 156, (64, 64), (192, 128), {"twin"}),
+        (30, 100, (16, 16), (192, 128), {"twin", "flat"}),
+        (40, 100, (16, 16), (192, 128), {"twin", "large"}),
+        (6, 89, (32, 32), (192, 128), {"flat"}),
+        (1, 128, (32, 32), (192, 128), {"short"}),
         (4, 512, (64, 64), (192, 128), {"large"}),
+        (1, 4096, (128, 128), (192, 128), {"large"}),
         (16, 128, (8, 4), (256, 256), {"flat"}),
         (4, 512, (16, 8), (256, 256), {"flat"}),
         (2, 1024, (8, 4), (256, 256), {"short", "large"}),
@@ -93,6 +104,25 @@ def test_wide_heads(
     count: int, length: int, heads: tuple[int, int], dims: tuple[int, int], fast: set[str]
 ) -> None:
     assert chosen(count, length, heads, dims[0], True, dims[1]) in fast
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "heads", "dim", "fast"),
+    [
+        (2, 60, (32, 16), 128, {"flat", "lean"}),
+        (6, 40, (16, 8), 256, {"flat"}),
+        (1, 512, (32, 16), 128, {"short"}),
+        (8, 300, (8, 4), 128, {"short"}),
+        (16, 400, (4, 2), 256, {"flat"}),
+        (1, 300, (16, 8), 256, {"short"}),
+        (1, 4096, (8, 4), 128, {"middle"}),
+        (2, 2000, (32, 16), 128, {"large"}),
+    ],
+)
+def test_soft_caps(
+    count: int, length: int, heads: tuple[int, int], dim: int, fast: set[str]
+) -> None:
+    assert chosen(count, length, heads, dim, True, soft_cap=True) in fast
 
 
 def test_persistent_lean_blocks_have_several_items() -> None:
