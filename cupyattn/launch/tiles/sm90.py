@@ -21,12 +21,13 @@ _ITEMS = 2
 _SHARE_OF_L2 = 0.6
 # One in so many is enough for blocks to end together, by a simulation; they read keys anew.
 _TAIL_SHARE = 5
+_LEAN_TILES = ("queue", "lean", "flat")
 # Under a soft cap a launch takes so many microseconds longer, because it has more instructions, and
-# a key tile of lean blocks so many times as long, because these have no fast path.
-_CAPPED_LAUNCH, _CAPPED_LEAN = 2.0, 1.25
+# a key tile so many times as long: lean blocks have no fast path.
+_CAPPED, _CAPPED_LEAN = (2.0, 1.0), (0.0, 1.25)
+_CAPPED_TIMES = {"middle": (2.0, 1.05), **dict.fromkeys(_LEAN_TILES, _CAPPED_LEAN)}
 # The other tiles are slower under a cap than one of these wherever they were timed.
 _CAPPED_TILES = ("middle", "short", "queue", "lean", "flat")
-_LEAN_TILES = ("queue", "lean", "flat")
 # Blocks for short items multiply more slowly than others, and win by what they do besides.
 MOST_KEYS_OF_LEAN = 512
 
@@ -248,9 +249,8 @@ def _times(problem: AttentionProblem, name: str, kind: str = "") -> TileTimes | 
         return None
     if not problem.soft_cap:
         return found
-    if name in _LEAN_TILES:
-        return found._replace(key_tile=_CAPPED_LEAN * found.key_tile)
-    return found._replace(launch=found.launch + _CAPPED_LAUNCH)
+    launch, key_tile = _CAPPED_TIMES.get(name, _CAPPED)
+    return found._replace(launch=found.launch + launch, key_tile=key_tile * found.key_tile)
 
 
 def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
