@@ -153,6 +153,21 @@ def _bad_values_of_large_tiles(**facts: object) -> None:
         _bad_values(**facts)
 
 
+def _capped_of_large_tiles(**facts: object) -> None:
+    changes: tuple[dict[str, object], ...] = (
+        {},
+        {"logit_shift": -20.0},
+        {"logit_shift": 20.0},
+        {"logit_shift": 20.0, "dtype": "float16", "kv_dtype": "float16"},
+        {"outliers": 5.0},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        test_prefill_sm90.force_tiles("large", patch)
+        _single(*({"logits_soft_cap": 30.0, "kv_len": 400, **_BFLOAT16, **x} for x in changes))(
+            **facts
+        )
+
+
 def _lean(**facts: object) -> None:
     """Keys come by two rounds of the ring, a partial tile leaves warps without rows, and a hidden
     value is not finite."""
@@ -421,18 +436,7 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "hopper small boxes": _small_boxes,
     "hopper lean, capped": _lean_beside,
     "hopper lean, persistent": _persistent_lean,
-    "hopper capped": _single(
-        *(
-            {"logits_soft_cap": 30.0, "kv_len": 400, **_BFLOAT16, **changes}
-            for changes in (
-                {},
-                {"logit_shift": -20.0},
-                {"logit_shift": 20.0},
-                {"logit_shift": 20.0, "dtype": "float16", "kv_dtype": "float16"},
-                {"outliers": 5.0},
-            )
-        )
-    ),
+    "hopper capped": _capped_of_large_tiles,
     "hopper capped key": test_prefill_sm90.check_a_large_key,
     "hopper alibi": _single({"pos_encoding_mode": "ALIBI", "kv_len": 500}),
     "hopper rope": _hopper_rope,

@@ -138,10 +138,8 @@ class BatchLauncher:
     def schedule_planned(
         self, rows: str, shape: TileShape, made: Limits, most_parts: int
     ) -> BatchSchedule:
-        """The launches of a list that the device has made, whose words it has written.
-
-        most_parts: of a tile.
-        """
+        """The launches of a list that the device has made, whose words it has written. most_parts: of
+        a tile."""
         if most_parts > MOST_PARTS:
             shape = self._kernels.merged_if_many(shape)
         part, _, workspace_bytes = self._layout.part(rows, self._reserved(rows, shape, made), 0, 0)
@@ -258,11 +256,8 @@ class BatchLauncher:
         rows = row_class(most_rows)
         if splitting.is_given:
             return rows, self._kernels.get(rows).shapes[0]
-        window = self.masking.window_left
-        if window >= 0:
-            most = window + max_qo_len
-            total = min(keys.total, keys.num_requests * most)
-            keys = Keys(keys.num_requests, min(keys.longest, most), total)
+        if self.masking.window_left >= 0:
+            keys = keys.within(self.masking.window_left + max_qo_len)
         return self._kernels.choose(rows, self.num_kv_heads, keys, most_rows)
 
     def reserve(

@@ -88,6 +88,11 @@ class Keys(NamedTuple):
     def equal(cls, num_requests: int, kv_len: int) -> Keys:
         return cls(num_requests, kv_len, num_requests * kv_len)
 
+    def within(self, most: int) -> Keys:
+        """Those of requests that see so many at most."""
+        total = min(self.total, self.num_requests * most)
+        return Keys(self.num_requests, min(self.longest, most), total)
+
 
 # Plans ask for the same few shapes.
 _merged_apart = lru_cache(maxsize=256)(TileShape.merged_apart)
