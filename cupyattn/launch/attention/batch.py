@@ -138,8 +138,8 @@ class BatchLauncher:
     def schedule_planned(
         self, rows: str, shape: TileShape, made: Limits, most_parts: int
     ) -> BatchSchedule:
-        """The launches of a list that the device has made, whose words it has written. most_parts: of
-        a tile."""
+        """The launches of a list that the device has made, whose words it has written.
+        most_parts: of a tile."""
         if most_parts > MOST_PARTS:
             shape = self._kernels.merged_if_many(shape)
         part, _, workspace_bytes = self._layout.part(rows, self._reserved(rows, shape, made), 0, 0)
