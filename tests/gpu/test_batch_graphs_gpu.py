@@ -285,4 +285,6 @@ def test_many_layers_share_a_plan(torch: Any) -> None:
         replay()
         eager.plan(*table, *SIZES)
         for layer, (cache, out) in enumerate(zip(caches, outs, strict=True)):
-            same(out, eager.run(q, cache), (step, layer))
+            same(out, w.run(q, cache), (step, layer))
+            # This plan knows the lengths, so it may have another kernel.
+            torch.testing.assert_close(out, eager.run(q, cache), rtol=4e-3, atol=4e-4)

@@ -65,9 +65,9 @@ _MAX_CACHED = 1024
 _MAX_EQUAL = 64  # each holds a work list
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
 _LEAST_GAIN = 5.0
-# In microseconds: what a launch beside others takes at least, and what one of prefill's kernel for
-# few rows (SMALL) takes beyond that.
-_LAUNCH, _OF_SMALL = 4.0, 8.0
+# In microseconds: what a launch beside others takes at least, and what one of a portable kernel for
+# few rows takes beyond that, for heads of up to 128 columns and for wider ones.
+_LAUNCH, _OF_FEW, _OF_FEW_WIDE = 4.0, 10.0, 13.0
 _NO_MERGES = np.zeros(0, np.int32)
 _NUM_SPLITS = WORK_FIELDS.index("num_splits")
 # A cascade without keys is nothing but its merge.
@@ -193,11 +193,8 @@ class BatchLauncher:
     ) -> tuple[list[tuple[str, BatchRequests]], int]:
         """The requests of each kernel, with tiles of prefill_sm90 chosen by when all launches are
         done, and the blocks of the first launch that run at a time; 0: as many as it has, -1: that
-        is not chosen.
-
-        One launch serves all, or requests of few rows have launches that follow.
-        """
-        if not found or found[0][0] not in (VERIFY, SMALL, LARGE):
+        is not chosen. One launch serves all, or those of few rows have launches that follow."""
+        if not found or (found[0][0] == DECODE and self.problem.paged):
             return found, -1
         heads = self.num_kv_heads, self.masking
         if found[0][0] == LARGE:
@@ -214,12 +211,16 @@ class BatchLauncher:
                 return [(choice.name, requests)], 0
             return [(choice.name, many), *few], choice.slots
         tiles = None
-        if len(found) == 1:
+        if len(found) == 1 and found[0][0] in (VERIFY, SMALL):
             tiles = self._kernels.tiles_of_few(found[0][0], requests, self.num_kv_heads)
-        is_short = not tiles or np.maximum.reduce(requests.kv_len) <= sm90.MOST_KEYS_OF_LEAN
-        if found[0][0] == SMALL and is_short and (tiles or len(found) > 1):
+        longest = int(np.maximum.reduce(requests.kv_len))
+        may_join = len(found) > 1 if not tiles else longest <= sm90.MOST_KEYS_OF_LEAN
+        # Prompts of few rows have few keys, which nobody has cached.
+        is_prompt = longest <= MOST_ROWS[SMALL] and not self.problem.paged
+        if is_prompt or (found[0][0] == SMALL and may_join):
             together = self._kernels.choose_tiles(requests, *heads)
-            if together.time < _LAUNCH * len(found) + _OF_SMALL:
+            of_few = _OF_FEW if self.problem.head_dim_qk <= 128 else _OF_FEW_WIDE
+            if together.time < _LAUNCH * len(found) + of_few:
                 return [(together.name, requests)], 0
         return ([(tiles, requests)], 0) if tiles else (found, -1)
 
