@@ -258,3 +258,26 @@ def test_a_given_split_merges_a_request_alike_in_every_batch(
         return {part.merge.function for made in schedules for part in made.parts if part.merge}
 
     assert len(merges((8, 1), fixed_split_size=8)) == 1
+
+
+def kernels_of_prompts(lengths: list[int], heads: tuple[int, int], head_dim: int) -> set[str]:
+    """The kernels of ragged prompts."""
+    wrapper = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(np.zeros(1 << 28, np.uint8))
+    indptr = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    wrapper.plan(indptr, indptr, *heads, head_dim, causal=True, q_data_type="bfloat16")
+    (prepared,) = wrapper._current.prepared.values()
+    return {part.tiles.name if part.tiles else "" for part in prepared.schedule.parts}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "head_dim"),
+    [([63, 35], (1, 1), 256), ([7, 21, 12], (8, 8), 128), ([10] * 5, (32, 32), 128)],
+)
+def test_prompts_of_few_rows_have_the_tiles_of_others(
+    lengths: list[int], heads: tuple[int, int], head_dim: int
+) -> None:
+    assert kernels_of_prompts(lengths, heads, head_dim) == {"prefill_sm90"}
+
+
+def test_many_prompts_of_few_rows_have_tiles_of_few() -> None:
+    assert kernels_of_prompts([12] * 200, (32, 32), 128) == {""}
