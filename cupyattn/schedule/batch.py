@@ -171,7 +171,7 @@ class TileWork:
         self._works: dict[tuple[int, int], Work] = {}
 
     def of(self, shape: TileShape) -> Work:
-        """That of this shape's tiles, counted once for all shapes with tiles of its size."""
+        """The work of this shape's tiles. Shapes whose tiles have one size share a count."""
         size = shape.tile_q, shape.tile_kv
         if size not in self._works:
             given = self._requests, self._group_size, shape, self._masking

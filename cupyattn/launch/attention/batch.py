@@ -132,7 +132,7 @@ class BatchLauncher:
         most_rows = qo_len * self.group_size
         if row_class(most_rows) != DECODE or self._is_debugging():
             return None
-        shape = self._kernels.choose_for_any_length(num_requests * self.num_kv_heads, most_rows)
+        shape = self._kernels.choose_for_any_length(num_requests, most_rows)
         return None if shape is None else (DECODE, shape)
 
     def schedule_planned(
@@ -196,7 +196,6 @@ class BatchLauncher:
         is not chosen. One launch serves all, or those of few rows have launches that follow."""
         if not found or (found[0][0] == DECODE and self.problem.paged):
             return found, -1
-        heads = self.num_kv_heads, self.masking
         if found[0][0] == LARGE:
             # Tiles of prefill_sm90 are faster for SMALL too, and need no launch of their own.
             few = [kind for kind in found if kind[0] not in (SMALL, LARGE)]
@@ -204,7 +203,8 @@ class BatchLauncher:
             if len(few) + 1 < len(found):
                 rows = requests.qo_len * self.group_size
                 many = requests.select(np.flatnonzero(rows > MOST_ROWS[VERIFY]))
-            choice = self._kernels.choose_launches(requests, many, [x for _, x in few], *heads)
+            kinds = [x for _, x in few]
+            choice = self._kernels.choose_launches(requests, many, kinds, self.masking)
             if choice.time == math.inf and len(found) > 1:
                 return found, -1
             if choice.is_alone:
@@ -212,13 +212,13 @@ class BatchLauncher:
             return [(choice.name, many), *few], choice.slots
         tiles = None
         if len(found) == 1 and found[0][0] in (VERIFY, SMALL):
-            tiles = self._kernels.tiles_of_few(found[0][0], requests, self.num_kv_heads)
+            tiles = self._kernels.tiles_of_few(found[0][0], requests)
         longest = int(np.maximum.reduce(requests.kv_len))
-        may_join = len(found) > 1 if not tiles else longest <= sm90.MOST_KEYS_OF_LEAN
+        may_join = len(found) > 1 if not tiles else longest <= sm90.MOST_KEYS_OF_SHORT_ITEMS
         # Prompts of few rows have few keys, which nobody has cached.
         is_prompt = longest <= MOST_ROWS[SMALL] and not self.problem.paged
         if is_prompt or (found[0][0] == SMALL and may_join):
-            together = self._kernels.choose_tiles(requests, *heads)
+            together = self._kernels.choose_tiles(requests, self.masking)
             of_few = _OF_FEW if self.problem.head_dim_qk <= 128 else _OF_FEW_WIDE
             if together.time < _LAUNCH * len(found) + of_few:
                 return [(together.name, requests)], 0
@@ -259,7 +259,7 @@ class BatchLauncher:
             return rows, self._kernels.get(rows).shapes[0]
         if self.masking.window_left >= 0:
             keys = keys.within(self.masking.window_left + max_qo_len)
-        return self._kernels.choose(rows, self.num_kv_heads, keys, most_rows)
+        return self._kernels.choose(rows, keys, most_rows)
 
     def reserve(
         self, rows: str, shape: TileShape, most: Limits, longest: int, begins_early: bool = False

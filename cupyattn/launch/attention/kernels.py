@@ -49,7 +49,7 @@ _PARTS_A_WARP = 4
 _WORTHWHILE = 0.98
 # Tiles of prefill_sm90 for few rows.
 _SHORT = "short"
-# Of a page: keys of smaller ones are found one by one, by every kernel.
+# Every kernel looks up each key by itself where a page has fewer keys.
 _FEW_KEYS = 8
 # The keys of a request that has not been counted yet: many, but few enough for clusters to help.
 UNKNOWN_LENGTH = 4096
@@ -89,7 +89,7 @@ class Keys(NamedTuple):
         return cls(num_requests, kv_len, num_requests * kv_len)
 
     def within(self, most: int) -> Keys:
-        """Those of requests that see so many at most."""
+        """The keys that rows see if each row sees so many at most."""
         total = min(self.total, self.num_requests * most)
         return Keys(self.num_requests, min(self.longest, most), total)
 
@@ -138,8 +138,7 @@ class Kernels:
         device_index: int,
     ) -> None:
         self._problem = problem
-        self._heads = group_size, num_kv_heads
-        self._group_size = group_size
+        self._group_size, self._num_kv_heads = self._heads = group_size, num_kv_heads
         self._page_size = page_size
         self._device_index = device_index
         self._known: dict[Rows, Kernel | None] = {}
@@ -176,7 +175,7 @@ class Kernels:
         """The kernels that plans have asked for so far."""
         return [kernel for kernel in self._known.values() if kernel is not None]
 
-    def choose_tiles(self, requests: BatchRequests, num_kv_heads: int, masking: Masking) -> Choice:
+    def choose_tiles(self, requests: BatchRequests, masking: Masking) -> Choice:
         """The tiles of the last row class by which one launch of all these requests is done
         soonest."""
         shapes = self._timed_shapes()
@@ -185,9 +184,7 @@ class Kernels:
         key = requests.qo_len.tobytes(), requests.kv_len.tobytes()
         found = self._choices.get(key)
         if found is None:
-            index, time = choose_tiles(
-                requests, self._group_size, num_kv_heads, [*shapes.values()], masking, True
-            )
+            index, time = choose_tiles(requests, *self._heads, [*shapes.values()], masking, True)
             found = self._remember(key, Choice([*shapes][index], time))
         return found
 
@@ -196,7 +193,6 @@ class Kernels:
         requests: BatchRequests,
         many: BatchRequests,
         few: Sequence[BatchRequests],
-        num_kv_heads: int,
         masking: Masking,
     ) -> Choice:
         """The tiles for one launch of all these requests, or of those of many rows with a launch
@@ -205,7 +201,7 @@ class Kernels:
         if len(shapes) == 1 and not few:
             return Choice(next(iter(shapes)), 0.0)
         if not shapes or not few:
-            return self.choose_tiles(requests, num_kv_heads, masking)
+            return self.choose_tiles(requests, masking)
         key = requests.qo_len.tobytes(), requests.kv_len.tobytes(), "beside"
         found = self._choices.get(key)
         if found is None:
@@ -219,22 +215,22 @@ class Kernels:
             timed = [shapes[name] for name in names]
             head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
             key_bytes = head_dims * self._problem.dtype_kv.itemsize
-            has_tiny_pages = self._page_size < _FEW_KEYS
-            streams = streams_of(few, num_kv_heads, key_bytes, masking, has_tiny_pages)
-            facts = self._group_size, num_kv_heads, timed, masking
+            has_tiny_pages = self._problem.paged and self._page_size < _FEW_KEYS
+            streams = streams_of(few, self._num_kv_heads, key_bytes, masking, has_tiny_pages)
+            facts = *self._heads, timed, masking
             index, slots, time, is_alone = choose_launches(many, streams, *facts)
             slots = 0 if is_alone or slots == timed[index].num_slots else slots
             made = Choice(names[index], time, is_alone, slots)
             found = self._remember(key, made)
         return found
 
-    def tiles_of_few(self, rows: str, requests: BatchRequests, num_kv_heads: int) -> str | None:
+    def tiles_of_few(self, rows: str, requests: BatchRequests) -> str | None:
         """Tiles of prefill_sm90 for requests of 17 to 64 rows over pages; None if blocks of the
         portable kernels are as fast: those of decode for VERIFY where memory decides."""
         shape = self._timed_shapes().get(_SHORT)
         if shape is None or not self._problem.paged:
             return None
-        key_tiles = int(np.add.reduce(requests.kv_len)) // shape.tile_kv * num_kv_heads
+        key_tiles = int(np.add.reduce(requests.kv_len)) // shape.tile_kv * self._num_kv_heads
         is_long = key_tiles > _MOST_TILES_OF_SMALL * shape.num_slots
         return None if rows == VERIFY and is_long else _SHORT
 
@@ -252,9 +248,7 @@ class Kernels:
         self._choices[key] = choice
         return choice
 
-    def choose(
-        self, rows: str, num_kv_heads: int, keys: Keys, most_rows: int
-    ) -> tuple[str, TileShape]:
+    def choose(self, rows: str, keys: Keys, most_rows: int) -> tuple[str, TileShape]:
         """The kernel for a row class, a tile of rows each request, and what a plan must know of its
         only kind of tiles: that by which requests of so many keys are done soonest."""
         kernel = self.get(rows)
@@ -263,7 +257,7 @@ class Kernels:
             return rows, shape
         # Warps of decode divide the keys, and to merge their 32 rows of O takes long. Warps of
         # prefill divide the rows: nothing is merged, and they are faster unless memory decides.
-        num_blocks = keys.num_requests * num_kv_heads
+        num_blocks = keys.num_requests * self._num_kv_heads
         tiles_a_slot = num_blocks * -(-keys.longest // shape.tile_kv) / shape.num_slots
         if rows == VERIFY and tiles_a_slot <= _MOST_TILES_OF_SMALL and self._is_plain():
             return SMALL, self.get(SMALL).shapes[0]
@@ -272,7 +266,7 @@ class Kernels:
             best = rows, _merged_apart(shape)
         if not self._may_be_few(kernel, rows, num_blocks):
             return best
-        facts = *keys, num_kv_heads, most_rows
+        facts = *keys, self._num_kv_heads, most_rows
         limit = _WORTHWHILE * decode_time(best[1], *facts)
         for name, few in self._shapes_of_few(rows):
             if num_blocks <= few.num_slots:
@@ -302,14 +296,14 @@ class Kernels:
             found = self._few[rows] = [(name, shape) for shape in shapes]
         return found
 
-    def choose_for_any_length(self, num_items: int, most_rows: int) -> TileShape | None:
+    def choose_for_any_length(self, num_requests: int, most_rows: int) -> TileShape | None:
         """What `choose` gives of decode, however many keys requests have; None if they decide."""
         kernel = self.get(DECODE)
         if not kernel.kinds[0].fused_merge or self._problem.is_wide:
             return None
-        if self._may_be_few(kernel, DECODE, num_items):
+        if self._may_be_few(kernel, DECODE, num_requests * self._num_kv_heads):
             return None
-        return self.choose(DECODE, 1, Keys(num_items, 1, num_items), most_rows)[1]
+        return self.choose(DECODE, Keys.equal(num_requests, 1), most_rows)[1]
 
     def merged_by(self, shape: TileShape, plan: BatchPlan) -> TileShape:
         """The shape of a plan where a launch merges, if a tile has more parts than a warp asks for

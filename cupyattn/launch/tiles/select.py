@@ -154,7 +154,7 @@ def shape_of(tiles: TileConfig, group_size: int, num_kv_heads: int, num_sms: int
         times=tiles.times and tiles.times.of_group(group_size),
         num_sms=num_sms,
         is_persistent=tiles.is_persistent,
-        most_keys=sm90.MOST_KEYS_OF_LEAN if tiles.is_for_short_items else 0,
+        most_keys=sm90.MOST_KEYS_OF_SHORT_ITEMS if tiles.is_for_short_items else 0,
     )
 
 

@@ -27,9 +27,9 @@ _LEAN_TILES = ("queue", "lean", "flat")
 _CAPPED, _CAPPED_LEAN = (2.0, 1.0), (0.0, 1.25)
 _CAPPED_TIMES = {"middle": (2.0, 1.05), **dict.fromkeys(_LEAN_TILES, _CAPPED_LEAN)}
 # The other tiles are slower under a cap than one of these wherever they were timed.
-_CAPPED_TILES = ("middle", "short", "queue", "lean", "flat")
+_CAPPED_TILES = ("middle", "short", *_LEAN_TILES)
 # Blocks for short items multiply more slowly than others, and win by what they do besides.
-MOST_KEYS_OF_LEAN = 512
+MOST_KEYS_OF_SHORT_ITEMS = 512
 
 
 class _Shape(NamedTuple):

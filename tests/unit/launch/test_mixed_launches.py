@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cupyattn
+from cupyattn.launch.attention import kernels as launch_kernels
 from cupyattn.launch.attention import merge_splits
 from cupyattn.launch.attention.kernels import UNKNOWN_LENGTH, Keys
 from cupyattn.schedule.batch import WORK_FIELDS, Splitting
@@ -281,3 +282,16 @@ def test_prompts_of_few_rows_have_the_tiles_of_others(
 
 def test_many_prompts_of_few_rows_have_tiles_of_few() -> None:
     assert kernels_of_prompts([12] * 200, (32, 32), 128) == {""}
+
+
+def test_rows_of_no_page_are_not_tiny_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged keys lie one after another, so nobody looks them up one by one."""
+    seen = []
+    real = launch_kernels.streams_of
+    monkeypatch.setattr(
+        launch_kernels, "streams_of", lambda *given: (seen.append(given[-1]), real(*given))[1]
+    )
+    kernels_of_prompts([700, 700, 9, 9], (8, 8), 128)
+    planned([(700, 700), (9, 900)], (8, 8), page_size=1)
+    planned([(700, 700), (9, 900)], (8, 8), page_size=16)
+    assert seen == [False, True, False]
