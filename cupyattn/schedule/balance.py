@@ -68,7 +68,7 @@ def best_chunk(work: Work, items_per_wave: int, costs: Costs, least: int = 1) ->
     the long one takes 1,024 tiles' time, in parts of 39 all slots are busy to the end.
     """
     longest, total, num_tiles = work.longest, work.total, work.num_tiles
-    is_even = longest * num_tiles <= _EVEN * total
+    is_even = are_even(longest, total, num_tiles)
     chunks = _candidates(work, items_per_wave, is_even, least, costs.least_share)
     if not chunks:
         return Chunk(longest, _time_of_even(work, longest, items_per_wave, costs)[0])
@@ -87,6 +87,11 @@ def best_chunk(work: Work, items_per_wave: int, costs: Costs, least: int = 1) ->
         if estimate < best_time:
             best, best_time = chunk, estimate
     return Chunk(best, whole if best == longest else best_time)
+
+
+def are_even(longest: int, total: int, num_tiles: int) -> bool:
+    """Whether tiles are planned as if all had as many keys."""
+    return longest * num_tiles <= _EVEN * total
 
 
 def _time_of_even(work: Work, chunk: int, items_per_wave: int, costs: Costs) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .balance import BLOCK_OVERHEAD, Costs
+from .balance import BLOCK_OVERHEAD, Costs, are_even
 from .makespan import TileTimes
 
 # What memory takes in microseconds for a key tile of each slot.
@@ -163,11 +163,15 @@ def decode_time(
     busy = _KEY_TILE * all_tiles * num_kv_heads / full
     first = times.start + times.row * rows + times.block
     whole = first + max(waits, busy)
-    # As many parts in all as run at a time, but for the end of each tile; where tiles alone take
-    # more of the slots, their parts come in waves.
+    # As many parts in all as run at a time, but for the end of each tile. Where tiles alone take
+    # more of the slots, parts of uneven ones come in waves, and nothing is beside the start of
+    # clusters.
     room = shape.num_slots / num_kv_heads - 0.5 * num_tiles
     part = times.part * -(-min(rows, shape.tile_q) // shape.rows_at_a_time)
     parts = min(key_tiles, key_tiles * room / all_tiles, math.sqrt(waits / part), waits / busy)
-    if parts < 2.0 or room < num_tiles:
+    if room < num_tiles:
+        comes_in_waves = shape.cluster > 1 and not are_even(longest, total, num_tiles)
+        return whole + comes_in_waves * (times.block + times.merge)
+    if parts < 2.0:
         return whole
     return min(whole, first + max(waits / parts, busy) + times.merge + part * parts)

@@ -356,7 +356,8 @@ struct LeanSm90 {
     }
     if (kIsFirst) release_stored_output();
     await_slot();
-    if (key_tile.needs_mask && has_nonfinite_values()) {  // mutate: lean-values-not-checked
+    // mutate: lean-values-not-checked
+    if (key_tile.needs_mask && has_nonfinite_values(item, key_tile)) {
       if (kIsFirst) clear_output();
       add_values(item, probabilities, softmax.first_key_of(key_tile));
     } else {
@@ -400,14 +401,18 @@ struct LeanSm90 {
     }
   }
 
-  // Whether a value of the tile is not finite: a hidden one would give 0 * NaN in the product.
-  __device__ __forceinline__ bool has_nonfinite_values() const {
-    const Vector16* const chunks =
-        reinterpret_cast<const Vector16*>(shared.ring[multiplied % kStages]);
+  // Whether a value of the tile's keys is not finite: a hidden one would give 0 * NaN in the
+  // product. Values past the last key, the rest of a page or another request's, become zeros.
+  __device__ __forceinline__ bool has_nonfinite_values(const Item& item,
+                                                       const KeyTile& key_tile) const {
+    Vector16* const chunks = reinterpret_cast<Vector16*>(shared.ring[multiplied % kStages]);
+    const int num_keys = item.range.end - softmax.first_key_of(key_tile);
     uint32_t seen[4] = {};
 #pragma unroll
     for (int i = 0; i < VTile::kBytes / 16 / kWarpgroup; ++i) {
-      const Vector16 values = chunks[threadIdx.x + i * kWarpgroup];
+      const int index = threadIdx.x + i * kWarpgroup;
+      Vector16 values = chunks[index];
+      if (VTile::row_at(16 * index) >= num_keys) chunks[index] = values = Vector16{};
       // Zero times a value that is not finite is NaN, and a sum keeps it.
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
@@ -415,6 +420,7 @@ struct LeanSm90 {
       }
     }
     const uint32_t any = (seen[0] | seen[1] | seen[2] | seen[3]) & 0x7fff7fffu;
+    if (num_keys < kTileKV) ptx::fence_proxy_async();
     return ptx::named_barrier_any(Traits::kNonFinite, kWarpgroup, any != 0);
   }
 
