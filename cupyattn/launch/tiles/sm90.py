@@ -186,7 +186,7 @@ _TIMES = {
     ("large", "ragged", 96, 96): TileTimes(5.7, 5.3, 1.06, 0.85),
     ("middle", "ragged", 96, 96): TileTimes(5.27, 5.22, 1.15, 0.61),
     ("short", "ragged", 96, 96): TileTimes(3.75, 4.93, 0.8, 0.66),
-    ("lean", "paged", 64, 64): TileTimes(4, 4.84, 1.0, 0.92, own_keys=1.15),
+    ("lean", "paged", 64, 64): TileTimes(5.7, 6.2, 1.1, 0.6, own_keys=1.15),
     ("lean", "ragged", 96, 96): TileTimes(3.86, 4.18, 1.32, 0.95),
     ("flat", "ragged", 96, 96): TileTimes(5.83, 3.15, 1.75, 0.92),
     ("large", "ragged", 256, 256): TileTimes(16.5, 5.2, 1.45, 0.72, own_keys=1.15),
