@@ -20,7 +20,7 @@ HOPPER = (
         "last-small-box-left-out", "row < num_keys", "row + 16 < num_keys", "hopper small boxes"
     ),
     Mutation("lean-slot-not-refilled", "item, copier.copied", "item, 0", "hopper lean"),
-    Mutation("lean-values-not-checked", "has_nonfinite_values()", "false", "hopper lean"),
+    Mutation("lean-values-not-checked", "has_nonfinite_values(num_keys)", "false", "hopper lean"),
     Mutation(
         "lean-queries-not-awaited",
         "await_phase(shared.full_q[q.stage], q.parity);",

@@ -66,8 +66,8 @@ _MAX_EQUAL = 64  # each holds a work list
 # In the time of a key tile: less than this an estimate of two short launches does not tell apart.
 _LEAST_GAIN = 5.0
 # In microseconds: what a launch beside others takes at least, and what one of a portable kernel for
-# few rows takes beyond that, for heads of up to 128 columns and for wider ones.
-_LAUNCH, _OF_FEW, _OF_FEW_WIDE = 4.0, 10.0, 13.0
+# few rows over pages takes beyond that.
+_LAUNCH, _OF_FEW = 4.0, 10.0
 _NO_MERGES = np.zeros(0, np.int32)
 _NUM_SPLITS = WORK_FIELDS.index("num_splits")
 # A cascade without keys is nothing but its merge.
@@ -211,17 +211,14 @@ class BatchLauncher:
                 return [(choice.name, requests)], 0
             return [(choice.name, many), *few], choice.slots
         tiles = None
-        if len(found) == 1 and found[0][0] in (VERIFY, SMALL):
-            tiles = self._kernels.tiles_of_few(found[0][0], requests)
-        longest = int(np.maximum.reduce(requests.kv_len))
-        may_join = len(found) > 1 if not tiles else longest <= sm90.MOST_KEYS_OF_SHORT_ITEMS
-        # Prompts of few rows have few keys, which nobody has cached.
-        is_prompt = longest <= MOST_ROWS[SMALL] and not self.problem.paged
-        if is_prompt or (found[0][0] == SMALL and may_join):
-            together = self._kernels.choose_tiles(requests, self.masking)
-            of_few = _OF_FEW if self.problem.head_dim_qk <= 128 else _OF_FEW_WIDE
-            if together.time < _LAUNCH * len(found) + of_few:
-                return [(together.name, requests)], 0
+        if len(found) == 1 or not self.problem.paged:
+            tiles = self._kernels.tiles_of_few(found[0][0], requests, self.masking)
+        if found[0][0] == SMALL and self.problem.paged:
+            longest = int(np.maximum.reduce(requests.kv_len))
+            if not tiles or longest <= sm90.MOST_KEYS_OF_SHORT_ITEMS:
+                together = self._kernels.choose_tiles(requests, self.masking)
+                if together.time < _LAUNCH * len(found) + _OF_FEW:
+                    return [(together.name, requests)], 0
         return ([(tiles, requests)], 0) if tiles else (found, -1)
 
     def _slots_of_first(self, found: list[tuple[str, BatchRequests]]) -> int:

@@ -31,6 +31,7 @@ from ..tiles.select import (
     row_class,
     shape_of,
 )
+from ..tiles.sm90 import MOST_KEYS_OF_SHORT_ITEMS
 from .single import LoadedKernel, load_kernel, load_mixed
 
 # A row class, or the two of a mixed kernel: prefill's, then decode's.
@@ -224,15 +225,20 @@ class Kernels:
             found = self._remember(key, made)
         return found
 
-    def tiles_of_few(self, rows: str, requests: BatchRequests) -> str | None:
-        """Tiles of prefill_sm90 for requests of 17 to 64 rows over pages; None if blocks of the
-        portable kernels are as fast: those of decode for VERIFY where memory decides."""
+    def tiles_of_few(self, rows: str, requests: BatchRequests, masking: Masking) -> str | None:
+        """Tiles of prefill_sm90 for requests of up to 64 rows, and of 17 at least over pages; None
+        if blocks of the portable kernels are as fast: those of decode where memory decides, and
+        for few rows of long requests, whose parts they merge themselves."""
         shape = self._timed_shapes().get(_SHORT)
-        if shape is None or not self._problem.paged:
+        if shape is None:
+            return None
+        longest = int(np.maximum.reduce(requests.kv_len))
+        if rows == DECODE and longest > MOST_KEYS_OF_SHORT_ITEMS:
             return None
         key_tiles = int(np.add.reduce(requests.kv_len)) // shape.tile_kv * self._num_kv_heads
-        is_long = key_tiles > _MOST_TILES_OF_SMALL * shape.num_slots
-        return None if rows == VERIFY and is_long else _SHORT
+        if rows != SMALL and key_tiles > _MOST_TILES_OF_SMALL * shape.num_slots:
+            return None
+        return _SHORT if self._problem.paged else self.choose_tiles(requests, masking).name
 
     def _timed_shapes(self) -> dict[str, TileShape]:
         if self._large is None:

@@ -356,8 +356,8 @@ struct LeanSm90 {
     }
     if (kIsFirst) release_stored_output();
     await_slot();
-    // mutate: lean-values-not-checked
-    if (key_tile.needs_mask && has_nonfinite_values(item, key_tile)) {
+    const int num_keys = item.range.end - softmax.first_key_of(key_tile);
+    if (key_tile.needs_mask && has_nonfinite_values(num_keys)) {  // mutate: lean-values-not-checked
       if (kIsFirst) clear_output();
       add_values(item, probabilities, softmax.first_key_of(key_tile));
     } else {
@@ -403,16 +403,19 @@ struct LeanSm90 {
 
   // Whether a value of the tile's keys is not finite: a hidden one would give 0 * NaN in the
   // product. Values past the last key, the rest of a page or another request's, become zeros.
-  __device__ __forceinline__ bool has_nonfinite_values(const Item& item,
-                                                       const KeyTile& key_tile) const {
+  __device__ __forceinline__ bool has_nonfinite_values(int num_keys) const {
     Vector16* const chunks = reinterpret_cast<Vector16*>(shared.ring[multiplied % kStages]);
-    const int num_keys = item.range.end - softmax.first_key_of(key_tile);
+    if (num_keys < kTileKV) {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < VTile::kBytes / 16; i += kWarpgroup) {
+        if (VTile::row_at(16 * i) >= num_keys) chunks[i] = Vector16{};
+      }
+      ptx::fence_proxy_async();
+    }
     uint32_t seen[4] = {};
 #pragma unroll
     for (int i = 0; i < VTile::kBytes / 16 / kWarpgroup; ++i) {
-      const int index = threadIdx.x + i * kWarpgroup;
-      Vector16 values = chunks[index];
-      if (VTile::row_at(16 * index) >= num_keys) chunks[index] = values = Vector16{};
+      const Vector16 values = chunks[threadIdx.x + i * kWarpgroup];
       // Zero times a value that is not finite is NaN, and a sum keeps it.
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
@@ -420,7 +423,6 @@ struct LeanSm90 {
       }
     }
     const uint32_t any = (seen[0] | seen[1] | seen[2] | seen[3]) & 0x7fff7fffu;
-    if (num_keys < kTileKV) ptx::fence_proxy_async();
     return ptx::named_barrier_any(Traits::kNonFinite, kWarpgroup, any != 0);
   }
 

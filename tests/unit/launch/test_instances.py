@@ -164,12 +164,13 @@ def _random(
     most_rows: int,
     square: bool = False,
     capped: bool = True,
+    more_keys: int = 0,
 ) -> Call:
     dims = ((64, 64), (128, 128), (256, 256), (192, 128))
     dtype = str(rng.choice(["bfloat16", "float16"]))
     has_fp8 = paged and rng.random() < 0.4
     qo_len = rng.choice([1, 2, 3, 5, 9, 17, 40, 300], rng.integers(1, 6)).clip(max=most_rows)
-    kv_len = qo_len + rng.choice([0, 1, 60, 700, 5000], len(qo_len))
+    kv_len = qo_len + more_keys + rng.choice([0, 1, 60, 700, 5000], len(qo_len))
     return Call(
         dtype,
         "float8_e4m3fn" if has_fp8 else dtype,
@@ -324,6 +325,11 @@ CALLS: dict[str, tuple[Callable[[Call, Device], None], str, dict[str, Any]]] = {
     "paged": (_paged, "prefill", {"paged": True, "most_rows": 300}),
     "paged, few rows": (_paged, "prefill", {"paged": True, "most_rows": 9}),
     "ragged, few rows": (_ragged, "prefill", {"paged": False, "most_rows": 9}),
+    "ragged, many keys": (
+        _ragged,
+        "prefill",
+        {"paged": False, "most_rows": 9, "more_keys": 1_000_000},
+    ),
     "decode": (_decode, "decode", {"paged": True, "most_rows": 1, "square": True}),
     "planless": (
         _planless,
