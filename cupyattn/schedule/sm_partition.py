@@ -40,6 +40,8 @@ _ITEM = 0.85
 # The same, and _BYTES, where each key is looked up by itself: fitted to 39 batches over pages of 1.
 # Decode's blocks then take long however few their keys, and are at least as many as run at a time.
 _TINY_PAGES_ITEM, _TINY_PAGES_BYTES, _LEAST_ITEMS = 5.0, 50e3, 264
+# Under a soft cap decode takes so many times as long.
+_CAPPED = 1.3
 # Products and streams that run beside each other take this much longer, because both need L2.
 _BESIDE = 1.07
 # A merge of prompts comes after the streams, and takes so many microseconds more than elsewhere.
@@ -61,6 +63,7 @@ class Streams(NamedTuple):
     num_items  of all KV heads
     num_launches
     has_tiny_pages  each of their keys is looked up by itself
+    is_capped       their logits are under a soft cap
     """
 
     keys: np.ndarray
@@ -68,6 +71,7 @@ class Streams(NamedTuple):
     num_items: int
     num_launches: int = 1
     has_tiny_pages: bool = False
+    is_capped: bool = False
 
     def busy(self) -> float:
         """For how long one SM would be busy with them."""
@@ -80,11 +84,18 @@ class Streams(NamedTuple):
         """What they take as soon as SMs are free, but for memory's rate."""
         longest = int(np.maximum.reduce(self.keys, initial=0))
         further = _FURTHER * (self.num_launches - 1)
-        return _LATENCY + further + _LONGEST * math.sqrt(longest / _KEYS)
+        return self._slowly(_LATENCY + further + _LONGEST * math.sqrt(longest / _KEYS))
+
+    def reading(self) -> float:
+        """What all SMs take for their keys."""
+        return self._slowly(self.num_bytes / _ALL_BYTES)
 
     def time(self) -> float:
         """What they take on all SMs."""
-        return _START + self.latency() + self.num_bytes / _ALL_BYTES
+        return _START + self.latency() + self.reading()
+
+    def _slowly(self, time: float) -> float:
+        return _CAPPED * time if self.is_capped else time
 
 
 class Partition(NamedTuple):
@@ -110,6 +121,7 @@ def streams_of(
     key_bytes: int,
     masking: Masking,
     has_tiny_pages: bool = False,
+    is_capped: bool = False,
 ) -> Streams:
     """What launches of these requests of few rows stream. key_bytes: of a key and its value."""
     keys = np.concatenate([requests.kv_len for requests in few])
@@ -117,7 +129,8 @@ def streams_of(
         rows = np.concatenate([requests.qo_len for requests in few])
         keys = np.minimum(keys, rows + masking.window_left)
     num_bytes = float(np.add.reduce(keys)) * num_kv_heads * key_bytes
-    return Streams(keys, num_bytes, keys.size * num_kv_heads, len(few), has_tiny_pages)
+    num_items = keys.size * num_kv_heads
+    return Streams(keys, num_bytes, num_items, len(few), has_tiny_pages, is_capped)
 
 
 def choose_launches(
@@ -286,7 +299,7 @@ def time_beside(end: float, mean: float, num_sms: int, used: int, streams: Strea
         end, mean = more * end, more * mean
         done = free * max(0.0, mean - _START) / streams.busy()
     if done < 1.0:
-        left = (1.0 - done) * streams.num_bytes / _ALL_BYTES
+        left = (1.0 - done) * streams.reading()
         streamed = max(streamed, mean + streams.latency() + left)
     return max(end, streamed)
 

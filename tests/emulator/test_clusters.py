@@ -37,6 +37,9 @@ def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return prefer
 
 
+FP8 = batch_cases.Problem("bfloat16", "float8_e4m3fn", (128, 128))
+
+
 def clusters(answer: run.Answer) -> set[int]:
     return {launch.cluster for launch in answer.launches if launch.name == "decode_sm80"}
 
@@ -52,10 +55,10 @@ def test_clusters_of_each_size(cluster: int, prefer: Callable[..., None]) -> Non
 
 
 @pytest.mark.parametrize("changes", [
-    {"qo_len": (8, 8), "kv_len": (900, 8), "wrapper": "ragged", "page_size": 0},
+    {"qo_len": (8, 8), "kv_len": (900, 8), "problem": FP8},
     {"qo_len": (4, 3), "kv_len": (40, 1500)},
     {"kv_len": (0, 900), "num_kv_heads": 1},
-    {"problem": batch_cases.Problem("bfloat16", "float8_e4m3fn", (128, 128))},
+    {"problem": FP8},
     {"problem": batch_cases.Problem("float16", "float16", (128, 64))},
     {"wrapper": "ragged", "page_size": 0},
     {"window_left": 300},
@@ -86,9 +89,9 @@ def test_blocks_with_an_sm_each(
 @pytest.mark.parametrize("qo_len", [1, 8])
 def test_the_last_cluster_merges_the_splits(qo_len: int, prefer: Callable[..., None]) -> None:
     prefer(2)
-    # In pages, more than 16 rows have another kernel.
-    pages = {"wrapper": "ragged", "page_size": 0} if qo_len > 4 else {}
-    case = replace(DECODE, qo_len=(qo_len,), kv_len=(7000,), num_kv_heads=1, **pages)
+    # More than 16 rows have another kernel, but for fp8 keys.
+    keys = {"problem": FP8} if qo_len > 4 else {}
+    case = replace(DECODE, qo_len=(qo_len,), kv_len=(7000,), num_kv_heads=1, **keys)
     answers = [run.batch(case, num_sms=64, seed=s, has_clusters=True) for s in (0, 5)]
     for answer in answers:
         answer.check()

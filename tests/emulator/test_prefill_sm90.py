@@ -213,6 +213,27 @@ def test_other_tiles_of_batches(name: str, kind: str, monkeypatch: pytest.Monkey
     answer.check()
 
 
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    one_of(
+        3,
+        [
+            *((name, 128) for name in ("middle", "short", "lean", "queue")),
+            *(("short", 64), ("lean", 64), ("short", 256)),
+        ],
+        is_several=True,
+    ),
+)
+def test_other_tiles_of_capped_pages(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_tiles(name, monkeypatch)
+    problem = Problem("bfloat16", "bfloat16", (dim, dim), is_capped=True)
+    lengths = {"qo_len": (90, 3, 0, 33), "kv_len": (300, 60, 7, 33)}
+    case = replace(PAGED, problem=problem, **lengths, **test_batch.KINDS["paged"])
+    answer = run.batch(case, num_sms=3)
+    assert kernels(answer)[0] == "prefill_sm90"
+    answer.check()
+
+
 def test_many_lean_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warp copies where there are more blocks than two on each SM."""
     force_tiles("lean", monkeypatch)

@@ -48,8 +48,8 @@ MOST_PARTS = 16
 _PARTS_A_WARP = 4
 # Blocks that have an SM each must end within this share of the time of ordinary ones.
 _WORTHWHILE = 0.98
-# Tiles of prefill_sm90 for few rows.
-_SHORT = "short"
+# Tiles of prefill_sm90 for few rows; under a soft cap, over pages, where heads are no wider.
+_SHORT, _MOST_DIM_OF_CAPPED_FEW = "short", 128
 # Every kernel looks up each key by itself where a page has fewer keys.
 _FEW_KEYS = 8
 # The keys of a request that has not been counted yet: many, but few enough for clusters to help.
@@ -217,7 +217,8 @@ class Kernels:
             head_dims = self._problem.head_dim_qk + self._problem.head_dim_vo
             key_bytes = head_dims * self._problem.dtype_kv.itemsize
             has_tiny_pages = self._problem.paged and self._page_size < _FEW_KEYS
-            streams = streams_of(few, self._num_kv_heads, key_bytes, masking, has_tiny_pages)
+            of_problem = has_tiny_pages, self._problem.soft_cap
+            streams = streams_of(few, self._num_kv_heads, key_bytes, masking, *of_problem)
             facts = *self._heads, timed, masking
             index, slots, time, is_alone = choose_launches(many, streams, *facts)
             slots = 0 if is_alone or slots == timed[index].num_slots else slots
@@ -229,8 +230,11 @@ class Kernels:
         """Tiles of prefill_sm90 for requests of up to 64 rows, and of 17 at least over pages; None
         if blocks of the portable kernels are as fast: those of decode where memory decides, and
         for few rows of long requests, whose parts they merge themselves."""
-        shape = self._timed_shapes().get(_SHORT)
-        if shape is None:
+        shape, problem = self._timed_shapes().get(_SHORT), self._problem
+        is_slow = (
+            problem.paged and problem.soft_cap and problem.head_dim_qk > _MOST_DIM_OF_CAPPED_FEW
+        )
+        if shape is None or is_slow:
             return None
         longest = int(np.maximum.reduce(requests.kv_len))
         if rows == DECODE and longest > MOST_KEYS_OF_SHORT_ITEMS:
@@ -238,7 +242,7 @@ class Kernels:
         key_tiles = int(np.add.reduce(requests.kv_len)) // shape.tile_kv * self._num_kv_heads
         if rows != SMALL and key_tiles > _MOST_TILES_OF_SMALL * shape.num_slots:
             return None
-        return _SHORT if self._problem.paged else self.choose_tiles(requests, masking).name
+        return _SHORT if problem.paged else self.choose_tiles(requests, masking).name
 
     def _timed_shapes(self) -> dict[str, TileShape]:
         if self._large is None:

@@ -26,6 +26,8 @@ _LEAN_TILES = ("queue", "lean", "flat")
 # a key tile so many times as long: lean blocks have no fast path.
 _CAPPED, _CAPPED_LEAN = (2.0, 1.0), (0.0, 1.25)
 _CAPPED_TIMES = {"middle": (2.0, 1.05), **dict.fromkeys(_LEAN_TILES, _CAPPED_LEAN)}
+# Over pages two warpgroups of 128 columns do what three do where keys are in rows.
+_CAPPED_PAGES = 2.0, 1.4
 # The other tiles are slower under a cap than one of these wherever they were timed.
 _CAPPED_TILES = ("middle", "short", *_LEAN_TILES)
 # Blocks for short items multiply more slowly than others, and win by what they do besides.
@@ -228,9 +230,8 @@ def _spills_in_queue(problem: AttentionProblem) -> bool:
 
 
 def _is_timed(problem: AttentionProblem) -> bool:
-    """Whether the times hold: those of plain attention over keys of 16 bits, and of a cap if keys
-    are in rows."""
-    has_option = problem.custom_mask or problem.reads_rows or (problem.soft_cap and problem.paged)
+    """Whether the times hold: those of attention over keys of 16 bits, plain or under a cap."""
+    has_option = problem.custom_mask or problem.reads_rows
     return not has_option and problem.pos_encoding == "NONE" and problem.dtype_kv.is_float16
 
 
@@ -252,6 +253,8 @@ def _times(problem: AttentionProblem, name: str, kind: str = "") -> TileTimes | 
     if not problem.soft_cap:
         return found
     launch, key_tile = _CAPPED_TIMES.get(name, _CAPPED)
+    if (name, kind, dims) == ("large", "paged", (128, 128)):
+        launch, key_tile = _CAPPED_PAGES
     return found._replace(launch=found.launch + launch, key_tile=key_tile * found.key_tile)
 
 

@@ -25,10 +25,13 @@ def chosen(
     causal: bool,
     dim_vo: int = 0,
     soft_cap: bool = False,
+    page_size: int = 0,
 ) -> str:
     kind = dtypes.bfloat16
-    problem = AttentionProblem(kind, kind, kind, dim, dim_vo or dim, soft_cap=soft_cap)
-    made = select.large_tiles(problem, SHARED_BYTES[ARCH], ARCH, 0)
+    problem = AttentionProblem(
+        kind, kind, kind, dim, dim_vo or dim, soft_cap=soft_cap, paged=page_size > 0
+    )
+    made = select.large_tiles(problem, SHARED_BYTES[ARCH], ARCH, page_size)
     group = heads[0] // heads[1]
     shapes = [select.shape_of(tiles, group, heads[1], NUM_SMS) for tiles in made.values()]
     lengths, starts = np.full(count, length), np.arange(count) * length
@@ -123,6 +126,23 @@ def test_soft_caps(
     count: int, length: int, heads: tuple[int, int], dim: int, fast: set[str]
 ) -> None:
     assert chosen(count, length, heads, dim, True, soft_cap=True) in fast
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "heads", "dim", "soft_cap", "fast"),
+    [
+        # Two tiles of 64 rows each: one wave of lean blocks.
+        (223, 71, (1, 1), 64, False, {"lean"}),
+        (16, 71, (1, 1), 64, False, {"short", "lean"}),
+        (1, 43, (32, 16), 64, True, {"lean"}),
+        (1, 1434, (8, 1), 128, True, {"short", "middle"}),
+        (1, 606, (16, 8), 256, True, {"short"}),
+    ],
+)
+def test_pages(
+    count: int, length: int, heads: tuple[int, int], dim: int, soft_cap: bool, fast: set[str]
+) -> None:
+    assert chosen(count, length, heads, dim, True, soft_cap=soft_cap, page_size=16) in fast
 
 
 def test_persistent_lean_blocks_have_several_items() -> None:

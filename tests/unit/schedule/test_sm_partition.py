@@ -104,6 +104,15 @@ def test_keys_of_tiny_pages_stream_slowly_beside_others() -> None:
     assert tiny.time() == streams.time()
 
 
+def test_capped_decodes_take_longer() -> None:
+    few = streams([(1, 4096)] * 8)
+    capped = streams_of([requests_of([(1, 4096)] * 8)], 8, 512, CAUSAL, is_capped=True)
+    for plain, slow in ((few.latency(), capped.latency()), (few.reading(), capped.reading())):
+        assert slow == pytest.approx(1.3 * plain)
+    assert capped.time() > 1.2 * few.time()
+    assert time_beside(100.0, 90.0, 132, 132, capped) > time_beside(100.0, 90.0, 132, 132, few)
+
+
 def test_a_chunk_leaves_sms_to_many_decodes() -> None:
     """Measured on an H200: 562 us with 108 of 132 SMs, 630 to 686 with all."""
     found = choose([(2048, 8192)], [(1, 4096)] * 63)

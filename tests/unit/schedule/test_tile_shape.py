@@ -46,6 +46,16 @@ def test_the_soonest_blocks_of_few_requests(
     assert min(times, key=times.__getitem__) == wanted
 
 
+def test_uneven_requests_come_in_waves_of_clusters() -> None:
+    """Three requests of four heads are 32 parts. Measured on an H100: 146 us, usual 133."""
+    facts = 3, 63_937, 62_502 + 63_937 + 37_988, 4, 5
+    even = 3, 63_937, 3 * 63_937, 4, 5
+    for name, is_later in (("usual", False), ("alone", False), ("clusters of 8", True)):
+        time, usual = (decode_time(OFFERED[x], *facts) for x in (name, "usual"))
+        assert (time > usual + 1.0) == is_later
+    assert decode_time(OFFERED["clusters of 8"], *even) < decode_time(USUAL, *even)
+
+
 def test_memory_is_as_fast_for_clusters_that_leave_sms_idle() -> None:
     facts = 8, 60_000, 480_000, 1, 8
     times = [decode_time(OFFERED[name], *facts) for name in ("alone", "clusters of 8")]
