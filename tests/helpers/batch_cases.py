@@ -59,6 +59,8 @@ PROBLEMS = (
     Problem(_HALF, _E4M3, (64, 64), prescale_logits=True, is_masked=True),
     Problem(_BF16, _BF16, (128, 128), is_aligned=False),
     Problem(_HALF, _E5M2, (128, 128), is_aligned=False),
+    Problem(_BF16, _BF16, (128, 128), is_capped=True),
+    Problem(_HALF, _HALF, (256, 256), is_capped=True),
 )
 
 
