@@ -215,20 +215,6 @@ def test_type_checkers_see_every_public_name() -> None:
     assert (PACKAGE / "py.typed").exists()
 
 
-def _too_long(paths: list[Path], budget: int) -> list[str]:
-    lengths = {p: len(p.read_text(encoding="utf-8").splitlines()) for p in paths}
-    return [f"{p.relative_to(ROOT)}: {n} > {budget}" for p, n in lengths.items() if n > budget]
-
-
-def test_files_keep_to_the_line_budget() -> None:
-    python = [
-        p for name in ("cupyattn", "tests", "benchmarks") for p in _sources(ROOT / name, "*.py")
-    ]
-    kernels = _sources(ROOT / "kernels", "*.cuh", "*.cu")
-    assert python and kernels
-    assert not _too_long(python + kernels, 600)
-
-
 @pytest.mark.parametrize(
     ("file", "source", "expected"),
     [

@@ -128,7 +128,6 @@ def test_a_released_wheel_is_small_and_holds_the_same(wheel: Path, tmp_path: Pat
         for one, other in zip(before.infolist(), after.infolist(), strict=True):
             assert before.read(one) == after.read(other)
             assert one.date_time == other.date_time and one.external_attr == other.external_attr
-    assert small.stat().st_size <= 0.63 * 2**20
     # What every build makes, without zopfli, is not much larger.
     assert wheel.stat().st_size <= 1.05 * small.stat().st_size
 
