@@ -13,7 +13,10 @@ from .inputs import BatchInputs
 
 
 def candidates(case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
-    """Two calls: it chooses the number of splits, and it does not split."""
+    """It chooses the number of splits, and it does not split.
+
+    Requests of one length are also one dense batch.
+    """
     has_option = case.mask != "none" or case.logits_soft_cap or case.sinks
     if case.pos_encoding_mode != "NONE" or has_option:
         raise Unsupported("FlashAttention-3 as built has no such option")
@@ -25,11 +28,18 @@ def candidates(case: BatchCase, inputs: BatchInputs) -> list[Candidate]:
         q = q[:, None]
     shape = (1, -1, case.num_qo_heads, case.head_dim_vo)
 
-    def candidate(variant: str, num_splits: int) -> Candidate:
-        call = partial(fwd, q, inputs.k, inputs.v, num_splits=num_splits, **options)
+    def candidate(variant: str, num_splits: int, arrays: Any, given: dict[str, Any]) -> Candidate:
+        call = partial(fwd, *arrays, num_splits=num_splits, **given)
         return Candidate(NAME, variant, call, lambda answer: answer[0].view(shape))
 
-    return [candidate("fwd", 0), candidate("unsplit", 1)]
+    arrays = (q, inputs.k, inputs.v)
+    found = [candidate("fwd", 0, arrays, options), candidate("unsplit", 1, arrays, options)]
+    if inputs.tables is None and len({(q_len, kv_len) for _, q_len, kv_len in case.requests}) == 1:
+        # Its dense form is the faster one: no request is looked up.
+        dense = tuple(x.view(case.batch, -1, *x.shape[1:]) for x in arrays)
+        plain = {name: value for name, value in options.items() if "seqlen" not in name}
+        found += [candidate("dense", 0, dense, plain), candidate("dense_unsplit", 1, dense, plain)]
+    return found
 
 
 def _options(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:

@@ -37,8 +37,9 @@ _HEAD = """# Support matrix
 
 Made from the code by `python -m docs.tools`; a test holds it against the code.
 
-One H200 has been measured, and runs the GPU tests. For the other architectures kernels are compiled
-in the tests, without spills, and the portable kernels run on the host, thread by thread.
+H100s and H200s have been measured, and run the GPU tests. Nothing has run on a GPU of another
+architecture, Blackwell's included: for those, kernels are compiled in the tests, without spills,
+and the portable kernels run on the host, thread by thread.
 """
 
 

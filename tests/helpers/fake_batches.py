@@ -109,8 +109,11 @@ def fa3(q: Any, k: Any, v: Any, *, is_causal: bool, num_splits: int, softmax_sca
     import torch
 
     assert num_splits in (0, 1) and softmax_scale == q.shape[-1] ** -0.5
+    if page_table is None and cu_seqlens_k is None:  # one dense batch
+        cu_seqlens_q, cu_seqlens_k = (np.arange(len(x) + 1) * x.shape[1] for x in (q, k))
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
     rows = q.flatten(0, -3)
-    ends = np.arange(len(q) + 1) if cu_seqlens_q is None else cu_seqlens_q.numpy()
+    ends = np.arange(len(q) + 1) if cu_seqlens_q is None else np.asarray(cu_seqlens_q)
     answers = []
     for b, (start, stop) in enumerate(pairwise(ends)):
         if page_table is None:

@@ -33,7 +33,8 @@ class Translated(ModuleType):
     def __init__(self, framework: str) -> None:
         super().__init__("cupyattn")
         self._convert = converter(framework)
-        self._kind = type(self._convert(np.zeros(1, np.float32)))
+        made = self._convert(np.zeros(1, np.float32))
+        self._kind, self._is_apart = type(made), array.view(made, "made").device.kind == "cuda"
         self.num_calls = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -43,8 +44,12 @@ class Translated(ModuleType):
         return functools.partial(self.call, value) if callable(value) else value
 
     def call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        answer = function(*map(self._in, args), **{n: self._in(x) for n, x in named.items()})
+        positional, by_name = [*map(self._in, args)], {n: self._in(x) for n, x in named.items()}
+        answer = function(*positional, **by_name)
         self.num_calls += 1
+        if self._is_apart:
+            # What a call has written is in copies on the GPU: the program looks at its own arrays.
+            _write_back([*args, *named.values()], [*positional, *by_name.values()])
         places = _WRITTEN.get(getattr(function, "__name__", ""))
         if places and answer is not None:
             for place, new in zip(places, answer if len(places) > 1 else [answer], strict=True):
@@ -65,7 +70,7 @@ class Translated(ModuleType):
         if not _is_array(x):
             return x
         assert type(x) is self._kind
-        return array.from_numpy(np.array(array.as_numpy(array.view(x, "x"))), array.view(like, "x"))
+        return array.from_numpy(np.array(_numpy(x)), array.view(like, "x"))
 
 
 class _Wrapper:
@@ -75,6 +80,21 @@ class _Wrapper:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._wrapper, name)
         return functools.partial(self._module.call, value) if callable(value) else value
+
+
+def _numpy(x: Any) -> np.ndarray:
+    v = array.view(x, "x")
+    return array.as_numpy(v) if v.device.kind == "cpu" else array.to_host(v)
+
+
+def _write_back(own: Any, copy: Any) -> None:
+    if isinstance(own, (list, tuple)):
+        for one, other in zip(own, copy, strict=True):
+            _write_back(one, other)
+    elif _is_array(own):
+        host = array.as_numpy(array.view(own, "x"))
+        if host.flags.writeable:
+            host[...] = _numpy(copy)
 
 
 def _is_array(x: Any) -> bool:

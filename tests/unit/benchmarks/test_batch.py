@@ -41,6 +41,7 @@ DECODE = replace(
 RAGGED = replace(
     PAGED, name="ragged", op="ragged", api="ragged", requests=((1, 20, 20), (2, 7, 7)), page_size=0
 )
+EQUAL = replace(RAGGED, name="equal", requests=((3, 7, 7),))
 VERIFY = replace(PAGED, name="verify", op="verify", api="verify", requests=((3, 5, 20),))
 VARIETY = [
     PAGED,
@@ -52,6 +53,7 @@ VARIETY = [
     replace(RAGGED, pos_encoding_mode="ROPE_LLAMA", logits_soft_cap=3.0),
     replace(RAGGED, pos_encoding_mode="ALIBI", window_left=6),
     replace(RAGGED, causal=False, mask="packed"),
+    EQUAL,
     VERIFY,
     replace(VERIFY, causal=False, mask="tree"),
 ]
@@ -313,8 +315,10 @@ def test_a_whole_run_of_one_batch(case: BatchCase, on_cpu: Any) -> None:
     simple = case.pos_encoding_mode == "NONE" and case.mask == "none" and not case.logits_soft_cap
     if simple and case.kv_dtype == "bfloat16":
         serving |= {"fa3:fwd", "fa3:unsplit"}
+        serving |= {"fa3:dense", "fa3:dense_unsplit"} if case is EQUAL else set()
     assert {label for label, row in rows.items() if row["status"] == "timed"} == serving, rows
-    others = [row for label, row in rows.items() if label not in serving]
+    missing = {"sdpa_cudnn:sdpa"} if case is EQUAL else set()  # cuDNN has no CPU
+    others = [row for label, row in rows.items() if label not in serving | missing]
     assert {row["status"] for row in others} <= {"unsupported"}
     assert all(row["repeatable"] and row["relative_error"] < 4e-3 for label, row in rows.items()
                if label in serving)  # fmt: skip
