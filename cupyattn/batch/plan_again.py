@@ -20,8 +20,8 @@ from ..array import ArrayView, Device
 from ..array.match import is_contiguous
 from ..core import dtypes
 from ..inputs.call_cache import Argument, CallCache
-from ..inputs.geometry import Geometry
-from ..inputs.workspace import require_workspace
+from ..inputs.geometry import Geometry, Variant
+from ..inputs.workspace import num_bytes, require_workspace
 from ..launch.attention import read_tables
 from ..launch.attention.read_tables import DeviceTables, Planner
 from ..schedule.batch import BatchRequests
@@ -137,7 +137,7 @@ def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any,
         view = ArrayView(ids, (num_ids,), (1,), dtypes.int32, device, framework, False, arrays[1])
         batch.page_ids_device, plan.page_ids, plan.views = view, ids, (view,)
     if batch.num_rows:
-        plan.prepared[variant] = _prepared(wrapper, plan, launcher, planner, made, stream)
+        plan.prepared[variant] = _prepared(wrapper, plan, launcher, variant, planner, made, stream)
     plan.owner = wrapper._turns.begin()
     wrapper._current = plan
     wrapper.__dict__.update(state)
@@ -169,18 +169,20 @@ def _prepared(
     wrapper: BatchWrapper,
     plan: Plan,
     launcher: Any,
+    variant: Variant,
     planner: Planner | None,
     made: Sequence[int],
     stream: int,
 ) -> Prepared:
     """The schedule of a plan on the device: the one that the GPU has made, else the host's."""
     schedule = None if planner is None else planner.schedule(*made)
+    if schedule is not None and schedule.workspace_bytes:
+        wrapper._enlarge_workspace(schedule.workspace_bytes)
+        if schedule.workspace_bytes > num_bytes(wrapper._workspace):
+            schedule = None
     is_made = schedule is not None
     if schedule is None:
-        tokens, may_split = plan.split
-        schedule = launcher.schedule(plan.batch.requests, split_tokens=tokens, may_split=may_split)
-    if schedule.workspace_bytes:
-        wrapper._enlarge_workspace(schedule.workspace_bytes)
+        _, schedule = wrapper._schedule_variant(plan, variant)
         require_workspace(wrapper._workspace, schedule.workspace_bytes, "this plan")
     rotated = wrapper._reserve_rotated(schedule) if schedule.rotated_bytes else 0
     if is_made:

@@ -152,6 +152,8 @@ class BatchWrapper(Untraced):
         self._current: Plan | None = None
         self._frozen: tuple[PlanOptions, Capacity, tuple[int, bool]] | None = None
         self._frozen_logits = params.NO_LOGITS_ARRAYS
+        # Graph mode: bytes that the first plan of each variant might take, see _room.
+        self._rooms: dict[Variant, int | None] = {}
         # The last run that needed another variant than the planned one: its geometry, its variant.
         self._preferred: tuple[Geometry, Variant] | None = None
         self._known: _Known | None = None
@@ -244,8 +246,9 @@ class BatchWrapper(Untraced):
     def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """(float bytes, int bytes) that plan() with these arguments takes; nothing is planned.
 
-        The first must fit float_workspace_buffer; the second are memory of the wrapper's own. A
-        wrapper in graph mode answers as for its first plan.
+        The first are those of float_workspace_buffer for the fastest plan: one of less splits keys
+        in fewer parts. The second are memory of the wrapper's own. A wrapper in graph mode answers
+        as for its first plan.
         """
         probe = copy.copy(self)
         probe._is_probe = True
@@ -343,6 +346,7 @@ class BatchWrapper(Untraced):
         if capacity is not None and self._frozen is None:
             self._frozen = given, capacity, split
             self._frozen_logits = plan.packed_logits
+            self._rooms = {variant: self._room(variant) for variant in made}
         plan.owner = self._turns.begin()
         self._current = plan
 
@@ -413,14 +417,32 @@ class BatchWrapper(Untraced):
     ) -> tuple[BatchLauncher, BatchSchedule]:
         launcher = plan.geometry.launcher(variant)
         split_tokens, may_split = plan.split
+        room = self._room(variant)
         schedule = launcher.schedule(
             plan.batch.requests,
             split_tokens=split_tokens,
             may_split=may_split,
             capacity=plan.capacity,
+            most_bytes=room,
         )
+        is_planned = variant == plan.geometry.default_variant
+        if not is_planned and room is not None and schedule.workspace_bytes > room:
+            # What nobody could foresee when the workspace was made does without splits.
+            if may_split and not split_tokens:
+                schedule = launcher.schedule(
+                    plan.batch.requests, may_split=False, capacity=plan.capacity
+                )
         self._enlarge_workspace(schedule.workspace_bytes)
         return launcher, schedule
+
+    def _room(self, variant: Variant) -> int | None:
+        """Bytes that a plan may take of the workspace, for which keys are split in fewer parts;
+        None: the workspace grows. A captured graph keeps that of its first plan."""
+        if variant in self._rooms:
+            return self._rooms[variant]
+        if self._is_probe or (self._owns_workspace and self._frozen is None):
+            return None
+        return num_bytes(self._workspace)
 
     def _enlarge_workspace(self, need: int) -> None:
         """Where it is the wrapper's own, and no captured graph keeps it."""
@@ -567,6 +589,7 @@ class BatchWrapper(Untraced):
             self._staging.send(copies, stream)
         if self._is_graph:
             self._variant_words[variant] = words
+            self._rooms[variant] = self._room(variant)
         self._preferred = plan.geometry, variant
         rotated = self._reserve_rotated(schedule)
         owner = words.view, self._rotated.view

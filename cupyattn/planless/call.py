@@ -8,7 +8,6 @@ capture a call.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from ..core import dtypes
 from ..errors import WorkspaceError
 from ..inputs import row_mask
 from ..inputs.call_cache import Found
-from ..inputs.workspace import view_workspace
+from ..inputs.workspace import num_bytes, view_workspace
 from ..launch.driver import scratch
 from ..launch.driver.enqueue import cuda
 from . import reference
@@ -64,7 +63,8 @@ def run(
     # --- 2. Answer on the CPU ---
     if vq.device.kind == "cpu":
         if vworkspace is not None and vq.shape[0]:
-            _require_size(vworkspace, prepare(_with_outputs(call)).num_bytes)
+            have = num_bytes(vworkspace)
+            _require_size(have, prepare(_with_outputs(call), have).num_bytes)
         return reference.answer(call, arrays, options.names, append)
 
     # --- 3. Launch on the caller's stream ---
@@ -82,7 +82,7 @@ def run(
     if vq.shape[0] or (call.lse is not None and call.pads_lse and call.lse.shape[0]):
         if cuda().is_debugging:
             reference.check_values(call, options.names)
-        prepared = prepare(call)
+        prepared = prepare(call, None if vworkspace is None else num_bytes(vworkspace))
         _launch(call, prepared, vworkspace)
         if call.scales.is_constant and not is_bool_mask(call) and not cuda().is_debugging:
             insert(given, signature, call, prepared)
@@ -175,8 +175,7 @@ def _view_workspace(x: Any, call: Call, names: Names) -> ArrayView | None:
     return v
 
 
-def _require_size(v: ArrayView, need: int) -> None:
-    have = math.prod(v.shape) * v.dtype.itemsize
+def _require_size(have: int, need: int) -> None:
     if have < need:
         raise WorkspaceError(
             f"workspace_buffer: this call needs {need} bytes and it has {have}; pass a larger one"
@@ -204,7 +203,7 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
         workspace, owner = scratch.allocator(vq)(prepared.num_bytes)
     else:
         workspace = vworkspace.ptr
-        _require_size(vworkspace, prepared.num_bytes)
+        _require_size(num_bytes(vworkspace), prepared.num_bytes)
     inputs = (call.keys.k, call.keys.v, call.block_tables, call.sinks, call.mask, vworkspace)
     used = [
         v

@@ -14,6 +14,7 @@ from ..inputs.row_mask import NO_BITS, MaskBits
 from ..launch.attention import pad_lse, plan_batch
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.bound_run import BoundRun
+from ..launch.attention.layout import ANY_BATCH_BYTES
 from ..launch.attention.pad_lse import Padding
 from ..launch.attention.plan_batch import DevicePlan, Lengths
 from ..launch.driver import params
@@ -117,7 +118,18 @@ class Prepared:
         return found
 
 
-def prepare(call: Call) -> Prepared:
+def prepare(call: Call, have: int | None = None) -> Prepared:
+    """What a call launches. have: bytes of its workspace, which a plan of fewer parts may need."""
+    prepared = _prepare(call, ANY_BATCH_BYTES)
+    if have is None or prepared.num_bytes <= have:
+        return prepared
+    # Besides the plan a workspace holds what is packed or padded.
+    besides = prepared.num_bytes - prepared.plan.num_bytes
+    fewer = _prepare(call, max(0, have - besides))
+    return fewer if fewer.num_bytes <= have else prepared
+
+
+def _prepare(call: Call, most_bytes: int) -> Prepared:
     vq, keys, vout, vlse = call.q, call.keys, call.out, call.lse
     assert vout is not None
     strides = [(x.strides[:2], x.dtype) for x in (vq, vout)]
@@ -128,7 +140,7 @@ def prepare(call: Call) -> Prepared:
     prescale_logits = is_scaled or scales.logits <= 0.0
     variant = Variant(is_aligned, prescale_logits, call.mask is not None)
     launcher = call.geometry.launcher(variant)
-    plan = plan_of(launcher, call.lengths)
+    plan = plan_of(launcher, call.lengths, most_bytes)
     lse_strides = None if vlse is None else vlse.strides
     packed = params.STRIDES.pack(
         *vq.strides[:2], *keys.strides[:4], *vout.strides[:2], 0, 0, *keys.strides[4:]
@@ -163,8 +175,10 @@ def prepare(call: Call) -> Prepared:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_of(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
-    return plan_batch.prepare(launcher, lengths)
+def plan_of(
+    launcher: BatchLauncher, lengths: Lengths, most_bytes: int = ANY_BATCH_BYTES
+) -> DevicePlan:
+    return plan_batch.prepare(launcher, lengths, most_bytes)
 
 
 def of_lengths(

@@ -93,7 +93,7 @@ class BatchRequests:
 class Splitting(NamedTuple):
     """How keys may be split: by balance, not at all, or every so many tokens (tokens > 0).
 
-    waves  of blocks that splits by balance may add where a cascade leaves states
+    waves  of blocks that splits by balance may add: the fewer, the fewer states they leave
     """
 
     may_split: bool = True
@@ -284,15 +284,16 @@ def _splits(
     if work.longest <= 1:
         return None
     if splitting.tokens:
-        chunk = max(1, splitting.tokens // shape.tile_kv)
-    elif shape.times is not None:
+        return split_after(work, max(1, splitting.tokens // shape.tile_kv))
+    per_wave = max(1, shape.num_slots // num_kv_heads)
+    # Parts no shorter than this add no more blocks than these waves have.
+    least = -(-work.total // max(1, int(splitting.waves * per_wave)))
+    if shape.times is not None:
         slots = Slots(shape.num_slots, shape.num_sms)
         chunk = best_split(work, num_kv_heads, slots, shape.times).chunk or work.longest
-    else:
-        per_wave = max(1, shape.num_slots // num_kv_heads)
-        least = shape.least_part(work.longest, most_rows)
-        chunk = best_chunk(work, per_wave, shape.costs(most_rows), least).size
-    return split_after(work, chunk)
+        return split_after(work, max(chunk, least))
+    least = max(least, shape.least_part(work.longest, most_rows))
+    return split_after(work, best_chunk(work, per_wave, shape.costs(most_rows), least).size)
 
 
 def equal_splits(

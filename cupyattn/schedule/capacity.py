@@ -44,6 +44,7 @@ def plan_capacity(
     masking: Masking,
     *,
     last_block_merges: bool,
+    waves: float = MAX_WAVES,
 ) -> PlanCapacity:
     """The capacity for any plan of so many requests and query rows.
 
@@ -51,6 +52,7 @@ def plan_capacity(
     max_kv_len     keys that a request has room for; `likely_kv_len`, up to that, bounds how often
                    keys are worth splitting, but not what a plan may be of
     last_block_merges    a launch of its own merges partial states, whether or not there are any
+    waves          of items that splitting may add
     """
     if qo_len >= 0:
         num_tiles = num_requests * -(-qo_len * group_size // shape.tile_q)
@@ -62,7 +64,7 @@ def plan_capacity(
         longest_q = qo_len if qo_len >= 0 else num_rows
         keys = min(keys, masking.window_left + longest_q)
     key_tiles = -(-keys // shape.tile_kv)
-    num_more = min(MAX_WAVES * per_wave, num_tiles * max(key_tiles - 1, 0))
+    num_more = min(int(waves * per_wave), num_tiles * max(key_tiles - 1, 0))
     # Many tiles balance by themselves, and then a merge is not worth its launch.
     if last_block_merges and num_tiles >= MAX_WAVES * per_wave:
         num_more = 0

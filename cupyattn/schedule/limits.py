@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import PlanError
-from .balance import MAX_WAVES
 from .batch import BatchPlan, Splitting
 from .tile_shape import TileShape
 
@@ -39,7 +38,7 @@ def limits(
         chunk_tokens = max(1, splitting.tokens // shape.tile_kv) * shape.tile_kv
         more = -(-max_qo_len * group_size // shape.tile_q) * (num_tokens // chunk_tokens + 1)
     else:
-        more = MAX_WAVES * max(1, shape.num_slots // num_kv_heads)
+        more = int(splitting.waves * max(1, shape.num_slots // num_kv_heads))
     return Limits(num_tiles + more, min(num_tiles, more), min(num_tiles, more) + more)
 
 

@@ -33,8 +33,10 @@ from .tile_shape import TileShape
 _FIRST_STATE = WORK_FIELDS.index("first_state")
 # Parts of keys that are tried: as many as fill so many waves of blocks.
 _WAVES = (1.0, 1.4, 2.0, 3.0, MAX_WAVES)
-# Ways to split the keys of a cascade, each of which leaves fewer states than the one before.
-CASCADE_SPLITTINGS = (*(Splitting(waves=n) for n in (MAX_WAVES, 2.0, 1.0)), Splitting(False))
+# Ways to split keys, each of which leaves fewer states than the one before. Those of a cascade end
+# with none, which leaves a state of every tile all the same.
+SPLITTINGS = tuple(Splitting(waves=n) for n in (MAX_WAVES, 3.0, 2.0, 1.0))
+CASCADE_SPLITTINGS = (*SPLITTINGS, Splitting(False))
 # Waves after which a launch is as long as all slots are busy.
 _MANY_WAVES = 16
 

@@ -31,6 +31,7 @@ from ...schedule.limits import Limits, check_limits, limits
 from ...schedule.masking import Masking
 from ...schedule.mixed import (
     CASCADE_SPLITTINGS,
+    SPLITTINGS,
     Device,
     Kinds,
     MixedPlan,
@@ -59,7 +60,15 @@ from .kernels import (
     Keys,
     group_by_row_class,
 )
-from .layout import BatchSchedule, Capacity, KernelWork, Layout, Reserved, Uniform
+from .layout import (
+    ANY_BATCH_BYTES,
+    BatchSchedule,
+    Capacity,
+    KernelWork,
+    Layout,
+    Reserved,
+    Uniform,
+)
 
 _MAX_CACHED = 1024
 _MAX_EQUAL = 64  # each holds a work list
@@ -106,13 +115,31 @@ class BatchLauncher:
         split_tokens: int = 0,
         may_split: bool = True,
         capacity: Capacity | None = None,
+        most_bytes: int | None = None,
     ) -> BatchSchedule:
         """Plan on the host. split_tokens > 0: every request is split into parts of this many keys.
 
         With a capacity, `words` and `workspace_bytes` have the same size for every plan that fits;
-        a plan that does not is a PlanError.
+        a plan that does not is a PlanError. Keys are split in fewer parts where the workspace would
+        else take more than `most_bytes`; if it still does, this is the best plan without a limit.
         """
         splitting = Splitting(may_split, split_tokens)
+        best = self._schedule_known(requests, splitting, capacity)
+        if most_bytes is None or best.workspace_bytes <= most_bytes or splitting.is_given:
+            return best
+        fewer = SPLITTINGS[1:]
+        if most_bytes >= ANY_BATCH_BYTES:
+            fewer = (*fewer, Splitting(False))
+        for splitting in fewer:
+            schedule = self._schedule_known(requests, splitting, capacity)
+            if schedule.workspace_bytes <= most_bytes:
+                return schedule
+        return best
+
+    def _schedule_known(
+        self, requests: BatchRequests, splitting: Splitting, capacity: Capacity | None
+    ) -> BatchSchedule:
+        """Plans of equal requests are made once."""
         facts = self.group_size, self.masking, bool(self._keys.rope_table)
         may_know = not self._is_debugging()
         key = key_of_equal(requests, *facts, splitting, capacity) if may_know else None

@@ -16,6 +16,8 @@ from . import merge_levels, merge_splits, scan_mask
 from .kernels import Kernels, Rows
 
 ITEM_BYTES = 4 * len(WORK_FIELDS)
+# A workspace of so many bytes serves any batch: plans that would take more split keys less.
+ANY_BATCH_BYTES = 128 << 20
 _MAX_CACHED = 1024
 
 

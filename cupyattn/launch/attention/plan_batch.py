@@ -12,13 +12,16 @@ from ...core import dtypes
 from ...core.device import device_props
 from ...core.dtypes import DType
 from ...errors import UnsupportedError
+from ...schedule.balance import MAX_WAVES
 from ...schedule.batch import Splitting
 from ...schedule.capacity import plan_capacity
+from ...schedule.mixed import SPLITTINGS
 from ..driver import params
 from ..driver.enqueue import Launch, enqueue, load_function
 from ..tiles.config import TileConfig
 from .batch import BatchLauncher, BatchSchedule
 from .kernels import Keys
+from .layout import ANY_BATCH_BYTES
 
 _THREADS = 512
 _SHARED_BYTES = 29_264
@@ -145,8 +148,29 @@ def _packed(formats: tuple[IndexFormat, ...]) -> bytes:
     return b"".join(layout.pack() for layout in formats)
 
 
-def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
-    """Make ready for launches; UnsupportedError if a block cannot plan so many requests."""
+def prepare(
+    launcher: BatchLauncher, lengths: Lengths, most_bytes: int = ANY_BATCH_BYTES
+) -> DevicePlan:
+    """Make ready for launches; UnsupportedError if a block cannot plan so many requests.
+
+    Keys are split in fewer parts where the workspace would else take more than `most_bytes`; if it
+    still does, this is the best plan without a limit.
+    """
+    best = _prepare(launcher, lengths, MAX_WAVES)
+    if best.num_bytes <= most_bytes:
+        return best
+    fewer = [splitting.waves for splitting in SPLITTINGS[1:]]
+    if most_bytes >= ANY_BATCH_BYTES:
+        fewer.append(0.0)
+    for waves in fewer:
+        plan = _prepare(launcher, lengths, waves)
+        if plan.num_bytes <= most_bytes:
+            return plan
+    return best
+
+
+def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DevicePlan:
+    """The plan whose splits add at most so many waves of items."""
     most_rows = lengths.max_qo_len * launcher.group_size
     keys = Keys.equal(lengths.num_requests, lengths.likely_kv_len)
     rows, shape = launcher.choose(keys, lengths.max_qo_len, Splitting())
@@ -177,6 +201,7 @@ def prepare(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
         shape,
         masking,
         last_block_merges=not (tiles.fused_merge and shape.is_fused),
+        waves=waves,
     )
     limits = capacity.limits()
     # Blocks that take their SMs before the plan is there were slower where each SM has several.

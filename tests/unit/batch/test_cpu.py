@@ -238,14 +238,21 @@ def test_workspaces_are_refused_that_a_gpu_would_find_too_small() -> None:
     assert w.workspace_size(*b.table, HQ, HKV, D, 16, q_data_type="float32")[0] == need
 
 
-def test_a_run_of_another_kind_needs_a_workspace_too() -> None:
+def test_a_run_of_another_kind_does_without_splits_where_there_is_no_room() -> None:
     b = batches.make([3], [20000], 16)
     w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(np.zeros(16, np.uint8))
     w._workspace = array.view(WORKSPACE, "workspace")
     w.plan(*b.table, HQ, HKV, D, 16, q_len_per_req=3)
     w._workspace = array.view(np.zeros(16, np.uint8), "workspace")
-    with pytest.raises(WorkspaceError, match="this run needs"):
-        w.run(b.q, b.one_tensor(), mask=np.ones((1, 3, 3), bool))
+    mask = np.ones((1, 3, 3), bool)
+    check(w.run(b.q, b.one_tensor(), mask=mask, return_lse=True), b.expected())
+
+
+def test_splits_that_the_caller_sizes_are_not_made_fewer() -> None:
+    b = batches.make([1], [20000], 16)
+    w = cupyattn.BatchDecodeWithPagedKVCacheWrapper(np.zeros(1600, np.uint8))
+    with pytest.raises(WorkspaceError, match="this plan needs"):
+        w.plan(*b.table, HQ, HKV, D, 16, fixed_split_size=64)
 
 
 def test_out_and_lse_are_written_and_returned() -> None:
