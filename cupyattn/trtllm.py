@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 from . import array
-from .core import parse
+from .core import dtypes, parse
 from .core.parse import require_int
 from .core.tracing import untraced
 from .errors import ArgumentError, UnsupportedError
 from .inputs import geometry
+from .inputs.index_arrays import compute
+from .inputs.widening import widened
 from .planless.call import run
-from .planless.check import Arrays, Options
+from .planless.check import Arrays, Options, check
+from .planless.chunks import split_by_chunks
+from .planless.rows import Batch
 from .planless.views import CONFIRMED, Names, confirmed_count, next_power_of_two, number_or_array
 from .typing import Array, Pages, Scale, query_returns_lse
 
@@ -25,12 +31,14 @@ __all__ = [
 
 _BACKENDS = "auto", "xqa", "trtllm-gen"
 _MANY_ROWS = 65
+_LOG2_SCALE = "bmm1_scale_log2"
+# Where `scalars` of calls over rows have the keys of a chunk.
+_CHUNK = 15
 # What has no kernel here, in the order in which the calls hand it on.
 _REFUSED = (
     "o_sf_scale",
     "o_sf_vec_size",
     "kv_cache_sf",
-    "bmm1_scale_log2",
     "enable_block_sparse_attention",
 )
 _ONE = Names("query", "kv_cache", "kv_cache[:, 1]")
@@ -119,8 +127,9 @@ def trtllm_batch_decode_with_kv_cache(
             q_len_per_req], or their bits, lowest first, in words of any size with an axis of words
             behind (uint16 [B, q, 2 * ceil(q / 32)], say). Earlier keys are visible. With
             cum_seq_lens_q a row for each row of query, of max_q_len bools or bits.
-    o_sf_scale, o_sf_vec_size, kv_cache_sf, bmm1_scale_log2   must be None;
-            enable_block_sparse_attention False.
+    bmm1_scale_log2   bmm1_scale times log2(e), which then counts in its place: a number, or float32
+            array of one element.
+    o_sf_scale, o_sf_vec_size, kv_cache_sf   must be None; enable_block_sparse_attention False.
     uses_shared_paged_kv_idx   False: block_tables is [B, 2, max_pages], the pages of K and those of
             V; the portable kernels serve such calls.
 
@@ -136,8 +145,9 @@ def trtllm_batch_decode_with_kv_cache(
         True, kv_layout, q_len_per_req, max_q_len, next_power_of_two(max_seq_len), window_left,
         out_dtype, return_lse, None, None, o_scale, backend, uses_shared_paged_kv_idx,
         skip_softmax_threshold_scale_factor, o_sf_scale, o_sf_vec_size, kv_cache_sf,
-        bmm1_scale_log2, enable_block_sparse_attention,
+        enable_block_sparse_attention,
     )  # fmt: skip
+    sm_scale: Any = bmm1_scale if bmm1_scale_log2 is None else _Log2(bmm1_scale_log2)
     return _attend(
         query,
         kv_cache,
@@ -149,7 +159,7 @@ def trtllm_batch_decode_with_kv_cache(
         cum_seq_lens_q,
         sinks,
         mask,
-        bmm1_scale,
+        sm_scale,
         bmm2_scale,
         scalars,
     )
@@ -188,7 +198,7 @@ def xqa_batch_decode_with_kv_cache(
     """
     scalars = (
         True, kv_layout, q_len_per_req, None, next_power_of_two(max_seq_len), window_left, None,
-        return_lse, None, None, o_scale, "auto", True, None, None, None, kv_cache_sf, None, False,
+        return_lse, None, None, o_scale, "auto", True, None, None, None, kv_cache_sf, False,
     )  # fmt: skip
     return _attend(
         query,
@@ -261,7 +271,7 @@ def trtllm_batch_context_with_kv_cache(
         False, kv_layout, 0, _most(max_q_len), next_power_of_two(max_kv_len), window_left,
         out_dtype, return_lse, causal, confirmed_count(batch_size, block_tables), None, "auto",
         uses_shared_paged_kv_idx,
-        skip_softmax_threshold_scale_factor, o_sf_scale, o_sf_vec_size, kv_cache_sf, None, False,
+        skip_softmax_threshold_scale_factor, o_sf_scale, o_sf_vec_size, kv_cache_sf, False,
     )  # fmt: skip
     return _attend(
         query,
@@ -315,7 +325,8 @@ def trtllm_ragged_attention_deepseek(
     so that a CUDA graph may capture the call and follow their changes.
 
     query   [rows, num_qo_heads, head_dim_qk], request after request, the last tokens of each.
-    key, value   [n, num_kv_heads, head_dim], request after request; head dims may differ.
+    key, value   [n, num_kv_heads, head_dim], request after request; head dims may differ. Beside
+            keys of 16 bits, values may be fp8: they are widened to the dtype of the keys first.
     seq_lens   int32, uint32 or int64 [B]: keys of each request; 0: its rows give 0 and -inf.
     cum_seq_lens_q, cum_seq_lens_kv   likewise [B + 1]: the first row of each in query, and in key.
     max_q_len, max_kv_len, batch_size   as in `trtllm_batch_context_with_kv_cache`.
@@ -338,6 +349,8 @@ def trtllm_ragged_attention_deepseek(
         next_power_of_two(max_kv_len), window_left, None, return_lse, is_causal, "NONE", None,
         skip_softmax_threshold_scale_factor,
     )  # fmt: skip
+    if getattr(value, "dtype", None) != getattr(key, "dtype", None):
+        value = _like_keys(key, value)
     arrays = query, key, value, workspace_buffer, None, seq_lens, out, lse
     offsets = cum_seq_lens_q, cum_seq_lens_kv
     return _attend_rows(arrays, offsets, attention_sinks, bmm1_scale, bmm2_scale, scalars)
@@ -377,12 +390,18 @@ def trtllm_fmha_v2_prefill(
     input_layout   says what qkv is: "PACKED_QKV" one array [rows, 3, num_heads, head_dim];
             "CONTIGUOUS_Q_KV" (Q, KV), KV [n, 2, num_kv_heads, head_dim]; "SEPARATE_Q_K_V" (Q, K,
             V); "Q_PAGED_KV_NHD" and "Q_PAGED_KV_HND" (Q, pages), pages as kv_cache there, found
-            through block_tables [B, max_pages], which the others do not take.
+            through block_tables [B, max_pages], which the others do not take. With pages (K, V)
+            block_tables may be [B, 2, max_pages], K's and V's of each request. Those of V count
+            from K's first page too, so V lies whole pages behind K in one allocation.
     mask_mode   "causal", "sliding_window" (the same: window_left always holds), or "padding": rows
-            see all keys of their request. "chunked", with chunked_attention_size, is not supported.
+            see all keys of their request. "chunked": a row sees those of its own chunk up to
+            itself; chunks are chunked_attention_size keys from the first key of a request on.
+    max_q_len   under "chunked" no request may have more rows.
     pos_encoding_mode   None or "alibi", which is always causal.
     logits_soft_cap_scale   c > 0: logits become c * tanh(logits / c); None or 0: off.
-    save_softmax_stats   must be False: return_lse gives the LSE, base 2, in their place.
+    save_softmax_stats   answer (out, stats [rows, num_qo_heads, 2]): m and s of each row, where
+            m + ln(s) is the LSE, natural log. (m is no row's maximum: the LSE itself, with s = 1,
+            and under a soft cap 0.)
     skip_softmax_threshold_scale_factor   accepted for compatibility.
     All other arguments, answers and errors as there. Semantics: FlashInfer's function of the same
     name.
@@ -390,15 +409,15 @@ def trtllm_fmha_v2_prefill(
     parse.choice(input_layout, tuple(_LAYOUTS), "input_layout")
     modes = "causal", "sliding_window", "padding", "chunked"
     mode = parse.choice(_lower(mask_mode), modes, "mask_mode")
-    if mode == "chunked" or require_int(chunked_attention_size, "chunked_attention_size", 0):
-        raise UnsupportedError(
-            "mask_mode, chunked_attention_size: rows that see their own chunk of keys are not "
-            "supported here; flash_attn_varlen_func(attention_chunk=) of cupyattn.flash_attn has it"
+    chunk = require_int(chunked_attention_size, "chunked_attention_size", 0)
+    if (mode == "chunked") != (chunk > 0):
+        raise ArgumentError(
+            f"chunked_attention_size: got {chunk} with mask_mode={mode!r}; wanted the keys of a "
+            "chunk with 'chunked', else 0"
         )
-    if parse.flag(save_softmax_stats, "save_softmax_stats"):
-        raise UnsupportedError(
-            "save_softmax_stats: maxima and sums are not kept apart; pass return_lse=True"
-        )
+    has_stats = parse.flag(save_softmax_stats, "save_softmax_stats")
+    if has_stats and parse.flag(return_lse, "return_lse"):
+        raise ArgumentError("save_softmax_stats, return_lse: got both; wanted one of them")
     has_alibi = pos_encoding_mode is not None
     if has_alibi:
         parse.choice(_lower(pos_encoding_mode), ("alibi",), "pos_encoding_mode")
@@ -406,15 +425,63 @@ def trtllm_fmha_v2_prefill(
     if not is_causal and parse.window(window_left, "window_left") != -1:
         raise ArgumentError(f"window_left: got {window_left!r} with mask_mode='padding'; wanted -1")
     query, key, value = _split(qkv, input_layout, block_tables)
+    has_own_pages = len(getattr(block_tables, "shape", ())) == 3
+    if has_own_pages:
+        key = value = _both_pages(key, value)
     count = confirmed_count(batch_size, seq_lens if block_tables is None else block_tables)
     scalars = (
         _QKV, input_layout[-3:], count, _most(max_q_len), next_power_of_two(max_kv_len),
-        window_left, out_dtype, return_lse, is_causal, "ALIBI" if has_alibi else "NONE",
-        logits_soft_cap_scale, skip_softmax_threshold_scale_factor,
+        window_left, out_dtype, True if has_stats else return_lse, is_causal,
+        "ALIBI" if has_alibi else "NONE", logits_soft_cap_scale,
+        skip_softmax_threshold_scale_factor, not has_own_pages, chunk,
     )  # fmt: skip
     arrays = query, key, value, workspace_buffer, block_tables, seq_lens, out, lse
     offsets = cum_seq_lens_q, None if block_tables is not None else cum_seq_lens_kv
-    return _attend_rows(arrays, offsets, sinks, bmm1_scale, bmm2_scale, scalars)
+    answer = _attend_rows(arrays, offsets, sinks, bmm1_scale, bmm2_scale, scalars, max_q_len)
+    return (answer[0], _softmax_stats(answer[1], logits_soft_cap_scale)) if has_stats else answer
+
+
+def _both_pages(key: Any, value: Any) -> Any:
+    """One array of K's pages, what lies behind them, and V's pages."""
+    if value is None:
+        raise ArgumentError(
+            "block_tables: has a table each for K and V; wanted one for both, [B, max_pages], or "
+            "pages (K, V)"
+        )
+    vk, vv = array.view(key, _QKV.k), array.view(value, _QKV.v)
+    page = vk.strides[0] * vk.dtype.itemsize if len(vk.shape) == 4 else 0
+    is_alike = (vk.shape, vk.strides, vk.dtype) == (vv.shape, vv.strides, vv.dtype)
+    if page <= 0 or not is_alike or vv.ptr < vk.ptr or (vv.ptr - vk.ptr) % page:
+        raise ArgumentError(
+            f"{_QKV.v}: {list(vv.shape)} begins {vv.ptr - vk.ptr} bytes behind {_QKV.k}; with "
+            "block_tables [B, 2, max_pages] wanted pages like K's, some whole pages behind them in "
+            "one allocation"
+        )
+    count = (vv.ptr - vk.ptr) // page + vv.shape[0]
+    return array.restride(key, _QKV.k, (count, *vk.shape[1:]), tuple(vk.strides))
+
+
+def _softmax_stats(lse: Any, soft_cap: Any) -> Any:
+    """[..., 2] from an LSE in base 2, see trtllm_fmha_v2_prefill. FlashInfer's maximum has another
+    unit under a soft cap; of 0 the unit does not matter, and sums are bounded there."""
+    v = array.view(lse, "lse")
+    made = array.empty((*v.shape, 2), dtypes.float32, v)
+
+    def fill(stats: Any, x: Any) -> Any:
+        stats[..., 0] = 0.0 if soft_cap else x * math.log(2.0)
+        stats[..., 1] = 2.0**x if soft_cap else 1.0
+        return stats
+
+    compute(fill, array.view(made, "stats"), v)
+    return array.deliver(made, v)
+
+
+def _like_keys(key: Any, value: Any) -> Any:
+    """fp8 values in the dtype of keys of 16 bits; others as they are."""
+    v, wide = array.view(value, "value"), array.view(key, "key").dtype
+    if not v.dtype.is_fp8 or wide not in (dtypes.float16, dtypes.bfloat16):
+        return value
+    return widened(v, wide, "value")
 
 
 def _lower(word: Any) -> Any:
@@ -466,12 +533,56 @@ def _attend_rows(
     bmm1_scale: Any,
     bmm2_scale: Any,
     scalars: tuple[Any, ...],
+    max_q_len: Any = None,
 ) -> Any:
-    """The answer of a call with offsets of q, and of keys where they are rows."""
+    """The answer of a call with offsets of q, and of keys where they are rows. `scalars` are the
+    arguments of `_options_of_rows` after the scales."""
     sm_scale, scale_q = number_or_array(bmm1_scale)
     output_scale, scale_v = number_or_array(bmm2_scale)
     given = *arrays, None, *offsets, None, None, sinks, scale_q, None, scale_v
-    return run(given, _options_of_rows, (sm_scale, output_scale, *scalars))
+    scalars = sm_scale, output_scale, *scalars
+    chunk = scalars[_CHUNK] if len(scalars) > _CHUNK else 0
+    if chunk and array.view(given[0], _QKV.q).device.kind == "cuda":
+        given, scalars = _by_chunks(given, scalars, chunk, max_q_len)
+    return run(given, _options_of_rows, scalars)
+
+
+def _by_chunks(
+    given: tuple[Any, ...], scalars: tuple[Any, ...], chunk: int, max_q_len: Any
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The same call with each chunk that a request's rows lie in as a request of its own."""
+    arrays, whole = Arrays(*given), scalars[:_CHUNK]
+    call = check(arrays, _options_of_rows(arrays, *whole))  # before anything is computed
+    kv_lens, qo_offsets, kv_offsets = (
+        x.reshape(-1) if len(getattr(x, "shape", (0,))) > 1 else x
+        for x in (arrays.kv_lens, arrays.qo_offsets, arrays.kv_offsets)
+    )
+    batch = Batch(
+        _QKV,
+        arrays.q,
+        arrays.k,
+        arrays.v,
+        kv_lens,
+        arrays.block_tables,
+        qo_offsets=qo_offsets,
+        kv_offsets=kv_offsets,
+        max_seqlen_q=require_int(max_q_len, _QKV.max_q_len),
+        max_seqlen_k=call.lengths.likely_kv_len,
+    )
+    batch = split_by_chunks(batch, call.q, chunk, call.geometry.spec.page_size)
+    made = arrays._replace(
+        block_tables=batch.table,
+        kv_lens=batch.kv_lens,
+        qo_lens=batch.qo_lens,
+        qo_offsets=batch.qo_offsets,
+        kv_offsets=batch.kv_offsets,
+        kv_begin=batch.kv_begin,
+    )
+    sm_scale, output_scale, names, layout, _, _, _, *others, _ = scalars
+    most = _most(batch.max_seqlen_q), next_power_of_two(batch.max_seqlen_k)
+    has_table = arrays.block_tables is not None
+    others += [0, has_table]
+    return tuple(made), (sm_scale, output_scale, names, layout, CONFIRMED, *most, *others)
 
 
 def _options_of_rows(
@@ -490,6 +601,9 @@ def _options_of_rows(
     pos_encoding_mode: Any,
     logits_soft_cap: Any,
     skip_factor: Any,
+    shares_pages: bool = True,
+    attention_chunk: int = 0,
+    has_table_offsets: bool = False,
 ) -> Options:
     parse.finite(skip_factor, "skip_softmax_threshold_scale_factor", 0.0)
     per_request = arrays.kv_lens if arrays.block_tables is None else arrays.block_tables
@@ -511,6 +625,9 @@ def _options_of_rows(
         return_lse=return_lse,
         pos_encoding_mode=pos_encoding_mode,
         logits_soft_cap=logits_soft_cap,
+        shares_pages=shares_pages,
+        attention_chunk=attention_chunk,
+        has_table_offsets=has_table_offsets,
     )
 
 
@@ -535,12 +652,29 @@ def _attend(
         if len(kv_cache) != 2:
             raise ArgumentError(f"kv_cache: got {len(kv_cache)} arrays; wanted two, (K, V)")
         k, v = kv_cache
-    sm_scale, scale_q = number_or_array(bmm1_scale)
+    options_of: Callable[..., Options] = _options
+    if type(bmm1_scale) is _Log2:
+        number, scale_q = number_or_array(bmm1_scale.scale)
+        sm_scale = math.log(2.0) * parse.finite(number, _LOG2_SCALE, 1.0)
+        options_of = _options_of_log2
+    else:
+        sm_scale, scale_q = number_or_array(bmm1_scale)
     output_scale, scale_v = number_or_array(bmm2_scale)
     arrays: tuple[Any, ...] = query, k, v, workspace, block_tables, seq_lens, out, lse
     if not (offsets is sinks is scale_q is scale_v is mask is None):
         arrays += None, offsets, None, None, None, sinks, scale_q, None, scale_v, mask
-    return run(arrays, _options, (sm_scale, output_scale, *scalars))
+    return run(arrays, options_of, (sm_scale, output_scale, *scalars))
+
+
+class _Log2(NamedTuple):
+    """A scale of the logits times log2(e), as given."""
+
+    scale: Any
+
+
+def _options_of_log2(arrays: Arrays, *scalars: Any) -> Options:
+    options = _options(arrays, *scalars)
+    return options._replace(names=options.names._replace(sm_scale=_LOG2_SCALE))
 
 
 def _options(

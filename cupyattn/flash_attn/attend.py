@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,18 +11,17 @@ import numpy as np
 from .. import array
 from ..array import ArrayView
 from ..core import dtypes, parse
-from ..core.dtypes import DType
 from ..core.parse import require_int
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.index_arrays import compute, progression
-from ..inputs.workspace import on_device
+from ..inputs.widening import widened
 from ..planless.call import run, run_cached, run_repeat
 from ..planless.check import Arrays, Options
+from ..planless.chunks import split_by_chunks
 from ..planless.views import Names, merge_leading, next_power_of_two
 from .batch import Batch
 from .caches import with_even_rows
-from .chunks import split_by_chunks
 
 # Beyond that one kernel serves any number of rows.
 _MANY_ROWS = 65
@@ -252,33 +250,9 @@ def parse_window(window_size: Any) -> tuple[int, int]:
 
 
 def _widened(vq: ArrayView, k: Any, names: Names) -> Any:
-    """fp8 queries in 16 bits, which hold all their values: those of k, or bfloat16."""
+    """fp8 queries in 16 bits: those of k, or bfloat16."""
     vk = array.view(k, names.k)
-    dtype = vk.dtype if not vk.dtype.is_fp8 else dtypes.bfloat16
-    if vq.device.kind == "cpu":
-        return array.from_numpy(array.as_numpy(vq).astype(dtype.numpy), vq)
-    if vq.framework == "torch":
-        return vq.owner.to(getattr(sys.modules["torch"], dtype.name))
-    with on_device(vq.device.index):
-        bits = widened_bits(array.as_cupy(vq, np.dtype(np.uint8)), vq.dtype, dtype)
-        made = bits.view(dtype.numpy)
-    array.release(array.view(made, "q"), vq)
-    return array.deliver(made, vq)
-
-
-def widened_bits(x: Any, dtype: DType, wide: DType) -> Any:
-    """The bits of fp8 numbers, uint8, as those of the same numbers in 16 bits: for CuPy, which has
-    no fp8 of its own."""
-    is_e4m3 = dtype is dtypes.float8_e4m3fn
-    magnitude = x & 0x7F
-    bits = ((x & 0x80).astype(np.uint16) << 8) | (magnitude.astype(np.uint16) << 8 - is_e4m3)
-    if is_e4m3:
-        # Their exponent is 8 less than float16's with the same bits; the largest is no number.
-        nan = (magnitude == 0x7F).astype(np.uint16) * np.uint16(0x7FFF)
-        bits = (bits.view(np.float16) * np.float16(256)).view(np.uint16) | nan
-    if wide is dtypes.float16:
-        return bits
-    return (bits.view(np.float16).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return widened(vq, vk.dtype if not vk.dtype.is_fp8 else dtypes.bfloat16, "q")
 
 
 def _merged(x: Any, name: str) -> Any:

@@ -2,36 +2,4 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-from ..planless.views import Names
-
-
-@dataclass(slots=True)
-class Batch:
-    """Queries and keys of a batch, in the order of their requests.
-
-    q           [b, s, h, d], or [rows, h, d] with qo_offsets
-    k, v        pages with a table [b, n], else rows with kv_offsets
-    kv_lens     [b], after what the call appends; None: steps of kv_offsets
-    has_kv_steps  kv_lens [b + 1] are offsets, whose steps are the lengths
-    max_seqlen_q, max_seqlen_k   the most rows and keys of one, as far as the host knows
-    """
-
-    names: Names
-    q: Any
-    k: Any
-    v: Any
-    kv_lens: Any
-    table: Any = None
-    qo_lens: Any = None
-    qo_offsets: Any = None
-    kv_offsets: Any = None
-    kv_begin: Any = None
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    is_fp8_q: bool = False
-    has_kv_steps: bool = False
-    append: Callable[[], None] | None = None
+from ..planless.rows import Batch as Batch

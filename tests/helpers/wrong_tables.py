@@ -90,7 +90,9 @@ def _decode(c: Arguments, offsets: str) -> list[np.ndarray]:
     if rows is None:
         rows = np.arange(count + 1) * q_len
         assert len(q) == rows[-1]
-    how = Logits(c["run.bmm1_scale"], causal=q_len != 1, window_left=c["run.window_left"])
+    log2_scale = c.get("run.bmm1_scale_log2")
+    sm_scale = c["run.bmm1_scale"] if log2_scale is None else math.log(2.0) * log2_scale
+    how = Logits(sm_scale, causal=q_len != 1, window_left=c["run.window_left"])
     masks = plain.row_masks(c["run.mask"], count, q_len, lens.reshape(-1).tolist())
     pages = halves(c["run.kv_cache"], c["run.kv_layout"])
     scales = None, None, c["run.bmm2_scale"]

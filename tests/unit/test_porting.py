@@ -275,9 +275,9 @@ def test_trtllm_fmha_v2_prefill_in_every_layout(lengths: list[int]) -> None:
     [
         ({"input_layout": "QKV"}, "input_layout: got 'QKV'; wanted one of 'PACKED_QKV'"),
         ({"mask_mode": "random"}, "mask_mode: got 'random'"),
-        ({"mask_mode": "chunked"}, "mask_mode, chunked_attention_size"),
-        ({"chunked_attention_size": 64}, "mask_mode, chunked_attention_size"),
-        ({"save_softmax_stats": True}, "save_softmax_stats: .* return_lse=True"),
+        ({"mask_mode": "chunked"}, "chunked_attention_size: got 0 with mask_mode='chunked'"),
+        ({"chunked_attention_size": 64}, "chunked_attention_size: got 64 with mask_mode='causal'"),
+        ({"save_softmax_stats": True, "return_lse": True}, "save_softmax_stats, return_lse: got"),
         ({"pos_encoding_mode": "rope"}, "pos_encoding_mode: got 'rope'"),
         ({"mask_mode": "padding", "window_left": 4}, "window_left: got 4 with mask_mode='padding'"),
         ({"qkv": None}, r"qkv: .* wanted \(Q, KV\)"),

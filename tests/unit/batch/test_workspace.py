@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.batches import WORKSPACE, offsets
 
 import cupyattn
 from cupyattn.errors import WorkspaceError
 from cupyattn.inputs.geometry import Variant
 from cupyattn.inputs.workspace import num_bytes
 from cupyattn.launch.attention.layout import ANY_BATCH_BYTES
-from helpers.batches import WORKSPACE, offsets
 
 _DIMS = (64, 96, 128, 192, 256, 512)
 _HEADS = ((1, 1), (8, 1), (16, 1), (128, 1), (32, 8), (64, 8), (16, 16), (5, 5))

@@ -18,7 +18,7 @@ from cupyattn.flash_attn import (
     get_scheduler_metadata,
     merge_state_v2,
 )
-from cupyattn.flash_attn.attend import widened_bits
+from cupyattn.inputs.widening import widened_bits
 
 RNG = np.random.default_rng(7)
 

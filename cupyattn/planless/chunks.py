@@ -13,16 +13,17 @@ from typing import Any
 from .. import array
 from ..array import ArrayView
 from ..inputs.index_arrays import compute, progression, steps_of
-from .batch import Batch
+from .rows import Batch
 
 # Larger ones than any cache; positions must fit 32 bits.
 _MAX_CHUNK = 2**28
 
 
-def split_by_chunks(batch: Batch, vq: ArrayView, chunk: int) -> Batch:
+def split_by_chunks(batch: Batch, vq: ArrayView, chunk: int, page_size: int | None = None) -> Batch:
     """The same rows as requests that see all their keys.
 
     vq: [b, s, h, d], or [rows, h, d] with offsets. With a table, offsets of keys are its entries.
+    page_size: default that of pages [n, page_size, heads, dim].
     """
     names, chunk = batch.names, min(chunk, _MAX_CHUNK)
     kv_lens = array.view(
@@ -31,12 +32,13 @@ def split_by_chunks(batch: Batch, vq: ArrayView, chunk: int) -> Batch:
     if batch.kv_lens is None or batch.has_kv_steps:
         batch.has_kv_steps = False
         kv_lens = array.view(compute(steps_of, kv_lens), names.kv_lens)
-    count, page_size, room = kv_lens.shape[0], 1, 0
+    count, room = kv_lens.shape[0], 0
     if batch.table is not None:
-        batch.table = batch.table.reshape(-1).reshape(batch.table.shape)
-        page_size = array.view(batch.k, names.k).shape[1]
-        room = batch.table.shape[1] * page_size
-        key_starts = progression(count, 0, batch.table.shape[1], vq)
+        batch.table = _with_even_rows(batch.table)
+        if page_size is None:
+            page_size = array.view(batch.k, names.k).shape[1]
+        room = batch.table.shape[-1] * page_size
+        key_starts = progression(count, 0, batch.table.shape[-1], vq)
     elif batch.kv_offsets is None:
         key_starts = progression(count, 0, 0, vq)
     else:
@@ -51,6 +53,7 @@ def split_by_chunks(batch: Batch, vq: ArrayView, chunk: int) -> Batch:
         if row_counts is None:
             offsets = array.view(batch.qo_offsets, names.qo_offsets)
             row_counts = compute(lambda x: x[1:] - x[:-1], offsets)
+    page_size = page_size or 1
     most = -(-max(rows - 1, 0) // chunk) + 1
 
     split = functools.partial(_split, chunk, page_size, room)
@@ -77,6 +80,14 @@ def split_by_chunks(batch: Batch, vq: ArrayView, chunk: int) -> Batch:
         max_seqlen_q=min(rows, chunk),
         max_seqlen_k=chunk if batch.max_seqlen_k is None else min(batch.max_seqlen_k, chunk),
     )
+
+
+def _with_even_rows(table: Any) -> Any:
+    """A table [b, n] whose rows follow each other, or one [b, 2, n] of such, which lie apart."""
+    if len(table.shape) == 2:
+        return table.reshape(-1).reshape(table.shape)
+    both = table.swapaxes(0, 1)
+    return both.reshape(-1).reshape(both.shape).swapaxes(0, 1)
 
 
 def _split(

@@ -1,0 +1,120 @@
+"""Calls of trtllm_fmha_v2_prefill with chunks of keys, or with pages of K and V apart, and what
+they should answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import cupyattn
+
+from .batches import offsets
+
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
+Put = Callable[[np.ndarray], Any]
+LAYOUTS = ("CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD", "Q_PAGED_KV_HND", "own pages")
+
+
+def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, chunk: int = 0) -> Any:
+    """(o, lse in natural log) of one request in float64, causal, within chunks of keys."""
+    rows, group = len(q), q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
+    s = np.einsum("ihd,jhd->hij", q.astype(np.float64), k) * scale
+    at, key = np.arange(rows)[:, None] + len(k) - rows, np.arange(len(k))[None, :]
+    sees = key <= at
+    if chunk:
+        sees &= key >= at // chunk * chunk
+    s = np.where(sees, s, -np.inf)
+    most = s.max(axis=-1, keepdims=True, initial=-np.inf)
+    p = np.exp(s - np.where(np.isfinite(most), most, 0.0))
+    total = p.sum(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (np.log(total) + most)[..., 0].T
+    return np.einsum("hij,jhd->ihd", p / np.where(total > 0, total, 1.0), v), lse
+
+
+class Chunked:
+    """A random batch, called on arrays that `put` makes."""
+
+    def __init__(
+        self, seed: int, layout: str, chunk: int, put: Callable[[np.ndarray], Any] = np.asarray
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.layout, self.chunk = layout, chunk
+        kv_len = rng.integers(1, 200, 4)
+        qo_len = np.minimum(rng.integers(1, 90, 4), kv_len)
+        self.lens, self.put = (qo_len, kv_len), put
+        self.q = rng.normal(0, 1, (qo_len.sum(), HEADS, DIM)).astype(np.float16)
+        self.keys = rng.normal(0, 1, (2, kv_len.sum(), KV_HEADS, DIM)).astype(np.float16)
+        self.rng = rng
+
+    def qkv(self) -> tuple[Any, dict[str, Any]]:
+        k, v = self.keys
+        if self.layout == "CONTIGUOUS_Q_KV":
+            return (self.put(self.q), self.put(np.stack([k, v], axis=1))), {}
+        if self.layout == "SEPARATE_Q_K_V":
+            return tuple(map(self.put, (self.q, k, v))), {}
+        kv_len = self.lens[1]
+        width = -(-int(kv_len.max()) // PAGE)
+        count = width * len(kv_len)
+        tables = np.stack([self.rng.permutation(count).reshape(-1, width) for _ in range(2)], 1)
+        pools = np.full((2, count, PAGE, KV_HEADS, DIM), np.nan, np.float16)
+        if self.layout != "own pages":
+            tables[:, 1] = tables[:, 0]
+        for which in range(2):
+            for b, begin in enumerate(offsets(kv_len)[:-1]):
+                for j in range(kv_len[b]):
+                    page = tables[b, which, j // PAGE]
+                    pools[which, page, j % PAGE] = self.keys[which, begin + j]
+        if self.layout == "own pages":
+            tables[:, 1] += count
+            held = self.put(pools)
+            return (self.put(self.q), (held[0], held[1])), {
+                "block_tables": self.put(tables.astype(np.int32))
+            }
+        pages = pools.swapaxes(0, 1)
+        if self.layout.endswith("HND"):
+            pages = pages.swapaxes(2, 3)
+        table = {"block_tables": self.put(np.ascontiguousarray(tables[:, 0]).astype(np.int32))}
+        return (self.put(self.q), self.put(np.ascontiguousarray(pages))), table
+
+    def arguments(self, workspace: Any) -> dict[str, Any]:
+        qkv, table = self.qkv()
+        qo_len, kv_len = self.lens
+        named = {"mask_mode": "chunked", "chunked_attention_size": self.chunk} if self.chunk else {}
+        return {
+            "qkv": qkv,
+            "input_layout": "Q_PAGED_KV_NHD" if self.layout == "own pages" else self.layout,
+            "workspace_buffer": workspace,
+            "seq_lens": self.put(kv_len.astype(np.int32)),
+            "max_q_len": int(qo_len.max()),
+            "max_kv_len": int(kv_len.max()),
+            "bmm1_scale": DIM**-0.5,
+            "bmm2_scale": 0.5,
+            "batch_size": len(kv_len),
+            "cum_seq_lens_q": self.put(offsets(qo_len).astype(np.int32)),
+            "cum_seq_lens_kv": self.put(offsets(kv_len).astype(np.int32)),
+            **table,
+            **named,
+        }
+
+    def __call__(self, workspace: Any, **options: Any) -> Any:
+        return cupyattn.trtllm_fmha_v2_prefill(**self.arguments(workspace), **options)
+
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        """(out, lse in base 2)."""
+        q_ends, k_ends = (offsets(x) for x in self.lens)
+        parts = [
+            dense(
+                self.q[q_ends[b] : q_ends[b + 1]],
+                *self.keys[:, k_ends[b] : k_ends[b + 1]],
+                DIM**-0.5,
+                self.chunk,
+            )
+            for b in range(len(k_ends) - 1)
+        ]
+        o, lse = (np.concatenate(x) for x in zip(*parts, strict=True))
+        return 0.5 * o, lse / math.log(2.0)
