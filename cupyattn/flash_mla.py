@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,14 +13,14 @@ import numpy as np
 from . import array
 from .array import ArrayView
 from .core import dtypes, parse
-from .core.cupy_module import cupy_module
 from .core.names import refuse_names
 from .core.parse import require_int
 from .core.tracing import untraced
 from .errors import ArgumentError, UnsupportedError
 from .inputs import geometry
-from .inputs.index_arrays import compute, fresh_progression
+from .inputs.index_arrays import fresh_progression, full
 from .inputs.latent import Dims
+from .launch.driver import params
 from .planless.latent import NAMES, Options, repeat_of, run, run_repeat
 from .reference.latent_rows import NUM_BYTES, unpack_rows
 
@@ -40,7 +39,7 @@ _DENSE = NAMES._replace(
     sm_scale="softmax_scale",
 )  # fmt: skip
 _SPARSE = _DENSE._replace(block_tables="indices", kv_lens="topk_length")
-_LEAST_SHARE = 2.0**-18
+_LSE_FORM = params.LSE_WITHOUT_SINKS | params.LSE_OF_NO_KEYS_IS_INFINITE
 _FLAT = _SPARSE._replace(k="kv", sm_scale="sm_scale")
 
 
@@ -86,8 +85,11 @@ def flash_mla_with_kvcache(
 ) -> tuple[Any, Any]:
     """Latent attention of a batch's last tokens; everything stays on the device.
 
-    q       [b, seqlen_q, num_heads, 576], float16 or bfloat16 (on the CPU float32 too).
-    k_cache [num_blocks, page_size, 1, 576] of q's dtype or float8_e4m3fn; any page size. With
+    q       [b, seqlen_q, num_heads, 576], float16 or bfloat16 (on the CPU float32 too). Of q and
+            indices, requests may lie any number of elements apart.
+    k_cache [num_blocks, page_size, h_kv, 576] of q's dtype or float8_e4m3fn; any page size. More
+            than one head of keys is served by a launch for each, which has num_heads / h_kv heads
+            of q; not with indices. With
             is_fp8_kvcache also rows of 656 bytes: 512 e4m3, 4 float32 scales, 64 bfloat16; on a
             GPU beside q of bfloat16 and on sm_90 only.
     block_table int32 [b, max_blocks]; cache_seqlens int32 [b].
@@ -96,16 +98,17 @@ def flash_mla_with_kvcache(
     softmax_scale   default 1 / sqrt of the columns of q.
     causal  row i sees keys up to i + cache_seqlen - seqlen_q. Not with indices.
     indices int32 [b, seqlen_q, topk]: slots of the cache (block * page_size + offset) of each
-            token's keys, negative for none, in place of block_table and cache_seqlens, which may
-            be None; topk_length int32 [b], how many of them count.
-    attn_sink   float32 [num_heads]: extra natural-log logits in the denominator, without which the
-            LSE is; where it outweighs the keys of a row 2^18 times, the LSE is -inf.
+            token's keys, in place of block_table and cache_seqlens, which may be None. An entry
+            that is no slot, negative or beyond the cache, is no key, and nothing is read for it.
+            topk_length int32 [b], how many entries count.
+    attn_sink   float32 [num_heads]: extra natural-log logits in the denominator, which are not in
+            the LSE. -inf: none; +inf: the answer is 0.
     extra_k_cache, extra_indices_in_kvcache, extra_topk_length   must be None.
 
     Returns (out [b, seqlen_q, num_heads, head_dim_v], lse float32 [b, num_heads, seqlen_q]),
-    natural logarithms; a row that sees no key gives 0 and -inf. Raises ArgumentError or
-    UnsupportedError before anything is written. Semantics: FlashMLA's function of the same name,
-    which takes lists over rows of 656 bytes only, and 64 or 128 heads.
+    natural logarithms; a row that sees no key gives 0 and, as FlashMLA has it, +inf. Raises
+    ArgumentError or UnsupportedError before anything is written. Semantics: FlashMLA's function
+    of the same name, which takes lists over rows of 656 bytes only, and 64 or 128 heads.
     """
     geometry.refuse(
         "a second cache is not supported",
@@ -123,35 +126,32 @@ def flash_mla_with_kvcache(
     answer = run_repeat(given, repeat) if attn_sink is None else None
     if answer is not None:
         return answer  # type: ignore[no-any-return]
-    vq = array.view(q, "q")
+    vq, vk = array.view(q, "q"), array.view(k_cache, "k_cache")
+    if len(vk.shape) == 4 and vk.shape[2] > 1 and len(vq.shape) == 4:
+        if indices is not None or attn_sink is not None:
+            raise UnsupportedError(
+                f"k_cache: has {vk.shape[2]} heads; with indices or attn_sink wanted one"
+            )
+        tables = block_table, cache_seqlens
+        given = head_dim_v, softmax_scale, causal, is_fp8_kvcache
+        return _attend_heads(q, k_cache, tables, given)
     if len(vq.shape) != 4:
         raise ArgumentError(
             f"q: shape is {list(vq.shape)}; wanted [b, seqlen_q, num_heads, columns]"
         )
-    count, q_len, heads, columns = vq.shape
-    dims = _dims(columns, head_dim_v, "head_dim_v")
-    o_dtype, key_scales = vq.dtype.name, ""
-    if parse.flag(is_fp8_kvcache, "is_fp8_kvcache"):
-        q, k_cache, key_scales = _with_scales(q, k_cache, vq)
-    scale = parse.finite(softmax_scale, "softmax_scale", 1.0 / math.sqrt(max(1, columns)))
-    is_causal = parse.flag(causal, "causal")
-    options = Options(
-        _DENSE, dims, scale, q_axes=(4,), q_len=q_len, causal=is_causal and q_len > 1,
-        pads_lse=True, natural_lse=True, return_lse=True, o_dtype=o_dtype, key_scales=key_scales,
-    )  # fmt: skip
+    q, k_cache, options = _options((q, k_cache), head_dim_v, softmax_scale, causal, is_fp8_kvcache)
     if indices is not None:
-        if is_causal:
+        if causal:
             raise ArgumentError("causal: got True with indices, which name all keys; pass False")
-        options = options._replace(names=_SPARSE, q_len=1, is_list=True, pads_lse=False)
-        lengths = _repeated(topk_length, "topk_length", count, q_len)
-        given = q, None, k_cache, None, None, indices, lengths, None, None, None, attn_sink
+        options = options._replace(
+            names=_SPARSE, q_len=1, is_list=True, pads_lse=False, request_tokens=options.q_len
+        )
+        given = q, None, k_cache, None, None, indices, topk_length, None, None, None, attn_sink
         out, lse = run(given, options)
-        lse = lse.swapaxes(-1, -2)
-    else:
-        if topk_length is not None:
-            raise ArgumentError("topk_length: given without indices; pass both, or none")
-        out, lse = run((q, None, k_cache, *given[3:]), options, repeat)
-    return out, lse if attn_sink is None else _without_sink(lse, attn_sink, (heads, 1))
+        return out, lse.swapaxes(-1, -2)
+    if topk_length is not None:
+        raise ArgumentError("topk_length: given without indices; pass both, or none")
+    return run((q, None, k_cache, *given[3:]), options, repeat)  # type: ignore[no-any-return]
 
 
 @untraced
@@ -164,31 +164,75 @@ def flash_mla_sparse_fwd(
     attn_sink: Any = None,
     topk_length: Any = None,
     out: Any = None,
-) -> tuple[Any, None, Any]:
+) -> tuple[Any, Any, Any]:
     """Latent attention of tokens over lists of keys, of a prompt for example.
 
     q       [s_q, num_heads, 576]; kv [s_kv, 1, 576] of the same dtype.
-    indices int32 [s_q, 1, topk]: rows of kv, negative for none; topk_length int32 [s_q], how many
-            of them count, default all.
+    indices int32 [s_q, 1, topk]: rows of kv; an entry that is none, negative or from s_kv on, is no
+            key. topk_length int32 [s_q], how many entries count, default all.
     sm_scale   of the logits. d_v: 512 (or 256), the latent columns.
-    attn_sink  float32 [num_heads]: extra natural-log logits in the denominator, without which the
-            LSE is; where it outweighs the keys of a row 2^18 times, the LSE is -inf.
+    attn_sink  as in flash_mla_with_kvcache.
     out     array to write instead of a new one.
 
-    Returns (out [s_q, num_heads, d_v], None, lse float32 [s_q, num_heads], base 2): FlashMLA's
-    second answer, the largest logits, is not computed. Errors as flash_mla_with_kvcache.
-    Semantics: FlashMLA's function of the same name.
+    Returns (out [s_q, num_heads, d_v], max_logits float32 [s_q, num_heads], lse likewise): the
+    largest of a row's scaled logits, and the natural logarithm of the sum of their exponentials,
+    both without the sink. A row that sees no key gives 0, -inf and, as FlashMLA has it, +inf.
+    Errors as flash_mla_with_kvcache. Semantics: FlashMLA's function of the same name.
     """
     vq = array.view(q, "q")
     dims = _dims(vq.shape[-1] if vq.shape else 0, d_v, "d_v")
     options = Options(
-        _FLAT, dims, parse.finite(sm_scale, "sm_scale", 1.0), is_list=True, return_lse=True
-    )
+        _FLAT, dims, parse.finite(sm_scale, "sm_scale", 1.0), is_list=True, natural_lse=True,
+        lse_form=_LSE_FORM, return_lse=True,
+    )  # fmt: skip
+    if len(vq.shape) != 3:
+        raise ArgumentError(f"q: shape is {list(vq.shape)}; wanted [s_q, num_heads, columns]")
+    max_logits = full(vq.shape[:2], -math.inf, vq)
     given = q, None, kv, None, None, indices, topk_length, out, None, None, attn_sink
-    answer, lse = run(given, options)
-    if attn_sink is not None:
-        lse = _without_sink(lse, attn_sink, (vq.shape[1],), math.log(2.0))
-    return answer, None, lse
+    answer, lse = run((*given, None, None, None, max_logits), options)
+    return answer, array.deliver(max_logits, vq), lse
+
+
+def _options(
+    rows: tuple[Any, Any], head_dim_v: Any, softmax_scale: Any, causal: Any, is_fp8_kvcache: Any
+) -> tuple[Any, Any, Options]:
+    """q, the cache, and the options of a dense call."""
+    q, k_cache = rows
+    vq = array.view(q, "q")
+    _, q_len, _, columns = vq.shape
+    dims = _dims(columns, head_dim_v, "head_dim_v")
+    o_dtype, key_scales = vq.dtype.name, ""
+    if parse.flag(is_fp8_kvcache, "is_fp8_kvcache"):
+        q, k_cache, key_scales = _with_scales(q, k_cache, vq)
+    scale = parse.finite(softmax_scale, "softmax_scale", 1.0 / math.sqrt(max(1, columns)))
+    is_causal = parse.flag(causal, "causal")
+    return q, k_cache, Options(
+        _DENSE, dims, scale, q_axes=(4,), q_len=q_len, causal=is_causal and q_len > 1,
+        pads_lse=True, natural_lse=True, lse_form=_LSE_FORM, return_lse=True, o_dtype=o_dtype,
+        key_scales=key_scales,
+    )  # fmt: skip
+
+
+def _attend_heads(
+    q: Any, k_cache: Any, tables: tuple[Any, Any], scalars: tuple[Any, Any, Any, Any]
+) -> tuple[Any, Any]:
+    """A dense call with several heads of keys, each of which answers its share of q's."""
+    vq, vk = array.view(q, "q"), array.view(k_cache, "k_cache")
+    (count, tokens, heads, _), heads_kv = vq.shape, vk.shape[2]
+    if heads % heads_kv:
+        raise ArgumentError(
+            f"q: {heads} heads with {heads_kv} heads of k_cache; wanted a multiple of them"
+        )
+    *_, options = _options((q, k_cache), *scalars)
+    out = array.empty((count, tokens, heads, options.dims.latent), vq.dtype, vq)
+    lse = array.empty((count, heads, tokens), dtypes.float32, vq)
+    group = heads // heads_kv
+    for head in range(heads_kv):
+        of_q = slice(head * group, (head + 1) * group)
+        rows = q[:, :, of_q], k_cache[:, :, head : head + 1]
+        first, keys, options = _options(rows, *scalars)
+        run((first, None, keys, None, None, *tables, out[:, :, of_q], lse[:, of_q]), options)
+    return array.deliver(out, vq), array.deliver(lse, vq)
 
 
 def _dims(columns: int, head_dim_v: Any, name: str) -> Dims:
@@ -216,41 +260,3 @@ def _with_scales(q: Any, k_cache: Any, vq: ArrayView) -> tuple[Any, Any, str]:
     rows = np.ascontiguousarray(array.as_numpy(v)).view(np.uint8)
     keys = array.from_numpy(unpack_rows(rows), vq)
     return array.from_numpy(array.as_numpy(vq).astype(np.float32), vq), keys, ""
-
-
-def _repeated(lengths: Any, name: str, count: int, q_len: int) -> Any:
-    """A length for each token of lengths [b]."""
-    if lengths is None:
-        return None
-    v = array.view(lengths, name)
-    if tuple(v.shape) != (count,):
-        raise ArgumentError(f"{name}: shape is {list(v.shape)}; wanted [{count}], one a request")
-    if q_len == 1:
-        return lengths
-    if v.framework == "torch" and v.device.kind == "cuda":
-        return v.owner.repeat_interleave(q_len)
-    return compute(lambda x: x.repeat(q_len), v)
-
-
-def _without_sink(lse: Any, sink: Any, shape: tuple[int, ...], unit: float = 1.0) -> Any:
-    """An LSE less its sink: log(exp(lse) - exp(sink)), of logarithms in units of `unit`.
-
-    The difference loses what the sink outweighs the keys by, so a row whose keys weigh less than
-    _LEAST_SHARE counts as one that sees no key.
-    """
-    x, s = array.view(lse, "lse"), array.view(sink, "attn_sink")
-    xp: Any = np
-    if x.device.kind == "cuda" and x.framework != "numpy":
-        is_torch = x.framework == s.framework == "torch"
-        xp = sys.modules["torch"] if is_torch else cupy_module()
-    none = -math.inf
-
-    def subtract(x: Any, s: Any) -> Any:
-        share = -xp.expm1((s.reshape(shape) - x * unit).clip(none, 0.0))
-        return x + xp.where(share < _LEAST_SHARE, none, xp.log(share) / unit)
-
-    with np.errstate(divide="ignore", invalid="ignore"):
-        made = compute(subtract, x, s)
-    if x.device.kind == "cpu":
-        return array.from_numpy(made.astype(np.float32), x)
-    return array.deliver(made, x)

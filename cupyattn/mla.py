@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import sys
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from . import array
 from .core import parse
@@ -11,6 +16,7 @@ from .core.parse import require_int
 from .core.tracing import untraced
 from .errors import ArgumentError, UnsupportedError
 from .inputs import geometry
+from .inputs.index_arrays import compute
 from .inputs.latent import Dims
 from .page import append_paged_mla_kv_cache
 from .planless.latent import NAMES, Options, repeat_of, run, run_repeat
@@ -46,7 +52,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     kv_lora_rank: int,
     qk_rope_head_dim: int,
     block_tables: Array,
-    seq_lens: Array,
+    seq_lens: Array | None,
     max_seq_len: int,
     sparse_mla_top_k: int = 0,
     out: Array | None = None,
@@ -86,15 +92,20 @@ def trtllm_batch_decode_with_kv_cache_mla(
             or a JAX array: memory for this call.
     kv_lora_rank, qk_rope_head_dim   512 or 256, and 64 or 0. qk_nope_head_dim is accepted for
             compatibility: it is what bmm1_scale is made of.
-    block_tables   int32 [B, max_pages]; seq_lens int32, uint32 or int64 [B].
-    sparse_mla_top_k   above 0: block_tables is int32 [B, q_len, sparse_mla_top_k], slots of the
-            cache (page * page_size + offset) of each token's keys, negative for none;
-            sparse_mla_top_k_lens [B * q_len], how many of them count, default all. seq_lens is then
-            not read.
+    block_tables   int32 [B, max_pages]; seq_lens int32, uint32 or int64 [B]. With
+            uses_shared_paged_kv_idx=False int32 [B, 2, max_pages], of K and of V, which must name
+            the same pages, because a latent row is key and value: the first is read.
+    sparse_mla_top_k   above 0: block_tables is int32 [B, q_len, sparse_mla_top_k], with
+            cum_seq_lens_q [rows, sparse_mla_top_k], slots of the cache (page * page_size + offset)
+            of each token's keys; an entry that is no slot, negative or beyond the cache, is no key.
+            The first seq_len entries count of the last token of a request, and one fewer of each
+            token before it; all of them where seq_lens is None. sparse_mla_top_k_lens [B * q_len]:
+            how many count of each token's, whatever seq_lens says.
     max_seq_len   the most of seq_lens, as far as is known: it bounds how finely keys are split.
     bmm1_scale   the whole scale of the logits, 1 / sqrt(128 + 64) in DeepSeek's models; bmm2_scale
             that of the output. Numbers, or float32 arrays of one element, read on the device.
-    out, lse   arrays to write; lse float32 of query's shape without columns, base 2.
+    out, lse   arrays to write; lse float32 of query's shape without columns, or [B * q_len,
+            num_heads], base 2.
     sinks   float32 [num_heads]: extra natural-log logits in the denominator.
     enable_dcp, causal_seqlens_kv_global, return_lse_base   must be False and None; cp_world 1.
     All others are accepted for compatibility.
@@ -129,7 +140,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if require_int(cp_world, "cp_world") != 1:
         raise UnsupportedError(f"cp_world: got {cp_world}; only 1 is supported")
     if not parse.flag(uses_shared_paged_kv_idx, "uses_shared_paged_kv_idx"):
-        raise UnsupportedError("uses_shared_paged_kv_idx: a latent row is key and value; pass True")
+        block_tables, repeat = _table_of_keys(block_tables), None
+        arrays = *arrays[:5], block_tables, *arrays[6:]
     top_k = require_int(sparse_mla_top_k, "sparse_mla_top_k", 0)
     dims = _dims(kv_lora_rank, qk_rope_head_dim)
     is_ragged = cum_seq_lens_q is not None
@@ -139,12 +151,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
             "[B, q_len, heads, columns]"
         )  # fmt: skip
         raise ArgumentError(f"query: shape is {list(shape)}; wanted {wanted}")
-    q_len = 1 if top_k or is_ragged else int(shape[1])
+    tokens = 1 if is_ragged else int(shape[1])
+    q_len = 1 if top_k else tokens
     sm_scale, scale_q = read_scale(bmm1_scale, "bmm1_scale")
     output_scale, scale_v = read_scale(bmm2_scale, "bmm2_scale")
-    names = NAMES._replace(kv_lens="sparse_mla_top_k_lens") if top_k else NAMES
     options = Options(
-        names,
+        NAMES,
         dims,
         sm_scale,
         q_axes=(len(shape),),
@@ -157,13 +169,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
         return_lse=parse.flag(return_lse, "return_lse"),
     )
     if top_k:
-        given = tuple(array.view(block_tables, "block_tables").shape)
-        if not given or given[-1] != top_k or is_ragged:
-            raise ArgumentError(
-                f"block_tables: shape is {list(given)}; wanted [B, q_len, {top_k}], "
-                "sparse_mla_top_k slots of each token, without cum_seq_lens_q"
-            )
-        arrays = *arrays[:6], sparse_mla_top_k_lens, *arrays[7:]
+        _check_lists(block_tables, top_k, is_ragged)
+        lens, options = sparse_mla_top_k_lens, options._replace(causal=False)
+        if lens is not None:
+            options = options._replace(names=NAMES._replace(kv_lens="sparse_mla_top_k_lens"))
+        elif seq_lens is not None:
+            lens, of_each = _lens_of_lists(seq_lens, cum_seq_lens_q, int(shape[0]), tokens)
+            options = options._replace(request_tokens=of_each, counts_later=True)
+        arrays = *arrays[:6], lens, *arrays[7:9], None, sinks
     if not scale_q is scale_v is None:
         arrays += scale_q, scale_v
     return run(arrays, options, repeat)
@@ -189,20 +202,27 @@ def xqa_batch_decode_with_kv_cache_mla(
     """Latent attention of one token of each request: arguments as in
     `trtllm_batch_decode_with_kv_cache_mla`.
 
-    query   [B, 1, num_heads, columns]. Nothing in workspace_buffer needs to be zero.
+    query   [B, 1, num_heads, columns], or without the axis of one token. Nothing in
+            workspace_buffer needs to be zero.
+    out     the array to write, [B, 1, num_heads, kv_lora_rank] or without that axis.
 
-    Returns out [B, num_heads, kv_lora_rank], which `out` may be. Errors as there. Semantics:
+    Returns `out`, by default a new array of query's axes. Errors as there. Semantics:
     FlashInfer's function of the same name, which runs on SM120 only, for 128 heads of fp8.
     """
     scalars = "xqa_batch", kv_lora_rank, qk_rope_head_dim, max_seq_len
     repeat = repeat_of(*scalars, scales=(bmm1_scale, bmm2_scale))
     arrays: tuple[Any, ...] = (
-        *(_one_row(query, "query"), None, kv_cache, None, workspace_buffer),
+        *(query, None, kv_cache, None, workspace_buffer),
         *(block_tables, seq_lens, out, None, None, sinks),
     )
     answer = run_repeat(arrays, repeat)
     if answer is not None:
         return answer
+    axes = len(array.view(query, "query").shape)
+    if axes == 4:
+        one_row = _one_row(query, "query")
+        if out is not None and len(array.view(out, "out").shape) == 3:
+            axes, repeat, arrays = 3, None, (one_row, *arrays[1:])
     dims = _dims(kv_lora_rank, qk_rope_head_dim)
     sm_scale, scale_q = read_scale(bmm1_scale, "bmm1_scale")
     output_scale, scale_v = read_scale(bmm2_scale, "bmm2_scale")
@@ -210,6 +230,7 @@ def xqa_batch_decode_with_kv_cache_mla(
         NAMES,
         dims,
         sm_scale,
+        q_axes=(axes,),
         max_kv_len=bounded(max_seq_len, "max_seq_len"),
         output_scale=output_scale,
         causal=False,
@@ -287,6 +308,66 @@ def xqa_mla(
         arrays = _one_row(q, "q"), *arrays[1:]
     answer = run((*arrays, scale_q), options, repeat)
     return answer if output is None else None
+
+
+def _table_of_keys(block_tables: Any) -> Any:
+    """The pages of keys of [B, 2, max_pages]."""
+    v = array.view(block_tables, "block_tables")
+    if len(v.shape) != 3 or v.shape[1] != 2:
+        raise ArgumentError(
+            f"block_tables: shape is {list(v.shape)}; with uses_shared_paged_kv_idx=False wanted "
+            "[B, 2, max_pages], a table for K and one for V"
+        )
+    if v.device.kind == "cpu":
+        tables = array.as_numpy(v)
+        if (tables[:, 0] != tables[:, 1]).any():
+            raise UnsupportedError(
+                "block_tables: K and V have different pages, but a latent row is key and value; "
+                "pass one table and uses_shared_paged_kv_idx=True"
+            )
+    shape, strides = (v.shape[0], v.shape[2]), (v.strides[0], v.strides[2])
+    return array.restride(block_tables, "block_tables", shape, strides)
+
+
+def _check_lists(block_tables: Any, top_k: int, is_ragged: bool) -> None:
+    given = tuple(array.view(block_tables, "block_tables").shape)
+    if not given or given[-1] != top_k or (is_ragged and len(given) != 2):
+        wanted = f"[rows, {top_k}]" if is_ragged else f"[B, q_len, {top_k}]"
+        raise ArgumentError(
+            f"block_tables: shape is {list(given)}; wanted {wanted}, sparse_mla_top_k slots of "
+            "each token"
+        )
+
+
+def _lens_of_lists(seq_lens: Any, cum_seq_lens_q: Any, count: int, tokens: int) -> tuple[Any, int]:
+    """How many entries count of the lists of the last token of each request, and how many tokens
+    that stands for.
+
+    count   of requests, or of rows where there are offsets
+    tokens  of each request
+    """
+    v = array.view(seq_lens, "seq_lens")
+    if cum_seq_lens_q is None:
+        is_of_tokens = tokens > 1 and math.prod(v.shape) == count * tokens
+        return seq_lens, 1 if is_of_tokens else tokens
+    offsets = array.view(cum_seq_lens_q, "cum_seq_lens_q")
+    if math.prod(offsets.shape) != math.prod(v.shape) + 1:
+        raise ArgumentError(
+            f"cum_seq_lens_q: shape is {list(offsets.shape)}; wanted [{math.prod(v.shape) + 1}], "
+            "one more than seq_lens"
+        )
+    return compute(functools.partial(_lens_of_rows, count), v, offsets), 1
+
+
+def _lens_of_rows(num_rows: int, seq_lens: Any, offsets: Any) -> Any:
+    """int32 [num_rows]: the keys of each row's request, less the rows of it that follow."""
+    xp: Any = sys.modules[type(seq_lens).__module__.partition(".")[0]]
+    lens, ends = seq_lens.reshape(-1), offsets.reshape(-1)[1:]
+    place = {"device": lens.device} if xp.__name__ == "torch" else {}
+    rows = xp.arange(num_rows, **place)
+    owner = xp.searchsorted(ends, rows, side="right").clip(0, len(lens) - 1)
+    most = lens[owner] - (ends[owner] - 1 - rows)
+    return most.int() if xp.__name__ == "torch" else most.astype(np.int32)
 
 
 def _dims(kv_lora_rank: Any, qk_rope_head_dim: Any) -> Dims:

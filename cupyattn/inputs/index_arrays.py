@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,19 @@ def fresh_progression(count: int, first: int, step: int, like: ArrayView) -> Any
 
     with on_device(like.device.index):
         return cupy_module().arange(count, dtype=dtype.numpy) * step + first
+
+
+def full(shape: Sequence[int], value: float, like: ArrayView) -> Any:
+    """float32 numbers of one value, as of `array.empty`, written on the current stream."""
+    made = array.empty(shape, dtypes.float32, like)
+    if like.framework == "torch":
+        made.fill_(value)
+    elif like.device.kind == "cpu":
+        made.fill(value)
+    else:
+        with on_device(like.device.index):
+            made.fill(value)
+    return made
 
 
 def compute(function: Callable[..., Any], *views: ArrayView) -> Any:

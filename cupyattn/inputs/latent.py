@@ -173,7 +173,7 @@ class Second:
     """How a launch is told of the second parts.
 
     offsets  bytes from the first part to the second of q, and of k, where one array holds both
-    rest     params.LATENT_REST, packed
+    rest     params.LATENT from LATENT_REST on, packed, without addresses
     boxes    of the cache, where the copy engine may bring its keys: it knows how many pages there
              are, and reads zeros beyond them
     """
@@ -201,11 +201,17 @@ class Second:
             self._of_pages[num_pages] = found
         return found
 
-    def pack(self, q: int, q_rope: int, k: int, k_rope: int) -> bytes:
-        """params.LATENT for parts at these addresses; 0 for a second part in the first's array."""
+    def pack(
+        self, q: int, q_rope: int, k: int, k_rope: int, max_logits: int = 0, list_lens: int = 0
+    ) -> bytes:
+        """params.LATENT for parts at these addresses; 0 for a second part in the first's array, and
+        for what is not given."""
         of_q, of_k = self._offsets
         second = k_rope or k + of_k
         rest = self._rests.get((k, second)) or self._rest_of(k, second)
+        if max_logits or list_lens:
+            begin, end = params.LATENT_REST.size, params.LATENT_REST.size + _OF_LISTS.size
+            rest = rest[:begin] + _OF_LISTS.pack(max_logits, list_lens) + rest[end:]
         return params.LATENT_PLACES.pack(q_rope or q + of_q, second) + rest
 
     def _rest_of(self, k: int, second: int) -> bytes:
@@ -218,19 +224,44 @@ class Second:
 
 
 _MAX_KEPT = 256  # a model has a cache a layer
+_OF_LISTS = params.LATENT_OF_LISTS
 
 
-def second_parts(queries: Parts, pages: Parts, rope_scale: float, list_step: int = 0) -> Second:
-    """What a launch is told of the second parts, as of `pack_strides`.
+class Lists(NamedTuple):
+    """How rows of q and lists of keys lie, beside their strides.
 
-    list_step  entries from a token's list of keys to the next one's, where lists are of one length
+    step      entries from a token's list of keys to the next one's, where lists are of one length
+    gaps      elements between requests of q, of q_rope and of lists (latent_call.Call.gaps)
+    tokens    of each such request
+    lens_stride  of lengths of lists that are of one length but for what tokens may not see yet
     """
+
+    step: int = 0
+    gaps: tuple[int, int, int] = (0, 0, 0)
+    tokens: int = 1
+    lens_stride: int = 0
+
+
+NO_LISTS = Lists()
+
+
+def second_parts(
+    queries: Parts, pages: Parts, rope_scale: float, lists: Lists = NO_LISTS
+) -> Second:
+    """What a launch is told of the second parts, as of `pack_strides`, and of lists."""
     q, k = queries.rope, pages.rope
     strides = (0, 0, 0, 0)
     if q is not None and k is not None:
         strides = q.strides[0], q.strides[1], k.strides[1], k.strides[0]
     offsets = max(0, queries.offset), max(0, pages.offset)
-    return Second(offsets, params.LATENT_REST.pack(*strides, rope_scale, list_step), _boxes(pages))
+    num_slots = min(pages.latent.shape[0] * pages.latent.shape[1], 2**31 - 1)
+    of_q, of_rope, of_lists = lists.gaps
+    rest = (
+        params.LATENT_REST.pack(*strides, rope_scale, lists.step, of_q, of_rope)
+        + _OF_LISTS.pack(0, 0)
+        + params.LATENT_COUNTS.pack(lists.lens_stride, lists.tokens, of_lists, num_slots)
+    )
+    return Second(offsets, rest, _boxes(pages))
 
 
 def _boxes(pages: Parts) -> tma_wide.Boxes | None:

@@ -46,6 +46,7 @@ from . import latent_reference
 from .latent_call import NAMES, Arrays, Call, Names, Options
 from .views import (
     merge_leading,
+    merge_spread,
     view_index,
     view_rows,
     view_sinks,
@@ -62,7 +63,7 @@ class _Prepared:
 
     plan      None for lists of one length, which need none
     partials  where partial states begin, in bytes into the workspace
-    factors   of the logits, of the output, and of the LSE in base 2
+    factors   of the logits, of the output, and of the LSE in base 2, and its form
     """
 
     launcher: BatchLauncher
@@ -75,7 +76,7 @@ class _Prepared:
     strides: bytes
     second: Second
     num_pages: int
-    factors: tuple[float, float, float]
+    factors: tuple[float, float, float, int]
     bound: dict[tuple[int, int], tuple[bytes, BoundRun]] = field(default_factory=dict)
 
     def launch(self, addresses: Sequence[int], stream: int) -> None:
@@ -83,7 +84,7 @@ class _Prepared:
         # fmt: off
         (
             q, q_rope, k, k_rope, workspace, block_tables, kv_lens, out, lse, qo_offsets, sinks,
-            scale_q, scale_v, kv_offsets,
+            scale_q, scale_v, kv_offsets, max_logits,
         ) = addresses
         # fmt: on
         found = self.bound.get((workspace, block_tables)) or self._bind(workspace, block_tables)
@@ -101,7 +102,8 @@ class _Prepared:
             )
         if plan is not None:
             plan_batch.launch(plan, planned, indices, (scale_q, 0, scale_v), device, stream)
-        second = self.second.pack(q, q_rope, k, k_rope)
+        list_lens = kv_lens if plan is None else 0
+        second = self.second.pack(q, q_rope, k, k_rope, max_logits, list_lens)
         attention.launch(q, k, k, out, optional, stream, second)
         if self.padding is not None:
             pad_lse.launch(self.padding, planned, indices, rows, lse, device, stream)
@@ -119,6 +121,7 @@ class _Prepared:
             self.factors[1],
             self.factors[0],
             lse_scale=self.factors[2],
+            lse_form=self.factors[3],
         )
         if len(self.bound) >= _MAX_BOUND:
             self.bound.clear()
@@ -141,18 +144,22 @@ class _Checked:
     allocate: scratch.Allocate
 
 
+_OUTPUTS = "workspace", "out", "lse", "max_logits"
 _CALLS: CallCache[_Checked] = CallCache(
-    *(Argument(name, is_output=name in ("workspace", "out", "lse")) for name in Arrays._fields)
+    *(Argument(name, is_output=name in _OUTPUTS) for name in Arrays._fields)
 )
 _WORKSPACE, _KV_LENS, _OUT, _LSE = map(Arrays._fields.index, ("workspace", "kv_lens", "out", "lse"))
 
 
-def decode(given: tuple[Any, ...], *, sm_scale: Any, return_lse: Any) -> Any:
+def decode(
+    given: tuple[Any, ...], *, sm_scale: Any, output_scale: Any = None, return_lse: Any
+) -> Any:
     """One row of 512 latent and 64 rope columns for each request; given: fields of Arrays."""
     options = Options(
         NAMES._replace(q="q", q_rope="q[1]", block_tables="page_table", sm_scale="sm_scale"),
         Dims(512, 64),
         parse.finite(sm_scale, "sm_scale", 1.0),
+        output_scale=parse.finite(output_scale, "bmm2_scale", 1.0),
         causal=False,
         return_lse=parse.flag(return_lse, "return_lse"),
     )
@@ -269,15 +276,15 @@ def _check(arrays: Arrays, options: Options) -> Call:
     """The call, checked as far as the host can. Raises ArgumentError, UnsupportedError."""
     names, dims = options.names, options.dims
     latent.require_columns(dims)
-    queries, shape = _view_queries(arrays, options)
+    queries, shape, of_q = _view_queries(arrays, options)
     if options.key_scales:
         keys = latent.view_scaled_rows(arrays.k, dims, names.k)
     else:
         keys = latent.view_parts(arrays.k, arrays.k_rope, dims, (names.k, names.k_rope))
     pages = latent.as_pages(keys, None)
     vq = queries.latent
-    table, kv_lens, kv_starts, offsets = _view_indices(arrays, options, vq)
-    count = table.shape[0] if kv_lens is None else kv_lens.shape[0]
+    table, of_lists, kv_lens, kv_starts, offsets = _view_indices(arrays, options, vq)
+    count = table.shape[0] if options.is_list or kv_lens is None else kv_lens.shape[0]
     vout = None if arrays.out is None else view_rows(arrays.out, names.out, (len(shape),))
     o_dtype = options.o_dtype
     if o_dtype is None:
@@ -316,30 +323,58 @@ def _check(arrays: Arrays, options: Options) -> Call:
         lengths=_lengths(options, vq, table, page_size, heads, kv_lens, offsets, kv_starts),
         out_shape=out_shape,
         lse_shape=lse_shape,
+        gaps=(*of_q, of_lists),
+        max_logits=_view_max_logits(arrays.max_logits),
     )
+    if call.gaps != (0, 0, 0):
+        given = arrays.q, arrays.q_rope, arrays.block_tables
+        call.spread = tuple(array.view(x, names.q) for x in given if x is not None)
+        _check_gaps(call, shape)
     _check_places(call)
     return call
 
 
-def _view_queries(arrays: Arrays, options: Options) -> tuple[latent.Parts, tuple[int, ...]]:
-    """The queries with their leading axes merged, and the shape of their latent part as given."""
+def _view_max_logits(x: Any) -> ArrayView | None:
+    return None if x is None else array.view(x, "max_logits")
+
+
+def _check_gaps(call: Call, shape: tuple[int, ...]) -> None:
+    """Gaps of q and of lists lie between the same tokens."""
+    options, of_lists = call.options, call.gaps[2]
+    tokens = options.request_tokens if options.is_list else options.q_len
+    if len(shape) == 4:
+        tokens = shape[1]
+    call.options = options._replace(request_tokens=tokens)
+    if abs(of_lists) > 2**31 - 1:
+        raise UnsupportedError(
+            f"{options.names.block_tables}: requests are {of_lists} entries apart; they must lie "
+            "within 2^31 entries, pass a contiguous table"
+        )
+
+
+def _view_queries(
+    arrays: Arrays, options: Options
+) -> tuple[latent.Parts, tuple[int, ...], tuple[int, int]]:
+    """The queries with their leading axes merged, the shape of their latent part as given, and the
+    gaps between requests of both parts."""
     q_names = options.names.q, options.names.q_rope
     queries = latent.view_parts(arrays.q, arrays.q_rope, options.dims, q_names)
     shape, rope = tuple(queries.latent.shape), queries.rope
     view_rows(arrays.q, options.names.q, options.q_axes)
-    queries = queries._replace(
-        latent=merge_leading(queries.latent, options.names.q, 2),
-        rope=None if rope is None else merge_leading(rope, q_names[queries.offset < 0], 2),
-    )
-    return queries, shape
+    first, gap = merge_spread(queries.latent, options.names.q, 2)
+    second, rope_gap = None, 0
+    if rope is not None:
+        second, rope_gap = merge_spread(rope, q_names[queries.offset < 0], 2)
+    return queries._replace(latent=first, rope=second), shape, (gap, rope_gap)
 
 
 def _view_indices(
     arrays: Arrays, options: Options, vq: ArrayView
-) -> tuple[ArrayView, ArrayView | None, ArrayView | None, ArrayView | None]:
-    """(table, kv_lens, kv_offsets, qo_offsets); no kv_lens where lists are as long as the table."""
+) -> tuple[ArrayView, int, ArrayView | None, ArrayView | None, ArrayView | None]:
+    """(table, gap between requests, kv_lens, kv_offsets, qo_offsets); no kv_lens where lists are as
+    long as the table."""
     names = options.names
-    table = _view_table(arrays.block_tables, options)
+    table, gap = _view_table(arrays.block_tables, options)
     kv_lens, kv_starts, offsets = arrays.kv_lens, arrays.kv_offsets, arrays.qo_offsets
     count = table.shape[0]
     if kv_starts is not None and kv_lens is not None:
@@ -350,14 +385,15 @@ def _view_indices(
             f"of {names.q}"
         )
     if kv_lens is not None:
-        kv_lens = view_index(kv_lens, names.kv_lens, (count,), vq, False)
+        tokens = options.request_tokens if options.is_list else 1
+        kv_lens = view_index(kv_lens, names.kv_lens, (count // max(1, tokens),), vq, False)
     elif not options.is_list or kv_starts is not None:
         raise ArgumentError(f"{names.kv_lens}: got None; wanted the keys of each request, [B]")
     if offsets is not None:
         offsets = view_index(offsets, names.qo_offsets, (count + 1,), vq, False)
     if kv_starts is not None:
         kv_starts = view_index(kv_starts, names.kv_offsets, (count,), vq, False)
-    return table, kv_lens, kv_starts, offsets
+    return table, gap, kv_lens, kv_starts, offsets
 
 
 def _view_scale(x: Any, names: Names) -> ArrayView | None:
@@ -367,12 +403,15 @@ def _view_scale(x: Any, names: Names) -> ArrayView | None:
     return array.as_strided(v, (1,), (1,))
 
 
-def _view_table(x: Any, options: Options) -> ArrayView:
-    """[B, entries] of int32; int64 is converted at each call."""
-    name = options.names.block_tables
+def _view_table(x: Any, options: Options) -> tuple[ArrayView, int]:
+    """[B, entries] of int32, and the gap between the lists of requests; int64 is converted at each
+    call."""
+    name, gap = options.names.block_tables, 0
     v = array.view(x, name)
+    if options.is_list and v.device.kind == "cuda" and v.dtype is dtypes.int64:
+        v = int32_on_device(v, name)
     if options.is_list and len(v.shape) > 1:
-        v = merge_leading(v, name, 1)
+        v, gap = merge_spread(v, name, 1)
     match_array(v, "B entries", (dtypes.int32, dtypes.int64), name)
     if v.device.kind == "cuda" and v.dtype is dtypes.int64:
         v = int32_on_device(v, name)
@@ -381,7 +420,7 @@ def _view_table(x: Any, options: Options) -> ArrayView:
             f"{name}: rows are {v.strides[0]} entries apart; {v.shape[0]} of them must lie within "
             "2^31 entries, pass a contiguous table"
         )
-    return v
+    return v, gap
 
 
 def _lengths(
@@ -433,6 +472,8 @@ def _lengths(
         formats=tuple(formats),  # type: ignore[arg-type]
         is_ragged=not (offsets is kv_offsets is None),
         kv_room=room,
+        request_tokens=options.request_tokens if options.is_list and kv_lens is not None else 1,
+        counts_later=options.counts_later,
     )
 
 
@@ -448,6 +489,7 @@ def _inputs(call: Call) -> dict[str, ArrayView | None]:
         "sinks": call.sinks,
         names.sm_scale: call.scales[0],
         names.output_scale: call.scales[1],
+        **{f"{names.q} {place}": x for place, x in enumerate(call.spread)},
     }
 
 
@@ -459,7 +501,12 @@ def _check_places(call: Call) -> None:
     if call.out is not None:
         require_contiguous_last(call.out, names.out)
     match_output(call.out, call.out_shape, dtype_o, names.out, **inputs, lse=call.lse)
-    match_output(call.lse, call.lse_shape, dtypes.float32, "lse", **inputs)
+    lse_shape = call.lse_shape
+    if call.lse is not None and len(call.lse.shape) == 2 and not call.options.pads_lse:
+        lse_shape = math.prod(lse_shape[:-1]), lse_shape[-1]  # rows of all requests
+    match_output(call.lse, lse_shape, dtypes.float32, "lse", **inputs)
+    rows_and_heads = call.queries.latent.shape[:2]
+    match_output(call.max_logits, rows_and_heads, dtypes.float32, "max_logits", **inputs)
     if call.out is not None:
         call.out = merge_leading(call.out, names.out, 2)
     if call.lse is not None:
@@ -499,7 +546,8 @@ def _prepare(call: Call) -> _Prepared:
     rows = [x for x in (queries.latent, queries.rope, vout) if x is not None]
     keys = [x for x in (pages.latent, pages.rope) if x is not None]
     pointers = functools.reduce(operator.or_, (x.ptr for x in (*rows, *keys)))
-    is_aligned = are_rows_aligned(pointers, [(x.strides[:2], x.dtype) for x in (*rows, *keys)])
+    steps = [(x.strides[:2], x.dtype) for x in (*rows, *keys)]
+    is_aligned = are_rows_aligned(pointers, [*steps, (call.gaps[:2], vq.dtype)])
     prescale_logits = call.scales[0] is not None or options.sm_scale <= 0.0
     variant = Variant(is_aligned, prescale_logits, key_scales=options.key_scales)
     launcher = call.geometry.launcher(variant)
@@ -508,10 +556,14 @@ def _prepare(call: Call) -> _Prepared:
         if call.kv_lens is None:
             count, entries = call.table.shape
             call.kv_lens = array.view(progression(count, entries, 0, vq), options.names.kv_lens)
-        plan = _plan(launcher, call.lengths)
+        plan = _plan(launcher, call.lengths._replace(list_gap=call.gaps[2]))
         schedule, partials = plan.schedule, plan.partials
     size = partials + schedule.workspace_bytes
-    padding, lse_rows, list_step = None, 0, call.lengths.kv_step
+    padding, lse_rows = None, 0
+    lens_stride = 0
+    if plan is None and call.kv_lens is not None:
+        lens_stride = call.kv_lens.strides[0] * call.kv_lens.dtype.itemsize // 4
+    lists = latent.Lists(call.lengths.kv_step, call.gaps, call.options.request_tokens, lens_stride)
     lse_strides = (0, 0) if vlse is None else tuple(vlse.strides[-2:])
     lse_scale = math.log(2.0) if options.natural_lse else 1.0
     if vlse is not None and len(vlse.shape) == 3:
@@ -528,15 +580,17 @@ def _prepare(call: Call) -> _Prepared:
         lse_rows,
         size,
         latent.pack_strides(queries, pages, vout, lse_strides),  # type: ignore[arg-type]
-        latent.second_parts(queries, pages, options.rope_scale, list_step),
+        latent.second_parts(queries, pages, options.rope_scale, lists),
         pages.latent.shape[0],
-        (options.sm_scale, options.output_scale, lse_scale),
+        (options.sm_scale, options.output_scale, lse_scale, options.lse_form),
     )
 
 
 def _schedule_lists(call: Call, launcher: BatchLauncher) -> BatchSchedule | None:
-    """The launches of lists that are all as long as the table; None for other calls."""
-    if call.kv_lens is not None or call.scales != (None, None):
+    """The launches of lists that are all as long as the table, but for what tokens do not see yet;
+    None for other calls."""
+    knows_length = call.kv_lens is None or call.options.counts_later
+    if not call.options.is_list or not knows_length or call.scales != (None, None):
         return None
     return launcher.schedule_lists(*call.table.shape)
 
@@ -575,6 +629,7 @@ def _launch(call: Call, prepared: _Prepared, vworkspace: ArrayView | None) -> No
         call.sinks,
         *call.scales,
         call.kv_offsets,
+        call.max_logits,
     )
     used = [v for v in (*views[1:], vworkspace) if v is not None]
     array.acquire(vq, *used)

@@ -27,6 +27,7 @@ class Arrays(NamedTuple):
     scale_q, scale_v  one float32 each: they multiply the logits, and the output
     kv_offsets   int32 [B], the entry of block_tables where each request's pages begin; None: its
                  row
+    max_logits   float32 [rows, heads] of lists, -inf, to be raised to the largest natural logits
     """
 
     q: Any
@@ -43,6 +44,7 @@ class Arrays(NamedTuple):
     scale_q: Any = None
     scale_v: Any = None
     kv_offsets: Any = None
+    max_logits: Any = None
 
 
 class Names(NamedTuple):
@@ -78,6 +80,10 @@ class Options(NamedTuple):
     key_scales   of the cache (core.problem.KEY_SCALES): "" or "rows"
     pads_lse     the LSE is [B, heads, q_len]; else like q
     natural_lse  it has natural logarithms; else base 2. One that is padded must
+    lse_form     flags of params.LSE_WITHOUT_SINKS, params.LSE_OF_NO_KEYS_IS_INFINITE
+    request_tokens  of lists: tokens in turn that are one request of kv_lens
+    counts_later a token counts one entry of its list less for each token of its request behind it;
+                 kv_lens may be larger than lists
     """
 
     names: Names
@@ -97,6 +103,9 @@ class Options(NamedTuple):
     o_dtype: Any = None
     key_scales: str = ""
     most_kv_len: int | None = None
+    lse_form: int = 0
+    request_tokens: int = 1
+    counts_later: bool = False
 
 
 @dataclass(slots=True)
@@ -105,6 +114,8 @@ class Call:
     viewed as [B, q_len, heads], or [B, heads] of one row each.
 
     kv_lens  None where block_tables names keys, and all of them count
+    gaps     elements of q, of q_rope and of block_tables between the requests of the caller, beside
+             the strides of their tokens
     """
 
     options: Options
@@ -122,6 +133,9 @@ class Call:
     lengths: Lengths
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+    gaps: tuple[int, int, int] = (0, 0, 0)
+    max_logits: ArrayView | None = None
+    spread: tuple[ArrayView, ...] = ()
 
 
 def read_scale(scale: Any, name: str) -> tuple[float, Any]:

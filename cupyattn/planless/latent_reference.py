@@ -11,9 +11,13 @@ import numpy as np
 
 from .. import array
 from ..array import ArrayView
+from ..core.spec import AttentionSpec
 from ..errors import ArgumentError
 from ..inputs import cpu, latent
+from ..launch.driver.params import LSE_OF_NO_KEYS_IS_INFINITE, LSE_WITHOUT_SINKS
 from .latent_call import Arrays, Call
+
+_SHARPNESS = 2.0**40
 
 
 def answer(call: Call, arrays: Arrays) -> Any:
@@ -23,6 +27,12 @@ def answer(call: Call, arrays: Arrays) -> Any:
     spec = replace(call.geometry.spec, sm_scale=options.sm_scale, output_scale=options.output_scale)
     q = latent.as_rows(call.queries, options.rope_scale)
     o, lse = cpu.attend(spec, q, requests, {"sinks": call.sinks})
+    if call.sinks is not None and options.lse_form & LSE_WITHOUT_SINKS:
+        _, lse = cpu.attend(spec, q, requests, {})
+    if options.lse_form & LSE_OF_NO_KEYS_IS_INFINITE:
+        lse[np.isneginf(lse)] = np.inf
+    if call.max_logits is not None:
+        array.as_numpy(call.max_logits)[...] = _max_logits(spec, q, requests)
     owned = np.zeros(len(o), np.bool_)
     for request in requests:
         owned[request.rows] = True
@@ -46,6 +56,14 @@ def answer(call: Call, arrays: Arrays) -> Any:
     return (out, lse) if options.return_lse else out
 
 
+def _max_logits(spec: AttentionSpec, q: np.ndarray, requests: list[cpu.Request]) -> np.ndarray:
+    """The largest natural logit of each row and head: the LSE of logits that are so large that the
+    largest is all of it, over that factor."""
+    sharp = replace(spec, sm_scale=spec.sm_scale * _SHARPNESS)
+    _, lse = cpu.attend(sharp, q, requests, {})
+    return lse * (math.log(2.0) / _SHARPNESS)
+
+
 def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray]) -> Iterator[cpu.Request]:
     """The requests, whose lengths and tables are checked; keys are gathered on the CPU only.
 
@@ -57,6 +75,8 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray]) -> Iterator
         kv_lens = np.full(table.shape[0], table.shape[1])
     else:
         kv_lens = read(call.kv_lens).reshape(-1).astype(np.int64)
+    if call.kv_lens is not None and call.options.is_list:
+        kv_lens = _lens_of_tokens(call, kv_lens)
     if call.qo_offsets is None:
         starts = np.arange(lengths.num_requests + 1) * max(lengths.qo_len, 0)
     else:
@@ -88,13 +108,12 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray]) -> Iterator
     for index, kv_len in enumerate(kv_lens.tolist()):
         row, begin = (index, 0) if begins is None else (0, int(begins[index]))
         ids = table[row, begin : begin + (kv_len if is_list else -(-kv_len // page_size))]
-        ids = ids[ids >= 0] if is_list else ids
+        ids = ids[(ids >= 0) & (ids < most)] if is_list else ids
         outside = ids[(ids < 0) | (ids >= most)]
         if outside.size:
-            what = "slots" if is_list else "pages"
             raise ArgumentError(
                 f"{names.block_tables}: request {index} names {int(outside[0])}; the cache holds "
-                f"{most} {what}"
+                f"{most} pages"
             )
         if not on_cpu:
             continue
@@ -105,3 +124,13 @@ def requests_of(call: Call, read: Callable[[ArrayView], np.ndarray]) -> Iterator
             yield cpu.Request(rows, k[places], v[places])
         else:
             yield cpu.Request(rows, *latent.gather(call.pages, ids, kv_len))
+
+
+def _lens_of_tokens(call: Call, kv_lens: np.ndarray) -> np.ndarray:
+    """How many entries of each token's list count, from those of the caller's requests."""
+    tokens = call.options.request_tokens
+    lens = kv_lens.repeat(tokens)
+    if not call.options.counts_later:
+        return lens
+    later = tokens - 1 - np.arange(len(lens)) % tokens
+    return (lens - later).clip(0, call.lengths.max_kv_len)

@@ -66,6 +66,25 @@ def merge_leading(v: ArrayView, name: str, kept: int) -> ArrayView:
     )
 
 
+def merge_spread(v: ArrayView, name: str, kept: int) -> tuple[ArrayView, int]:
+    """(`merge_leading`, gap): of [requests, tokens, ...] requests may lie `gap` elements further
+    apart than their tokens tell. On the CPU they are copied, and there is none."""
+    if len(v.shape) != kept + 2 or 1 in v.shape[:2] or 0 in v.shape:
+        return merge_leading(v, name, kept), 0
+    (count, tokens), (step, stride) = v.shape[:2], v.strides[:2]
+    if step == tokens * stride:
+        return merge_leading(v, name, kept), 0
+    if v.device.kind == "cpu":
+        copied = array.from_numpy(np.ascontiguousarray(array.as_numpy(v)), v)
+        return merge_leading(array.view(copied, name), name, kept), 0
+    if min(step, stride) < 0:
+        raise ArgumentError(
+            f"{name}: strides {list(v.strides)} are negative; pass a contiguous array"
+        )
+    merged = array.as_strided(v, (count * tokens, *v.shape[2:]), (stride, *v.strides[2:]))
+    return merged, step - tokens * stride
+
+
 def view_rows(x: Any, name: str, axes: tuple[int, ...]) -> ArrayView:
     """[..., heads, dim]; `axes` says how many the array may have."""
     v = array.view(x, name)

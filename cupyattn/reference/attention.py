@@ -174,7 +174,7 @@ def attention(
     alibi_slopes [num_qo_heads]: adds -slope * |position of the row - j| after the soft cap, as
                  flash_attn does.
     sinks        [num_qo_heads] natural-log logits that join the softmax's denominator and the LSE
-                 with no value; not multiplied by sm_scale.
+                 with no value; not multiplied by sm_scale. -inf: none; +inf: o = 0 and lse = +inf.
     logits       expressions of the caller's (core.logits.make), their array parameters in
                  `logits_arrays`: the transform takes the place of each logit after all of the
                  above, the mask hides keys besides. `batch` is what they read by that name.
@@ -341,7 +341,8 @@ def _softmax(
     top = np.where(top == -np.inf, 0.0, top)
     logits -= top[..., None]
     p = np.exp(logits, out=logits)
-    total = p.sum(axis=-1) + np.exp(sinks[:, None] - top)
+    # A sink of +inf leaves nothing but itself.
+    total = p.sum(axis=-1) + np.where(sinks[:, None] == top, 1.0, np.exp(sinks[:, None] - top))
     o = _weighted_sum(p, seen, v) / total[..., None]
     o[total == 0] = 0.0
     return o, (top + np.log(total)) * _LOG2_E

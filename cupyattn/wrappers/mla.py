@@ -139,7 +139,8 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         """Schedule the batch that the next runs are for.
 
         qo_indptr   int32 or int64 [B + 1] from 0 on: rows of q of each request, its last tokens.
-        kv_indptr   [B + 1], in pages, and kv_indices [>= kv_indptr[B]], the pages of all requests.
+        kv_indptr   [B + 1] or longer, in pages, and kv_indices [>= kv_indptr[B]], the pages of all
+                requests.
         kv_len_arr  [B]: keys of each request, at most page_size for each of its pages; 0: its rows
                 give 0 and -inf. Offsets and lengths are needed on the host; kv_indices may stay on
                 the GPU.
@@ -189,7 +190,7 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         split = geometry.split_size(fixed_split_size, disable_split_kv, page_size)
         tables = on_host(table.qo_indptr, table.kv_indptr, table.kv_len_arr)
         rows, is_debugging = read_rows(tables[0]), self._is_debugging()
-        arrays = tables[1], table.kv_indices, tables[2]
+        arrays = _first(tables[1], len(rows.lengths) + 1), table.kv_indices, tables[2]
         batch = read_paged(rows, *arrays, page_size, _NAMES, is_debugging, has_lengths=True)
         q_data_type = "bfloat16" if q_data_type is None else q_data_type
         options = self._options(
@@ -246,16 +247,21 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         sinks       float32 [num_heads]: extra natural-log logits in the denominator.
         bmm1_scale, bmm2_scale   numbers: the whole scale of the logits in place of the plan's, and
                 of the output.
-        profiler_buffer, kv_len, page_table, o_scale   must be None: plan() has the lengths.
+        o_scale     what an `out` of fp8 is to be multiplied by to be the answer, a positive number.
+        kv_len, page_table   int32 [B] and [B, max_pages] of one token of each request, whose
+                lengths then stay on the device: a call without a plan, with the scale
+                1 / sqrt(128 + 64). It takes no scales of caches, and its LSE is in base 2.
+        profiler_buffer   must be None.
         skip_softmax_threshold_scale_factor   accepted for compatibility.
 
         Returns out [rows, num_heads, head_dim_ckv] in q's framework and device, or (out, lse) if
         `return_lse`. It never waits for the device. Raises ArgumentError for arrays that do not fit
         the plan, PlanError without one, before anything is written.
         """
-        if not (profiler_buffer is o_scale is kv_len is page_table is None):
-            geometry.refuse("not supported", profiler_buffer=profiler_buffer, o_scale=o_scale)
-            geometry.refuse("plan() has the lengths", kv_len=kv_len, page_table=page_table)
+        if profiler_buffer is not None:
+            geometry.refuse("not supported", profiler_buffer=profiler_buffer)
+        if o_scale is not None:
+            bmm2_scale = _scale_of_output(o_scale, out, bmm2_scale)
         parts: tuple[Any, ...] = q_nope, q_pe, ckv_cache, kpe_cache
         names = _SPLIT
         if not (query is kv_cache is None) or q_nope is None or ckv_cache is None:
@@ -265,6 +271,12 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
             parts = *queries, *pages
             is_packed = q_names is _PACKED[0] and k_names is _PACKED[1]
             names = _PACKED if is_packed else (q_names, k_names)
+        if not (kv_len is page_table is None):
+            given = {"ckv_scale": ckv_scale, "ckv_scale_arr": ckv_scale_arr, "kpe_scale": kpe_scale}
+            geometry.refuse("is not supported with page_table", **given)
+            return self._run_without_plan(
+                (parts, page_table, kv_len, out, lse, sinks), bmm1_scale, bmm2_scale, return_lse
+            )
         scales = latent.NO_SCALES
         if not (ckv_scale is ckv_scale_arr is kpe_scale is bmm1_scale is bmm2_scale is None):
             scales = self._scales(ckv_scale, ckv_scale_arr, kpe_scale, bmm1_scale, bmm2_scale)
@@ -321,16 +333,46 @@ class BatchMLAPagedAttentionWrapper(BatchWrapper):
         """
         if page_table is None and seq_lens is None:
             return self.run(query=q, kv_cache=kv_cache, out=out, return_lse=return_lse)
-        if page_table is None or seq_lens is None:
-            raise ArgumentError("page_table, seq_lens: got one of them; wanted both, or none")
         queries, _ = _parts(q, (None, None), "q", ("q", "q[1]"), _SPLIT[0])
         pages, _ = _parts(kv_cache, (None, None), "kv_cache", _PACKED[1], _SPLIT[1])
+        given = (*queries, *pages), page_table, seq_lens, out, None, None
+        return self._run_without_plan(given, sm_scale, None, return_lse, "seq_lens")
+
+    def _run_without_plan(
+        self,
+        given: tuple[Any, ...],
+        sm_scale: Any,
+        output_scale: Any,
+        return_lse: Any,
+        lengths_name: str = "kv_len",
+    ) -> Any:
+        """One token of each request; given: the parts of q and of the cache, the page table, the
+        lengths, out, lse and sinks."""
+        parts, page_table, kv_lens, out, lse, sinks = given
+        if page_table is None or kv_lens is None:
+            raise ArgumentError(
+                f"page_table, {lengths_name}: got one of them; wanted both, or none"
+            )
         workspace = self._workspace.owner if self._has_workspace else None
         return planless.decode(
-            (*queries, *pages, workspace, page_table, seq_lens, out, None),
+            (*parts, workspace, page_table, kv_lens, out, lse, None, sinks),
             sm_scale=1.0 / math.sqrt(192.0) if sm_scale is None else sm_scale,
+            output_scale=output_scale,
             return_lse=return_lse,
         )
+
+
+def _scale_of_output(o_scale: Any, out: Any, bmm2_scale: Any) -> float:
+    """What the answer is multiplied by, so that `out` times o_scale is it."""
+    scale = parse.finite(o_scale, "o_scale", 1.0)
+    if not scale > 0.0:
+        raise ArgumentError(f"o_scale: got {o_scale!r}; o_scale must be a finite positive value")
+    if out is None:
+        raise ArgumentError("out: got None; an out tensor must be provided with o_scale")
+    dtype = array.view(out, "out").dtype
+    if not dtype.is_fp8:
+        raise ArgumentError(f"out: dtype is {dtype}; out must be an FP8 tensor with o_scale")
+    return parse.finite(bmm2_scale, "bmm2_scale", 1.0) / scale
 
 
 def _parts(
@@ -355,6 +397,12 @@ def _parts(
             raise ArgumentError(f"{name}: got {len(both)} arrays; wanted one, or a pair")
         return (both[0], both[1]), (f"{name}[0]", f"{name}[1]")
     return (both, None), names
+
+
+def _first(kv_indptr: Any, count: int) -> Any:
+    """The first of offsets that may be those of more requests."""
+    offsets = host_integers(kv_indptr, "kv_indptr")
+    return kv_indptr if offsets.size <= count else offsets[:count]
 
 
 def _csr_of(metadata: MLAPlanMetadata, page_size: int) -> MLAPlanMetadata:

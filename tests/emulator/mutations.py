@@ -67,7 +67,7 @@ PORTABLE = (
         "split prefill",
     ),
     Mutation("state-of-another-head", "+ kv_head * num_splits", "", "split prefill"),
-    Mutation("sink-not-in-sum", "+ ptx::ex2_approx(sink_base2 - new_max)", "", "sinks"),
+    Mutation("sink-not-in-sum", "+ weight", "", "sinks"),
     Mutation("no-keys-divides-by-zero", "sum == 0.0f || (old_max", "false && (old_max", "no keys"),
     # Values that are not finite.
     Mutation("bad-values-stay", "& ~holes.word[w]", "", "bad values"),

@@ -23,6 +23,32 @@ WIDE = (
         "shared.q_rope_offset[r] = (static_cast<int64_t>(0) + row.token)",
         "latent",
     ),
+    Mutation(
+        "gaps-between-requests-lost",
+        "token / request_tokens * gap",
+        "0",
+        "portable requests of lists",
+    ),
+    Mutation(
+        "entries-beyond-the-cache",
+        "static_cast<uint32_t>(num_slots)",
+        "0x80000000u",
+        "portable requests of lists",
+    ),
+    Mutation(
+        "lists-without-their-gaps",
+        "index / params.request_tokens * params.list_gap",
+        "0",
+        "portable requests of lists",
+    ),
+    Mutation(
+        "planned-lists-count-later-tokens",
+        "- (params.counts_later ? later : 0)",
+        "",
+        "portable requests of lists",
+    ),
+    Mutation("later-tokens-not-counted", "- later", "", "requests of lists"),
+    Mutation("largest-logit-in-base-2", "max * kLn2", "max", "largest logits"),
     Mutation("absent-keys-count", "shared.is_hidden[place][key]", "false", "latent list"),
     # Products.
     Mutation("wide-k-fragment-swapped", "loaded[2 * i]", "loaded[2 * i + 1]", "latent"),

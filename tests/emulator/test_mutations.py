@@ -38,6 +38,7 @@ from . import (
     test_read_tables,
     test_serving,
     test_wide,
+    test_wide_sm90,
     wide,
 )
 from .library import EmulatorError
@@ -257,6 +258,10 @@ def _latent(**changes: object) -> Callable:
     lengths = {"qo_len": (1, 3), "kv_len": (70, 200)} | changes
     case = replace(test_wide.BASE, **lengths)  # type: ignore[arg-type]
     return lambda **facts: test_wide.emulate(case, **facts)
+
+
+def _requests_of_lists(is_portable: bool) -> Callable:
+    return lambda **facts: test_wide_sm90.check_lists_of_requests(16, 100, is_portable)
 
 
 def _bad_latent_values(**facts: object) -> None:
@@ -521,6 +526,9 @@ CATCHERS: dict[str, Callable[..., None]] = {
     "steep latent": _latent(split=13, sm_scale=3.0),
     "latent natural": _latent(is_natural=True),
     "latent list": _latent(way="list", qo_len=(1, 1), absent=0.3),
+    "largest logits": _latent(way="flat list", qo_len=(1, 1), absent=0.3, page_size=1),
+    "requests of lists": _requests_of_lists(False),
+    "portable requests of lists": _requests_of_lists(True),
     "bad latent values": _bad_latent_values,
 }
 

@@ -3,14 +3,17 @@ wide heads."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers.share import one_of, slow_unless
 
-from cupyattn import flash_mla
+from cupyattn import flash_mla, mla
 from cupyattn.launch.tiles import wide_sm90
 
 from . import gpu, wide
@@ -143,6 +146,43 @@ def test_lists_of_one_length_need_no_plan(heads: int, tokens: int, width: int) -
 ORDINARY = Case(qo_len=(9, 40), kv_len=(70, 130), num_heads=4, kv_heads=2, head_dims=(512, 512))
 
 
+@pytest.mark.parametrize("is_portable", [False, True], ids=["hopper", "portable"])
+@pytest.mark.parametrize(("heads", "width"), [(16, 100), (40, 150)])
+def test_lists_of_requests(heads: int, width: int, is_portable: bool) -> None:
+    check_lists_of_requests(heads, width, is_portable)
+
+
+def check_lists_of_requests(heads: int, width: int, is_portable: bool) -> None:
+    """A token's list ends where its request does, less the tokens behind it; entries that are no
+    slots are no keys; and requests lie further apart than their tokens."""
+    rng = np.random.default_rng(heads)
+    pool = rng.standard_normal((6, 64, 576)).astype(np.float16)
+    lists = rng.integers(0, 384, (2, 3, width)).astype(np.int32)
+    lists[rng.random(lists.shape) < 0.2] = rng.choice(np.array([-1, 384, 2**31 - 1], np.int32))
+    q = rng.standard_normal((2, 3, heads, 576)).astype(np.float16)
+    apart_q = np.full((2, 4, heads, 576), np.nan, np.float16)
+    apart = np.full((2, 5, width), 7, np.int32)
+    apart_q[:, :3], apart[:, :3] = q, lists
+    arrays = (q, lists), (apart_q[:, :3], apart[:, :3])
+    for dtype in (np.int32, np.int64):
+        lens = np.array([width + 90, width // 2], dtype)
+        call = functools.partial(
+            mla.trtllm_batch_decode_with_kv_cache_mla, kv_cache=pool, workspace_buffer=None,
+            qk_nope_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64, seq_lens=lens,
+            max_seq_len=500, sparse_mla_top_k=width, bmm1_scale=192**-0.5, return_lse=True,
+        )  # fmt: skip
+        wanted = call(q, block_tables=lists)
+        for queries, tables in arrays:
+            with gpu.plugged_in(num_sms=20, is_portable=is_portable) as emulated:
+                got = call(queries, block_tables=tables)
+                names = [launch.name for launch in emulated.launches]
+            assert ("plan_batch" in names) == is_portable
+            for one, other in zip(got, wanted, strict=True):
+                np.testing.assert_allclose(
+                    one.astype(np.float32), other.astype(np.float32), atol=5e-3, rtol=2e-3
+                )
+
+
 @pytest.mark.parametrize("head_dims", [(512, 512), (256, 512)])
 @pytest.mark.parametrize("is_paged", [True, False])
 def test_ordinary_heads(head_dims: tuple[int, int], is_paged: bool) -> None:
@@ -225,6 +265,32 @@ def test_lengths_of_fp8_keys(kv_len: int, tile_q: int) -> None:
     check(replace(BASE, kv_len=(kv_len,), qo_len=(2,), tile_q=tile_q, kv_dtype=E4M3))
     check(replace(BASE, kv_len=(kv_len,), qo_len=(2,), tile_q=tile_q, kv_dtype=E4M3, tma=True))
     check(replace(BASE, kv_len=(kv_len,), tile_q=tile_q, kv_dtype=E4M3, packed=False, splits=2))
+
+
+@pytest.mark.parametrize("heads", [5, 40], ids=["few rows", "many rows"])
+def test_outputs_of_fp8(heads: int) -> None:
+    """Written by the block, or merged of splits."""
+    rng = np.random.default_rng(heads)
+    q = rng.standard_normal((1, heads, 576)).astype(np.float16)
+    pool = rng.standard_normal((20, 16, 576)).astype(np.float16)
+    table, lens = np.arange(20, dtype=np.int32)[None], np.array([310], np.int32)
+    for num_sms in (1, 8):
+        found = []
+        for workspace in (None, (16 << 20,)):
+            out = np.zeros((1, heads, 512), np.dtype(ml_dtypes.float8_e4m3fn))
+
+            def run(made: Any, out: np.ndarray = out) -> None:
+                wrapper = mla.BatchMLAPagedAttentionWrapper(made)
+                tables = {"page_table": table, "kv_len": lens}
+                wrapper.run(query=q, kv_cache=pool, out=out, o_scale=0.02, **tables)
+
+            if workspace is None:
+                run(None)
+            else:
+                with gpu.plugged_in(num_sms=num_sms) as emulated:
+                    run(emulated.empty(workspace, np.dtype(np.uint8)))
+            found.append(out.astype(np.float32))
+        np.testing.assert_allclose(*found, rtol=0.13, atol=0.01)
 
 
 def test_without_lse() -> None:

@@ -249,7 +249,8 @@ def run(case: Case, seed: int = 0, mode: str = "checked", **_: Any) -> Answer:
         rope_strides = *_strides(q_rope, 0, 1), *_strides(second, 1, 0)
         list_step = case.kv_len[0] if case.uniform else 0
         packed += structs.LATENT.pack(
-            memory(q_rope), memory(second), *rope_strides, case.rope_scale, list_step
+            *(memory(q_rope), memory(second), *rope_strides, case.rope_scale, list_step),
+            *(0, 0, 0, 0, 0, 1, 0, len(k) * case.page_size),
         )
     if case.tma:
         of_parts = _strides(k, 1, 0), _strides(second, 1, 0)

@@ -111,7 +111,8 @@ class _State:
     def finish(self, sinks: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         if sinks is not None:
             logits = sinks.astype(np.float32)[:, None] * _LOG2_E
-            self.total += np.exp2(logits - self._raise_top(np.broadcast_to(logits, self.top.shape)))
+            top = self._raise_top(np.broadcast_to(logits, self.top.shape))
+            self.total += np.where(logits == top, np.float32(1), np.exp2(logits - top))
         is_empty = self.total == 0
         o = np.where(is_empty[..., None], np.float32(0), self.o / self.total[..., None])
         return o, np.where(is_empty, np.float32(-np.inf), self.top + np.log2(self.total))

@@ -19,6 +19,8 @@ from .batches import blank_pages, fill_pages, offsets
 from .mla_cases import Case
 
 ABSURD = 2**31 - 1
+# Calls of FlashMLA's functions, whose LSE has no sink, and +inf for rows without keys.
+_FLASH = "flash_mla", "list of tokens", "flat list"
 
 
 class Call(calls.Call):
@@ -35,6 +37,9 @@ class Call(calls.Call):
         self.sinks = None
         if case.has_sinks:
             self.sinks = self.rng.normal(0, 2, case.heads).astype(np.float32)
+            if case.seed % 3 == 0:  # none, and one that leaves nothing else
+                self.sinks[case.heads // 2 :] = -np.inf
+                self.sinks[case.heads // 3] = np.inf
         self._place_keys()
         self.device_q = self._parts("q", self.q)
         self.device_cache = self._parts("cache", self.pool)
@@ -121,15 +126,19 @@ class Call(calls.Call):
         keys[used] = values
         tokens = sum(case.qo_len)
         self.lists = rng.choice(used, (tokens, most)).astype(np.int32)
-        self.lists[rng.random(self.lists.shape) < case.absent] = -1
+        absent = rng.random(self.lists.shape) < case.absent
+        # What is no slot is no key: negative, or beyond the cache.
+        nothing = np.array([-1, -(2**31), slots, slots + 7, ABSURD], np.int64).astype(np.int32)
+        self.lists[absent] = rng.choice(nothing, self.lists.shape)[absent]
         counts = np.repeat(np.array(case.kv_len, np.int32), case.qo_len)
         self.counts = counts if case.has_lengths else np.full(tokens, most, np.int32)
         if case.has_lengths:  # entries past the length may hold anything
             self.lists[np.arange(most) >= counts[:, None]] = ABSURD
         self.keys = []
+        self.max_logits: Any = None
         for row, n in zip(self.lists, self.counts, strict=True):
             seen = row[:n]
-            self.keys.append(keys[seen[seen >= 0]][:, None])
+            self.keys.append(keys[seen[(seen >= 0) & (seen < slots)]][:, None])
         self.pool = pool.reshape(num_pages, case.page_size, -1)
 
     # --- the call ---
@@ -237,7 +246,7 @@ class Call(calls.Call):
             128, self.latent, self.rope, self._index(self.table), self._index(case.kv_len),
             max((1, *case.kv_len)), bmm1_scale=case.sm_scale, sinks=self._sinks(),
         )  # fmt: skip
-        self.returned = answer, None
+        self.returned = answer[:, 0], None
 
     def _start_xqa(self) -> None:
         case = self.case
@@ -307,30 +316,44 @@ class Call(calls.Call):
     def _start_flat_list(self) -> None:
         case = self.case
         given = {"out": self.out.array} if case.with_out else {}
-        out, none, lse = flash_mla.flash_mla_sparse_fwd(
+        out, self.max_logits, lse = flash_mla.flash_mla_sparse_fwd(
             self.device_q, self.device_cache, self._index(self.lists[:, None]), case.sm_scale,
             self.latent, self._sinks(), self._index(self.counts) if case.has_lengths else None,
             **given,
         )  # fmt: skip
-        assert none is None
         self.returned = out, lse
 
     def answers(self) -> calls.Answer:
         out, lse = super().answers()
         case = self.case
         is_natural = case.is_natural and case.way in ("wrapper", "metadata")
-        if lse is not None and (is_natural or case.way in ("flash_mla", "list of tokens")):
+        if lse is not None and (is_natural or case.way in _FLASH):
             lse = (lse.astype(np.float64) / math.log(2.0)).astype(np.float32)
-        if self.sinks is not None and not self._sees_sink:
-            lse = None  # a difference of logarithms, which test_flash_mla.py looks at
+        if lse is not None and case.way in _FLASH:
+            lse[lse == np.inf] = -np.inf
         return out, lse
+
+    def check(self, out: np.ndarray, lse: np.ndarray | None, **named: Any) -> None:
+        super().check(out, lse, **named)
+        if self.case.way == "flat list":
+            self._check_max_logits(poison.download(self.max_logits))
+
+    def _check_max_logits(self, found: np.ndarray) -> None:
+        for q, k, row in zip(self.q, self.keys, found, strict=True):
+            logits = q.astype(np.float64) @ k[:, 0].astype(np.float64).T * self.case.sm_scale
+            scale = np.abs(logits).max(axis=-1, initial=1.0)
+            expected = logits.max(axis=-1, initial=-np.inf)
+            np.testing.assert_array_equal(np.isneginf(row), np.isneginf(expected))
+            seen = np.isfinite(expected)
+            error = np.abs(row[seen] - expected[seen]) / scale[seen]
+            assert (error < 1e-5).all(), f"{self.case}: largest logits are off by {error.max()}"
 
     # --- the answer ---
 
     @property
     def _sees_sink(self) -> bool:
         """Whether the LSE has the sink: FlashMLA's has not."""
-        return self.case.way not in ("flash_mla", "list of tokens", "flat list")
+        return self.case.way not in _FLASH
 
     def _requests(self) -> Iterator[dict[str, Any]]:
         case, (scale, rope_scale) = self.case, self.case.scales
@@ -354,7 +377,13 @@ class Call(calls.Call):
 
     @functools.cached_property
     def _expected(self) -> tuple[calls.States, calls.States]:
-        return calls.attend(self._requests(), self.case.heads, self.latent, self.out_dtype)
+        states = calls.attend(self._requests(), self.case.heads, self.latent, self.out_dtype)
+        if self.sinks is None or self._sees_sink:
+            return states
+        plain = [{**request, "sinks": None} for request in self._requests()]
+        alone = calls.attend(plain, self.case.heads, self.latent, self.out_dtype)
+        ref, low = ([o, lse] for (o, _), (_, lse) in zip(states, alone, strict=True))
+        return ref, low
 
     def expected(self) -> tuple[calls.States, calls.States]:
         return self._expected

@@ -142,9 +142,11 @@ def _list(c: Arguments, top_k: int) -> list[np.ndarray]:
 
 def xqa_batch(c: Arguments) -> list[np.ndarray]:
     q = c["run.query"]
-    q = q if q.ndim == 3 else q[:, 0]
+    flat = q if q.ndim == 3 else q[:, 0]
     scales = c["run.bmm1_scale"], c["run.bmm2_scale"]
-    return [_table(c, q, c["run.kv_cache"], np.arange(len(q) + 1), scales)[0]]
+    out = _table(c, flat, c["run.kv_cache"], np.arange(len(q) + 1), scales)[0]
+    mine = c.get("run.out")
+    return [out.reshape((*q.shape[:-1], RANK) if mine is None else mine.shape)]
 
 
 def xqa(c: Arguments) -> list[np.ndarray]:
@@ -229,7 +231,7 @@ def latent_entries() -> list[Entry]:
     more = step("run", return_lse=True)
     found.append(Entry("latent trtllm", (("run", call),), base | more, of_calls, samples, trtllm))
     call = cupyattn.xqa_batch_decode_with_kv_cache_mla
-    samples = {"sinks": OF_HEADS, "out": values(3, HQ, RANK)}
+    samples = {"sinks": OF_HEADS, "out": values(3, 1, HQ, RANK)}
     found.append(Entry("latent xqa batch", (("run", call),), base, of_calls, samples, xqa_batch))
     pages = POOL[:, :, None]
     base = step("run", q=q, k_cache=pages, page_table=TABLE, seq_lens=LENS)

@@ -104,7 +104,7 @@ class BatchLauncher:
         )
         self._kernels = Kernels(problem, *heads, spec.page_size, device_index)
         self._layout = Layout(self._kernels, problem, *heads, device_index)
-        self._packed: dict[tuple[int, float, float, int, int, float], bytes] = {}
+        self._packed: dict[tuple[int, float, float, int, int, float, int], bytes] = {}
         self._equal: dict[tuple[object, ...], EqualRequests] = {}
         self._heads = tma_sm90.Heads(problem, *heads, spec.page_size)
 
@@ -539,13 +539,15 @@ class BatchLauncher:
         rotated: int = 0,
         lse_scale: float = 1.0,
         num_rows: int = 0,
+        lse_form: int = 0,
     ) -> BoundRun:
         """What runs on arrays of these strides enqueue, as long as nothing else moves either.
 
         `strides` are params.STRIDES, packed. num_keys: rows that k and v hold, or pages. The mask
         has mask_bytes bytes, in rows of mask_row_bytes (mask.cuh). The scales are those of the
         options times what the run adds to them. rotated: room for schedule.rotated_bytes. lse_scale
-        multiplies the LSE. num_rows: of q; 0: not known, or heads are latent.
+        multiplies the LSE. num_rows: of q; 0: not known, or heads are latent. lse_form: flags of
+        params.LSE_WITHOUT_SINKS and others.
         """
         steps: list[Step] = []
         merges: list[Step] = []
@@ -558,7 +560,8 @@ class BatchLauncher:
                 if schedule.uniform is not None:
                     qo_len, kv_len, num_q_tiles, num_splits = schedule.uniform
                     items = 0
-                key = first_item, sm_scale, output_scale, num_q_tiles, num_splits, lse_scale
+                scales = sm_scale, output_scale, num_q_tiles, num_splits, lse_scale
+                key = first_item, *scales, lse_form
                 planned = params.PLANNED.pack(
                     workspace + part.partial_o,
                     workspace + part.partial_lse,
@@ -606,6 +609,7 @@ class BatchLauncher:
         num_q_tiles: int,
         num_splits: int,
         lse_scale: float,
+        lse_form: int,
     ) -> bytes:
         """What is the same for all runs with these scales."""
         packed = params.pack_constants(
@@ -616,9 +620,11 @@ class BatchLauncher:
             num_q_tiles=num_q_tiles,
             num_splits=num_splits,
             lse_scale=lse_scale,
+            lse_form=lse_form,
         )
         if len(self._packed) >= _MAX_CACHED:
             self._packed.clear()
-        key = first_item, sm_scale, output_scale, num_q_tiles, num_splits, lse_scale
+        scales = sm_scale, output_scale, num_q_tiles, num_splits, lse_scale
+        key = first_item, *scales, lse_form
         self._packed[key] = packed
         return packed

@@ -43,7 +43,7 @@ UNIFORM, RAGGED, PLAIN = CONFIGS = tuple(
 # kernels/cupyattn/params/plan_batch.cuh, in the parts that change together.
 _FORMAT = struct.Struct("<q 2i")
 _TILES = struct.Struct("<6i 3I i")  # group_size to group_shift
-_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 5i {_TILES.size}s 8i 6f 2i 2f 4x")
+_CONSTANTS = struct.Struct(f"<{5 * _FORMAT.size}s 5i {_TILES.size}s 8i 6f 2i 2f 3i")
 _PLANNED = struct.Struct(f"<4Q {_CONSTANTS.size}s")
 PARAMS = struct.Struct(f"<8Q {_PLANNED.size}s")
 _KINDS = {dtypes.int32: 0, dtypes.uint32: 1, dtypes.int64: 2}
@@ -75,6 +75,10 @@ class Lengths(NamedTuple):
     is_ragged      there are others of those than kv_lens
     slope_step     elements from a request's ALiBi slopes to the next one's
     kv_room        what offsets of keys may name: rows of k, or keys of a table; 0: max_kv_len
+    request_tokens of lists of keys, whose tokens are requests here: how many of them are one
+                   request of the caller, and have one length
+    list_gap       entries by which the lists of two such requests are further apart than kv_step
+    counts_later   a token sees one key less for each token of its request behind it
     """
 
     num_requests: int
@@ -88,6 +92,9 @@ class Lengths(NamedTuple):
     is_ragged: bool = True
     slope_step: int = 0
     kv_room: int = 0
+    request_tokens: int = 1
+    list_gap: int = 0
+    counts_later: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +188,9 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
     )
     sees_all = left < 0 and (right < 0 or lengths.qo_len == 1)
     config = RAGGED if lengths.is_ragged else UNIFORM
-    if not lengths.is_ragged and sees_all and lengths.formats[1] == IndexFormat():
+    has_lists_of_requests = lengths.request_tokens > 1 or lengths.list_gap
+    is_plain = lengths.formats[1] == IndexFormat() and not has_lists_of_requests
+    if not lengths.is_ragged and sees_all and is_plain:
         config = PLAIN
     function, most, tiles = _kind(launcher, rows, config)
     if lengths.num_requests > most:
@@ -236,6 +245,9 @@ def _prepare(launcher: BatchLauncher, lengths: Lengths, waves: float) -> DeviceP
         lengths.kv_room or lengths.max_kv_len,
         1.0 / capacity.items_per_wave,
         1.0 / max(1, capacity.num_more),
+        lengths.request_tokens,
+        lengths.list_gap,
+        lengths.counts_later,
     )
     return DevicePlan(
         Launch(function, (1, 1, 1), _THREADS, shared_bytes),

@@ -29,8 +29,8 @@ LOGITS_NUMBERS = struct.Struct(f"<{MAX_NUMBERS * 4}s")
 # lse, mask, sinks, scale_q, scale_k, scale_v, alibi_slopes, logits_arrays
 OPTIONAL = struct.Struct(f"<7Q {LOGITS_ARRAYS.size}s")
 STRIDES = struct.Struct("<12q")  # (token, head) of q, k, v, o, lse; page of k, v
-# num_kv_heads to value_pages, logits_numbers; RoPE follows
-CONSTANTS = struct.Struct(f"<6i 6f 2i I i I 2i 4x {LOGITS_NUMBERS.size}s")
+# num_kv_heads to lse_form, logits_numbers; RoPE follows
+CONSTANTS = struct.Struct(f"<6i 6f 2i I i I 3i {LOGITS_NUMBERS.size}s")
 # q, k, v, o; OPTIONAL; partial_o, partial_lse, counters; work, merges, kv_indices, positions;
 # STRIDES; mask_bytes, mask_row_bytes; lengths; the rest.
 ATTENTION = struct.Struct(
@@ -43,10 +43,20 @@ PLANNED = struct.Struct(
 )
 RUN = struct.Struct(f"<4Q {OPTIONAL.size}s {PLANNED.size}s")
 
+# LseForm of kernels/cupyattn/params/attention.cuh.
+LSE_WITHOUT_SINKS, LSE_OF_NO_KEYS_IS_INFINITE = 1, 2
+
 # kernels/cupyattn/params/latent.cuh: what follows ATTENTION. q_rope, k_rope; strides of a token and
-# a head of q_rope, of a token and a page of k_rope; rope_scale, list_step.
-LATENT = struct.Struct("<2Q 4q f i")
-LATENT_PLACES, LATENT_REST = struct.Struct("<2Q"), struct.Struct("<4q f i")
+# a head of q_rope, of a token and a page of k_rope; rope_scale, list_step; gaps of q and q_rope;
+# max_logits, list_lens; list_lens_stride, request_tokens, list_gap, num_slots.
+LATENT_PLACES, LATENT_REST = struct.Struct("<2Q"), struct.Struct("<4q f i 2q")
+LATENT_OF_LISTS, LATENT_COUNTS = struct.Struct("<2Q"), struct.Struct("<4i")
+LATENT = struct.Struct(
+    "<"
+    + "".join(
+        x.format.lstrip("<") for x in (LATENT_PLACES, LATENT_REST, LATENT_OF_LISTS, LATENT_COUNTS)
+    )
+)
 
 # kernels/cupyattn/params/prefill_sm90.cuh: what follows ATTENTION. num_items, heads_per_swizzle,
 # box_rows, query_box_rows; PageUnits of k and v; output_box_rows, num_tail_items; mask_maps;
@@ -126,11 +136,13 @@ def pack_constants(
     num_q_tiles: int = 0,
     num_splits: int = 1,
     lse_scale: float = 1.0,
+    lse_form: int = 0,
 ) -> bytes:
     """CONSTANTS and the table of RoPE steps: what all launches of a plan and these scales share.
 
     first: the first tile of q, or item, of the launch. The scales are those of the spec times what
-    a run adds to them. lse_scale multiplies the LSE, which is in base 2.
+    a run adds to them. lse_scale multiplies the LSE, which is in base 2; lse_form: flags
+    of LseForm.
     """
     # Read by the kernels only if the scale is positive and shared by all heads.
     softmax_scale = sm_scale * LOG2_E
@@ -152,6 +164,7 @@ def pack_constants(
         *(divisor(spec.page_size) if spec.page_size else (0, 0)),
         *divisor(spec.group_size),
         spec.value_pages,
+        lse_form,
         pack_logits_numbers(spec.logits),
     )
     return packed + rope_table(spec)

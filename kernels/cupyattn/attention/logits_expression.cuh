@@ -129,7 +129,6 @@ struct LogitAt {
   }
 
  private:
-  static constexpr float kLn2 = 0.6931471805599453f;
 
   // The value of an element of the first argument's type with these bits.
   static __device__ __forceinline__ float value_of(float, uint32_t x) { return __uint_as_float(x); }

@@ -97,13 +97,18 @@ struct PrefillSm90Rows {
       const RowPlace row = row_place(item, h);
       const float old_max = softmax.base2_max(0, h, LogitsVariant::softmax_scale(params));
       RowState state{old_max, sums[h]};
+      [[maybe_unused]] const RowState keys = state;
       if (!leaves_state && row.exists) state.add_sink(sink_of(params, row.head));
       output.factors[h] = state.normaliser(old_max) * output_scale;
       if (!row.exists || (lane & 3) != 0) continue;
       if (leaves_state) {
         params.partial_lse[row.state] = state.lse();
       } else if (params.lse != nullptr) {
-        store_lse(params, row.token, row.head, state.lse());
+        if constexpr (Traits::kLatent) {
+          store_lse(params, row.token, row.head, keys, state);
+        } else {
+          store_lse(params, row.token, row.head, state.lse());
+        }
       }
     }
     return output;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cupyattn/attention/rows.cuh"
+#include "cupyattn/params/latent.cuh"
 #include "cupyattn/ptx/fp8.cuh"
 #include "cupyattn/ptx/memory.cuh"
 
@@ -17,8 +18,10 @@ struct RowState {
   __device__ __forceinline__ void add_sink(float sink_base2) {
     const float new_max = fmaxf(max, sink_base2);
     if (new_max == -ptx::infinity()) return;
+    // A sink of +inf leaves nothing but itself.
+    const float weight = sink_base2 == new_max ? 1.0f : ptx::ex2_approx(sink_base2 - new_max);
     // mutate: sink-not-in-sum
-    sum = sum * ptx::ex2_approx(max - new_max) + ptx::ex2_approx(sink_base2 - new_max);
+    sum = sum * ptx::ex2_approx(max - new_max) + weight;
     max = new_max;
   }
   __device__ __forceinline__ float lse() const {
@@ -67,6 +70,27 @@ __device__ __forceinline__ void store_lse(const AttentionParams& params, int64_t
                                           float lse) {
   // mutate: lse-in-base-2
   params.lse[token * params.lse_stride_n + head * params.lse_stride_h] = lse * params.lse_scale;
+}
+
+// Tells a row's largest logit, in base 2, of those that this block has seen. Keys of others may
+// raise it further.
+__device__ __forceinline__ void raise_max_logit(const LatentParams& params, int64_t token, int head,
+                                                float max) {
+  if (params.max_logits == nullptr) return;
+  const int num_heads = params.attention.num_kv_heads * params.attention.group_size;
+  // mutate: largest-logit-in-base-2
+  ptx::atomic_max(params.max_logits + token * num_heads + head, max * kLn2);
+}
+
+// Stores the LSE of a row in the form that is asked for; `keys` is its state without its sink.
+__device__ __forceinline__ void store_lse(const AttentionParams& params, int64_t token, int head,
+                                          const RowState& keys, const RowState& state) {
+  const bool omits_sink = (params.lse_form & kLseWithoutSinks) != 0;
+  float lse = RowState{omits_sink ? keys.max : state.max, omits_sink ? keys.sum : state.sum}.lse();
+  if ((params.lse_form & kLseOfNoKeysIsInfinite) != 0 && lse == -ptx::infinity()) {
+    lse = ptx::infinity();
+  }
+  store_lse(params, token, head, lse);
 }
 
 __device__ __forceinline__ float output_scale_of(const AttentionParams& params, int kv_head) {
@@ -254,9 +278,9 @@ __device__ __forceinline__ void write_merged(RowMerge<kVectors>& merged,
                                              const AttentionParams& params, int64_t token, int head,
                                              int kv_head, int lane, int first_column) {
   RowState& state = merged.state;
-  const float old_max = state.max;
+  const RowState keys = state;
   state.add_sink(sink_of(params, head));
-  const float factor = state.normaliser(old_max) * output_scale_of(params, kv_head);
+  const float factor = state.normaliser(keys.max) * output_scale_of(params, kv_head);
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int column = 4 * (lane + kWarpSize * i);
@@ -268,7 +292,7 @@ __device__ __forceinline__ void write_merged(RowMerge<kVectors>& merged,
     store_pair<DTypeO, kAligned>(out + 2, sum.z * factor, sum.w * factor);
   }
   if (lane == 0 && first_column == 0 && params.lse != nullptr) {
-    store_lse(params, token, head, state.lse());
+    store_lse(params, token, head, keys, state);
   }
 }
 

@@ -18,7 +18,7 @@ struct PrefillSm90Traits : Config {
   using typename Config::DTypeQ;
   static constexpr int kTileQ = 64 * kConsumers, kSlots = Config::kQuerySlots;
   static constexpr bool kOverlap = Config::kIntraWarpgroupOverlap, kMasked = Config::kCustomMask;
-  static constexpr bool kTakesMaxima = false;
+  static constexpr bool kTakesMaxima = false, kLatent = false;
   // cp.async KV: pages that no box fits are gathered row by row, by a warpgroup of its own or by
   // warps 0, 2 and 3.
   static constexpr bool kGathers = kGatherers > 0;

@@ -129,12 +129,18 @@ struct WideDecodeSm90Output {
       // mutate: wide-decode-sum-of-a-warp
       sum += weights[i] * (sums.x + sums.y + (sums.z + sums.w));
     }
-    RowState state{old_max, sum};
+    const RowState keys{old_max, sum};
+    RowState state = keys;
     if (!leaves_state && place.exists) state.add_sink(sink_of(params, place.head));
     if (place.exists && leaves_state) {
       params.partial_lse[place.state] = state.lse();
     } else if (place.exists && params.lse != nullptr) {
-      store_lse(params, place.token, place.head, state.lse());
+      store_lse(params, place.token, place.head, keys, state);
+    }
+    if constexpr (Traits::kSparse) {
+      if (place.exists) {
+        raise_max_logit(latent_of(block.all_params), place.token, place.head, old_max);
+      }
     }
     float factor = state.normaliser(old_max);
     if (!leaves_state) factor *= output_scale_of(params, item.work.tile.kv_head);

@@ -71,6 +71,14 @@ struct WideDecodeSm90Rows {
       T* const to = at(place_of(item, r)) + column;
       if constexpr (sizeof(T) == 4) {
         *reinterpret_cast<float4*>(to) = from[0];
+      } else if constexpr (is_fp8<T>) {
+        Vector16 packed;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t low = ptx::floats_to_fp8_pair<T>(from[i].x, from[i].y);
+          packed.word[i] = low | ptx::floats_to_fp8_pair<T>(from[i].z, from[i].w) << 16;
+        }
+        *reinterpret_cast<Vector16*>(to) = packed;
       } else {
         Vector16 packed;
 #pragma unroll

@@ -32,12 +32,16 @@ struct WideRows {
   int64_t k[kTileKV], second[kTileKV];
 
   // The entry of kv_indices that says where a key is.
-  static __device__ __forceinline__ int look_up(const AttentionParams& params,
+  static __device__ __forceinline__ int look_up(const WideParams<Config>& all,
                                                 const Request& request, int key, int end_key) {
+    const AttentionParams& params = attention_of(all);
     if constexpr (!Config::kPaged) return 0;
     if (key >= end_key) return -1;
     const int entry = Config::kSparse ? key : PageSlot::of(params, key).page;
-    return params.kv_indices[request.kv_start + entry];  // mutate: wide-page-of-another-request
+    // mutate: wide-page-of-another-request
+    const int found = params.kv_indices[request.kv_start + entry];
+    if constexpr (Config::kSparse) return all.slot(found);
+    return found;
   }
 
   // Sets the offsets of a key; `found` is from look_up.

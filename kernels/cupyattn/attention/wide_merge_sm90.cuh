@@ -111,14 +111,14 @@ struct WideMergeSm90 {
     const PackGqaRow packed = PackGqaRow::of(params, tile.first_row + min_of(row, tile.num_rows - 1));
     const int head = tile.kv_head * params.group_size + packed.group_head;
     const int64_t token = static_cast<int64_t>(work.request.q_start) + packed.token;
-    const float old_max = state.max;
+    const RowState keys = state;
     state.add_sink(sink_of(params, head));
-    const float factor = state.normaliser(old_max) * output_scale_of(params, tile.kv_head);
+    const float factor = state.normaliser(keys.max) * output_scale_of(params, tile.kv_head);
     block.merged_rows().weights[row][split] = weight * factor;
     if (split > 0) return;
     block.merged_rows().offsets[row] = token * params.o_stride_n + head * params.o_stride_h;
     if (row < tile.num_rows && params.lse != nullptr) {
-      store_lse(params, token, head, state.lse());
+      store_lse(params, token, head, keys, state);
     }
   }
 

@@ -105,6 +105,9 @@ struct WideSm80 {
         shared.q_rope_offset[r] =
             (static_cast<int64_t>(work.request.q_start) + row.token) * all.q_rope_stride_n +
             row.group_head * all.q_rope_stride_h;
+        const int token = work.request.q_start + row.token;
+        shared.q_offset[r] += all.gaps_before(token, all.q_gap);  // this thread has written it
+        shared.q_rope_offset[r] += all.gaps_before(token, all.q_rope_gap);
       }
     }
   }
@@ -375,7 +378,7 @@ struct WideSm80 {
     const auto key_of = [&](int tile) { return tiles.origin + tile * kTileKV + thread; };
     const auto look_up = [&](int tile) {
       if (thread >= kTileKV) return -1;
-      return WideRows<Config, kTileKV>::look_up(params, work.request, key_of(tile), range.end);
+      return WideRows<Config, kTileKV>::look_up(all, work.request, key_of(tile), range.end);
     };
     // Describes the rows of a tile; lists have a place for each tile in use.
     const auto publish_rows = [&](int tile, int found) {
@@ -497,21 +500,24 @@ struct WideSm80 {
 #pragma unroll
     // mutate: sums-of-one-warp
     for (int w = 0; w < kKeyWarps; ++w) state.sum += shared.row_sum[w][row];
-    const float old_max = state.max;
+    const RowState keys = state;
     const bool exists = row < work.tile.num_rows, is_first = warp == 0 && (lane & 3) == 0;
+    const int head = shared.rows[row].head;
+    const int64_t token = work.request.q_start + shared.rows[row].token;
     if (work.tile.leaves_state()) {
       const int64_t index = (work.tile.state(params) + work.tile.split) * kTileQ + row;
       if (!exists) return;
       float* out = params.partial_o + index * kHeadDimVO + kColumns * warp;
       store_output_row<float, kColumns, kFp8, true>([&](int column) { return out + column; }, o[m],
-                                                    h, state.normaliser(old_max), lane);
-      if (is_first) params.partial_lse[index] = state.lse();
+                                                    h, state.normaliser(keys.max), lane);
+      if (is_first) {
+        params.partial_lse[index] = state.lse();
+        if constexpr (kSparse) raise_max_logit(all, token, head, keys.max);
+      }
       return;
     }
-    const int head = shared.rows[row].head;
-    const int64_t token = work.request.q_start + shared.rows[row].token;
     state.add_sink(sink_of(params, head));
-    const float factor = state.normaliser(old_max) * output_scale_of(params, work.tile.kv_head);
+    const float factor = state.normaliser(keys.max) * output_scale_of(params, work.tile.kv_head);
     DTypeO* out = static_cast<DTypeO*>(params.o) + token * params.o_stride_n +
                   head * params.o_stride_h + kColumns * warp;
     if constexpr (Config::kAligned && sizeof(DTypeO) == 2 && !kFp8 && kColumns % 32 == 0) {
@@ -520,8 +526,11 @@ struct WideSm80 {
       store_output_row<DTypeO, kColumns, kFp8, Config::kAligned>(
           [&](int column) { return out + column; }, o[m], h, factor, lane);
     }
+    if constexpr (kSparse) {
+      if (exists && is_first) raise_max_logit(all, token, head, keys.max);
+    }
     if (exists && is_first && params.lse != nullptr) {
-      store_lse(params, token, head, state.lse());
+      store_lse(params, token, head, keys, state);
     }
   }
 };

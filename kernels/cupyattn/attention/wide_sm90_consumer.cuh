@@ -43,6 +43,9 @@ struct WideSm90Leader : WideSm90Output<Traits> {
   Stage stage;
   uint32_t p_parity = 0;
   bool scales_rows = false;  // whether logits of the warp's rows have factors
+  // The largest of this thread's logits of a row, if the call asks for it: the maxima of the softmax
+  // need not be as large.
+  float largest[2] = {-ptx::infinity(), -ptx::infinity()};
   Softmax softmax;
 
   __device__ __forceinline__ explicit WideSm90Leader(const WideSm90Block<Traits>& block)
@@ -124,7 +127,7 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     issue_qk_panels<QTile, KTile, kFirst, kEnd>(s, queries, keys, adds);
   }
 
-  __device__ __forceinline__ void await_scores(Scores& s) const {
+  __device__ __forceinline__ void await_scores(Scores& s) {
     ptx::wgmma_wait<0>();
     take_results(s);
     // mutate: wide-keys-kept
@@ -136,7 +139,13 @@ struct WideSm90Leader : WideSm90Output<Traits> {
         multiply_rows(s, factors);
       }
     }
-    if constexpr (Traits::kSparse) hide_missing_keys(s);
+    if constexpr (Traits::kSparse) {
+      hide_missing_keys(s);
+      if (unlikely(latent_of(this->block.all_params).max_logits != nullptr)) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) largest[h] = fmaxf(largest[h], largest_of(s[0], h));
+      }
+    }
   }
 
   // Sweeps the leader's values of the tile of the present scores if it hides keys, and returns the
@@ -222,6 +231,19 @@ struct WideSm90Leader : WideSm90Output<Traits> {
     ptx::warp_sync();
     this->release(shared.full_normalisers);
     this->write(output.factors);
+    if constexpr (Traits::kSparse) {
+      if (latent_of(this->block.all_params).max_logits != nullptr) raise_max_logits();
+    }
+  }
+
+  __device__ __forceinline__ void raise_max_logits() const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float max = quad_max(largest[h]) * params.softmax_scale;
+      const typename Softmax::Rows::RowPlace row = rows.row_place(shared.items[0], h);
+      if (!row.exists || (rows.lane & 3) != 0) continue;
+      raise_max_logit(latent_of(this->block.all_params), row.token, row.head, max);
+    }
   }
 };
 

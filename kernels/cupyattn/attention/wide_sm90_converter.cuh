@@ -83,7 +83,8 @@ struct WideSm90Converter {
     const int key = own_key(item, tile);
     if (tile < item.tiles.begin || key >= item.range.end) return -1;
     const int entry = Traits::kSparse ? key : PageSlot::of(params, key).page;
-    return params.kv_indices[item.work.request.kv_start + entry];
+    const int found = params.kv_indices[item.work.request.kv_start + entry];
+    return Traits::kSparse ? latent.slot(found) : found;
   }
   __device__ __forceinline__ Row find(const Item& item, int tile, int page) const {
     Row row{nullptr, nullptr, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};

@@ -74,7 +74,10 @@ struct WideSm90Producer {
                   head * params.q_stride_h;
       if constexpr (Traits::kLatent) {
         const LatentParams& latent = latent_of(all_params);
+        const int in_all = item.work.request.q_start + row.token;
+        own.first = static_cast<const DTypeQ*>(own.first) + latent.gaps_before(in_all, latent.q_gap);
         own.second = static_cast<const DTypeQ*>(latent.q_rope) + token * latent.q_rope_stride_n +
+                     latent.gaps_before(in_all, latent.q_rope_gap) +
                      head * latent.q_rope_stride_h;  // mutate: wide-rope-of-first-head
       }
     }
@@ -99,7 +102,9 @@ struct WideSm90Producer {
     if (tile < item.tiles.begin || key >= item.range.end) return -1;
     if constexpr (!Traits::kPaged) return 0;
     const int entry = Traits::kSparse ? key : PageSlot::of(params, key).page;
-    return params.kv_indices[item.work.request.kv_start + entry];
+    const int found = params.kv_indices[item.work.request.kv_start + entry];
+    if constexpr (Traits::kSparse) return latent_of(all_params).slot(found);
+    return found;
   }
   __device__ __forceinline__ Row key_row(const Item& item, int tile, int page) const {
     // mutate: wide-keys-past-the-end

@@ -274,11 +274,26 @@ struct WideSm90Block {
   __device__ __forceinline__ BlockWork find_work() const {
     if constexpr (Traits::kSparse) {
       if (params.work == nullptr) {
-        return BlockWork::of_equal(params, params.first_q_tile + blockIdx.y, blockIdx.x, blockIdx.z,
-                                   Traits::kTileQ, latent_of(all_params).list_step);
+        const LatentParams& latent = latent_of(all_params);
+        BlockWork work =
+            BlockWork::of_equal(params, params.first_q_tile + blockIdx.y, blockIdx.x, blockIdx.z,
+                                Traits::kTileQ, latent.list_step);
+        const int token = work.request.q_start;
+        work.request.kv_start += static_cast<int>(latent.gaps_before(token, latent.list_gap));
+        if (latent.list_lens != nullptr) cut_list(work.request, latent);
+        return work;
       }
     }
     return BlockWork::of(params, Traits::kTileQ);
+  }
+
+  // Cuts a token's list to what its request has: the tokens behind it see one key more each.
+  static __device__ __forceinline__ void cut_list(Request& request, const LatentParams& latent) {
+    const int of_caller = request.q_start / latent.request_tokens;
+    const int later = (of_caller + 1) * latent.request_tokens - 1 - request.q_start;
+    const int64_t place = static_cast<int64_t>(of_caller) * latent.list_lens_stride;
+    const int most = latent.list_lens[place] - later;  // mutate: later-tokens-not-counted
+    request.kv_len = ptx::warp_uniform(max_of(min_of(request.kv_len, most), 0));
   }
 
   // Whether some row does not see some key of a tile. Boxes bring rows past the last key, too.

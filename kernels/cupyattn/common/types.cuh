@@ -57,7 +57,7 @@ struct Choice<false> {
 template <bool kCondition, typename A, typename B>
 using conditional = typename Choice<kCondition>::template type<A, B>;
 
-constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr int kWarpSize = 32;
 
 }  // namespace cupyattn

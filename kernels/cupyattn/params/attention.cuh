@@ -36,6 +36,12 @@ struct alignas(16) WorkItem {
 
 static_assert(sizeof(WorkItem) == 48, "schedule/batch.py lays out 12 words an item");
 
+// What a row's LSE is, where it is not the plain one of its keys and its sink, -inf for no keys.
+enum LseForm : int32_t {
+  kLseWithoutSinks = 1,  // of the keys alone, though the output is divided by the sink too
+  kLseOfNoKeysIsInfinite = 2,  // +inf for a row that sees no key
+};
+
 // What user-written logits may read beside the logit and its place (core/expression.py).
 constexpr int kMaxLogitsArrays = 4, kMaxLogitsNumbers = 8, kMaxLogitsAxes = 4;
 
@@ -92,7 +98,7 @@ struct AttentionParams {
   uint32_t group_magic;  // the same for n / group_size
   int32_t group_shift;
   int32_t value_pages;  // entries of kv_indices from a key's page to its value's, if they differ
-  int32_t unused;       // 0
+  int32_t lse_form;     // flags of LseForm; read by kernels that serve latent attention
   uint32_t logits_numbers[kMaxLogitsNumbers];  // the bits of a float or of an int32_t each
   uint32_t rope_step[kMaxRopePairs];  // turns per position of each rotated pair, times 2^32
 };

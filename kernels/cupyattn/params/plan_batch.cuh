@@ -49,7 +49,10 @@ struct PlanBatchParams {
   int32_t slope_step;  // from a request's slopes to the next one's, see WorkItem::mask_start
   int32_t kv_room;     // what kv_offsets may name: rows of k, or keys of a table
   float a_wave, a_more;  // 1 / items_per_wave, 1 / max_more
-  int32_t padding;
+  // Lists of keys: tokens are requests, and so many of them belong to one of the caller's.
+  int32_t request_tokens;  // that share an entry of kv_lens; else 1
+  int32_t list_gap;        // added to kv_start between the caller's requests
+  int32_t counts_later;    // 1: a token sees one key less for each token of its request behind it
 };
 
 struct PadLseParams {
@@ -60,7 +63,7 @@ struct PadLseParams {
   int32_t num_heads, max_qo_len;
 };
 
-static_assert(sizeof(PlanBatchParams) == 96 + 80 + 136 &&
+static_assert(sizeof(PlanBatchParams) == 96 + 80 + 144 &&
                   sizeof(PadLseParams) == sizeof(PlanBatchParams) + 48,
               "the structs and their mirrors in launch/attention must agree");
 

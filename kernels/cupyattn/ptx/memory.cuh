@@ -26,6 +26,16 @@ __device__ __forceinline__ void prefetch_l2(const void* pointer) {
 __device__ __forceinline__ void atomic_add(uint32_t* counter, uint32_t addend) {
   atomicAdd(counter, addend);
 }
+// Raises a number to `value` if that is larger; NaN is not supported.
+__device__ __forceinline__ void atomic_max(float* place, float value) {
+  // Of equal signs the bits have the order of the numbers, or of their magnitudes.
+  const int bits = __float_as_int(value);
+  if (bits >= 0) {
+    atomicMax(reinterpret_cast<int*>(place), bits);
+  } else {
+    atomicMin(reinterpret_cast<uint32_t*>(place), static_cast<uint32_t>(bits));
+  }
+}
 
 // Returns the old value.
 __device__ __forceinline__ uint32_t atomic_add_shared(uint32_t* word, uint32_t addend) {

@@ -32,14 +32,22 @@ struct PlannedRequest {
 
   static __device__ __forceinline__ PlannedRequest by_steps(const PlanBatchParams& params,
                                                             int index, int kv_len) {
-    return PlannedRequest{index * params.qo_len, params.qo_len, index * params.kv_step, kv_len,
-                          0};
+    int kv_start = index * params.kv_step;
+    // mutate: lists-without-their-gaps
+    if (params.list_gap != 0) kv_start += index / params.request_tokens * params.list_gap;
+    return PlannedRequest{index * params.qo_len, params.qo_len, kv_start, kv_len, 0};
   }
 
   // The keys of a request, as the caller says.
   template <bool kRagged>
   static __device__ __forceinline__ int64_t load_keys(const PlanBatchParams& params, int index) {
     const IndexFormat& format = params.kv_lens_format;
+    if (params.request_tokens > 1) {
+      const int of_caller = index / params.request_tokens;
+      const int later = (of_caller + 1) * params.request_tokens - 1 - index;
+      // mutate: planned-lists-count-later-tokens
+      return load_index(params.kv_lens, format, of_caller) - (params.counts_later ? later : 0);
+    }
     const int64_t first = load_index(params.kv_lens, format, index);
     if (!kRagged || format.unit > 0) return first;
     // mutate: key-steps-as-lengths

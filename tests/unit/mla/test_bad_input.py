@@ -60,7 +60,7 @@ def good(call: str, step: str = "") -> dict[str, Any]:
         **tables,
     }
     if call == "xqa batch":
-        return {**of_calls, "out": of("float32", B, H, 512)}
+        return {**of_calls, "out": of("float32", B, 1, H, 512)}
     if call == "trtllm":
         return {**of_calls, "out": of("float32", B, 1, H, 512), "lse": of("float32", B, 1, H)}
     if call == "xqa":
@@ -148,8 +148,10 @@ ROWS = [
     run("lse shape", "lse: shape is", lse=of("float32", H, B)),
     run("sinks", "sinks", sinks=of("float32", H + 1)),
     run("scale of 16 bits", "only one of fp8 has", ckv_scale=0.5),
-    run("scale", "o_scale", UnsupportedError, o_scale=0.5),
-    run("lengths", "kv_len", UnsupportedError, kv_len=ints(1, 2, 3)),
+    run("scale of no fp8", "out must be an FP8 tensor", o_scale=0.5),
+    run("scale without out", "out tensor must be provided", o_scale=0.5, out=None),
+    run("scale of 0", "o_scale must be a finite positive value", o_scale=0.0),
+    run("lengths", "page_table, kv_len: got one", kv_len=ints(1, 2, 3)),
     run("flag", "return_lse_base_on_e", return_lse_base_on_e=2),
     run("bmm1", "bmm1_scale", bmm1_scale=float("inf")),
     trtllm("q of 3 axes", "query: shape is [3, 4, 576]", query=Q),
@@ -166,14 +168,16 @@ ROWS = [
     trtllm("lengths of floats", "seq_lens", seq_lens=of("float32", B)),
     trtllm("dcp", "enable_dcp", UnsupportedError, enable_dcp=True),
     trtllm("world", "cp_world", UnsupportedError, cp_world=2),
-    trtllm("tables apart", "uses_shared_paged_kv_idx", UnsupportedError,
+    trtllm("one table of two", "block_tables: shape is [3, 5]; with uses_shared",
            uses_shared_paged_kv_idx=False),
+    trtllm("tables apart", "K and V have different pages", UnsupportedError,
+           block_tables=np.stack([TABLE, TABLE[::-1]], 1), uses_shared_paged_kv_idx=False),
     trtllm("list of another length", "sparse_mla_top_k slots", sparse_mla_top_k=7),
     trtllm("workspace", "workspace_buffer", WorkspaceError, workspace_buffer=misaligned(64)),
     trtllm("falling offsets", "cum_seq_lens_q", query=Q, cum_seq_lens_q=ints(0, 2, 1, 3),
            out=None, lse=None),
     xqa_batch("two rows", "query: shape is", query=of("float32", B, 2, H, 576)),
-    xqa_batch("out", "out: shape [3, 1, 4, 512]", out=of("float32", B, 1, H, 512)),
+    xqa_batch("out", "out: shape is", out=of("float32", B, 1, H, 500)),
     xqa("value elsewhere", "v_cache: is not at", v_cache=POOL[:, :, None].copy()),
     xqa("page size", "page_size: got 8", page_size=8),
     xqa("output", "output: shape is", output=of("float32", B, 1, H, 500)),

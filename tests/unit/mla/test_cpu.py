@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,6 +158,128 @@ def test_torch_and_jax() -> None:
         128, 512, 64, jax.numpy.zeros((2, 2), "int32"), jax.numpy.array([3, 0], "int32"), 9,
     )  # fmt: skip
     assert isinstance(got, jax.Array) and got.shape == (2, 1, 3, 512)
+
+
+def lists(q_len: int, top_k: int, **named: Any) -> Any:
+    """A list of keys for each token of three requests, whose keys lie one after another."""
+    rng = np.random.default_rng(q_len)
+    q = rng.standard_normal((3, q_len, 2, 576)).astype(np.float32)
+    pool = rng.standard_normal((40, 1, 576)).astype(np.float32)
+    table = np.tile(np.arange(top_k, dtype=np.int32), (3, q_len, 1)) + 8
+    call = functools.partial(
+        mla.trtllm_batch_decode_with_kv_cache_mla, q, pool, None, 128, 512, 64, table,
+        bmm1_scale=SCALE, return_lse=True, max_seq_len=40, sparse_mla_top_k=top_k,
+    )  # fmt: skip
+    return q, pool, call
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 4])
+def test_a_token_does_not_see_the_tokens_behind_it(q_len: int) -> None:
+    """Of lists as long as their requests, or longer."""
+    q, pool, call = lists(q_len, 6)
+    lens = np.array([20, 6, 2], np.int64)
+    out, lse = call(seq_lens=lens)
+    every, _ = call(seq_lens=None)
+    rows = np.arange(q_len)
+    for b, n in enumerate(lens):
+        for t in rows:
+            count = min(6, max(0, n - (q_len - 1 - t)))
+            k = pool[8 : 8 + count]
+            wanted, wanted_lse = reference.attention(q[b, t][None], k, k[..., :512], sm_scale=SCALE)
+            np.testing.assert_allclose(out[b, t], wanted[0], atol=1e-5)
+            np.testing.assert_allclose(lse[b, t], wanted_lse[0], atol=1e-5)
+    k = pool[8:14]
+    wanted, _ = reference.attention(q[2], k, k[..., :512], sm_scale=SCALE)
+    np.testing.assert_allclose(every[2], wanted, atol=1e-5)
+    counts = np.array([6, 3, 0] * q_len, np.int32)
+    given = call(seq_lens=lens, sparse_mla_top_k_lens=counts)
+    np.testing.assert_array_equal(given[0].reshape(-1, 2, 512)[2], 0.0)
+
+
+def test_lists_of_any_number_of_tokens() -> None:
+    q, pool, call = lists(4, 6)
+    lens, rows = np.array([20, 6, 2], np.int32), np.array([0, 1, 5, 7], np.int32)
+    chosen = [(0, 3), *((1, t) for t in range(4)), (2, 2), (2, 3)]
+    wanted, wanted_lse = call(seq_lens=lens)
+    some = np.stack([q[at] for at in chosen])
+    table = np.tile(np.arange(6, dtype=np.int32), (7, 1)) + 8
+    out, lse = mla.trtllm_batch_decode_with_kv_cache_mla(
+        some, pool, None, 128, 512, 64, table, lens, 40, 6, bmm1_scale=SCALE, return_lse=True,
+        cum_seq_lens_q=rows,
+    )  # fmt: skip
+    np.testing.assert_array_equal(out, np.stack([wanted[at] for at in chosen]))
+    np.testing.assert_array_equal(lse, np.stack([wanted_lse[at] for at in chosen]))
+
+
+def test_forms_of_the_lse_and_of_tables() -> None:
+    q = np.random.default_rng(5).standard_normal((2, 3, 4, 576)).astype(np.float32)
+    pool = np.random.default_rng(6).standard_normal((4, 8, 576)).astype(np.float32)
+    table, lens = np.array([[2, 0], [1, 3]], np.int32), np.array([11, 16], np.int32)
+    given = q, pool, None, 128, 512, 64
+    call = functools.partial(mla.trtllm_batch_decode_with_kv_cache_mla, *given, bmm1_scale=SCALE)
+    out, lse = call(table, lens, 16, return_lse=True)
+    rows = np.zeros((6, 4), np.float32)
+    _, found = call(table, lens, 16, return_lse=True, lse=rows)
+    assert found is rows
+    np.testing.assert_array_equal(rows, lse.reshape(6, 4))
+    both = np.stack([table, table], axis=1)
+    np.testing.assert_array_equal(call(both, lens, 16, uses_shared_paged_kv_idx=False), out)
+    with pytest.raises(ArgumentError, match="lse: shape is"):
+        call(table, lens, 16, lse=np.zeros((4, 6), np.float32))
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+def test_xqa_answers_in_the_axes_of_the_query(axes: int) -> None:
+    q = np.random.default_rng(7).standard_normal((2, 1, 4, 576)).astype(np.float32)
+    pool = np.random.default_rng(8).standard_normal((4, 8, 576)).astype(np.float32)
+    table, lens = np.array([[2, 0], [1, 3]], np.int32), np.array([11, 16], np.int32)
+    wanted = mla.xqa_mla(q, pool, pool, table, lens, q_scale=SCALE)
+    given = pool, None, 128, 512, 64, table, lens, 16
+    query = q if axes == 4 else q[:, 0]
+    call = functools.partial(
+        mla.xqa_batch_decode_with_kv_cache_mla, query, *given, bmm1_scale=SCALE
+    )
+    out = call()
+    assert out.shape == (*query.shape[:-1], 512)
+    np.testing.assert_array_equal(out.reshape(wanted.shape), wanted)
+    for shape in ((2, 4, 512), (2, 1, 4, 512))[: axes - 2]:
+        mine = np.zeros(shape, np.float32)
+        assert call(out=mine) is mine
+        np.testing.assert_array_equal(mine.reshape(wanted.shape), wanted)
+
+
+def test_offsets_of_more_requests_than_there_are() -> None:
+    """FlashInfer's tests pass kv_indptr of all pages, and lengths of some requests."""
+    call = planned([30, 5], [2, 1], 3)
+    w = mla.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    longer = np.concatenate([call.kv_indptr, [*call.kv_indptr[-1:], 99]])
+    w.plan(
+        *(call.qo_indptr, longer, call.ids, np.array([30, 5], np.int32)),
+        *(3, 512, 64, call.case.page_size, True, SCALE, "bfloat16", "bfloat16"),
+    )
+    one, other = (x.run(query=call.q, kv_cache=call.pool) for x in (call.wrapper, w))
+    np.testing.assert_array_equal(one, other)
+
+
+def test_outputs_of_fp8() -> None:
+    """As planned, or of one token of each request without a plan; o_scale gives the answer back."""
+    call = planned([30, 5], [1, 1], 3)
+    wanted = call.wrapper.run(query=call.q, kv_cache=call.pool).astype(np.float32)
+    kind, scale = dtypes.float8_e4m3fn.numpy, 0.01
+    w = mla.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    w.plan(
+        *(call.qo_indptr, call.kv_indptr, call.ids, np.array([30, 5], np.int32)),
+        *(3, 512, 64, call.case.page_size, True, 192**-0.5, "bfloat16", "bfloat16"),
+        output_dtype="float8_e4m3fn",
+    )
+    table = np.zeros((2, 10), np.int32)
+    for row, (begin, end) in enumerate(itertools.pairwise(call.kv_indptr)):
+        table[row, : end - begin] = call.ids[begin:end]
+    unplanned = {"page_table": table, "kv_len": np.array([30, 5], np.int32)}
+    for given in ({}, unplanned):
+        out = np.zeros((2, 3, 512), kind)
+        w.run(query=call.q, kv_cache=call.pool, out=out, o_scale=scale, **given)
+        np.testing.assert_allclose(out.astype(np.float32) * scale, wanted, rtol=0.07, atol=0.01)
 
 
 def test_workspace_size_and_growing_memory() -> None:

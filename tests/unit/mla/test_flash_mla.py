@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -47,7 +48,84 @@ def test_a_sink_scales_the_answer_and_not_the_lse() -> None:
     plain, plain_lse = expected()
     share = np.exp(plain_lse) / (np.exp(plain_lse) + np.exp(sink)[None, :, None])
     np.testing.assert_allclose(out, plain * share.swapaxes(1, 2)[..., None], atol=1e-5)
-    np.testing.assert_allclose(lse, plain_lse, atol=1e-3)
+    np.testing.assert_allclose(lse, plain_lse, atol=1e-5)
+
+
+def test_sinks_that_are_infinite_and_far_larger_than_logits() -> None:
+    """-inf is none, +inf leaves nothing, and the LSE is that of the keys to its last digits."""
+    sink = np.array([-np.inf, np.inf, 40.0, 500.0], np.float32)
+    indices = np.tile(np.arange(5, dtype=np.int32), (2, 3, 1))
+    indices[1, 2] = -1
+    plain, plain_lse = flash_mla.flash_mla_with_kvcache(Q, CACHE, None, None, 512, indices=indices)
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        Q, CACHE, None, None, 512, indices=indices, attn_sink=sink
+    )
+    np.testing.assert_array_equal(lse, plain_lse)
+    np.testing.assert_array_equal(out[:, :, 0], plain[:, :, 0])
+    assert not out[:, :, 1].any() and np.isposinf(lse[1, :, 2]).all()
+    share = np.exp(plain_lse[:, 2] - 40.0)[..., None]
+    np.testing.assert_allclose(out[:, :, 2][:, :2], plain[:, :2, 2] * share[:, :2], rtol=1e-5)
+
+
+def test_entries_that_are_no_slots_are_no_keys() -> None:
+    """FlashMLA: -1, or any number from s_kv on."""
+    rows = CACHE.reshape(-1, 1, 576)
+    indices = np.array([[[3, -1, 20, 114514, 2**31 - 1, 7, -(2**31)]]] * 2, np.int32)
+    plain = np.array([[[3, 7]]] * 2, np.int32)
+    q = Q[0, :2]
+    for a, b in zip(
+        flash_mla.flash_mla_sparse_fwd(q, rows, indices, 0.05),
+        flash_mla.flash_mla_sparse_fwd(q, rows, plain, 0.05),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_answers_of_sparse_fwd() -> None:
+    """The largest logit and a natural LSE, without the sink; -inf and +inf without keys."""
+    rows = CACHE.reshape(-1, 1, 576)
+    indices = np.array([[[0, 5, 11]], [[-1, 20, 99]]], np.int32)
+    q, sink = Q[0, :2], np.full(4, 3.0, np.float32)
+    out, max_logits, lse = flash_mla.flash_mla_sparse_fwd(q, rows, indices, 0.05, attn_sink=sink)
+    logits = q[0] @ rows[[0, 5, 11], 0].T * 0.05
+    np.testing.assert_allclose(max_logits[0], logits.max(-1), rtol=1e-5)
+    np.testing.assert_allclose(lse[0], np.log(np.exp(logits).sum(-1)), rtol=1e-5)
+    assert max_logits.dtype == lse.dtype == np.float32
+    assert np.isneginf(max_logits[1]).all() and np.isposinf(lse[1]).all() and not out[1].any()
+
+
+def test_requests_that_lie_further_apart_than_their_tokens() -> None:
+    """Of q and of lists, as slices of larger arrays."""
+    indices = RNG.integers(-1, 20, (2, 3, 7)).astype(np.int32)
+    q, lists = np.full((2, 5, 4, 600), np.nan, np.float32), np.full((2, 4, 9), 2**20, np.int32)
+    q[:, :3, :, :576], lists[:, :3, :7] = Q, indices
+    q, lists = q[:, :3, :, :576], lists[:, :3, :7]
+    call = functools.partial(flash_mla.flash_mla_with_kvcache, head_dim_v=512)
+    for one, other in (
+        ((Q, CACHE, TABLE, LENS), (q, CACHE, TABLE, LENS)),
+        ((Q, CACHE, None, None), (q, CACHE, None, None)),
+    ):
+        has_lists = one[2] is None
+        wanted = call(*one, indices=indices if has_lists else None)
+        got = call(*other, indices=lists if has_lists else None)
+        for a, b in zip(wanted, got, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("heads_kv", [2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_of_keys(heads_kv: int, causal: bool) -> None:
+    caches = RNG.standard_normal((5, 4, heads_kv, 576)).astype(np.float32)
+    out, lse = dense(cache=caches, causal=causal)
+    for head in range(heads_kv):
+        own = slice(head * 4 // heads_kv, (head + 1) * 4 // heads_kv)
+        wanted, wanted_lse = expected(caches[:, :, head : head + 1], causal=causal)
+        np.testing.assert_allclose(out[:, :, own], wanted[:, :, own], atol=1e-5)
+        np.testing.assert_allclose(lse[:, own], wanted_lse[:, own], atol=1e-5)
+    with pytest.raises(UnsupportedError, match="k_cache: has"):
+        dense(cache=caches, attn_sink=np.zeros(4, np.float32))
+    with pytest.raises(ArgumentError, match="q: 4 heads with 3 heads"):
+        dense(cache=RNG.standard_normal((5, 4, 3, 576)).astype(np.float32))
 
 
 def test_a_sink_alone_is_no_key() -> None:
@@ -55,7 +133,7 @@ def test_a_sink_alone_is_no_key() -> None:
     out, lse = flash_mla.flash_mla_with_kvcache(
         Q, CACHE, None, None, 512, indices=indices, attn_sink=np.ones(4, np.float32)
     )
-    assert not out.any() and np.isneginf(lse).all()
+    assert not out.any() and np.isposinf(lse).all()
 
 
 def test_rows_of_656_bytes() -> None:

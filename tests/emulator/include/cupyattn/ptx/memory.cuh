@@ -21,6 +21,11 @@ EMULATOR_INLINE void atomic_add(uint32_t* counter, uint32_t addend) {
   emulator::atomic_add(counter, addend);
 }
 
+// Blocks run in turns, and lanes of one do not raise the same number.
+EMULATOR_INLINE void atomic_max(float* place, float value) {
+  if (value > *place) *place = value;
+}
+
 EMULATOR_INLINE uint32_t atomic_add_shared(uint32_t* word, uint32_t addend) {
   return emulator::atomic_add_shared(word, addend);
 }
