@@ -206,20 +206,26 @@ def from_numpy(a: np.ndarray, like: ArrayView) -> Any:
 
 
 def constant(a: np.ndarray, like: ArrayView) -> Any:
-    """`from_numpy` of what is kept between calls, ready on every stream of the device.
+    """The numbers of `a`, which nobody else holds, in an array that may be kept between calls:
+    ready on every stream of the device, and the same whatever mode its framework is in.
 
-    On a GPU the memory is CuPy's, also under a tensor of torch: what torch allocates while its
-    compiler warms up a CUDA graph belongs to that graph, and it refuses a graph whose memory
-    somebody keeps. The copy has a stream of its own, so that nobody else's work is waited for. Not
-    to be called while a stream is captured.
+    torch's mode of inference and its fake tensors mark what is made under them, and what JAX makes
+    while it traces belongs to the trace: here both only look at memory of NumPy's or CuPy's, which
+    is itself the array for JAX. On a GPU that also keeps it out of the CUDA graph that torch's
+    compiler may be warming up. The copy has a stream of its own, so that nobody else's work is
+    waited for. Not to be called while a stream is captured.
     """
-    if like.framework != "torch" or like.device.kind != "cuda":
-        return from_numpy(a, like)
-    cupy = cupy_module()
-    with cupy.cuda.Device(like.device.index), _copy_stream(like.device.index) as stream:
-        made = cupy.asarray(a)
-        stream.synchronize()
-        return sys.modules["torch"].from_dlpack(made)
+    made: Any = a
+    if like.device.kind == "cuda":
+        cupy = cupy_module()
+        with cupy.cuda.Device(like.device.index), _copy_stream(like.device.index) as stream:
+            made = cupy.asarray(a)
+            stream.synchronize()
+    if like.framework != "torch":
+        return made
+    torch = sys.modules["torch"]
+    with torch.inference_mode(False):
+        return torch.from_dlpack(made)
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..core.recording import Recording, spoil
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.workspace import on_device
 from ..launch.driver.enqueue import enqueue_again
+from .xla_exit import settle_at_exit
 from .xla_ffi import Buffer, Frame, handler
 
 __all__ = [
@@ -279,7 +281,13 @@ def _register() -> tuple[Any, ...]:
         pointer = ctypes.cast(made, ctypes.c_void_p).value
         jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(pointer), platform=platform)
         kept.append(made)
+    _settle_at_exit()
     return tuple(kept)
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    settle_at_exit(frozenset((_on_cpu.__code__, _on_gpu.__code__)))
 
 
 # --- the call itself, when XLA runs it ---
@@ -473,3 +481,6 @@ _RUNS: dict[str, _Run] = {
 # Calls of which a part depends on the buffers alone, and is done once for them.
 _Prepare = Callable[[dict[str, Any], dict[str, Any], list[Any]], Callable[[], None]]
 _PREPARES: dict[str, _Prepare] = {"dot_product_attention": _attention}
+
+if "jax" in sys.modules:  # else at the first call: what JAX does at exit comes behind
+    _settle_at_exit()
