@@ -14,6 +14,31 @@ HOPPER = (
         "0",
         "hopper padded prefill",
     ),
+    Mutation(
+        "last-columns-lost",
+        "ceil_div(kHeadDim, Mma::kStep)",
+        "kHeadDim / Mma::kStep",
+        "hopper odd dims",
+    ),
+    Mutation(
+        "q-chunk-past-the-row",
+        "chunk < QTile::kChunks",
+        "chunk <= QTile::kChunks",
+        "hopper odd dims",
+    ),
+    Mutation("output-past-the-head-dim", "exists && is_tile", "exists", "hopper odd dims"),
+    Mutation(
+        "fp8-chunk-past-the-row",
+        "Tile::kBytesOfLastChunk",
+        "16",
+        "hopper odd dims of fp8 in pages",
+    ),
+    Mutation(
+        "fast-warps-do-not-wait",
+        "if (!kOverlap)",
+        "if (!kOverlap && !is_fast)",
+        "hopper parted warps",
+    ),
     Mutation("quad-halves-swapped", "got : kept", "kept : got", "hopper odd groups"),
     Mutation("hopper-bad-values-stay", "& ~holes.word[w]", "", "hopper bad values"),
     Mutation(

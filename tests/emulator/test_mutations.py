@@ -35,6 +35,7 @@ from . import (
     test_plan_batch,
     test_planless,
     test_prefill_sm90,
+    test_prefill_sm90_fp8,
     test_read_tables,
     test_serving,
     test_wide,
@@ -66,6 +67,9 @@ _WIDE = {"head_dim_qk": 128, "head_dim_vo": 128}
 def _wide(changes: dict) -> Callable:
     case = replace(wide.Case(kv_len=(300,)), **changes)
     return lambda **facts: wide.run(case, **facts).check()
+
+
+_WIDER = {"strides": ("padded",) * 4}
 
 
 def _single(*changes: dict, facts: dict | None = None, base: object = _PREFILL) -> Callable:
@@ -421,6 +425,18 @@ CATCHERS: dict[str, Callable[..., None]] = {
         {"causal": True, "qo_len": 200, "kv_len": 628, "group": 2, "window_left": 100}
     ),
     "hopper odd groups": _single({"group": 3, "kv_len": 300}),
+    # Rows of 72 columns in wider ones of NaN, in boxes and one by one.
+    "hopper odd dims": _single(
+        *(
+            {"head_dim_qk": 72, "head_dim_vo": 72, "group": n, "qo_len": 60, **_WIDER}
+            for n in (4, 40)
+        )
+    ),
+    "hopper odd dims of fp8 in pages": lambda **facts: run.batch(
+        test_prefill_sm90_fp8.ODD_PAGES, **facts
+    ).check(),
+    # Rows of some warps of a warpgroup pass the range of the fast path.
+    "hopper parted warps": lambda **facts: test_prefill_sm90.check_parted_warps(64, **facts),
     "hopper whole tokens": _single({"group": 7, "qo_len": 60}),
     "hopper rows of one head": _single({"group": 7, "qo_len": 60, "num_kv_heads": 1}),
     # Tokens fill neither a warpgroup's rows nor a tile's, so rows of Q are copied one by one.

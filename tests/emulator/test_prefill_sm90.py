@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +55,71 @@ _DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 def test_head_dims(dims: tuple[int, int], dtype: str) -> None:
     case = replace(CAUSAL, dtype=dtype, kv_dtype=dtype, head_dim_qk=dims[0], head_dim_vo=dims[1])
     check(case)
+
+
+# Columns that a tile has and the head dims lack: in strided rows they are NaN, and behind the rows
+# of the answer they must stay.
+@pytest.mark.parametrize("gap", ["packed", "padded"])
+@pytest.mark.parametrize(
+    "dims",
+    one_of(
+        4, [(72, 72), (80, 80), (8, 16), (104, 40), (40, 104), (112, 176), (200, 8), (248, 256)]
+    ),
+)
+def test_columns_of_other_head_dims(dims: tuple[int, int], gap: str) -> None:
+    case = replace(CAUSAL, head_dim_qk=dims[0], head_dim_vo=dims[1], strides=(gap,) * 4)
+    check(case)
+    # Rows of Q in boxes, and one by one; of O as vectors.
+    check(replace(case, group=5, has_sinks=True, kv_len=90))
+    if gap == "packed":
+        check(replace(case, o_dtype="float32", window_left=40))
+
+
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    one_of(
+        3,
+        [
+            ((72, 72), {"logits_soft_cap": 5.0}),
+            ((104, 104), {"logits_soft_cap": 30.0, "dtype": "bfloat16", "kv_dtype": "bfloat16"}),
+            ((80, 80), {"pos_encoding_mode": "ROPE_LLAMA"}),
+            ((72, 72), {"pos_encoding_mode": "ALIBI"}),
+            ((160, 160), {"pos_encoding_mode": "ROPE_LLAMA"}),
+            ((120, 120), {"mask_kind": "packed"}),
+            ((256, 128), {"logits_soft_cap": 5.0}),
+            ((224, 144), {"scale_q": "vector", "scale_k": "vector"}),
+            ((136, 72), {"mask_kind": "packed", "mask_pattern": "sparse"}),
+        ],
+        is_several=True,
+    ),
+)
+def test_options_of_other_head_dims(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    case = replace(CAUSAL, head_dim_qk=dims[0], head_dim_vo=dims[1], strides=("padded",) * 4)
+    answer = run.single(replace(case, **options))
+    assert "prefill_sm90" in kernels(answer)
+    answer.check()
+
+
+@pytest.mark.parametrize("page_size", one_of(2, [16, 3]))
+@pytest.mark.parametrize("dims", one_of(3, [(72, 72), (104, 80), (160, 96), (80, 192)]))
+def test_pages_of_other_head_dims(dims: tuple[int, int], page_size: int) -> None:
+    for is_padded in (False, True):
+        problem = Problem("bfloat16", "bfloat16", dims)
+        case = replace(PAGED, problem=problem, page_size=page_size, is_padded=is_padded)
+        check_batch(replace(case, window_left=150))
+
+
+# Rows of a warpgroup that pass the range of the fast path, beside others that do not.
+@pytest.mark.parametrize("dim", one_of(2, [64, 96, 128]))
+def test_warps_wait_at_one_place_whatever_their_logits(dim: int) -> None:
+    check_parted_warps(dim)
+
+
+def check_parted_warps(dim: int, **facts: object) -> None:
+    case = replace(BASE, head_dim_qk=dim, head_dim_vo=dim, kv_len=600, logits_soft_cap=30.0)
+    for dtype in ("bfloat16", "float16"):
+        case = replace(case, dtype=dtype, kv_dtype=dtype)
+        check(case, spoil={"q": [((slice(0, 8), ...), 20.0)]}, **facts)
 
 
 @pytest.mark.parametrize("dims", one_of(3, [(64, 64), (96, 96), (128, 128)]))
@@ -164,6 +230,9 @@ def test_other_tiles(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> 
             *(("middle", (96, 96)), ("lean", (96, 96))),
             *((name, (192, 128)) for name in ("twin", "short", "flat")),
             *(("short", (256, 256)), ("flat", (256, 256))),
+            *((name, (72, 72)) for name in ("middle", "short", "lean", "flat")),
+            *((name, (112, 104)) for name in ("broad", "twin", "tall", "queue", "lean")),
+            *(("twin", (144, 80)), ("flat", (176, 40)), ("flat", (200, 160))),
         ],
         is_several=True,
     ),
@@ -174,7 +243,7 @@ def test_other_tiles_of_other_dims(
     force_tiles(name, monkeypatch)
     case = replace(CAUSAL, head_dim_qk=dims[0], head_dim_vo=dims[1], group=3, return_lse=True)
     check(case)
-    if name not in ("tall", "queue") and dims[0] != 192:  # which caps do not have
+    if name in ("middle", "short", "lean", "flat") and not 128 < dims[0] <= 192:
         for dtype in ("bfloat16", "float16"):
             check(replace(case, logits_soft_cap=5.0, dtype=dtype, kv_dtype=dtype))
 

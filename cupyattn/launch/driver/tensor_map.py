@@ -38,7 +38,8 @@ def of_rows(
     itemsize: int = 2,
 ) -> bytes:
     """The map of a tensor, innermost dimension first, copied in rows of 8-bit elements or in panels
-    of rows of 16-bit ones.
+    of rows of 16-bit ones. A box has whole panels, or rows of whole 16 bytes: what the tensor lacks
+    of them is zeros.
 
     strides  in elements, of all dimensions but the innermost: multiples of 16 bytes
     box      what one copy brings of these dimensions
@@ -48,7 +49,7 @@ def of_rows(
     in_bytes = tuple(
         itemsize * stride if n > 1 else 16 for n, stride in zip(sizes[1:], strides, strict=True)
     )
-    columns = min(_PANEL, sizes[0]) if itemsize == 2 else sizes[0]
+    columns = _PANEL if itemsize == 2 else -(-sizes[0] // 16) * 16
     return encode(address, sizes, in_bytes, (columns, *box), itemsize)
 
 
@@ -62,7 +63,7 @@ def of_pages(
 ) -> tuple[bytes, tuple[int, int]]:
     """The map of pages of rows, and how far it is from a page to the next, and from a head to the
     next, along its last dimension: the driver allows five, and rows of whole panels, all of which
-    one copy brings, take six.
+    one copy brings, take six. Where the last panel is a part, a copy brings one panel.
 
     sizes    rows of a page (a multiple of 8), heads, pages
     strides  in elements, of a row, a head and a page: multiples of 16 bytes
@@ -79,11 +80,11 @@ def of_pages(
             f"paged_kv_cache: strides of {page} elements a page and {head} a head, over "
             f"{num_pages} pages, are beyond the copy engine's coordinates; use a contiguous cache"
         )
-    if itemsize == 1:
-        of_bytes = of_rows(
+    if itemsize == 1 or head_dim % _PANEL:
+        by_rows = of_rows(
             address, (head_dim, page_rows, count, 1), (row, unit, 0), (rows, 1, 1), itemsize
         )
-        return of_bytes, (by_page, by_head)
+        return by_rows, (by_page, by_head)
     panels = head_dim // _PANEL
     dims = _PANEL, _PATTERN_ROWS, panels, page_rows // _PATTERN_ROWS, count
     in_bytes = 2 * row, 2 * _PANEL, 2 * _PATTERN_ROWS * row, 2 * unit

@@ -112,6 +112,8 @@ _TILES = {
     ("fp8 gathered", 192, 128): _FP8_GATHERED._replace(tile_kv=96, fp8_stages=1),
 }
 
+# The head dims of the tables, the least first.
+_DIMS = tuple((qk, vo) for kind, qk, vo in _TILES if kind == "paged")
 
 _LONE = _Shape(1, 64, query_slots=1, registers=(40, 216), min_blocks=2, persistent=False)
 _TWIN = _LONE._replace(query_slots=2, persistent=True)
@@ -210,23 +212,27 @@ def choose(
     """
     if name == "large":
         return _choose(problem, max_shared_bytes, page_size)
-    key = name, _timed_kind(problem), problem.head_dim_qk, problem.head_dim_vo
-    shape = _OTHERS.get(key)
+    dims = tile_dims(problem)
+    shape = _OTHERS.get((name, _timed_kind(problem), *dims))
     if shape is None or not _is_timed(problem) or not problem.aligned:
         return None
     if problem.paged and not tensor_map.box_rows(page_size, shape.tile_kv):
         return None
-    if name == "queue" and _spills_in_queue(problem):
-        return None
+    if name == "queue" and not problem.dtype_o.is_float16:
+        return None  # it would spill, as under a cap at head dim 64
     # Capped tiles of 192/128 columns were not timed, and `flat` would spill.
-    if problem.soft_cap and (name not in _CAPPED_TILES or problem.head_dim_qk == 192):
+    is_capped_queue = name == "queue" and dims[0] == 64
+    if problem.soft_cap and (name not in _CAPPED_TILES or dims[0] == 192 or is_capped_queue):
         return None
     tiles = make(problem, shape, _times(problem, name))
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
 
 
-def _spills_in_queue(problem: AttentionProblem) -> bool:
-    return not problem.dtype_o.is_float16 or (problem.soft_cap and problem.head_dim_qk == 64)
+def tile_dims(problem: AttentionProblem) -> tuple[int, int]:
+    """The head dims whose tiles a problem has: the least of the tables that hold its own. Columns
+    that it lacks are not multiplied, but for a few zeros (tile/warpgroup_tile.cuh)."""
+    own = problem.head_dim_qk, problem.head_dim_vo
+    return next(dims for dims in _DIMS if own[0] <= dims[0] and own[1] <= dims[1])
 
 
 def _is_timed(problem: AttentionProblem) -> bool:
@@ -242,14 +248,16 @@ def _timed_kind(problem: AttentionProblem) -> str:
 
 def _times(problem: AttentionProblem, name: str, kind: str = "") -> TileTimes | None:
     """The fitted times of a tile; None if there are none. Those of ragged keys stand in for pages
-    that were not timed."""
-    dims = problem.head_dim_qk, problem.head_dim_vo
+    that were not timed. A key tile of fewer columns takes half its time whatever they are."""
+    dims = tile_dims(problem)
     kind = (kind or _kind(problem)).removesuffix(" capped")
     found = _TIMES.get((name, kind, *dims))
     if found is None and kind == "paged":
         found = _TIMES.get((name, "ragged", *dims))
     if found is None or not _is_timed(problem):
         return None
+    columns = (problem.head_dim_qk + problem.head_dim_vo) / sum(dims)
+    found = found._replace(key_tile=(1 + columns) / 2 * found.key_tile)
     if not problem.soft_cap:
         return found
     launch, key_tile = _CAPPED_TIMES.get(name, _CAPPED)
@@ -260,15 +268,13 @@ def _times(problem: AttentionProblem, name: str, kind: str = "") -> TileTimes | 
 
 def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
-    is_wide, is_fp8 = problem.head_dim_vo > 128, problem.dtype_kv.is_fp8
+    is_wide, is_fp8 = tile_dims(problem)[1] > 128, problem.dtype_kv.is_fp8
     if not problem.aligned or (is_fp8 and is_rotated) or problem.own_value_pages:
         return None
     kind = _kind(problem)
     shape = _shape(problem, kind)
     if shape and problem.paged:
-        # A box of 16-bit elements has whole panels.
-        has_panels = is_fp8 or not (problem.head_dim_qk % 64 or problem.head_dim_vo % 64)
-        if not has_panels or not tensor_map.box_rows(page_size, shape.tile_kv):
+        if not tensor_map.box_rows(page_size, shape.tile_kv):
             # Rotated keys are elsewhere, and known by their map. Warps that look after a mask do
             # not gather besides.
             if is_rotated or (problem.custom_mask and is_wide and not is_fp8):
@@ -293,8 +299,8 @@ def _kind(problem: AttentionProblem) -> str:
 
 
 def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
-    shape = _TILES.get((kind, problem.head_dim_qk, problem.head_dim_vo))
-    is_wide = problem.head_dim_qk > 192
+    dims = tile_dims(problem)
+    shape, is_wide = _TILES.get((kind, *dims)), dims[0] > 192
     if shape is None or (shape.fp8_stages and _caps_rows(problem) and is_wide):
         return None
     if shape.fp8_stages and problem.has_long_transform:
@@ -317,7 +323,7 @@ def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
 def _most_keys(problem: AttentionProblem, kind: str) -> int:
     """The keys of a tile for which a problem's options leave registers and shared memory: facts of
     rows, mask bits, rotations, biases and the coefficients of a cap."""
-    dim = problem.head_dim_qk
+    dim, _ = tile_dims(problem)
     has_positions = problem.pos_encoding != "NONE" or problem.transforms_logits
     if kind.startswith("fp8"):
         return 96 if problem.custom_mask or _caps_rows(problem) else 128
@@ -343,9 +349,7 @@ def _caps_rows(problem: AttentionProblem) -> bool:
     return is_long or (problem.soft_cap and problem.reads_rows)
 
 
-HEAD_DIMS = tuple(
-    f"{qk}" if qk == vo else f"{qk}/{vo}" for kind, qk, vo in _TILES if kind == "paged"
-)
+HEAD_DIMS = ("multiples of 8 up to 256",)
 """What `cupyattn info` says of them. docs/support.md has the options with each."""
 
 
@@ -389,9 +393,10 @@ def make(problem: AttentionProblem, shape: _Shape, times: TileTimes | None = Non
     tile_q = 64 * consumers
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
     has_fast_cap = problem.soft_cap and not (problem.reads_rows or shape.lean)
+    # Rows of fp8 are filled up to whole 16 bytes.
     dims = (problem.head_dim_qk, problem.head_dim_vo) if fp8_stages else ()
     items = shape.items if shape.persistent else 1
-    fp8_tiles = [Field(fp8_stages * tile_kv * dim, 128) for dim in dims]
+    fp8_tiles = [Field(fp8_stages * tile_kv * round_up(dim, 16), 128) for dim in dims]
     if shape.lean:
         keys = [_panels(tile_kv, max(problem.head_dim_qk, problem.head_dim_vo), stages)]
         rest = [Field(8 * (2 * items + 2 * slots + 2 * stages), 8)]

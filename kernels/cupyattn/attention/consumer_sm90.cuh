@@ -176,19 +176,14 @@ struct PrefillSm90Consumer {
     const bool is_fast = softmax.takes_fast_path(key_tile, masked_key >= 0);
     await_scores<1>(s, key_tile.tile == last_tile);
     const Stage values = after(v);
-    if (is_fast) {
-      if (!kOverlap) await_finite_output();
-      if (softmax.fast_tile(probabilities, s)) {
-        if (kOverlap) await_finite_output();
-        commit_probabilities(probabilities);
-        return key_tile.tile;
-      }
-    } else if (!kOverlap) {
-      await_output(item_stage.stage);
+    // Warps differ in which way they take, and all of a warpgroup must wait for O at one place.
+    // mutate: fast-warps-do-not-wait
+    if (!kOverlap) await_output(item_stage.stage, !is_fast);
+    if (!is_fast || !softmax.fast_tile(probabilities, s)) {
+      softmax.next_tile(probabilities, s, o, item, key_tile, values);
     }
-    softmax.next_tile(probabilities, s, o, item, key_tile, values);
     if (kOverlap) {
-      await_output(item_stage.stage);
+      await_output(item_stage.stage, !is_fast);
       if (unlikely(probabilities.raised)) multiply_rows(o, probabilities.factors);
     }
     commit_probabilities(probabilities);
@@ -309,10 +304,11 @@ struct PrefillSm90Consumer {
   }
 
   // Waits for O. Other warps have set non-finite values of a masked tile to zero; rows that see
-  // such a key get its values here. The marks are read while the product runs.
-  __device__ __forceinline__ void await_output(int stage) {
+  // such a key get its values here. The marks are read while the product runs. may_be_masked: whether
+  // the product's tile may have needed a mask, if that is known.
+  __device__ __forceinline__ void await_output(int stage, bool may_be_masked = true) {
     uint32_t any_nonfinite_key = 0;
-    if (masked_key >= 0) {
+    if (may_be_masked && masked_key >= 0) {
       const Vector16 nonfinite_keys = shared.nonfinite_keys[v.stage];
 #pragma unroll
       for (int word = 0; word < ceil_div(kTileKV, 32); ++word)
@@ -326,13 +322,6 @@ struct PrefillSm90Consumer {
     }
     release_values();
   }
-  // Waits for O of a tile that needed no mask.
-  __device__ __forceinline__ void await_finite_output() {
-    ptx::wgmma_wait<0>();
-    take_results(o);
-    release_values();
-  }
-
   __device__ __forceinline__ void add_nonfinite_keys(const Item& item) {
     for (int word = 0; word < ceil_div(kTileKV, 32); ++word) {
       for (uint32_t bits = shared.nonfinite_keys[v.stage].word[word]; bits != 0; bits &= bits - 1) {

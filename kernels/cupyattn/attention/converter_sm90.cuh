@@ -101,7 +101,7 @@ struct PrefillSm90Converter {
       return Landing::kChunks % 4 == 0 || 4 * (step % kFours) + chunk < Landing::kChunks;
     };
     // Loads one step ahead, because the compiler moves no load before a store.
-    Vector16 next = load(0);
+    Vector16 next = exists(0) ? load(0) : Vector16{};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const Vector16 bytes = next;

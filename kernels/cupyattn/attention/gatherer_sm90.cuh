@@ -142,8 +142,12 @@ struct PrefillSm90Gatherer {
         for (int c = 0; c < Tile::kPlaces; c += 8) {
           if (Tile::kPlaces % 8 != 0 && c + chunk >= Tile::kPlaces) continue;
           const bool exists = Tile::kChunks % 8 == 0 || c + chunk < Tile::kChunks;
-          ptx::cp_async_16(Tile::further(to, i) + c / 8 * Tile::kPanelBytes,
-                           reinterpret_cast<const void*>(from + 16 * c), exists && unit != -1);
+          const bool is_last = c + chunk == Tile::kChunks - 1;
+          // mutate: fp8-chunk-past-the-row
+          const int count = is_last ? Tile::kBytesOfLastChunk : 16;
+          ptx::cp_async_part(Tile::further(to, i) + c / 8 * Tile::kPanelBytes,
+                             reinterpret_cast<const void*>(from + 16 * c),
+                             exists && unit != -1 ? count : 0);
         }
       }
     }

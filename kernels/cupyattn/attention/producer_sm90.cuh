@@ -150,12 +150,15 @@ struct PrefillSm90Producer {
       }
       ptx::warp_sync();
       if (row < Traits::kTileKV) {
-        if constexpr (Traits::kConverts) {
-          ptx::tensor_copy_4d(destination + row * Tile::kRowBytes, map, 0, at.slot, place_of_page,
-                              0, lands);
-        } else {
+        if constexpr (Tile::kIsByPatterns) {
           ptx::tensor_copy_5d(destination + row * Tile::kPanels * Tile::kRowBytes, map, 0, 0, 0,
                               at.slot / 8, place_of_page, lands);
+        } else {
+#pragma unroll
+          for (int panel = 0; panel < Tile::kPanels; ++panel) {
+            ptx::tensor_copy_4d(destination + panel * Tile::kPanelBytes + row * Tile::kRowBytes,
+                                map, Tile::kPanelColumns * panel, at.slot, place_of_page, 0, lands);
+          }
         }
       }
     }

@@ -161,6 +161,9 @@ struct PrefillSm90Rows {
         uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
+          // Columns past the head dim are zeros, as in Q, and leave no box.
+          words[i] = 0;
+          if (n + i / 2 >= kHeadDimVO / 8) continue;
           const float* pair = o[0][n + i / 2] + i % 2 * 2;
           const float factor = output.factors[i % 2];
           words[i] = ptx::pack_pair<DTypeO>(pair[0] * factor, pair[1] * factor);

@@ -246,19 +246,22 @@ struct PrefillSm90Scheduler {
                                                  int lane) const {
     const TileWork& work = item.work.tile;
     const int end = ceil_div(work.num_rows, 64) * 64;
+    // Products take two chunks at a time: the one that rows may lack is zeros.
+    constexpr int kChunks = round_up(QTile::kChunks, 2);
 #pragma unroll 4
-    for (int index = first_row * QTile::kChunks + lane; index < end * QTile::kChunks;
-         index += kWarpSize) {
-      const int r = index / QTile::kChunks;
-      const int chunk = index % QTile::kChunks;
+    for (int index = first_row * kChunks + lane; index < end * kChunks; index += kWarpSize) {
+      const int r = index / kChunks;
+      const int chunk = index % kChunks;
       // mutate: q-rows-of-first-tile
       const PackGqaRow row = PackGqaRow::of(params, work.first_row + r);
       const DTypeQ* source =
           static_cast<const DTypeQ*>(params.q) +
           (static_cast<int64_t>(item.work.request.q_start) + row.token) * params.q_stride_n +
           (work.kv_head * params.group_size + row.group_head) * params.q_stride_h + 8 * chunk;
-      // mutate: q-row-past-tile
-      ptx::cp_async_16(tile + QTile::offset(r, chunk), source, r < work.num_rows);
+      const bool is_row = r < work.num_rows;  // mutate: q-row-past-tile
+      // mutate: q-chunk-past-the-row
+      const bool exists = kChunks == QTile::kChunks || chunk < QTile::kChunks;
+      ptx::cp_async_16(tile + QTile::offset(r, chunk), source, is_row && exists);
     }
     ptx::cp_async_commit();
     ptx::cp_async_wait_group<0>();

@@ -149,7 +149,7 @@ __device__ __forceinline__ void store_output_row(At&& at, const float (&o)[kTile
 template <typename DTypeO, int kHeadDim, int kTilesO>
 __device__ __forceinline__ void store_output_vectors(DTypeO* row, const float (&o)[kTilesO][4],
                                                      int h, float factor, bool exists, int lane) {
-  static_assert(kHeadDim % 32 == 0 && kTilesO == kHeadDim / 8, "n-tiles come in fours");
+  static_assert(kHeadDim % 8 == 0 && kTilesO == kHeadDim / 8, "each n-tile is one lane's");
   const auto exchange = [](uint32_t word, int mask) {
     return __float_as_uint(ptx::shuffle_xor(__uint_as_float(word), mask));
   };
@@ -159,6 +159,8 @@ __device__ __forceinline__ void store_output_vectors(DTypeO* row, const float (&
     uint32_t own[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      own[i] = 0;  // of the last n-tiles, which may be fewer than four
+      if (n + i >= kTilesO) continue;
       own[i] = ptx::pack_pair<DTypeO>(o[n + i][2 * h] * factor, o[n + i][2 * h + 1] * factor);
     }
     // Exchange between even and odd lanes, then between the halves of the quad.
@@ -178,7 +180,9 @@ __device__ __forceinline__ void store_output_vectors(DTypeO* row, const float (&
       whole.word[i] = is_upper ? got : kept;  // mutate: quad-halves-swapped
       whole.word[2 + i] = is_upper ? kept : got;
     }
-    if (exists) *reinterpret_cast<Vector16*>(row + 8 * (n + (lane & 3))) = whole;
+    const bool is_tile = kTilesO % 4 == 0 || n + (lane & 3) < kTilesO;
+    // mutate: output-past-the-head-dim
+    if (exists && is_tile) *reinterpret_cast<Vector16*>(row + 8 * (n + (lane & 3))) = whole;
   }
 }
 

@@ -27,10 +27,10 @@ struct PrefillSm90Traits : Config {
   static constexpr bool kConverts = is_fp8<DTypeKV>;
   static constexpr int kConverters = kConverts ? Config::kConverters : 0;
   static constexpr bool kHasConverterWarpgroup = kConverters == 4;
-  // A box of a page brings all panels at once.
   // Boxes of pages start where pages do.
   static constexpr bool kAlignsTiles = (kPaged && !kGathers) || kMasked;
-  static constexpr bool kByPatterns = kPaged && !kGathers && !kConverts;
+  // A box of a page brings all panels at once, if they are whole.
+  static constexpr bool kComesByPatterns = kPaged && !kGathers && !kConverts;
   // Ordinary copies fill the tiles that are multiplied.
   static constexpr bool kMultipliesGathered = kGathers && !kConverts;
   static constexpr int kWarpgroup = 4 * kWarpSize;
@@ -59,8 +59,10 @@ struct PrefillSm90Traits : Config {
                                         sizeof(DTypeO) == 2 && kHeadDimQK == kHeadDimVO;
 
   using QTile = PanelTile<DTypeQ, kTileQ, kHeadDimQK>;
-  using KTile = PanelTile<DTypeQ, kTileKV, kHeadDimQK, kByPatterns>;
-  using VTile = PanelTile<DTypeQ, kTileKV, kHeadDimVO, kByPatterns>;
+  template <int kHeadDim>
+  using KeyTileOf = PanelTile<DTypeQ, kTileKV, kHeadDim, kComesByPatterns && kHeadDim % 64 == 0>;
+  using KTile = KeyTileOf<kHeadDimQK>;
+  using VTile = KeyTileOf<kHeadDimVO>;
   // The tiles in which keys and values land, and the number of their stages.
   template <typename Tile, int kHeadDim>
   using Landing = conditional<kConverts, RowTile<DTypeKV, kTileKV, kHeadDim>, Tile>;
@@ -158,7 +160,6 @@ struct PrefillSm90Traits : Config {
     kItemFound
   };
 
-  static_assert(kHeadDimVO % 32 == 0, "rows of O are stored by vectors of whole quads");
   // A launch gives each thread an equal share; a block that asks for more would wait for ever.
   static_assert((kWarpgroups - kConsumers) * Config::kProducerRegisters +
                         kConsumers * Config::kConsumerRegisters <=

@@ -17,6 +17,14 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
                : "memory");
 }
 
+// Copies the first `count` of 16 bytes, up to all of them, and fills up with zeros.
+__device__ __forceinline__ void cp_async_part(uint32_t destination, const void* source,
+                                              uint32_t count) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(destination),
+               "l"(source), "r"(count)
+               : "memory");
+}
+
 // Copies 4 bytes, or writes zeros, likewise.
 __device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(destination), "l"(source),

@@ -1,5 +1,7 @@
 // Tiles that the copy engine writes and a warpgroup multiplies, and the two products. A tile is
-// panels of 64 columns: 128-byte lines whose chunks are swizzled in patterns of eight lines.
+// panels of 64 columns: 128-byte lines whose chunks are swizzled in patterns of eight lines. A head
+// dim may be any multiple of 8: products take its columns and, if their steps do, a few more, which
+// are zeros.
 #pragma once
 
 #include "cupyattn/common/math.cuh"
@@ -17,12 +19,14 @@ struct PanelTile {
   static constexpr int kPanels = ceil_div(kHeadDim, kPanelColumns);
   static constexpr int kBytes = kPanels * kRows * kRowBytes;
   static constexpr int kChunks = kHeadDim * sizeof(Element) / 16;
+  static constexpr int kBytesOfLastChunk = 16;
   // Chunks of a row, with those that the last panel lacks.
   static constexpr int kPlaces = 8 * kPanels, kAlign = kPatternBytes;
   // Steps from a panel to the next, and from eight rows to the next eight.
   static constexpr int kPanelBytes = kByPatterns ? kPatternBytes : kRows * kRowBytes;
   // mutate: row-groups-without-panels
   static constexpr int kGroupBytes = kByPatterns ? kPanels * kPatternBytes : kPatternBytes;
+  static constexpr bool kIsByPatterns = kByPatterns;
   static_assert(kRows % 8 == 0, "a panel has whole patterns");
   static_assert(kHeadDim % 8 == 0, "rows are whole chunks");
 
@@ -68,16 +72,20 @@ __device__ __forceinline__ void scale_rows(unsigned char* tile, int first_row, f
   }
 }
 
-// Rows one after another: fp8 tiles as they land, before they are converted to panels.
+// Rows one after another: fp8 tiles as they land, before they are converted to panels. Rows are
+// filled up to whole chunks.
 template <typename Element, int kRowsInTile, int kHeadDim>
 struct RowTile {
   using T = Element;
-  static constexpr int kRows = kRowsInTile, kRowBytes = kHeadDim * sizeof(Element);
+  static constexpr int kChunks = ceil_div(kHeadDim * static_cast<int>(sizeof(Element)), 16);
+  static constexpr int kRows = kRowsInTile, kRowBytes = 16 * kChunks;
+  static constexpr int kBytesOfLastChunk = kHeadDim * sizeof(Element) - 16 * (kChunks - 1);
   static constexpr int kBytes = kRows * kRowBytes, kPanelColumns = kHeadDim, kPanels = 1;
-  static constexpr int kChunks = kRowBytes / 16, kPlaces = kChunks, kAlign = 128;
+  static constexpr int kPlaces = kChunks, kAlign = 128;
   // Steps from eight chunks of a row to the next, and from eight rows to the next eight.
   static constexpr int kPanelBytes = 128, kGroupBytes = 8 * kRowBytes;
-  static_assert(kRows % 8 == 0 && kRowBytes % 16 == 0, "rows come in groups, and in whole chunks");
+  static constexpr bool kIsByPatterns = false;
+  static_assert(kRows % 8 == 0, "rows come in groups");
 
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
     return row * kRowBytes + chunk * 16;
@@ -105,16 +113,16 @@ struct MmaTraits {
   static constexpr int kStep = 32 / sizeof(Q);  // columns of Q, or keys, that a product takes
 };
 
-// Issues S = Q K^T for 64 rows of Q, from that of operand `q` on, and all keys of a tile.
+// Issues S = Q K^T for 64 rows of Q, from that of operand `q` on, and all keys of a tile. The columns
+// of the last step that the head dim lacks are zeros in both tiles.
 template <typename QTile, typename KTile, int kHeadDim>
 __device__ __forceinline__ void issue_qk(float (&s)[1][KTile::kRows / 8][4], uint64_t q,
                                          uint64_t k) {
   using Mma = MmaTraits<typename QTile::T, typename KTile::T>;
   constexpr int kStepsInPanel = QTile::kPanelColumns / Mma::kStep;
-  static_assert(kHeadDim % Mma::kStep == 0, "products take whole steps");
   float (&d)[KTile::kRows / 2] = reinterpret_cast<float (&)[KTile::kRows / 2]>(s);
 #pragma unroll
-  for (int step = 0; step < kHeadDim / Mma::kStep; ++step) {
+  for (int step = 0; step < ceil_div(kHeadDim, Mma::kStep); ++step) {  // mutate: last-columns-lost
     // Offsets are in units of 16 bytes; a step is two of them.
     const int panel = step / kStepsInPanel, chunk = step % kStepsInPanel * 2;
     const uint64_t a = panel * (QTile::kPanelBytes / 16) + chunk;

@@ -268,6 +268,9 @@ struct Group {
   Where where;
   const WarpgroupProduct* products[kGroupThreads];
   uint32_t waiting[kGroupThreads / kLanes] = {};
+  // The places of waits since the last product, and how many of them each thread has passed.
+  std::vector<Where> waits;
+  size_t passed[kGroupThreads] = {};
 };
 Group groups[kMaxThreads / kGroupThreads];
 
@@ -355,6 +358,15 @@ void warpgroup_multiply(const WarpgroupProduct& product, Where where) {
       fail(code, "threads of a warpgroup give different descriptors");
     }
   }
+  for (const size_t passed : group.passed) {
+    if (passed != group.waits.size()) {
+      const size_t missed = std::min(passed, group.waits.size() - 1);
+      fail(code, "warps of a warpgroup have parted: some do not wait at line %u",
+           group.waits[missed].line());
+    }
+  }
+  group.waits.clear();
+  std::fill_n(group.passed, kGroupThreads, 0);
   multiply(group, code);
   group.arrived = 0;
   for (int w = 0; w < kGroupThreads / kLanes; ++w) {
@@ -362,6 +374,19 @@ void warpgroup_multiply(const WarpgroupProduct& product, Where where) {
     if (group.waiting[w] != 0) wake(machine.warps[index], group.waiting[w]);
     group.waiting[w] = 0;
   }
+}
+
+void warpgroup_wait(Where where) {
+  const int thread = machine.current->index;
+  Group& group = groups[thread / kGroupThreads];
+  const size_t index = group.passed[thread % kGroupThreads]++;
+  if (index == group.waits.size()) group.waits.push_back(where);
+  const Where& other = group.waits[index];
+  if (other.line() != where.line() || other.file_name() != where.file_name()) {
+    fail(EMULATOR_CALLER, "warps of a warpgroup wait at different places: lines %u and %u",
+         where.line(), other.line());
+  }
+  warp_sync(where);
 }
 
 void set_max_registers(int count, Where where) {

@@ -321,16 +321,16 @@ uint32_t atomic_add_shared(uint32_t* word, uint32_t addend) {
   return old;
 }
 
-void cp_async(uint32_t destination, const void* source, int num_bytes, bool is_valid) {
+void cp_async(uint32_t destination, const void* source, int num_bytes, int num_read) {
   check_shared(destination, num_bytes, num_bytes, EMULATOR_CALLER);
   Copy copy{destination, num_bytes, {}};
-  if (is_valid) {
+  if (num_read > 0) {
     if (reinterpret_cast<uintptr_t>(source) % num_bytes != 0) {
       fail(EMULATOR_CALLER, "misaligned: copies %d bytes from global address %p", num_bytes,
            source);
     }
-    check_global(source, num_bytes, false, EMULATOR_CALLER);
-    memcpy(copy.bytes, source, num_bytes);
+    check_global(source, num_read, false, EMULATOR_CALLER);
+    memcpy(copy.bytes, source, num_read);
   }
   start_copy(destination, num_bytes, EMULATOR_CALLER);
   copies[machine.current->index].started.push_back(copy);

@@ -27,7 +27,8 @@ Words4 ldmatrix_x4(uint32_t address, bool is_transposed, Where where);
 void stmatrix_x4(uint32_t address, Words4 fragment, bool transposed, Where where);
 
 // --- asynchronous copies: data lands at the wait of the thread that started them ---
-void cp_async(uint32_t destination, const void* source, int num_bytes, bool is_valid);
+// Copies so many bytes, of which it reads the first `num_read`; the others are zeros.
+void cp_async(uint32_t destination, const void* source, int num_bytes, int num_read);
 void cp_async_commit();
 void cp_async_wait_group(int pending);
 

@@ -78,6 +78,9 @@ struct WarpgroupProduct {
   bool is_bfloat16, is_first, is_a_k_major, is_b_k_major;
 };
 void warpgroup_multiply(const WarpgroupProduct& product, Where where);
+// wgmma.wait_group: all warps of a warpgroup must execute the same ones between two products. They
+// need not meet.
+void warpgroup_wait(Where where);
 
 // What setmaxnreg is given must be a multiple of 8 in 24..256; nothing else can be said here.
 void set_max_registers(int count, Where where);

@@ -10,11 +10,15 @@ namespace cupyattn::ptx {
 inline uint32_t shared_address(const void* pointer) { return emulator::shared_address(pointer); }
 
 EMULATOR_INLINE void cp_async_16(uint32_t destination, const void* source, bool valid) {
-  emulator::cp_async(destination, source, 16, valid);
+  emulator::cp_async(destination, source, 16, valid ? 16 : 0);
+}
+
+EMULATOR_INLINE void cp_async_part(uint32_t destination, const void* source, uint32_t count) {
+  emulator::cp_async(destination, source, 16, static_cast<int>(count));
 }
 
 EMULATOR_INLINE void cp_async_4(uint32_t destination, const void* source, bool valid) {
-  emulator::cp_async(destination, source, 4, valid);
+  emulator::cp_async(destination, source, 4, valid ? 4 : 0);
 }
 
 EMULATOR_INLINE void store_shared_16(uint32_t destination, const Vector16& value) {

@@ -22,10 +22,10 @@ inline void wgmma_fence() {}
 
 inline void wgmma_commit() {}
 
-// All lanes of a warp meet here.
+// All lanes of a warp meet here, and all warps of the warpgroup wait at the same place.
 template <int kPending>
 EMULATOR_INLINE void wgmma_wait(Where where = Where::current()) {
-  emulator::warp_sync(where);
+  emulator::warpgroup_wait(where);
 }
 
 template <int kCount>
