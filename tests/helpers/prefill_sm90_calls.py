@@ -18,12 +18,14 @@ class Call(calls.Call):
         dims, heads = case.problem.dims, (case.num_qo_heads, case.num_kv_heads)
         lengths = list(case.qo_len), list(case.kv_len)
         self.batch = b = batches.make(*lengths, case.page_size or 16, heads=heads, dims=dims)
+        if case.has_large_rows:
+            b.q[::5] *= b.q.dtype.type(20)
         self.q = b.q
         self.has_coarse_cap = "logits_soft_cap" in case.options
         options = case.plan_options()
         if case.as_bits:
             options["custom_mask"] = upload(options["custom_mask"], xp)
-        sizes = *heads, case.dim
+        sizes = *heads, dims[0]
         if case.page_size:
             paged = cupyattn.BatchPrefillWithPagedKVCacheWrapper(workspace)
             paged.plan(b.qo_indptr, *b.table, *sizes, case.page_size, **options)
@@ -31,7 +33,7 @@ class Call(calls.Call):
             keys = [b.one_tensor()]
         else:
             ragged = cupyattn.BatchPrefillWithRaggedKVCacheWrapper(workspace)
-            ragged.plan(b.qo_indptr, b.kv_indptr, *sizes, **options)
+            ragged.plan(b.qo_indptr, b.kv_indptr, *sizes, dims[1], **options)
             self.wrapper, keys = ragged, list(b.ragged())
         self.arrays = [upload(x, xp) for x in (b.q, *keys)]
 

@@ -12,7 +12,9 @@ from .batch_cases import Problem
 
 @dataclass(frozen=True)
 class Case:
-    """page_size: 0 for ragged keys. options: of plan(). as_bits: causality comes as a mask."""
+    """page_size: 0 for ragged keys. dim_vo: of v, if it is another one than of q and k. options: of
+    plan(). as_bits: causality comes as a mask. has_large_rows: every fifth token of q is so large
+    that its logits pass the range of a soft cap's fast path, and those beside it do not."""
 
     qo_len: tuple[int, ...]
     kv_len: tuple[int, ...]
@@ -22,12 +24,14 @@ class Case:
     num_qo_heads: int = 8
     num_kv_heads: int = 2
     as_bits: bool = False
+    dim_vo: int = 0
+    has_large_rows: bool = False
 
     @property
     def problem(self) -> Problem:
         """With the dtype that plan() expects unless told."""
         return Problem(
-            *("float16", "float16", (self.dim, self.dim)),
+            *("float16", "float16", (self.dim, self.dim_vo or self.dim)),
             pos_encoding_mode=self.options.get("pos_encoding_mode", "NONE"),
             is_capped="logits_soft_cap" in self.options,
             is_masked=self.as_bits,
@@ -65,6 +69,19 @@ CASES = {
     "ALiBi": Case((400, 90), (400, 900), options={"causal": True, "pos_encoding_mode": "ALIBI"}),
     "RoPE": Case(
         (400, 90), (400, 900), options={"causal": True, "pos_encoding_mode": "ROPE_LLAMA"}
+    ),
+    "dim 72": Case(SHORT, SHORT, dim=72, options={"causal": True}),
+    "dim 80, all keys": Case((500, 20), (700, 900), dim=80),
+    "dim 112": Case((400, 90), (1200, 900), dim=112, options={"causal": True, "window_left": 200}),
+    "dim 160": Case(SHORT, SHORT, dim=160, options={"causal": True}),
+    "dims 256 and 128": Case(SHORT, SHORT, dim=256, dim_vo=128, options={"causal": True}),
+    "dim 80, pages of 16": Case((300, 70), (3000, 1030), 16, 80, {"causal": True}),
+    "dim 104, pages of 1": Case((300, 70), (1500, 1030), 1, 104, {"causal": True}),
+    "soft cap, large logits": Case(
+        (400, 90), (1400, 900), options={"logits_soft_cap": 30.0}, has_large_rows=True
+    ),
+    "soft cap, large logits, pages of 16": Case(
+        *((400, 90), (1400, 900), 16), options={"logits_soft_cap": 30.0}, has_large_rows=True
     ),
     "pages of 16": Case((300, 70), (3000, 1030), 16, options={"causal": True}),
     "pages of 1": Case((300, 70), (1500, 1030), 1, options={"causal": True}),

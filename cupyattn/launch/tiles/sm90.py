@@ -68,6 +68,9 @@ class _Shape(NamedTuple):
 
 _THREE = _Shape(3, 128, registers=(32, 160), overlaps=False)
 _TWO = _Shape(2, 128)
+# Three panels of K and V, four of K and two of V, and four of each.
+_TALL = _Shape(2, 112, query_slots=1)
+_DEEP = _Shape(2, 96, query_slots=1)
 _WIDE = _Shape(2, 80, query_slots=1)
 _GATHERED = _Shape(2, 128, registers=(40, 216), overlaps=False, gatherers=4)
 _FP8 = _Shape(2, 128, registers=(40, 216), overlaps=False, fp8_stages=1, converters=4)
@@ -84,32 +87,44 @@ _TILES = {
     ("ragged", 96, 96): _TWO,
     ("ragged", 128, 128): _THREE._replace(tile_kv=80, stages=3),
     ("ragged", 192, 128): _TWO._replace(query_slots=1),
+    ("ragged", 192, 192): _TALL,
+    ("ragged", 256, 128): _DEEP,
     ("ragged", 256, 256): _WIDE,
     ("ragged capped", 64, 64): _THREE,
     ("ragged capped", 96, 96): _THREE._replace(tile_kv=96),
     ("ragged capped", 128, 128): _THREE._replace(tile_kv=80, stages=3),
     ("ragged capped", 192, 128): _TWO._replace(query_slots=1),
+    ("ragged capped", 192, 192): _TALL,
+    ("ragged capped", 256, 128): _DEEP,
     ("ragged capped", 256, 256): _WIDE,
     ("paged", 64, 64): _THREE,
     ("paged", 96, 96): _TWO,
     ("paged", 128, 128): _TWO,
     ("paged", 192, 128): _TWO._replace(query_slots=1),
+    ("paged", 192, 192): _TALL,
+    ("paged", 256, 128): _DEEP,
     ("paged", 256, 256): _WIDE,
     ("gathered", 64, 64): _GATHERED,
     ("gathered", 96, 96): _GATHERED,
     ("gathered", 128, 128): _GATHERED,
     ("gathered", 192, 128): _GATHERED._replace(query_slots=1),
+    ("gathered", 192, 192): _GATHERED._replace(tile_kv=96, query_slots=1),
+    ("gathered", 256, 128): _GATHERED._replace(tile_kv=96, query_slots=1),
     # A product of so many columns has no registers in a launch of four warpgroups.
     ("gathered", 256, 256): _WIDE._replace(gatherers=3),
     ("fp8", 64, 64): _FP8,
     ("fp8", 96, 96): _FP8,
     ("fp8", 128, 128): _FP8,
     ("fp8", 192, 128): _FP8._replace(tile_kv=96, query_slots=1, registers=(48, 208)),
+    ("fp8", 192, 192): _FP8._replace(tile_kv=64, query_slots=1, registers=(48, 208)),
+    ("fp8", 256, 128): _FP8._replace(tile_kv=64, query_slots=1, registers=(48, 208)),
     ("fp8", 256, 256): _FP8._replace(tile_kv=64, query_slots=1, registers=(56, 224), converters=2),
     ("fp8 gathered", 64, 64): _FP8_GATHERED,
     ("fp8 gathered", 96, 96): _FP8_GATHERED,
     ("fp8 gathered", 128, 128): _FP8_GATHERED,
     ("fp8 gathered", 192, 128): _FP8_GATHERED._replace(tile_kv=96, fp8_stages=1),
+    ("fp8 gathered", 192, 192): _FP8_GATHERED._replace(tile_kv=64),
+    ("fp8 gathered", 256, 128): _FP8_GATHERED._replace(tile_kv=64),
 }
 
 # The head dims of the tables, the least first.
@@ -147,6 +162,8 @@ _OTHERS = {
     ("twin", "ragged", 192, 128): _TWIN._replace(query_slots=1, items=3, box_rows=16),
     ("short", "ragged", 192, 128): _LONE,
     ("flat", "ragged", 192, 128): _FLAT._replace(stages=2),
+    ("short", "ragged", 192, 192): _LONE._replace(tile_kv=48),
+    ("short", "ragged", 256, 128): _LONE._replace(tile_kv=48),
     ("flat", "ragged", 256, 256): _LEAN._replace(tile_kv=64, stages=2, min_blocks=2),
     ("flat", "ragged", 96, 96): _FLAT,
     ("flat", "ragged", 128, 128): _FLAT,
@@ -177,6 +194,8 @@ _TIMES = {
     ("twin", "ragged", 192, 128): TileTimes(7.4, 2.95, 1.63, 0.6),
     ("short", "ragged", 192, 128): TileTimes(5.8, 4.6, 1.28, 0.63),
     ("flat", "ragged", 192, 128): TileTimes(4, 6, 2.03, 0.73),
+    ("short", "ragged", 192, 192): TileTimes(5.8, 4.6, 1.06, 0.63),
+    ("short", "ragged", 256, 128): TileTimes(5.8, 4.6, 1.06, 0.63),
     ("large", "paged", 128, 128): TileTimes(9.9, 3.2, 1.4, own_keys=1.3),
     ("twin", "paged", 128, 128): TileTimes(8.0, 3.1, 0.91, 0.85, own_keys=1.24),
     ("middle", "paged", 128, 128): TileTimes(6.8, 3.9, 1.67, 0.90),
@@ -220,9 +239,10 @@ def choose(
         return None
     if name == "queue" and not problem.dtype_o.is_float16:
         return None  # it would spill, as under a cap at head dim 64
-    # Capped tiles of 192/128 columns were not timed, and `flat` would spill.
+    # Capped tiles of 192 columns were not timed, and `flat` would spill.
     is_capped_queue = name == "queue" and dims[0] == 64
-    if problem.soft_cap and (name not in _CAPPED_TILES or dims[0] == 192 or is_capped_queue):
+    is_deep = dims[0] >= 192 and dims != (256, 256)
+    if problem.soft_cap and (name not in _CAPPED_TILES or is_deep or is_capped_queue):
         return None
     tiles = make(problem, shape, _times(problem, name))
     return tiles if tiles.shared_bytes <= max_shared_bytes else None
@@ -232,7 +252,11 @@ def tile_dims(problem: AttentionProblem) -> tuple[int, int]:
     """The head dims whose tiles a problem has: the least of the tables that hold its own. Columns
     that it lacks are not multiplied, but for a few zeros (tile/warpgroup_tile.cuh)."""
     own = problem.head_dim_qk, problem.head_dim_vo
-    return next(dims for dims in _DIMS if own[0] <= dims[0] and own[1] <= dims[1])
+    return next(dims for dims in _DIMS if _holds(dims, own))
+
+
+def _holds(dims: tuple[int, int], own: tuple[int, int]) -> bool:
+    return own[0] <= dims[0] and own[1] <= dims[1]
 
 
 def _is_timed(problem: AttentionProblem) -> bool:
@@ -248,16 +272,14 @@ def _timed_kind(problem: AttentionProblem) -> str:
 
 def _times(problem: AttentionProblem, name: str, kind: str = "") -> TileTimes | None:
     """The fitted times of a tile; None if there are none. Those of ragged keys stand in for pages
-    that were not timed. A key tile of fewer columns takes half its time whatever they are."""
-    dims = tile_dims(problem)
+    that were not timed, and those of the next larger dims that were timed for other dims."""
     kind = (kind or _kind(problem)).removesuffix(" capped")
-    found = _TIMES.get((name, kind, *dims))
-    if found is None and kind == "paged":
-        found = _TIMES.get((name, "ragged", *dims))
-    if found is None or not _is_timed(problem):
+    if not _is_timed(problem):
         return None
-    columns = (problem.head_dim_qk + problem.head_dim_vo) / sum(dims)
-    found = found._replace(key_tile=(1 + columns) / 2 * found.key_tile)
+    dims = tile_dims(problem)
+    found = _timed_as(problem, name, kind, dims)
+    if found is None:
+        return None
     if not problem.soft_cap:
         return found
     launch, key_tile = _CAPPED_TIMES.get(name, _CAPPED)
@@ -266,9 +288,31 @@ def _times(problem: AttentionProblem, name: str, kind: str = "") -> TileTimes | 
     return found._replace(launch=found.launch + launch, key_tile=key_tile * found.key_tile)
 
 
+def _timed_as(
+    problem: AttentionProblem, name: str, kind: str, dims: tuple[int, int]
+) -> TileTimes | None:
+    """The times of the least dims that hold those of the tile. Half of what a key tile takes is in
+    proportion to its columns, and all of it to its keys."""
+    kinds = ("paged", "ragged") if kind == "paged" else (kind,)
+    places = ((name, one, qk, vo) for qk, vo in _DIMS if _holds((qk, vo), dims) for one in kinds)
+    place = next((x for x in places if x in _TIMES), None)
+    if place is None:
+        return None
+    found, (_, _, *timed) = _TIMES[place], place
+    share = (1 + (problem.head_dim_qk + problem.head_dim_vo) / sum(timed)) / 2
+    if (*timed,) != dims:
+        share *= _keys_of((name, kind, *dims)) / _keys_of(place)
+    return found._replace(key_tile=share * found.key_tile)
+
+
+def _keys_of(place: tuple[str, str, int, int]) -> int:
+    name, kind, qk, vo = place
+    return (_TILES[kind, qk, vo] if name == "large" else _OTHERS[place]).tile_kv
+
+
 def _choose(problem: AttentionProblem, max_shared_bytes: int, page_size: int) -> TileConfig | None:
     is_rotated = problem.pos_encoding == "ROPE_LLAMA"
-    is_wide, is_fp8 = tile_dims(problem)[1] > 128, problem.dtype_kv.is_fp8
+    is_wide, is_fp8 = tile_dims(problem)[1] > 192, problem.dtype_kv.is_fp8
     if not problem.aligned or (is_fp8 and is_rotated) or problem.own_value_pages:
         return None
     kind = _kind(problem)
@@ -300,7 +344,7 @@ def _kind(problem: AttentionProblem) -> str:
 
 def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
     dims = tile_dims(problem)
-    shape, is_wide = _TILES.get((kind, *dims)), dims[0] > 192
+    shape, is_wide = _TILES.get((kind, *dims)), dims[1] > 192
     if shape is None or (shape.fp8_stages and _caps_rows(problem) and is_wide):
         return None
     if shape.fp8_stages and problem.has_long_transform:
@@ -323,13 +367,13 @@ def _shape(problem: AttentionProblem, kind: str) -> _Shape | None:
 def _most_keys(problem: AttentionProblem, kind: str) -> int:
     """The keys of a tile for which a problem's options leave registers and shared memory: facts of
     rows, mask bits, rotations, biases and the coefficients of a cap."""
-    dim, _ = tile_dims(problem)
+    dim, dim_vo = tile_dims(problem)
     has_positions = problem.pos_encoding != "NONE" or problem.transforms_logits
     if kind.startswith("fp8"):
         return 96 if problem.custom_mask or _caps_rows(problem) else 128
-    if dim > 192:
+    if dim_vo > 192:
         return 64 if problem.custom_mask or has_positions or _caps_rows(problem) else 80
-    if _caps_rows(problem):
+    if _caps_rows(problem) or (dim_vo > 128 and (problem.custom_mask or has_positions)):
         return 80 if dim == 64 else 96
     if dim == 64 and has_positions:
         return 96 if problem.prescale_logits or problem.biases_logits else 112
