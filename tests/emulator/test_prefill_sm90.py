@@ -116,10 +116,13 @@ def test_warps_wait_at_one_place_whatever_their_logits(dim: int) -> None:
 
 
 def check_parted_warps(dim: int, **facts: object) -> None:
+    """In tiles without overlap of softmax and products, and with it."""
     case = replace(BASE, head_dim_qk=dim, head_dim_vo=dim, kv_len=600, logits_soft_cap=30.0)
-    for dtype in ("bfloat16", "float16"):
+    for name, dtype in product(("large", "short"), ("bfloat16", "float16")):
         case = replace(case, dtype=dtype, kv_dtype=dtype)
-        check(case, spoil={"q": [((slice(0, 8), ...), 20.0)]}, **facts)
+        with pytest.MonkeyPatch.context() as patch:
+            force_tiles(name, patch)
+            check(case, spoil={"q": [((slice(0, 8), ...), 20.0)]}, **facts)
 
 
 @pytest.mark.parametrize("dims", one_of(3, [(64, 64), (96, 96), (128, 128)]))
