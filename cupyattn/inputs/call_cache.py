@@ -3,7 +3,8 @@
 Calls of a decoding loop differ in addresses, and some of them in lengths. All other facts that the
 checks depend on form the signature of a call. Two calls with equal signature pass the same checks,
 so only lengths and addresses are compared before the launch. The cache raises no error: a call that
-it does not find goes through the full checks, which raise the error if there is one.
+it does not find goes through the full checks, which raise the error if there is one, and a call
+that cannot be kept has its answer all the same.
 
 Most of the cost of a repeated call is to read its signature, attribute by attribute. torch compares
 several tensors with earlier ones in one call into C++, by which its compiler guards graphs. Where
@@ -13,13 +14,14 @@ this torch has that, calls that repeat the last one but for addresses take the s
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from .. import array
 from ..array import LOWEST_ADDRESS, ArrayView
@@ -33,6 +35,9 @@ _MAX_CALLS = 4096
 _Seen: TypeAlias = tuple[list[int], list[Any], list[Any]]
 _Read: TypeAlias = Callable[[Sequence[Any]], _Seen]
 _Checked = TypeVar("_Checked")
+_Given = ParamSpec("_Given")
+_Kept = TypeVar("_Kept")
+_log = logging.getLogger("cupyattn")
 
 
 def _read_torch(arrays: Sequence[Any]) -> _Seen:
@@ -274,6 +279,25 @@ class _Group(Generic[_Checked]):
     zeros_and_ones: list[int]
 
 
+def report(error: Exception) -> None:
+    """Say that a call could not be kept. The tests let this raise."""
+    _log.warning("a call was answered, but cannot be cached: %r", error)
+
+
+def after_launch(keep: Callable[_Given, _Kept | None]) -> Callable[_Given, _Kept | None]:
+    """A decorator of what keeps a call that was launched: it cannot fail the call any more."""
+
+    @functools.wraps(keep)
+    def keep_or_report(*args: _Given.args, **named: _Given.kwargs) -> _Kept | None:
+        try:
+            return keep(*args, **named)
+        except Exception as error:
+            report(error)
+            return None
+
+    return keep_or_report
+
+
 class CallCache(Generic[_Checked]):
     """The cached calls of one way to call, which takes `arguments` in this order."""
 
@@ -448,6 +472,7 @@ class CallCache(Generic[_Checked]):
                     facts[place] = kind, dtype, *rest
         return (*extents, *facts), lengths
 
+    @after_launch
     def insert(
         self,
         arrays: Sequence[Any],
@@ -523,7 +548,10 @@ class CallCache(Generic[_Checked]):
                 return None
             if 0 in shape or min(strides, default=0) < 0:
                 return None
+            # Scales and the like may come without any axis.
             axis = self._axes[place]
+            if axis is not None and axis >= len(shape):
+                axis = None
             unit = framework.stride_bytes(x)
             if self._arguments[place].is_free:
                 extents[place] = unit, framework.itemsize(x)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .. import array
 from ..errors import CupyAttnError
-from ..inputs.call_cache import Argument, CallCache, Found
+from ..inputs.call_cache import Argument, CallCache, Found, after_launch
 from ..launch.driver import scratch
 from .check import Arrays, Call, Extents, LengthForm
 from .prepared import Prepared, of_lengths, plan_of
@@ -164,6 +164,7 @@ def _is_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return 0 not in shape
 
 
+@after_launch
 def insert(
     given: tuple[Any, ...], scalars: tuple[Any, ...], call: Call, prepared: Prepared
 ) -> None:

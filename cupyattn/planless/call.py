@@ -68,8 +68,6 @@ def run(
         return reference.answer(call, arrays, options.names, append)
 
     # --- 3. Launch on the caller's stream ---
-    if append is not None:
-        append()
     out, lse = arrays.out, arrays.lse
     if out is None:
         out = array.empty(call.out_shape, call.geometry.spec.dtype_o, vq)
@@ -79,10 +77,16 @@ def run(
         call.lse = array.view(lse, "lse")
         if not call.pads_lse:
             call.lse = merge_leading(call.lse, "lse", 1)
+    prepared = None
     if vq.shape[0] or (call.lse is not None and call.pads_lse and call.lse.shape[0]):
         if cuda().is_debugging:
             reference.check_values(call, options.names)
         prepared = prepare(call, None if vworkspace is None else num_bytes(vworkspace))
+        if vworkspace is not None:
+            _require_size(num_bytes(vworkspace), prepared.num_bytes)
+    if append is not None:  # nothing is refused from here on
+        append()
+    if prepared is not None:
         _launch(call, prepared, vworkspace)
         if call.scales.is_constant and not is_bool_mask(call) and not cuda().is_debugging:
             insert(given, signature, call, prepared)
@@ -203,7 +207,6 @@ def _launch(call: Call, prepared: Prepared, vworkspace: ArrayView | None) -> Non
         workspace, owner = scratch.allocator(vq)(prepared.num_bytes)
     else:
         workspace = vworkspace.ptr
-        _require_size(num_bytes(vworkspace), prepared.num_bytes)
     inputs = (call.keys.k, call.keys.v, call.block_tables, call.sinks, call.mask, vworkspace)
     used = [
         v

@@ -28,7 +28,7 @@ from ..core import dtypes, parse
 from ..core.problem import MAX_LENGTH
 from ..errors import ArgumentError, UnsupportedError, WorkspaceError
 from ..inputs import latent
-from ..inputs.call_cache import Argument, CallCache, Found
+from ..inputs.call_cache import Argument, CallCache, Found, after_launch
 from ..inputs.geometry import PlanOptions, Variant, find_geometry
 from ..inputs.index_arrays import progression
 from ..inputs.latent import Dims, Second
@@ -248,6 +248,7 @@ def _launch_cached(found: Found[_Checked], addresses: list[int], given: tuple[An
     return (out, lse) if checked.return_lse else out
 
 
+@after_launch
 def _insert(given: tuple[Any, ...], options: Options, call: Call, prepared: _Prepared) -> None:
     """Cache a call that was launched; what was made for one call has no address to keep."""
     arrays = Arrays(*given)

@@ -31,7 +31,7 @@ from ..core.problem import MAX_LENGTH, AttentionProblem
 from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import cpu, logits
-from ..inputs.call_cache import Argument, CallCache
+from ..inputs.call_cache import Argument, CallCache, after_launch
 from ..inputs.kv_cache import match_keys
 from ..inputs.spec import Given, make_spec, require_group
 from ..launch.attention.single import AttentionLauncher
@@ -226,6 +226,7 @@ def _run_cached(
     return out
 
 
+@after_launch
 def _insert(
     calls: CallCache[_Checked],
     arrays: tuple[Any, Any, Any, Any],

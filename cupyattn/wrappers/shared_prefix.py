@@ -23,6 +23,7 @@ from ..errors import ArgumentError
 from ..inputs import geometry as batch_geometry
 from ..inputs.kv_cache import is_pair, match_keys, planned
 from ..inputs.workspace import refuse_capture, same_device
+from ..launch.driver import scratch
 from ..single.run import run_unmasked
 from ..states import merge as module_merge
 from ..typing import Array, ArrayT, Pages
@@ -368,7 +369,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
     of_prefix = run_unmasked(q, k_shared, v_shared, layout, scale)
     if not dims["B"] or not dims["unique_len"]:
         return of_prefix[0]
-    place = like.framework, like.device, stream, layout
+    place = like.framework, like.device, scratch.identity(stream), layout
     padded = _padded.get(place)
     if padded is None:
         if len(_padded) >= _MAX_PADDED:

@@ -189,6 +189,18 @@ def test_calls_return_before_what_they_follow(torch: Any, entry: str) -> None:
     assert leaves_running(torch, calls)
 
 
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_scale_may_have_no_axis(xp: ModuleType, entry: str) -> None:
+    """As one of one element, in checked calls and in cached ones."""
+    model = Model(xp, entry)
+    wanted = [download(x) for x in model.call(model.out, model.lse)]
+    model.scale = model.scale.reshape(())
+    for _ in range(3):
+        raw(model.out)[...] = 0
+        for got, want in zip(model.call(model.out, model.lse), wanted, strict=True):
+            compare.assert_bitwise_equal(download(got), want, entry)
+
+
 def test_lengths_on_the_host(torch: Any) -> None:
     """cuDNN's calls take them there, but not into a graph."""
     model = Model(torch, "cudnn_batch_prefill_with_kv_cache")

@@ -143,6 +143,38 @@ def test_threads_do_not_disturb_each_other(torch: Any) -> None:
     assert not failures and not any(thread.is_alive() for thread in threads), failures
 
 
+def test_threads_on_their_own_default_streams() -> None:
+    """One handle stands for all of these streams: launches of several threads run at once."""
+    failures: list[str] = []
+
+    def work(name: str) -> None:
+        try:
+            with cupy.cuda.Stream.ptds as stream:
+                call = Call(gpu_cases.STEADY[name], cupy)
+                stream.synchronize()
+                start.wait(timeout=60)
+                for _ in range(100):
+                    for _ in range(5):
+                        call.start()
+                    stream.synchronize()
+                    assert_same(call.answers(), wanted[name], name)
+        except BaseException as error:
+            failures.append(f"{name}: {error!r}")
+
+    names = (*gpu_cases.SPLIT_STEADY, *gpu_cases.SPLIT_STEADY)
+    wanted = {}
+    for name in gpu_cases.SPLIT_STEADY:
+        call = Call(gpu_cases.STEADY[name], cupy)
+        wanted[name] = expected(call, call.inputs)
+    start = threading.Barrier(len(names))
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not failures and not any(thread.is_alive() for thread in threads), failures
+
+
 # --- graphs ---
 
 

@@ -158,6 +158,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         (real_allocator, allocator),
         (memory.constant, memory.from_numpy),
         (device.device_props, lambda index: props),
+        (call_cache.report, _raise),
     )
     monkeypatch.setattr(scratch, "_make", lambda device, stream: (COUNTERS, None))
     monkeypatch.setattr(scratch, "_kept", scratch._Kept())
@@ -173,6 +174,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     loaded = {"set_shared_memory": lambda num_bytes: None}
     monkeypatch.setattr(jit, "load", lambda name, *_: SimpleNamespace(function=name, **loaded))
     return fake
+
+
+def _raise(error: Exception) -> None:
+    """For what the library reports instead."""
+    raise error
 
 
 def forget() -> None:

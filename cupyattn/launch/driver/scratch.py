@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from ...array import ArrayView
 from ...core import recording
@@ -15,7 +15,9 @@ Allocate = Callable[[int], tuple[int, object]]
 
 # A launch splits only while it has fewer tiles than the GPU has slots for blocks.
 _CAPACITY = 8192
-# (device, raw stream) -> address and owner.
+# The handle of each thread's own default stream (cudaStreamPerThread): one for all these streams.
+_PER_THREAD = 2
+# (device, raw stream) -> address and owner; never of a stream of threads.
 _counters: dict[tuple[int, int], tuple[int, object]] = {}
 _lock = threading.Lock()
 # As much as torch keeps for cuBLAS on a stream.
@@ -24,13 +26,25 @@ _MAX_KEPT_STREAMS = 16
 
 
 class _Kept(threading.local):
-    """(device, raw stream) -> bytes, address and owner."""
+    """What belongs to one thread.
+
+    workspaces  (device, raw stream) -> bytes, address and owner
+    counters    device -> address and owner, of the thread's default stream
+    sign        tells the thread from all others, also from later ones of the same number
+    """
 
     def __init__(self) -> None:
         self.workspaces: dict[tuple[int, int], tuple[int, int, object]] = {}
+        self.counters: dict[int, tuple[int, object]] = {}
+        self.sign = object()
 
 
 _kept = _Kept()
+
+
+def identity(stream: int) -> Hashable:
+    """What tells streams apart in this process. Their handles do not where each thread has one."""
+    return _kept.sign if stream == _PER_THREAD else stream
 
 
 def allocator(like: ArrayView) -> Allocate:
@@ -103,7 +117,7 @@ def counters(count: int, device_index: int, stream: int, allocate: Allocate) -> 
     """The address of `count` zeroed uint32 counters for one launch on a stream, and an owner.
 
     Kernels leave counters as they found them, so launches on one stream share an array: they are
-    ordered. A graph being captured may be replayed on any stream, so it gets an array of its own,
+    ordered. Threads share one handle for their own default streams, and no array. A graph being captured may be replayed on any stream, so it gets an array of its own,
     zeroed inside the graph.
     """
     api = cuda()
@@ -112,16 +126,27 @@ def counters(count: int, device_index: int, stream: int, allocate: Allocate) -> 
         address, owner = allocate(4 * count)
         api.runtime.memsetAsync(address, 0, 4 * count, stream)
         return address, owner
-    return _counters.get((device_index, stream)) or _make(device_index, stream)
+    return _counters.get((device_index, stream)) or _counters_of(device_index, stream)
+
+
+def _counters_of(device_index: int, stream: int) -> tuple[int, object]:
+    """The counters of a stream that `_counters` does not have."""
+    if stream == _PER_THREAD:
+        own = _kept.counters
+        if device_index not in own:
+            own[device_index] = _make(device_index, stream)
+        return own[device_index]
+    with _lock:
+        if (device_index, stream) not in _counters:
+            _counters[device_index, stream] = _make(device_index, stream)
+        return _counters[device_index, stream]
 
 
 def _make(device_index: int, stream: int) -> tuple[int, object]:
+    """Counters that are zeroed on their stream, in memory that only later launches on it get once
+    it is let go."""
     import cupy
 
-    with _lock:
-        if (device_index, stream) not in _counters:
-            with cupy.cuda.Device(device_index):
-                made = cupy.zeros(_CAPACITY, cupy.uint32)
-                cupy.cuda.get_current_stream().synchronize()
-            _counters[device_index, stream] = made.data.ptr, made
-        return _counters[device_index, stream]
+    with cupy.cuda.Device(device_index), cupy.cuda.ExternalStream(stream, device_index):
+        made = cupy.zeros(_CAPACITY, cupy.uint32)
+    return made.data.ptr, made

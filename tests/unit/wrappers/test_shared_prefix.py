@@ -16,6 +16,7 @@ from helpers.share import one_of
 import cupyattn
 from cupyattn import reference
 from cupyattn.errors import PlanError, UnsupportedError, WorkspaceError
+from cupyattn.launch.driver import scratch
 from cupyattn.wrappers import shared_prefix
 
 PAGE, SHARED = 4, 11
@@ -148,6 +149,19 @@ def test_padded_calls_plan_when_something_changes() -> None:
         (padded,) = shared_prefix._padded.values()
         plans.append(padded._wrapper._current)
     assert plans[0] is plans[1] and len({id(plan) for plan in plans}) == 4
+
+
+def test_threads_plan_padded_calls_of_their_own_default_streams_apart(
+    device: Device, stream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One handle stands for all these streams, and a plan is overwritten in the order of one."""
+    arrays = [device.put(of("half", *shape)) for shape in ((2, HQ, D), *[(3, HKV, D)] * 2)]
+    arrays += [device.put(of("half", 2, 5, HKV, D)) for _ in range(2)]
+    for count, sign in enumerate((object(), object(), object()), 1):
+        monkeypatch.setattr(scratch, "identity", lambda stream, sign=sign: sign)
+        for _ in range(2):
+            cupyattn.batch_decode_with_shared_prefix_padded_kv_cache(*arrays)
+        assert len(shared_prefix._padded) == count
 
 
 def test_padded_calls_refuse_a_capture(device: Device, gpu: Any) -> None:
