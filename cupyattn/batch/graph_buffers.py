@@ -11,7 +11,7 @@ from ..array import ArrayView
 from ..array.match import require_contiguous_last, require_dtype
 from ..core import dtypes
 from ..errors import ArgumentError, PlanError
-from ..inputs.workspace import copy_on_device, int32_on_device, same_device
+from ..inputs.workspace import copy_on_device, int32_on_device, require_apart, same_device
 from .mask import Mask
 from .requests import Batch
 
@@ -49,6 +49,7 @@ class GraphBuffers:
                 )
             require_contiguous_last(v, name)
             same_device(workspace, **{name: v})
+            require_apart(workspace, **{name: v})
             self._views[holds], self._names[holds] = v, name
         self._check_sizes()
 
@@ -76,6 +77,10 @@ class GraphBuffers:
             raise ArgumentError(
                 f"{lack}_buf: missing, but {have}_buf is there; masks need both buffers"
             )
+
+    def require_apart(self, workspace: ArrayView) -> None:
+        """ArgumentError if a buffer has memory in this float workspace."""
+        require_apart(workspace, **{self._names[holds]: v for holds, v in self._views.items()})
 
     @property
     def kv_indices(self) -> ArrayView | None:

@@ -24,7 +24,7 @@ from ..inputs import cpu, latent
 from ..inputs.call_cache import Argument, CallCache, Found
 from ..inputs.geometry import Geometry, Variant
 from ..inputs.latent import Dims, Parts, Second
-from ..inputs.workspace import same_device
+from ..inputs.workspace import clear_of, require_apart, same_device
 from ..launch.attention.bound_run import BoundRun
 from ..launch.driver import params
 from .wrapper import BatchWrapper, Plan, Prepared
@@ -93,10 +93,11 @@ class _Bound(NamedTuple):
     sizes    bytes of each array
     second   of a cache of this size
     shape_o  of the output
+    clear    see workspace.clear_of
     """
 
     found: Found[_Checked]
-    workspace: int
+    workspace: ArrayView
     return_lse: bool
     names: Names
     scales: LatentScales
@@ -104,6 +105,7 @@ class _Bound(NamedTuple):
     run: BoundRun
     second: Second
     shape_o: tuple[int, int, int]
+    clear: tuple[int, ...]
 
 
 _CALLS: CallCache[_Checked] = CallCache(
@@ -137,9 +139,9 @@ def run(
         plan = wrapper._current or wrapper._require_plan()
         if turns.is_shared:
             turns.check(plan.owner)
-        workspace, last = wrapper._workspace.ptr, plan.bound
+        workspace, last = wrapper._workspace, plan.bound
         # By objects: a bool differs from a number, and scales that are given are made anew.
-        if last is not None and last.workspace == workspace and last.names is names:
+        if last is not None and last.workspace is workspace and last.names is names:
             if last.return_lse is return_lse and last.scales is scales:
                 answer = _run_last(last, arrays, return_lse)
                 if answer is not None:
@@ -225,6 +227,7 @@ def _check(
     token_scales = _view_token_scales(scales.token_scales, pages)
     inputs = {**queries.views, **pages.views, "sinks": vsinks, "ckv_scale_arr": token_scales}
     same_device(wrapper._workspace, **inputs, out=vout, lse=vlse)
+    require_apart(wrapper._workspace, **inputs, out=vout, lse=vlse)
     shape_o = plan.batch.num_rows, spec.num_qo_heads, spec.head_dim_vo
     if vout is not None:
         require_contiguous_last(vout, "out")
@@ -289,8 +292,17 @@ def _launch_bound(
         lse = call.make_lse(bound.shape_o[:-1])
         addresses[_LSE] = call.address(lse)
     q, q_rope, k, k_rope, o, lse_ptr, sinks = addresses
+    end, q_low, q_rope_low, k_low, k_rope_low, o_low, lse_low, sinks_low = bound.clear
+    if (
+        (q_low < q < end or q_rope_low < q_rope < end)
+        or (k_low < k < end or k_rope_low < k_rope < end)
+        or o_low < o < end
+    ):
+        return None
     optional = params.NO_OPTIONAL
     if lse_ptr or sinks:
+        if lse_low < lse_ptr < end or sinks_low < sinks < end:
+            return None
         optional = params.OPTIONAL.pack(lse_ptr, 0, sinks, 0, 0, 0, 0, params.NO_LOGITS_ARRAYS)
     second = bound.second.pack(q, q_rope, k, k_rope)
     bound.run.launch(q, k, k, o, optional, call.current_stream(), second)
@@ -299,17 +311,18 @@ def _launch_bound(
 
 def _bind_cached(
     plan: Plan,
-    workspace: int,
+    workspace: ArrayView,
     found: Found[_Checked],
     arrays: tuple[Any, ...],
     asked: tuple[bool, Names, LatentScales],
 ) -> _Bound | None:
     """The launches of a plan for arrays of these lengths, or None if they do not fit it."""
     batch, checked = plan.batch, found.call.checked
-    key = found.call, workspace, *found.lengths
+    key = found.call, workspace.ptr, workspace.shape, *found.lengths
     known = plan.bounds.get(key)
     if known is not None:
-        return known if known.found is found else known._replace(found=found)
+        is_same = known.found is found and known.workspace is workspace
+        return known if is_same else known._replace(found=found, workspace=workspace)
     prepared = plan.prepared.get(checked.variant)
     given = zip(arrays, found.lengths, strict=True)
     q, q_rope, k, k_rope, out, lse, _ = (None if x is None else n for x, n in given)
@@ -318,12 +331,13 @@ def _bind_cached(
         return None
     if not k or k <= batch.max_page:
         return None
-    run = _bind(plan, prepared, workspace, checked, k)
+    run = _bind(plan, prepared, workspace.ptr, checked, k)
     if len(plan.bounds) >= _MAX_BOUNDS:
         plan.bounds.clear()
     shape_o = batch.num_rows, *checked.row_shape
     second = checked.second.of_pages(k)
-    bound = _Bound(found, workspace, *asked, found.sizes, run, second, shape_o)
+    clear = clear_of(workspace, found.sizes)
+    bound = _Bound(found, workspace, *asked, found.sizes, run, second, shape_o, clear)
     plan.bounds[key] = bound
     return bound
 

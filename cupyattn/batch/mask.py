@@ -15,7 +15,7 @@ from ..array.match import match_array
 from ..core import dtypes, parse
 from ..errors import ArgumentError
 from ..inputs.row_mask import MaskBits, flat_view
-from ..inputs.workspace import copy_on_device, same_device
+from ..inputs.workspace import copy_on_device, require_apart, same_device
 from .requests import Batch
 
 
@@ -60,6 +60,7 @@ class Mask:
                 "request, flattened"
             )
         same_device(workspace, **{name: v})
+        require_apart(workspace, **{name: v})
 
     def copied(self) -> Mask:
         """On the CPU: the same, in memory of its own."""

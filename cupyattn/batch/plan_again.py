@@ -19,9 +19,9 @@ from .. import array
 from ..array import ArrayView, Device
 from ..array.match import is_contiguous
 from ..core import dtypes
-from ..inputs.call_cache import Argument, CallCache
+from ..inputs.call_cache import Argument, CallCache, after_launch
 from ..inputs.geometry import Geometry, Variant
-from ..inputs.workspace import num_bytes, require_workspace
+from ..inputs.workspace import meets, num_bytes, require_workspace
 from ..launch.attention import read_tables
 from ..launch.attention.read_tables import DeviceTables, Planner
 from ..schedule.batch import BatchRequests
@@ -128,7 +128,7 @@ def plan_again(wrapper: BatchWrapper, arrays: Sequence[Any], scalars: tuple[Any,
     if is_bad:
         return False
     batch = _batch_of(numbers, tables, least_rows if least_rows == most_rows else -1)
-    if page_size and batch.num_page_ids > num_ids:
+    if page_size and (batch.num_page_ids > num_ids or meets(wrapper._workspace, ids, 4 * num_ids)):
         return False
     # --- 3. Make it the current plan ---
     require_row_limit(batch, geometry.spec.group_size)
@@ -212,6 +212,7 @@ def _place_of(wrapper: BatchWrapper) -> tuple[Device, str]:
     return wrapper._workspace.device, wrapper._workspace.framework
 
 
+@after_launch
 def _remember(
     wrapper: BatchWrapper,
     arrays: Sequence[Any],

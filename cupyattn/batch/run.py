@@ -31,7 +31,7 @@ from ..inputs.call_cache import Argument, CallCache, Found
 from ..inputs.geometry import Geometry, Variant
 from ..inputs.kv_cache import Keys, planned, view_paged, view_ragged
 from ..inputs.row_mask import MaskBits
-from ..inputs.workspace import refuse_capture, same_device
+from ..inputs.workspace import clear_of, refuse_capture, require_apart, same_device
 from ..launch.attention.bound_run import BoundRun
 from ..launch.driver import params
 from .logits import check as check_logits
@@ -90,12 +90,16 @@ class _Views:
 
 
 class _Bound(NamedTuple):
-    """A plan's launches for arrays of these lengths, and bytes of each array, of the mask too."""
+    """A plan's launches for arrays of these lengths, and bytes of each array, of the mask too.
+
+    clear  see workspace.clear_of
+    """
 
     found: Found[_Checked]
-    workspace: int
+    workspace: ArrayView
     sizes: list[int]
     run: BoundRun
+    clear: tuple[int, ...]
 
 
 def _call_cache(kv_axis: int) -> CallCache[_Checked]:
@@ -154,7 +158,7 @@ def run(
         scalars: tuple[Any, ...] = plan.geometry, plan.framework, return_lse, rows
         if scales is not NO_SCALES:
             scalars += scales
-        answer = _run_cached(plan, wrapper._workspace.ptr, arrays, scalars, lse, mask, return_lse)
+        answer = _run_cached(plan, wrapper._workspace, arrays, scalars, lse, mask, return_lse)
         if answer is not None:
             return answer
         return _run_checked(wrapper, plan, arrays, scalars, scales, return_lse, plan.logits)
@@ -218,7 +222,7 @@ def _run_checked(
 
 def _run_cached(
     plan: Plan,
-    workspace: int,
+    workspace: ArrayView,
     arrays: tuple[Any, ...],
     scalars: tuple[Any, ...],
     lse: Any,
@@ -236,7 +240,7 @@ def _run_cached(
         return None
     found, addresses = answer
     bound = plan.bound
-    if bound is None or bound.found is not found or bound.workspace != workspace:
+    if bound is None or bound.found is not found or bound.workspace is not workspace:
         bound = _bind_cached(plan, workspace, found, arrays, lse, mask)
         if bound is None:
             return None
@@ -256,9 +260,14 @@ def _run_cached(
         lse = call.make_lse((plan.batch.num_rows, checked.row_shape[0]))
         addresses[_LSE] = call.address(lse)
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, mask_ptr = addresses
+    end, q_low, k_low, v_low, o_low, lse_low, sinks_low, mask_low = bound.clear
+    if q_low < q_ptr < end or k_low < k_ptr < end or v_low < v_ptr < end or o_low < o_ptr < end:
+        return None
     optional = params.NO_OPTIONAL
     packed = plan.packed_logits
     if lse_ptr or sinks_ptr or mask_ptr or packed:
+        if lse_low < lse_ptr < end or sinks_low < sinks_ptr < end or mask_low < mask_ptr < end:
+            return None
         optional = params.OPTIONAL.pack(lse_ptr, mask_ptr, sinks_ptr, 0, 0, 0, 0, packed)
     v_ptr = (v_ptr or k_ptr) + checked.v_offset
     bound.run.launch(q_ptr, k_ptr, v_ptr, o_ptr, optional, call.current_stream())
@@ -280,7 +289,7 @@ def _overlaps_logits(plan: Plan, addresses: list[int], sizes: list[int]) -> bool
 
 def _bind_cached(
     plan: Plan,
-    workspace: int,
+    workspace: ArrayView,
     found: Found[_Checked],
     arrays: tuple[Any, ...],
     lse: Any,
@@ -288,10 +297,10 @@ def _bind_cached(
 ) -> _Bound | None:
     """The launches of a plan for arrays of these lengths, or None if they do not fit it."""
     batch, checked = plan.batch, found.call.checked
-    key = found.call, workspace, *found.lengths
+    key = found.call, workspace.ptr, workspace.shape, *found.lengths
     known = plan.bounds.get(key)
     if known is not None:
-        return known._replace(found=found)
+        return known._replace(found=found, workspace=workspace)
     prepared = plan.prepared.get(checked.variant)
     _, _, v, out, *_ = arrays
     num_rows, num_keys, v_keys, out_rows, lse_rows, *_ = found.lengths
@@ -308,13 +317,13 @@ def _bind_cached(
     ):
         return None
     bits = checked.bits or plan.bits
-    run = _bind(plan, prepared, workspace, checked.strides, num_keys, checked.factors, bits)
+    run = _bind(plan, prepared, workspace.ptr, checked.strides, num_keys, checked.factors, bits)
     sizes = found.sizes
     if mask is None:
         sizes = [*sizes[:_MASK], bits.num_bytes]
     if len(plan.bounds) >= _MAX_BOUNDS:
         plan.bounds.clear()
-    bound = plan.bounds[key] = _Bound(found, workspace, sizes, run)
+    bound = plan.bounds[key] = _Bound(found, workspace, sizes, run, clear_of(workspace, sizes))
     return bound
 
 
@@ -349,6 +358,7 @@ def _check_run(
     if geometry.spec.logits is not None:
         inputs |= _check_logits(geometry, batch, logits_arrays, vmask)
     same_device(wrapper._workspace, **inputs, out=vout, lse=vlse)
+    require_apart(wrapper._workspace, **inputs, out=vout, lse=vlse)
     _check_outputs(plan, vout, vlse, inputs)
     prescale_logits = bool(head_scales.keys() & {"scale_q", "scale_k"}) or sm_scale <= 0.0
     variant = Variant(_is_aligned(vq, keys, vout), prescale_logits, vmask is not None)

@@ -24,6 +24,7 @@ from ..inputs.workspace import (
     num_bytes,
     refuse_capture,
     require_alignment,
+    require_apart,
     require_workspace,
     same_device,
     view_workspace,
@@ -225,10 +226,16 @@ class BatchWrapper(Untraced):
             same_device(v, int_workspace_buffer=held)
             require_alignment(held, "int_workspace_buffer")
         plan = self._current
+        self._buffers.require_apart(v)
         for prepared in plan.prepared.values() if plan else ():
             require_workspace(v, prepared.schedule.workspace_bytes, "the current plan")
         if plan:
+            for kept in plan.views:
+                require_apart(v, **{"an array that the plan reads": kept})
             plan.by_q_len.clear()
+            # They hold the workspace before.
+            plan.bound = None
+            plan.bounds.clear()
         self._workspace, self._owns_workspace = v, False
         if int_workspace_buffer is not None:
             self._int_workspace_buffer = int_workspace_buffer
@@ -323,8 +330,11 @@ class BatchWrapper(Untraced):
         require_row_limit(batch, geometry.spec.group_size)
         if mask is not NO_MASK:
             mask.check(batch, self._workspace)
+        require_apart(self._workspace, kv_indices=batch.page_ids_device)
         if geometry.spec.logits is not None:
-            same_device(self._workspace, **logits.check(geometry.spec, batch, arrays))
+            read = logits.check(geometry.spec, batch, arrays)
+            same_device(self._workspace, **read)
+            require_apart(self._workspace, **read)
             batch = logits.with_places(geometry.spec, batch)
         capacity = self._freeze(given, batch, mask, split) if self._is_graph else None
         plan = Plan(geometry, batch, split, capacity, mask, self._workspace.framework)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,32 @@ def same_device(workspace: ArrayView, **views: ArrayView | None) -> None:
             raise ArgumentError(
                 f"{name}: is on {v.device} but float_workspace_buffer is on {workspace.device}; "
                 f"move one of them, or pass '{v.device}' for a workspace of the wrapper's own there"
+            )
+
+
+def meets(workspace: ArrayView, address: int, size: int) -> bool:
+    """Whether bytes are among those of the float workspace."""
+    return address < workspace.ptr + num_bytes(workspace) and workspace.ptr < address + size
+
+
+def clear_of(workspace: ArrayView, sizes: Sequence[int]) -> tuple[int, ...]:
+    """(end, *lows): an array of sizes[i] bytes has some of the workspace's just if its address is
+    above lows[i] and below end."""
+    begin = workspace.ptr
+    end = begin + math.prod(workspace.shape) * workspace.dtype.itemsize
+    return end, *[begin - size for size in sizes]
+
+
+def require_apart(workspace: ArrayView, **views: ArrayView | None) -> None:
+    """ArgumentError if an array has memory in the float workspace, which every run overwrites."""
+    for name, v in views.items():
+        if v is None or v.device != workspace.device or 0 in v.shape:
+            continue
+        low, high = array.byte_range(v)
+        if meets(workspace, low, high - low):
+            raise ArgumentError(
+                f"{name}: overlaps float_workspace_buffer in memory, which every run overwrites; "
+                "pass an array of its own"
             )
 
 

@@ -26,7 +26,7 @@ from ..launch.driver import scratch
 from ..launch.driver.enqueue import cuda
 from . import reference
 from .cached import CALLS, Checked, insert, prepared_for
-from .check import Arrays, Call, Options, check
+from .check import Arrays, Call, Options, check, inputs_of
 from .prepared import Prepared, is_bool_mask, prepare
 from .views import Names, merge_leading
 
@@ -172,10 +172,9 @@ def _view_workspace(x: Any, call: Call, names: Names) -> ArrayView | None:
     if x is None or array.view(x, "workspace_buffer").framework == "jax":
         return None
     v = view_workspace(x, "workspace_buffer")
-    inputs = {names.q: call.q, names.k: call.keys.k, names.v: call.keys.v, "mask": call.mask}
+    inputs = inputs_of(call, names)
     array.same_device(**inputs, workspace_buffer=v)
-    others = inputs | {names.block_tables: call.block_tables, names.out: call.out, "lse": call.lse}
-    require_output(v, "workspace_buffer", **others)
+    require_output(v, "workspace_buffer", **inputs, **{names.out: call.out, "lse": call.lse})
     return v
 
 

@@ -526,8 +526,8 @@ def _length_form(
     )
 
 
-def _check_places(call: Call, names: Names) -> None:
-    """Where arrays are, and whether the answers may be written, whose leading axes it merges."""
+def inputs_of(call: Call, names: Names) -> dict[str, ArrayView | None]:
+    """The arrays that a call reads, by what messages call them."""
     inputs = {
         names.q: call.q,
         names.k: call.keys.k,
@@ -541,7 +541,12 @@ def _check_places(call: Call, names: Names) -> None:
         names.output_scale: call.scales.views[2],
     }
     labels = names.qo_lens, names.kv_lens, names.qo_offsets, names.kv_offsets
-    inputs |= dict(zip((*labels, *_REPEATED, names.kv_begin), call.indices, strict=True))
+    return inputs | dict(zip((*labels, *_REPEATED, names.kv_begin), call.indices, strict=True))
+
+
+def _check_places(call: Call, names: Names) -> None:
+    """Where arrays are, and whether the answers may be written, whose leading axes it merges."""
+    inputs = inputs_of(call, names)
     array.same_device(**inputs, **{names.out: call.out, "lse": call.lse})
     dtype_o = call.geometry.spec.dtype_o
     match_output(call.out, call.out_shape, dtype_o, names.out, **inputs, lse=call.lse)

@@ -31,9 +31,10 @@ from ..core.problem import MAX_LENGTH, AttentionProblem
 from ..core.spec import AttentionSpec
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs import cpu, logits
-from ..inputs.call_cache import Argument, CallCache, after_launch
+from ..inputs.call_cache import Argument, CallCache, Found, after_launch
 from ..inputs.kv_cache import match_keys
 from ..inputs.spec import Given, make_spec, require_group
+from ..inputs.workspace import clear_of, require_apart
 from ..launch.attention.single import AttentionLauncher
 from ..launch.driver import params, scratch
 
@@ -126,10 +127,12 @@ def run(
     lse: Any,
     return_lse: bool,
     is_decode: bool,
+    workspace: ArrayView | None = None,
 ) -> Any:
     """Attention of one request; q is [Hq, D] for decode, else [Lq, Hq, D].
 
     `scalars` are the fields of inputs.spec.Given. Returns out, or (out, lse) if `return_lse`.
+    workspace: of a wrapper that works on after this call, in which no array may lie.
     """
     is_plain = extras is NO_EXTRAS and lse is None and return_lse is False
     if is_plain:
@@ -138,7 +141,7 @@ def run(
         except (KeyError, TypeError):  # no layout: refused below
             is_plain = False
         else:
-            answer = _run_cached(calls, (q, k, v, out), scalars, is_decode)
+            answer = _run_cached(calls, (q, k, v, out), scalars, is_decode, workspace)
             if answer is not None:
                 return answer
 
@@ -146,6 +149,9 @@ def run(
     return_lse = parse.flag(return_lse, "return_lse")
     call = _check_call(q, k, v, Given(*scalars), extras, out, lse, is_decode)
     views = _view_extras(extras, call)
+    if workspace is not None:
+        given = {"q": call.q, "k": call.k, "v": call.v, "out": call.out, "lse": call.lse}
+        require_apart(workspace, **given, **views)
 
     # --- 2. Answer on the CPU ---
     if call.q.device.kind == "cpu":
@@ -190,6 +196,7 @@ def _run_cached(
     arrays: tuple[Any, Any, Any, Any],
     scalars: tuple[Any, ...],
     is_decode: bool,
+    workspace: ArrayView | None,
 ) -> Any:
     """The answer of a call that is in the cache and whose lengths fit, else None."""
     answer = calls.lookup(arrays, scalars)
@@ -203,6 +210,8 @@ def _run_cached(
     if v_len != kv_len or not (0 < kv_len <= MAX_LENGTH and 0 < qo_len <= checked.max_qo_len):
         return None
     if call.outputs and (num_out_rows != num_rows or call.overlaps(addresses, found.sizes)):
+        return None
+    if workspace is not None and _meets(workspace, found, addresses):
         return None
     out = arrays[_OUT]
     if out is None:
@@ -224,6 +233,19 @@ def _run_cached(
         checked.allocate,
     )
     return out
+
+
+def _meets(workspace: ArrayView, found: Found[_Checked], addresses: list[int]) -> bool:
+    """Whether an array may have bytes in the workspace."""
+    place = workspace.ptr, workspace.shape, workspace.dtype
+    kept = found.prepared
+    if kept is None or kept[0] != place:
+        kept = found.prepared = place, clear_of(workspace, found.sizes)
+    q_ptr, k_ptr, v_ptr, o_ptr = addresses
+    end, q_low, k_low, v_low, o_low = kept[1]
+    return (q_low < q_ptr < end or k_low < k_ptr < end) or (
+        v_low < v_ptr < end or o_low < o_ptr < end
+    )
 
 
 @after_launch

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from .. import array
+from ..array import ArrayView
 from ..batch.graph_buffers import GraphBuffers
 from ..batch.levels import flatten, join_ids_on_device, join_ids_on_host, join_levels, read_levels
 from ..batch.mask import NO_MASK, Mask
@@ -237,6 +238,11 @@ class MultiLevelCascadeAttentionWrapper(BatchWrapper, OlderCalls):
             if self._is_probe:
                 break
         return launcher, schedule
+
+    def _replace_workspace(self, v: ArrayView, int_workspace_buffer: Any) -> None:
+        for buffers in self._level_buffers:
+            buffers.require_apart(v)
+        super()._replace_workspace(v, int_workspace_buffer)
 
     def _check_buffers(self, batch: Batch, mask: Mask) -> None:
         for buffers, part in zip(self._level_buffers, batch.parts, strict=True):

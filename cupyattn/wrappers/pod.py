@@ -192,7 +192,11 @@ class PODWithPagedKVCacheWrapper(Untraced):
         if not (custom_mask_p is packed_custom_mask_p is None):
             mask = custom_mask_p if packed_custom_mask_p is None else None
             extras = Extras(mask, packed_custom_mask_p)
-        out_p = run_single(q_p, k_p, v_p, scalars, extras, None, lse_p, False, is_decode=False)
+        out_p = run_single(
+            *(q_p, k_p, v_p, scalars, extras, None, lse_p, False),
+            is_decode=False,
+            workspace=self._decodes._workspace,
+        )
         out_d = self._decodes.run(
             q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, lse=lse_d
         )

@@ -22,7 +22,7 @@ from ..core.tracing import Untraced, untraced
 from ..errors import ArgumentError
 from ..inputs import geometry as batch_geometry
 from ..inputs.kv_cache import is_pair, match_keys, planned
-from ..inputs.workspace import refuse_capture, same_device
+from ..inputs.workspace import refuse_capture, require_apart, same_device
 from ..launch.driver import scratch
 from ..single.run import run_unmasked
 from ..states import merge as module_merge
@@ -97,6 +97,7 @@ class _SharedPrefixWrapper(Untraced):
         self._unique._change(**{**options, "sm_scale": scale if is_new else None})
         self._options = options
         same_device(self._unique._workspace, q=vq, **shared)
+        require_apart(self._unique._workspace, q=vq, **shared)
         dims, layout = planned(geometry), geometry.spec.kv_layout
         match_keys(shared["k_shared"], "shared_len", "head_dim_qk", layout, dims, "k_shared")
         match_keys(shared["v_shared"], "shared_len", "head_dim_vo", layout, dims, "v_shared")

@@ -117,8 +117,8 @@ def counters(count: int, device_index: int, stream: int, allocate: Allocate) -> 
     """The address of `count` zeroed uint32 counters for one launch on a stream, and an owner.
 
     Kernels leave counters as they found them, so launches on one stream share an array: they are
-    ordered. Threads share one handle for their own default streams, and no array. A graph being captured may be replayed on any stream, so it gets an array of its own,
-    zeroed inside the graph.
+    ordered. Threads share one handle for their own default streams, and no array. A graph being
+    captured may be replayed on any stream, so it gets an array of its own, zeroed inside the graph.
     """
     api = cuda()
     if count > _CAPACITY or api.is_capturing(stream):

@@ -100,6 +100,16 @@ def test_good_runs_excuse_no_bad_ones(device: Device) -> None:
         p.wrapper.run(**{**arrays, "kpe_cache": few["kpe_cache"]})
     with pytest.raises(ArgumentError, match="out: overlaps q_nope"):
         p.wrapper.run(**arrays, out=arrays["q_nope"])
+    out = device.put(np.zeros_like(device.get(arrays["q_nope"])))
+    space = p.wrapper._workspace.owner
+    for given in (arrays, {**arrays, "out": out}):
+        for _ in range(3):
+            p.wrapper.run(**given)
+        for name, x in given.items():
+            size = x.nbytes if hasattr(x, "nbytes") else x.numel() * x.element_size()
+            inside = space[1024 : 1024 + size].view(x.dtype).reshape(x.shape)
+            with pytest.raises(ArgumentError, match=f"{name}: overlaps float_workspace_buffer"):
+                p.wrapper.run(**{**given, name: inside})
     pages = {n: device.put(device.get(arrays[n])[:1].copy()) for n in ("ckv_cache", "kpe_cache")}
     with pytest.raises(ArgumentError, match="ckv_cache: holds 1 pages"):
         p.wrapper.run(**{**arrays, **pages})
