@@ -8,8 +8,13 @@ model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cupyattn
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import sys
 from typing import Any
 
+from ..decode import single_decode_with_kv_cache
 from ..dot_product import dot_product_attention, single_call
 from ..errors import UnsupportedError
 from ..flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -20,12 +25,16 @@ FLASH_NAME = "cupyattn_flash_attention_3"
 
 
 def register() -> None:
-    """Make attn_implementation="cupyattn" known to transformers, for models and generate(), and
-    "paged|cupyattn" for continuous batching (generate_batch).
+    """Make attn_implementation="cupyattn" known to transformers, for models, generate() and
+    continuous batching (generate_batch).
 
     The alias "cupyattn_flash_attention_3" does the same, but its name lets transformers' continuous
-    batching take what it does for flash-attn: block tables, CUDA graphs and asynchronous steps. It
-    is also what models with "flash" among their requirements accept.
+    batching take what it does for flash-attn: block tables, CUDA graphs and asynchronous steps.
+    generate_batch() takes it for the time of its run where a model has "cupyattn".
+
+    From then on models whose attention does not go through transformers' interface refuse both
+    names, as they refuse "sdpa": ValueError where a model is made, and in
+    set_attn_implementation().
 
     Also makes our calls operators of torch.compile's graphs (cupyattn.integrations.torch), for
     static caches, whose decoding transformers compiles. A second call changes nothing.
@@ -40,28 +49,137 @@ def register() -> None:
         AttentionMaskInterface.register(name, attention_mask)
         AttentionMaskInterface.register(f"paged|{name}", no_mask)
     _serve_flash_path()
+    _check_models()
+    _serve_continuous_batching()
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
     """The mask of "paged|cupyattn": its offsets say which keys a row sees."""
 
 
+def _is_ours(implementation: Any) -> bool:
+    return isinstance(implementation, str) and implementation.removeprefix("paged|") in (
+        NAME,
+        FLASH_NAME,
+    )
+
+
+def _replace(owner: Any, name: str, make: Any) -> None:
+    """Put make(what is there) in its place, once."""
+    found = getattr(owner, name, None)
+    if found is None or getattr(found, "serves_cupyattn", False):
+        return
+    made: Any = functools.wraps(found)(make(found))
+    made.serves_cupyattn = True
+    setattr(owner, name, made)
+
+
 def _serve_flash_path() -> None:
     """Let transformers find flash_attn's functions by our alias, where it looks for a package."""
     from transformers import modeling_flash_attention_utils as utils
 
-    found = utils._lazy_imports
-    if getattr(found, "serves_cupyattn", False):
-        return
+    def make(found: Any) -> Any:
+        def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+            if implementation is not None and implementation.removeprefix("paged|") == FLASH_NAME:
+                functions = flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+                return *functions, utils._pad_input, utils._unpad_input
+            return found(implementation, *args, **kwargs)
 
-    def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        if implementation is not None and implementation.removeprefix("paged|") == FLASH_NAME:
-            functions = flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-            return *functions, utils._pad_input, utils._unpad_input
-        return found(implementation, *args, **kwargs)
+        return lazy_imports
 
-    lazy_imports.serves_cupyattn = True  # type: ignore[attr-defined]
-    utils._lazy_imports = lazy_imports
+    _replace(utils, "_lazy_imports", make)
+
+
+def _serve_continuous_batching() -> None:
+    """Let generate_batch() run a model of ours by the flash-named alias: newer transformers takes
+    no other name, and any would take an installed flash-attn instead of a name without "flash"."""
+    from transformers.generation.continuous_batching import continuous_api
+
+    def make(found: Any) -> Any:
+        def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+            before = model.config._attn_implementation
+            if not _is_ours(before) or before.removeprefix("paged|") != NAME:
+                return found(self, model, *args, **kwargs)
+            model.set_attn_implementation(before.replace(NAME, FLASH_NAME))
+            found(self, model, *args, **kwargs)
+            self._original_attn_impl = before
+
+        return switch
+
+    manager = continuous_api.ContinuousBatchingManager
+    _replace(manager, "switch_to_cb_friendly_attn", make)
+
+
+# --- which models ---
+
+_ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\b", re.MULTILINE)
+_INTERFACE = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")
+# Classes by the name of the implementation, of models older than the interface.
+_CLASSES = re.compile(r"_ATTENTION_CLASSES\[")
+
+
+def _check_models() -> None:
+    """Let models say that they cannot take our names, where they say it of transformers' own."""
+    from transformers import PreTrainedModel
+
+    def make_correct(found: Any) -> Any:
+        def correct(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
+            if _is_ours(requested):
+                _require_interface(type(self), str(requested))
+            return str(found(self, requested, *args, **kwargs))
+
+        return correct
+
+    def make_check(found: Any) -> Any:
+        def check(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
+            if not _is_ours(requested):
+                return str(found(self, requested, *args, **kwargs))
+            # The flash kernels that a model is for are so because others have no sinks.
+            self._compatible_flash_implementations = None
+            try:
+                return str(found(self, requested, *args, **kwargs))
+            finally:
+                del self._compatible_flash_implementations
+
+        return check
+
+    _replace(PreTrainedModel, "get_correct_attn_implementation", make_correct)
+    _replace(PreTrainedModel, "_check_and_adjust_attn_implementation", make_check)
+
+
+def _require_interface(model: type, name: str) -> None:
+    """Raise ValueError, as transformers does for "sdpa", where a class of models has attention that
+    is not that of the interface: it would run its own over masks made for ours."""
+    if not _has_interface(model):
+        raise ValueError(
+            f'{model.__name__} does not support attn_implementation="{name}": its attention does '
+            "not go through transformers' AttentionInterface; load it with "
+            'attn_implementation="eager", or name the parts of it that do, as '
+            f'{{"text_config": "{name}"}}'
+        )
+
+
+@functools.cache
+def _has_interface(model: Any) -> bool:
+    kinds = [
+        bool(getattr(model, f"_supports_{kind}", False))
+        for kind in ("sdpa", "flash_attn", "flex_attn")
+    ]
+    # What SDPA has no arguments for (sinks) is ours too, in models that are written for any.
+    is_served = kinds[0] or (any(kinds) and bool(model._supports_attention_backend))
+    try:
+        source = inspect.getsource(sys.modules[model.__module__])
+    except (KeyError, OSError, TypeError):  # made where there is no file: its flags say it
+        return is_served
+    if _ATTENTION.search(source) is None:
+        return True  # parts that are models answer for themselves
+    if not is_served:
+        return False
+    by_class = _CLASSES.search(source) is not None
+    if _INTERFACE.search(source):
+        return all(kinds) or not by_class
+    # Attention of its own is right as long as it gets no masks of ours.
+    return not by_class and "masking_utils" not in source
 
 
 # --- masks ---
@@ -81,29 +199,34 @@ def attention_mask(
 ) -> Any:
     """What `attention` is to get as its mask, made once for all layers of a kind.
 
-    None        causality, a window and whole caches say it all
+    None        the layer's causality, its window and whole caches say it all
     int32 [b, 2, 1, 1]  the first key of each request, behind its padding, and the end of its last;
                 rows are causal, within their window, and the last one is at the last key. (Of four
                 axes, so that transformers passes it on where generate() has made it.)
-    bool [b, 1, q, kv]  anything else: packed sequences, chunks, images, holes
+    bool [b, 1, q, kv]  anything else: packed sequences, chunks, images, holes, and models that
+                read their mask (allow_is_causal_skip=False)
 
     A two-dimensional mask on a GPU is waited for once, as transformers' flash path does.
     """
     import torch
     from transformers import masking_utils
 
+    # Layers that are made to see both sides have causal masks at times.
+    says_causal = not getattr(kwargs.get("config"), "use_bidirectional_attention", False)
     if torch.compiler.is_compiling():
         # Nothing can be waited for there, and functions made in a graph have no parts.
         causal = mask_function in (None, masking_utils.causal_mask_function)
         is_plain = causal and attention_mask is None
     else:
         is_plain = _is_plain(mask_function)
-    if is_plain:
+    # transformers itself says so too of steps over static caches, whose place is an array.
+    reads_mask = not kwargs.get("allow_is_causal_skip", True) and isinstance(q_offset, int)
+    if is_plain and not reads_mask:
         padding = _left_padding(attention_mask, kv_length, kv_offset)
         if padding is not None:
             end = q_offset + q_length - kv_offset
             is_number = isinstance(end, int)
-            if is_number and end == kv_length and isinstance(padding, int):
+            if is_number and end == kv_length and isinstance(padding, int) and says_causal:
                 return None
             return _ranges(padding, end, batch_size, device)
     kwargs["allow_is_causal_skip"] = False
@@ -189,26 +312,50 @@ def attention(
 ) -> tuple[Any, None]:
     """The attention of a layer, as transformers calls it.
 
-    query   [b, heads, q, head_dim]; key and value [b, kv_heads, kv, head_dim], in place.
-    attention_mask   from the function of that name, or a bool mask [b, 1, q, kv] of the user's.
+    query   [b, heads, q, head_dim]; key and value [b, kv_heads, kv, head_dim], in place. Where
+            autocast is on, or their dtypes differ, they are cast as SDPA casts them.
+    attention_mask   from the function of that name; or of the model's or the user's own, of axes
+            that broadcast to [b, heads, q, kv]: bool, or floats that are added to the logits.
+    position_bias   floats [1 or b, heads, q, kv], added to the logits.
     s_aux   sinks [heads].
+    cu_seq_lens_q, cu_seq_lens_k   offsets of sequences in one row of the batch.
+    block_table, k_cache, v_cache   with them: blocks of a cache that key and value go into, one row
+            of each request.
 
     Returns (out [b, q, heads, head_dim of value], None): there are no weights to return. Raises
-    UnsupportedError for dropout, weights, and masks that are added to the logits.
+    UnsupportedError for dropout and weights.
     """
     _refuse(dropout, kwargs)
+    if query.dtype != value.dtype or query.dtype != key.dtype or query.dtype.itemsize == 4:
+        query, key, value = _cast(query, key, value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    offsets, bias = kwargs.get("cu_seq_lens_q"), kwargs.get("position_bias")
+    is_whole = attention_mask is None and offsets is None and bias is None
+    if is_whole and s_aux is None and query.shape[2] == 1:
+        made = _one_row(query, key, value, _window(sliding_window, causal)[0], scaling, softcap)
+        if made is not None:
+            return made, None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    is_whole = attention_mask is None and kwargs.get("cu_seq_lens_q") is None
     if is_whole and q.shape[0] == 1 and s_aux is None:
         window = _window(sliding_window, causal)
         return _one_request(q, k, v, causal, window, scaling, softcap), None
-    options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": _sinks(s_aux)}
-    if kwargs.get("cu_seq_lens_q") is not None and attention_mask is None:
-        options |= {"causal": causal, "window_size": _window(sliding_window, causal)}
+    # What ranges mark is causal, whatever the layer says.
+    has_ranges = attention_mask is not None and attention_mask.shape[1:] == (2, 1, 1)
+    causal = causal or has_ranges
+    options = {
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": _sinks(s_aux),
+        "causal": causal,
+        "window_size": _window(sliding_window, causal),
+    }
+    if offsets is not None and attention_mask is None and bias is None:
         return _packed(q, k, v, kwargs, options), None
-    if attention_mask is None or attention_mask.shape[1:] == (2, 1, 1):
-        options |= {"causal": causal, "window_size": _window(sliding_window, causal)}
+    if bias is not None:
+        if attention_mask is None or has_ranges:
+            attention_mask = _seen(q, k, attention_mask if has_ranges else None, options)
+        return _biased(q, k, v, _with_mask(bias, attention_mask), options), None
+    if attention_mask is None or has_ranges:
         return _unmasked(q, k, v, attention_mask, options), None
     return _masked(q, k, v, attention_mask, options), None
 
@@ -223,10 +370,25 @@ def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
         raise UnsupportedError(
             'output_attentions: cupyattn keeps no weights; use attn_implementation="eager"'
         )
-    if kwargs.get("position_bias") is not None:
-        raise UnsupportedError(
-            'position_bias: cupyattn adds no bias; use attn_implementation="eager"'
-        )
+    for name in ("indices", "block_indices"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(
+                f"{name}: the model chooses keys for each row, which is a mask in eager attention "
+                'alone; use attn_implementation="eager"'
+            )
+
+
+def _cast(*arrays: Any) -> Any:
+    """Arrays of one dtype: autocast's, or where it is off the smallest among them."""
+    import torch
+
+    kind, dtype = arrays[0].device.type, arrays[0].dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    else:
+        for x in arrays:
+            dtype = x.dtype if x.dtype.itemsize < dtype.itemsize else dtype
+    return tuple(x.to(dtype) for x in arrays)
 
 
 def _window(size: Any, causal: bool) -> tuple[int, int]:
@@ -257,6 +419,29 @@ def _one_request(
     return made[None, None] if q.shape[1] == 1 else made[None]
 
 
+def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any) -> Any:
+    """A step of decoding over keys of one length, as one row of b * heads heads: nothing is to be
+    planned. None where the heads of all requests are not equally far apart."""
+    count, heads, _, head_dim = q.shape
+    if count == 1:
+        k, v = k.squeeze(0), v.squeeze(0)
+    else:
+        for x in (k, v):
+            if x.stride(0) != x.shape[1] * x.stride(1):
+                return None
+        k, v = (x.view(-1, *x.shape[2:]) for x in (k, v))
+    made = single_decode_with_kv_cache(
+        q.reshape(-1, head_dim).contiguous(),
+        k,
+        v,
+        "HND",
+        window_left=window_left,
+        logits_soft_cap=softcap,
+        sm_scale=scale,
+    )
+    return made.view(count, 1, heads, -1)
+
+
 def _unmasked(q: Any, k: Any, v: Any, ranges: Any, options: dict[str, Any]) -> Any:
     if ranges is None:
         return flash_attn_func(q, k, v, **options)
@@ -266,33 +451,90 @@ def _unmasked(q: Any, k: Any, v: Any, ranges: Any, options: dict[str, Any]) -> A
 
 
 def _packed(q: Any, k: Any, v: Any, kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
-    """Several sequences in one row of the batch, by their offsets."""
-    rows, keys, values = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    """Several sequences in one row of the batch, by their offsets; or one row of each request over
+    blocks of a cache."""
     offsets = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+    if kwargs.get("block_table") is not None:
+        arrays = (x.transpose(0, 1) for x in (q, k, v))
+        caches = kwargs["k_cache"], kwargs["v_cache"]
+        return _over_blocks(arrays, caches, offsets[1], kwargs["block_table"], options)
+    rows, keys, values = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
     most = {f"max_seqlen_{x}": kwargs.get(f"max_length_{x}") for x in "qk"}
     named: dict[str, Any] = options | most
     made = flash_attn_varlen_func(rows, keys, values, *offsets, **named)
     return made.reshape(*q.shape[:2], *made.shape[1:])
 
 
+def _over_blocks(
+    arrays: Any, caches: tuple[Any, Any], kv_offsets: Any, table: Any, options: dict[str, Any]
+) -> Any:
+    """One row [1, heads, head_dim] of each request, whose key goes behind its others in blocks."""
+    q, k, v = arrays
+    count = q.shape[0]
+    before = kv_offsets[1 : count + 1] - kv_offsets[:count] - 1
+    made = flash_attn_with_kvcache(
+        q, *caches, k, v, cache_seqlens=before, block_table=table, **options
+    )
+    return made.transpose(0, 1)
+
+
 def _masked(q: Any, k: Any, v: Any, mask: Any, options: dict[str, Any]) -> Any:
+    """By a mask of the model's or the user's own, which says all of causality and windows."""
     import torch
 
+    if mask.is_floating_point():
+        return _biased(q, k, v, mask, options)
     if mask.dtype != torch.bool:
         raise UnsupportedError(
-            f"attention_mask: dtype is {mask.dtype}, to be added to the logits; pass a bool mask, "
-            "True where a row sees a key"
+            f"attention_mask: dtype is {mask.dtype}; wanted a bool mask, True where a row sees a "
+            "key, or floats to add to the logits"
         )
+    return _dense(q, k, v, options, mask=mask[..., : k.shape[1]])
+
+
+def _biased(q: Any, k: Any, v: Any, bias: Any, options: dict[str, Any]) -> Any:
+    return _dense(q, k, v, options, bias=bias[..., : k.shape[1]].contiguous())
+
+
+def _dense(q: Any, k: Any, v: Any, options: dict[str, Any], **named: Any) -> Any:
     sinks = options["sinks"]
     return dot_product_attention(
         q,
         k,
         v,
-        mask=mask[..., : k.shape[1]],
         scale=options["softmax_scale"],
         logits_soft_cap=options["softcap"],
         sinks=None if sinks is None else sinks.float(),
+        **named,
     )
+
+
+def _seen(q: Any, k: Any, ranges: Any, options: dict[str, Any]) -> Any:
+    """bool [b or 1, 1, q, kv]: the keys that each row sees; None for all."""
+    import torch
+
+    left, right = options["window_size"]
+    right = 0 if options["causal"] else right
+    if ranges is None and left < 0 and right < 0:
+        return None
+    rows = torch.arange(q.shape[1], device=q.device)[:, None]
+    column = torch.arange(k.shape[1], device=q.device)
+    first, end = (0, k.shape[1]) if ranges is None else (ranges[:, :1], ranges[:, 1:])
+    place = rows + end - q.shape[1]
+    seen = column >= (first if left < 0 else (place - left).clamp(min=first))
+    seen = seen & (column < end if right < 0 else column <= place + right)
+    return seen.expand(-1, -1, *seen.shape[-2:]) if seen.dim() == 4 else seen[None, None]
+
+
+def _with_mask(bias: Any, mask: Any) -> Any:
+    """A bias with a mask, of bools or of floats to add."""
+    import torch
+
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask[..., : bias.shape[-1]], bias, torch.finfo(bias.dtype).min)
+    return bias + mask
 
 
 # --- continuous batching ---
@@ -373,14 +615,6 @@ def _decode(
     """One row of each request, over blocks in place."""
     group, index = cache.layer_index_to_group_indices[module.layer_idx]
     shape = -1, cache.block_size, cache.num_key_value_heads, cache.head_dim
-    k_cache, v_cache = cache.key_cache[index].view(shape), cache.value_cache[index].view(shape)
-    q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
-    count = k.shape[0]
-    before = cu_seq_lens_k[1 : count + 1] - cu_seq_lens_k[:count] - 1
-    made = flash_attn_with_kvcache(
-        *(q, k_cache, v_cache, k, v),
-        cache_seqlens=before,
-        block_table=block_table[group],
-        **options,
-    )
-    return made.squeeze(1)
+    caches = cache.key_cache[index].view(shape), cache.value_cache[index].view(shape)
+    arrays = (x.permute(2, 0, 1, 3) for x in (query, key, value))
+    return _over_blocks(arrays, caches, cu_seq_lens_k, block_table[group], options)[0]

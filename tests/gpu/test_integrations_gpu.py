@@ -264,13 +264,6 @@ def test_models_of_transformers(kind: str, padding: int, cache: str, torch: Any)
     assert tokens[0].shape == tokens[1].shape
 
 
-def _little_memory(transformers: Any) -> dict[str, Any]:
-    """What keeps generate_batch from taking most of a card that other tests share."""
-    make = getattr(transformers.generation, "ContinuousBatchingConfig", None)
-    make = getattr(transformers, "ContinuousBatchingConfig", make)
-    return {} if make is None else {"continuous_batching_config": make(max_memory_percent=0.05)}
-
-
 def test_continuous_batching(torch: Any) -> None:
     """generate_batch by the flash-named alias: block tables, and transformers' CUDA graphs."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -285,7 +278,7 @@ def test_continuous_batching(torch: Any) -> None:
     config = transformers.GenerationConfig(
         max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    named = _little_memory(transformers)
+    named = tiny_models.little_memory(transformers)
     answers = []
     for name in (door.NAME, door.FLASH_NAME):
         ours.set_attn_implementation(f"paged|{name}")

@@ -67,3 +67,11 @@ def pair(transformers: Any, torch: Any, kind: str, name: str = "cupyattn") -> tu
     ours = copy.deepcopy(eager)
     ours.set_attn_implementation(name)
     return eager, ours
+
+
+def little_memory(transformers: Any, **others: Any) -> dict[str, Any]:
+    """Arguments of generate_batch that keep it from taking most of a machine's memory."""
+    make = getattr(transformers.generation, "ContinuousBatchingConfig", None)
+    make = getattr(transformers, "ContinuousBatchingConfig", make)
+    named = {"max_memory_percent": 0.05} | others
+    return {} if make is None else {"continuous_batching_config": make(**named)}

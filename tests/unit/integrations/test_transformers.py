@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from helpers.tiny_models import KINDS, pair  # noqa: E402
+from helpers.tiny_models import KINDS, little_memory, pair  # noqa: E402
 
 import cupyattn.integrations.transformers as door  # noqa: E402
 from cupyattn.errors import ArgumentError, UnsupportedError  # noqa: E402
@@ -100,8 +101,12 @@ def test_a_mask_of_the_users() -> None:
         torch.testing.assert_close(
             models[1](input_ids=ids, attention_mask=seen).logits, eager, rtol=1e-4, atol=2e-4
         )
-        with pytest.raises(UnsupportedError, match=r"attention_mask: dtype is torch\.float32"):
-            models[1](input_ids=ids, attention_mask=added)
+        for mask in (added, added.expand(-1, 4, -1, -1), added[:1].expand(2, -1, -1, -1)):
+            want = models[0](input_ids=ids, attention_mask=mask).logits
+            got = models[1](input_ids=ids, attention_mask=mask).logits
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-4)
+        with pytest.raises(UnsupportedError, match=r"attention_mask: dtype is torch\.int64"):
+            models[1](input_ids=ids, attention_mask=seen.long())
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
@@ -190,28 +195,34 @@ def test_paged_attention_of_blocks_and_of_rows(window: Any, is_dict: bool) -> No
     torch.testing.assert_close(gathered[1, 3], weights @ values[low:, 1])
 
 
-def test_continuous_batching() -> None:
-    """Prompts of several lengths in one batch, by both names, give the tokens of each alone."""
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@pytest.mark.filterwarnings("ignore:The `paged. prefix:FutureWarning")
+def test_continuous_batching(kind: str) -> None:
+    """Prompts of several lengths in one batch, by all names, give the tokens of each alone."""
     pytest.importorskip("psutil", reason="transformers sizes its cache by it on a CPU")
-    eager, ours = pair(transformers, torch, "llama")
+    eager, ours = pair(transformers, torch, kind)
     prompts = [[5, 9, 13, 40, 7], [6, 3], [*range(2, 40)]]
     named = {"max_new_tokens": 5, "do_sample": False}
     want = [eager.generate(torch.tensor([p]), **named)[0, len(p) :].tolist() for p in prompts]
     config = transformers.GenerationConfig(eos_token_id=-1, pad_token_id=0, **named)
-    for name in (door.NAME, door.FLASH_NAME):
-        ours.set_attn_implementation(f"paged|{name}")
-        made = ours.generate_batch(prompts, generation_config=config)
+    small = little_memory(transformers, num_blocks=64, max_batch_tokens=64)
+    names = door.NAME, f"paged|{door.NAME}", door.FLASH_NAME
+    for name in names if kind == "llama" else names[:1]:
+        ours.set_attn_implementation(name)
+        before = ours.config._attn_implementation
+        made = ours.generate_batch(prompts, generation_config=config, **small)
         assert [list(x.generated_tokens) for x in made.values()] == want
+        assert ours.config._attn_implementation == before
 
 
 def test_the_flash_path_finds_our_functions() -> None:
-    from transformers.modeling_flash_attention_utils import lazy_import_paged_flash_attention
+    from transformers import modeling_flash_attention_utils as utils
     from transformers.utils.generic import is_flash_attention_requested
 
     from cupyattn import flash_attn
 
-    found = lazy_import_paged_flash_attention(f"paged|{door.FLASH_NAME}")
-    assert found == (flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache)
+    found = utils._lazy_imports(f"paged|{door.FLASH_NAME}")
+    assert found[1:3] == (flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache)
     assert is_flash_attention_requested(requested_attention_implementation=door.FLASH_NAME,
                                         version=[2, 3])  # fmt: skip
     eager, ours = pair(transformers, torch, "qwen3", door.FLASH_NAME)
@@ -231,3 +242,188 @@ def test_what_is_refused() -> None:
         door.attention(module, q, q, q, None, dropout=0.1)
     with pytest.raises(UnsupportedError, match=r"cache: .* is for continuous batching"):
         door.paged_attention(module, q, q, q)
+    for name in ("indices", "block_indices"):
+        with pytest.raises(UnsupportedError, match=f"^{name}: the model chooses keys"):
+            door.attention(module, q, q, q, None, **{name: torch.zeros(1, 2, 1)})
+
+
+# --- which models ---
+
+
+def _tiny(config: str, **more: Any) -> Any:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return getattr(transformers, config)(**(sizes | {"intermediate_size": 48} | more))
+
+
+NOT_OF_THE_INTERFACE = [
+    ("BloomConfig", "BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
+    ("MPNetConfig", "MPNetModel", {}),
+    ("RoFormerConfig", "RoFormerModel", {}),
+    ("XGLMConfig", "XGLMModel", {"d_model": 32, "ffn_dim": 48, "num_layers": 2}),
+    ("TrOCRConfig", "TrOCRForCausalLM", {"d_model": 32, "decoder_layers": 1}),
+    ("MptConfig", "MptForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 1}),
+    ("ImageGPTConfig", "ImageGPTModel", {"n_embd": 32, "n_layer": 1, "n_head": 4}),
+    ("FalconConfig", "FalconModel", {}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The `paged. prefix:FutureWarning")
+@pytest.mark.parametrize("config, model, more", NOT_OF_THE_INTERFACE)
+def test_models_with_attention_of_their_own_are_refused(config: str, model: str, more: Any) -> None:
+    """As they refuse "sdpa": when made, from a config by the Auto classes, and when told later."""
+    made = _tiny(config, **more)
+    for name in (door.NAME, door.FLASH_NAME, f"paged|{door.NAME}"):
+        made._attn_implementation = name
+        with pytest.raises(ValueError, match=rf"{model} does not support attn_implementation="):
+            getattr(transformers, model)(made)
+    made._attn_implementation = "eager"
+    eager = getattr(transformers, model)(made)
+    with pytest.raises(ValueError, match=r"does not support attn_implementation="):
+        eager.get_correct_attn_implementation(door.NAME)
+    assert eager.config._attn_implementation == "eager"
+    eager.set_attn_implementation(door.NAME)  # transformers warns of such a model, and does nothing
+    assert eager.config._attn_implementation == "eager"
+
+
+def test_auto_classes_refuse(tmp_path: Any) -> None:
+    config = _tiny("MPNetConfig")
+    with pytest.raises(ValueError, match="MPNetModel does not support"):
+        transformers.AutoModel.from_config(config, attn_implementation=door.NAME)
+    transformers.MPNetModel(_tiny("MPNetConfig")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="MPNetModel does not support"):
+        transformers.AutoModel.from_pretrained(tmp_path, attn_implementation=door.NAME)
+
+
+def test_a_part_that_is_refused() -> None:
+    """Parts are asked one by one; a dict names those that are to have our attention."""
+    encoder, decoder = _tiny("ViTConfig", image_size=16, patch_size=8), _tiny("TrOCRConfig")
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config._attn_implementation = door.NAME
+    with pytest.raises(ValueError, match="TrOCRForCausalLM does not support"):
+        transformers.VisionEncoderDecoderModel(config=config)
+    config._attn_implementation = {"encoder": door.NAME, "decoder": "eager"}
+    model = transformers.VisionEncoderDecoderModel(config=config)
+    assert model.encoder.config._attn_implementation == door.NAME
+    assert model.decoder.config._attn_implementation == "eager"
+
+
+def test_models_for_kernels_with_sinks_keep_our_name() -> None:
+    """transformers would take another kernel where it finds "flash" in a name."""
+    _, ours = pair(transformers, torch, "gpt_oss")
+    listed = type(ours)._compatible_flash_implementations
+    ours.set_attn_implementation(door.FLASH_NAME)
+    assert ours.config._attn_implementation == door.FLASH_NAME
+    assert ours._compatible_flash_implementations == listed
+
+
+# --- what models ask for beside rows and keys ---
+
+
+def _compare(eager: Any, name: str = door.NAME, **given: Any) -> None:
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation(name)
+    with torch.no_grad():
+        want, got = eager(**given)[0], ours(**given)[0]
+    seen = given.get("attention_mask")
+    if seen is not None and want.shape[:2] == seen.shape:
+        want, got = want[seen > 0], got[seen > 0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-4)
+
+
+def _eager(config: Any, model: str) -> Any:
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    made = getattr(transformers, model)(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(2.0)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+def test_autocast(kind: str) -> None:
+    """q and k in float32, v in bfloat16: computed in autocast's dtype, as SDPA's."""
+    eager, ours = pair(transformers, torch, kind)
+    ids, mask = tokens(0, 5)
+    with torch.no_grad():
+        exact = eager(input_ids=ids, attention_mask=mask).logits[mask > 0]
+        with torch.autocast("cpu", torch.bfloat16):
+            want, got = (m(input_ids=ids, attention_mask=mask).logits[mask > 0].float()
+                         for m in (eager, ours))  # fmt: skip
+            tokens_made = ours.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert tokens_made.shape == (2, LENGTH + 4)
+    assert (got - exact).norm() <= 1.5 * (want - exact).norm()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_arrays_of_several_dtypes(dtype: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 7, 16), torch.randn(2, 2, 7, 16)
+    small = getattr(torch, dtype)
+    module = types.SimpleNamespace(is_causal=True)
+    want, _ = door.attention(module, *(x.to(small) for x in (q, k, v)), None)
+    got, _ = door.attention(module, q, k, v.to(small), None)
+    assert got.dtype == small
+    torch.testing.assert_close(got, want)
+
+
+def test_position_biases() -> None:
+    """T5's: of rows and keys, beside padding, causality and a cache."""
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(vocab_size=97, decoder_start_token_id=0, **sizes)
+    eager = _eager(config, "T5ForConditionalGeneration")
+    ids, mask = tokens(0, 4, is_left=False)
+    _compare(eager, input_ids=ids, attention_mask=mask, decoder_input_ids=ids[:, :7])
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation(door.NAME)
+    for named in ({}, {"cache_implementation": "static"}):
+        made = [m.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **named)
+                for m in (eager, ours)]  # fmt: skip
+        assert torch.equal(*made)
+
+
+def test_rows_that_are_causal_in_layers_that_are_not() -> None:
+    """A model may make causal masks for layers that say they see both sides."""
+    config = _tiny("GemmaConfig", num_key_value_heads=2, head_dim=16)
+    eager = _eager(config, "GemmaModel")
+    for layer in eager.layers:
+        layer.self_attn.is_causal = False
+    eager.config.use_bidirectional_attention = True
+    ids, mask = tokens(0, 5)
+    _compare(eager, input_ids=ids, attention_mask=mask)
+    _compare(eager, input_ids=ids)
+
+
+def test_a_model_that_reads_its_mask() -> None:
+    """allow_is_causal_skip=False: it computes with the mask, which has to be one."""
+    made = door.attention_mask(2, 5, 5, allow_is_causal_skip=False)
+    assert torch.equal(made, torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5))
+
+
+# --- a step of decoding ---
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("window, softcap", [(None, None), (6, None), (None, 1.5), (6, 1.5)])
+def test_a_step_over_a_dynamic_cache(count: int, window: Any, softcap: Any) -> None:
+    """One row of each request over keys of one length, as one request of all heads."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(count, 8, 1, 16),
+        torch.randn(count, 2, 11, 16),
+        torch.randn(count, 2, 11, 24),
+    )
+    module = types.SimpleNamespace(is_causal=True)
+    named = {"scaling": 0.3, "sliding_window": window, "softcap": softcap}
+    got, _ = door.attention(module, q, k, v, None, **named)
+    scores = 0.3 * q @ k.repeat_interleave(4, 1).transpose(2, 3)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    if window is not None:
+        scores[..., : 11 - window] = -torch.inf
+    want = torch.softmax(scores, -1) @ v.repeat_interleave(4, 1)
+    torch.testing.assert_close(got, want.transpose(1, 2))
+    # Heads that are not equally far apart: part of a larger cache.
+    room = torch.zeros(count, 3, 11, 16)
+    room[:, :2] = k
+    part, _ = door.attention(module, q, room[:, :2], v, None, **named)
+    torch.testing.assert_close(part, got)
