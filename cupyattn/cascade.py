@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .core.names import refuse_names
 from .core.tracing import untraced
 from .states import merge
-from .typing import Array, ArrayT
+from .typing import Array, ArrayT, Scale
 from .wrappers.cascade import MultiLevelCascadeAttentionWrapper
 from .wrappers.shared_prefix import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -43,14 +43,17 @@ def merge_state(
     out: Array | None = None,
     lse: Array | None = None,
     lse_base_on_e: bool = False,
+    output_scale: Scale = None,
 ) -> tuple[ArrayT, ArrayT]:
     """The attention state over the keys of two states, which have none in common.
 
     v_a, v_b   [n, H, D] of one dtype, float16, bfloat16 or float32: outputs of attention.
     s_a, s_b   [n, H] of one dtype, float32, float16 or bfloat16: their LSE. A state with s = -inf
             saw no key: it adds nothing, whatever its v holds. Two of them give v = 0, s = -inf.
-    out, lse   arrays to write instead of new ones: [n, H, D] of any of the three dtypes, and
-            float32 [n, H]. They overlap no input.
+    out, lse   arrays to write instead of new ones: [n, H, D] of any of the three dtypes,
+            float8_e4m3fn or float8_e5m2, and float32 [n, H]. They overlap no input.
+    output_scale   of an fp8 out, which holds v / output_scale, saturated: a number above 0, or a
+            float32 array of one element, read on the device. Default 1.
     lse_base_on_e   s and the answer's are natural logarithms; by default they have base 2, as
             attention returns them.
 
@@ -65,7 +68,7 @@ def merge_state(
         arrays: tuple[Any, ...] = v_a, v_b, s_a, s_b
     else:
         arrays = v_a, v_b, s_a, s_b, out, lse
-    return merge.run(merge.PAIR, arrays, lse_base_on_e)
+    return merge.run(merge.PAIR, arrays, lse_base_on_e, output_scale)
 
 
 @untraced
@@ -103,6 +106,7 @@ def merge_states(
     out: Array | None = None,
     lse: Array | None = None,
     lse_base_on_e: bool = False,
+    output_scale: Scale = None,
 ) -> tuple[ArrayT, ArrayT]:
     """The states over the keys of m states each: v [n, m, H, D], s [n, m, H].
 
@@ -110,7 +114,7 @@ def merge_states(
 
     Returns (v [n, H, D], s float32 [n, H]). Semantics: FlashInfer's merge_states.
     """
-    return merge.run(merge.STATES, (v, None, s, None, out, lse), lse_base_on_e)
+    return merge.run(merge.STATES, (v, None, s, None, out, lse), lse_base_on_e, output_scale)
 
 
 @untraced
@@ -122,6 +126,7 @@ def variable_length_merge_states(
     out: Array | None = None,
     lse: Array | None = None,
     lse_base_on_e: bool = False,
+    output_scale: Scale = None,
 ) -> tuple[ArrayT, ArrayT]:
     """The states over the keys of any number of states each.
 
@@ -132,4 +137,5 @@ def variable_length_merge_states(
     ArgumentError on the CPU; on a GPU the host does not know them: their rows come out as NaN, and
     raise under CUPYATTN_DEBUG=1. Semantics: FlashInfer's C++ VariableLengthMergeStates.
     """
-    return merge.run(merge.SEGMENTS, (v, None, s, None, out, lse, indptr), lse_base_on_e)
+    arrays = v, None, s, None, out, lse, indptr
+    return merge.run(merge.SEGMENTS, arrays, lse_base_on_e, output_scale)

@@ -13,6 +13,7 @@ from .api import flash_attn_varlen_func as flash_attn_varlen_func
 from .api import flash_attn_with_kvcache as flash_attn_with_kvcache
 from .states import flash_attn_combine as flash_attn_combine
 from .states import get_scheduler_metadata as get_scheduler_metadata
+from .states import merge_attn_states as merge_attn_states
 from .states import merge_state_v2 as merge_state_v2
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
+    "merge_attn_states",
     "merge_state_v2",
 ]
 

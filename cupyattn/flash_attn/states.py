@@ -18,6 +18,12 @@ from ..inputs.index_arrays import compute, progression
 from ..states import merge
 
 _FLOATS = dtypes.float32, dtypes.float16, dtypes.bfloat16
+_ATTN_STATES = merge.PAIR._replace(
+    names=merge.PAIR.names._replace(
+        v_a="prefix_output", v_b="suffix_output", s_a="prefix_lse", s_b="suffix_lse",
+        out="output", lse="output_lse",
+    )
+)  # fmt: skip
 
 
 @untraced
@@ -35,10 +41,69 @@ def merge_state_v2(
     sgl_kernel's function of the same name, which gives NaN there.
     """
     s_a, s_b = (
-        _without_infinity(s, v, names)
-        for s, v, names in ((s_a, v_a, ("s_a", "v_a")), (s_b, v_b, ("s_b", "v_b")))
+        _without_infinity(s, tuple(array.view(v, of).shape[:-1]), name)
+        for s, name, v, of in ((s_a, "s_a", v_a, "v_a"), (s_b, "s_b", v_b, "v_b"))
     )
     return merge.run(merge.PAIR, (v_a, v_b, s_a, s_b, v_merged, s_merged), True)
+
+
+@untraced
+def merge_attn_states(
+    output: Any,
+    prefix_output: Any,
+    prefix_lse: Any,
+    suffix_output: Any,
+    suffix_lse: Any,
+    output_lse: Any = None,
+    prefill_tokens_with_context: int | None = None,
+    output_scale: Any = None,
+) -> None:
+    """Write the answer over the keys of a prefix and of a suffix, which have none in common.
+
+    output   [rows, num_heads, head_dim], float16, bfloat16, float32, float8_e4m3fn or float8_e5m2.
+    prefix_output, suffix_output   likewise, of one dtype that is not fp8.
+    prefix_lse, suffix_lse   float32 [num_heads, rows]: their LSE, natural logarithms. An infinite
+            one, of either sign, stands for no keys.
+    output_lse   float32 [num_heads, rows] to write, or None.
+    prefill_tokens_with_context   rows that have a prefix; later ones get the suffix's as they are.
+            Default: all.
+    output_scale   of an fp8 output, which holds the answer divided by it, saturated: a number, or a
+            float32 array of one element, read on the device.
+
+    Returns None. Errors as in `merge_state`. Semantics: vLLM's function of the same name, which
+    gives NaN where neither has keys; here 0 and -inf.
+    """
+    vo, vs = array.view(output, "output"), array.view(suffix_lse, "suffix_lse")
+    num_rows = count = vo.shape[0] if vo.shape else 0
+    if prefill_tokens_with_context is not None:
+        count = require_int(prefill_tokens_with_context, "prefill_tokens_with_context", 0)
+    wanted = tuple(vo.shape[1::-1])
+    s_a = _without_infinity(prefix_lse, wanted, "prefix_lse", count, -math.inf)
+    s_b = _without_infinity(suffix_lse, wanted, "suffix_lse", count, 0.0)
+    lse = None if output_lse is None else _by_rows(output_lse, "output_lse")
+    arrays = (
+        prefix_output,
+        suffix_output,
+        *(_by_rows(s, "prefix_lse, suffix_lse") for s in (s_a, s_b)),
+        output,
+        lse,
+    )
+    merge.run(_ATTN_STATES, arrays, True, output_scale)
+    if output_lse is not None and count < num_rows:
+        compute(_copy_from(count), array.view(output_lse, "output_lse"), vs)
+
+
+def _copy_from(column: int) -> Any:
+    def copy(to: Any, source: Any) -> Any:
+        to[:, column:] = source[:, column:]
+        return to
+
+    return copy
+
+
+def _by_rows(s: Any, name: str) -> Any:
+    """[num_heads, rows] as [rows, num_heads]; others as they are, for the checks to refuse."""
+    return s.swapaxes(0, 1) if len(array.view(s, name).shape) == 2 else s
 
 
 @untraced
@@ -132,15 +197,22 @@ def get_scheduler_metadata(
     return progression(1, 0, 0, array.view(cache_seqlens, "cache_seqlens"))
 
 
-def _without_infinity(s: Any, of: Any, names: tuple[str, str]) -> Any:
-    """s with -inf for infinities; or as it is if it is no LSE of `of`, which the checks say."""
-    v: ArrayView = array.view(s, names[0])
-    if tuple(v.shape) != tuple(array.view(of, names[1]).shape[:-1]):
+def _without_infinity(
+    s: Any, shape: tuple[int, ...], name: str, count: int = 0, beyond: float | None = None
+) -> Any:
+    """s with -inf for infinities, and from column `count` on `beyond`, unless that is None; or as
+    it is if it has another shape, which the checks say."""
+    v: ArrayView = array.view(s, name)
+    if tuple(v.shape) != shape or v.dtype not in _FLOATS:
         return s
 
     def replaced(x: Any) -> Any:
         if hasattr(x, "masked_fill"):
-            return x.masked_fill(x == math.inf, -math.inf)
-        return np.where(x == np.inf, x.dtype.type(-np.inf), x)  # CuPy's arrays have their own
+            made = x.masked_fill(x == math.inf, -math.inf)
+        else:  # CuPy's arrays have their own
+            made = np.where(x == np.inf, x.dtype.type(-np.inf), x)
+        if beyond is not None:
+            made[:, count:] = beyond
+        return made
 
-    return compute(replaced, v) if v.dtype in _FLOATS else s
+    return compute(replaced, v)

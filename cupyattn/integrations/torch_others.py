@@ -90,6 +90,8 @@ def _fmha(given: dict[str, Any]) -> Any:
     last = qkv[2].shape[-1] if layout == "SEPARATE_Q_K_V" else query.shape[-1]
     out = given["out"]
     made = query.new_empty((*query.shape[:-1], last)) if out is None else out
+    if given["save_softmax_stats"]:
+        return made, query.new_empty((*query.shape[:-1], 2), dtype=_torch().float32)
     return (made, _lse(given, query.shape[:-1])) if given["return_lse"] else made
 
 
@@ -212,6 +214,7 @@ OTHERS = (
         ((given["x"].shape[0] + 7) // 8,), dtype=_torch().uint8)),
     Other("flash_attn:flash_attn_combine", _combined),
     Other("flash_attn:merge_state_v2", _merged_pair, ("v_merged", "s_merged")),
+    Other("flash_attn:merge_attn_states", _NOTHING, ("output", "output_lse")),
     Other("flash_mla:flash_mla_with_kvcache", _flash_mla),
     Other("flash_mla:flash_mla_sparse_fwd", _flash_mla_sparse),
     Other("attention:BatchAttention.run", _rows("q", "kv_cache", None)),

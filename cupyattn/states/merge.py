@@ -28,6 +28,7 @@ from ..launch.driver.enqueue import cuda
 from ..launch.ops.merge_states import MAX_COUNT, Merge, States, prepare
 
 _FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
+_OUT_DTYPES = (*_FLOATS, dtypes.float8_e4m3fn, dtypes.float8_e5m2)
 
 
 class Arrays(NamedTuple):
@@ -41,6 +42,7 @@ class Arrays(NamedTuple):
     lse: Any = None
     indptr: Any = None
     mask: Any = None
+    out_scale: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +60,34 @@ def _call_cache(*outputs: str) -> CallCache[_Checked]:
 
 # By whether the call is in place.
 _CALLS = _call_cache("out", "lse"), _call_cache("v_a", "s_a")
-_OUT, _LSE = 4, 5
+_OUT, _LSE, _OUT_SCALE = 4, 5, 8
 
 
 class Form(NamedTuple):
-    """A function: its arguments' names, and their dimensions before those of a head."""
+    """A function: its arguments' names, and their dimensions before those of a head.
+
+    An fp8 `out` holds the answer divided by output_scale: `out_scale`, or a number.
+    """
 
     names: Arrays
     dims: str
     is_in_place: bool = False
 
 
-PAIR = Form(Arrays("v_a", "v_b", "s_a", "s_b", "out", "lse"), "n")
+_SCALE = "output_scale"
+PAIR = Form(Arrays("v_a", "v_b", "s_a", "s_b", "out", "lse", out_scale=_SCALE), "n")
 IN_PLACE = Form(Arrays("v", "v_other", "s", "s_other", mask="mask"), "n", is_in_place=True)
-STATES = Form(Arrays("v", None, "s", None, "out", "lse"), "n m")
-SEGMENTS = Form(Arrays("v", None, "s", None, "out", "lse", "indptr"), "num_states")
+STATES = Form(Arrays("v", None, "s", None, "out", "lse", out_scale=_SCALE), "n m")
+SEGMENTS = Form(Arrays("v", None, "s", None, "out", "lse", "indptr", None, _SCALE), "num_states")
 
 
-def run(form: Form, given: tuple[Any, ...], lse_base_on_e: Any) -> Any:
+def run(form: Form, given: tuple[Any, ...], lse_base_on_e: Any, output_scale: Any = None) -> Any:
     """(v, s) of a call with these `Arrays`, as far as they are given; in place two Nones, but for
-    JAX arrays (v, s) again, since they cannot be written."""
-    answer = _run_cached(form, given, lse_base_on_e)
+    JAX arrays (v, s) again, since they cannot be written. output_scale: see Form."""
+    if hasattr(output_scale, "shape"):
+        given += (None,) * (_OUT_SCALE - len(given)) + (output_scale,)
+        output_scale = None
+    answer = _run_cached(form, given, lse_base_on_e, output_scale)
     if answer is not None:
         return answer
 
@@ -95,15 +104,17 @@ def run(form: Form, given: tuple[Any, ...], lse_base_on_e: Any) -> Any:
         )
     )
     n, dims = _check_inputs(form, views)
+    scale = _check_scale(views, output_scale)
     _check_outputs(form, views, (n, dims["H"], dims["D"]))
     _check_size(form, views, (n, dims["H"], dims["D"]))
 
     # --- 2. Answer on the CPU ---
     if views.v_a.device.kind == "cpu":
-        return _run_reference(form, views, base_on_e)
+        return _run_reference(form, views, base_on_e, scale)
 
     # --- 3. Launch on the caller's stream ---
-    return _run_on_gpu(form, given, views, (n, dims["H"], dims["D"]), base_on_e)
+    key = form.dims, base_on_e, output_scale
+    return _run_on_gpu(form, given, views, (n, dims["H"], dims["D"]), key, scale)
 
 
 def _run_on_copies(
@@ -115,9 +126,9 @@ def _run_on_copies(
     return tuple(array.deliver(x, like) for x, like in zip((v, s), written, strict=True))
 
 
-def _run_cached(form: Form, given: tuple[Any, ...], base_on_e: Any) -> Any:
+def _run_cached(form: Form, given: tuple[Any, ...], base_on_e: Any, output_scale: Any) -> Any:
     """(v, s) of a call that is in the cache, in place two Nones; else None."""
-    answer = _CALLS[form.is_in_place].lookup(given, (form.dims, base_on_e))
+    answer = _CALLS[form.is_in_place].lookup(given, (form.dims, base_on_e, output_scale))
     if answer is None:
         return None
     found, addresses = answer
@@ -190,11 +201,31 @@ def _check_outputs(form: Form, views: Arrays, shape: tuple[int, int, int]) -> No
         for name in (names.v_a, names.s_a):
             require_output(others.pop(name), name, **others)
         return
-    out, lse = others.pop("out"), others.pop("lse")
-    match_output(lse, shape[:2], dtypes.float32, "lse", **others)
+    out, lse = others.pop(names.out), others.pop(names.lse)
+    match_output(lse, shape[:2], dtypes.float32, names.lse, **others)
     if out is not None:
-        require_contiguous_last(out, "out")
-        match_output(out, shape, _FLOATS, "out", **others, lse=lse)
+        require_contiguous_last(out, names.out)
+        match_output(out, shape, _OUT_DTYPES, names.out, **others, **{names.lse: lse})
+
+
+def _check_scale(views: Arrays, output_scale: Any) -> float:
+    """The number that an fp8 `out` is divided by, besides the one in an array."""
+    if output_scale is None and views.out_scale is None:
+        return 1.0
+    if views.out is None or not views.out.dtype.is_fp8:
+        raise ArgumentError(
+            f"{_SCALE}: belongs to an fp8 out, and out is "
+            f"{'None' if views.out is None else views.out.dtype}; leave it out, or pass such an out"
+        )
+    if views.out_scale is None:
+        return parse.positive(output_scale, _SCALE, 1.0)
+    require_dtype(views.out_scale, dtypes.float32, _SCALE)
+    if math.prod(views.out_scale.shape) != 1:
+        raise ArgumentError(
+            f"{_SCALE}: shape is {list(views.out_scale.shape)}; wanted a number, or an array of "
+            "one element"
+        )
+    return 1.0
 
 
 def _check_size(form: Form, views: Arrays, shape: tuple[int, int, int]) -> None:
@@ -207,9 +238,14 @@ def _check_size(form: Form, views: Arrays, shape: tuple[int, int, int]) -> None:
 
 
 def _run_on_gpu(
-    form: Form, given: tuple[Any, ...], views: Arrays, shape: tuple[int, int, int], base_on_e: bool
+    form: Form,
+    given: tuple[Any, ...],
+    views: Arrays,
+    shape: tuple[int, int, int],
+    key: tuple[str, bool, Any],
+    scale: float,
 ) -> Any:
-    v_a, v_b, s_a, s_b, vout, vlse, indptr, mask = views
+    v_a, v_b, s_a, s_b, vout, vlse, indptr, mask, out_scale = views
     if form.is_in_place:
         vout, vlse = v_a, s_a
     num_states = 2 if v_b is not None else v_a.shape[1 if indptr is None else 0]
@@ -222,9 +258,11 @@ def _run_on_gpu(
         vlse = array.view(lse, "lse") if vlse is None else vlse
         states = [_states(form, v, s) for v, s in ((v_a, s_a), (v_b, s_b)) if v is not None]
         second = None if v_b is None else states[1]
-        options = {"has_offsets": indptr is not None, "base_on_e": base_on_e}
-        merge = prepare(states[0], second, vout, vlse, num_states, **options)
-        placed = Arrays(v_a, v_b, s_a, s_b, vout, vlse, indptr, mask)
+        options = {"has_offsets": indptr is not None, "base_on_e": key[1]}
+        merge = prepare(
+            states[0], second, vout, vlse, num_states, **options, out_factor=1.0 / scale
+        )
+        placed = Arrays(v_a, v_b, s_a, s_b, vout, vlse, indptr, mask, out_scale)
         used = [x for x in placed if x is not None]
         array.acquire(v_a, *used)
         pointers = [0 if x is None else x.ptr for x in placed]
@@ -232,9 +270,7 @@ def _run_on_gpu(
         array.release(v_a, *used)
         if indptr is views.indptr and (indptr is None or not cuda().is_debugging):
             checked = _Checked(merge, shape, shape[:2])
-            _CALLS[form.is_in_place].insert(
-                given, (form.dims, base_on_e), checked, v_a, vout.dtype, shape, shape[:2]
-            )
+            _CALLS[form.is_in_place].insert(given, key, checked, v_a, vout.dtype, shape, shape[:2])
     if form.is_in_place:
         return None, None
     return tuple(
@@ -256,9 +292,13 @@ def _states(form: Form, v: ArrayView, s: ArrayView) -> States:
     return States(v, s, three(v), three(s))
 
 
-def _run_reference(form: Form, views: Arrays, base_on_e: bool) -> Any:
+def _run_reference(form: Form, views: Arrays, base_on_e: bool, scale: float) -> Any:
     unit = math.log2(math.e) if base_on_e else 1.0
-    v_a, v_b, s_a, s_b, *_, indptr, mask = (None if x is None else array.as_numpy(x) for x in views)
+    v_a, v_b, s_a, s_b, *_, indptr, mask, out_scale = (
+        None if x is None else array.as_numpy(x) for x in views
+    )
+    if out_scale is not None:
+        scale = float(out_scale.reshape(-1)[0])
     assert v_a is not None and s_a is not None
     s_a = s_a.astype(np.float64) * unit
     if v_b is not None:
@@ -271,8 +311,11 @@ def _run_reference(form: Form, views: Arrays, base_on_e: bool) -> Any:
     answers = []
     targets = (views.v_a, views.s_a) if form.is_in_place else (views.out, views.lse)
     for value, target, dtype in ((v, targets[0], v_a.dtype), (s / unit, targets[1], np.float32)):
-        with np.errstate(over="ignore", invalid="ignore"):
-            rounded = value.astype(dtype if target is None else target.dtype.numpy)
+        if target is not None and target.dtype.is_fp8:
+            rounded = reference.to_fp8(value, scale, target.dtype.numpy)
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                rounded = value.astype(dtype if target is None else target.dtype.numpy)
         if target is None:
             answers.append(array.from_numpy(rounded, views.v_a))
         else:

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import calls
+from helpers import calls, merge_fp8
 from helpers.merge_calls import Call, check_bad_offsets
 from helpers.merge_cases import FORMS, MergeCase, random_case
 from helpers.share import one_of
 
 import cupyattn
+from cupyattn.core import dtypes
 
 from . import gpu
 
@@ -59,3 +60,13 @@ def test_bad_lse_shows_in_its_row_alone(emulated: gpu.EmulatedGpu) -> None:
         for x in call.run():
             is_nan = np.isnan(x) if x.ndim == 2 else np.isnan(x.astype(np.float32)).all(-1)
             assert is_nan[1, 1] and is_nan.sum() == 1
+
+
+@pytest.mark.parametrize("narrow", merge_fp8.FP8, ids=str)
+@pytest.mark.parametrize("arch", [800, 900])
+def test_merges_into_fp8(emulated: gpu.EmulatedGpu, narrow: dtypes.DType, arch: int) -> None:
+    emulated.arch = arch
+    # Rows of whole 16 bytes, and rows that are not.
+    for head_dim, dtype in ((64, dtypes.float16), (40, dtypes.bfloat16), (33, dtypes.float32)):
+        merge_fp8.check_states(np.asarray, np.asarray, narrow, head_dim, dtype)
+    merge_fp8.check_vllm(np.asarray, lambda shape, of: np.zeros(shape, of.numpy), narrow)

@@ -308,6 +308,9 @@ def flash_entries() -> list[Entry]:
     rules |= {"softcap": or_default(RULES["logits_soft_cap"], 0.0)}
     rules |= dict.fromkeys(("sinks", "s_aux", "v_a", "v_b", "s_a", "s_b"), floats)
     rules |= dict.fromkeys(("out_partial", "lse_partial"), floats)
+    rules |= dict.fromkeys(("output", "prefix_output", "suffix_output"), floats)
+    rules |= dict.fromkeys(("prefix_lse", "suffix_lse", "output_lse"), floats)
+    rules |= {"prefill_tokens_with_context": or_default(whole(0), None), "output_scale": nothing}
     rules |= dict.fromkeys(("rotary_cos", "rotary_sin"), floats)
     rules |= dict.fromkeys(("return_attn_probs", "return_softmax_lse", "rotary_interleaved"), flag)
     rules |= {
@@ -353,6 +356,14 @@ def flash_entries() -> list[Entry]:
     call = calls.merge_state_v2
     entry = Entry("merge_state_v2", (("run", call),), states, rules, samples, None, written)
     found.append(entry._replace(filled=("s_merged",)))
+    states = step("run", output=Q * 0, prefix_output=Q, suffix_output=Q[::-1].copy())
+    states |= step("run", prefix_lse=values(HQ, 5, dtype=np.float32))
+    states |= step("run", suffix_lse=values(HQ, 5, dtype=np.float32))
+    samples = {"output_lse": np.zeros((HQ, 5), np.float32)}
+    written = ("output", "output_lse")
+    call = calls.merge_attn_states
+    entry = Entry("merge_attn_states", (("run", call),), states, rules, samples, None, written)
+    found.append(entry._replace(filled=("output_lse",)))
     base = step("run", out_partial=values(3, 5, HQ, D, dtype=np.float32))
     base |= step("run", lse_partial=values(3, 5, HQ, dtype=np.float32))
     call, samples = calls.flash_attn_combine, {"out": Q * 0}

@@ -204,5 +204,5 @@ GET_BATCH_INDICES_POSITIONS = struct.Struct("<4Q 2q")
 GET_SEQ_LENS = struct.Struct("<3Q 2q")
 
 # kernels/cupyattn/params/merge_states.cuh: the addresses, then what arrays of one look share.
-MERGE_LOOK = struct.Struct("<3i 2f i I i q 12q 4q")
-MERGE_STATES = struct.Struct(f"<8Q {MERGE_LOOK.size}s")
+MERGE_LOOK = struct.Struct("<3i 2f i I i f 4x q 12q 4q")
+MERGE_STATES = struct.Struct(f"<9Q {MERGE_LOOK.size}s")

@@ -48,6 +48,7 @@ class Merge(NamedTuple):
         lse: int,
         indptr: int,
         mask: int,
+        out_scale: int = 0,
     ) -> None:
         """Launch on arrays at these addresses, 0 for those that are not there."""
         arguments = params.this_thread.launch_buffer
@@ -62,6 +63,7 @@ class Merge(NamedTuple):
             lse,
             indptr,
             mask,
+            out_scale,
             self.look,
         )
         enqueue(self.launch, arguments, self.device_index, stream)
@@ -107,10 +109,12 @@ def prepare(
     *,
     has_offsets: bool,
     base_on_e: bool,
+    out_factor: float = 1.0,
 ) -> Merge:
     """The merge of `num_states` states a row (with indptr: of all rows), or of pairs with `others`.
 
     out [n, H, D] has a contiguous last dimension, lse is [n, H]; none of n, H and D is 0.
+    out_factor: of an fp8 `out`.
     """
     n, num_heads, head_dim = out.shape
     second = states if others is None else others
@@ -137,6 +141,7 @@ def prepare(
         *((math.log2(math.e), math.log(2.0)) if base_on_e else (1.0, 1.0)),
         num_heads,
         *params.divisor(num_heads),
+        out_factor,
         num_states,
         *(*states.v_strides, *second.v_strides, *states.s_strides, *second.s_strides),
         *(out.strides[0], out.strides[1], *lse.strides),

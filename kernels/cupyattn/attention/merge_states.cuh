@@ -102,7 +102,8 @@ struct StateMerger {
       sum = states.is_valid ? 0.0f : ptx::nan();
       RowStates<Config> next = states;
       while (next.count > 0) add(next, column, merged, max, sum);  // mutate: later-states-lost
-      const float factor = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
+      float factor = sum == 0.0f ? 0.0f : ptx::rcp_approx(sum);
+      if constexpr (is_fp8<DTypeO>) factor *= out_factor();
 #pragma unroll
       for (int c = 0; c < kCount; ++c) merged[c] *= factor;
       store_floats(out + column, merged);
@@ -110,6 +111,12 @@ struct StateMerger {
     }
     // mutate: lse-stays-base2
     return sum == 0.0f ? -ptx::infinity() : max + log2f(sum) * params.from_base2;
+  }
+
+  // What an fp8 answer is multiplied by.
+  __device__ __forceinline__ float out_factor() const {
+    return params.out_scale == nullptr ? params.out_factor
+                                       : ptx::divide_rn(params.out_factor, *params.out_scale);
   }
 
   // Adds the next kBatch states to sums over weights 2^(s - max).

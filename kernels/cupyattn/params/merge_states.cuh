@@ -20,6 +20,7 @@ struct MergeStatesParams {
   float* lse;             // [n, num_heads]; may be s[0]
   const int32_t* indptr;  // [n + 1] into the states, whose stride n is then 0; may be nullptr
   const uint8_t* mask;    // [n], 0: leave the row alone; may be nullptr
+  const float* out_scale;  // one number, by which an fp8 `out` is divided; may be nullptr
   int32_t num_rows;       // n * num_heads
   int32_t head_dim;
   int32_t lane_bits;  // 2^lane_bits threads merge a row
@@ -28,6 +29,8 @@ struct MergeStatesParams {
   int32_t num_heads;
   uint32_t heads_magic;  // i / num_heads is the high half of 2 i * heads_magic, >> heads_shift
   int32_t heads_shift;
+  float out_factor;  // of an fp8 `out`
+  int32_t padding;
   int64_t num_states;  // m; with indptr, the number of all states
   StateStrides v_strides[2];
   StateStrides s_strides[2];
@@ -37,7 +40,7 @@ struct MergeStatesParams {
   int64_t lse_stride_h;
 };
 
-static_assert(sizeof(MergeStatesParams) == 232,
+static_assert(sizeof(MergeStatesParams) == 248,
               "MergeStatesParams and its mirror in launch/driver/params.py must agree");
 
 }  // namespace cupyattn

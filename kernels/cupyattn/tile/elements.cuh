@@ -29,12 +29,14 @@ struct alignas(kWords < 4 ? 4 * kWords : 16) Words {
   uint32_t word[kWords];
 };
 
-// Stores floats rounded to T, which has 16 or 32 bits. `target` is aligned to all kCount elements.
+// Stores floats rounded to T, fp8 saturated. `target` is aligned to all kCount elements.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_floats(T* target, const float (&value)[kCount]) {
   if constexpr (kCount == 1) {
     if constexpr (sizeof(T) == 4) {
       *target = value[0];
+    } else if constexpr (is_fp8<T>) {
+      target->bits = static_cast<uint8_t>(ptx::floats_to_fp8_pair<T>(value[0], 0.0f));
     } else {
       target->bits = static_cast<uint16_t>(ptx::pack_pair<T>(value[0], 0.0f) & 0xffffu);
     }
@@ -45,6 +47,9 @@ __device__ __forceinline__ void store_floats(T* target, const float (&value)[kCo
     for (int w = 0; w < kCount / kPerWord; ++w) {
       if constexpr (kPerWord == 1) {
         stored.word[w] = __float_as_uint(value[w]);
+      } else if constexpr (kPerWord == 4) {
+        stored.word[w] = ptx::floats_to_fp8_pair<T>(value[4 * w], value[4 * w + 1]) |
+                         ptx::floats_to_fp8_pair<T>(value[4 * w + 2], value[4 * w + 3]) << 16;
       } else {
         stored.word[w] = ptx::pack_pair<T>(value[2 * w], value[2 * w + 1]);
       }

@@ -21,9 +21,14 @@ from cupyattn.states import merge
 
 N, M, H, D = 6, 5, 3, 64
 _NAMES = (
-    *("v_a", "v_b", "s_a", "s_b", "out", "lse", "indptr", "mask"),
+    *("v_a", "v_b", "s_a", "s_b", "out", "lse", "indptr", "mask", "out_scale"),
     *("num_rows", "head_dim", "lane_bits", "to_base2", "from_base2", "num_heads", "magic"),
-    *("shift", "num_states", *(f"{x}_{i}_{axis}" for x in "vs" for i in "ab" for axis in "nmh")),
+    *(
+        "shift",
+        "out_factor",
+        "num_states",
+        *(f"{x}_{i}_{axis}" for x in "vs" for i in "ab" for axis in "nmh"),
+    ),
     *("out_n", "out_h", "lse_n", "lse_h"),
 )
 
@@ -90,6 +95,7 @@ def test_what_is_launched(gpu: Gpu, make: Callable, form: str) -> None:
         wanted |= {"out_n": H * D, "out_h": D, "lse_n": H, "lse_h": 1, "num_rows": N * H}
         magic, shift = params.divisor(H)
         wanted |= {"num_heads": H, "magic": magic, "shift": shift, "head_dim": D, "lane_bits": 3}
+        wanted |= {"out_scale": 0, "out_factor": 1.0}
         assert got == wanted | {"to_base2": 1.0, "from_base2": 1.0}
     assert num_cached() == 1
 
