@@ -322,6 +322,93 @@ def test_flash_mla(xp: ModuleType) -> None:
         )
 
 
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize(("heads", "width"), [(16, 90), (16, 2048), (128, 700)])
+def test_lists_of_requests(xp: ModuleType, heads: int, width: int) -> None:
+    """A token's list ends where its request does, less the tokens behind it; entries that are no
+    slots are no keys, however far they are; requests lie further apart than their tokens."""
+    rng = np.random.default_rng(width)
+    count, tokens, slots = 3, 3, 4096
+    pool = rng.standard_normal((slots // 64, 64, 576)).astype(np.float16)
+    apart_q = rng.standard_normal((count, tokens + 1, heads, 584)).astype(np.float16)
+    apart = rng.integers(0, slots, (count, tokens + 2, width)).astype(np.int32)
+    nothing = np.array([-1, -(2**31), slots, slots + 1, 2**31 - 1], np.int64).astype(np.int32)
+    is_none = rng.random(apart.shape) < 0.2
+    apart[is_none] = rng.choice(nothing, apart.shape)[is_none]
+    for dtype in (np.int32, np.int64):
+        lens = np.array([width + 70, width // 2, 1], dtype)
+        answers = []
+        for module in (np, xp):
+            q, lists = (upload(x, module) for x in (apart_q, apart))
+            memory = None if module is np else workspace(xp)
+            answer = mla.trtllm_batch_decode_with_kv_cache_mla(
+                q[:, :tokens, :, :576], upload(pool, module), memory, 128, 512, 64,
+                lists[:, :tokens], upload(lens, module), 9999, width, bmm1_scale=SCALE,
+                return_lse=True,
+            )  # fmt: skip
+            answers.append([np.asarray(download(x), np.float64) for x in answer])
+        for a, b in zip(*answers, strict=True):
+            np.testing.assert_allclose(a, b, atol=4e-3)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize(("count", "width"), [(3, 3000), (300, 130)], ids=["splits", "whole"])
+def test_answers_of_flash_mla_sparse_fwd(xp: ModuleType, count: int, width: int) -> None:
+    """Sinks of any size, the largest logits, rows without keys, and entries beyond the cache."""
+    rng = np.random.default_rng(count)
+    for heads in (8, 64):
+        q = rng.standard_normal((count, heads, 576)).astype(np.float16)
+        kv = rng.standard_normal((5000, 1, 576)).astype(np.float16)
+        lists = rng.integers(-500, 6000, (count, 1, width)).astype(np.int32)
+        lists[1] = 114_514
+        sinks = rng.normal(0, 3, heads).astype(np.float32)
+        sinks[:4] = -np.inf, np.inf, 60.0, 500.0
+        answers = []
+        for module in (np, xp):
+            arrays = [upload(x, module) for x in (q, kv, lists)]
+            named = {"attn_sink": upload(sinks, module)}
+            answer = flash_mla.flash_mla_sparse_fwd(*arrays, SCALE, **named)
+            answers.append([np.asarray(download(x), np.float64) for x in answer])
+        for a, b, atol in zip(*answers, (3e-3, 1e-5, 1e-5), strict=True):
+            np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5)
+
+
+def test_heads_of_latent_keys(xp: ModuleType) -> None:
+    rng = np.random.default_rng(9)
+    q = rng.standard_normal((2, 3, 16, 576)).astype(np.float16)
+    cache = rng.standard_normal((9, 64, 2, 576)).astype(np.float16)
+    table = rng.permutation(9)[:8].reshape(2, 4).astype(np.int32)
+    answers = []
+    for module in (np, xp):
+        arrays = [upload(x, module) for x in (q, cache, table, np.array([250, 3], np.int32))]
+        answer = flash_mla.flash_mla_with_kvcache(*arrays, 512, causal=True)
+        answers.append([np.asarray(download(x), np.float64) for x in answer])
+    for a, b in zip(*answers, strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-3)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kv_len", [70, 9000])
+def test_outputs_of_fp8(xp: ModuleType, kv_len: int) -> None:
+    if xp.__name__ != "torch":
+        pytest.skip("CuPy has no fp8 of its own")
+    rng, pages = np.random.default_rng(kv_len), -(-kv_len // 64)
+    table = np.arange(2 * pages, dtype=np.int32).reshape(2, pages)
+    pool = rng.standard_normal((2 * pages, 64, 576)).astype(np.float16)
+    for heads in (16, 128):
+        q = rng.standard_normal((2, heads, 576)).astype(np.float16)
+        answers = []
+        for module in (np, xp):
+            out = upload(np.zeros((2, heads, 512), dtypes.float8_e4m3fn.numpy), module)
+            w = mla.BatchMLAPagedAttentionWrapper(None if module is np else workspace(xp))
+            arrays = {"query": q, "kv_cache": pool, "page_table": table}
+            lens = np.array([kv_len, 7], np.int32)
+            arrays = {n: upload(x, module) for n, x in (*arrays.items(), ("kv_len", lens))}
+            w.run(**arrays, out=out, o_scale=0.005)
+            answers.append(download(out).astype(np.float32))
+        np.testing.assert_allclose(*answers, rtol=0.13, atol=0.6)
+
+
 def test_rows_of_656_bytes(xp: ModuleType) -> None:
     """Pages and lists, of few heads and of many."""
     if xp.__name__ != "torch":
