@@ -267,7 +267,7 @@ def second_parts(
 def _boxes(pages: Parts) -> tma_wide.Boxes | None:
     """None where no kernel copies boxes of these pages."""
     k, rope = pages.latent, pages.rope
-    if rope is None or device_props(k.device.index).arch != "sm_90a":
+    if rope is None or k.device.kind == "cpu" or device_props(k.device.index).arch != "sm_90a":
         return None
     return tma_wide.boxes(
         k.dtype,

@@ -12,8 +12,10 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from .. import array
 from ..array import ArrayView
@@ -37,7 +39,7 @@ from ..inputs.workspace import int32_on_device, num_bytes, view_workspace
 from ..launch.attention import pad_lse, plan_batch
 from ..launch.attention.batch import BatchLauncher
 from ..launch.attention.bound_run import BoundRun
-from ..launch.attention.layout import BatchSchedule
+from ..launch.attention.layout import ANY_BATCH_BYTES, BatchSchedule
 from ..launch.attention.pad_lse import Padding
 from ..launch.attention.plan_batch import DevicePlan, IndexFormat, Lengths
 from ..launch.driver import params, scratch
@@ -187,6 +189,9 @@ def run(given: tuple[Any, ...], options: Options, repeat: tuple[Any, ...] | None
 
     # --- 2. Answer on the CPU ---
     if vq.device.kind == "cpu":
+        if vworkspace is not None and vq.shape[0]:
+            have = num_bytes(vworkspace)
+            _require_size(have, _prepare(_with_outputs(call), have).num_bytes)
         return latent_reference.answer(call, arrays)
 
     # --- 3. Launch on the caller's stream ---
@@ -200,7 +205,7 @@ def run(given: tuple[Any, ...], options: Options, repeat: tuple[Any, ...] | None
     if vq.shape[0]:
         if cuda().is_debugging:
             list(latent_reference.requests_of(call, array.to_host))
-        prepared = _prepare(call)
+        prepared = _prepare(call, None if vworkspace is None else num_bytes(vworkspace))
         _launch(call, prepared, vworkspace)
         if not cuda().is_debugging:
             _insert(given, options, call, prepared)
@@ -540,7 +545,37 @@ def _view_workspace(x: Any, call: Call) -> ArrayView | None:
 # --- Launches ---
 
 
-def _prepare(call: Call) -> _Prepared:
+def _require_size(have: int, need: int) -> None:
+    if have < need:
+        raise WorkspaceError(
+            f"workspace_buffer: this call needs {need} bytes and it has {have}; pass a larger one"
+        )
+
+
+def _with_outputs(call: Call) -> Call:
+    """On the CPU: the call as it would be launched, with memory for outputs that are not given."""
+    out, lse = call.out, call.lse
+    if out is None:
+        shape = *call.queries.latent.shape[:2], call.out_shape[-1]
+        out = array.view(np.empty(shape, call.geometry.spec.dtype_o.numpy), "out")
+    if lse is None and call.options.return_lse:
+        made = array.view(np.empty(call.lse_shape, np.float32), "lse")
+        lse = _rows_of_lse(made, call.options)
+    return replace(call, out=out, lse=lse)
+
+
+def _prepare(call: Call, have: int | None) -> _Prepared:
+    """What a call launches. have: bytes of its workspace, which a plan of fewer parts may need."""
+    prepared, besides = _prepare_within(call, ANY_BATCH_BYTES)
+    if have is None or prepared.num_bytes <= have:
+        return prepared
+    fewer, _ = _prepare_within(call, max(0, have - besides))
+    return fewer if fewer.num_bytes <= have else prepared
+
+
+def _prepare_within(call: Call, most_bytes: int) -> tuple[_Prepared, int]:
+    """The launches of a plan that takes up to most_bytes, if there is one, and what the workspace
+    holds besides."""
     options, queries, pages, vout = call.options, call.queries, call.pages, call.out
     assert vout is not None
     vlse, vq = call.lse, queries.latent
@@ -552,14 +587,15 @@ def _prepare(call: Call) -> _Prepared:
     prescale_logits = call.scales[0] is not None or options.sm_scale <= 0.0
     variant = Variant(is_aligned, prescale_logits, key_scales=options.key_scales)
     launcher = call.geometry.launcher(variant)
-    plan, schedule, partials = None, _schedule_lists(call, launcher), 0
+    plan, schedule, partials = None, _schedule_lists(call, launcher, most_bytes), 0
     if schedule is None:
         if call.kv_lens is None:
             count, entries = call.table.shape
             call.kv_lens = array.view(progression(count, entries, 0, vq), options.names.kv_lens)
-        plan = _plan(launcher, call.lengths._replace(list_gap=call.gaps[2]))
+        lengths = call.lengths._replace(list_gap=call.gaps[2])
+        plan = _plan(launcher, lengths, most_bytes)
         schedule, partials = plan.schedule, plan.partials
-    size = partials + schedule.workspace_bytes
+    size = of_plan = partials + schedule.workspace_bytes
     padding, lse_rows = None, 0
     lens_stride = 0
     if plan is None and call.kv_lens is not None:
@@ -572,7 +608,7 @@ def _prepare(call: Call) -> _Prepared:
         padding = pad_lse.prepare(vlse.shape, vlse.strides, launcher.device_index)
         lse_rows, lse_strides = size, (vq.shape[1], 1)
         size += 4 * vq.shape[0] * vq.shape[1]
-    return _Prepared(
+    prepared = _Prepared(
         launcher,
         plan,
         schedule,
@@ -585,20 +621,22 @@ def _prepare(call: Call) -> _Prepared:
         pages.latent.shape[0],
         (options.sm_scale, options.output_scale, lse_scale, options.lse_form),
     )
+    return prepared, size - of_plan
 
 
-def _schedule_lists(call: Call, launcher: BatchLauncher) -> BatchSchedule | None:
+def _schedule_lists(call: Call, launcher: BatchLauncher, most_bytes: int) -> BatchSchedule | None:
     """The launches of lists that are all as long as the table, but for what tokens do not see yet;
     None for other calls."""
     knows_length = call.kv_lens is None or call.options.counts_later
     if not call.options.is_list or not knows_length or call.scales != (None, None):
         return None
-    return launcher.schedule_lists(*call.table.shape)
+    count, entries = call.table.shape
+    return launcher.schedule_lists(count, entries, most_bytes)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(launcher: BatchLauncher, lengths: Lengths) -> DevicePlan:
-    return plan_batch.prepare(launcher, lengths)
+def _plan(launcher: BatchLauncher, lengths: Lengths, most_bytes: int) -> DevicePlan:
+    return plan_batch.prepare(launcher, lengths, most_bytes)
 
 
 def _launch(call: Call, prepared: _Prepared, vworkspace: ArrayView | None) -> None:
@@ -610,12 +648,7 @@ def _launch(call: Call, prepared: _Prepared, vworkspace: ArrayView | None) -> No
         workspace, owner = scratch.allocator(vq)(prepared.num_bytes)
     else:
         workspace = vworkspace.ptr
-        have = num_bytes(vworkspace)
-        if have < prepared.num_bytes:
-            raise WorkspaceError(
-                f"workspace_buffer: this call needs {prepared.num_bytes} bytes and it has {have}; "
-                "pass a larger one"
-            )
+        _require_size(num_bytes(vworkspace), prepared.num_bytes)
     views = Arrays(
         vq,
         call.queries.rope,

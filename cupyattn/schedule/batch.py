@@ -297,14 +297,19 @@ def _splits(
 
 
 def equal_splits(
-    num_tiles: int, kv_len: int, num_kv_heads: int, most_rows: int, shape: TileShape
+    num_tiles: int,
+    kv_len: int,
+    num_kv_heads: int,
+    most_rows: int,
+    shape: TileShape,
+    splitting: Splitting,
 ) -> int:
     """In how many parts each of equal tiles of rows over so many keys is split."""
     key_tiles = -(-kv_len // shape.tile_kv)
     work = Work(None, key_tiles, key_tiles * num_tiles, num_tiles)
-    if not num_tiles:
+    if not num_tiles or not splitting.may_split:
         return 1
-    splits = _splits(work, num_kv_heads, most_rows, shape, Splitting())
+    splits = _splits(work, num_kv_heads, most_rows, shape, splitting)
     return 1 if splits is None else int(splits[0])
 
 

@@ -302,15 +302,33 @@ class BatchLauncher:
         schedule = BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=longest)
         return schedule, words_bytes
 
-    def schedule_lists(self, count: int, kv_len: int) -> BatchSchedule | None:
+    def schedule_lists(
+        self, count: int, kv_len: int, most_bytes: int = ANY_BATCH_BYTES
+    ) -> BatchSchedule | None:
         """The schedule of `count` tokens with lists of so many keys each, which has no words; None
-        where kernels need a work list."""
+        where kernels need a work list. Lists are split in fewer parts as in `schedule`."""
+        best = self._schedule_lists(count, kv_len, SPLITTINGS[0])
+        if best is None or best.workspace_bytes <= most_bytes:
+            return best
+        fewer = SPLITTINGS[1:]
+        if most_bytes >= ANY_BATCH_BYTES:
+            fewer = (*fewer, Splitting(False))
+        for splitting in fewer:
+            schedule = self._schedule_lists(count, kv_len, splitting)
+            if schedule is not None and schedule.workspace_bytes <= most_bytes:
+                return schedule
+        return best
+
+    def _schedule_lists(
+        self, count: int, kv_len: int, splitting: Splitting
+    ) -> BatchSchedule | None:
         rows, shape = self.choose(Keys.equal(count, kv_len), 1, Splitting())
         tiles = self._kernels.get(rows).kinds[0]
         num_tiles = count * -(-self.group_size // shape.tile_q)
         if not tiles.reads_uniform or num_tiles > MAX_GRID_YZ:
             return None
-        splits = equal_splits(num_tiles, kv_len, self.num_kv_heads, self.group_size, shape)
+        of_lists = num_tiles, kv_len, self.num_kv_heads, self.group_size
+        splits = equal_splits(*of_lists, shape, splitting)
         is_split = splits > 1
         state_rows = num_tiles * splits * tiles.tile_q if is_split else 0
         reserved = Reserved(num_tiles * splits, 0, num_tiles * is_split, 0, state_rows)

@@ -19,7 +19,10 @@ from helpers.share import one_of
 import cupyattn
 from cupyattn import mla, reference
 from cupyattn.core import dtypes
-from cupyattn.errors import ArgumentError
+from cupyattn.errors import ArgumentError, WorkspaceError
+from cupyattn.inputs.geometry import Variant
+from cupyattn.launch.attention.layout import ANY_BATCH_BYTES
+from cupyattn.planless import latent_reference
 
 COUNT, BLOCK = 360, 40
 SCALE = 1.0 / math.sqrt(128 + 64)
@@ -280,6 +283,56 @@ def test_outputs_of_fp8() -> None:
         out = np.zeros((2, 3, 512), kind)
         w.run(query=call.q, kv_cache=call.pool, out=out, o_scale=scale, **given)
         np.testing.assert_allclose(out.astype(np.float32) * scale, wanted, rtol=0.07, atol=0.01)
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+@pytest.mark.parametrize(
+    ("count", "tokens", "heads", "kv_len"),
+    [(157, 17, 16, 97), (157, 17, 16, 9000), (256, 1, 128, 3000), (500, 1, 16, 500)],
+)
+def test_128_mb_serve_any_batch(
+    count: int, tokens: int, heads: int, kv_len: int, is_graph: bool
+) -> None:
+    """In graph mode by the capacity; off 16-byte boundaries by kernels with other tiles."""
+    pages = -(-kv_len // 64)
+    offsets = np.arange(count + 1, dtype=np.int32)
+    table = offsets * tokens, offsets * pages, np.zeros(count * pages, np.int32)
+    lens = np.full(count, kv_len, np.int32)
+    buffers = [x.copy() for x in (*table, lens)] if is_graph else []
+    w = mla.BatchMLAPagedAttentionWrapper(WORKSPACE, is_graph, *buffers)
+    w.plan(*table, lens, heads, 512, 64, 64, True, SCALE, "bfloat16", "bfloat16")
+    plan = w._require_plan()
+    for variant in (Variant(True, False), Variant(False, False), Variant(True, True)):
+        assert w._prepare(plan, variant).schedule.workspace_bytes <= ANY_BATCH_BYTES
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_128_mb_serve_any_call_without_a_plan(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(seed)
+    heads, top_k = int(rng.choice([1, 16, 64, 128])), int(rng.choice([0, 0, 64, 2048]))
+    count, tokens = int(2 ** rng.uniform(0, 9)), int(rng.choice([1, 1, 2, 9]))
+    q = np.zeros((count, tokens, heads, 576), np.float16)
+    shape = (count, tokens, top_k) if top_k else (count, int(2 ** rng.uniform(0, 8)))
+    table, lens = np.zeros(shape, np.int32), np.zeros(count, np.int32)
+    pool = np.zeros((2, 64, 576), np.float16)
+    call = functools.partial(
+        mla.trtllm_batch_decode_with_kv_cache_mla, q, pool, qk_nope_head_dim=128, kv_lora_rank=512,
+        qk_rope_head_dim=64, block_tables=table, seq_lens=lens, max_seq_len=1 << 20,
+        sparse_mla_top_k=top_k, return_lse=True,
+    )  # fmt: skip
+    assert len(WORKSPACE) == ANY_BATCH_BYTES
+    monkeypatch.setattr(latent_reference, "answer", lambda *given: "fits")
+    assert call(workspace_buffer=WORKSPACE) == "fits"
+
+
+def test_a_workspace_that_is_too_small() -> None:
+    """As on a GPU, for a call without a plan too."""
+    q, pool = np.zeros((4, 1, 16, 576), np.float16), np.zeros((2, 64, 576), np.float16)
+    table, lens = np.zeros((4, 300), np.int32), np.zeros(4, np.int32)
+    with pytest.raises(WorkspaceError, match=r"this call needs .* bytes and it has 8"):
+        mla.xqa_batch_decode_with_kv_cache_mla(
+            q, pool, np.zeros(8, np.uint8), 128, 512, 64, table, lens, 19_200
+        )
 
 
 def test_workspace_size_and_growing_memory() -> None:

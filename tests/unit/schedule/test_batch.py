@@ -245,7 +245,7 @@ def test_equal_tiles_are_split_as_a_batch_of_them(
 ) -> None:
     shape = TileShape(16, 64, num_slots, 4.0)
     batch = Batch(((1, kv_len),) * num_tiles, 16, 1, shape, Masking(), Splitting())
-    splits = equal_splits(num_tiles, kv_len, 1, 16, shape)
+    splits = equal_splits(num_tiles, kv_len, 1, 16, shape, Splitting())
     assert len(batch.plan().items) == splits * num_tiles
 
 
