@@ -158,7 +158,8 @@ def check_lists_of_requests(heads: int, width: int, is_portable: bool) -> None:
     rng = np.random.default_rng(heads)
     pool = rng.standard_normal((6, 64, 576)).astype(np.float16)
     lists = rng.integers(0, 384, (2, 3, width)).astype(np.int32)
-    lists[rng.random(lists.shape) < 0.2] = rng.choice(np.array([-1, 384, 2**31 - 1], np.int32))
+    is_none = rng.random(lists.shape) < 0.2
+    lists[is_none] = rng.choice(np.array([-1, 384, 2**31 - 1], np.int32), is_none.sum())
     q = rng.standard_normal((2, 3, heads, 576)).astype(np.float16)
     apart_q = np.full((2, 4, heads, 576), np.nan, np.float16)
     apart = np.full((2, 5, width), 7, np.int32)

@@ -48,6 +48,7 @@ PARTS = {
     "jit": 1,
     "integrations": 1,
     "serve": 1,
+    "trtllm": 1,
     "clusters": 1,
     "documents": 1,
     "engines": 1,
