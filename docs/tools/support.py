@@ -31,8 +31,9 @@ _HALF = dtypes.bfloat16, dtypes.float16
 _KEYS = (*_HALF, dtypes.float8_e4m3fn, dtypes.float8_e5m2, dtypes.float32)
 _OUTPUTS = (*_HALF, dtypes.float32, dtypes.float8_e4m3fn, dtypes.float8_e5m2)
 _HOPPER_KERNELS = "portable, `prefill_sm90`, `wide_sm90`, `wide_decode_sm90`"
-# The head dims of the table of kernels; other multiples of 8 stand for themselves.
-_DIMS = (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), *WIDE_HEAD_DIMS
+# The head dims of the table of kernels, for all multiples of 8.
+_NARROW = (64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (192, 128), (256, 128), (256, 256)
+_DIMS = *_NARROW, *WIDE_HEAD_DIMS
 _HEAD = """# Support matrix
 
 Made from the code by `python -m docs.tools`; a test holds it against the code.
@@ -131,18 +132,23 @@ def _options() -> str:
     for name in names:
         cells = []
         for _, kv, page_size in forms:
-            dims = [d for d in _DIMS if max(d) <= MAX_HEAD_DIM]
-            fast = [d for d in dims if _is_fast(name, d, kv, page_size)]
-            cells.append(", ".join(map(_name, fast)) or "–")
+            slow = [d for d in _NARROW if not _is_fast(name, d, kv, page_size)]
+            cells.append(_all_but(slow))
         rows.append([name.replace("_", " "), *cells])
     text = (
-        "Head dims of the table above with which prompts of more than 64 packed rows run "
-        "`prefill_sm90` on Hopper. Everything\nelse, and rows off 16-byte boundaries, runs the "
+        "Head dims of the table above up to 256 with which prompts of more than 64 packed rows run "
+        "`prefill_sm90` on Hopper.\nEverything else, and rows off 16-byte boundaries, runs the "
         "portable kernels.\n"
     )
     return (
         "## Options on Hopper\n\n" + text + "\n" + table(["option", *(f[0] for f in forms)], rows)
     )
+
+
+def _all_but(slow: list[tuple[int, int]]) -> str:
+    if len(slow) == len(_NARROW):
+        return "–"
+    return "all but " + ", ".join(map(_name, slow)) if slow else "all"
 
 
 def _doors() -> str:

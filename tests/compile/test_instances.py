@@ -44,6 +44,14 @@ GATED = (
     Selection(dtypes=_DTYPES, options=one_option("none", "rope", "alibi", "soft_cap", "mask")),
     Selection(dtypes=_DTYPES, options=one_option("draft_mask")),
     Selection(dtypes=_DTYPES, options=one_option("multi_item"), head_dims=((128, 128),)),
+    # Other tiles of many rows, with the most columns that they have, and rows of parts of panels.
+    Selection(
+        ("prefill",),
+        _DTYPES,
+        head_dims=((72, 72), (192, 192), (256, 128), (248, 248)),
+        groups=(65,),
+        options=one_option("none", "rope", "alibi", "soft_cap", "mask"),
+    ),
     Selection(("append", "merge"), _DTYPES, alignments=(False,)),
     Selection(
         ("prefill", "mla"),
