@@ -32,9 +32,9 @@ Pages and masks:
     append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens,
     packbits, segment_packbits
 Modules:
-    flash_attn, flash_mla (those libraries' functions), serving (an engine's attention backend),
-    integrations (torch.compile, jax.jit, transformers), paging (page tables in NumPy), reference
-    (the answers of the CPU), typing
+    flash_attn, flash_attn_interface, flash_mla (those libraries' functions), serving (an engine's
+    attention backend), integrations (torch.compile, jax.jit, transformers), paging (page tables in
+    NumPy), reference (the answers of the CPU), typing
 Errors:
     CupyAttnError and its kinds ArgumentError (ExpressionError), UnsupportedError, PlanError,
     WorkspaceError, CompileError, DeviceError
@@ -102,7 +102,7 @@ _EXPORTS = {
 }
 _MODULES = (
     *("attention", "cascade", "decode", "mla", "prefill", "trtllm", "cudnn", "flash_attn", "page"),
-    "flash_mla",
+    *("flash_attn_interface", "flash_mla"),
     *("paging", "quantization", "pod", "sparse", "errors", "typing"),
     *("integrations", "reference", "serving"),
 )

@@ -1,4 +1,5 @@
-"""FlashInfer's public names: which are here, and what to use instead of those that are not."""
+"""Public names of FlashInfer and other libraries: which are here, and what to use instead of those
+that are not."""
 
 from __future__ import annotations
 
@@ -8,6 +9,26 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
+
+# Names of other libraries, and what to use for them.
+_OTHERS = {
+    "scaled_dot_product_attention": "dot_product_attention, of [batch, tokens, heads, head_dim] and"
+    " with masks aligned to the last key (docs/howto/port_from_sdpa.md)",
+    "reshape_and_cache": "slots.reshape_and_cache",
+    **{
+        name: f"flash_attn.{name}"
+        for name in (
+            *("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
+            *("flash_attn_qkvpacked_func", "flash_attn_kvpacked_func", "flash_attn_combine"),
+            *("flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func"),
+            *("get_scheduler_metadata", "merge_state_v2"),
+        )
+    },
+    **{
+        name: f"flash_mla.{name}"
+        for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd", "get_mla_metadata")
+    },
+}
 
 FILE = Path(__file__).parents[1] / "flashinfer_names.json"
 
@@ -45,10 +66,12 @@ def refuse_names(module: str) -> Callable[[str], NoReturn]:
 
 
 def _hint(name: str) -> str | None:
-    """What to use for a name of FlashInfer's."""
+    """What to use for a name of another library's."""
     for place, known in names()["here"].items():
         if name in known:
             return f"it is {place.replace('flashinfer', 'cupyattn', 1)}.{name}"
+    if name in _OTHERS:
+        return f"it is cupyattn.{_OTHERS[name]}"
     for group in names()["absent"]:
         if any(name in known for known in group["names"].values()):
             return (

@@ -22,6 +22,7 @@ from ..planless.chunks import split_by_chunks
 from ..planless.views import Names, merge_leading, next_power_of_two
 from .batch import Batch
 from .caches import with_even_rows
+from .padding import narrowed, needs_padding, pad_columns
 
 # Beyond that one kernel serves any number of rows.
 _MANY_ROWS = 65
@@ -78,6 +79,8 @@ def attend(batch: Batch, common: Common) -> Any:
     if vq.dtype.is_fp8:
         batch.is_fp8_q, batch.q = True, _widened(vq, batch.k, names)
         vq = array.view(batch.q, "q")
+    if needs_padding(batch, vq):
+        return _attend_padded(batch, common, vq)
     if not is_ragged:
         batch.q, vq = with_even_rows(batch.q, vq)
     if common.attention_chunk and vq.device.kind == "cuda":
@@ -86,6 +89,19 @@ def attend(batch: Batch, common: Common) -> Any:
     if not (is_ragged or q_len):
         batch.qo_offsets = progression(vq.shape[0] + 1, 0, 0, vq)
     return _attend(batch, common, vq, q_len)
+
+
+def _attend_padded(batch: Batch, common: Common, vq: ArrayView) -> Any:
+    """The same of head dims that kernels do not have, by copies with columns of zeros."""
+    scale, return_lse = common.softmax_scale, parse.flag(common.return_lse, "return_softmax_lse")
+    if scale is None:
+        scale = 1.0 / math.sqrt(vq.shape[-1])
+    dim = array.view(batch.v, batch.names.v).shape[-1]
+    batch, target = pad_columns(batch, vq, common.out)
+    answer = attend(batch, replace(common, softmax_scale=scale, out=target))
+    made, lse = answer if return_lse else (answer, None)
+    made = narrowed(made, dim, vq, common.out)
+    return (made, array.deliver(lse, vq)) if return_lse else made
 
 
 def attend_cached(
@@ -223,7 +239,7 @@ def _options(
         q_len=q_len,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
-        sm_scale=parse.finite(softmax_scale, "softmax_scale", default),
+        sm_scale=_scale(softmax_scale, default),
         window_left=left,
         window_right=right,
         causal=parse.flag(causal, "causal"),
@@ -235,6 +251,17 @@ def _options(
         has_table_offsets=has_table_offsets,
         cumulative_kv_lens=has_kv_steps,
     )
+
+
+def _scale(softmax_scale: Any, default: float) -> float:
+    scale = parse.finite(softmax_scale, "softmax_scale", default)
+    if scale == 0.0:
+        raise ArgumentError(
+            f"softmax_scale: got {softmax_scale!r}, with which all keys weigh the same; wanted "
+            "another number, or None for 1 / sqrt(head_dim). (FlashAttention-2 has dropout_p in "
+            "its place: so have the functions of cupyattn.flash_attn)"
+        )
+    return scale
 
 
 def parse_window(window_size: Any) -> tuple[int, int]:

@@ -58,6 +58,9 @@ def register() -> None:
             library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
             _implement(library, name, _operator(call, form), _fake(call, form))
         _substitute(call.function, _traced(call))
+        if call.also:
+            other = getattr(importlib.import_module(f"cupyattn.{call.also}"), call.name)
+            _substitute(other, _by_name(_traced(call), other))
     for module, schema in ONE_FORM:
         _open_one_form(library, module, schema)
     library.define(APPEND, tags=(torch.Tag.pt2_compliant_tag,))
@@ -160,11 +163,19 @@ def _traced(call: Call) -> Any:
     operators = {form: getattr(packet, form or "default") for form in call.forms}
     parameters, names = call.parameters, call.arguments
     order, aliases = tuple(parameters), dict(call.aliases)
-    ignored, flag, appends = call.ignored, call.flag, call.appends
+    ignored, flag, appends, third = call.ignored, call.flag, call.appends, call.third
     with_all = torch_others.traced(torch_others.of_call(call), call.function, False)
     defaults = {name: parameters.get(name) for name in names}
     if "block_table" in names:
         defaults["block_table"] = None
+
+    def with_third(*args: Any, **kwargs: Any) -> Any:
+        named = {**dict(zip(order, args)), **kwargs}  # noqa: B905
+        if not named.pop(third, False):
+            return traced(**named)
+        named[flag] = True
+        made, lse = traced(**named)
+        return made, lse, made.new_empty(0)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         given = dict(defaults)
@@ -192,7 +203,20 @@ def _traced(call: Call) -> Any:
         lse = operators[form](*values, out)
         return (out, lse) if wants_lse else out
 
-    return traced
+    return with_third if third else traced
+
+
+def _by_name(traced: Any, function: Any) -> Any:
+    """What Dynamo is to trace for a function that has another order of arguments."""
+    order = tuple(inspect.signature(function).parameters)
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(order, args)), **kwargs}  # noqa: B905
+        if given.pop("return_attn_probs", False):
+            given["return_softmax_lse"] = True
+        return traced(**given)
+
+    return named
 
 
 def _plain(name: str, x: Any) -> Any:

@@ -61,6 +61,8 @@ class Call:
     ignored   arguments that change no answer, and are left out
     written   arguments that `appends` leads to be written
     appends   the argument that has new keys
+    third     the argument with which the call returns an empty third array beside the LSE
+    also      another module whose call of this name takes the same in another order
     """
 
     module: str
@@ -72,6 +74,8 @@ class Call:
     ignored: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     appends: str = ""
+    third: str = ""
+    also: str = ""
 
     @property
     def function(self) -> Any:
@@ -123,7 +127,6 @@ _FLASH = (
 _FLASH_ALIASES = (
     ("s_aux", "sinks"),
     ("page_table", "block_table"),
-    ("return_attn_probs", "return_softmax_lse"),
 )
 _IGNORED = ("pack_gqa", "deterministic", "sm_margin", "scheduler_metadata", "fa_version", "ver")
 _SINGLE = "float? sm_scale=None, float? q_scale=None, float? k_scale=None, float? v_scale=None"
@@ -157,6 +160,8 @@ CALLS = (
         flag="return_softmax_lse",
         aliases=_FLASH_ALIASES,
         ignored=_IGNORED,
+        third="return_attn_probs",
+        also="flash_attn_interface",
     ),
     Call(
         "flash_attn",
@@ -168,6 +173,8 @@ CALLS = (
         flag="return_softmax_lse",
         aliases=_FLASH_ALIASES,
         ignored=(*_IGNORED, "cp_rank"),
+        third="return_attn_probs",
+        also="flash_attn_interface",
     ),
     Call(
         "flash_attn",
@@ -182,6 +189,7 @@ CALLS = (
         ignored=_IGNORED,
         written=("k_cache", "v_cache"),
         appends="k",
+        also="flash_attn_interface",
     ),
     Call(
         "prefill",

@@ -18,6 +18,10 @@ from .check import Arrays, Call
 from .views import Names
 
 
+class RoomError(ArgumentError, RuntimeError):
+    """Keys past the pages or rows of a cache, for which flash_attn raises RuntimeError."""
+
+
 class Request(NamedTuple):
     """Rows of q and, without a page table, of k and v.
 
@@ -146,9 +150,15 @@ def _check_room(call: Call, found: _Lengths, names: Names) -> None:
         if may_hint and _fits_other_layout(call, int(begin[at]) + int(size[at])):
             hint = f". With kv_layout={parse.other_layout(call.geometry.spec.kv_layout)!r} "
             hint += "they would hold as many"
-        raise ArgumentError(
+        kind: type[ArgumentError] = ArgumentError
+        holder = "the arrays hold"
+        if name == names.kv_lens and size[at] > most:
+            kind = RoomError
+            if call.block_tables is not None and "table" in names.block_tables:
+                holder = f"{names.block_tables} has pages for"
+        raise kind(
             f"{name}: request {at} has {size[at]} from {begin[at]} on; wanted them within "
-            f"{most}, what the arrays hold{hint}"
+            f"{most}, what {holder}{hint}"
         )
 
 

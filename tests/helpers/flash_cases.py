@@ -249,8 +249,7 @@ class Case:
             named["out"] = self.out.array
         self.with_lse = self.rng.random() < 0.6
         if self.with_lse:
-            names = ["return_softmax_lse", "return_attn_probs"]
-            named[names[0] if self.is_cache else self.rng.choice(names)] = True
+            named["return_softmax_lse"] = True
         if form == "func":
             self._place_dense()
         elif self.is_cache:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cupyattn
-from cupyattn import flash_attn, mla
+from cupyattn import flash_attn, flash_attn_interface, mla
 from cupyattn.slots import reshape_and_cache
 
 B, T, S, H, HK, D, PAGE = 2, 3, 8, 4, 2, 64, 4
@@ -57,6 +57,9 @@ CALLS: dict[str, Callable[[Tensors, Any], Any]] = {
     ),
     "flash_attn_func": lambda x, q: flash_attn.flash_attn_func(
         q, x.k, x.v, softmax_scale=0.2, causal=True, window_size=(None, 0), return_attn_probs=True
+    ),
+    "FA3's order": lambda x, q: flash_attn_interface.flash_attn_func(
+        q, x.k, x.v, 0.2, True, window_size=(2, 0), return_attn_probs=True
     ),
     "flash_attn_varlen_func": lambda x, q: flash_attn.flash_attn_varlen_func(
         q.reshape(-1, H, D), *x.flat, x.cu_q, x.cu_k, T, S, causal=True, s_aux=x.sinks

@@ -35,7 +35,7 @@ _RANKS = {
                 *("attention", "cascade", "decode", "mla", "prefill", "pod", "sparse"),
                 *("cudnn", "flash_attn", "flash_mla", "trtllm", "xqa"),
             ),
-            ("dot_product",),
+            ("dot_product", "flash_attn_interface"),
             ("bench", "demo", "distributed", "serving"),
             ("integrations",),
             ("cli",),

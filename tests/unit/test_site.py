@@ -21,7 +21,10 @@ from docs.tools.pictures import PICTURES
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 # Modules whose names are public without being exported by the package.
-MODULES = "flash_attn", "flash_mla", "serving", "typing", "integrations.jax"
+MODULES = (
+    *("flash_attn", "flash_attn.bert_padding", "flash_attn_interface", "flash_mla", "serving"),
+    *("typing", "integrations.jax"),
+)
 
 
 def read(name: str) -> str:

@@ -100,7 +100,7 @@ FP8 = {name: fp8(PAGES, PAGE, HK, D) for name in ("k_cache", "v_cache")}
 # By what they are: a call and its launches.
 VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "dense": (dense, {"causal": True}, ATTENTION),
-    "dense, LSE": (dense, {"return_attn_probs": True}, [*ATTENTION, "pad_lse"]),
+    "dense, LSE": (dense, {"return_softmax_lse": True}, [*ATTENTION, "pad_lse"]),
     "dense, heads first": (
         dense,
         {
@@ -109,7 +109,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
         },
         ATTENTION,
     ),
-    "dense, chunks": (dense, {"attention_chunk": 16, "return_attn_probs": True}, ATTENTION),
+    "dense, chunks": (dense, {"attention_chunk": 16, "return_softmax_lse": True}, ATTENTION),
     "varlen": (varlen, {"return_softmax_lse": True}, ATTENTION),
     "varlen, options": (
         varlen,
@@ -464,7 +464,7 @@ def step(rows: int, count: int, width: int) -> dict[str, Callable[..., Any]]:
         "rows": lambda m: varlen(m, **sizes, **keys, cu_seqlens_k=offsets),
         "pages, offsets": lambda m: varlen(m, **sizes, **pages, cu_seqlens_k=offsets),
         "pages, lengths": lambda m: varlen(m, **sizes, **pages, seqused_k=lens),
-        "pages, LSE": lambda m: varlen(m, **sizes, **pages, seqused_k=lens, return_attn_probs=True),
+        "pages, LSE": lambda m: varlen(m, **sizes, **pages, seqused_k=lens, return_softmax_lse=True),
         "cache": lambda m: decode(
             m,
             q=sizes["q"],
@@ -540,7 +540,7 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any]]] = [
         *((function, *bad) for function in (decode, varlen) for bad in BAD_OPTIONS),
         (varlen, "max_seqlen_k: got -1", {"max_seqlen_k": -1}),
         (varlen, "max_seqlen_k: got True", {"max_seqlen_k": True}),
-        (varlen, "dropout_p: there is no dropout", {"dropout_p": 0.1}),
+        (varlen, "dropout_p: got 0.1", {"dropout_p": 0.1}),
         (varlen, "cp_world_size: got 2", {"cp_world_size": 2}),
         (varlen, "score_mod: is not supported", {"score_mod": "x"}),
         (decode, "page_table, block_table: are two names", {"block_table": ints(1)}),

@@ -36,7 +36,7 @@ def seen(sq: int, sk: int, **options: object) -> list[str]:
     q, k = np.zeros((1, sq, 1, 16), np.float32), np.zeros((1, sk, 1, 16), np.float32)
     v = np.zeros((1, sk, 1, 16), np.float32)
     v[0, :, 0, 0] = 2.0 ** np.arange(sk)
-    out, lse = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    out, lse = flash_attn_func(q, k, v, return_softmax_lse=True, **options)
     sums = np.where(np.isneginf(lse[0, 0]), 0, out[0, :, 0, 0] * np.exp(lse[0, 0]))
     bits = np.rint(sums).astype(int)
     return ["".join(str(x >> j & 1) for j in range(sk)) for x in bits]
@@ -69,14 +69,14 @@ def test_which_keys_a_row_sees(
 
 def test_rows_without_keys_are_zero_and_minus_infinity() -> None:
     q, k = normal(1, 5, 2, 16), normal(1, 2, 2, 16)
-    out, lse = flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
+    out, lse = flash_attn_func(q, k, k, causal=True, return_softmax_lse=True)
     assert (out[0, :3] == 0).all() and np.isneginf(lse[0, :, :3]).all()
     assert np.isfinite(lse[0, :, 3:]).all()
-    out, lse = flash_attn_func(q, k[:, :0], k[:, :0], return_attn_probs=True)
+    out, lse = flash_attn_func(q, k[:, :0], k[:, :0], return_softmax_lse=True)
     assert (out == 0).all() and np.isneginf(lse).all()
     # A sink is a key without a value.
     out, lse = flash_attn_func(q, k[:, :0], k[:, :0], sinks=np.array([1, 2]).astype(np.float32),
-                               return_attn_probs=True)  # fmt: skip
+                               return_softmax_lse=True)  # fmt: skip
     assert (out == 0).all() and np.allclose(lse[0], [[1] * 5, [2] * 5])
 
 
@@ -99,13 +99,13 @@ def test_the_default_scale_is_one_by_the_root_of_head_dim() -> None:
 def test_lse_is_natural_with_heads_first() -> None:
     q, k = normal(5, 4, 16), normal(7, 2, 16)
     cu_q, cu_k = ints(0, 3, 5), ints(0, 4, 7)
-    out, lse = flash_attn_varlen_func(q, k, k, cu_q, cu_k, 3, 4, return_attn_probs=True)
+    out, lse = flash_attn_varlen_func(q, k, k, cu_q, cu_k, 3, 4, return_softmax_lse=True)
     assert out.shape == (5, 4, 16) and lse.shape == (4, 5) and lse.dtype == np.float32
     for rows, keys in ((slice(0, 3), slice(0, 4)), (slice(3, 5), slice(4, 7))):
         want, want_lse = dense(q[rows], k[keys], k[keys], scale=0.25)
         assert np.allclose(out[rows], want, atol=1e-6)
         assert np.allclose(lse[:, rows], want_lse, atol=1e-6)
-    out, lse = flash_attn_func(q[None], k[None], k[None], return_attn_probs=True)
+    out, lse = flash_attn_func(q[None], k[None], k[None], return_softmax_lse=True)
     assert lse.shape == (1, 4, 5)
 
 
@@ -210,9 +210,9 @@ def test_rotary(interleaved: bool, options: dict[str, object], moves: bool) -> N
 
 def test_combining_parts_gives_the_whole() -> None:
     q, k, v = normal(2, 3, 4, 16), normal(2, 12, 2, 16), normal(2, 12, 2, 16)
-    want, want_lse = flash_attn_func(q, k, v, return_attn_probs=True)
+    want, want_lse = flash_attn_func(q, k, v, return_softmax_lse=True)
     parts = [
-        flash_attn_func(q, k[:, i : i + 4], v[:, i : i + 4], return_attn_probs=True)
+        flash_attn_func(q, k[:, i : i + 4], v[:, i : i + 4], return_softmax_lse=True)
         for i in (0, 4, 8)
     ]
     outs = np.stack([out for out, _ in parts])

@@ -1,0 +1,462 @@
+"""What the functions of flash_attn do, whatever the order of their arguments: attention over arrays,
+ragged rows and caches, as calls without a plan."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+from .. import array
+from ..array import ArrayView
+from ..core import parse
+from ..errors import ArgumentError, UnsupportedError
+from ..inputs import geometry
+from ..inputs.index_arrays import compute, progression
+from ..planless.reference import RoomError
+from ..planless.views import Names
+from .attend import Common, attend, attend_cached, parse_window
+from .batch import Batch
+from .caches import (
+    Append,
+    as_rows,
+    lengths,
+    offsets_of,
+    page_table_of,
+    select_rows,
+    vector,
+    view_cache,
+)
+from .latent import attend_latent
+from .rotary import Rotary
+
+# An array without a name of the caller's is one that the call makes. No two have one name.
+_DENSE = Names(
+    *("q", "k", "v"),
+    block_tables="requests of k",
+    kv_lens="seqlen_k",
+    qo_lens="seqlen_q",
+    qo_offsets="offsets of q",
+    kv_offsets="offsets of k",
+    sm_scale="q_descale",
+    k_scale="k_descale",
+    output_scale="v_descale",
+    q_len="seqlen_q",
+    max_q_len="max_seqlen_q",
+    max_kv_len="max_seqlen_k",
+    kv_begin="cache_leftpad",
+    has_layout=False,
+)
+_VARLEN = _DENSE._replace(
+    block_tables="block_table",
+    kv_lens="seqused_k",
+    qo_lens="seqused_q",
+    qo_offsets="cu_seqlens_q",
+    kv_offsets="cu_seqlens_k",
+)
+_VARLEN_BY_OFFSETS = _VARLEN._replace(kv_lens="cu_seqlens_k")
+_CACHE = _VARLEN._replace(
+    k="k_cache", v="v_cache", block_tables="page_table", kv_lens="cache_seqlens"
+)
+
+
+def dense(
+    q: Any,
+    k: Any,
+    v: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    return_lse: bool,
+    qv: Any,
+    q_descale: Any,
+    k_descale: Any,
+    v_descale: Any,
+    attention_chunk: Any,
+    num_splits: Any,
+    out: Any,
+    sinks: Any,
+    s_aux: Any,
+) -> Any:
+    """Requests of one length: `flash_attn_func`."""
+    refuse_given(qv=qv)
+    views = view_cache(k, v, _DENSE)
+    count, seqlen_k = views[0].shape[:2]
+    vq = array.view(q, "q")
+    if len(vq.shape) == 4 and vq.shape[0] != count:
+        raise ArgumentError(f"k: holds {count} requests and q {vq.shape[0]}; wanted as many")
+    batch = Batch(_DENSE, q, k, v, progression(count, seqlen_k, 0, vq), max_seqlen_k=seqlen_k)
+    rows = as_rows(k, v, views, _DENSE)
+    if rows is None:
+        batch.table = progression(count, 0, 1, vq)[:, None]
+    else:
+        batch.k, batch.v, apart = rows
+        batch.kv_offsets = progression(count, 0, apart, vq)
+    window = window_of(window_size)
+    common = Common(
+        *(softmax_scale, causal, window, _chunk(attention_chunk), softcap, num_splits),
+        *(q_descale, k_descale, v_descale, alibi_slopes, _either(sinks=sinks, s_aux=s_aux), out),
+        return_lse,
+    )
+    answer = None
+    is_repeatable = q_descale is k_descale is v_descale is None and not common.attention_chunk
+    if rows is not None and is_repeatable and not return_lse:
+        given = (
+            *(q, batch.k, batch.v, None, None, batch.kv_lens, out, None, None, None),
+            *(batch.kv_offsets, None, None, common.sinks, None, None, None, None, None),
+            alibi_slopes,
+        )
+        options = "func", None, seqlen_k, softmax_scale, causal, window, softcap, num_splits
+        answer = attend_cached(_DENSE, given, options)
+    return attend(batch, common) if answer is None else answer
+
+
+def varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    seqused_q: Any,
+    seqused_k: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    return_lse: bool,
+    block_table: Any,
+    page_table: Any,
+    qv: Any,
+    q_descale: Any,
+    k_descale: Any,
+    v_descale: Any,
+    attention_chunk: Any,
+    num_splits: Any,
+    out: Any,
+    sinks: Any,
+    s_aux: Any,
+) -> Any:
+    """Requests of any lengths, whose rows follow each other: `flash_attn_varlen_func`."""
+    # Most calls take their arrays as they are and look like one that was checked.
+    window = window_size if type(window_size) is tuple else window_of(window_size)
+    if (
+        qv is q_descale is k_descale is v_descale is s_aux is None
+        and return_lse is False
+        and (block_table is None or page_table is None)
+        and type(max_seqlen_k) is type(attention_chunk) is int
+        and (max_seqlen_q is None or (type(max_seqlen_q) is int and max_seqlen_q >= 0))
+        and not attention_chunk
+        and max_seqlen_k >= 0
+    ):
+        table = page_table if block_table is None else block_table
+        lens, offsets = seqused_k, None if table is not None else cu_seqlens_k
+        names, form = _VARLEN, "varlen"
+        if lens is None:
+            names, form = _VARLEN_BY_OFFSETS, "varlen by offsets"
+            lens = None if table is None else cu_seqlens_k
+        given: tuple[Any, ...] = q, k, v, None, table, lens, out, None
+        given += seqused_q, cu_seqlens_q, offsets
+        if not sinks is alibi_slopes is None:
+            given += None, None, sinks, None, None, None, None, None, alibi_slopes
+        options = (
+            *(form, max_seqlen_q, max_seqlen_k, softmax_scale),
+            *(causal, window, softcap, num_splits),
+        )
+        has_kv_steps = table is not None and seqused_k is None
+        answer = attend_cached(names, given, options, has_kv_steps)
+        if answer is not None:
+            return answer
+    refuse_given(qv=qv)
+    names, table = _VARLEN, _either(block_table=block_table, page_table=page_table)
+    if cu_seqlens_q is None:
+        raise ArgumentError("cu_seqlens_q: got None; wanted offsets of q's rows, [batch + 1]")
+    common = Common(
+        *(softmax_scale, causal, window, _chunk(attention_chunk), softcap, num_splits),
+        *(q_descale, k_descale, v_descale, alibi_slopes, _either(sinks=sinks, s_aux=s_aux), out),
+        return_lse,
+    )
+    most_q, most_k = _bound(max_seqlen_q, "max_seqlen_q"), _bound(max_seqlen_k, "max_seqlen_k")
+    if seqused_k is None:
+        if cu_seqlens_k is None:
+            raise ArgumentError("cu_seqlens_k: got None without seqused_k; wanted one of them")
+        names = _VARLEN_BY_OFFSETS
+        offsets_of(cu_seqlens_k, "cu_seqlens_k")
+    batch = Batch(
+        *(names, q, k, v, seqused_k, table),
+        *(seqused_q, cu_seqlens_q, cu_seqlens_k),
+        max_seqlen_q=most_q,
+        max_seqlen_k=most_k,
+    )
+    if table is not None:
+        batch.table = page_table_of(table, "block_table", view_cache(k, v, names))
+        batch.kv_offsets = None
+        if seqused_k is None:
+            batch.kv_lens, batch.has_kv_steps = cu_seqlens_k, True
+    elif cu_seqlens_k is None:
+        # Keys of each request in a row of their own, of which the first count.
+        views = view_cache(k, v, names)
+        batch.table = progression(views[0].shape[0], 0, 1, views[0])[:, None]
+        _prefer_rows(batch, views, attention_chunk)
+    return attend(batch, common)
+
+
+def with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    rotary_cos: Any,
+    rotary_sin: Any,
+    cache_seqlens: Any,
+    cache_batch_idx: Any,
+    cache_leftpad: Any,
+    block_table: Any,
+    page_table: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    rotary_interleaved: Any,
+    alibi_slopes: Any,
+    num_splits: Any,
+    return_lse: bool,
+    qv: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k_new: Any,
+    max_seqlen_q: Any,
+    rotary_seqlens: Any,
+    q_descale: Any,
+    k_descale: Any,
+    v_descale: Any,
+    attention_chunk: Any,
+    out: Any,
+    sinks: Any,
+    s_aux: Any,
+) -> Any:
+    """A batch's last tokens over a cache: `flash_attn_with_kvcache`."""
+    # Most calls of a decoding loop take the cache as it is and look like one that was checked.
+    window = window_size if type(window_size) is tuple else window_of(window_size)
+    if k is v is qv is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None and (
+        q_descale is k_descale is v_descale is s_aux is None
+        and (block_table is None or page_table is None)
+        and return_lse is False
+        and rotary_interleaved is True
+        and type(attention_chunk) is int
+        and not attention_chunk
+        and (max_seqlen_q is None or (type(max_seqlen_q) is int and max_seqlen_q >= 0))
+    ):
+        table = page_table if block_table is None else block_table
+        given: tuple[Any, ...] = q, k_cache, v_cache, None, table, cache_seqlens, out, None
+        if not cu_seqlens_q is sinks is alibi_slopes is None:
+            given += None, cu_seqlens_q, None, None, None, sinks, *(None,) * 5, alibi_slopes
+        options = (
+            *("with_kvcache", max_seqlen_q, None, softmax_scale),
+            *(causal, window, softcap, num_splits),
+        )
+        answer = attend_cached(_CACHE, given, options)
+        if answer is not None:
+            return answer
+    if rotary_interleaved is not True:
+        parse.flag(rotary_interleaved, "rotary_interleaved")
+    names, table = _CACHE, _either(page_table=page_table, block_table=block_table)
+    if page_table is None:
+        names = names._replace(block_tables="block_table")
+    if qv is not None:
+        return attend_latent(
+            (q, qv, k_cache, v_cache), table, cache_seqlens, cu_seqlens_q,
+            _bound(max_seqlen_q, "max_seqlen_q"), softmax_scale, causal,
+            _either(sinks=sinks, s_aux=s_aux), out, return_lse,
+            {
+                "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
+                "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad,
+                "window_size": window, "attention_chunk": attention_chunk,
+                "softcap": softcap, "q_descale": q_descale, "k_descale": k_descale,
+                "v_descale": v_descale, "alibi_slopes": alibi_slopes,
+            },
+        )  # fmt: skip
+    common = Common(
+        *(softmax_scale, causal, window, _chunk(attention_chunk), softcap, num_splits),
+        *(q_descale, k_descale, v_descale, alibi_slopes, _either(sinks=sinks, s_aux=s_aux), out),
+        return_lse,
+    )
+    most = _bound(max_seqlen_q, "max_seqlen_q")
+    views = view_cache(k_cache, v_cache, names)
+    is_paged = table is not None
+    names, table, room = _pages_or_rows(names, views, table, cache_batch_idx)
+    count = table.shape[0]
+    if cache_seqlens is None:
+        begin = progression(count, room, 0, views[0])
+    else:
+        begin = lengths(cache_seqlens, count, views[0], "cache_seqlens")
+        if isinstance(cache_seqlens, (int, np.integer)):
+            _check_room(int(cache_seqlens), k, cu_seqlens_k_new, room, is_paged and names)
+    append, kv_lens, rotation = None, begin, None
+    if rotary_cos is not None or rotary_sin is not None:
+        rotary = Rotary(
+            *(rotary_cos, rotary_sin, begin if rotary_seqlens is None else rotary_seqlens),
+            parse.flag(rotary_interleaved, "rotary_interleaved"),
+            bool(causal or attention_chunk) or parse_window(window) != (-1, -1),
+        )
+        if array.view(q, "q").device.kind == "cuda":
+            q, rotation = rotary.on_gpu(q, k, cu_seqlens_q)
+        else:
+            q, k = rotary.on_cpu(q, k, cu_seqlens_q, cu_seqlens_k_new)
+    if k is not None or v is not None:
+        if k is None or v is None:
+            raise ArgumentError("k, v: got one of the two; wanted both, or none")
+        if cache_seqlens is None:
+            raise ArgumentError("cache_seqlens: got None; wanted where k and v are written to")
+        append = Append((k, v), cu_seqlens_k_new, begin, (k_cache, v_cache), table, rotation)
+        is_split = bool(attention_chunk) or (cache_leftpad is not None and not is_paged)
+        kv_lens = append.lengths_after(are_read_early=is_split)
+    batch = Batch(
+        *(names, q, k_cache, v_cache, kv_lens, table, None, cu_seqlens_q, None, cache_leftpad),
+        max_seqlen_q=most,
+        max_seqlen_k=room,
+        append=append,
+    )
+    if not is_paged:
+        _prefer_rows(batch, views, attention_chunk)
+    return attend(batch, common)
+
+
+def refuse_given(**arguments: Any) -> None:
+    """UnsupportedError for the first argument that is given."""
+    for name, x in arguments.items():
+        if x is not None:
+            geometry.refuse("is not supported", **{name: x})
+
+
+def refuse_dropout(dropout_p: Any) -> None:
+    """UnsupportedError unless it is 0."""
+    if parse.finite(dropout_p, "dropout_p", 0.0):
+        raise UnsupportedError(
+            f"dropout_p: got {dropout_p}, and there is no dropout here; pass 0. (Where the scale of "
+            "the logits is meant, pass softmax_scale by name, or take cupyattn.flash_attn_interface"
+            ", whose functions have FlashAttention-3's order)"
+        )
+
+
+def refuse_parallel(cp_world_size: Any) -> None:
+    """UnsupportedError for a context that is divided over GPUs."""
+    if parse.require_int(cp_world_size, "cp_world_size") != 1:
+        raise UnsupportedError(f"cp_world_size: got {cp_world_size!r}; 1 is supported")
+
+
+def asks(return_attn_probs: Any, return_softmax_lse: Any) -> bool:
+    """Whether one of two flags is set."""
+    first = parse.flag(return_attn_probs, "return_attn_probs")
+    return parse.flag(return_softmax_lse, "return_softmax_lse") or first
+
+
+def window_of(window_size: Any) -> Any:
+    """A window as something that can be hashed, and does not change: arrays of the host as a tuple
+    of their numbers."""
+    if type(window_size) is list:
+        return tuple(window_size)
+    if window_size is None or isinstance(window_size, tuple) or not hasattr(window_size, "shape"):
+        return window_size
+    v = array.view(window_size, "window_size")
+    if v.device.kind != "cpu" or tuple(v.shape) != (2,):
+        raise ArgumentError(
+            f"window_size: got an array of shape {list(v.shape)} on {v.device}; wanted (left, "
+            "right), or an array of the two on the CPU"
+        )
+    return tuple(array.as_numpy(v).tolist())
+
+
+def _chunk(x: Any) -> int:
+    return x if type(x) is int else parse.require_int(x, "attention_chunk", 0)
+
+
+def _either(**names: Any) -> Any:
+    """What one of two names of an argument has."""
+    (first, x), (second, y) = names.items()
+    if x is not None and y is not None:
+        raise ArgumentError(f"{first}, {second}: are two names of one argument; pass one")
+    return y if x is None else x
+
+
+def _bound(x: Any, name: str) -> int | None:
+    """An integer, or one in an array of the host's; None for what is unknown or on a GPU."""
+    if x is None or type(x) is int:
+        number = x
+    elif hasattr(x, "shape") and not isinstance(x, np.generic):
+        v = array.view(x, name)
+        if math.prod(v.shape) != 1:
+            raise ArgumentError(f"{name}: shape is {list(v.shape)}; wanted one number")
+        if v.device.kind != "cpu":
+            return None
+        number = parse.require_int(array.as_numpy(v).ravel()[0], name, 0, 2**63)
+    else:
+        number = parse.require_int(x, name, 0)
+    if number is not None and number < 0:
+        raise ArgumentError(f"{name}: got {number}; wanted 0 or more")
+    return number
+
+
+def _check_room(
+    length: int, k: Any, offsets: Any, room: int, names: Names | Literal[False]
+) -> None:
+    """RoomError if keys whose number the host knows are more than a cache has room for; `names` of
+    one with pages."""
+    new = 0 if k is None or offsets is not None else array.view(k, "k").shape[1]
+    if length + new > room:
+        holder = f"{names.block_tables} has pages for" if names else "the cache holds"
+        more = f" and {new} new keys" if new else ""
+        raise RoomError(
+            f"cache_seqlens: got {length}{more}; wanted them within {room}, what {holder}"
+        )
+
+
+def _pages_or_rows(
+    names: Names, views: tuple[ArrayView, ArrayView], table: Any, cache_batch_idx: Any
+) -> tuple[Names, Any, int]:
+    """(names, table, most keys of a request); without pages each row of a cache is a page."""
+    if table is not None:
+        table = page_table_of(table, names.block_tables, views)
+        if cache_batch_idx is not None:
+            table = select_rows(table, cache_batch_idx, names.block_tables)
+        return names, table, table.shape[1] * views[0].shape[1]
+    num_rows, room, *_ = views[0].shape
+    rows, label = cache_batch_idx, "cache_batch_idx"
+    if rows is None:
+        rows, label = progression(num_rows, 0, 1, views[0]), "requests of k_cache"
+    names = names._replace(block_tables=label)
+    return names, vector(rows, "cache_batch_idx")[:, None], room
+
+
+def _prefer_rows(batch: Batch, views: tuple[ArrayView, ArrayView], chunk: Any) -> None:
+    """Take a cache without pages as rows of all requests, the first of each behind its padding,
+    where they are all of one array."""
+    names, is_empty = batch.names, 0 in views[0].shape
+    is_plain = batch.kv_begin is None and not chunk
+    if not is_empty and (is_plain or views[0].device.kind == "cpu"):
+        return
+    rows = as_rows(batch.k, batch.v, views, names)
+    if rows is None:
+        return
+    first = array.view(batch.table.reshape(-1), "cache_batch_idx")
+    batch.k, batch.v, apart = rows
+    batch.table = None
+    if batch.kv_begin is None:
+        batch.kv_offsets = compute(lambda i: i * apart, first)
+        return
+    pad = array.view(vector(batch.kv_begin, names.kv_begin), names.kv_begin)
+    kv_lens = array.view(batch.kv_lens, names.kv_lens)
+    for v, name in ((pad, names.kv_begin), (kv_lens, names.kv_lens)):
+        if v.shape != first.shape or v.dtype.name not in ("int32", "int64"):
+            raise ArgumentError(
+                f"{name}: {v.dtype} of shape {list(v.shape)}; wanted int32 or int64 "
+                f"{list(first.shape)}"
+            )
+    batch.kv_offsets = compute(lambda i, p: i * apart + p, first, pad)
+    batch.kv_lens = compute(lambda n, p: n - p, kv_lens, pad)
+    batch.kv_begin = None

@@ -1,0 +1,85 @@
+"""Launches the copy_rows kernel: rows into memory of another layout, type or number of columns."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+
+from ... import jit
+from ...array import ArrayView
+from ...core.device import device_props
+from ...core.dtypes import DType
+from ..driver import params
+from ..driver.enqueue import Launch, enqueue
+from .append_paged_kv_cache import COPIED
+
+_THREADS = 256
+_MAX_BLOCKS = 2**31 - 1
+_MAX_LANE_BITS = 5
+_MAX_ARRAYS = 2
+_VECTOR = 16  # bytes
+
+# kernels/cupyattn/params/copy_rows.cuh
+_ROWS = struct.Struct("<2Q 3q 3q q 4i")
+_PARAMS = struct.Struct(f"<{_MAX_ARRAYS * _ROWS.size}s q")
+
+Pair = tuple[ArrayView, ArrayView]
+
+
+@lru_cache(maxsize=64)
+def config(dtype: DType, dtype_target: DType, is_aligned: bool) -> jit.Config:
+    """The kernel's Config."""
+    if dtype is dtype_target:
+        dtype = dtype_target = COPIED[dtype.itemsize]
+    values: dict[str, jit.Constant] = {"DType": dtype, "DTypeTarget": dtype_target}
+    return jit.Config({**values, "kAligned": is_aligned, "kThreads": _THREADS})
+
+
+def launch(pairs: Sequence[Pair], stream: int) -> None:
+    """Enqueue copies of (source, target), at most two of the same dtypes, on their device.
+
+    A source [..., columns] has up to four axes; its target has the same but for the columns, of
+    which those that the source does not have become zeros. fp8 may become float16 or bfloat16.
+    """
+    pairs = [(source, target) for source, target in pairs if 0 not in target.shape]
+    if not pairs:
+        return
+    first, target = pairs[0]
+    device = first.device.index
+    is_aligned = all(_is_aligned(*pair) for pair in pairs)
+    chosen = config(first.dtype, target.dtype, is_aligned)
+    kernel = jit.load("copy_rows", chosen, device, device_props(device).arch)
+    width = _VECTOR // first.dtype.itemsize if is_aligned else 1
+    chunks = max(target.shape[-1] for _, target in pairs) // width
+    lane_bits = min(max(chunks - 1, 0).bit_length(), _MAX_LANE_BITS)
+    arguments = params.this_thread.launch_buffer
+    packed = b"".join(_pack(*pair) for pair in pairs)
+    _PARAMS.pack_into(arguments.buffer, arguments.offset, packed, lane_bits)
+    # The kernel walks on with rows beyond the last block.
+    num_rows = max(math.prod(target.shape[:-1]) for _, target in pairs)
+    blocks = min(-(-num_rows // (_THREADS >> lane_bits)), _MAX_BLOCKS)
+    grid = blocks, len(pairs), 1
+    enqueue(Launch(kernel.function, grid, _THREADS, 0), arguments, device, stream)
+
+
+def _pack(source: ArrayView, target: ArrayView) -> bytes:
+    shape = (1, 1, 1, *target.shape)[-4:-1]
+    strides = [((0, 0, 0, *v.strides)[-4:-1]) for v in (source, target)]
+    columns = min(source.shape[-1], target.shape[-1])
+    return _ROWS.pack(
+        *(source.ptr, target.ptr, *strides[0], *strides[1]),
+        *(math.prod(shape), shape[1], shape[2], columns, target.shape[-1]),
+    )
+
+
+def _is_aligned(source: ArrayView, target: ArrayView) -> bool:
+    """Whether what is copied is whole vectors on their boundaries, and nothing is filled."""
+    places = source.ptr | target.ptr
+    for v in (source, target):
+        for stride in v.strides[:-1]:
+            places |= stride * v.dtype.itemsize
+    columns = target.shape[-1]
+    is_whole = columns * source.dtype.itemsize % _VECTOR == 0
+    return is_whole and columns <= source.shape[-1] and places % _VECTOR == 0
