@@ -83,9 +83,9 @@ def flash_attn_func(
     if return_attn_probs is not False or return_softmax_lse is not False:
         return_lse = asks(return_attn_probs, return_softmax_lse)
     answer = forward.dense(
-        *(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse),
-        *(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, out, sinks, s_aux),
-    )
+        q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse,
+        qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, out, sinks, s_aux,
+    )  # fmt: skip
     return with_no_mask(answer, q) if return_attn_probs else answer
 
 
@@ -185,11 +185,11 @@ def flash_attn_varlen_func(
     if return_attn_probs is not False or return_softmax_lse is not False:
         return_lse = asks(return_attn_probs, return_softmax_lse)
     answer = forward.varlen(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k),
-        *(softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, block_table),
-        *(page_table, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, out),
-        *(sinks, s_aux),
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+        softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, block_table,
+        page_table, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, out,
+        sinks, s_aux,
+    )  # fmt: skip
     return with_no_mask(answer, q) if return_attn_probs else answer
 
 
@@ -278,12 +278,12 @@ def flash_attn_with_kvcache(
     if return_softmax_lse is not False:
         return_softmax_lse = asks(False, return_softmax_lse)
     return forward.with_kvcache(
-        *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
-        *(cache_leftpad, block_table, page_table, softmax_scale, causal, window_size, softcap),
-        *(rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse, qv, cu_seqlens_q),
-        *(cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale),
-        *(attention_chunk, out, sinks, s_aux),
-    )
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+        cache_leftpad, block_table, page_table, softmax_scale, causal, window_size, softcap,
+        rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse, qv, cu_seqlens_q,
+        cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale,
+        attention_chunk, out, sinks, s_aux,
+    )  # fmt: skip
 
 
 def with_no_mask(answer: Any, q: Any) -> Any:

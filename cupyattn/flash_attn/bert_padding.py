@@ -75,8 +75,8 @@ def unpad_input(
     unused_mask     the same, 1 for a token that gets a row and does not count.
 
     Returns (rows [n, ...], indices [n] of the flattened batch, cu_seqlens int32 [batch + 1] of the
-    rows, the most rows of one request, and seqused int32 [batch], the tokens that count). Semantics:
-    flash_attn.bert_padding's function of the same name.
+    rows, the most rows of one request, and seqused int32 [batch], the tokens that count). Raises
+    ArgumentError. Semantics: flash_attn.bert_padding's function of the same name.
     """
     vx = _view(hidden_states, "hidden_states")
     masks = [_mask(attention_mask, "attention_mask", vx)]

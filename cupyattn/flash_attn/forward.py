@@ -1,4 +1,4 @@
-"""What the functions of flash_attn do, whatever the order of their arguments: attention over arrays,
+"""What flash_attn's functions do, whatever the order of their arguments: attention over arrays,
 ragged rows and caches, as calls without a plan."""
 
 from __future__ import annotations
@@ -160,14 +160,14 @@ def varlen(
         if lens is None:
             names, form = _VARLEN_BY_OFFSETS, "varlen by offsets"
             lens = None if table is None else cu_seqlens_k
-        given: tuple[Any, ...] = q, k, v, None, table, lens, out, None
-        given += seqused_q, cu_seqlens_q, offsets
+        given: tuple[Any, ...] = (
+            q, k, v, None, table, lens, out, None, seqused_q, cu_seqlens_q, offsets
+        )  # fmt: skip
         if not sinks is alibi_slopes is None:
             given += None, None, sinks, None, None, None, None, None, alibi_slopes
         options = (
-            *(form, max_seqlen_q, max_seqlen_k, softmax_scale),
-            *(causal, window, softcap, num_splits),
-        )
+            form, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, softcap, num_splits
+        )  # fmt: skip
         has_kv_steps = table is not None and seqused_k is None
         answer = attend_cached(names, given, options, has_kv_steps)
         if answer is not None:
@@ -256,10 +256,8 @@ def with_kvcache(
         given: tuple[Any, ...] = q, k_cache, v_cache, None, table, cache_seqlens, out, None
         if not cu_seqlens_q is sinks is alibi_slopes is None:
             given += None, cu_seqlens_q, None, None, None, sinks, *(None,) * 5, alibi_slopes
-        options = (
-            *("with_kvcache", max_seqlen_q, None, softmax_scale),
-            *(causal, window, softcap, num_splits),
-        )
+        form = "with_kvcache"
+        options = form, max_seqlen_q, None, softmax_scale, causal, window, softcap, num_splits
         answer = attend_cached(_CACHE, given, options)
         if answer is not None:
             return answer
@@ -338,9 +336,9 @@ def refuse_dropout(dropout_p: Any) -> None:
     """UnsupportedError unless it is 0."""
     if parse.finite(dropout_p, "dropout_p", 0.0):
         raise UnsupportedError(
-            f"dropout_p: got {dropout_p}, and there is no dropout here; pass 0. (Where the scale of "
-            "the logits is meant, pass softmax_scale by name, or take cupyattn.flash_attn_interface"
-            ", whose functions have FlashAttention-3's order)"
+            f"dropout_p: got {dropout_p}, and there is no dropout here; pass 0. (Where a scale is "
+            "meant, pass softmax_scale by name, or take cupyattn.flash_attn_interface, whose "
+            "functions have FlashAttention-3's order)"
         )
 
 

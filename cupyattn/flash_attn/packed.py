@@ -28,8 +28,9 @@ def flash_attn_qkvpacked_func(
     Errors call its parts q, k and v. All else as there. Semantics: flash_attn's function of the
     same name.
     """
+    q, k, v = parts_of(qkv, "qkv", 2, 3, 5)
     return flash_attn_func(
-        *parts_of(qkv, "qkv", 2, 3, 5),
+        *(q, k, v),
         *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic),
         return_attn_probs,
     )
@@ -54,8 +55,9 @@ def flash_attn_kvpacked_func(
     Errors call its parts k and v. All else as there. Semantics: flash_attn's function of the same
     name.
     """
+    k, v = parts_of(kv, "kv", 2, 2, 5)
     return flash_attn_func(
-        *(q, *parts_of(kv, "kv", 2, 2, 5)),
+        *(q, k, v),
         *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic),
         return_attn_probs,
     )
@@ -82,9 +84,9 @@ def flash_attn_varlen_qkvpacked_func(
     Errors call its parts q, k and v. All else as there. Semantics: flash_attn's function of the
     same name.
     """
+    q, k, v = parts_of(qkv, "qkv", 1, 3, 4)
     return flash_attn_varlen_func(
-        *parts_of(qkv, "qkv", 1, 3, 4),
-        *(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
+        *(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
         *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic),
         return_attn_probs,
     )
@@ -112,9 +114,9 @@ def flash_attn_varlen_kvpacked_func(
     Errors call its parts k and v. All else as there. Semantics: flash_attn's function of the same
     name.
     """
+    k, v = parts_of(kv, "kv", 1, 2, 4)
     return flash_attn_varlen_func(
-        *(q, *parts_of(kv, "kv", 1, 2, 4)),
-        *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         *(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic),
         return_attn_probs,
     )

@@ -59,7 +59,7 @@ def narrowed(made: Any, dim: int, like: ArrayView, out: Any) -> Any:
     caller's."""
     v = array.view(made, "out")
     if out is not None:
-        copy_columns(v, array.view(out, "out"))
+        copy_columns([(v, array.view(out, "out"))])
         return out
     if like.framework != "jax":
         return made[..., :dim]
@@ -86,21 +86,24 @@ def _filling(
     def fill() -> None:
         if append is not None:
             append()
-        for made, v in copies:
-            copy_columns(v, array.view(made, "a copy"))
+        for begin in range(0, len(copies), 2):
+            copy_columns([(v, array.view(x, "a copy")) for x, v in copies[begin : begin + 2]])
 
     return fill
 
 
-def copy_columns(source: ArrayView, target: ArrayView) -> None:
-    """Columns of an array into one of another number of columns, on target's stream; those that
-    the source does not have become zeros."""
-    if target.device.kind == "cuda":
-        array.acquire(target, source)
-        copy_rows.launch([(source, target)], array.current_stream(target))
-        array.release(target, source)
+def copy_columns(pairs: list[tuple[ArrayView, ArrayView]]) -> None:
+    """Columns of at most two arrays into arrays of other numbers of columns, on the stream of the
+    first of these; those that a source does not have become zeros."""
+    like = pairs[0][1]
+    if like.device.kind == "cuda":
+        views = [v for pair in pairs for v in pair]
+        array.acquire(like, *views)
+        copy_rows.launch(pairs, array.current_stream(like))
+        array.release(like, *views)
         return
-    dim = min(source.shape[-1], target.shape[-1])
-    made = array.as_numpy(target)
-    made[..., :dim] = array.as_numpy(source)[..., :dim]
-    made[..., dim:] = 0
+    for source, target in pairs:
+        dim = min(source.shape[-1], target.shape[-1])
+        made = array.as_numpy(target)
+        made[..., :dim] = array.as_numpy(source)[..., :dim]
+        made[..., dim:] = 0

@@ -26,6 +26,7 @@ from .attention import (
 )
 from .ops import (
     append_paged_kv_cache,
+    copy_rows,
     get_batch_indices_positions,
     get_seq_lens,
     merge_states,
@@ -305,6 +306,10 @@ def _operations(chosen: Selection) -> Iterator[Instance]:
                 yield "append_paged_kv_cache", append_paged_kv_cache.config(dtype, kv, aligned)
                 yield "store_kv", store_kv.config(dtype, kv, aligned)
             yield "append_new_kv", append_new_kv.config(kv, None, aligned)
+            # Head dims of no kernel, and answers over them; fp8 keys that many rows read.
+            yield "copy_rows", copy_rows.config(kv, kv, aligned)
+            if q is not kv:
+                yield "copy_rows", copy_rows.config(kv, q, aligned)
             if q is kv and q in append_new_kv.ROTATED_DTYPES:
                 for table in dict.fromkeys((dtypes.float32, q)):
                     yield "append_new_kv", append_new_kv.config(q, table, aligned)

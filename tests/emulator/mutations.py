@@ -108,6 +108,8 @@ PORTABLE = (
     ),
     Mutation("page-past-the-pool", "page >= table", "page > table", "append"),
     Mutation("page-offset-of-next-position", "position %", "(position + 1) %", "append"),
+    Mutation("upper-half-of-a-vector", "stored[half]", "stored[0]", "copied rows"),
+    Mutation("columns-of-zeros-lost", "target[i] = To{};", "", "copied rows"),
     Mutation("slot-past-the-cache", "slot <", "slot <=", "slots"),
     Mutation("quotients-of-infinities", ": q;", ": corrected;", "wide values"),
     # Metadata of serving steps.

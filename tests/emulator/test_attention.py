@@ -309,6 +309,7 @@ TESTED_ELSEWHERE = {
     "read_tables": "test_read_tables.py",
     "append_new_kv": "test_flash_attn.py",
     "store_kv": "test_page.py",
+    "copy_rows": "test_flash_attn.py",
     "serving_metadata": "test_serving.py",
     "wide_sm80": "test_wide.py",
     "wide_decode_sm90": "test_wide_sm90.py",

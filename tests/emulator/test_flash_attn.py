@@ -6,11 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import row_copies
 from helpers.flash_cases import FORMS, Case, dense
 from helpers.new_keys import random_new_keys
 from helpers.share import one_of
 
-from cupyattn.flash_attn import flash_attn_with_kvcache
+from cupyattn.flash_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 
 from . import gpu
 
@@ -73,6 +78,47 @@ def test_new_keys(first: int) -> None:
             random_new_keys(seed).run()
         names |= {launch.name for launch in emulated.launches}
     assert names == {"append_new_kv"}
+
+
+@pytest.mark.parametrize("arch", [800, 900])
+def test_copies_of_rows(arch: int) -> None:
+    check_copies(arch=arch)
+
+
+def check_copies(**facts: Any) -> None:
+    for seed in range(40):
+        with gpu.plugged_in(seed=seed % 3, **facts) as emulated:
+            row_copies.check(seed)
+        assert {launch.name for launch in emulated.launches} <= {"copy_rows"}
+
+
+@pytest.mark.parametrize("dims", [(57, 57), (24, 35), (111, 8)])
+def test_head_dims_of_no_kernel(dims: tuple[int, int]) -> None:
+    """Dense, ragged and over a cache, to which new keys are added; into the caller's output too."""
+    rng = np.random.default_rng(dims[0])
+    q = rng.normal(0, 1, (2, 3, 4, dims[0])).astype(np.float16)
+    k = rng.normal(0, 1, (2, 6, 2, dims[0])).astype(np.float16)
+    v = rng.normal(0, 1, (2, 6, 2, dims[1])).astype(np.float16)
+    wanted = [dense(q[b], k[b], v[b], scale=dims[0] ** -0.5, chunk=0, causal=True) for b in (0, 1)]
+    lens = np.array([4, 4], np.int32)
+    with gpu.plugged_in() as emulated:
+        out, lse = flash_attn_func(q, k, v, causal=True, return_softmax_lse=True)
+        given = np.zeros(out.shape, np.float16)
+        assert flash_attn_func(q, k, v, causal=True, out=given) is given
+        offsets = np.array([0, 3, 6], np.int32), np.array([0, 6, 12], np.int32)
+        flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+        rows = flash_attn_varlen_func(*flat, *offsets, 3, 6, causal=True)
+        caches = [np.array(x) for x in (k, v)]
+        for x in caches:
+            x[:, 4:] = np.nan
+        new = k[:, 4:], v[:, 4:]
+        cached = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lens, causal=True)
+    assert emulated.has_launched("copy_rows")
+    assert np.array_equal(caches[0], k) and np.array_equal(caches[1], v)
+    for b, (want, want_lse) in enumerate(wanted):
+        for got in (out[b], given[b], rows[3 * b : 3 * b + 3], cached[b]):
+            np.testing.assert_allclose(got, want, 2e-2, 2e-2)
+        np.testing.assert_allclose(lse[b], want_lse, 1e-2, 1e-2)
 
 
 @pytest.mark.slow

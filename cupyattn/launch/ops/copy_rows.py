@@ -38,13 +38,17 @@ def config(dtype: DType, dtype_target: DType, is_aligned: bool) -> jit.Config:
 
 
 def launch(pairs: Sequence[Pair], stream: int) -> None:
-    """Enqueue copies of (source, target), at most two of the same dtypes, on their device.
+    """Enqueue copies of (source, target), at most two, on their device.
 
     A source [..., columns] has up to four axes; its target has the same but for the columns, of
     which those that the source does not have become zeros. fp8 may become float16 or bfloat16.
     """
     pairs = [(source, target) for source, target in pairs if 0 not in target.shape]
     if not pairs:
+        return
+    if len({(source.dtype, target.dtype) for source, target in pairs}) > 1:
+        for pair in pairs:
+            launch([pair], stream)
         return
     first, target = pairs[0]
     device = first.device.index

@@ -322,9 +322,7 @@ def test_packed_arrays(dim: int) -> None:
         assert all(map(torch.equal, got, want))
     for got in (
         flash_attn.flash_attn_varlen_qkvpacked_func(rows, cu, 4, *options),
-        flash_attn.flash_attn_varlen_kvpacked_func(
-            rows[:, 0], rows[:, 1:], cu, cu, 4, 4, *options
-        ),
+        flash_attn.flash_attn_varlen_kvpacked_func(rows[:, 0], rows[:, 1:], cu, cu, 4, 4, *options),
     ):
         assert torch.allclose(got.reshape(want[0].shape), want[0], atol=1e-6)
     got = flash_attn_interface.flash_attn_qkvpacked_func(qkv, 0.3, True, None, None, None, (2, 0))
@@ -426,7 +424,7 @@ def test_keys_past_the_page_table_are_an_error(new: int, is_number: bool) -> Non
         call(room - new + 1)
     assert isinstance(e.value, ArgumentError) and torch.equal(pages, before)
     assert call(room - new).isfinite().all()
-    with pytest.raises(RuntimeError, match="cache_seqlens: .* what the (cache|arrays) hold"):
+    with pytest.raises(RuntimeError, match=r"cache_seqlens: .* what the (cache|arrays) hold"):
         flash_attn.flash_attn_with_kvcache(
             q, pages[:1], values[:1], cache_seqlens=PAGE + 1 if is_number else ints(PAGE + 1)
         )
@@ -477,9 +475,7 @@ def test_padded_batches_become_rows_and_back(name: str, make: Any, read: Any) ->
     assert read(used).tolist() == [2, 0, 3] and str(offsets.dtype).endswith("int32")
     back = bert_padding.pad_input(rows, indices, 3, 4)
     np.testing.assert_array_equal(read(back), x * mask[..., None, None])
-    rows, indices, offsets, most, used = bert_padding.unpad_input(
-        make(x), make(mask), make(unused)
-    )
+    rows, indices, offsets, most, used = bert_padding.unpad_input(make(x), make(mask), make(unused))
     np.testing.assert_array_equal(read(rows), x[mask | unused])
     assert read(offsets).tolist() == [0, 3, 3, 7] and read(used).tolist() == [2, 0, 3]
     lengths = np.array([[2, 1, 0, 0], [4, 0, 0, 0], [1, 1, 1, 0]], np.int32)

@@ -109,6 +109,33 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
         },
         ATTENTION,
     ),
+    "dense, a head dim of no kernel": (
+        dense,
+        {
+            "q": lambda make: make(3, 4, H, 57),
+            "k": lambda make: make(3, ROOM, HK, 57),
+            "v": lambda make: make(3, ROOM, HK, 57),
+        },
+        ["copy_rows", "copy_rows", *ATTENTION],
+    ),
+    "dense, values of another such, out": (
+        dense,
+        {
+            "v": lambda make: make(3, ROOM, HK, 35),
+            "out": lambda make: make(3, 4, H, 35),
+            "return_softmax_lse": True,
+        },
+        ["copy_rows", *ATTENTION, "pad_lse", "copy_rows"],
+    ),
+    "decode, new keys of such": (
+        decode,
+        {
+            "q": lambda make: make(B, 1, H, 57),
+            **{name: lambda make: make(PAGES, PAGE, HK, 57) for name in ("k_cache", "v_cache")},
+            **{name: lambda make: make(B, 1, HK, 57) for name in "kv"},
+        },
+        ["append_new_kv", "copy_rows", "copy_rows", *ATTENTION],
+    ),
     "dense, chunks": (dense, {"attention_chunk": 16, "return_softmax_lse": True}, ATTENTION),
     "varlen": (varlen, {"return_softmax_lse": True}, ATTENTION),
     "varlen, options": (
@@ -464,7 +491,9 @@ def step(rows: int, count: int, width: int) -> dict[str, Callable[..., Any]]:
         "rows": lambda m: varlen(m, **sizes, **keys, cu_seqlens_k=offsets),
         "pages, offsets": lambda m: varlen(m, **sizes, **pages, cu_seqlens_k=offsets),
         "pages, lengths": lambda m: varlen(m, **sizes, **pages, seqused_k=lens),
-        "pages, LSE": lambda m: varlen(m, **sizes, **pages, seqused_k=lens, return_softmax_lse=True),
+        "pages, LSE": lambda m: varlen(
+            m, **sizes, **pages, seqused_k=lens, return_softmax_lse=True
+        ),
         "cache": lambda m: decode(
             m,
             q=sizes["q"],
