@@ -6,8 +6,15 @@ import functools
 import gc
 import importlib.metadata
 import importlib.util
+import os
+import tempfile
+from pathlib import Path
 
 import pytest
+
+# CuPy keeps what it compiles under the home folder, which a machine of tests may not let write.
+_CUPY_CACHE = Path(tempfile.gettempdir(), f"cupyattn-tests-{os.getuid()}", "cupy")
+os.environ.setdefault("CUPY_CACHE_DIR", str(_CUPY_CACHE))
 
 # The same examples on every run: a failure in CI is the failure on a desk. A GPU machine that runs
 # only the GPU suite need not have hypothesis.

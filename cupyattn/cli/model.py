@@ -66,7 +66,7 @@ def _load(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ArgumentError(f"--model: {path} cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # what it is, or how deep it nests
         raise ArgumentError(f"--model: {path} is no JSON ({error})") from None
     if not isinstance(config, dict):
         raise ArgumentError(f"--model: {path} holds {type(config).__name__}; wanted an object")

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable; `get()` reads it afresh, so tests may set it at any time."""
+    """One environment variable; `get()` reads it afresh, so tests may set it at any time.
+
+    One that is empty counts as one that is not set.
+    """
 
     name: str
     default: str
     doc: str
 
     def get(self) -> str:
-        return os.environ.get(self.name, self.default)
+        value = os.environ.get(self.name, "")
+        return value if value.strip() else self.default
 
     def flag(self) -> bool:
         return self.get().strip().lower() not in ("", "0", "false", "no", "off")

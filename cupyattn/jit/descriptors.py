@@ -89,6 +89,15 @@ def write_file(name: str, parent: int, data: bytes, mode: int) -> None:
         os.fsync(file.fileno())
 
 
+def exists(name: str, parent: int) -> bool:
+    """Whether there is anything called `name`, a link that leads nowhere too."""
+    try:
+        os.lstat(name, dir_fd=parent)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def remove(name: str, parent: int, files: Iterable[str]) -> None:
     """Remove `name` from `parent`: a file, a link itself, or a folder of nothing but `files`.
 

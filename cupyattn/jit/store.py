@@ -4,19 +4,23 @@ An entry is a folder `<name>.<arch>.<tag>.<digest>` with kernel.cu, kernel.cubin
 is written under `.cupyattn-work/` and renamed into place, so an entry exists whole or not at all. A
 lock per digest keeps two processes from compiling the same kernel; correctness never depends on it.
 
-Names that do not match the patterns below are another program's, and are never touched. An entry
-is used only if this user or root owns it and nobody else may write it; a shared folder, which is
-an explicit choice, trusts whoever can write it.
+Names that do not match the patterns below are another program's, and are never touched. In an
+entry's folder so are files of other names, of other users, and a kernel.cu that is not the one that
+was written: they stay where they are, and the folder with them. An entry is used only if this user
+or root owns it and nobody else may write it; a shared folder, which is an explicit choice, trusts
+whoever can write it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -74,9 +78,12 @@ class Product(NamedTuple):
 
     def build(self, name: str) -> dict[str, Any]:
         """What build.json says of the entry `name`."""
-        sha256 = hashlib.sha256(self.cubin).hexdigest()
-        size = {"cubin_bytes": len(self.cubin), "cubin_sha256": sha256}
-        return {**self.facts, "entry": name, **size}
+        written = {
+            "cubin_bytes": len(self.cubin),
+            "cubin_sha256": hashlib.sha256(self.cubin).hexdigest(),
+            "source_sha256": hashlib.sha256(self.source.encode()).hexdigest(),
+        }
+        return {**self.facts, "entry": name, **written}
 
 
 class Store:
@@ -98,7 +105,7 @@ class Store:
     def check(self, name: str) -> Entry:
         """The entry `name`. Raises OSError or ValueError with what is wrong with it."""
         with self._opened(name) as opened:
-            build = json.loads(descriptors.read_file(BUILD, opened, trusting=self._shared))
+            build = self._read_build(opened)
             cubin = descriptors.read_file(CUBIN, opened, trusting=self._shared)
             info = BuildInfo.from_json(build, cached=True)
             if build.get("entry") != name:
@@ -108,6 +115,14 @@ class Store:
                 raise ValueError(f"{CUBIN} is not the file that was written")
             self._note_use(opened)
         return Entry(self.path / name, info, cubin)
+
+    def _read_build(self, opened: int) -> Any:
+        """What build.json says. Raises OSError or ValueError."""
+        data = descriptors.read_file(BUILD, opened, trusting=self._shared)
+        try:
+            return json.loads(data)
+        except RecursionError:
+            raise ValueError(f"{BUILD} nests too deeply") from None
 
     def write(self, name: str, product: Product) -> Entry:
         """Write the entry beside its final place and rename it there, unless one came first."""
@@ -140,8 +155,25 @@ class Store:
                 return winner
             # A damaged entry is in the way. Moving it aside is atomic too.
             self._remove(name, work)
-            os.rename(temporary, name, src_dir_fd=work, dst_dir_fd=self._root)
+            try:
+                os.rename(temporary, name, src_dir_fd=work, dst_dir_fd=self._root)
+            except OSError:
+                self._fill(temporary, name, work)
         return None
+
+    def _fill(self, temporary: str, name: str, work: int) -> None:
+        """Move the files of an entry into its folder, which others' files keep."""
+        with self._owned(name) as opened, descriptors.folder(temporary, work) as made:
+            if os.fstat(opened).st_uid != os.getuid():
+                raise descriptors.Untrusted("it belongs to another user")
+            if not self._shared:
+                os.fchmod(opened, self._folder_mode)
+            # build.json goes last here too, and kernel.cu is for reading only.
+            files = [x for x in (SOURCE, CUBIN, BUILD) if not descriptors.exists(x, opened)]
+            if CUBIN not in files or BUILD not in files:
+                raise FileExistsError(errno.EEXIST, f"{name} holds files of another user")
+            for file in files:
+                os.rename(file, file, src_dir_fd=made, dst_dir_fd=opened)
 
     def usage(self) -> list[Usage]:
         """Every entry, the least recently used first."""
@@ -150,9 +182,11 @@ class Store:
             if not _ENTRY.match(name):
                 continue
             with contextlib.suppress(OSError), self._owned(name) as opened:
-                files = [os.lstat(file, dir_fd=opened) for file in os.listdir(opened)]
-                used = max((file.st_mtime for file in files), default=0.0)
-                found.append(Usage(name, sum(file.st_size for file in files), used))
+                own, others = self._files(opened, name)
+                if own or not others:
+                    files = [os.lstat(file, dir_fd=opened) for file in own]
+                    used = max((file.st_mtime for file in files), default=0.0)
+                    found.append(Usage(name, sum(file.st_size for file in files), used))
         return sorted(found, key=lambda entry: entry.last_used)
 
     def evict(self, limit: int, keep: str) -> None:
@@ -182,13 +216,56 @@ class Store:
         return len(sizes), sum(sizes)
 
     def _remove(self, name: str, work: int) -> bool:
+        """Remove an entry, but for what is not of this cache, in its folder; whether it was there.
+
+        One that holds nothing else is moved aside first, so that nobody finds half of it.
+        """
+        with contextlib.suppress(OSError), self._owned(name) as opened:
+            own, others = self._files(opened, name)
+            if others:
+                for file in own:
+                    os.unlink(file, dir_fd=opened)
+                return bool(own)
         aside = _temporary_name(_digest(name))
         try:
             os.rename(name, aside, src_dir_fd=self._root, dst_dir_fd=work)
         except FileNotFoundError:
             return False
         descriptors.remove(aside, work, _FILES)
+        # What somebody has put there meanwhile goes back with its folder.
+        with contextlib.suppress(OSError):
+            os.rename(aside, name, src_dir_fd=work, dst_dir_fd=self._root)
         return True
+
+    def _files(self, opened: int, name: str) -> tuple[list[str], list[str]]:
+        """The files of an entry's folder that this cache wrote, build.json first, and the others.
+
+        Those of a damaged entry count as written, a kernel.cu without any of the others does not.
+        """
+        names = os.listdir(opened)
+        own = [file for file in (BUILD, CUBIN, SOURCE, LOG) if file in names]
+        own = [file for file in own if self._is_own(os.lstat(file, dir_fd=opened))]
+        if SOURCE in own and not self._is_source_own(opened, name, own):
+            own.remove(SOURCE)
+        return own, [file for file in names if file not in own]
+
+    def _is_own(self, found: os.stat_result) -> bool:
+        is_file = stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)
+        return is_file and (self._shared or found.st_uid == os.getuid())
+
+    def _is_source_own(self, opened: int, name: str, own: list[str]) -> bool:
+        """Whether kernel.cu is what build.json vouches for, as far as it does."""
+        if own == [SOURCE]:
+            return False
+        try:
+            build = self._read_build(opened)
+            if not isinstance(build, dict) or build.get("entry") != name:
+                return True
+            source = descriptors.read_file(SOURCE, opened, trusting=True)
+        except (OSError, ValueError):
+            return True
+        found = hashlib.sha256(source).hexdigest()
+        return bool(build.get("source_sha256", found) == found)
 
     def _note_use(self, entry: int) -> None:
         with contextlib.suppress(OSError):
@@ -203,7 +280,8 @@ class Store:
             kept = [other for other in os.listdir(failed) if _ENTRY.match(other)]
             kept.sort(key=lambda other: os.lstat(other, dir_fd=failed).st_mtime)
             _remove_all(failed, [name, *kept[: -_KEPT_FAILURES + 1]])
-            os.mkdir(name, self._folder_mode, dir_fd=failed)
+            # It is there where somebody keeps files of his own in it.
+            descriptors.make_folder(name, failed, self._folder_mode)
             with descriptors.folder(name, failed) as opened:
                 for file, text in ((LOG, log), (SOURCE, source)):
                     descriptors.write_file(file, opened, text.encode(), self._file_mode)

@@ -397,8 +397,8 @@ def peer_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> 
 
 
 def ends(pid: int) -> bool:
-    """Whether a process ends within seconds."""
-    for _ in range(200):
+    """Whether a process ends. The limit is for one that never does."""
+    for _ in range(6000):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except FileNotFoundError:
@@ -416,14 +416,12 @@ def test_a_peer_that_compiles_for_too_long_is_ended_with_its_compilers(
     note = tmp_path / "pid"
     body = (
         'print(json.dumps(["decode", "fa2", ""]), flush=True)\n'
-        'compiler = subprocess.Popen(["sleep", "60"])\n'
+        'compiler = subprocess.Popen(["sleep", "3600"])\n'
         f'with open({str(note)!r}, "w") as file: print(compiler.pid, file=file)\n'
-        "time.sleep(60)\n"
+        "time.sleep(3600)\n"
     )
     peer_process(tmp_path, monkeypatch, body)
-    start = time.monotonic()
     found = trial.run("flashinfer", ["decode", "mla"], 2.0)
-    assert time.monotonic() - start < 30
     left = "was not compiled in 2 s"
     assert found == {"decode": {"": left, "fa2": ""}, "mla": {"": left}}
     assert ends(int(note.read_text()))

@@ -211,7 +211,13 @@ def test_a_model_that_is_not_understood(tmp_path: Path, changes: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "is no JSON"), ("[]", "holds list"), (None, "cannot be read")]
+    ("text", "said"),
+    [
+        ("{", "is no JSON"),
+        (100_000 * "[", "is no JSON"),
+        ("[]", "holds list"),
+        (None, "cannot be read"),
+    ],
 )
 def test_a_file_that_is_no_config(tmp_path: Path, text: str | None, said: str) -> None:
     path = tmp_path / "config.json"

@@ -57,7 +57,7 @@ def test_build_json_tells_the_whole_story() -> None:
     assert facts["nvrtc"] == jit.nvrtc_version()
     assert "cupyattn/tiny/nested/add.cuh" in facts["sources"]
     assert facts["cubin_bytes"] == built.path.stat().st_size == built.info.cubin_bytes
-    assert 0 < facts["compile_seconds"] < 60
+    assert facts["compile_seconds"] > 0
     assert 10 * 2**20 < facts["process_peak_rss_bytes"] < 64 * 2**30
     assert facts["ptxas"]["registers"] == built.info.ptxas.registers > 0
     assert built.info.ptxas.warnings == ()

@@ -58,7 +58,8 @@ def _evil(entry: Path) -> None:
     """Give the entry another cubin, with a build.json that vouches for it."""
     cubin = b"\x7fELF evil"
     facts = json.loads((entry / store.BUILD).read_text())
-    facts |= store.Product("", cubin, facts).build(facts["entry"])
+    source = (entry / store.SOURCE).read_text()
+    facts |= store.Product(source, cubin, facts).build(facts["entry"])
     (entry / store.CUBIN).write_bytes(cubin)
     (entry / store.BUILD).write_text(json.dumps(facts))
 
@@ -253,6 +254,91 @@ def test_the_bytes_that_were_checked_are_loaded(
     assert len(set(paths)) == len(paths)
 
 
+# --- what others put into the folder of a kernel ---
+
+
+def _guests(entry: Path) -> dict[str, object]:
+    """Others' files in an entry's folder, among them a kernel.cu; what they are."""
+    (entry / "notes.txt").write_text("precious")
+    (entry / "more").mkdir()
+    (entry / "more" / store.CUBIN).write_text("precious")
+    (entry / store.SOURCE).write_text("// mine")
+    return _guests_of(entry)
+
+
+def _guests_of(entry: Path) -> dict[str, object]:
+    own = (store.CUBIN, store.BUILD)
+    return {
+        name: x
+        for name, x in _snapshot(entry).items()
+        if Path(name).parent != entry or Path(name).name not in own
+    }
+
+
+@pytest.mark.parametrize("how", ["evicted", "cleared", "replaced", "nested", "open to all"])
+def test_what_others_put_beside_a_kernel_stays(place: Path, how: str) -> None:
+    built = tiny()
+    good, entry = built.path.read_bytes(), built.path.parent
+    guests = _guests(entry)
+    one = cache.places()[0]
+    (usage,) = cache.entries(one)
+    assert usage.nbytes == sum((entry / x).stat().st_size for x in (store.CUBIN, store.BUILD))
+    if how == "evicted":
+        with one.opened() as opened:
+            opened.evict(0, keep="")
+    elif how == "cleared":
+        assert cache.clear(one) == (1, usage.nbytes)
+    elif how == "replaced":
+        (entry / store.CUBIN).write_bytes(b"")
+    elif how == "nested":
+        (entry / store.BUILD).write_text("[" * 100_000)
+    else:
+        entry.chmod(0o777)
+    if how in ("evicted", "cleared"):
+        assert _guests_of(entry) == guests and not (entry / store.CUBIN).exists()
+        assert cache.entries(one) == []
+    for is_first in (True, False):
+        again = tiny()
+        assert again.info.cached is not is_first and again.path == built.path
+        assert again.path.read_bytes() == good
+    if how == "nested":  # a damaged entry does not say which kernel.cu it had
+        guests.pop(str(entry / store.SOURCE))
+    found = _guests_of(entry)
+    assert {name: found.get(name) for name in guests} == guests
+    assert leftovers(place / "cache") == []
+
+
+def test_a_build_json_of_any_depth_is_a_damaged_entry(place: Path) -> None:
+    entry = tiny().path.parent
+    (entry / store.BUILD).write_text("[" * 100_000)
+    one = cache.places()[0]
+    ((name, what),) = cache.verify(one)
+    assert name == entry.name and "nests too deeply" in what
+    assert not tiny().info.cached and tiny().info.cached
+
+
+@needs_root
+def test_a_file_of_another_user_in_the_way_is_left(place: Path) -> None:
+    built = tiny()
+    os.chown(built.path, NOBODY, NOBODY)
+    again = _quietly_built()
+    assert not again.info.cached and again.path.is_relative_to(place / "tmp")
+    assert built.path.stat().st_uid == NOBODY
+    assert [path.name for path in built.path.parent.iterdir()] == [store.CUBIN]
+    assert cache.clear(cache.places()[0]) == (0, 0) and built.path.exists()
+
+
+def test_a_guest_in_the_folder_of_a_failure_stays(place: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(CompileError):
+            jit.build("broken", {}, "sm_80")
+        (failed,) = (place / "cache" / store.FAILED).iterdir()
+        assert (failed / store.SOURCE).exists()
+        (failed / "notes.txt").write_text("precious")
+    cache.clear(cache.places()[0])
+    assert [path.name for path in failed.iterdir()] == ["notes.txt"]
+
+
 # --- limits ---
 
 
@@ -275,7 +361,13 @@ def test_the_least_recently_used_go_first(place: Path, monkeypatch: pytest.Monke
     assert leftovers(place / "cache") == []
 
 
-@pytest.mark.parametrize("value", ["-1", "many", "1e3", ""])
+@pytest.mark.parametrize("value", ["", " "])
+def test_a_limit_that_is_empty_is_the_default(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("CUPYATTN_CACHE_LIMIT_MIB", value)
+    assert cache._limit() == 4096 << 20 and not tiny().info.cached
+
+
+@pytest.mark.parametrize("value", ["-1", "many", "1e3"])
 def test_a_limit_is_a_number(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("CUPYATTN_CACHE_LIMIT_MIB", value)
     with pytest.raises(CompileError, match="CUPYATTN_CACHE_LIMIT_MIB"):
