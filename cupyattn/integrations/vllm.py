@@ -6,6 +6,9 @@ import cupyattn.integrations.vllm
 
 cupyattn.integrations.vllm.register()
 llm = LLM(name, attention_config={"backend": "CUSTOM"})
+
+vLLM reads attention_config before its general plug-ins, so register() is also an entry point of
+vllm.platform_plugins, which come first; it names no platform.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import dataclasses
 from typing import Any
 
 from ..core import parse
-from ..core.problem import MAX_HEAD_DIM
+from ..core.device import arch_of_capability
+from ..core.problem import LATENT_HEAD_DIMS, MAX_HEAD_DIM, WIDE_HEAD_DIMS
 from ..errors import ArgumentError, UnsupportedError
 from ..flash_attn import flash_attn_varlen_func
 from ..mla import trtllm_batch_decode_with_kv_cache_mla
@@ -23,6 +27,8 @@ from .engines import joined
 
 DENSE, MLA = "CUSTOM", "CUPYATTN_MLA"
 _CACHE_DTYPES = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
+_DENSE_CACHE_DTYPES = [*_CACHE_DTYPES, "fp8_e5m2"]
+_LATENT_HEAD_SIZES = [a + b for a, b in LATENT_HEAD_DIMS]
 
 
 def register() -> None:
@@ -96,11 +102,55 @@ class Metadata:
     causal: bool
 
 
-class Backend:
-    """What vLLM asks before it makes layers: names, dtypes, head sizes and features."""
+class Asked:
+    """What vLLM asks of both backends before it makes layers."""
+
+    supported_kv_cache_dtypes: list[str]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        try:
+            arch_of_capability(capability.major, capability.minor)
+        except UnsupportedError:
+            return False
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """No: which kernel runs, and into how many parts keys are split, depends on the batch."""
+        return False
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: Any,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """A sentence beside vLLM's own reasons: what is refused, and what to choose."""
+        known = cls.supported_kv_cache_dtypes
+        if kv_cache_dtype is not None and kv_cache_dtype not in known:
+            return (
+                f"kv_cache_dtype: {kv_cache_dtype} is not read by cupyattn here; wanted one of "
+                f"{', '.join(known)}"
+            )
+        if not cls.supports_compute_capability(device_capability):
+            given = f"{device_capability.major}.{device_capability.minor}"
+            return f"compute capability: cupyattn has no kernels for {given}"
+        return None
+
+
+class Backend(Asked):
+    """What vLLM asks of a backend for dense attention: names, head sizes and features."""
 
     forward_includes_kv_cache_update = False
-    supported_kv_cache_dtypes = _CACHE_DTYPES
+    supported_kv_cache_dtypes = _DENSE_CACHE_DTYPES
 
     @staticmethod
     def get_name() -> str:
@@ -127,11 +177,8 @@ class Backend:
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 8 == 0 and head_size <= MAX_HEAD_DIM
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major >= 8
+        is_narrow = head_size % 8 == 0 and 8 <= head_size <= MAX_HEAD_DIM
+        return is_narrow or (head_size, head_size) in WIDE_HEAD_DIMS
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -178,6 +225,9 @@ class Builder:
 
 class Impl:
     """The attention of a layer over vLLM's cache, [blocks, kv_heads, block_size, 2 * head_size]."""
+
+    can_return_lse_for_decode = False
+    supports_dcp = False
 
     def __init__(
         self,
@@ -268,7 +318,7 @@ class Impl:
                 f"block_size, {2 * self.head_size}], as vLLM has it since 0.28"
             )
         if self.kv_cache_dtype.startswith("fp8"):
-            kv_cache = _as_fp8(kv_cache)
+            kv_cache = _as_fp8(kv_cache, self.kv_cache_dtype)
         k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return k_cache, v_cache
 
@@ -276,7 +326,7 @@ class Impl:
 # --- latent attention ---
 
 
-class MLABackend:
+class MLABackend(Asked):
     """What vLLM asks of a backend for latent attention."""
 
     supported_kv_cache_dtypes = _CACHE_DTYPES
@@ -295,11 +345,7 @@ class MLABackend:
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [576]
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major >= 8
+        return _LATENT_HEAD_SIZES
 
 
 class MLABuilder:
@@ -309,8 +355,10 @@ class MLABuilder:
 class MLAImpl:
     """The decoding of a layer with latent attention; prompts and caches are vLLM's own."""
 
+    # What a request on several GPUs asks: keys are divided, states are merged by vLLM.
     can_return_lse_for_decode = True
     lse_base_on_e = False
+    supports_dcp = True
 
     num_heads: int
     kv_lora_rank: int
@@ -363,7 +411,7 @@ class MLAImpl:
             raise ArgumentError(f"q: has {rows} rows for {count} requests; wanted as many of each")
         cache, scale = kv_c_and_k_pe_cache, 1.0
         if self.kv_cache_dtype.startswith("fp8"):
-            cache, scale = _as_fp8(cache), float(layer._k_scale_float)
+            cache, scale = _as_fp8(cache, self.kv_cache_dtype), float(layer._k_scale_float)
         wants_lse = bool(self.need_to_return_lse_for_decode)
         made = trtllm_batch_decode_with_kv_cache_mla(
             q.view(count, rows // count, heads, columns),
@@ -386,10 +434,13 @@ class MLAImpl:
 # --- both ---
 
 
-def _as_fp8(kv_cache: Any) -> Any:
+def _as_fp8(kv_cache: Any, name: str) -> Any:
+    """A cache of bytes in the dtype that vLLM names."""
     import torch
 
-    return kv_cache.view(torch.float8_e4m3fn) if kv_cache.dtype == torch.uint8 else kv_cache
+    if kv_cache.dtype != torch.uint8:
+        return kv_cache
+    return kv_cache.view(torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn)
 
 
 def _refuse(**given: Any) -> None:

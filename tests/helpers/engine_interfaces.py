@@ -93,6 +93,9 @@ MODULES: dict[str, dict[str, Interface]] = {
                 "supports_sink": "class cls",
                 "supports_sliding_window": "class cls",
                 "supports_non_causal": "class cls",
+                "supports_batch_invariance": "class cls",
+                "supports_combination": "class cls, head_size, dtype, kv_cache_dtype, block_size, "
+                "use_mla, has_sink, use_sparse, use_mm_prefix, device_capability",
                 "is_mla": "class cls",
             },
             ("forward_includes_kv_cache_update", "supported_kv_cache_dtypes"),
@@ -109,6 +112,10 @@ MODULES: dict[str, dict[str, Interface]] = {
                 "fast_build=False",
             },
             ("_cudagraph_support", "reorder_batch_threshold"),
+        ),
+        "AttentionImplBase": Interface(
+            fields=("can_return_lse_for_decode", "lse_base_on_e", "supports_dcp",
+                    "need_to_return_lse_for_decode"),
         ),
         "AttentionImpl": Interface(
             {

@@ -156,7 +156,9 @@ def test_the_metadata(wheel: Path) -> None:
     assert {"Typing :: Typed", "Programming Language :: Python :: 3.14"} <= set(classifiers)
     assert metadata["License-Expression"] == "Apache-2.0" and "Apache License" in licence
     assert "cupyattn = cupyattn.cli:main" in entry_points
-    for group, engine in (("sglang.srt.plugins", "sglang"), ("vllm.general_plugins", "vllm")):
+    groups = ("sglang.srt.plugins", "vllm.general_plugins", "vllm.platform_plugins")
+    for group in groups:
+        engine = group.partition(".")[0]
         line = f"cupyattn = cupyattn.integrations.{engine}:register"
         assert f"[{group}]\n{line}" in entry_points
 

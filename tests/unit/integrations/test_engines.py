@@ -293,8 +293,46 @@ def test_vllm_is_told_of_both_backends(engine: Any) -> None:
         _ = vllm.Nothing
 
 
+def combination(backend: Any, **changes: Any) -> str | None:
+    """What a backend has against a model, in words."""
+    given: dict[str, Any] = {
+        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16,
+        "use_mla": False, "has_sink": False, "use_sparse": False, "use_mm_prefix": False,
+        "device_capability": SimpleNamespace(major=9, minor=0),
+    }  # fmt: skip
+    found: str | None = backend.supports_combination(**(given | changes))
+    return found
+
+
+def test_vllm_is_told_what_is_true(engine: Any) -> None:
+    """Names of dtypes and GPUs that are refused have a sentence; those that are not, none."""
+    for backend in (vllm.CupyAttnBackend, vllm.CupyAttnMLABackend):
+        assert combination(backend) is None and not backend.supports_batch_invariance()
+        for name in ("fp8", "fp8_e4m3", "bfloat16", None):
+            assert combination(backend, kv_cache_dtype=name) is None
+        for name in ("nvfp4", "int8_per_token_head", "fp8_ds_mla"):
+            said = combination(backend, kv_cache_dtype=name)
+            assert said is not None and said.startswith(f"kv_cache_dtype: {name} is not read")
+            assert "fp8_e4m3" in said
+        for major, minor in ((7, 5), (8, 7), (10, 3), (12, 1)):
+            gpu = SimpleNamespace(major=major, minor=minor)
+            assert not backend.supports_compute_capability(gpu)
+            said = combination(backend, device_capability=gpu)
+            assert said is not None and f"no kernels for {major}.{minor}" in said
+        for major, minor in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
+            assert backend.supports_compute_capability(SimpleNamespace(major=major, minor=minor))
+    assert combination(vllm.CupyAttnBackend, kv_cache_dtype="fp8_e5m2") is None
+    assert combination(vllm.CupyAttnMLABackend, kv_cache_dtype="fp8_e5m2") is not None
+    sizes = {n for n in range(1, 600) if vllm.CupyAttnBackend.supports_head_size(n)}
+    assert sizes == {*range(8, 257, 8), 512}
+    assert set(vllm.CupyAttnMLABackend.get_supported_head_sizes()) == {576, 512, 320, 256}
+    dense, latent = vllm.CupyAttnImpl, vllm.CupyAttnMLAImpl
+    assert not dense.can_return_lse_for_decode and not dense.supports_dcp
+    assert latent.can_return_lse_for_decode and latent.supports_dcp and not latent.lse_base_on_e
+
+
 @pytest.mark.parametrize("layout", ["heads first", "tokens first"])
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "fp8_e5m2"])
 def test_vllm_dense(layout: str, kv_dtype: str, engine: Any) -> None:
     torch.manual_seed(0)
     shape = vllm.CupyAttnBackend.get_kv_cache_shape(BLOCKS, SIZE, KV_HEADS, DIM)
@@ -322,10 +360,10 @@ def test_vllm_dense(layout: str, kv_dtype: str, engine: Any) -> None:
     q, out = torch.randn(6, HEADS, DIM), torch.full((6, HEADS, DIM), torch.nan)
     assert impl.forward(layer, q, None, None, cache, metadata, out) is out
     assert out[4:].isnan().all()
-    if kv_dtype == "fp8":
+    if kv_dtype != "auto":
+        eight = torch.float8_e5m2 if kv_dtype == "fp8_e5m2" else torch.float8_e4m3fn
         history = [
-            [(y / s).to(torch.float8_e4m3fn).float() * s for y in x]
-            for x, s in zip(history, scales, strict=True)
+            [(y / s).to(eight).float() * s for y in x] for x, s in zip(history, scales, strict=True)
         ]
     for n, rows in enumerate((slice(0, 3), slice(3, 4))):
         want = reference.attention(
@@ -359,10 +397,8 @@ def test_vllm_refuses_calls(engine: Any) -> None:
         builder.build(0, SimpleNamespace(causal=torch.ones(2)))
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("wants_lse", [False, True])
-@pytest.mark.parametrize("is_pair", [False, True])
-def test_vllm_latent_attention(wants_lse: bool, is_pair: bool, kv_dtype: str, engine: Any) -> None:
+def latent_impl(engine: Any, kv_dtype: str) -> Any:
+    """An implementation for HEADS heads, without vLLM's own part."""
     base = sys.modules["vllm.model_executor.layers.attention.mla_attention"].MLACommonImpl
 
     def init(self: Any, num_heads: int, head_size: int, scale: float, *rest: Any, **latent: Any):
@@ -370,10 +406,17 @@ def test_vllm_latent_attention(wants_lse: bool, is_pair: bool, kv_dtype: str, en
         vars(self).update(latent)
 
     engine.setattr(base, "__init__", init)
-    impl = vllm.CupyAttnMLAImpl(
+    return vllm.CupyAttnMLAImpl(
         *(HEADS, 576, 0.1, 1, None, None, kv_dtype, None, "decoder", None),
         kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("wants_lse", [False, True])
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_vllm_latent_attention(wants_lse: bool, is_pair: bool, kv_dtype: str, engine: Any) -> None:
+    impl = latent_impl(engine, kv_dtype)
     impl.need_to_return_lse_for_decode = wants_lse
     torch.manual_seed(0)
     q, cache = torch.randn(4, HEADS, 576), torch.randn(6, SIZE, 576)
@@ -400,3 +443,35 @@ def test_vllm_latent_attention(wants_lse: bool, is_pair: bool, kv_dtype: str, en
             np.testing.assert_allclose(lse[2 * n : 2 * n + 2], want_lse, atol=2e-4)
     with pytest.raises(ArgumentError, match="q: has 3 rows for 2 requests"):
         impl.forward_mqa(q[:3], given_cache, metadata, layer)
+
+
+def test_vllm_merges_states_of_several_gpus(engine: Any) -> None:
+    """Tokens of a request lie on GPUs in turn, and one GPU may have none: vLLM merges what each
+    answers by the base that the class names."""
+    impl = latent_impl(engine, "auto")
+    impl.need_to_return_lse_for_decode = True
+    torch.manual_seed(0)
+    q, lens = torch.randn(2, HEADS, 576), [19, 1]
+    keys = [torch.randn(n, 576) for n in lens]
+    outs, sums = [], []
+    for rank in range(2):
+        cache = torch.randn(6, SIZE, 576)
+        table = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
+        own = [x[rank::2] for x in keys]
+        for x, pages in zip(own, table.tolist(), strict=True):
+            rows = (torch.tensor(pages)[:, None] * SIZE + torch.arange(SIZE)).flatten()[: len(x)]
+            cache.view(-1, 576)[rows] = x
+        local = torch.tensor([len(x) for x in own], dtype=torch.int32)
+        decode = SimpleNamespace(block_table=table, seq_lens=local)
+        metadata = SimpleNamespace(decode=decode, max_seq_len=19)
+        out, lse = impl.forward_mqa(q, cache, metadata, SimpleNamespace(_k_scale_float=1.0))
+        outs.append(out)
+        sums.append(torch.exp2(lse))
+    assert sums[1][1].eq(0).all() and outs[1][1].eq(0).all()
+    weights = torch.stack(sums) / sum(sums)
+    merged = (torch.stack(outs) * weights[..., None]).sum(0)
+    for n, x in enumerate(keys):
+        want = reference.attention(
+            q[n : n + 1].numpy(), x[:, None].numpy(), x[:, None, :512].numpy(), sm_scale=0.1
+        )[0]
+        np.testing.assert_allclose(merged[n : n + 1], want, atol=2e-5)

@@ -1,0 +1,213 @@
+"""vLLM with random weights: `python -m helpers.engines.vllm_program '{"model": FOLDER, ...}'`.
+
+Of vLLM's packages only Python files are needed. On the CPU a platform chooses attention backends as
+vLLM's own one for CUDA does, and what compiled extensions would do is done by torch. The last line
+that is printed is JSON: the tokens, the backend's class, and how many rows each step had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+_ABSENT = (
+    "aiohttp anthropic blake3 compressed_tensors cpuinfo cv2 depyf fastapi gguf httpcore "
+    "httpcore2 httpx httpx2 lark llguidance mcp mistral_common numba openai openai_harmony orjson "
+    "outlines_core partial_json_parser prometheus_client pybase64 pynvml sentencepiece "
+    "setproctitle starlette tiktoken torchaudio torchvision uvicorn uvloop xgrammar"
+).split()
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME": "cupyattn",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+_DEFAULTS = {
+    "backend": "CUSTOM",
+    "by_name": False,
+    "dtype": "float32",
+    "cache": "auto",
+    "device": "cpu",
+    "eager": True,
+    "block_size": 16,
+    "chunk": 64,
+    "max_tokens": 12,
+}
+
+
+def main(given: dict[str, Any]) -> dict[str, Any]:
+    """Tokens of prompts. `by_name` passes the backend by attention_backend=, a word that vLLM reads
+    after it has loaded its plug-ins; else it is in attention_config, which it reads before."""
+    from helpers.engines import absent
+
+    options: Any = _DEFAULTS | given
+    os.environ.update(_ENVIRONMENT)
+    absent.install(*_ABSENT)
+    if options["device"] == "cpu":
+        os.environ.update(VLLM_USE_V2_MODEL_RUNNER="0", VLLM_CPU_CI_ENV="1")
+    # The kernels' stand-ins are made after the module that decides on extensions was imported.
+    _platform(options["device"])
+    _operators()
+    import vllm.model_executor.models.registry
+    from vllm import LLM, SamplingParams
+
+    vllm.model_executor.models.registry._run_in_subprocess = lambda function: function()
+    steps = _recorded_steps()
+    name = options["backend"]
+    llm = LLM(
+        options["model"],
+        skip_tokenizer_init=True,
+        dtype=options["dtype"],
+        enforce_eager=options["eager"],
+        kv_cache_dtype=options["cache"],
+        block_size=options["block_size"],
+        max_model_len=512,
+        max_num_batched_tokens=options["chunk"],
+        max_num_seqs=4,
+        kv_cache_memory_bytes=1 << 26,
+        enable_prefix_caching=True,
+        compilation_config={"custom_ops": ["none"], **options.get("compilation", {})},
+        **({"attention_backend": name} if options["by_name"] else {}),
+        **({} if options["by_name"] else {"attention_config": {"backend": name}}),
+        **options.get("more", {}),
+    )
+    asked = [{"prompt_token_ids": x} for x in options["prompts"]]
+    params = SamplingParams(
+        temperature=0, max_tokens=options["max_tokens"], ignore_eos=True, detokenize=False
+    )
+    seconds, answers = [], []
+    for _ in range(options.get("rounds", 1)):
+        start = time.perf_counter()
+        answers = llm.generate(asked, params, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    return {
+        "tokens": [list(x.outputs[0].token_ids) for x in answers],
+        "cached": [x.num_cached_tokens for x in answers],
+        "backends": sorted({x.attn_backend.__name__ for x in layers.values()}),
+        "steps": steps,
+        "seconds": seconds,
+    }
+
+
+def _platform(device: str) -> None:
+    """A platform of the CPU that takes the attention backend it is told, as that of CUDA does."""
+    if device != "cpu":
+        return
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    class Host(CpuPlatform):  # type: ignore[misc]
+        @classmethod
+        def get_attn_backend_cls(
+            cls, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None
+        ) -> str:
+            found = selected_backend.get_class()
+            asked = attn_selector_config._asdict() | {"device_capability": DeviceCapability(9, 0)}
+            if reasons := set(found.validate_configuration(**asked)) - {"dtype not supported"}:
+                raise ValueError(f"{selected_backend} is not valid: {reasons}")
+            return f"{found.__module__}.{found.__qualname__}"
+
+        @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+            before = scheduler.max_num_batched_tokens, cache.block_size
+            super().check_and_update_config(vllm_config)
+            scheduler.max_num_batched_tokens, cache.block_size = before
+            scheduler.enable_chunked_prefill = cache.enable_prefix_caching = True
+
+        @classmethod
+        def import_kernels(cls) -> None:
+            pass
+
+    # Ahead of the first question for it: plug-ins for platforms are loaded by that question.
+    vllm.platforms.resolve_current_platform_cls_qualname()
+    vllm.platforms._current_platform = Host()
+
+
+def _operators() -> None:
+    """What compiled extensions and Triton kernels do, by torch."""
+    import torch
+    import vllm._custom_ops  # noqa: F401
+    import vllm.v1.worker.block_table as block_table
+
+    def define(name: str, signature: str, function: Any) -> None:
+        space, _, title = name.partition("::")
+        if hasattr(getattr(torch.ops, space), title):
+            return
+        library = torch.library.Library(space, "FRAGMENT")
+        library.define(title + signature)
+        library.impl(title, function, "CompositeExplicitAutograd")
+        _kept.append(library)
+
+    def write_latent(
+        kv_c: Any,
+        k_pe: Any,
+        cache: Any,
+        slots: Any,
+        kind: str,
+        scale: Any,
+        skip_scale: bool = False,
+    ) -> None:
+        rows = torch.cat([kv_c, k_pe], -1)[: slots.shape[0]]
+        if kind.startswith("fp8"):
+            limited = (rows.float() / scale).clamp(-448, 448)
+            rows = limited.to(torch.float8_e4m3fn).view(torch.uint8)
+            cache = cache.view(torch.uint8)
+        where = torch.where(slots >= 0, slots, 0)
+        flat = cache.view(-1, cache.shape[-1])
+        flat[where] = torch.where((slots >= 0)[:, None], rows.to(flat.dtype), flat[where])
+
+    define("_C::init_cpu_memory_env", "(int[] ids) -> ()", lambda ids: None)
+    define("_C::greedy_argmax", "(Tensor x) -> Tensor", lambda x: x.argmax(-1))
+    define(
+        "_C_cache_ops::concat_and_cache_mla",
+        "(Tensor a, Tensor b, Tensor(a!) c, Tensor s, str t, Tensor x, bool y=False) -> ()",
+        write_latent,
+    )
+    if _has_triton():
+        return
+
+    def slots(self: Any, count: int, starts: Any, positions: Any) -> None:
+        table, made, size = self.block_table.gpu, self.slot_mapping.gpu, self.block_size
+        made.fill_(-1)
+        bounds = starts[: count + 1].tolist()
+        for n in range(count):
+            at = positions[bounds[n] : bounds[n + 1]].long()
+            made[bounds[n] : bounds[n + 1]] = table[n, at // size].long() * size + at % size
+
+    block_table.BlockTable.compute_slot_mapping = slots
+
+
+_kept: list[Any] = []
+
+
+def _has_triton() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("triton") is not None
+
+
+def _recorded_steps() -> list[list[int]]:
+    """A list that gets the rows of each request of each step."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    schedule, found = Scheduler.schedule, []
+
+    def recorded(self: Any, *args: Any, **named: Any) -> Any:
+        made = schedule(self, *args, **named)
+        found.append(sorted(made.num_scheduled_tokens.values()))
+        return made
+
+    Scheduler.schedule = recorded
+    return found
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(main(json.loads(sys.argv[1]))))
