@@ -90,20 +90,29 @@ _entries: dict[tuple[object, ...], Entry] = {}
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """What calls of one signature launch, and the limits of their lengths."""
+    """What calls of one signature launch, and the limits of their lengths.
+
+    are_keys_aligned  rows of k and v are a multiple of 16 bytes apart
+    """
 
     launcher: AttentionLauncher
     max_qo_len: int
     strides: bytes
     row_shape: tuple[int, ...]
     allocate: scratch.Allocate
+    are_keys_aligned: bool
 
 
-def _call_cache(row_axis: int | None, kv_axis: int) -> CallCache[_Checked]:
+# By what decides about one, with the plans of lengths that it has seen.
+_launchers: dict[tuple[AttentionSpec, AttentionProblem, int], AttentionLauncher] = {}
+
+
+def _call_cache(row_axis: int | None, kv_axis: int | None) -> CallCache[_Checked]:
+    """Of keys and values whose tokens are along `kv_axis`; None: that have any strides."""
     return CallCache(
         Argument("q", row_axis),
-        Argument("k", kv_axis),
-        Argument("v", kv_axis),
+        Argument("k", kv_axis, is_free=kv_axis is None),
+        Argument("v", kv_axis, is_free=kv_axis is None),
         Argument("out", row_axis, is_output=True),
     )
 
@@ -114,7 +123,11 @@ _CALLS = {
     for is_decode in (False, True)
     for kv_axis, kv_layout in enumerate(("NHD", "HND"))
 }
-_OUT = 3
+# Decodes of a cache of heads before tokens that is made anew for each step, one token longer: its
+# heads are another number of elements apart each time.
+_GROWING = _call_cache(None, None)
+_HEADS_FIRST = _CALLS[True, "HND"]
+_K, _V, _OUT = 1, 2, 3
 
 
 def run(
@@ -141,6 +154,8 @@ def run(
         except (KeyError, TypeError):  # no layout: refused below
             is_plain = False
         else:
+            if calls is _HEADS_FIRST and _is_contiguous_tensor(k):
+                calls = _GROWING
             answer = _run_cached(calls, (q, k, v, out), scalars, is_decode, workspace)
             if answer is not None:
                 return answer
@@ -172,6 +187,12 @@ def run(
             _insert(calls, (q, k, v, given_out), scalars, call, strides)
     out = array.deliver(out, call.q)
     return (out, array.deliver(lse, call.q)) if return_lse else out
+
+
+def _is_contiguous_tensor(x: Any) -> bool:
+    """Whether it is torch's and contiguous."""
+    ask = getattr(x, "is_contiguous", None)
+    return ask is not None and ask()
 
 
 def with_logits(
@@ -206,6 +227,11 @@ def _run_cached(
     call = found.call
     checked = call.checked
     num_rows, kv_len, v_len, num_out_rows = found.lengths
+    strides = checked.strides
+    if calls is _GROWING:
+        if found.prepared is None:
+            found.prepared = _keys_of(found)
+        kv_len, v_len, strides = found.prepared
     qo_len = 1 if is_decode else num_rows
     if v_len != kv_len or not (0 < kv_len <= MAX_LENGTH and 0 < qo_len <= checked.max_qo_len):
         return None
@@ -225,7 +251,7 @@ def _run_cached(
         v_ptr,
         o_ptr,
         params.NO_OPTIONAL,
-        checked.strides,
+        strides,
         0,  # no mask
         qo_len,
         kv_len,
@@ -249,6 +275,31 @@ def _meets(workspace: ArrayView, found: Found[_Checked], addresses: list[int]) -
 
 
 @after_launch
+def _keys_of(found: Found[_Checked]) -> tuple[int, int, bytes]:
+    """(tokens of k, of v, strides for the kernels) of keys with any strides; no tokens where they
+    are not like those of the call that passed the checks."""
+    checked = found.call.checked
+    spec = checked.launcher.spec
+    k_strides, v_strides = found.strides(_K), found.strides(_V)
+    lengths = []
+    for place, head_dim in ((_K, spec.head_dim_qk), (_V, spec.head_dim_vo)):
+        heads, length, columns = found.shapes[place]
+        fits = heads == spec.num_kv_heads and columns == head_dim
+        lengths.append(length if fits else 0)
+    rows = [(strides[:-1], spec.dtype_kv) for strides in (k_strides, v_strides)]
+    steps = *k_strides, *v_strides
+    if (
+        min(steps) < 0
+        or k_strides[-1] != 1
+        or v_strides[-1] != 1
+        or are_rows_aligned(0, rows) != checked.are_keys_aligned
+    ):
+        return 0, 0, b""
+    strides = [*params.STRIDES.unpack(checked.strides)]
+    strides[2:6] = k_strides[1], k_strides[0], v_strides[1], v_strides[0]
+    return lengths[0], lengths[1], params.STRIDES.pack(*strides)
+
+
 def _insert(
     calls: CallCache[_Checked],
     arrays: tuple[Any, Any, Any, Any],
@@ -261,9 +312,13 @@ def _insert(
     assert entry.launcher is not None
     max_qo_len = MAX_LENGTH // entry.spec.group_size
     allocate = scratch.allocator(call.q)
-    checked = _Checked(entry.launcher, max_qo_len, strides, out_shape[-2:], allocate)
+    rows = [(v.strides[:-1], v.dtype) for v in (call.k, call.v)]
+    are_aligned = are_rows_aligned(0, rows)
+    checked = _Checked(entry.launcher, max_qo_len, strides, out_shape[-2:], allocate, are_aligned)
     made_shape = out_shape if arrays[_OUT] is None else None
-    calls.insert(arrays, scalars, checked, call.q, entry.spec.dtype_o, made_shape, None)
+    found = calls.insert(arrays, scalars, checked, call.q, entry.spec.dtype_o, made_shape, None)
+    if found is not None and calls is _GROWING:
+        found.prepared = call.kv_len, call.kv_len, strides
 
 
 def _check_call(
@@ -370,11 +425,27 @@ def _make_entry(
     is_cpu, launcher = vq.device.kind == "cpu", None
     problem.check_supported(is_cpu)
     if not is_cpu:
-        launcher = AttentionLauncher(spec, problem, vq.device.index)
+        launcher = _launcher_of(spec, problem, vq.device.index)
     # An empty array may have any strides.
     is_constant = given.is_constant and not any(0 in v.shape for v in (vq, vk, vv))
     places = parse.zeros_and_ones(given) if is_constant else []
     return Entry(spec, problem, kv_strides, axis, is_constant, launcher, places)
+
+
+def _launcher_of(
+    spec: AttentionSpec, problem: AttentionProblem, device_index: int
+) -> AttentionLauncher:
+    """One for all geometries of a problem: strides are no part of a plan."""
+    key = spec, problem, device_index
+    try:
+        found = _launchers.get(key)
+    except TypeError:  # an option that cannot be hashed
+        return AttentionLauncher(spec, problem, device_index)
+    if found is None:
+        if len(_launchers) >= _MAX_ENTRIES:
+            _launchers.clear()
+        found = _launchers[key] = AttentionLauncher(spec, problem, device_index)
+    return found
 
 
 def _check_lengths(call: _Call) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import jax_calls, torch_calls
+from helpers import jax_calls, model_families, torch_calls
 
 import cupyattn
 
@@ -286,3 +286,57 @@ def test_continuous_batching(torch: Any) -> None:
         answers.append([list(x.generated_tokens) for x in made.values()])
     assert all(len(x) == 5 for tokens in answers for x in tokens)
     assert sorted(answers[0]) == sorted(answers[1])
+
+
+@pytest.mark.parametrize("name", model_families.FAMILIES)
+def test_families_of_transformers(name: str, torch: Any) -> None:
+    """Answers in bfloat16, of padded requests too, are as near to float32's as eager attention's;
+    tokens of both caches are made; and under autocast."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    import cupyattn.integrations.transformers as door
+
+    door.register()
+    family = model_families.FAMILIES[name]
+    eager, ours = (
+        m.to("cuda", torch.bfloat16) for m in model_families.pair(family, transformers, torch)
+    )
+    for padding, is_left in ((0, True), (4, True), (4, False)):
+        given = {n: x.cuda() for n, x in family.inputs(torch, padding, is_left).items()}
+        small = {n: x.bfloat16() if x.is_floating_point() else x for n, x in given.items()}
+        want, got = (model_families.answers(m, torch, small).float() for m in (eager, ours))
+        exact = model_families.answers(eager.float(), torch, given)
+        eager.bfloat16()
+        error, allowed = ((x - exact).norm() / exact.norm() for x in (got, want))
+        assert error <= 1.5 * allowed + 2e-3, (padding, is_left, error, allowed)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert model_families.answers(ours.float(), torch, given).isfinite().all()
+        ours.bfloat16()
+    for named in ({}, {"cache_implementation": "static"}) if family.writes else ():
+        given = {n: x.cuda() for n, x in family.inputs(torch, 4).items()}
+        given.pop("decoder_input_ids", None)
+        named["disable_compile"] = True  # which takes long; tiny_models' are compiled
+        made = ours.generate(**given, max_new_tokens=5, min_new_tokens=5, do_sample=False, **named)
+        assert made.shape[0] == 2
+
+
+def test_continuous_batching_with_sinks(torch: Any) -> None:
+    """gpt-oss: the tokens of each request alone, where bfloat16 leaves no doubt."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    from helpers import tiny_models
+
+    import cupyattn.integrations.transformers as door
+
+    door.register()
+    _, ours = tiny_models.pair(transformers, torch, "gpt_oss")
+    ours = ours.to("cuda", torch.bfloat16)
+    prompts = [[5, 9, 13, 40, 7], [6, 3], list(range(2, 40))]
+    named = {"max_new_tokens": 5, "do_sample": False}
+    want = [
+        ours.generate(torch.tensor([p], device="cuda"), **named)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    config = transformers.GenerationConfig(eos_token_id=-1, pad_token_id=0, **named)
+    small = tiny_models.little_memory(transformers)
+    made = ours.generate_batch(prompts, generation_config=config, **small)
+    got = [list(x.generated_tokens) for x in made.values()]
+    assert sum(a == b for a, b in zip(sorted(got), sorted(want), strict=True)) >= 2

@@ -184,6 +184,7 @@ def _raise(error: Exception) -> None:
 def forget() -> None:
     """Forget every call."""
     run._entries.clear()
+    run._launchers.clear()
     call_cache.clear_all()
     planless.plan_of.cache_clear()
 

@@ -16,6 +16,7 @@ from cupyattn.wrappers import shared_prefix
 def forget() -> None:
     """Empty the caches of calls, plans and kernels. Wrappers that are there keep their own."""
     run._entries.clear()
+    run._launchers.clear()
     call_cache.clear_all()
     geometry._geometries.clear()
     shared_prefix._padded.clear()

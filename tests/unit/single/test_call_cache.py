@@ -218,3 +218,71 @@ def test_a_call_runs_few_functions(gpu: Gpu, make: Callable) -> None:
         assert count_functions(call) <= most
     splits = [unpack(launch.params)["num_splits"] for launch in gpu.attentions()]
     assert splits[0] == splits[1] > 1 and splits[2:] == [1, 1]
+
+
+# --- a cache that is made anew for each step, one token longer ---
+
+
+@pytest.mark.parametrize("head_dim, value_dim", [(64, 64), (128, 64)])
+def test_a_cache_of_heads_first_that_grows_is_cached(
+    gpu: Gpu, make: Callable, head_dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(make(1), "is_contiguous"):
+        pytest.skip("torch only")
+    q = make(4, head_dim)
+
+    def step(length: int) -> dict[str, Any]:
+        k, v = make(2, length, head_dim), make(2, length, value_dim)
+        out = decode(q, k, v, kv_layout="HND")
+        assert tuple(out.shape) == (4, value_dim)
+        got = unpack(gpu.attentions()[-1].params)
+        assert got["k"] == pointer(k) and got["v"] == pointer(v) and got["o"] == pointer(out)
+        return {name: got[name] for name in got if "stride" in name or name == "kv_len"}
+
+    lengths, checked = (100, 101, 102, 102, 101, 2000, 16, 1), []
+    for length in lengths:
+        run._GROWING.clear()
+        checked.append(step(length))
+    assert [x["kv_len"] for x in checked] == list(lengths)
+    monkeypatch.setattr(run, "Given", no_checks)
+    assert [step(length) for length in lengths] == checked
+
+
+def test_growing_caches_are_refused_as_others_are(gpu: Gpu, make: Callable) -> None:
+    if not hasattr(make(1), "is_contiguous"):
+        pytest.skip("torch only")
+    q, out = make(4, 64), make(4, 64)
+    for length in (9, 10, 10, 11):
+        decode(q, make(2, length, 64), make(2, length, 64), kv_layout="HND", out=out)
+    gpu.launches.clear()
+    bad = {
+        "v: dimension 1 .* wanted 11, the kv_len": (make(2, 11, 64), make(2, 12, 64)),
+        "k: dimension 2": (make(2, 11, 32), make(2, 11, 64)),
+        "v: dimension 0": (make(2, 11, 64), make(1, 11, 64)),
+        "4 query heads over 3 KV heads": (make(3, 11, 64), make(3, 11, 64)),
+    }
+    for message, (k, v) in bad.items():
+        with pytest.raises(CupyAttnError, match=message):
+            decode(q, k, v, kv_layout="HND", out=out)
+    k = make(2, 11, 64)
+    with pytest.raises(ArgumentError, match="out: overlaps k"):
+        decode(q, k, make(2, 11, 64), kv_layout="HND", out=k.reshape(-1)[128:384].reshape(4, 64))
+    assert not gpu.launches
+    one = make(1, 11, 64)  # other numbers of heads are calls of their own
+    for _ in range(2):
+        decode(q, one, one, kv_layout="HND", out=out)
+        decode(q, k, k, kv_layout="HND", out=out)
+    assert [unpack(x.params)["num_kv_heads"] for x in gpu.attentions()] == [1, 2, 1, 2]
+
+
+def test_geometries_of_one_problem_share_its_plans(
+    gpu: Gpu, make: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, made = make(4, 64), []
+    launcher = run.AttentionLauncher
+    monkeypatch.setattr(run, "AttentionLauncher", lambda *x: made.append(x) or launcher(*x))
+    for length in (9, 10, 11):
+        room = make(length, 4, 64)
+        decode(q, room[:, :2], room[:, 2:])
+        decode(q, make(length, 2, 64), make(length, 2, 64))
+    assert len(made) == 1

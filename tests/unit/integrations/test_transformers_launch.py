@@ -1,0 +1,79 @@
+"""What transformers' layers launch on a GPU, and what it costs the host. Without transformers."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from helpers import fake_gpu
+from helpers.fake_gpu import Gpu, count_functions, pointer, unpack
+
+torch = pytest.importorskip("torch")
+
+import cupyattn.integrations.transformers as door  # noqa: E402
+
+LAYER = types.SimpleNamespace(is_causal=True)
+
+
+@pytest.fixture
+def make(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    return fake_gpu.maker("torch", monkeypatch)
+
+
+def rows(make: Callable[..., Any], count: int, **named: Any) -> Any:
+    """[b, heads, 1, head_dim], as a layer's projection lies in memory."""
+    return make(count, 1, 8, 64, **named).transpose(1, 2)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_step_of_decoding_is_one_launch(gpu: Gpu, make: Callable, count: int) -> None:
+    q = rows(make, count)
+    for length in (40, 41, 42):
+        for _ in range(3):
+            gpu.launches.clear()
+            k, v = make(count, 2, length, 64), make(count, 2, length, 64)
+            out, _ = door.attention(LAYER, q, k, v, None, scaling=0.1, use_cache=True)
+            (launch,) = gpu.launches
+            got = unpack(launch.params)
+            assert tuple(out.shape) == (count, 1, 8, 64) and out.is_contiguous()
+            assert (got["num_kv_heads"], got["kv_len"]) == (2 * count, length)
+            assert [got[x] for x in "qkvo"] == [pointer(x) for x in (q, k, v, out)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_a_step_costs_the_host(gpu: Gpu, make: Callable, count: int) -> None:
+    """Functions of the library: a layer of a new length costs about what any other does."""
+    q = rows(make, count)
+    keys = {length: make(count, 2, length, 64) for length in range(40, 60)}
+
+    def step(length: int) -> int:
+        k = keys[length]
+        return count_functions(lambda: door.attention(LAYER, q, k, k, None, scaling=0.1))
+
+    for length in range(40, 50):
+        step(length)
+    assert max(step(length) for length in range(50, 60)) <= 24
+    step(59)
+    assert step(59) <= 13
+
+
+def test_a_step_over_part_of_a_larger_cache(gpu: Gpu, make: Callable) -> None:
+    """Heads of several requests that are not equally far apart are requests of their own."""
+    room = make(3, 3, 40, 64)
+    out, _ = door.attention(LAYER, rows(make, 3), room[:, :2], room[:, 1:], None, scaling=0.1)
+    assert tuple(out.shape) == (3, 1, 8, 64)
+    (launch,) = gpu.attentions()
+    assert unpack(launch.params)["num_kv_heads"] == 2
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_autocast_decides_about_the_dtype(gpu: Gpu, make: Callable, tokens: int) -> None:
+    """float32 rows of a GPU are refused without it."""
+    q = make(2, tokens, 8, 64, dtype="float32").transpose(1, 2)
+    k, v = make(2, 2, 40, 64, dtype="float32"), make(2, 2, 40, 64)
+    with torch.autocast("cpu", torch.float16):
+        out, _ = door.attention(LAYER, q, k, v, None)
+    assert out.dtype == torch.float16
+    assert gpu.attentions()[-1].kernel.config["DTypeQ"].name == "float16"
