@@ -28,11 +28,11 @@ def test_random_calls(form: str, rounds: range) -> None:
             Case(seed, is_gpu=True).run()
 
 
-def run_padded(page_size: int, options: dict[str, Any], **facts: Any) -> None:
+def run_padded(page_size: int, options: dict[str, Any], dim: int = 64, **facts: Any) -> None:
     """Many rows over pages whose first keys do not exist: they are NaN."""
     rng = np.random.default_rng(5)
     pads, lens = np.array([page_size + 3, 0, 41]), np.array([230, 190, 41])
-    rows, heads, kv_heads, dim = 50, 4, 2, 64
+    rows, heads, kv_heads = 50, 4, 2
     width = -(-230 // page_size)
     table = rng.permutation(3 * width).reshape(3, width).astype(np.int32)
     pools = np.full((2, 3 * width, page_size, kv_heads, dim), np.nan, np.float16)
@@ -55,7 +55,7 @@ def run_padded(page_size: int, options: dict[str, Any], **facts: Any) -> None:
     masks = {"causal": options.get("causal", False), "window": options.get("window_size", (-1, -1))}
     for b in range(3):
         k, v = (keys[i, b, pads[b] : lens[b]] for i in range(2))
-        want, want_lse = dense(q[b], k, v, scale=0.125, chunk=0, **masks)
+        want, want_lse = dense(q[b], k, v, scale=dim**-0.5, chunk=0, **masks)
         np.testing.assert_allclose(out[b], want, 2e-2, 2e-2)
         np.testing.assert_allclose(lse[b], want_lse, 1e-2, 1e-2)
 
@@ -67,6 +67,12 @@ def test_padding_ahead_of_many_rows(
     is_portable: bool, page_size: int, options: dict[str, Any]
 ) -> None:
     run_padded(page_size, options, is_portable=is_portable, num_sms=4)
+
+
+@pytest.mark.parametrize("dim", one_of(2, [72, 160]))
+@pytest.mark.parametrize("page_size", one_of(2, [16, 5]))
+def test_padding_ahead_of_rows_of_other_head_dims(page_size: int, dim: int) -> None:
+    run_padded(page_size, {"causal": True}, dim, num_sms=4)
 
 
 @pytest.mark.parametrize("first", one_of(3, range(0, 48, 16)))

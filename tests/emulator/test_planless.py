@@ -56,6 +56,14 @@ def test_each_entry_point(entry: str) -> None:
     run(case)
 
 
+@pytest.mark.parametrize("dim", one_of(2, [80, 112]))
+def test_many_rows_of_other_head_dims(dim: int) -> None:
+    problem = Problem("bfloat16", "bfloat16", (dim, dim))
+    case = replace(BASE, entry="trtllm_batch_context_with_kv_cache", problem=problem, form="steps")
+    emulated = run(replace(case, qo_len=(70, 0, 90), kv_len=(300, 40, 95)))
+    assert emulated.has_launched("prefill_sm90")
+
+
 def test_a_decode_is_two_launches() -> None:
     names = [launch.name for launch in run(BASE).launches]
     assert names == ["plan_batch", "decode_sm80"] * 2
