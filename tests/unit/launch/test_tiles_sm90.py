@@ -8,6 +8,7 @@ import pytest
 from helpers.fake_gpu import MAX_SHARED
 
 from cupyattn.core import dtypes
+from cupyattn.core.dtypes import DType
 from cupyattn.core.problem import AttentionProblem
 from cupyattn.launch.tiles import sm90
 
@@ -25,3 +26,62 @@ def test_gathered_rows_are_served_under_all_options(dim: int, page_size: int) ->
             prescale_logits=prescale_logits,
         )
         assert sm90.choose(problem, MAX_SHARED, page_size) is not None
+
+
+_ALL_DIMS = range(8, 257, 8)
+_OPTIONS = (
+    {},
+    {"soft_cap": True},
+    {"pos_encoding": "ALIBI"},
+    {"pos_encoding": "ROPE_LLAMA"},
+    {"custom_mask": True},
+    {"prescale_logits": True},
+    {"custom_mask": True, "pos_encoding": "ALIBI"},
+    {"soft_cap": True, "prescale_logits": True},
+)
+
+
+@pytest.mark.parametrize("page_size", [0, 16, 1])
+@pytest.mark.parametrize("kv", [dtypes.bfloat16, dtypes.float8_e4m3fn])
+def test_every_pair_of_head_dims_is_served_under_all_options(kv: DType, page_size: int) -> None:
+    """But for rotated keys of fp8 or in gathered pages, and fp8 that is gathered, or masked, at
+    the widest values."""
+    q, is_fp8, is_paged = dtypes.bfloat16, kv.is_fp8, page_size > 0
+    for qk, vo, options in product(_ALL_DIMS, _ALL_DIMS, _OPTIONS):
+        problem = AttentionProblem(q, kv, q, qk, vo, paged=is_paged, **options)  # type: ignore[arg-type]
+        tiles = sm90.choose(problem, MAX_SHARED, page_size)
+        is_rotated = options.get("pos_encoding") == "ROPE_LLAMA"
+        is_masked, is_gathered = "custom_mask" in options, page_size == 1
+        caps_rows = {"soft_cap", "prescale_logits"} <= {*options}
+        is_portable = is_rotated and (is_fp8 or is_gathered)
+        if sm90.tile_dims(problem) == (256, 256):
+            is_portable |= is_gathered and (is_fp8 or is_masked)
+            is_portable |= is_fp8 and caps_rows
+            if is_fp8 and is_masked and tiles is None:
+                continue  # shared memory is full
+        assert (tiles is None) == is_portable, (qk, vo, options)
+        assert tiles is None or tiles.shared_bytes <= MAX_SHARED
+
+
+def test_tiles_are_those_of_the_least_dims_that_hold_a_problems() -> None:
+    kind = dtypes.bfloat16
+    for (qk, vo), dims in {
+        (8, 8): (64, 64),
+        (72, 72): (96, 96),
+        (64, 72): (96, 96),
+        (104, 40): (128, 128),
+        (136, 128): (192, 128),
+        (128, 136): (192, 192),
+        (256, 64): (256, 128),
+        (200, 200): (256, 256),
+    }.items():
+        problem = AttentionProblem(kind, kind, kind, qk, vo)
+        assert sm90.tile_dims(problem) == dims
+        if dims in ((192, 192), (256, 128)):
+            continue  # which have the times of others
+        # A key tile of fewer columns takes less time, and not in proportion to them.
+        tiles = sm90.choose(problem, MAX_SHARED, 0)
+        of_dims = sm90.choose(AttentionProblem(kind, kind, kind, *dims), MAX_SHARED, 0)
+        assert tiles and of_dims and tiles.times and of_dims.times
+        ratio = tiles.times.key_tile / of_dims.times.key_tile
+        assert ratio == pytest.approx((1 + (qk + vo) / sum(dims)) / 2)
