@@ -269,6 +269,7 @@ def plugged_in(**facts: Any) -> Iterator[EmulatedGpu]:
             patch.setattr(wide_sm90, "choose", lambda *_: None)
         patch.setitem(views._READERS, np.ndarray, gpu.read)
         patch.setattr(read_tables, "_idle", _NeverIdle())
+        patch.setattr(scratch, "_counters", {})
         yield gpu
         if counters:
             assert not counters["owner"].any(), "a launch left arrival counters that are not zero"
