@@ -26,6 +26,7 @@ HOPPER = (
         "chunk <= QTile::kChunks",
         "hopper odd dims",
     ),
+    Mutation("tail-by-whole-boxes", "Tile::kHasTail &&", "false &&", "hopper odd dims"),
     Mutation("output-past-the-head-dim", "exists && is_tile", "exists", "hopper odd dims"),
     Mutation(
         "fp8-chunk-past-the-row",

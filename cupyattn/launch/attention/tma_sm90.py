@@ -90,7 +90,7 @@ class Maps:
             q, problem.head_dim_qk, self._queries, self._num_rows, small
         )
         output_boxes, output_map = self._row_boxes(o, problem.head_dim_vo, self._outputs, _NO_BOUND)
-        maps = [query_map]
+        maps, tails = [query_map], []
         gathers = self._tiles.config["kGatherers"]
         most = small or self._tiles.tile_kv
         rows = 0 if gathers else tensor_map.box_rows(page_size, most)
@@ -101,29 +101,45 @@ class Maps:
         ):
             if rows:
                 made, where = self._in_boxes(address, dim, strides, size, rows)
+                columns = tensor_map.tail_columns(dim) if problem.dtype_kv.itemsize == 2 else 0
+                tail = (
+                    self._in_boxes(address, dim, strides, size, rows, columns)[0]
+                    if columns
+                    else made
+                )
             else:
-                made, where = self._gathered(strides, size)
+                tail, where = self._gathered(strides, size)
+                made = tail
             maps.append(made)
+            tails.append(tail)
             units += where
         maps.append(output_map)
         (query_rows, query_step), (output_rows, output_step) = query_boxes, output_boxes
         head = *self._head, rows, query_rows, *units, output_rows, self._num_tail_items
         return params.PREFILL_SM90.pack(
-            *head, self._mask_maps, query_step, output_step, b"".join(maps)
+            *head, self._mask_maps, query_step, output_step, b"".join(maps + tails)
         )
 
     def _in_boxes(
-        self, address: int, dim: int, strides: tuple[int, int, int], size: int, rows: int
+        self,
+        address: int,
+        dim: int,
+        strides: tuple[int, int, int],
+        size: int,
+        rows: int,
+        columns: int = tensor_map.PANEL,
     ) -> tuple[bytes, PageUnits]:
-        """The map of k or v, copied in boxes of rows."""
+        """The map of k or v, copied in boxes of rows and of panels, or of some of their columns."""
         problem, num_kv_heads, _, page_size = self._heads
         itemsize = problem.dtype_kv.itemsize
         if page_size:
             sizes = page_size, num_kv_heads, size
-            made, (page, head) = tensor_map.of_pages(address, dim, sizes, strides, rows, itemsize)
+            made, (page, head) = tensor_map.of_pages(
+                address, dim, sizes, strides, rows, itemsize, columns
+            )
             return made, (page, head, 0, 0)
         dims = dim, size, num_kv_heads, 1
-        made = tensor_map.of_rows(address, dims, strides, (rows, 1, 1), itemsize)
+        made = tensor_map.of_rows(address, dims, strides, (rows, 1, 1), itemsize, columns)
         return made, (0, 1, 0, 0)
 
     def _gathered(self, strides: tuple[int, int, int], size: int) -> tuple[bytes, PageUnits]:

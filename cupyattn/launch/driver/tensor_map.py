@@ -14,7 +14,7 @@ _MAX_COORDINATE = 2**31 - 1
 # Rows of the pattern in which lines are swizzled; a copy brings whole patterns.
 _PATTERN_ROWS = 8
 # Columns of 16 bits of a panel (kernels/cupyattn/tile/warpgroup_tile.cuh).
-_PANEL = 64
+PANEL = 64
 
 # cuda.h: CU_TENSOR_MAP_DATA_TYPE_UINT8 and UINT16 (bits move as they are), INTERLEAVE_NONE,
 # L2_PROMOTION_L2_256B, FLOAT_OOB_FILL_NONE (zeros).
@@ -30,12 +30,18 @@ def box_rows(page_size: int, tile_kv: int) -> int:
     return rows if rows % _PATTERN_ROWS == 0 else 0
 
 
+def tail_columns(head_dim: int) -> int:
+    """The columns of a box of the last panel, which products take by 16; 0 if they are all."""
+    return -(-head_dim // 16) * 16 % PANEL
+
+
 def of_rows(
     address: int,
     dims: tuple[int, int, int, int],
     strides: tuple[int, int, int],
     box: tuple[int, int, int],
     itemsize: int = 2,
+    columns: int = PANEL,
 ) -> bytes:
     """The map of a tensor, innermost dimension first, copied in rows of 8-bit elements or in panels
     of rows of 16-bit ones. A box has whole panels, or rows of whole 16 bytes: what the tensor lacks
@@ -43,13 +49,14 @@ def of_rows(
 
     strides  in elements, of all dimensions but the innermost: multiples of 16 bytes
     box      what one copy brings of these dimensions
+    columns  of 16 bits in a box
     """
     # A dimension without entries, or with one, has no stride to speak of.
     sizes = tuple(max(1, n) for n in dims)
     in_bytes = tuple(
         itemsize * stride if n > 1 else 16 for n, stride in zip(sizes[1:], strides, strict=True)
     )
-    columns = _PANEL if itemsize == 2 else -(-sizes[0] // 16) * 16
+    columns = columns if itemsize == 2 else -(-sizes[0] // 16) * 16
     return encode(address, sizes, in_bytes, (columns, *box), itemsize)
 
 
@@ -60,6 +67,7 @@ def of_pages(
     strides: tuple[int, int, int],
     rows: int,
     itemsize: int = 2,
+    columns: int = PANEL,
 ) -> tuple[bytes, tuple[int, int]]:
     """The map of pages of rows, and how far it is from a page to the next, and from a head to the
     next, along its last dimension: the driver allows five, and rows of whole panels, all of which
@@ -68,6 +76,7 @@ def of_pages(
     sizes    rows of a page (a multiple of 8), heads, pages
     strides  in elements, of a row, a head and a page: multiples of 16 bytes
     rows     of one copy
+    columns  of 16 bits of one copy, where the last panel is a part
     """
     page_rows, num_heads, num_pages = sizes
     row, head, page = strides
@@ -80,15 +89,16 @@ def of_pages(
             f"paged_kv_cache: strides of {page} elements a page and {head} a head, over "
             f"{num_pages} pages, are beyond the copy engine's coordinates; use a contiguous cache"
         )
-    if itemsize == 1 or head_dim % _PANEL:
+    if itemsize == 1 or head_dim % PANEL:
         by_rows = of_rows(
-            address, (head_dim, page_rows, count, 1), (row, unit, 0), (rows, 1, 1), itemsize
+            *(address, (head_dim, page_rows, count, 1), (row, unit, 0), (rows, 1, 1)),
+            *(itemsize, columns),
         )
         return by_rows, (by_page, by_head)
-    panels = head_dim // _PANEL
-    dims = _PANEL, _PATTERN_ROWS, panels, page_rows // _PATTERN_ROWS, count
-    in_bytes = 2 * row, 2 * _PANEL, 2 * _PATTERN_ROWS * row, 2 * unit
-    box = _PANEL, _PATTERN_ROWS, panels, rows // _PATTERN_ROWS, 1
+    panels = head_dim // PANEL
+    dims = PANEL, _PATTERN_ROWS, panels, page_rows // _PATTERN_ROWS, count
+    in_bytes = 2 * row, 2 * PANEL, 2 * _PATTERN_ROWS * row, 2 * unit
+    box = PANEL, _PATTERN_ROWS, panels, rows // _PATTERN_ROWS, 1
     return encode(address, dims, in_bytes, box, itemsize), (by_page, by_head)
 
 

@@ -377,9 +377,7 @@ def _most_keys(problem: AttentionProblem, kind: str) -> int:
         return 80 if dim == 64 else 96
     if dim == 64 and has_positions:
         return 96 if problem.prescale_logits or problem.biases_logits else 112
-    if problem.soft_cap and problem.dtype_q is dtypes.bfloat16 and dim == 64:
-        return 112
-    if problem.soft_cap and problem.dtype_q is dtypes.float16 and dim == 128:
+    if problem.soft_cap and (dim == 64 or (problem.dtype_q is dtypes.float16 and dim == 128)):
         return 112
     if problem.biases_logits and (problem.prescale_logits or (dim > 128 and kind == "gathered")):
         return 112

@@ -178,12 +178,12 @@ struct PrefillSm90Consumer {
     const Stage values = after(v);
     // Warps differ in which way they take, and all of a warpgroup must wait for O at one place.
     // mutate: fast-warps-do-not-wait
-    if (!kOverlap) await_output(item_stage.stage, !is_fast);
+    if (!kOverlap) await_output(item_stage.stage);
     if (!is_fast || !softmax.fast_tile(probabilities, s)) {
       softmax.next_tile(probabilities, s, o, item, key_tile, values);
     }
     if (kOverlap) {
-      await_output(item_stage.stage, !is_fast);
+      await_output(item_stage.stage);
       if (unlikely(probabilities.raised)) multiply_rows(o, probabilities.factors);
     }
     commit_probabilities(probabilities);
@@ -304,11 +304,10 @@ struct PrefillSm90Consumer {
   }
 
   // Waits for O. Other warps have set non-finite values of a masked tile to zero; rows that see
-  // such a key get its values here. The marks are read while the product runs. may_be_masked: whether
-  // the product's tile may have needed a mask, if that is known.
-  __device__ __forceinline__ void await_output(int stage, bool may_be_masked = true) {
+  // such a key get its values here. The marks are read while the product runs.
+  __device__ __forceinline__ void await_output(int stage) {
     uint32_t any_nonfinite_key = 0;
-    if (may_be_masked && masked_key >= 0) {
+    if (masked_key >= 0) {
       const Vector16 nonfinite_keys = shared.nonfinite_keys[v.stage];
 #pragma unroll
       for (int word = 0; word < ceil_div(kTileKV, 32); ++word)

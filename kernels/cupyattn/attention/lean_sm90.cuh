@@ -70,6 +70,7 @@ template <typename Traits>
 struct LeanSm90Copier {
   using Item = typename Traits::Item;
   using ItemFacts = typename Traits::ItemFacts;
+  using Maps = typename PrefillSm90Producer<Traits>::Maps;
   static constexpr int kStages = Traits::kStages;
   // Tiles of K or V that are left to copy when a block takes its next item.
   static constexpr int kClaimTiles = 6;
@@ -146,27 +147,28 @@ struct LeanSm90Copier {
     const auto& params = block.all_params;
     const bool is_key = index % 2 == 0;
     constexpr bool kAreAlike = is_same<typename Traits::KTile, typename Traits::VTile>;
+    const Maps keys{params.k, params.k_tail}, values{params.v, params.v_tail};
     if constexpr (kAreAlike && !Traits::kPersistent) {  // by the same instructions
-      copy_boxes<typename Traits::KTile>(is_key ? params.k : params.v,
+      copy_boxes<typename Traits::KTile>(is_key ? keys : values,
                                          is_key ? params.k_units : params.v_units, item, tile);
     } else if (is_key) {
-      copy_boxes<typename Traits::KTile>(params.k, params.k_units, item, tile);
+      copy_boxes<typename Traits::KTile>(keys, params.k_units, item, tile);
     } else {
-      copy_boxes<typename Traits::VTile>(params.v, params.v_units, item, tile);
+      copy_boxes<typename Traits::VTile>(values, params.v_units, item, tile);
     }
     ++copied;
     return true;
   }
 
   template <typename Tile>
-  __device__ __forceinline__ void copy_boxes(const TensorMap& map, const PageUnits& units,
+  __device__ __forceinline__ void copy_boxes(const Maps& maps, const PageUnits& units,
                                              const Item& item, int tile) const {
     const PrefillSm90Producer<Traits> producer{block};
     const uint32_t slot = copied % kStages;
     int page = -1;
     if constexpr (Traits::kPaged) page = producer.page_of_box(item, tile, lane);
     producer.template copy_boxes<Tile, false>(
-        map, units, {shared.ring[slot], shared.empty[slot], shared.full[slot], copied / kStages % 2},
+        maps, units, {shared.ring[slot], shared.empty[slot], shared.full[slot], copied / kStages % 2},
         item, KeyTile{tile, 0}, page, lane);
   }
 };
@@ -236,6 +238,8 @@ struct LeanSm90 {
     ptx::prefetch_tensor_map(params.q);
     ptx::prefetch_tensor_map(params.k);
     ptx::prefetch_tensor_map(params.v);
+    if constexpr (KTile::kHasTail) ptx::prefetch_tensor_map(params.k_tail);
+    if constexpr (VTile::kHasTail) ptx::prefetch_tensor_map(params.v_tail);
     for (int slot = 0; slot < Traits::kSlots; ++slot) {
       init(shared.full_q[slot], 1);
       init(shared.empty_q[slot], 1);
@@ -415,7 +419,9 @@ struct LeanSm90 {
     uint32_t seen[4] = {};
 #pragma unroll
     for (int i = 0; i < VTile::kBytes / 16 / kWarpgroup; ++i) {
-      const Vector16 values = chunks[threadIdx.x + i * kWarpgroup];
+      const int index = threadIdx.x + i * kWarpgroup;
+      if (!VTile::is_copied(index)) continue;
+      const Vector16 values = chunks[index];
       // Zero times a value that is not finite is NaN, and a sum keeps it.
 #pragma unroll
       for (int w = 0; w < 4; ++w) {

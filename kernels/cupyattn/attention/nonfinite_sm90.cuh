@@ -68,6 +68,7 @@ struct PrefillSm90NonFinite {
   __device__ __forceinline__ void zero_nonfinite_values(int stage, int num_keys, int thread) const {
     constexpr int kChunks = VTile::kBytes / (16 * kNonFiniteThreads);
     constexpr int kBatch = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;
+    constexpr bool kHasTail = VTile::kHasTail && !Traits::kGathers;
     static_assert(VTile::kBytes == 16 * kNonFiniteThreads * kChunks && kChunks % kBatch == 0,
                   "batches are whole");
     Vector16* chunks = reinterpret_cast<Vector16*>(shared.v[stage]);
@@ -77,7 +78,9 @@ struct PrefillSm90NonFinite {
       uint32_t seen[4] = {};
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const Vector16 values = chunks[first + i * kNonFiniteThreads];
+        const int index = first + i * kNonFiniteThreads;
+        if (kHasTail && !VTile::is_copied(index)) continue;
+        const Vector16 values = chunks[index];
         // Zero times a value that is not finite is NaN, and a sum keeps it.
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -88,6 +91,7 @@ struct PrefillSm90NonFinite {
 #pragma unroll 1
       for (int index = first; index < first + kBatch * kNonFiniteThreads;
            index += kNonFiniteThreads) {
+        if (kHasTail && !VTile::is_copied(index)) continue;
         zero_nonfinite_chunk<DTypeKV>(chunks[index], shared.nonfinite_keys[stage].word,
                                       VTile::row_at(16 * index), num_keys);
       }

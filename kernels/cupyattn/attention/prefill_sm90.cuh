@@ -96,6 +96,8 @@ struct PrefillSm90 {
     if constexpr (!Traits::kGathers) {
       ptx::prefetch_tensor_map(params.k);
       ptx::prefetch_tensor_map(params.v);
+      if constexpr (Traits::KLoadTile::kHasTail) ptx::prefetch_tensor_map(params.k_tail);
+      if constexpr (Traits::VLoadTile::kHasTail) ptx::prefetch_tensor_map(params.v_tail);
     }
     ptx::prefetch_tensor_map(params.o);
     const auto init = [](uint64_t& barrier, int count) {

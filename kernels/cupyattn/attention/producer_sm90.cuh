@@ -91,22 +91,35 @@ struct PrefillSm90Producer {
 
   __device__ __forceinline__ void copy_keys(Stage& k, const Item& item, const KeyTile& tile,
                                             int page, int lane) const {
-    copy_boxes<typename Traits::KLoadTile, Traits::kRope>(all_params.k, all_params.k_units,
-                                                          key_slot(k), item, tile, page, lane);
+    const Maps maps{all_params.k, all_params.k_tail};
+    copy_boxes<typename Traits::KLoadTile, Traits::kRope>(maps, all_params.k_units, key_slot(k),
+                                                          item, tile, page, lane);
     k.advance();
   }
 
   __device__ __forceinline__ void copy_values(Stage& v, const Item& item, const KeyTile& tile,
                                               int page, int lane) const {
+    const Maps maps{all_params.v, all_params.v_tail};
     copy_boxes<typename Traits::VLoadTile, false>(
-        all_params.v, all_params.v_units, value_slot(v, tile.needs_mask), item, tile, page, lane);
+        maps, all_params.v_units, value_slot(v, tile.needs_mask), item, tile, page, lane);
     v.advance();
   }
+
+  // The map of a tile's panels, and that of the last one if it is a part.
+  struct Maps {
+    const TensorMap &whole, &tail;
+
+    template <typename Tile>
+    __device__ __forceinline__ const TensorMap& of(int panel) const {
+      // mutate: tail-by-whole-boxes
+      return Tile::kHasTail && panel == Tile::kPanels - 1 ? tail : whole;
+    }
+  };
 
   // Copies a tile once its place is free. Rows past the last key become zeros or another request's
   // rows. kInOrder: the pages of rotated keys lie in the order of the table.
   template <typename Tile, bool kInOrder>
-  __device__ __forceinline__ void copy_boxes(const TensorMap& map, const PageUnits& units,
+  __device__ __forceinline__ void copy_boxes(const Maps& maps, const PageUnits& units,
                                              const Place& place, const Item& item,
                                              const KeyTile& tile, int page, int lane) const {
     const Request& request = item.work.request;
@@ -121,7 +134,7 @@ struct PrefillSm90Producer {
       ptx::warp_sync();
       if (lane == 0) {
         if (place.name != nullptr) *place.name = tile;  // mutate: tile-not-named
-        ptx::mbarrier_arrive_expect_tx(lands, Tile::kBytes);
+        ptx::mbarrier_arrive_expect_tx(lands, Tile::kCopiedBytes);
         const int num_keys = item.range.end - first_key;
 #pragma unroll 1
         for (int row = 0; row < Traits::kTileKV; row += Traits::kBoxRows) {
@@ -131,8 +144,8 @@ struct PrefillSm90Producer {
 #pragma unroll
           for (int panel = 0; panel < Tile::kPanels; ++panel) {
             ptx::tensor_copy_4d(destination + panel * Tile::kPanelBytes + row * Tile::kRowBytes,
-                                map, Tile::kPanelColumns * panel, key, kv_head * units.head, 0,
-                                lands);
+                                maps.template of<Tile>(panel), Tile::kPanelColumns * panel, key,
+                                kv_head * units.head, 0, lands);
           }
         }
       }
@@ -146,18 +159,19 @@ struct PrefillSm90Producer {
       await_phase(place.empty, place.parity ^ 1);
       if (lane == 0) {
         if (place.name != nullptr) *place.name = tile;
-        ptx::mbarrier_arrive_expect_tx(lands, Tile::kBytes);
+        ptx::mbarrier_arrive_expect_tx(lands, Tile::kCopiedBytes);
       }
       ptx::warp_sync();
       if (row < Traits::kTileKV) {
         if constexpr (Tile::kIsByPatterns) {
-          ptx::tensor_copy_5d(destination + row * Tile::kPanels * Tile::kRowBytes, map, 0, 0, 0,
-                              at.slot / 8, place_of_page, lands);
+          ptx::tensor_copy_5d(destination + row * Tile::kPanels * Tile::kRowBytes, maps.whole, 0, 0,
+                              0, at.slot / 8, place_of_page, lands);
         } else {
 #pragma unroll
           for (int panel = 0; panel < Tile::kPanels; ++panel) {
             ptx::tensor_copy_4d(destination + panel * Tile::kPanelBytes + row * Tile::kRowBytes,
-                                map, Tile::kPanelColumns * panel, at.slot, place_of_page, 0, lands);
+                                maps.template of<Tile>(panel), Tile::kPanelColumns * panel,
+                                at.slot, place_of_page, 0, lands);
           }
         }
       }

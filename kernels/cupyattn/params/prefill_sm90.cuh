@@ -39,9 +39,11 @@ struct PrefillSm90Params {
   TensorMap k, v;
   // as q
   TensorMap o;
+  // k and v in boxes of the columns that the last panel has, if those are not all
+  TensorMap k_tail, v_tail;
 };
 
-static_assert(sizeof(PrefillSm90Params) == 1088 + 512,
+static_assert(sizeof(PrefillSm90Params) == 1088 + 768,
               "PrefillSm90Params and its mirror in launch/driver/params.py must agree");
 
 }  // namespace cupyattn

@@ -20,6 +20,12 @@ struct PanelTile {
   static constexpr int kBytes = kPanels * kRows * kRowBytes;
   static constexpr int kChunks = kHeadDim * sizeof(Element) / 16;
   static constexpr int kBytesOfLastChunk = 16;
+  // Boxes bring no more columns of the last panel than products take. The rest of it is never
+  // written.
+  static constexpr int kTailColumns = round_up(kHeadDim - (kPanels - 1) * kPanelColumns, 16);
+  static constexpr bool kHasTail = kTailColumns < kPanelColumns;
+  static constexpr int kCopiedBytes =
+      kBytes - (kPanelColumns - kTailColumns) * static_cast<int>(sizeof(Element)) * kRows;
   // Chunks of a row, with those that the last panel lacks.
   static constexpr int kPlaces = 8 * kPanels, kAlign = kPatternBytes;
   // Steps from a panel to the next, and from eight rows to the next eight.
@@ -37,6 +43,12 @@ struct PanelTile {
   // The place of the same chunk `rows` further down, if `rows` and the row share no bit.
   static __device__ __forceinline__ uint32_t further(uint32_t place, int rows) {
     return (place ^ (rows * 16)) + rows * kRowBytes;
+  }
+  // Whether a box brings the 16 bytes at this index.
+  static __device__ __forceinline__ bool is_copied(int index) {
+    constexpr int kTailPlace = (kPanels - 1) * kRows * 8;
+    if constexpr (!kHasTail) return true;
+    return index < kTailPlace || ((index ^ (index >> 3)) & 7) < kTailColumns / 8;
   }
   // The row of the byte at `offset`.
   static __device__ __forceinline__ int row_at(int offset) {
@@ -82,6 +94,8 @@ struct RowTile {
   static constexpr int kBytesOfLastChunk = kHeadDim * sizeof(Element) - 16 * (kChunks - 1);
   static constexpr int kBytes = kRows * kRowBytes, kPanelColumns = kHeadDim, kPanels = 1;
   static constexpr int kPlaces = kChunks, kAlign = 128;
+  static constexpr int kCopiedBytes = kBytes;
+  static constexpr bool kHasTail = false;
   // Steps from eight chunks of a row to the next, and from eight rows to the next eight.
   static constexpr int kPanelBytes = 128, kGroupBytes = 8 * kRowBytes;
   static constexpr bool kIsByPatterns = false;

@@ -136,17 +136,22 @@ void mbarrier_wait_parity(uint32_t address, int parity, Where where) {
   }
 }
 
-// The bytes of a box: fails unless shared memory from `place` on may hold it.
-static uint32_t check_box(uint32_t place, const TensorMap& map, void* code) {
-  uint32_t count = 1;
-  for (uint32_t i = 0; i < map.rank; ++i) count *= map.box[i];
-  const uint32_t row_bytes = map.box[0] * map.element_bytes;
+// The bytes from a row of a box in shared memory to the next: those of the swizzle's pattern, of
+// which shorter rows leave the rest as it is.
+static uint32_t row_pitch(const TensorMap& map) {
   const uint32_t span = 16u << static_cast<uint32_t>(map.swizzle);
-  const uint32_t num_bytes = count * map.element_bytes;
-  // Shorter rows would be filled up: they take as much shared memory as rows of the whole span.
-  if (map.swizzle != Swizzle::none && (row_bytes != span || place % (8 * span) != 0)) {
-    fail(code, "a box with rows of %u bytes goes to %u; wanted %u bytes, on a multiple of %u",
-         row_bytes, place, span, 8 * span);
+  return map.swizzle == Swizzle::none ? map.box[0] * map.element_bytes : span;
+}
+
+// The bytes of shared memory that hold a box: fails unless that from `place` on may.
+static uint32_t check_box(uint32_t place, const TensorMap& map, void* code) {
+  uint32_t rows = 1;
+  for (uint32_t i = 1; i < map.rank; ++i) rows *= map.box[i];
+  const uint32_t row_bytes = map.box[0] * map.element_bytes;
+  const uint32_t pitch = row_pitch(map), num_bytes = rows * pitch;
+  if (map.swizzle != Swizzle::none && (row_bytes > pitch || place % (8 * pitch) != 0)) {
+    fail(code, "a box with rows of %u bytes goes to %u; wanted up to %u bytes, on a multiple of %u",
+         row_bytes, place, pitch, 8 * pitch);
   }
   if (row_bytes % 16 != 0 || place % 128 != 0) {
     fail(code, "misaligned: a box with rows of %u bytes goes to %u", row_bytes, place);
@@ -160,7 +165,9 @@ static uint32_t check_box(uint32_t place, const TensorMap& map, void* code) {
 template <typename Body>
 static void each_element(uint32_t place, const TensorMap& map, const int (&coordinates)[5],
                          uint32_t num_bytes, Body&& body) {
-  for (uint32_t index = 0; index < num_bytes / map.element_bytes; ++index) {
+  const uint32_t pitch = row_pitch(map), rows = num_bytes / pitch;
+  for (uint32_t index = 0; index < rows * map.box[0]; ++index) {
+    const uint32_t offset = index / map.box[0] * pitch + index % map.box[0] * map.element_bytes;
     uint64_t address = map.address;
     bool exists = true;
     uint32_t rest = index;
@@ -172,7 +179,7 @@ static void each_element(uint32_t place, const TensorMap& map, const int (&coord
     }
     if (!exists) continue;
     body(reinterpret_cast<void*>(address),
-         swizzled(place + index * map.element_bytes, map.swizzle) - place);
+         swizzled(place + offset, map.swizzle) - place);
   }
 }
 
@@ -181,13 +188,23 @@ void tensor_copy(uint32_t destination, const TensorMap& map, const int (&coordin
   void* code = EMULATOR_CALLER;
   MBarrier& barrier = find(address, code);
   const uint32_t num_bytes = check_box(destination, map, code);
-  Arrived copy{destination, std::vector<unsigned char>(num_bytes), true};
+  std::vector<unsigned char> bytes(num_bytes);
   each_element(destination, map, coordinates, num_bytes, [&](void* element, uint32_t offset) {
     check_global(element, map.element_bytes, false, code);
-    memcpy(&copy.bytes[offset], element, map.element_bytes);
+    memcpy(&bytes[offset], element, map.element_bytes);
   });
-  start_copy(destination, static_cast<int>(num_bytes), code);
-  barrier.copies.push_back(copy);
+  const uint32_t pitch = row_pitch(map), row_bytes = map.box[0] * map.element_bytes;
+  const uint32_t piece = row_bytes == pitch ? num_bytes : 16;
+  for (uint32_t offset = 0; offset < num_bytes; offset += piece) {
+    // A shorter row is chunks of 16 bytes wherever the pattern puts them.
+    const uint32_t at = swizzled(destination + offset, map.swizzle) - destination;
+    if (offset % pitch >= row_bytes && piece == 16) continue;
+    const uint32_t from = piece == 16 ? at : 0;
+    start_copy(destination + from, static_cast<int>(piece), code);
+    barrier.copies.push_back(Arrived{
+        destination + from,
+        std::vector<unsigned char>(bytes.begin() + from, bytes.begin() + from + piece), true});
+  }
   wake_all(barrier);
 }
 
