@@ -17,7 +17,7 @@ from .core.tracing import untraced
 from .errors import ArgumentError, UnsupportedError
 from .inputs import geometry
 from .inputs.index_arrays import compute
-from .inputs.latent import Dims
+from .inputs.latent import Dims, in_16_bits
 from .page import append_paged_mla_kv_cache
 from .planless.latent import NAMES, Options, repeat_of, run, run_repeat
 from .planless.latent_call import bounded, read_scale
@@ -83,9 +83,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
     a CUDA graph may capture the call and follow their changes.
 
     query   [B, q_len, num_heads, kv_lora_rank + qk_rope_head_dim], float16 or bfloat16 (on the CPU
-            float32 too): the last tokens of each request, causal among themselves. With
-            cum_seq_lens_q [B + 1] any number of rows of each: [rows, num_heads, columns];
-            max_q_len is then the most of one, as far as is known.
+            float32 too), or float8_e4m3fn or float8_e5m2, which a launch turns into 16 bits: the
+            last tokens of each request, causal among themselves. With cum_seq_lens_q [B + 1] any
+            number of rows of each: [rows, num_heads, columns]; max_q_len is then the most of one,
+            as far as is known.
     kv_cache   [num_pages, page_size, columns], with an axis of one head before or behind page_size
             or none; dtype of query or float8_e4m3fn. Any page size.
     workspace_buffer   bytes on a 16-byte boundary; too few are an error that names the need. None,
@@ -110,9 +111,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
     enable_dcp, causal_seqlens_kv_global, return_lse_base   must be False and None; cp_world 1.
     All others are accepted for compatibility.
 
-    Returns out [B, q_len, num_heads, kv_lora_rank], or (out, lse) if `return_lse`. Raises
-    ArgumentError, UnsupportedError or WorkspaceError before anything is written. Semantics:
-    FlashInfer's function of the same name, which runs on Blackwell only.
+    Returns out [B, q_len, num_heads, kv_lora_rank], of query's dtype or, beside fp8, bfloat16; or
+    (out, lse) if `return_lse`. Raises ArgumentError, UnsupportedError or WorkspaceError before
+    anything is written. Semantics: FlashInfer's function of the same name, which runs on Blackwell
+    only.
     """
     is_dense = type(sparse_mla_top_k) is int and sparse_mla_top_k == 0
     is_plain = is_dense and sparse_mla_top_k_lens is causal_seqlens_kv_global is None
@@ -130,6 +132,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     answer = run_repeat(arrays, repeat)
     if answer is not None:
         return answer
+    query, o_dtype = _queries(query, "query", kv_cache, out)
+    arrays = query, *arrays[1:]
     parse.choice(backend, _BACKENDS, "backend")
     geometry.refuse(
         "is not supported",
@@ -167,6 +171,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         causal=is_ragged or q_len > 1,
         is_list=top_k > 0,
         return_lse=parse.flag(return_lse, "return_lse"),
+        o_dtype=o_dtype,
     )
     if top_k:
         _check_lists(block_tables, top_k, is_ragged)
@@ -218,6 +223,8 @@ def xqa_batch_decode_with_kv_cache_mla(
     answer = run_repeat(arrays, repeat)
     if answer is not None:
         return answer
+    query, o_dtype = _queries(query, "query", kv_cache, out)
+    arrays = query, *arrays[1:]
     axes = len(array.view(query, "query").shape)
     if axes == 4:
         one_row = _one_row(query, "query")
@@ -234,6 +241,7 @@ def xqa_batch_decode_with_kv_cache_mla(
         max_kv_len=bounded(max_seq_len, "max_seq_len"),
         output_scale=output_scale,
         causal=False,
+        o_dtype=o_dtype,
     )
     return run((*arrays, scale_q, scale_v), options, repeat)
 
@@ -256,7 +264,7 @@ def xqa_mla(
 ) -> Any:
     """Latent attention of one token of each request, in XQA's form.
 
-    q           [B, 1, num_heads, 576], float16 or bfloat16.
+    q           [B, 1, num_heads, 576]; dtypes as there.
     k_cache     [num_pages, page_size, 1, 576], or as `trtllm_batch_decode_with_kv_cache_mla` has
                 kv_cache; v_cache the same array, or its first 512 columns: a value is part of its
                 key.
@@ -268,8 +276,8 @@ def xqa_mla(
     workspace_buffer  as in `trtllm_batch_decode_with_kv_cache_mla`; semaphores, sm_count and
                 enable_pdl are accepted for compatibility.
 
-    Returns None where `output` is given, else the output. Errors as there. Semantics: FlashInfer's
-    function of the same name, which runs on SM120 only, for 128 heads of fp8.
+    Returns None where `output` is given, else the output, as there. Errors likewise. Semantics:
+    FlashInfer's function of the same name, which runs on SM120 only, for 128 heads of fp8.
     """
     repeat = None
     if v_cache is k_cache:
@@ -281,6 +289,8 @@ def xqa_mla(
     answer = run_repeat(arrays, repeat)
     if answer is not None:
         return answer if output is None else None
+    q, o_dtype = _queries(q, "q", k_cache, output)
+    arrays = q, *arrays[1:]
     vk, vv = array.view(k_cache, "k_cache"), array.view(v_cache, "v_cache")
     if vk.ptr != vv.ptr or vk.shape[:-1] != vv.shape[:-1]:
         raise ArgumentError(
@@ -301,13 +311,19 @@ def xqa_mla(
             )
     options = Options(
         _XQA, Dims(512, 64), sm_scale * output_scale, q_axes=(4,), output_scale=output_scale,
-        causal=False,
+        causal=False, o_dtype=o_dtype,
     )  # fmt: skip
     if output is not None and len(array.view(output, "output").shape) == 3:
         options, repeat = options._replace(q_axes=(3,)), None
         arrays = _one_row(q, "q"), *arrays[1:]
     answer = run((*arrays, scale_q), options, repeat)
     return answer if output is None else None
+
+
+def _queries(query: Any, name: str, keys: Any, out: Any) -> tuple[Any, Any]:
+    """Queries that kernels take, and the dtype of the answer where query and out do not tell."""
+    found = in_16_bits(query, name, keys)
+    return found, None if found is query or out is not None else "bfloat16"
 
 
 def _table_of_keys(block_tables: Any) -> Any:

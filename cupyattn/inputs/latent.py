@@ -15,10 +15,11 @@ from .. import array
 from ..array import ArrayView
 from ..array.match import require_contiguous_last, require_same_dtype
 from ..core.device import device_props
-from ..core.dtypes import float8_e4m3fn
+from ..core.dtypes import float8_e4m3fn, float16
 from ..errors import ArgumentError
 from ..launch.attention import tma_wide
 from ..launch.driver import params
+from ..launch.ops import copy_rows
 from ..reference.latent_rows import NUM_BYTES
 
 
@@ -113,6 +114,25 @@ def view_scaled_rows(x: Any, dims: Dims, name: str) -> Parts:
     for part in parts:
         part.dtype = float8_e4m3fn
     return Parts(parts[0], parts[1], (name, name), offset)
+
+
+def in_16_bits(q: Any, name: str, keys: Any) -> Any:
+    """Queries of fp8 as 16 bits, which hold them exactly: of the type of 16-bit keys, else float16.
+    Others stay as they are. They are few beside the keys that they are multiplied by."""
+    v = array.view(q, name)
+    if not v.dtype.is_fp8:
+        return q
+    dtype = array.view(keys, "kv_cache").dtype
+    made = array.empty(v.shape, dtype if dtype.is_float16 else float16, v)
+    target = array.view(made, name)
+    if v.device.kind == "cpu":
+        array.as_numpy(target)[...] = array.as_numpy(v).astype(target.dtype.numpy)
+    else:
+        require_contiguous_last(v, name)
+        array.acquire(target, v)
+        copy_rows.launch([(v, target)], array.current_stream(target))
+        array.release(target, v)
+    return array.deliver(made, v)
 
 
 def as_pages(parts: Parts, page_size: int | None) -> Parts:

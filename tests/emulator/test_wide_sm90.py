@@ -294,6 +294,22 @@ def test_outputs_of_fp8(heads: int) -> None:
         np.testing.assert_allclose(*found, rtol=0.13, atol=0.01)
 
 
+def test_queries_of_fp8() -> None:
+    """A launch turns them into 16 bits."""
+    rng = np.random.default_rng(1)
+    kind = np.dtype(ml_dtypes.float8_e4m3fn)
+    q = rng.standard_normal((2, 1, 16, 576)).astype(kind)
+    pool = rng.standard_normal((9, 16, 576)).astype(kind)
+    table, lens = np.arange(8, dtype=np.int32).reshape(2, 4), np.array([61, 20], np.int32)
+    given = pool, None, 128, 512, 64, table, lens, 64
+    wanted = mla.trtllm_batch_decode_with_kv_cache_mla(q, *given, bmm1_scale=0.07)
+    with gpu.plugged_in(num_sms=4) as emulated:
+        got = mla.trtllm_batch_decode_with_kv_cache_mla(q, *given, bmm1_scale=0.07)
+        assert next(x.name for x in emulated.launches) == "copy_rows"
+    got, wanted = (x.astype(np.float32) for x in (got, wanted))
+    np.testing.assert_allclose(got, wanted, atol=6e-3, rtol=8e-3)
+
+
 def test_without_lse() -> None:
     check(replace(BASE, has_lse=False))
 

@@ -373,6 +373,26 @@ def test_answers_of_flash_mla_sparse_fwd(xp: ModuleType, count: int, width: int)
             np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5)
 
 
+@pytest.mark.parametrize("heads", [16, 128])
+def test_fp8_queries(xp: ModuleType, heads: int) -> None:
+    if xp.__name__ != "torch":
+        pytest.skip("CuPy has no fp8 of its own")
+    rng, kind = np.random.default_rng(heads), dtypes.float8_e4m3fn.numpy
+    q = rng.standard_normal((3, 2, heads, 576)).astype(kind)
+    pool = rng.standard_normal((30, 64, 576)).astype(kind)
+    table, lens = rng.permutation(30).reshape(3, 10), np.array([600, 2, 77])
+    tables = [x.astype(np.int32) for x in (table, lens)]
+    answers = []
+    for module in (np, xp):
+        queries, keys, *ints_of = (upload(x, module) for x in (q, pool, *tables))
+        memory = None if module is np else workspace(xp)
+        answer = mla.trtllm_batch_decode_with_kv_cache_mla(
+            queries, keys, memory, 128, 512, 64, *ints_of, 640, bmm1_scale=SCALE
+        )
+        answers.append(download(answer).astype(np.float32))
+    np.testing.assert_allclose(*answers, atol=6e-3, rtol=1e-2)
+
+
 def test_heads_of_latent_keys(xp: ModuleType) -> None:
     rng = np.random.default_rng(9)
     q = rng.standard_normal((2, 3, 16, 576)).astype(np.float16)

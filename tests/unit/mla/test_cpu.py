@@ -231,6 +231,29 @@ def test_forms_of_the_lse_and_of_tables() -> None:
         call(table, lens, 16, lse=np.zeros((4, 6), np.float32))
 
 
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("keys", ["float8_e4m3fn", "float16"])
+def test_queries_of_fp8(kind: str, keys: str) -> None:
+    """16 bits hold them, so answers are those of queries that were cast."""
+    rng = np.random.default_rng(9)
+    q = rng.standard_normal((2, 1, 4, 576)).astype(dtypes.parse(kind).numpy)
+    pool = rng.standard_normal((4, 8, 576)).astype(dtypes.parse(keys).numpy)
+    table, lens = np.array([[2, 0], [1, 3]], np.int32), np.array([11, 16], np.int32)
+    given = pool, None, 128, 512, 64, table, lens, 16
+    for call in (
+        mla.trtllm_batch_decode_with_kv_cache_mla, mla.xqa_batch_decode_with_kv_cache_mla
+    ):  # fmt: skip
+        wanted = call(q.astype(np.float16), *given, bmm1_scale=SCALE)
+        got = call(q, *given, bmm1_scale=SCALE)
+        assert got.dtype == dtypes.bfloat16.numpy
+        np.testing.assert_allclose(got.astype(np.float32), wanted, rtol=8e-3, atol=1e-3)
+        mine = np.zeros(wanted.shape, np.float16)
+        call(q, *given, bmm1_scale=SCALE, out=mine)
+        np.testing.assert_array_equal(mine, wanted)
+    got = mla.xqa_mla(q, pool, pool, table, lens, q_scale=SCALE)
+    assert got.dtype == dtypes.bfloat16.numpy
+
+
 @pytest.mark.parametrize("axes", [3, 4])
 def test_xqa_answers_in_the_axes_of_the_query(axes: int) -> None:
     q = np.random.default_rng(7).standard_normal((2, 1, 4, 576)).astype(np.float32)
