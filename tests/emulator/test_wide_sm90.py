@@ -14,6 +14,7 @@ import pytest
 from helpers.share import one_of, slow_unless
 
 from cupyattn import flash_mla, mla
+from cupyattn.launch.attention import batch
 from cupyattn.launch.tiles import wide_sm90
 
 from . import gpu, wide
@@ -141,6 +142,24 @@ def test_lists_of_one_length_need_no_plan(heads: int, tokens: int, width: int) -
             assert ("merge_splits" in names) == is_split
             np.testing.assert_allclose(got[0].astype(np.float64), wanted[0], atol=4e-3)
             np.testing.assert_allclose(got[2], wanted[2], atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [130, 700])
+def test_lists_of_more_tiles_than_a_grid_has(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take several launches, and one merge."""
+    rng = np.random.default_rng(width)
+    q = rng.standard_normal((5, 24, 576)).astype(np.float16)
+    kv = rng.standard_normal((500, 1, 576)).astype(np.float16)
+    lists = rng.integers(-100, 500, (5, 1, width)).astype(np.int32)
+    wanted = flash_mla.flash_mla_sparse_fwd(q, kv, lists, 192**-0.5)
+    monkeypatch.setattr(batch, "MAX_GRID_YZ", 2)
+    with gpu.plugged_in(num_sms=40, seed=width) as emulated:
+        got = flash_mla.flash_mla_sparse_fwd(q, kv, lists, 192**-0.5)
+    names = [launch.name for launch in emulated.launches]
+    assert names.count("plan_batch") == 0 and names.count("merge_splits") == (width > 130)
+    assert len(names) - names.count("merge_splits") >= 3
+    np.testing.assert_allclose(got[0].astype(np.float64), wanted[0], atol=4e-3)
+    np.testing.assert_allclose(got[2], wanted[2], atol=1e-4)
 
 
 ORDINARY = Case(qo_len=(9, 40), kv_len=(70, 130), num_heads=4, kv_heads=2, head_dims=(512, 512))

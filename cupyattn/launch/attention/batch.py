@@ -325,7 +325,7 @@ class BatchLauncher:
         rows, shape = self.choose(Keys.equal(count, kv_len), 1, Splitting())
         tiles = self._kernels.get(rows).kinds[0]
         num_tiles = count * -(-self.group_size // shape.tile_q)
-        if not tiles.reads_uniform or num_tiles > MAX_GRID_YZ:
+        if not tiles.reads_uniform:
             return None
         of_lists = num_tiles, kv_len, self.num_kv_heads, self.group_size
         splits = equal_splits(*of_lists, shape, splitting)
@@ -333,9 +333,12 @@ class BatchLauncher:
         state_rows = num_tiles * splits * tiles.tile_q if is_split else 0
         reserved = Reserved(num_tiles * splits, 0, num_tiles * is_split, 0, state_rows)
         part, _, workspace_bytes = self._layout.part(rows, reserved, 0, 0)
-        (launch, first), *_ = part.launches
-        grid = self.num_kv_heads, num_tiles, splits
-        part = replace(part, launches=((launch._replace(grid=grid), first),))
+        (launch, _), *_ = part.launches
+        launches = []
+        for first in range(0, num_tiles, MAX_GRID_YZ):
+            grid = self.num_kv_heads, min(num_tiles - first, MAX_GRID_YZ), splits
+            launches.append((launch._replace(grid=grid), first))
+        part = replace(part, launches=tuple(launches))
         uniform = Uniform(1, kv_len, num_tiles, splits)
         return BatchSchedule(_NO_MERGES, workspace_bytes, (part,), longest=kv_len, uniform=uniform)
 
