@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
+from ..array import ArrayView
 from ..array.match import are_rows_aligned
 from ..core import dtypes
 from ..inputs import row_mask
@@ -18,7 +19,7 @@ from ..launch.attention.layout import ANY_BATCH_BYTES
 from ..launch.attention.pad_lse import Padding
 from ..launch.attention.plan_batch import DevicePlan, Lengths
 from ..launch.driver import params
-from .check import Call
+from .check import Arrays, Call
 
 _MAX_BOUND = 256
 
@@ -118,6 +119,21 @@ class Prepared:
         return found
 
 
+@dataclass(slots=True, eq=False)
+class _InParts(Prepared):
+    """Of more requests than a block plans: one launch after the other, in the same workspace.
+
+    parts  for each of them bytes to add to the addresses of all arrays, and what it launches
+    """
+
+    parts: tuple[tuple[tuple[int, ...], Prepared], ...] = ()
+
+    def launch(self, addresses: Sequence[int], stream: int) -> None:
+        for shifts, part in self.parts:
+            of_part = [x and x + shift for x, shift in zip(addresses, shifts, strict=True)]
+            part.launch(of_part, stream)
+
+
 def prepare(call: Call, have: int | None = None) -> Prepared:
     """What a call launches. have: bytes of its workspace, which a plan of fewer parts may need."""
     prepared = _prepare(call, ANY_BATCH_BYTES)
@@ -140,7 +156,12 @@ def _prepare(call: Call, most_bytes: int) -> Prepared:
     prescale_logits = is_scaled or scales.logits <= 0.0
     variant = Variant(is_aligned, prescale_logits, call.mask is not None)
     launcher = call.geometry.launcher(variant)
-    plan = plan_of(launcher, call.lengths, most_bytes)
+    count = call.lengths.num_requests
+    size = _requests_of_a_part(call, launcher)
+    lengths, lse_shape, num_rows = call.lengths, call.lse_shape, vq.shape[0]
+    if size < count:
+        lengths, lse_shape, num_rows = _part(call, size)
+    plan = plan_of(launcher, lengths, most_bytes)
     lse_strides = None if vlse is None else vlse.strides
     packed = params.STRIDES.pack(
         *vq.strides[:2], *keys.strides[:4], *vout.strides[:2], 0, 0, *keys.strides[4:]
@@ -153,17 +174,19 @@ def _prepare(call: Call, most_bytes: int) -> Prepared:
         NO_BITS,
         plan.num_bytes,
         packed,
-        vq.shape[0],
+        num_rows,
         keys.size,
         scales.logits,
         scales.output,
         has_scales=is_scaled or scales.views[2] is not None,
         scales_by_head=scales.by_head,
-        lse_shape=call.lse_shape,
+        lse_shape=lse_shape,
     )
     prepared = of_lengths(
-        prepared, plan, vq.shape[0], keys.size, call.lse_shape, lse_strides, call.pads_lse
+        prepared, plan, num_rows, keys.size, lse_shape, lse_strides, call.pads_lse
     )
+    if size < count:
+        return _in_parts(call, prepared, size, lse_strides, most_bytes)
     if call.mask is None:
         return prepared
     mask, num_bytes = row_mask.bits_of(call.mask, vq.shape[0]), prepared.num_bytes
@@ -172,6 +195,76 @@ def _prepare(call: Call, most_bytes: int) -> Prepared:
         mask = MaskBits(num_bytes, packed_bytes // vq.shape[0], packed_bytes)
         num_bytes += packed_bytes
     return replace(prepared, mask=mask, num_bytes=num_bytes)
+
+
+def _requests_of_a_part(call: Call, launcher: BatchLauncher) -> int:
+    """How many requests are planned at once: all where they are few, or cannot be taken apart."""
+    count, indices = call.lengths.num_requests, call.indices
+    has_rows = indices.qo_offsets is not None or call.lengths.qo_len > 0
+    if call.mask is not None or not has_rows:
+        return count
+    num_parts = -(-count // plan_batch.most_requests(launcher.device_index))
+    return -(-count // num_parts) if count else 0
+
+
+def _part(call: Call, count: int) -> tuple[Lengths, tuple[int, ...], int]:
+    """The lengths of so many of the requests, the shape of their LSE, and the rows of q that they
+    are among."""
+    num_rows = call.q.shape[0]
+    if call.indices.qo_offsets is None:
+        num_rows = count * call.lengths.qo_len
+    lengths = call.lengths._replace(num_requests=count, num_rows=num_rows)
+    return lengths, (count if call.pads_lse else num_rows, *call.lse_shape[1:]), num_rows
+
+
+def _in_parts(
+    call: Call,
+    first: Prepared,
+    size: int,
+    lse_strides: Sequence[int] | None,
+    most_bytes: int,
+) -> Prepared:
+    """What a call launches whose first `size` requests launch `first`."""
+    count, steps = call.lengths.num_requests, _steps(call)
+    parts = []
+    for begin in range(0, count, size):
+        lengths, lse_shape, num_rows = _part(call, min(size, count - begin))
+        part = first
+        if lengths.num_requests < size:
+            plan = plan_of(first.launcher, lengths, most_bytes)
+            rest = num_rows, first.num_keys, lse_shape, lse_strides, call.pads_lse
+            part = of_lengths(first, plan, *rest)
+        parts.append((tuple(begin * step for step in steps), part))
+    known = {f.name: getattr(first, f.name) for f in fields(first) if f.name != "bound"}
+    known |= {"num_bytes": max(part.num_bytes for _, part in parts), "lse_shape": call.lse_shape}
+    known["num_rows"] = call.q.shape[0]
+    return _InParts(**known, parts=tuple(parts))
+
+
+def _steps(call: Call) -> tuple[int, ...]:
+    """Bytes from a request to the next one, in the order of Arrays; 0 for what all share."""
+    indices, lengths, vout, vlse = call.indices, call.lengths, call.out, call.lse
+    assert vout is not None
+    tokens = 0 if indices.qo_offsets is not None else lengths.qo_len
+
+    def step(v: ArrayView | None, count: int = 1) -> int:
+        return 0 if v is None else count * v.strides[0] * v.dtype.itemsize
+
+    def scale(v: ArrayView | None) -> int:
+        return step(v) if v is not None and len(v.shape) == 2 else 0
+
+    table = call.block_tables if not call.has_table_offsets else None
+    at = {
+        "q": step(call.q, tokens),
+        "block_tables": step(table),
+        "out": step(vout, tokens),
+        "lse": step(vlse, 1 if call.pads_lse else tokens),
+        "alibi_slopes": 4 * lengths.slope_step,
+        **dict(zip(("scale_q", "scale_k", "scale_v"), map(scale, call.scales.views), strict=True)),
+    }
+    for name in ("kv_lens", "qo_lens", "qo_offsets", "kv_offsets", "kv_begin"):
+        at[name] = step(getattr(indices, name))
+    return tuple(at.get(name, 0) for name in Arrays._fields)
 
 
 @functools.lru_cache(maxsize=1024)

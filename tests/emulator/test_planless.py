@@ -11,6 +11,8 @@ from helpers.planless_calls import Call
 from helpers.planless_cases import ENTRIES, PROBLEMS, Case, Problem, random_case
 from helpers.share import one_of
 
+from cupyattn.launch.attention import plan_batch
+
 from . import gpu
 from .run import emulate
 
@@ -62,6 +64,33 @@ def test_many_rows_of_other_head_dims(dim: int) -> None:
     case = replace(BASE, entry="trtllm_batch_context_with_kv_cache", problem=problem, form="steps")
     emulated = run(replace(case, qo_len=(70, 0, 90), kv_len=(300, 40, 95)))
     assert emulated.has_launched("prefill_sm90")
+
+
+@pytest.mark.parametrize("index", one_of(4, range(COUNT)))
+def test_random_calls_in_parts(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more requests than a block plans, of which there are two here."""
+    monkeypatch.setattr(plan_batch, "most_requests", lambda device: 2)
+    most = 0
+    for seed in range(index, index + 6 * COUNT, COUNT):
+        case = random_case(seed)
+        if not case.tree and len(case.qo_len) > 2:
+            names = [launch.name for launch in run(case, seed=seed % 3).launches]
+            most = max(most, names.count("plan_batch"))
+    assert most > 2
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_each_entry_point_in_parts(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_batch, "most_requests", lambda device: 2)
+    form = "steps" if "context" in entry else "uniform"
+    case = replace(BASE, entry=entry, form=form, qo_len=(1,) * 5, kv_len=(600, 0, 33, 7, 90))
+    if entry.startswith("cudnn"):
+        case = replace(case, kv_layout="HND")
+    if entry == "cudnn_batch_prefill_with_kv_cache":
+        case = replace(case, form="lens", qo_len=(3, 0, 40, 2, 9))
+    names = [launch.name for launch in run(case).launches]
+    # The calls are made twice, the second time from the cache.
+    assert names.count("plan_batch") == 6
 
 
 def test_a_decode_is_two_launches() -> None:

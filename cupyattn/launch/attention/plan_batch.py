@@ -131,13 +131,18 @@ class _Kind(NamedTuple):
     tiles: TileConfig
 
 
+def most_requests(device_index: int) -> int:
+    """The most requests that a block of this device plans."""
+    shared_bytes = device_props(device_index).max_smem_per_block
+    return int((shared_bytes - _SHARED_BYTES) // _BYTES_A_REQUEST)
+
+
 @functools.lru_cache(maxsize=1024)
 def _kind(launcher: BatchLauncher, rows: str, config: jit.Config) -> _Kind:
     props = device_props(launcher.device_index)
     shared_bytes = props.max_smem_per_block
     function = load_function("plan_batch", config, launcher.device_index, shared_bytes)
-    most = (shared_bytes - _SHARED_BYTES) // _BYTES_A_REQUEST
-    return _Kind(function, most, launcher.tiles(rows))
+    return _Kind(function, most_requests(launcher.device_index), launcher.tiles(rows))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -268,8 +268,6 @@ def test_calls_that_do_not_fit_are_refused_after_good_ones(gpu: Gpu, make: Make)
     ):
         with pytest.raises(ArgumentError, match=message):
             calls(good | {name: other[name]})
-    with pytest.raises(UnsupportedError, match="requests; at most"):
-        calls(calls.arguments(13_000, 1, 80))
     small = {"workspace_buffer": calls.space[: 1 << 15]}
     calls(calls.arguments(3, 1, 80) | small)
     gpu.launches.clear()
@@ -284,6 +282,40 @@ def test_calls_that_do_not_fit_are_refused_after_good_ones(gpu: Gpu, make: Make)
         with pytest.raises(ArgumentError, match="lse: shape"):
             calls(good | {"lse": lse, "return_lse": True})
     assert not gpu.launches
+
+
+@pytest.mark.parametrize("variant", ["decode", "xqa", "context", "ragged rows", "cudnn decode"])
+def test_more_requests_than_a_block_plans(gpu: Gpu, make: Make, variant: str) -> None:
+    """They are planned and served in parts, in the same workspace."""
+    entry, changes = VARIANTS[variant]
+    calls = Calls(make, entry, **changes)
+    count = 13_000
+    rows = count if variant in DECODES else 80
+    arguments = calls.arguments(count, 1, rows)
+    for _ in range(2):
+        gpu.launches.clear()
+        calls(arguments)
+        planners = [x for x in gpu.launches if x.kernel == "plan_batch"]
+        attentions = gpu.attentions()
+        assert len(planners) == len(attentions) == 2 == len(gpu.launches) // 2
+        first, second = (unpack(x.params) for x in attentions)
+        moved = {name for name in first if first[name] != second[name]}
+        if variant in DECODES:
+            assert moved == {"q", "o", "kv_indices"}
+            size = 2 * HQ * D * count // 2
+            assert second["q"] - first["q"] == second["o"] - first["o"] == size
+            assert second["kv_indices"] - first["kv_indices"] == 4 * count // 2
+        else:
+            assert moved == ({"kv_indices"} if variant == "context" else set())
+        lens = [struct.unpack_from("<4Q", x.params) for x in planners]
+        assert all(b - a == 4 * count // 2 for a, b in zip(*lens, strict=True) if a)
+
+
+def test_requests_that_cannot_be_taken_apart(gpu: Gpu, make: Make) -> None:
+    calls = Calls(make, "trtllm_batch_decode_with_kv_cache", q_len_per_req=1)
+    calls.changes["mask"] = lambda make: make(13_000, 1, dtype="uint8")
+    with pytest.raises(UnsupportedError, match="requests; at most"):
+        calls(calls.arguments(13_000, 1, 13_000))
 
 
 def test_a_cached_call_runs_few_functions(gpu: Gpu, make: Make) -> None:
