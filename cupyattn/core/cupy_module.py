@@ -32,6 +32,27 @@ def cupy_module() -> Any:
     return cupy
 
 
+class _RawStream:
+    """What CuPy takes a stream of another library from."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+@functools.lru_cache(maxsize=64)
+def as_stream(pointer: int) -> Any:
+    """A raw stream, for a `with` statement: kernels run on it, and memory is in its order."""
+    cuda = cupy_module().cuda
+    if pointer == 0:
+        return cuda.Stream.null
+    if hasattr(cuda.Stream, "from_external"):
+        return cuda.Stream.from_external(_RawStream(pointer))
+    return cuda.ExternalStream(pointer)
+
+
 def _give_cache_folder() -> None:
     """CuPy makes a cache folder while it is imported, and fails where the home is read-only."""
     folder = Path(os.path.expanduser("~/.cupy/kernel_cache"))

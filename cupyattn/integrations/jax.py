@@ -16,7 +16,7 @@ from typing import Any
 from .. import cascade, dot_product, mla, page
 from ..array import CPU, ArrayView, Device, as_cupy, as_numpy
 from ..core import dtypes
-from ..core.cupy_module import cupy_module
+from ..core.cupy_module import as_stream, cupy_module
 from ..core.recording import Recording, spoil
 from ..errors import ArgumentError, UnsupportedError
 from ..inputs.workspace import on_device
@@ -323,7 +323,7 @@ class _GpuCall:
         self._index, self._stream = _owner((*inputs, *outputs)), stream
         self._has_run = False
         self._recording: Recording | None = None
-        with on_device(self._index), _stream(stream):
+        with on_device(self._index), as_stream(stream):
             arrays = ([_as_cupy(x, self._index) for x in xs] for xs in (inputs, outputs))
             self._call = _prepare(frame.text(), *arrays)
 
@@ -332,7 +332,7 @@ class _GpuCall:
         if made is not None and made.is_whole:
             enqueue_again(made, self._index, self._stream)
             return
-        with on_device(self._index), _stream(self._stream):
+        with on_device(self._index), as_stream(self._stream):
             if self._has_run and made is None:
                 with Recording() as made:
                     self._call()
@@ -351,25 +351,6 @@ def _owner(buffers: Sequence[Buffer]) -> int:
     runtime = cupy_module().cuda.runtime
     owned = next((x.ptr for x in buffers if x.ptr), 0)
     return int(runtime.pointerGetAttributes(owned).device) if owned else 0
-
-
-class _XlaStream:
-    """What CuPy takes a stream of another library from."""
-
-    def __init__(self, pointer: int) -> None:
-        self._pointer = pointer
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._pointer
-
-
-@functools.lru_cache(maxsize=64)
-def _stream(pointer: int) -> Any:
-    """XLA's stream as CuPy's current one: kernels run on it, and scratch memory is in its order."""
-    stream = cupy_module().cuda.Stream
-    if pointer == 0:
-        return stream.null
-    return stream.from_external(_XlaStream(pointer))
 
 
 def _as_numpy(buffer: Buffer) -> Any:

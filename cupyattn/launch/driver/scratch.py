@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 
 from ...array import ArrayView
 from ...core import recording
+from ...core.cupy_module import as_stream, cupy_module
 from .enqueue import cuda
 
 Allocate = Callable[[int], tuple[int, object]]
@@ -106,10 +107,9 @@ def workspace(
 
 def _allocate_on(num_bytes: int, device_index: int, stream: int) -> tuple[int, object]:
     """Memory from CuPy's pool of this stream: only later launches on it get what is let go."""
-    import cupy
-
-    with cupy.cuda.Device(device_index), cupy.cuda.ExternalStream(stream, device_index):
-        memory = cupy.cuda.alloc(num_bytes)
+    api = cuda()
+    with api.Device(device_index), as_stream(stream):
+        memory = api.alloc(num_bytes)
     return memory.ptr, memory
 
 
@@ -145,8 +145,6 @@ def _counters_of(device_index: int, stream: int) -> tuple[int, object]:
 def _make(device_index: int, stream: int) -> tuple[int, object]:
     """Counters that are zeroed on their stream, in memory that only later launches on it get once
     it is let go."""
-    import cupy
-
-    with cupy.cuda.Device(device_index), cupy.cuda.ExternalStream(stream, device_index):
-        made = cupy.zeros(_CAPACITY, cupy.uint32)
+    with cuda().Device(device_index), as_stream(stream):
+        made = cupy_module().zeros(_CAPACITY, "uint32")
     return made.data.ptr, made

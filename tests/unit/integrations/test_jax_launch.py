@@ -34,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.Gpu:
     made = fake_gpu.pretend(monkeypatch)
     fake_gpu.forget()
     monkeypatch.setattr(door, "_owner", lambda buffers: 0)
-    monkeypatch.setattr(door, "_stream", lambda pointer: contextlib.nullcontext())
+    monkeypatch.setattr(door, "as_stream", lambda pointer: contextlib.nullcontext())
     monkeypatch.setattr(door, "_calls", {})
     # Tensor maps are made by libcuda, which need not be here.
     monkeypatch.setattr(latent, "_boxes", lambda pages: None)
