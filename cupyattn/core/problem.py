@@ -18,7 +18,10 @@ POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 MASK_FORMS = ("whole", "rows", "runs", "expression")
 MAX_HEAD_DIM = 256
 # Head dims of q and k, and of v, beyond that; and latent and rope columns of latent attention.
-WIDE_HEAD_DIMS = (256, 512), (512, 512), (512, 256)
+# Those of heads that one warp cannot hold.
+WIDE_HEAD_DIMS = tuple(
+    (qk, vo) for vo in (512, 256) for qk in range(64, 513, 64) if max(qk, vo) > MAX_HEAD_DIM
+)
 # Scales of latent keys of fp8: one for all, one for each token, or four in rows of 656 bytes, whose
 # rope columns are bfloat16 (reference/latent_rows.py); as in attention/wide_sm90_traits.cuh.
 KEY_SCALES = ("", "tokens", "rows")
@@ -153,15 +156,16 @@ class AttentionProblem:
                     f"{wanted}"
                 )
         elif dims not in WIDE_HEAD_DIMS:
-            wanted = ", ".join(f"({a}, {b})" for a, b in WIDE_HEAD_DIMS)
+            wanted = "a multiple of 64 up to 512 and 512 or 256"
             is_qk = dims[0] > MAX_HEAD_DIM and dims[0] not in {a for a, _ in WIDE_HEAD_DIMS}
             label, dim, other = ("qk", *dims) if is_qk else ("vo", *dims[::-1])
             raise UnsupportedError(
                 f"head_dim_{label}: {dim} is not supported beside {other}; wanted head dims that "
                 f"are multiples of 8 from 8 to {MAX_HEAD_DIM}, or (qk, vo) of {wanted}"
             )
-        if self.pos_encoding == "ROPE_LLAMA":
+        if self.pos_encoding == "ROPE_LLAMA" and (self.latent or self.dtype_kv.is_fp8):
+            what = "latent keys" if self.latent else f"keys of {self.dtype_kv}"
             raise UnsupportedError(
                 f"pos_encoding_mode: ROPE_LLAMA is not supported with head dims {dims[0]} and "
-                f"{dims[1]}; rotate q and k before the call"
+                f"{dims[1]} of {what}; rotate q and k before the call"
             )

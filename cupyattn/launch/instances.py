@@ -179,7 +179,8 @@ def problem_of(
         return None
     q, kv = kinds
     problem = AttentionProblem(q, kv, q, *dims, aligned=aligned, paged=has_pages, **fields)
-    return None if problem.is_wide and problem.pos_encoding == "ROPE_LLAMA" else problem
+    is_rotated = problem.is_wide and problem.pos_encoding == "ROPE_LLAMA"
+    return None if is_rotated and kv.is_fp8 else problem
 
 
 def instances(selections: Iterable[Selection], arch: str) -> list[Instance]:

@@ -33,7 +33,7 @@ _OUTPUTS = (*_HALF, dtypes.float32, dtypes.float8_e4m3fn, dtypes.float8_e5m2)
 _HOPPER_KERNELS = "portable, `prefill_sm90`, `wide_sm90`, `wide_decode_sm90`"
 # The head dims of the table of kernels, for all multiples of 8.
 _NARROW = (64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (192, 128), (256, 128), (256, 256)
-_DIMS = *_NARROW, *WIDE_HEAD_DIMS
+_DIMS = *_NARROW, (256, 512), (512, 512), (512, 256), (64, 512)
 _HEAD = """# Support matrix
 
 Made from the code by `python -m docs.tools`; a test holds it against the code.
@@ -87,11 +87,11 @@ def _dtypes() -> str:
 
 
 def _head_dims() -> str:
-    wide = ", ".join(f"{qk}/{vo}" for qk, vo in WIDE_HEAD_DIMS)
+    wide = f"q·k a multiple of 64 up to {max(WIDE_HEAD_DIMS)[0]}, v 512 or 256"
     latent = ", ".join(f"{a} + {b}" for a, b in LATENT_HEAD_DIMS)
     rows = (
         ("q·k and v", f"any two multiples of 8 from 8 to {MAX_HEAD_DIM}"),
-        ("with RoPE inside attention", "q·k a multiple of 16"),
+        ("with RoPE inside attention", "q·k a multiple of 16; wide over keys of 16 bits"),
         ("wide, q·k / v", wide),
         ("latent + rope columns", latent),
         ("query heads to key heads", "any ratio"),

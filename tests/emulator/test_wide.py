@@ -191,6 +191,16 @@ def test_one_wide_request() -> None:
             assert answer.launches[0].name == ("wide_sm80" if is_portable else "wide_sm90")
 
 
+def test_one_wide_request_that_is_rotated() -> None:
+    """Its angles are those of the reference; a key of another position would be far off."""
+    dims = {"head_dim_qk": 512, "head_dim_vo": 512, "num_kv_heads": 1, "group": 3}
+    for qo_len in (1, 30):
+        case = replace(gpu_cases.PLAIN, qo_len=qo_len, kv_len=90, causal=True, **dims)  # type: ignore[arg-type]
+        answer = run.single(replace(case, pos_encoding_mode="ROPE_LLAMA"))
+        answer.check()
+        assert answer.launches[0].name == "wide_sm80"
+
+
 def test_a_wrapper_for_graphs() -> None:
     """Its work list has room for batches that need more: what is spare does nothing."""
     with gpu.plugged_in(num_sms=8, is_portable=True) as emulated:

@@ -614,7 +614,8 @@ class BatchLauncher:
                     steps.append((launch, planned, maps))
             if part.merge is not None:
                 merges.append((part.merge, planned, None))
-        return BoundRun(in_order(steps, merges), self.device_index, rotation)
+        behind = params.more_rope_steps(self.spec)
+        return BoundRun(in_order(steps, merges), self.device_index, rotation, behind)
 
     def _l2_swizzle(self, longest: int) -> sm90.L2Swizzle:
         l2_bytes = device_props(self.device_index).l2_bytes

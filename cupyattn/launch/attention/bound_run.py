@@ -31,11 +31,13 @@ class BoundRun(NamedTuple):
     """The launches of a plan.
 
     rotation  keys are rotated first; prefill_sm90 reads them where it leaves them
+    behind    what follows params.RUN, but for latent attention
     """
 
     steps: tuple[Step, ...]
     device_index: int
     rotation: Rotation | None = None
+    behind: bytes = b""
 
     def launch(
         self, q: int, k: int, v: int, o: int, optional: bytes, stream: int, latent: bytes = b""
@@ -43,6 +45,7 @@ class BoundRun(NamedTuple):
         """Enqueue one run on arrays at these addresses; `optional` is params.OPTIONAL, packed, and
         `latent` params.LATENT for latent attention."""
         arguments = params.this_thread.launch_buffer
+        latent = latent or self.behind
         if latent:
             begin = arguments.offset + params.RUN.size
             arguments.buffer[begin : begin + len(latent)] = latent

@@ -162,6 +162,7 @@ class AttentionLauncher:
             params.rope_table(spec),
             device_index,
         )
+        self._behind = params.more_rope_steps(spec)
         self._plans: dict[tuple[int, int], PreparedPlan] = {}
         self._heads = tma_sm90.Heads(problem, spec.num_kv_heads, spec.group_size, 0)
         self._maps: dict[tuple[int, int, int, bytes, int], tma_sm90.Maps] = {}
@@ -305,6 +306,9 @@ class AttentionLauncher:
                 plan.num_counters, self.device_index, stream, allocate
             )
         arguments = params.this_thread.launch_buffer
+        if self._behind:
+            begin = arguments.offset + params.ATTENTION.size
+            arguments.buffer[begin : begin + len(self._behind)] = self._behind
         for launch, constants in plan.parts:
             params.ATTENTION.pack_into(
                 arguments.buffer,

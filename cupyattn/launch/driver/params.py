@@ -186,6 +186,11 @@ def pack_logits_arrays(arrays: Iterable[tuple[int, Sequence[int]]]) -> bytes:
     )
 
 
+def more_rope_steps(spec: AttentionSpec) -> bytes:
+    """Those steps of RoPE that ATTENTION has no room for, which follow it."""
+    return rope_table(spec)[4 * MAX_ROPE_PAIRS :]
+
+
 def rope_table(spec: AttentionSpec) -> bytes:
     """The steps of RoPE, empty without it."""
     if spec.pos_encoding != "ROPE_LLAMA":

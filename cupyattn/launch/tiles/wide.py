@@ -37,7 +37,7 @@ def wide_tiles(
     problem: AttentionProblem, mma_q: int, warps: int, tile_kv: int
 ) -> TileConfig | None:
     """An instance of 16 * mma_q rows; None if its warps cannot share out columns and keys."""
-    tile_q = 16 * mma_q
+    tile_q, is_rotated = 16 * mma_q, problem.pos_encoding == "ROPE_LLAMA"
     itemsize = problem.dtype_kv.itemsize
     key_warps = warps // min(mma_q, warps)
     if problem.head_dim_vo % (warps * 16 * (2 if itemsize == 1 else 1)):
@@ -57,12 +57,13 @@ def wide_tiles(
         Field(NONFINITE_BYTES),
         Field((_STAGES + 1) * (tile_kv if problem.sparse else 4), 1),
         Field(4),
+        Field(2 * problem.head_dim_qk if is_rotated else 4),
         tile_field(tile_q, problem.head_dim_qk, 2),
         tile_field(tile_kv, problem.head_dim_qk, itemsize, _STAGES),
         values,
         tile_field(tile_q, tile_kv, 2),
     ).size
-    config = common_constants(problem, False) | {
+    config = common_constants(problem, is_rotated) | {
         "kLatent": problem.latent,
         "kSparse": problem.sparse,
         "kHeadDimRope": problem.head_dim_qk - problem.head_dim_vo if problem.latent else 0,

@@ -13,12 +13,16 @@
 namespace cupyattn {
 
 template <typename Config>
-using WideParams = conditional<Config::kLatent, LatentParams, AttentionParams>;
+using WideParams = conditional<Config::kLatent, LatentParams,
+                               conditional<Config::kRope, WideRopeParams, AttentionParams>>;
 
 __device__ __forceinline__ const AttentionParams& attention_of(const AttentionParams& params) {
   return params;
 }
 __device__ __forceinline__ const AttentionParams& attention_of(const LatentParams& params) {
+  return params.attention;
+}
+__device__ __forceinline__ const AttentionParams& attention_of(const WideRopeParams& params) {
   return params.attention;
 }
 
@@ -102,6 +106,24 @@ __device__ __forceinline__ void copy_columns(uint32_t tile, const typename Tile:
           Tile::address(tile, row, kFirst / kPerChunk + chunk), kFirst / kPerChunk + chunk,
           column + (exists ? at[i] : 0), exists);
     }
+  }
+}
+
+// The same of all columns of rows, of which threads need not be a multiple: parts of as many chunks
+// as a power of two, the largest first.
+template <typename Tile, int kFirst, int kCount, bool kAligned, int kThreads>
+__device__ __forceinline__ void copy_all_columns(uint32_t tile, const typename Tile::T* source,
+                                                 const int64_t* offsets, int thread) {
+  constexpr int kPerChunk = Tile::kElementsPerChunk, kChunks = kCount / kPerChunk;
+  constexpr int kPart = kPerChunk * (kThreads % kChunks == 0 ? kChunks
+                                     : kChunks >= 32         ? 32
+                                     : kChunks >= 16         ? 16
+                                     : kChunks >= 8          ? 8
+                                                             : 4);
+  copy_columns<Tile, kFirst, kPart, kAligned, kThreads>(tile, source, offsets, thread);
+  if constexpr (kPart < kCount) {
+    copy_all_columns<Tile, kFirst + kPart, kCount - kPart, kAligned, kThreads>(
+        tile, source + kPart, offsets, thread);
   }
 }
 

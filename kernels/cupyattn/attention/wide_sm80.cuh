@@ -51,6 +51,7 @@ struct WideSm80 {
     NonFiniteKeys nonfinite_keys;
     uint8_t is_hidden[kStages + 1][kSparse ? kTileKV : 4];
     uint32_t flag;
+    typename Traits::Rope rope;
     alignas(QTile::kAlign) unsigned char q[QTile::kBytes];
     alignas(KTile::kAlign) unsigned char k[kStages][KTile::kBytes];
     alignas(VTile::kAlign) unsigned char v[kLatent ? 1 : kStages][kLatent ? 128 : VTile::kBytes];
@@ -67,7 +68,7 @@ struct WideSm80 {
   static_assert(!kLatent || (Config::kPaged && kHeadDimQK == kHeadDimVO + Config::kHeadDimRope),
                 "a latent key is its value and the rope part, in pages");
   static_assert(!kSparse || kLatent, "only latent keys come in lists");
-  static_assert(!Config::kRope, "no rotation of heads so wide");
+  static_assert(!Config::kRope || (!kLatent && !kFp8), "keys are rotated in place, in 16 bits");
 
   const Params& all;
   const AttentionParams& params;
@@ -93,6 +94,12 @@ struct WideSm80 {
   __device__ __forceinline__ void describe_rows() {
     fill_rows<LogitsVariant>(shared.rows, shared.q_offset, kTileQ, params, work.request, work.tile,
                              thread, kThreads);
+    if constexpr (Config::kRope) {
+      for (int i = thread; i < kHeadDimQK / 2; i += kThreads) {
+        shared.rope.step[i] = i < kMaxRopePairs ? params.rope_step[i]
+                                                : all.more_rope_steps[i - kMaxRopePairs];
+      }
+    }
     if (thread == 0) {
       shared.logits = LogitsVariant::make_constants(params);
       shared.nonfinite_keys = NonFiniteKeys{};
@@ -150,8 +157,8 @@ struct WideSm80 {
             k, static_cast<const DTypeKV*>(all.k_rope), shared.keys.second, thread);
       }
     } else {
-      copy_columns<KTile, 0, kHeadDimQK, Config::kAligned, kThreads>(k, keys, shared.keys.k,
-                                                                     thread);
+      copy_all_columns<KTile, 0, kHeadDimQK, Config::kAligned, kThreads>(k, keys, shared.keys.k,
+                                                                         thread);
       copy_columns<VTile, 0, kHeadDimVO, Config::kAligned, kThreads>(
           ptx::shared_address(shared.v[stage]), values_of<DTypeKV>(params, work.tile.kv_head),
           shared.keys.second, thread);
@@ -418,6 +425,12 @@ struct WideSm80 {
       const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
       if (tile + kStages - 1 < tiles.end) copy_keys(free_stage);
       ptx::cp_async_commit();
+
+      if constexpr (Config::kRope) {
+        rotate_tile<KTile, kHeadDimQK, kThreads>(shared.k[stage], shared.rope, thread,
+                                                 [=](int row) { return first_key + row; });
+        ptx::block_sync();
+      }
 
       // S = Q K^T, as logits.
       float s[1][kTilesS][4];

@@ -106,4 +106,13 @@ struct AttentionParams {
 static_assert(sizeof(AttentionParams) == 144 + 96 + 104 + 96 + 32 + 4 * kMaxRopePairs,
               "AttentionParams and its mirror in launch/driver/params.py must agree");
 
+// The argument of kernels that rotate heads of up to twice as many pairs.
+struct WideRopeParams {
+  AttentionParams attention;
+  uint32_t more_rope_steps[kMaxRopePairs];  // those of the pairs that follow
+};
+
+static_assert(sizeof(WideRopeParams) == sizeof(AttentionParams) + 4 * kMaxRopePairs,
+              "the steps that follow must lie behind the others, where the host puts them");
+
 }  // namespace cupyattn

@@ -37,7 +37,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "odd dim": ({"head_dim_qk": 100}, UnsupportedError, "head_dim_qk: 100 .* multiple of 8"),
     "large dim": ({"head_dim_qk": 264}, UnsupportedError, "head_dim_qk: 264 .* from 8 to 256"),
     "small value": ({"head_dim_vo": 4}, UnsupportedError, "head_dim_vo: 4 "),
-    "large value": ({"head_dim_vo": 512}, UnsupportedError, "head_dim_vo: 512 "),
+    "large value": ({"head_dim_vo": 384}, UnsupportedError, "head_dim_vo: 384 "),
     "rope": (
         {"head_dim_qk": 72, "pos_encoding": "ROPE_LLAMA"},
         UnsupportedError,
@@ -255,12 +255,14 @@ def test_the_problem_of_a_call(changes: dict[str, Any], facts: dict[str, Any]) -
     assert {entry.problem for entry in new or before} == {replace(plain, **facts)}
 
 
-@pytest.mark.parametrize("dims", [(256, 512), (512, 512), (512, 256)])
+@pytest.mark.parametrize("dims", [(256, 512), (512, 512), (512, 256), (64, 512), (448, 256)])
 def test_wide_heads(dims: tuple[int, int]) -> None:
     problem = replace(GOOD, head_dim_qk=dims[0], head_dim_vo=dims[1])
     problem.check_supported()
+    replace(problem, pos_encoding="ROPE_LLAMA").check_supported()
+    fp8 = replace(problem, pos_encoding="ROPE_LLAMA", dtype_kv=dtypes.float8_e4m3fn)
     with pytest.raises(UnsupportedError, match="ROPE_LLAMA is not supported with head dims"):
-        replace(problem, pos_encoding="ROPE_LLAMA").check_supported()
+        fp8.check_supported()
     for label in ("qk", "vo"):
         with pytest.raises(UnsupportedError, match=f"head_dim_{label}: 480 is not supported"):
             replace(problem, **{f"head_dim_{label}": 480}).check_supported()  # type: ignore[arg-type]
