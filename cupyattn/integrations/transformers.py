@@ -335,7 +335,7 @@ def attention(
         made = _one_row(query, key, value, _window(sliding_window, causal)[0], scaling, softcap)
         if made is not None:
             return made, None
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = (_with_columns(x).transpose(1, 2) for x in (query, key, value))
     if is_whole and q.shape[0] == 1 and s_aux is None:
         window = _window(sliding_window, causal)
         return _one_request(q, k, v, causal, window, scaling, softcap), None
@@ -419,17 +419,24 @@ def _one_request(
     return made[None, None] if q.shape[1] == 1 else made[None]
 
 
+def _with_columns(x: Any) -> Any:
+    """An array whose last axis is contiguous, as convolutions leave another one."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _one_row(q: Any, k: Any, v: Any, window_left: int, scale: Any, softcap: Any) -> Any:
     """A step of decoding over keys of one length, as one row of b * heads heads: nothing is to be
     planned. None where the heads of all requests are not equally far apart."""
     count, heads, _, head_dim = q.shape
+    if not (k.is_contiguous() and v.is_contiguous()):
+        k, v = _with_columns(k), _with_columns(v)
+        for x in (k, v):
+            if count > 1 and x.stride(0) != x.shape[1] * x.stride(1):
+                return None
     if count == 1:
         k, v = k.squeeze(0), v.squeeze(0)
     else:
-        for x in (k, v):
-            if x.stride(0) != x.shape[1] * x.stride(1):
-                return None
-        k, v = (x.view(-1, *x.shape[2:]) for x in (k, v))
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
     made = single_decode_with_kv_cache(
         q.reshape(-1, head_dim).contiguous(),
         k,

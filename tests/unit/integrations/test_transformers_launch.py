@@ -69,6 +69,14 @@ def test_a_step_over_part_of_a_larger_cache(gpu: Gpu, make: Callable) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
+def test_any_order_of_axes(gpu: Gpu, make: Callable, tokens: int) -> None:
+    """Of head dims before tokens, as convolutions leave keys."""
+    q, k = make(2, tokens, 8, 64).transpose(1, 2), make(2, 2, 64, 40).transpose(2, 3)
+    out, _ = door.attention(LAYER, q, k, k, None, scaling=0.1)
+    assert tuple(out.shape) == (2, tokens, 8, 64)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
 def test_autocast_decides_about_the_dtype(gpu: Gpu, make: Callable, tokens: int) -> None:
     """float32 rows of a GPU are refused without it."""
     q = make(2, tokens, 8, 64, dtype="float32").transpose(1, 2)
